@@ -1,0 +1,3 @@
+"""`kestrel_kvcache` under the common namespace."""
+
+from kestrel_kvcache import *  # noqa: F403

@@ -1,0 +1,3 @@
+"""`kestrel_moe` under the common namespace."""
+
+from kestrel_moe import *  # noqa: F403

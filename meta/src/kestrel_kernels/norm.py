@@ -1,0 +1,3 @@
+"""`kestrel_norm` under the common namespace."""
+
+from kestrel_norm import *  # noqa: F403

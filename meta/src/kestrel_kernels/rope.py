@@ -1,0 +1,3 @@
+"""`kestrel_rope` under the common namespace."""
+
+from kestrel_rope import *  # noqa: F403
