@@ -1,0 +1,115 @@
+# How every kestrel family with CUDA C++ kernels is built.
+#
+#   include(KestrelFamily)
+#   kestrel_family(kestrel_norm SOURCES csrc/layer_norm.cu FUNCTIONS layer_norm)
+#
+# compiles SOURCES into kestrel_norm/_lib/kestrel_norm.so, which holds machine code for every architecture and exports each
+# of FUNCTIONS as the tvm-ffi symbol __tvm_ffi_<function>, and writes kestrel_norm/_lib/manifest.json, which says what
+# the binary holds. Without SOURCES only the manifest is installed (no architectures), and no compiler is looked for.
+#
+# nvcc comes from PyPI (cuda-toolkit in build-system.requires), never from the system. The environment variable
+# KESTREL_ARCHS, a list such as "90a" or "80;90a", narrows the architectures.
+#
+# Wheels must be byte-identical on rebuild, so nothing may bake in a path, a process id or a time:
+# - __FILE__ in headers expands to the path of the checkout or of pip's temporary environment: every root is mapped to ".";
+# - a build-tree RPATH leaves its padding in the installed file: no RPATH is ever written;
+# - nvcc puts its process id into the name of a kernel in an anonymous namespace: the sources use named namespaces.
+
+include_guard(GLOBAL)
+
+set(KESTREL_ALL_ARCHS 80 86 89 90a 100f 120f)
+get_filename_component(KESTREL_TOOLS_DIR "${CMAKE_CURRENT_LIST_DIR}/.." REALPATH)
+
+# The architectures of this build: KESTREL_ARCHS from the environment, or all.
+function(_kestrel_archs result)
+  set(archs ${KESTREL_ALL_ARCHS})
+  if(NOT "$ENV{KESTREL_ARCHS}" STREQUAL "")
+    string(REGEX MATCHALL "[^;, ]+" archs "$ENV{KESTREL_ARCHS}")
+    list(REMOVE_DUPLICATES archs)
+  endif()
+  foreach(arch IN LISTS archs)
+    if(NOT arch IN_LIST KESTREL_ALL_ARCHS)
+      message(FATAL_ERROR "KESTREL_ARCHS: expected architectures from ${KESTREL_ALL_ARCHS}, got ${arch}")
+    endif()
+  endforeach()
+  set(${result} ${archs} PARENT_SCOPE)
+endfunction()
+
+# The folder of the CUDA compiler that pip put beside this Python (site-packages/nvidia/cu13).
+function(_kestrel_find_cuda result)
+  execute_process(
+    COMMAND "${Python_EXECUTABLE}" -c [[
+import importlib.util, pathlib
+spec = importlib.util.find_spec("nvidia")
+roots = [pathlib.Path(p, "cu13") for p in (spec.submodule_search_locations if spec else ())]
+print(next((r.resolve() for r in roots if (r / "bin" / "nvcc").exists()), ""), end="")
+]]
+    OUTPUT_VARIABLE root COMMAND_ERROR_IS_FATAL ANY)
+  if(root STREQUAL "")
+    message(FATAL_ERROR "nvcc was not found beside ${Python_EXECUTABLE}: install "
+                        "cuda-toolkit[nvcc,nvvm,crt,cudart,cccl]==13.0.2 (a build requirement of this package)")
+  endif()
+  set(${result} "${root}" PARENT_SCOPE)
+endfunction()
+
+# {"family": ..., "archs": [...], "functions": [...], "cute": false}
+function(_kestrel_write_manifest family archs functions)
+  set(json_lists "")
+  foreach(items IN ITEMS "${archs}" "${functions}")
+    list(TRANSFORM items REPLACE "(.+)" "\"\\1\"")
+    list(JOIN items ", " joined)
+    list(APPEND json_lists "[${joined}]")
+  endforeach()
+  list(GET json_lists 0 json_archs)
+  list(GET json_lists 1 json_functions)
+  set(manifest "${CMAKE_CURRENT_BINARY_DIR}/manifest.json")
+  file(WRITE "${manifest}"
+    "{\"family\": \"${family}\", \"archs\": ${json_archs}, \"functions\": ${json_functions}, \"cute\": false}\n")
+  install(FILES "${manifest}" DESTINATION "${family}/_lib")
+endfunction()
+
+function(_kestrel_add_library family archs cuda_root)
+  set(sources ${ARGN})
+  add_library(${family} SHARED ${sources})
+  set_target_properties(${family} PROPERTIES
+    PREFIX "" CUDA_STANDARD 17 CUDA_STANDARD_REQUIRED ON CUDA_ARCHITECTURES OFF CUDA_VISIBILITY_PRESET hidden
+    SKIP_BUILD_RPATH ON POSITION_INDEPENDENT_CODE ON)
+  target_include_directories(${family} PRIVATE "${KESTREL_TOOLS_DIR}/include" "${CMAKE_CURRENT_SOURCE_DIR}/csrc")
+  target_link_libraries(${family} PRIVATE tvm_ffi::shared)
+
+  # SASS only, no PTX: a GPU that is not listed falls back to the reference. (CUDA_ARCHITECTURES of older CMake
+  # releases does not know the family forms 100f and 120f.)
+  foreach(arch IN LISTS archs)
+    target_compile_options(${family} PRIVATE "-gencode=arch=compute_${arch},code=sm_${arch}")
+  endforeach()
+  target_compile_options(${family} PRIVATE --threads=0 -Xfatbin=-compress-all -Xptxas=-warn-spills)
+  # `site` is where the headers of tvm-ffi lie. The first map that matches a file wins in GCC's reverse order, so the widest come first.
+  get_filename_component(site "${tvm_ffi_INCLUDE_DIR}/../.." REALPATH)
+  foreach(root IN ITEMS "${site}" "${cuda_root}" "${KESTREL_TOOLS_DIR}" "${CMAKE_CURRENT_SOURCE_DIR}" "${CMAKE_CURRENT_BINARY_DIR}")
+    target_compile_options(${family} PRIVATE "-Xcompiler=-ffile-prefix-map=${root}=.")
+  endforeach()
+  target_link_options(${family} PRIVATE -Wl,--exclude-libs,ALL -Wl,--as-needed -Wl,--no-undefined)
+  install(TARGETS ${family} LIBRARY DESTINATION "${family}/_lib")
+endfunction()
+
+# A macro, because enable_language must run in the caller's directory scope.
+macro(kestrel_family family)
+  cmake_parse_arguments(_KESTREL "" "" "SOURCES;FUNCTIONS" ${ARGN})
+  set(_KESTREL_ARCHS "")
+  if(_KESTREL_SOURCES)
+    find_package(Python COMPONENTS Interpreter REQUIRED)
+    _kestrel_archs(_KESTREL_ARCHS)
+    _kestrel_find_cuda(_KESTREL_CUDA)
+    set(CMAKE_CUDA_COMPILER "${_KESTREL_CUDA}/bin/nvcc")
+    set(CMAKE_CUDA_FLAGS_INIT "-L${_KESTREL_CUDA}/lib") # the wheels say lib, nvcc.profile lib64
+    set(CMAKE_CUDA_ARCHITECTURES OFF)
+    set(CMAKE_CUDA_RUNTIME_LIBRARY Static) # before find_package(tvm_ffi), which would choose Shared
+    enable_language(CXX)
+    enable_language(CUDA)
+    execute_process(COMMAND "${Python_EXECUTABLE}" -m tvm_ffi.config --cmakedir
+                    OUTPUT_VARIABLE tvm_ffi_ROOT OUTPUT_STRIP_TRAILING_WHITESPACE COMMAND_ERROR_IS_FATAL ANY)
+    find_package(tvm_ffi CONFIG REQUIRED)
+    _kestrel_add_library(${family} "${_KESTREL_ARCHS}" "${_KESTREL_CUDA}" ${_KESTREL_SOURCES})
+  endif()
+  _kestrel_write_manifest(${family} "${_KESTREL_ARCHS}" "${_KESTREL_FUNCTIONS}")
+endmacro()
