@@ -1,0 +1,26 @@
+"""What every kestrel kernel family shares. See README.md for the map."""
+
+from . import check
+from .binary import Binary, Manifest, arch_of
+from .errors import KestrelFallbackWarning, UnsupportedError
+from .op import kernel_op, refuse_capture
+from .registry import KernelOp, ops, trace
+from .state import backend, current_backend
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Binary",
+    "KernelOp",
+    "KestrelFallbackWarning",
+    "Manifest",
+    "UnsupportedError",
+    "arch_of",
+    "backend",
+    "check",
+    "current_backend",
+    "kernel_op",
+    "ops",
+    "refuse_capture",
+    "trace",
+]

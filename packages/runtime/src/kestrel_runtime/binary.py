@@ -1,0 +1,120 @@
+"""The binary of one kernel family: found beside the family's Python, loaded at the first launch."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import json
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .cute import open_runtime_library
+from .errors import UnsupportedError
+
+OLDEST_DRIVER = 13000  # what cudaDriverGetVersion reports for R580; the machine code here needs it
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a build put beside its binary: ``_lib/manifest.json``."""
+
+    family: str
+    archs: tuple[str, ...]
+    """Architectures with machine code, as nvcc names them: "80", "86", "89", "90a", "100f", "120f"."""
+    functions: tuple[str, ...]
+    cute: bool
+    """True when the binary holds CuTe kernels and needs NVIDIA's runtime library."""
+
+
+def arch_of(capability: tuple[int, int]) -> str | None:
+    """The architecture of our binaries that a GPU of this compute capability runs, or None."""
+    major, minor = capability
+    if major in (10, 12):  # family-specific code runs on every GPU of the family
+        return f"{major}0f"
+    return {(8, 0): "80", (8, 6): "86", (8, 9): "89", (9, 0): "90a"}.get((major, minor))
+
+
+@functools.cache
+def _device_arch(index: int) -> str | None:
+    return arch_of(torch.cuda.get_device_capability(index))
+
+
+class Binary:
+    """Entry points of a family's shared library as attributes, each resolved once.
+
+    ``Binary("kestrel_norm").rms_norm(out, x, weight, eps, 0.0)`` loads the library at the first use. Constructing one
+    touches no file. A missing library (Python run from the source tree), an entry point that was not built, a GPU
+    without machine code, and a driver older than R580 all raise UnsupportedError.
+    """
+
+    def __init__(self, family: str) -> None:
+        self.family = family
+        self._lock = threading.Lock()
+        self._module: Any = None
+
+    @property
+    def folder(self) -> Path:
+        spec = importlib.util.find_spec(self.family)
+        if spec is None or spec.origin is None:
+            raise UnsupportedError(f"{self.family} is not installed")
+        return Path(spec.origin).parent / "_lib"
+
+    @functools.cached_property
+    def manifest(self) -> Manifest | None:
+        """What the build recorded, or None when the family runs from its sources without a build."""
+        path = self.folder / "manifest.json"
+        if not path.is_file():
+            return None
+        fields = json.loads(path.read_text(encoding="utf-8"))
+        return Manifest(fields["family"], tuple(fields["archs"]), tuple(fields["functions"]), fields["cute"])
+
+    def arch(self, device: torch.device | int) -> str:
+        """The suffix of the entry points for a GPU, for example ``"sm90a"``."""
+        index = device if isinstance(device, int) else device.index
+        found = _device_arch(torch.cuda.current_device() if index is None else index)
+        built = self.manifest.archs if self.manifest else ()
+        if found is None or found not in built:
+            capability = torch.cuda.get_device_capability(index)
+            have = ", ".join(f"sm_{arch}" for arch in built) or "none"
+            raise UnsupportedError(f"no machine code for a GPU of capability {capability} (built: {have})")
+        return f"sm{found}"
+
+    def function(self, name: str) -> Callable[..., Any]:
+        """The entry point of this name."""
+        module = self._load()
+        try:
+            return module.get_function(name)  # type: ignore[no-any-return]
+        except AttributeError:
+            raise UnsupportedError(f"the binary of {self.family} has no entry point {name}") from None
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        found = self.function(name)
+        self.__dict__[name] = found
+        return found
+
+    def _load(self) -> Any:
+        with self._lock:
+            if self._module is None:
+                self._module = self._open()
+            return self._module
+
+    def _open(self) -> Any:
+        import tvm_ffi
+
+        library = self.folder / f"{self.family}.so"
+        if self.manifest is None or not library.is_file():
+            raise UnsupportedError(f"{self.family} has no binary here: it runs from its sources, without a build")
+        driver = torch._C._cuda_getDriverVersion() if torch.cuda.is_available() else OLDEST_DRIVER
+        if driver < OLDEST_DRIVER:
+            raise UnsupportedError(f"the NVIDIA driver supports CUDA {driver / 1000:g}; R580 (CUDA 13.0) is the oldest")
+        tvm_ffi.register_error("UnsupportedError", UnsupportedError)
+        if self.manifest.cute:
+            open_runtime_library()
+        return tvm_ffi.load_module(str(library))

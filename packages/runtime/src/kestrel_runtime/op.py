@@ -1,0 +1,257 @@
+"""``@kernel_op``: one Python function becomes an op with three ways in.
+
+    kestrel_norm.rms_norm(x, weight)
+      |- plain CUDA tensors, eager:     the decorated function, which launches the kernel
+      |- torch.compile, FakeTensor, meta, any tensor subclass or dispatch mode:   torch.ops.kestrel_norm.rms_norm
+      '- CPU tensors, or a launch that raises UnsupportedError:                   the reference
+
+The torch op is registered with the same functions behind it: the launch for CUDA, the reference for the CPU, the
+reference on fake tensors for shapes. A Python-registered torch op costs about 3 us more per call than a direct call,
+which is why plain CUDA tensors do not go through it.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, ParamSpec, TypeVar, cast
+
+import torch
+
+from . import check as checks
+from .errors import KestrelFallbackWarning, UnsupportedError
+from .registry import KernelOp, _tracers, count, register
+from .state import current_backend
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_libraries: dict[str, torch.library.Library] = {}
+_warned: set[tuple[str, str]] = set()
+_PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
+_PLAIN_VALUES = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device, list, tuple})
+
+_is_compiling = torch.compiler.is_compiling
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_transforms = torch._C._functorch.peek_interpreter_stack  # vmap, grad: their wrappers look like plain tensors
+
+
+def kernel_op(
+    *,
+    reference: Callable[..., Any],
+    check: Callable[..., None],
+    kernel: str | None = None,
+    mutates: Sequence[str] = (),
+    shape: Callable[..., Any] | None = None,
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Make an op of a launch function.
+
+    The decorated function allocates the result (or takes ``out``) and calls an entry point of the family's binary; its
+    docstring is the documentation. The family is the function's top-level package, the op's name its name without a
+    leading underscore. It may take tensors, optional tensors, numbers, bools, strings, dtypes and int lists, and
+    returns a tensor, a tuple of tensors or None. With a parameter ``out`` a second overload ``<name>.out`` is
+    registered, which writes ``out`` and returns nothing.
+
+    reference: the specification, same parameters without ``out``; returns fresh tensors or writes in place.
+    check: same parameters as the op; raises ValueError or TypeError. It runs before every reference, and after a
+        launch that raised, so that the message names op, argument, expected and got.
+    kernel: "cuda", "cute", or None while there is no kernel: the body is then never run.
+    mutates: the tensors written in place.
+    shape: stands in for the reference on fake tensors, where the reference would need values on the host.
+    """
+
+    def decorate(launch: Callable[P, R]) -> Callable[P, R]:
+        family, name = launch.__module__.partition(".")[0], launch.__name__.lstrip("_")
+        op = KernelOp(family, name, kernel, tuple(mutates), launch, reference, check)
+        register(op)
+        entry = _Entry(op, inspect.signature(launch, eval_str=True), shape or reference)
+        entry.register_with_torch()
+        return cast("Callable[P, R]", entry.public_function())
+
+    return decorate
+
+
+def refuse_capture(op: str, reason: str) -> None:
+    """Raise UnsupportedError while a CUDA graph is being captured; for a reference that must read the host."""
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        raise UnsupportedError(f"{op}: the reference cannot be captured in a CUDA graph: {reason}")
+
+
+class _Entry:
+    """The ways into one op."""
+
+    def __init__(self, op: KernelOp, signature: inspect.Signature, shape: Callable[..., Any]) -> None:
+        self.op = op
+        self.signature = signature
+        self.shape = shape
+        self.out_position = list(signature.parameters).index("out") if "out" in signature.parameters else None
+
+    # -- the implementations ------------------------------------------------------------------------------------------
+
+    def on_cuda(self, *args: Any, **kwargs: Any) -> Any:
+        """The launch; the reference where the launch does not cover the call or the backend forbids it."""
+        op, mode = self.op, current_backend()
+        if mode == "reference":
+            return self.on_cpu(*args, **kwargs)
+        try:
+            if op.kernel is None:
+                raise UnsupportedError("this op has no kernel yet")
+            result = op.launch(*args, **kwargs)
+        except UnsupportedError as reason:
+            op.check(*args, **kwargs)
+            if mode == "kernel":
+                raise UnsupportedError(f"{op.qualified_name}: {reason}") from None
+            _warn_once(op.qualified_name, str(reason))
+            return self._referred(*args, **kwargs)
+        except (ValueError, TypeError, RuntimeError):
+            op.check(*args, **kwargs)
+            raise
+        if _tracers:
+            count(op, "kernel")
+        return result
+
+    def on_cpu(self, *args: Any, **kwargs: Any) -> Any:
+        """The reference, after its checks."""
+        self.op.check(*args, **kwargs)
+        if current_backend() == "kernel":
+            raise UnsupportedError(f"{self.op.qualified_name}: the backend is 'kernel', and CPU tensors have no kernel")
+        return self._referred(*args, **kwargs)
+
+    def on_fake(self, *args: Any, **kwargs: Any) -> Any:
+        """Shapes, dtypes and strides of the result."""
+        self.op.check(*args, **kwargs)
+        args, kwargs, out = self._without_out(args, kwargs)
+        if out is not None or self.signature.return_annotation in (None, inspect.Signature.empty):
+            return out
+        return _contiguous(self.shape(*args, **kwargs))
+
+    def _referred(self, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs, out = self._without_out(args, kwargs)
+        result = self.op.reference(*args, **kwargs)
+        if _tracers:
+            count(self.op, "reference")
+        if out is None:
+            return _contiguous(result)
+        return out.copy_(result)
+
+    def _without_out(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
+        position = self.out_position
+        if position is None:
+            return args, kwargs, None
+        if len(args) > position:
+            return args[:position] + args[position + 1 :], kwargs, args[position]
+        rest = dict(kwargs)
+        out = rest.pop("out", None)
+        return args, rest, out
+
+    # -- torch.ops ----------------------------------------------------------------------------------------------------
+
+    def register_with_torch(self) -> None:
+        op = self.op
+        library = _libraries.get(op.family)
+        if library is None:
+            library = _libraries[op.family] = torch.library.Library(op.family, "FRAGMENT")
+        parameters = [p for p in self.signature.parameters.values() if p.name != "out"]
+        prototype = self.signature.replace(parameters=parameters)
+        self._define(library, op.name, prototype, op.mutates, self.on_cuda, self.on_cpu, self.on_fake)
+        if self.out_position is not None:
+            out = inspect.Parameter("out", inspect.Parameter.KEYWORD_ONLY, annotation=torch.Tensor)
+            prototype = self.signature.replace(parameters=[*parameters, out], return_annotation=None)
+            implementations = (_returning_nothing(f) for f in (self.on_cuda, self.on_cpu, self.on_fake))
+            self._define(library, f"{op.name}.out", prototype, (*op.mutates, "out"), *implementations)
+
+    def _define(
+        self,
+        library: torch.library.Library,
+        name: str,
+        prototype: inspect.Signature,
+        mutates: tuple[str, ...],
+        on_cuda: Callable[..., Any],
+        on_cpu: Callable[..., Any],
+        on_fake: Callable[..., Any],
+    ) -> None:
+        def typed() -> None: ...
+
+        typed.__signature__ = prototype  # type: ignore[attr-defined]
+        schema = torch.library.infer_schema(typed, mutates_args=mutates)
+        library.define(name + schema, tags=torch.Tag.pt2_compliant_tag)
+        library.impl(name, on_cuda, "CUDA")
+        library.impl(name, on_cpu, "CPU")
+        library.impl(name, self._below_autograd(name), "Autograd")
+        torch.library.register_fake(f"{self.op.family}::{name}", on_fake, lib=library)
+
+    def _below_autograd(self, name: str) -> Callable[..., Any]:
+        def below_autograd(*args: Any, **kwargs: Any) -> Any:
+            self._refuse_grad(args, kwargs)
+            with torch._C._AutoDispatchBelowAutograd():
+                return self._overload(name)(*args, **kwargs)
+
+        return below_autograd
+
+    def _overload(self, name: str) -> Any:
+        packet, _, overload = name.partition(".")
+        return getattr(getattr(getattr(torch.ops, self.op.family), packet), overload or "default")
+
+    def _refuse_grad(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not torch.is_grad_enabled():
+            return
+        for name, value in (*zip(self.signature.parameters, args, strict=False), *kwargs.items()):
+            if isinstance(value, torch.Tensor) and value.requires_grad:
+                expected = "a tensor without requires_grad, or torch.no_grad() (ops here have no autograd)"
+                checks.fail(self.op.name, name, expected, "requires_grad=True")
+
+    # -- the public function ------------------------------------------------------------------------------------------
+
+    def public_function(self) -> Callable[..., Any]:
+        overload, on_cuda, on_cpu = self._overload(self.op.name), self.on_cuda, self.on_cpu
+        overload_out = self._overload(f"{self.op.name}.out") if self.out_position is not None else None
+
+        def through_dispatcher(*args: Any, **kwargs: Any) -> Any:
+            args, kwargs, out = self._without_out(args, kwargs)
+            if out is None or overload_out is None:
+                return overload(*args, **kwargs)
+            overload_out(*args, out=out, **kwargs)
+            return out
+
+        @functools.wraps(self.op.launch)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if _is_compiling() or _dispatch_modes() or _transforms() is not None:
+                return through_dispatcher(*args, **kwargs)
+            on_gpu = needs_grad = False
+            for value in (*args, *kwargs.values()) if kwargs else args:
+                kind = type(value)
+                if kind in _PLAIN_TENSORS:
+                    if value.is_cuda:
+                        on_gpu = True
+                    elif not value.is_cpu:
+                        return through_dispatcher(*args, **kwargs)
+                    needs_grad = needs_grad or value.requires_grad
+                elif kind not in _PLAIN_VALUES and isinstance(value, torch.Tensor):
+                    return through_dispatcher(*args, **kwargs)
+            if needs_grad:
+                self._refuse_grad(args, kwargs)
+            return on_cuda(*args, **kwargs) if on_gpu else on_cpu(*args, **kwargs)
+
+        call.kernel_op = self.op  # type: ignore[attr-defined]
+        return call
+
+
+def _warn_once(name: str, reason: str) -> None:
+    if (name, reason) not in _warned:
+        _warned.add((name, reason))
+        warnings.warn(f"{name} runs its PyTorch reference: {reason}", KestrelFallbackWarning, stacklevel=5)
+
+
+def _contiguous(result: Any) -> Any:
+    if isinstance(result, tuple):
+        return tuple(part.contiguous() for part in result)
+    return None if result is None else result.contiguous()
+
+
+def _returning_nothing(implementation: Callable[..., Any]) -> Callable[..., None]:
+    def run(*args: Any, **kwargs: Any) -> None:
+        implementation(*args, **kwargs)
+
+    return run
