@@ -1,0 +1,143 @@
+"""FP8 (e4m3fn) quantisation per row, per tensor or per group of columns, and its inverse."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from kestrel_runtime import check, kernel_op
+
+from . import reference
+
+_GRANULARITIES = ("row", "tensor", "group")
+
+
+def fp8_quant(
+    x: torch.Tensor,
+    scale: torch.Tensor | None = None,
+    *,
+    granularity: Literal["row", "tensor", "group"] = "row",
+    group_size: int = 128,
+    scale_ub: torch.Tensor | None = None,
+    column_major_scales: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantise to FP8 e4m3fn, saturating, rounding to nearest even: ``x ≈ q * scale``.
+
+    x: [T, N] bf16, fp16 or float32, any row stride.
+    scale: float32 [1] or [T, 1], positive: used and returned as it is. None computes it:
+        ``max(min(amax, scale_ub), 1e-12) / 448`` with amax the largest finite magnitude of each row, of the tensor or
+        of each group of ``group_size`` columns (the last group may be shorter).
+    scale_ub: float32 [1], an upper bound of amax (values above it saturate). Only without ``scale``.
+    column_major_scales: "group" only; the scales then have strides (1, T rounded up to a multiple of 4), as
+        block-scaled GEMMs read them.
+
+    Returns (q, scale): q float8_e4m3fn [T, N]; scale float32 [T, 1] ("row"), [1] ("tensor") or [T, ceil(N/G)] ("group").
+    NaN becomes the code NaN, inf saturates to ±448; neither moves the scale. A row of zeros gives zeros and a
+    finite scale. With "row" and "group" a row does not depend on the batch around it.
+
+    Raises ValueError or TypeError for a wrong dtype, rank, shape or device, for ``scale_ub``, "group" or
+    ``column_major_scales`` together with ``scale``, and for ``column_major_scales`` without "group".
+    Semantics: vLLM's scaled_fp8_quant ("row", "tensor") and DeepGEMM's per-token-group cast ("group").
+
+    >>> q, scale = fp8_quant(torch.tensor([[1.0, -2.0, 0.5], [0.0, 0.0, 0.0]]))
+    >>> q.float().tolist(), (q.float() * scale).tolist()
+    ([[224.0, -448.0, 112.0], [0.0, 0.0, 0.0]], [[1.0, -2.0, 0.5], [0.0, 0.0, 0.0]])
+    """
+    if scale is None:
+        q, scales = _fp8_quant(x, granularity, group_size, scale_ub, column_major_scales)
+        return q, scales[:, : x.shape[0]].t() if column_major_scales else scales
+    if granularity == "group":
+        check.fail("fp8_quant", "granularity", "'row' or 'tensor' with a given scale", repr(granularity))
+    if scale_ub is not None:
+        check.fail("fp8_quant", "scale_ub", "None with a given scale", "a bound")
+    if column_major_scales:
+        check.fail("fp8_quant", "column_major_scales", "False with a given scale", True)
+    check.choice("fp8_quant", "granularity", granularity, _GRANULARITIES)
+    return _fp8_quant_static(x, scale), scale
+
+
+def _check_input(op: str, x: torch.Tensor) -> None:
+    check.tensor(op, "x", x, dtype=check.FLOATS, ndim=2, last_contiguous=True)
+    if x.shape[1] == 0:
+        check.fail(op, "x", "at least one column", f"shape {tuple(x.shape)}")
+
+
+def _check_fp8_quant(
+    x: torch.Tensor, granularity: str, group_size: int, scale_ub: torch.Tensor | None, column_major_scales: bool
+) -> None:
+    op = "fp8_quant"
+    _check_input(op, x)
+    check.choice(op, "granularity", granularity, _GRANULARITIES)
+    check.number(op, "group_size", group_size, integer=True, minimum=1)
+    if scale_ub is not None:
+        check.tensor(op, "scale_ub", scale_ub, dtype=torch.float32)
+        check.shape(op, "scale_ub", scale_ub, (1,))
+        check.same(op, "device", x=x, scale_ub=scale_ub)
+    if column_major_scales and granularity != "group":
+        check.fail(op, "column_major_scales", "False unless granularity is 'group'", True)
+
+
+@kernel_op(reference=reference.fp8_quant, check=_check_fp8_quant)
+def _fp8_quant(
+    x: torch.Tensor, granularity: str, group_size: int, scale_ub: torch.Tensor | None, column_major_scales: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Dynamic scales; column-major ones as the buffer behind them, [groups, T rounded up to 4]."""
+
+
+def _check_fp8_quant_static(x: torch.Tensor, scale: torch.Tensor) -> None:
+    op = "fp8_quant"
+    _check_input(op, x)
+    check.tensor(op, "scale", scale, dtype=torch.float32, ndim=(1, 2))
+    check.shape(op, "scale", scale, (1,) if scale.ndim == 1 else (x.shape[0], 1))
+    check.same(op, "device", x=x, scale=scale)
+
+
+@kernel_op(reference=reference.fp8_quant_static, check=_check_fp8_quant_static)
+def _fp8_quant_static(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """A given scale, [1] or [T, 1]."""
+
+
+def _check_fp8_dequant(
+    q: torch.Tensor,
+    scale: torch.Tensor,
+    group_size: int = 128,
+    dtype: torch.dtype = torch.bfloat16,
+    out: torch.Tensor | None = None,
+) -> None:
+    op = "fp8_dequant"
+    check.tensor(op, "q", q, dtype=torch.float8_e4m3fn, ndim=2, last_contiguous=True)
+    check.number(op, "group_size", group_size, integer=True, minimum=1)
+    check.tensor(op, "scale", scale, dtype=torch.float32, ndim=(1, 2))
+    rows, columns = q.shape
+    if scale.ndim == 1:
+        check.shape(op, "scale", scale, (1,))
+    else:
+        groups = (columns + group_size - 1) // group_size
+        check.shape(op, "scale", scale, (rows, 1 if scale.shape[1] == 1 else groups))
+    check.same(op, "device", q=q, scale=scale, out=out)
+    check.choice(op, "dtype", dtype, check.FLOATS)
+    if out is not None:
+        check.tensor(op, "out", out, dtype=dtype, ndim=2, last_contiguous=True)
+        check.shape(op, "out", out, (rows, columns))
+
+
+@kernel_op(reference=reference.fp8_dequant, check=_check_fp8_dequant)
+def fp8_dequant(
+    q: torch.Tensor,
+    scale: torch.Tensor,
+    *,
+    group_size: int = 128,
+    dtype: torch.dtype = torch.bfloat16,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Undo :func:`fp8_quant`: ``q * scale`` in float32, rounded once to ``dtype``.
+
+    q: float8_e4m3fn [T, N], any row stride. scale: float32 [1], [T, 1] or [T, ceil(N/G)], any strides; the shape says
+    which. dtype: bf16, fp16 or float32. Returns [T, N] of dtype, in ``out`` if it is given (of that shape and dtype).
+
+    Raises ValueError or TypeError for a wrong dtype, rank, shape or device.
+
+    >>> q = torch.tensor([[1.0, -448.0]]).to(torch.float8_e4m3fn)
+    >>> fp8_dequant(q, torch.tensor([[0.5]]), dtype=torch.float32).tolist()
+    [[0.5, -224.0]]
+    """

@@ -1,0 +1,67 @@
+"""The PyTorch reference of every op of this family: the specification the kernels are held against.
+
+Scales come from the largest *finite* magnitude, so one inf or NaN does not touch the elements around it: a NaN becomes
+the FP8 code NaN, an inf saturates. ``value = code * scale`` throughout; codes are ``x / scale`` with a true float32
+division, rounded once to nearest even.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from kestrel_runtime.reference import to_fp8
+
+FP8_MAX = 448.0
+FP8_SMALLEST_AMAX = 1e-12  # an all-zero row gets this over 448 as its scale
+
+
+def fp8_quant(
+    x: torch.Tensor,
+    granularity: str = "row",
+    group_size: int = 128,
+    scale_ub: torch.Tensor | None = None,
+    column_major_scales: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Dynamic FP8. Column-major scales come as the buffer behind them: [groups, T rounded up to a multiple of 4]."""
+    values = x.float()
+    amax = _amax(values, granularity, group_size)
+    if scale_ub is not None:
+        amax = torch.minimum(amax, scale_ub)
+    scale = amax.clamp(min=FP8_SMALLEST_AMAX) / FP8_MAX
+    codes = to_fp8(values / _per_element(scale, values, group_size))
+    if column_major_scales:
+        rows = x.shape[0]
+        scale = F.pad(scale.t(), (0, (rows + 3) // 4 * 4 - rows))
+    return codes, scale
+
+
+def fp8_quant_static(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """FP8 with a given scale, [1] or [T, 1]."""
+    return to_fp8(x.float() / scale)
+
+
+def fp8_dequant(
+    q: torch.Tensor, scale: torch.Tensor, group_size: int = 128, dtype: torch.dtype = torch.bfloat16
+) -> torch.Tensor:
+    """code * scale, rounded once to dtype."""
+    values = q.float()
+    return (values * _per_element(scale, values, group_size)).to(dtype)
+
+
+def _amax(values: torch.Tensor, granularity: str, group_size: int) -> torch.Tensor:
+    """The largest finite magnitude: [T, 1], [1] or [T, groups]."""
+    magnitude = torch.where(values.isfinite(), values.abs(), 0.0)
+    if granularity == "row":
+        return magnitude.amax(dim=1, keepdim=True)
+    if granularity == "tensor":
+        return F.pad(magnitude, (0, 0, 0, 1)).amax().view(1)  # the row of zeros lets T be 0
+    rows, columns = magnitude.shape
+    groups = (columns + group_size - 1) // group_size
+    return F.pad(magnitude, (0, groups * group_size - columns)).view(rows, groups, group_size).amax(dim=2)
+
+
+def _per_element(scale: torch.Tensor, values: torch.Tensor, group_size: int) -> torch.Tensor:
+    """A scale of shape [1] or [T, 1] broadcasts; [T, groups] is spread over its groups."""
+    if scale.ndim == 1 or scale.shape[1] == 1:
+        return scale
+    return scale.repeat_interleave(group_size, dim=1)[:, : values.shape[1]]
