@@ -111,7 +111,7 @@ class Binary:
         library = self.folder / f"{self.family}.so"
         if self.manifest is None or not library.is_file():
             raise UnsupportedError(f"{self.family} has no binary here: it runs from its sources, without a build")
-        driver = torch._C._cuda_getDriverVersion() if torch.cuda.is_available() else OLDEST_DRIVER
+        driver = torch._C._cuda_getDriverVersion() if torch.cuda.is_available() else OLDEST_DRIVER  # type: ignore[attr-defined]
         if driver < OLDEST_DRIVER:
             raise UnsupportedError(f"the NVIDIA driver supports CUDA {driver / 1000:g}; R580 (CUDA 13.0) is the oldest")
         tvm_ffi.register_error("UnsupportedError", UnsupportedError)

@@ -136,7 +136,9 @@ class _Entry:
             return _contiguous(result)
         return out.copy_(result)
 
-    def _without_out(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
+    def _without_out(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
         position = self.out_position
         if position is None:
             return args, kwargs, None

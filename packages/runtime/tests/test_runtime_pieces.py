@@ -1,0 +1,231 @@
+"""Checks, shared reference pieces, binaries, and the test helpers themselves."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import kestrel_runtime
+from kestrel_runtime import Binary, UnsupportedError, arch_of, check, cute, reference, testing
+
+# Known-answer vectors of the paper's authors (Random123, kat_vectors, philox4x32 10): key, counter, result.
+PHILOX_VECTORS = [
+    ((0, 0), (0, 0, 0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+    ((0xFFFFFFFF,) * 2, (0xFFFFFFFF,) * 4, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+    (
+        (0xA4093822, 0x299F31D0),
+        (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+        (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+    ),
+]
+
+
+@pytest.mark.parametrize(("key", "counter", "expected"), PHILOX_VECTORS)
+def test_philox_gives_the_published_vectors(key, counter, expected) -> None:
+    assert tuple(reference.philox4x32(torch.tensor(key), torch.tensor(counter)).tolist()) == expected
+
+
+def _philox_scalar(key: tuple[int, int], counter: tuple[int, int, int, int]) -> int:
+    (k0, k1), (c0, c1, c2, c3) = key, counter
+    for _ in range(10):
+        p0, p1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57
+        c0, c1, c2, c3 = (p1 >> 32) ^ c1 ^ k0, p1 & 0xFFFFFFFF, (p0 >> 32) ^ c3 ^ k1, p0 & 0xFFFFFFFF
+        k0, k1 = (k0 + 0x9E3779B9) & 0xFFFFFFFF, (k1 + 0xBB67AE85) & 0xFFFFFFFF
+    return c0
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.integers(-(2**63), 2**63 - 1), st.integers(-(2**63), 2**63 - 1), st.integers(0, 2**31))
+def test_uniform_is_the_top_bits_of_the_first_word(seed: int, offset: int, stream: int) -> None:
+    key = (seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF)
+    counter = (offset & 0xFFFFFFFF, (offset >> 32) & 0xFFFFFFFF, stream & 0xFFFFFFFF, stream >> 32)
+    drawn = reference.philox_uniform(torch.tensor([seed]), torch.tensor([offset]), stream)
+    assert drawn.item() == (_philox_scalar(key, counter) >> 8) / 2**24
+    assert 0 <= drawn.item() < 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_fp8_rounding_goes_to_the_nearest_code_and_saturates(dtype: torch.dtype) -> None:
+    codes = torch.arange(256, dtype=torch.uint8).view(dtype).float()
+    finite = codes[codes.isfinite()].unique()
+    x = torch.cat((torch.randn(2000) * 40, finite, torch.tensor([1e30, -1e30, float("inf"), 448.0, 464.0, 0.0])))
+    nearest = finite[(x.double().clamp(finite.min(), finite.max())[:, None] - finite.double()).abs().argmin(dim=1)]
+    got = reference.to_fp8(x, dtype).float()
+    ties = (got - x).abs() == (nearest - x).abs()
+    assert bool((torch.where(ties, nearest, got) == nearest).all())
+    midpoints = (finite[:-1] + finite[1:]) / 2
+    even = reference.to_fp8(midpoints, dtype).view(torch.uint8) & 1
+    assert int(even.sum()) == 0, "a tie goes to the even code"
+    assert reference.to_fp8(torch.tensor([float("nan")]), dtype).float().isnan().item()
+
+
+def test_int4_packing_round_trips_with_the_even_index_in_the_low_nibble() -> None:
+    codes = torch.randint(-8, 8, (5, 6))
+    packed = reference.pack_int4(codes)
+    assert packed.shape == (5, 3)
+    assert packed.dtype == torch.uint8
+    assert torch.equal(reference.unpack_int4(packed), codes.int())
+    assert int(packed[0, 0]) & 0xF == int(codes[0, 0]) % 16
+    assert torch.equal(reference.unpack_int4(reference.pack_int4(codes % 16), signed=False), (codes % 16).int())
+
+
+@pytest.mark.parametrize("is_neox", [True, False])
+def test_rotation_is_a_complex_product(is_neox: bool) -> None:
+    x, angle = torch.randn(3, 8), torch.randn(3, 4)
+    first, second = (x[:, :4], x[:, 4:]) if is_neox else (x[:, 0::2], x[:, 1::2])
+    turned = torch.complex(first, second) * torch.polar(torch.ones(3, 4), angle)
+    got = reference.rotate(x, angle.cos(), angle.sin(), is_neox)
+    real, imaginary = (got[:, :4], got[:, 4:]) if is_neox else (got[:, 0::2], got[:, 1::2])
+    torch.testing.assert_close(torch.complex(real, imaginary), turned)
+
+
+@pytest.mark.parametrize(
+    ("value", "options", "error", "text"),
+    [
+        (3, {"dtype": torch.float32}, TypeError, "expected a tensor, got int"),
+        (torch.zeros(2), {"dtype": torch.int32}, TypeError, "expected dtype int32, got float32"),
+        (torch.zeros(2), {"dtype": check.FLOATS[:2]}, TypeError, "expected dtype bfloat16 or float16, got float32"),
+        (torch.zeros(2), {"ndim": (2, 3)}, ValueError, r"expected a 2-D or 3-D tensor, got 1-D of shape \(2,\)"),
+        (torch.zeros(2, 3).t(), {"last_contiguous": True}, ValueError, "got stride 3"),
+    ],
+)
+def test_tensor_check_says_what_it_wants_and_what_it_got(value, options, error, text) -> None:
+    with pytest.raises(error, match=f"op: argument 'x': .*{text}"):
+        check.tensor("op", "x", value, **options)
+
+
+@pytest.mark.parametrize(
+    ("value", "options", "error"),
+    [(True, {}, TypeError), ("1", {}, TypeError), (1.5, {"integer": True}, TypeError), (float("nan"), {}, ValueError)]
+    + [(0, {"above": 0}, ValueError), (3, {"maximum": 2}, ValueError), (-1, {"minimum": 0}, ValueError)],
+)
+def test_number_check_refuses(value, options, error) -> None:
+    with pytest.raises(error, match="op: argument 'n': expected .*, got"):
+        check.number("op", "n", value, **options)
+    check.number("op", "n", 1, integer=True, minimum=0, maximum=2, above=0)
+
+
+def test_same_names_the_tensor_that_differs() -> None:
+    x, meta = torch.zeros(2), torch.zeros(2, device="meta")
+    with pytest.raises(ValueError, match="'b': expected device cpu as a has, got meta"):
+        check.same("op", "device", a=x, skipped=None, b=meta)
+    with pytest.raises(TypeError, match="'b': expected dtype float32 as a has, got float16"):
+        check.same("op", "dtype", a=x, b=x.half())
+
+
+@pytest.mark.parametrize(
+    ("capability", "arch"),
+    [((8, 0), "80"), ((8, 6), "86"), ((8, 7), None), ((8, 9), "89"), ((9, 0), "90a"), ((10, 0), "100f")]
+    + [((10, 3), "100f"), ((12, 0), "120f"), ((12, 1), "120f"), ((7, 5), None), ((11, 0), None), ((13, 0), None)],
+)
+def test_gpu_runs_only_an_architecture_that_is_listed(capability, arch) -> None:
+    assert arch_of(capability) == arch
+
+
+def test_family_without_a_binary_is_unsupported_not_broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "kestrel_nobinary"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    binary = Binary("kestrel_nobinary")
+    assert binary.manifest is None
+    with pytest.raises(UnsupportedError, match="has no binary here"):
+        _ = binary.anything
+    (package / "_lib").mkdir()
+    fields = {"family": "kestrel_nobinary", "archs": ["90a"], "functions": [], "cute": False}
+    (package / "_lib" / "manifest.json").write_text(json.dumps(fields))
+    fresh = Binary("kestrel_nobinary")
+    assert fresh.manifest is not None
+    assert fresh.manifest.archs == ("90a",)
+    with pytest.raises(UnsupportedError, match="has no binary here"):
+        fresh.function("anything")
+    with pytest.raises(UnsupportedError, match="is not installed"):
+        _ = Binary("kestrel_missing_family").folder
+
+
+def test_missing_cute_runtime_names_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cute, "runtime_library_path", lambda: None)
+    cute.open_runtime_library.cache_clear()
+    with pytest.raises(UnsupportedError, match="nvidia-cutlass-dsl-libs-cu13"):
+        cute.open_runtime_library()
+    cute.open_runtime_library.cache_clear()
+
+
+def test_cute_runtime_is_found_in_the_layout_pip_gives_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    library = tmp_path / "nvidia_cutlass_dsl" / "cu13" / "lib" / cute.LIBRARY
+    library.parent.mkdir(parents=True)
+    library.touch()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert cute.runtime_library_path() is not None
+
+
+def test_import_loads_no_binary_and_reads_the_backend_variable() -> None:
+    code = "import kestrel_runtime as k, sys; print(k.current_backend(), 'tvm_ffi' in sys.modules)"
+    folder = str(Path(kestrel_runtime.__file__).parents[1])
+    environment = {"PYTHONPATH": folder, "KESTREL_BACKEND": "reference", "PATH": ""}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["reference", "False"]
+    environment["KESTREL_BACKEND"] = "quick"
+    failed = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert "KESTREL_BACKEND: expected one of auto, kernel, reference, got 'quick'" in failed.stderr
+
+
+def test_canary_notices_a_write_on_either_side() -> None:
+    for index in (-1, 12):
+        middle, assert_intact = testing.canary((3, 4), torch.bfloat16)
+        assert_intact()
+        assert middle.isnan().all()
+        torch.as_strided(middle, (1,), (1,), middle.storage_offset() + index).zero_()
+        with pytest.raises(AssertionError, match="written"):
+            assert_intact()
+
+
+def test_distances_count_representable_values() -> None:
+    x = torch.tensor([1.0, -1.0, 0.0, float("nan"), float("inf")], dtype=torch.bfloat16)
+    y = torch.tensor([1.0 + 2**-7, -1.0 - 2**-7, -0.0, float("nan"), float("inf")], dtype=torch.bfloat16)
+    assert testing.ulp_distance(x, y).tolist() == [1, 1, 0, 0, 0]
+    tiny = torch.tensor([torch.finfo(torch.float32).smallest_normal])
+    assert testing.ulp_distance(tiny, -tiny).item() == 2 * 2**23
+    q = torch.tensor([1.0, -448.0, 0.0]).to(torch.float8_e4m3fn)
+    assert testing.fp8_code_distance(q, torch.tensor([1.125, -416.0, -0.0]).to(q.dtype)).tolist() == [1, 1, 0]
+    nan = torch.tensor([float("nan")]).to(q.dtype)
+    assert testing.fp8_code_distance(nan, q[:1]).item() > 256
+
+
+def test_error_against_float64_is_judged_by_the_baseline() -> None:
+    exact = torch.randn(1000, dtype=torch.float64)
+    rounded = exact.to(torch.bfloat16)
+    testing.assert_close_to_f64(rounded, exact, rounded)
+    testing.assert_close_to_f64(rounded, exact, rounded + 0.01)
+    with pytest.raises(AssertionError, match="error"):
+        testing.assert_close_to_f64(rounded + 0.01, exact, rounded)
+    off = rounded.clone()
+    off[7] += 1
+    with pytest.raises(AssertionError, match="error"):
+        testing.assert_close_to_f64(off, exact, rounded)
+    exact[3] = float("nan")
+    with pytest.raises(AssertionError):
+        testing.assert_close_to_f64(rounded, exact, rounded)
+
+
+def test_bad_input_helper_fails_on_acceptance_wrong_type_and_vague_messages() -> None:
+    def accepts(x):
+        return x
+
+    def vague(x):
+        raise ValueError("no")
+
+    case = testing.BadInput("case", "x", lambda: ((1,), {}))
+    with pytest.raises(AssertionError, match="accepted"):
+        testing.assert_rejects(accepts, case)
+    with pytest.raises(AssertionError, match="missing"):
+        testing.assert_rejects(vague, case)
+    with pytest.raises(AssertionError, match="instead of TypeError"):
+        testing.assert_rejects(vague, testing.BadInput("case", "x", lambda: ((1,), {}), TypeError))
