@@ -1,6 +1,7 @@
 """One version for every distribution: `version.py check` compares all places, `version.py bump X.Y.Z` rewrites them.
 
-The version is a literal in every pyproject.toml, in every package's `__version__`, and in the `==` pins between siblings.
+The version is a literal in every pyproject.toml, in every package's `__version__` and in the `==` pins between
+siblings.
 """
 
 from __future__ import annotations

@@ -1,0 +1,233 @@
+"""What noxfile.py works with: the packages of this repository, and environments that several sessions share.
+
+ci/matrix.json holds the packages and architectures as data; everything else about a package is read from its
+pyproject.toml.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import nox
+
+ROOT = Path(__file__).resolve().parent.parent
+CACHE = ROOT / ".nox"
+CONSTRAINTS = ROOT / "ci" / "constraints.txt"
+MATRIX: dict[str, Any] = json.loads((ROOT / "ci" / "matrix.json").read_text())
+ARCHS: list[str] = MATRIX["archs"]
+
+# Outside the package, but part of what a build reads.
+SHARED_BUILD_INPUTS = ("tools/cmake", "tools/include", "tools/cute_build", "ci/constraints.txt")
+
+# Wheels are zip files: this is the time of every entry.
+BUILD_ENVIRONMENT = {"SOURCE_DATE_EPOCH": "1577836800", "PIP_CONSTRAINT": str(CONSTRAINTS)}
+
+
+@dataclass(frozen=True)
+class Package:
+    """One distribution of this repository."""
+
+    name: str
+    folder: str
+
+    @property
+    def path(self) -> Path:
+        return ROOT / self.folder
+
+    @cached_property
+    def project(self) -> dict[str, Any]:
+        return nox.project.load_toml(self.path / "pyproject.toml")
+
+    @property
+    def distribution(self) -> str:
+        return str(self.project["project"]["name"])
+
+    @property
+    def module(self) -> str:
+        return self.distribution.replace("-", "_")
+
+    @property
+    def build_requires(self) -> list[str]:
+        return list(self.project["build-system"]["requires"])
+
+    @property
+    def dependencies(self) -> list[str]:
+        """Requirements that come from an index."""
+        return [each for each in self.project["project"]["dependencies"] if not each.startswith("kestrel-")]
+
+    @property
+    def siblings(self) -> list[Package]:
+        """Requirements that come from this repository."""
+        names = [each.split("==")[0] for each in self.project["project"]["dependencies"] if each.startswith("kestrel-")]
+        return [package for package in PACKAGES.values() if package.distribution in names]
+
+    def fingerprint(self, *extra: str) -> str:
+        """Changes when anything that this package's build reads changes."""
+        digest = hashlib.sha256("\0".join(extra).encode())
+        for file in files_under(self.folder, *SHARED_BUILD_INPUTS):
+            digest.update(f"{file}\0".encode())
+            digest.update((ROOT / file).read_bytes())
+        return digest.hexdigest()
+
+
+PACKAGES = {name: Package(name, folder) for name, folder in MATRIX["packages"].items()}
+FAMILIES = [package for package in PACKAGES.values() if package.name not in ("runtime", "meta")]
+
+
+def closure(*packages: Package) -> list[Package]:
+    """The packages and every sibling they need, each after what it needs."""
+    ordered: dict[str, Package] = {}
+
+    def visit(package: Package) -> None:
+        for sibling in package.siblings:
+            visit(sibling)
+        ordered.setdefault(package.name, package)
+
+    for package in packages:
+        visit(package)
+    return list(ordered.values())
+
+
+def requirements(packages: Sequence[Package]) -> list[str]:
+    """What the packages need from an index, once each."""
+    return sorted({each for package in packages for each in package.dependencies})
+
+
+def files_under(*folders: str) -> list[str]:
+    """Files that git tracks or would track; without git, all but what builds leave behind."""
+    git = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", "--", *folders]
+    listed = subprocess.run(git, cwd=ROOT, capture_output=True, check=False)
+    if listed.returncode == 0:
+        found = [name for name in listed.stdout.decode().split("\0") if name and (ROOT / name).is_file()]
+    else:
+        paths = [path for folder in folders for path in [ROOT / folder, *(ROOT / folder).rglob("*")] if path.is_file()]
+        found = [str(path.relative_to(ROOT)) for path in paths if "__pycache__" not in path.parts]
+    return sorted(set(found))
+
+
+class Environment:
+    """A virtual environment that several sessions share, made with the Python that nox runs with."""
+
+    def __init__(self, session: nox.Session, name: str) -> None:
+        self.session = session
+        self.path = CACHE / f"env-{name}"
+        self.bin = self.path / "bin"
+        self.python = self.bin / "python"
+        self.stamps = self.path / "stamps"
+        if not (self.path / "pyvenv.cfg").is_file() or not self.python.exists() or self._stamp("python") != sys.version:
+            shutil.rmtree(self.path, ignore_errors=True)
+            session.run(sys.executable, "-m", "venv", str(self.path), external=True)
+            self._write_stamp("python", sys.version)
+
+    @property
+    def variables(self) -> dict[str, str | None]:
+        """For programs that run in the environment: its own programs first, and nothing of the source tree."""
+        return {
+            "PATH": f"{self.bin}{os.pathsep}{os.environ['PATH']}",
+            "VIRTUAL_ENV": str(self.path),
+            "PYTHONPATH": None,
+            "PYTHONNOUSERSITE": "1",
+        }
+
+    def run(self, *command: str | Path, env: dict[str, str | None] | None = None, **options: Any) -> Any:
+        program, *arguments = (str(part) for part in command)
+        inside = self.bin / program
+        if "/" not in program and inside.exists():
+            program = str(inside)
+        return self.session.run(program, *arguments, env={**self.variables, **(env or {})}, external=True, **options)
+
+    def install(self, *arguments: str) -> None:
+        """pip install under the constraints, unless these very arguments were installed before."""
+        wanted = hashlib.sha256("\0".join(arguments).encode() + CONSTRAINTS.read_bytes()).hexdigest()
+        if self._stamp(wanted):
+            return
+        self.run("python", "-m", "pip", "install", "--quiet", "--constraint", CONSTRAINTS, *arguments)
+        self._write_stamp(wanted, " ".join(arguments))
+
+    def install_wheel(self, wheel: Path, fingerprint: str) -> None:
+        """Put one of our own wheels in, in place of an older build of the same version."""
+        name = wheel.name.split("-")[0]
+        if self._stamp(name) == fingerprint:
+            return
+        self._write_stamp(name, "")
+        self.run("python", "-m", "pip", "install", "--quiet", "--no-deps", "--force-reinstall", wheel)
+        self._write_stamp(name, fingerprint)
+
+    def _stamp(self, name: str) -> str:
+        path = self.stamps / name
+        return path.read_text() if path.is_file() else ""
+
+    def _write_stamp(self, name: str, content: str) -> None:
+        self.stamps.mkdir(parents=True, exist_ok=True)
+        (self.stamps / name).write_text(content)
+
+
+@dataclass(frozen=True)
+class Wheel:
+    """A built wheel and what it was built from."""
+
+    package: Package
+    path: Path
+    fingerprint: str
+
+
+def build_environment(session: nox.Session) -> Environment:
+    """One environment with what every package's build requires, so that builds need no isolation."""
+    environment = Environment(session, "build")
+    needed = {each for package in PACKAGES.values() for each in package.build_requires}
+    environment.install(*MATRIX["build_tools"], *sorted(needed))
+    return environment
+
+
+def build_wheels(session: nox.Session, packages: Sequence[Package], archs: Sequence[str]) -> list[Wheel]:
+    """A wheel of each package with machine code for `archs`, in dist/<archs>; a wheel that is up to date stays."""
+    key = "all" if list(archs) == ARCHS else "-".join(archs)
+    folder = ROOT / "dist" / key
+    folder.mkdir(parents=True, exist_ok=True)
+    return [_build_wheel(session, package, archs, folder) for package in packages]
+
+
+def _build_wheel(session: nox.Session, package: Package, archs: Sequence[str], folder: Path) -> Wheel:
+    fingerprint = package.fingerprint(*archs)
+    stamp = folder / f".{package.module}.json"
+    if stamp.is_file():
+        known = json.loads(stamp.read_text())
+        if known["fingerprint"] == fingerprint and (folder / known["wheel"]).is_file():
+            return Wheel(package, folder / known["wheel"], fingerprint)
+    environment = build_environment(session)
+    fresh = folder / f".building-{package.module}"
+    shutil.rmtree(fresh, ignore_errors=True)
+    variables: dict[str, str | None] = {**BUILD_ENVIRONMENT, "KESTREL_ARCHS": ";".join(archs)}
+    command = ["python", "-m", "build", "--wheel", "--no-isolation", "--outdir", str(fresh), package.folder]
+    environment.run(*command, env=variables, silent=True)
+    (built,) = fresh.glob("*.whl")
+    for old in folder.glob(f"{package.module}-*.whl"):
+        old.unlink()
+    path = built.replace(folder / built.name)
+    shutil.rmtree(fresh)
+    stamp.write_text(json.dumps({"fingerprint": fingerprint, "wheel": path.name}))
+    return Wheel(package, path, fingerprint)
+
+
+def arch_of_this_gpu(default: str = "90a") -> str:
+    """The architecture of ours that the first GPU here runs; `default` without a GPU."""
+    query = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
+    try:
+        answer = subprocess.run(query, capture_output=True, text=True, check=True, timeout=60).stdout
+        major, minor = (int(part) for part in answer.splitlines()[0].strip().split("."))
+    except (OSError, subprocess.SubprocessError, ValueError, IndexError):
+        return default
+    for arch in (f"{major}{minor}", f"{major}{minor}a", f"{major}0f"):
+        if arch in ARCHS:
+            return arch
+    return default

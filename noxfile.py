@@ -1,0 +1,165 @@
+"""The only task runner: `nox -l` lists the sessions, README.md names the two that a newcomer needs.
+
+Sessions share a few environments under .nox (see ci/workspace.py), so they use the Python that nox runs with. Wheels
+are built once into dist/ and built again when their sources change; tests run against the installed wheels.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import nox
+
+sys.path.insert(0, str(Path(__file__).parent / "ci"))
+
+from workspace import (
+    ARCHS,
+    BUILD_ENVIRONMENT,
+    CACHE,
+    FAMILIES,
+    MATRIX,
+    PACKAGES,
+    ROOT,
+    Environment,
+    arch_of_this_gpu,
+    build_wheels,
+    closure,
+    files_under,
+    requirements,
+)
+
+nox.needs_version = ">=2024.4.15"
+nox.options.sessions = ["demo"]
+nox.options.default_venv_backend = "none"
+
+EACH_PACKAGE = [nox.param(name, tags=[name]) for name in PACKAGES]
+EACH_FAMILY = [nox.param(family.name, tags=[family.name]) for family in FAMILIES]
+EACH_ARCH = [nox.param(f"sm{arch}", tags=[f"sm{arch}"]) for arch in ARCHS]
+
+
+def installed(session: nox.Session, names: list[str], arch: str, *tools: str) -> Environment:
+    """The shared environment with the wheels of these packages, of all they need, and of `tools`."""
+    packages = closure(*(PACKAGES[name] for name in names))
+    wheels = build_wheels(session, packages, [arch])
+    environment = Environment(session, "test")
+    environment.install(*requirements(packages), *tools)
+    for wheel in wheels:
+        environment.install_wheel(wheel.path, wheel.fingerprint)
+    return environment
+
+
+@nox.session
+def demo(session: nox.Session) -> None:
+    """The main job: build for the GPU present (else sm_90a), then write text. Arguments go to `generate`."""
+    environment = installed(session, ["meta"], arch_of_this_gpu())
+    environment.run("kestrel-kernels", "generate", *session.posargs)
+
+
+@nox.session
+@nox.parametrize("package", EACH_PACKAGE)
+def tests(session: nox.Session, package: str) -> None:
+    """The tests and the documentation's examples of one package, against its installed wheel."""
+    environment = installed(session, [package], arch_of_this_gpu(), *MATRIX["test_tools"])
+    one = PACKAGES[package]
+    empty = CACHE / "empty"  # nothing of the source tree is importable from here
+    empty.mkdir(exist_ok=True)
+    with session.chdir(empty):
+        where = f"import {one.module} as m, sys; print(m.__file__); assert m.__file__.startswith(sys.prefix)"
+        environment.run("python", "-c", where)
+        parallel = ["-n", str(min(os.cpu_count() or 1, 4))] if not shutil.which("nvidia-smi") else []
+        environment.run(
+            "pytest",
+            *("--import-mode=importlib", "--strict-markers", "-p", "no:cacheprovider", "-q", "--durations=5"),
+            *parallel,
+            *("-c", str(one.path / "pyproject.toml"), "--rootdir", str(one.path), str(one.path / "tests")),
+            *session.posargs,
+            env={"OMP_NUM_THREADS": "1"},
+        )
+
+
+def alias(package: str) -> None:
+    @nox.session(name=f"tests-{package}", default=False)
+    def tests_of_one(session: nox.Session) -> None:
+        session.notify(f"tests(package='{package}')", session.posargs)
+
+    tests_of_one.__doc__ = f"Short for tests(package='{package}')."
+
+
+for each in PACKAGES:
+    alias(each)
+
+
+@nox.session
+@nox.parametrize("arch", EACH_ARCH)
+@nox.parametrize("package", EACH_FAMILY)
+def build(session: nox.Session, package: str, arch: str) -> None:
+    """The wheel of one family with machine code for one architecture, in dist/<arch>."""
+    (wheel,) = build_wheels(session, [PACKAGES[package]], [arch.removeprefix("sm")])
+    session.log(f"{wheel.path.relative_to(ROOT)}: {wheel.path.stat().st_size / 1024:.0f} KiB")
+
+
+@nox.session
+def wheels(session: nox.Session) -> None:
+    """Release wheels of all architectures in dist/release, checked as tools/wheel_checks says."""
+    environment = Environment(session, "wheels")
+    environment.install(*MATRIX["wheel_tools"])
+    built = build_wheels(session, list(PACKAGES.values()), ARCHS)
+    described = [{"module": each.package.module, "path": str(each.path)} for each in built]
+    listing = CACHE / "wheels.json"
+    listing.write_text(json.dumps(described))
+    environment.run("python", ROOT / "tools" / "wheel_checks", listing, env=BUILD_ENVIRONMENT)
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """ruff, clang-format, mypy on runtime and meta, and the README's table of kernels."""
+    environment = Environment(session, "lint")
+    environment.install(*MATRIX["lint_tools"])
+    environment.run("ruff", "check", ".")
+    environment.run("ruff", "format", "--check", ".")
+    sources = [name for name in files_under("packages", "tools") if name.endswith((".cu", ".cuh"))]
+    if sources:
+        environment.run("clang-format", "--dry-run", "--Werror", *sources)
+    types = Environment(session, "test")
+    types.install(*requirements(list(PACKAGES.values())))
+    environment.run("mypy", "--python-executable", types.python, "packages/runtime/src", "meta/src")
+
+
+@nox.session
+def versions(session: nox.Session) -> None:
+    """One version in every pyproject.toml, every `__version__` and every pin between siblings."""
+    session.run(sys.executable, "tools/version.py", *(session.posargs or ["check"]), external=True)
+
+
+@nox.session
+def gpu_bundle(session: nox.Session) -> None:
+    """Everything a GPU machine without a network needs, in dist/gpu. KESTREL_ARCHS names architectures (90a)."""
+    archs = os.environ.get("KESTREL_ARCHS", "90a").replace(",", ";").replace(" ", ";").split(";")
+    built = build_wheels(session, list(PACKAGES.values()), [arch for arch in ARCHS if arch in archs])
+    environment = Environment(session, "build")
+    environment.run("python", ROOT / "tools" / "gpu_bundle" / "collect.py", *(str(each.path) for each in built))
+
+
+@nox.session
+def bench(session: nox.Session) -> None:
+    """Times ops on the GPU present: tools/time_ops.py. Arguments go to it."""
+    environment = installed(session, ["meta"], arch_of_this_gpu())
+    environment.run("python", ROOT / "tools" / "time_ops.py", *session.posargs)
+
+
+@nox.session
+def sanitize(session: nox.Session) -> None:
+    """The GPU tests under NVIDIA's compute-sanitizer. Arguments go to pytest."""
+    sanitizer = shutil.which("compute-sanitizer")
+    if sanitizer is None:
+        session.error("compute-sanitizer was not found: it comes with NVIDIA's CUDA toolkit and needs a GPU")
+    environment = installed(session, list(PACKAGES), arch_of_this_gpu(), *MATRIX["test_tools"])
+    tests_of_all = [str(package.path / "tests") for package in PACKAGES.values()]
+    environment.run(
+        *(sanitizer, "--error-exitcode=1", "--require-cuda-init=no", environment.python, "-m", "pytest"),
+        *("--import-mode=importlib", "-m", "gpu", "-q", *(session.posargs or tests_of_all)),
+    )
