@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 import torch
+
 from kestrel_runtime import check, kernel_op
 
 from . import reference
@@ -31,7 +32,7 @@ def fp8_quant(
     column_major_scales: "group" only; the scales then have strides (1, T rounded up to a multiple of 4), as
         block-scaled GEMMs read them.
 
-    Returns (q, scale): q float8_e4m3fn [T, N]; scale float32 [T, 1] ("row"), [1] ("tensor") or [T, ceil(N/G)] ("group").
+    Returns (q, scale): q float8_e4m3fn [T, N]; scale float32 [T, 1] ("row"), [1] ("tensor"), [T, ceil(N/G)] ("group").
     NaN becomes the code NaN, inf saturates to ±448; neither moves the scale. A row of zeros gives zeros and a
     finite scale. With "row" and "group" a row does not depend on the batch around it.
 

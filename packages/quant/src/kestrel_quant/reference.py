@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+
 from kestrel_runtime.reference import to_fp8
 
 FP8_MAX = 448.0

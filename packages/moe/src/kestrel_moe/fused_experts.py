@@ -1,0 +1,140 @@
+"""A whole layer of routed experts."""
+
+from __future__ import annotations
+
+import torch
+
+from kestrel_runtime import check, kernel_op
+
+from . import reference_experts
+from ._checks import check_out
+
+ACTIVATIONS = ("gelu_residual", "silu_and_mul", "gelu_and_mul")
+
+
+def _check_fused_experts(
+    hidden: torch.Tensor,
+    w1: torch.Tensor,
+    w2: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    activation: str = "gelu_residual",
+    w1_scale: torch.Tensor | None = None,
+    w2_scale: torch.Tensor | None = None,
+    expert_map: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+) -> None:
+    op = "fused_experts"
+    check.tensor(op, "hidden", hidden, dtype=check.FLOATS, ndim=2, last_contiguous=True)
+    tokens, width = hidden.shape
+    check.tensor(op, "w1", w1, dtype=(*check.FLOATS, torch.float8_e4m3fn), ndim=3, last_contiguous=True)
+    check.shape(op, "w1", w1, (None, None, width))
+    experts, inner = w1.shape[0], w1.shape[1] // 2
+    if experts == 0 or inner == 0 or w1.shape[1] % 2:
+        check.fail(op, "w1", "shape [E, 2I, Hd] with E and I at least 1", f"shape {tuple(w1.shape)}")
+    quantised = w1.dtype == torch.float8_e4m3fn
+    if not quantised:
+        check.same(op, "dtype", hidden=hidden, w1=w1)
+    check.tensor(op, "w2", w2, ndim=3, last_contiguous=True)
+    check.same(op, "dtype", w1=w1, w2=w2)
+    check.shape(op, "w2", w2, (experts, width, inner))
+    check.tensor(op, "topk_weights", topk_weights, dtype=torch.float32, ndim=2, last_contiguous=True)
+    choices = topk_weights.shape[1]
+    check.shape(op, "topk_weights", topk_weights, (tokens, choices))
+    check.tensor(op, "topk_ids", topk_ids, dtype=torch.int32, ndim=2, last_contiguous=True)
+    check.shape(op, "topk_ids", topk_ids, (tokens, choices))
+    check.choice(op, "activation", activation, ACTIVATIONS)
+    check_weight_scale(op, "w1_scale", w1_scale, w1, quantised)
+    check_weight_scale(op, "w2_scale", w2_scale, w2, quantised)
+    if expert_map is not None:
+        check.tensor(op, "expert_map", expert_map, dtype=torch.int32, ndim=1, last_contiguous=True)
+    check.same(
+        op,
+        "device",
+        hidden=hidden,
+        w1=w1,
+        w2=w2,
+        topk_weights=topk_weights,
+        topk_ids=topk_ids,
+        w1_scale=w1_scale,
+        w2_scale=w2_scale,
+        expert_map=expert_map,
+    )
+    check_out(op, out, (tokens, width), hidden)
+
+
+def check_weight_scale(
+    op: str, name: str, scale: torch.Tensor | None, weight: torch.Tensor, quantised: bool = True
+) -> None:
+    """[E], [E, N] or [E, ceil(N/128), ceil(K/128)] float32 for FP8 weights [E, N, K]; None for others."""
+    if scale is None:
+        if quantised:
+            check.fail(op, name, "float32 scales with FP8 weights", None)
+        return
+    if not quantised:
+        check.fail(op, name, "None unless the weights are float8_e4m3fn", f"scales with {weight.dtype} weights")
+    check.tensor(op, name, scale, dtype=torch.float32, ndim=(1, 2, 3))
+    experts, rows, columns = weight.shape
+    tiles = (experts, (rows + 127) // 128, (columns + 127) // 128)
+    check.shape(op, name, scale, tiles if scale.ndim == 3 else (experts, rows)[: scale.ndim])
+
+
+def _shape_fused_experts(
+    hidden: torch.Tensor,
+    w1: torch.Tensor,
+    w2: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    activation: str = "gelu_residual",
+    w1_scale: torch.Tensor | None = None,
+    w2_scale: torch.Tensor | None = None,
+    expert_map: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The shape of the result; the reference loops over blocks, which tracing with an unknown T could not."""
+    return torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device)
+
+
+@kernel_op(reference=reference_experts.fused_experts, check=_check_fused_experts, shape=_shape_fused_experts)
+def fused_experts(
+    hidden: torch.Tensor,
+    w1: torch.Tensor,
+    w2: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    *,
+    activation: str = "gelu_residual",
+    w1_scale: torch.Tensor | None = None,
+    w2_scale: torch.Tensor | None = None,
+    expert_map: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Route each token through K experts and add up their weighted results.
+
+    ``result[t] = sum over j of topk_weights[t, j] * act(hidden[t] @ w1[e].T) @ w2[e].T`` with ``e = topk_ids[t, j]``.
+
+    hidden: [T, Hd] bf16, fp16 or float32. w1: [E, 2I, Hd], the activated half first. w2: [E, Hd, I]. Both in hidden's
+    dtype, or both float8_e4m3fn with scales. *Constant*: w1, w2 and their scales.
+    topk_weights: float32 [T, K]. topk_ids: int32 [T, K]; an id < 0 or past the last expert is skipped.
+    activation: "gelu_residual", "silu_and_mul" or "gelu_and_mul", of the two halves of the up projection.
+    w1_scale, w2_scale: float32, one per expert [E], per output [E, 2I] and [E, Hd], or per 128 x 128 tile
+        [E, ceil(N/128), ceil(K/128)], told apart by shape; weight = code * scale. The activations are then quantised to
+        FP8 with one dynamic scale per row (fp8_quant), the hidden layer from float32.
+    expert_map: int32 [experts of all devices], the place in w1 of each expert, -1 where another device holds it: such
+        a choice is skipped. Ids count in the map.
+    Accumulated in float32; the hidden layer is rounded once (to hidden's dtype, or FP8), the result once, after the sum
+    over j in ascending order. A token with no expert here gives zeros.
+
+    Returns [T, Hd] in hidden's dtype, in ``out`` if it is given; ``out`` may not overlap the inputs. Reads nothing on
+    the host. A row is the same bit for bit for every T up to 16, and beyond it for T*K/E within one power of two.
+
+    Raises ValueError or TypeError for a wrong dtype, rank, shape or device, an unknown ``activation``, FP8 weights
+    without scales or scales without FP8 weights.
+    Semantics: vLLM's fused_experts; the activation is Moondream 3's.
+
+    >>> hidden = torch.tensor([[1.0]])
+    >>> w1 = torch.tensor([[[2.0], [3.0]], [[9.0], [9.0]]])  # E = 2, I = 1: h = 2x, g = 3x
+    >>> w2 = torch.tensor([[[10.0]], [[0.0]]])  # so the result is 0.5 * 10 * silu(2) * 3
+    >>> ids, weights = torch.tensor([[0, -1]], dtype=torch.int32), torch.tensor([[0.5, 0.5]])
+    >>> round(fused_experts(hidden, w1, w2, weights, ids, activation="silu_and_mul").item(), 4)
+    26.4239
+    """

@@ -1,0 +1,83 @@
+"""The PyTorch reference of the dense ops and of routing: the specification the kernels are held against.
+
+Everything is computed in float32 and rounded once. Two values are rounded on the way because the next step reads them
+as an operand of a matrix product: the hidden layer of an MLP (to the dtype of the input) and FP8 activations.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+
+def gelu_residual(x: torch.Tensor, approximate: str = "none") -> torch.Tensor:
+    """GELU(h) * (g + 1), h the first half of the last dimension, g the second."""
+    return gated(x.float(), "gelu_residual", approximate).to(x.dtype)
+
+
+def gated(x: torch.Tensor, activation: str, approximate: str = "none") -> torch.Tensor:
+    """The gated activations, float32 [..., 2F] to float32 [..., F]."""
+    h, g = x.chunk(2, dim=-1)
+    if activation == "silu_and_mul":
+        return F.silu(h) * g
+    activated = F.gelu(h, approximate=approximate)
+    return activated * (g + 1) if activation == "gelu_residual" else activated * g
+
+
+def fused_mlp(
+    x: torch.Tensor,
+    w1: torch.Tensor,
+    b1: torch.Tensor | None,
+    w2: torch.Tensor,
+    b2: torch.Tensor | None,
+    residual: torch.Tensor | None = None,
+    activation: str = "gelu_tanh",
+) -> torch.Tensor:
+    """residual + act(x @ w1.T + b1) @ w2.T + b2; the hidden layer is rounded to x's dtype."""
+    hidden = linear(x, w1, b1)
+    hidden = F.gelu(hidden, approximate="tanh" if activation == "gelu_tanh" else "none").to(x.dtype)
+    result = linear(hidden, w2, b2)
+    if residual is not None:
+        result = residual.float() + result
+    return result.to(x.dtype)
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """x @ weight.T + bias in float32, not rounded."""
+    return F.linear(x.float(), weight.float(), None if bias is None else bias.float())
+
+
+def topk_softmax(
+    gating: torch.Tensor,
+    k: int,
+    renormalize: bool = False,
+    bias: torch.Tensor | None = None,
+    num_tokens: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The k most probable experts of each row, their weights, and how many rows chose each expert."""
+    tokens, experts = gating.shape
+    logits = torch.nan_to_num(gating.float(), nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
+    largest = logits.amax(dim=1, keepdim=True)
+    # The maximum counts as e^0 even where it is infinite: no row yields NaN.
+    shares = torch.where(logits == largest, 0.0, logits - largest).exp()
+    probabilities = shares / shares.sum(dim=1, keepdim=True)
+
+    order_by = logits if bias is None else torch.nan_to_num(probabilities + bias.float(), nan=-torch.inf)
+    ids = order_by.sort(dim=1, descending=True, stable=True).indices[:, :k]
+    weights = probabilities.gather(1, ids)
+    if renormalize:
+        total = weights.sum(dim=1, keepdim=True)
+        weights = weights / torch.where(total > 0, total, 1.0)
+
+    if num_tokens is not None:
+        real = torch.arange(tokens, device=gating.device).unsqueeze(1) < num_tokens
+        ids = torch.where(real, ids, -1)
+        weights = torch.where(real, weights, 0.0)
+    return weights, ids.to(torch.int32), histogram(ids, experts)
+
+
+def histogram(ids: torch.Tensor, experts: int) -> torch.Tensor:
+    """How often each of 0..experts-1 occurs: int32 [experts]. Negative ids are not counted."""
+    bins = torch.where(ids < 0, experts, ids).flatten().long()
+    counts = torch.zeros(experts + 1, dtype=torch.int32, device=ids.device)
+    return counts.scatter_add(0, bins, torch.ones_like(bins, dtype=torch.int32))[:experts]

@@ -1,0 +1,136 @@
+"""The PyTorch reference of routed experts: alignment of tokens to experts, and the layer over the aligned blocks.
+
+A (token, choice) pair has the flat index ``t * K + j``. Pairs are grouped by expert and every group is padded to whole
+blocks, so that each block belongs to one expert. The number of blocks is bounded by T, K and E alone: nothing here
+reads a tensor on the host.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from kestrel_quant.reference import fp8_quant
+
+from .reference import gated, histogram
+
+_CHUNK_BYTES = 4 * 2**20  # float32 weights gathered at a time: what a CPU cache holds
+_LARGEST_BLOCK = 128
+
+
+def local_experts(ids: torch.Tensor, experts: int, expert_map: torch.Tensor | None) -> torch.Tensor:
+    """int64 ids of experts held here, -1 for a pair to skip: negative, past the end, or mapped elsewhere."""
+    ids = ids.long()
+    if expert_map is not None:
+        known = (ids >= 0) & (ids < expert_map.shape[0])
+        ids = torch.where(known, expert_map.long()[torch.where(known, ids, 0)], -1)
+    return torch.where((ids >= 0) & (ids < experts), ids, -1)
+
+
+def most_blocks(pairs: int, experts: int, block_size: int) -> int:
+    """No routing of so many pairs fills more blocks than this."""
+    return (pairs + min(pairs, experts) * (block_size - 1)) // block_size
+
+
+def align(ids: torch.Tensor, experts: int, block_size: int, blocks: int) -> tuple[torch.Tensor, ...]:
+    """Group flat pair indices by expert, each group padded to a multiple of block_size.
+
+    ids: int64, -1..experts-1 (-1: dropped). Returns (pair of each slot [blocks * block_size], ascending within an
+    expert and ``ids.numel()`` in padding; expert of each block [blocks], -1 past the end; padded length [1]), int64.
+    Pairs that do not fit into so many blocks are dropped.
+    """
+    flat = ids.flatten()
+    pairs, slots = flat.numel(), blocks * block_size
+    counts = histogram(flat, experts).long()
+    padded = (counts + block_size - 1) // block_size * block_size
+    ends = padded.cumsum(0)
+
+    key, order = torch.where(flat < 0, experts, flat).sort(stable=True)
+    zero = counts.new_zeros(1)
+    first_slot = torch.cat((ends - padded, zero + slots))  # of each expert; dropped pairs go past the end
+    first_pair = torch.cat((counts.cumsum(0) - counts, zero))  # of each expert, as a place in `order`
+    slot = first_slot[key] + torch.arange(pairs, device=flat.device) - first_pair[key]
+    sorted_pairs = torch.full((slots + 1,), pairs, dtype=torch.int64, device=flat.device)
+    sorted_pairs = sorted_pairs.scatter(0, slot.clamp(max=slots), order)[:slots]
+
+    starts = torch.arange(blocks, device=flat.device) * block_size
+    expert = torch.searchsorted(ends, starts, right=True)
+    return sorted_pairs, torch.where(expert < experts, expert, -1), ends[-1:]
+
+
+def fused_experts(
+    hidden: torch.Tensor,
+    w1: torch.Tensor,
+    w2: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    activation: str = "gelu_residual",
+    w1_scale: torch.Tensor | None = None,
+    w2_scale: torch.Tensor | None = None,
+    expert_map: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The whole layer: gather, up, activation, down, weighted sum over the choices in their order."""
+    tokens, choices = topk_ids.shape
+    pairs, experts, width = tokens * choices, w1.shape[0], w2.shape[1]
+    if pairs == 0:
+        return hidden.new_zeros((tokens, width))
+    ids = local_experts(topk_ids, experts, expert_map)
+    # Up to 16 tokens every pair is a block of its own, as in a kernel for decoding; beyond, blocks of one expert.
+    block_size = 1 if tokens <= 16 else min(_LARGEST_BLOCK, 1 << (pairs // experts).bit_length())
+    blocks = most_blocks(pairs, experts, block_size)
+    sorted_pairs, block_experts, _ = align(ids, experts, block_size, blocks)
+
+    inputs, input_scale = _operand(hidden, w1_scale)
+    results = torch.zeros((pairs + 1, width), dtype=torch.float32, device=hidden.device)
+    step = max(1, _CHUNK_BYTES // (4 * max(w1[0].numel(), w2[0].numel())))
+    for start in range(0, blocks, step):
+        expert = block_experts[start : start + step].clamp(min=0)  # what padding computes lands in row `pairs`
+        pair = sorted_pairs[start * block_size : (start + step) * block_size]
+        token = (pair // choices).clamp(max=tokens - 1)
+        up = _grouped(inputs[token], None if input_scale is None else input_scale[token], w1, w1_scale, expert)
+        inner = gated(up, activation)
+        inner, inner_scale = _operand(inner if w2_scale is not None else inner.to(hidden.dtype), w2_scale)
+        results.index_copy_(0, pair, _grouped(inner, inner_scale, w2, w2_scale, expert))
+
+    weighted = results[:pairs].view(tokens, choices, width) * topk_weights.unsqueeze(2)
+    weighted = torch.where((ids >= 0).unsqueeze(2), weighted, 0.0)
+    total = weighted[:, 0]
+    for choice in range(1, choices):
+        total = total + weighted[:, choice]
+    return total.to(hidden.dtype)
+
+
+def _operand(x: torch.Tensor, weight_scale: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """x as the left operand of a product: float32 as it is, or FP8 codes (as float32) with one scale per row."""
+    if weight_scale is None:
+        return x.float(), None
+    codes, scale = fp8_quant(x)
+    return codes.float(), scale
+
+
+def _grouped(
+    x: torch.Tensor,
+    x_scale: torch.Tensor | None,
+    weight: torch.Tensor,
+    scale: torch.Tensor | None,
+    expert: torch.Tensor,
+) -> torch.Tensor:
+    """x [blocks * b, K] times the weight [N, K] of each block's expert: float32 [blocks * b, N]."""
+    gathered = _gather(weight, expert)
+    if scale is not None and scale.ndim == 3:  # one scale per 128 x 128 tile
+        tiles = scale[expert].repeat_interleave(128, dim=1).repeat_interleave(128, dim=2)
+        gathered = gathered * tiles[:, : weight.shape[1], : weight.shape[2]]
+    y = torch.bmm(x.view(expert.shape[0], -1, x.shape[1]), gathered.transpose(1, 2))
+    if scale is not None and scale.ndim < 3:  # one per expert, or one per expert and output
+        y = y * scale[expert].view(expert.shape[0], 1, -1)
+    y = y.flatten(0, 1)
+    return y if x_scale is None else y * x_scale
+
+
+def _gather(weight: torch.Tensor, expert: torch.Tensor) -> torch.Tensor:
+    """weight[expert] in float32."""
+    if weight.dtype != torch.float8_e4m3fn:
+        return weight.index_select(0, expert).float()
+    # A table of the 256 values: on a CPU four times as fast as converting.
+    values = torch.arange(256, dtype=torch.uint8, device=weight.device).view(torch.float8_e4m3fn).float()
+    codes = weight.view(torch.uint8).index_select(0, expert)
+    return values.index_select(0, codes.flatten().int()).view(codes.shape)

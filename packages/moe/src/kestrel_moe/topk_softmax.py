@@ -1,0 +1,63 @@
+"""Routing: softmax over the experts, the k most probable, and how often each was chosen."""
+
+from __future__ import annotations
+
+import torch
+
+from kestrel_runtime import check, kernel_op
+
+from . import reference
+
+
+def _check_topk_softmax(
+    gating: torch.Tensor,
+    k: int,
+    renormalize: bool = False,
+    bias: torch.Tensor | None = None,
+    num_tokens: torch.Tensor | None = None,
+) -> None:
+    op = "topk_softmax"
+    check.tensor(op, "gating", gating, dtype=check.FLOATS, ndim=2, last_contiguous=True)
+    experts = gating.shape[1]
+    check.number(op, "k", k, integer=True, minimum=1)
+    if k > experts:
+        check.fail(op, "k", f"at most the {experts} experts", k)
+    check.choice(op, "renormalize", renormalize, (False, True))
+    if bias is not None:
+        check.tensor(op, "bias", bias, dtype=check.FLOATS, last_contiguous=True)
+        check.shape(op, "bias", bias, (experts,))
+    if num_tokens is not None:
+        check.tensor(op, "num_tokens", num_tokens, dtype=torch.int32)
+        check.shape(op, "num_tokens", num_tokens, (1,))
+    check.same(op, "device", gating=gating, bias=bias, num_tokens=num_tokens)
+
+
+@kernel_op(reference=reference.topk_softmax, check=_check_topk_softmax)
+def topk_softmax(
+    gating: torch.Tensor,
+    k: int,
+    *,
+    renormalize: bool = False,
+    bias: torch.Tensor | None = None,
+    num_tokens: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Choose k experts for each token: softmax over E router logits, then the k largest.
+
+    gating: [T, E] router logits, float32, bf16 or fp16, any E up to 512 and more. k: 1..E.
+    renormalize: divide the k weights by their sum.
+    bias: [E] float32, bf16 or fp16, added to the probabilities for the selection only; weights stay the probabilities.
+    num_tokens: int32 [1] on gating's device: rows at or past it get ids -1 and weights 0 and are not counted (it is
+        read on the device, so a captured graph may be replayed with fewer tokens).
+
+    Returns (weights float32 [T, k], ids int32 [T, k], counts int32 [E]), in descending order of the logits (of
+    probability + bias with a bias), ties to the lower id. NaN counts as -inf; ids stay distinct. The largest logits of
+    a row count as e^0 even where they are infinite: +inf shares the whole mass, a row of -inf is uniform.
+    A row's weights and ids do not depend on the batch around it. Reads nothing on the host.
+
+    Raises ValueError or TypeError for a wrong dtype, rank, shape or device, and for k > E.
+    Semantics: vLLM's topk_softmax; the bias is that of DeepSeek-V3's routing.
+
+    >>> weights, ids, counts = topk_softmax(torch.tensor([[0.0, 2.0, 2.0, -1.0]]), 2, renormalize=True)
+    >>> weights.tolist(), ids.tolist(), counts.tolist()
+    ([[0.5, 0.5]], [[1, 2]], [0, 1, 1, 0])
+    """
