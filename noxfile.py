@@ -29,6 +29,7 @@ from workspace import (
     build_wheels,
     closure,
     files_under,
+    gpu_is_present,
     requirements,
 )
 
@@ -70,13 +71,11 @@ def tests(session: nox.Session, package: str) -> None:
     with session.chdir(empty):
         where = f"import {one.module} as m, sys; print(m.__file__); assert m.__file__.startswith(sys.prefix)"
         environment.run("python", "-c", where)
-        parallel = ["-n", str(min(os.cpu_count() or 1, 4))] if not shutil.which("nvidia-smi") else []
+        workers = ["-n", str(min(os.cpu_count() or 1, 4)), "-m", "not gpu"] if not gpu_is_present() else []
         environment.run(
-            "pytest",
-            *("--import-mode=importlib", "--strict-markers", "-p", "no:cacheprovider", "-q", "--durations=5"),
-            *parallel,
-            *("-c", str(one.path / "pyproject.toml"), "--rootdir", str(one.path), str(one.path / "tests")),
-            *session.posargs,
+            *("pytest", "-c", one.path / "pyproject.toml", "--rootdir", one.path, "--import-mode=importlib"),
+            *("-p", "no:cacheprovider", "-q", "--durations=5", *workers),
+            *("--doctest-modules", "--pyargs", one.module, one.path / "tests", *session.posargs),
             env={"OMP_NUM_THREADS": "1"},
         )
 

@@ -151,7 +151,7 @@ class Environment:
         wanted = hashlib.sha256("\0".join(arguments).encode() + CONSTRAINTS.read_bytes()).hexdigest()
         if self._stamp(wanted):
             return
-        self.run("python", "-m", "pip", "install", "--quiet", "--constraint", CONSTRAINTS, *arguments)
+        self.run("python", "-m", "pip", "install", "-qq", "--constraint", CONSTRAINTS, *arguments)
         self._write_stamp(wanted, " ".join(arguments))
 
     def install_wheel(self, wheel: Path, fingerprint: str) -> None:
@@ -160,7 +160,7 @@ class Environment:
         if self._stamp(name) == fingerprint:
             return
         self._write_stamp(name, "")
-        self.run("python", "-m", "pip", "install", "--quiet", "--no-deps", "--force-reinstall", wheel)
+        self.run("python", "-m", "pip", "install", "-qq", "--no-deps", "--force-reinstall", wheel)
         self._write_stamp(name, fingerprint)
 
     def _stamp(self, name: str) -> str:
@@ -181,11 +181,11 @@ class Wheel:
     fingerprint: str
 
 
-def build_environment(session: nox.Session) -> Environment:
-    """One environment with what every package's build requires, so that builds need no isolation."""
+def build_environment(session: nox.Session, package: Package) -> Environment:
+    """The environment of all builds, so that none needs isolation: it gains what this package's build requires."""
     environment = Environment(session, "build")
-    needed = {each for package in PACKAGES.values() for each in package.build_requires}
-    environment.install(*MATRIX["build_tools"], *sorted(needed))
+    environment.install(*MATRIX["build_tools"])
+    environment.install(*package.build_requires)
     return environment
 
 
@@ -204,7 +204,7 @@ def _build_wheel(session: nox.Session, package: Package, archs: Sequence[str], f
         known = json.loads(stamp.read_text())
         if known["fingerprint"] == fingerprint and (folder / known["wheel"]).is_file():
             return Wheel(package, folder / known["wheel"], fingerprint)
-    environment = build_environment(session)
+    environment = build_environment(session, package)
     fresh = folder / f".building-{package.module}"
     shutil.rmtree(fresh, ignore_errors=True)
     variables: dict[str, str | None] = {**BUILD_ENVIRONMENT, "KESTREL_ARCHS": ";".join(archs)}
@@ -219,15 +219,21 @@ def _build_wheel(session: nox.Session, package: Package, archs: Sequence[str], f
     return Wheel(package, path, fingerprint)
 
 
-def arch_of_this_gpu(default: str = "90a") -> str:
-    """The architecture of ours that the first GPU here runs; `default` without a GPU."""
+def _capability() -> tuple[int, int] | None:
     query = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
     try:
         answer = subprocess.run(query, capture_output=True, text=True, check=True, timeout=60).stdout
         major, minor = (int(part) for part in answer.splitlines()[0].strip().split("."))
     except (OSError, subprocess.SubprocessError, ValueError, IndexError):
-        return default
-    for arch in (f"{major}{minor}", f"{major}{minor}a", f"{major}0f"):
-        if arch in ARCHS:
-            return arch
-    return default
+        return None
+    return major, minor
+
+
+def gpu_is_present() -> bool:
+    return _capability() is not None
+
+
+def arch_of_this_gpu(default: str = "90a") -> str:
+    """The architecture of ours that the first GPU here runs; `default` without one."""
+    major, minor = _capability() or (0, 0)
+    return next((arch for arch in (f"{major}{minor}", f"{major}{minor}a", f"{major}0f") if arch in ARCHS), default)

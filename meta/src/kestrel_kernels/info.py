@@ -1,0 +1,172 @@
+"""What `kestrel-kernels info` tells: gathered as plain data, so that tests and tools read the same."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import platform
+from pathlib import Path
+from typing import TypedDict
+
+FAMILIES = ("norm", "rope", "quant", "kvcache", "moe", "attention", "sampling")
+OTHERS = ("torch", "apache-tvm-ffi", "nvidia-cutlass-dsl-libs-cu13", "triton")
+
+
+class GPU(TypedDict):
+    name: str
+    capability: str
+    architecture: str | None
+
+
+class BinaryInfo(TypedDict):
+    family: str
+    built: bool
+    """False when the family runs from its sources: nothing was built."""
+    archs: list[str]
+    functions: list[str]
+    size: int
+
+
+class OpInfo(TypedDict):
+    op: str
+    kernel: str | None
+    """"cuda", "cute", or None while the op has only its reference."""
+    archs: list[str]
+    runs: str
+    """"kernel" or "reference": what CUDA tensors get on this machine."""
+    why: str
+
+
+class Info(TypedDict):
+    versions: dict[str, str]
+    driver: str | None
+    gpus: list[GPU]
+    binaries: list[BinaryInfo]
+    ops: list[OpInfo]
+
+
+def collect() -> Info:
+    """Everything, without loading a binary."""
+    gpus = _gpus()
+    binaries = [_binary(f"kestrel_{name}") for name in FAMILIES]
+    return Info(versions=_versions(), driver=_driver(), gpus=gpus, binaries=binaries, ops=_ops(gpus, binaries))
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for module in ("kestrel_kernels", "kestrel_runtime", *(f"kestrel_{name}" for name in FAMILIES)):
+        found[module.replace("_", "-")] = str(importlib.import_module(module).__version__)
+    for distribution in OTHERS:
+        try:
+            found[distribution] = importlib.metadata.version(distribution)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _driver() -> str | None:
+    """The NVIDIA driver's own version, as its kernel module or its library reports it."""
+    path = Path("/proc/driver/nvidia/version")
+    if path.is_file():
+        words = path.read_text(encoding="utf-8").splitlines()[0].split()
+        numbers = [word for word in words if word[0].isdigit() and "." in word]
+        if numbers:
+            return numbers[0]
+    import torch
+
+    if not torch.cuda.is_available():
+        return None
+    return f"CUDA {torch._C._cuda_getDriverVersion() / 1000:g}"
+
+
+def _gpus() -> list[GPU]:
+    import torch
+
+    from kestrel_runtime import arch_of
+
+    found = []
+    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        capability = torch.cuda.get_device_capability(index)
+        name = torch.cuda.get_device_name(index)
+        found.append(GPU(name=name, capability=f"{capability[0]}.{capability[1]}", architecture=arch_of(capability)))
+    return found
+
+
+def _binary(family: str) -> BinaryInfo:
+    from kestrel_runtime import Binary
+
+    binary = Binary(family)
+    manifest, library = binary.manifest, binary.folder / f"{family}.so"
+    return BinaryInfo(
+        family=family,
+        built=manifest is not None,
+        archs=list(manifest.archs) if manifest else [],
+        functions=list(manifest.functions) if manifest else [],
+        size=library.stat().st_size if library.is_file() else 0,
+    )
+
+
+def _ops(gpus: list[GPU], binaries: list[BinaryInfo]) -> list[OpInfo]:
+    from kestrel_runtime import ops
+
+    by_family = {binary["family"]: binary for binary in binaries}
+    architecture = gpus[0]["architecture"] if gpus else None
+    found = []
+    for op in ops():
+        if op.family not in by_family:
+            continue
+        binary = by_family[op.family]
+        why = _why_not(op.kernel, binary, gpus, architecture)
+        found.append(
+            OpInfo(
+                op=op.qualified_name,
+                kernel=op.kernel,
+                archs=binary["archs"] if op.kernel else [],
+                runs="reference" if why else "kernel",
+                why=why,
+            )
+        )
+    return found
+
+
+def _why_not(kernel: str | None, binary: BinaryInfo, gpus: list[GPU], architecture: str | None) -> str:
+    """Why CUDA tensors would get the reference; empty when a kernel runs."""
+    if kernel is None:
+        return "no kernel yet"
+    if not binary["built"]:
+        return "the family runs from its sources, without a binary"
+    if not gpus:
+        return "no GPU"
+    if architecture is None or architecture not in binary["archs"]:
+        return f"no machine code for a GPU of capability {gpus[0]['capability']}"
+    if kernel == "cute":
+        from kestrel_runtime.cute import LIBRARY, runtime_library_path
+
+        if runtime_library_path() is None:
+            return f"NVIDIA's {LIBRARY} is not installed"
+    return ""
+
+
+def lines(info: Info) -> list[str]:
+    """The text that the command prints."""
+    text = ["versions"]
+    text += [f"  {name:30} {version}" for name, version in info["versions"].items()]
+    text += ["", "GPU"]
+    text += [f"  {'driver':30} {info['driver'] or 'none'}"]
+    for gpu in info["gpus"]:
+        architecture = f"sm_{gpu['architecture']}" if gpu["architecture"] else "no kernels for this GPU"
+        text += [f"  {gpu['name']:30} capability {gpu['capability']}, {architecture}"]
+    if not info["gpus"]:
+        text += ["  none: every op runs by its PyTorch reference"]
+    text += ["", "binaries"]
+    for binary in info["binaries"]:
+        if binary["archs"]:
+            holds = f"{' '.join('sm_' + arch for arch in binary['archs'])} ({binary['size'] / 1024:.0f} KiB)"
+        else:
+            holds = "no kernels yet" if binary["built"] else "not built: run from the sources"
+        text += [f"  {binary['family']:30} {holds}"]
+    text += ["", "ops"]
+    for op in info["ops"]:
+        kind = f"{op['kernel']} kernel" if op["runs"] == "kernel" else f"reference ({op['why']})"
+        text += [f"  {op['op']:45} {kind}"]
+    return text
