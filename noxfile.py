@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -136,11 +137,12 @@ def versions(session: nox.Session) -> None:
 
 @nox.session
 def gpu_bundle(session: nox.Session) -> None:
-    """Everything a GPU machine without a network needs, in dist/gpu. KESTREL_ARCHS names architectures (90a)."""
-    archs = os.environ.get("KESTREL_ARCHS", "90a").replace(",", ";").replace(" ", ";").split(";")
-    built = build_wheels(session, list(PACKAGES.values()), [arch for arch in ARCHS if arch in archs])
-    environment = Environment(session, "build")
-    environment.run("python", ROOT / "tools" / "gpu_bundle" / "collect.py", *(str(each.path) for each in built))
+    """Everything an offline GPU machine needs, in dist/gpu. Arguments name packages; KESTREL_ARCHS, architectures."""
+    archs = re.findall("[^;, ]+", os.environ.get("KESTREL_ARCHS", "90a"))
+    packages = closure(*(PACKAGES[name] for name in session.posargs or PACKAGES))
+    built = build_wheels(session, packages, [arch for arch in ARCHS if arch in archs])
+    collect = ROOT / "tools" / "gpu_bundle" / "collect.py"
+    Environment(session, "build").run("python", collect, *(each.path for each in built))
 
 
 @nox.session

@@ -1,0 +1,89 @@
+#!/usr/bin/env python3
+"""Runs this library on a GPU machine without a network, from the bundle beside this script.
+
+dist/gpu/run tests [PYTEST...]      the tests that need a GPU: all of them, or the paths named
+dist/gpu/run sanitize [--tool T] [PYTEST...]   the same under compute-sanitizer; T is one of its tools (memcheck)
+dist/gpu/run time [...]             tools/time_ops.py
+dist/gpu/run demo [...]             kestrel-kernels generate
+dist/gpu/run info [...]             kestrel-kernels info
+dist/gpu/run python [...]           any Python program with the library installed
+
+The wheels are installed into a scratch folder, once for each content of the bundle; nothing else is written.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+BUNDLE = Path(__file__).resolve().parent
+CHECKOUT = BUNDLE.parent.parent
+GPU_MARKER = "markers=gpu: needs a CUDA GPU with a kernel image for it"
+
+
+def install() -> Path:
+    """The folder that goes on PYTHONPATH."""
+    files = sorted(path for path in BUNDLE.rglob("*") if path.suffix in (".whl", ".zip"))
+    digest = hashlib.sha256(b"".join(hashlib.sha256(path.read_bytes()).digest() for path in files)).hexdigest()
+    site = Path(tempfile.gettempdir()) / f"kestrel-{digest[:16]}"
+    if site.is_dir():
+        return site
+    fresh = Path(tempfile.mkdtemp(prefix="kestrel-install-"))
+    wheels = [str(path) for path in files if path.suffix == ".whl"]
+    pip = [sys.executable, "-m", "pip", "install", "-qq", "--no-index", "--no-deps", "--no-cache-dir"]
+    subprocess.run([*pip, "--target", str(fresh), *wheels], check=True)
+    for path in files:
+        if path.suffix == ".zip":
+            with zipfile.ZipFile(path) as archive:
+                archive.extractall(fresh)
+    fresh.chmod(0o755)
+    try:
+        fresh.rename(site)
+    except OSError:  # another process was faster
+        shutil.rmtree(fresh)
+    return site
+
+
+def pytest_arguments(arguments: list[str]) -> list[str]:
+    """`arguments` for the GPU tests, with the tests of every package unless a path is named."""
+    if not any((CHECKOUT / word.partition("::")[0]).exists() for word in arguments if not word.startswith("-")):
+        arguments = [*arguments, *(str(path) for path in sorted(CHECKOUT.glob("packages/*/tests")))]
+        arguments += [str(CHECKOUT / "meta" / "tests")]
+    options = ["-m", "gpu", "--import-mode=importlib", "-p", "no:cacheprovider", "-o", GPU_MARKER]
+    return ["-m", "pytest", *options, "--rootdir", str(CHECKOUT), *arguments]
+
+
+def command(name: str, arguments: list[str]) -> list[str]:
+    if name == "tests":
+        return [sys.executable, *pytest_arguments(arguments)]
+    if name == "sanitize":
+        tool = "memcheck"
+        if arguments[:1] == ["--tool"]:
+            tool, arguments = arguments[1], arguments[2:]
+        sanitizer = shutil.which("compute-sanitizer")
+        if sanitizer is None:
+            raise SystemExit("compute-sanitizer was not found")
+        return [sanitizer, "--tool", tool, "--error-exitcode=99", sys.executable, *pytest_arguments(arguments)]
+    if name == "time":
+        return [sys.executable, str(CHECKOUT / "tools" / "time_ops.py"), *arguments]
+    if name in ("demo", "info"):
+        return [sys.executable, "-m", "kestrel_kernels.cli", "generate" if name == "demo" else name, *arguments]
+    if name == "python":
+        return [sys.executable, *arguments]
+    raise SystemExit(__doc__)
+
+
+def main() -> int:
+    words = command(sys.argv[1] if len(sys.argv) > 1 else "", sys.argv[2:])
+    environment = {**os.environ, "PYTHONPATH": str(install()), "PYTHONUNBUFFERED": "1"}
+    return subprocess.run(words, cwd=CHECKOUT, env=environment, check=False).returncode
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
