@@ -1,0 +1,280 @@
+"""Attention over dense and packed queries, keys and values."""
+
+from __future__ import annotations
+
+import torch
+
+from kestrel_runtime import check, kernel_op
+
+from . import arguments, reference
+
+_INPUTS = (*check.FLOATS, *arguments.FP8)
+
+
+def flash_attn_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    prefix_len: torch.Tensor | int | None = None,
+    q_scale: torch.Tensor | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    return_lse: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Softmax attention of dense batches.
+
+    B sequences, Sq queries and Sk keys each, H query heads, Hk KV heads (H a multiple of Hk), head size D.
+
+    q: [B, Sq, H, D]. k, v: [B, Sk, Hk, D]. Only the last dimension must be contiguous. One dtype: bf16, fp16, float32,
+        or FP8 (float8_e4m3fn or float8_e5m2); k and v may also be FP8 with a bf16, fp16 or float32 q.
+    softmax_scale: default D ** -0.5.
+    causal, window_size: query i stands at key position p = Sk - Sq + i (the last query at the last key). causal keeps
+        keys <= p; window (left, right) keeps p - left .. p + right, -1 is unbounded.
+    softcap: scores become softcap * tanh(scores / softcap); 0 is off.
+    prefix_len: an int or int32 [B]; keys below it are visible to all queries whatever causal and window say.
+    q_scale, k_scale, v_scale: float32 [1] or [heads], on the device, for FP8 (value = code * scale); None is 1.
+    return_lse: also return the natural log of the sum of exponentials, float32 [B, H, Sq].
+
+    Returns out [B, Sq, H, D] in q's dtype (bf16 for FP8), or (out, lse). Accumulation in float32, one rounding. A query
+    that sees no key gives 0 and LSE -inf. A NaN or inf in a value may reach all queries of its sequence and KV head,
+    masked or not. Kernels are for D in 64, 72, 80, 96, 128, 192, 256, 512; other D run by reference.
+    Raises TypeError for a wrong dtype or a missing tensor, ValueError for a wrong shape, stride, range or device.
+    Semantics: ``flash_attn_func`` of flash-attn; Dao, "FlashAttention-2", arXiv 2307.08691.
+
+    >>> import torch, kestrel_attention
+    >>> q, k = torch.zeros(1, 2, 1, 4), torch.zeros(1, 2, 1, 4)
+    >>> v = torch.tensor([1.0, 2.0]).reshape(1, 2, 1, 1).repeat(1, 1, 1, 4)
+    >>> kestrel_attention.flash_attn_func(q, k, v, causal=True)[0, :, 0, 0]  # equal scores: the mean of what is seen
+    tensor([1.0000, 1.5000])
+    """
+    op = "flash_attn_func"
+    left, right = arguments.window(op, window_size)
+    length, lengths = arguments.prefix(op, prefix_len)
+    out, lse = _flash_attn_func(
+        q, k, v, softmax_scale, causal, left, right, softcap, length, lengths, q_scale, k_scale, v_scale
+    )
+    return (out, lse) if return_lse else out
+
+
+def flash_attn_varlen_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    prefix_len: torch.Tensor | int | None = None,
+    q_scale: torch.Tensor | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    return_lse: bool = False,
+    block_table: torch.Tensor | None = None,
+    seqused_k: torch.Tensor | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Softmax attention of sequences of different lengths, packed one after the other; keys packed or in a paged cache.
+
+    B sequences, H query heads, Hk KV heads (H a multiple of Hk), head size D, pages of P slots.
+
+    q: [total_q, H, D]; sequence b has rows cu_seqlens_q[b] .. cu_seqlens_q[b + 1] - 1. Rows of no sequence give 0.
+    k, v: [total_k, Hk, D], packed the same way by cu_seqlens_k; with block_table caches [blocks, P, Hk, D] as in
+        kestrel_kvcache. Only the last dimension must be contiguous. Dtypes as in :func:`flash_attn_func`; a cache may
+        also be uint8 (read as e4m3).
+    cu_seqlens_q, cu_seqlens_k: int32 [B + 1], ascending from 0. With block_table cu_seqlens_k may be None.
+    max_seqlen_q, max_seqlen_k: upper bounds of the lengths. A sequence that is longer is cut there.
+    block_table: int32 [B, n]: sequence b's keys p*P .. p*P + P - 1 lie in block block_table[b, p]. A negative entry, or
+        one past the end of the cache, is no page: its keys do not exist.
+    seqused_k: int32 [B], on the device: how many keys of each sequence count. With block_table these are the lengths
+        (without it, a sequence has at most the keys that cu_seqlens_k gives it). Zero is legal.
+    The other arguments, the result's dtype, NaN and errors: see :func:`flash_attn_func`; query i of a sequence of Lq
+    queries and Lk keys stands at key position Lk - Lq + i; prefix_len may be int32 [B].
+
+    Returns out [total_q, H, D], or (out, lse) with lse float32 [H, total_q].
+    Semantics: ``flash_attn_varlen_func`` of flash-attn.
+
+    >>> import torch, kestrel_attention
+    >>> q, k = torch.zeros(3, 1, 4), torch.zeros(3, 1, 4)
+    >>> v = torch.tensor([1.0, 2.0, 4.0]).reshape(3, 1, 1).repeat(1, 1, 4)
+    >>> starts = torch.tensor([0, 1, 3], dtype=torch.int32)  # one sequence of 1, one of 2
+    >>> kestrel_attention.flash_attn_varlen_func(q, k, v, starts, starts, 2, 2)[:, 0, 0]
+    tensor([1., 3., 3.])
+    """
+    op = "flash_attn_varlen_func"
+    left, right = arguments.window(op, window_size)
+    length, lengths = arguments.prefix(op, prefix_len)
+    out, lse = _flash_attn_varlen_func(
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        softmax_scale,
+        causal,
+        left,
+        right,
+        softcap,
+        length,
+        lengths,
+        q_scale,
+        k_scale,
+        v_scale,
+        block_table,
+        seqused_k,
+    )
+    return (out, lse) if return_lse else out
+
+
+def _check_inputs(op: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rank: int) -> None:
+    """k and v are of q's dtype, or of one FP8 dtype; heads fit."""
+    check.tensor(op, "k", k, dtype=(q.dtype, *arguments.FP8), ndim=rank, last_contiguous=True)
+    check.tensor(op, "v", v, dtype=(q.dtype, *arguments.FP8), ndim=rank, last_contiguous=True)
+    check.same(op, "dtype", k=k, v=v)
+    check.shape(op, "k", k, (*[None] * (rank - 1), q.shape[-1]))
+    check.shape(op, "v", v, k.shape)
+    arguments.check_groups(op, q, k.shape[-2])
+
+
+def _check_scales(
+    op: str,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    q_scale: torch.Tensor | None,
+    k_scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
+) -> None:
+    if q.dtype in arguments.FP8:
+        check.same(op, "dtype", q=q, k=k)
+    arguments.check_scale(op, "q_scale", q_scale, q, q.shape[-2])
+    arguments.check_scale(op, "k_scale", k_scale, k, k.shape[-2])
+    arguments.check_scale(op, "v_scale", v_scale, v, v.shape[-2])
+
+
+def _check_dense(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    softmax_scale: float | None,
+    causal: bool,
+    window_left: int,
+    window_right: int,
+    softcap: float,
+    prefix_len: int,
+    prefix_lens: torch.Tensor | None,
+    q_scale: torch.Tensor | None,
+    k_scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
+) -> None:
+    op = "flash_attn_func"
+    check.tensor(op, "q", q, dtype=_INPUTS, ndim=4, last_contiguous=True)
+    _check_inputs(op, q, k, v, 4)
+    check.shape(op, "k", k, (q.shape[0], None, None, q.shape[3]))
+    _check_scales(op, q, k, v, q_scale, k_scale, v_scale)
+    arguments.check_scores(op, q.shape[0], softmax_scale, window_left, window_right, softcap, prefix_len, prefix_lens)
+    scales = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
+    check.same(op, "device", q=q, k=k, v=v, **scales, prefix_len=prefix_lens)
+
+
+def _check_varlen(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    softmax_scale: float | None,
+    causal: bool,
+    window_left: int,
+    window_right: int,
+    softcap: float,
+    prefix_len: int,
+    prefix_lens: torch.Tensor | None,
+    q_scale: torch.Tensor | None,
+    k_scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
+    block_table: torch.Tensor | None,
+    seqused_k: torch.Tensor | None,
+) -> None:
+    op = "flash_attn_varlen_func"
+    check.tensor(op, "q", q, dtype=_INPUTS, ndim=3, last_contiguous=True)
+    check.tensor(op, "cu_seqlens_q", cu_seqlens_q, dtype=torch.int32, ndim=1)
+    if cu_seqlens_q.shape[0] < 1:
+        check.fail(op, "cu_seqlens_q", "at least 1 element (B + 1)", 0)
+    batch = cu_seqlens_q.shape[0] - 1
+    if block_table is None:
+        _check_inputs(op, q, k, v, 3)
+        check.tensor(op, "cu_seqlens_k", cu_seqlens_k, dtype=torch.int32, ndim=1)
+    else:
+        arguments.check_cache(op, ("k", "v"), k, v, q, block_table, batch)
+        if cu_seqlens_k is None and seqused_k is None:
+            check.fail(op, "seqused_k", "a tensor, as block_table is given and cu_seqlens_k is None", "None", TypeError)
+    if cu_seqlens_k is not None:
+        check.tensor(op, "cu_seqlens_k", cu_seqlens_k, dtype=torch.int32, ndim=1)
+        check.shape(op, "cu_seqlens_k", cu_seqlens_k, (batch + 1,))
+    if seqused_k is not None:
+        check.tensor(op, "seqused_k", seqused_k, dtype=torch.int32, ndim=1)
+        check.shape(op, "seqused_k", seqused_k, (batch,))
+    _check_scales(op, q, k, v, q_scale, k_scale, v_scale)
+    check.number(op, "max_seqlen_q", max_seqlen_q, integer=True, minimum=0)
+    check.number(op, "max_seqlen_k", max_seqlen_k, integer=True, minimum=0)
+    arguments.check_scores(op, batch, softmax_scale, window_left, window_right, softcap, prefix_len, prefix_lens)
+    lengths = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "seqused_k": seqused_k}
+    scales = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
+    check.same(op, "device", q=q, k=k, v=v, **lengths, block_table=block_table, **scales, prefix_len=prefix_lens)
+
+
+@kernel_op(reference=reference.flash_attn_func, check=_check_dense)
+def _flash_attn_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    softmax_scale: float | None,
+    causal: bool,
+    window_left: int,
+    window_right: int,
+    softcap: float,
+    prefix_len: int,
+    prefix_lens: torch.Tensor | None,
+    q_scale: torch.Tensor | None,
+    k_scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """:func:`flash_attn_func` with simple arguments: (out, lse)."""
+
+
+@kernel_op(reference=reference.flash_attn_varlen_func, check=_check_varlen)
+def _flash_attn_varlen_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    softmax_scale: float | None,
+    causal: bool,
+    window_left: int,
+    window_right: int,
+    softcap: float,
+    prefix_len: int,
+    prefix_lens: torch.Tensor | None,
+    q_scale: torch.Tensor | None,
+    k_scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
+    block_table: torch.Tensor | None,
+    seqused_k: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """:func:`flash_attn_varlen_func` with simple arguments: (out, lse)."""

@@ -1,0 +1,48 @@
+"""Merging the attention of one set of queries over two sets of keys."""
+
+from __future__ import annotations
+
+import torch
+
+from kestrel_runtime import check, kernel_op
+
+from . import reference
+
+
+def check_merge_attention_states(
+    out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor
+) -> None:
+    op = "merge_attention_states"
+    check.tensor(op, "out_a", out_a, dtype=check.FLOATS, ndim=3, last_contiguous=True)
+    check.tensor(op, "out_b", out_b, dtype=check.FLOATS, ndim=3, last_contiguous=True)
+    check.same(op, "dtype", out_a=out_a, out_b=out_b)
+    check.shape(op, "out_b", out_b, out_a.shape)
+    tokens, heads, _ = out_a.shape
+    for name, lse in (("lse_a", lse_a), ("lse_b", lse_b)):
+        check.tensor(op, name, lse, dtype=torch.float32, ndim=2)
+        check.shape(op, name, lse, (heads, tokens))
+    check.same(op, "device", out_a=out_a, lse_a=lse_a, out_b=out_b, lse_b=lse_b)
+
+
+@kernel_op(reference=reference.merge_attention_states, check=check_merge_attention_states)
+def merge_attention_states(
+    out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Merge attention over two disjoint sets of keys into attention over their union.
+
+    T queries, H heads of D dims.
+
+    out_a, out_b: [T, H, D], bf16, fp16 or float32: the normalised outputs.
+    lse_a, lse_b: float32 [H, T]: the natural log of each sum of exponentials, as attention returns it with return_lse.
+
+    Returns (out [T, H, D] in the dtype of out_a, lse float32 [H, T]). A part with LSE -inf saw no key and its output is
+    not read; both -inf gives 0 and -inf. Computed in float32, one rounding. Raises TypeError for a wrong dtype or a
+    missing tensor, ValueError for a wrong shape, stride or device.
+    Semantics: ``merge_attn_states`` of vLLM; Ye et al., "Cascade inference" (FlashInfer).
+
+    >>> import torch, kestrel_attention
+    >>> one, three = torch.ones(1, 1, 2), 3 * torch.ones(1, 1, 2)
+    >>> equal = torch.zeros(1, 1)  # both parts weigh exp(0) = 1
+    >>> kestrel_attention.merge_attention_states(one, equal, three, equal)
+    (tensor([[[2., 2.]]]), tensor([[0.6931]]))
+    """

@@ -1,0 +1,322 @@
+"""The attention ops in plain PyTorch: the specification that kernels are judged by.
+
+Every op brings its queries, keys and values into one padded form and calls :func:`attend`. Nothing reads a value on
+the host, so every reference can be captured in a CUDA graph. How a paged cache is addressed is shared with
+kestrel_kvcache, and lives in kestrel_runtime.paged_cache.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from kestrel_runtime.paged_cache import as_bytes, encode_fp8, gather_pages, keys_present, per_head, slots_of, write_rows
+
+_MOST_SCORES = 2**26  # of one chunk of queries: 256 MiB in float32
+
+
+def attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    present: torch.Tensor,
+    first: torch.Tensor,
+    softmax_scale: float | None,
+    causal: bool,
+    window: tuple[int, int],
+    softcap: float,
+    prefix: torch.Tensor | int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention in float32 over padded sequences: out [B, Sq, H, D] and its log-sum-exp [B, H, Sq].
+
+    q: [B, Sq, H, D]. k, v: [B, L, Hk, D]; query head h reads KV head h // (H / Hk).
+    present: bool [B, L], which keys exist; what the others hold has no effect.
+    first: integers [B], the key position at which query 0 of each sequence stands.
+    prefix: keys below it (one number, or integers [B]) are visible whatever causal and window say.
+    """
+    batch, queries, heads, size = q.shape
+    keys, kv_heads = k.shape[1:3]
+    if q.numel() == 0 or keys == 0:
+        return q.new_zeros(q.shape), q.new_full((batch, heads, queries), float("-inf"))
+    left, right = window
+    if causal:
+        right = 0
+    scale = size**-0.5 if softmax_scale is None else softmax_scale
+    key = torch.arange(keys, device=q.device)
+    bound = prefix[:, None, None] if isinstance(prefix, torch.Tensor) else prefix
+
+    rows = q.unflatten(2, (kv_heads, heads // kv_heads)).permute(0, 2, 3, 1, 4)  # [B, Hk, H/Hk, Sq, D]
+    k = k.permute(0, 2, 3, 1)  # [B, Hk, D, L]
+    v = torch.where(present[:, :, None, None], v, 0.0).transpose(1, 2)  # [B, Hk, L, D]; 0 * NaN would be NaN
+
+    chunks = []
+    step = max(1, _MOST_SCORES // (batch * heads * keys))
+    for start in range(0, queries, step):
+        chunk = rows[:, :, :, start : start + step]
+        scores = ((chunk.flatten(2, 3) * scale) @ k).unflatten(2, chunk.shape[2:4])
+        if softcap > 0:
+            scores = softcap * torch.tanh(scores / softcap)
+
+        position = first[:, None, None] + torch.arange(start, start + chunk.shape[3], device=q.device)[:, None]
+        visible = present[:, None, :]
+        if left >= 0 or right >= 0:
+            inside = key <= position + right if right >= 0 else key >= position - left
+            if left >= 0 and right >= 0:
+                inside = inside & (key >= position - left)
+            visible = visible & (inside | (key < bound))
+        scores = torch.where(visible[:, None, None], scores, float("-inf"))
+
+        largest = scores.amax(-1, keepdim=True)
+        largest = torch.where(largest == float("-inf"), 0.0, largest)  # a row that sees no key
+        weights = torch.exp(scores - largest)
+        total = weights.sum(-1, keepdim=True)
+        out = (weights.flatten(2, 3) @ v).unflatten(2, chunk.shape[2:4])
+        out = torch.where(total == 0, 0.0, out / total)
+        chunks.append((out, (total.log() + largest).squeeze(-1)))
+
+    out = torch.cat([out for out, _ in chunks], dim=3) if len(chunks) > 1 else chunks[0][0]
+    lse = torch.cat([lse for _, lse in chunks], dim=3) if len(chunks) > 1 else chunks[0][1]
+    return out.permute(0, 3, 1, 2, 4).flatten(2, 3), lse.flatten(1, 2)
+
+
+def _decode(x: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
+    """Values or codes [..., heads, D] as float32, times their scale [1] or [heads]."""
+    return x.float() if scale is None else x.float() * per_head(scale)
+
+
+def _out_dtype(q: torch.Tensor) -> torch.dtype:
+    return torch.bfloat16 if q.element_size() == 1 else q.dtype
+
+
+def _fp8_of(cache: torch.Tensor) -> torch.Tensor:
+    """A cache of bytes read as e4m3; others unchanged."""
+    return cache.view(torch.float8_e4m3fn) if cache.dtype == torch.uint8 else cache
+
+
+# -- over a cache -----------------------------------------------------------------------------------------------------
+
+
+def flash_attn_with_kvcache(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    cache_seqlens: torch.Tensor,
+    block_table: torch.Tensor | None,
+    k_scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
+    softmax_scale: float | None,
+    causal: bool,
+    window_left: int,
+    window_right: int,
+    softcap: float,
+    prefix_len: int,
+    prefix_lens: torch.Tensor | None,
+    num_splits: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    blocks, page = k_cache.shape[:2]
+    out, lse = attend(
+        q.float(),
+        _decode(gather_pages(_fp8_of(k_cache), block_table), k_scale),
+        _decode(gather_pages(_fp8_of(v_cache), block_table), v_scale),
+        keys_present(cache_seqlens, block_table, blocks, page),
+        cache_seqlens - q.shape[1],
+        softmax_scale,
+        causal,
+        (window_left, window_right),
+        softcap,
+        prefix_len if prefix_lens is None else prefix_lens,
+    )
+    return out.to(q.dtype), lse
+
+
+def flash_attn_with_kvcache_append(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cache_seqlens: torch.Tensor,
+    block_table: torch.Tensor | None,
+    k_scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
+    softmax_scale: float | None,
+    causal: bool,
+    window_left: int,
+    window_right: int,
+    softcap: float,
+    prefix_len: int,
+    prefix_lens: torch.Tensor | None,
+    num_splits: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    added = k.shape[1]
+    positions = cache_seqlens[:, None] + torch.arange(added, device=q.device)
+    positions = torch.where(cache_seqlens[:, None] < 0, -1, positions)  # a negative length is padding
+    slots = slots_of(positions, block_table, k_cache.shape[1]).flatten()
+    for new, cache, scale in ((k, k_cache, k_scale), (v, v_cache, v_scale)):
+        cache = _fp8_of(cache)
+        rows = new.flatten(0, 1)
+        write_rows(cache, slots, rows if cache.dtype == rows.dtype else encode_fp8(rows, scale, cache.dtype))
+    return flash_attn_with_kvcache(
+        q,
+        k_cache,
+        v_cache,
+        torch.where(cache_seqlens < 0, cache_seqlens, cache_seqlens + added),
+        block_table,
+        k_scale,
+        v_scale,
+        softmax_scale,
+        causal,
+        window_left,
+        window_right,
+        softcap,
+        prefix_len,
+        prefix_lens,
+        num_splits,
+    )
+
+
+# -- dense and packed -------------------------------------------------------------------------------------------------
+
+
+def flash_attn_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    softmax_scale: float | None,
+    causal: bool,
+    window_left: int,
+    window_right: int,
+    softcap: float,
+    prefix_len: int,
+    prefix_lens: torch.Tensor | None,
+    q_scale: torch.Tensor | None,
+    k_scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    batch, keys = k.shape[:2]
+    out, lse = attend(
+        _decode(q, q_scale),
+        _decode(k, k_scale),
+        _decode(v, v_scale),
+        torch.ones(batch, keys, dtype=torch.bool, device=q.device),
+        torch.full((batch,), keys - q.shape[1], device=q.device),
+        softmax_scale,
+        causal,
+        (window_left, window_right),
+        softcap,
+        prefix_len if prefix_lens is None else prefix_lens,
+    )
+    return out.to(_out_dtype(q)), lse
+
+
+def flash_attn_varlen_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    softmax_scale: float | None,
+    causal: bool,
+    window_left: int,
+    window_right: int,
+    softcap: float,
+    prefix_len: int,
+    prefix_lens: torch.Tensor | None,
+    q_scale: torch.Tensor | None,
+    k_scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
+    block_table: torch.Tensor | None,
+    seqused_k: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    total, heads, _ = q.shape
+    batch = cu_seqlens_q.shape[0] - 1
+    dtype = _out_dtype(q)
+    if total == 0 or batch == 0 or max_seqlen_q == 0:
+        return q.new_zeros(q.shape, dtype=dtype), q.new_full((heads, total), float("-inf"), dtype=torch.float32)
+
+    lengths_q = cu_seqlens_q.diff()
+    lengths_k = cu_seqlens_k.diff() if seqused_k is None else seqused_k
+    if block_table is None:
+        lengths_k = torch.minimum(lengths_k, cu_seqlens_k.diff())
+        present = torch.arange(max_seqlen_k, device=q.device) < lengths_k[:, None]
+        k, v = (_unpack(x, cu_seqlens_k, max_seqlen_k) for x in (k, v))
+    else:
+        blocks, page = k.shape[:2]
+        table = block_table[:, : -(-max_seqlen_k // page)]
+        present = keys_present(lengths_k, table, blocks, page)
+        k, v = (gather_pages(_fp8_of(x), table) for x in (k, v))
+
+    out, lse = attend(
+        _decode(_unpack(q, cu_seqlens_q, max_seqlen_q), q_scale),
+        _decode(k, k_scale),
+        _decode(v, v_scale),
+        present,
+        lengths_k - lengths_q,
+        softmax_scale,
+        causal,
+        (window_left, window_right),
+        softcap,
+        prefix_len if prefix_lens is None else prefix_lens,
+    )
+    # Back to packed rows; those that belong to no sequence stay 0 and -inf.
+    token = torch.arange(total, device=q.device, dtype=cu_seqlens_q.dtype)
+    sequence = (torch.searchsorted(cu_seqlens_q, token, right=True) - 1).clamp(0, batch - 1)
+    index = token - cu_seqlens_q[sequence]
+    owned = (index >= 0) & (index < lengths_q[sequence]) & (index < max_seqlen_q)
+    index = index.clamp(0, max_seqlen_q - 1)
+    packed = torch.where(owned[:, None, None], out[sequence, index], 0.0)
+    packed_lse = torch.where(owned, lse[sequence, :, index].T, float("-inf"))
+    return packed.to(dtype), packed_lse
+
+
+def _unpack(x: torch.Tensor, cu_seqlens: torch.Tensor, longest: int) -> torch.Tensor:
+    """Packed rows [total, heads, D] as padded sequences [B, longest, heads, D]; padding holds some row."""
+    starts = cu_seqlens[:-1, None]
+    if x.shape[0] == 0:
+        return x.new_zeros(starts.shape[0], longest, *x.shape[1:])
+    rows = (starts + torch.arange(longest, device=x.device)).clamp(0, x.shape[0] - 1)
+    return as_bytes(x)[rows].view(x.dtype)
+
+
+# -- around attention -------------------------------------------------------------------------------------------------
+
+
+def tau_tail(
+    qkv: torch.Tensor,
+    tok_qv_linear: torch.Tensor,
+    tau_pos_table: torch.Tensor,
+    positions: torch.Tensor,
+    num_heads: int,
+    head_size: int,
+) -> None:
+    max_position = tau_pos_table.shape[0]
+    if max_position == 0:
+        return
+    heads = qkv.unflatten(-1, (-1, head_size))  # [T, H + 2 Hk, D]
+    kv_heads = (heads.shape[1] - num_heads) // 2
+    at = tau_pos_table[positions.clamp(0, max_position - 1)].float()
+    if at.shape[1] == num_heads:  # one table for q and v
+        at = torch.cat((at, at), dim=1)
+    scale = torch.tanh(tok_qv_linear.float()) + at
+    valid = ((positions >= 0) & (positions < max_position))[:, None, None]
+    for part, s in (
+        (heads[:, :num_heads], scale[:, :num_heads]),
+        (heads[:, num_heads + kv_heads :], scale[:, num_heads:]),
+    ):
+        scaled = (part.float() * s.unsqueeze(-1)).to(part.dtype)
+        part.copy_(torch.where(valid, scaled, part))
+
+
+def merge_attention_states(
+    out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    largest = torch.maximum(lse_a, lse_b)
+    largest = torch.where(largest == float("-inf"), 0.0, largest)
+    weight_a, weight_b = torch.exp(lse_a - largest), torch.exp(lse_b - largest)
+    total = weight_a + weight_b
+    merged = torch.zeros_like(out_a, dtype=torch.float32)
+    for out, weight in ((out_a, weight_a), (out_b, weight_b)):
+        share = (weight / total).T.unsqueeze(-1)  # [T, H, 1]
+        merged = merged + torch.where((weight == 0).T.unsqueeze(-1), 0.0, share * out.float())
+    return merged.to(out_a.dtype), total.log() + largest

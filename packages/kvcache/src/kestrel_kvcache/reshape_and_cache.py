@@ -1,0 +1,98 @@
+"""Writing new keys and values into a paged cache, as they are or as FP8."""
+
+from __future__ import annotations
+
+import torch
+
+from kestrel_runtime import check, kernel_op
+from kestrel_runtime.paged_cache import FP8_OF_NAME
+
+from . import reference
+
+
+def check_rows(op: str, key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+    """key and value are [T', Hk, D] of one dtype, slot_mapping is [T] with T <= T'."""
+    check.tensor(op, "key", key, dtype=check.FLOATS, ndim=3, last_contiguous=True)
+    check.tensor(op, "value", value, dtype=check.FLOATS, ndim=3, last_contiguous=True)
+    check.shape(op, "value", value, key.shape)
+    check.same(op, "dtype", key=key, value=value)
+    check.tensor(op, "slot_mapping", slot_mapping, dtype=check.INTEGERS, ndim=1)
+    if slot_mapping.shape[0] > key.shape[0]:
+        check.fail(op, "slot_mapping", f"at most {key.shape[0]} slots, one per row of key", slot_mapping.shape[0])
+
+
+def check_scale(op: str, name: str, scale: torch.Tensor | None, heads: int) -> None:
+    """A scale is None, or float32 [1] or [Hk]."""
+    if scale is None:
+        return
+    check.tensor(op, name, scale, dtype=torch.float32, ndim=1)
+    if scale.shape[0] not in (1, heads):
+        check.fail(op, name, f"shape (1,) or ({heads},)", f"({scale.shape[0]},)")
+
+
+def check_reshape_and_cache(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    kv_cache_dtype: str = "auto",
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+) -> None:
+    op = "reshape_and_cache"
+    check_rows(op, key, value, slot_mapping)
+    check.choice(op, "kv_cache_dtype", kv_cache_dtype, ("auto", *FP8_OF_NAME))
+    allowed = (key.dtype,) if kv_cache_dtype == "auto" else (torch.uint8, FP8_OF_NAME[kv_cache_dtype])
+    check.tensor(op, "key_cache", key_cache, dtype=allowed, ndim=4, last_contiguous=True)
+    check.tensor(op, "value_cache", value_cache, dtype=allowed, ndim=4, last_contiguous=True)
+    check.shape(op, "key_cache", key_cache, (None, None, *key.shape[1:]))
+    check.shape(op, "value_cache", value_cache, key_cache.shape)
+    check.same(op, "dtype", key_cache=key_cache, value_cache=value_cache)
+    check_scale(op, "k_scale", k_scale, key.shape[1])
+    check_scale(op, "v_scale", v_scale, key.shape[1])
+    caches = {"key_cache": key_cache, "value_cache": value_cache, "slot_mapping": slot_mapping}
+    check.same(op, "device", key=key, value=value, **caches, k_scale=k_scale, v_scale=v_scale)
+
+
+@kernel_op(
+    reference=reference.reshape_and_cache,
+    check=check_reshape_and_cache,
+    mutates=("key_cache", "value_cache"),
+)
+def reshape_and_cache(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    kv_cache_dtype: str = "auto",
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+) -> None:
+    """Write one key and one value row per token into the cache slots that ``slot_mapping`` names, in place.
+
+    T tokens, Hk KV heads of D dims, pages of P slots; slot = block * P + offset.
+
+    key, value: [T', Hk, D] with T <= T', bf16, fp16 or float32; rows past T are not read. Row and head
+        strides are free.
+    key_cache, value_cache: [blocks, P, Hk, D], written in place. Strides are free but for the last dimension, and
+        separate for K and V: NHD, HND (a transposed view), K and V as halves of one last dimension, layers interleaved.
+        Their dtype is that of key with "auto", else uint8 or the named float8 dtype.
+    slot_mapping: int32 or int64 [T]. A slot < 0 or >= blocks * P is skipped. The others must be distinct.
+    kv_cache_dtype: "auto" stores the values as they are; "fp8" and "fp8_e4m3" (e4m3fn) and "fp8_e5m2" store
+        value / scale, computed in float32, rounded to nearest even and saturated at the largest finite code.
+    k_scale, v_scale: float32 [1] or [Hk], on the device; None is 1. With "auto" there is nothing to scale and they are
+        not read (callers of vLLM's op always pass them).
+
+    Returns None. Raises TypeError for a wrong dtype or a missing tensor, ValueError for a wrong shape, stride, name or
+    device. Semantics: ``reshape_and_cache_flash`` of vLLM.
+
+    >>> import torch, kestrel_kvcache
+    >>> cache = torch.zeros(2, 2, 2, 1, 4)  # K and V, 2 pages of 2 slots, 1 head of 4
+    >>> rows = torch.arange(8.0).reshape(2, 1, 4)
+    >>> kestrel_kvcache.reshape_and_cache(rows, -rows, cache[0], cache[1], torch.tensor([3, -1]))
+    >>> cache[0, 1, :, 0]  # token 0 went to slot 3, token 1 is padding
+    tensor([[0., 0., 0., 0.],
+            [0., 1., 2., 3.]])
+    """

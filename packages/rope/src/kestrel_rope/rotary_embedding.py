@@ -1,0 +1,96 @@
+"""Rotary position embedding of queries and keys, in place."""
+
+from __future__ import annotations
+
+import torch
+
+from kestrel_runtime import check, kernel_op
+
+from . import reference
+
+
+def check_rows(op: str, positions_shape: torch.Size, query: torch.Tensor, key: torch.Tensor | None, size: int) -> None:
+    """query and key hold one row of whole heads per position: [..., H*D] or [..., H, D]."""
+    rank = len(positions_shape)
+    check.number(op, "head_size", size, integer=True, minimum=1)
+    for name, x in (("query", query), ("key", key)):
+        if x is None and name == "key":
+            continue
+        check.tensor(op, name, x, dtype=check.FLOATS, ndim=(rank + 1, rank + 2), last_contiguous=True)
+        check.shape(op, name, x, (*positions_shape, *[None] * (x.ndim - rank)))
+        if x.ndim == rank + 2:
+            check.shape(op, name, x, (*positions_shape, None, size))
+        elif x.shape[-1] % size:
+            check.fail(op, name, f"a last dimension that is a multiple of head_size {size}", x.shape[-1])
+    check.same(op, "dtype", query=query, key=key)
+
+
+def check_table(op: str, table: torch.Tensor, query: torch.Tensor, head_size: int, offset: int) -> None:
+    """cos_sin_cache is [max_pos, R], float32 or the query's dtype, and R dims fit into a head behind the offset."""
+    check.tensor(op, "cos_sin_cache", table, dtype=check.FLOATS, ndim=2, last_contiguous=True)
+    if table.dtype != torch.float32:
+        check.same(op, "dtype", query=query, cos_sin_cache=table)
+    rotary_dim = table.shape[1]
+    if rotary_dim < 2 or rotary_dim % 2:
+        check.fail(op, "cos_sin_cache", "an even number of columns >= 2", rotary_dim)
+    check.number(op, "rope_dim_offset", offset, integer=True, minimum=0)
+    if offset + rotary_dim > head_size:
+        room = f"at most {head_size - offset} columns (head_size {head_size}, rope_dim_offset {offset})"
+        check.fail(op, "cos_sin_cache", room, rotary_dim)
+
+
+def check_rotary_embedding(
+    positions: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor | None,
+    head_size: int,
+    cos_sin_cache: torch.Tensor,
+    is_neox: bool = True,
+    *,
+    rope_dim_offset: int = 0,
+    inverse: bool = False,
+) -> None:
+    op = "rotary_embedding"
+    check.tensor(op, "positions", positions, dtype=check.INTEGERS, ndim=(1, 2))
+    check_rows(op, positions.shape, query, key, head_size)
+    check_table(op, cos_sin_cache, query, head_size, rope_dim_offset)
+    check.same(op, "device", positions=positions, query=query, key=key, cos_sin_cache=cos_sin_cache)
+
+
+@kernel_op(reference=reference.rotary_embedding, check=check_rotary_embedding, mutates=("query", "key"))
+def rotary_embedding(
+    positions: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor | None,
+    head_size: int,
+    cos_sin_cache: torch.Tensor,
+    is_neox: bool = True,
+    *,
+    rope_dim_offset: int = 0,
+    inverse: bool = False,
+) -> None:
+    """Rotate pairs of dimensions of every query and key head by the angle of the row's position, in place.
+
+    T rows (or [B, S] of them), H and Hk heads of D = ``head_size`` dims, R rotated dims, max_pos positions.
+
+    positions: int32 or int64, [T] or [B, S]. A position < 0 or >= max_pos leaves its row untouched.
+    query: [T, H*D] or [T, H, D] (or [B, S, ...]), bf16, fp16 or float32. Written in place.
+    key: the same with Hk heads, or None. Written in place.
+        Only the last dimension must be contiguous, so both may be slices of one packed QKV tensor.
+    cos_sin_cache: *constant* [max_pos, R], cosines in the first R/2 columns, sines in the others; float32 or the
+        dtype of query. R is even and R + rope_dim_offset <= D. See :func:`build_cos_sin_cache`.
+    is_neox: pairs are (i, i + R/2); False, GPT-J's order: (2i, 2i + 1).
+    rope_dim_offset: first rotated dim of a head. Dims outside offset .. offset + R stay untouched.
+    inverse: rotate back, by the negative angle.
+
+    Returns None. The rotation runs in float32 and is rounded once. Raises TypeError for a wrong dtype or a missing
+    tensor, ValueError for a wrong shape, stride, range or device.
+    Semantics: ``rotary_embedding`` of vLLM; Su et al., "RoFormer", arXiv 2104.09864.
+
+    >>> import torch, kestrel_rope
+    >>> table = kestrel_rope.build_cos_sin_cache(4, 8)
+    >>> query = torch.tensor([[1.0, 0.0, 0.0, 0.0]])  # one row, one head of 4
+    >>> kestrel_rope.rotary_embedding(torch.tensor([1]), query, None, 4, table)
+    >>> query  # the pair (0, 2) has turned by one radian
+    tensor([[0.5403, 0.0000, 0.8415, 0.0000]])
+    """
