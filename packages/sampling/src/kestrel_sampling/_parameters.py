@@ -1,0 +1,84 @@
+"""What the sampling ops share: parameters that are a number or one per row, and where the randomness comes from."""
+
+from __future__ import annotations
+
+import torch
+
+from kestrel_runtime import check
+
+Keys = tuple[torch.Tensor | None, int, torch.Tensor | None, int]
+
+
+def number_or_tensor(op: str, name: str, value: float | torch.Tensor) -> tuple[torch.Tensor | None, float]:
+    """A float parameter as (tensor, 0.0) or (None, number)."""
+    if isinstance(value, torch.Tensor):
+        return value, 0.0
+    check.number(op, name, value)
+    return None, float(value)
+
+
+def integer_or_tensor(op: str, name: str, value: int | torch.Tensor) -> tuple[torch.Tensor | None, int]:
+    """An integer parameter as (tensor, 0) or (None, number); 64-bit unsigned numbers wrap to signed."""
+    if isinstance(value, torch.Tensor):
+        return value, 0
+    check.number(op, name, value, integer=True, minimum=-(2**63), maximum=2**64 - 1)
+    return None, value - 2**64 if value >= 2**63 else value
+
+
+def keys(
+    op: str,
+    probs: torch.Tensor,
+    generator: torch.Generator | None,
+    seed: int | torch.Tensor | None,
+    offset: int | torch.Tensor | None,
+    name: str = "probs",
+) -> Keys:
+    """(seed tensor, seed, offset tensor, offset) of a call.
+
+    Without a seed one 63-bit seed comes from the generator and row b uses offset b. With one, the offset is 0 unless
+    given. Drawing from a generator stays on the device.
+    """
+    check.tensor(op, name, probs, ndim=2)
+    capturing = probs.is_cuda and not torch.compiler.is_compiling() and torch.cuda.is_current_stream_capturing()
+    if capturing:
+        for argument, value in (("seed", seed), ("offset", offset)):
+            if not isinstance(value, torch.Tensor):
+                check.fail(
+                    op, argument, "a tensor while a CUDA graph is captured (a replay must see new numbers)", value
+                )
+    if seed is None:
+        if offset is not None:
+            check.fail(op, "offset", "None without a seed", offset)
+        if generator is not None and not isinstance(generator, torch.Generator):
+            check.fail(op, "generator", "a torch.Generator", type(generator).__name__, TypeError)
+        if generator is not None and generator.device.type != probs.device.type:
+            check.fail(op, "generator", f"a generator on {probs.device.type}", generator.device.type)
+        seed = torch.randint(2**63 - 1, (1,), generator=generator, dtype=torch.int64, device=probs.device)
+        offset = torch.arange(probs.shape[0], dtype=torch.int64, device=probs.device)
+    elif generator is not None:
+        check.fail(op, "generator", "None with a seed", "a generator")
+    return (
+        *integer_or_tensor(op, "seed", seed),
+        *integer_or_tensor(op, "offset", 0 if offset is None else offset),
+    )
+
+
+def check_probs(op: str, probs: torch.Tensor, name: str = "probs") -> None:
+    """[B, V] floats, V at least 1."""
+    check.tensor(op, name, probs, dtype=check.FLOATS, ndim=2, last_contiguous=True)
+    if probs.shape[1] == 0:
+        check.fail(op, name, "at least one entry per row", f"shape {tuple(probs.shape)}")
+
+
+def check_parameter(op: str, name: str, value: torch.Tensor | None, probs: torch.Tensor, *dtypes: torch.dtype) -> None:
+    """A parameter given as a tensor: [1] or [B], of one of the dtypes, where the probabilities are."""
+    if value is not None:
+        check.tensor(op, name, value, dtype=dtypes, ndim=1, last_contiguous=True)
+        check.shape(op, name, value, (1 if value.shape[0] == 1 else probs.shape[0],))
+        check.same(op, "device", probs=probs, **{name: value})
+
+
+def check_keys(op: str, probs: torch.Tensor, seed: torch.Tensor | None, offset: torch.Tensor | None) -> None:
+    """Seeds and offsets given as tensors: int64 [1] or [B]."""
+    check_parameter(op, "seed", seed, probs, torch.int64)
+    check_parameter(op, "offset", offset, probs, torch.int64)

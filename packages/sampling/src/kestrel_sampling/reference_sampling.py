@@ -1,0 +1,104 @@
+"""The PyTorch reference of sampling: exact filters and a draw that every kernel can repeat bit for bit.
+
+Probabilities become integers: a row is scaled by a power of two that puts its largest entry just below
+``2^(60 - bits of V)`` and rounded to nearest, so that no sum over the row passes 2^60. Sums of integers do not depend
+on their order, hence neither do the filters nor the draw, however a kernel splits the row. What is lost are entries
+below ``2^-42`` or so of the largest (V = 151936), which count as zero.
+
+- mass of a row: the sum of these integers; negative entries count as zero.
+- top-p: entries in descending order of probability, ties to the lower id, while the mass before an entry is below
+  ``floor(p * mass)``; p as a multiple of 2^-32, rounded down. The first entry always stays.
+- draw: with the first word w of Philox4x32-10 (key = seed, counter = offset), the first id in vocabulary order at which
+  the running mass of the kept entries exceeds ``floor(w * kept mass / 2^32)``.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from kestrel_runtime.reference import philox4x32
+
+_WORD = 0xFFFFFFFF
+
+
+def top_p_sampling_from_probs(
+    probs: torch.Tensor,
+    top_p: torch.Tensor | None,
+    top_p_value: float,
+    seed: torch.Tensor | None,
+    seed_value: int,
+    offset: torch.Tensor | None,
+    offset_value: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One id per row from the smallest set whose mass reaches p, and whether the row had a distribution."""
+    weights = probs.float()
+    mass, valid = integer_mass(weights)
+    order, sorted_mass = descending(weights, mass)
+    kept = keep_top_p(sorted_mass, per_row(top_p, top_p_value, probs.device))
+    mass = torch.where(unsorted(kept, order), mass, 0)
+    return draw(mass, valid, random_word(seed, seed_value, offset, offset_value, probs.device))
+
+
+def integer_mass(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """float32 [B, V] as int64 [B, V] with sums below 2^60, and which rows have a distribution: finite mass, no NaN."""
+    largest = weights.amax(dim=1, keepdim=True)  # NaN if the row holds one
+    valid = (largest > 0) & (largest < torch.inf)
+    exponent = torch.frexp(torch.where(valid, largest, 1.0)).exponent
+    bits = 60 - weights.shape[1].bit_length()
+    power_of_two = ((bits - exponent + 1023).long() << 52).view(torch.float64)
+    scaled = torch.where(valid & (weights > 0), weights, 0.0).double() * power_of_two
+    return scaled.round().long(), valid.squeeze(1)
+
+
+def descending(weights: torch.Tensor, mass: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The order of the entries, largest first and ties to the lower id, and their masses in it."""
+    order = weights.sort(dim=1, descending=True, stable=True).indices
+    return order, mass.gather(1, order)
+
+
+def unsorted(kept: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+    """A mask in descending order as a mask over ids."""
+    return torch.zeros_like(kept).scatter(1, order, kept)
+
+
+def keep_top_p(sorted_mass: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
+    """The smallest prefix whose mass reaches p of the whole, at least one entry. NaN counts as 1."""
+    before = sorted_mass.cumsum(1) - sorted_mass
+    parts = (top_p.double().nan_to_num(nan=1.0).clamp(0, 1) * 2**32).floor().long()
+    kept = before < fraction(sorted_mass.sum(1, keepdim=True), parts)
+    return kept | (torch.arange(kept.shape[1], device=kept.device) == 0)
+
+
+def fraction(mass: torch.Tensor, parts: torch.Tensor) -> torch.Tensor:
+    """floor(mass * parts / 2^32) for mass < 2^60 and 0 <= parts <= 2^32, without overflow."""
+    high, low = mass >> 30, mass & (2**30 - 1)
+    return (parts * high + (parts * low >> 30)) >> 2
+
+
+def draw(mass: torch.Tensor, valid: torch.Tensor, word: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inverse of the cumulative mass in vocabulary order at word / 2^32 of it; id 0 for rows that are not valid."""
+    point = fraction(mass.sum(1, keepdim=True), word)
+    ids = (mass.cumsum(1) <= point).sum(1)
+    return torch.where(valid, ids, 0).to(torch.int32), valid
+
+
+def random_word(
+    seed: torch.Tensor | None,
+    seed_value: int,
+    offset: torch.Tensor | None,
+    offset_value: int,
+    device: torch.device,
+) -> torch.Tensor:
+    """The first 32-bit word of Philox4x32-10, key = seed and counter = offset: int64 [B, 1] or [1, 1]."""
+    key, counter = torch.broadcast_tensors(per_row(seed, seed_value, device), per_row(offset, offset_value, device))
+    zero = torch.zeros_like(counter)
+    words = (counter & _WORD, (counter >> 32) & _WORD, zero, zero)
+    return philox4x32(torch.stack((key & _WORD, (key >> 32) & _WORD), dim=-1), torch.stack(words, dim=-1))[..., 0]
+
+
+def per_row(values: torch.Tensor | None, value: float, device: torch.device) -> torch.Tensor:
+    """A parameter as [B, 1] or [1, 1]: int64 for integers, float64 for a float, the tensor's dtype for a tensor."""
+    if values is not None:
+        return values.view(-1, 1)
+    dtype = torch.int64 if isinstance(value, int) else torch.float64
+    return torch.full((1, 1), value, dtype=dtype, device=device)
