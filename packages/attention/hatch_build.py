@@ -1,0 +1,13 @@
+"""Hatchling's way into the shared build of CuTe kernels: tools/cute_build, which the sdist holds too."""
+
+import sys
+from pathlib import Path
+
+_here = Path(__file__).resolve().parent
+sys.path[:0] = [str(folder) for folder in (_here / "tools", _here.parents[1] / "tools") if folder.is_dir()]
+
+from cute_build.hook import CuteBuildHook  # noqa: E402
+
+
+def get_build_hook() -> type[CuteBuildHook]:
+    return CuteBuildHook

@@ -1,0 +1,85 @@
+"""The k largest of each row, sorted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from kestrel_runtime import Binary, UnsupportedError, check, kernel_op
+
+from . import reference
+from .kernels.variants import covering
+
+_binary = Binary("kestrel_sampling")
+_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+_entry_points: dict[tuple[torch.dtype, int, int, int], Callable[..., Any]] = {}
+
+
+def _check_topk_fwd(scores: torch.Tensor, k: int, softmax: bool = False) -> None:
+    op = "topk_fwd"
+    check.tensor(op, "scores", scores, dtype=check.FLOATS, last_contiguous=True)
+    if scores.ndim == 0:
+        check.fail(op, "scores", "at least one dimension", "a scalar")
+    check.number(op, "k", k, integer=True, minimum=1)
+    if k > scores.shape[-1]:
+        check.fail(op, "k", f"at most the row length {scores.shape[-1]}", k)
+
+
+@kernel_op(reference=reference.topk_fwd, check=_check_topk_fwd, kernel="cute")
+def topk_fwd(scores: torch.Tensor, k: int, softmax: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    """The k largest of each row in descending order, with their indices.
+
+    scores: [..., N] bf16, fp16 or float32; the last dimension contiguous, the row stride free.
+    k: 1 <= k <= N.
+    softmax: normalise over the k values kept, in fp32 with one rounding, as ``torch.softmax`` does.
+
+    Returns (values, indices): values [..., k] in the dtype of ``scores``, bit for bit the scores themselves unless
+    ``softmax``; indices int32 [..., k]. Equal scores (-0.0 and +0.0 are equal) come in the order of their indices.
+    NaN ranks below everything, -inf included, so a row shows NaN only when fewer than k of its scores are numbers.
+    A row does not depend on the rows around it.
+
+    Kernels cover N <= 4096 with k <= 128; longer rows and larger k run by reference.
+
+    Raises ValueError for k < 1, k > N or a last dimension with a stride, TypeError for another dtype.
+    Semantics: ``quack.topk``, with exact values and indices in every dtype.
+
+    >>> values, indices = topk_fwd(torch.tensor([[1.0, 4.0, 2.0, 4.0]]), 3)
+    >>> values.tolist(), indices.tolist()
+    ([[4.0, 4.0, 2.0]], [[1, 3, 2]])
+    """
+    n = scores.shape[-1]
+    launch = _entry_points.get((scores.dtype, n, k, scores.get_device()))
+    if launch is None:
+        launch = _entry_point(scores, n, k)
+    if scores.dim() == 2:
+        rows, shape = scores, (scores.shape[0], k)
+    else:
+        rows, shape = _as_rows(scores, n), (*scores.shape[:-1], k)
+    values = scores.new_empty(shape)
+    indices = torch.empty(shape, dtype=torch.int32, device=scores.device)
+    if rows.shape[0] == 0:
+        return values, indices
+    if len(shape) == 2:
+        launch(rows, values, indices, softmax)
+    else:
+        launch(rows, values.view(-1, k), indices.view(-1, k), softmax)
+    return values, indices
+
+
+def _entry_point(scores: torch.Tensor, n: int, k: int) -> Callable[..., Any]:
+    """The compiled kernel for this dtype, row length, k and GPU, remembered from then on."""
+    _check_topk_fwd(scores, k)
+    variant = covering(_NAMES[scores.dtype], n, k)
+    if variant is None:
+        raise UnsupportedError(f"no kernel for rows of {n} with k = {k} (kernels cover rows up to 4096 with k <= 128)")
+    launch = _binary.function(f"{variant.name}_{_binary.arch(scores.device)}")
+    _entry_points[scores.dtype, n, k, scores.get_device()] = launch
+    return launch
+
+
+def _as_rows(scores: torch.Tensor, n: int) -> torch.Tensor:
+    """[rows, n]; a view where the strides allow it."""
+    _check_topk_fwd(scores, 1)
+    return scores.reshape(-1, n) if scores.numel() else scores.new_empty((0, n))

@@ -1,0 +1,32 @@
+"""``python tools/cute_build packages/sampling out [--keep folder]``: build one family's library by hand.
+
+--keep keeps the PTX and the machine code of every kernel, to read. KESTREL_ARCHS narrows the architectures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from cute_build import driver
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("package", type=Path, help="folder of the distribution, for example packages/sampling")
+    parser.add_argument("output", type=Path, help="where the library and its manifest go")
+    parser.add_argument("--keep", type=Path, help="folder for the PTX and cubin of every kernel")
+    options = parser.parse_args()
+    source = options.package.resolve() / "src"
+    (package,) = (path.parent.name for path in source.glob("*/__init__.py"))
+    for file in driver.build(
+        driver.Family(source, package), options.output, driver.archs_from_environment(), options.keep
+    ):
+        print(file, file.stat().st_size)
+
+
+if __name__ == "__main__":
+    main()

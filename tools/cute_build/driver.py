@@ -1,0 +1,119 @@
+"""From a family's table of variants to its shared library and manifest."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from . import worker
+
+ARCHS = ("80", "86", "89", "90a", "100f", "120f")
+RUNTIME = "libcute_dsl_runtime.so"
+
+
+@dataclass(frozen=True)
+class Family:
+    """What is built: the folder that holds the Python package, and the package's name."""
+
+    source: Path
+    package: str
+
+    @property
+    def has_kernels(self) -> bool:
+        return (self.source / self.package / "kernels" / "variants.py").is_file()
+
+
+def archs_from_environment() -> tuple[str, ...]:
+    """The architectures to build: those named in KESTREL_ARCHS ("90a", "80;90a"), or all."""
+    named = re.findall(r"[^;, ]+", os.environ.get("KESTREL_ARCHS", ""))
+    for arch in named:
+        if arch not in ARCHS:
+            raise SystemExit(f"KESTREL_ARCHS: expected architectures from {', '.join(ARCHS)}, got {arch!r}")
+    return tuple(arch for arch in ARCHS if arch in named) if named else ARCHS
+
+
+def build(family: Family, output: Path, archs: tuple[str, ...], keep: Path | None = None) -> list[Path]:
+    """Write the library and its manifest into ``output`` and return the files; without kernels, the manifest alone."""
+    output.mkdir(parents=True, exist_ok=True)
+    manifest = output / "manifest.json"
+    if not family.has_kernels:
+        _write_manifest(manifest, family, (), [])
+        return [manifest]
+    library = output / f"{family.package}.so"
+    with tempfile.TemporaryDirectory() as folder:
+        objects = Path(folder)
+        functions = _compile(family, archs, objects, keep)
+        _link([objects / f"{function}.o" for function in functions], library)
+    _write_manifest(manifest, family, archs, functions)
+    return [library, manifest]
+
+
+def _compile(family: Family, archs: tuple[str, ...], objects: Path, keep: Path | None) -> list[str]:
+    """Compile every variant for every architecture in as many processes as there are processors."""
+    names = list(worker.load_variants(family.source, family.package))
+    jobs = [(name, arch) for name in names for arch in archs]
+    processors = len(os.sched_getaffinity(0))
+    shares = [share for share in (jobs[first::processors] for first in range(processors)) if share]
+    # No GPU may be looked at: a build gives the same binary with and without one.
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONHASHSEED": "0"}
+    for name in [name for name in environment if name.startswith("CUTE_DSL_")]:
+        del environment[name]
+    processes = []
+    try:
+        for share in shares:
+            process = subprocess.Popen(
+                [sys.executable, worker.__file__],
+                env=environment,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            processes.append(process)
+            work = {"source": str(family.source), "package": family.package, "jobs": share, "objects": str(objects)}
+            assert process.stdin is not None
+            process.stdin.write(json.dumps({**work, "keep": str(keep) if keep else None}))
+            process.stdin.close()
+            process.stdin = None
+        outputs = [process.communicate()[0] for process in processes]
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+    for process, text in zip(processes, outputs, strict=True):
+        if process.returncode:
+            raise SystemExit(f"compiling the CuTe kernels of {family.package} failed:\n{text}")
+        for line in text.splitlines():
+            print(f"  {line}", file=sys.stderr)
+    return sorted(f"{name}_sm{arch}" for name, arch in jobs)
+
+
+def _link(objects: list[Path], library: Path) -> None:
+    import nvidia_cutlass_dsl
+    import tvm_ffi.libinfo
+
+    tvm_ffi_folder = Path(tvm_ffi.libinfo.find_libtvm_ffi()).parent
+    runtime_folder = next(
+        folder
+        for root in nvidia_cutlass_dsl.__path__
+        if (folder := Path(root) / "cu13" / "lib").joinpath(RUNTIME).is_file()
+    )
+    # Neither search path nor build id goes into the library: kestrel_runtime opens what it needs before it.
+    command = [
+        *(os.environ.get("CXX", "g++"), "-shared", "-o", library, *objects),
+        *(f"-L{runtime_folder}", f"-l:{RUNTIME}", f"-L{tvm_ffi_folder}", "-ltvm_ffi"),
+        *("-Wl,--no-undefined", "-Wl,--exclude-libs,ALL", "-Wl,--build-id=none", "-Wl,--gc-sections", "-Wl,-s"),
+    ]
+    subprocess.run([str(part) for part in command], check=True)
+
+
+def _write_manifest(path: Path, family: Family, archs: tuple[str, ...], functions: list[str]) -> None:
+    fields = {"family": family.package, "archs": list(archs), "functions": functions, "cute": bool(functions)}
+    path.write_text(json.dumps(fields) + "\n", encoding="utf-8")

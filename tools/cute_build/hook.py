@@ -1,0 +1,42 @@
+"""The hatchling build hook of the families with CuTe kernels.
+
+A wheel gets ``<package>/_lib`` with the library and its manifest. A family without kernels gets the manifest alone and
+stays a pure wheel. An editable install has them in its source folder, where Python finds them.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sysconfig
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+
+from . import driver
+
+
+class CuteBuildHook(BuildHookInterface):  # type: ignore[type-arg]
+    PLUGIN_NAME = "custom"
+    _folder: Path | None = None
+
+    def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+        package = self.metadata.core.name.replace("-", "_")
+        family = driver.Family(Path(self.root) / "src", package)
+        if version == "editable":
+            output = family.source / package / "_lib"
+        else:
+            self._folder = Path(tempfile.mkdtemp())
+            output = self._folder
+        files = driver.build(family, output, driver.archs_from_environment())
+        if family.has_kernels:
+            platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
+            build_data["pure_python"] = False
+            build_data["tag"] = f"py3-none-{platform}"
+        if version != "editable":
+            build_data["force_include"].update({str(file): f"{package}/_lib/{file.name}" for file in files})
+
+    def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)

@@ -1,0 +1,91 @@
+"""Compiles some variants for some architectures into objects, in a process of its own (the DSL is not thread-safe).
+
+Reads jobs as JSON from standard input, writes ``<name>_sm<arch>.o`` files, and one JSON line of report per job.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import re
+import shutil
+import sys
+import tempfile
+import types
+from pathlib import Path
+from typing import Any
+
+# Host code must run on any x86-64 or aarch64 machine, and be the same wherever it is built: the DSL would otherwise use
+# every instruction of the building machine's processor.
+HOST_CPU = {
+    "x86_64": ("x86-64", ("+cx8", "+fxsr", "+mmx", "+sse", "+sse2", "+x87")),
+    "aarch64": ("generic", ("+fp-armv8", "+neon")),
+}
+VECTOR_LOAD = re.compile(r"ld\.global(?:\.\w+)*\.(?:v4\.[bufs]32|v2\.[bufs]64)")
+
+
+def load_variants(source: Path, package: str) -> dict[str, Any]:
+    """The family's variants by name. The family itself is not imported: it needs torch, which no build has."""
+    family = types.ModuleType(package)
+    family.__path__ = [str(source / package)]
+    sys.modules[package] = family
+    module = importlib.import_module(f"{package}.kernels.variants")
+    return {variant.name: variant for variant in module.VARIANTS}
+
+
+def compile_one(variant: Any, arch: str, objects: Path, keep: Path | None) -> dict[str, Any]:
+    import cutlass.cute as cute
+
+    from cute_build import cubin
+
+    function = f"{variant.name}_sm{arch}"
+    kernel, arguments = variant.kernel(arch)
+    with tempfile.TemporaryDirectory() as dump:
+        options = f"--enable-tvm-ffi --gpu-arch sm_{arch} --keep-ptx --keep-cubin --dump-dir={dump}"
+        compiled = cute.compile(kernel, *arguments, options=options)
+        (ptx_file,) = Path(dump).glob("*.ptx")
+        (cubin_file,) = Path(dump).glob("*.cubin")
+        usage = cubin.usage(cubin_file.read_bytes())
+        vector_loads = len(VECTOR_LOAD.findall(ptx_file.read_text()))
+        if keep is not None:
+            keep.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(ptx_file, keep / f"{function}.ptx")
+            shutil.copyfile(cubin_file, keep / f"{function}.cubin")
+    if usage.frame_bytes:
+        raise SystemExit(f"{function}: {usage.frame_bytes} bytes of local memory per thread (spilled registers)")
+    if variant.vector_loads and not vector_loads:
+        raise SystemExit(f"{function}: claims 16-byte loads, and its PTX has none")
+    pin_host_cpu(compiled.ir_module)
+    compiled.export_to_c(str(objects / f"{function}.o"), function_name=function, export_only_tvm_ffi_symbols=True)
+    return {"function": function, "registers": usage.registers, "vector_loads": vector_loads}
+
+
+def pin_host_cpu(module: Any) -> None:
+    """Have the host functions of a compiled module use the baseline instructions of this kind of processor."""
+    from cutlass._mlir import ir
+
+    machine = os.uname().machine
+    cpu, features = HOST_CPU[machine]
+    with module.context:
+        target_cpu = ir.StringAttr.get(cpu)
+        listed = ", ".join(f'"{feature}"' for feature in features)
+        target_features = ir.Attribute.parse(f"#llvm.target_features<[{listed}]>")
+        for op in module.body.operations:
+            if op.operation.name == "llvm.func":
+                op.operation.attributes["target_cpu"] = target_cpu
+                op.operation.attributes["target_features"] = target_features
+
+
+def main() -> None:
+    work = json.load(sys.stdin)
+    variants = load_variants(Path(work["source"]), work["package"])
+    keep = Path(work["keep"]) if work["keep"] else None
+    for name, arch in work["jobs"]:
+        report = compile_one(variants[name], arch, Path(work["objects"]), keep)
+        print(json.dumps(report), flush=True)
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+    main()
