@@ -6,20 +6,20 @@ are built once into dist/ and built again when their sources change; tests run a
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
 import sys
+import tempfile
 from pathlib import Path
 
 import nox
 
 sys.path.insert(0, str(Path(__file__).parent / "ci"))
 
+import release
 from workspace import (
     ARCHS,
-    BUILD_ENVIRONMENT,
     CACHE,
     FAMILIES,
     MATRIX,
@@ -104,14 +104,15 @@ def build(session: nox.Session, package: str, arch: str) -> None:
 
 @nox.session
 def wheels(session: nox.Session) -> None:
-    """Release wheels of all architectures in dist/release, checked as tools/wheel_checks says."""
-    environment = Environment(session, "wheels")
-    environment.install(*MATRIX["wheel_tools"])
+    """Release wheels of all architectures in dist/release, checked, rebuilt byte for byte, and installed alone."""
+    tools = Environment(session, "wheels")
+    tools.install(*MATRIX["wheel_tools"])
     built = build_wheels(session, list(PACKAGES.values()), ARCHS)
-    described = [{"module": each.package.module, "path": str(each.path)} for each in built]
-    listing = CACHE / "wheels.json"
-    listing.write_text(json.dumps(described))
-    environment.run("python", ROOT / "tools" / "wheel_checks", listing, env=BUILD_ENVIRONMENT)
+    tagged = release.tag(tools, built)
+    build_paths = [word for path in (ROOT, Path.home(), tempfile.gettempdir()) for word in ("--path", path)]
+    tools.run("python", ROOT / "tools" / "wheel_checks", *build_paths, *tagged)
+    release.rebuild(session, tools, built)
+    release.installs_alone(session, tagged)
 
 
 @nox.session

@@ -118,7 +118,7 @@ def files_under(*folders: str) -> list[str]:
 class Environment:
     """A virtual environment that several sessions share, made with the Python that nox runs with."""
 
-    def __init__(self, session: nox.Session, name: str) -> None:
+    def __init__(self, session: nox.Session, name: str, bare: bool = False) -> None:
         self.session = session
         self.path = CACHE / f"env-{name}"
         self.bin = self.path / "bin"
@@ -126,7 +126,8 @@ class Environment:
         self.stamps = self.path / "stamps"
         if not (self.path / "pyvenv.cfg").is_file() or not self.python.exists() or self._stamp("python") != sys.version:
             shutil.rmtree(self.path, ignore_errors=True)
-            session.run(sys.executable, "-m", "venv", str(self.path), external=True)
+            options = ["--without-pip"] if bare else []
+            session.run(sys.executable, "-m", "venv", *options, str(self.path), external=True)
             self._write_stamp("python", sys.version)
 
     @property

@@ -37,7 +37,9 @@ def install() -> Path:
     fresh = Path(tempfile.mkdtemp(prefix="kestrel-install-"))
     wheels = [str(path) for path in files if path.suffix == ".whl"]
     pip = [sys.executable, "-m", "pip", "install", "-qq", "--no-index", "--no-deps", "--no-cache-dir"]
-    subprocess.run([*pip, "--target", str(fresh), *wheels], check=True)
+    if subprocess.run([*pip, "--target", str(fresh), *wheels], check=False).returncode != 0:
+        shutil.rmtree(fresh)
+        raise SystemExit(f"the bundle's wheels cannot be installed for {sys.executable}: it is made for Python 3.12")
     for path in files:
         if path.suffix == ".zip":
             with zipfile.ZipFile(path) as archive:

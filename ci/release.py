@@ -1,0 +1,120 @@
+"""Release wheels: their platform tag, and what can only be seen by building and installing them again."""
+
+from __future__ import annotations
+
+import filecmp
+import shutil
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import nox
+from workspace import ARCHS, BUILD_ENVIRONMENT, CACHE, MATRIX, PACKAGES, ROOT, Environment, Wheel, closure
+
+RELEASE = ROOT / "dist" / "release"
+NOT_OURS = ("libtvm_ffi.so", "libcute_dsl_runtime.so")  # found beside other installed packages, never copied in
+
+
+def has_binary(wheel: Path) -> bool:
+    with zipfile.ZipFile(wheel) as archive:
+        return any(name.endswith(".so") for name in archive.namelist())
+
+
+def tag(tools: Environment, wheels: Sequence[Wheel]) -> list[Path]:
+    """Copies of the wheels in dist/release, those with a binary under the manylinux tag."""
+    shutil.rmtree(RELEASE, ignore_errors=True)
+    RELEASE.mkdir(parents=True)
+    for wheel in wheels:
+        if has_binary(wheel.path):
+            excluded = [word for name in NOT_OURS for word in ("--exclude", name)]
+            tools.run(
+                *("auditwheel", "repair", "--plat", "manylinux_2_34_x86_64", *excluded),
+                *("--wheel-dir", RELEASE, wheel.path),
+                env=BUILD_ENVIRONMENT,
+                silent=True,
+            )
+        else:
+            shutil.copy(wheel.path, RELEASE)
+    return sorted(RELEASE.glob("*.whl"))
+
+
+def rebuild(session: nox.Session, tools: Environment, wheels: Sequence[Wheel]) -> None:
+    """Every wheel with a binary comes out byte-identical from its sdist alone, built in another folder.
+
+    Those named in the matrix are built in isolation, as pip does it: with nothing but what their pyproject requires.
+    """
+    variables: dict[str, str | None] = {**BUILD_ENVIRONMENT, "KESTREL_ARCHS": ";".join(ARCHS)}
+    for wheel in wheels:
+        if not has_binary(wheel.path):
+            continue
+        again = Path(session.create_tmp()) / "again" / wheel.package.name
+        shutil.rmtree(again, ignore_errors=True)
+        isolated = wheel.package.name in MATRIX["isolated"]
+        builder = tools if isolated else Environment(session, "build")
+        sdist_builder = Environment(session, "build")
+        sdist_builder.run(
+            *("python", "-m", "build", "--sdist", "--no-isolation", "--outdir", again, wheel.package.path),
+            env=variables,
+            silent=True,
+        )
+        (sdist,) = again.glob("*.tar.gz")
+        shutil.unpack_archive(sdist, again)
+        sources = again / sdist.name.removesuffix(".tar.gz")
+        options = [] if isolated else ["--no-isolation"]
+        builder.run(
+            "python", "-m", "build", "--wheel", *options, "--outdir", again, sources, env=variables, silent=True
+        )
+        (copy,) = again.glob("*.whl")
+        if not filecmp.cmp(copy, wheel.path, shallow=False):
+            session.error(f"{wheel.path.name} differs when built again: {differences(wheel.path, copy)}")
+        how = "in isolation, " if isolated else ""
+        session.log(f"{wheel.path.name}: byte-identical when built {how}from its sdist")
+
+
+def differences(one: Path, other: Path) -> str:
+    """The members in which two wheels differ."""
+    with zipfile.ZipFile(one) as a, zipfile.ZipFile(other) as b:
+        names = sorted({*a.namelist(), *b.namelist()})
+        both = {*a.namelist()} & {*b.namelist()}
+        differing = [name for name in names if name not in both or a.read(name) != b.read(name)]
+    return ", ".join(differing) or "only in the archive's own fields"
+
+
+IMPORT_ALONE = """
+import sys, {module}
+from kestrel_runtime import Binary
+import torch
+assert not torch.cuda.is_initialized()
+assert {module}.__file__.startswith(sys.prefix), {module}.__file__
+binary = Binary("{module}")
+manifest = binary.manifest
+for name in manifest.functions if manifest else ():
+    binary.function(name)
+print("{module}", {module}.__version__, "imports alone,", len(manifest.functions) if manifest else 0, "entry points")
+"""
+
+
+def installs_alone(session: nox.Session, release: Sequence[Path]) -> None:
+    """Every wheel installs with nothing but its siblings' wheels, imports, and loads its binary without a GPU.
+
+    torch comes from an environment below, because a copy for each package would cost minutes; everything else that a
+    package needs has to be named by its metadata.
+    """
+    below = Environment(session, "torch")
+    below.install("torch")
+    (site,) = below.path.glob("lib/python*/site-packages")
+    wheel_of = {path.name.split("-")[0]: path for path in release}
+    for package in PACKAGES.values():
+        shutil.rmtree(CACHE / "env-alone", ignore_errors=True)
+        alone = Environment(session, "alone", bare=True)
+        (own_site,) = alone.path.glob("lib/python*/site-packages")
+        (own_site / "torch-below.pth").write_text(f"{site}\n")
+        needed = [wheel_of[each.module] for each in closure(package)]
+        below.run(
+            *("python", "-m", "pip", "--python", alone.python, "install", "-qq", "--no-warn-script-location"),
+            *("--constraint", ROOT / "ci" / "constraints.txt", *needed),
+        )
+        with session.chdir(alone.path):
+            alone.run("python", "-c", IMPORT_ALONE.format(module=package.module))
+            if package.name == "meta":
+                alone.run("kestrel-kernels", "info")

@@ -1,0 +1,120 @@
+"""Checks release wheels without running them: `python tools/wheel_checks [--path PATH]... WHEEL...`
+
+Per wheel: the tag; nothing written outside the package; no path of the machine that built it; in a binary, machine code
+for every architecture, no stack frame and no local memory in any kernel, 16-byte loads in the kernels that
+vector_loads.json names, and only libraries and symbols that every machine has.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import re
+import sys
+import tempfile
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import library
+import machine_code
+
+HERE = Path(__file__).resolve().parent
+ALL_ARCHS = json.loads((HERE.parent.parent / "ci" / "matrix.json").read_text())["archs"]
+PLATFORM = "manylinux_2_34_x86_64"
+
+
+def find_cuobjdump() -> Path:
+    spec = importlib.util.find_spec("nvidia")
+    roots = spec.submodule_search_locations if spec and spec.submodule_search_locations else []
+    for root in roots:
+        for found in Path(root).glob("*/bin/cuobjdump"):
+            return found
+    raise SystemExit("cuobjdump was not found: install nvidia-cuda-cuobjdump")
+
+
+def binary_problems(folder: Path, package: str, manifest: dict, cuobjdump: Path) -> tuple[list[str], str]:
+    """What is wrong with the library of one package, and a line about what it holds."""
+    binary = folder / package / "_lib" / f"{package}.so"
+    found = library.problems(binary, manifest["functions"])
+    kernels = machine_code.kernels(binary, cuobjdump)
+    if not kernels:
+        return [*found, "holds no kernel"], ""
+    number_of = {arch: re.sub(r"\D", "", arch) for arch in manifest["archs"]}
+    for arch, number in number_of.items():
+        if not any(re.sub(r"\D", "", kernel.arch) == number for kernel in kernels):
+            found.append(f"has no machine code for sm_{arch}")
+    if manifest["archs"] != ALL_ARCHS:
+        found.append(f"was built for {manifest['archs']} only")
+    for kernel in kernels:
+        if kernel.stack or kernel.local:
+            found.append(f"{kernel.name} for sm_{kernel.arch}: {kernel.stack} B stack, {kernel.local} B local memory")
+    found += wide_load_problems(package, kernels)
+    most = max(kernel.registers for kernel in kernels)
+    wide = sum(kernel.wide_loads > 0 for kernel in kernels)
+    holds = (
+        f"{len(kernels)} kernels for sm_{' '.join(manifest['archs'])}, {wide} with 16-byte loads, <= {most} registers"
+    )
+    return found, holds
+
+
+def wide_load_problems(package: str, kernels: Sequence[machine_code.Kernel]) -> list[str]:
+    """Kernels that claim 16-byte loads and have none; claims that no kernel answers to."""
+    found = []
+    for pattern in json.loads((HERE / "vector_loads.json").read_text()).get(package, []):
+        claimed = [kernel for kernel in kernels if re.search(pattern, kernel.name)]
+        if not claimed:
+            found.append(f"vector_loads.json names {pattern!r}, but no kernel is called so")
+        narrow = [kernel for kernel in claimed if not kernel.wide_loads]
+        found += [f"{kernel.name} for sm_{kernel.arch} has no 16-byte load" for kernel in narrow]
+    return found
+
+
+def check(wheel: Path, build_paths: Sequence[str], cuobjdump: Path) -> tuple[list[str], str]:
+    package = wheel.name.split("-")[0]
+    found = []
+    holds = "Python only"
+    with tempfile.TemporaryDirectory() as name, zipfile.ZipFile(wheel) as archive:
+        folder = Path(name)
+        archive.extractall(folder)
+        members = [member for member in archive.namelist() if not member.endswith("/")]
+        outside = [member for member in members if not re.match(rf"{package}(-[^/]*\.dist-info)?/", member)]
+        found += [f"installs {member} outside its package" for member in outside]
+        for member in members:
+            content = (folder / member).read_bytes()
+            found += [f"{member} names {path}" for path in build_paths if path.encode() in content]
+        if f"{package}/py.typed" not in members:
+            found.append("has no py.typed")
+        if not any(member.endswith("/licenses/LICENSE") for member in members):
+            found.append("has no LICENSE")
+        manifest_path = folder / package / "_lib" / "manifest.json"
+        manifest = json.loads(manifest_path.read_text()) if manifest_path.is_file() else {"archs": []}
+        if manifest["archs"]:
+            if not wheel.name.endswith(f"-py3-none-{PLATFORM}.whl"):
+                found.append(f"has not the tag py3-none-{PLATFORM}")
+            wrong, holds = binary_problems(folder, package, manifest, cuobjdump)
+            found += wrong
+        elif not wheel.name.endswith("-py3-none-any.whl"):
+            found.append("holds no binary, but has not the tag py3-none-any")
+    return found, holds
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("wheels", type=Path, nargs="+")
+    parser.add_argument("--path", action="append", default=[], help="a path that no file in a wheel may name")
+    options = parser.parse_args()
+    cuobjdump = find_cuobjdump()
+    failed = 0
+    for wheel in options.wheels:
+        found, holds = check(wheel, options.path, cuobjdump)
+        print(f"{'FAILED' if found else 'ok':7} {wheel.name} ({wheel.stat().st_size / 1024:.0f} KiB): {holds}")
+        for problem in found:
+            print(f"        {problem}")
+        failed += bool(found)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,100 @@
+"""The kernels inside a shared library: for which GPU, with which resources, with how many wide loads.
+
+nvcc puts its (compressed) cubins into a section that cuobjdump reads. CuTe's compiler leaves them in the data section
+as plain ELF files, which are found by their header and given to cuobjdump one by one.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+import subprocess
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+MAGIC = b"\x7fELF\x02\x01"
+MACHINE_CUDA = 190
+WIDE_LOAD = re.compile(r"\b(?:LDG|LDGSTS|UBLKCP)\S*\.(?:128|256)\b|\bUBLKCP\b|\bUTMALDG\b")
+
+
+@dataclass(frozen=True)
+class Kernel:
+    arch: str
+    """As ptxas names it: "80", "90a", "100" (the machine code does not record the letter of a family)."""
+    name: str
+    registers: int
+    stack: int
+    local: int
+    wide_loads: int
+    """Global loads of 16 bytes or more, and bulk copies, in the machine code."""
+
+
+def kernels(library: Path, cuobjdump: Path) -> list[Kernel]:
+    """Every kernel of a library."""
+    with tempfile.TemporaryDirectory() as folder:
+        files = [library] if b".nv_fatbin" in library.read_bytes() else []
+        for number, cubin in enumerate(embedded_cubins(library.read_bytes())):
+            files.append(Path(folder, f"{number}.cubin"))
+            files[-1].write_bytes(cubin)
+        with ThreadPoolExecutor(2) as pool:
+            return [kernel for found in pool.map(lambda file: _kernels_of(file, cuobjdump), files) for kernel in found]
+
+
+def embedded_cubins(data: bytes) -> Iterator[bytes]:
+    """Complete CUDA ELF files that lie inside `data`."""
+    position = data.find(MAGIC)
+    while position >= 0:
+        (machine,) = struct.unpack_from("<H", data, position + 18)
+        if machine == MACHINE_CUDA:
+            programs, sections = struct.unpack_from("<QQ", data, position + 32)
+            program_size, program_count, section_size, section_count = struct.unpack_from("<HHHH", data, position + 54)
+            size = max(programs + program_size * program_count, sections + section_size * section_count)
+            yield data[position : position + size]
+        position = data.find(MAGIC, position + 1)
+
+
+def _kernels_of(file: Path, cuobjdump: Path) -> list[Kernel]:
+    loads = _wide_loads(file, cuobjdump)
+    found = []
+    arch = name = ""
+    for line in _run(cuobjdump, "--dump-resource-usage", file):
+        if match := re.match(r"\s*arch = sm_(\w+)", line):
+            arch = match[1]
+        elif match := re.match(r"\s*Function (\S+):$", line):
+            name = match[1]
+        elif match := re.match(r"\s*REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", line):
+            where = arch or loads.arch
+            registers, stack, local = (int(number) for number in match.groups())
+            found.append(Kernel(where, name, registers, stack, local, loads.count[where, name]))
+    return found
+
+
+@dataclass(frozen=True)
+class _Loads:
+    arch: str
+    """Of the last code seen: the architecture of a file that holds one."""
+    count: Counter[tuple[str, str]]
+
+
+def _wide_loads(file: Path, cuobjdump: Path) -> _Loads:
+    count: Counter[tuple[str, str]] = Counter()
+    arch = name = ""
+    for line in _run(cuobjdump, "--dump-sass", file):
+        if match := re.match(r"\s*code for sm_(\w+)", line):
+            arch = match[1]
+        elif match := re.match(r"\s*Function : (\S+)", line):
+            name = match[1]
+        elif WIDE_LOAD.search(line):
+            count[arch, name] += 1
+    return _Loads(arch, count)
+
+
+def _run(cuobjdump: Path, option: str, file: Path) -> list[str]:
+    done = subprocess.run([cuobjdump, option, file], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"cuobjdump {option} {file.name} failed:\n{done.stdout}{done.stderr}")
+    return done.stdout.splitlines()
