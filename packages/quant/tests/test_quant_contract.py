@@ -1,0 +1,140 @@
+"""What every op of the family promises: bad inputs are named, torch.library agrees, torch.compile traces."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import kestrel_quant
+from kestrel_quant.fp8_quant import _fp8_quant, _fp8_quant_static
+from kestrel_runtime.testing import OPCHECK_TESTS, BadInput, assert_rejects, opcheck
+
+F8 = torch.float8_e4m3fn
+X = torch.linspace(-3, 3, 36).view(3, 12)
+CODES, SCALE = kestrel_quant.fp8_quant(X)
+
+
+def call(*args: Any, **kwargs: Any) -> Callable[[], tuple[tuple[Any, ...], dict[str, Any]]]:
+    return lambda: (args, kwargs)
+
+
+BAD_INPUTS = {
+    "fp8_quant": [
+        BadInput("no tensor", "x", call([1.0]), TypeError, "tensor"),
+        BadInput("None", "x", call(None), TypeError),
+        BadInput("float64", "x", call(X.double()), TypeError, "float64"),
+        BadInput("integers", "x", call(X.int()), TypeError, "int32"),
+        BadInput("one dimension", "x", call(X[0]), ValueError, "2-D"),
+        BadInput("three dimensions", "x", call(X[None]), ValueError, "2-D"),
+        BadInput("transposed", "x", call(X.t()), ValueError, "contiguous"),
+        BadInput("no columns", "x", call(X[:, :0]), ValueError, "column"),
+        BadInput("unknown granularity", "granularity", call(X, granularity="column"), ValueError, "'row'"),
+        BadInput("unknown with scale", "granularity", call(X, SCALE, granularity="column"), ValueError, "'row'"),
+        BadInput("group of 0", "group_size", call(X, granularity="group", group_size=0), ValueError, ">= 1"),
+        BadInput("fractional group", "group_size", call(X, granularity="group", group_size=1.5), TypeError, "integer"),
+        BadInput("number as bound", "scale_ub", call(X, scale_ub=3.0), TypeError, "tensor"),
+        BadInput("wide bound", "scale_ub", call(X, scale_ub=torch.ones(3)), ValueError, "(1,)"),
+        BadInput("half bound", "scale_ub", call(X, scale_ub=torch.ones(1).half()), TypeError, "float32"),
+        BadInput("bound elsewhere", "scale_ub", call(X, scale_ub=torch.ones(1, device="meta")), ValueError, "device"),
+        BadInput("column-major rows", "column_major_scales", call(X, column_major_scales=True), ValueError, "group"),
+        BadInput("scale per column", "scale", call(X, torch.ones(1, 12)), ValueError, "(3, 1)"),
+        BadInput("scale for other rows", "scale", call(X, torch.ones(2, 1)), ValueError, "(3, 1)"),
+        BadInput("flat scales", "scale", call(X, torch.ones(3)), ValueError, "(1,)"),
+        BadInput("number as scale", "scale", call(X, 0.5), TypeError, "tensor"),
+        BadInput("half scale", "scale", call(X, torch.ones(1).half()), TypeError, "float32"),
+        BadInput("scale and bound", "scale_ub", call(X, SCALE, scale_ub=torch.ones(1)), ValueError, "None"),
+        BadInput("scale and group", "granularity", call(X, SCALE, granularity="group"), ValueError, "given scale"),
+        BadInput("scale, column-major", "column_major_scales", call(X, SCALE, column_major_scales=True), ValueError),
+    ],
+    "fp8_dequant": [
+        BadInput("floats", "q", call(X, SCALE), TypeError, "float8_e4m3fn"),
+        BadInput("e5m2", "q", call(CODES.to(torch.float8_e5m2), SCALE), TypeError, "float8_e4m3fn"),
+        BadInput("one dimension", "q", call(CODES[0], SCALE), ValueError, "2-D"),
+        BadInput("transposed", "q", call(CODES.t(), torch.ones(1)), ValueError, "contiguous"),
+        BadInput("no scale", "scale", call(CODES, None), TypeError, "tensor"),
+        BadInput("half scale", "scale", call(CODES, SCALE.half()), TypeError, "float32"),
+        BadInput("too many groups", "scale", call(CODES, torch.ones(3, 5), group_size=4), ValueError, "(3, 3)"),
+        BadInput("flat scales", "scale", call(CODES, torch.ones(3)), ValueError, "(1,)"),
+        BadInput("negative group", "group_size", call(CODES, SCALE, group_size=-1), ValueError, ">= 1"),
+        BadInput("to integers", "dtype", call(CODES, SCALE, dtype=torch.int8), ValueError, "bfloat16"),
+        BadInput("out of other dtype", "out", call(CODES, SCALE, out=torch.empty(3, 12)), TypeError, "bfloat16"),
+        BadInput("out of other shape", "out", call(CODES, SCALE, out=torch.empty(3, 6).bfloat16()), ValueError),
+    ],
+}
+CASES = [pytest.param(op, case, id=f"{op}-{case.name}") for op, cases in BAD_INPUTS.items() for case in cases]
+
+# One good call of each op, and the torch op and arguments behind it.
+GOOD_CALLS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
+    "fp8_quant": ((X,), {"granularity": "group", "group_size": 5}),
+    "fp8_dequant": ((CODES, SCALE), {"group_size": 4}),
+}
+ODD_VALUES = [
+    None, True, 0, -1, 3, 2.5, float("nan"), "row", [1], torch.float16, X, X.t(), X[0], X[:0], X.half(), X.double(),
+    X.int(), CODES, SCALE, torch.ones(1), torch.tensor(1.0),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("op", "case"), CASES)
+def test_a_bad_input_is_named(op: str, case: BadInput) -> None:
+    assert_rejects(getattr(kestrel_quant, op), case)
+
+
+@pytest.mark.parametrize("op", GOOD_CALLS)
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_whatever_is_passed_either_works_or_is_named(op: str, data: st.DataObject) -> None:
+    args, kwargs = GOOD_CALLS[op]
+    values = dict(enumerate(args)) | kwargs
+    for which in data.draw(st.lists(st.sampled_from(list(values)), min_size=1, max_size=2)):
+        values[which] = data.draw(st.sampled_from(ODD_VALUES))
+    try:
+        getattr(kestrel_quant, op)(*(values[i] for i in range(len(args))), **{k: values[k] for k in kwargs})
+    except (ValueError, TypeError) as error:
+        if not re.match(rf"{op}: argument '\w+': expected .+, got .+", str(error), re.DOTALL):
+            raise AssertionError("the message names neither op nor argument") from error
+
+
+BUFFER = torch.randn(6, 40)
+OPCHECKS = [  # the public functions are thin; these are the registered ops, with views as inputs
+    (_fp8_quant, (X, "row", 128, None, False)),
+    (_fp8_quant, (BUFFER[::2, 3:33], "group", 8, torch.ones(1), True)),
+    (_fp8_quant, (BUFFER[:, 1:38].bfloat16(), "tensor", 128, None, False)),
+    (_fp8_quant_static, (X, torch.ones(3, 1))),
+    (_fp8_quant_static, (BUFFER[::2, 3:33].half(), torch.ones(1))),
+]
+
+
+@pytest.mark.parametrize(("op", "args"), OPCHECKS, ids=lambda value: getattr(value, "__name__", ""))
+def test_registration_agrees_with_torch(op: Any, args: tuple[Any, ...]) -> None:
+    opcheck(op, args)
+
+
+@pytest.mark.parametrize(("q", "scale"), [(CODES, SCALE), (CODES[::2, 1:9], torch.rand(2, 2).t())])
+def test_registration_of_fp8_dequant_agrees_with_torch(q: torch.Tensor, scale: torch.Tensor) -> None:
+    # test_schema compares its inputs by a multiplication that torch lacks for float8
+    tests = [name for name in OPCHECK_TESTS if name != "test_schema"]
+    op = torch.ops.kestrel_quant.fp8_dequant
+    torch.library.opcheck(op.default, (q, scale), {"group_size": 4, "dtype": torch.float16}, test_utils=tests)
+    out = torch.empty(q.shape, dtype=torch.bfloat16)
+    torch.library.opcheck(op.out, (q, scale), {"group_size": 4, "out": out}, test_utils=tests)
+
+
+def test_public_functions_compile_into_one_graph() -> None:
+    def everything(x: torch.Tensor) -> list[torch.Tensor]:
+        results = []
+        for options in ({}, {"granularity": "tensor"}, {"granularity": "group", "column_major_scales": True}):
+            results.extend(kestrel_quant.fp8_quant(x, **options))
+        q, scale = kestrel_quant.fp8_quant(x, torch.ones(1, device=x.device))
+        return [*results, q, kestrel_quant.fp8_dequant(q, scale, out=torch.empty_like(x).bfloat16())]
+
+    compiled = torch.compile(everything, fullgraph=True)
+    for x in (X, BUFFER[::2, 2:20]):
+        for got, expected in zip(compiled(x), everything(x), strict=True):
+            assert torch.equal(got.float(), expected.float())
+            assert got.stride() == expected.stride()
