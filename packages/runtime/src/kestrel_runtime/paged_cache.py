@@ -74,8 +74,8 @@ def gather_pages(cache: torch.Tensor, block_table: torch.Tensor | None) -> torch
     blocks = cache.shape[0]
     if blocks == 0:
         return cache.new_zeros(block_table.shape[0], 0, *cache.shape[2:])
-    pages = as_bytes(cache)[block_table.clamp(0, blocks - 1)]
-    return pages.view(cache.dtype).flatten(1, 2)
+    pages = as_bytes(cache).index_select(0, block_table.clamp(0, blocks - 1).flatten()).view(cache.dtype)
+    return pages.unflatten(0, block_table.shape).flatten(1, 2)
 
 
 def keys_present(lengths: torch.Tensor, block_table: torch.Tensor | None, blocks: int, page: int) -> torch.Tensor:

@@ -1,0 +1,148 @@
+"""What the rope ops must refuse, and how the message names it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import kestrel_rope
+from kestrel_runtime.testing import BadInput, assert_rejects
+
+
+def call(tokens: int = 3, heads: int = 4, kv_heads: int = 2, size: int = 64, rotary_dim: int = 32, **changes):
+    """A valid call with some arguments replaced."""
+    values = {
+        "positions": torch.zeros(tokens, dtype=torch.int64),
+        "query": torch.zeros(tokens, heads, size),
+        "key": torch.zeros(tokens, kv_heads, size),
+        "head_size": size,
+        "cos_sin_cache": torch.zeros(8, rotary_dim),
+    }
+    return lambda: ((), values | changes)
+
+
+def cases(tokens: int, heads: int, kv_heads: int, size: int, rotary_dim: int) -> list[BadInput]:
+    shape = (tokens, heads, kv_heads, size, rotary_dim)
+    query = torch.zeros(tokens, heads, size)
+    flat = torch.zeros(tokens, heads * size)
+    strided = torch.zeros(tokens, heads, 2 * size)[..., ::2]
+    short = torch.zeros(tokens - 1, heads, size)
+
+    def bad(name, argument, value, error=ValueError, fragment="", **more):
+        return BadInput(name, argument, call(*shape, **{argument: value}, **more), error, fragment)
+
+    return [
+        bad("no query", "query", None, TypeError, "a tensor"),
+        bad("positions of floats", "positions", torch.zeros(tokens), TypeError, "int32 or int64"),
+        bad("positions as a list", "positions", [0] * tokens, TypeError, "list"),
+        bad("three-dimensional positions", "positions", torch.zeros(1, 1, tokens, dtype=torch.int64), fragment="3-D"),
+        bad("float64 query", "query", query.double(), TypeError, "float64"),
+        bad("integer key", "key", query.int(), TypeError, "int32"),
+        bad("key of another dtype", "key", query.bfloat16(), TypeError, "bfloat16"),
+        bad("one row too few in query", "query", short, fragment=f"({tokens - 1}, {heads}, {size})"),
+        bad("one row too few in key", "key", short, fragment=f"({tokens}, any, any)"),
+        bad("query of rank 1", "query", torch.zeros(tokens), fragment="1-D"),
+        bad("heads of another size", "query", torch.zeros(tokens, heads, size + 2), fragment=f"{size + 2}"),
+        bad("a broken last head", "query", flat[:, :-1], fragment=f"multiple of head_size {size}"),
+        bad("a strided last dimension", "query", strided, fragment="stride 2"),
+        bad("query elsewhere", "query", query.to("meta"), fragment="meta"),
+        bad("table elsewhere", "cos_sin_cache", torch.zeros(8, rotary_dim, device="meta"), fragment="meta"),
+        bad("positions elsewhere", "query", query, fragment="cpu", positions=torch.zeros(tokens, device="meta").long()),
+        bad("no table", "cos_sin_cache", None, TypeError, "a tensor"),
+        bad("table of rank 1", "cos_sin_cache", torch.zeros(rotary_dim), fragment="1-D"),
+        bad("an odd table", "cos_sin_cache", torch.zeros(8, rotary_dim - 1), fragment=str(rotary_dim - 1)),
+        bad("an empty table row", "cos_sin_cache", torch.zeros(8, 0), fragment=">= 2"),
+        bad("a float64 table", "cos_sin_cache", torch.zeros(8, rotary_dim).double(), TypeError, "float64"),
+        bad("a bf16 table for float32", "cos_sin_cache", torch.zeros(8, rotary_dim).bfloat16(), TypeError, "bfloat16"),
+        bad("more rotated than there are", "cos_sin_cache", torch.zeros(8, size + 2), fragment=f"at most {size}"),
+        bad("a negative offset", "rope_dim_offset", -1, fragment=">= 0"),
+        bad("an offset as a float", "rope_dim_offset", 1.0, TypeError, "float"),
+        bad("no head size", "head_size", 0, fragment=">= 1"),
+        bad("head size as a bool", "head_size", True, TypeError, "bool"),
+        BadInput(
+            "an offset that pushes the rotation out",
+            "cos_sin_cache",
+            call(*shape, rope_dim_offset=size - rotary_dim + 1),
+            fragment=f"rope_dim_offset {size - rotary_dim + 1}",
+        ),
+    ]
+
+
+NAMES = [case.name for case in cases(3, 4, 2, 64, 32)]
+
+
+@pytest.mark.parametrize("index", range(len(NAMES)), ids=NAMES)
+def test_bad_input_is_refused_and_named(index):
+    assert_rejects(kestrel_rope.rotary_embedding, cases(3, 4, 2, 64, 32)[index])
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    index=st.integers(0, len(NAMES) - 1),
+    shape=st.tuples(
+        st.integers(2, 9), st.integers(1, 5), st.integers(1, 5), st.integers(4, 40).map(lambda n: 2 * n), st.just(8)
+    ),
+)
+def test_bad_input_is_refused_whatever_the_shape(index, shape):
+    assert_rejects(kestrel_rope.rotary_embedding, cases(*shape)[index])
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    index=st.integers(0, len(NAMES) - 1),
+    position=st.integers(-3, 12),
+)
+def test_refused_calls_write_nothing(index, position):
+    _, kwargs = cases(3, 4, 2, 64, 32)[index].make()
+    watched = [x for x in (kwargs["query"], kwargs["key"]) if isinstance(x, torch.Tensor) and x.device.type == "cpu"]
+    before = [x.clone() for x in watched]
+    with pytest.raises((TypeError, ValueError)):
+        kestrel_rope.rotary_embedding(**kwargs)
+    for x, old in zip(watched, before, strict=True):
+        assert torch.equal(x, old)
+
+
+def table_case(name, argument, error=ValueError, fragment="", **changes):
+    return BadInput(name, argument, lambda: ((), {"rotary_dim": 8, "max_position": 4} | changes), error, fragment)
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+TABLE_CASES = [
+    table_case("odd", "rotary_dim", rotary_dim=7, fragment="even"),
+    table_case("none", "rotary_dim", rotary_dim=0, fragment=">= 2"),
+    table_case("a float", "rotary_dim", TypeError, rotary_dim=8.0),
+    table_case("negative", "max_position", max_position=-1),
+    table_case("base 1", "base", base=1.0, fragment="> 1"),
+    table_case("base nan", "base", base=float("nan")),
+    table_case("float64", "dtype", dtype=torch.float64),
+    table_case("integers", "dtype", dtype=torch.int32),
+    table_case("not a dict", "scaling", TypeError, scaling="linear"),
+    table_case("longrope", "scaling", scaling={"rope_type": "longrope"}, fragment="'longrope'"),
+    table_case("no factor", "scaling", scaling={"type": "linear"}, fragment="'factor'"),
+    table_case("no context", "scaling", scaling={"type": "dynamic", "factor": 2.0}, fragment="original_max_position"),
+    table_case("unknown key", "scaling", scaling=YARN | {"beta_quick": 3}, fragment="'beta_quick'"),
+    table_case("another theta", "scaling", scaling=YARN | {"rope_theta": 5e5}, fragment="500000.0"),
+    table_case("factor 0", "scaling['factor']", scaling=YARN | {"factor": 0.0}),
+    table_case("factor inf", "scaling['factor']", scaling=YARN | {"factor": float("inf")}),
+    table_case("factor text", "scaling['factor']", TypeError, scaling=YARN | {"factor": "4"}),
+    table_case("negative mscale", "scaling['mscale']", scaling=YARN | {"mscale": -1.0}),
+    table_case(
+        "llama3 bounds",
+        "scaling",
+        scaling={
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 4.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 16,
+        },
+        fragment="high_freq_factor",
+    ),
+]
+
+
+@pytest.mark.parametrize("case", TABLE_CASES, ids=lambda case: f"{case.argument} {case.name}")
+def test_bad_tables_are_refused_and_named(case):
+    assert_rejects(kestrel_rope.build_cos_sin_cache, case)
