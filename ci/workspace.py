@@ -26,9 +26,6 @@ CONSTRAINTS = ROOT / "ci" / "constraints.txt"
 MATRIX: dict[str, Any] = json.loads((ROOT / "ci" / "matrix.json").read_text())
 ARCHS: list[str] = MATRIX["archs"]
 
-# Outside the package, but part of what a build reads.
-SHARED_BUILD_INPUTS = ("tools/cmake", "tools/include", "tools/cute_build", "ci/constraints.txt")
-
 # Wheels are zip files: this is the time of every entry.
 BUILD_ENVIRONMENT = {"SOURCE_DATE_EPOCH": "1577836800", "PIP_CONSTRAINT": str(CONSTRAINTS)}
 
@@ -68,15 +65,25 @@ class Package:
     @property
     def siblings(self) -> list[Package]:
         """Requirements that come from this repository."""
-        names = [each.split("==")[0] for each in self.project["project"]["dependencies"] if each.startswith("kestrel-")]
-        return [package for package in PACKAGES.values() if package.distribution in names]
+        by_name = {package.distribution: package for package in PACKAGES.values()}
+        mentioned = [each for each in self.project["project"]["dependencies"] if each.startswith("kestrel-")]
+        return [by_name[each.split("==")[0]] for each in mentioned]
+
+    @property
+    def shared_inputs(self) -> list[str]:
+        """Folders of tools/ that the build reads: those that the sdist takes along."""
+        tool = self.project.get("tool", {})
+        scikit, hatch = tool.get("scikit-build", {}), tool.get("hatch", {}).get("build", {}).get("targets", {})
+        taken = [*scikit.get("sdist", {}).get("force-include", {}), *hatch.get("sdist", {}).get("force-include", {})]
+        return [str((self.path / each).resolve().relative_to(ROOT)) for each in taken]
 
     def fingerprint(self, *extra: str) -> str:
         """Changes when anything that this package's build reads changes."""
-        digest = hashlib.sha256("\0".join(extra).encode())
-        for file in files_under(self.folder, *SHARED_BUILD_INPUTS):
-            digest.update(f"{file}\0".encode())
-            digest.update((ROOT / file).read_bytes())
+        digest = hashlib.sha256("\0".join(extra).encode() + CONSTRAINTS.read_bytes())
+        for file in files_under(self.folder, *self.shared_inputs):
+            if not file.startswith((f"{self.folder}/tests/", f"{self.folder}/benchmarks/")):
+                digest.update(f"{file}\0".encode())
+                digest.update((ROOT / file).read_bytes())
         return digest.hexdigest()
 
 

@@ -1,0 +1,88 @@
+"""The namespace: lazy, complete, and with the import paths of kestrel-kernels 0.2."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+
+import pytest
+
+import kestrel_kernels
+
+FAMILIES = ["attention", "kvcache", "moe", "norm", "quant", "rope", "sampling"]
+
+PATHS_OF_0_2 = [
+    ("kestrel_kernels.activation", "kestrel_moe", "gelu_residual"),
+    ("kestrel_kernels.flash_attn.cute", "kestrel_attention", "flash_attn_varlen_func"),
+    ("kestrel_kernels.fused_mlp", "kestrel_moe", "fused_mlp"),
+    ("kestrel_kernels.gelu_residual", "kestrel_moe", "gelu_residual"),
+    ("kestrel_kernels.kv_cache_write", "kestrel_kvcache", "reshape_and_cache"),
+    ("kestrel_kernels.layernorm_cuda", "kestrel_norm", "layer_norm"),
+    ("kestrel_kernels.rotary_embedding", "kestrel_rope", "rotary_embedding"),
+    ("kestrel_kernels.sampling", "kestrel_sampling", "top_p_sampling_from_probs"),
+    ("kestrel_kernels.tau_tail", "kestrel_attention", "tau_tail"),
+    ("kestrel_kernels.topk", "kestrel_sampling", "topk_fwd"),
+]
+
+
+def run(program: str) -> str:
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_importing_the_namespace_imports_no_family_and_not_even_torch() -> None:
+    program = "import sys, kestrel_kernels; print(sorted(m for m in sys.modules if 'kestrel' in m or m == 'torch'))"
+    assert run(program).strip() == "['kestrel_kernels']"
+
+
+def test_importing_the_namespace_takes_under_20_milliseconds() -> None:
+    program = "import time; t = time.perf_counter(); import kestrel_kernels; print(time.perf_counter() - t)"
+    assert min(float(run(program)) for _ in range(3)) < 0.020
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_importing_a_family_loads_no_binary_and_touches_no_gpu(name: str) -> None:
+    program = f"""
+import kestrel_kernels
+family = kestrel_kernels.{name}
+import torch
+assert not torch.cuda.is_initialized()
+mapped = open("/proc/self/maps").read()
+assert "kestrel_{name}.so" not in mapped and "libcute_dsl_runtime" not in mapped
+print(len(dir(family)))
+"""
+    assert int(run(program)) > 0
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_family_under_the_namespace_has_every_public_name(name: str) -> None:
+    family = importlib.import_module(f"kestrel_{name}")
+    there = getattr(kestrel_kernels, name)
+    assert family.__all__
+    for public in family.__all__:
+        assert getattr(there, public) is getattr(family, public)
+
+
+def test_from_import_of_an_op_is_the_op_itself() -> None:
+    import kestrel_norm
+    from kestrel_kernels.norm import rms_norm
+
+    assert rms_norm is kestrel_norm.rms_norm
+
+
+def test_the_namespace_lists_its_families_and_refuses_other_names() -> None:
+    assert set(FAMILIES) <= set(dir(kestrel_kernels))
+    with pytest.raises(AttributeError, match="no_such_family"):
+        _ = kestrel_kernels.no_such_family
+
+
+@pytest.mark.parametrize(("path", "family", "op"), PATHS_OF_0_2)
+def test_an_import_path_of_0_2_leads_to_the_op(path: str, family: str, op: str) -> None:
+    assert getattr(importlib.import_module(path), op) is getattr(importlib.import_module(family), op)
+
+
+@pytest.mark.parametrize("path", [path for path, _, _ in PATHS_OF_0_2])
+def test_an_import_path_of_0_2_is_an_attribute_of_the_package_too(path: str) -> None:
+    run(f"import kestrel_kernels; {path.rsplit('.cute', 1)[0]}")
