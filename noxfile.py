@@ -117,17 +117,20 @@ def wheels(session: nox.Session) -> None:
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """ruff, clang-format, mypy on runtime and meta, and the README's table of kernels."""
+    """ruff, clang-format, mypy on runtime and meta, the README's table of ops. `-- --write` mends what can be mended."""
+    write = "--write" in session.posargs
     environment = Environment(session, "lint")
     environment.install(*MATRIX["lint_tools"])
-    environment.run("ruff", "check", ".")
-    environment.run("ruff", "format", "--check", ".")
+    environment.run("ruff", "check", *(["--fix"] if write else []), ".")
+    environment.run("ruff", "format", *([] if write else ["--check"]), ".")
     sources = [name for name in files_under("packages", "tools") if name.endswith((".cu", ".cuh"))]
     if sources:
-        environment.run("clang-format", "--dry-run", "--Werror", *sources)
-    types = Environment(session, "test")
-    types.install(*requirements(list(PACKAGES.values())))
-    environment.run("mypy", "--python-executable", types.python, "packages/runtime/src", "meta/src")
+        environment.run("clang-format", *(["-i"] if write else ["--dry-run", "--Werror"]), *sources)
+    third_party = Environment(session, "test")
+    third_party.install(*requirements(list(PACKAGES.values())))
+    environment.run("mypy", "--python-executable", third_party.python, "packages/runtime/src", "meta/src")
+    source_tree = {"PYTHONPATH": os.pathsep.join(str(package.path / "src") for package in PACKAGES.values())}
+    third_party.run("python", "tools/ops_table.py", *([] if write else ["--check"]), env=source_tree)
 
 
 @nox.session
