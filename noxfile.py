@@ -14,6 +14,7 @@ import tempfile
 from pathlib import Path
 
 import nox
+from nox.command import CommandFailed
 
 sys.path.insert(0, str(Path(__file__).parent / "ci"))
 
@@ -117,20 +118,38 @@ def wheels(session: nox.Session) -> None:
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """ruff, clang-format, mypy on runtime and meta, the README's table of ops. `-- --write` mends what can be mended."""
+    """ruff, clang-format, mypy on runtime and meta, the README's table of ops; `-- --write` mends what it can."""
     write = "--write" in session.posargs
-    environment = Environment(session, "lint")
-    environment.install(*MATRIX["lint_tools"])
-    environment.run("ruff", "check", *(["--fix"] if write else []), ".")
-    environment.run("ruff", "format", *([] if write else ["--check"]), ".")
-    sources = [name for name in files_under("packages", "tools") if name.endswith((".cu", ".cuh"))]
-    if sources:
-        environment.run("clang-format", *(["-i"] if write else ["--dry-run", "--Werror"]), *sources)
-    third_party = Environment(session, "test")
+    tools, third_party = Environment(session, "lint"), Environment(session, "test")
+    tools.install(*MATRIX["lint_tools"])
     third_party.install(*requirements(list(PACKAGES.values())))
-    environment.run("mypy", "--python-executable", third_party.python, "packages/runtime/src", "meta/src")
+    sources = [name for name in files_under("packages", "tools") if name.endswith((".cu", ".cuh"))]
     source_tree = {"PYTHONPATH": os.pathsep.join(str(package.path / "src") for package in PACKAGES.values())}
-    third_party.run("python", "tools/ops_table.py", *([] if write else ["--check"]), env=source_tree)
+
+    def ruff_check() -> None:
+        tools.run("ruff", "check", *(["--fix"] if write else []), ".")
+
+    def ruff_format() -> None:
+        tools.run("ruff", "format", *([] if write else ["--check"]), ".")
+
+    def clang_format() -> None:
+        if sources:
+            tools.run("clang-format", *(["-i"] if write else ["--dry-run", "--Werror"]), *sources)
+
+    def mypy() -> None:
+        tools.run("mypy", "--python-executable", third_party.python, "packages/runtime/src", "meta/src")
+
+    def table_of_ops() -> None:
+        third_party.run("python", "tools/ops_table.py", *([] if write else ["--check"]), env=source_tree)
+
+    failed = []
+    for check in (ruff_check, ruff_format, clang_format, mypy, table_of_ops):
+        try:
+            check()
+        except CommandFailed:
+            failed.append(check.__name__)
+    if failed:
+        session.error(f"failed: {', '.join(failed)}")
 
 
 @nox.session
