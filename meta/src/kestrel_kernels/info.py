@@ -76,7 +76,8 @@ def _driver() -> str | None:
 
     if not torch.cuda.is_available():
         return None
-    return f"CUDA {torch._C._cuda_getDriverVersion() / 1000:g}"
+    version: int = torch._C._cuda_getDriverVersion()  # type: ignore[attr-defined]
+    return f"CUDA {version / 1000:g}"
 
 
 def _gpus() -> list[GPU]:
