@@ -71,7 +71,7 @@ CASES = [pytest.param(op, case, id=f"{op}-{case.name}") for op, cases in BAD_INP
 
 # One good call of each op, and the torch op and arguments behind it.
 GOOD_CALLS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
-    "fp8_quant": ((X,), {"granularity": "group", "group_size": 5}),
+    "fp8_quant": ((X, None), {"granularity": "group", "group_size": 5, "scale_ub": None, "column_major_scales": True}),
     "fp8_dequant": ((CODES, SCALE), {"group_size": 4}),
 }
 ODD_VALUES = [

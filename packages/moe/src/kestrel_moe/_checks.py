@@ -17,6 +17,12 @@ def check_out(op: str, out: torch.Tensor | None, shape: Sequence[int], like: tor
         check.same(op, "device", input=like, out=out)
 
 
+def check_flag(op: str, name: str, value: object) -> None:
+    """``value`` is a bool."""
+    if not isinstance(value, bool):
+        check.fail(op, name, "True or False", type(value).__name__, TypeError)
+
+
 def check_gated_input(op: str, x: torch.Tensor) -> int:
     """x is [..., 2F]; returns F."""
     check.tensor(op, "x", x, dtype=check.FLOATS, last_contiguous=True)

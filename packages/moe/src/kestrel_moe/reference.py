@@ -6,6 +6,8 @@ as an operand of a matrix product: the hidden layer of an MLP (to the dtype of t
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 
@@ -19,9 +21,21 @@ def gated(x: torch.Tensor, activation: str, approximate: str = "none") -> torch.
     """The gated activations, float32 [..., 2F] to float32 [..., F]."""
     h, g = x.chunk(2, dim=-1)
     if activation == "silu_and_mul":
-        return F.silu(h) * g
-    activated = F.gelu(h, approximate=approximate)
+        return h / (1 + torch.exp(-h)) * g
+    activated = gelu(h, approximate)
     return activated * (g + 1) if activation == "gelu_residual" else activated * g
+
+
+def gelu(h: torch.Tensor, approximate: str = "none") -> torch.Tensor:
+    """GELU of float32 values, without cancellation in the left tail.
+
+    Written out because torch.nn.functional.gelu rounds differently at the end of a tensor than inside it (its loop is
+    vectorised, its remainder is not), and a row may not depend on where it stands.
+    """
+    if approximate == "tanh":
+        slope = 2 * math.sqrt(2 / math.pi) * (h + 0.044715 * h * h * h)
+        return h / (1 + torch.exp(-slope))  # (1 + tanh(z)) / 2 = 1 / (1 + exp(-2 z))
+    return 0.5 * h * torch.erfc(h * -math.sqrt(0.5))
 
 
 def fused_mlp(
@@ -35,7 +49,7 @@ def fused_mlp(
 ) -> torch.Tensor:
     """residual + act(x @ w1.T + b1) @ w2.T + b2; the hidden layer is rounded to x's dtype."""
     hidden = linear(x, w1, b1)
-    hidden = F.gelu(hidden, approximate="tanh" if activation == "gelu_tanh" else "none").to(x.dtype)
+    hidden = gelu(hidden, "tanh" if activation == "gelu_tanh" else "none").to(x.dtype)
     result = linear(hidden, w2, b2)
     if residual is not None:
         result = residual.float() + result

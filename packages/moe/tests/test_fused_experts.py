@@ -1,0 +1,276 @@
+"""fused_experts against a loop over tokens and choices in float64."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from kestrel_moe import fused_experts, reference_experts, topk_softmax
+
+F8 = torch.float8_e4m3fn
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def activated(up: torch.Tensor, activation: str) -> torch.Tensor:
+    h, g = up.chunk(2)
+    if activation == "silu_and_mul":
+        return h / (1 + torch.exp(-h)) * g
+    gelu = h * 0.5 * torch.special.erfc(-h / math.sqrt(2))
+    return gelu * (g + 1) if activation == "gelu_residual" else gelu * g
+
+
+@dataclass
+class Layer:
+    hidden: torch.Tensor
+    w1: torch.Tensor
+    w2: torch.Tensor
+    weights: torch.Tensor
+    ids: torch.Tensor
+
+    def run(self, **options: object) -> torch.Tensor:
+        return fused_experts(self.hidden, self.w1, self.w2, self.weights, self.ids, **options)  # type: ignore[arg-type]
+
+    def by_hand(self, activation: str = "gelu_residual", expert_map: list[int] | None = None) -> torch.Tensor:
+        """float64, but for the hidden layer, which is rounded to the dtype of the input."""
+        result = torch.zeros(self.hidden.shape, dtype=torch.float64)
+        for t, (ids, weights) in enumerate(zip(self.ids.tolist(), self.weights.tolist(), strict=True)):
+            for e, weight in zip(ids, weights, strict=True):
+                if expert_map is not None:
+                    e = expert_map[e] if 0 <= e < len(expert_map) else -1
+                if 0 <= e < len(self.w1):
+                    inner = activated(self.w1[e].double() @ self.hidden[t].double(), activation)
+                    result[t] += weight * (self.w2[e].double() @ inner.to(self.hidden.dtype).double())
+        return result
+
+
+def layer(
+    tokens: int, experts: int, choices: int, dtype: torch.dtype = torch.float32, width: int = 40, inner: int = 24
+) -> Layer:
+    g = torch.Generator().manual_seed(1000 * tokens + experts)
+    weights, ids, _ = topk_softmax(torch.randn(tokens, experts, generator=g), choices, renormalize=True)
+    return Layer(
+        torch.randn(tokens, width, generator=g).to(dtype),
+        (torch.randn(experts, 2 * inner, width, generator=g) / width**0.5).to(dtype),
+        (torch.randn(experts, width, inner, generator=g) / inner**0.5).to(dtype),
+        weights,
+        ids,
+    )
+
+
+def assert_right(got: torch.Tensor, exact: torch.Tensor) -> None:
+    """One rounding of the result, and float32 sums of some tens of products of order one. In 16 bits the hidden layer
+    may round to the other neighbour where float32 and float64 fall on two sides of a tie: one step of one addend."""
+    finfo = torch.finfo(got.dtype)
+    slack = 5e-6 if got.dtype == torch.float32 else 2 * finfo.eps
+    torch.testing.assert_close(got.double(), exact, rtol=0.5 * finfo.eps, atol=slack)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("activation", ["gelu_residual", "silu_and_mul", "gelu_and_mul"])
+@pytest.mark.parametrize("tokens", [1, 3, 16, 17, 100])
+def test_matches_a_loop_over_tokens(tokens: int, activation: str, dtype: torch.dtype) -> None:
+    case = layer(tokens, 8, 2, dtype)
+    got = case.run(activation=activation)
+    assert got.dtype == dtype
+    assert_right(got, case.by_hand(activation))
+
+
+@pytest.mark.parametrize(("experts", "choices"), [(1, 1), (60, 4), (64, 8), (256, 8), (512, 10), (5, 5)])
+@pytest.mark.parametrize("tokens", [2, 33])
+def test_any_number_of_experts_and_choices(tokens: int, experts: int, choices: int) -> None:
+    case = layer(tokens, experts, choices, width=17, inner=6)
+    assert_right(case.run(), case.by_hand())
+
+
+@pytest.mark.parametrize("tokens", [257, 740, 4096])
+def test_many_tokens(tokens: int) -> None:
+    case = layer(tokens, 8, 2, width=12, inner=5)
+    sample = torch.arange(0, tokens, 41)
+    few = Layer(case.hidden[sample], case.w1, case.w2, case.weights[sample], case.ids[sample])
+    assert_right(case.run()[sample], few.by_hand())
+
+
+@pytest.mark.parametrize("tokens", [4, 50])
+def test_all_tokens_to_one_expert(tokens: int) -> None:
+    case = layer(tokens, 8, 1)
+    case.ids.fill_(5)
+    assert_right(case.run(), case.by_hand())
+
+
+@pytest.mark.parametrize("tokens", [4, 50])
+def test_negative_ids_and_ids_past_the_end_are_skipped(tokens: int) -> None:
+    case = layer(tokens, 8, 3)
+    case.ids[::2, 1] = -1
+    case.ids[1::3, 0] = 8
+    case.ids[2::5, 2] = 2**31 - 1
+    case.ids[3] = torch.tensor([-5, 100, -(2**31)])
+    case.weights[3] = torch.tensor([math.nan, math.inf, 1.0])
+    got = case.run()
+    case.weights[3] = 0.0
+    assert_right(got, case.by_hand())
+    assert bool((got[3] == 0).all())
+
+
+@pytest.mark.parametrize("tokens", [4, 50])
+def test_an_expert_map_selects_and_permutes_the_local_experts(tokens: int) -> None:
+    case = layer(tokens, 12, 3)
+    expert_map = [-1, 3, -1, 0, 2, -1, -1, 1, -1, -1, -1, 77]
+    case.w1, case.w2 = case.w1[:4], case.w2[:4]
+    case.ids[0, 0] = 12  # past the end of the map
+    got = case.run(expert_map=torch.tensor(expert_map, dtype=torch.int32))
+    assert_right(got, case.by_hand(expert_map=expert_map))
+
+
+@pytest.mark.parametrize("tokens", [4, 50])
+def test_no_local_expert_gives_zeros(tokens: int) -> None:
+    case = layer(tokens, 8, 2)
+    case.w1[0], case.w2[0] = math.nan, math.nan
+    got = case.run(expert_map=torch.full((8,), -1, dtype=torch.int32))
+    assert torch.equal(got, torch.zeros_like(got))
+
+
+@pytest.mark.parametrize("tokens", [4, 50])
+def test_an_expert_nobody_chose_has_no_effect(tokens: int) -> None:
+    case = layer(tokens, 8, 2)
+    case.ids[case.ids == 0] = 1
+    expected = case.run()
+    case.w1[0], case.w2[0] = math.nan, math.inf
+    assert torch.equal(case.run(), expected)
+
+
+@pytest.mark.parametrize("tokens", [4, 50])
+def test_a_nan_token_stays_alone(tokens: int) -> None:
+    case = layer(tokens, 8, 2)
+    expected = case.run()
+    case.hidden[2] = math.nan
+    got = case.run()
+    assert bool(got[2].isnan().all())
+    others = torch.arange(tokens) != 2
+    assert torch.equal(got[others], expected[others])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_up_to_16_tokens_a_row_is_the_same_bit_for_bit(dtype: torch.dtype) -> None:
+    case = layer(16, 8, 2, dtype, width=256, inner=128)
+    full = case.run()
+    for first, last in ((0, 1), (3, 5), (8, 16)):
+        part = Layer(case.hidden[first:last], case.w1, case.w2, case.weights[first:last], case.ids[first:last])
+        assert torch.equal(part.run(), full[first:last])
+
+
+def test_runs_repeat_bit_for_bit() -> None:
+    case = layer(200, 8, 4, torch.bfloat16)
+    assert torch.equal(case.run(), case.run())
+
+
+def test_views_out_and_untouched_inputs() -> None:
+    case = layer(20, 6, 2, torch.bfloat16)
+    expected = case.run()
+    wide = torch.randn(40, 64).bfloat16()
+    wide[::2, 10:50] = case.hidden
+    w1_wide = torch.randn(6, 50, 60).bfloat16()
+    w1_wide[:, 1:49, 7:47] = case.w1
+    w2_turned = case.w2.transpose(0, 1).contiguous().transpose(0, 1)
+    ids_wide = torch.zeros(20, 5, dtype=torch.int32)
+    ids_wide[:, 2:4] = case.ids
+    inputs = [wide, w1_wide, w2_turned, ids_wide, case.weights]
+    before = [t.clone() for t in inputs]
+    buffer = torch.full((20, 48), math.nan).bfloat16()
+    viewed = Layer(wide[::2, 10:50], w1_wide[:, 1:49, 7:47], w2_turned, case.weights, ids_wide[:, 2:4])
+    viewed.run(out=buffer[:, 4:44])
+    assert torch.equal(buffer[:, 4:44], expected)
+    assert bool(buffer[:, :4].isnan().all() and buffer[:, 44:].isnan().all())
+    assert all(torch.equal(a, b) for a, b in zip(before, inputs, strict=True))
+
+
+def test_no_tokens_and_no_choices() -> None:
+    case = layer(3, 6, 2)
+    empty = Layer(case.hidden[:0], case.w1, case.w2, case.weights[:0], case.ids[:0])
+    assert empty.run().shape == (0, 40)
+    none = Layer(case.hidden, case.w1, case.w2, case.weights[:, :0], case.ids[:, :0])
+    assert torch.equal(none.run(), torch.zeros(3, 40))
+
+
+# ---- FP8 -------------------------------------------------------------------------------------------------------------
+
+
+def to_codes(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    return (x / scale).clamp(-448, 448).to(F8)
+
+
+def quantised(weight: torch.Tensor, how: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(codes, scales as the op takes them, scales per element)."""
+    experts, rows, columns = weight.shape
+    tile_rows, tile_columns = {"expert": (rows, columns), "row": (1, columns), "tile": (128, 128)}[how]
+    spread = torch.empty_like(weight)
+    scales = torch.empty(experts, -(-rows // tile_rows), -(-columns // tile_columns))
+    for i in range(scales.shape[1]):
+        for j in range(scales.shape[2]):
+            part = (
+                slice(None),
+                slice(i * tile_rows, (i + 1) * tile_rows),
+                slice(j * tile_columns, (j + 1) * tile_columns),
+            )
+            scales[:, i, j] = weight[part].abs().amax((1, 2)) / 448
+            spread[part] = scales[:, i, j, None, None]
+    shape = {"expert": (experts,), "row": (experts, rows), "tile": scales.shape}[how]
+    return to_codes(weight, spread), scales.view(shape), spread
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("how", ["expert", "row", "tile"])
+@pytest.mark.parametrize("tokens", [1, 16, 40])
+def test_fp8_matches_a_loop_over_tokens(tokens: int, how: str, dtype: torch.dtype) -> None:
+    case = layer(tokens, 6, 2, dtype, width=144, inner=80)
+    codes1, scale1, spread1 = quantised(case.w1.float(), how)
+    codes2, scale2, spread2 = quantised(case.w2.float(), how)
+    got = fused_experts(case.hidden, codes1, codes2, case.weights, case.ids, w1_scale=scale1, w2_scale=scale2)
+
+    exact = torch.zeros(case.hidden.shape, dtype=torch.float64)
+    for t, (ids, weights) in enumerate(zip(case.ids.tolist(), case.weights.tolist(), strict=True)):
+        row = case.hidden[t].float()
+        row_scale = row.abs().max() / 448
+        x = to_codes(row, row_scale).double() * row_scale.double()
+        for e, weight in zip(ids, weights, strict=True):
+            inner = activated((codes1[e].double() * spread1[e].double()) @ x, "gelu_residual").float()
+            inner_scale = inner.abs().max() / 448
+            inner = to_codes(inner, inner_scale).double() * inner_scale.double()
+            exact[t] += weight * ((codes2[e].double() * spread2[e].double()) @ inner)
+    error = (got.double() - exact).abs()
+    rounding = 0.5 * torch.finfo(dtype).eps * exact.abs() + 1e-5
+    # An inner code may fall to its neighbour where float32 and float64 lie on two sides of a tie: that moves one token
+    # by one code of one addend. It is rare.
+    assert bool((error <= rounding).all(1).float().mean() >= 0.9)
+    assert bool((error <= rounding + 0.02).all())
+
+
+def test_fp8_comes_near_the_unquantised_layer() -> None:
+    case = layer(40, 6, 2, torch.bfloat16, width=256, inner=128)
+    codes1, scale1, _ = quantised(case.w1.float(), "row")
+    codes2, scale2, _ = quantised(case.w2.float(), "row")
+    got = fused_experts(case.hidden, codes1, codes2, case.weights, case.ids, w1_scale=scale1, w2_scale=scale2)
+    exact = case.by_hand()
+    # Four operands with 3 mantissa bits: a relative error of 2^-4 / sqrt(3) each, independent
+    assert (got.double() - exact).norm() / exact.norm() < 2 * 2.0**-4 / math.sqrt(3)
+
+
+@pytest.mark.parametrize("tokens", [4, 50])
+@pytest.mark.parametrize("fp8", [False, True])
+def test_the_reference_reads_nothing_on_the_host(tokens: int, fp8: bool) -> None:
+    with FakeTensorMode():  # a read of a value would raise here
+        dtype = F8 if fp8 else torch.bfloat16
+        result = reference_experts.fused_experts(
+            torch.empty(tokens, 40, dtype=torch.bfloat16),
+            torch.empty(8, 48, 40, dtype=dtype),
+            torch.empty(8, 40, 24, dtype=dtype),
+            torch.empty(tokens, 2),
+            torch.empty(tokens, 2, dtype=torch.int32),
+            w1_scale=torch.empty(8) if fp8 else None,
+            w2_scale=torch.empty(8, 40) if fp8 else None,
+            expert_map=torch.empty(16, dtype=torch.int32),
+        )
+    assert result.shape == (tokens, 40)
