@@ -236,7 +236,7 @@ def _check_varlen(
     check.same(op, "device", q=q, k=k, v=v, **lengths, block_table=block_table, **scales, prefix_len=prefix_lens)
 
 
-@kernel_op(reference=reference.flash_attn_func, check=_check_dense)
+@kernel_op(reference=reference.flash_attn_func, check=_check_dense, shape=reference.padded_shapes)
 def _flash_attn_func(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -255,7 +255,7 @@ def _flash_attn_func(
     """:func:`flash_attn_func` with simple arguments: (out, lse)."""
 
 
-@kernel_op(reference=reference.flash_attn_varlen_func, check=_check_varlen)
+@kernel_op(reference=reference.flash_attn_varlen_func, check=_check_varlen, shape=reference.packed_shapes)
 def _flash_attn_varlen_func(
     q: torch.Tensor,
     k: torch.Tensor,

@@ -132,7 +132,7 @@ def _check_append(
     check.same(_OP, "device", q=q, k=k, v=v)
 
 
-@kernel_op(reference=reference.flash_attn_with_kvcache, check=_check)
+@kernel_op(reference=reference.flash_attn_with_kvcache, check=_check, shape=reference.padded_shapes)
 def _flash_attn_with_kvcache(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -156,6 +156,7 @@ def _flash_attn_with_kvcache(
 @kernel_op(
     reference=reference.flash_attn_with_kvcache_append,
     check=_check_append,
+    shape=reference.padded_shapes,
     mutates=("k_cache", "v_cache"),
 )
 def _flash_attn_with_kvcache_append(

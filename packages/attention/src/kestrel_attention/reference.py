@@ -32,50 +32,53 @@ def attend(
     present: bool [B, L], which keys exist; what the others hold has no effect.
     first: integers [B], the key position at which query 0 of each sequence stands.
     prefix: keys below it (one number, or integers [B]) are visible whatever causal and window say.
+
+    Each sequence is worked out alone, and long ones in chunks of queries: a row does not depend on the batch around it
+    (matrix products of other shapes round differently), and the scores fit in memory.
     """
     batch, queries, heads, size = q.shape
     keys, kv_heads = k.shape[1:3]
-    if q.numel() == 0 or keys == 0:
-        return q.new_zeros(q.shape), q.new_full((batch, heads, queries), float("-inf"))
-    left, right = window
-    if causal:
-        right = 0
+    out = q.new_zeros(batch, kv_heads, heads // kv_heads, queries, size)
+    lse = q.new_full(out.shape[:-1], float("-inf"))
     scale = size**-0.5 if softmax_scale is None else softmax_scale
-    key = torch.arange(keys, device=q.device)
-    bound = prefix[:, None, None] if isinstance(prefix, torch.Tensor) else prefix
-
-    rows = q.unflatten(2, (kv_heads, heads // kv_heads)).permute(0, 2, 3, 1, 4)  # [B, Hk, H/Hk, Sq, D]
+    rows = (q * scale).unflatten(2, out.shape[1:3]).permute(0, 2, 3, 1, 4)  # [B, Hk, H/Hk, Sq, D]
     k = k.permute(0, 2, 3, 1)  # [B, Hk, D, L]
     v = torch.where(present[:, :, None, None], v, 0.0).transpose(1, 2)  # [B, Hk, L, D]; 0 * NaN would be NaN
+    position = first[:, None, None] + torch.arange(queries, device=q.device)[:, None]  # [B, Sq, 1]
+    prefix = prefix[:, None, None] if isinstance(prefix, torch.Tensor) else prefix
+    left, right = window[0], 0 if causal else window[1]
+    visible = _visible(present[:, None], position, left, right, prefix)
 
-    chunks = []
-    step = max(1, _MOST_SCORES // (batch * heads * keys))
-    for start in range(0, queries, step):
-        chunk = rows[:, :, :, start : start + step]
-        scores = ((chunk.flatten(2, 3) * scale) @ k).unflatten(2, chunk.shape[2:4])
-        if softcap > 0:
-            scores = softcap * torch.tanh(scores / softcap)
-
-        position = first[:, None, None] + torch.arange(start, start + chunk.shape[3], device=q.device)[:, None]
-        visible = present[:, None, :]
-        if left >= 0 or right >= 0:
-            inside = key <= position + right if right >= 0 else key >= position - left
-            if left >= 0 and right >= 0:
-                inside = inside & (key >= position - left)
-            visible = visible & (inside | (key < bound))
-        scores = torch.where(visible[:, None, None], scores, float("-inf"))
-
-        largest = scores.amax(-1, keepdim=True)
-        largest = torch.where(largest == float("-inf"), 0.0, largest)  # a row that sees no key
-        weights = torch.exp(scores - largest)
-        total = weights.sum(-1, keepdim=True)
-        out = (weights.flatten(2, 3) @ v).unflatten(2, chunk.shape[2:4])
-        out = torch.where(total == 0, 0.0, out / total)
-        chunks.append((out, (total.log() + largest).squeeze(-1)))
-
-    out = torch.cat([out for out, _ in chunks], dim=3) if len(chunks) > 1 else chunks[0][0]
-    lse = torch.cat([lse for _, lse in chunks], dim=3) if len(chunks) > 1 else chunks[0][1]
+    step = max(1, _MOST_SCORES // max(1, heads * keys))
+    for b in range(batch if keys > 0 else 0):
+        for start in range(0, queries, step):
+            chunk = slice(start, start + step)
+            few = rows[b, :, :, chunk]
+            scores = (few.flatten(1, 2) @ k[b]).unflatten(1, few.shape[1:3])  # [Hk, H/Hk, chunk, L]
+            if softcap > 0:
+                scores = softcap * torch.tanh(scores / softcap)
+            scores = torch.where(visible[b, chunk], scores, float("-inf"))
+            largest = scores.amax(-1, keepdim=True)
+            largest = torch.where(largest == float("-inf"), 0.0, largest)  # a row that sees no key
+            weights = torch.exp(scores - largest)
+            total = weights.sum(-1, keepdim=True)
+            weighed = (weights.flatten(1, 2) @ v[b]).unflatten(1, few.shape[1:3])
+            out[b, :, :, chunk] = torch.where(total == 0, 0.0, weighed / total)
+            lse[b, :, :, chunk] = (total.log() + largest).squeeze(-1)
     return out.permute(0, 3, 1, 2, 4).flatten(2, 3), lse.flatten(1, 2)
+
+
+def _visible(
+    present: torch.Tensor, position: torch.Tensor, left: int, right: int, prefix: torch.Tensor | int
+) -> torch.Tensor:
+    """Which keys each query sees, bool [B, Sq, L]: those in its window (-1 is unbounded) or below the prefix."""
+    if left < 0 and right < 0:
+        return present.expand(-1, position.shape[1], -1)
+    key = torch.arange(present.shape[-1], device=present.device)
+    inside = key <= position + right if right >= 0 else key >= position - left
+    if left >= 0 and right >= 0:
+        inside = inside & (key >= position - left)
+    return present & (inside | (key < prefix))
 
 
 def _decode(x: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
@@ -277,6 +280,21 @@ def _unpack(x: torch.Tensor, cu_seqlens: torch.Tensor, longest: int) -> torch.Te
         return x.new_zeros(starts.shape[0], longest, *x.shape[1:])
     rows = (starts + torch.arange(longest, device=x.device)).clamp(0, x.shape[0] - 1)
     return as_bytes(x)[rows].view(x.dtype)
+
+
+# -- shapes, for fake tensors: the references above loop over sequences, which would fix B in a trace ------------------
+
+
+def padded_shapes(q: torch.Tensor, *rest: object) -> tuple[torch.Tensor, torch.Tensor]:
+    batch, queries, heads, _ = q.shape
+    out = torch.empty_like(q, dtype=_out_dtype(q), memory_format=torch.contiguous_format)
+    return out, q.new_empty((batch, heads, queries), dtype=torch.float32)
+
+
+def packed_shapes(q: torch.Tensor, *rest: object) -> tuple[torch.Tensor, torch.Tensor]:
+    total, heads, _ = q.shape
+    out = torch.empty_like(q, dtype=_out_dtype(q), memory_format=torch.contiguous_format)
+    return out, q.new_empty((heads, total), dtype=torch.float32)
 
 
 # -- around attention -------------------------------------------------------------------------------------------------
