@@ -45,7 +45,7 @@ def top_p_sampling_from_probs(
     torch.Size([2])
     """
     op = "top_p_sampling_from_probs"
-    keyed = keys(op, probs, generator, seed, offset)
+    keyed = keys(op, probs, generator, seed, offset, return_valid)
     ids, valid = _top_p_sampling_from_probs(probs, *number_or_tensor(op, "top_p", top_p), *keyed)
     return (ids, valid) if return_valid else ids
 

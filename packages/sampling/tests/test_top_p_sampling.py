@@ -1,0 +1,372 @@
+"""top_p_sampling_from_probs against exact fractions, a Philox in Python integers and the chi-square distribution."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from fractions import Fraction
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from kestrel_runtime.testing import BadInput, assert_rejects, opcheck
+from kestrel_sampling import reference_sampling, top_p_sampling_from_probs
+from kestrel_sampling.top_p_sampling import _top_p_sampling_from_probs
+
+VOCABULARIES = (1, 2, 111, 1024, 51200, 128256, 151936)
+
+
+def philox_word(seed: int, offset: int) -> int:
+    """First word of Philox4x32-10 in Python integers."""
+    k0, k1 = seed % 2**32, seed % 2**64 >> 32
+    c = [offset % 2**32, offset % 2**64 >> 32, 0, 0]
+    for _ in range(10):
+        a, b = 0xD2511F53 * c[0], 0xCD9E8D57 * c[2]
+        c = [b >> 32 ^ c[1] ^ k0, b % 2**32, a >> 32 ^ c[3] ^ k1, a % 2**32]
+        k0, k1 = (k0 + 0x9E3779B9) % 2**32, (k1 + 0xBB67AE85) % 2**32
+    return c[0]
+
+
+def kept_by_hand(row: list[float], top_p: float) -> list[int]:
+    """Ids of the smallest set whose mass reaches top_p of the whole, in exact fractions."""
+    masses = [Fraction(max(p, 0.0)) for p in row]
+    goal = Fraction(math.floor(min(max(top_p, 0.0), 1.0) * 2**32), 2**32) * sum(masses)
+    kept, mass = [], Fraction(0)
+    for i in sorted(range(len(row)), key=lambda i: (-row[i], i)):
+        if kept and mass >= goal:
+            break
+        kept.append(i)
+        mass += masses[i]
+    return sorted(kept)
+
+
+def draw_by_hand(row: list[float], top_p: float, seed: int, offset: int) -> int:
+    """Inverse of the cumulative mass over the kept ids, in exact fractions."""
+    kept = kept_by_hand(row, top_p)
+    total = sum(Fraction(max(row[i], 0.0)) for i in kept)
+    point = Fraction(philox_word(seed, offset), 2**32) * total
+    mass = Fraction(0)
+    for i in kept:
+        mass += Fraction(max(row[i], 0.0))
+        if mass > point:
+            return i
+    raise AssertionError("the point lies below the whole mass")
+
+
+def distributions(rows: int, width: int, sharpness: float = 3.0) -> torch.Tensor:
+    g = torch.Generator().manual_seed(width)
+    return torch.softmax(sharpness * torch.randn(rows, width, generator=g), dim=-1)
+
+
+def critical_chi_square(degrees: int) -> float:
+    """The value a chi-square variable passes once in ten thousand (Wilson and Hilferty's approximation)."""
+    part = 2 / (9 * degrees)
+    return degrees * (1 - part + 3.719 * part**0.5) ** 3
+
+
+# ---- the draw --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("top_p", [0.0, 0.1, 0.5, 0.9, 1.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("width", [1, 2, 7, 111, 1024])
+def test_draws_what_exact_fractions_draw(width: int, dtype: torch.dtype, top_p: float) -> None:
+    probs = distributions(12, width).to(dtype)
+    seeds = torch.arange(12) * 7919 - 3
+    offsets = torch.arange(12) * 2**31 + 5
+    got = top_p_sampling_from_probs(probs, top_p, seed=seeds, offset=offsets)
+    rows = probs.double().tolist()
+    expected = [draw_by_hand(r, top_p, s, o) for r, s, o in zip(rows, seeds.tolist(), offsets.tolist(), strict=True)]
+    assert got.dtype == torch.int32
+    assert got.tolist() == expected
+
+
+@pytest.mark.parametrize("width", [51200, 128256, 151936])
+def test_draws_from_a_whole_vocabulary(width: int) -> None:
+    probs = distributions(2, width)
+    top_p = torch.tensor([0.9, 1.0])
+    got = top_p_sampling_from_probs(probs, top_p, seed=3, offset=torch.tensor([0, 1]))
+    rows = probs.double().tolist()
+    assert got.tolist() == [draw_by_hand(rows[b], top_p[b].item(), 3, b) for b in range(2)]
+
+
+@pytest.mark.parametrize("factor", [1e-30, 0.3, 1000.0, 1e30])
+def test_rows_need_not_sum_to_one(factor: float) -> None:
+    probs = distributions(8, 40) * factor
+    got = top_p_sampling_from_probs(probs, 0.8, seed=torch.arange(8))
+    assert got.tolist() == [draw_by_hand(row, 0.8, b, 0) for b, row in enumerate(probs.double().tolist())]
+
+
+@pytest.mark.parametrize("top_p", [1.0, 0.7])
+@pytest.mark.parametrize("keyed_by", ["offset", "seed"])
+def test_frequencies_follow_the_filtered_distribution(top_p: float, keyed_by: str) -> None:
+    row = distributions(1, 30, sharpness=1.5)
+    draws = 40_000
+    keys = torch.arange(draws) + 100
+    key = {"seed": 42, "offset": keys} if keyed_by == "offset" else {"seed": keys, "offset": 42}
+    ids = top_p_sampling_from_probs(row.expand(draws, -1), top_p, **key)
+    kept = kept_by_hand(row[0].double().tolist(), top_p)
+    counts = torch.bincount(ids, minlength=30).double()
+    assert counts[kept].sum() == draws  # nothing outside the support
+    expected = row[0, kept].double() / row[0, kept].double().sum() * draws
+    statistic = ((counts[kept] - expected) ** 2 / expected).sum().item()
+    assert statistic < critical_chi_square(len(kept) - 1)
+    assert statistic > 1.0  # and not suspiciously even
+
+
+def test_entries_without_mass_are_never_drawn() -> None:
+    probs = torch.tensor([[0.0, 0.5, 0.0, -3.0, 0.5, 0.0]]).expand(2000, -1)
+    ids = top_p_sampling_from_probs(probs, 1.0, seed=1, offset=torch.arange(2000))
+    assert set(ids.tolist()) == {1, 4}
+
+
+# ---- the filter ------------------------------------------------------------------------------------------------------
+
+
+def support(row: list[float], top_p: float) -> list[int]:
+    ids = top_p_sampling_from_probs(torch.tensor([row]).expand(400, -1), top_p, seed=9, offset=torch.arange(400))
+    return sorted(set(ids.tolist()))
+
+
+def test_ties_go_to_the_lower_id() -> None:
+    assert support([0.25, 0.25, 0.25, 0.25], 0.5) == [0, 1]
+    assert support([0.2, 0.4, 0.2, 0.2], 0.55) == [0, 1]
+
+
+def test_the_set_is_the_smallest_that_reaches_p() -> None:
+    row = [0.125, 0.5, 0.25, 0.125]  # exact in binary, so that p can be met exactly
+    assert support(row, 0.5) == [1]
+    assert support(row, 0.5 + 1e-6) == [1, 2]
+    assert support(row, 0.75) == [1, 2]
+    assert support(row, 0.875) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("top_p", [0.0, -1.0, 1e-9])
+def test_no_p_keeps_the_most_probable(top_p: float) -> None:
+    assert support([0.2, 0.3, 0.3, 0.2], top_p) == [1]
+
+
+@pytest.mark.parametrize("top_p", [1.0, 2.0, math.inf])
+def test_a_full_p_keeps_all(top_p: float) -> None:
+    assert support([0.2, 0.3, 0.3, 0.2], top_p) == [0, 1, 2, 3]
+
+
+def test_p_per_row_and_p_that_is_nan() -> None:
+    probs = distributions(5, 60)
+    values = [0.0, 0.3, 0.9, 1.0, math.nan]
+    seeds = torch.arange(5)
+    got = top_p_sampling_from_probs(probs, torch.tensor(values), seed=seeds)
+    each = [
+        top_p_sampling_from_probs(probs[b : b + 1], torch.tensor([p]), seed=b).item() for b, p in enumerate(values[:4])
+    ]
+    assert got.tolist()[:4] == each
+    assert got[4] == top_p_sampling_from_probs(probs[4:], 1.0, seed=4)[0]
+
+
+# ---- rows that are no distribution -----------------------------------------------------------------------------------
+
+
+def test_rows_without_a_distribution_give_0_and_false() -> None:
+    nan, inf = math.nan, math.inf
+    good = [0.0, 1.0, 0.0]
+    bad = [
+        [nan, 1.0, 1.0],
+        [0.0, 1.0, nan],
+        [nan] * 3,
+        [0.0] * 3,
+        [-1.0, -2.0, -0.5],
+        [1.0, inf, 0.0],
+        [0.0, -inf, 0.0],
+    ]
+    rows = [row for other in bad for row in (good, other)]
+    ids, valid = top_p_sampling_from_probs(torch.tensor(rows), 0.9, seed=5, return_valid=True)
+    assert valid.dtype == torch.bool
+    assert ids.tolist() == [1, 0] * len(bad)
+    assert valid.tolist() == [True, False] * len(bad)
+
+
+def test_tiny_and_huge_rows_are_distributions() -> None:
+    probs = torch.tensor([[0.0, 1e-45], [3e38, 3e38], [1e-40, 3e-40], [-5.0, 1e-3]])
+    ids, valid = top_p_sampling_from_probs(probs, 1.0, seed=torch.arange(4), return_valid=True)
+    assert valid.all()
+    assert ids.tolist() == [draw_by_hand(row, 1.0, b, 0) for b, row in enumerate(probs.double().tolist())]
+
+
+# ---- where the randomness comes from ---------------------------------------------------------------------------------
+
+
+def test_a_row_depends_on_its_own_key_only() -> None:
+    probs = distributions(257, 111)
+    seeds = torch.randint(-(2**63), 2**63 - 1, (257,), generator=torch.Generator().manual_seed(0))
+    offsets = torch.arange(257) * 3
+    full = top_p_sampling_from_probs(probs, 0.9, seed=seeds, offset=offsets)
+    for b in (0, 128, 256):
+        alone = top_p_sampling_from_probs(probs[b : b + 1], 0.9, seed=seeds[b].item(), offset=offsets[b].item())
+        assert alone.item() == full[b]
+    order = torch.randperm(257, generator=torch.Generator().manual_seed(1))
+    assert torch.equal(
+        top_p_sampling_from_probs(probs[order], 0.9, seed=seeds[order], offset=offsets[order]), full[order]
+    )
+
+
+@pytest.mark.parametrize("seed", [0, 1, -1, 2**63 - 1, -(2**63), 2**64 - 1, 2**63])
+def test_a_key_is_the_same_as_a_number_and_as_a_tensor(seed: int) -> None:
+    probs = distributions(6, 500)
+    signed = torch.tensor([seed - 2**64 if seed >= 2**63 else seed])
+    expected = [draw_by_hand(row, 1.0, seed, 7) for row in probs.double().tolist()]
+    assert top_p_sampling_from_probs(probs, 1.0, seed=seed, offset=7).tolist() == expected
+    assert top_p_sampling_from_probs(probs, 1.0, seed=signed, offset=torch.tensor([7])).tolist() == expected
+    both = top_p_sampling_from_probs(probs, 1.0, seed=signed.expand(6).contiguous(), offset=torch.full((6,), 7))
+    assert both.tolist() == expected
+
+
+def test_a_generator_gives_new_and_repeatable_draws_and_leaves_the_global_one_alone() -> None:
+    probs = distributions(64, 1000, sharpness=0.1)
+    state = torch.get_rng_state()
+    g = torch.Generator().manual_seed(3)
+    first, second = (top_p_sampling_from_probs(probs, 1.0, generator=g) for _ in range(2))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert not torch.equal(first, second)
+    assert torch.equal(first, top_p_sampling_from_probs(probs, 1.0, generator=g.manual_seed(3)))
+    assert len(set(first.tolist())) > 32  # rows of one call have offsets of their own
+
+
+def test_without_any_key_the_default_generator_is_used() -> None:
+    probs = distributions(64, 1000, sharpness=0.1)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(11)
+        first = top_p_sampling_from_probs(probs, 1.0)
+        second = top_p_sampling_from_probs(probs, 1.0)
+        torch.manual_seed(11)
+        assert torch.equal(top_p_sampling_from_probs(probs, 1.0), first)
+    assert not torch.equal(first, second)
+
+
+# ---- the contract of every op ----------------------------------------------------------------------------------------
+
+
+def test_views_give_the_same_and_are_not_written() -> None:
+    buffer = distributions(12, 200)
+    before = buffer.clone()
+    view = buffer[1::3, 20:150]
+    seeds = torch.arange(4)
+    assert torch.equal(
+        top_p_sampling_from_probs(view, 0.9, seed=seeds), top_p_sampling_from_probs(view.clone(), 0.9, seed=seeds)
+    )
+    assert torch.equal(buffer, before)
+
+
+def test_no_rows() -> None:
+    ids, valid = top_p_sampling_from_probs(torch.empty(0, 10), 0.9, return_valid=True)
+    assert ids.shape == valid.shape == (0,)
+
+
+def test_the_reference_reads_nothing_on_the_host() -> None:
+    with FakeTensorMode():  # a read of a value would raise here
+        seeds = torch.empty(3, dtype=torch.int64)
+        reference = reference_sampling.top_p_sampling_from_probs
+        ids, valid = reference(torch.empty(3, 100), torch.empty(3), 0.0, seeds, 0, seeds, 0)
+    assert ids.shape == valid.shape == (3,)
+
+
+PROBS = distributions(3, 8)
+ONES = torch.ones(3, dtype=torch.int64)
+
+
+def call(*args: Any, **kwargs: Any) -> Callable[[], tuple[tuple[Any, ...], dict[str, Any]]]:
+    return lambda: (args, kwargs)
+
+
+BAD_INPUTS = [
+    BadInput("no tensor", "probs", call([0.5, 0.5], 0.9), TypeError, "tensor"),
+    BadInput("float64", "probs", call(PROBS.double(), 0.9), TypeError, "float64"),
+    BadInput("integers", "probs", call(ONES[None], 0.9), TypeError, "int64"),
+    BadInput("one dimension", "probs", call(PROBS[0], 0.9), ValueError, "2-D"),
+    BadInput("no entries", "probs", call(PROBS[:, :0], 0.9), ValueError, "entry"),
+    BadInput("transposed", "probs", call(PROBS.t(), 0.9), ValueError, "contiguous"),
+    BadInput("no p", "top_p", call(PROBS, None), TypeError, "number"),
+    BadInput("p is nan", "top_p", call(PROBS, math.nan), ValueError, "nan"),
+    BadInput("p as bool", "top_p", call(PROBS, True), TypeError, "number"),
+    BadInput("p for other rows", "top_p", call(PROBS, torch.ones(2)), ValueError, "(3,)"),
+    BadInput("p as column", "top_p", call(PROBS, torch.ones(3, 1)), ValueError, "1-D"),
+    BadInput("p in fp16", "top_p", call(PROBS, torch.ones(3).half()), TypeError, "float32"),
+    BadInput("p elsewhere", "top_p", call(PROBS, torch.ones(3, device="meta")), ValueError, "device"),
+    BadInput("seed for other rows", "seed", call(PROBS, 0.9, seed=ONES[:2]), ValueError, "(3,)"),
+    BadInput("seed in int32", "seed", call(PROBS, 0.9, seed=ONES.int()), TypeError, "int64"),
+    BadInput("seed as float", "seed", call(PROBS, 0.9, seed=1.0), TypeError, "integer"),
+    BadInput("seed of 65 bits", "seed", call(PROBS, 0.9, seed=2**64), ValueError, "<="),
+    BadInput("offset in float", "offset", call(PROBS, 0.9, seed=1, offset=torch.ones(3)), TypeError, "int64"),
+    BadInput("offset alone", "offset", call(PROBS, 0.9, offset=1), ValueError, "seed"),
+    BadInput("two sources", "generator", call(PROBS, 0.9, seed=1, generator=torch.Generator()), ValueError, "None"),
+    BadInput("number as generator", "generator", call(PROBS, 0.9, generator=5), TypeError, "Generator"),
+    BadInput("return_valid as text", "return_valid", call(PROBS, 0.9, return_valid="no"), TypeError, "True"),
+]
+ODD_VALUES = [
+    None, True, 0, -1, 2**70, 2.5, math.nan, "x", [1], PROBS, PROBS[0], PROBS[:0], PROBS.t(), PROBS.half(),
+    PROBS.double(), ONES, ONES[:1], ONES.int(), torch.ones(3), torch.tensor(1.0), torch.Generator(),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD_INPUTS, ids=lambda case: case.name)
+def test_a_bad_input_is_named(case: BadInput) -> None:
+    assert_rejects(top_p_sampling_from_probs, case)
+
+
+@settings(max_examples=100, deadline=None)
+@given(data=st.data())
+def test_whatever_is_passed_either_works_or_is_named(data: st.DataObject) -> None:
+    values: dict[str, Any] = {
+        "probs": PROBS,
+        "top_p": 0.9,
+        "seed": 1,
+        "offset": 0,
+        "generator": None,
+        "return_valid": True,
+    }
+    for which in data.draw(st.lists(st.sampled_from(list(values)), min_size=1, max_size=2)):
+        values[which] = data.draw(st.sampled_from(ODD_VALUES))
+    try:
+        top_p_sampling_from_probs(**values)
+    except (ValueError, TypeError) as error:
+        if not re.match(r"top_p_sampling_from_probs: argument '\w+': expected .+, got .+", str(error), re.DOTALL):
+            raise AssertionError("the message names neither op nor argument") from error
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        (PROBS, None, 0.9, None, 3, None, 4),
+        (
+            distributions(8, 40).half()[::2, 3:33],
+            torch.rand(4),
+            0.0,
+            torch.arange(4),
+            0,
+            torch.arange(8)[::2].clone(),
+            0,
+        ),
+        (torch.rand(3, 5, 20).transpose(0, 1)[2], torch.rand(1), 0.0, torch.arange(1), 0, None, 2**40),
+    ],
+)
+def test_registration_agrees_with_torch(args: tuple[Any, ...]) -> None:
+    opcheck(_top_p_sampling_from_probs, args)
+
+
+def test_compiles_into_one_graph() -> None:
+    def draws(probs: torch.Tensor, seeds: torch.Tensor) -> list[torch.Tensor]:
+        ids, valid = top_p_sampling_from_probs(probs, torch.tensor([0.5]), seed=seeds, offset=seeds, return_valid=True)
+        return [ids, valid, top_p_sampling_from_probs(probs, 0.9, seed=2**64 - 1)]
+
+    for got, expected in zip(torch.compile(draws, fullgraph=True)(PROBS, ONES), draws(PROBS, ONES), strict=True):
+        assert torch.equal(got, expected)
+
+
+def test_the_default_generator_compiles_into_one_graph() -> None:
+    compiled = torch.compile(lambda probs: top_p_sampling_from_probs(probs, 1.0), fullgraph=True)
+    probs = distributions(64, 1000, sharpness=0.1)
+    assert not torch.equal(compiled(probs), compiled(probs))
