@@ -110,7 +110,7 @@ def wheels(session: nox.Session) -> None:
     tools.install(*MATRIX["wheel_tools"])
     built = build_wheels(session, list(PACKAGES.values()), ARCHS)
     tagged = release.tag(tools, built)
-    build_paths = [word for path in (ROOT, Path.home(), tempfile.gettempdir()) for word in ("--path", path)]
+    build_paths = [word for path in (ROOT, Path.home(), tempfile.gettempdir()) for word in ("--path", f"{path}/")]
     tools.run("python", ROOT / "tools" / "wheel_checks", *build_paths, *tagged)
     release.rebuild(session, tools, built)
     release.installs_alone(session, tagged)

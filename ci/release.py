@@ -28,7 +28,7 @@ def tag(tools: Environment, wheels: Sequence[Wheel]) -> list[Path]:
         if has_binary(wheel.path):
             excluded = [word for name in NOT_OURS for word in ("--exclude", name)]
             tools.run(
-                *("auditwheel", "repair", "--plat", "manylinux_2_34_x86_64", *excluded),
+                *("auditwheel", "repair", "--plat", "manylinux_2_34_x86_64", "--only-plat", *excluded),
                 *("--wheel-dir", RELEASE, wheel.path),
                 env=BUILD_ENVIRONMENT,
                 silent=True,
@@ -80,20 +80,6 @@ def differences(one: Path, other: Path) -> str:
     return ", ".join(differing) or "only in the archive's own fields"
 
 
-IMPORT_ALONE = """
-import sys, {module}
-from kestrel_runtime import Binary
-import torch
-assert not torch.cuda.is_initialized()
-assert {module}.__file__.startswith(sys.prefix), {module}.__file__
-binary = Binary("{module}")
-manifest = binary.manifest
-for name in manifest.functions if manifest else ():
-    binary.function(name)
-print("{module}", {module}.__version__, "imports alone,", len(manifest.functions) if manifest else 0, "entry points")
-"""
-
-
 def installs_alone(session: nox.Session, release: Sequence[Path]) -> None:
     """Every wheel installs with nothing but its siblings' wheels, imports, and loads its binary without a GPU.
 
@@ -115,6 +101,6 @@ def installs_alone(session: nox.Session, release: Sequence[Path]) -> None:
             *("--constraint", ROOT / "ci" / "constraints.txt", *needed),
         )
         with session.chdir(alone.path):
-            alone.run("python", "-c", IMPORT_ALONE.format(module=package.module))
+            alone.run("python", ROOT / "ci" / "import_alone.py", package.module)
             if package.name == "meta":
                 alone.run("kestrel-kernels", "info")

@@ -6,6 +6,7 @@ as plain ELF files, which are found by their header and given to cuobjdump one b
 
 from __future__ import annotations
 
+import os
 import re
 import struct
 import subprocess
@@ -94,7 +95,9 @@ def _wide_loads(file: Path, cuobjdump: Path) -> _Loads:
 
 
 def _run(cuobjdump: Path, option: str, file: Path) -> list[str]:
-    done = subprocess.run([cuobjdump, option, file], capture_output=True, text=True, check=False)
+    # nvdisasm, which cuobjdump calls, lies beside it.
+    environment = {**os.environ, "PATH": f"{cuobjdump.parent}{os.pathsep}{os.environ['PATH']}"}
+    done = subprocess.run([cuobjdump, option, file], capture_output=True, text=True, check=False, env=environment)
     if done.returncode:
         raise SystemExit(f"cuobjdump {option} {file.name} failed:\n{done.stdout}{done.stderr}")
     return done.stdout.splitlines()

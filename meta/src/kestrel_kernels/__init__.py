@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 _PATHS_OF_0_2 = (
     "activation",
     "flash_attn",
+    "fp8_quant",
+    "fp8_quant_cute",
     "fused_mlp",
     "gelu_residual",
     "kv_cache_write",
