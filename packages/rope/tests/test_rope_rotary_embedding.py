@@ -38,7 +38,7 @@ def assert_rounded_once(got, exact, before):
     """Half a unit in the last place, and what float32 may lose in x*c - y*s: 4 roundings of the pair's magnitude."""
     info = torch.finfo(got.dtype)
     largest = before.double().abs().amax(-1, keepdim=True)
-    bound = 0.5 * info.eps * exact.abs() + 0.5 * info.smallest_normal * info.eps + 4 * 2**-24 * largest
+    bound = 0.5 * info.eps * (exact.abs() + info.smallest_normal) + 4 * 2**-24 * largest
     error = (got.double() - exact).abs()
     assert bool((error <= bound).all()), f"largest excess {(error - bound).max():.3e}"
 

@@ -1,0 +1,290 @@
+"""What the attention ops must refuse, and how the message names it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import kestrel_attention
+from kestrel_runtime.testing import BadInput, assert_rejects
+
+Table = Callable[..., list[BadInput]]
+
+
+def cases_of(good: dict[str, Any]) -> Callable[..., BadInput]:
+    """A maker of cases: the good call with some arguments replaced."""
+
+    def bad(name, argument, value, error=ValueError, fragment="", key=None, **more):
+        return BadInput(name, argument, lambda: ((), good | more | {key or argument: value}), error, fragment)
+
+    return bad
+
+
+def int32(*shape: int, device: str = "cpu") -> torch.Tensor:
+    return torch.zeros(shape, dtype=torch.int32, device=device)
+
+
+def score_cases(bad: Callable[..., BadInput], batch: int) -> list[BadInput]:
+    """What shapes the scores is checked alike everywhere."""
+    return [
+        bad("a scale as text", "softmax_scale", "1", TypeError, "str"),
+        bad("a scale that is no number", "softmax_scale", float("nan"), fragment="nan"),
+        bad("a window as one number", "window_size", 3, TypeError, "pair"),
+        bad("a window of three", "window_size", (1, 2, 3), TypeError, "(1, 2, 3)"),
+        bad("a window below -1", "window_size", (-2, 0), fragment="-2"),
+        bad("a right end below -1", "window_size", (0, -3), fragment="-3"),
+        bad("a window of floats", "window_size", (1.5, 0), TypeError, "float"),
+        bad("a negative cap", "softcap", -1.0, fragment="-1.0"),
+        bad("no cap", "softcap", None, TypeError, "NoneType"),
+        bad("a prefix as text", "prefix_len", "1", TypeError, "str"),
+        bad("a negative prefix", "prefix_len", -1, fragment=">= 0"),
+        bad("int64 prefixes", "prefix_len", int32(batch).long(), TypeError, "int64"),
+        bad("too many prefixes", "prefix_len", int32(batch + 1), fragment=f"({batch + 1},)"),
+        bad("prefixes elsewhere", "prefix_len", int32(batch, device="meta"), fragment="meta"),
+    ]
+
+
+def decode_cases(batch: int, queries: int, kv_heads: int, size: int, page: int) -> list[BadInput]:
+    heads = 2 * kv_heads
+    q = torch.zeros(batch, queries, heads, size)
+    new = torch.zeros(batch, queries, kv_heads, size)
+    cache = torch.zeros(5 + batch, page, kv_heads, size)
+    codes = cache.to(torch.uint8)
+    good = {"q": q, "k_cache": cache, "v_cache": cache, "cache_seqlens": int32(batch), "block_table": int32(batch, 2)}
+    fp8 = {"k_cache": codes, "v_cache": codes}
+    bad = cases_of(good)
+    strided = torch.zeros(batch, queries, heads, 2 * size)[..., ::2]
+    return [
+        bad("no q", "q", None, TypeError, "a tensor"),
+        bad("float64 q", "q", q.double(), TypeError, "float64"),
+        bad("integer q", "q", q.int(), TypeError, "int32"),
+        bad("FP8 q", "q", q.to(torch.float8_e4m3fn), TypeError, "float8_e4m3fn"),
+        bad("q of rank 3", "q", q[0], fragment="3-D"),
+        bad("a strided q", "q", strided, fragment="stride 2"),
+        bad("q of no size", "q", q[..., :0], fragment=">= 1", k_cache=cache[..., :0], v_cache=cache[..., :0]),
+        bad("heads that do not group", "q", q[:, :, 1:], fragment=f"{kv_heads} KV heads"),
+        bad("no KV heads", "q", q, fragment="0 KV heads", k_cache=cache[:, :, :0], v_cache=cache[:, :, :0]),
+        bad("a cache of another dtype", "k_cache", cache.bfloat16(), TypeError, "bfloat16"),
+        bad("two cache dtypes", "v_cache", codes, TypeError, "uint8"),
+        bad("a cache of rank 3", "k_cache", cache[0], fragment="3-D"),
+        bad("a cache of other sizes", "k_cache", torch.zeros(5, page, kv_heads, size + 1), fragment=f"{size + 1}"),
+        bad("caches of two shapes", "v_cache", cache[1:], fragment=f"({4 + batch}, "),
+        bad("a strided cache", "v_cache", torch.zeros(*cache.shape[:3], 2 * size)[..., ::2], fragment="stride 2"),
+        bad("a cache elsewhere", "v_cache", cache.to("meta"), fragment="meta"),
+        bad("no cache", "k_cache", None, TypeError, "a tensor"),
+        bad("no table for pages", "k_cache", cache, fragment=f"{batch} blocks", block_table=None),
+        bad("an int64 table", "block_table", int32(batch, 2).long(), TypeError, "int64"),
+        bad("a table of rank 1", "block_table", int32(batch), fragment="1-D"),
+        bad("a table of another batch", "block_table", int32(batch + 1, 2), fragment=f"{batch + 1}"),
+        bad("a table elsewhere", "block_table", int32(batch, 2, device="meta"), fragment="meta"),
+        bad("no lengths", "cache_seqlens", None, TypeError, "a tensor"),
+        bad("int64 lengths", "cache_seqlens", int32(batch).long(), TypeError, "int64"),
+        bad("a length as a number", "cache_seqlens", 3, TypeError, "int"),
+        bad("lengths of another batch", "cache_seqlens", int32(batch + 1), fragment=f"({batch + 1},)"),
+        bad("lengths elsewhere", "cache_seqlens", int32(batch, device="meta"), fragment="meta"),
+        bad("a scale without codes", "k_scale", torch.ones(1), fragment="None"),
+        bad("a scale as a number", "v_scale", 1.0, TypeError, "float", **fp8),
+        bad("a bf16 scale", "k_scale", torch.ones(1).bfloat16(), TypeError, "bfloat16", **fp8),
+        bad("too many scales", "k_scale", torch.ones(kv_heads + 2), fragment=f"({kv_heads + 2},)", **fp8),
+        bad("a scale elsewhere", "v_scale", torch.ones(1, device="meta"), fragment="meta", **fp8),
+        bad("k alone", "v", None, TypeError, "together", k=new),
+        bad("v alone", "k", None, TypeError, "together", v=new),
+        bad("k of another dtype", "k", new.half(), TypeError, "float16", v=new),
+        bad("v of another shape", "v", new[:, :, :0], fragment=f"({batch}, {queries}, 0, {size})", k=new),
+        bad("k of rank 3", "k", new[0], fragment="3-D", v=new),
+        bad("v elsewhere", "v", new.to("meta"), fragment="meta", k=new),
+        bad("a strided k", "k", torch.zeros(*new.shape[:3], 2 * size)[..., ::2], fragment="stride 2", v=new),
+        bad("negative splits", "num_splits", -1, fragment=">= 0"),
+        bad("splits as a float", "num_splits", 1.0, TypeError, "float"),
+        *score_cases(bad, batch),
+    ]
+
+
+def dense_cases(batch: int, queries: int, kv_heads: int, size: int, keys: int) -> list[BadInput]:
+    q, k = torch.zeros(batch, queries, 2 * kv_heads, size), torch.zeros(batch, keys, kv_heads, size)
+    codes = k.to(torch.float8_e4m3fn)
+    bad = cases_of({"q": q, "k": k, "v": k})
+    fp8 = {"k": codes, "v": codes}
+    return [
+        bad("no q", "q", None, TypeError, "a tensor"),
+        bad("no k", "k", None, TypeError, "a tensor"),
+        bad("float64 q", "q", q.double(), TypeError, "float64"),
+        bad("q of rank 3", "q", q[0], fragment="3-D"),
+        bad("k of another dtype", "k", k.half(), TypeError, "float16"),
+        bad("v of another dtype than k", "v", codes, TypeError, "float8_e4m3fn"),
+        bad("k of another FP8 than q", "k", codes, TypeError, "e4m3fn", v=codes, q=q.to(torch.float8_e5m2)),
+        bad("v of another shape", "v", torch.zeros(batch, keys + 1, kv_heads, size), fragment=f"{keys + 1}"),
+        bad("k of another size", "k", torch.zeros(batch, keys, kv_heads, size + 1), fragment=f"{size + 1}"),
+        bad(
+            "k of another batch",
+            "k",
+            torch.zeros(batch + 1, keys, kv_heads, size),
+            v=k.new_zeros(batch + 1, *k.shape[1:]),
+        ),
+        bad("a strided v", "v", torch.zeros(*k.shape[:3], 2 * size)[..., ::2], fragment="stride 2"),
+        bad("heads that do not group", "q", q[:, :, 1:], fragment=f"{kv_heads} KV heads"),
+        bad("no KV heads", "q", q, fragment="0 KV heads", k=k[:, :, :0], v=k[:, :, :0]),
+        bad("k elsewhere", "k", k.to("meta"), fragment="meta"),
+        bad("a scale for floats", "q_scale", torch.ones(1), fragment="None"),
+        bad("q_scale for an FP8 k", "q_scale", torch.ones(1), fragment="None", **fp8),
+        bad("too many scales", "v_scale", torch.ones(kv_heads + 2), fragment=f"({kv_heads + 2},)", **fp8),
+        bad("a scale of rank 2", "k_scale", torch.ones(1, 1), fragment="2-D", **fp8),
+        *score_cases(bad, batch),
+    ]
+
+
+def packed_cases(batch: int, queries: int, kv_heads: int, size: int, page: int) -> list[BadInput]:
+    q, k = torch.zeros(queries, 2 * kv_heads, size), torch.zeros(queries + 3, kv_heads, size)
+    cache, starts = torch.zeros(9, page, kv_heads, size), int32(batch + 1)
+    good = {
+        "q": q,
+        "k": k,
+        "v": k,
+        "cu_seqlens_q": starts,
+        "cu_seqlens_k": starts,
+        "max_seqlen_q": queries,
+        "max_seqlen_k": queries + 3,
+    }
+    paged = {"k": cache, "v": cache, "block_table": int32(batch, 2), "seqused_k": int32(batch), "cu_seqlens_k": None}
+    bad = cases_of(good)
+    return [
+        bad("no q", "q", None, TypeError, "a tensor"),
+        bad("integer q", "q", q.int(), TypeError, "int32"),
+        bad("q of rank 4", "q", q[None], fragment="4-D"),
+        bad("k of rank 4 without a table", "k", cache, fragment="4-D"),
+        bad("k of rank 3 with a table", "k", k, fragment="3-D", **paged),
+        bad("v of another shape", "v", k[1:], fragment=f"({queries + 2}, "),
+        bad("v of another dtype", "v", k.half(), TypeError, "float16"),
+        bad("v elsewhere", "v", k.to("meta"), fragment="meta"),
+        bad("no starts", "cu_seqlens_q", None, TypeError, "a tensor"),
+        bad("empty starts", "cu_seqlens_q", int32(0), fragment="at least 1"),
+        bad("int64 starts", "cu_seqlens_q", starts.long(), TypeError, "int64"),
+        bad("starts elsewhere", "cu_seqlens_q", int32(batch + 1, device="meta"), fragment="meta"),
+        bad("no starts of keys", "cu_seqlens_k", None, TypeError, "a tensor"),
+        bad("starts of another batch", "cu_seqlens_k", int32(batch), fragment=f"({batch},)"),
+        bad("starts of keys in rank 2", "cu_seqlens_k", int32(1, batch), fragment="2-D"),
+        bad(
+            "no lengths for pages", "seqused_k", None, TypeError, "cu_seqlens_k is None", **{**paged, "seqused_k": None}
+        ),
+        bad("lengths of another batch", "seqused_k", int32(batch + 1), fragment=f"({batch + 1},)"),
+        bad("int64 lengths", "seqused_k", int32(batch).long(), TypeError, "int64"),
+        bad("a table of another batch", "block_table", int32(batch + 1, 2), fragment=f"{batch + 1}", k=cache, v=cache),
+        bad("a table of floats", "block_table", torch.zeros(batch, 2), TypeError, "float32", k=cache, v=cache),
+        bad("a negative bound", "max_seqlen_q", -1, fragment=">= 0"),
+        bad("a bound as a float", "max_seqlen_k", 4.0, TypeError, "float"),
+        bad("a bound as a tensor", "max_seqlen_q", torch.tensor(3), TypeError, "Tensor"),
+        bad("a scale for floats", "k_scale", torch.ones(1), fragment="None"),
+        *score_cases(bad, batch),
+    ]
+
+
+def tau_cases(tokens: int, heads: int, kv_heads: int, size: int, rows: int) -> list[BadInput]:
+    width = (heads + 2 * kv_heads) * size
+    qkv, tok, table = (
+        torch.zeros(tokens, width),
+        torch.zeros(tokens, heads + kv_heads),
+        torch.zeros(rows, heads + kv_heads),
+    )
+    good = {
+        "qkv": qkv,
+        "tok_qv_linear": tok,
+        "tau_pos_table": table,
+        "positions": int32(tokens),
+        "num_heads": heads,
+        "head_size": size,
+    }
+    bad = cases_of(good)
+    return [
+        bad("no qkv", "qkv", None, TypeError, "a tensor"),
+        bad("float64 qkv", "qkv", qkv.double(), TypeError, "float64"),
+        bad("qkv of rank 3", "qkv", qkv[None], fragment="3-D"),
+        bad("a strided qkv", "qkv", torch.zeros(tokens, 2 * width)[:, ::2], fragment="stride 2"),
+        bad("a broken last head", "qkv", torch.zeros(tokens, width + 1), fragment=f"{width + 1}"),
+        bad("one head too many", "qkv", torch.zeros(tokens, width + size), fragment=f"{width + size}"),
+        bad("no KV heads", "qkv", torch.zeros(tokens, heads * size), fragment="Hk >= 1"),
+        bad("no heads", "num_heads", 0, fragment=">= 1"),
+        bad("heads as a float", "num_heads", 2.0, TypeError, "float"),
+        bad("no size", "head_size", 0, fragment=">= 1"),
+        bad("tok of another dtype", "tok_qv_linear", tok.half(), TypeError, "float16"),
+        bad("tok of another width", "tok_qv_linear", torch.zeros(tokens, heads), fragment=f"({tokens}, {heads})"),
+        bad("tok of other tokens", "tok_qv_linear", tok[1:], fragment=f"({tokens - 1}, "),
+        bad("no tok", "tok_qv_linear", None, TypeError, "a tensor"),
+        bad("a bf16 table for float32", "tau_pos_table", table.bfloat16(), TypeError, "bfloat16"),
+        bad("a table too wide", "tau_pos_table", torch.zeros(rows, heads + kv_heads + 1), fragment=f"{rows}, "),
+        bad("a table too narrow", "tau_pos_table", torch.zeros(rows, heads - 1), fragment=f"({rows}, {heads - 1})"),
+        bad("a table of rank 1", "tau_pos_table", torch.zeros(heads + kv_heads), fragment="1-D"),
+        bad("a table elsewhere", "tau_pos_table", table.to("meta"), fragment="meta"),
+        bad("positions of floats", "positions", torch.zeros(tokens), TypeError, "float32"),
+        bad("positions of another length", "positions", int32(tokens + 1), fragment=f"({tokens + 1},)"),
+        bad("positions elsewhere", "positions", int32(tokens, device="meta"), fragment="meta"),
+    ]
+
+
+def merge_cases(tokens: int, heads: int, _: int, size: int, __: int) -> list[BadInput]:
+    out, lse = torch.zeros(tokens, heads, size), torch.zeros(heads, tokens)
+    bad = cases_of({"out_a": out, "lse_a": lse, "out_b": out, "lse_b": lse})
+    return [
+        bad("no output", "out_a", None, TypeError, "a tensor"),
+        bad("float64", "out_a", out.double(), TypeError, "float64"),
+        bad("two dtypes", "out_b", out.half(), TypeError, "float16"),
+        bad("rank 2", "out_a", out[0], fragment="2-D"),
+        bad("two shapes", "out_b", out[1:], fragment=f"({tokens - 1}, "),
+        bad("strided", "out_b", torch.zeros(tokens, heads, 2 * size)[..., ::2], fragment="stride 2"),
+        bad("a bf16 lse", "lse_a", lse.bfloat16(), TypeError, "bfloat16"),
+        bad("lse of rank 1", "lse_b", lse[0], fragment="1-D"),
+        bad("lse of other tokens", "lse_b", torch.zeros(heads, tokens + 1), fragment=f"({heads}, {tokens + 1})"),
+        bad("no lse", "lse_a", None, TypeError, "a tensor"),
+        bad("lse elsewhere", "lse_b", lse.to("meta"), fragment="meta"),
+    ]
+
+
+TABLES: dict[str, Table] = {
+    "flash_attn_with_kvcache": decode_cases,
+    "flash_attn_func": dense_cases,
+    "flash_attn_varlen_func": packed_cases,
+    "tau_tail": tau_cases,
+    "merge_attention_states": merge_cases,
+}
+SHAPE = (3, 2, 2, 64, 8)
+ALL = [(op, index, case.name) for op, table in TABLES.items() for index, case in enumerate(table(*SHAPE))]
+
+
+@pytest.mark.parametrize(("op", "index"), [pair[:2] for pair in ALL], ids=[f"{op}: {name}" for op, _, name in ALL])
+def test_bad_input_is_refused_and_named(op, index):
+    assert_rejects(getattr(kestrel_attention, op), TABLES[op](*SHAPE)[index], op)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    which=st.sampled_from([pair[:2] for pair in ALL]),
+    shape=st.tuples(
+        st.integers(2, 6), st.integers(1, 5), st.integers(2, 4), st.integers(2, 70), st.sampled_from([1, 8, 16, 64])
+    ),
+)
+def test_bad_input_is_refused_whatever_the_shape(which, shape):
+    op, index = which
+    assert_rejects(getattr(kestrel_attention, op), TABLES[op](*shape)[index], op)
+
+
+def test_a_refused_append_writes_nothing():
+    cache = torch.randn(2, 4, 8, 2, 64)
+    before = cache.clone()
+    new = torch.randn(1, 1, 2, 64)
+    with pytest.raises(ValueError, match="num_splits"):
+        kestrel_attention.flash_attn_with_kvcache(
+            torch.randn(1, 1, 2, 64), *cache, new, new, cache_seqlens=int32(1), block_table=int32(1, 2), num_splits=-1
+        )
+    assert torch.equal(cache, before)
+
+
+def test_tensors_that_require_grad_are_refused():
+    q = torch.zeros(1, 1, 1, 8, requires_grad=True)
+    with pytest.raises(ValueError, match=r"flash_attn_func.*'q'.*requires_grad"):
+        kestrel_attention.flash_attn_func(q, q, q)
+    with torch.no_grad():
+        assert kestrel_attention.flash_attn_func(q, q, q).shape == q.shape
