@@ -215,6 +215,7 @@ def test_the_registered_op_is_sound(kind):
     [*((kind, "aot_eager") for kind in ("plain", "transposed", "halves", "fp8", "bytes")), ("halves", "inductor")],
 )
 def test_compiles_without_graph_breaks(kind, backend):
+    torch._dynamo.reset()  # the number of variants of one function is limited
     eager, compiled = arguments(kind), arguments(kind)
     kestrel_kvcache.reshape_and_cache(*eager)
     torch.compile(kestrel_kvcache.reshape_and_cache, fullgraph=True, backend=backend)(*compiled)
