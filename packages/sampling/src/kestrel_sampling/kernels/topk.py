@@ -134,7 +134,7 @@ class TopK:
         if softmax != 0:
             logit = Float32(value)
             top = cute.arch.shuffle_sync(logit, 0, mask_and_clamp=self.segment)
-            power = cute.math.exp2((logit - top) * 1.4426950408889634, fastmath=False)
+            power = cute.math.exp(logit - top)
             power = cutlass.select_(kept, power, Float32(0.0))
             total = power
             for step in cutlass.range_constexpr(3):

@@ -19,6 +19,7 @@ class ListVariant:
     warps: int
     threads: int
     vector_loads: bool = True
+    largest_k: int = 8
 
     @property
     def name(self) -> str:
@@ -31,6 +32,30 @@ class ListVariant:
         dtype = numeric(self.dtype)
         kernel = TopK(dtype, self.lanes, self.chunks, self.warps, self.threads, has_dependent_launch(arch))
         return kernel, arguments(dtype)
+
+
+@dataclass(frozen=True)
+class SelectVariant:
+    """Rows up to ``longest``, k <= 128: bisection for the k-th key (topk_select.py)."""
+
+    dtype: str
+    longest: int
+    warps: int
+    chunks: int
+    rows: int
+    vector_loads: bool = True
+    largest_k: int = 128
+
+    @property
+    def name(self) -> str:
+        return f"topk_{self.dtype}_k128_n{self.longest}"
+
+    def kernel(self, arch: str) -> tuple[Any, tuple[Any, ...]]:
+        """The kernel object and the arguments to compile it with."""
+        from .topk_select import TopKSelect
+
+        dtype = numeric(self.dtype)
+        return TopKSelect(dtype, self.warps, self.chunks, self.rows, has_dependent_launch(arch)), arguments(dtype)
 
 
 def has_dependent_launch(arch: str) -> bool:
@@ -60,7 +85,8 @@ def arguments(dtype: Any) -> tuple[Any, ...]:
     return scores, values, indices, cutlass.Int32(0), stream
 
 
-VARIANTS: tuple[ListVariant, ...] = tuple(
+# In the order of preference: the first that covers a call runs it.
+VARIANTS: tuple[ListVariant | SelectVariant, ...] = tuple(
     variant
     for dtype in DTYPES
     for variant in (
@@ -68,13 +94,16 @@ VARIANTS: tuple[ListVariant, ...] = tuple(
         ListVariant(dtype, 256, lanes=32, chunks=1, warps=1, threads=64),
         ListVariant(dtype, 1024, lanes=32, chunks=4, warps=1, threads=64),
         ListVariant(dtype, 4096, lanes=32, chunks=4, warps=4, threads=128),
+        SelectVariant(dtype, 256, warps=1, chunks=1, rows=2),
+        SelectVariant(dtype, 1024, warps=1, chunks=4, rows=2),
+        SelectVariant(dtype, 4096, warps=8, chunks=2, rows=1),
     )
 )
 
 
-def covering(dtype: str, n: int, k: int) -> ListVariant | None:
+def covering(dtype: str, n: int, k: int) -> ListVariant | SelectVariant | None:
     """The variant for rows of n and this k, or None."""
     for variant in VARIANTS:
-        if variant.dtype == dtype and n <= variant.longest and k <= 8:
+        if variant.dtype == dtype and n <= variant.longest and k <= variant.largest_k:
             return variant
     return None

@@ -1,0 +1,347 @@
+"""topk_fwd: the reference against a float64 sort written out in Python, the kernels against the reference."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import kestrel_sampling
+from kestrel_runtime import KestrelFallbackWarning, backend
+from kestrel_runtime.testing import BadInput, assert_rejects, canary, graph_replay, opcheck, poison
+from kestrel_sampling import reference, topk_fwd
+
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+SIZES = [1, 2, 8, 9, 60, 64, 111, 256, 512, 1000, 1024, 4096]
+BITS = {2: torch.int16, 4: torch.int32}
+
+
+def fill(kind: str, rows: int, n: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    """Scores of one kind: each a way for an order to go wrong."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, n, generator=generator)
+    if kind == "ties":
+        x = (2 * x).round() / 2
+    elif kind == "all-equal":
+        x = torch.full((rows, n), 0.25)
+    elif kind == "zeros":  # of both signs
+        x = torch.where(x > 0, 0.0, -0.0)
+    elif kind == "denormal":
+        x = x * torch.finfo(dtype).tiny / 4
+    elif kind == "large":
+        x = x * 1e4
+    elif kind == "nan-and-inf":
+        x = torch.where(x > 1, float("nan"), x)
+        x = torch.where(x < -1, float("-inf"), x)
+        x[:, n // 2] = float("inf")
+        x[0] = float("nan")
+    elif kind == "minus-inf":
+        x = torch.full((rows, n), float("-inf"))
+        x[:, n // 3] = float("nan")
+    elif kind == "ascending":
+        x = torch.arange(n).float().expand(rows, n) / n
+    elif kind == "few-distinct":  # most of a row ties at the k-th place
+        x = torch.where(x > 1.5, 2.0, torch.where(x > -1.5, 1.0, 0.0))
+    else:
+        assert kind == "random", kind
+    return x.to(dtype)
+
+
+KINDS = (
+    "random",
+    "ties",
+    "all-equal",
+    "zeros",
+    "denormal",
+    "large",
+    "nan-and-inf",
+    "minus-inf",
+    "ascending",
+    "few-distinct",
+)
+
+
+def ks(n: int) -> list[int]:
+    return sorted({k for k in (1, 3, 8, 9, 50, 128) if k <= n} | {min(n, 128)})
+
+
+def by_hand(row: list[float], k: int) -> list[int]:
+    """Indices in topk_fwd's order, by Python's sort: numbers descending, NaN behind them, ties by index."""
+    return sorted(range(len(row)), key=lambda i: (row[i] != row[i], -row[i] if row[i] == row[i] else 0.0, i))[:k]
+
+
+def assert_same_bits(got: torch.Tensor, expected: torch.Tensor) -> None:
+    assert got.dtype == expected.dtype
+    assert got.shape == expected.shape
+    bits = BITS[got.element_size()]
+    different = got.contiguous().view(bits) != expected.contiguous().view(bits)
+    assert not different.any(), f"{int(different.sum())} of {got.numel()} values differ"
+
+
+# ---- the reference ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_reference_sorts_as_python_does(dtype: torch.dtype, kind: str) -> None:
+    for n in (1, 8, 60, 111, 256):
+        scores = fill(kind, 3, n, dtype, seed=n)
+        for k in ks(n):
+            values, indices = topk_fwd(scores, k)
+            expected = torch.tensor([by_hand(row, k) for row in scores.double().tolist()], dtype=torch.int32)
+            assert torch.equal(indices, expected)
+            assert_same_bits(values, scores.gather(1, expected.long()))
+
+
+@pytest.mark.parametrize("n", SIZES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_values_agree_with_torch_topk(dtype: torch.dtype, n: int) -> None:
+    scores = fill("random", 16, n, dtype)
+    for k in ks(n):
+        values, indices = topk_fwd(scores, k)
+        assert_same_bits(values, torch.topk(scores, k).values)
+        assert_same_bits(values, scores.gather(1, indices.long()))
+        assert indices.dtype == torch.int32
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_softmax_normalises_over_the_kept(dtype: torch.dtype) -> None:
+    scores = fill("random", 257, 64, dtype)
+    values, indices = topk_fwd(scores, 8, softmax=True)
+    kept = torch.topk(scores.double(), 8).values
+    torch.testing.assert_close(values, torch.softmax(kept, dim=-1).to(dtype))
+    assert torch.equal(indices, topk_fwd(scores, 8)[1])
+
+
+def test_softmax_of_rows_with_nan_or_inf_is_torch_softmax_of_the_kept() -> None:
+    inf, nan = float("inf"), float("nan")
+    scores = torch.tensor([[1.0, nan, 2.0], [inf, 1.0, 0.0], [-inf, -inf, -inf], [-inf, 3.0, -inf]])
+    values, _ = topk_fwd(scores, 2, softmax=True)
+    expected = torch.softmax(torch.tensor([[2.0, 1.0], [inf, 1.0], [-inf, -inf], [3.0, -inf]]), dim=-1)
+    torch.testing.assert_close(values, expected, equal_nan=True)
+    assert topk_fwd(scores, 3, softmax=True)[0][0].isnan().all()
+
+
+def test_leading_dimensions_and_views_are_kept() -> None:
+    scores = fill("random", 24, 64, torch.float32)
+    values, indices = topk_fwd(scores, 8)
+    three_d = topk_fwd(scores.view(2, 12, 64), 8)
+    assert three_d[0].shape == (2, 12, 8)
+    assert torch.equal(three_d[0].view(24, 8), values)
+    assert torch.equal(three_d[1].view(24, 8), indices)
+    wide = torch.randn(24, 200)
+    wide[:, 100:164] = scores
+    assert torch.equal(topk_fwd(wide[:, 100:164], 8)[1], indices)
+    assert torch.equal(topk_fwd(scores.view(2, 12, 64).transpose(0, 1), 8)[1].transpose(0, 1).reshape(24, 8), indices)
+    assert topk_fwd(scores[0], 8)[0].shape == (8,)
+
+
+def test_no_rows_give_an_empty_result() -> None:
+    for shape in [(0, 64), (0, 3, 64), (3, 0, 64)]:
+        values, indices = topk_fwd(torch.empty(shape), 8)
+        assert values.shape == indices.shape == (*shape[:-1], 8)
+
+
+def test_long_rows_and_large_k_are_exact() -> None:
+    scores = fill("random", 2, 51200, torch.float32)
+    values, indices = topk_fwd(scores, 1000)
+    assert torch.equal(values, torch.topk(scores, 1000).values)
+    assert torch.equal(values, scores.gather(1, indices.long()))
+
+
+BAD = [
+    BadInput("k above the row length", "k", lambda: ((torch.zeros(2, 4), 5), {}), fragment="4"),
+    BadInput("k of zero", "k", lambda: ((torch.zeros(2, 4), 0), {})),
+    BadInput("negative k", "k", lambda: ((torch.zeros(2, 4), -1), {})),
+    BadInput("k not an integer", "k", lambda: ((torch.zeros(2, 4), 2.5), {}), TypeError),
+    BadInput("float64 scores", "scores", lambda: ((torch.zeros(2, 4, dtype=torch.float64), 2), {}), TypeError),
+    BadInput("integer scores", "scores", lambda: ((torch.zeros(2, 4, dtype=torch.int32), 2), {}), TypeError),
+    BadInput("a scalar", "scores", lambda: ((torch.zeros(()), 1), {})),
+    BadInput("a transposed matrix", "scores", lambda: ((torch.zeros(4, 2).t(), 2), {}), fragment="stride"),
+    BadInput("a strided 3-D tensor", "scores", lambda: ((torch.zeros(2, 3, 8)[..., ::2], 2), {}), fragment="stride"),
+    BadInput("not a tensor", "scores", lambda: (([[1.0]], 1), {}), TypeError),
+    BadInput("rows without columns", "k", lambda: ((torch.zeros(3, 0), 1), {})),
+]
+
+
+@pytest.mark.parametrize("case", BAD, ids=lambda case: case.name)
+def test_bad_input_is_refused_with_its_name(case: BadInput) -> None:
+    assert_rejects(topk_fwd, case)
+
+
+@pytest.mark.parametrize("softmax", [False, True])
+def test_registration_passes_opcheck(softmax: bool) -> None:
+    scores = fill("random", 6, 64, torch.float32)
+    for each in (scores, scores.view(2, 3, 64), torch.randn(6, 100)[:, 10:74]):
+        opcheck(topk_fwd, (each, 8, softmax))
+
+
+def test_compiles_without_a_graph_break() -> None:
+    def route(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        values, indices = topk_fwd(scores * 2, 8, softmax=True)
+        return values + 1, indices
+
+    scores = fill("random", 16, 64, torch.float32)
+    compiled = torch.compile(route, fullgraph=True)
+    for got, expected in zip(compiled(scores), route(scores), strict=True):
+        torch.testing.assert_close(got, expected)
+
+
+# ---- the kernels -----------------------------------------------------------------------------------------------------
+
+
+def on_gpu(scores: torch.Tensor, k: int, softmax: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    with backend("kernel"):
+        return topk_fwd(scores, k, softmax)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("n", SIZES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_kernel_gives_the_reference_bit_for_bit(dtype: torch.dtype, n: int, kind: str) -> None:
+    for rows in (1, 3, 257):
+        scores = fill(kind, rows, n, dtype, seed=rows).cuda()
+        for k in ks(n):
+            values, indices = on_gpu(scores, k)
+            expected_values, expected_indices = reference.topk_fwd(scores, k)
+            assert torch.equal(indices, expected_indices)
+            assert_same_bits(values, expected_values)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("k", [8, 50])
+@pytest.mark.parametrize("rows", [0, 740, 4096])
+@pytest.mark.parametrize("n", [64, 256])
+def test_kernel_covers_many_rows(n: int, rows: int, k: int) -> None:
+    scores = fill("ties", rows, n, torch.bfloat16).cuda()
+    values, indices = on_gpu(scores, k)
+    expected_values, expected_indices = reference.topk_fwd(scores, k)
+    assert torch.equal(indices, expected_indices)
+    assert_same_bits(values, expected_values)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["random", "ties", "large", "nan-and-inf", "minus-inf", "denormal"])
+@pytest.mark.parametrize("n", [8, 60, 64, 256, 1000, 4096])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_kernel_softmax_is_within_one_ulp(dtype: torch.dtype, n: int, kind: str) -> None:
+    scores = fill(kind, 37, n, dtype).cuda()
+    for k in ks(n):
+        values, indices = on_gpu(scores, k, softmax=True)
+        kept, expected_indices = reference.topk_fwd(scores, k)
+        assert torch.equal(indices, expected_indices)
+        exact = torch.softmax(kept.double(), dim=-1)
+        eps = 2e-6 if dtype == torch.float32 else torch.finfo(dtype).eps
+        torch.testing.assert_close(values.double(), exact, rtol=eps, atol=torch.finfo(dtype).tiny, equal_nan=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("offset", [0, 1, 3, 8])
+@pytest.mark.parametrize("n", [60, 64, 256, 1000])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_kernel_reads_rows_of_any_alignment_and_stride(dtype: torch.dtype, n: int, offset: int) -> None:
+    for width in (n + offset, n + offset + 1, 2 * n + 8 * offset):
+        buffer = torch.full((33, width + 8), float("inf"), dtype=dtype, device="cuda")
+        scores = buffer[:, offset : offset + n]
+        scores.copy_(fill("random", 33, n, dtype))
+        for k in {min(8, n), min(50, n)}:
+            assert torch.equal(on_gpu(scores, k)[1], reference.topk_fwd(scores, k)[1])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("n", "k"), [(64, 8), (60, 5), (256, 8), (1000, 8), (4096, 8), (64, 60), (1024, 100), (4096, 128)]
+)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_kernel_writes_every_result_and_nothing_else(dtype: torch.dtype, n: int, k: int) -> None:
+    scores = fill("random", 19, n, dtype).cuda()
+    launch = kestrel_sampling.topk._entry_point(scores, n, k)
+    values, values_intact = canary((19, k), dtype, "cuda")
+    indices, indices_intact = canary((19, k), torch.int32, "cuda")
+    launch(scores, values, indices, False)
+    values_intact()
+    indices_intact()
+    assert not values.isnan().any()
+    assert torch.equal(indices, reference.topk_fwd(scores, k)[1])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("n", "k"), [(64, 8), (256, 8), (4096, 8), (256, 50), (4096, 128)])
+def test_kernel_runs_repeat_bit_for_bit_and_rows_are_independent(n: int, k: int) -> None:
+    scores = fill("ties", 257, n, torch.bfloat16).cuda()
+    values, indices = on_gpu(scores, k, softmax=True)
+    for _ in range(5):
+        again = on_gpu(scores, k, softmax=True)
+        assert torch.equal(again[0], values)
+        assert torch.equal(again[1], indices)
+    alone = on_gpu(scores[100:101], k, softmax=True)
+    assert torch.equal(alone[0], values[100:101])
+    assert torch.equal(alone[1], indices[100:101])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("n", "k"), [(64, 8), (256, 8), (4096, 8), (1024, 50)])
+def test_kernel_replays_in_a_graph_with_new_contents(n: int, k: int) -> None:
+    old, new = fill("random", 16, n, torch.bfloat16).cuda(), fill("random", 16, n, torch.bfloat16, seed=1).cuda()
+    expected = reference.topk_fwd(new, k)
+    with backend("kernel"):
+        values, indices = graph_replay(lambda scores: topk_fwd(scores, k), [old], [new])
+    assert torch.equal(values, expected[0])
+    assert torch.equal(indices, expected[1])
+
+
+@pytest.mark.gpu
+def test_kernel_compiles_without_a_graph_break() -> None:
+    scores = fill("random", 257, 64, torch.bfloat16).cuda()
+    with backend("kernel"):
+        values, indices = torch.compile(lambda x: topk_fwd(x * 2, 8), fullgraph=True)(scores)
+    expected = reference.topk_fwd(scores * 2, 8)
+    assert torch.equal(values, expected[0])
+    assert torch.equal(indices, expected[1])
+
+
+@pytest.mark.gpu
+def test_kernel_runs_on_the_current_stream() -> None:
+    scores = poison((64, 64), torch.float32, "cuda")
+    stream = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(50_000_000)
+        scores.copy_(fill("random", 64, 64, torch.float32).cuda())
+        values, indices = on_gpu(scores, 8)
+    stream.synchronize()
+    expected = reference.topk_fwd(scores, 8)
+    assert torch.equal(values, expected[0])
+    assert torch.equal(indices, expected[1])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("n", "k"), [(64, 8), (256, 8), (1024, 8), (4096, 8), (256, 50), (1024, 50), (4096, 128)])
+def test_kernel_reads_rows_past_two_to_the_31_elements(n: int, k: int) -> None:
+    stride = (1 << 30) + 64
+    buffer = torch.empty(2 * stride + n, dtype=torch.bfloat16, device="cuda")
+    scores = torch.as_strided(buffer, (3, n), (stride, 1))
+    scores.copy_(fill("random", 3, n, torch.bfloat16))
+    assert scores[2].data_ptr() - buffer.data_ptr() > 2**31
+    values, indices = on_gpu(scores, k)
+    expected = reference.topk_fwd(scores.contiguous(), k)
+    assert torch.equal(values, expected[0])
+    assert torch.equal(indices, expected[1])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", BAD, ids=lambda case: case.name)
+def test_kernel_refuses_bad_input_with_its_name(case: BadInput) -> None:
+    def moved() -> tuple[tuple[object, ...], dict[str, object]]:
+        args, kwargs = case.make()
+        return tuple(arg.cuda() if isinstance(arg, torch.Tensor) else arg for arg in args), kwargs
+
+    assert_rejects(topk_fwd, BadInput(case.name, case.argument, moved, case.error, case.fragment))
+
+
+@pytest.mark.gpu
+def test_rows_that_no_kernel_covers_run_by_reference_with_a_warning() -> None:
+    scores = fill("random", 2, 5000, torch.float32).cuda()
+    with pytest.warns(KestrelFallbackWarning, match="5000"):
+        values, _ = topk_fwd(scores, 8)
+    assert torch.equal(values, torch.topk(scores, 8).values)
