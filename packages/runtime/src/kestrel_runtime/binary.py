@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import importlib.util
 import json
@@ -16,7 +17,7 @@ import torch
 from .cute import open_runtime_library
 from .errors import UnsupportedError
 
-OLDEST_DRIVER = 13000  # what cudaDriverGetVersion reports for R580; the machine code here needs it
+OLDEST_DRIVER = 13000  # what cuDriverGetVersion reports for R580; the machine code here needs it
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,12 @@ def arch_of(capability: tuple[int, int]) -> str | None:
 @functools.cache
 def _device_arch(index: int) -> str | None:
     return arch_of(torch.cuda.get_device_capability(index))
+
+
+def _driver_version() -> int:
+    version = ctypes.c_int(0)
+    ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+    return version.value
 
 
 class Binary:
@@ -111,7 +118,7 @@ class Binary:
         library = self.folder / f"{self.family}.so"
         if self.manifest is None or not library.is_file():
             raise UnsupportedError(f"{self.family} has no binary here: it runs from its sources, without a build")
-        driver = torch._C._cuda_getDriverVersion() if torch.cuda.is_available() else OLDEST_DRIVER  # type: ignore[attr-defined]
+        driver = _driver_version() if torch.cuda.is_available() else OLDEST_DRIVER
         if driver < OLDEST_DRIVER:
             raise UnsupportedError(f"the NVIDIA driver supports CUDA {driver / 1000:g}; R580 (CUDA 13.0) is the oldest")
         tvm_ffi.register_error("UnsupportedError", UnsupportedError)
