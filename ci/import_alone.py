@@ -1,4 +1,4 @@
-"""Run by an installed package's Python: `import_alone.py kestrel_norm` imports it and loads its binary, without a GPU."""
+"""`import_alone.py kestrel_norm`: the installed package imports, and its binary loads, on a machine without a GPU."""
 
 from __future__ import annotations
 

@@ -41,10 +41,9 @@ def binary_problems(folder: Path, package: str, manifest: dict, cuobjdump: Path)
     kernels = machine_code.kernels(binary, cuobjdump)
     if not kernels:
         return [*found, "holds no kernel"], ""
-    number_of = {arch: re.sub(r"\D", "", arch) for arch in manifest["archs"]}
-    for arch, number in number_of.items():
-        if not any(re.sub(r"\D", "", kernel.arch) == number for kernel in kernels):
-            found.append(f"has no machine code for sm_{arch}")
+    present = {kernel.arch for kernel in kernels}
+    missing = [arch for arch in manifest["archs"] if re.sub(r"\D", "", arch) not in present]
+    found += [f"has no machine code for sm_{arch}" for arch in missing]
     if manifest["archs"] != ALL_ARCHS:
         found.append(f"was built for {manifest['archs']} only")
     for kernel in kernels:

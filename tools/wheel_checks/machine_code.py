@@ -25,7 +25,7 @@ WIDE_LOAD = re.compile(r"\b(?:LDG|LDGSTS|UBLKCP)\S*\.(?:128|256)\b|\bUBLKCP\b|\b
 @dataclass(frozen=True)
 class Kernel:
     arch: str
-    """As ptxas names it: "80", "90a", "100" (the machine code does not record the letter of a family)."""
+    """Its number, "80" or "100": a CuTe cubin does not record the letter of a family."""
     name: str
     registers: int
     stack: int
@@ -63,7 +63,7 @@ def _kernels_of(file: Path, cuobjdump: Path) -> list[Kernel]:
     found = []
     arch = name = ""
     for line in _run(cuobjdump, "--dump-resource-usage", file):
-        if match := re.match(r"\s*arch = sm_(\w+)", line):
+        if match := re.match(r"\s*arch = sm_(\d+)", line):
             arch = match[1]
         elif match := re.match(r"\s*Function (\S+):$", line):
             name = match[1]
@@ -85,7 +85,7 @@ def _wide_loads(file: Path, cuobjdump: Path) -> _Loads:
     count: Counter[tuple[str, str]] = Counter()
     arch = name = ""
     for line in _run(cuobjdump, "--dump-sass", file):
-        if match := re.match(r"\s*code for sm_(\w+)", line):
+        if match := re.match(r"\s*code for sm_(\d+)", line):
             arch = match[1]
         elif match := re.match(r"\s*Function : (\S+)", line):
             name = match[1]
