@@ -42,7 +42,8 @@ def kernels(library: Path, cuobjdump: Path) -> list[Kernel]:
             files.append(Path(folder, f"{number}.cubin"))
             files[-1].write_bytes(cubin)
         with ThreadPoolExecutor(2) as pool:
-            return [kernel for found in pool.map(lambda file: _kernels_of(file, cuobjdump), files) for kernel in found]
+            found = [kernel for each in pool.map(lambda file: _kernels_of(file, cuobjdump), files) for kernel in each]
+    return list(dict.fromkeys(found))  # without compression a cubin of nvcc is found both ways
 
 
 def embedded_cubins(data: bytes) -> Iterator[bytes]:
