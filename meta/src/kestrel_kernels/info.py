@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import platform
+import re
+import subprocess
 from pathlib import Path
 from typing import TypedDict
 
@@ -65,19 +67,18 @@ def _versions() -> dict[str, str]:
 
 
 def _driver() -> str | None:
-    """The NVIDIA driver's own version, as its kernel module or its library reports it."""
+    """The NVIDIA driver's own version, as its kernel module or nvidia-smi reports it."""
     path = Path("/proc/driver/nvidia/version")
     if path.is_file():
-        words = path.read_text(encoding="utf-8").splitlines()[0].split()
-        numbers = [word for word in words if word[0].isdigit() and "." in word]
-        if numbers:
-            return numbers[0]
-    import torch
-
-    if not torch.cuda.is_available():
+        found = re.search(r"\s(\d+\.\d+(?:\.\d+)?)\s", path.read_text(encoding="utf-8"))
+        if found:
+            return found[1]
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        answer = subprocess.run(query, capture_output=True, text=True, check=True, timeout=60).stdout
+    except (OSError, subprocess.SubprocessError):
         return None
-    version: int = torch._C._cuda_getDriverVersion()  # type: ignore[attr-defined]
-    return f"CUDA {version / 1000:g}"
+    return answer.split("\n")[0].strip() or None
 
 
 def _gpus() -> list[GPU]:
