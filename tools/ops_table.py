@@ -34,7 +34,7 @@ def rows(family: str) -> list[str]:
         if not inspect.isfunction(function):
             continue
         sentence = (inspect.getdoc(function) or "").split("\n\n")[0].replace("\n", " ").split(". ")[0].rstrip(".")
-        sentence = sentence.replace("|", "\\|")
+        sentence = re.sub(r":\w+:(`[^`]*`)", r"\1", sentence).replace("``", "`").replace("|", "\\|")
         found.append(f"| `{family}.{name}` | {kernel_of.get(name, 'not needed')} | {sentence} |")
     return found
 
