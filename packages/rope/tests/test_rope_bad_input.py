@@ -70,36 +70,65 @@ def cases(tokens: int, heads: int, kv_heads: int, size: int, rotary_dim: int) ->
     ]
 
 
-NAMES = [case.name for case in cases(3, 4, 2, 64, 32)]
+def multimodal_cases(tokens: int, heads: int, kv_heads: int, size: int, rotary_dim: int) -> list[BadInput]:
+    """Those of rotary_embedding that hold here too, and what is its own."""
+    half = rotary_dim // 2
+    own = {"positions": torch.zeros(3, tokens, dtype=torch.int64), "mrope_section": [half, 0, 0]}
+    arguments = ("query", "key", "head_size", "cos_sin_cache")
+    shared = [case for case in cases(tokens, heads, kv_heads, size, rotary_dim) if case.argument in arguments]
+
+    def with_own(case: BadInput) -> BadInput:
+        return BadInput(case.name, case.argument, lambda: ((), case.make()[1] | own), case.error, case.fragment)
+
+    def bad(name, argument, value, error=ValueError, fragment="", **more):
+        _, good = call(tokens, heads, kv_heads, size, rotary_dim)()
+        return BadInput(name, argument, lambda: ((), good | own | more | {argument: value}), error, fragment)
+
+    skipped = ("positions elsewhere", "an offset that pushes the rotation out")
+    return [
+        *(with_own(case) for case in shared if case.name not in skipped),
+        bad("one axis", "positions", torch.zeros(tokens, dtype=torch.int64), fragment="1-D"),
+        bad("two axes", "positions", torch.zeros(2, tokens, dtype=torch.int64), fragment=f"(2, {tokens})"),
+        bad("positions of floats", "positions", torch.zeros(3, tokens), TypeError, "float32"),
+        bad("one row too few", "query", torch.zeros(tokens - 1, heads, size), fragment=f"({tokens - 1}, "),
+        bad("no sections", "mrope_section", None, TypeError, "NoneType"),
+        bad("two sections", "mrope_section", [half, 0], fragment="3 section sizes"),
+        bad("sections that sum to less", "mrope_section", [half - 1, 0, 0], fragment=f"sum to {half}"),
+        bad("a negative section", "mrope_section", [half + 1, -1, 0], fragment="-1"),
+        bad("a section of floats", "mrope_section", [float(half), 0, 0], TypeError, "float"),
+        bad("all height, interleaved", "mrope_section", [0, half, 0], fragment="every third", interleaved=True),
+        bad("all width, interleaved", "mrope_section", [0, 0, half], fragment="every third", interleaved=True),
+    ]
 
 
-@pytest.mark.parametrize("index", range(len(NAMES)), ids=NAMES)
-def test_bad_input_is_refused_and_named(index):
-    assert_rejects(kestrel_rope.rotary_embedding, cases(3, 4, 2, 64, 32)[index])
+TABLES = {"rotary_embedding": cases, "multimodal_rotary_embedding": multimodal_cases}
+ALL = [(op, index, case.name) for op, table in TABLES.items() for index, case in enumerate(table(3, 4, 2, 64, 32))]
+
+
+@pytest.mark.parametrize(("op", "index"), [pair[:2] for pair in ALL], ids=[f"{op}: {name}" for op, _, name in ALL])
+def test_bad_input_is_refused_and_named(op, index):
+    assert_rejects(getattr(kestrel_rope, op), TABLES[op](3, 4, 2, 64, 32)[index])
 
 
 @settings(max_examples=100, deadline=None)
 @given(
-    index=st.integers(0, len(NAMES) - 1),
+    which=st.sampled_from([pair[:2] for pair in ALL]),
     shape=st.tuples(
         st.integers(2, 9), st.integers(1, 5), st.integers(1, 5), st.integers(4, 40).map(lambda n: 2 * n), st.just(8)
     ),
 )
-def test_bad_input_is_refused_whatever_the_shape(index, shape):
-    assert_rejects(kestrel_rope.rotary_embedding, cases(*shape)[index])
+def test_bad_input_is_refused_whatever_the_shape(which, shape):
+    op, index = which
+    assert_rejects(getattr(kestrel_rope, op), TABLES[op](*shape)[index])
 
 
-@settings(max_examples=50, deadline=None)
-@given(
-    index=st.integers(0, len(NAMES) - 1),
-    position=st.integers(-3, 12),
-)
-def test_refused_calls_write_nothing(index, position):
-    _, kwargs = cases(3, 4, 2, 64, 32)[index].make()
+@pytest.mark.parametrize(("op", "index"), [pair[:2] for pair in ALL], ids=[f"{op}: {name}" for op, _, name in ALL])
+def test_refused_calls_write_nothing(op, index):
+    _, kwargs = TABLES[op](3, 4, 2, 64, 32)[index].make()
     watched = [x for x in (kwargs["query"], kwargs["key"]) if isinstance(x, torch.Tensor) and x.device.type == "cpu"]
     before = [x.clone() for x in watched]
     with pytest.raises((TypeError, ValueError)):
-        kestrel_rope.rotary_embedding(**kwargs)
+        getattr(kestrel_rope, op)(**kwargs)
     for x, old in zip(watched, before, strict=True):
         assert torch.equal(x, old)
 

@@ -1,10 +1,15 @@
-"""The rotary ops in plain PyTorch: the specification that kernels are judged by."""
+"""The rotary ops in plain PyTorch: the specification that kernels are judged by.
+
+The rotation itself is shared with kestrel_kvcache, and lives in kestrel_runtime.rotary.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
-from kestrel_runtime.reference import rotate
+from kestrel_runtime.rotary import rotate_heads, rows_at
 
 
 def rotary_embedding(
@@ -18,32 +23,37 @@ def rotary_embedding(
     rope_dim_offset: int = 0,
     inverse: bool = False,
 ) -> None:
-    max_position = cos_sin_cache.shape[0]
-    if max_position == 0:
-        return
-    valid = (positions >= 0) & (positions < max_position)
-    angles = cos_sin_cache[positions.clamp(0, max_position - 1)]
-    _rotate_in_place(query, key, head_size, angles, valid, is_neox, rope_dim_offset, inverse)
+    angles, valid = rows_at(positions, cos_sin_cache)
+    for x in (query, key):
+        if x is not None:
+            rotate_heads(x, head_size, angles, valid, is_neox, rope_dim_offset, inverse)
 
 
-def _rotate_in_place(
+def multimodal_rotary_embedding(
+    positions: torch.Tensor,
     query: torch.Tensor,
     key: torch.Tensor | None,
     head_size: int,
-    angles: torch.Tensor,
-    valid: torch.Tensor,
-    is_neox: bool,
-    rope_dim_offset: int,
-    inverse: bool,
+    cos_sin_cache: torch.Tensor,
+    mrope_section: Sequence[int],
+    is_neox: bool = True,
+    *,
+    interleaved: bool = False,
 ) -> None:
-    """angles [..., R]: each row's cosines, then sines; rows that are not valid [...] keep their bits."""
-    cos, sin = angles.float().unsqueeze(-2).chunk(2, dim=-1)  # one angle for all heads of a row
-    if inverse:
-        sin = -sin
+    angles, valid = rows_at(positions, cos_sin_cache)  # of each axis: [3, T, R], [3, T]
+    frequency = torch.arange(cos_sin_cache.shape[1] // 2, device=positions.device)
+    axis = _axis_of(frequency, mrope_section, interleaved).expand(1, positions.shape[1], 2, -1)
+    chosen = angles.unflatten(-1, (2, -1)).gather(0, axis)[0].flatten(-2)
     for x in (query, key):
-        if x is None:
-            continue
-        heads = x if x.ndim == valid.ndim + 2 else x.unflatten(-1, (-1, head_size))
-        part = heads[..., rope_dim_offset : rope_dim_offset + angles.shape[-1]]
-        turned = rotate(part, cos, sin, is_neox).to(x.dtype)
-        part.copy_(torch.where(valid[..., None, None], turned, part))
+        if x is not None:
+            rotate_heads(x, head_size, chosen, valid.all(0), is_neox)
+
+
+def _axis_of(frequency: torch.Tensor, sections: Sequence[int], interleaved: bool) -> torch.Tensor:
+    """Which of the three axes (time, height, width) turns each frequency."""
+    time, height, width = sections
+    if not interleaved:
+        return (frequency >= time).long() + (frequency >= time + height)
+    is_height = (frequency % 3 == 1) & (frequency < 3 * height)
+    is_width = (frequency % 3 == 2) & (frequency < 3 * width)
+    return is_height.long() + 2 * is_width

@@ -5,38 +5,9 @@ from __future__ import annotations
 import torch
 
 from kestrel_runtime import check, kernel_op
+from kestrel_runtime.rotary import check_rows, check_table
 
 from . import reference
-
-
-def check_rows(op: str, positions_shape: torch.Size, query: torch.Tensor, key: torch.Tensor | None, size: int) -> None:
-    """query and key hold one row of whole heads per position: [..., H*D] or [..., H, D]."""
-    rank = len(positions_shape)
-    check.number(op, "head_size", size, integer=True, minimum=1)
-    for name, x in (("query", query), ("key", key)):
-        if x is None and name == "key":
-            continue
-        check.tensor(op, name, x, dtype=check.FLOATS, ndim=(rank + 1, rank + 2), last_contiguous=True)
-        check.shape(op, name, x, (*positions_shape, *[None] * (x.ndim - rank)))
-        if x.ndim == rank + 2:
-            check.shape(op, name, x, (*positions_shape, None, size))
-        elif x.shape[-1] % size:
-            check.fail(op, name, f"a last dimension that is a multiple of head_size {size}", x.shape[-1])
-    check.same(op, "dtype", query=query, key=key)
-
-
-def check_table(op: str, table: torch.Tensor, query: torch.Tensor, head_size: int, offset: int) -> None:
-    """cos_sin_cache is [max_pos, R], float32 or the query's dtype, and R dims fit into a head behind the offset."""
-    check.tensor(op, "cos_sin_cache", table, dtype=check.FLOATS, ndim=2, last_contiguous=True)
-    if table.dtype != torch.float32:
-        check.same(op, "dtype", query=query, cos_sin_cache=table)
-    rotary_dim = table.shape[1]
-    if rotary_dim < 2 or rotary_dim % 2:
-        check.fail(op, "cos_sin_cache", "an even number of columns >= 2", rotary_dim)
-    check.number(op, "rope_dim_offset", offset, integer=True, minimum=0)
-    if offset + rotary_dim > head_size:
-        room = f"at most {head_size - offset} columns (head_size {head_size}, rope_dim_offset {offset})"
-        check.fail(op, "cos_sin_cache", room, rotary_dim)
 
 
 def check_rotary_embedding(
