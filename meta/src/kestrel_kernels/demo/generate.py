@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kestrel_sampling import top_p_sampling_from_probs, topk_fwd
 
+from .cache import PageTable
 from .config import DecoderConfig, DemoError
 from .model import Decoder, Step
 
@@ -65,7 +66,14 @@ def check_request(config: DecoderConfig, prompts: Sequence[Sequence[int]], new_t
             )
 
 
-def _tokens(decoder, table, prompts, new_tokens, choose, stop):  # type: ignore[no-untyped-def]
+def _tokens(
+    decoder: Decoder,
+    table: PageTable,
+    prompts: Sequence[Sequence[int]],
+    new_tokens: int,
+    choose: Chooser,
+    stop: int | None,
+) -> Iterator[list[int]]:
     device = decoder.weights.device
     counts = [len(prompt) for prompt in prompts]
     tokens = torch.tensor([token for prompt in prompts for token in prompt]).to(device)

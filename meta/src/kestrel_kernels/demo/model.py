@@ -91,12 +91,18 @@ class Decoder:
         q, k, v = qkv.unflatten(-1, (-1, size)).split([heads, kv_heads, kv_heads], dim=1)
         rotary_embedding(step.positions, q, k, size, self.cos_sin)
 
-        keys, values = self.cache.keys[index], self.cache.values[index]
-        scales = {"k_scale": layer.k_scale, "v_scale": layer.v_scale} if self.cache.fp8 else {}
-        reshape_and_cache(k, v, keys, values, step.slots, "fp8" if self.cache.fp8 else "auto", **scales)
+        keys, values, fp8 = self.cache.keys[index], self.cache.values[index], self.cache.fp8
+        k_scale, v_scale = (layer.k_scale, layer.v_scale) if fp8 else (None, None)
+        reshape_and_cache(k, v, keys, values, step.slots, "fp8" if fp8 else "auto", k_scale, v_scale)
         if step.starts is None:
             attended = flash_attn_with_kvcache(
-                q[:, None], keys, values, cache_seqlens=step.lengths, block_table=step.block_table, **scales
+                q[:, None],
+                keys,
+                values,
+                cache_seqlens=step.lengths,
+                block_table=step.block_table,
+                k_scale=k_scale,
+                v_scale=v_scale,
             )
         else:
             attended = flash_attn_varlen_func(
@@ -108,10 +114,12 @@ class Decoder:
                 step.longest,
                 step.block_table.shape[1],
                 causal=True,
+                k_scale=k_scale,
+                v_scale=v_scale,
                 block_table=step.block_table,
                 seqused_k=step.lengths,
-                **scales,
             )
+        assert isinstance(attended, Tensor)  # not a pair: its log-sum-exp was not asked for
         return F.linear(attended.reshape(len(q), heads * size), layer.out.weight, layer.out.bias)
 
     def _dense(self, dense: Dense, normed: Tensor, residual: Tensor) -> Tensor:
