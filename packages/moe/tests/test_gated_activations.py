@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
 
-from kestrel_moe import gelu_residual
+from kestrel_moe import (
+    gelu_and_mul,
+    gelu_and_mul_fp8,
+    gelu_residual,
+    gelu_residual_fp8,
+    silu_and_mul,
+    silu_and_mul_fp8,
+)
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 Formula = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -24,10 +32,17 @@ def tanh_cdf(h: torch.Tensor) -> torch.Tensor:
 
 OPS: dict[str, tuple[Callable[..., torch.Tensor], Formula]] = {
     "gelu_residual": (gelu_residual, lambda h, g: h * normal_cdf(h) * (g + 1)),
-    "gelu_residual tanh": (
-        lambda x, **k: gelu_residual(x, approximate="tanh", **k),
-        lambda h, g: h * tanh_cdf(h) * (g + 1),
-    ),
+    "gelu_residual tanh": (partial(gelu_residual, approximate="tanh"), lambda h, g: h * tanh_cdf(h) * (g + 1)),
+    "silu_and_mul": (silu_and_mul, lambda h, g: h * torch.sigmoid(h) * g),
+    "gelu_and_mul": (gelu_and_mul, lambda h, g: h * normal_cdf(h) * g),
+    "gelu_and_mul tanh": (partial(gelu_and_mul, approximate="tanh"), lambda h, g: h * tanh_cdf(h) * g),
+}
+FP8_OPS = {
+    "gelu_residual": gelu_residual_fp8,
+    "gelu_residual tanh": partial(gelu_residual_fp8, approximate="tanh"),
+    "silu_and_mul": silu_and_mul_fp8,
+    "gelu_and_mul": gelu_and_mul_fp8,
+    "gelu_and_mul tanh": partial(gelu_and_mul_fp8, approximate="tanh"),
 }
 EACH_OP = pytest.mark.parametrize("name", OPS)
 
@@ -118,3 +133,39 @@ def test_out_may_be_half_of_the_input(name: str) -> None:
 def test_no_rows_give_no_rows(name: str) -> None:
     op, _ = OPS[name]
     assert op(torch.empty(0, 64)).shape == (0, 32)
+
+
+# ---- FP8 results ---------------------------------------------------------------------------------------------------
+
+
+@EACH_OP
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 2), (3, 14), (16, 128), (257, 30)])
+def test_fp8_comes_within_half_a_step_of_the_formula(name: str, dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    x = (3 * torch.randn(shape, generator=torch.Generator().manual_seed(2))).to(dtype)
+    q, scale = FP8_OPS[name](x)
+    assert q.dtype == torch.float8_e4m3fn
+    assert scale.dtype == torch.float32
+    h, g = x.double().chunk(2, dim=-1)
+    exact = OPS[name][1](h, g)
+    # a sum in float32 (g + 1) may cancel, so the largest value is known to 2^-20 of the largest addend
+    expected = exact.abs().amax(1, keepdim=True).clamp(min=1e-12) / 448
+    torch.testing.assert_close(scale.double(), expected, rtol=1e-5, atol=0)
+    # 3 mantissa bits: half a step is 2^-4 of the value, and 2^-10 of the scale below the smallest normal code
+    bound = torch.maximum(exact.abs() * 2.0**-4, scale.double() * 2.0**-10) * (1 + 2.0**-10)
+    assert bool(((q.double() * scale.double() - exact).abs() <= bound).all())
+    assert bool((q.double().abs().amax(1) == 448).all())
+
+
+@EACH_OP
+def test_fp8_rows_do_not_depend_on_their_batch(name: str) -> None:
+    x = torch.randn(64, 38)
+    x[7] = 0.0
+    q, scale = FP8_OPS[name](x)
+    for row in (0, 7, 63):
+        q_row, scale_row = FP8_OPS[name](x[row : row + 1])
+        assert torch.equal(q[row].view(torch.uint8), q_row[0].view(torch.uint8))
+        assert torch.equal(scale[row], scale_row[0])
+    assert not q[7].float().any()
+    assert scale[7].isfinite()
+    assert [t.shape for t in FP8_OPS[name](torch.empty(0, 8))] == [(0, 4), (0, 1)]

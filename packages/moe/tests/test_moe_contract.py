@@ -39,6 +39,7 @@ def but(args: tuple[Any, ...], position: int, value: Any) -> Callable[[], Call]:
 
 
 MLP = (X, W1, B1, W2, B2, X)
+LINEAR = (X, W1, B1, torch.ones(3, 6))
 BAD_INPUTS = {
     "gelu_residual": [
         BadInput("no tensor", "x", call([1.0, 2.0]), TypeError, "tensor"),
@@ -53,6 +54,65 @@ BAD_INPUTS = {
         BadInput("full-width out", "out", call(X, out=torch.empty(3, 8)), ValueError, "(3, 4)"),
         BadInput("half out", "out", call(X, out=torch.empty(3, 4).half()), TypeError, "float32"),
         BadInput("out elsewhere", "out", call(X, out=torch.empty(3, 4, **META)), ValueError, "device"),
+    ],
+    "silu_and_mul": [
+        BadInput("float64", "x", call(X.double()), TypeError, "float64"),
+        BadInput("odd width", "x", call(X[:, :7]), ValueError, "even"),
+        BadInput("transposed", "x", call(X.t()[:, :2]), ValueError, "contiguous"),
+        BadInput("full-width out", "out", call(X, out=torch.empty(3, 8)), ValueError, "(3, 4)"),
+    ],
+    "gelu_and_mul": [
+        BadInput("integers", "x", call(X.int()), TypeError, "int32"),
+        BadInput("odd width", "x", call(X[:, :7]), ValueError, "even"),
+        BadInput("unknown form", "approximate", call(X, approximate=True), ValueError, "'tanh'"),
+        BadInput("bf16 out", "out", call(X, out=torch.empty(3, 4).bfloat16()), TypeError, "float32"),
+    ],
+    "gelu_residual_fp8": [
+        BadInput("float64", "x", call(X.double()), TypeError, "float64"),
+        BadInput("three dimensions", "x", call(X[None]), ValueError, "2-D"),
+        BadInput("odd width", "x", call(X[:, :7]), ValueError, "even"),
+        BadInput("unknown form", "approximate", call(X, approximate="erf"), ValueError, "'tanh'"),
+    ],
+    "silu_and_mul_fp8": [
+        BadInput("FP8", "x", call(X.to(F8)), TypeError, "float8_e4m3fn"),
+        BadInput("one dimension", "x", call(X[0]), ValueError, "2-D"),
+        BadInput("no columns", "x", call(X[:, :0]), ValueError, "even"),
+    ],
+    "gelu_and_mul_fp8": [
+        BadInput("no tensor", "x", call(None), TypeError, "tensor"),
+        BadInput("one dimension", "x", call(X[0]), ValueError, "2-D"),
+        BadInput("unknown form", "approximate", call(X, approximate=None), ValueError, "'tanh'"),
+    ],
+    "fused_linear_residual": [
+        BadInput("float64", "x", but(LINEAR, 0, X.double()), TypeError, "float64"),
+        BadInput("scalar", "x", but(LINEAR, 0, torch.tensor(1.0)), ValueError, "dimension"),
+        BadInput("weight of other width", "weight", but(LINEAR, 1, torch.ones(6, 7)), ValueError, "(any, 8)"),
+        BadInput("weight [in, out]", "weight", but(LINEAR, 1, torch.ones(8, 6).t()), ValueError, "contiguous"),
+        BadInput("weight in bf16", "weight", but(LINEAR, 1, W1.bfloat16()), TypeError, "float32"),
+        BadInput("bias of other length", "bias", but(LINEAR, 2, B2), ValueError, "(6,)"),
+        BadInput("no residual", "residual", but(LINEAR, 3, None), TypeError, "tensor"),
+        BadInput("residual of other width", "residual", but(LINEAR, 3, X), ValueError, "(3, 6)"),
+        BadInput("residual elsewhere", "residual", but(LINEAR, 3, torch.ones(3, 6, **META)), ValueError, "device"),
+        BadInput("out of other width", "out", call(*LINEAR, out=X), ValueError, "(3, 6)"),
+    ],
+    "gemv": [
+        BadInput("integers", "x", call(X.int(), W1), TypeError, "int32"),
+        BadInput("weight of other width", "weight", call(X, W2), ValueError, "(any, 8)"),
+        BadInput("no weight", "weight", call(X, None), TypeError, "tensor"),
+        BadInput("bias in fp16", "bias", call(X, W1, B1.half()), TypeError, "float32"),
+        BadInput("out in fp16", "out", call(X, W1, out=torch.empty(3, 6).half()), TypeError, "float32"),
+    ],
+    "router_gemm": [
+        BadInput("float64", "x", call(X.double(), W1), TypeError, "float64"),
+        BadInput("weight in bf16", "weight", call(X, W1.bfloat16()), TypeError, "float32"),
+        BadInput("flat weight", "weight", call(X, W1[0]), ValueError, "2-D"),
+        BadInput("out in bf16", "out", call(X.half(), W1.half(), out=torch.empty(3, 6).half()), TypeError, "float32"),
+    ],
+    "moe_sum": [
+        BadInput("two dimensions", "x", call(X), ValueError, "3-D"),
+        BadInput("float64", "x", call(EXPERTS1.double()), TypeError, "float64"),
+        BadInput("last dimension strided", "x", call(EXPERTS1.mT), ValueError, "contiguous"),
+        BadInput("out of other shape", "out", call(EXPERTS1, torch.empty(4, 12)), ValueError, "(4, 8)"),
     ],
     "fused_mlp": [
         BadInput("float64", "x", but(MLP, 0, X.double()), TypeError, "float64"),
@@ -130,6 +190,15 @@ CASES = [pytest.param(op, case, id=f"{op}-{case.name}") for op, cases in BAD_INP
 
 GOOD_CALLS: dict[str, Call] = {
     "gelu_residual": ((X,), {"approximate": "tanh"}),
+    "silu_and_mul": ((X,), {"out": None}),
+    "gelu_and_mul": ((X,), {"approximate": "tanh", "out": None}),
+    "gelu_residual_fp8": ((X,), {"approximate": "tanh"}),
+    "silu_and_mul_fp8": ((X,), {}),
+    "gelu_and_mul_fp8": ((X,), {"approximate": "tanh"}),
+    "fused_linear_residual": (LINEAR, {"out": None}),
+    "gemv": (LINEAR[:3], {"out": None}),
+    "router_gemm": (LINEAR[:2], {"out": None}),
+    "moe_sum": ((EXPERTS1, None), {}),
     "fused_mlp": (MLP, {"activation": "gelu"}),
     "topk_softmax": ((GATING, 2), {"renormalize": True, "bias": torch.ones(4), "num_tokens": torch.tensor([2]).int()}),
     "fused_experts": (FP8, {**SCALES, "activation": "silu_and_mul", "expert_map": torch.arange(4).int()}),
@@ -161,7 +230,7 @@ def test_whatever_is_passed_either_works_or_is_named(op: str, data: st.DataObjec
             raise AssertionError("the message names neither op nor argument") from error
 
 
-# ---- registration and compilation -----------------------------------------------------------------------------------
+# ---- registration and compilation ---------------------------------------------------------------------------------
 
 BUFFER = torch.randn(8, 6, 40)
 VIEW = BUFFER.transpose(0, 1)[::2, :, 3:35]  # [3, 8, 32], transposed and sliced
@@ -177,6 +246,21 @@ REGISTERED: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
     ("gelu_residual", (X,), {}),
     ("gelu_residual", (VIEW.half(),), {"approximate": "tanh"}),
     ("gelu_residual", (VIEW,), {"out": torch.empty(3, 8, 16)}),
+    ("silu_and_mul", (VIEW.bfloat16(),), {}),
+    ("silu_and_mul", (VIEW,), {"out": torch.empty(3, 8, 16)}),
+    ("gelu_and_mul", (VIEW,), {"approximate": "tanh"}),
+    ("gelu_and_mul", (X,), {"out": torch.empty(3, 4)}),
+    ("gelu_residual_fp8", (VIEW[:, 0],), {}),
+    ("silu_and_mul_fp8", (VIEW[:, 0],), {}),
+    ("gelu_and_mul_fp8", (VIEW[0].half(),), {"approximate": "tanh"}),
+    ("fused_linear_residual", (VIEW, LINEAR1, None, torch.randn(8, 3, 10).transpose(0, 1)), {}),
+    ("fused_linear_residual", LINEAR, {"out": torch.empty(3, 6)}),
+    ("gemv", (VIEW, LINEAR1, torch.randn(10)), {}),
+    ("gemv", LINEAR[:2], {"out": torch.empty(3, 6)}),
+    ("router_gemm", (VIEW.half(), LINEAR1.half()), {}),
+    ("router_gemm", LINEAR[:2], {"out": torch.empty(3, 6)}),
+    ("moe_sum", (VIEW.bfloat16(),), {}),
+    ("moe_sum", (VIEW,), {"out": torch.empty(3, 32)}),
     ("fused_mlp", MLP, {}),
     ("fused_mlp", (VIEW, LINEAR1, None, LINEAR2, None, VIEW), {"activation": "gelu"}),
     ("fused_mlp", (X, W1, None, W2, B2), {"out": torch.empty(3, 8)}),
@@ -209,7 +293,13 @@ def test_public_functions_compile_into_one_graph(tokens: int) -> None:
         routed = kestrel_moe.fused_experts(x, EXPERTS1, EXPERTS2, weights, ids)
         routed8 = kestrel_moe.fused_experts(x, *FP8[1:3], weights, ids, **SCALES)
         dense = kestrel_moe.fused_mlp(x, W1, B1, W2, B2, routed, out=torch.empty_like(x))
-        return [up, weights, ids, counts, routed, routed8, dense]
+        codes, scale = kestrel_moe.silu_and_mul_fp8(x)
+        more = [codes.float(), scale, *(part.float() for part in kestrel_moe.gelu_residual_fp8(x))]
+        more.extend(part.float() for part in kestrel_moe.gelu_and_mul_fp8(x, approximate="tanh"))
+        linear = kestrel_moe.fused_linear_residual(x, W1, B1, kestrel_moe.gemv(x, W1))
+        more.extend((linear, kestrel_moe.router_gemm(x, W1), kestrel_moe.moe_sum(torch.stack((x, x), 1))))
+        more.extend((kestrel_moe.silu_and_mul(x), kestrel_moe.gelu_and_mul(x, out=torch.empty_like(x[:, :4]))))
+        return [up, weights, ids, counts, routed, routed8, dense, *more]
 
     x, gating = torch.randn(tokens, 8), torch.randn(tokens, 4)
     for got, expected in zip(torch.compile(block, fullgraph=True)(x, gating), block(x, gating), strict=True):

@@ -8,11 +8,15 @@ import torch
 
 from kestrel_runtime import check
 
+APPROXIMATIONS = ("none", "tanh")
 
-def check_out(op: str, out: torch.Tensor | None, shape: Sequence[int], like: torch.Tensor) -> None:
-    """``out`` is None, or has this shape and the dtype and device of ``like``."""
+
+def check_out(
+    op: str, out: torch.Tensor | None, shape: Sequence[int], like: torch.Tensor, dtype: torch.dtype | None = None
+) -> None:
+    """``out`` is None, or has this shape and the device and dtype of ``like`` (or the dtype given)."""
     if out is not None:
-        check.tensor(op, "out", out, dtype=like.dtype, last_contiguous=True)
+        check.tensor(op, "out", out, dtype=dtype or like.dtype, last_contiguous=True)
         check.shape(op, "out", out, tuple(shape))
         check.same(op, "device", input=like, out=out)
 

@@ -7,15 +7,13 @@ import torch
 from kestrel_runtime import check, kernel_op
 
 from . import reference
-from ._checks import check_gated_input, check_out
-
-_APPROXIMATIONS = ("none", "tanh")
+from ._checks import APPROXIMATIONS, check_gated_input, check_out
 
 
 def _check_gelu_residual(x: torch.Tensor, approximate: str = "none", out: torch.Tensor | None = None) -> None:
     op = "gelu_residual"
     width = check_gated_input(op, x)
-    check.choice(op, "approximate", approximate, _APPROXIMATIONS)
+    check.choice(op, "approximate", approximate, APPROXIMATIONS)
     check_out(op, out, (*x.shape[:-1], width), x)
 
 

@@ -11,10 +11,37 @@ import math
 import torch
 import torch.nn.functional as F
 
+from kestrel_quant.reference import fp8_quant
+
 
 def gelu_residual(x: torch.Tensor, approximate: str = "none") -> torch.Tensor:
     """GELU(h) * (g + 1), h the first half of the last dimension, g the second."""
     return gated(x.float(), "gelu_residual", approximate).to(x.dtype)
+
+
+def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
+    """SiLU(h) * g."""
+    return gated(x.float(), "silu_and_mul").to(x.dtype)
+
+
+def gelu_and_mul(x: torch.Tensor, approximate: str = "none") -> torch.Tensor:
+    """GELU(h) * g."""
+    return gated(x.float(), "gelu_and_mul", approximate).to(x.dtype)
+
+
+def gelu_residual_fp8(x: torch.Tensor, approximate: str = "none") -> tuple[torch.Tensor, torch.Tensor]:
+    """gelu_residual in float32, quantised per row without a rounding in between."""
+    return fp8_quant(gated(x.float(), "gelu_residual", approximate))
+
+
+def silu_and_mul_fp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """silu_and_mul in float32, quantised per row without a rounding in between."""
+    return fp8_quant(gated(x.float(), "silu_and_mul"))
+
+
+def gelu_and_mul_fp8(x: torch.Tensor, approximate: str = "none") -> tuple[torch.Tensor, torch.Tensor]:
+    """gelu_and_mul in float32, quantised per row without a rounding in between."""
+    return fp8_quant(gated(x.float(), "gelu_and_mul", approximate))
 
 
 def gated(x: torch.Tensor, activation: str, approximate: str = "none") -> torch.Tensor:
@@ -59,6 +86,31 @@ def fused_mlp(
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """x @ weight.T + bias in float32, not rounded."""
     return F.linear(x.float(), weight.float(), None if bias is None else bias.float())
+
+
+def fused_linear_residual(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor
+) -> torch.Tensor:
+    """x @ weight.T + bias + residual."""
+    return (linear(x, weight, bias) + residual.float()).to(x.dtype)
+
+
+def gemv(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """x @ weight.T + bias."""
+    return linear(x, weight, bias).to(x.dtype)
+
+
+def router_gemm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """x @ weight.T, not rounded."""
+    return linear(x, weight, None)
+
+
+def moe_sum(x: torch.Tensor) -> torch.Tensor:
+    """Sum over the choices in their order."""
+    total = torch.zeros((x.shape[0], x.shape[2]), dtype=torch.float32, device=x.device)
+    for choice in x.unbind(1):
+        total = total + choice.float()
+    return total.to(x.dtype)
 
 
 def topk_softmax(

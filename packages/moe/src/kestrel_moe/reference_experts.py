@@ -8,10 +8,11 @@ reads a tensor on the host.
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 
 from kestrel_quant.reference import fp8_quant
 
-from .reference import gated, histogram
+from .reference import gated, histogram, topk_softmax
 
 _CHUNK_BYTES = 4 * 2**20  # float32 weights gathered at a time: what a CPU cache holds
 _LARGEST_BLOCK = 128
@@ -55,6 +56,188 @@ def align(ids: torch.Tensor, experts: int, block_size: int, blocks: int) -> tupl
     starts = torch.arange(blocks, device=flat.device) * block_size
     expert = torch.searchsorted(ends, starts, right=True)
     return sorted_pairs, torch.where(expert < experts, expert, -1), ends[-1:]
+
+
+def moe_align_block_size(
+    topk_ids: torch.Tensor,
+    num_experts: int,
+    block_size: int,
+    sorted_token_ids: torch.Tensor,
+    expert_ids: torch.Tensor,
+    num_tokens_post_pad: torch.Tensor,
+    expert_map: torch.Tensor | None = None,
+) -> None:
+    """Write the alignment of all pairs into the three outputs."""
+    ids = _known_experts(topk_ids, num_experts, expert_map)
+    blocks = most_blocks(ids.numel(), num_experts, block_size)
+    pairs, experts, length = align(ids, num_experts, block_size, blocks)
+    sorted_token_ids.fill_(ids.numel())
+    sorted_token_ids[: pairs.numel()] = pairs.to(torch.int32)
+    expert_ids.fill_(-1)
+    expert_ids[:blocks] = _mapped(experts, expert_map)
+    num_tokens_post_pad.copy_(length)
+
+
+def moe_lora_align_block_size(
+    topk_ids: torch.Tensor,
+    token_lora_mapping: torch.Tensor,
+    num_experts: int,
+    block_size: int,
+    max_loras: int,
+    sorted_token_ids: torch.Tensor,
+    expert_ids: torch.Tensor,
+    num_tokens_post_pad: torch.Tensor,
+    adapter_enabled: torch.Tensor,
+    expert_map: torch.Tensor | None = None,
+) -> None:
+    """The same, once per adapter over its own tokens; a disabled adapter's outputs stay as they are."""
+    outputs = (sorted_token_ids, expert_ids, num_tokens_post_pad)
+    for slot in range(max_loras):
+        own = torch.where((token_lora_mapping == slot).unsqueeze(1), topk_ids, -1)
+        fresh = [torch.empty_like(output[slot : slot + 1].flatten()) for output in outputs]
+        moe_align_block_size(own, num_experts, block_size, *fresh, expert_map)
+        for output, new in zip(outputs, fresh, strict=True):
+            output[slot] = torch.where(adapter_enabled[slot] != 0, new.view(output[slot].shape), output[slot])
+
+
+def route_and_align(
+    logits: torch.Tensor,
+    k: int,
+    block_size: int,
+    renormalize: bool = False,
+    bias: torch.Tensor | None = None,
+    expert_map: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """topk_softmax, then the alignment of its ids."""
+    weights, ids, _ = topk_softmax(logits, k, renormalize, bias)
+    experts = logits.shape[1]
+    blocks = most_blocks(ids.numel(), experts, block_size)
+    pairs, block_experts, length = align(_known_experts(ids, experts, expert_map), experts, block_size, blocks)
+    return weights, ids, pairs.to(torch.int32), _mapped(block_experts, expert_map), length.to(torch.int32)
+
+
+def _known_experts(ids: torch.Tensor, experts: int, expert_map: torch.Tensor | None) -> torch.Tensor:
+    """int64 ids as they are, -1 where they are negative, past the end, or mapped to a negative place."""
+    known = (ids >= 0) & (ids < experts)
+    if expert_map is not None:
+        known = known & (expert_map[torch.where(known, ids, 0).long()] >= 0)
+    return torch.where(known, ids, -1).long()
+
+
+def _mapped(block_experts: torch.Tensor, expert_map: torch.Tensor | None) -> torch.Tensor:
+    """The expert of each block as its place in the weights, int32; -1 stays."""
+    if expert_map is not None:
+        block_experts = torch.where(block_experts >= 0, expert_map[block_experts.clamp(min=0)], -1)
+    return block_experts.to(torch.int32)
+
+
+def invoke_cute_moe_up(
+    hidden_states: torch.Tensor,
+    w1: torch.Tensor,
+    w2: torch.Tensor | None,
+    topk_ids: torch.Tensor,
+    sorted_token_ids: torch.Tensor,
+    expert_ids: torch.Tensor,
+    num_tokens_post_pad: torch.Tensor,
+    block_size: int,
+) -> torch.Tensor:
+    """Row t*K+j holds [x @ w1[e].T, x @ w2[e].T]."""
+    blocks = (topk_ids, sorted_token_ids, expert_ids, num_tokens_post_pad, block_size)
+    parts = [_over_blocks(hidden_states, None, w, None, topk_ids.shape[1], *blocks) for w in (w1, w2) if w is not None]
+    return torch.cat(parts, dim=1).to(hidden_states.dtype)
+
+
+def invoke_cute_moe_up_fp8(
+    x_q: torch.Tensor,
+    x_scale: torch.Tensor,
+    w1: torch.Tensor,
+    w1_scale: torch.Tensor,
+    w2: torch.Tensor | None,
+    w2_scale: torch.Tensor | None,
+    topk_ids: torch.Tensor,
+    sorted_token_ids: torch.Tensor,
+    expert_ids: torch.Tensor,
+    num_tokens_post_pad: torch.Tensor,
+    block_size: int,
+) -> torch.Tensor:
+    """The same with FP8 operands, in bf16."""
+    blocks = (topk_ids, sorted_token_ids, expert_ids, num_tokens_post_pad, block_size)
+    pairs = [(w, s) for w, s in ((w1, w1_scale), (w2, w2_scale)) if w is not None]
+    parts = [_over_blocks(x_q, x_scale, w, scale, topk_ids.shape[1], *blocks) for w, scale in pairs]
+    return torch.cat(parts, dim=1).to(torch.bfloat16)
+
+
+def invoke_cute_moe_down(
+    moe_out: torch.Tensor,
+    w3: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    sorted_token_ids: torch.Tensor,
+    expert_ids: torch.Tensor,
+    num_tokens_post_pad: torch.Tensor,
+    block_size: int,
+) -> torch.Tensor:
+    """Each pair's row times its expert, times its router weight."""
+    blocks = (topk_ids, sorted_token_ids, expert_ids, num_tokens_post_pad, block_size)
+    rows = _over_blocks(moe_out, None, w3, None, 1, *blocks, topk_weights)
+    return rows.view(*topk_ids.shape, w3.shape[1]).to(moe_out.dtype)
+
+
+def invoke_cute_moe_down_fp8(
+    x_q: torch.Tensor,
+    x_scale: torch.Tensor,
+    w3: torch.Tensor,
+    w3_scale: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    sorted_token_ids: torch.Tensor,
+    expert_ids: torch.Tensor,
+    num_tokens_post_pad: torch.Tensor,
+    block_size: int,
+) -> torch.Tensor:
+    """The same with FP8 operands, in bf16."""
+    blocks = (topk_ids, sorted_token_ids, expert_ids, num_tokens_post_pad, block_size)
+    rows = _over_blocks(x_q, x_scale, w3, w3_scale, 1, *blocks, topk_weights)
+    return rows.view(*topk_ids.shape, w3.shape[1]).to(torch.bfloat16)
+
+
+def _over_blocks(
+    x: torch.Tensor,
+    x_scale: torch.Tensor | None,
+    weight: torch.Tensor,
+    scale: torch.Tensor | None,
+    pairs_per_row: int,
+    topk_ids: torch.Tensor,
+    sorted_token_ids: torch.Tensor,
+    expert_ids: torch.Tensor,
+    num_tokens_post_pad: torch.Tensor,
+    block_size: int,
+    topk_weights: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """float32 [T * K, N]: each pair's row of x times its block's expert; pairs that no block names are zero."""
+    count, width, blocks = topk_ids.numel(), weight.shape[1], expert_ids.shape[0]
+    results = torch.zeros((count + 1, width), dtype=torch.float32, device=x.device)
+    if count == 0:
+        return results[:0]
+    slots = torch.arange(blocks * block_size, device=x.device)
+    pairs = F.pad(sorted_token_ids.long(), (0, blocks * block_size), value=count)[: blocks * block_size]
+    expert = torch.where((expert_ids >= 0) & (expert_ids < weight.shape[0]), expert_ids, -1).long()
+    named = (pairs >= 0) & (pairs < count) & (slots < num_tokens_post_pad) & (expert[slots // block_size] >= 0)
+    pairs = torch.where(named, pairs, count)  # the last row takes what padding computes
+
+    step = max(1, _CHUNK_BYTES // (4 * weight[0].numel()))
+    for start in range(0, blocks, step):
+        pair = pairs[start * block_size : (start + step) * block_size]
+        row = (pair // pairs_per_row).clamp(max=x.shape[0] - 1)
+        operand = x.view(torch.uint8)[row].view(x.dtype) if x.dtype == torch.float8_e4m3fn else x[row]
+        row_scale = None if x_scale is None else x_scale[row]
+        chunk = expert[start : start + step].clamp(min=0)
+        results.index_copy_(0, pair, _grouped(operand.float(), row_scale, weight, scale, chunk))
+    results = results[:count]
+    if topk_weights is None:
+        return results
+    reached = torch.zeros(count + 1, dtype=torch.bool, device=x.device).index_fill_(0, pairs, True)[:count, None]
+    return torch.where(reached, results * topk_weights.reshape(-1, 1), 0.0)
 
 
 def fused_experts(

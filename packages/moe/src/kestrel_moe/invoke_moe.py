@@ -1,0 +1,255 @@
+"""The grouped matrix products of routed experts, over pairs that moe_align_block_size has sorted."""
+
+from __future__ import annotations
+
+import torch
+
+from kestrel_runtime import check, kernel_op
+
+from . import reference_experts
+from ._checks import check_out
+
+_BLOCK_SIZES = (16, 32, 64, 128)
+
+
+def invoke_cute_moe_up(
+    hidden_states: torch.Tensor,
+    w1: torch.Tensor,
+    w2: torch.Tensor | None,
+    topk_weights: torch.Tensor | None,
+    topk_ids: torch.Tensor,
+    sorted_token_ids: torch.Tensor,
+    expert_ids: torch.Tensor,
+    num_tokens_post_pad: torch.Tensor,
+    *,
+    block_size: int | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Up projection of routed experts: row t*K+j of the result is ``[x @ w1[e].T, x @ w2[e].T]`` for x = row t.
+
+    hidden_states: [T, Hd] bf16, fp16 or float32. w1, w2: [E, I, Hd] in its dtype; with w2=None, w1 is [E, 2I, Hd].
+    *Constant*: w1, w2. topk_weights: not read, may be None. topk_ids: int32 [T, K], gives T and K.
+    sorted_token_ids int32 [S], expert_ids int32 [M], num_tokens_post_pad int32 [1]: as moe_align_block_size wrote them.
+    A block whose expert is outside 0..E-1, a slot at or past num_tokens_post_pad and an index outside 0..T*K-1 are
+    skipped.
+    block_size: of the alignment; None takes the one of 16, 32, 64 and 128 that both buffers fit (M blocks, S slots).
+    Accumulated in float32, rounded once.
+
+    Returns [T*K, 2I] in the dtype of hidden_states, in ``out`` if it is given; rows of skipped pairs are zero. Reads
+    nothing on the host. A row is the same for every batch up to the order of summation of the product at hand.
+
+    Raises ValueError or TypeError for a wrong dtype, rank, shape or device, or where no or more than one block size
+    fits. Semantics: the seed library kestrel-kernels 0.2; vLLM's fused MoE kernel.
+
+    >>> from kestrel_moe import route_and_align
+    >>> weights, ids, *aligned = route_and_align(torch.tensor([[0.0, 9.0]]), 1, 16)
+    >>> w1, w2 = torch.tensor([[[1.0]], [[2.0]]]), torch.tensor([[[3.0]], [[4.0]]])
+    >>> invoke_cute_moe_up(torch.tensor([[10.0]]), w1, w2, None, ids, *aligned, block_size=16).tolist()
+    [[20.0, 40.0]]
+    """
+    block_size = block_size_of("invoke_cute_moe_up", block_size, sorted_token_ids, expert_ids)
+    aligned = (topk_ids, sorted_token_ids, expert_ids, num_tokens_post_pad, block_size)
+    return _invoke_cute_moe_up(hidden_states, w1, w2, *aligned, out=out)
+
+
+def invoke_cute_moe_down(
+    moe_out: torch.Tensor,
+    w3: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    sorted_token_ids: torch.Tensor,
+    expert_ids: torch.Tensor,
+    num_tokens_post_pad: torch.Tensor,
+    *,
+    block_size: int | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Down projection of routed experts: ``result[t, j] = topk_weights[t, j] * (moe_out[t*K+j] @ w3[e].T)``.
+
+    moe_out: [T*K, I] bf16, fp16 or float32. w3: [E, Hd, I] in its dtype, *constant*. topk_weights: float32 [T, K].
+    topk_ids: int32 [T, K], gives T and K. The rest as in :func:`invoke_cute_moe_up`.
+    Accumulated and weighted in float32, rounded once.
+
+    Returns [T, K, Hd] in the dtype of moe_out, in ``out`` if it is given; skipped pairs are zero. moe_sum adds them up.
+
+    Raises ValueError or TypeError as :func:`invoke_cute_moe_up` does. Semantics: the seed library kestrel-kernels 0.2.
+
+    >>> from kestrel_moe import route_and_align
+    >>> weights, ids, *aligned = route_and_align(torch.tensor([[0.0, 0.0]]), 2, 16)
+    >>> w3 = torch.tensor([[[1.0]], [[3.0]]])
+    >>> invoke_cute_moe_down(torch.tensor([[10.0], [100.0]]), w3, weights, ids, *aligned, block_size=16).tolist()
+    [[[5.0], [150.0]]]
+    """
+    block_size = block_size_of("invoke_cute_moe_down", block_size, sorted_token_ids, expert_ids)
+    aligned = (topk_ids, sorted_token_ids, expert_ids, num_tokens_post_pad, block_size)
+    return _invoke_cute_moe_down(moe_out, w3, topk_weights, *aligned, out=out)
+
+
+def block_size_of(op: str, block_size: int | None, sorted_token_ids: torch.Tensor, expert_ids: torch.Tensor) -> int:
+    """The block size given, or the only one that both buffers fit."""
+    if block_size is not None:
+        return block_size
+    check.tensor(op, "sorted_token_ids", sorted_token_ids, ndim=1)
+    check.tensor(op, "expert_ids", expert_ids, ndim=1)
+    slots, blocks = sorted_token_ids.shape[0], expert_ids.shape[0]
+    fitting = [size for size in _BLOCK_SIZES if slots == blocks * size]
+    fitting = fitting or [size for size in _BLOCK_SIZES if -(-slots // size) == blocks]
+    if len(fitting) != 1:
+        expected = "a number, or buffers that fit exactly one of 16, 32, 64 and 128"
+        check.fail(op, "block_size", expected, f"{slots} slots in {blocks} blocks")
+    return fitting[0]
+
+
+def check_blocks(
+    op: str,
+    x: torch.Tensor,
+    topk_ids: torch.Tensor,
+    sorted_token_ids: torch.Tensor,
+    expert_ids: torch.Tensor,
+    num_tokens_post_pad: torch.Tensor,
+    block_size: int,
+) -> None:
+    check.tensor(op, "topk_ids", topk_ids, dtype=torch.int32, ndim=2, last_contiguous=True)
+    check.tensor(op, "sorted_token_ids", sorted_token_ids, dtype=torch.int32, ndim=1, last_contiguous=True)
+    check.tensor(op, "expert_ids", expert_ids, dtype=torch.int32, ndim=1, last_contiguous=True)
+    check.tensor(op, "num_tokens_post_pad", num_tokens_post_pad, dtype=torch.int32)
+    check.shape(op, "num_tokens_post_pad", num_tokens_post_pad, (1,))
+    check.number(op, "block_size", block_size, integer=True, minimum=1)
+    check.same(
+        op,
+        "device",
+        x=x,
+        topk_ids=topk_ids,
+        sorted_token_ids=sorted_token_ids,
+        expert_ids=expert_ids,
+        num_tokens_post_pad=num_tokens_post_pad,
+    )
+
+
+def check_operands(
+    op: str,
+    x_name: str,
+    x: torch.Tensor,
+    x_scale: torch.Tensor | None,
+    rows: int,
+    weights: dict[str, torch.Tensor | None],
+) -> int:
+    """x is [rows, K] with scales [rows, 1] if they are given; the weights are [E, N, K] alike, and only the first must
+    be there. Returns the sum of N."""
+    dtypes = check.FLOATS if x_scale is None else torch.float8_e4m3fn
+    check.tensor(op, x_name, x, dtype=dtypes, ndim=2, last_contiguous=True)
+    check.shape(op, x_name, x, (rows, None))
+    if x_scale is not None:
+        check.tensor(op, "x_scale", x_scale, dtype=torch.float32)
+        check.shape(op, "x_scale", x_scale, (rows, 1))
+        check.same(op, "device", x=x, x_scale=x_scale)
+    width, shape = 0, (None, None, x.shape[1])
+    for place, (name, weight) in enumerate(weights.items()):
+        if weight is None and place > 0:
+            continue
+        check.tensor(op, name, weight, dtype=x.dtype, ndim=3, last_contiguous=True)
+        assert weight is not None
+        check.shape(op, name, weight, shape)
+        check.same(op, "device", x=x, **{name: weight})
+        if weight.shape[0] == 0:
+            check.fail(op, name, "the weights of at least one expert", f"shape {tuple(weight.shape)}")
+        width, shape = width + weight.shape[1], tuple(weight.shape)
+    return width
+
+
+def check_topk_weights(op: str, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> None:
+    check.tensor(op, "topk_weights", topk_weights, dtype=torch.float32, ndim=2, last_contiguous=True)
+    check.shape(op, "topk_weights", topk_weights, topk_ids.shape)
+    check.same(op, "device", topk_ids=topk_ids, topk_weights=topk_weights)
+
+
+def _check_invoke_cute_moe_up(
+    hidden_states: torch.Tensor,
+    w1: torch.Tensor,
+    w2: torch.Tensor | None,
+    topk_ids: torch.Tensor,
+    sorted_token_ids: torch.Tensor,
+    expert_ids: torch.Tensor,
+    num_tokens_post_pad: torch.Tensor,
+    block_size: int,
+    out: torch.Tensor | None = None,
+) -> None:
+    op = "invoke_cute_moe_up"
+    check.tensor(op, "hidden_states", hidden_states, ndim=2)
+    check_blocks(op, hidden_states, topk_ids, sorted_token_ids, expert_ids, num_tokens_post_pad, block_size)
+    tokens, choices = topk_ids.shape
+    width = check_operands(op, "hidden_states", hidden_states, None, tokens, {"w1": w1, "w2": w2})
+    check_out(op, out, (tokens * choices, width), hidden_states)
+
+
+def _check_invoke_cute_moe_down(
+    moe_out: torch.Tensor,
+    w3: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    sorted_token_ids: torch.Tensor,
+    expert_ids: torch.Tensor,
+    num_tokens_post_pad: torch.Tensor,
+    block_size: int,
+    out: torch.Tensor | None = None,
+) -> None:
+    op = "invoke_cute_moe_down"
+    check.tensor(op, "moe_out", moe_out, ndim=2)
+    check_blocks(op, moe_out, topk_ids, sorted_token_ids, expert_ids, num_tokens_post_pad, block_size)
+    tokens, choices = topk_ids.shape
+    width = check_operands(op, "moe_out", moe_out, None, tokens * choices, {"w3": w3})
+    check_topk_weights(op, topk_weights, topk_ids)
+    check_out(op, out, (tokens, choices, width), moe_out)
+
+
+def _shape_invoke_cute_moe_up(
+    hidden_states: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor | None, topk_ids: torch.Tensor, *_: object
+) -> torch.Tensor:
+    width = w1.shape[1] + (0 if w2 is None else w2.shape[1])
+    return hidden_states.new_empty((topk_ids.shape[0] * topk_ids.shape[1], width))
+
+
+def _shape_invoke_cute_moe_down(
+    moe_out: torch.Tensor, w3: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, *_: object
+) -> torch.Tensor:
+    return moe_out.new_empty((*topk_ids.shape, w3.shape[1]))
+
+
+@kernel_op(
+    reference=reference_experts.invoke_cute_moe_up,
+    check=_check_invoke_cute_moe_up,
+    shape=_shape_invoke_cute_moe_up,
+)
+def _invoke_cute_moe_up(
+    hidden_states: torch.Tensor,
+    w1: torch.Tensor,
+    w2: torch.Tensor | None,
+    topk_ids: torch.Tensor,
+    sorted_token_ids: torch.Tensor,
+    expert_ids: torch.Tensor,
+    num_tokens_post_pad: torch.Tensor,
+    block_size: int,
+    *,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """invoke_cute_moe_up with a known block size."""
+
+
+@kernel_op(
+    reference=reference_experts.invoke_cute_moe_down,
+    check=_check_invoke_cute_moe_down,
+    shape=_shape_invoke_cute_moe_down,
+)
+def _invoke_cute_moe_down(
+    moe_out: torch.Tensor,
+    w3: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    sorted_token_ids: torch.Tensor,
+    expert_ids: torch.Tensor,
+    num_tokens_post_pad: torch.Tensor,
+    block_size: int,
+    *,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """invoke_cute_moe_down with a known block size."""

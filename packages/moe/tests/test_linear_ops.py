@@ -1,0 +1,108 @@
+"""fused_linear_residual, gemv, router_gemm and moe_sum against float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from kestrel_moe import fused_linear_residual, gemv, moe_sum, router_gemm
+from kestrel_runtime.testing import assert_close_to_f64
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def problem(tokens: int, width: int, result: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    """x, weight, bias, residual."""
+    g = torch.Generator().manual_seed(tokens + width)
+    shapes = ((tokens, width), (result, width), (result,), (tokens, result))
+    x, weight, bias, residual = (torch.randn(shape, generator=g) for shape in shapes)
+    return x.to(dtype), (weight / width**0.5).to(dtype), bias.to(dtype), residual.to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("with_bias", [True, False])
+def test_linear_with_residual_errs_no_more_than_torch(dtype: torch.dtype, with_bias: bool) -> None:
+    x, weight, bias, residual = problem(50, 72, 96, dtype)
+    bias = bias if with_bias else None
+    exact = F.linear(x.double(), weight.double(), None if bias is None else bias.double()) + residual.double()
+    got = fused_linear_residual(x, weight, bias, residual)
+    assert got.dtype == dtype
+    assert_close_to_f64(got, exact, F.linear(x, weight, bias) + residual)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("with_bias", [True, False])
+@pytest.mark.parametrize("tokens", [1, 3, 16, 257])
+def test_gemv_is_a_linear_layer_rounded_once(tokens: int, dtype: torch.dtype, with_bias: bool) -> None:
+    x, weight, bias, _ = problem(tokens, 130, 33, dtype)
+    bias = bias if with_bias else None
+    exact = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
+    got = gemv(x, weight, bias)
+    eps = torch.finfo(dtype).eps
+    # one rounding, and float32 sums of 130 products of order 1 / sqrt(130)
+    assert bool(((got.double() - exact).abs() <= 0.5 * eps * exact.abs() * 1.001 + 4e-6).all())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tokens", [0, 1, 17, 740])
+def test_router_logits_are_not_rounded_to_the_input_dtype(tokens: int, dtype: torch.dtype) -> None:
+    x, weight, _, _ = problem(tokens, 256, 64, dtype)
+    got = router_gemm(x, weight)
+    assert got.dtype == torch.float32
+    torch.testing.assert_close(got.double(), x.double() @ weight.double().T, rtol=0, atol=4e-6)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("choices", [0, 1, 2, 8, 11])
+@pytest.mark.parametrize("tokens", [0, 1, 16, 257])
+def test_moe_sum_adds_in_float32_in_order(tokens: int, choices: int, dtype: torch.dtype) -> None:
+    x = (100 * torch.randn(tokens, choices, 37)).to(dtype)
+    expected = torch.zeros(tokens, 37)
+    for k in range(choices):
+        expected += x[:, k].float()
+    assert torch.equal(moe_sum(x), expected.to(dtype))
+
+
+def test_moe_sum_rounds_once() -> None:
+    x = torch.tensor([[[256.0], [1.0], [1.0]]]).bfloat16()  # in bf16 256 + 1 is 256
+    assert moe_sum(x).item() == 258.0
+
+
+def test_views_leading_dimensions_out_and_untouched_inputs() -> None:
+    x, weight, bias, residual = problem(12, 40, 24, torch.bfloat16)
+    wide = torch.randn(3, 4, 60).bfloat16()
+    wide[..., 10:50] = x.view(3, 4, 40)
+    weight_wide = torch.randn(24, 50).bfloat16()
+    weight_wide[:, 3:43] = weight
+    before = [t.clone() for t in (wide, weight_wide, bias, residual)]
+    view, weight_view = wide[..., 10:50], weight_wide[:, 3:43]
+    expected = fused_linear_residual(x, weight, bias, residual)
+    assert torch.equal(fused_linear_residual(view, weight_view, bias, residual.view(3, 4, 24)).view(12, 24), expected)
+    assert torch.equal(gemv(view, weight_view, bias).view(12, 24), gemv(x, weight, bias))
+    assert torch.equal(router_gemm(view, weight_view).view(12, 24), router_gemm(x, weight))
+    assert torch.equal(gemv(x[0], weight), gemv(x[:1], weight)[0])
+    summed = moe_sum(wide.transpose(0, 1)[..., 10:50])
+    assert torch.equal(summed, moe_sum(wide.transpose(0, 1)[..., 10:50].contiguous()))
+    assert summed.is_contiguous()
+    assert all(torch.equal(a, b) for a, b in zip(before, (wide, weight_wide, bias, residual), strict=True))
+
+    assert fused_linear_residual(x, weight, bias, residual, out=residual) is residual
+    assert torch.equal(residual, expected)
+    out = torch.empty(12, 24)
+    assert router_gemm(x, weight, out=out) is out
+    assert torch.equal(out, router_gemm(x, weight))
+    total = torch.empty(3, 60).bfloat16()
+    assert moe_sum(wide, total) is total
+    assert torch.equal(total, moe_sum(wide))
+
+
+def test_a_nan_row_stays_alone() -> None:
+    x, weight, bias, residual = problem(8, 16, 24, torch.float32)
+    clean = fused_linear_residual(x, weight, bias, residual), gemv(x, weight, bias), router_gemm(x, weight)
+    x[3, 5] = torch.nan
+    broken = fused_linear_residual(x, weight, bias, residual), gemv(x, weight, bias), router_gemm(x, weight)
+    others = [0, 1, 2, 4, 5, 6, 7]
+    for before, after in zip(clean, broken, strict=True):
+        assert bool(after[3].isnan().all())
+        assert torch.equal(after[others], before[others])
