@@ -9,7 +9,7 @@ def layer_norm(
     x: torch.Tensor, weight: torch.Tensor | None = None, bias: torch.Tensor | None = None, eps: float = 1e-5
 ) -> torch.Tensor:
     centred = x.float() - x.float().mean(-1, keepdim=True)
-    y = centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps)
+    y = centred / torch.sqrt(centred.square().mean(-1, keepdim=True) + eps)
     if weight is not None:
         y = y * weight.float()
     if bias is not None:
@@ -20,7 +20,7 @@ def layer_norm(
 def rms_norm(
     x: torch.Tensor, weight: torch.Tensor | None = None, eps: float = 1e-6, *, weight_bias: float = 0.0
 ) -> torch.Tensor:
-    y = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + eps)
+    y = x.float() / torch.sqrt(x.float().square().mean(-1, keepdim=True) + eps)
     if weight is not None:
         y = y * (weight.float() + weight_bias)
     return y.to(x.dtype)

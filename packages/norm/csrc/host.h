@@ -1,0 +1,189 @@
+// The host side that the norm ops share: arguments to Params, and the choice of a kernel.
+#pragma once
+
+#include <kestrel/check.h>
+#include <kestrel/launch.h>
+
+#include <cstdint>
+#include <initializer_list>
+#include <limits>
+#include <vector>
+
+#include "norm_rows.cuh"
+
+namespace kestrel::norm {
+
+inline bool aligned16(const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; }
+
+inline int element_bytes(const TensorView& t) { return t.dtype().bits / 8; }
+
+// Collects the leading dimensions of all row tensors at once: neighbours that are one run of rows in every tensor
+// become one dimension, so nearly every call ends with a single stride per tensor.
+class RowShape {
+ public:
+  explicit RowShape(const TensorView& first) : first_(&first) {}
+
+  void add(const TensorView& t, Rows* rows) { tensors_.push_back({&t, rows}); }
+
+  void fill(Params* p) const {
+    std::vector<int> kept;  // dimensions, innermost first; each stands for those outside it that merged into it
+    std::vector<int64_t> sizes;
+    for (int d = first_->ndim() - 2; d >= 0; --d) {
+      const int64_t size = first_->size(d);
+      if (size == 1) continue;
+      if (!kept.empty() && merges(d, kept.back(), sizes.back())) {
+        sizes.back() *= size;
+      } else {
+        kept.push_back(d);
+        sizes.push_back(size);
+      }
+    }
+    const int count = static_cast<int>(kept.size());
+    for (const Entry& entry : tensors_) {
+      entry.rows->base = static_cast<char*>(entry.tensor->data_ptr()) + entry.tensor->byte_offset();
+      // A single dimension is stride[0]; two are stride[0] and stride[2]; three fill all.
+      const int slot[3][3] = {{0, 0, 0}, {2, 0, 0}, {2, 1, 0}};
+      for (int i = 0; i < count; ++i) {
+        entry.rows->stride[slot[count - 1][i]] = entry.tensor->stride(kept[i]) * element_bytes(*entry.tensor);
+      }
+    }
+    p->sizes[0] = count == 3 ? static_cast<int>(sizes[1]) : 1;
+    p->sizes[1] = count >= 2 ? static_cast<int>(sizes[0]) : 1;
+  }
+
+  bool aligned() const {
+    for (const Entry& entry : tensors_) {
+      if (!aligned16(entry.rows->base)) return false;
+      for (int64_t stride : entry.rows->stride) {
+        if (stride % 16 != 0) return false;
+      }
+    }
+    return true;
+  }
+
+ private:
+  struct Entry {
+    const TensorView* tensor;
+    Rows* rows;
+  };
+
+  // Whether dimension d continues, in every tensor, the run of `size` rows that starts at dimension `inner`.
+  bool merges(int d, int inner, int64_t size) const {
+    for (const Entry& entry : tensors_) {
+      if (entry.tensor->stride(d) != entry.tensor->stride(inner) * size) return false;
+    }
+    return true;
+  }
+
+  const TensorView* first_;
+  std::vector<Entry> tensors_;
+};
+
+inline int64_t row_count(const TensorView& x) {
+  int64_t rows = 1;
+  for (int d = 0; d + 1 < x.ndim(); ++d) rows *= x.size(d);
+  return rows;
+}
+
+// -- checks, in the order and with the words of the Python ones -------------------------------------------------------
+
+inline void check_rows(const Checks& check, const TensorView& x) {
+  check.dtype("x", x, {kBFloat16, kFloat16, kFloat32});
+  check.rank("x", x, 2, 4);
+  check.last_contiguous("x", x);
+}
+
+inline void check_like(const Checks& check, const char* name, const TensorView& t, const TensorView& x) {
+  check.dtype(name, t, {x.dtype()});
+  check.last_contiguous(name, t);
+  check.same_shape(name, t, x);
+}
+
+inline void check_vector(const Checks& check, const char* name, const OptionalTensor& vector, const TensorView& x,
+                         std::initializer_list<DLDataType> dtypes) {
+  if (!vector.has_value()) return;
+  const TensorView t = *vector;
+  const int64_t n = x.size(-1);
+  check.dtype(name, t, dtypes);
+  check.last_contiguous(name, t);
+  check.shape(name, t, &n, 1);
+}
+
+struct Named {
+  const char* name;
+  OptionalTensor tensor;
+};
+
+inline void check_devices(const Checks& check, const TensorView& x, std::initializer_list<Named> others) {
+  for (const Named& other : others) {
+    if (other.tensor.has_value()) check.same_device(other.name, *other.tensor, "x", x);
+  }
+  check.cuda("x", x);
+}
+
+// -- launch -----------------------------------------------------------------------------------------------------------
+
+// Fills the parameters; false when there is nothing to do.
+inline bool prepare(const RowShape& shape, const TensorView& x, const OptionalTensor& weight,
+                    const OptionalTensor& bias, double eps, double weight_bias, Params* p) {
+  const int64_t rows = row_count(x), n = x.size(-1);
+  if (rows == 0 || n == 0) return false;
+  constexpr int64_t most = std::numeric_limits<int>::max();
+  if (rows > most || n > most - (1 << 16)) unsupported("more than 2^31 rows, or rows of about 2^31 elements");
+  const int64_t pack = 16 / element_bytes(x);
+  shape.fill(p);
+  p->vectors = shape.aligned() && n % pack == 0;
+  if (weight.has_value()) {
+    p->weight = (*weight).data_ptr();
+    p->weight_bias = static_cast<float>(weight_bias);
+    p->vectors = p->vectors && aligned16(p->weight);
+  }
+  if (bias.has_value()) {
+    p->bias = (*bias).data_ptr();
+    p->vectors = p->vectors && aligned16(p->bias);
+  }
+  p->rows = static_cast<int>(rows);
+  p->n = static_cast<int>(n);
+  p->eps = static_cast<float>(eps);
+  p->inv_n = static_cast<float>(1.0 / static_cast<double>(n));
+  return true;
+}
+
+// Calls with a value of the element type of x.
+template <typename F>
+void dispatch(const TensorView& x, F call) {
+  if (same_dtype(x.dtype(), kBFloat16)) {
+    call(__nv_bfloat16());
+  } else if (same_dtype(x.dtype(), kFloat16)) {
+    call(__half());
+  } else {
+    call(float());
+  }
+}
+
+template <typename O>
+void launch(const Params& p, DLDevice device) {
+  constexpr int size = Pack<typename O::T>::size;
+  constexpr int rows_per_block = 4;  // of a warp each
+  const int packs = (p.n + size - 1) / size;
+  const auto per_warp = [&](auto* kernel) {
+    launch_pdl(kernel, dim3((p.rows + rows_per_block - 1) / rows_per_block), dim3(32 * rows_per_block), device, p);
+  };
+  const auto per_block = [&](auto* kernel, int v) {
+    const int warps = (packs + 32 * v - 1) / (32 * v);
+    launch_pdl(kernel, dim3(p.rows), dim3(32 * warps), device, p);
+  };
+  // Teams by N alone. A warp per row needs no barrier; more than 4 packs per lane cost a single row more than that.
+  if (packs <= 32) return per_warp(norm_rows<O, 1, 1>);
+  if (packs <= 128) return per_warp(norm_rows<O, 4, 1>);
+  if constexpr (O::norm == Norm::layer) {
+    if (packs <= 160) return per_warp(norm_rows<O, 5, 1>);
+  }
+  if (packs <= 2 * 4 * 32) return per_block(norm_rows<O, 2, 4>, 2);
+  if (packs <= 2 * 8 * 32) return per_block(norm_rows<O, 2, 8>, 2);
+  if (packs <= 4 * 8 * 32) return per_block(norm_rows<O, 4, 8>, 4);
+  if (packs <= 4 * 16 * 32) return per_block(norm_rows<O, 4, 16>, 4);
+  launch_pdl(norm_long_rows<O>, dim3(p.rows), dim3(32 * LONG_WARPS), device, p);
+}
+
+}  // namespace kestrel::norm

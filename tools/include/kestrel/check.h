@@ -1,0 +1,130 @@
+// Checks of op arguments in the C++ entry points, with the wording of kestrel_runtime.check:
+//   op: argument 'name': expected ..., got ...
+// An entry point makes them in the order of its Python check function, the device last, so that all but the device can
+// be tested with CPU tensors. ValueError and TypeError arrive in Python as such.
+#pragma once
+
+#include <tvm/ffi/container/tensor.h>
+#include <tvm/ffi/error.h>
+#include <tvm/ffi/optional.h>
+
+#include <cmath>
+#include <cstdint>
+#include <initializer_list>
+#include <sstream>
+#include <string>
+
+namespace kestrel {
+
+using tvm::ffi::TensorView;
+using OptionalTensor = tvm::ffi::Optional<TensorView>;
+
+[[noreturn]] inline void raise(const char* kind, const std::string& message) {
+  throw tvm::ffi::Error(kind, message, std::string());
+}
+
+// A valid call that no kernel here covers: the op runs its reference instead.
+[[noreturn]] inline void unsupported(const std::string& message) { raise("UnsupportedError", message); }
+
+constexpr DLDataType kBFloat16{kDLBfloat, 16, 1};
+constexpr DLDataType kFloat16{kDLFloat, 16, 1};
+constexpr DLDataType kFloat32{kDLFloat, 32, 1};
+
+inline bool same_dtype(DLDataType a, DLDataType b) { return a.code == b.code && a.bits == b.bits && a.lanes == b.lanes; }
+
+inline std::string dtype_name(DLDataType dtype) {
+  const std::string bits = std::to_string(dtype.bits);
+  switch (dtype.code) {
+    case kDLFloat: return "float" + bits;
+    case kDLBfloat: return "bfloat" + bits;
+    case kDLInt: return "int" + bits;
+    case kDLUInt: return "uint" + bits;
+    case kDLBool: return "bool";
+    case kDLComplex: return "complex" + bits;
+    default: return "a dtype of " + bits + " bits";
+  }
+}
+
+inline std::string device_name(DLDevice device) {
+  if (device.device_type == kDLCPU) return "cpu";
+  if (device.device_type == kDLCUDA) return "cuda:" + std::to_string(device.device_id);
+  return "device type " + std::to_string(static_cast<int>(device.device_type));
+}
+
+inline std::string shape_text(const int64_t* sizes, int ndim) {
+  std::string text = "(";
+  for (int i = 0; i < ndim; ++i) text += (i ? ", " : "") + std::to_string(sizes[i]);
+  return text + (ndim == 1 ? ",)" : ")");
+}
+
+// The checks of one op.
+class Checks {
+ public:
+  explicit Checks(const char* op) : op_(op) {}
+
+  [[noreturn]] void fail(const char* name, const std::string& expected, const std::string& got,
+                         const char* kind = "ValueError") const {
+    raise(kind, std::string(op_) + ": argument '" + name + "': expected " + expected + ", got " + got);
+  }
+
+  void dtype(const char* name, const TensorView& t, std::initializer_list<DLDataType> allowed) const {
+    std::string names;
+    for (DLDataType want : allowed) {
+      if (same_dtype(t.dtype(), want)) return;
+      const std::string one = dtype_name(want);
+      if (names.find(one) == std::string::npos) names += (names.empty() ? "" : " or ") + one;
+    }
+    fail(name, "dtype " + names, dtype_name(t.dtype()), "TypeError");
+  }
+
+  void rank(const char* name, const TensorView& t, int low, int high) const {
+    if (t.ndim() >= low && t.ndim() <= high) return;
+    std::string wanted;
+    for (int rank = low; rank <= high; ++rank) wanted += (rank > low ? " or " : "") + std::to_string(rank) + "-D";
+    fail(name, "a " + wanted + " tensor",
+         std::to_string(t.ndim()) + "-D of shape " + shape_text(t.shape().data(), t.ndim()));
+  }
+
+  void last_contiguous(const char* name, const TensorView& t) const {
+    if (t.ndim() > 0 && t.size(-1) > 1 && t.stride(-1) != 1) {
+      fail(name, "a contiguous last dimension (stride 1)", "stride " + std::to_string(t.stride(-1)));
+    }
+  }
+
+  void shape(const char* name, const TensorView& t, const int64_t* expected, int ndim) const {
+    bool fits = t.ndim() == ndim;
+    for (int i = 0; fits && i < ndim; ++i) fits = t.size(i) == expected[i];
+    if (!fits) fail(name, "shape " + shape_text(expected, ndim), shape_text(t.shape().data(), t.ndim()));
+  }
+
+  void same_shape(const char* name, const TensorView& t, const TensorView& as) const {
+    shape(name, t, as.shape().data(), as.ndim());
+  }
+
+  void number(const char* name, double value) const {
+    if (std::isnan(value)) fail(name, "a number", "nan");
+  }
+
+  void at_least(const char* name, double value, int minimum) const {
+    number(name, value);
+    if (value < minimum) {
+      std::ostringstream text;
+      text << value;
+      fail(name, "a number >= " + std::to_string(minimum), text.str());
+    }
+  }
+
+  void same_device(const char* name, const TensorView& t, const char* first_name, const TensorView& first) const {
+    if (t.device().device_type == first.device().device_type && t.device().device_id == first.device().device_id) return;
+    fail(name, "device " + device_name(first.device()) + " as " + first_name + " has", device_name(t.device()));
+  }
+
+  void cuda(const char* name, const TensorView& t) const {
+    if (t.device().device_type != kDLCUDA) fail(name, "a CUDA tensor", device_name(t.device()));
+  }
+
+ private:
+  const char* op_;
+};
+
+}  // namespace kestrel

@@ -1,0 +1,82 @@
+// Launching a kernel: the tensor's device, the caller's stream, programmatic dependent launch.
+#pragma once
+
+#include <cuda_runtime.h>
+#include <kestrel/check.h>
+#include <tvm/ffi/extra/c_env_api.h>
+
+#include <string>
+
+namespace kestrel {
+
+inline void check_cuda(cudaError_t error, const char* what) {
+  if (error == cudaSuccess) return;
+  cudaGetLastError();  // the next caller must not find this error
+  raise("RuntimeError", std::string(what) + ": " + cudaGetErrorName(error) + ": " + cudaGetErrorString(error));
+}
+
+// Makes a device current for the lifetime of the object.
+class DeviceGuard {
+ public:
+  explicit DeviceGuard(int device) : device_(device) {
+    check_cuda(cudaGetDevice(&before_), "cudaGetDevice");
+    if (before_ != device_) check_cuda(cudaSetDevice(device_), "cudaSetDevice");
+  }
+  ~DeviceGuard() {
+    if (before_ != device_) cudaSetDevice(before_);
+  }
+  DeviceGuard(const DeviceGuard&) = delete;
+  DeviceGuard& operator=(const DeviceGuard&) = delete;
+
+ private:
+  int device_;
+  int before_ = 0;
+};
+
+inline cudaStream_t current_stream(DLDevice device) {
+  return static_cast<cudaStream_t>(TVMFFIEnvGetStream(device.device_type, device.device_id));
+}
+
+struct DeviceProperties {
+  int multiprocessors = 0;
+  int major = 0;
+  int minor = 0;
+};
+
+// Read once per device. Two threads that come first at the same time write the same values.
+inline const DeviceProperties& device_properties(int device) {
+  constexpr int kDevices = 64;
+  static DeviceProperties known[kDevices];
+  DeviceProperties& found = known[device < kDevices ? device : kDevices - 1];
+  if (found.multiprocessors == 0 || device >= kDevices) {
+    check_cuda(cudaDeviceGetAttribute(&found.major, cudaDevAttrComputeCapabilityMajor, device), "compute capability");
+    check_cuda(cudaDeviceGetAttribute(&found.minor, cudaDevAttrComputeCapabilityMinor, device), "compute capability");
+    check_cuda(cudaDeviceGetAttribute(&found.multiprocessors, cudaDevAttrMultiProcessorCount, device), "processors");
+  }
+  return found;
+}
+
+// Launches kernel(params) so that it may start while the kernel before it in the stream still runs; it must call
+// pdl_wait() (pdl.cuh) before it touches anything that is not constant. GPUs older than sm_90 launch it plainly.
+template <typename Params>
+void launch_pdl(void (*kernel)(Params), dim3 grid, dim3 block, DLDevice device, const Params& params) {
+  const DeviceProperties& properties = device_properties(device.device_id);
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = grid;
+  config.blockDim = block;
+  config.stream = current_stream(device);
+  config.attrs = &attribute;
+  config.numAttrs = properties.major >= 9 ? 1 : 0;
+  const cudaError_t error = cudaLaunchKernelEx(&config, kernel, params);
+  if (error == cudaErrorNoKernelImageForDevice) {
+    cudaGetLastError();
+    unsupported("no machine code for a GPU of capability (" + std::to_string(properties.major) + ", " +
+                std::to_string(properties.minor) + ")");
+  }
+  check_cuda(error, "kernel launch");
+}
+
+}  // namespace kestrel

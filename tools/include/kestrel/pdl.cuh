@@ -1,0 +1,20 @@
+// Programmatic dependent launch, seen from a kernel. Before sm_90 there is none: both calls are empty.
+#pragma once
+
+namespace kestrel {
+
+// Until this returns, only what the op's docstring marks *constant* may be read, and nothing written.
+__device__ __forceinline__ void pdl_wait() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// From here on the next kernel may start, up to its own pdl_wait().
+__device__ __forceinline__ void pdl_trigger() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+}  // namespace kestrel
