@@ -13,15 +13,22 @@ import kestrel_kernels
 FAMILIES = ["attention", "kvcache", "moe", "norm", "quant", "rope", "sampling"]
 
 PATHS_OF_0_2 = [
+    ("kestrel_kernels", "kestrel_moe", "invoke_cute_moe_down"),
+    ("kestrel_kernels", "kestrel_moe", "invoke_cute_moe_down_fp8"),
+    ("kestrel_kernels", "kestrel_moe", "invoke_cute_moe_up"),
+    ("kestrel_kernels", "kestrel_moe", "invoke_cute_moe_up_fp8"),
     ("kestrel_kernels.activation", "kestrel_moe", "gelu_residual"),
     ("kestrel_kernels.flash_attn.cute", "kestrel_attention", "flash_attn_func"),
     ("kestrel_kernels.flash_attn.cute", "kestrel_attention", "flash_attn_varlen_func"),
     ("kestrel_kernels.fp8_quant", "kestrel_quant", "fp8_quant"),
     ("kestrel_kernels.fp8_quant_cute", "kestrel_quant", "fp8_quant"),
+    ("kestrel_kernels.fused_linear_residual", "kestrel_moe", "fused_linear_residual"),
     ("kestrel_kernels.fused_mlp", "kestrel_moe", "fused_mlp"),
     ("kestrel_kernels.gelu_residual", "kestrel_moe", "gelu_residual"),
     ("kestrel_kernels.kv_cache_write", "kestrel_kvcache", "reshape_and_cache"),
     ("kestrel_kernels.layernorm_cuda", "kestrel_norm", "layer_norm"),
+    ("kestrel_kernels.moe_align", "kestrel_moe", "moe_align_block_size"),
+    ("kestrel_kernels.moe_sum", "kestrel_moe", "moe_sum"),
     ("kestrel_kernels.rotary_embedding", "kestrel_rope", "rotary_embedding"),
     ("kestrel_kernels.sampling", "kestrel_sampling", "top_p_sampling_from_probs"),
     ("kestrel_kernels.tau_tail", "kestrel_attention", "tau_tail"),
