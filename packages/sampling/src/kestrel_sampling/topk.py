@@ -49,7 +49,7 @@ def topk_fwd(scores: torch.Tensor, k: int, softmax: bool = False) -> tuple[torch
     >>> values.tolist(), indices.tolist()
     ([[4.0, 4.0, 2.0]], [[1, 3, 2]])
     """
-    n = scores.shape[-1]
+    n = scores.shape[-1] if scores.shape else 0
     launch = _entry_points.get((scores.dtype, n, k, scores.get_device()))
     if launch is None:
         launch = _entry_point(scores, n, k)

@@ -1,8 +1,8 @@
 """Elements as integer keys whose order is the order of topk_fwd: larger number first, then lower index, NaN last.
 
-A score becomes a signed integer, minus its magnitude where the sign bit is set: -0.0 and +0.0 both become 0, and NaN
-becomes the smallest integer of all. Below it stand the bits of (limit - index), so that equal scores compare by index,
-keys are unique and no bit of a score is lost:
+A score becomes a signed integer: its bits, all but the sign flipped where the sign is set. -0.0 becomes the integer of
++0.0, and NaN the smallest integer of all. Below it stand the bits of (limit - index), so that equal scores compare by
+index, keys are unique and no bit of a score is lost:
 
     bf16, fp16   Int32  score in the high 16 bits, 0xffff - index in the low 16
     float32      Int64  score in the high 32 bits, 0xffff - index in the low 32
@@ -14,6 +14,8 @@ are the input's own bits.
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float16, Float32, Int32, Int64, Uint16, Uint32
+from cutlass._mlir.dialects import llvm
+from cutlass.cutlass_dsl import T, dsl_user_op
 
 INDEX_LIMIT = 0xFFFF
 VECTOR = 8  # consecutive elements that one lane loads: 16 bytes of bf16/fp16, twice 16 of float32
@@ -33,21 +35,33 @@ def pad_key(dtype: type[cutlass.Numeric]) -> int:
 def make_key(bits: Uint32, index: Int32, dtype: cutlass.Constexpr):
     """The key of one score; 16-bit scores stand in the high half of ``bits``."""
     word = Int32(bits)
-    sign = word >> 31
     magnitude = word & 0x7FFFFFFF
-    ordered = (magnitude ^ sign) - sign
+    ordered = word ^ ((word >> 31) & (0x7FFFFFFF if cutlass.const_expr(dtype is Float32) else 0x7FFF0000))
+    ordered = cutlass.select_(magnitude == 0, Int32(0), ordered)
     infinity = 0x7C000000 if cutlass.const_expr(dtype is Float16) else 0x7F800000
     ordered = cutlass.select_(magnitude > infinity, Int32(-(1 << 31)), ordered)
     if cutlass.const_expr(dtype is Float32):
         return (Int64(ordered) << 32) | Int64(INDEX_LIMIT - index)
     else:
-        return ordered + (INDEX_LIMIT - index)
+        return ordered | (INDEX_LIMIT - index)
 
 
 @cute.jit
 def key_index(key, dtype: cutlass.Constexpr) -> Int32:
     """The index that a key carries."""
     return INDEX_LIMIT - Int32(key & INDEX_LIMIT)
+
+
+@cute.jit
+def warp_max(key, dtype: cutlass.Constexpr):
+    """The largest key of a warp, in every lane."""
+    if cutlass.const_expr(dtype is Float32):
+        high = cute.arch.warp_redux_sync(Int32(key >> 32), "max")
+        low = cutlass.select_(Int32(key >> 32) == high, Int32(key & 0xFFFFFFFF), Int32(-1))
+        low = cute.arch.warp_redux_sync(low, "max")
+        return (Int64(high) << 32) | Int64(low)
+    else:
+        return cute.arch.warp_redux_sync(key, "max")
 
 
 @cute.jit
@@ -67,14 +81,11 @@ def load_keys(
                 Uint32, address + Int64(first) * size + part * 16, cute.AddressSpace.gmem, assumed_align=16
             )
             cute.autovec_copy(cute.make_tensor(pointer, 4), rWord[None, part])
-        for i in cutlass.range_constexpr(VECTOR):
-            if cutlass.const_expr(dtype is Float32):
-                bits = rWord[i]
-            elif cutlass.const_expr(i % 2 == 0):
-                bits = rWord[i // 2] << 16
-            else:
-                bits = rWord[i // 2] & 0xFFFF0000
-            rKey[i] = make_key(bits, first + i, dtype)
+        if cutlass.const_expr(dtype is Float32):
+            for i in cutlass.range_constexpr(VECTOR):
+                rKey[i] = make_key(rWord[i], first + i, dtype)
+        else:
+            make_packed_keys(rWord, first, rKey, dtype)
     else:
         for i in cutlass.range_constexpr(VECTOR):
             rKey[i] = key_type(dtype)(pad_key(dtype))
@@ -85,3 +96,32 @@ def load_keys(
                 else:
                     gHalf = cute.make_ptr(Uint16, address + Int64(first + i) * 2, cute.AddressSpace.gmem)
                     rKey[i] = make_key(Uint32(cute.make_tensor(gHalf, 1)[0]) << 16, first + i, dtype)
+
+
+@dsl_user_op
+def packed(instruction: str, *operands: Int32, loc=None, ip=None) -> Int32:
+    """A PTX instruction on pairs of 16-bit floats, each pair in one register."""
+    registers = ", ".join(f"${i}" for i in range(len(operands) + 1))
+    values = [operand.ir_value(loc=loc, ip=ip) for operand in operands]
+    constraints = ",".join(["=r"] + ["r"] * len(operands))
+    return Int32(llvm.inline_asm(T.i32(), values, f"{instruction} {registers};", constraints, loc=loc, ip=ip))
+
+
+@cute.jit
+def make_packed_keys(rWord: cute.Tensor, first: Int32, rKey: cute.Tensor, dtype: cutlass.Constexpr):
+    """The keys of eight 16-bit scores in four words, two at a time: half the instructions of make_key."""
+    half = cutlass.const_expr("f16" if dtype is Float16 else "bf16")
+    one = cutlass.const_expr(0x3C003C00 if dtype is Float16 else 0x3F803F80)
+    worst = Int32(0)
+    for pair in cutlass.range_constexpr(VECTOR // 2):
+        # x * 1 + 0 turns -0 into +0 and every NaN into 0x7fff.
+        plain = packed(f"fma.rn.{half}x2", Int32(rWord[pair]), Int32(one), Int32(0))
+        sign = Int32(cute.arch.prmt(plain, 0, 0xBB99))  # each half filled with its sign
+        ordered = plain ^ (sign & 0x7FFF7FFF)
+        rKey[2 * pair] = Int32(cute.arch.prmt(ordered, INDEX_LIMIT - first - 2 * pair, 0x1054))
+        rKey[2 * pair + 1] = Int32(cute.arch.prmt(ordered, INDEX_LIMIT - first - 2 * pair - 1, 0x3254))
+        worst = packed(f"max.NaN.{half}x2", worst, plain)
+    if ((worst & 0x7FFF7FFF) + 0x00010001) & Int32(-0x7FFF8000) != 0:  # a half is 0x7fff: NaN, which ranks last
+        for i in cutlass.range_constexpr(VECTOR):
+            bits = rWord[i // 2] << 16 if cutlass.const_expr(i % 2 == 0) else rWord[i // 2] & 0xFFFF0000
+            rKey[i] = make_key(bits, first + i, dtype)

@@ -4,11 +4,15 @@ Built for router scores, rows of 64 and 256, one to thousands of rows. A row of 
 6k written: nothing, next to the time of a launch. So the row is loaded at once, 16 bytes a lane, and what counts is the
 length of the dependent chain after the load.
 
-Work: ``lanes`` lanes hold one row, ``chunks`` groups of eight scores each. A lane sorts each group with a 19-comparator
-network and keeps the best eight; then log2(lanes) times it takes its partner's list by shuffle, keeps the larger of
-first and last, second and last but one, ..., which is a bitonic sequence of the best eight, and sorts that with 12
-comparators. Both partners compute the same list, so at the end lane i of a row writes result i. Rows that need
-several warps meet once in shared memory.
+Work: each lane holds eight scores and sorts them with a 19-comparator network. Where a warp holds a row, eight times
+the largest of the lanes' first entries is found by one warp-wide maximum and taken off its list. Where eight lanes do,
+three times each takes its partner's list by shuffle, keeps the larger of first and last, second and last but one, and
+so on, which is a bitonic sequence of the best eight, and sorts that with 12 comparators. Rows of several warps meet
+once in shared memory. Lane i writes result i.
+
+Measured, cold, in limits of TARGETS (a plain launch and the bytes): 1x64 1.06, 740x64 1.4, 4096x64 1.5, 740x256 1.46.
+Next to the launch, integer instructions decide: two keys are made at a time (ordered.py), and warp-wide maxima took
+740x256 from 2.5 to 1.66 us against merging by shuffles.
 """
 
 from dataclasses import dataclass
@@ -18,24 +22,13 @@ import cutlass.cute as cute
 from cuda.bindings import driver as cuda
 from cutlass import Float32, Int32, Int64
 
-from . import ordered
+from . import networks, ordered
 
-LIST = 8
-# Batcher's odd-even merge sort of eight.
-SORT = (
-    ((0, 1), (2, 3), (4, 5), (6, 7)),
-    ((0, 2), (1, 3), (4, 6), (5, 7)),
-    ((1, 2), (5, 6)),
-    ((0, 4), (1, 5), (2, 6), (3, 7)),
-    ((2, 4), (3, 5)),
-    ((1, 2), (3, 4), (5, 6)),
-)
-# The last three layers of a bitonic sort of eight.
-MERGE = (
-    ((0, 4), (1, 5), (2, 6), (3, 7)),
-    ((0, 2), (1, 3), (4, 6), (5, 7)),
-    ((0, 1), (2, 3), (4, 5), (6, 7)),
-)
+LIST = networks.WIDTH
+# Up to so many blocks the next kernel is let in at once, beyond it after the loads. H200, us per call, first way and
+# second: cold 1x64 1.11 and 1.29, 740x64 1.48 and 1.52, 4096x64 2.29 and 1.76, 740x256 2.11 and 1.66; with the scores
+# in L2 0.91 and 0.86, 1.24 and 0.97, 2.27 and 1.76, 2.04 and 1.58.
+FEW_BLOCKS = 8
 
 
 @dataclass(frozen=True)
@@ -43,16 +36,10 @@ class TopK:
     """One compiled variant."""
 
     dtype: type[cutlass.Numeric]
-    lanes: int  # of one warp, per row
-    chunks: int  # groups of eight scores per lane
-    warps: int  # per row
+    lanes: int  # of one warp per row: 8 or 32
+    warps: int  # per row, 1 or more if lanes is 32
     threads: int  # per block
     dependent_launch: bool
-
-    @property
-    def limit(self) -> int:
-        """The longest row."""
-        return self.lanes * self.warps * self.chunks * ordered.VECTOR
 
     @property
     def rows(self) -> int:
@@ -74,12 +61,11 @@ class TopK:
     def kernel(self, mScores: cute.Tensor, mValues: cute.Tensor, mIndices: cute.Tensor, softmax: Int32):
         tid, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
-        if cutlass.const_expr(self.dependent_launch):
-            cute.arch.griddepcontrol_launch_dependents()
+        blocks, _, _ = cute.arch.grid_dim()
+        self.let_next_in(blocks <= FEW_BLOCKS)
         row = block * self.rows + tid // (self.lanes * self.warps)
         lane = tid % (self.lanes * self.warps)
         length = mScores.shape[1]
-        k = mValues.shape[1]
         # Every lane takes part in the shuffles: past the last row they repeat it and write nothing.
         source = cutlass.min(row, mScores.shape[0] - 1)
         size = cutlass.const_expr(self.dtype.width // 8)
@@ -89,53 +75,86 @@ class TopK:
             cute.arch.griddepcontrol_wait()
 
         key = ordered.key_type(self.dtype)
-        rLoad = cute.make_rmem_tensor((LIST, self.chunks), key)
-        for chunk in cutlass.range_constexpr(self.chunks):
-            first = (chunk * self.lanes * self.warps + lane) * ordered.VECTOR
-            ordered.load_keys(address, first, length, vectors, rLoad[None, chunk], self.dtype)
-        rList = self.sort(rLoad[None, 0])
-        for chunk in cutlass.range_constexpr(1, self.chunks):
-            rList = self.merge(rList, self.sort(rLoad[None, chunk]))
-        rList = self.merge_lanes(rList, self.lanes)
+        rKey = cute.make_rmem_tensor(LIST, key)
+        ordered.load_keys(address, lane * LIST, length, vectors, rKey, self.dtype)
+        self.let_next_in(blocks > FEW_BLOCKS)
+        rList = networks.sort_lane(rKey)
         if cutlass.const_expr(self.warps > 1):
-            sList = cute.make_tensor(cute.arch.alloc_smem(key, LIST * self.warps, alignment=16), (LIST, self.warps))
-            if lane % 32 == 0:
-                for i in cutlass.range_constexpr(LIST):
-                    sList[i, lane // 32] = rList[i]
+            share = cutlass.const_expr(LIST * self.warps // 32)
+            sBest = cute.make_tensor(cute.arch.alloc_smem(key, LIST * self.warps, alignment=16), LIST * self.warps)
+            mine = self.best_of_warp(rList)
+            if lane % 32 < LIST:
+                sBest[lane // 32 * LIST + lane % 32] = mine
             cute.arch.sync_threads()
-            for i in cutlass.range_constexpr(LIST):
-                rList[i] = sList[i, lane % self.warps]
-            rList = self.merge_lanes(rList, self.warps)
-        self.write(rList, mValues, mIndices, address, row, lane, mScores.shape[0], k, softmax)
+            mine = self.best_of_warp([sBest[lane % 32 * share + i] for i in range(share)])
+        elif cutlass.const_expr(self.lanes == 32):
+            mine = self.best_of_warp(rList)
+        else:
+            mine = self.pick(self.merge_lanes(rList), lane)
+        self.write(mine, mValues, mIndices, address, row, lane, softmax)
+
+    @cute.jit
+    def let_next_in(self, now):
+        """Let the kernel launched after this one start up, to wait for this one's results."""
+        if cutlass.const_expr(self.dependent_launch):
+            if now:  # noqa: SIM102 (the first condition is one of compiling, the second of running)
+                cute.arch.griddepcontrol_launch_dependents()
+
+    @cute.jit
+    def best_of_warp(self, rList):
+        """The best eight of descending lists in 32 lanes: lane i gets the i-th."""
+        key = ordered.key_type(self.dtype)
+        lane = cute.arch.lane_idx()
+        r = [*rList, key(ordered.pad_key(self.dtype))]
+        mine = key(ordered.pad_key(self.dtype))
+        for place in cutlass.range_constexpr(LIST):
+            best = ordered.warp_max(r[0], self.dtype)
+            mine = cutlass.select_(lane == place, best, mine)
+            won = r[0] == best
+            for i in cutlass.range_constexpr(min(len(rList), LIST - place - 1)):
+                r[i] = cutlass.select_(won, r[i + 1], r[i])
+        return mine
+
+    @cute.jit
+    def merge_lanes(self, r):
+        """The best eight of descending lists in ``lanes`` lanes, in every lane."""
+        step = 1
+        while cutlass.const_expr(step < self.lanes):
+            other = [cute.arch.shuffle_sync_bfly(r[i], step) for i in range(LIST)]
+            r = networks.merge_lists(r, other)
+            step *= 2
+        return r
+
+    @cute.jit
+    def pick(self, r, lane: Int32):
+        """Entry ``lane`` of a list of eight."""
+        bit = 1
+        while cutlass.const_expr(len(r) > 1):
+            r = [cutlass.select_((lane & bit) != 0, r[i + 1], r[i]) for i in range(0, len(r), 2)]
+            bit *= 2
+        return r[0]
 
     @cute.jit
     def write(
         self,
-        rList,
+        mine,
         mValues: cute.Tensor,
         mIndices: cute.Tensor,
         address: Int64,
         row: Int32,
         lane: Int32,
-        rows: Int32,
-        k: Int32,
         softmax: Int32,
     ):
         """Lane i of a row writes result i."""
-        mine = rList[0]
-        for i in cutlass.range_constexpr(1, LIST):
-            mine = cutlass.select_(lane == i, rList[i], mine)
-        kept = lane < k
-        index = ordered.key_index(mine, self.dtype)
-        index = cutlass.select_(kept, index, Int32(0))
+        rows, k = mValues.shape[0], mValues.shape[1]
         size = cutlass.const_expr(self.dtype.width // 8)
+        kept = lane < k
+        index = cutlass.select_(kept, ordered.key_index(mine, self.dtype), Int32(0))
         gScore = cute.make_ptr(self.dtype, address + Int64(index) * size, cute.AddressSpace.gmem)
         value = cute.make_tensor(gScore, 1)[0]
         if softmax != 0:
-            logit = Float32(value)
-            top = cute.arch.shuffle_sync(logit, 0, mask_and_clamp=self.segment)
-            power = cute.math.exp(logit - top)
-            power = cutlass.select_(kept, power, Float32(0.0))
+            top = cute.arch.shuffle_sync(Float32(value), 0, mask_and_clamp=((32 - LIST) << 8) | 31)
+            power = cutlass.select_(kept, cute.math.exp(Float32(value) - top), Float32(0.0))
             total = power
             for step in cutlass.range_constexpr(3):
                 total += cute.arch.shuffle_sync_bfly(total, 1 << step)
@@ -143,36 +162,3 @@ class TopK:
         if kept and row < rows:
             mValues[row, lane] = value
             mIndices[row, lane] = index
-
-    @property
-    def segment(self) -> int:
-        """The mask and clamp of a shuffle among the first eight lanes of a row."""
-        return ((32 - LIST) << 8) | 31
-
-    @cute.jit
-    def sort(self, rKey):
-        r = [rKey[i] for i in range(LIST)]
-        return network(r, SORT)
-
-    @cute.jit
-    def merge(self, r, other):
-        """The best eight of two descending lists."""
-        return network([cutlass.max(r[i], other[LIST - 1 - i]) for i in range(LIST)], MERGE)
-
-    @cute.jit
-    def merge_lanes(self, r, lanes: cutlass.Constexpr):
-        step = 1
-        while cutlass.const_expr(step < lanes):
-            other = [cute.arch.shuffle_sync_bfly(r[i], step) for i in range(LIST)]
-            r = self.merge(r, other)
-            step *= 2
-        return r
-
-
-def network(r, layers):
-    """Put the larger of each pair first."""
-    r = list(r)
-    for layer in layers:
-        for i, j in layer:
-            r[i], r[j] = cutlass.max(r[i], r[j]), cutlass.min(r[i], r[j])
-    return r

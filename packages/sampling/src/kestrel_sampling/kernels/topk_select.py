@@ -1,14 +1,14 @@
-"""The k largest of each row for k <= 128: bisect to a few more than k keys, collect them, order them by counting.
+"""The k largest of each row for k <= 128: narrow a row down to at most 256 keys, sort those in one warp.
 
 Built for what topk.py does not cover: 8 < k <= 128, rows up to 4096. Keys are unique (ordered.py), so for every count
 there is a threshold that exactly so many keys reach.
 
-Work: ``warps`` warps hold one row in registers, 8 * ``chunks`` keys a lane. The bisection starts between a lower bound
-(the row is cut into at least 128 groups, whose maxima are all at least the smallest of them) and the row's maximum.
-Each step counts the keys that reach the middle, by one warp-wide sum and, between warps, one barrier. It ends when the
-count lies between k and k + SLACK: about five steps on random rows, at most as many as a key has bits on rows of equal
-scores. The keys kept go to shared memory in any order; each then finds its rank as the number of kept keys above it,
-and those with a rank below k are the result. It does not depend on the order in which warps arrive.
+Work: a row up to 256 is sorted as it is, eight keys a lane. A longer one is held by ``warps`` warps, 8 * ``chunks``
+keys a lane, and bisected: starting between a lower bound (the row is cut into at least 128 groups, whose maxima all
+reach the smallest of them) and the row's maximum, each step counts the keys that reach the middle, by one warp-wide sum
+and one barrier, until the count lies between k and 256. That takes two to four steps on random rows, and at most as
+many as a key has bits on rows of equal scores. The keys that reach the threshold go to shared memory in any order, and
+the first warp sorts them, so the result does not depend on the order in which warps arrive.
 """
 
 from dataclasses import dataclass
@@ -18,11 +18,11 @@ import cutlass.cute as cute
 from cuda.bindings import driver as cuda
 from cutlass import Float32, Int32, Int64
 
-from . import ordered
+from . import networks, ordered
 
 LARGEST = 128  # k
-SLACK = 64
 WARP = 32
+SORTED = WARP * networks.WIDTH
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class TopKSelect:
     dtype: type[cutlass.Numeric]
     warps: int  # per row
     chunks: int  # groups of eight scores per lane
-    rows: int  # per block
+    rows: int  # per block: 1 where a row takes several warps
     dependent_launch: bool
 
     @property
@@ -54,30 +54,16 @@ class TopKSelect:
     def kernel(self, mScores: cute.Tensor, mValues: cute.Tensor, mIndices: cute.Tensor, softmax: Int32):
         tid, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
-        if cutlass.const_expr(self.dependent_launch):
-            cute.arch.griddepcontrol_launch_dependents()
-        slot = tid // self.lanes
+        row = block * self.rows + tid // self.lanes
         lane = tid % self.lanes
-        row = block * self.rows + slot
         length = mScores.shape[1]
         k = mValues.shape[1]
-        # Every lane takes part in the sums: past the last row they repeat it and write nothing.
+        # Every lane takes part in the sort: past the last row they repeat it and write nothing.
         source = cutlass.min(row, mScores.shape[0] - 1)
         size = cutlass.const_expr(self.dtype.width // 8)
         address = mScores.iterator.toint() + Int64(source) * mScores.stride[0] * size
         vectors = (address & 15) == 0
         key = ordered.key_type(self.dtype)
-        sKept = cute.make_tensor(
-            cute.arch.alloc_smem(key, (LARGEST + SLACK) * self.rows, alignment=16), (LARGEST + SLACK, self.rows)
-        )
-        sValue = cute.make_tensor(
-            cute.arch.alloc_smem(Float32, LARGEST * self.rows, alignment=16), (LARGEST, self.rows)
-        )
-        sCount = cute.make_tensor(cute.arch.alloc_smem(Int32, 2 * self.warps, alignment=16), (self.warps, 2))
-        sBound = cute.make_tensor(cute.arch.alloc_smem(key, 2 * self.warps, alignment=16), (self.warps, 2))
-        sTaken = cute.arch.alloc_smem(Int32, 1)  # places in sKept that are given out
-        if tid == 0:
-            cute.make_tensor(sTaken, 1)[0] = Int32(0)
         if cutlass.const_expr(self.dependent_launch):
             cute.arch.griddepcontrol_wait()
 
@@ -85,134 +71,126 @@ class TopKSelect:
         for chunk in cutlass.range_constexpr(self.chunks):
             first = (chunk * self.lanes + lane) * ordered.VECTOR
             ordered.load_keys(address, first, length, vectors, rKey[None, chunk], self.dtype)
-        threshold, kept = self.bisect(rKey, k, lane, sBound, sCount)
-        self.collect(rKey, threshold, lane, sKept[None, slot], sTaken)
-        self.sync()
-        self.write(sKept[None, slot], kept, mIndices, mValues, sValue[None, slot], address, row, lane, softmax)
+        if cutlass.const_expr(self.dependent_launch):
+            cute.arch.griddepcontrol_launch_dependents()
+        if cutlass.const_expr(self.warps > 1):
+            sKept = cute.make_tensor(cute.arch.alloc_smem(key, SORTED, alignment=16), SORTED)
+            kept = self.narrow(rKey, k, lane, sKept)
+            if lane < WARP:
+                rKept = cute.make_rmem_tensor(networks.WIDTH, key)
+                for i in cutlass.range_constexpr(networks.WIDTH):
+                    rKept[i] = key(ordered.pad_key(self.dtype))
+                    if i * WARP + lane < kept:
+                        rKept[i] = sKept[i * WARP + lane]
+                self.sort_and_write(rKept, mValues, mIndices, address, row, lane, softmax)
+        else:
+            self.sort_and_write(rKey, mValues, mIndices, address, row, lane, softmax)
 
     @cute.jit
-    def bisect(self, rKey: cute.Tensor, k: Int32, lane: Int32, sBound: cute.Tensor, sCount: cute.Tensor):
-        """A threshold that k to k + SLACK keys of the row reach, and how many do."""
-        group = cutlass.const_expr(max(1, min(cute.size(rKey), cute.size(rKey) * self.lanes // LARGEST)))
-        best = [rKey[i] for i in range(0, cute.size(rKey), group)]
-        for i in cutlass.range_constexpr(len(best)):
-            for j in cutlass.range_constexpr(1, group):
-                best[i] = cutlass.max(best[i], rKey[i * group + j])
-        high, low = best[0], best[0]
-        for i in cutlass.range_constexpr(1, len(best)):
-            high = cutlass.max(high, best[i])
-            low = cutlass.min(low, best[i])
-        high, low = self.extremes(high, low, lane, sBound)
-        count = Int32(LARGEST + SLACK + 1)
+    def narrow(self, rKey: cute.Tensor, k: Int32, lane: Int32, sKept: cute.Tensor) -> Int32:
+        """Put k to SORTED of the row's keys, those from a threshold up, into shared memory; returns how many."""
+        key = ordered.key_type(self.dtype)
+        sBound = cute.make_tensor(cute.arch.alloc_smem(key, 2 * self.warps, alignment=16), (self.warps, 2))
+        sCount = cute.make_tensor(cute.arch.alloc_smem(Int32, 2 * self.warps, alignment=16), (self.warps, 2))
+        sTaken = cute.arch.alloc_smem(Int32, 1)  # places in sKept that are given out
+        if lane == 0:
+            cute.make_tensor(sTaken, 1)[0] = Int32(0)
+        low, high = self.bounds(rKey, lane, sBound)
+        count = Int32(SORTED + 1)
+        mine = Int32(0)
         parity = Int32(0)
         # Always: at least k keys reach low, fewer than k exceed high.
-        while count < k or count > k + SLACK:
+        while count < k or count > SORTED:
             middle = (low | high) - ((low ^ high) >> 1)  # the mean, rounded up, without overflow
-            count = self.count(rKey, middle, lane, sCount, parity)
+            mine = Int32(0)
+            for i in cutlass.range_constexpr(cute.size(rKey)):
+                mine += Int32(rKey[i] >= middle)
+            mine = cute.arch.warp_redux_sync(mine, "add")
+            if lane % WARP == 0:
+                sCount[lane // WARP, parity] = mine
+            cute.arch.sync_threads()  # one a step is enough, for steps alternate between two rows of sCount
+            count = Int32(0)
+            for warp in cutlass.range_constexpr(self.warps):
+                count += sCount[warp, parity]
             parity = 1 - parity
             if count >= k:
                 low = middle
             else:
                 high = middle - 1
-        return low, count
 
-    @cute.jit
-    def extremes(self, high, low, lane: Int32, sBound: cute.Tensor):
-        """The largest ``high`` and the smallest ``low`` of the row's lanes."""
-        for step in cutlass.range_constexpr(5):
-            high = cutlass.max(high, cute.arch.shuffle_sync_bfly(high, 1 << step))
-            low = cutlass.min(low, cute.arch.shuffle_sync_bfly(low, 1 << step))
-        if cutlass.const_expr(self.warps > 1):
-            if lane % WARP == 0:
-                sBound[lane // WARP, 0] = high
-                sBound[lane // WARP, 1] = low
-            cute.arch.sync_threads()
-            for warp in cutlass.range_constexpr(self.warps):
-                high = cutlass.max(high, sBound[warp, 0])
-                low = cutlass.min(low, sBound[warp, 1])
-        return high, low
-
-    @cute.jit
-    def count(self, rKey: cute.Tensor, threshold, lane: Int32, sCount: cute.Tensor, parity: Int32) -> Int32:
-        """How many keys of the row reach the threshold; calls alternate ``parity``, so one barrier each is enough."""
-        count = Int32(0)
+        place = Int32(0)
+        if lane % WARP == 0:
+            place = cute.arch.atomic_add(sTaken, mine)
+        place = cute.arch.shuffle_sync(place, 0)
+        below = (Int32(1) << (lane % WARP)) - 1
         for i in cutlass.range_constexpr(cute.size(rKey)):
-            count += Int32(rKey[i] >= threshold)
-        count = cute.arch.warp_redux_sync(count, "add")
-        if cutlass.const_expr(self.warps > 1):
-            if lane % WARP == 0:
-                sCount[lane // WARP, parity] = count
-            cute.arch.sync_threads()
-            count = Int32(0)
-            for warp in cutlass.range_constexpr(self.warps):
-                count += sCount[warp, parity]
+            chosen = rKey[i] >= low
+            ballot = cute.arch.vote_ballot_sync(chosen)
+            if chosen:
+                sKept[place + cute.arch.popc(ballot & below)] = rKey[i]
+            place += cute.arch.popc(ballot)
+        cute.arch.sync_threads()
         return count
 
     @cute.jit
-    def collect(self, rKey: cute.Tensor, threshold, lane: Int32, sKept: cute.Tensor, sTaken: cute.Pointer):
-        """Put the keys that reach the threshold into shared memory, in any order."""
-        base = Int32(0)
-        if cutlass.const_expr(self.warps > 1):
-            count = Int32(0)
-            for i in cutlass.range_constexpr(cute.size(rKey)):
-                count += Int32(rKey[i] >= threshold)
-            count = cute.arch.warp_redux_sync(count, "add")
-            if lane % WARP == 0:
-                base = cute.arch.atomic_add(sTaken, count)
-            base = cute.arch.shuffle_sync(base, 0)
-        below = (Int32(1) << (lane % WARP)) - 1
-        for i in cutlass.range_constexpr(cute.size(rKey)):
-            chosen = rKey[i] >= threshold
-            ballot = cute.arch.vote_ballot_sync(chosen)
-            if chosen:
-                sKept[base + cute.arch.popc(ballot & below)] = rKey[i]
-            base += cute.arch.popc(ballot)
+    def bounds(self, rKey: cute.Tensor, lane: Int32, sBound: cute.Tensor):
+        """A key that at least LARGEST keys of the row reach (or a pad), and the row's largest."""
+        group = cutlass.const_expr(min(cute.size(rKey), cute.size(rKey) * self.lanes // LARGEST))
+        best = [rKey[i] for i in range(0, cute.size(rKey), group)]
+        for i in cutlass.range_constexpr(len(best)):
+            for j in cutlass.range_constexpr(1, group):
+                best[i] = cutlass.max(best[i], rKey[i * group + j])
+        low, high = best[0], best[0]
+        for i in cutlass.range_constexpr(1, len(best)):
+            low = cutlass.min(low, best[i])
+            high = cutlass.max(high, best[i])
+        for step in cutlass.range_constexpr(5):
+            low = cutlass.min(low, cute.arch.shuffle_sync_bfly(low, 1 << step))
+            high = cutlass.max(high, cute.arch.shuffle_sync_bfly(high, 1 << step))
+        if lane % WARP == 0:
+            sBound[lane // WARP, 0] = low
+            sBound[lane // WARP, 1] = high
+        cute.arch.sync_threads()
+        for warp in cutlass.range_constexpr(self.warps):
+            low = cutlass.min(low, sBound[warp, 0])
+            high = cutlass.max(high, sBound[warp, 1])
+        return low, high
 
     @cute.jit
-    def write(
+    def sort_and_write(
         self,
-        sKept: cute.Tensor,
-        kept: Int32,
-        mIndices: cute.Tensor,
+        rKey: cute.Tensor,
         mValues: cute.Tensor,
-        sValue: cute.Tensor,
+        mIndices: cute.Tensor,
         address: Int64,
         row: Int32,
         lane: Int32,
         softmax: Int32,
     ):
-        """Each kept key goes to the place that its rank names."""
+        """Sort the 256 keys of a warp and write the first k: lane i has number 8 i to 8 i + 7."""
         rows, k = mValues.shape[0], mValues.shape[1]
         size = cutlass.const_expr(self.dtype.width // 8)
-        for mine in cutlass.range(lane, kept, self.lanes, unroll=1):
-            key = sKept[mine]
-            rank = Int32(0)
-            for other in cutlass.range(kept, unroll=8):
-                rank += Int32(sKept[other] > key)
-            if rank < k:
-                index = ordered.key_index(key, self.dtype)
-                gScore = cute.make_ptr(self.dtype, address + Int64(index) * size, cute.AddressSpace.gmem)
-                value = cute.make_tensor(gScore, 1)[0]
-                sValue[rank] = Float32(value)
-                if row < rows:
-                    mIndices[row, rank] = index
-                    if softmax == 0:
-                        mValues[row, rank] = value
+        rSorted = networks.sort_warp(networks.sort_lane(rKey), lane)
+        rValue = cute.make_rmem_tensor(networks.WIDTH, self.dtype)
+        rIndex = cute.make_rmem_tensor(networks.WIDTH, Int32)
+        for i in cutlass.range_constexpr(networks.WIDTH):
+            kept = networks.WIDTH * lane + i < k
+            rIndex[i] = cutlass.select_(kept, ordered.key_index(rSorted[i], self.dtype), Int32(0))
+            gScore = cute.make_ptr(self.dtype, address + Int64(rIndex[i]) * size, cute.AddressSpace.gmem)
+            rValue[i] = cute.make_tensor(gScore, 1)[0]
         if softmax != 0:
-            self.sync()
-            top = sValue[0]
+            rPower = cute.make_rmem_tensor(networks.WIDTH, Float32)
+            top = cute.arch.shuffle_sync(Float32(rValue[0]), 0)
             total = Float32(0.0)
-            for place in cutlass.range(lane % WARP, k, WARP, unroll=1):
-                total += cute.math.exp(sValue[place] - top)
+            for i in cutlass.range_constexpr(networks.WIDTH):
+                kept = networks.WIDTH * lane + i < k
+                rPower[i] = cutlass.select_(kept, cute.math.exp(Float32(rValue[i]) - top), Float32(0.0))
+                total += rPower[i]
             total = cute.arch.warp_reduction_sum(total)
-            if row < rows:
-                for place in cutlass.range(lane, k, self.lanes, unroll=1):
-                    mValues[row, place] = self.dtype(cute.math.exp(sValue[place] - top) / total)
-
-    @cute.jit
-    def sync(self):
-        """Among the lanes of one row."""
-        if cutlass.const_expr(self.warps > 1):
-            cute.arch.sync_threads()
-        else:
-            cute.arch.sync_warp()
+            for i in cutlass.range_constexpr(networks.WIDTH):
+                rValue[i] = self.dtype(rPower[i] / total)
+        for i in cutlass.range_constexpr(networks.WIDTH):
+            place = networks.WIDTH * lane + i
+            if place < k and row < rows:
+                mValues[row, place] = rValue[i]
+                mIndices[row, place] = rIndex[i]

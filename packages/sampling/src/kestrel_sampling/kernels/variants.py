@@ -15,7 +15,6 @@ class ListVariant:
     dtype: str
     longest: int
     lanes: int
-    chunks: int
     warps: int
     threads: int
     vector_loads: bool = True
@@ -30,7 +29,7 @@ class ListVariant:
         from .topk import TopK
 
         dtype = numeric(self.dtype)
-        kernel = TopK(dtype, self.lanes, self.chunks, self.warps, self.threads, has_dependent_launch(arch))
+        kernel = TopK(dtype, self.lanes, self.warps, self.threads, has_dependent_launch(arch))
         return kernel, arguments(dtype)
 
 
@@ -90,12 +89,12 @@ VARIANTS: tuple[ListVariant | SelectVariant, ...] = tuple(
     variant
     for dtype in DTYPES
     for variant in (
-        ListVariant(dtype, 64, lanes=8, chunks=1, warps=1, threads=64),
-        ListVariant(dtype, 256, lanes=32, chunks=1, warps=1, threads=64),
-        ListVariant(dtype, 1024, lanes=32, chunks=4, warps=1, threads=64),
-        ListVariant(dtype, 4096, lanes=32, chunks=4, warps=4, threads=128),
+        ListVariant(dtype, 64, lanes=8, warps=1, threads=128),
+        ListVariant(dtype, 256, lanes=32, warps=1, threads=256),
+        ListVariant(dtype, 1024, lanes=32, warps=4, threads=128),
+        ListVariant(dtype, 4096, lanes=32, warps=16, threads=512),
         SelectVariant(dtype, 256, warps=1, chunks=1, rows=2),
-        SelectVariant(dtype, 1024, warps=1, chunks=4, rows=2),
+        SelectVariant(dtype, 1024, warps=4, chunks=1, rows=1),
         SelectVariant(dtype, 4096, warps=8, chunks=2, rows=1),
     )
 )
