@@ -9,6 +9,7 @@ import torch
 from kestrel_runtime import check, kernel_op
 
 from . import reference
+from ._checks import check_codes, check_input, check_result, check_scale
 
 _GRANULARITIES = ("row", "tensor", "group")
 
@@ -60,17 +61,11 @@ def fp8_quant(
     return _fp8_quant_static(x, scale), scale
 
 
-def _check_input(op: str, x: torch.Tensor) -> None:
-    check.tensor(op, "x", x, dtype=check.FLOATS, ndim=2, last_contiguous=True)
-    if x.shape[1] == 0:
-        check.fail(op, "x", "at least one column", f"shape {tuple(x.shape)}")
-
-
 def _check_fp8_quant(
     x: torch.Tensor, granularity: str, group_size: int, scale_ub: torch.Tensor | None, column_major_scales: bool
 ) -> None:
     op = "fp8_quant"
-    _check_input(op, x)
+    check_input(op, x)
     check.choice(op, "granularity", granularity, _GRANULARITIES)
     check.number(op, "group_size", group_size, integer=True, minimum=1)
     if scale_ub is not None:
@@ -90,7 +85,7 @@ def _fp8_quant(
 
 def _check_fp8_quant_static(x: torch.Tensor, scale: torch.Tensor) -> None:
     op = "fp8_quant"
-    _check_input(op, x)
+    check_input(op, x)
     check.tensor(op, "scale", scale, dtype=torch.float32, ndim=(1, 2))
     check.shape(op, "scale", scale, (1,) if scale.ndim == 1 else (x.shape[0], 1))
     check.same(op, "device", x=x, scale=scale)
@@ -109,20 +104,10 @@ def _check_fp8_dequant(
     out: torch.Tensor | None = None,
 ) -> None:
     op = "fp8_dequant"
-    check.tensor(op, "q", q, dtype=torch.float8_e4m3fn, ndim=2, last_contiguous=True)
+    check_codes(op, q, torch.float8_e4m3fn)
     check.number(op, "group_size", group_size, integer=True, minimum=1)
-    check.tensor(op, "scale", scale, dtype=torch.float32, ndim=(1, 2))
-    rows, columns = q.shape
-    if scale.ndim == 1:
-        check.shape(op, "scale", scale, (1,))
-    else:
-        groups = (columns + group_size - 1) // group_size
-        check.shape(op, "scale", scale, (rows, 1 if scale.shape[1] == 1 else groups))
-    check.same(op, "device", q=q, scale=scale, out=out)
-    check.choice(op, "dtype", dtype, check.FLOATS)
-    if out is not None:
-        check.tensor(op, "out", out, dtype=dtype, ndim=2, last_contiguous=True)
-        check.shape(op, "out", out, (rows, columns))
+    check_scale(op, q, scale, (q.shape[1] + group_size - 1) // group_size)
+    check_result(op, dtype, out, q.shape, q)
 
 
 @kernel_op(reference=reference.fp8_dequant, check=_check_fp8_dequant)

@@ -1,8 +1,8 @@
 """The PyTorch reference of every op of this family: the specification the kernels are held against.
 
 Scales come from the largest *finite* magnitude, so one inf or NaN does not touch the elements around it: a NaN becomes
-the FP8 code NaN, an inf saturates. ``value = code * scale`` throughout; codes are ``x / scale`` with a true float32
-division, rounded once to nearest even.
+the FP8 code NaN or the integer code 0, an inf saturates. ``value = code * scale`` throughout; codes are ``x / scale``
+with a true float32 division, rounded once to nearest even.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from kestrel_runtime.reference import to_fp8
+from kestrel_runtime.reference import pack_int4, to_fp8, unpack_int4
 
 FP8_MAX = 448.0
 FP8_SMALLEST_AMAX = 1e-12  # an all-zero row gets this over 448 as its scale
@@ -47,6 +47,52 @@ def fp8_dequant(
     """code * scale, rounded once to dtype."""
     values = q.float()
     return (values * _per_element(scale, values, group_size)).to(dtype)
+
+
+def int8_quant(x: torch.Tensor, granularity: str = "row") -> tuple[torch.Tensor, torch.Tensor]:
+    """Symmetric codes -127..127."""
+    values = x.float()
+    scale = _integer_scale(_amax(values, granularity, 1), 127)
+    return _integer_codes(values / scale, 127).to(torch.int8), scale
+
+
+def int8_dequant(q: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """code * scale, rounded once to dtype."""
+    return (q.float() * scale).to(dtype)
+
+
+def int4_quant(x: torch.Tensor, group_size: int = 128) -> tuple[torch.Tensor, torch.Tensor]:
+    """Symmetric codes -7..7 per group of columns, two to a byte."""
+    values = x.float()
+    scale = _integer_scale(_amax(values, "group", group_size), 7)
+    return pack_int4(_integer_codes(values / _per_element(scale, values, group_size), 7)), scale
+
+
+def int4_dequant(
+    q: torch.Tensor, scale: torch.Tensor, group_size: int = 128, dtype: torch.dtype = torch.bfloat16
+) -> torch.Tensor:
+    """code * scale, rounded once to dtype."""
+    codes = unpack_int4(q).float()
+    return (codes * _per_element(scale, codes, group_size)).to(dtype)
+
+
+def w4a16_linear(
+    x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, group_size: int, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """x @ weight.T + bias with weight = code * scale, exact in float32."""
+    weight = int4_dequant(codes, scales.float(), group_size, torch.float32)
+    return F.linear(x.float(), weight, None if bias is None else bias.float()).to(x.dtype)
+
+
+def _integer_scale(amax: torch.Tensor, largest: int) -> torch.Tensor:
+    """amax / largest; 1 where that is zero."""
+    scale = amax / largest
+    return torch.where(scale > 0, scale, 1.0)
+
+
+def _integer_codes(quotients: torch.Tensor, largest: int) -> torch.Tensor:
+    """Round half to even and saturate; NaN, for which integers have no code, becomes 0."""
+    return quotients.nan_to_num(0.0, largest, -largest).round().clamp(-largest, largest).to(torch.int32)
 
 
 def _amax(values: torch.Tensor, granularity: str, group_size: int) -> torch.Tensor:

@@ -1,0 +1,77 @@
+"""Symmetric INT4 quantisation per group of columns, two codes to a byte, and its inverse."""
+
+from __future__ import annotations
+
+import torch
+
+from kestrel_runtime import check, kernel_op
+
+from . import reference
+from ._checks import check_codes, check_input, check_result
+
+
+def _check_int4_quant(x: torch.Tensor, group_size: int = 128) -> None:
+    op = "int4_quant"
+    check_input(op, x)
+    if x.shape[1] % 2:
+        check.fail(op, "x", "an even number of columns", f"shape {tuple(x.shape)}")
+    check.number(op, "group_size", group_size, integer=True, minimum=1)
+
+
+@kernel_op(reference=reference.int4_quant, check=_check_int4_quant)
+def int4_quant(x: torch.Tensor, *, group_size: int = 128) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantise to INT4, symmetric, rounding half to even: ``x ≈ code * scale``.
+
+    x: [T, N] bf16, fp16 or float32, N even, any row stride. group_size: columns that share a scale (the last group of
+    a row may be shorter).
+
+    Returns (q, scale): q uint8 [T, N/2], two's complement nibbles, even columns in the low one, codes -7..7; scale
+    float32 [T, ceil(N/G)], the largest finite magnitude / 7, or 1 where that is zero. NaN becomes 0, inf saturates;
+    neither moves the scale. A row does not depend on the batch around it.
+
+    Raises ValueError or TypeError for a wrong dtype or rank, an odd N or a group of less than one column.
+
+    >>> q, scale = int4_quant(torch.tensor([[7.0, -2.0, 0.5, 1.5]]))  # codes 7, -2, 0, 2: 0xE7, 0x20
+    >>> q.tolist(), scale.tolist()
+    ([[231, 32]], [[1.0]])
+    """
+
+
+def _check_int4_dequant(
+    q: torch.Tensor,
+    scale: torch.Tensor,
+    group_size: int = 128,
+    dtype: torch.dtype = torch.bfloat16,
+    out: torch.Tensor | None = None,
+) -> None:
+    op = "int4_dequant"
+    check_codes(op, q, torch.uint8)
+    check.number(op, "group_size", group_size, integer=True, minimum=1)
+    rows, columns = q.shape[0], 2 * q.shape[1]
+    check.tensor(op, "scale", scale, dtype=torch.float32, ndim=2)
+    check.shape(op, "scale", scale, (rows, (columns + group_size - 1) // group_size))
+    check.same(op, "device", q=q, scale=scale)
+    check_result(op, dtype, out, (rows, columns), q)
+
+
+@kernel_op(reference=reference.int4_dequant, check=_check_int4_dequant)
+def int4_dequant(
+    q: torch.Tensor,
+    scale: torch.Tensor,
+    *,
+    group_size: int = 128,
+    dtype: torch.dtype = torch.bfloat16,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Undo :func:`int4_quant`: ``code * scale`` in float32, rounded once to ``dtype``.
+
+    q: uint8 [T, N/2], two's complement nibbles, even columns in the low one, any row stride. scale: float32
+    [T, ceil(N/G)], any strides. dtype: bf16, fp16 or float32.
+    Returns [T, N] of dtype, in ``out`` if it is given (of that shape and dtype).
+
+    Raises ValueError or TypeError for a wrong dtype, rank, shape or device.
+
+    >>> q = torch.tensor([[0xE7, 0x20]], dtype=torch.uint8)
+    >>> int4_dequant(q, torch.tensor([[0.5]]), dtype=torch.float32).tolist()
+    [[3.5, -1.0, 0.0, 1.0]]
+    """
