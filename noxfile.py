@@ -35,7 +35,7 @@ from workspace import (
     requirements,
 )
 
-nox.needs_version = ">=2024.4.15"
+nox.needs_version = ">=2025.2.9"
 nox.options.sessions = ["demo"]
 nox.options.default_venv_backend = "none"
 
@@ -123,7 +123,7 @@ def lint(session: nox.Session) -> None:
     tools, third_party = Environment(session, "lint"), Environment(session, "test")
     tools.install(*MATRIX["lint_tools"])
     third_party.install(*requirements(list(PACKAGES.values())))
-    sources = [name for name in files_under("packages", "tools") if name.endswith((".cu", ".cuh"))]
+    sources = [name for name in files_under("packages", "tools") if name.endswith((".cu", ".cuh", ".h"))]
     source_tree = {"PYTHONPATH": os.pathsep.join(str(package.path / "src") for package in PACKAGES.values())}
 
     def ruff_check() -> None:
