@@ -20,6 +20,7 @@ import math
 import os
 import platform
 import subprocess
+import sys
 import sysconfig
 import tempfile
 import time
@@ -36,8 +37,8 @@ SKIPPED = {"__pycache__", "dist-packages", "encodings", "idle_test", "pydoc_data
 DOCUMENT = b"\0"
 
 
-def modules() -> Iterator[tuple[str, bytes]]:
-    """Dotted name and text of every module of the standard library, in order of name."""
+def modules(*, held: bool) -> Iterator[tuple[str, bytes]]:
+    """Dotted name and text of the held-out or the training modules of the standard library, in order of name."""
     root = Path(sysconfig.get_path("stdlib"))
     found = []
     for path in root.rglob("*.py"):
@@ -46,6 +47,8 @@ def modules() -> Iterator[tuple[str, bytes]]:
         if not SKIPPED.intersection(parts) and not generated:
             found.append((".".join(parts), path))
     for name, path in sorted(found):
+        if held_out(name) != held:
+            continue
         text = path.read_bytes()
         if text and b"\0" not in text:
             yield name, text
@@ -57,7 +60,7 @@ def held_out(name: str) -> bool:
 
 def corpus(*, held: bool) -> bytes:
     """The held-out or the training modules, each begun by byte 0."""
-    return b"".join(DOCUMENT + text for name, text in modules() if held_out(name) == held) + DOCUMENT
+    return b"".join(DOCUMENT + text for _, text in modules(held=held)) + DOCUMENT
 
 
 def windows(data: Tensor, starts: Tensor, length: int) -> Tensor:
@@ -230,7 +233,6 @@ def main() -> None:
     seconds = time.monotonic() - started
     state = trainer.finish()
     bits = trainer.held_out_bits(1 << 30)
-    usage = {name: tensor for name, tensor in state.items() if name.endswith("_scale")}
     record: dict[str, Any] = {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "revision": options.revision,
@@ -248,11 +250,11 @@ def main() -> None:
             "train_bytes": len(trainer.train_data),
             "held_out_bytes": len(trainer.held_data),
             "train_sha256": hashlib.sha256(corpus(held=False)).hexdigest(),
-            "held_out_modules": [name for name, _ in modules() if held_out(name)],
+            "held_out_modules": [name for name, _ in modules(held=True)],
         },
         "seconds": round(seconds, 1),
         "held_out_bits_per_byte": round(bits, 4),
-        "largest_fp8_cache_scale": round(max(float(t.max()) for t in usage.values()), 4),
+        "largest_fp8_cache_scale": round(max(float(t.max()) for n, t in state.items() if n.endswith("_scale")), 4),
         "largest_weight": round(max(float(t.abs().max()) for t in state.values()), 3),
         "state_sha256": hashlib.sha256(
             b"".join(state[name].contiguous().view(torch.uint8).numpy().tobytes() for name in sorted(state))
@@ -267,4 +269,8 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        print("interrupted; nothing was written", file=sys.stderr)
+        sys.exit(130)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 
+LONGEST_CONTEXT = 2**20
+"""Tables by position have one row for each token of the context."""
+
 
 class DemoError(ValueError):
     """A request the demo cannot serve; the message is one line that names what was expected and what was given."""
@@ -33,8 +36,24 @@ class DecoderConfig:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             kind = int if field.type == "int" else float
-            if type(value) is not kind or value <= 0:
+            if type(value) is not kind or not value >= (0 if field.name == "dense_layers" else 1e-12):
                 raise DemoError(f"config: expected {field.name} to be a positive {kind.__name__}, got {value!r}")
+        if self.context > LONGEST_CONTEXT:
+            raise DemoError(f"config: expected context to be at most {LONGEST_CONTEXT}, got {self.context}")
+        if self.heads % self.kv_heads:
+            raise DemoError(
+                f"config: expected heads to be a multiple of the {self.kv_heads} kv_heads, got {self.heads}"
+            )
+        if self.rotary_size % 2 or self.rotary_size > self.head_size:
+            raise DemoError(
+                f"config: expected rotary_size to be even and at most the head_size {self.head_size}, "
+                f"got {self.rotary_size}"
+            )
+        if self.experts_per_token > self.experts:
+            raise DemoError(
+                f"config: expected experts_per_token to be at most the {self.experts} experts, "
+                f"got {self.experts_per_token}"
+            )
 
     @property
     def qkv_width(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -75,8 +75,17 @@ class Weights:
 
 def shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     """Every tensor of a model file by name, as tools/plain_model.py names them."""
+    return dict(_named_shapes(config))
+
+
+def _named_shapes(config: DecoderConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """One after the other, so that a file that claims a billion layers is found out at the first it lacks."""
     width, heads, kv_heads = config.width, config.heads, config.kv_heads
-    found: dict[str, tuple[int, ...]] = {"embedding.weight": (config.vocabulary, width)}
+    yield "embedding.weight", (config.vocabulary, width)
+    yield "norm.weight", (width,)
+    yield "norm.bias", (width,)
+    yield "head.weight", (config.vocabulary, width)
+    yield "head.bias", (config.vocabulary,)
     for index in range(config.layers):
         layer: dict[str, tuple[int, ...]] = {
             "norm.weight": (width,),
@@ -102,12 +111,8 @@ def shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
             layer["experts.router.bias"] = (config.experts,)
             layer["experts.w1"] = (config.experts, 2 * config.expert_inner, width)
             layer["experts.w2"] = (config.experts, width, config.expert_inner)
-        found.update({f"layers.{index}.{name}": shape for name, shape in layer.items()})
-    found["norm.weight"] = (width,)
-    found["norm.bias"] = (width,)
-    found["head.weight"] = (config.vocabulary, width)
-    found["head.bias"] = (config.vocabulary,)
-    return found
+        for name, shape in layer.items():
+            yield f"layers.{index}.{name}", shape
 
 
 def is_parameter(name: str) -> bool:
@@ -135,14 +140,13 @@ def bytes_needed(config: DecoderConfig, dtype: torch.dtype, *, fp8_experts: bool
 def load(path: Path, dtype: torch.dtype, device: torch.device, *, fp8_experts: bool = False) -> Weights:
     """The weights of a file that tools/train_tiny.py wrote."""
     config, state = _read(path)
-    expected = shapes(config)
-    for name, shape in expected.items():
+    for name, shape in _named_shapes(config):
         if name not in state:
             raise DemoError(f"--model: expected {path} to hold {name}, got a file without it")
         if tuple(state[name].shape) != shape or not state[name].is_floating_point():
             got = f"{state[name].dtype} {tuple(state[name].shape)}"
             raise DemoError(f"--model: expected {name} in {path} to be floating with shape {shape}, got {got}")
-    unknown = sorted(set(state) - set(expected))
+    unknown = sorted(set(state) - set(shapes(config)))
     if unknown:
         raise DemoError(f"--model: expected the tensors of a decoder in {path}, got also {unknown[0]}")
     return assemble(config, lambda name, _: state[name].to(device, dtype), fp8_experts=fp8_experts)
