@@ -168,7 +168,8 @@ def lines(info: Info) -> list[str]:
             holds = "no kernels yet" if binary["built"] else "not built: run from the sources"
         text += [f"  {binary['family']:30} {holds}"]
     text += ["", "ops"]
+    width = max((len(op["op"]) for op in info["ops"]), default=0)
     for op in info["ops"]:
         kind = f"{op['kernel']} kernel" if op["runs"] == "kernel" else f"reference ({op['why']})"
-        text += [f"  {op['op']:45} {kind}"]
+        text += [f"  {op['op']:{width}} {kind}"]
     return text
