@@ -130,17 +130,13 @@ inline bool prepare(const RowShape& shape, const TensorView& x, const OptionalTe
   if (rows == 0 || n == 0) return false;
   constexpr int64_t most = std::numeric_limits<int>::max();
   if (rows > most || n > most - (1 << 16)) unsupported("more than 2^31 rows, or rows of about 2^31 elements");
-  const int64_t pack = 16 / element_bytes(x);
   shape.fill(p);
-  p->vectors = shape.aligned() && n % pack == 0;
   if (weight.has_value()) {
     p->weight = (*weight).data_ptr();
     p->weight_bias = static_cast<float>(weight_bias);
-    p->vectors = p->vectors && aligned16(p->weight);
   }
   if (bias.has_value()) {
     p->bias = (*bias).data_ptr();
-    p->vectors = p->vectors && aligned16(p->bias);
   }
   p->rows = static_cast<int>(rows);
   p->n = static_cast<int>(n);
@@ -161,7 +157,8 @@ void dispatch(const TensorView& x, F call) {
   }
 }
 
-template <typename O>
+// Teams are chosen by N and the dtype alone, so that a row's sums are added in one order whatever stands around it.
+template <typename O, bool VECTORS>
 void launch(const Params& p, DLDevice device) {
   constexpr int size = Pack<typename O::T>::size;
   constexpr int rows_per_block = 4;  // of a warp each
@@ -173,17 +170,22 @@ void launch(const Params& p, DLDevice device) {
     const int warps = (packs + 32 * v - 1) / (32 * v);
     launch_pdl(kernel, dim3(p.rows), dim3(32 * warps), device, p);
   };
-  // Teams by N alone. A warp per row needs no barrier; more than 4 packs per lane cost a single row more than that.
-  if (packs <= 32) return per_warp(norm_rows<O, 1, 1>);
-  if (packs <= 128) return per_warp(norm_rows<O, 4, 1>);
+  if (packs <= 32) return per_warp(norm_rows<O, 1, 1, VECTORS>);
+  if (packs <= 128) return per_warp(norm_rows<O, 4, 1, VECTORS>);
   if constexpr (O::norm == Norm::layer) {
-    if (packs <= 160) return per_warp(norm_rows<O, 5, 1>);
+    if (packs <= 160) return per_warp(norm_rows<O, 5, 1, VECTORS>);
   }
-  if (packs <= 2 * 4 * 32) return per_block(norm_rows<O, 2, 4>, 2);
-  if (packs <= 2 * 8 * 32) return per_block(norm_rows<O, 2, 8>, 2);
-  if (packs <= 4 * 8 * 32) return per_block(norm_rows<O, 4, 8>, 4);
-  if (packs <= 4 * 16 * 32) return per_block(norm_rows<O, 4, 16>, 4);
-  launch_pdl(norm_long_rows<O>, dim3(p.rows), dim3(32 * LONG_WARPS), device, p);
+  if (packs <= 2 * 4 * 32) return per_block(norm_rows<O, 2, 4, VECTORS>, 2);
+  if (packs <= 2 * 8 * 32) return per_block(norm_rows<O, 2, 8, VECTORS>, 2);
+  if (packs <= 4 * 8 * 32) return per_block(norm_rows<O, 4, 8, VECTORS>, 4);
+  if (packs <= 4 * 16 * 32) return per_block(norm_rows<O, 4, 16, VECTORS>, 4);
+  launch_pdl(norm_long_rows<O, VECTORS>, dim3(p.rows), dim3(32 * LONG_WARPS), device, p);
+}
+
+template <typename O>
+void launch(const Params& p, const RowShape& shape, DLDevice device) {
+  const bool vectors = shape.aligned() && p.n % Pack<typename O::T>::size == 0 && aligned16(p.weight) && aligned16(p.bias);
+  vectors ? launch<O, true>(p, device) : launch<O, false>(p, device);
 }
 
 }  // namespace kestrel::norm

@@ -24,7 +24,7 @@ void layer_norm(TensorView out, TensorView x, OptionalTensor weight, OptionalTen
   shape.add(out, &p.out);
   if (!prepare(shape, x, weight, bias, eps, 0.0, &p)) return;
   const DeviceGuard guard(x.device().device_id);
-  dispatch(x, [&](auto t) { launch<LayerNorm<decltype(t)>>(p, x.device()); });
+  dispatch(x, [&](auto t) { launch<LayerNorm<decltype(t)>>(p, shape, x.device()); });
 }
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(layer_norm, layer_norm);

@@ -43,8 +43,6 @@ struct Params {
   int rows = 0;
   int n = 0;
   int sizes[2] = {1, 1};  // of the two inner leading dimensions
-  bool vectors = false;       // every base and stride is a multiple of 16 bytes, and n of a pack
-  bool constants_first = true;  // read weight and bias before the rows
   float eps = 0;
   float inv_n = 0;
   float weight_bias = 0;
@@ -56,35 +54,33 @@ __device__ __forceinline__ char* row_of(const Rows& t, const Params& p, int row)
   return t.base + (i01 / p.sizes[0]) * t.stride[0] + (i01 % p.sizes[0]) * t.stride[1] + i2 * t.stride[2];
 }
 
-// One pack of a row from element `first` on; what lies past the end is `fill`.
-template <typename T, bool constant = false>
-__device__ __forceinline__ Pack<T> load_pack(const char* row, int first, int n, bool vectors, float fill = 0.f) {
+// One pack of a row from element `first` on; what lies past the end is `fill`. VECTORS: every base and stride is a
+// multiple of 16 bytes and n of a pack, so a pack is one access; otherwise its elements are read one by one.
+template <bool VECTORS, typename T, bool constant = false>
+__device__ __forceinline__ Pack<T> load_pack(const char* row, int first, int n, float fill = 0.f) {
   Pack<T> pack;
   T elements[Pack<T>::size];
 #pragma unroll
   for (int i = 0; i < Pack<T>::size; ++i) elements[i] = from_float<T>(fill);
   memcpy(&pack.bits, elements, 16);
-  if (first < n) {
-    const char* p = row + static_cast<int64_t>(first) * sizeof(T);
-    if (vectors) {
-      pack.bits = constant ? load16_constant(p) : load16_streamed(p);
-    } else {
+  const char* p = row + static_cast<int64_t>(first) * sizeof(T);
+  if constexpr (VECTORS) {
+    if (first < n) pack.bits = constant ? load16_constant(p) : load16_streamed(p);
+  } else {
 #pragma unroll
-      for (int i = 0; i < Pack<T>::size; ++i) {
-        if (first + i < n) elements[i] = reinterpret_cast<const T*>(p)[i];
-      }
-      memcpy(&pack.bits, elements, 16);
+    for (int i = 0; i < Pack<T>::size; ++i) {
+      if (first + i < n) elements[i] = reinterpret_cast<const T*>(p)[i];
     }
+    memcpy(&pack.bits, elements, 16);
   }
   return pack;
 }
 
-template <typename T>
-__device__ __forceinline__ void store_pack(char* row, int first, int n, bool vectors, const Pack<T>& pack) {
-  if (first >= n) return;
+template <bool VECTORS, typename T>
+__device__ __forceinline__ void store_pack(char* row, int first, int n, const Pack<T>& pack) {
   char* p = row + static_cast<int64_t>(first) * sizeof(T);
-  if (vectors) {
-    store16(p, pack.bits);
+  if constexpr (VECTORS) {
+    if (first < n) store16(p, pack.bits);
   } else {
     T elements[Pack<T>::size];
     memcpy(elements, &pack.bits, 16);
@@ -102,10 +98,13 @@ struct WeightPack {
   static constexpr int count = size / Pack<W>::size;
   Pack<W> packs[count];
 
-  __device__ __forceinline__ void load(const void* weight, int first, int n, bool vectors, float fill) {
+  // A weight that is not given is all ones.
+  template <bool VECTORS>
+  __device__ __forceinline__ void load(const void* weight, int first, int n) {
+    const char* row = static_cast<const char*>(weight);
 #pragma unroll
     for (int i = 0; i < count; ++i) {
-      packs[i] = load_pack<W, true>(static_cast<const char*>(weight), first + i * Pack<W>::size, weight ? n : 0, vectors, fill);
+      packs[i] = load_pack<VECTORS, W, true>(row, first + i * Pack<W>::size, weight ? n : 0, 1.f);
     }
   }
   __device__ __forceinline__ void unpack(float (&f)[size]) const {
@@ -207,26 +206,27 @@ __device__ __forceinline__ Moments team_moments(float pivot, float s1, float s2,
 
   if (team.lane == 0) shared.part[team.warp] = make_float4(mean, squares, count, 0.f);
   __syncthreads();
+  const float base = shared.part[0].x;  // means are taken relative to it, so equal elements give an exact mean
   if constexpr (WARPS <= 8) {
-    float4 part[WARPS];
-#pragma unroll
-    for (int i = 0; i < WARPS; ++i) part[i] = shared.part[i];
-    float sums[2] = {0.f, 0.f};
-#pragma unroll
-    for (int i = 0; i < WARPS; ++i) sums[i & 1] = fmaf(part[i].x, part[i].z, sums[i & 1]);
-    const float m = (sums[0] + sums[1]) * p.inv_n;
-    sums[0] = sums[1] = 0.f;
+    float d[WARPS], n[WARPS], within[WARPS], sums[2] = {0.f, 0.f};
 #pragma unroll
     for (int i = 0; i < WARPS; ++i) {
-      const float d = part[i].x - m;
-      sums[i & 1] += fmaf(d * part[i].z, d, part[i].y);
+      const float4 part = shared.part[i];
+      d[i] = part.x - base;
+      within[i] = part.y;
+      n[i] = part.z;
+      sums[i & 1] = fmaf(d[i], n[i], sums[i & 1]);
     }
-    return {m, (sums[0] + sums[1]) * p.inv_n};
+    const float delta = (sums[0] + sums[1]) * p.inv_n;
+    sums[0] = sums[1] = 0.f;
+#pragma unroll
+    for (int i = 0; i < WARPS; ++i) sums[i & 1] += fmaf((d[i] - delta) * n[i], d[i] - delta, within[i]);
+    return {base + delta, (sums[0] + sums[1]) * p.inv_n};
   } else {
-    const float4 part = team.lane < WARPS ? shared.part[team.lane] : make_float4(0.f, 0.f, 0.f, 0.f);
-    const float m = warp_sum(part.x * part.z) * p.inv_n;
-    const float d = part.x - m;
-    return {m, warp_sum(fmaf(d * part.z, d, part.y)) * p.inv_n};
+    const float4 part = team.lane < WARPS ? shared.part[team.lane] : make_float4(base, 0.f, 0.f, 0.f);
+    const float d = part.x - base;
+    const float delta = warp_sum(d * part.z) * p.inv_n;
+    return {base + delta, warp_sum(fmaf((d - delta) * part.z, d - delta, part.y)) * p.inv_n};
   }
 }
 
@@ -247,16 +247,16 @@ __device__ __forceinline__ float pivot_of(const float (&x)[Pack<T>::size], int f
 }
 
 // Adds the elements of a pack that exist to s1 and s2, as differences to the pivot.
-template <typename T>
-__device__ __forceinline__ void add_moments(const float (&x)[Pack<T>::size], int first, int n, bool vectors,
-                                            float pivot, float& s1, float& s2) {
+template <bool VECTORS, typename T>
+__device__ __forceinline__ void add_moments(const float (&x)[Pack<T>::size], int first, int n, float pivot, float& s1,
+                                            float& s2) {
   constexpr int size = Pack<T>::size;
   if (first >= n) return;
   float a[2] = {0.f, 0.f}, b[2] = {0.f, 0.f};
 #pragma unroll
   for (int i = 0; i < size; ++i) {
     float d = x[i] - pivot;
-    if (!vectors && first + i >= n) d = 0.f;
+    if (!VECTORS && first + i >= n) d = 0.f;
     a[i & 1] += d;
     b[i & 1] = fmaf(d, d, b[i & 1]);
   }
@@ -273,20 +273,20 @@ __device__ __forceinline__ float sum_of_squares(const float (&x)[Pack<T>::size])
 }
 
 // Rounds x + residual, stores it as the new residual and leaves the rounded sum in x.
-template <typename T>
+template <bool VECTORS, typename T>
 __device__ __forceinline__ void add_residual(float (&x)[Pack<T>::size], const Pack<T>& residual, char* row, int first,
-                                             int n, bool vectors) {
+                                             int n) {
   float r[Pack<T>::size];
   residual.unpack(r);
 #pragma unroll
   for (int i = 0; i < Pack<T>::size; ++i) x[i] += r[i];
   Pack<T> sum;
   sum.pack(x);
-  store_pack(row, first, n, vectors, sum);
+  store_pack<VECTORS>(row, first, n, sum);
   sum.unpack(x);
 }
 
-template <typename O>
+template <bool VECTORS, typename O>
 __device__ __forceinline__ void write_normalised(float (&x)[Pack<typename O::T>::size], float mean, float rstd,
                                                  const WeightPack<typename O::T, typename O::W>& weight,
                                                  const Pack<typename O::T>& bias, const Params& p, char* row,
@@ -305,15 +305,15 @@ __device__ __forceinline__ void write_normalised(float (&x)[Pack<typename O::T>:
   }
   Pack<T> y;
   y.pack(x);
-  store_pack(row, first, p.n, p.vectors, y);
+  store_pack<VECTORS>(row, first, p.n, y);
 }
 
 // Keeps a value from being computed later than here: the compiler sinks it past pdl_wait() otherwise.
 __device__ __forceinline__ void pin(float& value) { asm volatile("" : "+f"(value)); }
 
 // Rows that fit into the registers of a team: N <= V * WARPS * 32 packs.
-template <typename O, int V, int WARPS>
-__global__ void __launch_bounds__(WARPS == 1 ? 128 : WARPS * 32) norm_rows(const __grid_constant__ Params p) {
+template <typename O, int V, int WARPS, bool VECTORS>
+__global__ void __launch_bounds__(WARPS == 1 ? 128 : WARPS * 32, VECTORS ? 0 : 1) norm_rows(const __grid_constant__ Params p) {
   using T = typename O::T;
   constexpr int size = Pack<T>::size;
   constexpr bool layer = O::norm == Norm::layer;
@@ -338,16 +338,13 @@ __global__ void __launch_bounds__(WARPS == 1 ? 128 : WARPS * 32) norm_rows(const
   }
   WeightPack<T, typename O::W> weight[V];
   Pack<T> bias[V];
-  const auto load_constants = [&] {
 #pragma unroll
-    for (int v = 0; v < V; ++v) {
-      weight[v].load(p.weight, first[v], p.n, p.vectors, 1.f);
-      if constexpr (layer) {
-        bias[v] = load_pack<T, true>(static_cast<const char*>(p.bias), first[v], p.bias ? p.n : 0, p.vectors);
-      }
+  for (int v = 0; v < V; ++v) {
+    weight[v].template load<VECTORS>(p.weight, first[v], p.n);
+    if constexpr (layer) {
+      bias[v] = load_pack<VECTORS, T, true>(static_cast<const char*>(p.bias), first[v], p.bias ? p.n : 0);
     }
-  };
-  if (p.constants_first) load_constants();
+  }
   float count = 0.f, inv_count = 0.f;  // of this warp's elements
   if constexpr (layer) {
     int elements = 0;
@@ -364,24 +361,23 @@ __global__ void __launch_bounds__(WARPS == 1 ? 128 : WARPS * 32) norm_rows(const
   Pack<T> loaded[V], residual[V];
 #pragma unroll
   for (int v = 0; v < V; ++v) {
-    loaded[v] = load_pack<T>(mx, first[v], p.n, p.vectors);
-    if constexpr (O::add) residual[v] = load_pack<T>(mresidual, first[v], p.n, p.vectors);
+    loaded[v] = load_pack<VECTORS, T>(mx, first[v], p.n);
+    if constexpr (O::add) residual[v] = load_pack<VECTORS, T>(mresidual, first[v], p.n);
   }
-  if (!p.constants_first) load_constants();
   if (!early) pdl_trigger();
 
   float x[V][size];
 #pragma unroll
   for (int v = 0; v < V; ++v) {
     loaded[v].unpack(x[v]);
-    if constexpr (O::add) add_residual<T>(x[v], residual[v], mresidual, first[v], p.n, p.vectors);
+    if constexpr (O::add) add_residual<VECTORS, T>(x[v], residual[v], mresidual, first[v], p.n);
   }
   float mean = 0.f, variance;
   if constexpr (layer) {
     const float pivot = pivot_of<T>(x[0], first[0], p.n);
     float s1 = 0.f, s2 = 0.f;
 #pragma unroll
-    for (int v = 0; v < V; ++v) add_moments<T>(x[v], first[v], p.n, p.vectors, pivot, s1, s2);
+    for (int v = 0; v < V; ++v) add_moments<VECTORS, T>(x[v], first[v], p.n, pivot, s1, s2);
     const Moments moments = team_moments<WARPS>(pivot, s1, s2, count, inv_count, p, team, shared);
     mean = moments.mean;
     variance = moments.variance;
@@ -394,13 +390,13 @@ __global__ void __launch_bounds__(WARPS == 1 ? 128 : WARPS * 32) norm_rows(const
   const float rstd = rsqrtf(variance + p.eps);
   char* mout = row_of(p.out, p, team.row);
 #pragma unroll
-  for (int v = 0; v < V; ++v) write_normalised<O>(x[v], mean, rstd, weight[v], bias[v], p, mout, first[v]);
+  for (int v = 0; v < V; ++v) write_normalised<VECTORS, O>(x[v], mean, rstd, weight[v], bias[v], p, mout, first[v]);
 }
 
 // Rows of any length, one block of LONG_WARPS warps each: read twice, the second time mostly from L2.
 constexpr int LONG_WARPS = 32;
 
-template <typename O>
+template <typename O, bool VECTORS>
 __global__ void __launch_bounds__(LONG_WARPS * 32) norm_long_rows(const __grid_constant__ Params p) {
   using T = typename O::T;
   constexpr int size = Pack<T>::size;
@@ -418,13 +414,13 @@ __global__ void __launch_bounds__(LONG_WARPS * 32) norm_long_rows(const __grid_c
   for (int64_t base = start; base - start < p.n; base += stride) {
     const int first = static_cast<int>(base < p.n ? base : p.n);
     float x[size];
-    load_pack<T>(mx, first, p.n, p.vectors).unpack(x);
+    load_pack<VECTORS, T>(mx, first, p.n).unpack(x);
     if constexpr (O::add) {
-      add_residual<T>(x, load_pack<T>(mresidual, first, p.n, p.vectors), mresidual, first, p.n, p.vectors);
+      add_residual<VECTORS, T>(x, load_pack<VECTORS, T>(mresidual, first, p.n), mresidual, first, p.n);
     }
     if constexpr (layer) {
       if (base == start) pivot = pivot_of<T>(x, first, p.n);
-      add_moments<T>(x, first, p.n, p.vectors, pivot, s1, s2);
+      add_moments<VECTORS, T>(x, first, p.n, pivot, s1, s2);
       count += min(size, p.n - first);
     } else {
       s2 += sum_of_squares<T>(x);
@@ -445,12 +441,14 @@ __global__ void __launch_bounds__(LONG_WARPS * 32) norm_long_rows(const __grid_c
   for (int64_t base = start; base < p.n; base += stride) {
     const int first = static_cast<int>(base);
     float x[size];
-    load_pack<T>(O::add ? mresidual : mx, first, p.n, p.vectors).unpack(x);
+    load_pack<VECTORS, T>(O::add ? mresidual : mx, first, p.n).unpack(x);
     WeightPack<T, typename O::W> weight;
     Pack<T> bias;
-    weight.load(p.weight, first, p.n, p.vectors, 1.f);
-    if constexpr (layer) bias = load_pack<T, true>(static_cast<const char*>(p.bias), first, p.bias ? p.n : 0, p.vectors);
-    write_normalised<O>(x, mean, rstd, weight, bias, p, mout, first);
+    weight.template load<VECTORS>(p.weight, first, p.n);
+    if constexpr (layer) {
+      bias = load_pack<VECTORS, T, true>(static_cast<const char*>(p.bias), first, p.bias ? p.n : 0);
+    }
+    write_normalised<VECTORS, O>(x, mean, rstd, weight, bias, p, mout, first);
   }
 }
 

@@ -15,14 +15,14 @@ void check_numbers(const Checks& check, const OptionalTensor& weight, const Tens
 
 // The weight may be float32 where x is not.
 template <bool add>
-void dispatch_rms(const TensorView& x, const OptionalTensor& weight, const Params& p) {
+void dispatch_rms(const TensorView& x, const OptionalTensor& weight, const Params& p, const RowShape& shape) {
   const bool wide = weight.has_value() && same_dtype((*weight).dtype(), kFloat32);
   dispatch(x, [&](auto t) {
     using T = decltype(t);
     if (wide && sizeof(T) < 4) {
-      launch<Op<Norm::rms, add, T, float>>(p, x.device());
+      launch<Op<Norm::rms, add, T, float>>(p, shape, x.device());
     } else {
-      launch<Op<Norm::rms, add, T>>(p, x.device());
+      launch<Op<Norm::rms, add, T>>(p, shape, x.device());
     }
   });
 }
@@ -40,7 +40,7 @@ void rms_norm(TensorView out, TensorView x, OptionalTensor weight, double eps, d
   shape.add(out, &p.out);
   if (!prepare(shape, x, weight, {}, eps, weight_bias, &p)) return;
   const DeviceGuard guard(x.device().device_id);
-  dispatch_rms<false>(x, weight, p);
+  dispatch_rms<false>(x, weight, p, shape);
 }
 
 void fused_add_rms_norm(TensorView x, TensorView residual, OptionalTensor weight, double eps, double weight_bias) {
@@ -57,7 +57,7 @@ void fused_add_rms_norm(TensorView x, TensorView residual, OptionalTensor weight
   if (!prepare(shape, x, weight, {}, eps, weight_bias, &p)) return;
   p.out = p.x;
   const DeviceGuard guard(x.device().device_id);
-  dispatch_rms<true>(x, weight, p);
+  dispatch_rms<true>(x, weight, p, shape);
 }
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(rms_norm, rms_norm);

@@ -8,10 +8,10 @@
 #include <tvm/ffi/error.h>
 #include <tvm/ffi/optional.h>
 
+#include <charconv>
 #include <cmath>
 #include <cstdint>
 #include <initializer_list>
-#include <sstream>
 #include <string>
 
 namespace kestrel {
@@ -57,6 +57,14 @@ inline std::string shape_text(const int64_t* sizes, int ndim) {
   return text + (ndim == 1 ? ",)" : ")");
 }
 
+// As Python prints a float: the fewest digits that read back the same, and never without a point or an exponent.
+inline std::string number_text(double value) {
+  char digits[32];
+  std::string text(digits, std::to_chars(digits, digits + sizeof(digits), value).ptr);
+  if (std::isfinite(value) && text.find_first_of(".e") == std::string::npos) text += ".0";
+  return text;
+}
+
 // The checks of one op.
 class Checks {
  public:
@@ -68,11 +76,12 @@ class Checks {
   }
 
   void dtype(const char* name, const TensorView& t, std::initializer_list<DLDataType> allowed) const {
-    std::string names;
+    std::string names, last;
     for (DLDataType want : allowed) {
       if (same_dtype(t.dtype(), want)) return;
       const std::string one = dtype_name(want);
-      if (names.find(one) == std::string::npos) names += (names.empty() ? "" : " or ") + one;
+      if (one != last) names += (names.empty() ? "" : " or ") + one;
+      last = one;
     }
     fail(name, "dtype " + names, dtype_name(t.dtype()), "TypeError");
   }
@@ -107,11 +116,7 @@ class Checks {
 
   void at_least(const char* name, double value, int minimum) const {
     number(name, value);
-    if (value < minimum) {
-      std::ostringstream text;
-      text << value;
-      fail(name, "a number >= " + std::to_string(minimum), text.str());
-    }
+    if (value < minimum) fail(name, "a number >= " + std::to_string(minimum), number_text(value));
   }
 
   void same_device(const char* name, const TensorView& t, const char* first_name, const TensorView& first) const {
