@@ -397,7 +397,7 @@ def test_the_registered_ops_are_sound(kind, appending):
     if appending:
         opcheck(op.flash_attn_with_kvcache_append.default, (*first, *new, *rest))
     else:
-        opcheck(op.flash_attn_with_kvcache.default, (*first, *rest))
+        opcheck(op.flash_attn_with_kvcache.default, (*first, *rest[:4], None, None, None, None, *rest[4:]))
 
 
 @pytest.mark.parametrize(
@@ -434,6 +434,6 @@ def test_the_references_read_nothing_on_the_host(kind, appending):
         if appending:
             out, lse = reference.flash_attn_with_kvcache_append(*first, *new, *rest)
         else:
-            out, lse = reference.flash_attn_with_kvcache(*first, *rest)
+            out, lse = reference.flash_attn_with_kvcache(*first, *rest[:4], None, None, None, None, *rest[4:])
     assert out.shape == (2, 3, 4, 64)
     assert lse.shape == (2, 4, 3)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
 from kestrel_runtime import check
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+Tensors = Mapping[str, Any]  # by the names they have as arguments; None where one is missing
 
 
 def window(op: str, window_size: Sequence[int]) -> tuple[int, int]:
@@ -73,26 +75,55 @@ def check_scale(op: str, name: str, scale: torch.Tensor | None, x: torch.Tensor,
         check.fail(op, name, f"shape (1,) or ({heads},)", f"({scale.shape[0]},)")
 
 
-def check_cache(
-    op: str,
-    names: tuple[str, str],
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    q: torch.Tensor,
-    block_table: torch.Tensor | None,
-    batch: int,
-) -> None:
-    """k and v are caches [blocks, P, Hk, D] of one dtype: that of q, or FP8 (uint8 is e4m3)."""
-    allowed = (q.dtype, *FP8, torch.uint8)
-    for name, cache in zip(names, (k_cache, v_cache), strict=True):
-        check.tensor(op, name, cache, dtype=allowed, ndim=4, last_contiguous=True)
-    check.shape(op, names[0], k_cache, (None, None, None, q.shape[-1]))
-    check.shape(op, names[1], v_cache, k_cache.shape)
-    check.same(op, "dtype", **{names[0]: k_cache, names[1]: v_cache})
-    check_groups(op, q, k_cache.shape[2])
+def check_table(op: str, name: str, cache: torch.Tensor, block_table: torch.Tensor | None, batch: int) -> None:
+    """block_table is int32 [B, n]; without it the cache (which is called ``name``) has a block per sequence."""
     if block_table is not None:
         check.tensor(op, "block_table", block_table, dtype=torch.int32, ndim=2)
         check.shape(op, "block_table", block_table, (batch, None))
-    elif k_cache.shape[0] != batch:
-        expected = f"{batch} blocks, one per sequence, as block_table is None"
-        check.fail(op, names[0], expected, k_cache.shape[0])
+    elif cache.shape[0] != batch:
+        check.fail(op, name, f"{batch} blocks, one per sequence, as block_table is None", cache.shape[0])
+
+
+def check_cache(op: str, q: torch.Tensor, caches: Tensors) -> None:
+    """K and V (by name, in this order) are caches [blocks, P, Hk, D] of one dtype: q's, or FP8 (uint8 is e4m3)."""
+    _check_caches(op, q, caches, (q.dtype, *FP8, torch.uint8), q.shape[-1])
+
+
+def check_int8_cache(op: str, q: torch.Tensor, caches: Tensors, scales: Tensors) -> None:
+    """K and V are int8 [blocks, P, Hk, D], their scales float32 [blocks, P, Hk]."""
+    shape = _check_caches(op, q, caches, torch.int8, q.shape[-1])
+    for name, scale in scales.items():
+        check.tensor(op, name, scale, dtype=torch.float32, ndim=3, last_contiguous=True)
+        check.shape(op, name, scale, shape[:3])
+
+
+def check_int4_cache(op: str, q: torch.Tensor, caches: Tensors, more: Tensors) -> None:
+    """K and V are uint8 [blocks, P, Hk, D/2]; more: their scales and zeros, k_tail and seq_ids, all of them given."""
+    size = q.shape[-1]
+    if size % 2:
+        check.fail(op, "q", "an even head size with an INT4 cache", size)
+    blocks, page, kv_heads, _ = _check_caches(op, q, caches, torch.uint8, size // 2)
+    per_channel, per_token = (blocks, kv_heads, size), (blocks, page, kv_heads)
+    shapes = {"k_scale": per_channel, "k_zero": per_channel, "v_scale": per_token, "v_zero": per_token}
+    for name, shape in shapes.items():
+        check.tensor(op, name, more[name], dtype=torch.float16, ndim=3, last_contiguous=True)
+        check.shape(op, name, more[name], shape)
+    tail = more["k_tail"]
+    check.tensor(op, "k_tail", tail, dtype=q.dtype, ndim=4, last_contiguous=True)
+    check.shape(op, "k_tail", tail, (None, page, kv_heads, size))
+    check.tensor(op, "seq_ids", more["seq_ids"], dtype=torch.int32, ndim=1)
+    check.shape(op, "seq_ids", more["seq_ids"], (q.shape[0],))
+
+
+def _check_caches(
+    op: str, q: torch.Tensor, caches: Tensors, dtype: torch.dtype | tuple[torch.dtype, ...], width: int
+) -> torch.Size:
+    """The shape of both: [blocks, P, Hk, width]."""
+    for name, cache in caches.items():
+        check.tensor(op, name, cache, dtype=dtype, ndim=4, last_contiguous=True)
+    (k_name, k_cache), (v_name, v_cache) = caches.items()
+    check.shape(op, k_name, k_cache, (None, None, None, width))
+    check.shape(op, v_name, v_cache, k_cache.shape)
+    check.same(op, "dtype", **caches)
+    check_groups(op, q, k_cache.shape[2])
+    return k_cache.shape

@@ -218,7 +218,8 @@ def _check_varlen(
         _check_inputs(op, q, k, v, 3)
         check.tensor(op, "cu_seqlens_k", cu_seqlens_k, dtype=torch.int32, ndim=1)
     else:
-        arguments.check_cache(op, ("k", "v"), k, v, q, block_table, batch)
+        arguments.check_cache(op, q, {"k": k, "v": v})
+        arguments.check_table(op, "k", k, block_table, batch)
         if cu_seqlens_k is None and seqused_k is None:
             check.fail(op, "seqused_k", "a tensor, as block_table is given and cu_seqlens_k is None", "None", TypeError)
     if cu_seqlens_k is not None:

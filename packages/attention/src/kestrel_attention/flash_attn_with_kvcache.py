@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from kestrel_runtime import check, kernel_op
@@ -22,6 +24,10 @@ def flash_attn_with_kvcache(
     block_table: torch.Tensor | None = None,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
+    k_zero: torch.Tensor | None = None,
+    v_zero: torch.Tensor | None = None,
+    k_tail: torch.Tensor | None = None,
+    seq_ids: torch.Tensor | None = None,
     softmax_scale: float | None = None,
     causal: bool = False,
     window_size: tuple[int, int] = (-1, -1),
@@ -36,15 +42,23 @@ def flash_attn_with_kvcache(
 
     q: [B, Sq, H, D], bf16, fp16 or float32.
     k_cache, v_cache: [blocks, P, Hk, D] with strides as in kestrel_kvcache (only the last dimension contiguous);
-        without block_table [B, S, Hk, D]. Of q's dtype, or FP8: float8_e4m3fn, float8_e5m2, or uint8 (read as e4m3).
+        without block_table [B, S, Hk, D]. One of
+        - q's dtype;
+        - FP8: float8_e4m3fn, float8_e5m2, or uint8 (read as e4m3);
+        - INT8: int8, as kestrel_kvcache.int8_cache_write writes it;
+        - INT4: uint8 [blocks, 64, Hk, D/2], as kestrel_kvcache.int4_cache_write writes it, with the arguments below.
     k, v: [B, Sq, Hk, D] of q's dtype, both or none. They are stored at positions cache_seqlens ..
-        cache_seqlens + Sq - 1 (FP8: as k / k_scale, rounded to nearest even, saturating) and attended to as stored;
-        k_cache and v_cache are then written in place. A position without a page is skipped.
+        cache_seqlens + Sq - 1, quantised as the cache is, and attended to as stored. Written in place are then the
+        caches, and for INT8 and INT4 the scales, zeros and tail. A position without a page is skipped.
     cache_seqlens: int32 [B], on the device: keys in the cache before k and v. Zero is legal; a negative length is
         padding: nothing is written, the output is 0 and its LSE -inf.
     block_table: int32 [B, n]: sequence b's keys p*P .. p*P + P - 1 lie in block block_table[b, p]. A negative entry, or
         one past the end of the cache, is no page: its keys do not exist. None: block b belongs to sequence b.
-    k_scale, v_scale: float32 [1] or [Hk], on the device, for FP8 (value = code * scale); None is 1.
+    k_scale, v_scale: value = code * scale, on the device. FP8: float32 [1] or [Hk], None is 1. INT8: float32
+        [blocks, P, Hk]. INT4: fp16, [blocks, Hk, D] for K and [blocks, 64, Hk] for V.
+    k_zero, v_zero, k_tail, seq_ids: for INT4 alone, and then all four. Zeros are fp16, shaped as the scales: value =
+        (code - zero) * scale. k_tail [seqs, 64, Hk, D] of q's dtype holds the keys of each sequence's unfinished page,
+        the last L % 64 of L; seq_ids int32 [B] is each sequence's row in it. A seq_id < 0 or >= seqs is padding.
     softmax_scale: default D ** -0.5.
     causal, window_size: with L keys (k included), query i stands at key position p = L - Sq + i. causal keeps keys
         <= p; window (left, right) keeps p - left .. p + right, -1 is unbounded.
@@ -57,8 +71,9 @@ def flash_attn_with_kvcache(
     key gives 0 and LSE -inf. What unused slots and table entries hold has no effect, NaN included; a NaN or inf in a
     value that the sequence does hold may reach all queries of that sequence and KV head, masked or not.
     Kernels are for D in 64, 72, 80, 96, 128, 192, 256, 512; other D run by reference.
-    Raises TypeError for a wrong dtype or a missing tensor, ValueError for a wrong shape, stride, range or device.
-    Semantics: ``flash_attn_with_kvcache`` of flash-attn.
+    Raises TypeError for a wrong dtype or a missing tensor, ValueError for a wrong shape, stride, range or device,
+    UnsupportedError for an INT4 cache with pages of other than 64 slots.
+    Semantics: ``flash_attn_with_kvcache`` of flash-attn; INT4: Liu et al., "KIVI", arXiv 2402.02750.
 
     >>> import torch, kestrel_attention
     >>> cache = torch.zeros(2, 3, 1, 1, 4)  # K and V: 3 pages of 1 slot, 1 head of 4
@@ -74,15 +89,18 @@ def flash_attn_with_kvcache(
     left, right = arguments.window(_OP, window_size)
     length, lengths = arguments.prefix(_OP, prefix_len)
     scores = (softmax_scale, causal, left, right, softcap, length, lengths, num_splits)
+    cache = (cache_seqlens, block_table, k_scale, v_scale)
+    int4 = (k_zero, v_zero, k_tail, seq_ids)
     if k is None and v is None:
-        out, lse = _flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens, block_table, k_scale, v_scale, *scores)
+        out, lse = _flash_attn_with_kvcache(q, k_cache, v_cache, *cache, *int4, *scores)
     else:
         for name, x in (("k", k), ("v", v)):
             if x is None:
                 check.fail(_OP, name, "a tensor, as k and v are appended together", "None", TypeError)
-        out, lse = _flash_attn_with_kvcache_append(
-            q, k_cache, v_cache, k, v, cache_seqlens, block_table, k_scale, v_scale, *scores
-        )
+        if getattr(k_cache, "dtype", None) == torch.int8 or any(x is not None for x in int4):
+            out, lse = _flash_attn_with_kvcache_append_int(q, k_cache, v_cache, k, v, *cache, *int4, *scores)
+        else:
+            out, lse = _flash_attn_with_kvcache_append(q, k_cache, v_cache, k, v, *cache, *scores)
     return (out, lse) if return_lse else out
 
 
@@ -94,6 +112,10 @@ def _check(
     block_table: torch.Tensor | None,
     k_scale: torch.Tensor | None,
     v_scale: torch.Tensor | None,
+    k_zero: torch.Tensor | None,
+    v_zero: torch.Tensor | None,
+    k_tail: torch.Tensor | None,
+    seq_ids: torch.Tensor | None,
     softmax_scale: float | None,
     causal: bool,
     window_left: int,
@@ -105,15 +127,32 @@ def _check(
 ) -> None:
     check.tensor(_OP, "q", q, dtype=check.FLOATS, ndim=4, last_contiguous=True)
     batch = q.shape[0]
-    arguments.check_cache(_OP, ("k_cache", "v_cache"), k_cache, v_cache, q, block_table, batch)
+    caches = {"k_cache": k_cache, "v_cache": v_cache}
+    scales = {"k_scale": k_scale, "v_scale": v_scale}
+    int4 = {"k_zero": k_zero, "v_zero": v_zero, "k_tail": k_tail, "seq_ids": seq_ids}
+    if any(x is not None for x in int4.values()):
+        arguments.check_int4_cache(_OP, q, caches, scales | int4)
+    elif isinstance(k_cache, torch.Tensor) and k_cache.dtype == torch.int8:
+        arguments.check_int8_cache(_OP, q, caches, scales)
+    else:
+        arguments.check_cache(_OP, q, caches)
+        arguments.check_scale(_OP, "k_scale", k_scale, k_cache, k_cache.shape[2])
+        arguments.check_scale(_OP, "v_scale", v_scale, v_cache, v_cache.shape[2])
+    arguments.check_table(_OP, "k_cache", k_cache, block_table, batch)
     check.tensor(_OP, "cache_seqlens", cache_seqlens, dtype=torch.int32, ndim=1)
     check.shape(_OP, "cache_seqlens", cache_seqlens, (batch,))
-    arguments.check_scale(_OP, "k_scale", k_scale, k_cache, k_cache.shape[2])
-    arguments.check_scale(_OP, "v_scale", v_scale, v_cache, v_cache.shape[2])
     arguments.check_scores(_OP, batch, softmax_scale, window_left, window_right, softcap, prefix_len, prefix_lens)
     check.number(_OP, "num_splits", num_splits, integer=True, minimum=0)
-    given = {"k_cache": k_cache, "v_cache": v_cache, "cache_seqlens": cache_seqlens, "block_table": block_table}
-    check.same(_OP, "device", q=q, **given, k_scale=k_scale, v_scale=v_scale, prefix_len=prefix_lens)
+    lengths = {"cache_seqlens": cache_seqlens, "block_table": block_table}
+    check.same(_OP, "device", q=q, **caches, **lengths, **scales, **int4, prefix_len=prefix_lens)
+
+
+def _check_new(q: torch.Tensor, k_cache: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    for name, x in (("k", k), ("v", v)):
+        check.tensor(_OP, name, x, dtype=check.FLOATS, ndim=4, last_contiguous=True)
+        check.shape(_OP, name, x, (*q.shape[:2], k_cache.shape[2], q.shape[3]))
+    check.same(_OP, "dtype", q=q, k=k, v=v)
+    check.same(_OP, "device", q=q, k=k, v=v)
 
 
 def _check_append(
@@ -122,14 +161,31 @@ def _check_append(
     v_cache: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    *rest: object,
+    cache_seqlens: torch.Tensor,
+    block_table: torch.Tensor | None,
+    k_scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
+    *scores: Any,
 ) -> None:
-    _check(q, k_cache, v_cache, *rest)  # type: ignore[arg-type]
-    for name, x in (("k", k), ("v", v)):
-        check.tensor(_OP, name, x, dtype=check.FLOATS, ndim=4, last_contiguous=True)
-        check.shape(_OP, name, x, (*q.shape[:2], k_cache.shape[2], q.shape[3]))
-    check.same(_OP, "dtype", q=q, k=k, v=v)
-    check.same(_OP, "device", q=q, k=k, v=v)
+    if isinstance(k_cache, torch.Tensor) and k_cache.dtype == torch.int8:
+        check.fail(_OP, "k_cache", "values or FP8 (torch.ops: ..._append_int is for INT8)", "int8", TypeError)
+    _check(q, k_cache, v_cache, cache_seqlens, block_table, k_scale, v_scale, None, None, None, None, *scores)
+    _check_new(q, k_cache, k, v)
+
+
+def _check_append_int(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *rest: Any,
+) -> None:
+    check.tensor(_OP, "k_cache", k_cache, dtype=(torch.int8, torch.uint8))
+    _check(q, k_cache, v_cache, *rest)
+    if k_cache.dtype == torch.uint8 and rest[6] is None:
+        check.fail(_OP, "k_tail", "a tensor, as for every INT4 cache", "None", TypeError)
+    _check_new(q, k_cache, k, v)
 
 
 @kernel_op(reference=reference.flash_attn_with_kvcache, check=_check, shape=reference.padded_shapes)
@@ -141,6 +197,10 @@ def _flash_attn_with_kvcache(
     block_table: torch.Tensor | None,
     k_scale: torch.Tensor | None,
     v_scale: torch.Tensor | None,
+    k_zero: torch.Tensor | None,
+    v_zero: torch.Tensor | None,
+    k_tail: torch.Tensor | None,
+    seq_ids: torch.Tensor | None,
     softmax_scale: float | None,
     causal: bool,
     window_left: int,
@@ -178,4 +238,36 @@ def _flash_attn_with_kvcache_append(
     prefix_lens: torch.Tensor | None,
     num_splits: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """:func:`flash_attn_with_kvcache` that first appends k and v to the cache, in place: (out, lse)."""
+    """:func:`flash_attn_with_kvcache` that first appends k and v, as they are or as FP8, in place: (out, lse)."""
+
+
+@kernel_op(
+    reference=reference.flash_attn_with_kvcache_append_int,
+    check=_check_append_int,
+    shape=reference.padded_shapes,
+    mutates=("k_cache", "v_cache", "k_scale", "v_scale", "k_zero", "v_zero", "k_tail"),
+)
+def _flash_attn_with_kvcache_append_int(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cache_seqlens: torch.Tensor,
+    block_table: torch.Tensor | None,
+    k_scale: torch.Tensor,
+    v_scale: torch.Tensor,
+    k_zero: torch.Tensor | None,
+    v_zero: torch.Tensor | None,
+    k_tail: torch.Tensor | None,
+    seq_ids: torch.Tensor | None,
+    softmax_scale: float | None,
+    causal: bool,
+    window_left: int,
+    window_right: int,
+    softcap: float,
+    prefix_len: int,
+    prefix_lens: torch.Tensor | None,
+    num_splits: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """:func:`flash_attn_with_kvcache` that first appends k and v as INT8 or INT4, with scales, in place: (out, lse)."""

@@ -7,9 +7,22 @@ kestrel_kvcache, and lives in kestrel_runtime.paged_cache.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
-from kestrel_runtime.paged_cache import as_bytes, encode_fp8, gather_pages, keys_present, per_head, slots_of, write_rows
+from kestrel_runtime.paged_cache import (
+    as_bytes,
+    as_fp8,
+    encode_fp8,
+    keys_present,
+    per_head,
+    read_cache,
+    slots_of,
+    write_int4,
+    write_int8,
+    write_rows,
+)
 
 _MOST_SCORES = 2**26  # of one chunk of queries: 256 MiB in float32
 
@@ -90,11 +103,6 @@ def _out_dtype(q: torch.Tensor) -> torch.dtype:
     return torch.bfloat16 if q.element_size() == 1 else q.dtype
 
 
-def _fp8_of(cache: torch.Tensor) -> torch.Tensor:
-    """A cache of bytes read as e4m3; others unchanged."""
-    return cache.view(torch.float8_e4m3fn) if cache.dtype == torch.uint8 else cache
-
-
 # -- over a cache -----------------------------------------------------------------------------------------------------
 
 
@@ -106,6 +114,10 @@ def flash_attn_with_kvcache(
     block_table: torch.Tensor | None,
     k_scale: torch.Tensor | None,
     v_scale: torch.Tensor | None,
+    k_zero: torch.Tensor | None,
+    v_zero: torch.Tensor | None,
+    k_tail: torch.Tensor | None,
+    seq_ids: torch.Tensor | None,
     softmax_scale: float | None,
     causal: bool,
     window_left: int,
@@ -115,13 +127,15 @@ def flash_attn_with_kvcache(
     prefix_lens: torch.Tensor | None,
     num_splits: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    blocks, page = k_cache.shape[:2]
+    lengths = _without_padding(cache_seqlens, k_tail, seq_ids)
+    scales = k_scale, v_scale, k_zero, v_zero, k_tail, seq_ids
+    k, v = read_cache(k_cache, v_cache, block_table, lengths, *scales)
     out, lse = attend(
         q.float(),
-        _decode(gather_pages(_fp8_of(k_cache), block_table), k_scale),
-        _decode(gather_pages(_fp8_of(v_cache), block_table), v_scale),
-        keys_present(cache_seqlens, block_table, blocks, page),
-        cache_seqlens - q.shape[1],
+        k,
+        v,
+        keys_present(lengths, block_table, *k_cache.shape[:2]),
+        lengths - q.shape[1],
         softmax_scale,
         causal,
         (window_left, window_right),
@@ -141,40 +155,62 @@ def flash_attn_with_kvcache_append(
     block_table: torch.Tensor | None,
     k_scale: torch.Tensor | None,
     v_scale: torch.Tensor | None,
-    softmax_scale: float | None,
-    causal: bool,
-    window_left: int,
-    window_right: int,
-    softcap: float,
-    prefix_len: int,
-    prefix_lens: torch.Tensor | None,
-    num_splits: int,
+    *scores: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    added = k.shape[1]
-    positions = cache_seqlens[:, None] + torch.arange(added, device=q.device)
-    positions = torch.where(cache_seqlens[:, None] < 0, -1, positions)  # a negative length is padding
-    slots = slots_of(positions, block_table, k_cache.shape[1]).flatten()
+    slots, lengths = _append_at(cache_seqlens, k.shape[1], block_table, k_cache.shape[1])
     for new, cache, scale in ((k, k_cache, k_scale), (v, v_cache, v_scale)):
-        cache = _fp8_of(cache)
-        rows = new.flatten(0, 1)
+        cache, rows = as_fp8(cache), new.flatten(0, 1)
         write_rows(cache, slots, rows if cache.dtype == rows.dtype else encode_fp8(rows, scale, cache.dtype))
-    return flash_attn_with_kvcache(
-        q,
-        k_cache,
-        v_cache,
-        torch.where(cache_seqlens < 0, cache_seqlens, cache_seqlens + added),
-        block_table,
-        k_scale,
-        v_scale,
-        softmax_scale,
-        causal,
-        window_left,
-        window_right,
-        softcap,
-        prefix_len,
-        prefix_lens,
-        num_splits,
-    )
+    scales = k_scale, v_scale, None, None, None, None
+    return flash_attn_with_kvcache(q, k_cache, v_cache, lengths, block_table, *scales, *scores)
+
+
+def flash_attn_with_kvcache_append_int(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cache_seqlens: torch.Tensor,
+    block_table: torch.Tensor | None,
+    k_scale: torch.Tensor,
+    v_scale: torch.Tensor,
+    k_zero: torch.Tensor | None,
+    v_zero: torch.Tensor | None,
+    k_tail: torch.Tensor | None,
+    seq_ids: torch.Tensor | None,
+    *scores: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    cache_seqlens = _without_padding(cache_seqlens, k_tail, seq_ids)
+    slots, lengths = _append_at(cache_seqlens, k.shape[1], block_table, k_cache.shape[1])
+    keys, values = k.flatten(0, 1), v.flatten(0, 1)
+    if seq_ids is None:
+        write_int8(k_cache, k_scale, slots, keys)
+        write_int8(v_cache, v_scale, slots, values)
+    else:
+        caches = k_cache, v_cache, k_scale, k_zero, v_scale, v_zero, k_tail
+        write_int4(keys, values, *caches, slots, seq_ids.repeat_interleave(k.shape[1]))
+    scales = k_scale, v_scale, k_zero, v_zero, k_tail, seq_ids
+    return flash_attn_with_kvcache(q, k_cache, v_cache, lengths, block_table, *scales, *scores)
+
+
+def _without_padding(
+    cache_seqlens: torch.Tensor, k_tail: torch.Tensor | None, seq_ids: torch.Tensor | None
+) -> torch.Tensor:
+    """A sequence without a row in the tail is padding, like one of negative length."""
+    if k_tail is None or seq_ids is None:
+        return cache_seqlens
+    return torch.where((seq_ids >= 0) & (seq_ids < k_tail.shape[0]), cache_seqlens, -1)
+
+
+def _append_at(
+    cache_seqlens: torch.Tensor, added: int, block_table: torch.Tensor | None, page: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The slots [B * added] of new keys (-1 for padding and where there is no page), and the new lengths [B]."""
+    padding = cache_seqlens < 0
+    positions = cache_seqlens[:, None] + torch.arange(added, device=cache_seqlens.device)
+    positions = torch.where(padding[:, None], -1, positions)
+    return slots_of(positions, block_table, page).flatten(), torch.where(padding, cache_seqlens, cache_seqlens + added)
 
 
 # -- dense and packed -------------------------------------------------------------------------------------------------
@@ -243,17 +279,17 @@ def flash_attn_varlen_func(
     if block_table is None:
         lengths_k = torch.minimum(lengths_k, cu_seqlens_k.diff())
         present = torch.arange(max_seqlen_k, device=q.device) < lengths_k[:, None]
-        k, v = (_unpack(x, cu_seqlens_k, max_seqlen_k) for x in (k, v))
+        k = _decode(_unpack(k, cu_seqlens_k, max_seqlen_k), k_scale)
+        v = _decode(_unpack(v, cu_seqlens_k, max_seqlen_k), v_scale)
     else:
-        blocks, page = k.shape[:2]
-        table = block_table[:, : -(-max_seqlen_k // page)]
-        present = keys_present(lengths_k, table, blocks, page)
-        k, v = (gather_pages(_fp8_of(x), table) for x in (k, v))
+        table = block_table[:, : -(-max_seqlen_k // k.shape[1])]
+        present = keys_present(lengths_k, table, *k.shape[:2])
+        k, v = read_cache(k, v, table, lengths_k, k_scale, v_scale)
 
     out, lse = attend(
         _decode(_unpack(q, cu_seqlens_q, max_seqlen_q), q_scale),
-        _decode(k, k_scale),
-        _decode(v, v_scale),
+        k,
+        v,
         present,
         lengths_k - lengths_q,
         softmax_scale,
