@@ -49,22 +49,21 @@ def topk_fwd(scores: torch.Tensor, k: int, softmax: bool = False) -> tuple[torch
     >>> values.tolist(), indices.tolist()
     ([[4.0, 4.0, 2.0]], [[1, 3, 2]])
     """
-    n = scores.shape[-1] if scores.shape else 0
-    launch = _entry_points.get((scores.dtype, n, k, scores.get_device()))
-    if launch is None:
-        launch = _entry_point(scores, n, k)
-    if scores.dim() == 2:
-        rows, shape = scores, (scores.shape[0], k)
-    else:
-        rows, shape = _as_rows(scores, n), (*scores.shape[:-1], k)
-    values = scores.new_empty(shape)
-    indices = torch.empty(shape, dtype=torch.int32, device=scores.device)
-    if rows.shape[0] == 0:
-        return values, indices
-    if len(shape) == 2:
-        launch(rows, values, indices, softmax)
-    else:
-        launch(rows, values.view(-1, k), indices.view(-1, k), softmax)
+    if scores.dim() != 2:
+        values, indices = _launch(_as_rows(scores, k), k, softmax)
+        shape = (*scores.shape[:-1], k)
+        return values.view(shape), indices.view(shape)
+    return _launch(scores, k, softmax)
+
+
+def _launch(scores: torch.Tensor, k: int, softmax: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    rows, n = scores.shape
+    launch = _entry_points.get((scores.dtype, n, k, scores.get_device())) or _entry_point(scores, n, k)
+    device = scores.device
+    values = torch.empty(rows, k, dtype=scores.dtype, device=device)
+    indices = torch.empty(rows, k, dtype=torch.int32, device=device)
+    if rows:
+        launch(scores, values, indices, softmax)
     return values, indices
 
 
@@ -79,7 +78,7 @@ def _entry_point(scores: torch.Tensor, n: int, k: int) -> Callable[..., Any]:
     return launch
 
 
-def _as_rows(scores: torch.Tensor, n: int) -> torch.Tensor:
+def _as_rows(scores: torch.Tensor, k: int) -> torch.Tensor:
     """[rows, n]; a view where the strides allow it."""
-    _check_topk_fwd(scores, 1)
-    return scores.reshape(-1, n) if scores.numel() else scores.new_empty((0, n))
+    _check_topk_fwd(scores, k)
+    return scores.reshape(scores.numel() // scores.shape[-1], scores.shape[-1])

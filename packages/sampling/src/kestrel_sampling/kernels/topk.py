@@ -20,15 +20,11 @@ from dataclasses import dataclass
 import cutlass
 import cutlass.cute as cute
 from cuda.bindings import driver as cuda
-from cutlass import Float32, Int32, Int64
+from cutlass import Float32, Int32, Int64, Uint32
 
 from . import networks, ordered
 
 LIST = networks.WIDTH
-# Up to so many blocks the next kernel is let in at once, beyond it after the loads. H200, us per call, first way and
-# second: cold 1x64 1.11 and 1.29, 740x64 1.48 and 1.52, 4096x64 2.29 and 1.76, 740x256 2.11 and 1.66; with the scores
-# in L2 0.91 and 0.86, 1.24 and 0.97, 2.27 and 1.76, 2.04 and 1.58.
-FEW_BLOCKS = 8
 
 
 @dataclass(frozen=True)
@@ -61,8 +57,6 @@ class TopK:
     def kernel(self, mScores: cute.Tensor, mValues: cute.Tensor, mIndices: cute.Tensor, softmax: Int32):
         tid, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
-        blocks, _, _ = cute.arch.grid_dim()
-        self.let_next_in(blocks <= FEW_BLOCKS)
         row = block * self.rows + tid // (self.lanes * self.warps)
         lane = tid % (self.lanes * self.warps)
         length = mScores.shape[1]
@@ -75,45 +69,38 @@ class TopK:
             cute.arch.griddepcontrol_wait()
 
         key = ordered.key_type(self.dtype)
+        rWord = cute.make_rmem_tensor(ordered.words_per_lane(self.dtype), Uint32)
         rKey = cute.make_rmem_tensor(LIST, key)
-        ordered.load_keys(address, lane * LIST, length, vectors, rKey, self.dtype)
-        self.let_next_in(blocks > FEW_BLOCKS)
+        ordered.load_words(address, lane * LIST, length, vectors, rWord, self.dtype, self.dependent_launch)
+        ordered.make_keys(rWord, lane * LIST, length, rKey, self.dtype)
         rList = networks.sort_lane(rKey)
         if cutlass.const_expr(self.warps > 1):
             share = cutlass.const_expr(LIST * self.warps // 32)
             sBest = cute.make_tensor(cute.arch.alloc_smem(key, LIST * self.warps, alignment=16), LIST * self.warps)
-            mine = self.best_of_warp(rList)
+            best = self.pick(self.best_of_warp(rList), lane)
             if lane % 32 < LIST:
-                sBest[lane // 32 * LIST + lane % 32] = mine
+                sBest[lane // 32 * LIST + lane % 32] = best
             cute.arch.sync_threads()
-            mine = self.best_of_warp([sBest[lane % 32 * share + i] for i in range(share)])
-        elif cutlass.const_expr(self.lanes == 32):
-            mine = self.best_of_warp(rList)
+            rList = [sBest[lane % 32 * share + i] for i in range(share)]
+        if cutlass.const_expr(self.lanes == 32):
+            rList = self.best_of_warp(rList)
         else:
-            mine = self.pick(self.merge_lanes(rList), lane)
+            rList = self.merge_lanes(rList)
+        mine = self.pick(rList, lane)
         self.write(mine, mValues, mIndices, address, row, lane, softmax)
 
     @cute.jit
-    def let_next_in(self, now):
-        """Let the kernel launched after this one start up, to wait for this one's results."""
-        if cutlass.const_expr(self.dependent_launch):
-            if now:  # noqa: SIM102 (the first condition is one of compiling, the second of running)
-                cute.arch.griddepcontrol_launch_dependents()
-
-    @cute.jit
     def best_of_warp(self, rList):
-        """The best eight of descending lists in 32 lanes: lane i gets the i-th."""
+        """The best eight of descending lists in 32 lanes, in every lane."""
         key = ordered.key_type(self.dtype)
-        lane = cute.arch.lane_idx()
         r = [*rList, key(ordered.pad_key(self.dtype))]
-        mine = key(ordered.pad_key(self.dtype))
+        best = []
         for place in cutlass.range_constexpr(LIST):
-            best = ordered.warp_max(r[0], self.dtype)
-            mine = cutlass.select_(lane == place, best, mine)
-            won = r[0] == best
+            best.append(ordered.warp_max(r[0], self.dtype))
+            won = r[0] == best[place]
             for i in cutlass.range_constexpr(min(len(rList), LIST - place - 1)):
                 r[i] = cutlass.select_(won, r[i + 1], r[i])
-        return mine
+        return best
 
     @cute.jit
     def merge_lanes(self, r):

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import cutlass
 import cutlass.cute as cute
 from cuda.bindings import driver as cuda
-from cutlass import Float32, Int32, Int64
+from cutlass import Float32, Int32, Int64, Uint32
 
 from . import networks, ordered
 
@@ -67,12 +67,15 @@ class TopKSelect:
         if cutlass.const_expr(self.dependent_launch):
             cute.arch.griddepcontrol_wait()
 
+        rWord = cute.make_rmem_tensor((ordered.words_per_lane(self.dtype), self.chunks), Uint32)
         rKey = cute.make_rmem_tensor((ordered.VECTOR, self.chunks), key)
         for chunk in cutlass.range_constexpr(self.chunks):
             first = (chunk * self.lanes + lane) * ordered.VECTOR
-            ordered.load_keys(address, first, length, vectors, rKey[None, chunk], self.dtype)
-        if cutlass.const_expr(self.dependent_launch):
-            cute.arch.griddepcontrol_launch_dependents()
+            let_next_in = self.dependent_launch and chunk == self.chunks - 1
+            ordered.load_words(address, first, length, vectors, rWord[None, chunk], self.dtype, let_next_in)
+        for chunk in cutlass.range_constexpr(self.chunks):
+            first = (chunk * self.lanes + lane) * ordered.VECTOR
+            ordered.make_keys(rWord[None, chunk], first, length, rKey[None, chunk], self.dtype)
         if cutlass.const_expr(self.warps > 1):
             sKept = cute.make_tensor(cute.arch.alloc_smem(key, SORTED, alignment=16), SORTED)
             kept = self.narrow(rKey, k, lane, sKept)

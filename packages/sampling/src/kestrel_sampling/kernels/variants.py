@@ -90,7 +90,7 @@ VARIANTS: tuple[ListVariant | SelectVariant, ...] = tuple(
     for dtype in DTYPES
     for variant in (
         ListVariant(dtype, 64, lanes=8, warps=1, threads=128),
-        ListVariant(dtype, 256, lanes=32, warps=1, threads=256),
+        ListVariant(dtype, 256, lanes=32, warps=1, threads=192),
         ListVariant(dtype, 1024, lanes=32, warps=4, threads=128),
         ListVariant(dtype, 4096, lanes=32, warps=16, threads=512),
         SelectVariant(dtype, 256, warps=1, chunks=1, rows=2),
