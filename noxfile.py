@@ -170,9 +170,10 @@ def gpu_bundle(session: nox.Session) -> None:
 
 @nox.session
 def bench(session: nox.Session) -> None:
-    """Times ops on the GPU present: tools/time_ops.py. Arguments go to it."""
+    """Times every op that has benchmarks on the GPU present. Arguments go to tools/time_ops.py instead."""
     environment = installed(session, ["meta"], arch_of_this_gpu())
-    environment.run("python", ROOT / "tools" / "time_ops.py", *session.posargs)
+    ops = [f"{path.parent.parent.name}:{path.stem}" for path in sorted(ROOT.glob("packages/*/benchmarks/*.py"))]
+    environment.run("python", ROOT / "tools" / "time_ops.py", *(session.posargs or ops))
 
 
 @nox.session

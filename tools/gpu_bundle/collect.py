@@ -56,6 +56,13 @@ def holds_cute_kernels(wheel: Path) -> bool:
         return any(json.loads(archive.read(name))["cute"] for name in manifests)
 
 
+def revision() -> str:
+    """What the bundle was made from; the GPU machine may have no history to ask."""
+    git = ["git", "describe", "--always", "--dirty", "--abbrev=40"]
+    done = subprocess.run(git, cwd=ROOT, capture_output=True, text=True, check=False)
+    return done.stdout.strip() or "unknown"
+
+
 def collect(wheels: list[Path]) -> None:
     fresh = BUNDLE.with_name(".gpu-fresh")
     shutil.rmtree(fresh, ignore_errors=True)
@@ -70,6 +77,7 @@ def collect(wheels: list[Path]) -> None:
             target.writestr(zipfile.ZipInfo(RUNTIME_LIBRARY), library, zipfile.ZIP_DEFLATED)
     shutil.copy(Path(__file__).with_name("run.py"), fresh / "run")
     (fresh / "run").chmod(0o755)
+    (fresh / "revision").write_text(f"{revision()}\n")
     size = sum(path.stat().st_size for path in fresh.rglob("*") if path.is_file())
     if size > LIMIT:
         raise SystemExit(f"the bundle has {size / 2**20:.1f} MiB, more than {LIMIT // 2**20}")
