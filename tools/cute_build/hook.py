@@ -6,7 +6,6 @@ stays a pure wheel. An editable install has them in its source folder, where Pyt
 
 from __future__ import annotations
 
-import shutil
 import sysconfig
 import tempfile
 from pathlib import Path
@@ -19,7 +18,7 @@ from . import driver
 
 class CuteBuildHook(BuildHookInterface):  # type: ignore[type-arg]
     PLUGIN_NAME = "custom"
-    _folder: Path | None = None
+    _folder: tempfile.TemporaryDirectory[str] | None = None
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         package = self.metadata.core.name.replace("-", "_")
@@ -27,8 +26,8 @@ class CuteBuildHook(BuildHookInterface):  # type: ignore[type-arg]
         if version == "editable":
             output = family.source / package / "_lib"
         else:
-            self._folder = Path(tempfile.mkdtemp())
-            output = self._folder
+            self._folder = tempfile.TemporaryDirectory()
+            output = Path(self._folder.name)
         files = driver.build(family, output, driver.archs_from_environment())
         if family.has_kernels:
             platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
@@ -39,4 +38,4 @@ class CuteBuildHook(BuildHookInterface):  # type: ignore[type-arg]
 
     def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
         if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder.cleanup()

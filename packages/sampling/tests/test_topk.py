@@ -6,9 +6,10 @@ import pytest
 import torch
 
 import kestrel_sampling
-from kestrel_runtime import KestrelFallbackWarning, backend
+from kestrel_runtime import Binary, KestrelFallbackWarning, backend
 from kestrel_runtime.testing import BadInput, assert_rejects, canary, graph_replay, opcheck, poison
 from kestrel_sampling import reference, topk_fwd
+from kestrel_sampling.kernels import variants
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 SIZES = [1, 2, 8, 9, 60, 64, 111, 256, 512, 1000, 1024, 4096]
@@ -184,6 +185,33 @@ def test_compiles_without_a_graph_break() -> None:
     compiled = torch.compile(route, fullgraph=True)
     for got, expected in zip(compiled(scores), route(scores), strict=True):
         torch.testing.assert_close(got, expected)
+
+
+# ---- the binary ------------------------------------------------------------------------------------------------------
+
+
+def test_a_variant_covers_every_row_up_to_4096_and_k_up_to_128() -> None:
+    for dtype in variants.DTYPES:
+        for n in range(1, 4097):
+            for k in (1, 8, 9, 128):
+                variant = variants.covering(dtype, n, k)
+                assert variant is not None
+                assert n <= variant.longest
+                assert k <= variant.largest_k
+        assert variants.covering(dtype, 4097, 8) is None
+        assert variants.covering(dtype, 4096, 129) is None
+
+
+def test_the_binary_has_an_entry_point_for_every_variant_and_architecture() -> None:
+    binary = Binary("kestrel_sampling")
+    if binary.manifest is None:
+        pytest.skip("run from the sources, without a build")
+    expected = {f"{variant.name}_sm{arch}" for variant in variants.VARIANTS for arch in binary.manifest.archs}
+    assert set(binary.manifest.functions) == expected
+    for name in expected:
+        launch = binary.function(name)
+        with pytest.raises(ValueError, match="device_type=cuda"):  # the generated wrapper's own checks
+            launch(torch.zeros(1, 64), torch.zeros(1, 8), torch.zeros(1, 8, dtype=torch.int32), False)
 
 
 # ---- the kernels -----------------------------------------------------------------------------------------------------
