@@ -19,6 +19,7 @@ from kestrel_runtime.paged_cache import (
     per_head,
     read_cache,
     slots_of,
+    without_padding,
     write_int4,
     write_int8,
     write_rows,
@@ -127,7 +128,7 @@ def flash_attn_with_kvcache(
     prefix_lens: torch.Tensor | None,
     num_splits: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    lengths = _without_padding(cache_seqlens, k_tail, seq_ids)
+    lengths = without_padding(cache_seqlens, k_tail, seq_ids)
     scales = k_scale, v_scale, k_zero, v_zero, k_tail, seq_ids
     k, v = read_cache(k_cache, v_cache, block_table, lengths, *scales)
     out, lse = attend(
@@ -181,7 +182,7 @@ def flash_attn_with_kvcache_append_int(
     seq_ids: torch.Tensor | None,
     *scores: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    cache_seqlens = _without_padding(cache_seqlens, k_tail, seq_ids)
+    cache_seqlens = without_padding(cache_seqlens, k_tail, seq_ids)
     slots, lengths = _append_at(cache_seqlens, k.shape[1], block_table, k_cache.shape[1])
     keys, values = k.flatten(0, 1), v.flatten(0, 1)
     if seq_ids is None:
@@ -192,15 +193,6 @@ def flash_attn_with_kvcache_append_int(
         write_int4(keys, values, *caches, slots, seq_ids.repeat_interleave(k.shape[1]))
     scales = k_scale, v_scale, k_zero, v_zero, k_tail, seq_ids
     return flash_attn_with_kvcache(q, k_cache, v_cache, lengths, block_table, *scales, *scores)
-
-
-def _without_padding(
-    cache_seqlens: torch.Tensor, k_tail: torch.Tensor | None, seq_ids: torch.Tensor | None
-) -> torch.Tensor:
-    """A sequence without a row in the tail is padding, like one of negative length."""
-    if k_tail is None or seq_ids is None:
-        return cache_seqlens
-    return torch.where((seq_ids >= 0) & (seq_ids < k_tail.shape[0]), cache_seqlens, -1)
 
 
 def _append_at(

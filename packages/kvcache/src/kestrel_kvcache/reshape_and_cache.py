@@ -5,29 +5,9 @@ from __future__ import annotations
 import torch
 
 from kestrel_runtime import check, kernel_op
-from kestrel_runtime.paged_cache import FP8_OF_NAME
 
 from . import reference
-
-
-def check_rows(op: str, key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor) -> None:
-    """key and value are [T', Hk, D] of one dtype, slot_mapping is [T] with T <= T'."""
-    check.tensor(op, "key", key, dtype=check.FLOATS, ndim=3, last_contiguous=True)
-    check.tensor(op, "value", value, dtype=check.FLOATS, ndim=3, last_contiguous=True)
-    check.shape(op, "value", value, key.shape)
-    check.same(op, "dtype", key=key, value=value)
-    check.tensor(op, "slot_mapping", slot_mapping, dtype=check.INTEGERS, ndim=1)
-    if slot_mapping.shape[0] > key.shape[0]:
-        check.fail(op, "slot_mapping", f"at most {key.shape[0]} slots, one per row of key", slot_mapping.shape[0])
-
-
-def check_scale(op: str, name: str, scale: torch.Tensor | None, heads: int) -> None:
-    """A scale is None, or float32 [1] or [Hk]."""
-    if scale is None:
-        return
-    check.tensor(op, name, scale, dtype=torch.float32, ndim=1)
-    if scale.shape[0] not in (1, heads):
-        check.fail(op, name, f"shape (1,) or ({heads},)", f"({scale.shape[0]},)")
+from .checks import check_rows, check_store
 
 
 def check_reshape_and_cache(
@@ -42,15 +22,7 @@ def check_reshape_and_cache(
 ) -> None:
     op = "reshape_and_cache"
     check_rows(op, key, value, slot_mapping)
-    check.choice(op, "kv_cache_dtype", kv_cache_dtype, ("auto", *FP8_OF_NAME))
-    allowed = (key.dtype,) if kv_cache_dtype == "auto" else (torch.uint8, FP8_OF_NAME[kv_cache_dtype])
-    check.tensor(op, "key_cache", key_cache, dtype=allowed, ndim=4, last_contiguous=True)
-    check.tensor(op, "value_cache", value_cache, dtype=allowed, ndim=4, last_contiguous=True)
-    check.shape(op, "key_cache", key_cache, (None, None, *key.shape[1:]))
-    check.shape(op, "value_cache", value_cache, key_cache.shape)
-    check.same(op, "dtype", key_cache=key_cache, value_cache=value_cache)
-    check_scale(op, "k_scale", k_scale, key.shape[1])
-    check_scale(op, "v_scale", v_scale, key.shape[1])
+    check_store(op, key.dtype, *key.shape[1:], key_cache, value_cache, kv_cache_dtype, k_scale, v_scale)
     caches = {"key_cache": key_cache, "value_cache": value_cache, "slot_mapping": slot_mapping}
     check.same(op, "device", key=key, value=value, **caches, k_scale=k_scale, v_scale=v_scale)
 

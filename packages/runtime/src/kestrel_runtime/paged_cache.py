@@ -58,6 +58,13 @@ def keys_present(lengths: torch.Tensor, block_table: torch.Tensor | None, blocks
     return present & named.repeat_interleave(page, dim=1)
 
 
+def without_padding(lengths: torch.Tensor, k_tail: torch.Tensor | None, seq_ids: torch.Tensor | None) -> torch.Tensor:
+    """The lengths [B], -1 (padding) for a sequence that has no row in the tail of an INT4 cache."""
+    if k_tail is None or seq_ids is None:
+        return lengths
+    return torch.where((seq_ids >= 0) & (seq_ids < k_tail.shape[0]), lengths, -1)
+
+
 def write_rows(cache: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor) -> None:
     """cache[slot] = row for every slot in range; the others are skipped.
 
@@ -128,7 +135,7 @@ def encode_int4(x: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor, 
     low, high = x.amin(dim, keepdim=True), x.amax(dim, keepdim=True)
     scale = torch.maximum((high - low) / 15, torch.maximum(low.abs(), high.abs()) / 32768).half()
     scale = torch.where(scale == 0, 1.0, scale)
-    zero = (-low / scale.float()).half()
+    zero = ((0.0 - low) / scale.float()).half()
     codes = (x / scale.float() + zero.float()).round().clamp(0, 15).nan_to_num(0.0)
     return codes.int(), scale.squeeze(dim), zero.squeeze(dim)
 
