@@ -36,7 +36,7 @@ def test_it_writes_text_and_says_what_ran():
     assert "1.86 million parameters in bfloat16" in done.stderr
     assert "no GPU here: every op runs by its PyTorch reference" in done.stderr
     assert re.search(r"tokens in [\d.]+ s: [\d.]+ tokens per second", done.stderr)
-    assert "ran as kernels (calls): none" in done.stderr
+    assert "ran as kernels: none" in done.stderr
     assert "attention.flash_attn_with_kvcache" in done.stderr
     assert "Warning" not in done.stderr
 

@@ -37,15 +37,19 @@ def test_kernels_choose_the_token_of_the_references(fp8, device, decoder, prefil
 
 
 @pytest.mark.filterwarnings("ignore::kestrel_runtime.KestrelFallbackWarning")
-def test_decoding_on_the_gpu_repeats_and_its_kernels_run(device, decoder):
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_decoding_repeats_eagerly_and_in_a_graph_and_its_kernels_run(temperature, device, decoder):
     from kestrel_kernels.demo.generate import Sampling, encode, generate
     from kestrel_runtime import trace
 
     model = decoder(torch.bfloat16, device=device, order_seed=1)
     prompts = [encode("import os\n"), encode("class Point:\n")]
     with trace() as counts:
-        first = list(generate(model, prompts, 60, Sampling(seed=1)))
-    assert first == list(generate(model, prompts, 60, Sampling(seed=1)))
+        first = list(generate(model, prompts, 60, Sampling(temperature, seed=1)))
+    assert first == list(generate(model, prompts, 60, Sampling(temperature, seed=1)))
+    assert first == list(generate(model, prompts, 60, Sampling(temperature, seed=1), graph=True)), (
+        "a replayed step is the same step"
+    )
     assert counts["kestrel_norm.layer_norm"]["kernel"] > 0
     assert counts["kestrel_norm.layer_norm"]["reference"] == 0
 

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-PROMPT = "import argparse\n\n\ndef main("
+PROMPT = 'class Queue:\n    """A queue of jobs."""\n\n    def __init__(self'
 
 Preset = Annotated[str, typer.Option(help="tiny writes Python; moondream3 has its sizes, random weights, for speed.")]
 Prompt = Annotated[str, typer.Option(help="What the text begins with.", show_default=False)]
@@ -29,7 +29,7 @@ def generate(
     preset: Preset = "tiny",
     prompt: Prompt = PROMPT,
     max_new_tokens: NewTokens = 256,
-    temperature: Temperature = 0.7,
+    temperature: Temperature = 0.8,
     top_p: TopP = 0.95,
     seed: Seed = 0,
     dtype: Dtype = "bfloat16",

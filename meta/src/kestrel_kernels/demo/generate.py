@@ -23,7 +23,7 @@ DOCUMENT = 0
 class Sampling:
     """How the next token is chosen. Sequence b draws with the seed `seed + b`, whatever else is in the batch."""
 
-    temperature: float = 0.7
+    temperature: float = 0.8
     top_p: float = 0.95
     seed: int = 0
 
@@ -35,15 +35,31 @@ def generate(
     sampling: Sampling,
     *,
     stop: int | None = None,
+    graph: bool = False,
 ) -> Iterator[list[int]]:
     """Yields the next token of each sequence, `new_tokens` times, or until every sequence has given `stop`.
 
-    The host reads a token while the device computes the next one; nothing else is read.
+    On a GPU the host reads a token while the device computes the next one; nothing else is read.
+    graph: on a GPU, decode steps replay a CUDA graph.
     """
     check_request(decoder.config, prompts, new_tokens)
     table = decoder.cache.reserve([len(prompt) + new_tokens - 1 for prompt in prompts])
     try:
-        yield from _tokens(decoder, table, prompts, new_tokens, Chooser(sampling, len(prompts), decoder), stop)
+        decoding = Decoding(decoder, table, prompts, Chooser(sampling, len(prompts), decoder))
+        stopped = [False] * len(prompts)
+        for count in range(1, new_tokens + 1):
+            reading = Reading(decoding.ids)
+            if count < new_tokens and decoding.ids.is_cuda:  # the device goes on while the host reads
+                decoding.advance(graph=graph)
+            found = reading.tokens()
+            if min(found) < 0:
+                raise DemoError("the model: expected finite logits, got NaN or infinity (weights or dtype unfit)")
+            yield found
+            stopped = [before or token == stop for before, token in zip(stopped, found, strict=True)]
+            if all(stopped):
+                return
+            if count < new_tokens and not decoding.ids.is_cuda:
+                decoding.advance(graph=graph)
     finally:
         table.release()
 
@@ -66,33 +82,41 @@ def check_request(config: DecoderConfig, prompts: Sequence[Sequence[int]], new_t
             )
 
 
-def _tokens(
-    decoder: Decoder,
-    table: PageTable,
-    prompts: Sequence[Sequence[int]],
-    new_tokens: int,
-    choose: Chooser,
-    stop: int | None,
-) -> Iterator[list[int]]:
-    device = decoder.weights.device
-    counts = [len(prompt) for prompt in prompts]
-    tokens = torch.tensor([token for prompt in prompts for token in prompt]).to(device)
-    last = (torch.tensor(counts).cumsum(0) - 1).to(device)
-    positions = torch.tensor(counts).to(device)
-    ids = choose(decoder(tokens, Step.prefill(table, counts), last))
-    stopped = [False] * len(prompts)
-    for count in range(1, new_tokens + 1):
-        reading = Reading(ids)
-        if count < new_tokens:
-            ids = choose(decoder(ids.clamp(min=0), Step.decode(table, positions)))
-            positions = positions + 1
-        found = reading.tokens()
-        if min(found) < 0:
-            raise DemoError("the model: expected finite logits, got NaN or infinity (weights or dtype unfit)")
-        yield found
-        stopped = [before or token == stop for before, token in zip(stopped, found, strict=True)]
-        if all(stopped):
-            return
+class Decoding:
+    """A batch of sequences that grow by one token at a time. Everything a step changes is changed in place."""
+
+    EAGER_STEPS = 2
+    """Before a step is captured: what libraries and kernels set up on first use is then done."""
+
+    def __init__(self, decoder: Decoder, table: PageTable, prompts: Sequence[Sequence[int]], choose: Chooser) -> None:
+        device = decoder.weights.device
+        counts = [len(prompt) for prompt in prompts]
+        tokens = torch.tensor([token for prompt in prompts for token in prompt]).to(device)
+        last = (torch.tensor(counts).cumsum(0) - 1).to(device)
+        self.decoder = decoder
+        self.table = table
+        self.choose = choose
+        self.positions = torch.tensor(counts).to(device)
+        self.ids = choose(decoder(tokens, Step.prefill(table, counts), last))
+        self.steps = 0
+        self.graph: torch.cuda.CUDAGraph | None = None
+
+    def advance(self, *, graph: bool) -> None:
+        """Puts the next token of each sequence into `ids`."""
+        if graph and self.ids.is_cuda and self.steps >= self.EAGER_STEPS:
+            if self.graph is None:
+                self.graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(self.graph):
+                    self._step()
+            self.graph.replay()
+        else:
+            self._step()
+        self.steps += 1
+
+    def _step(self) -> None:
+        ids = self.choose(self.decoder(self.ids.clamp(min=0), Step.decode(self.table, self.positions)))
+        self.ids.copy_(ids)
+        self.positions.add_(1)
 
 
 class Chooser:
@@ -112,7 +136,7 @@ class Chooser:
         ids, valid = top_p_sampling_from_probs(
             probabilities, self.sampling.top_p, seed=self.seeds, offset=self.draw, return_valid=True
         )
-        self.draw = self.draw + 1
+        self.draw.add_(1)
         return torch.where(valid, ids, -1)
 
 
@@ -127,7 +151,7 @@ class Reading:
             self.event = torch.cuda.Event()
             self.event.record()
         else:
-            self.ids = ids
+            self.ids = ids.clone()
 
     def tokens(self) -> list[int]:
         if self.event is not None:

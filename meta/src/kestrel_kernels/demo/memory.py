@@ -56,11 +56,12 @@ def _system() -> int | None:
 
 
 def _group() -> int | None:
-    """What a container's limit leaves."""
+    """What a container's limit leaves; files that are cached give way."""
     group = Path("/sys/fs/cgroup")
     try:
         limit = (group / "memory.max").read_text(encoding="utf-8").strip()
         used = int((group / "memory.current").read_text(encoding="utf-8"))
+        counts = dict(line.split() for line in (group / "memory.stat").read_text(encoding="utf-8").splitlines())
     except (OSError, ValueError):
         return None
-    return None if limit == "max" else max(0, int(limit) - used)
+    return None if limit == "max" else max(0, int(limit) - used + int(counts.get("inactive_file", 0)))
