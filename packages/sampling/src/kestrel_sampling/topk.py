@@ -80,5 +80,7 @@ def _entry_point(scores: torch.Tensor, n: int, k: int) -> Callable[..., Any]:
 
 def _as_rows(scores: torch.Tensor, k: int) -> torch.Tensor:
     """[rows, n]; a view where the strides allow it."""
-    _check_topk_fwd(scores, k)
-    return scores.reshape(scores.numel() // scores.shape[-1], scores.shape[-1])
+    if scores.dim() == 0 or not 0 < k <= scores.shape[-1] or scores.stride(-1) != 1:
+        _check_topk_fwd(scores, k)
+    n = scores.shape[-1]
+    return scores.reshape(scores.numel() // n, n)

@@ -72,14 +72,10 @@ def load_words(
     vectors: Boolean,
     rWord: cute.Tensor,
     dtype: cutlass.Constexpr,
-    let_next_in: cutlass.Constexpr = False,
 ):
     """Fill rWord with the VECTOR scores from index ``first`` of the row at ``address``; past ``length`` read nothing.
 
     vectors: every whole group of the row may be loaded 16 bytes at a time.
-    let_next_in: once the loads are on their way, the kernel launched after this one may start up. H200, us per call
-        with this before the loads, after issuing them and after they arrived: cold 740x64 1.48, 1.50, 1.52; 4096x64
-        2.29, 1.70, 1.76; 740x256 2.16, 1.66, 1.66; 1x256 1.21, 1.28, 1.33.
     """
     size = cutlass.const_expr(dtype.width // 8)
     if vectors and first + VECTOR <= length:
@@ -88,8 +84,6 @@ def load_words(
                 Uint32, address + Int64(first) * size + part * 16, cute.AddressSpace.gmem, assumed_align=16
             )
             cute.autovec_copy(cute.make_tensor(pointer, 4), cute.local_tile(rWord, (4,), (part,)))
-        if cutlass.const_expr(let_next_in):
-            cute.arch.griddepcontrol_launch_dependents()
     else:
         rPart = cute.recast_tensor(rWord, Uint32 if cutlass.const_expr(dtype is Float32) else Uint16)
         for i in cutlass.range_constexpr(VECTOR):
