@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -67,20 +70,180 @@ def write_cases(tokens: int, heads: int, size: int, blocks: int, page: int) -> l
     ]
 
 
-NAMES = [case.name for case in write_cases(*SHAPE)]
+def int64(count: int) -> torch.Tensor:
+    return torch.zeros(count, dtype=torch.int64)
 
 
-@pytest.mark.parametrize("index", range(len(NAMES)), ids=NAMES)
-def test_bad_input_is_refused_and_named(index):
-    assert_rejects(kestrel_kvcache.reshape_and_cache, write_cases(*SHAPE)[index], "reshape_and_cache")
+def cases_of(good: dict[str, Any]) -> Callable[..., BadInput]:
+    """A maker of cases: the good call with some arguments replaced."""
+
+    def bad(name, argument, value, error=ValueError, fragment="", **more):
+        return BadInput(name, argument, lambda: ((), good | more | {argument: value}), error, fragment)
+
+    return bad
 
 
-@settings(max_examples=100, deadline=None)
+def rotary_cases(tokens: int, heads: int, size: int, blocks: int, page: int) -> list[BadInput]:
+    size = 2 * size
+    rows, query = torch.zeros(tokens, heads, size), torch.zeros(tokens, 3 * size)
+    cache, slots = torch.zeros(blocks, page, heads, size), torch.zeros(tokens, dtype=torch.int64)
+    good = {"positions": slots, "query": query, "key": rows, "value": rows, "head_size": size}
+    good |= {"cos_sin_cache": torch.zeros(8, size), "key_cache": cache, "value_cache": cache, "slot_mapping": slots}
+    bad = cases_of(good)
+    fp8 = {"kv_cache_dtype": "fp8", "key_cache": cache.to(torch.uint8), "value_cache": cache.to(torch.uint8)}
+    return [
+        bad("no query", "query", None, TypeError, "a tensor"),
+        bad("no key", "key", None, TypeError, "a tensor"),
+        bad("no value", "value", None, TypeError, "a tensor"),
+        bad("positions of rank 2", "positions", slots[None], fragment="2-D"),
+        bad("positions of floats", "positions", slots.float(), TypeError, "float32"),
+        bad("one row too few", "key", rows[1:], fragment=f"({tokens - 1}, "),
+        bad("value of other heads", "value", torch.zeros(tokens, heads + 1, size), fragment=f"{heads} heads"),
+        bad("value of another dtype", "value", rows.half(), TypeError, "float16"),
+        bad("key of another dtype", "key", rows.half(), TypeError, "float16"),
+        bad("float64 query", "query", query.double(), TypeError, "float64"),
+        bad("a broken last head", "query", query[:, :-1], fragment="multiple of head_size"),
+        bad("a strided value", "value", torch.zeros(tokens, heads, 2 * size)[..., ::2], fragment="stride 2"),
+        bad("value elsewhere", "value", rows.to("meta"), fragment="meta"),
+        bad("an odd table", "cos_sin_cache", torch.zeros(8, size - 1), fragment=f"{size - 1}"),
+        bad("a table too wide", "cos_sin_cache", torch.zeros(8, size + 2), fragment=f"at most {size}"),
+        bad("a negative offset", "rope_dim_offset", -1, fragment=">= 0"),
+        bad("no head size", "head_size", 0, fragment=">= 1"),
+        bad("more slots than rows", "slot_mapping", int64(tokens + 1), fragment=str(tokens + 1)),
+        bad("slots of floats", "slot_mapping", slots.float(), TypeError, "float32"),
+        bad("a cache of another dtype", "key_cache", cache.half(), TypeError, "float16"),
+        bad("a cache of other heads", "key_cache", torch.zeros(blocks, page, heads + 1, size), fragment=f"{heads + 1}"),
+        bad("caches of two shapes", "value_cache", cache[1:], fragment=f"({blocks - 1}, "),
+        bad("an unknown format", "kv_cache_dtype", "int8", fragment="'int8'"),
+        bad("too many scales", "k_scale", torch.ones(heads + 2), fragment=f"({heads + 2},)", **fp8),
+        bad("a cache elsewhere", "key_cache", cache.to("meta"), fragment="meta"),
+    ]
+
+
+def int8_cases(tokens: int, heads: int, size: int, blocks: int, page: int) -> list[BadInput]:
+    rows, codes = torch.zeros(tokens, heads, size), torch.zeros(blocks, page, heads, size, dtype=torch.int8)
+    scale, slots = torch.zeros(blocks, page, heads), torch.zeros(tokens, dtype=torch.int64)
+    good = {"key": rows, "value": rows, "key_cache": codes, "value_cache": codes, "k_scale": scale, "v_scale": scale}
+    bad = cases_of(good | {"slot_mapping": slots})
+    return [
+        bad("no key", "key", None, TypeError, "a tensor"),
+        bad("integer key", "key", rows.int(), TypeError, "int32"),
+        bad("value of another shape", "value", rows[1:], fragment=f"({tokens - 1}, "),
+        bad("a float cache", "key_cache", codes.float(), TypeError, "float32"),
+        bad("an unsigned cache", "value_cache", codes.view(torch.uint8), TypeError, "uint8"),
+        bad("a cache of other heads", "key_cache", torch.cat((codes, codes), dim=2), fragment=f"{2 * heads}"),
+        bad("no scale", "k_scale", None, TypeError, "a tensor"),
+        bad("one scale", "k_scale", torch.ones(1), fragment="1-D"),
+        bad("a half scale", "v_scale", scale.half(), TypeError, "float16"),
+        bad("scales of fewer blocks", "v_scale", scale[1:], fragment=f"({blocks - 1}, "),
+        bad("strided scales", "k_scale", torch.zeros(blocks, page, 2 * heads)[..., ::2], fragment="stride 2")
+        if heads > 1
+        else bad("scales of more heads", "k_scale", torch.zeros(blocks, page, 3), fragment=", 3)"),
+        bad("scales elsewhere", "k_scale", scale.to("meta"), fragment="meta"),
+        bad("more slots than rows", "slot_mapping", int64(tokens + 1), fragment=str(tokens + 1)),
+    ]
+
+
+def int4_tensors(heads: int, size: int, blocks: int) -> dict[str, torch.Tensor]:
+    codes = torch.zeros(blocks, 64, heads, size // 2, dtype=torch.uint8)
+    channels, tokens = torch.zeros(blocks, heads, size).half(), torch.zeros(blocks, 64, heads).half()
+    caches = {"key_cache": codes, "value_cache": codes, "k_scale": channels, "k_zero": channels}
+    return caches | {"v_scale": tokens, "v_zero": tokens, "k_tail": torch.zeros(2, 64, heads, size)}
+
+
+def int4_shape_cases(bad: Callable[..., BadInput], heads: int, size: int, blocks: int) -> list[BadInput]:
+    """What a cache of INT4 must be wherever it is taken."""
+    good = int4_tensors(heads, size, blocks)
+    return [
+        bad("a signed cache", "key_cache", good["key_cache"].view(torch.int8), TypeError, "int8"),
+        bad("no cache", "value_cache", None, TypeError, "a tensor"),
+        bad("no scale", "k_scale", None, TypeError, "a tensor"),
+        bad("no zero", "v_zero", None, TypeError, "a tensor"),
+        bad("no tail", "k_tail", None, TypeError, "a tensor"),
+        bad("a float32 scale", "k_scale", good["k_scale"].float(), TypeError, "float32"),
+        bad("a bf16 zero", "k_zero", good["k_zero"].bfloat16(), TypeError, "bfloat16"),
+        bad("key scales per token", "k_scale", good["v_scale"], fragment=f"({blocks}, 64, {heads})"),
+        bad("value zeros per channel", "v_zero", good["k_zero"], fragment=f"({blocks}, {heads}, {size})"),
+        bad("scales of fewer blocks", "v_scale", good["v_scale"][1:], fragment=f"({blocks - 1}, "),
+        bad("a tail of fewer rows", "k_tail", good["k_tail"][:, 1:], fragment="63"),
+        bad("an integer tail", "k_tail", good["k_tail"].int(), TypeError, "int32"),
+        bad("a tail elsewhere", "k_tail", good["k_tail"].to("meta"), fragment="meta"),
+        bad("no sequences", "seq_ids", None, TypeError, "a tensor"),
+        bad("sequences of floats", "seq_ids", torch.zeros(1), TypeError, "float32"),
+    ]
+
+
+def int4_cases(tokens: int, heads: int, size: int, blocks: int, _: int) -> list[BadInput]:
+    size = 2 * size
+    rows, slots = torch.zeros(tokens, heads, size), torch.zeros(tokens, dtype=torch.int64)
+    given = int4_tensors(heads, size, blocks)
+    good = {"key": rows, "value": rows, **given, "slot_mapping": slots, "seq_ids": slots.int()}
+    bad = cases_of(good)
+    odd = torch.zeros(tokens, heads, size + 1)
+    return [
+        *int4_shape_cases(bad, heads, size, blocks),
+        bad("float64 key", "key", rows.double(), TypeError, "float64"),
+        BadInput("an odd head size", "key", lambda: ((), {**good, "key": odd, "value": odd}), fragment=f"{size + 1}"),
+        bad("a cache not packed", "key_cache", torch.cat((given["key_cache"],) * 2, dim=-1), fragment=f"{size})"),
+        bad("a tail of another dtype", "k_tail", given["k_tail"].half(), TypeError, "float16"),
+        bad("sequences of another length", "seq_ids", torch.zeros(tokens + 1).int(), fragment=f"({tokens + 1},)"),
+        bad("more slots than rows", "slot_mapping", int64(tokens + 1), fragment=str(tokens + 1)),
+    ]
+
+
+def gather_cases(pages: int, heads: int, size: int, blocks: int, page: int) -> list[BadInput]:
+    cache, table = torch.zeros(blocks, page, heads, size), torch.zeros(pages, dtype=torch.int32)
+    codes, scale = cache.to(torch.int8), torch.zeros(blocks, page, heads)
+    bad = cases_of({"key_cache": cache, "value_cache": cache, "block_table": table, "length": 3})
+    int8 = {"key_cache": codes, "value_cache": codes, "k_scale": scale, "v_scale": scale}
+    fp8 = {"key_cache": cache.to(torch.uint8), "value_cache": cache.to(torch.uint8)}
+    int4 = int4_tensors(heads, 2 * size, blocks) | {"seq_ids": torch.zeros(1, dtype=torch.int32)}
+    of_int4 = cases_of({**int4, "block_table": table, "length": 3})
+    return [
+        *int4_shape_cases(of_int4, heads, 2 * size, blocks),
+        of_int4("int64 sequences", "seq_ids", torch.zeros(1, dtype=torch.int64), TypeError, "int64"),
+        of_int4("two sequences", "seq_ids", torch.zeros(2, dtype=torch.int32), fragment="(2,)"),
+        bad("no table", "block_table", None, TypeError, "a tensor"),
+        bad("an int64 table", "block_table", table.long(), TypeError, "int64"),
+        bad("a table of rank 2", "block_table", table[None], fragment="2-D"),
+        bad("a table elsewhere", "block_table", table.to("meta"), fragment="meta"),
+        bad("a negative length", "length", -1, fragment=">= 0"),
+        bad("a length on the device", "length", table[0], TypeError, "Tensor"),
+        bad("a length as a float", "length", 3.0, TypeError, "float"),
+        bad("a result of float64", "dtype", torch.float64, fragment="torch.float64"),
+        bad("a result of codes", "dtype", torch.uint8, fragment="torch.uint8"),
+        bad("a float64 cache", "key_cache", cache.double(), TypeError, "float64"),
+        bad("caches of two shapes", "value_cache", cache[1:], fragment=f"({blocks - 1}, "),
+        bad("caches of two dtypes", "value_cache", cache.half(), TypeError, "float16"),
+        bad("a scale without codes", "k_scale", torch.ones(1), fragment="None"),
+        bad("too many scales", "v_scale", torch.ones(heads + 2), fragment=f"({heads + 2},)", **fp8),
+        bad("INT8 without a scale", "k_scale", None, TypeError, "a tensor", **int8),
+        bad("INT8 with one scale", "v_scale", torch.ones(1), fragment="1-D", **int8),
+    ]
+
+
+TABLES = {
+    "reshape_and_cache": write_cases,
+    "rotary_and_cache": rotary_cases,
+    "int8_cache_write": int8_cases,
+    "int4_cache_write": int4_cases,
+    "gather_cache": gather_cases,
+}
+ALL = [(op, index, case.name) for op, table in TABLES.items() for index, case in enumerate(table(*SHAPE))]
+
+
+@pytest.mark.parametrize(("op", "index"), [pair[:2] for pair in ALL], ids=[f"{op}: {name}" for op, _, name in ALL])
+def test_bad_input_is_refused_and_named(op, index):
+    assert_rejects(getattr(kestrel_kvcache, op), TABLES[op](*SHAPE)[index], op)
+
+
+@settings(max_examples=150, deadline=None)
 @given(
-    index=st.integers(0, len(NAMES) - 1),
+    which=st.sampled_from([pair[:2] for pair in ALL]),
     shape=st.tuples(
-        st.integers(1, 9), st.integers(1, 4), st.integers(2, 40), st.integers(1, 5), st.sampled_from([1, 8, 16, 64])
+        st.integers(2, 9), st.integers(1, 4), st.integers(2, 40), st.integers(2, 5), st.sampled_from([1, 8, 16, 64])
     ),
 )
-def test_bad_input_is_refused_whatever_the_shape(index, shape):
-    assert_rejects(kestrel_kvcache.reshape_and_cache, write_cases(*shape)[index], "reshape_and_cache")
+def test_bad_input_is_refused_whatever_the_shape(which, shape):
+    op, index = which
+    assert_rejects(getattr(kestrel_kvcache, op), TABLES[op](*shape)[index], op)

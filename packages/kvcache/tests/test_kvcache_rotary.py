@@ -1,0 +1,133 @@
+"""rotary_and_cache: complex multiplication in float64, then what reshape_and_cache stores."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from kestrel_kvcache import reference, reshape_and_cache, rotary_and_cache
+from kestrel_runtime.testing import opcheck
+
+HEADS, KV_HEADS, SIZE, ROWS = 4, 2, 16, 32
+
+
+def table_of(rotary_dim: int) -> torch.Tensor:
+    angle = torch.arange(ROWS)[:, None] * 10.0 ** -torch.arange(rotary_dim // 2)
+    return torch.cat((angle.cos(), angle.sin()), dim=1)
+
+
+def turned_in_float64(x, positions, table, is_neox, offset):
+    """x [T, heads, D]: pairs as complex numbers, multiplied by the row's unit numbers."""
+    exact = x.double().clone()
+    rotary_dim = table.shape[1]
+    pairs = torch.arange(rotary_dim).view(2, -1).T if is_neox else torch.arange(rotary_dim).view(-1, 2)
+    for t, position in enumerate(positions.tolist()):
+        if 0 <= position < len(table):
+            real, imaginary = table[position].double().chunk(2)
+            old = x[t][:, pairs + offset].double()
+            new = torch.complex(old[..., 0], old[..., 1]) * torch.complex(real, imaginary)
+            exact[t][:, pairs + offset] = torch.stack((new.real, new.imag), dim=-1)
+    return exact
+
+
+def inputs(tokens, dtype=torch.float32, packed=False):
+    torch.manual_seed(tokens)
+    if packed:
+        qkv = torch.randn(tokens, (HEADS + 2 * KV_HEADS) * SIZE).to(dtype)
+        query, key, value = qkv.split((HEADS * SIZE, KV_HEADS * SIZE, KV_HEADS * SIZE), dim=1)
+    else:
+        query, key, value = (torch.randn(tokens, h, SIZE).to(dtype) for h in (HEADS, KV_HEADS, KV_HEADS))
+    return torch.randint(0, ROWS, (tokens,)), query, key, value
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("is_neox", [True, False])
+@pytest.mark.parametrize(("rotary_dim", "offset"), [(SIZE, 0), (6, 4)])
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("tokens", [0, 1, 3, 17])
+def test_rows_are_rotated_and_cached(dtype, is_neox, rotary_dim, offset, packed, tokens):
+    table = table_of(rotary_dim)
+    positions, query, key, value = inputs(tokens, dtype, packed)
+    before = [x.clone().reshape(tokens, h, SIZE) for x, h in ((query, HEADS), (key, KV_HEADS), (value, KV_HEADS))]
+    cache = torch.zeros(2, 5, 8, KV_HEADS, SIZE, dtype=dtype)
+    slots = torch.randperm(40)[:tokens]
+    result = rotary_and_cache(positions, query, key, value, SIZE, table, *cache, slots, is_neox, rope_dim_offset=offset)
+    assert result is None
+    info = torch.finfo(dtype)
+    for got, old in zip((query, key), before, strict=False):
+        exact = turned_in_float64(old, positions, table, is_neox, offset)
+        # one rounding of the result, and 4 of float32 of the pair
+        largest = old.double().abs().amax(-1, keepdim=True)
+        bound = 0.5 * info.eps * (exact.abs() + info.smallest_normal) + 4 * 2**-24 * largest
+        assert bool(((got.reshape(exact.shape).double() - exact).abs() <= bound).all())
+    assert torch.equal(value.reshape(before[2].shape), before[2])
+    stored = cache.flatten(1, 2)[:, slots]
+    assert torch.equal(stored[0], key.reshape(stored[0].shape))
+    assert torch.equal(stored[1], before[2])
+    assert int((cache != 0).any(-1).any(-1).sum()) == 2 * tokens
+
+
+@pytest.mark.parametrize("name", ["fp8", "fp8_e4m3", "fp8_e5m2"])
+def test_the_rotated_key_is_what_is_quantised(name):
+    table = table_of(SIZE)
+    positions, query, key, value = inputs(9, torch.bfloat16)
+    cache = torch.zeros(2, 2, 8, KV_HEADS, SIZE, dtype=torch.uint8)
+    alone = cache.clone()
+    k_scale, v_scale = torch.tensor([0.5]), torch.tensor([0.25, 2.0])
+    slots = torch.randperm(16)[:9].int()
+    how = {"kv_cache_dtype": name, "k_scale": k_scale, "v_scale": v_scale}
+    rotary_and_cache(positions, query, key, value, SIZE, table, *cache, slots, **how)
+    reshape_and_cache(key, value, *alone, slots, **how)  # key is rotated by now
+    assert torch.equal(cache, alone)
+    assert cache.any()
+
+
+def test_padding_slots_still_rotate_and_padding_positions_are_still_cached():
+    table = table_of(SIZE)
+    positions, query, key, value = inputs(5)
+    positions[:3] = torch.tensor([-1, ROWS, 2**40])
+    before = query.clone(), key.clone()
+    cache = torch.zeros(2, 1, 8, KV_HEADS, SIZE)
+    rotary_and_cache(positions, query, key, value, SIZE, table, *cache, torch.tensor([0, 1, 2, -1]))
+    for got, old in zip((query, key), before, strict=True):
+        assert torch.equal(got[:3], old[:3])
+        assert not torch.equal(got[3], old[3])  # padding slot
+        assert not torch.equal(got[4], old[4])  # no slot at all
+    assert torch.equal(cache[0, 0, :3], before[1][:3])
+    assert not cache[:, :, 3:].any()
+
+
+def arguments(kind: str):
+    positions, query, key, value = inputs(5, packed=kind == "packed")
+    if kind == "transposed":
+        query, key, value = (x.transpose(0, 1).contiguous().transpose(0, 1) for x in (query, key, value))
+    cache = torch.zeros(2, 2, 4, KV_HEADS, SIZE)
+    caches = [x.transpose(1, 2).contiguous().transpose(1, 2) if kind == "transposed" else x.clone() for x in cache]
+    return positions, query, key, value, SIZE, table_of(8), *caches, torch.tensor([3, -1, 7, 0])
+
+
+KINDS = ("plain", "transposed", "packed")
+
+
+# Views of one base are left to the compile test: opcheck clones each argument alone.
+@pytest.mark.parametrize("kind", ["plain", "transposed"])
+def test_the_registered_op_is_sound(kind):
+    opcheck(rotary_and_cache, arguments(kind), {"rope_dim_offset": 8})
+
+
+@pytest.mark.parametrize(("kind", "backend"), [*((kind, "aot_eager") for kind in KINDS), ("packed", "inductor")])
+def test_compiles_without_graph_breaks(kind, backend):
+    torch._dynamo.reset()
+    eager, compiled = arguments(kind), arguments(kind)
+    rotary_and_cache(*eager)
+    torch.compile(rotary_and_cache, fullgraph=True, backend=backend)(*compiled)
+    for a, b in zip(eager, compiled, strict=True):
+        assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+
+
+def test_the_reference_reads_nothing_on_the_host():
+    """Fake tensors have no values to read: a reference that asked for one would fail here."""
+    args = arguments("packed")
+    with FakeTensorMode() as mode:
+        reference.rotary_and_cache(*(mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for x in args))
