@@ -17,6 +17,20 @@ def number_or_tensor(op: str, name: str, value: float | torch.Tensor) -> tuple[t
     return None, float(value)
 
 
+def count_or_tensor(op: str, name: str, value: int | torch.Tensor) -> tuple[torch.Tensor | None, int]:
+    """A count as (tensor, 0) or (None, number)."""
+    if isinstance(value, torch.Tensor):
+        return value, 0
+    check.number(op, name, value, integer=True, minimum=-(2**63), maximum=2**63 - 1)
+    return None, value
+
+
+def is_joint(op: str, filter_apply_order: str) -> bool:
+    """Whether top-k and top-p both look at the whole row."""
+    check.choice(op, "filter_apply_order", filter_apply_order, ("top_k_first", "joint"))
+    return filter_apply_order == "joint"
+
+
 def integer_or_tensor(op: str, name: str, value: int | torch.Tensor) -> tuple[torch.Tensor | None, int]:
     """An integer parameter as (tensor, 0) or (None, number); 64-bit unsigned numbers wrap to signed."""
     if isinstance(value, torch.Tensor):
@@ -79,6 +93,14 @@ def check_parameter(op: str, name: str, value: torch.Tensor | None, probs: torch
         check.tensor(op, name, value, dtype=dtypes, ndim=1, last_contiguous=True)
         check.shape(op, name, value, (1 if value.shape[0] == 1 else probs.shape[0],))
         check.same(op, "device", probs=probs, **{name: value})
+
+
+def shape_of_draw(probs: torch.Tensor, *_parameters: object) -> tuple[torch.Tensor, torch.Tensor]:
+    """ids int32 [B] and valid bool [B]; the references need V as a number."""
+    return (
+        torch.empty(probs.shape[:1], dtype=torch.int32, device=probs.device),
+        torch.empty(probs.shape[:1], dtype=torch.bool, device=probs.device),
+    )
 
 
 def check_keys(op: str, probs: torch.Tensor, seed: torch.Tensor | None, offset: torch.Tensor | None) -> None:

@@ -21,6 +21,21 @@ from kestrel_runtime.reference import philox4x32
 _WORD = 0xFFFFFFFF
 
 
+Draw = tuple[torch.Tensor, torch.Tensor]
+
+
+def sampling_from_probs(
+    probs: torch.Tensor,
+    seed: torch.Tensor | None,
+    seed_value: int,
+    offset: torch.Tensor | None,
+    offset_value: int,
+) -> Draw:
+    """One id per row, and whether the row had a distribution."""
+    mass, valid = integer_mass(probs.float())
+    return draw(mass, valid, random_word(seed, seed_value, offset, offset_value, probs.device))
+
+
 def top_p_sampling_from_probs(
     probs: torch.Tensor,
     top_p: torch.Tensor | None,
@@ -29,14 +44,164 @@ def top_p_sampling_from_probs(
     seed_value: int,
     offset: torch.Tensor | None,
     offset_value: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """One id per row from the smallest set whose mass reaches p, and whether the row had a distribution."""
+) -> Draw:
+    """The same from the smallest set whose mass reaches p."""
     weights = probs.float()
     mass, valid = integer_mass(weights)
+    mass = filtered(weights, mass, top_p=per_row(top_p, top_p_value, probs.device))
+    return draw(mass, valid, random_word(seed, seed_value, offset, offset_value, probs.device))
+
+
+def top_k_sampling_from_probs(
+    probs: torch.Tensor,
+    top_k: torch.Tensor | None,
+    top_k_value: int,
+    seed: torch.Tensor | None,
+    seed_value: int,
+    offset: torch.Tensor | None,
+    offset_value: int,
+) -> Draw:
+    """The same from the k most probable."""
+    weights = probs.float()
+    mass, valid = integer_mass(weights)
+    mass = filtered(weights, mass, top_k=per_row(top_k, top_k_value, probs.device))
+    return draw(mass, valid, random_word(seed, seed_value, offset, offset_value, probs.device))
+
+
+def top_k_top_p_sampling_from_probs(
+    probs: torch.Tensor,
+    top_k: torch.Tensor | None,
+    top_k_value: int,
+    top_p: torch.Tensor | None,
+    top_p_value: float,
+    joint: bool,
+    seed: torch.Tensor | None,
+    seed_value: int,
+    offset: torch.Tensor | None,
+    offset_value: int,
+) -> Draw:
+    """The same with both filters, one after the other or both on the whole row."""
+    weights = probs.float()
+    mass, valid = integer_mass(weights)
+    k, p = per_row(top_k, top_k_value, probs.device), per_row(top_p, top_p_value, probs.device)
+    mass = filtered(weights, mass, top_k=k, top_p=p, joint=joint)
+    return draw(mass, valid, random_word(seed, seed_value, offset, offset_value, probs.device))
+
+
+def min_p_sampling_from_probs(
+    probs: torch.Tensor,
+    min_p: torch.Tensor | None,
+    min_p_value: float,
+    seed: torch.Tensor | None,
+    seed_value: int,
+    offset: torch.Tensor | None,
+    offset_value: int,
+) -> Draw:
+    """The same from the entries that reach min_p of the largest."""
+    weights = probs.float()
+    mass, valid = integer_mass(weights)
+    mass = torch.where(keep_min_p(weights, per_row(min_p, min_p_value, probs.device)), mass, 0)
+    return draw(mass, valid, random_word(seed, seed_value, offset, offset_value, probs.device))
+
+
+def sample_from_logits(
+    logits: torch.Tensor,
+    temperature: torch.Tensor | None,
+    temperature_value: float,
+    top_k: torch.Tensor | None,
+    top_k_value: int,
+    top_p: torch.Tensor | None,
+    top_p_value: float,
+    min_p: torch.Tensor | None,
+    min_p_value: float,
+    joint: bool,
+    seed: torch.Tensor | None,
+    seed_value: int,
+    offset: torch.Tensor | None,
+    offset_value: int,
+) -> Draw:
+    """Temperature, min-p, then top-k and top-p. A temperature of 0 keeps the first of the largest logits."""
+    heat = per_row(temperature, temperature_value, logits.device)
+    weights = exponentials(logits, heat)
+    mass, valid = integer_mass(weights)
+    mass = torch.where(keep_min_p(weights, per_row(min_p, min_p_value, logits.device)), mass, 0)
+    k = torch.where(heat <= 0, 1, per_row(top_k, top_k_value, logits.device).long())
+    mass = filtered(logits.float(), mass, top_k=k, top_p=per_row(top_p, top_p_value, logits.device), joint=joint)
+    return draw(mass, valid, random_word(seed, seed_value, offset, offset_value, logits.device))
+
+
+def softmax(
+    logits: torch.Tensor, temperature: torch.Tensor | None = None, temperature_value: float = 1.0
+) -> torch.Tensor:
+    """float32 probabilities; a temperature of 0 puts everything on the first of the largest logits."""
+    heat = per_row(temperature, temperature_value, logits.device)
+    weights = exponentials(logits, heat).double()
+    soft = (weights / weights.sum(dim=1, keepdim=True)).float()
+    first = torch.arange(logits.shape[1], device=logits.device) == logits.float().argmax(dim=1, keepdim=True)
+    return torch.where((heat <= 0) & ~soft.isnan(), first.float(), soft)
+
+
+def top_p_renorm_probs(probs: torch.Tensor, top_p: torch.Tensor | None, top_p_value: float) -> torch.Tensor:
+    """What top-p keeps, divided by its sum; the rest is 0."""
+    weights = probs.float()
+    mass, _ = integer_mass(weights)
     order, sorted_mass = descending(weights, mass)
     kept = keep_top_p(sorted_mass, per_row(top_p, top_p_value, probs.device))
-    mass = torch.where(unsorted(kept, order), mass, 0)
-    return draw(mass, valid, random_word(seed, seed_value, offset, offset_value, probs.device))
+    return renormalised(weights, unsorted(kept, order))
+
+
+def top_k_renorm_probs(probs: torch.Tensor, top_k: torch.Tensor | None, top_k_value: int) -> torch.Tensor:
+    """What top-k keeps, divided by its sum; the rest is 0."""
+    weights = probs.float()
+    order = weights.sort(dim=1, descending=True, stable=True).indices
+    kept = keep_top_k(order, per_row(top_k, top_k_value, probs.device))
+    return renormalised(weights, unsorted(kept, order))
+
+
+# ---- pieces ----------------------------------------------------------------------------------------------------------
+
+
+def exponentials(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
+    """exp((logit - largest) / temperature) in float32, the largest 1 at any temperature; NaN for a row without one."""
+    logits = logits.float()
+    below = logits - logits.amax(dim=1, keepdim=True)
+    return torch.exp(below / torch.where(temperature <= 0, 1.0, temperature).float())
+
+
+def renormalised(weights: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
+    """The kept weights, negative ones as 0, over their sum. A row with NaN or inf becomes NaN, one without mass 0."""
+    largest = weights.amax(dim=1, keepdim=True)
+    positive = torch.where(kept & (weights > 0), weights, 0.0).double()
+    total = positive.sum(dim=1, keepdim=True)
+    shares = (positive / torch.where(total > 0, total, 1.0)).float()
+    return torch.where(largest < torch.inf, shares, torch.nan)
+
+
+def filtered(
+    order_by: torch.Tensor,
+    mass: torch.Tensor,
+    top_k: torch.Tensor | None = None,
+    top_p: torch.Tensor | None = None,
+    joint: bool = False,
+) -> torch.Tensor:
+    """The mass without what the filters drop. Unless joint, top-p counts the mass that top-k left."""
+    order, sorted_mass = descending(order_by, mass)
+    kept = torch.ones_like(sorted_mass, dtype=torch.bool) if top_k is None else keep_top_k(order, top_k)
+    if top_p is not None:
+        kept = kept & keep_top_p(sorted_mass if joint else torch.where(kept, sorted_mass, 0), top_p)
+    return torch.where(unsorted(kept, order), mass, 0)
+
+
+def keep_top_k(order: torch.Tensor, top_k: torch.Tensor) -> torch.Tensor:
+    """The first k places; all of them for k <= 0."""
+    place = torch.arange(order.shape[1], device=order.device)
+    return ((place < top_k) | (top_k <= 0)).expand(order.shape)
+
+
+def keep_min_p(weights: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
+    """Entries that reach min_p (float32, at most 1) times the largest, rounded to float32. NaN counts as 0."""
+    part = min_p.float().nan_to_num(nan=0.0).clamp(0, 1)
+    return weights >= part * weights.amax(dim=1, keepdim=True)
 
 
 def integer_mass(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

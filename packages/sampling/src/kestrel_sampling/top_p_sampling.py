@@ -7,7 +7,7 @@ import torch
 from kestrel_runtime import kernel_op
 
 from . import reference_sampling
-from ._parameters import check_keys, check_parameter, check_probs, keys, number_or_tensor
+from ._parameters import check_keys, check_parameter, check_probs, keys, number_or_tensor, shape_of_draw
 
 
 def top_p_sampling_from_probs(
@@ -63,14 +63,6 @@ def _check_top_p_sampling_from_probs(
     check_probs(op, probs)
     check_parameter(op, "top_p", top_p, probs, torch.float32)
     check_keys(op, probs, seed, offset)
-
-
-def shape_of_draw(probs: torch.Tensor, *_parameters: object) -> tuple[torch.Tensor, torch.Tensor]:
-    """ids int32 [B] and valid bool [B]; the reference needs V as a number."""
-    return (
-        torch.empty(probs.shape[:1], dtype=torch.int32, device=probs.device),
-        torch.empty(probs.shape[:1], dtype=torch.bool, device=probs.device),
-    )
 
 
 @kernel_op(

@@ -1,0 +1,446 @@
+"""The sampling ops beside top-p against exact fractions and against float64 softmax."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from fractions import Fraction
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import kestrel_sampling
+from kestrel_runtime.testing import BadInput, assert_rejects, opcheck
+from kestrel_sampling import (
+    min_p_sampling_from_probs,
+    reference_sampling,
+    sample_from_logits,
+    sampling_from_probs,
+    softmax,
+    top_k_renorm_probs,
+    top_k_sampling_from_probs,
+    top_k_top_p_sampling_from_probs,
+    top_p_renorm_probs,
+    top_p_sampling_from_probs,
+)
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def word_of(seed: int, offset: int) -> int:
+    """The random word, read off a uniform row: id i of 2^16 is drawn when the word's upper 16 bits are i."""
+    fine = top_p_sampling_from_probs(torch.ones(1, 2**16), 1.0, seed=seed, offset=offset)
+    return fine.item()
+
+
+def kept_by_hand(
+    row: list[float], top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0, joint: bool = False
+) -> list[int]:
+    """The ids that the filters keep, in exact fractions."""
+    masses = [Fraction(max(p, 0.0)) for p in row]
+    threshold = torch.tensor(min_p).clamp(0, 1) * torch.tensor(max(row))  # one float32 product
+    order = sorted((i for i in range(len(row)) if row[i] >= threshold.item()), key=lambda i: (-row[i], i))
+    first = order[:top_k] if 0 < top_k < len(row) else order
+    goal = Fraction(math.floor(min(max(top_p, 0.0), 1.0) * 2**32), 2**32) * sum(
+        masses[i] for i in (order if joint else first)
+    )
+    kept, mass = [], Fraction(0)
+    for i in first:
+        if kept and mass >= goal:
+            break
+        kept.append(i)
+        mass += masses[i]
+    return sorted(kept)
+
+
+def distributions(rows: int, width: int, sharpness: float = 3.0) -> torch.Tensor:
+    g = torch.Generator().manual_seed(width)
+    return torch.softmax(sharpness * torch.randn(rows, width, generator=g), dim=-1)
+
+
+def frequencies(
+    sample: Callable[[torch.Tensor, torch.Tensor], Any], row: torch.Tensor, draws: int = 30_000
+) -> torch.Tensor:
+    ids = sample(row.expand(draws, -1), torch.arange(draws))
+    return torch.bincount(ids, minlength=row.shape[1]).double()
+
+
+def assert_follows(counts: torch.Tensor, row: torch.Tensor, kept: list[int]) -> None:
+    """Chi-square below what it passes once in ten thousand (Wilson and Hilferty), and nothing outside the set."""
+    draws = counts.sum()
+    assert counts[kept].sum() == draws
+    expected = row[kept].double() / row[kept].double().sum() * draws
+    degrees = len(kept) - 1
+    if degrees:
+        statistic = ((counts[kept] - expected) ** 2 / expected).sum().item()
+        part = 2 / (9 * degrees)
+        assert statistic < degrees * (1 - part + 3.719 * part**0.5) ** 3
+
+
+FILTERS: list[dict[str, Any]] = [
+    {},
+    {"top_k": 1},
+    {"top_k": 5},
+    {"top_k": 24},
+    {"top_k": -1},
+    {"top_p": 0.6},
+    {"min_p": 0.2},
+    {"top_k": 6, "top_p": 0.8},
+    {"top_k": 6, "top_p": 0.5, "joint": True},
+    {"top_k": 9, "top_p": 0.9, "min_p": 0.1},
+    {"top_k": 9, "top_p": 0.7, "min_p": 0.1, "joint": True},
+]
+
+
+def sample_probs(options: dict[str, Any], probs: torch.Tensor, offsets: torch.Tensor, seed: int = 17) -> torch.Tensor:
+    """The op from probabilities that has these filters."""
+    key = {"seed": seed, "offset": offsets}
+    names = {name for name in options if name != "joint"}
+    if names == {"top_k", "top_p"}:
+        order = "joint" if options.get("joint") else "top_k_first"
+        return top_k_top_p_sampling_from_probs(
+            probs, options["top_k"], options["top_p"], filter_apply_order=order, **key
+        )
+    if names == {"top_k"}:
+        return top_k_sampling_from_probs(probs, options["top_k"], **key)
+    if names == {"min_p"}:
+        return min_p_sampling_from_probs(probs, options["min_p"], **key)
+    if names == {"top_p"}:
+        return top_p_sampling_from_probs(probs, options["top_p"], **key)
+    return sampling_from_probs(probs, **key)
+
+
+@pytest.mark.parametrize("options", [o for o in FILTERS if not {"min_p", "top_k"} <= set(o)], ids=str)
+def test_frequencies_follow_the_filtered_distribution(options: dict[str, Any]) -> None:
+    row = distributions(1, 24, sharpness=1.2)
+    counts = frequencies(lambda probs, offsets: sample_probs(options, probs, offsets), row)
+    assert_follows(counts, row[0], kept_by_hand(row[0].tolist(), **options))
+
+
+@pytest.mark.parametrize("options", FILTERS, ids=str)
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 3.0])
+def test_frequencies_from_logits_follow_the_filtered_softmax(options: dict[str, Any], temperature: float) -> None:
+    logits = torch.randn(1, 24, generator=torch.Generator().manual_seed(4))
+    options = dict(options)
+    joint = options.pop("joint", False)
+    order = "joint" if joint else "top_k_first"
+    counts = frequencies(
+        lambda rows, offsets: sample_from_logits(
+            rows, temperature, **options, filter_apply_order=order, seed=23, offset=offsets
+        ),
+        logits,
+    )
+    weights = torch.exp((logits - logits.max()).double() / temperature).float()[0]
+    assert_follows(counts, weights, kept_by_hand(weights.tolist(), **options, joint=joint))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [1, 3, 111, 1024])
+@pytest.mark.parametrize("options", [o for o in FILTERS if not {"min_p", "top_k"} <= set(o)], ids=str)
+def test_each_draw_is_the_inverse_of_the_kept_mass(width: int, dtype: torch.dtype, options: dict[str, Any]) -> None:
+    probs = distributions(4, width).to(dtype)
+    got = sample_probs(options, probs, torch.arange(4)).tolist()
+    for b, row in enumerate(probs.double().tolist()):
+        kept = kept_by_hand(row, **options)
+        total = sum(Fraction(row[i]) for i in kept)
+        word = word_of(17, b)
+        low, high = Fraction(word, 2**16) * total, Fraction(word + 1, 2**16) * total
+        before = sum((Fraction(row[i]) for i in kept if i < got[b]), Fraction(0))
+        assert got[b] in kept
+        assert before <= high
+        assert before + Fraction(row[got[b]]) >= low
+
+
+@pytest.mark.parametrize("width", [51200, 151936])
+@pytest.mark.parametrize("top_k", [1, 50])
+def test_top_k_of_a_whole_vocabulary_keeps_exactly_k(width: int, top_k: int) -> None:
+    probs = torch.zeros(1, width)
+    probs[0, 5::7] = 0.25  # a tie far longer than k
+    renormalised = top_k_renorm_probs(probs, top_k)
+    assert renormalised.nonzero()[:, 1].tolist() == list(range(5, 5 + 7 * top_k, 7))
+    ids = [top_k_sampling_from_probs(probs, top_k, seed=s).item() for s in range(20)]
+    assert set(ids) <= set(range(5, 5 + 7 * top_k, 7))
+
+
+def test_parameters_per_row_are_those_of_each_row_alone() -> None:
+    logits = 2 * torch.randn(6, 50, generator=torch.Generator().manual_seed(9))
+    temperature = torch.tensor([0.0, 0.5, 1.0, 1.0, 2.0, -1.0])
+    top_k = torch.tensor([0, 3, 50, 1, 10, 7], dtype=torch.int32)
+    top_p = torch.tensor([1.0, 0.9, 0.5, 0.1, 0.0, 1.0])
+    min_p = torch.tensor([0.0, 0.1, 0.0, 0.5, 0.01, 0.0])
+    seeds = torch.arange(6) + 10
+    full = sample_from_logits(logits, temperature, top_k, top_p, min_p, seed=seeds)
+    probs_full = top_k_top_p_sampling_from_probs(softmax(logits), top_k.long(), top_p, seed=seeds)
+    for b in range(6):
+        row = slice(b, b + 1)
+        alone = sample_from_logits(
+            logits[row], max(temperature[b].item(), 0.0), top_k[b].item(), top_p[row], min_p[row], seed=b + 10
+        )
+        assert alone == full[b]
+        assert (
+            top_k_top_p_sampling_from_probs(softmax(logits[row]), top_k[row], top_p[row], seed=b + 10) == probs_full[b]
+        )
+
+
+# ---- temperature -----------------------------------------------------------------------------------------------------
+
+
+def test_no_temperature_takes_the_first_of_the_largest_logits() -> None:
+    logits = torch.tensor([[1.0, 5.0, 5.0], [-math.inf, -3.0, -math.inf], [1e38, 3e38, -3e38], [0.0, -0.0, 0.0]])
+    ids, valid = sample_from_logits(logits, 0.0, top_k=2, top_p=0.99, seed=torch.arange(4), return_valid=True)
+    assert ids.tolist() == [1, 1, 1, 0]
+    assert valid.all()
+    assert softmax(logits, 0.0).argmax(1).tolist() == [1, 1, 1, 0]
+    assert softmax(logits, 0.0).sum(1).tolist() == [1.0] * 4
+
+
+@pytest.mark.parametrize("temperature", [1e-38, 1e-3, 1e30])
+def test_extreme_temperatures_neither_overflow_nor_vanish(temperature: float) -> None:
+    logits = torch.tensor([[1000.0, 999.0, -1000.0]])
+    got = softmax(logits, temperature)
+    exact = torch.softmax(logits.double() / temperature - logits.double().max() / temperature, -1)
+    torch.testing.assert_close(got.double(), exact, rtol=2e-6, atol=1e-37)
+    assert sample_from_logits(logits, temperature, seed=1, return_valid=True)[1].item()
+
+
+def test_rows_without_a_distribution_give_0_and_false() -> None:
+    nan, inf = math.nan, math.inf
+    logits = torch.tensor([[nan, 1.0], [inf, 1.0], [-inf, -inf], [-inf, 2.0], [0.0, nan]])
+    for temperature in (0.0, 1.0):
+        ids, valid = sample_from_logits(logits, temperature, seed=3, return_valid=True)
+        assert ids.tolist() == [0, 0, 0, 1, 0]
+        assert valid.tolist() == [False, False, False, True, False]
+        rows = softmax(logits, temperature)
+        assert rows.isnan().all(1).tolist() == [True, True, True, False, True]
+        assert rows[3].tolist() == [0.0, 1.0]
+    probs = torch.tensor([[nan, 1.0], [inf, 1.0], [0.0, 0.0], [0.0, 2.0], [-1.0, -2.0]])
+    for options in FILTERS[:9]:
+        if {"min_p", "top_k"} <= set(options):
+            continue
+        assert sample_probs(options, probs, torch.arange(5)).tolist() == [0, 0, 0, 1, 0]
+    for renormalised in (top_p_renorm_probs(probs, 0.9), top_k_renorm_probs(probs, 1)):
+        assert renormalised.isnan().all(1).tolist() == [True, True, False, False, False]
+        assert renormalised[2:].tolist() == [[0.0, 0.0], [0.0, 1.0], [0.0, 0.0]]
+
+
+# ---- probabilities ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(0, 5), (1, 1), (3, 111), (16, 1024), (2, 128256)])
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+def test_softmax_is_that_of_float64(shape: tuple[int, int], dtype: torch.dtype, temperature: float) -> None:
+    logits = (4 * torch.randn(shape, generator=torch.Generator().manual_seed(1))).to(dtype)
+    got = softmax(logits, temperature)
+    assert got.dtype == torch.float32
+    # float32 arithmetic up to the exponential of at most some 40: 40 * 2^-24 and a few roundings
+    torch.testing.assert_close(got.double(), torch.softmax(logits.double() / temperature, -1), rtol=6e-6, atol=0)
+
+
+@pytest.mark.parametrize("width", [1, 111, 1024])
+@pytest.mark.parametrize("value", [0.0, 0.1, 0.5, 0.9, 1.0])
+def test_renormalised_probabilities_are_the_kept_shares(width: int, value: float) -> None:
+    probs = 5 * distributions(4, width)
+    for got, options in (
+        (top_p_renorm_probs(probs, value), {"top_p": value}),
+        (top_k_renorm_probs(probs, 7), {"top_k": 7}),
+    ):
+        for b, row in enumerate(probs.double().tolist()):
+            kept = kept_by_hand(row, **options)
+            total = math.fsum(row[i] for i in kept)
+            expected = torch.tensor([p / total if i in kept else 0.0 for i, p in enumerate(row)], dtype=torch.float64)
+            assert got[b].nonzero().flatten().tolist() == kept
+            torch.testing.assert_close(got[b].double(), expected, rtol=2.0**-24 * 1.001, atol=0)
+
+
+def test_views_out_and_untouched_inputs() -> None:
+    buffer = distributions(12, 200)
+    before = buffer.clone()
+    view = buffer[1::3, 20:150]
+    out = torch.full((4, 140), math.nan)
+    for op, argument in ((softmax, 0.5), (top_p_renorm_probs, 0.9), (top_k_renorm_probs, 20)):
+        expected = op(view.clone(), argument)
+        assert torch.equal(op(view, argument), expected)
+        op(view, argument, out=out[:, 5:135])
+        assert torch.equal(out[:, 5:135], expected)
+        own = view.clone()
+        assert op(own, argument, out=own) is own
+        assert torch.equal(own, expected)
+        assert torch.equal(op(view[2:3], argument)[0], expected[2])
+    assert bool(out[:, :5].isnan().all() and out[:, 135:].isnan().all())
+    assert torch.equal(buffer, before)
+
+
+def test_no_rows() -> None:
+    empty = torch.empty(0, 10)
+    for options in FILTERS[:9]:
+        if not {"min_p", "top_k"} <= set(options):
+            assert sample_probs(options, empty, torch.empty(0, dtype=torch.int64)).shape == (0,)
+    assert sample_from_logits(empty).shape == (0,)
+    assert top_p_renorm_probs(empty, 0.5).shape == top_k_renorm_probs(empty, 5).shape == (0, 10)
+
+
+def test_the_references_read_nothing_on_the_host() -> None:
+    with FakeTensorMode():  # a read of a value would raise here
+        logits, seeds, floats = torch.empty(3, 100), torch.empty(3, dtype=torch.int64), torch.empty(3)
+        key = (seeds, 0, None, 5)
+        draws = [
+            reference_sampling.sampling_from_probs(logits, *key),
+            reference_sampling.top_k_sampling_from_probs(logits, seeds, 0, *key),
+            reference_sampling.top_k_top_p_sampling_from_probs(logits, seeds, 0, floats, 0.0, True, *key),
+            reference_sampling.min_p_sampling_from_probs(logits, floats, 0.0, *key),
+            reference_sampling.sample_from_logits(logits, floats, 0.0, seeds, 0, floats, 0.0, floats, 0.0, False, *key),
+        ]
+        rows = [
+            reference_sampling.softmax(logits, floats),
+            reference_sampling.top_p_renorm_probs(logits, floats, 0.0),
+            reference_sampling.top_k_renorm_probs(logits, seeds, 0),
+        ]
+    assert all(ids.shape == valid.shape == (3,) for ids, valid in draws)
+    assert all(result.shape == (3, 100) for result in rows)
+
+
+# ---- the contract ----------------------------------------------------------------------------------------------------
+
+PROBS = distributions(3, 8)
+ONES = torch.ones(3, dtype=torch.int64)
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def call(*args: Any, **kwargs: Any) -> Callable[[], Call]:
+    return lambda: (args, kwargs)
+
+
+GOOD_CALLS: dict[str, Call] = {
+    "sampling_from_probs": ((PROBS,), {"seed": 1, "offset": 2, "return_valid": True}),
+    "top_k_sampling_from_probs": ((PROBS, 3), {"seed": 1, "offset": None, "generator": None}),
+    "top_k_top_p_sampling_from_probs": ((PROBS, 3, 0.9), {"filter_apply_order": "joint", "seed": 1}),
+    "min_p_sampling_from_probs": ((PROBS, 0.1), {"seed": ONES, "offset": ONES}),
+    "sample_from_logits": (
+        (PROBS, 1.0, 5, 0.9, 0.1),
+        {"filter_apply_order": "joint", "seed": 1, "return_valid": False},
+    ),
+    "softmax": ((PROBS, 0.5), {"out": None}),
+    "top_p_renorm_probs": ((PROBS, 0.5), {"out": None}),
+    "top_k_renorm_probs": ((PROBS, 5), {"out": None}),
+}
+FIRST = {op: "logits" if op in ("sample_from_logits", "softmax") else "probs" for op in GOOD_CALLS}
+
+
+def with_first(op: str, value: Any) -> Callable[[], Call]:
+    args, kwargs = GOOD_CALLS[op]
+    return lambda: ((value, *args[1:]), kwargs)
+
+
+BAD_INPUTS = [
+    *(
+        (op, case)
+        for op, first in FIRST.items()
+        for case in (
+            BadInput("no tensor", first, with_first(op, [1.0]), TypeError, "tensor"),
+            BadInput("float64", first, with_first(op, PROBS.double()), TypeError, "float64"),
+            BadInput("one dimension", first, with_first(op, PROBS[0]), ValueError, "2-D"),
+            BadInput("no entries", first, with_first(op, PROBS[:, :0]), ValueError, "entry"),
+            BadInput("transposed", first, with_first(op, torch.rand(8, 3).t()), ValueError, "contiguous"),
+        )
+    ),
+    ("top_k_sampling_from_probs", BadInput("fractional k", "top_k", call(PROBS, 1.5), TypeError, "integer")),
+    ("top_k_sampling_from_probs", BadInput("k in float", "top_k", call(PROBS, torch.ones(3)), TypeError, "int32")),
+    ("top_k_sampling_from_probs", BadInput("k for others", "top_k", call(PROBS, ONES[:2]), ValueError, "(3,)")),
+    ("top_k_top_p_sampling_from_probs", BadInput("no k", "top_k", call(PROBS, None, 0.9), TypeError, "integer")),
+    ("top_k_top_p_sampling_from_probs", BadInput("p in int", "top_p", call(PROBS, 3, ONES), TypeError, "float32")),
+    (
+        "top_k_top_p_sampling_from_probs",
+        BadInput(
+            "unknown order", "filter_apply_order", call(PROBS, 3, 0.9, filter_apply_order="k"), ValueError, "'joint'"
+        ),
+    ),
+    ("min_p_sampling_from_probs", BadInput("nan", "min_p", call(PROBS, math.nan), ValueError, "nan")),
+    ("min_p_sampling_from_probs", BadInput("fp16", "min_p", call(PROBS, torch.ones(3).half()), TypeError, "float32")),
+    ("sample_from_logits", BadInput("below zero", "temperature", call(PROBS, -1.0), ValueError, ">= 0")),
+    ("sample_from_logits", BadInput("as column", "temperature", call(PROBS, torch.ones(3, 1)), ValueError, "1-D")),
+    ("sample_from_logits", BadInput("k as bool", "top_k", call(PROBS, 1.0, True), TypeError, "integer")),
+    ("sample_from_logits", BadInput("offset alone", "offset", call(PROBS, offset=3), ValueError, "seed")),
+    ("sample_from_logits", BadInput("order as flag", "filter_apply_order", call(PROBS, filter_apply_order=True))),
+    ("softmax", BadInput("below zero", "temperature", call(PROBS, -0.5), ValueError, ">= 0")),
+    ("softmax", BadInput("bf16 out", "out", call(PROBS, out=PROBS.bfloat16()), TypeError, "float32")),
+    ("top_p_renorm_probs", BadInput("no p", "top_p", call(PROBS, None), TypeError, "number")),
+    ("top_p_renorm_probs", BadInput("short out", "out", call(PROBS, 0.5, out=PROBS[:2]), ValueError, "(3, 8)")),
+    ("top_k_renorm_probs", BadInput("k as float", "top_k", call(PROBS, 5.0), TypeError, "integer")),
+    ("top_k_renorm_probs", BadInput("k elsewhere", "top_k", call(PROBS, ONES.to("meta")), ValueError, "device")),
+]
+ODD_VALUES = [
+    None, True, 0, -1, 2**70, 2.5, math.nan, "x", [1], PROBS, PROBS[0], PROBS[:0], PROBS.t(), PROBS.half(),
+    PROBS.double(), ONES, ONES[:1], ONES.int(), torch.ones(3), torch.tensor(1.0), torch.Generator(),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("op", "case"), [pytest.param(op, case, id=f"{op}-{case.name}") for op, case in BAD_INPUTS])
+def test_a_bad_input_is_named(op: str, case: BadInput) -> None:
+    assert_rejects(getattr(kestrel_sampling, op), case)
+
+
+@pytest.mark.parametrize("op", GOOD_CALLS)
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_whatever_is_passed_either_works_or_is_named(op: str, data: st.DataObject) -> None:
+    args, kwargs = GOOD_CALLS[op]
+    values = dict(enumerate(args)) | kwargs
+    for which in data.draw(st.lists(st.sampled_from(list(values)), min_size=1, max_size=2)):
+        value = data.draw(st.sampled_from(ODD_VALUES))
+        values[which] = value.clone() if torch.is_tensor(value) else value
+    try:
+        getattr(kestrel_sampling, op)(*(values[i] for i in range(len(args))), **{k: values[k] for k in kwargs})
+    except (ValueError, TypeError) as error:
+        if not re.match(rf"{op}: argument '\w+': expected .+, got .+", str(error), re.DOTALL):
+            raise AssertionError("the message names neither op nor argument") from error
+
+
+VIEW = distributions(8, 40)[::2, 3:33]  # [4, 30]
+ROWS, COUNTS, KEY = torch.rand(4), torch.arange(4), (torch.arange(4), 0, None, 7)
+REGISTERED: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
+    ("sampling_from_probs", (VIEW, *KEY), {}),
+    ("top_k_sampling_from_probs", (VIEW.half(), COUNTS, 0, *KEY), {}),
+    ("top_k_top_p_sampling_from_probs", (VIEW, None, 5, ROWS, 0.0, True, *KEY), {}),
+    ("min_p_sampling_from_probs", (VIEW.bfloat16(), ROWS, 0.0, *KEY), {}),
+    ("sample_from_logits", (VIEW, ROWS, 0.0, COUNTS.int(), 0, None, 0.9, ROWS, 0.0, False, *KEY), {}),
+    ("softmax", (VIEW, ROWS, 0.0), {}),
+    ("softmax", (VIEW.half(), None, 0.5), {"out": torch.empty(4, 30)}),
+    ("top_p_renorm_probs", (VIEW, ROWS, 0.0), {}),
+    ("top_p_renorm_probs", (VIEW, None, 0.5), {"out": torch.empty(4, 30)}),
+    ("top_k_renorm_probs", (VIEW.bfloat16(), COUNTS, 0), {}),
+    ("top_k_renorm_probs", (VIEW, None, 5), {"out": torch.empty(4, 30)}),
+]
+
+
+@pytest.mark.parametrize(("op", "args", "kwargs"), REGISTERED)
+def test_registration_agrees_with_torch(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    packet = getattr(torch.ops.kestrel_sampling, op)
+    opcheck(packet.out if kwargs else packet.default, args, kwargs)
+
+
+def test_public_functions_compile_into_one_graph() -> None:
+    def everything(logits: torch.Tensor, seeds: torch.Tensor) -> list[torch.Tensor]:
+        probs = softmax(logits, 0.7)
+        key = {"seed": seeds, "offset": 3}
+        return [
+            probs,
+            sampling_from_probs(probs, **key),
+            top_k_sampling_from_probs(probs, 3, **key),
+            top_k_top_p_sampling_from_probs(probs, 3, 0.9, filter_apply_order="joint", **key),
+            min_p_sampling_from_probs(probs, 0.1, **key),
+            *sample_from_logits(logits, 0.8, 5, 0.9, 0.01, return_valid=True, **key),
+            top_p_renorm_probs(probs, 0.9),
+            top_k_renorm_probs(probs, 3, out=torch.empty_like(probs)),
+        ]
+
+    logits = torch.randn(3, 8)
+    for got, expected in zip(
+        torch.compile(everything, fullgraph=True)(logits, ONES), everything(logits, ONES), strict=True
+    ):
+        assert torch.equal(got, expected)
