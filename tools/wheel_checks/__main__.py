@@ -23,6 +23,7 @@ import machine_code
 HERE = Path(__file__).resolve().parent
 ALL_ARCHS = json.loads((HERE.parent.parent / "ci" / "matrix.json").read_text())["archs"]
 PLATFORM = "manylinux_2_34_x86_64"
+SHOWN = 20  # problems of one wheel
 
 
 def find_cuobjdump() -> Path:
@@ -109,8 +110,10 @@ def main() -> int:
     for wheel in options.wheels:
         found, holds = check(wheel, options.path, cuobjdump)
         print(f"{'FAILED' if found else 'ok':7} {wheel.name} ({wheel.stat().st_size / 1024:.0f} KiB): {holds}")
-        for problem in found:
+        for problem in found[:SHOWN]:
             print(f"        {problem}")
+        if len(found) > SHOWN:
+            print(f"        and {len(found) - SHOWN} more")
         failed += bool(found)
     return 1 if failed else 0
 
