@@ -128,7 +128,7 @@ def main() -> None:
             count = max(2, -(-2 * report["l2_bytes"] // benchmark.set_bytes(shape)))
             sets = benchmark.make(shape, count)
             for candidate, figures in time_shape(candidates, sets, arguments.replays).items():
-                row = {"family": family, "op": op, "shape": shape, "candidate": candidate, "sets": count}
+                row = {"family": family, "op": op, "shape": shape, "candidate": candidate, "sets": len(sets)}
                 ours = candidate == next(iter(candidates))
                 report["rows"].append({**row, **figures, "target_us": target if ours else None})
             del sets

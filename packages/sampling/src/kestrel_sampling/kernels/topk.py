@@ -10,9 +10,9 @@ three times each takes its partner's list by shuffle, keeps the larger of first 
 so on, which is a bitonic sequence of the best eight, and sorts that with 12 comparators. Rows of several warps meet
 once in shared memory. Lane i writes result i.
 
-Measured, cold, in limits of TARGETS (a plain launch and the bytes): 1x64 1.06, 740x64 1.4, 4096x64 1.5, 740x256 1.46.
-Next to the launch, integer instructions decide: two keys are made at a time (ordered.py), and warp-wide maxima took
-740x256 from 2.5 to 1.66 us against merging by shuffles.
+Measured on an H200, as multiples of a plain launch (1.05 us) and the bytes at 4.3 TB/s: 1x64 1.07, 740x64 1.34, 4096x64
+1.41, 740x256 1.39. Beside the launch, integer instructions decide: keys are made two at a time (ordered.py), and
+warp-wide maxima took 740x256 from 2.5 to 1.6 us against merging by shuffles.
 """
 
 from dataclasses import dataclass
@@ -71,12 +71,7 @@ class TopK:
         key = ordered.key_type(self.dtype)
         rWord = cute.make_rmem_tensor(ordered.words_per_lane(self.dtype), Uint32)
         rKey = cute.make_rmem_tensor(LIST, key)
-        ordered.load_words(address, lane * LIST, length, vectors, rWord, self.dtype)
-        if cutlass.const_expr(self.dependent_launch):
-            # The next kernel may start up. The machine code has this where the scores have arrived: H200, cold, us per
-            # call before the loads, here, and after the keys are made: 740x64 1.48, 1.50, 1.52; 4096x64 2.29, 1.70,
-            # 1.76; 740x256 2.16, 1.66, 1.66; 1x256 1.21, 1.28, 1.33.
-            cute.arch.griddepcontrol_launch_dependents()
+        ordered.load_words(address, lane * LIST, length, vectors, rWord, self.dtype, self.dependent_launch)
         ordered.make_keys(rWord, lane * LIST, length, rKey, self.dtype)
         rList = networks.sort_lane(rKey)
         if cutlass.const_expr(self.warps > 1):

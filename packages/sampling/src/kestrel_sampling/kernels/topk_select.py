@@ -71,9 +71,8 @@ class TopKSelect:
         rKey = cute.make_rmem_tensor((ordered.VECTOR, self.chunks), key)
         for chunk in cutlass.range_constexpr(self.chunks):
             first = (chunk * self.lanes + lane) * ordered.VECTOR
-            ordered.load_words(address, first, length, vectors, rWord[None, chunk], self.dtype)
-        if cutlass.const_expr(self.dependent_launch):
-            cute.arch.griddepcontrol_launch_dependents()
+            let_next_in = self.dependent_launch and chunk == self.chunks - 1
+            ordered.load_words(address, first, length, vectors, rWord[None, chunk], self.dtype, let_next_in)
         for chunk in cutlass.range_constexpr(self.chunks):
             first = (chunk * self.lanes + lane) * ordered.VECTOR
             ordered.make_keys(rWord[None, chunk], first, length, rKey[None, chunk], self.dtype)
