@@ -187,6 +187,19 @@ def test_parameters_per_row_are_those_of_each_row_alone() -> None:
         )
 
 
+@pytest.mark.parametrize(("word", "drawn"), [(0, 1), (2**31 - 1, 1), (2**31, 3), (2**32 - 1, 3)])
+def test_the_running_mass_must_exceed_the_point(word: int, drawn: int) -> None:
+    mass = torch.tensor([[0, 2**40, 0, 2**40, 0]])
+    ids, _ = reference_sampling.draw(mass, torch.tensor([True]), torch.tensor([[word]]))
+    assert ids.item() == drawn
+
+
+@pytest.mark.parametrize(("min_p", "kept"), [(0.5, {0, 1, 3}), (0.51, {0, 3}), (1.0, {0, 3}), (7.0, {0, 3})])
+def test_an_entry_that_just_reaches_min_p_stays(min_p: float, kept: set[int]) -> None:
+    probs = torch.tensor([[0.25, 0.125, 0.0625, 0.25]]).expand(300, -1)
+    assert set(min_p_sampling_from_probs(probs, min_p, seed=2, offset=torch.arange(300)).tolist()) == kept
+
+
 # ---- temperature -----------------------------------------------------------------------------------------------------
 
 
