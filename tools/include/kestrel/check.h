@@ -30,18 +30,27 @@ constexpr DLDataType kBFloat16{kDLBfloat, 16, 1};
 constexpr DLDataType kFloat16{kDLFloat, 16, 1};
 constexpr DLDataType kFloat32{kDLFloat, 32, 1};
 
-inline bool same_dtype(DLDataType a, DLDataType b) { return a.code == b.code && a.bits == b.bits && a.lanes == b.lanes; }
+inline bool same_dtype(DLDataType a, DLDataType b) {
+  return a.code == b.code && a.bits == b.bits && a.lanes == b.lanes;
+}
 
 inline std::string dtype_name(DLDataType dtype) {
   const std::string bits = std::to_string(dtype.bits);
   switch (dtype.code) {
-    case kDLFloat: return "float" + bits;
-    case kDLBfloat: return "bfloat" + bits;
-    case kDLInt: return "int" + bits;
-    case kDLUInt: return "uint" + bits;
-    case kDLBool: return "bool";
-    case kDLComplex: return "complex" + bits;
-    default: return "a dtype of " + bits + " bits";
+    case kDLFloat:
+      return "float" + bits;
+    case kDLBfloat:
+      return "bfloat" + bits;
+    case kDLInt:
+      return "int" + bits;
+    case kDLUInt:
+      return "uint" + bits;
+    case kDLBool:
+      return "bool";
+    case kDLComplex:
+      return "complex" + bits;
+    default:
+      return "a dtype of " + bits + " bits";
   }
 }
 
@@ -120,7 +129,8 @@ class Checks {
   }
 
   void same_device(const char* name, const TensorView& t, const char* first_name, const TensorView& first) const {
-    if (t.device().device_type == first.device().device_type && t.device().device_id == first.device().device_id) return;
+    if (t.device().device_type == first.device().device_type && t.device().device_id == first.device().device_id)
+      return;
     fail(name, "device " + device_name(first.device()) + " as " + first_name + " has", device_name(t.device()));
   }
 
