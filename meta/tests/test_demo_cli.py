@@ -81,7 +81,7 @@ def test_every_way_to_store_and_to_draw(options):
         (["--dtype", "float64"], "--dtype: expected one of bfloat16, float32, float16, got 'float64'"),
         (["--kv-cache", "int8"], "--kv-cache: expected one of auto, fp8, got 'int8'"),
         (["--experts", "int4"], "--experts: expected one of bf16, fp8, got 'int4'"),
-        (["--model", "missing.pt"], "got missing.pt, which does not exist"),
+        (["--model", "missing.pt"], "got missing.pt, which is no file"),
         (["--preset", "moondream3", "--model", "x.pt"], "--model: expected no file with --preset moondream3"),
         (["--device", "tpu9"], "--device: expected cpu, cuda or cuda:N, got 'tpu9'"),
         (["--device", "meta"], "--device: expected cpu, cuda or cuda:N, got 'meta'"),
@@ -104,6 +104,17 @@ def test_moondream3_is_refused_where_it_does_not_fit(monkeypatch):
     result = invoke("--preset", "moondream3")
     assert result.exit_code == 2
     assert re.search(r"^error: --preset: expected \d+\.\d GiB of free memory on cpu .* got 2\.0 GiB$", result.stderr)
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "utf-8"])
+def test_bytes_that_are_not_text_pass_through(encoding):
+    done = subprocess.run(
+        [*COMMAND, "--prompt", b"x = '\xff\xc3\xa9", "--max-new-tokens", "5"],
+        env={**ENVIRONMENT, "PYTHONIOENCODING": encoding},
+        capture_output=True,
+        check=True,
+    )
+    assert done.stdout.decode(encoding).startswith({"ascii": "x = '??", "utf-8": "x = '\ufffdé"}[encoding])
 
 
 def test_kernels_can_be_demanded():

@@ -173,7 +173,7 @@ def test_a_file_that_torch_cannot_read_is_refused(content, tmp_path):
     path.write_bytes(content)
     with pytest.raises(DemoError, match=r"^--model: expected a file that tools/train_tiny.py wrote, got .*model.pt"):
         load(path)
-    with pytest.raises(DemoError, match="does not exist"):
+    with pytest.raises(DemoError, match="is no file"):
         load(tmp_path / "missing.pt")
     with pytest.raises(DemoError, match="--model"):
         load(tmp_path)

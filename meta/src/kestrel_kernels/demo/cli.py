@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from pathlib import Path
@@ -46,6 +47,8 @@ def generate(
     op runs by its PyTorch reference.
     """
     try:
+        import torch
+
         from kestrel_runtime import UnsupportedError
 
         from .config import DemoError
@@ -66,9 +69,11 @@ def generate(
                 context=context,
                 device=device,
             )
+            if isinstance(sys.stdout, io.TextIOWrapper):
+                sys.stdout.reconfigure(errors="replace")  # a terminal may lack a character that the model writes
             run(request, sys.stdout, sys.stderr)
-        except (DemoError, UnsupportedError) as error:
-            print(f"error: {error}", file=sys.stderr)
+        except (DemoError, UnsupportedError, torch.OutOfMemoryError) as error:
+            print(f"error: {str(error).strip().splitlines()[0]}", file=sys.stderr)
             raise typer.Exit(2) from None
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)

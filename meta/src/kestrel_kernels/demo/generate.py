@@ -174,5 +174,5 @@ class Text:
 
 
 def encode(prompt: str) -> list[int]:
-    """A document that begins with this text."""
-    return [DOCUMENT, *prompt.encode("utf-8")]
+    """A document that begins with this text. Bytes of the command line that are not UTF-8 stay what they are."""
+    return [DOCUMENT, *prompt.encode("utf-8", "surrogateescape")]

@@ -109,7 +109,7 @@ def run(request: Request, out: TextIO, remarks: TextIO) -> None:
     arrived = []
     with trace() as counts, warnings.catch_warnings():
         warnings.simplefilter("ignore", KestrelFallbackWarning)  # the report says it
-        out.write(request.prompt if config.bytes_in_bytes_out else "")
+        out.write("".join(map(text.add, prompt[1:])) if config.bytes_in_bytes_out else "")
         out.flush()
         started = time.perf_counter()
         for [token] in generate(decoder, [prompt], request.max_new_tokens, sampling, stop=stop, graph=True):

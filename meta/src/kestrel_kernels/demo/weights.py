@@ -232,7 +232,7 @@ def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 def _read(path: Path) -> tuple[DecoderConfig, dict[str, Tensor]]:
     if not path.is_file():
-        raise DemoError(f"--model: expected a file that tools/train_tiny.py wrote, got {path}, which does not exist")
+        raise DemoError(f"--model: expected a file that tools/train_tiny.py wrote, got {path}, which is no file")
     try:
         found: Any = torch.load(path, map_location="cpu", weights_only=True)
     except (OSError, EOFError, RuntimeError, ValueError, KeyError, pickle.UnpicklingError) as error:
