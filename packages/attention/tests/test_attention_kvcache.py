@@ -312,16 +312,17 @@ def test_appending_to_a_contiguous_cache():
 
 def test_a_negative_length_is_padding():
     torch.manual_seed(0)
-    cache = Paged([3, -1, 3], 8, 2, 64, room=1)
-    cache.table[1, 0] = cache.table[0, 0]  # would be written over, were it not padding
+    cache = Paged([3, -1, 3], 8, 2, 64, room=2)
+    cache.table[1, 0] = cache.table[0, 0]  # its row 0 would be written over, were it not padding
     before = cache.k_cache.clone()
-    q, row = torch.randn(3, 1, 4, 64), torch.randn(3, 1, 2, 64)
+    q, row = torch.randn(3, 2, 4, 64), torch.randn(3, 2, 2, 64)
     out, lse = append(cache, row, row, q)
-    assert torch.equal(out[1], torch.zeros(1, 4, 64))
+    assert torch.equal(out[1], torch.zeros(2, 4, 64))
     assert bool((lse[1] == -float("inf")).all())
-    assert not torch.equal(out[0], torch.zeros(1, 4, 64))
+    assert bool(out[0].any())
     changed = (cache.k_cache.view(torch.int32) != before.view(torch.int32)).flatten(2).any(-1)
-    assert int(changed.sum()) == 2
+    assert int(changed.sum()) == 4
+    assert torch.equal(cache.key_row(0, 0), cache.keys[0][0])
 
 
 def test_a_position_without_a_page_is_not_written():

@@ -218,6 +218,16 @@ def test_int4_batches_of_sequences_grow_apart():
     check_sequences(cache)
 
 
+def test_int4_pages_of_many_sequences_may_fill_at_once():
+    torch.manual_seed(0)
+    cache = Kivi(8, 4)
+    cache.write(dict.fromkeys(range(4), 63))
+    cache.write(dict.fromkeys(range(4), 1))
+    check_sequences(cache)
+    cache.write(dict.fromkeys(range(4), 10))
+    check_sequences(cache)
+
+
 def test_int4_padding_writes_nothing():
     cache = Kivi(2, 1)
     before = [x.clone() for x in cache.tensors()]
@@ -241,6 +251,18 @@ def test_int4_of_equal_values_is_close(fill):
     if fill == 0.0:
         assert bool((cache.k_scale == 1).all())
         assert bool((cache.v_scale == 1).all())
+
+
+@pytest.mark.parametrize("offset", [1000.0, -3e4, 0.01])
+def test_int4_of_a_small_range_far_from_zero_is_close(offset):
+    """(max - min) / 15 alone would put the zero beyond the largest fp16."""
+    torch.manual_seed(0)
+    cache = Kivi(1, 1)
+    rows = offset * (1 + 1e-5 * torch.rand(PAGE, HEADS, SIZE))
+    int4_cache_write(rows, rows, *cache.tensors(), torch.arange(PAGE), torch.zeros(PAGE, dtype=torch.int64))
+    cache.keys[0] = rows
+    for got in cache.read(0):
+        assert bool(((got - rows).abs() <= abs(offset) * 2**-11).all())
 
 
 def test_int4_of_huge_values_saturates_and_nan_is_not_lost():

@@ -120,6 +120,17 @@ def test_fp8_stores_the_nearest_code_of_value_over_scale(name, as_bytes, dtype, 
         assert torch.equal(cache, want)
 
 
+def test_fp8_divides_by_the_scale():
+    """Ties of value / scale go to the even code; value * (1 / scale) would miss the tie for many scales."""
+    ties = torch.tensor([1.0625, 1.1875, 1.3125, 1.4375, 2.125, 3.875, 14.5, 0.0087890625])
+    even = torch.tensor([1.0, 1.25, 1.25, 1.5, 2.0, 4.0, 14.0, 0.0078125])
+    for scale in range(1, 200, 2):
+        rows, cache = (ties * scale).reshape(1, 1, 8), torch.zeros(2, 1, 1, 1, 8, dtype=torch.float8_e4m3fn)
+        factor = torch.tensor([float(scale)])
+        kestrel_kvcache.reshape_and_cache(rows, rows, *cache, torch.tensor([0]), "fp8", factor, factor)
+        assert torch.equal(cache[0].float().flatten(), even), scale
+
+
 @pytest.mark.parametrize("name", ["fp8_e4m3", "fp8_e5m2"])
 def test_fp8_saturates_and_keeps_nan_where_it_came_in(name):
     largest = torch.finfo(FP8[name]).max

@@ -96,7 +96,7 @@ def gather_pages(cache: torch.Tensor, block_table: torch.Tensor | None) -> torch
     if blocks == 0:
         return cache.new_zeros(block_table.shape[0], 0, *cache.shape[1:])
     pages = as_bytes(cache).index_select(0, block_table.clamp(0, blocks - 1).flatten()).view(cache.dtype)
-    return pages.unflatten(0, block_table.shape)
+    return pages.reshape(*block_table.shape, *cache.shape[1:])
 
 
 # -- formats ----------------------------------------------------------------------------------------------------------
@@ -224,6 +224,7 @@ def read_cache(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values of each sequence as float32 [B, n*P, Hk, D]; where none exists (keys_present), anything."""
     if k_zero is not None:
+        assert k_scale is not None
         assert v_scale is not None
         assert v_zero is not None
         _require_int4_page(key_cache)
