@@ -99,7 +99,7 @@ def environment() -> dict[str, Any]:
         "clocks": {"sm": sm_clock, "memory": memory_clock},
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
-        "git": revision.stdout.strip() or None,
+        "git": revision.stdout.strip() if revision.returncode == 0 else None,
     }
 
 

@@ -24,10 +24,9 @@ TARGETS = {
 
 def make(shape: str, count: int) -> list[tuple[torch.Tensor, ...]]:
     rows, n = map(int, shape.split("x"))
-    x = torch.randn(count, rows, n, dtype=torch.bfloat16, device="cuda")
-    residual = torch.randn_like(x)
     weight = torch.ones(n, dtype=torch.bfloat16, device="cuda")  # x stays of the same size however often it is normed
-    return [(x[i], residual[i], weight) for i in range(count)]
+    x = (torch.randn(rows, n, dtype=torch.bfloat16, device="cuda") for _ in range(count))
+    return [(one, torch.randn_like(one), weight) for one in x]
 
 
 def set_bytes(shape: str) -> int:

@@ -24,10 +24,9 @@ TARGETS = {
 
 def make(shape: str, count: int) -> list[tuple[torch.Tensor, ...]]:
     rows, n = map(int, shape.split("x"))
-    x = torch.randn(count, rows, n, dtype=torch.bfloat16, device="cuda")
-    out = torch.empty_like(x)
     weight = torch.randn(n, dtype=torch.bfloat16, device="cuda")
-    return [(x[i], weight, out[i]) for i in range(count)]
+    x = (torch.randn(rows, n, dtype=torch.bfloat16, device="cuda") for _ in range(count))
+    return [(one, weight, torch.empty_like(one)) for one in x]
 
 
 def set_bytes(shape: str) -> int:
