@@ -28,7 +28,7 @@ def fp8_quant(
     amax = _amax(values, granularity, group_size)
     if scale_ub is not None:
         amax = torch.minimum(amax, scale_ub)
-    scale = amax.clamp(min=FP8_SMALLEST_AMAX) / FP8_MAX
+    scale = quotient(amax.clamp(min=FP8_SMALLEST_AMAX), FP8_MAX)
     codes = to_fp8(values / _per_element(scale, values, group_size))
     if column_major_scales:
         rows = x.shape[0]
@@ -86,13 +86,18 @@ def w4a16_linear(
 
 def _integer_scale(amax: torch.Tensor, largest: int) -> torch.Tensor:
     """amax / largest; 1 where that is zero."""
-    scale = amax / largest
+    scale = quotient(amax, largest)
     return torch.where(scale > 0, scale, 1.0)
 
 
 def _integer_codes(quotients: torch.Tensor, largest: int) -> torch.Tensor:
     """Round half to even and saturate; NaN, for which integers have no code, becomes 0."""
     return quotients.nan_to_num(0.0, largest, -largest).round().clamp(-largest, largest).to(torch.int32)
+
+
+def quotient(x: torch.Tensor, divisor: float) -> torch.Tensor:
+    """x / divisor, truly divided: with a Python number CUDA would multiply by the rounded reciprocal."""
+    return x / torch.full_like(x, divisor)
 
 
 def _amax(values: torch.Tensor, granularity: str, group_size: int) -> torch.Tensor:

@@ -66,7 +66,7 @@ def pack_w4(weight: torch.Tensor, group_size: int = 128) -> W4Weight:
         check.fail(op, "weight", "finite values", "NaN or inf")
     rows, columns = weight.shape
     groups = weight.float().reshape(rows, columns // group_size, group_size)
-    scales = (groups.abs().amax(dim=2) / 7).to(weight.dtype)
+    scales = reference.quotient(groups.abs().amax(dim=2), 7).to(weight.dtype)
     scales = torch.where(scales > 0, scales, 1.0)
     codes = (groups / scales.float().unsqueeze(2)).round().clamp(-7, 7).to(torch.int32)
     return from_codes(codes.view(rows, columns), scales, group_size)
