@@ -143,7 +143,8 @@ def check_operands(
         check.tensor(op, "x_scale", x_scale, dtype=torch.float32)
         check.shape(op, "x_scale", x_scale, (rows, 1))
         check.same(op, "device", x=x, x_scale=x_scale)
-    width, shape = 0, (None, None, x.shape[1])
+    width = 0
+    shape: tuple[int | None, ...] = (None, None, x.shape[1])
     for place, (name, weight) in enumerate(weights.items()):
         if weight is None and place > 0:
             continue

@@ -94,9 +94,9 @@ def moe_lora_align_block_size(
     outputs = (sorted_token_ids, expert_ids, num_tokens_post_pad)
     for slot in range(max_loras):
         own = torch.where((token_lora_mapping == slot).unsqueeze(1), topk_ids, -1)
-        fresh = [torch.empty_like(output[slot : slot + 1].flatten()) for output in outputs]
-        moe_align_block_size(own, num_experts, block_size, *fresh, expert_map)
-        for output, new in zip(outputs, fresh, strict=True):
+        slots, blocks, length = (torch.empty_like(output[slot : slot + 1].flatten()) for output in outputs)
+        moe_align_block_size(own, num_experts, block_size, slots, blocks, length, expert_map)
+        for output, new in zip(outputs, (slots, blocks, length), strict=True):
             output[slot] = torch.where(adapter_enabled[slot] != 0, new.view(output[slot].shape), output[slot])
 
 
