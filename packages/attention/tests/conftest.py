@@ -1,4 +1,7 @@
-"""An attention written differently: one query at a time, over the list of keys it sees, in float64."""
+"""An attention written differently: one query at a time, over the list of keys it sees, in float64.
+
+Tests marked gpu are skipped where there is no GPU.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,13 @@ import math
 
 import pytest
 import torch
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
 
 
 def sees(key: int, position: int, causal: bool, window: tuple[int, int], prefix: int) -> bool:
