@@ -184,14 +184,19 @@ void launch(const Params& p, DLDevice device) {
   }
 }
 
-// How a launch meets its neighbours; the values never change a result. Measured on an H200 (us per launch, cold L2):
-// - prefetch: rms_norm 16x4096 1.12 with, 1.46 without; 65536x8192 533 and 544. But with a residual, where lines are
-//   written back in place: 2048x896 4.4 and 4.7, 2048x2048 9.5 and 8.9, 65536x8192 1031 and 1074.
-// - early: rms_norm 740x2048 2.13 with, 2.48 without; layer_norm 729x1152, a warp per row, 2.4 and 2.05.
+// How a launch meets its neighbours and L2; the values never change a result. Measured on an H200 (us per launch, cold
+// L2, with and without):
+// - prefetch: rms_norm 16x4096 1.12, 1.46; 65536x8192 533, 515 (streamed). With a residual, where lines are written
+// back
+//   in place: 2048x896 4.4, 4.7; 2048x2048 9.5, 8.9; 65536x8192 1031, 1074.
+// - early: rms_norm 740x2048 2.13, 2.48; layer_norm 729x1152, a warp per row, 2.4, 1.93.
+// - streamed: rms_norm 16384x4096 64.7, 68.1; 65536x8192 515, 544; with a residual no difference.
 template <typename O>
 void set_overlap(Params* p) {
   const int64_t read = int64_t{p->rows} * p->n * sizeof(typename O::T) * (O::add ? 2 : 1);
-  p->prefetch = !O::add || read < (10 << 20) || read > (64 << 20);
+  const bool past_l2 = read > (64 << 20);
+  p->prefetch = O::add ? read < (10 << 20) || past_l2 : !past_l2;
+  p->streamed = !O::add && past_l2;
   p->early = O::norm == Norm::rms || p->n > 160 * Pack<typename O::T>::size || p->rows >= 1024;
 }
 

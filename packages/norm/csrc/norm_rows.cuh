@@ -1,16 +1,19 @@
 // Row normalisation: the kernels behind layer_norm, rms_norm and fused_add_rms_norm.
 //
-// Computes  y = (x - mean) * rstd * (weight + weight_bias) + bias  for every row of N elements (LayerNorm), or the same
-// without mean and bias (RMSNorm); with a residual, x + residual is rounded, stored as the new residual, and
-// normalised. Built for: rows of 1 to 8 k elements in bf16, from one row (latency) to 65536 (bandwidth). Must move: x
-// once in, y once out (with a residual, that once in and once out too); 4 to 6 operations per element. Split: a team of
-// threads per row, a function of N alone: one warp up to 128 packs of 16 bytes (four rows a block),
-//   else one block of up to 32 warps. A thread holds V packs of its row in registers: pack c of a row belongs to thread
-//   c % team, so the order of every sum follows from N and the dtype, not from alignment, strides or the batch.
-// PDL: weight and bias are read before the wait, rows after it. A row is prefetched into L2 before
-//   the wait: a prefetch returns no data, so it cannot see a stale value, and it hides the latency of rows that the
-//   kernel before did not write (a residual, say).
-// Measured fraction of the limit: results/*.json, drawn in README.md.
+// clang-format off
+// Computes:   y = (x - mean) * rstd * weight + bias for every row of N elements (LayerNorm), or
+//             y = x * rstd * (weight + weight_bias) (RMSNorm); with a residual, x + residual is rounded, stored as the
+//             new residual, and normalised.
+// Built for:  rows of 1 to 8 k elements in bf16, from one row (latency) to 65536 (bandwidth).
+// Must move:  x in and y out once each (a residual, in and out once more); 5 to 9 operations per element.
+// Split:      a team of threads per row, chosen by N and the dtype alone: one warp up to 128 packs of 16 bytes (LayerNorm
+//             160; four rows a block), else a block of up to 8 warps. A thread holds V packs of the row in registers, pack c
+//             belongs to thread c % team: sums are added in one order, whatever the batch, the alignment and the strides.
+//             Rows of more than 1024 packs are read twice, by 32 warps.
+// PDL:        weight and bias are read before the wait, rows after it. Before it a row is prefetched into L2: that returns
+//             no data, so it cannot see a stale value, and it hides the latency of what the kernel before did not write.
+// Measured:   on an H200 84 to 97 % of 4.3 TB/s at 16384 rows and more; every shape of record in results/h200.json.
+// clang-format on
 #pragma once
 
 #include <kestrel/pdl.cuh>
@@ -56,7 +59,7 @@ __device__ __forceinline__ void write_normalised(float (&x)[Pack<typename O::T>:
   }
   Pack<T> y;
   y.pack(x);
-  store_pack<VECTORS>(row, first, p.n, y);
+  store_pack<VECTORS>(row, first, p.n, y, !O::add && p.streamed);
 }
 
 // Rows that fit into the registers of a team: N <= V * WARPS * 32 packs.

@@ -33,6 +33,7 @@ struct Params {
   bool flat = true;            // rows are one stride apart in every tensor: only stride[0] counts
   bool early = true;           // let the next kernel start at once, not only when the rows have been asked for
   bool prefetch = true;        // bring the rows into L2 before the wait
+  bool streamed = false;       // the result does not fit into L2: write past it
   float eps = 0;
   float inv_n = 0;
   float weight_bias = 0;
@@ -90,10 +91,11 @@ __device__ __forceinline__ Pack<T> load_pack(const char* row, int first, int n, 
 }
 
 template <bool VECTORS, typename T>
-__device__ __forceinline__ void store_pack(char* row, int first, int n, const Pack<T>& pack) {
+__device__ __forceinline__ void store_pack(char* row, int first, int n, const Pack<T>& pack, bool streamed = false) {
   char* p = row + static_cast<int64_t>(first) * sizeof(T);
   if constexpr (VECTORS) {
-    if (first < n) store16(p, pack.bits);
+    if (first >= n) return;
+    streamed ? store16_streamed(p, pack.bits) : store16(p, pack.bits);
   } else {
     T elements[Pack<T>::size];
     memcpy(elements, &pack.bits, 16);
