@@ -144,6 +144,8 @@ def test_fake_and_meta_tensors_give_shapes_without_running_anything() -> None:
     assert OPS.scale(torch.empty(3, 4, device="meta")).is_meta
     with pytest.raises(ValueError, match=r"shape \(4,\)"):
         OPS.scale(torch.empty(3, 4, device="meta"), 1.0, torch.empty(3, device="meta"))
+    with pytest.raises(TypeError, match="scale: argument 'factor': expected a number, got str"):
+        OPS.scale(torch.empty(3, 4, device="meta"), "much")
     assert launches == []
 
 

@@ -221,11 +221,20 @@ class _Entry:
             overload_out(*args, out=out, **kwargs)
             return out
 
+        def dispatched(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return through_dispatcher(*args, **kwargs)
+            except (RuntimeError, TypeError):  # torch's words for an argument that does not fit the schema
+                op.check(*args, **kwargs)
+                raise
+
         @functools.wraps(launch)
         def call(*args: Any, **kwargs: Any) -> Any:
             # The way of plain CUDA tensors is inlined here: each Python call saved is 0.1 us of every launch.
-            if _is_compiling() or _dispatch_modes() or _transforms() is not None:
+            if _is_compiling():
                 return through_dispatcher(*args, **kwargs)
+            if _dispatch_modes() or _transforms() is not None:
+                return dispatched(*args, **kwargs)
             on_gpu = False
             for value in args + tuple(kwargs.values()) if kwargs else args:
                 kind = type(value)
@@ -235,11 +244,11 @@ class _Entry:
                     if value.is_cuda:
                         on_gpu = True
                     elif not value.is_cpu:
-                        return through_dispatcher(*args, **kwargs)
+                        return dispatched(*args, **kwargs)
                     if value.requires_grad and _grad_enabled():
                         self._refuse_grad(args, kwargs)
                 elif isinstance(value, torch.Tensor):
-                    return through_dispatcher(*args, **kwargs)
+                    return dispatched(*args, **kwargs)
             if not on_gpu:
                 return on_cpu(*args, **kwargs)
             if op.kernel is None or _tracers or current_backend() == "reference":
