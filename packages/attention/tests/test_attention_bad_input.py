@@ -29,8 +29,8 @@ def int32(*shape: int, device: str = "cpu") -> torch.Tensor:
     return torch.zeros(shape, dtype=torch.int32, device=device)
 
 
-def score_cases(bad: Callable[..., BadInput], batch: int) -> list[BadInput]:
-    """What shapes the scores is checked alike everywhere."""
+def score_cases(bad: Callable[..., BadInput], batch: int, q: torch.Tensor) -> list[BadInput]:
+    """What shapes the scores, and out, are checked alike everywhere."""
     return [
         bad("a scale as text", "softmax_scale", "1", TypeError, "str"),
         bad("a scale that is no number", "softmax_scale", float("nan"), fragment="nan"),
@@ -46,6 +46,12 @@ def score_cases(bad: Callable[..., BadInput], batch: int) -> list[BadInput]:
         bad("int64 prefixes", "prefix_len", int32(batch).long(), TypeError, "int64"),
         bad("too many prefixes", "prefix_len", int32(batch + 1), fragment=f"({batch + 1},)"),
         bad("prefixes elsewhere", "prefix_len", int32(batch, device="meta"), fragment="meta"),
+        bad("out as a number", "out", 1, TypeError, "int"),
+        bad("out of another rank", "out", torch.zeros(2), fragment="1-D"),
+        bad("out of another shape", "out", torch.zeros_like(q)[1:], fragment=f"({len(q) - 1}, "),
+        bad("out of another dtype", "out", torch.zeros_like(q).half(), TypeError, "float16"),
+        bad("a strided out", "out", torch.cat((q, q), dim=-1)[..., ::2], fragment="stride 2"),
+        bad("out elsewhere", "out", q.to("meta"), fragment="meta"),
     ]
 
 
@@ -101,7 +107,7 @@ def decode_cases(batch: int, queries: int, kv_heads: int, size: int, page: int) 
         bad("a strided k", "k", torch.zeros(*new.shape[:3], 2 * size)[..., ::2], fragment="stride 2", v=new),
         bad("negative splits", "num_splits", -1, fragment=">= 0"),
         bad("splits as a float", "num_splits", 1.0, TypeError, "float"),
-        *score_cases(bad, batch),
+        *score_cases(bad, batch, q),
     ]
 
 
@@ -134,7 +140,7 @@ def dense_cases(batch: int, queries: int, kv_heads: int, size: int, keys: int) -
         bad("q_scale for an FP8 k", "q_scale", torch.ones(1), fragment="None", **fp8),
         bad("too many scales", "v_scale", torch.ones(kv_heads + 2), fragment=f"({kv_heads + 2},)", **fp8),
         bad("a scale of rank 2", "k_scale", torch.ones(1, 1), fragment="2-D", **fp8),
-        *score_cases(bad, batch),
+        *score_cases(bad, batch, q),
     ]
 
 
@@ -179,7 +185,7 @@ def packed_cases(batch: int, queries: int, kv_heads: int, size: int, page: int) 
         bad("a bound as a float", "max_seqlen_k", 4.0, TypeError, "float"),
         bad("a bound as a tensor", "max_seqlen_q", torch.tensor(3), TypeError, "Tensor"),
         bad("a scale for floats", "k_scale", torch.ones(1), fragment="None"),
-        *score_cases(bad, batch),
+        *score_cases(bad, batch, q),
     ]
 
 

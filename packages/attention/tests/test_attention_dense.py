@@ -221,6 +221,37 @@ def test_a_batch_of_nothing_leaves_every_row_zero():
     assert bool((lse == -float("inf")).all())
 
 
+@pytest.mark.parametrize("kind", ["own", "strided", "q itself"])
+def test_out_is_where_the_result_goes(kind):
+    torch.manual_seed(0)
+    q, k, v = torch.randn(2, 5, 4, 64), torch.randn(2, 7, 2, 64), torch.randn(2, 7, 2, 64)
+    lengths, starts = ints(7, 3), ints(0, 5)
+    calls = [
+        (lambda q, **how: flash_attn_func(q, k, v, causal=True, **how), q),
+        (lambda q, **how: flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths, **how), q),
+        (lambda q, **how: flash_attn_varlen_func(q, k[0, :5], v[0, :5], starts, starts, 5, 5, **how), q[0]),
+    ]
+    for call, given in calls:
+        want, want_lse = call(given, return_lse=True)
+        given = given.clone()
+        out = {
+            "own": torch.empty_like(given),
+            "strided": torch.empty(*given.shape[:-1], 99)[..., 7:71],
+            "q itself": given,
+        }
+        got, lse = call(given, out=out[kind], return_lse=True)
+        assert got is out[kind]
+        assert torch.equal(got, want)
+        assert torch.equal(lse, want_lse)
+        assert call(given if kind != "q itself" else given.clone(), out=out[kind]) is out[kind]
+
+
+def test_out_of_fp8_inputs_is_bf16():
+    q = torch.randn(1, 3, 2, 64).to(torch.float8_e4m3fn)
+    out = torch.empty(1, 3, 2, 64, dtype=torch.bfloat16)
+    assert torch.equal(flash_attn_func(q, q, q, out=out), flash_attn_func(q, q, q))
+
+
 def test_large_scores_do_not_overflow():
     q = torch.full((1, 2, 1, 64), 1e4)
     k = torch.stack((torch.full((1, 64), 1e4), torch.full((1, 64), -1e4)))[None]

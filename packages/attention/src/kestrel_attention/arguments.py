@@ -33,6 +33,24 @@ def prefix(op: str, prefix_len: torch.Tensor | int | None) -> tuple[int, torch.T
     check.fail(op, "prefix_len", "an integer, a tensor or None", type(prefix_len).__name__, TypeError)
 
 
+def check_out(op: str, out: torch.Tensor | None, q: torch.Tensor) -> None:
+    """out has q's shape and device and the dtype of the result; what q must be is checked with the rest."""
+    if out is None or not isinstance(q, torch.Tensor):
+        return
+    dtype = torch.bfloat16 if q.dtype in FP8 else q.dtype
+    check.tensor(op, "out", out, dtype=dtype, ndim=q.ndim, last_contiguous=True)
+    check.shape(op, "out", out, q.shape)
+    check.same(op, "device", q=q, out=out)
+
+
+def deliver(
+    out: torch.Tensor | None, result: torch.Tensor, lse: torch.Tensor, return_lse: bool
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """The result as the caller wants it: in ``out`` if that is given, with the LSE on request."""
+    result = result if out is None else out.copy_(result)
+    return (result, lse) if return_lse else result
+
+
 def check_scores(
     op: str,
     batch: int,

@@ -25,6 +25,7 @@ def flash_attn_func(
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
     return_lse: bool = False,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Softmax attention of dense batches.
 
@@ -39,6 +40,7 @@ def flash_attn_func(
     prefix_len: an int or int32 [B]; keys below it are visible to all queries whatever causal and window say.
     q_scale, k_scale, v_scale: float32 [1] or [heads], on the device, for FP8 (value = code * scale); None is 1.
     return_lse: also return the natural log of the sum of exponentials, float32 [B, H, Sq].
+    out: where to write the result, of its shape and dtype; may be q. Default: a new tensor.
 
     Returns out [B, Sq, H, D] in q's dtype (bf16 for FP8), or (out, lse). Accumulation in float32, one rounding. A query
     that sees no key gives 0 and LSE -inf. A NaN or inf in a value may reach all queries of its sequence and KV head,
@@ -55,10 +57,11 @@ def flash_attn_func(
     op = "flash_attn_func"
     left, right = arguments.window(op, window_size)
     length, lengths = arguments.prefix(op, prefix_len)
-    out, lse = _flash_attn_func(
+    arguments.check_out(op, out, q)
+    result, lse = _flash_attn_func(
         q, k, v, softmax_scale, causal, left, right, softcap, length, lengths, q_scale, k_scale, v_scale
     )
-    return (out, lse) if return_lse else out
+    return arguments.deliver(out, result, lse, return_lse)
 
 
 def flash_attn_varlen_func(
@@ -81,6 +84,7 @@ def flash_attn_varlen_func(
     return_lse: bool = False,
     block_table: torch.Tensor | None = None,
     seqused_k: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Softmax attention of sequences of different lengths, packed one after the other; keys packed or in a paged cache.
 
@@ -112,7 +116,8 @@ def flash_attn_varlen_func(
     op = "flash_attn_varlen_func"
     left, right = arguments.window(op, window_size)
     length, lengths = arguments.prefix(op, prefix_len)
-    out, lse = _flash_attn_varlen_func(
+    arguments.check_out(op, out, q)
+    result, lse = _flash_attn_varlen_func(
         q,
         k,
         v,
@@ -133,7 +138,7 @@ def flash_attn_varlen_func(
         block_table,
         seqused_k,
     )
-    return (out, lse) if return_lse else out
+    return arguments.deliver(out, result, lse, return_lse)
 
 
 def _check_inputs(op: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rank: int) -> None:

@@ -35,6 +35,7 @@ def flash_attn_with_kvcache(
     prefix_len: torch.Tensor | int | None = None,
     num_splits: int = 0,
     return_lse: bool = False,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Attend to the keys and values of a cache; with k and v, first append these to it, in place.
 
@@ -66,6 +67,7 @@ def flash_attn_with_kvcache(
     prefix_len: an int or int32 [B]; keys below it are visible to all queries whatever causal and window say.
     num_splits: into how many parts a kernel may split a sequence; 0: chosen from each length. Changes rounding only.
     return_lse: also return the natural log of the sum of exponentials, float32 [B, H, Sq].
+    out: where to write the result, of its shape and dtype; may be q. Default: a new tensor.
 
     Returns out [B, Sq, H, D] in q's dtype, or (out, lse). Accumulation in float32, one rounding. A query that sees no
     key gives 0 and LSE -inf. What unused slots and table entries hold has no effect, NaN included; a NaN or inf in a
@@ -88,20 +90,21 @@ def flash_attn_with_kvcache(
     """
     left, right = arguments.window(_OP, window_size)
     length, lengths = arguments.prefix(_OP, prefix_len)
+    arguments.check_out(_OP, out, q)
     scores = (softmax_scale, causal, left, right, softcap, length, lengths, num_splits)
     cache = (cache_seqlens, block_table, k_scale, v_scale)
     int4 = (k_zero, v_zero, k_tail, seq_ids)
     if k is None and v is None:
-        out, lse = _flash_attn_with_kvcache(q, k_cache, v_cache, *cache, *int4, *scores)
+        result, lse = _flash_attn_with_kvcache(q, k_cache, v_cache, *cache, *int4, *scores)
     else:
         for name, x in (("k", k), ("v", v)):
             if x is None:
                 check.fail(_OP, name, "a tensor, as k and v are appended together", "None", TypeError)
         if getattr(k_cache, "dtype", None) == torch.int8 or any(x is not None for x in int4):
-            out, lse = _flash_attn_with_kvcache_append_int(q, k_cache, v_cache, k, v, *cache, *int4, *scores)
+            result, lse = _flash_attn_with_kvcache_append_int(q, k_cache, v_cache, k, v, *cache, *int4, *scores)
         else:
-            out, lse = _flash_attn_with_kvcache_append(q, k_cache, v_cache, k, v, *cache, *scores)
-    return (out, lse) if return_lse else out
+            result, lse = _flash_attn_with_kvcache_append(q, k_cache, v_cache, k, v, *cache, *scores)
+    return arguments.deliver(out, result, lse, return_lse)
 
 
 def _check(
