@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kestrel_attention import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache, reference
@@ -333,7 +334,7 @@ def test_packed_compiles_without_graph_breaks(kind, backend):
 
 def test_a_compiled_function_takes_other_batch_sizes_without_compiling_again():
     torch._dynamo.reset()
-    counter = torch._dynamo.testing.CompileCounter()
+    counter = CompileCounter()
     function = torch.compile(flash_attn_func, fullgraph=True, backend=counter, dynamic=True)
     for batch in (2, 3, 5, 7):
         q = torch.randn(batch, 4 + batch, 4, 64)

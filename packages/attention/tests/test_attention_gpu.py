@@ -100,3 +100,13 @@ def test_tau_tail_in_a_replayed_graph(tokens):
     want = [x.cpu() for x in fresh]
     tau_tail(*want, HEADS, SIZE)
     assert_alike((args[0],), (want[0],))
+
+
+def test_a_block_stride_past_two_to_the_31():
+    shape, strides = (2, 1, KV_HEADS, SIZE), (2**31, KV_HEADS * SIZE, SIZE, 1)
+    far = torch.zeros(2**31 + KV_HEADS * SIZE, dtype=torch.bfloat16, device="cuda").as_strided(shape, strides)
+    near = torch.randn(shape, device="cuda").bfloat16()
+    far.copy_(near)
+    q, table = torch.randn(1, 1, HEADS, SIZE, device="cuda").bfloat16(), ints(1, 0)[None].cuda()
+    given = {"cache_seqlens": ints(2).cuda(), "block_table": table, "return_lse": True}
+    assert_alike(flash_attn_with_kvcache(q, far, far, **given), flash_attn_with_kvcache(q, near, near, **given))

@@ -105,3 +105,17 @@ def test_gathered_sequences_are_those_of_a_cpu():
     )
     for a, b in zip(got, want, strict=True):
         assert same_bits(a, b)
+
+
+def test_a_block_stride_past_two_to_the_31():
+    shape, strides = (2, 1, HEADS, SIZE), (2**31, HEADS * SIZE, SIZE, 1)
+    far = torch.zeros(2**31 + HEADS * SIZE, dtype=torch.uint8, device="cuda").as_strided(shape, strides)
+    near = torch.zeros(shape, dtype=torch.uint8, device="cuda")
+    key, value, _ = (x.cuda() for x in rows(2, 0))
+    for cache in (far, near):
+        reshape_and_cache(key, value, cache, torch.empty_like(near), torch.tensor([0, 1]).cuda(), "fp8")
+    assert torch.equal(far, near)
+    assert bool(near[1].any())
+    table = torch.tensor([1, 0], dtype=torch.int32).cuda()
+    for a, b in zip(gather_cache(far, far, table, 2), gather_cache(near, near, table, 2), strict=True):
+        assert same_bits(a, b)

@@ -61,3 +61,15 @@ def test_a_replayed_graph_sees_new_rows_and_positions(op):
     want = [x.cpu() for x in fresh]
     op(*want)
     assert_rotated(args[1:], want[1:])
+
+
+def test_a_row_stride_past_two_to_the_31():
+    far = torch.zeros(2**31 + 64, dtype=torch.bfloat16, device="cuda").as_strided((2, 64), (2**31, 1))
+    positions, query, _ = inputs(2, torch.bfloat16)
+    positions[:] = torch.tensor([3, 5])
+    near = query[:, :64].cuda()
+    far.copy_(near)
+    for x in (far, near):
+        rotary_embedding(positions[0].cuda(), x, None, 64, TABLE.cuda())
+    assert torch.equal(far, near)
+    assert not torch.equal(far, query[:, :64].cuda())
