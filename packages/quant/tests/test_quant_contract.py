@@ -50,6 +50,7 @@ BAD_INPUTS = {
         BadInput("half bound", "scale_ub", call(X, scale_ub=torch.ones(1).half()), TypeError, "float32"),
         BadInput("bound elsewhere", "scale_ub", call(X, scale_ub=torch.ones(1, device="meta")), ValueError, "device"),
         BadInput("column-major rows", "column_major_scales", call(X, column_major_scales=True), ValueError, "group"),
+        BadInput("flag as text", "column_major_scales", call(X, column_major_scales="no"), TypeError, "True or False"),
         BadInput("scale per column", "scale", call(X, torch.ones(1, 12)), ValueError, "(3, 1)"),
         BadInput("scale for other rows", "scale", call(X, torch.ones(2, 1)), ValueError, "(3, 1)"),
         BadInput("flat scales", "scale", call(X, torch.ones(3)), ValueError, "(1,)"),

@@ -61,6 +61,8 @@ def cases(tokens: int, heads: int, kv_heads: int, size: int, rotary_dim: int) ->
         bad("an offset as a float", "rope_dim_offset", 1.0, TypeError, "float"),
         bad("no head size", "head_size", 0, fragment=">= 1"),
         bad("head size as a bool", "head_size", True, TypeError, "bool"),
+        bad("a rotation by name", "is_neox", "gptj", TypeError, "True or False"),
+        bad("a flag as text", "inverse", "no", TypeError, "True or False"),
         BadInput(
             "an offset that pushes the rotation out",
             "cos_sin_cache",
@@ -91,6 +93,8 @@ def multimodal_cases(tokens: int, heads: int, kv_heads: int, size: int, rotary_d
         bad("two axes", "positions", torch.zeros(2, tokens, dtype=torch.int64), fragment=f"(2, {tokens})"),
         bad("positions of floats", "positions", torch.zeros(3, tokens), TypeError, "float32"),
         bad("one row too few", "query", torch.zeros(tokens - 1, heads, size), fragment=f"({tokens - 1}, "),
+        bad("a rotation by name", "is_neox", "gptj", TypeError, "True or False"),
+        bad("a flag as a number", "interleaved", 1, TypeError, "True or False"),
         bad("no sections", "mrope_section", None, TypeError, "NoneType"),
         bad("two sections", "mrope_section", [half, 0], fragment="3 section sizes"),
         bad("sections that sum to less", "mrope_section", [half - 1, 0, 0], fragment=f"sum to {half}"),

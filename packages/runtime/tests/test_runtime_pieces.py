@@ -112,6 +112,14 @@ def test_number_check_refuses(value, options, error) -> None:
     check.number("op", "n", 1, integer=True, minimum=0, maximum=2, above=0)
 
 
+@pytest.mark.parametrize("value", ["no", "", None, 0, 1, 1.0, torch.tensor(True)], ids=repr)
+def test_flag_check_takes_nothing_for_a_bool_but_a_bool(value: object) -> None:
+    with pytest.raises(TypeError, match="op: argument 'inverse': expected True or False, got "):
+        check.flag("op", "inverse", value)
+    check.flag("op", "inverse", True)
+    check.flag("op", "inverse", False)
+
+
 def test_same_names_the_tensor_that_differs() -> None:
     x, meta = torch.zeros(2), torch.zeros(2, device="meta")
     with pytest.raises(ValueError, match="'b': expected device cpu as a has, got meta"):

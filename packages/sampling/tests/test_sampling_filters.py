@@ -350,6 +350,11 @@ def with_first(op: str, value: Any) -> Callable[[], Call]:
     return lambda: ((value, *args[1:]), kwargs)
 
 
+def with_flag(op: str, value: Any) -> Callable[[], Call]:
+    args, kwargs = GOOD_CALLS[op]
+    return lambda: (args, {**kwargs, "return_valid": value})
+
+
 BAD_INPUTS = [
     *(
         (op, case)
@@ -361,6 +366,11 @@ BAD_INPUTS = [
             BadInput("no entries", first, with_first(op, PROBS[:, :0]), ValueError, "entry"),
             BadInput("transposed", first, with_first(op, torch.rand(8, 3).t()), ValueError, "contiguous"),
         )
+    ),
+    *(
+        (op, BadInput("return_valid as text", "return_valid", with_flag(op, "no"), TypeError, "True or False"))
+        for op in GOOD_CALLS
+        if "sampl" in op
     ),
     ("top_k_sampling_from_probs", BadInput("fractional k", "top_k", call(PROBS, 1.5), TypeError, "integer")),
     ("top_k_sampling_from_probs", BadInput("k in float", "top_k", call(PROBS, torch.ones(3)), TypeError, "int32")),

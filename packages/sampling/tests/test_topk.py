@@ -160,6 +160,7 @@ BAD = [
     BadInput("a transposed matrix", "scores", lambda: ((torch.zeros(4, 2).t(), 2), {}), fragment="stride"),
     BadInput("a strided 3-D tensor", "scores", lambda: ((torch.zeros(2, 3, 8)[..., ::2], 2), {}), fragment="stride"),
     BadInput("not a tensor", "scores", lambda: (([[1.0]], 1), {}), TypeError),
+    BadInput("softmax as text", "softmax", lambda: ((torch.zeros(2, 4), 2), {"softmax": "no"}), TypeError, "True"),
     BadInput("rows without columns", "k", lambda: ((torch.zeros(3, 0), 1), {})),
 ]
 

@@ -21,12 +21,6 @@ def check_out(
         check.same(op, "device", input=like, out=out)
 
 
-def check_flag(op: str, name: str, value: object) -> None:
-    """``value`` is a bool."""
-    if not isinstance(value, bool):
-        check.fail(op, name, "True or False", type(value).__name__, TypeError)
-
-
 def check_gated_input(op: str, x: torch.Tensor) -> int:
     """x is [..., 2F]; returns F."""
     check.tensor(op, "x", x, dtype=check.FLOATS, last_contiguous=True)

@@ -7,7 +7,6 @@ import torch
 from kestrel_runtime import check, kernel_op
 
 from . import reference_experts
-from ._checks import check_flag
 from .reference_experts import most_blocks
 
 
@@ -174,7 +173,7 @@ def _check_route_and_align(
     if k > experts:
         check.fail(op, "k", f"at most the {experts} experts", k)
     check.number(op, "block_size", block_size, integer=True, minimum=1)
-    check_flag(op, "renormalize", renormalize)
+    check.flag(op, "renormalize", renormalize)
     if bias is not None:
         check.tensor(op, "bias", bias, dtype=check.FLOATS, last_contiguous=True)
         check.shape(op, "bias", bias, (experts,))

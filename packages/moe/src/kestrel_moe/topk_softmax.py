@@ -7,7 +7,6 @@ import torch
 from kestrel_runtime import check, kernel_op
 
 from . import reference
-from ._checks import check_flag
 
 
 def _check_topk_softmax(
@@ -23,7 +22,7 @@ def _check_topk_softmax(
     check.number(op, "k", k, integer=True, minimum=1)
     if k > experts:
         check.fail(op, "k", f"at most the {experts} experts", k)
-    check_flag(op, "renormalize", renormalize)
+    check.flag(op, "renormalize", renormalize)
     if bias is not None:
         check.tensor(op, "bias", bias, dtype=check.FLOATS, last_contiguous=True)
         check.shape(op, "bias", bias, (experts,))

@@ -45,9 +45,7 @@ def fp8_quant(
     >>> q.float().tolist(), (q.float() * scale).tolist()
     ([[224.0, -448.0, 112.0], [0.0, 0.0, 0.0]], [[1.0, -2.0, 0.5], [0.0, 0.0, 0.0]])
     """
-    if not isinstance(column_major_scales, bool):
-        kind = type(column_major_scales).__name__
-        check.fail("fp8_quant", "column_major_scales", "True or False", kind, TypeError)
+    check.flag("fp8_quant", "column_major_scales", column_major_scales)
     if scale is None:
         q, scales = _fp8_quant(x, granularity, group_size, scale_ub, column_major_scales)
         return q, scales[:, : x.shape[0]].t() if column_major_scales else scales

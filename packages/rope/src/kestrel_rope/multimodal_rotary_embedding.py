@@ -26,6 +26,8 @@ def check_multimodal_rotary_embedding(
     check.shape(op, "positions", positions, (3, None))
     check_rows(op, positions.shape[1:], query, key, head_size)
     check_table(op, cos_sin_cache, query, head_size, 0)
+    check.flag(op, "is_neox", is_neox)
+    check.flag(op, "interleaved", interleaved)
     _check_sections(op, mrope_section, cos_sin_cache.shape[1] // 2, interleaved)
     check.same(op, "device", positions=positions, query=query, key=key, cos_sin_cache=cos_sin_cache)
 

@@ -25,6 +25,8 @@ def check_rotary_embedding(
     check.tensor(op, "positions", positions, dtype=check.INTEGERS, ndim=(1, 2))
     check_rows(op, positions.shape, query, key, head_size)
     check_table(op, cos_sin_cache, query, head_size, rope_dim_offset)
+    check.flag(op, "is_neox", is_neox)
+    check.flag(op, "inverse", inverse)
     check.same(op, "device", positions=positions, query=query, key=key, cos_sin_cache=cos_sin_cache)
 
 

@@ -101,6 +101,12 @@ def number(
         fail(op, name, f"{wanted} > {above}", value)
 
 
+def flag(op: str, name: str, value: object) -> None:
+    """``value`` is a bool; nothing else counts as true or false, so that "no" is not taken for yes."""
+    if not isinstance(value, bool):
+        fail(op, name, "True or False", type(value).__name__, TypeError)
+
+
 def choice(op: str, name: str, value: object, allowed: Sequence[object]) -> None:
     """``value`` is one of ``allowed``."""
     if value not in allowed:

@@ -53,8 +53,7 @@ def keys(
     Without a seed one 63-bit seed comes from the generator and row b uses offset b. With one, the offset is 0 unless
     given. Drawing from a generator stays on the device.
     """
-    if not isinstance(return_valid, bool):
-        check.fail(op, "return_valid", "True or False", type(return_valid).__name__, TypeError)
+    check.flag(op, "return_valid", return_valid)
     check.tensor(op, name, probs, ndim=2)
     capturing = probs.is_cuda and not torch.compiler.is_compiling() and torch.cuda.is_current_stream_capturing()
     if capturing:

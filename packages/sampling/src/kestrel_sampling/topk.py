@@ -25,6 +25,7 @@ def _check_topk_fwd(scores: torch.Tensor, k: int, softmax: bool = False) -> None
     check.number(op, "k", k, integer=True, minimum=1)
     if k > scores.shape[-1]:
         check.fail(op, "k", f"at most the row length {scores.shape[-1]}", k)
+    check.flag(op, "softmax", softmax)
 
 
 @kernel_op(reference=reference.topk_fwd, check=_check_topk_fwd, kernel="cute")
