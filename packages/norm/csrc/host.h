@@ -130,7 +130,7 @@ inline bool prepare(const RowShape& shape, const TensorView& x, const OptionalTe
   const int64_t rows = row_count(x), n = x.size(-1);
   if (rows == 0 || n == 0) return false;
   constexpr int64_t most = std::numeric_limits<int>::max();
-  if (rows > most || n > most - (1 << 16)) unsupported("more than 2^31 rows, or rows of about 2^31 elements");
+  if (rows > most - 8 || n > most - (1 << 16)) unsupported("more than 2^31 rows, or rows of about 2^31 elements");
   shape.fill(p);
   if (weight.has_value()) {
     p->weight = (*weight).data_ptr();
