@@ -38,6 +38,11 @@ def word_of(seed: int, offset: int) -> int:
     return fine.item()
 
 
+def rounded(number: float) -> float:
+    """The number as float32, as the ops take it."""
+    return torch.tensor(number, dtype=torch.float32).item()
+
+
 def kept_by_hand(
     row: list[float], top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0, joint: bool = False
 ) -> list[int]:
@@ -46,7 +51,7 @@ def kept_by_hand(
     threshold = torch.tensor(min_p).clamp(0, 1) * torch.tensor(max(row))  # one float32 product
     order = sorted((i for i in range(len(row)) if row[i] >= threshold.item()), key=lambda i: (-row[i], i))
     first = order[:top_k] if 0 < top_k < len(row) else order
-    goal = Fraction(math.floor(min(max(top_p, 0.0), 1.0) * 2**32), 2**32) * sum(
+    goal = Fraction(math.floor(min(max(rounded(top_p), 0.0), 1.0) * 2**32), 2**32) * sum(
         masses[i] for i in (order if joint else first)
     )
     kept, mass = [], Fraction(0)
@@ -185,6 +190,26 @@ def test_parameters_per_row_are_those_of_each_row_alone() -> None:
         assert (
             top_k_top_p_sampling_from_probs(softmax(logits[row]), top_k[row], top_p[row], seed=b + 10) == probs_full[b]
         )
+
+
+@pytest.mark.parametrize("number", [0.7, 0.1, 0.9, 1e-46, 1 / 3, 1e39])
+def test_a_number_and_a_tensor_of_it_draw_the_same(number: float) -> None:
+    tensor, offsets = torch.tensor([number]), torch.arange(200)
+    probs = torch.tensor([[0.5, 0.2, 0.2, 0.1]]).expand(200, -1)  # 0.7 of it: two or three entries, as 0.7 is rounded
+    logits = torch.randn(200, 40, generator=torch.Generator().manual_seed(6))
+    for parameter in ("top_p", "min_p", "temperature"):
+        for given_as_tensor in (tensor, tensor.expand(200).contiguous()):
+            for entries in (logits, probs.log()):
+                drawn = [
+                    sample_from_logits(entries, **{parameter: p}, seed=3, offset=offsets)
+                    for p in (number, given_as_tensor)
+                ]
+                assert torch.equal(*drawn)
+    for name in ("top_p", "min_p"):
+        assert torch.equal(*(sample_probs({name: p}, probs, offsets) for p in (number, tensor)))
+    assert torch.equal(*(sample_probs({"top_k": 3, "top_p": p}, probs, offsets) for p in (number, tensor)))
+    assert torch.equal(*(top_p_renorm_probs(probs, p) for p in (number, tensor)))
+    assert torch.equal(*(softmax(logits, p) for p in (number, tensor)))
 
 
 @pytest.mark.parametrize(("word", "drawn"), [(0, 1), (2**31 - 1, 1), (2**31, 3), (2**32 - 1, 3)])
@@ -384,6 +409,7 @@ BAD_INPUTS = [
         ),
     ),
     ("min_p_sampling_from_probs", BadInput("nan", "min_p", call(PROBS, math.nan), ValueError, "nan")),
+    ("min_p_sampling_from_probs", BadInput("huge", "min_p", call(PROBS, 10**400), ValueError, "magnitude")),
     ("min_p_sampling_from_probs", BadInput("fp16", "min_p", call(PROBS, torch.ones(3).half()), TypeError, "float32")),
     ("sample_from_logits", BadInput("below zero", "temperature", call(PROBS, -1.0), ValueError, ">= 0")),
     ("sample_from_logits", BadInput("as column", "temperature", call(PROBS, torch.ones(3, 1)), ValueError, "1-D")),

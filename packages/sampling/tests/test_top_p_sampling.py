@@ -35,6 +35,7 @@ def philox_word(seed: int, offset: int) -> int:
 def kept_by_hand(row: list[float], top_p: float) -> list[int]:
     """Ids of the smallest set whose mass reaches top_p of the whole, in exact fractions."""
     masses = [Fraction(max(p, 0.0)) for p in row]
+    top_p = torch.tensor(top_p, dtype=torch.float32).item()  # a number is rounded, as a tensor of it is
     goal = Fraction(math.floor(min(max(top_p, 0.0), 1.0) * 2**32), 2**32) * sum(masses)
     kept, mass = [], Fraction(0)
     for i in sorted(range(len(row)), key=lambda i: (-row[i], i)):

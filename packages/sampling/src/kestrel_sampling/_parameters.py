@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import torch
 
 from kestrel_runtime import check
@@ -10,10 +12,12 @@ Keys = tuple[torch.Tensor | None, int, torch.Tensor | None, int]
 
 
 def number_or_tensor(op: str, name: str, value: float | torch.Tensor) -> tuple[torch.Tensor | None, float]:
-    """A float parameter as (tensor, 0.0) or (None, number)."""
+    """A float parameter as (tensor, 0.0) or (None, number). The op rounds the number to float32, as the tensor is."""
     if isinstance(value, torch.Tensor):
         return value, 0.0
     check.number(op, name, value)
+    if isinstance(value, int) and abs(value) > sys.float_info.max:
+        check.fail(op, name, f"at most {sys.float_info.max} in magnitude", "a larger integer")
     return None, float(value)
 
 

@@ -22,8 +22,8 @@ def min_p_sampling_from_probs(
     """Draw one id per row from the entries that reach ``min_p`` times the largest.
 
     probs: [B, V] float32, bf16 or fp16, any row stride; rows need not sum to 1, negative entries count as 0.
-    min_p: a number, or float32 [B] (or [1]). An entry stays if it is at least the float32 product of min_p (rounded to
-        float32) and the largest; <= 0 keeps all, >= 1 those that equal the largest.
+    min_p: a number (rounded to float32), or float32 [B] (or [1]). An entry stays if it is at least the float32 product
+        of min_p and the largest; <= 0 keeps all, >= 1 those that equal the largest.
     seed, offset, generator, return_valid: as in :func:`top_p_sampling_from_probs`.
 
     Returns ids int32 [B]; with return_valid (ids, valid bool [B]). A row that holds NaN or +inf, or has no mass, gives

@@ -15,9 +15,9 @@ def softmax(
 ) -> torch.Tensor:
     """Probabilities of logits: ``softmax(logits / temperature)`` over the last dimension.
 
-    logits: [B, V] float32, bf16 or fp16, any row stride. temperature: a number >= 0, or float32 [B] (or [1]); 0 (and
-    below, in a tensor) puts all mass on the largest logit, ties to the lower id. Computed from ``logit - largest`` in
-    float32, so that no temperature overflows.
+    logits: [B, V] float32, bf16 or fp16, any row stride. temperature: a number >= 0 (rounded to float32), or float32
+    [B] (or [1]); 0 (and below, in a tensor) puts all mass on the largest logit, ties to the lower id. Computed from
+    ``logit - largest`` in float32, so that no temperature overflows.
 
     Returns float32 [B, V], in ``out`` if it is given (float32; it may be ``logits``). A row with NaN or +inf, or only
     -inf, becomes NaN.

@@ -262,8 +262,10 @@ def random_word(
 
 
 def per_row(values: torch.Tensor | None, value: float, device: torch.device) -> torch.Tensor:
-    """A parameter as [B, 1] or [1, 1]: int64 for integers, float64 for a float, the tensor's dtype for a tensor."""
+    """A parameter as [B, 1] or [1, 1]: int64 for an integer, float32 for a float, the tensor's dtype for a tensor."""
     if values is not None:
         return values.view(-1, 1)
-    dtype = torch.int64 if isinstance(value, int) else torch.float64
-    return torch.full((1, 1), value, dtype=dtype, device=device)
+    if isinstance(value, int):
+        return torch.full((1, 1), value, dtype=torch.int64, device=device)
+    # Through float64: what passes the range of float32 becomes inf. A tensor of the number would be float32 too.
+    return torch.full((1, 1), value, dtype=torch.float64, device=device).float()

@@ -38,8 +38,8 @@ def sample_from_logits(
 
     logits: [B, V] float32, bf16 or fp16, any row stride; -inf is an entry without mass. An entry's weight is
         ``exp((logit - largest) / temperature)`` in float32.
-    temperature: a number >= 0, or float32 [B] (or [1]). 0 (and below, in a tensor) takes the largest logit, ties to the
-        lower id.
+    temperature: a number >= 0 (rounded to float32), or float32 [B] (or [1]). 0 (and below, in a tensor) takes the
+        largest logit, ties to the lower id.
     top_k, top_p, min_p, filter_apply_order: as in :func:`top_k_top_p_sampling_from_probs` and
         :func:`min_p_sampling_from_probs`; off by default. min_p drops first, then top-k and top-p see what is left.
         Entries are ordered by their logits, ties to the lower id.

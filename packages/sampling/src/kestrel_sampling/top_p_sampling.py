@@ -22,8 +22,8 @@ def top_p_sampling_from_probs(
     """Draw one id per row from the smallest set of entries whose mass reaches ``top_p`` of the row's.
 
     probs: [B, V] float32, bf16 or fp16, any row stride; rows need not sum to 1, negative entries count as 0.
-    top_p: a number, or float32 [B] (or [1]). Entries are taken in descending order, ties to the lower id; >= 1 takes
-        all, <= 0 takes one.
+    top_p: a number (rounded to float32), or float32 [B] (or [1]). Entries are taken in descending order, ties to the
+        lower id; >= 1 takes all, <= 0 takes one.
     seed, offset: an int, int64 [1] or int64 [B]. Row b uses the first word of Philox4x32-10 with key = its seed and
         counter = its offset: rows of one seed and offset draw with the same number, so give each row, and each step,
         its own. The offset is 0 if only a seed is given.
