@@ -158,6 +158,7 @@ BAD_INPUTS = {
         BadInput("float64", "hidden", but(ROUTED, 0, X.double()), TypeError, "float64"),
         BadInput("three dimensions", "hidden", but(ROUTED, 0, X[None]), ValueError, "2-D"),
         BadInput("transposed", "hidden", but(ROUTED, 0, torch.ones(8, 3).t()), ValueError, "contiguous"),
+        BadInput("no columns", "hidden", but(ROUTED, 0, X[:, :0]), ValueError, "Hd at least 1"),
         BadInput("w1 of one expert", "w1", but(ROUTED, 1, EXPERTS1[0]), ValueError, "3-D"),
         BadInput("w1 of other width", "w1", but(ROUTED, 1, torch.ones(4, 12, 9)), ValueError, "(any, any, 8)"),
         BadInput("w1 with odd rows", "w1", but(ROUTED, 1, torch.ones(4, 11, 8)), ValueError, "2I"),

@@ -27,6 +27,8 @@ def _check_fused_experts(
     op = "fused_experts"
     check.tensor(op, "hidden", hidden, dtype=check.FLOATS, ndim=2, last_contiguous=True)
     tokens, width = hidden.shape
+    if width == 0:
+        check.fail(op, "hidden", "shape [T, Hd] with Hd at least 1", f"shape {tuple(hidden.shape)}")
     check.tensor(op, "w1", w1, dtype=(*check.FLOATS, torch.float8_e4m3fn), ndim=3, last_contiguous=True)
     check.shape(op, "w1", w1, (None, None, width))
     experts, inner = w1.shape[0], w1.shape[1] // 2

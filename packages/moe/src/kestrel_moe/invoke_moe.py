@@ -152,8 +152,8 @@ def check_operands(
         assert weight is not None
         check.shape(op, name, weight, shape)
         check.same(op, "device", x=x, **{name: weight})
-        if weight.shape[0] == 0:
-            check.fail(op, name, "the weights of at least one expert", f"shape {tuple(weight.shape)}")
+        if weight.numel() == 0:
+            check.fail(op, name, "shape [E, N, K] with each at least 1", f"shape {tuple(weight.shape)}")
         width, shape = width + weight.shape[1], tuple(weight.shape)
     return width
 

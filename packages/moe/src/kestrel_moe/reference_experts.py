@@ -23,7 +23,8 @@ def local_experts(ids: torch.Tensor, experts: int, expert_map: torch.Tensor | No
     ids = ids.long()
     if expert_map is not None:
         known = (ids >= 0) & (ids < expert_map.shape[0])
-        ids = torch.where(known, expert_map.long()[torch.where(known, ids, 0)], -1)
+        place = F.pad(expert_map.long(), (0, 1), value=-1)  # one entry more, for ids that the map does not hold
+        ids = place[torch.where(known, ids, expert_map.shape[0])]
     return torch.where((ids >= 0) & (ids < experts), ids, -1)
 
 
