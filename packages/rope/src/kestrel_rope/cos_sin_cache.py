@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,6 +22,7 @@ _KEYS = {  # of a Hugging Face rope_scaling dict, by type: required, optional
         ("attention_factor", "mscale", "mscale_all_dim", "beta_fast", "beta_slow", "truncate"),
     ),
 }
+_LARGEST = sys.float_info.max  # an int may be larger, and is then no finite float
 _ELSEWHERE = ("rope_type", "type", "rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved")
 
 
@@ -35,7 +37,7 @@ def build_cos_sin_cache(
 ) -> torch.Tensor:
     """Build the table that :func:`rotary_embedding` reads.
 
-    rotary_dim: R, even, >= 2. max_position: rows of the table, >= 0. base: theta, > 1.
+    rotary_dim: R, even, >= 2. max_position: rows of the table, >= 0. base: theta, finite, > 1.
     scaling: None, or a Hugging Face ``rope_scaling`` / ``rope_parameters`` dict. ``rope_type`` (or ``type``) is
         ``default``; ``linear`` (factor); ``dynamic`` (NTK: factor, original_max_position_embeddings; the base that fits
         a context of max_position, so the whole table is for that length); ``llama3`` (factor, low_freq_factor,
@@ -61,7 +63,10 @@ def build_cos_sin_cache(
     if rotary_dim % 2:
         check.fail(_OP, "rotary_dim", "an even number", rotary_dim)
     check.number(_OP, "max_position", max_position, integer=True, minimum=0)
-    check.number(_OP, "base", base, above=1.0)
+    check.number(_OP, "base", base)
+    if not 1 < base <= _LARGEST:
+        check.fail(_OP, "base", "a finite number > 1", base)
+    base = float(base)
     check.choice(_OP, "dtype", dtype, (torch.float32, torch.bfloat16, torch.float16))
     rope_type, values = _parse(scaling, base)
 
@@ -90,20 +95,28 @@ def _parse(scaling: Mapping[str, Any] | None, base: float) -> tuple[str, dict[st
     if not isinstance(scaling, Mapping):
         check.fail(_OP, "scaling", "a dict or None", type(scaling).__name__, TypeError)
     rope_type = scaling.get("rope_type", scaling.get("type", "default"))
+    if not isinstance(rope_type, str):
+        check.fail(_OP, "scaling", "a rope_type that is a string", repr(rope_type), TypeError)
     if rope_type not in _KEYS:
         check.fail(_OP, "scaling", "a rope_type of " + ", ".join(map(repr, _KEYS)), repr(rope_type))
     required, optional = _KEYS[rope_type]
     for key in required:
         if scaling.get(key) is None:
-            check.fail(_OP, "scaling", f"a value for {key!r} with rope_type {rope_type!r}", f"keys {sorted(scaling)}")
+            check.fail(_OP, "scaling", f"a value for {key!r} with rope_type {rope_type!r}", f"keys {list(scaling)}")
     for key, value in scaling.items():
         if key not in required and key not in optional and key not in _ELSEWHERE:
             check.fail(_OP, "scaling", f"no key but {', '.join(required + optional)} for {rope_type!r}", repr(key))
-        if key in ("truncate", *_ELSEWHERE) or value is None:
+        if key in _ELSEWHERE or value is None:
             continue
-        check.number(_OP, f"scaling[{key!r}]", value, minimum=0 if key.startswith("mscale") else None, above=None)
-        if not key.startswith("mscale") and not 0 < value < math.inf:
-            check.fail(_OP, f"scaling[{key!r}]", "a finite number > 0", value)
+        name = f"scaling[{key!r}]"
+        if key == "truncate":
+            check.flag(_OP, name, value)
+        elif key.startswith("mscale"):
+            check.number(_OP, name, value, minimum=0, maximum=_LARGEST)
+        else:
+            check.number(_OP, name, value)
+            if not 0 < value <= _LARGEST:
+                check.fail(_OP, name, "a finite number > 0", value)
     theta = scaling.get("rope_theta")
     if theta is not None and theta != base:
         check.fail(_OP, "scaling", f"the rope_theta that base gives, {base}", theta)
