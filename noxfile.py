@@ -162,6 +162,8 @@ def versions(session: nox.Session) -> None:
 def gpu_bundle(session: nox.Session) -> None:
     """Everything an offline GPU machine needs, in dist/gpu. Arguments name packages; KESTREL_ARCHS, architectures."""
     archs = re.findall("[^;, ]+", os.environ.get("KESTREL_ARCHS", "90a"))
+    if not archs or not set(archs) <= set(ARCHS):
+        session.error(f"KESTREL_ARCHS: expected architectures from {', '.join(ARCHS)}, got {' '.join(archs)!r}")
     packages = closure(*(PACKAGES[name] for name in session.posargs or PACKAGES))
     built = build_wheels(session, packages, [arch for arch in ARCHS if arch in archs])
     collect = ROOT / "tools" / "gpu_bundle" / "collect.py"

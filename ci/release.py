@@ -44,26 +44,22 @@ def rebuild(session: nox.Session, tools: Environment, wheels: Sequence[Wheel]) -
     Those named in the matrix are built in isolation, as pip does it: with nothing but what their pyproject requires.
     """
     variables: dict[str, str | None] = {**BUILD_ENVIRONMENT, "KESTREL_ARCHS": ";".join(ARCHS)}
+    ready = Environment(session, "build")
     for wheel in wheels:
         if not has_binary(wheel.path):
             continue
         again = Path(session.create_tmp()) / "again" / wheel.package.name
         shutil.rmtree(again, ignore_errors=True)
-        isolated = wheel.package.name in MATRIX["isolated"]
-        builder = tools if isolated else Environment(session, "build")
-        sdist_builder = Environment(session, "build")
-        sdist_builder.run(
-            *("python", "-m", "build", "--sdist", "--no-isolation", "--outdir", again, wheel.package.path),
-            env=variables,
-            silent=True,
-        )
+        command = ["python", "-m", "build", "--outdir", str(again)]
+        ready.run(*command, "--sdist", "--no-isolation", wheel.package.path, env=variables, silent=True)
         (sdist,) = again.glob("*.tar.gz")
         shutil.unpack_archive(sdist, again)
         sources = again / sdist.name.removesuffix(".tar.gz")
-        options = [] if isolated else ["--no-isolation"]
-        builder.run(
-            "python", "-m", "build", "--wheel", *options, "--outdir", again, sources, env=variables, silent=True
-        )
+        isolated = wheel.package.name in MATRIX["isolated"]
+        if isolated:
+            tools.run(*command, "--wheel", sources, env=variables, silent=True)
+        else:
+            ready.run(*command, "--wheel", "--no-isolation", sources, env=variables, silent=True)
         (copy,) = again.glob("*.whl")
         if not filecmp.cmp(copy, wheel.path, shallow=False):
             session.error(f"{wheel.path.name} differs when built again: {differences(wheel.path, copy)}")
