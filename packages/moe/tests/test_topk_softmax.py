@@ -124,6 +124,21 @@ def test_rows_past_num_tokens_are_padding(real: int) -> None:
     assert bool((weights[real:] == 0).all())
 
 
+def test_a_long_row_does_not_depend_on_its_batch_either() -> None:
+    gating = torch.randn(3, 40000, generator=torch.Generator().manual_seed(8))
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)  # torch splits a sum to a single number across threads from 32768 terms on
+        for renormalize in (False, True):
+            weights, ids, _ = topk_softmax(gating, 33000, renormalize=renormalize)
+            for t in range(3):
+                alone = topk_softmax(gating[t : t + 1], 33000, renormalize=renormalize)
+                assert torch.equal(alone[0][0], weights[t])
+                assert torch.equal(alone[1][0], ids[t])
+    finally:
+        torch.set_num_threads(threads)
+
+
 def test_a_row_does_not_depend_on_its_batch() -> None:
     gating = logits(257, 60)
     weights, ids, _ = topk_softmax(gating, 8, renormalize=True)

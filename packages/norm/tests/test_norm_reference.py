@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
@@ -157,11 +159,28 @@ def test_out_is_returned_and_may_be_the_input() -> None:
         assert torch.equal(alias, want)
 
 
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def fused_add_rms_norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """The op on copies, with a residual that is a function of x."""
+    y, residual = x.clone(), x / 3
+    kestrel_norm.fused_add_rms_norm(y, residual, weight)
+    return torch.stack((y, residual), dim=-2)
+
+
+@pytest.mark.usefixtures("two_threads")  # torch splits a sum to a single number across threads from 32768 terms on
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("n", [7, 1152])
+@pytest.mark.parametrize("n", [7, 1152, 40000])
 def test_a_row_does_not_depend_on_its_batch(n: int, dtype: torch.dtype) -> None:
     x, weight = rows_of(37, n, dtype), vector_of(n, dtype, 1)
-    for op in (kestrel_norm.layer_norm, kestrel_norm.rms_norm):
+    for op in (kestrel_norm.layer_norm, kestrel_norm.rms_norm, fused_add_rms_norm):
         whole = op(x, weight)
         for row in (0, 5, 36):
             assert torch.equal(whole[row], op(x[row : row + 1], weight)[0])
+            assert torch.equal(whole[row], op(x[row].view(1, 1, n), weight)[0, 0])

@@ -76,6 +76,25 @@ def test_int4_packing_round_trips_with_the_even_index_in_the_low_nibble() -> Non
     assert torch.equal(reference.unpack_int4(reference.pack_int4(codes % 16), signed=False), (codes % 16).int())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("n", [1, 1000, 32768, 50000])
+def test_a_row_sum_is_the_same_alone_and_among_others(n: int, dtype: torch.dtype) -> None:
+    x = torch.randn(2, 3, n, dtype=dtype, generator=torch.Generator().manual_seed(n))
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)  # torch splits a sum to a single number across threads from 32768 terms on
+        sums = reference.row_sums(x)
+        assert sums.shape == (2, 3, 1)
+        torch.testing.assert_close(sums, x.sum(-1, keepdim=True))
+        for i in range(2):
+            for j in range(3):
+                assert torch.equal(reference.row_sums(x[i : i + 1, j : j + 1])[0, 0], sums[i, j])
+                assert torch.equal(reference.row_sums(x[i, j : j + 1])[0], sums[i, j])
+    finally:
+        torch.set_num_threads(threads)
+    assert reference.row_sums(x[:0]).shape == (0, 3, 1)
+
+
 @pytest.mark.parametrize("is_neox", [True, False])
 def test_rotation_is_a_complex_product(is_neox: bool) -> None:
     x, angle = torch.randn(3, 8), torch.randn(3, 4)

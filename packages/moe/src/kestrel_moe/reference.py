@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from kestrel_quant.reference import fp8_quant
+from kestrel_runtime.reference import row_sums
 
 
 def gelu_residual(x: torch.Tensor, approximate: str = "none") -> torch.Tensor:
@@ -126,13 +127,13 @@ def topk_softmax(
     largest = logits.amax(dim=1, keepdim=True)
     # The maximum counts as e^0 even where it is infinite: no row yields NaN.
     shares = torch.where(logits == largest, 0.0, logits - largest).exp()
-    probabilities = shares / shares.sum(dim=1, keepdim=True)
+    probabilities = shares / row_sums(shares)
 
     order_by = logits if bias is None else torch.nan_to_num(probabilities + bias.float(), nan=-torch.inf)
     ids = order_by.sort(dim=1, descending=True, stable=True).indices[:, :k]
     weights = probabilities.gather(1, ids)
     if renormalize:
-        total = weights.sum(dim=1, keepdim=True)
+        total = row_sums(weights)
         weights = weights / torch.where(total > 0, total, 1.0)
 
     if num_tokens is not None:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import torch
 
+from kestrel_runtime.reference import row_sums
+
 
 def layer_norm(
     x: torch.Tensor, weight: torch.Tensor | None = None, bias: torch.Tensor | None = None, eps: float = 1e-5
 ) -> torch.Tensor:
-    centred = x.float() - x.float().mean(-1, keepdim=True)
-    y = centred / torch.sqrt(centred.square().mean(-1, keepdim=True) + eps)
+    n = x.shape[-1]
+    centred = x.float() - row_sums(x.float()) / n
+    y = centred / torch.sqrt(row_sums(centred.square()) / n + eps)
     if weight is not None:
         y = y * weight.float()
     if bias is not None:
@@ -20,7 +23,7 @@ def layer_norm(
 def rms_norm(
     x: torch.Tensor, weight: torch.Tensor | None = None, eps: float = 1e-6, *, weight_bias: float = 0.0
 ) -> torch.Tensor:
-    y = x.float() / torch.sqrt(x.float().square().mean(-1, keepdim=True) + eps)
+    y = x.float() / torch.sqrt(row_sums(x.float().square()) / x.shape[-1] + eps)
     if weight is not None:
         y = y * (weight.float() + weight_bias)
     return y.to(x.dtype)

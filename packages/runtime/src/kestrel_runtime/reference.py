@@ -30,6 +30,16 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, is_neox: bool 
     return torch.stack(turned, dim=-1).flatten(-2)
 
 
+def row_sums(x: torch.Tensor) -> torch.Tensor:
+    """Sum the last dimension, [..., N] to [..., 1]; a row's sum is the same bit for bit whatever rows are beside it.
+
+    >>> row_sums(torch.tensor([[1.0, 2.0], [3.0, 4.0]])).tolist()
+    [[3.0], [7.0]]
+    """
+    # One row more, dropped again: torch splits a sum to a single number across threads, so T = 1 would round otherwise.
+    return torch.cat((x, x.new_zeros(1, *x.shape[1:]))).sum(-1, keepdim=True)[:-1]
+
+
 def to_fp8(x: torch.Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> torch.Tensor:
     """Round float values to FP8: to nearest even, saturating at the largest finite value. NaN stays NaN.
 

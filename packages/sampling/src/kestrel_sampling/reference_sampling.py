@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import torch
 
-from kestrel_runtime.reference import philox4x32
+from kestrel_runtime.reference import philox4x32, row_sums
 
 _WORD = 0xFFFFFFFF
 
@@ -136,7 +136,7 @@ def softmax(
     """float32 probabilities; a temperature of 0 puts everything on the first of the largest logits."""
     heat = per_row(temperature, temperature_value, logits.device)
     weights = exponentials(logits, heat).double()
-    soft = (weights / weights.sum(dim=1, keepdim=True)).float()
+    soft = (weights / row_sums(weights)).float()
     first = torch.arange(logits.shape[1], device=logits.device) == logits.float().argmax(dim=1, keepdim=True)
     return torch.where((heat <= 0) & ~soft.isnan(), first.float(), soft)
 
@@ -172,7 +172,7 @@ def renormalised(weights: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
     """The kept weights, negative ones as 0, over their sum. A row with NaN or inf becomes NaN, one without mass 0."""
     largest = weights.amax(dim=1, keepdim=True)
     positive = torch.where(kept & (weights > 0), weights, 0.0).double()
-    total = positive.sum(dim=1, keepdim=True)
+    total = row_sums(positive)
     shares = (positive / torch.where(total > 0, total, 1.0)).float()
     return torch.where(largest < torch.inf, shares, torch.nan)
 
