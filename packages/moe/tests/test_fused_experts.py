@@ -163,6 +163,36 @@ def test_up_to_16_tokens_a_row_is_the_same_bit_for_bit(dtype: torch.dtype) -> No
         assert torch.equal(part.run(), full[first:last])
 
 
+@pytest.mark.parametrize(
+    ("experts", "choices", "sizes"),  # T * K / E of the sizes: within one power of two, below 1, or from 64 on
+    [
+        (64, 2, (17, 24, 31)),
+        (64, 2, (32, 50, 63)),
+        (64, 2, (64, 127)),
+        (8, 2, (17, 31)),
+        (5, 3, (27, 40, 53)),
+        (8, 2, (64, 100, 127)),
+        (8, 2, (128, 255)),
+        (8, 2, (256, 300, 513, 900)),
+    ],
+)
+@pytest.mark.parametrize("how", [None, "row", "tile"])
+def test_within_a_power_of_two_of_choices_per_expert_a_row_is_the_same_bit_for_bit(
+    experts: int, choices: int, sizes: tuple[int, ...], how: str | None
+) -> None:
+    case = layer(sizes[-1], experts, choices, width=144, inner=80)
+    options: dict[str, torch.Tensor] = {}
+    if how is not None:
+        case.w1, options["w1_scale"], _ = quantised(case.w1, how)
+        case.w2, options["w2_scale"], _ = quantised(case.w2, how)
+    full = case.run(**options)
+    g = torch.Generator().manual_seed(0)
+    for size in sizes:  # rows in any order: none stands where it stood, in the batch or in its block
+        rows = torch.randperm(sizes[-1], generator=g)[:size]
+        part = Layer(case.hidden[rows], case.w1, case.w2, case.weights[rows], case.ids[rows])
+        assert torch.equal(part.run(**options), full[rows])
+
+
 def test_runs_repeat_bit_for_bit() -> None:
     case = layer(200, 8, 4, torch.bfloat16)
     assert torch.equal(case.run(), case.run())

@@ -86,6 +86,17 @@ def test_a_nan_row_stays_alone() -> None:
     assert torch.equal(got[others], clean[others])
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tokens", [1, 2, 3, 4, 5, 16, 40, 257])
+def test_at_one_number_of_rows_a_row_does_not_depend_on_the_others(tokens: int, dtype: torch.dtype) -> None:
+    x, w1, b1, w2, b2, residual = problem(tokens, 64, 72, 64, dtype, bias=True, residual=True)
+    expected = fused_mlp(x, w1, b1, w2, b2, residual)
+    for row in {0, tokens // 2, tokens - 1}:
+        others, other_residual = torch.randn_like(x), torch.randn_like(residual)
+        others[row], other_residual[row] = x[row], residual[row]
+        assert torch.equal(fused_mlp(others, w1, b1, w2, b2, other_residual)[row], expected[row])
+
+
 def test_no_rows_give_no_rows() -> None:
     args = problem(0, 16, 24, 8, torch.float16, bias=True, residual=True)
     assert fused_mlp(*args).shape == (0, 8)

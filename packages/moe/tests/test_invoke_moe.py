@@ -115,6 +115,26 @@ def test_pairs_that_no_block_names_give_zero_rows(tokens: int) -> None:
     assert bool(down[sorted(named)].isinf().all())
 
 
+@pytest.mark.parametrize("block", [16, 64])
+def test_with_one_block_size_a_row_is_the_same_bit_for_bit_in_any_batch(block: int) -> None:
+    full = case(400, block, width=144, inner=80)
+    inner = torch.randn(400, 2, 80, generator=torch.Generator().manual_seed(1))
+    logits = torch.randn(400, 8, generator=torch.Generator().manual_seed(2))
+
+    def run(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        weights, ids, *aligned = route_and_align(logits[rows], 2, block)
+        up = invoke_cute_moe_up(full.hidden[rows], full.w1, None, None, ids, *aligned, block_size=block)
+        down = invoke_cute_moe_down(inner[rows].flatten(0, 1), full.w3, weights, ids, *aligned, block_size=block)
+        return up.view(len(rows), 2, -1), down
+
+    up, down = run(torch.arange(400))
+    for size in (1, 2, 3, 16, 17, 100, 399):
+        rows = torch.randperm(400, generator=torch.Generator().manual_seed(size))[:size]
+        part_up, part_down = run(rows)
+        assert torch.equal(part_up, up[rows])
+        assert torch.equal(part_down, down[rows])
+
+
 def test_slots_past_the_length_and_experts_past_the_end_are_skipped() -> None:
     c = case(4)
     full = invoke_cute_moe_up(c.hidden, c.w1, None, None, c.ids, *c.aligned, block_size=16)

@@ -106,3 +106,19 @@ def test_a_nan_row_stays_alone() -> None:
     for before, after in zip(clean, broken, strict=True):
         assert bool(after[3].isnan().all())
         assert torch.equal(after[others], before[others])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tokens", [1, 2, 3, 4, 5, 16, 40, 257])
+def test_at_one_number_of_rows_a_row_does_not_depend_on_the_others(tokens: int, dtype: torch.dtype) -> None:
+    x, weight, bias, residual = problem(tokens, 72, 96, dtype)
+    for op in (
+        lambda x: fused_linear_residual(x, weight, bias, residual),
+        lambda x: gemv(x, weight, bias),
+        lambda x: router_gemm(x, weight),
+    ):
+        expected = op(x)
+        for row in {0, tokens // 2, tokens - 1}:
+            others = torch.randn_like(x)
+            others[row] = x[row]
+            assert torch.equal(op(others)[row], expected[row])

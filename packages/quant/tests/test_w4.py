@@ -72,6 +72,17 @@ def test_linear_takes_leading_dimensions_views_and_out() -> None:
     assert bool(out[:, :3].isnan().all() and out[:, 27:].isnan().all())
 
 
+@pytest.mark.parametrize("tokens", [1, 2, 3, 4, 5, 16, 40, 257])
+def test_at_one_number_of_rows_a_row_does_not_depend_on_the_others(tokens: int) -> None:
+    w = pack_w4(weight(96, 128, torch.float32), 64)
+    x = torch.randn(tokens, 128)
+    expected = w4a16_linear(x, w)
+    for row in {0, tokens // 2, tokens - 1}:
+        others = torch.randn_like(x)
+        others[row] = x[row]
+        assert torch.equal(w4a16_linear(others, w)[row], expected[row])
+
+
 def test_a_packed_weight_is_frozen_and_moves() -> None:
     packed = pack_w4(weight(4, 8, torch.float32), 4)
     with pytest.raises(FrozenInstanceError):

@@ -127,7 +127,9 @@ def fused_experts(
     over j in ascending order. A token with no expert here gives zeros.
 
     Returns [T, Hd] in hidden's dtype, in ``out`` if it is given; ``out`` may not overlap the inputs. Reads nothing on
-    the host. A row is the same bit for bit for every T up to 16, and beyond it for T*K/E within one power of two.
+    the host. On a CPU a row is the same bit for bit for every T up to 16, and beyond it within each of these ranges of
+    T*K/E: below 1, from a power of two up to the next, from 64 on. On a GPU, while the op has no kernel, no range is
+    promised: the vendor's batched product chooses its order of summation.
 
     Raises ValueError or TypeError for a wrong dtype, rank, shape or device, an unknown ``activation``, FP8 weights
     without scales or scales without FP8 weights.

@@ -53,8 +53,9 @@ def fused_mlp(
     Accumulated in float32; the hidden layer is rounded once to x's dtype (it is the operand of the second product),
     the result once.
 
-    Returns [..., M] in x's dtype, in ``out`` if it is given; ``out`` may be ``residual`` but not ``x``. By reference a
-    row is independent of the batch up to the order of summation of the matrix product at hand.
+    Returns [..., M] in x's dtype, in ``out`` if it is given; ``out`` may be ``residual`` but not ``x``.
+    By reference each number of rows T is a range of its own: at one T a row is the same bit for bit whatever the other
+    rows hold; at another it may differ by rounding, for the matrix products choose their order of summation by T.
 
     Raises ValueError or TypeError for a wrong dtype, rank, shape or device, or an unknown ``activation``.
     Semantics: torch.nn.functional.linear and gelu.

@@ -36,7 +36,8 @@ def invoke_cute_moe_up(
     Accumulated in float32, rounded once.
 
     Returns [T*K, 2I] in the dtype of hidden_states, in ``out`` if it is given; rows of skipped pairs are zero. Reads
-    nothing on the host. A row is the same for every batch up to the order of summation of the product at hand.
+    nothing on the host. On a CPU a row is the same bit for bit for every T with one block_size, another block_size may
+    change it by rounding; on a GPU, while the op has no kernel, the vendor's batched product may do so for any T.
 
     Raises ValueError or TypeError for a wrong dtype, rank, shape or device, or where no or more than one block size
     fits. Semantics: the seed library kestrel-kernels 0.2; vLLM's fused MoE kernel.

@@ -46,8 +46,9 @@ def fused_linear_residual(
     x: [..., K] bf16, fp16 or float32. weight: [N, K], bias: [N] or None, residual: [..., N], all in x's dtype.
     *Constant*: weight, bias. Accumulated in float32, rounded once.
 
-    Returns [..., N] in x's dtype, in ``out`` if it is given; ``out`` may be ``residual`` but not ``x``. By reference a
-    row is independent of the batch up to the order of summation of the matrix product at hand.
+    Returns [..., N] in x's dtype, in ``out`` if it is given; ``out`` may be ``residual`` but not ``x``.
+    By reference each number of rows T is a range of its own: at one T a row is the same bit for bit whatever the other
+    rows hold; at another it may differ by rounding, for the matrix product chooses its order of summation by T.
 
     Raises ValueError or TypeError for a wrong dtype, rank, shape or device. Semantics: torch.nn.functional.linear.
 
@@ -75,8 +76,9 @@ def gemv(
     x: [..., K] bf16, fp16 or float32, one row or a few (any number is right). weight: [N, K], bias: [N] or None, in
     x's dtype. *Constant*: weight, bias. Accumulated in float32, rounded once.
 
-    Returns [..., N] in x's dtype, in ``out`` if it is given; ``out`` may not overlap ``x``. By reference a row is
-    independent of the batch up to the order of summation of the matrix product at hand.
+    Returns [..., N] in x's dtype, in ``out`` if it is given; ``out`` may not overlap ``x``.
+    By reference each number of rows T is a range of its own: at one T a row is the same bit for bit whatever the other
+    rows hold; at another it may differ by rounding, for the matrix product chooses its order of summation by T.
 
     Raises ValueError or TypeError for a wrong dtype, rank, shape or device. Semantics: torch.nn.functional.linear.
 
@@ -98,8 +100,9 @@ def router_gemm(x: torch.Tensor, weight: torch.Tensor, *, out: torch.Tensor | No
 
     x: [..., Hd] bf16, fp16 or float32. weight: [E, Hd] in x's dtype. *Constant*: weight. Accumulated in float32.
 
-    Returns float32 [..., E], in ``out`` if it is given. By reference a row is independent of the batch up to the order
-    of summation of the matrix product at hand.
+    Returns float32 [..., E], in ``out`` if it is given.
+    By reference each number of rows T is a range of its own: at one T a row is the same bit for bit whatever the other
+    rows hold; at another it may differ by rounding, for the matrix product chooses its order of summation by T.
 
     Raises ValueError or TypeError for a wrong dtype, rank, shape or device.
     Semantics: the gate of a routed layer, as vLLM's router GEMM computes it.

@@ -93,8 +93,9 @@ def w4a16_linear(
     :func:`pack_w4`, :func:`w4_from_gptq` or :func:`w4_from_awq`. bias: [N] in x's dtype or None. *Constant*: w, bias.
     The weight is code * scale, exact; accumulated in float32, rounded once.
 
-    Returns [..., N] in x's dtype, in ``out`` if it is given; ``out`` may not overlap ``x``. By reference a row is
-    independent of the batch up to the order of summation of the matrix product at hand.
+    Returns [..., N] in x's dtype, in ``out`` if it is given; ``out`` may not overlap ``x``.
+    By reference each number of rows T is a range of its own: at one T a row is the same bit for bit whatever the other
+    rows hold; at another it may differ by rounding, for the matrix product chooses its order of summation by T.
 
     Raises ValueError or TypeError for a wrong dtype, shape or device. Semantics: Marlin, Frantar et al. 2024.
 
