@@ -1,4 +1,4 @@
-"""The PyTorch reference of every op: the specification."""
+"""The PyTorch reference of topk_fwd: the specification. Those of the other ops are in reference_sampling.py."""
 
 from __future__ import annotations
 
