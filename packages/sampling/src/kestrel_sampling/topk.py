@@ -14,6 +14,7 @@ from .kernels.variants import covering
 
 _binary = Binary("kestrel_sampling")
 _NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+_MOST_ROWS = 2**31 - 1024  # row numbers are 32-bit in the kernels, those of the last block included
 _entry_points: dict[tuple[torch.dtype, int, int, int], Callable[..., Any]] = {}
 
 
@@ -41,7 +42,7 @@ def topk_fwd(scores: torch.Tensor, k: int, softmax: bool = False) -> tuple[torch
     NaN ranks below everything, -inf included, so a row shows NaN only when fewer than k of its scores are numbers.
     A row does not depend on the rows around it.
 
-    Kernels cover N <= 4096 with k <= 128; longer rows and larger k run by reference.
+    Kernels cover N <= 4096 with k <= 128 and up to 2^31 - 1024 rows; what is beyond runs by reference.
 
     Raises ValueError for k < 1, k > N or a last dimension with a stride, TypeError for another dtype.
     Semantics: ``quack.topk``, with exact values and indices in every dtype.
@@ -59,7 +60,11 @@ def topk_fwd(scores: torch.Tensor, k: int, softmax: bool = False) -> tuple[torch
 
 def _launch(scores: torch.Tensor, k: int, softmax: bool) -> tuple[torch.Tensor, torch.Tensor]:
     rows, n = scores.shape
-    launch = _entry_points.get((scores.dtype, n, k, scores.get_device())) or _entry_point(scores, n, k)
+    # True and 8.0 would find the entry point of 1 and 8: only an int may look.
+    known = _entry_points.get((scores.dtype, n, k, scores.get_device())) if type(k) is int else None
+    launch = known or _entry_point(scores, n, k)
+    if rows > _MOST_ROWS:
+        raise UnsupportedError("kernels cover up to 2^31 - 1024 rows")
     device = scores.device
     values = torch.empty(rows, k, dtype=scores.dtype, device=device)
     indices = torch.empty(rows, k, dtype=torch.int32, device=device)
@@ -73,7 +78,8 @@ def _entry_point(scores: torch.Tensor, n: int, k: int) -> Callable[..., Any]:
     _check_topk_fwd(scores, k)
     variant = covering(_NAMES[scores.dtype], n, k)
     if variant is None:
-        raise UnsupportedError(f"no kernel for rows of {n} with k = {k} (kernels cover rows up to 4096 with k <= 128)")
+        # The same words for every n and k: a reason is warned about once.
+        raise UnsupportedError("kernels cover rows up to 4096 with k up to 128")
     launch = _binary.function(f"{variant.name}_{_binary.arch(scores.device)}")
     _entry_points[scores.dtype, n, k, scores.get_device()] = launch
     return launch
