@@ -1,7 +1,7 @@
 """Times ops on one GPU: python tools/time_ops.py norm:rms_norm sampling:topk_fwd --out results.json
 
 An op's shapes are in packages/<family>/benchmarks/<op>.py:
-    TARGETS     {shape name: the time to reach, us}
+    TARGETS     {shape name: the time to reach, us, or None where none is set}
     make        (shape name, how many sets) -> list of sets of arguments, random, results to write included
     set_bytes   (shape name) -> bytes of one set that L2 must not hold when it comes round again
     candidates  () -> {name: function of one set}; the first is ours, the others are peers
@@ -91,7 +91,8 @@ def time_shape(
 def environment() -> dict[str, Any]:
     smi = "nvidia-smi --query-gpu=driver_version,clocks.sm,clocks.mem --format=csv,noheader"
     driver, sm_clock, memory_clock = subprocess.check_output(smi.split(), text=True).splitlines()[0].split(", ")
-    revision = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
+    describe = ["git", "describe", "--always", "--dirty", "--abbrev=40"]  # "-dirty" where the tree was modified
+    revision = subprocess.run(describe, cwd=ROOT, capture_output=True, text=True, check=False)
     return {
         "gpu": torch.cuda.get_device_name(),
         "l2_bytes": torch.cuda.get_device_properties().L2_cache_size,
@@ -143,7 +144,7 @@ def main() -> None:
     for row in report["rows"]:
         verdict = f"target {row['target_us']:8.2f}" if row["target_us"] else ""
         spread = f"({row['p20']:.2f} .. {row['p80']:.2f})"
-        print(f"{row['op']:20} {row['shape']:14} {row['candidate']:12} {row['us']:8.2f} us {spread:22} {verdict}")
+        print(f"{row['op']:20} {row['shape']:18} {row['candidate']:12} {row['us']:8.2f} us {spread:22} {verdict}")
 
 
 if __name__ == "__main__":
