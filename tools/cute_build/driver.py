@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -15,6 +17,7 @@ from . import worker
 
 ARCHS = ("80", "86", "89", "90a", "100f", "120f")
 RUNTIME = "libcute_dsl_runtime.so"
+MOST_PROCESSES = 16  # each imports the DSL: 0.5 s of a processor, 0.5 GB of memory
 
 
 @dataclass(frozen=True)
@@ -46,20 +49,21 @@ def build(family: Family, output: Path, archs: tuple[str, ...], keep: Path | Non
         _write_manifest(manifest, family, (), [])
         return [manifest]
     library = output / f"{family.package}.so"
+    compiler, runtime_folder = _compiler(), _runtime_folder()
     with tempfile.TemporaryDirectory() as folder:
         objects = Path(folder)
         functions = _compile(family, archs, objects, keep)
-        _link([objects / f"{function}.o" for function in functions], library)
+        _link([objects / f"{function}.o" for function in functions], library, compiler, runtime_folder)
     _write_manifest(manifest, family, archs, functions)
     return [library, manifest]
 
 
 def _compile(family: Family, archs: tuple[str, ...], objects: Path, keep: Path | None) -> list[str]:
-    """Compile every variant for every architecture in as many processes as there are processors."""
+    """Compile every variant for every architecture in a process per processor, MOST_PROCESSES at most."""
     names = list(worker.load_variants(family.source, family.package))
     jobs = [(name, arch) for name in names for arch in archs]
-    processors = len(os.sched_getaffinity(0))
-    shares = [share for share in (jobs[first::processors] for first in range(processors)) if share]
+    count = min(len(os.sched_getaffinity(0)), MOST_PROCESSES, len(jobs))
+    shares = [jobs[first::count] for first in range(count)]
     # No GPU may be looked at: a build gives the same binary with and without one.
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONHASHSEED": "0"}
     for name in [name for name in environment if name.startswith("CUTE_DSL_")]:
@@ -95,19 +99,33 @@ def _compile(family: Family, archs: tuple[str, ...], objects: Path, keep: Path |
     return sorted(f"{name}_sm{arch}" for name, arch in jobs)
 
 
-def _link(objects: list[Path], library: Path) -> None:
+def _compiler() -> list[str]:
+    """The C++ compiler that links, and the arguments that CXX gives it."""
+    compiler = shlex.split(os.environ.get("CXX", "")) or ["g++"]
+    if shutil.which(compiler[0]) is None:
+        raise SystemExit(f"no C++ compiler to link with: {compiler[0]!r} was not found; install g++ or set CXX")
+    return compiler
+
+
+def _runtime_folder() -> Path:
+    """Where NVIDIA's runtime library for CUDA 13 lies."""
     import nvidia_cutlass_dsl
+
+    folders = [Path(root) / "cu13" / "lib" for root in nvidia_cutlass_dsl.__path__]
+    for folder in folders:
+        if (folder / RUNTIME).is_file():
+            return folder
+    searched = ", ".join(map(str, folders))
+    raise SystemExit(f"{RUNTIME} for CUDA 13 was not found in {searched}: install nvidia-cutlass-dsl[cu13]")
+
+
+def _link(objects: list[Path], library: Path, compiler: list[str], runtime_folder: Path) -> None:
     import tvm_ffi.libinfo
 
     tvm_ffi_folder = Path(tvm_ffi.libinfo.find_libtvm_ffi()).parent
-    runtime_folder = next(
-        folder
-        for root in nvidia_cutlass_dsl.__path__
-        if (folder := Path(root) / "cu13" / "lib").joinpath(RUNTIME).is_file()
-    )
     # Neither search path nor build id goes into the library: kestrel_runtime opens what it needs before it.
     command = [
-        *(os.environ.get("CXX", "g++"), "-shared", "-o", library, *objects),
+        *(*compiler, "-shared", "-o", library, *objects),
         *(f"-L{runtime_folder}", f"-l:{RUNTIME}", f"-L{tvm_ffi_folder}", "-ltvm_ffi"),
         *("-Wl,--no-undefined", "-Wl,--exclude-libs,ALL", "-Wl,--build-id=none", "-Wl,--gc-sections", "-Wl,-s"),
     ]
