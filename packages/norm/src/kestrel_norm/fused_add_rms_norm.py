@@ -12,6 +12,13 @@ from .rms_norm import check_weight
 _kernels = Binary("kestrel_norm")
 
 
+def check_residual(op: str, x: torch.Tensor, residual: torch.Tensor) -> None:
+    """x of rows, and a residual like it."""
+    check.tensor(op, "x", x, dtype=check.FLOATS, ndim=(2, 3, 4), last_contiguous=True)
+    check.tensor(op, "residual", residual, dtype=x.dtype, last_contiguous=True)
+    check.shape(op, "residual", residual, x.shape)
+
+
 def check_fused_add_rms_norm(
     x: torch.Tensor,
     residual: torch.Tensor,
@@ -21,9 +28,7 @@ def check_fused_add_rms_norm(
     weight_bias: float = 0.0,
 ) -> None:
     op = "fused_add_rms_norm"
-    check.tensor(op, "x", x, dtype=check.FLOATS, ndim=(2, 3, 4), last_contiguous=True)
-    check.tensor(op, "residual", residual, dtype=x.dtype, last_contiguous=True)
-    check.shape(op, "residual", residual, x.shape)
+    check_residual(op, x, residual)
     check_weight(op, x, weight, eps, weight_bias)
     check.same(op, "device", x=x, residual=residual, weight=weight)
 

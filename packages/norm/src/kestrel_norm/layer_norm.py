@@ -11,6 +11,15 @@ from . import reference
 _kernels = Binary("kestrel_norm")
 
 
+def check_vectors(op: str, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float) -> None:
+    """What the LayerNorms share: weight and bias [N] of x's dtype, and eps."""
+    for name, vector in (("weight", weight), ("bias", bias)):
+        if vector is not None:
+            check.tensor(op, name, vector, dtype=x.dtype, last_contiguous=True)
+            check.shape(op, name, vector, x.shape[-1:])
+    check.number(op, "eps", eps, minimum=0)
+
+
 def check_layer_norm(
     x: torch.Tensor,
     weight: torch.Tensor | None = None,
@@ -21,11 +30,7 @@ def check_layer_norm(
 ) -> None:
     op = "layer_norm"
     check.tensor(op, "x", x, dtype=check.FLOATS, ndim=(2, 3, 4), last_contiguous=True)
-    for name, vector in (("weight", weight), ("bias", bias)):
-        if vector is not None:
-            check.tensor(op, name, vector, dtype=x.dtype, last_contiguous=True)
-            check.shape(op, name, vector, x.shape[-1:])
-    check.number(op, "eps", eps, minimum=0)
+    check_vectors(op, x, weight, bias, eps)
     if out is not None:
         check.tensor(op, "out", out, dtype=x.dtype, last_contiguous=True)
         check.shape(op, "out", out, x.shape)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kestrel_runtime.reference import row_sums
+from kestrel_runtime.reference import quantise_rows, row_sums
 
 
 def layer_norm(
@@ -23,10 +23,18 @@ def layer_norm(
 def rms_norm(
     x: torch.Tensor, weight: torch.Tensor | None = None, eps: float = 1e-6, *, weight_bias: float = 0.0
 ) -> torch.Tensor:
+    return _rms_normed(x, weight, eps, weight_bias).to(x.dtype)
+
+
+def _rms_normed(x: torch.Tensor, weight: torch.Tensor | None, eps: float, weight_bias: float) -> torch.Tensor:
+    """rms_norm in float32, not rounded."""
     y = x.float() / torch.sqrt(row_sums(x.float().square()) / x.shape[-1] + eps)
-    if weight is not None:
-        y = y * (weight.float() + weight_bias)
-    return y.to(x.dtype)
+    return y if weight is None else y * (weight.float() + weight_bias)
+
+
+def _add_to(residual: torch.Tensor, x: torch.Tensor) -> None:
+    """residual <- round(x + residual); the rounded sum is what the norms below see."""
+    residual.copy_(x.float() + residual.float())
 
 
 def fused_add_rms_norm(
@@ -37,5 +45,47 @@ def fused_add_rms_norm(
     *,
     weight_bias: float = 0.0,
 ) -> None:
-    residual.copy_(x.float() + residual.float())  # rounds to the dtype; the rounded sum feeds the variance
+    _add_to(residual, x)
     x.copy_(rms_norm(residual, weight, eps, weight_bias=weight_bias))
+
+
+def fused_add_layer_norm(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    eps: float = 1e-5,
+) -> None:
+    _add_to(residual, x)
+    x.copy_(layer_norm(residual, weight, bias, eps))
+
+
+def rms_norm_fp8(
+    x: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    *,
+    weight_bias: float = 0.0,
+    scale_ub: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return quantise_rows(_rms_normed(x, weight, eps, weight_bias), scale_ub)
+
+
+def fused_add_rms_norm_fp8(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    *,
+    weight_bias: float = 0.0,
+    scale_ub: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    _add_to(residual, x)
+    return rms_norm_fp8(residual, weight, eps, weight_bias=weight_bias, scale_ub=scale_ub)
+
+
+def rms_norm_linear(
+    x: torch.Tensor, norm_weight: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6
+) -> torch.Tensor:
+    normed = rms_norm(x, norm_weight, eps).float()
+    return (normed @ weight.float().t()).to(x.dtype)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from kestrel_runtime.reference import pack_int4, to_fp8, unpack_int4
+from kestrel_runtime.reference import pack_int4, quotient, to_fp8, unpack_int4
 
 FP8_MAX = 448.0
 FP8_SMALLEST_AMAX = 1e-12  # an all-zero row gets this over 448 as its scale
@@ -93,11 +93,6 @@ def _integer_scale(amax: torch.Tensor, largest: int) -> torch.Tensor:
 def _integer_codes(quotients: torch.Tensor, largest: int) -> torch.Tensor:
     """Round half to even and saturate; NaN, for which integers have no code, becomes 0."""
     return quotients.nan_to_num(0.0, largest, -largest).round().clamp(-largest, largest).to(torch.int32)
-
-
-def quotient(x: torch.Tensor, divisor: float) -> torch.Tensor:
-    """x / divisor, truly divided: with a Python number CUDA would multiply by the rounded reciprocal."""
-    return x / torch.full_like(x, divisor)
 
 
 def _amax(values: torch.Tensor, granularity: str, group_size: int) -> torch.Tensor:

@@ -50,6 +50,28 @@ def to_fp8(x: torch.Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> torch.T
     return x.float().clamp(-largest, largest).to(dtype)
 
 
+def quotient(x: torch.Tensor, divisor: float) -> torch.Tensor:
+    """x / divisor, truly divided: with a Python number CUDA would multiply by the rounded reciprocal."""
+    return x / torch.full_like(x, divisor)
+
+
+def quantise_rows(x: torch.Tensor, scale_ub: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Dynamic FP8 per row: codes e4m3fn [..., N] and scales float32 [..., 1] with ``x ≈ codes * scale``.
+
+    x: float32 [..., N]. scale = max(min(amax, scale_ub), 1e-12) / 448, amax the largest finite magnitude of the row;
+    scale_ub: float32 [1] or None.
+
+    >>> codes, scale = quantise_rows(torch.tensor([[1.0, -2.0]]))
+    >>> codes.float().tolist(), (codes.float() * scale).tolist()
+    ([[224.0, -448.0]], [[1.0, -2.0]])
+    """
+    amax = torch.where(x.isfinite(), x.abs(), 0.0).amax(dim=-1, keepdim=True)
+    if scale_ub is not None:
+        amax = torch.minimum(amax, scale_ub)
+    scale = quotient(amax.clamp(min=1e-12), 448.0)
+    return to_fp8(x / scale), scale
+
+
 def pack_int4(codes: torch.Tensor) -> torch.Tensor:
     """Pack integer codes (-8..15) of an even last dimension into bytes: even index in the low nibble.
 
