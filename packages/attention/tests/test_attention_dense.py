@@ -70,13 +70,14 @@ def test_longer_batches_are_those_of_torch(dtype, queries, keys, heads, kv_heads
     assert_attends(out, None, exact, None, v)
 
 
-def test_chunks_of_queries_change_nothing(monkeypatch):
-    """Only the memory: a chunk is a matrix product of fewer rows, which rounds alike to a few units."""
+def test_chunks_and_blocks_change_nothing(monkeypatch):
+    """Only the memory: matrix products of fewer queries, and sums of fewer keys, round alike to a few units."""
     torch.manual_seed(0)
     q, k, v = torch.randn(2, 50, 4, 64), torch.randn(2, 70, 2, 64), torch.randn(2, 70, 2, 64)
     how = {"causal": True, "window_size": (9, -1), "return_lse": True}
     whole = flash_attn_func(q, k, v, **how)
-    monkeypatch.setattr(reference, "_MOST_SCORES", 4 * 70 * 7)
+    monkeypatch.setattr(reference, "_QUERIES", 7)
+    monkeypatch.setattr(reference, "_KEYS", 16)
     chunked = flash_attn_func(q, k, v, **how)
     for a, b in zip(whole, chunked, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=2e-6)
@@ -187,16 +188,26 @@ def test_keys_in_a_paged_cache_are_those_of_flash_attn_with_kvcache(page, storag
     assert torch.equal(same[0], out)
 
 
-def test_a_row_does_not_depend_on_the_sequences_around_it():
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(4, 4, 64), (4, 2, 64), (8, 1, 72)])
+def test_a_row_does_not_depend_on_the_sequences_around_it(heads, kv_heads, size):
+    """Nor on the bounds max_seqlen_q and max_seqlen_k, which come from the others: alone, each has its own."""
     torch.manual_seed(0)
-    q, k, v, cu_q, cu_k = packed([7, 9, 4], [30, 12, 4])
+    lengths_q, lengths_k = [7, 9, 4, 1, 33, 70], [30, 12, 4, 257, 300, 513]
+    q, k, v, cu_q, cu_k = packed(lengths_q, lengths_k, heads, kv_heads, size)
     k[30:42], v[30:42] = NAN, NAN
-    whole = flash_attn_varlen_func(q, k, v, cu_q, cu_k, 9, 30, causal=True)
-    alone = flash_attn_varlen_func(q[:7], k[:30], v[:30], ints(0, 7), ints(0, 30), 9, 30, causal=True)
-    assert torch.equal(whole[:7], alone)
-    last = flash_attn_varlen_func(q[16:], k[42:], v[42:], ints(0, 4), ints(0, 4), 9, 30, causal=True)
-    assert torch.equal(whole[16:], last)
-    assert whole[7:16].isnan().all()
+    how = {"causal": True, "return_lse": True}
+    whole, whole_lse = flash_attn_varlen_func(q, k, v, cu_q, cu_k, 70, 513, **how)
+    parts = zip(q.split(lengths_q), k.split(lengths_k), v.split(lengths_k), strict=True)
+    for b, (queries, keys, values) in enumerate(parts):
+        starts = ints(0, len(queries)), ints(0, len(keys))
+        alone, lse = flash_attn_varlen_func(queries, keys, values, *starts, len(queries), len(keys), **how)
+        rows = slice(int(cu_q[b]), int(cu_q[b + 1]))
+        if b == 1:
+            assert alone.isnan().all()
+            assert whole[rows].isnan().all()
+        else:
+            assert torch.equal(alone, whole[rows])
+            assert torch.equal(lse, whole_lse[:, rows])
 
 
 @pytest.mark.parametrize("shape", [(0, 3, 4, 64), (2, 0, 4, 64)])

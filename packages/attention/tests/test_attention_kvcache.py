@@ -215,26 +215,52 @@ def test_a_length_past_the_table_sees_what_the_table_holds():
     assert torch.equal(within, past)
 
 
-@pytest.mark.parametrize("queries", [1, 3])
-def test_a_row_does_not_depend_on_its_batch(queries):
-    torch.manual_seed(0)
-    cache = Paged([0, 1, 54, 130, 300], 8, 4, 64)
-    q = torch.randn(5, queries, 4, 64)
+LENGTHS = [0, 1, 5, 54, 130, 256, 257, 300, 700]
+
+
+@pytest.mark.parametrize("queries", [1, 3, 40])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(8, 8, 64), (8, 2, 64), (4, 1, 72)])
+def test_a_row_does_not_depend_on_its_batch(queries, dtype, heads, kv_heads, size):
+    """Nor on the width of the table, which comes from the longest sequence: alone, each has its own pages only."""
+    torch.manual_seed(queries)
+    cache = Paged(LENGTHS, 8, kv_heads, size, dtype)
+    q = torch.randn(len(LENGTHS), queries, heads, size).to(dtype)
     q[1] = NAN
-    whole = flash_attn_with_kvcache(
-        q, cache.k_cache, cache.v_cache, cache_seqlens=cache.lengths, block_table=cache.table, causal=True
+    given = {"causal": True, "return_lse": True}
+    whole, whole_lse = flash_attn_with_kvcache(
+        q, cache.k_cache, cache.v_cache, cache_seqlens=cache.lengths, block_table=cache.table, **given
     )
-    for b in (0, 2, 3, 4):
-        alone = flash_attn_with_kvcache(
-            q[b : b + 1],
+    for b, length in enumerate(LENGTHS):
+        own = slice(b, b + 1)
+        alone, lse = flash_attn_with_kvcache(
+            q[own],
             cache.k_cache,
             cache.v_cache,
-            cache_seqlens=cache.lengths[b : b + 1],
-            block_table=cache.table[b : b + 1],
-            causal=True,
+            cache_seqlens=cache.lengths[own],
+            block_table=cache.table[own, : -(-length // 8)],
+            **given,
+        )
+        if b == 1:
+            assert alone[0, -1].isnan().all()
+            assert whole[1, -1].isnan().all()
+        else:
+            assert torch.equal(alone[0], whole[b])
+            assert torch.equal(lse[0], whole_lse[b])
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(8, 8, 64), (4, 1, 72)])
+def test_a_row_does_not_depend_on_the_room_in_a_contiguous_cache(heads, kv_heads, size):
+    torch.manual_seed(0)
+    lengths = LENGTHS[1:]
+    q, k, v = (torch.randn(len(lengths), n, h, size) for n, h in ((2, heads), (1000, kv_heads), (1000, kv_heads)))
+    whole = flash_attn_with_kvcache(q, k, v, cache_seqlens=ints(*lengths), causal=True)
+    for b, length in enumerate(lengths):
+        own = slice(b, b + 1)
+        alone = flash_attn_with_kvcache(
+            q[own], k[own, :length], v[own, :length], cache_seqlens=ints(length), causal=True
         )
         assert torch.equal(alone[0], whole[b])
-    assert whole[1, -1].isnan().all()
 
 
 # -- appending --------------------------------------------------------------------------------------------------------

@@ -25,7 +25,8 @@ from kestrel_runtime.paged_cache import (
     write_rows,
 )
 
-_MOST_SCORES = 2**26  # of one chunk of queries: 256 MiB in float32
+_KEYS = 256  # of one block
+_QUERIES = 32  # of one chunk: a row of scores per head and query is in memory at once, for all keys
 
 
 def attend(
@@ -47,8 +48,9 @@ def attend(
     first: integers [B], the key position at which query 0 of each sequence stands.
     prefix: keys below it (one number, or integers [B]) are visible whatever causal and window say.
 
-    Each sequence is worked out alone, and long ones in chunks of queries: a row does not depend on the batch around it
-    (matrix products of other shapes round differently), and the scores fit in memory.
+    A row is the same, bit for bit, whatever the batch around it and whatever L. Sums and matrix products of other
+    shapes round differently, so those of a sequence are its own, in chunks of _QUERIES queries and blocks of _KEYS
+    keys, added in order: a block past its end adds exact zeros.
     """
     batch, queries, heads, size = q.shape
     keys, kv_heads = k.shape[1:3]
@@ -56,30 +58,60 @@ def attend(
     lse = q.new_full(out.shape[:-1], float("-inf"))
     scale = size**-0.5 if softmax_scale is None else softmax_scale
     rows = (q * scale).unflatten(2, out.shape[1:3]).permute(0, 2, 3, 1, 4)  # [B, Hk, H/Hk, Sq, D]
-    k = k.permute(0, 2, 3, 1)  # [B, Hk, D, L]
-    v = torch.where(present[:, :, None, None], v, 0.0).transpose(1, 2)  # [B, Hk, L, D]; 0 * NaN would be NaN
+    present = torch.nn.functional.pad(present, (0, _round_up(keys, _KEYS) - keys))
     position = first[:, None, None] + torch.arange(queries, device=q.device)[:, None]  # [B, Sq, 1]
     prefix = prefix[:, None, None] if isinstance(prefix, torch.Tensor) else prefix
     left, right = window[0], 0 if causal else window[1]
     visible = _visible(present[:, None], position, left, right, prefix)
 
-    step = max(1, _MOST_SCORES // max(1, heads * keys))
     for b in range(batch if keys > 0 else 0):
-        for start in range(0, queries, step):
-            chunk = slice(start, start + step)
-            few = rows[b, :, :, chunk]
-            scores = (few.flatten(1, 2) @ k[b]).unflatten(1, few.shape[1:3])  # [Hk, H/Hk, chunk, L]
-            if softcap > 0:
-                scores = softcap * torch.tanh(scores / softcap)
-            scores = torch.where(visible[b, chunk], scores, float("-inf"))
-            largest = scores.amax(-1, keepdim=True)
-            largest = torch.where(largest == float("-inf"), 0.0, largest)  # a row that sees no key
-            weights = torch.exp(scores - largest)
-            total = weights.sum(-1, keepdim=True)
-            weighed = (weights.flatten(1, 2) @ v[b]).unflatten(1, few.shape[1:3])
-            out[b, :, :, chunk] = torch.where(total == 0, 0.0, weighed / total)
-            lse[b, :, :, chunk] = (total.log() + largest).squeeze(-1)
+        k_blocks, v_blocks = _blocks(k[b], present[b]), _blocks(v[b], present[b])
+        for start in range(0, queries, _QUERIES):
+            chunk = slice(start, start + _QUERIES)
+            out[b, :, :, chunk], lse[b, :, :, chunk] = _attend_chunk(
+                rows[b, :, :, chunk], k_blocks, v_blocks, visible[b, chunk], softcap
+            )
     return out.permute(0, 3, 1, 2, 4).flatten(2, 3), lse.flatten(1, 2)
+
+
+def _attend_chunk(
+    rows: torch.Tensor,
+    k_blocks: list[torch.Tensor],
+    v_blocks: list[torch.Tensor],
+    visible: torch.Tensor,
+    softcap: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Some queries of one sequence: rows [Hk, H/Hk, N, D] over blocks of k and v [Hk, _KEYS, D]."""
+    group = rows.shape[1:3]
+    flat = rows.flatten(1, 2).clone(memory_format=torch.contiguous_format)  # laid out alike too
+    blocks = [flat @ k.mT for k in k_blocks]
+    if softcap > 0:
+        blocks = [softcap * torch.tanh(block / softcap) for block in blocks]
+    scores = torch.where(visible, torch.cat(blocks, dim=-1).unflatten(1, group), float("-inf")).flatten(1, 2)
+    largest = scores.amax(-1, keepdim=True)
+    largest = torch.where(largest == float("-inf"), 0.0, largest)  # a row that sees no key
+    total, weighed = torch.zeros_like(largest), torch.zeros_like(flat)
+    for block, v in zip(scores.split(_KEYS, -1), v_blocks, strict=True):
+        weights = torch.exp(block - largest)
+        total = total + weights.sum(-1, keepdim=True)
+        weighed = weighed + weights @ v
+    out = torch.where(total == 0, 0.0, weighed / total)
+    return out.unflatten(1, group), (total.log() + largest).squeeze(-1).unflatten(1, group)
+
+
+def _blocks(x: torch.Tensor, present: torch.Tensor) -> list[torch.Tensor]:
+    """x [L, Hk, D] as blocks [Hk, _KEYS, D] that are all laid out alike, 0 where no key is: by its bits, for NaN."""
+    blocks = []
+    for part, exists in zip(x.split(_KEYS), present.split(_KEYS), strict=True):
+        block = part.new_empty(_KEYS, *part.shape[1:])
+        block[: part.shape[0]] = part
+        block.view(torch.int32).mul_(exists[:, None, None])  # 5 times as fast as where() on a CPU
+        blocks.append(block.transpose(0, 1))
+    return blocks
+
+
+def _round_up(count: int, multiple: int) -> int:
+    return -(-count // multiple) * multiple
 
 
 def _visible(
@@ -279,7 +311,7 @@ def flash_attn_varlen_func(
         k, v = read_cache(k, v, table, lengths_k, k_scale, v_scale)
 
     out, lse = attend(
-        _decode(_unpack(q, cu_seqlens_q, max_seqlen_q), q_scale),
+        _decode(_unpack(q, cu_seqlens_q, _round_up(max_seqlen_q, _QUERIES)), q_scale),  # whole chunks, see attend
         k,
         v,
         present,
