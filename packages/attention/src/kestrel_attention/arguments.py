@@ -141,6 +141,8 @@ def _check_caches(
         check.tensor(op, name, cache, dtype=dtype, ndim=4, last_contiguous=True)
     (k_name, k_cache), (v_name, v_cache) = caches.items()
     check.shape(op, k_name, k_cache, (None, None, None, width))
+    if k_cache.shape[1] < 1:
+        check.fail(op, k_name, "a page size >= 1", k_cache.shape[1])
     check.shape(op, v_name, v_cache, k_cache.shape)
     check.same(op, "dtype", **caches)
     check_groups(op, q, k_cache.shape[2])

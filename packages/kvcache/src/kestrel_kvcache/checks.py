@@ -32,10 +32,12 @@ def check_pair(
     heads: int | None = None,
     width: int | None = None,
 ) -> torch.Size:
-    """Both caches are [blocks, P, heads, width] of one dtype. Returns their shape."""
+    """Both caches are [blocks, P, heads, width] of one dtype, P >= 1. Returns their shape."""
     check.tensor(op, "key_cache", key_cache, dtype=dtype, ndim=4, last_contiguous=True)
     check.tensor(op, "value_cache", value_cache, dtype=dtype, ndim=4, last_contiguous=True)
     check.shape(op, "key_cache", key_cache, (None, None, heads, width))
+    if key_cache.shape[1] < 1:
+        check.fail(op, "key_cache", "a page size >= 1", key_cache.shape[1])
     check.shape(op, "value_cache", value_cache, key_cache.shape)
     check.same(op, "dtype", key_cache=key_cache, value_cache=value_cache)
     return key_cache.shape
