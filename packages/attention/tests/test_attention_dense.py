@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
@@ -208,6 +210,18 @@ def test_a_row_does_not_depend_on_the_sequences_around_it(heads, kv_heads, size)
         else:
             assert torch.equal(alone, whole[rows])
             assert torch.equal(lse, whole_lse[:, rows])
+
+
+@pytest.mark.parametrize("unbounded", [2**62, sys.maxsize])
+def test_a_window_as_far_as_integers_go_is_unbounded(unbounded):
+    torch.manual_seed(0)
+    q, k, v = torch.randn(1, 5, 4, 64), torch.randn(1, 9, 2, 64), torch.randn(1, 9, 2, 64)
+    assert torch.equal(
+        flash_attn_func(q, k, v, window_size=(unbounded, unbounded)), flash_attn_func(q, k, v, window_size=(-1, -1))
+    )
+    for window in ((-1, unbounded), (unbounded, -1), (unbounded, 2), (2, unbounded)):
+        same = tuple(-1 if side == unbounded else side for side in window)
+        assert torch.equal(flash_attn_func(q, k, v, window_size=window), flash_attn_func(q, k, v, window_size=same))
 
 
 @pytest.mark.parametrize("shape", [(0, 3, 4, 64), (2, 0, 4, 64)])

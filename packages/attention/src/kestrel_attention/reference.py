@@ -27,6 +27,7 @@ from kestrel_runtime.paged_cache import (
 
 _KEYS = 256  # of one block
 _QUERIES = 32  # of one chunk: a row of scores per head and query is in memory at once, for all keys
+_FAR = 2**62  # positions lie below 2**31; callers say "unbounded" with up to 2**63 - 1, which would overflow
 
 
 def attend(
@@ -120,6 +121,7 @@ def _visible(
     """Which keys each query sees, bool [B, Sq, L]: those in its window (-1 is unbounded) or below the prefix."""
     if left < 0 and right < 0:
         return present.expand(-1, position.shape[1], -1)
+    left, right = min(left, _FAR), min(right, _FAR)
     key = torch.arange(present.shape[-1], device=present.device)
     inside = key <= position + right if right >= 0 else key >= position - left
     if left >= 0 and right >= 0:
