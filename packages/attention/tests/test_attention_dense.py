@@ -190,6 +190,17 @@ def test_keys_in_a_paged_cache_are_those_of_flash_attn_with_kvcache(page, storag
     assert torch.equal(same[0], out)
 
 
+def test_a_cache_of_bytes_goes_with_e4m3_queries():
+    torch.manual_seed(0)
+    k, v = torch.randn(4, 8, 2, 64).to(torch.float8_e4m3fn), torch.randn(4, 8, 2, 64).to(torch.float8_e4m3fn)
+    q = torch.randn(3, 4, 64).to(torch.float8_e4m3fn)
+    how = {"seqused_k": ints(7, 30), "block_table": ints(2, 0, 1, 3).repeat(2, 1), "k_scale": torch.full((2,), 0.5)}
+    starts = ints(0, 1, 3)
+    want = flash_attn_varlen_func(q, k, v, starts, None, 2, 30, **how)
+    got = flash_attn_varlen_func(q, k.view(torch.uint8), v.view(torch.uint8), starts, None, 2, 30, **how)
+    assert torch.equal(got, want)
+
+
 @pytest.mark.parametrize(("heads", "kv_heads", "size"), [(4, 4, 64), (4, 2, 64), (8, 1, 72)])
 def test_a_row_does_not_depend_on_the_sequences_around_it(heads, kv_heads, size):
     """Nor on the bounds max_seqlen_q and max_seqlen_k, which come from the others: alone, each has its own."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from kestrel_runtime import check, kernel_op
+from kestrel_runtime.paged_cache import as_fp8
 
 from . import arguments, reference
 
@@ -161,7 +162,7 @@ def _check_scales(
     v_scale: torch.Tensor | None,
 ) -> None:
     if q.dtype in arguments.FP8:
-        check.same(op, "dtype", q=q, k=k)
+        check.same(op, "dtype", q=q, k=as_fp8(k))
     arguments.check_scale(op, "q_scale", q_scale, q, q.shape[-2])
     arguments.check_scale(op, "k_scale", k_scale, k, k.shape[-2])
     arguments.check_scale(op, "v_scale", v_scale, v, v.shape[-2])
