@@ -110,6 +110,8 @@ def rotary_cases(tokens: int, heads: int, size: int, blocks: int, page: int) -> 
         bad("a table too wide", "cos_sin_cache", torch.zeros(8, size + 2), fragment=f"at most {size}"),
         bad("a negative offset", "rope_dim_offset", -1, fragment=">= 0"),
         bad("no head size", "head_size", 0, fragment=">= 1"),
+        bad("an order of pairs as text", "is_neox", "gptj", TypeError, "True or False"),
+        bad("an order of pairs as a number", "is_neox", 0, TypeError, "int"),
         bad("more slots than rows", "slot_mapping", int64(tokens + 1), fragment=str(tokens + 1)),
         bad("slots of floats", "slot_mapping", slots.float(), TypeError, "float32"),
         bad("a cache of another dtype", "key_cache", cache.half(), TypeError, "float16"),

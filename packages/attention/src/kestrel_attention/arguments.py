@@ -10,6 +10,7 @@ import torch
 from kestrel_runtime import check
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+_LARGEST = torch.finfo(torch.float32).max
 Tensors = Mapping[str, Any]  # by the names they have as arguments; None where one is missing
 
 
@@ -33,8 +34,9 @@ def prefix(op: str, prefix_len: torch.Tensor | int | None) -> tuple[int, torch.T
     check.fail(op, "prefix_len", "an integer, a tensor or None", type(prefix_len).__name__, TypeError)
 
 
-def check_out(op: str, out: torch.Tensor | None, q: torch.Tensor) -> None:
+def check_result(op: str, return_lse: bool, out: torch.Tensor | None, q: torch.Tensor) -> None:
     """out has q's shape and device and the dtype of the result; what q must be is checked with the rest."""
+    check.flag(op, "return_lse", return_lse)
     if out is None or not isinstance(q, torch.Tensor):
         return
     dtype = torch.bfloat16 if q.dtype in FP8 else q.dtype
@@ -55,6 +57,7 @@ def check_scores(
     op: str,
     batch: int,
     softmax_scale: float | None,
+    causal: bool,
     window_left: int,
     window_right: int,
     softcap: float,
@@ -63,14 +66,22 @@ def check_scores(
 ) -> None:
     """What shapes the scores."""
     if softmax_scale is not None:
-        check.number(op, "softmax_scale", softmax_scale)
+        _check_finite(op, "softmax_scale", softmax_scale)
+    check.flag(op, "causal", causal)
     check.number(op, "window_size", window_left, integer=True, minimum=-1)
     check.number(op, "window_size", window_right, integer=True, minimum=-1)
-    check.number(op, "softcap", softcap, minimum=0.0)
+    _check_finite(op, "softcap", softcap, minimum=0.0)
     check.number(op, "prefix_len", prefix_len, integer=True, minimum=0)
     if prefix_lens is not None:
         check.tensor(op, "prefix_len", prefix_lens, dtype=torch.int32, ndim=1)
         check.shape(op, "prefix_len", prefix_lens, (batch,))
+
+
+def _check_finite(op: str, name: str, value: float, **bounds: float) -> None:
+    """A number that is finite in float32, in which scores are worked out."""
+    check.number(op, name, value, **bounds)
+    if abs(value) > _LARGEST:
+        check.fail(op, name, "a finite number (in float32)", value)
 
 
 def check_groups(op: str, q: torch.Tensor, kv_heads: int) -> None:

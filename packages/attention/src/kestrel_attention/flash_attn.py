@@ -58,7 +58,7 @@ def flash_attn_func(
     op = "flash_attn_func"
     left, right = arguments.window(op, window_size)
     length, lengths = arguments.prefix(op, prefix_len)
-    arguments.check_out(op, out, q)
+    arguments.check_result(op, return_lse, out, q)
     result, lse = _flash_attn_func(
         q, k, v, softmax_scale, causal, left, right, softcap, length, lengths, q_scale, k_scale, v_scale
     )
@@ -117,7 +117,7 @@ def flash_attn_varlen_func(
     op = "flash_attn_varlen_func"
     left, right = arguments.window(op, window_size)
     length, lengths = arguments.prefix(op, prefix_len)
-    arguments.check_out(op, out, q)
+    arguments.check_result(op, return_lse, out, q)
     result, lse = _flash_attn_varlen_func(
         q,
         k,
@@ -188,7 +188,9 @@ def _check_dense(
     _check_inputs(op, q, k, v, 4)
     check.shape(op, "k", k, (q.shape[0], None, None, q.shape[3]))
     _check_scales(op, q, k, v, q_scale, k_scale, v_scale)
-    arguments.check_scores(op, q.shape[0], softmax_scale, window_left, window_right, softcap, prefix_len, prefix_lens)
+    arguments.check_scores(
+        op, q.shape[0], softmax_scale, causal, window_left, window_right, softcap, prefix_len, prefix_lens
+    )
     scales = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
     check.same(op, "device", q=q, k=k, v=v, **scales, prefix_len=prefix_lens)
 
@@ -237,7 +239,9 @@ def _check_varlen(
     _check_scales(op, q, k, v, q_scale, k_scale, v_scale)
     check.number(op, "max_seqlen_q", max_seqlen_q, integer=True, minimum=0)
     check.number(op, "max_seqlen_k", max_seqlen_k, integer=True, minimum=0)
-    arguments.check_scores(op, batch, softmax_scale, window_left, window_right, softcap, prefix_len, prefix_lens)
+    arguments.check_scores(
+        op, batch, softmax_scale, causal, window_left, window_right, softcap, prefix_len, prefix_lens
+    )
     lengths = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "seqused_k": seqused_k}
     scales = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
     check.same(op, "device", q=q, k=k, v=v, **lengths, block_table=block_table, **scales, prefix_len=prefix_lens)

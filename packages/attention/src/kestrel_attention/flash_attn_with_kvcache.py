@@ -90,7 +90,7 @@ def flash_attn_with_kvcache(
     """
     left, right = arguments.window(_OP, window_size)
     length, lengths = arguments.prefix(_OP, prefix_len)
-    arguments.check_out(_OP, out, q)
+    arguments.check_result(_OP, return_lse, out, q)
     scores = (softmax_scale, causal, left, right, softcap, length, lengths, num_splits)
     cache = (cache_seqlens, block_table, k_scale, v_scale)
     int4 = (k_zero, v_zero, k_tail, seq_ids)
@@ -144,7 +144,9 @@ def _check(
     arguments.check_table(_OP, "k_cache", k_cache, block_table, batch)
     check.tensor(_OP, "cache_seqlens", cache_seqlens, dtype=torch.int32, ndim=1)
     check.shape(_OP, "cache_seqlens", cache_seqlens, (batch,))
-    arguments.check_scores(_OP, batch, softmax_scale, window_left, window_right, softcap, prefix_len, prefix_lens)
+    arguments.check_scores(
+        _OP, batch, softmax_scale, causal, window_left, window_right, softcap, prefix_len, prefix_lens
+    )
     check.number(_OP, "num_splits", num_splits, integer=True, minimum=0)
     lengths = {"cache_seqlens": cache_seqlens, "block_table": block_table}
     check.same(_OP, "device", q=q, **caches, **lengths, **scales, **int4, prefix_len=prefix_lens)

@@ -39,6 +39,7 @@ def check_rotary_and_cache(
     heads = _heads(key, head_size)
     if _heads(value, head_size) != heads:
         check.fail(op, "value", f"{heads} heads, as key has", _heads(value, head_size))
+    check.flag(op, "is_neox", is_neox)
     check_table(op, cos_sin_cache, query, head_size, rope_dim_offset)
     check_slots(op, slot_mapping, positions.shape[0])
     check_store(op, key.dtype, heads, head_size, key_cache, value_cache, kv_cache_dtype, k_scale, v_scale)
