@@ -107,6 +107,11 @@ def per_head(scale: torch.Tensor) -> torch.Tensor:
     return scale.unsqueeze(-1)
 
 
+def quotient(x: torch.Tensor, divisor: float) -> torch.Tensor:
+    """x / divisor, truly divided: with a Python number CUDA would multiply by the rounded reciprocal."""
+    return x / torch.full_like(x, divisor)
+
+
 def encode_fp8(x: torch.Tensor, scale: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
     """x [..., Hk, D] / scale, rounded once to FP8 (nearest even, saturating)."""
     return to_fp8(x.float() if scale is None else x.float() / per_head(scale), dtype)
@@ -119,7 +124,7 @@ def encode_int8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """
     x = x.float()
     largest = torch.where(x.isinf(), 0.0, x.abs()).amax(-1)
-    scale = torch.where(largest == 0, 1.0, largest / 127)
+    scale = torch.where(largest == 0, 1.0, quotient(largest, 127))
     codes = (x / scale.unsqueeze(-1)).round().clamp(-127, 127).nan_to_num(0.0)
     return codes.to(torch.int8), scale
 
@@ -133,7 +138,7 @@ def encode_int4(x: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor, 
     """
     x = x.float().clamp(-_INT4_LARGEST, _INT4_LARGEST)
     low, high = x.amin(dim, keepdim=True), x.amax(dim, keepdim=True)
-    scale = torch.maximum((high - low) / 15, torch.maximum(low.abs(), high.abs()) / 32768).half()
+    scale = torch.maximum(quotient(high - low, 15), torch.maximum(low.abs(), high.abs()) / 32768).half()
     scale = torch.where(scale == 0, 1.0, scale)
     zero = ((0.0 - low) / scale.float()).half()
     codes = (x / scale.float() + zero.float()).round().clamp(0, 15).nan_to_num(0.0)
