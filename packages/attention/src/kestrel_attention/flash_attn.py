@@ -104,7 +104,8 @@ def flash_attn_varlen_func(
     The other arguments, the result's dtype, NaN and errors: see :func:`flash_attn_func`; query i of a sequence of Lq
     queries and Lk keys stands at key position Lk - Lq + i; prefix_len may be int32 [B].
 
-    Returns out [total_q, H, D], or (out, lse) with lse float32 [H, total_q].
+    Returns out [total_q, H, D], or (out, lse) with lse float32 [H, total_q]. A sequence's rows are the same, bit for
+    bit, whatever the other sequences, the bounds and the width of block_table.
     Semantics: ``flash_attn_varlen_func`` of flash-attn.
 
     >>> import torch, kestrel_attention

@@ -72,6 +72,7 @@ def flash_attn_with_kvcache(
     Returns out [B, Sq, H, D] in q's dtype, or (out, lse). Accumulation in float32, one rounding. A query that sees no
     key gives 0 and LSE -inf. What unused slots and table entries hold has no effect, NaN included; a NaN or inf in a
     value that the sequence does hold may reach all queries of that sequence and KV head, masked or not.
+    A sequence's rows are the same, bit for bit, whatever the other sequences and the width of block_table.
     Kernels are for D in 64, 72, 80, 96, 128, 192, 256, 512; other D run by reference.
     Raises TypeError for a wrong dtype or a missing tensor, ValueError for a wrong shape, stride, range or device,
     UnsupportedError for an INT4 cache with pages of other than 64 slots.
