@@ -17,6 +17,8 @@ inline bool aligned16(const void* p) { return reinterpret_cast<uintptr_t>(p) % 1
 
 inline int element_bytes(const TensorView& t) { return t.dtype().bits / 8; }
 
+inline char* address(const TensorView& t) { return static_cast<char*>(t.data_ptr()) + t.byte_offset(); }
+
 // Collects the leading dimensions of all row tensors at once: neighbours that are one run of rows in every tensor
 // become one dimension, so nearly every call ends with a single stride per tensor.
 class RowShape {
@@ -40,7 +42,7 @@ class RowShape {
     }
     const int count = static_cast<int>(kept.size());
     for (const Entry& entry : tensors_) {
-      entry.rows->base = static_cast<char*>(entry.tensor->data_ptr()) + entry.tensor->byte_offset();
+      entry.rows->base = address(*entry.tensor);
       // A single dimension is stride[0]; two are stride[0] and stride[2]; three fill all.
       const int slot[3][3] = {{0, 0, 0}, {2, 0, 0}, {2, 1, 0}};
       for (int i = 0; i < count; ++i) {
@@ -94,10 +96,12 @@ inline void check_rows(const Checks& check, const TensorView& x) {
   check.last_contiguous("x", x);
 }
 
-inline void check_like(const Checks& check, const char* name, const TensorView& t, const TensorView& x) {
+// A tensor like x that is written.
+inline void check_written(const Checks& check, const char* name, const TensorView& t, const TensorView& x) {
   check.dtype(name, t, {x.dtype()});
   check.last_contiguous(name, t);
   check.same_shape(name, t, x);
+  check.disjoint(name, t);
 }
 
 inline void check_vector(const Checks& check, const char* name, const OptionalTensor& vector, const TensorView& x,
@@ -133,12 +137,10 @@ inline bool prepare(const RowShape& shape, const TensorView& x, const OptionalTe
   if (rows > most - 8 || n > most - (1 << 16)) unsupported("more than 2^31 rows, or rows of about 2^31 elements");
   shape.fill(p);
   if (weight.has_value()) {
-    p->weight = (*weight).data_ptr();
+    p->weight = address(*weight);
     p->weight_bias = static_cast<float>(weight_bias);
   }
-  if (bias.has_value()) {
-    p->bias = (*bias).data_ptr();
-  }
+  if (bias.has_value()) p->bias = address(*bias);
   p->rows = static_cast<int>(rows);
   p->n = static_cast<int>(n);
   p->eps = static_cast<float>(eps);

@@ -15,7 +15,7 @@ void layer_norm(TensorView out, TensorView x, OptionalTensor weight, OptionalTen
   check_vector(check, "weight", weight, x, {x.dtype()});
   check_vector(check, "bias", bias, x, {x.dtype()});
   check.at_least("eps", eps, 0);
-  check_like(check, "out", out, x);
+  check_written(check, "out", out, x);
   check_devices(check, x, {{"weight", weight}, {"bias", bias}, {"out", out}});
 
   Params p;

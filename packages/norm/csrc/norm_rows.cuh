@@ -71,7 +71,6 @@ __global__ void __launch_bounds__(WARPS == 1 ? 128 : WARPS * 32, VECTORS ? 0 : 1
   constexpr bool layer = O::norm == Norm::layer;
   __shared__ float4 memory[WARPS];
 
-  if (p.early) pdl_trigger();
   const Team<WARPS> team;
   if (WARPS == 1 && team.row >= p.rows) return;
   Row row(p, team.row);
@@ -115,6 +114,7 @@ __global__ void __launch_bounds__(WARPS == 1 ? 128 : WARPS * 32, VECTORS ? 0 : 1
   if constexpr (O::add) pin(row.residual);
   pin(row.out);
   pdl_wait();
+  if (p.early) pdl_trigger();
 
   Pack<T> loaded[V], residual[V];
 #pragma unroll
@@ -170,8 +170,8 @@ __global__ void __launch_bounds__(LONG_WARPS * 32) norm_long_rows(const __grid_c
   const Team<LONG_WARPS> team;
   const Exchange<LONG_WARPS, layer> exchange(memory, team);
   const Row row(p, team.row);
-  pdl_trigger();
   pdl_wait();
+  pdl_trigger();
 
   const int start = team.thread * size;
   float pivot = 0.f, s1 = 0.f, s2 = 0.f, count = 0.f;

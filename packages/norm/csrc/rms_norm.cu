@@ -31,7 +31,7 @@ void rms_norm(TensorView out, TensorView x, OptionalTensor weight, double eps, d
   const Checks check("rms_norm");
   check_rows(check, x);
   check_numbers(check, weight, x, eps, weight_bias);
-  check_like(check, "out", out, x);
+  check_written(check, "out", out, x);
   check_devices(check, x, {{"weight", weight}, {"out", out}});
 
   Params p;
@@ -46,7 +46,8 @@ void rms_norm(TensorView out, TensorView x, OptionalTensor weight, double eps, d
 void fused_add_rms_norm(TensorView x, TensorView residual, OptionalTensor weight, double eps, double weight_bias) {
   const Checks check("fused_add_rms_norm");
   check_rows(check, x);
-  check_like(check, "residual", residual, x);
+  check_written(check, "residual", residual, x);
+  check.disjoint("x", x);
   check_numbers(check, weight, x, eps, weight_bias);
   check_devices(check, x, {{"residual", residual}, {"weight", weight}});
 

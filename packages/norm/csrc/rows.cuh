@@ -31,7 +31,7 @@ struct Params {
   int n = 0;
   unsigned sizes[2] = {1, 1};  // of the two inner leading dimensions
   bool flat = true;            // rows are one stride apart in every tensor: only stride[0] counts
-  bool early = true;           // let the next kernel start at once, not only when the rows have been asked for
+  bool early = true;           // let the next kernel start at the wait, not only when the rows have been asked for
   bool prefetch = true;        // bring the rows into L2 before the wait
   bool streamed = false;       // the result does not fit into L2: write past it
   float eps = 0;

@@ -50,6 +50,9 @@ COMMON = [
     ),
     BadInput("out of another shape", "out", call(ones(3, 8), out=ones(8, 3)), ValueError, "(3, 8), got (8, 3)"),
     BadInput("transposed out", "out", call(ones(3, 8), out=ones(8, 3).T), ValueError, "stride 3"),
+    BadInput(
+        "one row of out for all", "out", call(ones(3, 8), out=ones(1, 8).expand(3, 8)), ValueError, "strides (0, 1)"
+    ),
     BadInput("weight elsewhere", "weight", call(ones(3, 8), ones(8).to("meta")), ValueError, "meta"),
 ]
 CASES = {
@@ -79,6 +82,10 @@ CASES["fused_add_rms_norm"] = [
     *(with_residual(case) for case in CASES["rms_norm"] if case.argument != "out"),
     BadInput("residual of another shape", "residual", call(ones(3, 8), ones(2, 8)), ValueError, "(3, 8), got (2, 8)"),
     BadInput("residual of another dtype", "residual", call(ones(3, 8), ones(3, 8, dtype=torch.float32)), TypeError),
+    BadInput("one row of x for all", "x", call(ones(1, 8).expand(3, 8), ones(3, 8)), ValueError, "strides (0, 1)"),
+    BadInput(
+        "one residual for all", "residual", call(ones(3, 8), ones(1, 8).expand(3, 8)), ValueError, "strides (0, 1)"
+    ),
     BadInput("transposed residual", "residual", call(ones(3, 8), ones(8, 3).T), ValueError, "stride 3"),
 ]
 EVERY_CASE = [pytest.param(op, case, id=f"{op}-{case.name}") for op, cases in CASES.items() for case in cases]

@@ -139,6 +139,12 @@ def test_flag_check_takes_nothing_for_a_bool_but_a_bool(value: object) -> None:
     check.flag("op", "inverse", False)
 
 
+def test_disjoint_refuses_what_was_expanded() -> None:
+    check.disjoint("op", "x", torch.zeros(1, 3).expand(1, 3))
+    with pytest.raises(ValueError, match=r"'x': expected a tensor to write .*, got strides \(0, 1\)"):
+        check.disjoint("op", "x", torch.zeros(1, 3).expand(2, 3))
+
+
 def test_same_names_the_tensor_that_differs() -> None:
     x, meta = torch.zeros(2), torch.zeros(2, device="meta")
     with pytest.raises(ValueError, match="'b': expected device cpu as a has, got meta"):

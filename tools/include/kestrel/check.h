@@ -115,6 +115,16 @@ class Checks {
     if (!fits) fail(name, "shape " + shape_text(expected, ndim), shape_text(t.shape().data(), t.ndim()));
   }
 
+  // Of a tensor that is written: no dimension of stride 0 makes two of its elements the same memory.
+  void disjoint(const char* name, const TensorView& t) const {
+    for (int i = 0; i < t.ndim(); ++i) {
+      if (t.stride(i) == 0 && t.size(i) > 1) {
+        fail(name, "a tensor to write whose elements do not share memory",
+             "strides " + shape_text(t.strides().data(), t.ndim()));
+      }
+    }
+  }
+
   void same_shape(const char* name, const TensorView& t, const TensorView& as) const {
     shape(name, t, as.shape().data(), as.ndim());
   }

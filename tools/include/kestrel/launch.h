@@ -37,30 +37,18 @@ inline cudaStream_t current_stream(DLDevice device) {
   return static_cast<cudaStream_t>(TVMFFIEnvGetStream(device.device_type, device.device_id));
 }
 
-struct DeviceProperties {
-  int multiprocessors = 0;
-  int major = 0;
-  int minor = 0;
-};
-
-// Read once per device. Two threads that come first at the same time write the same values.
-inline const DeviceProperties& device_properties(int device) {
-  constexpr int kDevices = 64;
-  static DeviceProperties known[kDevices];
-  DeviceProperties& found = known[device < kDevices ? device : kDevices - 1];
-  if (found.multiprocessors == 0 || device >= kDevices) {
-    check_cuda(cudaDeviceGetAttribute(&found.major, cudaDevAttrComputeCapabilityMajor, device), "compute capability");
-    check_cuda(cudaDeviceGetAttribute(&found.minor, cudaDevAttrComputeCapabilityMinor, device), "compute capability");
-    check_cuda(cudaDeviceGetAttribute(&found.multiprocessors, cudaDevAttrMultiProcessorCount, device), "processors");
-  }
-  return found;
+// What the runtime knows of a device; it answers from a table of its own.
+inline int device_attribute(cudaDeviceAttr attribute, int device) {
+  int value = 0;
+  check_cuda(cudaDeviceGetAttribute(&value, attribute, device), "cudaDeviceGetAttribute");
+  return value;
 }
 
 // Launches kernel(params) so that it may start while the kernel before it in the stream still runs; it must call
 // pdl_wait() (pdl.cuh) before it touches anything that is not constant. GPUs older than sm_90 launch it plainly.
 template <typename Params>
 void launch_pdl(void (*kernel)(Params), dim3 grid, dim3 block, DLDevice device, const Params& params) {
-  const DeviceProperties& properties = device_properties(device.device_id);
+  const int major = device_attribute(cudaDevAttrComputeCapabilityMajor, device.device_id);
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;
@@ -69,12 +57,13 @@ void launch_pdl(void (*kernel)(Params), dim3 grid, dim3 block, DLDevice device, 
   config.blockDim = block;
   config.stream = current_stream(device);
   config.attrs = &attribute;
-  config.numAttrs = properties.major >= 9 ? 1 : 0;
+  config.numAttrs = major >= 9 ? 1 : 0;
   const cudaError_t error = cudaLaunchKernelEx(&config, kernel, params);
   if (error == cudaErrorNoKernelImageForDevice) {
     cudaGetLastError();
-    unsupported("no machine code for a GPU of capability (" + std::to_string(properties.major) + ", " +
-                std::to_string(properties.minor) + ")");
+    const int minor = device_attribute(cudaDevAttrComputeCapabilityMinor, device.device_id);
+    unsupported("no machine code for a GPU of capability (" + std::to_string(major) + ", " + std::to_string(minor) +
+                ")");
   }
   check_cuda(error, "kernel launch");
 }

@@ -10,7 +10,10 @@ __device__ __forceinline__ void pdl_wait() {
 #endif
 }
 
-// From here on the next kernel may start, up to its own pdl_wait().
+// From here on the next kernel may start, up to its own pdl_wait(). Call it after this kernel's own pdl_wait(): the
+// next kernel then starts when all launches before this one have completed, so that a constant it reads early may have
+// been written by any of them; only the launch just before it may not write one. A trigger before the wait would let a
+// whole chain of kernels start at once, each of which could read constants that the first of them is still writing.
 __device__ __forceinline__ void pdl_trigger() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");

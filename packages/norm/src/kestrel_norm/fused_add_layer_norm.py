@@ -20,6 +20,7 @@ def check_fused_add_layer_norm(
 ) -> None:
     op = "fused_add_layer_norm"
     check_residual(op, x, residual)
+    check.disjoint(op, "x", x)
     check_vectors(op, x, weight, bias, eps)
     check.same(op, "device", x=x, residual=residual, weight=weight, bias=bias)
 

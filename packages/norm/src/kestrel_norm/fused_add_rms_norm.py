@@ -13,10 +13,11 @@ _kernels = Binary("kestrel_norm")
 
 
 def check_residual(op: str, x: torch.Tensor, residual: torch.Tensor) -> None:
-    """x of rows, and a residual like it."""
+    """x of rows, and a residual like it, which is written."""
     check.tensor(op, "x", x, dtype=check.FLOATS, ndim=(2, 3, 4), last_contiguous=True)
     check.tensor(op, "residual", residual, dtype=x.dtype, last_contiguous=True)
     check.shape(op, "residual", residual, x.shape)
+    check.disjoint(op, "residual", residual)
 
 
 def check_fused_add_rms_norm(
@@ -29,6 +30,7 @@ def check_fused_add_rms_norm(
 ) -> None:
     op = "fused_add_rms_norm"
     check_residual(op, x, residual)
+    check.disjoint(op, "x", x)
     check_weight(op, x, weight, eps, weight_bias)
     check.same(op, "device", x=x, residual=residual, weight=weight)
 

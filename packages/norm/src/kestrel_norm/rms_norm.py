@@ -35,6 +35,7 @@ def check_rms_norm(
     if out is not None:
         check.tensor(op, "out", out, dtype=x.dtype, last_contiguous=True)
         check.shape(op, "out", out, x.shape)
+        check.disjoint(op, "out", out)
     check.same(op, "device", x=x, weight=weight, out=out)
 
 

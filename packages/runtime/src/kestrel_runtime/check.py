@@ -63,6 +63,13 @@ def shape(op: str, name: str, value: torch.Tensor, expected: Sequence[int | None
         fail(op, name, f"shape {_shape_text(expected)}", _shape_text(value.shape))
 
 
+def disjoint(op: str, name: str, value: torch.Tensor) -> None:
+    """No two elements of ``value``, which is written, are the same memory through a dimension of stride 0."""
+    if any(stride == 0 and size > 1 for size, stride in zip(value.shape, value.stride(), strict=True)):
+        strides = _shape_text(value.stride())
+        fail(op, name, "a tensor to write whose elements do not share memory", f"strides {strides}")
+
+
 def same(op: str, what: str, **tensors: torch.Tensor | None) -> None:
     """All given tensors agree in ``what`` ("dtype" or "device"); None is skipped. The first one sets the standard."""
     given = [(name, value) for name, value in tensors.items() if value is not None]
