@@ -258,6 +258,19 @@ def test_dependent_launches_see_what_the_launch_before_wrote() -> None:
     assert torch.equal(y, want)
 
 
+def test_a_constant_may_be_written_two_launches_before() -> None:
+    many, x, other = (torch.randn(t, 2048, device="cuda", dtype=torch.bfloat16) for t in (8192, 4, 4))
+    out = torch.empty_like(many)
+    for shift in range(100):
+        moved = many.roll(shift, 1)
+        want = kestrel_norm.layer_norm(x, kestrel_norm.rms_norm(moved[-1:])[0].clone())
+        out.zero_()
+        torch.cuda.synchronize()
+        kestrel_norm.rms_norm(moved, out=out)  # writes the weight in its last row
+        kestrel_norm.rms_norm(other)
+        assert torch.equal(kestrel_norm.layer_norm(x, out[-1]), want)
+
+
 @pytest.mark.parametrize("op", OPS)
 def test_compiled_without_a_graph_break(op: str) -> None:
     args = random(16, 2048), random(2048, seed=1), random(2048, seed=2)
