@@ -186,12 +186,12 @@ void launch(const Params& p, DLDevice device) {
   }
 }
 
-// How a launch meets its neighbours and L2; the values never change a result. Measured on an H200 (us per launch, cold
-// L2, with and without):
+// How a launch meets its neighbours and L2; the values never change a result. They were chosen by timing one op alone
+// on an H200 while the kernels were made (us per launch, cold L2, with and without; README.md says what is on record):
 // - prefetch: rms_norm 16x4096 1.12, 1.46; 65536x8192 533, 515 (streamed). With a residual, where lines are written
-// back
-//   in place: 2048x896 4.4, 4.7; 2048x2048 9.5, 8.9; 65536x8192 1031, 1074.
-// - early: rms_norm 740x2048 2.13, 2.48; layer_norm 729x1152, a warp per row, 2.4, 1.93.
+//   back in place: 2048x896 4.4, 4.7; 2048x2048 9.5, 8.9; 65536x8192 1031, 1074.
+// - early, against a trigger behind the loads: rms_norm 740x2048 2.13, 2.48; layer_norm 729x1152 2.4, 1.93. It stood
+//   before the wait then.
 // - streamed: rms_norm 16384x4096 64.7, 68.1; 65536x8192 515, 544; with a residual no difference.
 template <typename O>
 void set_overlap(Params* p) {

@@ -10,9 +10,12 @@
 //             160; four rows a block), else a block of up to 8 warps. A thread holds V packs of the row in registers, pack c
 //             belongs to thread c % team: sums are added in one order, whatever the batch, the alignment and the strides.
 //             Rows of more than 1024 packs are read twice, by 32 warps.
-// PDL:        weight and bias are read before the wait, rows after it. Before it a row is prefetched into L2: that returns
-//             no data, so it cannot see a stale value, and it hides the latency of what the kernel before did not write.
-// Measured:   on an H200 84 to 97 % of 4.3 TB/s at 16384 rows and more; every shape of record in results/h200.json.
+// PDL:        weight and bias are read before the wait, rows after it, and the next kernel is let in after it (pdl.cuh says
+//             why). Where host.h's set_overlap says so, a row is prefetched into L2 before the wait: that returns no data, so
+//             it cannot see a stale value, and it hides the latency of what the kernel before did not write. Rows of more
+//             than 1024 packs do neither.
+// Measured:   on an H200 85 to 96 % of 4.3 TB/s at 9477 rows and more; every shape of record in results/h200.json, the
+//             shapes that miss their target in README.md.
 // clang-format on
 #pragma once
 

@@ -103,9 +103,9 @@ __device__ __forceinline__ float team_sum(float s, const Team<WARPS>& team, cons
 }
 
 // Mean and variance from every thread's sums s1 of (x - pivot) and s2 of (x - pivot)^2, pivot the warp's, `count` the
-// warp's elements. The pivot is the mean of one pack of the row, so what cancels in s2 - s1^2/count is at most 32 V
-// times the row's own sum of squares, however far off the pivot: its pack's elements are then just as far from the
-// mean.
+// warp's elements. The pivot is the mean of one pack of the row, so what cancels in s2 - s1^2/count is at most the
+// warp's number of packs times the row's own sum of squares, however far off the pivot: its pack's elements are then
+// just as far from the mean.
 struct Moments {
   float mean, variance;
 };

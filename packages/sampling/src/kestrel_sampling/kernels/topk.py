@@ -16,7 +16,7 @@ bytes at 4.3 TB/s. Targets were set before; a prediction of what this design rea
              1x64  16x64  740x64  4096x64  740x256
     limit    1.05   1.05    1.07     1.17     1.14
     target   1.28   1.34    1.71     1.76     1.61
-    measured 1.12   1.23    1.43     1.65     1.59
+    measured 1.13   1.24    1.44     1.63     1.58
 
 Beside the launch, integer instructions decide: keys are made two at a time (ordered.py), and warp-wide maxima took
 740x256 from 2.5 to 1.6 us against merging by shuffles.
