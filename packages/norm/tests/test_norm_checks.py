@@ -160,25 +160,45 @@ SHAPES = st.lists(st.integers(0, 5), min_size=0, max_size=5).map(tuple)
 DTYPES = st.sampled_from([BF16, torch.float16, torch.float32, torch.float64, torch.int64])
 
 
+@pytest.mark.parametrize("op", CHECKS)
 @settings(max_examples=150, deadline=None)
-@given(shape=SHAPES, weight=SHAPES, dtype=DTYPES, weight_dtype=DTYPES, eps=st.floats(allow_nan=True), out=SHAPES)
+@given(
+    shape=SHAPES,
+    weight=st.none() | SHAPES,
+    dtype=DTYPES,
+    weight_dtype=st.none() | DTYPES,
+    eps=st.floats(0, 1) | st.floats(allow_nan=True),
+    out=st.none() | SHAPES,
+)
 def test_any_call_either_works_or_names_the_argument(
+    op: str,
     shape: tuple[int, ...],
-    weight: tuple[int, ...],
+    weight: tuple[int, ...] | None,
     dtype: torch.dtype,
-    weight_dtype: torch.dtype,
+    weight_dtype: torch.dtype | None,
     eps: float,
-    out: tuple[int, ...],
+    out: tuple[int, ...] | None,
 ) -> None:
-    x, w, y = torch.ones(shape, dtype=dtype), torch.ones(weight, dtype=weight_dtype), torch.ones(out, dtype=dtype)
+    """``out`` is the residual of fused_add_rms_norm; None is what fits x."""
+    x, y = torch.ones(shape, dtype=dtype), torch.ones(shape if out is None else out, dtype=dtype)
+    w = torch.ones(shape[-1:] if weight is None else weight, dtype=dtype if weight_dtype is None else weight_dtype)
     refused = None
     try:
-        got = kestrel_norm.rms_norm(x, w, eps, out=y)
+        if op == "layer_norm":
+            got = kestrel_norm.layer_norm(x, w, w, eps, out=y)
+        elif op == "rms_norm":
+            got = kestrel_norm.rms_norm(x, w, eps, out=y)
+        else:
+            got = kestrel_norm.fused_add_rms_norm(x, y, w, eps)
     except (ValueError, TypeError) as error:
         refused = str(error)
-    if refused is None:
+    if refused is not None:
+        assert refused.startswith(f"{op}: argument '")
+        assert bool((x == 1).all() and (y == 1).all())
+    elif op == "fused_add_rms_norm":
+        assert got is None
+        assert y.shape == shape
+        assert bool((y == 2).all())
+    else:
         assert got is y
         assert got.shape == shape
-    else:
-        assert refused.startswith("rms_norm: argument '")
-        assert bool((y == 1).all())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -156,6 +157,41 @@ def test_views_are_read_and_written_where_they_stand(view: str) -> None:
     opcheck(kestrel_norm.fused_add_rms_norm_fp8, (x, residual, weight))
 
 
+@pytest.mark.parametrize("shape", [(6, 64), (0, 64), (2, 3, 64), (2, 1, 3, 64)], ids=str)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_norm_and_linear_writes_out_and_nothing_around_it(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    x, matrix = rows_of(math.prod(shape[:-1]), 64, dtype).view(shape), rows_of(8, 64, dtype, 9)
+    weight = rows_of(1, 64, dtype, 5)[0]
+    buffer = torch.full((*shape[:-1], 20), float("nan"), dtype=dtype)
+    out = buffer[..., 5:13]
+    before = [value.clone() for value in (x, weight, matrix)]
+    want = kestrel_norm.rms_norm_linear(x, weight, matrix)
+    assert kestrel_norm.rms_norm_linear(x, weight, matrix, out=out) is out
+    assert torch.equal(out, want)
+    assert bool(buffer[..., :5].isnan().all() and buffer[..., 13:].isnan().all())
+    assert all(torch.equal(a, b) for a, b in zip((x, weight, matrix), before, strict=True))
+    opcheck(torch.ops.kestrel_norm.rms_norm_linear.out, (x, weight, matrix), {"out": out})
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_fp8_norms_of_a_prefill(dtype: torch.dtype) -> None:
+    x, residual, weight = rows_of(740, 2048, dtype), rows_of(740, 2048, dtype, 3), rows_of(1, 2048, dtype, 5)[0]
+    q, scale = kestrel_norm.rms_norm_fp8(x, weight)
+    exact = exact_rms(x, weight)
+    torch.testing.assert_close(scale.double(), exact.abs().amax(-1, keepdim=True) / 448, rtol=1e-6, atol=0)
+    for b in (0, 64, 739):
+        assert_quantised(q[b : b + 1], scale[b : b + 1], exact[b : b + 1])
+        alone = kestrel_norm.rms_norm_fp8(x[b : b + 1], weight)
+        assert torch.equal(alone[0].view(torch.uint8), q[b : b + 1].view(torch.uint8))
+        assert torch.equal(alone[1], scale[b : b + 1])
+    total = (x.double() + residual.double()).to(dtype)
+    q, scale = kestrel_norm.fused_add_rms_norm_fp8(x, residual, weight)
+    want_q, want_scale = kestrel_norm.rms_norm_fp8(total, weight)
+    assert torch.equal(residual, total)
+    assert torch.equal(q.view(torch.uint8), want_q.view(torch.uint8))
+    assert torch.equal(scale, want_scale)
+
+
 def test_compiled_without_a_graph_break() -> None:
     weight, matrix = rows_of(1, 64, BF16)[0], rows_of(8, 64, BF16, 9)
 
@@ -163,7 +199,9 @@ def test_compiled_without_a_graph_break() -> None:
         kestrel_norm.fused_add_layer_norm(x, residual, weight)
         q, scale = kestrel_norm.fused_add_rms_norm_fp8(x, residual, weight)
         p, other = kestrel_norm.rms_norm_fp8(x)
-        return q.float() * scale, p.float() * other, kestrel_norm.rms_norm_linear(x, weight, matrix), residual
+        y = torch.empty(6, 8, dtype=BF16)
+        kestrel_norm.rms_norm_linear(x, weight, matrix, out=y)
+        return q.float() * scale, p.float() * other, kestrel_norm.rms_norm_linear(x, weight, matrix), y, residual
 
     x, residual = rows_of(6, 64, BF16), rows_of(6, 64, BF16, 3)
     want = block(x.clone(), residual.clone())
@@ -219,6 +257,13 @@ CASES = {
         bad("weight dtype", "weight", TypeError, "float32", X, W, ones(4, 8, dtype=torch.float32)),
         bad("weight rank", "weight", ValueError, "2-D", X, W, W),
         bad("eps", "eps", TypeError, "str", X, W, ones(4, 8), "small"),
+        bad("weight elsewhere", "weight", ValueError, "meta", X, W, ones(4, 8).to("meta")),
+        bad("out is no tensor", "out", TypeError, "list", X, W, ones(4, 8), out=[1.0]),
+        bad("out shape", "out", ValueError, "(3, 4), got (4, 3)", X, W, ones(4, 8), out=ones(4, 3)),
+        bad("out dtype", "out", TypeError, "float32", X, W, ones(4, 8), out=ones(3, 4, dtype=torch.float32)),
+        bad("transposed out", "out", ValueError, "stride 3", X, W, ones(4, 8), out=ones(4, 3).T),
+        bad("one row of out", "out", ValueError, "strides (0, 1)", X, W, ones(4, 8), out=ones(1, 4).expand(3, 4)),
+        bad("out elsewhere", "out", ValueError, "meta", X, W, ones(4, 8), out=ones(3, 4).to("meta")),
     ],
 }
 

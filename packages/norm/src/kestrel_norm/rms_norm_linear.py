@@ -9,7 +9,14 @@ from kestrel_runtime import check, kernel_op
 from . import reference
 
 
-def check_rms_norm_linear(x: torch.Tensor, norm_weight: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6) -> None:
+def check_rms_norm_linear(
+    x: torch.Tensor,
+    norm_weight: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float = 1e-6,
+    *,
+    out: torch.Tensor | None = None,
+) -> None:
     op = "rms_norm_linear"
     check.tensor(op, "x", x, dtype=check.FLOATS, ndim=(2, 3, 4), last_contiguous=True)
     check.tensor(op, "norm_weight", norm_weight, dtype=x.dtype, last_contiguous=True)
@@ -17,12 +24,21 @@ def check_rms_norm_linear(x: torch.Tensor, norm_weight: torch.Tensor, weight: to
     check.tensor(op, "weight", weight, dtype=x.dtype, ndim=2, last_contiguous=True)
     check.shape(op, "weight", weight, (None, x.shape[-1]))
     check.number(op, "eps", eps, minimum=0)
-    check.same(op, "device", x=x, norm_weight=norm_weight, weight=weight)
+    if out is not None:
+        check.tensor(op, "out", out, dtype=x.dtype, last_contiguous=True)
+        check.shape(op, "out", out, (*x.shape[:-1], weight.shape[0]))
+        check.disjoint(op, "out", out)
+    check.same(op, "device", x=x, norm_weight=norm_weight, weight=weight, out=out)
 
 
 @kernel_op(reference=reference.rms_norm_linear, check=check_rms_norm_linear)
 def rms_norm_linear(
-    x: torch.Tensor, norm_weight: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6
+    x: torch.Tensor,
+    norm_weight: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float = 1e-6,
+    *,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """rms_norm(x, norm_weight, eps), rounded to x's dtype, then ``@ weight.T``.
 
@@ -31,9 +47,11 @@ def rms_norm_linear(
     x: [T, N], [S, T, N] or [R, S, T, N], bf16, fp16 or float32. Only the last dimension must be contiguous.
     norm_weight: *constant* [N], weight: *constant* [M, N], both of x's dtype.
     eps: added to the mean square, >= 0.
+    out: where to write, [..., M] of x's dtype; it may not overlap x or the weights.
 
-    Returns a new contiguous tensor [..., M] of x's dtype: products accumulated in float32, rounded once. It runs by
-    reference today: a row is independent of its batch up to the order of summation of the matrix product at hand.
+    Returns a new contiguous tensor [..., M] of x's dtype, or ``out``: products accumulated in float32, rounded once. It
+    runs by reference today: a row is independent of its batch up to the order of summation of the matrix product at
+    hand.
     Raises TypeError for a wrong dtype, ValueError for a wrong shape, stride, range or device.
     Semantics: torch.nn.functional.rms_norm, then torch.nn.functional.linear.
 
