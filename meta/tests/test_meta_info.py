@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import importlib
+import inspect
 import json
 import subprocess
 import sys
@@ -9,7 +12,8 @@ import sys
 import pytest
 
 from kestrel_kernels import info
-from kestrel_kernels.info import GPU, BinaryInfo, _why_not
+from kestrel_kernels.info import GPU, BinaryInfo, _op, _ops_behind, _why_not
+from kestrel_runtime import ops
 
 H200 = GPU(name="NVIDIA H200", capability="9.0", architecture="90a")
 UNKNOWN = GPU(name="Some GPU", capability="7.5", architecture=None)
@@ -53,7 +57,41 @@ def test_info_as_data_names_every_distribution_binary_and_op() -> None:
     assert {"kestrel_norm.rms_norm", "kestrel_sampling.topk_fwd", "kestrel_moe.fused_experts"} <= set(ops)
     for op in ops.values():
         assert (op["runs"] == "kernel") == (op["why"] == "")
-        assert found["gpus"] or op["runs"] == "reference"
+        assert found["gpus"] or op["runs"] != "kernel"
+
+
+def test_info_lists_every_public_function_and_nothing_else() -> None:
+    listed = [op["op"] for op in info.collect()["ops"]]
+    public = []
+    for name in info.FAMILIES:
+        module = importlib.import_module(f"kestrel_{name}")
+        public += [f"{module.__name__}.{n}" for n in module.__all__ if inspect.isfunction(getattr(module, n))]
+    assert listed == public
+    assert {"kestrel_rope.build_cos_sin_cache", "kestrel_quant.pack_w4", "kestrel_quant.fp8_quant"} <= set(listed)
+
+
+def test_only_functions_without_an_op_need_no_kernel() -> None:
+    plain = {op["op"] for op in info.collect()["ops"] if op["runs"] == "plain"}
+    names = {"pack_w4", "w4_from_awq", "w4_from_gptq"}
+    assert plain == {"kestrel_rope.build_cos_sin_cache", *(f"kestrel_quant.{name}" for name in names)}
+
+
+def test_every_registered_op_stands_behind_one_public_function() -> None:
+    for name in info.FAMILIES:
+        family = f"kestrel_{name}"
+        behind = _ops_behind(info.public_functions(family), ops(family))
+        assert sorted(op.name for found in behind.values() for op in found) == [op.name for op in ops(family)]
+
+
+def test_of_several_ops_the_one_without_a_kernel_speaks_for_the_function() -> None:
+    any_op = ops("kestrel_norm")[0]
+    with_kernel = dataclasses.replace(any_op, name="f", kernel="cuda")
+    pair = [with_kernel, dataclasses.replace(any_op, name="f_append", kernel=None)]
+    assert _ops_behind(["f", "g"], pair) == {"f": pair, "g": []}
+    assert _ops_behind(["f", "f_append"], pair) == {"f": pair[:1], "f_append": pair[1:]}
+    assert _op("f", pair, binary("90a"), [H200])["why"] == "no kernel yet"
+    alone = _op("f", [with_kernel], binary("90a"), [H200])
+    assert (alone["runs"], alone["kernel"], alone["archs"]) == ("kernel", "cuda", ["90a"])
 
 
 def test_info_as_text_has_a_line_for_every_op() -> None:

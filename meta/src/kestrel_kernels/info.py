@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import inspect
 import platform
 import re
 import subprocess
 from pathlib import Path
-from typing import TypedDict
+from typing import TYPE_CHECKING, TypedDict
+
+if TYPE_CHECKING:
+    from kestrel_runtime import KernelOp
 
 FAMILIES = ("norm", "rope", "quant", "kvcache", "moe", "attention", "sampling")
 OTHERS = ("torch", "apache-tvm-ffi", "nvidia-cutlass-dsl-libs-cu13", "triton")
@@ -31,11 +35,12 @@ class BinaryInfo(TypedDict):
 
 class OpInfo(TypedDict):
     op: str
+    """A public function: kestrel_norm.rms_norm."""
     kernel: str | None
-    """"cuda", "cute", or None while the op has only its reference."""
+    """"cuda", "cute", or None while the op has only its reference, or needs no kernel."""
     archs: list[str]
     runs: str
-    """"kernel" or "reference": what CUDA tensors get on this machine."""
+    """What CUDA tensors get on this machine: "kernel" or "reference"; "plain" where no kernel is needed."""
     why: str
 
 
@@ -108,27 +113,52 @@ def _binary(family: str) -> BinaryInfo:
     )
 
 
+def public_functions(family: str) -> list[str]:
+    """What a family documents as its functions."""
+    module = importlib.import_module(family)
+    return [name for name in module.__all__ if inspect.isfunction(getattr(module, name))]
+
+
 def _ops(gpus: list[GPU], binaries: list[BinaryInfo]) -> list[OpInfo]:
+    """A public function each, in the order of the families."""
     from kestrel_runtime import ops
 
-    by_family = {binary["family"]: binary for binary in binaries}
-    architecture = gpus[0]["architecture"] if gpus else None
     found = []
-    for op in ops():
-        if op.family not in by_family:
-            continue
-        binary = by_family[op.family]
-        why = _why_not(op.kernel, binary, gpus, architecture)
-        found.append(
-            OpInfo(
-                op=op.qualified_name,
-                kernel=op.kernel,
-                archs=binary["archs"] if op.kernel else [],
-                runs="reference" if why else "kernel",
-                why=why,
-            )
-        )
+    for binary in binaries:
+        family = binary["family"]
+        names = public_functions(family)
+        behind = _ops_behind(names, ops(family))
+        found += [_op(f"{family}.{name}", behind[name], binary, gpus) for name in names]
     return found
+
+
+def _ops_behind(names: list[str], registered: list[KernelOp]) -> dict[str, list[KernelOp]]:
+    """The registered ops of each public function: the one of its name, and those that carry its name and a suffix.
+
+    So f_append belongs to f, unless it is public itself.
+    """
+    behind: dict[str, list[KernelOp]] = {name: [] for name in names}
+    for op in registered:
+        owners = [name for name in names if op.name == name or op.name.startswith(f"{name}_")]
+        if owners:
+            behind[max(owners, key=len)].append(op)
+    return behind
+
+
+def _op(name: str, behind: list[KernelOp], binary: BinaryInfo, gpus: list[GPU]) -> OpInfo:
+    """Of several ops behind one function, the first that would run by reference speaks for it."""
+    if not behind:
+        return OpInfo(op=name, kernel=None, archs=[], runs="plain", why="needs none")
+    architecture = gpus[0]["architecture"] if gpus else None
+    verdicts = [(_why_not(op.kernel, binary, gpus, architecture), op.kernel) for op in behind]
+    why, kernel = next((verdict for verdict in verdicts if verdict[0]), verdicts[0])
+    return OpInfo(
+        op=name,
+        kernel=kernel,
+        archs=binary["archs"] if kernel else [],
+        runs="reference" if why else "kernel",
+        why=why,
+    )
 
 
 def _why_not(kernel: str | None, binary: BinaryInfo, gpus: list[GPU], architecture: str | None) -> str:
@@ -170,6 +200,6 @@ def lines(info: Info) -> list[str]:
     text += ["", "ops"]
     width = max((len(op["op"]) for op in info["ops"]), default=0)
     for op in info["ops"]:
-        kind = f"{op['kernel']} kernel" if op["runs"] == "kernel" else f"reference ({op['why']})"
-        text += [f"  {op['op']:{width}} {kind}"]
+        kinds = {"kernel": f"{op['kernel']} kernel", "reference": f"reference ({op['why']})", "plain": op["why"]}
+        text += [f"  {op['op']:{width}} {kinds[op['runs']]}"]
     return text
