@@ -98,7 +98,8 @@ def flash_attn_varlen_func(
     cu_seqlens_q, cu_seqlens_k: int32 [B + 1], ascending from 0. With block_table cu_seqlens_k may be None.
     max_seqlen_q, max_seqlen_k: upper bounds of the lengths. A sequence that is longer is cut there.
     block_table: int32 [B, n]: sequence b's keys p*P .. p*P + P - 1 lie in block block_table[b, p]. A negative entry, or
-        one past the end of the cache, is no page: its keys do not exist.
+        one past the end of the cache, is no page: its keys do not exist. Not constant: a kernel reads it after its
+        wait for the launch before, as it reads the cache.
     seqused_k: int32 [B], on the device: how many keys of each sequence count. With block_table these are the lengths
         (without it, a sequence has at most the keys that cu_seqlens_k gives it). Zero is legal.
     The other arguments, the result's dtype, NaN and errors: see :func:`flash_attn_func`; query i of a sequence of Lq
@@ -106,6 +107,7 @@ def flash_attn_varlen_func(
 
     Returns out [total_q, H, D], or (out, lse) with lse float32 [H, total_q]. A sequence's rows are the same, bit for
     bit, whatever the other sequences, the bounds and the width of block_table.
+    Raises TypeError for a wrong dtype or a missing tensor, ValueError for a wrong shape, stride, range or device.
     Semantics: ``flash_attn_varlen_func`` of flash-attn.
 
     >>> import torch, kestrel_attention

@@ -54,7 +54,8 @@ def flash_attn_with_kvcache(
     cache_seqlens: int32 [B], on the device: keys in the cache before k and v. Zero is legal; a negative length is
         padding: nothing is written, the output is 0 and its LSE -inf.
     block_table: int32 [B, n]: sequence b's keys p*P .. p*P + P - 1 lie in block block_table[b, p]. A negative entry, or
-        one past the end of the cache, is no page: its keys do not exist. None: block b belongs to sequence b.
+        one past the end of the cache, is no page: its keys do not exist. None: block b belongs to sequence b. Not
+        constant: a kernel reads it after its wait for the launch before, as it reads the cache.
     k_scale, v_scale: value = code * scale, on the device. FP8: float32 [1] or [Hk], None is 1. INT8: float32
         [blocks, P, Hk]. INT4: fp16, [blocks, Hk, D] for K and [blocks, 64, Hk] for V.
     k_zero, v_zero, k_tail, seq_ids: for INT4 alone, and then all four. Zeros are fp16, shaped as the scales: value =

@@ -69,7 +69,8 @@ def gather_cache(
 
     key_cache, value_cache: [blocks, P, Hk, D] as :func:`reshape_and_cache` writes them (bf16, fp16, float32, FP8; uint8
         is e4m3), int8 as :func:`int8_cache_write` does, uint8 [blocks, 64, Hk, D/2] as :func:`int4_cache_write` does.
-    block_table: int32 [n], the sequence's pages in order. A negative entry, or one past the end, is no page.
+    block_table: int32 [n], the sequence's pages in order. A negative entry, or one past the end, is no page. Not
+        constant: a kernel reads it after its wait for the launch before, as it reads the caches.
     length: tokens of the sequence, on the host. Those without a page come out as 0.
     dtype: of the result: bf16, fp16 or float32.
     k_scale, v_scale: FP8: float32 [1] or [Hk], None is 1. INT8: float32 [blocks, P, Hk]. INT4: fp16, [blocks, Hk, D]
@@ -80,6 +81,8 @@ def gather_cache(
     Returns (k, v), both [L, Hk, D]: code * scale, or (code - zero) * scale, in float32, rounded once. Raises TypeError
     for a wrong dtype or a missing tensor, ValueError for a wrong shape, stride, range or device, UnsupportedError for
     an INT4 cache with pages of other than 64 slots.
+    Semantics: the inverse of this package's own writers, over the paged layout of vLLM (Kwon et al., arXiv
+    2309.06180); INT4: Liu et al., "KIVI", arXiv 2402.02750.
 
     >>> import torch, kestrel_kvcache
     >>> cache = torch.arange(12.0).reshape(3, 2, 1, 2)  # 3 pages of 2 slots, one head of 2

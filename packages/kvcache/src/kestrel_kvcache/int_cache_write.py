@@ -53,7 +53,8 @@ def int8_cache_write(
     scale = the largest finite magnitude of the D values / 127, or 1 where that is 0; code = value / scale, computed in
     float32, rounded half to even, -127..127. inf saturates; a NaN makes the scale NaN, so that it is not lost.
     Returns None. Raises TypeError for a wrong dtype or a missing tensor, ValueError for a wrong shape, stride or
-    device.
+    device. Semantics: ``reshape_and_cache_flash`` of vLLM for slots and rows; the format, symmetric INT8 with a scale
+    per token and head, is this package's own.
 
     >>> import torch, kestrel_kvcache
     >>> rows = torch.tensor([-1.27, 0.5]).reshape(1, 1, 2)
@@ -130,18 +131,20 @@ def int4_cache_write(
     fp16; code = x / scale + zero, computed in float32, rounded half to even, clamped to 0..15. Values saturate at
     491280; a NaN makes scale and zero NaN, so that it is not lost.
     Returns None. Raises TypeError for a wrong dtype or a missing tensor, ValueError for a wrong shape, stride or
-    device, UnsupportedError for pages of other than 64 slots. Source: Liu et al., "KIVI", arXiv 2402.02750.
+    device, UnsupportedError for pages of other than 64 slots. Semantics: Liu et al., "KIVI", arXiv 2402.02750.
 
     >>> import torch, kestrel_kvcache
-    >>> codes = torch.zeros(2, 1, 64, 1, 1, dtype=torch.uint8)  # K and V: one page, one head of 2
-    >>> of_page, of_token = torch.zeros(2, 1, 1, 2).half(), torch.zeros(2, 1, 64, 1).half()
+    >>> codes = torch.zeros(2, 2, 64, 1, 1, dtype=torch.uint8)  # K and V: two pages, one head of 2
+    >>> of_page, of_token = torch.zeros(2, 2, 1, 2).half(), torch.zeros(2, 2, 64, 1).half()
     >>> tail = torch.zeros(1, 64, 1, 2)
-    >>> rows = torch.stack((torch.arange(64.0) % 16, torch.arange(64.0) % 16 * 2 - 15), dim=1).reshape(64, 1, 2)
-    >>> slots = torch.arange(64)
+    >>> rows = torch.stack((torch.arange(65.0) % 16, torch.arange(65.0) % 16 * 2 - 15), dim=1).reshape(65, 1, 2)
+    >>> slots = torch.arange(65)  # one sequence of 65 tokens: a full page, and one token of the next
     >>> kestrel_kvcache.int4_cache_write(
     ...     rows, rows, codes[0], codes[1], of_page[0], of_page[1], of_token[0], of_token[1], tail, slots, 0 * slots)
     >>> of_page[:, 0, 0].tolist()  # channel 0 holds 0, 1 .. 15; channel 1 holds -15, -13 .. 15
     [[1.0, 2.0], [0.0, 7.5]]
     >>> codes[0, 0, 3, 0].item(), rows[3].tolist()  # 3 = (3 - 0) * 1 and -9 = (3 - 7.5) * 2: 3 + 16 * 3
     (51, [[3.0, -9.0]])
+    >>> tail[0, 0]  # the key of token 64, whose page is not full: row 0 of the sequence's tail
+    tensor([[  0., -15.]])
     """

@@ -95,6 +95,7 @@ def rotary_and_cache(
 
     Returns None. The rotation runs in float32 and is rounded to the dtype of key, which is then what is quantised.
     Raises TypeError for a wrong dtype or a missing tensor, ValueError for a wrong shape, stride, range, name or device.
+    Semantics: ``rotary_embedding``, then ``reshape_and_cache_flash``, of vLLM.
 
     >>> import torch, kestrel_kvcache
     >>> table = torch.tensor([[0.0, 1.0]])  # position 0: cos 0, sin 1, a quarter turn
