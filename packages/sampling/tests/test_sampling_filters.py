@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
-from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -43,20 +42,25 @@ def rounded(number: float) -> float:
     return torch.tensor(number, dtype=torch.float32).item()
 
 
+def exact(row: list[float]) -> list[int]:
+    """What float32 numbers weigh, exactly: as multiples of the smallest of them, 2^-149."""
+    return [int(max(p, 0.0) * 2.0**149) for p in row]
+
+
 def kept_by_hand(
     row: list[float], top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0, joint: bool = False
 ) -> list[int]:
-    """The ids that the filters keep, in exact fractions."""
-    masses = [Fraction(max(p, 0.0)) for p in row]
-    threshold = torch.tensor(min_p).clamp(0, 1) * torch.tensor(max(row))  # one float32 product
-    order = sorted((i for i in range(len(row)) if row[i] >= threshold.item()), key=lambda i: (-row[i], i))
+    """The ids that the filters keep, in exact integers."""
+    masses = exact(row)
+    threshold = (torch.tensor(min_p).clamp(0, 1) * torch.tensor(max(row))).item()  # one float32 product
+    ids = [i for i in range(len(row)) if row[i] >= threshold]
+    order = sorted(ids, key=row.__getitem__, reverse=True)  # keeps equal ones in their order
     first = order[:top_k] if 0 < top_k < len(row) else order
-    goal = Fraction(math.floor(min(max(rounded(top_p), 0.0), 1.0) * 2**32), 2**32) * sum(
-        masses[i] for i in (order if joint else first)
-    )
-    kept, mass = [], Fraction(0)
+    share = math.floor(min(max(rounded(top_p), 0.0), 1.0) * 2**32)
+    goal = share * sum(masses[i] for i in (order if joint else first))
+    kept, mass = [], 0
     for i in first:
-        if kept and mass >= goal:
+        if kept and mass * 2**32 >= goal:
             break
         kept.append(i)
         mass += masses[i]
@@ -144,21 +148,43 @@ def test_frequencies_from_logits_follow_the_filtered_softmax(options: dict[str, 
     assert_follows(counts, weights, kept_by_hand(weights.tolist(), **options, joint=joint))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("width", [1, 3, 111, 1024])
+def assert_inverse(drawn: int, row: list[float], kept: list[int], word: int, slack: float = 0.0) -> None:
+    """The kept mass before the id and up to it enclose the point of the word, known to its upper 16 bits."""
+    masses = exact(row)
+    total = sum(masses[i] for i in kept)
+    before = sum(masses[i] for i in kept if i < drawn)
+    assert drawn in kept
+    assert before * 2**16 <= (word + 1) * total + int(slack * total)
+    assert (before + masses[drawn]) * 2**16 >= word * total - int(slack * total)
+
+
+VOCABULARIES = [(51200, torch.bfloat16), (128256, torch.float16), (151936, torch.float32)]
+
+
+@pytest.mark.parametrize(
+    ("width", "dtype"), [*((width, dtype) for width in (1, 3, 111, 1024) for dtype in DTYPES), *VOCABULARIES]
+)
 @pytest.mark.parametrize("options", [o for o in FILTERS if not {"min_p", "top_k"} <= set(o)], ids=str)
 def test_each_draw_is_the_inverse_of_the_kept_mass(width: int, dtype: torch.dtype, options: dict[str, Any]) -> None:
-    probs = distributions(4, width).to(dtype)
-    got = sample_probs(options, probs, torch.arange(4)).tolist()
+    rows = 4 if width <= 1024 else 1
+    probs = distributions(rows, width).to(dtype)
+    got = sample_probs(options, probs, torch.arange(rows)).tolist()
     for b, row in enumerate(probs.double().tolist()):
-        kept = kept_by_hand(row, **options)
-        total = sum(Fraction(row[i]) for i in kept)
-        word = word_of(17, b)
-        low, high = Fraction(word, 2**16) * total, Fraction(word + 1, 2**16) * total
-        before = sum((Fraction(row[i]) for i in kept if i < got[b]), Fraction(0))
-        assert got[b] in kept
-        assert before <= high
-        assert before + Fraction(row[got[b]]) >= low
+        assert_inverse(got[b], row, kept_by_hand(row, **options), word_of(17, b))
+
+
+@pytest.mark.parametrize(("width", "dtype"), VOCABULARIES)
+@pytest.mark.parametrize("options", FILTERS, ids=str)
+def test_each_draw_from_logits_is_the_inverse_of_the_kept_weights(
+    width: int, dtype: torch.dtype, options: dict[str, Any]
+) -> None:
+    logits = (3 * torch.randn(1, width, generator=torch.Generator().manual_seed(width))).to(dtype)
+    order = "joint" if options.get("joint") else "top_k_first"
+    filters = {name: value for name, value in options.items() if name != "joint"}
+    drawn = sample_from_logits(logits, 0.8, **filters, filter_apply_order=order, seed=17, offset=0).item()
+    weights = torch.exp((logits - logits.max()).double() / 0.8).float()[0].tolist()
+    # the op's exponentials are float32: 2^-18 of the mass, a quarter of the 16 known bits' last place, covers them
+    assert_inverse(drawn, weights, kept_by_hand(weights, **options), word_of(17, 0), slack=0.25)
 
 
 @pytest.mark.parametrize("width", [51200, 151936])
@@ -280,10 +306,15 @@ def test_softmax_is_that_of_float64(shape: tuple[int, int], dtype: torch.dtype, 
     torch.testing.assert_close(got.double(), torch.softmax(logits.double() / temperature, -1), rtol=6e-6, atol=0)
 
 
-@pytest.mark.parametrize("width", [1, 111, 1024])
-@pytest.mark.parametrize("value", [0.0, 0.1, 0.5, 0.9, 1.0])
+@pytest.mark.parametrize(
+    ("width", "value"),
+    [
+        *((width, value) for width in (1, 111, 1024) for value in (0.0, 0.1, 0.5, 0.9, 1.0)),
+        *((51200, 0.5), (51200, 1.0), (128256, 0.9), (151936, 0.1), (151936, 1.0)),
+    ],
+)
 def test_renormalised_probabilities_are_the_kept_shares(width: int, value: float) -> None:
-    probs = 5 * distributions(4, width)
+    probs = 5 * distributions(4 if width <= 1024 else 1, width)
     for got, options in (
         (top_p_renorm_probs(probs, value), {"top_p": value}),
         (top_k_renorm_probs(probs, 7), {"top_k": 7}),
@@ -291,7 +322,8 @@ def test_renormalised_probabilities_are_the_kept_shares(width: int, value: float
         for b, row in enumerate(probs.double().tolist()):
             kept = kept_by_hand(row, **options)
             total = math.fsum(row[i] for i in kept)
-            expected = torch.tensor([p / total if i in kept else 0.0 for i, p in enumerate(row)], dtype=torch.float64)
+            expected = torch.zeros(width, dtype=torch.float64)
+            expected[kept] = torch.tensor([row[i] / total for i in kept], dtype=torch.float64)
             assert got[b].nonzero().flatten().tolist() == kept
             torch.testing.assert_close(got[b].double(), expected, rtol=2.0**-24 * 1.001, atol=0)
 
