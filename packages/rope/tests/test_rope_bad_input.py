@@ -186,3 +186,57 @@ TABLE_CASES = [
 @pytest.mark.parametrize("case", TABLE_CASES, ids=lambda case: f"{case.argument} {case.name}")
 def test_bad_tables_are_refused_and_named(case):
     assert_rejects(kestrel_rope.build_cos_sin_cache, case)
+
+
+NOT_AN_INTEGER = st.sampled_from([1.5, "8", None, [8], True, float("nan"), torch.ones(1)])
+NOT_A_NUMBER = st.sampled_from(["8", None, [8], True, 1j, torch.ones(1)])
+OUT_OF_RANGE = st.sampled_from([float("nan"), float("inf"), -float("inf"), 10**400]) | st.floats(max_value=0)
+REQUIRED = {
+    "linear": {"factor": 2.0},
+    "dynamic": {"factor": 2.0, "original_max_position_embeddings": 16},
+    "yarn": YARN,
+    "llama3": {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 16,
+    },
+}
+
+
+@st.composite
+def odd_tables(draw) -> tuple[str, object, type[Exception], dict]:
+    """An argument of build_cos_sin_cache that is wrong, its value, the error, and valid other arguments."""
+    half, rows = draw(st.integers(1, 40)), draw(st.integers(0, 20))
+    good = {"rotary_dim": 2 * half, "max_position": rows}
+    rope_type = draw(st.sampled_from(sorted(REQUIRED)))
+    scaling = {draw(st.sampled_from(["rope_type", "type"])): rope_type, **REQUIRED[rope_type]}
+    key = draw(st.sampled_from(sorted(REQUIRED[rope_type].keys() - {"rope_type"})))
+    argument, value, error = draw(
+        st.one_of(
+            st.tuples(st.sampled_from(["rotary_dim", "max_position"]), NOT_AN_INTEGER, st.just(TypeError)),
+            st.tuples(st.just("rotary_dim"), st.integers(max_value=1), st.just(ValueError)),
+            st.tuples(st.just("rotary_dim"), st.integers(1, 99).map(lambda n: 2 * n + 1), st.just(ValueError)),
+            st.tuples(st.just("max_position"), st.integers(max_value=-1), st.just(ValueError)),
+            st.tuples(st.just("base"), NOT_A_NUMBER, st.just(TypeError)),
+            st.tuples(st.just("base"), OUT_OF_RANGE | st.floats(0, 1), st.just(ValueError)),
+            st.tuples(st.just("dtype"), st.sampled_from([torch.float64, torch.int8, torch.bool]), st.just(ValueError)),
+            st.tuples(st.just("scaling"), st.sampled_from(["yarn", 2.0, [("factor", 2.0)]]), st.just(TypeError)),
+            st.tuples(st.just("scaling"), st.text().map(lambda t: {"rope_type": "?" + t}), st.just(ValueError)),
+            st.tuples(st.just("scaling"), st.text().map(lambda t: {**scaling, "?" + t: 1}), st.just(ValueError)),
+            st.tuples(st.just("scaling"), st.just({**scaling, key: None}), st.just(ValueError)),
+            st.tuples(st.just(key), NOT_A_NUMBER.filter(lambda x: x is not None), st.just(TypeError)),
+            st.tuples(st.just(key), OUT_OF_RANGE, st.just(ValueError)),
+        )
+    )
+    if argument == key:
+        return f"scaling[{key!r}]", {"scaling": {**scaling, key: value}}, error, good
+    return argument, {argument: value}, error, good
+
+
+@settings(max_examples=300, deadline=None)
+@given(case=odd_tables())
+def test_odd_values_for_a_table_are_refused_and_named(case):
+    argument, changes, error, good = case
+    bad = BadInput(f"{changes}", argument, lambda: ((), good | changes), error)
+    assert_rejects(kestrel_rope.build_cos_sin_cache, bad)
