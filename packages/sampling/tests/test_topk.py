@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import math
+import re
 import subprocess
 import sys
 import warnings
+from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import kestrel_sampling
 from kestrel_runtime import Binary, KestrelFallbackWarning, UnsupportedError, backend
@@ -153,11 +158,32 @@ def test_no_rows_give_an_empty_result() -> None:
         assert values.shape == indices.shape == (*shape[:-1], 8)
 
 
-def test_long_rows_and_large_k_are_exact() -> None:
-    scores = fill("random", 2, 51200, torch.float32)
-    values, indices = topk_fwd(scores, 1000)
-    assert torch.equal(values, torch.topk(scores, 1000).values)
-    assert torch.equal(values, scores.gather(1, indices.long()))
+@pytest.mark.parametrize(
+    ("n", "k", "kind", "dtype", "softmax"),
+    [
+        (51200, 1, "few-distinct", torch.float32, True),
+        (51200, 50, "nan-and-inf", torch.bfloat16, False),
+        (51200, 50, "random", torch.float16, True),
+        (51200, 1024, "ties", torch.float16, False),
+        (128256, 1, "nan-and-inf", torch.float16, False),
+        (128256, 50, "ties", torch.float32, True),
+        (128256, 1024, "few-distinct", torch.bfloat16, True),
+        (151936, 1, "ties", torch.bfloat16, False),
+        (151936, 50, "few-distinct", torch.float16, False),
+        (151936, 1024, "nan-and-inf", torch.float32, False),
+        (151936, 1024, "random", torch.float32, True),
+    ],
+)
+def test_rows_of_a_whole_vocabulary_are_exact(n: int, k: int, kind: str, dtype: torch.dtype, softmax: bool) -> None:
+    scores = fill(kind, 2, n, dtype, seed=n)
+    values, indices = topk_fwd(scores, k, softmax)
+    expected = torch.tensor([by_hand(row, k) for row in scores.double().tolist()], dtype=torch.int32)
+    assert torch.equal(indices, expected)
+    kept = scores.gather(1, expected.long())
+    if softmax:
+        torch.testing.assert_close(values, torch.softmax(kept.double(), dim=-1).to(dtype))
+    else:
+        assert_same_bits(values, kept)
 
 
 BAD = [
@@ -179,6 +205,33 @@ BAD = [
 @pytest.mark.parametrize("case", BAD, ids=lambda case: case.name)
 def test_bad_input_is_refused_with_its_name(case: BadInput) -> None:
     assert_rejects(topk_fwd, case)
+
+
+ODD_VALUES: list[Any] = [
+    None, True, False, 0, -1, 1, 5, 6, 2**70, 2.0, math.nan, "x", [1], torch.tensor(2), torch.zeros(3, 5),
+    torch.zeros(5), torch.zeros(()), torch.zeros(0, 5), torch.zeros(3, 0), torch.zeros(5, 3).t(), torch.zeros(2, 3, 5),
+    torch.zeros(3, 5).half(), torch.zeros(3, 5).double(), torch.zeros(3, 5).bool(), torch.zeros(3, 5).to("meta"),
+]  # fmt: skip
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_whatever_is_passed_either_works_or_is_named(data: st.DataObject) -> None:
+    values: dict[str, Any] = {"scores": fill("ties", 3, 5, torch.float32), "k": 2, "softmax": False}
+    for name in data.draw(st.lists(st.sampled_from(list(values)), min_size=1, max_size=2)):
+        values[name] = data.draw(st.sampled_from(ODD_VALUES))
+    scores, k = values["scores"], values["k"]
+    before = scores.clone() if torch.is_tensor(scores) else None
+    try:
+        got, indices = topk_fwd(**values)
+    except (ValueError, TypeError) as error:
+        if not re.match(r"topk_fwd: argument '\w+': expected .+, got .+", str(error), re.DOTALL):
+            raise AssertionError("the message names neither op nor argument") from error
+    else:
+        assert got.shape == indices.shape == (*scores.shape[:-1], k)
+        assert (got.dtype, indices.dtype, got.device) == (scores.dtype, torch.int32, scores.device)
+    if before is not None and before.device.type == "cpu":
+        assert torch.equal(scores, before)
 
 
 @pytest.mark.parametrize("softmax", [False, True])
