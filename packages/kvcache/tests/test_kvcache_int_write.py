@@ -292,7 +292,7 @@ def test_int4_pages_of_another_size_are_unsupported():
 # -- gather_cache -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("page", [1, 8, 64])
+@pytest.mark.parametrize("page", [1, 8, 64, 256])
 @pytest.mark.parametrize("storage", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_gather_reads_pages_in_order(page, storage, dtype):

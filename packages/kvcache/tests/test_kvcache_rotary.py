@@ -31,6 +31,14 @@ def turned_in_float64(x, positions, table, is_neox, offset):
     return exact
 
 
+def assert_turned(got, old, exact):
+    """One rounding of the result, and 4 of float32 of the pair."""
+    info = torch.finfo(got.dtype)
+    largest = old.double().abs().amax(-1, keepdim=True)
+    bound = 0.5 * info.eps * (exact.abs() + info.smallest_normal) + 4 * 2**-24 * largest
+    assert bool(((got.reshape(exact.shape).double() - exact).abs() <= bound).all())
+
+
 def inputs(tokens, dtype=torch.float32, packed=False):
     torch.manual_seed(tokens)
     if packed:
@@ -54,18 +62,55 @@ def test_rows_are_rotated_and_cached(dtype, is_neox, rotary_dim, offset, packed,
     slots = torch.randperm(40)[:tokens]
     result = rotary_and_cache(positions, query, key, value, SIZE, table, *cache, slots, is_neox, rope_dim_offset=offset)
     assert result is None
-    info = torch.finfo(dtype)
     for got, old in zip((query, key), before, strict=False):
-        exact = turned_in_float64(old, positions, table, is_neox, offset)
-        # one rounding of the result, and 4 of float32 of the pair
-        largest = old.double().abs().amax(-1, keepdim=True)
-        bound = 0.5 * info.eps * (exact.abs() + info.smallest_normal) + 4 * 2**-24 * largest
-        assert bool(((got.reshape(exact.shape).double() - exact).abs() <= bound).all())
+        assert_turned(got, old, turned_in_float64(old, positions, table, is_neox, offset))
     assert torch.equal(value.reshape(before[2].shape), before[2])
     stored = cache.flatten(1, 2)[:, slots]
     assert torch.equal(stored[0], key.reshape(stored[0].shape))
     assert torch.equal(stored[1], before[2])
     assert int((cache != 0).any(-1).any(-1).sum()) == 2 * tokens
+
+
+def test_a_long_batch():
+    table = table_of(SIZE)
+    positions, query, key, value = inputs(740, torch.bfloat16)
+    before = query.clone(), key.clone()
+    cache = torch.zeros(2, 100, 8, KV_HEADS, SIZE, dtype=torch.bfloat16)
+    slots = torch.randperm(800)[:740]
+    rotary_and_cache(positions, query, key, value, SIZE, table, *cache, slots)
+    for got, old in zip((query, key), before, strict=True):
+        assert_turned(got, old, turned_in_float64(old, positions, table, True, 0))
+    stored = cache.flatten(1, 2)[:, slots]
+    assert torch.equal(stored[0], key)
+    assert torch.equal(stored[1], value)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_extreme_rows_stay_alone(dtype):
+    """NaN, inf, 1e4, denormals and zeros each in a row: the other rows come out as without them, also in the cache."""
+    table = table_of(SIZE)
+    _, query, key, value = inputs(6, dtype)
+    positions, slots = torch.full((6,), 3), torch.tensor([4, 0, 7, 2, 5, 1])
+    plain, plain_cache = [x.clone() for x in (query, key, value)], torch.zeros(2, 1, 8, KV_HEADS, SIZE, dtype=dtype)
+    mixed, mixed_cache = [x.clone() for x in (query, key, value)], plain_cache.clone()
+    for x in mixed:
+        x[0], x[1], x[2] = float("nan"), float("inf"), 1e4
+        x[3], x[4] = torch.finfo(dtype).smallest_normal / 4, 0.0
+    before = [x.clone() for x in mixed]
+    rotary_and_cache(positions, *plain, SIZE, table, *plain_cache, slots)
+    rotary_and_cache(positions, *mixed, SIZE, table, *mixed_cache, slots)
+    for got, old, alone in zip(mixed[:2], before, plain, strict=False):
+        assert got[0].isnan().all()
+        assert not got[1].isfinite().any()
+        assert torch.equal(got[4], torch.zeros_like(got[4]))
+        assert torch.equal(got[5], alone[5])
+        finite = [2, 3, 4, 5]
+        exact = turned_in_float64(old[finite], positions[finite], table, True, 0)
+        assert_turned(got[finite], old[finite], exact)
+    stored = mixed_cache.flatten(1, 2)[:, slots]
+    for got, want in zip(stored, (mixed[1], before[2]), strict=True):
+        assert torch.equal(got.nan_to_num(nan=7.0), want.nan_to_num(nan=7.0))
+    assert torch.equal(stored[:, 5], plain_cache.flatten(1, 2)[:, 1])
 
 
 @pytest.mark.parametrize("name", ["fp8", "fp8_e4m3", "fp8_e5m2"])

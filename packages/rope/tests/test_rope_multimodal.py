@@ -39,7 +39,7 @@ def of_transformers(query, positions, sections, interleaved):
         (True, [64, 0, 0]),
     ],
 )
-@pytest.mark.parametrize("tokens", [1, 3, 257])
+@pytest.mark.parametrize("tokens", [1, 3, 257, 740])
 def test_it_is_what_qwen_vl_of_transformers_does(interleaved, sections, tokens):
     torch.manual_seed(tokens)
     positions = torch.randint(0, 64, (3, tokens))
@@ -93,6 +93,31 @@ def test_one_position_outside_the_table_leaves_the_row_untouched():
     assert torch.equal(query[:3].view(torch.int32), before[:3].view(torch.int32))
     assert not torch.equal(query[3], before[3])
     assert not torch.equal(query[4], before[4])
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_extreme_rows_stay_alone(dtype, interleaved):
+    """NaN, inf, 1e4, denormals and zeros each in a row: each turns as by rotary_embedding, the others as without."""
+    torch.manual_seed(0)
+    positions, sections = torch.tensor([[3], [11], [40]]).expand(3, 6), [24, 20, 20]
+    plain = torch.randn(6, 2, 128).to(dtype)
+    mixed = plain.clone()
+    mixed[0], mixed[1], mixed[2] = float("nan"), float("inf"), 1e4
+    mixed[3], mixed[4] = torch.finfo(dtype).smallest_normal / 4, 0.0
+    by_axis = [mixed.clone() for _ in sections]
+    for axis, x in enumerate(by_axis):
+        kestrel_rope.rotary_embedding(positions[axis], x, None, 128, TABLE)
+    for x in (plain, mixed):
+        kestrel_rope.multimodal_rotary_embedding(positions, x, None, 128, TABLE, sections, interleaved=interleaved)
+    assert mixed[0].isnan().all()
+    assert not mixed[1].isfinite().any()
+    assert torch.equal(mixed[4], torch.zeros_like(mixed[4]))
+    assert torch.equal(mixed[5], plain[5])
+    for pair in range(64):
+        owner = pair % 3 if interleaved and pair < 60 else (0 if interleaved or pair < 24 else 1 if pair < 44 else 2)
+        for dim in (pair, pair + 64):
+            assert torch.equal(mixed[2:5, :, dim], by_axis[owner][2:5, :, dim]), (pair, owner)
 
 
 @pytest.mark.parametrize("rows", [0, 64])
