@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kestrel_attention import flash_attn_with_kvcache, reference
@@ -21,19 +23,19 @@ def ints(*values: int) -> torch.Tensor:
 class Int8:
     """Random codes and scales; sequences of the given lengths over shuffled pages."""
 
-    def __init__(self, lengths, page=8, room=0, dtype=torch.float32):
+    def __init__(self, lengths, page=8, room=0, dtype=torch.float32, kv_heads=KV_HEADS, size=SIZE):
         pages = -(-(max(lengths) + room) // page) + 1
         blocks = pages * len(lengths)
-        self.page, self.lengths = page, ints(*lengths)
+        self.page, self.lengths, self.kv_heads, self.size = page, ints(*lengths), kv_heads, size
         self.caches = dict(zip(("k_cache", "v_cache"), self.codes(blocks, page), strict=True))
         self.table = torch.randperm(blocks, dtype=torch.int32).view(len(lengths), pages)
         self.more = {
-            "k_scale": torch.rand(blocks, page, KV_HEADS) / 64,
-            "v_scale": torch.rand(blocks, page, KV_HEADS) / 32,
+            "k_scale": torch.rand(blocks, page, kv_heads) / 64,
+            "v_scale": torch.rand(blocks, page, kv_heads) / 32,
         }
 
     def codes(self, blocks, page):
-        return torch.randint(-127, 128, (2, blocks, page, KV_HEADS, SIZE), dtype=torch.int8).unbind()
+        return torch.randint(-127, 128, (2, blocks, page, self.kv_heads, self.size), dtype=torch.int8).unbind()
 
     def attend(self, q, *new, **how):
         return flash_attn_with_kvcache(
@@ -77,25 +79,25 @@ class Int8:
 class Int4(Int8):
     """Random codes, scales and zeros per KIVI; each sequence has its row of the tail, in another order."""
 
-    def __init__(self, lengths, page=64, room=0, dtype=torch.float32):
-        super().__init__(lengths, page, room)
+    def __init__(self, lengths, page=64, room=0, dtype=torch.float32, kv_heads=KV_HEADS, size=SIZE):
+        super().__init__(lengths, page, room, dtype, kv_heads, size)
         blocks, count = len(self.caches["k_cache"]), len(lengths)
-        per_channel, per_token = (2, blocks, KV_HEADS, SIZE), (2, blocks, page, KV_HEADS)
+        per_channel, per_token = (2, blocks, kv_heads, size), (2, blocks, page, kv_heads)
         self.more = {
             **dict(zip(("k_scale", "k_zero"), (torch.rand(per_channel) * 0.3).half(), strict=True)),
             **dict(zip(("v_scale", "v_zero"), (torch.rand(per_token) * 0.3).half(), strict=True)),
-            "k_tail": torch.full((count + 2, page, KV_HEADS, SIZE), float("nan")).to(dtype),
+            "k_tail": torch.full((count + 2, page, kv_heads, size), float("nan")).to(dtype),
             "seq_ids": torch.randperm(count + 2, dtype=torch.int32)[:count],
         }
         self.more["k_zero"] += torch.randint(0, 15, self.more["k_zero"].shape)
         self.more["v_zero"] += torch.randint(0, 15, self.more["v_zero"].shape)
         for b, length in enumerate(lengths):
-            self.more["k_tail"][self.more["seq_ids"][b], : length % 64] = torch.randn(length % 64, KV_HEADS, SIZE).to(
+            self.more["k_tail"][self.more["seq_ids"][b], : length % 64] = torch.randn(length % 64, kv_heads, size).to(
                 dtype
             )
 
     def codes(self, blocks, page):
-        return torch.randint(0, 256, (2, blocks, page, KV_HEADS, SIZE // 2), dtype=torch.uint8).unbind()
+        return torch.randint(0, 256, (2, blocks, page, self.kv_heads, self.size // 2), dtype=torch.uint8).unbind()
 
     def key_at(self, sequence, position, block, row, length):
         if position >= length // 64 * 64:
@@ -161,6 +163,19 @@ def test_appended_keys_are_quantised_stored_and_seen(kind, page, dtype, queries,
     for name, x in (cache.caches | cache.more).items():
         assert torch.equal(x.view(torch.uint8), wanted[name].view(torch.uint8)), name
     hold(cache, out, lse, q, [n + queries for n in lengths], in_float64, assert_attends, causal=True)
+
+
+@pytest.mark.parametrize("page", [8, 64, 256])
+def test_int8_pages_of_every_size(page, in_float64, assert_attends):
+    torch.manual_seed(page)
+    lengths = [0, 1, 63, 254, 300]
+    cache = Int8(lengths, page, room=3)
+    q, k, v = (torch.randn(len(lengths), 3, heads, SIZE).bfloat16() / 4 for heads in (4, KV_HEADS, KV_HEADS))
+    wanted = cache.written(k, v)
+    out, lse = cache.attend(q, k, v, causal=True)
+    for name, x in (cache.caches | cache.more).items():
+        assert torch.equal(x, wanted[name]), name
+    hold(cache, out, lse, q, [n + 3 for n in lengths], in_float64, assert_attends, causal=True)
 
 
 def test_a_sequence_without_a_tail_is_padding():
@@ -247,46 +262,65 @@ def test_the_references_read_nothing_on_the_host(kind):
     assert out.shape == (2, 3, 4, SIZE)
 
 
-def bad_cases() -> list[BadInput]:
+def bad_cases(batch: int, queries: int, kv_heads: int, size: int, page: int) -> list[BadInput]:
+    q, new = torch.zeros(batch, queries, 2 * kv_heads, size), torch.zeros(batch, queries, kv_heads, size)
+
     def good(kind):
-        cache = kind([0, 70], 64 if kind is Int4 else 8, room=3)
-        q = torch.zeros(2, 3, 4, SIZE)
+        cache = kind([0, *[70] * (batch - 1)], 64 if kind is Int4 else page, queries, kv_heads=kv_heads, size=size)
         return {"q": q, **cache.caches, "cache_seqlens": cache.lengths, "block_table": cache.table, **cache.more}
 
-    def bad(kind, name, argument, value, error=ValueError, fragment="", **more):
-        calls = good(kind)
-        changed = value(calls[argument]) if callable(value) else value
-        return BadInput(
-            f"{kind.__name__}: {name}", argument, lambda: ((), calls | more | {argument: changed}), error, fragment
-        )
+    calls = {kind: good(kind) for kind in (Int8, Int4)}
 
-    new = torch.zeros(2, 3, KV_HEADS, SIZE)
+    def bad(kind, name, argument, value, error=ValueError, fragment="", **more):
+        values = calls[kind] | more
+        values[argument] = value(values[argument]) if callable(value) else value
+        return BadInput(f"{kind.__name__}: {name}", argument, lambda: ((), values), error, fragment)
+
     return [
         bad(Int8, "no scale", "k_scale", None, TypeError, "a tensor"),
         bad(Int8, "one scale", "v_scale", torch.ones(1), fragment="1-D"),
         bad(Int8, "half scales", "v_scale", lambda x: x.half(), TypeError, "float16"),
-        bad(Int8, "scales of fewer blocks", "k_scale", lambda x: x[1:], fragment=f"{KV_HEADS})"),
+        bad(Int8, "scales of fewer blocks", "k_scale", lambda x: x[1:], fragment=f"{kv_heads})"),
         bad(Int8, "scales elsewhere", "k_scale", lambda x: x.to("meta"), fragment="meta"),
         bad(Int8, "a cache of another kind", "v_cache", lambda x: x.float(), TypeError, "float32"),
         bad(Int8, "no scale to write", "v_scale", None, TypeError, "a tensor", k=new, v=new),
-        bad(Int8, "heads that do not group", "q", torch.zeros(2, 3, 3, SIZE), fragment="KV heads"),
+        bad(Int8, "heads that do not group", "q", q[:, :, 1:], fragment="KV heads"),
         bad(Int4, "no zero", "k_zero", None, TypeError, "a tensor"),
         bad(Int4, "no tail", "k_tail", None, TypeError, "a tensor"),
         bad(Int4, "no sequences", "seq_ids", None, TypeError, "a tensor"),
         bad(Int4, "int64 sequences", "seq_ids", lambda x: x.long(), TypeError, "int64"),
         bad(Int4, "too few sequences", "seq_ids", lambda x: x[:1], fragment="(1,)"),
         bad(Int4, "float32 scales", "k_scale", lambda x: x.float(), TypeError, "float32"),
-        bad(Int4, "zeros of fewer blocks", "v_zero", lambda x: x[1:], fragment=f"64, {KV_HEADS})"),
+        bad(Int4, "zeros of fewer blocks", "v_zero", lambda x: x[1:], fragment=f"64, {kv_heads})"),
         bad(Int4, "a tail of another dtype", "k_tail", lambda x: x.half(), TypeError, "float16"),
         bad(Int4, "a tail of fewer rows", "k_tail", lambda x: x[:, :63], fragment="63"),
         bad(Int4, "a signed cache", "k_cache", lambda x: x.view(torch.int8), TypeError, "int8"),
-        bad(Int4, "a cache not packed", "k_cache", lambda x: torch.cat((x, x), dim=-1), fragment=f"{SIZE})"),
-        bad(Int4, "an odd head size", "q", torch.zeros(2, 3, 4, SIZE - 1), fragment="even"),
+        bad(Int4, "a cache not packed", "k_cache", lambda x: torch.cat((x, x), dim=-1), fragment=f"{size})"),
+        bad(Int4, "an odd head size", "q", q[..., 1:], fragment="even"),
         bad(Int4, "a tail elsewhere", "k_tail", lambda x: x.to("meta"), fragment="meta"),
         bad(Int4, "zeros without a tail", "k_tail", None, TypeError, "a tensor", seq_ids=None, k=new, v=new),
     ]
 
 
-@pytest.mark.parametrize("case", bad_cases(), ids=lambda case: case.name)
-def test_bad_input_is_refused_and_named(case):
-    assert_rejects(flash_attn_with_kvcache, case, "flash_attn_with_kvcache")
+SHAPE = (2, 3, 2, 64, 8)
+NAMES = [case.name for case in bad_cases(*SHAPE)]
+
+
+@pytest.mark.parametrize("index", range(len(NAMES)), ids=NAMES)
+def test_bad_input_is_refused_and_named(index):
+    assert_rejects(flash_attn_with_kvcache, bad_cases(*SHAPE)[index], "flash_attn_with_kvcache")
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    index=st.sampled_from(range(len(NAMES))),
+    shape=st.tuples(
+        st.integers(2, 5),
+        st.integers(1, 5),
+        st.integers(2, 4),
+        st.integers(1, 35).map(lambda n: 2 * n),
+        st.sampled_from([1, 8, 16, 64]),
+    ),
+)
+def test_bad_input_is_refused_whatever_the_shape(index, shape):
+    assert_rejects(flash_attn_with_kvcache, bad_cases(*shape)[index], "flash_attn_with_kvcache")
