@@ -134,6 +134,21 @@ def test_packed_sequences(how, in_float64, assert_attends):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("size", [96, 192, 512])
+def test_head_sizes(dtype, size, in_float64, assert_attends):
+    torch.manual_seed(size)
+    how = {"causal": True, "window_size": (7, -1)}
+    q, k, v = torch.randn(2, 5, 4, size).to(dtype), *torch.randn(2, 2, 9, 2, size).to(dtype)
+    out, lse = flash_attn_func(q, k, v, return_lse=True, **how)
+    for b in range(2):
+        assert_attends(out[b], lse[b], *in_float64(q[b], k[b], v[b], **for_loop(how, b)), v[b])
+    lengths_q, lengths_k = [5, 1, 3], [9, 4, 2]
+    q, k, v, cu_q, cu_k = packed(lengths_q, lengths_k, size=size, dtype=dtype)
+    out, lse = flash_attn_varlen_func(q, k, v, cu_q, cu_k, 5, 9, return_lse=True, **how)
+    check_packed(out, lse, q, k.split(lengths_k), v.split(lengths_k), cu_q, how, in_float64, assert_attends)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_long_packed_sequences(dtype, assert_attends):
     torch.manual_seed(0)
     lengths = [257, 1, 500]
@@ -169,7 +184,7 @@ def test_seqused_k_hides_the_rest_of_each_sequence(in_float64, assert_attends):
     check_packed(out, lse, q, keys, values, cu_q, {"causal": True}, in_float64, assert_attends)
 
 
-@pytest.mark.parametrize("page", [1, 16, 64])
+@pytest.mark.parametrize("page", [1, 8, 16, 64, 256])
 @pytest.mark.parametrize("storage", [torch.bfloat16, torch.float8_e4m3fn])
 def test_keys_in_a_paged_cache_are_those_of_flash_attn_with_kvcache(page, storage):
     torch.manual_seed(0)

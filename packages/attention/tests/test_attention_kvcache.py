@@ -87,6 +87,15 @@ def test_decoding_over_pages(dtype, page, heads, kv_heads, size, in_float64, ass
     check_read(cache, q, in_float64, assert_attends, causal=True)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("size", [96, 192, 512])
+@pytest.mark.parametrize("queries", [1, 3])
+def test_head_sizes(dtype, size, queries, in_float64, assert_attends):
+    torch.manual_seed(size)
+    cache = Paged([0, 1, 30], 8, 2, size, dtype)
+    check_read(cache, torch.randn(3, queries, 4, size).to(dtype), in_float64, assert_attends, causal=True)
+
+
 @pytest.mark.parametrize("length", [512, 2048])
 def test_long_sequences(length, in_float64, assert_attends):
     torch.manual_seed(length)
