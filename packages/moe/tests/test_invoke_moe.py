@@ -52,19 +52,24 @@ def case(
     width: int = 40,
     inner: int = 24,
     expert_map: list[int] | None = None,
+    experts: int = 8,
+    favourite: int | None = None,
 ) -> Case:
     g = torch.Generator().manual_seed(tokens)
     table = None if expert_map is None else torch.tensor(expert_map, dtype=torch.int32)
-    weights, ids, *aligned = route_and_align(torch.randn(tokens, 8, generator=g), choices, block, expert_map=table)
+    logits = torch.randn(tokens, experts, generator=g)
+    if favourite is not None:
+        logits[:, favourite] = 20
+    weights, ids, *aligned = route_and_align(logits, choices, block, expert_map=table)
     return Case(
         torch.randn(tokens, width, generator=g).to(dtype),
-        (torch.randn(8, 2 * inner, width, generator=g) / width**0.5).to(dtype),
-        (torch.randn(8, width, inner, generator=g) / inner**0.5).to(dtype),
+        (torch.randn(experts, 2 * inner, width, generator=g) / width**0.5).to(dtype),
+        (torch.randn(experts, width, inner, generator=g) / inner**0.5).to(dtype),
         weights,
         ids,
         aligned,
         block,
-        expert_map or list(range(8)),
+        expert_map or list(range(experts)),
     )
 
 
@@ -97,6 +102,61 @@ def test_down_is_one_weighted_product_per_pair(tokens: int, dtype: torch.dtype) 
     for flat, t, j, e in c.pairs():
         exact[t, j] = c.weights[t, j].double() * (c.w3[e].double() @ x[flat].double())
     assert_rounded_once(invoke_cute_moe_down(x, c.w3, c.weights, c.ids, *c.aligned, block_size=16), exact)
+
+
+def assert_both_products(c: Case) -> None:
+    """Up and down of every pair against float64, all pairs at once."""
+    experts = torch.tensor(c.expert_map)[c.ids.long()]
+    local = (experts >= 0).double()
+    up_exact = torch.einsum("tjnk,tk->tjn", c.w1.double()[experts], c.hidden.double()) * local[..., None]
+    up = invoke_cute_moe_up(c.hidden, c.w1, None, None, c.ids, *c.aligned, block_size=c.block)
+    assert_rounded_once(up, up_exact.flatten(0, 1))
+    x = torch.randn(c.ids.numel(), c.w3.shape[2], generator=torch.Generator().manual_seed(1)).to(c.hidden.dtype)
+    pairs = x.view(*c.ids.shape, -1).double()
+    down_exact = torch.einsum("tjnk,tjk->tjn", c.w3.double()[experts], pairs) * (c.weights.double() * local)[..., None]
+    assert_rounded_once(invoke_cute_moe_down(x, c.w3, c.weights, c.ids, *c.aligned, block_size=c.block), down_exact)
+
+
+@pytest.mark.parametrize("tokens", [3, 257])
+@pytest.mark.parametrize(("experts", "choices"), [(60, 4), (64, 8), (256, 8), (512, 10)])
+def test_the_expert_counts_of_models(experts: int, choices: int, tokens: int) -> None:
+    assert_both_products(case(tokens, 16, choices=choices, width=8, inner=6, experts=experts))
+
+
+def test_a_prompt_of_740_tokens() -> None:
+    assert_both_products(case(740, 64, torch.bfloat16, width=16, inner=8))
+
+
+@pytest.mark.parametrize("tokens", [1, 50])
+def test_all_tokens_to_one_expert(tokens: int) -> None:
+    c = case(tokens, 16, choices=1, favourite=5)
+    assert bool((c.ids == 5).all())
+    assert_both_products(c)
+
+
+def test_without_a_local_expert_every_row_is_zero() -> None:
+    c = case(20, expert_map=[-1] * 8)
+    up = invoke_cute_moe_up(c.hidden, c.w1[:1], None, None, c.ids, *c.aligned, block_size=16)
+    down = invoke_cute_moe_down(torch.ones(40, 24), c.w3[:1], c.weights, c.ids, *c.aligned, block_size=16)
+    assert up.shape == (40, 48)
+    assert down.shape == (20, 2, 40)
+    assert not up.any()
+    assert not down.any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_of_nan_leaves_the_others_as_they_are(dtype: torch.dtype) -> None:
+    c = case(20, 16, dtype, favourite=5)  # all rows meet in the blocks of expert 5
+    x = torch.randn(40, 24, generator=torch.Generator().manual_seed(1)).to(dtype)
+    up = invoke_cute_moe_up(c.hidden, c.w1, None, None, c.ids, *c.aligned, block_size=16)
+    down = invoke_cute_moe_down(x, c.w3, c.weights, c.ids, *c.aligned, block_size=16)
+    c.hidden[7], x[14:16] = math.nan, math.nan
+    up_nan = invoke_cute_moe_up(c.hidden, c.w1, None, None, c.ids, *c.aligned, block_size=16).view(20, 2, 48)
+    down_nan = invoke_cute_moe_down(x, c.w3, c.weights, c.ids, *c.aligned, block_size=16)
+    others = [t for t in range(20) if t != 7]
+    assert bool(up_nan[7].isnan().all() and down_nan[7].isnan().all())
+    assert torch.equal(up_nan[others], up.view(20, 2, 48)[others])
+    assert torch.equal(down_nan[others], down[others])
 
 
 @pytest.mark.parametrize("tokens", [4, 40])
@@ -240,6 +300,27 @@ def test_fp8_products_are_exact_but_for_one_rounding_to_bf16(tokens: int, shape:
     down = invoke_cute_moe_down_fp8(inner, inner_scale, w3, s3, c.weights, c.ids, *c.aligned, block_size=16)
     assert down.dtype == torch.bfloat16
     assert_rounded_once(down, exact_down)
+
+
+def test_fp8_views_give_what_their_copies_give() -> None:
+    c = case(12)
+    x, w1, w3 = c.hidden.to(F8), c.w1.to(F8), c.w3.to(F8)
+    x_scale, s1, s3 = torch.rand(12, 1) + 0.5, scales("row", 8, 48, 40), scales("row", 8, 40, 24)
+    codes, codes_scale = torch.randn(24, 24).to(F8), torch.rand(24, 1) + 0.5
+
+    def strided(values: torch.Tensor) -> torch.Tensor:
+        wide = torch.zeros(2 * values.shape[0], *values.shape[1:-1], values.shape[-1] + 20).to(F8)
+        view = wide[::2, ..., 4:-16]
+        view.copy_(values)
+        return view
+
+    up_args = (None, None, None, c.ids, *c.aligned)
+    up = invoke_cute_moe_up_fp8(x, x_scale, w1, s1, *up_args, block_size=16)
+    assert torch.equal(invoke_cute_moe_up_fp8(strided(x), x_scale, strided(w1), s1, *up_args, block_size=16), up)
+    down_args = (c.weights, c.ids, *c.aligned)
+    down = invoke_cute_moe_down_fp8(codes, codes_scale, w3, s3, *down_args, block_size=16)
+    views = (strided(codes), codes_scale, strided(w3), s3)
+    assert torch.equal(invoke_cute_moe_down_fp8(*views, *down_args, block_size=16), down)
 
 
 @pytest.mark.parametrize("tokens", [0, 3])

@@ -68,6 +68,10 @@ def test_pairs_are_grouped_by_expert_in_ascending_order(tokens: int, experts: in
     assert_aligned(random_ids(tokens, choices, experts), experts, block)
 
 
+def test_a_prompt_of_740_tokens_is_grouped_too() -> None:
+    assert_aligned(random_ids(740, 8, 64), 64, 64)
+
+
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_many_tokens_and_larger_buffers(dtype: torch.dtype) -> None:
     assert_aligned(random_ids(4096, 8, 64).to(dtype), 64, 128, spare=5)
@@ -123,6 +127,22 @@ def test_each_adapter_gets_the_alignment_of_its_own_tokens(flags: torch.dtype, e
     assert all(bool((output[1] == -7).all()) for output in outputs)  # the disabled one
 
 
+@pytest.mark.parametrize("tokens", [0, 257])
+@pytest.mark.parametrize(("experts", "choices"), [(64, 8), (512, 10)])
+def test_adapters_with_the_expert_counts_of_models(experts: int, choices: int, tokens: int) -> None:
+    block = 64
+    ids, mapping = random_ids(tokens, choices, experts), (torch.arange(tokens) % 4 - 1).int()
+    pairs = ids.numel()
+    blocks = (pairs + min(pairs, experts) * (block - 1)) // block + 1
+    outputs = [torch.full(shape, -7, dtype=torch.int32) for shape in ((3, blocks * block), (3, blocks), (3,))]
+    enabled = torch.ones(3, dtype=torch.bool)
+    moe_lora_align_block_size(ids, mapping, experts, block, 3, *outputs, enabled)
+    for slot in range(3):
+        own = torch.where(mapping[:, None] == slot, ids, -1)
+        expected = by_hand(own, experts, block, blocks * block, blocks)
+        assert [outputs[0][slot].tolist(), outputs[1][slot].tolist(), outputs[2][slot].item()] == list(expected)
+
+
 # ---- routing and alignment in one ------------------------------------------------------------------------------------
 
 
@@ -147,6 +167,20 @@ def test_routing_and_aligning_is_the_two_ops_in_turn(tokens: int, options: dict)
     expected = by_hand(expected_ids, 8, 16, blocks * 16, blocks, expert_map)
     assert [sorted_ids.tolist(), block_experts.tolist(), length.item()] == list(expected)
     assert {t.dtype for t in (ids, sorted_ids, block_experts, length)} == {torch.int32}
+
+
+@pytest.mark.parametrize("tokens", [3, 257])
+@pytest.mark.parametrize(("experts", "choices"), [(60, 4), (256, 8), (512, 10)])
+def test_routing_and_aligning_with_the_expert_counts_of_models(experts: int, choices: int, tokens: int) -> None:
+    logits = torch.randn(tokens, experts, generator=torch.Generator().manual_seed(tokens))
+    weights, ids, sorted_ids, block_experts, length = route_and_align(logits, choices, 64)
+    expected_weights, expected_ids, _ = topk_softmax(logits, choices)
+    assert torch.equal(weights, expected_weights)
+    assert torch.equal(ids, expected_ids)
+    pairs = choices * tokens
+    blocks = (pairs + min(pairs, experts) * 63) // 64
+    expected = by_hand(expected_ids, experts, 64, blocks * 64, blocks)
+    assert [sorted_ids.tolist(), block_experts.tolist(), length.item()] == list(expected)
 
 
 def test_the_references_read_nothing_on_the_host() -> None:
