@@ -412,7 +412,55 @@ def with_flag(op: str, value: Any) -> Callable[[], Call]:
     return lambda: (args, {**kwargs, "return_valid": value})
 
 
+# The tensors of each op, all given: every one beside the others may be elsewhere.
+KEYS = {"seed": ONES, "offset": ONES}
+TENSORS: dict[str, dict[str, torch.Tensor]] = {
+    "sampling_from_probs": {"probs": PROBS, **KEYS},
+    "top_k_sampling_from_probs": {"probs": PROBS, "top_k": ONES, **KEYS},
+    "top_p_sampling_from_probs": {"probs": PROBS, "top_p": PROBS[:, 0].clone(), **KEYS},
+    "top_k_top_p_sampling_from_probs": {"probs": PROBS, "top_k": ONES, "top_p": PROBS[:, 0].clone(), **KEYS},
+    "min_p_sampling_from_probs": {"probs": PROBS, "min_p": PROBS[:, 0].clone(), **KEYS},
+    "sample_from_logits": {
+        "logits": PROBS,
+        "temperature": PROBS[:, 0].clone(),
+        "top_k": ONES,
+        "top_p": PROBS[:, 1].clone(),
+        "min_p": PROBS[:, 2].clone(),
+        **KEYS,
+    },
+    "softmax": {"logits": PROBS, "temperature": PROBS[:, 0].clone(), "out": PROBS.clone()},
+    "top_p_renorm_probs": {"probs": PROBS, "top_p": PROBS[:, 0].clone(), "out": PROBS.clone()},
+    "top_k_renorm_probs": {"probs": PROBS, "top_k": ONES, "out": PROBS.clone()},
+}
+
+
+def without_key(op: str, **key: Any) -> Callable[[], Call]:
+    return lambda: (GOOD_CALLS[op][0], key)
+
+
+BAD_KEYS = [
+    (op, case)
+    for op in GOOD_CALLS
+    if "sampl" in op
+    for case in (
+        BadInput("generator a number", "generator", without_key(op, generator=5), TypeError, "Generator"),
+        BadInput(
+            "generator and seed", "generator", without_key(op, generator=torch.Generator(), seed=1), fragment="seed"
+        ),
+        BadInput("fractional seed", "seed", without_key(op, seed=1.5), TypeError, "integer"),
+        BadInput("seed as text", "seed", without_key(op, seed="x"), TypeError, "integer"),
+        BadInput("seed a flag", "seed", without_key(op, seed=True), TypeError, "integer"),
+        BadInput("seed of 65 bits", "seed", without_key(op, seed=2**64), ValueError, "<= 18446744073709551615"),
+        BadInput("float seeds", "seed", without_key(op, seed=torch.ones(3)), TypeError, "int64"),
+        BadInput("int32 seeds", "seed", without_key(op, seed=ONES.int()), TypeError, "int64"),
+        BadInput("seeds of others", "seed", without_key(op, seed=ONES[:2]), ValueError, "(3,)"),
+        BadInput("fractional offset", "offset", without_key(op, seed=1, offset=0.5), TypeError, "integer"),
+        BadInput("float offsets", "offset", without_key(op, seed=1, offset=torch.ones(3)), TypeError, "int64"),
+        BadInput("offset alone", "offset", without_key(op, offset=3), ValueError, "seed"),
+    )
+]
 BAD_INPUTS = [
+    *BAD_KEYS,
     *(
         (op, case)
         for op, first in FIRST.items()
@@ -446,7 +494,14 @@ BAD_INPUTS = [
     ("sample_from_logits", BadInput("below zero", "temperature", call(PROBS, -1.0), ValueError, ">= 0")),
     ("sample_from_logits", BadInput("as column", "temperature", call(PROBS, torch.ones(3, 1)), ValueError, "1-D")),
     ("sample_from_logits", BadInput("k as bool", "top_k", call(PROBS, 1.0, True), TypeError, "integer")),
-    ("sample_from_logits", BadInput("offset alone", "offset", call(PROBS, offset=3), ValueError, "seed")),
+    ("sample_from_logits", BadInput("p as text", "top_p", call(PROBS, 1.0, 0, "x"), TypeError, "number")),
+    ("sample_from_logits", BadInput("p is nan", "top_p", call(PROBS, top_p=math.nan), ValueError, "nan")),
+    ("sample_from_logits", BadInput("p in int", "top_p", call(PROBS, top_p=ONES), TypeError, "float32")),
+    ("sample_from_logits", BadInput("p for others", "top_p", call(PROBS, top_p=torch.ones(2)), ValueError, "(3,)")),
+    ("sample_from_logits", BadInput("no min_p", "min_p", call(PROBS, min_p=None), TypeError, "number")),
+    ("sample_from_logits", BadInput("min_p is nan", "min_p", call(PROBS, min_p=math.nan), ValueError, "nan")),
+    ("sample_from_logits", BadInput("min_p fp16", "min_p", call(PROBS, min_p=ONES.half()), TypeError, "float32")),
+    ("sample_from_logits", BadInput("min_p column", "min_p", call(PROBS, min_p=PROBS[:, :1]), ValueError, "1-D")),
     ("sample_from_logits", BadInput("order as flag", "filter_apply_order", call(PROBS, filter_apply_order=True))),
     ("softmax", BadInput("below zero", "temperature", call(PROBS, -0.5), ValueError, ">= 0")),
     ("softmax", BadInput("bf16 out", "out", call(PROBS, out=PROBS.bfloat16()), TypeError, "float32")),
@@ -464,6 +519,20 @@ ODD_VALUES = [
 @pytest.mark.parametrize(("op", "case"), [pytest.param(op, case, id=f"{op}-{case.name}") for op, case in BAD_INPUTS])
 def test_a_bad_input_is_named(op: str, case: BadInput) -> None:
     assert_rejects(getattr(kestrel_sampling, op), case)
+
+
+@pytest.mark.parametrize(("op", "name"), [(op, name) for op, tensors in TENSORS.items() for name in tensors])
+def test_a_tensor_elsewhere_is_named(op: str, name: str) -> None:
+    tensors = TENSORS[op]
+    getattr(kestrel_sampling, op)(**{key: value.clone() for key, value in tensors.items()})
+    mixed = {key: value.to("meta") if key == name else value.clone() for key, value in tensors.items()}
+    first, second, *_ = tensors  # the first sets the standard: with it elsewhere, the next one is the one at fault
+    blamed = second if name == first else name
+    message = rf"^{op}: argument '{blamed}': expected device (cpu|meta) as \w+ has, got (cpu|meta)$"
+    with pytest.raises(ValueError, match=message):
+        getattr(kestrel_sampling, op)(**mixed)
+    if "out" in mixed and name != "out":
+        assert torch.equal(mixed["out"], tensors["out"])
 
 
 @pytest.mark.parametrize("op", GOOD_CALLS)
