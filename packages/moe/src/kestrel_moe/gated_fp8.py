@@ -38,6 +38,7 @@ def gelu_residual_fp8(x: torch.Tensor, *, approximate: str = "none") -> tuple[to
     Returns (q float8_e4m3fn [T, F], scale float32 [T, 1]), activation ≈ q * scale. A row does not depend on the batch.
 
     Raises ValueError or TypeError for a wrong dtype, rank, odd last dimension or unknown ``approximate``.
+    Semantics: gelu_residual, then kestrel_quant.fp8_quant by row (vLLM's dynamic per-token scaled_fp8_quant).
 
     >>> q, scale = gelu_residual_fp8(torch.tensor([[100.0, 50.0, 0.0, 1.0]]))
     >>> q.float().tolist(), (q.float() * scale).tolist()
@@ -55,6 +56,7 @@ def silu_and_mul_fp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     Returns (q float8_e4m3fn [T, F], scale float32 [T, 1]), activation ≈ q * scale. A row does not depend on the batch.
 
     Raises ValueError or TypeError for a wrong dtype, rank or odd last dimension.
+    Semantics: silu_and_mul, then kestrel_quant.fp8_quant by row (vLLM's dynamic per-token scaled_fp8_quant).
 
     >>> q, scale = silu_and_mul_fp8(torch.tensor([[100.0, 50.0, 1.0, 4.0]]))
     >>> q.float().tolist(), (q.float() * scale).tolist()
@@ -72,6 +74,7 @@ def gelu_and_mul_fp8(x: torch.Tensor, *, approximate: str = "none") -> tuple[tor
     Returns (q float8_e4m3fn [T, F], scale float32 [T, 1]), activation ≈ q * scale. A row does not depend on the batch.
 
     Raises ValueError or TypeError for a wrong dtype, rank, odd last dimension or unknown ``approximate``.
+    Semantics: gelu_and_mul, then kestrel_quant.fp8_quant by row (vLLM's dynamic per-token scaled_fp8_quant).
 
     >>> q, scale = gelu_and_mul_fp8(torch.tensor([[100.0, 50.0, 1.0, 4.0]]))
     >>> q.float().tolist(), (q.float() * scale).tolist()

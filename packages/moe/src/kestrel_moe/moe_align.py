@@ -201,6 +201,7 @@ def route_and_align(
     logits, whatever the map drops. Reads nothing on the host.
 
     Raises ValueError or TypeError for a wrong dtype, rank, shape or device, and for k > E.
+    Semantics: topk_softmax, then moe_align_block_size, of vLLM.
 
     >>> logits = torch.tensor([[0.0, 9.0], [9.0, 0.0]])
     >>> weights, ids, sorted_token_ids, expert_ids, length = route_and_align(logits, 1, 2)

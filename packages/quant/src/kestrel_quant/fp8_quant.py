@@ -29,6 +29,8 @@ def fp8_quant(
     scale: float32 [1] or [T, 1], positive: used and returned as it is. None computes it:
         ``max(min(amax, scale_ub), 1e-12) / 448`` with amax the largest finite magnitude of each row, of the tensor or
         of each group of ``group_size`` columns (the last group may be shorter).
+    granularity: what shares a computed scale: each "row", the whole "tensor", or each "group" of ``group_size`` columns
+        of a row. With a given ``scale`` its shape decides, and "group" is refused.
     scale_ub: float32 [1], an upper bound of amax (values above it saturate). Only without ``scale``.
     column_major_scales: "group" only; the scales then have strides (1, T rounded up to a multiple of 4), as
         block-scaled GEMMs read them.
@@ -44,6 +46,10 @@ def fp8_quant(
     >>> q, scale = fp8_quant(torch.tensor([[1.0, -2.0, 0.5], [0.0, 0.0, 0.0]]))
     >>> q.float().tolist(), (q.float() * scale).tolist()
     ([[224.0, -448.0, 112.0], [0.0, 0.0, 0.0]], [[1.0, -2.0, 0.5], [0.0, 0.0, 0.0]])
+    >>> x = torch.tensor([[448.0, -224.0, 1792.0, 896.0]])  # two groups: scales 448 / 448 and 1792 / 448
+    >>> q, scale = fp8_quant(x, granularity="group", group_size=2)
+    >>> q.float().tolist(), scale.tolist()
+    ([[448.0, -224.0, 448.0, 224.0]], [[1.0, 4.0]])
     """
     check.flag("fp8_quant", "column_major_scales", column_major_scales)
     if scale is None:
@@ -123,6 +129,7 @@ def fp8_dequant(
     which. dtype: bf16, fp16 or float32. Returns [T, N] of dtype, in ``out`` if it is given (of that shape and dtype).
 
     Raises ValueError or TypeError for a wrong dtype, rank, shape or device.
+    Semantics: the inverse of fp8_quant: the scales of vLLM's scaled_fp8_quant and DeepGEMM's per-token-group cast.
 
     >>> q = torch.tensor([[1.0, -448.0]]).to(torch.float8_e4m3fn)
     >>> fp8_dequant(q, torch.tensor([[0.5]]), dtype=torch.float32).tolist()

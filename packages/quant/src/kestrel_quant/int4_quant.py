@@ -30,10 +30,12 @@ def int4_quant(x: torch.Tensor, *, group_size: int = 128) -> tuple[torch.Tensor,
     neither moves the scale. A row does not depend on the batch around it.
 
     Raises ValueError or TypeError for a wrong dtype or rank, an odd N or a group of less than one column.
+    Semantics: this package's own; symmetric absmax per group of columns, as int8_quant has it per row, with 7 for 127.
 
-    >>> q, scale = int4_quant(torch.tensor([[7.0, -2.0, 0.5, 1.5]]))  # codes 7, -2, 0, 2: 0xE7, 0x20
+    >>> x = torch.tensor([[7.0, -2.0, 1.0, 14.0]])  # two groups: scales 7 / 7 and 14 / 7
+    >>> q, scale = int4_quant(x, group_size=2)  # codes 7, -2 and 0 (1 / 2 is a tie), 7: bytes 0xE7 and 0x70
     >>> q.tolist(), scale.tolist()
-    ([[231, 32]], [[1.0]])
+    ([[231, 112]], [[1.0, 2.0]])
     """
 
 
@@ -70,6 +72,7 @@ def int4_dequant(
     Returns [T, N] of dtype, in ``out`` if it is given (of that shape and dtype).
 
     Raises ValueError or TypeError for a wrong dtype, rank, shape or device.
+    Semantics: the inverse of int4_quant, in its own format.
 
     >>> q = torch.tensor([[0xE7, 0x20]], dtype=torch.uint8)
     >>> int4_dequant(q, torch.tensor([[0.5]]), dtype=torch.float32).tolist()

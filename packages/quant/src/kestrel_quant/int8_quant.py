@@ -61,6 +61,7 @@ def int8_dequant(
     Returns [T, N] of dtype, in ``out`` if it is given (of that shape and dtype).
 
     Raises ValueError or TypeError for a wrong dtype, rank, shape or device.
+    Semantics: the inverse of int8_quant, with the scales of vLLM's scaled_int8_quant (dynamic, symmetric).
 
     >>> int8_dequant(torch.tensor([[127, -64]], dtype=torch.int8), torch.tensor([2.0]), dtype=torch.float32).tolist()
     [[254.0, -128.0]]

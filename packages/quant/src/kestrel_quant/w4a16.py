@@ -54,9 +54,11 @@ def pack_w4(weight: torch.Tensor, group_size: int = 128) -> W4Weight:
     reads the weight on the host to refuse values that are not finite.
 
     Raises ValueError or TypeError for a wrong dtype, rank or group size, or a weight with NaN or inf.
+    Semantics: the symmetric grouped 4-bit weights that Marlin multiplies (Frantar et al. 2024), each value rounded to
+    the nearest code.
 
-    >>> w = pack_w4(torch.tensor([[7.0, -3.0, 0.0, 14.0]]), group_size=2)
-    >>> w.dequantize().tolist()
+    >>> w = pack_w4(torch.tensor([[7.0, -3.0, 1.0, 14.0]]), group_size=2)  # scales 7 / 7 = 1 and 14 / 7 = 2
+    >>> w.dequantize().tolist()  # codes 7, -3 and 0 (1 / 2 is a tie), 7, each times its scale
     [[7.0, -3.0, 0.0, 14.0]]
     """
     op = "pack_w4"
