@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable
 from typing import Any
@@ -159,6 +160,40 @@ def copies(args: tuple[Any, ...]) -> list[Any]:
 @pytest.mark.parametrize(("op", "case"), CASES)
 def test_a_bad_input_is_named(op: str, case: BadInput) -> None:
     assert_rejects(getattr(kestrel_moe, op), case)
+
+
+def refusals() -> list[Any]:
+    """Of every good call: each tensor on another device, each required argument None, one at a time."""
+    found = []
+    for op, (args, kwargs) in GOOD_CALLS.items():
+        parameters = inspect.signature(getattr(kestrel_moe, op)).parameters
+        values = dict(zip(parameters, args, strict=False)) | kwargs
+        elsewhere = [name for name, value in values.items() if torch.is_tensor(value)]
+        elsewhere = elsewhere * (len(elsewhere) > 1) + ["out"] * ("out" in parameters)
+        found.extend(pytest.param(op, name, True, id=f"{op}-{name} elsewhere") for name in elsewhere)
+        required = [
+            name
+            for name, parameter in parameters.items()
+            if parameter.default is parameter.empty and "None" not in str(parameter.annotation)
+        ]
+        found.extend(pytest.param(op, name, False, id=f"{op}-no {name}") for name in required)
+    return found
+
+
+@pytest.mark.parametrize(("op", "name", "elsewhere"), refusals())
+def test_a_tensor_elsewhere_or_a_missing_argument_is_named(op: str, name: str, elsewhere: bool) -> None:
+    function = getattr(kestrel_moe, op)
+    args, kwargs = GOOD_CALLS[op]
+    values = dict(zip(inspect.signature(function).parameters, args, strict=False)) | kwargs
+    named = name
+    if elsewhere:
+        # the first argument sets the device: where it is the odd one, another one is named
+        named = r"\w+" if name == next(iter(values)) else name
+        values[name] = (function(**values) if name == "out" else values[name]).to("meta")
+    else:
+        values[name] = None
+    with pytest.raises((ValueError, TypeError), match=rf"^{op}: argument '{named}': expected .+, got .+"):
+        function(**values)
 
 
 @pytest.mark.parametrize("op", GOOD_CALLS)
