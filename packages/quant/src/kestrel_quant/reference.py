@@ -10,10 +10,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from kestrel_runtime.reference import pack_int4, quotient, to_fp8, unpack_int4
-
-FP8_MAX = 448.0
-FP8_SMALLEST_AMAX = 1e-12  # an all-zero row gets this over 448 as its scale
+from kestrel_runtime.reference import fp8_scale, pack_int4, quotient, to_fp8, unpack_int4
 
 
 def fp8_quant(
@@ -25,10 +22,7 @@ def fp8_quant(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Dynamic FP8. Column-major scales come as the buffer behind them: [groups, T rounded up to a multiple of 4]."""
     values = x.float()
-    amax = _amax(values, granularity, group_size)
-    if scale_ub is not None:
-        amax = torch.minimum(amax, scale_ub)
-    scale = quotient(amax.clamp(min=FP8_SMALLEST_AMAX), FP8_MAX)
+    scale = fp8_scale(_amax(values, granularity, group_size), scale_ub)
     codes = to_fp8(values / _per_element(scale, values, group_size))
     if column_major_scales:
         rows = x.shape[0]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from .errors import UnsupportedError
-from .reference import pack_int4, to_fp8, unpack_int4
+from .reference import pack_int4, quotient, to_fp8, unpack_int4
 
 FP8_OF_NAME = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 INT4_PAGE = 64
@@ -105,11 +105,6 @@ def gather_pages(cache: torch.Tensor, block_table: torch.Tensor | None) -> torch
 def per_head(scale: torch.Tensor) -> torch.Tensor:
     """A scale [1] or [Hk], to be multiplied with [..., Hk, D]."""
     return scale.unsqueeze(-1)
-
-
-def quotient(x: torch.Tensor, divisor: float) -> torch.Tensor:
-    """x / divisor, truly divided: with a Python number CUDA would multiply by the rounded reciprocal."""
-    return x / torch.full_like(x, divisor)
 
 
 def encode_fp8(x: torch.Tensor, scale: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:

@@ -55,20 +55,25 @@ def quotient(x: torch.Tensor, divisor: float) -> torch.Tensor:
     return x / torch.full_like(x, divisor)
 
 
+def fp8_scale(amax: torch.Tensor, scale_ub: torch.Tensor | None = None) -> torch.Tensor:
+    """Dynamic e4m3 scale of a largest magnitude (float32): max(min(amax, scale_ub), 1e-12) / 448."""
+    if scale_ub is not None:
+        amax = torch.minimum(amax, scale_ub)
+    return quotient(amax.clamp(min=1e-12), 448.0)
+
+
 def quantise_rows(x: torch.Tensor, scale_ub: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """Dynamic FP8 per row: codes e4m3fn [..., N] and scales float32 [..., 1] with ``x ≈ codes * scale``.
 
-    x: float32 [..., N]. scale = max(min(amax, scale_ub), 1e-12) / 448, amax the largest finite magnitude of the row;
-    scale_ub: float32 [1] or None.
+    x: float32 [..., N]. The scale is :func:`fp8_scale` of the row's largest finite magnitude. scale_ub: float32 [1] or
+    None.
 
     >>> codes, scale = quantise_rows(torch.tensor([[1.0, -2.0]]))
     >>> codes.float().tolist(), (codes.float() * scale).tolist()
     ([[224.0, -448.0]], [[1.0, -2.0]])
     """
     amax = torch.where(x.isfinite(), x.abs(), 0.0).amax(dim=-1, keepdim=True)
-    if scale_ub is not None:
-        amax = torch.minimum(amax, scale_ub)
-    scale = quotient(amax.clamp(min=1e-12), 448.0)
+    scale = fp8_scale(amax, scale_ub)
     return to_fp8(x / scale), scale
 
 
