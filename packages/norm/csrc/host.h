@@ -3,6 +3,7 @@
 
 #include <kestrel/check.h>
 #include <kestrel/launch.h>
+#include <kestrel/tensor.h>
 
 #include <cstdint>
 #include <initializer_list>
@@ -12,12 +13,6 @@
 #include "norm_rows.cuh"
 
 namespace kestrel::norm {
-
-inline bool aligned16(const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; }
-
-inline int element_bytes(const TensorView& t) { return t.dtype().bits / 8; }
-
-inline char* address(const TensorView& t) { return static_cast<char*>(t.data_ptr()) + t.byte_offset(); }
 
 // Collects the leading dimensions of all row tensors at once: neighbours that are one run of rows in every tensor
 // become one dimension, so nearly every call ends with a single stride per tensor.
@@ -114,18 +109,6 @@ inline void check_vector(const Checks& check, const char* name, const OptionalTe
   check.shape(name, t, &n, 1);
 }
 
-struct Named {
-  const char* name;
-  OptionalTensor tensor;
-};
-
-inline void check_devices(const Checks& check, const TensorView& x, std::initializer_list<Named> others) {
-  for (const Named& other : others) {
-    if (other.tensor.has_value()) check.same_device(other.name, *other.tensor, "x", x);
-  }
-  check.cuda("x", x);
-}
-
 // -- launch -----------------------------------------------------------------------------------------------------------
 
 // Fills the parameters; false when there is nothing to do.
@@ -146,18 +129,6 @@ inline bool prepare(const RowShape& shape, const TensorView& x, const OptionalTe
   p->eps = static_cast<float>(eps);
   p->inv_n = static_cast<float>(1.0 / static_cast<double>(n));
   return true;
-}
-
-// Calls with a value of the element type of x.
-template <typename F>
-void dispatch(const TensorView& x, F call) {
-  if (same_dtype(x.dtype(), kBFloat16)) {
-    call(__nv_bfloat16());
-  } else if (same_dtype(x.dtype(), kFloat16)) {
-    call(__half());
-  } else {
-    call(float());
-  }
 }
 
 // Teams are chosen by N and the dtype alone, so that a row's sums are added in one order whatever stands around it.

@@ -16,7 +16,7 @@ void layer_norm(TensorView out, TensorView x, OptionalTensor weight, OptionalTen
   check_vector(check, "bias", bias, x, {x.dtype()});
   check.at_least("eps", eps, 0);
   check_written(check, "out", out, x);
-  check_devices(check, x, {{"weight", weight}, {"bias", bias}, {"out", out}});
+  check_devices(check, "x", x, {{"weight", weight}, {"bias", bias}, {"out", out}});
 
   Params p;
   RowShape shape(x);
@@ -24,7 +24,7 @@ void layer_norm(TensorView out, TensorView x, OptionalTensor weight, OptionalTen
   shape.add(out, &p.out);
   if (!prepare(shape, x, weight, bias, eps, 0.0, &p)) return;
   const DeviceGuard guard(x.device().device_id);
-  dispatch(x, [&](auto t) { launch<LayerNorm<decltype(t)>>(p, shape, x.device()); });
+  dispatch_float(x, [&](auto t) { launch<LayerNorm<decltype(t)>>(p, shape, x.device()); });
 }
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(layer_norm, layer_norm);

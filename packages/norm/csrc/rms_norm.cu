@@ -17,7 +17,7 @@ void check_numbers(const Checks& check, const OptionalTensor& weight, const Tens
 template <bool add>
 void dispatch_rms(const TensorView& x, const OptionalTensor& weight, const Params& p, const RowShape& shape) {
   const bool wide = weight.has_value() && same_dtype((*weight).dtype(), kFloat32);
-  dispatch(x, [&](auto t) {
+  dispatch_float(x, [&](auto t) {
     using T = decltype(t);
     if (wide && sizeof(T) < 4) {
       launch<Op<Norm::rms, add, T, float>>(p, shape, x.device());
@@ -32,7 +32,7 @@ void rms_norm(TensorView out, TensorView x, OptionalTensor weight, double eps, d
   check_rows(check, x);
   check_numbers(check, weight, x, eps, weight_bias);
   check_written(check, "out", out, x);
-  check_devices(check, x, {{"weight", weight}, {"out", out}});
+  check_devices(check, "x", x, {{"weight", weight}, {"out", out}});
 
   Params p;
   RowShape shape(x);
@@ -49,7 +49,7 @@ void fused_add_rms_norm(TensorView x, TensorView residual, OptionalTensor weight
   check_written(check, "residual", residual, x);
   check.disjoint("x", x);
   check_numbers(check, weight, x, eps, weight_bias);
-  check_devices(check, x, {{"residual", residual}, {"weight", weight}});
+  check_devices(check, "x", x, {{"residual", residual}, {"weight", weight}});
 
   Params p;
   RowShape shape(x);

@@ -1,15 +1,11 @@
 // Sums over a row that a team of threads holds: of squares, or mean and variance. One barrier per row.
 #pragma once
 
+#include <kestrel/reduce.cuh>
+
 #include "rows.cuh"
 
 namespace kestrel::norm {
-
-__device__ __forceinline__ float warp_sum(float v) {
-#pragma unroll
-  for (int other = 16; other > 0; other >>= 1) v += __shfl_xor_sync(0xffffffffu, v, other);
-  return v;
-}
 
 // Where a thread stands in its team. WARPS: the most warps a team of this kernel has; 1 means a warp per row.
 template <int WARPS>

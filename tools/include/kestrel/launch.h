@@ -46,8 +46,10 @@ inline int device_attribute(cudaDeviceAttr attribute, int device) {
 
 // Launches kernel(params) so that it may start while the kernel before it in the stream still runs; it must call
 // pdl_wait() (pdl.cuh) before it touches anything that is not constant. GPUs older than sm_90 launch it plainly.
+// shared_bytes: dynamic shared memory; past 48 KB the caller has raised the kernel's limit.
 template <typename Params>
-void launch_pdl(void (*kernel)(Params), dim3 grid, dim3 block, DLDevice device, const Params& params) {
+void launch_pdl(void (*kernel)(Params), dim3 grid, dim3 block, DLDevice device, const Params& params,
+                size_t shared_bytes = 0) {
   const int major = device_attribute(cudaDevAttrComputeCapabilityMajor, device.device_id);
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
@@ -55,6 +57,7 @@ void launch_pdl(void (*kernel)(Params), dim3 grid, dim3 block, DLDevice device, 
   cudaLaunchConfig_t config{};
   config.gridDim = grid;
   config.blockDim = block;
+  config.dynamicSmemBytes = shared_bytes;
   config.stream = current_stream(device);
   config.attrs = &attribute;
   config.numAttrs = major >= 9 ? 1 : 0;

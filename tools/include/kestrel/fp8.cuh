@@ -1,0 +1,51 @@
+// FP8 codes and scales, bit for bit as kestrel_runtime.reference has them.
+#pragma once
+
+#include <cuda_fp8.h>
+#include <kestrel/pack.cuh>
+
+#include <cfloat>
+
+namespace kestrel {
+
+constexpr float kLargestE4M3 = 448.f;
+
+// Dynamic e4m3 scale of a largest magnitude: max(min(amax, scale_ub), 1e-12) / 448, truly divided. scale_ub may be
+// null; a NaN in it arrives in the scale.
+__device__ __forceinline__ float fp8_scale(float amax, const float* scale_ub = nullptr) {
+  if (scale_ub) {
+    const float most = *scale_ub;
+    amax = amax < most ? amax : most;  // NaN stays
+  }
+  return __fdiv_rn(amax < 1e-12f ? 1e-12f : amax, kLargestE4M3);
+}
+
+// |x| for a row's largest magnitude: what is not finite does not count.
+__device__ __forceinline__ float finite_magnitude(float x) {
+  const float magnitude = fabsf(x);
+  return magnitude <= FLT_MAX ? magnitude : 0.f;
+}
+
+// Rounds to nearest even; saturates at the largest finite value; NaN stays NaN. Two floats, the first in the low byte.
+template <__nv_fp8_interpretation_t kind = __NV_E4M3>
+__device__ __forceinline__ unsigned to_fp8x2(float first, float second) {
+  return __nv_cvt_float2_to_fp8x2(make_float2(first, second), __NV_SATFINITE, kind);
+}
+
+template <__nv_fp8_interpretation_t kind = __NV_E4M3>
+__device__ __forceinline__ uint8_t to_fp8(float x) {
+  return __nv_cvt_float_to_fp8(x, __NV_SATFINITE, kind);
+}
+
+// Four codes, the first in the lowest byte. What is encoded is a true quotient x / scale: a product with the rounded
+// reciprocal differs in the last bit and now and then in a code.
+template <__nv_fp8_interpretation_t kind = __NV_E4M3>
+__device__ __forceinline__ uint32_t to_fp8x4(float a, float b, float c, float d) {
+  return to_fp8x2<kind>(a, b) | to_fp8x2<kind>(c, d) << 16;
+}
+
+__device__ __forceinline__ float from_fp8(uint8_t code, __nv_fp8_interpretation_t kind = __NV_E4M3) {
+  return __half2float(__half(__nv_cvt_fp8_to_halfraw(code, kind)));
+}
+
+}  // namespace kestrel
