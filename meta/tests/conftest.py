@@ -12,6 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from kestrel_runtime.testing import pytest_collection_modifyitems, pytest_configure  # noqa: F401
+
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
 CPU = torch.device("cpu")
 

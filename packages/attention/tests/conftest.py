@@ -1,7 +1,4 @@
-"""An attention written differently: one query at a time, over the list of keys it sees, in float64.
-
-Tests marked gpu are skipped where there is no GPU.
-"""
+"""An attention written differently: one query at a time, over the list of keys it sees, in float64."""
 
 from __future__ import annotations
 
@@ -10,12 +7,7 @@ import math
 import pytest
 import torch
 
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if not torch.cuda.is_available():
-        for item in items:
-            if item.get_closest_marker("gpu"):
-                item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
+from kestrel_runtime.testing import pytest_collection_modifyitems, pytest_configure  # noqa: F401
 
 
 def sees(key: int, position: int, causal: bool, window: tuple[int, int], prefix: int) -> bool:

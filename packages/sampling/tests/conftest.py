@@ -1,11 +1,1 @@
-"""Tests marked gpu are skipped where there is no GPU."""
-
-import pytest
-import torch
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if not torch.cuda.is_available():
-        for item in items:
-            if item.get_closest_marker("gpu"):
-                item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
+from kestrel_runtime.testing import pytest_collection_modifyitems, pytest_configure  # noqa: F401

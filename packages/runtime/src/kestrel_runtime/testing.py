@@ -1,4 +1,10 @@
-"""Helpers for the tests of every family: poisoned outputs, canaries, distances, bad inputs, graph replay."""
+"""Helpers for the tests of every family: poisoned outputs, canaries, distances, bad inputs, graph replay.
+
+It is a pytest plugin too, which knows the marker ``gpu`` and skips those tests where there is no GPU. A family's
+conftest.py takes it in with one line, so that it works wherever the tests are run from:
+
+    from kestrel_runtime.testing import pytest_collection_modifyitems, pytest_configure  # noqa: F401
+"""
 
 from __future__ import annotations
 
@@ -10,6 +16,21 @@ import torch
 
 _INTEGER_OF_WIDTH = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _CANARY_ELEMENTS = 256
+
+
+def pytest_configure(config: Any) -> None:
+    """Register the marker."""
+    config.addinivalue_line("markers", "gpu: needs a CUDA GPU with a kernel image for it")
+
+
+def pytest_collection_modifyitems(items: list[Any]) -> None:
+    """Skip the tests marked gpu where there is no GPU."""
+    import pytest
+
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
 
 
 def poison(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str = "cpu") -> torch.Tensor:
