@@ -4,6 +4,7 @@
 // be tested with CPU tensors. ValueError and TypeError arrive in Python as such.
 #pragma once
 
+#include <tvm/ffi/any.h>
 #include <tvm/ffi/container/tensor.h>
 #include <tvm/ffi/error.h>
 #include <tvm/ffi/optional.h>
@@ -16,6 +17,7 @@
 
 namespace kestrel {
 
+using tvm::ffi::AnyView;
 using tvm::ffi::TensorView;
 using OptionalTensor = tvm::ffi::Optional<TensorView>;
 
@@ -60,9 +62,11 @@ inline std::string device_name(DLDevice device) {
   return "device type " + std::to_string(static_cast<int>(device.device_type));
 }
 
+constexpr int64_t kAny = -1;  // in an expected shape: any size
+
 inline std::string shape_text(const int64_t* sizes, int ndim) {
   std::string text = "(";
-  for (int i = 0; i < ndim; ++i) text += (i ? ", " : "") + std::to_string(sizes[i]);
+  for (int i = 0; i < ndim; ++i) text += (i ? ", " : "") + (sizes[i] == kAny ? "any" : std::to_string(sizes[i]));
   return text + (ndim == 1 ? ",)" : ")");
 }
 
@@ -72,6 +76,25 @@ inline std::string number_text(double value) {
   std::string text(digits, std::to_chars(digits, digits + sizeof(digits), value).ptr);
   if (std::isfinite(value) && text.find_first_of(".e") == std::string::npos) text += ".0";
   return text;
+}
+
+// A number or a flag as Python prints its type and its value.
+inline std::string value_text(const AnyView& value, bool with_value) {
+  switch (value.type_index()) {
+    case tvm::ffi::TypeIndex::kTVMFFINone:
+      return with_value ? "NoneType None" : "NoneType";
+    case tvm::ffi::TypeIndex::kTVMFFIBool:
+      return !with_value ? "bool" : value.cast<bool>() ? "bool True" : "bool False";
+    case tvm::ffi::TypeIndex::kTVMFFIInt:
+      return with_value ? "int " + std::to_string(value.cast<int64_t>()) : "int";
+    case tvm::ffi::TypeIndex::kTVMFFIFloat:
+      return with_value ? "float " + number_text(value.cast<double>()) : "float";
+    default: {
+      const auto text = value.try_cast<std::string>();
+      if (!text.has_value()) return "an object";
+      return with_value ? "str '" + *text + "'" : "str";
+    }
+  }
 }
 
 // The checks of one op.
@@ -87,7 +110,7 @@ class Checks {
   void dtype(const char* name, const TensorView& t, std::initializer_list<DLDataType> allowed) const {
     std::string names, last;
     for (DLDataType want : allowed) {
-      if (same_dtype(t.dtype(), want)) return;
+      if (kestrel::same_dtype(t.dtype(), want)) return;
       const std::string one = dtype_name(want);
       if (one != last) names += (names.empty() ? "" : " or ") + one;
       last = one;
@@ -111,7 +134,7 @@ class Checks {
 
   void shape(const char* name, const TensorView& t, const int64_t* expected, int ndim) const {
     bool fits = t.ndim() == ndim;
-    for (int i = 0; fits && i < ndim; ++i) fits = t.size(i) == expected[i];
+    for (int i = 0; fits && i < ndim; ++i) fits = t.size(i) == expected[i] || expected[i] == kAny;
     if (!fits) fail(name, "shape " + shape_text(expected, ndim), shape_text(t.shape().data(), t.ndim()));
   }
 
@@ -127,6 +150,29 @@ class Checks {
 
   void same_shape(const char* name, const TensorView& t, const TensorView& as) const {
     shape(name, t, as.shape().data(), as.ndim());
+  }
+
+  void same_dtype(const char* name, const TensorView& t, const char* first_name, const TensorView& first) const {
+    if (kestrel::same_dtype(t.dtype(), first.dtype())) return;
+    fail(name, "dtype " + dtype_name(first.dtype()) + " as " + first_name + " has", dtype_name(t.dtype()), "TypeError");
+  }
+
+  // An argument that must be an integer, and no bool.
+  int64_t integer(const char* name, const AnyView& value, int64_t minimum) const {
+    if (value.type_index() != tvm::ffi::TypeIndex::kTVMFFIInt) {
+      fail(name, "an integer", value_text(value, true), "TypeError");
+    }
+    const int64_t number = value.cast<int64_t>();
+    if (number < minimum) fail(name, "an integer >= " + std::to_string(minimum), std::to_string(number));
+    return number;
+  }
+
+  // An argument that must be True or False, and no number.
+  bool flag(const char* name, const AnyView& value) const {
+    if (value.type_index() != tvm::ffi::TypeIndex::kTVMFFIBool) {
+      fail(name, "True or False", value_text(value, false), "TypeError");
+    }
+    return value.cast<bool>();
   }
 
   void number(const char* name, double value) const {

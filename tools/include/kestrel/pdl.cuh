@@ -20,4 +20,13 @@ __device__ __forceinline__ void pdl_trigger() {
 #endif
 }
 
+// Keeps a value from being computed later than here: the compiler sinks what it can past pdl_wait().
+__device__ __forceinline__ void pin(float& value) { asm volatile("" : "+f"(value)); }
+__device__ __forceinline__ void pin(unsigned& value) { asm volatile("" : "+r"(value)); }
+__device__ __forceinline__ void pin(int& value) { asm volatile("" : "+r"(value)); }
+template <typename P>
+__device__ __forceinline__ void pin(P*& pointer) {
+  asm volatile("" : "+l"(pointer));
+}
+
 }  // namespace kestrel

@@ -9,11 +9,13 @@ from .reference import rotate
 
 
 def check_rows(op: str, rows: torch.Size, query: torch.Tensor, key: torch.Tensor | None, head_size: int) -> None:
-    """query and key (which may be None) hold whole heads for each of these rows: [..., H*D] or [..., H, D]."""
+    """query and key (which may be None), to be written, hold whole heads for each row: [..., H*D] or [..., H, D]."""
     check.number(op, "head_size", head_size, integer=True, minimum=1)
     check_heads(op, "query", query, rows, head_size)
+    check.disjoint(op, "query", query)
     if key is not None:
         check_heads(op, "key", key, rows, head_size)
+        check.disjoint(op, "key", key)
     check.same(op, "dtype", query=query, key=key)
 
 
