@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from kestrel_runtime import check, kernel_op
+from kestrel_runtime import Binary, check, kernel_op
 
 from . import reference
+
+_kernels = Binary("kestrel_moe")
+# Above so many logits the launch has several blocks, which meet in scratch memory to add up their counts.
+_LOGITS_OF_ONE_BLOCK = 1024
 
 
 def _check_topk_softmax(
@@ -32,7 +36,7 @@ def _check_topk_softmax(
     check.same(op, "device", gating=gating, bias=bias, num_tokens=num_tokens)
 
 
-@kernel_op(reference=reference.topk_softmax, check=_check_topk_softmax)
+@kernel_op(reference=reference.topk_softmax, check=_check_topk_softmax, kernel="cuda")
 def topk_softmax(
     gating: torch.Tensor,
     k: int,
@@ -61,3 +65,12 @@ def topk_softmax(
     >>> weights.tolist(), ids.tolist(), counts.tolist()
     ([[0.5, 0.5]], [[1, 2]], [0, 1, 1, 0])
     """
+    tokens, experts = gating.shape
+    weights = torch.empty((tokens, k), dtype=torch.float32, device=gating.device)
+    ids = torch.empty((tokens, k), dtype=torch.int32, device=gating.device)
+    counts = torch.empty(experts, dtype=torch.int32, device=gating.device)
+    scratch = None
+    if tokens * experts > _LOGITS_OF_ONE_BLOCK:
+        scratch = torch.empty(2, dtype=torch.int64, device=gating.device)
+    _kernels.topk_softmax(weights, ids, counts, scratch, gating, k, renormalize, bias, num_tokens)
+    return weights, ids, counts

@@ -1,0 +1,80 @@
+// Checks of router logits and the parameters they become, for topk_softmax and route_and_align.
+#pragma once
+
+#include <kestrel/tensor.h>
+
+#include "topk.cuh"
+
+namespace kestrel::moe {
+
+inline Float float_kind(const TensorView& t) {
+  if (same_dtype(t.dtype(), kFloat32)) return Float::f32;
+  return same_dtype(t.dtype(), kFloat16) ? Float::f16 : Float::bf16;
+}
+
+inline int64_t check_logits(const Checks& check, const char* name, const TensorView& logits, const AnyView& k) {
+  check.dtype(name, logits, {kBFloat16, kFloat16, kFloat32});
+  check.rank(name, logits, 2, 2);
+  check.last_contiguous(name, logits);
+  const int64_t most = check.integer("k", k, 1), experts = logits.size(1);
+  if (most > experts) check.fail("k", "at most the " + std::to_string(experts) + " experts", std::to_string(most));
+  return most;
+}
+
+inline void check_bias(const Checks& check, const OptionalTensor& bias, int64_t experts) {
+  if (!bias.has_value()) return;
+  check.dtype("bias", *bias, {kBFloat16, kFloat16, kFloat32});
+  check.last_contiguous("bias", *bias);
+  check.shape("bias", *bias, &experts, 1);
+}
+
+// A result of the launch: its caller has allocated it, so only an error of ours is found here.
+inline void check_result(const Checks& check, const char* name, const TensorView& t, DLDataType dtype, int64_t rows,
+                         int64_t columns) {
+  const int64_t expected[2] = {rows, columns};
+  check.dtype(name, t, {dtype});
+  check.shape(name, t, expected, 2);
+  if (t.size(0) > 1 && t.stride(0) != columns) {
+    check.fail(name, "contiguous rows", "stride " + std::to_string(t.stride(0)));
+  }
+  check.last_contiguous(name, t);
+}
+
+constexpr int kMostExperts = 512;
+constexpr int kMostChoices = 32;
+
+inline Router router(const TensorView& logits, int64_t k, bool renormalize, const OptionalTensor& bias,
+                     const TensorView& weights, const TensorView& ids) {
+  const int64_t tokens = logits.size(0), experts = logits.size(1);
+  if (experts > kMostExperts) unsupported("more than " + std::to_string(kMostExperts) + " experts");
+  if (k > kMostChoices) unsupported("more than " + std::to_string(kMostChoices) + " experts per token");
+  if (tokens > (int64_t{1} << 30)) unsupported("more than 2^30 tokens");
+  Router r;
+  r.logits = address(logits);
+  r.bias = address(bias);
+  r.weights = reinterpret_cast<float*>(address(weights));
+  r.ids = reinterpret_cast<int*>(address(ids));
+  r.stride = logits.stride(0) * element_bytes(logits);
+  r.tokens = static_cast<int>(tokens);
+  r.experts = static_cast<int>(experts);
+  r.k = static_cast<int>(k);
+  r.dtype = float_kind(logits);
+  if (bias.has_value()) r.bias_dtype = float_kind(*bias);
+  r.vectors = aligned16(r.logits) && (tokens < 2 || r.stride % 16 == 0) && experts % 8 == 0;
+  r.renormalize = renormalize;
+  return r;
+}
+
+// Calls with the team that holds a row: eight lanes for up to 64 experts and eight choices, else a warp.
+template <typename F>
+void dispatch_team(const Router& r, F call) {
+  if (r.experts <= 64 && r.k <= 8) {
+    call(Team<8, 8>());
+  } else if (r.experts <= 256) {
+    call(Team<32, 8>());
+  } else {
+    call(Team<32, 16>());
+  }
+}
+
+}  // namespace kestrel::moe

@@ -1,0 +1,171 @@
+// topk_softmax: softmax over the experts of each token, the k most probable of them, and how often each was chosen.
+//
+// Built for router logits of 64 and 256 experts and k = 8, one to thousands of tokens. It must read 4E bytes of a row
+// (float32) and write 8k; at 4.3 TB/s that is 1.0 us for 4096x256 and next to nothing for the others, so the length of
+// the chain load - sort - merge - exp - store counts, and the counts do: a sum over the grid in one launch.
+//
+// Work: eight lanes hold a row of up to 64 experts, a warp one of up to 512 (topk.cuh). A block counts in shared
+// memory. One block alone stores its counts. Of several, block 0 zeroes the counts and then opens a meeting, a key in
+// scratch memory; the others add theirs when they see it (integers: the order does not show). A warp without rows does
+// that while the rows are routed.
+#include <kestrel/launch.h>
+#include <tvm/ffi/function.h>
+#include <kestrel/pdl.cuh>
+
+#include <atomic>
+#include <random>
+
+#include "router.h"
+
+namespace kestrel::moe {
+
+// Scratch memory of one call, in any state before and without the key after. The key is new for every call, 64 random
+// bits, so nothing that lay here before is taken for it; a replayed graph brings the same key, hence the last block to
+// see it erases it.
+struct Meeting {
+  unsigned long long key;
+  unsigned seen;
+  unsigned unused;
+};
+
+struct TopkParams {
+  Router router;
+  int* counts = nullptr;  // [experts]
+  Meeting* meeting = nullptr;
+  unsigned long long key = 0;
+};
+
+__device__ __forceinline__ unsigned long long load_acquire(const unsigned long long* p) {
+  unsigned long long v;
+  asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
+  return v;
+}
+
+__device__ __forceinline__ void store_release(unsigned long long* p, unsigned long long v) {
+  asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
+}
+
+// One warp of each block: returns when the counts are zero.
+__device__ __forceinline__ void meet(const TopkParams& p) {
+  const int lane = threadIdx.x % 32;
+  if (blockIdx.x == 0) {
+    for (int e = lane; e < p.router.experts; e += 32) p.counts[e] = 0;
+    if (lane == 0) p.meeting->seen = 0;
+    __syncwarp();
+    if (lane == 0) store_release(&p.meeting->key, p.key);
+  } else if (lane == 0) {
+    while (load_acquire(&p.meeting->key) != p.key) {
+    }
+    if (atomicAdd(&p.meeting->seen, 1u) == gridDim.x - 2) p.meeting->key = 0;
+  }
+}
+
+#ifndef TOPK_WARPS
+#define TOPK_WARPS 8
+#endif
+constexpr int ROW_WARPS = TOPK_WARPS;  // of a block of several
+constexpr int MOST_WARPS = 16;
+
+template <typename T>
+__global__ void __launch_bounds__(32 * (MOST_WARPS + 1)) topk_softmax_kernel(TopkParams p) {
+  __shared__ int histogram[kMostExperts];
+  const Router& r = p.router;
+  for (int e = threadIdx.x; e < r.experts; e += blockDim.x) histogram[e] = 0;
+  constexpr int teams = 32 / T::LANES;  // per warp
+  const int row_warps = p.meeting ? static_cast<int>(blockDim.x / 32) - 1 : static_cast<int>(blockDim.x / 32);
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % T::LANES;
+  const int first_row = (static_cast<int>(blockIdx.x) * row_warps + warp) * teams;  // of this warp
+  const int team = (threadIdx.x % 32) / T::LANES;
+  if (warp < row_warps && first_row + team < r.tokens && lane * T::PER_LANE < r.experts) {
+    prefetch_l2(r.logits + (first_row + team) * r.stride + lane * T::PER_LANE * (r.dtype == Float::f32 ? 4 : 2));
+  }
+  __syncthreads();
+  pdl_wait();
+  pdl_trigger();
+
+  if (warp < row_warps) {
+    const int real = r.num_tokens ? min(*r.num_tokens, r.tokens) : r.tokens;
+    for (int row = first_row; row < r.tokens; row += static_cast<int>(gridDim.x) * row_warps * teams) {
+      const int mine = row + team;
+      Choice choice = route_row<T>(r, min(mine, r.tokens - 1));
+      if (mine < r.tokens && lane < r.k) {
+        const int64_t place = static_cast<int64_t>(mine) * r.k + lane;
+        const bool padding = mine >= real;
+        r.weights[place] = padding ? 0.f : choice.weight;
+        r.ids[place] = padding ? -1 : choice.id;
+        if (!padding) atomicAdd(&histogram[choice.id], 1);
+      }
+    }
+  } else {
+    meet(p);
+  }
+  __syncthreads();
+  if (!p.meeting) {
+    for (int e = threadIdx.x; e < r.experts; e += blockDim.x) p.counts[e] = histogram[e];
+  } else {
+    for (int e = threadIdx.x; e < r.experts; e += blockDim.x) {
+      const int n = histogram[e];
+      if (n) atomicAdd(&p.counts[e], n);
+    }
+  }
+}
+
+// A new key for every call: a random start, then the steps of splitmix64.
+inline unsigned long long next_key() {
+  static std::atomic<unsigned long long> state{static_cast<unsigned long long>(std::random_device{}()) << 32 |
+                                               std::random_device{}()};
+  unsigned long long z = state.fetch_add(0x9e3779b97f4a7c15ull) + 0x9e3779b97f4a7c15ull;
+  z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9ull;
+  z = (z ^ (z >> 27)) * 0x94d049bb133111ebull;
+  return z ^ (z >> 31) | 1;
+}
+
+constexpr int64_t kMostBlocks = 4 * 132;
+
+void topk_softmax(TensorView weights, TensorView ids, TensorView counts, OptionalTensor scratch, TensorView gating,
+                  AnyView k, AnyView renormalize, OptionalTensor bias, OptionalTensor num_tokens) {
+  const Checks check("topk_softmax");
+  const int64_t choices = check_logits(check, "gating", gating, k);
+  const int64_t tokens = gating.size(0), experts = gating.size(1), one = 1;
+  const bool sum_to_one = check.flag("renormalize", renormalize);
+  check_bias(check, bias, experts);
+  if (num_tokens.has_value()) {
+    check.dtype("num_tokens", *num_tokens, {kInt32});
+    check.shape("num_tokens", *num_tokens, &one, 1);
+  }
+  check_result(check, "weights", weights, kFloat32, tokens, choices);
+  check_result(check, "ids", ids, kInt32, tokens, choices);
+  check.dtype("counts", counts, {kInt32});
+  check.shape("counts", counts, &experts, 1);
+  check_devices(check, "gating", gating,
+                {{"bias", bias},
+                 {"num_tokens", num_tokens},
+                 {"weights", weights},
+                 {"ids", ids},
+                 {"counts", counts},
+                 {"scratch", scratch}});
+
+  TopkParams p;
+  p.router = router(gating, choices, sum_to_one, bias, weights, ids);
+  if (num_tokens.has_value()) p.router.num_tokens = reinterpret_cast<const int*>(address(*num_tokens));
+  p.counts = reinterpret_cast<int*>(address(counts));
+  const DeviceGuard guard(gating.device().device_id);
+  dispatch_team(p.router, [&](auto team) {
+    using T = decltype(team);
+    const int64_t warps = (tokens * T::LANES + 31) / 32;
+    if (warps <= MOST_WARPS || !scratch.has_value()) {
+      const unsigned threads = 32 * static_cast<unsigned>(warps < 1 ? 1 : warps < MOST_WARPS ? warps : MOST_WARPS);
+      launch_pdl(topk_softmax_kernel<T>, dim3(1), dim3(threads), gating.device(), p);
+    } else {
+      p.meeting = reinterpret_cast<Meeting*>(address(*scratch));
+      p.key = next_key();
+      const int64_t blocks = (warps + ROW_WARPS - 1) / ROW_WARPS;
+      launch_pdl(topk_softmax_kernel<T>, dim3(static_cast<unsigned>(blocks < kMostBlocks ? blocks : kMostBlocks)),
+                 dim3(32 * (ROW_WARPS + 1)), gating.device(), p);
+    }
+  });
+}
+
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(topk_softmax, topk_softmax);
+
+}  // namespace kestrel::moe
