@@ -31,6 +31,12 @@ using OptionalTensor = tvm::ffi::Optional<TensorView>;
 constexpr DLDataType kBFloat16{kDLBfloat, 16, 1};
 constexpr DLDataType kFloat16{kDLFloat, 16, 1};
 constexpr DLDataType kFloat32{kDLFloat, 32, 1};
+constexpr DLDataType kFloat8E4M3{kDLFloat8_e4m3fn, 8, 1};
+constexpr DLDataType kFloat8E5M2{kDLFloat8_e5m2, 8, 1};
+constexpr DLDataType kInt32{kDLInt, 32, 1};
+constexpr DLDataType kInt64{kDLInt, 64, 1};
+constexpr DLDataType kInt8{kDLInt, 8, 1};
+constexpr DLDataType kUInt8{kDLUInt, 8, 1};
 
 inline bool same_dtype(DLDataType a, DLDataType b) {
   return a.code == b.code && a.bits == b.bits && a.lanes == b.lanes;
@@ -51,6 +57,10 @@ inline std::string dtype_name(DLDataType dtype) {
       return "bool";
     case kDLComplex:
       return "complex" + bits;
+    case kDLFloat8_e4m3fn:
+      return "float8_e4m3fn";
+    case kDLFloat8_e5m2:
+      return "float8_e5m2";
     default:
       return "a dtype of " + bits + " bits";
   }
@@ -173,6 +183,17 @@ class Checks {
       fail(name, "True or False", value_text(value, false), "TypeError");
     }
     return value.cast<bool>();
+  }
+
+  // An argument that must be one of these texts.
+  std::string choice(const char* name, const AnyView& value, std::initializer_list<const char*> allowed) const {
+    const auto text = value.try_cast<std::string>();
+    std::string names;
+    for (const char* want : allowed) {
+      if (text.has_value() && *text == want) return *text;
+      names += std::string(names.empty() ? "'" : ", '") + want + "'";
+    }
+    fail(name, "one of " + names, text.has_value() ? "'" + *text + "'" : value_text(value, false));
   }
 
   void number(const char* name, double value) const {
