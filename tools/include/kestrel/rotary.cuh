@@ -96,10 +96,18 @@ __device__ __forceinline__ void rotate_piece(Pack<T>& first, Pack<T>& second, co
   second.pack(b);
 }
 
-// A position (int32 or int64, `wide`); read it behind pdl_wait(). The row of the table is there if it is in
-// [0, positions of the table).
-__device__ __forceinline__ int64_t read_position(const char* p, bool wide) {
-  return wide ? *reinterpret_cast<const int64_t*>(p) : *reinterpret_cast<const int32_t*>(p);
+// A position, int32 or int64 (`wide`); `volatile` and "memory" keep the read behind pdl_wait(). As an unsigned number it
+// is below the table's rows exactly if the table has its row.
+__device__ __forceinline__ int64_t read_position(const void* p, bool wide) {
+  int64_t position;
+  if (wide) {
+    asm volatile("ld.global.b64 %0, [%1];" : "=l"(position) : "l"(p) : "memory");
+  } else {
+    int narrow;
+    asm volatile("ld.global.b32 %0, [%1];" : "=r"(narrow) : "l"(p) : "memory");
+    position = narrow;
+  }
+  return position;
 }
 
 }  // namespace kestrel
