@@ -1,0 +1,173 @@
+"""The command: choose, measure, show, write, compare. `kestrel-kernels bench` and this module's `main` share it."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from .definition import Benchmark, Source, discover, load, select
+from .machine import environment, revision_of
+from .measure import everything, measure, ours_only, without_peers
+from .report import Report, file_name, slower
+from .show import watching
+from .timer import REPLAYS
+
+WANTED = {"ours": ours_only, "torch": without_peers, "peers": everything}
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a run is asked for."""
+
+    names: Sequence[str] = ()
+    """Families (``norm``) or ops (``norm:rms_norm``); all without any."""
+    shapes: Sequence[str] | None = None
+    candidates: str = "torch"
+    """"ours"; "torch": and PyTorch's; "peers": and every peer that can be imported."""
+    replays: int = REPLAYS
+    out: Path | None = None
+    against: Path | None = None
+    checkout: Path | None = None
+    """Take the definitions from here instead of from the installed packages."""
+    record: bool = False
+    """Put the rows into the checkout's packages/<family>/results/<gpu>.json."""
+    revision: str | None = None
+
+
+class BenchError(Exception):
+    """The run cannot be done as asked; the message says why."""
+
+
+def run(options: Options) -> int:
+    """Measure and print. 0, or 1 when rows became slower than in `against`, or 2 when a definition failed.
+
+    Raises BenchError when there is no GPU, no benchmark of a name, or no report to compare with.
+    """
+    if options.replays < 2:
+        raise BenchError("a spread needs at least 2 replays")
+    if not torch.cuda.is_available():
+        raise BenchError("bench needs a CUDA GPU, and PyTorch finds none here")
+    before = _report_to_compare_with(options.against)
+    benchmarks, failed = _load(_chosen(options))
+    revision = options.revision or (revision_of(options.checkout) if options.checkout else None)
+    machine = environment(revision)
+    report = Report(machine["gpu"])
+    count = sum(shape in (options.shapes or each.targets) for each in benchmarks for shape in each.targets)
+    with watching(machine, count) as watcher:
+        for benchmark in benchmarks:
+            watcher.begin(benchmark.name)
+            wanted = WANTED[options.candidates]
+            try:
+                for rows in measure(benchmark, options.shapes, wanted, options.replays):
+                    report.add(rows, machine)
+                    watcher.shape(rows)
+            except Exception as error:
+                failed.append(f"{benchmark.name}: {type(error).__name__}: {error}")
+            watcher.end()
+            _write(options, report)
+    for line in failed:
+        print(f"failed: {line}", file=sys.stderr)
+    worse = _print_slower(report, before, options.against) if before else 0
+    return 2 if failed else 1 if worse else 0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """`python -m kestrel_runtime.bench`, for a checkout and for GPU machines without the meta-package."""
+    parser = argparse.ArgumentParser(
+        prog="kestrel_runtime.bench", description="Time ops inside CUDA graphs, beside other implementations."
+    )
+    parser.add_argument("names", nargs="*", metavar="family[:op]", help="default: everything there is")
+    parser.add_argument("--shapes", nargs="+", help="only these shapes")
+    parser.add_argument("--ours-only", action="store_true", help="time neither PyTorch nor peers")
+    parser.add_argument("--without-peers", action="store_true", help="time ours and PyTorch")
+    parser.add_argument("--replays", type=int, default=REPLAYS)
+    parser.add_argument("--out", type=Path, help="write the rows here, as JSON; rows of other ops in it stay")
+    parser.add_argument("--against", type=Path, help="a file of --out: print what became slower than there")
+    parser.add_argument("--checkout", type=Path, help="time this checkout's definitions")
+    parser.add_argument("--record", action="store_true", help="put the rows into the checkout's results folders")
+    parser.add_argument("--revision", help="the git revision, where the checkout has no history")
+    given = parser.parse_args(arguments)
+    if given.record and given.checkout is None:
+        parser.error("--record needs --checkout")
+    options = Options(
+        names=given.names,
+        shapes=given.shapes,
+        candidates="ours" if given.ours_only else "torch" if given.without_peers else "peers",
+        replays=given.replays,
+        out=given.out,
+        against=given.against,
+        checkout=given.checkout,
+        record=given.record,
+        revision=given.revision,
+    )
+    try:
+        return run(options)
+    except BenchError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def _chosen(options: Options) -> list[Source]:
+    sources = discover(options.checkout)
+    if not sources:
+        raise BenchError("no installed kestrel package has benchmarks")
+    try:
+        return select(sources, options.names)
+    except ValueError as error:
+        raise BenchError(str(error)) from None
+
+
+def _load(sources: Sequence[Source]) -> tuple[list[Benchmark], list[str]]:
+    """What can be loaded, and what is wrong with the others."""
+    loaded, failed = [], []
+    for source in sources:
+        try:
+            loaded.append(load(source))
+        except Exception as error:
+            failed.append(f"{source.name}: {type(error).__name__}: {error}")
+    return loaded, failed
+
+
+def _report_to_compare_with(path: Path | None) -> Report | None:
+    if path is None:
+        return None
+    try:
+        before = Report.read(path)
+    except (OSError, ValueError) as error:
+        raise BenchError(f"--against: {error}") from None
+    if before.gpu != torch.cuda.get_device_name():
+        raise BenchError(f"--against: {path} was measured on {before.gpu}, not on {torch.cuda.get_device_name()}")
+    return before
+
+
+def _write(options: Options, report: Report) -> None:
+    """After every op, so that what was measured stays if the next one ends the process."""
+    whole_ops = options.shapes is None
+    if options.out:
+        _merge_into(options.out, report, whole_ops)
+    if options.record and options.checkout:
+        for family in sorted({row.family for row in report.rows}):
+            results = options.checkout / "packages" / family / "results" / file_name(report.gpu)
+            _merge_into(results, report.of_family(family), whole_ops)
+
+
+def _merge_into(path: Path, report: Report, whole_ops: bool) -> None:
+    merged = Report.read_or_new(path, report.gpu)
+    if merged.gpu != report.gpu:
+        merged = Report(report.gpu)
+    merged.merge(report, whole_ops)
+    merged.write(path)
+
+
+def _print_slower(report: Report, before: Report, path: Path | None) -> int:
+    found = slower(report.rows, before.rows)
+    same = {row.key for row in before.rows} & {row.key for row in report.rows}
+    print(f"\nagainst {path}: {len(same)} rows compared, {len(found)} slower by more than the noise of both")
+    for each in found:
+        print(f"  {each}")
+    return len(found)

@@ -1,0 +1,149 @@
+"""What a family says about an op that is timed: ``benchmarks/<op>.py``, loaded into a :class:`Benchmark`.
+
+Such a file holds
+
+    TARGETS     {shape name: the time to reach in microseconds, or None where none is set}
+    make        (shape, count) -> list of `count` tuples of arguments, random, tensors to write included
+    set_bytes   (shape) -> bytes of one tuple that L2 must not hold when the tuple comes round again
+    traffic     (shape) -> bytes that one call must move: each input once, each output once
+    operations  (shape) -> floating-point operations of one call, 0 where memory alone decides
+    candidates  () -> {name: function of one tuple}: "kestrel" first, then "torch", "torch.compile", then peers that
+                can be imported
+
+and where they apply
+
+    bare        () -> function of one tuple: the entry point of the binary alone, for the host column
+    WARM        True where the targets were measured with the inputs in L2
+    LAUNCHES    how many launches the limit counts (1)
+    PRECISION   "bf16" or "fp8": which rate of the tensor cores the operations count against ("bf16")
+
+It is found beside the family's sources, or inside its wheel.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import pkgutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+Call = Callable[..., object]
+"""A candidate: called with the members of one set."""
+Set = tuple[Any, ...]
+
+OURS, TORCH = "kestrel", "torch"
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """One op to time."""
+
+    family: str
+    op: str
+    targets: dict[str, float | None]
+    make: Callable[[str, int], Sequence[Set]]
+    set_bytes: Callable[[str], int]
+    candidates: Callable[[], dict[str, Call]]
+    traffic: Callable[[str], int] | None = None
+    operations: Callable[[str], int] | None = None
+    bare: Callable[[], Call] | None = None
+    warm: bool = False
+    launches: float = 1
+    precision: str = "bf16"
+
+    @property
+    def name(self) -> str:
+        return f"{self.family}:{self.op}"
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where the definition of one op lies."""
+
+    family: str
+    op: str
+    path: Path
+
+    @property
+    def name(self) -> str:
+        return f"{self.family}:{self.op}"
+
+
+def kind_of(candidate: str) -> str:
+    """ "ours", "torch" or "peer"."""
+    if candidate.startswith(OURS):
+        return "ours"
+    return "torch" if candidate.partition(".")[0].partition("_")[0] == TORCH else "peer"
+
+
+def load(source: Source) -> Benchmark:
+    """Run a definition's file. It imports the family, so it may raise whatever that raises."""
+    spec = importlib.util.spec_from_file_location(f"kestrel_benchmarks_{source.family}_{source.op}", source.path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{source.path} cannot be imported")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return Benchmark(
+        family=source.family,
+        op=source.op,
+        targets=dict(module.TARGETS),
+        make=module.make,
+        set_bytes=module.set_bytes,
+        candidates=module.candidates,
+        traffic=getattr(module, "traffic", None),
+        operations=getattr(module, "operations", None),
+        bare=getattr(module, "bare", None),
+        warm=bool(getattr(module, "WARM", False)),
+        launches=getattr(module, "LAUNCHES", 1),
+        precision=getattr(module, "PRECISION", "bf16"),
+    )
+
+
+def discover(checkout: Path | None = None) -> list[Source]:
+    """Every definition: of a checkout's packages, or of the families that can be imported here."""
+    folders = _folders_of(checkout) if checkout else _folders_of_families()
+    return [
+        Source(family, path.stem, path)
+        for family, folder in sorted(folders.items())
+        for path in sorted(folder.glob("*.py"))
+        if not path.stem.startswith("_")
+    ]
+
+
+def select(sources: Sequence[Source], names: Sequence[str]) -> list[Source]:
+    """Those named ``family`` or ``family:op``, each once and in the order of the names; all without names.
+
+    Raises ValueError for a name that fits none.
+    """
+    chosen: dict[Source, None] = {}
+    for name in names:
+        found = [source for source in sources if name in (source.family, source.name)]
+        if not found:
+            known = ", ".join(source.name for source in sources) or "none"
+            raise ValueError(f"no benchmark is called {name!r}; there are: {known}")
+        chosen.update(dict.fromkeys(found))
+    return list(chosen) if names else list(sources)
+
+
+def _folders_of(checkout: Path) -> dict[str, Path]:
+    return {folder.parent.name: folder for folder in checkout.glob("packages/*/benchmarks")}
+
+
+def _folders_of_families() -> dict[str, Path]:
+    found = {}
+    for module in pkgutil.iter_modules():
+        if module.ispkg and module.name.startswith("kestrel_"):
+            spec = importlib.util.find_spec(module.name)
+            if spec is None or spec.origin is None:
+                continue
+            package = Path(spec.origin).parent
+            places = [package / "benchmarks"]
+            if package.parent.name == "src":  # the source tree: packages/norm/src/kestrel_norm
+                places.append(package.parents[1] / "benchmarks")
+            for place in places:
+                if place.is_dir():
+                    found[module.name.removeprefix("kestrel_")] = place
+                    break
+    return found

@@ -1,0 +1,125 @@
+"""From the definition of an op to its rows."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+import torch
+
+from ..errors import KestrelFallbackWarning
+from .definition import Benchmark, Call, Set, kind_of
+from .limits import limit_of, limit_us
+from .report import Row
+from .timer import REPLAYS, Timed, host_us, time_candidates
+
+LONGEST_FOR_HOST_US = 30.0  # beyond it the launch queue, not the host, sets the pace of calls in a row
+
+Wanted = Callable[[str], bool]
+"""Says by its name whether a candidate is timed."""
+
+
+def everything(candidate: str) -> bool:
+    return True
+
+
+def without_peers(candidate: str) -> bool:
+    return kind_of(candidate) != "peer"
+
+
+def ours_only(candidate: str) -> bool:
+    return kind_of(candidate) == "ours"
+
+
+def measure(
+    benchmark: Benchmark, shapes: Sequence[str] | None = None, wanted: Wanted = everything, replays: int = REPLAYS
+) -> Iterator[list[Row]]:
+    """The rows of one shape after the other, the candidates in the order of the definition.
+
+    shapes: names of shapes; default: all. Nothing that a candidate or a definition raises stops the others.
+    """
+    candidates = {name: call for name, call in benchmark.candidates().items() if wanted(name)}
+    for shape, target in benchmark.targets.items():
+        if shapes is None or shape in shapes:
+            yield _measure_shape(benchmark, shape, target, candidates, replays)
+            torch.cuda.empty_cache()
+
+
+def sets_needed(benchmark: Benchmark, shape: str, l2_bytes: int) -> int:
+    """How many sets pass before one comes round again: over twice the L2, or one that stays in it."""
+    return 1 if benchmark.warm else max(2, -(-2 * l2_bytes // benchmark.set_bytes(shape)))
+
+
+def _measure_shape(
+    benchmark: Benchmark, shape: str, target: float | None, candidates: dict[str, Call], replays: int
+) -> list[Row]:
+    l2_bytes = torch.cuda.get_device_properties().L2_cache_size
+    try:
+        sets = benchmark.make(shape, sets_needed(benchmark, shape, l2_bytes))
+        cold = not benchmark.warm and len(sets) * benchmark.set_bytes(shape) >= 2 * l2_bytes
+    except Exception as error:
+        failed = f"make: {type(error).__name__}: {error}"[:300]
+        return [Row(benchmark.family, benchmark.op, shape, name, failed=failed) for name in candidates]
+    times = time_candidates(candidates, sets, replays)
+    rows = []
+    for name, timed in times.items():
+        first = name == next(iter(times))
+        host = _host({"eager": candidates[name], **_bare(benchmark, first)}, sets[0], timed)
+        figures = timed.figures
+        row = Row(
+            family=benchmark.family,
+            op=benchmark.op,
+            shape=shape,
+            candidate=name,
+            us=figures.us if figures else None,
+            p20=figures.p20 if figures else None,
+            p80=figures.p80 if figures else None,
+            failed=timed.failed,
+            runs=timed.runs,
+            cold=cold,
+            sets=len(sets),
+            calls=timed.calls,
+            target_us=target if first and kind_of(name) == "ours" else None,
+            host_us=host.get("eager"),
+            bare_host_us=host.get("bare"),
+        )
+        rows.append(finish(benchmark, row, torch.cuda.get_device_name()))
+    return rows
+
+
+def finish(benchmark: Benchmark, row: Row, gpu: str) -> Row:
+    """The row with what follows from its time: bytes, operations, rates, the limit and the fraction of it."""
+    traffic = benchmark.traffic(row.shape) if benchmark.traffic else None
+    operations = benchmark.operations(row.shape) if benchmark.operations else None
+    limit = limit_us(limit_of(gpu), traffic, operations, benchmark.launches, benchmark.precision)
+    us = row.us
+    return replace(
+        row,
+        bytes=traffic,
+        operations=operations,
+        gb_per_s=traffic / us / 1e3 if traffic and us else None,
+        tflop_per_s=operations / us / 1e6 if operations and us else None,
+        limit_us=limit,
+        fraction=limit / us if limit and us else None,
+    )
+
+
+def _bare(benchmark: Benchmark, first: bool) -> dict[str, Call]:
+    """The bare entry point, beside the first candidate, which is ours."""
+    try:
+        return {"bare": benchmark.bare()} if first and benchmark.bare else {}
+    except Exception:  # no binary here
+        return {}
+
+
+def _host(calls: dict[str, Call], arguments: Set, timed: Timed) -> dict[str, float]:
+    """Host microseconds of calls that the GPU serves faster than the host could notice."""
+    if timed.figures is None or timed.figures.us > LONGEST_FOR_HOST_US:
+        return {}
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", KestrelFallbackWarning)
+            return {name: figures.us for name, figures in host_us(calls, arguments).items()}
+    except Exception:  # it ran in a graph and does not outside one: the columns stay empty
+        return {}

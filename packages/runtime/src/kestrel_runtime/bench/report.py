@@ -1,0 +1,174 @@
+"""What a run measured, as data: rows, and the machine and time each row belongs to; JSON files; comparisons."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+Environment = dict[str, Any]
+"""GPU, driver, clocks, versions, git revision, date: see :func:`kestrel_runtime.bench.machine.environment`."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One candidate on one shape. Times are microseconds per call."""
+
+    family: str
+    op: str
+    shape: str
+    candidate: str
+    us: float | None = None
+    """Median inside a CUDA graph; None where the candidate failed."""
+    p20: float | None = None
+    p80: float | None = None
+    failed: str | None = None
+    runs: str | None = None
+    """Whether our op ran as "kernel" or by "reference"; None for a candidate that calls none of ours."""
+    cold: bool = True
+    """The arguments were not in L2, by construction: twice as many bytes passed before they came round again."""
+    sets: int = 0
+    calls: int = 0
+    """In one replay."""
+    bytes: int | None = None
+    operations: int | None = None
+    gb_per_s: float | None = None
+    tflop_per_s: float | None = None
+    limit_us: float | None = None
+    fraction: float | None = None
+    """Of the limit: 1 is as fast as the limit, 0.5 takes twice as long."""
+    target_us: float | None = None
+    """Of the first candidate, which is ours."""
+    host_us: float | None = None
+    """An eager call without a graph, on the host."""
+    bare_host_us: float | None = None
+    """The entry point of the binary alone, on the host."""
+    environment: int = 0
+    """Index into the report's environments."""
+
+    @property
+    def key(self) -> tuple[str, str, str, str]:
+        return self.family, self.op, self.shape, self.candidate
+
+    @property
+    def spread(self) -> float:
+        """How far apart the 20th and the 80th percentile are."""
+        return 0.0 if self.p20 is None or self.p80 is None else self.p80 - self.p20
+
+
+_ROW_FIELDS = {each.name for each in fields(Row)}
+
+
+@dataclass
+class Report:
+    """Rows of one GPU, perhaps from several runs."""
+
+    gpu: str
+    environments: list[Environment] = field(default_factory=list)
+    rows: list[Row] = field(default_factory=list)
+
+    def add(self, rows: Iterable[Row], environment: Environment) -> None:
+        """Take in rows of one run. They replace the rows of the same op and shape."""
+        fresh = list(rows)
+        if environment not in self.environments:
+            self.environments.append(environment)
+        index = self.environments.index(environment)
+        replaced = {(row.family, row.op, row.shape) for row in fresh}
+        kept = [row for row in self.rows if (row.family, row.op, row.shape) not in replaced]
+        self.rows = kept + [replace(row, environment=index) for row in fresh]
+
+    def merge(self, newer: Report, whole_ops: bool = True) -> None:
+        """Take in another run. Its rows replace all earlier rows of an op, or of an op's shape if not whole_ops."""
+        if newer.gpu != self.gpu:
+            raise ValueError(f"rows of {newer.gpu} do not go into a report of {self.gpu}")
+        if whole_ops:
+            ops = {(row.family, row.op) for row in newer.rows}
+            self.rows = [row for row in self.rows if (row.family, row.op) not in ops]
+        for index, environment in enumerate(newer.environments):
+            self.add([row for row in newer.rows if row.environment == index], environment)
+        self._forget_unused()
+
+    def _forget_unused(self) -> None:
+        used = sorted({row.environment for row in self.rows})
+        self.environments = [self.environments[index] for index in used]
+        new = {old: index for index, old in enumerate(used)}
+        rows = [replace(row, environment=new[row.environment]) for row in self.rows]
+        self.rows = sorted(rows, key=lambda row: (row.family, row.op))  # shapes stay in the order of the definition
+
+    def of_family(self, family: str) -> Report:
+        """The rows of one family."""
+        part = Report(self.gpu, list(self.environments), [row for row in self.rows if row.family == family])
+        part._forget_unused()
+        return part
+
+    def write(self, path: Path) -> None:
+        """As JSON, without the fields that say nothing."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(self.to_json(), encoding="utf-8")
+
+    def to_json(self) -> str:
+        rows = [{name: _short(value) for name, value in asdict(row).items() if value is not None} for row in self.rows]
+        return json.dumps({"gpu": self.gpu, "environments": self.environments, "rows": rows}, indent=1) + "\n"
+
+    @classmethod
+    def read(cls, path: Path) -> Report:
+        """From JSON. Raises ValueError for a file that is no report."""
+        try:
+            data = json.loads(path.read_text(encoding="utf-8"))
+            rows = [Row(**{name: value for name, value in row.items() if name in _ROW_FIELDS}) for row in data["rows"]]
+            return cls(data["gpu"], list(data["environments"]), rows)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise ValueError(f"{path} is not a report of this harness: {error!r}") from None
+
+    @classmethod
+    def read_or_new(cls, path: Path, gpu: str) -> Report:
+        """The report in a file of this harness, or an empty one."""
+        try:
+            return cls.read(path) if path.is_file() else cls(gpu)
+        except ValueError:
+            return cls(gpu)
+
+
+@dataclass(frozen=True)
+class Slower:
+    """A row that takes longer than it did, by more than the noise of both measurements."""
+
+    row: Row
+    before: Row
+
+    def __str__(self) -> str:
+        new, old = self.row.us or 0.0, self.before.us or 0.0
+        noise = self.row.spread + self.before.spread
+        where = f"{self.row.family}:{self.row.op} {self.row.shape} {self.row.candidate}"
+        return f"{where}: {old:.2f} -> {new:.2f} us ({(new / old - 1) * 100:+.1f} %, noise {noise:.2f} us)"
+
+
+def slower(rows: Sequence[Row], before: Sequence[Row]) -> list[Slower]:
+    """Rows that became slower than the row of the same name in `before` by more than both spreads together."""
+    old = {row.key: row for row in before}
+    found = []
+    for row in rows:
+        was = old.get(row.key)
+        if row.us is None or was is None or was.us is None:
+            continue
+        if row.us - was.us > row.spread + was.spread:
+            found.append(Slower(row, was))
+    return found
+
+
+def file_name(gpu: str) -> str:
+    """The name of a GPU's results file.
+
+    >>> file_name("NVIDIA H200"), file_name("NVIDIA GeForce RTX 4090")
+    ('h200.json', 'rtx_4090.json')
+    """
+    short = re.sub(r"\b(NVIDIA|GeForce|Tesla)\b", "", gpu)
+    return f"{'_'.join(re.findall('[a-z0-9]+', short.lower())) or 'gpu'}.json"
+
+
+def _short(value: Any) -> Any:
+    """Four digits behind the point are below what any timer here resolves."""
+    return round(value, 4) if isinstance(value, float) else value

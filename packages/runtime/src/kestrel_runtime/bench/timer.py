@@ -1,0 +1,193 @@
+"""Microseconds per call on the GPU and on the host.
+
+On the GPU: one replay of a CUDA graph calls a candidate once per set of arguments, over so many sets that twice the L2
+passes before a set comes round again, or over one set where the caller wants it warm. Each turn replays the graph of
+every candidate once, in an order that is drawn anew; a figure is the median over turns, with the 20th and the 80th
+percentile. Launches inside a graph overlap as programmatic dependent launch lets them, as in an engine that captures
+its decode step.
+
+On the host: calls in a row without a graph, few enough that the launch queue does not fill.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import random
+import statistics
+import time
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ..errors import KestrelFallbackWarning
+from ..registry import trace
+from .definition import Call, Set
+
+REPLAYS = 15
+FEWEST_CALLS = 200  # in one replay, so that starting the graph does not count
+LONGEST_REPLAY_US = 20_000.0
+WARM_UP_TURNS = 2
+HOST_CALLS = 200  # the launch queue holds about a thousand
+HOST_TURNS = 15
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Microseconds per call: the median, and where the middle 60 % of the samples lie."""
+
+    us: float
+    p20: float
+    p80: float
+
+
+@dataclass(frozen=True)
+class Timed:
+    """One candidate: its figures, or why there are none."""
+
+    figures: Figures | None
+    failed: str | None = None
+    calls: int = 0
+    """In one replay."""
+    runs: str | None = None
+    """How our ops inside it were served: "kernel", "reference", or None where it calls none of ours."""
+
+
+def summarise(samples: Sequence[float]) -> Figures:
+    """Median, 20th and 80th percentile.
+
+    >>> summarise([3.0, 1.0, 2.0, 5.0, 4.0])
+    Figures(us=3.0, p20=1.2, p80=4.8)
+    """
+    if len(samples) < 2:
+        return Figures(*[float(sample) for sample in samples] * 3)
+    fifths = statistics.quantiles(samples, n=5)
+    return Figures(statistics.median(samples), round(fifths[0], 6), round(fifths[3], 6))
+
+
+def time_candidates(candidates: Mapping[str, Call], sets: Sequence[Set], replays: int = REPLAYS) -> dict[str, Timed]:
+    """Time every candidate over the sets. One that raises is reported as failed, and the others go on."""
+    graphs: dict[str, _Graph] = {}
+    found: dict[str, Timed] = {}
+    for name, call in candidates.items():
+        try:
+            graphs[name] = _Graph(call, sets)
+        except Exception as error:
+            found[name] = Timed(None, failed=_words(error))
+    samples: dict[str, list[float]] = {name: [] for name in graphs}
+    order = random.Random(0)
+    for turn in range(WARM_UP_TURNS + replays):
+        for name in order.sample(list(graphs), len(graphs)):
+            if name in found:
+                continue
+            try:
+                us = graphs[name].replay_us() / graphs[name].calls
+            except Exception as error:
+                found[name] = Timed(None, failed=_words(error))
+                continue
+            if turn >= WARM_UP_TURNS:
+                samples[name].append(us)
+    for name, graph in graphs.items():
+        if name not in found:
+            found[name] = Timed(summarise(samples[name]), calls=graph.calls, runs=graph.runs)
+    return {name: found[name] for name in candidates}
+
+
+def host_us(calls: Mapping[str, Call], arguments: Set) -> dict[str, Figures]:
+    """Microseconds of host time per call of each function, without a graph, in turn."""
+    samples: dict[str, list[float]] = {name: [] for name in calls}
+    for call in calls.values():
+        call(*arguments)
+    with _without_collection():
+        for _ in range(HOST_TURNS):
+            for name, call in calls.items():
+                torch.cuda.synchronize()
+                start = time.perf_counter()
+                for _ in range(HOST_CALLS):
+                    call(*arguments)
+                samples[name].append((time.perf_counter() - start) / HOST_CALLS * 1e6)
+    torch.cuda.synchronize()
+    return {name: summarise(times) for name, times in samples.items()}
+
+
+def empty_launch(*_: object) -> None:
+    """A launch whose kernel does nothing: the candidate that all others are above."""
+    torch.cuda._sleep(0)
+
+
+class _Graph:
+    """A captured candidate: every set once, as many rounds as make starting the graph cheap."""
+
+    def __init__(self, call: Call, sets: Sequence[Set]) -> None:
+        self.runs = _warm_up(call, sets)
+        self.calls = len(sets)
+        self._graph = capture(call, sets, 1)
+        rounds = -(-FEWEST_CALLS // len(sets))
+        if rounds > 1:
+            self.replay_us()
+            rounds = min(rounds, max(1, int(LONGEST_REPLAY_US / self.replay_us())))
+        if rounds > 1:
+            self.calls = rounds * len(sets)
+            self._graph = capture(call, sets, rounds)
+
+    def replay_us(self) -> float:
+        return replay_us(self._graph)
+
+
+def replay_us(graph: torch.cuda.CUDAGraph) -> float:
+    """One replay on the clock of the GPU."""
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    graph.replay()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end)) * 1e3
+
+
+def _warm_up(call: Call, sets: Sequence[Set]) -> str | None:
+    """What happens at a first call (compiling, loading) is over, and how our ops were served is known."""
+    with trace() as served, warnings.catch_warnings():
+        warnings.simplefilter("ignore", KestrelFallbackWarning)  # the report says it
+        for arguments in sets[:3]:
+            call(*arguments)
+    torch.cuda.synchronize()
+    by_reference = any(count["reference"] for count in served.values())
+    return ("reference" if by_reference else "kernel") if served else None
+
+
+def capture(call: Call, sets: Sequence[Set], rounds: int) -> torch.cuda.CUDAGraph:
+    """`rounds` times every set, as torch.cuda.graph does it, but without a collection of garbage before each."""
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream), _without_collection():
+        graph.capture_begin()
+        try:
+            for _ in range(rounds):
+                for arguments in sets:
+                    call(*arguments)
+        except BaseException:
+            with contextlib.suppress(Exception):  # what the capture itself says after an error explains nothing
+                graph.capture_end()
+            raise
+        graph.capture_end()
+    torch.cuda.synchronize()
+    return graph
+
+
+@contextlib.contextmanager
+def _without_collection() -> Iterator[None]:
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()
+
+
+def _words(error: Exception) -> str:
+    """The first line of an error, with its kind."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}"[:300] if lines else type(error).__name__

@@ -1,0 +1,136 @@
+"""The timer against what is known: CUDA events around a large copy, L2, and a candidate against itself."""
+
+from __future__ import annotations
+
+import statistics
+
+import pytest
+import torch
+
+from kestrel_runtime.bench import Benchmark, host_us, measure, time_candidates
+from kestrel_runtime.bench.machine import environment
+from kestrel_runtime.bench.timer import empty_launch
+
+pytestmark = pytest.mark.gpu
+MEGABYTE = 2**20
+
+
+def copies(nbytes: int, count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    sources = [torch.randint(256, (nbytes,), dtype=torch.uint8, device="cuda") for _ in range(count)]
+    return [(torch.empty_like(source), source) for source in sources]
+
+
+def copy_benchmark(nbytes: int, warm: bool = False) -> Benchmark:
+    return Benchmark(
+        family="runtime",
+        op="copy",
+        targets={"one": None},
+        make=lambda shape, count: copies(nbytes, count),
+        set_bytes=lambda shape: nbytes,
+        candidates=lambda: {"torch": lambda target, source: target.copy_(source)},
+        traffic=lambda shape: 2 * nbytes,
+        operations=lambda shape: 0,
+        warm=warm,
+    )
+
+
+def events_us(sets: list[tuple[torch.Tensor, torch.Tensor]], rounds: int) -> float:
+    """Per copy, by two events around copies in a row without a graph: they take longer than their launches."""
+    times = []
+    for _ in range(7):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        for _ in range(rounds):
+            for target, source in sets:
+                target.copy_(source)
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1e3 / (rounds * len(sets)))
+    return statistics.median(times)
+
+
+def test_a_copy_takes_what_events_around_it_say():
+    sets = copies(256 * MEGABYTE, 2)
+    by_harness = time_candidates({"copy": lambda target, source: target.copy_(source)}, sets)["copy"].figures
+    assert by_harness is not None
+    assert by_harness.us == pytest.approx(events_us(sets, rounds=10), rel=0.05)
+
+
+def test_a_megabyte_is_faster_from_l2_than_from_memory():
+    [[cold]] = measure(copy_benchmark(MEGABYTE))
+    [[warm]] = measure(copy_benchmark(MEGABYTE, warm=True))
+    assert cold.cold
+    assert not warm.cold
+    assert warm.sets == 1
+    assert cold.us - warm.us > cold.spread + warm.spread
+
+
+@pytest.mark.parametrize("nbytes", [16 * 1024, 8 * MEGABYTE, 128 * MEGABYTE])
+def test_a_candidate_differs_from_itself_by_less_than_the_spread(nbytes):
+    sets = copies(nbytes, max(2, 128 * MEGABYTE // nbytes))
+    candidates = {name: lambda target, source: target.copy_(source) for name in ("one", "other")}
+    timed = time_candidates(candidates, sets)
+    one, other = timed["one"].figures, timed["other"].figures
+    resolution = 0.5 / timed["one"].calls  # of an event, in us
+    assert abs(one.us - other.us) <= max(one.p80 - one.p20, other.p80 - other.p20, resolution)
+
+
+def test_a_candidate_that_raises_leaves_the_others_their_figures():
+    def raises(target, source):
+        raise RuntimeError("no such kernel\nand more")
+
+    def raises_in_capture(target, source):
+        if torch.cuda.is_current_stream_capturing():
+            raise ValueError("not in a graph")
+        target.copy_(source)
+
+    def reads_the_host(target, source):
+        target.copy_(source)
+        return target[0].item()
+
+    candidates = {
+        "raises": raises,
+        "raises_in_capture": raises_in_capture,
+        "reads_the_host": reads_the_host,
+        "copies": lambda target, source: target.copy_(source),
+    }
+    timed = time_candidates(candidates, copies(MEGABYTE, 4))
+    assert list(timed) == list(candidates)
+    assert timed["raises"].failed == "RuntimeError: no such kernel"
+    assert timed["raises_in_capture"].failed == "ValueError: not in a graph"
+    assert timed["reads_the_host"].failed
+    assert timed["copies"].figures is not None
+    assert timed["copies"].failed is None
+
+
+def test_a_row_says_what_it_moved_and_how_fast():
+    [[row]] = measure(copy_benchmark(64 * MEGABYTE))
+    assert row.bytes == 128 * MEGABYTE
+    assert row.gb_per_s == pytest.approx(row.bytes / row.us / 1e3)
+    assert row.p20 <= row.us <= row.p80
+    if row.limit_us is not None:  # a GPU whose rates are known
+        assert 0.5 < row.fraction < 1.1
+
+
+def test_sets_that_were_not_made_are_reported_for_every_candidate():
+    def make(shape, count):
+        raise MemoryError("too large")
+
+    [[row]] = measure(Benchmark(**{**vars(copy_benchmark(MEGABYTE)), "make": make}))
+    assert row.us is None
+    assert "too large" in row.failed
+
+
+def test_an_eager_call_costs_the_host_more_than_an_empty_launch():
+    arguments = copies(MEGABYTE // 16, 1)[0]
+    found = host_us({"empty": empty_launch, "copy": lambda target, source: target.copy_(source)}, arguments)
+    assert 0.5 < found["empty"].us < found["copy"].us
+
+
+def test_the_environment_names_gpu_clocks_and_versions():
+    found = environment("abc")
+    assert found["gpu"] == torch.cuda.get_device_name()
+    assert found["git"] == "abc"
+    assert found["versions"]["torch"]
+    assert found["clocks"]["sm"].endswith("MHz")
+    assert 0.1 < found["empty_us"] < 10
