@@ -8,8 +8,8 @@ that is to the limit of the machine (:mod:`.limits`), and what the host paid. ``
 
 from .definition import Benchmark, discover, load
 from .limits import Limit, limit_of, limit_us
-from .measure import measure
 from .report import Report, Row, slower
+from .rows import measure
 from .timer import Figures, host_us, summarise, time_candidates
 
 __all__ = [

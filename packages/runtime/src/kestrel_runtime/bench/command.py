@@ -12,8 +12,8 @@ import torch
 
 from .definition import Benchmark, Source, discover, load, select
 from .machine import environment, revision_of
-from .measure import everything, measure, ours_only, without_peers
 from .report import Report, file_name, slower
+from .rows import everything, measure, ours_only, without_peers
 from .show import watching
 from .timer import REPLAYS
 
@@ -115,7 +115,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _chosen(options: Options) -> list[Source]:
     sources = discover(options.checkout)
     if not sources:
-        raise BenchError("no installed kestrel package has benchmarks")
+        raise BenchError(f"there are no benchmarks in {options.checkout or 'the kestrel packages installed here'}")
     try:
         return select(sources, options.names)
     except ValueError as error:

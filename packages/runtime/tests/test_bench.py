@@ -1,0 +1,416 @@
+"""Everything around the timer, on any machine: statistics, reports, limits, comparisons, definitions, the command."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from kestrel_runtime.bench import Benchmark, Report, Row, discover, limit_of, limit_us, load, slower, summarise
+from kestrel_runtime.bench.command import main
+from kestrel_runtime.bench.definition import Source, kind_of, select
+from kestrel_runtime.bench.report import file_name
+from kestrel_runtime.bench.rows import everything, finish, ours_only, sets_needed, without_peers
+from kestrel_runtime.bench.show import cells, headline, rate, verdict, watching
+
+H200 = "NVIDIA H200"
+ENVIRONMENT = {
+    "gpu": H200,
+    "driver": "580.1",
+    "clocks": {"sm": "1980 MHz", "memory": "3201 MHz", "sm_max": "1980 MHz"},
+    "versions": {"torch": "2.11.0"},
+    "git": "abc",
+    "empty_us": 0.55,
+    "empty_host_us": 3.0,
+}
+
+
+def benchmark(**changes) -> Benchmark:
+    fields = {
+        "family": "norm",
+        "op": "rms_norm",
+        "targets": {"2x4": 1.25, "2048x4096": None},
+        "make": lambda shape, count: [()] * count,
+        "set_bytes": lambda shape: 1000,
+        "candidates": dict,
+        "traffic": lambda shape: 33_554_432,
+        "operations": lambda shape: 0,
+    }
+    return Benchmark(**{**fields, **changes})
+
+
+def row(op="rms_norm", shape="2x4", candidate="kestrel", us=2.0, spread=0.1, **others) -> Row:
+    return Row("norm", op, shape, candidate, us=us, p20=us - spread / 2, p80=us + spread / 2, **others)
+
+
+# -- statistics --------------------------------------------------------------------------------------------------------
+
+
+def test_a_figure_is_the_median_and_ignores_outliers():
+    found = summarise([1.0, 1.1, 1.2, 1.3, 99.0])
+    assert found.us == 1.2
+    assert found.p20 <= found.us <= found.p80
+
+
+def test_percentiles_bracket_the_middle_of_many_samples():
+    found = summarise([float(i) for i in range(1, 100)])
+    assert (found.us, found.p20, found.p80) == (50.0, 20.0, 80.0)
+
+
+def test_one_sample_has_no_spread():
+    found = summarise([3.0])
+    assert (found.us, found.p20, found.p80) == (3.0, 3.0, 3.0)
+
+
+# -- limits ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_limit_is_a_launch_and_the_bytes():
+    assert limit_us(limit_of(H200), 2 * 2048 * 4096 * 2, 0) == pytest.approx(8.85, abs=0.01)
+
+
+def test_the_limit_is_a_launch_and_the_operations_where_they_take_longer():
+    operations = 2 * 2048 * 3584 * 3584
+    assert limit_us(limit_of(H200), 40_000_000, operations) == pytest.approx(75.7, abs=0.1)
+    assert limit_us(limit_of(H200), 40_000_000, operations, precision="fp8") == pytest.approx(37.8, abs=0.1)
+
+
+def test_the_limit_counts_the_launches_an_op_needs():
+    assert limit_us(limit_of(H200), 51200 * 4, 0, launches=2) == pytest.approx(2.15, abs=0.01)
+
+
+@pytest.mark.parametrize("gpu", ["NVIDIA H100 80GB HBM3", "some other GPU"])
+def test_a_gpu_that_was_not_measured_has_no_limit(gpu):
+    assert limit_us(limit_of(gpu), 1000, 0) is None
+    assert finish(benchmark(), row(), gpu).fraction is None
+
+
+def test_a_row_gets_rates_and_the_fraction_of_the_limit():
+    found = finish(benchmark(operations=lambda shape: 10**9), row(shape="2048x4096", us=10.0), H200)
+    assert found.gb_per_s == pytest.approx(3355.4, abs=0.1)
+    assert found.tflop_per_s == pytest.approx(100.0)
+    assert found.fraction == pytest.approx(0.885, abs=0.001)
+
+
+def test_a_definition_without_bytes_leaves_the_columns_empty():
+    found = finish(benchmark(traffic=None, operations=None), row(), H200)
+    assert (found.bytes, found.gb_per_s, found.tflop_per_s, found.limit_us, found.fraction) == (None,) * 5
+
+
+def test_a_failed_row_keeps_its_limit_and_has_no_rate():
+    found = finish(benchmark(), Row("norm", "rms_norm", "2x4", "torch", failed="RuntimeError"), H200)
+    assert found.limit_us is not None
+    assert (found.gb_per_s, found.fraction) == (None, None)
+
+
+@pytest.mark.parametrize(("warm", "set_bytes", "count"), [(False, 1000, 120), (False, 10**9, 2), (True, 1000, 1)])
+def test_so_many_sets_pass_that_none_is_in_l2_when_it_comes_again(warm, set_bytes, count):
+    assert sets_needed(benchmark(warm=warm, set_bytes=lambda shape: set_bytes), "2x4", 60_000) == count
+
+
+# -- reports -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_report_survives_its_file(tmp_path):
+    report = Report(H200)
+    report.add([row(target_us=1.25, host_us=5.0), Row("norm", "rms_norm", "2x4", "torch", failed="no")], ENVIRONMENT)
+    report.write(tmp_path / "results" / "h200.json")
+    again = Report.read(tmp_path / "results" / "h200.json")
+    assert again == report
+
+
+def test_json_leaves_out_what_is_unknown_and_rounds_the_rest(tmp_path):
+    report = Report(H200)
+    report.add([row(us=1.23456789)], ENVIRONMENT)
+    [found] = json.loads(report.to_json())["rows"]
+    assert found["us"] == 1.2346
+    assert "bytes" not in found
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"gpu": "x", "rows": [{"op": 1}], "environments": []}', "null"])
+def test_a_file_that_is_no_report_is_named(tmp_path, text):
+    path = tmp_path / "x.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=r"x\.json is not a report"):
+        Report.read(path)
+
+
+def test_new_rows_of_an_op_replace_all_its_old_ones_and_no_others():
+    old, new = Report(H200), Report(H200)
+    old.add([row(), row(shape="1x1"), row(op="layer_norm")], ENVIRONMENT)
+    later = {**ENVIRONMENT, "git": "def"}
+    new.add([row(us=1.0)], later)
+    old.merge(new)
+    assert [(each.op, each.shape, each.us, old.environments[each.environment]["git"]) for each in old.rows] == [
+        ("layer_norm", "2x4", 2.0, "abc"),
+        ("rms_norm", "2x4", 1.0, "def"),
+    ]
+
+
+def test_rows_of_chosen_shapes_leave_the_other_shapes():
+    old, new = Report(H200), Report(H200)
+    old.add([row(), row(shape="1x1")], ENVIRONMENT)
+    new.add([row(us=1.0)], {**ENVIRONMENT, "git": "def"})
+    old.merge(new, whole_ops=False)
+    assert {each.shape: each.us for each in old.rows} == {"1x1": 2.0, "2x4": 1.0}
+    assert len(old.environments) == 2
+
+
+def test_environments_that_no_row_names_are_dropped():
+    old, new = Report(H200), Report(H200)
+    old.add([row()], ENVIRONMENT)
+    new.add([row()], {**ENVIRONMENT, "git": "def"})
+    old.merge(new)
+    assert [each["git"] for each in old.environments] == ["def"]
+
+
+def test_reports_of_two_gpus_do_not_mix():
+    with pytest.raises(ValueError, match="do not go into"):
+        Report(H200).merge(Report("another"))
+
+
+def test_the_part_of_one_family_is_a_report_of_its_own():
+    report = Report(H200)
+    report.add([row()], ENVIRONMENT)
+    report.add([replace(row(), family="rope")], {**ENVIRONMENT, "git": "def"})
+    part = report.of_family("rope")
+    assert [each.family for each in part.rows] == ["rope"]
+    assert [part.environments[each.environment]["git"] for each in part.rows] == ["def"]
+    assert len(report.rows) == 2
+
+
+@pytest.mark.parametrize(
+    ("gpu", "name"),
+    [
+        (H200, "h200.json"),
+        ("NVIDIA H100 80GB HBM3", "h100_80gb_hbm3.json"),
+        ("NVIDIA GeForce RTX 4090", "rtx_4090.json"),
+    ],
+)
+def test_results_are_named_after_the_gpu(gpu, name):
+    assert file_name(gpu) == name
+
+
+# -- comparison --------------------------------------------------------------------------------------------------------
+
+
+def test_only_what_exceeds_both_spreads_counts_as_slower():
+    before = [row(us=2.0, spread=0.1), row(shape="1x1", us=2.0, spread=0.1)]
+    after = [row(us=2.15, spread=0.1), row(shape="1x1", us=2.25, spread=0.1)]
+    [found] = slower(after, before)
+    assert found.row.shape == "1x1"
+    assert str(found) == "norm:rms_norm 1x1 kestrel: 2.00 -> 2.25 us (+12.5 %, noise 0.20 us)"
+
+
+def test_faster_rows_failed_rows_and_new_rows_are_not_slower():
+    failed = Row("norm", "rms_norm", "1x1", "kestrel", failed="no")
+    assert not slower([row(us=1.0), failed, row(op="new", us=9.0)], [row(us=2.0), row(shape="1x1")])
+    assert not slower([row(shape="1x1", us=9.0)], [failed])
+
+
+# -- definitions -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("candidate", "kind"),
+    [
+        ("kestrel", "ours"),
+        ("kestrel_softmax", "ours"),
+        ("torch", "torch"),
+        ("torch.compile", "torch"),
+        ("torch_sdpa", "torch"),
+        ("torchao", "peer"),
+        ("vllm", "peer"),
+    ],
+)
+def test_candidates_are_told_apart_by_name(candidate, kind):
+    assert kind_of(candidate) == kind
+    assert everything(candidate)
+    assert ours_only(candidate) == (kind == "ours")
+    assert without_peers(candidate) == (kind != "peer")
+
+
+def write_definition(checkout, family="norm", op="rms_norm", more=""):
+    path = checkout / "packages" / family / "benchmarks" / f"{op}.py"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(
+        "TARGETS = {'2x4': 1.25}\n"
+        "def make(shape, count): return [()] * count\n"
+        "def set_bytes(shape): return 16\n"
+        "def candidates(): return {'kestrel': print}\n" + more
+    )
+
+
+def test_definitions_of_a_checkout_are_found_and_loaded(tmp_path):
+    write_definition(tmp_path)
+    write_definition(tmp_path, "rope", "rotary_embedding", "WARM = True\nLAUNCHES = 2\ndef traffic(shape): return 32\n")
+    write_definition(tmp_path, "rope", "_shared")
+    sources = discover(tmp_path)
+    assert [source.name for source in sources] == ["norm:rms_norm", "rope:rotary_embedding"]
+    norm, rope = map(load, sources)
+    assert (norm.targets, norm.warm, norm.traffic, norm.bare, norm.launches) == ({"2x4": 1.25}, False, None, None, 1)
+    assert (rope.warm, rope.launches, rope.traffic("2x4")) == (True, 2, 32)
+
+
+def test_a_definition_that_lacks_a_part_says_which(tmp_path):
+    path = tmp_path / "broken.py"
+    path.write_text("TARGETS = {}\n")
+    with pytest.raises(AttributeError, match="make"):
+        load(Source("norm", "broken", path))
+
+
+def test_names_select_families_and_ops(tmp_path):
+    for family, op in (("norm", "layer_norm"), ("norm", "rms_norm"), ("rope", "rotary_embedding")):
+        write_definition(tmp_path, family, op)
+    sources = discover(tmp_path)
+
+    def names(*wanted):
+        return [source.name for source in select(sources, wanted)]
+
+    assert len(names()) == 3
+    assert names("norm") == ["norm:layer_norm", "norm:rms_norm"]
+    assert names("norm:rms_norm", "rope", "norm:rms_norm") == ["norm:rms_norm", "rope:rotary_embedding"]
+    with pytest.raises(ValueError, match="'nrom'; there are: norm:layer_norm, "):
+        names("nrom")
+
+
+# -- the command -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for a machine without a GPU")
+def test_without_a_gpu_the_command_says_so(capsys):
+    assert main([]) == 2
+    assert "needs a CUDA GPU" in capsys.readouterr().err
+
+
+def test_recording_needs_a_checkout(capsys):
+    with pytest.raises(SystemExit):
+        main(["--record"])
+    assert "--checkout" in capsys.readouterr().err
+
+
+@pytest.fixture
+def pretend_gpu(monkeypatch):
+    """A machine whose timer is a table: {(shape, candidate): us}."""
+    from kestrel_runtime.bench import command, rows
+    from kestrel_runtime.bench.timer import Figures, Timed
+
+    times: dict[str, float] = {"kestrel": 1.0, "torch": 4.0}
+
+    def time_candidates(candidates, sets, replays):
+        return {
+            name: Timed(Figures(times[name], times[name] * 0.99, times[name] * 1.01), calls=200, runs="kernel")
+            if name in times
+            else Timed(None, failed="RuntimeError: broken")
+            for name in candidates
+        }
+
+    class Properties:
+        L2_cache_size = 60_000
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: H200)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", Properties)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(command, "environment", lambda revision: {**ENVIRONMENT, "git": revision})
+    monkeypatch.setattr(rows, "time_candidates", time_candidates)
+    monkeypatch.setattr(rows, "host_us", lambda calls, arguments: {name: Figures(7.0, 7.0, 7.0) for name in calls})
+    return times
+
+
+def test_a_run_writes_prints_and_records(tmp_path, pretend_gpu, capsys):
+    more = "def candidates(): return dict.fromkeys(('kestrel', 'torch', 'vllm'), print)\ndef bare(): return print\n"
+    write_definition(tmp_path, more=more)
+    out = tmp_path / "x.json"
+    assert main(["norm", "--checkout", str(tmp_path), "--record", "--out", str(out), "--revision", "abc"]) == 0
+    written = Report.read(out)
+    assert written == Report.read(tmp_path / "packages" / "norm" / "results" / "h200.json")
+    ours, theirs, broken = written.rows
+    assert (ours.target_us, theirs.target_us) == (1.25, None)
+    assert (ours.host_us, ours.bare_host_us, theirs.bare_host_us) == (7.0, 7.0, None)
+    assert broken.failed == "RuntimeError: broken"
+    printed = capsys.readouterr().out
+    assert "empty launch 0.55 us" in printed
+    assert "1.25 met" in printed
+    assert "RuntimeError: broken" in printed
+
+
+def test_against_prints_what_became_slower_and_fails(tmp_path, pretend_gpu, capsys):
+    write_definition(tmp_path)
+    out = tmp_path / "x.json"
+    given = ["--checkout", str(tmp_path), "--ours-only"]
+    assert main([*given, "--out", str(out)]) == 0
+    assert main([*given, "--against", str(out)]) == 0
+    assert "0 slower" in capsys.readouterr().out
+    pretend_gpu["kestrel"] = 1.2
+    assert main([*given, "--against", str(out)]) == 1
+    assert "norm:rms_norm 2x4 kestrel: 1.00 -> 1.20 us (+20.0 %" in capsys.readouterr().out
+
+
+def test_against_a_missing_file_or_another_gpu_is_refused(tmp_path, pretend_gpu, capsys):
+    write_definition(tmp_path)
+    given = ["--checkout", str(tmp_path), "--against", str(tmp_path / "x.json")]
+    assert main(given) == 2
+    assert "x.json" in capsys.readouterr().err
+    Report("another GPU").write(tmp_path / "x.json")
+    assert main(given) == 2
+    assert "was measured on another GPU" in capsys.readouterr().err
+
+
+def test_a_definition_that_cannot_be_loaded_is_named_and_the_others_run(tmp_path, pretend_gpu, capsys):
+    write_definition(tmp_path)
+    (tmp_path / "packages" / "norm" / "benchmarks" / "broken.py").write_text("import no_such_module\n")
+    out = tmp_path / "x.json"
+    assert main(["--checkout", str(tmp_path), "--out", str(out)]) == 2
+    assert "norm:broken: ModuleNotFoundError" in capsys.readouterr().err
+    assert len(Report.read(out).rows) == 1
+
+
+def test_an_unknown_name_and_an_empty_checkout_are_refused(tmp_path, pretend_gpu, capsys):
+    assert main(["--checkout", str(tmp_path)]) == 2
+    assert "no benchmarks" in capsys.readouterr().err
+    write_definition(tmp_path)
+    assert main(["nrom", "--checkout", str(tmp_path)]) == 2
+    assert "'nrom'" in capsys.readouterr().err
+
+
+# -- what is shown -----------------------------------------------------------------------------------------------------
+
+
+def test_a_row_by_reference_or_from_l2_says_so():
+    found = cells(row(runs="reference", cold=False, host_us=5.04, bare_host_us=4.0))
+    assert found[-2:] == ("5.0 / 4.0", "by reference, warm")
+
+
+def test_a_verdict_names_the_target():
+    assert verdict(row(us=1.25, target_us=1.25)) == "1.25 met"
+    assert verdict(row(us=1.26, target_us=1.25)) == "1.25 missed"
+    assert verdict(row()) == ""
+
+
+def test_the_rate_is_of_what_decides():
+    memory = finish(benchmark(operations=lambda shape: 1000), row(us=10.0), H200)
+    compute = finish(benchmark(operations=lambda shape: 10**12), row(us=2000.0), H200)
+    assert rate(memory) == "3355 GB/s"
+    assert rate(compute) == "500 TFLOP/s"
+
+
+def test_the_headline_names_what_is_unknown():
+    unknown = {**ENVIRONMENT, "driver": None, "clocks": {"sm": None, "memory": None}}
+    assert headline(unknown).startswith(f"{H200}, unknown SM clock")
+
+
+def test_a_terminal_gets_a_table_and_a_bar(monkeypatch, capsys):
+    pytest.importorskip("rich")
+    import sys
+
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    with watching(ENVIRONMENT, 2) as watcher:
+        watcher.begin("norm:rms_norm")
+        watcher.shape([row(target_us=1.25), Row("norm", "rms_norm", "2x4", "torch", failed="broken")])
+        watcher.end()
+    printed = capsys.readouterr().out
+    assert "norm:rms_norm" in printed
+    assert "broken" in printed
