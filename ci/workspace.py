@@ -81,7 +81,7 @@ class Package:
         """Changes when anything that this package's build reads changes."""
         digest = hashlib.sha256("\0".join(extra).encode() + CONSTRAINTS.read_bytes())
         for file in files_under(self.folder, *self.shared_inputs):
-            if not file.startswith((f"{self.folder}/tests/", f"{self.folder}/benchmarks/")):
+            if not file.startswith((f"{self.folder}/tests/", f"{self.folder}/results/")):
                 digest.update(f"{file}\0".encode())
                 digest.update((ROOT / file).read_bytes())
         return digest.hexdigest()

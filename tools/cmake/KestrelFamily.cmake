@@ -112,4 +112,7 @@ macro(kestrel_family family)
     _kestrel_add_library(${family} "${_KESTREL_ARCHS}" "${_KESTREL_CUDA}" ${_KESTREL_SOURCES})
   endif()
   _kestrel_write_manifest(${family} "${_KESTREL_ARCHS}" "${_KESTREL_FUNCTIONS}")
+  # `kestrel-kernels bench` finds them in the wheel.
+  install(DIRECTORY "${CMAKE_CURRENT_SOURCE_DIR}/benchmarks" DESTINATION "${family}" OPTIONAL
+          FILES_MATCHING PATTERN "*.py" PATTERN "__pycache__" EXCLUDE)
 endmacro()

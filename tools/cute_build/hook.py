@@ -1,6 +1,7 @@
 """The hatchling build hook of the families with CuTe kernels.
 
-A wheel gets ``<package>/_lib`` with the library and its manifest. A family without kernels gets the manifest alone and
+A wheel gets ``<package>/_lib`` with the library and its manifest, and ``<package>/benchmarks``, which ``kestrel-kernels
+bench`` times. A family without kernels gets the manifest alone and
 stays a pure wheel. An editable install has them in its source folder, where Python finds them.
 """
 
@@ -34,7 +35,10 @@ class CuteBuildHook(BuildHookInterface):  # type: ignore[type-arg]
             build_data["pure_python"] = False
             build_data["tag"] = f"py3-none-{platform}"
         if version != "editable":
-            build_data["force_include"].update({str(file): f"{package}/_lib/{file.name}" for file in files})
+            benchmarks = sorted(Path(self.root, "benchmarks").glob("*.py"))
+            included = {file: f"{package}/_lib/{file.name}" for file in files}
+            included |= {file: f"{package}/benchmarks/{file.name}" for file in benchmarks}
+            build_data["force_include"].update({str(file): place for file, place in included.items()})
 
     def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
         if self._folder is not None:
