@@ -118,9 +118,11 @@ class Checks {
   }
 
   void dtype(const char* name, const TensorView& t, std::initializer_list<DLDataType> allowed) const {
-    std::string names, last;
     for (DLDataType want : allowed) {
       if (kestrel::same_dtype(t.dtype(), want)) return;
+    }
+    std::string names, last;
+    for (DLDataType want : allowed) {
       const std::string one = dtype_name(want);
       if (one != last) names += (names.empty() ? "" : " or ") + one;
       last = one;
