@@ -39,6 +39,8 @@ nox.needs_version = ">=2025.2.9"
 nox.options.sessions = ["demo"]
 nox.options.default_venv_backend = "none"
 
+SOURCE_TREE = {"PYTHONPATH": os.pathsep.join(str(package.path / "src") for package in PACKAGES.values())}
+
 EACH_PACKAGE = [nox.param(name, tags=[name]) for name in PACKAGES]
 EACH_FAMILY = [nox.param(family.name, tags=[family.name]) for family in FAMILIES]
 EACH_ARCH = [nox.param(f"sm{arch}", tags=[f"sm{arch}"]) for arch in ARCHS]
@@ -118,13 +120,12 @@ def wheels(session: nox.Session) -> None:
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """ruff, clang-format, mypy on runtime and meta, the README's table of ops; `-- --write` mends what it can."""
+    """ruff, clang-format, mypy on runtime and meta, the READMEs' tables; `-- --write` mends what it can."""
     write = "--write" in session.posargs
     tools, third_party = Environment(session, "lint"), Environment(session, "test")
     tools.install(*MATRIX["lint_tools"])
     third_party.install(*requirements(list(PACKAGES.values())))
     sources = [name for name in files_under("packages", "tools") if name.endswith((".cu", ".cuh", ".h"))]
-    source_tree = {"PYTHONPATH": os.pathsep.join(str(package.path / "src") for package in PACKAGES.values())}
 
     def ruff_check() -> None:
         tools.run("ruff", "check", *(["--fix"] if write else []), ".")
@@ -140,10 +141,13 @@ def lint(session: nox.Session) -> None:
         tools.run("mypy", "--python-executable", third_party.python, "packages/runtime/src", "meta/src")
 
     def table_of_ops() -> None:
-        third_party.run("python", "tools/ops_table.py", *([] if write else ["--check"]), env=source_tree)
+        third_party.run("python", "tools/ops_table.py", *([] if write else ["--check"]), env=SOURCE_TREE)
+
+    def tables_of_results() -> None:
+        third_party.run("python", "tools/results.py", "--check", env=SOURCE_TREE)
 
     failed = []
-    for check in (ruff_check, ruff_format, clang_format, mypy, table_of_ops):
+    for check in (ruff_check, ruff_format, clang_format, mypy, table_of_ops, tables_of_results):
         try:
             check()
         except CommandFailed:
@@ -172,10 +176,18 @@ def gpu_bundle(session: nox.Session) -> None:
 
 @nox.session
 def bench(session: nox.Session) -> None:
-    """Times every op that has benchmarks on the GPU present. Arguments go to tools/time_ops.py instead."""
+    """Times ops on the GPU present into packages/*/results. Arguments: families or ops, options of the harness."""
     environment = installed(session, ["meta"], arch_of_this_gpu())
-    ops = [f"{path.parent.parent.name}:{path.stem}" for path in sorted(ROOT.glob("packages/*/benchmarks/*.py"))]
-    environment.run("python", ROOT / "tools" / "time_ops.py", *(session.posargs or ops))
+    environment.run("python", "-m", "kestrel_runtime.bench", *session.posargs, "--checkout", ROOT, "--record")
+
+
+@nox.session
+def results(session: nox.Session) -> None:
+    """Writes the tables and plots of packages/*/results into the READMEs."""
+    environment = Environment(session, "test")
+    environment.install(*requirements(list(PACKAGES.values())))
+    environment.install(*MATRIX["plot_tools"])
+    environment.run("python", "tools/results.py", *session.posargs, env=SOURCE_TREE)
 
 
 @nox.session

@@ -3,7 +3,7 @@
 
 dist/gpu/run tests [PYTEST...]      the tests that need a GPU: all of them, or the paths named
 dist/gpu/run sanitize [--tool T] [PYTEST...]   the same under compute-sanitizer; T is one of its tools (memcheck)
-dist/gpu/run time [...]             tools/time_ops.py, of every op that has benchmarks or as the arguments say
+dist/gpu/run bench [...]            kestrel_runtime.bench, of the families or ops named or of all
 dist/gpu/run demo [...]             kestrel-kernels generate
 dist/gpu/run info [...]             kestrel-kernels info
 dist/gpu/run python [...]           any Python program with the library installed
@@ -72,11 +72,10 @@ def command(name: str, arguments: list[str]) -> list[str]:
         if sanitizer is None:
             raise SystemExit("compute-sanitizer was not found")
         return [sanitizer, "--tool", tool, "--error-exitcode=99", sys.executable, *pytest_arguments(arguments)]
-    if name == "time":
-        benchmarks = sorted(CHECKOUT.glob("packages/*/benchmarks/*.py"))
-        ops = [f"{path.parent.parent.name}:{path.stem}" for path in benchmarks]
-        revision = ["--revision", (BUNDLE / "revision").read_text().strip()]
-        return [sys.executable, str(CHECKOUT / "tools" / "time_ops.py"), *(arguments or ops), *revision]
+    if name == "bench":
+        revision = (BUNDLE / "revision").read_text().strip()
+        options = ["--checkout", str(CHECKOUT), "--revision", revision]
+        return [sys.executable, "-m", "kestrel_runtime.bench", *options, *arguments]
     if name in ("demo", "info"):
         return [sys.executable, "-m", "kestrel_kernels.cli", "generate" if name == "demo" else name, *arguments]
     if name == "python":
