@@ -22,7 +22,7 @@ HOST_CPU = {
     "x86_64": ("x86-64", ("+cx8", "+fxsr", "+mmx", "+sse", "+sse2", "+x87")),
     "aarch64": ("generic", ("+fp-armv8", "+neon")),
 }
-VECTOR_LOAD = re.compile(r"ld\.global(?:\.\w+)*\.(?:v4\.[bufs]32|v2\.[bufs]64)")
+VECTOR_LOAD = re.compile(r"ld\.global(?:\.[\w:]+)*\.(?:v4\.[bufs]32|v2\.[bufs]64)")
 
 
 def load_variants(source: Path, package: str) -> dict[str, Any]:
