@@ -58,18 +58,17 @@ __device__ __forceinline__ void descend(Key& a, Key& b) {
 }
 
 // Batcher's odd-even merge sort: 19 comparators for eight keys, 63 for sixteen.
-template <int N>
+template <int RUN = 1, int DISTANCE = 1, int N>
 __device__ __forceinline__ void sort_descending(Key (&key)[N]) {
 #pragma unroll
-  for (int p = 1; p < N; p *= 2) {
-#pragma unroll
-    for (int d = p; d >= 1; d /= 2) {
-#pragma unroll
-      for (int i = 0; i + d < N; ++i) {
-        const bool pair = i >= d % p && (i - d % p) % (2 * d) < d && i / (2 * p) == (i + d) / (2 * p);
-        if (pair) descend(key[i], key[i + d]);
-      }
-    }
+  for (int i = DISTANCE % RUN; i + DISTANCE < N; ++i) {
+    const bool first = (i - DISTANCE % RUN) % (2 * DISTANCE) < DISTANCE;
+    if (first && i / (2 * RUN) == (i + DISTANCE) / (2 * RUN)) descend(key[i], key[i + DISTANCE]);
+  }
+  if constexpr (DISTANCE > 1) {
+    sort_descending<RUN, DISTANCE / 2>(key);
+  } else if constexpr (2 * RUN < N) {
+    sort_descending<2 * RUN, 2 * RUN>(key);
   }
 }
 

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kestrel_moe
+from kestrel_runtime import Binary, UnsupportedError
 from kestrel_runtime.testing import OPCHECK_TESTS, BadInput, assert_rejects, opcheck
 
 F8 = torch.float8_e4m3fn
@@ -215,6 +216,28 @@ ODD_VALUES = [
 @pytest.mark.parametrize(("op", "case"), CASES)
 def test_a_bad_input_is_named(op: str, case: BadInput) -> None:
     assert_rejects(getattr(kestrel_moe, op), case)
+
+
+@pytest.mark.parametrize("case", BAD_INPUTS["topk_softmax"], ids=lambda case: case.name)
+def test_the_entry_point_of_routing_refuses_in_the_same_words(case: BadInput) -> None:
+    try:
+        function = Binary("kestrel_moe").topk_softmax
+    except UnsupportedError as error:
+        pytest.skip(str(error))
+    if case.fragment in ("tensor", "device"):
+        pytest.skip("what is no tensor, or a meta tensor, does not cross into C++")
+    args, kwargs = case.make()
+    options = {"renormalize": False, "bias": None, "num_tokens": None} | kwargs
+    said = []
+    for call_it in (
+        lambda: kestrel_moe.topk_softmax(*args, **kwargs),
+        # the results are checked after the arguments
+        lambda: function(torch.empty(0), torch.empty(0), torch.empty(0), None, *args, *options.values()),
+    ):
+        with pytest.raises((ValueError, TypeError)) as raised:
+            call_it()
+        said.append(str(raised.value))
+    assert said[0] == said[1]
 
 
 def refusals() -> list[Any]:

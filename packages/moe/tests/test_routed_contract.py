@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 import kestrel_moe
 from kestrel_moe.invoke_moe import _invoke_cute_moe_down, _invoke_cute_moe_up
+from kestrel_runtime import Binary, UnsupportedError
 from kestrel_runtime.testing import OPCHECK_TESTS, BadInput, assert_rejects, opcheck
 
 F8 = torch.float8_e4m3fn
@@ -76,6 +77,9 @@ BAD_INPUTS = {
         BadInput("short buffer", "sorted_token_ids", but(LORA, 5, ints(2, 63)), ValueError, "at least 64"),
         BadInput("one row of blocks", "expert_ids", but(LORA, 6, ints(1, 4)), ValueError, "(2, any)"),
         BadInput("one length", "num_tokens_post_pad", but(LORA, 7, ints(1)), ValueError, "at least 2"),
+        BadInput(
+            "one row for all", "sorted_token_ids", but(LORA, 5, ints(1, 64).expand(2, 64)), ValueError, "strides (0"
+        ),
         BadInput("flags in float", "adapter_enabled", but(LORA, 8, torch.ones(2)), TypeError, "bool"),
         BadInput("three flags", "adapter_enabled", but(LORA, 8, ints(3)), ValueError, "(2,)"),
     ],
@@ -160,6 +164,49 @@ def copies(args: tuple[Any, ...]) -> list[Any]:
 @pytest.mark.parametrize(("op", "case"), CASES)
 def test_a_bad_input_is_named(op: str, case: BadInput) -> None:
     assert_rejects(getattr(kestrel_moe, op), case)
+
+
+def entry_point(op: str) -> Callable[..., None]:
+    """The C++ entry point of an alignment, called with the arguments of the public op."""
+    try:
+        function = Binary("kestrel_moe").function(op)
+    except UnsupportedError as error:
+        pytest.skip(str(error))
+
+    def moe_align_block_size(*args: Any, expert_map: Any = None) -> None:
+        function(*args, *([expert_map] * (len(args) == 6)))
+
+    def moe_lora_align_block_size(*args: Any, expert_map: Any = None) -> None:
+        function(*args, expert_map)
+
+    def route_and_align(
+        logits: Any, k: Any, block_size: Any, renormalize: Any = False, bias: Any = None, expert_map: Any = None
+    ) -> None:
+        results = (torch.empty(0), ints(0), ints(0), ints(0), ints(0))  # checked after the arguments
+        function(*results, logits, k, block_size, renormalize, bias, expert_map)
+
+    return locals()[op]  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("op", "case"), [case for case in CASES if "align" in case.values[0] and " elsewhere" not in case.values[1].name]
+)
+def test_the_entry_point_refuses_in_the_same_words(op: str, case: BadInput) -> None:
+    if case.fragment == "tensor":
+        pytest.skip("what is no tensor does not cross into C++")
+    args, kwargs = case.make()
+    said = []
+    for function in (getattr(kestrel_moe, op), entry_point(op)):
+        with pytest.raises((ValueError, TypeError)) as raised:
+            function(*args, **kwargs)
+        said.append(str(raised.value))
+    assert said[0] == said[1]
+
+
+def test_a_good_call_reaches_the_last_check_of_the_entry_point() -> None:
+    for op in ("moe_align_block_size", "moe_lora_align_block_size"):
+        with pytest.raises(ValueError, match=f"{op}: argument 'topk_ids': expected a CUDA tensor, got cpu"):
+            entry_point(op)(*copies(GOOD_CALLS[op][0]))
 
 
 def refusals() -> list[Any]:

@@ -46,21 +46,25 @@ inline int device_attribute(cudaDeviceAttr attribute, int device) {
 
 // Launches kernel(params) so that it may start while the kernel before it in the stream still runs; it must call
 // pdl_wait() (pdl.cuh) before it touches anything that is not constant. GPUs older than sm_90 launch it plainly.
-// shared_bytes: dynamic shared memory; past 48 KB the caller has raised the kernel's limit.
+// shared_bytes: dynamic shared memory; past 48 KB the caller has raised the kernel's limit. cluster: blocks that run
+// together, from sm_90 on.
 template <typename Params>
 void launch_pdl(void (*kernel)(Params), dim3 grid, dim3 block, DLDevice device, const Params& params,
-                size_t shared_bytes = 0) {
+                size_t shared_bytes = 0, unsigned cluster = 1) {
   const int major = device_attribute(cudaDevAttrComputeCapabilityMajor, device.device_id);
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchAttribute attributes[2]{};
+  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[0].val.programmaticStreamSerializationAllowed = 1;
+  attributes[1].id = cudaLaunchAttributeClusterDimension;
+  attributes[1].val.clusterDim.x = cluster;
+  attributes[1].val.clusterDim.y = attributes[1].val.clusterDim.z = 1;
   cudaLaunchConfig_t config{};
   config.gridDim = grid;
   config.blockDim = block;
   config.dynamicSmemBytes = shared_bytes;
   config.stream = current_stream(device);
-  config.attrs = &attribute;
-  config.numAttrs = major >= 9 ? 1 : 0;
+  config.attrs = attributes;
+  config.numAttrs = major < 9 ? 0 : cluster > 1 ? 2 : 1;
   const cudaError_t error = cudaLaunchKernelEx(&config, kernel, params);
   if (error == cudaErrorNoKernelImageForDevice) {
     cudaGetLastError();

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import torch
 
-from kestrel_runtime import check, kernel_op
+from kestrel_runtime import Binary, check, kernel_op
 
 from . import reference_experts
 from .reference_experts import most_blocks
+from .topk_softmax import topk_softmax
+
+_kernels = Binary("kestrel_moe")
+# So much is routed and aligned in one launch.
+_TOKENS_OF_ONE_LAUNCH, _PAIRS_OF_ONE_LAUNCH = 512, 4096
 
 
 def _check_ids(
@@ -16,14 +21,14 @@ def _check_ids(
     check.tensor(op, "topk_ids", topk_ids, dtype=check.INTEGERS, ndim=2, last_contiguous=True)
     check.number(op, "num_experts", num_experts, integer=True, minimum=1)
     check.number(op, "block_size", block_size, integer=True, minimum=1)
-    _check_map(op, topk_ids, num_experts, expert_map)
+    _check_map(op, num_experts, expert_map)
+    check.same(op, "device", topk_ids=topk_ids, expert_map=expert_map)
 
 
-def _check_map(op: str, like: torch.Tensor, experts: int, expert_map: torch.Tensor | None) -> None:
+def _check_map(op: str, experts: int, expert_map: torch.Tensor | None) -> None:
     if expert_map is not None:
         check.tensor(op, "expert_map", expert_map, dtype=torch.int32, last_contiguous=True)
         check.shape(op, "expert_map", expert_map, (experts,))
-        check.same(op, "device", ids=like, expert_map=expert_map)
 
 
 def _check_buffer(
@@ -34,6 +39,7 @@ def _check_buffer(
     check.shape(op, name, value, (*leading, None))
     if value.shape[-1] < least:
         check.fail(op, name, f"at least {least} elements (the most these ids can need)", value.shape[-1])
+    check.disjoint(op, name, value)
     check.same(op, "device", topk_ids=ids, **{name: value})
 
 
@@ -58,6 +64,7 @@ def _check_moe_align_block_size(
 @kernel_op(
     reference=reference_experts.moe_align_block_size,
     check=_check_moe_align_block_size,
+    kernel="cuda",
     mutates=("sorted_token_ids", "expert_ids", "num_tokens_post_pad"),
 )
 def moe_align_block_size(
@@ -91,6 +98,9 @@ def moe_align_block_size(
     >>> [output.tolist() for output in outputs]
     [[1, 3, 0, 2, 3, 3], [0, 1, -1], [4]]
     """
+    _kernels.moe_align_block_size(
+        topk_ids, num_experts, block_size, sorted_token_ids, expert_ids, num_tokens_post_pad, expert_map
+    )
 
 
 def _check_moe_lora_align_block_size(
@@ -123,6 +133,7 @@ def _check_moe_lora_align_block_size(
 @kernel_op(
     reference=reference_experts.moe_lora_align_block_size,
     check=_check_moe_lora_align_block_size,
+    kernel="cuda",
     mutates=("sorted_token_ids", "expert_ids", "num_tokens_post_pad"),
 )
 def moe_lora_align_block_size(
@@ -156,6 +167,18 @@ def moe_lora_align_block_size(
     >>> [output.tolist() for output in outputs]
     [[[0, 0, 0, 0], [0, 2, 2, 2]], [[0, 0], [0, -1]], [0, 2]]
     """
+    _kernels.moe_lora_align_block_size(
+        topk_ids,
+        token_lora_mapping,
+        num_experts,
+        block_size,
+        max_loras,
+        sorted_token_ids,
+        expert_ids,
+        num_tokens_post_pad,
+        adapter_enabled,
+        expert_map,
+    )
 
 
 def _check_route_and_align(
@@ -177,11 +200,11 @@ def _check_route_and_align(
     if bias is not None:
         check.tensor(op, "bias", bias, dtype=check.FLOATS, last_contiguous=True)
         check.shape(op, "bias", bias, (experts,))
-        check.same(op, "device", logits=logits, bias=bias)
-    _check_map(op, logits, experts, expert_map)
+    _check_map(op, experts, expert_map)
+    check.same(op, "device", logits=logits, bias=bias, expert_map=expert_map)
 
 
-@kernel_op(reference=reference_experts.route_and_align, check=_check_route_and_align)
+@kernel_op(reference=reference_experts.route_and_align, check=_check_route_and_align, kernel="cuda")
 def route_and_align(
     logits: torch.Tensor,
     k: int,
@@ -208,3 +231,19 @@ def route_and_align(
     >>> ids.tolist(), sorted_token_ids.tolist(), expert_ids.tolist(), length.tolist()
     ([[1], [0]], [1, 2, 0, 2], [0, 1], [4])
     """
+    tokens, experts = logits.shape
+    pairs, device = tokens * k, logits.device
+    blocks = most_blocks(pairs, experts, block_size)
+    slots, block_experts, length = (
+        torch.empty(n, dtype=torch.int32, device=device) for n in (blocks * block_size, blocks, 1)
+    )
+    if tokens > _TOKENS_OF_ONE_LAUNCH or pairs > _PAIRS_OF_ONE_LAUNCH:
+        weights, ids, _ = topk_softmax(logits, k, renormalize=renormalize, bias=bias)
+        moe_align_block_size(ids, experts, block_size, slots, block_experts, length, expert_map)
+        return weights, ids, slots, block_experts, length
+    weights = torch.empty((tokens, k), dtype=torch.float32, device=device)
+    ids = torch.empty((tokens, k), dtype=torch.int32, device=device)
+    _kernels.route_and_align(
+        weights, ids, slots, block_experts, length, logits, k, block_size, renormalize, bias, expert_map
+    )
+    return weights, ids, slots, block_experts, length
