@@ -8,6 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kestrel_rope
+from kestrel_rope.multimodal_rotary_embedding import check_multimodal_rotary_embedding
+from kestrel_rope.rotary_embedding import check_rotary_embedding
+from kestrel_runtime import Binary, UnsupportedError
 from kestrel_runtime.testing import BadInput, assert_rejects
 
 
@@ -47,6 +50,9 @@ def cases(tokens: int, heads: int, kv_heads: int, size: int, rotary_dim: int) ->
         bad("heads of another size", "query", torch.zeros(tokens, heads, size + 2), fragment=f"{size + 2}"),
         bad("a broken last head", "query", flat[:, :-1], fragment=f"multiple of head_size {size}"),
         bad("a strided last dimension", "query", strided, fragment="stride 2"),
+        bad("one query for all rows", "query", query[:1].expand(tokens, -1, -1), fragment="(0, "),
+        bad("one key for all rows", "key", query[:1].expand(tokens, -1, -1), fragment="share memory"),
+        bad("one head for all", "key", query[:, :1].expand(-1, 3, -1), fragment="share memory"),
         bad("query elsewhere", "query", query.to("meta"), fragment="meta"),
         bad("table elsewhere", "cos_sin_cache", torch.zeros(8, rotary_dim, device="meta"), fragment="meta"),
         bad("positions elsewhere", "query", query, fragment="cpu", positions=torch.zeros(tokens, device="meta").long()),
@@ -61,6 +67,7 @@ def cases(tokens: int, heads: int, kv_heads: int, size: int, rotary_dim: int) ->
         bad("an offset as a float", "rope_dim_offset", 1.0, TypeError, "float"),
         bad("no head size", "head_size", 0, fragment=">= 1"),
         bad("head size as a bool", "head_size", True, TypeError, "bool"),
+        bad("head size by name", "head_size", str(size), TypeError, f"'{size}'"),
         bad("a rotation by name", "is_neox", "gptj", TypeError, "True or False"),
         bad("a flag as text", "inverse", "no", TypeError, "True or False"),
         BadInput(
@@ -112,6 +119,63 @@ ALL = [(op, index, case.name) for op, table in TABLES.items() for index, case in
 @pytest.mark.parametrize(("op", "index"), [pair[:2] for pair in ALL], ids=[f"{op}: {name}" for op, _, name in ALL])
 def test_bad_input_is_refused_and_named(op, index):
     assert_rejects(getattr(kestrel_rope, op), TABLES[op](3, 4, 2, 64, 32)[index])
+
+
+CHECKS = {
+    "rotary_embedding": check_rotary_embedding,
+    "multimodal_rotary_embedding": check_multimodal_rotary_embedding,
+}
+# What does not cross into C++: meta tensors, things that are no tensor or no list of three where one must be.
+NOT_FOR_CPP = (
+    "query elsewhere",
+    "table elsewhere",
+    "positions elsewhere",
+    "no query",
+    "no table",
+    "positions as a list",
+    "no sections",
+    "two sections",
+)
+FOR_CPP = [pytest.param(*pair[:2], id=f"{pair[0]}: {pair[2]}") for pair in ALL if pair[2] not in NOT_FOR_CPP]
+
+
+def entry_point(op):
+    """The C++ entry point, called with the arguments of the public op."""
+    try:
+        function = Binary("kestrel_rope").function(op)
+    except UnsupportedError as error:
+        pytest.skip(str(error))
+
+    def rotary_embedding(
+        positions, query, key, head_size, cos_sin_cache, is_neox=True, rope_dim_offset=0, inverse=False
+    ):
+        function(positions, query, key, head_size, cos_sin_cache, is_neox, rope_dim_offset, inverse)
+
+    def multimodal_rotary_embedding(
+        positions, query, key, head_size, cos_sin_cache, mrope_section, is_neox=True, interleaved=False
+    ):
+        function(positions, query, key, head_size, cos_sin_cache, *mrope_section, is_neox, interleaved)
+
+    return {f.__name__: f for f in (rotary_embedding, multimodal_rotary_embedding)}[op]
+
+
+@pytest.mark.parametrize(("op", "index"), FOR_CPP)
+def test_entry_point_refuses_in_the_same_words(op, index):
+    function, (_, kwargs) = entry_point(op), TABLES[op](3, 4, 2, 64, 32)[index].make()
+    with pytest.raises((TypeError, ValueError)) as ours:
+        CHECKS[op](**kwargs)
+    with pytest.raises(ours.type) as theirs:
+        function(**kwargs)
+    assert str(theirs.value) == str(ours.value)
+
+
+@pytest.mark.parametrize("op", CHECKS)
+def test_entry_point_checks_the_device_last(op):
+    values = call()()[1]
+    if op == "multimodal_rotary_embedding":
+        values |= {"positions": torch.zeros(3, 3, dtype=torch.int32), "mrope_section": [6, 5, 5]}
+    with pytest.raises(ValueError, match=f"{op}: argument 'positions': expected a CUDA tensor, got cpu"):
+        entry_point(op)(**values)
 
 
 @settings(max_examples=100, deadline=None)

@@ -78,6 +78,90 @@ def test_table_is_that_of_transformers(name, rotary_dim, base):
     assert bool(((got.double() - wanted).abs() <= tolerance).all())
 
 
+PUBLISHED = {  # as in the config.json of the models
+    "Llama 3.1": (128, 500000.0, 131072, {**SCALINGS["llama3"], "original_max_position_embeddings": 8192}),
+    "Llama 3.2": (
+        64,
+        500000.0,
+        131072,
+        {**SCALINGS["llama3"], "factor": 32.0, "original_max_position_embeddings": 8192},
+    ),
+    "Qwen 2.5": (128, 1e6, 131072, {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}),
+    "gpt-oss": (
+        64,
+        150000.0,
+        131072,
+        {
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "original_max_position_embeddings": 4096,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+        },
+    ),
+    "DeepSeek V3": (
+        64,
+        10000.0,
+        163840,
+        {
+            "type": "yarn",
+            "factor": 40,
+            "original_max_position_embeddings": 4096,
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+        },
+    ),
+    "Vicuna 16k": (128, 10000.0, 16384, {"type": "linear", "factor": 4.0}),
+}
+
+
+@pytest.mark.parametrize("model", PUBLISHED)
+def test_what_the_rotary_module_of_transformers_multiplies_by(model):
+    """Cosines and sines of LlamaRotaryEmbedding, at the start of the context and at its end."""
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    rotary_dim, base, context, scaling = PUBLISHED[model]
+    parameters = {"rope_theta": base, "rope_type": scaling.get("type"), **scaling}
+    config = LlamaConfig(
+        hidden_size=4 * rotary_dim,
+        num_attention_heads=4,
+        head_dim=rotary_dim,
+        max_position_embeddings=context,
+        rope_parameters=parameters,
+    )
+    module = LlamaRotaryEmbedding(config)
+    ours = build_cos_sin_cache(rotary_dim, context, base, scaling=scaling)
+    for positions in (torch.arange(512), torch.arange(context - 64, context)):
+        cos, sin = module(torch.zeros(1), positions[None])
+        for half, theirs in zip(ours[positions].chunk(2, 1), (cos, sin), strict=True):
+            assert theirs.shape == (1, len(positions), rotary_dim)
+            frequencies = module.inv_freq.double().expand(len(positions), -1)
+            # Their angle is a float32 product of a float32 frequency.
+            tolerance = (9 * 2**-24 * positions[:, None] * frequencies + 2**-22) * module.attention_scaling
+            assert bool(((half.double() - theirs[0, :, : rotary_dim // 2].double()).abs() <= tolerance).all())
+
+
+def test_dynamic_scaling_is_what_transformers_does_when_a_sequence_outgrows_the_context():
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    config = LlamaConfig(
+        hidden_size=256,
+        num_attention_heads=4,
+        max_position_embeddings=512,
+        rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0},
+    )
+    scaling = {"rope_type": "dynamic", "factor": 2.0, "original_max_position_embeddings": 512}
+    for length in (100, 512, 513, 2048):
+        cos, _ = LlamaRotaryEmbedding(config)(torch.zeros(1), torch.arange(length)[None])
+        ours = build_cos_sin_cache(64, length, scaling=scaling)[:, :32]
+        torch.testing.assert_close(ours, cos[0, :, :32], rtol=0, atol=8 * 2**-24 * length + 2**-23)
+
+
 def test_plain_table_is_rounded_once():
     got = build_cos_sin_cache(64, 300, 10000.0)
     for position in (0, 1, 7, 299):

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from kestrel_runtime import check, kernel_op
+from kestrel_runtime import Binary, check, kernel_op
 from kestrel_runtime.rotary import check_rows, check_table
 
 from . import reference
+
+_kernels = Binary("kestrel_rope")
 
 
 def check_multimodal_rotary_embedding(
@@ -49,6 +51,7 @@ def _check_sections(op: str, sections: list[int], half: int, interleaved: bool) 
 @kernel_op(
     reference=reference.multimodal_rotary_embedding,
     check=check_multimodal_rotary_embedding,
+    kernel="cuda",
     mutates=("query", "key"),
 )
 def multimodal_rotary_embedding(
@@ -90,3 +93,7 @@ def multimodal_rotary_embedding(
     >>> query  # turned by 0, 1 and 2 radians
     tensor([[ 1.0000,  0.5403, -0.4160,  0.0000,  0.8415,  0.9094]])
     """
+    time, height, width = mrope_section
+    _kernels.multimodal_rotary_embedding(
+        positions, query, key, head_size, cos_sin_cache, time, height, width, is_neox, interleaved
+    )

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from kestrel_runtime import check, kernel_op
+from kestrel_runtime import Binary, check, kernel_op
 from kestrel_runtime.rotary import check_rows, check_table
 
 from . import reference
+
+_kernels = Binary("kestrel_rope")
 
 
 def check_rotary_embedding(
@@ -30,7 +32,7 @@ def check_rotary_embedding(
     check.same(op, "device", positions=positions, query=query, key=key, cos_sin_cache=cos_sin_cache)
 
 
-@kernel_op(reference=reference.rotary_embedding, check=check_rotary_embedding, mutates=("query", "key"))
+@kernel_op(reference=reference.rotary_embedding, check=check_rotary_embedding, kernel="cuda", mutates=("query", "key"))
 def rotary_embedding(
     positions: torch.Tensor,
     query: torch.Tensor,
@@ -67,3 +69,4 @@ def rotary_embedding(
     >>> query  # the pair (0, 2) has turned by one radian
     tensor([[0.5403, 0.0000, 0.8415, 0.0000]])
     """
+    _kernels.rotary_embedding(positions, query, key, head_size, cos_sin_cache, is_neox, rope_dim_offset, inverse)
