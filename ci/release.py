@@ -9,7 +9,18 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import nox
-from workspace import ARCHS, BUILD_ENVIRONMENT, CACHE, MATRIX, PACKAGES, ROOT, Environment, Wheel, closure
+from workspace import (
+    ARCHS,
+    BUILD_ENVIRONMENT,
+    CACHE,
+    MATRIX,
+    PACKAGES,
+    ROOT,
+    Environment,
+    Wheel,
+    build_environment,
+    closure,
+)
 
 RELEASE = ROOT / "dist" / "release"
 NOT_OURS = ("libtvm_ffi.so", "libcute_dsl_runtime.so")  # found beside other installed packages, never copied in
@@ -44,10 +55,10 @@ def rebuild(session: nox.Session, tools: Environment, wheels: Sequence[Wheel]) -
     Those named in the matrix are built in isolation, as pip does it: with nothing but what their pyproject requires.
     """
     variables: dict[str, str | None] = {**BUILD_ENVIRONMENT, "KESTREL_ARCHS": ";".join(ARCHS)}
-    ready = Environment(session, "build")
     for wheel in wheels:
         if not has_binary(wheel.path):
             continue
+        ready = build_environment(session, wheel.package)
         again = Path(session.create_tmp()) / "again" / wheel.package.name
         shutil.rmtree(again, ignore_errors=True)
         command = ["python", "-m", "build", "--outdir", str(again)]

@@ -246,12 +246,19 @@ def write_definition(checkout, family="norm", op="rms_norm", more=""):
 def test_definitions_of_a_checkout_are_found_and_loaded(tmp_path):
     write_definition(tmp_path)
     write_definition(tmp_path, "rope", "rotary_embedding", "WARM = True\nLAUNCHES = 2\ndef traffic(shape): return 32\n")
-    write_definition(tmp_path, "rope", "_shared")
+    (tmp_path / "packages" / "rope" / "benchmarks" / "shapes.py").write_text("SIZE = 1\n")
     sources = discover(tmp_path)
     assert [source.name for source in sources] == ["norm:rms_norm", "rope:rotary_embedding"]
     norm, rope = map(load, sources)
     assert (norm.targets, norm.warm, norm.traffic, norm.bare, norm.launches) == ({"2x4": 1.25}, False, None, None, 1)
     assert (rope.warm, rope.launches, rope.traffic("2x4")) == (True, 2, 32)
+
+
+def test_definitions_of_two_families_may_share_code_under_the_same_name(tmp_path):
+    for family, size in (("norm", 1), ("rope", 2)):
+        write_definition(tmp_path, family, more="import shapes\ndef traffic(shape): return shapes.SIZE\n")
+        (tmp_path / "packages" / family / "benchmarks" / "shapes.py").write_text(f"SIZE = {size}\n")
+    assert [load(source).traffic("2x4") for source in discover(tmp_path)] == [1, 2]
 
 
 def test_a_definition_that_lacks_a_part_says_which(tmp_path):
@@ -361,7 +368,7 @@ def test_against_a_missing_file_or_another_gpu_is_refused(tmp_path, pretend_gpu,
 
 def test_a_definition_that_cannot_be_loaded_is_named_and_the_others_run(tmp_path, pretend_gpu, capsys):
     write_definition(tmp_path)
-    (tmp_path / "packages" / "norm" / "benchmarks" / "broken.py").write_text("import no_such_module\n")
+    (tmp_path / "packages" / "norm" / "benchmarks" / "broken.py").write_text("import no_such_module\nTARGETS = {}\n")
     out = tmp_path / "x.json"
     assert main(["--checkout", str(tmp_path), "--out", str(out)]) == 2
     assert "norm:broken: ModuleNotFoundError" in capsys.readouterr().err

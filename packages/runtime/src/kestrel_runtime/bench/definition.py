@@ -17,14 +17,18 @@ and where they apply
     LAUNCHES    how many launches the limit counts (1)
     PRECISION   "bf16" or "fp8": which rate of the tensor cores the operations count against ("bf16")
 
-It is found beside the family's sources, or inside its wheel.
+It is found beside the family's sources, or inside its wheel. What several definitions share is a module beside them
+(a file without TARGETS), which they import by its bare name.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import pkgutil
-from collections.abc import Callable, Sequence
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -84,7 +88,8 @@ def load(source: Source) -> Benchmark:
     if spec is None or spec.loader is None:
         raise ImportError(f"{source.path} cannot be imported")
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    with _neighbours_importable(source.path.parent):
+        spec.loader.exec_module(module)
     return Benchmark(
         family=source.family,
         op=source.op,
@@ -108,7 +113,7 @@ def discover(checkout: Path | None = None) -> list[Source]:
         Source(family, path.stem, path)
         for family, folder in sorted(folders.items())
         for path in sorted(folder.glob("*.py"))
-        if not path.stem.startswith("_")
+        if re.search(r"^TARGETS\b", path.read_text(encoding="utf-8"), re.MULTILINE)
     ]
 
 
@@ -125,6 +130,21 @@ def select(sources: Sequence[Source], names: Sequence[str]) -> list[Source]:
             raise ValueError(f"no benchmark is called {name!r}; there are: {known}")
         chosen.update(dict.fromkeys(found))
     return list(chosen) if names else list(sources)
+
+
+@contextlib.contextmanager
+def _neighbours_importable(folder: Path) -> Iterator[None]:
+    """Modules in `folder` can be imported inside; afterwards their names are free for another family's."""
+    before = set(sys.modules)
+    sys.path.insert(0, str(folder))
+    try:
+        yield
+    finally:
+        sys.path.remove(str(folder))
+        for name in set(sys.modules) - before:
+            file = getattr(sys.modules[name], "__file__", None)
+            if file and Path(file).parent == folder:
+                del sys.modules[name]
 
 
 def _folders_of(checkout: Path) -> dict[str, Path]:
