@@ -304,7 +304,7 @@ def pretend_gpu(monkeypatch):
     from kestrel_runtime.bench import command, rows
     from kestrel_runtime.bench.timer import Figures, Timed
 
-    times: dict[str, float] = {"kestrel": 1.0, "torch": 4.0}
+    times: dict[str, float] = {"kestrel": 1.0, "torch": 4.0, "empty": 0.5}
 
     def time_candidates(candidates, sets, replays):
         return {
@@ -336,6 +336,7 @@ def test_a_run_writes_prints_and_records(tmp_path, pretend_gpu, capsys):
     assert written == Report.read(tmp_path / "packages" / "norm" / "results" / "h200.json")
     ours, theirs, broken = written.rows
     assert (ours.target_us, theirs.target_us) == (1.25, None)
+    assert (ours.empty_us, theirs.empty_us) == (0.5, 0.5)
     assert (ours.host_us, ours.bare_host_us, theirs.bare_host_us) == (7.0, 7.0, None)
     assert broken.failed == "RuntimeError: broken"
     printed = capsys.readouterr().out

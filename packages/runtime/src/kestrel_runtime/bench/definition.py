@@ -31,6 +31,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 Call = Callable[..., object]
@@ -82,7 +83,7 @@ def kind_of(candidate: str) -> str:
     return "torch" if candidate.partition(".")[0].partition("_")[0] == TORCH else "peer"
 
 
-def load(source: Source) -> Benchmark:
+def load_module(source: Source) -> ModuleType:
     """Run a definition's file. It imports the family, so it may raise whatever that raises."""
     spec = importlib.util.spec_from_file_location(f"kestrel_benchmarks_{source.family}_{source.op}", source.path)
     if spec is None or spec.loader is None:
@@ -90,6 +91,12 @@ def load(source: Source) -> Benchmark:
     module = importlib.util.module_from_spec(spec)
     with _neighbours_importable(source.path.parent):
         spec.loader.exec_module(module)
+    return module
+
+
+def load(source: Source) -> Benchmark:
+    """The definition as data. Raises AttributeError where a part is missing."""
+    module = load_module(source)
     return Benchmark(
         family=source.family,
         op=source.op,

@@ -42,6 +42,8 @@ class Row:
     """Of the limit: 1 is as fast as the limit, 0.5 takes twice as long."""
     target_us: float | None = None
     """Of the first candidate, which is ours."""
+    empty_us: float | None = None
+    """An empty launch, timed in turn with the candidates: what the GPU asked for a launch at that time."""
     host_us: float | None = None
     """An eager call without a graph, on the host."""
     bare_host_us: float | None = None

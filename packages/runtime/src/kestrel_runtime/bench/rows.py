@@ -12,9 +12,11 @@ from ..errors import KestrelFallbackWarning
 from .definition import Benchmark, Call, Set, kind_of
 from .limits import limit_of, limit_us
 from .report import Row
-from .timer import REPLAYS, Timed, host_us, time_candidates
+from .timer import REPLAYS, Timed, empty_launch, host_us, time_candidates
 
 LONGEST_FOR_HOST_US = 30.0  # beyond it the launch queue, not the host, sets the pace of calls in a row
+
+EMPTY = "empty"
 
 Wanted = Callable[[str], bool]
 """Says by its name whether a candidate is timed."""
@@ -61,7 +63,8 @@ def _measure_shape(
     except Exception as error:
         failed = f"make: {type(error).__name__}: {error}"[:300]
         return [Row(benchmark.family, benchmark.op, shape, name, failed=failed) for name in candidates]
-    times = time_candidates(candidates, sets, replays)
+    times = time_candidates({**candidates, EMPTY: empty_launch}, sets, replays)
+    empty = times.pop(EMPTY).figures
     rows = []
     for name, timed in times.items():
         first = name == next(iter(times))
@@ -81,6 +84,7 @@ def _measure_shape(
             sets=len(sets),
             calls=timed.calls,
             target_us=target if first and kind_of(name) == "ours" else None,
+            empty_us=empty.us if empty else None,
             host_us=host.get("eager"),
             bare_host_us=host.get("bare"),
         )
