@@ -241,10 +241,11 @@ class _Entry:
                 if kind in _PLAIN_VALUES:
                     continue
                 if kind in _PLAIN_TENSORS:
-                    if value.is_cuda:
-                        on_gpu = True
-                    elif not value.is_cpu:
-                        return dispatched(*args, **kwargs)
+                    if not on_gpu:  # one on a GPU decides; that all are there is for the launch to check
+                        if value.is_cuda:
+                            on_gpu = True
+                        elif not value.is_cpu:
+                            return dispatched(*args, **kwargs)
                     if value.requires_grad and _grad_enabled():
                         self._refuse_grad(args, kwargs)
                 elif isinstance(value, torch.Tensor):
