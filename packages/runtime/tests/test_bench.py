@@ -261,6 +261,14 @@ def test_definitions_of_two_families_may_share_code_under_the_same_name(tmp_path
     assert [load(source).traffic("2x4") for source in discover(tmp_path)] == [1, 2]
 
 
+def test_a_definition_may_hold_a_dataclass(tmp_path):
+    more = "from __future__ import annotations\nimport dataclasses\n@dataclasses.dataclass\nclass S:\n    n: int\n"
+    write_definition(tmp_path)
+    [source] = discover(tmp_path)
+    source.path.write_text(more + source.path.read_text())
+    assert load(source).targets
+
+
 def test_a_definition_that_lacks_a_part_says_which(tmp_path):
     path = tmp_path / "broken.py"
     path.write_text("TARGETS = {}\n")

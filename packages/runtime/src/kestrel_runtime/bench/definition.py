@@ -38,6 +38,7 @@ Call = Callable[..., object]
 """A candidate: called with the members of one set."""
 Set = tuple[Any, ...]
 
+MODULES = "kestrel_benchmarks_"
 OURS, TORCH = "kestrel", "torch"
 
 
@@ -85,10 +86,11 @@ def kind_of(candidate: str) -> str:
 
 def load_module(source: Source) -> ModuleType:
     """Run a definition's file. It imports the family, so it may raise whatever that raises."""
-    spec = importlib.util.spec_from_file_location(f"kestrel_benchmarks_{source.family}_{source.op}", source.path)
+    spec = importlib.util.spec_from_file_location(f"{MODULES}{source.family}_{source.op}", source.path)
     if spec is None or spec.loader is None:
         raise ImportError(f"{source.path} cannot be imported")
     module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # a dataclass in it looks its own module up
     with _neighbours_importable(source.path.parent):
         spec.loader.exec_module(module)
     return module
@@ -150,7 +152,7 @@ def _neighbours_importable(folder: Path) -> Iterator[None]:
         sys.path.remove(str(folder))
         for name in set(sys.modules) - before:
             file = getattr(sys.modules[name], "__file__", None)
-            if file and Path(file).parent == folder:
+            if file and Path(file).parent == folder and not name.startswith(MODULES):
                 del sys.modules[name]
 
 
