@@ -2,9 +2,10 @@
 //
 // Each warp has a run of neighbouring pairs and a row of counters, one per expert. In rounds of 32 pairs it finds for
 // each pair how many before it, in its run, chose the same expert. The rows become prefix sums over the warps of a
-// block, the blocks tell each other their totals through distributed shared memory, and every block scans the padded
-// totals for itself. Then each warp knows where its pairs go. No atomics: the order of pairs is the order of their
-// indices whatever the timing, and the number of blocks and warps shows in no result.
+// block, the blocks send each other their totals through distributed shared memory, and every block scans the padded
+// totals for itself. Then each warp knows where its pairs go. Scattered 4-byte stores are slow (an SM sends one sector
+// at a time), so a block of many pairs sorts them in shared memory first and writes runs of neighbours. No atomics: the
+// order of pairs is the order of their indices whatever the timing, and how the work was split shows in no result.
 #pragma once
 
 #include <cstdint>
@@ -12,6 +13,19 @@
 #include "cluster.cuh"
 
 namespace kestrel::moe {
+
+// Division by a number that is known at the launch, for dividends below 2^31.
+struct Divisor {
+  unsigned value = 1, factor = 1, shift = 0;
+
+  Divisor() = default;
+  explicit Divisor(unsigned divisor) : value(divisor) {
+    while (shift < 31 && (1u << shift) < divisor) ++shift;
+    factor = static_cast<unsigned>(((uint64_t{1} << 32) * ((uint64_t{1} << shift) - divisor)) / divisor + 1);
+  }
+
+  __device__ __forceinline__ unsigned quotient(unsigned n) const { return (__umulhi(n, factor) + n) >> shift; }
+};
 
 // Where the result goes and how the work is split.
 struct Alignment {
@@ -23,46 +37,78 @@ struct Alignment {
   int64_t blocks = 0;
   int pairs = 0;
   int experts = 0;
-  int block_size = 0;
+  Divisor block_size;
   // split
-  int cluster = 1;  // thread blocks of one alignment
-  int own = 32;     // pairs of a thread block
-  int warps = 1;    // of a thread block that have pairs
-  int run = 32;     // pairs of a warp, a multiple of 32
+  int cluster = 1;      // thread blocks of one alignment
+  int own = 32;         // pairs of a thread block
+  int warps = 1;        // of a thread block that have pairs
+  int run = 32;         // pairs of a warp, a multiple of 32
+  bool staged = false;  // pairs are sorted in shared memory before they are written
 };
 
 // 32-bit words of shared memory.
-__host__ __device__ inline int align_words(const Alignment& a) {
-  return a.warps * (a.experts + 1) + a.cluster * a.experts + 3 * (a.experts + 1) + 33;
+__host__ __device__ inline int64_t align_words(const Alignment& a) {
+  return 2 + 32 + int64_t{a.warps} * (a.experts + 1) + int64_t{a.cluster} * a.experts + 4 * (int64_t{a.experts} + 1) +
+         (a.staged ? a.own : 0);
 }
 
 struct AlignMemory {
+  uint64_t* box;      // of the other blocks' totals
+  unsigned* partial;  // [32]
   unsigned* counts;   // [warps][experts + 1], the last for dropped pairs
   unsigned* totals;   // [cluster][experts]: of every thread block
   unsigned* size;     // [experts]: pairs of each expert
-  unsigned* start;    // [experts + 1]: slot of each expert; the last is the padded length
-  int* place;         // [experts + 1]: slot of this thread block's first pair of each expert, -1: dropped
-  unsigned* partial;  // [33]
+  unsigned* start;    // [experts + 1]: block where each expert starts
+  int* name;          // [experts]: of each expert here
+  int* place;         // [experts + 1]: slot of this thread block's first pair of each expert; NOWHERE: dropped
+  unsigned* local;    // [experts]: the same among the pairs of this thread block, where they are staged
+  unsigned* staged;   // [own]: expert << 16 | pair of this thread block
 
-  __device__ __forceinline__ AlignMemory(const Alignment& a, unsigned* p)
-      : counts(p),
-        totals(counts + a.warps * (a.experts + 1)),
-        size(totals + a.cluster * a.experts),
-        start(size + a.experts),
-        place(reinterpret_cast<int*>(start + a.experts + 1)),
-        partial(reinterpret_cast<unsigned*>(place + a.experts + 1)) {}
+  __device__ __forceinline__ AlignMemory(const Alignment& a, unsigned* p) {
+    box = reinterpret_cast<uint64_t*>(p);
+    partial = p + 2;
+    counts = partial + 32;
+    totals = counts + a.warps * (a.experts + 1);
+    size = totals + a.cluster * a.experts;
+    start = size + a.experts;
+    name = reinterpret_cast<int*>(start + a.experts + 1);
+    place = name + a.experts;
+    local = totals;  // this thread's totals are read before it writes here
+    staged = reinterpret_cast<unsigned*>(place + a.experts + 1);
+  }
 };
 
-// Before the input may be read: counters to zero, and this block is there.
+constexpr int NOWHERE = static_cast<int>(0x80000000u);
+
+// Before the input may be read: counters to zero, and this block can be sent to.
 __device__ __forceinline__ void align_begin(const Alignment& a, const AlignMemory& m) {
   for (int i = threadIdx.x; i < a.warps * (a.experts + 1); i += blockDim.x) m.counts[i] = 0;
-  if (a.cluster > 1) cluster_arrive();
+  if (a.cluster > 1) open_box(m.box, 4 * a.cluster * a.experts);
   __syncthreads();
 }
 
+// One block alone fills the whole result with padding first; its own later stores come after a barrier.
+__device__ __forceinline__ void fill_with_padding(const Alignment& a) {
+  const int thread = threadIdx.x, threads = blockDim.x;
+  const int64_t packs = (reinterpret_cast<uintptr_t>(a.sorted) % 16 == 0) ? a.slots / 4 : 0;
+  const int4 four = make_int4(a.pairs, a.pairs, a.pairs, a.pairs);
+  for (int64_t i = thread; i < packs; i += threads) reinterpret_cast<int4*>(a.sorted)[i] = four;
+  for (int64_t i = 4 * packs + thread; i < a.slots; i += threads) a.sorted[i] = a.pairs;
+}
+
+// The lanes whose value is the same, for values below 2^bits. (match.any takes some hundred cycles per SM.)
+__device__ __forceinline__ unsigned lanes_with(unsigned value, int bits) {
+  unsigned same = 0xffffffffu;
+  for (int b = 0; b < bits; ++b) {
+    const bool set = value >> b & 1;
+    const unsigned lanes = __ballot_sync(0xffffffffu, set);
+    same &= set ? lanes : ~lanes;
+  }
+  return same;
+}
+
 // Each lane's pair becomes the next of its expert in this warp's row of counters, in the order of lanes.
-__device__ __forceinline__ unsigned take_place(unsigned* row, int expert) {
-  const unsigned same = __match_any_sync(0xffffffffu, expert);
+__device__ __forceinline__ unsigned take_place(unsigned* row, unsigned expert, unsigned same) {
   const unsigned before = same & ((1u << (threadIdx.x % 32)) - 1);
   const unsigned base = row[expert];
   __syncwarp();
@@ -80,50 +126,68 @@ __device__ __forceinline__ unsigned inclusive_sum(unsigned v) {
   return v;
 }
 
+// The sum of v over the threads before this one, of which the first `count` have one; adds all to *total.
+__device__ __forceinline__ unsigned exclusive_sum(unsigned v, int count, unsigned* partial, unsigned* total) {
+  const int warp = threadIdx.x / 32, warps = (min(count, static_cast<int>(blockDim.x)) + 31) / 32;
+  const unsigned through = inclusive_sum(v);
+  if (threadIdx.x % 32 == 31) partial[warp] = through;
+  __syncthreads();
+  unsigned before = *total + through - v;
+  for (int w = 0; w < warps; ++w) {
+    const unsigned n = partial[w];
+    if (w < warp) before += n;
+    *total += n;
+  }
+  __syncthreads();
+  return before;
+}
+
 // expert_at(pair): the expert of a pair of this block, any number outside 0..experts-1 to drop it.
 // ROUNDS of 32 pairs stay in registers; a longer run is ranked again where its pairs are written.
 template <int ROUNDS, typename F>
 __device__ __forceinline__ void align_pairs(const Alignment& a, const AlignMemory& m, unsigned rank, F expert_at) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, experts = a.experts;
-  const int64_t first = static_cast<int64_t>(rank) * a.own + warp * a.run + lane;  // this lane's
-  const int64_t end = min((static_cast<int64_t>(rank) + 1) * a.own, static_cast<int64_t>(a.pairs));
-  const bool works = warp < a.warps;
-  unsigned* row = m.counts + (works ? warp : 0) * (experts + 1);
+  const int origin = static_cast<int>(rank) * a.own, end = min(origin + a.own, a.pairs);
+  const int first = origin + warp * a.run + lane;  // this lane's
+  const int run = warp < a.warps ? a.run : 0;
+  const int bits = 32 - __clz(experts);
+  unsigned* const row = m.counts + warp * (experts + 1);
   int expert[ROUNDS];
   unsigned nth[ROUNDS];
   const auto take = [&](int done) {  // ROUNDS rounds, or what is left of the run
 #pragma unroll
     for (int i = 0; i < ROUNDS; ++i) {
-      const int64_t pair = first + done + 32 * i;
-      expert[i] = experts;
-      if (done + 32 * i < a.run && pair < end) {
-        const int e = expert_at(static_cast<int>(pair));
-        if (e >= 0 && e < experts) expert[i] = e;
-      }
+      const int pair = first + done + 32 * i;
+      expert[i] = -1;
+      if (done + 32 * i < run && pair < end) expert[i] = expert_at(pair);
     }
 #pragma unroll
     for (int i = 0; i < ROUNDS; ++i) {
-      if (done + 32 * i < a.run) nth[i] = take_place(row, expert[i]);
+      if (done + 32 * i >= run) break;
+      expert[i] = min(static_cast<unsigned>(expert[i]), static_cast<unsigned>(experts));
+      nth[i] = take_place(row, expert[i], lanes_with(expert[i], bits));
     }
   };
   const auto put = [&](int done, bool within) {
 #pragma unroll
     for (int i = 0; i < ROUNDS; ++i) {
-      if (done + 32 * i < a.run) {
-        const int place = m.place[expert[i]];
-        if (place >= 0) {
-          a.sorted[place + nth[i] + (within ? row[expert[i]] : 0)] = static_cast<int>(first + done + 32 * i);
-        }
+      if (done + 32 * i >= run) break;
+      if (expert[i] == experts) continue;
+      const unsigned n = nth[i] + (within ? row[expert[i]] : 0);
+      const int pair = first + done + 32 * i, place = m.place[expert[i]];
+      if (a.staged) {
+        m.staged[m.local[expert[i]] + n] = static_cast<unsigned>(expert[i]) << 16 | (pair - origin);
+      } else if (place != NOWHERE) {
+        a.sorted[place + n] = pair;
       }
     }
   };
-  if (works) {
-    for (int done = 0; done < a.run; done += 32 * ROUNDS) take(done);
-  }
-  if (a.cluster > 1) cluster_wait();  // the others are there
+  for (int done = 0; done < run; done += 32 * ROUNDS) take(done);
+  if (a.cluster > 1) cluster_ready();
   __syncthreads();
 
   // Rows to prefix sums over the warps; this block's totals to every block of the cluster.
+#pragma unroll 1
   for (int e = threadIdx.x; e < experts; e += blockDim.x) {
     unsigned sum = 0;
 #pragma unroll 8
@@ -136,77 +200,83 @@ __device__ __forceinline__ void align_pairs(const Alignment& a, const AlignMemor
     if (a.cluster == 1) {
       m.totals[e] = sum;
     } else {
-      for (unsigned to = 0; to < static_cast<unsigned>(a.cluster); ++to)
-        store_in(to, m.totals + rank * experts + e, sum);
+#pragma unroll 4
+      for (int to = 0; to < a.cluster; ++to) send(to, m.totals + rank * experts + e, sum, m.box);
     }
+    m.name[e] = a.expert_map ? a.expert_map[e] : e;
   }
-  if (a.cluster > 1) {
-    cluster_arrive();
-    cluster_wait();
-  }
+  if (a.cluster > 1) receive(m.box);
 
-  // Every thread has an expert: pairs, blocks, and the sum of the blocks of the experts before.
-  unsigned carry = 0;
+  // Every thread has an expert: its pairs, its blocks, and the blocks of the experts before.
+  unsigned all = 0, staged = 0;
+#pragma unroll 1
   for (int base = 0; base < experts; base += blockDim.x) {
     const int e = base + threadIdx.x;
-    unsigned total = 0, before = 0, blocks = 0;
-    bool kept = false;
+    unsigned total = 0, before = 0, own = 0, blocks = 0;
     if (e < experts) {
-      for (unsigned from = 0; from < static_cast<unsigned>(a.cluster); ++from) {
+#pragma unroll 4
+      for (int from = 0; from < a.cluster; ++from) {
         const unsigned n = m.totals[from * experts + e];
-        if (from < rank) before += n;
+        if (from < static_cast<int>(rank)) before += n;
+        if (from == static_cast<int>(rank)) own = n;
         total += n;
       }
-      kept = !a.expert_map || a.expert_map[e] >= 0;
-      blocks = kept ? (total + a.block_size - 1) / a.block_size : 0;
+      blocks = m.name[e] < 0 ? 0 : a.block_size.quotient(total + a.block_size.value - 1);
     }
-    const unsigned through = inclusive_sum(blocks);
-    if (lane == 31) m.partial[warp] = through;
-    __syncthreads();
-    const unsigned warps = (blockDim.x + 31) / 32;
-    const unsigned of_warp = lane < warps ? m.partial[lane] : 0;
-    const unsigned through_warp = inclusive_sum(of_warp);
-    const unsigned earlier = __shfl_sync(0xffffffffu, through_warp - of_warp, warp);
-    const unsigned all = __shfl_sync(0xffffffffu, through_warp, 31);
+    const unsigned start = exclusive_sum(blocks, experts - base, m.partial, &all);
+    const unsigned local = a.staged ? exclusive_sum(own, experts - base, m.partial, &staged) : 0;
     if (e < experts) {
-      const unsigned start = (carry + earlier + through - blocks) * a.block_size;
       m.size[e] = total;
       m.start[e] = start;
-      m.place[e] = kept ? static_cast<int>(start + before) : -1;
+      m.local[e] = local;
+      const int slot = static_cast<int>(start * a.block_size.value + before);
+      m.place[e] = m.name[e] < 0 ? NOWHERE : a.staged ? slot - static_cast<int>(local) : slot;
     }
-    carry += all;
-    __syncthreads();
   }
-  if (threadIdx.x == 0) {
-    m.start[experts] = carry * a.block_size;
-    m.place[experts] = -1;
-  }
+  if (threadIdx.x == 0) m.start[experts] = all;
   __syncthreads();
-  const int64_t length = static_cast<int64_t>(carry) * a.block_size;
+  const int64_t length = static_cast<int64_t>(all) * a.block_size.value;
   if (rank == 0 && threadIdx.x == 0) *a.length = static_cast<int>(length);
 
-  if (works) {
-    if (a.run <= 32 * ROUNDS) {
-      put(0, true);
-    } else {
-      for (int done = 0; done < a.run; done += 32 * ROUNDS) {
-        take(done);  // again, now from the sum of the warps before
-        put(done, false);
-      }
+  if (a.run <= 32 * ROUNDS) {
+    put(0, true);
+  } else {
+    for (int done = 0; done < run; done += 32 * ROUNDS) {
+      take(done);  // again, now from the sum of the warps before
+      put(done, false);
     }
   }
-  // A warp per expert: its padding, and the expert of its blocks.
-  const int block_warps = blockDim.x / 32;
-  for (int e = rank * block_warps + warp; e < experts; e += a.cluster * block_warps) {
-    const unsigned begin = m.start[e], end = m.start[e + 1];
-    if (begin == end) continue;
-    for (unsigned slot = begin + m.size[e] + lane; slot < end; slot += 32) a.sorted[slot] = a.pairs;
-    const int name = a.expert_map ? a.expert_map[e] : e;
-    for (unsigned b = begin / a.block_size + lane; b < end / a.block_size; b += 32) a.experts_of[b] = name;
+  if (a.staged) {
+    __syncthreads();
+    for (unsigned i = threadIdx.x; i < staged; i += blockDim.x) {
+      const unsigned pair = m.staged[i];
+      const int place = m.place[pair >> 16];
+      if (place != NOWHERE) a.sorted[place + static_cast<int>(i)] = origin + (pair & 0xffff);
+    }
   }
+
   const int64_t thread = static_cast<int64_t>(rank) * blockDim.x + threadIdx.x, threads = a.cluster * blockDim.x;
-  for (int64_t slot = length + thread; slot < a.slots; slot += threads) a.sorted[slot] = a.pairs;
-  for (int64_t b = carry + thread; b < a.blocks; b += threads) a.experts_of[b] = -1;
+  for (int64_t b = thread; b < a.blocks; b += threads) {
+    int e = -1;
+    if (b < all) {  // the last expert that starts here or before
+      e = 0;
+      for (int step = 1 << (bits - 1); step > 0; step >>= 1) {
+        if (e + step < experts && m.start[e + step] <= b) e += step;
+      }
+      e = m.name[e];
+    }
+    a.experts_of[b] = e;
+  }
+  if (a.cluster > 1) {  // what fill_with_padding() does otherwise
+    const int64_t places = static_cast<int64_t>(experts) * a.block_size.value;
+    for (int64_t i = thread; i < places; i += threads) {
+      const unsigned e = a.block_size.quotient(static_cast<unsigned>(i));
+      const unsigned slot =
+          m.start[e] * a.block_size.value + m.size[e] + static_cast<unsigned>(i) - e * a.block_size.value;
+      if (slot < m.start[e + 1] * a.block_size.value) a.sorted[slot] = a.pairs;
+    }
+    for (int64_t slot = length + thread; slot < a.slots; slot += threads) a.sorted[slot] = a.pairs;
+  }
 }
 
 }  // namespace kestrel::moe

@@ -23,7 +23,7 @@ inline void check_map(const Checks& check, const OptionalTensor& map, int64_t ex
 }
 
 constexpr int kThreads = 1024;  // at most
-constexpr int kShared = 96 * 1024;
+constexpr int64_t kShared = 96 * 1024;
 #ifndef ALIGN_CLUSTER
 #define ALIGN_CLUSTER 8
 #endif
@@ -33,45 +33,64 @@ constexpr int kShared = 96 * 1024;
 #ifndef ALIGN_ROUNDS
 #define ALIGN_ROUNDS 1
 #endif
+#ifndef ALIGN_STAGED
+#define ALIGN_STAGED 512
+#endif
 constexpr int kCluster = ALIGN_CLUSTER;
-constexpr int kPairsOfOne = ALIGN_ONE;  // as many as one block does
+constexpr int kPairsOfOne = ALIGN_ONE;      // as many as one block does
+constexpr int kPairsStaged = ALIGN_STAGED;  // as many of a thread block are sorted in shared memory
 
 // The sizes, where 32-bit slots hold them.
 inline void set_sizes(Alignment* a, int64_t pairs, int64_t experts, int64_t block_size) {
   constexpr int64_t most = std::numeric_limits<int>::max();
-  if (experts > most / 4 || most_blocks(pairs, experts, block_size) > most / block_size ||
-      pairs > most - 8 * kThreads) {
+  if (experts > most / 4 || block_size > most / 2 || pairs > most / 2 - 32 * kThreads ||
+      most_blocks(pairs, experts, block_size) > most / block_size) {
     unsupported("an alignment of 2^31 slots or more");
   }
   a->pairs = static_cast<int>(pairs);
   a->experts = static_cast<int>(experts);
-  a->block_size = static_cast<int>(block_size);
-}
-
-// Splits the pairs over the warps of one block or of a cluster; returns the threads of a block.
-inline unsigned split(Alignment* a, int device) {
-  const bool clusters = device_attribute(cudaDevAttrComputeCapabilityMajor, device) >= 9;
-  a->cluster = clusters && a->pairs > kPairsOfOne ? kCluster : 1;
-  const auto words = [&] { return static_cast<int64_t>(align_words(*a)) * 4; };
-  const int64_t rounds = (int64_t{a->pairs} + 31) / 32, own = (rounds + a->cluster - 1) / a->cluster;
-  const int64_t each = a->cluster > 1 ? ALIGN_ROUNDS : 1;  // rounds a warp should have
-  a->warps = static_cast<int>(std::clamp<int64_t>((own + each - 1) / each, 1, kThreads / 32));
-  while (a->warps > 1 && words() > kShared) --a->warps;
-  if (words() > kShared) a->cluster = 1;
-  if (words() > kShared) unsupported(std::to_string(a->experts) + " experts: their counters exceed shared memory");
-  a->run = static_cast<int>(std::max<int64_t>(1, (rounds + a->cluster * a->warps - 1) / (a->cluster * a->warps)) * 32);
-  a->own = a->warps * a->run;
-  const int wanted = std::max(a->warps * 32, std::min((a->experts + 31) / 32 * 32, kThreads));
-  return static_cast<unsigned>(std::max(wanted, 128));
+  a->block_size = Divisor(static_cast<unsigned>(block_size));
 }
 
 inline size_t shared_bytes(const Alignment& a) { return static_cast<size_t>(align_words(a)) * 4; }
 
+inline bool fits(const Alignment& a) { return align_words(a) * 4 <= kShared; }
+
+inline bool has_clusters(int device) { return device_attribute(cudaDevAttrComputeCapabilityMajor, device) >= 9; }
+
+// Threads of a block that has its pairs and a scan over the experts to do.
+inline int threads_for(const Alignment& a, int at_least, int at_most) {
+  return std::clamp((std::max(a.experts, a.warps * 32) + 31) / 32 * 32, at_least, at_most);
+}
+
+// Splits the pairs over the warps of one block or of a cluster.
+inline void split(Alignment* a, int device) {
+  constexpr int64_t most = std::numeric_limits<int>::max();
+  const bool many = a->pairs > kPairsOfOne && int64_t{a->experts} * a->block_size.value <= most;
+  const int64_t rounds = (int64_t{a->pairs} + 31) / 32;
+  for (a->cluster = many && has_clusters(device) ? kCluster : 1;; a->cluster = 1) {
+    const int64_t own = std::max<int64_t>((rounds + a->cluster - 1) / a->cluster, 1);  // rounds of a block
+    a->warps = static_cast<int>(std::min<int64_t>((own + ALIGN_ROUNDS - 1) / ALIGN_ROUNDS, kThreads / 32));
+    while (a->warps > 1 && !fits(*a)) --a->warps;
+    a->run = static_cast<int>((own + a->warps - 1) / a->warps * 32);
+    a->own = a->warps * a->run;
+    if (fits(*a)) break;
+    if (a->cluster == 1) unsupported(std::to_string(a->experts) + " experts: their counters exceed shared memory");
+  }
+  a->staged = a->own >= kPairsStaged && a->own <= 65536 && a->experts <= 65536;
+  if (a->staged && !fits(*a)) a->staged = false;
+}
+
+// What a kernel must be allowed before it is launched with so much shared memory, and clusters of more than eight.
 template <typename P>
-void allow_shared(void (*kernel)(P), size_t bytes) {
-  if (bytes <= 48 * 1024) return;
-  check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared),
-             "cudaFuncSetAttribute");
+void allow(void (*kernel)(P), size_t shared, int cluster) {
+  if (shared > 48 * 1024) {
+    check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared),
+               "cudaFuncSetAttribute");
+  }
+  if (cluster > 8) {
+    check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1), "cudaFuncSetAttribute");
+  }
 }
 
 }  // namespace kestrel::moe

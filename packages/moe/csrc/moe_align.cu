@@ -21,9 +21,9 @@ struct AlignParams {
   const void* ids = nullptr;
   int64_t stride = 0;  // of a token's ids, in elements
   int k = 1;
-  bool wide = false;  // ids are int64
-  bool flat = true;   // tokens follow one another
-  // One alignment per adapter, or adapter_of is null.
+  bool wide = false;                // ids are int64
+  bool flat = true;                 // tokens follow one another
+  bool adapters = false;            // one alignment for each
   const int* adapter_of = nullptr;  // [tokens]
   const void* enabled = nullptr;    // [adapters]
   bool enabled_bytes = false;       // of bool, not int32
@@ -39,10 +39,10 @@ __device__ __forceinline__ int expert_of(const AlignParams& p, int pair, int ada
     return static_cast<const int*>(p.ids)[pair];
   } else {
     int64_t at = pair;
-    if (!p.flat || p.adapter_of) {
+    if (!p.flat || p.adapters) {
       const int token = pair / p.k;
       if (!p.flat) at = token * p.stride + (pair - token * p.k);
-      if (p.adapter_of && p.adapter_of[token] != adapter) return -1;
+      if (p.adapters && p.adapter_of[token] != adapter) return -1;
     }
     if (!p.wide) return static_cast<const int*>(p.ids)[at];
     const int64_t id = static_cast<const int64_t*>(p.ids)[at];
@@ -61,11 +61,11 @@ __global__ void __launch_bounds__(kThreads, 1) moe_align_kernel(AlignParams p) {
   pdl_wait();
   pdl_trigger();
   if constexpr (!PLAIN) {
-    if (p.adapter_of) {
+    if (p.adapters) {
       const bool on = p.enabled_bytes ? static_cast<const unsigned char*>(p.enabled)[adapter] != 0
                                       : static_cast<const int*>(p.enabled)[adapter] != 0;
       if (!on) {
-        if (a.cluster > 1) cluster_wait();
+        if (a.cluster > 1) cluster_ready();
         return;
       }
       a.sorted += adapter * p.sorted_stride;
@@ -73,6 +73,7 @@ __global__ void __launch_bounds__(kThreads, 1) moe_align_kernel(AlignParams p) {
       a.length += adapter * p.length_stride;
     }
   }
+  if (a.cluster == 1) fill_with_padding(a);
   align_pairs<PLAIN ? 8 : 4>(a, memory, rank, [&](int pair) { return expert_of<PLAIN>(p, pair, adapter); });
 }
 
@@ -133,11 +134,12 @@ class AlignCall {
     p.wide = same_dtype(ids.dtype(), kInt64);
     p.flat = ids.size(0) < 2 || ids.stride(0) == ids.size(1);
     const DeviceGuard guard(ids.device().device_id);
-    const unsigned threads = split(&p.a, ids.device().device_id);
+    split(&p.a, ids.device().device_id);
     const size_t bytes = shared_bytes(p.a);
-    const auto kernel = p.flat && !p.wide && !p.adapter_of ? moe_align_kernel<true> : moe_align_kernel<false>;
-    allow_shared(kernel, bytes);
-    launch_pdl(kernel, dim3(p.a.cluster * adapters), dim3(threads), ids.device(), p, bytes, p.a.cluster);
+    const auto kernel = p.flat && !p.wide && !p.adapters ? moe_align_kernel<true> : moe_align_kernel<false>;
+    allow(kernel, bytes, p.a.cluster);
+    launch_pdl(kernel, dim3(p.a.cluster * adapters), dim3(threads_for(p.a, 256, kThreads)), ids.device(), p, bytes,
+               p.a.cluster);
   }
 
   const Checks check;
@@ -185,6 +187,7 @@ void moe_lora_align_block_size(TensorView topk_ids, TensorView token_lora_mappin
   if (adapters > (1 << 20)) unsupported("more than 2^20 adapters");
 
   AlignParams p;
+  p.adapters = true;
   p.adapter_of = reinterpret_cast<const int*>(address(token_lora_mapping));
   p.enabled = address(adapter_enabled);
   p.enabled_bytes = adapter_enabled.dtype().bits == 8;

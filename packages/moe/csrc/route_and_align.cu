@@ -24,31 +24,38 @@ struct RouteParams {
 };
 
 constexpr int kRouteThreads = 512;  // at most
+#ifndef ROUTE_ONE
+#define ROUTE_ONE 16
+#endif
+constexpr int kTokensOfOne = ROUTE_ONE;  // as many are one block's
 
-template <typename T>
+template <int PER_LANE>
 __global__ void __launch_bounds__(kRouteThreads, 1) route_and_align_kernel(RouteParams p) {
   extern __shared__ unsigned shared[];
   const Router& r = p.router;
   const AlignMemory memory(p.a, shared);
-  int* chosen = reinterpret_cast<int*>(shared + align_words(p.a));  // [rows * k]
+  int* ids = reinterpret_cast<int*>(shared + align_words(p.a));  // [rows * k], of this block
   const int rank = blockIdx.x, first = rank * p.rows, last = min(first + p.rows, r.tokens);
-  constexpr int teams = 32 / T::LANES;
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % T::LANES, team = (threadIdx.x % 32) / T::LANES;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32;
+  int* chosen = ids + p.rows * r.k + 32 * warp;
+  if (first + warp < last && lane * PER_LANE < r.experts) {
+    prefetch_l2(r.logits + (first + warp) * r.stride + lane * PER_LANE * (r.dtype == Float::f32 ? 4 : 2));
+  }
   align_begin(p.a, memory);
   pdl_wait();
   pdl_trigger();
-  for (int row = first + warp * teams; row < last; row += static_cast<int>(blockDim.x / 32) * teams) {
-    const int mine = row + team;
-    const Choice choice = route_row<T>(r, min(mine, last - 1));
-    if (mine < last && lane < r.k) {
-      const int64_t place = static_cast<int64_t>(mine) * r.k + lane;
+  if (p.a.cluster == 1) fill_with_padding(p.a);
+  for (int row = first + warp; row < last; row += warps) {
+    const Choice choice = route_row<PER_LANE>(r, row, chosen);
+    if (lane < r.k) {
+      const int64_t place = static_cast<int64_t>(row) * r.k + lane;
       r.weights[place] = choice.weight;
       r.ids[place] = choice.id;
-      chosen[(mine - first) * r.k + lane] = choice.id;
+      ids[(row - first) * r.k + lane] = choice.id;
     }
   }
   __syncthreads();
-  align_pairs<4>(p.a, memory, rank, [&](int pair) { return chosen[pair - first * r.k]; });
+  align_pairs<4>(p.a, memory, rank, [&](int pair) { return ids[pair - first * r.k]; });
 }
 
 void route_and_align(TensorView weights, TensorView ids, TensorView sorted_token_ids, TensorView expert_ids,
@@ -90,21 +97,19 @@ void route_and_align(TensorView weights, TensorView ids, TensorView sorted_token
   p.a.slots = slots;
   p.a.blocks = blocks;
   const DeviceGuard guard(logits.device().device_id);
-  const bool clusters = device_attribute(cudaDevAttrComputeCapabilityMajor, logits.device().device_id) >= 9;
-  dispatch_team(p.router, [&](auto team) {
-    using T = decltype(team);
-    const int at_once = kRouteThreads / T::LANES;  // rows of a block
-    p.a.cluster = clusters && tokens > at_once / 2 ? kCluster : 1;
+  const bool clusters = has_clusters(logits.device().device_id);
+  dispatch_experts(&p.router, [&](auto per_lane) {
+    p.a.cluster = clusters && tokens > kTokensOfOne ? kCluster : 1;
     p.rows = static_cast<int>((tokens + p.a.cluster - 1) / p.a.cluster);
     p.a.own = p.rows * p.router.k;
     p.a.warps = std::clamp((p.a.own + 31) / 32, 1, kRouteThreads / 32);
     p.a.run = std::max(1, (p.a.own + 32 * p.a.warps - 1) / (32 * p.a.warps)) * 32;
-    const int threads = std::clamp(std::max({p.rows * T::LANES, p.a.warps * 32, p.a.experts}), 128, kRouteThreads);
-    const size_t bytes = shared_bytes(p.a) + 4 * static_cast<size_t>(p.a.own);
-    if (bytes > kShared) unsupported("so many pairs in one launch");
-    const auto kernel = route_and_align_kernel<T>;
-    allow_shared(kernel, bytes);
-    launch_pdl(kernel, dim3(p.a.cluster), dim3((threads + 31) / 32 * 32), logits.device(), p, bytes, p.a.cluster);
+    const int threads = threads_for(p.a, std::clamp(p.rows * 32, 256, kRouteThreads), kRouteThreads);
+    const size_t bytes = shared_bytes(p.a) + 4 * static_cast<size_t>(p.a.own + threads);
+    if (static_cast<int64_t>(bytes) > kShared) unsupported("so many pairs in one launch");
+    const auto kernel = route_and_align_kernel<per_lane()>;
+    allow(kernel, bytes, p.a.cluster);
+    launch_pdl(kernel, dim3(p.a.cluster), dim3(threads), logits.device(), p, bytes, p.a.cluster);
   });
 }
 

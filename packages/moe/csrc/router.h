@@ -3,6 +3,8 @@
 
 #include <kestrel/tensor.h>
 
+#include <type_traits>
+
 #include "topk.cuh"
 
 namespace kestrel::moe {
@@ -60,20 +62,26 @@ inline Router router(const TensorView& logits, int64_t k, bool renormalize, cons
   r.k = static_cast<int>(k);
   r.dtype = float_kind(logits);
   if (bias.has_value()) r.bias_dtype = float_kind(*bias);
-  r.vectors = aligned16(r.logits) && (tokens < 2 || r.stride % 16 == 0) && experts % 8 == 0;
+  r.vectors = aligned16(r.logits) && (tokens < 2 || r.stride % 16 == 0);
   r.renormalize = renormalize;
   return r;
 }
 
-// Calls with the team that holds a row: eight lanes for up to 64 experts and eight choices, else a warp.
+// Calls with the number of experts per lane.
 template <typename F>
-void dispatch_team(const Router& r, F call) {
-  if (r.experts <= 64 && r.k <= 8) {
-    call(Team<8, 8>());
-  } else if (r.experts <= 256) {
-    call(Team<32, 8>());
+void dispatch_experts(Router* r, F call) {
+  const auto with = [&](auto per_lane) {
+    r->vectors = r->vectors && r->experts % per_lane == 0;
+    call(per_lane);
+  };
+  if (r->experts <= 64) {
+    with(std::integral_constant<int, 2>());
+  } else if (r->experts <= 128) {
+    with(std::integral_constant<int, 4>());
+  } else if (r->experts <= 256) {
+    with(std::integral_constant<int, 8>());
   } else {
-    call(Team<32, 16>());
+    with(std::integral_constant<int, 16>());
   }
 }
 

@@ -5,6 +5,7 @@
 #pragma once
 
 #include <kestrel/pack.cuh>
+#include <kestrel/reduce.cuh>
 
 #include <cmath>
 #include <cstdint>
@@ -33,11 +34,11 @@ struct Router {
   int k = 0;
   Float dtype = Float::f32;
   Float bias_dtype = Float::f32;
-  bool vectors = false;  // rows start at multiples of 16 bytes and their length is a multiple of 8
+  bool vectors = false;  // rows start at multiples of 16 bytes and fill whole lanes
   bool renormalize = false;
 };
 
-__device__ __forceinline__ float nan_is_least(float x) { return x == x ? x : -INFINITY; }
+__device__ __forceinline__ float nan_is_least(float x) { return fmaxf(x, -INFINITY); }
 
 // An unsigned integer in the order of the floats; both zeros are one. 0 is below them all.
 __device__ __forceinline__ unsigned ordered(float x) {
@@ -72,168 +73,129 @@ __device__ __forceinline__ void sort_descending(Key (&key)[N]) {
   }
 }
 
-// A team of LANES neighbouring lanes has a row, each PER_LANE experts that follow one another.
-template <int LANES_, int PER_LANE_>
-struct Team {
-  static constexpr int LANES = LANES_;
-  static constexpr int PER_LANE = PER_LANE_;
-  static constexpr int EXPERTS = LANES * PER_LANE;       // at most
-  static constexpr int K = LANES == 32 ? 32 : PER_LANE;  // at most
+// One warp has a row, each lane PER_LANE experts that follow one another.
 
-  static __device__ __forceinline__ float max(float v) {
+// 4, 8 or more bytes, in accesses of at most 16.
+template <int WORDS>
+__device__ __forceinline__ void load_words(uint32_t (&words)[WORDS], const char* p) {
+  if constexpr (WORDS >= 4) {
 #pragma unroll
-    for (int other = LANES / 2; other > 0; other /= 2) v = fmaxf(v, __shfl_xor_sync(FULL, v, other));
-    return v;
-  }
-
-  static __device__ __forceinline__ float sum(float v) {
-#pragma unroll
-    for (int other = LANES / 2; other > 0; other /= 2) v += __shfl_xor_sync(FULL, v, other);
-    return v;
-  }
-
-  static __device__ __forceinline__ void load(float (&x)[PER_LANE], const Router& r, const char* row, int first) {
-#pragma unroll
-    for (int i = 0; i < PER_LANE; ++i) x[i] = -INFINITY;
-    if (!r.vectors) {
-#pragma unroll
-      for (int i = 0; i < PER_LANE; ++i) {
-        if (first + i < r.experts) x[i] = nan_is_least(load_float(row, r.dtype, first + i));
-      }
-      return;
+    for (int i = 0; i < WORDS; i += 4) {
+      const uint4 v = load16_streamed(p + 4 * i);
+      words[i] = v.x, words[i + 1] = v.y, words[i + 2] = v.z, words[i + 3] = v.w;
     }
-    if (first >= r.experts) return;
+  } else if constexpr (WORDS == 2) {
+    const uint2 v = *reinterpret_cast<const uint2*>(p);
+    words[0] = v.x, words[1] = v.y;
+  } else {
+    words[0] = *reinterpret_cast<const uint32_t*>(p);
+  }
+}
+
+// Experts past the end, and NaN, are -inf.
+template <int PER_LANE>
+__device__ __forceinline__ void load_row(float (&x)[PER_LANE], const Router& r, const char* row, int first) {
+#pragma unroll
+  for (int i = 0; i < PER_LANE; ++i) x[i] = -INFINITY;
+  if (!r.vectors) {
+#pragma unroll
+    for (int i = 0; i < PER_LANE; ++i) {
+      if (first + i < r.experts) x[i] = load_float(row, r.dtype, first + i);
+    }
+  } else if (first < r.experts) {
     if (r.dtype == Float::f32) {
-      unpack<float>(x, row, first, r.experts);
-    } else if (r.dtype == Float::f16) {
-      unpack<__half>(x, row, first, r.experts);
+      uint32_t words[PER_LANE];
+      load_words(words, row + 4 * first);
+#pragma unroll
+      for (int i = 0; i < PER_LANE; ++i) x[i] = __uint_as_float(words[i]);
     } else {
-      unpack<__nv_bfloat16>(x, row, first, r.experts);
-    }
-  }
-
-  // The k largest keys of the team, sorted: lane i gets the i-th. `key` is each lane's own, descending.
-  static __device__ __forceinline__ Key select(Key (&key)[PER_LANE], int k) {
-    const int lane = threadIdx.x % LANES;
-    Key mine = 0;
-    if constexpr (LANES == 32) {
-      // k times the largest of the lanes' first keys leaves its list. Equal values: the first lane has the lower ids.
-      for (int i = 0; i < k; ++i) {
-        const unsigned head = static_cast<unsigned>(key[0] >> 32);
-        const unsigned best = __reduce_max_sync(FULL, head);
-        const int owner = __ffs(__ballot_sync(FULL, head == best)) - 1;
-        const unsigned low = __shfl_sync(FULL, static_cast<unsigned>(key[0]), owner);
-        if (lane == i) mine = static_cast<Key>(best) << 32 | low;
-        if (lane == owner) {
-#pragma unroll
-          for (int j = 0; j + 1 < PER_LANE; ++j) key[j] = key[j + 1];
-          key[PER_LANE - 1] = 0;
-        }
-      }
-    } else {
-      // The larger of first and last, second and last but one, ...: the best of two lists, in bitonic order.
-#pragma unroll
-      for (int other = 1; other < LANES; other *= 2) {
-        Key theirs[PER_LANE];
-#pragma unroll
-        for (int i = 0; i < PER_LANE; ++i) theirs[i] = __shfl_xor_sync(FULL, key[i], other);
-#pragma unroll
-        for (int i = 0; i < PER_LANE; ++i) {
-          if (theirs[PER_LANE - 1 - i] > key[i]) key[i] = theirs[PER_LANE - 1 - i];
-        }
-#pragma unroll
-        for (int d = PER_LANE / 2; d >= 1; d /= 2) {
-#pragma unroll
-          for (int i = 0; i < PER_LANE; ++i) {
-            if (i % (2 * d) < d) descend(key[i], key[i + d]);
-          }
-        }
-      }
+      uint32_t words[PER_LANE / 2];
+      load_words(words, row + 2 * first);
 #pragma unroll
       for (int i = 0; i < PER_LANE; ++i) {
-        if (lane == i) mine = key[i];
-      }
-    }
-    return mine;
-  }
-
- private:
-  template <typename T>
-  static __device__ __forceinline__ void unpack(float (&x)[PER_LANE], const char* row, int first, int experts) {
-    constexpr int size = Pack<T>::size;
-#pragma unroll
-    for (int i = 0; i < PER_LANE; i += size) {
-      if (first + i < experts) {
-        Pack<T> pack;
-        pack.bits = load16_streamed(row + static_cast<int64_t>(first + i) * sizeof(T));
-        float values[size];
-        pack.unpack(values);
-#pragma unroll
-        for (int j = 0; j < size; ++j) x[i + j] = nan_is_least(values[j]);
+        const uint32_t word = words[i / 2];
+        if (r.dtype == Float::bf16) {
+          x[i] = __uint_as_float(i % 2 ? word & 0xffff0000u : word << 16);
+        } else {
+          x[i] = __half2float(__ushort_as_half(static_cast<unsigned short>(i % 2 ? word >> 16 : word & 0xffff)));
+        }
       }
     }
   }
-};
+#pragma unroll
+  for (int i = 0; i < PER_LANE; ++i) x[i] = nan_is_least(x[i]);
+}
 
-// What lane i of a team knows about the i-th choice of its row.
+// What lane i knows about the i-th choice of the warp's row.
 struct Choice {
   int id;
   float weight;
 };
 
-// Routes one row; all lanes of the warp take part. Lanes k and up get nothing of use.
-template <typename T>
-__device__ __forceinline__ Choice route_row(const Router& r, int64_t row) {
-  constexpr int N = T::PER_LANE;
-  const int lane = threadIdx.x % T::LANES, first = lane * N;
+// Routes one row. `chosen` is shared, of this warp, 32 integers; it may be read until the next call.
+template <int PER_LANE>
+__device__ __forceinline__ Choice route_row(const Router& r, int64_t row, int* chosen) {
+  const int lane = threadIdx.x % 32, first = lane * PER_LANE;
   const char* logits = r.logits + row * r.stride;
-  float x[N];
-  T::load(x, r, logits, first);
+  float x[PER_LANE];
+  load_row(x, r, logits, first);
 
   float largest = x[0];
 #pragma unroll
-  for (int i = 1; i < N; ++i) largest = fmaxf(largest, x[i]);
-  largest = T::max(largest);
+  for (int i = 1; i < PER_LANE; ++i) largest = fmaxf(largest, x[i]);
+  largest = from_ordered(__reduce_max_sync(FULL, ordered(largest)));
+  // Infinite, it counts as e^0 all the same.
+  const bool finite = fabsf(largest) < INFINITY;
+  const auto share = [&](float logit) { return finite ? expf(logit - largest) : logit == largest ? 1.f : 0.f; };
 
-  Key key[N];
+  Key key[PER_LANE];
   float shares = 0.f;
-  // The largest logit counts as e^0 even where it is infinite.
-  const auto share = [&](float logit) { return logit == largest ? 1.f : expf(logit - largest); };
-  if (!r.bias) {
 #pragma unroll
-    for (int i = 0; i < N; ++i) {
-      const bool real = first + i < r.experts;
-      key[i] = real ? static_cast<Key>(ordered(x[i])) << 32 | static_cast<unsigned>(~(first + i)) : 0;
-      shares += real ? share(x[i]) : 0.f;
-    }
-    shares = T::sum(shares);
-  } else {
+  for (int i = 0; i < PER_LANE; ++i) {
+    const bool real = first + i < r.experts;
+    key[i] = real ? static_cast<Key>(ordered(x[i])) << 32 | static_cast<unsigned>(~(first + i)) : 0;
+    x[i] = real ? share(x[i]) : 0.f;
+    shares += x[i];
+  }
+  shares = warp_sum(shares);
+  if (r.bias) {
 #pragma unroll
-    for (int i = 0; i < N; ++i) {
-      x[i] = first + i < r.experts ? share(x[i]) : 0.f;
-      shares += x[i];
-    }
-    shares = T::sum(shares);
-#pragma unroll
-    for (int i = 0; i < N; ++i) {
-      key[i] = 0;
+    for (int i = 0; i < PER_LANE; ++i) {
       if (first + i < r.experts) {
         const float score = nan_is_least(x[i] / shares + load_float(r.bias, r.bias_dtype, first + i));
         key[i] = static_cast<Key>(ordered(score)) << 32 | static_cast<unsigned>(~(first + i));
       }
     }
   }
-  sort_descending(key);
-  const Key mine = T::select(key, r.k);
 
-  Choice choice{static_cast<int>(~static_cast<unsigned>(mine)), 0.f};
+  // k times the largest of the lanes' first keys leaves its list. Equal values: the first lane has the lower ids.
+  sort_descending(key);
+  const unsigned below = (1u << lane) - 1;
+  unsigned mine = 0;
+  __syncwarp();
+#pragma unroll 1
+  for (int i = 0; i < r.k; ++i) {
+    const unsigned head = static_cast<unsigned>(key[0] >> 32);
+    const unsigned best = __reduce_max_sync(FULL, head);
+    const unsigned equal = __ballot_sync(FULL, head == best);
+    if (lane == i) mine = best;
+    if (head == best && (equal & below) == 0) {
+      chosen[i] = static_cast<int>(~static_cast<unsigned>(key[0]));
+#pragma unroll
+      for (int j = 0; j + 1 < PER_LANE; ++j) key[j] = key[j + 1];
+      key[PER_LANE - 1] = 0;
+    }
+  }
+  __syncwarp();
+
+  Choice choice{-1, 0.f};
   if (lane < r.k) {
-    const float logit =
-        r.bias ? nan_is_least(load_float(logits, r.dtype, choice.id)) : from_ordered(static_cast<unsigned>(mine >> 32));
+    choice.id = chosen[lane];
+    const float logit = r.bias ? nan_is_least(load_float(logits, r.dtype, choice.id)) : from_ordered(mine);
     choice.weight = share(logit) / shares;
   }
   if (r.renormalize) {
-    const float total = T::sum(choice.weight);
+    const float total = warp_sum(choice.weight);
     choice.weight = choice.weight / (total > 0.f ? total : 1.f);
   }
   return choice;

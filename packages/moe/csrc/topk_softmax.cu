@@ -12,6 +12,7 @@
 #include <tvm/ffi/function.h>
 #include <kestrel/pdl.cuh>
 
+#include <algorithm>
 #include <atomic>
 #include <random>
 
@@ -60,52 +61,57 @@ __device__ __forceinline__ void meet(const TopkParams& p) {
   }
 }
 
-#ifndef TOPK_WARPS
-#define TOPK_WARPS 8
+#ifndef TOPK_ONE
+#define TOPK_ONE 8
 #endif
-constexpr int ROW_WARPS = TOPK_WARPS;  // of a block of several
-constexpr int MOST_WARPS = 16;
+#ifndef TOPK_BLOCKS
+#define TOPK_BLOCKS 264
+#endif
+#ifndef TOPK_AIM
+#define TOPK_AIM 128
+#endif
+constexpr int kRowsOfOne = TOPK_ONE;  // as many rows are one block's
+constexpr int kMostBlocks = TOPK_BLOCKS;
+constexpr int kMostWarps = 16;  // with rows, of a block
 
-template <typename T>
-__global__ void __launch_bounds__(32 * (MOST_WARPS + 1)) topk_softmax_kernel(TopkParams p) {
+template <int PER_LANE>
+__global__ void __launch_bounds__(32 * (kMostWarps + 1), 1) topk_softmax_kernel(TopkParams p) {
   __shared__ int histogram[kMostExperts];
+  __shared__ int chosen[kMostWarps][32];
   const Router& r = p.router;
-  for (int e = threadIdx.x; e < r.experts; e += blockDim.x) histogram[e] = 0;
-  constexpr int teams = 32 / T::LANES;  // per warp
-  const int row_warps = p.meeting ? static_cast<int>(blockDim.x / 32) - 1 : static_cast<int>(blockDim.x / 32);
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % T::LANES;
-  const int first_row = (static_cast<int>(blockIdx.x) * row_warps + warp) * teams;  // of this warp
-  const int team = (threadIdx.x % 32) / T::LANES;
-  if (warp < row_warps && first_row + team < r.tokens && lane * T::PER_LANE < r.experts) {
-    prefetch_l2(r.logits + (first_row + team) * r.stride + lane * T::PER_LANE * (r.dtype == Float::f32 ? 4 : 2));
+  const int row_warps = static_cast<int>(blockDim.x / 32) - (p.meeting ? 1 : 0);
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int first_row = static_cast<int>(blockIdx.x) * row_warps + warp;
+  if (warp < row_warps && first_row < r.tokens && lane * PER_LANE < r.experts) {
+    prefetch_l2(r.logits + first_row * r.stride + lane * PER_LANE * (r.dtype == Float::f32 ? 4 : 2));
   }
+  for (int e = threadIdx.x; e < r.experts; e += blockDim.x) histogram[e] = 0;
   __syncthreads();
   pdl_wait();
   pdl_trigger();
 
   if (warp < row_warps) {
     const int real = r.num_tokens ? min(*r.num_tokens, r.tokens) : r.tokens;
-    for (int row = first_row; row < r.tokens; row += static_cast<int>(gridDim.x) * row_warps * teams) {
-      const int mine = row + team;
-      Choice choice = route_row<T>(r, min(mine, r.tokens - 1));
-      if (mine < r.tokens && lane < r.k) {
-        const int64_t place = static_cast<int64_t>(mine) * r.k + lane;
-        const bool padding = mine >= real;
-        r.weights[place] = padding ? 0.f : choice.weight;
-        r.ids[place] = padding ? -1 : choice.id;
-        if (!padding) atomicAdd(&histogram[choice.id], 1);
+    for (int row = first_row; row < r.tokens; row += static_cast<int>(gridDim.x) * row_warps) {
+      Choice choice{-1, 0.f};
+      if (row < real) choice = route_row<PER_LANE>(r, row, chosen[warp]);
+      if (lane < r.k) {
+        const int64_t place = static_cast<int64_t>(row) * r.k + lane;
+        r.weights[place] = choice.weight;
+        r.ids[place] = choice.id;
+        if (row < real) atomicAdd(&histogram[choice.id], 1);
       }
     }
   } else {
     meet(p);
   }
   __syncthreads();
-  if (!p.meeting) {
-    for (int e = threadIdx.x; e < r.experts; e += blockDim.x) p.counts[e] = histogram[e];
-  } else {
-    for (int e = threadIdx.x; e < r.experts; e += blockDim.x) {
-      const int n = histogram[e];
-      if (n) atomicAdd(&p.counts[e], n);
+  for (int e = threadIdx.x; e < r.experts; e += blockDim.x) {
+    const int n = histogram[e];
+    if (!p.meeting) {
+      p.counts[e] = n;
+    } else if (n) {
+      atomicAdd(&p.counts[e], n);
     }
   }
 }
@@ -119,8 +125,6 @@ inline unsigned long long next_key() {
   z = (z ^ (z >> 27)) * 0x94d049bb133111ebull;
   return z ^ (z >> 31) | 1;
 }
-
-constexpr int64_t kMostBlocks = 4 * 132;
 
 void topk_softmax(TensorView weights, TensorView ids, TensorView counts, OptionalTensor scratch, TensorView gating,
                   AnyView k, AnyView renormalize, OptionalTensor bias, OptionalTensor num_tokens) {
@@ -150,18 +154,18 @@ void topk_softmax(TensorView weights, TensorView ids, TensorView counts, Optiona
   if (num_tokens.has_value()) p.router.num_tokens = reinterpret_cast<const int*>(address(*num_tokens));
   p.counts = reinterpret_cast<int*>(address(counts));
   const DeviceGuard guard(gating.device().device_id);
-  dispatch_team(p.router, [&](auto team) {
-    using T = decltype(team);
-    const int64_t warps = (tokens * T::LANES + 31) / 32;
-    if (warps <= MOST_WARPS || !scratch.has_value()) {
-      const unsigned threads = 32 * static_cast<unsigned>(warps < 1 ? 1 : warps < MOST_WARPS ? warps : MOST_WARPS);
-      launch_pdl(topk_softmax_kernel<T>, dim3(1), dim3(threads), gating.device(), p);
+  dispatch_experts(&p.router, [&](auto per_lane) {
+    const auto kernel = topk_softmax_kernel<per_lane()>;
+    if (tokens <= kRowsOfOne || !scratch.has_value()) {
+      const int64_t warps = std::clamp<int64_t>(tokens, 1, kMostWarps);
+      launch_pdl(kernel, dim3(1), dim3(static_cast<unsigned>(32 * warps)), gating.device(), p);
     } else {
       p.meeting = reinterpret_cast<Meeting*>(address(*scratch));
       p.key = next_key();
-      const int64_t blocks = (warps + ROW_WARPS - 1) / ROW_WARPS;
-      launch_pdl(topk_softmax_kernel<T>, dim3(static_cast<unsigned>(blocks < kMostBlocks ? blocks : kMostBlocks)),
-                 dim3(32 * (ROW_WARPS + 1)), gating.device(), p);
+      const int64_t warps = std::clamp<int64_t>((tokens + TOPK_AIM - 1) / TOPK_AIM, 4, kMostWarps);
+      const int64_t blocks = std::min<int64_t>((tokens + warps - 1) / warps, kMostBlocks);
+      launch_pdl(kernel, dim3(static_cast<unsigned>(blocks)), dim3(static_cast<unsigned>(32 * (warps + 1))),
+                 gating.device(), p);
     }
   });
 }

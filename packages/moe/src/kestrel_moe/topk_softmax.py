@@ -9,8 +9,8 @@ from kestrel_runtime import Binary, check, kernel_op
 from . import reference
 
 _kernels = Binary("kestrel_moe")
-# Above so many logits the launch has several blocks, which meet in scratch memory to add up their counts.
-_LOGITS_OF_ONE_BLOCK = 1024
+# Of more tokens the launch has several blocks, which meet in scratch memory to add up their counts.
+_TOKENS_OF_ONE_BLOCK = 8
 
 
 def _check_topk_softmax(
@@ -70,7 +70,7 @@ def topk_softmax(
     ids = torch.empty((tokens, k), dtype=torch.int32, device=gating.device)
     counts = torch.empty(experts, dtype=torch.int32, device=gating.device)
     scratch = None
-    if tokens * experts > _LOGITS_OF_ONE_BLOCK:
+    if tokens > _TOKENS_OF_ONE_BLOCK:
         scratch = torch.empty(2, dtype=torch.int64, device=gating.device)
     _kernels.topk_softmax(weights, ids, counts, scratch, gating, k, renormalize, bias, num_tokens)
     return weights, ids, counts
