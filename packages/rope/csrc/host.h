@@ -78,27 +78,53 @@ inline bool prepare(const TensorView& positions, int axes, const TensorView& que
 
 inline int ceil_div(int64_t a, int64_t b) { return static_cast<int>((a + b - 1) / b); }
 
-constexpr int THREADS = 128;  // of a block
-
+// A block of at most `threads`, U heads to a thread.
 template <typename O, int U>
-void launch(const Params& p, DLDevice device) {
+void launch(const Params& p, int threads, DLDevice device) {
   const int heads = p.query.count + p.key.count;
   const int pieces = ceil_div(p.half, O::frequencies);
-  const int x = std::min(pieces, THREADS);
-  const int head_groups = ceil_div(heads, int64_t{U} * (THREADS / x));
+  const int x = std::min(pieces, threads);
+  const int head_groups = ceil_div(heads, int64_t{U} * (threads / x));
   const int y = ceil_div(heads, int64_t{U} * head_groups);
-  const int z = std::min(THREADS / (x * y), 64);
+  const int z = std::min(threads / (x * y), 64);
   const dim3 grid(ceil_div(p.rows, z), head_groups, ceil_div(pieces, x));
   if (head_groups > 65535 || grid.z > 65535) unsupported("more than a million heads or frequencies");
   launch_pdl(rotate_heads<O, U>, grid, dim3(x, y, z), device, p);
 }
 
+// How many heads a thread takes, in blocks of at most how many threads.
+struct Shape {
+  int heads, threads;
+};
+
+// For rows of packs; sets what becomes of L2 too. None of it changes a result.
+//
+// Blocks of the next launch come in early, as dependent launches may, and take places in which this launch's last
+// blocks would have stood; those then pile up where places come free first. So either both launches fit on the GPU side
+// by side, or the places are just enough for one. Registers decide how many pieces an SM of Hopper has places for: 1536
+// with 2 heads a thread in blocks of 256, 2048 with 4 heads in blocks of 128. README.md has the figures of all shapes.
+inline Shape choose_shape(Params* p, int pieces_of_row, DLDevice device) {
+  const int64_t pieces = int64_t{p->rows} * (p->query.count + p->key.count) * pieces_of_row;
+  const int64_t per_sm = pieces / device_attribute(cudaDevAttrMultiProcessorCount, device.device_id);
+  p->streamed = pieces * 32 > device_attribute(cudaDevAttrL2CacheSize, device.device_id) / 2;
+  constexpr int64_t twos = 1536, fours = 2048;  // the places
+  const bool four = (per_sm > twos / 2 && per_sm <= fours / 2) || (per_sm > twos && per_sm <= fours);
+  p->prefetch = per_sm <= twos && !four;
+  if (per_sm <= 200) return {1, 64};  // latency: many small blocks
+  if (four) return {4, 128};
+  return per_sm <= twos ? Shape{2, 256} : Shape{2, 128};
+}
+
 template <typename T, typename W, bool neox, bool multimodal>
 void launch(const Call& call, DLDevice device) {
-  if (call.vectors) {
-    launch<Op<T, W, neox, true, multimodal>, 2>(call.p, device);
-  } else {
-    launch<Op<T, W, neox, false, multimodal>, 4>(call.p, device);
+  if (!call.vectors) return launch<Op<T, W, neox, false, multimodal>, 4>(call.p, 128, device);
+  using O = Op<T, W, neox, true, multimodal>;
+  Params p = call.p;
+  const Shape shape = choose_shape(&p, ceil_div(p.half, O::frequencies), device);
+  if (multimodal || shape.heads == 2) {
+    launch<O, 2>(p, shape.threads, device);
+  } else if constexpr (!multimodal) {
+    shape.heads == 1 ? launch<O, 1>(p, shape.threads, device) : launch<O, 4>(p, shape.threads, device);
   }
 }
 

@@ -135,7 +135,7 @@ __device__ __forceinline__ void load_angles(Angles<O::frequencies>& angles, cons
 }
 
 template <typename O, int U>
-__global__ void __launch_bounds__(MOST_THREADS) rotate_heads(const __grid_constant__ Params p) {
+__global__ void __launch_bounds__(MOST_THREADS, 2) rotate_heads(const __grid_constant__ Params p) {
   using T = typename O::T;
   const int row = blockIdx.x * blockDim.z + threadIdx.z;
   const int frequency = (blockIdx.z * blockDim.x + threadIdx.x) * O::frequencies;
