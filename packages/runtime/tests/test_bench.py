@@ -204,6 +204,13 @@ def test_only_what_exceeds_both_spreads_counts_as_slower():
     assert str(found) == "norm:rms_norm 1x1 kestrel: 2.00 -> 2.25 us (+12.5 %, noise 0.20 us)"
 
 
+def test_a_dearer_empty_launch_counts_as_noise():
+    before = [row(us=1.0, spread=0.0, empty_us=0.54)]
+    assert not slower([row(us=1.17, spread=0.0, empty_us=0.72)], before)
+    assert len(slower([row(us=1.19, spread=0.0, empty_us=0.72)], before)) == 1
+    assert len(slower([row(us=1.01, spread=0.0, empty_us=0.4)], before)) == 1
+
+
 def test_faster_rows_failed_rows_and_new_rows_are_not_slower():
     failed = Row("norm", "rms_norm", "1x1", "kestrel", failed="no")
     assert not slower([row(us=1.0), failed, row(op="new", us=9.0)], [row(us=2.0), row(shape="1x1")])
