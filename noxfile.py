@@ -46,10 +46,18 @@ EACH_FAMILY = [nox.param(family.name, tags=[family.name]) for family in FAMILIES
 EACH_ARCH = [nox.param(f"sm{arch}", tags=[f"sm{arch}"]) for arch in ARCHS]
 
 
-def installed(session: nox.Session, names: list[str], arch: str, *tools: str) -> Environment:
+def archs_asked(session: nox.Session, default: str) -> list[str]:
+    """The architectures in KESTREL_ARCHS, or the default."""
+    archs = re.findall("[^;, ]+", os.environ.get("KESTREL_ARCHS") or default)
+    if not archs or not set(archs) <= set(ARCHS):
+        session.error(f"KESTREL_ARCHS: expected architectures from {', '.join(ARCHS)}, got {' '.join(archs)!r}")
+    return [arch for arch in ARCHS if arch in archs]
+
+
+def installed(session: nox.Session, names: list[str], *tools: str) -> Environment:
     """The shared environment with the wheels of these packages, of all they need, and of `tools`."""
     packages = closure(*(PACKAGES[name] for name in names))
-    wheels = build_wheels(session, packages, [arch])
+    wheels = build_wheels(session, packages, archs_asked(session, arch_of_this_gpu()))
     environment = Environment(session, "test")
     environment.install(*requirements(packages), *tools)
     for wheel in wheels:
@@ -60,7 +68,7 @@ def installed(session: nox.Session, names: list[str], arch: str, *tools: str) ->
 @nox.session
 def demo(session: nox.Session) -> None:
     """The main job: build for the GPU present (else sm_90a), then write text. Arguments go to `generate`."""
-    environment = installed(session, ["meta"], arch_of_this_gpu())
+    environment = installed(session, ["meta"])
     environment.run("kestrel-kernels", "generate", *session.posargs)
 
 
@@ -68,7 +76,7 @@ def demo(session: nox.Session) -> None:
 @nox.parametrize("package", EACH_PACKAGE)
 def tests(session: nox.Session, package: str) -> None:
     """The tests and the documentation's examples of one package, against its installed wheel."""
-    environment = installed(session, [package], arch_of_this_gpu(), *MATRIX["test_tools"])
+    environment = installed(session, [package], *MATRIX["test_tools"])
     one = PACKAGES[package]
     empty = CACHE / "empty"  # nothing of the source tree is importable from here
     empty.mkdir(exist_ok=True)
@@ -166,11 +174,8 @@ def versions(session: nox.Session) -> None:
 @nox.session
 def gpu_bundle(session: nox.Session) -> None:
     """Everything an offline GPU machine needs, in dist/gpu. Arguments name packages; KESTREL_ARCHS, architectures."""
-    archs = re.findall("[^;, ]+", os.environ.get("KESTREL_ARCHS", "90a"))
-    if not archs or not set(archs) <= set(ARCHS):
-        session.error(f"KESTREL_ARCHS: expected architectures from {', '.join(ARCHS)}, got {' '.join(archs)!r}")
     packages = closure(*(PACKAGES[name] for name in session.posargs or PACKAGES))
-    built = build_wheels(session, packages, [arch for arch in ARCHS if arch in archs])
+    built = build_wheels(session, packages, archs_asked(session, "90a"))
     collect = ROOT / "tools" / "gpu_bundle" / "collect.py"
     Environment(session, "build").run("python", collect, *(each.path for each in built))
 
@@ -178,7 +183,7 @@ def gpu_bundle(session: nox.Session) -> None:
 @nox.session
 def bench(session: nox.Session) -> None:
     """Times ops on the GPU present into packages/*/results. Arguments: families or ops, options of the harness."""
-    environment = installed(session, ["meta"], arch_of_this_gpu())
+    environment = installed(session, ["meta"])
     environment.run("python", "-m", "kestrel_runtime.bench", *session.posargs, "--checkout", ROOT, "--record")
 
 
@@ -197,7 +202,7 @@ def sanitize(session: nox.Session) -> None:
     sanitizer = shutil.which("compute-sanitizer")
     if sanitizer is None:
         session.error("compute-sanitizer was not found: it comes with NVIDIA's CUDA toolkit and needs a GPU")
-    environment = installed(session, list(PACKAGES), arch_of_this_gpu(), *MATRIX["test_tools"])
+    environment = installed(session, list(PACKAGES), *MATRIX["test_tools"])
     tests_of_all = [str(package.path / "tests") for package in PACKAGES.values()]
     environment.run(
         *(sanitizer, "--error-exitcode=1", "--require-cuda-init=no", environment.python, "-m", "pytest"),
