@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cuda_fp8.h>
+#include <kestrel/divide.cuh>
 #include <kestrel/pack.cuh>
 
 #include <cfloat>
@@ -10,14 +11,14 @@ namespace kestrel {
 
 constexpr float kLargestE4M3 = 448.f;
 
-// Dynamic e4m3 scale of a largest magnitude: max(min(amax, scale_ub), 1e-12) / 448, truly divided. scale_ub may be
-// null; a NaN in it arrives in the scale.
+// Dynamic e4m3 scale of a largest finite magnitude: max(min(amax, scale_ub), 1e-12) / 448, truly divided. scale_ub may
+// be null; a NaN in it arrives in the scale.
 __device__ __forceinline__ float fp8_scale(float amax, const float* scale_ub = nullptr) {
   if (scale_ub) {
     const float most = *scale_ub;
     amax = amax < most ? amax : most;  // NaN stays
   }
-  return __fdiv_rn(amax < 1e-12f ? 1e-12f : amax, kLargestE4M3);
+  return divide(amax < 1e-12f ? 1e-12f : amax, kLargestE4M3, 1.f / kLargestE4M3);
 }
 
 // |x| for a row's largest magnitude: what is not finite does not count.
@@ -42,6 +43,13 @@ __device__ __forceinline__ uint8_t to_fp8(float x) {
 template <__nv_fp8_interpretation_t kind = __NV_E4M3>
 __device__ __forceinline__ uint32_t to_fp8x4(float a, float b, float c, float d) {
   return to_fp8x2<kind>(a, b) | to_fp8x2<kind>(c, d) << 16;
+}
+
+// x / scale as a true division rounds it wherever a code can depend on it; inverse is 1 / scale, rounded, and the scale
+// a normal number with a normal inverse. An infinite product has no remainder and stays.
+__device__ __forceinline__ float fp8_quotient(float x, float scale, float inverse) {
+  const float product = x * inverse;
+  return fabsf(product) < 1024.f ? divide(x, scale, inverse) : product;
 }
 
 __device__ __forceinline__ float from_fp8(uint8_t code, __nv_fp8_interpretation_t kind = __NV_E4M3) {

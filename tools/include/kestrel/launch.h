@@ -44,6 +44,18 @@ inline int device_attribute(cudaDeviceAttr attribute, int device) {
   return value;
 }
 
+// What a launch returned: a GPU without machine code is a case that no kernel covers.
+inline void check_launch(cudaError_t error, DLDevice device) {
+  if (error == cudaErrorNoKernelImageForDevice) {
+    cudaGetLastError();
+    const int major = device_attribute(cudaDevAttrComputeCapabilityMajor, device.device_id);
+    const int minor = device_attribute(cudaDevAttrComputeCapabilityMinor, device.device_id);
+    unsupported("no machine code for a GPU of capability (" + std::to_string(major) + ", " + std::to_string(minor) +
+                ")");
+  }
+  check_cuda(error, "kernel launch");
+}
+
 // Launches kernel(params) so that it may start while the kernel before it in the stream still runs; it must call
 // pdl_wait() (pdl.cuh) before it touches anything that is not constant. GPUs older than sm_90 launch it plainly.
 // shared_bytes: dynamic shared memory; past 48 KB the caller has raised the kernel's limit. cluster: blocks that run
@@ -65,14 +77,7 @@ void launch_pdl(void (*kernel)(Params), dim3 grid, dim3 block, DLDevice device, 
   config.stream = current_stream(device);
   config.attrs = attributes;
   config.numAttrs = major < 9 ? 0 : cluster > 1 ? 2 : 1;
-  const cudaError_t error = cudaLaunchKernelEx(&config, kernel, params);
-  if (error == cudaErrorNoKernelImageForDevice) {
-    cudaGetLastError();
-    const int minor = device_attribute(cudaDevAttrComputeCapabilityMinor, device.device_id);
-    unsupported("no machine code for a GPU of capability (" + std::to_string(major) + ", " + std::to_string(minor) +
-                ")");
-  }
-  check_cuda(error, "kernel launch");
+  check_launch(cudaLaunchKernelEx(&config, kernel, params), device);
 }
 
 }  // namespace kestrel
