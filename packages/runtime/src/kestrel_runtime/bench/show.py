@@ -129,7 +129,7 @@ class _Live:
         bar = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         self.progress = Progress(*bar, console=self.console)
         self.task = self.progress.add_task("", total=shapes)
-        self.live = Live(self.progress, console=self.console, vertical_overflow="visible")
+        self.live = Live(self.progress, console=self.console)
         self.table: Table | None = None
 
     def __enter__(self) -> _Live:
@@ -161,6 +161,6 @@ class _Live:
 
     def end(self) -> None:
         if self.table is not None:
+            self.live.update(self.progress, refresh=True)
             self.console.print(self.table)
             self.table = None
-            self.live.update(self.progress)
