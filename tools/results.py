@@ -2,6 +2,8 @@
 
     python tools/results.py            writes the tables between the markers of each README, and the plots
     python tools/results.py --check    says whether tables and plots are current; needs no matplotlib
+    python tools/results.py --take figures.json... --revision 0123abc
+                                       first puts the rows of these files of `--out` into the families' results
 
 Nothing in those tables is typed: `nox -s bench` measures, `nox -s results` writes this. A plot carries the digest of
 the rows it was drawn from.
@@ -265,10 +267,29 @@ def write(package: Path) -> list[str]:
     return [str(path.relative_to(package.parents[1])) for path in changed]
 
 
+def take(files: Sequence[Path], revision: str | None, root: Path) -> None:
+    """Put the rows of reports into packages/<family>/results, ops as a whole; the last file that holds an op wins.
+
+    revision: of rows measured where no history was at hand.
+    """
+    for file in files:
+        report = Report.read(file)
+        for environment in report.environments:
+            environment["git"] = environment["git"] or revision
+        for family in sorted({row.family for row in report.rows}):
+            path = root / "packages" / family / "results" / file_name(report.gpu)
+            kept = Report.read_or_new(path, report.gpu)
+            kept.merge(report.of_family(family))
+            kept.write(path)
+
+
 def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if something is out of date")
+    parser.add_argument("--take", type=Path, nargs="+", default=[], metavar="FILE", help="reports to take rows from")
+    parser.add_argument("--revision", help="where the rows taken do not know theirs")
     options = parser.parse_args(arguments)
+    take(options.take, options.revision, root)
     packages = sorted(path.parent for path in root.glob("packages/*/README.md"))
     if options.check:
         found = [line for package in packages for line in stale(package)]

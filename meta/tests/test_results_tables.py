@@ -143,3 +143,15 @@ def test_the_same_rows_draw_the_same_bytes(results, package, tmp_path):
         results.draw(report.rows, tmp_path / f"{name}.svg")
     assert (tmp_path / "one.svg").read_bytes() == (tmp_path / "other.svg").read_bytes()
     assert "<text" in (tmp_path / "one.svg").read_text()
+
+
+def test_rows_of_a_run_elsewhere_are_taken_with_the_revision_they_lack(results, package, tmp_path):
+    pytest.importorskip("matplotlib")
+    root, elsewhere = package.parents[1], Report("NVIDIA H200")
+    elsewhere.add([row("740x2048", "kestrel", 2.4)], {**ENVIRONMENT, "git": None})
+    elsewhere.write(tmp_path / "out.json")
+    assert results.main(["--take", str(tmp_path / "out.json"), "--revision", "fedcba"], root) == 0
+    taken = Report.read(package / "results" / "h200.json")
+    assert [each.shape for each in taken.rows] == ["740x2048"]
+    assert [each["git"] for each in taken.environments] == ["fedcba"]
+    assert "740x2048" in (package / "README.md").read_text()
