@@ -78,19 +78,21 @@ inline bool prepare(const TensorView& positions, int axes, const TensorView& que
 
 inline int ceil_div(int64_t a, int64_t b) { return static_cast<int>((a + b - 1) / b); }
 
-// A block of at most `threads`, U heads to a thread.
-template <typename O, int U>
-void launch(const Params& p, int threads, DLDevice device) {
-  const int heads = p.query.count + p.key.count;
-  const int pieces = ceil_div(p.half, O::frequencies);
-  const int x = std::min(pieces, threads);
-  const int head_groups = ceil_div(heads, int64_t{U} * (threads / x));
-  const int y = ceil_div(heads, int64_t{U} * head_groups);
-  const int z = std::min(threads / (x * y), 64);
-  const dim3 grid(ceil_div(p.rows, z), head_groups, ceil_div(pieces, x));
-  if (head_groups > 65535 || grid.z > 65535) unsupported("more than a million heads or frequencies");
-  launch_pdl(rotate_heads<O, U>, grid, dim3(x, y, z), device, p);
-}
+// How the pieces of a call are laid out over blocks of at most `threads`, `heads` heads to a thread.
+struct Layout {
+  Layout(const Params& p, int pieces, int heads, int threads) {
+    const int all = p.query.count + p.key.count;
+    const int x = std::min(pieces, threads);
+    const int groups = ceil_div(all, int64_t{heads} * (threads / x));
+    const int y = ceil_div(all, int64_t{heads} * groups);
+    const int z = std::min(threads / (x * y), 64);
+    block = dim3(x, y, z);
+    grid = dim3(ceil_div(p.rows, z), groups, ceil_div(pieces, x));
+  }
+  int64_t blocks() const { return int64_t{grid.x} * grid.y * grid.z; }
+
+  dim3 grid, block;
+};
 
 // How many heads a thread takes, in blocks of at most how many threads.
 struct Shape {
@@ -101,18 +103,40 @@ struct Shape {
 //
 // Blocks of the next launch come in early, as dependent launches may, and take places in which this launch's last
 // blocks would have stood; those then pile up where places come free first. So either both launches fit on the GPU side
-// by side, or the places are just enough for one. Registers decide how many pieces an SM of Hopper has places for: 1536
-// with 2 heads a thread in blocks of 256, 2048 with 4 heads in blocks of 128. README.md has the figures of all shapes.
-inline Shape choose_shape(Params* p, int pieces_of_row, DLDevice device) {
-  const int64_t pieces = int64_t{p->rows} * (p->query.count + p->key.count) * pieces_of_row;
-  const int64_t per_sm = pieces / device_attribute(cudaDevAttrMultiProcessorCount, device.device_id);
-  p->streamed = pieces * 32 > device_attribute(cudaDevAttrL2CacheSize, device.device_id) / 2;
-  constexpr int64_t twos = 1536, fours = 2048;  // the places
-  const bool four = (per_sm > twos / 2 && per_sm <= fours / 2) || (per_sm > twos && per_sm <= fours);
-  p->prefetch = per_sm <= twos && !four;
-  if (per_sm <= 200) return {1, 64};  // latency: many small blocks
-  if (four) return {4, 128};
-  return per_sm <= twos ? Shape{2, 256} : Shape{2, 128};
+// by side, or the places are just enough for one. README.md has the figures of all shapes.
+template <typename O>
+Shape choose_shape(Params* p, DLDevice device) {
+  const int pieces = ceil_div(p->half, O::frequencies);
+  const int64_t sms = device_attribute(cudaDevAttrMultiProcessorCount, device.device_id);
+  const int64_t all = int64_t{p->rows} * (p->query.count + p->key.count) * pieces;
+  p->streamed = all * 32 > device_attribute(cudaDevAttrL2CacheSize, device.device_id) / 2;
+  p->prefetch = true;
+  if (all <= 200 * sms) return {1, 64};  // latency: many small blocks
+  // Whether an SM has places for its share of the blocks this many times.
+  const auto fits = [&](Shape shape, int registers, int times) {
+    const Layout layout(*p, pieces, shape.heads, shape.threads);
+    const int warps = ceil_div(layout.block.x * layout.block.y * layout.block.z, 32);
+    return times * ceil_div(layout.blocks(), sms) <= 65536 / (registers * 32 * warps);
+  };
+  // Registers of the kernels on Hopper, in eights.
+  constexpr bool wide = sizeof(typename O::T) == 4, wide_table = sizeof(typename O::W) == 4;
+  constexpr int for_two = wide ? 40 : wide_table ? 72 : 64, for_four = wide ? 64 : wide_table ? 128 : 96;
+  constexpr Shape two{2, 256}, four{4, 128};
+  for (int times : {2, 1}) {
+    if (fits(two, for_two, times)) return two;
+    p->prefetch = false;
+    if (fits(four, for_four, times)) return four;
+    p->prefetch = true;
+  }
+  p->prefetch = false;
+  return {2, 128};
+}
+
+template <typename O, int U>
+void launch(const Params& p, int threads, DLDevice device) {
+  const Layout layout(p, ceil_div(p.half, O::frequencies), U, threads);
+  if (layout.grid.y > 65535 || layout.grid.z > 65535) unsupported("more than a million heads or frequencies");
+  launch_pdl(rotate_heads<O, U>, layout.grid, layout.block, device, p);
 }
 
 template <typename T, typename W, bool neox, bool multimodal>
@@ -120,7 +144,7 @@ void launch(const Call& call, DLDevice device) {
   if (!call.vectors) return launch<Op<T, W, neox, false, multimodal>, 4>(call.p, 128, device);
   using O = Op<T, W, neox, true, multimodal>;
   Params p = call.p;
-  const Shape shape = choose_shape(&p, ceil_div(p.half, O::frequencies), device);
+  const Shape shape = choose_shape<O>(&p, device);
   if (multimodal || shape.heads == 2) {
     launch<O, 2>(p, shape.threads, device);
   } else if constexpr (!multimodal) {

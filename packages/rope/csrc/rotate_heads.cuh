@@ -1,14 +1,15 @@
 // Rotary position embedding in place: the kernel behind rotary_embedding and multimodal_rotary_embedding.
 //
 // clang-format off
-// Computes:   for every pair (x, y) of the R turned dims of every query and key head of a row,
-//             x, y = x cos - y sin, y cos + x sin, by the angles in the table's row at the row's position.
+// Computes:   x, y = x cos - y sin, y cos + x sin for every pair (x, y) of the R turned dims of every query and key head of a
+//             row, by the angles in the table's row at the row's position.
 // Built for:  32 + 32 heads of 64 or 128 in bf16, from one row (latency) to 8192 (bandwidth).
-// Must move:  every turned element in and out once, 3 operations each, and a row of the table per row, read once.
+// Must move:  every turned element in and out once, 3 operations each, and a row of the table per row of heads.
 // Split:      a thread turns one piece (8 frequencies in bf16: two packs of 16 bytes) of U heads of a row, so that its
 //             cosines and sines serve U times. Block: x pieces, y heads, z rows; no loops and no divisions.
 // PDL:        the address in the table depends on a position, so nothing constant can be read before the wait. Heads and
 //             positions are prefetched into L2 before it (that returns no data), read after it.
+// Measured:   @@
 // clang-format on
 #pragma once
 
@@ -56,8 +57,8 @@ struct Params {
   bool wide = false;         // positions are int64
   bool inverse = false;
   bool interleaved = false;
-  bool prefetch = true;
-  bool streamed = false;
+  bool prefetch = true;   // bring the heads into L2 before the wait
+  bool streamed = false;  // the result fills L2: let it leave first
 };
 
 // What a thread turns of one head: two packs, or two elements.
@@ -110,26 +111,32 @@ __device__ __forceinline__ int axis_of(int frequency, const Params& p) {
   return axis > 0 && frequency < AXES * p.sections[axis - 1] ? axis : 0;
 }
 
-// The cosines and sines of a thread's frequencies, from the table's rows at one position or at three.
+// The cosines and sines that a thread needs, from the table's rows at one position or at three.
 template <typename O>
 __device__ __forceinline__ void load_angles(Angles<O::frequencies>& angles, const int64_t* at, int frequency,
                                             const Params& p) {
   const char* row[O::axes];
 #pragma unroll
   for (int i = 0; i < O::axes; ++i) row[i] = p.table + at[i] * p.table_stride;
+  // The pairs of a GPT-J piece are neighbours within its packs: two runs of frequencies.
+  constexpr bool two_runs = O::vectors && !O::neox;
+  const int first = two_runs ? frequency / 2 : frequency, second = (frequency + p.half) / 2;
   if constexpr (O::multimodal) {
+    constexpr int run = two_runs ? O::frequencies / 2 : O::frequencies;
 #pragma unroll
     for (int i = 0; i < O::frequencies; ++i) {
-      const int axis = axis_of(frequency + i, p);
+      const int f = i < run ? first + i : second + i - run, axis = axis_of(f, p);
       Angles<1> one;
-      one.load<typename O::W>(axis == 0 ? row[0] : axis == 1 ? row[1] : row[2], frequency + i, p.half);
+      one.load<typename O::W>(axis == 0 ? row[0] : axis == 1 ? row[1] : row[2], f, p.half);
       angles.cos[i] = one.cos[0];
       angles.sin[i] = one.sin[0];
     }
+  } else if constexpr (two_runs) {
+    angles.template load_two_runs<typename O::W>(row[0], first, second, p.half);
   } else if constexpr (O::vectors) {
-    angles.template load_packs<typename O::W>(row[0], frequency, p.half);
+    angles.template load_packs<typename O::W>(row[0], first, p.half);
   } else {
-    angles.template load<typename O::W>(row[0], frequency, p.half);
+    angles.template load<typename O::W>(row[0], first, p.half);
   }
   if (p.inverse) angles.invert();
 }
@@ -146,8 +153,11 @@ __global__ void __launch_bounds__(MOST_THREADS, 2) rotate_heads(const __grid_con
   unsigned outer = 0, inner = row;
   if (p.inner_rows) outer = row / p.inner_rows, inner = row % p.inner_rows;
   const char* position = p.positions + outer * p.position_stride[0] + inner * p.position_stride[1];
-  const int64_t in_head = (O::neox ? frequency : 2 * frequency) * static_cast<int64_t>(sizeof(T));
-  const int64_t gap = O::neox ? p.half * static_cast<int64_t>(sizeof(T)) : O::frequencies * sizeof(T);
+  // Packs stand R/2 apart, in either order of the pairs, so that neighbouring threads take neighbouring packs; so do
+  // the two elements of a NeoX pair, but those of a GPT-J pair are neighbours.
+  constexpr bool neighbours = !O::vectors && !O::neox;
+  const int64_t in_head = (neighbours ? 2 * frequency : frequency) * static_cast<int64_t>(sizeof(T));
+  const int64_t gap = (neighbours ? 1 : p.half) * static_cast<int64_t>(sizeof(T));
   char* query = p.query.base + outer * p.query.row_stride[0] + inner * p.query.row_stride[1] + in_head;
   char* key = p.key.base + outer * p.key.row_stride[0] + inner * p.key.row_stride[1] + in_head;
   char* piece_at[U];
@@ -165,13 +175,12 @@ __global__ void __launch_bounds__(MOST_THREADS, 2) rotate_heads(const __grid_con
     for (int i = 0; i < O::axes; ++i) prefetch_l2(position + i * p.axis_stride);
   }
   if constexpr (O::vectors) {
-    constexpr int line = O::neox ? 8 : 4;  // pieces that share lines of 128 bytes
-    if (p.prefetch && threadIdx.x % line == 0) {
+    if (p.prefetch && threadIdx.x % 8 == 0) {  // a line of 128 bytes is 8 packs
 #pragma unroll
       for (int u = 0; u < U; ++u) {
         if (exists[u]) {
           prefetch_l2(piece_at[u]);
-          if (O::neox && gap >= 128) prefetch_l2(piece_at[u] + gap);
+          if (gap >= 128) prefetch_l2(piece_at[u] + gap);
         }
       }
     }

@@ -18,12 +18,33 @@ __device__ __forceinline__ void rotate_pair(float& x, float& y, float cos, float
   y = __fmaf_rn(y, cos, __fmul_rn(before, sin));
 }
 
-// Cosines and sines of `count` neighbouring frequencies.
+// `count` neighbouring constants as floats, in accesses of 16 bytes or one of 8, to which they must be aligned.
+template <int count, typename W>
+__device__ __forceinline__ void load_constants(float* f, const W* p) {
+  constexpr int size = Pack<W>::size, each = count < size ? count : size;
+  static_assert(count % each == 0 && (each == size || 2 * each == size));
+#pragma unroll
+  for (int i = 0; i < count; i += each) {
+    Pack<W> pack;
+    if constexpr (each == size) {
+      pack.bits = load16_constant(p + i);
+    } else {
+      pack.bits = make_uint4(0, 0, 0, 0);
+      asm volatile("ld.global.v2.b32 {%0, %1}, [%2];" : "=r"(pack.bits.x), "=r"(pack.bits.y) : "l"(p + i) : "memory");
+    }
+    float unpacked[size];
+    pack.unpack(unpacked);
+#pragma unroll
+    for (int j = 0; j < each; ++j) f[i + j] = unpacked[j];
+  }
+}
+
+// Cosines and sines of `count` frequencies.
 template <int count>
 struct Angles {
   float cos[count], sin[count];
 
-  // From a row of the table (R/2 cosines, then R/2 sines, of type W), element by element.
+  // Of neighbouring frequencies, from a row of the table (R/2 cosines, then R/2 sines, of type W), element by element.
   template <typename W>
   __device__ __forceinline__ void load(const char* row, int frequency, int half) {
     const W* elements = reinterpret_cast<const W*>(row);
@@ -37,26 +58,19 @@ struct Angles {
   // The same in packs: the row is aligned to 16 bytes, R/2 and the frequency are multiples of Pack<W>::size.
   template <typename W>
   __device__ __forceinline__ void load_packs(const char* row, int frequency, int half) {
-    constexpr int size = Pack<W>::size;
-    static_assert(count % size == 0);
     const W* elements = reinterpret_cast<const W*>(row) + frequency;
-    Pack<W> packs[2][count / size];
-#pragma unroll
-    for (int i = 0; i < count / size; ++i) {
-      packs[0][i].bits = load16_constant(elements + i * size);
-      packs[1][i].bits = load16_constant(elements + half + i * size);
-    }
-#pragma unroll
-    for (int i = 0; i < count / size; ++i) {
-      float c[size], s[size];
-      packs[0][i].unpack(c);
-      packs[1][i].unpack(s);
-#pragma unroll
-      for (int j = 0; j < size; ++j) {
-        cos[i * size + j] = c[j];
-        sin[i * size + j] = s[j];
-      }
-    }
+    load_constants<count>(cos, elements);
+    load_constants<count>(sin, elements + half);
+  }
+
+  // In packs too, half of the frequencies from one on and half from another; both are multiples of Pack<W>::size / 2.
+  template <typename W>
+  __device__ __forceinline__ void load_two_runs(const char* row, int first, int second, int half) {
+    const W* elements = reinterpret_cast<const W*>(row);
+    load_constants<count / 2>(cos, elements + first);
+    load_constants<count / 2>(cos + count / 2, elements + second);
+    load_constants<count / 2>(sin, elements + half + first);
+    load_constants<count / 2>(sin + count / 2, elements + half + second);
   }
 
   // The negative angles: they turn back.
@@ -76,7 +90,8 @@ __device__ __forceinline__ int second_pack(int frequency, int half) {
   return NEOX ? frequency + half : 2 * frequency + Pack<T>::size;
 }
 
-// Turns one piece: the packs at first_pack and second_pack.
+// Turns two packs of a head. NeoX: angle i turns element i of both. GPT-J: the first half of the angles turns the pairs
+// of the first pack, the other half those of the second, which may stand anywhere.
 template <bool NEOX, typename T>
 __device__ __forceinline__ void rotate_piece(Pack<T>& first, Pack<T>& second, const Angles<Pack<T>::size>& angles) {
   constexpr int size = Pack<T>::size;
@@ -96,8 +111,8 @@ __device__ __forceinline__ void rotate_piece(Pack<T>& first, Pack<T>& second, co
   second.pack(b);
 }
 
-// A position, int32 or int64 (`wide`); `volatile` and "memory" keep the read behind pdl_wait(). As an unsigned number it
-// is below the table's rows exactly if the table has its row.
+// A position, int32 or int64 (`wide`); `volatile` and "memory" keep the read behind pdl_wait(). As an unsigned number
+// it is below the table's rows exactly if the table has its row.
 __device__ __forceinline__ int64_t read_position(const void* p, bool wide) {
   int64_t position;
   if (wide) {
