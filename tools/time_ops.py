@@ -11,7 +11,12 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "packages" / "runtime" / "src"))
+RUNTIME = ROOT / "packages" / "runtime" / "src"
+sys.path.insert(0, str(RUNTIME))
+
+import kestrel_runtime  # noqa: E402
+
+kestrel_runtime.__path__.append(str(RUNTIME / "kestrel_runtime"))  # one imported before may be of an older build
 
 from kestrel_runtime.bench import time_candidates  # noqa: E402
 from kestrel_runtime.bench.command import main  # noqa: E402
