@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 
 import kestrel_norm
+from kestrel_runtime import Binary
 
 TARGETS = {
     "1x2048": 1.25,
@@ -22,16 +23,37 @@ TARGETS = {
 }
 
 
+def sizes(shape: str) -> tuple[int, int]:
+    rows, n = shape.split("x")
+    return int(rows), int(n)
+
+
 def make(shape: str, count: int) -> list[tuple[torch.Tensor, ...]]:
-    rows, n = map(int, shape.split("x"))
+    rows, n = sizes(shape)
     weight = torch.ones(n, dtype=torch.bfloat16, device="cuda")  # x stays of the same size however often it is normed
     x = (torch.randn(rows, n, dtype=torch.bfloat16, device="cuda") for _ in range(count))
     return [(one, torch.randn_like(one), weight) for one in x]
 
 
 def set_bytes(shape: str) -> int:
-    rows, n = map(int, shape.split("x"))
+    rows, n = sizes(shape)
     return 2 * rows * n * 2
+
+
+def traffic(shape: str) -> int:
+    rows, n = sizes(shape)
+    return 4 * rows * n * 2 + n * 2
+
+
+def operations(shape: str) -> int:
+    """Per element: the sum, a square and a sum, two products."""
+    rows, n = sizes(shape)
+    return 5 * rows * n
+
+
+def bare() -> Callable[..., object]:
+    entry = Binary("kestrel_norm").fused_add_rms_norm
+    return lambda x, residual, weight: entry(x, residual, weight, 1e-6, 0.0)
 
 
 def torch_composition(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> None:
@@ -40,4 +62,21 @@ def torch_composition(x: torch.Tensor, residual: torch.Tensor, weight: torch.Ten
 
 
 def candidates() -> dict[str, Callable[..., object]]:
-    return {"kestrel": kestrel_norm.fused_add_rms_norm, "torch": torch_composition}
+    found: dict[str, Callable[..., object]] = {
+        "kestrel": kestrel_norm.fused_add_rms_norm,
+        "torch": torch_composition,
+        "torch.compile": torch.compile(torch_composition, fullgraph=True, dynamic=False),
+    }
+    try:
+        from flashinfer import norm
+
+        found["flashinfer"] = lambda x, residual, weight: norm.fused_add_rmsnorm(x, residual, weight, 1e-6)
+    except ImportError:
+        pass
+    try:
+        from vllm import _custom_ops
+
+        found["vllm"] = lambda x, residual, weight: _custom_ops.fused_add_rms_norm(x, residual, weight, 1e-6)
+    except ImportError:
+        pass
+    return found

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
 
 import kestrel_norm
+from kestrel_runtime import Binary
 
 TARGETS = {
     "729x1152": 2.01,
@@ -20,20 +22,54 @@ TARGETS = {
 }
 
 
+def sizes(shape: str) -> tuple[int, int]:
+    rows, n = shape.split("x")
+    return int(rows), int(n)
+
+
 def make(shape: str, count: int) -> list[tuple[torch.Tensor, ...]]:
-    rows, n = map(int, shape.split("x"))
+    rows, n = sizes(shape)
     weight, bias = torch.randn(2, n, dtype=torch.bfloat16, device="cuda")
     x = (torch.randn(rows, n, dtype=torch.bfloat16, device="cuda") for _ in range(count))
     return [(one, weight, bias, torch.empty_like(one)) for one in x]
 
 
 def set_bytes(shape: str) -> int:
-    rows, n = map(int, shape.split("x"))
+    rows, n = sizes(shape)
     return rows * n * 2  # x alone: that it is cold must not depend on what is written
 
 
+def traffic(shape: str) -> int:
+    rows, n = sizes(shape)
+    return 2 * rows * n * 2 + 2 * n * 2
+
+
+def operations(shape: str) -> int:
+    """Per element: two sums of differences to a pivot, one of them squared; the difference, two products, a sum."""
+    rows, n = sizes(shape)
+    return 8 * rows * n
+
+
+def bare() -> Callable[..., object]:
+    entry = Binary("kestrel_norm").layer_norm
+    return lambda x, weight, bias, out: entry(out, x, weight, bias, 1e-5)
+
+
+def torch_layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.layer_norm(x, weight.shape, weight, bias)
+
+
 def candidates() -> dict[str, Callable[..., object]]:
-    return {
+    found: dict[str, Callable[..., object]] = {
         "kestrel": lambda x, weight, bias, out: kestrel_norm.layer_norm(x, weight, bias, out=out),
-        "torch": lambda x, weight, bias, out: torch.nn.functional.layer_norm(x, weight.shape, weight, bias),
+        "torch": torch_layer_norm,
+        "torch.compile": torch.compile(torch_layer_norm, fullgraph=True, dynamic=False),
     }
+    try:
+        from flashinfer import norm
+
+        wide = functools.lru_cache(2)(lambda vector: vector.float())  # it takes weight and bias in float32
+        found["flashinfer"] = lambda x, weight, bias, out: norm.layernorm(x, wide(weight), wide(bias), 1e-5)
+    except ImportError:
+        pass
+    return found

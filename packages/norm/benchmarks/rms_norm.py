@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 
 import kestrel_norm
+from kestrel_runtime import Binary
 
 TARGETS = {
     "1x2048": 1.25,
@@ -22,20 +23,71 @@ TARGETS = {
 }
 
 
+def sizes(shape: str) -> tuple[int, int]:
+    rows, n = shape.split("x")
+    return int(rows), int(n)
+
+
 def make(shape: str, count: int) -> list[tuple[torch.Tensor, ...]]:
-    rows, n = map(int, shape.split("x"))
+    rows, n = sizes(shape)
     weight = torch.randn(n, dtype=torch.bfloat16, device="cuda")
     x = (torch.randn(rows, n, dtype=torch.bfloat16, device="cuda") for _ in range(count))
     return [(one, weight, torch.empty_like(one)) for one in x]
 
 
 def set_bytes(shape: str) -> int:
-    rows, n = map(int, shape.split("x"))
+    rows, n = sizes(shape)
     return rows * n * 2  # x alone: that it is cold must not depend on what is written
 
 
+def traffic(shape: str) -> int:
+    rows, n = sizes(shape)
+    return 2 * rows * n * 2 + n * 2
+
+
+def operations(shape: str) -> int:
+    """Per element: a square and a sum, two products."""
+    rows, n = sizes(shape)
+    return 4 * rows * n
+
+
+def bare() -> Callable[..., object]:
+    entry = Binary("kestrel_norm").rms_norm
+    return lambda x, weight, out: entry(out, x, weight, 1e-6, 0.0)
+
+
+def torch_rms_norm(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.rms_norm(x, weight.shape, weight, 1e-6)
+
+
 def candidates() -> dict[str, Callable[..., object]]:
-    return {
+    found: dict[str, Callable[..., object]] = {
         "kestrel": lambda x, weight, out: kestrel_norm.rms_norm(x, weight, out=out),
-        "torch": lambda x, weight, out: torch.nn.functional.rms_norm(x, weight.shape, weight, 1e-6),
+        "torch": torch_rms_norm,
+        "torch.compile": torch.compile(torch_rms_norm, fullgraph=True, dynamic=False),
     }
+    try:
+        from flashinfer import norm
+
+        found["flashinfer"] = lambda x, weight, out: norm.rmsnorm(x, weight, 1e-6, out=out)
+    except ImportError:
+        pass
+    try:
+        from vllm import _custom_ops
+
+        found["vllm"] = lambda x, weight, out: _custom_ops.rms_norm(out, x, weight, 1e-6)
+    except ImportError:
+        pass
+    try:
+        from quack.rmsnorm import rmsnorm
+
+        found["quack"] = lambda x, weight, out: rmsnorm(x, weight, eps=1e-6)
+    except ImportError:
+        pass
+    try:
+        from liger_kernel.transformers.functional import liger_rms_norm
+
+        found["liger"] = lambda x, weight, out: liger_rms_norm(x, weight, 1e-6)
+    except ImportError:
+        pass
+    return found

@@ -8,8 +8,8 @@
 #include <cstdint>
 #include <initializer_list>
 #include <limits>
-#include <vector>
 
+#include "norm_any_rows.cuh"
 #include "norm_rows.cuh"
 
 namespace kestrel::norm {
@@ -20,23 +20,24 @@ class RowShape {
  public:
   explicit RowShape(const TensorView& first) : first_(&first) {}
 
-  void add(const TensorView& t, Rows* rows) { tensors_.push_back({&t, rows}); }
+  void add(const TensorView& t, Rows* rows, int pack_bytes = 16) { tensors_[count_++] = {&t, rows, pack_bytes}; }
 
   void fill(Params* p) const {
-    std::vector<int> kept;  // dimensions, innermost first; each stands for those outside it that merged into it
-    std::vector<int64_t> sizes;
+    int kept[3];  // dimensions, innermost first; each stands for those outside it that merged into it
+    int64_t sizes[3];
+    int count = 0;
     for (int d = first_->ndim() - 2; d >= 0; --d) {
       const int64_t size = first_->size(d);
       if (size == 1) continue;
-      if (!kept.empty() && merges(d, kept.back(), sizes.back())) {
-        sizes.back() *= size;
+      if (count > 0 && merges(d, kept[count - 1], sizes[count - 1])) {
+        sizes[count - 1] *= size;
       } else {
-        kept.push_back(d);
-        sizes.push_back(size);
+        kept[count] = d;
+        sizes[count++] = size;
       }
     }
-    const int count = static_cast<int>(kept.size());
-    for (const Entry& entry : tensors_) {
+    for (int t = 0; t < count_; ++t) {
+      const Entry& entry = tensors_[t];
       entry.rows->base = address(*entry.tensor);
       // A single dimension is stride[0]; two are stride[0] and stride[2]; three fill all.
       const int slot[3][3] = {{0, 0, 0}, {2, 0, 0}, {2, 1, 0}};
@@ -49,11 +50,13 @@ class RowShape {
     p->sizes[1] = count >= 2 ? static_cast<unsigned>(sizes[0]) : 1;
   }
 
-  bool aligned() const {
-    for (const Entry& entry : tensors_) {
-      if (!aligned16(entry.rows->base)) return false;
-      for (int64_t stride : entry.rows->stride) {
-        if (stride % 16 != 0) return false;
+  // Whether every row starts at a multiple of a pack, or of a half or a quarter of one.
+  bool aligned(int parts) const {
+    for (int t = 0; t < count_; ++t) {
+      const int bytes = tensors_[t].pack_bytes / parts;
+      if (reinterpret_cast<uintptr_t>(tensors_[t].rows->base) % bytes != 0) return false;
+      for (int64_t stride : tensors_[t].rows->stride) {
+        if (stride % bytes != 0) return false;
       }
     }
     return true;
@@ -63,18 +66,21 @@ class RowShape {
   struct Entry {
     const TensorView* tensor;
     Rows* rows;
+    int pack_bytes;
   };
 
   // Whether dimension d continues, in every tensor, the run of `size` rows that starts at dimension `inner`.
   bool merges(int d, int inner, int64_t size) const {
-    for (const Entry& entry : tensors_) {
-      if (entry.tensor->stride(d) != entry.tensor->stride(inner) * size) return false;
+    for (int t = 0; t < count_; ++t) {
+      const TensorView& tensor = *tensors_[t].tensor;
+      if (tensor.stride(d) != tensor.stride(inner) * size) return false;
     }
     return true;
   }
 
   const TensorView* first_;
-  std::vector<Entry> tensors_;
+  Entry tensors_[3];  // no op has more
+  int count_ = 0;
 };
 
 inline int64_t row_count(const TensorView& x) {
@@ -109,6 +115,14 @@ inline void check_vector(const Checks& check, const char* name, const OptionalTe
   check.shape(name, t, &n, 1);
 }
 
+// Weight and numbers of the RMS norms; the weight may be float32 where x is not.
+inline void check_scaling(const Checks& check, const OptionalTensor& weight, const TensorView& x, double eps,
+                          double weight_bias) {
+  check_vector(check, "weight", weight, x, {x.dtype(), kFloat32});
+  check.at_least("eps", eps, 0);
+  check.number("weight_bias", weight_bias);
+}
+
 // -- launch -----------------------------------------------------------------------------------------------------------
 
 // Fills the parameters; false when there is nothing to do.
@@ -122,6 +136,7 @@ inline bool prepare(const RowShape& shape, const TensorView& x, const OptionalTe
   if (weight.has_value()) {
     p->weight = address(*weight);
     p->weight_bias = static_cast<float>(weight_bias);
+    p->wide = !same_dtype((*weight).dtype(), x.dtype());
   }
   if (bias.has_value()) p->bias = address(*bias);
   p->rows = static_cast<int>(rows);
@@ -131,54 +146,89 @@ inline bool prepare(const RowShape& shape, const TensorView& x, const OptionalTe
   return true;
 }
 
-// Teams are chosen by N and the dtype alone, so that a row's sums are added in one order whatever stands around it.
-template <typename O, bool VECTORS>
-void launch(const Params& p, DLDevice device) {
+// How a row is split: `packs` per lane of `warps` warps, in the kernel whose teams have up to `most`; 0 packs: any
+// number. It is a function of N and the dtype alone, so that a row's sums are added in one order whatever stands around
+// it. Four packs are faster than two, and the other way round, where that is said (us, H200,
+// results/h200_designs.json):
+// - with a residual: 2048x2048 9.06, 9.54; 2048x4096 17.9, 18.3; 16384x4096 131.2, 132.4; but 16x4096 1.28, 1.25
+// - rms_norm: 2048x2048 5.17, 5.39; but 2048x1536 4.21, 4.11; 16384x4096 66.0, 65.3
+// - FP8: half the threads share what a row costs besides its elements.
+struct TeamSize {
+  int packs, most, warps;
+};
+
+template <typename O>
+TeamSize team_size(int n) {
   constexpr bool layer = O::norm == Norm::layer;
   constexpr int size = Pack<typename O::T>::size;
-  constexpr int rows_per_block = 4;      // of a warp each
   constexpr int widest = layer ? 5 : 4;  // packs per lane of a warp that has a row to itself
-  const int packs = (p.n + size - 1) / size;
-  const auto per_block = [&](auto* kernel, int v) {
-    const int warps = (packs + 32 * v - 1) / (32 * v);
-    launch_pdl(kernel, dim3(p.rows), dim3(32 * warps), device, p);
-  };
-  if (packs <= widest * 32) {
-    launch_pdl(norm_rows<O, widest, 1, VECTORS>, dim3((p.rows + rows_per_block - 1) / rows_per_block),
-               dim3(32 * rows_per_block), device, p);
-  } else if (layer && packs <= 2 * 4 * 32) {
-    per_block(norm_rows < O, 2, layer ? 4 : 8, VECTORS >, 2);
-  } else if (packs <= 2 * 8 * 32) {
-    per_block(norm_rows<O, 2, 8, VECTORS>, 2);
-  } else if (packs <= 4 * 8 * 32) {
-    per_block(norm_rows<O, 4, 8, VECTORS>, 4);
-  } else {
-    launch_pdl(norm_long_rows<O, VECTORS>, dim3(p.rows), dim3(32 * LONG_WARPS), device, p);
-  }
+  const int packs = (n + size - 1) / size;
+  const auto warps = [&](int each) { return (packs + 32 * each - 1) / (32 * each); };
+  if (packs <= widest * 32) return {widest, 1, 1};
+  if (packs > 4 * 8 * 32) return {0, MOST_WARPS, MOST_WARPS};
+  if (layer && packs <= 2 * 4 * 32) return {2, 4, warps(2)};
+  const bool four = packs > 2 * 8 * 32 || (!layer && (O::add || O::fp8 || packs == 2 * 4 * 32));
+  return four ? TeamSize{4, 8, warps(4)} : TeamSize{2, 8, warps(2)};
 }
 
-// How a launch meets its neighbours and L2; the values never change a result. They were chosen by timing one op alone
-// on an H200 while the kernels were made (us per launch, cold L2, with and without; README.md says what is on record):
-// - prefetch: rms_norm 16x4096 1.12, 1.46; 65536x8192 533, 515 (streamed). With a residual, where lines are written
-//   back in place: 2048x896 4.4, 4.7; 2048x2048 9.5, 8.9; 65536x8192 1031, 1074.
-// - early, against a trigger behind the loads: rms_norm 740x2048 2.13, 2.48; layer_norm 729x1152 2.4, 1.93. It stood
-//   before the wait then.
-// - streamed: rms_norm 16384x4096 64.7, 68.1; 65536x8192 515, 544; with a residual no difference.
+template <typename O>
+void launch_rows(const Params& p, DLDevice device) {
+  constexpr bool layer = O::norm == Norm::layer;
+  constexpr int rows_per_block = 4;  // of a warp each
+  const TeamSize team = team_size<O>(p.n);
+  const auto per_row = [&](auto* kernel) { launch_pdl(kernel, dim3(p.rows), dim3(32 * team.warps), device, p); };
+  if (team.most == 1) {
+    constexpr int packs = layer ? 5 : 4;
+    const dim3 grid((p.rows + rows_per_block - 1) / rows_per_block);
+    return launch_pdl(norm_rows<O, packs, 1>, grid, dim3(32 * rows_per_block), device, p);
+  }
+  if constexpr (layer) {
+    if (team.most == 4) return per_row(norm_rows<O, 2, 4>);
+  }
+  if constexpr (layer || (!O::add && !O::fp8)) {
+    if (team.packs == 2) return per_row(norm_rows<O, 2, 8>);
+  }
+  if (team.packs == 4) return per_row(norm_rows<O, 4, 8>);
+  per_row(norm_any_rows<Op<O::norm, O::add, O::fp8, typename O::T>, true>);
+}
+
+// How a launch meets its neighbours and L2; the values never change a result. Times in us, of one H200 and cold L2, are
+// in results/h200_designs.json:
+// - prefetch, with and without: rms_norm 16x4096 1.12, 1.42; 2048x1536 4.11, 4.29; 2048x2048 5.59, 5.17;
+// 2048x4096 9.87,
+//   9.48. With a residual, where lines are written back in place: 16x4096 1.28, 1.70; 2048x896 4.70, 4.64; 2048x2048
+//   11.1, 9.06; 16384x4096 131.4, 136.5. layer_norm 9477x1152 12.1, 12.6.
+// - early, against a trigger behind the loads: layer_norm 729x1152 1.99, 2.13; rms_norm 740x2048 2.30, 2.50.
+// - streamed: rms_norm 16384x4096 67.9, 68.4; 65536x8192 539, 545; with a residual no difference.
 template <typename O>
 void set_overlap(Params* p) {
+  constexpr int64_t mega = 1 << 20;
   const int64_t read = int64_t{p->rows} * p->n * sizeof(typename O::T) * (O::add ? 2 : 1);
-  const bool past_l2 = read > (64 << 20);
-  p->prefetch = O::add ? read < (10 << 20) || past_l2 : !past_l2;
+  const bool past_l2 = read > 64 * mega;
+  if constexpr (O::norm == Norm::layer && !O::add) {
+    p->prefetch = !past_l2;
+  } else {
+    p->prefetch = read < 8 * mega || (O::add && past_l2);
+  }
   p->streamed = !O::add && past_l2;
-  p->early = O::norm == Norm::rms || p->n > 160 * Pack<typename O::T>::size || p->rows >= 1024;
 }
 
 template <typename O>
 void launch(Params p, const RowShape& shape, DLDevice device) {
   constexpr int size = Pack<typename O::T>::size;
-  const bool vectors = shape.aligned() && p.n % size == 0 && aligned16(p.weight) && aligned16(p.bias);
   set_overlap<O>(&p);
-  vectors ? launch<O, true>(p, device) : launch<O, false>(p, device);
+  const auto in = [&](int parts) {
+    const auto aligned = [&](const void* vector) { return reinterpret_cast<uintptr_t>(vector) % (16 / parts) == 0; };
+    return shape.aligned(parts) && p.n % (size / parts) == 0 && aligned(p.weight) && aligned(p.bias);
+  };
+  if (in(1)) {
+    if constexpr (O::norm == Norm::rms && size > 4) {
+      if (p.wide) return launch_rows<Op<O::norm, O::add, O::fp8, typename O::T, float>>(p, device);
+    }
+    return launch_rows<O>(p, device);
+  }
+  p.unit = in(2) ? size / 2 : in(4) ? size / 4 : 1;
+  launch_pdl(norm_any_rows<O, false>, dim3(p.rows), dim3(32 * team_size<O>(p.n).warps), device, p);
 }
 
 }  // namespace kestrel::norm

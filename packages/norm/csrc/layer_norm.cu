@@ -1,4 +1,4 @@
-// layer_norm: the binding of norm_rows.cuh for LayerNorm.
+// layer_norm and fused_add_layer_norm: the bindings of the norm kernels for LayerNorm.
 
 #include <tvm/ffi/function.h>
 
@@ -6,15 +6,17 @@
 
 namespace kestrel::norm {
 
-template <typename T>
-using LayerNorm = Op<Norm::layer, false, T>;
+void check_affine(const Checks& check, const OptionalTensor& weight, const OptionalTensor& bias, const TensorView& x,
+                  double eps) {
+  check_vector(check, "weight", weight, x, {x.dtype()});
+  check_vector(check, "bias", bias, x, {x.dtype()});
+  check.at_least("eps", eps, 0);
+}
 
 void layer_norm(TensorView out, TensorView x, OptionalTensor weight, OptionalTensor bias, double eps) {
   const Checks check("layer_norm");
   check_rows(check, x);
-  check_vector(check, "weight", weight, x, {x.dtype()});
-  check_vector(check, "bias", bias, x, {x.dtype()});
-  check.at_least("eps", eps, 0);
+  check_affine(check, weight, bias, x, eps);
   check_written(check, "out", out, x);
   check_devices(check, "x", x, {{"weight", weight}, {"bias", bias}, {"out", out}});
 
@@ -24,9 +26,28 @@ void layer_norm(TensorView out, TensorView x, OptionalTensor weight, OptionalTen
   shape.add(out, &p.out);
   if (!prepare(shape, x, weight, bias, eps, 0.0, &p)) return;
   const DeviceGuard guard(x.device().device_id);
-  dispatch_float(x, [&](auto t) { launch<LayerNorm<decltype(t)>>(p, shape, x.device()); });
+  dispatch_float(x, [&](auto t) { launch<Op<Norm::layer, false, false, decltype(t)>>(p, shape, x.device()); });
+}
+
+void fused_add_layer_norm(TensorView x, TensorView residual, OptionalTensor weight, OptionalTensor bias, double eps) {
+  const Checks check("fused_add_layer_norm");
+  check_rows(check, x);
+  check_written(check, "residual", residual, x);
+  check.disjoint("x", x);
+  check_affine(check, weight, bias, x, eps);
+  check_devices(check, "x", x, {{"residual", residual}, {"weight", weight}, {"bias", bias}});
+
+  Params p;
+  RowShape shape(x);
+  shape.add(x, &p.x);
+  shape.add(residual, &p.residual);
+  if (!prepare(shape, x, weight, bias, eps, 0.0, &p)) return;
+  p.out = p.x;
+  const DeviceGuard guard(x.device().device_id);
+  dispatch_float(x, [&](auto t) { launch<Op<Norm::layer, true, false, decltype(t)>>(p, shape, x.device()); });
 }
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(layer_norm, layer_norm);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(fused_add_layer_norm, fused_add_layer_norm);
 
 }  // namespace kestrel::norm

@@ -1,78 +1,35 @@
-// Row normalisation: the kernels behind layer_norm, rms_norm and fused_add_rms_norm.
+// Row normalisation: the kernel behind all ops of this family, for rows that fit into registers.
 //
 // clang-format off
 // Computes:   y = (x - mean) * rstd * weight + bias for every row of N elements (LayerNorm), or
 //             y = x * rstd * (weight + weight_bias) (RMSNorm); with a residual, x + residual is rounded, stored as the
-//             new residual, and normalised.
+//             new residual, and normalised; with FP8, y leaves unrounded as codes and a scale per row.
 // Built for:  rows of 1 to 8 k elements in bf16, from one row (latency) to 65536 (bandwidth).
-// Must move:  x in and y out once each (a residual, in and out once more); 5 to 9 operations per element.
-// Split:      a team of threads per row, chosen by N and the dtype alone: one warp up to 128 packs of 16 bytes (LayerNorm
-//             160; four rows a block), else a block of up to 8 warps. A thread holds V packs of the row in registers, pack c
-//             belongs to thread c % team: sums are added in one order, whatever the batch, the alignment and the strides.
-//             Rows of more than 1024 packs are read twice, by 32 warps.
+// Must move:  x in and y out once each (a residual, in and out once more); 4 to 9 operations per element.
+// Split:      a team of threads per row, chosen by N and the dtype alone (host.h): one warp up to 128 packs of 16 bytes
+//             (LayerNorm 160; four rows a block), else a block of up to 8 warps. A thread holds V packs of the row in
+//             registers, pack c belongs to thread c % team: sums are added in one order, whatever the batch and the strides.
 // PDL:        weight and bias are read before the wait, rows after it, and the next kernel is let in after it (pdl.cuh says
 //             why). Where host.h's set_overlap says so, a row is prefetched into L2 before the wait: that returns no data, so
-//             it cannot see a stale value, and it hides the latency of what the kernel before did not write. Rows of more
-//             than 1024 packs do neither.
-// Measured:   on an H200 85 to 96 % of 4.3 TB/s at 9477 rows and more; every shape of record in results/h200.json, the
-//             shapes that miss their target in README.md.
+//             it cannot see a stale value, and it hides the latency of what the kernel before did not write.
+// Measured:   results/h200.json, every shape of record; README.md says what was tried for those that miss.
 // clang-format on
 #pragma once
 
 #include <kestrel/pdl.cuh>
 
-#include "statistics.cuh"
+#include "finish.cuh"
 
 namespace kestrel::norm {
 
-// Rounds x + residual, stores it as the new residual and leaves the rounded sum in x.
-template <bool VECTORS, typename T>
-__device__ __forceinline__ void add_residual(float (&x)[Pack<T>::size], const Pack<T>& residual, char* row, int first,
-                                             int n) {
-  float r[Pack<T>::size];
-  residual.unpack(r);
-#pragma unroll
-  for (int i = 0; i < Pack<T>::size; ++i) x[i] += r[i];
-  Pack<T> sum;
-  sum.pack(x);
-  store_pack<VECTORS>(row, first, n, sum);
-  sum.unpack(x);
-}
-
-template <bool VECTORS, typename O>
-__device__ __forceinline__ void write_normalised(float (&x)[Pack<typename O::T>::size], float mean, float rstd,
-                                                 const WeightPack<typename O::T, typename O::W>& weight,
-                                                 const Pack<typename O::T>& bias, const Params& p, char* row,
-                                                 int first) {
-  using T = typename O::T;
-  float w[Pack<T>::size], b[Pack<T>::size];
-  weight.unpack(w);
-  if constexpr (O::norm == Norm::layer) bias.unpack(b);
-  if (O::norm == Norm::rms && p.weight_bias != 0.f) {
-#pragma unroll
-    for (int i = 0; i < Pack<T>::size; ++i) w[i] += p.weight_bias;
-  }
-#pragma unroll
-  for (int i = 0; i < Pack<T>::size; ++i) {
-    if constexpr (O::norm == Norm::layer) {
-      x[i] = fmaf((x[i] - mean) * rstd, w[i], b[i]);
-    } else {
-      x[i] = x[i] * rstd * w[i];
-    }
-  }
-  Pack<T> y;
-  y.pack(x);
-  store_pack<VECTORS>(row, first, p.n, y, !O::add && p.streamed);
-}
-
-// Rows that fit into the registers of a team: N <= V * WARPS * 32 packs.
-template <typename O, int V, int WARPS, bool VECTORS>
-__global__ void __launch_bounds__(WARPS == 1 ? 128 : WARPS * 32, VECTORS ? 0 : 1)
-    norm_rows(const __grid_constant__ Params p) {
+// Rows that fit into the registers of a team: N <= V * WARPS * 32 packs. Bases and strides are multiples of 16 bytes.
+template <typename O, int V, int WARPS>
+__global__ void __launch_bounds__(WARPS == 1 ? 128 : WARPS * 32) norm_rows(const __grid_constant__ Params p) {
   using T = typename O::T;
   constexpr int size = Pack<T>::size;
   constexpr bool layer = O::norm == Norm::layer;
   __shared__ float4 memory[WARPS];
+  __shared__ float largest_of_warps[O::fp8 ? WARPS : 1];
 
   const Team<WARPS> team;
   if (WARPS == 1 && team.row >= p.rows) return;
@@ -94,12 +51,10 @@ __global__ void __launch_bounds__(WARPS == 1 ? 128 : WARPS * 32, VECTORS ? 0 : 1
   Pack<T> bias[V];
 #pragma unroll
   for (int v = 0; v < V; ++v) {
-    weight[v].template load<VECTORS>(p.weight, first[v], p.n);
-    if constexpr (layer) {
-      bias[v] = load_pack<VECTORS, T, true>(static_cast<const char*>(p.bias), first[v], p.bias ? p.n : 0);
-    }
+    weight[v].template load<true>(p, first[v]);
+    if constexpr (layer) bias[v] = load_bias<true, T>(p, first[v]);
   }
-  const Exchange<WARPS, layer> exchange(memory, team);
+  const Exchange<layer> exchange(memory, team);
   float count = 0.f, inv_count = p.inv_n;  // of this warp's elements
   if constexpr (layer && WARPS > 1) {
     int elements = 0;
@@ -117,104 +72,57 @@ __global__ void __launch_bounds__(WARPS == 1 ? 128 : WARPS * 32, VECTORS ? 0 : 1
   if constexpr (O::add) pin(row.residual);
   pin(row.out);
   pdl_wait();
-  if (p.early) pdl_trigger();
+  pdl_trigger();
 
   Pack<T> loaded[V], residual[V];
 #pragma unroll
   for (int v = 0; v < V; ++v) {
-    loaded[v] = load_pack<VECTORS, T>(row.x, first[v], p.n);
-    if constexpr (O::add) residual[v] = load_pack<VECTORS, T>(row.residual, first[v], p.n);
+    loaded[v] = load_pack<true, T>(row.x, first[v], p.n);
+    if constexpr (O::add) residual[v] = load_pack<true, T>(row.residual, first[v], p.n);
   }
-  if (!p.early) pdl_trigger();
+  const float bound = O::fp8 ? scale_bound(p) : 0.f;
 
   float x[V][size];
 #pragma unroll
   for (int v = 0; v < V; ++v) {
     loaded[v].unpack(x[v]);
-    if constexpr (O::add) add_residual<VECTORS, T>(x[v], residual[v], row.residual, first[v], p.n);
+    if constexpr (O::add) add_residual<true, T>(x[v], residual[v], p, row.residual, first[v]);
   }
-  float mean = 0.f, variance;
+  float mean = 0.f, squares = 0.f;
   if constexpr (layer) {
-    const float pivot = pivot_of<VECTORS, T>(x[0], first[0], p.n);
+    const float pivot = pivot_of<true, T>(x[0], first[0], p.n);
     float s1 = 0.f, s2 = 0.f;
 #pragma unroll
-    for (int v = 0; v < V; ++v) add_moments<VECTORS, WARPS == 1, T>(x[v], first[v], p.n, pivot, s1, s2);
-    const Moments moments = team_moments<WARPS>(pivot, s1, s2, count, inv_count, inv_n, team, exchange);
+    for (int v = 0; v < V; ++v) add_moments<true, WARPS == 1, T>(x[v], first[v], p.n, pivot, s1, s2);
+    const Moments moments = team_moments<WARPS>(pivot, s1, s2, count, inv_count, inv_n, team.lane, exchange);
     mean = moments.mean;
-    variance = moments.variance;
+    squares = moments.squares;
   } else {
-    float s = 0.f;
 #pragma unroll
-    for (int v = 0; v < V; ++v) s += sum_of_squares<T>(x[v]);
-    variance = team_sum<WARPS>(s, team, exchange) * inv_n;
+    for (int v = 0; v < V; ++v) squares += sum_of_squares<T>(x[v]);
+    squares = team_sum<WARPS>(squares, team.lane, exchange);
   }
-  const float rstd = rsqrtf(variance + eps);
+  const float rstd = rsqrtf(fmaf(squares, inv_n, eps));
 #pragma unroll
   for (int v = 0; v < V; ++v) {
-    if constexpr (layer && WARPS == 1 &&
-                  !O::add) {  // hold the packs, not their floats, over the sums: half the registers
+    if constexpr (layer && WARPS == 1 && !O::add) {  // hold the packs, not their floats, over the sums
       pin(loaded[v].bits.x), pin(loaded[v].bits.y), pin(loaded[v].bits.z), pin(loaded[v].bits.w);
       loaded[v].unpack(x[v]);
     }
-    write_normalised<VECTORS, O>(x[v], mean, rstd, weight[v], bias[v], p, row.out, first[v]);
+    float w[size];
+    weight[v].unpack(w);
+    normalise<O>(x[v], mean, rstd, w, bias[v], p.weight_bias);
+    if constexpr (!O::fp8) write<true, O>(x[v], p, row.out, first[v]);
   }
-}
-
-// Rows of any length, one block of LONG_WARPS warps each: read twice, the second time mostly from L2.
-constexpr int LONG_WARPS = 32;
-
-template <typename O, bool VECTORS>
-__global__ void __launch_bounds__(LONG_WARPS * 32) norm_long_rows(const __grid_constant__ Params p) {
-  using T = typename O::T;
-  constexpr int size = Pack<T>::size;
-  constexpr int stride = LONG_WARPS * 32 * size;
-  constexpr bool layer = O::norm == Norm::layer;
-  __shared__ float4 memory[LONG_WARPS];
-  const Team<LONG_WARPS> team;
-  const Exchange<LONG_WARPS, layer> exchange(memory, team);
-  const Row row(p, team.row);
-  pdl_wait();
-  pdl_trigger();
-
-  const int start = team.thread * size;
-  float pivot = 0.f, s1 = 0.f, s2 = 0.f, count = 0.f;
-  for (int64_t base = start; base - start < p.n; base += stride) {
-    const int first = static_cast<int>(base < p.n ? base : p.n);
-    float x[size];
-    load_pack<VECTORS, T>(row.x, first, p.n).unpack(x);
-    if constexpr (O::add) {
-      add_residual<VECTORS, T>(x, load_pack<VECTORS, T>(row.residual, first, p.n), row.residual, first, p.n);
+  if constexpr (O::fp8) {
+    const float scale = scale_of<WARPS>(x, bound, largest_of_warps), inverse = __frcp_rn(scale);
+    if (team.thread == 0) p.scale[team.row] = scale;
+#pragma unroll
+    for (int v = 0; v < V; ++v) {
+#pragma unroll
+      for (int i = 0; i < size; ++i) x[v][i] = divide(x[v][i], scale, inverse);
+      write_codes<true>(x[v], p, row.out, first[v]);
     }
-    if constexpr (layer) {
-      if (base == start) pivot = pivot_of<VECTORS, T>(x, first, p.n);
-      add_moments<VECTORS, false, T>(x, first, p.n, pivot, s1, s2);
-      count += min(size, p.n - first);
-    } else {
-      s2 += sum_of_squares<T>(x);
-    }
-  }
-  float mean = 0.f, variance;
-  if constexpr (layer) {
-    count = warp_sum(count);
-    const Moments moments = team_moments<LONG_WARPS>(pivot, s1, s2, count, count > 0.f ? __fdividef(1.f, count) : 0.f,
-                                                     p.inv_n, team, exchange);
-    mean = moments.mean;
-    variance = moments.variance;
-  } else {
-    variance = team_sum<LONG_WARPS>(s2, team, exchange) * p.inv_n;
-  }
-  const float rstd = rsqrtf(variance + p.eps);
-  for (int64_t base = start; base < p.n; base += stride) {
-    const int first = static_cast<int>(base);
-    float x[size];
-    load_pack<VECTORS, T>(O::add ? row.residual : row.x, first, p.n).unpack(x);
-    WeightPack<T, typename O::W> weight;
-    Pack<T> bias;
-    weight.template load<VECTORS>(p.weight, first, p.n);
-    if constexpr (layer) {
-      bias = load_pack<VECTORS, T, true>(static_cast<const char*>(p.bias), first, p.bias ? p.n : 0);
-    }
-    write_normalised<VECTORS, O>(x, mean, rstd, weight, bias, p, row.out, first);
   }
 }
 

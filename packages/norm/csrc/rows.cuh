@@ -9,12 +9,13 @@ namespace kestrel::norm {
 
 enum class Norm { rms, layer };
 
-template <Norm norm_, bool add_, typename T_, typename W_ = T_>
+template <Norm norm_, bool add_, bool fp8_, typename T_, typename W_ = T_>
 struct Op {
   static constexpr Norm norm = norm_;
   static constexpr bool add = add_;  // x + residual is normalised, and stored
+  static constexpr bool fp8 = fp8_;  // the result leaves as e4m3 codes with a scale per row
   using T = T_;
-  using W = W_;
+  using W = W_;  // the weight: T or float
 };
 
 // The rows of one tensor: up to three leading dimensions, strides in bytes, outermost first.
@@ -27,11 +28,14 @@ struct Params {
   Rows x, residual, out;
   const void* weight = nullptr;
   const void* bias = nullptr;
+  float* scale = nullptr;           // of FP8 codes, one per row
+  const float* scale_ub = nullptr;  // not constant
   int rows = 0;
   int n = 0;
+  int unit = 1;       // elements that bases, strides and n allow to move at once, where that is not a whole pack
+  bool wide = false;  // the weight is float32, x is not
   unsigned sizes[2] = {1, 1};  // of the two inner leading dimensions
   bool flat = true;            // rows are one stride apart in every tensor: only stride[0] counts
-  bool early = true;           // let the next kernel start at the wait, not only when the rows have been asked for
   bool prefetch = true;        // bring the rows into L2 before the wait
   bool streamed = false;       // the result does not fit into L2: write past it
   float eps = 0;
@@ -68,45 +72,89 @@ __device__ __forceinline__ void pin(P*& pointer) {
   asm volatile("" : "+l"(pointer));
 }
 
+// `bytes` of memory that are one access.
+template <int bytes>
+struct Word;
+template <>
+struct Word<1> {
+  using Type = uint8_t;
+};
+template <>
+struct Word<2> {
+  using Type = uint16_t;
+};
+template <>
+struct Word<4> {
+  using Type = uint32_t;
+};
+template <>
+struct Word<8> {
+  using Type = uint2;
+};
+
+// Copies those of a pack's `size` elements that exist, `unit` at a time, from or to the row at element `first`.
+template <bool store, int unit, int size, typename T>
+__device__ __forceinline__ void copy_in_units(T (&elements)[size], char* row, int first, int n) {
+  using Unit = typename Word<unit * sizeof(T)>::Type;
+  Unit* p = reinterpret_cast<Unit*>(row + static_cast<int64_t>(first) * sizeof(T));
+#pragma unroll
+  for (int i = 0; i < size; i += unit) {
+    if (first + i >= n) continue;
+    Unit word;
+    if constexpr (store) {
+      memcpy(&word, &elements[i], sizeof(Unit));
+      p[i / unit] = word;
+    } else {
+      word = p[i / unit];
+      memcpy(&elements[i], &word, sizeof(Unit));
+    }
+  }
+}
+
+template <bool store, int size, typename T>
+__device__ __forceinline__ void copy_elements(T (&elements)[size], char* row, int first, int n, int unit) {
+  if constexpr (size > 4) {
+    if (unit == 4) return copy_in_units<store, 4>(elements, row, first, n);
+  }
+  if (unit == 2) return copy_in_units<store, 2>(elements, row, first, n);
+  copy_in_units<store, 1>(elements, row, first, n);
+}
+
 // One pack of a row from element `first` on; what lies past the end is `fill`. VECTORS: every base and stride is a
-// multiple of 16 bytes and n of a pack, so a pack is one access; otherwise its elements are read one by one.
-template <bool VECTORS, typename T, bool constant = false>
-__device__ __forceinline__ Pack<T> load_pack(const char* row, int first, int n, float fill = 0.f) {
+// multiple of 16 bytes and n of a pack, so a pack is one access; otherwise it is read `unit` elements at a time.
+// `cached`: what is read again, by this block or another.
+template <bool VECTORS, typename T, bool cached = false>
+__device__ __forceinline__ Pack<T> load_pack(const char* row, int first, int n, int unit = 1, float fill = 0.f) {
   Pack<T> pack;
   T elements[Pack<T>::size];
 #pragma unroll
   for (int i = 0; i < Pack<T>::size; ++i) elements[i] = from_float<T>(fill);
-  memcpy(&pack.bits, elements, 16);
-  const char* p = row + static_cast<int64_t>(first) * sizeof(T);
   if constexpr (VECTORS) {
-    if (first < n) pack.bits = constant ? load16_constant(p) : load16_streamed(p);
+    memcpy(&pack.bits, elements, 16);
+    const char* p = row + static_cast<int64_t>(first) * sizeof(T);
+    if (first < n) pack.bits = cached ? load16_constant(p) : load16_streamed(p);
   } else {
-#pragma unroll
-    for (int i = 0; i < Pack<T>::size; ++i) {
-      if (first + i < n) elements[i] = reinterpret_cast<const T*>(p)[i];
-    }
+    copy_elements<false>(elements, const_cast<char*>(row), first, n, unit);
     memcpy(&pack.bits, elements, 16);
   }
   return pack;
 }
 
 template <bool VECTORS, typename T>
-__device__ __forceinline__ void store_pack(char* row, int first, int n, const Pack<T>& pack, bool streamed = false) {
-  char* p = row + static_cast<int64_t>(first) * sizeof(T);
+__device__ __forceinline__ void store_pack(char* row, int first, int n, int unit, const Pack<T>& pack,
+                                           bool streamed = false) {
   if constexpr (VECTORS) {
+    char* p = row + static_cast<int64_t>(first) * sizeof(T);
     if (first >= n) return;
     streamed ? store16_streamed(p, pack.bits) : store16(p, pack.bits);
   } else {
     T elements[Pack<T>::size];
     memcpy(elements, &pack.bits, 16);
-#pragma unroll
-    for (int i = 0; i < Pack<T>::size; ++i) {
-      if (first + i < n) reinterpret_cast<T*>(p)[i] = elements[i];
-    }
+    copy_elements<true>(elements, row, first, n, unit);
   }
 }
 
-// As many weights as a pack of T holds: one pack of W, or two when W is float32 and T is not.
+// As many weights as a pack of T holds: one pack of W, or two where W is float32 and T is not.
 template <typename T, typename W>
 struct WeightPack {
   static constexpr int size = Pack<T>::size;
@@ -115,11 +163,12 @@ struct WeightPack {
 
   // A weight that is not given is all ones.
   template <bool VECTORS>
-  __device__ __forceinline__ void load(const void* weight, int first, int n) {
-    const char* row = static_cast<const char*>(weight);
+  __device__ __forceinline__ void load(const Params& p, int first) {
+    const char* weight = static_cast<const char*>(p.weight);
 #pragma unroll
     for (int i = 0; i < count; ++i) {
-      packs[i] = load_pack<VECTORS, W, true>(row, first + i * Pack<W>::size, weight ? n : 0, 1.f);
+      const int unit = count == 1 ? p.unit : 1;
+      packs[i] = load_pack<VECTORS, W, true>(weight, first + i * Pack<W>::size, weight ? p.n : 0, unit, 1.f);
     }
   }
   __device__ __forceinline__ void unpack(float (&f)[size]) const {
@@ -132,5 +181,19 @@ struct WeightPack {
     }
   }
 };
+
+// The codes of one pack: eight bytes, or four.
+template <bool VECTORS, int size>
+__device__ __forceinline__ void store_codes(char* row, int first, int n, int unit, uint32_t (&codes)[size / 4]) {
+  if constexpr (VECTORS) {
+    typename Word<size>::Type word;
+    memcpy(&word, codes, size);
+    if (first < n) *reinterpret_cast<decltype(word)*>(row + first) = word;
+  } else {
+    uint8_t elements[size];
+    memcpy(elements, codes, size);
+    copy_elements<true>(elements, row, first, n, unit);
+  }
+}
 
 }  // namespace kestrel::norm

@@ -51,19 +51,20 @@ __device__ __forceinline__ float4 load_shared4(unsigned address) {
   return v;
 }
 
-// One entry per warp: {mean of its part of the row, sum of squared differences to that, elements, 0} for LayerNorm, a
-// sum of squares for RMSNorm. Entries of warps that the team does not have are zero.
-template <int WARPS, bool layer>
+// Shared memory with one entry per warp: {mean of its part of the row, sum of squared differences to that, elements, 0}
+// for LayerNorm, a sum of squares for RMSNorm. Entries of warps that the team does not have are zero.
+template <bool layer>
 struct Exchange {
   static constexpr int entry_bytes = layer ? 16 : 4;
   unsigned all = 0, mine = 0;  // addresses
 
+  template <int WARPS>
   __device__ __forceinline__ Exchange(float4* memory, const Team<WARPS>& team) {
     if constexpr (WARPS > 1) {
       all = static_cast<unsigned>(__cvta_generic_to_shared(memory));
       mine = all + team.warp * entry_bytes;
-      if (team.thread < WARPS && team.thread >= (team.threads >> 5)) {
-        const unsigned address = all + team.thread * entry_bytes;
+      for (int entry = (team.threads >> 5) + team.thread; entry < WARPS; entry += team.threads) {
+        const unsigned address = all + entry * entry_bytes;
         if constexpr (layer) {
           store_shared(address, make_float4(0.f, 0.f, 0.f, 0.f));
         } else {
@@ -76,12 +77,12 @@ struct Exchange {
   }
 };
 
-// The row's sum of squares from every thread's.
+// The row's sum of squares from every thread's. WARPS: the most warps the team may have, here and below.
 template <int WARPS>
-__device__ __forceinline__ float team_sum(float s, const Team<WARPS>& team, const Exchange<WARPS, false>& exchange) {
+__device__ __forceinline__ float team_sum(float s, int lane, const Exchange<false>& exchange) {
   s = warp_sum(s);
   if constexpr (WARPS > 1) {
-    if (team.lane == 0) store_shared(exchange.mine, s);
+    if (lane == 0) store_shared(exchange.mine, s);
     __syncthreads();
     if constexpr (WARPS <= 8) {
       float sums[WARPS / 4];
@@ -92,35 +93,35 @@ __device__ __forceinline__ float team_sum(float s, const Team<WARPS>& team, cons
       }
       s = WARPS == 4 ? sums[0] : sums[0] + sums[WARPS / 4 - 1];
     } else {
-      s = warp_sum(team.lane < WARPS ? load_shared(exchange.all + 4 * team.lane) : 0.f);
+      s = warp_sum(load_shared(exchange.all + 4 * lane));
     }
   }
   return s;
 }
 
-// Mean and variance from every thread's sums s1 of (x - pivot) and s2 of (x - pivot)^2, pivot the warp's, `count` the
-// warp's elements. The pivot is the mean of one pack of the row, so what cancels in s2 - s1^2/count is at most the
-// warp's number of packs times the row's own sum of squares, however far off the pivot: its pack's elements are then
-// just as far from the mean.
+// Mean and squared differences from every thread's sums s1 of (x - pivot) and s2 of (x - pivot)^2, pivot the warp's,
+// `count` the warp's elements. Products are kept from contraction with a sum, so that every kernel rounds alike. The
+// pivot is the mean of one pack of the row, so what cancels in s2 - s1^2/count is at most the warp's number of packs
+// times the row's own sum of squares, however far off the pivot: its pack's elements are then just as far from the
+// mean.
 struct Moments {
-  float mean, variance;
+  float mean, squares;  // sum of squared differences to the mean
 };
 
 template <int WARPS>
 __device__ __forceinline__ Moments team_moments(float pivot, float s1, float s2, float count, float inv_count,
-                                                float inv_n, const Team<WARPS>& team,
-                                                const Exchange<WARPS, true>& exchange) {
+                                                float inv_n, int lane, const Exchange<true>& exchange) {
 #pragma unroll
   for (int other = 16; other > 0; other >>= 1) {
     s1 += __shfl_xor_sync(0xffffffffu, s1, other);
     s2 += __shfl_xor_sync(0xffffffffu, s2, other);
   }
-  const float shift = s1 * inv_count;
+  const float shift = __fmul_rn(s1, inv_count);
   const float spread = fmaf(-s1, shift, s2);
   const float mean = pivot + shift, squares = spread < 0.f ? 0.f : spread;  // a NaN stays
-  if constexpr (WARPS == 1) return {mean, squares * inv_n};
+  if constexpr (WARPS == 1) return {mean, squares};
 
-  if (team.lane == 0) store_shared(exchange.mine, make_float4(mean, squares, count, 0.f));
+  if (lane == 0) store_shared(exchange.mine, make_float4(mean, squares, count, 0.f));
   __syncthreads();
   const float base = load_shared(exchange.all);  // means are relative to it, so equal elements give an exact mean
   if constexpr (WARPS <= 8) {
@@ -133,17 +134,16 @@ __device__ __forceinline__ Moments team_moments(float pivot, float s1, float s2,
       n[i] = part.z;
       sums[i & 1] = fmaf(d[i], n[i], sums[i & 1]);
     }
-    const float delta = (sums[0] + sums[1]) * inv_n;
+    const float delta = __fmul_rn(sums[0] + sums[1], inv_n);
     sums[0] = sums[1] = 0.f;
 #pragma unroll
     for (int i = 0; i < WARPS; ++i) sums[i & 1] += fmaf((d[i] - delta) * n[i], d[i] - delta, within[i]);
-    return {base + delta, (sums[0] + sums[1]) * inv_n};
+    return {base + delta, sums[0] + sums[1]};
   } else {
-    const float4 part =
-        team.lane < WARPS ? load_shared4(exchange.all + 16 * team.lane) : make_float4(base, 0.f, 0.f, 0.f);
+    const float4 part = load_shared4(exchange.all + 16 * lane);
     const float d = part.x - base;
-    const float delta = warp_sum(d * part.z) * inv_n;
-    return {base + delta, warp_sum(fmaf((d - delta) * part.z, d - delta, part.y)) * inv_n};
+    const float delta = __fmul_rn(warp_sum(d * part.z), inv_n);
+    return {base + delta, warp_sum(fmaf((d - delta) * part.z, d - delta, part.y))};
   }
 }
 

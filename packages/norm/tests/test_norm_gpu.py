@@ -9,8 +9,17 @@ import torch
 
 import kestrel_norm
 from kestrel_norm import reference
-from kestrel_runtime import backend
-from kestrel_runtime.testing import BadInput, assert_close_to_f64, assert_rejects, canary, graph_replay, poison
+from kestrel_runtime import Binary, backend
+from kestrel_runtime.reference import quantise_rows
+from kestrel_runtime.testing import (
+    BadInput,
+    assert_close_to_f64,
+    assert_rejects,
+    canary,
+    fp8_code_distance,
+    graph_replay,
+    poison,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -18,7 +27,9 @@ FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 # Both sides of every border between kernels (packs of 8 or 4 elements), whole and broken packs, and a very long row.
 SIZES = (1, 7, 8, 66, 127, 128, 256, 264, 513, 896, 1024, 1026, 1152, 1280, 1288, 1536, 2048, 2056, 3072, 4096, 4104)
 LONG_SIZES = (5120, 8192, 8200, 16384, 16392, 50000, 131072)
-OPS = ("layer_norm", "rms_norm", "fused_add_rms_norm")
+OPS = ("layer_norm", "fused_add_layer_norm", "rms_norm", "fused_add_rms_norm")
+FP8_OPS = ("rms_norm_fp8", "fused_add_rms_norm_fp8")
+ENTRY_POINTS = Binary("kestrel_norm")
 
 
 @pytest.fixture(autouse=True)
@@ -32,39 +43,68 @@ def random(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> t
     return (torch.randn(shape, generator=generator, device="cuda") * 3 + 1).to(dtype)
 
 
-def run(op: str, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None) -> torch.Tensor:
-    """The op's result as one new tensor; for the fused op, the norm and the new residual."""
-    if op == "layer_norm":
-        return kestrel_norm.layer_norm(x, weight, bias)
-    if op == "rms_norm":
-        return kestrel_norm.rms_norm(x, weight)
-    y, residual = x.clone(), x.flip(-1).clone()
-    kestrel_norm.fused_add_rms_norm(y, residual, weight)
-    return torch.stack([y, residual])
+def launch(
+    op: str,
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    scale_ub: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, ...]:
+    """The op on these tensors, with those of its arguments that it has; everything it returns or writes."""
+    function = getattr(kestrel_norm, op)
+    rest = {"bias": bias} if "layer" in op else {"scale_ub": scale_ub} if "fp8" in op else {}
+    if not op.startswith("fused"):
+        got = function(x, weight, **rest)
+        return got if isinstance(got, tuple) else (got,)
+    got = function(x, residual, weight, **rest)
+    return (x, residual) if got is None else (*got, residual)
+
+
+def run(
+    op: str,
+    x: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    scale_ub: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, ...]:
+    """The op on copies of x; a residual is x from right to left."""
+    if op.startswith("fused"):
+        return launch(op, x.clone(), x.flip(-1).clone(), weight, bias, scale_ub)
+    return launch(op, x, x, weight, bias, scale_ub)
+
+
+def same_bits(a: tuple[torch.Tensor, ...], b: tuple[torch.Tensor, ...]) -> bool:
+    """Whether no element differs; a NaN is one NaN."""
+    pairs = [(p.float(), q.float()) for p, q in zip(a, b, strict=True)]
+    return all(bool(((p == q) | (p.isnan() & q.isnan())).all()) for p, q in pairs)
+
+
+def total(op: str, x: torch.Tensor) -> torch.Tensor:
+    """What `run` has the op normalise."""
+    return (x.double() + x.flip(-1).double()).to(x.dtype) if op.startswith("fused") else x
 
 
 def exact(op: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    """The same in float64, with one rounding where the op rounds the sum."""
-    x64, w, b = x.double(), weight.double(), bias.double()
-    if op == "layer_norm":
-        centred = x64 - x64.mean(-1, keepdim=True)
-        return centred / (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt() * w + b
-    residual = (x64 + x64.flip(-1)).to(x.dtype).double() if op == "fused_add_rms_norm" else x64
-    y = residual / (residual.square().mean(-1, keepdim=True) + 1e-6).sqrt() * w
-    return torch.stack([y, residual]) if op == "fused_add_rms_norm" else y
+    """The norm in float64."""
+    y, w = total(op, x).double(), weight.double()
+    if "layer" in op:
+        y = y - y.mean(-1, keepdim=True)
+        return y / (y.square().mean(-1, keepdim=True) + 1e-5).sqrt() * w + bias.double()
+    return y / (y.square().mean(-1, keepdim=True) + 1e-6).sqrt() * w
 
 
 def torch_itself(op: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    n = x.shape[-1:]
-    if op == "layer_norm":
-        return torch.nn.functional.layer_norm(x, n, weight, bias)
-    residual = x + x.flip(-1) if op == "fused_add_rms_norm" else x
-    y = torch.nn.functional.rms_norm(residual, n, weight, 1e-6)
-    return torch.stack([y, residual]) if op == "fused_add_rms_norm" else y
+    if "layer" in op:
+        return torch.nn.functional.layer_norm(total(op, x), x.shape[-1:], weight, bias)
+    return torch.nn.functional.rms_norm(total(op, x), x.shape[-1:], weight, 1e-6)
 
 
 def assert_right(op: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> None:
-    got, want = run(op, x, weight, bias), exact(op, x, weight, bias)
+    got, *residual = run(op, x, weight, bias)
+    want = exact(op, x, weight, bias)
+    if residual:
+        assert torch.equal(residual[0], total(op, x))
     if x.dtype == torch.float32:
         torch.testing.assert_close(got, want.float(), rtol=3e-6, atol=3e-6)
     else:
@@ -92,8 +132,7 @@ def test_many_rows(op: str, t: int) -> None:
 def test_no_rows_and_no_columns(op: str) -> None:
     for shape in ((0, 64), (3, 0), (2, 0, 64)):
         x = random(*shape)
-        run(op, x, random(shape[-1]), random(shape[-1]))
-    assert kestrel_norm.layer_norm(random(0, 64)).shape == (0, 64)
+        assert run(op, x, random(shape[-1]), random(shape[-1]))[0].shape == shape
 
 
 @pytest.mark.parametrize("n", [7, 66, 1152, 2048, 2056, 5000, 8192, 40000])
@@ -118,11 +157,10 @@ def test_columns_of_a_wider_buffer_in_place_leave_the_rest(op: str) -> None:
         wide = random(16, 2060)
         before, x = wide.clone(), wide[:, low:high]
         weight = random(2048, seed=1)
-        if op == "fused_add_rms_norm":
+        if op.startswith("fused"):
             residual = random(16, 2048, seed=3)
-            want, want_residual = x.clone(), residual.clone()
-            kestrel_norm.fused_add_rms_norm(want, want_residual, weight)
-            kestrel_norm.fused_add_rms_norm(x, residual, weight)
+            want, want_residual = launch(op, x.clone(), residual.clone(), weight)
+            launch(op, x, residual, weight)
             assert torch.equal(residual, want_residual)
         else:
             want = getattr(kestrel_norm, op)(x, weight)
@@ -133,18 +171,17 @@ def test_columns_of_a_wider_buffer_in_place_leave_the_rest(op: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", OPS + FP8_OPS)
 def test_a_row_does_not_depend_on_batch_alignment_or_strides(op: str, dtype: torch.dtype) -> None:
     for n in (64, 1152, 2048, 4096, 8192, 20000):
         x, weight, bias = random(700, n, dtype=dtype), random(n, dtype=dtype, seed=1), random(n, dtype=dtype, seed=2)
         whole = run(op, x, weight, bias)
         for row in (0, 1, 333, 699):
             one = run(op, x[row : row + 1], weight, bias)
-            assert torch.equal(one[..., 0, :], whole[..., row, :])
-        unaligned = torch.empty(700 * n + 1, dtype=dtype, device="cuda")[1:].view(700, n).copy_(x)
-        if op != "fused_add_rms_norm":
-            assert torch.equal(run(op, unaligned, weight, bias), whole)
-        assert torch.equal(run(op, x, weight, bias), whole)  # and runs repeat
+            assert same_bits(one, tuple(part[row : row + 1] for part in whole))
+        moved, other = (torch.empty(700 * n + 1, dtype=dtype, device="cuda")[1:].view(700, n) for _ in range(2))
+        assert same_bits(launch(op, moved.copy_(x), other.copy_(x.flip(-1)), weight, bias), whole)
+        assert same_bits(run(op, x, weight, bias), whole)  # and runs repeat
 
 
 VIEWS: dict[str, Callable[[], torch.Tensor]] = {
@@ -169,13 +206,16 @@ def test_leading_strides_are_free(view: str) -> None:
         out = poison(tuple(reversed(x.shape[:-1])) + x.shape[-1:], x.dtype, "cuda")
         out = out.permute(*reversed(range(x.ndim - 1)), x.ndim - 1)  # other strides than x
         assert torch.equal(op(x, out=out), got)
-    if x.stride(0) != 0:
-        residual, flat_residual = torch.ones_like(x), torch.ones_like(flat)
-        flat = flat.clone()
-        kestrel_norm.fused_add_rms_norm(x, residual)
-        kestrel_norm.fused_add_rms_norm(flat, flat_residual)
-        assert torch.equal(x.reshape(flat.shape), flat)
-        assert torch.equal(residual.reshape(flat.shape), flat_residual)
+    got = kestrel_norm.rms_norm_fp8(x)
+    assert all(part.is_contiguous() for part in got)
+    assert same_bits(tuple(part.flatten(0, -2) for part in got), kestrel_norm.rms_norm_fp8(flat))
+    if x.stride(0) == 0:
+        return
+    for op in ("fused_add_rms_norm", "fused_add_layer_norm", "fused_add_rms_norm_fp8"):
+        flat = x.reshape(-1, x.shape[-1]).clone()
+        got = launch(op, x, torch.ones_like(x))
+        want = launch(op, flat, torch.ones_like(flat))
+        assert same_bits(tuple(part.reshape(-1, part.shape[-1]) for part in got), want)
 
 
 def test_a_row_stride_past_two_to_the_31() -> None:
@@ -186,11 +226,10 @@ def test_a_row_stride_past_two_to_the_31() -> None:
     for op in (kestrel_norm.layer_norm, kestrel_norm.rms_norm):
         want = op(x.contiguous(), weight)
         assert torch.equal(op(x, weight), want)
-    want, want_residual = x.contiguous(), residual.clone()
-    kestrel_norm.fused_add_rms_norm(want, want_residual, weight)
-    kestrel_norm.fused_add_rms_norm(x, residual, weight)
-    assert torch.equal(x, want)
-    assert torch.equal(residual, want_residual)
+    assert same_bits(kestrel_norm.rms_norm_fp8(x, weight), kestrel_norm.rms_norm_fp8(x.contiguous(), weight))
+    for op in ("fused_add_rms_norm_fp8", "fused_add_rms_norm", "fused_add_layer_norm"):  # the first leaves x alone
+        want = launch(op, x.contiguous(), residual.clone(), weight)
+        assert same_bits(launch(op, x, residual, weight), want)
 
 
 def test_more_than_two_to_the_31_elements() -> None:
@@ -212,7 +251,10 @@ def test_float32_weight_and_weight_bias(dtype: torch.dtype, n: int) -> None:
         y, residual = x.clone(), torch.zeros_like(x)
         kestrel_norm.fused_add_rms_norm(y, residual, w, weight_bias=1.0)
         assert torch.equal(y, got)
+        assert_nearest_codes(*kestrel_norm.rms_norm_fp8(x, w, weight_bias=1.0), x, w, 1.0)
     assert torch.equal(kestrel_norm.rms_norm(x, weight_bias=1.0), kestrel_norm.rms_norm(x))
+    whole = weight.to(dtype)  # a float32 weight that holds the same numbers changes no bit
+    assert torch.equal(kestrel_norm.rms_norm(x, whole.float()), kestrel_norm.rms_norm(x, whole))
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
@@ -228,7 +270,7 @@ def test_special_rows(dtype: torch.dtype) -> None:
         x[7, 0] = 6e4  # an outlier where the pivot of the moments is taken
         weight, bias = random(n, dtype=dtype, seed=1), random(n, dtype=dtype, seed=2)
         for op in OPS:
-            got, want = run(op, x, weight, bias), exact(op, x, weight, bias)
+            got, want = run(op, x, weight, bias)[0], exact(op, x, weight, bias)
             assert torch.equal(got.isnan(), want.to(dtype).isnan())
             clean = [0, 1, 2, 3, 4, 7]
             eps = torch.finfo(dtype).eps
@@ -237,14 +279,14 @@ def test_special_rows(dtype: torch.dtype) -> None:
             )
 
 
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", OPS + FP8_OPS)
 def test_a_graph_replays_with_new_contents(op: str) -> None:
     for n in (1152, 2048, 30000):
-        old = (random(16, n), random(n, seed=1), random(n, seed=2))
-        new = (random(16, n, seed=5), random(n, seed=6), random(n, seed=7))
+        bounds = torch.tensor([[2.0], [0.5]], device="cuda")
+        old = (random(16, n), random(n, seed=1), random(n, seed=2), bounds[0])
+        new = (random(16, n, seed=5), random(n, seed=6), random(n, seed=7), bounds[1])
         want = run(op, *new)
-        got = graph_replay(lambda x, w, b: run(op, x, w, b), old, new)
-        assert torch.equal(got, want)
+        assert same_bits(graph_replay(lambda *args: run(op, *args), old, new), want)
 
 
 def test_dependent_launches_see_what_the_launch_before_wrote() -> None:
@@ -271,15 +313,57 @@ def test_a_constant_may_be_written_two_launches_before() -> None:
         assert torch.equal(kestrel_norm.layer_norm(x, out[-1]), want)
 
 
-@pytest.mark.parametrize("op", OPS)
+WRITTEN = [(op, name) for op in OPS + FP8_OPS for name in ("x", "residual", "scale_ub")]
+WRITTEN = [(op, name) for op, name in WRITTEN if name == "x" or (name == "residual" and "fused" in op) or "fp8" in op]
+WRITTEN.remove(("rms_norm_fp8", "residual"))
+
+
+@pytest.mark.parametrize(("op", "name"), WRITTEN)
+def test_an_input_written_by_the_launch_just_before_is_read_after_the_wait(op: str, name: str) -> None:
+    """1000 times in one graph: a slow launch writes the input in its last rows, and the op follows at once."""
+    n, contents = 1024, 7
+    sources = [random(2048, n, seed=seed) * (seed + 1) for seed in range(contents)]
+    weight, bias, fixed = random(n, seed=20), random(n, seed=21), random(2, 4, n, seed=22)
+    rows = torch.empty_like(sources[0])
+    codes, scales = torch.empty_like(rows, dtype=torch.uint8), torch.empty(2048, 1, device="cuda")
+    x, residual = fixed.clone()
+    arguments = {"x": x, "residual": residual, "scale_ub": None}
+    arguments[name] = scales[-1] if name == "scale_ub" else rows[-4:]
+
+    def once(source: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        x.copy_(fixed[0])
+        residual.copy_(fixed[1])
+        if name == "scale_ub":
+            ENTRY_POINTS.rms_norm_fp8(codes, scales, source, source[-1], 1e-6, 0.0, None)
+        else:
+            kestrel_norm.layer_norm(source, source[0], out=rows)
+        got = launch(op, arguments["x"], arguments["residual"], weight, bias, arguments["scale_ub"])
+        return tuple(part.clone() for part in got)
+
+    want = []
+    for source in sources:
+        want.append(once(source))
+        torch.cuda.synchronize()
+    assert not same_bits(want[0], want[1])
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = [once(sources[i % contents]) for i in range(1000)]
+    graph.replay()
+    torch.cuda.synchronize()
+    for first in range(contents):
+        mine = got[first::contents]
+        assert same_bits(tuple(map(torch.stack, zip(*mine, strict=True))), want[first])
+
+
+@pytest.mark.parametrize("op", OPS + FP8_OPS)
 def test_compiled_without_a_graph_break(op: str) -> None:
     args = random(16, 2048), random(2048, seed=1), random(2048, seed=2)
     with backend("auto"):
         got = torch.compile(lambda x, w, b: run(op, x, w, b), fullgraph=True)(*args)
-    assert torch.equal(got, run(op, *args))
+    assert same_bits(got, run(op, *args))
 
 
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", OPS + FP8_OPS)
 def test_runs_on_the_current_stream(op: str) -> None:
     args = random(740, 2048), random(2048, seed=1), random(2048, seed=2)
     want, stream = run(op, *args), torch.cuda.Stream()
@@ -290,7 +374,78 @@ def test_runs_on_the_current_stream(op: str) -> None:
         x = torch.zeros_like(args[0]).copy_(args[0])
         got = run(op, x, *args[1:])
     stream.synchronize()
-    assert torch.equal(got, want)
+    assert same_bits(got, want)
+
+
+def assert_nearest_codes(
+    q: torch.Tensor, scale: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, weight_bias: float = 0.0
+) -> None:
+    """Scales to float32. A code is the reference's, or its neighbour where float64 sees a tie between the two.
+
+    Products of two short significands and their largest often do: one in 10 000 here, by the reference itself.
+    """
+    y = x.double() / (x.double().square().mean(-1, keepdim=True) + 1e-6).sqrt() * (weight.double() + weight_bias)
+    quotient = y / (y.abs().amax(-1, keepdim=True) / 448)
+    want_q, want_scale = reference.rms_norm_fp8(x, weight, weight_bias=weight_bias)
+    torch.testing.assert_close(scale, want_scale, rtol=2e-6, atol=0)
+    assert int(fp8_code_distance(q, want_q).max()) <= 1
+    farther = (q.double() - quotient).abs() - (want_q.double() - quotient).abs()
+    assert bool((farther <= 4e-6 * quotient.abs()).all())
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("op", FP8_OPS)
+def test_fp8_codes_and_scales_are_the_reference_s(op: str, dtype: torch.dtype) -> None:
+    for n in SIZES + LONG_SIZES:
+        for t in (1, 3, 257) if n < 5000 else (16,):
+            x, weight = random(t, n, dtype=dtype), random(n, dtype=dtype, seed=1)
+            q, scale, *residual = run(op, x, weight)
+            assert_nearest_codes(q, scale, total(op, x), weight)
+            assert all(torch.equal(part, total(op, x)) for part in residual)
+
+
+def test_fp8_is_the_float32_norm_quantised() -> None:
+    """Where the norm itself leaves in float32 there is nothing in between but the order of the row's sum."""
+    for n in SIZES + LONG_SIZES:
+        x, weight = random(16, n, dtype=torch.float32), random(n, dtype=torch.float32, seed=1)
+        for bound in (None, torch.tensor([0.25], device="cuda")):
+            q, scale = kestrel_norm.rms_norm_fp8(x, weight, weight_bias=0.5, scale_ub=bound)
+            want_q, want_scale = quantise_rows(kestrel_norm.rms_norm(x, weight, weight_bias=0.5), bound)
+            torch.testing.assert_close(scale, want_scale, rtol=5e-7, atol=0)
+            distance = fp8_code_distance(q, want_q)
+            assert int(distance.max()) <= 1
+            assert int((distance > 0).sum()) <= q.numel() / 10_000
+
+
+@pytest.mark.parametrize("n", [7, 66, 1152, 2048, 2056, 5000, 8192, 40000])
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_codes_and_scales_are_written_and_nothing_around_them(n: int, dtype: torch.dtype) -> None:
+    x, weight = random(5, n, dtype=dtype), random(n, dtype=dtype, seed=1)
+    want = kestrel_norm.rms_norm_fp8(x, weight)
+    for offset in (0, 1):  # with 1, codes start at an odd address
+        flat, assert_q_intact = canary((5 * n + offset,), torch.uint8, "cuda")
+        scale, assert_scale_intact = canary((5, 1), torch.float32, "cuda")
+        q = flat[offset:].view(5, n)
+        ENTRY_POINTS.rms_norm_fp8(q, scale, x, weight, 1e-6, 0.0, None)
+        assert same_bits((q.view(torch.float8_e4m3fn), scale), want)
+        assert_q_intact()
+        assert_scale_intact()
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_special_rows_in_fp8(dtype: torch.dtype) -> None:
+    for n in (64, 2048, 30000):
+        x = random(8, n, dtype=dtype)
+        alone = kestrel_norm.rms_norm_fp8(x[:1])
+        x[1], x[2], x[3, n // 3], x[4, n - 1], x[5] = 0, 1e-7, float("nan"), float("inf"), float("-inf")
+        q, scale = kestrel_norm.rms_norm_fp8(x)
+        want_q, want_scale = reference.rms_norm_fp8(x)
+        assert same_bits((q[:1], scale[:1]), alone)
+        assert bool(scale.isfinite().all())
+        assert int(fp8_code_distance(q, want_q).max()) <= 1
+        torch.testing.assert_close(scale, want_scale, rtol=2e-6, atol=0)
+        assert not q[1].float().any()
+        assert kestrel_norm.rms_norm_fp8(x, scale_ub=torch.tensor([float("nan")], device="cuda"))[1].isnan().all()
 
 
 def test_kernel_and_reference_agree() -> None:

@@ -103,6 +103,20 @@ def test_fused_add_norms_the_rounded_sum(n: int, dtype: torch.dtype) -> None:
         assert_accurate(x, exact, baseline)
 
 
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("n", SIZES)
+def test_fused_add_layer_norm_norms_the_rounded_sum(n: int, dtype: torch.dtype) -> None:
+    for t in ROWS:
+        x, residual = rows_of(t, n, dtype), rows_of(t, n, dtype, seed=9)
+        weight, bias = vector_of(n, dtype, 1), vector_of(n, dtype, 2)
+        want_residual = (x.double() + residual.double()).to(dtype)
+        exact = exact_layer_norm(want_residual, weight, bias, 1e-5)
+        baseline = torch.nn.functional.layer_norm(want_residual, (n,), weight, bias)
+        assert kestrel_norm.fused_add_layer_norm(x, residual, weight, bias) is None
+        assert torch.equal(residual, want_residual)
+        assert_accurate(x, exact, baseline)
+
+
 @pytest.mark.parametrize("value", [1e4, 1e-7, 0.0], ids=["large", "denormal in fp16", "zero"])
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_large_tiny_and_equal_rows(value: float, dtype: torch.dtype) -> None:
@@ -143,6 +157,17 @@ def test_only_the_last_dimension_needs_to_be_contiguous(view: str) -> None:
         got = op(x)
         assert got.is_contiguous()
         assert torch.equal(got, op(x.contiguous()))
+
+
+@pytest.mark.parametrize("view", [view for view in VIEWS if view != "one row repeated"])
+def test_in_place_ops_write_where_views_stand(view: str) -> None:
+    for op in (kestrel_norm.fused_add_rms_norm, kestrel_norm.fused_add_layer_norm):
+        x, residual = VIEWS[view](), VIEWS[view]()
+        dense = x.contiguous().clone(), residual.contiguous().clone()
+        op(x, residual)
+        op(*dense)
+        assert torch.equal(x, dense[0])
+        assert torch.equal(residual, dense[1])
 
 
 def test_out_is_returned_and_may_be_the_input() -> None:

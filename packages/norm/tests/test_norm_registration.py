@@ -24,7 +24,8 @@ def test_opcheck(name: str) -> None:
     opcheck(kestrel_norm.rms_norm, (x, weight))
     opcheck(torch.ops.kestrel_norm.layer_norm.out, (x, weight, weight), {"out": torch.empty_like(x)})
     opcheck(torch.ops.kestrel_norm.rms_norm.out, (x, weight), {"out": torch.empty_like(x)})
-    opcheck(kestrel_norm.fused_add_rms_norm, (x.clone(), x.clone(), weight))
+    for op in (kestrel_norm.fused_add_rms_norm, kestrel_norm.fused_add_layer_norm):
+        opcheck(op, (INPUTS[name](), INPUTS[name](), weight))
 
 
 @pytest.mark.parametrize("name", INPUTS)
@@ -38,14 +39,15 @@ def test_fake_tensors_have_the_result_s_shape_and_strides(name: str) -> None:
 
 
 def test_compiled_without_a_graph_break() -> None:
-    def block(
-        x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def block(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
         y = kestrel_norm.layer_norm(x, weight, weight)
         z = torch.empty_like(y)
         kestrel_norm.rms_norm(y, weight, weight_bias=1.0, out=z)
         kestrel_norm.fused_add_rms_norm(z, residual, weight)
-        return y, z, residual
+        kestrel_norm.fused_add_layer_norm(z, residual, weight)
+        q, scale = kestrel_norm.fused_add_rms_norm_fp8(z, residual, weight)
+        p, other = kestrel_norm.rms_norm_fp8(residual)
+        return y, z, residual, q.float() * scale, p.float() * other
 
     x, weight = torch.randn(6, 64, dtype=torch.bfloat16), torch.randn(64, dtype=torch.bfloat16)
     want = block(x, torch.ones_like(x), weight)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from kestrel_runtime import check, kernel_op
+from kestrel_runtime import Binary, check, kernel_op
 
 from . import reference
 from .fused_add_rms_norm import check_residual
 from .layer_norm import check_vectors
+
+_kernels = Binary("kestrel_norm")
 
 
 def check_fused_add_layer_norm(
@@ -25,7 +27,12 @@ def check_fused_add_layer_norm(
     check.same(op, "device", x=x, residual=residual, weight=weight, bias=bias)
 
 
-@kernel_op(reference=reference.fused_add_layer_norm, check=check_fused_add_layer_norm, mutates=("x", "residual"))
+@kernel_op(
+    reference=reference.fused_add_layer_norm,
+    check=check_fused_add_layer_norm,
+    kernel="cuda",
+    mutates=("x", "residual"),
+)
 def fused_add_layer_norm(
     x: torch.Tensor,
     residual: torch.Tensor,
@@ -54,3 +61,4 @@ def fused_add_layer_norm(
     >>> residual, x
     (tensor([[3., 5.]]), tensor([[-1.,  1.]]))
     """
+    _kernels.fused_add_layer_norm(x, residual, weight, bias, eps)

@@ -66,6 +66,6 @@ def layer_norm(
     tensor([[-1.0690, -0.5345,  0.0000,  1.6036]])
     """
     if out is None:
-        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
     _kernels.layer_norm(out, x, weight, bias, eps)
     return out

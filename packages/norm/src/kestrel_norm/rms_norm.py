@@ -68,6 +68,6 @@ def rms_norm(
     tensor([[0.8485, 2.2627]])
     """
     if out is None:
-        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
     _kernels.rms_norm(out, x, weight, eps, weight_bias)
     return out

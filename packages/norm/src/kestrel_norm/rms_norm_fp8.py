@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from kestrel_runtime import check, kernel_op
+from kestrel_runtime import Binary, check, kernel_op
 
 from . import reference
 from .fused_add_rms_norm import check_residual
 from .rms_norm import check_weight
+
+_kernels = Binary("kestrel_norm")
 
 
 def _check_bound(op: str, x: torch.Tensor, scale_ub: torch.Tensor | None) -> None:
@@ -17,6 +19,12 @@ def _check_bound(op: str, x: torch.Tensor, scale_ub: torch.Tensor | None) -> Non
         check.shape(op, "scale_ub", scale_ub, (1,))
     if x.shape[-1] == 0:
         check.fail(op, "x", "rows of at least one element", f"shape {tuple(x.shape)}")
+
+
+def _codes_and_scale(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a launch fills: codes as bytes, as which they cross into C++, and a scale per row."""
+    q = torch.empty_like(x, dtype=torch.uint8, memory_format=torch.contiguous_format)
+    return q, x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
 
 
 def check_rms_norm_fp8(
@@ -50,7 +58,7 @@ def check_fused_add_rms_norm_fp8(
     check.same(op, "device", x=x, residual=residual, weight=weight, scale_ub=scale_ub)
 
 
-@kernel_op(reference=reference.rms_norm_fp8, check=check_rms_norm_fp8)
+@kernel_op(reference=reference.rms_norm_fp8, check=check_rms_norm_fp8, kernel="cuda")
 def rms_norm_fp8(
     x: torch.Tensor,
     weight: torch.Tensor | None = None,
@@ -80,9 +88,17 @@ def rms_norm_fp8(
     >>> q.float(), q.float() * scale
     (tensor([[320., 448.]]), tensor([[0.8081, 1.1314]]))
     """
+    q, scale = _codes_and_scale(x)
+    _kernels.rms_norm_fp8(q, scale, x, weight, eps, weight_bias, scale_ub)
+    return q.view(torch.float8_e4m3fn), scale
 
 
-@kernel_op(reference=reference.fused_add_rms_norm_fp8, check=check_fused_add_rms_norm_fp8, mutates=("residual",))
+@kernel_op(
+    reference=reference.fused_add_rms_norm_fp8,
+    check=check_fused_add_rms_norm_fp8,
+    kernel="cuda",
+    mutates=("residual",),
+)
 def fused_add_rms_norm_fp8(
     x: torch.Tensor,
     residual: torch.Tensor,
@@ -107,3 +123,6 @@ def fused_add_rms_norm_fp8(
     >>> residual, q.float()
     (tensor([[3., 4.]]), tensor([[320., 448.]]))
     """
+    q, scale = _codes_and_scale(x)
+    _kernels.fused_add_rms_norm_fp8(q, scale, x, residual, weight, eps, weight_bias, scale_ub)
+    return q.view(torch.float8_e4m3fn), scale

@@ -1,0 +1,83 @@
+"""Shapes of rms_norm_fp8, bf16 to e4m3: rows x N, of those of rms_norm; no targets are set."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+import kestrel_norm
+from kestrel_runtime import Binary
+
+TARGETS: dict[str, float | None] = {
+    "1x2048": None,
+    "16x4096": None,
+    "740x2048": None,
+    "2048x2048": None,
+    "2048x4096": None,
+    "16384x4096": None,
+}
+
+
+def sizes(shape: str) -> tuple[int, int]:
+    rows, n = shape.split("x")
+    return int(rows), int(n)
+
+
+def make(shape: str, count: int) -> list[tuple[torch.Tensor, ...]]:
+    rows, n = sizes(shape)
+    weight = torch.randn(n, dtype=torch.bfloat16, device="cuda")
+    x = (torch.randn(rows, n, dtype=torch.bfloat16, device="cuda") for _ in range(count))
+    return [(one, weight) for one in x]
+
+
+def set_bytes(shape: str) -> int:
+    rows, n = sizes(shape)
+    return rows * n * 2  # x alone: that it is cold must not depend on what is written
+
+
+def traffic(shape: str) -> int:
+    """x, the codes, the scales and the weight."""
+    rows, n = sizes(shape)
+    return rows * n * 3 + rows * 4 + n * 2
+
+
+def operations(shape: str) -> int:
+    """Per element: those of rms_norm, the largest magnitude, a quotient."""
+    rows, n = sizes(shape)
+    return 6 * rows * n
+
+
+def bare() -> Callable[..., object]:
+    entry = Binary("kestrel_norm").rms_norm_fp8
+    found: dict[tuple[int, ...], tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def call(x: torch.Tensor, weight: torch.Tensor) -> None:
+        if x.shape not in found:
+            found[x.shape] = torch.empty_like(x, dtype=torch.uint8), torch.empty(len(x), 1, device=x.device)
+        entry(*found[x.shape], x, weight, 1e-6, 0.0, None)
+
+    return call
+
+
+def torch_composition(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    y = torch.nn.functional.rms_norm(x, weight.shape, weight, 1e-6).float()
+    scale = y.abs().amax(-1, keepdim=True).clamp(min=1e-12) / 448
+    return (y / scale).to(torch.float8_e4m3fn), scale
+
+
+def candidates() -> dict[str, Callable[..., object]]:
+    found: dict[str, Callable[..., object]] = {
+        "kestrel": kestrel_norm.rms_norm_fp8,
+        "torch": torch_composition,
+        "torch.compile": torch.compile(torch_composition, fullgraph=True, dynamic=False),
+    }
+    try:
+        from vllm import _custom_ops
+
+        found["vllm"] = lambda x, weight: _custom_ops.rms_norm_dynamic_per_token_quant(
+            x, weight, 1e-6, torch.float8_e4m3fn
+        )
+    except ImportError:
+        pass
+    return found

@@ -1,0 +1,148 @@
+"""rms_norm_linear, which has only its reference: against float64, as a torch op, and what it refuses."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import kestrel_norm
+from kestrel_runtime.testing import BadInput, assert_rejects, opcheck
+
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+BF16 = torch.bfloat16
+
+
+def rows_of(t: int, n: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed + 1000 * t + n)
+    return (torch.randn(t, n, generator=generator) * 3 + 1).to(dtype)
+
+
+def exact_rms(
+    x: torch.Tensor, weight: torch.Tensor | None, weight_bias: float = 0.0, eps: float = 1e-6
+) -> torch.Tensor:
+    y = x.double() / (x.double().square().mean(-1, keepdim=True) + eps).sqrt()
+    return y if weight is None else y * (weight.double() + weight_bias)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("t", [0, 1, 3, 64, 257])
+def test_norm_and_linear_is_as_accurate_as_the_two_calls(t: int, dtype: torch.dtype) -> None:
+    x, norm_weight, weight = rows_of(t, 128, dtype), rows_of(1, 128, dtype, 5)[0], rows_of(48, 128, dtype, 6)
+    got = kestrel_norm.rms_norm_linear(x, norm_weight, weight)
+    normed = torch.nn.functional.rms_norm(x, (128,), norm_weight, 1e-6)
+    ours = exact_rms(x, norm_weight).to(dtype)  # what the product sees is the rounded norm
+    assert got.shape == (t, 48)
+    exact, baseline = ours.double() @ weight.double().t(), normed @ weight.t()
+    torch.testing.assert_close(got.double(), exact, rtol=8 * torch.finfo(dtype).eps, atol=0.1)
+    if t >= 64 and dtype != torch.float32:
+        error = (got.double() - exact_rms(x, norm_weight) @ weight.double().t()).norm()
+        assert error <= 1.1 * (baseline.double() - exact_rms(x, norm_weight) @ weight.double().t()).norm()
+
+
+VIEWS = {
+    "wider buffer": lambda: rows_of(6, 100, BF16)[:, 20:84],
+    "every second row": lambda: rows_of(12, 64, BF16)[::2],
+    "transposed": lambda: rows_of(12, 64, BF16).view(3, 4, 64).transpose(0, 1),
+}
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_views_are_read_where_they_stand(view: str) -> None:
+    x, weight, matrix = VIEWS[view](), rows_of(1, 64, BF16)[0], rows_of(8, 64, BF16, 9)
+    before, got = x.clone(), kestrel_norm.rms_norm_linear(x, weight, matrix)
+    assert got.is_contiguous()
+    assert torch.equal(got, kestrel_norm.rms_norm_linear(x.contiguous(), weight, matrix))
+    assert torch.equal(x, before)
+    opcheck(kestrel_norm.rms_norm_linear, (x, weight, matrix))
+
+
+@pytest.mark.parametrize("shape", [(6, 64), (0, 64), (2, 3, 64), (2, 1, 3, 64)], ids=str)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_norm_and_linear_writes_out_and_nothing_around_it(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    x, matrix = rows_of(math.prod(shape[:-1]), 64, dtype).view(shape), rows_of(8, 64, dtype, 9)
+    weight = rows_of(1, 64, dtype, 5)[0]
+    buffer = torch.full((*shape[:-1], 20), float("nan"), dtype=dtype)
+    out = buffer[..., 5:13]
+    before = [value.clone() for value in (x, weight, matrix)]
+    want = kestrel_norm.rms_norm_linear(x, weight, matrix)
+    assert kestrel_norm.rms_norm_linear(x, weight, matrix, out=out) is out
+    assert torch.equal(out, want)
+    assert bool(buffer[..., :5].isnan().all() and buffer[..., 13:].isnan().all())
+    assert all(torch.equal(a, b) for a, b in zip((x, weight, matrix), before, strict=True))
+    opcheck(torch.ops.kestrel_norm.rms_norm_linear.out, (x, weight, matrix), {"out": out})
+
+
+def test_compiled_without_a_graph_break() -> None:
+    weight, matrix = rows_of(1, 64, BF16)[0], rows_of(8, 64, BF16, 9)
+
+    def block(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = torch.empty(6, 8, dtype=BF16)
+        kestrel_norm.rms_norm_linear(x, weight, matrix, out=y)
+        return kestrel_norm.rms_norm_linear(x, weight, matrix), y
+
+    x = rows_of(6, 64, BF16)
+    got = torch.compile(block, fullgraph=True, backend="aot_eager")(x)
+    for a, b in zip(got, block(x), strict=True):
+        assert torch.equal(a, b)
+
+
+def ones(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
+    return torch.ones(shape, dtype=dtype)
+
+
+def bad(name: str, argument: str, kind: type[Exception], fragment: str, *args: Any, **kwargs: Any) -> BadInput:
+    return BadInput(name, argument, lambda: (args, kwargs), kind, fragment)
+
+
+X, W = ones(3, 8), ones(8)
+CASES = [
+    bad("no norm weight", "norm_weight", TypeError, "NoneType", X, None, ones(4, 8)),
+    bad("norm weight shape", "norm_weight", ValueError, "(7,)", X, ones(7), ones(4, 8)),
+    bad("weight transposed", "weight", ValueError, "(8, 4)", X, W, ones(8, 4)),
+    bad("weight dtype", "weight", TypeError, "float32", X, W, ones(4, 8, dtype=torch.float32)),
+    bad("weight rank", "weight", ValueError, "2-D", X, W, W),
+    bad("eps", "eps", TypeError, "str", X, W, ones(4, 8), "small"),
+    bad("weight elsewhere", "weight", ValueError, "meta", X, W, ones(4, 8).to("meta")),
+    bad("out is no tensor", "out", TypeError, "list", X, W, ones(4, 8), out=[1.0]),
+    bad("out shape", "out", ValueError, "(3, 4), got (4, 3)", X, W, ones(4, 8), out=ones(4, 3)),
+    bad("out dtype", "out", TypeError, "float32", X, W, ones(4, 8), out=ones(3, 4, dtype=torch.float32)),
+    bad("transposed out", "out", ValueError, "stride 3", X, W, ones(4, 8), out=ones(4, 3).T),
+    bad("one row of out", "out", ValueError, "strides (0, 1)", X, W, ones(4, 8), out=ones(1, 4).expand(3, 4)),
+    bad("out elsewhere", "out", ValueError, "meta", X, W, ones(4, 8), out=ones(3, 4).to("meta")),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_op_refuses(case: BadInput) -> None:
+    assert_rejects(kestrel_norm.rms_norm_linear, case)
+
+
+SHAPES = st.lists(st.integers(0, 4), min_size=0, max_size=5).map(tuple)
+DTYPES = st.sampled_from([*FLOATS, torch.float64, torch.int64])
+
+
+@settings(max_examples=150, deadline=None)
+@given(SHAPES, SHAPES, SHAPES, DTYPES, DTYPES, st.floats(allow_nan=True))
+def test_any_call_either_works_or_names_the_argument(
+    shape: tuple[int, ...],
+    matrix: tuple[int, ...],
+    weight: tuple[int, ...],
+    dtype: torch.dtype,
+    weight_dtype: torch.dtype,
+    eps: float,
+) -> None:
+    x, m, w = torch.ones(shape, dtype=dtype), torch.ones(matrix, dtype=dtype), torch.ones(weight, dtype=weight_dtype)
+    refused = None
+    try:
+        got = kestrel_norm.rms_norm_linear(x, w, m, eps)
+    except (ValueError, TypeError) as error:
+        refused = str(error)
+    if refused is not None:
+        assert refused.startswith("rms_norm_linear: argument '")
+    else:
+        assert got.shape == (*shape[:-1], matrix[0])
