@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -11,12 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kestrel_kvcache
+from kestrel_runtime import Binary, UnsupportedError
 from kestrel_runtime.testing import BadInput, assert_rejects
 
 SHAPE = (3, 2, 16, 4, 8)
 
 
-def write_cases(tokens: int, heads: int, size: int, blocks: int, page: int) -> list[BadInput]:
+def write_cases(tokens: int, heads: int, size: int, blocks: int, page: int) -> tuple[dict[str, Any], list[BadInput]]:
     rows = torch.zeros(tokens, heads, size)
     cache = torch.zeros(blocks, page, heads, size)
     codes = cache.to(torch.uint8)
@@ -32,7 +34,7 @@ def write_cases(tokens: int, heads: int, size: int, blocks: int, page: int) -> l
     def bad(name, argument, value, error=ValueError, fragment="", **more):
         return BadInput(name, argument, lambda: ((), good | more | {argument: value}), error, fragment)
 
-    return [
+    return good, [
         bad("no key", "key", None, TypeError, "a tensor"),
         bad("no value", "value", None, TypeError, "a tensor"),
         bad("no cache", "key_cache", None, TypeError, "a tensor"),
@@ -61,6 +63,10 @@ def write_cases(tokens: int, heads: int, size: int, blocks: int, page: int) -> l
         bad("caches of two sizes", "value_cache", torch.zeros(blocks + 1, page, heads, size), fragment=f"{blocks + 1}"),
         bad("a strided cache", "key_cache", torch.zeros(blocks, page, heads, 2 * size)[..., ::2], fragment="stride 2"),
         bad("cache elsewhere", "key_cache", cache.to("meta"), fragment="meta"),
+        bad("one block for all", "key_cache", cache[:1].expand_as(cache), fragment="share memory"),
+        bad("one slot for all", "value_cache", cache[:, :1].expand_as(cache), fragment="share memory")
+        if page > 1
+        else bad("one block of values for all", "value_cache", cache[:1].expand_as(cache), fragment="share memory"),
         bad("an unknown format", "kv_cache_dtype", "fp4", fragment="'fp4'"),
         bad("a format that is no text", "kv_cache_dtype", torch.uint8, fragment="torch.uint8"),
         bad("a scale as a number", "k_scale", 1.0, TypeError, "float", **fp8),
@@ -84,7 +90,7 @@ def cases_of(good: dict[str, Any]) -> Callable[..., BadInput]:
     return bad
 
 
-def rotary_cases(tokens: int, heads: int, size: int, blocks: int, page: int) -> list[BadInput]:
+def rotary_cases(tokens: int, heads: int, size: int, blocks: int, page: int) -> tuple[dict[str, Any], list[BadInput]]:
     size = 2 * size
     rows, query = torch.zeros(tokens, heads, size), torch.zeros(tokens, 3 * size)
     cache, slots = torch.zeros(blocks, page, heads, size), torch.zeros(tokens, dtype=torch.int64)
@@ -92,7 +98,7 @@ def rotary_cases(tokens: int, heads: int, size: int, blocks: int, page: int) -> 
     good |= {"cos_sin_cache": torch.zeros(8, size), "key_cache": cache, "value_cache": cache, "slot_mapping": slots}
     bad = cases_of(good)
     fp8 = {"kv_cache_dtype": "fp8", "key_cache": cache.to(torch.uint8), "value_cache": cache.to(torch.uint8)}
-    return [
+    return good, [
         bad("no query", "query", None, TypeError, "a tensor"),
         bad("no key", "key", None, TypeError, "a tensor"),
         bad("no value", "value", None, TypeError, "a tensor"),
@@ -118,18 +124,22 @@ def rotary_cases(tokens: int, heads: int, size: int, blocks: int, page: int) -> 
         bad("a cache of other heads", "key_cache", torch.zeros(blocks, page, heads + 1, size), fragment=f"{heads + 1}"),
         bad("pages of no slots", "key_cache", cache[:, :0], fragment="page size", value_cache=cache[:, :0]),
         bad("caches of two shapes", "value_cache", cache[1:], fragment=f"({blocks - 1}, "),
+        bad("one query for all", "query", query[:1].expand_as(query), fragment="share memory"),
+        bad("one key for all", "key", rows[:1].expand_as(rows), fragment="share memory"),
+        bad("one block for all", "value_cache", cache[:1].expand_as(cache), fragment="share memory"),
         bad("an unknown format", "kv_cache_dtype", "int8", fragment="'int8'"),
         bad("too many scales", "k_scale", torch.ones(heads + 2), fragment=f"({heads + 2},)", **fp8),
         bad("a cache elsewhere", "key_cache", cache.to("meta"), fragment="meta"),
     ]
 
 
-def int8_cases(tokens: int, heads: int, size: int, blocks: int, page: int) -> list[BadInput]:
+def int8_cases(tokens: int, heads: int, size: int, blocks: int, page: int) -> tuple[dict[str, Any], list[BadInput]]:
     rows, codes = torch.zeros(tokens, heads, size), torch.zeros(blocks, page, heads, size, dtype=torch.int8)
     scale, slots = torch.zeros(blocks, page, heads), torch.zeros(tokens, dtype=torch.int64)
     good = {"key": rows, "value": rows, "key_cache": codes, "value_cache": codes, "k_scale": scale, "v_scale": scale}
-    bad = cases_of(good | {"slot_mapping": slots})
-    return [
+    good |= {"slot_mapping": slots}
+    bad = cases_of(good)
+    return good, [
         bad("no key", "key", None, TypeError, "a tensor"),
         bad("integer key", "key", rows.int(), TypeError, "int32"),
         bad("value of another shape", "value", rows[1:], fragment=f"({tokens - 1}, "),
@@ -137,6 +147,8 @@ def int8_cases(tokens: int, heads: int, size: int, blocks: int, page: int) -> li
         bad("an unsigned cache", "value_cache", codes.view(torch.uint8), TypeError, "uint8"),
         bad("pages of no slots", "key_cache", codes[:, :0], fragment="page size", value_cache=codes[:, :0]),
         bad("a cache of other heads", "key_cache", torch.cat((codes, codes), dim=2), fragment=f"{2 * heads}"),
+        bad("one block for all", "key_cache", codes[:1].expand_as(codes), fragment="share memory"),
+        bad("one scale for all blocks", "v_scale", scale[:1].expand_as(scale), fragment="share memory"),
         bad("no scale", "k_scale", None, TypeError, "a tensor"),
         bad("one scale", "k_scale", torch.ones(1), fragment="1-D"),
         bad("a half scale", "v_scale", scale.half(), TypeError, "float16"),
@@ -185,15 +197,19 @@ def int4_shape_cases(bad: Callable[..., BadInput], heads: int, size: int, blocks
     ]
 
 
-def int4_cases(tokens: int, heads: int, size: int, blocks: int, _: int) -> list[BadInput]:
+def int4_cases(tokens: int, heads: int, size: int, blocks: int, _: int) -> tuple[dict[str, Any], list[BadInput]]:
     size = 2 * size
     rows, slots = torch.zeros(tokens, heads, size), torch.zeros(tokens, dtype=torch.int64)
     given = int4_tensors(heads, size, blocks)
     good = {"key": rows, "value": rows, **given, "slot_mapping": slots, "seq_ids": slots.int()}
     bad = cases_of(good)
     odd = torch.zeros(tokens, heads, size + 1)
-    return [
+    return good, [
         *int4_shape_cases(bad, heads, size, blocks),
+        *(
+            bad("one for all blocks", name, given[name][:1].expand_as(given[name]), fragment="share memory")
+            for name in ("key_cache", "value_cache", "k_scale", "k_zero", "v_scale", "v_zero", "k_tail")
+        ),
         bad("float64 key", "key", rows.double(), TypeError, "float64"),
         BadInput("an odd head size", "key", lambda: ((), {**good, "key": odd, "value": odd}), fragment=f"{size + 1}"),
         bad("a cache not packed", "key_cache", torch.cat((given["key_cache"],) * 2, dim=-1), fragment=f"{size})"),
@@ -203,15 +219,16 @@ def int4_cases(tokens: int, heads: int, size: int, blocks: int, _: int) -> list[
     ]
 
 
-def gather_cases(pages: int, heads: int, size: int, blocks: int, page: int) -> list[BadInput]:
+def gather_cases(pages: int, heads: int, size: int, blocks: int, page: int) -> tuple[dict[str, Any], list[BadInput]]:
     cache, table = torch.zeros(blocks, page, heads, size), torch.zeros(pages, dtype=torch.int32)
     codes, scale = cache.to(torch.int8), torch.zeros(blocks, page, heads)
-    bad = cases_of({"key_cache": cache, "value_cache": cache, "block_table": table, "length": 3})
+    good = {"key_cache": cache, "value_cache": cache, "block_table": table, "length": 3}
+    bad = cases_of(good)
     int8 = {"key_cache": codes, "value_cache": codes, "k_scale": scale, "v_scale": scale}
     fp8 = {"key_cache": cache.to(torch.uint8), "value_cache": cache.to(torch.uint8)}
     int4 = int4_tensors(heads, 2 * size, blocks) | {"seq_ids": torch.zeros(1, dtype=torch.int32)}
     of_int4 = cases_of({**int4, "block_table": table, "length": 3})
-    return [
+    return good, [
         *int4_shape_cases(of_int4, heads, 2 * size, blocks),
         of_int4("int64 sequences", "seq_ids", torch.zeros(1, dtype=torch.int64), TypeError, "int64"),
         of_int4("two sequences", "seq_ids", torch.zeros(2, dtype=torch.int32), fragment="(2,)"),
@@ -242,12 +259,12 @@ TABLES = {
     "int4_cache_write": int4_cases,
     "gather_cache": gather_cases,
 }
-ALL = [(op, index, case.name) for op, table in TABLES.items() for index, case in enumerate(table(*SHAPE))]
+ALL = [(op, index, case.name) for op, table in TABLES.items() for index, case in enumerate(table(*SHAPE)[1])]
 
 
 @pytest.mark.parametrize(("op", "index"), [pair[:2] for pair in ALL], ids=[f"{op}: {name}" for op, _, name in ALL])
 def test_bad_input_is_refused_and_named(op, index):
-    assert_rejects(getattr(kestrel_kvcache, op), TABLES[op](*SHAPE)[index], op)
+    assert_rejects(getattr(kestrel_kvcache, op), TABLES[op](*SHAPE)[1][index], op)
 
 
 @settings(max_examples=150, deadline=None)
@@ -259,4 +276,47 @@ def test_bad_input_is_refused_and_named(op, index):
 )
 def test_bad_input_is_refused_whatever_the_shape(which, shape):
     op, index = which
-    assert_rejects(getattr(kestrel_kvcache, op), TABLES[op](*shape)[index], op)
+    assert_rejects(getattr(kestrel_kvcache, op), TABLES[op](*shape)[1][index], op)
+
+
+# What never reaches C++, or not as what it is: tensors without memory, other objects where a tensor or a text belongs,
+# and the dtype of gather_cache, which Python makes the result of.
+NOT_FOR_CPP = ("torch.uint8", "torch.float64", "Tensor")
+
+
+def entry_point(op: str) -> Callable[..., None]:
+    """The C++ entry point, called with the arguments of the public op."""
+    try:
+        function = Binary("kestrel_kvcache").function(op)
+    except UnsupportedError as error:
+        pytest.skip(str(error))
+    signature = inspect.signature(getattr(kestrel_kvcache, op))
+
+    def call(*args: Any, **kwargs: Any) -> None:
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        out = [torch.zeros(1), torch.zeros(1)] if op == "gather_cache" else []
+        function(*out, *(value for name, value in bound.arguments.items() if (op, name) != ("gather_cache", "dtype")))
+
+    return call
+
+
+@pytest.mark.parametrize(("op", "index"), [pair[:2] for pair in ALL], ids=[f"{op}: {name}" for op, _, name in ALL])
+def test_the_entry_point_refuses_in_the_same_words(op, index):
+    case, function = TABLES[op](*SHAPE)[1][index], entry_point(op)
+    args, kwargs = case.make()
+    if any(isinstance(x, torch.Tensor) and x.is_meta for x in kwargs.values()) or case.fragment in NOT_FOR_CPP:
+        return
+    with pytest.raises(case.error) as ours:
+        getattr(kestrel_kvcache, op).kernel_op.check(*args, **kwargs)
+    with pytest.raises(case.error) as theirs:
+        function(*args, **kwargs)
+    if "expected a tensor, got" not in str(ours.value):  # tvm-ffi says that in words of its own
+        assert str(theirs.value) == str(ours.value)
+
+
+@pytest.mark.parametrize("op", TABLES)
+def test_the_entry_point_checks_the_device_last(op):
+    first = {"rotary_and_cache": "positions", "gather_cache": "key_cache"}.get(op, "key")
+    with pytest.raises(ValueError, match=f"{op}: argument '{first}': expected a CUDA tensor, got cpu"):
+        entry_point(op)(**TABLES[op](*SHAPE)[0])

@@ -1,121 +1,754 @@
-"""On a GPU the cache holds what it holds on a CPU, in a captured graph too."""
+"""The kernels on a GPU: every byte of every buffer is what the reference leaves there."""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import pytest
 import torch
 
-from kestrel_kvcache import gather_cache, int4_cache_write, int8_cache_write, reshape_and_cache, rotary_and_cache
-from kestrel_runtime.testing import graph_replay
+from kestrel_kvcache import (
+    gather_cache,
+    int4_cache_write,
+    int8_cache_write,
+    reference,
+    reshape_and_cache,
+    rotary_and_cache,
+)
+from kestrel_runtime import UnsupportedError, backend
+from kestrel_runtime.testing import BadInput, assert_rejects, graph_replay
 
 pytestmark = pytest.mark.gpu
 
-HEADS, SIZE, BLOCKS = 4, 64, 16
-ANGLE = torch.arange(128.0)[:, None] * 10.0 ** -torch.arange(16)
-TABLE = torch.cat((ANGLE.cos(), ANGLE.sin()), dim=1)
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+FP8 = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+LAYOUTS = ("NHD", "HND", "halves", "layers", "unequal", "odd base")
 
 
-def rows(tokens: int, seed: int) -> list[torch.Tensor]:
-    """Keys, values and distinct slots, some of them padding."""
-    generator = torch.Generator().manual_seed(seed)
-    slots = torch.randperm(BLOCKS * 64, generator=generator)[:tokens]
-    slots[2::5] = -1
-    return [*torch.randn(2, tokens, HEADS, SIZE, generator=generator).bfloat16(), slots]
+@pytest.fixture(autouse=True)
+def _kernels_only() -> object:
+    with backend("kernel"):
+        yield
 
 
-def caches(kind: str) -> list[torch.Tensor]:
-    shape = (BLOCKS, 64, HEADS, SIZE)
-    if kind == "int8":
-        codes, scales = torch.zeros(2, *shape, dtype=torch.int8), torch.zeros(2, *shape[:3])
-        return [*codes, *scales]
-    if kind == "int4":
-        codes = torch.zeros(2, *shape[:3], SIZE // 2, dtype=torch.uint8)
-        per_channel, per_token = torch.zeros(2, BLOCKS, HEADS, SIZE).half(), torch.zeros(2, *shape[:3]).half()
-        return [*codes, *per_channel, *per_token, torch.zeros(2, 64, HEADS, SIZE).bfloat16()]
-    return list(torch.zeros(2, *shape, dtype=torch.uint8 if kind == "fp8" else torch.bfloat16))
+def random(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator("cuda").manual_seed(seed)
+    return (torch.randn(shape, generator=generator, device="cuda") * 3).to(dtype)
 
 
-def write(kind: str, key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor, *cache: torch.Tensor) -> None:
-    if kind == "int8":
-        int8_cache_write(key, value, *cache, slots)
-    elif kind == "int4":
-        int4_cache_write(key, value, *cache, slots, slots // (BLOCKS * 32))
+def memory(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    """Bytes of 0x7F, which no test writes, with 64 elements before and 64 behind in the same storage."""
+    count = torch.Size(shape).numel()
+    buffer = torch.full(((count + 128) * dtype.itemsize,), 0x7F, dtype=torch.uint8, device="cuda")
+    return buffer.view(dtype)[64 : 64 + count].view(shape)
+
+
+def caches(layout: str, blocks: int, page: int, heads: int, size: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    """K and V [blocks, page, heads, size]."""
+    if layout == "HND":
+        return [memory(blocks, heads, page, size, dtype=dtype).transpose(1, 2) for _ in range(2)]
+    if layout == "halves":
+        return list(memory(blocks, page, heads, 2 * size, dtype=dtype).split(size, dim=-1))
+    if layout == "layers":
+        layers = memory(blocks, 3, 2, page, heads, size, dtype=dtype)
+        return [layers[:, 1, 0], layers[:, 1, 1]]
+    if layout == "unequal":
+        wide = memory(blocks, page, heads + 1, size + 8, dtype=dtype)[:, :, :heads, :size]
+        return [wide, memory(blocks, heads, page, size, dtype=dtype).transpose(1, 2)]
+    if layout == "odd base":
+        flat = memory(2, blocks * page * heads * size + 1, dtype=dtype)
+        return [one[1:].view(blocks, page, heads, size) for one in flat]
+    return [memory(blocks, page, heads, size, dtype=dtype) for _ in range(2)]
+
+
+def some_slots(tokens: int, count: int, dtype: torch.dtype = torch.int64, seed: int = 0) -> torch.Tensor:
+    """Distinct slots below count, with padding and slots past the end between them."""
+    slots = torch.randperm(count, generator=torch.Generator().manual_seed(seed))[:tokens]
+    slots[1::5] = -1
+    slots[3::7] = count + torch.arange(len(slots[3::7]))
+    if dtype == torch.int64:
+        slots[5::11] = 2**40 + count // 2
+    return slots.to("cuda", dtype)
+
+
+def twins(*args: Any) -> list[Any]:
+    """The arguments over copies of their whole storages: views of one buffer stay views of one buffer."""
+    storages: dict[int, torch.UntypedStorage] = {}
+
+    def twin(x: Any) -> Any:
+        if not isinstance(x, torch.Tensor):
+            return x
+        storage = x.untyped_storage()
+        if storage.data_ptr() not in storages:
+            storages[storage.data_ptr()] = storage.clone()
+        empty = torch.empty(0, dtype=x.dtype, device=x.device)
+        return empty.set_(storages[storage.data_ptr()], x.storage_offset(), x.shape, x.stride())
+
+    return [twin(x) for x in args]
+
+
+def whole(x: torch.Tensor) -> torch.Tensor:
+    """Every byte of the storage behind a tensor."""
+    return torch.empty(0, dtype=torch.uint8, device=x.device).set_(x.untyped_storage())
+
+
+def assert_as_reference(op: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    """Run the kernel and the reference on equal buffers; no byte may differ, inside the tensors or around them."""
+    ours, wanted = twins(*args, *kwargs.values()), twins(*args, *kwargs.values())
+    for values, function in ((ours, op), (wanted, getattr(reference, op.__name__))):
+        positional, named = values[: len(args)], values[len(args) :]
+        function(*positional, **dict(zip(kwargs, named, strict=True)))
+    for a, b in zip(ours, wanted, strict=True):
+        if isinstance(a, torch.Tensor):
+            assert torch.equal(whole(a), whole(b))
+
+
+# -- reshape_and_cache ------------------------------------------------------------------------------------------------
+
+HEADS_AND_SIZES = ((32, 64), (8, 128), (1, 256), (4, 80), (3, 72), (2, 65), (1, 7), (5, 1))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", ["auto", "fp8", "fp8_e5m2"])
+def test_rows_land_in_every_layout(layout: str, name: str) -> None:
+    seed = 0
+    for dtype in FLOATS:
+        for heads, size in HEADS_AND_SIZES:
+            for tokens, page in ((1, 1), (3, 16), (257, 1), (33, 3), (257, 64), (16, 256)):
+                seed += 1
+                blocks = -(-2 * tokens // page)
+                cache = caches(layout, blocks, page, heads, size, dtype if name == "auto" else torch.uint8)
+                rows = [random(tokens, heads, size, dtype=dtype, seed=seed + i) for i in range(2)]
+                slots = some_slots(tokens, blocks * page, (torch.int64, torch.int32)[seed % 2], seed)
+                scales = () if name == "auto" else (torch.rand(1).cuda() + 0.01, torch.rand(heads).cuda() + 0.01)
+                assert_as_reference(reshape_and_cache, *rows, *cache, slots, name, *scales)
+
+
+@pytest.mark.parametrize("name", ["auto", "fp8"])
+@pytest.mark.parametrize("tokens", [0, 740, 4096])
+def test_many_tokens_and_none(name: str, tokens: int) -> None:
+    for page in (1, 16):
+        cache = caches("NHD", -(-(tokens + 9) // page), page, 32, 64, torch.bfloat16 if name == "auto" else torch.uint8)
+        rows = [random(tokens, 32, 64, seed=i) for i in range(2)]
+        assert_as_reference(reshape_and_cache, *rows, *cache, some_slots(tokens, tokens + 9), name)
+
+
+def test_rows_of_wider_buffers_and_rows_without_slots() -> None:
+    for dtype in FLOATS:
+        packed = random(40, 3 * 4 * 64 + 5, dtype=dtype)
+        for start in (0, 5):  # 5: no row is aligned
+            query_key_value = packed[:, start : start + 768].view(40, 12, 64)
+            key, value = query_key_value[:, 4:8], query_key_value[:, 8:]
+            for rows in ((key, value), (key.transpose(0, 1).contiguous().transpose(0, 1), value)):
+                for name in ("auto", "fp8_e4m3"):
+                    cache = caches("NHD", 5, 8, 4, 64, dtype if name == "auto" else torch.uint8)
+                    assert_as_reference(reshape_and_cache, *rows, *cache, some_slots(33, 40), name)
+
+
+@pytest.mark.parametrize("name", FP8)
+def test_a_float8_cache_is_written_as_its_bytes(name: str) -> None:
+    rows, slots = [random(16, 4, 64, seed=i) for i in range(2)], some_slots(16, 64)
+    cache, as_bytes = (caches("NHD", 4, 16, 4, 64, dtype) for dtype in (FP8[name], torch.uint8))
+    reshape_and_cache(*rows, *cache, slots, name)
+    reshape_and_cache(*rows, *as_bytes, slots, name)
+    for a, b in zip(cache, as_bytes, strict=True):
+        assert torch.equal(whole(a), whole(b))
+
+
+def every_value(dtype: torch.dtype) -> torch.Tensor:
+    """Every bit pattern of a 16-bit dtype, or a sample of float32's, [1024, 1, 64]; NaN left out."""
+    if dtype == torch.float32:
+        bits = torch.randint(-(2**31), 2**31 - 1, (65536,), dtype=torch.int32, device="cuda")
     else:
-        reshape_and_cache(key, value, *cache, slots, kind)
+        bits = torch.arange(-(2**15), 2**15, dtype=torch.int16, device="cuda")
+    values = bits.view(dtype)
+    return torch.where(values.isnan(), 0.0, values).view(1024, 1, 64)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("name", ["fp8", "fp8_e5m2"])
+def test_every_value_divided_by_many_scales_has_the_code_of_the_reference(dtype: torch.dtype, name: str) -> None:
+    rows, slots = every_value(dtype), torch.arange(1024, device="cuda")
+    extreme = [1e-38, 1e-42, 2.0**-60, 2.0**-61, 2.0**60, 2.0**61, 3e38, -0.5, float("inf")]
+    for scale in (*torch.logspace(-6, 4, 60).tolist(), 1.0, 3.0, 1 / 3, *extreme):
+        cache = caches("NHD", 1024, 1, 1, 64, torch.uint8)
+        scales = torch.tensor([scale], device="cuda")
+        assert_as_reference(reshape_and_cache, rows, rows, *cache, slots, name, scales, scales)
+
+
+@pytest.mark.parametrize("name", ["fp8", "fp8_e5m2"])
+def test_nan_and_inf_stay_where_they_came_in(name: str) -> None:
+    rows = random(8, 2, 64)
+    rows[1, 0, 3], rows[2, 1, 5], rows[3, 0, 7] = float("nan"), float("inf"), -float("inf")
+    for scale in (1.0, 0.0, float("nan"), 1e-40, float("inf")):
+        cache, want = (torch.zeros(2, 8, 1, 2, 64, dtype=FP8[name], device="cuda") for _ in range(2))
+        scales = torch.tensor([scale], device="cuda")
+        for op, target in ((reshape_and_cache, cache), (reference.reshape_and_cache, want)):
+            op(rows, rows, *target, torch.arange(8, device="cuda"), name, scales, scales)
+        torch.testing.assert_close(cache.float(), want.float(), rtol=0, atol=0, equal_nan=True)
+
+
+def test_auto_keeps_every_bit() -> None:
+    for dtype in (torch.int16, torch.int32):
+        rows = torch.randint(torch.iinfo(dtype).min, torch.iinfo(dtype).max, (64, 2, 64), dtype=dtype, device="cuda")
+        rows = rows.view(torch.bfloat16 if dtype == torch.int16 else torch.float32)
+        cache = torch.zeros(2, 64, 1, 2, 64, dtype=rows.dtype, device="cuda")
+        reshape_and_cache(rows, rows, *cache, torch.arange(64, device="cuda"))
+        for one in cache:
+            assert torch.equal(one[:, 0].contiguous().view(dtype), rows.view(dtype))
+
+
+def test_a_row_does_not_depend_on_its_batch_and_runs_repeat() -> None:
+    rows, slots = [random(257, 8, 128, seed=i) for i in range(2)], torch.randperm(300, device="cuda")[:257]
+    scales = torch.rand(8, device="cuda") + 0.1, torch.rand(1, device="cuda") + 0.1
+    all_at_once, again, one_by_one = (torch.zeros(2, 300, 1, 8, 128, dtype=torch.uint8, device="cuda") for _ in "123")
+    for cache in (all_at_once, again):
+        reshape_and_cache(*rows, *cache, slots, "fp8", *scales)
+    for t in range(257):
+        reshape_and_cache(*(x[t : t + 1] for x in rows), *one_by_one, slots[t : t + 1], "fp8", *scales)
+    assert torch.equal(all_at_once, again)
+    assert torch.equal(all_at_once, one_by_one)
+
+
+# -- rotary_and_cache -------------------------------------------------------------------------------------------------
+
+
+def rotary_call(
+    dtype: torch.dtype,
+    tokens: int,
+    heads: int,
+    kv_heads: int,
+    size: int,
+    rotary_dim: int,
+    *,
+    table_dtype: torch.dtype = torch.float32,
+    layout: str = "NHD",
+    name: str = "auto",
+    packed: bool = False,
+    shift: int = 0,
+    slotted: int | None = None,
+) -> dict[str, Any]:
+    """A call by argument names; ``packed``: q, k and v are slices of one buffer, each row ``shift`` elements longer."""
+    rows = {"query": heads, "key": kv_heads, "value": kv_heads}
+    if packed:
+        buffer = memory(tokens, (heads + 2 * kv_heads) * size + shift, dtype=dtype)
+        parts = buffer[:, shift:].split([n * size for n in rows.values()], dim=1)
+    else:
+        parts = [memory(tokens, n, size, dtype=dtype) for n in rows.values()]
+    for i, part in enumerate(parts):
+        part.copy_(random(*part.shape, dtype=dtype, seed=i))
+    positions = torch.randint(0, 50, (tokens,), generator=torch.Generator().manual_seed(tokens))
+    positions[1::7], positions[3::9], positions[5::11] = -1, 50, 2**31 - 1
+    angles = torch.rand(50, rotary_dim // 2, generator=torch.Generator().manual_seed(1)) * 6
+    table = torch.cat((angles.cos(), angles.sin()), dim=1).to("cuda", table_dtype)
+    page = 16
+    blocks = -(-2 * tokens // page) + 1
+    cache = caches(layout, blocks, page, kv_heads, size, dtype if name == "auto" else torch.uint8)
+    slots = some_slots(tokens if slotted is None else slotted, blocks * page)
+    call = {"positions": positions.to("cuda", torch.int32 if tokens % 2 else torch.int64)}
+    call |= dict(zip(rows, parts, strict=True)) | {"head_size": size, "cos_sin_cache": table}
+    call |= {"key_cache": cache[0], "value_cache": cache[1], "slot_mapping": slots, "kv_cache_dtype": name}
+    if name != "auto":
+        call |= {"k_scale": torch.rand(1).cuda() + 0.1, "v_scale": torch.rand(kv_heads).cuda() + 0.1}
+    return call
+
+
+def by_heads(x: torch.Tensor, size: int) -> torch.Tensor:
+    return x if x.ndim == 3 else x.unflatten(1, (-1, size))
+
+
+def assert_rotated_and_cached(call: dict[str, Any], is_neox: bool, offset: int) -> None:
+    ours, wanted, marks, expected = (dict(zip(call, twins(*call.values()), strict=True)) for _ in range(4))
+    rotary_and_cache(**ours, is_neox=is_neox, rope_dim_offset=offset)
+    reference.rotary_and_cache(**wanted, is_neox=is_neox, rope_dim_offset=offset)
+    size, rotary_dim, count = call["head_size"], call["cos_sin_cache"].shape[1], call["cos_sin_cache"].shape[0]
+    turned = (call["positions"] >= 0) & (call["positions"] < count)
+    for name in ("query", "key"):
+        got, want, before = (by_heads(x[name], size) for x in (ours, wanted, call))
+        largest = before.float().abs().amax(-1, keepdim=True)
+        bound = torch.finfo(got.dtype).eps * want.float().abs() + 4 * 2**-24 * largest
+        assert bool(((got.float() - want.float()).abs() <= bound).all())
+        whole(marks[name]).zero_()
+    for name in ("query", "key"):
+        part = by_heads(marks[name], size)[..., offset : offset + rotary_dim]
+        ones = torch.full((1,), 0xFF, dtype=torch.uint8, device="cuda").repeat(part.element_size()).view(part.dtype)
+        part.copy_(torch.where(turned[:, None, None], ones, part))
+    for name in ("query", "key"):  # nothing but what is marked may have changed
+        same = whole(ours[name]) == whole(call[name])
+        assert bool((same | (whole(marks[name]) != 0)).all())
+    assert torch.equal(ours["value"], call["value"])
+    cached = {name: expected[name] for name in ("key_cache", "value_cache", "slot_mapping", "kv_cache_dtype")}
+    scales = {name: expected[name] for name in ("k_scale", "v_scale") if name in expected}
+    rows = by_heads(ours["key"], size), by_heads(ours["value"], size)
+    reference.reshape_and_cache(*rows, **cached, **scales)
+    for name in ("key_cache", "value_cache"):
+        assert torch.equal(whole(ours[name]), whole(expected[name]))
+
+
+@pytest.mark.parametrize("is_neox", [True, False])
+@pytest.mark.parametrize("name", ["auto", "fp8", "fp8_e5m2"])
+def test_heads_turn_and_are_cached(is_neox: bool, name: str) -> None:
+    for dtype in FLOATS:
+        for heads, kv_heads, size, rotary_dim, offset in (
+            *((32, 32, 64, 32, 0), (32, 8, 128, 128, 0), (4, 1, 96, 64, 32), (2, 2, 64, 64, 0)),
+            *((3, 1, 72, 20, 3), (2, 2, 80, 6, 74), (1, 1, 2, 2, 0)),
+        ):
+            for tokens, layout, packed, shift in (
+                *((1, "NHD", False, 0), (17, "HND", True, 0), (40, "unequal", True, 8)),
+                *((33, "odd base", True, 1), (16, "halves", False, 0)),
+            ):
+                table = dtype if tokens % 2 else torch.float32
+                call = rotary_call(
+                    *(dtype, tokens, heads, kv_heads, size, rotary_dim),
+                    **{"table_dtype": table, "layout": layout, "name": name, "packed": packed, "shift": shift},
+                )
+                assert_rotated_and_cached(call, is_neox, offset)
+
+
+def test_rotation_of_many_tokens_of_none_and_of_rows_without_a_slot() -> None:
+    for tokens, slotted in ((740, None), (4096, 4000), (5, 0), (0, 0)):
+        call = rotary_call(torch.bfloat16, tokens, 8, 2, 128, 128, slotted=slotted)
+        assert_rotated_and_cached(call, True, 0)
+    call = rotary_call(torch.bfloat16, 5, 8, 2, 128, 128)
+    call["key_cache"], call["value_cache"] = call["key_cache"][:0], call["value_cache"][:0]
+    want = rotary_call(torch.bfloat16, 5, 8, 2, 128, 128)
+    rotary_and_cache(**call)
+    rotary_and_cache(**want)
+    assert torch.equal(call["query"], want["query"])
+
+
+# -- int8_cache_write -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_int8_codes_and_scales_are_those_of_the_reference(layout: str) -> None:
+    for dtype in FLOATS:
+        for heads, size in (*HEADS_AND_SIZES, (2, 320), (1, 1000)):
+            for tokens, page in ((1, 1), (33, 3), (257, 64), (16, 256)):
+                blocks = -(-2 * tokens // page)
+                cache = caches(layout, blocks, page, heads, size, torch.int8)
+                wide = memory(2, blocks, page, heads + 3, dtype=torch.float32)[..., :heads]
+                narrow = [memory(blocks, page, heads, dtype=torch.float32) for _ in range(2)]
+                scales = [*wide] if layout == "unequal" else narrow
+                rows = [random(tokens, heads, size, dtype=dtype, seed=size + i) for i in range(2)]
+                rows[0][-1], rows[1][0] = 0.0, 1e4
+                slots = some_slots(tokens, blocks * page, (torch.int64, torch.int32)[tokens % 2])
+                assert_as_reference(int8_cache_write, *rows, *cache, *scales, slots)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_int8_of_every_value(dtype: torch.dtype) -> None:
+    """Neighbouring bit patterns share a head, then far ones; inf saturates, denormals are there, NaN left out."""
+    for rows in (every_value(dtype), every_value(dtype).view(64, 1024).T.contiguous().view(1024, 1, 64)):
+        cache = caches("NHD", 1024, 1, 1, 64, torch.int8)
+        scales = [memory(1024, 1, 1, dtype=torch.float32) for _ in range(2)]
+        slots = torch.arange(1024, device="cuda")
+        assert_as_reference(int8_cache_write, rows, -rows, *cache, *scales, slots)
+
+
+def test_int8_keeps_nan_in_its_head() -> None:
+    rows = random(4, 2, 320)
+    rows[1, 0, 300] = float("nan")
+    ours, want = (
+        [torch.zeros(2, 4, 1, 2, 320, dtype=torch.int8, device="cuda"), torch.zeros(2, 4, 1, 2).cuda()] for _ in "ab"
+    )
+    slots = torch.arange(4, device="cuda")
+    int8_cache_write(rows, rows, *ours[0], *ours[1], slots)
+    reference.int8_cache_write(rows, rows, *want[0], *want[1], slots)
+    assert torch.equal(ours[0], want[0])
+    torch.testing.assert_close(ours[1], want[1], rtol=0, atol=0, equal_nan=True)
+    assert int(ours[1].isnan().sum()) == 2
+
+
+# -- int4_cache_write -------------------------------------------------------------------------------------------------
+
+
+class Int4:
+    """An INT4 cache of some sequences with pages in random order, and how long each sequence is."""
+
+    def __init__(self, pages: int, sequences: int, heads: int, size: int, dtype: torch.dtype, layout: str) -> None:
+        blocks = pages * sequences
+        self.heads, self.size, self.dtype = heads, size, dtype
+        of_pages = [memory(blocks, heads + 1, size + 8, dtype=torch.float16)[:, :heads, :size] for _ in range(2)]
+        of_tokens = [memory(blocks, 64, heads, dtype=torch.float16) for _ in range(2)]
+        tail = memory(sequences, heads, 64, size, dtype=dtype).transpose(1, 2)
+        self.tensors = [*caches(layout, blocks, 64, heads, size // 2, torch.uint8), *of_pages, *of_tokens, tail]
+        self.table = torch.randperm(blocks, generator=torch.Generator().manual_seed(1)).view(sequences, pages)
+        self.lengths = [0] * sequences
+
+    def call(self, counts: dict[int, int], *, shuffle: bool, wide: bool) -> tuple[torch.Tensor, ...]:
+        """Arguments that append so many tokens to each of these sequences, with padding among them."""
+        slots, sequences = [-1, 5, 64 * self.table.numel()], [0, -1, 0]
+        for s, count in counts.items():
+            places = range(self.lengths[s], self.lengths[s] + count)
+            slots += [int(self.table[s, i // 64]) * 64 + i % 64 for i in places]
+            sequences += [s] * count
+            self.lengths[s] += count
+        order = torch.randperm(len(slots)) if shuffle else torch.arange(len(slots))
+        index = torch.int64 if wide else torch.int32
+        ids = [torch.tensor(x)[order].to("cuda", index) for x in (slots, sequences)]
+        seed = sum(self.lengths)
+        rows = [random(len(slots) + 2, self.heads, self.size, dtype=self.dtype, seed=seed + i) for i in range(2)]
+        return (*rows, *self.tensors, *ids)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_int4_pages_and_tails_grow_as_those_of_the_reference(dtype: torch.dtype, layout: str) -> None:
+    steps = ({0: 60, 1: 1, 2: 130}, {0: 4, 1: 1, 2: 1}, {0: 1, 2: 61}, {0: 127, 1: 62}, {1: 1}, {0: 64, 2: 70})
+    for heads, size in ((8, 64), (1, 128), (3, 72), (2, 66), (2, 2), (1, 320)):
+        cache = Int4(5, 3, heads, size, dtype, layout)
+        for i, counts in enumerate(steps):
+            args = cache.call(counts, shuffle=i % 2 == 1, wide=i % 3 == 0)
+            assert_as_reference(int4_cache_write, *args)
+            int4_cache_write(*args)
+
+
+def test_int4_of_long_prompts_and_many_sequences() -> None:
+    for sequences, count in ((1, 4096), (100, 33), (40, 100)):
+        for shuffle in (False, True):
+            cache = Int4(-(-count // 64), sequences, 8, 64, torch.bfloat16, "NHD")
+            args = cache.call(dict.fromkeys(range(sequences), count), shuffle=shuffle, wide=True)
+            assert_as_reference(int4_cache_write, *args)
+
+
+def test_int4_of_extreme_values() -> None:
+    rows = random(64, 2, 64, dtype=torch.float32)
+    rows[0, 0, 0], rows[1, 0, 1], rows[2, 0, 2], rows[:, 1, 3] = 1e30, float("inf"), -1e-40, 7.0
+    rows[3], rows[:, 1, 4], rows[:, 1, 5] = 0.0, 1e-30, 1000.001
+    slots = torch.arange(64, device="cuda")
+    cache = Int4(1, 1, 2, 64, torch.float32, "NHD")
+    assert_as_reference(int4_cache_write, rows, rows, *cache.tensors, slots, 0 * slots)
+    rows[5, 0, 7] = float("nan")
+    int4_cache_write(rows, rows, *cache.tensors, slots, 0 * slots)
+    of_page, of_token = cache.tensors[2], cache.tensors[4]
+    assert of_page.isnan().nonzero().tolist() == [[0, 0, 7]]
+    assert of_token.isnan().nonzero().tolist() == [[0, 5, 0]]
+
+
+def test_int4_pages_of_another_size_are_unsupported() -> None:
+    cache = Int4(1, 1, 2, 8, torch.bfloat16, "NHD")
+    args = list(cache.call({0: 3}, shuffle=False, wide=True))
+    args[2:4] = [x[:, :32] for x in args[2:4]]
+    args[6:9] = [x[:, :32] for x in args[6:9]]
+    with pytest.raises(UnsupportedError, match="64 slots"):
+        int4_cache_write(*args)
+
+
+# -- gather_cache -----------------------------------------------------------------------------------------------------
+
+
+def assert_gathered(*args: Any, **kwargs: Any) -> None:
+    for out in FLOATS:
+        got = gather_cache(*args, dtype=out, **kwargs)
+        want = reference.gather_cache(*args, dtype=out, **kwargs)
+        for a, b in zip(got, want, strict=True):
+            assert a.is_contiguous()
+            torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+
+
+def page_table(blocks: int, pages: int) -> torch.Tensor:
+    """Pages in random order, one of them negative and one past the end."""
+    table = torch.randint(0, blocks, (pages,), generator=torch.Generator().manual_seed(pages)).int()
+    table[2::5], table[3::7] = -1, blocks
+    return table.cuda()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("kind", [*FLOATS, torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8], ids=str)
+def test_sequences_are_gathered_from_every_layout(kind: torch.dtype, layout: str) -> None:
+    for heads, size in ((8, 64), (1, 128), (3, 72), (2, 65)):
+        for page, length in ((1, 1), (16, 54), (64, 512), (3, 100), (256, 700), (16, 0)):
+            cache = caches(layout, 12, page, heads, size, kind)
+            for one in cache:
+                values = random(*one.shape, dtype=torch.float32)
+                one.copy_(values.to(torch.uint8) if kind in (torch.uint8, torch.int8) else values.to(kind))
+            scales: dict[str, torch.Tensor] = {}
+            if kind == torch.int8:
+                scales = {name: random(12, page, heads, dtype=torch.float32) for name in ("k_scale", "v_scale")}
+            elif kind.itemsize == 1 and length % 4:
+                scales = {"k_scale": torch.rand(1).cuda(), "v_scale": torch.rand(heads).cuda()}
+            pages = max(1, length // page - 1)  # the last tokens have no entry in the table
+            assert_gathered(*cache, page_table(12, pages), length, **scales)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_int4_sequences_are_gathered_with_their_tail(dtype: torch.dtype, layout: str) -> None:
+    for heads, size in ((8, 64), (3, 72), (2, 66)):
+        cache = Int4(4, 3, heads, size, dtype, layout)
+        int4_cache_write(*cache.call({0: 54, 1: 200, 2: 128}, shuffle=True, wide=True))
+        names = ("k_scale", "k_zero", "v_scale", "v_zero", "k_tail")
+        scales = dict(zip(names, cache.tensors[2:], strict=True))
+        for sequence, length in ((0, 54), (1, 200), (2, 128), (0, 0), (1, 1), (-1, 54), (3, 54)):
+            ids = torch.tensor([sequence], dtype=torch.int32, device="cuda")
+            table = cache.table[sequence % 3].int().cuda()
+            assert_gathered(*cache.tensors[:2], table, length, **scales, seq_ids=ids)
+
+
+# -- addresses past 2^31 ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("page", [1, 16])
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+def test_blocks_on_both_sides_of_two_to_the_31_elements(page: int, layout: str) -> None:
+    heads, size = 4, 64
+    blocks = 2**31 // (page * heads * size) + 4
+    shape = (blocks, page, heads, size) if layout == "NHD" else (blocks, heads, page, size)
+    cache = torch.empty(shape, dtype=torch.uint8, device="cuda")
+    cache = cache if layout == "NHD" else cache.transpose(1, 2)
+    near = cache[-8:]
+    near.fill_(0x7F)
+    start = (blocks - 8) * page
+    slots = torch.arange(start, start + 8 * page, device="cuda")
+    rows = random(8 * page, heads, size)
+    want = torch.zeros(8, page, heads, size, dtype=torch.uint8, device="cuda")
+    reshape_and_cache(rows, rows, cache, cache, slots, "fp8")  # K and V alike, into the same memory
+    reference.reshape_and_cache(rows, rows, want, want, slots - start, "fp8")
+    assert torch.equal(near, want)
+
+
+def test_more_than_two_to_the_31_slots() -> None:
+    heads, size, blocks = 1, 1, 2**27 + 4
+    cache = torch.zeros(blocks, heads, 17, size, dtype=torch.uint8, device="cuda").transpose(1, 2)[:, :16]
+    slots = torch.tensor([0, 2**31 - 1, 2**31, 2**31 + 37, blocks * 16 - 1, blocks * 16], device="cuda")
+    rows = random(6, heads, size)
+    reshape_and_cache(rows, rows, cache, cache, slots, "fp8")
+    want = torch.zeros(6, 1, heads, size, dtype=torch.uint8, device="cuda")
+    reference.reshape_and_cache(rows, rows, want, want, torch.arange(6, device="cuda"), "fp8")
+    inside = slots[:5]
+    assert torch.equal(cache[inside // 16, inside % 16], want[:5, 0])
+    assert int(cache.count_nonzero()) == int(want[:5].count_nonzero())
+
+
+def test_a_row_stride_past_two_to_the_31() -> None:
+    stride = 2**31 + 64
+    buffer = torch.zeros(stride + 256, dtype=torch.bfloat16, device="cuda")
+    far = buffer.as_strided((2, 4, 64), (stride, 64, 1)).copy_(random(2, 4, 64))
+    near = far.contiguous()
+    caches_far, caches_near = (torch.zeros(2, 2, 1, 4, 64, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+    slots = torch.tensor([1, 0], device="cuda")
+    reshape_and_cache(far, far, *caches_far, slots)
+    reshape_and_cache(near, near, *caches_near, slots)
+    assert torch.equal(caches_far, caches_near)
+    assert torch.equal(caches_near[0, :, 0], near.flip(0))
+
+
+# -- graphs, streams, compilation -------------------------------------------------------------------------------------
+
+READ = {
+    reshape_and_cache: ("key", "value", "slot_mapping", "k_scale", "v_scale"),
+    rotary_and_cache: ("positions", "query", "key", "value", "slot_mapping", "k_scale", "v_scale"),
+    int8_cache_write: ("key", "value", "slot_mapping"),
+    int4_cache_write: ("key", "value", "slot_mapping", "seq_ids", "k_tail"),
+    gather_cache: ("key_cache", "value_cache", "block_table", "k_scale", "v_zero", "k_tail", "seq_ids"),
+}
+
+
+def arguments(op: Callable[..., Any], seed: int) -> dict[str, torch.Tensor]:
+    """Tensors of a call for 8 tokens; the slots are the same for every seed, in another order."""
+    key, value = (random(8, 4, 64, seed=seed + i) for i in range(2))
+    slots = torch.randperm(8, generator=torch.Generator().manual_seed(seed)).cuda()
+    given = {"key": key, "value": value, "slot_mapping": slots}
+    codes = torch.zeros(2, 1, 16, 4, 64, dtype=torch.uint8, device="cuda")
+    given |= {"key_cache": codes[0], "value_cache": codes[1]}
+    if op is int8_cache_write:
+        scales = torch.zeros(2, 1, 16, 4, device="cuda")
+        return (
+            given
+            | {"key_cache": codes[0].view(torch.int8), "value_cache": codes[1].view(torch.int8)}
+            | dict(zip(("k_scale", "v_scale"), scales, strict=True))
+        )
+    if op in (reshape_and_cache, rotary_and_cache):
+        given |= {name: torch.rand(4, device="cuda") + seed for name in ("k_scale", "v_scale")}
+        if op is rotary_and_cache:
+            query, angles = random(8, 8, 64, seed=seed + 2), torch.rand(16, 16, device="cuda")
+            given |= {"positions": slots.flip(0).clone(), "query": query, "cos_sin_cache": angles}
+        return given
+    codes = torch.randint(0, 256, (2, 2, 64, 4, 32), dtype=torch.uint8, device="cuda")
+    cache = {"key_cache": codes[0], "value_cache": codes[1], "k_tail": random(2, 64, 4, 64, seed=seed)}
+    cache |= {name: random(2, 4, 64, dtype=torch.float16, seed=seed) for name in ("k_scale", "k_zero")}
+    cache |= {name: random(2, 64, 4, dtype=torch.float16, seed=seed) for name in ("v_scale", "v_zero")}
+    if op is int4_cache_write:  # rows 60 to 63 of page 0 finish it; two more tokens begin page 1
+        slots = torch.tensor([60, 61, 62, 63, 64, 65], device="cuda").roll(seed % 2)
+        return (
+            {"key": key, "value": value} | cache | {"slot_mapping": slots, "seq_ids": torch.full_like(slots, seed % 2)}
+        )
+    table = torch.tensor([seed % 2, 1 - seed % 2], dtype=torch.int32, device="cuda")
+    return cache | {"block_table": table, "seq_ids": table[:1].clone()}
+
+
+def settings(op: Callable[..., Any]) -> dict[str, Any]:
+    """The arguments of such a call that are no tensors."""
+    if op is gather_cache:
+        return {"length": 100}
+    if op in (reshape_and_cache, rotary_and_cache):
+        return {"kv_cache_dtype": "fp8"} | ({"head_size": 64} if op is rotary_and_cache else {})
+    return {}
+
+
+def by_position(op: Callable[..., Any], names: Iterable[str]) -> Callable[..., Any]:
+    """The op as a function of its tensors alone, in this order."""
+    names = tuple(names)
+    return lambda *tensors: op(**dict(zip(names, tensors, strict=True)), **settings(op))
+
+
+def outputs(op: Callable[..., Any], given: dict[str, torch.Tensor], result: Any) -> list[torch.Tensor]:
+    return list(result) if op is gather_cache else [given[name] for name in op.kernel_op.mutates]  # type: ignore[attr-defined]
+
+
+def write_call(name: str, tokens: int, seed: int) -> tuple[Any, ...]:
+    """Tensors of a call: key, value, caches, slots, scales."""
+    rows = [random(tokens, 4, 64, seed=seed + i) for i in range(2)]
+    cache = torch.zeros(2, 64, 16, 4, 64, dtype=torch.bfloat16 if name == "auto" else torch.uint8, device="cuda")
+    scales = torch.tensor([0.5 + seed], device="cuda"), torch.tensor([0.25 + seed], device="cuda")
+    return (*rows, *cache, some_slots(tokens, 1024, seed=seed), *scales)
+
+
+def write(name: str) -> Callable[..., None]:
+    return lambda key, value, k, v, slots, ks, vs: reshape_and_cache(key, value, k, v, slots, name, ks, vs)
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return torch.equal(a.cpu().view(torch.uint8), b.cpu().view(torch.uint8))
+    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
 
 
-KINDS = ("auto", "fp8", "int8", "int4")
+@pytest.mark.parametrize("op", READ)
+def test_a_graph_replays_with_new_contents_and_runs_repeat(op: Callable[..., Any]) -> None:
+    old, new = arguments(op, 1), arguments(op, 2)
+    eager, again = (dict(zip(new, twins(*new.values()), strict=True)) for _ in range(2))
+    want, repeated = (outputs(op, x, by_position(op, x)(*x.values())) for x in (eager, again))
+    result = graph_replay(by_position(op, old), list(old.values()), list(new.values()))
+    for a, b, c in zip(outputs(op, old, result), want, repeated, strict=True):
+        assert same_bits(a, b)
+        assert same_bits(b, c)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("tokens", [0, 1, 16, 740])
-def test_caches_are_those_of_a_cpu(kind, tokens):
-    key, value, slots = rows(tokens, 0)
-    if kind == "int4":
-        slots = torch.arange(tokens)  # pages fill from row 0 on
-    on_cpu, on_gpu = caches(kind), [x.cuda() for x in caches(kind)]
-    write(kind, key, value, slots, *on_cpu)
-    write(kind, key.cuda(), value.cuda(), slots.cuda(), *on_gpu)
-    for a, b in zip(on_cpu, on_gpu, strict=True):
+@pytest.mark.parametrize("op", READ)
+def test_every_op_compiles_without_a_graph_break(op: Callable[..., Any]) -> None:
+    torch._dynamo.reset()
+    ours = {name: x.clone() for name, x in arguments(op, 1).items()}
+    want = {name: x.clone() for name, x in ours.items()}
+    call = by_position(op, ours)
+    with backend("auto"):
+        got = torch.compile(call, fullgraph=True, backend="aot_eager")(*ours.values())
+    for a, b in zip(outputs(op, ours, got), outputs(op, want, call(*want.values())), strict=True):
         assert same_bits(a, b)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_replayed_graph_sees_new_rows_and_slots(kind):
-    args, fresh = ([x.cuda() for x in (*rows(16, seed), *caches(kind))] for seed in (1, 2))
-    graph_replay(lambda *given: write(kind, *given), args, fresh)
-    want = [x.cpu() for x in fresh]
-    write(kind, *want)
-    for a, b in zip(args, want, strict=True):
-        assert same_bits(a, b)
+@pytest.mark.parametrize("op", [rotary_and_cache, int8_cache_write])
+def test_every_row_alone_is_the_same(op: Callable[..., Any]) -> None:
+    together = arguments(op, 1)
+    alone = dict(zip(together, twins(*together.values()), strict=True))
+    by_position(op, together)(*together.values())
+    of_tokens = ("positions", "query", "key", "value", "slot_mapping")
+    for t in range(8):
+        one = {name: x[t : t + 1] if name in of_tokens else x for name, x in alone.items()}
+        by_position(op, one)(*one.values())
+    for name in op.kernel_op.mutates:  # type: ignore[attr-defined]
+        assert same_bits(alone[name], together[name])
 
 
-def test_rotated_keys_in_a_replayed_graph():
-    table = TABLE.cuda()
-
-    def launch(positions, query, key, value, slots, *cache):
-        rotary_and_cache(positions, query, key, value, SIZE, table.to(key.device), *cache, slots)
-
-    def given(seed):
-        key, value, slots = rows(16, seed)
-        return [slots % 128, key.flip(0), key, value, slots, *caches("auto")]
-
-    args, fresh = ([x.cuda() for x in given(seed)] for seed in (1, 2))
-    graph_replay(launch, args, fresh)
-    want = [x.cpu() for x in fresh]
-    rotary_and_cache(*want[:4], SIZE, TABLE, *want[5:], want[4])
-    for a, b in zip(args, want, strict=True):
-        torch.testing.assert_close(a.cpu(), b, rtol=torch.finfo(torch.bfloat16).eps, atol=2e-6)
-
-
-def test_gathered_sequences_are_those_of_a_cpu():
-    key, value, _ = rows(200, 0)
-    cache = caches("int4")
-    write("int4", key, value, torch.arange(200), *cache)
-    names = ("k_scale", "k_zero", "v_scale", "v_zero", "k_tail")
-    scales = dict(zip(names, cache[2:], strict=True)) | {"seq_ids": torch.zeros(1, dtype=torch.int32)}
-    table = torch.arange(BLOCKS, dtype=torch.int32)
-    want = gather_cache(*cache[:2], table, 200, **scales)
-    got = gather_cache(
-        *(x.cuda() for x in cache[:2]), table.cuda(), 200, **{name: x.cuda() for name, x in scales.items()}
+@pytest.mark.parametrize("name", ["auto", "fp8"])
+@pytest.mark.parametrize("backend_name", ["inductor", "aot_eager"])
+@pytest.mark.parametrize("one_buffer", [True, False])
+def test_compiled_without_a_graph_break(name: str, backend_name: str, one_buffer: bool) -> None:
+    torch._dynamo.reset()
+    key, value, k, v, slots, *scales = write_call(name, 16, 1)
+    args = (
+        (key, value, slots, *scales, torch.stack((k, v))) if one_buffer else (key, value, slots, *scales, k, v.clone())
     )
-    for a, b in zip(got, want, strict=True):
-        assert same_bits(a, b)
+
+    def call(key, value, slots, k_scale, v_scale, *cache):
+        k, v = cache[0].unbind() if one_buffer else cache
+        reshape_and_cache(key, value, k, v, slots, name, k_scale, v_scale)
+
+    want = twins(*args)
+    call(*want)
+    with backend("auto"):
+        torch.compile(call, fullgraph=True, backend=backend_name)(*args)
+    for a, b in zip(args, want, strict=True):
+        assert torch.equal(a, b)
 
 
-def test_a_block_stride_past_two_to_the_31():
-    shape, strides = (2, 1, HEADS, SIZE), (2**31, HEADS * SIZE, SIZE, 1)
-    far = torch.zeros(2**31 + HEADS * SIZE, dtype=torch.uint8, device="cuda").as_strided(shape, strides)
-    near = torch.zeros(shape, dtype=torch.uint8, device="cuda")
-    key, value, _ = (x.cuda() for x in rows(2, 0))
-    for cache in (far, near):
-        reshape_and_cache(key, value, cache, torch.empty_like(near), torch.tensor([0, 1]).cuda(), "fp8")
-    assert torch.equal(far, near)
-    assert bool(near[1].any())
-    table = torch.tensor([1, 0], dtype=torch.int32).cuda()
-    for a, b in zip(gather_cache(far, far, table, 2), gather_cache(near, near, table, 2), strict=True):
-        assert same_bits(a, b)
+def test_runs_on_the_current_stream() -> None:
+    args = write_call("fp8", 740, 1)
+    want = twins(*args)
+    write("fp8")(*want)
+    key, stream = torch.zeros_like(args[0]), torch.cuda.Stream()
+    scratch = torch.zeros(1 << 28, device="cuda")
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        scratch.add_(1)  # long enough that a launch on another stream would come first
+        key.copy_(args[0])
+        write("fp8")(key, *args[1:])
+    stream.synchronize()
+    assert torch.equal(args[2], want[2])
+
+
+# -- inputs written by the launch just before -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("op", "name"), [(op, name) for op, names in READ.items() for name in names])
+def test_an_input_written_by_the_launch_just_before_is_read_after_the_wait(op: Callable[..., Any], name: str) -> None:
+    """1000 times, in graphs: reshape_and_cache, which lets the next kernel start early, writes the input as the last
+    of 513 rows, and the op follows."""
+    given, other = arguments(op, 2), arguments(op, 3)
+    contents = given[name].clone(), other[name]
+    results = {x: given[x] for x in op.kernel_op.mutates}  # type: ignore[attr-defined]
+    begin = {x: results[x].clone() for x in results}
+    if op is gather_cache:
+        results = {x: torch.empty(100, 4, 64, dtype=torch.bfloat16, device="cuda") for x in "kv"}
+
+    def restore() -> None:  # what the op reads and writes; the input is written after that
+        for x, was in begin.items():
+            given[x].copy_(was)
+
+    def call() -> None:
+        found = op(**given, **settings(op))
+        for out, x in zip(results.values() if found else (), found or (), strict=True):
+            out.copy_(x)
+
+    target = given[name]
+    words = target.numel() * target.element_size() // 4
+    in_place = target.view(-1).view(torch.float32).view(1, 1, 1, words)
+    beside, slots = torch.empty_like(in_place), torch.full((513,), -1, device="cuda")
+    slots[512] = 0
+    sources, wanted = [], []
+    for x in contents:
+        sources.append(torch.zeros(513, 1, words, device="cuda"))
+        sources[-1][512] = x.reshape(-1).view(torch.float32)
+        restore()
+        target.copy_(x)
+        call()
+        wanted.append([out.clone() for out in results.values()])
+    assert any(not torch.equal(a, b) for a, b in zip(*wanted, strict=True)), "the contents make no difference"
+    wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for i in range(20):
+            restore()
+            reshape_and_cache(sources[i % 2], sources[i % 2], in_place, beside, slots)
+            call()
+            for got, want in zip(results.values(), wanted[i % 2], strict=True):
+                wrong.add_((got.view(torch.uint8) != want.view(torch.uint8)).any())
+    for _ in range(50):
+        graph.replay()
+    assert int(wrong) == 0
+
+
+# -- bad input --------------------------------------------------------------------------------------------------------
+
+
+def test_kernel_refuses_bad_input() -> None:
+    key, value, k, v, slots, _, _ = write_call("auto", 4, 0)
+    cases = [
+        BadInput("float64", "key", lambda: ((key.double(), value, k, v, slots), {}), TypeError, "float64"),
+        BadInput("slots on the host", "slot_mapping", lambda: ((key, value, k, v, slots.cpu()), {}), ValueError, "cpu"),
+        BadInput("an expanded cache", "key_cache", lambda: ((key, value, k[:1].expand_as(k), v, slots), {})),
+        BadInput("no format", "kv_cache_dtype", lambda: ((key, value, k, v, slots, torch.uint8), {})),
+        BadInput("no key", "key", lambda: ((None, value, k, v, slots), {}), TypeError),
+    ]
+    for case in cases:
+        assert_rejects(reshape_and_cache, case)

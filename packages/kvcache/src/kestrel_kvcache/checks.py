@@ -43,6 +43,12 @@ def check_pair(
     return key_cache.shape
 
 
+def check_written(op: str, **tensors: torch.Tensor) -> None:
+    """No element of these tensors, which are written, shares its memory with another of the same tensor."""
+    for name, x in tensors.items():
+        check.disjoint(op, name, x)
+
+
 def check_scale(op: str, name: str, scale: torch.Tensor | None, heads: int) -> None:
     """A scale is None, or float32 [1] or [Hk]."""
     if scale is None:
@@ -63,10 +69,11 @@ def check_store(
     k_scale: torch.Tensor | None,
     v_scale: torch.Tensor | None,
 ) -> None:
-    """Caches of the format that kv_cache_dtype names, for rows of this dtype."""
+    """Caches, to be written, of the format that kv_cache_dtype names, for rows of this dtype."""
     check.choice(op, "kv_cache_dtype", kv_cache_dtype, ("auto", *FP8_OF_NAME))
     allowed = (dtype,) if kv_cache_dtype == "auto" else (torch.uint8, FP8_OF_NAME[kv_cache_dtype])
     check_pair(op, key_cache, value_cache, allowed, heads, size)
+    check_written(op, key_cache=key_cache, value_cache=value_cache)
     check_scale(op, "k_scale", k_scale, heads)
     check_scale(op, "v_scale", v_scale, heads)
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from kestrel_runtime import check, kernel_op
+from kestrel_runtime import Binary, check, kernel_op
 
 from . import reference
 from .checks import check_int4, check_int8, check_pair, check_scale
 
+_kernels = Binary("kestrel_kvcache")
 _VALUES = (*check.FLOATS, torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8)
 
 
@@ -27,7 +28,7 @@ def check_gather_cache(
     seq_ids: torch.Tensor | None = None,
 ) -> None:
     op = "gather_cache"
-    check.choice(op, "dtype", dtype, (torch.bfloat16, torch.float16, torch.float32))
+    check.choice(op, "dtype", dtype, check.FLOATS)
     int4 = {"k_zero": k_zero, "v_zero": v_zero, "k_tail": k_tail, "seq_ids": seq_ids}
     if any(x is not None for x in int4.values()):
         shape = check_pair(op, key_cache, value_cache, torch.uint8)
@@ -48,7 +49,7 @@ def check_gather_cache(
     check.same(op, "device", **caches, k_scale=k_scale, v_scale=v_scale, **int4)
 
 
-@kernel_op(reference=reference.gather_cache, check=check_gather_cache)
+@kernel_op(reference=reference.gather_cache, check=check_gather_cache, kernel="cuda")
 def gather_cache(
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
@@ -92,3 +93,25 @@ def gather_cache(
             [10., 11.],
             [ 0.,  1.]], dtype=torch.bfloat16)
     """
+    op = "gather_cache"
+    check.choice(op, "dtype", dtype, check.FLOATS)
+    check.tensor(op, "key_cache", key_cache, ndim=4)
+    check.number(op, "length", length, integer=True, minimum=0)
+    heads, width = key_cache.shape[2:]
+    shape = length, heads, width if k_zero is None else 2 * width
+    k, v = (torch.empty(shape, dtype=dtype, device=key_cache.device) for _ in range(2))
+    _kernels.gather_cache(
+        k,
+        v,
+        key_cache,
+        value_cache,
+        block_table,
+        length,
+        k_scale,
+        v_scale,
+        k_zero,
+        v_zero,
+        k_tail,
+        seq_ids,
+    )
+    return k, v

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from kestrel_runtime import check, kernel_op
+from kestrel_runtime import Binary, check, kernel_op
 
 from . import reference
-from .checks import check_int4, check_int8, check_pair, check_rows
+from .checks import check_int4, check_int8, check_pair, check_rows, check_written
+
+_kernels = Binary("kestrel_kvcache")
 
 
 def check_int8_cache_write(
@@ -22,7 +24,9 @@ def check_int8_cache_write(
     op = "int8_cache_write"
     check_rows(op, key, value, slot_mapping)
     shape = check_pair(op, key_cache, value_cache, torch.int8, *key.shape[1:])
+    check_written(op, key_cache=key_cache, value_cache=value_cache)
     check_int8(op, shape, k_scale, v_scale)
+    check_written(op, k_scale=k_scale, v_scale=v_scale)
     scales = {"k_scale": k_scale, "v_scale": v_scale, "slot_mapping": slot_mapping}
     check.same(op, "device", key=key, value=value, key_cache=key_cache, value_cache=value_cache, **scales)
 
@@ -30,6 +34,7 @@ def check_int8_cache_write(
 @kernel_op(
     reference=reference.int8_cache_write,
     check=check_int8_cache_write,
+    kernel="cuda",
     mutates=("key_cache", "value_cache", "k_scale", "v_scale"),
 )
 def int8_cache_write(
@@ -48,13 +53,15 @@ def int8_cache_write(
     key, value: [T', Hk, D] with T <= T', bf16, fp16 or float32; rows past T are not read.
     key_cache, value_cache: int8 [blocks, P, Hk, D], written in place; strides as in :func:`reshape_and_cache`.
     k_scale, v_scale: float32 [blocks, P, Hk], written in place, with strides of their own.
-    slot_mapping: int32 or int64 [T]. A slot < 0 or >= blocks * P is skipped. The others must be distinct.
+    slot_mapping: int32 or int64 [T]. A slot < 0 or >= blocks * P is skipped. The others must be distinct, see
+        :func:`reshape_and_cache`; here codes of one token may even stand beside the scale of the other.
 
     scale = the largest finite magnitude of the D values / 127, or 1 where that is 0; code = value / scale, computed in
     float32, rounded half to even, -127..127. inf saturates; a NaN makes the scale NaN, so that it is not lost.
-    Returns None. Raises TypeError for a wrong dtype or a missing tensor, ValueError for a wrong shape, stride or
-    device. Semantics: ``reshape_and_cache_flash`` of vLLM for slots and rows; the format, symmetric INT8 with a scale
-    per token and head, is this package's own.
+    Returns None. No argument is constant. Raises TypeError for a wrong dtype or a missing tensor, ValueError for a
+    wrong shape, stride or device, or a written tensor whose elements share memory. Semantics:
+    ``reshape_and_cache_flash`` of vLLM for slots and rows; the format, symmetric INT8 with a scale per token and head,
+    is this package's own.
 
     >>> import torch, kestrel_kvcache
     >>> rows = torch.tensor([-1.27, 0.5]).reshape(1, 1, 2)
@@ -63,6 +70,7 @@ def int8_cache_write(
     >>> cache[0].tolist(), scale[0]
     ([[[[-127, 50]]]], tensor([[[0.0100]]]))
     """
+    _kernels.int8_cache_write(key, value, key_cache, value_cache, k_scale, v_scale, slot_mapping)
 
 
 def check_int4_cache_write(
@@ -84,7 +92,9 @@ def check_int4_cache_write(
     if size % 2:
         check.fail(op, "key", "an even head size", size)
     shape = check_pair(op, key_cache, value_cache, torch.uint8, heads, size // 2)
+    check_written(op, key_cache=key_cache, value_cache=value_cache)
     check_int4(op, shape, key.dtype, k_scale, k_zero, v_scale, v_zero, k_tail)
+    check_written(op, k_scale=k_scale, k_zero=k_zero, v_scale=v_scale, v_zero=v_zero, k_tail=k_tail)
     check.tensor(op, "seq_ids", seq_ids, dtype=check.INTEGERS, ndim=1)
     check.shape(op, "seq_ids", seq_ids, slot_mapping.shape)
     caches = {"key_cache": key_cache, "value_cache": value_cache, "k_scale": k_scale, "k_zero": k_zero}
@@ -95,6 +105,7 @@ def check_int4_cache_write(
 @kernel_op(
     reference=reference.int4_cache_write,
     check=check_int4_cache_write,
+    kernel="cuda",
     mutates=("key_cache", "value_cache", "k_scale", "k_zero", "v_scale", "v_zero", "k_tail"),
 )
 def int4_cache_write(
@@ -130,8 +141,9 @@ def int4_cache_write(
     scale = max((max - min) / 15, max |x| / 32768) rounded to fp16, or 1 where that is 0; zero = -min / scale rounded to
     fp16; code = x / scale + zero, computed in float32, rounded half to even, clamped to 0..15. Values saturate at
     491280; a NaN makes scale and zero NaN, so that it is not lost.
-    Returns None. Raises TypeError for a wrong dtype or a missing tensor, ValueError for a wrong shape, stride or
-    device, UnsupportedError for pages of other than 64 slots. Semantics: Liu et al., "KIVI", arXiv 2402.02750.
+    Returns None. No argument is constant. Raises TypeError for a wrong dtype or a missing tensor, ValueError for a
+    wrong shape, stride or device, or a written tensor whose elements share memory, UnsupportedError for pages of other
+    than 64 slots. Semantics: Liu et al., "KIVI", arXiv 2402.02750.
 
     >>> import torch, kestrel_kvcache
     >>> codes = torch.zeros(2, 2, 64, 1, 1, dtype=torch.uint8)  # K and V: two pages, one head of 2
@@ -148,3 +160,16 @@ def int4_cache_write(
     >>> tail[0, 0]  # the key of token 64, whose page is not full: row 0 of the sequence's tail
     tensor([[  0., -15.]])
     """
+    _kernels.int4_cache_write(
+        key,
+        value,
+        key_cache,
+        value_cache,
+        k_scale,
+        k_zero,
+        v_scale,
+        v_zero,
+        k_tail,
+        slot_mapping,
+        seq_ids,
+    )

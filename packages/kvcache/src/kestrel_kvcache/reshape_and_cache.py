@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from kestrel_runtime import check, kernel_op
+from kestrel_runtime import Binary, check, kernel_op
 
 from . import reference
 from .checks import check_rows, check_store
+
+_kernels = Binary("kestrel_kvcache")
 
 
 def check_reshape_and_cache(
@@ -30,6 +32,7 @@ def check_reshape_and_cache(
 @kernel_op(
     reference=reference.reshape_and_cache,
     check=check_reshape_and_cache,
+    kernel="cuda",
     mutates=("key_cache", "value_cache"),
 )
 def reshape_and_cache(
@@ -51,14 +54,16 @@ def reshape_and_cache(
     key_cache, value_cache: [blocks, P, Hk, D], written in place. Strides are free but for the last dimension, and
         separate for K and V: NHD, HND (a transposed view), K and V as halves of one last dimension, layers interleaved.
         Their dtype is that of key with "auto", else uint8 or the named float8 dtype.
-    slot_mapping: int32 or int64 [T]. A slot < 0 or >= blocks * P is skipped. The others must be distinct.
+    slot_mapping: int32 or int64 [T]. A slot < 0 or >= blocks * P is skipped. The others must be distinct: where two
+        tokens name one slot, each of its elements comes from one of the two, not all from the same, and runs differ.
     kv_cache_dtype: "auto" stores the values as they are; "fp8" and "fp8_e4m3" (e4m3fn) and "fp8_e5m2" store
         value / scale, computed in float32, rounded to nearest even and saturated at the largest finite code.
     k_scale, v_scale: float32 [1] or [Hk], on the device; None is 1. With "auto" there is nothing to scale and they are
         not read (callers of vLLM's op always pass them).
 
-    Returns None. Raises TypeError for a wrong dtype or a missing tensor, ValueError for a wrong shape, stride, name or
-    device. Semantics: ``reshape_and_cache_flash`` of vLLM.
+    Returns None. No argument is constant: all may be written by the launch just before.
+    Raises TypeError for a wrong dtype or a missing tensor, ValueError for a wrong shape, stride, name or device, or a
+    cache whose elements share memory. Semantics: ``reshape_and_cache_flash`` of vLLM.
 
     >>> import torch, kestrel_kvcache
     >>> cache = torch.zeros(2, 2, 2, 1, 4)  # K and V, 2 pages of 2 slots, 1 head of 4
@@ -68,3 +73,4 @@ def reshape_and_cache(
     tensor([[0., 0., 0., 0.],
             [0., 1., 2., 3.]])
     """
+    _kernels.reshape_and_cache(key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype, k_scale, v_scale)

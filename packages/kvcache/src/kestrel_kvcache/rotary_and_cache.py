@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from kestrel_runtime import check, kernel_op
+from kestrel_runtime import Binary, check, kernel_op
 from kestrel_runtime.rotary import check_heads, check_table
 from kestrel_runtime.rotary import check_rows as check_rotary_rows
 
 from . import reference
 from .checks import check_slots, check_store
+
+_kernels = Binary("kestrel_kvcache")
 
 
 def check_rotary_and_cache(
@@ -55,6 +57,7 @@ def _heads(x: torch.Tensor, head_size: int) -> int:
 @kernel_op(
     reference=reference.rotary_and_cache,
     check=check_rotary_and_cache,
+    kernel="cuda",
     mutates=("query", "key", "key_cache", "value_cache"),
 )
 def rotary_and_cache(
@@ -88,13 +91,14 @@ def rotary_and_cache(
     cos_sin_cache: *constant* [max_pos, R], cosines, then sines; float32 or the dtype of query.
     key_cache, value_cache: [blocks, P, Hk, D], written in place; see :func:`reshape_and_cache`.
     slot_mapping: int32 or int64 [T] or shorter. A slot < 0 or >= blocks * P is not written (the row is rotated all the
-        same). The others must be distinct.
+        same). The others must be distinct, see :func:`reshape_and_cache`.
     is_neox: pairs are (i, i + R/2); False, GPT-J's order: (2i, 2i + 1).
     kv_cache_dtype, k_scale, v_scale: the cache's format, see :func:`reshape_and_cache`.
     rope_dim_offset: first rotated dim of a head.
 
     Returns None. The rotation runs in float32 and is rounded to the dtype of key, which is then what is quantised.
-    Raises TypeError for a wrong dtype or a missing tensor, ValueError for a wrong shape, stride, range, name or device.
+    Raises TypeError for a wrong dtype or a missing tensor, ValueError for a wrong shape, stride, range, name or device,
+    or a written tensor whose elements share memory.
     Semantics: ``rotary_embedding``, then ``reshape_and_cache_flash``, of vLLM.
 
     >>> import torch, kestrel_kvcache
@@ -106,3 +110,19 @@ def rotary_and_cache(
     >>> query, cache.flatten().tolist()
     (tensor([[-2.,  1.]]), [-4.0, 3.0, 5.0, 6.0])
     """
+    _kernels.rotary_and_cache(
+        positions,
+        query,
+        key,
+        value,
+        head_size,
+        cos_sin_cache,
+        key_cache,
+        value_cache,
+        slot_mapping,
+        is_neox,
+        kv_cache_dtype,
+        k_scale,
+        v_scale,
+        rope_dim_offset,
+    )

@@ -1,0 +1,67 @@
+"""What the definitions of the cache writers share: tokens x KV heads x head size, bf16 rows, pages of one slot."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import kestrel_kvcache
+from kestrel_runtime import Binary
+
+
+def sizes(shape: str) -> tuple[int, int, int]:
+    tokens, heads, size = map(int, shape.split("x"))
+    return tokens, heads, size
+
+
+def make(shape: str, count: int, dtype: torch.dtype, *how: object) -> list[tuple[Any, ...]]:
+    """Sets with rows, slots and cache lines of their own, over two caches that all share, in a random order."""
+    tokens, heads, size = sizes(shape)
+    caches = torch.zeros(2, count * tokens, 1, heads, size, dtype=dtype, device="cuda")
+    slots = torch.randperm(count * tokens, device="cuda").view(count, tokens)
+    rows = (torch.randn(2, tokens, heads, size, dtype=torch.bfloat16, device="cuda") for _ in range(count))
+    return [(*pair, *caches, one.clone(), *how) for pair, one in zip(rows, slots, strict=True)]
+
+
+def set_bytes(shape: str) -> int:
+    """Keys and values alone: that they are cold must not depend on what is written."""
+    return 2 * math.prod(sizes(shape)) * 2
+
+
+def traffic(shape: str, dtype: torch.dtype) -> int:
+    return set_bytes(shape) + 2 * math.prod(sizes(shape)) * dtype.itemsize + 8 * sizes(shape)[0]
+
+
+def candidates(in_torch: Callable[..., None]) -> dict[str, Callable[..., object]]:
+    found = {
+        "kestrel": kestrel_kvcache.reshape_and_cache,
+        "torch": in_torch,
+        "torch.compile": torch.compile(in_torch, fullgraph=True, dynamic=False),
+    }
+    try:
+        import vllm._custom_ops
+    except ImportError:
+        return found
+    one = torch.ones(1, device="cuda")
+
+    def vllm(
+        key: torch.Tensor,
+        value: torch.Tensor,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        slots: torch.Tensor,
+        kind: str,
+        k_scale: torch.Tensor | None,
+        v_scale: torch.Tensor | None,
+    ) -> None:
+        scales = (one if scale is None else scale for scale in (k_scale, v_scale))
+        torch.ops._C_cache_ops.reshape_and_cache_flash(key, value, key_cache, value_cache, slots, kind, *scales)
+
+    return found | {"vllm": vllm}
+
+
+def bare() -> Callable[..., object]:
+    return Binary("kestrel_kvcache").reshape_and_cache

@@ -1,0 +1,289 @@
+// gather_cache: the keys and values of one sequence out of a paged cache of any format.
+//
+// clang-format off
+// Computes:   out[i, head, :] = code * scale, or (code - zero) * scale, of slot i % P of page block_table[i / P]; 0 where there
+//             is no such page.
+// Built for:  heads of 64 to 256 and sequences of some thousand tokens.
+// Must move:  every code and scale once, and 2 Hk D bytes per token and tensor out (bf16); 2 operations per element.
+// Split:      a thread takes 8 elements of a key and of the value beside it; rows share or split blocks of 128 threads.
+// PDL:        nothing is constant, and everything is read after the wait.
+// clang-format on
+
+#include <tvm/ffi/function.h>
+#include <kestrel/pdl.cuh>
+
+#include "host.h"
+#include "int4.cuh"
+#include "spread.cuh"
+
+namespace kestrel::kvcache {
+
+enum class Stored { bf16, fp16, float32, e4m3, e5m2, int8, int4 };
+
+constexpr int kChunk = 8;  // elements of a thread
+
+struct Source {
+  Cache cache;
+  Stored stored = Stored::bf16;
+  Scale fp8;            // of FP8
+  Cache scales, zeros;  // INT8: float32 per token and head. INT4: fp16, per token and head or, for keys, per channel
+  bool per_channel = false;
+  Cache tail;  // of INT4 keys
+  Stored tail_stored = Stored::bf16;
+};
+
+struct GatherParams {
+  Source key, value;
+  char *key_out = nullptr, *value_out = nullptr;
+  const int* table = nullptr;
+  const int* sequence = nullptr;  // INT4: the row of the tail
+  int64_t sequence_count = 0, blocks = 0;
+  int pages = 0;        // entries of the table
+  FastDivision page;    // P
+  FastDivision chunks;  // of a head
+  int size = 0;
+  int finished = 0;  // INT4: keys from this one on are in the tail
+  Spread spread;     // over tokens and the chunks of their heads
+};
+
+template <bool VECTORS, int bytes>
+__device__ __forceinline__ void load_bytes(uint32_t (&words)[bytes / 4], const char* p, int count) {
+  if constexpr (!VECTORS) {
+    uint8_t raw[bytes] = {};
+#pragma unroll
+    for (int i = 0; i < bytes; ++i) {
+      if (i < count) raw[i] = static_cast<uint8_t>(p[i]);
+    }
+    memcpy(words, raw, bytes);
+  } else if constexpr (bytes == 4) {
+    words[0] = *reinterpret_cast<const uint32_t*>(p);
+  } else if constexpr (bytes == 8) {
+    const uint2 v = *reinterpret_cast<const uint2*>(p);
+    words[0] = v.x, words[1] = v.y;
+  } else {
+#pragma unroll
+    for (int i = 0; i < bytes / 16; ++i) {
+      const uint4 v = load16_streamed(p + 16 * i);
+      words[4 * i] = v.x, words[4 * i + 1] = v.y, words[4 * i + 2] = v.z, words[4 * i + 3] = v.w;
+    }
+  }
+}
+
+// Elements `first` to `first` + 8 of a head, of those below n.
+template <bool VECTORS, typename T>
+__device__ __forceinline__ void load_values(float (&x)[kChunk], const char* head, int first, int n) {
+  constexpr int packs = kChunk / Pack<T>::size;
+#pragma unroll
+  for (int i = 0; i < packs; ++i) {
+    float part[Pack<T>::size];
+    load_pack<VECTORS, T>(head, first + i * Pack<T>::size, n).unpack(part);
+#pragma unroll
+    for (int j = 0; j < Pack<T>::size; ++j) x[i * Pack<T>::size + j] = part[j];
+  }
+}
+
+template <bool VECTORS>
+__device__ __forceinline__ void load_floats(Stored stored, float (&x)[kChunk], const char* head, int first, int n) {
+  if (stored == Stored::bf16) return load_values<VECTORS, __nv_bfloat16>(x, head, first, n);
+  if (stored == Stored::fp16) return load_values<VECTORS, __half>(x, head, first, n);
+  load_values<VECTORS, float>(x, head, first, n);
+}
+
+// The codes of a chunk as floats.
+template <bool VECTORS>
+__device__ __forceinline__ void load_codes(Stored stored, float (&x)[kChunk], const char* head, int first, int n) {
+  if (stored == Stored::int4) {
+    uint32_t word[1];
+    load_bytes<VECTORS, 4>(word, head + first / 2, (n - first) / 2);
+#pragma unroll
+    for (int i = 0; i < kChunk; ++i) x[i] = static_cast<float>(word[0] >> (4 * i) & 0xf);
+    return;
+  }
+  uint32_t words[2];
+  load_bytes<VECTORS, 8>(words, head + first, n - first);
+#pragma unroll
+  for (int i = 0; i < kChunk; ++i) {
+    const uint8_t code = words[i / 4] >> (8 * (i % 4));
+    x[i] = stored == Stored::int8   ? static_cast<float>(static_cast<int8_t>(code))
+           : stored == Stored::e4m3 ? from_fp8(code, __NV_E4M3)
+                                    : from_fp8(code, __NV_E5M2);
+  }
+}
+
+template <bool VECTORS>
+__device__ __forceinline__ void read_chunk(const Source& source, float (&x)[kChunk], Place place, int head, int first,
+                                           int n) {
+  const char* const codes = source.cache.at(place, head);
+  if (source.stored <= Stored::float32) return load_floats<VECTORS>(source.stored, x, codes, first, n);
+  load_codes<VECTORS>(source.stored, x, codes, first, n);
+  if (source.stored == Stored::int4) {
+    // Per channel: [blocks, heads, D], so that the head's stride is in `offset`.
+    const Place at = source.per_channel ? Place{place.block, head} : place;
+    const char* const scales = source.scales.at(at, source.per_channel ? first : head);
+    const char* const zeros = source.zeros.at(at, source.per_channel ? first : head);
+#pragma unroll
+    for (int i = 0; i < kChunk; ++i) {
+      if (first + i >= n) break;
+      const int channel = source.per_channel ? i : 0;
+      const float zero = __half2float(reinterpret_cast<const __half*>(zeros)[channel]);
+      x[i] = (x[i] - zero) * __half2float(reinterpret_cast<const __half*>(scales)[channel]);
+    }
+    return;
+  }
+  float scale = source.fp8.of(head);
+  if (source.stored == Stored::int8) scale = *reinterpret_cast<const float*>(source.scales.at(place, head));
+#pragma unroll
+  for (int i = 0; i < kChunk; ++i) x[i] *= scale;
+}
+
+template <bool VECTORS, typename Out>
+__device__ __forceinline__ void write_chunk(char* row, const float (&x)[kChunk], int first, int n) {
+  constexpr int size = Pack<Out>::size;
+#pragma unroll
+  for (int i = 0; i < kChunk / size; ++i) {
+    float part[size];
+#pragma unroll
+    for (int j = 0; j < size; ++j) part[j] = x[i * size + j];
+    Pack<Out> pack;
+    pack.pack(part);
+    const uint32_t words[4] = {pack.bits.x, pack.bits.y, pack.bits.z, pack.bits.w};
+    const int start = first + i * size;
+    store_codes<VECTORS, size, Out>(row + int64_t{start} * sizeof(Out), words, n - start);
+  }
+}
+
+template <typename Out, bool VECTORS>
+__global__ void __launch_bounds__(128) gather(const __grid_constant__ GatherParams p) {
+  const auto [token, unit] = p.spread.mine();
+  if (token >= p.spread.tokens || unit >= p.spread.units) return;
+  const int head = p.chunks(unit), heads = p.spread.units / p.chunks.divisor;
+  const int first = (unit - head * p.chunks.divisor) * kChunk;
+  const int entry = p.page(token);
+  const int64_t row = (int64_t{token} * heads + head) * p.size * static_cast<int>(sizeof(Out));
+  pdl_wait();
+  pdl_trigger();
+
+  int64_t sequence = 0;
+  bool present = entry < p.pages;
+  if (p.sequence) {
+    sequence = *p.sequence;
+    present = present && sequence >= 0 && sequence < p.sequence_count;
+  }
+  const int64_t block = present ? p.table[entry] : -1;
+  float key[kChunk] = {}, value[kChunk] = {};
+  if (block >= 0 && block < p.blocks) {
+    const int offset = token - entry * static_cast<int>(p.page.divisor);
+    const Place place{block, offset};
+    if (p.sequence && token >= p.finished) {
+      load_floats<VECTORS>(p.key.tail_stored, key, p.key.tail.at({sequence, offset}, head), first, p.size);
+    } else {
+      read_chunk<VECTORS>(p.key, key, place, head, first, p.size);
+    }
+    read_chunk<VECTORS>(p.value, value, place, head, first, p.size);
+  }
+  write_chunk<VECTORS, Out>(p.key_out + row, key, first, p.size);
+  write_chunk<VECTORS, Out>(p.value_out + row, value, first, p.size);
+}
+
+Stored stored_as(const TensorView& t) {
+  const DLDataType dtype = t.dtype();
+  if (same_dtype(dtype, kBFloat16)) return Stored::bf16;
+  if (same_dtype(dtype, kFloat16)) return Stored::fp16;
+  if (same_dtype(dtype, kFloat32)) return Stored::float32;
+  if (same_dtype(dtype, kFloat8E5M2)) return Stored::e5m2;
+  return same_dtype(dtype, kInt8) ? Stored::int8 : Stored::e4m3;
+}
+
+// Bytes of a chunk in the cache, of which no access is wider than 16.
+int access_bytes(Stored stored) {
+  return stored <= Stored::float32 ? 16 : stored == Stored::int4 ? kChunk / 2 : kChunk;
+}
+
+void gather_cache(TensorView key_out, TensorView value_out, TensorView key_cache, TensorView value_cache,
+                  TensorView block_table, AnyView length, OptionalTensor k_scale, OptionalTensor v_scale,
+                  OptionalTensor k_zero, OptionalTensor v_zero, OptionalTensor k_tail, OptionalTensor seq_ids) {
+  const Checks check("gather_cache");
+  const bool int4 = k_zero.has_value() || v_zero.has_value() || k_tail.has_value() || seq_ids.has_value();
+  const bool int8 = !int4 && same_dtype(key_cache.dtype(), kInt8);
+  if (int4) {
+    check_pair(check, key_cache, value_cache, {kUInt8});
+    check_int4(check, key_cache, {kBFloat16, kFloat16, kFloat32}, k_scale, k_zero, v_scale, v_zero, k_tail);
+    const int64_t one = 1;
+    check_given(check, "seq_ids", seq_ids);
+    check.dtype("seq_ids", *seq_ids, {kInt32});
+    check.rank("seq_ids", *seq_ids, 1, 1);
+    check.shape("seq_ids", *seq_ids, &one, 1);
+  } else if (int8) {
+    check_pair(check, key_cache, value_cache, {kInt8});
+    const int64_t of_tokens[3] = {key_cache.size(0), key_cache.size(1), key_cache.size(2)};
+    check_scales(check, kFloat32, of_tokens, {{"k_scale", k_scale}, {"v_scale", v_scale}});
+  } else {
+    check_pair(check, key_cache, value_cache, {kBFloat16, kFloat16, kFloat32, kFloat8E4M3, kFloat8E5M2, kUInt8});
+    for (const Named& one : {Named{"k_scale", k_scale}, Named{"v_scale", v_scale}}) {
+      if (one.tensor.has_value() && element_bytes(key_cache) != 1) {
+        check.fail(one.name, "None with a cache of values (nothing to scale)", "a tensor");
+      }
+      check_scale(check, one.name, one.tensor, key_cache.size(2));
+    }
+  }
+  check.dtype("block_table", block_table, {kInt32});
+  check.rank("block_table", block_table, 1, 1);
+  const int64_t tokens = check.integer("length", length, 0);
+  check_devices(check, "key_cache", key_cache,
+                {{"value_cache", value_cache},
+                 {"block_table", block_table},
+                 {"k_scale", k_scale},
+                 {"v_scale", v_scale},
+                 {"k_zero", k_zero},
+                 {"v_zero", v_zero},
+                 {"k_tail", k_tail},
+                 {"seq_ids", seq_ids}});
+  if (int4) require_int4_page(key_cache);
+  const int64_t heads = key_cache.size(2), size = key_cache.size(3) * (int4 ? 2 : 1);
+  if (tokens == 0 || heads == 0 || size == 0) return;
+  require_sizes(std::max(tokens, block_table.size(0)), heads, size, key_cache.size(1));
+
+  GatherParams p;
+  p.key.cache = cache_of(key_cache);
+  p.value.cache = cache_of(value_cache);
+  p.key.stored = p.value.stored = int4 ? Stored::int4 : stored_as(key_cache);
+  if (int4 || int8) {
+    p.key.scales = cache_of(*k_scale);
+    p.value.scales = cache_of(*v_scale);
+  } else {
+    p.key.fp8 = scale_of(k_scale);
+    p.value.fp8 = scale_of(v_scale);
+  }
+  if (int4) {
+    p.key.per_channel = true;
+    p.key.zeros = cache_of(*k_zero);
+    p.value.zeros = cache_of(*v_zero);
+    p.key.tail = cache_of(*k_tail);
+    p.key.tail_stored = stored_as(*k_tail);
+    p.sequence = reinterpret_cast<const int*>(address(seq_ids));
+    p.sequence_count = (*k_tail).size(0);
+    p.finished = static_cast<int>(tokens / kInt4Page * kInt4Page);
+  }
+  p.key_out = address(key_out);
+  p.value_out = address(value_out);
+  p.table = reinterpret_cast<const int*>(address(block_table));
+  p.blocks = key_cache.size(0);
+  p.pages = static_cast<int>(block_table.size(0));
+  p.page = FastDivision(static_cast<unsigned>(key_cache.size(1)));
+  p.chunks = FastDivision(static_cast<unsigned>((size + kChunk - 1) / kChunk));
+  p.size = static_cast<int>(size);
+  p.spread = Spread(static_cast<int>(tokens), static_cast<unsigned>(heads) * p.chunks.divisor, 128);
+  const int bytes = access_bytes(p.key.stored);
+  const bool vectors = size % kChunk == 0 && aligned(p.key.cache, bytes) && aligned(p.value.cache, bytes) &&
+                       (!int4 || aligned(p.key.tail, 16)) && aligned16(p.key_out) && aligned16(p.value_out);
+  const DeviceGuard guard(key_cache.device().device_id);
+  dispatch_float(key_out, [&](auto t) {
+    using Out = decltype(t);
+    launch_pdl(vectors ? gather<Out, true> : gather<Out, false>, p.spread.grid(), p.spread.block(), key_cache.device(),
+               p);
+  });
+}
+
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(gather_cache, gather_cache);
+
+}  // namespace kestrel::kvcache
