@@ -103,33 +103,36 @@ struct Shape {
 //
 // Blocks of the next launch come in early, as dependent launches may, and take places in which this launch's last
 // blocks would have stood; those then pile up where places come free first. So either both launches fit on the GPU side
-// by side, or the places are just enough for one. README.md has the figures of all shapes.
+// by side, or the places are just enough for one. results/h200_designs.json has what each shape took.
 template <typename O>
 Shape choose_shape(Params* p, DLDevice device) {
   const int pieces = ceil_div(p->half, O::frequencies);
   const int64_t sms = device_attribute(cudaDevAttrMultiProcessorCount, device.device_id);
   const int64_t all = int64_t{p->rows} * (p->query.count + p->key.count) * pieces;
   p->streamed = all * 32 > device_attribute(cudaDevAttrL2CacheSize, device.device_id) / 2;
-  p->prefetch = true;
+  p->prefetch = all <= 2048 * sms;
   if (all <= 200 * sms) return {1, 64};  // latency: many small blocks
-  // Whether an SM has places for its share of the blocks this many times.
-  const auto fits = [&](Shape shape, int registers, int times) {
+
+  // The share of the GPU's places that one launch takes. Registers are those of the kernels on Hopper, in eights.
+  constexpr bool wide = sizeof(typename O::T) == 4, wide_table = sizeof(typename O::W) == 4;
+  constexpr int of_two = wide ? 40 : wide_table ? 72 : 64, of_four = wide ? 64 : wide_table ? 128 : 96;
+  const auto share = [&](Shape shape) {
     const Layout layout(*p, pieces, shape.heads, shape.threads);
     const int warps = ceil_div(layout.block.x * layout.block.y * layout.block.z, 32);
-    return times * ceil_div(layout.blocks(), sms) <= 65536 / (registers * 32 * warps);
+    const int places = std::min(65536 / ((shape.heads == 2 ? of_two : of_four) * 32 * warps), 64 / warps);
+    return static_cast<float>(layout.blocks()) / static_cast<float>(places * sms);
   };
-  // Registers of the kernels on Hopper, in eights.
-  constexpr bool wide = sizeof(typename O::T) == 4, wide_table = sizeof(typename O::W) == 4;
-  constexpr int for_two = wide ? 40 : wide_table ? 72 : 64, for_four = wide ? 64 : wide_table ? 128 : 96;
-  constexpr Shape two{2, 256}, four{4, 128};
-  for (int times : {2, 1}) {
-    if (fits(two, for_two, times)) return two;
-    p->prefetch = false;
-    if (fits(four, for_four, times)) return four;
-    p->prefetch = true;
+  for (Shape shape : {Shape{2, 256}, Shape{4, 128}}) {
+    if (share(shape) <= 0.5f) return shape;
   }
-  p->prefetch = false;
-  return {2, 128};
+  Shape best{2, 128};
+  float most = 0.8f;
+  for (Shape shape : {Shape{2, 256}, Shape{4, 128}, Shape{4, 256}, Shape{2, 128}}) {
+    const float taken = share(shape);
+    if (taken > most && taken <= 1.f) most = taken, best = shape;
+  }
+  p->prefetch = p->prefetch && best.heads == 2;
+  return best;
 }
 
 template <typename O, int U>

@@ -81,8 +81,9 @@ def multimodal_rotary_embedding(
     interleaved: False (Qwen2-VL): the frequencies of time come first, then height, then width. True (Qwen3-VL): they
         alternate, time, height, width, and where height and width are used up the rest is time.
 
-    Returns None. The rotation runs in float32 and is rounded once. Raises TypeError for a wrong dtype or a missing
-    tensor, ValueError for a wrong shape, stride, range or device.
+    Returns None. The rotation runs in float32 and is rounded once; a row does not depend on the rows around it, bit for
+    bit. Raises TypeError for a wrong dtype or a missing tensor, ValueError for a wrong shape, stride, range or device,
+    and for a query or key whose elements share memory.
     Semantics: ``apply_multimodal_rotary_pos_emb`` of Qwen2-VL; Wang et al., arXiv 2409.12191.
 
     >>> import torch, kestrel_rope

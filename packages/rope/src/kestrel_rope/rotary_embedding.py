@@ -58,8 +58,9 @@ def rotary_embedding(
     rope_dim_offset: first rotated dim of a head. Dims outside offset .. offset + R stay untouched.
     inverse: rotate back, by the negative angle.
 
-    Returns None. The rotation runs in float32 and is rounded once. Raises TypeError for a wrong dtype or a missing
-    tensor, ValueError for a wrong shape, stride, range or device.
+    Returns None. The rotation runs in float32 and is rounded once; a row does not depend on the rows around it, bit for
+    bit. Raises TypeError for a wrong dtype or a missing tensor, ValueError for a wrong shape, stride, range or device,
+    and for a query or key whose elements share memory.
     Semantics: ``rotary_embedding`` of vLLM; Su et al., "RoFormer", arXiv 2104.09864.
 
     >>> import torch, kestrel_rope
