@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import kestrel_quant
 from kestrel_quant.fp8_quant import _fp8_quant, _fp8_quant_static
 from kestrel_quant.w4a16 import _w4a16_linear
-from kestrel_runtime import UnsupportedError
+from kestrel_runtime import Binary, UnsupportedError
 from kestrel_runtime.testing import OPCHECK_TESTS, BadInput, assert_rejects, opcheck
 
 F8 = torch.float8_e4m3fn
@@ -278,3 +278,116 @@ def test_public_functions_compile_into_one_graph() -> None:
         for got, expected in zip(compiled(x), everything(x), strict=True):
             assert torch.equal(got.float(), expected.float())
             assert got.stride() == expected.stride()
+
+
+# ---- the C++ entry points: the same refusals in the same words, the device last --------------------------------------
+
+KERNELS = ("fp8_quant", "fp8_dequant", "int8_quant", "int8_dequant", "int4_quant", "int4_dequant")
+ELSEWHERE = {
+    "no tensor", "None", "number as bound", "number as scale", "no scale", "bound elsewhere", "scale elsewhere",
+    # refused by the public function, which chooses between two entry points
+    "scale and bound", "scale and group", "scale, column-major", "unknown with scale", "flag as text",
+    # FP8 codes cross as bytes, and the dtype of a result as the result
+    "floats", "e5m2", "to integers", "to float64", "out of other dtype",
+}  # fmt: skip
+ENTRY_POINT_CASES = [
+    pytest.param(op, case, id=f"{op}-{case.name}")
+    for op in KERNELS
+    for case in BAD_INPUTS[op]
+    if case.name not in ELSEWHERE
+]
+
+
+def entry_point(op: str) -> Callable[..., None]:
+    """The entry point, called as the public op, with results of whatever shape: arguments are checked first."""
+    try:
+        function = Binary("kestrel_quant").function(op)
+    except UnsupportedError as error:
+        pytest.skip(str(error))
+    static = Binary("kestrel_quant").fp8_quant_static
+
+    def fp8_quant(
+        x: Any,
+        scale: Any = None,
+        *,
+        granularity: Any = "row",
+        group_size: Any = 128,
+        scale_ub: Any = None,
+        column_major_scales: bool = False,
+    ) -> None:
+        q = torch.empty(x.shape, dtype=torch.uint8)
+        if scale is not None:
+            return static(q, x, scale)
+        shape = (1,) if granularity == "tensor" else (len(x), 1)
+        return function(q, torch.empty(shape), None, x, granularity, group_size, scale_ub, column_major_scales)
+
+    def dequant(q: Any, scale: Any, *, group_size: Any = 128, out: Any = None) -> None:
+        q = q.view(torch.uint8) if q.dtype == torch.float8_e4m3fn else q
+        width = q.shape[-1] * (2 if op == "int4_dequant" else 1)
+        out = torch.empty(*q.shape[:-1], width) if out is None else out
+        function(out, q, scale, *(() if op == "int8_dequant" else (group_size,)))
+
+    return {
+        "fp8_quant": fp8_quant,
+        "int8_quant": lambda x, granularity="row": function(
+            torch.empty(x.shape, dtype=torch.int8), torch.empty(len(x), 1), None, x, granularity
+        ),
+        "int4_quant": lambda x, group_size=128: function(
+            torch.empty(len(x), x.shape[-1] // 2, dtype=torch.uint8), torch.empty(len(x), 1), x, group_size
+        ),
+    }.get(op, dequant)
+
+
+@pytest.mark.parametrize(("op", "case"), ENTRY_POINT_CASES)
+def test_entry_point_refuses_in_the_same_words(op: str, case: BadInput) -> None:
+    function = entry_point(op)
+    assert_rejects(function, case, op)
+    args, kwargs = case.make()
+    with pytest.raises(case.error) as ours:
+        getattr(kestrel_quant, op)(*args, **kwargs)
+    with pytest.raises(case.error) as theirs:
+        function(*args, **kwargs)
+    assert str(theirs.value) == str(ours.value)
+
+
+def good_call(op: str) -> tuple[torch.Tensor, ...]:
+    x = torch.linspace(-3, 3, 36).view(3, 12)
+    return (x,) if op.endswith("_quant") else getattr(kestrel_quant, op.replace("dequant", "quant"))(x)
+
+
+@pytest.mark.parametrize("op", KERNELS)
+def test_entry_point_checks_the_device_last(op: str) -> None:
+    function, args = entry_point(op), good_call(op)
+    with pytest.raises(ValueError, match=rf"{op}: argument '[xq]': expected a CUDA tensor, got cpu"):
+        function(*args)
+
+
+@pytest.mark.parametrize("op", [op for op in KERNELS if op.endswith("_quant")])
+def test_results_of_a_wrong_shape_dtype_or_stride_are_refused(op: str) -> None:
+    """They are never the caller's, but nothing may be written past an end."""
+    entry_point(op)
+    function = Binary("kestrel_quant").function(op)
+    dtype, columns = (torch.int8 if op == "int8_quant" else torch.uint8), 6 if op == "int4_quant" else 12
+    q, scale, x = torch.empty(3, columns, dtype=dtype), torch.empty(3, 1), torch.ones(3, 12)
+
+    def call(q: torch.Tensor, scale: torch.Tensor) -> None:
+        slots, rest = ((), (128,)) if op == "int4_quant" else ((None,), ("row",))
+        function(q, scale, *slots, x, *rest, *((128, None, False) if op == "fp8_quant" else ()))
+
+    wrong = {
+        "q": [(q[:2], scale), (q[:, :-1], scale), (q.half(), scale), (q.t().contiguous().t(), scale)],
+        "scale": [(q, scale[:2]), (q, scale.view(-1)), (q, scale.double()), (q, torch.empty(3, 2)[:, :1])],
+    }
+    for name, calls in wrong.items():
+        for arguments in calls:
+            with pytest.raises((ValueError, TypeError), match=f"{op}: argument '{name}': expected .+, got .+"):
+                call(*arguments)
+
+
+def test_out_that_shares_memory_with_itself_is_refused() -> None:
+    q, scale = kestrel_quant.int8_quant(torch.ones(3, 12))
+    case = BadInput(
+        "one row for all", "out", lambda: ((q, scale), {"out": torch.empty(1, 12).bfloat16().expand(3, 12)})
+    )
+    assert_rejects(kestrel_quant.int8_dequant, case)
+    assert_rejects(entry_point("int8_dequant"), case, "int8_dequant")

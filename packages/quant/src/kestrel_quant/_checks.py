@@ -39,4 +39,5 @@ def check_result(
     if out is not None:
         check.tensor(op, "out", out, dtype=dtype, last_contiguous=True)
         check.shape(op, "out", out, tuple(shape))
+        check.disjoint(op, "out", out)
         check.same(op, "device", q=like, out=out)

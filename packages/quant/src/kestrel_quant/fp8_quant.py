@@ -10,6 +10,7 @@ from kestrel_runtime import check, kernel_op
 
 from . import reference
 from ._checks import check_codes, check_input, check_result, check_scale
+from ._launch import groups_of, kernels, result, slots
 
 _GRANULARITIES = ("row", "tensor", "group")
 
@@ -80,11 +81,23 @@ def _check_fp8_quant(
         check.fail(op, "column_major_scales", "False unless granularity is 'group'", True)
 
 
-@kernel_op(reference=reference.fp8_quant, check=_check_fp8_quant)
+@kernel_op(reference=reference.fp8_quant, check=_check_fp8_quant, kernel="cuda")
 def _fp8_quant(
     x: torch.Tensor, granularity: str, group_size: int, scale_ub: torch.Tensor | None, column_major_scales: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Dynamic scales; column-major ones as the buffer behind them, [groups, T rounded up to 4]."""
+    rows, columns = x.shape
+    q = torch.empty((rows, columns), dtype=torch.uint8, device=x.device)
+    shape: tuple[int, ...] = (rows, 1)
+    if granularity == "tensor":
+        shape = (1,)
+    elif granularity == "group":
+        groups = groups_of(columns, group_size)
+        shape = (groups, -(-rows // 4) * 4) if column_major_scales else (rows, groups)
+    scale = torch.empty(shape, dtype=torch.float32, device=x.device)
+    maxima = slots(x) if granularity == "tensor" else None
+    kernels.fp8_quant(q, scale, maxima, x, granularity, group_size, scale_ub, column_major_scales)
+    return q.view(torch.float8_e4m3fn), scale
 
 
 def _check_fp8_quant_static(x: torch.Tensor, scale: torch.Tensor) -> None:
@@ -95,9 +108,12 @@ def _check_fp8_quant_static(x: torch.Tensor, scale: torch.Tensor) -> None:
     check.same(op, "device", x=x, scale=scale)
 
 
-@kernel_op(reference=reference.fp8_quant_static, check=_check_fp8_quant_static)
+@kernel_op(reference=reference.fp8_quant_static, check=_check_fp8_quant_static, kernel="cuda")
 def _fp8_quant_static(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """A given scale, [1] or [T, 1]."""
+    q = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
+    kernels.fp8_quant_static(q, x, scale)
+    return q.view(torch.float8_e4m3fn)
 
 
 def _check_fp8_dequant(
@@ -114,7 +130,7 @@ def _check_fp8_dequant(
     check_result(op, dtype, out, q.shape, q)
 
 
-@kernel_op(reference=reference.fp8_dequant, check=_check_fp8_dequant)
+@kernel_op(reference=reference.fp8_dequant, check=_check_fp8_dequant, kernel="cuda")
 def fp8_dequant(
     q: torch.Tensor,
     scale: torch.Tensor,
@@ -135,3 +151,8 @@ def fp8_dequant(
     >>> fp8_dequant(q, torch.tensor([[0.5]]), dtype=torch.float32).tolist()
     [[0.5, -224.0]]
     """
+    if q.dtype != torch.float8_e4m3fn:
+        raise TypeError("q")  # the check that follows finds the words
+    out = result(out, q.shape, dtype, q)
+    kernels.fp8_dequant(out, q.view(torch.uint8), scale, group_size)
+    return out

@@ -8,6 +8,7 @@ from kestrel_runtime import check, kernel_op
 
 from . import reference
 from ._checks import check_codes, check_input, check_result
+from ._launch import groups_of, kernels, result
 
 
 def _check_int4_quant(x: torch.Tensor, group_size: int = 128) -> None:
@@ -18,7 +19,7 @@ def _check_int4_quant(x: torch.Tensor, group_size: int = 128) -> None:
     check.number(op, "group_size", group_size, integer=True, minimum=1)
 
 
-@kernel_op(reference=reference.int4_quant, check=_check_int4_quant)
+@kernel_op(reference=reference.int4_quant, check=_check_int4_quant, kernel="cuda")
 def int4_quant(x: torch.Tensor, *, group_size: int = 128) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantise to INT4, symmetric, rounding half to even: ``x ≈ code * scale``.
 
@@ -37,6 +38,11 @@ def int4_quant(x: torch.Tensor, *, group_size: int = 128) -> tuple[torch.Tensor,
     >>> q.tolist(), scale.tolist()
     ([[231, 112]], [[1.0, 2.0]])
     """
+    rows, columns = x.shape
+    q = torch.empty((rows, columns // 2), dtype=torch.uint8, device=x.device)
+    scale = torch.empty((rows, groups_of(columns, group_size)), dtype=torch.float32, device=x.device)
+    kernels.int4_quant(q, scale, x, group_size)
+    return q, scale
 
 
 def _check_int4_dequant(
@@ -56,7 +62,7 @@ def _check_int4_dequant(
     check_result(op, dtype, out, (rows, columns), q)
 
 
-@kernel_op(reference=reference.int4_dequant, check=_check_int4_dequant)
+@kernel_op(reference=reference.int4_dequant, check=_check_int4_dequant, kernel="cuda")
 def int4_dequant(
     q: torch.Tensor,
     scale: torch.Tensor,
@@ -78,3 +84,6 @@ def int4_dequant(
     >>> int4_dequant(q, torch.tensor([[0.5]]), dtype=torch.float32).tolist()
     [[3.5, -1.0, 0.0, 1.0]]
     """
+    out = result(out, (q.shape[0], 2 * q.shape[1]), dtype, q)
+    kernels.int4_dequant(out, q, scale, group_size)
+    return out

@@ -8,6 +8,7 @@ from kestrel_runtime import check, kernel_op
 
 from . import reference
 from ._checks import check_codes, check_input, check_result, check_scale
+from ._launch import kernels, result, slots
 
 
 def _check_int8_quant(x: torch.Tensor, granularity: str = "row") -> None:
@@ -16,7 +17,7 @@ def _check_int8_quant(x: torch.Tensor, granularity: str = "row") -> None:
     check.choice(op, "granularity", granularity, ("row", "tensor"))
 
 
-@kernel_op(reference=reference.int8_quant, check=_check_int8_quant)
+@kernel_op(reference=reference.int8_quant, check=_check_int8_quant, kernel="cuda")
 def int8_quant(x: torch.Tensor, *, granularity: str = "row") -> tuple[torch.Tensor, torch.Tensor]:
     """Quantise to INT8, symmetric, rounding half to even: ``x ≈ q * scale``.
 
@@ -33,6 +34,11 @@ def int8_quant(x: torch.Tensor, *, granularity: str = "row") -> tuple[torch.Tens
     >>> q.tolist(), scale.tolist()
     ([[127, -64, 0, 2]], [[2.0]])
     """
+    per_tensor = granularity == "tensor"
+    q = torch.empty(x.shape, dtype=torch.int8, device=x.device)
+    scale = torch.empty((1,) if per_tensor else (x.shape[0], 1), dtype=torch.float32, device=x.device)
+    kernels.int8_quant(q, scale, slots(x) if per_tensor else None, x, granularity)
+    return q, scale
 
 
 def _check_int8_dequant(
@@ -47,7 +53,7 @@ def _check_int8_dequant(
     check_result(op, dtype, out, q.shape, q)
 
 
-@kernel_op(reference=reference.int8_dequant, check=_check_int8_dequant)
+@kernel_op(reference=reference.int8_dequant, check=_check_int8_dequant, kernel="cuda")
 def int8_dequant(
     q: torch.Tensor,
     scale: torch.Tensor,
@@ -66,3 +72,6 @@ def int8_dequant(
     >>> int8_dequant(torch.tensor([[127, -64]], dtype=torch.int8), torch.tensor([2.0]), dtype=torch.float32).tolist()
     [[254.0, -128.0]]
     """
+    out = result(out, q.shape, dtype, q)
+    kernels.int8_dequant(out, q, scale)
+    return out

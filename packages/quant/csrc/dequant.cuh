@@ -1,0 +1,73 @@
+// Codes to numbers: code * scale in float32, rounded once.
+//
+// clang-format off
+// Must move:  codes and scales in, values out: 3 bytes per bf16 element for FP8 and INT8, 2.5 for INT4; two to four operations per
+//             element, so memory decides: 4.3 TB/s.
+// Split:      a team of 1 to 32 lanes of a warp per group of columns, or per piece of a row where groups do not cut it; a thread
+//             writes packs of 16 bytes.
+// PDL:        everything is read after the wait; before it the first blocks bring their codes into L2.
+// Measured:   results/, README.md.
+// clang-format on
+#pragma once
+
+#include "codes.cuh"
+
+namespace kestrel::quant {
+
+// A team of p.lanes lanes of a warp per segment, which has one scale, of at most V packs of results per lane.
+template <typename C, typename T, int V>
+__global__ void __launch_bounds__(256) dequant_segments(const __grid_constant__ Params p) {
+  constexpr int size = Pack<T>::size, bytes = kCodeBytes<C, T>;
+  const int lane = threadIdx.x & (p.lanes - 1), lanes = p.lanes;
+  Segment<C, T> segment(p, blockIdx.x * (blockDim.x / lanes) + threadIdx.x / lanes, lane);
+  if (blockIdx.x < p.prefetch) prefetch<V>(segment.codes, bytes, size, lane, lanes, segment.count);
+  segment.pin();
+  pdl_wait();
+  pdl_trigger();
+
+  uint2 held[V];
+#pragma unroll
+  for (int v = 0; v < V; ++v) {
+    if (v * lanes * size < segment.count) held[v] = load_codes<bytes>(segment.codes + v * lanes * bytes);
+  }
+  const float scale = segment.count > 0 ? *segment.scale : 1.f;
+#pragma unroll
+  for (int v = 0; v < V; ++v) {
+    if (v * lanes * size >= segment.count) break;
+    float x[size];
+    C::decode(held[v], x);
+#pragma unroll
+    for (int i = 0; i < size; ++i) x[i] *= scale;
+    Pack<T> result;
+    result.pack(x);
+    char* at = segment.values + v * lanes * 16;
+    p.streamed ? store16_streamed(at, result.bits) : store16(at, result.bits);
+  }
+}
+
+// The same where rows are not whole, aligned packs, or groups of columns do not hold whole packs: element by element.
+template <typename C, typename T>
+__global__ void __launch_bounds__(256) dequant_elements(const __grid_constant__ Params p) {
+  const int lane = threadIdx.x & (p.lanes - 1);
+  const unsigned number = blockIdx.x * (blockDim.x / p.lanes) + threadIdx.x / p.lanes;
+  const Segment<C, T> segment(p, number, 0);
+  const unsigned char* codes = reinterpret_cast<const unsigned char*>(segment.codes);
+  T* values = reinterpret_cast<T*>(segment.values);
+  const unsigned first = (number - segment.row * p.per_row) * p.length;  // column; only where groups cut a row
+  pdl_wait();
+  pdl_trigger();
+
+#pragma unroll 4
+  for (int byte = lane; byte < segment.count / C::per_byte; byte += p.lanes) {
+    const unsigned code = codes[byte];
+#pragma unroll
+    for (int j = 0; j < C::per_byte; ++j) {
+      const int i = byte * C::per_byte + j;
+      const unsigned group = p.group > 0 ? (first + i) / p.group : 0;
+      const float scale = p.scales[segment.row * p.scale_row + group * p.scale_segment];
+      values[i] = from_float<T>(C::number(code, j) * scale);
+    }
+  }
+}
+
+}  // namespace kestrel::quant

@@ -1,0 +1,125 @@
+// Quantisation of a whole tensor with one computed scale, in one launch.
+//
+// clang-format off
+// Computes:   scale = f(largest finite magnitude of all elements); code = round(x / scale), bit for bit the reference's.
+// Must move:  x in and codes out once each, 3 bytes per bf16 element, where x fits into registers (15 MB on an H200); beyond that the
+//             rest is read a second time, the last part of it from L2.
+// Split:      the tensor is cut into pieces that a warp holds; warps take them in turn. One block where that is enough, else one
+//             cluster, else as many blocks as the GPU holds at once.
+// Barrier:    between the maximum and the codes stands a barrier over the grid. All blocks must be resident: the hardware promises it
+//             for a cluster, a cooperative launch for a grid, whatever else runs. With programmatic dependent launch too: the kernel
+//             before has started all its blocks when it lets this one in, so it ends without waiting for this one's, and the kernel
+//             after is let in when all blocks here run. Maxima go through shared memory of the cluster, or through memory that the
+//             call allocated and that is written before it is read: nothing needs zeroing, and no state outlives a launch.
+// PDL:        as in quant_segments.cuh.
+// Measured:   results/, README.md.
+// clang-format on
+#pragma once
+
+#include <cooperative_groups.h>
+
+#include "codes.cuh"
+
+namespace kestrel::quant {
+
+constexpr int kTensorWarps = 14;  // of a block
+constexpr int kHeld = 2;          // segments that a warp keeps in registers
+constexpr int kTensorPacks = 4;   // of a segment, per lane
+
+// The maximum of all blocks from each block's: over a cluster through its shared memory, else through p.slots, a float
+// per block of memory that need not hold anything before. The barrier between writing and reading is that of the
+// hardware or of a cooperative launch, so nothing has to be zeroed and nothing is shared with another launch.
+__device__ __forceinline__ float grid_amax(float amax, const Params& p, float* memory, const TeamMaximum& block_amax) {
+  namespace cg = cooperative_groups;
+  if (p.cluster) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    const cg::cluster_group cluster = cg::this_cluster();
+    if (threadIdx.x < gridDim.x) *cluster.map_shared_rank(memory + blockIdx.x, threadIdx.x) = amax;
+    cluster.sync();
+    amax = threadIdx.x < gridDim.x ? memory[threadIdx.x] : 0.f;
+#endif
+  } else {
+    if (threadIdx.x == 0) __stcg(p.slots + blockIdx.x, amax);
+    cg::this_grid().sync();
+    for (int i = threadIdx.x; i < gridDim.x; i += blockDim.x) amax = fmaxf(amax, __ldcg(p.slots + i));
+  }
+  return block_amax(amax);
+}
+
+// Warps take segments in turn.
+template <typename C, typename T, bool VECTORS>
+__global__ void __launch_bounds__(kTensorWarps * 32, 2) quant_tensor(const __grid_constant__ Params p) {
+  __shared__ float memory[3][32];
+  constexpr int V = kTensorPacks;
+  using Piece = Segment<C, T>;
+  const int lane = threadIdx.x & 31, piece_lane = VECTORS ? lane : 0;
+  const unsigned first = (threadIdx.x >> 5) * gridDim.x + blockIdx.x, step = kTensorWarps * gridDim.x;
+  const unsigned rest = first + (VECTORS ? kHeld : 0) * step;
+  const unsigned rounds = rest < p.segments ? (p.segments - rest - 1) / step + 1 : 0;
+  const TeamMaximum block_amax(memory[0], 0, threadIdx.x, blockDim.x), again(memory[1], 0, threadIdx.x, blockDim.x);
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  if (p.cluster) cooperative_groups::this_cluster().sync();  // its shared memory is there
+#endif
+  Held<T, V> held[kHeld];
+  float largest = 0.f, amax = 0.f;  // largest: of what is held
+  if (VECTORS && p.prefetch > 0) {
+#pragma unroll
+    for (int h = 0; h < kHeld; ++h) {
+      const Piece piece(p, first + h * step, lane);
+      prefetch<V>(piece.values, 16, Pack<T>::size, lane, 32, piece.count);
+    }
+  }
+  pdl_wait();
+  pdl_trigger();
+
+  if constexpr (VECTORS) {
+#pragma unroll
+    for (int h = 0; h < kHeld; ++h) {
+      const Piece piece(p, first + h * step, lane);
+      held[h].load(piece.values, 32, piece.count);
+    }
+#pragma unroll
+    for (int h = 0; h < kHeld; ++h) {
+      const Piece piece(p, first + h * step, lane);
+      const float here = held[h].largest();
+      amax = fmaxf(amax, held[h].amax(here, piece.values, 32, piece.count));
+      asm("max.NaN.f32 %0, %0, %1;" : "+f"(largest) : "f"(here));
+    }
+  }
+  for (unsigned i = 0; i < rounds; ++i) {
+    const Piece piece(p, rest + i * step, piece_lane);
+    if constexpr (VECTORS) {
+      Held<T, V> more;
+      more.load(piece.values, 32, piece.count);
+      amax = fmaxf(amax, more.amax(more.largest(), piece.values, 32, piece.count));
+    } else {
+      const T* values = reinterpret_cast<const T*>(piece.values);
+#pragma unroll 4
+      for (int j = lane; j < piece.count; j += 32) amax = fmaxf(amax, finite_magnitude(to_float(values[j])));
+    }
+  }
+
+  amax = block_amax(amax);
+  if (gridDim.x > 1) amax = grid_amax(amax, p, memory[2], again);
+  const float scale = C::scale(amax, p.bound);
+  if (blockIdx.x == 0 && threadIdx.x == 0) *p.scales = scale;
+  const Divisor by(scale);
+
+  if constexpr (VECTORS) {
+#pragma unroll
+    for (int h = 0; h < kHeld; ++h) encode(held[h], largest, by, Piece(p, first + h * step, lane), 32, p.streamed);
+  }
+  for (unsigned i = rounds; i-- > 0;) {  // what was read last is still in L2
+    const Piece piece(p, rest + i * step, piece_lane);
+    if constexpr (VECTORS) {
+      Held<T, V> more;
+      more.load(piece.values, 32, piece.count);
+      encode(more, more.largest(), by, piece, 32, p.streamed);
+    } else {
+      const T* values = reinterpret_cast<const T*>(piece.values);
+      for (int j = lane; j < piece.count; j += 32) piece.codes[j] = encode_byte<C>(values + j, scale, scale);
+    }
+  }
+}
+
+}  // namespace kestrel::quant
