@@ -48,15 +48,16 @@ struct Alignment {
 
 // 32-bit words of shared memory.
 __host__ __device__ inline int64_t align_words(const Alignment& a) {
-  return 2 + 32 + int64_t{a.warps} * (a.experts + 1) + int64_t{a.cluster} * a.experts + 4 * (int64_t{a.experts} + 1) +
-         (a.staged ? a.own : 0);
+  const int64_t experts = a.experts;
+  return 2 + 64 + a.warps * (experts + 1) + (a.cluster > 1 ? a.cluster * experts : 0) + 4 * (experts + 1) +
+         (a.staged ? experts + a.own : 0);
 }
 
 struct AlignMemory {
   uint64_t* box;      // of the other blocks' totals
-  unsigned* partial;  // [32]
+  unsigned* partial;  // [2][32]
   unsigned* counts;   // [warps][experts + 1], the last for dropped pairs
-  unsigned* totals;   // [cluster][experts]: of every thread block
+  unsigned* totals;   // [cluster][experts]: of every thread block; no cluster: none
   unsigned* size;     // [experts]: pairs of each expert
   unsigned* start;    // [experts + 1]: block where each expert starts
   int* name;          // [experts]: of each expert here
@@ -67,14 +68,14 @@ struct AlignMemory {
   __device__ __forceinline__ AlignMemory(const Alignment& a, unsigned* p) {
     box = reinterpret_cast<uint64_t*>(p);
     partial = p + 2;
-    counts = partial + 32;
+    counts = partial + 64;
     totals = counts + a.warps * (a.experts + 1);
-    size = totals + a.cluster * a.experts;
+    size = totals + (a.cluster > 1 ? a.cluster * a.experts : 0);
     start = size + a.experts;
     name = reinterpret_cast<int*>(start + a.experts + 1);
     place = name + a.experts;
-    local = totals;  // this thread's totals are read before it writes here
-    staged = reinterpret_cast<unsigned*>(place + a.experts + 1);
+    local = reinterpret_cast<unsigned*>(place + a.experts + 1);
+    staged = local + a.experts;
   }
 };
 
@@ -96,15 +97,16 @@ __device__ __forceinline__ void fill_with_padding(const Alignment& a) {
   for (int64_t i = 4 * packs + thread; i < a.slots; i += threads) a.sorted[i] = a.pairs;
 }
 
-// The lanes whose value is the same, for values below 2^bits. (match.any takes some hundred cycles per SM.)
+// The lanes whose value is the same, for values below 2^bits, bits <= 16.
 __device__ __forceinline__ unsigned lanes_with(unsigned value, int bits) {
-  unsigned same = 0xffffffffu;
-  for (int b = 0; b < bits; ++b) {
-    const bool set = value >> b & 1;
-    const unsigned lanes = __ballot_sync(0xffffffffu, set);
-    same &= set ? lanes : ~lanes;
+  unsigned differ = 0;
+#pragma unroll
+  for (int b = 0; b < 16; ++b) {
+    if (b >= bits) break;
+    const unsigned lanes = __ballot_sync(0xffffffffu, value & 1u << b);
+    differ |= lanes ^ (value & 1u << b ? 0xffffffffu : 0u);
   }
-  return same;
+  return ~differ;
 }
 
 // Each lane's pair becomes the next of its expert in this warp's row of counters, in the order of lanes.
@@ -126,25 +128,30 @@ __device__ __forceinline__ unsigned inclusive_sum(unsigned v) {
   return v;
 }
 
-// The sum of v over the threads before this one, of which the first `count` have one; adds all to *total.
-__device__ __forceinline__ unsigned exclusive_sum(unsigned v, int count, unsigned* partial, unsigned* total) {
+// The sum of v over the threads before this one, of which the first `count` have one; adds all to *total. Two calls in
+// a row take different halves of `partial`: `half` changes with every call.
+__device__ __forceinline__ unsigned exclusive_sum(unsigned v, int count, unsigned* partial, int* half,
+                                                  unsigned* total) {
   const int warp = threadIdx.x / 32, warps = (min(count, static_cast<int>(blockDim.x)) + 31) / 32;
+  unsigned* sums = partial + *half;
+  *half ^= 32;
   const unsigned through = inclusive_sum(v);
-  if (threadIdx.x % 32 == 31) partial[warp] = through;
+  if (threadIdx.x % 32 == 31) sums[warp] = through;
   __syncthreads();
   unsigned before = *total + through - v;
+#pragma unroll 4
   for (int w = 0; w < warps; ++w) {
-    const unsigned n = partial[w];
+    const unsigned n = sums[w];
     if (w < warp) before += n;
     *total += n;
   }
-  __syncthreads();
   return before;
 }
 
 // expert_at(pair): the expert of a pair of this block, any number outside 0..experts-1 to drop it.
-// ROUNDS of 32 pairs stay in registers; a longer run is ranked again where its pairs are written.
-template <int ROUNDS, typename F>
+// ROUNDS of 32 pairs stay in registers; a run is no longer than that, or, LONG, is ranked again where its pairs are
+// written.
+template <int ROUNDS, bool LONG, typename F>
 __device__ __forceinline__ void align_pairs(const Alignment& a, const AlignMemory& m, unsigned rank, F expert_at) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, experts = a.experts;
   const int origin = static_cast<int>(rank) * a.own, end = min(origin + a.own, a.pairs);
@@ -174,15 +181,20 @@ __device__ __forceinline__ void align_pairs(const Alignment& a, const AlignMemor
       if (done + 32 * i >= run) break;
       if (expert[i] == experts) continue;
       const unsigned n = nth[i] + (within ? row[expert[i]] : 0);
-      const int pair = first + done + 32 * i, place = m.place[expert[i]];
+      const int pair = first + done + 32 * i;
       if (a.staged) {
         m.staged[m.local[expert[i]] + n] = static_cast<unsigned>(expert[i]) << 16 | (pair - origin);
-      } else if (place != NOWHERE) {
-        a.sorted[place + n] = pair;
+      } else {
+        const int place = m.place[expert[i]];
+        if (place != NOWHERE) a.sorted[place + n] = pair;
       }
     }
   };
-  for (int done = 0; done < run; done += 32 * ROUNDS) take(done);
+  if constexpr (LONG) {
+    for (int done = 0; done < run; done += 32 * ROUNDS) take(done);
+  } else {
+    take(0);
+  }
   if (a.cluster > 1) cluster_ready();
   __syncthreads();
 
@@ -190,47 +202,58 @@ __device__ __forceinline__ void align_pairs(const Alignment& a, const AlignMemor
 #pragma unroll 1
   for (int e = threadIdx.x; e < experts; e += blockDim.x) {
     unsigned sum = 0;
-#pragma unroll 8
+#pragma unroll 16
     for (int w = 0; w < a.warps; ++w) {
       unsigned* count = m.counts + w * (experts + 1) + e;
       const unsigned n = *count;
       *count = sum;
       sum += n;
     }
-    if (a.cluster == 1) {
-      m.totals[e] = sum;
-    } else {
-#pragma unroll 4
-      for (int to = 0; to < a.cluster; ++to) send(to, m.totals + rank * experts + e, sum, m.box);
-    }
+    m.size[e] = sum;
     m.name[e] = a.expert_map ? a.expert_map[e] : e;
   }
-  if (a.cluster > 1) receive(m.box);
+  const int block_warps = blockDim.x / 32;
+  int half = 0;
+  unsigned staged = 0;
+  if (a.cluster > 1) {
+    __syncthreads();
+    for (int to = warp; to < a.cluster; to += block_warps) {
+#pragma unroll 1
+      for (int e = lane; e < experts; e += 32) send(to, m.totals + rank * experts + e, m.size[e], m.box);
+    }
+    if (a.staged) {  // while they travel
+#pragma unroll 1
+      for (int base = 0; base < experts; base += blockDim.x) {
+        const int e = base + threadIdx.x;
+        const unsigned local = exclusive_sum(e < experts ? m.size[e] : 0, experts - base, m.partial, &half, &staged);
+        if (e < experts) m.local[e] = local;
+      }
+    }
+    receive(m.box);
+  }
 
   // Every thread has an expert: its pairs, its blocks, and the blocks of the experts before.
-  unsigned all = 0, staged = 0;
+  unsigned all = 0;
 #pragma unroll 1
   for (int base = 0; base < experts; base += blockDim.x) {
     const int e = base + threadIdx.x;
-    unsigned total = 0, before = 0, own = 0, blocks = 0;
+    unsigned total = 0, before = 0, blocks = 0;
     if (e < experts) {
-#pragma unroll 4
-      for (int from = 0; from < a.cluster; ++from) {
+      if (a.cluster == 1) total = m.size[e];
+#pragma unroll 8
+      for (int from = 0; a.cluster > 1 && from < a.cluster; ++from) {
         const unsigned n = m.totals[from * experts + e];
         if (from < static_cast<int>(rank)) before += n;
-        if (from == static_cast<int>(rank)) own = n;
         total += n;
       }
       blocks = m.name[e] < 0 ? 0 : a.block_size.quotient(total + a.block_size.value - 1);
     }
-    const unsigned start = exclusive_sum(blocks, experts - base, m.partial, &all);
-    const unsigned local = a.staged ? exclusive_sum(own, experts - base, m.partial, &staged) : 0;
+    const unsigned start = exclusive_sum(blocks, experts - base, m.partial, &half, &all);
     if (e < experts) {
       m.size[e] = total;
       m.start[e] = start;
-      m.local[e] = local;
       const int slot = static_cast<int>(start * a.block_size.value + before);
-      m.place[e] = m.name[e] < 0 ? NOWHERE : a.staged ? slot - static_cast<int>(local) : slot;
+      m.place[e] = m.name[e] < 0 ? NOWHERE : a.staged ? slot - static_cast<int>(m.local[e]) : slot;
     }
   }
   if (threadIdx.x == 0) m.start[experts] = all;
@@ -238,7 +261,7 @@ __device__ __forceinline__ void align_pairs(const Alignment& a, const AlignMemor
   const int64_t length = static_cast<int64_t>(all) * a.block_size.value;
   if (rank == 0 && threadIdx.x == 0) *a.length = static_cast<int>(length);
 
-  if (a.run <= 32 * ROUNDS) {
+  if (!LONG || a.run <= 32 * ROUNDS) {
     put(0, true);
   } else {
     for (int done = 0; done < run; done += 32 * ROUNDS) {
@@ -255,28 +278,34 @@ __device__ __forceinline__ void align_pairs(const Alignment& a, const AlignMemor
     }
   }
 
-  const int64_t thread = static_cast<int64_t>(rank) * blockDim.x + threadIdx.x, threads = a.cluster * blockDim.x;
-  for (int64_t b = thread; b < a.blocks; b += threads) {
-    int e = -1;
-    if (b < all) {  // the last expert that starts here or before
-      e = 0;
-      for (int step = 1 << (bits - 1); step > 0; step >>= 1) {
-        if (e + step < experts && m.start[e + step] <= b) e += step;
+  if (a.cluster == 1) {
+    // The last threads, which have fewer pairs than the first, name the blocks' experts.
+    for (int64_t b = blockDim.x - 1 - threadIdx.x; b < a.blocks; b += blockDim.x) {
+      int e = -1;
+      if (b < all) {  // the last expert that starts here or before
+        e = 0;
+        for (int step = 1 << (bits - 1); step > 0; step >>= 1) {
+          if (e + step < experts && m.start[e + step] <= b) e += step;
+        }
+        e = m.name[e];
       }
-      e = m.name[e];
+      a.experts_of[b] = e;
     }
-    a.experts_of[b] = e;
+    return;
   }
-  if (a.cluster > 1) {  // what fill_with_padding() does otherwise
-    const int64_t places = static_cast<int64_t>(experts) * a.block_size.value;
-    for (int64_t i = thread; i < places; i += threads) {
-      const unsigned e = a.block_size.quotient(static_cast<unsigned>(i));
-      const unsigned slot =
-          m.start[e] * a.block_size.value + m.size[e] + static_cast<unsigned>(i) - e * a.block_size.value;
-      if (slot < m.start[e + 1] * a.block_size.value) a.sorted[slot] = a.pairs;
-    }
-    for (int64_t slot = length + thread; slot < a.slots; slot += threads) a.sorted[slot] = a.pairs;
+  // A warp of the cluster for each expert: its name for its blocks, and the padding of the last of them.
+  for (int e = rank * block_warps + warp; e < experts; e += a.cluster * block_warps) {
+    const unsigned from = m.start[e], to = m.start[e + 1];
+    if (from == to) continue;
+    const int name = m.name[e];
+    for (unsigned b = from + lane; b < to; b += 32) a.experts_of[b] = name;
+    const unsigned last = to * a.block_size.value;
+    for (unsigned slot = from * a.block_size.value + m.size[e] + lane; slot < last; slot += 32)
+      a.sorted[slot] = a.pairs;
   }
+  const int64_t thread = static_cast<int64_t>(rank) * blockDim.x + threadIdx.x, threads = a.cluster * blockDim.x;
+  for (int64_t slot = length + thread; slot < a.slots; slot += threads) a.sorted[slot] = a.pairs;
+  for (int64_t b = all + thread; b < a.blocks; b += threads) a.experts_of[b] = -1;
 }
 
 }  // namespace kestrel::moe

@@ -4,8 +4,8 @@
 // 4.3 TB/s); what counts is the chain count - scan - scatter with its barriers, and beyond some thousand pairs the
 // scattered 4-byte stores, of which one SM issues few per cycle.
 //
-// Work: one block for few pairs, else a cluster of eight (before sm_90 always one block); align.cuh has the algorithm.
-// The adapters of moe_lora_align_block_size have a cluster each.
+// Work: one block for few pairs, else a cluster of 16 or 8 (before sm_90 always one block); align.cuh has the
+// algorithm. The adapters of moe_lora_align_block_size have a cluster each.
 #include <kestrel/launch.h>
 #include <tvm/ffi/function.h>
 #include <kestrel/pdl.cuh>
@@ -32,10 +32,12 @@ struct AlignParams {
   int64_t length_stride = 0;
 };
 
-// PLAIN: int32 ids that follow one another, no adapters.
-template <bool PLAIN>
+// plain: int32 ids that follow one another, no adapters; one_round: besides, no more than 32 pairs for a warp.
+enum class Kind { any, plain, one_round };
+
+template <Kind KIND>
 __device__ __forceinline__ int expert_of(const AlignParams& p, int pair, int adapter) {
-  if constexpr (PLAIN) {
+  if constexpr (KIND != Kind::any) {
     return static_cast<const int*>(p.ids)[pair];
   } else {
     int64_t at = pair;
@@ -50,11 +52,12 @@ __device__ __forceinline__ int expert_of(const AlignParams& p, int pair, int ada
   }
 }
 
-template <bool PLAIN>
+template <Kind KIND>
 __global__ void __launch_bounds__(kThreads, 1) moe_align_kernel(AlignParams p) {
   extern __shared__ unsigned shared[];
   Alignment& a = p.a;
   const AlignMemory memory(a, shared);
+  constexpr bool PLAIN = KIND != Kind::any;
   const unsigned rank = PLAIN ? blockIdx.x : blockIdx.x % a.cluster;
   const int adapter = PLAIN ? 0 : blockIdx.x / a.cluster;
   align_begin(a, memory);
@@ -74,7 +77,10 @@ __global__ void __launch_bounds__(kThreads, 1) moe_align_kernel(AlignParams p) {
     }
   }
   if (a.cluster == 1) fill_with_padding(a);
-  align_pairs<PLAIN ? 8 : 4>(a, memory, rank, [&](int pair) { return expert_of<PLAIN>(p, pair, adapter); });
+  align_pairs<KIND == Kind::one_round ? 1
+              : PLAIN                 ? 8
+                                      : 4,
+              KIND != Kind::one_round>(a, memory, rank, [&](int pair) { return expert_of<KIND>(p, pair, adapter); });
 }
 
 // The arguments that both ops share, in the order of their Python checks.
@@ -134,17 +140,30 @@ class AlignCall {
     p.wide = same_dtype(ids.dtype(), kInt64);
     p.flat = ids.size(0) < 2 || ids.stride(0) == ids.size(1);
     const DeviceGuard guard(ids.device().device_id);
-    split(&p.a, ids.device().device_id);
-    const size_t bytes = shared_bytes(p.a);
-    const auto kernel = p.flat && !p.wide && !p.adapters ? moe_align_kernel<true> : moe_align_kernel<false>;
-    allow(kernel, bytes, p.a.cluster);
-    launch_pdl(kernel, dim3(p.a.cluster * adapters), dim3(threads_for(p.a, 256, kThreads)), ids.device(), p, bytes,
-               p.a.cluster);
+    const bool plain = p.flat && !p.wide && !p.adapters;
+    const auto launched = [&](int widest) {
+      split(&p.a, widest);
+      if (!plain) return launched_as<Kind::any>(p, ids.device(), adapters);
+      return p.a.run == 32 ? launched_as<Kind::one_round>(p, ids.device(), adapters)
+                           : launched_as<Kind::plain>(p, ids.device(), adapters);
+    };
+    if (!launched(widest_cluster(ids.device().device_id))) launched(kCluster);
   }
 
   const Checks check;
 
  private:
+  template <Kind KIND>
+  static bool launched_as(const AlignParams& p, DLDevice device, unsigned adapters) {
+    constexpr auto kernel = moe_align_kernel<KIND>;
+    if (p.a.cluster > kCluster && !runs_wide<kernel, kThreads>(device.device_id)) return false;
+    const size_t bytes = shared_bytes(p.a);
+    allow_shared(kernel, bytes);
+    launch_pdl(kernel, dim3(p.a.cluster * adapters), dim3(threads_for(p.a, 256, kThreads)), device, p, bytes,
+               p.a.cluster);
+    return true;
+  }
+
   int64_t experts_ = 0, block_size_ = 0, pairs_ = 0;
 };
 

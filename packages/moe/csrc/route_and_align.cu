@@ -3,7 +3,7 @@
 // Built for the decode step of a routed layer, 1 to some hundred tokens: what it saves against the two launches is one
 // of them, and the trip of the ids through memory.
 //
-// Work: one block, or from sm_90 on a cluster of eight, splits the rows in runs; a block routes its rows (topk.cuh),
+// Work: one block, or from sm_90 on a cluster of 8 or 16, splits the rows in runs; a block routes its rows (topk.cuh),
 // keeps their ids in shared memory and aligns them (align.cuh). More tokens take the two launches.
 #include <kestrel/launch.h>
 #include <tvm/ffi/function.h>
@@ -24,10 +24,8 @@ struct RouteParams {
 };
 
 constexpr int kRouteThreads = 512;  // at most
-#ifndef ROUTE_ONE
-#define ROUTE_ONE 16
-#endif
-constexpr int kTokensOfOne = ROUTE_ONE;  // as many are one block's
+constexpr int kTokensOfOne = 16;    // as many are one block's
+constexpr int kTokensOfEight = 64;  // and as many a cluster's of eight
 
 template <int PER_LANE>
 __global__ void __launch_bounds__(kRouteThreads, 1) route_and_align_kernel(RouteParams p) {
@@ -37,7 +35,6 @@ __global__ void __launch_bounds__(kRouteThreads, 1) route_and_align_kernel(Route
   int* ids = reinterpret_cast<int*>(shared + align_words(p.a));  // [rows * k], of this block
   const int rank = blockIdx.x, first = rank * p.rows, last = min(first + p.rows, r.tokens);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32;
-  int* chosen = ids + p.rows * r.k + 32 * warp;
   if (first + warp < last && lane * PER_LANE < r.experts) {
     prefetch_l2(r.logits + (first + warp) * r.stride + lane * PER_LANE * (r.dtype == Float::f32 ? 4 : 2));
   }
@@ -46,7 +43,7 @@ __global__ void __launch_bounds__(kRouteThreads, 1) route_and_align_kernel(Route
   pdl_trigger();
   if (p.a.cluster == 1) fill_with_padding(p.a);
   for (int row = first + warp; row < last; row += warps) {
-    const Choice choice = route_row<PER_LANE>(r, row, chosen);
+    const Choice choice = route_row<PER_LANE>(r, r.logits + row * r.stride);
     if (lane < r.k) {
       const int64_t place = static_cast<int64_t>(row) * r.k + lane;
       r.weights[place] = choice.weight;
@@ -55,7 +52,7 @@ __global__ void __launch_bounds__(kRouteThreads, 1) route_and_align_kernel(Route
     }
   }
   __syncthreads();
-  align_pairs<4>(p.a, memory, rank, [&](int pair) { return ids[pair - first * r.k]; });
+  align_pairs<4, true>(p.a, memory, rank, [&](int pair) { return ids[pair - first * r.k]; });
 }
 
 void route_and_align(TensorView weights, TensorView ids, TensorView sorted_token_ids, TensorView expert_ids,
@@ -97,18 +94,21 @@ void route_and_align(TensorView weights, TensorView ids, TensorView sorted_token
   p.a.slots = slots;
   p.a.blocks = blocks;
   const DeviceGuard guard(logits.device().device_id);
-  const bool clusters = has_clusters(logits.device().device_id);
   dispatch_experts(&p.router, [&](auto per_lane) {
-    p.a.cluster = clusters && tokens > kTokensOfOne ? kCluster : 1;
+    constexpr auto kernel = route_and_align_kernel<per_lane()>;
+    const int device = logits.device().device_id;
+    p.a.cluster = tokens > kTokensOfOne ? widest_cluster(device) : 1;
+    if (p.a.cluster > kCluster && (tokens <= kTokensOfEight || !runs_wide<kernel, kRouteThreads>(device))) {
+      p.a.cluster = kCluster;
+    }
     p.rows = static_cast<int>((tokens + p.a.cluster - 1) / p.a.cluster);
     p.a.own = p.rows * p.router.k;
     p.a.warps = std::clamp((p.a.own + 31) / 32, 1, kRouteThreads / 32);
     p.a.run = std::max(1, (p.a.own + 32 * p.a.warps - 1) / (32 * p.a.warps)) * 32;
     const int threads = threads_for(p.a, std::clamp(p.rows * 32, 256, kRouteThreads), kRouteThreads);
-    const size_t bytes = shared_bytes(p.a) + 4 * static_cast<size_t>(p.a.own + threads);
+    const size_t bytes = shared_bytes(p.a) + 4 * static_cast<size_t>(p.a.own);
     if (static_cast<int64_t>(bytes) > kShared) unsupported("so many pairs in one launch");
-    const auto kernel = route_and_align_kernel<per_lane()>;
-    allow(kernel, bytes, p.a.cluster);
+    allow_shared(kernel, bytes);
     launch_pdl(kernel, dim3(p.a.cluster), dim3(threads), logits.device(), p, bytes, p.a.cluster);
   });
 }

@@ -1,7 +1,10 @@
 // Choosing experts: one row of router logits to its k weights and ids, in the registers of a team of lanes.
 //
-// Keys of 64 bits order the experts of a row: the logit (or probability + bias) as an ordered integer, then the
-// complement of the id, so that a larger key means a larger value or, among equals, the lower id. All keys differ.
+// Keys order the experts of a row: the logit (or probability + bias) as an ordered integer, then the complement of the
+// id, so that a larger key means a larger value or, among equals, the lower id. All keys differ. A key of 32 bits holds
+// both when the value gives up its last 6 to 9 bits, and a warp finds the largest of them with one instruction. Where
+// that could have decided a choice, which shows in two neighbours that differ in their id alone, the row is selected
+// again by keys of 64 bits.
 #pragma once
 
 #include <kestrel/pack.cuh>
@@ -52,15 +55,16 @@ __device__ __forceinline__ float from_ordered(unsigned key) {
 
 using Key = unsigned long long;
 
-__device__ __forceinline__ void descend(Key& a, Key& b) {
-  const Key larger = a > b ? a : b;
+template <typename K>
+__device__ __forceinline__ void descend(K& a, K& b) {
+  const K larger = a > b ? a : b;
   b = a > b ? b : a;
   a = larger;
 }
 
 // Batcher's odd-even merge sort: 19 comparators for eight keys, 63 for sixteen.
-template <int RUN = 1, int DISTANCE = 1, int N>
-__device__ __forceinline__ void sort_descending(Key (&key)[N]) {
+template <int RUN = 1, int DISTANCE = 1, typename K, int N>
+__device__ __forceinline__ void sort_descending(K (&key)[N]) {
 #pragma unroll
   for (int i = DISTANCE % RUN; i + DISTANCE < N; ++i) {
     const bool first = (i - DISTANCE % RUN) % (2 * DISTANCE) < DISTANCE;
@@ -132,11 +136,39 @@ struct Choice {
   float weight;
 };
 
-// Routes one row. `chosen` is shared, of this warp, 32 integers; it may be read until the next call.
-template <int PER_LANE>
-__device__ __forceinline__ Choice route_row(const Router& r, int64_t row, int* chosen) {
+// The k largest by keys of 64 bits: lane i gets the id of the i-th. `value(i)` is this lane's i-th, -inf at least.
+template <int PER_LANE, typename F>
+__device__ __forceinline__ int select_exactly(F value, int experts, int k) {
   const int lane = threadIdx.x % 32, first = lane * PER_LANE;
-  const char* logits = r.logits + row * r.stride;
+  Key key[PER_LANE];
+#pragma unroll
+  for (int i = 0; i < PER_LANE; ++i) {
+    key[i] = first + i < experts ? static_cast<Key>(ordered(value(i))) << 32 | static_cast<unsigned>(~(first + i)) : 0;
+  }
+  sort_descending(key);
+  int id = 0;
+#pragma unroll 1
+  for (int i = 0; i < k; ++i) {
+    const unsigned head = static_cast<unsigned>(key[0] >> 32);
+    const unsigned best = __reduce_max_sync(FULL, head);
+    // Equal values: the first lane has the lower ids.
+    const int owner = __ffs(__ballot_sync(FULL, head == best)) - 1;
+    const int its = static_cast<int>(~__shfl_sync(FULL, static_cast<unsigned>(key[0]), owner));
+    if (lane == i) id = its;
+    if (lane == owner) {
+#pragma unroll
+      for (int j = 0; j + 1 < PER_LANE; ++j) key[j] = key[j + 1];
+      key[PER_LANE - 1] = 0;
+    }
+  }
+  return id;
+}
+
+// Routes one row, the warp's, whose logits are at `logits`.
+template <int PER_LANE>
+__device__ __forceinline__ Choice route_row(const Router& r, const char* logits) {
+  constexpr unsigned IDS = 32 * PER_LANE - 1;  // the bits of an id
+  const int lane = threadIdx.x % 32, first = lane * PER_LANE;
   float x[PER_LANE];
   load_row(x, r, logits, first);
 
@@ -146,54 +178,69 @@ __device__ __forceinline__ Choice route_row(const Router& r, int64_t row, int* c
   largest = from_ordered(__reduce_max_sync(FULL, ordered(largest)));
   // Infinite, it counts as e^0 all the same.
   const bool finite = fabsf(largest) < INFINITY;
-  const auto share = [&](float logit) { return finite ? expf(logit - largest) : logit == largest ? 1.f : 0.f; };
 
-  Key key[PER_LANE];
+  // Short keys: the value without its last bits, in their place the complement of the id.
+  unsigned key[PER_LANE];
   float shares = 0.f;
 #pragma unroll
   for (int i = 0; i < PER_LANE; ++i) {
-    const bool real = first + i < r.experts;
-    key[i] = real ? static_cast<Key>(ordered(x[i])) << 32 | static_cast<unsigned>(~(first + i)) : 0;
-    x[i] = real ? share(x[i]) : 0.f;
+    key[i] = (ordered(x[i]) & ~IDS) | (IDS - first - i);
+    x[i] = finite ? expf(x[i] - largest) : x[i] == largest ? 1.f : 0.f;
+    if (first + i >= r.experts) key[i] = 0, x[i] = 0.f;
     shares += x[i];
   }
   shares = warp_sum(shares);
+  const auto score = [&](int i) { return nan_is_least(x[i] / shares + load_float(r.bias, r.bias_dtype, first + i)); };
   if (r.bias) {
 #pragma unroll
     for (int i = 0; i < PER_LANE; ++i) {
-      if (first + i < r.experts) {
-        const float score = nan_is_least(x[i] / shares + load_float(r.bias, r.bias_dtype, first + i));
-        key[i] = static_cast<Key>(ordered(score)) << 32 | static_cast<unsigned>(~(first + i));
-      }
+      if (first + i < r.experts) key[i] = (ordered(score(i)) & ~IDS) | (IDS - first - i);
     }
   }
 
-  // k times the largest of the lanes' first keys leaves its list. Equal values: the first lane has the lower ids.
+  // k times the largest of the lanes' first keys leaves its list; once more for what comes after the last choice.
   sort_descending(key);
-  const unsigned below = (1u << lane) - 1;
-  unsigned mine = 0;
-  __syncwarp();
+  unsigned mine = 0, last = 0;
 #pragma unroll 1
-  for (int i = 0; i < r.k; ++i) {
-    const unsigned head = static_cast<unsigned>(key[0] >> 32);
-    const unsigned best = __reduce_max_sync(FULL, head);
-    const unsigned equal = __ballot_sync(FULL, head == best);
+  for (int i = 0; i <= r.k; ++i) {
+    const unsigned best = __reduce_max_sync(FULL, key[0]);
     if (lane == i) mine = best;
-    if (head == best && (equal & below) == 0) {
-      chosen[i] = static_cast<int>(~static_cast<unsigned>(key[0]));
+    last = best;
+    if (key[0] == best) {
 #pragma unroll
       for (int j = 0; j + 1 < PER_LANE; ++j) key[j] = key[j + 1];
       key[PER_LANE - 1] = 0;
     }
   }
-  __syncwarp();
+  int id = static_cast<int>(IDS - (mine & IDS));
 
-  Choice choice{-1, 0.f};
-  if (lane < r.k) {
-    choice.id = chosen[lane];
-    const float logit = r.bias ? nan_is_least(load_float(logits, r.dtype, choice.id)) : from_ordered(mine);
-    choice.weight = share(logit) / shares;
+  // Short keys are exact unless neighbours differ in the id alone and a value has bits that it lost to the id.
+  unsigned next = __shfl_down_sync(FULL, mine, 1);
+  if (lane == r.k - 1) next = last;
+  if (__any_sync(FULL, lane < r.k && (mine ^ next) <= IDS) && (r.dtype == Float::f32 || r.bias)) {
+    float y[PER_LANE];
+    load_row(y, r, logits, first);
+    bool lost = r.bias != nullptr;
+#pragma unroll
+    for (int i = 0; i < PER_LANE; ++i) {
+      if (r.bias) {
+        y[i] = first + i < r.experts ? score(i) : 0.f;
+      } else {
+        lost = lost || (__float_as_uint(y[i]) & IDS) != 0;
+      }
+    }
+    if (__any_sync(FULL, lost)) {
+      id = select_exactly<PER_LANE>([&](int i) { return y[i]; }, r.experts, r.k);
+    }
   }
+
+  Choice choice{id, 0.f};
+#pragma unroll
+  for (int i = 0; i < PER_LANE; ++i) {
+    const float theirs = __shfl_sync(FULL, x[i], id / PER_LANE);
+    if (id % PER_LANE == i) choice.weight = theirs;
+  }
+  choice.weight = lane < r.k ? choice.weight / shares : 0.f;
   if (r.renormalize) {
     const float total = warp_sum(choice.weight);
     choice.weight = choice.weight / (total > 0.f ? total : 1.f);

@@ -61,30 +61,27 @@ __device__ __forceinline__ void meet(const TopkParams& p) {
   }
 }
 
-#ifndef TOPK_ONE
-#define TOPK_ONE 8
-#endif
-#ifndef TOPK_BLOCKS
-#define TOPK_BLOCKS 264
-#endif
-#ifndef TOPK_AIM
-#define TOPK_AIM 128
-#endif
-constexpr int kRowsOfOne = TOPK_ONE;  // as many rows are one block's
-constexpr int kMostBlocks = TOPK_BLOCKS;
-constexpr int kMostWarps = 16;  // with rows, of a block
+constexpr int kRowsOfOne = 8;     // as many rows are one block's
+constexpr int kMostBlocks = 264;  // each adds its counts to the same few lines of L2
+constexpr int kBlocksAimedAt = 64;
+
+// With rows, of a block; 16 experts a lane take many registers.
+template <int PER_LANE>
+constexpr int most_warps = PER_LANE == 16 ? 8 : 16;
 
 template <int PER_LANE>
-__global__ void __launch_bounds__(32 * (kMostWarps + 1), 1) topk_softmax_kernel(TopkParams p) {
+__global__ void __launch_bounds__(32 * (most_warps<PER_LANE> + 1), 1) topk_softmax_kernel(TopkParams p) {
   __shared__ int histogram[kMostExperts];
-  __shared__ int chosen[kMostWarps][32];
   const Router& r = p.router;
   const int row_warps = static_cast<int>(blockDim.x / 32) - (p.meeting ? 1 : 0);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int first_row = static_cast<int>(blockIdx.x) * row_warps + warp;
+  const char* logits = r.logits + first_row * r.stride;
   if (warp < row_warps && first_row < r.tokens && lane * PER_LANE < r.experts) {
-    prefetch_l2(r.logits + first_row * r.stride + lane * PER_LANE * (r.dtype == Float::f32 ? 4 : 2));
+    prefetch_l2(logits + lane * PER_LANE * (r.dtype == Float::f32 ? 4 : 2));
   }
+  int64_t place = static_cast<int64_t>(first_row) * r.k + lane;
+  pin(logits);
   for (int e = threadIdx.x; e < r.experts; e += blockDim.x) histogram[e] = 0;
   __syncthreads();
   pdl_wait();
@@ -92,15 +89,17 @@ __global__ void __launch_bounds__(32 * (kMostWarps + 1), 1) topk_softmax_kernel(
 
   if (warp < row_warps) {
     const int real = r.num_tokens ? min(*r.num_tokens, r.tokens) : r.tokens;
-    for (int row = first_row; row < r.tokens; row += static_cast<int>(gridDim.x) * row_warps) {
+    const int step = static_cast<int>(gridDim.x) * row_warps;
+    for (int row = first_row; row < r.tokens; row += step) {
       Choice choice{-1, 0.f};
-      if (row < real) choice = route_row<PER_LANE>(r, row, chosen[warp]);
+      if (row < real) choice = route_row<PER_LANE>(r, logits);
       if (lane < r.k) {
-        const int64_t place = static_cast<int64_t>(row) * r.k + lane;
         r.weights[place] = choice.weight;
         r.ids[place] = choice.id;
         if (row < real) atomicAdd(&histogram[choice.id], 1);
       }
+      logits += step * r.stride;
+      place += static_cast<int64_t>(step) * r.k;
     }
   } else {
     meet(p);
@@ -157,12 +156,13 @@ void topk_softmax(TensorView weights, TensorView ids, TensorView counts, Optiona
   dispatch_experts(&p.router, [&](auto per_lane) {
     const auto kernel = topk_softmax_kernel<per_lane()>;
     if (tokens <= kRowsOfOne || !scratch.has_value()) {
-      const int64_t warps = std::clamp<int64_t>(tokens, 1, kMostWarps);
+      const int64_t warps = std::clamp<int64_t>(tokens, 1, most_warps<per_lane()>);
       launch_pdl(kernel, dim3(1), dim3(static_cast<unsigned>(32 * warps)), gating.device(), p);
     } else {
       p.meeting = reinterpret_cast<Meeting*>(address(*scratch));
       p.key = next_key();
-      const int64_t warps = std::clamp<int64_t>((tokens + TOPK_AIM - 1) / TOPK_AIM, 4, kMostWarps);
+      const int64_t warps =
+          std::clamp<int64_t>((tokens + kBlocksAimedAt - 1) / kBlocksAimedAt, 4, most_warps<per_lane()>);
       const int64_t blocks = std::min<int64_t>((tokens + warps - 1) / warps, kMostBlocks);
       launch_pdl(kernel, dim3(static_cast<unsigned>(blocks)), dim3(static_cast<unsigned>(32 * (warps + 1))),
                  gating.device(), p);

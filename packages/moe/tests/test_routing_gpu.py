@@ -116,6 +116,22 @@ def test_ties_go_to_the_lower_id() -> None:
         assert_routed(gating, 8)
 
 
+def test_logits_that_differ_in_their_last_bits_are_told_apart() -> None:
+    for experts in (60, 64, 128, 256, 500):
+        steps = torch.randint(0, 300, (257, experts), device="cuda")
+        bits = torch.tensor([3.0], device="cuda").view(torch.int32) + steps.int()
+        close = bits.view(torch.float32)
+        assert_routed(close, 8)
+        assert_routed(-close, 8, renormalize=True)
+        mixed = logits_of(257, experts).bfloat16().float()
+        mixed[:, 1::2] = mixed[:, 0:-1:2] * (1 + 2**-22)  # pairs that differ in the last bits, among equal values
+        assert_routed(mixed, 8)
+        assert_routed(mixed.half().float(), 8)
+        largest = torch.full((3, experts), 1.0, device="cuda")
+        largest[:, -1] = 1 + 2**-23  # the only one above, and the last
+        assert topk_softmax(largest, 1)[1].tolist() == [[experts - 1]] * 3
+
+
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("experts", [24, 64, 256, 384])
 def test_a_bias_moves_the_selection_and_not_the_weights(experts: int, dtype: torch.dtype) -> None:

@@ -12,7 +12,7 @@ from .topk_softmax import topk_softmax
 
 _kernels = Binary("kestrel_moe")
 # So much is routed and aligned in one launch.
-_TOKENS_OF_ONE_LAUNCH, _PAIRS_OF_ONE_LAUNCH = 512, 4096
+_TOKENS_OF_ONE_LAUNCH, _PAIRS_OF_ONE_LAUNCH = 256, 4096
 
 
 def _check_ids(
