@@ -113,22 +113,20 @@ Shape choose_shape(Params* p, DLDevice device) {
   p->prefetch = all <= 2048 * sms;
   if (all <= 200 * sms) return {1, 64};  // latency: many small blocks
 
-  // The share of the GPU's places that one launch takes. Registers are those of the kernels on Hopper, in eights.
+  // Registers of the kernels on Hopper, in eights, say how many blocks an SM has places for.
   constexpr bool wide = sizeof(typename O::T) == 4, wide_table = sizeof(typename O::W) == 4;
   constexpr int of_two = wide ? 40 : wide_table ? 72 : 64, of_four = wide ? 64 : wide_table ? 128 : 96;
-  const auto share = [&](Shape shape) {
-    const Layout layout(*p, pieces, shape.heads, shape.threads);
+  const auto places = [&](const Layout& layout, int heads) {
     const int warps = ceil_div(layout.block.x * layout.block.y * layout.block.z, 32);
-    const int places = std::min(65536 / ((shape.heads == 2 ? of_two : of_four) * 32 * warps), 64 / warps);
-    return static_cast<float>(layout.blocks()) / static_cast<float>(places * sms);
+    return std::min(65536 / ((heads == 2 ? of_two : of_four) * 32 * warps), 64 / warps);
   };
-  for (Shape shape : {Shape{2, 256}, Shape{4, 128}}) {
-    if (share(shape) <= 0.5f) return shape;
-  }
   Shape best{2, 128};
-  float most = 0.8f;
+  float most = 0.8f;  // of the places of the whole GPU
   for (Shape shape : {Shape{2, 256}, Shape{4, 128}, Shape{4, 256}, Shape{2, 128}}) {
-    const float taken = share(shape);
+    const Layout layout(*p, pieces, shape.heads, shape.threads);
+    const int per_sm = places(layout, shape.heads);
+    if (2 * ceil_div(layout.blocks(), sms) <= per_sm) return shape;
+    const float taken = static_cast<float>(layout.blocks()) / static_cast<float>(per_sm * sms);
     if (taken > most && taken <= 1.f) most = taken, best = shape;
   }
   p->prefetch = p->prefetch && best.heads == 2;
