@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from kestrel_runtime import check, kernel_op
+from kestrel_runtime import UnsupportedError, check, kernel_op
 
-from . import arguments, reference
+from . import arguments, decode, reference
 
 _OP = "flash_attn_with_kvcache"
 
@@ -195,7 +195,7 @@ def _check_append_int(
     _check_new(q, k_cache, k, v)
 
 
-@kernel_op(reference=reference.flash_attn_with_kvcache, check=_check, shape=reference.padded_shapes)
+@kernel_op(reference=reference.flash_attn_with_kvcache, check=_check, shape=reference.padded_shapes, kernel="cute")
 def _flash_attn_with_kvcache(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -218,6 +218,13 @@ def _flash_attn_with_kvcache(
     num_splits: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """:func:`flash_attn_with_kvcache` that only reads the cache: (out, lse)."""
+    cache = (q, k_cache, v_cache, cache_seqlens, block_table, k_scale, v_scale)
+    int4 = (k_zero, v_zero, k_tail, seq_ids)
+    scores = (softmax_scale, causal, window_left, window_right, softcap, prefix_len, prefix_lens, num_splits)
+    _check(*cache, *int4, *scores)
+    if k_cache.dtype == torch.int8 or k_tail is not None:
+        raise UnsupportedError("kernels cover caches of the queries' dtype and of e4m3")
+    return decode.attend(*cache, *scores)
 
 
 @kernel_op(
@@ -225,6 +232,7 @@ def _flash_attn_with_kvcache(
     check=_check_append,
     shape=reference.padded_shapes,
     mutates=("k_cache", "v_cache"),
+    kernel="cute",
 )
 def _flash_attn_with_kvcache_append(
     q: torch.Tensor,
@@ -246,6 +254,10 @@ def _flash_attn_with_kvcache_append(
     num_splits: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """:func:`flash_attn_with_kvcache` that first appends k and v, as they are or as FP8, in place: (out, lse)."""
+    scales = (k_scale, v_scale)
+    scores = (softmax_scale, causal, window_left, window_right, softcap, prefix_len, prefix_lens, num_splits)
+    _check_append(q, k_cache, v_cache, k, v, cache_seqlens, block_table, *scales, *scores)
+    return decode.attend(q, k_cache, v_cache, cache_seqlens, block_table, *scales, *scores, new=(k, v))
 
 
 @kernel_op(

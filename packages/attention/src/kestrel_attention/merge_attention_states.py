@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from kestrel_runtime import check, kernel_op
+from kestrel_runtime import Binary, UnsupportedError, check, kernel_op
 
 from . import reference
+
+_binary = Binary("kestrel_attention")
+_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
 def check_merge_attention_states(
@@ -24,7 +27,7 @@ def check_merge_attention_states(
     check.same(op, "device", out_a=out_a, lse_a=lse_a, out_b=out_b, lse_b=lse_b)
 
 
-@kernel_op(reference=reference.merge_attention_states, check=check_merge_attention_states)
+@kernel_op(reference=reference.merge_attention_states, check=check_merge_attention_states, kernel="cute")
 def merge_attention_states(
     out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -46,3 +49,14 @@ def merge_attention_states(
     >>> kestrel_attention.merge_attention_states(one, equal, three, equal)
     (tensor([[[2., 2.]]]), tensor([[0.6931]]))
     """
+    check_merge_attention_states(out_a, lse_a, out_b, lse_b)
+    vector = 16 // out_a.element_size()
+    aligned = all(x.data_ptr() % 16 == 0 and x.stride(0) % vector == x.stride(1) % vector == 0 for x in (out_a, out_b))
+    if out_a.shape[2] % vector or not aligned:
+        raise UnsupportedError("the kernel takes rows that are aligned to 16 bytes")
+    launch = _binary.function(f"merge_{_NAMES[out_a.dtype]}_{_binary.arch(out_a.device)}")
+    out = torch.empty(out_a.shape, dtype=out_a.dtype, device=out_a.device)
+    lse = torch.empty(lse_a.shape, dtype=torch.float32, device=out_a.device)
+    if out.numel():
+        launch(out_a, lse_a, out_b, lse_b, out, lse)
+    return out, lse

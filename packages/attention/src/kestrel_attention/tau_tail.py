@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from kestrel_runtime import check, kernel_op
+from kestrel_runtime import Binary, UnsupportedError, check, kernel_op
 
 from . import reference
+
+_binary = Binary("kestrel_attention")
+_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
 def check_tau_tail(
@@ -40,7 +43,7 @@ def check_tau_tail(
     check.same(op, "device", qkv=qkv, tok_qv_linear=tok_qv_linear, tau_pos_table=tau_pos_table, positions=positions)
 
 
-@kernel_op(reference=reference.tau_tail, check=check_tau_tail, mutates=("qkv",))
+@kernel_op(reference=reference.tau_tail, check=check_tau_tail, mutates=("qkv",), kernel="cute")
 def tau_tail(
     qkv: torch.Tensor,
     tok_qv_linear: torch.Tensor,
@@ -72,3 +75,14 @@ def tau_tail(
     >>> qkv
     tensor([[2., 2., 1., 1., 3., 3.]])
     """
+    check_tau_tail(qkv, tok_qv_linear, tau_pos_table, positions, num_heads, head_size)
+    vector = 16 // qkv.element_size()
+    if head_size % vector or qkv.data_ptr() % 16 or qkv.stride(0) % vector:
+        raise UnsupportedError("the kernel takes heads that are aligned to 16 bytes")
+    launch = _binary.function(f"tau_tail_{_NAMES[qkv.dtype]}_{_NAMES[tau_pos_table.dtype]}_{_binary.arch(qkv.device)}")
+    if qkv.shape[0] == 0 or tau_pos_table.shape[0] == 0:
+        return
+    wide = positions.dtype == torch.int64
+    if wide:
+        positions = positions.contiguous().view(torch.int32)
+    launch(qkv, tok_qv_linear, tau_pos_table, positions, wide, num_heads, head_size)

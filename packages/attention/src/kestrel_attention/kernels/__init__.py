@@ -1,0 +1,1 @@
+"""The CuTe kernels of this family, and the table of what is compiled ahead of time."""

@@ -1,0 +1,87 @@
+"""Attention over two sets of keys becomes attention over both: each row's outputs, weighed by their sums.
+
+T rows of H heads of D: 3 T H D elements to move. A thread takes one 16-byte vector of both outputs and works out the
+weights of its head again: their LSE lie in L2.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cuda.bindings import driver as cuda
+from cutlass import Float32, Int64
+
+from . import ptx, rows
+
+THREADS = 128
+
+
+@dataclass(frozen=True)
+class Merge:
+    """One compiled variant."""
+
+    dtype: type[cutlass.Numeric]
+    dependent_launch: bool
+
+    @cute.jit
+    def __call__(
+        self,
+        mOutA: cute.Tensor,
+        mLseA: cute.Tensor,
+        mOutB: cute.Tensor,
+        mLseB: cute.Tensor,
+        mOut: cute.Tensor,
+        mLse: cute.Tensor,
+        stream: cuda.CUstream,
+    ):
+        vectors = mOut.shape[1] * mOut.shape[2] // rows.per_vector(self.dtype)
+        self.kernel(mOutA, mLseA, mOutB, mLseB, mOut, mLse).launch(
+            grid=[mOut.shape[0], cute.ceil_div(vectors, THREADS), 1],
+            block=[THREADS, 1, 1],
+            stream=stream,
+            use_pdl=self.dependent_launch,
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        mOutA: cute.Tensor,
+        mLseA: cute.Tensor,
+        mOutB: cute.Tensor,
+        mLseB: cute.Tensor,
+        mOut: cute.Tensor,
+        mLse: cute.Tensor,
+    ):
+        tid, _, _ = cute.arch.thread_idx()
+        token, part, _ = cute.arch.block_idx()
+        _, heads, size = mOut.shape
+        width = cutlass.const_expr(rows.per_vector(self.dtype))
+        at = (part * THREADS + tid) * width
+        head, dim = at // size, at % size
+        if head < heads:
+            if cutlass.const_expr(self.dependent_launch):
+                cute.arch.griddepcontrol_wait()
+                cute.arch.griddepcontrol_launch_dependents()
+            a = rows.load(self.address(mOutA, token, head, dim), self.dtype)
+            b = rows.load(self.address(mOutB, token, head, dim), self.dtype)
+            lse_a, lse_b = mLseA[head, token], mLseB[head, token]
+            largest = ptx.maximum(lse_a, lse_b)
+            base = cutlass.select_(largest == -Float32.inf, Float32(0.0), largest)
+            weight_a, weight_b = cute.math.exp(lse_a - base), cute.math.exp(lse_b - base)
+            total = weight_a + weight_b
+            share_a, share_b = weight_a / total, weight_b / total
+            merged = []
+            for i in cutlass.range_constexpr(width):
+                from_a = cutlass.select_(weight_a == 0.0, Float32(0.0), share_a * a[i])
+                from_b = cutlass.select_(weight_b == 0.0, Float32(0.0), share_b * b[i])
+                merged.append(from_a + from_b)
+            rows.store(self.address(mOut, token, head, dim), merged, self.dtype)
+            if dim == 0:
+                mLse[head, token] = cute.math.log(total) + base
+
+    @cute.jit
+    def address(self, mX, token, head, dim) -> Int64:
+        offset = Int64(token) * mX.stride[0] + Int64(head) * mX.stride[1] + dim
+        return mX.iterator.toint() + offset * cutlass.const_expr(self.dtype.width // 8)

@@ -1,0 +1,42 @@
+"""Rows of 16-byte vectors as float32, for the kernels that scale and mix rows."""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+
+from . import ptx
+
+
+def per_vector(dtype: type[cutlass.Numeric]) -> int:
+    """Elements in 16 bytes."""
+    return 128 // dtype.width
+
+
+@cute.jit
+def load(address: Int64, dtype: cutlass.Constexpr):
+    """The elements of one vector as float32."""
+    words = ptx.load_words(address, 4)
+    values = []
+    for i in cutlass.range_constexpr(4):
+        if cutlass.const_expr(dtype is Float32):
+            values.append(ptx.float_of(Int32(words[i])))
+        else:
+            low, high = ptx.unpack_pair(words[i], "bf16" if cutlass.const_expr(dtype is cutlass.BFloat16) else "f16")
+            values.append(low)
+            values.append(high)
+    return values
+
+
+@cute.jit
+def store(address: Int64, values, dtype: cutlass.Constexpr):
+    """Float32 values, rounded once, as one vector."""
+    words = []
+    for i in cutlass.range_constexpr(4):
+        if cutlass.const_expr(dtype is Float32):
+            words.append(ptx.bits_of(values[i]))
+        else:
+            kind = cutlass.const_expr("bf16" if dtype is cutlass.BFloat16 else "f16")
+            words.append(ptx.pack_pair(values[2 * i], values[2 * i + 1], kind))
+    ptx.store_words(address, words)

@@ -1,0 +1,295 @@
+"""What is compiled ahead of time, and which of it covers a call. Imports without the DSL."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+DTYPES = ("bf16", "fp16")
+SIZES = (64, 72, 80, 96, 128, 192, 256, 512)  # head sizes that kernels cover
+
+
+@dataclass(frozen=True)
+class DecodeVariant:
+    """Attention of few queries over a cache (decode.py): head sizes up to ``size``, or just that where not padded."""
+
+    dtype: str
+    cache: str  # "same" as the dtype, or "e4m3"
+    size: int
+    padded: bool
+    shares: int
+    warps: int
+    tiles: int
+    pieces: int = 1
+    value_split: int = 1
+    residents: int = 3
+    split_weights: bool = True
+    vector_loads: bool = True
+
+    @property
+    def name(self) -> str:
+        return f"decode_{self.dtype}_{self.cache}_d{self.size}{'p' if self.padded else ''}_w{self.warps}"
+
+    def kernel(self, arch: str) -> tuple[Any, tuple[Any, ...]]:
+        """The kernel object and the arguments to compile it with."""
+        from .decode import Decode
+
+        dtype = numeric(self.dtype)
+        # Other GPUs have 48 KB of shared memory for a block: heads of 512 leave the sums of two shares there, not four.
+        fewer = 2 if self.size == 512 and capability(arch) not in (90, 100) else 1
+        kernel = Decode(
+            dtype=dtype,
+            codes="" if self.cache == "same" else self.cache,
+            size=self.size,
+            padded=self.padded,
+            shares=self.shares // fewer,
+            warps=self.warps // fewer,
+            tiles=self.tiles,
+            pieces=self.pieces,
+            value_split=self.value_split,
+            split_weights=self.split_weights,
+            residents=self.residents,
+            dependent_launch=has_dependent_launch(arch),
+            bit_trick=capability(arch) < 89,
+        )
+        return kernel, decode_arguments(dtype, self.cache)
+
+
+@dataclass(frozen=True)
+class CombineVariant:
+    """Joins the chunks of long sequences (combine.py), any head size up to 512."""
+
+    dtype: str
+    warps: int = 8
+    vector_loads: bool = True
+
+    @property
+    def name(self) -> str:
+        return f"combine_{self.dtype}"
+
+    def kernel(self, arch: str) -> tuple[Any, tuple[Any, ...]]:
+        """The kernel object and the arguments to compile it with."""
+        from .combine import Combine
+
+        dtype = numeric(self.dtype)
+        return Combine(dtype, self.warps, has_dependent_launch(arch)), combine_arguments(dtype)
+
+
+@dataclass(frozen=True)
+class AppendVariant:
+    """Writes new keys and values into a cache (append.py)."""
+
+    dtype: str
+    cache: str
+    threads: int = 256
+    vector_loads: bool = True
+
+    @property
+    def name(self) -> str:
+        return f"append_{self.dtype}_{self.cache}"
+
+    def kernel(self, arch: str) -> tuple[Any, tuple[Any, ...]]:
+        """The kernel object and the arguments to compile it with."""
+        from .append import Append
+
+        dtype = numeric(self.dtype)
+        codes = "" if self.cache == "same" else self.cache
+        kernel = Append(dtype, codes, self.threads, has_dependent_launch(arch), bit_trick=capability(arch) < 89)
+        return kernel, append_arguments(dtype, self.cache)
+
+
+@dataclass(frozen=True)
+class TauTailVariant:
+    """Tau scaling in place (tau_tail.py)."""
+
+    dtype: str
+    table: str
+    vector_loads: bool = True
+
+    @property
+    def name(self) -> str:
+        return f"tau_tail_{self.dtype}_{self.table}"
+
+    def kernel(self, arch: str) -> tuple[Any, tuple[Any, ...]]:
+        """The kernel object and the arguments to compile it with."""
+        import cutlass.cute as cute
+        from cutlass import Int32
+
+        from .tau_tail import TauTail
+
+        dtype, table = numeric(self.dtype), numeric(self.table)
+        tokens, scaled = cute.sym_int(), cute.sym_int()
+        tensors = (
+            strided(dtype, tokens, cute.sym_int(), unit=128 // dtype.width),
+            strided(dtype, tokens, scaled),
+            strided(table, cute.sym_int(), cute.sym_int()),
+            loose(Int32, cute.sym_int()),
+        )
+        stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
+        kernel = TauTail(dtype, table, has_dependent_launch(arch))
+        return kernel, (*tensors, Int32(0), Int32(0), Int32(0), stream)
+
+
+@dataclass(frozen=True)
+class MergeVariant:
+    """Merging attention over two sets of keys (merge.py)."""
+
+    dtype: str
+    vector_loads: bool = True
+
+    @property
+    def name(self) -> str:
+        return f"merge_{self.dtype}"
+
+    def kernel(self, arch: str) -> tuple[Any, tuple[Any, ...]]:
+        """The kernel object and the arguments to compile it with."""
+        import cutlass.cute as cute
+        from cutlass import Float32
+
+        from .merge import Merge
+
+        dtype = numeric(self.dtype)
+        tokens, heads, size = (cute.sym_int() for _ in range(3))
+        unit = 128 // dtype.width
+        outs = [strided(dtype, tokens, heads, size, unit=unit) for _ in range(2)]
+        lses = [loose(Float32, heads, tokens) for _ in range(2)]
+        results = compact(dtype, tokens, heads, size), compact(Float32, heads, tokens)
+        stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
+        return Merge(dtype, has_dependent_launch(arch)), (outs[0], lses[0], outs[1], lses[1], *results, stream)
+
+
+def capability(arch: str) -> int:
+    """89 of "89", 90 of "90a"."""
+    return int(arch.rstrip("af"))
+
+
+def has_dependent_launch(arch: str) -> bool:
+    """Programmatic dependent launch came with sm_90."""
+    return capability(arch) >= 90
+
+
+def numeric(dtype: str) -> Any:
+    """The DSL's type of this name."""
+    import cutlass
+
+    return {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16, "fp32": cutlass.Float32}[dtype]
+
+
+def strided(dtype: Any, *shape: Any, unit: int = 1) -> Any:
+    """A tensor of any 64-bit strides, multiples of ``unit`` elements; the last dimension contiguous."""
+    import cutlass.cute as cute
+
+    stride = tuple(cute.sym_int64(divisibility=unit) for _ in shape[:-1])
+    align = dtype.width // 8 * unit
+    return cute.runtime.make_fake_tensor(dtype, shape, stride=(*stride, 1), assumed_align=align)
+
+
+def compact(dtype: Any, *shape: Any) -> Any:
+    """A contiguous tensor that torch allocated."""
+    import cutlass.cute as cute
+
+    order = tuple(reversed(range(len(shape))))
+    return cute.runtime.make_fake_compact_tensor(dtype, shape, stride_order=order, assumed_align=16)
+
+
+def loose(dtype: Any, *shape: Any) -> Any:
+    """A tensor of any 64-bit strides."""
+    import cutlass.cute as cute
+
+    return cute.runtime.make_fake_tensor(dtype, shape, stride=tuple(cute.sym_int64() for _ in shape))
+
+
+def part_arguments() -> tuple[Any, ...]:
+    """Sums and LSE of chunks, and the number of chunks of each block of rows."""
+    import cutlass.cute as cute
+    from cutlass import Float32, Int32
+
+    return compact(Float32, cute.sym_int64()), loose(Float32, cute.sym_int()), loose(Int32, cute.sym_int())
+
+
+def append_arguments(dtype: Any, cache: str) -> tuple[Any, ...]:
+    """See Append.__call__."""
+    import cutlass
+    import cutlass.cute as cute
+    from cutlass import Float32, Int32
+
+    batch, queries, size, blocks, page, kv_heads = (cute.sym_int() for _ in range(6))
+    stored = dtype if cache == "same" else cutlass.Uint8
+    new = [strided(dtype, batch, queries, kv_heads, size, unit=8) for _ in range(2)]
+    caches = [strided(stored, blocks, page, kv_heads, size, unit=16 * 8 // stored.width) for _ in range(2)]
+    table = loose(Int32, cute.sym_int(), cute.sym_int())
+    scales = [loose(Float32, cute.sym_int()) for _ in range(2)]
+    stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
+    return (*new, *caches, loose(Int32, batch), table, *scales, Int32(0), Int32(0), Int32(0), stream)
+
+
+def decode_arguments(dtype: Any, cache: str) -> tuple[Any, ...]:
+    """See Decode.__call__."""
+    import cutlass
+    import cutlass.cute as cute
+    from cutlass import Float32, Int32, Uint32
+
+    batch, queries, heads, size, blocks, page, kv_heads = (cute.sym_int() for _ in range(7))
+    stored = dtype if cache == "same" else cutlass.Uint8
+    unit = 16 * 8 // stored.width
+    q = strided(dtype, batch, queries, heads, size, unit=8)
+    caches = [strided(stored, blocks, page, kv_heads, size, unit=unit) for _ in range(2)]
+    lengths, prefixes = loose(Int32, batch), loose(Int32, cute.sym_int())
+    table = loose(Int32, cute.sym_int(), cute.sym_int())
+    scales = [loose(Float32, cute.sym_int()) for _ in range(2)]
+    out, lse = compact(dtype, batch, queries, heads, size), compact(Float32, batch, heads, queries)
+    parts = part_arguments()
+    integers = (Int32(0),) * 9
+    page = (Uint32(0), Int32(0), Int32(1), Float32(1.0))
+    numbers = (*integers[:3], *page, *integers[3:], Float32(1.0), Float32(0.0), *(Int32(0),) * 4)
+    stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
+    return (q, *caches, lengths, table, *scales, prefixes, out, lse, *parts, *numbers, stream)
+
+
+def combine_arguments(dtype: Any) -> tuple[Any, ...]:
+    """See Combine.__call__."""
+    import cutlass.cute as cute
+    from cutlass import Float32, Int32
+
+    batch, queries, heads, size = (cute.sym_int() for _ in range(4))
+    out, lse = compact(dtype, batch, queries, heads, size), compact(Float32, batch, heads, queries)
+    parts = part_arguments()
+    stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
+    return (out, lse, *parts, Int32(0), Int32(0), stream)
+
+
+def _decode_variants(dtype: str) -> tuple[DecodeVariant, ...]:
+    few_rows = [
+        DecodeVariant(dtype, cache, 64, False, shares=16, warps=warps, tiles=tiles, residents=16 // warps)
+        for cache, tiles in (("e4m3", 2), ("same", 1))
+        for warps in (4, 8, 16)
+    ]
+    return (
+        *few_rows,
+        DecodeVariant(dtype, "e4m3", 128, False, shares=4, warps=4, tiles=1, residents=4),
+        DecodeVariant(dtype, "e4m3", 128, True, shares=4, warps=4, tiles=1, residents=3),
+        DecodeVariant(dtype, "e4m3", 256, False, shares=4, warps=4, tiles=1, residents=3),
+        DecodeVariant(dtype, "e4m3", 256, True, shares=4, warps=4, tiles=1, residents=2),
+        DecodeVariant(dtype, "e4m3", 512, False, shares=4, warps=8, tiles=1, residents=1, pieces=2, value_split=2),
+        DecodeVariant(dtype, "same", 128, False, shares=4, warps=4, tiles=1, residents=3),
+        DecodeVariant(dtype, "same", 128, True, shares=4, warps=4, tiles=1, residents=2),
+        DecodeVariant(dtype, "same", 256, False, shares=4, warps=4, tiles=1, residents=3, pieces=2),
+        DecodeVariant(dtype, "same", 256, True, shares=4, warps=4, tiles=1, residents=2, pieces=2),
+        DecodeVariant(dtype, "same", 512, False, shares=4, warps=8, tiles=1, residents=1, pieces=4, value_split=2),
+    )
+
+
+VARIANTS: tuple[DecodeVariant | CombineVariant | AppendVariant | TauTailVariant | MergeVariant, ...] = (
+    *(variant for dtype in DTYPES for variant in _decode_variants(dtype)),
+    *(CombineVariant(dtype) for dtype in DTYPES),
+    *(AppendVariant(dtype, cache) for dtype in DTYPES for cache in ("same", "e4m3")),
+    *(TauTailVariant(dtype, table) for dtype in (*DTYPES, "fp32") for table in sorted({dtype, "fp32"})),
+    *(MergeVariant(dtype) for dtype in (*DTYPES, "fp32")),
+)
+
+
+def covering(dtype: str, cache: str, size: int) -> tuple[DecodeVariant, ...]:
+    """The decode variants for this head size, with the same results, fewest warps first; none where none covers it."""
+    fitting = [v for v in VARIANTS if isinstance(v, DecodeVariant) and (v.dtype, v.cache) == (dtype, cache)]
+    exact = tuple(v for v in fitting if v.size == size and not v.padded)
+    return exact or tuple(v for v in fitting if v.padded and size < v.size)[:1]
