@@ -78,11 +78,15 @@ def assert_near(got: torch.Tensor, want: torch.Tensor) -> None:
     assert bool((near | (ulp_distance(got, want) <= 1)).all())
 
 
-# T, H, Hk, D, R, offset: the hot shapes, broken packs, single pairs, one head, heads past a block, heads of 2048 dims.
+# T, H, Hk, D, R, offset: every shape of blocks, results past half of L2, broken packs, single pairs, one head, heads
+# past a block, heads of 2048 dims.
 SHAPES = [
     (1, 32, 32, 64, 64, 0),
     (16, 32, 32, 64, 32, 0),
     (740, 32, 8, 64, 64, 0),
+    (740, 32, 8, 128, 128, 0),
+    (512, 32, 32, 128, 128, 0),
+    (4100, 32, 32, 64, 64, 0),
     (257, 32, 4, 128, 128, 0),
     (33, 5, 2, 80, 80, 0),
     (33, 71, 1, 96, 40, 16),
