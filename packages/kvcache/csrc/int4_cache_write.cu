@@ -7,12 +7,12 @@
 // Must move:  per token 2 Hk D bytes of values in, Hk (D / 2 + 4) out; 2 Hk D of keys in, and out into the tail or, once per
 //             64 tokens, Hk D / 2 + Hk D / 16 of codes, scales and zeros.
 // Split:      two launches, because a page that is finished may begin in the tail, where rows of the next page go. The first
-//             writes the finished pages: a block looks at 16 tokens for such that fill a row 63, finds the tokens of that page
+//             writes the finished pages: a block looks at 8 tokens for such that fill a row 63, finds the tokens of that page
 //             among all of the call, and takes 256 channels, two to a thread, read twice (range, then codes). The second writes
 //             values, a team of up to 32 lanes per token and head, and those keys to the tail whose page is unfinished.
 //             Whether a page is finished is looked up where its last token must stand if the tokens come in order, and
 //             else among all.
-// PDL:        nothing is constant, and everything is read after the wait.
+// PDL:        nothing is constant: values are prefetched into L2 before the wait, and everything is read after it.
 // clang-format on
 
 #include <tvm/ffi/function.h>
@@ -53,12 +53,13 @@ struct Int4Params {
 
 constexpr int kRow = kInt4Page - 1;  // slot & kRow is the row in the page, slot | kRow the page's last slot
 constexpr int kThreads = 128;
-constexpr int kTokensPerBlock = 16;
+constexpr int kTokensPerBlock = 8;
 
 // -- finished pages of keys -------------------------------------------------------------------------------------------
 
 template <typename T>
 __global__ void __launch_bounds__(kThreads) write_pages(const __grid_constant__ Int4Params p) {
+  __shared__ int64_t slots[kTokensPerBlock];
   __shared__ int source[kInt4Page];  // the token that holds a row, or -1: it waits in the tail
   const unsigned pair = blockIdx.y * kThreads + threadIdx.x;
   const int head = p.pairs(pair), first = 2 * (pair - head * p.pairs.divisor);
@@ -66,10 +67,14 @@ __global__ void __launch_bounds__(kThreads) write_pages(const __grid_constant__ 
   pdl_wait();
   pdl_trigger();
 
+  const int first_token = blockIdx.x * kTokensPerBlock;
+  if (threadIdx.x < kTokensPerBlock) {
+    const int token = first_token + threadIdx.x;
+    slots[threadIdx.x] = token < p.spread.tokens ? p.slot(token) : -1;
+  }
+  __syncthreads();
   for (int i = 0; i < kTokensPerBlock; ++i) {
-    const int token = blockIdx.x * kTokensPerBlock + i;
-    if (token >= p.spread.tokens) return;
-    const int64_t last = p.slot(token);
+    const int64_t last = slots[i];
     if (last < 0 || (last & kRow) != kRow) continue;  // the same for the whole block
     const int64_t page = last / kInt4Page;
     __syncthreads();
@@ -82,7 +87,7 @@ __global__ void __launch_bounds__(kThreads) write_pages(const __grid_constant__ 
     __syncthreads();
     if (!mine) continue;
 
-    const int64_t sequence = p.sequence(token);
+    const int64_t sequence = p.sequence(first_token + i);
     const auto read = [&](int row, float (&x)[2]) {
       const char* keys = source[row] >= 0 ? p.key.at(source[row], head) : p.tail.at({sequence, row}, head);
       const T* pair_of_keys = reinterpret_cast<const T*>(keys) + first;
@@ -148,6 +153,10 @@ template <typename T, bool VECTORS>
 __global__ void __launch_bounds__(kThreads) write_values(const __grid_constant__ Int4Params p) {
   constexpr int size = Pack<T>::size;
   const Team team(p.spread, p.lanes);
+  if (VECTORS && team.active && team.lane % 8 == 0 && static_cast<int>(team.lane) < p.packs) {
+    prefetch_l2(p.key.at(team.token, team.head) + 16 * team.lane);
+    prefetch_l2(p.value.at(team.token, team.head) + 16 * team.lane);
+  }
   pdl_wait();
   pdl_trigger();
 

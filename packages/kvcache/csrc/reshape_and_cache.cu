@@ -36,12 +36,20 @@ enum class Access { row, heads, elements };
 
 constexpr int kThreads = 128;
 
+// Rows in packs fit into 32 registers where FP8 is converted by the hardware; then all 2048 threads of a multiprocessor
+// have room.
+#if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ / 10 == 90 || __CUDA_ARCH__ / 10 == 100)
+constexpr int kBlocksPerSM = 2048 / kThreads;
+#else
+constexpr int kBlocksPerSM = 1;
+#endif
+
 // Bytes in and out from which on a call is `large`. us on an H200, prefetched and plain / large: FP8 1024 tokens 4.57,
 // 4.69; 2048 7.68, 7.58; 4096 14.1, 13.5; 16384 51.8, 49.0; auto 1024 5.26, 5.24; 2048 10.0, 9.76; 4096 18.6, 18.2.
 constexpr int64_t kLarge = 20 << 20;
 
 template <typename F, Access access>
-__global__ void __launch_bounds__(kThreads, access == Access::elements ? 1 : 2048 / kThreads)
+__global__ void __launch_bounds__(kThreads, access == Access::elements ? 1 : kBlocksPerSM)
     write_rows(const __grid_constant__ WriteParams p) {
   using T = typename F::T;
   constexpr int size = Pack<T>::size;

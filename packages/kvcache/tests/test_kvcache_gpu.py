@@ -26,10 +26,17 @@ FP8 = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": 
 LAYOUTS = ("NHD", "HND", "halves", "layers", "unequal", "odd base")
 
 
+different: list[torch.Tensor] = []
+"""Whether each comparison of a test failed. They are looked at once, when it ends: a test waits for the GPU rarely."""
+
+
 @pytest.fixture(autouse=True)
 def _kernels_only() -> object:
+    different.clear()
     with backend("kernel"):
         yield
+    wrong = torch.stack(different).nonzero().flatten().tolist() if different else []
+    assert not wrong, f"comparisons {wrong} of {len(different)} failed"
 
 
 def random(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> torch.Tensor:
@@ -64,12 +71,12 @@ def caches(layout: str, blocks: int, page: int, heads: int, size: int, dtype: to
 
 def some_slots(tokens: int, count: int, dtype: torch.dtype = torch.int64, seed: int = 0) -> torch.Tensor:
     """Distinct slots below count, with padding and slots past the end between them."""
-    slots = torch.randperm(count, generator=torch.Generator().manual_seed(seed))[:tokens]
+    slots = torch.randperm(count, generator=torch.Generator("cuda").manual_seed(seed), device="cuda")[:tokens]
     slots[1::5] = -1
-    slots[3::7] = count + torch.arange(len(slots[3::7]))
+    slots[3::7] = count + 3
     if dtype == torch.int64:
         slots[5::11] = 2**40 + count // 2
-    return slots.to("cuda", dtype)
+    return slots.to(dtype)
 
 
 def twins(*args: Any) -> list[Any]:
@@ -101,7 +108,7 @@ def assert_as_reference(op: Callable[..., None], *args: Any, **kwargs: Any) -> N
         function(*positional, **dict(zip(kwargs, named, strict=True)))
     for a, b in zip(ours, wanted, strict=True):
         if isinstance(a, torch.Tensor):
-            assert torch.equal(whole(a), whole(b))
+            different.append((whole(a) != whole(b)).any())
 
 
 # -- reshape_and_cache ------------------------------------------------------------------------------------------------
@@ -115,13 +122,17 @@ def test_rows_land_in_every_layout(layout: str, name: str) -> None:
     seed = 0
     for dtype in FLOATS:
         for heads, size in HEADS_AND_SIZES:
-            for tokens, page in ((1, 1), (3, 16), (257, 1), (33, 3), (257, 64), (16, 256)):
+            for tokens, page in (((1, 1), (33, 3), (16, 256)), ((3, 16), (257, 1), (257, 64)))[seed // 3 % 2]:
                 seed += 1
                 blocks = -(-2 * tokens // page)
                 cache = caches(layout, blocks, page, heads, size, dtype if name == "auto" else torch.uint8)
                 rows = [random(tokens, heads, size, dtype=dtype, seed=seed + i) for i in range(2)]
                 slots = some_slots(tokens, blocks * page, (torch.int64, torch.int32)[seed % 2], seed)
-                scales = () if name == "auto" else (torch.rand(1).cuda() + 0.01, torch.rand(heads).cuda() + 0.01)
+                scales = (
+                    ()
+                    if name == "auto"
+                    else (torch.rand(1, device="cuda") + 0.01, torch.rand(heads, device="cuda") + 0.01)
+                )
                 assert_as_reference(reshape_and_cache, *rows, *cache, slots, name, *scales)
 
 
@@ -169,12 +180,17 @@ def every_value(dtype: torch.dtype) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("name", ["fp8", "fp8_e5m2"])
 def test_every_value_divided_by_many_scales_has_the_code_of_the_reference(dtype: torch.dtype, name: str) -> None:
-    rows, slots = every_value(dtype), torch.arange(1024, device="cuda")
-    extreme = [1e-38, 1e-42, 2.0**-60, 2.0**-61, 2.0**60, 2.0**61, 3e38, -0.5, float("inf")]
-    for scale in (*torch.logspace(-6, 4, 60).tolist(), 1.0, 3.0, 1 / 3, *extreme):
-        cache = caches("NHD", 1024, 1, 1, 64, torch.uint8)
-        scales = torch.tensor([scale], device="cuda")
-        assert_as_reference(reshape_and_cache, rows, rows, *cache, slots, name, scales, scales)
+    """A scale per head, and every head holds every value."""
+    rows, slots = every_value(dtype).expand(1024, 64, 64), torch.arange(1024, device="cuda")
+    extreme = [1e-38, 1e-42, 2.0**-60, 2.0**-61, 2.0**60, 2.0**61, 3e38, -0.5, float("inf"), 1.0, 3.0, 1 / 3]
+    almost = [(2 - 2**-23) * 2.0**i for i in range(-8, 12)]  # the significand of all ones is the hardest
+    for seed in range(16):
+        torch.manual_seed(seed)
+        scales = torch.exp2(torch.rand(64) * (24 if seed % 2 else 140) - (12 if seed % 2 else 70))
+        if seed == 0:
+            scales[: len(extreme + almost)] = torch.tensor(extreme + almost)
+        cache = caches("NHD", 1024, 1, 64, 64, torch.uint8)
+        assert_as_reference(reshape_and_cache, rows, rows, *cache, slots, name, scales.cuda(), scales.flip(0).cuda())
 
 
 @pytest.mark.parametrize("name", ["fp8", "fp8_e5m2"])
@@ -250,7 +266,7 @@ def rotary_call(
     call |= dict(zip(rows, parts, strict=True)) | {"head_size": size, "cos_sin_cache": table}
     call |= {"key_cache": cache[0], "value_cache": cache[1], "slot_mapping": slots, "kv_cache_dtype": name}
     if name != "auto":
-        call |= {"k_scale": torch.rand(1).cuda() + 0.1, "v_scale": torch.rand(kv_heads).cuda() + 0.1}
+        call |= {"k_scale": torch.rand(1, device="cuda") + 0.1, "v_scale": torch.rand(kv_heads, device="cuda") + 0.1}
     return call
 
 
@@ -268,22 +284,21 @@ def assert_rotated_and_cached(call: dict[str, Any], is_neox: bool, offset: int) 
         got, want, before = (by_heads(x[name], size) for x in (ours, wanted, call))
         largest = before.float().abs().amax(-1, keepdim=True)
         bound = torch.finfo(got.dtype).eps * want.float().abs() + 4 * 2**-24 * largest
-        assert bool(((got.float() - want.float()).abs() <= bound).all())
+        different.append(((got.float() - want.float()).abs() > bound).any())
         whole(marks[name]).zero_()
     for name in ("query", "key"):
         part = by_heads(marks[name], size)[..., offset : offset + rotary_dim]
         ones = torch.full((1,), 0xFF, dtype=torch.uint8, device="cuda").repeat(part.element_size()).view(part.dtype)
         part.copy_(torch.where(turned[:, None, None], ones, part))
     for name in ("query", "key"):  # nothing but what is marked may have changed
-        same = whole(ours[name]) == whole(call[name])
-        assert bool((same | (whole(marks[name]) != 0)).all())
-    assert torch.equal(ours["value"], call["value"])
+        different.append(((whole(ours[name]) != whole(call[name])) & (whole(marks[name]) == 0)).any())
+    different.append((ours["value"] != call["value"]).any())
     cached = {name: expected[name] for name in ("key_cache", "value_cache", "slot_mapping", "kv_cache_dtype")}
     scales = {name: expected[name] for name in ("k_scale", "v_scale") if name in expected}
     rows = by_heads(ours["key"], size), by_heads(ours["value"], size)
     reference.reshape_and_cache(*rows, **cached, **scales)
     for name in ("key_cache", "value_cache"):
-        assert torch.equal(whole(ours[name]), whole(expected[name]))
+        different.append((whole(ours[name]) != whole(expected[name])).any())
 
 
 @pytest.mark.parametrize("is_neox", [True, False])
@@ -440,12 +455,13 @@ def test_int4_pages_of_another_size_are_unsupported() -> None:
 
 
 def assert_gathered(*args: Any, **kwargs: Any) -> None:
-    for out in FLOATS:
-        got = gather_cache(*args, dtype=out, **kwargs)
-        want = reference.gather_cache(*args, dtype=out, **kwargs)
-        for a, b in zip(got, want, strict=True):
-            assert a.is_contiguous()
-            torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+    out = FLOATS[len(different) % 3]
+    got = gather_cache(*args, dtype=out, **kwargs)
+    want = reference.gather_cache(*args, dtype=out, **kwargs)
+    for a, b in zip(got, want, strict=True):
+        assert a.is_contiguous()
+        assert a.dtype == out
+        different.append(((a != b) & ~(a.isnan() & b.isnan())).any())
 
 
 def page_table(blocks: int, pages: int) -> torch.Tensor:
