@@ -24,6 +24,8 @@ HERE = Path(__file__).resolve().parent
 ALL_ARCHS = json.loads((HERE.parent.parent / "ci" / "matrix.json").read_text())["archs"]
 PLATFORM = "manylinux_2_34_x86_64"
 SHOWN = 20  # problems of one wheel
+ALL_TOGETHER = 10 * 10**6  # bytes, without the model of the demo
+MODEL = "kestrel_kernels/demo/tiny.pt"
 
 
 def find_cuobjdump() -> Path:
@@ -100,6 +102,13 @@ def check(wheel: Path, build_paths: Sequence[str], cuobjdump: Path) -> tuple[lis
     return found, holds
 
 
+def size(wheel: Path) -> int:
+    """Bytes, without the model of the demo."""
+    with zipfile.ZipFile(wheel) as archive:
+        model = sum(member.compress_size for member in archive.infolist() if member.filename == MODEL)
+    return wheel.stat().st_size - model
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("wheels", type=Path, nargs="+")
@@ -115,6 +124,10 @@ def main() -> int:
         if len(found) > SHOWN:
             print(f"        and {len(found) - SHOWN} more")
         failed += bool(found)
+    total = sum(size(wheel) for wheel in options.wheels)
+    fits = total <= ALL_TOGETHER
+    print(f"{'ok' if fits else 'FAILED':7} together {total / 1e6:.1f} MB of at most {ALL_TOGETHER / 1e6:.0f}")
+    failed += not fits
     return 1 if failed else 0
 
 
