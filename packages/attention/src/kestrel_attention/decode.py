@@ -30,7 +30,7 @@ def chunking(num_splits: int, size: int, element: int, columns: int, rows: int) 
     if num_splits > 0:
         return 16, num_splits
     shortest = max(65536 // (size * element), 64 * rows // element)
-    return max(shortest, 16), max(1, 128 // columns)
+    return -(-shortest // 16) * 16, max(1, 128 // columns)
 
 
 def attend(

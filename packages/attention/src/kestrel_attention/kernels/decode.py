@@ -4,20 +4,22 @@ Built for decoding, one query per sequence and 1 to 8 query heads per KV head. A
 elements of cache and takes 4 L H D operations: memory decides, so the point is to keep many loads in flight.
 
 Work: a block takes up to 8 rows (queries x heads of one KV head) of one sequence, and one chunk of its keys. The chunk
-is a function of the length that the sequence has on the device, and of arguments of the call. Tiles of 16 keys go round
-the warps of a block; no warp waits for another before the end. There the warps' sums meet in shared memory, in order.
-A sequence of one chunk is then done; of several, the chunks' normalised sums go to memory and combine.py joins them.
+is a function of the length that the sequence has on the device, and of arguments of the call. Tiles of 16 keys are
+dealt into shares; a warp takes one share, or several one after the other, and waits for no other warp before the end.
+There the shares meet in shared memory and are added in their order, so that the number of warps does not show in a
+result: the launch takes more where blocks are few. A sequence of one chunk is then done; of several, the chunks'
+normalised sums go to memory and combine.py joins them.
 
-No tile passes through shared memory. The product of matrices does not care in which order its inner dimension is
-summed, so that a lane loads 16 consecutive bytes of a key and uses them as they are:
+No tile passes through shared memory. A product does not care in which order its inner dimension is summed, so that a
+lane loads 16 consecutive bytes of a row and uses them as they are; (g, t) is lane 4 g + t:
 
-    scores   S = Q K'    16 x 8 x 16: A = Q, rows 8-15 zero; B = K: lane (g, t) holds key g, dims 16 t.. of a row
-    output   O' = V' P'  16 x 8 x 16: A = V': lane (g, t) holds keys 2t, 2t+1, 2t+8, 2t+9, dims 16 g.. of a row;
-                         B = P': what the lane has of S. Columns are the 8 rows.
+    scores   S' = K Q'   16 x 8 x 16: A = K: keys g and g + 8, dims 16 t.. of a row; B = Q': row g, the same dims
+    output   O' = V' P'  16 x 8 x 16: A = V': keys 2t, 2t + 1, 2t + 8, 2t + 9, dims 16 g.. of a row; B = P', which is
+                         what the lanes have of S', transposed
 
-Codes become f16, which holds every e4m3 and int8 code exactly; their scale goes into the scores and the result. bf16
-queries are then brought to f16's range by a power of two per row. P is split into two 16-bit numbers where that costs
-little, so that it adds no rounding of its own.
+Codes become f16, which holds every e4m3 code exactly; their scale goes into the scores and the result. bf16 queries are
+then brought to f16's range by a power of two per row. P is the sum of two 16-bit numbers, so that it adds no rounding
+of its own. What was predicted and measured is in the family's README.
 """
 
 from __future__ import annotations
@@ -249,7 +251,7 @@ class Decode:
         block += first_row // ROWS * mK.shape[2] + kv_head
         place = (sequence, kv_head, first_row, rows, group, per_group)
 
-        # What does not depend on the length is asked for first: queries, and the first pages where keys start at 0.
+        # What does not depend on the length is asked for first: queries, and the first pages where it is known which.
         units = cutlass.const_expr(16 // self.element)  # elements in 16 bytes, the unit of offsets
         strides = [Uint32(mX.stride[i] // units) for mX in (mK, mV) for i in range(2)]
         table = mTable.iterator.toint() + 4 * Int64(sequence) * mTable.stride[0]
@@ -300,6 +302,7 @@ class Decode:
         if prefix > 0:
             start = Int32(0)
             end = cutlass.max(end, prefix)
+
         # This block's chunk of them.
         chunks = Int32(1)
         if slots > 1:
