@@ -5,7 +5,8 @@
 #
 # compiles SOURCES into kestrel_norm/_lib/kestrel_norm.so, which holds machine code for every architecture and exports each
 # of FUNCTIONS as the tvm-ffi symbol __tvm_ffi_<function>, and writes kestrel_norm/_lib/manifest.json, which says what
-# the binary holds. Without SOURCES only the manifest is installed (no architectures), and no compiler is looked for.
+# the binary holds. With CUTE, the family has CuTe kernels too: tools/cute_build compiles them into one object of the
+# same library, and the manifest names their entry points. Without SOURCES only the manifest is installed (no architectures), and no compiler is looked for.
 #
 # nvcc comes from PyPI (cuda-toolkit in build-system.requires), never from the system. The environment variable
 # KESTREL_ARCHS, a list such as "90a" or "80;90a", narrows the architectures.
@@ -53,7 +54,7 @@ print(next((r.resolve() for r in roots if (r / "bin" / "nvcc").exists()), ""), e
 endfunction()
 
 # {"family": ..., "archs": [...], "functions": [...], "cute": false}
-function(_kestrel_write_manifest family archs functions)
+function(_kestrel_write_manifest family archs functions cute)
   set(json_lists "")
   foreach(items IN ITEMS "${archs}" "${functions}")
     list(TRANSFORM items REPLACE "(.+)" "\"\\1\"")
@@ -64,7 +65,7 @@ function(_kestrel_write_manifest family archs functions)
   list(GET json_lists 1 json_functions)
   set(manifest "${CMAKE_CURRENT_BINARY_DIR}/manifest.json")
   file(WRITE "${manifest}"
-    "{\"family\": \"${family}\", \"archs\": ${json_archs}, \"functions\": ${json_functions}, \"cute\": false}\n")
+    "{\"family\": \"${family}\", \"archs\": ${json_archs}, \"functions\": ${json_functions}, \"cute\": ${cute}}\n")
   install(FILES "${manifest}" DESTINATION "${family}/_lib")
 endfunction()
 
@@ -92,9 +93,24 @@ function(_kestrel_add_library family archs cuda_root)
   install(TARGETS ${family} LIBRARY DESTINATION "${family}/_lib")
 endfunction()
 
+# Adds the CuTe kernels of packages/<family> to its library and their entry points to the variable `functions`.
+function(_kestrel_add_cute family functions)
+  set(tool "${Python_EXECUTABLE}" "${KESTREL_TOOLS_DIR}/cute_build" "${CMAKE_CURRENT_SOURCE_DIR}")
+  set(object "${CMAKE_CURRENT_BINARY_DIR}/cute_kernels.o")
+  execute_process(COMMAND ${tool} "${object}" --describe
+                  OUTPUT_VARIABLE found OUTPUT_STRIP_TRAILING_WHITESPACE COMMAND_ERROR_IS_FATAL ANY)
+  list(POP_FRONT found runtime)
+  file(GLOB kernels CONFIGURE_DEPENDS "${CMAKE_CURRENT_SOURCE_DIR}/src/${family}/kernels/*.py")
+  add_custom_command(OUTPUT "${object}" COMMAND ${tool} "${object}" --object DEPENDS ${kernels} VERBATIM)
+  set_source_files_properties("${object}" PROPERTIES EXTERNAL_OBJECT ON GENERATED ON)
+  target_sources(${family} PRIVATE "${object}")
+  target_link_libraries(${family} PRIVATE "${runtime}")
+  set(${functions} ${${functions}} ${found} PARENT_SCOPE)
+endfunction()
+
 # A macro, because enable_language must run in the caller's directory scope.
 macro(kestrel_family family)
-  cmake_parse_arguments(_KESTREL "" "" "SOURCES;FUNCTIONS" ${ARGN})
+  cmake_parse_arguments(_KESTREL "CUTE" "" "SOURCES;FUNCTIONS" ${ARGN})
   set(_KESTREL_ARCHS "")
   if(_KESTREL_SOURCES)
     find_package(Python COMPONENTS Interpreter REQUIRED)
@@ -111,7 +127,12 @@ macro(kestrel_family family)
     find_package(tvm_ffi CONFIG REQUIRED)
     _kestrel_add_library(${family} "${_KESTREL_ARCHS}" "${_KESTREL_CUDA}" ${_KESTREL_SOURCES})
   endif()
-  _kestrel_write_manifest(${family} "${_KESTREL_ARCHS}" "${_KESTREL_FUNCTIONS}")
+  set(_KESTREL_HAS_CUTE false)
+  if(_KESTREL_CUTE)
+    _kestrel_add_cute(${family} _KESTREL_FUNCTIONS)
+    set(_KESTREL_HAS_CUTE true)
+  endif()
+  _kestrel_write_manifest(${family} "${_KESTREL_ARCHS}" "${_KESTREL_FUNCTIONS}" ${_KESTREL_HAS_CUTE})
   # `kestrel-kernels bench` finds them in the wheel.
   install(DIRECTORY "${CMAKE_CURRENT_SOURCE_DIR}/benchmarks" DESTINATION "${family}" OPTIONAL
           FILES_MATCHING PATTERN "*.py" PATTERN "__pycache__" EXCLUDE)

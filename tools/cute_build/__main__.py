@@ -1,6 +1,8 @@
 """``python tools/cute_build packages/sampling out [--keep folder]``: build one family's library by hand.
 
 --keep keeps the PTX and the machine code of every kernel, to read. KESTREL_ARCHS narrows the architectures.
+CMake, which builds families that have CUDA C++ too, asks with --describe for what it must know beforehand and with
+--object for one object file instead of the library.
 """
 
 from __future__ import annotations
@@ -19,13 +21,19 @@ def main() -> None:
     parser.add_argument("package", type=Path, help="folder of the distribution, for example packages/sampling")
     parser.add_argument("output", type=Path, help="where the library and its manifest go")
     parser.add_argument("--keep", type=Path, help="folder for the PTX and cubin of every kernel")
+    parser.add_argument("--object", action="store_true", help="output is one object file to link")
+    parser.add_argument("--describe", action="store_true", help="print the runtime library and the entry points alone")
     options = parser.parse_args()
     source = options.package.resolve() / "src"
     (package,) = (path.parent.name for path in source.glob("*/__init__.py"))
-    for file in driver.build(
-        driver.Family(source, package), options.output, driver.archs_from_environment(), options.keep
-    ):
-        print(file, file.stat().st_size)
+    family, archs = driver.Family(source, package), driver.archs_from_environment()
+    if options.describe:
+        print(driver.find_runtime_folder() / driver.RUNTIME, *driver.function_names(family, archs), sep=";")
+    elif options.object:
+        driver.build_object(family, options.output, archs, options.keep)
+    else:
+        for file in driver.build(family, options.output, archs, options.keep):
+            print(file, file.stat().st_size)
 
 
 if __name__ == "__main__":

@@ -49,13 +49,27 @@ def build(family: Family, output: Path, archs: tuple[str, ...], keep: Path | Non
         _write_manifest(manifest, family, (), [])
         return [manifest]
     library = output / f"{family.package}.so"
-    compiler, runtime_folder = _compiler(), _runtime_folder()
+    compiler, runtime_folder = _compiler(), find_runtime_folder()
     with tempfile.TemporaryDirectory() as folder:
         objects = Path(folder)
         functions = _compile(family, archs, objects, keep)
         _link([objects / f"{function}.o" for function in functions], library, compiler, runtime_folder)
     _write_manifest(manifest, family, archs, functions)
     return [library, manifest]
+
+
+def build_object(family: Family, output: Path, archs: tuple[str, ...], keep: Path | None = None) -> None:
+    """Write one object file with every kernel, for a library that CMake links out of CUDA C++ and CuTe kernels."""
+    with tempfile.TemporaryDirectory() as folder:
+        functions = _compile(family, archs, Path(folder), keep)
+        objects = [str(Path(folder, f"{function}.o")) for function in functions]
+        subprocess.run([*_compiler(), "-r", "-nostdlib", "-o", str(output), *objects], check=True)
+
+
+def function_names(family: Family, archs: tuple[str, ...]) -> list[str]:
+    """The entry points that a build has; asks for no DSL."""
+    names = worker.load_variants(family.source, family.package) if family.has_kernels else {}
+    return sorted(f"{name}_sm{arch}" for name in names for arch in archs)
 
 
 def _compile(family: Family, archs: tuple[str, ...], objects: Path, keep: Path | None) -> list[str]:
@@ -107,7 +121,7 @@ def _compiler() -> list[str]:
     return compiler
 
 
-def _runtime_folder() -> Path:
+def find_runtime_folder() -> Path:
     """Where NVIDIA's runtime library for CUDA 13 lies."""
     import nvidia_cutlass_dsl
 

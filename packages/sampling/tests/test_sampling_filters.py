@@ -302,8 +302,8 @@ def test_softmax_is_that_of_float64(shape: tuple[int, int], dtype: torch.dtype, 
     logits = (4 * torch.randn(shape, generator=torch.Generator().manual_seed(1))).to(dtype)
     got = softmax(logits, temperature)
     assert got.dtype == torch.float32
-    # float32 arithmetic up to the exponential of at most some 40: 40 * 2^-24 and a few roundings
-    torch.testing.assert_close(got.double(), torch.softmax(logits.double() / temperature, -1), rtol=6e-6, atol=0)
+    # float32 arithmetic: the distance to the largest (up to 34) and the exponent of 2 (up to 70) are each rounded once
+    torch.testing.assert_close(got.double(), torch.softmax(logits.double() / temperature, -1), rtol=8e-6, atol=0)
 
 
 @pytest.mark.parametrize(

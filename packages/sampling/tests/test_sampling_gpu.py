@@ -1,55 +1,411 @@
-"""On a GPU every sampling op draws what it draws on a CPU, bit for bit, in a captured graph too."""
+"""On a GPU every sampling op draws what its reference draws on a CPU, bit for bit, however a row is split."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-from kestrel_runtime.testing import graph_replay
+from kestrel_runtime import backend
+from kestrel_runtime.testing import canary, graph_replay
 from kestrel_sampling import (
+    _launch,
     min_p_sampling_from_probs,
+    sample_from_logits,
     sampling_from_probs,
+    softmax,
+    top_k_renorm_probs,
     top_k_sampling_from_probs,
     top_k_top_p_sampling_from_probs,
+    top_p_renorm_probs,
     top_p_sampling_from_probs,
 )
 
 pytestmark = pytest.mark.gpu
 
-OPS = {
-    "none": lambda probs, seed, offset: sampling_from_probs(probs, seed=seed, offset=offset),
-    "top_p": lambda probs, seed, offset: top_p_sampling_from_probs(probs, 0.9, seed=seed, offset=offset),
-    "top_k": lambda probs, seed, offset: top_k_sampling_from_probs(probs, 50, seed=seed, offset=offset),
-    "both": lambda probs, seed, offset: top_k_top_p_sampling_from_probs(probs, 50, 0.9, seed=seed, offset=offset),
-    "min_p": lambda probs, seed, offset: min_p_sampling_from_probs(probs, 0.05, seed=seed, offset=offset),
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+OPS: dict[str, Callable[..., Any]] = {
+    "none": sampling_from_probs,
+    "top_p": lambda probs, **key: top_p_sampling_from_probs(probs, 0.9, **key),
+    "top_p_0.1": lambda probs, **key: top_p_sampling_from_probs(probs, 0.1, **key),
+    "top_p_0": lambda probs, **key: top_p_sampling_from_probs(probs, 0.0, **key),
+    "top_k": lambda probs, **key: top_k_sampling_from_probs(probs, 50, **key),
+    "top_k_1": lambda probs, **key: top_k_sampling_from_probs(probs, 1, **key),
+    "both": lambda probs, **key: top_k_top_p_sampling_from_probs(probs, 50, 0.9, **key),
+    "many": lambda probs, **key: top_k_top_p_sampling_from_probs(probs, 9000, 0.8, **key),
+    "joint": lambda probs, **key: top_k_top_p_sampling_from_probs(probs, 50, 0.3, filter_apply_order="joint", **key),
+    "min_p": lambda probs, **key: min_p_sampling_from_probs(probs, 0.05, **key),
 }
 
 
-def inputs(rows: int, width: int, first: int) -> list[torch.Tensor]:
-    g = torch.Generator().manual_seed(first)
-    probs = torch.softmax(3 * torch.randn(rows, width, generator=g), -1)
-    return [probs, torch.arange(rows) + first, torch.arange(rows) * 5]
+@pytest.fixture(autouse=True)
+def _kernels_only() -> object:
+    with backend("kernel"):
+        yield
 
 
-@pytest.mark.parametrize("width", [1, 111, 1024, 51200, 151936])
-@pytest.mark.parametrize("rows", [1, 3, 32])
+def by_reference(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with backend("reference"):
+        return op(*args, **kwargs)
+
+
+def on_cpu(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    moved = [a.cpu() if isinstance(a, torch.Tensor) else a for a in args]
+    keys = {name: a.cpu() if isinstance(a, torch.Tensor) else a for name, a in kwargs.items()}
+    with backend("auto"):
+        return op(*moved, **keys)
+
+
+def normal(rows: int, width: int, seed: int, sharpness: float = 3.0) -> torch.Tensor:
+    return sharpness * torch.randn(rows, width, generator=torch.Generator("cuda").manual_seed(seed), device="cuda")
+
+
+def distributions(rows: int, width: int, seed: int = 7, sharpness: float = 3.0) -> torch.Tensor:
+    return torch.softmax(normal(rows, width, seed, sharpness), -1)
+
+
+def keys(rows: int, first: int = 7) -> dict[str, torch.Tensor]:
+    return {"seed": (torch.arange(rows) * 7919 - first).cuda(), "offset": (torch.arange(rows) * 5 + first).cuda()}
+
+
+def assert_draws_as_the_reference(op: Callable[..., Any], probs: torch.Tensor) -> None:
+    key = keys(probs.shape[0])
+    ids, valid = op(probs, return_valid=True, **key)
+    want, want_valid = by_reference(op, probs, return_valid=True, **key)
+    assert torch.equal(valid, want_valid)
+    assert torch.equal(ids, want), (ids - want).nonzero()[:5]
+
+
+# ---- the same draw ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("width", [1, 7, 111, 1024, 4097, 51200, 151936])
 @pytest.mark.parametrize("op", OPS)
-def test_draws_the_ids_of_the_cpu(op: str, rows: int, width: int) -> None:
-    args = inputs(rows, width, 7)
-    assert torch.equal(OPS[op](*(a.cuda() for a in args)).cpu(), OPS[op](*args))
+def test_draws_the_ids_of_the_reference(op: str, width: int) -> None:
+    for rows in (1, 3) if width > 5000 else (1, 3, 32):
+        for sharpness in (1.0, 3.0, 12.0):
+            assert_draws_as_the_reference(OPS[op], distributions(rows, width, rows, sharpness).cuda())
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_draws_the_ids_of_the_cpu(op: str) -> None:
+    probs, key = distributions(4, 1000).cuda(), keys(4)
+    assert torch.equal(OPS[op](probs, **key).cpu(), on_cpu(OPS[op], probs, **key))
+
+
+@pytest.mark.parametrize("dtype", FLOATS[1:], ids=str)
+@pytest.mark.parametrize("op", OPS)
+def test_half_precision_draws_the_ids_of_the_reference(op: str, dtype: torch.dtype) -> None:
+    for width in (111, 1000, 8190, 51200):
+        assert_draws_as_the_reference(OPS[op], (distributions(3, width) * 50).to(dtype).cuda())
+
+
+ODD_ROWS: dict[str, Callable[[int], torch.Tensor]] = {
+    "equal": lambda width: torch.full((2, width), 0.25, device="cuda"),
+    "two values": lambda width: torch.where(normal(2, width, 1) > 2, 0.5, 0.25),
+    "ascending": lambda width: torch.arange(width).float().expand(2, -1).contiguous(),
+    "descending": lambda width: torch.arange(width).flip(0).float().expand(2, -1).contiguous(),
+    "denormal": lambda width: distributions(2, width) * 1e-39,
+    "small": lambda width: distributions(2, width) * 1e-6,
+    "above 1": lambda width: distributions(2, width) * 300,
+    "huge": lambda width: distributions(2, width) * 3e38,
+    "negative entries": lambda width: normal(2, width, 1),
+    "one entry": lambda width: torch.nn.functional.one_hot(torch.tensor([0, width - 1]), width).float(),
+    "outside": lambda width: torch.cat((distributions(1, width), torch.zeros(1, width, device="cuda"))),
+    "wide range": lambda width: torch.exp2(-torch.arange(width).float() * 100 / width).flip(0).repeat(2, 1),
+}
+
+
+@pytest.mark.parametrize("kind", ODD_ROWS)
+@pytest.mark.parametrize("op", OPS)
+def test_odd_rows_draw_the_ids_of_the_reference(op: str, kind: str) -> None:
+    for width in (111, 5000, 60000):
+        assert_draws_as_the_reference(OPS[op], ODD_ROWS[kind](width).cuda())
+
+
+def test_rows_without_a_distribution_give_0_and_false_and_disturb_nobody() -> None:
+    nan, inf = math.nan, math.inf
+    for width in (111, 51200):
+        probs = distributions(12, width)
+        for row, place, value in ((1, 0, nan), (3, width - 1, nan), (5, width // 2, inf), (9, 5, -inf)):
+            probs[row, place] = value
+        probs[7] = 0
+        probs[11] = -1
+        for op in OPS.values():
+            assert_draws_as_the_reference(op, probs.cuda())
+
+
+@pytest.mark.parametrize("width", [1024, 51200, 128256])
+@pytest.mark.parametrize("op", ["none", "top_p", "both"])
+def test_no_split_of_a_row_changes_its_id(op: str, width: int) -> None:
+    filters = {"none": {}, "top_p": {"top_p": (None, 0.9)}, "both": {"top_k": (None, 50), "top_p": (None, 0.9)}}[op]
+    probs = distributions(5, width, sharpness=1.0).cuda()
+    seed, offset = keys(5).values()
+    key = (seed, 0, offset, 0)
+    want = OPS[op](probs, seed=seed, offset=offset)
+    for blocks in (1, 2, 4, 8):
+        for threads in (96, 512, 768):
+            ids, valid = _launch.draw("op", probs, key, blocks=blocks, threads=threads, **filters)  # type: ignore[arg-type]
+            assert torch.equal(ids, want), (blocks, threads)
+            assert bool(valid.all())
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_a_row_does_not_depend_on_its_batch_and_runs_repeat(op: str) -> None:
+    for width in (1000, 51200):
+        probs = distributions(300, width, sharpness=2.0).cuda()
+        key = keys(300)
+        ids = OPS[op](probs, **key)
+        for _ in range(20):
+            assert torch.equal(OPS[op](probs, **key), ids)
+        for row in (0, 150, 299):
+            alone = OPS[op](probs[row : row + 1], seed=key["seed"][row].item(), offset=key["offset"][row].item())
+            assert torch.equal(alone, ids[row : row + 1])
+        order = torch.randperm(300, device="cuda")
+        assert torch.equal(OPS[op](probs[order], **{name: value[order] for name, value in key.items()}), ids[order])
+
+
+def test_numbers_and_tensors_select_the_same() -> None:
+    for width in (1000, 51200):
+        probs = distributions(4, width, sharpness=1.0).cuda()
+        key = keys(4)
+        for k in (0, 1, 50, width - 1, width):
+            for p in (0.0, 0.1, 0.7, 0.9, 1.0):
+                want = top_k_top_p_sampling_from_probs(probs, k, p, **key)
+                ks = (torch.tensor([k]), torch.tensor([k] * 4, dtype=torch.int32))
+                ps = (torch.tensor([p]), torch.tensor([p] * 4))
+                for top_k, top_p in zip(ks, ps, strict=True):
+                    got = top_k_top_p_sampling_from_probs(probs, top_k.cuda(), top_p.cuda(), **key)
+                    assert torch.equal(got, want)
+        mixed = torch.tensor([0.0, 0.5, 0.9, 1.0]).cuda()
+        want = torch.cat(
+            [
+                top_p_sampling_from_probs(
+                    probs[b : b + 1], mixed[b].item(), **{n: v[b : b + 1] for n, v in key.items()}
+                )
+                for b in range(4)
+            ]
+        )
+        assert torch.equal(top_p_sampling_from_probs(probs, mixed, **key), want)
+
+
+VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "columns": lambda x: torch.cat((x[:, :3], x, x[:, :2]), 1)[:, 3:-2],
+    "rows": lambda x: x.repeat_interleave(2, 0)[::2],
+    "one row for all": lambda x: x[:1].expand(x.shape[0], -1),
+}
+
+
+@pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_views_are_read_in_place(view: str, dtype: torch.dtype) -> None:
+    for width in (111, 1024, 51200):
+        for op in ("none", "both"):
+            assert_draws_as_the_reference(OPS[op], VIEWS[view](distributions(4, width).to(dtype).cuda()))
+
+
+def test_rows_far_apart() -> None:
+    """A row stride past 2^31 elements."""
+    width, apart = 5000, 2**31 + 8
+    buffer = torch.empty(apart + width, dtype=torch.bfloat16, device="cuda")
+    probs = buffer.as_strided((2, width), (apart, 1))
+    probs.copy_(distributions(2, width))
+    assert_draws_as_the_reference(OPS["top_p"], probs)
+
+
+def test_nothing_is_written_around_the_results() -> None:
+    for rows in (1, 5):
+        for width in (7, 1000, 51200):
+            probs = distributions(rows, width).cuda()
+            ids, ids_intact = canary((rows,), torch.int32, "cuda")
+            valid, valid_intact = canary((rows,), torch.bool, "cuda")
+            seed, offset = keys(rows).values()
+            arguments = (None, 1.0, None, 20, None, 0.9, None, 0.0, False, seed, 0, offset, 0, 0, 0)
+            _launch._binary.sample("op", ids, valid, probs, False, *arguments)
+            assert torch.equal(ids, top_k_top_p_sampling_from_probs(probs, 20, 0.9, seed=seed, offset=offset))
+            ids_intact(), valid_intact()
+
+
+def test_no_rows() -> None:
+    ids, valid = top_p_sampling_from_probs(torch.empty(0, 10, device="cuda"), 0.9, seed=1, return_valid=True)
+    assert ids.shape == valid.shape == (0,)
+
+
+# ---- from logits -----------------------------------------------------------------------------------------------------
+
+LOGITS: list[dict[str, Any]] = [
+    {},
+    {"temperature": 0.0},
+    {"temperature": 0.6, "top_k": 50, "top_p": 0.9},
+    {"temperature": 1.7, "top_p": 0.8},
+    {"min_p": 0.1},
+    {"min_p": 0.01, "top_k": 300, "top_p": 0.95},
+    {"min_p": 0.01, "top_k": 300, "top_p": 0.6, "filter_apply_order": "joint"},
+    {"temperature": 1e30},
+    {"temperature": 1e-30, "top_p": 0.5},
+]
+
+
+@pytest.mark.parametrize("options", LOGITS, ids=str)
+def test_logits_draw_the_ids_of_the_reference(options: dict[str, Any]) -> None:
+    for dtype in FLOATS:
+        for width in (1, 111, 1000, 51200):
+            logits = normal(4, width, 3).to(dtype).cuda()
+            logits[1, : width // 2] = -math.inf
+            key = keys(4)
+            got = sample_from_logits(logits, **options, **key)
+            want = by_reference(sample_from_logits, logits, **options, **key)
+            assert torch.equal(got, want), (dtype, width)
+
+
+def test_logits_draw_what_their_softmax_draws_but_for_rounding(record_property: Callable[..., None]) -> None:
+    logits = normal(4096, 1000, 5).cuda()
+    key = keys(4096)
+    for options in ({}, {"top_p": 0.9}, {"top_k": 50}):
+        got = sample_from_logits(logits, **options, **key)
+        want = on_cpu(sample_from_logits, logits, **options, **key)
+        differ = (got.cpu() != want).float().mean().item()
+        record_property(f"differ {options}", differ)
+        print(f"draws from logits that differ between GPU and CPU, {options}: {differ:.5f}")
+        assert differ < 1e-3  # exponentials differ in their last bit
+
+
+def test_logits_without_a_largest_give_0_and_false() -> None:
+    logits = normal(5, 2000, 2)
+    logits[0] = -math.inf
+    logits[2, 5] = math.nan
+    logits[3, 1999] = math.inf
+    ids, valid = sample_from_logits(logits.cuda(), top_p=0.9, return_valid=True, **keys(5))
+    assert valid.tolist() == [False, True, False, False, True]
+    assert [ids[i].item() for i in (0, 2, 3)] == [0, 0, 0]
+
+
+# ---- probabilities ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_softmax_is_as_accurate_as_torch(dtype: torch.dtype) -> None:
+    for width in (1, 111, 1024, 51200, 151936):
+        for temperature in (1.0, 0.5, 3.0):
+            logits = normal(3, width, 4).to(dtype).cuda()
+            exact = torch.softmax(logits.double() / temperature, -1)
+            ours = (softmax(logits, temperature).double() - exact).norm()
+            theirs = (torch.softmax(logits.float() / temperature, -1).double() - exact).norm()
+            assert ours <= 1.1 * theirs + 1e-9, (width, temperature)
+
+
+def test_probabilities_equal_the_reference() -> None:
+    for width in (111, 1024, 51200):
+        logits, probs = normal(5, width, 4).cuda(), distributions(5, width).cuda()
+        probs[1] = 0
+        probs[2, 3] = math.nan
+        logits[3, 0] = math.nan
+        logits[4, 0] = -math.inf
+        for op, x, value in (
+            (softmax, logits, 0.7),
+            (softmax, logits, 0.0),
+            (top_p_renorm_probs, probs, 0.8),
+            (top_p_renorm_probs, probs, 0.0),
+            (top_k_renorm_probs, probs, 40),
+            (top_k_renorm_probs, probs, width),
+        ):
+            want = by_reference(op, x, value)
+            got = op(x, value)
+            assert torch.equal(got > 0, want > 0)
+            torch.testing.assert_close(got, want, rtol=2e-6, atol=1e-12, equal_nan=True)
+            in_place = x.clone()
+            assert op(in_place, value, out=in_place) is in_place
+            assert torch.equal(in_place.nan_to_num(7), op(x, value).nan_to_num(7))
+
+
+# ---- graphs, streams, the launch before ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("op", OPS)
 def test_a_replayed_graph_sees_new_probabilities_and_keys(op: str) -> None:
-    first, second = inputs(4, 1024, 7), inputs(4, 1024, 70)
-    got = graph_replay(OPS[op], [a.cuda() for a in first], [a.cuda() for a in second])
-    assert torch.equal(got.cpu(), OPS[op](*second))
+    for width in (1024, 51200):
+        first, second = ([distributions(4, width, n).cuda(), *(v + n for v in keys(4).values())] for n in (7, 70))
+        run = lambda probs, seed, offset: OPS[op](probs, seed=seed, offset=offset)  # noqa: E731
+        got = graph_replay(run, first, [x.clone() for x in second])
+        assert torch.equal(got, run(*second))
+
+
+def test_a_replayed_graph_draws_new_numbers_when_the_offset_is_advanced() -> None:
+    probs = torch.ones(64, 1000, device="cuda")
+    offset = torch.zeros(1, dtype=torch.int64, device="cuda")
+    seed = torch.arange(64, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    top_p_sampling_from_probs(probs, 0.9, seed=seed, offset=offset)
+    with torch.cuda.graph(graph):
+        ids = top_p_sampling_from_probs(probs, 0.9, seed=seed, offset=offset)
+        offset += 1
+    seen = []
+    for _ in range(3):
+        graph.replay()
+        seen.append(ids.clone())
+    assert not torch.equal(seen[0], seen[1])
+    assert not torch.equal(seen[1], seen[2])
+    assert torch.equal(seen[2], top_p_sampling_from_probs(probs, 0.9, seed=seed, offset=2))
+
+
+def test_what_the_launch_just_before_writes_is_read_after_the_wait() -> None:
+    """1000 times, each input in turn written by the kernel before, in a graph."""
+    sources = [distributions(2, 8192, n, 1.0).cuda() for n in range(4)]
+    probs, p, k = sources[0].clone(), torch.ones(2).cuda(), torch.zeros(2, dtype=torch.int64).cuda()
+    seed, offset = keys(2).values()
+    new = {
+        "probs": (probs, sources),
+        "top_p": (p, [torch.full((2,), n).cuda() for n in (0.2, 0.5, 0.8, 1.0)]),
+        "top_k": (k, [torch.full((2,), n).cuda() for n in (1, 20, 500, 0)]),
+        "seed": (seed, [torch.full((2,), n).cuda() for n in (1, 2, 3, 4)]),
+        "offset": (offset, [torch.full((2,), n).cuda() for n in (1, 2, 3, 4)]),
+    }
+
+    def call() -> torch.Tensor:
+        return top_k_top_p_sampling_from_probs(probs, k, p, seed=seed, offset=offset)
+
+    for target, values in new.values():
+        want = []
+        for value in values:
+            target.copy_(value)
+            want.append(call().clone())
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            got = []
+            for value in values:
+                target.copy_(value)
+                got.append(call())
+        for _ in range(250):
+            graph.replay()
+            for one, other in zip(got, want, strict=True):
+                assert torch.equal(one, other)
+
+
+def test_a_second_stream() -> None:
+    probs = distributions(8, 51200).cuda()
+    key = keys(8)
+    want = OPS["both"](probs, **key)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        got = OPS["both"](probs, **key)
+    side.synchronize()
+    assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("op", ["top_p", "both", "min_p"])
+def test_compiles_into_one_graph(op: str) -> None:
+    probs = distributions(4, 1000).cuda()
+    key = keys(4)
+    compiled = torch.compile(lambda probs, seed, offset: OPS[op](probs, seed=seed, offset=offset), fullgraph=True)
+    assert torch.equal(compiled(probs, **key), OPS[op](probs, **key))
 
 
 def test_a_capture_needs_tensors_for_its_key() -> None:
-    probs: Any = inputs(2, 100, 1)[0].cuda()
+    probs: Any = distributions(2, 100).cuda()
     with pytest.raises(ValueError, match="seed"), torch.cuda.graph(torch.cuda.CUDAGraph()):
         top_p_sampling_from_probs(probs, 0.9, seed=1, offset=0)
     torch.cuda.synchronize()
@@ -62,3 +418,41 @@ def test_the_default_generator_is_that_of_the_device() -> None:
     torch.cuda.manual_seed(5)
     assert torch.equal(top_p_sampling_from_probs(probs, 1.0), first)
     assert not torch.equal(first, second)
+
+
+# ---- statistics ------------------------------------------------------------------------------------------------------
+
+DRAWS = 200_000
+
+
+def critical_chi_square(degrees: int) -> float:
+    """The value a chi-square variable passes once in a million (Wilson and Hilferty's approximation)."""
+    part = 2 / (9 * degrees)
+    return degrees * (1 - part + 4.753 * part**0.5) ** 3
+
+
+@pytest.mark.parametrize("width", [111, 1024, 51200, 128256])
+@pytest.mark.parametrize("op", ["none", "top_p", "top_p_0.1", "top_k", "both", "min_p"])
+def test_frequencies_follow_the_filtered_distribution(op: str, width: int) -> None:
+    row = distributions(1, width, sharpness=1.5 if op == "min_p" else 1.0).cpu()
+    offsets = torch.arange(DRAWS, device="cuda")
+    ids = OPS[op](row.cuda().expand(DRAWS, -1), seed=torch.tensor([42]).cuda(), offset=offsets)
+    counts = torch.bincount(ids, minlength=width).cpu().double()
+    p = row[0].double()
+    order = p.argsort(descending=True, stable=True)
+    kept = torch.zeros(width, dtype=torch.bool)
+    if op == "min_p":
+        kept = row[0] >= torch.tensor(0.05) * row.max()
+    else:
+        k = 50 if op in ("top_k", "both") else width
+        share = {"top_p": 0.9, "top_p_0.1": 0.1, "both": 0.9}.get(op, 2.0)
+        first = p[order[:k]]
+        kept[order[:k][first.cumsum(0) - first < share * first.sum()]] = True
+    assert counts[~kept].sum() == 0
+    expected = torch.where(kept, p, 0.0) / p[kept].sum() * DRAWS
+    cell = (expected.cumsum(0) / max(20.0, expected.max().item())).long()  # neighbours, until 20 draws are expected
+    cells = torch.zeros(int(cell.max()) + 1, dtype=torch.float64)
+    want, have = cells.index_add(0, cell, expected), cells.index_add(0, cell, counts)
+    want, have = want[want > 5], have[want > 5]
+    if len(want) > 1:
+        assert ((have - want) ** 2 / want).sum() < critical_chi_square(len(want) - 1)

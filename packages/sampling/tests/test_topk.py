@@ -289,11 +289,11 @@ def test_more_rows_than_a_kernel_can_number_are_unsupported(monkeypatch: pytest.
 
 def test_the_reason_for_the_reference_is_the_same_for_every_length_and_k() -> None:
     reasons = set()
-    for n, k in [(5000, 8), (6000, 8), (300, 129), (6000, 200)]:
+    for n, k in [(5000, 1025), (6000, 1025), (6000, 3000)]:
         with pytest.raises(UnsupportedError) as raised:
             launch(torch.zeros(2, n), k)
         reasons.add(str(raised.value))
-    assert reasons == {"kernels cover rows up to 4096 with k up to 128"}
+    assert reasons == {"kernels cover k up to 1024"}
 
 
 # ---- the binary ------------------------------------------------------------------------------------------------------
@@ -511,9 +511,49 @@ def test_kernel_refuses_bad_input_with_its_name(case: BadInput) -> None:
 def test_rows_that_no_kernel_covers_run_by_reference_with_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kestrel_runtime.op._warned", set())
     scores = fill("random", 2, 5000, torch.float32).cuda()
-    with pytest.warns(KestrelFallbackWarning, match="up to 4096"):
-        values, _ = topk_fwd(scores, 8)
-    assert torch.equal(values, torch.topk(scores, 8).values)
+    with pytest.warns(KestrelFallbackWarning, match="k up to 1024"):
+        values, _ = topk_fwd(scores, 1100)
+    assert torch.equal(values, torch.topk(scores, 1100).values)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        topk_fwd(scores[:, :4500], 9)
+        topk_fwd(scores[:, :4500], 1200)
+
+
+LONG_ROWS = ["random", "ties", "large", "nan-and-inf", "minus-inf", "denormal"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", LONG_ROWS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_kernel_covers_whole_vocabularies(dtype: torch.dtype, kind: str) -> None:
+    for n, rows in ((300, 2), (4097, 3), (51200, 1), (51201, 40), (128256, 20), (300_000, 2)):
+        scores = fill(kind, rows, n, dtype).cuda()
+        for k in (1, 50, 129, 1000, 1024):
+            if k <= n:
+                expected_values, expected_indices = reference.topk_fwd(scores, k)
+                values, indices = on_gpu(scores, k)
+                assert torch.equal(indices, expected_indices), (n, k)
+                assert_same_bits(values, expected_values)
+
+
+@pytest.mark.gpu
+def test_long_rows_that_are_hardly_numbers_are_ordered_too() -> None:
+    nan, inf = float("nan"), float("inf")
+    scores = torch.full((6, 50_000), nan, device="cuda")
+    scores[1, 40_000:40_010] = -inf
+    scores[2] = inf
+    scores[3] = -torch.rand(50_000, device="cuda")
+    scores[4, ::100] = 1.0
+    scores[5] = 0.25
+    values, indices = on_gpu(scores, 600)
+    expected_values, expected_indices = reference.topk_fwd(scores, 600)
+    assert torch.equal(indices, expected_indices)
+    torch.testing.assert_close(values, expected_values, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.gpu
+def test_softmax_over_the_best_of_a_vocabulary() -> None:
+    scores = fill("random", 3, 51200, torch.float32).cuda()
+    values, _ = topk_fwd(scores, 1000, softmax=True)
+    exact = torch.softmax(scores.double().topk(1000).values, -1)
+    torch.testing.assert_close(values.double(), exact, rtol=2e-6, atol=0)

@@ -90,12 +90,19 @@ def check_probs(op: str, probs: torch.Tensor, name: str = "probs") -> None:
         check.fail(op, name, "at least one entry per row", f"shape {tuple(probs.shape)}")
 
 
-def check_parameter(op: str, name: str, value: torch.Tensor | None, probs: torch.Tensor, *dtypes: torch.dtype) -> None:
-    """A parameter given as a tensor: [1] or [B], of one of the dtypes, where the probabilities are."""
+def check_parameter(
+    op: str,
+    name: str,
+    value: torch.Tensor | None,
+    rows: torch.Tensor,
+    *dtypes: torch.dtype,
+    rows_name: str = "probs",
+) -> None:
+    """A parameter given as a tensor: [1] or [B], of one of the dtypes, where the rows are."""
     if value is not None:
         check.tensor(op, name, value, dtype=dtypes, ndim=1, last_contiguous=True)
-        check.shape(op, name, value, (1 if value.shape[0] == 1 else probs.shape[0],))
-        check.same(op, "device", probs=probs, **{name: value})
+        check.shape(op, name, value, (1 if value.shape[0] == 1 else rows.shape[0],))
+        check.same(op, "device", **{rows_name: rows, name: value})
 
 
 def shape_of_draw(probs: torch.Tensor, *_parameters: object) -> tuple[torch.Tensor, torch.Tensor]:
@@ -106,7 +113,9 @@ def shape_of_draw(probs: torch.Tensor, *_parameters: object) -> tuple[torch.Tens
     )
 
 
-def check_keys(op: str, probs: torch.Tensor, seed: torch.Tensor | None, offset: torch.Tensor | None) -> None:
+def check_keys(
+    op: str, rows: torch.Tensor, seed: torch.Tensor | None, offset: torch.Tensor | None, rows_name: str = "probs"
+) -> None:
     """Seeds and offsets given as tensors: int64 [1] or [B]."""
-    check_parameter(op, "seed", seed, probs, torch.int64)
-    check_parameter(op, "offset", offset, probs, torch.int64)
+    check_parameter(op, "seed", seed, rows, torch.int64, rows_name=rows_name)
+    check_parameter(op, "offset", offset, rows, torch.int64, rows_name=rows_name)

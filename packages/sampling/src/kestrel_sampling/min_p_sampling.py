@@ -6,7 +6,7 @@ import torch
 
 from kestrel_runtime import kernel_op
 
-from . import reference_sampling
+from . import _launch, reference_sampling
 from ._parameters import check_keys, check_parameter, check_probs, keys, number_or_tensor, shape_of_draw
 
 
@@ -60,6 +60,7 @@ def _check_min_p_sampling_from_probs(
 @kernel_op(
     reference=reference_sampling.min_p_sampling_from_probs,
     check=_check_min_p_sampling_from_probs,
+    kernel="cuda",
     shape=shape_of_draw,
 )
 def _min_p_sampling_from_probs(
@@ -72,3 +73,5 @@ def _min_p_sampling_from_probs(
     offset_value: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Each parameter as a tensor, or None and a number."""
+    keyed = (seed, seed_value, offset, offset_value)
+    return _launch.draw("min_p_sampling_from_probs", probs, keyed, min_p=(min_p, min_p_value))

@@ -6,7 +6,7 @@ import torch
 
 from kestrel_runtime import check, kernel_op
 
-from . import reference_sampling
+from . import _launch, reference_sampling
 from ._parameters import check_parameter, check_probs, count_or_tensor, number_or_tensor
 
 
@@ -84,7 +84,7 @@ def _check_softmax(
     out: torch.Tensor | None = None,
 ) -> None:
     check_probs("softmax", logits, "logits")
-    check_parameter("softmax", "temperature", temperature, logits, torch.float32)
+    check_parameter("softmax", "temperature", temperature, logits, torch.float32, rows_name="logits")
     _check_out("softmax", out, logits)
 
 
@@ -108,7 +108,7 @@ def _shape_of_probabilities(probs: torch.Tensor, *_parameters: object) -> torch.
     return torch.empty(probs.shape, dtype=torch.float32, device=probs.device)
 
 
-@kernel_op(reference=reference_sampling.softmax, check=_check_softmax, shape=_shape_of_probabilities)
+@kernel_op(reference=reference_sampling.softmax, check=_check_softmax, kernel="cuda", shape=_shape_of_probabilities)
 def _softmax(
     logits: torch.Tensor,
     temperature: torch.Tensor | None,
@@ -117,25 +117,30 @@ def _softmax(
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The temperature as a tensor, or None and a number."""
+    return _launch.probabilities("softmax", logits, out, logits=True, temperature=(temperature, temperature_value))
 
 
 @kernel_op(
     reference=reference_sampling.top_p_renorm_probs,
     check=_check_top_p_renorm_probs,
+    kernel="cuda",
     shape=_shape_of_probabilities,
 )
 def _top_p_renorm_probs(
     probs: torch.Tensor, top_p: torch.Tensor | None, top_p_value: float, *, out: torch.Tensor | None = None
 ) -> torch.Tensor:
     """p as a tensor, or None and a number."""
+    return _launch.probabilities("top_p_renorm_probs", probs, out, top_p=(top_p, top_p_value))
 
 
 @kernel_op(
     reference=reference_sampling.top_k_renorm_probs,
     check=_check_top_k_renorm_probs,
+    kernel="cuda",
     shape=_shape_of_probabilities,
 )
 def _top_k_renorm_probs(
     probs: torch.Tensor, top_k: torch.Tensor | None, top_k_value: int, *, out: torch.Tensor | None = None
 ) -> torch.Tensor:
     """k as a tensor, or None and a number."""
+    return _launch.probabilities("top_k_renorm_probs", probs, out, top_k=(top_k, top_k_value))

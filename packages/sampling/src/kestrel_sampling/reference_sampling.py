@@ -1,9 +1,10 @@
 """The PyTorch reference of sampling: exact filters and a draw that every kernel can repeat bit for bit.
 
-Probabilities become integers: a row is scaled by a power of two that puts its largest entry just below
-``2^(60 - bits of V)`` and rounded to nearest, so that no sum over the row passes 2^60. Sums of integers do not depend
-on their order, hence neither do the filters nor the draw, however a kernel splits the row. What is lost are entries
-below ``2^-42`` or so of the largest (V = 151936), which count as zero.
+Probabilities become integers: a row is scaled by a power of two and rounded to nearest, so that no sum over the row
+passes 2^60. Sums of integers do not depend on their order, hence neither do the filters nor the draw, however a kernel
+splits the row. The power is 2^42 where the largest entry is 2^-17 to 1, as it is in nearly every row, so that a kernel
+need not know the largest before it sums; otherwise it puts the largest entry just below 2^43. (From V = 2^17 on both
+are less, by the bits of V beyond 17.) What is lost are entries below 2^-43 or so, which count as zero.
 
 - mass of a row: the sum of these integers; negative entries count as zero.
 - top-p: entries in descending order of probability, ties to the lower id, while the mass before an entry is below
@@ -13,6 +14,8 @@ below ``2^-42`` or so of the largest (V = 151936), which count as zero.
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 
@@ -162,10 +165,18 @@ def top_k_renorm_probs(probs: torch.Tensor, top_k: torch.Tensor | None, top_k_va
 
 
 def exponentials(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
-    """exp((logit - largest) / temperature) in float32, the largest 1 at any temperature; NaN for a row without one."""
+    """2^((logit - largest) * slope) in float32, slope = log2(e) / temperature; the largest is 1 at any temperature.
+
+    NaN for a row without a largest. The slope is float32 and a float32 rest, so that the exponent is rounded about
+    once; it is kept between 1e-37 and 3e38, so that 0 times it stays 0 and -inf times it -inf.
+    """
     logits = logits.float()
-    below = logits - logits.amax(dim=1, keepdim=True)
-    return torch.exp(below / torch.where(temperature <= 0, 1.0, temperature).float())
+    below = (logits - logits.amax(dim=1, keepdim=True)).clamp(min=-3e38)
+    heat = torch.where(temperature <= 0, 1.0, temperature).double()
+    exact = torch.full_like(heat, math.log2(math.e)) / heat
+    slope = exact.float().clamp(1e-37, 3e38)
+    rest = torch.where(slope == exact.float(), exact - slope.double(), 0.0).float()
+    return torch.exp2((below.double() * slope.double() + (below * rest).double()).float())
 
 
 def renormalised(weights: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
@@ -208,8 +219,9 @@ def integer_mass(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """float32 [B, V] as int64 [B, V] with sums below 2^60, and which rows have a distribution: finite mass, no NaN."""
     largest = weights.amax(dim=1, keepdim=True)  # NaN if the row holds one
     valid = (largest > 0) & (largest < torch.inf)
-    exponent = torch.frexp(torch.where(valid, largest, 1.0)).exponent
-    bits = 60 - weights.shape[1].bit_length()
+    common = (largest >= 2.0**-17) & (largest <= 1)
+    exponent = torch.frexp(torch.where(valid & ~common, largest, 1.0)).exponent
+    bits = 60 - max(17, weights.shape[1].bit_length())
     power_of_two = ((bits - exponent + 1023).long() << 52).view(torch.float64)
     scaled = torch.where(valid & (weights > 0), weights, 0.0).double() * power_of_two
     return scaled.round().long(), valid.squeeze(1)

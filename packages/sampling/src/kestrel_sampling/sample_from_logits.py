@@ -8,7 +8,7 @@ import torch
 
 from kestrel_runtime import check, kernel_op
 
-from . import reference_sampling
+from . import _launch, reference_sampling
 from ._parameters import (
     check_keys,
     check_parameter,
@@ -89,14 +89,19 @@ def _check_sample_from_logits(
 ) -> None:
     op = "sample_from_logits"
     check_probs(op, logits, "logits")
-    check_parameter(op, "temperature", temperature, logits, torch.float32)
-    check_parameter(op, "top_k", top_k, logits, torch.int32, torch.int64)
-    check_parameter(op, "top_p", top_p, logits, torch.float32)
-    check_parameter(op, "min_p", min_p, logits, torch.float32)
-    check_keys(op, logits, seed, offset)
+    check_parameter(op, "temperature", temperature, logits, torch.float32, rows_name="logits")
+    check_parameter(op, "top_k", top_k, logits, torch.int32, torch.int64, rows_name="logits")
+    check_parameter(op, "top_p", top_p, logits, torch.float32, rows_name="logits")
+    check_parameter(op, "min_p", min_p, logits, torch.float32, rows_name="logits")
+    check_keys(op, logits, seed, offset, "logits")
 
 
-@kernel_op(reference=reference_sampling.sample_from_logits, check=_check_sample_from_logits, shape=shape_of_draw)
+@kernel_op(
+    reference=reference_sampling.sample_from_logits,
+    check=_check_sample_from_logits,
+    kernel="cuda",
+    shape=shape_of_draw,
+)
 def _sample_from_logits(
     logits: torch.Tensor,
     temperature: torch.Tensor | None,
@@ -114,3 +119,14 @@ def _sample_from_logits(
     offset_value: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Each parameter as a tensor, or None and a number."""
+    return _launch.draw(
+        "sample_from_logits",
+        logits,
+        (seed, seed_value, offset, offset_value),
+        logits=True,
+        temperature=(temperature, temperature_value),
+        top_k=(top_k, top_k_value),
+        top_p=(top_p, top_p_value),
+        min_p=(min_p, min_p_value),
+        joint=joint,
+    )

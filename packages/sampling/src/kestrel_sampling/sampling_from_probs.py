@@ -6,7 +6,7 @@ import torch
 
 from kestrel_runtime import kernel_op
 
-from . import reference_sampling
+from . import _launch, reference_sampling
 from ._parameters import check_keys, check_probs, keys, shape_of_draw
 
 
@@ -49,7 +49,12 @@ def _check_sampling_from_probs(
     check_keys(op, probs, seed, offset)
 
 
-@kernel_op(reference=reference_sampling.sampling_from_probs, check=_check_sampling_from_probs, shape=shape_of_draw)
+@kernel_op(
+    reference=reference_sampling.sampling_from_probs,
+    check=_check_sampling_from_probs,
+    kernel="cuda",
+    shape=shape_of_draw,
+)
 def _sampling_from_probs(
     probs: torch.Tensor,
     seed: torch.Tensor | None,
@@ -58,3 +63,4 @@ def _sampling_from_probs(
     offset_value: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Each parameter as a tensor, or None and a number."""
+    return _launch.draw("sampling_from_probs", probs, (seed, seed_value, offset, offset_value))

@@ -8,7 +8,7 @@ import torch
 
 from kestrel_runtime import kernel_op
 
-from . import reference_sampling
+from . import _launch, reference_sampling
 from ._parameters import (
     check_keys,
     check_parameter,
@@ -106,6 +106,7 @@ def _check_top_k_sampling_from_probs(
 @kernel_op(
     reference=reference_sampling.top_k_sampling_from_probs,
     check=_check_top_k_sampling_from_probs,
+    kernel="cuda",
     shape=shape_of_draw,
 )
 def _top_k_sampling_from_probs(
@@ -118,6 +119,8 @@ def _top_k_sampling_from_probs(
     offset_value: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Each parameter as a tensor, or None and a number."""
+    keyed = (seed, seed_value, offset, offset_value)
+    return _launch.draw("top_k_sampling_from_probs", probs, keyed, top_k=(top_k, top_k_value))
 
 
 def _check_top_k_top_p_sampling_from_probs(
@@ -142,6 +145,7 @@ def _check_top_k_top_p_sampling_from_probs(
 @kernel_op(
     reference=reference_sampling.top_k_top_p_sampling_from_probs,
     check=_check_top_k_top_p_sampling_from_probs,
+    kernel="cuda",
     shape=shape_of_draw,
 )
 def _top_k_top_p_sampling_from_probs(
@@ -157,3 +161,11 @@ def _top_k_top_p_sampling_from_probs(
     offset_value: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Each parameter as a tensor, or None and a number."""
+    return _launch.draw(
+        "top_k_top_p_sampling_from_probs",
+        probs,
+        (seed, seed_value, offset, offset_value),
+        top_k=(top_k, top_k_value),
+        top_p=(top_p, top_p_value),
+        joint=joint,
+    )

@@ -6,7 +6,7 @@ import torch
 
 from kestrel_runtime import kernel_op
 
-from . import reference_sampling
+from . import _launch, reference_sampling
 from ._parameters import check_keys, check_parameter, check_probs, keys, number_or_tensor, shape_of_draw
 
 
@@ -68,6 +68,7 @@ def _check_top_p_sampling_from_probs(
 @kernel_op(
     reference=reference_sampling.top_p_sampling_from_probs,
     check=_check_top_p_sampling_from_probs,
+    kernel="cuda",
     shape=shape_of_draw,
 )
 def _top_p_sampling_from_probs(
@@ -80,3 +81,5 @@ def _top_p_sampling_from_probs(
     offset_value: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Each parameter as a tensor, or None and a number."""
+    keyed = (seed, seed_value, offset, offset_value)
+    return _launch.draw("top_p_sampling_from_probs", probs, keyed, top_p=(top_p, top_p_value))

@@ -14,6 +14,7 @@ from .kernels.variants import covering
 
 _binary = Binary("kestrel_sampling")
 _NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+_LARGEST_K = 1024  # of the kernel for long rows
 _MOST_ROWS = 2**31 - 1024  # row numbers are 32-bit in the kernels, those of the last block included
 _entry_points: dict[tuple[torch.dtype, int, int, int], Callable[..., Any]] = {}
 
@@ -42,7 +43,8 @@ def topk_fwd(scores: torch.Tensor, k: int, softmax: bool = False) -> tuple[torch
     NaN ranks below everything, -inf included, so a row shows NaN only when fewer than k of its scores are numbers.
     A row does not depend on the rows around it.
 
-    Kernels cover N <= 4096 with k <= 128 and up to 2^31 - 1024 rows; what is beyond runs by reference.
+    Kernels cover k <= 1024 and up to 2^27 rows (2^31 - 1024 where N <= 4096 and k <= 128); what is beyond runs by
+    reference.
 
     Raises ValueError for k < 1, k > N or a last dimension with a stride, TypeError for another dtype.
     Semantics: ``quack.topk``, with exact values and indices in every dtype.
@@ -77,10 +79,13 @@ def _entry_point(scores: torch.Tensor, n: int, k: int) -> Callable[..., Any]:
     """The compiled kernel for this dtype, row length, k and GPU, remembered from then on."""
     _check_topk_fwd(scores, k)
     variant = covering(_NAMES[scores.dtype], n, k)
-    if variant is None:
+    if variant is not None:
+        launch = _binary.function(f"{variant.name}_{_binary.arch(scores.device)}")
+    elif k <= _LARGEST_K:
+        launch = _binary.topk_rows
+    else:
         # The same words for every n and k: a reason is warned about once.
-        raise UnsupportedError("kernels cover rows up to 4096 with k up to 128")
-    launch = _binary.function(f"{variant.name}_{_binary.arch(scores.device)}")
+        raise UnsupportedError("kernels cover k up to 1024")
     _entry_points[scores.dtype, n, k, scores.get_device()] = launch
     return launch
 

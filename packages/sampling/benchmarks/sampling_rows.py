@@ -1,0 +1,68 @@
+"""What the definitions of the sampling ops share: rows of probabilities in L2, a key per row, and the peers.
+
+A shape is rows x V. Rows are softmax of standard normal logits: flat, as far as a vocabulary's rows go, so that top-p
+keeps most of a row; TOP_P of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+TOP_K, TOP_P = 50, 0.9
+
+
+def sizes(shape: str) -> tuple[int, int]:
+    rows, vocabulary = shape.split("x")
+    return int(rows), int(vocabulary)
+
+
+def make(shape: str, count: int) -> list[tuple[Any, ...]]:
+    """probs, seed and offset per row."""
+    rows, vocabulary = sizes(shape)
+    sets = []
+    for number in range(count):
+        probs = torch.softmax(torch.randn(rows, vocabulary, device="cuda"), dim=-1)
+        seed = torch.full((1,), number, device="cuda")
+        sets.append((probs, seed, torch.arange(rows, device="cuda")))
+    return sets
+
+
+def traffic(shape: str) -> int:
+    rows, vocabulary = sizes(shape)
+    return rows * (4 * vocabulary + 8 + 5)  # probabilities and offset in, id and flag out
+
+
+def operations(shape: str) -> int:
+    return 0
+
+
+def peers(top_k: int = 0, top_p: float = 1.0) -> dict[str, Callable[..., object]]:
+    """The same draw by PyTorch alone, and by FlashInfer where it is installed."""
+
+    def plain(probs: torch.Tensor, *_key: torch.Tensor) -> torch.Tensor:
+        if top_k:
+            kept, ids = probs.topk(top_k)
+        elif top_p < 1:
+            kept, ids = probs.sort(dim=-1, descending=True)
+        else:
+            return torch.multinomial(probs, 1)
+        if top_p < 1:
+            before = kept.cumsum(-1) - kept
+            kept = torch.where(before < top_p * kept.sum(-1, keepdim=True), kept, 0.0)
+        return ids.gather(1, torch.multinomial(kept, 1))
+
+    found: dict[str, Callable[..., object]] = {"torch": plain}
+    try:
+        from flashinfer import sampling
+    except ImportError:
+        return found
+    if top_k:
+        found["flashinfer"] = lambda probs, *_: sampling.top_k_top_p_sampling_from_probs(probs, top_k, top_p)
+    elif top_p < 1:
+        found["flashinfer"] = lambda probs, *_: sampling.top_p_sampling_from_probs(probs, top_p)
+    else:
+        found["flashinfer"] = lambda probs, *_: sampling.sampling_from_probs(probs)
+    return found

@@ -1,0 +1,252 @@
+// The kernel behind every op that samples or makes probabilities; sampling.cu says what it is built for.
+#pragma once
+
+#include "search.cuh"
+
+namespace kestrel::sampling {
+
+// ---- arguments ------------------------------------------------------------------------------------------------------
+
+// A parameter: one number for all rows, or one per row, or a tensor of one.
+template <typename N>
+struct PerRow {
+  const void* values = nullptr;
+  N number = 0;
+  int step = 0;
+  bool wide = true;  // integers: 64 bits
+  __device__ __forceinline__ N at(int64_t row) const {
+    if (!values) return number;
+    if (sizeof(N) == 8 && !wide) return static_cast<const int*>(values)[row * step];
+    return static_cast<const N*>(values)[row * step];
+  }
+};
+
+struct Params {
+  const char* rows = nullptr;
+  int64_t row_bytes = 0;  // from one row to the next
+  int dtype = kRowFloat32;
+  int length = 0;
+  int blocks = 1;  // of a team
+  int per_warp = 0;
+  int list_size = 0;
+  bool joint = false;
+  PerRow<float> temperature, top_p, min_p;
+  PerRow<int64_t> top_k, seed, offset;
+  // Either a draw,
+  int* ids = nullptr;
+  bool* valid = nullptr;
+  // or probabilities.
+  float* out = nullptr;
+  int64_t out_step = 0;
+};
+
+// ---- the kernel -----------------------------------------------------------------------------------------------------
+
+// The first word of Philox4x32-10 with key `seed` and counter `offset`.
+__device__ __forceinline__ u32 random_word(u64 seed, u64 offset) {
+  u32 k0 = static_cast<u32>(seed), k1 = static_cast<u32>(seed >> 32);
+  u32 c0 = static_cast<u32>(offset), c1 = static_cast<u32>(offset >> 32), c2 = 0, c3 = 0;
+#pragma unroll
+  for (int round = 0; round < 10; ++round) {
+    const u64 a = u64{0xd2511f53u} * c0, b = u64{0xcd9e8d57u} * c2;
+    c0 = static_cast<u32>(b >> 32) ^ c1 ^ k0;
+    c1 = static_cast<u32>(b);
+    c2 = static_cast<u32>(a >> 32) ^ c3 ^ k1;
+    c3 = static_cast<u32>(a);
+    k0 += 0x9e3779b9u;
+    k1 += 0xbb67ae85u;
+  }
+  return c0;
+}
+
+// What the caller asks of one row.
+struct Filters {
+  float min_p;
+  int64_t top_k;
+  u64 top_p;  // in parts of 2^32
+  bool joint;
+};
+
+template <Kind kind, bool resident>
+__device__ __forceinline__ Kept filter(Search<kind, resident>& search, const Filters& filters, bool surveyed, u64 all) {
+  const Team& team = search.team;
+  Scratch* scratch = search.scratch;
+  const int length = search.piece.length, top = ordered(search.weigher.top);
+  constexpr u64 kWhole = u64{1} << 32;
+  const bool counted = filters.top_k > 0 && filters.top_k < length, weighed = filters.top_p < kWhole;
+  Kept kept;
+  if (!counted && !weighed) return kept;
+  if (counted && filters.top_k == 1) return search.resolve({top, 1, UINT32_MAX});
+
+  const bool of_row = weighed && (filters.joint || !counted);  // top-p of the row, not of what top-k keeps
+  const bool held = resident && team.blocks == 1 && length <= kEntries * static_cast<int>(blockDim.x);
+  if (!surveyed && of_row) {
+    all = search.template survey<true>(!held);
+  } else if (!surveyed && !held) {
+    search.template survey<false>(true);
+  }
+  const u64 goal = max(u64{1}, fraction(all, filters.top_p));
+  if (!held) {
+    if (team.block == 0) {
+      search.merge_histograms();
+      if (counted && threadIdx.x < 32) search.guess_count(filters.top_k, kEntries * blockDim.x);
+      if (of_row && threadIdx.x / 32 == team.warps - 1) search.guess_mass(all, goal);
+    }
+    team.barrier();
+  }
+  bool then_done = false;
+  if (counted) {
+    const Range range = {ordered(-INFINITY), top + 1, 0};
+    const u64 then = weighed && !filters.joint ? filters.top_p : kWhole;
+    const Found found = held ? search.template search_held<false>(range, filters.top_k, then, &then_done)
+                             : search.template search<false>(range, filters.top_k, scratch->guess[0][0],
+                                                             scratch->guess[0][1], then, &then_done);
+    kept = search.resolve(found);
+    if (weighed && !filters.joint && !then_done) {
+      auto mass = search.mass_of_kept(kept);
+      const u64 kept_mass = search.total(mass);
+      const Range rest = {found.key, top + 1, 0};
+      const Found again = search.template search<true>(rest, max(u64{1}, fraction(kept_mass, filters.top_p)), found.key,
+                                                       top + 1, kWhole, &then_done);
+      kept = kept.and_also(search.resolve(again));
+    }
+  }
+  if (of_row) {
+    const Range range = {ordered(search.weigher.nothing_below()), top + 1, 0};
+    const Found found = held ? search.template search_held<true>(range, goal, kWhole, &then_done)
+                             : search.template search<true>(range, goal, scratch->guess[1][0], scratch->guess[1][1],
+                                                            kWhole, &then_done);
+    kept = kept.and_also(search.resolve(found));
+  }
+  return kept;
+}
+
+// Writes the probabilities of a row: its kept weights over their sum.
+template <Kind kind, bool resident>
+__device__ __forceinline__ void write_probabilities(Search<kind, resident>& search, const Kept& kept, float* out) {
+  auto mass = search.mass_of_kept(kept);
+  const double share = 1048576. / static_cast<double>(search.total(mass));
+  const Weigher<kind>& weigher = search.weigher;
+  search.piece.each_tile(search.team.lane, [&](float4 four, int i) {
+    const float v[4] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      if (i + e >= search.piece.length || i >= search.piece.end) continue;
+      const float weight =
+          kind == Kind::logits ? (v[e] == -INFINITY ? 0.f : exp2f(weigher.exponent(v[e]))) : fmaxf(v[e], 0.f);
+      const double x = static_cast<double>(weight) * static_cast<double>(weigher.scale);
+      out[i + e] = kept.has(v[e], i + e) ? static_cast<float>(x * share) : 0.f;
+    }
+  });
+}
+
+// filtered: there may be a top-k or a top-p; such a kernel needs more registers than 1024 threads have.
+constexpr int kMostThreads[2] = {1024, 768};
+
+template <Kind kind, bool resident, bool filtered>
+__global__ void __launch_bounds__(kMostThreads[filtered]) sample_rows(const __grid_constant__ Params p) {
+  constexpr bool logits = kind == Kind::logits;
+  const Team team(p.blocks);
+  const int64_t row = blockIdx.x / p.blocks;
+  char* memory = dynamic_shared_memory();
+  Scratch* scratch = reinterpret_cast<Scratch*>(memory);
+  Exchange exchange = {reinterpret_cast<u64*>(memory + sizeof(Scratch)), 0};
+  float* list = reinterpret_cast<float*>(memory + sizeof(Scratch) + Exchange::bytes(team.all_warps));
+  Piece<resident> piece(p.rows + row * p.row_bytes, p.dtype, p.length, p.per_warp, team, list + p.list_size);
+  for (int b = threadIdx.x; b < kBins; b += blockDim.x) scratch->bins[b] = 0;
+  if (threadIdx.x < 2) scratch->listed[threadIdx.x] = 0;
+  pdl_wait();
+  pdl_trigger();
+  // These come before the row, so that nobody waits for them behind it.
+  const float temperature = logits ? p.temperature.at(row) : 1.f;
+  const float min_p = p.min_p.at(row), top_p = p.top_p.at(row);
+  const int64_t top_k = p.top_k.at(row);
+  const bool draws = p.ids && threadIdx.x == blockDim.x - 32;
+  const u64 seed = draws ? p.seed.at(row) : 0, offset = draws ? p.offset.at(row) : 0;
+
+  // Read the row; of probabilities also the mass, and the histogram, as if the row were a common one.
+  Weigher<kind> weigher;
+  weigher.set_common(p.length);
+  const bool early = !logits && !(min_p > 0.f);
+  const bool histogram = filtered && early && p.length > kEntries * static_cast<int>(blockDim.x);
+  const int every = min(8, samples_every(p.length));
+  float most = -INFINITY;
+  MassSum mass;
+  piece.read(team.lane, [&](const auto& v, int turn) {
+    constexpr int size = sizeof(v) / sizeof(float);
+    float x[size];
+#pragma unroll
+    for (int e = 0; e < size; ++e) most = max_or_nan(most, v[e]);
+    if (early) {
+#pragma unroll
+      for (int e = 0; e < size; ++e) x[e] = fminf(fmaxf(v[e], 0.f), 1.f) * weigher.scale;
+      mass.add(x);
+    }
+    if (histogram && (turn & (every - 1)) == 0) {
+#pragma unroll
+      for (int e = 0; e < size; ++e) atomicAdd(&scratch->bins[weigher.bin(v[e], kBins - 1)], 1u);
+    }
+  });
+  if (draws) scratch->word = random_word(seed, offset);
+  const int largest = __reduce_max_sync(kAllLanes, isnan(most) ? INT32_MAX : ordered(most));
+  exchange.put(team, 0, static_cast<u32>(largest));
+  if (early) exchange.put(team, 1, warp_sum(mass.value()));
+  exchange.share(team);
+  weigher.top = from_ordered(exchange.largest(team, 0));
+
+  const bool valid = weigher.top > (logits ? -INFINITY : 0.f) && weigher.top < INFINITY && !isnan(temperature);
+  if (!valid) {
+    if (p.ids && team.warp == 0 && team.lane == 0) p.ids[row] = 0, p.valid[row] = false;
+    if (p.out) {
+      const float all = !logits && weigher.top <= 0.f ? 0.f : not_a_number();
+      for (int i = piece.begin + team.lane; i < min(piece.end, p.length); i += 32) p.out[row * p.out_step + i] = all;
+    }
+    return;
+  }
+  Filters filters;
+  filters.min_p = min_p > 0.f ? fminf(min_p, 1.f) : 0.f;                                // NaN counts as 0
+  filters.top_p = static_cast<u64>((top_p < 1.f ? fmaxf(top_p, 0.f) : 1.f) * 0x1p32f);  // and here as 1
+  filters.top_k = logits && temperature <= 0.f ? 1 : top_k;
+  filters.joint = p.joint;
+  if constexpr (logits) {
+    weigher.set_temperature(temperature <= 0.f ? 1.f : temperature);
+    weigher.least = filters.min_p;
+  } else {
+    weigher.least = __fmul_rn(filters.min_p, weigher.top);
+    if (weigher.top < 0x1p-60f) {
+      piece.enlarge(team.lane);
+      weigher.top *= piece.factor;
+      weigher.least *= piece.factor;
+    }
+  }
+  weigher.set_scale(p.length);
+  const bool surveyed = early && weigher.is_common();
+  Search<kind, resident> search = {team, piece, weigher, exchange, scratch, list, p.list_size};
+  Kept kept;
+  if constexpr (filtered) {
+    if (early && !surveyed) {  // begin the histogram again
+      for (int b = threadIdx.x; b < kBins; b += blockDim.x) scratch->bins[b] = 0;
+      __syncthreads();
+    }
+    kept = filter(search, filters, surveyed, surveyed ? exchange.sum(team, 1) : 0);
+  }
+  if (p.out) {
+    write_probabilities(search, kept, p.out + row * p.out_step);
+    return;
+  }
+  const u64 word = scratch->word;
+  const auto point = [&](u64 all) { return fraction(all, word); };
+  int id;
+  bool found;
+  if (!filtered && surveyed) {
+    found = search.locate_shared(search.mass_of_kept(kept), 1, point, &id);
+  } else {
+    found = search.locate(search.mass_of_kept(kept), point, &id);
+  }
+  if (found && team.lane == 0) {
+    p.ids[row] = id;
+    p.valid[row] = true;
+  }
+}
+
+}  // namespace kestrel::sampling

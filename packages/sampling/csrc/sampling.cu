@@ -1,0 +1,270 @@
+// Sampling from probabilities or logits, and probabilities of what a filter keeps: one kernel behind nine ops.
+//
+// Computes:   reference_sampling.py, integer for integer: a row's elements as masses (row.cuh), min-p, top-k and top-p
+// as
+//             thresholds on them (search.cuh), and the id at which the running mass of what is kept passes a Philox
+//             number.
+// Built for:  rows of 1 K to 256 K, from one row (latency) to 256 and more (bandwidth), warm in L2.
+// Must move:  a row once, 4 V bytes of float32; about 9 instructions an element without a filter, 30 with top-p.
+// Split:      a row per team of blocks (a cluster, with distributed shared memory, from sm_90 on), a contiguous piece
+// per
+//             warp, held in shared memory as float32 from the only read on. Passes over it end in one barrier of the
+//             cluster that also exchanges their sums. Sums are integers: ids do not depend on the split.
+// Measured:   results/h200.json and README.md.
+
+#include <kestrel/check.h>
+#include <kestrel/launch.h>
+#include <kestrel/tensor.h>
+#include <tvm/ffi/function.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <initializer_list>
+#include <string>
+#include <tuple>
+#include <type_traits>
+
+#include "sample_rows.cuh"
+#include "topk_rows.cuh"
+
+namespace kestrel::sampling {
+
+// ---- the host -------------------------------------------------------------------------------------------------------
+
+constexpr DLDataType kInt32{kDLInt, 32, 1};
+constexpr DLDataType kInt64{kDLInt, 64, 1};
+constexpr DLDataType kBool{kDLBool, 8, 1};
+
+int row_dtype(const TensorView& rows) {
+  if (same_dtype(rows.dtype(), kFloat32)) return kRowFloat32;
+  return same_dtype(rows.dtype(), kFloat16) ? kRowFloat16 : kRowBFloat16;
+}
+
+struct Split {
+  int blocks, threads;
+  bool resident;
+  size_t shared_bytes;
+};
+
+size_t list_bytes(int threads) { return kEntries * threads * sizeof(float); }
+
+int warp_share(int length, int warps) { return (((length + warps - 1) / warps) + 7) & ~7; }
+
+size_t shared_bytes(int length, int blocks, int threads, bool resident) {
+  const int warps = threads / 32;
+  const size_t held = resident ? static_cast<size_t>(warp_share(length, blocks * warps)) * warps * sizeof(float) : 0;
+  return sizeof(Scratch) + Exchange::bytes(blocks * warps) + list_bytes(threads) + held;
+}
+
+Split choose(int length, int64_t rows, DLDevice device, bool filtered, bool streams, int blocks, int threads) {
+  const int id = device.device_id;
+  const bool clusters = device_attribute(cudaDevAttrComputeCapabilityMajor, id) >= 9;
+  const int64_t processors = device_attribute(cudaDevAttrMultiProcessorCount, id);
+  const size_t most = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, id);
+  const int most_threads = kMostThreads[filtered];
+  if (!clusters) blocks = 1;
+  if (length <= 4096) {
+    if (!blocks) blocks = 1;
+    if (!threads) threads = std::min(most_threads, std::max(64, (length + 127) / 128 * 32));
+  }
+  if (filtered) {
+    // A row alone: all there is. Many rows: one block each where that can hold a row, else blocks that share a
+    // processor.
+    const bool few = rows * 8 <= processors;
+    const bool fits = shared_bytes(length, 1, most_threads, true) <= most;
+    if (!blocks) blocks = !few && fits ? 1 : 8;
+    if (!threads) threads = blocks == 1 ? most_threads : few ? 512 : 256;
+  } else {
+    if (!blocks) blocks = rows * 8 <= 2 * processors ? 8 : rows * 4 <= 4 * processors ? 2 : 1;
+    if (!threads) threads = 512;
+  }
+  // Probabilities without a filter are read once, but for the piece of the warp that draws.
+  const bool resident = !streams && shared_bytes(length, blocks, threads, true) <= most;
+  return {blocks, threads, resident, shared_bytes(length, blocks, threads, resident)};
+}
+
+// Raises the limit of a kernel's shared memory, once per device.
+template <auto kernel>
+void allow_shared_memory(DLDevice device) {
+  static std::atomic<uint64_t> done{0};
+  const uint64_t bit = uint64_t{1} << (device.device_id & 63);
+  if (done.load(std::memory_order_relaxed) & bit) return;
+  const int most = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device.device_id);
+  check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most), "cudaFuncSetAttribute");
+  done.fetch_or(bit);
+}
+
+template <Kind kind, bool resident, bool filtered>
+void launch_rows(const Params& params, int64_t rows, const Split& split, DLDevice device) {
+  constexpr auto kernel = sample_rows<kind, resident, filtered>;
+  allow_shared_memory<kernel>(device);
+  launch_pdl(kernel, dim3(static_cast<unsigned>(rows * split.blocks)), dim3(split.threads), device, params,
+             split.shared_bytes, split.blocks);
+}
+
+template <typename F>
+void dispatch_bool(bool value, F call) {
+  value ? call(std::true_type()) : call(std::false_type());
+}
+
+void launch(Params params, const TensorView& rows, bool logits, int blocks, int threads) {
+  const int64_t count = rows.size(0);
+  if (count == 0) return;
+  if (count > (1 << 27) || rows.size(1) > (1 << 30)) unsupported("more than 2^27 rows, or rows of more than 2^30");
+  const DeviceGuard guard(rows.device().device_id);
+  params.rows = address(rows);
+  params.row_bytes = rows.stride(0) * element_bytes(rows);
+  params.dtype = row_dtype(rows);
+  params.length = static_cast<int>(rows.size(1));
+  const bool off = !params.top_k.values && params.top_k.number <= 0 && !params.top_p.values &&
+                   params.top_p.number >= 1.f && !params.temperature.values && params.temperature.number > 0.f;
+  const bool streams = off && !logits && !params.min_p.values && params.min_p.number <= 0.f;
+  const Split split = choose(params.length, count, rows.device(), !off, streams, blocks, threads);
+  params.blocks = split.blocks;
+  params.per_warp = warp_share(params.length, split.blocks * split.threads / 32);
+  params.list_size = static_cast<int>(list_bytes(split.threads) / sizeof(float));
+  dispatch_bool(logits, [&](auto l) {
+    dispatch_bool(split.resident, [&](auto r) {
+      dispatch_bool(!off, [&](auto f) {
+        launch_rows<l.value ? Kind::logits : Kind::probs, r.value, f.value>(params, count, split, rows.device());
+      });
+    });
+  });
+}
+
+// -- checks, in the order and with the words of the Python ones
+// --------------------------------------------------------
+
+void check_rows(const Checks& check, const char* name, const TensorView& rows) {
+  check.dtype(name, rows, {kBFloat16, kFloat16, kFloat32});
+  check.rank(name, rows, 2, 2);
+  check.last_contiguous(name, rows);
+  if (rows.size(1) == 0) check.fail(name, "at least one entry per row", "shape " + shape_text(rows.shape().data(), 2));
+}
+
+template <typename N>
+PerRow<N> per_row(const Checks& check, const char* name, const OptionalTensor& values, N number, const char* rows_name,
+                  const TensorView& rows, std::initializer_list<DLDataType> dtypes) {
+  PerRow<N> parameter;
+  parameter.number = number;
+  if (!values.has_value()) return parameter;
+  const TensorView t = *values;
+  check.dtype(name, t, dtypes);
+  check.rank(name, t, 1, 1);
+  check.last_contiguous(name, t);
+  const int64_t wanted = t.size(0) == 1 ? 1 : rows.size(0);
+  check.shape(name, t, &wanted, 1);
+  check.same_device(name, t, rows_name, rows);
+  parameter.values = address(t);
+  parameter.step = t.size(0) == 1 ? 0 : 1;
+  parameter.wide = t.dtype().bits == 64;
+  return parameter;
+}
+
+void check_result(const Checks& check, const char* name, const TensorView& t, const TensorView& rows,
+                  DLDataType dtype) {
+  check.dtype(name, t, {dtype});
+  const int64_t count = rows.size(0);
+  check.shape(name, t, &count, 1);
+  check.last_contiguous(name, t);
+}
+
+// Draws one id per row. logits: rows are logits, else probabilities. blocks, threads: of a row; 0 lets the host choose,
+// and no choice changes an id.
+void sample(tvm::ffi::String op, TensorView ids, TensorView valid, TensorView rows, bool logits,
+            OptionalTensor temperature, double temperature_value, OptionalTensor top_k, int64_t top_k_value,
+            OptionalTensor top_p, double top_p_value, OptionalTensor min_p, double min_p_value, bool joint,
+            OptionalTensor seed, int64_t seed_value, OptionalTensor offset, int64_t offset_value, int64_t blocks,
+            int64_t threads) {
+  const Checks check(op.c_str());
+  const char* name = logits ? "logits" : "probs";
+  check_rows(check, name, rows);
+  Params p;
+  p.temperature =
+      per_row(check, "temperature", temperature, static_cast<float>(temperature_value), name, rows, {kFloat32});
+  p.top_k = per_row(check, "top_k", top_k, top_k_value, name, rows, {kInt32, kInt64});
+  p.top_p = per_row(check, "top_p", top_p, static_cast<float>(top_p_value), name, rows, {kFloat32});
+  p.min_p = per_row(check, "min_p", min_p, static_cast<float>(min_p_value), name, rows, {kFloat32});
+  p.seed = per_row(check, "seed", seed, seed_value, name, rows, {kInt64});
+  p.offset = per_row(check, "offset", offset, offset_value, name, rows, {kInt64});
+  check_result(check, "ids", ids, rows, kInt32);
+  check_result(check, "valid", valid, rows, kBool);
+  check_devices(check, name, rows, {{"ids", ids}, {"valid", valid}});
+  p.joint = joint;
+  p.ids = reinterpret_cast<int*>(address(ids));
+  p.valid = reinterpret_cast<bool*>(address(valid));
+  launch(p, rows, logits, static_cast<int>(blocks), static_cast<int>(threads));
+}
+
+// Writes float32 probabilities: softmax of logits, or what top-k or top-p keeps of probabilities, divided by its sum.
+void probabilities(tvm::ffi::String op, TensorView out, TensorView rows, bool logits, OptionalTensor temperature,
+                   double temperature_value, OptionalTensor top_k, int64_t top_k_value, OptionalTensor top_p,
+                   double top_p_value, int64_t blocks, int64_t threads) {
+  const Checks check(op.c_str());
+  const char* name = logits ? "logits" : "probs";
+  check_rows(check, name, rows);
+  Params p;
+  p.temperature =
+      per_row(check, "temperature", temperature, static_cast<float>(temperature_value), name, rows, {kFloat32});
+  p.top_k = per_row(check, "top_k", top_k, top_k_value, name, rows, {kInt32, kInt64});
+  p.top_p = per_row(check, "top_p", top_p, static_cast<float>(top_p_value), name, rows, {kFloat32});
+  check.dtype("out", out, {kFloat32});
+  check.last_contiguous("out", out);
+  check.same_shape("out", out, rows);
+  check.disjoint("out", out);
+  check_devices(check, name, rows, {{"out", out}});
+  p.out = reinterpret_cast<float*>(address(out));
+  p.out_step = out.stride(0);
+  launch(p, rows, logits, static_cast<int>(blocks), static_cast<int>(threads));
+}
+
+// The k largest of each row in order; values and indices are [rows, k] and contiguous.
+void topk_rows_entry(TensorView scores, TensorView values, TensorView indices, bool softmax) {
+  const Checks check("topk_fwd");
+  check.dtype("scores", scores, {kBFloat16, kFloat16, kFloat32});
+  check.rank("scores", scores, 2, 2);
+  check.last_contiguous("scores", scores);
+  check.rank("values", values, 2, 2);
+  const int64_t k = values.size(1), rows = scores.size(0), shape[2] = {rows, k};
+  check.at_least("k", static_cast<double>(k), 1);
+  if (k > scores.size(1)) {
+    check.fail("k", "at most the row length " + std::to_string(scores.size(1)), std::to_string(k));
+  }
+  for (const auto& [name, t, dtype] : {std::tuple{"values", values, scores.dtype()}, {"indices", indices, kInt32}}) {
+    check.dtype(name, t, {dtype});
+    check.shape(name, t, shape, 2);
+    check.last_contiguous(name, t);
+    if (t.stride(0) != k && rows > 1) check.fail(name, "a contiguous tensor", "stride " + std::to_string(t.stride(0)));
+  }
+  check_devices(check, "scores", scores, {{"values", values}, {"indices", indices}});
+  if (rows == 0) return;
+  if (k > kMostK || rows > (1 << 27) || scores.size(1) > (1 << 30)) unsupported("kernels cover k up to 1024");
+  const DLDevice device = scores.device();
+  const DeviceGuard guard(device.device_id);
+  TopKParams p;
+  p.rows = address(scores);
+  p.row_bytes = scores.stride(0) * element_bytes(scores);
+  p.dtype = row_dtype(scores);
+  p.length = static_cast<int>(scores.size(1));
+  const Split split = choose(p.length, rows, device, true, false, 0, kSortThreads);
+  p.blocks = split.blocks;
+  p.per_warp = warp_share(p.length, split.blocks * split.threads / 32);
+  p.list_size = static_cast<int>(list_bytes(split.threads) / sizeof(float));
+  p.k = static_cast<int>(k);
+  p.softmax = softmax;
+  p.values = address(values);
+  p.indices = reinterpret_cast<int*>(address(indices));
+  dispatch_bool(split.resident, [&](auto r) {
+    constexpr auto kernel = topk_rows<r.value>;
+    allow_shared_memory<kernel>(device);
+    launch_pdl(kernel, dim3(static_cast<unsigned>(rows * split.blocks)), dim3(split.threads), device, p,
+               split.shared_bytes, split.blocks);
+  });
+}
+
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(sample, sample);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(probabilities, probabilities);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(topk_rows, topk_rows_entry);
+
+}  // namespace kestrel::sampling

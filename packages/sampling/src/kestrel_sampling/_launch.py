@@ -1,0 +1,57 @@
+"""The launches of the kernel that samples and makes probabilities, shared by the ops."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from kestrel_runtime import Binary
+
+_binary = Binary("kestrel_sampling")
+_NONE = (None, 0)  # top-k off
+_ONE = (None, 1.0)  # top-p off, temperature 1
+_ZERO = (None, 0.0)  # min-p off
+
+
+def draw(
+    op: str,
+    rows: torch.Tensor,
+    keys: tuple[Any, ...],
+    *,
+    logits: bool = False,
+    temperature: tuple[torch.Tensor | None, float] = _ONE,
+    top_k: tuple[torch.Tensor | None, int] = _NONE,
+    top_p: tuple[torch.Tensor | None, float] = _ONE,
+    min_p: tuple[torch.Tensor | None, float] = _ZERO,
+    joint: bool = False,
+    blocks: int = 0,
+    threads: int = 0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """ids int32 [B] and valid bool [B]; ``keys`` are seed and offset, each as a tensor or None and a number.
+
+    blocks, threads: how a row is split on the GPU; 0 leaves it to the binary. No choice changes an id.
+    """
+    ids = torch.empty(rows.shape[0], dtype=torch.int32, device=rows.device)
+    valid = torch.empty(rows.shape[0], dtype=torch.bool, device=rows.device)
+    _binary.sample(
+        op, ids, valid, rows, logits, *temperature, *top_k, *top_p, *min_p, joint, *keys, blocks, threads
+    )  # fmt: skip
+    return ids, valid
+
+
+def probabilities(
+    op: str,
+    rows: torch.Tensor,
+    out: torch.Tensor | None,
+    *,
+    logits: bool = False,
+    temperature: tuple[torch.Tensor | None, float] = _ONE,
+    top_k: tuple[torch.Tensor | None, int] = _NONE,
+    top_p: tuple[torch.Tensor | None, float] = _ONE,
+) -> torch.Tensor:
+    """float32 like ``rows``, in ``out`` if it is given."""
+    if out is None:
+        out = torch.empty(rows.shape, dtype=torch.float32, device=rows.device)
+    _binary.probabilities(op, out, rows, logits, *temperature, *top_k, *top_p, 0, 0)
+    return out
