@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from row_shapes import elements, matrices, sizes, vectors
 
 import kestrel_norm
 from kestrel_runtime import Binary
@@ -21,21 +22,13 @@ TARGETS: dict[str, float | None] = {
 }
 
 
-def sizes(shape: str) -> tuple[int, int]:
-    rows, n = shape.split("x")
-    return int(rows), int(n)
-
-
 def make(shape: str, count: int) -> list[tuple[torch.Tensor, ...]]:
-    rows, n = sizes(shape)
-    weight, bias = torch.ones(2, n, dtype=torch.bfloat16, device="cuda")  # x stays of the same size
-    x = (torch.randn(rows, n, dtype=torch.bfloat16, device="cuda") for _ in range(count))
-    return [(one, torch.randn_like(one), weight, bias) for one in x]
+    weight, bias = torch.ones_like(torch.stack(vectors(shape, 2)))  # x stays of one size however often it is normed
+    return [(one, torch.randn_like(one), weight, bias) for one in matrices(shape, count)]
 
 
 def set_bytes(shape: str) -> int:
-    rows, n = sizes(shape)
-    return 2 * rows * n * 2
+    return 2 * elements(shape) * 2
 
 
 def traffic(shape: str) -> int:
@@ -45,8 +38,7 @@ def traffic(shape: str) -> int:
 
 def operations(shape: str) -> int:
     """Per element: the sum, and what layer_norm does."""
-    rows, n = sizes(shape)
-    return 9 * rows * n
+    return 9 * elements(shape)
 
 
 def bare() -> Callable[..., object]:

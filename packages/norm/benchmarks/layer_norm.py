@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable
 
 import torch
+from row_shapes import elements, matrices, sizes, vectors
 
 import kestrel_norm
 from kestrel_runtime import Binary
@@ -22,21 +23,13 @@ TARGETS = {
 }
 
 
-def sizes(shape: str) -> tuple[int, int]:
-    rows, n = shape.split("x")
-    return int(rows), int(n)
-
-
 def make(shape: str, count: int) -> list[tuple[torch.Tensor, ...]]:
-    rows, n = sizes(shape)
-    weight, bias = torch.randn(2, n, dtype=torch.bfloat16, device="cuda")
-    x = (torch.randn(rows, n, dtype=torch.bfloat16, device="cuda") for _ in range(count))
-    return [(one, weight, bias, torch.empty_like(one)) for one in x]
+    weight, bias = vectors(shape, 2)
+    return [(one, weight, bias, torch.empty_like(one)) for one in matrices(shape, count)]
 
 
 def set_bytes(shape: str) -> int:
-    rows, n = sizes(shape)
-    return rows * n * 2  # x alone: that it is cold must not depend on what is written
+    return elements(shape) * 2  # x alone: that it is cold must not depend on what is written
 
 
 def traffic(shape: str) -> int:
@@ -46,8 +39,7 @@ def traffic(shape: str) -> int:
 
 def operations(shape: str) -> int:
     """Per element: two sums of differences to a pivot, one of them squared; the difference, two products, a sum."""
-    rows, n = sizes(shape)
-    return 8 * rows * n
+    return 8 * elements(shape)
 
 
 def bare() -> Callable[..., object]:

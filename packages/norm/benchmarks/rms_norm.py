@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from row_shapes import elements, matrices, sizes, vectors
 
 import kestrel_norm
 from kestrel_runtime import Binary
@@ -23,21 +24,13 @@ TARGETS = {
 }
 
 
-def sizes(shape: str) -> tuple[int, int]:
-    rows, n = shape.split("x")
-    return int(rows), int(n)
-
-
 def make(shape: str, count: int) -> list[tuple[torch.Tensor, ...]]:
-    rows, n = sizes(shape)
-    weight = torch.randn(n, dtype=torch.bfloat16, device="cuda")
-    x = (torch.randn(rows, n, dtype=torch.bfloat16, device="cuda") for _ in range(count))
-    return [(one, weight, torch.empty_like(one)) for one in x]
+    (weight,) = vectors(shape, 1)
+    return [(one, weight, torch.empty_like(one)) for one in matrices(shape, count)]
 
 
 def set_bytes(shape: str) -> int:
-    rows, n = sizes(shape)
-    return rows * n * 2  # x alone: that it is cold must not depend on what is written
+    return elements(shape) * 2  # x alone: that it is cold must not depend on what is written
 
 
 def traffic(shape: str) -> int:
@@ -47,8 +40,7 @@ def traffic(shape: str) -> int:
 
 def operations(shape: str) -> int:
     """Per element: a square and a sum, two products."""
-    rows, n = sizes(shape)
-    return 4 * rows * n
+    return 4 * elements(shape)
 
 
 def bare() -> Callable[..., object]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from row_shapes import Written, elements, matrices, sizes, vectors
 
 import kestrel_norm
 from kestrel_runtime import Binary
@@ -19,21 +20,13 @@ TARGETS: dict[str, float | None] = {
 }
 
 
-def sizes(shape: str) -> tuple[int, int]:
-    rows, n = shape.split("x")
-    return int(rows), int(n)
-
-
 def make(shape: str, count: int) -> list[tuple[torch.Tensor, ...]]:
-    rows, n = sizes(shape)
-    weight = torch.randn(n, dtype=torch.bfloat16, device="cuda")
-    x = (torch.randn(rows, n, dtype=torch.bfloat16, device="cuda") for _ in range(count))
-    return [(one, weight) for one in x]
+    (weight,) = vectors(shape, 1)
+    return [(one, weight) for one in matrices(shape, count)]
 
 
 def set_bytes(shape: str) -> int:
-    rows, n = sizes(shape)
-    return rows * n * 2  # x alone: that it is cold must not depend on what is written
+    return elements(shape) * 2  # x alone: that it is cold must not depend on what is written
 
 
 def traffic(shape: str) -> int:
@@ -44,20 +37,13 @@ def traffic(shape: str) -> int:
 
 def operations(shape: str) -> int:
     """Per element: those of rms_norm, the largest magnitude, a quotient."""
-    rows, n = sizes(shape)
-    return 6 * rows * n
+    return 6 * elements(shape)
 
 
 def bare() -> Callable[..., object]:
     entry = Binary("kestrel_norm").rms_norm_fp8
-    found: dict[tuple[int, ...], tuple[torch.Tensor, torch.Tensor]] = {}
-
-    def call(x: torch.Tensor, weight: torch.Tensor) -> None:
-        if x.shape not in found:
-            found[x.shape] = torch.empty_like(x, dtype=torch.uint8), torch.empty(len(x), 1, device=x.device)
-        entry(*found[x.shape], x, weight, 1e-6, 0.0, None)
-
-    return call
+    written = Written()
+    return lambda x, weight: entry(*written.like(x), x, weight, 1e-6, 0.0, None)
 
 
 def torch_composition(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

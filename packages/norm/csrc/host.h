@@ -164,6 +164,7 @@ TeamSize team_size(int n) {
   constexpr int widest = layer ? 5 : 4;  // packs per lane of a warp that has a row to itself
   const int packs = (n + size - 1) / size;
   const auto warps = [&](int each) { return (packs + 32 * each - 1) / (32 * each); };
+  if (n % size != 0 && packs <= 32 * MOST_WARPS) return {0, MOST_WARPS, warps(1)};  // never whole packs: norm_any_rows
   if (packs <= widest * 32) return {widest, 1, 1};
   if (packs > 4 * 8 * 32) return {0, MOST_WARPS, MOST_WARPS};
   if (layer && packs <= 2 * 4 * 32) return {2, 4, warps(2)};
@@ -171,16 +172,18 @@ TeamSize team_size(int n) {
   return four ? TeamSize{4, 8, warps(4)} : TeamSize{2, 8, warps(2)};
 }
 
+constexpr int rows_per_block = 4;  // of a warp each
+
+inline dim3 blocks(int rows, int each) { return dim3((rows + each - 1) / each); }
+
 template <typename O>
 void launch_rows(const Params& p, DLDevice device) {
   constexpr bool layer = O::norm == Norm::layer;
-  constexpr int rows_per_block = 4;  // of a warp each
   const TeamSize team = team_size<O>(p.n);
   const auto per_row = [&](auto* kernel) { launch_pdl(kernel, dim3(p.rows), dim3(32 * team.warps), device, p); };
   if (team.most == 1) {
     constexpr int packs = layer ? 5 : 4;
-    const dim3 grid((p.rows + rows_per_block - 1) / rows_per_block);
-    return launch_pdl(norm_rows<O, packs, 1>, grid, dim3(32 * rows_per_block), device, p);
+    return launch_pdl(norm_rows<O, packs, 1>, blocks(p.rows, rows_per_block), dim3(32 * rows_per_block), device, p);
   }
   if constexpr (layer) {
     if (team.most == 4) return per_row(norm_rows<O, 2, 4>);
@@ -192,14 +195,13 @@ void launch_rows(const Params& p, DLDevice device) {
   per_row(norm_any_rows<Op<O::norm, O::add, O::fp8, typename O::T>, true>);
 }
 
-// How a launch meets its neighbours and L2; the values never change a result. Times in us, of one H200 and cold L2, are
-// in results/h200_designs.json:
+// How a launch meets L2; the values never change a result. Times in us, of one H200 and cold L2, are in
+// results/h200_designs.json:
 // - prefetch, with and without: rms_norm 16x4096 1.12, 1.42; 2048x1536 4.11, 4.29; 2048x2048 5.59, 5.17;
-// 2048x4096 9.87,
-//   9.48. With a residual, where lines are written back in place: 16x4096 1.28, 1.70; 2048x896 4.70, 4.64; 2048x2048
+// 2048x4096 9.76,
+//   9.52. With a residual, where lines are written back in place: 16x4096 1.28, 1.70; 2048x896 4.70, 4.64; 2048x2048
 //   11.1, 9.06; 16384x4096 131.4, 136.5. layer_norm 9477x1152 12.1, 12.6.
-// - early, against a trigger behind the loads: layer_norm 729x1152 1.99, 2.13; rms_norm 740x2048 2.30, 2.50.
-// - streamed: rms_norm 16384x4096 67.9, 68.4; 65536x8192 539, 545; with a residual no difference.
+// - streamed, in a design with two rows a block: rms_norm 16384x4096 65.7, 69.6; 65536x8192 511, 534.
 template <typename O>
 void set_overlap(Params* p) {
   constexpr int64_t mega = 1 << 20;
@@ -228,7 +230,8 @@ void launch(Params p, const RowShape& shape, DLDevice device) {
     return launch_rows<O>(p, device);
   }
   p.unit = in(2) ? size / 2 : in(4) ? size / 4 : 1;
-  launch_pdl(norm_any_rows<O, false>, dim3(p.rows), dim3(32 * team_size<O>(p.n).warps), device, p);
+  const int warps = team_size<O>(p.n).warps, each = warps == 1 ? rows_per_block : 1;
+  launch_pdl(norm_any_rows<O, false>, blocks(p.rows, each), dim3(32 * warps, each), device, p);
 }
 
 }  // namespace kestrel::norm

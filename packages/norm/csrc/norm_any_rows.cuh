@@ -2,8 +2,10 @@
 // bases, strides or a length that are no multiples of 16 bytes.
 //
 // Must move:  what norm_rows moves; a row is read again for each of its two passes (FP8: three), from L1 or L2.
-// Split:      a block per row, of the warps host.h's team_size gives its length; the sums are added in the order of
-//             norm_rows, so that a row's result does not depend on which of the two kernels ran.
+// Split:      a block per row (four to a block where a warp each is enough), of the warps that host.h's team_size gives
+// its
+//             length. Where norm_rows may have that length too, sums are added in its order: a row's result does not
+//             depend on which of the two kernels ran.
 // PDL:        reads nothing before the wait, lets the next kernel in behind it.
 // Measured:   results/h200_designs.json.
 #pragma once
@@ -24,8 +26,10 @@ __global__ void __launch_bounds__(MOST_WARPS * 32, VECTORS ? 0 : 1) norm_any_row
   __shared__ float4 memory[MOST_WARPS];
   __shared__ float largest_of_warps[O::fp8 ? MOST_WARPS : 1];
   const Team<MOST_WARPS> team;
+  const int index = team.row * blockDim.y + threadIdx.y;
+  if (index >= p.rows) return;  // only where a block has several rows, which meet at no barrier
   const Exchange<layer> exchange(memory, team);
-  const Row row(p, team.row);
+  const Row row(p, index);
   pdl_wait();
   pdl_trigger();
 
@@ -103,9 +107,10 @@ __global__ void __launch_bounds__(MOST_WARPS * 32, VECTORS ? 0 : 1) norm_any_row
     }
     if (O::fp8 && pass == 0) {
       const float bound = scale_bound(p);
-      scale = fp8_scale(block_max<MOST_WARPS>(largest, largest_of_warps), &bound);
+      const float amax = team.threads == 32 ? warp_max(largest) : block_max<MOST_WARPS>(largest, largest_of_warps);
+      scale = fp8_scale(amax, &bound);
       inverse = __frcp_rn(scale);
-      if (team.thread == 0) p.scale[team.row] = scale;
+      if (team.thread == 0) p.scale[index] = scale;
     }
   }
 }

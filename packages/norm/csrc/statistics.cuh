@@ -63,8 +63,9 @@ struct Exchange {
     if constexpr (WARPS > 1) {
       all = static_cast<unsigned>(__cvta_generic_to_shared(memory));
       mine = all + team.warp * entry_bytes;
-      for (int entry = (team.threads >> 5) + team.thread; entry < WARPS; entry += team.threads) {
-        const unsigned address = all + entry * entry_bytes;
+      // A team of at least two warps has a thread for every entry; a warp alone exchanges nothing.
+      if (team.threads > 32 && team.thread < WARPS && team.thread >= (team.threads >> 5)) {
+        const unsigned address = all + team.thread * entry_bytes;
         if constexpr (layer) {
           store_shared(address, make_float4(0.f, 0.f, 0.f, 0.f));
         } else {

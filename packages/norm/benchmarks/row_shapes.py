@@ -1,0 +1,38 @@
+"""What the definitions beside this file share: shapes "rows x N" and bf16 tensors of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+
+def sizes(shape: str) -> tuple[int, int]:
+    rows, n = shape.split("x")
+    return int(rows), int(n)
+
+
+def elements(shape: str) -> int:
+    rows, n = sizes(shape)
+    return rows * n
+
+
+def matrices(shape: str, count: int) -> Iterator[torch.Tensor]:
+    return (torch.randn(sizes(shape), dtype=torch.bfloat16, device="cuda") for _ in range(count))
+
+
+def vectors(shape: str, count: int) -> tuple[torch.Tensor, ...]:
+    """Weights, or weights and biases."""
+    return tuple(torch.randn(count, sizes(shape)[1], dtype=torch.bfloat16, device="cuda"))
+
+
+class Written:
+    """What an FP8 op writes, allocated once per shape: codes as bytes and scales."""
+
+    def __init__(self) -> None:
+        self._of_shape: dict[tuple[int, ...], tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def like(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if x.shape not in self._of_shape:
+            self._of_shape[x.shape] = torch.empty_like(x, dtype=torch.uint8), torch.empty(len(x), 1, device=x.device)
+        return self._of_shape[x.shape]
