@@ -22,6 +22,9 @@ __device__ __forceinline__ void open_box(uint64_t* box, unsigned bytes) {
 #if KESTREL_CLUSTERS
   if (threadIdx.x == 0) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(box)) : "memory");
+  }
+  __syncwarp();  // without it racecheck takes the two for accesses of two lanes
+  if (threadIdx.x == 0) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(box)), "r"(bytes)
                  : "memory");
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");

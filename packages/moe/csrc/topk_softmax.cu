@@ -1,13 +1,14 @@
 // topk_softmax: softmax over the experts of each token, the k most probable of them, and how often each was chosen.
 //
-// Built for router logits of 64 and 256 experts and k = 8, one to thousands of tokens. It must read 4E bytes of a row
-// (float32) and write 8k; at 4.3 TB/s that is 1.0 us for 4096x256 and next to nothing for the others, so the length of
-// the chain load - sort - merge - exp - store counts, and the counts do: a sum over the grid in one launch.
+// Built for float32 logits of 64 and 256 experts and k = 8, one to thousands of tokens. A row moves 4E + 8k bytes and
+// takes some 4E operations: 1.0 us at 4.3 TB/s for 4096x256, next to nothing else, so the chain load - sort - k maxima
+// - exp - store counts. Predicted about 1.5 us for few rows; the counts, a sum over the grid in one launch, +0.3.
 //
-// Work: eight lanes hold a row of up to 64 experts, a warp one of up to 512 (topk.cuh). A block counts in shared
-// memory. One block alone stores its counts. Of several, block 0 zeroes the counts and then opens a meeting, a key in
-// scratch memory; the others add theirs when they see it (integers: the order does not show). A warp without rows does
-// that while the rows are routed.
+// Work: a warp has a row of up to 512 experts (topk.cuh). A block counts in shared memory. One block alone stores its
+// counts. Of several, block 0 zeroes the counts and then opens a meeting, a key in scratch memory; the others add
+// theirs when they see it (integers: the order does not show). A warp without rows does that while the rows are routed.
+//
+// Measured (README.md): 1.5 us for 1x64, 2.1 for 740x64, 6.9 for 4096x256, whose limit is 2.0: instructions decide.
 #include <kestrel/launch.h>
 #include <tvm/ffi/function.h>
 #include <kestrel/pdl.cuh>
