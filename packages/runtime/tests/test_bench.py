@@ -8,7 +8,19 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kestrel_runtime.bench import Benchmark, Report, Row, discover, limit_of, limit_us, load, slower, summarise
+from kestrel_runtime.bench import (
+    Benchmark,
+    Figures,
+    Report,
+    Row,
+    discover,
+    limit_of,
+    limit_us,
+    load,
+    slower,
+    summarise,
+    time_candidates,
+)
 from kestrel_runtime.bench.command import main
 from kestrel_runtime.bench.definition import Source, kind_of, select
 from kestrel_runtime.bench.report import file_name
@@ -62,6 +74,77 @@ def test_percentiles_bracket_the_middle_of_many_samples():
 def test_one_sample_has_no_spread():
     found = summarise([3.0])
     assert (found.us, found.p20, found.p80) == (3.0, 3.0, 3.0)
+
+
+# -- turns -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def pretend_graphs(monkeypatch):
+    """Captures that cost a table's microseconds per call, and what was replayed behind what."""
+    from kestrel_runtime.bench import timer
+
+    log = []
+    us_of = {"fast": 1.0, "slow": 9000.0, "slower": 20_000.0, "fails": 1.0}
+
+    class Graph:
+        def __init__(self, name, calls):
+            self.name, self.calls = name, calls
+
+    class Flush:
+        name = "flush"
+
+    def capture(call, sets, rounds):
+        return Graph(call(None), rounds * len(sets))
+
+    def replay_us(graph, behind=None):
+        log.append((graph.name, behind.name if behind else None))
+        if graph.name == "fails" and len(log) > 8:
+            raise RuntimeError("lost")
+        return us_of[graph.name] * graph.calls
+
+    monkeypatch.setattr(timer, "capture", capture)
+    monkeypatch.setattr(timer, "replay_us", replay_us)
+    monkeypatch.setattr(timer, "_eager_us", lambda call, sets: us_of[call(None)])
+    monkeypatch.setattr(timer, "_Flush", Flush)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    return log
+
+
+def named(*names):
+    return {name: lambda _, name=name: name for name in names}
+
+
+def test_every_sample_follows_a_replay_of_the_same_candidate(pretend_graphs):
+    timed = time_candidates(named("fast", "slow"), [(None,)] * 10, replays=15)
+    assert timed["fast"].figures == Figures(1.0, 1.0, 1.0)
+    assert timed["fast"].calls == 200
+    assert timed["slow"].figures == Figures(9000.0, 9000.0, 9000.0)
+    assert timed["slow"].calls == 10  # two rounds would be longer than one replay may take
+    assert {behind for _, behind in pretend_graphs if behind} == {"fast", "slow"}
+    assert all(behind in (name, None) for name, behind in pretend_graphs)
+
+
+def test_a_slow_candidate_gets_fewer_samples(pretend_graphs):
+    time_candidates(named("fast", "slow"), [(None,)] * 10, replays=15)
+    samples = [name for name, behind in pretend_graphs if behind]
+    assert samples.count("fast") == 1 + 1 + 15  # to count rounds, to warm up, to measure
+    assert samples.count("slow") == 1 + 1 + 5
+
+
+def test_a_candidate_too_slow_for_all_sets_gets_a_part_of_them_and_an_empty_l2(pretend_graphs):
+    timed = time_candidates(named("fast", "slow", "slower"), [(None,)] * 1000, replays=15)
+    assert {name: each.calls for name, each in timed.items()} == {"fast": 1000, "slow": 44, "slower": 32}
+    assert {behind for name, behind in pretend_graphs if name != "fast" and behind} == {"flush"}
+    assert ("fast", "flush") not in pretend_graphs
+    assert timed["slower"].figures == Figures(20_000.0, 20_000.0, 20_000.0)
+
+
+def test_a_candidate_that_fails_half_way_has_no_figures(pretend_graphs):
+    timed = time_candidates(named("fast", "fails"), [(None,)] * 10, replays=5)
+    assert timed["fails"].failed == "RuntimeError: lost"
+    assert timed["fails"].figures is None
+    assert timed["fast"].figures is not None
 
 
 # -- limits ------------------------------------------------------------------------------------------------------------
@@ -317,7 +400,7 @@ def test_recording_needs_a_checkout(capsys):
 def pretend_gpu(monkeypatch):
     """A machine whose timer is a table: {(shape, candidate): us}."""
     from kestrel_runtime.bench import command, rows
-    from kestrel_runtime.bench.timer import Figures, Timed
+    from kestrel_runtime.bench.timer import Timed
 
     times: dict[str, float] = {"kestrel": 1.0, "torch": 4.0, "empty": 0.5}
 

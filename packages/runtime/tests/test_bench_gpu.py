@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import time
 
 import pytest
 import torch
@@ -73,6 +74,19 @@ def test_a_candidate_differs_from_itself_by_less_than_the_spread(nbytes):
     one, other = timed["one"].figures, timed["other"].figures
     resolution = 0.5 / timed["one"].calls  # of an event, in us
     assert abs(one.us - other.us) <= max(one.p80 - one.p20, other.p80 - other.p20, resolution)
+
+
+def test_a_part_of_the_sets_is_as_cold_as_all_of_them():
+    def slowly(target, source):
+        time.sleep(0.004)  # on the host: the graph holds the copy alone
+        target.copy_(source)
+
+    sets = copies(MEGABYTE, 400)
+    timed = time_candidates({"all": lambda target, source: target.copy_(source), "part": slowly}, sets)
+    every, part = timed["all"], timed["part"]
+    assert every.calls == 400
+    assert part.calls < 200
+    assert part.figures.us == pytest.approx(every.figures.us, rel=0.1)
 
 
 def test_a_candidate_that_raises_leaves_the_others_their_figures():

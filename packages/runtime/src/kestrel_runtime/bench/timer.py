@@ -1,10 +1,13 @@
 """Microseconds per call on the GPU and on the host.
 
 On the GPU: one replay of a CUDA graph calls a candidate once per set of arguments, over so many sets that twice the L2
-passes before a set comes round again, or over one set where the caller wants it warm. Each turn replays the graph of
-every candidate once, in an order that is drawn anew; a figure is the median over turns, with the 20th and the 80th
-percentile. Launches inside a graph overlap as programmatic dependent launch lets them, as in an engine that captures
-its decode step.
+passes before a set comes round again, or over one set where the caller wants it warm. A candidate so slow that all sets
+would take seconds gets a part of them, and twice the L2 is read before each of its replays: it finds them cold, too.
+
+Each turn takes one sample of every candidate, in an order that is drawn anew: two replays of its graph, of which the
+second is timed, so that it finds what it left behind itself and not what another candidate did. A figure is the median
+over turns, with the 20th and the 80th percentile. Launches inside a graph overlap as programmatic dependent launch lets
+them, as in an engine that captures its decode step.
 
 On the host: calls in a row without a graph, few enough that the launch queue does not fill.
 """
@@ -28,8 +31,11 @@ from .definition import Call, Set
 
 REPLAYS = 15
 FEWEST_CALLS = 200  # in one replay, so that starting the graph does not count
-LONGEST_REPLAY_US = 20_000.0
-WARM_UP_TURNS = 2
+LONGEST_REPLAY_US = 20_000.0  # with more than one round over the sets
+LONGEST_ROUND_US = 400_000.0  # eagerly; a slower candidate gets a part of the sets
+FEWEST_SETS = 32  # of such a part
+LONGEST_CANDIDATE_US = 600_000.0  # of all its samples; a slow one gets fewer of them
+FEWEST_SAMPLES = 5
 HOST_CALLS = 200  # the launch queue holds about a thousand
 HOST_TURNS = 15
 
@@ -78,17 +84,17 @@ def time_candidates(candidates: Mapping[str, Call], sets: Sequence[Set], replays
             found[name] = Timed(None, failed=_words(error))
     samples: dict[str, list[float]] = {name: [] for name in graphs}
     order = random.Random(0)
-    for turn in range(WARM_UP_TURNS + replays):
+    for turn in range(1 + replays):
         for name in order.sample(list(graphs), len(graphs)):
-            if name in found:
+            if name in found or turn > _samples_of(graphs[name], replays):
                 continue
             try:
-                us = graphs[name].replay_us() / graphs[name].calls
+                us = graphs[name].sample_us()
             except Exception as error:
                 found[name] = Timed(None, failed=_words(error))
                 continue
-            if turn >= WARM_UP_TURNS:
-                samples[name].append(us)
+            if turn > 0:  # the first is to warm up
+                samples[name].append(us / graphs[name].calls)
     for name, graph in graphs.items():
         if name not in found:
             found[name] = Timed(summarise(samples[name]), calls=graph.calls, runs=graph.runs)
@@ -122,23 +128,48 @@ class _Graph:
 
     def __init__(self, call: Call, sets: Sequence[Set]) -> None:
         self.runs = _warm_up(call, sets)
-        self.calls = len(sets)
-        self._graph = capture(call, sets, 1)
-        rounds = -(-FEWEST_CALLS // len(sets))
-        if rounds > 1:
-            self.replay_us()
-            rounds = min(rounds, max(1, int(LONGEST_REPLAY_US / self.replay_us())))
-        if rounds > 1:
-            self.calls = rounds * len(sets)
-            self._graph = capture(call, sets, rounds)
+        affordable = max(FEWEST_SETS, int(LONGEST_ROUND_US / _eager_us(call, sets)))
+        self._flush = _Flush() if len(sets) > affordable else None
+        self._capture(call, sets[:affordable], 1)
+        self.replay_us = replay_us(self._graph)
+        if self._flush is None and self.calls < FEWEST_CALLS:
+            rounds = min(-(-FEWEST_CALLS // self.calls), max(1, int(LONGEST_REPLAY_US / self.sample_us())))
+            if rounds > 1:
+                self.replay_us *= rounds
+                self._capture(call, sets, rounds)
 
-    def replay_us(self) -> float:
-        return replay_us(self._graph)
+    def sample_us(self) -> float:
+        """Of one replay, right behind another one or behind what empties L2 of its sets."""
+        self.replay_us = replay_us(self._graph, behind=self._flush or self._graph)
+        return self.replay_us
+
+    def _capture(self, call: Call, sets: Sequence[Set], rounds: int) -> None:
+        self._graph = capture(call, sets, rounds)
+        self.calls = rounds * len(sets)
 
 
-def replay_us(graph: torch.cuda.CUDAGraph) -> float:
-    """One replay on the clock of the GPU."""
+class _Flush:
+    """Reads twice as many bytes as L2 holds."""
+
+    def __init__(self) -> None:
+        size = 2 * torch.cuda.get_device_properties().L2_cache_size
+        self._bytes = torch.zeros(size // 4, dtype=torch.float32, device="cuda")
+
+    def replay(self) -> None:
+        self._bytes.sum()
+
+
+def _samples_of(graph: _Graph, replays: int) -> int:
+    """How many samples a candidate gets."""
+    affordable = int(LONGEST_CANDIDATE_US / (2 * graph.replay_us))
+    return min(replays, max(FEWEST_SAMPLES, affordable))
+
+
+def replay_us(graph: torch.cuda.CUDAGraph, behind: torch.cuda.CUDAGraph | _Flush | None = None) -> float:
+    """One replay on the clock of the GPU, perhaps right behind something else."""
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    if behind is not None:
+        behind.replay()
     start.record()
     graph.replay()
     end.record()
@@ -155,6 +186,17 @@ def _warm_up(call: Call, sets: Sequence[Set]) -> str | None:
     torch.cuda.synchronize()
     by_reference = any(count["reference"] for count in served.values())
     return ("reference" if by_reference else "kernel") if served else None
+
+
+def _eager_us(call: Call, sets: Sequence[Set]) -> float:
+    """About what a call takes on GPU or host, whichever is slower."""
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    for arguments in sets[:3]:
+        call(*arguments)
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end)) * 1e3 / len(sets[:3])
 
 
 def capture(call: Call, sets: Sequence[Set], rounds: int) -> torch.cuda.CUDAGraph:
