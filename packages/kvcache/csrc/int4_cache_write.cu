@@ -108,7 +108,7 @@ __global__ void __launch_bounds__(kThreads) write_pages(const __grid_constant__ 
       reinterpret_cast<__half*>(p.k_scale.at({page, head}))[first + c] = code[c].scale;
       reinterpret_cast<__half*>(p.k_zero.at({page, head}))[first + c] = code[c].zero;
     }
-#pragma unroll 4
+#pragma unroll 2
     for (int row = 0; row < kInt4Page; ++row) {
       float x[2];
       read(row, x);

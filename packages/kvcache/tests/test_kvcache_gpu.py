@@ -140,9 +140,10 @@ def test_rows_land_in_every_layout(layout: str, name: str) -> None:
 @pytest.mark.parametrize("tokens", [0, 740, 4096])
 def test_many_tokens_and_none(name: str, tokens: int) -> None:
     for page in (1, 16):
-        cache = caches("NHD", -(-(tokens + 9) // page), page, 32, 64, torch.bfloat16 if name == "auto" else torch.uint8)
+        blocks = -(-(tokens + 9) // page)
+        cache = caches("NHD", blocks, page, 32, 64, torch.bfloat16 if name == "auto" else torch.uint8)
         rows = [random(tokens, 32, 64, seed=i) for i in range(2)]
-        assert_as_reference(reshape_and_cache, *rows, *cache, some_slots(tokens, tokens + 9), name)
+        assert_as_reference(reshape_and_cache, *rows, *cache, some_slots(tokens, blocks * page), name)
 
 
 def test_rows_of_wider_buffers_and_rows_without_slots() -> None:
@@ -551,7 +552,7 @@ def test_a_row_stride_past_two_to_the_31() -> None:
     assert torch.equal(caches_near[0, :, 0], near.flip(0))
 
 
-# -- graphs, streams, compilation -------------------------------------------------------------------------------------
+# -- graphs and streams -----------------------------------------------------------------------------------------------
 
 READ = {
     reshape_and_cache: ("key", "value", "slot_mapping", "k_scale", "v_scale"),
@@ -641,18 +642,6 @@ def test_a_graph_replays_with_new_contents_and_runs_repeat(op: Callable[..., Any
         assert same_bits(b, c)
 
 
-@pytest.mark.parametrize("op", READ)
-def test_every_op_compiles_without_a_graph_break(op: Callable[..., Any]) -> None:
-    torch._dynamo.reset()
-    ours = {name: x.clone() for name, x in arguments(op, 1).items()}
-    want = {name: x.clone() for name, x in ours.items()}
-    call = by_position(op, ours)
-    with backend("auto"):
-        got = torch.compile(call, fullgraph=True, backend="aot_eager")(*ours.values())
-    for a, b in zip(outputs(op, ours, got), outputs(op, want, call(*want.values())), strict=True):
-        assert same_bits(a, b)
-
-
 @pytest.mark.parametrize("op", [rotary_and_cache, int8_cache_write])
 def test_every_row_alone_is_the_same(op: Callable[..., Any]) -> None:
     together = arguments(op, 1)
@@ -664,28 +653,6 @@ def test_every_row_alone_is_the_same(op: Callable[..., Any]) -> None:
         by_position(op, one)(*one.values())
     for name in op.kernel_op.mutates:  # type: ignore[attr-defined]
         assert same_bits(alone[name], together[name])
-
-
-@pytest.mark.parametrize("name", ["auto", "fp8"])
-@pytest.mark.parametrize("backend_name", ["inductor", "aot_eager"])
-@pytest.mark.parametrize("one_buffer", [True, False])
-def test_compiled_without_a_graph_break(name: str, backend_name: str, one_buffer: bool) -> None:
-    torch._dynamo.reset()
-    key, value, k, v, slots, *scales = write_call(name, 16, 1)
-    args = (
-        (key, value, slots, *scales, torch.stack((k, v))) if one_buffer else (key, value, slots, *scales, k, v.clone())
-    )
-
-    def call(key, value, slots, k_scale, v_scale, *cache):
-        k, v = cache[0].unbind() if one_buffer else cache
-        reshape_and_cache(key, value, k, v, slots, name, k_scale, v_scale)
-
-    want = twins(*args)
-    call(*want)
-    with backend("auto"):
-        torch.compile(call, fullgraph=True, backend=backend_name)(*args)
-    for a, b in zip(args, want, strict=True):
-        assert torch.equal(a, b)
 
 
 def test_runs_on_the_current_stream() -> None:
@@ -768,3 +735,40 @@ def test_kernel_refuses_bad_input() -> None:
     ]
     for case in cases:
         assert_rejects(reshape_and_cache, case)
+
+
+# -- compilation ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("op", READ)
+def test_every_op_compiles_without_a_graph_break(op: Callable[..., Any]) -> None:
+    torch._dynamo.reset()
+    ours = {name: x.clone() for name, x in arguments(op, 1).items()}
+    want = {name: x.clone() for name, x in ours.items()}
+    call = by_position(op, ours)
+    with backend("auto"):
+        got = torch.compile(call, fullgraph=True, backend="aot_eager")(*ours.values())
+    for a, b in zip(outputs(op, ours, got), outputs(op, want, call(*want.values())), strict=True):
+        assert same_bits(a, b)
+
+
+@pytest.mark.parametrize("name", ["auto", "fp8"])
+@pytest.mark.parametrize("backend_name", ["inductor", "aot_eager"])
+@pytest.mark.parametrize("one_buffer", [True, False])
+def test_compiled_without_a_graph_break(name: str, backend_name: str, one_buffer: bool) -> None:
+    torch._dynamo.reset()
+    key, value, k, v, slots, *scales = write_call(name, 16, 1)
+    args = (
+        (key, value, slots, *scales, torch.stack((k, v))) if one_buffer else (key, value, slots, *scales, k, v.clone())
+    )
+
+    def call(key, value, slots, k_scale, v_scale, *cache):
+        k, v = cache[0].unbind() if one_buffer else cache
+        reshape_and_cache(key, value, k, v, slots, name, k_scale, v_scale)
+
+    want = twins(*args)
+    call(*want)
+    with backend("auto"):
+        torch.compile(call, fullgraph=True, backend=backend_name)(*args)
+    for a, b in zip(args, want, strict=True):
+        assert torch.equal(a, b)
