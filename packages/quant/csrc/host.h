@@ -166,7 +166,8 @@ inline int whole_warps(int threads) { return (threads + 31) / 32 * 32; }
 
 // Segments with a scale of their own, in whole packs. Many rows are left to single warps: no barrier, and enough blocks
 // that their number does not hold them up (1.2 ns each). FP8 rows 65536x2048: a warp each 95, two warps 94 to 100, four
-// 150. Few rows are spread over as many threads as there are packs: 8x1024 1.16, with a warp each 1.39.
+// 150. Few rows are spread over as many threads as there are packs: 8x1024 1.16, with a warp each 1.39; two to a block
+// where they are not so few: 128x1024 1.34, one to a block 1.37, but 32x1024 1.24, 1.22.
 template <typename C, typename T>
 void quant_packs(Params p, DLDevice device) {
   const int packs = p.length / Pack<T>::size;
@@ -179,7 +180,8 @@ void quant_packs(Params p, DLDevice device) {
     p.lanes = 32;
     launch_teams(quant_segments<C, T, 2 * kPacks, false>, p, 64, device);
   } else if (packs <= 1024 && few) {
-    launch_blocks(quant_blocks<C, T, 1>, p, whole_warps(packs), 1, device);
+    const int lanes = whole_warps(packs), teams = p.segments >= 64 ? std::max(1, 256 / lanes) : 1;
+    launch_blocks(quant_blocks<C, T, 1>, p, lanes, teams, device);
   } else {
     const int lanes = std::min(512, whole_warps((packs + kPacks - 1) / kPacks));
     launch_blocks(quant_blocks<C, T, kPacks>, p, lanes, std::max(1, 128 / lanes), device);

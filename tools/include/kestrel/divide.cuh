@@ -22,8 +22,11 @@ struct Divisor {
   float value, reciprocal;
 
   __device__ __forceinline__ explicit Divisor(float divisor) {
+    // As __frcp_rn does it, without its care for the divisors that covers() turns away.
+    float rough;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(rough) : "f"(divisor));
     value = divisor;
-    reciprocal = __frcp_rn(divisor);
+    reciprocal = fmaf(rough, fmaf(-divisor, rough, 1.f), rough);
   }
 
   // Whether quotients of all x up to this magnitude, which may be NaN or inf, come from operator().
