@@ -26,6 +26,13 @@ __device__ __forceinline__ float times_sigmoid(float h, float slope) {
   return h * (slope < 0.f ? e : 1.f) * fast_reciprocal(1.f + e);
 }
 
+// The same at full accuracy: where the sigmoid is near 1, what it lacks of it is subtracted.
+__device__ __forceinline__ float exactly_times_sigmoid(float h, float slope) {
+  const float e = expf(-fabsf(slope)), rest = __fdiv_rn(e, 1.f + e);
+  if (slope < 0.f) return h * rest;
+  return rest == 0.f ? h : fmaf(-h, rest, h);  // h may be infinite
+}
+
 // h / 2 * erfc(-h / sqrt 2). The tail erfc(z) / 2 = exp(-z^2) t Q(t), t = 1 / (1 + 0.45 z), z = |h| / sqrt 2, with Q
 // fitted for the least relative error over all z >= 0, which is 8e-7.
 __device__ __forceinline__ float times_normal_cdf(float h) {
@@ -49,7 +56,7 @@ __device__ __forceinline__ float activate(float h) {
   const float slope = kTwoRootTwoOverPi * (h + 0.044715f * h * h * h);
   if constexpr (sizeof(T) == 4) {
     if constexpr (activation == Activation::gelu) return 0.5f * h * erfcf(h * -0.70710678f);
-    return __fdiv_rn(h, 1.f + expf(activation == Activation::silu ? -h : -slope));
+    return exactly_times_sigmoid(h, activation == Activation::silu ? h : slope);
   } else {
     if constexpr (activation == Activation::gelu) return times_normal_cdf(h);
     return times_sigmoid(h, activation == Activation::silu ? h : slope);

@@ -11,12 +11,12 @@
 // twice instead. Before the wait rows are only prefetched into L2.
 //
 // Measured: results/h200.json, README.md.
-#include <kestrel/fp8.cuh>
 #include <kestrel/launch.h>
-#include <kestrel/pdl.cuh>
-#include <kestrel/reduce.cuh>
 #include <kestrel/tensor.h>
 #include <tvm/ffi/function.h>
+#include <kestrel/fp8.cuh>
+#include <kestrel/pdl.cuh>
+#include <kestrel/reduce.cuh>
 
 #include <algorithm>
 
@@ -106,11 +106,11 @@ __device__ __forceinline__ float largest_of(const float (&h)[size], int first, i
 }
 
 template <bool VECTORS, int size>
-__device__ __forceinline__ void write_codes(const float (&h)[size], const Divisor& scale, bool covered, char* codes,
-                                            int first, int width) {
+__device__ __forceinline__ void write_codes(const float (&h)[size], float scale, float inverse, char* codes, int first,
+                                            int width) {
   float q[size];
 #pragma unroll
-  for (int i = 0; i < size; ++i) q[i] = covered ? scale(h[i]) : scale.exactly(h[i]);
+  for (int i = 0; i < size; ++i) q[i] = fp8_quotient(h[i], scale, inverse);
   if constexpr (VECTORS) {
     uint32_t words[size / 4];
 #pragma unroll
@@ -168,20 +168,117 @@ __global__ void __launch_bounds__(kFp8Threads) gated_fp8_kernel(const __grid_con
     }
   }
   most = block_max<kFp8Threads / 32>(most, memory);
-  const Divisor scale(fp8_scale(most));
-  // An infinite element passes the bound of finite ones, and the fast quotient would make NaN of it.
-  const bool covered = false;
-  if (threadIdx.x == 0) p.scale[row] = scale.value;
+  const float scale = fp8_scale(most), inverse = __frcp_rn(scale);
+  if (threadIdx.x == 0) p.scale[row] = scale;
   if constexpr (vectors) {
 #pragma unroll
     for (int v = 0; v < V; ++v) {
       const int first = v * step + threadIdx.x * size;
-      if (first < p.width) write_codes<true>(kept[v], scale, covered, codes, first, p.width);
+      if (first < p.width) write_codes<true>(kept[v], scale, inverse, codes, first, p.width);
     }
   } else {
     for (int64_t first = threadIdx.x * size; first < p.width; first += step) {
       gated_pack<false, T>(p, x, static_cast<int>(first), kept[0]);
-      write_codes<false>(kept[0], scale, covered, codes, static_cast<int>(first), p.width);
+      write_codes<false>(kept[0], scale, inverse, codes, static_cast<int>(first), p.width);
     }
   }
 }
+
+// -- entry points -----------------------------------------------------------------------------------------------------
+
+inline Activation activation_of(const Checks& check, bool silu, const std::string& approximate) {
+  if (approximate != "none" && approximate != "tanh") {
+    check.fail("approximate", "one of 'none', 'tanh'", "'" + approximate + "'");
+  }
+  if (silu) return Activation::silu;
+  return approximate == "tanh" ? Activation::gelu_tanh : Activation::gelu;
+}
+
+// x [T, 2F] and a result of T rows of F; false when there is nothing to do.
+inline bool prepare(const Checks& check, const TensorView& x, const TensorView& out, GatedParams* p) {
+  constexpr int64_t most = int64_t{1} << 30;
+  const int64_t rows = x.size(0), width = x.size(1) / 2;
+  if (rows == 0) return false;
+  if (rows > most || width > most) unsupported("more than 2^30 rows or columns");
+  p->x = address(x);
+  p->out = address(out);
+  p->x_stride = x.stride(0) * element_bytes(x);
+  p->out_stride = out.stride(0) * element_bytes(out);
+  p->rows = static_cast<int>(rows);
+  p->width = static_cast<int>(width);
+  return true;
+}
+
+inline void check_gated(const Checks& check, const TensorView& x) {
+  check.dtype("x", x, {kBFloat16, kFloat16, kFloat32});
+  check.last_contiguous("x", x);
+  check.rank("x", x, 2, 2);
+  if (x.size(1) % 2 || x.size(1) == 0) {
+    check.fail("x", "an even last dimension [..., 2F]", "shape " + shape_text(x.shape().data(), x.ndim()));
+  }
+}
+
+inline void check_rows(const Checks& check, const char* name, const TensorView& t, DLDataType dtype, int64_t rows,
+                       int64_t columns) {
+  const int64_t shape[2] = {rows, columns};
+  check.dtype(name, t, {dtype});
+  check.last_contiguous(name, t);
+  check.shape(name, t, shape, 2);
+  check.disjoint(name, t);
+}
+
+void gated(TensorView out, TensorView x, bool silu, std::string approximate, double shift) {
+  const Checks check(silu ? "silu_and_mul" : shift != 0 ? "gelu_residual" : "gelu_and_mul");
+  check_gated(check, x);
+  GatedParams p;
+  p.activation = activation_of(check, silu, approximate);
+  p.shift = static_cast<float>(shift);
+  check_rows(check, "out", out, x.dtype(), x.size(0), x.size(1) / 2);
+  check_devices(check, "x", x, {{"out", out}});
+  if (!prepare(check, x, out, &p)) return;
+  const DeviceGuard guard(x.device().device_id);
+  dispatch_float(x, [&](auto t) {
+    using T = decltype(t);
+    constexpr int size = Pack<T>::size;
+    const int packs = (p.width + size - 1) / size;
+    const int threads = std::min(256, (packs + 31) / 32 * 32);
+    p.chunks = (packs + threads - 1) / threads;
+    if (int64_t{p.rows} * p.chunks > (int64_t{1} << 31) - 1) unsupported("more than 2^31 blocks");
+    const bool vectors =
+        p.width % size == 0 && aligned16(p.x) && aligned16(p.out) && p.x_stride % 16 == 0 && p.out_stride % 16 == 0;
+    launch_pdl(vectors ? gated_kernel<T, true> : gated_kernel<T, false>, dim3(p.rows * p.chunks), dim3(threads),
+               x.device(), p);
+  });
+}
+
+void gated_fp8(TensorView codes, TensorView scale, TensorView x, bool silu, std::string approximate, double shift) {
+  const Checks check(silu ? "silu_and_mul_fp8" : shift != 0 ? "gelu_residual_fp8" : "gelu_and_mul_fp8");
+  check_gated(check, x);
+  GatedParams p;
+  p.activation = activation_of(check, silu, approximate);
+  p.shift = static_cast<float>(shift);
+  check_rows(check, "q", codes, kUInt8, x.size(0), x.size(1) / 2);
+  check_rows(check, "scale", scale, kFloat32, x.size(0), 1);
+  check_devices(check, "x", x, {{"q", codes}, {"scale", scale}});
+  if (!prepare(check, x, codes, &p)) return;
+  p.scale = reinterpret_cast<float*>(address(scale));
+  const DeviceGuard guard(x.device().device_id);
+  dispatch_float(x, [&](auto t) {
+    using T = decltype(t);
+    constexpr int size = Pack<T>::size;
+    const int packs = (p.width + size - 1) / size;
+    const bool vectors = p.width % size == 0 && aligned16(p.x) && p.x_stride % 16 == 0 && aligned16(p.out) &&
+                         p.out_stride % 8 == 0 && packs <= 4 * kFp8Threads;
+    const int kept = !vectors ? 0 : packs <= 256 ? 1 : packs <= 2 * kFp8Threads ? 2 : 4;
+    const int per_thread = std::max(1, kept);
+    const int threads = std::min(kFp8Threads, ((packs + per_thread - 1) / per_thread + 31) / 32 * 32);
+    void (*const kernels[])(GatedParams) = {gated_fp8_kernel<T, 0>, gated_fp8_kernel<T, 1>, gated_fp8_kernel<T, 2>,
+                                            gated_fp8_kernel<T, 4>};
+    launch_pdl(kernels[kept == 4 ? 3 : kept], dim3(p.rows), dim3(threads), x.device(), p);
+  });
+}
+
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(gated, gated);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(gated_fp8, gated_fp8);
+
+}  // namespace kestrel::moe

@@ -18,6 +18,7 @@ def check_out(
     if out is not None:
         check.tensor(op, "out", out, dtype=dtype or like.dtype, last_contiguous=True)
         check.shape(op, "out", out, tuple(shape))
+        check.disjoint(op, "out", out)
         check.same(op, "device", input=like, out=out)
 
 

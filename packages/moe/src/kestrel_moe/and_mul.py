@@ -6,7 +6,7 @@ import torch
 
 from kestrel_runtime import check, kernel_op
 
-from . import reference
+from . import _gated, reference
 from ._checks import APPROXIMATIONS, check_gated_input, check_out
 
 
@@ -16,7 +16,7 @@ def _check_silu_and_mul(x: torch.Tensor, out: torch.Tensor | None = None) -> Non
     check_out(op, out, (*x.shape[:-1], width), x)
 
 
-@kernel_op(reference=reference.silu_and_mul, check=_check_silu_and_mul)
+@kernel_op(reference=reference.silu_and_mul, check=_check_silu_and_mul, kernel="cuda")
 def silu_and_mul(x: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
     """Gated activation ``SiLU(h) * g`` of the two halves of the last dimension, SiLU(h) = h / (1 + exp(-h)).
 
@@ -32,6 +32,7 @@ def silu_and_mul(x: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.T
     >>> silu_and_mul(torch.tensor([[0.0, 100.0, 5.0, 2.0]])).tolist()
     [[0.0, 200.0]]
     """
+    return _gated.launch(x, out, True)
 
 
 def _check_gelu_and_mul(x: torch.Tensor, approximate: str = "none", out: torch.Tensor | None = None) -> None:
@@ -41,7 +42,7 @@ def _check_gelu_and_mul(x: torch.Tensor, approximate: str = "none", out: torch.T
     check_out(op, out, (*x.shape[:-1], width), x)
 
 
-@kernel_op(reference=reference.gelu_and_mul, check=_check_gelu_and_mul)
+@kernel_op(reference=reference.gelu_and_mul, check=_check_gelu_and_mul, kernel="cuda")
 def gelu_and_mul(x: torch.Tensor, *, approximate: str = "none", out: torch.Tensor | None = None) -> torch.Tensor:
     """Gated activation ``GELU(h) * g`` of the two halves of the last dimension.
 
@@ -57,3 +58,4 @@ def gelu_and_mul(x: torch.Tensor, *, approximate: str = "none", out: torch.Tenso
     >>> gelu_and_mul(torch.tensor([[0.0, 100.0, 5.0, 2.0]])).tolist()
     [[0.0, 200.0]]
     """
+    return _gated.launch(x, out, False, approximate)

@@ -6,7 +6,7 @@ import torch
 
 from kestrel_runtime import check, kernel_op
 
-from . import reference
+from . import _gated, reference
 from ._checks import APPROXIMATIONS, check_gated_input
 
 
@@ -28,7 +28,7 @@ def _check_gelu_and_mul_fp8(x: torch.Tensor, approximate: str = "none") -> None:
     _check("gelu_and_mul_fp8", x, approximate)
 
 
-@kernel_op(reference=reference.gelu_residual_fp8, check=_check_gelu_residual_fp8)
+@kernel_op(reference=reference.gelu_residual_fp8, check=_check_gelu_residual_fp8, kernel="cuda")
 def gelu_residual_fp8(x: torch.Tensor, *, approximate: str = "none") -> tuple[torch.Tensor, torch.Tensor]:
     """``GELU(h) * (g + 1)`` quantised to FP8 with one dynamic scale per row, in one pass.
 
@@ -44,9 +44,10 @@ def gelu_residual_fp8(x: torch.Tensor, *, approximate: str = "none") -> tuple[to
     >>> q.float().tolist(), (q.float() * scale).tolist()
     ([[448.0, 448.0]], [[100.0, 100.0]])
     """
+    return _gated.launch_fp8(x, False, approximate, 1.0)
 
 
-@kernel_op(reference=reference.silu_and_mul_fp8, check=_check_silu_and_mul_fp8)
+@kernel_op(reference=reference.silu_and_mul_fp8, check=_check_silu_and_mul_fp8, kernel="cuda")
 def silu_and_mul_fp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """``SiLU(h) * g`` quantised to FP8 with one dynamic scale per row, in one pass.
 
@@ -62,9 +63,10 @@ def silu_and_mul_fp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     >>> q.float().tolist(), (q.float() * scale).tolist()
     ([[224.0, 448.0]], [[100.0, 200.0]])
     """
+    return _gated.launch_fp8(x, True)
 
 
-@kernel_op(reference=reference.gelu_and_mul_fp8, check=_check_gelu_and_mul_fp8)
+@kernel_op(reference=reference.gelu_and_mul_fp8, check=_check_gelu_and_mul_fp8, kernel="cuda")
 def gelu_and_mul_fp8(x: torch.Tensor, *, approximate: str = "none") -> tuple[torch.Tensor, torch.Tensor]:
     """``GELU(h) * g`` quantised to FP8 with one dynamic scale per row, in one pass.
 
@@ -80,3 +82,4 @@ def gelu_and_mul_fp8(x: torch.Tensor, *, approximate: str = "none") -> tuple[tor
     >>> q.float().tolist(), (q.float() * scale).tolist()
     ([[224.0, 448.0]], [[100.0, 200.0]])
     """
+    return _gated.launch_fp8(x, False, approximate)

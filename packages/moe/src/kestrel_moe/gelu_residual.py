@@ -6,7 +6,7 @@ import torch
 
 from kestrel_runtime import check, kernel_op
 
-from . import reference
+from . import _gated, reference
 from ._checks import APPROXIMATIONS, check_gated_input, check_out
 
 
@@ -17,7 +17,7 @@ def _check_gelu_residual(x: torch.Tensor, approximate: str = "none", out: torch.
     check_out(op, out, (*x.shape[:-1], width), x)
 
 
-@kernel_op(reference=reference.gelu_residual, check=_check_gelu_residual)
+@kernel_op(reference=reference.gelu_residual, check=_check_gelu_residual, kernel="cuda")
 def gelu_residual(x: torch.Tensor, *, approximate: str = "none", out: torch.Tensor | None = None) -> torch.Tensor:
     """Gated activation ``GELU(h) * (g + 1)`` of the two halves of the last dimension.
 
@@ -33,3 +33,4 @@ def gelu_residual(x: torch.Tensor, *, approximate: str = "none", out: torch.Tens
     >>> gelu_residual(torch.tensor([[0.0, 1e4, 5.0, 2.0]])).tolist()
     [[0.0, 30000.0]]
     """
+    return _gated.launch(x, out, False, approximate, 1.0)

@@ -4,10 +4,33 @@ from __future__ import annotations
 
 import torch
 
-from kestrel_runtime import check, kernel_op
+from kestrel_runtime import Binary, UnsupportedError, check, kernel_op
 
 from . import reference
 from ._checks import check_like, check_linear, check_out, check_vector
+
+_kernels = Binary("kestrel_moe")
+# Of more tokens the vendor's product is as fast or faster.
+_TOKENS_OF_GEMV = 32
+_TOKENS_OF_ROUTER = 1024
+
+
+def _rows(
+    x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """x as [T, K], the result [..., N], and the same as [T, N]: where a kernel writes."""
+    if out is None:
+        out = torch.empty((*x.shape[:-1], weight.shape[0]), dtype=dtype, device=x.device)
+    if x.ndim == 2:
+        return x, out, out
+    return x.reshape(-1, x.shape[-1]), out, out.reshape(-1, out.shape[-1])
+
+
+def _written(rows: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
+    """The result, once its rows are written: they are a copy where its leading dimensions are no one run of rows."""
+    if rows.data_ptr() != result.data_ptr():
+        result.copy_(rows.view(result.shape))
+    return result
 
 
 def _check_input(op: str, x: torch.Tensor) -> None:
@@ -67,7 +90,7 @@ def _check_gemv(
     check_out(op, out, (*x.shape[:-1], width), x)
 
 
-@kernel_op(reference=reference.gemv, check=_check_gemv)
+@kernel_op(reference=reference.gemv, check=_check_gemv, kernel="cuda")
 def gemv(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, out: torch.Tensor | None = None
 ) -> torch.Tensor:
@@ -77,14 +100,21 @@ def gemv(
     x's dtype. *Constant*: weight, bias. Accumulated in float32, rounded once.
 
     Returns [..., N] in x's dtype, in ``out`` if it is given; ``out`` may not overlap ``x``.
-    By reference each number of rows T is a range of its own: at one T a row is the same bit for bit whatever the other
-    rows hold; at another it may differ by rounding, for the matrix product chooses its order of summation by T.
+    Up to 32 rows a row is the same bit for bit whatever their number and content; from 33 on the vendor's product takes
+    over, and by reference each number of rows is a range of its own: a row may then differ by rounding.
 
     Raises ValueError or TypeError for a wrong dtype, rank, shape or device. Semantics: torch.nn.functional.linear.
 
     >>> gemv(torch.tensor([1.0, 2.0]), torch.tensor([[1.0, 1.0], [0.0, -1.0]])).tolist()
     [3.0, -2.0]
     """
+    rows, result, into = _rows(x, weight, out, x.dtype)
+    if rows.shape[0] > _TOKENS_OF_GEMV:
+        _check_gemv(x, weight, bias, out)
+        into.copy_(torch.nn.functional.linear(rows, weight, bias))
+    else:
+        _kernels.gemv(into, rows, weight, bias)
+    return _written(into, result)
 
 
 def _check_router_gemm(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None = None) -> None:
@@ -94,15 +124,15 @@ def _check_router_gemm(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor 
     check_out(op, out, (*x.shape[:-1], experts), x, dtype=torch.float32)
 
 
-@kernel_op(reference=reference.router_gemm, check=_check_router_gemm)
+@kernel_op(reference=reference.router_gemm, check=_check_router_gemm, kernel="cuda")
 def router_gemm(x: torch.Tensor, weight: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
     """Router logits in float32: ``x @ weight.T`` without the rounding a linear layer in 16 bits would add.
 
     x: [..., Hd] bf16, fp16 or float32. weight: [E, Hd] in x's dtype. *Constant*: weight. Accumulated in float32.
 
     Returns float32 [..., E], in ``out`` if it is given.
-    By reference each number of rows T is a range of its own: at one T a row is the same bit for bit whatever the other
-    rows hold; at another it may differ by rounding, for the matrix product chooses its order of summation by T.
+    Up to 1024 rows a row is the same bit for bit whatever their number and content; from 1025 on the vendor's product
+    takes over, and by reference each number of rows is a range of its own: a row may then differ by rounding.
 
     Raises ValueError or TypeError for a wrong dtype, rank, shape or device.
     Semantics: the gate of a routed layer, as vLLM's router GEMM computes it.
@@ -110,3 +140,12 @@ def router_gemm(x: torch.Tensor, weight: torch.Tensor, *, out: torch.Tensor | No
     >>> router_gemm(torch.tensor([[1.0, 2**-9]]).bfloat16(), torch.ones(1, 2).bfloat16()).item()
     1.001953125
     """
+    rows, result, into = _rows(x, weight, out, torch.float32)
+    if rows.shape[0] > _TOKENS_OF_ROUTER:
+        _check_router_gemm(x, weight, out)
+        if x.dtype == torch.float32:
+            raise UnsupportedError("float32: tensor cores would round its factors")
+        into.copy_(torch.mm(rows, weight.T, out_dtype=torch.float32))
+    else:
+        _kernels.router_gemm(into, rows, weight)
+    return _written(into, result)

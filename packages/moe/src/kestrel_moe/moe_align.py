@@ -78,6 +78,8 @@ def moe_align_block_size(
 ) -> None:
     """Sort pairs by expert and pad each expert to whole blocks, in place in the three outputs.
 
+    One launch at every size, and the same result bit for bit however its work is split.
+
     topk_ids: int32 or int64 [T, K]; the pair (t, j) has the flat index t * K + j. Ids that are negative, >= num_experts
     or mapped to -1 are dropped. expert_map: int32 [num_experts], the place of each expert here, -1 for none.
 
@@ -215,6 +217,8 @@ def route_and_align(
     expert_map: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Choose k experts for each token and align the choices: topk_softmax and moe_align_block_size in one call.
+
+    Up to 256 tokens and 4096 pairs (T * k) it is one launch, beyond that two.
 
     logits: [T, E] float32, bf16 or fp16. k: 1..E. renormalize, bias: as in :func:`topk_softmax`.
     block_size, expert_map (int32 [E]): as in :func:`moe_align_block_size`.

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from kestrel_runtime import check, kernel_op
+from kestrel_runtime import Binary, check, kernel_op
 
 from . import reference
 from ._checks import check_out
+
+_kernels = Binary("kestrel_moe")
 
 
 def _check_moe_sum(x: torch.Tensor, out: torch.Tensor | None = None) -> None:
@@ -16,7 +18,7 @@ def _check_moe_sum(x: torch.Tensor, out: torch.Tensor | None = None) -> None:
     check_out(op, out, (x.shape[0], x.shape[2]), x)
 
 
-@kernel_op(reference=reference.moe_sum, check=_check_moe_sum)
+@kernel_op(reference=reference.moe_sum, check=_check_moe_sum, kernel="cuda")
 def moe_sum(x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
     """Add up the K results of each token, in order of k.
 
@@ -31,3 +33,7 @@ def moe_sum(x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
     >>> moe_sum(torch.tensor([[[1.0, 2.0], [10.0, 20.0], [100.0, 200.0]]])).tolist()
     [[111.0, 222.0]]
     """
+    if out is None:
+        out = torch.empty((x.shape[0], x.shape[2]), dtype=x.dtype, device=x.device)
+    _kernels.moe_sum(out, x)
+    return out

@@ -47,7 +47,8 @@ def topk_softmax(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Choose k experts for each token: softmax over E router logits, then the k largest.
 
-    gating: [T, E] router logits, float32, bf16 or fp16, any E up to 512 and more. k: 1..E.
+    gating: [T, E] router logits, float32, bf16 or fp16, any E. k: 1..E. The kernel covers E up to 512 and k up to 32;
+        beyond, the reference runs.
     renormalize: divide the k weights by their sum.
     bias: [E] float32, bf16 or fp16, added to the probabilities for the selection only; weights stay the probabilities.
     num_tokens: int32 [1] on gating's device: rows at or past it get ids -1 and weights 0 and are not counted (it is

@@ -99,7 +99,7 @@ class _Entry:
             if self.op.kernel is None:
                 raise UnsupportedError("this op has no kernel yet")
             result = self.op.launch(*args, **kwargs)
-        except (UnsupportedError, ValueError, TypeError, RuntimeError) as error:
+        except (UnsupportedError, ValueError, TypeError, RuntimeError, IndexError) as error:
             return self._after(error, args, kwargs)
         if _tracers:
             count(self.op, "kernel")
@@ -256,7 +256,7 @@ class _Entry:
                 return on_cuda(*args, **kwargs)
             try:
                 return launch(*args, **kwargs)
-            except (UnsupportedError, ValueError, TypeError, RuntimeError) as error:
+            except (UnsupportedError, ValueError, TypeError, RuntimeError, IndexError) as error:
                 return self._after(error, args, kwargs)
 
         call.kernel_op = op  # type: ignore[attr-defined]

@@ -1,0 +1,203 @@
+// gemv and router_gemm: a linear layer for few tokens, x [T, K] times weight [N, K], transposed.
+//
+// Built for one token and 4096x4096 or 4096x14336 weights (gemv), and for 64 experts of 2048 and 1 to 740 tokens
+// (router_gemm). It must read the weight once: 33.5 MB, 7.8 us at 4.3 TB/s, and 117 MB, 27.3 us; 2TNK operations, 34
+// million for one token, which tensor cores do in 1 us. So the weight's bytes decide, and how many are under way.
+//
+// Split: a block of 8 warps computes 16 outputs for 8 * TILES tokens. The warps take the pieces of 32 k in turn; per
+// piece a lane loads 16 bytes of two weight rows and of one token row. Weights are the 16 rows of mma.m16n8k16, tokens
+// its 8 columns; which k stands where in the instruction does not matter to a sum as long as both operands agree, so
+// each lane's 8 consecutive k fill two instructions without a shuffle. The warps' parts are added in shared memory in
+// order. Pieces and order depend on K alone: a token's result is the same for every T.
+// PDL: the first weights (constant) are read before the wait.
+//
+// Measured: results/h200.json, README.md.
+#include <kestrel/launch.h>
+#include <kestrel/tensor.h>
+#include <tvm/ffi/function.h>
+#include <kestrel/pack.cuh>
+#include <kestrel/pdl.cuh>
+
+namespace kestrel::moe {
+
+struct LinearParams {
+  const char* x = nullptr;
+  const char* weight = nullptr;
+  const char* bias = nullptr;
+  char* out = nullptr;
+  int64_t x_stride = 0, weight_stride = 0, out_stride = 0;  // of a row, in bytes
+  int tokens = 0, outputs = 0, width = 0;                   // T, N, K
+};
+
+constexpr int kWarps = 8;
+constexpr int kOutputs = 16;  // of a block
+constexpr int kPiece = 32;    // k of one piece
+constexpr int kAhead = 4;     // pieces of weight under way
+
+template <typename T>
+__device__ __forceinline__ void multiply(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+  if constexpr (std::is_same_v<T, __half>) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, "
+        "%3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  } else {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, "
+        "%2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  }
+}
+
+// Out: T, or float without a rounding (router logits).
+template <typename T, typename Out, int TILES>
+__global__ void __launch_bounds__(kWarps * 32) few_tokens_kernel(const __grid_constant__ LinearParams p) {
+  __shared__ float parts[kWarps][kOutputs][8 * TILES + 1];
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, group = lane >> 2, quad = lane & 3;
+  const int first_output = blockIdx.x * kOutputs, first_token = blockIdx.y * 8 * TILES;
+  const uint4 zero = make_uint4(0, 0, 0, 0);
+
+  // Element k of this lane's first piece; the next piece of this warp is kWarps pieces further.
+  const int first_k = warp * kPiece + quad * 8;
+  constexpr int step = kWarps * kPiece;
+  const char* weight = p.weight + (first_output + group) * p.weight_stride + int64_t{first_k} * sizeof(T);
+  const int64_t eight_rows = 8 * p.weight_stride;
+  const int rows = p.outputs - first_output - group;  // of the weight, from this lane's on
+
+  uint4 upper[kAhead], lower[kAhead];
+  const auto load_weights = [&](int slot, int k) {
+    const char* at = weight + int64_t{k - first_k} * sizeof(T);
+    upper[slot] = rows > 0 && k < p.width ? load16_constant(at) : zero;
+    lower[slot] = rows > 8 && k < p.width ? load16_constant(at + eight_rows) : zero;
+  };
+#pragma unroll
+  for (int i = 0; i < kAhead; ++i) load_weights(i, first_k + i * step);
+  pdl_wait();
+  pdl_trigger();
+
+  float sum[TILES][4] = {};
+  for (int k0 = first_k; k0 - quad * 8 < p.width; k0 += kAhead * step) {
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) {
+      const int k = k0 + i * step;
+      uint4 x[TILES];
+#pragma unroll
+      for (int t = 0; t < TILES; ++t) {
+        const int token = first_token + 8 * t + group;
+        x[t] = zero;
+        if (token < p.tokens && k < p.width) {
+          x[t] = *reinterpret_cast<const uint4*>(p.x + token * p.x_stride + int64_t{k} * sizeof(T));
+        }
+      }
+      const unsigned first[4] = {upper[i].x, lower[i].x, upper[i].y, lower[i].y};
+      const unsigned second[4] = {upper[i].z, lower[i].z, upper[i].w, lower[i].w};
+#pragma unroll
+      for (int t = 0; t < TILES; ++t) {
+        multiply<T>(sum[t], first, x[t].x, x[t].y);
+        multiply<T>(sum[t], second, x[t].z, x[t].w);
+      }
+      load_weights(i, k + kAhead * step);
+    }
+  }
+#pragma unroll
+  for (int t = 0; t < TILES; ++t) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) parts[warp][group + 8 * (i / 2)][8 * t + 2 * quad + i % 2] = sum[t][i];
+  }
+  __syncthreads();
+  for (int i = threadIdx.x; i < kOutputs * 8 * TILES; i += kWarps * 32) {
+    const int output = first_output + i % kOutputs, token = first_token + i / kOutputs;
+    if (output >= p.outputs || token >= p.tokens) continue;
+    float total = parts[0][i % kOutputs][i / kOutputs];
+#pragma unroll
+    for (int w = 1; w < kWarps; ++w) total += parts[w][i % kOutputs][i / kOutputs];
+    if (p.bias) total += to_float(reinterpret_cast<const T*>(p.bias)[output]);
+    reinterpret_cast<Out*>(p.out + token * p.out_stride)[output] = from_float<Out>(total);
+  }
+}
+
+template <typename T, typename Out>
+void launch_few_tokens(const LinearParams& p, DLDevice device) {
+  const int tiles = p.tokens <= 8 ? 1 : p.tokens <= 16 ? 2 : 4;
+  void (*const kernel)(LinearParams) = tiles == 1   ? few_tokens_kernel<T, Out, 1>
+                                       : tiles == 2 ? few_tokens_kernel<T, Out, 2>
+                                                    : few_tokens_kernel<T, Out, 4>;
+  launch_pdl(kernel, dim3((p.outputs + kOutputs - 1) / kOutputs, (p.tokens + 8 * tiles - 1) / (8 * tiles)),
+             dim3(kWarps * 32), device, p);
+}
+
+// The checks that both ops make, and their parameters; false when there is nothing to do.
+inline bool prepare_linear(const Checks& check, const TensorView& out, DLDataType out_dtype, const TensorView& x,
+                           const TensorView& weight, const OptionalTensor& bias, LinearParams* p) {
+  check.dtype("x", x, {kBFloat16, kFloat16, kFloat32});
+  check.last_contiguous("x", x);
+  check.rank("x", x, 2, 2);
+  const int64_t tokens = x.size(0), width = x.size(1);
+  check.dtype("weight", weight, {kBFloat16, kFloat16, kFloat32});
+  check.rank("weight", weight, 2, 2);
+  check.last_contiguous("weight", weight);
+  const int64_t outputs = weight.size(0), weight_shape[2] = {kAny, width}, out_shape[2] = {tokens, outputs};
+  check.shape("weight", weight, weight_shape, 2);
+  check.same_dtype("weight", weight, "x", x);
+  if (bias.has_value()) {
+    check.dtype("bias", *bias, {kBFloat16, kFloat16, kFloat32});
+    check.last_contiguous("bias", *bias);
+    check.shape("bias", *bias, &outputs, 1);
+    check.same_dtype("bias", *bias, "x", x);
+  }
+  check.dtype("out", out, {out_dtype});
+  check.last_contiguous("out", out);
+  check.shape("out", out, out_shape, 2);
+  check.disjoint("out", out);
+  check_devices(check, "x", x, {{"weight", weight}, {"bias", bias}, {"out", out}});
+  if (tokens == 0 || outputs == 0) return false;
+
+  constexpr int64_t most = int64_t{1} << 30;
+  if (outputs > most || width > most) unsupported("a dimension of more than 2^30");
+  if (tokens > 65535 * 8) unsupported("more than 524280 tokens");
+  if (same_dtype(x.dtype(), kFloat32)) unsupported("float32: tensor cores would round its factors");
+  p->x = address(x);
+  p->weight = address(weight);
+  p->bias = address(bias);
+  p->out = address(out);
+  p->x_stride = x.stride(0) * 2;
+  p->weight_stride = weight.stride(0) * 2;
+  p->out_stride = out.stride(0) * element_bytes(out);
+  p->tokens = static_cast<int>(tokens);
+  p->outputs = static_cast<int>(outputs);
+  p->width = static_cast<int>(width);
+  if (width % 8 || !aligned16(p->x) || !aligned16(p->weight) || (tokens > 1 && p->x_stride % 16) ||
+      (outputs > 1 && p->weight_stride % 16)) {
+    unsupported("rows that are not multiples of 16 bytes");
+  }
+  return true;
+}
+
+void gemv(TensorView out, TensorView x, TensorView weight, OptionalTensor bias) {
+  LinearParams p;
+  if (!prepare_linear(Checks("gemv"), out, x.dtype(), x, weight, bias, &p)) return;
+  const DeviceGuard guard(x.device().device_id);
+  if (same_dtype(x.dtype(), kBFloat16)) {
+    launch_few_tokens<__nv_bfloat16, __nv_bfloat16>(p, x.device());
+  } else {
+    launch_few_tokens<__half, __half>(p, x.device());
+  }
+}
+
+void router_gemm(TensorView out, TensorView x, TensorView weight) {
+  LinearParams p;
+  if (!prepare_linear(Checks("router_gemm"), out, kFloat32, x, weight, {}, &p)) return;
+  const DeviceGuard guard(x.device().device_id);
+  if (same_dtype(x.dtype(), kBFloat16)) {
+    launch_few_tokens<__nv_bfloat16, float>(p, x.device());
+  } else {
+    launch_few_tokens<__half, float>(p, x.device());
+  }
+}
+
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(gemv, gemv);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(router_gemm, router_gemm);
+
+}  // namespace kestrel::moe

@@ -1,0 +1,289 @@
+"""The dense kernels on a GPU: gated activations, moe_sum, gemv, router_gemm, against float64 and the reference."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+
+import kestrel_moe
+from kestrel_runtime import backend
+from kestrel_runtime.testing import assert_close_to_f64, canary, fp8_code_distance, graph_replay
+
+pytestmark = pytest.mark.gpu
+
+HALVES = (torch.bfloat16, torch.float16)
+DTYPES = (*HALVES, torch.float32)
+ROWS = (0, 1, 3, 16, 257, 740)
+WIDTHS = (1, 7, 8, 60, 1024, 1030, 4096, 5000)
+LONG = (16384, 16392, 40001)
+Tensor = torch.Tensor
+
+
+@pytest.fixture(autouse=True)
+def _kernels_only() -> object:
+    with backend("kernel"):
+        yield
+
+
+def normal_cdf(h: Tensor) -> Tensor:
+    return 0.5 * torch.special.erfc(-h / math.sqrt(2))
+
+
+def tanh_cdf(h: Tensor) -> Tensor:
+    return torch.sigmoid(2 * math.sqrt(2 / math.pi) * (h + 0.044715 * h**3))
+
+
+GATED: dict[str, tuple[Callable[..., Tensor], Callable[[Tensor], Tensor], int]] = {
+    "gelu_residual": (kestrel_moe.gelu_residual, normal_cdf, 1),
+    "gelu_residual tanh": (partial(kestrel_moe.gelu_residual, approximate="tanh"), tanh_cdf, 1),
+    "silu_and_mul": (kestrel_moe.silu_and_mul, torch.sigmoid, 0),
+    "gelu_and_mul": (kestrel_moe.gelu_and_mul, normal_cdf, 0),
+    "gelu_and_mul tanh": (partial(kestrel_moe.gelu_and_mul, approximate="tanh"), tanh_cdf, 0),
+}
+FP8: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
+    "gelu_residual": kestrel_moe.gelu_residual_fp8,
+    "gelu_residual tanh": partial(kestrel_moe.gelu_residual_fp8, approximate="tanh"),
+    "silu_and_mul": kestrel_moe.silu_and_mul_fp8,
+    "gelu_and_mul": kestrel_moe.gelu_and_mul_fp8,
+    "gelu_and_mul tanh": partial(kestrel_moe.gelu_and_mul_fp8, approximate="tanh"),
+}
+EACH_GATED = pytest.mark.parametrize("name", GATED)
+
+
+def random(*shape: int, dtype: torch.dtype = torch.bfloat16, scale: float = 1.0, seed: int = 0) -> Tensor:
+    generator = torch.Generator("cuda").manual_seed(seed + sum(shape))
+    return (scale * torch.randn(shape, generator=generator, device="cuda")).to(dtype)
+
+
+def exactly_gated(name: str, x: Tensor) -> Tensor:
+    h, g = x.double().chunk(2, dim=-1)
+    return h * GATED[name][1](h) * (g + GATED[name][2])
+
+
+def composed(name: str, x: Tensor) -> Tensor:
+    """PyTorch's own composition in x's dtype."""
+    h, g = x.chunk(2, dim=-1)
+    if name == "silu_and_mul":
+        return torch.nn.functional.silu(h) * g
+    return torch.nn.functional.gelu(h, approximate="tanh" if "tanh" in name else "none") * (g + GATED[name][2])
+
+
+# ---- gated activations -----------------------------------------------------------------------------------------------
+
+
+@EACH_GATED
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_gated_rows_are_as_accurate_as_torch_and_nothing_else_is_written(name: str, dtype: torch.dtype) -> None:
+    for rows in ROWS:
+        for width in WIDTHS if rows < 700 else (1024,):
+            x = random(rows, 2 * width, dtype=dtype, scale=3.0)
+            out, assert_intact = canary((rows, width), dtype, "cuda")
+            assert GATED[name][0](x, out=out) is out
+            assert_intact()
+            assert_close_to_f64(out, exactly_gated(name, x), composed(name, x))
+
+
+@EACH_GATED
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_one_rounding_from_the_far_left_to_the_far_right(name: str, dtype: torch.dtype) -> None:
+    h = torch.linspace(-9, 9, 40_000, device="cuda").to(dtype)
+    x = torch.stack((h, torch.full_like(h, 1.5)), dim=1)
+    got, exact = GATED[name][0](x).double(), exactly_gated(name, x)
+    info = torch.finfo(dtype)
+    allowed = (0.5 * info.eps + 2.0**-16) * exact.abs() + info.smallest_normal * info.eps + 2.0**-31
+    assert bool(((got - exact).abs() <= allowed).all())
+
+
+@EACH_GATED
+def test_nan_and_inf_stay_in_their_row(name: str) -> None:
+    x = random(9, 256)
+    alone = GATED[name][0](x)
+    x[1, 3], x[2, 200], x[3], x[4, :128], x[5, 5] = math.nan, math.inf, -math.inf, 1e4, math.inf
+    got = GATED[name][0](x)
+    assert torch.equal(got[[0, 6, 7, 8]], alone[[0, 6, 7, 8]])
+    with backend("reference"):
+        expected = GATED[name][0](x)
+    torch.testing.assert_close(got, expected, rtol=2**-7, atol=0, equal_nan=True)
+
+
+@EACH_GATED
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_fp8_codes_and_scales_are_those_of_the_reference(name: str, dtype: torch.dtype) -> None:
+    for rows, width in ((0, 64), (1, 1024), (3, 7), (16, 60), (257, 1024), (257, 1030), (740, 4096), (5, 12_000)):
+        x = random(rows, 2 * width, dtype=dtype, scale=2.0)
+        if rows > 2:
+            x[1], x[2] = 0.0, math.nan
+        codes, scale = FP8[name](x)
+        with backend("reference"):
+            want_codes, want_scale = FP8[name](x)
+        torch.testing.assert_close(scale, want_scale, rtol=1e-5, atol=0)
+        distance = fp8_code_distance(codes, want_codes)
+        assert int(distance.max() if distance.numel() else 0) <= 1
+        assert int((distance > 0).sum()) <= max(1, codes.numel() // 10_000)
+
+
+def test_fp8_rows_of_any_length() -> None:
+    for width in LONG:
+        x = random(3, 2 * width)
+        codes, scale = kestrel_moe.silu_and_mul_fp8(x)
+        exact = exactly_gated("silu_and_mul", x)
+        assert bool(((codes.double() * scale - exact).abs() <= scale * 16 * 1.01 + exact.abs() * 2**-4).all())
+        out = kestrel_moe.silu_and_mul(x)
+        assert_close_to_f64(out, exact, composed("silu_and_mul", x))
+
+
+def test_strided_batches_and_views() -> None:
+    x = random(6, 40, 2 * 72)
+    expected = kestrel_moe.gelu_residual(x.contiguous())
+    for view in (x[:, ::3], x[::2, 1:30], x.transpose(0, 1), random(5, 40, 200)[..., 1:145], random(144)):
+        got = kestrel_moe.gelu_residual(view)
+        assert torch.equal(got, kestrel_moe.gelu_residual(view.contiguous().view(-1, 144)).view(got.shape))
+    out = torch.empty(40, 6, 72, dtype=x.dtype, device="cuda").transpose(0, 1)
+    assert torch.equal(kestrel_moe.gelu_residual(x, out=out), expected)
+    one = x[0].clone()
+    kestrel_moe.gelu_residual(one, out=one[:, :72])
+    assert torch.equal(one[:, :72], expected[0])
+
+
+# ---- moe_sum ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_sums_are_those_of_the_reference_bit_for_bit(dtype: torch.dtype) -> None:
+    for tokens, choices, width in ((0, 8, 64), (1, 8, 2048), (3, 1, 7), (16, 9, 2048), (257, 6, 60), (740, 8, 2048),
+                                   (5, 0, 32), (4, 40, 1030)):  # fmt: skip
+        x = random(tokens, choices, width, dtype=dtype)
+        out, assert_intact = canary((tokens, width), dtype, "cuda")
+        kestrel_moe.moe_sum(x, out)
+        assert_intact()
+        with backend("reference"):
+            assert torch.equal(out, kestrel_moe.moe_sum(x))
+    wide = random(20, 8, 300, dtype=dtype)
+    for view in (wide[:, ::2, 4:260], wide[..., 1:250], wide.transpose(0, 1)):
+        assert torch.equal(kestrel_moe.moe_sum(view), kestrel_moe.moe_sum(view.contiguous()))
+
+
+# ---- few tokens ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize(("outputs", "width"), [(1, 8), (16, 32), (17, 40), (64, 2048), (100, 1000), (4096, 4096)])
+def test_few_tokens_are_as_accurate_as_the_vendor_s_product(outputs: int, width: int, dtype: torch.dtype) -> None:
+    weight = random(outputs, width, dtype=dtype, scale=width**-0.5, seed=1)
+    bias = random(outputs, dtype=dtype, seed=2)
+    for tokens in (0, 1, 3, 8, 9, 16, 17, 32, 33, 100):
+        x = random(tokens, width, dtype=dtype)
+        exact = torch.nn.functional.linear(x.double(), weight.double(), bias.double())
+        out, assert_intact = canary((tokens, outputs), dtype, "cuda")
+        kestrel_moe.gemv(x, weight, bias, out=out)
+        assert_intact()
+        assert_close_to_f64(out, exact, torch.nn.functional.linear(x, weight) + bias)
+        logits, assert_intact = canary((tokens, outputs), torch.float32, "cuda")
+        kestrel_moe.router_gemm(x, weight, out=logits)
+        assert_intact()
+        product = x.double() @ weight.double().T
+        # tensor cores cut their sums off at the 24th bit: 2 width / 256 instructions a warp, one such loss each
+        error, most = (logits.double() - product).abs(), x.double().abs() @ weight.double().abs().T
+        assert bool((error <= (width / 128 + 8) * 2.0**-23 * most + 1e-30).all())
+
+
+def test_a_token_is_the_same_among_any_others() -> None:
+    weight, x = random(70, 1000, seed=1), random(1100, 1000)
+    logits = kestrel_moe.router_gemm(x[:1024], weight)
+    for tokens in (1, 8, 9, 17, 64, 65, 740):
+        assert torch.equal(kestrel_moe.router_gemm(x[:tokens], weight), logits[:tokens])
+        assert torch.equal(kestrel_moe.router_gemm(x[3 : 3 + tokens], weight), logits[3 : 3 + tokens])
+    y = kestrel_moe.gemv(x[:32], weight)
+    for tokens in (1, 8, 9, 16, 17):
+        assert torch.equal(kestrel_moe.gemv(x[5 : 5 + tokens], weight), y[5 : 5 + tokens])
+    x[7] = math.nan
+    assert torch.equal(kestrel_moe.gemv(x[:7], weight), y[:7])
+    torch.testing.assert_close(kestrel_moe.router_gemm(x, weight)[:7], logits[:7], rtol=1e-5, atol=1e-4)
+    assert torch.equal(kestrel_moe.gemv(x[0], weight), y[0])
+    assert torch.equal(kestrel_moe.gemv(x[:12].view(3, 4, 1000)[:, 1], weight), y[1:12:4])
+
+
+# ---- every op --------------------------------------------------------------------------------------------------------
+
+CALLS: dict[str, tuple[Callable[..., object], tuple[tuple[int, ...], ...]]] = {
+    "gelu_residual": (kestrel_moe.gelu_residual, ((40, 2048),)),
+    "silu_and_mul": (kestrel_moe.silu_and_mul, ((40, 2048),)),
+    "gelu_and_mul_fp8": (kestrel_moe.gelu_and_mul_fp8, ((40, 2048),)),
+    "moe_sum": (kestrel_moe.moe_sum, ((40, 8, 512),)),
+    "gemv": (kestrel_moe.gemv, ((8, 512), (64, 512), (64,))),
+    "router_gemm": (kestrel_moe.router_gemm, ((40, 512), (64, 512))),
+}
+EACH_CALL = pytest.mark.parametrize("name", CALLS)
+
+
+def arguments(name: str, offset: float = 0.0) -> list[Tensor]:
+    return [random(*shape) + offset for shape in CALLS[name][1]]
+
+
+def assert_same(got: object, expected: object) -> None:
+    for a, b in zip(got, expected, strict=True) if isinstance(got, tuple) else ((got, expected),):
+        assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+@EACH_CALL
+def test_a_replayed_graph_sees_new_contents(name: str) -> None:
+    first, second = arguments(name), arguments(name, 0.5)
+    expected = CALLS[name][0](*second)
+    assert_same(graph_replay(CALLS[name][0], first, second), expected)
+
+
+@EACH_CALL
+def test_runs_and_streams_agree(name: str) -> None:
+    call, args = CALLS[name][0], arguments(name)
+    expected = call(*args)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        got = [call(*args) for _ in range(20)]
+    stream.synchronize()
+    for each in got:
+        assert_same(each, expected)
+
+
+@EACH_CALL
+def test_compiled_without_a_graph_break(name: str) -> None:
+    call, args = CALLS[name][0], arguments(name)
+    assert_same(torch.compile(lambda *a: call(*a), fullgraph=True)(*args), call(*args))
+
+
+@EACH_CALL
+def test_what_the_launch_just_before_wrote_is_read(name: str) -> None:
+    call, args = CALLS[name][0], arguments(name)
+    before, rounds = args[0].clone(), 1000
+    results = []
+    graph = torch.cuda.CUDAGraph()
+    call(*args)
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        for i in range(rounds):
+            # a kernel of ours, which lets the next start early, writes the input
+            kestrel_moe.moe_sum(torch.stack((before, before * 0 + (i % 7))).view(1, 2, -1), args[0].view(1, -1))
+            results.append(call(*args))
+    graph.replay()
+    torch.cuda.synchronize()
+    for i in range(7):
+        fresh = [before + i, *args[1:]]
+        expected = call(*fresh)
+        for got in results[i::7]:
+            assert_same(got, expected)
+
+
+@pytest.mark.parametrize("name", ["gelu_residual", "moe_sum"])
+def test_a_row_stride_past_two_to_the_31(name: str) -> None:
+    stride = 2**31 + 64
+    buffer = torch.empty(stride + 4096, dtype=torch.bfloat16, device="cuda")
+    buffer[:4096], buffer[stride:] = random(4096), random(4096) + 1
+    x = buffer.as_strided((2, 2048), (stride, 1))
+    if name == "moe_sum":
+        x = buffer.as_strided((2, 4, 512), (stride, 512, 1))
+    call = CALLS[name][0]
+    assert torch.equal(call(x), call(x.clone()))
