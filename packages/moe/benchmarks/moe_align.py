@@ -10,6 +10,7 @@ import torch
 import kestrel_moe
 
 WARM = True
+LAUNCHES = 1.5  # what the limit counts: 1.58 us at every size
 TARGETS = {
     "1 E64 k8 b16": 3.20,
     "4 E64 k8 b16": 3.20,

@@ -45,6 +45,15 @@ def set_bytes(shape: str) -> int:
     return rows * n * dtype.itemsize
 
 
+def traffic(shape: str) -> int:
+    rows, n, k, dtype = parse(shape)
+    return rows * (n * dtype.itemsize + k * (dtype.itemsize + 4))  # scores; values and int32 indices
+
+
+def operations(shape: str) -> int:
+    return 0
+
+
 def candidates() -> dict[str, Callable[..., object]]:
     return {
         "kestrel": kestrel_sampling.topk_fwd,
