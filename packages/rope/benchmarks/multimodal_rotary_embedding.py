@@ -51,5 +51,4 @@ def candidates() -> dict[str, Callable[..., object]]:
     return {
         "kestrel": kestrel_rope.multimodal_rotary_embedding,
         "torch": reference.multimodal_rotary_embedding,
-        "torch.compile": torch.compile(reference.multimodal_rotary_embedding, fullgraph=True, dynamic=False),
     }

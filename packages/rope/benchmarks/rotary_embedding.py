@@ -67,7 +67,7 @@ def bare() -> Callable[..., object]:
 
 
 def candidates() -> dict[str, Callable[..., object]]:
-    compiled = torch.compile(reference.rotary_embedding, fullgraph=True, dynamic=False)
+    compiled = torch.compile(reference.rotary_embedding, fullgraph=True)
     found: dict[str, Callable[..., object]] = {
         "kestrel": kestrel_rope.rotary_embedding,
         "torch": reference.rotary_embedding,
