@@ -3,12 +3,14 @@
 // clang-format off
 // Computes:   cache[slot / P, slot % P, head, :] = row (auto), or = fp8(row / scale), for K and V of every token.
 // Built for:  32 heads of 64 in bf16 (rows of 4 KB), from one token (latency) to 4096 (bandwidth).
-// Must move:  per token and tensor 2 Hk D bytes in, 2 Hk D (auto) or Hk D (FP8) out; FP8 takes 7 operations per element.
+// Must move:  per token and tensor 2 Hk D bytes in, 2 Hk D (auto) or Hk D (FP8) out; FP8 takes 4 operations per element.
 // Split:      a thread takes one pack of 16 bytes of a key and the pack beside it of the value: one slot, one head. Blocks of
 //             up to 128 threads; short rows share a block, long ones take several. Heads that lie side by side everywhere
 //             are one long head.
 // PDL:        nothing is constant. Rows and slots are prefetched into L2 before the wait (that returns no data), addresses are
-//             computed there, and everything is read after it.
+//             computed there, and everything is read after it, all at once.
+// Measured:   on an H200 92 % (auto) and 95 % (FP8) of one launch and the bytes at 4.3 TB/s for 4096 tokens; what was predicted
+//             and tried on the way, and the shapes of record, in README.md.
 // clang-format on
 
 #include <tvm/ffi/function.h>

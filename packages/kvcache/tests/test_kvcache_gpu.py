@@ -524,6 +524,13 @@ def test_blocks_on_both_sides_of_two_to_the_31_elements(page: int, layout: str) 
     reshape_and_cache(rows, rows, cache, cache, slots, "fp8")  # K and V alike, into the same memory
     reference.reshape_and_cache(rows, rows, want, want, slots - start, "fp8")
     assert torch.equal(near, want)
+    table = torch.arange(blocks - 8, blocks, dtype=torch.int32, device="cuda")
+    for read in gather_cache(cache, cache, table, 8 * page):
+        assert torch.equal(read, want.view(torch.float8_e4m3fn).view(-1, heads, size).bfloat16())
+    near.fill_(0x7F)
+    unturned, angles = torch.full_like(slots, -1), torch.ones(1, size, device="cuda")
+    rotary_and_cache(unturned, rows, rows, rows, size, angles, cache, cache, slots, kv_cache_dtype="fp8")
+    assert torch.equal(near, want)
 
 
 def test_more_than_two_to_the_31_slots() -> None:
