@@ -300,8 +300,8 @@ __device__ __forceinline__ void align_pairs(const Alignment& a, const AlignMemor
     const int name = m.name[e];
     for (unsigned b = from + lane; b < to; b += 32) a.experts_of[b] = name;
     const unsigned last = to * a.block_size.value;
-    for (unsigned slot = from * a.block_size.value + m.size[e] + lane; slot < last; slot += 32)
-      a.sorted[slot] = a.pairs;
+    const unsigned padding = from * a.block_size.value + m.size[e];
+    for (unsigned slot = padding + lane; slot < last; slot += 32) a.sorted[slot] = a.pairs;
   }
   const int64_t thread = static_cast<int64_t>(rank) * blockDim.x + threadIdx.x, threads = a.cluster * blockDim.x;
   for (int64_t slot = length + thread; slot < a.slots; slot += threads) a.sorted[slot] = a.pairs;

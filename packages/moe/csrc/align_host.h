@@ -108,16 +108,4 @@ inline void split(Alignment* a, int widest) {
   if (a->staged && !fits(*a)) a->staged = false;
 }
 
-// What a kernel must be allowed before it is launched with so much shared memory, and clusters of more than eight.
-template <typename P>
-void allow(void (*kernel)(P), size_t shared, int cluster) {
-  if (shared > 48 * 1024) {
-    check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared),
-               "cudaFuncSetAttribute");
-  }
-  if (cluster > 8) {
-    check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1), "cudaFuncSetAttribute");
-  }
-}
-
 }  // namespace kestrel::moe

@@ -81,15 +81,14 @@ __global__ void __launch_bounds__(kThreads, 1) moe_align_kernel(AlignParams p) {
     }
   }
   if (a.cluster == 1) fill_with_padding(a);
-  align_pairs<KIND == Kind::one_round ? 1
-              : PLAIN                 ? 8
-                                      : 4,
-              KIND != Kind::one_round>(a, memory, rank, [&](int pair) { return expert_of<KIND>(p, pair, adapter); });
+  constexpr int rounds = KIND == Kind::one_round ? 1 : PLAIN ? 8 : 4;  // what registers hold
+  align_pairs<rounds, KIND != Kind::one_round>(a, memory, rank,
+                                               [&](int pair) { return expert_of<KIND>(p, pair, adapter); });
 }
 
-// The arguments that both ops share, in the order of their Python checks.
 constexpr DLDataType kBool8{kDLBool, 8, 1};
 
+// The arguments that both ops share, in the order of their Python checks.
 class AlignCall {
  public:
   explicit AlignCall(const char* op) : check(op) {}
