@@ -393,20 +393,24 @@ def test_values_and_codes_written_by_the_launch_just_before_are_read(t: int, n: 
     scale, x = torch.ones(1, device="cuda"), torch.empty(t, n, dtype=torch.bfloat16, device="cuda")
     back_to = torch.empty_like(x)
 
-    def step(i: int) -> tuple[torch.Tensor, ...]:
+    def chain(i: int, between: Callable[[], None]) -> tuple[torch.Tensor, ...]:
         kestrel_quant.fp8_dequant(codes[i].view(F8), scale, out=x)
-        q, found = kestrel_quant.fp8_quant(x, **options)
-        kestrel_quant.fp8_dequant(q, found, out=back_to)
-        return (*kestrel_quant.int8_quant(back_to), q, found)
+        between()
+        fp8 = kestrel_quant.fp8_quant(x, **options)
+        between()
+        kestrel_quant.fp8_dequant(*fp8, out=back_to)
+        between()
+        int8 = kestrel_quant.int8_quant(back_to)
+        between()
+        back = kestrel_quant.int8_dequant(*int8)
+        between()
+        int4 = kestrel_quant.int4_quant(back)
+        between()
+        return (*fp8, *int8, *int4, kestrel_quant.int4_dequant(*int4))
 
-    got = repeat_in_a_graph(step, 1000)
-    for i in range(0, 1000):
-        kestrel_quant.fp8_dequant(codes[i].view(F8), scale, out=x)
-        torch.cuda.synchronize()
-        q, found = kestrel_quant.fp8_quant(x, **options)
-        torch.cuda.synchronize()
-        last = kestrel_quant.int8_quant(kestrel_quant.fp8_dequant(q, found))
-        assert_same(got[i], (*last, q, found))
+    got = repeat_in_a_graph(lambda i: chain(i, lambda: None), 1000)
+    for i in range(1000):
+        assert_same(got[i], chain(i, torch.cuda.synchronize))
 
 
 def test_scales_and_bounds_written_by_the_launch_just_before_are_read() -> None:
