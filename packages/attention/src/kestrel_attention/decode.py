@@ -14,23 +14,23 @@ _E4M3 = (torch.float8_e4m3fn, torch.uint8)
 MOST_QUERIES = 16  # longer ones are prefill
 ROWS = 8  # of a block: queries x heads of one KV head
 _FAR = 2**30
-_WARPS = 132 * 16  # that a GPU keeps resident: blocks take more warps each while there are fewer
+_MOST_KEYS = 2**29
+_MULTIPROCESSORS = 132  # while all blocks are resident at once, they take as many warps as that allows
 _GRID = 65535
 
 
-def chunking(num_splits: int, size: int, element: int, columns: int, rows: int) -> tuple[int, int]:
+def chunking(num_splits: int, size: int, columns: int) -> tuple[int, int]:
     """(shortest, most): keys in a chunk at least, and chunks of a sequence at most, for the kernel to choose by length.
 
-    size: of a head. element: bytes of a cached element. columns: blocks that a sequence takes with one chunk.
-    rows: of a block, 1 to ROWS.
+    size: of a head. columns: blocks that a sequence takes with one chunk.
 
-    A sequence is cut so that one alone occupies the GPU, but not into chunks so short that writing and reading their
-    sums costs: at least 64 KB of keys and as much of values, and 32 times the bytes of a chunk's sums.
+    A sequence is cut so that one alone occupies the GPU, but not into short chunks: a block's start and end, and its
+    sums written and read, cost as much as some 100 keys. H200, us per call for 256, 512, 1024 keys at least, four warps
+    a block: fp8 b64 kv8192 32/8 d128 357, 321, 291; bf16 b128 kv1024 64/8 d128 172, 165, 137.
     """
     if num_splits > 0:
         return 16, num_splits
-    shortest = max(65536 // (size * element), 64 * rows // element)
-    return -(-shortest // 16) * 16, max(1, 128 // columns)
+    return 1024 if size <= 128 else 256, max(1, 128 // columns)
 
 
 def attend(
@@ -60,9 +60,11 @@ def attend(
         return out, lse
     if k_cache.element_size() == 1:
         k_cache, v_cache = k_cache.view(torch.uint8), v_cache.view(torch.uint8)
-    element, page, kv_heads = k_cache.element_size(), k_cache.shape[1], k_cache.shape[2]
+    page, kv_heads = k_cache.shape[1], k_cache.shape[2]
     paged, table = (0, cache_seqlens[None]) if block_table is None else (1, block_table)
-    room = min(page * table.shape[1] if paged else page, _FAR)
+    room = page * table.shape[1] if paged else page
+    if room > _MOST_KEYS:
+        raise UnsupportedError(f"kernels cover sequences of up to {_MOST_KEYS} keys")
     anything = lse.view(-1)  # stands where a tensor is optional
     scales = [anything if scale is None else scale for scale in (k_scale, v_scale)]
     scale_heads = [0 if scale is None else 1 + (scale.shape[0] > 1) for scale in (k_scale, v_scale)]
@@ -75,7 +77,7 @@ def attend(
 
     group = heads // kv_heads
     columns = kv_heads * -(-queries * group // ROWS)
-    shortest, most = chunking(num_splits, size, element, columns, min(queries * group, ROWS))
+    shortest, most = chunking(num_splits, size, columns)
     right = 0 if causal else min(window_right, _FAR)
     left = min(window_left, _FAR)
     longest = room  # keys that a block of rows visits at most
@@ -99,7 +101,7 @@ def attend(
     page_inverse = -(-(1 << page_shift) // page)
     fixed_chunk = slots > 1 and -(-room // most) <= shortest  # the shortest, for any length
     blocks = batch * columns * slots
-    variant = next((v for v in reversed(variants) if blocks * v.warps <= _WARPS), variants[0])
+    variant = next((v for v in reversed(variants) if blocks <= _MULTIPROCESSORS * v.residents), variants[0])
     integers = (
         paged,
         room,

@@ -37,7 +37,7 @@ from . import ptx
 TILE = 16  # keys of one product P V
 ROWS = 8  # of a block: queries x heads of a KV head
 LOG2_E = math.log2(math.e)
-FAR = 1 << 30
+NONE = 1 << 25  # a tile that no chunk has
 
 
 @dataclass(frozen=True)
@@ -273,15 +273,13 @@ class Decode:
         rAhead = cute.make_rmem_tensor(self.lookups, Int32)
         rQ = cute.make_rmem_tensor(self.query_words, Uint32)
         if cutlass.const_expr(self.dependent_launch):
-            self.prefetch(mQ, length_at, place, pages, room, known, guess, share, lane)
+            self.prefetch(mQ, length_at, place, pages, room, known, guess, warp, share, lane)
             cute.arch.griddepcontrol_wait()
             cute.arch.griddepcontrol_launch_dependents()
         self.load_queries(mQ, rQ, place, lane)
         if known:
-            self.look_up(rPage, pages, guess, room, Int32(0), share, lane)
+            self.look_up(rPage, pages, guess, room, share, lane)
         length = Int32(ptx.load_words(length_at, 1)[0])
-        if known:
-            self.look_up(rAhead, pages, guess, room, Int32(1), share, lane)
 
         # Which keys are seen: by a row from first to last - 1, and below prefix; by all rows from all_first to
         # all_last - 1; by any from start to end - 1.
@@ -321,8 +319,7 @@ class Decode:
             sSeen[3] = chunks
         if slot < chunks:
             if not known:
-                self.look_up(rPage, pages, start, end, Int32(0), share, lane)
-                self.look_up(rAhead, pages, start, end, Int32(1), share, lane)
+                self.look_up(rPage, pages, start, end, share, lane)
             k_scale = Float32(1.0)
             if k_scale_heads > 0:
                 k_scale = mKScale[cutlass.select_(k_scale_heads > 1, kv_head, Int32(0))]
@@ -335,14 +332,14 @@ class Decode:
             self.attend(rQ, rPage, rAhead, pages, caches, place, (start, end), sSeen, scale, cap, results, warp, lane)
 
     @cute.jit
-    def prefetch(self, mQ, length_at, place, pages, room, known, guess, warp, lane):
+    def prefetch(self, mQ, length_at, place, pages, room, known, guess, warp, share, lane):
         """Bring towards L2 what is read first, while the launch before this one ends."""
         if warp == 0:
             if lane == 0:
                 ptx.prefetch(length_at)
             ptx.prefetch(self.query_row(mQ, place, lane))
         table, stride, _, paged, _, page, inverse, _ = pages
-        key = self.position(guess, Int32(0), 0, warp, lane)
+        key = self.position(guess, share, 0, lane)
         if paged != 0 and known and key < room:
             entry, _ = self.split(key, page, inverse)
             ptx.prefetch(table + 4 * Int64(entry) * stride)
@@ -409,25 +406,19 @@ class Decode:
         meeting = (sOut, sMax, sSum, warp % self.value_split)
         ahead = (rPage, rAhead)
         how = (sSeen, scales, cap)
-        if cutlass.const_expr(self.shares * self.value_split == self.warps):
-            self.take_share(warp // self.value_split, sQ, ahead, pages, caches, place, span, tiles, how, meeting, lane)
-        else:
-            for share in cutlass.range(warp, self.shares, self.warps, unroll=1):
-                if share >= self.warps:
-                    self.look_up(rPage, pages, start, end, Int32(0), share, lane)
-                    self.look_up(rAhead, pages, start, end, Int32(1), share, lane)
-                self.take_share(share, sQ, ahead, pages, caches, place, span, tiles, how, meeting, lane)
+        self.take_shares(warp // self.value_split, sQ, ahead, pages, caches, place, span, tiles, how, meeting, lane)
         cute.arch.sync_threads()
         self.join(meeting, sSeen[3], place, results, warp, lane)
 
     @cute.jit
-    def take_share(self, share, sQ, ahead, pages, caches, place, span, tiles, how, meeting, lane):
-        """The sums over one share of the keys: tiles share, share + shares, ... of the chunk."""
+    def take_shares(self, share, sQ, ahead, pages, caches, place, span, tiles, how, meeting, lane):
+        """The sums over a warp's shares, of which this is the first: tiles share, share + shares, ... of the chunk.
+
+        A step takes tiles x, x + shares, ...: self.tiles of them, of one share. Loads run ahead of it, across shares.
+        """
         rPage, rAhead = ahead
         start, end = span
         sSeen, scales, cap = how
-        rounds = (tiles - share + self.shares - 1) // self.shares  # tiles of this share
-        steps = (rounds + self.tiles - 1) // self.tiles
         rNow = cute.make_rmem_tensor(3 * self.lookups, Uint32)  # offsets of keys and values, and which keys exist
         rNext = cute.make_rmem_tensor(3 * self.lookups, Uint32)
         rBuffer = [cute.make_rmem_tensor(self.words, Uint32) for _ in range(2)]
@@ -435,32 +426,58 @@ class Decode:
         rMax = cute.make_rmem_tensor(2, Float32)  # of rows 2t and 2t + 1
         rSum = cute.make_rmem_tensor(2, Float32)
         rScore = cute.make_rmem_tensor(4 * self.tiles, Float32)
-        self.locate(rPage, rNext, pages, start, end, Int32(0), share, lane)
+        x = share
+        following_x = self.after(x, tiles)
+        self.look_up(rAhead, pages, start, end, following_x, lane)
+        self.locate(rPage, rNext, pages, start, end, x, lane)
         for piece in cutlass.range_constexpr(2):
-            self.load(piece, rBuffer[piece], rNext, caches, Int32(0), rounds, lane)
+            self.load(piece, rBuffer[piece], rNext, caches, x, tiles, lane)
         rOut.fill(0.0)
         rMax.fill(-Float32.inf)
         rSum.fill(0.0)
-        for step in cutlass.range(steps, unroll=1):
+        while x < tiles:
             for i in cutlass.range_constexpr(3 * self.lookups):
                 rNow[i] = rNext[i]
-            self.locate(rAhead, rNext, pages, start, end, step + 1, share, lane)
-            self.look_up(rAhead, pages, start, end, step + 2, share, lane)
+            self.locate(rAhead, rNext, pages, start, end, following_x, lane)
+            self.look_up(rAhead, pages, start, end, self.after(following_x, tiles), lane)
             rScore.fill(0.0)
             for piece in cutlass.range_constexpr(2 * self.pieces):
                 rPiece = rBuffer[piece % 2]
                 if cutlass.const_expr(piece < self.pieces):
-                    self.multiply_keys(piece, rPiece, sQ, rScore, step, rounds)
+                    self.multiply_keys(piece, rPiece, sQ, rScore, x, tiles)
                 else:
                     if cutlass.const_expr(piece == self.pieces):
-                        self.weigh(rScore, rNow, rMax, rSum, rOut, sSeen, start, scales, cap, step, rounds, share, lane)
-                    self.multiply_values(piece - self.pieces, rPiece, rScore, rNow, rOut, step, rounds, lane)
-                following = cutlass.const_expr(piece + 2)
-                if cutlass.const_expr(following < 2 * self.pieces):
-                    self.load(following, rPiece, rNow, caches, step, rounds, lane)
+                        self.weigh(rScore, rNow, rMax, rSum, rOut, sSeen, start, scales, cap, x, tiles, lane)
+                    self.multiply_values(piece - self.pieces, rPiece, rScore, rNow, rOut, x, tiles, lane)
+                coming = cutlass.const_expr(piece + 2)
+                if cutlass.const_expr(coming < 2 * self.pieces):
+                    self.load(coming, rPiece, rNow, caches, x, tiles, lane)
                 else:
-                    self.load(following - 2 * self.pieces, rPiece, rNext, caches, step + 1, rounds, lane)
-        self.leave(rOut, rMax, rSum, meeting, place, share, lane)
+                    self.load(coming - 2 * self.pieces, rPiece, rNext, caches, following_x, tiles, lane)
+            if x + self.tiles * self.shares >= tiles:
+                self.leave(rOut, rMax, rSum, meeting, place, x % self.shares, lane)
+                rOut.fill(0.0)
+                rMax.fill(-Float32.inf)
+                rSum.fill(0.0)
+            x = following_x
+            following_x = self.after(x, tiles)
+        # Shares without a tile: their weight is 0, whatever lies where their sums would.
+        _, sMax, sSum, _ = meeting
+        stride = cutlass.const_expr(self.warps // self.value_split)
+        if lane < ROWS:
+            for empty in cutlass.range(share, self.shares, stride, unroll=1):
+                if empty >= tiles:
+                    sMax[empty * ROWS + lane] = -Float32.inf
+                    sSum[empty * ROWS + lane] = Float32(0.0)
+
+    @cute.jit
+    def after(self, x: Int32, tiles: Int32) -> Int32:
+        """The first tile of the step after the one that starts with tile x; NONE past the last."""
+        later = x + self.tiles * self.shares
+        share = x % self.shares + self.warps // self.value_split
+        if later >= tiles:
+            later = cutlass.select_(share < self.shares, share, Int32(NONE))
+        return cutlass.select_(later < tiles, later, Int32(NONE))
 
     # -- queries --------------------------------------------------------------------------------------------------
 
@@ -512,19 +529,19 @@ class Decode:
     # -- where keys lie -------------------------------------------------------------------------------------------
 
     @cute.jit
-    def position(self, start, step, lookup: cutlass.Constexpr, share, lane):
-        """The key that a lane looks up: lanes 0-15 those of one tile, 16-31 those of the warp's next."""
-        tile = step * self.tiles + 2 * lookup
+    def position(self, start, x, lookup: cutlass.Constexpr, lane):
+        """The key that a lane looks up: lanes 0-15 those of one tile, 16-31 those of the share's next."""
+        tile = x + 2 * lookup * self.shares
         if cutlass.const_expr(self.tiles > 1):
-            tile = tile + lane // TILE
-        return start + (tile * self.shares + share) * TILE + lane % TILE
+            tile = tile + lane // TILE * self.shares
+        return start + tile * TILE + lane % TILE
 
     @cute.jit
-    def look_up(self, rPage, pages, start, end, step, share, lane):
+    def look_up(self, rPage, pages, start, end, x, lane):
         """Start reading the entries of the block table for a step, up to key ``end``."""
         table, stride, sequence, paged, _, page, inverse, _ = pages
         for i in cutlass.range_constexpr(self.lookups):
-            key = self.position(start, step, i, share, lane)
+            key = self.position(start, x, i, lane)
             rPage[i] = Int32(-1)
             if key < end:
                 rPage[i] = sequence
@@ -540,11 +557,11 @@ class Decode:
         return entry, Uint32(key) - entry * Uint32(page)
 
     @cute.jit
-    def locate(self, rPage, rAt, pages, start, end, step, share, lane):
+    def locate(self, rPage, rAt, pages, start, end, x, lane):
         """From pages to offsets in units of 16 bytes, and a bit for each key that exists."""
         _, _, _, _, blocks, page, inverse, strides = pages
         for i in cutlass.range_constexpr(self.lookups):
-            key = self.position(start, step, i, share, lane)
+            key = self.position(start, x, i, lane)
             exists = rPage[i] >= 0 and rPage[i] < blocks and key < end
             rAt[3 * i] = Uint32(0)
             rAt[3 * i + 1] = Uint32(0)
@@ -555,10 +572,10 @@ class Decode:
             rAt[3 * i + 2] = Uint32(cute.arch.vote_ballot_sync(exists))
 
     @cute.jit
-    def load(self, piece: cutlass.Constexpr, rPiece, rAt, address, step, rounds, lane):
+    def load(self, piece: cutlass.Constexpr, rPiece, rAt, address, x, tiles, lane):
         """Start loading one piece of a step's keys, or of its values."""
         for tile in cutlass.range_constexpr(self.tiles):
-            if step * self.tiles + tile < rounds:
+            if x + tile * self.shares < tiles:
                 if cutlass.const_expr(piece < self.pieces):
                     self.load_keys(piece, tile, rPiece, rAt, address, lane)
                 else:
@@ -621,13 +638,13 @@ class Decode:
         return value | nan | (nan << 1)
 
     @cute.jit
-    def multiply_keys(self, piece: cutlass.Constexpr, rPiece, sQ, rScore, step, rounds):
+    def multiply_keys(self, piece: cutlass.Constexpr, rPiece, sQ, rScore, x, tiles):
         """Scores of the keys that a piece holds, added to rScore."""
         if cutlass.const_expr(self.tiles == 1):
             self.multiply_keys_of(piece, 0, rPiece, sQ, rScore)
         else:
             for tile in cutlass.range_constexpr(self.tiles):
-                if step * self.tiles + tile < rounds:
+                if x + tile * self.shares < tiles:
                     self.multiply_keys_of(piece, tile, rPiece, sQ, rScore)
 
     @cute.jit
@@ -659,7 +676,7 @@ class Decode:
             return [sQ[4 * i + k] for k in range(4)]
 
     @cute.jit
-    def weigh(self, rScore, rNow, rMax, rSum, rOut, sSeen, start, scales, cap, step, rounds, share, lane):
+    def weigh(self, rScore, rNow, rMax, rSum, rOut, sSeen, start, scales, cap, x, tiles, lane):
         """Scores become weights exp2(score - largest); the sums so far are brought to the new largest.
 
         Score i of a tile is that of key g + i // 2 * 8 and row 2t + i % 2.
@@ -668,13 +685,13 @@ class Decode:
         largest = [rMax[0], rMax[1]]
         for tile in cutlass.range_constexpr(self.tiles):
             at = cutlass.const_expr(4 * tile)
-            if step * self.tiles + tile < rounds:
+            if x + tile * self.shares < tiles:
                 for i in cutlass.range_constexpr(4):
                     rScore[at + i] *= scales[i % 2]
                 if cap > 0.0:  # cap * tanh(x), of which rScore holds 2 x log2(e)
                     for i in cutlass.range_constexpr(4):
                         rScore[at + i] = cap * (1.0 - 2.0 / (1.0 + ptx.exp2(rScore[at + i])))
-                key = start + ((step * self.tiles + tile) * self.shares + share) * TILE
+                key = start + (x + tile * self.shares) * TILE
                 exist = rNow[3 * (tile // 2) + 2] >> (tile % 2 * TILE)
                 if (exist & 0xFFFF) != 0xFFFF or key < all_first or key + TILE > all_last:
                     for i in cutlass.range_constexpr(4):
@@ -707,13 +724,13 @@ class Decode:
             rSum[i % 2] += weight
 
     @cute.jit
-    def multiply_values(self, piece: cutlass.Constexpr, rPiece, rScore, rNow, rOut, step, rounds, lane):
+    def multiply_values(self, piece: cutlass.Constexpr, rPiece, rScore, rNow, rOut, x, tiles, lane):
         """Add weights times values for what a piece holds."""
         if cutlass.const_expr(self.tiles == 1):
             self.multiply_values_of(piece, 0, rPiece, rScore, rNow, rOut, lane)
         else:
             for tile in cutlass.range_constexpr(self.tiles):
-                if step * self.tiles + tile < rounds:
+                if x + tile * self.shares < tiles:
                     self.multiply_values_of(piece, tile, rPiece, rScore, rNow, rOut, lane)
 
     @cute.jit
@@ -828,8 +845,8 @@ class Decode:
                     low, high = Float32(0.0), Float32(0.0)
                     for w in cutlass.range_constexpr(self.shares):
                         at = (((w * all_tiles + tile) * 2 + odd) * 32 + lane) * 2
-                        low += share[w] * sOut[at]
-                        high += share[w] * sOut[at + 1]
+                        low += cutlass.select_(share[w] == 0.0, Float32(0.0), share[w] * sOut[at])
+                        high += cutlass.select_(share[w] == 0.0, Float32(0.0), share[w] * sOut[at + 1])
                     per_chunk = cutlass.const_expr(self.value_dims // 2)
                     dim = (tile // per_chunk * 8 + g) * self.value_dims + tile % per_chunk * 2
                     if dim < mOut.shape[3]:

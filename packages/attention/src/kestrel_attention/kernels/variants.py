@@ -259,19 +259,24 @@ def combine_arguments(dtype: Any) -> tuple[Any, ...]:
 
 
 def _decode_variants(dtype: str) -> tuple[DecodeVariant, ...]:
-    few_rows = [
+    """What a GPU holds of registers decides the residents: 16 warps of 128, 12 of 168, 8 of 255."""
+    small = [
         DecodeVariant(dtype, cache, 64, False, shares=16, warps=warps, tiles=tiles, residents=16 // warps)
         for cache, tiles in (("e4m3", 2), ("same", 1))
         for warps in (4, 8, 16)
     ]
+    middle = [
+        DecodeVariant(dtype, cache, 128, False, shares=8, warps=warps, tiles=1, residents=resident // warps)
+        for cache, resident in (("e4m3", 16), ("same", 12))
+        for warps in (4, 8)
+    ]
     return (
-        *few_rows,
-        DecodeVariant(dtype, "e4m3", 128, False, shares=4, warps=4, tiles=1, residents=4),
+        *small,
+        *middle,
         DecodeVariant(dtype, "e4m3", 128, True, shares=4, warps=4, tiles=1, residents=3),
         DecodeVariant(dtype, "e4m3", 256, False, shares=4, warps=4, tiles=1, residents=3),
         DecodeVariant(dtype, "e4m3", 256, True, shares=4, warps=4, tiles=1, residents=2),
         DecodeVariant(dtype, "e4m3", 512, False, shares=4, warps=8, tiles=1, residents=1, pieces=2, value_split=2),
-        DecodeVariant(dtype, "same", 128, False, shares=4, warps=4, tiles=1, residents=3),
         DecodeVariant(dtype, "same", 128, True, shares=4, warps=4, tiles=1, residents=2),
         DecodeVariant(dtype, "same", 256, False, shares=4, warps=4, tiles=1, residents=3, pieces=2),
         DecodeVariant(dtype, "same", 256, True, shares=4, warps=4, tiles=1, residents=2, pieces=2),
