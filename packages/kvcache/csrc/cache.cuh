@@ -153,6 +153,12 @@ __device__ __forceinline__ void store_codes(char* p, const uint32_t* words, int 
   }
 }
 
+template <bool VECTORS, typename T>
+__device__ __forceinline__ void store_pack(char* head, int first, int n, const Pack<T>& pack, bool streamed = false) {
+  const uint32_t words[4] = {pack.bits.x, pack.bits.y, pack.bits.z, pack.bits.w};
+  store_codes<VECTORS, Pack<T>::size, T>(head + int64_t{first} * sizeof(T), words, n - first, streamed);
+}
+
 // The bits as they are. T: uint16_t or uint32_t.
 template <typename T_>
 struct Copy {
@@ -163,8 +169,7 @@ struct Copy {
   template <bool VECTORS>
   static __device__ __forceinline__ void store(char* head, int first, int n, const Pack<T>& pack, float,
                                                bool streamed = false) {
-    const uint32_t words[4] = {pack.bits.x, pack.bits.y, pack.bits.z, pack.bits.w};
-    store_codes<VECTORS, Pack<T>::size, Code>(head + int64_t{first} * sizeof(Code), words, n - first, streamed);
+    store_pack<VECTORS>(head, first, n, pack, streamed);
   }
 };
 

@@ -146,9 +146,7 @@ __device__ __forceinline__ void write_chunk(char* row, const float (&x)[kChunk],
     for (int j = 0; j < size; ++j) part[j] = x[i * size + j];
     Pack<Out> pack;
     pack.pack(part);
-    const uint32_t words[4] = {pack.bits.x, pack.bits.y, pack.bits.z, pack.bits.w};
-    const int start = first + i * size;
-    store_codes<VECTORS, size, Out>(row + int64_t{start} * sizeof(Out), words, n - start);
+    store_pack<VECTORS>(row, first + i * size, n, pack);
   }
 }
 

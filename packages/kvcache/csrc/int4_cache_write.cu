@@ -168,9 +168,7 @@ __global__ void __launch_bounds__(kThreads) write_values(const __grid_constant__
   if (to_tail) {
     char* const tail = p.tail.at({p.sequence(team.token), slot & kRow}, team.head);
     for (int c = team.lane; c < p.packs; c += team.lanes) {
-      const Pack<T> keys = load_pack<VECTORS, T>(key_row, c * size, p.size);
-      const uint32_t words[4] = {keys.bits.x, keys.bits.y, keys.bits.z, keys.bits.w};
-      store_codes<VECTORS, size, T>(tail + int64_t{c} * 16, words, p.size - c * size);
+      store_pack<VECTORS>(tail, c * size, p.size, load_pack<VECTORS, T>(key_row, c * size, p.size));
     }
   }
   Range range = empty_range();

@@ -89,16 +89,10 @@ struct Item {
 };
 
 template <bool VECTORS, typename T>
-__device__ __forceinline__ void store_row(char* head, int first, int n, const Pack<T>& pack) {
-  const uint32_t words[4] = {pack.bits.x, pack.bits.y, pack.bits.z, pack.bits.w};
-  store_codes<VECTORS, Pack<T>::size, T>(head + int64_t{first} * sizeof(T), words, n - first);
-}
-
-template <bool VECTORS, typename T>
 __device__ __forceinline__ void store_as(Format format, char* head, int first, int n, const Pack<T>& pack,
                                          float scale) {
   if (format == Format::copy) {
-    store_row<VECTORS>(head, first, n, pack);
+    store_pack<VECTORS>(head, first, n, pack);
   } else if (format == Format::e4m3) {
     Fp8<T, __NV_E4M3>::template store<VECTORS>(head, first, n, pack, scale);
   } else {
@@ -156,8 +150,8 @@ __global__ void __launch_bounds__(kThreads) rotate_and_write(const __grid_consta
 
   if (has_second && static_cast<uint64_t>(position) < static_cast<uint64_t>(p.table_rows)) {
     turn<T, NEOX, VECTORS>(p, p.table + position * p.table_row, item.frequency, a, b);
-    store_row<VECTORS>(head, item.first, end, a);
-    store_row<VECTORS>(head, item.second, second_end, b);
+    store_pack<VECTORS>(head, item.first, end, a);
+    store_pack<VECTORS>(head, item.second, second_end, b);
   }
   if (!p.slots.exists(slot)) return;
   const Cache& cache = item.row == Item::key ? p.key_cache : p.value_cache;
