@@ -148,8 +148,7 @@ inline bool prepare(const RowShape& shape, const TensorView& x, const OptionalTe
 
 // How a row is split: `packs` per lane of `warps` warps, in the kernel whose teams have up to `most`; 0 packs: any
 // number. It is a function of N and the dtype alone, so that a row's sums are added in one order whatever stands around
-// it. Four packs are faster than two, and the other way round, where that is said (us, H200,
-// results/h200_designs.json):
+// it. Four packs a lane, and two, in us on an H200 (results/h200_designs.json):
 // - with a residual: 2048x2048 9.06, 9.54; 2048x4096 17.9, 18.3; 16384x4096 131.2, 132.4; but 16x4096 1.28, 1.25
 // - rms_norm: 2048x2048 5.17, 5.39; but 2048x1536 4.21, 4.11; 16384x4096 66.0, 65.3
 // - FP8: half the threads share what a row costs besides its elements.
@@ -164,7 +163,6 @@ TeamSize team_size(int n) {
   constexpr int widest = layer ? 5 : 4;  // packs per lane of a warp that has a row to itself
   const int packs = (n + size - 1) / size;
   const auto warps = [&](int each) { return (packs + 32 * each - 1) / (32 * each); };
-  if (n % size != 0 && packs <= 32 * MOST_WARPS) return {0, MOST_WARPS, warps(1)};  // never whole packs: norm_any_rows
   if (packs <= widest * 32) return {widest, 1, 1};
   if (packs > 4 * 8 * 32) return {0, MOST_WARPS, MOST_WARPS};
   if (layer && packs <= 2 * 4 * 32) return {2, 4, warps(2)};
@@ -197,10 +195,9 @@ void launch_rows(const Params& p, DLDevice device) {
 
 // How a launch meets L2; the values never change a result. Times in us, of one H200 and cold L2, are in
 // results/h200_designs.json:
-// - prefetch, with and without: rms_norm 16x4096 1.12, 1.42; 2048x1536 4.11, 4.29; 2048x2048 5.59, 5.17;
-// 2048x4096 9.76,
-//   9.52. With a residual, where lines are written back in place: 16x4096 1.28, 1.70; 2048x896 4.70, 4.64; 2048x2048
-//   11.1, 9.06; 16384x4096 131.4, 136.5. layer_norm 9477x1152 12.1, 12.6.
+// - prefetch, with and without: rms_norm 16x4096 1.12, 1.42; 2048x1536 4.11, 4.29; 2048x2048 5.59, 5.17; 2048x4096
+//   9.76, 9.52. With a residual, where lines are written back in place: 16x4096 1.28, 1.70; 2048x896 4.70, 4.64;
+//   2048x2048 11.1, 9.06; 16384x4096 131.4, 136.5. layer_norm 9477x1152 12.1, 12.6.
 // - streamed, in a design with two rows a block: rms_norm 16384x4096 65.7, 69.6; 65536x8192 511, 534.
 template <typename O>
 void set_overlap(Params* p) {
