@@ -115,7 +115,7 @@ inline int power_of_two(int64_t at_least) {
   return power;
 }
 
-// Calls launch(params of some rows, their number) until all rows are covered: more than one call only where there are
+// Calls launch(params of some rows) until all rows are covered: more than one call only where there are
 // 2^31 segments and more.
 template <typename Launch>
 void in_parts(Params p, int64_t rows, Launch launch) {
