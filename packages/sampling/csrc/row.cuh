@@ -78,7 +78,7 @@ struct Piece {
     }
   }
 
-  // Reads the piece once, 16 bytes a lane where the row is aligned: see(values, how many of them, which access it is).
+  // Reads the piece once, 16 bytes a lane where the row is aligned: see(values).
   // A resident row is kept.
   template <typename F>
   __device__ __forceinline__ void read(int lane, F see) {
@@ -88,11 +88,10 @@ struct Piece {
       if (dtype == kRowFloat16) first = read_packs<__half>(lane, see);
       if (dtype == kRowBFloat16) first = read_packs<__nv_bfloat16>(lane, see);
     }
-    int turn = 0;
 #pragma unroll 4
-    for (int i = first + lane; i < end; i += 32, ++turn) {
+    for (int i = first + lane; i < end; i += 32) {
       const float v[1] = {i < length ? element(i) : not_a_number()};
-      if (i < length) see(v, turn);
+      if (i < length) see(v);
       if constexpr (resident) held[i - first_held] = v[0];
     }
     __syncwarp();
@@ -117,7 +116,7 @@ struct Piece {
           pack[u].unpack(v);
 #pragma unroll
           for (int e = 0; e < size; ++e) v[e] += 0.f;
-          see(v, u);
+          see(v);
           if constexpr (resident) {
 #pragma unroll
             for (int e = 0; e < size; e += 4) {
@@ -200,7 +199,10 @@ struct Weigher {
   }
 
   // A value below which there is no mass.
-  __device__ __forceinline__ float nothing_below() const { return logits ? top - 45.f / slope : top * 0x1p-45f; }
+  __device__ __forceinline__ float nothing_below() const {
+    if constexpr (!logits) return top * 0x1p-45f;
+    return slope < 1e37f ? top - __fdividef(45.f, slope) : -INFINITY;
+  }
 
   // How far a value stands below the largest (or below 1) in 32nds of an octave of its weight, 0 to `last`.
   __device__ __forceinline__ int bin(float v, int last) const {
@@ -215,7 +217,7 @@ struct Weigher {
   }
   // About the lower end of a bin, and the weight of what is in it.
   __device__ __forceinline__ float bin_end(int bin) const {
-    if constexpr (logits) return top - static_cast<float>(bin + 1) / (slope * 32.f);
+    if constexpr (logits) return top - __fdividef(static_cast<float>(bin + 1) * 0.03125f, slope);
     if constexpr (kind == Kind::scores) {
       const int64_t end = int64_t{ordered(top)} - (int64_t{bin + 1} << 18) + 1;
       return from_ordered(static_cast<int>(max(end, int64_t{ordered(-INFINITY)})));

@@ -88,9 +88,8 @@ __device__ __forceinline__ Kept filter(Search<kind, resident>& search, const Fil
   const u64 goal = max(u64{1}, fraction(all, filters.top_p));
   if (!held) {
     if (team.block == 0) {
-      search.merge_histograms();
-      if (counted && threadIdx.x < 32) search.guess_count(filters.top_k, kEntries * blockDim.x);
-      if (of_row && threadIdx.x / 32 == team.warps - 1) search.guess_mass(all, goal);
+      if (counted) search.guess_count(filters.top_k, kEntries * blockDim.x);
+      if (of_row) search.guess_mass(all, goal);
     }
     team.barrier();
   }
@@ -140,11 +139,11 @@ __device__ __forceinline__ void write_probabilities(Search<kind, resident>& sear
   });
 }
 
-// filtered: there may be a top-k or a top-p; such a kernel needs more registers than 1024 threads have.
-constexpr int kMostThreads[2] = {1024, 768};
+// More threads would leave a filtering kernel too few registers. filtered: there may be a top-k or a top-p.
+constexpr int kMostThreads = 768;
 
 template <Kind kind, bool resident, bool filtered>
-__global__ void __launch_bounds__(kMostThreads[filtered]) sample_rows(const __grid_constant__ Params p) {
+__global__ void __launch_bounds__(kMostThreads, 1) sample_rows(const __grid_constant__ Params p) {
   constexpr bool logits = kind == Kind::logits;
   const Team team(p.blocks);
   const int64_t row = blockIdx.x / p.blocks;
@@ -164,33 +163,38 @@ __global__ void __launch_bounds__(kMostThreads[filtered]) sample_rows(const __gr
   const bool draws = p.ids && threadIdx.x == blockDim.x - 32;
   const u64 seed = draws ? p.seed.at(row) : 0, offset = draws ? p.offset.at(row) : 0;
 
-  // Read the row; of probabilities also the mass, and the histogram, as if the row were a common one.
+  // Read the row; of probabilities also find the mass, and the histogram, as if the row were a common one.
   Weigher<kind> weigher;
   weigher.set_common(p.length);
+  Search<kind, resident> search = {team, piece, weigher, exchange, scratch, list, p.list_size};
   const bool early = !logits && !(min_p > 0.f);
-  const bool histogram = filtered && early && p.length > kEntries * static_cast<int>(blockDim.x);
-  const int every = min(8, samples_every(p.length));
   float most = -INFINITY;
-  MassSum mass;
-  piece.read(team.lane, [&](const auto& v, int turn) {
-    constexpr int size = sizeof(v) / sizeof(float);
-    float x[size];
+  u64 mass = 0;
+  if constexpr (filtered || resident) {
+    piece.read(team.lane, [&](const auto& v) {
 #pragma unroll
-    for (int e = 0; e < size; ++e) most = max_or_nan(most, v[e]);
-    if (early) {
+      for (int e = 0; e < static_cast<int>(sizeof(v) / sizeof(float)); ++e) most = max_or_nan(most, v[e]);
+    });
+    const bool histogram = filtered && p.length > kEntries * static_cast<int>(blockDim.x);
+    if (early) mass = search.template survey_piece<true>(histogram);
+  } else {
+    MassSum sum;
+    piece.read(team.lane, [&](const auto& v) {
+      constexpr int size = sizeof(v) / sizeof(float);
+      float x[size];
 #pragma unroll
-      for (int e = 0; e < size; ++e) x[e] = fminf(fmaxf(v[e], 0.f), 1.f) * weigher.scale;
-      mass.add(x);
-    }
-    if (histogram && (turn & (every - 1)) == 0) {
-#pragma unroll
-      for (int e = 0; e < size; ++e) atomicAdd(&scratch->bins[weigher.bin(v[e], kBins - 1)], 1u);
-    }
-  });
+      for (int e = 0; e < size; ++e) {
+        most = max_or_nan(most, v[e]);
+        x[e] = fminf(fmaxf(v[e], 0.f), 1.f) * weigher.scale;
+      }
+      sum.add(x);
+    });
+    mass = warp_sum(sum.value());
+  }
   if (draws) scratch->word = random_word(seed, offset);
   const int largest = __reduce_max_sync(kAllLanes, isnan(most) ? INT32_MAX : ordered(most));
   exchange.put(team, 0, static_cast<u32>(largest));
-  if (early) exchange.put(team, 1, warp_sum(mass.value()));
+  if (early) exchange.put(team, 1, mass);
   exchange.share(team);
   weigher.top = from_ordered(exchange.largest(team, 0));
 
@@ -221,7 +225,6 @@ __global__ void __launch_bounds__(kMostThreads[filtered]) sample_rows(const __gr
   }
   weigher.set_scale(p.length);
   const bool surveyed = early && weigher.is_common();
-  Search<kind, resident> search = {team, piece, weigher, exchange, scratch, list, p.list_size};
   Kept kept;
   if constexpr (filtered) {
     if (early && !surveyed) {  // begin the histogram again

@@ -62,25 +62,28 @@ Split choose(int length, int64_t rows, DLDevice device, bool filtered, bool stre
   const bool clusters = device_attribute(cudaDevAttrComputeCapabilityMajor, id) >= 9;
   const int64_t processors = device_attribute(cudaDevAttrMultiProcessorCount, id);
   const size_t most = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, id);
-  const int most_threads = kMostThreads[filtered];
+  const bool many = length > 4096 && rows * 8 > 2 * processors;
   if (!clusters) blocks = 1;
   if (length <= 4096) {
     if (!blocks) blocks = 1;
-    if (!threads) threads = std::min(most_threads, std::max(64, (length + 127) / 128 * 32));
+    if (!threads) threads = std::min(kMostThreads, std::max(64, (length + 127) / 128 * 32));
   }
   if (filtered) {
+    if (threads) threads = std::max(threads, kGuessers);
     // A row alone: all there is. Many rows: one block each where that can hold a row, else blocks that share a
     // processor.
     const bool few = rows * 8 <= processors;
-    const bool fits = shared_bytes(length, 1, most_threads, true) <= most;
+    const bool fits = shared_bytes(length, 1, kMostThreads, true) <= most;
     if (!blocks) blocks = !few && fits ? 1 : 8;
-    if (!threads) threads = blocks == 1 ? most_threads : few ? 512 : 256;
+    if (!threads) threads = blocks == 1 ? kMostThreads : few ? 512 : 384;
   } else {
-    if (!blocks) blocks = rows * 8 <= 2 * processors ? 8 : rows * 4 <= 4 * processors ? 2 : 1;
+    if (!blocks) blocks = many ? 2 : 8;
     if (!threads) threads = 512;
   }
-  // Probabilities without a filter are read once, but for the piece of the warp that draws.
-  const bool resident = !streams && shared_bytes(length, blocks, threads, true) <= most;
+  // Many long rows of probabilities without a filter are read once, but for the piece of the warp that draws: no row
+  // waits for room in shared memory. H200, us with the rows held and streamed: 256x128256 71 and 54, 1x51200 5.1
+  // and 5.5.
+  const bool resident = !(streams && many) && shared_bytes(length, blocks, threads, true) <= most;
   return {blocks, threads, resident, shared_bytes(length, blocks, threads, resident)};
 }
 

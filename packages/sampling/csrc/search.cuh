@@ -12,6 +12,7 @@
 namespace kestrel::sampling {
 
 constexpr int kBins = 1024;      // of the histogram of the row: 32 octaves below the largest weight
+constexpr int kGuessers = 256;   // threads that look at it; a filtering block has no fewer
 constexpr int kFine = 256;       // of the histograms of a list
 constexpr int kEntries = 6;      // of a list, per thread
 constexpr int kLastFew = 32;     // entries that one warp ends with, one a lane
@@ -47,7 +48,8 @@ struct alignas(16) Scratch {
   Range range;
   Found found;
   int guess[2][2];  // [count, mass][low, high]
-  u32 listed[2];    // entries of the list, one pass and the next
+  int guess_bin[2];
+  u32 listed[2];  // entries of the list, one pass and the next
   u32 few;
   u32 in_range;
   u32 word;
@@ -117,28 +119,39 @@ struct Search {
 
   // ---- passes over the row, by the whole team -----------------------------------------------------------------------
 
-  // The mass of the row (if asked for), and a histogram of every `every`-th tile.
+  // The mass of this warp's piece (if asked for), and a histogram of every so many of its tiles.
   template <bool mass>
-  __device__ __forceinline__ u64 survey(bool histogram) {
+  __device__ __forceinline__ u64 survey_piece(bool histogram) {
     const int every = samples_every(piece.length);
     MassSum sum;
     int turn = 0;
     piece.each_tile(team.lane, [&](float4 four, int i) {
       const float v[4] = {four.x, four.y, four.z, four.w};
       if constexpr (mass) {
-        const float x[4] = {weigher.scaled(v[0]), weigher.scaled(v[1]), weigher.scaled(v[2]), weigher.scaled(v[3])};
+        // No weight of a common row is above 1; where one is, this is done again.
+        float x[4];
+#pragma unroll
+        for (int e = 0; e < 4; ++e) x[e] = fminf(weigher.scaled(v[e]), 0x1p23f - 1.f);
         sum.add(x);
       }
       if (histogram && turn == 0) {
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
-          if (i + e < piece.length && i < piece.end && !isnan(v[e]))
+          if (i + e < piece.length && i < piece.end && !isnan(v[e])) {
             atomicAdd(&scratch->bins[weigher.bin(v[e], kBins - 1)], 1u);
+          }
         }
       }
       turn = (turn + 1) & (every - 1);
     });
-    if (mass) exchange.put(team, 0, warp_sum(sum.value()));
+    return warp_sum(sum.value());
+  }
+
+  // The same of the row.
+  template <bool mass>
+  __device__ __forceinline__ u64 survey(bool histogram) {
+    const u64 mine = survey_piece<mass>(histogram);
+    if (mass) exchange.put(team, 0, mine);
     exchange.share(team);
     return mass ? exchange.sum(team, 0) : 0;
   }
@@ -147,156 +160,176 @@ struct Search {
   struct Weighed {
     u64 from_low, from_high;
     u32 between;
+    bool listed;  // the lists hold them all
   };
 
   template <bool mass>
   __device__ __forceinline__ Weighed weigh(float low, float high) {
-    constexpr u32 kOverflow = 1u << 24;
+    constexpr u64 kOverflow = u64{1} << 32;
     u32* listed = &scratch->listed[passes & 1];
     if (threadIdx.x == 0) scratch->listed[(passes & 1) ^ 1] = 0;
     ++passes;
-    MassSum sum, between_sum;
+    const auto is_between = [&](float v) { return v >= low && !(v >= high); };  // high may be one past infinity
+    MassSum sum;
     u32 count = 0, between = 0;
-    bool full = false;
-    const u32 lower_lanes = (1u << team.lane) - 1;
     piece.each_tile(team.lane, [&](float4 four, int) {
       const float v[4] = {four.x, four.y, four.z, four.w};
       float x[4];
-      bool in[4];
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        const bool from_low = v[e] >= low;
-        in[e] = from_low && !(v[e] >= high);  // high may be one past infinity
-        if constexpr (mass) {
-          x[e] = from_low ? weigher.scaled(v[e]) : 0.f;
-        } else {
-          count += from_low;
-        }
+        between += is_between(v[e]);
+        count += v[e] >= low;
+        if constexpr (mass) x[e] = v[e] >= low ? weigher.scaled(v[e]) : 0.f;
       }
       if constexpr (mass) sum.add(x);
-      if (__any_sync(kAllLanes, in[0] || in[1] || in[2] || in[3])) {
-        u32 who[4], total = 0;
+    });
+    // Every lane's entries have their place in the block's list.
+    const u32 up_to = static_cast<u32>(warp_inclusive_sum(between, team.lane));
+    const u32 of_warp = __shfl_sync(kAllLanes, up_to, 31);
+    u32 place = 0;
+    if (team.lane == 0 && of_warp > 0) place = atomicAdd(listed, of_warp);
+    place = __shfl_sync(kAllLanes, place, 0);
+    const bool full = place + of_warp > list_size;
+    place += up_to - between;
+    u64 between_mass = 0;
+    if (of_warp > 0) {
+      piece.each_tile(team.lane, [&](float4 four, int) {
+        const float v[4] = {four.x, four.y, four.z, four.w};
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
-          who[e] = __ballot_sync(kAllLanes, in[e]);
-          total += __popc(who[e]);
-          if constexpr (mass) x[e] = in[e] ? x[e] : 0.f;
-        }
-        if constexpr (mass) between_sum.add(x);
-        between += total;
-        u32 place = 0;
-        if (team.lane == 0) place = atomicAdd(listed, total);
-        place = __shfl_sync(kAllLanes, place, 0);
-        full = full || place + total > list_size;
-        if (!full) {
-#pragma unroll
-          for (int e = 0; e < 4; ++e) {
-            if (in[e]) list[place + __popc(who[e] & lower_lanes)] = v[e];
-            place += __popc(who[e]);
+          if (is_between(v[e])) {
+            if (!full) list[place++] = v[e];
+            if constexpr (mass) between_mass += mass_of(weigher.scaled(v[e]));
           }
         }
-      }
-    });
+      });
+    }
     exchange.put(team, 0, warp_sum(mass ? sum.value() : u64{count}));
-    exchange.put(team, 1, full ? kOverflow : between);
-    if (mass) exchange.put(team, 2, warp_sum(between_sum.value()));
+    exchange.put(team, 1, of_warp + (full ? kOverflow : 0));
+    if (mass) exchange.put(team, 2, warp_sum(between_mass));
     exchange.share(team);
     const u64 from_low = exchange.sum(team, 0), n = exchange.sum(team, 1);
-    const u64 from_high = from_low - (mass ? exchange.sum(team, 2) : n);
-    return {from_low, from_high, static_cast<u32>(min(n, u64{kOverflow}))};
+    const u64 from_high = from_low - (mass ? exchange.sum(team, 2) : static_cast<u32>(n));
+    return {from_low, from_high, static_cast<u32>(n), n < kOverflow};
   }
 
   // ---- the guess, by the first block --------------------------------------------------------------------------------
 
-  __device__ __forceinline__ void merge_histograms() {
-    if (team.blocks > 1) {
-      for (int b = threadIdx.x; b < kBins; b += blockDim.x) {
-        u32 count = 0;
-        for (int block = 0; block < team.blocks; ++block) count += in_block(scratch->bins, block, team.blocks)[b];
-        scratch->bins[b] = count;
+  static constexpr int kMine = kBins / kGuessers;  // bins of a thread
+  static constexpr float kWide = 3.5f;             // standard deviations
+
+  // This thread's bins, summed over the team's blocks.
+  __device__ __forceinline__ void my_bins(u32 (&count)[kMine]) const {
+    static_assert(kMine == 4);
+    uint4 sum = {0, 0, 0, 0};
+    if (threadIdx.x < kGuessers) {
+#pragma unroll 8
+      for (int block = 0; block < team.blocks; ++block) {
+        const uint4 n = reinterpret_cast<const uint4*>(in_block(scratch->bins, block, team.blocks))[threadIdx.x];
+        sum.x += n.x, sum.y += n.y, sum.z += n.z, sum.w += n.w;
       }
+    }
+    count[0] = sum.x, count[1] = sum.y, count[2] = sum.z, count[3] = sum.w;
+  }
+
+  // The sum over this thread and those before it (or behind it), by all threads of a block.
+  __device__ __forceinline__ float scanned(float mine, float* warps, bool forwards) const {
+    float sum = mine;
+#pragma unroll
+    for (int distance = 1; distance < 32; distance *= 2) {
+      const float down = __shfl_down_sync(kAllLanes, sum, distance), up = __shfl_up_sync(kAllLanes, sum, distance);
+      if (forwards && team.lane >= distance) sum += up;
+      if (!forwards && team.lane + distance < 32) sum += down;
+    }
+    const int warp = threadIdx.x >> 5;
+    if (team.lane == (forwards ? 31 : 0) && warp < kGuessers / 32) warps[warp] = sum;
+    __syncthreads();
+    for (int w = 0; w < kGuessers / 32; ++w) {
+      if (forwards ? w < warp : w > warp) sum += warps[w];
+    }
+    return sum;
+  }
+
+  // Takes the lowest bin that surely reaches the goal and the highest that surely does not, and tells all blocks.
+  __device__ __forceinline__ void write_guess(int which, int low, int high) {
+    low = __reduce_min_sync(kAllLanes, low);
+    high = __reduce_max_sync(kAllLanes, high);
+    if (team.lane == 0) atomicMin(&scratch->guess_bin[0], low), atomicMax(&scratch->guess_bin[1], high);
+    __syncthreads();
+    low = scratch->guess_bin[0], high = scratch->guess_bin[1];
+    if (threadIdx.x < team.blocks) {
+      int (*guess)[2] = in_block(scratch, threadIdx.x, team.blocks)->guess;
+      guess[which][0] = low >= kBins - 1 ? INT32_MIN : ordered(weigher.bin_end(low));
+      guess[which][1] = high < 0 ? INT32_MAX : ordered(weigher.bin_end(high));
     }
     __syncthreads();
   }
 
-  static constexpr int kPerLane = kBins / 32;
-  static constexpr float kWide = 3.5f;
+  __device__ __forceinline__ void begin_guess() {
+    if (threadIdx.x == 0) scratch->guess_bin[0] = kBins, scratch->guess_bin[1] = -1;
+  }
 
   // Of `all` mass, `goal` is to be reached. The mass below t is summed from the smallest weights on, where chance
   // counts least.
   __device__ __forceinline__ void guess_mass(u64 all, u64 goal) {
-    const u32* mine = scratch->bins + team.lane * kPerLane;
-    u32 samples = 0;
-    float sum = 0.f, squares = 0.f;
-#pragma unroll 8
-    for (int b = 0; b < kPerLane; ++b) {
-      const float w = weigher.bin_weight(team.lane * kPerLane + b), n = static_cast<float>(mine[b]) * w;
-      samples += mine[b];
-      sum += n;
-      squares += n * w;
-    }
-    samples = __reduce_add_sync(kAllLanes, samples);
-    float below = sum, squares_below = squares;  // of the lanes with smaller weights and this one
+    begin_guess();
+    u32 count[kMine];
+    my_bins(count);
+    float samples = 0.f, sum = 0.f, squares = 0.f;
 #pragma unroll
-    for (int distance = 1; distance < 32; distance *= 2) {
-      const float s = __shfl_down_sync(kAllLanes, below, distance);
-      const float q = __shfl_down_sync(kAllLanes, squares_below, distance);
-      if (team.lane + distance < 32) below += s, squares_below += q;
+    for (int b = 0; b < kMine; ++b) {
+      const float w = weigher.bin_weight(threadIdx.x * kMine + b), n = static_cast<float>(count[b]);
+      samples += n;
+      sum += n * w;
+      squares += n * w * w;
     }
-    below -= sum;
-    squares_below -= squares;
-    const float part = static_cast<float>(samples) / static_cast<float>(piece.length);
-    const float allowed = part * static_cast<float>(all - goal) / (weigher.scale * 0x1p20f);
+    float* warps = reinterpret_cast<float*>(scratch->warp_sums);
+    scanned(samples, warps, true);
+    float below = scanned(sum, warps + 8, false) - sum, squares_below = scanned(squares, warps + 16, false) - squares;
+    samples = 0.f;
+    for (int w = 0; w < kGuessers / 32; ++w) samples += warps[w];
+    const float part = __fdividef(samples, static_cast<float>(piece.length));
+    const float allowed = __fdividef(part * static_cast<float>(all - goal), weigher.scale * 0x1p20f);
     const float wide = kWide * kWide * (1.f - part);
-    int low = kBins - 1, high = -1;
-#pragma unroll 8
-    for (int b = kPerLane - 1; b >= 0; --b) {
-      const int bin = team.lane * kPerLane + b;
-      const float room = allowed - 1.015f * below, excess = 0.985f * below - allowed;
-      if (room >= 0.f && room * room >= wide * squares_below) low = bin;
-      if (excess > 0.f && excess * excess > wide * squares_below) high = max(high, bin);
-      const float w = weigher.bin_weight(bin), n = static_cast<float>(mine[b]) * w;
-      below += n;
-      squares_below += n * w;
+    int low = kBins, high = -1;
+    if (threadIdx.x < kGuessers) {
+#pragma unroll
+      for (int b = kMine - 1; b >= 0; --b) {
+        const int bin = threadIdx.x * kMine + b;
+        const float room = allowed - 1.015f * below, excess = 0.985f * below - allowed;
+        if (room >= 0.f && room * room >= wide * squares_below) low = bin;
+        if (excess > 0.f && excess * excess > wide * squares_below) high = max(high, bin);
+        const float w = weigher.bin_weight(bin), n = static_cast<float>(count[b]) * w;
+        below += n;
+        squares_below += n * w;
+      }
     }
-    write_guess(1, __reduce_min_sync(kAllLanes, low), __reduce_max_sync(kAllLanes, high));
+    write_guess(1, low, high);
   }
 
   __device__ __forceinline__ void guess_count(u64 k, int most_listed) {
-    const u32* mine = scratch->bins + team.lane * kPerLane;
-    u32 samples = 0;
-#pragma unroll 8
-    for (int b = 0; b < kPerLane; ++b) samples += mine[b];
-    u32 before = static_cast<u32>(warp_inclusive_sum(samples, team.lane));
-    const u32 all = __shfl_sync(kAllLanes, before, 31);
-    before -= samples;
-    const float part = static_cast<float>(all) / static_cast<float>(piece.length);
+    begin_guess();
+    u32 count[kMine];
+    my_bins(count);
+    const float mine = static_cast<float>(count[0] + count[1] + count[2] + count[3]);
+    float* warps = reinterpret_cast<float*>(scratch->warp_sums);
+    float before = scanned(mine, warps, true) - mine, samples = 0.f;
+    for (int w = 0; w < kGuessers / 32; ++w) samples += warps[w];
+    const float part = __fdividef(samples, static_cast<float>(piece.length));
     const float goal = static_cast<float>(k) * part, wide = kWide * kWide * (1.f - part);
+    // A list of everything from the top on also serves the top-p that follows; it is cut where it would be too long.
+    const bool whole = goal + 2.f * kWide * sqrtf(goal + 4.f) < part * 0.5f * static_cast<float>(most_listed);
     int low = kBins, high = -1;
-    u32 up_to_low = all;
-#pragma unroll 8
-    for (int b = 0; b < kPerLane; ++b) {
-      before += mine[b];
-      const float n = static_cast<float>(before), over = n - goal;
-      if (low == kBins && over >= 0.f && over * over >= wide * n) low = team.lane * kPerLane + b, up_to_low = before;
-      if (over < 0.f && over * over > wide * (n + 4.f)) high = team.lane * kPerLane + b;
+    if (threadIdx.x < kGuessers) {
+#pragma unroll
+      for (int b = 0; b < kMine; ++b) {
+        before += static_cast<float>(count[b]);
+        const float over = before - goal;
+        if (low == kBins && over >= 0.f && over * over >= wide * before) low = threadIdx.x * kMine + b;
+        if (!whole && over < 0.f && over * over > wide * (before + 4.f)) high = threadIdx.x * kMine + b;
+      }
     }
-    low = __reduce_min_sync(kAllLanes, low);
-    up_to_low = __reduce_min_sync(kAllLanes, up_to_low);
-    high = __reduce_max_sync(kAllLanes, high);
-    // A list of everything from the top on also serves the top-p that follows.
-    if (static_cast<float>(up_to_low) < part * 0.5f * static_cast<float>(most_listed)) high = -1;
     write_guess(0, low, high);
-  }
-
-  __device__ __forceinline__ void write_guess(int which, int low_bin, int high_bin) {
-    const int low = low_bin >= kBins - 1 ? INT32_MIN : ordered(weigher.bin_end(low_bin));
-    const int high = high_bin < 0 ? INT32_MAX : ordered(weigher.bin_end(high_bin));
-    for (int block = team.lane; block < team.blocks; block += 32) {
-      int (*guess)[2] = in_block(scratch, block, team.blocks)->guess;
-      guess[which][0] = low;
-      guess[which][1] = high;
-    }
   }
 
   // ---- lists, by the first block ------------------------------------------------------------------------------------
@@ -347,6 +380,7 @@ struct Search {
           scratch->range = next;
           scratch->in_range = bins[b];
         }
+        if (reached == 0 && team.lane == 0) scratch->range = range, scratch->in_range = 0;
       }
       __syncthreads();
       range = scratch->range;
@@ -372,15 +406,27 @@ struct Search {
     range.low = __reduce_max_sync(kAllLanes, mine && reached >= goal ? key : INT32_MIN);
     const u32 equal = __ballot_sync(kAllLanes, key == range.low);
     range.above = __shfl_sync(kAllLanes, reached - __popc(equal) * each, __ffs(equal) - 1);
-    return {range.low, needed<mass>(range, goal), static_cast<u32>(__popc(equal))};
+    const u32 number = __popc(equal);
+    return {range.low, number == 1 ? 1 : needed<mass>(range, goal), number};
   }
 
+  // How many elements equal to range.low reach the goal: the quotient rounded up, bit by bit, since it is seldom asked
+  // for.
   template <bool mass>
   __device__ __forceinline__ u32 needed(const Range& range, u64 goal) const {
-    if constexpr (!mass) return static_cast<u32>(goal - range.above);
-    const u64 each = measure<mass>(from_ordered(range.low));
-    if (each == 0) return 1;
-    return static_cast<u32>(max(u64{1}, (goal - range.above + each - 1) / each));
+    const u64 missing = goal - range.above;
+    if constexpr (mass) {
+      const u64 each = measure<true>(from_ordered(range.low));
+      u64 short_of = 0;  // the most elements that do not reach it
+#pragma unroll 1
+      for (int bit = min(30, __clzll(each) - 2); bit >= 0; --bit) {
+        const u64 more = short_of | (u64{1} << bit);
+        if (more * each < missing) short_of = more;
+      }
+      return static_cast<u32>(short_of) + 1;
+    } else {
+      return static_cast<u32>(missing);
+    }
   }
 
   // By all threads of the first block; in_range: at most the entries that lie in the range.
@@ -437,13 +483,13 @@ struct Search {
     const int top = range.high;
     const u32 most_listed = kEntries * blockDim.x;
     int low = max(range.low, min(guess_low, range.high - 1)), high = max(low + 1, min(guess_high, range.high));
-    bool tried_top = false;
-    while (true) {
+    // Three guesses and then bisection of 32 bits: the bound is out of reach.
+    for (int tries = 0; tries < 64; ++tries) {
       const Weighed weighed = weigh<mass>(from_ordered(low), from_ordered(high));
       const bool reached = weighed.from_low >= goal, before = weighed.from_high < goal;
       if (reached && before) {
         range = {low, high, weighed.from_high};
-        if (weighed.between <= most_listed) break;
+        if (weighed.listed && weighed.between <= most_listed) break;
       } else if (reached) {
         range.low = high;
       } else {
@@ -454,28 +500,43 @@ struct Search {
         *then_done = false;
         return {range.low, needed<mass>(range, goal), UINT32_MAX};
       }
+      // Equal elements at the top; then where t would lie if the elements in between lay evenly; then the middle.
+      const float width = static_cast<float>(range.width());
       high = range.high;
       low = static_cast<int>(static_cast<u32>(range.low) + (range.width() >> 1));
-      if (!tried_top && range.high == top) low = top - 1;
-      tried_top = true;
+      if (tries == 0 && range.high == top) {
+        low = top - 1;
+      } else if (tries < 2 && reached && before) {
+        const float depth = __fdividef(static_cast<float>(goal - range.above),
+                                       static_cast<float>(weighed.from_low - weighed.from_high));
+        const float half = 0.35f * __fdividef(static_cast<float>(most_listed), static_cast<float>(weighed.between));
+        const u32 upper = static_cast<u32>(fmaxf(depth - half, 0.f) * width);
+        const u32 lower = static_cast<u32>(fminf(depth + half, 0.999f) * width);
+        high = static_cast<int>(static_cast<u32>(range.high) - min(upper, range.width() - 1));
+        low = static_cast<int>(static_cast<u32>(range.high) - min(max(lower, upper + 1), range.width()));
+      }
     }
     *then_done = !mass && range.high == top && then_parts <= 0xffffffffu;
     if (team.block == 0) {
+      // Entry q of all blocks' lists: lanes know where each block's begin.
+      const u32 of_block =
+          team.lane < team.blocks ? in_block(scratch, team.lane, team.blocks)->listed[(passes - 1) & 1] : 0;
+      const u32 up_to = static_cast<u32>(warp_inclusive_sum(of_block, team.lane));
+      const u32 count = __shfl_sync(kAllLanes, up_to, 31);
       int key[kEntries];
 #pragma unroll
-      for (int j = 0; j < kEntries; ++j) key[j] = INT32_MIN;
-      u32 first = 0;
-      for (int block = 0; block < team.blocks; ++block) {
-        const u32 count = static_cast<u32>(exchange.sum_of(team, 1, block * team.warps, (block + 1) * team.warps));
-        const float* values = in_block(list, block, team.blocks);
-#pragma unroll
-        for (int j = 0; j < kEntries; ++j) {
-          const u32 q = threadIdx.x + j * blockDim.x - first;
-          if (q < count) key[j] = ordered(values[q]);
+      for (int j = 0; j < kEntries; ++j) {
+        key[j] = INT32_MIN;
+        if (j * blockDim.x >= count) continue;
+        const u32 q = threadIdx.x + j * blockDim.x;
+        u32 block = 0, first = 0;
+        for (int b = 0; b < team.blocks - 1; ++b) {
+          const u32 end = __shfl_sync(kAllLanes, up_to, b);
+          if (q >= end) block = b + 1, first = end;
         }
-        first += count;
+        if (q < count) key[j] = ordered(in_block(list, block, team.blocks)[q - first]);
       }
-      finish<mass>(key, range, goal, first, then_parts, *then_done);
+      finish<mass>(key, range, goal, count, then_parts, *then_done);
     }
     team.barrier();
     return scratch->found;
@@ -532,37 +593,41 @@ struct Search {
     const float none = not_a_number();
     for (int first = piece.begin; first < piece.end; first += kAtOnce * kTile) {
       float4 four[kAtOnce];
-      u64 sum[kAtOnce];
 #pragma unroll
       for (int u = 0; u < kAtOnce; ++u) {
         const int i = first + u * kTile + 4 * team.lane;
         four[u] = i < piece.end ? piece.four(i) : make_float4(none, none, none, none);
       }
+      // The tile in which the sum passes the point, if it is one of these.
+      bool passed = false;
+      int tile = first;
+      float4 hit = four[0];
 #pragma unroll
       for (int u = 0; u < kAtOnce; ++u) {
         u64 each[4];
         of.each(four[u], first + u * kTile + 4 * team.lane, each);
-        sum[u] = each[0] + each[1] + each[2] + each[3];
-      }
-#pragma unroll
-      for (int u = 0; u < kAtOnce; ++u) {
-        const u64 whole = warp_sum(sum[u]);
-        if (running + whole <= point) {
-          running += whole;
-          continue;
+        const u64 whole = warp_sum(each[0] + each[1] + each[2] + each[3]);
+        if (!passed) {
+          hit = four[u];
+          tile = first + u * kTile;
+          passed = running + whole > point;
+          if (!passed) running += whole;
         }
-        const u64 up_to = running + warp_inclusive_sum(sum[u], team.lane);
-        u64 each[4], before = up_to - sum[u];
-        int found = first + u * kTile + 4 * team.lane;
-        of.each(four[u], found, each);
-#pragma unroll
-        for (int e = 0; e < 3; ++e) {
-          before += each[e];
-          found += before <= point;
-        }
-        *index = __shfl_sync(kAllLanes, found, __ffs(__ballot_sync(kAllLanes, up_to > point)) - 1);
-        return true;
       }
+      if (!passed) continue;
+      int found = tile + 4 * team.lane;
+      u64 each[4];
+      of.each(hit, found, each);
+      const u64 sum = each[0] + each[1] + each[2] + each[3];
+      const u64 up_to = running + warp_inclusive_sum(sum, team.lane);
+      u64 before = up_to - sum;
+#pragma unroll
+      for (int e = 0; e < 3; ++e) {
+        before += each[e];
+        found += before <= point;
+      }
+      *index = __shfl_sync(kAllLanes, found, __ffs(__ballot_sync(kAllLanes, up_to > point)) - 1);
+      return true;
     }
     return false;
   }

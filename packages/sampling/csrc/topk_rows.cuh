@@ -102,7 +102,7 @@ __device__ __forceinline__ void write_sorted(const TopKParams& p, int64_t row, c
 }
 
 template <bool resident>
-__global__ void __launch_bounds__(kSortThreads) topk_rows(const __grid_constant__ TopKParams p) {
+__global__ void __launch_bounds__(kSortThreads, 1) topk_rows(const __grid_constant__ TopKParams p) {
   const Team team(p.blocks);
   const int64_t row = blockIdx.x / p.blocks;
   char* memory = dynamic_shared_memory();
@@ -117,7 +117,7 @@ __global__ void __launch_bounds__(kSortThreads) topk_rows(const __grid_constant_
 
   float most = -INFINITY;
   u32 numbers = 0;
-  piece.read(team.lane, [&](const auto& v, int) {
+  piece.read(team.lane, [&](const auto& v) {
     constexpr int size = sizeof(v) / sizeof(float);
 #pragma unroll
     for (int e = 0; e < size; ++e) most = fmaxf(most, v[e]), numbers += !isnan(v[e]);
@@ -136,8 +136,7 @@ __global__ void __launch_bounds__(kSortThreads) topk_rows(const __grid_constant_
   if (p.k < all_numbers) {
     search.template survey<false>(true);
     if (team.block == 0) {
-      search.merge_histograms();
-      if (threadIdx.x < 32) search.guess_count(p.k, kEntries * blockDim.x);
+      search.guess_count(p.k, kEntries * blockDim.x);
     }
     team.barrier();
     bool then_done;

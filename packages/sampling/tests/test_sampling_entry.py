@@ -1,0 +1,94 @@
+"""The C++ entry points refuse bad input in the words of the checks; CPU tensors reach all but their last check."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from kestrel_runtime import Binary
+from kestrel_sampling import _launch
+from kestrel_sampling.probabilities import _check_softmax
+from kestrel_sampling.sample_from_logits import _check_sample_from_logits
+from kestrel_sampling.topk import _check_topk_fwd
+
+pytestmark = pytest.mark.skipif(Binary("kestrel_sampling").manifest is None, reason="needs the built binary")
+
+ROWS = torch.rand(3, 8)
+LONGS = torch.ones(3, dtype=torch.int64)
+
+
+def sample_args(**changed: Any) -> dict[str, Any]:
+    names = ("temperature", "top_k", "top_p", "min_p", "seed", "offset")
+    return {"logits": ROWS, **dict.fromkeys(names), **changed}
+
+
+BAD: dict[str, dict[str, Any]] = {
+    "float64": sample_args(logits=ROWS.double()),
+    "one dimension": sample_args(logits=ROWS[0]),
+    "a stride": sample_args(logits=ROWS[:, ::2]),
+    "no entries": sample_args(logits=ROWS[:, :0]),
+    "an integer temperature": sample_args(temperature=LONGS),
+    "a temperature too few": sample_args(temperature=ROWS[0, :2]),
+    "a float k": sample_args(top_k=ROWS[:, 0].contiguous()),
+    "a table of k": sample_args(top_k=LONGS[None]),
+    "a p too many": sample_args(top_p=torch.rand(4)),
+    "a double p": sample_args(top_p=torch.rand(3).double()),
+    "a strided min_p": sample_args(min_p=ROWS[:, 0]),
+    "an int32 seed": sample_args(seed=LONGS.int()),
+    "an offset too many": sample_args(offset=torch.ones(5, dtype=torch.int64)),
+}
+
+
+def message_of(call: Callable[[], object]) -> str:
+    with pytest.raises((ValueError, TypeError)) as raised:
+        call()
+    return f"{raised.type.__name__}: {raised.value}"
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_draw_refuses_as_its_check_does(name: str) -> None:
+    a = BAD[name]
+    checked = message_of(
+        lambda: _check_sample_from_logits(
+            a["logits"], a["temperature"], 1.0, a["top_k"], 0, a["top_p"], 1.0, a["min_p"], 0.0, False,
+            a["seed"], 0, a["offset"], 0,
+        )
+    )  # fmt: skip
+    ids, valid = torch.empty(3, dtype=torch.int32), torch.empty(3, dtype=torch.bool)
+    entered = message_of(
+        lambda: _launch._binary.sample(
+            "sample_from_logits", ids, valid, a["logits"], True, a["temperature"], 1.0, a["top_k"], 0, a["top_p"], 1.0,
+            a["min_p"], 0.0, False, a["seed"], 0, a["offset"], 0, 0, 0,
+        )
+    )  # fmt: skip
+    assert entered == checked
+
+
+def test_the_device_comes_last() -> None:
+    keyed = (None, 1, None, 0)
+    with pytest.raises(ValueError, match=r"op: argument 'probs': expected a CUDA tensor, got cpu"):
+        _launch.draw("op", ROWS, keyed)
+    with pytest.raises(ValueError, match=r"softmax: argument 'logits': expected a CUDA tensor, got cpu"):
+        _launch.probabilities("softmax", ROWS, None, logits=True)
+
+
+@pytest.mark.parametrize("out", [torch.empty(3, 8).double(), torch.empty(3, 7), torch.empty(3, 16)[:, ::2]])
+def test_a_wrong_out_is_refused_as_by_the_check(out: torch.Tensor) -> None:
+    checked = message_of(lambda: _check_softmax(ROWS, None, 1.0, out))
+    assert message_of(lambda: _launch.probabilities("softmax", ROWS, out, logits=True)) == checked
+
+
+@pytest.mark.parametrize("scores", [ROWS.double(), ROWS[:, ::2]])
+def test_top_k_of_long_rows_refuses_as_its_check_does(scores: torch.Tensor) -> None:
+    values, indices = torch.empty(3, 2, dtype=scores.dtype), torch.empty(3, 2, dtype=torch.int32)
+    entered = message_of(lambda: _launch._binary.topk_rows(scores, values, indices, False))
+    assert entered == message_of(lambda: _check_topk_fwd(scores, 2))
+
+
+def test_top_k_refuses_more_than_there_are() -> None:
+    values, indices = torch.empty(3, 9), torch.empty(3, 9, dtype=torch.int32)
+    entered = message_of(lambda: _launch._binary.topk_rows(ROWS, values, indices, False))
+    assert entered == message_of(lambda: _check_topk_fwd(ROWS, 9))
