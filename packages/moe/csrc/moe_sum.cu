@@ -47,8 +47,8 @@ __global__ void __launch_bounds__(256) moe_sum_kernel(const __grid_constant__ Su
   float sum[size];
 #pragma unroll
   for (int i = 0; i < size; ++i) sum[i] = 0.f;
-  for (int k0 = 0; k0 < p.choices; k0 += kAtOnce) {
-    if constexpr (VECTORS) {
+  if constexpr (VECTORS) {
+    for (int k0 = 0; k0 < p.choices; k0 += kAtOnce) {
       Pack<T> packs[kAtOnce];
 #pragma unroll
       for (int k = 0; k < kAtOnce; ++k) {
@@ -63,12 +63,9 @@ __global__ void __launch_bounds__(256) moe_sum_kernel(const __grid_constant__ Su
           for (int i = 0; i < size; ++i) sum[i] += f[i];
         }
       }
-    } else {
-#pragma unroll
-      for (int k = 0; k < kAtOnce; ++k) {
-        if (k0 + k < p.choices) sum[0] += to_float(*reinterpret_cast<const T*>(x + (k0 + k) * p.choice_stride));
-      }
     }
+  } else {
+    for (int k = 0; k < p.choices; ++k) sum[0] += to_float(*reinterpret_cast<const T*>(x + k * p.choice_stride));
   }
   if constexpr (VECTORS) {
     Pack<T> y;
