@@ -215,8 +215,8 @@ def test_long_sequences(heads, kv_heads, size, storage):
 
 def test_bf16_queries_of_any_magnitude_over_fp8():
     call = made(8, 8, 64, 1, storage=FP8)
-    call.q *= 10.0 ** torch.arange(-8, 8, 2, device="cuda")[:, None]
-    check(call)
+    call.q *= 10.0 ** torch.arange(-8, 8, 2, device="cuda")[:, None]  # the last past what f16 holds
+    check(call, softmax_scale=1e-7)
 
 
 def test_nan_in_a_query_or_key_stays_with_its_rows():
@@ -385,16 +385,15 @@ def test_an_input_written_by_the_launch_just_before_is_read_after_the_wait(name)
     columns = min(call.table.shape[1] for call in calls)
     fixed = inputs(0) | {"table": calls[0].table[:, :columns].contiguous()}
     fixed["table"] = torch.where((fixed["table"] >= 0) & (fixed["table"] < 50), fixed["table"], 0)
-    nothing = torch.full((1, 1), -math.inf, device="cuda")
 
     def copied(x: torch.Tensor) -> torch.Tensor:
         if x.dtype == torch.bfloat16:
             rows = x.reshape(-1, 1, 64)
             seen = torch.zeros(1, rows.shape[0], device="cuda")
-            return merge_attention_states(rows, seen, rows, nothing.expand(1, rows.shape[0]))[0].view(x.shape)
+            return merge_attention_states(rows, seen, rows, torch.full_like(seen, -math.inf))[0].view(x.shape)
         numbers = x.reshape(1, -1).view(torch.float32)
         rows = torch.zeros(numbers.shape[1], 1, 8, dtype=torch.bfloat16, device="cuda")
-        merged = merge_attention_states(rows, numbers, rows, nothing.expand_as(numbers))[1]
+        merged = merge_attention_states(rows, numbers, rows, torch.full_like(numbers, -math.inf))[1]
         return merged.view(x.dtype).view(x.shape)
 
     def once(i: int) -> tuple[torch.Tensor, ...]:

@@ -262,8 +262,8 @@ def _decode_variants(dtype: str) -> tuple[DecodeVariant, ...]:
     """What a GPU holds of registers decides the residents: 16 warps of 128, 12 of 168, 8 of 255."""
     small = [
         DecodeVariant(dtype, cache, 64, False, shares=16, warps=warps, tiles=tiles, residents=16 // warps)
-        for cache, tiles in (("e4m3", 2), ("same", 1))
-        for warps in (4, 8, 16)
+        for cache, tiles, counts in (("e4m3", 2, (4, 8, 16)), ("same", 1, (4, 16)))
+        for warps in counts
     ]
     middle = [
         DecodeVariant(dtype, cache, 128, False, shares=8, warps=warps, tiles=1, residents=resident // warps)
@@ -274,7 +274,7 @@ def _decode_variants(dtype: str) -> tuple[DecodeVariant, ...]:
         *small,
         *middle,
         DecodeVariant(dtype, "e4m3", 128, True, shares=4, warps=4, tiles=1, residents=3),
-        DecodeVariant(dtype, "e4m3", 256, False, shares=4, warps=4, tiles=1, residents=3),
+        DecodeVariant(dtype, "e4m3", 256, False, shares=4, warps=4, tiles=1, residents=2),
         DecodeVariant(dtype, "e4m3", 256, True, shares=4, warps=4, tiles=1, residents=2),
         DecodeVariant(dtype, "e4m3", 512, False, shares=4, warps=8, tiles=1, residents=1, pieces=2, value_split=2),
         DecodeVariant(dtype, "same", 128, True, shares=4, warps=4, tiles=1, residents=2),
