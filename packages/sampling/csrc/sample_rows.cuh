@@ -79,7 +79,7 @@ __device__ __forceinline__ Kept filter(Search<kind, resident>& search, const Fil
   if (counted && filters.top_k == 1) return search.resolve({top, 1, UINT32_MAX});
 
   const bool of_row = weighed && (filters.joint || !counted);  // top-p of the row, not of what top-k keeps
-  const bool held = resident && team.blocks == 1 && length <= kEntries * static_cast<int>(blockDim.x);
+  const bool held = search.is_held();
   if (!surveyed && of_row) {
     all = search.template survey<true>(!held);
   } else if (!surveyed && !held) {
@@ -175,8 +175,7 @@ __global__ void __launch_bounds__(kMostThreads, 1) sample_rows(const __grid_cons
 #pragma unroll
       for (int e = 0; e < static_cast<int>(sizeof(v) / sizeof(float)); ++e) most = max_or_nan(most, v[e]);
     });
-    const bool histogram = filtered && p.length > kEntries * static_cast<int>(blockDim.x);
-    if (early) mass = search.template survey_piece<true>(histogram);
+    if (early) mass = search.template survey_piece<true>(filtered && !search.is_held());
   } else {
     MassSum sum;
     piece.read(team.lane, [&](const auto& v) {

@@ -117,6 +117,11 @@ struct Search {
     return 1;
   }
 
+  // Whether one block's threads hold all elements: then no histogram is needed and no list.
+  __device__ __forceinline__ bool is_held() const {
+    return resident && team.blocks == 1 && piece.length <= kEntries * static_cast<int>(blockDim.x);
+  }
+
   // ---- passes over the row, by the whole team -----------------------------------------------------------------------
 
   // The mass of this warp's piece (if asked for), and a histogram of every so many of its tiles.
