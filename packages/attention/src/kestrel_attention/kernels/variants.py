@@ -36,7 +36,7 @@ class DecodeVariant:
 
         dtype = numeric(self.dtype)
         # Other GPUs have 48 KB of shared memory for a block: heads of 512 leave the sums of two shares there, not four.
-        fewer = 2 if self.size == 512 and capability(arch) not in (90, 100) else 1
+        fewer = 2 if self.size == 512 and capability(arch) != 90 else 1
         kernel = Decode(
             dtype=dtype,
             codes="" if self.cache == "same" else self.cache,
@@ -279,7 +279,7 @@ def _decode_variants(dtype: str) -> tuple[DecodeVariant, ...]:
         DecodeVariant(dtype, "e4m3", 512, False, shares=4, warps=8, tiles=1, residents=1, pieces=2, value_split=2),
         DecodeVariant(dtype, "same", 128, True, shares=4, warps=4, tiles=1, residents=2),
         DecodeVariant(dtype, "same", 256, False, shares=4, warps=4, tiles=1, residents=3, pieces=2),
-        DecodeVariant(dtype, "same", 256, True, shares=4, warps=4, tiles=1, residents=2, pieces=2),
+        DecodeVariant(dtype, "same", 256, True, shares=4, warps=4, tiles=1, residents=2, pieces=4),
         DecodeVariant(dtype, "same", 512, False, shares=4, warps=8, tiles=1, residents=1, pieces=4, value_split=2),
     )
 
