@@ -110,3 +110,28 @@ def test_a_good_call_reaches_the_last_check(op: str) -> None:
     good, by_entry = OPS[op]
     with pytest.raises(ValueError, match="expected a CUDA tensor, got cpu"):
         by_entry(**good)
+
+
+ROWS = torch.ones(2, 3, 8)
+BAD_LEADING = [
+    (kestrel_moe.gelu_residual, (ROWS,), fresh(6, 4)),
+    (kestrel_moe.silu_and_mul, (ROWS,), fresh(3, 2, 4)),
+    (kestrel_moe.gemv, (ROWS, WEIGHT), fresh(6, 6)),
+    (kestrel_moe.router_gemm, (ROWS, WEIGHT), fresh(3, 2, 6)),
+]
+
+
+@pytest.mark.parametrize(("op", "arguments", "out"), BAD_LEADING, ids=[op.__name__ for op, _, _ in BAD_LEADING])
+def test_a_launch_refuses_an_out_whose_leading_dimensions_differ(
+    op: Any, arguments: tuple[torch.Tensor, ...], out: torch.Tensor
+) -> None:
+    with pytest.raises(ValueError, match="argument 'out': expected shape"):
+        op.kernel_op.launch(*arguments, out=out)
+
+
+@pytest.mark.parametrize(("inputs", "outputs"), [(0, 6), (8, 0), (0, 0)])
+def test_no_inputs_or_no_outputs_reach_the_last_check(inputs: int, outputs: int) -> None:
+    entry("gemv")
+    for op in (kestrel_moe.gemv, kestrel_moe.router_gemm):
+        with pytest.raises(ValueError, match="expected a CUDA tensor, got cpu"):
+            op.kernel_op.launch(torch.ones(2, 3, inputs), torch.ones(outputs, inputs))

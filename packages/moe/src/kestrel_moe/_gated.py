@@ -6,6 +6,8 @@ import torch
 
 from kestrel_runtime import Binary
 
+from ._checks import check_gated_input, check_out
+
 _kernels = Binary("kestrel_moe")
 
 
@@ -18,7 +20,10 @@ def launch(
     if x.ndim == 2:
         _kernels.gated(out, x, silu, approximate, shift)
     else:
-        rows, into = x.reshape(-1, x.shape[-1]), out.reshape(-1, out.shape[-1])
+        # the entry point sees rows: leading dimensions are checked here
+        check_out("gated", out, (*x.shape[:-1], check_gated_input("gated", x)), x)
+        tokens = x.shape[:-1].numel()
+        rows, into = x.reshape(tokens, x.shape[-1]), out.reshape(tokens, out.shape[-1])
         _kernels.gated(into, rows, silu, approximate, shift)
         if into.data_ptr() != out.data_ptr():  # leading dimensions that are no one run of rows
             out.copy_(into.view(out.shape))

@@ -23,7 +23,11 @@ def _rows(
         out = torch.empty((*x.shape[:-1], weight.shape[0]), dtype=dtype, device=x.device)
     if x.ndim == 2:
         return x, out, out
-    return x.reshape(-1, x.shape[-1]), out, out.reshape(-1, out.shape[-1])
+    # the entry points see rows: leading dimensions are checked here
+    _check_input("linear", x)
+    check_out("linear", out, (*x.shape[:-1], weight.shape[0]), x, dtype=dtype)
+    tokens = x.shape[:-1].numel()
+    return x.reshape(tokens, x.shape[-1]), out, out.reshape(tokens, out.shape[-1])
 
 
 def _written(rows: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
