@@ -97,7 +97,7 @@ struct KeptMass {
   }
 };
 
-// One access in so many is counted in the histogram: a power of two, 8 at most where accesses come in eights.
+// One tile in so many is counted in the histogram: a power of two.
 __device__ __forceinline__ int samples_every(int length) { return 1 << max(0, 32 - __clz((length - 1) / kSamples)); }
 
 template <Kind kind, bool resident>
