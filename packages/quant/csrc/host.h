@@ -198,7 +198,7 @@ void quant_each(Params p, int64_t rows, DLDevice device) {
   }
   const int elements = p.length;
   if constexpr (C::per_byte == 2) {  // two groups to a segment
-    p.length *= 2;
+    p.length = static_cast<int>(std::min<int64_t>(2 * int64_t{p.length}, p.n));
     p.per_row = (p.per_row + 1) / 2;
     p.scale_segment *= 2;
   }

@@ -108,7 +108,7 @@ __global__ void __launch_bounds__(kElementThreads, 2) quant_elements(const __gri
 #pragma unroll
   for (int half = 0; half < C::per_byte; ++half) {
     float* scale = segment.scale + half * (p.scale_segment / C::per_byte);
-    const int first = half * p.group, end = min(first + p.group, segment.count);
+    const int first = half * p.group, end = segment.count - first > p.group ? first + p.group : segment.count;
     if (p.given) {
       scales[half] = end > first ? *scale : 1.f;
       continue;

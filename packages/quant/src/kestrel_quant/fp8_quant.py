@@ -142,7 +142,8 @@ def fp8_dequant(
     """Undo :func:`fp8_quant`: ``q * scale`` in float32, rounded once to ``dtype``.
 
     q: float8_e4m3fn [T, N], any row stride. scale: float32 [1], [T, 1] or [T, ceil(N/G)], any strides; the shape says
-    which. dtype: bf16, fp16 or float32. Returns [T, N] of dtype, in ``out`` if it is given (of that shape and dtype).
+    which. dtype: bf16, fp16 or float32. Returns [T, N] of dtype, in ``out`` if it is given (of that shape and dtype);
+    ``out`` may not overlap ``q``.
 
     Raises ValueError or TypeError for a wrong dtype, rank, shape or device.
     Semantics: the inverse of fp8_quant: the scales of vLLM's scaled_fp8_quant and DeepGEMM's per-token-group cast.

@@ -75,7 +75,8 @@ def int4_dequant(
 
     q: uint8 [T, N/2], two's complement nibbles, even columns in the low one, any row stride. scale: float32
     [T, ceil(N/G)], any strides. dtype: bf16, fp16 or float32.
-    Returns [T, N] of dtype, in ``out`` if it is given (of that shape and dtype).
+    Returns [T, N] of dtype, in ``out`` if it is given (of that shape and dtype);
+    ``out`` may not overlap ``q``.
 
     Raises ValueError or TypeError for a wrong dtype, rank, shape or device.
     Semantics: the inverse of int4_quant, in its own format.

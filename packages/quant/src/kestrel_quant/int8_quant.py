@@ -64,7 +64,8 @@ def int8_dequant(
     """Undo :func:`int8_quant`: ``q * scale`` in float32, rounded once to ``dtype``.
 
     q: int8 [T, N], any row stride. scale: float32 [1] or [T, 1]. dtype: bf16, fp16 or float32.
-    Returns [T, N] of dtype, in ``out`` if it is given (of that shape and dtype).
+    Returns [T, N] of dtype, in ``out`` if it is given (of that shape and dtype);
+    ``out`` may not overlap ``q``.
 
     Raises ValueError or TypeError for a wrong dtype, rank, shape or device.
     Semantics: the inverse of int8_quant, with the scales of vLLM's scaled_int8_quant (dynamic, symmetric).
