@@ -226,6 +226,7 @@ void gather_cache(TensorView key_out, TensorView value_out, TensorView key_cache
   }
   check.dtype("block_table", block_table, {kInt32});
   check.rank("block_table", block_table, 1, 1);
+  check.last_contiguous("block_table", block_table);
   const int64_t tokens = check.integer("length", length, 0);
   check_devices(check, "key_cache", key_cache,
                 {{"value_cache", value_cache},

@@ -20,6 +20,7 @@ namespace kestrel::kvcache {
 inline void check_indices(const Checks& check, const char* name, const TensorView& t) {
   check.dtype(name, t, {kInt32, kInt64});
   check.rank(name, t, 1, 1);
+  check.last_contiguous(name, t);
 }
 
 inline void check_slots(const Checks& check, const TensorView& slot_mapping, int64_t rows) {
@@ -102,6 +103,7 @@ inline void check_scale(const Checks& check, const char* name, const OptionalTen
   if (!scale.has_value()) return;
   check.dtype(name, *scale, {kFloat32});
   check.rank(name, *scale, 1, 1);
+  check.last_contiguous(name, *scale);
   const int64_t count = (*scale).size(0);
   if (count != 1 && count != heads) {
     check.fail(name, "shape (1,) or (" + std::to_string(heads) + ",)", "(" + std::to_string(count) + ",)");

@@ -48,6 +48,7 @@ def write_cases(tokens: int, heads: int, size: int, blocks: int, page: int) -> t
         bad("value elsewhere", "value", rows.to("meta"), fragment="meta"),
         bad("slots of floats", "slot_mapping", torch.zeros(tokens), TypeError, "float32"),
         bad("slots of rank 2", "slot_mapping", torch.zeros(1, tokens, dtype=torch.int64), fragment="2-D"),
+        bad("every other slot", "slot_mapping", int64(2 * tokens)[::2], fragment="stride 2"),
         bad("slots elsewhere", "slot_mapping", torch.zeros(tokens, dtype=torch.int64, device="meta"), fragment="meta"),
         bad(
             "more slots than rows", "slot_mapping", torch.zeros(tokens + 1, dtype=torch.int64), fragment=f"{tokens + 1}"
@@ -73,6 +74,9 @@ def write_cases(tokens: int, heads: int, size: int, blocks: int, page: int) -> t
         bad("a bf16 scale", "k_scale", torch.ones(1).bfloat16(), TypeError, "bfloat16", **fp8),
         bad("a scalar scale", "v_scale", torch.ones(()), fragment="0-D", **fp8),
         bad("too many scales", "v_scale", torch.ones(heads + 2), fragment=f"({heads + 2},)", **fp8),
+        bad("one scale for all heads", "k_scale", torch.ones(1).expand(heads), fragment="stride 0", **fp8)
+        if heads > 1
+        else bad("scales of more heads", "k_scale", torch.ones(1).expand(heads + 1), fragment="stride 0", **fp8),
         bad("a scale elsewhere", "v_scale", torch.ones(1, device="meta"), fragment="meta", **fp8),
     ]
 
@@ -104,6 +108,7 @@ def rotary_cases(tokens: int, heads: int, size: int, blocks: int, page: int) -> 
         bad("no value", "value", None, TypeError, "a tensor"),
         bad("positions of rank 2", "positions", slots[None], fragment="2-D"),
         bad("positions of floats", "positions", slots.float(), TypeError, "float32"),
+        bad("every other position", "positions", int64(2 * tokens)[::2], fragment="stride 2"),
         bad("one row too few", "key", rows[1:], fragment=f"({tokens - 1}, "),
         bad("value of other heads", "value", torch.zeros(tokens, heads + 1, size), fragment=f"{heads} heads"),
         bad("value of another dtype", "value", rows.half(), TypeError, "float16"),
@@ -214,6 +219,7 @@ def int4_cases(tokens: int, heads: int, size: int, blocks: int, _: int) -> tuple
         BadInput("an odd head size", "key", lambda: ((), {**good, "key": odd, "value": odd}), fragment=f"{size + 1}"),
         bad("a cache not packed", "key_cache", torch.cat((given["key_cache"],) * 2, dim=-1), fragment=f"{size})"),
         bad("a tail of another dtype", "k_tail", given["k_tail"].half(), TypeError, "float16"),
+        bad("every other sequence", "seq_ids", int64(2 * tokens)[::2], fragment="stride 2"),
         bad("sequences of another length", "seq_ids", torch.zeros(tokens + 1).int(), fragment=f"({tokens + 1},)"),
         bad("more slots than rows", "slot_mapping", int64(tokens + 1), fragment=str(tokens + 1)),
     ]
@@ -235,6 +241,7 @@ def gather_cases(pages: int, heads: int, size: int, blocks: int, page: int) -> t
         bad("no table", "block_table", None, TypeError, "a tensor"),
         bad("an int64 table", "block_table", table.long(), TypeError, "int64"),
         bad("a table of rank 2", "block_table", table[None], fragment="2-D"),
+        bad("a column of a table", "block_table", torch.zeros(pages, 2).int()[:, 0], fragment="stride 2"),
         bad("a table elsewhere", "block_table", table.to("meta"), fragment="meta"),
         bad("a negative length", "length", -1, fragment=">= 0"),
         bad("a length on the device", "length", table[0], TypeError, "Tensor"),

@@ -10,7 +10,7 @@ from kestrel_runtime.paged_cache import FP8_OF_NAME
 
 def check_slots(op: str, slot_mapping: torch.Tensor, rows: int) -> None:
     """slot_mapping is [T] with T <= rows."""
-    check.tensor(op, "slot_mapping", slot_mapping, dtype=check.INTEGERS, ndim=1)
+    check.tensor(op, "slot_mapping", slot_mapping, dtype=check.INTEGERS, ndim=1, last_contiguous=True)
     if slot_mapping.shape[0] > rows:
         check.fail(op, "slot_mapping", f"at most {rows} slots, one per row of key", slot_mapping.shape[0])
 
@@ -53,7 +53,7 @@ def check_scale(op: str, name: str, scale: torch.Tensor | None, heads: int) -> N
     """A scale is None, or float32 [1] or [Hk]."""
     if scale is None:
         return
-    check.tensor(op, name, scale, dtype=torch.float32, ndim=1)
+    check.tensor(op, name, scale, dtype=torch.float32, ndim=1, last_contiguous=True)
     if scale.shape[0] not in (1, heads):
         check.fail(op, name, f"shape (1,) or ({heads},)", f"({scale.shape[0]},)")
 

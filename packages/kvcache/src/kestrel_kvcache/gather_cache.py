@@ -43,7 +43,7 @@ def check_gather_cache(
             if scale is not None and key_cache.element_size() != 1:
                 check.fail(op, name, "None with a cache of values (nothing to scale)", "a tensor")
             check_scale(op, name, scale, shape[2])
-    check.tensor(op, "block_table", block_table, dtype=torch.int32, ndim=1)
+    check.tensor(op, "block_table", block_table, dtype=torch.int32, ndim=1, last_contiguous=True)
     check.number(op, "length", length, integer=True, minimum=0)
     caches = {"key_cache": key_cache, "value_cache": value_cache, "block_table": block_table}
     check.same(op, "device", **caches, k_scale=k_scale, v_scale=v_scale, **int4)

@@ -95,7 +95,7 @@ def check_int4_cache_write(
     check_written(op, key_cache=key_cache, value_cache=value_cache)
     check_int4(op, shape, key.dtype, k_scale, k_zero, v_scale, v_zero, k_tail)
     check_written(op, k_scale=k_scale, k_zero=k_zero, v_scale=v_scale, v_zero=v_zero, k_tail=k_tail)
-    check.tensor(op, "seq_ids", seq_ids, dtype=check.INTEGERS, ndim=1)
+    check.tensor(op, "seq_ids", seq_ids, dtype=check.INTEGERS, ndim=1, last_contiguous=True)
     check.shape(op, "seq_ids", seq_ids, slot_mapping.shape)
     caches = {"key_cache": key_cache, "value_cache": value_cache, "k_scale": k_scale, "k_zero": k_zero}
     more = {"v_scale": v_scale, "v_zero": v_zero, "k_tail": k_tail, "slot_mapping": slot_mapping, "seq_ids": seq_ids}

@@ -32,7 +32,7 @@ def check_rotary_and_cache(
     rope_dim_offset: int = 0,
 ) -> None:
     op = "rotary_and_cache"
-    check.tensor(op, "positions", positions, dtype=check.INTEGERS, ndim=1)
+    check.tensor(op, "positions", positions, dtype=check.INTEGERS, ndim=1, last_contiguous=True)
     if key is None:
         check.fail(op, "key", "a tensor", "NoneType", TypeError)
     check_rotary_rows(op, positions.shape, query, key, head_size)
