@@ -7,10 +7,10 @@
 //
 // Split: plain, a thread per pack of 16 bytes of the result: two packs in, one out; blocks cover one row's packs in
 // turn. FP8, a block per row: its packs stay in registers as activated floats, the block agrees on the largest
-// magnitude, and the codes are written; rows past 16384 elements, and any that are not aligned, are read and activated
-// twice instead. Before the wait rows are only prefetched into L2.
+// magnitude, and the codes are written; rows past 16384 elements (float32: 8192), and any that are not aligned, are
+// read and activated twice instead. Before the wait rows are only prefetched into L2.
 //
-// Measured: results/h200.json, README.md.
+// Measured on an H200: 89 to 96 % of the limit; results/h200.json, README.md.
 #include <kestrel/launch.h>
 #include <kestrel/tensor.h>
 #include <tvm/ffi/function.h>

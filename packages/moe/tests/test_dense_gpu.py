@@ -197,11 +197,11 @@ def test_a_token_is_the_same_among_any_others() -> None:
     for tokens in (1, 8, 9, 17, 64, 65, 740):
         assert torch.equal(kestrel_moe.router_gemm(x[:tokens], weight), logits[:tokens])
         assert torch.equal(kestrel_moe.router_gemm(x[3 : 3 + tokens], weight), logits[3 : 3 + tokens])
-    y = kestrel_moe.gemv(x[:32], weight)
-    for tokens in (1, 8, 9, 16, 17):
+    y = torch.cat([kestrel_moe.gemv(x[i : i + 4], weight) for i in range(0, 32, 4)])
+    for tokens in (1, 2, 3, 4):
         assert torch.equal(kestrel_moe.gemv(x[5 : 5 + tokens], weight), y[5 : 5 + tokens])
     x[7] = math.nan
-    assert torch.equal(kestrel_moe.gemv(x[:7], weight), y[:7])
+    assert torch.equal(kestrel_moe.gemv(x[4:8], weight)[:3], y[4:7])
     torch.testing.assert_close(kestrel_moe.router_gemm(x, weight)[:7], logits[:7], rtol=1e-5, atol=1e-4)
     assert torch.equal(kestrel_moe.gemv(x[0], weight), y[0])
     assert torch.equal(kestrel_moe.gemv(x[:12].view(3, 4, 1000)[:, 1], weight), y[1:12:4])
@@ -214,7 +214,7 @@ CALLS: dict[str, tuple[Callable[..., object], tuple[tuple[int, ...], ...]]] = {
     "silu_and_mul": (kestrel_moe.silu_and_mul, ((40, 2048),)),
     "gelu_and_mul_fp8": (kestrel_moe.gelu_and_mul_fp8, ((40, 2048),)),
     "moe_sum": (kestrel_moe.moe_sum, ((40, 8, 512),)),
-    "gemv": (kestrel_moe.gemv, ((8, 512), (64, 512), (64,))),
+    "gemv": (kestrel_moe.gemv, ((4, 512), (64, 512), (64,))),
     "router_gemm": (kestrel_moe.router_gemm, ((40, 512), (64, 512))),
 }
 EACH_CALL = pytest.mark.parametrize("name", CALLS)

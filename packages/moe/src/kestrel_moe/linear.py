@@ -10,8 +10,9 @@ from . import reference
 from ._checks import check_like, check_linear, check_out, check_vector
 
 _kernels = Binary("kestrel_moe")
-# Of more tokens the vendor's product is as fast or faster.
-_TOKENS_OF_GEMV = 32
+# Beyond these the vendor's product is as fast or faster (results/h200.json: 8 tokens, and 117 MB of weight, lose).
+_TOKENS_OF_GEMV = 4
+_ELEMENTS_OF_GEMV = 2**25  # of the weight
 _TOKENS_OF_ROUTER = 1024
 
 
@@ -104,8 +105,10 @@ def gemv(
     x's dtype. *Constant*: weight, bias. Accumulated in float32, rounded once.
 
     Returns [..., N] in x's dtype, in ``out`` if it is given; ``out`` may not overlap ``x``.
-    Up to 32 rows a row is the same bit for bit whatever their number and content; from 33 on the vendor's product takes
-    over, and by reference each number of rows is a range of its own: a row may then differ by rounding.
+    Up to 4 rows a row is the same bit for bit whatever their number and content, where the kernel takes the call: 16
+    bits, K a multiple of 8, rows aligned to 16 bytes, weights of up to 2^25 elements. From 5 rows on, and for larger
+    weights, the vendor's product takes over; there and by reference each number of rows is a range of its own: a row
+    may differ by rounding.
 
     Raises ValueError or TypeError for a wrong dtype, rank, shape or device. Semantics: torch.nn.functional.linear.
 
@@ -113,9 +116,12 @@ def gemv(
     [3.0, -2.0]
     """
     rows, result, into = _rows(x, weight, out, x.dtype)
-    if rows.shape[0] > _TOKENS_OF_GEMV:
+    if rows.shape[0] > _TOKENS_OF_GEMV or weight.numel() > _ELEMENTS_OF_GEMV:
         _check_gemv(x, weight, bias, out)
-        into.copy_(torch.nn.functional.linear(rows, weight, bias))
+        if bias is None or x.dtype == torch.float32:
+            into.copy_(torch.nn.functional.linear(rows, weight, bias))
+        else:  # the vendor's own bias may come after a rounding of partial sums
+            torch.add(torch.mm(rows, weight.T, out_dtype=torch.float32), bias, out=into)
     else:
         _kernels.gemv(into, rows, weight, bias)
     return _written(into, result)
@@ -135,8 +141,9 @@ def router_gemm(x: torch.Tensor, weight: torch.Tensor, *, out: torch.Tensor | No
     x: [..., Hd] bf16, fp16 or float32. weight: [E, Hd] in x's dtype. *Constant*: weight. Accumulated in float32.
 
     Returns float32 [..., E], in ``out`` if it is given.
-    Up to 1024 rows a row is the same bit for bit whatever their number and content; from 1025 on the vendor's product
-    takes over, and by reference each number of rows is a range of its own: a row may then differ by rounding.
+    Up to 1024 rows a row is the same bit for bit whatever their number and content, where the kernel takes the call: 16
+    bits, Hd a multiple of 8, rows aligned to 16 bytes. From 1025 rows on the vendor's product takes over; there and by
+    reference each number of rows is a range of its own: a row may differ by rounding.
 
     Raises ValueError or TypeError for a wrong dtype, rank, shape or device.
     Semantics: the gate of a routed layer, as vLLM's router GEMM computes it.
