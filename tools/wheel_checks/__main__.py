@@ -24,7 +24,8 @@ HERE = Path(__file__).resolve().parent
 ALL_ARCHS = json.loads((HERE.parent.parent / "ci" / "matrix.json").read_text())["archs"]
 PLATFORM = "manylinux_2_34_x86_64"
 SHOWN = 20  # problems of one wheel
-ALL_TOGETHER = 10 * 10**6  # bytes, without the model of the demo
+ALL_TOGETHER = 16 * 10**6  # bytes, without the model of the demo
+AIM = 10 * 10**6
 MODEL = "kestrel_kernels/demo/tiny.pt"
 
 
@@ -126,7 +127,8 @@ def main() -> int:
         failed += bool(found)
     total = sum(size(wheel) for wheel in options.wheels)
     fits = total <= ALL_TOGETHER
-    print(f"{'ok' if fits else 'FAILED':7} together {total / 1e6:.1f} MB of at most {ALL_TOGETHER / 1e6:.0f}")
+    limits = f"at most {ALL_TOGETHER / 1e6:.0f}, the aim is {AIM / 1e6:.0f}"
+    print(f"{'ok' if fits else 'FAILED':7} together {total / 1e6:.1f} MB: {limits}")
     failed += not fits
     return 1 if failed else 0
 
