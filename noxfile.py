@@ -87,10 +87,8 @@ def tests(session: nox.Session, package: str) -> None:
         environment.run(
             *("pytest", "-c", one.path / "pyproject.toml", "--rootdir", one.path, "--import-mode=importlib"),
             *("-p", "no:cacheprovider", "-q", "--durations=5", *workers),
-            *(
-                "--doctest-modules",
-                "--ignore-glob=/*/site-packages/kestrel_*/benchmarks/*",
-            ),  # those are loaded by the harness alone
+            # benchmarks are loaded by the harness alone
+            *("--doctest-modules", "--ignore-glob=/*/site-packages/kestrel_*/benchmarks/*"),
             *("--pyargs", one.module, one.path / "tests", *session.posargs),
             env={"OMP_NUM_THREADS": "1"},
         )

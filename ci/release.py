@@ -53,8 +53,8 @@ def tag(tools: Environment, wheels: Sequence[Wheel]) -> list[Path]:
 def rebuild(session: nox.Session, tools: Environment, wheels: Sequence[Wheel]) -> None:
     """Every wheel with a binary comes out byte-identical from its sdist alone, built in another folder.
 
-    Those named in the matrix are built in isolation, as pip does it (with nothing but what their pyproject requires), and
-    for every architecture; the others for few, so that the session takes no hour.
+    Those named in the matrix are built in isolation, as pip does it (with nothing but what their pyproject requires),
+    and for every architecture; the others for few, so that the session takes no hour.
     """
     for wheel in wheels:
         if not has_binary(wheel.path):
