@@ -83,13 +83,16 @@ def test_every_registered_op_stands_behind_one_public_function() -> None:
         assert sorted(op.name for found in behind.values() for op in found) == [op.name for op in ops(family)]
 
 
-def test_of_several_ops_the_one_without_a_kernel_speaks_for_the_function() -> None:
+def test_of_several_ops_those_without_a_kernel_are_named() -> None:
     any_op = ops("kestrel_norm")[0]
     with_kernel = dataclasses.replace(any_op, name="f", kernel="cuda")
     pair = [with_kernel, dataclasses.replace(any_op, name="f_append", kernel=None)]
     assert _ops_behind(["f", "g"], pair) == {"f": pair, "g": []}
     assert _ops_behind(["f", "f_append"], pair) == {"f": pair[:1], "f_append": pair[1:]}
-    assert _op("f", pair, binary("90a"), [H200])["why"] == "no kernel yet"
+    both = _op("f", pair, binary("90a"), [H200])
+    assert (both["runs"], both["kernel"], both["without"]) == ("kernel", "cuda", ["f_append"])
+    assert _op("f", pair, binary("90a"), [])["why"] == "no GPU"
+    assert _op("f", pair[1:], binary("90a"), [H200])["why"] == "no kernel yet"
     alone = _op("f", [with_kernel], binary("90a"), [H200])
     assert (alone["runs"], alone["kernel"], alone["archs"]) == ("kernel", "cuda", ["90a"])
 

@@ -38,6 +38,8 @@ class OpInfo(TypedDict):
     """A public function: kestrel_norm.rms_norm."""
     kernel: str | None
     """"cuda", "cute", or None while the op has only its reference, or needs no kernel."""
+    without: list[str]
+    """Of several registered ops behind a function that has kernels, those that have none yet, such as f_append_int."""
     archs: list[str]
     runs: str
     """What CUDA tensors get on this machine: "kernel" or "reference"; "plain" where no kernel is needed."""
@@ -146,15 +148,17 @@ def _ops_behind(names: list[str], registered: list[KernelOp]) -> dict[str, list[
 
 
 def _op(name: str, behind: list[KernelOp], binary: BinaryInfo, gpus: list[GPU]) -> OpInfo:
-    """Of several ops behind one function, the first that would run by reference speaks for it."""
+    """Of several ops behind one function, the first with a kernel that could not run here speaks for it."""
     if not behind:
-        return OpInfo(op=name, kernel=None, archs=[], runs="plain", why="needs none")
+        return OpInfo(op=name, kernel=None, without=[], archs=[], runs="plain", why="needs none")
     architecture = gpus[0]["architecture"] if gpus else None
-    verdicts = [(_why_not(op.kernel, binary, gpus, architecture), op.kernel) for op in behind]
+    with_kernel = [op for op in behind if op.kernel]
+    verdicts = [(_why_not(op.kernel, binary, gpus, architecture), op.kernel) for op in with_kernel or behind]
     why, kernel = next((verdict for verdict in verdicts if verdict[0]), verdicts[0])
     return OpInfo(
         op=name,
         kernel=kernel,
+        without=[op.name for op in behind if not op.kernel] if with_kernel else [],
         archs=binary["archs"] if kernel else [],
         runs="reference" if why else "kernel",
         why=why,
@@ -201,5 +205,6 @@ def lines(info: Info) -> list[str]:
     width = max((len(op["op"]) for op in info["ops"]), default=0)
     for op in info["ops"]:
         kinds = {"kernel": f"{op['kernel']} kernel", "reference": f"reference ({op['why']})", "plain": op["why"]}
-        text += [f"  {op['op']:{width}} {kinds[op['runs']]}"]
+        partly = f" (no kernel yet: {', '.join(op['without'])})" if op["without"] else ""
+        text += [f"  {op['op']:{width}} {kinds[op['runs']]}{partly}"]
     return text

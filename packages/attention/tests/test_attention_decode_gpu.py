@@ -116,7 +116,7 @@ def exact(
     scores = softcap * torch.tanh(scores / softcap) if softcap else scores
     position = length - queries + torch.arange(queries, device=q.device)[:, None]
     key = torch.arange(length, device=q.device)
-    left, right = how.get("window_size", (-1, -1))
+    left, right = (min(end, 2**40) for end in how.get("window_size", (-1, -1)))  # sums below fit in 64 bits
     right = 0 if how.get("causal", False) else right
     visible = torch.ones(queries, length, dtype=torch.bool, device=q.device)
     visible &= (key <= position + right) | (right < 0)
@@ -128,12 +128,16 @@ def exact(
 
 
 def check(call: Call, k_scale: Any = 1.0, v_scale: Any = 1.0, **how: Any) -> None:
-    """Half a unit of the one rounding, and float32 arithmetic with 16-bit weights split in two."""
+    """Half a unit of the one rounding, and float32 arithmetic with 16-bit weights split in two.
+
+    The soft cap is softcap * (1 - 2 / (1 + exp(2 x))): an approximate exponential, a division and a difference of
+    numbers near 1, in all some 2**-21 of softcap however small the score is. It goes into the LSE as it stands.
+    """
     before = call.k_cache.clone(), call.v_cache.clone()
     out, lse = call.run(**how)
     assert same(before, (call.k_cache, call.v_cache))
     assert same((out, lse), call.run(**how)), "two runs differ"
-    prefix = how.get("prefix_len") or 0
+    prefix = how.get("prefix_len", 0)
     for b in range(len(call.keys)):
         k, v = call.keys[b].double() * k_scale, call.values[b].double() * v_scale
         mine = int(prefix[b]) if isinstance(prefix, torch.Tensor) else prefix
@@ -144,7 +148,9 @@ def check(call: Call, k_scale: Any = 1.0, v_scale: Any = 1.0, **how: Any) -> Non
         assert bool((error <= bound).all()), f"sequence {b}: off by up to {error.max():.3e}"
         empty = exact_lse.isinf()
         assert torch.equal(lse[b].isinf(), empty)
-        assert bool(((lse[b].double() - exact_lse)[~empty].abs() <= 2e-6 * (1 + exact_lse[~empty].abs())).all())
+        error = (lse[b].double() - exact_lse)[~empty].abs()
+        bound = 2e-6 * (1 + exact_lse[~empty].abs()) + how.get("softcap", 0.0) * 2**-21
+        assert bool((error <= bound).all()), f"sequence {b}: LSE off by up to {error.max():.3e}"
 
 
 @pytest.mark.parametrize("storage", [None, FP8])
@@ -376,15 +382,17 @@ def test_an_input_written_by_the_launch_just_before_is_read_after_the_wait(name)
     storage = FP8 if name.endswith("scale") else torch.bfloat16
     calls = [made(8, 2, 64, 16, (40, 333, 17 + seed, 90), storage=storage, seed=seed) for seed in range(contents)]
     scales = [torch.rand(2, 2, device="cuda") + 0.5 for _ in range(contents)]
+    for call in calls:  # the tables of others lead to pages that its own sequences leave NaN
+        found = (cache.float() for cache in (call.k_cache, call.v_cache))
+        caches = [torch.where(x.isnan(), torch.randn_like(x), x).to(storage) for x in found]
+        call.k_cache, call.v_cache = caches
 
     def inputs(i: int) -> dict[str, torch.Tensor]:
         call = calls[i]
         found = {"q": call.q, "k_cache": call.k_cache, "v_cache": call.v_cache, "lengths": call.lengths}
         return found | {"table": call.table, "k_scale": scales[i][0], "v_scale": scales[i][1]}
 
-    columns = min(call.table.shape[1] for call in calls)
-    fixed = inputs(0) | {"table": calls[0].table[:, :columns].contiguous()}
-    fixed["table"] = torch.where((fixed["table"] >= 0) & (fixed["table"] < 50), fixed["table"], 0)
+    fixed = inputs(0)
 
     def copied(x: torch.Tensor) -> torch.Tensor:
         if x.dtype == torch.bfloat16:
@@ -397,9 +405,7 @@ def test_an_input_written_by_the_launch_just_before_is_read_after_the_wait(name)
         return merged.view(x.dtype).view(x.shape)
 
     def once(i: int) -> tuple[torch.Tensor, ...]:
-        given = dict(fixed)
-        source = inputs(i)[name]
-        given[name] = copied(source if name != "table" else source[:, :columns].contiguous())
+        given = fixed | {name: copied(inputs(i)[name])}
         how = {"cache_seqlens": given["lengths"], "block_table": given["table"], "return_lse": True}
         if storage is FP8:
             how |= {"k_scale": given["k_scale"], "v_scale": given["v_scale"]}
@@ -407,9 +413,13 @@ def test_an_input_written_by_the_launch_just_before_is_read_after_the_wait(name)
 
     want = []
     for i in range(contents):
+        source = inputs(i)[name]
+        read = (source >= 0) & (source < len(calls[i].k_cache)) if name == "table" else torch.ones_like(source).bool()
+        assert torch.equal(bits(copied(source))[read], bits(source)[read])
         want.append(once(i))
         torch.cuda.synchronize()
-    assert not same(want[0], want[1])
+        assert all(bool(x.isfinite().all()) for x in want[i])
+    assert not any(same(want[i], want[i - 1]) for i in range(contents))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         got = [once(i % contents) for i in range(1000)]

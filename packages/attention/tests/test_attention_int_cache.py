@@ -289,6 +289,7 @@ def bad_cases(batch: int, queries: int, kv_heads: int, size: int, page: int) -> 
         bad(Int4, "no tail", "k_tail", None, TypeError, "a tensor"),
         bad(Int4, "no sequences", "seq_ids", None, TypeError, "a tensor"),
         bad(Int4, "int64 sequences", "seq_ids", lambda x: x.long(), TypeError, "int64"),
+        bad(Int4, "every other sequence", "seq_ids", lambda x: x.repeat_interleave(2)[::2], fragment="stride 2"),
         bad(Int4, "too few sequences", "seq_ids", lambda x: x[:1], fragment="(1,)"),
         bad(Int4, "float32 scales", "k_scale", lambda x: x.float(), TypeError, "float32"),
         bad(Int4, "zeros of fewer blocks", "v_zero", lambda x: x[1:], fragment=f"64, {kv_heads})"),

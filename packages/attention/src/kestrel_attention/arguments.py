@@ -73,7 +73,7 @@ def check_scores(
     _check_finite(op, "softcap", softcap, minimum=0.0)
     check.number(op, "prefix_len", prefix_len, integer=True, minimum=0)
     if prefix_lens is not None:
-        check.tensor(op, "prefix_len", prefix_lens, dtype=torch.int32, ndim=1)
+        check.tensor(op, "prefix_len", prefix_lens, dtype=torch.int32, ndim=1, last_contiguous=True)
         check.shape(op, "prefix_len", prefix_lens, (batch,))
 
 
@@ -99,7 +99,7 @@ def check_scale(op: str, name: str, scale: torch.Tensor | None, x: torch.Tensor,
         return
     if x.element_size() != 1:
         check.fail(op, name, f"None with {str(x.dtype).removeprefix('torch.')} (nothing to scale)", "a tensor")
-    check.tensor(op, name, scale, dtype=torch.float32, ndim=1)
+    check.tensor(op, name, scale, dtype=torch.float32, ndim=1, last_contiguous=True)
     if scale.shape[0] not in (1, heads):
         check.fail(op, name, f"shape (1,) or ({heads},)", f"({scale.shape[0]},)")
 
@@ -107,7 +107,7 @@ def check_scale(op: str, name: str, scale: torch.Tensor | None, x: torch.Tensor,
 def check_table(op: str, name: str, cache: torch.Tensor, block_table: torch.Tensor | None, batch: int) -> None:
     """block_table is int32 [B, n]; without it the cache (which is called ``name``) has a block per sequence."""
     if block_table is not None:
-        check.tensor(op, "block_table", block_table, dtype=torch.int32, ndim=2)
+        check.tensor(op, "block_table", block_table, dtype=torch.int32, ndim=2, last_contiguous=True)
         check.shape(op, "block_table", block_table, (batch, None))
     elif cache.shape[0] != batch:
         check.fail(op, name, f"{batch} blocks, one per sequence, as block_table is None", cache.shape[0])
@@ -140,7 +140,7 @@ def check_int4_cache(op: str, q: torch.Tensor, caches: Tensors, more: Tensors) -
     tail = more["k_tail"]
     check.tensor(op, "k_tail", tail, dtype=q.dtype, ndim=4, last_contiguous=True)
     check.shape(op, "k_tail", tail, (None, page, kv_heads, size))
-    check.tensor(op, "seq_ids", more["seq_ids"], dtype=torch.int32, ndim=1)
+    check.tensor(op, "seq_ids", more["seq_ids"], dtype=torch.int32, ndim=1, last_contiguous=True)
     check.shape(op, "seq_ids", more["seq_ids"], (q.shape[0],))
 
 

@@ -78,8 +78,8 @@ def attend(
     group = heads // kv_heads
     columns = kv_heads * -(-queries * group // ROWS)
     shortest, most = chunking(num_splits, size, columns)
-    right = 0 if causal else min(window_right, _FAR)
-    left = min(window_left, _FAR)
+    left, right = (-1 if end > _FAR else end for end in (window_left, window_right))  # kernels count in 32 bits
+    right = 0 if causal else right
     longest = room  # keys that a block of rows visits at most
     if left >= 0 and right >= 0 and prefix_len == 0 and prefix_lens is None:
         longest = min(longest, left + right + queries)

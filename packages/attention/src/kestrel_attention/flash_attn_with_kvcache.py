@@ -145,7 +145,7 @@ def _check(
         arguments.check_scale(_OP, "k_scale", k_scale, k_cache, k_cache.shape[2])
         arguments.check_scale(_OP, "v_scale", v_scale, v_cache, v_cache.shape[2])
     arguments.check_table(_OP, "k_cache", k_cache, block_table, batch)
-    check.tensor(_OP, "cache_seqlens", cache_seqlens, dtype=torch.int32, ndim=1)
+    check.tensor(_OP, "cache_seqlens", cache_seqlens, dtype=torch.int32, ndim=1, last_contiguous=True)
     check.shape(_OP, "cache_seqlens", cache_seqlens, (batch,))
     arguments.check_scores(
         _OP, batch, softmax_scale, causal, window_left, window_right, softcap, prefix_len, prefix_lens

@@ -38,7 +38,7 @@ def check_tau_tail(
     shared = tau_pos_table.shape[1] == num_heads == kv_heads
     if not shared:
         check.shape(op, "tau_pos_table", tau_pos_table, (None, num_heads + kv_heads))
-    check.tensor(op, "positions", positions, dtype=check.INTEGERS, ndim=1)
+    check.tensor(op, "positions", positions, dtype=check.INTEGERS, ndim=1, last_contiguous=True)
     check.shape(op, "positions", positions, (tokens,))
     check.same(op, "device", qkv=qkv, tok_qv_linear=tok_qv_linear, tau_pos_table=tau_pos_table, positions=positions)
 
@@ -84,5 +84,5 @@ def tau_tail(
         return
     wide = positions.dtype == torch.int64
     if wide:
-        positions = positions.contiguous().view(torch.int32)
+        positions = positions.view(torch.int32)
     launch(qkv, tok_qv_linear, tau_pos_table, positions, wide, num_heads, head_size)
