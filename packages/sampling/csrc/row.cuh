@@ -159,26 +159,36 @@ struct Weigher {
   static constexpr bool logits = kind == Kind::logits;
   float top;          // the largest element
   float slope;        // logits: log2(e) / temperature,
-  float slope_rest;   // and what float32 leaves of it
+  float slope_rest;   // and what float32 leaves of it, not negative: both products have one sign
   float scale;        // weight * scale * 2^20 is the mass before rounding
   float least = 0.f;  // weights below it have no mass
   int anchor;         // probabilities: where the bins begin
 
-  // The binary logarithm of a weight, NaN for -inf.
-  __device__ __forceinline__ float exponent(float v) const {
+  // NaN, which has no mass, where v is -inf or far below the largest.
+  __device__ __forceinline__ float weight(float v) const {
+    if constexpr (!logits) return v;
     const float below = v - top;
-    return __fmaf_rn(below, slope, __fmul_rn(below, slope_rest));
+    return power_of_two(__fmaf_rn(below, slope, __fmul_rn(below, slope_rest)));
   }
-  __device__ __forceinline__ float weight(float v) const { return logits ? power_of_two(exponent(v)) : v; }
+  // What is written rather than drawn from: the exponent is not rounded, and what is negative counts as 0.
+  __device__ __forceinline__ float fine_weight(float v) const {
+    if constexpr (!logits) return fmaxf(v, 0.f);
+    const float below = fmaxf(v - top, -200.f / slope);  // 2^-200 is 0
+    const float whole = rintf(__fmul_rn(below, slope));
+    const float rest = __fmaf_rn(below, slope_rest, __fmaf_rn(below, slope, -whole));
+    return power_of_two(rest) * exp2f(whole);
+  }
   __device__ __forceinline__ void set_temperature(float temperature) {
     const double exact = 1.4426950408889634 / static_cast<double>(temperature);
-    slope = fminf(fmaxf(static_cast<float>(exact), 1e-37f), 3e38f);
-    slope_rest = slope == static_cast<float>(exact) ? static_cast<float>(exact - static_cast<double>(slope)) : 0.f;
+    const float down = __double2float_rd(exact);
+    slope = fminf(fmaxf(down, 1e-36f), 3e38f);
+    slope_rest = slope == down ? static_cast<float>(exact - static_cast<double>(slope)) : 0.f;
   }
 
   // mass / 2^20, not rounded; 0 for what has no mass, negative numbers and NaN.
+  template <bool fine = false>
   __device__ __forceinline__ float scaled(float v) const {
-    const float w = weight(v);
+    const float w = fine ? fine_weight(v) : weight(v);
     return w >= least ? w * scale : 0.f;
   }
 

@@ -123,7 +123,7 @@ __device__ __forceinline__ Kept filter(Search<kind, resident>& search, const Fil
 // Writes the probabilities of a row: its kept weights over their sum.
 template <Kind kind, bool resident>
 __device__ __forceinline__ void write_probabilities(Search<kind, resident>& search, const Kept& kept, float* out) {
-  auto mass = search.mass_of_kept(kept);
+  auto mass = search.template mass_of_kept<true>(kept);
   const double share = 1048576. / static_cast<double>(search.total(mass));
   const Weigher<kind>& weigher = search.weigher;
   search.piece.each_tile(search.team.lane, [&](float4 four, int i) {
@@ -131,9 +131,7 @@ __device__ __forceinline__ void write_probabilities(Search<kind, resident>& sear
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
       if (i + e >= search.piece.length || i >= search.piece.end) continue;
-      const float weight =
-          kind == Kind::logits ? (v[e] == -INFINITY ? 0.f : exp2f(weigher.exponent(v[e]))) : fmaxf(v[e], 0.f);
-      const double x = static_cast<double>(weight) * static_cast<double>(weigher.scale);
+      const double x = static_cast<double>(weigher.fine_weight(v[e])) * static_cast<double>(weigher.scale);
       out[i + e] = kept.has(v[e], i + e) ? static_cast<float>(x * share) : 0.f;
     }
   });
@@ -146,6 +144,7 @@ template <Kind kind, bool resident, bool filtered>
 __global__ void __launch_bounds__(kMostThreads, 1) sample_rows(const __grid_constant__ Params p) {
   constexpr bool logits = kind == Kind::logits;
   const Team team(p.blocks);
+  team.arrive();
   const int64_t row = blockIdx.x / p.blocks;
   char* memory = dynamic_shared_memory();
   Scratch* scratch = reinterpret_cast<Scratch*>(memory);
@@ -192,6 +191,7 @@ __global__ void __launch_bounds__(kMostThreads, 1) sample_rows(const __grid_cons
   }
   if (draws) scratch->word = random_word(seed, offset);
   const int largest = __reduce_max_sync(kAllLanes, isnan(most) ? INT32_MAX : ordered(most));
+  team.wait();
   exchange.put(team, 0, static_cast<u32>(largest));
   if (early) exchange.put(team, 1, mass);
   exchange.share(team);

@@ -70,7 +70,7 @@ struct EqualTo {
 };
 
 // and the masses of what is kept.
-template <Kind kind>
+template <Kind kind, bool fine>
 struct KeptMass {
   const Weigher<kind>& weigher;
   Kept kept;
@@ -78,7 +78,7 @@ struct KeptMass {
   __device__ __forceinline__ void scaled(float4 four, int i, float (&x)[4]) const {
     const float v[4] = {four.x, four.y, four.z, four.w};
 #pragma unroll
-    for (int e = 0; e < 4; ++e) x[e] = kept.has(v[e], i + e) ? weigher.scaled(v[e]) : 0.f;
+    for (int e = 0; e < 4; ++e) x[e] = kept.has(v[e], i + e) ? weigher.template scaled<fine>(v[e]) : 0.f;
   }
   __device__ __forceinline__ void add(float4 v, int i) {
     // With a filter most tiles have nothing to add.
@@ -664,7 +664,10 @@ struct Search {
     return exchange.sum(team, 0);
   }
 
-  __device__ __forceinline__ KeptMass<kind> mass_of_kept(const Kept& kept) const { return {weigher, kept}; }
+  template <bool fine = false>
+  __device__ __forceinline__ KeptMass<kind, fine> mass_of_kept(const Kept& kept) const {
+    return {weigher, kept};
+  }
 };
 
 }  // namespace kestrel::sampling

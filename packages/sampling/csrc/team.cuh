@@ -55,6 +55,18 @@ __device__ __forceinline__ void team_barrier(int blocks) {
   __syncthreads();
 }
 
+// A block may touch the memory of another one once that has started: each says so, and waits before it first does.
+__device__ __forceinline__ void team_arrive(int blocks) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  if (blocks > 1) asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void team_wait(int blocks) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  if (blocks > 1) asm volatile("barrier.cluster.wait;" ::: "memory");
+#endif
+}
+
 // The address of this block's `p` in another block of the cluster, usable as any other pointer.
 template <typename T>
 __device__ __forceinline__ T* in_block(T* p, int block, int blocks) {
@@ -93,6 +105,10 @@ struct Team {
         warp(block * warps + (threadIdx.x >> 5)),
         lane(threadIdx.x & 31) {}
 
+  // arrive() first of all, then wait() before exchanging anything. After its last barrier() no block touches another's
+  // memory, so that each may end.
+  __device__ __forceinline__ void arrive() const { team_arrive(blocks); }
+  __device__ __forceinline__ void wait() const { team_wait(blocks); }
   __device__ __forceinline__ void barrier() const { team_barrier(blocks); }
 };
 

@@ -104,6 +104,7 @@ __device__ __forceinline__ void write_sorted(const TopKParams& p, int64_t row, c
 template <bool resident>
 __global__ void __launch_bounds__(kSortThreads, 1) topk_rows(const __grid_constant__ TopKParams p) {
   const Team team(p.blocks);
+  team.arrive();
   const int64_t row = blockIdx.x / p.blocks;
   char* memory = dynamic_shared_memory();
   Scratch* scratch = reinterpret_cast<Scratch*>(memory);
@@ -122,6 +123,7 @@ __global__ void __launch_bounds__(kSortThreads, 1) topk_rows(const __grid_consta
 #pragma unroll
     for (int e = 0; e < size; ++e) most = fmaxf(most, v[e]), numbers += !isnan(v[e]);
   });
+  team.wait();
   exchange.put(team, 0, static_cast<u32>(__reduce_max_sync(kAllLanes, ordered(most))));
   exchange.put(team, 1, __reduce_add_sync(kAllLanes, numbers));
   exchange.share(team);

@@ -272,6 +272,28 @@ def test_extreme_temperatures_neither_overflow_nor_vanish(temperature: float) ->
     assert sample_from_logits(logits, temperature, seed=1, return_valid=True)[1].item()
 
 
+@pytest.mark.parametrize("temperature", [1e-45, 1e-38, 1e-30, 1e-12])
+def test_a_tiny_temperature_leaves_the_largest_logits_and_keeps_ties_equal(temperature: float) -> None:
+    inf, most = math.inf, torch.finfo(torch.float32).max
+    logits = torch.tensor([[-inf, 2.0, -1e9, 2.0], [-most, -inf, most, -1.0], [3.0, -most, -inf, 2.999], [0.0] * 4])
+    want = [[0.0, 0.5, 0.0, 0.5], [0.0, 0.0, 1.0, 0.0], [1.0, 0.0, 0.0, 0.0], [0.25] * 4]
+    assert softmax(logits, temperature).tolist() == want
+    for top_p, likely in ((0.5, [{1}, {2}, {0}, {0, 1}]), (1.0, [{1, 3}, {2}, {0}, {0, 1, 2, 3}])):
+        for row in range(4):
+            many = logits[row].expand(64, 4)
+            ids, valid = sample_from_logits(many, temperature, top_p=top_p, seed=torch.arange(64), return_valid=True)
+            assert valid.all()
+            assert set(ids.tolist()) == likely[row]
+
+
+@pytest.mark.parametrize("temperature", [1e30, 1e37, 3e38])
+def test_a_huge_temperature_gives_no_mass_to_minus_infinity(temperature: float) -> None:
+    logits = torch.tensor([[-math.inf, 1.0, -5.0]])
+    assert softmax(logits, temperature).tolist() == [[0.0, 0.5, 0.5]]
+    ids = sample_from_logits(logits.expand(256, 3), temperature, seed=torch.arange(256))
+    assert set(ids.tolist()) == {1, 2}
+
+
 def test_rows_without_a_distribution_give_0_and_false() -> None:
     nan, inf = math.nan, math.inf
     logits = torch.tensor([[nan, 1.0], [inf, 1.0], [-inf, -inf], [-inf, 2.0], [0.0, nan]])

@@ -138,7 +138,7 @@ def softmax(
 ) -> torch.Tensor:
     """float32 probabilities; a temperature of 0 puts everything on the first of the largest logits."""
     heat = per_row(temperature, temperature_value, logits.device)
-    weights = exponentials(logits, heat).double()
+    weights = torch.exp2(exponents(logits, heat))
     soft = (weights / row_sums(weights)).float()
     first = torch.arange(logits.shape[1], device=logits.device) == logits.float().argmax(dim=1, keepdim=True)
     return torch.where((heat <= 0) & ~soft.isnan(), first.float(), soft)
@@ -165,18 +165,25 @@ def top_k_renorm_probs(probs: torch.Tensor, top_k: torch.Tensor | None, top_k_va
 
 
 def exponentials(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
-    """2^((logit - largest) * slope) in float32, slope = log2(e) / temperature; the largest is 1 at any temperature.
+    """2^exponent in float32, the exponent rounded to float32."""
+    return torch.exp2(exponents(logits, temperature).float())
 
-    NaN for a row without a largest. The slope is float32 and a float32 rest, so that the exponent is rounded about
-    once; it is kept between 1e-37 and 3e38, so that 0 times it stays 0 and -inf times it -inf.
+
+def exponents(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
+    """(logit - largest) * slope in float64, slope = log2(e) / temperature; the largest has 0 at any temperature.
+
+    NaN for a row without a largest. The slope is float32, rounded down, and a float32 rest; it is kept between 1e-36
+    and 3e38. No exponent is below -200, whose weight is 0 in float32: nothing overflows, -inf included.
     """
     logits = logits.float()
-    below = (logits - logits.amax(dim=1, keepdim=True)).clamp(min=-3e38)
     heat = torch.where(temperature <= 0, 1.0, temperature).double()
     exact = torch.full_like(heat, math.log2(math.e)) / heat
-    slope = exact.float().clamp(1e-37, 3e38)
-    rest = torch.where(slope == exact.float(), exact - slope.double(), 0.0).float()
-    return torch.exp2((below.double() * slope.double() + (below * rest).double()).float())
+    nearest = exact.float()
+    down = torch.where(nearest.double() > exact, nearest.nextafter(torch.zeros_like(nearest)), nearest)
+    slope = down.clamp(1e-36, 3e38)
+    rest = torch.where(slope == down, exact - slope.double(), 0.0).float()
+    below = torch.maximum(logits - logits.amax(dim=1, keepdim=True), -200.0 / slope)
+    return below.double() * slope.double() + (below * rest).double()
 
 
 def renormalised(weights: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
