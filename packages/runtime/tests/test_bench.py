@@ -443,6 +443,23 @@ def test_a_run_writes_prints_and_records(tmp_path, pretend_gpu, capsys):
     assert "RuntimeError: broken" in printed
 
 
+def test_candidates_can_be_named(tmp_path, pretend_gpu):
+    write_definition(tmp_path, more="def candidates(): return dict.fromkeys(('kestrel', 'torch', 'vllm'), print)\n")
+    out = tmp_path / "x.json"
+    assert main(["--checkout", str(tmp_path), "--out", str(out), "--only", "kestrel", "vllm"]) == 0
+    assert [row.candidate for row in Report.read(out).rows] == ["kestrel", "vllm"]
+
+
+def test_a_compiled_candidate_is_compiled_for_every_shape(tmp_path, pretend_gpu, monkeypatch):
+    import torch._dynamo
+
+    forgotten = []
+    monkeypatch.setattr(torch._dynamo, "reset", lambda: forgotten.append(1))
+    write_definition(tmp_path, more="TARGETS = {'2x4': None, '4x4': None}\n")
+    assert main(["--checkout", str(tmp_path)]) == 0
+    assert len(forgotten) == 2
+
+
 def test_against_prints_what_became_slower_and_fails(tmp_path, pretend_gpu, capsys):
     write_definition(tmp_path)
     out = tmp_path / "x.json"

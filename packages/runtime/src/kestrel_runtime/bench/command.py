@@ -29,6 +29,8 @@ class Options:
     shapes: Sequence[str] | None = None
     candidates: str = "torch"
     """"ours"; "torch": and PyTorch's; "peers": and every peer that can be imported."""
+    only: Sequence[str] | None = None
+    """Just the candidates of these names; torch.compile, for one, takes most of the time of a run."""
     replays: int = REPLAYS
     out: Path | None = None
     against: Path | None = None
@@ -61,7 +63,7 @@ def run(options: Options) -> int:
     with watching(machine, count) as watcher:
         for benchmark in benchmarks:
             watcher.begin(benchmark.name)
-            wanted = WANTED[options.candidates]
+            wanted = WANTED[options.candidates] if options.only is None else options.only.__contains__
             try:
                 for rows in measure(benchmark, options.shapes, wanted, options.replays):
                     report.add(rows, machine)
@@ -85,6 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--shapes", nargs="+", help="only these shapes")
     parser.add_argument("--ours-only", action="store_true", help="time neither PyTorch nor peers")
     parser.add_argument("--without-peers", action="store_true", help="time ours and PyTorch")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="time these candidates alone: kestrel torch")
     parser.add_argument("--replays", type=int, default=REPLAYS)
     parser.add_argument("--out", type=Path, help="write the rows here, as JSON; rows of other ops in it stay")
     parser.add_argument("--against", type=Path, help="a file of --out: print what became slower than there")
@@ -98,6 +101,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         names=given.names,
         shapes=given.shapes,
         candidates="ours" if given.ours_only else "torch" if given.without_peers else "peers",
+        only=given.only,
         replays=given.replays,
         out=given.out,
         against=given.against,
