@@ -173,8 +173,8 @@ struct Weigher {
   // What is written rather than drawn from: the exponent is not rounded, and what is negative counts as 0.
   __device__ __forceinline__ float fine_weight(float v) const {
     if constexpr (!logits) return fmaxf(v, 0.f);
-    const float below = fmaxf(v - top, -200.f / slope);  // 2^-200 is 0
-    const float whole = rintf(__fmul_rn(below, slope));
+    const float below = fmaxf(v - top, -3e38f);
+    const float whole = fmaxf(rintf(__fmul_rn(below, slope)), -200.f);  // 2^-200 is 0, and so is 2^rest further down
     const float rest = __fmaf_rn(below, slope_rest, __fmaf_rn(below, slope, -whole));
     return power_of_two(rest) * exp2f(whole);
   }

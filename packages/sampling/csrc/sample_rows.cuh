@@ -124,21 +124,21 @@ __device__ __forceinline__ Kept filter(Search<kind, resident>& search, const Fil
 template <Kind kind, bool resident>
 __device__ __forceinline__ void write_probabilities(Search<kind, resident>& search, const Kept& kept, float* out) {
   auto mass = search.template mass_of_kept<true>(kept);
-  const double share = 1048576. / static_cast<double>(search.total(mass));
   const Weigher<kind>& weigher = search.weigher;
+  const double share = 1048576. / static_cast<double>(search.total(mass)) * static_cast<double>(weigher.scale);
   search.piece.each_tile(search.team.lane, [&](float4 four, int i) {
     const float v[4] = {four.x, four.y, four.z, four.w};
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
       if (i + e >= search.piece.length || i >= search.piece.end) continue;
-      const double x = static_cast<double>(weigher.fine_weight(v[e])) * static_cast<double>(weigher.scale);
-      out[i + e] = kept.has(v[e], i + e) ? static_cast<float>(x * share) : 0.f;
+      const double weight = weigher.fine_weight(v[e]);
+      out[i + e] = kept.has(v[e], i + e) ? static_cast<float>(weight * share) : 0.f;
     }
   });
 }
 
 // More threads would leave a filtering kernel too few registers. filtered: there may be a top-k or a top-p.
-constexpr int kMostThreads = 768;
+constexpr int kMostThreads = 640;
 
 template <Kind kind, bool resident, bool filtered>
 __global__ void __launch_bounds__(kMostThreads, 1) sample_rows(const __grid_constant__ Params p) {
