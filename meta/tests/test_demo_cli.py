@@ -130,6 +130,7 @@ def test_ctrl_c_ends_it_quietly():
         env=ENVIRONMENT,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a job in the background ignores it
     )
     assert process.stdout.read(60)  # the prompt and some text
     process.send_signal(signal.SIGINT)
