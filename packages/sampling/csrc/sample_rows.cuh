@@ -138,7 +138,7 @@ __device__ __forceinline__ void write_probabilities(Search<kind, resident>& sear
 }
 
 // More threads would leave a filtering kernel too few registers. filtered: there may be a top-k or a top-p.
-constexpr int kMostThreads = 640;
+constexpr int kMostThreads = 512;
 
 template <Kind kind, bool resident, bool filtered>
 __global__ void __launch_bounds__(kMostThreads, 1) sample_rows(const __grid_constant__ Params p) {
