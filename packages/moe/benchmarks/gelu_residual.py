@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from gated_shapes import make, set_bytes, sizes, traffic
 
 import kestrel_moe
 from kestrel_runtime import Binary
+
+__all__ = ["TARGETS", "bare", "candidates", "make", "operations", "set_bytes", "traffic"]
 
 TARGETS = {
     "8x2048->1024": 1.25,
@@ -18,27 +21,6 @@ TARGETS = {
     "2048x2048->1024": 4.37,
     "5920x2048->1024": 10.5,
 }
-
-
-def sizes(shape: str) -> tuple[int, int]:
-    rows, width = shape.split("->")[0].split("x")
-    return int(rows), int(width)
-
-
-def make(shape: str, count: int) -> list[tuple[torch.Tensor, ...]]:
-    rows, width = sizes(shape)
-    x = (torch.randn(rows, width, dtype=torch.bfloat16, device="cuda") for _ in range(count))
-    return [(one, torch.empty(rows, width // 2, dtype=one.dtype, device="cuda")) for one in x]
-
-
-def set_bytes(shape: str) -> int:
-    rows, width = sizes(shape)
-    return rows * width * 2
-
-
-def traffic(shape: str) -> int:
-    rows, width = sizes(shape)
-    return rows * width * 3
 
 
 def operations(shape: str) -> int:

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from gated_shapes import make, set_bytes, sizes, traffic
 
 import kestrel_moe
 from kestrel_runtime import Binary
+
+__all__ = ["TARGETS", "bare", "candidates", "make", "operations", "set_bytes", "traffic"]
 
 TARGETS = {
     "2048x2x4096": 13.3,
@@ -16,27 +19,6 @@ TARGETS = {
     "2048x2x14336": 43.4,
     "2048x2x18944": 57.3,
 }
-
-
-def sizes(shape: str) -> tuple[int, int]:
-    rows, _, width = map(int, shape.split("x"))
-    return rows, 2 * width
-
-
-def make(shape: str, count: int) -> list[tuple[torch.Tensor, ...]]:
-    rows, width = sizes(shape)
-    x = (torch.randn(rows, width, dtype=torch.bfloat16, device="cuda") for _ in range(count))
-    return [(one, torch.empty(rows, width // 2, dtype=one.dtype, device="cuda")) for one in x]
-
-
-def set_bytes(shape: str) -> int:
-    rows, width = sizes(shape)
-    return rows * width * 2
-
-
-def traffic(shape: str) -> int:
-    rows, width = sizes(shape)
-    return rows * width * 3
 
 
 def operations(shape: str) -> int:
