@@ -118,14 +118,19 @@ __global__ void __launch_bounds__(kWarps * 32) few_tokens_kernel(const __grid_co
   }
 }
 
-template <typename T, typename Out>
+// TILES: 8 tokens each, of a block.
+template <typename T, typename Out, int TILES = 1>
 void launch_few_tokens(const LinearParams& p, DLDevice device) {
-  const int tiles = p.tokens <= 8 ? 1 : p.tokens <= 16 ? 2 : 4;
-  void (*const kernel)(LinearParams) = tiles == 1   ? few_tokens_kernel<T, Out, 1>
-                                       : tiles == 2 ? few_tokens_kernel<T, Out, 2>
-                                                    : few_tokens_kernel<T, Out, 4>;
-  launch_pdl(kernel, dim3((p.outputs + kOutputs - 1) / kOutputs, (p.tokens + 8 * tiles - 1) / (8 * tiles)),
+  const auto blocks = [](int count, int of) { return static_cast<unsigned>((count + of - 1) / of); };
+  launch_pdl(few_tokens_kernel<T, Out, TILES>, dim3(blocks(p.outputs, kOutputs), blocks(p.tokens, 8 * TILES)),
              dim3(kWarps * 32), device, p);
+}
+
+template <typename T>
+void launch_router(const LinearParams& p, DLDevice device) {
+  if (p.tokens <= 8) return launch_few_tokens<T, float>(p, device);
+  if (p.tokens <= 16) return launch_few_tokens<T, float, 2>(p, device);
+  launch_few_tokens<T, float, 4>(p, device);
 }
 
 // The checks that both ops make, and their parameters; false when there is nothing to do.
@@ -191,9 +196,9 @@ void router_gemm(TensorView out, TensorView x, TensorView weight) {
   if (!prepare_linear(Checks("router_gemm"), out, kFloat32, x, weight, {}, &p)) return;
   const DeviceGuard guard(x.device().device_id);
   if (same_dtype(x.dtype(), kBFloat16)) {
-    launch_few_tokens<__nv_bfloat16, float>(p, x.device());
+    launch_router<__nv_bfloat16>(p, x.device());
   } else {
-    launch_few_tokens<__half, float>(p, x.device());
+    launch_router<__half>(p, x.device());
   }
 }
 
