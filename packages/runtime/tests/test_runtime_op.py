@@ -51,13 +51,23 @@ def _make_ops() -> types.SimpleNamespace:
     def increment(x: torch.Tensor, y: torch.Tensor | None = None) -> None:
         """Increment in place."""
 
-    for function in (scale, increment):
+    def quotient_check(x, y, by=1):
+        check.tensor("quotient", "x", x, dtype=check.FLOATS)
+        check.tensor("quotient", "y", y, dtype=check.FLOATS)
+        check.number("quotient", "by", by, integer=True, minimum=1)
+
+    def quotient(x: torch.Tensor, y: torch.Tensor, by: int = 1) -> torch.Tensor:
+        """Launches without looking at its arguments, as kernels do."""
+        return x.new_empty(y.numel() // by + [0][by // 100])
+
+    for function in (scale, increment, quotient):
         function.__module__ = FAMILY
         function.__globals__.update(torch=torch)
     sys.modules.setdefault(FAMILY, types.ModuleType(FAMILY))
     made_scale = kernel_op(reference=scale_reference, check=scale_check, kernel="cuda")(scale)
     made_increment = kernel_op(reference=increment_reference, check=increment_check, mutates=("x", "y"))(increment)
-    return types.SimpleNamespace(scale=made_scale, increment=made_increment)
+    made_quotient = kernel_op(reference=lambda x, y, by=1: x + y, check=quotient_check, kernel="cuda")(quotient)
+    return types.SimpleNamespace(scale=made_scale, increment=made_increment, quotient=made_quotient)
 
 
 OPS = _make_ops()
@@ -173,7 +183,7 @@ def test_backend_kernel_refuses_cpu_tensors_and_unknown_names_are_refused() -> N
 def _entry_of(public: object) -> object:
     """The object behind a public function, to reach the CUDA implementation with CPU tensors."""
     cells = dict(zip(public.__code__.co_freevars, public.__closure__, strict=True))  # type: ignore[attr-defined]
-    return cells["self"].cell_contents
+    return cells["on_cuda"].cell_contents.__self__
 
 
 def test_unsupported_launch_falls_back_once_with_a_warning_and_counts_as_reference() -> None:
@@ -203,6 +213,36 @@ def test_invalid_input_is_an_error_even_where_the_launch_says_unsupported() -> N
     on_cuda = _entry_of(OPS.scale).on_cuda  # type: ignore[attr-defined]
     with pytest.raises(ValueError, match="'bias'"):
         on_cuda(torch.ones(2, 3), 1.0, torch.ones(2))
+
+
+BAD_QUOTIENTS = [
+    testing.BadInput("no x", "x", lambda: ((None, torch.ones(4)), {}), TypeError, "NoneType"),
+    testing.BadInput("number for y", "y", lambda: ((torch.ones(4), 4.0), {}), TypeError, "float"),
+    testing.BadInput("by zero", "by", lambda: ((torch.ones(4), torch.ones(4), 0), {}), ValueError, "0"),
+    testing.BadInput("by text", "by", lambda: ((torch.ones(4), torch.ones(4)), {"by": "two"}), TypeError, "str"),
+]
+
+
+@pytest.mark.parametrize("case", BAD_QUOTIENTS, ids=str)
+def test_whatever_a_launch_stumbles_over_becomes_the_named_error(case: testing.BadInput) -> None:
+    testing.assert_rejects(_entry_of(OPS.quotient).on_cuda, case, "quotient")  # type: ignore[attr-defined]
+
+
+def test_an_error_that_no_check_explains_is_raised_as_it_is() -> None:
+    with pytest.raises(IndexError):
+        _entry_of(OPS.quotient).on_cuda(torch.ones(4), torch.ones(4), 100)  # type: ignore[attr-defined]
+
+
+@pytest.mark.gpu
+def test_none_beside_a_cuda_tensor_is_the_named_error() -> None:
+    x = torch.ones(4, device="cuda")
+    with pytest.raises(TypeError, match="quotient: argument 'x': expected a tensor, got NoneType"):
+        OPS.quotient(None, x)
+    with pytest.raises(TypeError, match="quotient: argument 'y': expected a tensor, got NoneType"):
+        OPS.quotient(x, None)
+    with pytest.raises(ValueError, match="quotient: argument 'by'"):
+        OPS.quotient(x, x, by=0)
+    assert OPS.quotient(x, x, by=2).shape == (2,)
 
 
 def test_registry_names_the_op_and_its_kind() -> None:

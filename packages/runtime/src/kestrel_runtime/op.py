@@ -30,10 +30,10 @@ R = TypeVar("R")
 
 _libraries: dict[str, torch.library.Library] = {}
 _warned: set[tuple[str, str]] = set()
-_PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
-_PLAIN_VALUES = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device, list, tuple})
+_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
+_PLAIN_OR_NONE = _PLAIN | {type(None)}
 
-_is_compiling = torch.compiler.is_compiling
+_is_compiling = torch.compiler.is_dynamo_compiling  # whatever else traces has fake tensors or a dispatch mode
 _grad_enabled = torch.is_grad_enabled
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _transforms = torch._C._functorch.peek_interpreter_stack  # vmap, grad: their wrappers look like plain tensors
@@ -99,13 +99,13 @@ class _Entry:
             if self.op.kernel is None:
                 raise UnsupportedError("this op has no kernel yet")
             result = self.op.launch(*args, **kwargs)
-        except (UnsupportedError, ValueError, TypeError, RuntimeError, IndexError) as error:
-            return self._after(error, args, kwargs)
+        except Exception as error:  # of any kind: a launch reads arguments that nobody has checked
+            return self.after(error, args, kwargs)
         if _tracers:
             count(self.op, "kernel")
         return result
 
-    def _after(self, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def after(self, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What follows a launch that raised: the caller's mistake in words, or the reference, or the error itself."""
         self.op.check(*args, **kwargs)
         if not isinstance(error, UnsupportedError):
@@ -191,7 +191,7 @@ class _Entry:
     def _below_autograd(self, name: str) -> Callable[..., Any]:
         def below_autograd(*args: Any, **kwargs: Any) -> Any:
             if _grad_enabled():
-                self._refuse_grad(args, kwargs)
+                self.refuse_grad(args, kwargs)
             with torch._C._AutoDispatchBelowAutograd():
                 return self._overload(name)(*args, **kwargs)
 
@@ -201,7 +201,7 @@ class _Entry:
         packet, _, overload = name.partition(".")
         return getattr(getattr(getattr(torch.ops, self.op.family), packet), overload or "default")
 
-    def _refuse_grad(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def refuse_grad(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         for name, value in (*zip(self.signature.parameters, args, strict=False), *kwargs.items()):
             if isinstance(value, torch.Tensor) and value.requires_grad:
                 expected = "a tensor without requires_grad, or torch.no_grad() (ops here have no autograd)"
@@ -210,57 +210,90 @@ class _Entry:
     # -- the public function ------------------------------------------------------------------------------------------
 
     def public_function(self) -> Callable[..., Any]:
-        op, launch, on_cuda, on_cpu = self.op, self.op.launch, self.on_cuda, self.on_cpu
-        overload = self._overload(op.name)
-        overload_out = self._overload(f"{op.name}.out") if self.out_position is not None else None
+        """A function of the launch's signature that launches at once where its tensors are plain and on a GPU.
 
-        def through_dispatcher(*args: Any, **kwargs: Any) -> Any:
-            args, kwargs, out = self._without_out(args, kwargs)
-            if out is None or overload_out is None:
-                return overload(*args, **kwargs)
-            overload_out(*args, out=out, **kwargs)
-            return out
+        Its source is generated, so that it looks at tensors by name: 0.5 us for five tensors and three options, where
+        the same steps over *args and **kwargs take 0.9 (and half as much again on a GPU's host).
+        """
+        parameters = self.signature.parameters.values()
+        required = [p.name for p in parameters if p.annotation is torch.Tensor]
+        optional = [p.name for p in parameters if p.annotation == torch.Tensor | None]
+        plain = [f"type({name}) in _PLAIN" for name in required]
+        plain.insert(1, f"{required[0]}.is_cuda")
+        plain += [f"type({name}) in _PLAIN_OR_NONE" for name in optional]
+        grads = [f"{name}.requires_grad" for name in required]
+        grads += [f"{name} is not None and {name}.requires_grad" for name in optional]
+        names = [p.name for p in parameters if p.kind is not p.KEYWORD_ONLY]
+        keywords = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
+        source = _CALL.format(
+            parameters=", ".join([*names, *(["*", *keywords] if keywords else [])]),
+            given=", ".join([*names, *(f"{name}={name}" for name in keywords)]),
+            packed=f"({', '.join(names)},), {{{', '.join(f'{name!r}: {name}' for name in keywords)}}}",
+            plain=" and ".join(plain),
+            grads=" or ".join(grads),
+        )
+        made: dict[str, Any] = {}
+        exec(source, globals(), made)
+        call = made["make"](self, self.op.launch, self.op.kernel is None)
+        functools.update_wrapper(call, self.op.launch)
+        call.__defaults__, call.__kwdefaults__ = self.op.launch.__defaults__, self.op.launch.__kwdefaults__
+        call.kernel_op = self.op
+        return cast("Callable[..., Any]", call)
 
-        def dispatched(*args: Any, **kwargs: Any) -> Any:
-            try:
-                return through_dispatcher(*args, **kwargs)
-            except (RuntimeError, TypeError):  # torch's words for an argument that does not fit the schema
-                op.check(*args, **kwargs)
-                raise
+    def otherwise(self, *args: Any, **kwargs: Any) -> Any:
+        """A call with a tensor that is not plain, or not on a GPU."""
+        on_gpu = False
+        for value in (*args, *kwargs.values()):
+            if type(value) in _PLAIN:
+                if not on_gpu:  # one on a GPU decides; that all are there is for the launch to check
+                    on_gpu = value.is_cuda
+                    if not on_gpu and not value.is_cpu:
+                        return self.dispatched(*args, **kwargs)
+            elif isinstance(value, torch.Tensor):
+                return self.dispatched(*args, **kwargs)
+        if _grad_enabled():
+            self.refuse_grad(args, kwargs)
+        return self.on_cuda(*args, **kwargs) if on_gpu else self.on_cpu(*args, **kwargs)
 
-        @functools.wraps(launch)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            # The way of plain CUDA tensors is inlined here: each Python call saved is 0.1 us of every launch.
-            if _is_compiling():
-                return through_dispatcher(*args, **kwargs)
-            if _dispatch_modes() or _transforms() is not None:
-                return dispatched(*args, **kwargs)
-            on_gpu = False
-            for value in args + tuple(kwargs.values()) if kwargs else args:
-                kind = type(value)
-                if kind in _PLAIN_VALUES:
-                    continue
-                if kind in _PLAIN_TENSORS:
-                    if not on_gpu:  # one on a GPU decides; that all are there is for the launch to check
-                        if value.is_cuda:
-                            on_gpu = True
-                        elif not value.is_cpu:
-                            return dispatched(*args, **kwargs)
-                    if value.requires_grad and _grad_enabled():
-                        self._refuse_grad(args, kwargs)
-                elif isinstance(value, torch.Tensor):
-                    return dispatched(*args, **kwargs)
-            if not on_gpu:
-                return on_cpu(*args, **kwargs)
-            if op.kernel is None or _tracers or current_backend() == "reference":
-                return on_cuda(*args, **kwargs)
-            try:
-                return launch(*args, **kwargs)
-            except (UnsupportedError, ValueError, TypeError, RuntimeError, IndexError) as error:
-                return self._after(error, args, kwargs)
+    def dispatched(self, *args: Any, **kwargs: Any) -> Any:
+        """Through torch's dispatcher."""
+        try:
+            return self.through_dispatcher(*args, **kwargs)
+        except (RuntimeError, TypeError):  # torch's words for an argument that does not fit the schema
+            self.op.check(*args, **kwargs)
+            raise
 
-        call.kernel_op = op  # type: ignore[attr-defined]
-        return call
+    def through_dispatcher(self, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs, out = self._without_out(args, kwargs)
+        if out is None:
+            return self._overload(self.op.name)(*args, **kwargs)
+        self._overload(f"{self.op.name}.out")(*args, out=out, **kwargs)
+        return out
+
+
+_CALL = """
+def make(entry, launch, by_reference):
+    after, on_cuda, otherwise, refuse_grad = entry.after, entry.on_cuda, entry.otherwise, entry.refuse_grad
+    dispatched, through_dispatcher = entry.dispatched, entry.through_dispatcher
+
+    def call({parameters}):
+        if _is_compiling():
+            return through_dispatcher({given})
+        if _dispatch_modes() or _transforms() is not None:
+            return dispatched({given})
+        if not ({plain}):
+            return otherwise({given})
+        if _grad_enabled() and ({grads}):
+            refuse_grad({packed})
+        if by_reference or _tracers or current_backend() == "reference":
+            return on_cuda({given})
+        try:
+            return launch({given})
+        except Exception as error:
+            return after(error, {packed})
+
+    return call
+"""
 
 
 def _warn_once(name: str, reason: str) -> None:
