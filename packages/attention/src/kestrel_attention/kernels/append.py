@@ -7,15 +7,31 @@ of Hk heads of D dims is 4 Hk D elements moved, nothing next to the launch. bf16
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cuda.bindings import driver as cuda
 from cutlass import Float32, Int32, Int64, Uint32
 
 from . import ptx
 
 VECTOR = 8  # elements
+
+
+class Call(NamedTuple):
+    """What a launch is given, in the entry point's order."""
+
+    mNewK: cute.Tensor
+    mNewV: cute.Tensor
+    mK: cute.Tensor
+    mV: cute.Tensor
+    mLengths: cute.Tensor
+    mTable: cute.Tensor
+    mKScale: cute.Tensor
+    mVScale: cute.Tensor
+    paged: Int32
+    k_scale_heads: Int32
+    v_scale_heads: Int32
 
 
 @dataclass(frozen=True)
@@ -29,46 +45,20 @@ class Append:
     bit_trick: bool  # round to e4m3 without the instruction, which sm_80 and sm_86 lack
 
     @cute.jit
-    def __call__(
-        self,
-        mNewK: cute.Tensor,
-        mNewV: cute.Tensor,
-        mK: cute.Tensor,
-        mV: cute.Tensor,
-        mLengths: cute.Tensor,
-        mTable: cute.Tensor,
-        mKScale: cute.Tensor,
-        mVScale: cute.Tensor,
-        paged: Int32,
-        k_scale_heads: Int32,
-        v_scale_heads: Int32,
-        stream: cuda.CUstream,
-    ):
-        kernel = self.kernel(
-            mNewK, mNewV, mK, mV, mLengths, mTable, mKScale, mVScale, paged, k_scale_heads, v_scale_heads
-        )
-        kernel.launch(
-            grid=[mNewK.shape[1], mNewK.shape[0], 1],
+    def __call__(self, *given):
+        """Given: a Call's fields, and the stream."""
+        call = Call(*given[:-1])
+        self.kernel(call).launch(
+            grid=[call.mNewK.shape[1], call.mNewK.shape[0], 1],
             block=[self.threads, 1, 1],
-            stream=stream,
+            stream=given[-1],
             use_pdl=self.dependent_launch,
         )
 
     @cute.kernel
-    def kernel(
-        self,
-        mNewK: cute.Tensor,
-        mNewV: cute.Tensor,
-        mK: cute.Tensor,
-        mV: cute.Tensor,
-        mLengths: cute.Tensor,
-        mTable: cute.Tensor,
-        mKScale: cute.Tensor,
-        mVScale: cute.Tensor,
-        paged: Int32,
-        k_scale_heads: Int32,
-        v_scale_heads: Int32,
-    ):
+    def kernel(self, call: Call):
+        mNewK, mNewV, mK, mV, mLengths, mTable, mKScale, mVScale = call[:8]
+        paged, k_scale_heads, v_scale_heads = call[8:]
         tid, _, _ = cute.arch.thread_idx()
         token, sequence, _ = cute.arch.block_idx()
         heads, size = mNewK.shape[2], mNewK.shape[3]

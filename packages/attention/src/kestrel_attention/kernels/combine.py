@@ -15,7 +15,8 @@ from cuda.bindings import driver as cuda
 from cutlass import Float32, Int32, Int64, Uint32
 
 from . import ptx
-from .decode import LOG2_E, ROWS
+from .decode import LOG2_E
+from .tile import ROWS
 
 LARGEST_SIZE = 512
 

@@ -33,25 +33,22 @@ class DecodeVariant:
     def kernel(self, arch: str) -> tuple[Any, tuple[Any, ...]]:
         """The kernel object and the arguments to compile it with."""
         from .decode import Decode
+        from .tile import E4m3, Plain, Tiles
 
         dtype = numeric(self.dtype)
         # Other GPUs have 48 KB of shared memory for a block: heads of 512 leave the sums of two shares there, not four.
         fewer = 2 if self.size == 512 and capability(arch) != 90 else 1
-        kernel = Decode(
-            dtype=dtype,
-            codes="" if self.cache == "same" else self.cache,
+        tiles = Tiles(
+            cache=Plain(dtype) if self.cache == "same" else E4m3(bit_trick=capability(arch) < 89),
             size=self.size,
             padded=self.padded,
             shares=self.shares // fewer,
-            warps=self.warps // fewer,
-            tiles=self.tiles,
+            at_once=self.tiles,
             pieces=self.pieces,
             value_split=self.value_split,
             split_weights=self.split_weights,
-            residents=self.residents,
-            dependent_launch=has_dependent_launch(arch),
-            bit_trick=capability(arch) < 89,
         )
+        kernel = Decode(dtype, tiles, self.warps // fewer, self.residents, has_dependent_launch(arch))
         return kernel, decode_arguments(dtype, self.cache)
 
 
