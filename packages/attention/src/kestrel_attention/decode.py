@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 
 from kestrel_runtime import Binary, UnsupportedError
@@ -17,6 +21,7 @@ _FAR = 2**30
 _MOST_KEYS = 2**29
 _MULTIPROCESSORS = 132  # while all blocks are resident at once, they take as many warps as that allows
 _GRID = 65535
+_UNALIGNED = "kernels take caches whose rows are aligned to 16 bytes"
 
 
 def chunking(num_splits: int, size: int, columns: int) -> tuple[int, int]:
@@ -33,11 +38,49 @@ def chunking(num_splits: int, size: int, columns: int) -> tuple[int, int]:
     return 1024 if size <= 128 else 256, max(1, 128 // columns)
 
 
-def attend(
+@dataclass(frozen=True)
+class Plan:
+    """What shapes, strides, dtypes and numbers decide: made once for each combination of them that was checked."""
+
+    launch: Callable[..., None] | None
+    """The decode kernel; None where there is nothing to write."""
+    combine: Callable[..., None] | None
+    write: Callable[..., None] | None
+    """Puts new keys and values into the caches."""
+    out: tuple[tuple[int, ...], tuple[int, ...]]
+    lse: tuple[tuple[int, ...], tuple[int, ...]]
+    rows: int
+    """Of partial results, over all chunks; 0 where sequences are whole."""
+    blocks_of_rows: int
+    as_bytes: bool
+    paged: int
+    scale_heads: tuple[int, int]
+    group: int
+    slots: int
+    numbers: tuple[float, ...]
+    copied: tuple[bool, bool, bool]
+    """q, k and v that have strides of no multiple of 16 bytes: the kernels take copies."""
+
+
+_plans: dict[Any, Plan] = {}
+_MOST_PLANS = 4096  # a plan is some 2 KB
+
+
+def form(*tensors: torch.Tensor | None) -> tuple[Any, ...]:
+    """What of tensors a plan depends on, and what checks look at."""
+    return tuple([None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in tensors])
+
+
+def plan_of(key: Any) -> Plan | None:
+    """The plan of a form and numbers that were checked before."""
+    return _plans.get(key)
+
+
+def make_plan(
+    key: Any,
     q: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
-    cache_seqlens: torch.Tensor,
     block_table: torch.Tensor | None,
     k_scale: torch.Tensor | None,
     v_scale: torch.Tensor | None,
@@ -49,32 +92,15 @@ def attend(
     prefix_len: int,
     prefix_lens: torch.Tensor | None,
     num_splits: int,
-    new: tuple[torch.Tensor, torch.Tensor] | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse) of checked arguments; first writes the new keys and values into the caches, if there are any."""
+    new: tuple[torch.Tensor, ...] = (),
+) -> Plan:
+    """The plan of checked arguments, remembered under ``key``."""
     batch, queries, heads, size = q.shape
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    lse = torch.empty(batch, heads, queries, dtype=torch.float32, device=q.device)
     variants, arch = _covered(q, k_cache, v_cache), _binary.arch(q.device)
-    if out.numel() == 0:
-        return out, lse
-    if k_cache.element_size() == 1:
-        k_cache, v_cache = k_cache.view(torch.uint8), v_cache.view(torch.uint8)
     page, kv_heads = k_cache.shape[1], k_cache.shape[2]
-    paged, table = (0, cache_seqlens[None]) if block_table is None else (1, block_table)
-    room = page * table.shape[1] if paged else page
+    room = page if block_table is None else page * block_table.shape[1]
     if room > _MOST_KEYS:
         raise UnsupportedError(f"kernels cover sequences of up to {_MOST_KEYS} keys")
-    anything = lse.view(-1)  # stands where a tensor is optional
-    scales = [anything if scale is None else scale for scale in (k_scale, v_scale)]
-    scale_heads = [0 if scale is None else 1 + (scale.shape[0] > 1) for scale in (k_scale, v_scale)]
-
-    added = 0
-    if new is not None:
-        added = queries
-        write = _binary.function(f"append_{variants[0].dtype}_{variants[0].cache}_{arch}")
-        write(*map(_aligned, new), k_cache, v_cache, cache_seqlens, table, *scales, paged, *scale_heads)
-
     group = heads // kv_heads
     columns = kv_heads * -(-queries * group // ROWS)
     shortest, most = chunking(num_splits, size, columns)
@@ -86,43 +112,98 @@ def attend(
     slots = max(1, min(most, -(-longest // shortest)))
     if slots * columns // kv_heads > _GRID or batch > _GRID:
         raise UnsupportedError(f"kernels cover up to {_GRID} sequences and splits")
-    parts = [anything, anything, cache_seqlens]
-    if slots > 1:
-        rows = batch * columns * slots * ROWS
-        if rows >= 2**31:
-            raise UnsupportedError("too many splits for one call")
-        parts = [
-            torch.empty(rows * size, dtype=torch.float32, device=q.device),
-            torch.empty(rows, dtype=torch.float32, device=q.device),
-            torch.empty(batch * columns, dtype=torch.int32, device=q.device),
-        ]
-    prefixes = cache_seqlens if prefix_lens is None else prefix_lens
+    rows = batch * columns * slots * ROWS if slots > 1 else 0
+    if rows >= 2**31:
+        raise UnsupportedError("too many splits for one call")
     page_shift = 31 + (page - 1).bit_length()
-    page_inverse = -(-(1 << page_shift) // page)
-    fixed_chunk = slots > 1 and -(-room // most) <= shortest  # the shortest, for any length
     blocks = batch * columns * slots
     variant = next((v for v in reversed(variants) if blocks <= _MULTIPROCESSORS * v.residents), variants[0])
-    integers = (
-        paged,
-        room,
-        added,
-        page_inverse,
-        page_shift,
-        group,
-        1.0 / group,
-        *scale_heads,
-        int(prefix_lens is not None),
-        min(prefix_len, _FAR),
-        left,
-        right,
+    scale_heads = [0 if scale is None else 1 + (scale.shape[0] > 1) for scale in (k_scale, v_scale)]
+    numbers = (
+        *(int(block_table is not None), room, queries if new else 0, -(-(1 << page_shift) // page), page_shift),
+        *(group, 1.0 / group, *scale_heads, int(prefix_lens is not None), min(prefix_len, _FAR), left, right),
+        *(float(size**-0.5 if softmax_scale is None else softmax_scale), float(softcap), shortest, most, slots),
+        slots > 1 and -(-room // most) <= shortest,  # chunks are the shortest, for any length
     )
-    scale = size**-0.5 if softmax_scale is None else softmax_scale
-    _binary.function(f"{variant.name}_{arch}")(
-        *(_aligned(q), k_cache, v_cache, cache_seqlens, table, *scales, prefixes, out, lse, *parts),
-        *(*integers, float(scale), float(softcap), shortest, most, slots, fixed_chunk),
+    write = f"append_{variant.dtype}_{variant.cache}_{arch}"
+    plan = Plan(
+        launch=_binary.function(f"{variant.name}_{arch}") if q.numel() else None,
+        combine=_binary.function(f"combine_{variant.dtype}_{arch}") if slots > 1 else None,
+        write=_binary.function(write) if new else None,
+        out=(tuple(q.shape), (queries * heads * size, heads * size, size, 1)),
+        lse=((batch, heads, queries), (heads * queries, queries, 1)),
+        rows=rows,
+        blocks_of_rows=batch * columns,
+        as_bytes=k_cache.element_size() == 1,
+        paged=int(block_table is not None),
+        scale_heads=(scale_heads[0], scale_heads[1]),
+        group=group,
+        slots=slots,
+        numbers=numbers,
+        copied=tuple(any(stride % 8 for stride in x.stride()[:-1]) for x in (q, *(new or (q, q)))),  # type: ignore[arg-type]
     )
-    if slots > 1:
-        _binary.function(f"combine_{_NAMES[q.dtype]}_{arch}")(out, lse, *parts, group, slots)
+    if len(_plans) >= _MOST_PLANS:
+        _plans.clear()
+    _plans[key] = plan
+    return plan
+
+
+def attend(
+    plan: Plan,
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    cache_seqlens: torch.Tensor,
+    block_table: torch.Tensor | None,
+    k_scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
+    prefix_lens: torch.Tensor | None,
+    new: tuple[torch.Tensor, ...] = (),
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse); first writes the new keys and values into the caches, if there are any."""
+    device = q.device
+    out = torch.empty_strided(*plan.out, dtype=q.dtype, device=device)
+    lse = torch.empty_strided(*plan.lse, dtype=torch.float32, device=device)
+    if plan.launch is None:
+        return out, lse
+    if k_cache.data_ptr() % 16 or v_cache.data_ptr() % 16:
+        raise UnsupportedError(_UNALIGNED)
+    if plan.as_bytes:
+        k_cache, v_cache = k_cache.view(torch.uint8), v_cache.view(torch.uint8)
+    table = cache_seqlens[None] if block_table is None else block_table
+    anything = lse.view(-1)  # stands where a tensor is optional
+    if k_scale is None:
+        k_scale = anything
+    if v_scale is None:
+        v_scale = anything
+    if plan.write is not None:
+        rows = [_aligned(x, copied) for x, copied in zip(new, plan.copied[1:], strict=True)]
+        write_to = (k_cache, v_cache, cache_seqlens, table, k_scale, v_scale)
+        plan.write(*rows, *write_to, plan.paged, *plan.scale_heads)
+    part_out = part_lse = anything
+    chunks = cache_seqlens
+    if plan.combine is not None:
+        part_out = torch.empty(plan.rows * q.shape[3], dtype=torch.float32, device=device)
+        part_lse = torch.empty(plan.rows, dtype=torch.float32, device=device)
+        chunks = torch.empty(plan.blocks_of_rows, dtype=torch.int32, device=device)
+    plan.launch(
+        _aligned(q, plan.copied[0]),
+        k_cache,
+        v_cache,
+        cache_seqlens,
+        table,
+        k_scale,
+        v_scale,
+        cache_seqlens if prefix_lens is None else prefix_lens,
+        out,
+        lse,
+        part_out,
+        part_lse,
+        chunks,
+        *plan.numbers,
+    )
+    if plan.combine is not None:
+        plan.combine(out, lse, part_out, part_lse, chunks, plan.group, plan.slots)
     return out, lse
 
 
@@ -140,8 +221,8 @@ def _covered(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) -> t
         raise UnsupportedError(f"no kernel for heads of this size with such a cache (kernels: {SIZES})")
     for cache in (k_cache, v_cache):
         unit = 16 // cache.element_size()
-        if cache.data_ptr() % 16 or any(stride % unit for stride in cache.stride()[:3]):
-            raise UnsupportedError("kernels take caches whose rows are aligned to 16 bytes")
+        if any(stride % unit for stride in cache.stride()[:3]):
+            raise UnsupportedError(_UNALIGNED)
         if cache.numel() == 0:
             raise UnsupportedError("the cache has no page")
         if (cache.shape[0] - 1) * cache.stride(0) + (cache.shape[1] - 1) * cache.stride(1) >= 2**32 * unit:
@@ -149,8 +230,6 @@ def _covered(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) -> t
     return variants
 
 
-def _aligned(x: torch.Tensor) -> torch.Tensor:
+def _aligned(x: torch.Tensor, copied: bool) -> torch.Tensor:
     """Rows that can be loaded 16 bytes at a time: x, or a copy."""
-    if x.data_ptr() % 16 == 0 and all(stride % 8 == 0 for stride in x.stride()[:-1]):
-        return x
-    return x.clone(memory_format=torch.contiguous_format)
+    return x.clone(memory_format=torch.contiguous_format) if copied or x.data_ptr() % 16 else x

@@ -196,6 +196,12 @@ def _check_append_int(
     _check_new(q, k_cache, k, v)
 
 
+def _numbers(scores: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What of the scores' arguments is no tensor, with its types: True and 1 are one key of a dictionary."""
+    *numbers, _, num_splits = scores
+    return *numbers, num_splits, *map(type, scores)
+
+
 @kernel_op(reference=reference.flash_attn_with_kvcache, check=_check, shape=reference.padded_shapes, kernel="cute")
 def _flash_attn_with_kvcache(
     q: torch.Tensor,
@@ -219,13 +225,17 @@ def _flash_attn_with_kvcache(
     num_splits: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """:func:`flash_attn_with_kvcache` that only reads the cache: (out, lse)."""
-    cache = (q, k_cache, v_cache, cache_seqlens, block_table, k_scale, v_scale)
-    int4 = (k_zero, v_zero, k_tail, seq_ids)
     scores = (softmax_scale, causal, window_left, window_right, softcap, prefix_len, prefix_lens, num_splits)
-    _check(*cache, *int4, *scores)
-    if k_cache.dtype == torch.int8 or k_tail is not None:
-        raise UnsupportedError("kernels cover caches of the queries' dtype and of e4m3")
-    return decode.attend(*cache, *scores)
+    int4 = (k_zero, v_zero, k_tail, seq_ids)
+    form = decode.form(q, k_cache, v_cache, cache_seqlens, block_table, k_scale, v_scale, *int4, prefix_lens)
+    key = (form, _numbers(scores))
+    plan = decode.plan_of(key)
+    if plan is None:
+        _check(q, k_cache, v_cache, cache_seqlens, block_table, k_scale, v_scale, *int4, *scores)
+        if k_cache.dtype == torch.int8 or k_tail is not None:
+            raise UnsupportedError("kernels cover caches of the queries' dtype and of e4m3")
+        plan = decode.make_plan(key, q, k_cache, v_cache, block_table, k_scale, v_scale, *scores)
+    return decode.attend(plan, q, k_cache, v_cache, cache_seqlens, block_table, k_scale, v_scale, prefix_lens)
 
 
 @kernel_op(
@@ -255,10 +265,14 @@ def _flash_attn_with_kvcache_append(
     num_splits: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """:func:`flash_attn_with_kvcache` that first appends k and v, as they are or as FP8, in place: (out, lse)."""
-    scales = (k_scale, v_scale)
+    cache = (cache_seqlens, block_table, k_scale, v_scale)
     scores = (softmax_scale, causal, window_left, window_right, softcap, prefix_len, prefix_lens, num_splits)
-    _check_append(q, k_cache, v_cache, k, v, cache_seqlens, block_table, *scales, *scores)
-    return decode.attend(q, k_cache, v_cache, cache_seqlens, block_table, *scales, *scores, new=(k, v))
+    key = (decode.form(q, k_cache, v_cache, k, v, *cache, prefix_lens), _numbers(scores))
+    plan = decode.plan_of(key)
+    if plan is None:
+        _check_append(q, k_cache, v_cache, k, v, *cache, *scores)
+        plan = decode.make_plan(key, q, k_cache, v_cache, *cache[1:], *scores, new=(k, v))
+    return decode.attend(plan, q, k_cache, v_cache, *cache, prefix_lens, new=(k, v))
 
 
 @kernel_op(
