@@ -11,6 +11,7 @@ import torch
 from kestrel_runtime import Binary, UnsupportedError
 
 from .kernels.variants import DTYPES, SIZES, DecodeVariant, covering
+from .plans import Plans
 
 _binary = Binary("kestrel_attention")
 _NAMES = dict(zip((torch.bfloat16, torch.float16), DTYPES, strict=True))
@@ -40,7 +41,7 @@ def chunking(num_splits: int, size: int, columns: int) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Plan:
-    """What shapes, strides, dtypes and numbers decide: made once for each combination of them that was checked."""
+    """What the form of the tensors and the numbers of a call decide."""
 
     launch: Callable[..., None] | None
     """The decode kernel; None where there is nothing to write."""
@@ -62,18 +63,7 @@ class Plan:
     """q, k and v that have strides of no multiple of 16 bytes: the kernels take copies."""
 
 
-_plans: dict[Any, Plan] = {}
-_MOST_PLANS = 4096  # a plan is some 2 KB
-
-
-def form(*tensors: torch.Tensor | None) -> tuple[Any, ...]:
-    """What of tensors a plan depends on, and what checks look at."""
-    return tuple([None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in tensors])
-
-
-def plan_of(key: Any) -> Plan | None:
-    """The plan of a form and numbers that were checked before."""
-    return _plans.get(key)
+plans: Plans[Plan] = Plans()
 
 
 def make_plan(
@@ -142,10 +132,7 @@ def make_plan(
         numbers=numbers,
         copied=tuple(any(stride % 8 for stride in x.stride()[:-1]) for x in (q, *(new or (q, q)))),  # type: ignore[arg-type]
     )
-    if len(_plans) >= _MOST_PLANS:
-        _plans.clear()
-    _plans[key] = plan
-    return plan
+    return plans.keep(key, plan)
 
 
 def attend(

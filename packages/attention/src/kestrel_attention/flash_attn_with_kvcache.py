@@ -9,6 +9,7 @@ import torch
 from kestrel_runtime import UnsupportedError, check, kernel_op
 
 from . import arguments, decode, reference
+from .plans import form
 
 _OP = "flash_attn_with_kvcache"
 
@@ -197,7 +198,7 @@ def _check_append_int(
 
 
 def _numbers(scores: tuple[Any, ...]) -> tuple[Any, ...]:
-    """What of the scores' arguments is no tensor, with its types: True and 1 are one key of a dictionary."""
+    """What of the scores' arguments is no tensor, and the types of all."""
     *numbers, _, num_splits = scores
     return *numbers, num_splits, *map(type, scores)
 
@@ -227,9 +228,9 @@ def _flash_attn_with_kvcache(
     """:func:`flash_attn_with_kvcache` that only reads the cache: (out, lse)."""
     scores = (softmax_scale, causal, window_left, window_right, softcap, prefix_len, prefix_lens, num_splits)
     int4 = (k_zero, v_zero, k_tail, seq_ids)
-    form = decode.form(q, k_cache, v_cache, cache_seqlens, block_table, k_scale, v_scale, *int4, prefix_lens)
-    key = (form, _numbers(scores))
-    plan = decode.plan_of(key)
+    tensors = form(q, k_cache, v_cache, cache_seqlens, block_table, k_scale, v_scale, *int4, prefix_lens)
+    key = (tensors, _numbers(scores))
+    plan = decode.plans.get(key)
     if plan is None:
         _check(q, k_cache, v_cache, cache_seqlens, block_table, k_scale, v_scale, *int4, *scores)
         if k_cache.dtype == torch.int8 or k_tail is not None:
@@ -267,8 +268,8 @@ def _flash_attn_with_kvcache_append(
     """:func:`flash_attn_with_kvcache` that first appends k and v, as they are or as FP8, in place: (out, lse)."""
     cache = (cache_seqlens, block_table, k_scale, v_scale)
     scores = (softmax_scale, causal, window_left, window_right, softcap, prefix_len, prefix_lens, num_splits)
-    key = (decode.form(q, k_cache, v_cache, k, v, *cache, prefix_lens), _numbers(scores))
-    plan = decode.plan_of(key)
+    key = (form(q, k_cache, v_cache, k, v, *cache, prefix_lens), _numbers(scores))
+    plan = decode.plans.get(key)
     if plan is None:
         _check_append(q, k_cache, v_cache, k, v, *cache, *scores)
         plan = decode.make_plan(key, q, k_cache, v_cache, *cache[1:], *scores, new=(k, v))

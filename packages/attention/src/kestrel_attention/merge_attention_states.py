@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from kestrel_runtime import Binary, UnsupportedError, check, kernel_op
 
 from . import reference
+from .plans import Plans, form
 
 _binary = Binary("kestrel_attention")
+_launches: Plans[Callable[..., None]] = Plans()
+_UNALIGNED = "the kernel takes rows that are aligned to 16 bytes"
 _NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
@@ -49,14 +54,19 @@ def merge_attention_states(
     >>> kestrel_attention.merge_attention_states(one, equal, three, equal)
     (tensor([[[2., 2.]]]), tensor([[0.6931]]))
     """
-    check_merge_attention_states(out_a, lse_a, out_b, lse_b)
-    vector = 16 // out_a.element_size()
-    aligned = all(x.data_ptr() % 16 == 0 and x.stride(0) % vector == x.stride(1) % vector == 0 for x in (out_a, out_b))
-    if out_a.shape[2] % vector or not aligned:
-        raise UnsupportedError("the kernel takes rows that are aligned to 16 bytes")
-    launch = _binary.function(f"merge_{_NAMES[out_a.dtype]}_{_binary.arch(out_a.device)}")
-    out = torch.empty(out_a.shape, dtype=out_a.dtype, device=out_a.device)
-    lse = torch.empty(lse_a.shape, dtype=torch.float32, device=out_a.device)
+    key = form(out_a, lse_a, out_b, lse_b)
+    launch = _launches.get(key)
+    if launch is None:
+        check_merge_attention_states(out_a, lse_a, out_b, lse_b)
+        vector = 16 // out_a.element_size()
+        if out_a.shape[2] % vector or any(x.stride(i) % vector for x in (out_a, out_b) for i in range(2)):
+            raise UnsupportedError(_UNALIGNED)
+        function = f"merge_{_NAMES[out_a.dtype]}_{_binary.arch(out_a.device)}"
+        launch = _launches.keep(key, _binary.function(function))
+    if out_a.data_ptr() % 16 or out_b.data_ptr() % 16:
+        raise UnsupportedError(_UNALIGNED)
+    out = torch.empty_like(out_a, memory_format=torch.contiguous_format)
+    lse = torch.empty_like(lse_a, memory_format=torch.contiguous_format)
     if out.numel():
         launch(out_a, lse_a, out_b, lse_b, out, lse)
     return out, lse

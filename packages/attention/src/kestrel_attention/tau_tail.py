@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from kestrel_runtime import Binary, UnsupportedError, check, kernel_op
 
 from . import reference
+from .plans import Plans, form
 
 _binary = Binary("kestrel_attention")
+_launches: Plans[Callable[..., None]] = Plans()
+_UNALIGNED = "the kernel takes heads that are aligned to 16 bytes"
 _NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
@@ -75,11 +80,18 @@ def tau_tail(
     >>> qkv
     tensor([[2., 2., 1., 1., 3., 3.]])
     """
-    check_tau_tail(qkv, tok_qv_linear, tau_pos_table, positions, num_heads, head_size)
-    vector = 16 // qkv.element_size()
-    if head_size % vector or qkv.data_ptr() % 16 or qkv.stride(0) % vector:
-        raise UnsupportedError("the kernel takes heads that are aligned to 16 bytes")
-    launch = _binary.function(f"tau_tail_{_NAMES[qkv.dtype]}_{_NAMES[tau_pos_table.dtype]}_{_binary.arch(qkv.device)}")
+    tensors = form(qkv, tok_qv_linear, tau_pos_table, positions)
+    key = (tensors, num_heads, head_size, type(num_heads), type(head_size))
+    launch = _launches.get(key)
+    if launch is None:
+        check_tau_tail(qkv, tok_qv_linear, tau_pos_table, positions, num_heads, head_size)
+        vector = 16 // qkv.element_size()
+        if head_size % vector or qkv.stride(0) % vector:
+            raise UnsupportedError(_UNALIGNED)
+        name = f"tau_tail_{_NAMES[qkv.dtype]}_{_NAMES[tau_pos_table.dtype]}"
+        launch = _launches.keep(key, _binary.function(f"{name}_{_binary.arch(qkv.device)}"))
+    if qkv.data_ptr() % 16:
+        raise UnsupportedError(_UNALIGNED)
     if qkv.shape[0] == 0 or tau_pos_table.shape[0] == 0:
         return
     wide = positions.dtype == torch.int64
