@@ -99,7 +99,7 @@ def gather_cache(
     check.number(op, "length", length, integer=True, minimum=0)
     heads, width = key_cache.shape[2:]
     shape = length, heads, width if k_zero is None else 2 * width
-    k, v = (torch.empty(shape, dtype=dtype, device=key_cache.device) for _ in range(2))
+    k, v = (torch.empty(*shape, dtype=dtype, device=key_cache.device) for _ in range(2))
     _kernels.gather_cache(
         k,
         v,

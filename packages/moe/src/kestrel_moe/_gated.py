@@ -16,7 +16,7 @@ def launch(
 ) -> torch.Tensor:
     """activation(h) * (g + shift) of x [..., 2F] into ``out``, or a new tensor [..., F]."""
     if out is None:
-        out = torch.empty((*x.shape[:-1], x.shape[-1] // 2), dtype=x.dtype, device=x.device)
+        out = torch.empty(*x.shape[:-1], x.shape[-1] // 2, dtype=x.dtype, device=x.device)
     if x.ndim == 2:
         _kernels.gated(out, x, silu, approximate, shift)
     else:
@@ -35,7 +35,7 @@ def launch_fp8(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The same of x [T, 2F], quantised to FP8 with a scale per row."""
     tokens, width = x.shape
-    q = torch.empty((tokens, width // 2), dtype=torch.float8_e4m3fn, device=x.device)
-    scale = torch.empty((tokens, 1), dtype=torch.float32, device=x.device)
+    q = torch.empty(tokens, width // 2, dtype=torch.float8_e4m3fn, device=x.device)
+    scale = torch.empty(tokens, 1, dtype=torch.float32, device=x.device)
     _kernels.gated_fp8(q.view(torch.uint8), scale, x, silu, approximate, shift)
     return q, scale

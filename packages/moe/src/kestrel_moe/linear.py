@@ -21,7 +21,7 @@ def _rows(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """x as [T, K], the result [..., N], and the same as [T, N]: where a kernel writes."""
     if out is None:
-        out = torch.empty((*x.shape[:-1], weight.shape[0]), dtype=dtype, device=x.device)
+        out = torch.empty(*x.shape[:-1], weight.shape[0], dtype=dtype, device=x.device)
     if x.ndim == 2:
         return x, out, out
     # the entry points see rows: leading dimensions are checked here

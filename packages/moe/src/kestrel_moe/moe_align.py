@@ -245,8 +245,8 @@ def route_and_align(
         weights, ids, _ = topk_softmax(logits, k, renormalize=renormalize, bias=bias)
         moe_align_block_size(ids, experts, block_size, slots, block_experts, length, expert_map)
         return weights, ids, slots, block_experts, length
-    weights = torch.empty((tokens, k), dtype=torch.float32, device=device)
-    ids = torch.empty((tokens, k), dtype=torch.int32, device=device)
+    weights = torch.empty(tokens, k, dtype=torch.float32, device=device)
+    ids = torch.empty(tokens, k, dtype=torch.int32, device=device)
     _kernels.route_and_align(
         weights, ids, slots, block_experts, length, logits, k, block_size, renormalize, bias, expert_map
     )

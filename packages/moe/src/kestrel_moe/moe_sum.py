@@ -34,6 +34,6 @@ def moe_sum(x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
     [[111.0, 222.0]]
     """
     if out is None:
-        out = torch.empty((x.shape[0], x.shape[2]), dtype=x.dtype, device=x.device)
+        out = torch.empty(x.shape[0], x.shape[2], dtype=x.dtype, device=x.device)
     _kernels.moe_sum(out, x)
     return out

@@ -67,11 +67,12 @@ def topk_softmax(
     ([[0.5, 0.5]], [[1, 2]], [0, 1, 1, 0])
     """
     tokens, experts = gating.shape
-    weights = torch.empty((tokens, k), dtype=torch.float32, device=gating.device)
-    ids = torch.empty((tokens, k), dtype=torch.int32, device=gating.device)
-    counts = torch.empty(experts, dtype=torch.int32, device=gating.device)
+    device = gating.device
+    weights = torch.empty(tokens, k, dtype=torch.float32, device=device)
+    ids = torch.empty(tokens, k, dtype=torch.int32, device=device)
+    counts = torch.empty(experts, dtype=torch.int32, device=device)
     scratch = None
     if tokens > _TOKENS_OF_ONE_BLOCK:
-        scratch = torch.empty(2, dtype=torch.int64, device=gating.device)
+        scratch = torch.empty(2, dtype=torch.int64, device=device)
     _kernels.topk_softmax(weights, ids, counts, scratch, gating, k, renormalize, bias, num_tokens)
     return weights, ids, counts

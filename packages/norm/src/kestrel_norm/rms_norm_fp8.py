@@ -24,7 +24,7 @@ def _check_bound(op: str, x: torch.Tensor, scale_ub: torch.Tensor | None) -> Non
 def _codes_and_scale(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """What a launch fills: codes as bytes, as which they cross into C++, and a scale per row."""
     q = torch.empty_like(x, dtype=torch.uint8, memory_format=torch.contiguous_format)
-    return q, x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
+    return q, torch.empty(*x.shape[:-1], 1, dtype=torch.float32, device=x.device)
 
 
 def check_rms_norm_fp8(

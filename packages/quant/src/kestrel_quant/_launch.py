@@ -28,7 +28,7 @@ def groups_of(columns: int, group_size: int) -> int:
 def result(out: torch.Tensor | None, shape: Sequence[int], dtype: torch.dtype, like: torch.Tensor) -> torch.Tensor:
     """``out``, which must have this dtype, or a new tensor."""
     if out is None:
-        return torch.empty(shape, dtype=dtype, device=like.device)
+        return torch.empty(*shape, dtype=dtype, device=like.device)
     if out.dtype != dtype:
         raise TypeError("out")  # the check that follows a failed launch finds the words
     return out

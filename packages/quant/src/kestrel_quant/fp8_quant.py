@@ -87,14 +87,14 @@ def _fp8_quant(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Dynamic scales; column-major ones as the buffer behind them, [groups, T rounded up to 4]."""
     rows, columns = x.shape
-    q = torch.empty((rows, columns), dtype=torch.uint8, device=x.device)
+    q = torch.empty(rows, columns, dtype=torch.uint8, device=x.device)
     shape: tuple[int, ...] = (rows, 1)
     if granularity == "tensor":
         shape = (1,)
     elif granularity == "group":
         groups = groups_of(columns, group_size)
         shape = (groups, -(-rows // 4) * 4) if column_major_scales else (rows, groups)
-    scale = torch.empty(shape, dtype=torch.float32, device=x.device)
+    scale = torch.empty(*shape, dtype=torch.float32, device=x.device)
     maxima = slots(x) if granularity == "tensor" else None
     kernels.fp8_quant(q, scale, maxima, x, granularity, group_size, scale_ub, column_major_scales)
     return q.view(torch.float8_e4m3fn), scale
@@ -111,7 +111,7 @@ def _check_fp8_quant_static(x: torch.Tensor, scale: torch.Tensor) -> None:
 @kernel_op(reference=reference.fp8_quant_static, check=_check_fp8_quant_static, kernel="cuda")
 def _fp8_quant_static(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """A given scale, [1] or [T, 1]."""
-    q = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
+    q = torch.empty(*x.shape, dtype=torch.uint8, device=x.device)
     kernels.fp8_quant_static(q, x, scale)
     return q.view(torch.float8_e4m3fn)
 

@@ -39,8 +39,8 @@ def int4_quant(x: torch.Tensor, *, group_size: int = 128) -> tuple[torch.Tensor,
     ([[231, 112]], [[1.0, 2.0]])
     """
     rows, columns = x.shape
-    q = torch.empty((rows, columns // 2), dtype=torch.uint8, device=x.device)
-    scale = torch.empty((rows, groups_of(columns, group_size)), dtype=torch.float32, device=x.device)
+    q = torch.empty(rows, columns // 2, dtype=torch.uint8, device=x.device)
+    scale = torch.empty(rows, groups_of(columns, group_size), dtype=torch.float32, device=x.device)
     kernels.int4_quant(q, scale, x, group_size)
     return q, scale
 

@@ -35,8 +35,8 @@ def int8_quant(x: torch.Tensor, *, granularity: str = "row") -> tuple[torch.Tens
     ([[127, -64, 0, 2]], [[2.0]])
     """
     per_tensor = granularity == "tensor"
-    q = torch.empty(x.shape, dtype=torch.int8, device=x.device)
-    scale = torch.empty((1,) if per_tensor else (x.shape[0], 1), dtype=torch.float32, device=x.device)
+    q = torch.empty(*x.shape, dtype=torch.int8, device=x.device)
+    scale = torch.empty(*((1,) if per_tensor else (x.shape[0], 1)), dtype=torch.float32, device=x.device)
     kernels.int8_quant(q, scale, slots(x) if per_tensor else None, x, granularity)
     return q, scale
 

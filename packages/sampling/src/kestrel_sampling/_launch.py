@@ -52,6 +52,6 @@ def probabilities(
 ) -> torch.Tensor:
     """float32 like ``rows``, in ``out`` if it is given."""
     if out is None:
-        out = torch.empty(rows.shape, dtype=torch.float32, device=rows.device)
+        out = torch.empty(*rows.shape, dtype=torch.float32, device=rows.device)
     _binary.probabilities(op, out, rows, logits, *temperature, *top_k, *top_p, 0, 0)
     return out

@@ -15,6 +15,8 @@ def number_or_tensor(op: str, name: str, value: float | torch.Tensor) -> tuple[t
     """A float parameter as (tensor, 0.0) or (None, number). The op rounds the number to float32, as the tensor is."""
     if isinstance(value, torch.Tensor):
         return value, 0.0
+    if type(value) is float and value == value:  # the common case takes no checks
+        return None, value
     check.number(op, name, value)
     if isinstance(value, int) and abs(value) > sys.float_info.max:
         check.fail(op, name, f"at most {sys.float_info.max} in magnitude", "a larger integer")
@@ -25,14 +27,17 @@ def count_or_tensor(op: str, name: str, value: int | torch.Tensor) -> tuple[torc
     """A count as (tensor, 0) or (None, number)."""
     if isinstance(value, torch.Tensor):
         return value, 0
-    check.number(op, name, value, integer=True, minimum=-(2**63), maximum=2**63 - 1)
+    if type(value) is not int or not -(2**63) <= value < 2**63:
+        check.number(op, name, value, integer=True, minimum=-(2**63), maximum=2**63 - 1)
     return None, value
 
 
 def is_joint(op: str, filter_apply_order: str) -> bool:
     """Whether top-k and top-p both look at the whole row."""
+    if filter_apply_order == "top_k_first":
+        return False
     check.choice(op, "filter_apply_order", filter_apply_order, ("top_k_first", "joint"))
-    return filter_apply_order == "joint"
+    return True
 
 
 def integer_or_tensor(op: str, name: str, value: int | torch.Tensor) -> tuple[torch.Tensor | None, int]:
@@ -58,6 +63,8 @@ def keys(
     given. Drawing from a generator stays on the device.
     """
     check.flag(op, "return_valid", return_valid)
+    if isinstance(seed, torch.Tensor) and isinstance(offset, torch.Tensor) and generator is None:
+        return seed, 0, offset, 0  # as in a captured graph: what they are is for the launch to check
     check.tensor(op, name, probs, ndim=2)
     capturing = probs.is_cuda and not torch.compiler.is_compiling() and torch.cuda.is_current_stream_capturing()
     if capturing:
