@@ -95,12 +95,16 @@ class Decode:
 
     @cute.jit
     def __call__(self, *given):
-        """Given: the fields of Tensors, those of Numbers, and the stream."""
+        """Given: the fields of Tensors, those of Numbers, more for some caches, and the stream."""
         count = cutlass.const_expr(len(Tensors._fields))
-        tensors, numbers = Tensors(*given[:count]), Numbers(*given[count:-1])
+        both = cutlass.const_expr(count + len(Numbers._fields))
+        tensors, numbers = Tensors(*given[:count]), Numbers(*given[count:both])
+        more = None
+        if cutlass.const_expr(self.tiles.cache.more is not None):
+            more = self.tiles.cache.more(*given[both:-1])
         batch, queries, _, _ = tensors.mQ.shape
         blocks = cute.ceil_div(queries * numbers.group, ROWS)
-        self.kernel(tensors, numbers).launch(
+        self.kernel(tensors, numbers, more).launch(
             grid=[tensors.mK.shape[2], numbers.slots * blocks, batch],
             block=[32 * self.warps, 1, 1],
             stream=given[-1],
@@ -112,7 +116,7 @@ class Decode:
     # -- device ---------------------------------------------------------------------------------------------------
 
     @cute.kernel
-    def kernel(self, tensors: Tensors, n: Numbers):
+    def kernel(self, tensors: Tensors, n: Numbers, more):
         mQ, mK, mV, mLengths, mTable, mKScale, mVScale, mPrefix, mOut, mLse, mPartOut, mPartLse, mChunks = tensors
         tid, _, _ = cute.arch.thread_idx()
         kv_head, slot, sequence = cute.arch.block_idx()
@@ -140,6 +144,7 @@ class Decode:
             mK.shape[1],
             (n.page_inverse, n.page_shift),
             strides,
+            self.tiles.cache.scales_at(more, kv_head, lane, self.tiles.lookups),
         )
         length_at = mLengths.iterator.toint() + 4 * Int64(sequence) * mLengths.stride[0]
         known = n.left < 0 and (n.slots == 1 or n.fixed_chunk != 0)  # where the chunk starts, whatever the length
@@ -206,7 +211,9 @@ class Decode:
                 scale = scale * (2.0 / n.softcap)
             results = (mOut, mLse, mPartOut, mPartLse, slot, n.slots, block, mVScale, n.v_scale_heads)
             caches = self.tiles.addresses(mK, mV, kv_head, warp % self.tiles.value_split, lane)
-            self.attend(rQ, rPage, rAhead, pages, caches, place, (start, end), sSeen, scale, cap, results, warp, lane)
+            self.attend(
+                rQ, rPage, rAhead, pages, caches, place, (start, end), sSeen, scale, cap, results, more, warp, lane
+            )
 
     @cute.jit
     def prefetch(self, mQ, length_at, place, pages, room, known, guess, warp, share, lane):
@@ -215,7 +222,7 @@ class Decode:
             if lane == 0:
                 ptx.prefetch(length_at)
             ptx.prefetch(self.query_row(mQ, place, lane))
-        table, stride, _, paged, _, page, inverse, _ = pages
+        table, stride, _, paged, _, page, inverse, _, _ = pages
         key = self.position(guess, share, 0, lane)
         if paged != 0 and known and key < room:
             entry, _ = self.split(key, page, inverse)
@@ -237,11 +244,11 @@ class Decode:
         return first, last
 
     @cute.jit
-    def attend(self, rQ, rPage, rAhead, pages, caches, place, span, sSeen, scale, cap, results, warp, lane):
+    def attend(self, rQ, rPage, rAhead, pages, caches, place, span, sSeen, scale, cap, results, more, warp, lane):
         """One block's rows over one chunk of keys."""
         start, end = span
         tiles = (cutlass.max(end - start, 0) + TILE - 1) // TILE
-        row_scale = self.narrow_queries(rQ)
+        row_scale = self.narrow_queries(rQ, more)
         scales = [scale * cute.arch.shuffle_sync(row_scale, lane % 4 * 8 + 4 * e) for e in range(2)]
         sQ = rQ
         if cutlass.const_expr(self.tiles.queries_in_shared):
@@ -270,7 +277,7 @@ class Decode:
             warp // self.tiles.value_split, sQ, ahead, pages, caches, place, span, tiles, how, meeting, lane
         )
         cute.arch.sync_threads()
-        self.join(meeting, sSeen[3], place, results, warp, lane)
+        self.join(meeting, sSeen[3], place, results, more, warp, lane)
 
     @cute.jit
     def take_shares(self, share, sQ, ahead, pages, caches, place, span, tiles, how, meeting, lane):
@@ -281,28 +288,34 @@ class Decode:
         rPage, rAhead = ahead
         start, end = span
         sSeen, scales, cap = how
-        rNow = cute.make_rmem_tensor(3 * self.tiles.lookups, Uint32)  # offsets of keys and values, and which keys exist
-        rNext = cute.make_rmem_tensor(3 * self.tiles.lookups, Uint32)
+        rNow = cute.make_rmem_tensor(
+            self.tiles.located_words, Uint32
+        )  # offsets of keys and values, and which keys exist
+        rNext = cute.make_rmem_tensor(self.tiles.located_words, Uint32)
         rBuffer = [cute.make_rmem_tensor(self.tiles.words, Uint32) for _ in range(2)]
         rOut = cute.make_rmem_tensor(4 * self.tiles.output_tiles, Float32)
         rMax = cute.make_rmem_tensor(2, Float32)  # of rows 2t and 2t + 1
-        rSum = cute.make_rmem_tensor(2, Float32)
+        rSum = cute.make_rmem_tensor(self.tiles.cache.sums, Float32)
         rScore = cute.make_rmem_tensor(4 * self.tiles.at_once, Float32)
-        x = share
+        rStart = cute.make_rmem_tensor(2, Float32)
+        x = share * self.tiles.share_tiles
         following_x = self.after(x, tiles)
         self.look_up(rAhead, pages, start, end, following_x, lane)
         self.locate(rPage, rNext, pages, start, end, x, lane)
         for piece in cutlass.range_constexpr(2):
             self.tiles.load(piece, rBuffer[piece], rNext, caches, x, tiles, lane)
+        rStart.fill(0.0)
+        self.tiles.cache.first_scores(self.tiles, sQ, rStart)
         rOut.fill(0.0)
         rMax.fill(-Float32.inf)
         rSum.fill(0.0)
         while x < tiles:
-            for i in cutlass.range_constexpr(3 * self.tiles.lookups):
+            for i in cutlass.range_constexpr(self.tiles.located_words):
                 rNow[i] = rNext[i]
             self.locate(rAhead, rNext, pages, start, end, following_x, lane)
             self.look_up(rAhead, pages, start, end, self.after(following_x, tiles), lane)
-            rScore.fill(0.0)
+            for i in cutlass.range_constexpr(4 * self.tiles.at_once):
+                rScore[i] = rStart[i % 2]
             for piece in cutlass.range_constexpr(2 * self.tiles.pieces):
                 rPiece = rBuffer[piece % 2]
                 if cutlass.const_expr(piece < self.tiles.pieces):
@@ -317,7 +330,7 @@ class Decode:
                 else:
                     self.tiles.load(coming - 2 * self.tiles.pieces, rPiece, rNext, caches, following_x, tiles, lane)
             if x + self.tiles.at_once * self.tiles.shares >= tiles:
-                self.leave(rOut, rMax, rSum, meeting, place, x % self.tiles.shares, lane)
+                self.leave(rOut, rMax, rSum, meeting, place, x // self.tiles.share_tiles % self.tiles.shares, lane)
                 rOut.fill(0.0)
                 rMax.fill(-Float32.inf)
                 rSum.fill(0.0)
@@ -328,7 +341,7 @@ class Decode:
         stride = cutlass.const_expr(self.warps // self.tiles.value_split)
         if lane < ROWS:
             for empty in cutlass.range(share, self.tiles.shares, stride, unroll=1):
-                if empty >= tiles:
+                if empty * self.tiles.share_tiles >= tiles:
                     sMax[empty * ROWS + lane] = -Float32.inf
                     sSum[empty * ROWS + lane] = Float32(0.0)
 
@@ -336,9 +349,9 @@ class Decode:
     def after(self, x: Int32, tiles: Int32) -> Int32:
         """The first tile of the step after the one that starts with tile x; NONE past the last."""
         later = x + self.tiles.at_once * self.tiles.shares
-        share = x % self.tiles.shares + self.warps // self.tiles.value_split
+        share = x // self.tiles.share_tiles % self.tiles.shares + self.warps // self.tiles.value_split
         if later >= tiles:
-            later = cutlass.select_(share < self.tiles.shares, share, Int32(NONE))
+            later = cutlass.select_(share < self.tiles.shares, share * self.tiles.share_tiles, Int32(NONE))
         return cutlass.select_(later < tiles, later, Int32(NONE))
 
     # -- queries --------------------------------------------------------------------------------------------------
@@ -358,7 +371,7 @@ class Decode:
         """The B tiles of Q', as they are; zeros past the last row and dim."""
         _, _, _, rows, _, _ = place
         address = self.query_row(mQ, place, lane)
-        dims = cutlass.const_expr(128 // self.tiles.cache.bits)  # of a lane, in a chunk of keys
+        dims = cutlass.const_expr(self.tiles.key_dims)
         for i in cutlass.range_constexpr(self.tiles.query_words // 4):
             c, part = i // (dims // 8), i % (dims // 8)
             dim = c * 4 * dims + lane % 4 * dims + part * 8
@@ -370,10 +383,30 @@ class Decode:
                     rQ[4 * i + k] = loaded[k]
 
     @cute.jit
-    def narrow_queries(self, rQ):
+    def narrow_queries(self, rQ, more):
         """bf16 queries become f16 where keys do: times a power of two per row, whose inverse is returned."""
         row_scale = Float32(1.0)
-        if cutlass.const_expr(self.tiles.cache.kind == "f16" and self.dtype is cutlass.BFloat16):
+        if cutlass.const_expr(more is not None):
+            largest = Float32(0.0)
+            for i in cutlass.range_constexpr(self.tiles.query_words):
+                for x in self.unpack(rQ[i], more.bf16):
+                    largest = ptx.maximum(largest, ptx.float_of(ptx.bits_of(x) & 0x7FFFFFFF))
+            largest = ptx.maximum(largest, cute.arch.shuffle_sync_bfly(largest, 1))
+            largest = ptx.maximum(largest, cute.arch.shuffle_sync_bfly(largest, 2))
+            goal = cutlass.const_expr(self.tiles.cache.query_exponent)
+            exponent = cutlass.max(cutlass.min(ptx.bits_of(largest) >> 23, 254), goal + 1)
+            factor = ptx.float_of((254 + goal - exponent) << 23)
+            back = cutlass.const_expr(self.tiles.cache.exponent - goal)
+            row_scale = ptx.float_of(cutlass.min(exponent + back, 254) << 23)
+            for i in cutlass.range_constexpr(self.tiles.query_words // 4):
+                pairs = []
+                for k in cutlass.range_constexpr(4):
+                    low, high = self.unpack(rQ[4 * i + k], more.bf16)
+                    pairs.append(ptx.pack_pair(low * factor, high * factor, "f16"))
+                pairs = self.tiles.cache.arrange(pairs)
+                for k in cutlass.range_constexpr(4):
+                    rQ[4 * i + k] = pairs[k]
+        elif cutlass.const_expr(self.tiles.cache.kind == "f16" and self.dtype is cutlass.BFloat16):
             largest = Int32(0)
             for i in cutlass.range_constexpr(self.tiles.query_words):
                 low, high = Int32(rQ[i] & 0x7FFF), Int32((rQ[i] >> 16) & 0x7FFF)
@@ -388,20 +421,26 @@ class Decode:
                 rQ[i] = ptx.pack_pair(low * factor, high * factor, "f16")
         return row_scale
 
+    @cute.jit
+    def unpack(self, pair: Uint32, bf16: Int32):
+        """Two bf16 or two f16 as float32."""
+        of_bf16, of_f16 = ptx.unpack_pair(pair, "bf16"), ptx.unpack_pair(pair, "f16")
+        return [cutlass.select_(bf16 != 0, x, y) for x, y in zip(of_bf16, of_f16, strict=True)]
+
     # -- where keys lie -------------------------------------------------------------------------------------------
 
     @cute.jit
     def position(self, start, x, lookup: cutlass.Constexpr, lane):
         """The key that a lane looks up: lanes 0-15 those of one tile, 16-31 those of the share's next."""
-        tile = x + 2 * lookup * self.tiles.shares
+        tile = x + 2 * lookup * self.tiles.apart
         if cutlass.const_expr(self.tiles.at_once > 1):
-            tile = tile + lane // TILE * self.tiles.shares
+            tile = tile + lane // TILE * self.tiles.apart
         return start + tile * TILE + lane % TILE
 
     @cute.jit
     def look_up(self, rPage, pages, start, end, x, lane):
         """Start reading the entries of the block table for a step, up to key ``end``."""
-        table, stride, sequence, paged, _, page, inverse, _ = pages
+        table, stride, sequence, paged, _, page, inverse, _, _ = pages
         for i in cutlass.range_constexpr(self.tiles.lookups):
             key = self.position(start, x, i, lane)
             rPage[i] = Int32(-1)
@@ -421,17 +460,20 @@ class Decode:
     @cute.jit
     def locate(self, rPage, rAt, pages, start, end, x, lane):
         """From pages to offsets in units of 16 bytes, and a bit for each key that exists."""
-        _, _, _, _, blocks, page, inverse, strides = pages
+        _, _, _, _, blocks, page, inverse, strides, scales_at = pages
         for i in cutlass.range_constexpr(self.tiles.lookups):
             key = self.position(start, x, i, lane)
             exists = rPage[i] >= 0 and rPage[i] < blocks and key < end
             rAt[3 * i] = Uint32(0)
             rAt[3 * i + 1] = Uint32(0)
+            offset = Uint32(0)
             if exists:
                 _, offset = self.split(key, page, inverse)
                 rAt[3 * i] = Uint32(rPage[i]) * strides[0] + offset * strides[1]
                 rAt[3 * i + 1] = Uint32(rPage[i]) * strides[2] + offset * strides[3]
             rAt[3 * i + 2] = Uint32(cute.arch.vote_ballot_sync(exists))
+            at = cutlass.const_expr(3 * self.tiles.lookups + i * self.tiles.cache.scale_words)
+            self.tiles.cache.locate_scales(rAt, at, scales_at, exists, rPage[i], offset)
 
     # -- results --------------------------------------------------------------------------------------------------
 
@@ -456,7 +498,20 @@ class Decode:
                     sOut[at + 1] = rOut[4 * tile + 2 + odd]
 
     @cute.jit
-    def join(self, meeting, chunks, place, results, warp, lane):
+    def store(self, mOut, place, low, high, more):
+        """Two neighbouring elements of the result, rounded."""
+        sequence, query, head, dim = place
+        if cutlass.const_expr(more is None):
+            mOut[sequence, query, head, dim] = self.dtype(low)
+            mOut[sequence, query, head, dim + 1] = self.dtype(high)
+        else:
+            of_bf16, of_f16 = ptx.pack_pair(low, high, "bf16"), ptx.pack_pair(low, high, "f16")
+            target = Int64(sequence) * mOut.stride[0] + Int64(query) * mOut.stride[1] + Int64(head) * mOut.stride[2]
+            word = cutlass.select_(more.bf16 != 0, of_bf16, of_f16)
+            ptx.store_words(mOut.iterator.toint() + 2 * (target + dim), [word])
+
+    @cute.jit
+    def join(self, meeting, chunks, place, results, more, warp, lane):
         """Add the shares up, in their order, and write."""
         sOut, sMax, sSum, _ = meeting
         all_tiles = cutlass.const_expr(self.tiles.size // 16)
@@ -502,8 +557,7 @@ class Decode:
                     dim = (tile // per_chunk * 8 + g) * self.tiles.value_dims + tile % per_chunk * 2
                     if dim < mOut.shape[3]:
                         if chunks == 1:
-                            mOut[sequence, query, head, dim] = self.dtype(low * factor)
-                            mOut[sequence, query, head, dim + 1] = self.dtype(high * factor)
+                            self.store(mOut, (sequence, query, head, dim), low * factor, high * factor, more)
                         else:
                             target = Int64(part) * mOut.shape[3] + dim
                             mPartOut[target] = low * factor

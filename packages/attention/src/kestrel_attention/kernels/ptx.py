@@ -7,7 +7,7 @@ order in which they are written.
 from __future__ import annotations
 
 import cutlass
-from cutlass import Float32, Int32, Int64, Uint32
+from cutlass import Boolean, Float32, Int32, Int64, Uint32
 from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import T, dsl_user_op
 
@@ -34,6 +34,16 @@ def load_words(address: Int64, words: cutlass.Constexpr, *, loc=None, ip=None):
     text = f"ld.global.L1::no_allocate{shape}.b32 {registers}, [${words}];"
     found = _assemble(text, ",".join(["=r"] * words) + ",l", [address], [T.i32()] * words, True, loc, ip)
     return [Uint32(value) for value in found]
+
+
+@dsl_user_op
+def load_if(
+    exists: Boolean, address: Int64, otherwise: cutlass.Constexpr, bits: cutlass.Constexpr = 32, *, loc=None, ip=None
+) -> Uint32:
+    """32 or 16 bits from global memory, or ``otherwise``; nothing waits for them here."""
+    text = f"{{.reg .pred p; setp.ne.s32 p, $1, 0; mov.b32 $0, $3; @p ld.global.L1::no_allocate.u{bits} $0, [$2];}}"
+    operands = [Int32(exists), Int64(address), Int32(otherwise)]
+    return Uint32(_assemble(text, "=&r,r,l,n", operands, [T.i32()], True, loc, ip)[0])
 
 
 @dsl_user_op
@@ -144,10 +154,10 @@ def pack_e4m3(low: Float32, high: Float32, *, loc=None, ip=None) -> Uint32:
 
 @dsl_user_op
 def store_words(address: Int64, words, *, loc=None, ip=None) -> None:
-    """2 or 4 registers to global memory."""
+    """1, 2 or 4 registers to global memory."""
     count = len(words)
     registers = ", ".join(f"${i + 1}" for i in range(count))
-    text = f"st.global.v{count}.b32 [$0], {{{registers}}};"
+    text = f"st.global.v{count}.b32 [$0], {{{registers}}};" if count > 1 else "st.global.b32 [$0], $1;"
     _assemble(text, ",".join(["l"] + ["r"] * count), [address, *(Uint32(x) for x in words)], [], True, loc, ip)
 
 

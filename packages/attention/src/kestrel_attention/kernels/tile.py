@@ -14,6 +14,7 @@ holds every e4m3 code exactly. P is the sum of two 16-bit numbers, so that it ad
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import cutlass
 import cutlass.cute as cute
@@ -25,26 +26,58 @@ TILE = 16  # keys of one product P V
 ROWS = 8  # of a block: queries x heads of a KV head
 
 
+class Codes:
+    """What a cache may hold; the kinds differ in what stands here."""
+
+    bits: int  # of a cached element
+    kind: str = "f16"  # the type of the products' operands
+    more: type | None = None  # what a launch is given besides, a NamedTuple
+    finite: bool = False  # whatever the bits
+    exponent: int = 0  # products of keys come out as 2^-exponent of what they are
+    query_exponent: int = 14  # of the largest of a row of queries in f16
+    scale_words: int = 0  # registers of a lane for the scales of the key that it looks up
+    sums: int = 2  # registers of a lane for sums over keys: of the weights of rows 2t and 2t + 1, and others after them
+    adjacent: bool = False  # the tiles of a step lie side by side
+
+    def arrange(self, words):
+        """Four words of queries, of consecutive dims, in the order in which key_operand takes the dims."""
+        return words
+
+    def first_scores(self, tiles, sQ, rStart) -> None:
+        """What scores start from, into rStart, of rows 2t and 2t + 1."""
+
+    def scales_at(self, more, kv_head, lane, lookups):
+        """Where the scales of this head lie."""
+        return ()
+
+    def locate_scales(self, rAt, at, scales_at, exists, block, offset) -> None:
+        """Start loading the scales of a key into ``scale_words`` registers; ones where there is no key."""
+
+    def key_scales(self, rAt, at, source):
+        """The scales of keys g and g + 8, of which lanes source and source + 8 looked up; or nothing."""
+        return []
+
+    def value_scales(self, rAt, at, source):
+        """The same of values, each with its zero or None."""
+        return []
+
+
 @dataclass(frozen=True)
-class Plain:
+class Plain(Codes):
     """A cache of the queries' dtype."""
 
     dtype: type[cutlass.Numeric]
 
-    @property
-    def bits(self) -> int:
-        """Of a cached element."""
-        return 16
+    bits: ClassVar[int] = 16
 
     @property
     def kind(self) -> str:
-        """The type of the products' operands."""
         return "bf16" if self.dtype is cutlass.BFloat16 else "f16"
 
     @cute.jit
-    def key_operand(self, rPiece, at: cutlass.Constexpr, i: cutlass.Constexpr):
-        """A of product i with 16 bytes of keys: four registers of key g from ``at``, then four of key g + 8."""
-        return [rPiece[at + 2 * i + k // 2 + k % 2 * 4] for k in range(4)]
+    def key_operand(self, rPiece, at: cutlass.Constexpr, next_key: cutlass.Constexpr, i: cutlass.Constexpr):
+        """A of product i with a chunk of keys: key g's registers start with ``at``, key g + 8's so many after."""
+        return [rPiece[at + 2 * i + k // 2 + k % 2 * next_key] for k in range(4)]
 
     @cute.jit
     def value_operand(self, words, i: cutlass.Constexpr):
@@ -58,23 +91,17 @@ class Plain:
 
 
 @dataclass(frozen=True)
-class E4m3:
+class E4m3(Codes):
     """A cache of e4m3 codes."""
 
     bit_trick: bool  # convert without the instruction, which sm_80 and sm_86 lack
 
-    @property
-    def bits(self) -> int:
-        return 8
-
-    @property
-    def kind(self) -> str:
-        return "f16"
+    bits: ClassVar[int] = 8
 
     @cute.jit
-    def key_operand(self, rPiece, at: cutlass.Constexpr, i: cutlass.Constexpr):
+    def key_operand(self, rPiece, at: cutlass.Constexpr, next_key: cutlass.Constexpr, i: cutlass.Constexpr):
         low, high = self.widen(rPiece[at + i])
-        low8, high8 = self.widen(rPiece[at + 4 + i])
+        low8, high8 = self.widen(rPiece[at + next_key + i])
         return low, low8, high, high8
 
     @cute.jit
@@ -105,7 +132,7 @@ class E4m3:
 class Tiles:
     """How a warp takes its tiles."""
 
-    cache: Plain | E4m3
+    cache: Codes
     size: int  # dims of a row that are computed: 64, 128, 256, 512; a smaller head size is padded
     padded: bool  # the head size may be smaller than ``size``
     shares: int  # into which the keys of a chunk are dealt: tile x + shares follows tile x
@@ -121,14 +148,23 @@ class Tiles:
         return self.size * self.cache.bits // 8
 
     @property
+    def key_bytes(self) -> int:
+        """What a lane loads of a row of keys at once: four lanes load so much each."""
+        return min(16, self.row_bytes // 4)
+
+    @property
     def key_chunks(self) -> int:
-        """Times 64 bytes in a row of keys: four lanes load 16 each."""
-        return self.row_bytes // 64
+        return self.row_bytes // (4 * self.key_bytes)
+
+    @property
+    def key_dims(self) -> int:
+        """Consecutive dims of a lane in one chunk of keys."""
+        return self.key_bytes * 8 // self.cache.bits
 
     @property
     def key_products(self) -> int:
         """Of 16 dims, in one chunk of keys."""
-        return 32 // self.cache.bits
+        return self.key_dims // 4
 
     @property
     def value_bytes(self) -> int:
@@ -168,6 +204,21 @@ class Tiles:
         return (self.at_once + 1) // 2
 
     @property
+    def located_words(self) -> int:
+        """Registers of a lane that say where the keys of a step lie: 3 for each look-up, and scales."""
+        return (3 + self.cache.scale_words) * self.lookups
+
+    @property
+    def apart(self) -> int:
+        """From one tile of a step to the next."""
+        return 1 if self.cache.adjacent else self.shares
+
+    @property
+    def share_tiles(self) -> int:
+        """Tiles from the first of a share to the first of the next."""
+        return self.at_once if self.cache.adjacent else 1
+
+    @property
     def output_tiles(self) -> int:
         """Of 16 dims, of a warp."""
         return self.size // (16 * self.value_split)
@@ -186,14 +237,15 @@ class Tiles:
         key_base = mK.iterator.toint() + Int64(kv_head) * mK.stride[2] * element
         value_base = mV.iterator.toint() + Int64(kv_head) * mV.stride[2] * element
         value_base += part_of_values * self.value_chunks * 8 * self.value_bytes
-        key_at = [c * 64 for c in range(self.key_chunks)]
+        key_at = [c * 4 * self.key_bytes for c in range(self.key_chunks)]
         value_at = [c * 8 * self.value_bytes for c in range(self.value_chunks)]
         if cutlass.const_expr(self.padded):
-            key_at = [cutlass.select_(at + t * 16 < row_bytes, at + t * 16, Int32(0)) for at in key_at]
+            part = t * self.key_bytes
+            key_at = [cutlass.select_(at + part < row_bytes, at + part, Int32(0)) for at in key_at]
             part = g * self.value_bytes
             value_at = [cutlass.select_(at + part < row_bytes, at + part, Int32(0)) for at in value_at]
         else:
-            key_base += t * 16
+            key_base += t * self.key_bytes
             value_base += g * self.value_bytes
         return key_base, value_base, key_at, value_at
 
@@ -201,16 +253,16 @@ class Tiles:
     def load(self, piece: cutlass.Constexpr, rPiece, rAt, address, x, tiles, lane):
         """Start loading one piece of a step's keys, or of its values."""
         for tile in cutlass.range_constexpr(self.at_once):
-            if x + tile * self.shares < tiles:
+            if x + tile * self.apart < tiles:
                 if cutlass.const_expr(piece < self.pieces):
                     self.load_keys(piece, tile, rPiece, rAt, address, lane)
                 else:
                     self.load_values(piece - self.pieces, tile, rPiece, rAt, address, lane)
 
     def key_units(self, piece: int, tile: int) -> list[tuple[int, int]]:
-        """(chunk, first of 8 registers: 4 of key g, 4 of key g + 8) of what a piece holds of a tile's keys."""
+        """(chunk, first register of key g, before those of key g + 8) of what a piece holds of a tile's keys."""
         each = self.key_chunks // self.pieces if self.at_once == 1 else self.key_chunks
-        return [(piece * each + i, (tile * each + i) * 8) for i in range(each)]
+        return [(piece * each + i, (tile * each + i) * self.key_bytes // 2) for i in range(each)]
 
     def value_units(self, piece: int, tile: int) -> list[tuple[int, int]]:
         """(chunk, first register of four keys) of what a piece holds of a tile's values."""
@@ -221,14 +273,15 @@ class Tiles:
     def load_keys(self, piece: cutlass.Constexpr, tile: cutlass.Constexpr, rPiece, rAt, address, lane):
         base, _, key_at, _ = address
         units = cutlass.const_expr(self.key_units(piece, tile))
+        words = cutlass.const_expr(self.key_bytes // 4)
         for half in cutlass.range_constexpr(2):
             at = cute.arch.shuffle_sync(rAt[3 * (tile // 2)], (tile % 2) * TILE + half * 8 + lane // 4)
             row = base + Int64(at) * 16
             for u in cutlass.range_constexpr(len(units)):
                 c, register = units[u]
-                loaded = ptx.load_words(row + Int64(key_at[c]), 4)
-                for i in cutlass.range_constexpr(4):
-                    rPiece[register + 4 * half + i] = loaded[i]
+                loaded = ptx.load_words(row + Int64(key_at[c]), words)
+                for i in cutlass.range_constexpr(words):
+                    rPiece[register + words * half + i] = loaded[i]
 
     @cute.jit
     def load_values(self, piece: cutlass.Constexpr, tile: cutlass.Constexpr, rPiece, rAt, address, lane):
@@ -254,7 +307,7 @@ class Tiles:
             self.multiply_keys_of(piece, 0, rPiece, sQ, rScore)
         else:
             for tile in cutlass.range_constexpr(self.at_once):
-                if x + tile * self.shares < tiles:
+                if x + tile * self.apart < tiles:
                     self.multiply_keys_of(piece, tile, rPiece, sQ, rScore)
 
     @cute.jit
@@ -265,7 +318,7 @@ class Tiles:
             for two in cutlass.range_constexpr(self.key_products // 2):
                 q = self.four_words(sQ, c * self.key_products // 2 + two)
                 for i in cutlass.range_constexpr(2):
-                    a = self.cache.key_operand(rPiece, register, 2 * two + i)
+                    a = self.cache.key_operand(rPiece, register, self.key_bytes // 4, 2 * two + i)
                     c4 = [rScore[4 * tile + k] for k in range(4)]
                     sums = ptx.mma(a, (q[2 * i], q[2 * i + 1]), c4, self.cache.kind)
                     for k in cutlass.range_constexpr(4):
@@ -289,15 +342,23 @@ class Tiles:
         """
         all_first, all_last, prefix = sSeen[0], sSeen[1], sSeen[2]
         largest = [rMax[0], rMax[1]]
+        of_values = []
         for tile in cutlass.range_constexpr(self.at_once):
             at = cutlass.const_expr(4 * tile)
-            if x + tile * self.shares < tiles:
+            scales_at = cutlass.const_expr(3 * self.lookups + tile // 2 * self.cache.scale_words)
+            source = tile % 2 * TILE + lane // 4
+            key_scales = self.cache.key_scales(rNow, scales_at, source)
+            value_scales = self.cache.value_scales(rNow, scales_at, source)
+            of_values.append(value_scales)
+            if x + tile * self.apart < tiles:
                 for i in cutlass.range_constexpr(4):
                     rScore[at + i] *= scales[i % 2]
+                    if cutlass.const_expr(len(key_scales) > 0):
+                        rScore[at + i] *= key_scales[i // 2]
                 if cap > 0.0:  # cap * tanh(x), of which rScore holds 2 x log2(e)
                     for i in cutlass.range_constexpr(4):
                         rScore[at + i] = cap * (1.0 - 2.0 / (1.0 + ptx.exp2(rScore[at + i])))
-                key = start + (x + tile * self.shares) * TILE
+                key = start + (x + tile * self.apart) * TILE
                 exist = rNow[3 * (tile // 2) + 2] >> (tile % 2 * TILE)
                 if (exist & 0xFFFF) != 0xFFFF or key < all_first or key + TILE > all_last:
                     for i in cutlass.range_constexpr(4):
@@ -310,7 +371,10 @@ class Tiles:
                 for i in cutlass.range_constexpr(4):
                     rScore[at + i] = -Float32.inf
             for i in cutlass.range_constexpr(4):
-                largest[i % 2] = ptx.maximum(largest[i % 2], rScore[at + i])
+                score = rScore[at + i]
+                if cutlass.const_expr(len(value_scales) > 0):
+                    score += self.log_size(value_scales[i // 2][0])
+                largest[i % 2] = ptx.maximum(largest[i % 2], score)
         for distance in cutlass.range_constexpr(3):
             for e in cutlass.range_constexpr(2):
                 other = cute.arch.shuffle_sync_bfly(largest[e], 4 << distance)
@@ -318,16 +382,26 @@ class Tiles:
         base = [cutlass.select_(x == -Float32.inf, Float32(0.0), x) for x in largest]
         if cute.arch.vote_any_sync(largest[0] > rMax[0] or largest[1] > rMax[1]):
             fade = [ptx.exp2(rMax[e] - base[e]) for e in range(2)]
-            for e in cutlass.range_constexpr(2):
-                rSum[e] *= fade[e]
+            for e in cutlass.range_constexpr(self.cache.sums):
+                rSum[e] *= fade[e % 2]
             for i in cutlass.range_constexpr(4 * self.output_tiles):
                 rOut[i] *= fade[i % 2]
         for e in cutlass.range_constexpr(2):
             rMax[e] = largest[e]
         for i in cutlass.range_constexpr(4 * self.at_once):
             weight = ptx.exp2(rScore[i] - base[i % 2])
-            rScore[i] = weight
             rSum[i % 2] += weight
+            if cutlass.const_expr(len(of_values[i // 4]) > 0):
+                value_scale, zero = of_values[i // 4][i % 4 // 2]
+                weight = weight * value_scale
+                if cutlass.const_expr(zero is not None):
+                    rSum[2 + i % 2] += weight * zero
+            rScore[i] = weight
+
+    @cute.jit
+    def log_size(self, scale: Float32) -> Float32:
+        """The binary logarithm of a scale's size, not below that of the smallest scales."""
+        return ptx.maximum(ptx.log2(ptx.float_of(ptx.bits_of(scale) & 0x7FFFFFFF)), Float32(-100.0))
 
     @cute.jit
     def multiply_values(self, piece: cutlass.Constexpr, rPiece, rScore, rNow, rOut, x, tiles, lane):
@@ -336,7 +410,7 @@ class Tiles:
             self.multiply_values_of(piece, 0, rPiece, rScore, rNow, rOut, lane)
         else:
             for tile in cutlass.range_constexpr(self.at_once):
-                if x + tile * self.shares < tiles:
+                if x + tile * self.apart < tiles:
                     self.multiply_values_of(piece, tile, rPiece, rScore, rNow, rOut, lane)
 
     @cute.jit
@@ -344,13 +418,8 @@ class Tiles:
         units = cutlass.const_expr(self.value_units(piece, tile))
         words = cutlass.const_expr(self.value_bytes // 4)
         exist = rNow[3 * (tile // 2) + 2] >> (tile % 2 * TILE)
-        if (exist & 0xFFFF) != 0xFFFF:  # what lies where no key is may be NaN
-            for key in cutlass.range_constexpr(4):
-                place = lane % 4 * 2 + key % 2 + key // 2 * 8
-                if (exist >> place) & 1 == 0:
-                    for u in cutlass.range_constexpr(len(units)):
-                        for i in cutlass.range_constexpr(words):
-                            rPiece[units[u][1] + key * words + i] = Uint32(0)
+        if cutlass.const_expr(not self.cache.finite):
+            self.clear_missing(rPiece, units, exist, lane)
         weights, rest = [], []
         for half in cutlass.range_constexpr(2):
             x, y = rScore[4 * tile + 2 * half], rScore[4 * tile + 2 * half + 1]
@@ -366,6 +435,18 @@ class Tiles:
                 out = cutlass.const_expr(4 * (c * self.value_dims // 2 + w * self.value_products))
                 for i in cutlass.range_constexpr(self.value_products):
                     self.add_output(self.cache.value_operand(r, i), weights, rest, rOut, out + 4 * i)
+
+    @cute.jit
+    def clear_missing(self, rPiece, units: cutlass.Constexpr, exist, lane):
+        """Zeros for values of keys that do not exist: what lies there may be NaN."""
+        words = cutlass.const_expr(self.value_bytes // 4)
+        if (exist & 0xFFFF) != 0xFFFF:
+            for key in cutlass.range_constexpr(4):
+                place = lane % 4 * 2 + key % 2 + key // 2 * 8
+                if (exist >> place) & 1 == 0:
+                    for u in cutlass.range_constexpr(len(units)):
+                        for i in cutlass.range_constexpr(words):
+                            rPiece[units[u][1] + key * words + i] = Uint32(0)
 
     @cute.jit
     def add_output(self, a, weights, rest, rOut, at: cutlass.Constexpr):
