@@ -8,7 +8,7 @@
 namespace kestrel::norm {
 
 // Rounds x + residual, stores it as the new residual and leaves the rounded sum in x.
-template <bool VECTORS, typename T>
+template <Access A, typename T>
 __device__ __forceinline__ void add_residual(float (&x)[Pack<T>::size], const Pack<T>& residual, const Params& p,
                                              char* row, int first) {
   float r[Pack<T>::size];
@@ -17,13 +17,13 @@ __device__ __forceinline__ void add_residual(float (&x)[Pack<T>::size], const Pa
   for (int i = 0; i < Pack<T>::size; ++i) x[i] += r[i];
   Pack<T> sum;
   sum.pack(x);
-  store_pack<VECTORS>(row, first, p.n, p.unit, sum);
+  store_pack<A>(row, first, p.n, p.unit, sum);
   sum.unpack(x);
 }
 
-template <bool VECTORS, typename T>
+template <Access A, typename T>
 __device__ __forceinline__ Pack<T> load_bias(const Params& p, int first) {
-  return load_pack<VECTORS, T, true>(static_cast<const char*>(p.bias), first, p.bias ? p.n : 0, p.unit);
+  return load_pack<A, T, true>(static_cast<const char*>(p.bias), first, p.bias ? p.n : 0, p.unit);
 }
 
 template <typename O>
@@ -47,20 +47,20 @@ __device__ __forceinline__ void normalise(float (&x)[Pack<typename O::T>::size],
   }
 }
 
-template <bool VECTORS, typename O>
+template <Access A, typename O>
 __device__ __forceinline__ void write(const float (&y)[Pack<typename O::T>::size], const Params& p, char* row,
                                       int first) {
   Pack<typename O::T> pack;
   pack.pack(y);
-  store_pack<VECTORS>(row, first, p.n, p.unit, pack, !O::add && p.streamed);
+  store_pack<A>(row, first, p.n, p.unit, pack, !O::add && p.streamed);
 }
 
-template <bool VECTORS, int size>
+template <Access A, int size>
 __device__ __forceinline__ void write_codes(const float (&q)[size], const Params& p, char* row, int first) {
   uint32_t codes[size / 4];
 #pragma unroll
   for (int i = 0; i < size; i += 4) codes[i / 4] = to_fp8x4(q[i], q[i + 1], q[i + 2], q[i + 3]);
-  store_codes<VECTORS, size>(row, first, p.n, p.unit, codes);
+  store_codes<A, size>(row, first, p.n, p.unit, codes);
 }
 
 // The scale of a row held in registers, from its largest finite magnitude. What is not finite is rare: only where the

@@ -190,7 +190,28 @@ void launch_rows(const Params& p, DLDevice device) {
     if (team.packs == 2) return per_row(norm_rows<O, 2, 8>);
   }
   if (team.packs == 4) return per_row(norm_rows<O, 4, 8>);
-  per_row(norm_any_rows<Op<O::norm, O::add, O::fp8, typename O::T>, true>);
+  per_row(norm_any_rows<Op<O::norm, O::add, O::fp8, typename O::T>, Access::whole>);
+}
+
+// Rows that move 8 bytes at a time; false where no kernel of their own takes them.
+template <typename O>
+bool launch_halves(const Params& p, DLDevice device) {
+  constexpr bool layer = O::norm == Norm::layer;
+  constexpr Access halves = Access::halves;
+  const TeamSize team = team_size<O>(p.n);
+  if (p.wide || team.packs == 0) return false;
+  if (team.most == 1) {
+    const dim3 block(32 * rows_per_block);
+    launch_pdl(norm_rows<O, layer ? 5 : 4, 1, halves>, blocks(p.rows, rows_per_block), block, device, p);
+    return true;
+  }
+  const dim3 grid(p.rows), block(32 * team.warps);  // warps that a team does not have add zeros
+  if (team.packs == 4) {
+    launch_pdl(norm_rows<O, 4, 8, halves>, grid, block, device, p);
+  } else if constexpr (layer || !O::add) {
+    launch_pdl(norm_rows<O, 2, 8, halves>, grid, block, device, p);
+  }
+  return true;
 }
 
 // How a launch meets L2; the values never change a result. Times in us, of one H200 and cold L2, are in
@@ -226,9 +247,12 @@ void launch(Params p, const RowShape& shape, DLDevice device) {
     }
     return launch_rows<O>(p, device);
   }
+  if constexpr (!O::fp8 && size > 4) {
+    if (in(2) && launch_halves<O>(p, device)) return;
+  }
   p.unit = in(2) ? size / 2 : in(4) ? size / 4 : 1;
   const int warps = team_size<O>(p.n).warps, each = warps == 1 ? rows_per_block : 1;
-  launch_pdl(norm_any_rows<O, false>, blocks(p.rows, each), dim3(32 * warps, each), device, p);
+  launch_pdl(norm_any_rows<O, Access::units>, blocks(p.rows, each), dim3(32 * warps, each), device, p);
 }
 
 }  // namespace kestrel::norm

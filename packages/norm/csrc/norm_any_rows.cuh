@@ -19,8 +19,8 @@ namespace kestrel::norm {
 
 constexpr int MOST_WARPS = 32;
 
-template <typename O, bool VECTORS>
-__global__ void __launch_bounds__(MOST_WARPS * 32, VECTORS ? 0 : 1) norm_any_rows(const __grid_constant__ Params p) {
+template <typename O, Access A>
+__global__ void __launch_bounds__(MOST_WARPS * 32, A == Access::whole ? 0 : 1) norm_any_rows(const __grid_constant__ Params p) {
   using T = typename O::T;
   constexpr int size = Pack<T>::size;
   constexpr bool layer = O::norm == Norm::layer;
@@ -39,14 +39,14 @@ __global__ void __launch_bounds__(MOST_WARPS * 32, VECTORS ? 0 : 1) norm_any_row
   for (int64_t base = start; base - start < p.n; base += stride) {
     const int first = static_cast<int>(base < p.n ? base : p.n);
     float x[size];
-    load_pack<VECTORS, T, true>(row.x, first, p.n, p.unit).unpack(x);
+    load_pack<A, T, true>(row.x, first, p.n, p.unit).unpack(x);
     if constexpr (O::add) {
-      const Pack<T> residual = load_pack<VECTORS, T, true>(row.residual, first, p.n, p.unit);
-      add_residual<VECTORS, T>(x, residual, p, row.residual, first);
+      const Pack<T> residual = load_pack<A, T, true>(row.residual, first, p.n, p.unit);
+      add_residual<A, T>(x, residual, p, row.residual, first);
     }
     if constexpr (layer) {
-      if (base == start) pivot = pivot_of<VECTORS, T>(x, first, p.n);
-      add_moments<VECTORS, false, T>(x, first, p.n, pivot, s1, s2);
+      if (base == start) pivot = pivot_of<A, T>(x, first, p.n);
+      add_moments<A, false, T>(x, first, p.n, pivot, s1, s2);
       count += min(size, p.n - first);
     } else {
       s2 += sum_of_squares<T>(x);
@@ -82,11 +82,11 @@ __global__ void __launch_bounds__(MOST_WARPS * 32, VECTORS ? 0 : 1) norm_any_row
     for (int64_t base = start; base < p.n; base += stride) {
       const int first = static_cast<int>(base);
       float y[size], w[size];
-      load_pack<VECTORS, T, true>(O::add ? row.residual : row.x, first, p.n, p.unit).unpack(y);
+      load_pack<A, T, true>(O::add ? row.residual : row.x, first, p.n, p.unit).unpack(y);
       Pack<T> bias;
-      if constexpr (layer) bias = load_bias<VECTORS, T>(p, first);
+      if constexpr (layer) bias = load_bias<A, T>(p, first);
       const auto read_weights = [&](auto pack) {
-        pack.template load<VECTORS>(p, first);
+        pack.template load<A>(p, first);
         pack.unpack(w);
       };
       if (!layer && size > 4 && p.wide) {
@@ -96,14 +96,14 @@ __global__ void __launch_bounds__(MOST_WARPS * 32, VECTORS ? 0 : 1) norm_any_row
       }
       normalise<O>(y, mean, rstd, w, bias, p.weight_bias);
       if constexpr (!O::fp8) {
-        write<VECTORS, O>(y, p, row.out, first);
+        write<A, O>(y, p, row.out, first);
       } else if (pass == 0) {
 #pragma unroll
         for (int i = 0; i < size; ++i) largest = fmaxf(largest, finite_magnitude(y[i]));
       } else {
 #pragma unroll
         for (int i = 0; i < size; ++i) y[i] = fp8_quotient(y[i], scale, inverse);
-        write_codes<VECTORS>(y, p, row.out, first);
+        write_codes<A>(y, p, row.out, first);
       }
     }
     if (O::fp8 && pass == 0) {

@@ -23,7 +23,7 @@
 namespace kestrel::norm {
 
 // Rows that fit into the registers of a team: N <= V * WARPS * 32 packs. Bases and strides are multiples of 16 bytes.
-template <typename O, int V, int WARPS>
+template <typename O, int V, int WARPS, Access A = Access::whole>
 __global__ void __launch_bounds__(WARPS == 1 ? 128 : WARPS * 32) norm_rows(const __grid_constant__ Params p) {
   using T = typename O::T;
   constexpr int size = Pack<T>::size;
@@ -51,8 +51,8 @@ __global__ void __launch_bounds__(WARPS == 1 ? 128 : WARPS * 32) norm_rows(const
   Pack<T> bias[V];
 #pragma unroll
   for (int v = 0; v < V; ++v) {
-    weight[v].template load<true>(p, first[v]);
-    if constexpr (layer) bias[v] = load_bias<true, T>(p, first[v]);
+    weight[v].template load<A>(p, first[v]);
+    if constexpr (layer) bias[v] = load_bias<A, T>(p, first[v]);
   }
   const Exchange<layer> exchange(memory, team);
   float count = 0.f, inv_count = p.inv_n;  // of this warp's elements
@@ -77,8 +77,8 @@ __global__ void __launch_bounds__(WARPS == 1 ? 128 : WARPS * 32) norm_rows(const
   Pack<T> loaded[V], residual[V];
 #pragma unroll
   for (int v = 0; v < V; ++v) {
-    loaded[v] = load_pack<true, T>(row.x, first[v], p.n);
-    if constexpr (O::add) residual[v] = load_pack<true, T>(row.residual, first[v], p.n);
+    loaded[v] = load_pack<A, T>(row.x, first[v], p.n);
+    if constexpr (O::add) residual[v] = load_pack<A, T>(row.residual, first[v], p.n);
   }
   const float bound = O::fp8 ? scale_bound(p) : 0.f;
 
@@ -86,14 +86,14 @@ __global__ void __launch_bounds__(WARPS == 1 ? 128 : WARPS * 32) norm_rows(const
 #pragma unroll
   for (int v = 0; v < V; ++v) {
     loaded[v].unpack(x[v]);
-    if constexpr (O::add) add_residual<true, T>(x[v], residual[v], p, row.residual, first[v]);
+    if constexpr (O::add) add_residual<A, T>(x[v], residual[v], p, row.residual, first[v]);
   }
   float mean = 0.f, squares = 0.f;
   if constexpr (layer) {
-    const float pivot = pivot_of<true, T>(x[0], first[0], p.n);
+    const float pivot = pivot_of<A, T>(x[0], first[0], p.n);
     float s1 = 0.f, s2 = 0.f;
 #pragma unroll
-    for (int v = 0; v < V; ++v) add_moments<true, WARPS == 1, T>(x[v], first[v], p.n, pivot, s1, s2);
+    for (int v = 0; v < V; ++v) add_moments<A, WARPS == 1, T>(x[v], first[v], p.n, pivot, s1, s2);
     const Moments moments = team_moments<WARPS>(pivot, s1, s2, count, inv_count, inv_n, team.lane, exchange);
     mean = moments.mean;
     squares = moments.squares;
@@ -112,7 +112,7 @@ __global__ void __launch_bounds__(WARPS == 1 ? 128 : WARPS * 32) norm_rows(const
     float w[size];
     weight[v].unpack(w);
     normalise<O>(x[v], mean, rstd, w, bias[v], p.weight_bias);
-    if constexpr (!O::fp8) write<true, O>(x[v], p, row.out, first[v]);
+    if constexpr (!O::fp8) write<A, O>(x[v], p, row.out, first[v]);
   }
   if constexpr (O::fp8) {
     const float scale = scale_of<WARPS>(x, bound, largest_of_warps), inverse = __frcp_rn(scale);
@@ -121,7 +121,7 @@ __global__ void __launch_bounds__(WARPS == 1 ? 128 : WARPS * 32) norm_rows(const
     for (int v = 0; v < V; ++v) {
 #pragma unroll
       for (int i = 0; i < size; ++i) x[v][i] = divide(x[v][i], scale, inverse);
-      write_codes<true>(x[v], p, row.out, first[v]);
+      write_codes<A>(x[v], p, row.out, first[v]);
     }
   }
 }

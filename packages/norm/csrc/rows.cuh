@@ -120,33 +120,47 @@ __device__ __forceinline__ void copy_elements(T (&elements)[size], char* row, in
   copy_in_units<store, 1>(elements, row, first, n);
 }
 
-// One pack of a row from element `first` on; what lies past the end is `fill`. VECTORS: every base and stride is a
-// multiple of 16 bytes and n of a pack, so a pack is one access; otherwise it is read `unit` elements at a time.
-// `cached`: what is read again, by this block or another.
-template <bool VECTORS, typename T, bool cached = false>
+// How a pack moves, which is what bases, strides and n are multiples of: 16 bytes at once, twice 8, or `unit` elements
+// at a time.
+enum class Access { whole, halves, units };
+
+// The halves of a pack that exist. One access of a warp takes every second 8 bytes; the other finds the rest in L1.
+template <typename T>
+__device__ __forceinline__ void load_halves(uint4& bits, const char* p, int first, int n) {
+  if (first < n) {
+    asm volatile("ld.global.v2.b32 {%0, %1}, [%2];" : "=r"(bits.x), "=r"(bits.y) : "l"(p) : "memory");
+  }
+  if (first + Pack<T>::size / 2 < n) {
+    asm volatile("ld.global.v2.b32 {%0, %1}, [%2 + 8];" : "=r"(bits.z), "=r"(bits.w) : "l"(p) : "memory");
+  }
+}
+
+// One pack of a row from element `first` on; what lies past the end is `fill`. `cached`: what is read again, by this
+// block or another.
+template <Access A, typename T, bool cached = false>
 __device__ __forceinline__ Pack<T> load_pack(const char* row, int first, int n, int unit = 1, float fill = 0.f) {
   Pack<T> pack;
   T elements[Pack<T>::size];
 #pragma unroll
   for (int i = 0; i < Pack<T>::size; ++i) elements[i] = from_float<T>(fill);
-  if constexpr (VECTORS) {
-    memcpy(&pack.bits, elements, 16);
-    const char* p = row + static_cast<int64_t>(first) * sizeof(T);
-    if (first < n) pack.bits = cached ? load16_constant(p) : load16_streamed(p);
-  } else {
-    copy_elements<false>(elements, const_cast<char*>(row), first, n, unit);
-    memcpy(&pack.bits, elements, 16);
-  }
+  const char* p = row + static_cast<int64_t>(first) * sizeof(T);
+  if constexpr (A == Access::units) copy_elements<false>(elements, const_cast<char*>(row), first, n, unit);
+  memcpy(&pack.bits, elements, 16);
+  if constexpr (A == Access::halves) load_halves<T>(pack.bits, p, first, n);
+  if (A == Access::whole && first < n) pack.bits = cached ? load16_constant(p) : load16_streamed(p);
   return pack;
 }
 
-template <bool VECTORS, typename T>
+template <Access A, typename T>
 __device__ __forceinline__ void store_pack(char* row, int first, int n, int unit, const Pack<T>& pack,
                                            bool streamed = false) {
-  if constexpr (VECTORS) {
-    char* p = row + static_cast<int64_t>(first) * sizeof(T);
+  char* p = row + static_cast<int64_t>(first) * sizeof(T);
+  if constexpr (A == Access::whole) {
     if (first >= n) return;
     streamed ? store16_streamed(p, pack.bits) : store16(p, pack.bits);
+  } else if constexpr (A == Access::halves) {
+    if (first < n) *reinterpret_cast<uint2*>(p) = make_uint2(pack.bits.x, pack.bits.y);
+    if (first + Pack<T>::size / 2 < n) *reinterpret_cast<uint2*>(p + 8) = make_uint2(pack.bits.z, pack.bits.w);
   } else {
     T elements[Pack<T>::size];
     memcpy(elements, &pack.bits, 16);
@@ -162,13 +176,13 @@ struct WeightPack {
   Pack<W> packs[count];
 
   // A weight that is not given is all ones.
-  template <bool VECTORS>
+  template <Access A>
   __device__ __forceinline__ void load(const Params& p, int first) {
     const char* weight = static_cast<const char*>(p.weight);
 #pragma unroll
     for (int i = 0; i < count; ++i) {
       const int unit = count == 1 ? p.unit : 1;
-      packs[i] = load_pack<VECTORS, W, true>(weight, first + i * Pack<W>::size, weight ? p.n : 0, unit, 1.f);
+      packs[i] = load_pack<A, W, true>(weight, first + i * Pack<W>::size, weight ? p.n : 0, unit, 1.f);
     }
   }
   __device__ __forceinline__ void unpack(float (&f)[size]) const {
@@ -183,9 +197,9 @@ struct WeightPack {
 };
 
 // The codes of one pack: eight bytes, or four.
-template <bool VECTORS, int size>
+template <Access A, int size>
 __device__ __forceinline__ void store_codes(char* row, int first, int n, int unit, uint32_t (&codes)[size / 4]) {
-  if constexpr (VECTORS) {
+  if constexpr (A == Access::whole) {
     typename Word<size>::Type word;
     memcpy(&word, codes, size);
     if (first < n) *reinterpret_cast<decltype(word)*>(row + first) = word;

@@ -149,7 +149,7 @@ __device__ __forceinline__ Moments team_moments(float pivot, float s1, float s2,
 }
 
 // The mean of lane 0's first pack.
-template <bool VECTORS, typename T>
+template <Access A, typename T>
 __device__ __forceinline__ float pivot_of(const float (&x)[Pack<T>::size], int first, int n) {
   float sums[Pack<T>::size];
 #pragma unroll
@@ -160,14 +160,14 @@ __device__ __forceinline__ float pivot_of(const float (&x)[Pack<T>::size], int f
     for (int i = 0; i < half; ++i) sums[i] += sums[i + half];
   }
   float inv_valid = 1.f / Pack<T>::size;  // a pack past the end is all zeros
-  if (!VECTORS && n - first < Pack<T>::size) inv_valid = __fdividef(1.f, max(1, n - first));
+  if (A != Access::whole && n - first < Pack<T>::size) inv_valid = __fdividef(1.f, max(1, n - first));
   return __shfl_sync(0xffffffffu, sums[0] * inv_valid, 0);
 }
 
 // Adds the elements of a pack that exist to s1 and s2, as differences to the pivot. A branch around a missing pack
 // keeps the compiler from unpacking all packs at once (5 packs: 80 registers, 128 without); a select is faster where
 // that fits.
-template <bool VECTORS, bool branch, typename T>
+template <Access A, bool branch, typename T>
 __device__ __forceinline__ void add_moments(const float (&x)[Pack<T>::size], int first, int n, float pivot, float& s1,
                                             float& s2) {
   constexpr int size = Pack<T>::size;
@@ -176,7 +176,7 @@ __device__ __forceinline__ void add_moments(const float (&x)[Pack<T>::size], int
 #pragma unroll
   for (int i = 0; i < size; ++i) {
     float d = x[i] - pivot;
-    if (!VECTORS && first + i >= n) d = 0.f;
+    if (A != Access::whole && first + i >= n) d = 0.f;
     a[i & 1] += d;
     b[i & 1] = fmaf(d, d, b[i & 1]);
   }

@@ -25,7 +25,8 @@ pytestmark = pytest.mark.gpu
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 # Both sides of every border between kernels (packs of 8 or 4 elements), whole and broken packs, and a very long row.
-SIZES = (1, 7, 8, 66, 127, 128, 256, 264, 513, 896, 1024, 1026, 1152, 1280, 1288, 1536, 2048, 2056, 3072, 4096, 4104)
+SIZES = (1, 7, 8, 12, 66, 127, 128, 256, 264, 513, 896, 1024, 1026, 1152, 1156, 1280, 1288, 1536, 2048, 2056, 3072, 4096)
+SIZES += (4100, 4104)
 LONG_SIZES = (5120, 8192, 8200, 16384, 16392, 50000, 131072)
 OPS = ("layer_norm", "fused_add_layer_norm", "rms_norm", "fused_add_rms_norm")
 FP8_OPS = ("rms_norm_fp8", "fused_add_rms_norm_fp8")
@@ -135,13 +136,13 @@ def test_no_rows_and_no_columns(op: str) -> None:
         assert run(op, x, random(shape[-1]), random(shape[-1]))[0].shape == shape
 
 
-@pytest.mark.parametrize("n", [7, 66, 1152, 2048, 2056, 5000, 8192, 40000])
-@pytest.mark.parametrize("offset", [0, 1])
+@pytest.mark.parametrize("n", [7, 12, 66, 1152, 2048, 2052, 2056, 5000, 8192, 40000])
+@pytest.mark.parametrize("offset", [0, 1, 4])
 def test_nothing_is_written_around_the_result(n: int, offset: int) -> None:
     x, weight = random(5, n), random(n, seed=1)
     for op in (kestrel_norm.layer_norm, kestrel_norm.rms_norm):
         flat, assert_intact = canary((5 * n + offset,), x.dtype, "cuda")
-        out = flat[offset:].view(5, n)  # with offset 1 no row is aligned to more than one element
+        out = flat[offset:].view(5, n)  # with offset 1 no row is aligned to more than one element, with 4 to 8 bytes
         assert op(x, weight, out=out) is out
         assert torch.equal(out, op(x, weight))
         assert_intact()
@@ -173,14 +174,15 @@ def test_columns_of_a_wider_buffer_in_place_leave_the_rest(op: str) -> None:
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("op", OPS + FP8_OPS)
 def test_a_row_does_not_depend_on_batch_alignment_or_strides(op: str, dtype: torch.dtype) -> None:
-    for n in (64, 1152, 2048, 4096, 8192, 20000):
+    for n in (64, 1152, 1156, 2048, 2052, 4096, 8188, 8192, 20000):
         x, weight, bias = random(700, n, dtype=dtype), random(n, dtype=dtype, seed=1), random(n, dtype=dtype, seed=2)
         whole = run(op, x, weight, bias)
         for row in (0, 1, 333, 699):
             one = run(op, x[row : row + 1], weight, bias)
             assert same_bits(one, tuple(part[row : row + 1] for part in whole))
-        moved, other = (torch.empty(700 * n + 1, dtype=dtype, device="cuda")[1:].view(700, n) for _ in range(2))
-        assert same_bits(launch(op, moved.copy_(x), other.copy_(x.flip(-1)), weight, bias), whole)
+        for by in (1, 2, 4):  # elements
+            moved, other = (torch.empty(700 * n + by, dtype=dtype, device="cuda")[by:].view(700, n) for _ in range(2))
+            assert same_bits(launch(op, moved.copy_(x), other.copy_(x.flip(-1)), weight, bias), whole)
         assert same_bits(run(op, x, weight, bias), whole)  # and runs repeat
 
 
