@@ -83,7 +83,7 @@ function(_kestrel_add_library family archs cuda_root)
   foreach(arch IN LISTS archs)
     target_compile_options(${family} PRIVATE "-gencode=arch=compute_${arch},code=sm_${arch}")
   endforeach()
-  target_compile_options(${family} PRIVATE --threads=0 -Xfatbin=-compress-all -Xptxas=-warn-spills)
+  target_compile_options(${family} PRIVATE --threads=0 -Xfatbin=-compress-all -Xfatbin=-compress-mode=size -Xptxas=-warn-spills)
   # `site` is where the headers of tvm-ffi lie. The first map that matches a file wins in GCC's reverse order, so the widest come first.
   get_filename_component(site "${tvm_ffi_INCLUDE_DIR}/../.." REALPATH)
   foreach(root IN ITEMS "${site}" "${cuda_root}" "${KESTREL_TOOLS_DIR}" "${CMAKE_CURRENT_SOURCE_DIR}" "${CMAKE_CURRENT_BINARY_DIR}")
