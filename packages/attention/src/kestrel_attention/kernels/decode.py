@@ -144,12 +144,12 @@ class Decode:
             mK.shape[1],
             (n.page_inverse, n.page_shift),
             strides,
-            self.tiles.cache.scales_at(more, kv_head, lane, self.tiles.lookups),
+            self.tiles.cache.scales_at(more, self.tiles, kv_head, lane),
         )
         length_at = mLengths.iterator.toint() + 4 * Int64(sequence) * mLengths.stride[0]
         known = n.left < 0 and (n.slots == 1 or n.fixed_chunk != 0)  # where the chunk starts, whatever the length
         guess = slot * n.shortest
-        share = warp // self.tiles.value_split
+        share = warp // self.tiles.value_split * self.tiles.share_tiles
         rPage = cute.make_rmem_tensor(self.tiles.lookups, Int32)
         rAhead = cute.make_rmem_tensor(self.tiles.lookups, Int32)
         rQ = cute.make_rmem_tensor(self.tiles.query_words, Uint32)
@@ -161,6 +161,10 @@ class Decode:
         if known:
             self.look_up(rPage, pages, guess, n.room, share, lane)
         length = Int32(ptx.load_words(length_at, 1)[0])
+        tail = None
+        if cutlass.const_expr(self.tiles.cache.tail):
+            length, tail = self.tiles.cache.tail_of(more, sequence, kv_head, length, n.added)
+            tail = (*tail, self.query_row(mQ, place, lane), more.bf16)
 
         # Which keys are seen: by a row from first to last - 1, and below prefix; by all rows from all_first to
         # all_last - 1; by any from start to end - 1.
@@ -182,13 +186,16 @@ class Decode:
         if prefix > 0:
             start = Int32(0)
             end = cutlass.max(end, prefix)
+        grain = cutlass.const_expr(self.tiles.cache.grain)
+        if cutlass.const_expr(grain > TILE):
+            start = start // grain * grain
 
         # This block's chunk of them.
         chunks = Int32(1)
         if n.slots > 1:
             visited = Uint32(cutlass.max(end - start, 0))
             even = ptx.divide(visited + Uint32(n.most) - 1, Uint32(n.most)).to(Int32)
-            chunk = cutlass.max(n.shortest, (even + TILE - 1) // TILE * TILE)
+            chunk = cutlass.max(n.shortest, (even + grain - 1) // grain * grain)
             chunks = cutlass.max(ptx.divide(visited + Uint32(chunk) - 1, Uint32(chunk)).to(Int32), 1)
             start = start + slot * chunk
             end = cutlass.min(end, start + chunk)
@@ -212,7 +219,21 @@ class Decode:
             results = (mOut, mLse, mPartOut, mPartLse, slot, n.slots, block, mVScale, n.v_scale_heads)
             caches = self.tiles.addresses(mK, mV, kv_head, warp % self.tiles.value_split, lane)
             self.attend(
-                rQ, rPage, rAhead, pages, caches, place, (start, end), sSeen, scale, cap, results, more, warp, lane
+                rQ,
+                rPage,
+                rAhead,
+                pages,
+                caches,
+                place,
+                (start, end),
+                sSeen,
+                scale,
+                cap,
+                results,
+                more,
+                tail,
+                warp,
+                lane,
             )
 
     @cute.jit
@@ -244,12 +265,15 @@ class Decode:
         return first, last
 
     @cute.jit
-    def attend(self, rQ, rPage, rAhead, pages, caches, place, span, sSeen, scale, cap, results, more, warp, lane):
+    def attend(self, rQ, rPage, rAhead, pages, caches, place, span, sSeen, scale, cap, results, more, tail, warp, lane):
         """One block's rows over one chunk of keys."""
         start, end = span
         tiles = (cutlass.max(end - start, 0) + TILE - 1) // TILE
         row_scale = self.narrow_queries(rQ, more)
-        scales = [scale * cute.arch.shuffle_sync(row_scale, lane % 4 * 8 + 4 * e) for e in range(2)]
+        row_scales = [cute.arch.shuffle_sync(row_scale, lane % 4 * 8 + 4 * e) for e in range(2)]
+        scales = [scale * row_scale for row_scale in row_scales]
+        if cutlass.const_expr(tail is not None):
+            tail = (*tail, [ptx.float_of((254 << 23) - ptx.bits_of(row_scale)) for row_scale in row_scales])
         sQ = rQ
         if cutlass.const_expr(self.tiles.queries_in_shared):
             shared = cute.arch.alloc_smem(Uint32, self.tiles.query_words * 32, alignment=16)
@@ -273,14 +297,27 @@ class Decode:
         meeting = (sOut, sMax, sSum, warp % self.tiles.value_split)
         ahead = (rPage, rAhead)
         how = (sSeen, scales, cap)
+        state = self.tiles.cache.step_state(self.tiles, self.warps, warp, lane)
         self.take_shares(
-            warp // self.tiles.value_split, sQ, ahead, pages, caches, place, span, tiles, how, meeting, lane
+            warp // self.tiles.value_split,
+            sQ,
+            ahead,
+            pages,
+            caches,
+            place,
+            span,
+            tiles,
+            how,
+            meeting,
+            state,
+            tail,
+            lane,
         )
         cute.arch.sync_threads()
         self.join(meeting, sSeen[3], place, results, more, warp, lane)
 
     @cute.jit
-    def take_shares(self, share, sQ, ahead, pages, caches, place, span, tiles, how, meeting, lane):
+    def take_shares(self, share, sQ, ahead, pages, caches, place, span, tiles, how, meeting, state, tail, lane):
         """The sums over a warp's shares, of which this is the first: tiles share, share + shares, ... of the chunk.
 
         A step takes tiles x, x + shares, ...: so many at once, of one share. Loads run ahead of it, across shares.
@@ -314,12 +351,15 @@ class Decode:
                 rNow[i] = rNext[i]
             self.locate(rAhead, rNext, pages, start, end, following_x, lane)
             self.look_up(rAhead, pages, start, end, self.after(following_x, tiles), lane)
+            sNow = self.tiles.cache.step_queries(self.tiles, sQ, rNow, rStart, state)
             for i in cutlass.range_constexpr(4 * self.tiles.at_once):
                 rScore[i] = rStart[i % 2]
             for piece in cutlass.range_constexpr(2 * self.tiles.pieces):
                 rPiece = rBuffer[piece % 2]
                 if cutlass.const_expr(piece < self.tiles.pieces):
-                    self.tiles.multiply_keys(piece, rPiece, sQ, rScore, x, tiles)
+                    self.tiles.multiply_keys(piece, rPiece, sNow, rScore, x, tiles)
+                    if cutlass.const_expr(tail is not None):
+                        self.tiles.cache.multiply_tail(self.tiles, tail, rScore, start + x * TILE, lane)
                 else:
                     if cutlass.const_expr(piece == self.tiles.pieces):
                         self.tiles.weigh(rScore, rNow, rMax, rSum, rOut, sSeen, start, scales, cap, x, tiles, lane)
@@ -474,6 +514,7 @@ class Decode:
             rAt[3 * i + 2] = Uint32(cute.arch.vote_ballot_sync(exists))
             at = cutlass.const_expr(3 * self.tiles.lookups + i * self.tiles.cache.scale_words)
             self.tiles.cache.locate_scales(rAt, at, scales_at, exists, rPage[i], offset)
+        self.tiles.cache.locate_step(self.tiles, rAt, scales_at, rPage[0], blocks)
 
     # -- results --------------------------------------------------------------------------------------------------
 
@@ -490,6 +531,13 @@ class Decode:
             if g == 0 and part_of_values == 0:
                 sMax[share * ROWS + 2 * t + odd] = rMax[odd]
                 sSum[share * ROWS + 2 * t + odd] = total
+            if cutlass.const_expr(self.tiles.cache.sums > 2):  # of zeros, in every dim
+                offset = rSum[2 + odd]
+                for distance in cutlass.range_constexpr(3):
+                    offset += cute.arch.shuffle_sync_bfly(offset, 4 << distance)
+                for tile in cutlass.range_constexpr(self.tiles.output_tiles):
+                    for k in cutlass.range_constexpr(2):
+                        rOut[4 * tile + odd + 2 * k] -= offset
             if 2 * t + odd < rows:
                 for tile in cutlass.range_constexpr(self.tiles.output_tiles):
                     whole = (share * self.tiles.value_split + part_of_values) * self.tiles.output_tiles + tile

@@ -47,6 +47,24 @@ def load_if(
 
 
 @dsl_user_op
+def load_shared(address: Int32, *, loc=None, ip=None):
+    """4 registers from shared memory."""
+    text = "ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];"
+    found = _assemble(text, "=r,=r,=r,=r,r", [Int32(address)], [T.i32()] * 4, True, loc, ip)
+    return [Uint32(value) for value in found]
+
+
+@dsl_user_op
+def store_shared(address: Int32, words, *, loc=None, ip=None) -> None:
+    """2 or 4 registers to shared memory."""
+    registers = ", ".join(f"${i + 1}" for i in range(len(words)))
+    text = f"st.shared.v{len(words)}.b32 [$0], {{{registers}}};"
+    _assemble(
+        text, ",".join(["r"] * (1 + len(words))), [Int32(address), *(Uint32(x) for x in words)], [], True, loc, ip
+    )
+
+
+@dsl_user_op
 def prefetch(address: Int64, *, loc=None, ip=None) -> None:
     """Bring a line into L2; returns no data."""
     _assemble("prefetch.global.L2 [$0];", "l", [address], [], True, loc, ip)
@@ -72,6 +90,13 @@ def half_pair(instruction: cutlass.Constexpr, a: Uint32, b: Uint32, *, loc=None,
     """An instruction on two pairs of 16-bit floats."""
     operands = [Uint32(a), Uint32(b)]
     return Uint32(_assemble(f"{instruction} $0, $1, $2;", "=r,r,r", operands, [T.i32()], False, loc, ip)[0])
+
+
+@dsl_user_op
+def half_fma(a: Uint32, b: Uint32, c: Uint32, *, loc=None, ip=None) -> Uint32:
+    """a b + c of pairs of f16, rounded once."""
+    operands = [Uint32(a), Uint32(b), Uint32(c)]
+    return Uint32(_assemble("fma.rn.f16x2 $0, $1, $2, $3;", "=r,r,r,r", operands, [T.i32()], False, loc, ip)[0])
 
 
 @dsl_user_op

@@ -39,6 +39,9 @@ class Codes:
     sums: int = 2  # registers of a lane for sums over keys: of the weights of rows 2t and 2t + 1, and others after them
     adjacent: bool = False  # the tiles of a step lie side by side
 
+    grain: int = TILE  # chunks start at multiples of it
+    tail: bool = False  # the keys of an unfinished page lie elsewhere
+
     def arrange(self, words):
         """Four words of queries, of consecutive dims, in the order in which key_operand takes the dims."""
         return words
@@ -46,9 +49,24 @@ class Codes:
     def first_scores(self, tiles, sQ, rStart) -> None:
         """What scores start from, into rStart, of rows 2t and 2t + 1."""
 
-    def scales_at(self, more, kv_head, lane, lookups):
+    def scales_at(self, more, tiles, kv_head, lane):
         """Where the scales of this head lie."""
         return ()
+
+    def step_words(self, tiles) -> int:
+        """Registers of a lane for what the keys of a step share."""
+        return 0
+
+    def locate_step(self, tiles, rAt, scales_at, page, blocks) -> None:
+        """Start loading what the keys of a step share."""
+
+    def step_state(self, tiles, warps, warp, lane):
+        """What step_queries works in."""
+        return None
+
+    def step_queries(self, tiles, sQ, rAt, rStart, state):
+        """The queries for the keys of a step, and what their scores start from."""
+        return sQ
 
     def locate_scales(self, rAt, at, scales_at, exists, block, offset) -> None:
         """Start loading the scales of a key into ``scale_words`` registers; ones where there is no key."""
@@ -196,7 +214,7 @@ class Tiles:
 
     @property
     def queries_in_shared(self) -> bool:
-        return self.size >= 256
+        return self.size >= (128 if self.cache.adjacent else 256)
 
     @property
     def lookups(self) -> int:
@@ -206,7 +224,7 @@ class Tiles:
     @property
     def located_words(self) -> int:
         """Registers of a lane that say where the keys of a step lie: 3 for each look-up, and scales."""
-        return (3 + self.cache.scale_words) * self.lookups
+        return (3 + self.cache.scale_words) * self.lookups + self.cache.step_words(self)
 
     @property
     def apart(self) -> int:
@@ -327,7 +345,7 @@ class Tiles:
     @cute.jit
     def four_words(self, sQ, i: cutlass.Constexpr):
         """Four consecutive words of the lane's part of Q."""
-        if cutlass.const_expr(self.queries_in_shared):
+        if cutlass.const_expr(cute.rank(sQ) == 2):
             rFour = cute.make_rmem_tensor(4, Uint32)
             cute.autovec_copy(sQ[None, i], rFour)
             return [rFour[k] for k in range(4)]

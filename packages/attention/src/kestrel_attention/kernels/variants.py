@@ -32,14 +32,22 @@ class DecodeVariant:
 
     def kernel(self, arch: str) -> tuple[Any, tuple[Any, ...]]:
         """The kernel object and the arguments to compile it with."""
+        from . import quantised
         from .decode import Decode
         from .tile import E4m3, Plain, Tiles
 
         dtype = numeric(self.dtype)
+        caches = {
+            "same": lambda: Plain(dtype),
+            "e4m3": lambda: E4m3(bit_trick=capability(arch) < 89),
+            "e5m2": quantised.E5m2,
+            "int8": quantised.Int8,
+            "int4": quantised.Int4,
+        }
         # Other GPUs have 48 KB of shared memory for a block: heads of 512 leave the sums of two shares there, not four.
         fewer = 2 if self.size == 512 and capability(arch) != 90 else 1
         tiles = Tiles(
-            cache=Plain(dtype) if self.cache == "same" else E4m3(bit_trick=capability(arch) < 89),
+            cache=caches[self.cache](),
             size=self.size,
             padded=self.padded,
             shares=self.shares // fewer,
@@ -169,7 +177,7 @@ def numeric(dtype: str) -> Any:
     """The DSL's type of this name."""
     import cutlass
 
-    return {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16, "fp32": cutlass.Float32}[dtype]
+    return {"half": cutlass.Uint16, "bf16": cutlass.BFloat16, "fp16": cutlass.Float16, "fp32": cutlass.Float32}[dtype]
 
 
 def strided(dtype: Any, *shape: Any, unit: int = 1) -> Any:
@@ -227,20 +235,31 @@ def decode_arguments(dtype: Any, cache: str) -> tuple[Any, ...]:
     from cutlass import Float32, Int32, Uint32
 
     batch, queries, heads, size, blocks, page, kv_heads = (cute.sym_int() for _ in range(7))
-    stored = dtype if cache == "same" else cutlass.Uint8
+    stored = {"same": dtype, "int8": cutlass.Int8}.get(cache, cutlass.Uint8)
     unit = 16 * 8 // stored.width
     q = strided(dtype, batch, queries, heads, size, unit=8)
-    caches = [strided(stored, blocks, page, kv_heads, size, unit=unit) for _ in range(2)]
+    width = cute.sym_int() if cache == "int4" else size
+    caches = [strided(stored, blocks, page, kv_heads, width, unit=unit) for _ in range(2)]
     lengths, prefixes = loose(Int32, batch), loose(Int32, cute.sym_int())
     table = loose(Int32, cute.sym_int(), cute.sym_int())
     scales = [loose(Float32, cute.sym_int()) for _ in range(2)]
     out, lse = compact(dtype, batch, queries, heads, size), compact(Float32, batch, heads, queries)
     parts = part_arguments()
+    more: tuple[Any, ...] = ()
+    if cache == "int8":
+        more = (*(loose(Float32, blocks, page, kv_heads) for _ in range(2)), Int32(0))
+    elif cache == "int4":
+        channels = [strided(cutlass.Float16, blocks, kv_heads, size, unit=8) for _ in range(2)]
+        tokens = [loose(cutlass.Float16, blocks, page, kv_heads) for _ in range(2)]
+        tail = strided(dtype, cute.sym_int(), page, kv_heads, size, unit=8)
+        more = (*channels, *tokens, tail, loose(Int32, batch), Int32(0))
+    elif cache == "e5m2":
+        more = (Int32(0),)
     integers = (Int32(0),) * 9
     page = (Uint32(0), Int32(0), Int32(1), Float32(1.0))
     numbers = (*integers[:3], *page, *integers[3:], Float32(1.0), Float32(0.0), *(Int32(0),) * 4)
     stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
-    return (q, *caches, lengths, table, *scales, prefixes, out, lse, *parts, *numbers, stream)
+    return (q, *caches, lengths, table, *scales, prefixes, out, lse, *parts, *numbers, *more, stream)
 
 
 def combine_arguments(dtype: Any) -> tuple[Any, ...]:
@@ -281,8 +300,19 @@ def _decode_variants(dtype: str) -> tuple[DecodeVariant, ...]:
     )
 
 
+QUANTISED = (
+    DecodeVariant("half", "int4", 128, False, shares=8, warps=4, tiles=2, residents=3),
+    DecodeVariant("half", "int4", 64, False, shares=16, warps=4, tiles=2, residents=4),
+    DecodeVariant("half", "int8", 64, False, shares=16, warps=4, tiles=2, residents=4),
+    DecodeVariant("half", "int8", 128, False, shares=8, warps=8, tiles=1, residents=2),
+    DecodeVariant("half", "int8", 256, False, shares=4, warps=4, tiles=1, residents=2),
+    DecodeVariant("half", "e5m2", 64, False, shares=16, warps=4, tiles=2, residents=4),
+    DecodeVariant("half", "e5m2", 128, False, shares=8, warps=8, tiles=1, residents=2),
+)
+
 VARIANTS: tuple[DecodeVariant | CombineVariant | AppendVariant | TauTailVariant | MergeVariant, ...] = (
     *(variant for dtype in DTYPES for variant in _decode_variants(dtype)),
+    *QUANTISED,
     *(CombineVariant(dtype) for dtype in DTYPES),
     *(AppendVariant(dtype, cache) for dtype in DTYPES for cache in ("same", "e4m3")),
     *(TauTailVariant(dtype, table) for dtype in (*DTYPES, "fp32") for table in sorted({dtype, "fp32"})),
