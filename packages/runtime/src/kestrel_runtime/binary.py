@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from .cute import open_runtime_library
+from . import cute
 from .errors import UnsupportedError
 
 OLDEST_DRIVER = 13000  # what cuDriverGetVersion reports for R580; the machine code here needs it
@@ -49,6 +49,12 @@ def _driver_version() -> int:
     version = ctypes.c_int(0)
     ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
     return version.value
+
+
+def _check_driver() -> None:
+    driver = _driver_version() if torch.cuda.is_available() else OLDEST_DRIVER
+    if driver < OLDEST_DRIVER:
+        raise UnsupportedError(f"the NVIDIA driver supports CUDA {driver / 1000:g}; R580 (CUDA 13.0) is the oldest")
 
 
 class Binary:
@@ -91,6 +97,19 @@ class Binary:
             raise UnsupportedError(f"no machine code for a GPU of capability {capability} (built: {have})")
         return f"sm{found}"
 
+    def kernel(self, variant: Any, device: torch.device | int) -> Callable[..., Any]:
+        """The CuTe kernel of a variant on this GPU: out of the library, or compiled now where the DSL is installed."""
+        index = device if isinstance(device, int) else device.index
+        arch = _device_arch(torch.cuda.current_device() if index is None else index)
+        built = self.manifest.functions if self.manifest else ()
+        function = f"{variant.name}_sm{arch}"
+        if function in built:
+            return self.function(function)
+        if arch is None or (self.manifest is None and not cute.can_compile()):
+            self.arch(device)  # says what is missing
+        _check_driver()
+        return cute.compiled(self.family, variant, str(arch))
+
     def function(self, name: str) -> Callable[..., Any]:
         """The entry point of this name."""
         module = self._load()
@@ -118,10 +137,8 @@ class Binary:
         library = self.folder / f"{self.family}.so"
         if self.manifest is None or not library.is_file():
             raise UnsupportedError(f"{self.family} has no binary here: it runs from its sources, without a build")
-        driver = _driver_version() if torch.cuda.is_available() else OLDEST_DRIVER
-        if driver < OLDEST_DRIVER:
-            raise UnsupportedError(f"the NVIDIA driver supports CUDA {driver / 1000:g}; R580 (CUDA 13.0) is the oldest")
+        _check_driver()
         tvm_ffi.register_error("UnsupportedError", UnsupportedError)
         if self.manifest.cute:
-            open_runtime_library()
+            cute.open_runtime_library()
         return tvm_ffi.load_module(str(library))

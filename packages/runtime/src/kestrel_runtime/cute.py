@@ -1,20 +1,35 @@
-"""NVIDIA's CuTe DSL runtime library: where pip put it, and opening it before a binary that needs it.
+"""NVIDIA's CuTe DSL: its runtime library, and compiling on first use what was not compiled ahead of time.
 
-Its licence does not let us ship it inside our wheels, so families with CuTe kernels depend on the distribution
-``nvidia-cutlass-dsl-libs-cu13``. Nothing here imports the DSL.
+The runtime library's licence does not let us ship it inside our wheels, so families with CuTe kernels depend on the
+distribution ``nvidia-cutlass-dsl-libs-cu13``. The DSL itself comes with a family's extra ``[jit]``. Nothing here
+imports it before a kernel has to be compiled.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import hashlib
+import importlib
+import importlib.metadata
 import importlib.util
+import os
+import platform
+import shutil
+import tempfile
+import threading
+import warnings
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from .errors import UnsupportedError
 
 LIBRARY = "libcute_dsl_runtime.so"
 DISTRIBUTION = "nvidia-cutlass-dsl-libs-cu13>=4.7.1,<5"
+_DSL = "nvidia-cutlass-dsl"
+_compiling = threading.Lock()  # the DSL is not thread-safe
+_loaded: list[Any] = []  # modules, for as long as the process lives: their functions are in use
 
 
 def runtime_library_path() -> Path | None:
@@ -36,3 +51,104 @@ def open_runtime_library() -> ctypes.CDLL:
     if path is None:
         raise UnsupportedError(f"NVIDIA's {LIBRARY} is not installed; install {DISTRIBUTION}")
     return ctypes.CDLL(str(path))
+
+
+@functools.cache
+def compiled(family: str, variant: Any, arch: str) -> Callable[..., Any]:
+    """The entry point of a variant (see a family's kernels/variants.py) that no build holds, for example for "90a".
+
+    Compiled on first use, which takes seconds, and kept on disk as an object file, under a name that changes with the
+    family's kernels, the variant, the DSL and the processor. Two processes may compile the same: each puts a whole file
+    in place. Where nothing can be written the kernel is compiled in each process, and a warning says so once.
+
+    Raises UnsupportedError where the DSL is not installed; its words name the extra that brings it.
+    """
+    if not can_compile():
+        extra = f"{family.replace('_', '-')}[jit]"
+        raise UnsupportedError(f"this case has no kernel in the wheel; with the extra {extra} one is compiled")
+    function = f"{variant.name}_sm{arch}"
+    folder = cache_folder()
+    file = folder / family / f"{function}-{_digest(family, variant, arch)}.o" if folder else None
+    with _compiling:
+        if file is not None and file.is_file():
+            try:
+                return _load(file, function)
+            except Exception as error:
+                warnings.warn(f"{file} cannot be loaded and is compiled again: {error}", RuntimeWarning, stacklevel=2)
+        return _compile(variant, arch, function, file)
+
+
+def cache_folder() -> Path | None:
+    """Where compiled kernels are kept: ``kestrel-kernels`` in $XDG_CACHE_HOME or ~/.cache; None without a home."""
+    named = os.environ.get("XDG_CACHE_HOME")
+    try:
+        return (Path(named) if named else Path.home() / ".cache") / "kestrel-kernels"
+    except RuntimeError:
+        return None
+
+
+@functools.cache
+def can_compile() -> bool:
+    """The DSL itself is installed, and not just its runtime library, which lies in a folder of the same package."""
+    try:
+        importlib.metadata.version(_DSL)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return runtime_library_path() is not None
+
+
+def _digest(family: str, variant: Any, arch: str) -> str:
+    spec = importlib.util.find_spec(f"{family}.kernels")
+    assert spec is not None
+    assert spec.origin is not None
+    told = hashlib.sha256()
+    for source in sorted(Path(spec.origin).parent.glob("*.py")):
+        told.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
+    versions = [importlib.metadata.version(name) for name in (_DSL, "apache-tvm-ffi")]
+    told.update(repr((variant, arch, versions, platform.machine(), _processor())).encode())
+    return told.hexdigest()[:20]
+
+
+def _processor() -> str:
+    """What host code may use: it is compiled for this very processor, and a home folder may serve several machines."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line for line in lines if line.startswith(("flags", "Features"))), "")
+
+
+def _compile(variant: Any, arch: str, function: str, file: Path | None) -> Callable[..., Any]:
+    import cutlass.cute as cute
+
+    kernel, arguments = variant.kernel(arch)
+    made = cute.compile(kernel, *arguments, options=f"--enable-tvm-ffi --gpu-arch sm_{arch}")
+    with tempfile.TemporaryDirectory() as folder:
+        fresh = Path(folder) / f"{function}.o"
+        made.export_to_c(str(fresh), function_name=function, export_only_tvm_ffi_symbols=True)
+        if file is not None:
+            _keep(fresh, file)
+        return _load(fresh, function)
+
+
+def _keep(fresh: Path, file: Path) -> None:
+    """Put a copy in place, whole from the first moment; where that is not allowed, say so once."""
+    try:
+        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=file.parent) as folder:
+            Path(shutil.copy(fresh, folder)).replace(file)
+    except OSError as error:
+        _say_once(f"compiled kernels cannot be kept in {file.parent}: {error.strerror or error}")
+
+
+def _load(file: Path, function: str) -> Callable[..., Any]:
+    import cutlass.cute as cute
+
+    module = cute.runtime.load_module(str(file), enable_tvm_ffi=True)
+    _loaded.append(module)
+    return getattr(module, function)  # type: ignore[no-any-return]
+
+
+@functools.cache
+def _say_once(words: str) -> None:
+    warnings.warn(words, RuntimeWarning, stacklevel=4)

@@ -80,7 +80,7 @@ def _entry_point(scores: torch.Tensor, n: int, k: int) -> Callable[..., Any]:
     _check_topk_fwd(scores, k)
     variant = covering(_NAMES[scores.dtype], n, k)
     if variant is not None:
-        launch = _binary.function(f"{variant.name}_{_binary.arch(scores.device)}")
+        launch = _binary.kernel(variant, scores.device)
     elif k <= _LARGEST_K:
         launch = _binary.topk_rows
     else:
