@@ -10,18 +10,24 @@ import torch
 
 from kestrel_runtime import Binary, UnsupportedError
 
-from .kernels.variants import DTYPES, SIZES, DecodeVariant, covering
+from .kernels.variants import DTYPES, EITHER, SIZES, DecodeVariant, covering
 from .plans import Plans
 
 _binary = Binary("kestrel_attention")
 _NAMES = dict(zip((torch.bfloat16, torch.float16), DTYPES, strict=True))
-_E4M3 = (torch.float8_e4m3fn, torch.uint8)
+_CODES = {
+    torch.float8_e4m3fn: "e4m3",
+    torch.uint8: "e4m3",
+    torch.float8_e5m2: "e5m2",
+    torch.int8: "int8",
+}
 MOST_QUERIES = 16  # longer ones are prefill
 ROWS = 8  # of a block: queries x heads of one KV head
 _FAR = 2**30
 _MOST_KEYS = 2**29
 _MULTIPROCESSORS = 132  # while all blocks are resident at once, they take as many warps as that allows
 _GRID = 65535
+_INT4_PAGE = 64  # chunks of an INT4 cache are whole pages
 _UNALIGNED = "kernels take caches whose rows are aligned to 16 bytes"
 
 
@@ -61,6 +67,8 @@ class Plan:
     numbers: tuple[float, ...]
     copied: tuple[bool, bool, bool]
     """q, k and v that have strides of no multiple of 16 bytes: the kernels take copies."""
+    either: tuple[int, ...]
+    """(1,) for bf16 and (0,) for fp16 where one kernel serves both, else nothing."""
 
 
 plans: Plans[Plan] = Plans()
@@ -83,10 +91,16 @@ def make_plan(
     prefix_lens: torch.Tensor | None,
     num_splits: int,
     new: tuple[torch.Tensor, ...] = (),
+    scales: tuple[torch.Tensor, ...] = (),
+    added: int = 0,
 ) -> Plan:
-    """The plan of checked arguments, remembered under ``key``."""
+    """The plan of checked arguments, remembered under ``key``.
+
+    scales: what comes with a cache of integers: k_scale and v_scale; or k_scale, k_zero, v_scale, v_zero, k_tail and
+    seq_ids. added: keys that were written behind cache_seqlens before the launch, without ``new``.
+    """
     batch, queries, heads, size = q.shape
-    variants, arch = _covered(q, k_cache, v_cache), _binary.arch(q.device)
+    variants, arch = _covered(q, k_cache, v_cache, scales), _binary.arch(q.device)
     page, kv_heads = k_cache.shape[1], k_cache.shape[2]
     room = page if block_table is None else page * block_table.shape[1]
     if room > _MOST_KEYS:
@@ -94,11 +108,13 @@ def make_plan(
     group = heads // kv_heads
     columns = kv_heads * -(-queries * group // ROWS)
     shortest, most = chunking(num_splits, size, columns)
+    grain = _INT4_PAGE if variants[0].cache == "int4" else 1
+    shortest = max(shortest, grain)
     left, right = (-1 if end > _FAR else end for end in (window_left, window_right))  # kernels count in 32 bits
     right = 0 if causal else right
     longest = room  # keys that a block of rows visits at most
     if left >= 0 and right >= 0 and prefix_len == 0 and prefix_lens is None:
-        longest = min(longest, left + right + queries)
+        longest = min(longest, left + right + queries + grain - 1)
     slots = max(1, min(most, -(-longest // shortest)))
     if slots * columns // kv_heads > _GRID or batch > _GRID:
         raise UnsupportedError(f"kernels cover up to {_GRID} sequences and splits")
@@ -110,7 +126,7 @@ def make_plan(
     variant = next((v for v in reversed(variants) if blocks <= _MULTIPROCESSORS * v.residents), variants[0])
     scale_heads = [0 if scale is None else 1 + (scale.shape[0] > 1) for scale in (k_scale, v_scale)]
     numbers = (
-        *(int(block_table is not None), room, queries if new else 0, -(-(1 << page_shift) // page), page_shift),
+        *(int(block_table is not None), room, queries if new else added, -(-(1 << page_shift) // page), page_shift),
         *(group, 1.0 / group, *scale_heads, int(prefix_lens is not None), min(prefix_len, _FAR), left, right),
         *(float(size**-0.5 if softmax_scale is None else softmax_scale), float(softcap), shortest, most, slots),
         slots > 1 and -(-room // most) <= shortest,  # chunks are the shortest, for any length
@@ -118,19 +134,20 @@ def make_plan(
     write = f"append_{variant.dtype}_{variant.cache}_{arch}"
     plan = Plan(
         launch=_binary.function(f"{variant.name}_{arch}") if q.numel() else None,
-        combine=_binary.function(f"combine_{variant.dtype}_{arch}") if slots > 1 else None,
+        combine=_binary.function(f"combine_{_NAMES[q.dtype]}_{arch}") if slots > 1 else None,
         write=_binary.function(write) if new else None,
         out=(tuple(q.shape), (queries * heads * size, heads * size, size, 1)),
         lse=((batch, heads, queries), (heads * queries, queries, 1)),
         rows=rows,
         blocks_of_rows=batch * columns,
-        as_bytes=k_cache.element_size() == 1,
+        as_bytes=k_cache.element_size() == 1 and k_cache.dtype != torch.int8,
         paged=int(block_table is not None),
         scale_heads=(scale_heads[0], scale_heads[1]),
         group=group,
         slots=slots,
         numbers=numbers,
         copied=tuple(any(stride % 8 for stride in x.stride()[:-1]) for x in (q, *(new or (q, q)))),  # type: ignore[arg-type]
+        either=(int(q.dtype == torch.bfloat16),) if variant.dtype == EITHER else (),
     )
     return plans.keep(key, plan)
 
@@ -146,6 +163,7 @@ def attend(
     v_scale: torch.Tensor | None,
     prefix_lens: torch.Tensor | None,
     new: tuple[torch.Tensor, ...] = (),
+    scales: tuple[torch.Tensor, ...] = (),
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse); first writes the new keys and values into the caches, if there are any."""
     device = q.device
@@ -173,8 +191,13 @@ def attend(
         part_out = torch.empty(plan.rows * q.shape[3], dtype=torch.float32, device=device)
         part_lse = torch.empty(plan.rows, dtype=torch.float32, device=device)
         chunks = torch.empty(plan.blocks_of_rows, dtype=torch.int32, device=device)
+    q, result = _aligned(q, plan.copied[0]), out
+    if plan.either:
+        q, result = q.view(torch.uint16), out.view(torch.uint16)
+        if len(scales) > 2:
+            scales = _int4_scales(*scales)
     plan.launch(
-        _aligned(q, plan.copied[0]),
+        q,
         k_cache,
         v_cache,
         cache_seqlens,
@@ -182,30 +205,50 @@ def attend(
         k_scale,
         v_scale,
         cache_seqlens if prefix_lens is None else prefix_lens,
-        out,
+        result,
         lse,
         part_out,
         part_lse,
         chunks,
         *plan.numbers,
+        *scales,
+        *plan.either,
     )
     if plan.combine is not None:
         plan.combine(out, lse, part_out, part_lse, chunks, plan.group, plan.slots)
     return out, lse
 
 
-def _covered(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) -> tuple[DecodeVariant, ...]:
+def _int4_scales(
+    k_scale: torch.Tensor,
+    k_zero: torch.Tensor,
+    v_scale: torch.Tensor,
+    v_zero: torch.Tensor,
+    k_tail: torch.Tensor,
+    seq_ids: torch.Tensor,
+) -> tuple[torch.Tensor, ...]:
+    """As the kernel takes them."""
+    if any(x.data_ptr() % 16 for x in (k_scale, k_zero, k_tail)):
+        raise UnsupportedError(_UNALIGNED)
+    return k_scale, k_zero, v_scale, v_zero, k_tail.view(torch.uint16), seq_ids
+
+
+def _covered(
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, scales: tuple[torch.Tensor, ...]
+) -> tuple[DecodeVariant, ...]:
     """The variants for these tensors."""
     if q.dtype not in _NAMES:
         raise UnsupportedError("kernels cover bf16 and fp16 queries")
-    if k_cache.dtype != q.dtype and k_cache.dtype not in _E4M3:
-        raise UnsupportedError("kernels cover caches of the queries' dtype and of e4m3")
+    codes = "int4" if len(scales) > 2 else _CODES.get(k_cache.dtype, "same")
+    if codes == "same" and k_cache.dtype != q.dtype:
+        raise UnsupportedError("kernels cover caches of the queries' dtype and of codes")
     if q.shape[1] > MOST_QUERIES:
         raise UnsupportedError(f"kernels cover up to {MOST_QUERIES} queries of a sequence")
-    cache = "same" if k_cache.dtype == q.dtype else "e4m3"
-    variants = covering(_NAMES[q.dtype], cache, q.shape[3]) if q.shape[3] in SIZES else ()
+    if codes == "int4" and k_cache.shape[1] != _INT4_PAGE:
+        raise UnsupportedError(f"INT4 caches have pages of {_INT4_PAGE} slots, this one has {k_cache.shape[1]}")
+    variants = covering(_NAMES[q.dtype], codes, q.shape[3]) if q.shape[3] in SIZES else ()
     if not variants:
-        raise UnsupportedError(f"no kernel for heads of this size with such a cache (kernels: {SIZES})")
+        raise UnsupportedError(f"no kernel for heads of {q.shape[3]} over a cache of {codes}")
     for cache in (k_cache, v_cache):
         unit = 16 // cache.element_size()
         if any(stride % unit for stride in cache.stride()[:3]):
@@ -214,6 +257,12 @@ def _covered(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) -> t
             raise UnsupportedError("the cache has no page")
         if (cache.shape[0] - 1) * cache.stride(0) + (cache.shape[1] - 1) * cache.stride(1) >= 2**32 * unit:
             raise UnsupportedError("kernels reach 64 GB of cache")
+    of_tokens = (scales[2], scales[3]) if codes == "int4" else scales
+    for x in of_tokens:
+        if (x.shape[0] - 1) * x.stride(0) + (x.shape[1] - 1) * x.stride(1) >= 2**32:
+            raise UnsupportedError("kernels reach 2^32 scales")
+    if codes == "int4" and any(stride % 8 for x in (*scales[:2], scales[4]) for stride in x.stride()[:-1]):
+        raise UnsupportedError(_UNALIGNED)
     return variants
 
 

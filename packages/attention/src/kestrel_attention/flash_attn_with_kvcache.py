@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from kestrel_runtime import UnsupportedError, check, kernel_op
+from kestrel_runtime import check, kernel_op
 
 from . import arguments, decode, reference
 from .plans import form
@@ -233,10 +233,28 @@ def _flash_attn_with_kvcache(
     plan = decode.plans.get(key)
     if plan is None:
         _check(q, k_cache, v_cache, cache_seqlens, block_table, k_scale, v_scale, *int4, *scores)
-        if k_cache.dtype == torch.int8 or k_tail is not None:
-            raise UnsupportedError("kernels cover caches of the queries' dtype and of e4m3")
-        plan = decode.make_plan(key, q, k_cache, v_cache, block_table, k_scale, v_scale, *scores)
-    return decode.attend(plan, q, k_cache, v_cache, cache_seqlens, block_table, k_scale, v_scale, prefix_lens)
+    scales = _integer_scales(k_cache, k_scale, v_scale, *int4)
+    if scales:
+        k_scale = v_scale = None
+    if plan is None:
+        plan = decode.make_plan(key, q, k_cache, v_cache, block_table, k_scale, v_scale, *scores, scales=scales)
+    cache = (k_cache, v_cache, cache_seqlens, block_table, k_scale, v_scale)
+    return decode.attend(plan, q, *cache, prefix_lens, scales=scales)
+
+
+def _integer_scales(
+    k_cache: torch.Tensor,
+    k_scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
+    k_zero: torch.Tensor | None,
+    v_zero: torch.Tensor | None,
+    k_tail: torch.Tensor | None,
+    seq_ids: torch.Tensor | None,
+) -> tuple[Any, ...]:
+    """What comes with a cache of integers, in the kernels' order."""
+    if k_tail is not None:
+        return k_scale, k_zero, v_scale, v_zero, k_tail, seq_ids
+    return (k_scale, v_scale) if k_cache.dtype == torch.int8 else ()
 
 
 @kernel_op(
@@ -272,7 +290,11 @@ def _flash_attn_with_kvcache_append(
     plan = decode.plans.get(key)
     if plan is None:
         _check_append(q, k_cache, v_cache, k, v, *cache, *scores)
-        plan = decode.make_plan(key, q, k_cache, v_cache, *cache[1:], *scores, new=(k, v))
+        how = {"added": q.shape[1]} if k_cache.dtype == torch.float8_e5m2 else {"new": (k, v)}
+        plan = decode.make_plan(key, q, k_cache, v_cache, *cache[1:], *scores, **how)
+    if plan.write is None and q.numel():
+        reference.append(k_cache, v_cache, k, v, *cache)
+        return decode.attend(plan, q, k_cache, v_cache, *cache, prefix_lens)
     return decode.attend(plan, q, k_cache, v_cache, *cache, prefix_lens, new=(k, v))
 
 
@@ -281,6 +303,7 @@ def _flash_attn_with_kvcache_append(
     check=_check_append_int,
     shape=reference.padded_shapes,
     mutates=("k_cache", "v_cache", "k_scale", "v_scale", "k_zero", "v_zero", "k_tail"),
+    kernel="cute",
 )
 def _flash_attn_with_kvcache_append_int(
     q: torch.Tensor,
@@ -306,3 +329,14 @@ def _flash_attn_with_kvcache_append_int(
     num_splits: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """:func:`flash_attn_with_kvcache` that first appends k and v as INT8 or INT4, with scales, in place: (out, lse)."""
+    scores = (softmax_scale, causal, window_left, window_right, softcap, prefix_len, prefix_lens, num_splits)
+    given = (k_scale, v_scale, k_zero, v_zero, k_tail, seq_ids)
+    key = (form(q, k_cache, v_cache, k, v, cache_seqlens, block_table, *given, prefix_lens), _numbers(scores))
+    plan, scales = decode.plans.get(key), _integer_scales(k_cache, *given)
+    if plan is None:
+        _check_append_int(q, k_cache, v_cache, k, v, cache_seqlens, block_table, *given, *scores)
+        cache = (k_cache, v_cache, block_table, None, None)
+        plan = decode.make_plan(key, q, *cache, *scores, scales=scales, added=q.shape[1])
+    reference.append_int(k_cache, v_cache, k, v, cache_seqlens, block_table, *given)
+    cache = (k_cache, v_cache, cache_seqlens, block_table, None, None)
+    return decode.attend(plan, q, *cache, prefix_lens, scales=scales)

@@ -192,10 +192,7 @@ def flash_attn_with_kvcache_append(
     v_scale: torch.Tensor | None,
     *scores: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    slots, lengths = _append_at(cache_seqlens, k.shape[1], block_table, k_cache.shape[1])
-    for new, cache, scale in ((k, k_cache, k_scale), (v, v_cache, v_scale)):
-        cache, rows = as_fp8(cache), new.flatten(0, 1)
-        write_rows(cache, slots, rows if cache.dtype == rows.dtype else encode_fp8(rows, scale, cache.dtype))
+    lengths = append(k_cache, v_cache, k, v, cache_seqlens, block_table, k_scale, v_scale)
     scales = k_scale, v_scale, None, None, None, None
     return flash_attn_with_kvcache(q, k_cache, v_cache, lengths, block_table, *scales, *scores)
 
@@ -216,6 +213,44 @@ def flash_attn_with_kvcache_append_int(
     seq_ids: torch.Tensor | None,
     *scores: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    scales = k_scale, v_scale, k_zero, v_zero, k_tail, seq_ids
+    lengths = append_int(k_cache, v_cache, k, v, cache_seqlens, block_table, *scales)
+    return flash_attn_with_kvcache(q, k_cache, v_cache, lengths, block_table, *scales, *scores)
+
+
+def append(
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cache_seqlens: torch.Tensor,
+    block_table: torch.Tensor | None,
+    k_scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
+) -> torch.Tensor:
+    """Write new keys and values into a cache of values or FP8, in place; the new lengths."""
+    slots, lengths = _append_at(cache_seqlens, k.shape[1], block_table, k_cache.shape[1])
+    for new, cache, scale in ((k, k_cache, k_scale), (v, v_cache, v_scale)):
+        cache, rows = as_fp8(cache), new.flatten(0, 1)
+        write_rows(cache, slots, rows if cache.dtype == rows.dtype else encode_fp8(rows, scale, cache.dtype))
+    return lengths
+
+
+def append_int(
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cache_seqlens: torch.Tensor,
+    block_table: torch.Tensor | None,
+    k_scale: torch.Tensor,
+    v_scale: torch.Tensor,
+    k_zero: torch.Tensor | None,
+    v_zero: torch.Tensor | None,
+    k_tail: torch.Tensor | None,
+    seq_ids: torch.Tensor | None,
+) -> torch.Tensor:
+    """Write new keys and values into a cache of INT8 or INT4, with their scales, in place; the new lengths."""
     cache_seqlens = without_padding(cache_seqlens, k_tail, seq_ids)
     slots, lengths = _append_at(cache_seqlens, k.shape[1], block_table, k_cache.shape[1])
     keys, values = k.flatten(0, 1), v.flatten(0, 1)
@@ -225,8 +260,7 @@ def flash_attn_with_kvcache_append_int(
     else:
         caches = k_cache, v_cache, k_scale, k_zero, v_scale, v_zero, k_tail
         write_int4(keys, values, *caches, slots, seq_ids.repeat_interleave(k.shape[1]))
-    scales = k_scale, v_scale, k_zero, v_zero, k_tail, seq_ids
-    return flash_attn_with_kvcache(q, k_cache, v_cache, lengths, block_table, *scales, *scores)
+    return lengths
 
 
 def _append_at(

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 DTYPES = ("bf16", "fp16")
+EITHER = "half"  # bf16 or fp16, told apart when a kernel runs
 SIZES = (64, 72, 80, 96, 128, 192, 256, 512)  # head sizes that kernels cover
 
 
@@ -177,7 +178,7 @@ def numeric(dtype: str) -> Any:
     """The DSL's type of this name."""
     import cutlass
 
-    return {"half": cutlass.Uint16, "bf16": cutlass.BFloat16, "fp16": cutlass.Float16, "fp32": cutlass.Float32}[dtype]
+    return {EITHER: cutlass.Uint16, "bf16": cutlass.BFloat16, "fp16": cutlass.Float16, "fp32": cutlass.Float32}[dtype]
 
 
 def strided(dtype: Any, *shape: Any, unit: int = 1) -> Any:
@@ -301,13 +302,13 @@ def _decode_variants(dtype: str) -> tuple[DecodeVariant, ...]:
 
 
 QUANTISED = (
-    DecodeVariant("half", "int4", 128, False, shares=8, warps=4, tiles=2, residents=3),
-    DecodeVariant("half", "int4", 64, False, shares=16, warps=4, tiles=2, residents=4),
-    DecodeVariant("half", "int8", 64, False, shares=16, warps=4, tiles=2, residents=4),
-    DecodeVariant("half", "int8", 128, False, shares=8, warps=8, tiles=1, residents=2),
-    DecodeVariant("half", "int8", 256, False, shares=4, warps=4, tiles=1, residents=2),
-    DecodeVariant("half", "e5m2", 64, False, shares=16, warps=4, tiles=2, residents=4),
-    DecodeVariant("half", "e5m2", 128, False, shares=8, warps=8, tiles=1, residents=2),
+    DecodeVariant(EITHER, "int4", 128, False, shares=8, warps=4, tiles=2, residents=3),
+    DecodeVariant(EITHER, "int4", 64, False, shares=16, warps=4, tiles=2, residents=4),
+    DecodeVariant(EITHER, "int8", 64, False, shares=16, warps=4, tiles=2, residents=4),
+    DecodeVariant(EITHER, "int8", 128, False, shares=8, warps=8, tiles=1, residents=2),
+    DecodeVariant(EITHER, "int8", 256, False, shares=4, warps=4, tiles=1, residents=2),
+    DecodeVariant(EITHER, "e5m2", 64, False, shares=16, warps=4, tiles=2, residents=4),
+    DecodeVariant(EITHER, "e5m2", 128, False, shares=8, warps=8, tiles=1, residents=2),
 )
 
 VARIANTS: tuple[DecodeVariant | CombineVariant | AppendVariant | TauTailVariant | MergeVariant, ...] = (
@@ -322,6 +323,6 @@ VARIANTS: tuple[DecodeVariant | CombineVariant | AppendVariant | TauTailVariant 
 
 def covering(dtype: str, cache: str, size: int) -> tuple[DecodeVariant, ...]:
     """The decode variants for this head size, with the same results, fewest warps first; none where none covers it."""
-    fitting = [v for v in VARIANTS if isinstance(v, DecodeVariant) and (v.dtype, v.cache) == (dtype, cache)]
+    fitting = [v for v in VARIANTS if isinstance(v, DecodeVariant) and v.dtype in (dtype, EITHER) and v.cache == cache]
     exact = tuple(v for v in fitting if v.size == size and not v.padded)
     return exact or tuple(v for v in fitting if v.padded and size < v.size)[:1]
