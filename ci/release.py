@@ -1,8 +1,11 @@
-"""Release wheels: their platform tag, and what can only be seen by building and installing them again."""
+"""Release wheels: platform tag, libraries as xz, and what can only be seen by building and installing them again."""
 
 from __future__ import annotations
 
+import base64
 import filecmp
+import hashlib
+import lzma
 import shutil
 import zipfile
 from collections.abc import Sequence
@@ -47,7 +50,34 @@ def tag(tools: Environment, wheels: Sequence[Wheel]) -> list[Path]:
             )
         else:
             shutil.copy(wheel.path, RELEASE)
-    return sorted(RELEASE.glob("*.whl"))
+    found = sorted(RELEASE.glob("*.whl"))
+    for path in found:
+        if has_binary(path):
+            pack(path)
+    return found
+
+
+def pack(wheel: Path) -> None:
+    """Put every library of a wheel into it as xz, which kestrel_runtime unpacks into memory at the first launch."""
+    with zipfile.ZipFile(wheel) as archive:
+        members = {info: archive.read(info) for info in archive.infolist()}
+    changed = {}
+    for info in list(members):
+        if info.filename.endswith(".so"):
+            content = lzma.compress(members.pop(info), preset=9)
+            changed[info.filename] = info.filename = f"{info.filename}.xz"
+            members[info] = content
+    (record,) = (info for info in members if info.filename.endswith(".dist-info/RECORD"))
+    lines = [line for line in members[record].decode().splitlines() if line.split(",")[0] not in changed]
+    for info, content in members.items():
+        if info.filename in changed.values():
+            digest = base64.urlsafe_b64encode(hashlib.sha256(content).digest()).rstrip(b"=").decode()
+            lines.append(f"{info.filename},sha256={digest},{len(content)}")
+    members[record] = "".join(f"{line}\n" for line in lines).encode()
+    with zipfile.ZipFile(wheel, "w", zipfile.ZIP_DEFLATED) as archive:
+        for info, content in sorted(members.items(), key=lambda item: (item[0] is record, item[0].filename)):
+            info.compress_type = zipfile.ZIP_STORED if info.filename.endswith(".xz") else zipfile.ZIP_DEFLATED
+            archive.writestr(info, content)
 
 
 def rebuild(session: nox.Session, tools: Environment, wheels: Sequence[Wheel]) -> None:

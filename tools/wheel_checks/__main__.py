@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import lzma
 import re
 import sys
 import tempfile
@@ -24,8 +25,7 @@ HERE = Path(__file__).resolve().parent
 ALL_ARCHS = json.loads((HERE.parent.parent / "ci" / "matrix.json").read_text())["archs"]
 PLATFORM = "manylinux_2_34_x86_64"
 SHOWN = 20  # problems of one wheel
-ALL_TOGETHER = 16 * 10**6  # bytes, without the model of the demo
-AIM = 10 * 10**6
+ALL_TOGETHER = 10 * 10**6  # bytes, without the model of the demo
 MODEL = "kestrel_kernels/demo/tiny.pt"
 
 
@@ -82,6 +82,9 @@ def check(wheel: Path, build_paths: Sequence[str], cuobjdump: Path) -> tuple[lis
         folder = Path(name)
         archive.extractall(folder)
         members = [member for member in archive.namelist() if not member.endswith("/")]
+        for member in [member for member in members if member.endswith(".so.xz")]:  # as kestrel_runtime loads it
+            (folder / member).with_suffix("").write_bytes(lzma.decompress((folder / member).read_bytes()))
+            members.append(member.removesuffix(".xz"))
         outside = [member for member in members if not re.match(rf"{package}(-[^/]*\.dist-info)?/", member)]
         found += [f"installs {member} outside its package" for member in outside]
         for member in members:
@@ -127,8 +130,7 @@ def main() -> int:
         failed += bool(found)
     total = sum(size(wheel) for wheel in options.wheels)
     fits = total <= ALL_TOGETHER
-    limits = f"at most {ALL_TOGETHER / 1e6:.0f}, the aim is {AIM / 1e6:.0f}"
-    print(f"{'ok' if fits else 'FAILED':7} together {total / 1e6:.1f} MB: {limits}")
+    print(f"{'ok' if fits else 'FAILED':7} together {total / 1e6:.1f} MB: at most {ALL_TOGETHER / 1e6:.0f}")
     failed += not fits
     return 1 if failed else 0
 

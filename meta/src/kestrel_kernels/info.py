@@ -105,13 +105,13 @@ def _binary(family: str) -> BinaryInfo:
     from kestrel_runtime import Binary
 
     binary = Binary(family)
-    manifest, library = binary.manifest, binary.folder / f"{family}.so"
+    manifest, library = binary.manifest, binary.library
     return BinaryInfo(
         family=family,
         built=manifest is not None,
         archs=list(manifest.archs) if manifest else [],
         functions=list(manifest.functions) if manifest else [],
-        size=library.stat().st_size if library.is_file() else 0,
+        size=library.stat().st_size if library else 0,
     )
 
 

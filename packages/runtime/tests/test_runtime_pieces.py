@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
+import lzma
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kestrel_runtime
-from kestrel_runtime import Binary, UnsupportedError, arch_of, check, cute, reference, testing
+from kestrel_runtime import Binary, UnsupportedError, arch_of, binary, check, cute, reference, testing
 
 # Known-answer vectors of the paper's authors (Random123, kat_vectors, philox4x32 10): key, counter, result.
 PHILOX_VECTORS = [
@@ -167,10 +169,10 @@ def test_family_without_a_binary_is_unsupported_not_broken(tmp_path: Path, monke
     package.mkdir()
     (package / "__init__.py").write_text("")
     monkeypatch.syspath_prepend(str(tmp_path))
-    binary = Binary("kestrel_nobinary")
-    assert binary.manifest is None
+    bare = Binary("kestrel_nobinary")
+    assert bare.manifest is None
     with pytest.raises(UnsupportedError, match="has no binary here"):
-        _ = binary.anything
+        _ = bare.anything
     (package / "_lib").mkdir()
     fields = {"family": "kestrel_nobinary", "archs": ["90a"], "functions": [], "cute": False}
     (package / "_lib" / "manifest.json").write_text(json.dumps(fields))
@@ -181,6 +183,39 @@ def test_family_without_a_binary_is_unsupported_not_broken(tmp_path: Path, monke
         fresh.function("anything")
     with pytest.raises(UnsupportedError, match="is not installed"):
         _ = Binary("kestrel_missing_family").folder
+
+
+@pytest.mark.parametrize("in_memory", [True, False])
+def test_a_packed_library_loads_and_leaves_no_file(
+    in_memory: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = Path(torch.__file__).parent / "lib" / "libtorch_global_deps.so"
+    packed = binary.packed(tmp_path / "library.so")
+    packed.write_bytes(lzma.compress(plain.read_bytes()))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+
+    def refuse(name: str) -> int:
+        raise OSError(name)
+
+    if not in_memory:
+        monkeypatch.setattr("os.memfd_create", refuse)
+    with binary.unpacked(packed) as file:
+        assert file.name == "library.so"
+        assert file.is_symlink() is in_memory
+        assert file.read_bytes() == plain.read_bytes()
+        ctypes.CDLL(str(file))
+    assert list(tmp_path.iterdir()) == [packed]
+
+
+def test_a_family_finds_its_library_plain_or_packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "kestrel_packedfamily" / "_lib"
+    folder.mkdir(parents=True)
+    (folder.parent / "__init__.py").touch()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert Binary("kestrel_packedfamily").library is None
+    for name in ("kestrel_packedfamily.so.xz", "kestrel_packedfamily.so"):
+        (folder / name).touch()
+        assert Binary("kestrel_packedfamily").library == folder / name
 
 
 def test_missing_cute_runtime_names_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

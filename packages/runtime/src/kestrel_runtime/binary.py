@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import importlib.util
 import json
+import lzma
+import os
+import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -131,14 +135,51 @@ class Binary:
                 self._module = self._open()
             return self._module
 
-    def _open(self) -> Any:
-        import tvm_ffi
+    @functools.cached_property
+    def library(self) -> Path | None:
+        """The shared library, or what a release wheel has of it: the same, packed."""
+        plain = self.folder / f"{self.family}.so"
+        return next((path for path in (plain, packed(plain)) if path.is_file()), None)
 
-        library = self.folder / f"{self.family}.so"
-        if self.manifest is None or not library.is_file():
+    def _open(self) -> Any:
+        if self.manifest is None or self.library is None:
             raise UnsupportedError(f"{self.family} has no binary here: it runs from its sources, without a build")
         _check_driver()
-        tvm_ffi.register_error("UnsupportedError", UnsupportedError)
         if self.manifest.cute:
             cute.open_runtime_library()
+        return _load_library(self.library)
+
+
+def packed(library: Path) -> Path:
+    """Where a release wheel has a library: kernels of several types and architectures have so much in common that xz,
+    which sees them all, leaves a quarter of what a wheel's own compression does."""
+    return library.with_name(f"{library.name}.xz")
+
+
+@functools.cache
+def _load_library(library: Path) -> Any:
+    import tvm_ffi
+
+    tvm_ffi.register_error("UnsupportedError", UnsupportedError)
+    if library.suffix == ".so":
         return tvm_ffi.load_module(str(library))
+    with unpacked(library) as plain:
+        return tvm_ffi.load_module(str(plain))
+
+
+@contextlib.contextmanager
+def unpacked(library: Path) -> Iterator[Path]:
+    """A packed library as a file to load, in memory where there are such files: what was loaded needs it no more."""
+    content = lzma.decompress(library.read_bytes())
+    with tempfile.TemporaryDirectory(prefix="kestrel-") as folder, contextlib.ExitStack() as stack:
+        plain = Path(folder) / library.stem
+        try:  # in memory a file may be executed even where the temporary folder's may not
+            file = stack.enter_context(open(os.memfd_create(library.stem), "wb", buffering=0))
+            plain.symlink_to(f"/proc/self/fd/{file.fileno()}")
+            at = memoryview(content)
+            while at:
+                at = at[file.write(at) :]
+        except OSError:
+            plain.unlink(missing_ok=True)
+            plain.write_bytes(content)
+        yield plain
