@@ -1,0 +1,438 @@
+"""The decode kernels over caches of INT8, INT4 and e5m2 codes against float64, and what every kernel promises."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+
+from kestrel_attention import flash_attn_with_kvcache, merge_attention_states
+from kestrel_runtime import backend
+from kestrel_runtime.testing import graph_replay
+
+pytestmark = pytest.mark.gpu
+
+E5M2 = torch.float8_e5m2
+LENGTHS = (0, 1, 54, 300, -1, 1000, 64, 17)
+NOBODY = (2**31 - 1, -7, 10**6)  # what entries of the block table hold that nobody may follow
+KINDS = ("int8", "int4", "e5m2")
+
+
+@pytest.fixture(autouse=True)
+def kernels_only() -> Iterator[None]:
+    with backend("kernel"):
+        yield
+
+
+def same(a: tuple[torch.Tensor, ...], b: tuple[torch.Tensor, ...]) -> bool:
+    return all(torch.equal(x.view(torch.uint8), y.view(torch.uint8)) for x, y in zip(a, b, strict=True))
+
+
+@dataclass
+class Call:
+    """Sequences scattered over a cache in which everything that no sequence holds is NaN, scales too."""
+
+    kind: str
+    q: torch.Tensor
+    caches: dict[str, torch.Tensor]
+    table: torch.Tensor
+    lengths: torch.Tensor
+    keys: list[torch.Tensor] = field(default_factory=list)  # in float64, as the codes say
+    values: list[torch.Tensor] = field(default_factory=list)
+
+    def run(self, *new: torch.Tensor, **how: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        given = {"cache_seqlens": self.lengths, "block_table": self.table, "return_lse": True}
+        caches = dict(self.caches)
+        return flash_attn_with_kvcache(
+            self.q, caches.pop("k_cache"), caches.pop("v_cache"), *new, **caches, **given, **how
+        )
+
+    def alone(self, b: int, extra_columns: int = 5) -> Call:
+        """Sequence b as a batch of its own, with a wider table."""
+        table = torch.full((1, self.table.shape[1] + extra_columns), NOBODY[0], dtype=torch.int32, device="cuda")
+        table[:, : self.table.shape[1]] = self.table[b]
+        caches = dict(self.caches)
+        if self.kind == "int4":
+            caches["seq_ids"] = caches["seq_ids"][b : b + 1]
+        return Call(self.kind, self.q[b : b + 1], caches, table, self.lengths[b : b + 1])
+
+    def clone(self) -> Call:
+        return replace(self, caches={name: x.clone() for name, x in self.caches.items()})
+
+
+def nibbles(codes: torch.Tensor) -> torch.Tensor:
+    return torch.stack((codes % 16, codes // 16), dim=-1).flatten(-2).double()
+
+
+def made(
+    kind: str,
+    heads: int,
+    kv_heads: int,
+    size: int,
+    page: int,
+    lengths: tuple[int, ...] = LENGTHS,
+    queries: int = 1,
+    dtype: torch.dtype = torch.bfloat16,
+    seed: int = 0,
+    room: int = 0,
+    value_size: float = 1.0,
+) -> Call:
+    """value_size: the scales of values are so many times the usual ones, which are some hundredths."""
+    generator = torch.Generator("cuda").manual_seed(seed)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, device="cuda")
+
+    def uniform(*shape: int) -> torch.Tensor:
+        return torch.rand(shape, generator=generator, device="cuda") + 0.25
+
+    page = 64 if kind == "int4" else page
+    batch, columns = len(lengths), max(-(-(length + room) // page) + 1 for length in (*lengths, 1))
+    blocks = batch * columns + 3
+    rows = (blocks, page, kv_heads)
+    table = torch.randperm(blocks, generator=generator, device="cuda")[: batch * columns].view(batch, columns).int()
+    nan = math.nan
+    if kind == "e5m2":
+        caches = {name: normal(*rows, size).to(E5M2) for name in ("k_cache", "v_cache")}
+        stale = {name: torch.full_like(x, nan) for name, x in caches.items()}
+    else:
+        width = size if kind == "int8" else size // 2
+        codes = torch.randint(-127, 128, (2, *rows, width), generator=generator, device="cuda")
+        caches = dict(zip(("k_cache", "v_cache"), codes.to(torch.int8), strict=True))
+        if kind == "int8":
+            caches |= {"k_scale": uniform(*rows) / 64, "v_scale": uniform(*rows) / 32 * value_size}
+            stale = {name: torch.full_like(caches[name], nan) for name in ("k_scale", "v_scale")}
+        else:
+            caches = {name: x.view(torch.uint8) for name, x in caches.items()}
+            of_channels, of_tokens = (blocks, kv_heads, size), rows
+            caches["k_scale"], caches["v_scale"] = uniform(*of_channels) / 4, uniform(*of_tokens) / 4 * value_size
+            for name, shape in (("k_zero", of_channels), ("v_zero", of_tokens)):
+                caches[name] = uniform(*shape) + torch.randint(0, 15, shape, generator=generator, device="cuda")
+            caches |= {name: caches[name].half() for name in ("k_scale", "v_scale", "k_zero", "v_zero")}
+            stale = {name: torch.full_like(caches[name], nan) for name in ("k_scale", "v_scale", "k_zero", "v_zero")}
+            caches["k_tail"] = normal(batch + 2, page, kv_heads, size).to(dtype)
+            caches["seq_ids"] = torch.randperm(batch + 2, generator=generator, device="cuda")[:batch].int()
+
+    used = torch.zeros(blocks, page, dtype=torch.bool, device="cuda")
+    finished = torch.zeros(blocks, dtype=torch.bool, device="cuda")
+    in_tail = torch.zeros(batch + 2, page, dtype=torch.bool, device="cuda")
+    call = Call(kind, normal(batch, queries, heads, size).to(dtype), caches, table, torch.tensor(lengths).int().cuda())
+    for b, length in enumerate(lengths):
+        position = torch.arange(max(length, 0), device="cuda")
+        block, slot = table[b, position // page].long(), position % page
+        used[block, slot] = True
+        if kind == "int4":
+            whole = position < length // page * page
+            finished[block[whole]] = True
+            in_tail[caches["seq_ids"][b].long(), slot[~whole]] = True
+        k, v = (caches[name].view(torch.uint8)[block, slot].view(caches[name].dtype) for name in ("k_cache", "v_cache"))
+        if kind == "e5m2":
+            k, v = k.double(), v.double()
+        elif kind == "int8":
+            k, v = (x.double() * caches[s][block, slot, :, None].double() for x, s in ((k, "k_scale"), (v, "v_scale")))
+        else:
+            k = (nibbles(k) - caches["k_zero"][block].double()) * caches["k_scale"][block].double()
+            tail = caches["k_tail"][caches["seq_ids"][b].long(), slot].double()
+            k = torch.where(whole[:, None, None], k, tail)
+            zero, scale = (caches[name][block, slot, :, None].double() for name in ("v_zero", "v_scale"))
+            v = (nibbles(v) - zero) * scale
+        call.keys.append(k)
+        call.values.append(v)
+        unused = torch.arange(columns, device="cuda") >= -(-(max(length, 0) + room) // page)
+        table[b, unused] = torch.tensor(NOBODY, dtype=torch.int32, device="cuda")[torch.nonzero(unused)[:, 0] % 3]
+    for name, x in stale.items():
+        there = finished if kind == "int4" and name.startswith("k") else used
+        raw, poisoned = (y.view(torch.uint8) if kind == "e5m2" else y for y in (caches[name], x))
+        raw[~there] = poisoned[~there]
+    if kind == "int4":
+        caches["k_tail"][~in_tail] = nan
+    return call
+
+
+def exact(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, how: dict[str, Any], prefix: int
+) -> tuple[torch.Tensor, torch.Tensor, float]:
+    """q [Sq, H, D], k and v [L, Hk, D] in float64 -> out, lse; and what rounding of scaled queries adds to a score.
+
+    INT4: a query times a channel's scale is rounded to f16, by 2**-12 at most, and by chance: six standard deviations
+    of the sum over channels are less than 2**-10 of the root of the sum of squares.
+    """
+    queries, heads, size = q.shape
+    length, kv_heads = k.shape[:2]
+    k, v = (x.repeat_interleave(heads // kv_heads, dim=1) for x in (k, v))
+    scale = how.get("softmax_scale", size**-0.5)
+    scores = torch.einsum("qhd,khd->hqk", q.double(), k) * scale
+    noise = torch.einsum("qhd,khd->hqk", q.double().square(), k.square()).sqrt() * abs(scale) * 2**-10
+    softcap = how.get("softcap", 0.0)
+    scores = softcap * torch.tanh(scores / softcap) if softcap else scores
+    position = length - queries + torch.arange(queries, device=q.device)[:, None]
+    key = torch.arange(length, device=q.device)
+    left, right = how.get("window_size", (-1, -1))
+    right = 0 if how.get("causal", False) else right
+    visible = torch.ones(queries, length, dtype=torch.bool, device=q.device)
+    visible &= (key <= position + right) | (right < 0)
+    visible &= (key >= position - left) | (left < 0)
+    scores = scores.masked_fill(~(visible | (key < prefix)), -math.inf)
+    lse = scores.logsumexp(-1) if length else q.new_full((heads, queries), -math.inf, dtype=torch.float64)
+    weights = (scores - torch.where(lse.isinf(), 0.0, lse)[..., None]).exp()
+    return torch.einsum("hqk,khd->qhd", weights, v), lse, float(noise.max()) if length else 0.0
+
+
+def check(call: Call, **how: Any) -> None:
+    """As for other caches: half a unit of the one rounding, float32 arithmetic, weights split in two 16-bit numbers."""
+    before = call.clone().caches
+    out, lse = call.run(**how)
+    assert same(tuple(before.values()), tuple(call.caches.values()))
+    assert same((out, lse), call.run(**how)), "two runs differ"
+    prefix = how.get("prefix_len", 0)
+    for b, (k, v) in enumerate(zip(call.keys, call.values, strict=True)):
+        mine = int(prefix[b]) if isinstance(prefix, torch.Tensor) else prefix
+        exact_out, exact_lse, noise = exact(call.q[b], k, v, how, mine)
+        noise = noise if call.kind == "int4" else 0.0
+        largest = float(v.abs().max()) if v.numel() else 0.0
+        error = (out[b].double() - exact_out).abs()
+        bound = 0.5 * torch.finfo(out.dtype).eps * exact_out.abs() + (2**-15 + 2 * noise) * largest
+        assert bool((error <= bound).all()), f"sequence {b}: off by up to {error.max():.3e}, allowed {bound.min():.3e}"
+        empty = exact_lse.isinf()
+        assert torch.equal(lse[b].isinf(), empty)
+        error = (lse[b].double() - exact_lse)[~empty].abs()
+        bound = 4e-6 * (1 + exact_lse[~empty].abs()) + how.get("softcap", 0.0) * 2**-21 + noise
+        assert bool((error <= bound).all()), f"sequence {b}: LSE off by up to {error.max():.3e}"
+
+
+PAGES = [("int8", page) for page in (1, 8, 16, 24, 64, 256)] + [("int4", 64)] + [("e5m2", page) for page in (1, 24)]
+HEADS = [(4, 4, 64), (32, 32, 64), (8, 2, 128), (20, 1, 128)]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("kind", "page"), PAGES)
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), HEADS)
+def test_decoding_over_pages(heads, kv_heads, size, kind, page, dtype):
+    check(made(kind, heads, kv_heads, size, page, dtype=dtype))
+
+
+@pytest.mark.parametrize("queries", [1, 3])
+def test_int8_heads_of_256(queries):
+    check(made("int8", 16, 2, 256, 16, (0, 1, 54, 300, 2000), queries), causal=True)
+
+
+@pytest.mark.parametrize("length", [62, 63, 64, 65, 79, 80, 81, 96, 97, 127, 128, 129, 190])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("size", [64, 128])
+def test_an_unfinished_page_is_read_from_its_tail(size, dtype, length):
+    check(made("int4", 8, 2, size, 64, (length, 5, length), 2, dtype), causal=True)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("queries", [1, 3, 16])
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"causal": True},
+        {"window_size": (0, 0)},
+        {"window_size": (7, 2)},
+        {"window_size": (100, -1), "causal": True},
+        {"window_size": (-1, 3)},
+        {"window_size": (900, 70)},
+        {"causal": True, "softcap": 2.0},
+        {"softmax_scale": -0.2, "softcap": 30.0},
+        {"causal": True, "prefix_len": 20},
+        {"window_size": (5, 0), "prefix_len": 33},
+    ],
+)
+def test_what_shapes_the_scores(how, queries, kind):
+    check(made(kind, 8, 2, 64, 8, queries=queries), **how)
+
+
+@pytest.mark.parametrize("splits", [1, 2, 3, 7, 64])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("window", [-1, 1999])
+def test_any_number_of_splits(splits, kind, window):
+    check(made(kind, 8, 2, 64, 16, (0, 1, 54, 300, -1, 5000, 17)), num_splits=splits, window_size=(window, 0))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_long_sequences(kind):
+    check(made(kind, 32, 4, 128, 16, (20000, 3, 9001)))
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+@pytest.mark.parametrize("value_size", [2.0**-14, 2.0**-6, 2.0**10])
+def test_scales_of_values_of_any_size(kind, value_size):
+    check(made(kind, 8, 2, 64, 16, (0, 1, 54, 700), value_size=value_size))
+
+
+@pytest.mark.parametrize("value_size", [1e-25, 1e25])
+def test_int8_scales_far_from_one(value_size):
+    check(made("int8", 8, 2, 64, 16, (0, 1, 54, 700), value_size=value_size))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_queries_of_any_magnitude(kind):
+    call = made(kind, 8, 8, 64, 1)
+    call.q *= 10.0 ** torch.arange(-8, 8, 2, device="cuda")[:, None]
+    check(call, softmax_scale=1e-7)
+
+
+def test_int4_is_as_accurate_as_attention_over_dequantised_keys():
+    """Root mean square errors against float64, PyTorch's in the same dtype."""
+    for dtype in (torch.bfloat16, torch.float16):
+        call = made("int4", 32, 8, 128, 64, (2000, 3000), dtype=dtype)
+        out, _ = call.run()
+        mine, its = 0.0, 0.0
+        for b, (k, v) in enumerate(zip(call.keys, call.values, strict=True)):
+            want = exact(call.q[b], k, v, {}, 0)[0]
+            rows = (x.to(dtype).transpose(0, 1)[None] for x in (call.q[b], k, v))
+            composed = torch.nn.functional.scaled_dot_product_attention(*rows, enable_gqa=True)[0].transpose(0, 1)
+            mine += float((out[b].double() - want).square().sum())
+            its += float((composed.double() - want).square().sum())
+        assert mine <= 1.21 * its, f"{(mine / its) ** 0.5:.2f} times PyTorch's error in {dtype}"
+
+
+def test_nan_in_a_scale_stays_with_its_sequence_and_head():
+    for kind in ("int8", "int4"):
+        for name in ("k_scale", "v_scale"):
+            call = made(kind, 8, 2, 64, 16)
+            want = call.run()
+            at = (call.table[3, 0], 0, 1) if call.caches[name].shape[1:] != (2, 64) else (call.table[3, 0], 1, 5)
+            call.caches[name][at] = math.nan
+            got = call.run()
+            touched = torch.zeros(len(LENGTHS), 1, 8, dtype=torch.bool, device="cuda")
+            touched[3, 0, 4:] = True
+            assert bool(got[0][touched].isnan().all())
+            assert torch.equal(got[0][~touched], want[0][~touched])
+
+
+def test_a_sequence_without_a_tail_is_padding():
+    call = made("int4", 8, 2, 64, 64, (70, 70, 130))
+    want = call.run()
+    call.caches["seq_ids"][:2] = torch.tensor([-1, 5], dtype=torch.int32)
+    out, lse = call.run()
+    assert not bool(out[:2].any())
+    assert bool((lse[:2] == -math.inf).all())
+    assert same((out[2:], lse[2:]), (want[0][2:], want[1][2:]))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_cache_without_a_table(kind):
+    call = made(kind, 8, 2, 64, 64, (64, 20, 0))
+    paged = call.run()
+    first = call.table[:, 0].clamp(0, call.caches["k_cache"].shape[0] - 1).long()
+    of_sequences = ("k_tail", "seq_ids")
+    for name, x in call.caches.items():
+        if name not in of_sequences:
+            call.caches[name] = x.view(torch.uint8)[first].view(x.dtype)
+    call.table = None
+    assert same(call.run(), paged)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(8, 8, 64), (8, 2, 128)])
+def test_a_sequence_does_not_depend_on_its_batch(heads, kv_heads, size, kind):
+    call = made(kind, heads, kv_heads, size, 16, (5000, 1, 700, 2100, 0, 64))
+    out, lse = call.run()
+    for b in range(len(call.keys)):
+        assert same(call.alone(b).run(), (out[b : b + 1], lse[b : b + 1]))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("queries", [1, 5])
+def test_appending_writes_what_the_reference_writes(kind, queries):
+    call = made(kind, 8, 2, 64, 16, (0, 54, 62, -1, 300), queries, room=queries)
+    k, v = (torch.randn(5, queries, 2, 64, device="cuda").bfloat16() for _ in range(2))
+    with backend("reference"):
+        other = call.clone()
+        want = other.run(k, v, causal=True)
+    got = call.run(k, v, causal=True)
+    assert same(tuple(call.caches.values()), tuple(other.caches.values()))
+    torch.testing.assert_close(got[0], want[0], rtol=2**-7, atol=4e-3)
+    torch.testing.assert_close(got[1], want[1], rtol=2e-4, atol=2e-4)
+    call.lengths = torch.where(call.lengths >= 0, call.lengths + queries, call.lengths)
+    assert same(call.run(causal=True), got)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("splits", [0, 4])
+def test_a_replayed_graph_sees_new_contents(splits, kind):
+    names = list(made(kind, 8, 2, 64, 16).caches)
+
+    def given(seed: int) -> list[torch.Tensor]:
+        call = made(kind, 8, 2, 64, 16, LENGTHS if seed == 1 else tuple(reversed(LENGTHS)), seed=seed)
+        return [call.q, call.table, call.lengths, *call.caches.values()]
+
+    def decode(q, table, lengths, *caches):
+        return Call(kind, q, dict(zip(names, caches, strict=True)), table, lengths).run(num_splits=splits)
+
+    fresh = given(2)
+    assert same(graph_replay(decode, given(1), fresh), decode(*fresh))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_compiled_without_a_graph_break(kind):
+    call = made(kind, 8, 2, 64, 16)
+    with backend("auto"):
+        got = torch.compile(lambda: call.run(causal=True), fullgraph=True)()
+    assert same(got, call.run(causal=True))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_block_far_past_two_to_the_31_elements(kind):
+    call = made(kind, 8, 2, 64, 64, (150, 64))
+    want = call.run()
+    for name in ("k_cache", "v_cache"):
+        near = call.caches[name].view(torch.uint8)
+        stride = 2**31 // (len(near) - 2) // 16 * 16 + 2**24
+        base = torch.zeros(stride * (len(near) - 1) + near[0].numel(), dtype=torch.uint8, device="cuda")
+        far = base.as_strided(near.shape, (stride, *near.stride()[1:]))
+        far.copy_(near)
+        call.caches[name] = far.view(call.caches[name].dtype)
+    assert (len(near) - 1) * stride > 2**31
+    assert same(call.run(), want)
+
+
+WRITTEN = [("int8", "k_scale"), ("int8", "v_scale")]
+WRITTEN += [("int4", name) for name in ("k_scale", "k_zero", "v_scale", "v_zero", "k_tail", "seq_ids")]
+
+
+@pytest.mark.parametrize(("kind", "name"), WRITTEN)
+def test_an_input_written_by_the_launch_just_before_is_read_after_the_wait(kind, name):
+    """1000 times in one graph: merging with an empty part copies the input's bits, and decoding follows at once."""
+    contents = 5
+    calls = [made(kind, 8, 2, 64, 16, (40, 333, 70, 90), seed=seed) for seed in range(contents)]
+    for call in calls:  # what one seed leaves NaN another reads
+        for which, x in call.caches.items():
+            if x.is_floating_point():
+                call.caches[which] = torch.where(x.isnan(), torch.rand_like(x), x)
+    if name == "seq_ids":
+        for i, call in enumerate(calls):
+            call.caches[name] = calls[0].caches[name].roll(i)
+    fixed = calls[0]
+
+    def copied(x: torch.Tensor) -> torch.Tensor:
+        numbers = x.contiguous().view(-1).view(torch.float32)[None]
+        rows = torch.zeros(numbers.shape[1], 1, 8, dtype=torch.bfloat16, device="cuda")
+        merged = merge_attention_states(rows, numbers, rows, torch.full_like(numbers, -math.inf))[1]
+        return merged.view(x.dtype).view(x.shape)
+
+    def once(i: int, source: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return replace(fixed, caches=fixed.caches | {name: source}).run()
+
+    sources = [call.caches[name] for call in calls]
+    assert all(same((copied(x),), (x,)) for x in sources)
+    want = []
+    for i in range(contents):
+        want.append(once(i, sources[i].clone()))
+        torch.cuda.synchronize()
+    assert not any(same(want[i], want[i - 1]) for i in range(contents))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = [once(i % contents, copied(sources[i % contents])) for i in range(1000)]
+    graph.replay()
+    torch.cuda.synchronize()
+    for i in range(contents):
+        for mine in got[i::contents]:
+            assert same(mine, want[i])
