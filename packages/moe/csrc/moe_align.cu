@@ -16,12 +16,18 @@
 
 #include <climits>
 
+#include "align_apart.cuh"
 #include "align_host.h"
 
 namespace kestrel::moe {
 
+// What is aligned apart: its limits, the most blocks and threads.
+constexpr int64_t kPairsApart = 8192, kExpertsApart = 256;
+constexpr int kBlocksApart = 32, kThreadsApart = 512;
+
 struct AlignParams {
   Alignment a;
+  Apart apart;
   const void* ids = nullptr;
   int64_t stride = 0;  // of a token's ids, in elements
   int k = 1;
@@ -36,12 +42,10 @@ struct AlignParams {
   int64_t length_stride = 0;
 };
 
-// plain: int32 ids that follow one another, no adapters; one_round: besides, no more than 32 pairs for a warp.
-enum class Kind { any, plain, one_round };
-
-template <Kind KIND>
+// PLAIN: int32 ids that follow one another, no adapters.
+template <bool PLAIN>
 __device__ __forceinline__ int expert_of(const AlignParams& p, int pair, int adapter) {
-  if constexpr (KIND != Kind::any) {
+  if constexpr (PLAIN) {
     return static_cast<const int*>(p.ids)[pair];
   } else {
     int64_t at = pair;
@@ -56,34 +60,44 @@ __device__ __forceinline__ int expert_of(const AlignParams& p, int pair, int ada
   }
 }
 
-template <Kind KIND>
+// Makes the outputs those of an adapter; false where it is disabled.
+__device__ __forceinline__ bool choose_adapter(AlignParams& p, int adapter) {
+  const bool on = p.enabled_bytes ? static_cast<const unsigned char*>(p.enabled)[adapter] != 0
+                                  : static_cast<const int*>(p.enabled)[adapter] != 0;
+  p.a.sorted += adapter * p.sorted_stride;
+  p.a.experts_of += adapter * p.experts_stride;
+  p.a.length += adapter * p.length_stride;
+  return on;
+}
+
+template <bool PLAIN>
 __global__ void __launch_bounds__(kThreads, 1) moe_align_kernel(AlignParams p) {
   extern __shared__ unsigned shared[];
-  Alignment& a = p.a;
-  const AlignMemory memory(a, shared);
-  constexpr bool PLAIN = KIND != Kind::any;
-  const unsigned rank = PLAIN ? blockIdx.x : blockIdx.x % a.cluster;
-  const int adapter = PLAIN ? 0 : blockIdx.x / a.cluster;
-  align_begin(a, memory);
+  const AlignMemory memory(p.a, shared);
+  const unsigned rank = PLAIN ? blockIdx.x : blockIdx.x % p.a.cluster;
+  const int adapter = PLAIN ? 0 : blockIdx.x / p.a.cluster;
+  align_begin(p.a, memory);
   pdl_wait();
   pdl_trigger();
-  if constexpr (!PLAIN) {
-    if (p.adapters) {
-      const bool on = p.enabled_bytes ? static_cast<const unsigned char*>(p.enabled)[adapter] != 0
-                                      : static_cast<const int*>(p.enabled)[adapter] != 0;
-      if (!on) {
-        if (a.cluster > 1) cluster_ready();
-        return;
-      }
-      a.sorted += adapter * p.sorted_stride;
-      a.experts_of += adapter * p.experts_stride;
-      a.length += adapter * p.length_stride;
-    }
+  if (!PLAIN && p.adapters && !choose_adapter(p, adapter)) {
+    if (p.a.cluster > 1) cluster_ready();
+    return;
   }
-  if (a.cluster == 1) fill_with_padding(a);
-  constexpr int rounds = KIND == Kind::one_round ? 1 : PLAIN ? 8 : 4;  // what registers hold
-  align_pairs<rounds, KIND != Kind::one_round>(a, memory, rank,
-                                               [&](int pair) { return expert_of<KIND>(p, pair, adapter); });
+  if (p.a.cluster == 1) fill_with_padding(p.a);
+  constexpr int rounds = PLAIN ? 8 : 4;  // what registers hold
+  align_pairs<rounds, true>(p.a, memory, rank, [&](int pair) { return expert_of<PLAIN>(p, pair, adapter); });
+}
+
+template <int PER_LANE, bool PLAIN>
+__global__ void __launch_bounds__(kThreadsApart, 1) moe_align_apart_kernel(AlignParams p) {
+  extern __shared__ unsigned shared[];
+  const int rank = PLAIN ? blockIdx.x : blockIdx.x % p.apart.blocks;
+  const int adapter = PLAIN ? 0 : blockIdx.x / p.apart.blocks;
+  apart_begin<PER_LANE>(p.apart.own, shared);
+  pdl_wait();
+  pdl_trigger();
+  if (!PLAIN && p.adapters && !choose_adapter(p, adapter)) return;
+  align_apart<PER_LANE>(p.a, p.apart, shared, rank, [&](int pair) { return expert_of<PLAIN>(p, pair, adapter); });
 }
 
 constexpr DLDataType kBool8{kDLBool, 8, 1};
@@ -144,11 +158,13 @@ class AlignCall {
     p.flat = ids.size(0) < 2 || ids.stride(0) == ids.size(1);
     const DeviceGuard guard(ids.device().device_id);
     const bool plain = p.flat && !p.wide && !p.adapters;
+    if (pairs_ <= kPairsApart && experts_ <= kExpertsApart) {
+      return experts_ <= kExpertsApart / 4 ? launch_apart<kExpertsApart / 128>(p, plain, ids.device(), adapters)
+                                           : launch_apart<kExpertsApart / 32>(p, plain, ids.device(), adapters);
+    }
     const auto launched = [&](int widest) {
       split(&p.a, widest);
-      if (!plain) return launched_as<Kind::any>(p, ids.device(), adapters);
-      return p.a.run == 32 ? launched_as<Kind::one_round>(p, ids.device(), adapters)
-                           : launched_as<Kind::plain>(p, ids.device(), adapters);
+      return plain ? launched_as<true>(p, ids.device(), adapters) : launched_as<false>(p, ids.device(), adapters);
     };
     if (!launched(widest_cluster(ids.device().device_id))) launched(kCluster);
   }
@@ -156,9 +172,21 @@ class AlignCall {
   const Checks check;
 
  private:
-  template <Kind KIND>
+  template <int PER_LANE>
+  static void launch_apart(AlignParams& p, bool plain, DLDevice device, unsigned adapters) {
+    const int rounds = (p.a.pairs + 31) / 32;
+    // Few pairs: a warp for each expert, whose name and padding it writes.
+    const int threads = rounds > 32 ? kThreadsApart : kThreadsApart / 2;
+    const int least = std::min((p.a.experts * 32 + threads - 1) / threads, kBlocksApart);
+    p.apart.own = std::max(1, (rounds + kBlocksApart - 1) / kBlocksApart);
+    p.apart.blocks = std::max(least, (rounds + p.apart.own - 1) / p.apart.own);
+    launch_pdl(plain ? moe_align_apart_kernel<PER_LANE, true> : moe_align_apart_kernel<PER_LANE, false>,
+               dim3(p.apart.blocks * adapters), dim3(threads), device, p, 4 * apart_words<PER_LANE>(p.apart.own));
+  }
+
+  template <bool PLAIN>
   static bool launched_as(const AlignParams& p, DLDevice device, unsigned adapters) {
-    constexpr auto kernel = moe_align_kernel<KIND>;
+    constexpr auto kernel = moe_align_kernel<PLAIN>;
     if (p.a.cluster > kCluster && !runs_wide<kernel, kThreads>(device.device_id)) return false;
     const size_t bytes = shared_bytes(p.a);
     allow_shared(kernel, bytes);
