@@ -83,7 +83,7 @@ def bare() -> Callable[..., object]:
         if made is None:
             weights, ids = (torch.empty(tokens, K, dtype=d, device="cuda") for d in (torch.float32, torch.int32))
             counts = torch.empty(experts, dtype=torch.int32, device="cuda")
-            scratch = torch.empty(2, dtype=torch.int64, device="cuda")
+            scratch = torch.empty(3, dtype=torch.int64, device="cuda")
             made = results[tokens, experts] = (weights, ids, counts, scratch)
         entry(*made, gating, K, False, None, None)
 

@@ -240,6 +240,17 @@ def test_the_entry_point_of_routing_refuses_in_the_same_words(case: BadInput) ->
     assert said[0] == said[1]
 
 
+@pytest.mark.parametrize("scratch", [torch.zeros(2, dtype=torch.int64), torch.zeros(3)], ids=["short", "float32"])
+def test_the_entry_point_of_routing_refuses_scratch_memory_too_small_for_its_blocks_to_meet(scratch: Any) -> None:
+    try:
+        function = Binary("kestrel_moe").topk_softmax
+    except UnsupportedError as error:
+        pytest.skip(str(error))
+    weights, ids, counts = torch.empty(16, 2), torch.empty(16, 2, dtype=torch.int32), torch.empty(4, dtype=torch.int32)
+    with pytest.raises((ValueError, TypeError), match="topk_softmax: argument 'scratch': expected "):
+        function(weights, ids, counts, scratch, torch.zeros(16, 4), 2, False, None, None)
+
+
 def refusals() -> list[Any]:
     """Of every good call: each tensor on another device, each required argument None, one at a time."""
     found = []

@@ -73,6 +73,6 @@ def topk_softmax(
     counts = torch.empty(experts, dtype=torch.int32, device=device)
     scratch = None
     if tokens > _TOKENS_OF_ONE_BLOCK:
-        scratch = torch.empty(2, dtype=torch.int64, device=device)
+        scratch = torch.empty(3, dtype=torch.int64, device=device)
     _kernels.topk_softmax(weights, ids, counts, scratch, gating, k, renormalize, bias, num_tokens)
     return weights, ids, counts
