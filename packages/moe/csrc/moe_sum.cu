@@ -26,37 +26,38 @@ struct SumParams {
   int chunks = 0;                                               // blocks per token
 };
 
+constexpr int kWidest = 256;  // threads of a block
 constexpr int kAtOnce = 8;
 
-template <typename T, bool VECTORS>
-__global__ void __launch_bounds__(256) moe_sum_kernel(const __grid_constant__ SumParams p) {
+// CHOICES: K where it is known, else 0.
+template <typename T, bool VECTORS, int CHOICES>
+__global__ void __launch_bounds__(kWidest, 1) moe_sum_kernel(const __grid_constant__ SumParams p) {
   constexpr int size = VECTORS ? Pack<T>::size : 1;
   const int token = blockIdx.x / p.chunks;
   const int first = ((blockIdx.x - token * p.chunks) * blockDim.x + threadIdx.x) * size;
   if (first >= p.width) return;
   const char* x = p.x + token * p.token_stride + static_cast<int64_t>(first) * sizeof(T);
   char* out = p.out + token * p.out_stride + static_cast<int64_t>(first) * sizeof(T);
-  if (VECTORS && threadIdx.x % 8 == 0) {
-#pragma unroll
-    for (int k = 0; k < kAtOnce; ++k) {
-      if (k < p.choices) prefetch_l2(x + k * p.choice_stride);
-    }
-  }
   pdl_wait();
   pdl_trigger();
   float sum[size];
 #pragma unroll
   for (int i = 0; i < size; ++i) sum[i] = 0.f;
   if constexpr (VECTORS) {
-    for (int k0 = 0; k0 < p.choices; k0 += kAtOnce) {
+    const int choices = CHOICES ? CHOICES : p.choices;
+#pragma unroll(CHOICES ? (CHOICES + kAtOnce - 1) / kAtOnce : 1)
+    for (int k0 = 0; k0 < choices; k0 += kAtOnce) {
       Pack<T> packs[kAtOnce];
 #pragma unroll
       for (int k = 0; k < kAtOnce; ++k) {
-        if (k0 + k < p.choices) packs[k].bits = load16_streamed(x + (k0 + k) * p.choice_stride);
+        if (k0 + k < choices) packs[k].bits = load16_streamed(x);
+        x += p.choice_stride;
+        pin(x);  // one address in registers, not eight
       }
+      __syncwarp();  // all are asked for before the first is added: ptxas would save registers
 #pragma unroll
       for (int k = 0; k < kAtOnce; ++k) {
-        if (k0 + k < p.choices) {
+        if (k0 + k < choices) {
           float f[size];
           packs[k].unpack(f);
 #pragma unroll
@@ -64,14 +65,11 @@ __global__ void __launch_bounds__(256) moe_sum_kernel(const __grid_constant__ Su
         }
       }
     }
-  } else {
-    for (int k = 0; k < p.choices; ++k) sum[0] += to_float(*reinterpret_cast<const T*>(x + k * p.choice_stride));
-  }
-  if constexpr (VECTORS) {
     Pack<T> y;
     y.pack(sum);
     store16(out, y.bits);
   } else {
+    for (int k = 0; k < p.choices; ++k) sum[0] += to_float(*reinterpret_cast<const T*>(x + k * p.choice_stride));
     *reinterpret_cast<T*>(out) = from_float<T>(sum[0]);
   }
 }
@@ -105,12 +103,14 @@ void moe_sum(TensorView out, TensorView x) {
     const bool vectors = width % Pack<T>::size == 0 && aligned16(p.x) && aligned16(p.out) && p.token_stride % 16 == 0 &&
                          p.choice_stride % 16 == 0 && p.out_stride % 16 == 0;
     const int packs = p.width / (vectors ? Pack<T>::size : 1);
-    const int widest = tokens * packs < 64 * 1024 ? 64 : 256;  // few packs: spread them over more SMs
+    const int widest = tokens * packs < 64 * 1024 ? 64 : kWidest;  // few packs: spread them over more SMs
     const int threads = std::min(widest, (packs + 31) / 32 * 32);
     p.chunks = (packs + threads - 1) / threads;
     if (tokens * p.chunks > (int64_t{1} << 31) - 1) unsupported("more than 2^31 blocks");
-    launch_pdl(vectors ? moe_sum_kernel<T, true> : moe_sum_kernel<T, false>,
-               dim3(static_cast<unsigned>(tokens * p.chunks)), dim3(threads), x.device(), p);
+    const auto kernel = !vectors               ? moe_sum_kernel<T, false, 0>
+                        : p.choices == kAtOnce ? moe_sum_kernel<T, true, kAtOnce>
+                                               : moe_sum_kernel<T, true, 0>;
+    launch_pdl(kernel, dim3(static_cast<unsigned>(tokens * p.chunks)), dim3(threads), x.device(), p);
   });
 }
 
