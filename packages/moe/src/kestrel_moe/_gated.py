@@ -7,6 +7,7 @@ import torch
 from kestrel_runtime import Binary
 
 from ._checks import check_gated_input, check_out
+from ._rows import as_rows, written
 
 _kernels = Binary("kestrel_moe")
 
@@ -19,15 +20,10 @@ def launch(
         out = torch.empty(*x.shape[:-1], x.shape[-1] // 2, dtype=x.dtype, device=x.device)
     if x.ndim == 2:
         _kernels.gated(out, x, silu, approximate, shift)
-    else:
-        # the entry point sees rows: leading dimensions are checked here
-        check_out("gated", out, (*x.shape[:-1], check_gated_input("gated", x)), x)
-        tokens = x.shape[:-1].numel()
-        rows, into = x.reshape(tokens, x.shape[-1]), out.reshape(tokens, out.shape[-1])
-        _kernels.gated(into, rows, silu, approximate, shift)
-        if into.data_ptr() != out.data_ptr():  # leading dimensions that are no one run of rows
-            out.copy_(into.view(out.shape))
-    return out
+        return out
+    rows, into = as_rows(x, out, lambda: check_out("gated", out, (*x.shape[:-1], check_gated_input("gated", x)), x))
+    _kernels.gated(into, rows, silu, approximate, shift)
+    return written(into, out)
 
 
 def launch_fp8(

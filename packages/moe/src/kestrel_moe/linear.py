@@ -8,6 +8,7 @@ from kestrel_runtime import Binary, UnsupportedError, check, kernel_op
 
 from . import reference
 from ._checks import check_like, check_linear, check_out, check_vector
+from ._rows import as_rows, written
 
 _kernels = Binary("kestrel_moe")
 # Beyond these the vendor's product is as fast or faster (results/h200.json: 8 tokens, and 117 MB of weight, lose).
@@ -16,7 +17,7 @@ _ELEMENTS_OF_GEMV = 2**25  # of the weight
 _TOKENS_OF_ROUTER = 1024
 
 
-def _rows(
+def _prepared(
     x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """x as [T, K], the result [..., N], and the same as [T, N]: where a kernel writes."""
@@ -24,18 +25,13 @@ def _rows(
         out = torch.empty(*x.shape[:-1], weight.shape[0], dtype=dtype, device=x.device)
     if x.ndim == 2:
         return x, out, out
-    # the entry points see rows: leading dimensions are checked here
-    _check_input("linear", x)
-    check_out("linear", out, (*x.shape[:-1], weight.shape[0]), x, dtype=dtype)
-    tokens = x.shape[:-1].numel()
-    return x.reshape(tokens, x.shape[-1]), out, out.reshape(tokens, out.shape[-1])
 
+    def check_all() -> None:
+        _check_input("linear", x)
+        check_out("linear", out, (*x.shape[:-1], weight.shape[0]), x, dtype=dtype)
 
-def _written(rows: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
-    """The result, once its rows are written: they are a copy where its leading dimensions are no one run of rows."""
-    if rows.data_ptr() != result.data_ptr():
-        result.copy_(rows.view(result.shape))
-    return result
+    rows, into = as_rows(x, out, check_all)
+    return rows, out, into
 
 
 def _check_input(op: str, x: torch.Tensor) -> None:
@@ -115,7 +111,7 @@ def gemv(
     >>> gemv(torch.tensor([1.0, 2.0]), torch.tensor([[1.0, 1.0], [0.0, -1.0]])).tolist()
     [3.0, -2.0]
     """
-    rows, result, into = _rows(x, weight, out, x.dtype)
+    rows, result, into = _prepared(x, weight, out, x.dtype)
     if rows.shape[0] > _TOKENS_OF_GEMV or weight.numel() > _ELEMENTS_OF_GEMV:
         _check_gemv(x, weight, bias, out)
         if bias is None or x.dtype == torch.float32:
@@ -124,7 +120,7 @@ def gemv(
             torch.add(torch.mm(rows, weight.T, out_dtype=torch.float32), bias, out=into)
     else:
         _kernels.gemv(into, rows, weight, bias)
-    return _written(into, result)
+    return written(into, result)
 
 
 def _check_router_gemm(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None = None) -> None:
@@ -151,7 +147,7 @@ def router_gemm(x: torch.Tensor, weight: torch.Tensor, *, out: torch.Tensor | No
     >>> router_gemm(torch.tensor([[1.0, 2**-9]]).bfloat16(), torch.ones(1, 2).bfloat16()).item()
     1.001953125
     """
-    rows, result, into = _rows(x, weight, out, torch.float32)
+    rows, result, into = _prepared(x, weight, out, torch.float32)
     if rows.shape[0] > _TOKENS_OF_ROUTER:
         _check_router_gemm(x, weight, out)
         if x.dtype == torch.float32:
@@ -159,4 +155,4 @@ def router_gemm(x: torch.Tensor, weight: torch.Tensor, *, out: torch.Tensor | No
         into.copy_(torch.mm(rows, weight.T, out_dtype=torch.float32))
     else:
         _kernels.router_gemm(into, rows, weight)
-    return _written(into, result)
+    return written(into, result)
