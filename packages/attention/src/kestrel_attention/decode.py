@@ -192,10 +192,10 @@ def attend(
         part_lse = torch.empty(plan.rows, dtype=torch.float32, device=device)
         chunks = torch.empty(plan.blocks_of_rows, dtype=torch.int32, device=device)
     q, result = _aligned(q, plan.copied[0]), out
-    if plan.either:
-        q, result = q.view(torch.uint16), out.view(torch.uint16)
-        if len(scales) > 2:
-            scales = _int4_scales(*scales)
+    if len(scales) > 2:
+        scales = _int4_scales(*scales)
+    if plan.either == (0,):  # fp16, which kernels for either take as bits
+        q, result = q.view(torch.bfloat16), out.view(torch.bfloat16)
     plan.launch(
         q,
         k_cache,
@@ -230,7 +230,7 @@ def _int4_scales(
     """As the kernel takes them."""
     if any(x.data_ptr() % 16 for x in (k_scale, k_zero, k_tail)):
         raise UnsupportedError(_UNALIGNED)
-    return k_scale, k_zero, v_scale, v_zero, k_tail.view(torch.uint16), seq_ids
+    return k_scale, k_zero, v_scale, v_zero, k_tail.view(torch.bfloat16), seq_ids
 
 
 def _covered(

@@ -57,7 +57,9 @@ class DecodeVariant:
             value_split=self.value_split,
             split_weights=self.split_weights,
         )
-        kernel = Decode(dtype, tiles, self.warps // fewer, self.residents, has_dependent_launch(arch))
+        # Kernels for either dtype fill their registers to the last on sm_90; others get more, for fewer blocks.
+        fewer_blocks = self.dtype == EITHER and self.residents > 1 and capability(arch) != 90
+        kernel = Decode(dtype, tiles, self.warps // fewer, self.residents - fewer_blocks, has_dependent_launch(arch))
         return kernel, decode_arguments(dtype, self.cache)
 
 
@@ -178,7 +180,7 @@ def numeric(dtype: str) -> Any:
     """The DSL's type of this name."""
     import cutlass
 
-    return {EITHER: cutlass.Uint16, "bf16": cutlass.BFloat16, "fp16": cutlass.Float16, "fp32": cutlass.Float32}[dtype]
+    return {EITHER: cutlass.BFloat16, "bf16": cutlass.BFloat16, "fp16": cutlass.Float16, "fp32": cutlass.Float32}[dtype]
 
 
 def strided(dtype: Any, *shape: Any, unit: int = 1) -> Any:
