@@ -38,6 +38,11 @@ def train_tiny() -> ModuleType:
 
 
 @pytest.fixture(scope="session")
+def model_results() -> ModuleType:
+    return _tool("model_results")
+
+
+@pytest.fixture(scope="session")
 def plain(plain_model):
     """The plain torch module with the trained weights, float32 on the CPU."""
     from kestrel_kernels.demo.weights import TINY_FILE
@@ -65,22 +70,23 @@ def decoder() -> Callable[..., object]:
     """Makes a decoder with the trained weights; `order_seed` shuffles the pages it is given."""
     from kestrel_kernels.demo.cache import PagedCache
     from kestrel_kernels.demo.model import Decoder
+    from kestrel_kernels.demo.stores import STORES
     from kestrel_kernels.demo.weights import TINY_FILE, load
 
     def make(
         dtype: torch.dtype = torch.float32,
         *,
-        pages: int = 1024,
-        fp8_cache: bool = False,
+        tokens: int = 1024,
+        kv_cache: str = "auto",
         fp8_experts: bool = False,
         order_seed: int | None = None,
         device: torch.device = CPU,
     ) -> Decoder:
         weights = load(TINY_FILE, dtype, device, fp8_experts=fp8_experts)
-        order = list(range(pages))
+        order = list(range(-(-tokens // STORES[kv_cache].page)))
         if order_seed is not None:
             random.Random(order_seed).shuffle(order)
-        cache = PagedCache(weights.config, pages, dtype=dtype, device=device, fp8=fp8_cache, order=order)
+        cache = PagedCache(weights, tokens, kind=kv_cache, sequences=8, order=order)
         return Decoder(weights, cache)
 
     return make

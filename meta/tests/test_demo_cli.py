@@ -54,6 +54,8 @@ def test_the_same_request_gives_the_same_text_and_another_seed_another():
         ["--dtype", "float16", "--kv-cache", "fp8"],
         ["--dtype", "float32", "--temperature", "0"],
         ["--context", "40"],
+        ["--kv-cache", "int8"],
+        ["--kv-cache", "int4", "--context", "70"],
     ],
 )
 def test_every_way_to_store_and_to_draw(options):
@@ -79,7 +81,7 @@ def test_every_way_to_store_and_to_draw(options):
         (["--top-p", "1.5"], "--top-p: expected a number above 0 and at most 1, got 1.5"),
         (["--seed", "-1"], "--seed: expected 0 to 2**63 - 1, got -1"),
         (["--dtype", "float64"], "--dtype: expected one of bfloat16, float32, float16, got 'float64'"),
-        (["--kv-cache", "int8"], "--kv-cache: expected one of auto, fp8, got 'int8'"),
+        (["--kv-cache", "int2"], "--kv-cache: expected one of auto, fp8, int8, int4, got 'int2'"),
         (["--experts", "int4"], "--experts: expected one of bf16, fp8, got 'int4'"),
         (["--model", "missing.pt"], "got missing.pt, which is no file"),
         (["--preset", "moondream3", "--model", "x.pt"], "--model: expected no file with --preset moondream3"),

@@ -46,7 +46,7 @@ def test_generation_ends_where_the_document_ends(decoder):
 def test_pages_come_back_also_when_the_text_is_abandoned(decoder):
     from kestrel_kernels.demo.generate import Sampling, generate
 
-    model = decoder(pages=60)
+    model = decoder(tokens=60)
     tokens = generate(model, [list(PROMPT)], 20, Sampling())
     next(tokens)
     assert model.cache.free == 60 - len(PROMPT) - 19
@@ -83,7 +83,7 @@ def test_logits_that_are_not_numbers_give_an_error_not_a_token(decoder):
 def test_requests_that_do_not_fit_are_refused(prompts, new_tokens, message, decoder):
     from kestrel_kernels.demo.config import DemoError
 
-    model = decoder(pages=100)
+    model = decoder(tokens=100)
     with pytest.raises(DemoError, match=message):
         run(model, prompts, new_tokens)
     assert model.cache.free == 100
@@ -105,7 +105,7 @@ def test_a_decode_step_reads_nothing_on_the_host():
 
     with FakeTensorMode():
         weights = random(PRESETS["tiny"], torch.bfloat16, torch.device("cpu"), fp8_experts=True)
-        cache = PagedCache(weights.config, 64, dtype=torch.bfloat16, device=torch.device("cpu"), fp8=True)
+        cache = PagedCache(weights, 64, kind="fp8", sequences=2)
         model = Decoder(weights, cache)
         table = cache.reserve([10, 3])
         for temperature in (0.0, 1.0):

@@ -32,7 +32,7 @@ def plain_bits(plain, bits_per_byte) -> float:
 
 @pytest.fixture(scope="module")
 def demo_bits(decoder, prefill, bits_per_byte):
-    def measure(dtype: torch.dtype, **options: bool) -> float:
+    def measure(dtype: torch.dtype, **options: object) -> float:
         model = decoder(dtype, **options)
         return bits_per_byte(lambda tokens: prefill(model, [tokens.tolist()]))
 
@@ -64,9 +64,9 @@ def test_perplexity_in_fp16_is_close(demo_bits, plain_bits):
     assert relative_perplexity(demo_bits(torch.float16), plain_bits) < 0.005
 
 
-@pytest.mark.parametrize("option", ["fp8_cache", "fp8_experts"])
+@pytest.mark.parametrize("option", [{"kv_cache": "fp8"}, {"fp8_experts": True}])
 def test_perplexity_with_fp8_is_close_to_bf16(option, demo_bits, bf16_bits):
-    bits = demo_bits(torch.bfloat16, **{option: True})
+    bits = demo_bits(torch.bfloat16, **option)
     assert bits != bf16_bits, "FP8 changes something"
     assert relative_perplexity(bits, bf16_bits) < 0.02
 
@@ -79,11 +79,11 @@ def test_greedy_text_is_the_plain_modules_byte_for_byte(plain, decoder, held_out
     assert ours == plain.greedy(torch.tensor(prompt), 200).tolist()
 
 
-@pytest.mark.parametrize("fp8_cache", [False, True])
-def test_where_pages_lie_changes_no_bit(fp8_cache, decoder, prefill, held_out):
+@pytest.mark.parametrize("kv_cache", ["auto", "fp8", "int8", "int4"])
+def test_where_pages_lie_changes_no_bit(kv_cache, decoder, prefill, held_out):
     tokens = held_out[:300].tolist()
     logits = [
-        prefill(decoder(torch.bfloat16, fp8_cache=fp8_cache, order_seed=seed), [tokens], chunk=100)
+        prefill(decoder(torch.bfloat16, kv_cache=kv_cache, order_seed=seed), [tokens], chunk=100)
         for seed in (None, 1, 2)
     ]
     assert torch.equal(logits[0], logits[1])
@@ -93,8 +93,9 @@ def test_where_pages_lie_changes_no_bit(fp8_cache, decoder, prefill, held_out):
 def test_what_unused_pages_hold_changes_no_bit(decoder, prefill, held_out):
     tokens = held_out[:100].tolist()
     clean, poisoned = decoder(order_seed=3), decoder(order_seed=3)
-    for cache in (*poisoned.cache.keys, *poisoned.cache.values):
-        cache.fill_(float("nan"))
+    for store in poisoned.cache.layers:
+        store.keys.fill_(float("nan"))
+        store.values.fill_(float("nan"))
     assert torch.equal(prefill(clean, [tokens], chunk=60), prefill(poisoned, [tokens], chunk=60))
 
 
@@ -145,7 +146,7 @@ def test_fewer_kv_heads_and_head_widths_that_are_not_the_models(plain_model):
     state = plain.state_dict()
     config = DecoderConfig(**dataclasses.asdict(shape))
     weights = assemble(config, lambda name, _: state[name].clone(), fp8_experts=False)
-    model = Decoder(weights, PagedCache(config, 64, dtype=torch.float32, device=CPU))
+    model = Decoder(weights, PagedCache(weights, 64))
     tokens = torch.randint(77, (50,), generator=generator)
     table = model.cache.reserve([50])
     with torch.no_grad():

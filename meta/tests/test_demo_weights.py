@@ -53,8 +53,8 @@ def test_names_and_shapes_are_the_plain_modules(plain_model):
         assert parameters(config) == sum(parameter.numel() for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("fp8", [False, True])
-def test_moondream3_runs_on_shapes_alone(fp8):
+@pytest.mark.parametrize(("kv_cache", "fp8"), [("auto", False), ("fp8", True), ("int8", False), ("int4", False)])
+def test_moondream3_runs_on_shapes_alone(kv_cache, fp8):
     """Prefill and decoding at the published sizes on the meta device: ops accept the shapes, nothing is allocated."""
     from kestrel_kernels.demo.cache import PagedCache
     from kestrel_kernels.demo.config import PRESETS
@@ -67,7 +67,7 @@ def test_moondream3_runs_on_shapes_alone(fp8):
     assert weights.layers[3].feed_forward.up.weight.shape == (8192, 2048)
     assert weights.layers[4].feed_forward.w1.shape == (64, 2048, 2048)
     assert weights.layers[4].feed_forward.w1.dtype == (torch.float8_e4m3fn if fp8 else torch.bfloat16)
-    cache = PagedCache(config, 64, dtype=torch.bfloat16, device=META, fp8=fp8)
+    cache = PagedCache(weights, 128, kind=kv_cache, sequences=2)
     model = Decoder(weights, cache)
     table = cache.reserve([7, 3])
     tokens = torch.empty(9, dtype=torch.int64, device=META)
@@ -83,7 +83,7 @@ def test_a_model_that_does_not_fit_is_refused_before_it_is_allocated(monkeypatch
     def require(free: float, *, fp8_experts: bool) -> None:
         monkeypatch.setattr(memory, "free_bytes", lambda device: int(free * memory.GIB))
         arguments = (PRESETS["moondream3"], 4096, torch.bfloat16, CPU)
-        memory.require(*arguments, fp8_cache=False, fp8_experts=fp8_experts)
+        memory.require(*arguments, kv_cache="auto", fp8_experts=fp8_experts)
 
     with pytest.raises(DemoError, match=r"expected 18\.\d GiB of free memory on cpu .*got 16\.0 GiB"):
         require(16, fp8_experts=False)

@@ -1,4 +1,4 @@
-"""A paged KV cache with pages of one token, and the table that says which page holds which position."""
+"""A paged KV cache, and the table that says which page holds which tokens of which sequence."""
 
 from __future__ import annotations
 
@@ -8,74 +8,90 @@ import torch
 from torch import Tensor
 
 from .config import DecoderConfig, DemoError
+from .stores import STORES
+from .weights import Weights
 
 
 class PagedCache:
-    """Keys and values of every layer in `pages` pages; a page holds one token of one sequence.
+    """Keys and values of every layer: room for `tokens` tokens of at most `sequences` sequences at a time.
 
-    keys, values: one tensor [pages, 1, Hk, D] per layer, uninitialised, of `dtype` or (fp8) float8_e4m3fn.
-    Pages are handed out in ascending order, or in the order of `order`.
+    kind: "auto" (the dtype of the model), "fp8", "int8" or "int4", see stores.py. Pages hold one token, of "int4" 64.
+    They are handed out in ascending order, or in the order of `order`.
     """
 
     def __init__(
         self,
-        config: DecoderConfig,
-        pages: int,
+        weights: Weights,
+        tokens: int,
         *,
-        dtype: torch.dtype,
-        device: torch.device,
-        fp8: bool = False,
+        kind: str = "auto",
+        sequences: int = 1,
         order: Sequence[int] | None = None,
     ) -> None:
-        self.fp8 = fp8
-        self.device = device
-        self.pages = pages
-        shape = (pages, 1, config.kv_heads, config.head_size)
-        stored = torch.float8_e4m3fn if fp8 else dtype
-        self.keys = [torch.empty(shape, dtype=stored, device=device) for _ in range(config.layers)]
-        self.values = [torch.empty(shape, dtype=stored, device=device) for _ in range(config.layers)]
-        self._free = list(range(pages) if order is None else order)[::-1]
+        store = STORES[kind]
+        self.kind = kind
+        self.page = store.page
+        self.device = weights.device
+        self.pages = -(-tokens // store.page)
+        self.layers = [
+            store(weights.config, layer, self.pages, sequences, weights.dtype, weights.device)
+            for layer in weights.layers
+        ]
+        self._free = list(range(self.pages) if order is None else order)[::-1]
+        self._numbers = list(range(sequences))[::-1]
 
     @staticmethod
-    def bytes_needed(config: DecoderConfig, pages: int, dtype: torch.dtype, *, fp8: bool) -> int:
-        return 2 * config.layers * pages * config.kv_heads * config.head_size * (1 if fp8 else dtype.itemsize)
+    def bytes_needed(config: DecoderConfig, tokens: int, dtype: torch.dtype, *, kind: str, sequences: int = 1) -> int:
+        store = STORES[kind]
+        return config.layers * store.bytes_needed(config, -(-tokens // store.page), sequences, dtype)
 
     @property
     def free(self) -> int:
+        """Pages that no sequence has."""
         return len(self._free)
 
     def reserve(self, lengths: Sequence[int]) -> PageTable:
         """Pages for sequences of these lengths."""
-        if sum(lengths) > self.free:
+        counts = [-(-length // self.page) for length in lengths]
+        if sum(counts) > self.free:
             raise DemoError(
                 f"cache: expected room for {sum(lengths)} tokens ({len(lengths)} sequences), "
                 f"got {self.free} free pages of {self.pages}"
             )
-        return PageTable(self, [[self._free.pop() for _ in range(length)] for length in lengths])
+        if len(lengths) > len(self._numbers):
+            raise DemoError(f"cache: expected at most {len(self._numbers)} more sequences, got {len(lengths)}")
+        pages = [[self._free.pop() for _ in range(count)] for count in counts]
+        return PageTable(self, pages, [self._numbers.pop() for _ in lengths])
 
-    def give_back(self, pages: Sequence[int]) -> None:
-        self._free.extend(reversed(pages))
+    def give_back(self, pages: Sequence[Sequence[int]], numbers: Sequence[int]) -> None:
+        for row in pages:
+            self._free.extend(reversed(row))
+        self._numbers.extend(reversed(numbers))
 
 
 class PageTable:
-    """The pages of a batch of sequences: `block_table` int32 [B, longest], -1 where a sequence has no page."""
+    """A batch of sequences in a cache.
 
-    def __init__(self, cache: PagedCache, pages: list[list[int]]) -> None:
+    block_table: int32 [B, most pages], -1 where a sequence has no page. numbers: int32 [B], each sequence's own, which
+    no other sequence in the cache has.
+    """
+
+    def __init__(self, cache: PagedCache, pages: list[list[int]], numbers: list[int]) -> None:
         self._cache = cache
         self._pages = pages
-        longest = max(map(len, pages), default=0)
-        rows = [row + [-1] * (longest - len(row)) for row in pages]
-        self.block_table = torch.tensor(rows, dtype=torch.int32).reshape(len(rows), longest).to(cache.device)
-
-    @property
-    def longest(self) -> int:
-        return self.block_table.shape[1]
+        self._numbers = numbers
+        most = max(map(len, pages), default=0)
+        rows = [row + [-1] * (most - len(row)) for row in pages]
+        self.block_table = torch.tensor(rows, dtype=torch.int32).reshape(len(rows), most).to(cache.device)
+        self.numbers = torch.tensor(numbers, dtype=torch.int32).to(cache.device)
 
     def slots(self, sequences: Tensor, positions: Tensor) -> Tensor:
         """The slot of each (sequence, position); on the device."""
-        return self.block_table[sequences, positions]
+        page = self._cache.page
+        if page == 1:
+            return self.block_table[sequences, positions]
+        return self.block_table[sequences, positions // page] * page + positions % page
 
     def release(self) -> None:
-        for row in self._pages:
-            self._cache.give_back(row)
-        self._pages = []
+        self._cache.give_back(self._pages, self._numbers)
+        self._pages, self._numbers = [], []

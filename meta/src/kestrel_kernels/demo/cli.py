@@ -19,7 +19,9 @@ Temperature = Annotated[float, typer.Option(help="0 takes the most likely token.
 TopP = Annotated[float, typer.Option(help="Draw from the smallest set of tokens with this probability.")]
 Seed = Annotated[int, typer.Option(help="The same seed draws the same text.")]
 Dtype = Annotated[str, typer.Option(help="bfloat16, float32 or float16.")]
-KVCache = Annotated[str, typer.Option(help="auto is the dtype; fp8 is e4m3 with a scale per head.")]
+KVCache = Annotated[
+    str, typer.Option(help="auto (the dtype), fp8 (scale per head), int8 (per token and head), int4 (KIVI).")
+]
 Experts = Annotated[str, typer.Option(help="bf16 is the dtype; fp8 quantises the experts' weights when they load.")]
 Model = Annotated[Path | None, typer.Option(help="A file that tools/train_tiny.py wrote, instead of the one here.")]
 Context = Annotated[int | None, typer.Option(help="Tokens that the cache holds; default and most: the model's.")]

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from kestrel_sampling import top_p_sampling_from_probs, topk_fwd
+from kestrel_sampling import sample_from_logits
 
 from .cache import PageTable
 from .config import DecoderConfig, DemoError
@@ -129,12 +129,13 @@ class Chooser:
         self.draw = torch.zeros(1, dtype=torch.int64, device=device)
 
     def __call__(self, logits: Tensor) -> Tensor:
-        if self.sampling.temperature == 0:
-            values, indices = topk_fwd(logits, 1)
-            return torch.where(values[:, 0].isfinite(), indices[:, 0], -1)
-        probabilities = torch.softmax(logits.float() / self.sampling.temperature, dim=-1)
-        ids, valid = top_p_sampling_from_probs(
-            probabilities, self.sampling.top_p, seed=self.seeds, offset=self.draw, return_valid=True
+        ids, valid = sample_from_logits(
+            logits,
+            self.sampling.temperature,
+            top_p=self.sampling.top_p,
+            seed=self.seeds,
+            offset=self.draw,
+            return_valid=True,
         )
         self.draw.add_(1)
         return torch.where(valid, ids, -1)

@@ -15,16 +15,16 @@ GIB = 2**30
 
 def require(
     config: DecoderConfig,
-    pages: int,
+    tokens: int,
     dtype: torch.dtype,
     device: torch.device,
     *,
-    fp8_cache: bool,
+    kv_cache: str,
     fp8_experts: bool,
 ) -> None:
     """Raises unless weights and cache fit into what is free now, with a tenth to spare."""
     needed = bytes_needed(config, dtype, fp8_experts=fp8_experts)
-    needed += PagedCache.bytes_needed(config, pages, dtype, fp8=fp8_cache)
+    needed += PagedCache.bytes_needed(config, tokens, dtype, kind=kv_cache)
     free = free_bytes(device)
     if free is not None and needed * 1.1 > free:
         raise DemoError(

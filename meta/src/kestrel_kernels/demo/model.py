@@ -10,30 +10,33 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kestrel_attention import flash_attn_varlen_func, flash_attn_with_kvcache, tau_tail
-from kestrel_kvcache import reshape_and_cache
 from kestrel_moe import fused_experts, fused_mlp, topk_softmax
 from kestrel_norm import layer_norm
-from kestrel_rope import build_cos_sin_cache, rotary_embedding
+from kestrel_rope import build_cos_sin_cache
 
 from .cache import PagedCache, PageTable
+from .stores import Store
 from .weights import Dense, Experts, Layer, Weights
 
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """Where the T tokens of one pass stand, on the device.
+    """Where the T tokens of one pass stand, on the device: those of the first sequence, then those of the next.
 
-    positions: int64 [T]. slots: int32 [T], the cache slot of each. lengths: int32 [B], tokens of each sequence, these
-    included. block_table: int32 [B, n]. starts: int32 [B + 1], which tokens belong to which sequence; None when each of
-    B sequences has one (decoding). longest: the most new tokens of a sequence.
+    positions: int64 [T]. slots: int32 [T], the cache slot of each. numbers: int32 [T], the number of its sequence.
+    lengths, sequences: int32 [B], tokens of each sequence, these included, and its number. block_table: int32 [B, n].
+    counts: how many of the tokens are each sequence's. starts: int32 [B + 1], where each sequence's tokens begin in a
+    prefill; None when decoding, where all counts are the same.
     """
 
     positions: Tensor
     slots: Tensor
+    numbers: Tensor
     lengths: Tensor
+    sequences: Tensor
     block_table: Tensor
+    counts: Sequence[int]
     starts: Tensor | None = None
-    longest: int = 1
 
     @classmethod
     def prefill(cls, table: PageTable, counts: Sequence[int], before: Sequence[int] | None = None) -> Step:
@@ -44,14 +47,18 @@ class Step:
         sequences = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts)).to(device)
         starts = torch.tensor([0, *counts]).cumsum(0).int().to(device)
         lengths = torch.tensor([b + n for b, n in zip(before, counts, strict=True)], dtype=torch.int32).to(device)
-        slots = table.slots(sequences, positions)
-        return cls(positions, slots, lengths, table.block_table, starts, max(counts))
+        slots, numbers = table.slots(sequences, positions), table.numbers[sequences]
+        return cls(positions, slots, numbers, lengths, table.numbers, table.block_table, tuple(counts), starts)
 
     @classmethod
     def decode(cls, table: PageTable, positions: Tensor) -> Step:
-        """One new token of each sequence, at these positions [B]. Reads nothing on the host."""
-        sequences = torch.arange(len(positions), device=positions.device)
-        return cls(positions, table.slots(sequences, positions), (positions + 1).int(), table.block_table)
+        """The next token of each sequence, at positions [B], or the next n of each, at [B, n]. No read on the host."""
+        batch, each = positions.shape[0], positions[0].numel()
+        sequences = torch.arange(batch, device=positions.device).repeat_interleave(each)
+        lengths = (positions.view(batch, each)[:, -1] + 1).int()
+        positions = positions.flatten()
+        slots, numbers = table.slots(sequences, positions), table.numbers[sequences]
+        return cls(positions, slots, numbers, lengths, table.numbers, table.block_table, (each,) * batch)
 
 
 class Decoder:
@@ -89,38 +96,47 @@ class Decoder:
         token = F.linear(F.gelu(qkv), layer.tau.weight)
         tau_tail(qkv, token, layer.tau_table, step.positions, heads, size)
         q, k, v = qkv.unflatten(-1, (-1, size)).split([heads, kv_heads, kv_heads], dim=1)
-        rotary_embedding(step.positions, q, k, size, self.cos_sin)
+        store = self.cache.layers[index]
+        store.rotate_and_write(step, q, k, v, self.cos_sin)
+        return F.linear(self._attend(q, store, step).flatten(1), layer.out.weight, layer.out.bias)
 
-        keys, values, fp8 = self.cache.keys[index], self.cache.values[index], self.cache.fp8
-        k_scale, v_scale = (layer.k_scale, layer.v_scale) if fp8 else (None, None)
-        reshape_and_cache(k, v, keys, values, step.slots, "fp8" if fp8 else "auto", k_scale, v_scale)
+    def _attend(self, q: Tensor, store: Store, step: Step) -> Tensor:
+        """Queries [T, H, D] to what their sequences hold up to them: [T, H, D]."""
         if step.starts is None:
-            attended = flash_attn_with_kvcache(
-                q[:, None],
-                keys,
-                values,
-                cache_seqlens=step.lengths,
-                block_table=step.block_table,
-                k_scale=k_scale,
-                v_scale=v_scale,
-            )
-        else:
-            attended = flash_attn_varlen_func(
-                q,
-                keys,
-                values,
-                step.starts,
-                None,
-                step.longest,
-                step.block_table.shape[1],
-                causal=True,
-                k_scale=k_scale,
-                v_scale=v_scale,
-                block_table=step.block_table,
-                seqused_k=step.lengths,
-            )
+            return self._attend_alike(q, store, step, slice(None))
+        if self.cache.kind in ("int8", "int4"):  # the op for packed queries reads no integers: one after the other
+            parts = q.split(list(step.counts))
+            return torch.cat([self._attend_alike(part, store, step, slice(b, b + 1)) for b, part in enumerate(parts)])
+        attended = flash_attn_varlen_func(
+            q,
+            store.keys,
+            store.values,
+            step.starts,
+            None,
+            max(step.counts),
+            step.block_table.shape[1] * store.page,
+            causal=True,
+            block_table=step.block_table,
+            seqused_k=step.lengths,
+            **store.reading(step.sequences),
+        )
         assert isinstance(attended, Tensor)  # not a pair: its log-sum-exp was not asked for
-        return F.linear(attended.reshape(len(q), heads * size), layer.out.weight, layer.out.bias)
+        return attended
+
+    def _attend_alike(self, q: Tensor, store: Store, step: Step, which: slice) -> Tensor:
+        """The same for some of the sequences, which have as many queries each."""
+        lengths = step.lengths[which]
+        attended = flash_attn_with_kvcache(
+            q.unflatten(0, (len(lengths), -1)),
+            store.keys,
+            store.values,
+            cache_seqlens=lengths,
+            block_table=step.block_table[which],
+            causal=True,
+            **store.reading(step.sequences[which]),
+        )
+        assert isinstance(attended, Tensor)
+        return attended.flatten(0, 1)
 
     def _dense(self, dense: Dense, normed: Tensor, residual: Tensor) -> Tensor:
         return fused_mlp(normed, dense.up.weight, dense.up.bias, dense.down.weight, dense.down.bias, residual)

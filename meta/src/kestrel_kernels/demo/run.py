@@ -18,6 +18,7 @@ from .cache import PagedCache
 from .config import DecoderConfig, DemoError, preset
 from .generate import DOCUMENT, Sampling, Text, check_request, encode, generate
 from .model import Decoder
+from .stores import STORES
 from .weights import TINY_FILE, Weights, load, parameters, random
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
@@ -53,7 +54,7 @@ class Request:
         if not 0 <= self.seed < 2**63:
             raise DemoError(f"--seed: expected 0 to 2**63 - 1, got {self.seed}")
         _choice("--dtype", self.dtype, DTYPES)
-        _choice("--kv-cache", self.kv_cache, ("auto", "fp8"))
+        _choice("--kv-cache", self.kv_cache, STORES)
         _choice("--experts", self.experts, ("bf16", "fp8"))
         if self.context is not None and self.context < 1:
             raise DemoError(f"--context: expected at least 1, got {self.context}")
@@ -73,19 +74,19 @@ class Request:
             raise DemoError(f"--device: expected one of {torch.cuda.device_count()} GPUs here, got {self.device!r}")
         return device
 
-    def pages(self, config: DecoderConfig, prompt: list[int]) -> int:
+    def tokens(self, config: DecoderConfig, prompt: list[int]) -> int:
         """How many tokens the cache holds, if the request fits into it."""
         check_request(config, [prompt], self.max_new_tokens)
-        pages = config.context if self.context is None else self.context
-        if pages > config.context:
-            raise DemoError(f"--context: expected at most {config.context} (the model's), got {pages}")
+        tokens = config.context if self.context is None else self.context
+        if tokens > config.context:
+            raise DemoError(f"--context: expected at most {config.context} (the model's), got {tokens}")
         needed = len(prompt) + self.max_new_tokens - 1
-        if pages < needed:
+        if tokens < needed:
             raise DemoError(
                 f"--context: expected a cache of at least {needed} tokens ({len(prompt)} of the prompt and "
-                f"--max-new-tokens {self.max_new_tokens}), got {pages}"
+                f"--max-new-tokens {self.max_new_tokens}), got {tokens}"
             )
-        return pages
+        return tokens
 
 
 def _choice(option: str, value: str, allowed: Mapping[str, object] | tuple[str, ...]) -> None:
@@ -97,10 +98,9 @@ def run(request: Request, out: TextIO, remarks: TextIO) -> None:
     """Writes prompt and text to `out` as the text comes, and what runs how to `remarks`."""
     device = request.torch_device()
     prompt = encode(request.prompt)
-    weights, pages = _weights(request, prompt, device)
+    weights, tokens = _weights(request, prompt, device)
     config = weights.config
-    cache = PagedCache(config, pages, dtype=weights.dtype, device=device, fp8=request.kv_cache == "fp8")
-    decoder = Decoder(weights, cache)
+    decoder = Decoder(weights, PagedCache(weights, tokens, kind=request.kv_cache))
     print(_heading(request, config, device), file=remarks, flush=True)
 
     text = Text(config)
@@ -126,17 +126,17 @@ def _weights(request: Request, prompt: list[int], device: torch.device) -> tuple
     dtype, fp8_experts = DTYPES[request.dtype], request.experts == "fp8"
     if request.preset == "tiny":
         weights = load(request.model or TINY_FILE, dtype, device, fp8_experts=fp8_experts)
-        return weights, request.pages(weights.config, prompt)
+        return weights, request.tokens(weights.config, prompt)
     config = preset(request.preset)
-    pages = request.pages(config, prompt)
-    memory.require(config, pages, dtype, device, fp8_cache=request.kv_cache == "fp8", fp8_experts=fp8_experts)
-    return random(config, dtype, device, seed=request.seed, fp8_experts=fp8_experts), pages
+    tokens = request.tokens(config, prompt)
+    memory.require(config, tokens, dtype, device, kv_cache=request.kv_cache, fp8_experts=fp8_experts)
+    return random(config, dtype, device, seed=request.seed, fp8_experts=fp8_experts), tokens
 
 
 def _heading(request: Request, config: DecoderConfig, device: torch.device) -> str:
     count = parameters(config)
     size = f"{count / 1e9:.1f} billion" if count >= 1e9 else f"{count / 1e6:.2f} million"
-    cache = "FP8" if request.kv_cache == "fp8" else request.dtype
+    cache = request.dtype if request.kv_cache == "auto" else request.kv_cache.upper()
     experts = "FP8" if request.experts == "fp8" else request.dtype
     lines = [f"{request.preset}: {size} parameters in {request.dtype}, KV cache in {cache}, experts in {experts}"]
     if device.type == "cuda":

@@ -1,0 +1,136 @@
+"""How the keys and values of one layer are kept: as they are, as FP8, as INT8, or as INT4.
+
+Each store rotates and writes new rows with the ops that belong to its format, and names what
+kestrel_attention.flash_attn_with_kvcache needs to read them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from kestrel_kvcache import int4_cache_write, int8_cache_write, rotary_and_cache
+from kestrel_rope import rotary_embedding
+
+from .config import DecoderConfig
+from .weights import Layer
+
+if TYPE_CHECKING:
+    from .model import Step
+
+
+class Store:
+    """In the dtype of the model. `page`: slots of a page; keys, values: [pages, page, Hk, D], uninitialised."""
+
+    page = 1
+    stored = "auto"
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
+
+    def __init__(
+        self, config: DecoderConfig, layer: Layer, pages: int, sequences: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        shape = (pages, self.page, config.kv_heads, config.head_size)
+        self.keys, self.values = (torch.empty(shape, dtype=dtype, device=device) for _ in range(2))
+
+    @classmethod
+    def bytes_needed(cls, config: DecoderConfig, pages: int, sequences: int, dtype: torch.dtype) -> int:
+        return 2 * pages * config.kv_heads * config.head_size * dtype.itemsize
+
+    def rotate_and_write(self, step: Step, query: Tensor, key: Tensor, value: Tensor, table: Tensor) -> None:
+        """Rotates the queries [T, H, D] and keys [T, Hk, D] of a step in place, then writes keys and values."""
+        rotary_and_cache(
+            step.positions,
+            query,
+            key,
+            value,
+            query.shape[-1],
+            table,
+            self.keys,
+            self.values,
+            step.slots,
+            kv_cache_dtype=self.stored,
+            k_scale=self.k_scale,
+            v_scale=self.v_scale,
+        )
+
+    def reading(self, sequences: Tensor) -> dict[str, Any]:
+        """More arguments of flash_attn_with_kvcache, for the sequences with these numbers [B]."""
+        return {"k_scale": self.k_scale, "v_scale": self.v_scale}
+
+
+class FP8Store(Store):
+    """Codes in e4m3 with a scale per head, which the model brings."""
+
+    stored = "fp8"
+
+    def __init__(
+        self, config: DecoderConfig, layer: Layer, pages: int, sequences: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__(config, layer, pages, sequences, torch.float8_e4m3fn, device)
+        self.k_scale, self.v_scale = layer.k_scale, layer.v_scale
+
+    @classmethod
+    def bytes_needed(cls, config: DecoderConfig, pages: int, sequences: int, dtype: torch.dtype) -> int:
+        return super().bytes_needed(config, pages, sequences, torch.float8_e4m3fn)
+
+
+class INT8Store(Store):
+    """Codes in int8 with a scale per token and head."""
+
+    def __init__(
+        self, config: DecoderConfig, layer: Layer, pages: int, sequences: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__(config, layer, pages, sequences, torch.int8, device)
+        shape = (pages, self.page, config.kv_heads)
+        k_scale, v_scale = (torch.empty(shape, dtype=torch.float32, device=device) for _ in range(2))
+        self.k_scale, self.v_scale = k_scale, v_scale
+        self.written = (self.keys, self.values, k_scale, v_scale)
+
+    @classmethod
+    def bytes_needed(cls, config: DecoderConfig, pages: int, sequences: int, dtype: torch.dtype) -> int:
+        return 2 * pages * config.kv_heads * (config.head_size + 4)
+
+    def rotate_and_write(self, step: Step, query: Tensor, key: Tensor, value: Tensor, table: Tensor) -> None:
+        rotary_embedding(step.positions, query, key, query.shape[-1], table)
+        int8_cache_write(key, value, *self.written, step.slots)
+
+
+class INT4Store(Store):
+    """KIVI: 4-bit codes, keys quantised per channel once 64 tokens are there, values per token.
+    The keys of each sequence's unfinished page wait in the tail [sequences, 64, Hk, D]."""
+
+    page = 64
+
+    def __init__(
+        self, config: DecoderConfig, layer: Layer, pages: int, sequences: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        heads, size = config.kv_heads, config.head_size
+
+        def empty(*shape: int, dtype: torch.dtype) -> Tensor:
+            return torch.empty(shape, dtype=dtype, device=device)
+
+        self.keys, self.values = (empty(pages, self.page, heads, size // 2, dtype=torch.uint8) for _ in range(2))
+        k_scale, k_zero = (empty(pages, heads, size, dtype=torch.float16) for _ in range(2))
+        v_scale, v_zero = (empty(pages, self.page, heads, dtype=torch.float16) for _ in range(2))
+        tail = empty(sequences, self.page, heads, size, dtype=dtype)
+        self.read = {"k_scale": k_scale, "v_scale": v_scale, "k_zero": k_zero, "v_zero": v_zero, "k_tail": tail}
+        self.written = (self.keys, self.values, k_scale, k_zero, v_scale, v_zero, tail)
+
+    @classmethod
+    def bytes_needed(cls, config: DecoderConfig, pages: int, sequences: int, dtype: torch.dtype) -> int:
+        heads, size = config.kv_heads, config.head_size
+        codes = pages * cls.page * heads * size
+        return codes + 4 * pages * heads * (size + cls.page) + sequences * cls.page * heads * size * dtype.itemsize
+
+    def rotate_and_write(self, step: Step, query: Tensor, key: Tensor, value: Tensor, table: Tensor) -> None:
+        rotary_embedding(step.positions, query, key, query.shape[-1], table)
+        int4_cache_write(key, value, *self.written, step.slots, step.numbers)
+
+    def reading(self, sequences: Tensor) -> dict[str, Any]:
+        return {**self.read, "seq_ids": sequences}
+
+
+STORES: dict[str, type[Store]] = {"auto": Store, "fp8": FP8Store, "int8": INT8Store, "int4": INT4Store}

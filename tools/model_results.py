@@ -1,0 +1,433 @@
+"""Measures the demo's model, and writes what was measured into meta/README.md.
+
+    python tools/model_results.py perplexity     bits per held-out byte of `tiny` with every kind of KV cache
+    python tools/model_results.py speed          tokens per second and where a decode step's time goes; needs a GPU
+    python tools/model_results.py tables         writes the tables; with --check says whether they are current
+
+Figures go to meta/results/<device>.json (or --out), each kind whole; nothing in the tables is typed. Held-out text: the
+modules of the standard library that tools/train_tiny.py never trained on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import hashlib
+import json
+import math
+import re
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+README = ROOT / "meta" / "README.md"
+RESULTS = ROOT / "meta" / "results"
+BEGIN, END = "<!-- model: written by tools/model_results.py -->\n", "<!-- end of model -->\n"
+BLOCK = re.compile(f"{re.escape(BEGIN)}.*?{re.escape(END)}", re.DOTALL)
+
+KV_CACHES = ("auto", "fp8", "int8", "int4")
+NAMES = {"auto": "bf16", "fp8": "FP8", "int8": "INT8", "int4": "INT4"}
+BOUNDS = {"int8": 0.0005, "int4": 0.035}
+"""How much perplexity a cache may cost, relative to bf16."""
+PASSES = (16, 32, 48, 63, 64)
+"""Where the passes over a page of 64 tokens end. A page of INT4 keys is quantised by its last token, which has a pass
+of its own: so every token sees the cache that it would see when decoding one token at a time."""
+
+CONTEXT = 512
+"""Tokens before the step that is taken apart."""
+IN_A_GRAPH = 8
+"""How often a graph that is timed holds the same work: a replay itself costs some microseconds."""
+
+Json = dict[str, Any]
+
+
+# -- perplexity --------------------------------------------------------------------------------------------------------
+
+
+def windows_of(data: bytes, count: int, length: int) -> Any:
+    """`count` windows of length + 1 bytes, spread evenly over the text: int64 [count, length + 1]."""
+    import torch
+
+    text = torch.frombuffer(bytearray(data), dtype=torch.uint8).long()
+    starts = torch.linspace(0, len(text) - length - 1, count).long()
+    return text[starts[:, None] + torch.arange(length + 1)]
+
+
+def teacher_forced(weights: Any, kind: str, windows: Any, ends: list[int]) -> Any:
+    """Logits [W, L, V] of the first L bytes of every window [W, L + 1], decoded in passes that end at `ends`."""
+    import torch
+
+    from kestrel_kernels.demo.cache import PagedCache
+    from kestrel_kernels.demo.model import Decoder, Step
+
+    count, length = windows.shape[0], windows.shape[1] - 1
+    windows = windows.to(weights.device)
+    decoder = Decoder(weights, PagedCache(weights, count * (length + 63), kind=kind, sequences=count))
+    table = decoder.cache.reserve([length] * count)
+    parts = []
+    for start, end in pairwise([0, *ends]):
+        positions = torch.arange(start, end, device=weights.device).repeat(count, 1)
+        logits = decoder(windows[:, start:end].flatten(), Step.decode(table, positions))
+        parts.append(logits.view(count, end - start, -1))
+    return torch.cat(parts, dim=1)
+
+
+def ends_of_passes(length: int) -> list[int]:
+    ends = [page + end for page in range(0, length, 64) for end in PASSES]
+    return [end for end in ends if end < length] + [length]
+
+
+def compared(weights: Any, windows: Any) -> Iterator[Json]:
+    """For each kind of KV cache: bits per byte over windows that begin without context, and against bf16 how much
+    larger perplexity is and how far the predictions diverge (Kullback-Leibler, nats per byte: what a text drawn from
+    the model would cost more; unlike the perplexity of one text it hardly depends on chance)."""
+    from torch.nn import functional as F
+
+    expected, exact = windows[:, 1:].to(weights.device), None
+    for kind in KV_CACHES:
+        logits = teacher_forced(weights, kind, windows, ends_of_passes(expected.shape[1]))
+        found = logits.double().log_softmax(-1)
+        loss = float(F.nll_loss(found.flatten(0, 1), expected.flatten()))
+        if exact is None:
+            exact, of_exact = found, loss
+        divergence = float((exact.exp() * (exact - found)).sum(-1).mean())
+        cost = math.expm1(loss - of_exact)
+        yield {"kv_cache": kind, "bits_per_byte": loss / math.log(2), "cost": cost, "divergence": divergence}
+
+
+def perplexity(options: argparse.Namespace) -> Json:
+    import torch
+    from train_tiny import corpus, modules
+
+    from kestrel_kernels.demo.weights import TINY_FILE, load
+    from kestrel_runtime import trace
+
+    device, data = torch.device(options.device), corpus(held=True)
+    weights = load(TINY_FILE, torch.bfloat16, device)
+    windows = windows_of(data, options.windows, weights.config.context)
+    rows = compared(weights, windows)
+    found: list[Json] = []
+    for _ in KV_CACHES:
+        with trace() as counts:
+            row = next(rows)
+        served = counts["kestrel_attention.flash_attn_with_kvcache"]
+        found.append({**row, "attention": "reference" if served["reference"] else "kernel"})
+        print(
+            f"{row['kv_cache']:5} {row['bits_per_byte']:.5f} bits per byte, perplexity {row['cost']:+.4%}, "
+            f"diverges by {row['divergence']:.6f} nats, attention by {found[-1]['attention']}",
+            flush=True,
+        )
+    return {
+        "windows": options.windows,
+        "bytes": windows[:, 1:].numel(),
+        "text": {"sha256": hashlib.sha256(data).hexdigest(), "modules": len(list(modules(held=True)))},
+        "rows": found,
+    }
+
+
+# -- speed -------------------------------------------------------------------------------------------------------------
+
+
+def speed(options: argparse.Namespace) -> Json:
+    """Tokens per second of one sequence in every way, and the parts of a decode step by kernels."""
+    import torch
+
+    from kestrel_kernels.demo.config import PRESETS
+    from kestrel_kernels.demo.weights import TINY_FILE, load, random
+    from kestrel_runtime import backend
+
+    device = torch.device(options.device)
+    if options.preset == "tiny":
+        weights = load(TINY_FILE, torch.bfloat16, device)
+    else:
+        weights = random(PRESETS[options.preset], torch.bfloat16, device)
+    ways = [(kind, "kernel", True) for kind in options.kv_cache]
+    ways += [("auto", "reference", True), ("auto", "kernel", False), ("auto", "reference", False)]
+    rows = []
+    for kind, how, graph in ways:
+        tokens = options.tokens if graph else options.tokens // 4
+        with backend("reference") if how == "reference" else nullcontext():
+            rate, slow, fast = tokens_per_second(weights, kind, tokens, graph=graph)
+        row = {"kv_cache": kind, "ops": how, "graph": graph, "tokens": tokens}
+        rows.append({**row, "tokens_per_second": rate, "p20": slow, "p80": fast})
+        way = f"{options.preset} {NAMES[kind]:4} {how:9} {'graph' if graph else 'eager'}"
+        print(f"{way} {rate:8.1f} tokens/s", flush=True)
+    steps = [{"kv_cache": kind, **parts_of_a_step(weights, kind)} for kind in options.parts]
+    for step in steps:
+        print(f"{options.preset} {NAMES[step['kv_cache']]} step {_microseconds(step)}")
+        for part in step["parts"]:
+            print(f"  {part['calls']:4} {part['op']:24} {part['runs']:9} {_microseconds(part)}")
+    return {"rows": rows, "steps": steps}
+
+
+def tokens_per_second(weights: Any, kind: str, tokens: int, *, graph: bool) -> tuple[float, float, float]:
+    """From the median time between two tokens of the second half, with the 20th and the 80th percentile."""
+    from kestrel_kernels.demo.cache import PagedCache
+    from kestrel_kernels.demo.generate import Sampling, generate
+    from kestrel_kernels.demo.model import Decoder
+
+    prompt = [0, *b"import os\n"]
+    decoder = Decoder(weights, PagedCache(weights, len(prompt) + tokens, kind=kind))
+    arrived = []
+    for _ in generate(decoder, [prompt], tokens, Sampling(), graph=graph):
+        arrived.append(time.perf_counter())
+    half = arrived[tokens // 2 :]
+    times = sorted(after - before for before, after in pairwise(half))
+    slow, fast = times[len(times) * 4 // 5], times[len(times) // 5]
+    return round(1 / statistics.median(times), 1), round(1 / slow, 1), round(1 / fast, 1)
+
+
+def parts_of_a_step(weights: Any, kind: str) -> Json:
+    """Microseconds of a decode step as one CUDA graph, and of the calls of each op in it as a graph of their own."""
+    import torch
+
+    from kestrel_kernels.demo.cache import PagedCache
+    from kestrel_kernels.demo.generate import Chooser, Sampling
+    from kestrel_kernels.demo.model import Decoder, Step
+    from kestrel_runtime import trace
+
+    decoder = Decoder(weights, PagedCache(weights, CONTEXT + 1, kind=kind))
+    table = decoder.cache.reserve([CONTEXT + 1])
+    choose = Chooser(Sampling(), 1, decoder)
+    tokens = torch.zeros(CONTEXT, dtype=torch.int64, device=weights.device)
+    decoder(tokens, Step.prefill(table, [CONTEXT]))
+    positions = torch.tensor([CONTEXT], device=weights.device)
+
+    def step() -> None:
+        choose(decoder(tokens[:1], Step.decode(table, positions)))
+
+    step()
+    with recorded_calls() as calls, trace() as counts:
+        step()
+    parts = []
+    for name, made in calls.items():
+        served = [how for op, how in counts.items() if op.split(".")[1].startswith(name)]
+        runs = "torch" if not served else "reference" if any(how["reference"] for how in served) else "kernel"
+        part = {"op": name, "calls": len(made), "runs": runs}
+        parts.append(
+            {**part, **_time_of(lambda made=made: [function(*args, **kwargs) for function, args, kwargs in made])}
+        )
+    return {**_time_of(step), "parts": parts}
+
+
+def _time_of(work: Callable[[], object]) -> Json:
+    """Microseconds of a replay, or why the work cannot be captured."""
+    import torch
+
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph):
+            for _ in range(IN_A_GRAPH):
+                work()
+    except RuntimeError as error:
+        return {"us": None, "not_captured": str(error).strip().splitlines()[0]}
+    times = []
+    for _ in range(12):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        graph.replay()
+        start.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end) * 1000 / IN_A_GRAPH)
+    return {"us": round(statistics.median(times), 2)}
+
+
+@contextmanager
+def recorded_calls() -> Iterator[dict[str, list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]]]]:
+    """Every call that the demo makes of an op of this library or of torch.nn.functional, by name."""
+    from kestrel_kernels.demo import generate, model, stores
+
+    calls: dict[str, list[Any]] = {}
+
+    def recorder(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def record(*args: Any, **kwargs: Any) -> Any:
+            calls.setdefault(name, []).append((function, args, kwargs))
+            return function(*args, **kwargs)
+
+        return record
+
+    class Functional:
+        def __getattr__(self, name: str) -> Any:
+            return recorder(name, getattr(functional, name))
+
+    functional = model.F
+    replaced = [(module, name, found) for module in (generate, model, stores) for name, found in vars(module).items()]
+    replaced = [each for each in replaced if str(getattr(each[2], "__module__", "")).split(".")[0] in FAMILIES]
+    try:
+        for module, name, found in replaced:
+            setattr(module, name, recorder(name, found))
+        model.F = Functional()
+        yield calls
+    finally:
+        for module, name, found in replaced:
+            setattr(module, name, found)
+        model.F = functional
+
+
+FAMILIES = {f"kestrel_{name}" for name in ("norm", "rope", "quant", "kvcache", "moe", "attention", "sampling")}
+
+
+# -- results -----------------------------------------------------------------------------------------------------------
+
+
+def environment(device: str, revision: str | None) -> Json:
+    import platform
+
+    import torch
+
+    from kestrel_runtime.bench.machine import environment as of_gpu
+    from kestrel_runtime.bench.machine import revision_of
+
+    revision = revision or revision_of(ROOT)
+    if torch.device(device).type == "cuda":
+        return of_gpu(revision)
+    date = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+    versions = {"python": platform.python_version(), "torch": torch.__version__}
+    return {"gpu": None, "versions": versions, "git": revision, "date": date}
+
+
+def record(kind: str, figures: Json, machine: Json, out: Path | None) -> Path:
+    """kind: "perplexity", or "speed <preset>"."""
+    from kestrel_runtime.bench.report import file_name
+
+    path = out or RESULTS / (file_name(machine["gpu"]) if machine["gpu"] else "cpu.json")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    path.write_text(json.dumps({**found, kind: {"environment": machine, **figures}}, indent=1) + "\n", encoding="utf-8")
+    return path
+
+
+# -- tables ------------------------------------------------------------------------------------------------------------
+
+
+def section(results: Path) -> str:
+    """What stands between the markers of the README; empty without results."""
+    parts = []
+    for path in sorted(results.glob("*.json")):
+        found = json.loads(path.read_text(encoding="utf-8"))
+        for kind, figures in sorted(found.items()):
+            table = perplexity_table(figures) if kind == "perplexity" else speed_tables(kind.split()[1], figures)
+            parts.append(f"{table}\n({provenance(figures['environment'])})\n")
+    return "\n".join(parts)
+
+
+def where(machine: Json) -> str:
+    return f"one {machine['gpu'].removeprefix('NVIDIA ')}" if machine["gpu"] else "a CPU"
+
+
+def perplexity_table(found: Json) -> str:
+    lines = [
+        f"**Perplexity of `tiny` on {where(found['environment'])}**: {found['bytes']} bytes of held-out text in "
+        f"{found['windows']} windows, weights bf16, every byte seeing the cache that it would see in decoding. "
+        "*Divergence*: from the predictions with a bf16 cache, in nats per byte.\n",
+        "| KV cache | attention | bits per byte | perplexity | against bf16 | at most | divergence |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in found["rows"]:
+        kind, bits = row["kv_cache"], row["bits_per_byte"]
+        against = "" if kind == "auto" else f"{row['cost']:+.3%}"
+        most = f"+{BOUNDS[kind]:.2%}" if kind in BOUNDS else ""
+        apart = "" if kind == "auto" else f"{row['divergence']:.5f}"
+        lines.append(
+            f"| {NAMES[kind]} | {row['attention']} | {bits:.5f} | {2**bits:.5f} | {against} | {most} | {apart} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def speed_tables(preset: str, found: Json) -> str:
+    lines = [
+        f"**Tokens per second of `{preset}` on {where(found['environment'])}**: one sequence, bf16, from the median "
+        "time between two tokens. *By reference*: `KESTREL_BACKEND=reference`.\n",
+        "| KV cache | ops | decode step | tokens/s | p20 .. p80 |",
+        "|---|---|---|---|---|",
+    ]
+    for row in found["rows"]:
+        ops = "kernels" if row["ops"] == "kernel" else "by reference"
+        how = "one CUDA graph" if row["graph"] else "eager"
+        name, spread = NAMES[row["kv_cache"]], f"{row['p20']:.0f} .. {row['p80']:.0f}"
+        lines.append(f"| {name} | {ops} | {how} | {row['tokens_per_second']:.0f} | {spread} |")
+    for step in found["steps"]:
+        lines.append(
+            f"\nWhere the time of a decode step goes: {_microseconds(step)} as one CUDA graph, over {CONTEXT} tokens "
+            f"in a cache in {NAMES[step['kv_cache']]}. The calls of each op, as a graph of their own:\n"
+        )
+        lines += ["| op | calls | runs as | all of them |", "|---|---|---|---|"]
+        parts = sorted(step["parts"], key=lambda part: -(part["us"] or 0))
+        lines += [f"| `{part['op']}` | {part['calls']} | {part['runs']} | {_microseconds(part)} |" for part in parts]
+    return "\n".join(lines) + "\n"
+
+
+def _microseconds(timed: Json) -> str:
+    return f"cannot be captured ({timed['not_captured']})" if timed["us"] is None else f"{timed['us']:.1f} us"
+
+
+def provenance(machine: Json) -> str:
+    versions = ", ".join(f"{name} {value}" for name, value in machine["versions"].items() if "kestrel" not in name)
+    return f"{versions}; revision {(machine['git'] or 'unknown')[:12]}, {machine['date'][:10]}"
+
+
+def written(readme: str, fresh: str) -> str:
+    """The README with the section between its markers."""
+    return BLOCK.sub(lambda _: f"{BEGIN}{fresh}{END}", readme)
+
+
+def tables(options: argparse.Namespace) -> int:
+    text = README.read_text(encoding="utf-8")
+    fresh = written(text, section(RESULTS))
+    if fresh == text:
+        print("tables of the demo's model are current")
+    elif options.check:
+        print("out of date: meta/README.md: `python tools/model_results.py tables` writes it", file=sys.stderr)
+        return 1
+    else:
+        README.write_text(fresh, encoding="utf-8")
+        print("wrote meta/README.md")
+    return 0
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    measures: dict[str, Callable[[argparse.Namespace], Json]] = {"perplexity": perplexity, "speed": speed}
+    for name, default in (("perplexity", "cpu"), ("speed", "cuda")):
+        command = commands.add_parser(name)
+        command.add_argument("--device", default=default)
+        command.add_argument("--out", type=Path, help="instead of meta/results/<device>.json")
+        command.add_argument("--revision", help="git revision to record, where there is no git")
+        if name == "perplexity":
+            command.add_argument("--windows", type=int, default=128, help="of the model's context")
+        else:
+            command.add_argument("preset", choices=("tiny", "moondream3"))
+            command.add_argument("--kv-cache", nargs="+", default=list(KV_CACHES), choices=KV_CACHES)
+            command.add_argument("--tokens", type=int, default=128, help="that a run writes; eagerly a quarter")
+            command.add_argument(
+                "--parts", nargs="*", default=["auto"], metavar="KV", help="caches to take a step apart for"
+            )
+    commands.add_parser("tables").add_argument("--check", action="store_true", help="write nothing; exit 1 if stale")
+    options = parser.parse_args(arguments)
+    if options.command == "tables":
+        return tables(options)
+
+    import torch
+
+    from kestrel_runtime import KestrelFallbackWarning
+
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", KestrelFallbackWarning)  # the results say what ran by reference
+        figures = measures[options.command](options)
+    kind = f"speed {options.preset}" if options.command == "speed" else options.command
+    print(f"wrote {record(kind, figures, environment(options.device, options.revision), options.out)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
