@@ -424,48 +424,43 @@ class Decode:
 
     @cute.jit
     def narrow_queries(self, rQ, more):
-        """bf16 queries become f16 where keys do: times a power of two per row, whose inverse is returned."""
+        """Queries become f16 where keys do: times a power of two per row, whose inverse is returned."""
         row_scale = Float32(1.0)
-        if cutlass.const_expr(more is not None):
-            largest = Float32(0.0)
-            for i in cutlass.range_constexpr(self.tiles.query_words):
-                for x in self.unpack(rQ[i], more.bf16):
-                    largest = ptx.maximum(largest, ptx.float_of(ptx.bits_of(x) & 0x7FFFFFFF))
-            largest = ptx.maximum(largest, cute.arch.shuffle_sync_bfly(largest, 1))
-            largest = ptx.maximum(largest, cute.arch.shuffle_sync_bfly(largest, 2))
-            goal = cutlass.const_expr(self.tiles.cache.query_exponent)
-            exponent = cutlass.max(cutlass.min(ptx.bits_of(largest) >> 23, 254), goal + 1)
-            factor = ptx.float_of((254 + goal - exponent) << 23)
-            back = cutlass.const_expr(self.tiles.cache.exponent - goal)
-            row_scale = ptx.float_of(cutlass.min(exponent + back, 254) << 23)
-            for i in cutlass.range_constexpr(self.tiles.query_words // 4):
-                pairs = []
-                for k in cutlass.range_constexpr(4):
-                    low, high = self.unpack(rQ[4 * i + k], more.bf16)
-                    pairs.append(ptx.pack_pair(low * factor, high * factor, "f16"))
-                pairs = self.tiles.cache.arrange(pairs)
-                for k in cutlass.range_constexpr(4):
-                    rQ[4 * i + k] = pairs[k]
-        elif cutlass.const_expr(self.tiles.cache.kind == "f16" and self.dtype is cutlass.BFloat16):
+        if cutlass.const_expr(self.tiles.cache.kind == "f16" and (more is not None or self.dtype is cutlass.BFloat16)):
             largest = Int32(0)
             for i in cutlass.range_constexpr(self.tiles.query_words):
                 low, high = Int32(rQ[i] & 0x7FFF), Int32((rQ[i] >> 16) & 0x7FFF)
                 largest = cutlass.max(largest, cutlass.max(low, high))
             largest = cutlass.max(largest, cute.arch.shuffle_sync_bfly(largest, 1))
             largest = cutlass.max(largest, cute.arch.shuffle_sync_bfly(largest, 2))
-            exponent = cutlass.max(cutlass.min(largest >> 7, 254), 15)
-            factor = ptx.float_of((268 - exponent) << 23)
-            row_scale = ptx.float_of((exponent - 14) << 23)
-            for i in cutlass.range_constexpr(self.tiles.query_words):
-                low, high = ptx.unpack_pair(rQ[i], "bf16")
-                rQ[i] = ptx.pack_pair(low * factor, high * factor, "f16")
+            exponent = cutlass.min(largest >> 7, 254)
+            if cutlass.const_expr(more is not None):
+                exponent = cutlass.select_(more.bf16 != 0, exponent, (largest >> 10) + 112)
+            goal = cutlass.const_expr(self.tiles.cache.query_exponent)
+            back = cutlass.const_expr(self.tiles.cache.exponent - goal)
+            exponent = cutlass.max(exponent, goal + 1)
+            factor = ptx.float_of((254 + goal - exponent) << 23)
+            row_scale = ptx.float_of(cutlass.min(exponent + back, 254) << 23)
+            if cutlass.const_expr(more is None):
+                self.multiply_queries(rQ, factor, "bf16")
+            else:
+                if more.bf16 != 0:
+                    self.multiply_queries(rQ, factor, "bf16")
+                else:
+                    self.multiply_queries(rQ, factor, "f16")
         return row_scale
 
     @cute.jit
-    def unpack(self, pair: Uint32, bf16: Int32):
-        """Two bf16 or two f16 as float32."""
-        of_bf16, of_f16 = ptx.unpack_pair(pair, "bf16"), ptx.unpack_pair(pair, "f16")
-        return [cutlass.select_(bf16 != 0, x, y) for x, y in zip(of_bf16, of_f16, strict=True)]
+    def multiply_queries(self, rQ, factor, kind: cutlass.Constexpr):
+        """Queries times a number, as f16, in the order of the keys' operands."""
+        for i in cutlass.range_constexpr(self.tiles.query_words // 4):
+            pairs = []
+            for k in cutlass.range_constexpr(4):
+                low, high = ptx.unpack_pair(rQ[4 * i + k], kind)
+                pairs.append(ptx.pack_pair(low * factor, high * factor, "f16"))
+            pairs = self.tiles.cache.arrange(pairs)
+            for k in cutlass.range_constexpr(4):
+                rQ[4 * i + k] = pairs[k]
 
     # -- where keys lie -------------------------------------------------------------------------------------------
 
