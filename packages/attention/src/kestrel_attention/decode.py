@@ -10,7 +10,7 @@ import torch
 
 from kestrel_runtime import Binary, UnsupportedError
 
-from .kernels.variants import DTYPES, EITHER, SIZES, DecodeVariant, covering
+from .kernels.variants import DTYPES, EITHER, NAMED, DecodeVariant, covering, outside
 from .plans import Plans
 
 _binary = Binary("kestrel_attention")
@@ -100,7 +100,7 @@ def make_plan(
     seq_ids. added: keys that were written behind cache_seqlens before the launch, without ``new``.
     """
     batch, queries, heads, size = q.shape
-    variants, arch = _covered(q, k_cache, v_cache, scales), _binary.arch(q.device)
+    variants = _covered(q, k_cache, v_cache, scales)
     page, kv_heads = k_cache.shape[1], k_cache.shape[2]
     room = page if block_table is None else page * block_table.shape[1]
     if room > _MOST_KEYS:
@@ -131,11 +131,11 @@ def make_plan(
         *(float(size**-0.5 if softmax_scale is None else softmax_scale), float(softcap), shortest, most, slots),
         slots > 1 and -(-room // most) <= shortest,  # chunks are the shortest, for any length
     )
-    write = f"append_{variant.dtype}_{variant.cache}_{arch}"
+    writer, joiner = f"append_{variant.dtype}_{variant.cache}", f"combine_{_NAMES[q.dtype]}"
     plan = Plan(
-        launch=_binary.function(f"{variant.name}_{arch}") if q.numel() else None,
-        combine=_binary.function(f"combine_{_NAMES[q.dtype]}_{arch}") if slots > 1 else None,
-        write=_binary.function(write) if new else None,
+        launch=_binary.kernel(variant, q.device) if q.numel() else None,
+        combine=_binary.kernel(NAMED[joiner], q.device) if slots > 1 else None,
+        write=_binary.kernel(NAMED[writer], q.device) if new else None,
         out=(tuple(q.shape), (queries * heads * size, heads * size, size, 1)),
         lse=((batch, heads, queries), (heads * queries, queries, 1)),
         rows=rows,
@@ -246,7 +246,8 @@ def _covered(
         raise UnsupportedError(f"kernels cover up to {MOST_QUERIES} queries of a sequence")
     if codes == "int4" and k_cache.shape[1] != _INT4_PAGE:
         raise UnsupportedError(f"INT4 caches have pages of {_INT4_PAGE} slots, this one has {k_cache.shape[1]}")
-    variants = covering(_NAMES[q.dtype], codes, q.shape[3]) if q.shape[3] in SIZES else ()
+    case = _NAMES[q.dtype], codes, q.shape[3]
+    variants = () if q.shape[3] % (8 if codes == "same" else 16) else covering(*case) or outside(*case)
     if not variants:
         raise UnsupportedError(f"no kernel for heads of {q.shape[3]} over a cache of {codes}")
     for cache in (k_cache, v_cache):

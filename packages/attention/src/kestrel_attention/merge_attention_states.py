@@ -9,6 +9,7 @@ import torch
 from kestrel_runtime import Binary, UnsupportedError, check, kernel_op
 
 from . import reference
+from .kernels.variants import NAMED
 from .plans import Plans, form
 
 _binary = Binary("kestrel_attention")
@@ -61,8 +62,7 @@ def merge_attention_states(
         vector = 16 // out_a.element_size()
         if out_a.shape[2] % vector or any(x.stride(i) % vector for x in (out_a, out_b) for i in range(2)):
             raise UnsupportedError(_UNALIGNED)
-        function = f"merge_{_NAMES[out_a.dtype]}_{_binary.arch(out_a.device)}"
-        launch = _launches.keep(key, _binary.function(function))
+        launch = _launches.keep(key, _binary.kernel(NAMED[f"merge_{_NAMES[out_a.dtype]}"], out_a.device))
     if out_a.data_ptr() % 16 or out_b.data_ptr() % 16:
         raise UnsupportedError(_UNALIGNED)
     out = torch.empty_like(out_a, memory_format=torch.contiguous_format)

@@ -9,6 +9,7 @@ import torch
 from kestrel_runtime import Binary, UnsupportedError, check, kernel_op
 
 from . import reference
+from .kernels.variants import NAMED
 from .plans import Plans, form
 
 _binary = Binary("kestrel_attention")
@@ -89,7 +90,7 @@ def tau_tail(
         if head_size % vector or qkv.stride(0) % vector:
             raise UnsupportedError(_UNALIGNED)
         name = f"tau_tail_{_NAMES[qkv.dtype]}_{_NAMES[tau_pos_table.dtype]}"
-        launch = _launches.keep(key, _binary.function(f"{name}_{_binary.arch(qkv.device)}"))
+        launch = _launches.keep(key, _binary.kernel(NAMED[name], qkv.device))
     if qkv.data_ptr() % 16:
         raise UnsupportedError(_UNALIGNED)
     if qkv.shape[0] == 0 or tau_pos_table.shape[0] == 0:

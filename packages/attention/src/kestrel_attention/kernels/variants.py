@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 DTYPES = ("bf16", "fp16")
 EITHER = "half"  # bf16 or fp16, told apart when a kernel runs
-SIZES = (64, 72, 80, 96, 128, 192, 256, 512)  # head sizes that kernels cover
 
 
 @dataclass(frozen=True)
@@ -323,8 +322,22 @@ VARIANTS: tuple[DecodeVariant | CombineVariant | AppendVariant | TauTailVariant 
 )
 
 
+NAMED = {variant.name: variant for variant in VARIANTS}
+
+
 def covering(dtype: str, cache: str, size: int) -> tuple[DecodeVariant, ...]:
     """The decode variants for this head size, with the same results, fewest warps first; none where none covers it."""
     fitting = [v for v in VARIANTS if isinstance(v, DecodeVariant) and v.dtype in (dtype, EITHER) and v.cache == cache]
     exact = tuple(v for v in fitting if v.size == size and not v.padded)
     return exact or tuple(v for v in fitting if v.padded and size < v.size)[:1]
+
+
+def outside(dtype: str, cache: str, size: int) -> tuple[DecodeVariant, ...]:
+    """The variant for a case that the table lacks, to be compiled on first use: other codes of 8 bits as e4m3 ones.
+
+    Scales take registers: at three residents int8 heads of up to 128 spill; heads of 512 do at any number.
+    """
+    if cache not in ("int8", "e5m2") or size > 256:
+        return ()
+    found = covering(dtype, "e4m3", size)[:1]
+    return tuple(replace(v, dtype=EITHER, cache=cache, residents=min(v.residents, 2)) for v in found)
