@@ -39,6 +39,6 @@ def test_what_the_table_lacks_compiles_for_any_architecture(
     launch = cute.compiled("kestrel_attention", variant, arch)
     (kept,) = (path.name for path in tmp_path.rglob("*.o"))
     assert kept.startswith(f"{variant.name}_sm{arch}-")
-    with pytest.raises(TypeError, match="argument"):
+    with pytest.raises(TypeError, match=r"Expects \d+ parameters"):
         launch(torch.zeros(1, 1, 1, size).bfloat16())
     cute.compiled.cache_clear()
