@@ -155,6 +155,7 @@ def lint(session: nox.Session) -> None:
 
     def tables_of_results() -> None:
         third_party.run("python", "tools/results.py", "--check", env=SOURCE_TREE)
+        third_party.run("python", "tools/model_results.py", "tables", "--check", env=SOURCE_TREE)
 
     failed = []
     for check in (ruff_check, ruff_format, clang_format, mypy, table_of_ops, tables_of_results):
