@@ -208,7 +208,7 @@ def test_fp8_scales(k_heads, v_heads):
         torch.testing.assert_close(lse[b].double(), want_lse, rtol=2e-6, atol=2e-6)
 
 
-@pytest.mark.parametrize("splits", [1, 2, 3, 7, 64])
+@pytest.mark.parametrize("splits", [1, 2, 3, 7, 64, 2**40])
 @pytest.mark.parametrize("storage", [None, FP8])
 def test_any_number_of_splits(splits, storage):
     check(made(8, 2, 64, 16, (0, 1, 54, 300, -1, 5000, 17), storage=storage), num_splits=splits)
@@ -217,6 +217,47 @@ def test_any_number_of_splits(splits, storage):
 @pytest.mark.parametrize(("heads", "kv_heads", "size", "storage"), [(32, 4, 128, FP8), (16, 2, 512, None)])
 def test_long_sequences(heads, kv_heads, size, storage):
     check(made(heads, kv_heads, size, 16, (20000, 3, 9000), storage=storage))
+
+
+@pytest.mark.parametrize(("size", "storage"), [(72, FP8), (80, FP8), (80, None), (192, None)])
+def test_what_lies_behind_a_row_of_the_cache_has_no_effect(size, storage):
+    """Rows of 256 bytes, or 512, of which a head takes a part; NaN behind it."""
+    call = made(8, 2, size, 16, storage=storage)
+    for name in ("k_cache", "v_cache"):
+        cache = getattr(call, name)
+        wide = torch.full((*cache.shape[:3], 256), float("nan"), device="cuda").to(cache.dtype)
+        bits(wide)[..., :size] = bits(cache)
+        setattr(call, name, wide[..., :size])
+    check(call, causal=True)
+
+
+def test_infinite_keys_that_a_query_does_not_like_get_no_weight():
+    call = made(8, 2, 80, 16, (40,))
+    call.q[..., 3] = 1.0
+    call.k_cache[call.table[0, 1], 4, :, 3] = -math.inf
+    call.keys[0][20, :, 3] = -math.inf
+    check(call)
+
+
+def test_a_length_past_the_table_under_a_window():
+    call = made(8, 2, 64, 16, (300, 32))
+    want = call.run(window_size=(3, 0))
+    call.lengths[1] = 2**31 - 1
+    got = call.run(window_size=(3, 0))
+    assert same((got[0][:1], got[1][:1]), (want[0][:1], want[1][:1]))
+    assert bool((got[0][1] == 0).all())
+    assert bool((got[1][1] == -math.inf).all())
+
+
+@pytest.mark.parametrize("storage", [None, FP8])
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(8, 8, 64), (8, 2, 128), (8, 2, 512)])
+def test_a_sequence_does_not_depend_on_the_room_of_its_table(heads, kv_heads, size, storage):
+    call = made(heads, kv_heads, size, 16, (40000, 1, 700, 2100, 4096), storage=storage)
+    out, lse = call.run()
+    for b in range(1, len(call.keys)):
+        alone = call.alone(b)
+        alone.table = alone.table[:, : len(call.keys[b]) // 16 + 1]
+        assert same(alone.run(), (out[b : b + 1], lse[b : b + 1]))
 
 
 def test_bf16_queries_of_any_magnitude_over_fp8():

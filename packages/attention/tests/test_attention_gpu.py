@@ -110,3 +110,14 @@ def test_a_block_stride_past_two_to_the_31():
     q, table = torch.randn(1, 1, HEADS, SIZE, device="cuda").bfloat16(), ints(1, 0)[None].cuda()
     given = {"cache_seqlens": ints(2).cuda(), "block_table": table, "return_lse": True}
     assert_alike(flash_attn_with_kvcache(q, far, far, **given), flash_attn_with_kvcache(q, near, near, **given))
+
+
+@pytest.mark.gpu
+def test_tau_tail_of_one_token_whose_position_has_a_stride():
+    qkv = torch.randn(1, (HEADS + 2 * KV_HEADS) * SIZE).bfloat16()
+    tok, table = torch.randn(1, HEADS + KV_HEADS).bfloat16(), torch.rand(64, HEADS + KV_HEADS)
+    want, positions = qkv.clone(), torch.arange(7, 20)[::5][:1]
+    tau_tail(want, tok, table, positions, HEADS, SIZE)
+    got = qkv.cuda()
+    tau_tail(got, tok.cuda(), table.cuda(), torch.arange(7, 20, device="cuda")[::5][:1], HEADS, SIZE)
+    torch.testing.assert_close(got.cpu(), want, rtol=2**-7, atol=0)

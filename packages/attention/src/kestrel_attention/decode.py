@@ -25,6 +25,7 @@ MOST_QUERIES = 16  # longer ones are prefill
 ROWS = 8  # of a block: queries x heads of one KV head
 _FAR = 2**30
 _MOST_KEYS = 2**29
+_MOST_SPLITS = 2**25  # chunks are of 16 keys at least: more make no others
 _MULTIPROCESSORS = 132  # while all blocks are resident at once, they take as many warps as that allows
 _GRID = 65535
 _INT4_PAGE = 64  # chunks of an INT4 cache are whole pages
@@ -41,7 +42,7 @@ def chunking(num_splits: int, size: int, columns: int) -> tuple[int, int]:
     a block: fp8 b64 kv8192 32/8 d128 357, 321, 291; bf16 b128 kv1024 64/8 d128 172, 165, 137.
     """
     if num_splits > 0:
-        return 16, num_splits
+        return 16, min(num_splits, _MOST_SPLITS)
     return 1024 if size <= 128 else 256, max(1, 128 // columns)
 
 

@@ -180,6 +180,7 @@ def _check_append(
         check.fail(_OP, "k_cache", "values or FP8 (torch.ops: ..._append_int is for INT8)", "int8", TypeError)
     _check(q, k_cache, v_cache, cache_seqlens, block_table, k_scale, v_scale, None, None, None, None, *scores)
     _check_new(q, k_cache, k, v)
+    _check_written(k_cache=k_cache, v_cache=v_cache)
 
 
 def _check_append_int(
@@ -195,6 +196,16 @@ def _check_append_int(
     if k_cache.dtype == torch.uint8 and rest[6] is None:
         check.fail(_OP, "k_tail", "a tensor, as for every INT4 cache", "None", TypeError)
     _check_new(q, k_cache, k, v)
+    k_scale, v_scale, k_zero, v_zero, k_tail = rest[2:7]
+    _check_written(k_cache=k_cache, v_cache=v_cache, k_scale=k_scale, v_scale=v_scale)
+    _check_written(k_zero=k_zero, v_zero=v_zero, k_tail=k_tail)
+
+
+def _check_written(**tensors: torch.Tensor | None) -> None:
+    """No element of what an append writes shares its memory with another."""
+    for name, x in tensors.items():
+        if x is not None:
+            check.disjoint(_OP, name, x)
 
 
 def _numbers(scores: tuple[Any, ...]) -> tuple[Any, ...]:

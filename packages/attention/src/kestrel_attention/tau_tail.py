@@ -28,6 +28,7 @@ def check_tau_tail(
 ) -> None:
     op = "tau_tail"
     check.tensor(op, "qkv", qkv, dtype=check.FLOATS, ndim=2, last_contiguous=True)
+    check.disjoint(op, "qkv", qkv)
     check.number(op, "num_heads", num_heads, integer=True, minimum=1)
     check.number(op, "head_size", head_size, integer=True, minimum=1)
     tokens, width = qkv.shape
@@ -97,5 +98,7 @@ def tau_tail(
         return
     wide = positions.dtype == torch.int64
     if wide:
+        if positions.shape[0] == 1:  # of any stride
+            positions = positions.as_strided((1,), (1,))
         positions = positions.view(torch.int32)
     launch(qkv, tok_qv_linear, tau_pos_table, positions, wide, num_heads, head_size)
