@@ -75,8 +75,9 @@ def flash_attn_with_kvcache(
     key gives 0 and LSE -inf. What unused slots and table entries hold has no effect, NaN included; a NaN or inf in a
     value that the sequence does hold may reach all queries of that sequence and KV head, masked or not.
     A sequence's rows are the same, bit for bit, whatever the other sequences and the width of block_table.
-    Kernels cover up to 16 queries in bf16 or fp16 over caches of their dtype or e4m3, with D in 64, 72, 80, 96, 128,
-    192, 256, 512 and rows aligned to 16 bytes; the rest runs by reference.
+    Kernels cover up to 16 queries in bf16 or fp16 over rows aligned to 16 bytes: caches of their dtype or e4m3 with any
+    such D up to 256, and 512; INT8 with D 64, 128, 256, e5m2 and INT4 with 64, 128. With the extra ``[jit]`` INT8 and
+    e5m2 of other D up to 256 are compiled on first use. The rest runs by reference.
     Raises TypeError for a wrong dtype or a missing tensor, ValueError for a wrong shape, stride, range or device,
     UnsupportedError for an INT4 cache with pages of other than 64 slots.
     Semantics: ``flash_attn_with_kvcache`` of flash-attn; INT4: Liu et al., "KIVI", arXiv 2402.02750.
