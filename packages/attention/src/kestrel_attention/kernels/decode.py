@@ -132,7 +132,7 @@ class Decode:
         place = (sequence, kv_head, first_row, rows, n.group, n.per_group)
 
         # What does not depend on the length is asked for first: queries, and the first pages where it is known which.
-        units = cutlass.const_expr(128 // self.tiles.cache.bits)  # elements in 16 bytes, the unit of offsets
+        units = cutlass.const_expr(128 // mK.element_type.width)  # elements in 16 bytes, the unit of offsets
         strides = [Uint32(mX.stride[i] // units) for mX in (mK, mV) for i in range(2)]
         table = mTable.iterator.toint() + 4 * Int64(sequence) * mTable.stride[0]
         pages = (
