@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from kestrel_attention import flash_attn_with_kvcache, merge_attention_states
-from kestrel_runtime import backend
+from kestrel_runtime import UnsupportedError, backend
 from kestrel_runtime.testing import graph_replay
 
 pytestmark = pytest.mark.gpu
@@ -218,6 +218,21 @@ def test_decoding_over_pages(heads, kv_heads, size, kind, page, dtype):
 @pytest.mark.parametrize("queries", [1, 3])
 def test_int8_heads_of_256(queries):
     check(made("int8", 16, 2, 256, 16, (0, 1, 54, 300, 2000), queries), causal=True)
+
+
+@pytest.mark.parametrize("queries", [1, 3])
+@pytest.mark.parametrize(
+    ("kind", "size"), [("int8", 80), ("int8", 112), ("int8", 192), ("e5m2", 96), ("e5m2", 192), ("e5m2", 256)]
+)
+def test_a_case_outside_the_table_is_compiled_on_first_use(kind, size, queries):
+    call = made(kind, 16, 2, size, 16, (0, 1, 54, 300, 2000), queries)
+    try:
+        call.run()
+    except UnsupportedError as error:
+        if "[jit]" in str(error):
+            pytest.skip(str(error))
+        raise
+    check(call, causal=True)
 
 
 @pytest.mark.parametrize("length", [62, 63, 64, 65, 79, 80, 81, 96, 97, 127, 128, 129, 190])
