@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from kestrel_runtime import backend, trace
+from kestrel_runtime import backend, refuse_capture, trace
 
 pytestmark = pytest.mark.gpu
 
@@ -85,6 +85,23 @@ def test_decoding_repeats_eagerly_and_in_a_graph_and_its_kernels_run(temperature
     without = {"kestrel_moe.fused_experts", "kestrel_moe.fused_mlp", "kestrel_attention.flash_attn_varlen_func"}
     assert {op for op, served in counts.items() if served["reference"]} <= without, "what has no kernel yet"
     assert counts["kestrel_attention.flash_attn_with_kvcache"]["kernel"] > 0
+
+
+@pytest.mark.filterwarnings("ignore::kestrel_runtime.KestrelFallbackWarning")
+def test_a_step_that_cannot_be_captured_runs_eagerly(device, decoder, monkeypatch):
+    from kestrel_kernels.demo import generate
+
+    draw = generate.sample_from_logits
+
+    def not_captured(*args, **kwargs):
+        refuse_capture("a draw", "it reads a value on the host")
+        return draw(*args, **kwargs)
+
+    model, prompt = decoder(torch.bfloat16, device=device), generate.encode("import os\n")
+    sampling = generate.Sampling(seed=2)
+    eager = list(generate.generate(model, [prompt], 20, sampling))
+    monkeypatch.setattr(generate, "sample_from_logits", not_captured)
+    assert list(generate.generate(model, [prompt], 20, sampling, graph=True)) == eager
 
 
 @pytest.mark.filterwarnings("ignore::kestrel_runtime.KestrelFallbackWarning")

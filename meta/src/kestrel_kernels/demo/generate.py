@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from kestrel_runtime import UnsupportedError
 from kestrel_sampling import sample_from_logits
 
 from .cache import PageTable
@@ -40,7 +41,7 @@ def generate(
     """Yields the next token of each sequence, `new_tokens` times, or until every sequence has given `stop`.
 
     On a GPU the host reads a token while the device computes the next one; nothing else is read.
-    graph: on a GPU, decode steps replay a CUDA graph.
+    graph: on a GPU, decode steps replay a CUDA graph, if every op of a step can be captured.
     """
     check_request(decoder.config, prompts, new_tokens)
     table = decoder.cache.reserve([len(prompt) + new_tokens - 1 for prompt in prompts])
@@ -103,15 +104,23 @@ class Decoding:
 
     def advance(self, *, graph: bool) -> None:
         """Puts the next token of each sequence into `ids`."""
-        if graph and self.ids.is_cuda and self.steps >= self.EAGER_STEPS:
-            if self.graph is None:
-                self.graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(self.graph):
-                    self._step()
+        if graph and self.ids.is_cuda and self.steps == self.EAGER_STEPS:
+            self._capture()
+        if self.graph is not None:
             self.graph.replay()
         else:
             self._step()
         self.steps += 1
+
+    def _capture(self) -> None:
+        """One graph of a step, unless an op refuses: a reference that must read a value on the host."""
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph):
+                self._step()
+        except UnsupportedError:
+            return
+        self.graph = graph
 
     def _step(self) -> None:
         ids = self.choose(self.decoder(self.ids.clamp(min=0), Step.decode(self.table, self.positions)))
