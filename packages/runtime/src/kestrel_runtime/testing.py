@@ -1,4 +1,4 @@
-"""Helpers for the tests of every family: poisoned outputs, canaries, distances, bad inputs, graph replay.
+"""Helpers for the tests of every family: poisoned outputs, canaries, distances, bad inputs, graphs, chains of launches.
 
 It is a pytest plugin too, which knows the marker ``gpu`` and skips those tests where there is no GPU. A family's
 conftest.py takes it in with one line, so that it works wherever the tests are run from:
@@ -172,6 +172,39 @@ def _overwrite(args: Sequence[Any], values: Sequence[Any]) -> None:
     for target, value in zip(args, values, strict=True):
         if isinstance(target, torch.Tensor):
             target.copy_(value)
+
+
+def assert_waits_for_the_launch_before(
+    chain: Callable[[int, Callable[[], None]], Sequence[torch.Tensor]], contents: int = 2, repetitions: int = 1000
+) -> None:
+    """A launch that may start before the one before it has ended reads what that one wrote.
+
+    ``chain(i, between)`` writes the i-th contents of an input by a launch that lets the next one start early, launches
+    what reads it, and returns its results; wherever a launch reads what the one before wrote it calls ``between()``.
+    What it must give is found with a synchronisation there. Then it runs ``repetitions`` times in a CUDA graph without,
+    the contents in turn, and every result must be the same, bit for bit.
+    """
+    wanted = [[_as_bytes(x).clone() for x in chain(i, torch.cuda.synchronize)] for i in range(contents)]
+    for i in range(contents):
+        same = all(map(torch.equal, wanted[i], wanted[i - 1]))
+        assert not same, f"contents {i - 1 if i else contents - 1} and {i} give the same: nothing would be noticed"
+    wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+    turns = contents * -(-20 // contents)
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        for turn in range(turns):
+            results = chain(turn % contents, lambda: None)
+            for got, want in zip(results, wanted[turn % contents], strict=True):
+                wrong.add_((_as_bytes(got) != want).any())
+    replays = -(-repetitions // turns)
+    for _ in range(replays):
+        graph.replay()
+    assert int(wrong) == 0, f"{int(wrong)} results of {replays * turns} repetitions differ"
+
+
+def _as_bytes(x: torch.Tensor) -> torch.Tensor:
+    return x.contiguous().view(-1).view(torch.uint8)
 
 
 OPCHECK_TESTS = ("test_schema", "test_faketensor", "test_autograd_registration", "test_aot_dispatch_dynamic")
