@@ -172,8 +172,7 @@ def attend(
     lse = torch.empty_strided(*plan.lse, dtype=torch.float32, device=device)
     if plan.launch is None:
         return out, lse
-    if k_cache.data_ptr() % 16 or v_cache.data_ptr() % 16:
-        raise UnsupportedError(_UNALIGNED)
+    require_aligned(k_cache, v_cache, scales)
     if plan.as_bytes:
         k_cache, v_cache = k_cache.view(torch.uint8), v_cache.view(torch.uint8)
     table = cache_seqlens[None] if block_table is None else block_table
@@ -193,10 +192,10 @@ def attend(
         part_lse = torch.empty(plan.rows, dtype=torch.float32, device=device)
         chunks = torch.empty(plan.blocks_of_rows, dtype=torch.int32, device=device)
     q, result = _aligned(q, plan.copied[0]), out
-    if len(scales) > 2:
-        scales = _int4_scales(*scales)
     if plan.either == (0,):  # fp16, which kernels for either take as bits
         q, result = q.view(torch.bfloat16), out.view(torch.bfloat16)
+        if len(scales) > 2:
+            scales = (*scales[:4], scales[4].view(torch.bfloat16), scales[5])
     plan.launch(
         q,
         k_cache,
@@ -220,18 +219,11 @@ def attend(
     return out, lse
 
 
-def _int4_scales(
-    k_scale: torch.Tensor,
-    k_zero: torch.Tensor,
-    v_scale: torch.Tensor,
-    v_zero: torch.Tensor,
-    k_tail: torch.Tensor,
-    seq_ids: torch.Tensor,
-) -> tuple[torch.Tensor, ...]:
-    """As the kernel takes them."""
-    if any(x.data_ptr() % 16 for x in (k_scale, k_zero, k_tail)):
+def require_aligned(k_cache: torch.Tensor, v_cache: torch.Tensor, scales: tuple[torch.Tensor, ...]) -> None:
+    """Addresses, which no plan holds; to be looked at before anything is written."""
+    int4 = (scales[0], scales[1], scales[4]) if len(scales) > 2 else ()
+    if any(x.data_ptr() % 16 for x in (k_cache, v_cache, *int4)):
         raise UnsupportedError(_UNALIGNED)
-    return k_scale, k_zero, v_scale, v_zero, k_tail.view(torch.bfloat16), seq_ids
 
 
 def _covered(

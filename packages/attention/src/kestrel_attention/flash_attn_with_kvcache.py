@@ -305,6 +305,7 @@ def _flash_attn_with_kvcache_append(
         how = {"added": q.shape[1]} if k_cache.dtype == torch.float8_e5m2 else {"new": (k, v)}
         plan = decode.make_plan(key, q, k_cache, v_cache, *cache[1:], *scores, **how)
     if plan.write is None and q.numel():
+        decode.require_aligned(k_cache, v_cache, ())
         reference.append(k_cache, v_cache, k, v, *cache)
         return decode.attend(plan, q, k_cache, v_cache, *cache, prefix_lens)
     return decode.attend(plan, q, k_cache, v_cache, *cache, prefix_lens, new=(k, v))
@@ -349,6 +350,7 @@ def _flash_attn_with_kvcache_append_int(
         _check_append_int(q, k_cache, v_cache, k, v, cache_seqlens, block_table, *given, *scores)
         cache = (k_cache, v_cache, block_table, None, None)
         plan = decode.make_plan(key, q, *cache, *scores, scales=scales, added=q.shape[1])
+    decode.require_aligned(k_cache, v_cache, scales)
     reference.append_int(k_cache, v_cache, k, v, cache_seqlens, block_table, *given)
     cache = (k_cache, v_cache, cache_seqlens, block_table, None, None)
     return decode.attend(plan, q, *cache, prefix_lens, scales=scales)

@@ -151,7 +151,7 @@ class Int4(Codes):
     bits: ClassVar[int] = 4
     scale_words: ClassVar[int] = 2
     exponent: ClassVar[int] = 24
-    query_exponent: ClassVar[int] = 0
+    query_exponent: ClassVar[int] = -1  # below 1: times a channel's scale, they are in the range of f16
     finite: ClassVar[bool] = True
     sums: ClassVar[int] = 4
     adjacent: ClassVar[bool] = True
