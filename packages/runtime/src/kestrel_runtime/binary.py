@@ -7,7 +7,6 @@ import ctypes
 import functools
 import importlib.util
 import json
-import lzma
 import os
 import tempfile
 import threading
@@ -170,6 +169,8 @@ def _load_library(library: Path) -> Any:
 @contextlib.contextmanager
 def unpacked(library: Path) -> Iterator[Path]:
     """A packed library as a file to load, in memory where there are such files: what was loaded needs it no more."""
+    import lzma  # not in every build of Python
+
     content = lzma.decompress(library.read_bytes())
     with tempfile.TemporaryDirectory(prefix="kestrel-") as folder, contextlib.ExitStack() as stack:
         plain = Path(folder) / library.stem
