@@ -8,9 +8,9 @@
 // Split: plain, a thread per pack of 16 bytes of the result: two packs in, one out; blocks cover one row's packs in
 // turn. FP8, a block per row: its packs stay in registers as activated floats, the block agrees on the largest
 // magnitude, and the codes are written; rows past 16384 elements (float32: 8192), and any that are not aligned, are
-// read and activated twice instead. Before the wait rows are only prefetched into L2.
+// read and activated twice instead. Before the wait few rows are prefetched into L2, many are not touched.
 //
-// Measured on an H200: 89 to 96 % of the limit; results/h200.json, README.md.
+// Predicted: 10 % above the limit up to some hundred rows, the limit beyond; README.md has what was measured.
 #include <kestrel/launch.h>
 #include <kestrel/tensor.h>
 #include <tvm/ffi/function.h>
@@ -36,12 +36,19 @@ struct GatedParams {
   int chunks = 0;  // blocks per row
 };
 
-// One pack of a half row from element `first` on. VECTORS: it is one access; otherwise elements past the end are zero.
-template <bool VECTORS, typename T>
+// How rows are read. any: by elements, those past the end are zero. The others by packs: few rows are prefetched into
+// L2 before the wait and read past L1, which is faster by 0.06 us at 128 rows; many are not, which is faster by 4 % at
+// 2048 rows of 14336.
+enum class Access { any, few, many };
+
+// One pack of a half row from element `first` on.
+template <Access ACCESS, typename T>
 __device__ __forceinline__ Pack<T> load_half(const char* row, int first, int width) {
   Pack<T> pack;
-  if constexpr (VECTORS) {
+  if constexpr (ACCESS == Access::few) {
     pack.bits = load16_streamed(row + static_cast<int64_t>(first) * sizeof(T));
+  } else if constexpr (ACCESS == Access::many) {
+    pack.bits = load16(row + static_cast<int64_t>(first) * sizeof(T));
   } else {
     T elements[Pack<T>::size];
 #pragma unroll
@@ -54,18 +61,18 @@ __device__ __forceinline__ Pack<T> load_half(const char* row, int first, int wid
 }
 
 // The activated floats of one pack of a row.
-template <bool VECTORS, typename T>
+template <Access ACCESS, typename T>
 __device__ __forceinline__ void gated_pack(const GatedParams& p, const char* row, int first,
                                            float (&h)[Pack<T>::size]) {
-  const Pack<T> left = load_half<VECTORS, T>(row, first, p.width);
-  const Pack<T> right = load_half<VECTORS, T>(row + static_cast<int64_t>(p.width) * sizeof(T), first, p.width);
+  const Pack<T> left = load_half<ACCESS, T>(row, first, p.width);
+  const Pack<T> right = load_half<ACCESS, T>(row + static_cast<int64_t>(p.width) * sizeof(T), first, p.width);
   float g[Pack<T>::size];
   left.unpack(h);
   right.unpack(g);
   gate<T>(h, g, p.activation, p.shift);
 }
 
-template <typename T, bool VECTORS>
+template <typename T, Access ACCESS>
 __global__ void __launch_bounds__(256) gated_kernel(const __grid_constant__ GatedParams p) {
   constexpr int size = Pack<T>::size;
   const int row = blockIdx.x / p.chunks;
@@ -73,17 +80,17 @@ __global__ void __launch_bounds__(256) gated_kernel(const __grid_constant__ Gate
   const char* x = p.x + row * p.x_stride;
   char* out = p.out + row * p.out_stride + static_cast<int64_t>(first) * sizeof(T);
   if (first >= p.width) return;
-  if (threadIdx.x % 8 == 0) {  // a line is 8 packs
+  if (ACCESS == Access::few && threadIdx.x % 8 == 0) {  // a line is 8 packs
     prefetch_l2(x + static_cast<int64_t>(first) * sizeof(T));
     prefetch_l2(x + (static_cast<int64_t>(p.width) + first) * sizeof(T));
   }
   pdl_wait();
   pdl_trigger();
   float h[size];
-  gated_pack<VECTORS, T>(p, x, first, h);
+  gated_pack<ACCESS, T>(p, x, first, h);
   Pack<T> y;
   y.pack(h);
-  if constexpr (VECTORS) {
+  if constexpr (ACCESS != Access::any) {
     store16(out, y.bits);
   } else {
     T elements[size];
@@ -158,12 +165,12 @@ __global__ void __launch_bounds__(kFp8Threads) gated_fp8_kernel(const __grid_con
     for (int v = 0; v < V; ++v) {
       const int first = v * step + threadIdx.x * size;
       if (first >= p.width) continue;
-      gated_pack<true, T>(p, x, first, kept[v]);
+      gated_pack<Access::few, T>(p, x, first, kept[v]);
       most = fmaxf(most, largest_of(kept[v], first, p.width));
     }
   } else {
     for (int64_t first = threadIdx.x * size; first < p.width; first += step) {
-      gated_pack<false, T>(p, x, static_cast<int>(first), kept[0]);
+      gated_pack<Access::any, T>(p, x, static_cast<int>(first), kept[0]);
       most = fmaxf(most, largest_of(kept[0], static_cast<int>(first), p.width));
     }
   }
@@ -178,7 +185,7 @@ __global__ void __launch_bounds__(kFp8Threads) gated_fp8_kernel(const __grid_con
     }
   } else {
     for (int64_t first = threadIdx.x * size; first < p.width; first += step) {
-      gated_pack<false, T>(p, x, static_cast<int>(first), kept[0]);
+      gated_pack<Access::any, T>(p, x, static_cast<int>(first), kept[0]);
       write_codes<false>(kept[0], scale, inverse, codes, static_cast<int>(first), p.width);
     }
   }
@@ -193,6 +200,8 @@ inline Activation activation_of(const Checks& check, bool silu, const std::strin
   if (silu) return Activation::silu;
   return approximate == "tanh" ? Activation::gelu_tanh : Activation::gelu;
 }
+
+constexpr int64_t kFewPacks = 256 * 1024;  // of the result
 
 // x [T, 2F] and a result of T rows of F; false when there is nothing to do.
 inline bool prepare(const Checks& check, const TensorView& x, const TensorView& out, GatedParams* p) {
@@ -246,8 +255,10 @@ void gated(TensorView out, TensorView x, bool silu, std::string approximate, dou
     if (int64_t{p.rows} * p.chunks > (int64_t{1} << 31) - 1) unsupported("more than 2^31 blocks");
     const bool vectors =
         p.width % size == 0 && aligned16(p.x) && aligned16(p.out) && p.x_stride % 16 == 0 && p.out_stride % 16 == 0;
-    launch_pdl(vectors ? gated_kernel<T, true> : gated_kernel<T, false>, dim3(p.rows * p.chunks), dim3(threads),
-               x.device(), p);
+    const auto kernel = !vectors                               ? gated_kernel<T, Access::any>
+                        : int64_t{p.rows} * packs <= kFewPacks ? gated_kernel<T, Access::few>
+                                                               : gated_kernel<T, Access::many>;
+    launch_pdl(kernel, dim3(p.rows * p.chunks), dim3(threads), x.device(), p);
   });
 }
 

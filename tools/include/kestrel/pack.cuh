@@ -77,8 +77,8 @@ __device__ __forceinline__ uint4 load16_streamed(const void* p) {
   return v;
 }
 
-// Reads of constants. Not ld.global.nc: ptxas moves those down past pdl_wait(), which is what they should overlap.
-__device__ __forceinline__ uint4 load16_constant(const void* p) {
+// Plain reads, kept where they stand like those above.
+__device__ __forceinline__ uint4 load16(const void* p) {
   uint4 v;
   asm volatile("ld.global.v4.b32 {%0, %1, %2, %3}, [%4];"
                : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
@@ -86,6 +86,9 @@ __device__ __forceinline__ uint4 load16_constant(const void* p) {
                : "memory");
   return v;
 }
+
+// Reads of constants. Not ld.global.nc: ptxas moves those down past pdl_wait(), which is what they should overlap.
+__device__ __forceinline__ uint4 load16_constant(const void* p) { return load16(p); }
 
 __device__ __forceinline__ void store16(void* p, uint4 v) { *static_cast<uint4*>(p) = v; }
 
