@@ -11,9 +11,8 @@ from ._checks import check_like, check_linear, check_out, check_vector
 from ._rows import as_rows, written
 
 _kernels = Binary("kestrel_moe")
-# Beyond these the vendor's product is as fast or faster (results/h200.json: 8 tokens, and 117 MB of weight, lose).
+# Beyond these the vendor's product is as fast or faster.
 _TOKENS_OF_GEMV = 4
-_ELEMENTS_OF_GEMV = 2**25  # of the weight
 _TOKENS_OF_ROUTER = 1024
 
 
@@ -102,9 +101,8 @@ def gemv(
 
     Returns [..., N] in x's dtype, in ``out`` if it is given; ``out`` may not overlap ``x``.
     Up to 4 rows a row is the same bit for bit whatever their number and content, where the kernel takes the call: 16
-    bits, K a multiple of 8, rows aligned to 16 bytes, weights of up to 2^25 elements. From 5 rows on, and for larger
-    weights, the vendor's product takes over; there and by reference each number of rows is a range of its own: a row
-    may differ by rounding.
+    bits, K a multiple of 8, rows aligned to 16 bytes. From 5 rows on the vendor's product takes over; there and by
+    reference each number of rows is a range of its own: a row may differ by rounding.
 
     Raises ValueError or TypeError for a wrong dtype, rank, shape or device. Semantics: torch.nn.functional.linear.
 
@@ -112,10 +110,12 @@ def gemv(
     [3.0, -2.0]
     """
     rows, result, into = _prepared(x, weight, out, x.dtype)
-    if rows.shape[0] > _TOKENS_OF_GEMV or weight.numel() > _ELEMENTS_OF_GEMV:
+    if rows.shape[0] > _TOKENS_OF_GEMV:
         _check_gemv(x, weight, bias, out)
-        if bias is None or x.dtype == torch.float32:
-            into.copy_(torch.nn.functional.linear(rows, weight, bias))
+        if bias is None:
+            torch.mm(rows, weight.T, out=into)
+        elif x.dtype == torch.float32:
+            torch.addmm(bias, rows, weight.T, out=into)
         else:  # the vendor's own bias may come after a rounding of partial sums
             torch.add(torch.mm(rows, weight.T, out_dtype=torch.float32), bias, out=into)
     else:
@@ -152,7 +152,7 @@ def router_gemm(x: torch.Tensor, weight: torch.Tensor, *, out: torch.Tensor | No
         _check_router_gemm(x, weight, out)
         if x.dtype == torch.float32:
             raise UnsupportedError("float32: tensor cores would round its factors")
-        into.copy_(torch.mm(rows, weight.T, out_dtype=torch.float32))
+        torch.mm(rows, weight.T, out_dtype=torch.float32, out=into)
     else:
         _kernels.router_gemm(into, rows, weight)
     return written(into, result)
