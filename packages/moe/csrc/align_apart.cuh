@@ -7,6 +7,8 @@
 // padding are shared out over the warps of all blocks, an expert at a time.
 #pragma once
 
+#include <type_traits>
+
 #include "align.cuh"
 
 namespace kestrel::moe {
@@ -46,7 +48,7 @@ __device__ __forceinline__ void apart_begin(int own, unsigned* counters) {
 template <int PER_LANE, typename F>
 __device__ __forceinline__ void align_apart(const Alignment& a, const Apart& split, unsigned* counters, int rank,
                                             F expert_at) {
-  constexpr int E = 32 * PER_LANE, AT_ONCE = 8;
+  constexpr int E = 32 * PER_LANE;
   unsigned* const before = counters;       // [E]: of pairs before this block's
   unsigned* const others = counters + E;   // [E]: of this block's and of later ones
   unsigned* const own = counters + 2 * E;  // [own rounds][E]
@@ -63,8 +65,9 @@ __device__ __forceinline__ void align_apart(const Alignment& a, const Apart& spl
   const int pair = (first + warp) * 32 + lane;
   const bool owner = first + warp < last;
   unsigned expert = experts;
-  if (owner && pair < a.pairs) expert = min(static_cast<unsigned>(expert_at(pair)), experts);
-  for (int base = warp; base < rounds; base += AT_ONCE * warps) {
+  if (owner && pair < a.pairs) expert = expert_at(pair);
+  const auto count = [&](auto at_once, int base) {  // so many rounds of this warp
+    constexpr int AT_ONCE = decltype(at_once)::value;
     unsigned id[AT_ONCE];
 #pragma unroll
     for (int i = 0; i < AT_ONCE; ++i) {
@@ -76,7 +79,13 @@ __device__ __forceinline__ void align_apart(const Alignment& a, const Apart& spl
     for (int i = 0; i < AT_ONCE; ++i) {
       if (id[i] < experts) atomicAdd((base + i * warps < first ? before : others) + id[i], 1u);
     }
+  };
+  if (rounds <= warps) {
+    count(std::integral_constant<int, 1>(), warp);
+  } else {
+    for (int base = warp; base < rounds; base += 16 * warps) count(std::integral_constant<int, 16>(), base);
   }
+  expert = min(expert, experts);  // not before: the loads above would wait for it
   unsigned nth = 0;
   if (owner) {
     const unsigned same = lanes_with(expert, 32 - __clz(experts)), lower = same & ((1u << lane) - 1);

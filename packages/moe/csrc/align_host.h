@@ -8,7 +8,7 @@
 #include <atomic>
 #include <limits>
 
-#include "align.cuh"
+#include "align_apart.cuh"
 
 namespace kestrel::moe {
 
@@ -88,6 +88,18 @@ inline int widest_cluster(int device) {
 // Threads of a block that has its pairs and a scan over the experts to do.
 inline int threads_for(const Alignment& a, int at_least, int at_most) {
   return std::clamp((std::max(a.experts, a.warps * 32) + 31) / 32 * 32, at_least, at_most);
+}
+
+constexpr int kBlocksApart = 32;  // at most
+
+// Spreads an alignment over blocks that exchange nothing: each has a warp for each of its rounds, and all together one
+// for each expert, whose name and padding it writes.
+inline Apart spread(const Alignment& a, int threads) {
+  const int rounds = (a.pairs + 31) / 32, least = std::min((a.experts * 32 + threads - 1) / threads, kBlocksApart);
+  Apart split;
+  split.own = std::max(1, (rounds + kBlocksApart - 1) / kBlocksApart);
+  split.blocks = std::max(least, (rounds + split.own - 1) / split.own);
+  return split;
 }
 
 // Splits the pairs over the warps of one block, or of a cluster of `widest`.

@@ -4,26 +4,27 @@
 // 4.3 TB/s); what counts is the chain count - scan - scatter with its barriers, and beyond some thousand pairs the
 // scattered 4-byte stores, of which one SM issues few per cycle.
 //
-// Work: one block for few pairs, else a cluster of 16 or 8 (before sm_90 always one block); align.cuh has the
-// algorithm. The adapters of moe_lora_align_block_size have a cluster each.
+// Work: up to 8192 pairs and 256 experts 32 blocks that exchange nothing (align_apart.cuh). Beyond, a cluster of 16 or
+// 8 blocks, or one block: up to 1024 pairs, and before sm_90 always (align.cuh). The adapters of
+// moe_lora_align_block_size have as many each.
 //
-// Predicted 2 us for few pairs, 3 for 8192 and 5 for 65536; measured 2.5, 3.5 and 9.8 in the last experiment on record
-// (results/h200_routing_designs.json; README.md has today's). What the prediction missed: the chain of barriers and
-// scans is as long as the launch, and a block of 4096 pairs is bound by its accesses to shared memory.
+// Predicted 2 us for few pairs and 2.2 for 8192, 5 for 65536 by a cluster; measured 2.0, 2.7 and 9.2 (README.md). What
+// the prediction missed: a block adds its 8192 pairs to counters in shared memory about two at a time, and one of 4096
+// pairs of a cluster is bound by its accesses to shared memory, six per pair.
 #include <kestrel/launch.h>
 #include <tvm/ffi/function.h>
 #include <kestrel/pdl.cuh>
 
 #include <climits>
 
-#include "align_apart.cuh"
 #include "align_host.h"
 
 namespace kestrel::moe {
 
-// What is aligned apart: its limits, the most blocks and threads.
+// What is aligned apart: its limits (an eighth of the pairs for adapters, which all count them), most blocks and
+// threads.
 constexpr int64_t kPairsApart = 8192, kExpertsApart = 256;
-constexpr int kBlocksApart = 32, kThreadsApart = 512;
+constexpr int kThreadsApart = 512, kFewPairs = 1024;  // half of the threads suffice
 
 struct AlignParams {
   Alignment a;
@@ -42,7 +43,7 @@ struct AlignParams {
   int64_t length_stride = 0;
 };
 
-// PLAIN: int32 ids that follow one another, no adapters.
+// PLAIN: int32 ids that follow one another, no adapters; apart, no map either.
 template <bool PLAIN>
 __device__ __forceinline__ int expert_of(const AlignParams& p, int pair, int adapter) {
   if constexpr (PLAIN) {
@@ -93,6 +94,7 @@ __global__ void __launch_bounds__(kThreadsApart, 1) moe_align_apart_kernel(Align
   extern __shared__ unsigned shared[];
   const int rank = PLAIN ? blockIdx.x : blockIdx.x % p.apart.blocks;
   const int adapter = PLAIN ? 0 : blockIdx.x / p.apart.blocks;
+  if (PLAIN) p.a.expert_map = nullptr;  // as the host has seen to
   apart_begin<PER_LANE>(p.apart.own, shared);
   pdl_wait();
   pdl_trigger();
@@ -158,9 +160,10 @@ class AlignCall {
     p.flat = ids.size(0) < 2 || ids.stride(0) == ids.size(1);
     const DeviceGuard guard(ids.device().device_id);
     const bool plain = p.flat && !p.wide && !p.adapters;
-    if (pairs_ <= kPairsApart && experts_ <= kExpertsApart) {
-      return experts_ <= kExpertsApart / 4 ? launch_apart<kExpertsApart / 128>(p, plain, ids.device(), adapters)
-                                           : launch_apart<kExpertsApart / 32>(p, plain, ids.device(), adapters);
+    if (pairs_ <= (p.adapters ? kPairsApart / 8 : kPairsApart) && experts_ <= kExpertsApart) {
+      const bool plainest = plain && !p.a.expert_map;
+      return experts_ <= kExpertsApart / 4 ? launch_apart<kExpertsApart / 128>(p, plainest, ids.device(), adapters)
+                                           : launch_apart<kExpertsApart / 32>(p, plainest, ids.device(), adapters);
     }
     const auto launched = [&](int widest) {
       split(&p.a, widest);
@@ -174,12 +177,8 @@ class AlignCall {
  private:
   template <int PER_LANE>
   static void launch_apart(AlignParams& p, bool plain, DLDevice device, unsigned adapters) {
-    const int rounds = (p.a.pairs + 31) / 32;
-    // Few pairs: a warp for each expert, whose name and padding it writes.
-    const int threads = rounds > 32 ? kThreadsApart : kThreadsApart / 2;
-    const int least = std::min((p.a.experts * 32 + threads - 1) / threads, kBlocksApart);
-    p.apart.own = std::max(1, (rounds + kBlocksApart - 1) / kBlocksApart);
-    p.apart.blocks = std::max(least, (rounds + p.apart.own - 1) / p.apart.own);
+    const int threads = p.a.pairs > kFewPairs ? kThreadsApart : kThreadsApart / 2;
+    p.apart = spread(p.a, threads);
     launch_pdl(plain ? moe_align_apart_kernel<PER_LANE, true> : moe_align_apart_kernel<PER_LANE, false>,
                dim3(p.apart.blocks * adapters), dim3(threads), device, p, 4 * apart_words<PER_LANE>(p.apart.own));
   }

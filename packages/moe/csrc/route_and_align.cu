@@ -1,10 +1,13 @@
 // route_and_align: topk_softmax and moe_align_block_size of few tokens in one launch.
 //
-// Built for the decode step of a routed layer, 1 to some hundred tokens: what it saves against the two launches is one
-// of them, and the trip of the ids through memory.
+// Built for the decode step of a routed layer, 1 to 16 tokens: what it saves against the two launches is one of them,
+// the trip of the ids through memory, and the counts. More tokens take the two launches, which are as fast there: a
+// cluster of blocks that routed up to 256 tokens was not faster (results/h200_designs.json).
 //
-// Work: one block, or from sm_90 on a cluster of 8 or 16, splits the rows in runs; a block routes its rows (topk.cuh),
-// keeps their ids in shared memory and aligns them (align.cuh). More tokens take the two launches.
+// Work: some blocks that exchange nothing. Each routes all rows, a warp a row (topk.cuh), keeps the ids in shared
+// memory and aligns its share of them (align_apart.cuh); the first writes weights and ids.
+//
+// Predicted: the two ops in turn less one launch, 0.7 us. README.md has what was measured.
 #include <kestrel/launch.h>
 #include <tvm/ffi/function.h>
 #include <kestrel/pdl.cuh>
@@ -20,39 +23,38 @@ namespace kestrel::moe {
 struct RouteParams {
   Router router;
   Alignment a;
-  int rows = 1;  // of a block
+  Apart split;
 };
 
-constexpr int kRouteThreads = 512;  // at most
-constexpr int kTokensOfOne = 16;    // as many are one block's
-constexpr int kTokensOfEight = 64;  // and as many a cluster's of eight
+constexpr int kRouteThreads = 512;
+constexpr int kRouteTokens = kRouteThreads / 32;
 
 template <int PER_LANE>
 __global__ void __launch_bounds__(kRouteThreads, 1) route_and_align_kernel(RouteParams p) {
   extern __shared__ unsigned shared[];
   const Router& r = p.router;
-  const AlignMemory memory(p.a, shared);
-  int* ids = reinterpret_cast<int*>(shared + align_words(p.a));  // [rows * k], of this block
-  const int rank = blockIdx.x, first = rank * p.rows, last = min(first + p.rows, r.tokens);
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32;
-  if (first + warp < last && lane * PER_LANE < r.experts) {
-    prefetch_l2(r.logits + (first + warp) * r.stride + lane * PER_LANE * (r.dtype == Float::f32 ? 4 : 2));
+  int* ids = reinterpret_cast<int*>(shared + apart_words<PER_LANE>(p.split.own));  // [tokens * k]
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const char* logits = r.logits + warp * r.stride;
+  if (warp < r.tokens && lane * PER_LANE < r.experts) {
+    prefetch_l2(logits + lane * PER_LANE * (r.dtype == Float::f32 ? 4 : 2));
   }
-  align_begin(p.a, memory);
+  apart_begin<PER_LANE>(p.split.own, shared);
   pdl_wait();
   pdl_trigger();
-  if (p.a.cluster == 1) fill_with_padding(p.a);
-  for (int row = first + warp; row < last; row += warps) {
-    const Choice choice = route_row<PER_LANE>(r, r.logits + row * r.stride);
+  if (warp < r.tokens) {
+    const Choice choice = route_row<PER_LANE>(r, logits);
     if (lane < r.k) {
-      const int64_t place = static_cast<int64_t>(row) * r.k + lane;
-      r.weights[place] = choice.weight;
-      r.ids[place] = choice.id;
-      ids[(row - first) * r.k + lane] = choice.id;
+      const int place = warp * r.k + lane;
+      ids[place] = choice.id;
+      if (blockIdx.x == 0) {
+        r.weights[place] = choice.weight;
+        r.ids[place] = choice.id;
+      }
     }
   }
   __syncthreads();
-  align_pairs<4, true>(p.a, memory, rank, [&](int pair) { return ids[pair - first * r.k]; });
+  align_apart<PER_LANE>(p.a, p.split, shared, blockIdx.x, [&](int pair) { return ids[pair]; });
 }
 
 void route_and_align(TensorView weights, TensorView ids, TensorView sorted_token_ids, TensorView expert_ids,
@@ -93,23 +95,13 @@ void route_and_align(TensorView weights, TensorView ids, TensorView sorted_token
   p.a.expert_map = reinterpret_cast<const int*>(address(expert_map));
   p.a.slots = slots;
   p.a.blocks = blocks;
+  if (tokens > kRouteTokens) unsupported("more than 16 tokens in one launch");
   const DeviceGuard guard(logits.device().device_id);
   dispatch_experts(&p.router, [&](auto per_lane) {
-    constexpr auto kernel = route_and_align_kernel<per_lane()>;
-    const int device = logits.device().device_id;
-    p.a.cluster = tokens > kTokensOfOne ? widest_cluster(device) : 1;
-    if (p.a.cluster > kCluster && (tokens <= kTokensOfEight || !runs_wide<kernel, kRouteThreads>(device))) {
-      p.a.cluster = kCluster;
-    }
-    p.rows = static_cast<int>((tokens + p.a.cluster - 1) / p.a.cluster);
-    p.a.own = p.rows * p.router.k;
-    p.a.warps = std::clamp((p.a.own + 31) / 32, 1, kRouteThreads / 32);
-    p.a.run = std::max(1, (p.a.own + 32 * p.a.warps - 1) / (32 * p.a.warps)) * 32;
-    const int threads = threads_for(p.a, std::clamp(p.rows * 32, 256, kRouteThreads), kRouteThreads);
-    const size_t bytes = shared_bytes(p.a) + 4 * static_cast<size_t>(p.a.own);
-    if (static_cast<int64_t>(bytes) > kShared) unsupported("so many pairs in one launch");
-    allow_shared(kernel, bytes);
-    launch_pdl(kernel, dim3(p.a.cluster), dim3(threads), logits.device(), p, bytes, p.a.cluster);
+    p.split = spread(p.a, kRouteThreads);
+    const size_t bytes = 4 * static_cast<size_t>(apart_words<per_lane()>(p.split.own) + p.a.pairs);
+    launch_pdl(route_and_align_kernel<per_lane()>, dim3(p.split.blocks), dim3(kRouteThreads), logits.device(), p,
+               bytes);
   });
 }
 

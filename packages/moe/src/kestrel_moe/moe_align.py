@@ -11,8 +11,7 @@ from .reference_experts import most_blocks
 from .topk_softmax import topk_softmax
 
 _kernels = Binary("kestrel_moe")
-# So much is routed and aligned in one launch.
-_TOKENS_OF_ONE_LAUNCH, _PAIRS_OF_ONE_LAUNCH = 256, 4096
+_TOKENS_OF_ONE_LAUNCH = 16  # are routed and aligned in it
 
 
 def _check_ids(
@@ -218,7 +217,7 @@ def route_and_align(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Choose k experts for each token and align the choices: topk_softmax and moe_align_block_size in one call.
 
-    Up to 256 tokens and 4096 pairs (T * k) it is one launch, beyond that two.
+    Up to 16 tokens it is one launch, beyond that two.
 
     logits: [T, E] float32, bf16 or fp16. k: 1..E. renormalize, bias: as in :func:`topk_softmax`.
     block_size, expert_map (int32 [E]): as in :func:`moe_align_block_size`.
@@ -236,12 +235,12 @@ def route_and_align(
     ([[1], [0]], [1, 2, 0, 2], [0, 1], [4])
     """
     tokens, experts = logits.shape
-    pairs, device = tokens * k, logits.device
-    blocks = most_blocks(pairs, experts, block_size)
+    device = logits.device
+    blocks = most_blocks(tokens * k, experts, block_size)
     slots, block_experts, length = (
         torch.empty(n, dtype=torch.int32, device=device) for n in (blocks * block_size, blocks, 1)
     )
-    if tokens > _TOKENS_OF_ONE_LAUNCH or pairs > _PAIRS_OF_ONE_LAUNCH:
+    if tokens > _TOKENS_OF_ONE_LAUNCH:
         weights, ids, _ = topk_softmax(logits, k, renormalize=renormalize, bias=bias)
         moe_align_block_size(ids, experts, block_size, slots, block_experts, length, expert_map)
         return weights, ids, slots, block_experts, length
