@@ -67,7 +67,8 @@ __device__ __forceinline__ void meet(const TopkParams& p) {
 
 constexpr int kRowsOfOne = 8;     // as many rows are one block's
 constexpr int kMostBlocks = 264;  // each adds its counts to the same few lines of L2
-constexpr int kBlocksAimedAt = 64;
+template <int PER_LANE>
+constexpr int blocks_aimed_at = PER_LANE >= 8 ? 96 : 64;
 
 // With rows, of a block; 16 experts a lane take many registers.
 template <int PER_LANE>
@@ -171,8 +172,8 @@ void topk_softmax(TensorView weights, TensorView ids, TensorView counts, Optiona
     } else {
       p.meeting = reinterpret_cast<Meeting*>(address(*scratch));
       p.key = next_key();
-      const int64_t warps =
-          std::clamp<int64_t>((tokens + kBlocksAimedAt - 1) / kBlocksAimedAt, 4, most_warps<per_lane()>);
+      const int64_t warps = std::clamp<int64_t>(
+          (tokens + blocks_aimed_at<per_lane()> - 1) / blocks_aimed_at<per_lane()>, 4, most_warps<per_lane()>);
       const int64_t blocks = std::min<int64_t>((tokens + warps - 1) / warps, kMostBlocks);
       launch_pdl(kernel, dim3(static_cast<unsigned>(blocks)), dim3(static_cast<unsigned>(32 * (warps + 1))),
                  gating.device(), p);
