@@ -3,10 +3,11 @@
 // Built for 1 to 1024 tokens of 8 results of 2048. It must read 2KN bytes per token and write 2N: 740x8x2048 moves
 // 27 MB, 6.3 us at 4.3 TB/s; one addition per element. Up to 16 tokens one trip to memory and the launch decide.
 //
-// Split: a thread per pack of 16 bytes of the result, which asks for eight of its K packs at once and adds them in
-// order, so a row's sum does not depend on the batch. Before the wait the first packs are prefetched into L2.
+// Split: a thread per pack of 16 bytes of the result, which asks for eight of its K packs before it adds the first, in
+// order, so a row's sum does not depend on the batch. K = 8 has code of its own. Nothing is read before the wait: a
+// prefetch of all rows costs 1.2 us at 740 tokens and wins nothing at one.
 //
-// Measured on an H200: 80 to 88 % of the limit; results/h200.json, README.md.
+// Predicted 7.4 us for 740x8x2048, the limit; reached (results/h200_designs.json; README.md has today's).
 #include <kestrel/launch.h>
 #include <kestrel/tensor.h>
 #include <tvm/ffi/function.h>
