@@ -19,6 +19,16 @@ __device__ __forceinline__ float from_ordered(int key) { return __int_as_float(k
 
 __device__ __forceinline__ float not_a_number() { return __int_as_float(0x7fffffff); }
 
+// 2^x for x from -0.5 to 0.5 by its series, within one unit in the last place; the instruction is off by two.
+__device__ __forceinline__ float fine_power_of_two(float x) {
+  constexpr float terms[] = {1.52527338e-05f, 0.000154035304f, 0.00133335581f, 0.00961812911f,
+                             0.0555041087f,   0.240226507f,    0.693147181f};
+  float sum = terms[0];
+#pragma unroll
+  for (int n = 1; n < 7; ++n) sum = __fmaf_rn(sum, x, terms[n]);
+  return __fmaf_rn(sum, x, 1.f);
+}
+
 constexpr int kTile = 128;  // elements that a warp looks at together, four a lane
 
 // The piece of one warp: elements [begin, end), `end` rounded up to whole groups of four; what lies past the row is
@@ -144,11 +154,7 @@ struct Piece {
 // The mass of an element is its weight times a power of two, rounded to an integer below 2^43, and such that no sum
 // over the row passes 2^60. Rows whose largest weight is 2^-17 to 1 share one power: their masses can be summed before
 // the largest is known.
-__host__ __device__ inline int mass_bits(int length) {
-  int bits = 0;
-  for (int n = length; n > 0; n >>= 1) ++bits;
-  return 60 - (bits > 17 ? bits : 17);
-}
+__device__ __forceinline__ int mass_bits(int length) { return 60 - max(17, 32 - __clz(length)); }
 
 // What a row holds: probabilities, logits, or scores, which have an order and no weight.
 enum class Kind { probs, logits, scores };
@@ -174,9 +180,9 @@ struct Weigher {
   __device__ __forceinline__ float fine_weight(float v) const {
     if constexpr (!logits) return fmaxf(v, 0.f);
     const float below = fmaxf(v - top, -3e38f);
-    const float whole = fmaxf(rintf(__fmul_rn(below, slope)), -200.f);  // 2^-200 is 0, and so is 2^rest further down
-    const float rest = __fmaf_rn(below, slope_rest, __fmaf_rn(below, slope, -whole));
-    return power_of_two(rest) * exp2f(whole);
+    const float whole = fmaxf(rintf(__fmul_rn(below, slope)), -200.f);  // 2^-200 is 0, whatever the rest further down
+    const float rest = fmaxf(__fmaf_rn(below, slope_rest, __fmaf_rn(below, slope, -whole)), -1.f);
+    return fine_power_of_two(rest) * exp2f(whole);
   }
   __device__ __forceinline__ void set_temperature(float temperature) {
     const double exact = 1.4426950408889634 / static_cast<double>(temperature);

@@ -1,67 +1,13 @@
 // The kernel behind every op that samples or makes probabilities; sampling.cu says what it is built for.
 #pragma once
 
+#include "params.cuh"
 #include "search.cuh"
 
 namespace kestrel::sampling {
 
-// ---- arguments ------------------------------------------------------------------------------------------------------
-
-// A parameter: one number for all rows, or one per row, or a tensor of one.
-template <typename N>
-struct PerRow {
-  const void* values = nullptr;
-  N number = 0;
-  int step = 0;
-  bool wide = true;  // integers: 64 bits
-  __device__ __forceinline__ N at(int64_t row) const {
-    if (!values) return number;
-    if (sizeof(N) == 8 && !wide) return static_cast<const int*>(values)[row * step];
-    return static_cast<const N*>(values)[row * step];
-  }
-};
-
-struct Params {
-  const char* rows = nullptr;
-  int64_t row_bytes = 0;  // from one row to the next
-  int dtype = kRowFloat32;
-  int length = 0;
-  int blocks = 1;  // of a team
-  int per_warp = 0;
-  int list_size = 0;
-  bool joint = false;
-  PerRow<float> temperature, top_p, min_p;
-  PerRow<int64_t> top_k, seed, offset;
-  // Either a draw,
-  int* ids = nullptr;
-  bool* valid = nullptr;
-  // or probabilities.
-  float* out = nullptr;
-  int64_t out_step = 0;
-};
-
-// ---- the kernel -----------------------------------------------------------------------------------------------------
-
-// The first word of Philox4x32-10 with key `seed` and counter `offset`.
-__device__ __forceinline__ u32 random_word(u64 seed, u64 offset) {
-  u32 k0 = static_cast<u32>(seed), k1 = static_cast<u32>(seed >> 32);
-  u32 c0 = static_cast<u32>(offset), c1 = static_cast<u32>(offset >> 32), c2 = 0, c3 = 0;
-#pragma unroll
-  for (int round = 0; round < 10; ++round) {
-    const u64 a = u64{0xd2511f53u} * c0, b = u64{0xcd9e8d57u} * c2;
-    c0 = static_cast<u32>(b >> 32) ^ c1 ^ k0;
-    c1 = static_cast<u32>(b);
-    c2 = static_cast<u32>(a >> 32) ^ c3 ^ k1;
-    c3 = static_cast<u32>(a);
-    k0 += 0x9e3779b9u;
-    k1 += 0xbb67ae85u;
-  }
-  return c0;
-}
-
 // What the caller asks of one row.
 struct Filters {
-  float min_p;
   int64_t top_k;
   u64 top_p;  // in parts of 2^32
   bool joint;
@@ -72,7 +18,6 @@ __device__ __forceinline__ Kept filter(Search<kind, resident>& search, const Fil
   const Team& team = search.team;
   Scratch* scratch = search.scratch;
   const int length = search.piece.length, top = ordered(search.weigher.top);
-  constexpr u64 kWhole = u64{1} << 32;
   const bool counted = filters.top_k > 0 && filters.top_k < length, weighed = filters.top_p < kWhole;
   Kept kept;
   if (!counted && !weighed) return kept;
@@ -137,15 +82,15 @@ __device__ __forceinline__ void write_probabilities(Search<kind, resident>& sear
   });
 }
 
-// More threads would leave a filtering kernel too few registers. filtered: there may be a top-k or a top-p.
-constexpr int kMostThreads = 512;
+// More threads would leave it too few registers.
+constexpr int kSearchThreads = 512;
 
-template <Kind kind, bool resident, bool filtered>
-__global__ void __launch_bounds__(kMostThreads, 1) sample_rows(const __grid_constant__ Params p) {
+template <Kind kind, bool resident>
+__global__ void __launch_bounds__(kSearchThreads, 1) sample_rows(const __grid_constant__ Params p) {
   constexpr bool logits = kind == Kind::logits;
   const Team team(p.blocks);
   team.arrive();
-  const int64_t row = blockIdx.x / p.blocks;
+  const int64_t row = team.row();
   char* memory = dynamic_shared_memory();
   Scratch* scratch = reinterpret_cast<Scratch*>(memory);
   Exchange exchange = {reinterpret_cast<u64*>(memory + sizeof(Scratch)), 0};
@@ -153,12 +98,14 @@ __global__ void __launch_bounds__(kMostThreads, 1) sample_rows(const __grid_cons
   Piece<resident> piece(p.rows + row * p.row_bytes, p.dtype, p.length, p.per_warp, team, list + p.list_size);
   for (int b = threadIdx.x; b < kBins; b += blockDim.x) scratch->bins[b] = 0;
   if (threadIdx.x < 2) scratch->listed[threadIdx.x] = 0;
+  __syncthreads();
   pdl_wait();
   pdl_trigger();
   // These come before the row, so that nobody waits for them behind it.
   const float temperature = logits ? p.temperature.at(row) : 1.f;
   const float min_p = p.min_p.at(row), top_p = p.top_p.at(row);
   const int64_t top_k = p.top_k.at(row);
+  if (p.left && (top_k <= 0 || top_k >= p.length || (top_k <= kFew && p.ids[row] >= 0))) return team.wait();
   const bool draws = p.ids && threadIdx.x == blockDim.x - 32;
   const u64 seed = draws ? p.seed.at(row) : 0, offset = draws ? p.offset.at(row) : 0;
 
@@ -169,26 +116,11 @@ __global__ void __launch_bounds__(kMostThreads, 1) sample_rows(const __grid_cons
   const bool early = !logits && !(min_p > 0.f);
   float most = -INFINITY;
   u64 mass = 0;
-  if constexpr (filtered || resident) {
-    piece.read(team.lane, [&](const auto& v) {
+  piece.read(team.lane, [&](const auto& v) {
 #pragma unroll
-      for (int e = 0; e < static_cast<int>(sizeof(v) / sizeof(float)); ++e) most = max_or_nan(most, v[e]);
-    });
-    if (early) mass = search.template survey_piece<true>(filtered && !search.is_held());
-  } else {
-    MassSum sum;
-    piece.read(team.lane, [&](const auto& v) {
-      constexpr int size = sizeof(v) / sizeof(float);
-      float x[size];
-#pragma unroll
-      for (int e = 0; e < size; ++e) {
-        most = max_or_nan(most, v[e]);
-        x[e] = fminf(fmaxf(v[e], 0.f), 1.f) * weigher.scale;
-      }
-      sum.add(x);
-    });
-    mass = warp_sum(sum.value());
-  }
+    for (int e = 0; e < static_cast<int>(sizeof(v) / sizeof(float)); ++e) most = max_or_nan(most, v[e]);
+  });
+  if (early) mass = search.template survey_piece<true>(!search.is_held());
   if (draws) scratch->word = random_word(seed, offset);
   const int largest = __reduce_max_sync(kAllLanes, isnan(most) ? INT32_MAX : ordered(most));
   team.wait();
@@ -206,16 +138,12 @@ __global__ void __launch_bounds__(kMostThreads, 1) sample_rows(const __grid_cons
     }
     return;
   }
-  Filters filters;
-  filters.min_p = min_p > 0.f ? fminf(min_p, 1.f) : 0.f;                                // NaN counts as 0
-  filters.top_p = static_cast<u64>((top_p < 1.f ? fmaxf(top_p, 0.f) : 1.f) * 0x1p32f);  // and here as 1
-  filters.top_k = logits && temperature <= 0.f ? 1 : top_k;
-  filters.joint = p.joint;
+  const Filters filters = {logits && temperature <= 0.f ? 1 : top_k, parts_of(top_p), p.joint};
   if constexpr (logits) {
     weigher.set_temperature(temperature <= 0.f ? 1.f : temperature);
-    weigher.least = filters.min_p;
+    weigher.least = part_of(min_p);
   } else {
-    weigher.least = __fmul_rn(filters.min_p, weigher.top);
+    weigher.least = __fmul_rn(part_of(min_p), weigher.top);
     if (weigher.top < 0x1p-60f) {
       piece.enlarge(team.lane);
       weigher.top *= piece.factor;
@@ -224,28 +152,18 @@ __global__ void __launch_bounds__(kMostThreads, 1) sample_rows(const __grid_cons
   }
   weigher.set_scale(p.length);
   const bool surveyed = early && weigher.is_common();
-  Kept kept;
-  if constexpr (filtered) {
-    if (early && !surveyed) {  // begin the histogram again
-      for (int b = threadIdx.x; b < kBins; b += blockDim.x) scratch->bins[b] = 0;
-      __syncthreads();
-    }
-    kept = filter(search, filters, surveyed, surveyed ? exchange.sum(team, 1) : 0);
+  if (early && !surveyed) {  // begin the histogram again
+    for (int b = threadIdx.x; b < kBins; b += blockDim.x) scratch->bins[b] = 0;
+    __syncthreads();
   }
+  const Kept kept = filter(search, filters, surveyed, surveyed ? exchange.sum(team, 1) : 0);
   if (p.out) {
     write_probabilities(search, kept, p.out + row * p.out_step);
     return;
   }
   const u64 word = scratch->word;
-  const auto point = [&](u64 all) { return fraction(all, word); };
   int id;
-  bool found;
-  if (!filtered && surveyed) {
-    found = search.locate_shared(search.mass_of_kept(kept), 1, point, &id);
-  } else {
-    found = search.locate(search.mass_of_kept(kept), point, &id);
-  }
-  if (found && team.lane == 0) {
+  if (search.locate(search.mass_of_kept(kept), [&](u64 all) { return fraction(all, word); }, &id) && team.lane == 0) {
     p.ids[row] = id;
     p.valid[row] = true;
   }

@@ -22,6 +22,8 @@
 #include <tuple>
 #include <type_traits>
 
+#include "draw_rows.cuh"
+#include "few_rows.cuh"
 #include "sample_rows.cuh"
 #include "topk_rows.cuh"
 
@@ -46,42 +48,57 @@ struct Split {
 
 size_t list_bytes(int threads) { return kEntries * threads * sizeof(float); }
 
-int warp_share(int length, int warps) { return (((length + warps - 1) / warps) + 7) & ~7; }
+int warp_share(int length, int warps, int unit) { return ((length + warps - 1) / warps + unit - 1) / unit * unit; }
 
+bool has_clusters(DLDevice device) {
+  return device_attribute(cudaDevAttrComputeCapabilityMajor, device.device_id) >= 9;
+}
+
+int64_t processors(DLDevice device) { return device_attribute(cudaDevAttrMultiProcessorCount, device.device_id); }
+
+// For sample_rows and topk_rows.
 size_t shared_bytes(int length, int blocks, int threads, bool resident) {
   const int warps = threads / 32;
-  const size_t held = resident ? static_cast<size_t>(warp_share(length, blocks * warps)) * warps * sizeof(float) : 0;
+  const size_t held = resident ? static_cast<size_t>(warp_share(length, blocks * warps, 8)) * warps * sizeof(float) : 0;
   return sizeof(Scratch) + Exchange::bytes(blocks * warps) + list_bytes(threads) + held;
 }
 
-Split choose(int length, int64_t rows, DLDevice device, bool filtered, bool streams, int blocks, int threads) {
-  const int id = device.device_id;
-  const bool clusters = device_attribute(cudaDevAttrComputeCapabilityMajor, id) >= 9;
-  const int64_t processors = device_attribute(cudaDevAttrMultiProcessorCount, id);
-  const size_t most = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, id);
-  const bool many = length > 4096 && rows * 8 > 2 * processors;
-  if (!clusters) blocks = 1;
-  if (length <= 4096) {
+constexpr int kShortRow = 4096;
+
+Split split_to_search(int length, int64_t rows, DLDevice device, int blocks, int threads) {
+  const size_t most = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device.device_id);
+  if (!has_clusters(device)) blocks = 1;
+  if (length <= kShortRow) {
     if (!blocks) blocks = 1;
-    if (!threads) threads = std::min(kMostThreads, std::max(64, (length + 127) / 128 * 32));
+    if (!threads) threads = std::min(kSearchThreads, (length + 127) / 128 * 32);
   }
-  if (filtered) {
-    if (threads) threads = std::max(threads, kGuessers);
-    // A row alone: all there is. Many rows: one block each where that can hold a row, else blocks that share a
-    // processor.
-    const bool few = rows * 8 <= processors;
-    const bool fits = shared_bytes(length, 1, kMostThreads, true) <= most;
-    if (!blocks) blocks = !few && fits ? 1 : 8;
-    if (!threads) threads = blocks == 1 ? kMostThreads : few ? 512 : 384;
-  } else {
-    if (!blocks) blocks = many ? 2 : 8;
-    if (!threads) threads = 512;
-  }
-  // Many long rows of probabilities without a filter are read once, but for the piece of the warp that draws: no row
-  // waits for room in shared memory. H200, us with the rows held and streamed: 256x128256 71 and 54, 1x51200 5.1
-  // and 5.5.
-  const bool resident = !(streams && many) && shared_bytes(length, blocks, threads, true) <= most;
+  // A row alone: all there is. Many rows: one block each where that can hold a row, else blocks that share a processor.
+  const bool few = rows * 8 <= processors(device);
+  const bool fits = shared_bytes(length, 1, kSearchThreads, true) <= most;
+  if (!blocks) blocks = !few && fits ? 1 : 8;
+  if (!threads) threads = kSearchThreads;
+  threads = std::max(threads, kGuessers);
+  const bool resident = shared_bytes(length, blocks, threads, true) <= most;
   return {blocks, threads, resident, shared_bytes(length, blocks, threads, resident)};
+}
+
+// few: a block has a multiprocessor to itself.
+Split split_to_draw(int length, int64_t rows, DLDevice device, bool few, int blocks, int threads) {
+  const int most = few ? kMostThreads : kMostOfMany;
+  if (length <= kShortRow) {
+    if (!blocks) blocks = 1;
+    if (!threads) threads = std::min(most, (length + kTile - 1) / kTile * 32);
+  }
+  if (!blocks) blocks = few ? 8 : rows <= processors(device) / 3 ? 4 : 1;
+  if (!has_clusters(device)) blocks = 1;
+  threads = threads ? std::min(threads, most) : most;
+  return {blocks, threads, false, sizeof(DrawScratch) + Exchange::bytes(blocks * threads / 32)};
+}
+
+Split split_to_list(int length, int64_t rows, DLDevice device, int blocks) {
+  if (!blocks) blocks = length <= kShortRow ? 1 : rows <= processors(device) ? 8 : 4;
+  if (!has_clusters(device)) blocks = 1;
+  return {blocks, kFewThreads, false, sizeof(FewScratch) + Exchange::bytes(blocks * kFewThreads / 32)};
 }
 
 // Raises the limit of a kernel's shared memory, once per device.
@@ -95,17 +112,51 @@ void allow_shared_memory(DLDevice device) {
   done.fetch_or(bit);
 }
 
-template <Kind kind, bool resident, bool filtered>
-void launch_rows(const Params& params, int64_t rows, const Split& split, DLDevice device) {
-  constexpr auto kernel = sample_rows<kind, resident, filtered>;
+template <typename F>
+void dispatch_bool(bool value, F call) {
+  value ? call(std::true_type()) : call(std::false_type());
+}
+
+template <auto kernel>
+void launch_teams(Params params, int64_t rows, const Split& split, int unit, DLDevice device) {
+  params.blocks = split.blocks;
+  params.per_warp = warp_share(params.length, split.blocks * split.threads / 32, unit);
+  params.list_size = static_cast<int>(list_bytes(split.threads) / sizeof(float));
   allow_shared_memory<kernel>(device);
   launch_pdl(kernel, dim3(static_cast<unsigned>(rows * split.blocks)), dim3(split.threads), device, params,
              split.shared_bytes, split.blocks);
 }
 
-template <typename F>
-void dispatch_bool(bool value, F call) {
-  value ? call(std::true_type()) : call(std::false_type());
+template <Kind kind>
+void launch_kind(const Params& params, DLDevice device, int blocks, int threads) {
+  const int64_t rows = params.count;
+  const CountPerRow& k = params.top_k;
+  const bool draws = params.ids != nullptr;
+  if (draws && (k.values || k.number <= 0 || k.number >= params.length)) {
+    const bool few = params.length > kShortRow && rows * 8 <= processors(device);
+    const Split split = split_to_draw(params.length, rows, device, few, blocks, threads);
+    if (params.length <= kShortRow) {
+      launch_teams<draw_rows<kind, 1, false>>(params, rows, split, kTile, device);
+    } else if (few) {
+      launch_teams<draw_rows<kind, 4, true>>(params, rows, split, 4 * kTile, device);
+    } else {
+      launch_teams<draw_rows<kind, 4, false>>(params, rows, split, 4 * kTile, device);
+    }
+    if (!k.values) return;
+  }
+  const bool few = draws && (k.values || k.number <= kFew);  // elements are kept
+  if (few) {
+    const Split split = split_to_list(params.length, rows, device, blocks);
+    launch_teams<few_rows<kind>>(params, rows, split, 4 * kTile, device);
+  }
+  if (!k.values && few && !params.joint && params.length <= kListed) return;  // no list is too long
+  Params searching = params;
+  searching.left = few;  // mostly none: blocks that end at once should be few
+  if (few && !blocks && rows * 8 > processors(device)) blocks = 1;
+  const Split split = split_to_search(params.length, rows, device, blocks, threads);
+  dispatch_bool(split.resident, [&](auto resident) {
+    launch_teams<sample_rows<kind, resident.value>>(searching, rows, split, 8, device);
+  });
 }
 
 void launch(Params params, const TensorView& rows, bool logits, int blocks, int threads) {
@@ -115,22 +166,11 @@ void launch(Params params, const TensorView& rows, bool logits, int blocks, int 
   const DeviceGuard guard(rows.device().device_id);
   params.rows = address(rows);
   params.row_bytes = rows.stride(0) * element_bytes(rows);
+  params.count = static_cast<int>(count);
   params.dtype = row_dtype(rows);
   params.length = static_cast<int>(rows.size(1));
-  const bool off = !params.top_k.values && params.top_k.number <= 0 && !params.top_p.values &&
-                   params.top_p.number >= 1.f && !params.temperature.values && params.temperature.number > 0.f;
-  const bool streams = off && !logits && !params.min_p.values && params.min_p.number <= 0.f;
-  const Split split = choose(params.length, count, rows.device(), !off, streams, blocks, threads);
-  params.blocks = split.blocks;
-  params.per_warp = warp_share(params.length, split.blocks * split.threads / 32);
-  params.list_size = static_cast<int>(list_bytes(split.threads) / sizeof(float));
-  dispatch_bool(logits, [&](auto l) {
-    dispatch_bool(split.resident, [&](auto r) {
-      dispatch_bool(!off, [&](auto f) {
-        launch_rows<l.value ? Kind::logits : Kind::probs, r.value, f.value>(params, count, split, rows.device());
-      });
-    });
-  });
+  logits ? launch_kind<Kind::logits>(params, rows.device(), blocks, threads)
+         : launch_kind<Kind::probs>(params, rows.device(), blocks, threads);
 }
 
 // -- checks, in the order and with the words of the Python ones
@@ -158,7 +198,14 @@ PerRow<N> per_row(const Checks& check, const char* name, const OptionalTensor& v
   check.same_device(name, t, rows_name, rows);
   parameter.values = address(t);
   parameter.step = t.size(0) == 1 ? 0 : 1;
-  parameter.wide = t.dtype().bits == 64;
+  return parameter;
+}
+
+CountPerRow count_per_row(const Checks& check, const OptionalTensor& top_k, int64_t number, const char* rows_name,
+                          const TensorView& rows) {
+  CountPerRow parameter;
+  static_cast<PerRow<int64_t>&>(parameter) = per_row(check, "top_k", top_k, number, rows_name, rows, {kInt32, kInt64});
+  parameter.wide = !top_k.has_value() || (*top_k).dtype().bits == 64;
   return parameter;
 }
 
@@ -183,7 +230,7 @@ void sample(tvm::ffi::String op, TensorView ids, TensorView valid, TensorView ro
   Params p;
   p.temperature =
       per_row(check, "temperature", temperature, static_cast<float>(temperature_value), name, rows, {kFloat32});
-  p.top_k = per_row(check, "top_k", top_k, top_k_value, name, rows, {kInt32, kInt64});
+  p.top_k = count_per_row(check, top_k, top_k_value, name, rows);
   p.top_p = per_row(check, "top_p", top_p, static_cast<float>(top_p_value), name, rows, {kFloat32});
   p.min_p = per_row(check, "min_p", min_p, static_cast<float>(min_p_value), name, rows, {kFloat32});
   p.seed = per_row(check, "seed", seed, seed_value, name, rows, {kInt64});
@@ -207,7 +254,7 @@ void probabilities(tvm::ffi::String op, TensorView out, TensorView rows, bool lo
   Params p;
   p.temperature =
       per_row(check, "temperature", temperature, static_cast<float>(temperature_value), name, rows, {kFloat32});
-  p.top_k = per_row(check, "top_k", top_k, top_k_value, name, rows, {kInt32, kInt64});
+  p.top_k = count_per_row(check, top_k, top_k_value, name, rows);
   p.top_p = per_row(check, "top_p", top_p, static_cast<float>(top_p_value), name, rows, {kFloat32});
   check.dtype("out", out, {kFloat32});
   check.last_contiguous("out", out);
@@ -247,9 +294,9 @@ void topk_rows_entry(TensorView scores, TensorView values, TensorView indices, b
   p.row_bytes = scores.stride(0) * element_bytes(scores);
   p.dtype = row_dtype(scores);
   p.length = static_cast<int>(scores.size(1));
-  const Split split = choose(p.length, rows, device, true, false, 0, kSortThreads);
+  const Split split = split_to_search(p.length, rows, device, 0, kSortThreads);
   p.blocks = split.blocks;
-  p.per_warp = warp_share(p.length, split.blocks * split.threads / 32);
+  p.per_warp = warp_share(p.length, split.blocks * split.threads / 32, 8);
   p.list_size = static_cast<int>(list_bytes(split.threads) / sizeof(float));
   p.k = static_cast<int>(k);
   p.softmax = softmax;

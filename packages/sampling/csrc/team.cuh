@@ -90,7 +90,7 @@ __device__ __forceinline__ char* dynamic_shared_memory() {
 
 // Where a thread stands among the warps of all blocks of a row.
 struct Team {
-  int blocks;     // of the cluster
+  int blocks;     // of the cluster: a power of two
   int block;      // which of them
   int warps;      // of a block
   int all_warps;  // of the team
@@ -99,12 +99,14 @@ struct Team {
 
   __device__ __forceinline__ explicit Team(int blocks_)
       : blocks(blocks_),
-        block(blockIdx.x % blocks_),
+        block(static_cast<int>(blockIdx.x & (blocks_ - 1))),
         warps(blockDim.x >> 5),
         all_warps(blocks_ * warps),
         warp(block * warps + (threadIdx.x >> 5)),
         lane(threadIdx.x & 31) {}
 
+  // The row of this block: its number among all teams.
+  __device__ __forceinline__ int64_t row() const { return blockIdx.x >> (31 - __clz(blocks)); }
   // arrive() first of all, then wait() before exchanging anything. After its last barrier() no block touches another's
   // memory, so that each may end.
   __device__ __forceinline__ void arrive() const { team_arrive(blocks); }
@@ -126,6 +128,7 @@ struct Exchange {
   }
   // `v` is the same in all lanes.
   __device__ __forceinline__ void put(const Team& team, int which, u64 v) {
+#pragma unroll 1
     for (int b = team.lane; b < team.blocks; b += 32) {
       in_block(slots(team, which), b, team.blocks)[team.warp] = v;
     }
@@ -143,11 +146,29 @@ struct Exchange {
   }
   __device__ __forceinline__ u64 sum_of(const Team& team, int which, int first, int end) const {
     u64 total = 0;
+#pragma unroll 1
     for (int w = first + team.lane; w < end; w += 32) total += shared(team, which)[w];
     return warp_sum(total);
   }
+  __device__ __forceinline__ void put_floats(const Team& team, int which, float x, float y) {
+    put(team, which, __float_as_uint(x) | (static_cast<u64>(__float_as_uint(y)) << 32));
+  }
+  __device__ __forceinline__ float2 float_sums(const Team& team, int which) const {
+    float2 sums = {0.f, 0.f};
+#pragma unroll 1
+    for (int w = team.lane; w < team.all_warps; w += 32) {
+      const u64 both = shared(team, which)[w];
+      sums.x += __uint_as_float(static_cast<u32>(both)), sums.y += __uint_as_float(static_cast<u32>(both >> 32));
+    }
+#pragma unroll
+    for (int other = 16; other > 0; other /= 2) {
+      sums.x += __shfl_xor_sync(kAllLanes, sums.x, other), sums.y += __shfl_xor_sync(kAllLanes, sums.y, other);
+    }
+    return sums;
+  }
   __device__ __forceinline__ int largest(const Team& team, int which) const {
     int most = INT32_MIN;
+#pragma unroll 1
     for (int w = team.lane; w < team.all_warps; w += 32) {
       most = max(most, static_cast<int>(static_cast<u32>(shared(team, which)[w])));
     }

@@ -105,7 +105,7 @@ template <bool resident>
 __global__ void __launch_bounds__(kSortThreads, 1) topk_rows(const __grid_constant__ TopKParams p) {
   const Team team(p.blocks);
   team.arrive();
-  const int64_t row = blockIdx.x / p.blocks;
+  const int64_t row = team.row();
   char* memory = dynamic_shared_memory();
   Scratch* scratch = reinterpret_cast<Scratch*>(memory);
   Exchange exchange = {reinterpret_cast<u64*>(memory + sizeof(Scratch)), 0};

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import math
 import re
 from collections.abc import Callable
@@ -14,6 +16,7 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import kestrel_sampling
+from kestrel_runtime.reference import philox4x32
 from kestrel_runtime.testing import BadInput, assert_rejects, opcheck
 from kestrel_sampling import (
     min_p_sampling_from_probs,
@@ -31,10 +34,9 @@ from kestrel_sampling import (
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def word_of(seed: int, offset: int) -> int:
-    """The random word, read off a uniform row: id i of 2^16 is drawn when the word's upper 16 bits are i."""
-    fine = top_p_sampling_from_probs(torch.ones(1, 2**16), 1.0, seed=seed, offset=offset)
-    return fine.item()
+def words_of(seed: int, offset: int, turn: int = 0) -> list[int]:
+    """The random words of a draw; test_top_p_sampling.py has Philox in Python integers."""
+    return philox4x32(torch.tensor([seed, 0]), torch.tensor([offset, 0, turn, 0])).tolist()
 
 
 def rounded(number: float) -> float:
@@ -148,14 +150,29 @@ def test_frequencies_from_logits_follow_the_filtered_softmax(options: dict[str, 
     assert_follows(counts, weights, kept_by_hand(weights.tolist(), **options, joint=joint))
 
 
-def assert_inverse(drawn: int, row: list[float], kept: list[int], word: int, slack: float = 0.0) -> None:
-    """The kept mass before the id and up to it enclose the point of the word, known to its upper 16 bits."""
-    masses = exact(row)
-    total = sum(masses[i] for i in kept)
-    before = sum(masses[i] for i in kept if i < drawn)
+def assert_inverse(
+    drawn: int, row: list[float], options: dict[str, Any], seed: int, offset: int, slack: float = 0.0
+) -> None:
+    """The mass before the id and up to it enclose the point of a word, among what the id is drawn from.
+
+    That is what the filters keep, and the first word. With top-p alone it is what min-p keeps, and the first of four
+    words that draws an entry that top-p keeps; if none does, the same among what is before all of those.
+    """
+    masses, kept = exact(row), kept_by_hand(row, **options)
+    counted = 0 < options.get("top_k", 0) < len(row)
+    entries = kept if counted else kept_by_hand(row, min_p=options.get("min_p", 0.0))
     assert drawn in kept
-    assert before * 2**16 <= (word + 1) * total + int(slack * total)
-    assert (before + masses[drawn]) * 2**16 >= word * total - int(slack * total)
+    for turn in range(len(row)):
+        up_to = list(itertools.accumulate(masses[i] for i in entries))
+        firsts = []
+        for word in words_of(seed, offset, turn):
+            firsts.append(entries[bisect.bisect_right(up_to, word * up_to[-1] // 2**32)])
+            if firsts[-1] in kept:
+                before = sum(masses[i] for i in entries if i < drawn)
+                assert before * 2**32 <= (word + 1) * up_to[-1] + int(slack * up_to[-1])
+                assert (before + masses[drawn]) * 2**32 >= word * up_to[-1] - int(slack * up_to[-1])
+                return
+        entries = [i for i in entries if all((-row[i], i) < (-row[first], first) for first in firsts)]
 
 
 VOCABULARIES = [(51200, torch.bfloat16), (128256, torch.float16), (151936, torch.float32)]
@@ -170,7 +187,7 @@ def test_each_draw_is_the_inverse_of_the_kept_mass(width: int, dtype: torch.dtyp
     probs = distributions(rows, width).to(dtype)
     got = sample_probs(options, probs, torch.arange(rows)).tolist()
     for b, row in enumerate(probs.double().tolist()):
-        assert_inverse(got[b], row, kept_by_hand(row, **options), word_of(17, b))
+        assert_inverse(got[b], row, options, 17, b, slack=64.0)  # masses are rounded: 2^-26 of the row's
 
 
 @pytest.mark.parametrize(("width", "dtype"), VOCABULARIES)
@@ -183,8 +200,8 @@ def test_each_draw_from_logits_is_the_inverse_of_the_kept_weights(
     filters = {name: value for name, value in options.items() if name != "joint"}
     drawn = sample_from_logits(logits, 0.8, **filters, filter_apply_order=order, seed=17, offset=0).item()
     weights = torch.exp((logits - logits.max()).double() / 0.8).float()[0].tolist()
-    # the op's exponentials are float32: 2^-18 of the mass, a quarter of the 16 known bits' last place, covers them
-    assert_inverse(drawn, weights, kept_by_hand(weights, **options), word_of(17, 0), slack=0.25)
+    # the op's exponentials are float32: 2^-18 of the mass covers them
+    assert_inverse(drawn, weights, options, 17, 0, slack=2.0**14)
 
 
 @pytest.mark.parametrize("width", [51200, 151936])
@@ -377,16 +394,15 @@ def test_no_rows() -> None:
     assert top_p_renorm_probs(empty, 0.5).shape == top_k_renorm_probs(empty, 5).shape == (0, 10)
 
 
-def test_the_references_read_nothing_on_the_host() -> None:
+def test_the_references_read_nothing_on_the_host_but_for_top_p() -> None:
     with FakeTensorMode():  # a read of a value would raise here
         logits, seeds, floats = torch.empty(3, 100), torch.empty(3, dtype=torch.int64), torch.empty(3)
         key = (seeds, 0, None, 5)
         draws = [
             reference_sampling.sampling_from_probs(logits, *key),
             reference_sampling.top_k_sampling_from_probs(logits, seeds, 0, *key),
-            reference_sampling.top_k_top_p_sampling_from_probs(logits, seeds, 0, floats, 0.0, True, *key),
             reference_sampling.min_p_sampling_from_probs(logits, floats, 0.0, *key),
-            reference_sampling.sample_from_logits(logits, floats, 0.0, seeds, 0, floats, 0.0, floats, 0.0, False, *key),
+            reference_sampling.sample_from_logits(logits, floats, 0.0, seeds, 0, None, 1.0, floats, 0.0, False, *key),
         ]
         rows = [
             reference_sampling.softmax(logits, floats),

@@ -10,15 +10,22 @@ are less, by the bits of V beyond 17.) What is lost are entries below 2^-43 or s
 - top-p: entries in descending order of probability, ties to the lower id, while the mass before an entry is below
   ``floor(p * mass)``; p as a multiple of 2^-32, rounded down. The first entry always stays.
 - draw: with the first word w of Philox4x32-10 (key = seed, counter = offset), the first id in vocabulary order at which
-  the running mass of the kept entries exceeds ``floor(w * kept mass / 2^32)``.
+  the running mass of the entries that are drawn from exceeds ``floor(w * their mass / 2^32)``.
+- with top-k (or without top-p) an id is drawn from what the filters keep. Without top-k four ids are drawn from the
+  whole row, with the four words in their order, and the first of them that top-p keeps is the result. If it keeps none,
+  four are drawn from the entries that come before all of them in descending order, with the third word of the counter
+  raised by one, and so on. What is kept is always among them, so that a kept entry is drawn in proportion to its mass,
+  and a kernel need not find the smallest entry that is kept: it suffices to weigh what comes before the drawn ones.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import torch
 
+from kestrel_runtime import refuse_capture
 from kestrel_runtime.reference import philox4x32, row_sums
 
 _WORD = 0xFFFFFFFF
@@ -36,7 +43,7 @@ def sampling_from_probs(
 ) -> Draw:
     """One id per row, and whether the row had a distribution."""
     mass, valid = integer_mass(probs.float())
-    return draw(mass, valid, random_word(seed, seed_value, offset, offset_value, probs.device))
+    return draw(mass, valid, random_words(seed, seed_value, offset, offset_value, probs.device)[..., 0])
 
 
 def top_p_sampling_from_probs(
@@ -51,8 +58,8 @@ def top_p_sampling_from_probs(
     """The same from the smallest set whose mass reaches p."""
     weights = probs.float()
     mass, valid = integer_mass(weights)
-    mass = filtered(weights, mass, top_p=per_row(top_p, top_p_value, probs.device))
-    return draw(mass, valid, random_word(seed, seed_value, offset, offset_value, probs.device))
+    p = per_row(top_p, top_p_value, probs.device)
+    return filtered_draw(weights, mass, valid, (seed, seed_value, offset, offset_value), top_p=p)
 
 
 def top_k_sampling_from_probs(
@@ -67,8 +74,8 @@ def top_k_sampling_from_probs(
     """The same from the k most probable."""
     weights = probs.float()
     mass, valid = integer_mass(weights)
-    mass = filtered(weights, mass, top_k=per_row(top_k, top_k_value, probs.device))
-    return draw(mass, valid, random_word(seed, seed_value, offset, offset_value, probs.device))
+    k = per_row(top_k, top_k_value, probs.device)
+    return filtered_draw(weights, mass, valid, (seed, seed_value, offset, offset_value), top_k=k)
 
 
 def top_k_top_p_sampling_from_probs(
@@ -87,8 +94,7 @@ def top_k_top_p_sampling_from_probs(
     weights = probs.float()
     mass, valid = integer_mass(weights)
     k, p = per_row(top_k, top_k_value, probs.device), per_row(top_p, top_p_value, probs.device)
-    mass = filtered(weights, mass, top_k=k, top_p=p, joint=joint)
-    return draw(mass, valid, random_word(seed, seed_value, offset, offset_value, probs.device))
+    return filtered_draw(weights, mass, valid, (seed, seed_value, offset, offset_value), top_k=k, top_p=p, joint=joint)
 
 
 def min_p_sampling_from_probs(
@@ -104,7 +110,7 @@ def min_p_sampling_from_probs(
     weights = probs.float()
     mass, valid = integer_mass(weights)
     mass = torch.where(keep_min_p(weights, per_row(min_p, min_p_value, probs.device)), mass, 0)
-    return draw(mass, valid, random_word(seed, seed_value, offset, offset_value, probs.device))
+    return draw(mass, valid, random_words(seed, seed_value, offset, offset_value, probs.device)[..., 0])
 
 
 def sample_from_logits(
@@ -129,8 +135,9 @@ def sample_from_logits(
     mass, valid = integer_mass(weights)
     mass = torch.where(keep_min_p(weights, per_row(min_p, min_p_value, logits.device)), mass, 0)
     k = torch.where(heat <= 0, 1, per_row(top_k, top_k_value, logits.device).long())
-    mass = filtered(logits.float(), mass, top_k=k, top_p=per_row(top_p, top_p_value, logits.device), joint=joint)
-    return draw(mass, valid, random_word(seed, seed_value, offset, offset_value, logits.device))
+    p = None if top_p is None and top_p_value >= 1 else per_row(top_p, top_p_value, logits.device)
+    keys = (seed, seed_value, offset, offset_value)
+    return filtered_draw(logits.float(), mass, valid, keys, top_k=k, top_p=p, joint=joint)
 
 
 def softmax(
@@ -195,19 +202,44 @@ def renormalised(weights: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
     return torch.where(largest < torch.inf, shares, torch.nan)
 
 
-def filtered(
+def filtered_draw(
     order_by: torch.Tensor,
     mass: torch.Tensor,
+    valid: torch.Tensor,
+    keys: tuple[torch.Tensor | None, int, torch.Tensor | None, int],
     top_k: torch.Tensor | None = None,
     top_p: torch.Tensor | None = None,
     joint: bool = False,
-) -> torch.Tensor:
-    """The mass without what the filters drop. Unless joint, top-p counts the mass that top-k left."""
+) -> Draw:
+    """One id per row from what the filters keep. Unless joint, top-p counts the mass that top-k left."""
     order, sorted_mass = descending(order_by, mass)
     kept = torch.ones_like(sorted_mass, dtype=torch.bool) if top_k is None else keep_top_k(order, top_k)
+    counted = ~kept.all(1, keepdim=True)
     if top_p is not None:
         kept = kept & keep_top_p(sorted_mass if joint else torch.where(kept, sorted_mass, 0), top_p)
-    return torch.where(unsorted(kept, order), mass, 0)
+    kept = unsorted(kept, order)
+    remaining = torch.where(counted & ~kept, 0, mass)
+    words = random_words(*keys, mass.device)
+    if top_p is None:
+        return draw(remaining, valid, words[..., 0])
+    refuse_capture("top-p sampling", "it reads on the host whether a row has to be drawn again")
+    place = torch.empty_like(order).scatter_(
+        1, order, torch.arange(order.shape[1], device=order.device).expand_as(order)
+    )
+    ids, pending = torch.zeros_like(valid, dtype=torch.int32), valid.unsqueeze(1)
+    for turn in itertools.count(1):
+        first = torch.full_like(pending, order.shape[1], dtype=torch.int64)
+        for n in range(4):
+            drawn = draw(remaining, valid, words[..., n])[0].unsqueeze(1)
+            accepted = pending & kept.gather(1, drawn.long())
+            ids = torch.where(accepted, drawn, ids.unsqueeze(1)).squeeze(1)
+            pending = pending & ~accepted
+            first = torch.minimum(first, place.gather(1, drawn.long()))
+        if not pending.any():
+            return ids, valid
+        remaining = torch.where(pending & (place >= first), 0, remaining)
+        words = random_words(*keys, mass.device, turn)
+    raise AssertionError("the first entry is kept")
 
 
 def keep_top_k(order: torch.Tensor, top_k: torch.Tensor) -> torch.Tensor:
@@ -266,18 +298,19 @@ def draw(mass: torch.Tensor, valid: torch.Tensor, word: torch.Tensor) -> tuple[t
     return torch.where(valid, ids, 0).to(torch.int32), valid
 
 
-def random_word(
+def random_words(
     seed: torch.Tensor | None,
     seed_value: int,
     offset: torch.Tensor | None,
     offset_value: int,
     device: torch.device,
+    turn: int = 0,
 ) -> torch.Tensor:
-    """The first 32-bit word of Philox4x32-10, key = seed and counter = offset: int64 [B, 1] or [1, 1]."""
+    """The four 32-bit words of Philox4x32-10, key = seed and counter = (offset, turn): int64 [B, 1, 4] or [1, 1, 4]."""
     key, counter = torch.broadcast_tensors(per_row(seed, seed_value, device), per_row(offset, offset_value, device))
     zero = torch.zeros_like(counter)
-    words = (counter & _WORD, (counter >> 32) & _WORD, zero, zero)
-    return philox4x32(torch.stack((key & _WORD, (key >> 32) & _WORD), dim=-1), torch.stack(words, dim=-1))[..., 0]
+    words = (counter & _WORD, (counter >> 32) & _WORD, zero + turn, zero)
+    return philox4x32(torch.stack((key & _WORD, (key >> 32) & _WORD), dim=-1), torch.stack(words, dim=-1))
 
 
 def per_row(values: torch.Tensor | None, value: float, device: torch.device) -> torch.Tensor:
