@@ -115,6 +115,16 @@ def test_a_batch_of_ragged_sequences_equals_each_alone(decoder, prefill, held_ou
         torch.testing.assert_close(logits, prefill(model, [sequence]), rtol=0, atol=1e-4)
 
 
+@pytest.mark.parametrize("kv_cache", ["int8", "int4"])
+def test_a_batch_over_integer_caches_equals_each_sequence_alone(kv_cache, decoder, prefill, held_out):
+    """But for codes that a last bit turns; another sequence's page or tail would be off by a logit."""
+    sequences = [held_out[start : start + n].tolist() for start, n in ((0, 1), (5000, 70), (9000, 130), (20000, 3))]
+    model = decoder(order_seed=4, kv_cache=kv_cache)
+    together = prefill(model, sequences).split([len(sequence) for sequence in sequences])
+    for sequence, logits in zip(sequences, together, strict=True):
+        assert (logits - prefill(model, [sequence])).abs().mean() < 0.05
+
+
 def test_fewer_kv_heads_and_head_widths_that_are_not_the_models(plain_model):
     """Random weights: a shape in which nothing coincides, so that no transposition can hide."""
     from kestrel_kernels.demo.cache import PagedCache
