@@ -33,8 +33,8 @@ __device__ __forceinline__ Kept filter(Search<kind, resident>& search, const Fil
   const u64 goal = max(u64{1}, fraction(all, filters.top_p));
   if (!held) {
     if (team.block == 0) {
-      if (counted) search.guess_count(filters.top_k, kEntries * blockDim.x);
-      if (of_row) search.guess_mass(all, goal);
+      if (counted) search.guess().guess_count(filters.top_k, kEntries * blockDim.x);
+      if (of_row) search.guess().guess_mass(all, goal);
     }
     team.barrier();
   }

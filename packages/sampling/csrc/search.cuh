@@ -7,56 +7,10 @@
 // takes over: exact as well, and slower.
 #pragma once
 
-#include "row.cuh"
+#include "guess.cuh"
+#include "listed.cuh"
 
 namespace kestrel::sampling {
-
-constexpr int kBins = 1024;      // of the histogram of the row: 32 octaves below the largest weight
-constexpr int kGuessers = 256;   // threads that look at it; a filtering block has no fewer
-constexpr int kFine = 256;       // of the histograms of a list
-constexpr int kEntries = 6;      // of a list, per thread
-constexpr int kLastFew = 32;     // entries that one warp ends with, one a lane
-constexpr int kSamples = 32768;  // elements of a row in its histogram, about
-
-// The elements that stay: those above a value, and those equal to it up to an index.
-struct Kept {
-  float above = -INFINITY;
-  int last = INT32_MAX;
-  __device__ __forceinline__ bool has(float v, int i) const { return v > above || (v == above && i <= last); }
-  __device__ __forceinline__ Kept and_also(const Kept& other) const {
-    if (other.above != above) return other.above > above ? other : *this;
-    return {above, min(last, other.last)};
-  }
-};
-
-// Where t lies: low <= t < high as ordered integers, and the measure of what is >= high.
-struct Range {
-  int low, high;
-  u64 above;
-  __device__ __forceinline__ u32 width() const { return static_cast<u32>(high) - static_cast<u32>(low); }
-};
-
-// t, how many of the elements equal to it are needed, and how many there are (or more than there can be: not known).
-struct Found {
-  int key;
-  u32 needed, equal;
-};
-
-// Shared by a block, beside the row, the exchange and the list.
-struct alignas(16) Scratch {
-  u32 bins[kBins];  // in the first block, later on, the fine bins: counts, then masses in three parts
-  Range range;
-  Found found;
-  int guess[2][2];  // [count, mass][low, high]
-  int guess_bin[2];
-  u32 listed[2];  // entries of the list, one pass and the next
-  u32 few;
-  u32 in_range;
-  u32 word;
-  int cut;
-  u64 warp_sums[32];
-};
-static_assert(4 * kFine <= kBins);
 
 // What locate() weighs: the elements that equal t,
 struct EqualTo {
@@ -97,9 +51,6 @@ struct KeptMass {
   }
 };
 
-// One tile in so many is counted in the histogram: a power of two.
-__device__ __forceinline__ int samples_every(int length) { return 1 << max(0, 32 - __clz((length - 1) / kSamples)); }
-
 template <Kind kind, bool resident>
 struct Search {
   const Team& team;
@@ -111,11 +62,8 @@ struct Search {
   int list_size;  // of one block
   int passes = 0;
 
-  template <bool mass>
-  __device__ __forceinline__ u64 measure(float v) const {
-    if constexpr (mass) return mass_of(weigher.scaled(v));
-    return 1;
-  }
+  __device__ __forceinline__ Guess<kind> guess() const { return {team, weigher, scratch, piece.length}; }
+  __device__ __forceinline__ Listed<kind> listed() const { return {team, weigher, scratch}; }
 
   // Whether one block's threads hold all elements: then no histogram is needed and no list.
   __device__ __forceinline__ bool is_held() const {
@@ -218,266 +166,6 @@ struct Search {
     return {from_low, from_high, static_cast<u32>(n), n < kOverflow};
   }
 
-  // ---- the guess, by the first block --------------------------------------------------------------------------------
-
-  static constexpr int kMine = kBins / kGuessers;  // bins of a thread
-  static constexpr float kWide = 3.5f;             // standard deviations
-
-  // This thread's bins, summed over the team's blocks.
-  __device__ __forceinline__ void my_bins(u32 (&count)[kMine]) const {
-    static_assert(kMine == 4);
-    uint4 sum = {0, 0, 0, 0};
-    if (threadIdx.x < kGuessers) {
-#pragma unroll 8
-      for (int block = 0; block < team.blocks; ++block) {
-        const uint4 n = reinterpret_cast<const uint4*>(in_block(scratch->bins, block, team.blocks))[threadIdx.x];
-        sum.x += n.x, sum.y += n.y, sum.z += n.z, sum.w += n.w;
-      }
-    }
-    count[0] = sum.x, count[1] = sum.y, count[2] = sum.z, count[3] = sum.w;
-  }
-
-  // The sum over this thread and those before it (or behind it), by all threads of a block.
-  __device__ __forceinline__ float scanned(float mine, float* warps, bool forwards) const {
-    float sum = mine;
-#pragma unroll
-    for (int distance = 1; distance < 32; distance *= 2) {
-      const float down = __shfl_down_sync(kAllLanes, sum, distance), up = __shfl_up_sync(kAllLanes, sum, distance);
-      if (forwards && team.lane >= distance) sum += up;
-      if (!forwards && team.lane + distance < 32) sum += down;
-    }
-    const int warp = threadIdx.x >> 5;
-    if (team.lane == (forwards ? 31 : 0) && warp < kGuessers / 32) warps[warp] = sum;
-    __syncthreads();
-    for (int w = 0; w < kGuessers / 32; ++w) {
-      if (forwards ? w < warp : w > warp) sum += warps[w];
-    }
-    return sum;
-  }
-
-  // Takes the lowest bin that surely reaches the goal and the highest that surely does not, and tells all blocks.
-  __device__ __forceinline__ void write_guess(int which, int low, int high) {
-    low = __reduce_min_sync(kAllLanes, low);
-    high = __reduce_max_sync(kAllLanes, high);
-    if (team.lane == 0) atomicMin(&scratch->guess_bin[0], low), atomicMax(&scratch->guess_bin[1], high);
-    __syncthreads();
-    low = scratch->guess_bin[0], high = scratch->guess_bin[1];
-    if (threadIdx.x < team.blocks) {
-      int (*guess)[2] = in_block(scratch, threadIdx.x, team.blocks)->guess;
-      guess[which][0] = low >= kBins - 1 ? INT32_MIN : ordered(weigher.bin_end(low));
-      guess[which][1] = high < 0 ? INT32_MAX : ordered(weigher.bin_end(high));
-    }
-    __syncthreads();
-  }
-
-  __device__ __forceinline__ void begin_guess() {
-    if (threadIdx.x == 0) scratch->guess_bin[0] = kBins, scratch->guess_bin[1] = -1;
-  }
-
-  // Of `all` mass, `goal` is to be reached. The mass below t is summed from the smallest weights on, where chance
-  // counts least.
-  __device__ __forceinline__ void guess_mass(u64 all, u64 goal) {
-    begin_guess();
-    u32 count[kMine];
-    my_bins(count);
-    float samples = 0.f, sum = 0.f, squares = 0.f;
-#pragma unroll
-    for (int b = 0; b < kMine; ++b) {
-      const float w = weigher.bin_weight(threadIdx.x * kMine + b), n = static_cast<float>(count[b]);
-      samples += n;
-      sum += n * w;
-      squares += n * w * w;
-    }
-    float* warps = reinterpret_cast<float*>(scratch->warp_sums);
-    scanned(samples, warps, true);
-    float below = scanned(sum, warps + 8, false) - sum, squares_below = scanned(squares, warps + 16, false) - squares;
-    samples = 0.f;
-    for (int w = 0; w < kGuessers / 32; ++w) samples += warps[w];
-    const float part = __fdividef(samples, static_cast<float>(piece.length));
-    const float allowed = __fdividef(part * static_cast<float>(all - goal), weigher.scale * 0x1p20f);
-    const float wide = kWide * kWide * (1.f - part);
-    int low = kBins, high = -1;
-    if (threadIdx.x < kGuessers) {
-#pragma unroll
-      for (int b = kMine - 1; b >= 0; --b) {
-        const int bin = threadIdx.x * kMine + b;
-        const float room = allowed - 1.015f * below, excess = 0.985f * below - allowed;
-        if (room >= 0.f && room * room >= wide * squares_below) low = bin;
-        if (excess > 0.f && excess * excess > wide * squares_below) high = max(high, bin);
-        const float w = weigher.bin_weight(bin), n = static_cast<float>(count[b]) * w;
-        below += n;
-        squares_below += n * w;
-      }
-    }
-    write_guess(1, low, high);
-  }
-
-  __device__ __forceinline__ void guess_count(u64 k, int most_listed) {
-    begin_guess();
-    u32 count[kMine];
-    my_bins(count);
-    const float mine = static_cast<float>(count[0] + count[1] + count[2] + count[3]);
-    float* warps = reinterpret_cast<float*>(scratch->warp_sums);
-    float before = scanned(mine, warps, true) - mine, samples = 0.f;
-    for (int w = 0; w < kGuessers / 32; ++w) samples += warps[w];
-    const float part = __fdividef(samples, static_cast<float>(piece.length));
-    const float goal = static_cast<float>(k) * part, wide = kWide * kWide * (1.f - part);
-    // A list of everything from the top on also serves the top-p that follows; it is cut where it would be too long.
-    const bool whole = goal + 2.f * kWide * sqrtf(goal + 4.f) < part * 0.5f * static_cast<float>(most_listed);
-    int low = kBins, high = -1;
-    if (threadIdx.x < kGuessers) {
-#pragma unroll
-      for (int b = 0; b < kMine; ++b) {
-        before += static_cast<float>(count[b]);
-        const float over = before - goal;
-        if (low == kBins && over >= 0.f && over * over >= wide * before) low = threadIdx.x * kMine + b;
-        if (!whole && over < 0.f && over * over > wide * (before + 4.f)) high = threadIdx.x * kMine + b;
-      }
-    }
-    write_guess(0, low, high);
-  }
-
-  // ---- lists, by the first block ------------------------------------------------------------------------------------
-
-  // One histogram of the entries in the range, until one warp can hold them or t is known.
-  template <bool mass>
-  __device__ __forceinline__ Range narrow(const int (&key)[kEntries], Range range, u64 goal, u32 in_range) {
-    while (in_range > kLastFew && range.width() != 1) {
-      const u32 width = range.width();
-      const int shift = max(0, 32 - __clz(width - 1) - 8);
-      for (int b = threadIdx.x; b < 4 * kFine; b += blockDim.x) scratch->bins[b] = 0;
-      __syncthreads();
-#pragma unroll
-      for (int j = 0; j < kEntries; ++j) {
-        if (key[j] < range.low || key[j] >= range.high) continue;
-        u32* bin = scratch->bins + ((static_cast<u32>(range.high - 1) - static_cast<u32>(key[j])) >> shift);
-        atomicAdd(bin, 1u);
-        if constexpr (mass) {
-          const u64 m = measure<true>(from_ordered(key[j]));
-          atomicAdd(bin + kFine, static_cast<u32>(m) & 0xffffu);
-          atomicAdd(bin + 2 * kFine, static_cast<u32>(m >> 16) & 0x3fffu);
-          atomicAdd(bin + 3 * kFine, static_cast<u32>(m >> 30));
-        }
-      }
-      __syncthreads();
-      if (threadIdx.x < 32) {
-        constexpr int kMine = kFine / 32;
-        const u32* bins = scratch->bins + team.lane * kMine;
-        const auto sum_of = [&](int b) {
-          if constexpr (!mass) return static_cast<u64>(bins[b]);
-          return bins[b + kFine] + (static_cast<u64>(bins[b + 2 * kFine]) << 16) +
-                 (static_cast<u64>(bins[b + 3 * kFine]) << 30);
-        };
-        u64 sum = 0;
-        for (int b = 0; b < kMine; ++b) sum += sum_of(b);
-        const u64 up_to = range.above + warp_inclusive_sum(sum, team.lane);
-        const u32 reached = __ballot_sync(kAllLanes, up_to >= goal);
-        if (reached != 0 && team.lane == __ffs(reached) - 1) {
-          u64 above = up_to - sum;
-          int b = 0;
-          while (above + sum_of(b) < goal) above += sum_of(b), ++b;
-          const u32 bin = team.lane * kMine + b;
-          Range next;
-          next.high = static_cast<int>(static_cast<u32>(range.high) - (bin << shift));
-          next.low =
-              (bin + 1) << shift > width ? range.low : static_cast<int>(static_cast<u32>(next.high) - (1u << shift));
-          next.above = above;
-          scratch->range = next;
-          scratch->in_range = bins[b];
-        }
-        if (reached == 0 && team.lane == 0) scratch->range = range, scratch->in_range = 0;
-      }
-      __syncthreads();
-      range = scratch->range;
-      in_range = scratch->in_range;
-      __syncthreads();
-    }
-    return range;
-  }
-
-  // t among at most kLastFew entries, by one warp: every lane weighs what reaches its own entry.
-  template <bool mass>
-  __device__ __forceinline__ Found last_few(const float* few, u32 count, Range range, u64 goal) {
-    const bool mine = team.lane < count;
-    const float v = mine ? few[team.lane] : 0.f;
-    const int key = mine ? ordered(v) : INT32_MIN;
-    const u64 each = mine ? measure<mass>(v) : 0;
-    u64 reached = range.above;
-    for (u32 j = 0; j < count; ++j) {
-      const int other = __shfl_sync(kAllLanes, key, j);
-      const u64 more = __shfl_sync(kAllLanes, each, j);
-      if (other >= key) reached += more;
-    }
-    range.low = __reduce_max_sync(kAllLanes, mine && reached >= goal ? key : INT32_MIN);
-    const u32 equal = __ballot_sync(kAllLanes, key == range.low);
-    range.above = __shfl_sync(kAllLanes, reached - __popc(equal) * each, __ffs(equal) - 1);
-    const u32 number = __popc(equal);
-    return {range.low, number == 1 ? 1 : needed<mass>(range, goal), number};
-  }
-
-  // How many elements equal to range.low reach the goal: the quotient rounded up, bit by bit, since it is seldom asked
-  // for.
-  template <bool mass>
-  __device__ __forceinline__ u32 needed(const Range& range, u64 goal) const {
-    const u64 missing = goal - range.above;
-    if constexpr (mass) {
-      const u64 each = measure<true>(from_ordered(range.low));
-      u64 short_of = 0;  // the most elements that do not reach it
-#pragma unroll 1
-      for (int bit = min(30, __clzll(each) - 2); bit >= 0; --bit) {
-        const u64 more = short_of | (u64{1} << bit);
-        if (more * each < missing) short_of = more;
-      }
-      return static_cast<u32>(short_of) + 1;
-    } else {
-      return static_cast<u32>(missing);
-    }
-  }
-
-  // By all threads of the first block; in_range: at most the entries that lie in the range.
-  template <bool mass>
-  __device__ __forceinline__ Found find_listed(const int (&key)[kEntries], Range range, u64 goal, u32 in_range) {
-    range = narrow<mass>(key, range, goal, in_range);
-    // The last few go into the bins, which are not needed now.
-    if (threadIdx.x == 0) scratch->few = 0;
-    __syncthreads();
-    float* few = reinterpret_cast<float*>(scratch->bins);
-#pragma unroll
-    for (int j = 0; j < kEntries; ++j) {
-      if (key[j] >= range.low && key[j] < range.high) {
-        const u32 place = atomicAdd(&scratch->few, 1u);
-        if (place < kLastFew) few[place] = from_ordered(key[j]);
-      }
-    }
-    __syncthreads();
-    if (threadIdx.x < 32) {
-      const u32 count = scratch->few;
-      // More than one warp can hold are left only if they are all equal.
-      const Found found = count <= kLastFew ? last_few<mass>(few, count, range, goal)
-                                            : Found{range.low, needed<mass>(range, goal), count};
-      if (team.lane == 0) scratch->found = found;
-    }
-    __syncthreads();
-    const Found found = scratch->found;
-    __syncthreads();
-    return found;
-  }
-
-  // The mass of the entries that top-k keeps, where the list holds them all.
-  __device__ __forceinline__ u64 listed_mass(const int (&key)[kEntries], const Found& found) {
-    u64 mass = 0;
-#pragma unroll
-    for (int j = 0; j < kEntries; ++j) {
-      if (key[j] > found.key) mass += measure<true>(from_ordered(key[j]));
-    }
-    mass = warp_sum(mass);
-    if (team.lane == 0) scratch->warp_sums[threadIdx.x >> 5] = mass;
-    __syncthreads();
-    const u64 all = warp_sum(team.lane < team.warps ? scratch->warp_sums[team.lane] : 0);
-    __syncthreads();
-    return all + found.needed * measure<true>(from_ordered(found.key));
-  }
-
   // ---- the search, by the whole team --------------------------------------------------------------------------------
 
   // Top-k when `counted`, with top-p of what it keeps if then_parts is below 2^32 (`then_done` says whether that was
@@ -503,7 +191,7 @@ struct Search {
       }
       if (range.width() == 1) {
         *then_done = false;
-        return {range.low, needed<mass>(range, goal), UINT32_MAX};
+        return {range.low, listed().template needed<mass>(range, goal), UINT32_MAX};
       }
       // Equal elements at the top; then where t would lie if the elements in between lay evenly; then the middle.
       const float width = static_cast<float>(range.width());
@@ -551,11 +239,11 @@ struct Search {
   template <bool mass>
   __device__ __forceinline__ void finish(const int (&key)[kEntries], Range range, u64 goal, u32 count, u64 then_parts,
                                          bool then) {
-    Found found = find_listed<mass>(key, range, goal, count);
+    Found found = listed().template find_listed<mass>(key, range, goal, count);
     if (!mass && then) {
-      const u64 kept = listed_mass(key, found);
+      const u64 kept = listed().listed_mass(key, found);
       const Range rest = {found.key, range.high, 0};
-      found = find_listed<true>(key, rest, max(u64{1}, fraction(kept, then_parts)), count);
+      found = listed().template find_listed<true>(key, rest, max(u64{1}, fraction(kept, then_parts)), count);
     }
     if (threadIdx.x < team.blocks) in_block(scratch, threadIdx.x, team.blocks)->found = found;
   }

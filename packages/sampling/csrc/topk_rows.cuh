@@ -138,7 +138,7 @@ __global__ void __launch_bounds__(kSortThreads, 1) topk_rows(const __grid_consta
   if (p.k < all_numbers) {
     search.template survey<false>(true);
     if (team.block == 0) {
-      search.guess_count(p.k, kEntries * blockDim.x);
+      search.guess().guess_count(p.k, kEntries * blockDim.x);
     }
     team.barrier();
     bool then_done;
