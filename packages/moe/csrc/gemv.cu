@@ -5,12 +5,12 @@
 // conversions. So the weight's bytes decide: whole lines, and enough of them under way.
 //
 // Split: a block has four rows of the weight, its threads the packs of 8 along K in turn, two of each row under way; a
-// pack of x serves four rows. Up to 256 threads: as many as K has packs for. Products are added in float32 by each
-// thread, in the order of k, then over the lanes, then over the warps. The order depends on K alone: a token's result
-// is the same for every T. PDL: the first packs of weight (constant) are asked for before the wait: of 4096 columns
-// all.
+// pack of x serves four rows. Products are added in float32 by each thread, in the order of k, then over the lanes,
+// then over the warps. The order depends on K and N alone: a token's result is the same for every T.
 //
-// Predicted 9 us for 4096x4096. Measured: results/h200.json, README.md.
+// Before the wait the first packs of weight, which is constant, are asked for: half of 4096 columns, or all.
+//
+// Predicted 9 us for 4096x4096; measured 9.4 with blocks of 256 threads and 9.0 with 128 (results/h200_designs.json).
 #include <tvm/ffi/function.h>
 #include <kestrel/pack.cuh>
 #include <kestrel/pdl.cuh>
@@ -25,7 +25,8 @@ namespace kestrel::moe {
 constexpr int kRows = 4;       // of a block
 constexpr int kAhead = 2;      // packs under way, of each row
 constexpr int kTokens = 4;     // at most
-constexpr int kThreads = 256;  // at most
+constexpr int kThreads = 256;  // at most; half of them where there are blocks enough
+constexpr int kManyOutputs = 2048;
 
 template <typename T, int TOKENS>
 __global__ void __launch_bounds__(kThreads, TOKENS == 1 ? 4 : 2) gemv_kernel(const __grid_constant__ LinearParams p) {
@@ -49,8 +50,7 @@ __global__ void __launch_bounds__(kThreads, TOKENS == 1 ? 4 : 2) gemv_kernel(con
   for (int i = 0; i < kAhead; ++i) ask(i, first + i * step);
   const int r = threadIdx.x / TOKENS, t = threadIdx.x % TOKENS, row = first_row + r;  // this thread's result
   const bool has_result = r < kRows && t < p.tokens && row < p.outputs;
-  float bias = 0.f;
-  if (has_result && p.bias) bias = to_float(reinterpret_cast<const T*>(p.bias)[row]);
+  if (has_result && p.bias) prefetch_l2(p.bias + int64_t{row} * sizeof(T));
   pdl_wait();
   pdl_trigger();
 
@@ -97,14 +97,16 @@ __global__ void __launch_bounds__(kThreads, TOKENS == 1 ? 4 : 2) gemv_kernel(con
   if (has_result) {
     float total = parts[0][r][t];
     for (int w = 1; w < blockDim.x / 32; ++w) total += parts[w][r][t];
-    reinterpret_cast<T*>(p.out + t * p.out_stride)[row] = from_float<T>(total + bias);
+    if (p.bias) total += to_float(reinterpret_cast<const T*>(p.bias)[row]);
+    reinterpret_cast<T*>(p.out + t * p.out_stride)[row] = from_float<T>(total);
   }
 }
 
 template <typename T>
 void launch_gemv(const LinearParams& p, DLDevice device) {
   const int packs = (p.width + Pack<T>::size - 1) / Pack<T>::size;
-  const int threads = std::clamp((packs / kAhead + 31) / 32 * 32, 32, kThreads);
+  const int most = p.outputs < kManyOutputs ? kThreads : kThreads / 2;
+  const int threads = std::clamp((packs / kAhead + 31) / 32 * 32, 32, most);
   launch_pdl(p.tokens == 1 ? gemv_kernel<T, 1> : gemv_kernel<T, kTokens>, dim3((p.outputs + kRows - 1) / kRows),
              dim3(threads), device, p);
 }

@@ -8,7 +8,7 @@
 // 8 blocks, or one block: up to 1024 pairs, and before sm_90 always (align.cuh). The adapters of
 // moe_lora_align_block_size have as many each.
 //
-// Predicted 2 us for few pairs and 2.2 for 8192, 5 for 65536 by a cluster; measured 2.0, 2.7 and 9.2 (README.md). What
+// Predicted 2 us for few pairs and 2.2 for 8192, 5 for 65536 by a cluster; measured 1.8, 2.8 and 9.2 (README.md). What
 // the prediction missed: a block adds its 8192 pairs to counters in shared memory about two at a time, and one of 4096
 // pairs of a cluster is bound by its accesses to shared memory, six per pair.
 #include <kestrel/launch.h>
@@ -21,10 +21,10 @@
 
 namespace kestrel::moe {
 
-// What is aligned apart: its limits (an eighth of the pairs for adapters, which all count them), most blocks and
+// What is aligned apart; adapters, which all count the pairs, only an eighth of that. Few pairs take half of the
 // threads.
 constexpr int64_t kPairsApart = 8192, kExpertsApart = 256;
-constexpr int kThreadsApart = 512, kFewPairs = 1024;  // half of the threads suffice
+constexpr int kThreadsApart = 512, kFewPairs = 1024;
 
 struct AlignParams {
   Alignment a;

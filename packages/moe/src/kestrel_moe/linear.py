@@ -11,8 +11,9 @@ from ._checks import check_like, check_linear, check_out, check_vector
 from ._rows import as_rows, written
 
 _kernels = Binary("kestrel_moe")
-# Beyond these the vendor's product is as fast or faster.
+# Beyond these the vendor's product is as fast or faster (results/h200_designs.json).
 _TOKENS_OF_GEMV = 4
+_ELEMENTS_OF_GEMV = 2**24  # of the weight, for more than one token
 _TOKENS_OF_ROUTER = 1024
 
 
@@ -101,8 +102,9 @@ def gemv(
 
     Returns [..., N] in x's dtype, in ``out`` if it is given; ``out`` may not overlap ``x``.
     Up to 4 rows a row is the same bit for bit whatever their number and content, where the kernel takes the call: 16
-    bits, K a multiple of 8, rows aligned to 16 bytes. From 5 rows on the vendor's product takes over; there and by
-    reference each number of rows is a range of its own: a row may differ by rounding.
+    bits, K a multiple of 8, rows aligned to 16 bytes, and weights of up to 2^24 elements unless there is one row. For
+    others the vendor's product takes over; there and by reference each number of rows is a range of its own: a row may
+    differ by rounding.
 
     Raises ValueError or TypeError for a wrong dtype, rank, shape or device. Semantics: torch.nn.functional.linear.
 
@@ -110,7 +112,8 @@ def gemv(
     [3.0, -2.0]
     """
     rows, result, into = _prepared(x, weight, out, x.dtype)
-    if rows.shape[0] > _TOKENS_OF_GEMV:
+    tokens = rows.shape[0]
+    if tokens > 1 and (tokens > _TOKENS_OF_GEMV or weight.numel() > _ELEMENTS_OF_GEMV):
         _check_gemv(x, weight, bias, out)
         if bias is None:
             torch.mm(rows, weight.T, out=into)

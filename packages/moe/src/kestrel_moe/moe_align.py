@@ -11,7 +11,7 @@ from .reference_experts import most_blocks
 from .topk_softmax import topk_softmax
 
 _kernels = Binary("kestrel_moe")
-_TOKENS_OF_ONE_LAUNCH = 16  # are routed and aligned in it
+_TOKENS_OF_ONE_LAUNCH, _LOGITS_OF_ONE_LAUNCH = 16, 2048  # are routed and aligned in it
 
 
 def _check_ids(
@@ -217,7 +217,7 @@ def route_and_align(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Choose k experts for each token and align the choices: topk_softmax and moe_align_block_size in one call.
 
-    Up to 16 tokens it is one launch, beyond that two.
+    Up to 16 tokens and 2048 logits it is one launch, beyond that two.
 
     logits: [T, E] float32, bf16 or fp16. k: 1..E. renormalize, bias: as in :func:`topk_softmax`.
     block_size, expert_map (int32 [E]): as in :func:`moe_align_block_size`.
@@ -240,7 +240,7 @@ def route_and_align(
     slots, block_experts, length = (
         torch.empty(n, dtype=torch.int32, device=device) for n in (blocks * block_size, blocks, 1)
     )
-    if tokens > _TOKENS_OF_ONE_LAUNCH:
+    if tokens > _TOKENS_OF_ONE_LAUNCH or logits.numel() > _LOGITS_OF_ONE_LAUNCH:
         weights, ids, _ = topk_softmax(logits, k, renormalize=renormalize, bias=bias)
         moe_align_block_size(ids, experts, block_size, slots, block_experts, length, expert_map)
         return weights, ids, slots, block_experts, length
