@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from dataclasses import replace
 
@@ -85,7 +86,7 @@ def pretend_graphs(monkeypatch):
     from kestrel_runtime.bench import timer
 
     log = []
-    us_of = {"fast": 1.0, "slow": 9000.0, "slower": 20_000.0, "fails": 1.0}
+    us_of = {"fast": 1.0, "slow": 9000.0, "slower": 20_000.0, "fails": 1.0, "kestrel": 1.0, "kestrel_slow": 9000.0}
 
     class Graph:
         def __init__(self, name, calls):
@@ -145,6 +146,28 @@ def test_a_candidate_that_fails_half_way_has_no_figures(pretend_graphs):
     assert timed["fails"].failed == "RuntimeError: lost"
     assert timed["fails"].figures is None
     assert timed["fast"].figures is not None
+
+
+@pytest.mark.parametrize(("ours", "runs", "called"), [("kestrel", "kernel", True), ("kestrel", "reference", False)])
+def test_a_dependent_launch_of_ours_comes_before_every_sample(pretend_graphs, monkeypatch, ours, runs, called):
+    assert (settled_samples(pretend_graphs, monkeypatch, ours, runs) == 2 * (1 + 15)) is called
+
+
+def test_a_slow_op_of_ours_is_not_called_before_samples(pretend_graphs, monkeypatch):
+    assert settled_samples(pretend_graphs, monkeypatch, "kestrel_slow", "kernel") == 0
+
+
+def settled_samples(log, monkeypatch, ours, runs):
+    """How many samples of an op of ours and another candidate follow a call of ours."""
+    from kestrel_runtime.bench import timer
+
+    def call(_):
+        log.append((ours, "called"))
+        return ours
+
+    monkeypatch.setattr(timer, "_warm_up", lambda call, sets: runs)
+    time_candidates({ours: call, **named("fast")}, [(None,)] * 10, replays=15)
+    return sum(first == (ours, "called") and second[1] in (ours, "fast") for first, second in itertools.pairwise(log))
 
 
 # -- limits ------------------------------------------------------------------------------------------------------------
