@@ -143,9 +143,12 @@ __device__ __forceinline__ char encode_byte(const T* values, float first_scale, 
   return static_cast<char>(byte);
 }
 
+template <typename T>
+using DivisorOf = std::conditional_t<sizeof(T) == 2, ShortDivisor, Divisor>;
+
 // Writes the codes of the packs a thread holds. What the fast quotient does not cover is read again and truly divided.
 template <typename C, typename T, int V>
-__device__ __forceinline__ void encode(const Held<T, V>& held, float largest, const Divisor& by,
+__device__ __forceinline__ void encode(const Held<T, V>& held, float largest, const DivisorOf<T>& by,
                                        const Segment<C, T>& segment, int lanes, bool streamed) {
   constexpr int size = Pack<T>::size, bytes = kCodeBytes<C, T>;
   if (by.covers(largest)) {

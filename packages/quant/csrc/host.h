@@ -11,6 +11,7 @@
 #include <limits>
 
 #include "dequant.cuh"
+#include "quant_rows.cuh"
 #include "quant_segments.cuh"
 #include "quant_tensor.cuh"
 
@@ -44,12 +45,7 @@ inline void check_fresh(const Checks& check, const char* name, const TensorView&
                         std::initializer_list<int64_t> shape) {
   check.dtype(name, t, {dtype});
   check.shape(name, t, shape.begin(), static_cast<int>(shape.size()));
-  int64_t stride = 1;
-  for (int d = t.ndim() - 1; d >= 0; stride *= t.size(d--)) {
-    if (stride > 0 && t.size(d) > 1 && t.stride(d) != stride) {
-      check.fail(name, "a contiguous tensor", "strides " + shape_text(t.strides().data(), t.ndim()));
-    }
-  }
+  check.contiguous(name, t);
 }
 
 // Room for the maxima of the blocks of a quantisation per tensor.
@@ -135,14 +131,16 @@ void in_parts(Params p, int64_t rows, Launch launch) {
 
 // -- launch -----------------------------------------------------------------------------------------------------------
 
-constexpr int kPacks = 4;  // that a lane holds
-
 // Below: us per launch on an H200, cold L2, bf16, measured while the kernels were made.
 
-// Before the wait, the blocks that run first prefetch: about 1024 threads per multiprocessor. FP8 rows 740x2048: 3.0
-// without, 2.5 with; 5920x1024: 6.0 with every block, 5.8; 65536x1024: 50.2 with, 48.0 without.
+// Before the wait, the blocks that run first prefetch: about 1024 threads per multiprocessor. FP8 rows 5920x1024: 5.4,
+// with every block 5.9, with none 5.8 to 6.0.
+inline unsigned first_threads(DLDevice device) {
+  return std::min(0xffff * 32, 1024 * device_attribute(cudaDevAttrMultiProcessorCount, device.device_id));
+}
+
 inline void set_overlap(Params* p, int64_t read, int64_t written, DLDevice device) {
-  p->prefetch = read <= kPastL2 ? 1024 * device_attribute(cudaDevAttrMultiProcessorCount, device.device_id) : 0;
+  p->prefetch = read <= kPastL2 ? first_threads(device) : 0;
   p->streamed = read + written > kPastL2;
 }
 
@@ -150,6 +148,19 @@ inline void set_overlap(Params* p, int64_t read, int64_t written, DLDevice devic
 inline void launch_blocks(void (*kernel)(Params), Params p, int lanes, int teams, DLDevice device) {
   p.prefetch /= lanes * teams;
   launch_pdl(kernel, dim3((p.segments + teams - 1) / teams), dim3(lanes, teams), device, p);
+}
+
+// The same for rows, one segment each.
+inline void launch_rows(void (*kernel)(RowParams), const Params& p, int packs, int lanes, int teams, DLDevice device) {
+  RowParams rows{p.values, p.codes, p.scales, p.bound};
+  rows.stride = static_cast<unsigned>(p.values_stride / 16);
+  rows.rows = p.segments;
+  rows.packs = static_cast<uint16_t>(packs);
+  rows.prefetch = static_cast<uint16_t>(first_threads(device) / (lanes * teams));
+  rows.warps = static_cast<uint8_t>(lanes / 32);
+  rows.teams = static_cast<uint8_t>(teams);
+  rows.streamed = p.streamed;
+  launch_pdl(kernel, dim3((p.segments + teams - 1) / teams), dim3(lanes, teams), device, rows);
 }
 
 // A team of p.lanes lanes of a warp per segment.
@@ -164,28 +175,29 @@ inline int lanes_of(int packs, int most = kPacks) { return std::min(32, power_of
 
 inline int whole_warps(int threads) { return (threads + 31) / 32 * 32; }
 
-// Segments with a scale of their own, in whole packs. Many rows are left to single warps: no barrier, and enough blocks
-// that their number does not hold them up (1.2 ns each). FP8 rows 65536x2048: a warp each 95, two warps 94 to 100, four
-// 150. Few rows are spread over as many threads as there are packs: 8x1024 1.16, with a warp each 1.39; two to a block
-// where they are not so few: 128x1024 1.34, one to a block 1.37, but 32x1024 1.24, 1.22.
+// Segments with a scale of their own, in whole packs.
 template <typename C, typename T>
 void quant_packs(Params p, DLDevice device) {
   const int packs = p.length / Pack<T>::size;
-  const int64_t all = int64_t{packs} * p.segments;
-  const bool many = all >= 1 << 19, few = all < 1 << 17;
-  if (packs <= 32 || (packs <= 32 * kPacks && many)) {
+  const auto threads_of = [&](int packs_of_thread, int most) {
+    return std::min(most, whole_warps((packs + packs_of_thread - 1) / packs_of_thread));
+  };
+  const auto teams_of = [](int lanes) { return std::max(1, 128 / lanes); };
+  if (packs <= 32) {
     p.lanes = lanes_of(packs);
-    launch_teams(quant_segments<C, T, kPacks, false>, p, 128, device);
-  } else if (packs <= 64 * kPacks && many) {
-    p.lanes = 32;
-    launch_teams(quant_segments<C, T, 2 * kPacks, false>, p, 64, device);
-  } else if (packs <= 1024 && few) {
-    const int lanes = whole_warps(packs), teams = p.segments >= 64 ? std::max(1, 256 / lanes) : 1;
-    launch_blocks(quant_blocks<C, T, 1>, p, lanes, teams, device);
-  } else {
-    const int lanes = std::min(512, whole_warps((packs + kPacks - 1) / kPacks));
-    launch_blocks(quant_blocks<C, T, kPacks>, p, lanes, std::max(1, 128 / lanes), device);
+    launch_teams(quant_segments<C, T, false>, p, 128, device);
+    return;
   }
+  if constexpr (C::per_byte == 1) {
+    const bool rows = p.per_row == 1 && (p.scale_row == 1 || p.segments == 1) && p.padding == 0;
+    if (rows && packs <= kRowPacks * kRowThreads && p.values_stride >> 36 == 0) {
+      const int lanes = threads_of(kRowPacks, kRowThreads);
+      launch_rows(quant_rows<C, T>, p, packs, lanes, teams_of(lanes), device);
+      return;
+    }
+  }
+  const int lanes = threads_of(kPacks, 512);
+  launch_blocks(quant_blocks<C, T>, p, lanes, teams_of(lanes), device);
 }
 
 // Segments with a scale of their own: rows, or groups of columns.
@@ -224,24 +236,29 @@ void quant_given(Params p, int64_t rows, DLDevice device) {
   const bool packs = whole_packs<C, T>(p, rows);
   p.lanes = packs ? lanes_of(p.length / size) : std::min(32, power_of_two(p.length));
   in_parts(p, rows, [&](const Params& part) {
-    launch_teams(packs ? quant_segments<C, T, kPacks, true> : quant_elements<C, T>, part, 256, device);
+    launch_teams(packs ? quant_segments<C, T, true> : quant_elements<C, T>, part, 256, device);
   });
 }
 
-// Blocks of a kernel that are resident at once on the whole GPU.
+// Blocks of a kernel that are resident at once on the whole GPU. The first call raises the kernel's limit of shared
+// memory.
 template <typename Kernel>
-int64_t resident_blocks(Kernel kernel, int threads, std::atomic<int>& per_multiprocessor, DLDevice device) {
+int64_t resident_blocks(Kernel kernel, int threads, int shared_bytes, std::atomic<int>& per_multiprocessor,
+                        DLDevice device) {
   if (per_multiprocessor == 0) {
     int found = 0;
-    check_launch(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&found, kernel, threads, 0), device);
+    if (shared_bytes > 0) {
+      check_launch(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes), device);
+    }
+    check_launch(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&found, kernel, threads, shared_bytes), device);
     per_multiprocessor = found;
   }
   return int64_t{per_multiprocessor} * device_attribute(cudaDevAttrMultiProcessorCount, device.device_id);
 }
 
 // Launches a grid with a barrier inside; it fails rather than start a grid whose blocks cannot all be resident.
-inline void launch_cooperative(void (*kernel)(Params), unsigned blocks, unsigned threads, DLDevice device,
-                               const Params& p) {
+inline void launch_cooperative(void (*kernel)(Params), unsigned blocks, unsigned threads, int shared_bytes,
+                               DLDevice device, const Params& p) {
   cudaLaunchAttribute attributes[2]{};
   attributes[0].id = cudaLaunchAttributeCooperative;
   attributes[0].val.cooperative = 1;
@@ -250,6 +267,7 @@ inline void launch_cooperative(void (*kernel)(Params), unsigned blocks, unsigned
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(blocks);
   config.blockDim = dim3(threads);
+  config.dynamicSmemBytes = shared_bytes;
   config.stream = current_stream(device);
   config.attrs = attributes;
   config.numAttrs = device_attribute(cudaDevAttrComputeCapabilityMajor, device.device_id) >= 9 ? 2 : 1;
@@ -257,6 +275,13 @@ inline void launch_cooperative(void (*kernel)(Params), unsigned blocks, unsigned
 }
 
 constexpr int kClusterBlocks = 8;  // what every GPU with clusters runs
+
+// Rounds of pieces that fit into the shared memory of a block where two share a multiprocessor: 4 on an H200.
+inline unsigned rounds_of_shared_memory(DLDevice device) {
+  const int bytes = device_attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor, device.device_id) / 2 -
+                    device_attribute(cudaDevAttrReservedSharedMemoryPerBlock, device.device_id) - 1024;
+  return bytes / kRoundBytes;
+}
 
 // One scale for the whole tensor. Up to two segments per warp of a cluster stay in one: 8x2048 2.9, by a cooperative
 // launch 3.7; 128x1024 3.6, 4.1; but 128x2048 5.5, 4.3.
@@ -285,10 +310,21 @@ void quant_whole(Params p, int64_t rows, const TensorView& slots, DLDevice devic
     launch_pdl(kernel, dim3(cluster), dim3(threads), device, p, 0, cluster);
     return;
   }
-  static std::atomic<int> known[2][64];  // by kernel and device
-  const int64_t most =
-      std::min(slots.size(0), resident_blocks(kernel, threads, known[packs][device.device_id % 64], device));
-  launch_cooperative(kernel, static_cast<unsigned>(std::min(most, blocks)), threads, device, p);
+  static std::atomic<int> known[3][64];  // blocks, by kernel and shared memory, and by device
+  const auto most = [&](int which, int shared_bytes) {
+    return std::min(slots.size(0),
+                    resident_blocks(kernel, threads, shared_bytes, known[which][device.device_id % 64], device));
+  };
+  int64_t resident = most(packs, 0);
+  const int64_t rounds = packs ? (segments - 1) / (kTensorWarps * resident) + 1 : 0;  // of a piece for each warp
+  if (rounds > kHeld) {
+    const unsigned room = rounds_of_shared_memory(device);
+    if (room > 0) resident = most(2, room * kRoundBytes);
+    p.kept = static_cast<unsigned>(std::min<int64_t>(room, rounds - kHeld));
+    p.prefetch = 0;  // 5920x2048 14.0, with a prefetch of what registers hold 14.6
+  }
+  launch_cooperative(kernel, static_cast<unsigned>(std::min(resident, blocks)), threads, p.kept * kRoundBytes, device,
+                     p);
 }
 
 // groups: of a row, or 1 where the scale does not cut it.

@@ -28,9 +28,12 @@ __device__ __forceinline__ void store_scale(const Params& p, const Segment<C, T>
   }
 }
 
-// A team of p.lanes lanes of a warp per segment of at most V packs per lane.
-template <typename C, typename T, int V, bool GIVEN>
+constexpr int kPacks = 4;  // that a thread holds
+
+// A team of p.lanes lanes of a warp per segment of at most kPacks packs per lane.
+template <typename C, typename T, bool GIVEN>
 __global__ void __launch_bounds__(256, 4) quant_segments(const __grid_constant__ Params p) {
+  constexpr int V = kPacks;
   const int lane = threadIdx.x & (p.lanes - 1), lanes = p.lanes;
   Segment<C, T> segment(p, blockIdx.x * (blockDim.x / lanes) + threadIdx.x / lanes, lane);
   if (blockIdx.x < p.prefetch) prefetch<V>(segment.values, 16, Pack<T>::size, lane, lanes, segment.count);
@@ -47,14 +50,15 @@ __global__ void __launch_bounds__(256, 4) quant_segments(const __grid_constant__
   } else {
     scale = C::scale(team_amax(held.amax(largest, segment.values, lanes, segment.count), lanes), p.bound);
   }
-  encode(held, largest, Divisor(scale), segment, lanes, p.streamed);
+  encode(held, largest, DivisorOf<T>(scale), segment, lanes, p.streamed);
   if (!GIVEN && lane == 0 && segment.count > 0) store_scale(p, segment, scale);
 }
 
 // A team of whole warps per segment of any length, one or several teams to a block: threadIdx.y. What does not fit into
 // V packs per thread is read twice.
-template <typename C, typename T, int V>
-__global__ void __launch_bounds__(V == 1 ? 1024 : 512, V == 1 ? 1 : 2) quant_blocks(const __grid_constant__ Params p) {
+template <typename C, typename T>
+__global__ void __launch_bounds__(512, 2) quant_blocks(const __grid_constant__ Params p) {
+  constexpr int V = kPacks;
   __shared__ float memory[32];
   const int lane = threadIdx.x, lanes = blockDim.x, step = V * lanes;
   const unsigned number = blockIdx.x * blockDim.y + threadIdx.y;
@@ -77,7 +81,7 @@ __global__ void __launch_bounds__(V == 1 ? 1024 : 512, V == 1 ? 1 : 2) quant_blo
     }
   }
   const float scale = C::scale(team_amax(amax), p.bound);
-  const Divisor by(scale);
+  const DivisorOf<T> by(scale);
   encode(held, largest, by, segment, lanes, p.streamed);
   if (lane == 0 && number < p.segments) store_scale(p, segment, scale);
   if (p.length > step * Pack<T>::size) {

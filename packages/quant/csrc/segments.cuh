@@ -16,34 +16,28 @@ namespace kestrel::quant {
 // Every row is cut into `per_row` segments of `length` elements (the last may be shorter). `values` are floats of the
 // op's dtype, `codes` its codes; both with their own row stride.
 struct Params {
-  char* values = nullptr;  // read by a quantisation, written by a dequantisation
-  char* codes = nullptr;
+  char* values = nullptr;     // read by a quantisation, written by a dequantisation
+  int64_t values_stride = 0;  // bytes
+  char* codes = nullptr;      // as values, the other way round
   float* scales = nullptr;
-  const float* bound = nullptr;              // scale_ub
-  float* slots = nullptr;                    // one per block, for maxima
-  int64_t values_stride = 0;                 // bytes
-  int64_t codes_stride = 0;                  // bytes
+  int length = 0;                // of a segment
+  unsigned segments = 0;         // of all rows
+  unsigned prefetch = 0;         // so many blocks, the first to run, bring what they read into L2 before the wait
+  bool streamed = false;         // L2 need not keep the result
+  bool given = false;            // scales are read, not computed
+  bool cluster = false;          // the grid is one cluster
+  const float* bound = nullptr;  // scale_ub
+  int64_t codes_stride = 0;      // bytes
   int64_t scale_row = 0, scale_segment = 0;  // strides of the scales, in elements
   int64_t n = 0;                             // elements of a row
-  unsigned segments = 0;                     // of all rows
   unsigned per_row = 1;
-  int length = 0;
-  int group = 0;  // columns that share a scale; only where segments are cut otherwise
   int lanes = 0;  // threads of a segment's team: a power of two up to 32, or the whole block
   unsigned rows = 0;
-  int padding = 0;        // rows of scales behind the last, which are zeroed
-  bool given = false;     // scales are read, not computed
-  bool cluster = false;   // the grid is one cluster
-  unsigned prefetch = 0;  // so many blocks, the first to run, bring what they read into L2 before the wait
-  bool streamed = false;  // the result does not fit into L2: write past it
+  int padding = 0;         // rows of scales behind the last, which are zeroed
+  int group = 0;           // columns that share a scale; only where segments are cut otherwise
+  unsigned kept = 0;       // pieces that each warp keeps in shared memory
+  float* slots = nullptr;  // one per block, for maxima
 };
-
-// Keeps a value from being computed later than here: the compiler sinks what it can past pdl_wait().
-template <typename P>
-__device__ __forceinline__ void pin(P*& pointer) {
-  asm volatile("" : "+l"(pointer));
-}
-__device__ __forceinline__ void pin(int& value) { asm volatile("" : "+r"(value)); }
 
 // Where one segment stands, seen by a lane of its team: C is the kind of code, T the dtype of the values.
 template <typename C, typename T>
@@ -54,6 +48,9 @@ struct Segment {
   float* scale;
   unsigned row;
   int count;  // elements from the lane's first pack on; none past the last segment
+
+  __device__ __forceinline__ Segment(char* values_, char* codes_, float* scale_, unsigned row_, int count_)
+      : values(values_), codes(codes_), scale(scale_), row(row_), count(count_) {}
 
   __device__ __forceinline__ Segment(const Params& p, unsigned segment, int lane) {
     row = segment;
@@ -77,10 +74,10 @@ struct Segment {
   }
 
   __device__ __forceinline__ void pin() {
-    quant::pin(values);
-    quant::pin(codes);
-    quant::pin(scale);
-    quant::pin(count);
+    kestrel::pin(values);
+    kestrel::pin(codes);
+    kestrel::pin(scale);
+    kestrel::pin(count);
   }
 
   // What lies `packs` packs further on.

@@ -144,6 +144,16 @@ class Checks {
     }
   }
 
+  // Without gaps, as a result that the Python side has allocated.
+  void contiguous(const char* name, const TensorView& t) const {
+    int64_t stride = 1;
+    for (int d = t.ndim() - 1; d >= 0; stride *= t.size(d--)) {
+      if (stride > 0 && t.size(d) > 1 && t.stride(d) != stride) {
+        fail(name, "a contiguous tensor", "strides " + shape_text(t.strides().data(), t.ndim()));
+      }
+    }
+  }
+
   void shape(const char* name, const TensorView& t, const int64_t* expected, int ndim) const {
     bool fits = t.ndim() == ndim;
     for (int i = 0; fits && i < ndim; ++i) fits = t.size(i) == expected[i] || expected[i] == kAny;

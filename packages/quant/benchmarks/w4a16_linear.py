@@ -1,0 +1,50 @@
+"""Shapes of w4a16_linear, bf16, groups of 128: tokens x N x K. Without times to reach."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import kestrel_quant
+
+TARGETS = dict.fromkeys(("1x4096x4096", "16x4096x4096", "256x4096x4096"))
+GROUP = 128
+
+
+def sizes(shape: str) -> tuple[int, int, int]:
+    tokens, n, k = map(int, shape.split("x"))
+    return tokens, n, k
+
+
+def make(shape: str, count: int) -> list[tuple[Any, ...]]:
+    """x; the packed weight; what it stands for, for who multiplies in bf16."""
+    tokens, n, k = sizes(shape)
+    sets = []
+    for _ in range(count):
+        packed = kestrel_quant.pack_w4(torch.randn(n, k, dtype=torch.bfloat16, device="cuda"), GROUP)
+        sets.append((torch.randn(tokens, k, dtype=torch.bfloat16, device="cuda"), packed, packed.dequantize()))
+    return sets
+
+
+def set_bytes(shape: str) -> int:
+    _, n, k = sizes(shape)
+    return n * k // 2
+
+
+def traffic(shape: str) -> int:
+    tokens, n, k = sizes(shape)
+    return n * k // 2 + 2 * n * k // GROUP + 2 * tokens * (n + k)
+
+
+def operations(shape: str) -> int:
+    tokens, n, k = sizes(shape)
+    return 2 * tokens * n * k
+
+
+def candidates() -> dict[str, Callable[..., object]]:
+    return {
+        "kestrel": lambda x, packed, _: kestrel_quant.w4a16_linear(x, packed),
+        "torch": lambda x, _, weight: torch.nn.functional.linear(x, weight),
+    }
