@@ -100,7 +100,8 @@ struct Scale {
   const float* base = nullptr;
   bool per_head = false;
 
-  __device__ __forceinline__ float of(int head) const { return base ? read_float(base + (per_head ? head : 0)) : 1.f; }
+  __device__ __forceinline__ const float* address(int head) const { return per_head ? base + head : base; }
+  __device__ __forceinline__ float of(int head) const { return base ? read_float(address(head)) : 1.f; }
 };
 
 // -- a pack of a row, `first` elements into the head ------------------------------------------------------------------

@@ -6,7 +6,7 @@
 // Built for:  heads of 64 to 256 and sequences of some thousand tokens.
 // Must move:  every code and scale once, and 2 Hk D bytes per token and tensor out (bf16); 2 operations per element.
 // Split:      a thread takes 8 elements of a key and of the value beside it; rows share or split blocks of 128 threads.
-// PDL:        nothing is constant, and everything is read after the wait.
+// PDL:        nothing is constant: the table is prefetched into L2 before the wait, and everything is read after it.
 // clang-format on
 
 #include <tvm/ffi/function.h>
@@ -158,6 +158,8 @@ __global__ void __launch_bounds__(128) gather(const __grid_constant__ GatherPara
   const int first = (unit - head * p.chunks.divisor) * kChunk;
   const int entry = p.page(token);
   const int64_t row = (int64_t{token} * heads + head) * p.size * static_cast<int>(sizeof(Out));
+  if (unit == 0 && entry < p.pages) prefetch_l2(p.table + entry);
+  if (unit == 0 && p.sequence) prefetch_l2(p.sequence);
   pdl_wait();
   pdl_trigger();
 
@@ -228,6 +230,13 @@ void gather_cache(TensorView key_out, TensorView value_out, TensorView key_cache
   check.rank("block_table", block_table, 1, 1);
   check.last_contiguous("block_table", block_table);
   const int64_t tokens = check.integer("length", length, 0);
+  const int64_t heads = key_cache.size(2), size = key_cache.size(3) * (int4 ? 2 : 1), result[3] = {tokens, heads, size};
+  for (const auto& [name, t] : {std::pair("key_out", &key_out), std::pair("value_out", &value_out)}) {
+    check.dtype(name, *t, {kBFloat16, kFloat16, kFloat32});
+    check.shape(name, *t, result, 3);
+    check.contiguous(name, *t);
+  }
+  check.same_dtype("value_out", value_out, "key_out", key_out);
   check_devices(check, "key_cache", key_cache,
                 {{"value_cache", value_cache},
                  {"block_table", block_table},
@@ -236,9 +245,10 @@ void gather_cache(TensorView key_out, TensorView value_out, TensorView key_cache
                  {"k_zero", k_zero},
                  {"v_zero", v_zero},
                  {"k_tail", k_tail},
-                 {"seq_ids", seq_ids}});
+                 {"seq_ids", seq_ids},
+                 {"key_out", key_out},
+                 {"value_out", value_out}});
   if (int4) require_int4_page(key_cache);
-  const int64_t heads = key_cache.size(2), size = key_cache.size(3) * (int4 ? 2 : 1);
   if (tokens == 0 || heads == 0 || size == 0) return;
   require_sizes(std::max(tokens, block_table.size(0)), heads, size, key_cache.size(1));
 

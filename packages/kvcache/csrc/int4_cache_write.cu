@@ -8,11 +8,12 @@
 //             64 tokens, Hk D / 2 + Hk D / 16 of codes, scales and zeros.
 // Split:      two launches, because a page that is finished may begin in the tail, where rows of the next page go. The first
 //             writes the finished pages: a block looks at 8 tokens for such that fill a row 63, finds the tokens of that page
-//             among all of the call, and takes 256 channels, two to a thread, read twice (range, then codes). The second writes
-//             values, a team of up to 32 lanes per token and head, and those keys to the tail whose page is unfinished.
-//             Whether a page is finished is looked up where its last token must stand if the tokens come in order, and
-//             else among all.
-// PDL:        nothing is constant: values are prefetched into L2 before the wait, and everything is read after it.
+//             (just before, if the tokens come in order, else among all of the call), and takes 256 channels, two to a thread,
+//             read twice (range, then codes). The second writes values, a team of up to 32 lanes per token and head,
+//             and those keys to the tail whose page is unfinished. Whether a page is finished is looked up where its last
+//             token must stand if the tokens come in order, and else among all.
+// PDL:        nothing is constant: values, slots and sequences are prefetched into L2 before the wait, and everything is read
+//             after it.
 // clang-format on
 
 #include <tvm/ffi/function.h>
@@ -43,11 +44,35 @@ struct Int4Params {
   __device__ __forceinline__ int64_t sequence(int64_t token) const {
     return read_index(sequences, wide_sequences, token);
   }
+  __device__ __forceinline__ void prefetch_indices(int64_t token) const {
+    prefetch_l2(slots.address(token));
+    prefetch_l2(sequences + token * (wide_sequences ? 8 : 4));
+  }
+  __device__ __forceinline__ bool in_sequence(int64_t token) const {
+    return static_cast<uint64_t>(sequence(token)) < static_cast<uint64_t>(sequence_count);
+  }
   // The slot of a token, or -1 for one that is padding.
   __device__ __forceinline__ int64_t slot(int64_t token) const {
     const int64_t slot = slots.read(token);
-    const bool known = static_cast<uint64_t>(sequence(token)) < static_cast<uint64_t>(sequence_count);
-    return known && slots.exists(slot) ? slot : -1;
+    return in_sequence(token) && slots.exists(slot) ? slot : -1;
+  }
+
+  // found(token, slot) for every slot of the call whose token may still be padding. The threads of a block share them.
+  template <typename F>
+  __device__ __forceinline__ void for_each_slot(F found) const {
+    constexpr int kAtOnce = 8;  // reads under way
+    for (int first = threadIdx.x; first < spread.tokens; first += kAtOnce * blockDim.x) {
+      int64_t some[kAtOnce];
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        const int token = first + i * blockDim.x;
+        some[i] = token < spread.tokens ? slots.read(token) : -1;
+      }
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        if (slots.exists(some[i])) found(first + i * blockDim.x, some[i]);
+      }
+    }
   }
 };
 
@@ -58,16 +83,17 @@ constexpr int kTokensPerBlock = 8;
 // -- finished pages of keys -------------------------------------------------------------------------------------------
 
 template <typename T>
-__global__ void __launch_bounds__(kThreads) write_pages(const __grid_constant__ Int4Params p) {
+__global__ void __launch_bounds__(kThreads, 8) write_pages(const __grid_constant__ Int4Params p) {
   __shared__ int64_t slots[kTokensPerBlock];
   __shared__ int source[kInt4Page];  // the token that holds a row, or -1: it waits in the tail
   const unsigned pair = blockIdx.y * kThreads + threadIdx.x;
   const int head = p.pairs(pair), first = 2 * (pair - head * p.pairs.divisor);
   const bool mine = pair < p.heads * p.pairs.divisor;
+  const int first_token = blockIdx.x * kTokensPerBlock;
+  if (threadIdx.x == 0) p.prefetch_indices(first_token);
   pdl_wait();
   pdl_trigger();
 
-  const int first_token = blockIdx.x * kTokensPerBlock;
   if (threadIdx.x < kTokensPerBlock) {
     const int token = first_token + threadIdx.x;
     slots[threadIdx.x] = token < p.spread.tokens ? p.slot(token) : -1;
@@ -78,13 +104,18 @@ __global__ void __launch_bounds__(kThreads) write_pages(const __grid_constant__ 
     if (last < 0 || (last & kRow) != kRow) continue;  // the same for the whole block
     const int64_t page = last / kInt4Page;
     __syncthreads();
-    if (threadIdx.x < kInt4Page) source[threadIdx.x] = -1;
-    __syncthreads();
-    for (int other = threadIdx.x; other < p.spread.tokens; other += kThreads) {
-      const int64_t slot = p.slot(other);
-      if (slot >= 0 && slot / kInt4Page == page) source[slot & kRow] = other;
+    bool missing = false;
+    if (threadIdx.x < kInt4Page) {
+      const int row = threadIdx.x, likely = first_token + i - (kRow - row);  // if the tokens come in order
+      missing = likely < 0 || p.slot(likely) != page * kInt4Page + row;
+      source[row] = missing ? -1 : likely;
     }
-    __syncthreads();
+    if (__syncthreads_or(missing)) {
+      p.for_each_slot([&](int other, int64_t slot) {
+        if (slot / kInt4Page == page && p.in_sequence(other)) source[slot & kRow] = other;
+      });
+      __syncthreads();
+    }
     if (!mine) continue;
 
     const int64_t sequence = p.sequence(first_token + i);
@@ -108,7 +139,7 @@ __global__ void __launch_bounds__(kThreads) write_pages(const __grid_constant__ 
       reinterpret_cast<__half*>(p.k_scale.at({page, head}))[first + c] = code[c].scale;
       reinterpret_cast<__half*>(p.k_zero.at({page, head}))[first + c] = code[c].zero;
     }
-#pragma unroll 2
+#pragma unroll 8
     for (int row = 0; row < kInt4Page; ++row) {
       float x[2];
       read(row, x);
@@ -137,26 +168,26 @@ __device__ __forceinline__ bool unfinished(const Int4Params& p, const Team& team
     finished[in_block] = found;
   }
   if (__syncthreads_or(search)) {
-    for (int other = threadIdx.x; other < p.spread.tokens; other += blockDim.x) {
-      const int64_t slot_of_other = p.slots.read(other);
-      if ((slot_of_other & kRow) != kRow || p.slot(other) < 0) continue;
+    p.for_each_slot([&](int other, int64_t slot_of_other) {
+      if ((slot_of_other & kRow) != kRow || !p.in_sequence(other)) return;
       for (unsigned i = 0; i < p.spread.tokens_per_block; ++i) {
         if (last_slot[i] == slot_of_other) finished[i] = true;
       }
-    }
+    });
     __syncthreads();
   }
   return !finished[in_block];
 }
 
 template <typename T, bool VECTORS>
-__global__ void __launch_bounds__(kThreads) write_values(const __grid_constant__ Int4Params p) {
+__global__ void __launch_bounds__(kThreads, 8) write_values(const __grid_constant__ Int4Params p) {
   constexpr int size = Pack<T>::size;
   const Team team(p.spread, p.lanes);
   if (VECTORS && team.active && team.lane % 8 == 0 && static_cast<int>(team.lane) < p.packs) {
     prefetch_l2(p.key.at(team.token, team.head) + 16 * team.lane);
     prefetch_l2(p.value.at(team.token, team.head) + 16 * team.lane);
   }
+  if (threadIdx.x == 0 && team.token < p.spread.tokens) p.prefetch_indices(team.token);
   pdl_wait();
   pdl_trigger();
 

@@ -6,7 +6,7 @@
 // Must move:  per token and tensor 2 Hk D bytes in, Hk (D + 4) out; about 10 operations per element.
 // Split:      a team of up to 32 lanes per token and head, for its key and its value; a lane holds one pack of 16 bytes of
 //             each in registers, and reads those of heads of more than 32 packs a second time.
-// PDL:        nothing is constant: rows are prefetched into L2 before the wait, and everything is read after it.
+// PDL:        nothing is constant: rows and slots are prefetched into L2 before the wait, and everything is read after it.
 // clang-format on
 
 #include <tvm/ffi/function.h>
@@ -87,6 +87,7 @@ __global__ void __launch_bounds__(kThreads) write_int8(const __grid_constant__ I
     prefetch_l2(key_row + int64_t{first} * sizeof(T));
     prefetch_l2(value_row + int64_t{first} * sizeof(T));
   }
+  if (team.head == 0 && team.lane == 0) prefetch_l2(p.slots.address(team.token));
   pdl_wait();
   pdl_trigger();
 

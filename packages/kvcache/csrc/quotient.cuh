@@ -1,6 +1,8 @@
 // Many quotients by one divisor without a division for each.
 #pragma once
 
+#include <kestrel/divide.cuh>
+
 namespace kestrel::kvcache {
 
 // What a quotient is for. Codes of at most 8 significant bits (FP8, INT8) need it on the right side of their ties; a
@@ -14,10 +16,8 @@ enum class Use { codes, sums };
 // float32 x takes a second step. Where the quotient passes 2^20 the result is only known to pass it too, with the right
 // sign, and below 2^-40 to stay near: enough for codes, which saturate or are 0 there.
 //
-// Codes of bf16 and fp16 are cheaper: with r = high + low, x * high + x * low is off by at most one unit, and never by
-// one where a code could change. low is positive, so that an infinite x stays infinite.
+// Codes of bf16 and fp16 are cheaper, by a reciprocal in two parts (kestrel/divide.cuh).
 //
-// Both were checked for every significand of bf16 and fp16 with every significand of a float32 divisor (README.md).
 // NaN, inf and the sign of a zero come out as from a division.
 //
 // All that needs a divisor between 2^-60 and 2^60. Any other, zero, negative and infinite ones too, is brought there by
@@ -32,13 +32,14 @@ class Quotient {
       divisor_ = size == 0.f || size == inf ? 1.f : size * factor_;
       factor_ = copysignf(factor_, divisor);
     }
-    float rough;
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(rough) : "f"(divisor_));
-    high_ = fmaf(fmaf(-divisor_, rough, 1.f), rough, rough);  // what a division does for 1 / divisor
     if constexpr (kTwoParts) {
-      high_ = __int_as_float(__float_as_int(high_) - 1);
-      const float rest = fmaf(-divisor_, high_, 1.f), low = rest * high_;
-      low_ = __int_as_float(__float_as_int(fmaf(low, rest, low)) + 1);
+      const Reciprocal reciprocal(divisor_);
+      high_ = reciprocal.high;
+      low_ = reciprocal.low;
+    } else {
+      float rough;
+      asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(rough) : "f"(divisor_));
+      high_ = fmaf(fmaf(-divisor_, rough, 1.f), rough, rough);  // what a division does for 1 / divisor
     }
   }
 
@@ -51,7 +52,7 @@ class Quotient {
 #pragma unroll
     for (int i = 0; i < N; ++i) {
       if constexpr (kTwoParts) {
-        x[i] = fmaf(x[i], high_, __fmul_rn(x[i], low_));
+        x[i] = Reciprocal{high_, low_}.times(x[i]);
       } else {
         float q = x[i] * high_;
 #pragma unroll

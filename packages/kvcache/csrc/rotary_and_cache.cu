@@ -11,7 +11,7 @@
 //             a key, a pack of a key that does not turn, or a pack of a value. Where packs cannot be used, an item is a
 //             pair or an element. Up to 256 threads a block; short rows share a block, long ones take several.
 // PDL:        only the table is constant, and which row of it is needed stands in positions: nothing is read before the
-//             wait. Rows are prefetched into L2 there, which returns no data.
+//             wait. Rows, positions and slots are prefetched into L2 there, which returns no data.
 // clang-format on
 
 #include <kestrel/rotary.h>
@@ -134,6 +134,10 @@ __global__ void __launch_bounds__(kThreads) rotate_and_write(const __grid_consta
   if (VECTORS) {
     prefetch_l2(head + int64_t{item.first} * sizeof(T));
     if (has_second) prefetch_l2(head + int64_t{item.second} * sizeof(T));
+  }
+  if (unit == 0) {
+    prefetch_l2(p.positions + int64_t{token} * (p.wide_positions ? 8 : 4));
+    if (token < p.slotted) prefetch_l2(p.slots.address(token));
   }
   pdl_wait();
   pdl_trigger();

@@ -291,6 +291,15 @@ def test_bad_input_is_refused_whatever_the_shape(which, shape):
 NOT_FOR_CPP = ("torch.uint8", "torch.float64", "Tensor")
 
 
+def results(arguments: dict[str, Any], dtype: torch.dtype = torch.bfloat16) -> list[torch.Tensor]:
+    """What Python would make for the keys and values of a call of gather_cache; anything where the call is bad."""
+    cache, length = arguments["key_cache"], arguments["length"]
+    if not isinstance(length, int) or length < 0 or cache.ndim != 4:
+        return [torch.zeros(1), torch.zeros(1)]
+    width = cache.shape[3] * (1 if arguments["k_zero"] is None else 2)
+    return [torch.zeros(length, cache.shape[2], width, dtype=dtype) for _ in range(2)]
+
+
 def entry_point(op: str) -> Callable[..., None]:
     """The C++ entry point, called with the arguments of the public op."""
     try:
@@ -302,7 +311,7 @@ def entry_point(op: str) -> Callable[..., None]:
     def call(*args: Any, **kwargs: Any) -> None:
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
-        out = [torch.zeros(1), torch.zeros(1)] if op == "gather_cache" else []
+        out = results(bound.arguments) if op == "gather_cache" else []
         function(*out, *(value for name, value in bound.arguments.items() if (op, name) != ("gather_cache", "dtype")))
 
     return call
@@ -327,3 +336,26 @@ def test_the_entry_point_checks_the_device_last(op):
     first = {"rotary_and_cache": "positions", "gather_cache": "key_cache"}.get(op, "key")
     with pytest.raises(ValueError, match=f"{op}: argument '{first}': expected a CUDA tensor, got cpu"):
         entry_point(op)(**TABLES[op](*SHAPE)[0])
+
+
+@pytest.mark.parametrize(
+    ("name", "which", "make", "error", "message"),
+    [
+        ("codes", 0, lambda x: x.to(torch.uint8), TypeError, "dtype bfloat16 or float16 or float32, got uint8"),
+        ("one row too few", 0, lambda x: x[1:], ValueError, r"shape \(3, 2, 16\), got \(2, 2, 16\)"),
+        ("two dimensions", 1, lambda x: x.flatten(1), ValueError, r"shape \(3, 2, 16\), got \(3, 32\)"),
+        ("a wider buffer", 1, lambda x: torch.cat((x, x), 2)[..., :16], ValueError, "a contiguous tensor, got strides"),
+        ("another dtype", 1, lambda x: x.half(), TypeError, "dtype bfloat16 as key_out has, got float16"),
+    ],
+)
+def test_the_entry_point_of_gather_cache_refuses_results_it_cannot_fill(name, which, make, error, message):
+    del name
+    entry_point("gather_cache")  # or there is no binary here
+    given = gather_cases(*SHAPE)[0]
+    bound = inspect.signature(kestrel_kvcache.gather_cache).bind(**given)
+    bound.apply_defaults()
+    out = results(bound.arguments)
+    out[which] = make(out[which])
+    del bound.arguments["dtype"]
+    with pytest.raises(error, match=f"gather_cache: argument '{('key_out', 'value_out')[which]}': expected {message}"):
+        Binary("kestrel_kvcache").gather_cache(*out, *bound.arguments.values())

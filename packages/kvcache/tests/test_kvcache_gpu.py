@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,7 +17,7 @@ from kestrel_kvcache import (
     rotary_and_cache,
 )
 from kestrel_runtime import UnsupportedError, backend
-from kestrel_runtime.testing import BadInput, assert_rejects, graph_replay
+from kestrel_runtime.testing import BadInput, assert_rejects
 
 pytestmark = pytest.mark.gpu
 
@@ -504,6 +504,22 @@ def test_int4_sequences_are_gathered_with_their_tail(dtype: torch.dtype, layout:
             assert_gathered(*cache.tensors[:2], table, length, **scales, seq_ids=ids)
 
 
+def test_int4_sequences_that_share_pages_are_gathered_each_with_its_own_tail() -> None:
+    """A second sequence begins with two full pages of the first, as after a common prompt."""
+    for dtype in FLOATS:
+        cache = Int4(4, 2, 4, 64, dtype, "NHD")
+        int4_cache_write(*cache.call({0: 150}, shuffle=False, wide=True))
+        cache.table[1, :2] = cache.table[0, :2]
+        cache.lengths[1] = 128
+        args = cache.call({1: 40}, shuffle=False, wide=False)
+        assert_as_reference(int4_cache_write, *args)
+        int4_cache_write(*args)
+        scales = dict(zip(("k_scale", "k_zero", "v_scale", "v_zero", "k_tail"), cache.tensors[2:], strict=True))
+        for sequence, length in ((0, 150), (1, 168), (1, 128), (0, 130)):
+            ids = torch.tensor([sequence], dtype=torch.int32, device="cuda")
+            assert_gathered(*cache.tensors[:2], cache.table[sequence].int().cuda(), length, **scales, seq_ids=ids)
+
+
 # -- addresses past 2^31 ----------------------------------------------------------------------------------------------
 
 
@@ -559,180 +575,13 @@ def test_a_row_stride_past_two_to_the_31() -> None:
     assert torch.equal(caches_near[0, :, 0], near.flip(0))
 
 
-# -- graphs and streams -----------------------------------------------------------------------------------------------
-
-READ = {
-    reshape_and_cache: ("key", "value", "slot_mapping", "k_scale", "v_scale"),
-    rotary_and_cache: ("positions", "query", "key", "value", "slot_mapping", "k_scale", "v_scale"),
-    int8_cache_write: ("key", "value", "slot_mapping"),
-    int4_cache_write: ("key", "value", "slot_mapping", "seq_ids", "k_tail"),
-    gather_cache: ("key_cache", "value_cache", "block_table", "k_scale", "v_zero", "k_tail", "seq_ids"),
-}
-
-
-def arguments(op: Callable[..., Any], seed: int) -> dict[str, torch.Tensor]:
-    """Tensors of a call for 8 tokens; the slots are the same for every seed, in another order."""
-    key, value = (random(8, 4, 64, seed=seed + i) for i in range(2))
-    slots = torch.randperm(8, generator=torch.Generator().manual_seed(seed)).cuda()
-    given = {"key": key, "value": value, "slot_mapping": slots}
-    codes = torch.zeros(2, 1, 16, 4, 64, dtype=torch.uint8, device="cuda")
-    given |= {"key_cache": codes[0], "value_cache": codes[1]}
-    if op is int8_cache_write:
-        scales = torch.zeros(2, 1, 16, 4, device="cuda")
-        return (
-            given
-            | {"key_cache": codes[0].view(torch.int8), "value_cache": codes[1].view(torch.int8)}
-            | dict(zip(("k_scale", "v_scale"), scales, strict=True))
-        )
-    if op in (reshape_and_cache, rotary_and_cache):
-        given |= {name: torch.rand(4, device="cuda") + seed for name in ("k_scale", "v_scale")}
-        if op is rotary_and_cache:
-            query, angles = random(8, 8, 64, seed=seed + 2), torch.rand(16, 16, device="cuda")
-            given |= {"positions": slots.flip(0).clone(), "query": query, "cos_sin_cache": angles}
-        return given
-    codes = torch.randint(0, 256, (2, 2, 64, 4, 32), dtype=torch.uint8, device="cuda")
-    cache = {"key_cache": codes[0], "value_cache": codes[1], "k_tail": random(2, 64, 4, 64, seed=seed)}
-    cache |= {name: random(2, 4, 64, dtype=torch.float16, seed=seed) for name in ("k_scale", "k_zero")}
-    cache |= {name: random(2, 64, 4, dtype=torch.float16, seed=seed) for name in ("v_scale", "v_zero")}
-    if op is int4_cache_write:  # rows 60 to 63 of page 0 finish it; two more tokens begin page 1
-        slots = torch.tensor([60, 61, 62, 63, 64, 65], device="cuda").roll(seed % 2)
-        return (
-            {"key": key, "value": value} | cache | {"slot_mapping": slots, "seq_ids": torch.full_like(slots, seed % 2)}
-        )
-    table = torch.tensor([seed % 2, 1 - seed % 2], dtype=torch.int32, device="cuda")
-    return cache | {"block_table": table, "seq_ids": table[:1].clone()}
-
-
-def settings(op: Callable[..., Any]) -> dict[str, Any]:
-    """The arguments of such a call that are no tensors."""
-    if op is gather_cache:
-        return {"length": 100}
-    if op in (reshape_and_cache, rotary_and_cache):
-        return {"kv_cache_dtype": "fp8"} | ({"head_size": 64} if op is rotary_and_cache else {})
-    return {}
-
-
-def by_position(op: Callable[..., Any], names: Iterable[str]) -> Callable[..., Any]:
-    """The op as a function of its tensors alone, in this order."""
-    names = tuple(names)
-    return lambda *tensors: op(**dict(zip(names, tensors, strict=True)), **settings(op))
-
-
-def outputs(op: Callable[..., Any], given: dict[str, torch.Tensor], result: Any) -> list[torch.Tensor]:
-    return list(result) if op is gather_cache else [given[name] for name in op.kernel_op.mutates]  # type: ignore[attr-defined]
-
-
-def write_call(name: str, tokens: int, seed: int) -> tuple[Any, ...]:
-    """Tensors of a call: key, value, caches, slots, scales."""
-    rows = [random(tokens, 4, 64, seed=seed + i) for i in range(2)]
-    cache = torch.zeros(2, 64, 16, 4, 64, dtype=torch.bfloat16 if name == "auto" else torch.uint8, device="cuda")
-    scales = torch.tensor([0.5 + seed], device="cuda"), torch.tensor([0.25 + seed], device="cuda")
-    return (*rows, *cache, some_slots(tokens, 1024, seed=seed), *scales)
-
-
-def write(name: str) -> Callable[..., None]:
-    return lambda key, value, k, v, slots, ks, vs: reshape_and_cache(key, value, k, v, slots, name, ks, vs)
-
-
-def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
-
-
-@pytest.mark.parametrize("op", READ)
-def test_a_graph_replays_with_new_contents_and_runs_repeat(op: Callable[..., Any]) -> None:
-    old, new = arguments(op, 1), arguments(op, 2)
-    eager, again = (dict(zip(new, twins(*new.values()), strict=True)) for _ in range(2))
-    want, repeated = (outputs(op, x, by_position(op, x)(*x.values())) for x in (eager, again))
-    result = graph_replay(by_position(op, old), list(old.values()), list(new.values()))
-    for a, b, c in zip(outputs(op, old, result), want, repeated, strict=True):
-        assert same_bits(a, b)
-        assert same_bits(b, c)
-
-
-@pytest.mark.parametrize("op", [rotary_and_cache, int8_cache_write])
-def test_every_row_alone_is_the_same(op: Callable[..., Any]) -> None:
-    together = arguments(op, 1)
-    alone = dict(zip(together, twins(*together.values()), strict=True))
-    by_position(op, together)(*together.values())
-    of_tokens = ("positions", "query", "key", "value", "slot_mapping")
-    for t in range(8):
-        one = {name: x[t : t + 1] if name in of_tokens else x for name, x in alone.items()}
-        by_position(op, one)(*one.values())
-    for name in op.kernel_op.mutates:  # type: ignore[attr-defined]
-        assert same_bits(alone[name], together[name])
-
-
-def test_runs_on_the_current_stream() -> None:
-    args = write_call("fp8", 740, 1)
-    want = twins(*args)
-    write("fp8")(*want)
-    key, stream = torch.zeros_like(args[0]), torch.cuda.Stream()
-    scratch = torch.zeros(1 << 28, device="cuda")
-    torch.cuda.synchronize()
-    with torch.cuda.stream(stream):
-        scratch.add_(1)  # long enough that a launch on another stream would come first
-        key.copy_(args[0])
-        write("fp8")(key, *args[1:])
-    stream.synchronize()
-    assert torch.equal(args[2], want[2])
-
-
-# -- inputs written by the launch just before -------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("op", "name"), [(op, name) for op, names in READ.items() for name in names])
-def test_an_input_written_by_the_launch_just_before_is_read_after_the_wait(op: Callable[..., Any], name: str) -> None:
-    """1000 times, in graphs: reshape_and_cache, which lets the next kernel start early, writes the input as the last
-    of 513 rows, and the op follows."""
-    given, other = arguments(op, 2), arguments(op, 3)
-    contents = given[name].clone(), other[name]
-    results = {x: given[x] for x in op.kernel_op.mutates}  # type: ignore[attr-defined]
-    begin = {x: results[x].clone() for x in results}
-    if op is gather_cache:
-        results = {x: torch.empty(100, 4, 64, dtype=torch.bfloat16, device="cuda") for x in "kv"}
-
-    def restore() -> None:  # what the op reads and writes; the input is written after that
-        for x, was in begin.items():
-            given[x].copy_(was)
-
-    def call() -> None:
-        found = op(**given, **settings(op))
-        for out, x in zip(results.values() if found else (), found or (), strict=True):
-            out.copy_(x)
-
-    target = given[name]
-    words = target.numel() * target.element_size() // 4
-    in_place = target.view(-1).view(torch.float32).view(1, 1, 1, words)
-    beside, slots = torch.empty_like(in_place), torch.full((513,), -1, device="cuda")
-    slots[512] = 0
-    sources, wanted = [], []
-    for x in contents:
-        sources.append(torch.zeros(513, 1, words, device="cuda"))
-        sources[-1][512] = x.reshape(-1).view(torch.float32)
-        restore()
-        target.copy_(x)
-        call()
-        wanted.append([out.clone() for out in results.values()])
-    assert any(not torch.equal(a, b) for a, b in zip(*wanted, strict=True)), "the contents make no difference"
-    wrong = torch.zeros((), dtype=torch.int64, device="cuda")
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for i in range(20):
-            restore()
-            reshape_and_cache(sources[i % 2], sources[i % 2], in_place, beside, slots)
-            call()
-            for got, want in zip(results.values(), wanted[i % 2], strict=True):
-                wrong.add_((got.view(torch.uint8) != want.view(torch.uint8)).any())
-    for _ in range(50):
-        graph.replay()
-    assert int(wrong) == 0
-
-
 # -- bad input --------------------------------------------------------------------------------------------------------
 
 
 def test_kernel_refuses_bad_input() -> None:
-    key, value, k, v, slots, _, _ = write_call("auto", 4, 0)
+    key, value = (random(4, 4, 64, seed=seed) for seed in range(2))
+    k, v = caches("NHD", 64, 16, 4, 64, torch.bfloat16)
+    slots = some_slots(4, 1024)
     cases = [
         BadInput("float64", "key", lambda: ((key.double(), value, k, v, slots), {}), TypeError, "float64"),
         BadInput("slots on the host", "slot_mapping", lambda: ((key, value, k, v, slots.cpu()), {}), ValueError, "cpu"),
@@ -742,40 +591,3 @@ def test_kernel_refuses_bad_input() -> None:
     ]
     for case in cases:
         assert_rejects(reshape_and_cache, case)
-
-
-# -- compilation ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("op", READ)
-def test_every_op_compiles_without_a_graph_break(op: Callable[..., Any]) -> None:
-    torch._dynamo.reset()
-    ours = {name: x.clone() for name, x in arguments(op, 1).items()}
-    want = {name: x.clone() for name, x in ours.items()}
-    call = by_position(op, ours)
-    with backend("auto"):
-        got = torch.compile(call, fullgraph=True, backend="aot_eager")(*ours.values())
-    for a, b in zip(outputs(op, ours, got), outputs(op, want, call(*want.values())), strict=True):
-        assert same_bits(a, b)
-
-
-@pytest.mark.parametrize("name", ["auto", "fp8"])
-@pytest.mark.parametrize("backend_name", ["inductor", "aot_eager"])
-@pytest.mark.parametrize("one_buffer", [True, False])
-def test_compiled_without_a_graph_break(name: str, backend_name: str, one_buffer: bool) -> None:
-    torch._dynamo.reset()
-    key, value, k, v, slots, *scales = write_call(name, 16, 1)
-    args = (
-        (key, value, slots, *scales, torch.stack((k, v))) if one_buffer else (key, value, slots, *scales, k, v.clone())
-    )
-
-    def call(key, value, slots, k_scale, v_scale, *cache):
-        k, v = cache[0].unbind() if one_buffer else cache
-        reshape_and_cache(key, value, k, v, slots, name, k_scale, v_scale)
-
-    want = twins(*args)
-    call(*want)
-    with backend("auto"):
-        torch.compile(call, fullgraph=True, backend=backend_name)(*args)
-    for a, b in zip(args, want, strict=True):
-        assert torch.equal(a, b)
