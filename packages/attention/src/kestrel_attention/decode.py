@@ -22,6 +22,7 @@ _CODES = {
     torch.int8: "int8",
 }
 MOST_QUERIES = 16  # longer ones are prefill
+_TILE = 16  # keys: chunks are of whole tiles
 ROWS = 8  # of a block: queries x heads of one KV head
 _FAR = 2**30
 _MOST_KEYS = 2**29
@@ -32,18 +33,50 @@ _INT4_PAGE = 64  # chunks of an INT4 cache are whole pages
 _UNALIGNED = "kernels take caches whose rows are aligned to 16 bytes"
 
 
-def chunking(num_splits: int, size: int, columns: int) -> tuple[int, int]:
-    """(shortest, most): keys in a chunk at least, and chunks of a sequence at most, for the kernel to choose by length.
-
-    size: of a head. columns: blocks that a sequence takes with one chunk.
+@dataclass(frozen=True)
+class Chunking:
+    """How sequences are cut, by their length alone: what the kernel works out again on the device.
 
     A sequence is cut so that one alone occupies the GPU, but not into short chunks: a block's start and end, and its
-    sums written and read, cost as much as some 100 keys. H200, us per call for 256, 512, 1024 keys at least, four warps
-    a block: fp8 b64 kv8192 32/8 d128 357, 321, 291; bf16 b128 kv1024 64/8 d128 172, 165, 137.
+    sums written and read, cost as much as some 100 keys.
     """
+
+    whole: int
+    """Sequences of so many keys are one chunk."""
+    shorter: int
+    """Keys of a chunk at least, of sequences of up to ``middle`` keys."""
+    middle: int
+    shortest: int
+    """The same of longer ones."""
+    most: int
+    """Chunks of a sequence."""
+
+    def least(self, length: int) -> int:
+        """Keys of a chunk of a sequence of this length, if that is not more than ``most`` chunks."""
+        return self.whole if length <= self.whole else self.shorter if length <= self.middle else self.shortest
+
+    def slots(self, longest: int) -> int:
+        """Chunks that sequences of up to this length have at most."""
+        ends = [longest] + [end for end in (self.whole, self.middle) if end < longest]
+        return max(1, min(self.most, max(-(-end // self.least(end)) for end in ends)))
+
+    def keys(self, length: int) -> int:
+        """Of a chunk of a sequence of this length."""
+        return max(self.least(length), -(-length // (_TILE * self.most)) * _TILE)
+
+
+def chunking(num_splits: int, size: int, cache: str, columns: int) -> Chunking:
+    """The chunks of a call. size: of a head. columns: blocks that a sequence takes with one chunk."""
     if num_splits > 0:
-        return 16, min(num_splits, _MOST_SPLITS)
-    return 1024 if size <= 128 else 256, max(1, 128 // columns)
+        return Chunking(16, 16, 0, 16, min(num_splits, _MOST_SPLITS))
+    most = max(1, 128 // columns)
+    if size > 256:
+        return Chunking(512, 512, 8192, 256, most)
+    if size > 128:
+        return Chunking(256, 256, 2048, 1024 if cache == "same" else 256, most)
+    if size > 64 and cache == "same":
+        return Chunking(1024, 688, 4128, 1024, most)
+    return Chunking(1024, 1024, 0, 1024, most)
 
 
 @dataclass(frozen=True)
@@ -108,15 +141,16 @@ def make_plan(
         raise UnsupportedError(f"kernels cover sequences of up to {_MOST_KEYS} keys")
     group = heads // kv_heads
     columns = kv_heads * -(-queries * group // ROWS)
-    shortest, most = chunking(num_splits, size, columns)
+    chunks = chunking(num_splits, size, variants[0].cache, columns)
     grain = _INT4_PAGE if variants[0].cache == "int4" else 1
-    shortest = max(shortest, grain)
+    if grain > 1 and num_splits > 0:
+        chunks = Chunking(grain, grain, 0, grain, chunks.most)
     left, right = (-1 if end > _FAR else end for end in (window_left, window_right))  # kernels count in 32 bits
     right = 0 if causal else right
     longest = room  # keys that a block of rows visits at most
     if left >= 0 and right >= 0 and prefix_len == 0 and prefix_lens is None:
         longest = min(longest, left + right + queries + grain - 1)
-    slots = max(1, min(most, -(-longest // shortest)))
+    slots = chunks.slots(longest)
     if slots * columns // kv_heads > _GRID or batch > _GRID:
         raise UnsupportedError(f"kernels cover up to {_GRID} sequences and splits")
     rows = batch * columns * slots * ROWS if slots > 1 else 0
@@ -129,8 +163,8 @@ def make_plan(
     numbers = (
         *(int(block_table is not None), room, queries if new else added, -(-(1 << page_shift) // page), page_shift),
         *(group, 1.0 / group, *scale_heads, int(prefix_lens is not None), min(prefix_len, _FAR), left, right),
-        *(float(size**-0.5 if softmax_scale is None else softmax_scale), float(softcap), shortest, most, slots),
-        slots > 1 and -(-room // most) <= shortest,  # chunks are the shortest, for any length
+        *(float(size**-0.5 if softmax_scale is None else softmax_scale), float(softcap)),
+        *(chunks.whole, chunks.shorter, chunks.middle, chunks.shortest, chunks.most, slots, chunks.keys(room)),
     )
     writer, joiner = f"append_{variant.dtype}_{variant.cache}", f"combine_{_NAMES[q.dtype]}"
     plan = Plan(

@@ -1,7 +1,8 @@
-"""Attention of few queries over a KV cache: each warp streams its own keys from memory straight into tensor-core tiles.
+"""Attention of few queries over a KV cache: each warp streams its own keys through shared memory.
 
 Built for decoding, one query per sequence and 1 to 8 query heads per KV head. A sequence of L keys moves 2 L Hk D
-elements of cache and takes 4 L H D operations: memory decides, so the point is to keep many loads in flight.
+elements of cache and takes 4 L H D operations: memory decides. 4.3 TB/s with 0.8 us of latency are 26 KB under way in
+each multiprocessor; the slots of its warps hold 96 to 192 KB.
 
 Work: a block takes up to 8 rows (queries x heads of one KV head) of one sequence, and one chunk of its keys. The chunk
 is a function of the length that the sequence has on the device, and of arguments of the call. Tiles of 16 keys are
@@ -67,10 +68,13 @@ class Numbers(NamedTuple):
     right: Int32
     scale: Float32
     softcap: Float32
-    shortest: Int32
-    most: Int32
-    slots: Int32
-    fixed_chunk: Int32
+    whole: Int32  # sequences of so many keys are one chunk
+    shorter: Int32  # keys of a chunk at least, of sequences of up to ``middle``
+    middle: Int32
+    shortest: Int32  # of longer ones
+    most: Int32  # chunks
+    slots: Int32  # chunks that a launch has blocks for
+    guessed: Int32  # keys of a chunk of a sequence that fills its table
 
 
 @dataclass(frozen=True)
@@ -84,10 +88,26 @@ class Decode:
     dependent_launch: bool
 
     @property
+    def several(self) -> bool:
+        """A warp takes shares one after the other."""
+        return self.warps < self.tiles.shares
+
+    @property
+    def sums_at(self) -> tuple[int, int]:
+        """Where the sums of the first share lie, and from there those of the next: over slots that are used no more."""
+        size = self.tiles.size * ROWS * 4
+        return (self.warps * self.tiles.ring_bytes, size) if self.several else (0, self.tiles.ring_bytes)
+
+    @property
+    def shared_bytes(self) -> int:
+        first, each = self.sums_at
+        return max(self.warps * self.tiles.ring_bytes, first + self.tiles.shares * each)
+
+    @property
     def carveout(self) -> int:
         """Percent of a multiprocessor's 228 KB that the resident blocks need as shared memory; the rest is L1."""
         tiles = self.tiles
-        block = 1024 + tiles.shares * (tiles.size * ROWS + 2 * ROWS) * 4
+        block = 2048 + self.shared_bytes + tiles.shares * 2 * ROWS * 4
         block += tiles.queries_in_shared * tiles.query_words * 128
         return min(100, -(-100 * self.residents * block // (228 * 1024)))
 
@@ -109,6 +129,7 @@ class Decode:
             block=[32 * self.warps, 1, 1],
             stream=given[-1],
             min_blocks_per_mp=self.residents,
+            smem=self.shared_bytes,
             preferred_smem_carveout=self.carveout,
             use_pdl=self.dependent_launch,
         )
@@ -147,19 +168,19 @@ class Decode:
             self.tiles.cache.scales_at(more, self.tiles, kv_head, lane),
         )
         length_at = mLengths.iterator.toint() + 4 * Int64(sequence) * mLengths.stride[0]
-        known = n.left < 0 and (n.slots == 1 or n.fixed_chunk != 0)  # where the chunk starts, whatever the length
-        guess = slot * n.shortest
-        share = warp // self.tiles.value_split * self.tiles.share_tiles
-        rPage = cute.make_rmem_tensor(self.tiles.lookups, Int32)
-        rAhead = cute.make_rmem_tensor(self.tiles.lookups, Int32)
+        guess = slot * n.guessed  # where the chunk starts, if the sequence fills its table and has no window
+        x = warp * self.tiles.share_tiles  # the first tile of the warp's first share
+        step = cutlass.const_expr(self.tiles.at_once * self.tiles.shares)
+        early = cutlass.const_expr(1 if self.several else self.tiles.ahead + 1)  # steps known without the length
+        rPage = [cute.make_rmem_tensor(self.tiles.lookups, Int32) for _ in range(self.tiles.ahead + 1)]
         rQ = cute.make_rmem_tensor(self.tiles.query_words, Uint32)
         if cutlass.const_expr(self.dependent_launch):
-            self.prefetch(mQ, length_at, place, pages, n.room, known, guess, warp, share, lane)
+            self.prefetch(mQ, length_at, place, pages, n.room, guess, warp, x, lane)
             cute.arch.griddepcontrol_wait()
             cute.arch.griddepcontrol_launch_dependents()
         self.load_queries(mQ, rQ, place, lane)
-        if known:
-            self.look_up(rPage, pages, guess, n.room, share, lane)
+        for i in cutlass.range_constexpr(early):
+            self.look_up(rPage[i], pages, guess, n.room, x + i * step, lane)
         length = Int32(ptx.load_words(length_at, 1)[0])
         tail = None
         if cutlass.const_expr(self.tiles.cache.tail):
@@ -194,8 +215,10 @@ class Decode:
         chunks = Int32(1)
         if n.slots > 1:
             visited = Uint32(cutlass.max(end - start, 0))
+            least = cutlass.select_(visited <= Uint32(n.middle), n.shorter, n.shortest)
+            least = cutlass.select_(visited <= Uint32(n.whole), n.whole, least)
             even = ptx.divide(visited + Uint32(n.most) - 1, Uint32(n.most)).to(Int32)
-            chunk = cutlass.max(n.shortest, (even + grain - 1) // grain * grain)
+            chunk = cutlass.max(least, (even + grain - 1) // grain * grain)
             chunks = cutlass.max(ptx.divide(visited + Uint32(chunk) - 1, Uint32(chunk)).to(Int32), 1)
             start = start + slot * chunk
             end = cutlass.min(end, start + chunk)
@@ -207,8 +230,9 @@ class Decode:
             sSeen[2] = prefix
             sSeen[3] = chunks
         if slot < chunks:
-            if not known:
-                self.look_up(rPage, pages, start, end, share, lane)
+            if start != guess:
+                for i in cutlass.range_constexpr(early):
+                    self.look_up(rPage[i], pages, start, end, x + i * step, lane)
             k_scale = Float32(1.0)
             if n.k_scale_heads > 0:
                 k_scale = mKScale[cutlass.select_(n.k_scale_heads > 1, kv_head, Int32(0))]
@@ -217,35 +241,21 @@ class Decode:
             if n.softcap > 0.0:
                 scale = scale * (2.0 / n.softcap)
             results = (mOut, mLse, mPartOut, mPartLse, slot, n.slots, block, mVScale, n.v_scale_heads)
-            caches = self.tiles.addresses(mK, mV, kv_head, warp % self.tiles.value_split, lane)
+            caches = self.tiles.addresses(mK, mV, kv_head, lane)
             self.attend(
-                rQ,
-                rPage,
-                rAhead,
-                pages,
-                caches,
-                place,
-                (start, end),
-                sSeen,
-                scale,
-                cap,
-                results,
-                more,
-                tail,
-                warp,
-                lane,
+                rQ, rPage, pages, caches, place, (start, end), sSeen, scale, cap, results, more, tail, warp, lane
             )
 
     @cute.jit
-    def prefetch(self, mQ, length_at, place, pages, room, known, guess, warp, share, lane):
+    def prefetch(self, mQ, length_at, place, pages, room, guess, warp, x, lane):
         """Bring towards L2 what is read first, while the launch before this one ends."""
         if warp == 0:
             if lane == 0:
                 ptx.prefetch(length_at)
             ptx.prefetch(self.query_row(mQ, place, lane))
         table, stride, _, paged, _, page, inverse, _, _ = pages
-        key = self.position(guess, share, 0, lane)
-        if paged != 0 and known and key < room:
+        key = self.position(guess, x, 0, lane)
+        if paged != 0 and key < room:
             entry, _ = self.split(key, page, inverse)
             ptx.prefetch(table + 4 * Int64(entry) * stride)
 
@@ -259,13 +269,13 @@ class Decode:
         """The keys in the window of a query at this position."""
         first, last = Int32(0), held
         if left >= 0:
-            first = cutlass.max(position - left, 0)
+            first = cutlass.min(cutlass.max(position - left, 0), held)
         if right >= 0:
             last = cutlass.max(cutlass.min(Int64(position) + Int64(right) + 1, Int64(held)).to(Int32), 0)
         return first, last
 
     @cute.jit
-    def attend(self, rQ, rPage, rAhead, pages, caches, place, span, sSeen, scale, cap, results, more, tail, warp, lane):
+    def attend(self, rQ, rPage, pages, caches, place, span, sSeen, scale, cap, results, more, tail, warp, lane):
         """One block's rows over one chunk of keys."""
         start, end = span
         tiles = (cutlass.max(end - start, 0) + TILE - 1) // TILE
@@ -284,115 +294,119 @@ class Decode:
                 for i in cutlass.range_constexpr(self.tiles.query_words // 4):
                     cute.autovec_copy(cute.local_tile(rQ, (4,), (i,)), sQ[None, i])
         cute.arch.sync_threads()
-        sMax = cute.make_tensor(
-            cute.arch.alloc_smem(Float32, self.tiles.shares * ROWS, alignment=16), self.tiles.shares * ROWS
-        )
-        sSum = cute.make_tensor(
-            cute.arch.alloc_smem(Float32, self.tiles.shares * ROWS, alignment=16), self.tiles.shares * ROWS
-        )
-        # [share][tile of 16 dims][row even or odd][lane][2 dims]: as the registers lie
-        shared = cute.arch.alloc_smem(Float32, self.tiles.shares * self.tiles.size * ROWS, alignment=16)
-        sOut = cute.make_tensor(shared, self.tiles.shares * self.tiles.size * ROWS)
+        sums = cutlass.const_expr(self.tiles.shares * ROWS)
+        sMax = cute.make_tensor(cute.arch.alloc_smem(Float32, sums, alignment=16), sums)
+        sSum = cute.make_tensor(cute.arch.alloc_smem(Float32, sums, alignment=16), sums)
+        # The warps' slots; sums, [share][tile of 16 dims][row even or odd][lane][2 dims]: as the registers lie
+        shared = cute.arch.get_dyn_smem(Float32, alignment=128)
+        sOut = cute.make_tensor(shared, self.shared_bytes // 4)
 
-        meeting = (sOut, sMax, sSum, warp % self.tiles.value_split)
-        ahead = (rPage, rAhead)
+        meeting = (sOut, sMax, sSum)
         how = (sSeen, scales, cap)
+        ring = Int32(shared.toint()) + warp * self.tiles.ring_bytes
         state = self.tiles.cache.step_state(self.tiles, self.warps, warp, lane)
-        self.take_shares(
-            warp // self.tiles.value_split,
-            sQ,
-            ahead,
-            pages,
-            caches,
-            place,
-            span,
-            tiles,
-            how,
-            meeting,
-            state,
-            tail,
-            lane,
-        )
+        self.take_shares(warp, ring, sQ, rPage, pages, caches, place, span, tiles, how, meeting, state, tail, lane)
         cute.arch.sync_threads()
         self.join(meeting, sSeen[3], place, results, more, warp, lane)
 
     @cute.jit
-    def take_shares(self, share, sQ, ahead, pages, caches, place, span, tiles, how, meeting, state, tail, lane):
+    def take_shares(self, share, ring, sQ, rPage, pages, caches, place, span, tiles, how, meeting, state, tail, lane):
         """The sums over a warp's shares, of which this is the first: tiles share, share + shares, ... of the chunk.
 
-        A step takes tiles x, x + shares, ...: so many at once, of one share. Loads run ahead of it, across shares.
+        A step takes so many tiles of a share. Pieces of steps lie in the warp's slots in turn; when one is used, its
+        slot is for the piece so many slots on.
         """
-        rPage, rAhead = ahead
         start, end = span
         sSeen, scales, cap = how
-        rNow = cute.make_rmem_tensor(
-            self.tiles.located_words, Uint32
-        )  # offsets of keys and values, and which keys exist
-        rNext = cute.make_rmem_tensor(self.tiles.located_words, Uint32)
-        rBuffer = [cute.make_rmem_tensor(self.tiles.words, Uint32) for _ in range(2)]
-        rOut = cute.make_rmem_tensor(4 * self.tiles.output_tiles, Float32)
+        own = self.tiles
+        ahead, slots, per_step = own.ahead, own.slots, 2 * own.pieces
+        rOut = cute.make_rmem_tensor(4 * own.output_tiles, Float32)
         rMax = cute.make_rmem_tensor(2, Float32)  # of rows 2t and 2t + 1
-        rSum = cute.make_rmem_tensor(self.tiles.cache.sums, Float32)
-        rScore = cute.make_rmem_tensor(4 * self.tiles.at_once, Float32)
+        rSum = cute.make_rmem_tensor(own.cache.sums, Float32)
+        rScore = cute.make_rmem_tensor(4 * own.at_once, Float32)
         rStart = cute.make_rmem_tensor(2, Float32)
-        x = share * self.tiles.share_tiles
-        following_x = self.after(x, tiles)
-        self.look_up(rAhead, pages, start, end, following_x, lane)
-        self.locate(rPage, rNext, pages, start, end, x, lane)
-        for piece in cutlass.range_constexpr(2):
-            self.tiles.load(piece, rBuffer[piece], rNext, caches, x, tiles, lane)
+        # Of this step and those ahead: the first tile; offsets of keys and values, and which keys exist.
+        rFirst = cute.make_rmem_tensor(ahead + 2, Int32)
+        rAt = [cute.make_rmem_tensor(own.located_words, Uint32) for _ in range(ahead + 1)]
+        rNext = rPage[ahead]
+        rFirst[0] = share * own.share_tiles
+        for i in cutlass.range_constexpr(ahead + 1):
+            rFirst[i + 1] = self.after(rFirst[i], tiles)
+        if cutlass.const_expr(self.several):
+            for i in cutlass.range_constexpr(ahead):
+                self.look_up(rPage[i + 1], pages, start, end, rFirst[i + 1], lane)
+        for i in cutlass.range_constexpr(ahead):
+            self.locate(rPage[i], rAt[i], pages, start, end, rFirst[i], lane)
+        for i in cutlass.range_constexpr(slots):
+            step, piece = i // per_step, i % per_step
+            own.load(piece, ring + i * own.slot_bytes, rAt[step], caches, rFirst[step], tiles, lane)
         rStart.fill(0.0)
-        self.tiles.cache.first_scores(self.tiles, sQ, rStart)
+        own.cache.first_scores(own, sQ, rStart)
         rOut.fill(0.0)
         rMax.fill(-Float32.inf)
         rSum.fill(0.0)
-        while x < tiles:
-            for i in cutlass.range_constexpr(self.tiles.located_words):
-                rNow[i] = rNext[i]
-            self.locate(rAhead, rNext, pages, start, end, following_x, lane)
-            self.look_up(rAhead, pages, start, end, self.after(following_x, tiles), lane)
-            sNow = self.tiles.cache.step_queries(self.tiles, sQ, rNow, rStart, state)
-            for i in cutlass.range_constexpr(4 * self.tiles.at_once):
+        slot = ring
+        while rFirst[0] < tiles:
+            x = rFirst[0]
+            self.locate(rNext, rAt[ahead], pages, start, end, rFirst[ahead], lane)
+            self.look_up(rNext, pages, start, end, rFirst[ahead + 1], lane)
+            sNow = own.cache.step_queries(own, sQ, rAt[0], rStart, state)
+            for i in cutlass.range_constexpr(4 * own.at_once):
                 rScore[i] = rStart[i % 2]
-            for piece in cutlass.range_constexpr(2 * self.tiles.pieces):
-                rPiece = rBuffer[piece % 2]
-                if cutlass.const_expr(piece < self.tiles.pieces):
-                    self.tiles.multiply_keys(piece, rPiece, sNow, rScore, x, tiles)
+            for piece in cutlass.range_constexpr(per_step):
+                ptx.wait_for_copies(slots - 1)
+                cute.arch.sync_warp()
+                if cutlass.const_expr(piece < own.pieces):
+                    own.multiply_keys(piece, slot, sNow, rScore, x, tiles, lane)
                     if cutlass.const_expr(tail is not None):
-                        self.tiles.cache.multiply_tail(self.tiles, tail, rScore, start + x * TILE, lane)
+                        own.cache.multiply_tail(own, tail, rScore, start + x * TILE, lane)
                 else:
-                    if cutlass.const_expr(piece == self.tiles.pieces):
-                        self.tiles.weigh(rScore, rNow, rMax, rSum, rOut, sSeen, start, scales, cap, x, tiles, lane)
-                    self.tiles.multiply_values(piece - self.tiles.pieces, rPiece, rScore, rNow, rOut, x, tiles, lane)
-                coming = cutlass.const_expr(piece + 2)
-                if cutlass.const_expr(coming < 2 * self.tiles.pieces):
-                    self.tiles.load(coming, rPiece, rNow, caches, x, tiles, lane)
-                else:
-                    self.tiles.load(coming - 2 * self.tiles.pieces, rPiece, rNext, caches, following_x, tiles, lane)
-            if x + self.tiles.at_once * self.tiles.shares >= tiles:
-                self.leave(rOut, rMax, rSum, meeting, place, x // self.tiles.share_tiles % self.tiles.shares, lane)
-                rOut.fill(0.0)
-                rMax.fill(-Float32.inf)
-                rSum.fill(0.0)
-            x = following_x
-            following_x = self.after(x, tiles)
-        # Shares without a tile: their weight is 0, whatever lies where their sums would.
-        _, sMax, sSum, _ = meeting
-        stride = cutlass.const_expr(self.warps // self.tiles.value_split)
-        if lane < ROWS:
-            for empty in cutlass.range(share, self.tiles.shares, stride, unroll=1):
-                if empty * self.tiles.share_tiles >= tiles:
-                    sMax[empty * ROWS + lane] = -Float32.inf
-                    sSum[empty * ROWS + lane] = Float32(0.0)
+                    if cutlass.const_expr(piece == own.pieces):
+                        own.weigh(rScore, rAt[0], rMax, rSum, rOut, sSeen, start, scales, cap, x, tiles, lane)
+                    own.multiply_values(piece - own.pieces, slot, rScore, rAt[0], rOut, x, tiles, lane)
+                cute.arch.sync_warp()
+                step = cutlass.const_expr((piece + slots) // per_step)
+                coming = cutlass.const_expr((piece + slots) % per_step)
+                own.load(coming, slot, rAt[step], caches, rFirst[step], tiles, lane)
+                slot = cutlass.select_(slot == ring + (slots - 1) * own.slot_bytes, ring, slot + own.slot_bytes)
+            if cutlass.const_expr(self.several):
+                finished = x + own.at_once * own.shares >= tiles
+                if finished:
+                    self.leave(rOut, rMax, rSum, meeting, place, x // own.share_tiles % own.shares, lane)
+                    rOut.fill(0.0)
+                    rMax.fill(-Float32.inf)
+                    rSum.fill(0.0)
+            for i in cutlass.range_constexpr(ahead):
+                for k in cutlass.range_constexpr(own.located_words):
+                    rAt[i][k] = rAt[i + 1][k]
+            for i in cutlass.range_constexpr(ahead + 1):
+                rFirst[i] = rFirst[i + 1]
+            rFirst[ahead + 1] = self.after(rFirst[ahead], tiles)
+        if cutlass.const_expr(self.several):
+            self.leave_empty(share, tiles, meeting, lane)
+        else:
+            self.leave(rOut, rMax, rSum, meeting, place, share, lane)
 
     @cute.jit
     def after(self, x: Int32, tiles: Int32) -> Int32:
-        """The first tile of the step after the one that starts with tile x; NONE past the last."""
+        """The first tile of the step after the one that starts with tile x; NONE or more past the last."""
         later = x + self.tiles.at_once * self.tiles.shares
-        share = x // self.tiles.share_tiles % self.tiles.shares + self.warps // self.tiles.value_split
-        if later >= tiles:
-            later = cutlass.select_(share < self.tiles.shares, share * self.tiles.share_tiles, Int32(NONE))
-        return cutlass.select_(later < tiles, later, Int32(NONE))
+        if cutlass.const_expr(self.several):
+            share = x // self.tiles.share_tiles % self.tiles.shares + self.warps
+            if later >= tiles:
+                later = cutlass.select_(share < self.tiles.shares, share * self.tiles.share_tiles, Int32(NONE))
+            later = cutlass.select_(x < tiles and later < tiles, later, Int32(NONE))
+        return later
+
+    @cute.jit
+    def leave_empty(self, share, tiles, meeting, lane):
+        """Shares without a tile: their weight is 0, whatever lies where their sums would."""
+        _, sMax, sSum = meeting
+        if lane < ROWS:
+            for empty in cutlass.range(share, self.tiles.shares, self.warps, unroll=1):
+                if empty * self.tiles.share_tiles >= tiles:
+                    sMax[empty * ROWS + lane] = -Float32.inf
+                    sSum[empty * ROWS + lane] = Float32(0.0)
 
     # -- queries --------------------------------------------------------------------------------------------------
 
@@ -515,15 +529,16 @@ class Decode:
 
     @cute.jit
     def leave(self, rOut, rMax, rSum, meeting, place, share, lane):
-        """Put the sums of a share where the block meets."""
-        sOut, sMax, sSum, part_of_values = meeting
+        """Put the sums of a share where the block meets: over its slots, of which none is used any more."""
+        sOut, sMax, sSum = meeting
         _, _, _, rows, _, _ = place
         g, t = lane // 4, lane % 4
+        first, each = cutlass.const_expr([x // 4 for x in self.sums_at])
         for odd in cutlass.range_constexpr(2):
             total = rSum[odd]
             for distance in cutlass.range_constexpr(3):
                 total += cute.arch.shuffle_sync_bfly(total, 4 << distance)
-            if g == 0 and part_of_values == 0:
+            if g == 0:
                 sMax[share * ROWS + 2 * t + odd] = rMax[odd]
                 sSum[share * ROWS + 2 * t + odd] = total
             if cutlass.const_expr(self.tiles.cache.sums > 2):  # of zeros, in every dim
@@ -535,8 +550,7 @@ class Decode:
                         rOut[4 * tile + odd + 2 * k] -= offset
             if 2 * t + odd < rows:
                 for tile in cutlass.range_constexpr(self.tiles.output_tiles):
-                    whole = (share * self.tiles.value_split + part_of_values) * self.tiles.output_tiles + tile
-                    at = ((whole * 2 + odd) * 32 + lane) * 2
+                    at = first + share * each + ((tile * 2 + odd) * 32 + lane) * 2
                     sOut[at] = rOut[4 * tile + odd]
                     sOut[at + 1] = rOut[4 * tile + 2 + odd]
 
@@ -556,7 +570,8 @@ class Decode:
     @cute.jit
     def join(self, meeting, chunks, place, results, more, warp, lane):
         """Add the shares up, in their order, and write."""
-        sOut, sMax, sSum, _ = meeting
+        sOut, sMax, sSum = meeting
+        first, each = cutlass.const_expr([x // 4 for x in self.sums_at])
         all_tiles = cutlass.const_expr(self.tiles.size // 16)
         sequence, kv_head, first_row, rows, group, per_group = place
         mOut, mLse, mPartOut, mPartLse, slot, slots, block, mVScale, v_scale_heads = results
@@ -593,7 +608,7 @@ class Decode:
                 if tile < all_tiles:
                     low, high = Float32(0.0), Float32(0.0)
                     for w in cutlass.range_constexpr(self.tiles.shares):
-                        at = (((w * all_tiles + tile) * 2 + odd) * 32 + lane) * 2
+                        at = first + w * each + ((tile * 2 + odd) * 32 + lane) * 2
                         low += cutlass.select_(share[w] == 0.0, Float32(0.0), share[w] * sOut[at])
                         high += cutlass.select_(share[w] == 0.0, Float32(0.0), share[w] * sOut[at + 1])
                     per_chunk = cutlass.const_expr(self.tiles.value_dims // 2)

@@ -47,24 +47,6 @@ def load_if(
 
 
 @dsl_user_op
-def load_shared(address: Int32, *, loc=None, ip=None):
-    """4 registers from shared memory."""
-    text = "ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];"
-    found = _assemble(text, "=r,=r,=r,=r,r", [Int32(address)], [T.i32()] * 4, True, loc, ip)
-    return [Uint32(value) for value in found]
-
-
-@dsl_user_op
-def store_shared(address: Int32, words, *, loc=None, ip=None) -> None:
-    """2 or 4 registers to shared memory."""
-    registers = ", ".join(f"${i + 1}" for i in range(len(words)))
-    text = f"st.shared.v{len(words)}.b32 [$0], {{{registers}}};"
-    _assemble(
-        text, ",".join(["r"] * (1 + len(words))), [Int32(address), *(Uint32(x) for x in words)], [], True, loc, ip
-    )
-
-
-@dsl_user_op
 def prefetch(address: Int64, *, loc=None, ip=None) -> None:
     """Bring a line into L2; returns no data."""
     _assemble("prefetch.global.L2 [$0];", "l", [address], [], True, loc, ip)
@@ -197,3 +179,46 @@ def transpose(pair: Uint32, *, loc=None, ip=None) -> Uint32:
     """An 8 x 8 matrix of 16-bit numbers, two in each lane, transposed over the warp."""
     text = "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;"
     return Uint32(_assemble(text, "=r,r", [Uint32(pair)], [T.i32()], True, loc, ip)[0])
+
+
+@dsl_user_op
+def copy_to_shared(to: Int32, address: Int64, size: cutlass.Constexpr, there=None, *, loc=None, ip=None) -> None:
+    """Start copying 4, 8 or 16 bytes from global to shared memory; of which only so many are there, and then zeros."""
+    kind = "cg" if size == 16 else "ca"
+    operands = [Int32(to), Int64(address)] + ([] if there is None else [Int32(there)])
+    text = f"cp.async.{kind}.shared.global [$0], [$1], {size}{'' if there is None else ', $2'};"
+    _assemble(text, "r,l" if there is None else "r,l,r", operands, [], True, loc, ip)
+
+
+@dsl_user_op
+def commit_copies(*, loc=None, ip=None) -> None:
+    """The copies started since the last time are a group."""
+    _assemble("cp.async.commit_group;", "", [], [], True, loc, ip)
+
+
+@dsl_user_op
+def wait_for_copies(pending: cutlass.Constexpr, *, loc=None, ip=None) -> None:
+    """Until no more than so many of this thread's groups are under way."""
+    _assemble(f"cp.async.wait_group {pending};", "~{memory}", [], [], True, loc, ip)
+
+
+@dsl_user_op
+def load_shared(address: Int32, words: cutlass.Constexpr, *, loc=None, ip=None):
+    """``words`` (1, 2 or 4) registers from shared memory."""
+    registers = ", ".join(f"${i}" for i in range(words))
+    shape = f".v{words}" if words > 1 else ""
+    registers = f"{{{registers}}}" if words > 1 else registers
+    text = f"ld.shared{shape}.b32 {registers}, [${words}];"
+    found = _assemble(text, ",".join(["=r"] * words) + ",r", [Int32(address)], [T.i32()] * words, True, loc, ip)
+    return [Uint32(value) for value in found]
+
+
+@dsl_user_op
+def store_shared(address: Int32, words, *, loc=None, ip=None) -> None:
+    """1, 2 or 4 registers to shared memory."""
+    count = len(words)
+    registers = ", ".join(f"${i + 1}" for i in range(count))
+    shape = f".v{count}" if count > 1 else ""
+    registers = f"{{{registers}}}" if count > 1 else registers
+    text = f"st.shared{shape}.b32 [$0], {registers};"
+    _assemble(text, ",".join(["r"] * (count + 1)), [Int32(address), *(Uint32(x) for x in words)], [], True, loc, ip)

@@ -253,8 +253,8 @@ class Int4(Codes):
         for i in cutlass.range_constexpr(tiles.query_words // 4):
             chunk, part = i // (tiles.key_dims // 8), i % (tiles.key_dims // 8)
             dim = cutlass.const_expr(chunk * 4 * tiles.key_dims + part * 8)
-            scales = self.fours(ptx.load_shared(channels + 2 * dim))
-            zeros = self.fours(ptx.load_shared(channels + 2 * (tiles.size + dim)))
+            scales = self.fours(ptx.load_shared(channels + 2 * dim, 4))
+            zeros = self.fours(ptx.load_shared(channels + 2 * (tiles.size + dim), 4))
             q = tiles.four_words(sQ, i)
             for k in cutlass.range_constexpr(4):
                 rScaled[4 * i + k] = ptx.half_pair("mul.rn.f16x2", q[k], scales[k])

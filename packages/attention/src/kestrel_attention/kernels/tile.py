@@ -1,7 +1,9 @@
 """What a warp does with tiles of 16 keys: it loads them, multiplies them with the queries, weighs and adds the values.
 
-No tile passes through shared memory. A product does not care in which order its inner dimension is summed, so that a
-lane loads 16 consecutive bytes of a row and uses them as they are; (g, t) is lane 4 g + t:
+A piece of a step (keys or values of some tiles, or a part of these) is copied into a slot in shared memory that only
+its warp uses: what is under way takes no registers, and neighbouring lanes ask for neighbouring 16 bytes. A product
+does not care in which order its inner dimension is summed, so that a lane reads up to 16 consecutive bytes of a row and
+uses them as they are; (g, t) is lane 4 g + t:
 
     scores   S' = K Q'   16 x 8 x 16: A = K: keys g and g + 8, dims 16 t.. of a row; B = Q': row g, the same dims
     output   O' = V' P'  16 x 8 x 16: A = V': keys 2t, 2t + 1, 2t + 8, 2t + 9, dims 16 g.. of a row; B = P', which is
@@ -156,7 +158,7 @@ class Tiles:
     shares: int  # into which the keys of a chunk are dealt: tile x + shares follows tile x
     at_once: int  # tiles of a warp, loaded together
     pieces: int  # in which the keys (and the values) of these tiles are loaded
-    value_split: int  # warps that take the same keys, and each a part of the values' dims
+    slots: int  # of a warp, a piece each, loaded while others are used
     split_weights: bool  # P as the sum of two 16-bit numbers
 
     # -- sizes ----------------------------------------------------------------------------------------------------
@@ -191,7 +193,7 @@ class Tiles:
 
     @property
     def value_chunks(self) -> int:
-        return self.row_bytes // (8 * self.value_bytes * self.value_split)
+        return self.row_bytes // (8 * self.value_bytes)
 
     @property
     def value_dims(self) -> int:
@@ -204,9 +206,18 @@ class Tiles:
         return 16 // self.cache.bits
 
     @property
-    def words(self) -> int:
-        """Registers of a lane for the keys, and again for the values, of its warp's tiles, in one piece."""
-        return self.at_once * self.row_bytes // 8 // self.pieces
+    def slot_bytes(self) -> int:
+        return self.at_once * TILE * self.row_bytes // self.pieces
+
+    @property
+    def ring_bytes(self) -> int:
+        """Of a warp's slots; its sums lie there in the end."""
+        return max(self.slots * self.slot_bytes, self.size * ROWS * 4)
+
+    @property
+    def ahead(self) -> int:
+        """Steps after the present one of which pieces are asked for."""
+        return (2 * self.pieces - 1 + self.slots) // (2 * self.pieces)
 
     @property
     def query_words(self) -> int:
@@ -239,104 +250,116 @@ class Tiles:
     @property
     def output_tiles(self) -> int:
         """Of 16 dims, of a warp."""
-        return self.size // (16 * self.value_split)
+        return self.size // 16
 
     # -- loads ----------------------------------------------------------------------------------------------------
 
-    @cute.jit
-    def addresses(self, mK, mV, kv_head, part_of_values, lane):
-        """Where the head's keys and values start, and a lane's part of each chunk of a row.
+    @property
+    def units(self) -> int:
+        """Of 16 bytes, in a row of a piece."""
+        return self.row_bytes // (16 * self.pieces)
 
-        Past the end of a shorter row a lane loads the row's start, which meets zeros in Q or is not written.
-        """
-        g, t = lane // 4, lane % 4
+    @property
+    def rows_at_once(self) -> int:
+        """That a warp loads with one instruction."""
+        return 32 // self.units
+
+    @cute.jit
+    def addresses(self, mK, mV, kv_head, lane):
+        """Where a lane's 16 bytes of the head's first key and value lie, and how much of a row there is from there."""
         element = cutlass.const_expr(mK.element_type.width // 8)
-        row_bytes = mK.shape[3] * element
-        key_base = mK.iterator.toint() + Int64(kv_head) * mK.stride[2] * element
-        value_base = mV.iterator.toint() + Int64(kv_head) * mV.stride[2] * element
-        value_base += part_of_values * self.value_chunks * 8 * self.value_bytes
-        key_at = [c * 4 * self.key_bytes for c in range(self.key_chunks)]
-        value_at = [c * 8 * self.value_bytes for c in range(self.value_chunks)]
-        if cutlass.const_expr(self.padded):
-            part = t * self.key_bytes
-            key_at = [cutlass.select_(at + part < row_bytes, at + part, Int32(0)) for at in key_at]
-            part = g * self.value_bytes
-            value_at = [cutlass.select_(at + part < row_bytes, at + part, Int32(0)) for at in value_at]
-        else:
-            key_base += t * self.key_bytes
-            value_base += g * self.value_bytes
-        return key_base, value_base, key_at, value_at
+        part = lane % self.units * 16
+        key_base = mK.iterator.toint() + Int64(kv_head) * mK.stride[2] * element + part
+        value_base = mV.iterator.toint() + Int64(kv_head) * mV.stride[2] * element + part
+        return key_base, value_base, mK.shape[3] * element - part
 
     @cute.jit
-    def load(self, piece: cutlass.Constexpr, rPiece, rAt, address, x, tiles, lane):
-        """Start loading one piece of a step's keys, or of its values."""
+    def load(self, piece: cutlass.Constexpr, slot, rAt, address, x, tiles, lane):
+        """Start loading one piece of a step's keys, or of its values, into a slot."""
         for tile in cutlass.range_constexpr(self.at_once):
             if x + tile * self.apart < tiles:
-                if cutlass.const_expr(piece < self.pieces):
-                    self.load_keys(piece, tile, rPiece, rAt, address, lane)
-                else:
-                    self.load_values(piece - self.pieces, tile, rPiece, rAt, address, lane)
-
-    def key_units(self, piece: int, tile: int) -> list[tuple[int, int]]:
-        """(chunk, first register of key g, before those of key g + 8) of what a piece holds of a tile's keys."""
-        each = self.key_chunks // self.pieces if self.at_once == 1 else self.key_chunks
-        return [(piece * each + i, (tile * each + i) * self.key_bytes // 2) for i in range(each)]
-
-    def value_units(self, piece: int, tile: int) -> list[tuple[int, int]]:
-        """(chunk, first register of four keys) of what a piece holds of a tile's values."""
-        each = self.value_chunks // self.pieces if self.at_once == 1 else self.value_chunks
-        return [(piece * each + i, (tile * each + i) * self.value_bytes) for i in range(each)]
+                self.load_tile(piece, tile, slot, rAt, address, lane)
+        ptx.commit_copies()
 
     @cute.jit
-    def load_keys(self, piece: cutlass.Constexpr, tile: cutlass.Constexpr, rPiece, rAt, address, lane):
-        base, _, key_at, _ = address
-        units = cutlass.const_expr(self.key_units(piece, tile))
+    def load_tile(self, piece: cutlass.Constexpr, tile: cutlass.Constexpr, slot, rAt, address, lane):
+        """Neighbouring lanes load neighbouring bytes. Missing values and what lies behind a row are zeros."""
+        key_base, value_base, left = address
+        of_values = cutlass.const_expr(piece >= self.pieces)
+        base = value_base if cutlass.const_expr(of_values) else key_base
+        base += cutlass.const_expr(piece % self.pieces * self.row_bytes // self.pieces)
+        exist = rAt[3 * (tile // 2) + 2] >> (tile % 2 * TILE)
+        for i in cutlass.range_constexpr(TILE // self.rows_at_once):
+            row = lane // self.units + i * self.rows_at_once
+            at = cute.arch.shuffle_sync(rAt[3 * (tile // 2) + of_values], tile % 2 * TILE + row)
+            there = None
+            if cutlass.const_expr(self.padded):
+                there = cutlass.min(cutlass.max(left - piece % self.pieces * (self.units * 16), 0), 16)
+            if cutlass.const_expr(of_values and not self.cache.finite):
+                most = Int32(16) if cutlass.const_expr(there is None) else there
+                there = cutlass.select_((exist >> Uint32(row)) & 1 != 0, most, Int32(0))
+            place, turn = self.place(of_values, row)
+            to = slot + tile * (TILE * self.units * 16) + (place * self.units + (lane % self.units ^ turn)) * 16
+            ptx.copy_to_shared(to, base + Int64(at) * 16, 16, there)
+
+    def place(self, of_values: bool, row):
+        """Where a row lies in a slot, and how its units are permuted: lanes that read together find 32 banks."""
+        if not of_values:
+            return row, (row & 1) * 4 if self.units >= 8 else 0
+        if self.units >= 8:
+            return row, (row >> 1 & 3) * 2
+        if self.units == 4:
+            return row >> 1 | (row & 1) << 3, (row >> 2 & 1) * 2
+        return row, 0
+
+    @cute.jit
+    def read_keys(self, slot, c: cutlass.Constexpr, tile: cutlass.Constexpr, lane):
+        """A lane's words of keys g and g + 8 in a chunk of a piece."""
+        g, t = lane // 4, lane % 4
         words = cutlass.const_expr(self.key_bytes // 4)
+        byte = c * 4 * self.key_bytes + t * self.key_bytes
+        loaded = []
         for half in cutlass.range_constexpr(2):
-            at = cute.arch.shuffle_sync(rAt[3 * (tile // 2)], (tile % 2) * TILE + half * 8 + lane // 4)
-            row = base + Int64(at) * 16
-            for u in cutlass.range_constexpr(len(units)):
-                c, register = units[u]
-                loaded = ptx.load_words(row + Int64(key_at[c]), words)
-                for i in cutlass.range_constexpr(words):
-                    rPiece[register + words * half + i] = loaded[i]
+            row, turn = self.place(False, g + 8 * half)
+            at = (row * self.units * 16) + (byte ^ (turn * 16)) + tile * (TILE * self.units * 16)
+            loaded += ptx.load_shared(slot + at, words)
+        return loaded
 
     @cute.jit
-    def load_values(self, piece: cutlass.Constexpr, tile: cutlass.Constexpr, rPiece, rAt, address, lane):
-        _, base, _, value_at = address
-        units = cutlass.const_expr(self.value_units(piece, tile))
+    def read_values(self, slot, c: cutlass.Constexpr, tile: cutlass.Constexpr, lane):
+        """A lane's words of four keys' values in a chunk of a piece."""
+        g, t = lane // 4, lane % 4
         words = cutlass.const_expr(self.value_bytes // 4)
+        byte = g * self.value_bytes
+        rows = []
         for key in cutlass.range_constexpr(4):
-            source = (tile % 2) * TILE + lane % 4 * 2 + key % 2 + key // 2 * 8
-            at = cute.arch.shuffle_sync(rAt[3 * (tile // 2) + 1], source)
-            row = base + Int64(at) * 16
-            for u in cutlass.range_constexpr(len(units)):
-                c, register = units[u]
-                loaded = ptx.load_words(row + Int64(value_at[c]), words)
-                for i in cutlass.range_constexpr(words):
-                    rPiece[register + key * words + i] = loaded[i]
+            row, turn = self.place(True, 2 * t + key % 2 + key // 2 * 8)
+            at = (row * self.units * 16) + (byte ^ (turn * 16)) + tile * (TILE * self.units * 16)
+            rows.append(ptx.load_shared(slot + at + c * 8 * self.value_bytes, words))
+        return rows
 
     # -- products -------------------------------------------------------------------------------------------------
 
     @cute.jit
-    def multiply_keys(self, piece: cutlass.Constexpr, rPiece, sQ, rScore, x, tiles):
+    def multiply_keys(self, piece: cutlass.Constexpr, slot, sQ, rScore, x, tiles, lane):
         """Scores of the keys that a piece holds, added to rScore."""
         if cutlass.const_expr(self.at_once == 1):
-            self.multiply_keys_of(piece, 0, rPiece, sQ, rScore)
+            self.multiply_keys_of(piece, 0, slot, sQ, rScore, lane)
         else:
             for tile in cutlass.range_constexpr(self.at_once):
                 if x + tile * self.apart < tiles:
-                    self.multiply_keys_of(piece, tile, rPiece, sQ, rScore)
+                    self.multiply_keys_of(piece, tile, slot, sQ, rScore, lane)
 
     @cute.jit
-    def multiply_keys_of(self, piece: cutlass.Constexpr, tile: cutlass.Constexpr, rPiece, sQ, rScore):
-        units = cutlass.const_expr(self.key_units(piece, tile))
-        for u in cutlass.range_constexpr(len(units)):
-            c, register = units[u]
+    def multiply_keys_of(self, piece: cutlass.Constexpr, tile: cutlass.Constexpr, slot, sQ, rScore, lane):
+        words = cutlass.const_expr(self.key_bytes // 4)
+        each = cutlass.const_expr(self.key_chunks // self.pieces)
+        for c in cutlass.range_constexpr(each):
+            loaded = self.read_keys(slot, c, tile, lane)
             for two in cutlass.range_constexpr(self.key_products // 2):
-                q = self.four_words(sQ, c * self.key_products // 2 + two)
+                q = self.four_words(sQ, (piece * each + c) * self.key_products // 2 + two)
                 for i in cutlass.range_constexpr(2):
-                    a = self.cache.key_operand(rPiece, register, self.key_bytes // 4, 2 * two + i)
+                    a = self.cache.key_operand(loaded, 0, words, 2 * two + i)
                     c4 = [rScore[4 * tile + k] for k in range(4)]
                     sums = ptx.mma(a, (q[2 * i], q[2 * i + 1]), c4, self.cache.kind)
                     for k in cutlass.range_constexpr(4):
@@ -422,22 +445,19 @@ class Tiles:
         return ptx.maximum(ptx.log2(ptx.float_of(ptx.bits_of(scale) & 0x7FFFFFFF)), Float32(-100.0))
 
     @cute.jit
-    def multiply_values(self, piece: cutlass.Constexpr, rPiece, rScore, rNow, rOut, x, tiles, lane):
+    def multiply_values(self, piece: cutlass.Constexpr, slot, rScore, rNow, rOut, x, tiles, lane):
         """Add weights times values for what a piece holds."""
         if cutlass.const_expr(self.at_once == 1):
-            self.multiply_values_of(piece, 0, rPiece, rScore, rNow, rOut, lane)
+            self.multiply_values_of(piece, 0, slot, rScore, rNow, rOut, lane)
         else:
             for tile in cutlass.range_constexpr(self.at_once):
                 if x + tile * self.apart < tiles:
-                    self.multiply_values_of(piece, tile, rPiece, rScore, rNow, rOut, lane)
+                    self.multiply_values_of(piece, tile, slot, rScore, rNow, rOut, lane)
 
     @cute.jit
-    def multiply_values_of(self, piece: cutlass.Constexpr, tile: cutlass.Constexpr, rPiece, rScore, rNow, rOut, lane):
-        units = cutlass.const_expr(self.value_units(piece, tile))
+    def multiply_values_of(self, piece: cutlass.Constexpr, tile: cutlass.Constexpr, slot, rScore, rNow, rOut, lane):
         words = cutlass.const_expr(self.value_bytes // 4)
-        exist = rNow[3 * (tile // 2) + 2] >> (tile % 2 * TILE)
-        if cutlass.const_expr(not self.cache.finite):
-            self.clear_missing(rPiece, units, exist, lane)
+        each = cutlass.const_expr(self.value_chunks // self.pieces)
         weights, rest = [], []
         for half in cutlass.range_constexpr(2):
             x, y = rScore[4 * tile + 2 * half], rScore[4 * tile + 2 * half + 1]
@@ -446,25 +466,13 @@ class Tiles:
             if cutlass.const_expr(self.split_weights):
                 low, high = ptx.unpack_pair(pair, self.cache.kind)
                 rest.append(ptx.transpose(ptx.pack_pair(x - low, y - high, self.cache.kind)))
-        for u in cutlass.range_constexpr(len(units)):
-            c, register = units[u]
+        for c in cutlass.range_constexpr(each):
+            rows = self.read_values(slot, c, tile, lane)
             for w in cutlass.range_constexpr(words):
-                r = [rPiece[register + key * words + w] for key in range(4)]
-                out = cutlass.const_expr(4 * (c * self.value_dims // 2 + w * self.value_products))
+                out = cutlass.const_expr(4 * ((piece * each + c) * self.value_dims // 2 + w * self.value_products))
                 for i in cutlass.range_constexpr(self.value_products):
-                    self.add_output(self.cache.value_operand(r, i), weights, rest, rOut, out + 4 * i)
-
-    @cute.jit
-    def clear_missing(self, rPiece, units: cutlass.Constexpr, exist, lane):
-        """Zeros for values of keys that do not exist: what lies there may be NaN."""
-        words = cutlass.const_expr(self.value_bytes // 4)
-        if (exist & 0xFFFF) != 0xFFFF:
-            for key in cutlass.range_constexpr(4):
-                place = lane % 4 * 2 + key % 2 + key // 2 * 8
-                if (exist >> place) & 1 == 0:
-                    for u in cutlass.range_constexpr(len(units)):
-                        for i in cutlass.range_constexpr(words):
-                            rPiece[units[u][1] + key * words + i] = Uint32(0)
+                    a = self.cache.value_operand([rows[key][w] for key in range(4)], i)
+                    self.add_output(a, weights, rest, rOut, out + 4 * i)
 
     @cute.jit
     def add_output(self, a, weights, rest, rOut, at: cutlass.Constexpr):

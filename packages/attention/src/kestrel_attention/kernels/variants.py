@@ -17,11 +17,11 @@ class DecodeVariant:
     cache: str  # "same" as the dtype, or "e4m3"
     size: int
     padded: bool
-    shares: int
     warps: int
     tiles: int
+    slots: int
     pieces: int = 1
-    value_split: int = 1
+    shares: int = 0  # the warps, where not given
     residents: int = 3
     split_weights: bool = True
     vector_loads: bool = True
@@ -29,6 +29,13 @@ class DecodeVariant:
     @property
     def name(self) -> str:
         return f"decode_{self.dtype}_{self.cache}_d{self.size}{'p' if self.padded else ''}_w{self.warps}"
+
+    def slots_in(self, shared_bytes: int, warps: int, pieces: int) -> int:
+        """How many slots of a warp so much shared memory holds."""
+        bits = {"same": 16, "int4": 4}.get(self.cache, 8)
+        slot = self.tiles * 16 * self.size * bits // 8 // pieces
+        sums = self.shares * self.size * 32  # where they do not lie over the slots
+        return (shared_bytes - sums) // (warps * slot)
 
     def kernel(self, arch: str) -> tuple[Any, tuple[Any, ...]]:
         """The kernel object and the arguments to compile it with."""
@@ -44,21 +51,24 @@ class DecodeVariant:
             "int8": quantised.Int8,
             "int4": quantised.Int4,
         }
-        # Other GPUs have 48 KB of shared memory for a block: heads of 512 leave the sums of two shares there, not four.
-        fewer = 2 if self.size == 512 and capability(arch) != 90 else 1
+        warps, pieces, slots, residents = self.warps, self.pieces, self.slots, self.residents
+        if capability(arch) not in (90, 100):  # which have 227 KB of shared memory for a block; others 99 or more
+            if self.size == 512:
+                warps, pieces = 4, 4 * self.pieces
+            slots = min(slots, self.slots_in(92 * 1024, warps, pieces))
+        if capability(arch) != 90:  # where registers are filled to the last
+            residents = max(1, residents - 1)
         tiles = Tiles(
             cache=caches[self.cache](),
             size=self.size,
             padded=self.padded,
-            shares=self.shares // fewer,
+            shares=self.shares or warps,
             at_once=self.tiles,
-            pieces=self.pieces,
-            value_split=self.value_split,
+            pieces=pieces,
+            slots=slots,
             split_weights=self.split_weights,
         )
-        # Kernels for either dtype fill their registers to the last on sm_90; others get more, for fewer blocks.
-        fewer_blocks = self.dtype == EITHER and self.residents > 1 and capability(arch) != 90
-        kernel = Decode(dtype, tiles, self.warps // fewer, self.residents - fewer_blocks, has_dependent_launch(arch))
+        kernel = Decode(dtype, tiles, warps, residents, has_dependent_launch(arch))
         return kernel, decode_arguments(dtype, self.cache)
 
 
@@ -259,7 +269,7 @@ def decode_arguments(dtype: Any, cache: str) -> tuple[Any, ...]:
         more = (Int32(0),)
     integers = (Int32(0),) * 9
     page = (Uint32(0), Int32(0), Int32(1), Float32(1.0))
-    numbers = (*integers[:3], *page, *integers[3:], Float32(1.0), Float32(0.0), *(Int32(0),) * 4)
+    numbers = (*integers[:3], *page, *integers[3:], Float32(1.0), Float32(0.0), *(Int32(0),) * 7)
     stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
     return (q, *caches, lengths, table, *scales, prefixes, out, lse, *parts, *numbers, *more, stream)
 
@@ -277,39 +287,35 @@ def combine_arguments(dtype: Any) -> tuple[Any, ...]:
 
 
 def _decode_variants(dtype: str) -> tuple[DecodeVariant, ...]:
-    """What a GPU holds of registers decides the residents: 16 warps of 128, 12 of 168, 8 of 255."""
-    small = [
-        DecodeVariant(dtype, cache, 64, False, shares=16, warps=warps, tiles=tiles, residents=16 // warps)
-        for cache, tiles, counts in (("e4m3", 2, (4, 8, 16)), ("same", 1, (4, 16)))
-        for warps in counts
-    ]
-    middle = [
-        DecodeVariant(dtype, cache, 128, False, shares=8, warps=warps, tiles=1, residents=resident // warps)
-        for cache, resident in (("e4m3", 16), ("same", 12))
-        for warps in (4, 8)
-    ]
+    """What a GPU holds of registers decides the residents: 16 warps of 128, 12 of 168, 8 of 255.
+
+    Heads of 64 take eight warps and all of a multiprocessor's shared memory where blocks are few, and four where many.
+    """
+    small = [(4, 4, 4), (8, 12, 1)]
     return (
-        *small,
-        *middle,
-        DecodeVariant(dtype, "e4m3", 128, True, shares=4, warps=4, tiles=1, residents=3),
-        DecodeVariant(dtype, "e4m3", 256, False, shares=4, warps=4, tiles=1, residents=2),
-        DecodeVariant(dtype, "e4m3", 256, True, shares=4, warps=4, tiles=1, residents=2),
-        DecodeVariant(dtype, "e4m3", 512, False, shares=4, warps=8, tiles=1, residents=1, pieces=2, value_split=2),
-        DecodeVariant(dtype, "same", 128, True, shares=4, warps=4, tiles=1, residents=2),
-        DecodeVariant(dtype, "same", 256, False, shares=4, warps=4, tiles=1, residents=3, pieces=2),
-        DecodeVariant(dtype, "same", 256, True, shares=4, warps=4, tiles=1, residents=2, pieces=4),
-        DecodeVariant(dtype, "same", 512, False, shares=4, warps=8, tiles=1, residents=1, pieces=4, value_split=2),
+        *(DecodeVariant(dtype, "e4m3", 64, False, w, tiles=2, slots=s, residents=r, shares=8) for w, s, r in small),
+        *(DecodeVariant(dtype, "same", 64, False, w, tiles=1, slots=s, residents=r, shares=8) for w, s, r in small),
+        DecodeVariant(dtype, "e4m3", 128, False, warps=8, tiles=1, slots=4, residents=2),
+        DecodeVariant(dtype, "same", 128, False, warps=4, tiles=1, slots=4, residents=3),
+        DecodeVariant(dtype, "e4m3", 128, True, warps=4, tiles=1, slots=6, residents=3),
+        DecodeVariant(dtype, "e4m3", 256, False, warps=4, tiles=1, slots=4, residents=3),
+        DecodeVariant(dtype, "e4m3", 256, True, warps=4, tiles=1, slots=4, residents=2),
+        DecodeVariant(dtype, "e4m3", 512, False, warps=4, tiles=1, slots=4, residents=1),
+        DecodeVariant(dtype, "same", 128, True, warps=4, tiles=1, slots=4, residents=2),
+        DecodeVariant(dtype, "same", 256, False, warps=4, tiles=1, slots=6, residents=2, pieces=2),
+        DecodeVariant(dtype, "same", 256, True, warps=4, tiles=1, slots=6, residents=2, pieces=2),
+        DecodeVariant(dtype, "same", 512, False, warps=8, tiles=1, slots=3, residents=1, pieces=2),
     )
 
 
 QUANTISED = (
-    DecodeVariant(EITHER, "int4", 128, False, shares=8, warps=4, tiles=2, residents=3),
-    DecodeVariant(EITHER, "int4", 64, False, shares=16, warps=4, tiles=2, residents=4),
-    DecodeVariant(EITHER, "int8", 64, False, shares=16, warps=4, tiles=2, residents=4),
-    DecodeVariant(EITHER, "int8", 128, False, shares=8, warps=8, tiles=1, residents=2),
-    DecodeVariant(EITHER, "int8", 256, False, shares=4, warps=4, tiles=1, residents=2),
-    DecodeVariant(EITHER, "e5m2", 64, False, shares=16, warps=4, tiles=2, residents=4),
-    DecodeVariant(EITHER, "e5m2", 128, False, shares=8, warps=8, tiles=1, residents=2),
+    DecodeVariant(EITHER, "int4", 128, False, warps=4, tiles=2, slots=6, residents=3),
+    DecodeVariant(EITHER, "int4", 64, False, warps=4, tiles=2, slots=4, residents=4),
+    DecodeVariant(EITHER, "int8", 64, False, warps=4, tiles=2, slots=4, residents=4),
+    DecodeVariant(EITHER, "int8", 128, False, warps=8, tiles=1, slots=4, residents=2),
+    DecodeVariant(EITHER, "int8", 256, False, warps=4, tiles=1, slots=4, residents=2),
+    DecodeVariant(EITHER, "e5m2", 64, False, warps=4, tiles=2, slots=4, residents=4),
+    DecodeVariant(EITHER, "e5m2", 128, False, warps=8, tiles=1, slots=4, residents=2),
 )
 
 VARIANTS: tuple[DecodeVariant | CombineVariant | AppendVariant | TauTailVariant | MergeVariant, ...] = (
