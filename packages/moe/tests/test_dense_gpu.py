@@ -87,6 +87,17 @@ def test_gated_rows_are_as_accurate_as_torch_and_nothing_else_is_written(name: s
             assert_close_to_f64(out, exactly_gated(name, x), composed(name, x))
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_row_is_the_same_among_few_and_among_many(dtype: torch.dtype) -> None:
+    x = random(2200, 2048, dtype=dtype)  # beyond 2^18 packs another kernel has them
+    for name in ("gelu_residual", "silu_and_mul"):
+        out, assert_intact = canary((2200, 1024), dtype, "cuda")
+        GATED[name][0](x, out=out)
+        assert_intact()
+        for start in (0, 1100, 2100):
+            assert torch.equal(out[start : start + 100], GATED[name][0](x[start : start + 100]))
+
+
 @EACH_GATED
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_one_rounding_from_the_far_left_to_the_far_right(name: str, dtype: torch.dtype) -> None:
@@ -200,6 +211,9 @@ def test_a_token_is_the_same_among_any_others() -> None:
     y = torch.cat([kestrel_moe.gemv(x[i : i + 4], weight) for i in range(0, 32, 4)])
     for tokens in (1, 2, 3, 4):
         assert torch.equal(kestrel_moe.gemv(x[5 : 5 + tokens], weight), y[5 : 5 + tokens])
+    tall = random(2100, 1000, seed=3)  # more outputs take other blocks
+    y_tall = kestrel_moe.gemv(x[:4], tall)
+    assert all(torch.equal(kestrel_moe.gemv(x[i : i + 1], tall)[0], y_tall[i]) for i in range(4))
     x[7] = math.nan
     assert torch.equal(kestrel_moe.gemv(x[4:8], weight)[:3], y[4:7])
     torch.testing.assert_close(kestrel_moe.router_gemm(x, weight)[:7], logits[:7], rtol=1e-5, atol=1e-4)
