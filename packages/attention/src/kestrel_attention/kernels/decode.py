@@ -452,6 +452,8 @@ class Decode:
                 exponent = cutlass.select_(more.bf16 != 0, exponent, (largest >> 10) + 112)
             goal = cutlass.const_expr(self.tiles.cache.query_exponent)
             back = cutlass.const_expr(self.tiles.cache.exponent - goal)
+            if cutlass.const_expr(goal < 1):  # the factor is a normal number
+                exponent = cutlass.min(exponent, 253 + goal)
             exponent = cutlass.max(exponent, goal + 1)
             factor = ptx.float_of((254 + goal - exponent) << 23)
             row_scale = ptx.float_of(cutlass.min(exponent + back, 254) << 23)

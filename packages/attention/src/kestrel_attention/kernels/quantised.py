@@ -249,7 +249,7 @@ class Int4(Codes):
         cute.arch.sync_warp()
         ptx.store_shared(mine, [rAt[at + i] for i in range(words)])
         cute.arch.sync_warp()
-        start = [Float32(0.0)] * 4
+        starts = [[Float32(0.0)] * 4 for _ in range(4)]  # in four chains: a product waits for the one before it
         for i in cutlass.range_constexpr(tiles.query_words // 4):
             chunk, part = i // (tiles.key_dims // 8), i % (tiles.key_dims // 8)
             dim = cutlass.const_expr(chunk * 4 * tiles.key_dims + part * 8)
@@ -261,9 +261,10 @@ class Int4(Codes):
             for k in cutlass.range_constexpr(2):
                 even, odd = sixteenth(zeros[2 * k]), zeros[2 * k + 1]
                 b = (rScaled[4 * i + 2 * k], rScaled[4 * i + 2 * k + 1])
-                start = ptx.mma((even, even, odd, odd), b, start, "f16")
+                chain = cutlass.const_expr((2 * i + k) % 4)
+                starts[chain] = ptx.mma((even, even, odd, odd), b, starts[chain], "f16")
         for e in cutlass.range_constexpr(2):
-            rStart[e] = start[e] * -(2.0**-20)
+            rStart[e] = (starts[0][e] + starts[1][e] + (starts[2][e] + starts[3][e])) * -(2.0**-20)
         return rScaled
 
     # -- the unfinished page --------------------------------------------------------------------------------------
