@@ -1,13 +1,13 @@
-// Quantisation per row, per group of columns, or with scales that are given.
+// Quantisation per group of columns, with scales that are given, and of rows that quant_rows.cuh does not take.
 //
 // clang-format off
 // Computes:   scale = f(largest finite magnitude of a segment), or reads it; code = round(x / scale), bit for bit the reference's.
-// Built for:  rows of 1 to 8 k elements and groups of 128 in bf16, from one row (latency) to 65536 (bandwidth).
-// Must move:  x in, codes and scales out: 3 bytes per bf16 element for FP8 and INT8, 2.5 for INT4; about 9 operations per element
-//             (five multiply-adds of them the true quotient), so memory decides: 4.3 TB/s.
+// Built for:  groups of 128 and rows of any length in bf16, from one row (latency) to 65536 (bandwidth).
+// Must move:  x in, codes and scales out: 3 bytes per bf16 element for FP8 and INT8, 2.5 for INT4; about 6 operations per element
+//             (two of them the quotient; five for float32), so memory decides: 4.3 TB/s.
 // Split:      a team of threads per segment, which holds it in registers as packs of 16 bytes: 1 to 32 lanes of a warp, or, for long
-//             segments and for few rows, whole warps with one barrier. The order of a maximum does not matter, so a team may be
-//             chosen by the number of rows: a row's codes are the same whatever the team.
+//             segments, whole warps with one barrier. The order of a maximum does not matter: a row's codes are the same whatever
+//             the team.
 // Special:    a thread that holds a NaN or an inf, or whose scale is extreme, reads its values again and divides one by one; rows that
 //             are not whole aligned packs go element by element.
 // PDL:        everything is read after the wait; before it the first blocks bring their values into L2, and addresses are computed.
