@@ -1,7 +1,8 @@
 """Writes new keys and values into their slots of a cache, as they are or as e4m3: code = x / scale, saturating.
 
 Launched before decode.py where a call appends. A block takes one new token, a thread eight elements at a time: a token
-of Hk heads of D dims is 4 Hk D elements moved, nothing next to the launch. bf16 and f16 rows keep their bits.
+of Hk heads of D dims is 4 Hk D elements moved, nothing next to the launch: 64 tokens of 8 heads of 128 in bf16 are 0.5
+MB, 0.1 us. bf16 and f16 rows keep their bits.
 """
 
 from __future__ import annotations

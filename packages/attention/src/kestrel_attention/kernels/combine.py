@@ -1,9 +1,10 @@
 """Joins the chunks of long sequences: out = sum of exp(lse_c - lse) out_c, over the chunks c of a row in order.
 
-Launched behind decode.py where a sequence may have several chunks. A block takes 128 dims of a
-row: its warps take chunks in turn, and meet in shared memory in a fixed order. Rows of one chunk are done already. A
-row of D dims in C chunks is 4 C D bytes, written just before and still in L2: what counts is one round of loads behind
-the launch, so that up to 64 chunks are asked for before it is known how many there are.
+Launched behind decode.py where a sequence may have several chunks. A block takes 128 dims of a row: its warps take
+chunks in turn, and meet in shared memory in a fixed order. Rows of one chunk are done already. A row of D dims in C
+chunks is 4 C D bytes, written just before and still in L2: what counts is one round of loads behind the launch, so that
+chunks are asked for before it is known how many there are. 256 rows of 128 dims in 6 chunks are 0.8 MB, 0.2 us and a
+launch of 0.6; with the wait for decode.py's last block it costs 1.5 to 3 us.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Attention over two sets of keys becomes attention over both: each row's outputs, weighed by their sums.
 
 T rows of H heads of D: 3 T H D elements to move. A thread takes one 16-byte vector of both outputs and works out the
-weights of its head again: their LSE lie in L2.
+weights of its head again: their LSE lie in L2. 740 rows of 32 heads of 64 in bf16 are 9.4 MB, 2.2 us and a launch.
 """
 
 from __future__ import annotations

