@@ -20,7 +20,8 @@ namespace kestrel::norm {
 constexpr int MOST_WARPS = 32;
 
 template <typename O, Access A>
-__global__ void __launch_bounds__(MOST_WARPS * 32, A == Access::whole ? 0 : 1) norm_any_rows(const __grid_constant__ Params p) {
+__global__ void __launch_bounds__(MOST_WARPS * 32, A == Access::whole ? 0 : 1)
+    norm_any_rows(const __grid_constant__ Params p) {
   using T = typename O::T;
   constexpr int size = Pack<T>::size;
   constexpr bool layer = O::norm == Norm::layer;

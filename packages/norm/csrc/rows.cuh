@@ -49,6 +49,7 @@ struct Row {
   char* residual;
   char* out;
 
+  Row() = default;
   __device__ __forceinline__ Row(const Params& p, int row) {
     if (p.flat) {
       x = p.x.base + row * p.x.stride[0];

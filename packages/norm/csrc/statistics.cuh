@@ -58,6 +58,7 @@ struct Exchange {
   static constexpr int entry_bytes = layer ? 16 : 4;
   unsigned all = 0, mine = 0;  // addresses
 
+  Exchange() = default;
   template <int WARPS>
   __device__ __forceinline__ Exchange(float4* memory, const Team<WARPS>& team) {
     if constexpr (WARPS > 1) {

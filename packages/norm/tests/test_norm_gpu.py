@@ -132,7 +132,7 @@ def test_many_rows(op: str, t: int) -> None:
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("op", OPS + FP8_OPS)
 def test_rows_of_a_call_beyond_l2_are_those_of_a_small_one(op: str, dtype: torch.dtype) -> None:
-    for n in (4104, 8192):
+    for n in (4096, 4104, 8192):
         x, weight, bias = random(8193, n, dtype=dtype), random(n, dtype=dtype, seed=1), random(n, dtype=dtype, seed=2)
         whole = run(op, x, weight, bias)
         for rows in (slice(0, 3), slice(8190, 8193)):
