@@ -13,8 +13,8 @@ EITHER = "half"  # bf16 or fp16, told apart when a kernel runs
 class DecodeVariant:
     """Attention of few queries over a cache (decode.py): head sizes up to ``size``, or just that where not padded."""
 
-    dtype: str
-    cache: str  # "same" as the dtype, or "e4m3"
+    dtype: str  # or EITHER
+    cache: str  # "same" as the dtype, "e4m3", "e5m2", "int8" or "int4"
     size: int
     padded: bool
     warps: int
