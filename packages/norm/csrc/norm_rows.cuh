@@ -9,7 +9,8 @@
 // Split:      a team of threads per row, chosen by N and the dtype alone (host.h): one warp up to 128 packs of 16 bytes
 //             (LayerNorm 160; four rows a block), else a block of up to 8 warps. A thread holds V packs of the row in
 //             registers, pack c belongs to thread c % team: sums are added in one order, whatever the batch and the strides.
-//             A block of a large rms_norm has two rows, all of which it reads before it works on the first.
+//             A block of a large rms_norm has two rows, all of which it reads before it works on the first. A pack is
+//             one access, or two where bases, strides or N are multiples of 8 bytes alone (rows.cuh, Access).
 // PDL:        weight and bias are read before the wait, rows after it, and the next kernel is let in after it (pdl.cuh says
 //             why). Where host.h's set_overlap says so, a row is prefetched into L2 before the wait: that returns no data, so
 //             it cannot see a stale value, and it hides the latency of what the kernel before did not write.
