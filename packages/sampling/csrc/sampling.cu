@@ -96,7 +96,9 @@ Split split_to_draw(int length, int64_t rows, DLDevice device, bool few, int blo
 }
 
 Split split_to_list(int length, int64_t rows, DLDevice device, int blocks) {
-  if (!blocks) blocks = length <= kShortRow ? 1 : rows <= processors(device) ? 8 : 4;
+  if (!blocks) {
+    blocks = length <= kShortRow ? 1 : rows * 8 <= processors(device) ? 8 : rows <= processors(device) / 3 ? 4 : 2;
+  }
   if (!has_clusters(device)) blocks = 1;
   return {blocks, kFewThreads, false, sizeof(FewScratch) + Exchange::bytes(blocks * kFewThreads / 32)};
 }

@@ -24,8 +24,8 @@ def top_p_sampling_from_probs(
     probs: [B, V] float32, bf16 or fp16, any row stride; rows need not sum to 1, negative entries count as 0.
     top_p: a number (rounded to float32), or float32 [B] (or [1]). Entries are taken in descending order, ties to the
         lower id; >= 1 takes all, <= 0 takes one.
-    seed, offset: an int, int64 [1] or int64 [B]. Row b uses the first word of Philox4x32-10 with key = its seed and
-        counter = its offset: rows of one seed and offset draw with the same number, so give each row, and each step,
+    seed, offset: an int, int64 [1] or int64 [B]. Row b uses the words of Philox4x32-10 with key = its seed and
+        counter = its offset: rows of one seed and offset draw with the same numbers, so give each row, and each step,
         its own. The offset is 0 if only a seed is given.
     generator: without a seed, a seed comes from it (default: the device's own generator), and row b uses offset b.
         While a CUDA graph is captured seed and offset must be tensors.
