@@ -1,4 +1,10 @@
-// The kernel behind every op that samples or makes probabilities; sampling.cu says what it is built for.
+// Ids and probabilities by a search for thresholds: larger k than few_rows.cuh takes, what it leaves, softmax,
+// renormalisation.
+//
+// Must move:  a row once, and what is written; about 25 instructions an element.
+// Split:      a row per team of blocks, which hold it in shared memory where that is large enough.
+// Measured:   on an H200, of the time that the bytes take: top-k then top-p 12 % at 1x51200 and 9 % at 256x128256
+//             (results/h200_designs.json, search). Predicted: 36 % at 1x51200.
 #pragma once
 
 #include "params.cuh"

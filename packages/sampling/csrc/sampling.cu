@@ -1,13 +1,13 @@
-// Sampling from probabilities or logits, and probabilities of what a filter keeps: one kernel behind nine ops.
+// Sampling from probabilities or logits, and probabilities of what a filter keeps: which kernel takes which row.
 //
-// Computes: reference_sampling.py, integer for integer: a row's elements as masses (row.cuh), min-p, top-k and top-p as
-// thresholds on them (search.cuh), and the id at which the running mass of what is kept passes a Philox number.
+// Computes: reference_sampling.py, integer for integer. draw_rows.cuh draws from rows without top-k, few_rows.cuh from
+//           the k <= 128 largest, sample_rows.cuh does everything else by a search for thresholds: larger k, rows that
+//           few_rows leaves, softmax and renormalisation. topk_rows.cuh sorts the k largest.
 // Built for: rows of 1 K to 256 K, from one row (latency) to 256 and more (bandwidth), warm in L2.
-// Must move: a row once, 4 V bytes of float32; about 10 instructions an element without a filter, 25 with top-p.
-// Split: a row per team of blocks (a cluster, with distributed shared memory, from sm_90 on), a contiguous piece per
-// warp, held in shared memory as float32 from the only read on. A pass over it ends in one barrier of the cluster that
-// also exchanges the warps' sums. Sums are integers: ids do not depend on the split.
-// Measured: results/ and README.md.
+// Must move: a row once, 4 V bytes of float32; 10 to 14 instructions an element.
+// Split:    a row per team of blocks (a cluster, with distributed shared memory, from sm_90 on), a contiguous piece per
+//           warp. Sums are integers: ids do not depend on the split.
+// Measured: the kernels' files, results/ and README.md.
 
 #include <kestrel/check.h>
 #include <kestrel/launch.h>

@@ -5,6 +5,7 @@
 // Split:      as sample_rows.cuh: a team of blocks per row, the row in shared memory. The search for the k-th largest
 // is
 //             that of top-k sampling; the k elements from it up are gathered in the first block and sorted there.
+// Measured:   not on record; the search is sample_rows.cuh's, and so is what bounds it.
 #pragma once
 
 #include "search.cuh"
