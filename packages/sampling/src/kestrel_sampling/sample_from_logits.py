@@ -46,7 +46,7 @@ def sample_from_logits(
     seed, offset, generator, return_valid: as in :func:`top_p_sampling_from_probs`.
 
     Returns ids int32 [B]; with return_valid (ids, valid bool [B]). A row that holds NaN or +inf, or only -inf, gives id
-    0 and valid False. A row's draw depends on its own logits, seed and offset only. Reads nothing on the host.
+    0 and valid False. A row's draw depends on its own logits, seed and offset only. Kernels read nothing on the host.
     Filters and draw are integer arithmetic on the weights, see reference_sampling.py.
 
     Raises ValueError or TypeError as top_p_sampling_from_probs does, for a negative temperature, and for an unknown
