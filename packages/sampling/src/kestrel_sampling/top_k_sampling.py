@@ -38,8 +38,8 @@ def top_k_sampling_from_probs(
     seed, offset, generator, return_valid: as in :func:`top_p_sampling_from_probs`.
 
     Returns ids int32 [B]; with return_valid (ids, valid bool [B]). A row that holds NaN or +inf, or has no mass, gives
-    id 0 and valid False. A row's draw depends on its own probabilities, seed and offset only. Reads nothing on the
-    host. Filter and draw are integer arithmetic, see reference_sampling.py.
+    id 0 and valid False. A row's draw depends on its own probabilities, seed and offset only. Kernels read
+    nothing on the host. Filter and draw are integer arithmetic, see reference_sampling.py.
 
     Raises ValueError or TypeError as top_p_sampling_from_probs does. Semantics: FlashInfer's top_k_sampling_from_probs.
 
@@ -72,8 +72,8 @@ def top_k_top_p_sampling_from_probs(
     seed, offset, generator, return_valid: as in :func:`top_p_sampling_from_probs`.
 
     Returns ids int32 [B]; with return_valid (ids, valid bool [B]). A row that holds NaN or +inf, or has no mass, gives
-    id 0 and valid False. A row's draw depends on its own probabilities, seed and offset only. Reads nothing on the
-    host. Filters and draw are integer arithmetic, see reference_sampling.py.
+    id 0 and valid False. A row's draw depends on its own probabilities, seed and offset only. Kernels read
+    nothing on the host. Filters and draw are integer arithmetic, see reference_sampling.py.
 
     Raises ValueError or TypeError as top_p_sampling_from_probs does, and for an unknown ``filter_apply_order``.
     Semantics: FlashInfer's top_k_top_p_sampling_from_probs.

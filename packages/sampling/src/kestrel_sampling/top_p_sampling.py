@@ -31,8 +31,9 @@ def top_p_sampling_from_probs(
         While a CUDA graph is captured seed and offset must be tensors.
 
     Returns ids int32 [B]; with return_valid (ids, valid bool [B]). A row that holds NaN or +inf, or has no mass, gives
-    id 0 and valid False. A row's draw depends on its own probabilities, seed and offset only. Reads nothing on the
-    host. Filter and draw are integer arithmetic, see reference_sampling.py, so that every kernel draws the same id.
+    id 0 and valid False. A row's draw depends on its own probabilities, seed and offset only. Kernels read
+    nothing on the host. Filter and draw are integer arithmetic, see reference_sampling.py, so that every kernel draws
+    the same id.
 
     Raises ValueError or TypeError for a wrong dtype, rank, shape or device, an offset without a seed, a generator with
     one, or numbers instead of tensors during capture.
