@@ -10,7 +10,8 @@
 //
 // Before the wait the first packs of weight, which is constant, are asked for: half of 4096 columns, or all.
 //
-// Predicted 9 us for 4096x4096; measured 9.4 with blocks of 256 threads and 9.0 with 128 (results/h200_designs.json).
+// Predicted 9 us for 4096x4096; measured 9.4 with blocks of 256 threads and 9.0 with 128, in turn
+// (results/h200_designs.json). On record: 9.6, and 28.6 for 4096x14336 (results/h200.json).
 #include <tvm/ffi/function.h>
 #include <kestrel/pack.cuh>
 #include <kestrel/pdl.cuh>

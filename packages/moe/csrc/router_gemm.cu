@@ -11,7 +11,7 @@
 // order. Pieces and order depend on K alone: a token's result is the same for every T.
 // PDL: the first weights (constant) are read before the wait.
 //
-// Measured: results/h200.json, README.md.
+// Measured: 2.0 us for one token, 5.3 for 740, whose limits are 1.1 and 1.9 (results/h200.json, README.md).
 #include <tvm/ffi/function.h>
 #include <kestrel/pack.cuh>
 #include <kestrel/pdl.cuh>

@@ -11,8 +11,8 @@
 // Shortcuts:  of long rows a part is looked at first, for two values between which the smallest kept entry should lie;
 //             what is >= each is weighed while the row is read and decides about most ids. About the others decides a
 //             pass that adds floats, with a bound on its error, and where that is not enough, one that adds masses.
-// Measured:   on an H200, of the time that the bytes take: no filter 94 % at 256x128256 and 46 % at 1x51200; top-p 45 %
-//             and 27 % (results/h200_designs.json; predicted for 256x128256: 88 % and 68 %).
+// Measured:   on an H200, of the limit (launches and bytes): no filter 93 % at 256x128256 and 52 % at 1x51200; top-p
+//             44 % and 21 % (results/h200.json; predicted for 256x128256: 88 % and 68 %).
 #pragma once
 
 #include "params.cuh"

@@ -6,8 +6,8 @@
 //           4 k of the whole row should reach; while they read the row they list what does. The first block gathers the
 //           lists, ranks the largest in them, every pair compared, and draws. A row of which too few or too many
 //           elements reach the value is left to sample_rows.cuh: its id is -1 until then.
-// Measured:   on an H200, of the time that the bytes take: 67 % at 256x128256 with two blocks a row, 18 % at 1x51200
-//             (results/h200_designs.json, k = 50 and p = 0.9). No prediction was written down.
+// Measured: on an H200, of the limit (launches and bytes): 69 % at 256x128256, 17 % at 1x51200 (results/h200.json,
+//           k = 50 and p = 0.9). No prediction was written down.
 #pragma once
 
 #include "params.cuh"

@@ -3,8 +3,9 @@
 //
 // Must move:  a row once, and what is written; about 25 instructions an element.
 // Split:      a row per team of blocks, which hold it in shared memory where that is large enough.
-// Measured:   on an H200, of the time that the bytes take: top-k then top-p 12 % at 1x51200 and 9 % at 256x128256
-//             (results/h200_designs.json, search). Predicted: 36 % at 1x51200.
+// Measured:   on an H200, of the limit (launches and bytes): top-k then top-p, k = 50, 12 % at 1x51200 and 9 % at
+//             256x128256, when it took these rows (results/h200_designs.json, search). Predicted: 36 % at 1x51200.
+//             What it takes today is not on record.
 #pragma once
 
 #include "params.cuh"

@@ -3,9 +3,8 @@
 // Computes:   topk_fwd, where the kernels for short rows and small k do not reach: rows of a vocabulary.
 // Must move:  a row once and 6 or 8 k bytes out.
 // Split:      as sample_rows.cuh: a team of blocks per row, the row in shared memory. The search for the k-th largest
-// is
-//             that of top-k sampling; the k elements from it up are gathered in the first block and sorted there.
-// Measured:   not on record; the search is sample_rows.cuh's, and so is what bounds it.
+//             is that of top-k sampling; the k elements from it up are gathered in the first block and sorted there.
+// Measured:   no row of it is on record; the search is sample_rows.cuh's, and so is what bounds it.
 #pragma once
 
 #include "search.cuh"
