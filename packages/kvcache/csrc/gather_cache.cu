@@ -7,8 +7,8 @@
 // Must move:  every code and scale once, and 2 Hk D bytes per token and tensor out (bf16); 2 operations per element.
 // Split:      a thread takes 8 elements of a key and of the value beside it; rows share or split blocks of 128 threads.
 // PDL:        nothing is constant: the table is prefetched into L2 before the wait, and everything is read after it.
-// Measured:   predicted for 1024 tokens of 8 heads of 128 from FP8: 6.3 MB and a launch, 2.5 us on an H200; 4.2, 60 % of that (from
-//             bf16 4.5, 67 %; the table stands before the rows, a second trip to memory).
+// Measured:   predicted for 1024 tokens of 8 heads of 128 from FP8: 6.3 MB and a launch, 2.5 us on an H200; 4.2, 59 % of that (from
+//             bf16 4.4, 68 %; results/h200.json; the table stands before the rows, a second trip to memory).
 // clang-format on
 
 #include <tvm/ffi/function.h>

@@ -14,8 +14,8 @@
 //             token must stand if the tokens come in order, and else among all.
 // PDL:        nothing is constant: values, slots and sequences are prefetched into L2 before the wait, and everything is read
 //             after it.
-// Measured:   predicted for a prompt of 1024 tokens of 8 heads of 128: 5.4 MB and two launches, 3.4 us on an H200; 29, 12 % of that, with
-//             codes read 2 rows at a time, not timed with 8 (README.md).
+// Measured:   predicted for a prompt of 1024 tokens of 8 heads of 128: 5.4 MB and two launches, 3.4 us on an H200; 24.8, 14 % of that
+//             (results/h200.json; other ways to read a page: README.md).
 // clang-format on
 
 #include <tvm/ffi/function.h>

@@ -12,8 +12,8 @@
 //             pair or an element. Up to 256 threads a block; short rows share a block, long ones take several.
 // PDL:        only the table is constant, and which row of it is needed stands in positions: nothing is read before the
 //             wait. Rows, positions and slots are prefetched into L2 there, which returns no data.
-// Measured:   predicted for 1024 tokens of 32 and 8 heads of 128 into FP8: 25 MB and a launch, 7.0 us on an H200; 8.2, 85 % of that
-//             (as they are 8.5, 87 %).
+// Measured:   predicted for 1024 tokens of 32 and 8 heads of 128 into FP8: 25 MB and a launch, 7.0 us on an H200; 8.0, 87 % of that
+//             (as they are 8.3, 89 % of 7.4; results/h200.json).
 // clang-format on
 
 #include <kestrel/rotary.h>

@@ -14,9 +14,9 @@
 // PDL:        weight and bias are read before the wait, rows after it, and the next kernel is let in after it (pdl.cuh says
 //             why). Where host.h's set_overlap says so, a row is prefetched into L2 before the wait: that returns no data, so
 //             it cannot see a stale value, and it hides the latency of what the kernel before did not write.
-// Measured:   on an H200, of the limit (a launch and the bytes at 4.3 TB/s): rms_norm 16x4096 0.98, layer_norm 729x1152
-//             0.97, fused_add_rms_norm 740x2048 1.01 (results/h200_streams.json); rms_norm 65536x8192 0.94
-//             (results/h200_designs.json). Every shape of record: results/h200.json; what was tried: README.md.
+// Measured:   on an H200, of the limit (a launch and the bytes at 4.3 TB/s): rms_norm 16x4096 1.00, layer_norm 729x1152
+//             0.99, fused_add_rms_norm 740x2048 1.01; rms_norm 16384x4096 and 65536x8192 0.94, which miss their targets by
+//             about 1 %. Every shape of record: results/h200.json; what was tried: README.md.
 // clang-format on
 #pragma once
 

@@ -9,9 +9,9 @@
 //             cosines and sines serve U times. Block: x pieces, y heads, z rows; no loops and no divisions.
 // PDL:        the address in the table depends on a position, so nothing constant can be read before the wait. Heads and
 //             positions are prefetched into L2 before it (that returns no data), read after it.
-// Measured:   on an H200, of the limit (a launch and the bytes at 4.3 TB/s): 1.09, 1.00, 0.94 for 1, 4, 16 rows of 32 + 32
-//             heads of 64, 0.94 for 740; 0.93 to 0.95 for 512 to 8192 rows of heads of 128 (results/h200_designs.json:
-//             second, fourth). README.md has every shape of record, what was predicted, and what came of it.
+// Measured:   on an H200, of the limit (a launch and the bytes at 4.3 TB/s): 1.10, 1.00, 0.95 for 1, 4, 16 rows of 32 + 32
+//             heads of 64, 0.94 for 740; 0.93 to 0.95 for 512 to 8192 rows of heads of 128 (results/h200.json). README.md has
+//             every shape of record, what was predicted, and what came of it.
 // clang-format on
 #pragma once
 
