@@ -185,26 +185,77 @@ def test_family_without_a_binary_is_unsupported_not_broken(tmp_path: Path, monke
         _ = Binary("kestrel_missing_family").folder
 
 
-@pytest.mark.parametrize("in_memory", [True, False])
-def test_a_packed_library_loads_and_leaves_no_file(
-    in_memory: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def packed_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     plain = Path(torch.__file__).parent / "lib" / "libtorch_global_deps.so"
     packed = binary.packed(tmp_path / "library.so")
     packed.write_bytes(lzma.compress(plain.read_bytes()))
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    binary._loaded.cache_clear()
+    return packed
+
+
+@pytest.mark.parametrize("in_memory", [True, False])
+def test_a_packed_library_loads_and_leaves_no_file(in_memory: bool, packed_library: Path) -> None:
+    with binary.unpacked(packed_library, in_memory=in_memory) as file:
+        assert file.name == "library.so"
+        assert file.is_symlink() is in_memory
+        assert file.read_bytes() == lzma.decompress(packed_library.read_bytes())
+        ctypes.CDLL(str(file))
+    assert list(packed_library.parent.iterdir()) == [packed_library]
+
+
+def load_as_ctypes(path: str) -> ctypes.CDLL:
+    try:
+        return ctypes.CDLL(path)
+    except OSError as error:
+        raise RuntimeError(error) from None  # as tvm_ffi says it
+
+
+def test_a_packed_library_is_loaded_once(packed_library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    paths: list[str] = []
+    monkeypatch.setattr("tvm_ffi.load_module", lambda path: paths.append(path) or load_as_ctypes(path))
+    assert binary._load_library(packed_library) is binary._load_library(packed_library)
+    assert len(paths) == 1
+
+
+@pytest.mark.parametrize("why", ["no such function", "refused", "cannot be executed"])
+def test_a_packed_library_is_written_where_memory_cannot_be_loaded(
+    why: str, packed_library: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths: list[bool] = []
+
+    def load(path: str) -> ctypes.CDLL:
+        paths.append(Path(path).is_symlink())
+        if why == "cannot be executed" and paths[-1]:
+            raise RuntimeError("failed to map segment")
+        return load_as_ctypes(path)
 
     def refuse(name: str) -> int:
         raise OSError(name)
 
-    if not in_memory:
+    monkeypatch.setattr("tvm_ffi.load_module", load)
+    if why == "no such function":
+        monkeypatch.delattr("os.memfd_create")
+    elif why == "refused":
         monkeypatch.setattr("os.memfd_create", refuse)
-    with binary.unpacked(packed) as file:
-        assert file.name == "library.so"
-        assert file.is_symlink() is in_memory
-        assert file.read_bytes() == plain.read_bytes()
-        ctypes.CDLL(str(file))
-    assert list(tmp_path.iterdir()) == [packed]
+    assert isinstance(binary._load_library(packed_library), ctypes.CDLL)
+    assert paths[-1] is False
+    assert list(packed_library.parent.iterdir()) == [packed_library]
+
+
+def test_without_a_folder_to_unpack_into_the_binary_is_unsupported(
+    packed_library: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(packed_library.parent / "missing"))
+    with pytest.raises(UnsupportedError, match=r"library\.so\.xz cannot be unpacked here.*TMPDIR"):
+        binary._load_library(packed_library)
+
+
+def test_without_lzma_the_binary_is_unsupported(packed_library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "lzma", None)
+    with pytest.raises(UnsupportedError, match="without lzma"):
+        binary._load_library(packed_library)
 
 
 def test_a_family_finds_its_library_plain_or_packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

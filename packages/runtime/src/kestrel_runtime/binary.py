@@ -155,32 +155,54 @@ def packed(library: Path) -> Path:
     return library.with_name(f"{library.name}.xz")
 
 
-@functools.cache
+_loading = threading.Lock()
+
+
 def _load_library(library: Path) -> Any:
+    """The module of a library, loaded once a process, whichever thread and op ask for it first."""
+    with _loading:
+        return _loaded(library)
+
+
+@functools.cache
+def _loaded(library: Path) -> Any:
     import tvm_ffi
 
     tvm_ffi.register_error("UnsupportedError", UnsupportedError)
     if library.suffix == ".so":
         return tvm_ffi.load_module(str(library))
-    with unpacked(library) as plain:
+    # in memory nothing is written, and a program may run even where those of the temporary folder may not
+    with contextlib.suppress(OSError, RuntimeError), unpacked(library, in_memory=True) as plain:
         return tvm_ffi.load_module(str(plain))
+    try:
+        with unpacked(library, in_memory=False) as plain:
+            return tvm_ffi.load_module(str(plain))
+    except OSError as error:
+        raise UnsupportedError(
+            f"{library.name} cannot be unpacked here: {error}; TMPDIR may name a folder for it"
+        ) from error
 
 
 @contextlib.contextmanager
-def unpacked(library: Path) -> Iterator[Path]:
-    """A packed library as a file to load, in memory where there are such files: what was loaded needs it no more."""
-    import lzma  # not in every build of Python
-
+def unpacked(library: Path, *, in_memory: bool) -> Iterator[Path]:
+    """A packed library as a file to load, of which nothing stays: what was loaded needs it no more."""
+    try:
+        import lzma
+    except ImportError:
+        raise UnsupportedError(
+            "this Python was built without lzma: it cannot unpack kernels of release wheels"
+        ) from None
+    if in_memory and not hasattr(os, "memfd_create"):  # a Python made for an old C library
+        raise OSError("this Python has no files in memory")
     content = lzma.decompress(library.read_bytes())
     with tempfile.TemporaryDirectory(prefix="kestrel-") as folder, contextlib.ExitStack() as stack:
         plain = Path(folder) / library.stem
-        try:  # in memory a file may be executed even where the temporary folder's may not
+        if in_memory:
             file = stack.enter_context(open(os.memfd_create(library.stem), "wb", buffering=0))
             plain.symlink_to(f"/proc/self/fd/{file.fileno()}")
             at = memoryview(content)
             while at:
                 at = at[file.write(at) :]
-        except OSError:
-            plain.unlink(missing_ok=True)
+        else:
             plain.write_bytes(content)
         yield plain
