@@ -223,7 +223,7 @@ BAD_QUOTIENTS = [
 ]
 
 
-@pytest.mark.parametrize("case", BAD_QUOTIENTS, ids=str)
+@pytest.mark.parametrize("case", BAD_QUOTIENTS, ids=lambda case: case.name)
 def test_whatever_a_launch_stumbles_over_becomes_the_named_error(case: testing.BadInput) -> None:
     testing.assert_rejects(_entry_of(OPS.quotient).on_cuda, case, "quotient")  # type: ignore[attr-defined]
 
