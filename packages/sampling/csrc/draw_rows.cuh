@@ -157,9 +157,10 @@ struct Draw {
   }
 
   // Whether a mass is below the goal (an entry it comes before is kept), from its sum in floats. n floats, added in any
-  // order, are off by n 2^-24 of their sum; masses are rounded to integers.
+  // order, are off by n 2^-24 of their sum; masses are rounded to integers. The same in every warp, whatever its piece:
+  // they branch on it.
   __device__ __forceinline__ Verdict compare(float sum, u64 goal) const {
-    const int added = (row.end - row.begin) / 32 + Row::size + 5 + team.all_warps;
+    const int added = row.longest / 32 + Row::size + 5 + team.all_warps;
     const float off = static_cast<float>(2 * added + 8) * 0x1p-24f, rounded = static_cast<float>(row.length) * 0x1p-20f;
     const float wanted = __ull2float_rn(goal) * 0x1p-20f;
     if (__fmaf_ru(sum, off, sum) + rounded < wanted * (1.f - 0x1p-22f)) return kKept;

@@ -17,13 +17,14 @@ struct Stripe {
   int dtype;
   int length;  // of the row
   int begin, end;
+  int longest;  // piece of any warp
   int lane;
   int group;     // chunks in one of at most 32 groups
   bool aligned;  // four elements can be loaded at once
 
   // per_warp: whole chunks.
   __device__ __forceinline__ Stripe(const char* row_, int dtype_, int length_, int per_warp, const Team& team)
-      : row(row_), dtype(dtype_), length(length_), lane(team.lane) {
+      : row(row_), dtype(dtype_), length(length_), longest(per_warp), lane(team.lane) {
     begin = static_cast<int>(min(int64_t{team.warp} * per_warp, int64_t{length}));
     end = static_cast<int>(min(int64_t{begin} + per_warp, int64_t{length}));
     group = (per_warp / chunk + 31) / 32;
