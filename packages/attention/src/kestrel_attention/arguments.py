@@ -43,6 +43,7 @@ def check_result(op: str, return_lse: bool, out: torch.Tensor | None, q: torch.T
     check.tensor(op, "out", out, dtype=dtype, ndim=q.ndim, last_contiguous=True)
     check.shape(op, "out", out, q.shape)
     check.same(op, "device", q=q, out=out)
+    check.disjoint(op, "out", out)
 
 
 def deliver(

@@ -142,7 +142,7 @@ def make_plan(
     if room > _MOST_KEYS:
         raise UnsupportedError(f"kernels cover sequences of up to {_MOST_KEYS} keys")
     group = heads // kv_heads
-    columns = kv_heads * -(-queries * group // ROWS)
+    columns = max(1, kv_heads * -(-queries * group // ROWS))
     chunks = chunking(num_splits, size, variants[0].cache, columns)
     grain = _INT4_PAGE if variants[0].cache == "int4" else 1
     if grain > 1 and num_splits > 0:
@@ -164,7 +164,7 @@ def make_plan(
     scale_heads = [0 if scale is None else 1 + (scale.shape[0] > 1) for scale in (k_scale, v_scale)]
     numbers = (
         *(int(block_table is not None), room, queries if new else added, -(-(1 << page_shift) // page), page_shift),
-        *(group, 1.0 / group, *scale_heads, int(prefix_lens is not None), min(prefix_len, _FAR), left, right),
+        *(group, 1.0 / max(group, 1), *scale_heads, int(prefix_lens is not None), min(prefix_len, _FAR), left, right),
         *(float(size**-0.5 if softmax_scale is None else softmax_scale), float(softcap)),
         *(chunks.whole, chunks.shorter, chunks.middle, chunks.shortest, chunks.most, slots, chunks.keys(room)),
     )
@@ -172,7 +172,7 @@ def make_plan(
     plan = Plan(
         launch=_binary.kernel(variant, q.device) if q.numel() else None,
         combine=_binary.kernel(NAMED[joiner], q.device) if slots > 1 else None,
-        write=_binary.kernel(NAMED[writer], q.device) if new else None,
+        write=_binary.kernel(NAMED[writer], q.device) if new and new[0].numel() else None,
         out=(tuple(q.shape), (queries * heads * size, heads * size, size, 1)),
         lse=((batch, heads, queries), (heads * queries, queries, 1)),
         rows=rows,
@@ -206,7 +206,7 @@ def attend(
     device = q.device
     out = torch.empty_strided(*plan.out, dtype=q.dtype, device=device)
     lse = torch.empty_strided(*plan.lse, dtype=torch.float32, device=device)
-    if plan.launch is None:
+    if plan.launch is None and plan.write is None:
         return out, lse
     require_aligned(k_cache, v_cache, scales)
     if plan.as_bytes:
@@ -221,6 +221,8 @@ def attend(
         rows = [_aligned(x, copied) for x, copied in zip(new, plan.copied[1:], strict=True)]
         write_to = (k_cache, v_cache, cache_seqlens, table, k_scale, v_scale)
         plan.write(*rows, *write_to, plan.paged, *plan.scale_heads)
+    if plan.launch is None:
+        return out, lse
     part_out = part_lse = anything
     chunks = cache_seqlens
     if plan.combine is not None:
