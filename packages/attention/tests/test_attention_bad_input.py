@@ -60,6 +60,7 @@ def score_cases(bad: Callable[..., BadInput], batch: int, q: torch.Tensor) -> li
         bad("out of another dtype", "out", torch.zeros_like(q).half(), TypeError, "float16"),
         bad("a strided out", "out", torch.cat((q, q), dim=-1)[..., ::2], fragment="stride 2"),
         bad("out elsewhere", "out", q.to("meta"), fragment="meta"),
+        bad("an expanded out", "out", torch.zeros_like(q)[..., :1, :].expand_as(q), fragment="share memory"),
     ]
 
 

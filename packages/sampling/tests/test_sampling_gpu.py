@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -71,8 +72,10 @@ def keys(rows: int, first: int = 7) -> dict[str, torch.Tensor]:
     return {"seed": (torch.arange(rows) * 7919 - first).cuda(), "offset": (torch.arange(rows) * 5 + first).cuda()}
 
 
-def assert_draws_as_the_reference(op: Callable[..., Any], probs: torch.Tensor) -> None:
-    key = keys(probs.shape[0])
+def assert_draws_as_the_reference(
+    op: Callable[..., Any], probs: torch.Tensor, key: dict[str, torch.Tensor] | None = None
+) -> None:
+    key = key or keys(probs.shape[0])
     ids, valid = op(probs, return_valid=True, **key)
     want, want_valid = by_reference(op, probs, return_valid=True, **key)
     assert torch.equal(valid, want_valid)
@@ -88,6 +91,15 @@ def test_draws_the_ids_of_the_reference(op: str, width: int) -> None:
     for rows in (1, 3) if width > 5000 else (1, 3, 32):
         for sharpness in (1.0, 3.0, 12.0):
             assert_draws_as_the_reference(OPS[op], distributions(rows, width, rows, sharpness).cuda())
+
+
+@pytest.mark.parametrize(("rows", "width"), [(1, 51200), (4, 51200), (200, 128256), (32, 4096)])
+def test_masses_that_floats_cannot_tell_from_top_p_are_judged_alike_by_every_warp(rows: int, width: int) -> None:
+    probs = torch.full((rows, width), 0.2 / (width - 2), device="cuda")
+    probs[:, 0], probs[:, 1] = 0.5, 0.3  # entry 1 is kept where top_p is above 0.5
+    for turn in range(48):
+        near = 0.5 + 2e-6 * (turn - 8) + 1e-8 * torch.arange(rows, device="cuda")
+        assert_draws_as_the_reference(partial(top_p_sampling_from_probs, top_p=near), probs, keys(rows, turn))
 
 
 @pytest.mark.parametrize("op", OPS)
