@@ -2,7 +2,9 @@
 """Runs this library on a GPU machine without a network, from the bundle beside this script.
 
 dist/gpu/run tests [PYTEST...]      the tests that need a GPU: all of them, or the paths named
-dist/gpu/run sanitize [--tool T] [PYTEST...]   the same under compute-sanitizer; T is one of its tools (memcheck)
+dist/gpu/run sanitize [--tool T] [--launches N] [PYTEST...]
+                                    the same under compute-sanitizer; T is one of its tools (memcheck). PyTorch's own
+                                    kernels are left out; of the others the first N launches are checked (all)
 dist/gpu/run bench [...]            kestrel_runtime.bench, of the families or ops named or of all
 dist/gpu/run demo [...]             kestrel-kernels generate
 dist/gpu/run info [...]             kestrel-kernels info
@@ -65,13 +67,15 @@ def command(name: str, arguments: list[str]) -> list[str]:
     if name == "tests":
         return [sys.executable, *pytest_arguments(arguments)]
     if name == "sanitize":
-        tool = "memcheck"
-        if arguments[:1] == ["--tool"]:
-            tool, arguments = arguments[1], arguments[2:]
+        options = {"--tool": "memcheck", "--launches": "0"}
+        while arguments[:1] and arguments[0] in options:
+            options[arguments[0]], arguments = arguments[1], arguments[2:]
         sanitizer = shutil.which("compute-sanitizer")
         if sanitizer is None:
             raise SystemExit("compute-sanitizer was not found")
-        return [sanitizer, "--tool", tool, "--error-exitcode=99", sys.executable, *pytest_arguments(arguments)]
+        checked = ["--tool", options["--tool"], "--launch-count", options["--launches"], "--error-exitcode=99"]
+        theirs = [f"--kernel-name-exclude=kernel_substring={name}" for name in ("2at6native", "at_cuda_detail")]
+        return [sanitizer, *checked, *theirs, sys.executable, *pytest_arguments(arguments)]
     if name == "bench":
         revision = (BUNDLE / "revision").read_text().strip()
         options = ["--checkout", str(CHECKOUT), "--revision", revision]
