@@ -41,8 +41,12 @@ Names = Annotated[
 ]
 Peers = Annotated[bool, typer.Option("--peers", help="Time FlashInfer, vLLM, quack and Liger too, where installed.")]
 OursOnly = Annotated[bool, typer.Option("--ours-only", help="Leave PyTorch out.")]
+Only = Annotated[
+    list[str] | None,
+    typer.Option("--only", help="Time this candidate alone (kestrel, torch, ...); may be given several times."),
+]
 Shapes = Annotated[list[str] | None, typer.Option("--shape", help="Only this shape; may be given several times.")]
-Replays = Annotated[int, typer.Option(min=2, help="Samples of every figure.")]
+Replays = Annotated[int, typer.Option(min=2, help="Samples of every figure; what takes long gets fewer, at least 5.")]
 Out = Annotated[Path | None, typer.Option(help="Write the rows here, as JSON; rows of other ops in it stay.")]
 Against = Annotated[
     Path | None, typer.Option(help="A file of --out: print what became slower than there; then exit 1.")
@@ -54,6 +58,7 @@ def bench(
     names: Names = None,
     peers: Peers = False,
     ours_only: OursOnly = False,
+    only: Only = None,
     shape: Shapes = None,
     replays: Replays = 15,
     out: Out = None,
@@ -68,7 +73,15 @@ def bench(
     from kestrel_runtime.bench.command import BenchError, Options, run
 
     candidates = "ours" if ours_only else "peers" if peers else "torch"
-    options = Options(names=names or (), shapes=shape, candidates=candidates, replays=replays, out=out, against=against)
+    options = Options(
+        names=names or (),
+        shapes=shape,
+        candidates=candidates,
+        only=only,
+        replays=replays,
+        out=out,
+        against=against,
+    )
     try:
         status = run(options)
     except BenchError as error:

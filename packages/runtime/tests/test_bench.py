@@ -18,10 +18,12 @@ from kestrel_runtime.bench import (
     limit_of,
     limit_us,
     load,
+    peer,
     slower,
     summarise,
     time_candidates,
 )
+from kestrel_runtime.bench.agreement import difference, disagreements
 from kestrel_runtime.bench.command import main
 from kestrel_runtime.bench.definition import Source, kind_of, select
 from kestrel_runtime.bench.report import file_name
@@ -157,6 +159,23 @@ def test_a_slow_op_of_ours_is_not_called_before_samples(pretend_graphs, monkeypa
     assert settled_samples(pretend_graphs, monkeypatch, "kestrel_slow", "kernel") == 0
 
 
+def test_an_error_of_ours_before_a_sample_of_another_is_ours(pretend_graphs, monkeypatch):
+    from kestrel_runtime.bench import timer
+
+    calls = itertools.count()
+
+    def ours(_):
+        if next(calls) >= 4:  # captured, and called before some samples
+            raise RuntimeError("no memory")
+        return "kestrel"
+
+    monkeypatch.setattr(timer, "_warm_up", lambda call, sets: "kernel")
+    timed = time_candidates({"fast": lambda _: "fast", "kestrel": ours}, [(None,)], replays=15)
+    assert timed["kestrel"].failed == "RuntimeError: no memory"
+    assert timed["fast"].failed is None
+    assert timed["fast"].figures == Figures(1.0, 1.0, 1.0)
+
+
 def settled_samples(log, monkeypatch, ours, runs):
     """How many samples of an op of ours and another candidate follow a call of ours."""
     from kestrel_runtime.bench import timer
@@ -168,6 +187,97 @@ def settled_samples(log, monkeypatch, ours, runs):
     monkeypatch.setattr(timer, "_warm_up", lambda call, sets: runs)
     time_candidates({ours: call, **named("fast")}, [(None,)] * 10, replays=15)
     return sum(first == (ours, "called") and second[1] in (ours, "fast") for first, second in itertools.pairwise(log))
+
+
+# -- agreement ---------------------------------------------------------------------------------------------------------
+
+
+def writes(value):
+    def call(x, out):
+        out.fill_(value)
+
+    return call
+
+
+def in_place(arguments, returned):
+    return [arguments[1] if returned is None else returned]
+
+
+@pytest.fixture
+def one_set(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    return torch.ones(8), torch.zeros(8)
+
+
+def test_who_gives_something_else_is_named_and_nothing_of_the_set_changes(one_set):
+    def shifts(x, out):
+        return x + 0.1
+
+    def raises(x, out):
+        raise RuntimeError("no such kernel")
+
+    candidates = {
+        "kestrel": writes(1.0),
+        "torch": lambda x, out: x,
+        "near": lambda x, out: x + 0.01,
+        "far": shifts,
+        "nan": writes(float("nan")),
+        "other shape": lambda x, out: x[:4],
+        "raises": raises,  # the timer reports that
+        "kestrel_otherwise": writes(9.0),  # of ours, on purpose
+    }
+    found = disagreements(benchmark(result=in_place), candidates, one_set)
+    assert list(found) == ["far", "nan", "other shape"]
+    assert (
+        found["far"] == "not timed: it gives something else than kestrel: result 0 is off by 10.0 % (2.0 % are allowed)"
+    )
+    assert "shape [4] instead of [8]" in found["other shape"]
+    assert one_set[1].eq(0).all()
+
+
+def test_without_a_word_on_results_or_without_ours_nobody_is_held_against_it(one_set):
+    candidates = {"kestrel": writes(1.0), "far": writes(2.0)}
+    assert not disagreements(benchmark(), candidates, one_set)
+    assert not disagreements(benchmark(result=in_place), {"far": writes(2.0)}, one_set)
+
+
+@pytest.mark.parametrize(
+    ("got", "expected", "agree"),
+    [
+        ([1.0, 0.0], [1.0, 0.0], True),
+        ([0.0, 0.0], [0.0, 0.0], True),
+        ([0.0, 1e-6], [0.0, 0.0], False),
+        ([float("nan"), 1.0], [float("nan"), 1.0], False),
+    ],
+)
+def test_results_agree_by_the_norm_of_their_difference(got, expected, agree):
+    assert (difference([torch.tensor(got)], [torch.tensor(expected)], 0.02) is None) is agree
+
+
+def test_integers_agree_by_how_many_differ():
+    expected = torch.arange(100)
+    got = expected.clone()
+    got[0] = 7
+    assert difference([got], [expected], 0.02) is None
+    assert difference([got], [expected], 0.0) == "result 0 is off by 1.0 % (0.0 % are allowed)"
+    assert difference([got, got], [expected], 0.02) == "2 results instead of 1"
+
+
+def test_a_candidate_that_computes_something_else_is_reported_and_not_timed(tmp_path, pretend_gpu, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    more = (
+        "import torch\n"
+        "def make(shape, count): return [(torch.ones(4),)] * count\n"
+        "def result(arguments, returned): return [returned]\n"
+        "def candidates(): return {'kestrel': torch.exp, 'torch': torch.log, 'vllm': torch.exp}\n"
+    )
+    write_definition(tmp_path, more=more)
+    out = tmp_path / "x.json"
+    pretend_gpu["vllm"] = 2.0
+    assert main(["--checkout", str(tmp_path), "--out", str(out)]) == 0
+    ours, other, peer_row = Report.read(out).rows
+    assert (ours.us, other.us, peer_row.us) == (1.0, None, 2.0)
+    assert other.failed.startswith("not timed: it gives something else than kestrel")
 
 
 # -- limits ------------------------------------------------------------------------------------------------------------
@@ -233,6 +343,36 @@ def test_json_leaves_out_what_is_unknown_and_rounds_the_rest(tmp_path):
     [found] = json.loads(report.to_json())["rows"]
     assert found["us"] == 1.2346
     assert "bytes" not in found
+
+
+def test_a_target_that_is_a_peers_own_figure_is_met_within_two_percent():
+    found = {us: row(us=us, target_us=100.0, target_of="quack") for us in (99.0, 100.0, 101.9, 102.1)}
+    assert [(each.met, each.near) for each in found.values()] == [
+        (True, False),
+        (True, False),
+        (True, True),
+        (False, False),
+    ]
+    assert (row(us=101.0, target_us=100.0).met, row(us=101.0, target_us=100.0).near) == (False, False)
+    assert row(us=101.0).met is None
+    assert verdict(found[101.9]) == "100 met within 2 %"
+
+
+def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
+    path = tmp_path / "x.json"
+    report = Report(H200)
+    report.write(path)
+    before = path.read_text()
+    report.add([row()], ENVIRONMENT)
+    monkeypatch.setattr("kestrel_runtime.bench.report.os.replace", stop)
+    with pytest.raises(KeyboardInterrupt):
+        report.write(path)
+    assert path.read_text() == before
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def stop(*_, **__):
+    raise KeyboardInterrupt
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"gpu": "x", "rows": [{"op": 1}], "environments": []}', "null"])
@@ -382,6 +522,28 @@ def test_a_definition_may_hold_a_dataclass(tmp_path):
     assert load(source).targets
 
 
+def test_a_definition_says_which_targets_are_a_peers_own_figures(tmp_path):
+    write_definition(tmp_path, more="TARGET_OF = {'2x4': 'quack'}\n")
+    write_definition(tmp_path, op="other", more="TARGET_OF = {'4x4': 'quack'}\n")
+    wrong, right = discover(tmp_path)
+    assert load(right).target_of == {"2x4": "quack"}
+    with pytest.raises(ValueError, match=r"TARGET_OF names \['4x4'\]"):
+        load(wrong)
+
+
+def test_a_library_that_is_not_installed_is_passed_over_and_a_broken_one_named(tmp_path, monkeypatch):
+    (tmp_path / "broken_library.py").write_text("import no_such_module\n")
+    (tmp_path / "other_library.py").write_text("raise OSError('libx.so')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert peer("no_such_library") is None
+    assert peer("no_such_library.sub") is None
+    assert peer("json.decoder") is json.decoder
+    with pytest.warns(RuntimeWarning, match="broken_library is not timed: ModuleNotFoundError"):
+        assert peer("broken_library") is None
+    with pytest.warns(RuntimeWarning, match=r"other_library is not timed: OSError: libx\.so"):
+        assert peer("other_library") is None
+
+
 def test_a_definition_that_lacks_a_part_says_which(tmp_path):
     path = tmp_path / "broken.py"
     path.write_text("TARGETS = {}\n")
@@ -464,6 +626,77 @@ def test_a_run_writes_prints_and_records(tmp_path, pretend_gpu, capsys):
     assert "empty launch 0.55 us" in printed
     assert "1.25 met" in printed
     assert "RuntimeError: broken" in printed
+
+
+@pytest.fixture
+def three_shapes(tmp_path, pretend_gpu):
+    """A checkout with an op of three shapes, and a report of it at 5 us."""
+    write_definition(tmp_path, more="TARGETS = dict.fromkeys(('1x1', '2x4', '4x4'))\n")
+    pretend_gpu["kestrel"] = 5.0
+    assert main(["--checkout", str(tmp_path), "--out", str(tmp_path / "x.json")]) == 0
+    pretend_gpu["kestrel"] = 1.0
+    return tmp_path
+
+
+@pytest.mark.parametrize(("error", "status"), [(KeyboardInterrupt, 130), (RuntimeError, 2)])
+def test_a_run_that_ends_early_keeps_what_it_measured_and_what_was_there(three_shapes, monkeypatch, error, status):
+    from kestrel_runtime.bench import rows
+
+    def measure_shape(benchmark, shape, *rest):
+        if shape == "4x4":
+            raise error
+        return whole(benchmark, shape, *rest)
+
+    whole = rows._measure_shape
+    monkeypatch.setattr(rows, "_measure_shape", measure_shape)
+    out = three_shapes / "x.json"
+    assert main(["--checkout", str(three_shapes), "--out", str(out)]) == status
+    assert {each.shape: each.us for each in Report.read(out).rows} == {"1x1": 1.0, "2x4": 1.0, "4x4": 5.0}
+
+
+@pytest.mark.parametrize("there", ["notes", '{"gpu": "another GPU", "rows": [], "environments": []}'])
+def test_a_file_that_is_no_report_of_this_gpu_is_not_overwritten(three_shapes, capsys, there):
+    out = three_shapes / "x.json"
+    out.write_text(there)
+    assert main(["--checkout", str(three_shapes), "--out", str(out)]) == 2
+    assert "x.json" in capsys.readouterr().err
+    assert out.read_text() == there
+
+
+def test_a_shape_or_candidate_that_nothing_has_is_named(three_shapes, capsys):
+    given = ["--checkout", str(three_shapes)]
+    assert main([*given, "--shapes", "2x4", "3x3"]) == 2
+    assert "'3x3'; there are: 1x1, 2x4, 4x4" in capsys.readouterr().err
+    assert main([*given, "--only", "kestrel", "flashinfer"]) == 2
+    assert "--only: no candidate called 'flashinfer' could be timed" in capsys.readouterr().err
+
+
+def test_the_name_of_the_empty_launch_is_taken(tmp_path, pretend_gpu, capsys):
+    write_definition(tmp_path, more="def candidates(): return {'kestrel': print, 'empty': print}\n")
+    assert main(["--checkout", str(tmp_path)]) == 2
+    assert "'empty'" in capsys.readouterr().err
+
+
+def test_bytes_that_cannot_be_told_are_an_error_of_the_definition(tmp_path, pretend_gpu):
+    write_definition(tmp_path, more="def traffic(shape): return 1 / 0\n")
+    out = tmp_path / "x.json"
+    assert main(["--checkout", str(tmp_path), "--out", str(out)]) == 0
+    assert [each.failed for each in Report.read(out).rows] == ["make: ZeroDivisionError: division by zero"]
+
+
+def test_a_bare_entry_point_that_raises_leaves_the_host_cost_of_the_op(tmp_path, pretend_gpu, monkeypatch):
+    from kestrel_runtime.bench import rows
+
+    def host_us(calls, arguments):
+        if "bare" in calls:
+            raise TypeError("other parameters")
+        return {name: Figures(7.0, 7.0, 7.0) for name in calls}
+
+    monkeypatch.setattr(rows, "host_us", host_us)
+    write_definition(tmp_path, more="def bare(): return print\n")
+    out = tmp_path / "x.json"
+    assert main(["--checkout", str(tmp_path), "--out", str(out)]) == 0
+    assert [(each.host_us, each.bare_host_us) for each in Report.read(out).rows] == [(7.0, None)]
 
 
 def test_candidates_can_be_named(tmp_path, pretend_gpu):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from .rows import everything, measure, ours_only, without_peers
 from .show import watching
 from .timer import REPLAYS
 
+FEWER = "one that takes long gets fewer, at least 5"
 WANTED = {"ours": ours_only, "torch": without_peers, "peers": everything}
 
 
@@ -32,6 +33,7 @@ class Options:
     only: Sequence[str] | None = None
     """Just the candidates of these names; torch.compile, for one, takes most of the time of a run."""
     replays: int = REPLAYS
+    """Samples of each candidate, beside one to warm up; one that takes long gets fewer, at least 5."""
     out: Path | None = None
     against: Path | None = None
     checkout: Path | None = None
@@ -46,16 +48,27 @@ class BenchError(Exception):
 
 
 def run(options: Options) -> int:
-    """Measure and print. 0, or 1 when rows became slower than in `against`, or 2 when a definition failed.
+    """Measure and print. 0; 1 when rows became slower than in `against`, 2 when a definition failed, 130 when stopped.
 
-    Raises BenchError when there is no GPU, no benchmark of a name, or no report to compare with.
+    Raises BenchError when there is no GPU, no benchmark or shape of a name, no report to compare with, or no place for
+    a report. What a run has measured when it is interrupted is written.
     """
+    try:
+        return _run(options)
+    except KeyboardInterrupt:
+        print("interrupted: what was measured until then stands where rows were to be written", file=sys.stderr)
+        return 130
+
+
+def _run(options: Options) -> int:
     if options.replays < 2:
         raise BenchError("a spread needs at least 2 replays")
     if not torch.cuda.is_available():
         raise BenchError("bench needs a CUDA GPU, and PyTorch finds none here")
     before = _report_to_compare_with(options.against)
     benchmarks, failed = _load(_chosen(options))
+    _check_shapes(options.shapes, benchmarks)
+    _check_places(options, benchmarks)
     revision = options.revision or (revision_of(options.checkout) if options.checkout else None)
     machine = environment(revision)
     report = Report(machine["gpu"])
@@ -64,14 +77,20 @@ def run(options: Options) -> int:
         for benchmark in benchmarks:
             watcher.begin(benchmark.name)
             wanted = WANTED[options.candidates] if options.only is None else options.only.__contains__
+            fresh = Report(report.gpu)
+            whole = False
             try:
                 for rows in measure(benchmark, options.shapes, wanted, options.replays):
-                    report.add(rows, machine)
+                    fresh.add(rows, machine)
                     watcher.shape(rows)
+                whole = options.shapes is None
             except Exception as error:
                 failed.append(f"{benchmark.name}: {type(error).__name__}: {error}")
+            finally:  # after every op, and when interrupted: what was measured stays
+                report.merge(fresh)
+                _write(options, fresh, whole)
             watcher.end()
-            _write(options, report)
+    failed += _not_met_with(options.only, report)
     for line in failed:
         print(f"failed: {line}", file=sys.stderr)
     worse = _print_slower(report, before, options.against) if before else 0
@@ -88,7 +107,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--ours-only", action="store_true", help="time neither PyTorch nor peers")
     parser.add_argument("--without-peers", action="store_true", help="time ours and PyTorch")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="time these candidates alone: kestrel torch")
-    parser.add_argument("--replays", type=int, default=REPLAYS)
+    parser.add_argument("--replays", type=int, default=REPLAYS, help=f"samples of each candidate ({REPLAYS}); {FEWER}")
     parser.add_argument("--out", type=Path, help="write the rows here, as JSON; rows of other ops in it stay")
     parser.add_argument("--against", type=Path, help="a file of --out: print what became slower than there")
     parser.add_argument("--checkout", type=Path, help="time this checkout's definitions")
@@ -149,23 +168,43 @@ def _report_to_compare_with(path: Path | None) -> Report | None:
     return before
 
 
-def _write(options: Options, report: Report) -> None:
-    """After every op, so that what was measured stays if the next one ends the process."""
-    whole_ops = options.shapes is None
-    if options.out:
-        _merge_into(options.out, report, whole_ops)
+def _check_shapes(shapes: Sequence[str] | None, benchmarks: Sequence[Benchmark]) -> None:
+    known = dict.fromkeys(shape for each in benchmarks for shape in each.targets)
+    if unknown := [shape for shape in shapes or () if shape not in known]:
+        raise BenchError(f"no shape is called {unknown[0]!r}; there are: {', '.join(known)}")
+
+
+def _not_met_with(only: Sequence[str] | None, report: Report) -> list[str]:
+    """Names of --only that no op timed has a candidate of: misspelt, or not installed."""
+    met = {row.candidate for row in report.rows}
+    return [f"--only: no candidate called {name!r} could be timed" for name in only or () if name not in met]
+
+
+def _places(options: Options, families: Iterable[str], gpu: str) -> dict[Path, str | None]:
+    """Where rows are written, and which family's; None: of all."""
+    places: dict[Path, str | None] = {options.out: None} if options.out else {}
     if options.record and options.checkout:
-        for family in sorted({row.family for row in report.rows}):
-            results = options.checkout / "packages" / family / "results" / file_name(report.gpu)
-            _merge_into(results, report.of_family(family), whole_ops)
+        for family in sorted(set(families)):
+            places[options.checkout / "packages" / family / "results" / file_name(gpu)] = family
+    return places
 
 
-def _merge_into(path: Path, report: Report, whole_ops: bool) -> None:
-    merged = Report.read_or_new(path, report.gpu)
-    if merged.gpu != report.gpu:
-        merged = Report(report.gpu)
-    merged.merge(report, whole_ops)
-    merged.write(path)
+def _check_places(options: Options, benchmarks: Sequence[Benchmark]) -> None:
+    """Before anything is timed: what is there is a report of this GPU, which stays but for what is measured again."""
+    gpu = torch.cuda.get_device_name()
+    for path in _places(options, (each.family for each in benchmarks), gpu):
+        try:
+            Report.read_or_new(path, gpu)
+        except (OSError, ValueError) as error:
+            raise BenchError(f"{error}; rows are not written there") from None
+
+
+def _write(options: Options, report: Report, whole_ops: bool) -> None:
+    """Put rows into the files asked for; whole_ops: and forget the shapes of their ops that were not measured."""
+    for path, family in _places(options, (row.family for row in report.rows), report.gpu).items():
+        merged = Report.read_or_new(path, report.gpu)
+        merged.merge(report.of_family(family) if family else report, whole_ops)
+        merged.write(path)
 
 
 def _print_slower(report: Report, before: Report, path: Path | None) -> int:

@@ -16,6 +16,10 @@ and where they apply
     WARM        True where the targets were measured with the inputs in L2
     LAUNCHES    how many launches the limit counts (1)
     PRECISION   "bf16" or "fp8": which rate of the tensor cores the operations count against ("bf16")
+    TARGET_OF   {shape name: the peer whose own figure the target is}; within 2 % of it counts as met
+    result      (arguments, returned) -> list of tensors: what a call gave, out of what it wrote and what it returned.
+                With it every candidate is held against ours before it is timed (:mod:`.agreement`)
+    TOLERANCE   how far a result may be from ours, relative to its size (0.02)
 
 It is found beside the family's sources, or inside its wheel. What several definitions share is a module beside them
 (a file without TARGETS), which they import by its bare name.
@@ -24,15 +28,19 @@ It is found beside the family's sources, or inside its wheel. What several defin
 from __future__ import annotations
 
 import contextlib
+import importlib
 import importlib.util
 import pkgutil
 import re
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+import torch
 
 Call = Callable[..., object]
 """A candidate: called with the members of one set."""
@@ -58,6 +66,13 @@ class Benchmark:
     warm: bool = False
     launches: float = 1
     precision: str = "bf16"
+    target_of: dict[str, str] = field(default_factory=dict)
+    result: Callable[[Set, Any], Sequence[torch.Tensor]] | None = None
+    tolerance: float = 0.02
+
+    def __post_init__(self) -> None:
+        if unknown := set(self.target_of) - set(self.targets):
+            raise ValueError(f"TARGET_OF names {sorted(unknown)}, which TARGETS does not")
 
     @property
     def name(self) -> str:
@@ -82,6 +97,23 @@ def kind_of(candidate: str) -> str:
     if candidate.startswith(OURS):
         return "ours"
     return "torch" if candidate.partition(".")[0].partition("_")[0] == TORCH else "peer"
+
+
+def peer(module: str) -> Any:
+    """A module of another library for `candidates`, or None where it is not installed.
+
+    What is installed and cannot be imported (built for another torch, say) is warned about, and is None too.
+    """
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name == module.partition(".")[0]:
+            return None
+        reason: Exception = error
+    except Exception as error:
+        reason = error
+    warnings.warn(f"{module} is not timed: {type(reason).__name__}: {reason}", RuntimeWarning, stacklevel=2)
+    return None
 
 
 def load_module(source: Source) -> ModuleType:
@@ -112,6 +144,9 @@ def load(source: Source) -> Benchmark:
         warm=bool(getattr(module, "WARM", False)),
         launches=getattr(module, "LAUNCHES", 1),
         precision=getattr(module, "PRECISION", "bf16"),
+        target_of=dict(getattr(module, "TARGET_OF", {})),
+        result=getattr(module, "result", None),
+        tolerance=getattr(module, "TOLERANCE", 0.02),
     )
 
 

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
+
+NEAR = 1.02
+"""Where a target is a peer's own figure, so many times it still counts as met."""
 
 Environment = dict[str, Any]
 """GPU, driver, clocks, versions, git revision, date: see :func:`kestrel_runtime.bench.machine.environment`."""
@@ -42,6 +47,8 @@ class Row:
     """Of the limit: 1 is as fast as the limit, 0.5 takes twice as long."""
     target_us: float | None = None
     """Of the first candidate, which is ours."""
+    target_of: str | None = None
+    """The peer whose own figure the target is, where it is one."""
     empty_us: float | None = None
     """An empty launch, timed in turn with the candidates: what the GPU asked for a launch at that time."""
     host_us: float | None = None
@@ -54,6 +61,20 @@ class Row:
     @property
     def key(self) -> tuple[str, str, str, str]:
         return self.family, self.op, self.shape, self.candidate
+
+    @property
+    def met(self) -> bool | None:
+        """Whether the target is reached, which `near` counts as; None without a time or a target."""
+        if self.us is None or self.target_us is None:
+            return None
+        return self.us <= self.target_us or self.near
+
+    @property
+    def near(self) -> bool:
+        """Slower than the target, which is a peer's own figure, by no more than 2 %."""
+        if self.us is None or self.target_us is None or self.target_of is None:
+            return False
+        return self.target_us < self.us <= NEAR * self.target_us
 
     @property
     def spread(self) -> float:
@@ -107,9 +128,12 @@ class Report:
         return part
 
     def write(self, path: Path) -> None:
-        """As JSON, without the fields that say nothing."""
+        """As JSON, without the fields that say nothing; the whole file or, if that fails, what was there."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(self.to_json(), encoding="utf-8")
+        with tempfile.TemporaryDirectory(dir=path.parent, prefix=".") as folder:
+            fresh = Path(folder) / path.name
+            fresh.write_text(self.to_json(), encoding="utf-8")
+            os.replace(fresh, path)
 
     def to_json(self) -> str:
         rows = [{name: _short(value) for name, value in asdict(row).items() if value is not None} for row in self.rows]
@@ -127,11 +151,11 @@ class Report:
 
     @classmethod
     def read_or_new(cls, path: Path, gpu: str) -> Report:
-        """The report in a file of this harness, or an empty one."""
-        try:
-            return cls.read(path) if path.is_file() else cls(gpu)
-        except ValueError:
-            return cls(gpu)
+        """The report in a file, or an empty one where there is none. ValueError: the file holds something else."""
+        found = cls.read(path) if path.exists() else cls(gpu)
+        if found.gpu != gpu:
+            raise ValueError(f"{path} holds rows of {found.gpu}, not of {gpu}")
+        return found
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,8 @@ from dataclasses import replace
 import torch
 
 from ..errors import KestrelFallbackWarning
-from .definition import Benchmark, Call, Set, kind_of
+from .agreement import disagreements
+from .definition import OURS, Benchmark, Call, Set, kind_of
 from .limits import limit_of, limit_us
 from .report import Row
 from .timer import REPLAYS, Timed, empty_launch, host_us, time_candidates
@@ -43,6 +44,8 @@ def measure(
     shapes: names of shapes; default: all. Nothing that a candidate or a definition raises stops the others.
     """
     candidates = {name: call for name, call in benchmark.candidates().items() if wanted(name)}
+    if EMPTY in candidates:
+        raise ValueError(f"a candidate of {benchmark.name} is called {EMPTY!r}, which is the empty launch beside all")
     for shape, target in benchmark.targets.items():
         if shapes is None or shape in shapes:
             yield _measure_shape(benchmark, shape, target, candidates, replays)
@@ -62,15 +65,20 @@ def _measure_shape(
     try:
         sets = benchmark.make(shape, sets_needed(benchmark, shape, l2_bytes))
         cold = not benchmark.warm and len(sets) * benchmark.set_bytes(shape) >= 2 * l2_bytes
+        finish(benchmark, Row(benchmark.family, benchmark.op, shape, OURS), torch.cuda.get_device_name())
     except Exception as error:
         failed = f"make: {type(error).__name__}: {error}"[:300]
         return [Row(benchmark.family, benchmark.op, shape, name, failed=failed) for name in candidates]
-    times = time_candidates({**candidates, EMPTY: empty_launch}, sets, replays)
+    refused = disagreements(benchmark, candidates, sets[0])
+    agreed = {name: call for name, call in candidates.items() if name not in refused}
+    times = time_candidates({**agreed, EMPTY: empty_launch}, sets, replays)
     empty = times.pop(EMPTY).figures
     rows = []
-    for name, timed in times.items():
-        first = name == next(iter(times))
-        host = _host({"eager": candidates[name], **_bare(benchmark, first)}, sets[0], timed)
+    for name in candidates:
+        timed = Timed(None, failed=refused[name]) if name in refused else times[name]
+        first = name == next(iter(candidates))
+        eager, bare = {"eager": candidates[name]}, _bare(benchmark, first)
+        host = _host({**eager, **bare}, sets[0], timed) or (_host(eager, sets[0], timed) if bare else {})
         figures = timed.figures
         row = Row(
             family=benchmark.family,
@@ -86,6 +94,7 @@ def _measure_shape(
             sets=len(sets),
             calls=timed.calls,
             target_us=target if first and kind_of(name) == "ours" else None,
+            target_of=benchmark.target_of.get(shape) if first and kind_of(name) == "ours" else None,
             empty_us=empty.us if empty else None,
             host_us=host.get("eager"),
             bare_host_us=host.get("bare"),

@@ -94,9 +94,11 @@ def rate(row: Row) -> str:
 
 def verdict(row: Row) -> str:
     """The target, and whether the row meets it."""
-    if row.target_us is None or row.us is None:
+    if row.met is None:
         return ""
-    return f"{number(row.target_us)} {'met' if row.us <= row.target_us else 'missed'}"
+    if row.near:
+        return f"{number(row.target_us)} met within 2 %"
+    return f"{number(row.target_us)} {'met' if row.met else 'missed'}"
 
 
 class _Lines:
@@ -110,7 +112,7 @@ class _Lines:
         for row in rows:
             shape, candidate, us, spread, rate, fraction, target, host, remark = cells(row)
             line = f"{self.op:26} {shape:22} {candidate:16} {us:>8} {spread:>18} {rate:>12} {fraction:>5}"
-            print(f"{line} {target:14} {host:11} {remark}".rstrip(), flush=True)
+            print(f"{line} {target:18} {host:11} {remark}".rstrip(), flush=True)
 
     def end(self) -> None:
         return
@@ -153,8 +155,7 @@ class _Live:
     def shape(self, rows: Sequence[Row]) -> None:
         assert self.table is not None
         for row in rows:
-            ours = row.target_us is not None and row.us is not None
-            style = ("green" if row.us <= row.target_us else "yellow") if ours else "red" if row.failed else None  # type: ignore[operator]
+            style = {True: "green", False: "yellow", None: "red" if row.failed else None}[row.met]
             self.table.add_row(*cells(row), style=style)
         self.progress.advance(self.task)
         self.live.update(self.group(self.table, self.progress))
