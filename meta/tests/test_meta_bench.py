@@ -8,6 +8,7 @@ from typer.testing import CliRunner
 
 from kestrel_kernels.cli import app
 from kestrel_runtime.bench import discover, limit_of, limit_us, load
+from kestrel_runtime.bench.agreement import disagreements
 
 SOURCES = {source.name: source for source in discover()}
 
@@ -37,6 +38,19 @@ def test_a_definition_holds_what_the_harness_asks_for(name: str) -> None:
         # A target is 8 to 15 % above the limit or slower, but for rows whose best peer beats the limit.
         assert limit is not None
         assert target is None or 0.9 * limit < target, f"{shape}: target {target}, limit {limit:.2f} us"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", SOURCES)
+def test_what_a_definition_times_beside_ours_computes_the_same(name: str) -> None:
+    benchmark = load(SOURCES[name])
+    if benchmark.result is None:
+        pytest.skip("it does not say what a call gives")
+    candidates = {name: call for name, call in benchmark.candidates().items() if name != "torch.compile"}
+    shape = min(benchmark.targets, key=benchmark.set_bytes)
+    [arguments, *_] = benchmark.make(shape, 1)
+    assert benchmark.result(arguments, candidates["kestrel"](*arguments))
+    assert disagreements(benchmark, candidates, arguments) == {}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for a machine without a GPU")
