@@ -26,6 +26,7 @@ TARGETS = {
     "b1 kv16384 16/2 d512 p16": 22.5,
     "b8 kv4096 16/8 d256 p16": 68.6,
 }
+TARGET_OF = {"b64 kv8192 32/8 d128 p16": "flashinfer"}
 
 
 def make(shape: str, count: int) -> list[tuple[Any, ...]]:

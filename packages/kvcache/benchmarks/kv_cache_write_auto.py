@@ -16,7 +16,7 @@ TARGETS = {
     "1024x32x64": 5.45,
     "4096x32x64": 18.3,
 }
-set_bytes, bare = cache_write.set_bytes, cache_write.bare
+set_bytes, bare, result = cache_write.set_bytes, cache_write.bare, cache_write.result
 
 
 def make(shape: str, count: int) -> list[tuple[Any, ...]]:

@@ -16,7 +16,7 @@ TARGETS = {
     "1024x32x64": 4.37,
     "4096x32x64": 14.0,
 }
-set_bytes, bare = cache_write.set_bytes, cache_write.bare
+set_bytes, bare, result = cache_write.set_bytes, cache_write.bare, cache_write.result
 
 
 def make(shape: str, count: int) -> list[tuple[Any, ...]]:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from gated_shapes import make, set_bytes, sizes, traffic
+from gated_shapes import make as rows_and_results
+from gated_shapes import set_bytes, sizes, traffic
 
 import kestrel_moe
 from kestrel_runtime import Binary
+from kestrel_runtime.bench import peer
 
 __all__ = ["TARGETS", "bare", "candidates", "make", "operations", "set_bytes", "traffic"]
 
@@ -19,6 +21,12 @@ TARGETS = {
     "2048x2x14336": 43.4,
     "2048x2x18944": 57.3,
 }
+TARGET_OF = dict.fromkeys(TARGETS, "flashinfer")
+
+
+def make(shape: str, count: int) -> list[tuple[torch.Tensor, ...]]:
+    """x and where the result goes; the halves of x apart, for who takes them so."""
+    return [(x, out, *(half.contiguous() for half in x.chunk(2, -1))) for x, out in rows_and_results(shape, count)]
 
 
 def operations(shape: str) -> int:
@@ -29,22 +37,28 @@ def operations(shape: str) -> int:
 
 def bare() -> Callable[..., object]:
     entry = Binary("kestrel_moe").gated
-    return lambda x, out: entry(out, x, True, "none", 0.0)
+    return lambda x, out, *_: entry(out, x, True, "none", 0.0)
 
 
-def composed(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+def result(arguments: tuple[torch.Tensor, ...], returned: torch.Tensor | None) -> list[torch.Tensor]:
+    return [arguments[1] if returned is None else returned]
+
+
+def composed(x: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
     h, g = x.chunk(2, dim=-1)
     return torch.nn.functional.silu(h) * g
 
 
 def candidates() -> dict[str, Callable[..., object]]:
     found: dict[str, Callable[..., object]] = {
-        "kestrel": lambda x, out: kestrel_moe.silu_and_mul(x, out=out),
+        "kestrel": lambda x, out, *_: kestrel_moe.silu_and_mul(x, out=out),
         "torch": composed,
         "torch.compile": torch.compile(composed, dynamic=False),
     }
-    try:
-        import flashinfer
-    except ImportError:
-        return found
-    return found | {"flashinfer": lambda x, out: flashinfer.silu_and_mul(x, out)}
+    if flashinfer := peer("flashinfer.activation"):
+        found["flashinfer"] = lambda x, out, *_: flashinfer.silu_and_mul(x, out)
+    if peer("vllm._custom_ops"):
+        found["vllm"] = lambda x, out, *_: torch.ops._C.silu_and_mul(out, x)
+    if liger := peer("liger_kernel.transformers.functional"):
+        found["liger"] = lambda x, out, h, g: liger.liger_swiglu(h, g)
+    return found

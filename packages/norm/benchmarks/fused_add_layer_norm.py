@@ -46,6 +46,10 @@ def bare() -> Callable[..., object]:
     return lambda x, residual, weight, bias: entry(x, residual, weight, bias, 1e-5)
 
 
+def result(arguments: tuple[torch.Tensor, ...], returned: None) -> list[torch.Tensor]:
+    return list(arguments[:2])
+
+
 def torch_composition(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> None:
     residual.add_(x)
     x.copy_(torch.nn.functional.layer_norm(residual, weight.shape, weight, bias))

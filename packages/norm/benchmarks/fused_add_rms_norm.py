@@ -9,6 +9,7 @@ from row_shapes import elements, matrices, sizes, vectors
 
 import kestrel_norm
 from kestrel_runtime import Binary
+from kestrel_runtime.bench import peer
 
 TARGETS = {
     "1x2048": 1.25,
@@ -22,6 +23,7 @@ TARGETS = {
     "16384x4096": 131.0,
     "65536x8192": 1051.0,
 }
+TARGET_OF = {"16384x4096": "vllm", "65536x8192": "flashinfer"}
 
 
 def make(shape: str, count: int) -> list[tuple[torch.Tensor, ...]]:
@@ -48,6 +50,10 @@ def bare() -> Callable[..., object]:
     return lambda x, residual, weight: entry(x, residual, weight, 1e-6, 0.0)
 
 
+def result(arguments: tuple[torch.Tensor, ...], returned: None) -> list[torch.Tensor]:
+    return list(arguments[:2])
+
+
 def torch_composition(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> None:
     residual.add_(x)
     x.copy_(torch.nn.functional.rms_norm(residual, weight.shape, weight, 1e-6))
@@ -59,16 +65,8 @@ def candidates() -> dict[str, Callable[..., object]]:
         "torch": torch_composition,
         "torch.compile": torch.compile(torch_composition, fullgraph=True, dynamic=False),
     }
-    try:
-        from flashinfer import norm
-
-        found["flashinfer"] = lambda x, residual, weight: norm.fused_add_rmsnorm(x, residual, weight, 1e-6)
-    except ImportError:
-        pass
-    try:
-        from vllm import _custom_ops
-
-        found["vllm"] = lambda x, residual, weight: _custom_ops.fused_add_rms_norm(x, residual, weight, 1e-6)
-    except ImportError:
-        pass
+    if flashinfer := peer("flashinfer.norm"):
+        found["flashinfer"] = lambda x, residual, weight: flashinfer.fused_add_rmsnorm(x, residual, weight, 1e-6)
+    if vllm := peer("vllm._custom_ops"):
+        found["vllm"] = lambda x, residual, weight: vllm.fused_add_rms_norm(x, residual, weight, 1e-6)
     return found

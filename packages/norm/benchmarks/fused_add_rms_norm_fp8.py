@@ -9,6 +9,7 @@ from row_shapes import Written, elements, matrices, sizes, vectors
 
 import kestrel_norm
 from kestrel_runtime import Binary
+from kestrel_runtime.bench import peer
 
 TARGETS: dict[str, float | None] = {
     "1x2048": None,
@@ -46,6 +47,12 @@ def bare() -> Callable[..., object]:
     return lambda x, residual, weight: entry(*written.like(x), x, residual, weight, 1e-6, 0.0, None)
 
 
+def result(arguments: tuple[torch.Tensor, ...], returned: tuple[torch.Tensor, torch.Tensor]) -> list[torch.Tensor]:
+    """What codes and scales stand for: a code may be rounded to its neighbour."""
+    codes, scales = returned
+    return [codes.float() * scales, arguments[1]]
+
+
 def torch_composition(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -61,12 +68,8 @@ def candidates() -> dict[str, Callable[..., object]]:
         "torch": torch_composition,
         "torch.compile": torch.compile(torch_composition, fullgraph=True, dynamic=False),
     }
-    try:
-        from vllm import _custom_ops
-
-        found["vllm"] = lambda x, residual, weight: _custom_ops.rms_norm_dynamic_per_token_quant(
+    if vllm := peer("vllm._custom_ops"):
+        found["vllm"] = lambda x, residual, weight: vllm.rms_norm_dynamic_per_token_quant(
             x, weight, 1e-6, torch.float8_e4m3fn, residual=residual
         )
-    except ImportError:
-        pass
     return found

@@ -10,6 +10,7 @@ from row_shapes import elements, matrices, sizes, vectors
 
 import kestrel_norm
 from kestrel_runtime import Binary
+from kestrel_runtime.bench import peer
 
 TARGETS = {
     "729x1152": 2.01,
@@ -47,6 +48,10 @@ def bare() -> Callable[..., object]:
     return lambda x, weight, bias, out: entry(out, x, weight, bias, 1e-5)
 
 
+def result(arguments: tuple[torch.Tensor, ...], returned: torch.Tensor | None) -> list[torch.Tensor]:
+    return [arguments[-1] if returned is None else returned]
+
+
 def torch_layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.layer_norm(x, weight.shape, weight, bias)
 
@@ -57,11 +62,11 @@ def candidates() -> dict[str, Callable[..., object]]:
         "torch": torch_layer_norm,
         "torch.compile": torch.compile(torch_layer_norm, fullgraph=True, dynamic=False),
     }
-    try:
-        from flashinfer import norm
-
-        wide = functools.lru_cache(2)(lambda vector: vector.float())  # it takes weight and bias in float32
-        found["flashinfer"] = lambda x, weight, bias, out: norm.layernorm(x, wide(weight), wide(bias), 1e-5)
-    except ImportError:
-        pass
+    wide = functools.lru_cache(2)(lambda vector: vector.float())  # some take weight and bias in float32
+    if flashinfer := peer("flashinfer.norm"):
+        found["flashinfer"] = lambda x, weight, bias, out: flashinfer.layernorm(x, wide(weight), wide(bias), 1e-5)
+    if quack := peer("quack.rmsnorm"):
+        found["quack"] = lambda x, weight, bias, out: quack.layernorm_fwd(x, wide(weight), wide(bias), 1e-5)
+    if liger := peer("liger_kernel.transformers.functional"):
+        found["liger"] = lambda x, weight, bias, out: liger.liger_layer_norm(x, weight, bias, 1e-5)
     return found

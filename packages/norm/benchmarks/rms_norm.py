@@ -9,6 +9,7 @@ from row_shapes import elements, matrices, sizes, vectors
 
 import kestrel_norm
 from kestrel_runtime import Binary
+from kestrel_runtime.bench import peer
 
 TARGETS = {
     "1x2048": 1.25,
@@ -22,6 +23,7 @@ TARGETS = {
     "16384x4096": 66.4,
     "65536x8192": 525.0,
 }
+TARGET_OF = {"16384x4096": "liger", "65536x8192": "quack"}
 
 
 def make(shape: str, count: int) -> list[tuple[torch.Tensor, ...]]:
@@ -48,6 +50,10 @@ def bare() -> Callable[..., object]:
     return lambda x, weight, out: entry(out, x, weight, 1e-6, 0.0)
 
 
+def result(arguments: tuple[torch.Tensor, ...], returned: torch.Tensor | None) -> list[torch.Tensor]:
+    return [arguments[-1] if returned is None else returned]
+
+
 def torch_rms_norm(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.rms_norm(x, weight.shape, weight, 1e-6)
 
@@ -58,28 +64,12 @@ def candidates() -> dict[str, Callable[..., object]]:
         "torch": torch_rms_norm,
         "torch.compile": torch.compile(torch_rms_norm, fullgraph=True, dynamic=False),
     }
-    try:
-        from flashinfer import norm
-
-        found["flashinfer"] = lambda x, weight, out: norm.rmsnorm(x, weight, 1e-6, out=out)
-    except ImportError:
-        pass
-    try:
-        from vllm import _custom_ops
-
-        found["vllm"] = lambda x, weight, out: _custom_ops.rms_norm(out, x, weight, 1e-6)
-    except ImportError:
-        pass
-    try:
-        from quack.rmsnorm import rmsnorm
-
-        found["quack"] = lambda x, weight, out: rmsnorm(x, weight, eps=1e-6)
-    except ImportError:
-        pass
-    try:
-        from liger_kernel.transformers.functional import liger_rms_norm
-
-        found["liger"] = lambda x, weight, out: liger_rms_norm(x, weight, 1e-6)
-    except ImportError:
-        pass
+    if flashinfer := peer("flashinfer.norm"):
+        found["flashinfer"] = lambda x, weight, out: flashinfer.rmsnorm(x, weight, 1e-6, out=out)
+    if vllm := peer("vllm._custom_ops"):
+        found["vllm"] = lambda x, weight, out: vllm.rms_norm(out, x, weight, 1e-6)
+    if quack := peer("quack.rmsnorm"):
+        found["quack"] = lambda x, weight, out: quack.rmsnorm(x, weight, eps=1e-6)
+    if liger := peer("liger_kernel.transformers.functional"):
+        found["liger"] = lambda x, weight, out: liger.liger_rms_norm(x, weight, 1e-6)
     return found

@@ -10,6 +10,7 @@ import torch
 import kestrel_quant
 from kestrel_quant import reference
 from kestrel_runtime import Binary
+from kestrel_runtime.bench import peer
 
 TARGETS = {
     "8x1024": 1.25,
@@ -34,7 +35,7 @@ def make(shape: str, count: int) -> list[tuple[Any, ...]]:
     """x; what keeps a result until the set comes round again, so that it is as cold as x; codes and scales."""
     rows, n = sizes(shape)
     x = [torch.randn(rows, n, dtype=torch.bfloat16, device="cuda") for _ in range(count)]
-    q = torch.empty(count, rows, n, dtype=torch.uint8, device="cuda")
+    q = torch.empty(count, rows, n, dtype=torch.float8_e4m3fn, device="cuda")
     scale = torch.empty(count, rows, 1, device="cuda")
     return [(x[i], [None], q[i], scale[i]) for i in range(count)]
 
@@ -60,6 +61,12 @@ def bare() -> Callable[..., object]:
     return lambda x, kept, q, scale: entry(q, scale, None, x, "row", 128, None, False)
 
 
+def result(arguments: tuple[Any, ...], returned: None) -> list[torch.Tensor]:
+    """What codes and scales stand for: a code may be rounded to its neighbour."""
+    codes, scales = arguments[1][0]
+    return [codes.float() * scales]
+
+
 def keeping(op: Callable[[torch.Tensor], object]) -> Callable[..., None]:
     def call(x: torch.Tensor, kept: list[object], *_: object) -> None:
         kept[0] = op(x)
@@ -73,10 +80,6 @@ def candidates() -> dict[str, Callable[..., object]]:
         "torch": keeping(reference.fp8_quant),
         "torch.compile": keeping(torch.compile(reference.fp8_quant, fullgraph=True, dynamic=False)),
     }
-    try:
-        from vllm import _custom_ops
-
-        found["vllm"] = keeping(lambda x: _custom_ops.scaled_fp8_quant(x, use_per_token_if_dynamic=True))
-    except ImportError:
-        pass
+    if vllm := peer("vllm._custom_ops"):
+        found["vllm"] = keeping(lambda x: vllm.scaled_fp8_quant(x, use_per_token_if_dynamic=True))
     return found

@@ -47,6 +47,10 @@ def operations(shape: str) -> int:
     return tokens * (heads + key_heads) * size * 3
 
 
+def result(arguments: tuple[Any, ...], returned: None) -> list[torch.Tensor]:
+    return [arguments[1], arguments[2]]
+
+
 def candidates() -> dict[str, Callable[..., object]]:
     return {
         "kestrel": kestrel_rope.multimodal_rotary_embedding,

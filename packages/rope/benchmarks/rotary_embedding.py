@@ -10,6 +10,7 @@ import torch
 
 import kestrel_rope
 from kestrel_rope import reference
+from kestrel_runtime.bench import peer
 
 TARGETS = {
     "1x32/32x64": 1.25,
@@ -66,6 +67,10 @@ def bare() -> Callable[..., object]:
     return lambda positions, query, key, size, table: entry(positions, query, key, size, table, True, 0, False)
 
 
+def result(arguments: tuple[Any, ...], returned: None) -> list[torch.Tensor]:
+    return [arguments[1], arguments[2]]
+
+
 def candidates() -> dict[str, Callable[..., object]]:
     compiled = torch.compile(reference.rotary_embedding, fullgraph=True)
     found: dict[str, Callable[..., object]] = {
@@ -73,17 +78,9 @@ def candidates() -> dict[str, Callable[..., object]]:
         "torch": reference.rotary_embedding,
         "torch.compile": compiled,
     }
-    try:
-        import flashinfer
-
+    if flashinfer := peer("flashinfer.rope"):
         found["flashinfer"] = flashinfer.apply_rope_with_cos_sin_cache_inplace
-    except ImportError:
-        pass
-    try:
-        from vllm import _custom_ops
-
+    if vllm := peer("vllm._custom_ops"):
         narrow = functools.lru_cache(1)(lambda table: table.bfloat16())  # it takes the table in the dtype of the query
-        found["vllm"] = lambda *args: _custom_ops.rotary_embedding(*args[:-1], narrow(args[-1]), True)
-    except ImportError:
-        pass
+        found["vllm"] = lambda *args: vllm.rotary_embedding(*args[:-1], narrow(args[-1]), True)
     return found

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from kestrel_runtime.bench import peer
+
 TOP_K, TOP_P = 50, 0.9
 
 
@@ -55,14 +57,16 @@ def peers(top_k: int = 0, top_p: float = 1.0) -> dict[str, Callable[..., object]
         return ids.gather(1, torch.multinomial(kept, 1))
 
     found: dict[str, Callable[..., object]] = {"torch": plain}
-    try:
-        from flashinfer import sampling
-    except ImportError:
+    sampling = peer("flashinfer.sampling")
+    if sampling is None:
         return found
-    if top_k:
-        found["flashinfer"] = lambda probs, *_: sampling.top_k_top_p_sampling_from_probs(probs, top_k, top_p)
-    elif top_p < 1:
-        found["flashinfer"] = lambda probs, *_: sampling.top_p_sampling_from_probs(probs, top_p)
-    else:
-        found["flashinfer"] = lambda probs, *_: sampling.sampling_from_probs(probs)
-    return found
+
+    def flashinfer(probs: torch.Tensor, seed: torch.Tensor, offset: torch.Tensor) -> object:
+        key = {"seed": seed, "offset": offset}  # without tensors it asks a generator on the host: no graph holds that
+        if top_k:
+            return sampling.top_k_top_p_sampling_from_probs(probs, top_k, top_p, **key)
+        if top_p < 1:
+            return sampling.top_p_sampling_from_probs(probs, top_p, **key)
+        return sampling.sampling_from_probs(probs, **key)
+
+    return found | {"flashinfer": flashinfer}

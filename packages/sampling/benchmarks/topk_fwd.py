@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 import kestrel_sampling
+from kestrel_runtime.bench import peer
 
 MOST_SETS = 20_000
 TARGETS = {
@@ -54,9 +55,19 @@ def operations(shape: str) -> int:
     return 0
 
 
+def result(arguments: tuple[Any, ...], returned: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
+    """Values, and those that the indices name: of equal scores anyone's may be chosen."""
+    values, indices = returned[:2]
+    return [values, arguments[0].gather(1, indices.long())]
+
+
 def candidates() -> dict[str, Callable[..., object]]:
-    return {
+    found: dict[str, Callable[..., object]] = {
         "kestrel": kestrel_sampling.topk_fwd,
         "kestrel_softmax": lambda scores, k: kestrel_sampling.topk_fwd(scores, k, softmax=True),
         "torch": torch.topk,
     }
+    if quack := peer("quack.topk"):
+        found["quack"] = quack.topk_fwd
+        found["quack_softmax"] = lambda scores, k: quack.topk_fwd(scores, k, softmax=True)
+    return found
