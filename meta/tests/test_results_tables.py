@@ -78,6 +78,20 @@ def test_a_table_says_what_was_measured_with_which_revision(results, package):
     )
 
 
+def test_within_two_percent_of_a_peers_figure_counts_and_is_said(results):
+    of_peer = {"target_us": 100.0, "target_of": "quack"}
+    rows = [
+        row("1x1", "kestrel", 99.0, **of_peer),
+        row("2x2", "kestrel", 102.0, **of_peer),
+        row("3x3", "kestrel", 102.1, **of_peer),
+        row("4x4", "kestrel", 101.0, target_us=100.0),
+    ]
+    near = "within 2 % of the peer's figure"
+    assert results.summary(rows) == f": 2 of 4 targets met, 1 of them {near}"
+    times = [line.split(" | ")[1] for line in results.table(rows).splitlines()[2:]]
+    assert times == ["**99.0**", f"**102** {near}", "102", "101"]
+
+
 def test_the_text_around_the_markers_stays(results, package):
     readme = package / "README.md"
     readme.write_text(f"# norm\n\n{results.BEGIN}stale text\n{results.END}\nafter\n")
