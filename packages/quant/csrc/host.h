@@ -52,6 +52,7 @@ inline void check_fresh(const Checks& check, const char* name, const TensorView&
 inline void check_slots(const Checks& check, const OptionalTensor& slots) {
   if (!slots.has_value()) check.fail("slots", "a tensor", "None", "TypeError");
   check_fresh(check, "slots", *slots, kFloat32, {(*slots).numel()});
+  if ((*slots).numel() == 0) check.fail("slots", "at least one element", "shape (0,)");
 }
 
 inline void check_out(const Checks& check, const TensorView& out, int64_t rows, int64_t n) {
@@ -156,7 +157,7 @@ inline void launch_rows(void (*kernel)(RowParams), const Params& p, int packs, i
   rows.stride = static_cast<unsigned>(p.values_stride / 16);
   rows.rows = p.segments;
   rows.packs = static_cast<uint16_t>(packs);
-  rows.prefetch = static_cast<uint16_t>(first_threads(device) / (lanes * teams));
+  rows.prefetch = static_cast<uint16_t>(p.prefetch / (lanes * teams));
   rows.warps = static_cast<uint8_t>(lanes / 32);
   rows.teams = static_cast<uint8_t>(teams);
   rows.streamed = p.streamed;
@@ -240,11 +241,15 @@ void quant_given(Params p, int64_t rows, DLDevice device) {
   });
 }
 
+constexpr int kKnownDevices = 64;  // of which something is remembered
+
 // Blocks of a kernel that are resident at once on the whole GPU. The first call raises the kernel's limit of shared
-// memory.
+// memory. known: blocks of a multiprocessor, by device.
 template <typename Kernel>
-int64_t resident_blocks(Kernel kernel, int threads, int shared_bytes, std::atomic<int>& per_multiprocessor,
+int64_t resident_blocks(Kernel kernel, int threads, int shared_bytes, std::atomic<int> (&known)[kKnownDevices],
                         DLDevice device) {
+  std::atomic<int> forgotten{0};
+  std::atomic<int>& per_multiprocessor = device.device_id < kKnownDevices ? known[device.device_id] : forgotten;
   if (per_multiprocessor == 0) {
     int found = 0;
     if (shared_bytes > 0) {
@@ -256,8 +261,9 @@ int64_t resident_blocks(Kernel kernel, int threads, int shared_bytes, std::atomi
   return int64_t{per_multiprocessor} * device_attribute(cudaDevAttrMultiProcessorCount, device.device_id);
 }
 
-// Launches a grid with a barrier inside; it fails rather than start a grid whose blocks cannot all be resident.
-inline void launch_cooperative(void (*kernel)(Params), unsigned blocks, unsigned threads, int shared_bytes,
+// Launches a grid with a barrier inside; false rather than start a grid whose blocks cannot all be resident, as in a
+// context to which only a part of the multiprocessors belongs.
+inline bool launch_cooperative(void (*kernel)(Params), unsigned blocks, unsigned threads, int shared_bytes,
                                DLDevice device, const Params& p) {
   cudaLaunchAttribute attributes[2]{};
   attributes[0].id = cudaLaunchAttributeCooperative;
@@ -271,7 +277,13 @@ inline void launch_cooperative(void (*kernel)(Params), unsigned blocks, unsigned
   config.stream = current_stream(device);
   config.attrs = attributes;
   config.numAttrs = device_attribute(cudaDevAttrComputeCapabilityMajor, device.device_id) >= 9 ? 2 : 1;
-  check_launch(cudaLaunchKernelEx(&config, kernel, p), device);
+  const cudaError_t error = cudaLaunchKernelEx(&config, kernel, p);
+  if (error == cudaErrorCooperativeLaunchTooLarge || error == cudaErrorNotSupported) {
+    cudaGetLastError();  // the next caller must not find this error
+    return false;
+  }
+  check_launch(error, device);
+  return true;
 }
 
 constexpr int kClusterBlocks = 8;  // what every GPU with clusters runs
@@ -310,21 +322,26 @@ void quant_whole(Params p, int64_t rows, const TensorView& slots, DLDevice devic
     launch_pdl(kernel, dim3(cluster), dim3(threads), device, p, 0, cluster);
     return;
   }
-  static std::atomic<int> known[3][64];  // blocks, by kernel and shared memory, and by device
-  const auto most = [&](int which, int shared_bytes) {
-    return std::min(slots.size(0),
-                    resident_blocks(kernel, threads, shared_bytes, known[which][device.device_id % 64], device));
+  static std::atomic<int> known[3][kKnownDevices];  // by kernel and shared memory
+  const auto launched_on = [&](int64_t fraction) {  // of the GPU: the whole, a half, a quarter ...
+    const auto most = [&](int which, int shared_bytes) {
+      const int64_t all = resident_blocks(kernel, threads, shared_bytes, known[which], device);
+      return std::max<int64_t>(1, std::min(slots.size(0), all) / fraction);
+    };
+    int64_t resident = most(packs, 0);
+    const int64_t rounds = packs ? (segments - 1) / (kTensorWarps * resident) + 1 : 0;  // of a piece for each warp
+    if (rounds > kHeld) {
+      const unsigned room = rounds_of_shared_memory(device);
+      if (room > 0) resident = most(2, room * kRoundBytes);
+      p.kept = static_cast<unsigned>(std::min<int64_t>(room, rounds - kHeld));
+      p.prefetch = 0;  // 5920x2048 14.0, with a prefetch of what registers hold 14.6
+    }
+    const unsigned grid = static_cast<unsigned>(std::min(resident, blocks));
+    return launch_cooperative(kernel, grid, threads, p.kept * kRoundBytes, device, p);
   };
-  int64_t resident = most(packs, 0);
-  const int64_t rounds = packs ? (segments - 1) / (kTensorWarps * resident) + 1 : 0;  // of a piece for each warp
-  if (rounds > kHeld) {
-    const unsigned room = rounds_of_shared_memory(device);
-    if (room > 0) resident = most(2, room * kRoundBytes);
-    p.kept = static_cast<unsigned>(std::min<int64_t>(room, rounds - kHeld));
-    p.prefetch = 0;  // 5920x2048 14.0, with a prefetch of what registers hold 14.6
+  for (int64_t fraction = 1; !launched_on(fraction); fraction *= 2) {
+    if (fraction > slots.size(0)) unsupported("a context that starts no grid with a barrier");
   }
-  launch_cooperative(kernel, static_cast<unsigned>(std::min(resident, blocks)), threads, p.kept * kRoundBytes, device,
-                     p);
 }
 
 // groups: of a row, or 1 where the scale does not cut it.
