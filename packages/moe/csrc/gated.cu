@@ -268,7 +268,7 @@ void gated_fp8(TensorView codes, TensorView scale, TensorView x, bool silu, std:
   GatedParams p;
   p.activation = activation_of(check, silu, approximate);
   p.shift = static_cast<float>(shift);
-  check_rows(check, "q", codes, kUInt8, x.size(0), x.size(1) / 2);
+  check_rows(check, "q", codes, kFloat8E4M3, x.size(0), x.size(1) / 2);
   check_rows(check, "scale", scale, kFloat32, x.size(0), 1);
   check_devices(check, "x", x, {{"q", codes}, {"scale", scale}});
   if (!prepare(check, x, codes, &p)) return;

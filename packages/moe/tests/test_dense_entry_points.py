@@ -44,7 +44,7 @@ OPS: dict[str, tuple[Arguments, Callable[..., None]]] = {
     "gelu_residual_fp8": (
         {"x": X, "approximate": "none"},
         lambda x, approximate: entry("gated_fp8")(
-            fresh(3, 4, dtype=torch.uint8), fresh(3, 1), x, False, approximate, 1.0
+            fresh(3, 4, dtype=torch.float8_e4m3fn), fresh(3, 1), x, False, approximate, 1.0
         ),
     ),
     "moe_sum": ({"x": CHOICES, "out": fresh(4, 8)}, lambda x, out: entry("moe_sum")(out, x)),

@@ -27,12 +27,13 @@ def vectors(shape: str, count: int) -> tuple[torch.Tensor, ...]:
 
 
 class Written:
-    """What an FP8 op writes, allocated once per shape: codes as bytes and scales."""
+    """What an FP8 op writes, allocated once per shape: codes and scales."""
 
     def __init__(self) -> None:
         self._of_shape: dict[tuple[int, ...], tuple[torch.Tensor, torch.Tensor]] = {}
 
     def like(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if x.shape not in self._of_shape:
-            self._of_shape[x.shape] = torch.empty_like(x, dtype=torch.uint8), torch.empty(len(x), 1, device=x.device)
+            codes = torch.empty_like(x, dtype=torch.float8_e4m3fn)
+            self._of_shape[x.shape] = codes, torch.empty(len(x), 1, device=x.device)
         return self._of_shape[x.shape]

@@ -6,8 +6,7 @@
 
 namespace kestrel::norm {
 
-// What follows the checks of x, residual and weight. q is e4m3 as bytes, like x but contiguous; scale one float32 per
-// row.
+// What follows the checks of x, residual and weight. q is e4m3, like x but contiguous; scale one float32 per row.
 void check_codes(const Checks& check, const TensorView& q, const TensorView& scale, const TensorView& x,
                  const OptionalTensor& scale_ub) {
   constexpr int64_t one = 1;
@@ -18,7 +17,7 @@ void check_codes(const Checks& check, const TensorView& q, const TensorView& sca
   }
   if (x.size(-1) == 0)
     check.fail("x", "rows of at least one element", "shape " + shape_text(x.shape().data(), x.ndim()));
-  check.dtype("q", q, {DLDataType{kDLUInt, 8, 1}});
+  check.dtype("q", q, {kFloat8E4M3});
   check.same_shape("q", q, x);
   check.dtype("scale", scale, {kFloat32});
   if (!q.IsContiguous() || !scale.IsContiguous() || scale.numel() != row_count(x)) {

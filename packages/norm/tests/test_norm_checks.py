@@ -141,7 +141,7 @@ def entry_point(op: str) -> Callable[..., None]:
         x, out = values["x"], values.pop("out", None)
         written = []
         if "fp8" in op:
-            written = [torch.empty(x.shape, dtype=torch.uint8), torch.empty(*x.shape[:-1], 1, dtype=torch.float32)]
+            written = [torch.empty(x.shape, dtype=torch.float8_e4m3fn), torch.empty(*x.shape[:-1], 1)]
         elif not op.startswith("fused"):
             written = [torch.empty_like(x) if out is None else out]
         function(*written, *values.values())

@@ -337,7 +337,7 @@ def test_an_input_written_by_the_launch_just_before_is_read_after_the_wait(op: s
     sources = [random(2048, n, seed=seed) * (seed + 1) for seed in range(contents)]
     weight, bias, fixed = random(n, seed=20), random(n, seed=21), random(2, 4, n, seed=22)
     rows = torch.empty_like(sources[0])
-    codes, scales = torch.empty_like(rows, dtype=torch.uint8), torch.empty(2048, 1, device="cuda")
+    codes, scales = torch.empty_like(rows, dtype=torch.float8_e4m3fn), torch.empty(2048, 1, device="cuda")
     x, residual = fixed.clone()
     arguments = {"x": x, "residual": residual, "scale_ub": None}
     arguments[name] = scales[-1] if name == "scale_ub" else rows[-4:]
@@ -435,11 +435,11 @@ def test_codes_and_scales_are_written_and_nothing_around_them(n: int, dtype: tor
     x, weight = random(5, n, dtype=dtype), random(n, dtype=dtype, seed=1)
     want = kestrel_norm.rms_norm_fp8(x, weight)
     for offset in (0, 1):  # with 1, codes start at an odd address
-        flat, assert_q_intact = canary((5 * n + offset,), torch.uint8, "cuda")
+        flat, assert_q_intact = canary((5 * n + offset,), torch.float8_e4m3fn, "cuda")
         scale, assert_scale_intact = canary((5, 1), torch.float32, "cuda")
         q = flat[offset:].view(5, n)
         ENTRY_POINTS.rms_norm_fp8(q, scale, x, weight, 1e-6, 0.0, None)
-        assert same_bits((q.view(torch.float8_e4m3fn), scale), want)
+        assert same_bits((q, scale), want)
         assert_q_intact()
         assert_scale_intact()
 

@@ -1,4 +1,4 @@
-// fp8_quant, fp8_quant_static and fp8_dequant: the bindings for FP8 e4m3fn codes, which cross as bytes.
+// fp8_quant, fp8_quant_static and fp8_dequant: the bindings for FP8 e4m3fn codes.
 
 #include <tvm/ffi/function.h>
 
@@ -21,7 +21,7 @@ void fp8_quant(TensorView q, TensorView scale, OptionalTensor slots, TensorView 
     check.fail("column_major_scales", "False unless granularity is 'group'", "True");
   }
   const int64_t length = shares == "group" ? std::min(group, n) : n, groups = (n + length - 1) / length;
-  check_fresh(check, "q", q, kUInt8, {rows, n});
+  check_fresh(check, "q", q, kFloat8E4M3, {rows, n});
   if (shares == "tensor") {
     check_fresh(check, "scale", scale, kFloat32, {1});
     check_slots(check, slots);
@@ -52,7 +52,7 @@ void fp8_quant_static(TensorView q, TensorView x, TensorView scale) {
   const Checks check("fp8_quant");
   check_input(check, x);
   check_scale(check, scale, x.size(0));
-  check_fresh(check, "q", q, kUInt8, {x.size(0), x.size(1)});
+  check_fresh(check, "q", q, kFloat8E4M3, {x.size(0), x.size(1)});
   check_devices(check, "x", x, {{"scale", scale}, {"q", q}});
   if (x.size(0) == 0) return;
 
@@ -65,7 +65,7 @@ void fp8_quant_static(TensorView q, TensorView x, TensorView scale) {
 
 void fp8_dequant(TensorView out, TensorView q, TensorView scale, AnyView group_size) {
   const Checks check("fp8_dequant");
-  check_codes(check, q, kUInt8);
+  check_codes(check, q, kFloat8E4M3);
   const int64_t rows = q.size(0), n = q.size(1), group = check.integer("group_size", group_size, 1);
   check_scale(check, scale, rows, n / group + (n % group != 0));
   check_out(check, out, rows, n);

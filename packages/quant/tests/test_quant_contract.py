@@ -315,14 +315,13 @@ def entry_point(op: str) -> Callable[..., None]:
         scale_ub: Any = None,
         column_major_scales: bool = False,
     ) -> None:
-        q = torch.empty(x.shape, dtype=torch.uint8)
+        q = torch.empty(x.shape, dtype=torch.float8_e4m3fn)
         if scale is not None:
             return static(q, x, scale)
         shape = (1,) if granularity == "tensor" else (len(x), 1)
         return function(q, torch.empty(shape), None, x, granularity, group_size, scale_ub, column_major_scales)
 
     def dequant(q: Any, scale: Any, *, group_size: Any = 128, out: Any = None) -> None:
-        q = q.view(torch.uint8) if q.dtype == torch.float8_e4m3fn else q
         width = q.shape[-1] * (2 if op == "int4_dequant" else 1)
         out = torch.empty(*q.shape[:-1], width) if out is None else out
         function(out, q, scale, *(() if op == "int8_dequant" else (group_size,)))
@@ -367,7 +366,8 @@ def test_results_of_a_wrong_shape_dtype_or_stride_are_refused(op: str) -> None:
     """They are never the caller's, but nothing may be written past an end."""
     entry_point(op)
     function = Binary("kestrel_quant").function(op)
-    dtype, columns = (torch.int8 if op == "int8_quant" else torch.uint8), 6 if op == "int4_quant" else 12
+    dtype = {"fp8_quant": torch.float8_e4m3fn, "int8_quant": torch.int8, "int4_quant": torch.uint8}[op]
+    columns = 6 if op == "int4_quant" else 12
     q, scale, x = torch.empty(3, columns, dtype=dtype), torch.empty(3, 1), torch.ones(3, 12)
 
     def call(q: torch.Tensor, scale: torch.Tensor) -> None:
@@ -382,6 +382,17 @@ def test_results_of_a_wrong_shape_dtype_or_stride_are_refused(op: str) -> None:
         for arguments in calls:
             with pytest.raises((ValueError, TypeError), match=f"{op}: argument '{name}': expected .+, got .+"):
                 call(*arguments)
+
+
+@pytest.mark.parametrize("op", ["fp8_quant", "int8_quant"])
+def test_maxima_without_room_for_any_are_refused(op: str) -> None:
+    """One scale per tensor needs a place for at least one block's maximum."""
+    entry_point(op)
+    x, scale, rest = torch.ones(3, 12), torch.empty(1), (128, None, False) if op == "fp8_quant" else ()
+    q = torch.empty(3, 12, dtype=torch.float8_e4m3fn if op == "fp8_quant" else torch.int8)
+    for slots, error in ((torch.empty(0), ValueError), (torch.empty(4).half(), TypeError), (None, TypeError)):
+        with pytest.raises(error, match=f"{op}: argument 'slots': expected .+, got .+"):
+            Binary("kestrel_quant").function(op)(q, scale, slots, x, "tensor", *rest)
 
 
 def test_out_that_shares_memory_with_itself_is_refused() -> None:

@@ -240,11 +240,11 @@ def test_nothing_is_written_around_codes_and_scales() -> None:
             ("group", (groups, -(-t // 4) * 4), True, kestrel_quant.fp8_quant(x, granularity="group")),
         ]
         for granularity, shape, column_major, (want, want_scale) in cases:
-            q, q_intact = canary((t, n), torch.uint8, "cuda")
+            q, q_intact = canary((t, n), F8, "cuda")
             scale, scale_intact = canary(shape, torch.float32, "cuda")
             maxima, maxima_intact = canary((64,), torch.float32, "cuda")
             kernels.fp8_quant(q, scale, maxima, x, granularity, 128, None, column_major)
-            assert torch.equal(q, bits(want))
+            assert torch.equal(bits(q), bits(want))
             if column_major:
                 assert not scale[:, t:].any()
                 scale = scale[:, :t].t()
@@ -264,9 +264,9 @@ def test_what_the_slots_of_a_tensor_hold_does_not_matter() -> None:
     x = random(300, 4096)
     want, want_scale = kestrel_quant.fp8_quant(x, granularity="tensor")
     for garbage in (0.0, torch.nan, torch.inf, 1e30):
-        q, scale = torch.empty_like(want, dtype=torch.uint8), torch.empty_like(want_scale)
+        q, scale = torch.empty_like(want), torch.empty_like(want_scale)
         kernels.fp8_quant(q, scale, slots(x).fill_(garbage), x, "tensor", 128, None, False)
-        assert_same((q.view(F8), scale), (want, want_scale))
+        assert_same((q, scale), (want, want_scale))
 
 
 @pytest.mark.parametrize("name", [name for name in EVERY if "tensor" not in name and "scale per row" not in name])
@@ -372,6 +372,27 @@ def test_tensors_on_several_streams_and_in_graphs_do_not_meet(priorities: tuple[
             assert_same(once, want)
             for each in got:
                 assert_same(each, want)
+
+
+def test_a_context_with_a_part_of_the_gpu_gets_a_smaller_grid() -> None:
+    """No attribute of the device says that a green context owns fewer multiprocessors: a grid with a barrier that fits
+    the whole GPU is refused there."""
+    green_contexts = pytest.importorskip("torch.cuda.green_contexts")
+    if not green_contexts.SUPPORTED:
+        pytest.skip("this torch makes no green contexts")
+    inputs = [random(t, 2048, seed=t) for t in (300, 9000, 30001)]
+    wants = [kestrel_quant.fp8_quant(x, granularity="tensor") for x in inputs]
+    torch.cuda.synchronize()
+    context = green_contexts.GreenContext.create(num_sms=16, device_id=torch.cuda.current_device())
+    context.set_context()
+    try:
+        with backend("kernel"):
+            got = [kestrel_quant.fp8_quant(x, granularity="tensor") for x in inputs]
+        torch.cuda.synchronize()
+    finally:
+        context.pop_context()
+    for each, want in zip(got, wants, strict=True):
+        assert_same(each, want)
 
 
 @pytest.mark.parametrize(

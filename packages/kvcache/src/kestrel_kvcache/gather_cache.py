@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kestrel_runtime import Binary, check, kernel_op
+from kestrel_runtime import Binary, check, empty, kernel_op
 
 from . import reference
 from .checks import check_int4, check_int8, check_pair, check_scale
@@ -99,7 +99,7 @@ def gather_cache(
     check.number(op, "length", length, integer=True, minimum=0)
     heads, width = key_cache.shape[2:]
     shape = length, heads, width if k_zero is None else 2 * width
-    k, v = (torch.empty(*shape, dtype=dtype, device=key_cache.device) for _ in range(2))
+    k, v = empty(key_cache, dtype, *shape), empty(key_cache, dtype, *shape)
     _kernels.gather_cache(
         k,
         v,

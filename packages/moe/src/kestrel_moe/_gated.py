@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kestrel_runtime import Binary
+from kestrel_runtime import Binary, empty
 
 from ._checks import check_gated_input, check_out
 from ._rows import as_rows, written
@@ -17,7 +17,8 @@ def launch(
 ) -> torch.Tensor:
     """activation(h) * (g + shift) of x [..., 2F] into ``out``, or a new tensor [..., F]."""
     if out is None:
-        out = torch.empty(*x.shape[:-1], x.shape[-1] // 2, dtype=x.dtype, device=x.device)
+        *leading, width = x.shape
+        out = empty(x, x.dtype, *leading, width // 2)
     if x.ndim == 2:
         _kernels.gated(out, x, silu, approximate, shift)
         return out
@@ -31,7 +32,6 @@ def launch_fp8(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The same of x [T, 2F], quantised to FP8 with a scale per row."""
     tokens, width = x.shape
-    q = torch.empty(tokens, width // 2, dtype=torch.float8_e4m3fn, device=x.device)
-    scale = torch.empty(tokens, 1, dtype=torch.float32, device=x.device)
-    _kernels.gated_fp8(q.view(torch.uint8), scale, x, silu, approximate, shift)
+    q, scale = empty(x, torch.float8_e4m3fn, tokens, width // 2), empty(x, torch.float32, tokens, 1)
+    _kernels.gated_fp8(q, scale, x, silu, approximate, shift)
     return q, scale

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kestrel_runtime import Binary, UnsupportedError, check, kernel_op
+from kestrel_runtime import Binary, UnsupportedError, check, empty, kernel_op
 
 from . import reference
 from ._checks import check_like, check_linear, check_out, check_vector
@@ -22,7 +22,7 @@ def _prepared(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """x as [T, K], the result [..., N], and the same as [T, N]: where a kernel writes."""
     if out is None:
-        out = torch.empty(*x.shape[:-1], weight.shape[0], dtype=dtype, device=x.device)
+        out = empty(x, dtype, *x.shape[:-1], weight.shape[0])
     if x.ndim == 2:
         return x, out, out
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kestrel_runtime import Binary, check, kernel_op
+from kestrel_runtime import Binary, check, empty, kernel_op
 
 from . import reference_experts
 from .reference_experts import most_blocks
@@ -235,17 +235,14 @@ def route_and_align(
     ([[1], [0]], [1, 2, 0, 2], [0, 1], [4])
     """
     tokens, experts = logits.shape
-    device = logits.device
     blocks = most_blocks(tokens * k, experts, block_size)
-    slots, block_experts, length = (
-        torch.empty(n, dtype=torch.int32, device=device) for n in (blocks * block_size, blocks, 1)
-    )
+    slots, block_experts = empty(logits, torch.int32, blocks * block_size), empty(logits, torch.int32, blocks)
+    length = empty(logits, torch.int32, 1)
     if tokens > _TOKENS_OF_ONE_LAUNCH or logits.numel() > _LOGITS_OF_ONE_LAUNCH:
         weights, ids, _ = topk_softmax(logits, k, renormalize=renormalize, bias=bias)
         moe_align_block_size(ids, experts, block_size, slots, block_experts, length, expert_map)
         return weights, ids, slots, block_experts, length
-    weights = torch.empty(tokens, k, dtype=torch.float32, device=device)
-    ids = torch.empty(tokens, k, dtype=torch.int32, device=device)
+    weights, ids = empty(logits, torch.float32, tokens, k), empty(logits, torch.int32, tokens, k)
     _kernels.route_and_align(
         weights, ids, slots, block_experts, length, logits, k, block_size, renormalize, bias, expert_map
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kestrel_runtime import Binary, check, kernel_op
+from kestrel_runtime import Binary, check, empty, kernel_op
 
 from . import reference
 from ._checks import check_out
@@ -34,6 +34,7 @@ def moe_sum(x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
     [[111.0, 222.0]]
     """
     if out is None:
-        out = torch.empty(x.shape[0], x.shape[2], dtype=x.dtype, device=x.device)
+        tokens, _, columns = x.shape
+        out = empty(x, x.dtype, tokens, columns)
     _kernels.moe_sum(out, x)
     return out

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kestrel_runtime import Binary, check, kernel_op
+from kestrel_runtime import Binary, check, empty, kernel_op
 
 from . import reference
 
@@ -67,12 +67,8 @@ def topk_softmax(
     ([[0.5, 0.5]], [[1, 2]], [0, 1, 1, 0])
     """
     tokens, experts = gating.shape
-    device = gating.device
-    weights = torch.empty(tokens, k, dtype=torch.float32, device=device)
-    ids = torch.empty(tokens, k, dtype=torch.int32, device=device)
-    counts = torch.empty(experts, dtype=torch.int32, device=device)
-    scratch = None
-    if tokens > _TOKENS_OF_ONE_BLOCK:
-        scratch = torch.empty(3, dtype=torch.int64, device=device)
+    weights, ids = empty(gating, torch.float32, tokens, k), empty(gating, torch.int32, tokens, k)
+    counts = empty(gating, torch.int32, experts)
+    scratch = empty(gating, torch.int64, 3) if tokens > _TOKENS_OF_ONE_BLOCK else None
     _kernels.topk_softmax(weights, ids, counts, scratch, gating, k, renormalize, bias, num_tokens)
     return weights, ids, counts

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kestrel_runtime import Binary, check, kernel_op
+from kestrel_runtime import Binary, check, empty, kernel_op
 
 from . import reference
 
@@ -66,6 +66,6 @@ def layer_norm(
     tensor([[-1.0690, -0.5345,  0.0000,  1.6036]])
     """
     if out is None:
-        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+        out = empty(x, x.dtype, *x.shape)
     _kernels.layer_norm(out, x, weight, bias, eps)
     return out

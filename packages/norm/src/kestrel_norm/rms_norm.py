@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kestrel_runtime import Binary, check, kernel_op
+from kestrel_runtime import Binary, check, empty, kernel_op
 
 from . import reference
 
@@ -68,6 +68,6 @@ def rms_norm(
     tensor([[0.8485, 2.2627]])
     """
     if out is None:
-        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+        out = empty(x, x.dtype, *x.shape)
     _kernels.rms_norm(out, x, weight, eps, weight_bias)
     return out

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kestrel_runtime import Binary, check, kernel_op
+from kestrel_runtime import Binary, check, empty, kernel_op
 
 from . import reference
 from .fused_add_rms_norm import check_residual
@@ -22,9 +22,9 @@ def _check_bound(op: str, x: torch.Tensor, scale_ub: torch.Tensor | None) -> Non
 
 
 def _codes_and_scale(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """What a launch fills: codes as bytes, as which they cross into C++, and a scale per row."""
-    q = torch.empty_like(x, dtype=torch.uint8, memory_format=torch.contiguous_format)
-    return q, torch.empty(*x.shape[:-1], 1, dtype=torch.float32, device=x.device)
+    """What a launch fills: codes, and a scale per row."""
+    *leading, columns = x.shape
+    return empty(x, torch.float8_e4m3fn, *leading, columns), empty(x, torch.float32, *leading, 1)
 
 
 def check_rms_norm_fp8(
@@ -90,7 +90,7 @@ def rms_norm_fp8(
     """
     q, scale = _codes_and_scale(x)
     _kernels.rms_norm_fp8(q, scale, x, weight, eps, weight_bias, scale_ub)
-    return q.view(torch.float8_e4m3fn), scale
+    return q, scale
 
 
 @kernel_op(
@@ -125,4 +125,4 @@ def fused_add_rms_norm_fp8(
     """
     q, scale = _codes_and_scale(x)
     _kernels.fused_add_rms_norm_fp8(q, scale, x, residual, weight, eps, weight_bias, scale_ub)
-    return q.view(torch.float8_e4m3fn), scale
+    return q, scale

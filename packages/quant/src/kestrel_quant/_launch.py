@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from kestrel_runtime import Binary
+from kestrel_runtime import Binary, empty
 
 kernels = Binary("kestrel_quant")
 
@@ -15,7 +15,7 @@ _MOST_BLOCKS = 512  # of a quantisation per tensor: more than any GPU here keeps
 
 def slots(x: torch.Tensor) -> torch.Tensor:
     """Room for one maximum per block of a quantisation per tensor; what it holds does not matter."""
-    return torch.empty(_MOST_BLOCKS, dtype=torch.float32, device=x.device)
+    return empty(x, torch.float32, _MOST_BLOCKS)
 
 
 def groups_of(columns: int, group_size: int) -> int:
@@ -28,7 +28,7 @@ def groups_of(columns: int, group_size: int) -> int:
 def result(out: torch.Tensor | None, shape: Sequence[int], dtype: torch.dtype, like: torch.Tensor) -> torch.Tensor:
     """``out``, which must have this dtype, or a new tensor."""
     if out is None:
-        return torch.empty(*shape, dtype=dtype, device=like.device)
+        return empty(like, dtype, *shape)
     if out.dtype != dtype:
         raise TypeError("out")  # the check that follows a failed launch finds the words
     return out

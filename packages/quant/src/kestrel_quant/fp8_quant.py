@@ -6,7 +6,7 @@ from typing import Literal
 
 import torch
 
-from kestrel_runtime import check, kernel_op
+from kestrel_runtime import check, empty, kernel_op
 
 from . import reference
 from ._checks import check_codes, check_input, check_result, check_scale
@@ -87,17 +87,17 @@ def _fp8_quant(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Dynamic scales; column-major ones as the buffer behind them, [groups, T rounded up to 4]."""
     rows, columns = x.shape
-    q = torch.empty(rows, columns, dtype=torch.uint8, device=x.device)
-    shape: tuple[int, ...] = (rows, 1)
+    q, maxima = empty(x, torch.float8_e4m3fn, rows, columns), None
     if granularity == "tensor":
-        shape = (1,)
+        scale, maxima = empty(x, torch.float32, 1), slots(x)
     elif granularity == "group":
         groups = groups_of(columns, group_size)
         shape = (groups, -(-rows // 4) * 4) if column_major_scales else (rows, groups)
-    scale = torch.empty(*shape, dtype=torch.float32, device=x.device)
-    maxima = slots(x) if granularity == "tensor" else None
+        scale = empty(x, torch.float32, *shape)
+    else:
+        scale = empty(x, torch.float32, rows, 1)
     kernels.fp8_quant(q, scale, maxima, x, granularity, group_size, scale_ub, column_major_scales)
-    return q.view(torch.float8_e4m3fn), scale
+    return q, scale
 
 
 def _check_fp8_quant_static(x: torch.Tensor, scale: torch.Tensor) -> None:
@@ -111,9 +111,9 @@ def _check_fp8_quant_static(x: torch.Tensor, scale: torch.Tensor) -> None:
 @kernel_op(reference=reference.fp8_quant_static, check=_check_fp8_quant_static, kernel="cuda")
 def _fp8_quant_static(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """A given scale, [1] or [T, 1]."""
-    q = torch.empty(*x.shape, dtype=torch.uint8, device=x.device)
+    q = empty(x, torch.float8_e4m3fn, *x.shape)
     kernels.fp8_quant_static(q, x, scale)
-    return q.view(torch.float8_e4m3fn)
+    return q
 
 
 def _check_fp8_dequant(
@@ -152,8 +152,6 @@ def fp8_dequant(
     >>> fp8_dequant(q, torch.tensor([[0.5]]), dtype=torch.float32).tolist()
     [[0.5, -224.0]]
     """
-    if q.dtype != torch.float8_e4m3fn:
-        raise TypeError("q")  # the check that follows finds the words
     out = result(out, q.shape, dtype, q)
-    kernels.fp8_dequant(out, q.view(torch.uint8), scale, group_size)
+    kernels.fp8_dequant(out, q, scale, group_size)
     return out

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kestrel_runtime import check, kernel_op
+from kestrel_runtime import check, empty, kernel_op
 
 from . import reference
 from ._checks import check_codes, check_input, check_result
@@ -39,8 +39,8 @@ def int4_quant(x: torch.Tensor, *, group_size: int = 128) -> tuple[torch.Tensor,
     ([[231, 112]], [[1.0, 2.0]])
     """
     rows, columns = x.shape
-    q = torch.empty(rows, columns // 2, dtype=torch.uint8, device=x.device)
-    scale = torch.empty(rows, groups_of(columns, group_size), dtype=torch.float32, device=x.device)
+    q = empty(x, torch.uint8, rows, columns // 2)
+    scale = empty(x, torch.float32, rows, groups_of(columns, group_size))
     kernels.int4_quant(q, scale, x, group_size)
     return q, scale
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kestrel_runtime import check, kernel_op
+from kestrel_runtime import check, empty, kernel_op
 
 from . import reference
 from ._checks import check_codes, check_input, check_result, check_scale
@@ -34,10 +34,13 @@ def int8_quant(x: torch.Tensor, *, granularity: str = "row") -> tuple[torch.Tens
     >>> q.tolist(), scale.tolist()
     ([[127, -64, 0, 2]], [[2.0]])
     """
-    per_tensor = granularity == "tensor"
-    q = torch.empty(*x.shape, dtype=torch.int8, device=x.device)
-    scale = torch.empty(*((1,) if per_tensor else (x.shape[0], 1)), dtype=torch.float32, device=x.device)
-    kernels.int8_quant(q, scale, slots(x) if per_tensor else None, x, granularity)
+    rows, columns = x.shape
+    q = empty(x, torch.int8, rows, columns)
+    if granularity == "tensor":
+        scale, maxima = empty(x, torch.float32, 1), slots(x)
+    else:
+        scale, maxima = empty(x, torch.float32, rows, 1), None
+    kernels.int8_quant(q, scale, maxima, x, granularity)
     return q, scale
 
 

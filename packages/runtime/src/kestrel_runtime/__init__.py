@@ -1,6 +1,7 @@
 """What every kestrel kernel family shares. See README.md for the map."""
 
 from . import check
+from .allocation import empty
 from .binary import Binary, Manifest, arch_of
 from .errors import KestrelFallbackWarning, UnsupportedError
 from .op import kernel_op, refuse_capture
@@ -19,6 +20,7 @@ __all__ = [
     "backend",
     "check",
     "current_backend",
+    "empty",
     "kernel_op",
     "ops",
     "refuse_capture",

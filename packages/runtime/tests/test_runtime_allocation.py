@@ -1,0 +1,86 @@
+"""Room for results."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kestrel_runtime import allocation, empty
+
+SIZES = [(), (0,), (7,), (3, 5), (0, 5), (3, 0), (2, 3, 4), (2, 0, 4), (0, 3, 4), (1, 2, 3, 4), (2, 3, 1, 0)]
+DTYPES = [torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.uint8, torch.int64]
+
+
+def assert_as_torch_makes_it(like: torch.Tensor) -> None:
+    for sizes in SIZES:
+        for dtype in DTYPES:
+            made, want = empty(like, dtype, *sizes), torch.empty(sizes, dtype=dtype, device=like.device)
+            assert (made.shape, made.stride(), made.dtype, made.device) == (
+                want.shape,
+                want.stride(),
+                want.dtype,
+                want.device,
+            )
+            assert made.untyped_storage().nbytes() == want.untyped_storage().nbytes()
+            assert not made.requires_grad
+
+
+def test_a_cpu_tensor_is_followed_to_the_cpu() -> None:
+    assert_as_torch_makes_it(torch.ones(2))
+
+
+@pytest.fixture
+def fast_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What allocates on the GPU, with its like for the CPU, whose tensors say that they are on device -1."""
+    monkeypatch.setattr(allocation, "_empty_strided", torch._C._dynamo.guards._empty_strided_cpu)
+    monkeypatch.setattr(allocation, "_current_device", lambda: -1)
+
+
+def test_what_is_made_without_the_dispatcher_is_what_torch_makes(fast_on_the_cpu: None) -> None:
+    assert_as_torch_makes_it(torch.ones(2))
+
+
+@pytest.mark.parametrize("sizes", [(-1,), (3, -1), (3, 2.0), (3, "2")], ids=str)
+def test_impossible_sizes_are_refused(sizes: tuple[object, ...], fast_on_the_cpu: None) -> None:
+    with pytest.raises((RuntimeError, TypeError)):
+        empty(torch.ones(2), torch.float32, *sizes)  # type: ignore[arg-type]
+
+
+def test_a_torch_without_the_fast_way_allocates_in_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(allocation, "_empty_strided", None)
+    assert_as_torch_makes_it(torch.ones(2))
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_room_comes_from_the_caching_allocator() -> None:
+    x = torch.ones(2, device="cuda")
+    assert allocation._empty_strided is not None, "this torch has no fast way"
+    assert_as_torch_makes_it(x)
+    before = torch.cuda.memory_allocated()
+    made = empty(x, torch.float32, 1 << 20)
+    assert torch.cuda.memory_allocated() - before == 4 << 20
+    made.record_stream(torch.cuda.Stream())
+    del made
+    torch.cuda.synchronize()
+    empty(x, torch.float32, 1)  # the allocator looks for what other streams have done with
+    assert torch.cuda.memory_allocated() - before == 0
+
+
+@pytest.mark.gpu
+def test_in_a_graph_room_comes_from_its_pool() -> None:
+    x, graph = torch.ones(2, device="cuda"), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        made = empty(x, torch.float32, 1 << 20)
+        made.copy_(x[0].expand(1 << 20))
+    segments = {s["address"]: s for s in torch.cuda.memory_snapshot() if s["segment_pool_id"] == graph.pool()}
+    assert any(at <= made.data_ptr() < at + s["total_size"] for at, s in segments.items())
+    x.fill_(5)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert bool((made == 5).all())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_another_gpu_than_the_current_one_gets_its_own_room() -> None:
+    assert_as_torch_makes_it(torch.ones(2, device="cuda:1"))
