@@ -9,7 +9,14 @@ import torch
 
 from kestrel_rope import build_cos_sin_cache, multimodal_rotary_embedding, reference, rotary_embedding
 from kestrel_runtime import backend
-from kestrel_runtime.testing import BadInput, assert_rejects, canary, graph_replay, ulp_distance
+from kestrel_runtime.testing import (
+    BadInput,
+    assert_rejects,
+    assert_waits_for_the_launch_before,
+    canary,
+    graph_replay,
+    ulp_distance,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -389,29 +396,23 @@ def test_runs_on_the_current_stream(op):
     assert_same(late[1:], want)
 
 
-REPEATS = 1000
-
-
 @pytest.mark.parametrize("op", OPS)
 def test_heads_written_by_the_launch_just_before_are_read_after_the_wait(op):
-    """A chain of launches in a graph, each of which turns what the one before has written, against one at a time."""
-    args = arguments(740)
-    args[0].clamp_(0, POSITIONS - 1)
-    want = [x.clone() for x in args]
-    for _ in range(REPEATS):
-        op(*want)
-        torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    fresh = [x.clone() for x in args]
-    op(*args)
-    for x, value in zip(args, fresh, strict=True):
-        x.copy_(value)
-    torch.cuda.synchronize()
-    with torch.cuda.graph(graph):
-        for _ in range(REPEATS):
-            op(*args)
-    graph.replay()
-    assert_same(args[1:], want[1:])
+    """Each launch turns what the one before has turned."""
+    positions, *heads = arguments(740)
+    positions.clamp_(0, POSITIONS - 1)
+    contents = [arguments(740, seed)[1:] for seed in (1, 3)]
+
+    def chain(i: int, between: Callable[[], None]) -> list[torch.Tensor]:
+        for x, value in zip(heads, contents[i], strict=True):
+            x.copy_(value)
+        op(positions, *heads)
+        for _ in range(3):
+            between()
+            op(positions, *heads)
+        return heads
+
+    assert_waits_for_the_launch_before(chain)
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -419,30 +420,22 @@ def test_positions_written_by_the_launch_just_before_are_read_after_the_wait(op)
     """A quarter turn (x, y) -> (-y, x) of float32 moves bits: that launch writes the positions of the next."""
     quarter = torch.cat((torch.zeros(1, 64), torch.ones(1, 64)), 1).cuda()
     zeros = torch.zeros(4096, dtype=torch.int32, device="cuda")
-    blank = torch.zeros(4096, 128, device="cuda")  # big enough that the next launch would overtake its last rows
-    messenger = blank.clone()
-    positions = torch.randint(0, POSITIONS, (REPEATS, 3, 64), dtype=torch.int32, device="cuda")
-    query = random(64, 256).expand(REPEATS, -1, -1).clone()
-    want = query.clone()
-    for i in range(REPEATS):
-        op(positions[i], want[i], None)
-    sources = positions.view(torch.float32)
+    # big enough that the next launch would overtake its last rows
+    blank = torch.zeros(2, 4096, 128, device="cuda")
+    positions = torch.randint(0, POSITIONS, (2, 3, 64), dtype=torch.int32, device="cuda")
+    blank[:, -3:, :64] = positions.view(torch.float32)
+    messenger, before = torch.empty_like(blank[0]), random(64, 256)
+    query = before.clone()
 
-    def step(i: int) -> None:
-        messenger.copy_(blank)
-        messenger[-3:, :64] = sources[i]
+    def chain(i: int, between: Callable[[], None]) -> list[torch.Tensor]:
+        query.copy_(before)
+        messenger.copy_(blank[i])
         rotary_embedding(zeros, messenger, None, 128, quarter)
-        op(messenger[-3:, 64:].view(torch.int32), query[i], None)
+        between()
+        op(messenger[-3:, 64:].view(torch.int32), query, None)
+        return [query]
 
-    graph, before = torch.cuda.CUDAGraph(), query.clone()
-    step(0)
-    query.copy_(before)
-    torch.cuda.synchronize()
-    with torch.cuda.graph(graph):
-        for i in range(REPEATS):
-            step(i)
-    graph.replay()
-    assert torch.equal(query, want)
+    assert_waits_for_the_launch_before(chain)
 
 
 # -- refusals ---------------------------------------------------------------------------------------------------------
