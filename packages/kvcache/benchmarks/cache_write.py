@@ -10,7 +10,7 @@ import torch
 
 import kestrel_kvcache
 from kestrel_runtime import Binary
-from kestrel_runtime.bench import peer
+from kestrel_runtime.bench import compiled, peer
 
 
 def sizes(shape: str) -> tuple[int, int, int]:
@@ -40,7 +40,7 @@ def candidates(in_torch: Callable[..., None]) -> dict[str, Callable[..., object]
     found = {
         "kestrel": kestrel_kvcache.reshape_and_cache,
         "torch": in_torch,
-        "torch.compile": torch.compile(in_torch, fullgraph=True, dynamic=False),
+        "torch.compile": compiled(in_torch, fullgraph=True, dynamic=False),
     }
     ops = peer("vllm._custom_ops")
     if ops is None:

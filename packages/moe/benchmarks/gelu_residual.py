@@ -9,6 +9,7 @@ from gated_shapes import make, set_bytes, sizes, traffic
 
 import kestrel_moe
 from kestrel_runtime import Binary
+from kestrel_runtime.bench import compiled
 
 __all__ = ["TARGETS", "bare", "candidates", "make", "operations", "set_bytes", "traffic"]
 
@@ -47,5 +48,5 @@ def candidates() -> dict[str, Callable[..., object]]:
     return {
         "kestrel": lambda x, out: kestrel_moe.gelu_residual(x, out=out),
         "torch": composed,
-        "torch.compile": torch.compile(composed, dynamic=False),
+        "torch.compile": compiled(composed, dynamic=False),
     }

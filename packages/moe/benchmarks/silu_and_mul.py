@@ -10,7 +10,7 @@ from gated_shapes import set_bytes, sizes, traffic
 
 import kestrel_moe
 from kestrel_runtime import Binary
-from kestrel_runtime.bench import peer
+from kestrel_runtime.bench import compiled, peer
 
 __all__ = ["TARGETS", "bare", "candidates", "make", "operations", "set_bytes", "traffic"]
 
@@ -53,7 +53,7 @@ def candidates() -> dict[str, Callable[..., object]]:
     found: dict[str, Callable[..., object]] = {
         "kestrel": lambda x, out, *_: kestrel_moe.silu_and_mul(x, out=out),
         "torch": composed,
-        "torch.compile": torch.compile(composed, dynamic=False),
+        "torch.compile": compiled(composed, dynamic=False),
     }
     if flashinfer := peer("flashinfer.activation"):
         found["flashinfer"] = lambda x, out, *_: flashinfer.silu_and_mul(x, out)

@@ -9,7 +9,7 @@ from row_shapes import elements, matrices, sizes, vectors
 
 import kestrel_norm
 from kestrel_runtime import Binary
-from kestrel_runtime.bench import peer
+from kestrel_runtime.bench import compiled, peer
 
 TARGETS = {
     "1x2048": 1.25,
@@ -63,7 +63,7 @@ def candidates() -> dict[str, Callable[..., object]]:
     found: dict[str, Callable[..., object]] = {
         "kestrel": kestrel_norm.fused_add_rms_norm,
         "torch": torch_composition,
-        "torch.compile": torch.compile(torch_composition, fullgraph=True, dynamic=False),
+        "torch.compile": compiled(torch_composition, fullgraph=True, dynamic=False),
     }
     if flashinfer := peer("flashinfer.norm"):
         found["flashinfer"] = lambda x, residual, weight: flashinfer.fused_add_rmsnorm(x, residual, weight, 1e-6)

@@ -10,7 +10,7 @@ from row_shapes import elements, matrices, sizes, vectors
 
 import kestrel_norm
 from kestrel_runtime import Binary
-from kestrel_runtime.bench import peer
+from kestrel_runtime.bench import compiled, peer
 
 TARGETS = {
     "729x1152": 2.01,
@@ -60,7 +60,7 @@ def candidates() -> dict[str, Callable[..., object]]:
     found: dict[str, Callable[..., object]] = {
         "kestrel": lambda x, weight, bias, out: kestrel_norm.layer_norm(x, weight, bias, out=out),
         "torch": torch_layer_norm,
-        "torch.compile": torch.compile(torch_layer_norm, fullgraph=True, dynamic=False),
+        "torch.compile": compiled(torch_layer_norm, fullgraph=True, dynamic=False),
     }
     wide = functools.lru_cache(2)(lambda vector: vector.float())  # some take weight and bias in float32
     if flashinfer := peer("flashinfer.norm"):

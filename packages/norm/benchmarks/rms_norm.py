@@ -9,7 +9,7 @@ from row_shapes import elements, matrices, sizes, vectors
 
 import kestrel_norm
 from kestrel_runtime import Binary
-from kestrel_runtime.bench import peer
+from kestrel_runtime.bench import compiled, peer
 
 TARGETS = {
     "1x2048": 1.25,
@@ -62,7 +62,7 @@ def candidates() -> dict[str, Callable[..., object]]:
     found: dict[str, Callable[..., object]] = {
         "kestrel": lambda x, weight, out: kestrel_norm.rms_norm(x, weight, out=out),
         "torch": torch_rms_norm,
-        "torch.compile": torch.compile(torch_rms_norm, fullgraph=True, dynamic=False),
+        "torch.compile": compiled(torch_rms_norm, fullgraph=True, dynamic=False),
     }
     if flashinfer := peer("flashinfer.norm"):
         found["flashinfer"] = lambda x, weight, out: flashinfer.rmsnorm(x, weight, 1e-6, out=out)

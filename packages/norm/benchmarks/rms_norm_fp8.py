@@ -9,7 +9,7 @@ from row_shapes import Written, elements, matrices, sizes, vectors
 
 import kestrel_norm
 from kestrel_runtime import Binary
-from kestrel_runtime.bench import peer
+from kestrel_runtime.bench import compiled, peer
 
 TARGETS: dict[str, float | None] = {
     "1x2048": None,
@@ -63,7 +63,7 @@ def candidates() -> dict[str, Callable[..., object]]:
     found: dict[str, Callable[..., object]] = {
         "kestrel": kestrel_norm.rms_norm_fp8,
         "torch": torch_composition,
-        "torch.compile": torch.compile(torch_composition, fullgraph=True, dynamic=False),
+        "torch.compile": compiled(torch_composition, fullgraph=True, dynamic=False),
     }
     if vllm := peer("vllm._custom_ops"):
         found["vllm"] = lambda x, weight: vllm.rms_norm_dynamic_per_token_quant(x, weight, 1e-6, torch.float8_e4m3fn)

@@ -10,7 +10,7 @@ import torch
 import kestrel_quant
 from kestrel_quant import reference
 from kestrel_runtime import Binary
-from kestrel_runtime.bench import peer
+from kestrel_runtime.bench import compiled, peer
 
 TARGETS = {
     "8x1024": 1.25,
@@ -78,7 +78,7 @@ def candidates() -> dict[str, Callable[..., object]]:
     found: dict[str, Callable[..., object]] = {
         "kestrel": keeping(kestrel_quant.fp8_quant),
         "torch": keeping(reference.fp8_quant),
-        "torch.compile": keeping(torch.compile(reference.fp8_quant, fullgraph=True, dynamic=False)),
+        "torch.compile": keeping(compiled(reference.fp8_quant, fullgraph=True, dynamic=False)),
     }
     if vllm := peer("vllm._custom_ops"):
         found["vllm"] = keeping(lambda x: vllm.scaled_fp8_quant(x, use_per_token_if_dynamic=True))

@@ -10,7 +10,7 @@ import torch
 
 import kestrel_rope
 from kestrel_rope import reference
-from kestrel_runtime.bench import peer
+from kestrel_runtime.bench import compiled, peer
 
 TARGETS = {
     "1x32/32x64": 1.25,
@@ -72,11 +72,10 @@ def result(arguments: tuple[Any, ...], returned: None) -> list[torch.Tensor]:
 
 
 def candidates() -> dict[str, Callable[..., object]]:
-    compiled = torch.compile(reference.rotary_embedding, fullgraph=True)
     found: dict[str, Callable[..., object]] = {
         "kestrel": kestrel_rope.rotary_embedding,
         "torch": reference.rotary_embedding,
-        "torch.compile": compiled,
+        "torch.compile": compiled(reference.rotary_embedding, fullgraph=True),
     }
     if flashinfer := peer("flashinfer.rope"):
         found["flashinfer"] = flashinfer.apply_rope_with_cos_sin_cache_inplace

@@ -14,6 +14,7 @@ from kestrel_runtime.bench import (
     Figures,
     Report,
     Row,
+    compiled,
     discover,
     limit_of,
     limit_us,
@@ -542,6 +543,30 @@ def test_a_library_that_is_not_installed_is_passed_over_and_a_broken_one_named(t
         assert peer("broken_library") is None
     with pytest.warns(RuntimeWarning, match=r"other_library is not timed: OSError: libx\.so"):
         assert peer("other_library") is None
+
+
+def test_no_peer_is_imported_where_none_is_timed(tmp_path, pretend_gpu, monkeypatch):
+    (tmp_path / "slow_library.py").write_text("raise OSError('imported')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    more = (
+        "from kestrel_runtime.bench import peer\n"
+        "def candidates(): return {'kestrel': print, **({'slow': print} if peer('slow_library') else {})}\n"
+    )
+    write_definition(tmp_path, more=more)
+    given = ["--checkout", str(tmp_path)]
+    assert main([*given, "--without-peers"]) == 0
+    assert main([*given, "--only", "kestrel"]) == 0
+    with pytest.warns(RuntimeWarning, match="slow_library is not timed"):
+        assert main(given) == 0
+
+
+def test_a_compiled_candidate_costs_nothing_until_it_is_called(monkeypatch):
+    made = []
+    monkeypatch.setattr(torch, "compile", lambda function, **options: made.append(options) or function)
+    call = compiled(lambda a, b: a + b, dynamic=False)
+    assert made == []
+    assert [call(1, 2), call(3, 4)] == [3, 7]
+    assert made == [{"dynamic": False}]
 
 
 def test_a_definition_that_lacks_a_part_says_which(tmp_path):

@@ -6,7 +6,7 @@ that is to the limit of the machine (:mod:`.limits`), and what the host paid. ``
 ``kestrel-kernels bench`` are the two ways in; importing this touches no GPU.
 """
 
-from .definition import Benchmark, discover, load, peer
+from .definition import Benchmark, compiled, discover, load, peer
 from .limits import Limit, limit_of, limit_us
 from .report import Report, Row, slower
 from .rows import measure
@@ -18,6 +18,7 @@ __all__ = [
     "Limit",
     "Report",
     "Row",
+    "compiled",
     "discover",
     "host_us",
     "limit_of",

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from .definition import Benchmark, Source, discover, load, select
+from .definition import Benchmark, Source, discover, importing_peers, kind_of, load, select
 from .machine import environment, revision_of
 from .report import Report, file_name, slower
 from .rows import everything, measure, ours_only, without_peers
@@ -73,10 +73,13 @@ def _run(options: Options) -> int:
     machine = environment(revision)
     report = Report(machine["gpu"])
     count = sum(shape in (options.shapes or each.targets) for each in benchmarks for shape in each.targets)
-    with watching(machine, count) as watcher:
+    wanted = WANTED[options.candidates] if options.only is None else options.only.__contains__
+    peers = (
+        options.candidates == "peers" if options.only is None else any(kind_of(name) == "peer" for name in options.only)
+    )
+    with watching(machine, count) as watcher, importing_peers(peers):
         for benchmark in benchmarks:
             watcher.begin(benchmark.name)
-            wanted = WANTED[options.candidates] if options.only is None else options.only.__contains__
             fresh = Report(report.gpu)
             whole = False
             try:

@@ -28,6 +28,7 @@ It is found beside the family's sources, or inside its wheel. What several defin
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import importlib.util
 import pkgutil
@@ -35,6 +36,7 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -99,11 +101,26 @@ def kind_of(candidate: str) -> str:
     return "torch" if candidate.partition(".")[0].partition("_")[0] == TORCH else "peer"
 
 
+_peers = ContextVar("peers", default=True)
+
+
+@contextlib.contextmanager
+def importing_peers(wanted: bool) -> Iterator[None]:
+    """Whether `peer` imports anything inside: some libraries take many seconds to import."""
+    before = _peers.set(wanted)
+    try:
+        yield
+    finally:
+        _peers.reset(before)
+
+
 def peer(module: str) -> Any:
-    """A module of another library for `candidates`, or None where it is not installed.
+    """A module of another library for `candidates`, or None where it is not installed or no peer is timed.
 
     What is installed and cannot be imported (built for another torch, say) is warned about, and is None too.
     """
+    if not _peers.get():
+        return None
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
@@ -114,6 +131,12 @@ def peer(module: str) -> Any:
         reason = error
     warnings.warn(f"{module} is not timed: {type(reason).__name__}: {reason}", RuntimeWarning, stacklevel=2)
     return None
+
+
+def compiled(function: Call, **options: Any) -> Call:
+    """`function` under torch.compile, for `candidates`: the compiler is imported at the first call, if there is one."""
+    ready = functools.cache(lambda: torch.compile(function, **options))
+    return lambda *arguments: ready()(*arguments)
 
 
 def load_module(source: Source) -> ModuleType:
