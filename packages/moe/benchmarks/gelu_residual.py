@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from gated_shapes import make, set_bytes, sizes, traffic
+from gated_shapes import entry_point, make, ours_and_torch, result, set_bytes, sizes, traffic
 
 import kestrel_moe
-from kestrel_runtime import Binary
-from kestrel_runtime.bench import compiled
 
-__all__ = ["TARGETS", "bare", "candidates", "make", "operations", "set_bytes", "traffic"]
+__all__ = ["TARGETS", "bare", "candidates", "make", "operations", "result", "set_bytes", "traffic"]
 
 TARGETS = {
     "8x2048->1024": 1.25,
@@ -31,22 +29,8 @@ def operations(shape: str) -> int:
 
 
 def bare() -> Callable[..., object]:
-    entry = Binary("kestrel_moe").gated
-    return lambda x, out: entry(out, x, False, "none", 1.0)
-
-
-def result(arguments: tuple[torch.Tensor, ...], returned: torch.Tensor) -> list[torch.Tensor]:
-    return [returned]
-
-
-def composed(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    h, g = x.chunk(2, dim=-1)
-    return torch.nn.functional.gelu(h) * (g + 1)
+    return entry_point(silu=False, shift=1.0)
 
 
 def candidates() -> dict[str, Callable[..., object]]:
-    return {
-        "kestrel": lambda x, out: kestrel_moe.gelu_residual(x, out=out),
-        "torch": composed,
-        "torch.compile": compiled(composed, dynamic=False),
-    }
+    return ours_and_torch(kestrel_moe.gelu_residual, torch.nn.functional.gelu, shift=1.0)

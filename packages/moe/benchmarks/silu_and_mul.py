@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from gated_shapes import entry_point, ours_and_torch, result, set_bytes, sizes, traffic
 from gated_shapes import make as rows_and_results
-from gated_shapes import set_bytes, sizes, traffic
 
 import kestrel_moe
-from kestrel_runtime import Binary
-from kestrel_runtime.bench import compiled, peer
+from kestrel_runtime.bench import peer
 
-__all__ = ["TARGETS", "bare", "candidates", "make", "operations", "set_bytes", "traffic"]
+__all__ = ["TARGETS", "bare", "candidates", "make", "operations", "result", "set_bytes", "traffic"]
 
 TARGETS = {
     "2048x2x4096": 13.3,
@@ -36,25 +35,11 @@ def operations(shape: str) -> int:
 
 
 def bare() -> Callable[..., object]:
-    entry = Binary("kestrel_moe").gated
-    return lambda x, out, *_: entry(out, x, True, "none", 0.0)
-
-
-def result(arguments: tuple[torch.Tensor, ...], returned: torch.Tensor | None) -> list[torch.Tensor]:
-    return [arguments[1] if returned is None else returned]
-
-
-def composed(x: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
-    h, g = x.chunk(2, dim=-1)
-    return torch.nn.functional.silu(h) * g
+    return entry_point(silu=True, shift=0.0)
 
 
 def candidates() -> dict[str, Callable[..., object]]:
-    found: dict[str, Callable[..., object]] = {
-        "kestrel": lambda x, out, *_: kestrel_moe.silu_and_mul(x, out=out),
-        "torch": composed,
-        "torch.compile": compiled(composed, dynamic=False),
-    }
+    found = ours_and_torch(kestrel_moe.silu_and_mul, torch.nn.functional.silu, shift=0.0)
     if flashinfer := peer("flashinfer.activation"):
         found["flashinfer"] = lambda x, out, *_: flashinfer.silu_and_mul(x, out)
     if peer("vllm._custom_ops"):
