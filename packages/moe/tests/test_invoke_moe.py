@@ -248,11 +248,12 @@ def test_views_out_and_untouched_inputs() -> None:
     assert all(torch.equal(a, b) for a, b in zip(before, (wide, w1_wide, *c.aligned), strict=True))
 
 
-def test_no_tokens() -> None:
+@pytest.mark.parametrize("block", [16, None])
+def test_no_tokens(block: int | None) -> None:
     c = case(0)
-    assert invoke_cute_moe_up(c.hidden, c.w1, None, None, c.ids, *c.aligned, block_size=16).shape == (0, 48)
+    assert invoke_cute_moe_up(c.hidden, c.w1, None, None, c.ids, *c.aligned, block_size=block).shape == (0, 48)
     x = torch.empty(0, 24)
-    assert invoke_cute_moe_down(x, c.w3, c.weights, c.ids, *c.aligned, block_size=16).shape == (0, 2, 40)
+    assert invoke_cute_moe_down(x, c.w3, c.weights, c.ids, *c.aligned, block_size=block).shape == (0, 2, 40)
 
 
 # ---- FP8 -------------------------------------------------------------------------------------------------------------

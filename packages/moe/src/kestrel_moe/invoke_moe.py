@@ -93,6 +93,8 @@ def block_size_of(op: str, block_size: int | None, sorted_token_ids: torch.Tenso
     check.tensor(op, "sorted_token_ids", sorted_token_ids, ndim=1)
     check.tensor(op, "expert_ids", expert_ids, ndim=1)
     slots, blocks = sorted_token_ids.shape[0], expert_ids.shape[0]
+    if slots == blocks == 0:  # of no token all fit, and none is wrong
+        return _BLOCK_SIZES[0]
     fitting = [size for size in _BLOCK_SIZES if slots == blocks * size]
     fitting = fitting or [size for size in _BLOCK_SIZES if -(-slots // size) == blocks]
     if len(fitting) != 1:
