@@ -52,10 +52,12 @@ def fp8_quant(
     >>> q.float().tolist(), scale.tolist()
     ([[448.0, -224.0, 448.0, 224.0]], [[1.0, 4.0]])
     """
+    if scale is None and column_major_scales is False:  # the usual call
+        return _fp8_quant(x, granularity, group_size, scale_ub, False)
     check.flag("fp8_quant", "column_major_scales", column_major_scales)
     if scale is None:
-        q, scales = _fp8_quant(x, granularity, group_size, scale_ub, column_major_scales)
-        return q, scales[:, : x.shape[0]].t() if column_major_scales else scales
+        q, scales = _fp8_quant(x, granularity, group_size, scale_ub, True)
+        return q, scales[:, : x.shape[0]].t()
     if granularity == "group":
         check.fail("fp8_quant", "granularity", "'row' or 'tensor' with a given scale", repr(granularity))
     if scale_ub is not None:
