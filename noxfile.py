@@ -59,7 +59,8 @@ def installed(session: nox.Session, names: list[str], *tools: str) -> Environmen
     packages = closure(*(PACKAGES[name] for name in names))
     wheels = build_wheels(session, packages, archs_asked(session, arch_of_this_gpu()))
     environment = Environment(session, "test")
-    environment.install(*requirements(packages), *tools)
+    needing = list(PACKAGES.values()) if tools else packages  # of all packages: resolved once for the tests of each
+    environment.install(*requirements(needing), *tools)
     for wheel in wheels:
         environment.install_wheel(wheel.path, wheel.fingerprint)
     return environment

@@ -8,8 +8,10 @@ import hashlib
 import lzma
 import shutil
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TypeVar
 
 import nox
 from workspace import (
@@ -20,12 +22,14 @@ from workspace import (
     PACKAGES,
     ROOT,
     Environment,
+    Package,
     Wheel,
     build_environment,
     build_wheels,
     closure,
 )
 
+Each = TypeVar("Each")
 RELEASE = ROOT / "dist" / "release"
 NOT_OURS = ("libtvm_ffi.so", "libcute_dsl_runtime.so")  # found beside other installed packages, never copied in
 
@@ -51,10 +55,20 @@ def tag(tools: Environment, wheels: Sequence[Wheel]) -> list[Path]:
         else:
             shutil.copy(wheel.path, RELEASE)
     found = sorted(RELEASE.glob("*.whl"))
-    for path in found:
-        if has_binary(path):
-            pack(path)
+    two_at_a_time(pack, [path for path in found if has_binary(path)])
     return found
+
+
+def two_at_a_time(function: Callable[[Each], None], items: Sequence[Each]) -> None:
+    """Call the function with every item; the first error is raised. Builds and installations have long parts that one
+    processor does or none: they overlap."""
+    with ThreadPoolExecutor(2) as pool:
+        running = [pool.submit(function, item) for item in items]
+        try:
+            for each in running:
+                each.result()
+        finally:
+            pool.shutdown(cancel_futures=True)
 
 
 def pack(wheel: Path) -> None:
@@ -86,30 +100,35 @@ def rebuild(session: nox.Session, tools: Environment, wheels: Sequence[Wheel]) -
     Those named in the matrix are built in isolation, as pip does it (with nothing but what their pyproject requires),
     and for every architecture; the others for few, so that the session takes no hour.
     """
-    for wheel in wheels:
-        if not has_binary(wheel.path):
-            continue
+    binaries = sorted((each for each in wheels if has_binary(each.path)), key=lambda each: -each.path.stat().st_size)
+    for wheel in binaries:
+        build_environment(session, wheel.package)  # once, not by two threads
+    (again := Path(session.create_tmp()) / "again").mkdir(exist_ok=True)
+
+    def rebuilt(wheel: Wheel) -> None:
         ready = build_environment(session, wheel.package)
         isolated = wheel.package.name in MATRIX["isolated"]
         archs = ARCHS if isolated else MATRIX["rebuilt_for"]
         first = wheel if isolated else build_wheels(session, [wheel.package], archs)[0]
-        again = Path(session.create_tmp()) / "again" / wheel.package.name
-        shutil.rmtree(again, ignore_errors=True)
+        folder = again / wheel.package.name
+        shutil.rmtree(folder, ignore_errors=True)
         variables: dict[str, str | None] = {**BUILD_ENVIRONMENT, "KESTREL_ARCHS": ";".join(archs)}
-        command = ["python", "-m", "build", "--outdir", str(again)]
+        command = ["python", "-m", "build", "--outdir", str(folder)]
         ready.run(*command, "--sdist", "--no-isolation", wheel.package.path, env=variables, silent=True)
-        (sdist,) = again.glob("*.tar.gz")
-        shutil.unpack_archive(sdist, again)
-        sources = again / sdist.name.removesuffix(".tar.gz")
+        (sdist,) = folder.glob("*.tar.gz")
+        shutil.unpack_archive(sdist, folder)
+        sources = folder / sdist.name.removesuffix(".tar.gz")
         if isolated:
             tools.run(*command, "--wheel", sources, env=variables, silent=True)
         else:
             ready.run(*command, "--wheel", "--no-isolation", sources, env=variables, silent=True)
-        (copy,) = again.glob("*.whl")
+        (copy,) = folder.glob("*.whl")
         if not filecmp.cmp(copy, first.path, shallow=False):
             session.error(f"{first.path.name} differs when built again: {differences(first.path, copy)}")
         how = "in isolation, " if isolated else f"for sm_{' sm_'.join(archs)} "
         session.log(f"{first.path.name}: byte-identical when built {how}from its sdist")
+
+    two_at_a_time(rebuilt, binaries)
 
 
 def differences(one: Path, other: Path) -> str:
@@ -131,9 +150,10 @@ def installs_alone(session: nox.Session, release: Sequence[Path]) -> None:
     below.install("torch")
     (site,) = below.path.glob("lib/python*/site-packages")
     wheel_of = {path.name.split("-")[0]: path for path in release}
-    for package in PACKAGES.values():
-        shutil.rmtree(CACHE / "env-alone", ignore_errors=True)
-        alone = Environment(session, "alone", bare=True)
+
+    def install(package: Package) -> None:
+        shutil.rmtree(CACHE / f"env-alone-{package.name}", ignore_errors=True)
+        alone = Environment(session, f"alone-{package.name}", bare=True)
         (own_site,) = alone.path.glob("lib/python*/site-packages")
         (own_site / "torch-below.pth").write_text(f"{site}\n")
         needed = [wheel_of[each.module] for each in closure(package)]
@@ -141,7 +161,9 @@ def installs_alone(session: nox.Session, release: Sequence[Path]) -> None:
             *("python", "-m", "pip", "--python", alone.python, "install", "-qq", "--no-warn-script-location"),
             *("--constraint", ROOT / "ci" / "constraints.txt", *needed),
         )
-        with session.chdir(alone.path):
-            alone.run("python", ROOT / "ci" / "import_alone.py", package.module)
-            if package.name == "meta":
-                alone.run("kestrel-kernels", "info")
+        alone.run("python", ROOT / "ci" / "import_alone.py", package.module)
+        if package.name == "meta":
+            alone.run("kestrel-kernels", "info")
+        shutil.rmtree(alone.path)
+
+    two_at_a_time(install, list(PACKAGES.values()))

@@ -11,11 +11,13 @@ import argparse
 import importlib.util
 import json
 import lzma
+import os
 import re
 import sys
 import tempfile
 import zipfile
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import library
@@ -120,8 +122,11 @@ def main() -> int:
     options = parser.parse_args()
     cuobjdump = find_cuobjdump()
     failed = 0
+    largest_first = sorted(options.wheels, key=lambda wheel: -wheel.stat().st_size)
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:  # nearly all of it is cuobjdump's work
+        running = {wheel: pool.submit(check, wheel, options.path, cuobjdump) for wheel in largest_first}
     for wheel in options.wheels:
-        found, holds = check(wheel, options.path, cuobjdump)
+        found, holds = running[wheel].result()
         print(f"{'FAILED' if found else 'ok':7} {wheel.name} ({wheel.stat().st_size / 1024:.0f} KiB): {holds}")
         for problem in found[:SHOWN]:
             print(f"        {problem}")

@@ -86,19 +86,28 @@ def _wide_loads(file: Path, cuobjdump: Path) -> _Loads:
     count: Counter[tuple[str, str]] = Counter()
     arch = name = ""
     for line in _run(cuobjdump, "--dump-sass", file):
-        if match := re.match(r"\s*code for sm_(\d+)", line):
+        if "LDG" in line or "UBLKCP" in line:  # a library has millions of lines, few of them a load
+            if WIDE_LOAD.search(line):
+                count[arch, name] += 1
+        elif "Function : " in line:
+            name = line.split()[-1]
+        elif "code for sm_" in line and (match := re.match(r"\s*code for sm_(\d+)", line)):
             arch = match[1]
-        elif match := re.match(r"\s*Function : (\S+)", line):
-            name = match[1]
-        elif WIDE_LOAD.search(line):
-            count[arch, name] += 1
     return _Loads(arch, count)
 
 
-def _run(cuobjdump: Path, option: str, file: Path) -> list[str]:
+def _run(cuobjdump: Path, option: str, file: Path) -> Iterator[str]:
+    """The lines that cuobjdump prints, as they come: all machine code of a library is hundreds of megabytes of text."""
     # nvdisasm, which cuobjdump calls, lies beside it.
     environment = {**os.environ, "PATH": f"{cuobjdump.parent}{os.pathsep}{os.environ['PATH']}"}
-    done = subprocess.run([cuobjdump, option, file], capture_output=True, text=True, check=False, env=environment)
-    if done.returncode:
-        raise SystemExit(f"cuobjdump {option} {file.name} failed:\n{done.stdout}{done.stderr}")
-    return done.stdout.splitlines()
+    with (
+        tempfile.TemporaryFile("w+") as errors,
+        subprocess.Popen(
+            [cuobjdump, option, file], stdout=subprocess.PIPE, stderr=errors, text=True, env=environment
+        ) as process,
+    ):
+        assert process.stdout is not None
+        yield from process.stdout
+        if process.wait():
+            errors.seek(0)
+            raise SystemExit(f"cuobjdump {option} {file.name} failed:\n{errors.read()}")
