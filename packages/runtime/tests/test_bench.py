@@ -144,6 +144,14 @@ def test_a_candidate_too_slow_for_all_sets_gets_a_part_of_them_and_an_empty_l2(p
     assert timed["slower"].figures == Figures(20_000.0, 20_000.0, 20_000.0)
 
 
+def test_an_empty_launch_is_timed_over_no_more_calls_than_it_needs(pretend_graphs, monkeypatch):
+    from kestrel_runtime.bench import timer
+
+    monkeypatch.setattr(timer, "empty_launch", lambda _: "fast")
+    timed = time_candidates({"empty": timer.empty_launch, **named("fast")}, [(None,)] * 5000)
+    assert {name: each.calls for name, each in timed.items()} == {"empty": 2000, "fast": 5000}
+
+
 def test_a_candidate_that_fails_half_way_has_no_figures(pretend_graphs):
     timed = time_candidates(named("fast", "fails"), [(None,)] * 10, replays=5)
     assert timed["fails"].failed == "RuntimeError: lost"
