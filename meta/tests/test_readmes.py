@@ -4,23 +4,98 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parents[2]
-READMES = [ROOT / "README.md", *sorted(ROOT.glob("packages/*/README.md"))]
+ENGINES = ROOT / "meta" / "ENGINES.md"
+READMES = [ROOT / "README.md", ROOT / "meta" / "README.md", ENGINES, *sorted(ROOT.glob("packages/*/README.md"))]
+
+
+def examples(path: Path) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```$", path.read_text(encoding="utf-8"), re.M | re.S)
+
+
 EXAMPLES = [
-    pytest.param(code, id=f"{path.parent.name}-{number}")
+    pytest.param(code, id=f"{path.parent.name}-{path.stem}-{number}")
     for path in READMES
-    for number, code in enumerate(re.findall(r"^```python\n(.*?)^```$", path.read_text(encoding="utf-8"), re.M | re.S))
+    for number, code in enumerate(examples(path))
     if "@kernel_op" not in code  # how an op is written, not how one is called
 ]
 
 
-@pytest.mark.parametrize("code", EXAMPLES)
-def test_an_example_runs(code):
+def run(code: str) -> dict[str, Any]:
+    names: dict[str, Any] = {}
     try:
-        exec(compile(code, "README.md", "exec"), {})
+        exec(compile(code, "README.md", "exec"), names)
     finally:
         torch.set_default_device(None)
+    return names
+
+
+@pytest.mark.parametrize("code", EXAMPLES)
+def test_an_example_runs(code):
+    run(code)
+
+
+def test_a_model_of_transformers_says_the_same_with_the_engines_modules():
+    [code] = [code for code in examples(ENGINES) if "LlamaForCausalLM" in code]
+    found = run(code)
+    torch.testing.assert_close(found["after"], found["before"], rtol=0.02, atol=0.02)
+    assert all(type(layer.mlp) is found["GatedMLP"] for layer in found["model"].model.layers)
+
+
+def test_ops_under_an_engines_names_do_what_it_calls_them_for():
+    [code] = [code for code in examples(ENGINES) if "use_in" in code]
+    engine = SimpleNamespace()
+    run(code)["use_in"](engine)
+    torch.manual_seed(0)
+    x, residual, weight = torch.randn(5, 64), torch.randn(5, 64), torch.randn(64)
+    normed = torch.nn.functional.rms_norm(x + residual, (64,), weight, 1e-6)
+
+    out = torch.empty_like(x)
+    engine.rms_norm(out, x + residual, weight, 1e-6)
+    torch.testing.assert_close(out, normed)
+
+    codes, scale = engine.rms_norm_dynamic_per_token_quant(
+        x, weight, 1e-6, torch.float8_e4m3fn, residual=residual.clone()
+    )
+    torch.testing.assert_close(codes.float() * scale, normed, rtol=0.07, atol=0.02)
+
+    new, kept = x.clone(), residual.clone()
+    engine.fused_add_rms_norm(new, kept, weight, 1e-6)
+    torch.testing.assert_close((new, kept), (normed, x + residual))
+
+    for how in ({}, {"use_per_token_if_dynamic": True}, {"scale": torch.full((1,), 0.02)}):
+        codes, scale = engine.scaled_fp8_quant(x, **how)
+        torch.testing.assert_close(codes.float() * scale, x, rtol=0.07, atol=0.02)
+        assert scale.numel() == (5 if "use_per_token_if_dynamic" in how else 1)
+
+    query, table = torch.randn(5, 2 * 8), torch.cat([torch.zeros(9, 4), torch.ones(9, 4)], dim=1)  # a quarter turn
+    turned = query.clone().view(5, 2, 2, 4)
+    engine.rotary_embedding(torch.arange(5), turned.view(5, 16), None, 8, table, True)
+    torch.testing.assert_close(
+        turned, torch.stack([-query.view(5, 2, 2, 4)[:, :, 1], query.view(5, 2, 2, 4)[:, :, 0]], 2)
+    )
+
+    caches, one = torch.zeros(2, 4, 2, 1, 64), torch.ones(1)  # 4 pages of 2 slots
+    engine.reshape_and_cache_flash(
+        x[:, None], residual[:, None], *caches, torch.tensor([7, 0, -1, 3, 4]), "auto", one, one
+    )
+    torch.testing.assert_close(caches[1].view(8, 64)[[7, 0, 3, 4]], residual[[0, 1, 3, 4]])
+    assert caches[0].view(8, 64)[[1, 2, 5, 6]].eq(0).all()
+
+    engine.moe_sum(x.view(5, 4, 16), summed := torch.empty(5, 16))
+    torch.testing.assert_close(summed, x.view(5, 4, 16).sum(1))
+
+    ids = torch.tensor([[0, 2], [2, 1]], dtype=torch.int32)
+    pairs, experts, length = (torch.empty(n, dtype=torch.int32) for n in (4 * 5, 5, 1))
+    engine.moe_align_block_size(ids, 3, 4, pairs, experts, length)
+    assert (length.tolist(), experts[:3].tolist(), pairs[:12].tolist()) == (
+        [12],
+        [0, 1, 2],
+        [0, 4, 4, 4, 3, 4, 4, 4, 1, 2, 4, 4],
+    )
