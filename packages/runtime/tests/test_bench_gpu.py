@@ -117,6 +117,40 @@ def test_a_candidate_that_raises_leaves_the_others_their_figures():
     assert timed["copies"].failed is None
 
 
+def test_a_candidate_that_runs_out_of_memory_leaves_the_others_their_figures():
+    def hungry(target, source):
+        torch.empty(2**50, dtype=torch.uint8, device="cuda")
+
+    def hungry_in_capture(target, source):
+        target.copy_(source)
+        if torch.cuda.is_current_stream_capturing():
+            hungry(target, source)
+
+    candidates = {
+        "hungry": hungry,
+        "in capture": hungry_in_capture,
+        "copies": lambda target, source: target.copy_(source),
+    }
+    timed = time_candidates(candidates, copies(MEGABYTE, 4))
+    assert [timed[name].failed.partition(":")[0] for name in ("hungry", "in capture")] == ["OutOfMemoryError"] * 2
+    assert timed["copies"].figures is not None
+
+
+def test_what_computes_something_else_has_no_figures():
+    fields = vars(copy_benchmark(MEGABYTE))
+    candidates = {
+        "kestrel": lambda target, source: target.copy_(source),
+        "torch": lambda target, source: target.copy_(source),
+        "peer": lambda target, source: target.copy_(source.flip(0)),
+    }
+    benchmark = Benchmark(**{**fields, "candidates": lambda: candidates, "result": lambda arguments, _: [arguments[0]]})
+    [[ours, theirs, other]] = measure(benchmark)
+    assert ours.us
+    assert theirs.us
+    assert other.us is None
+    assert "something else than kestrel" in other.failed
+
+
 def test_a_row_says_what_it_moved_and_how_fast():
     [[row]] = measure(copy_benchmark(64 * MEGABYTE))
     assert row.bytes == 128 * MEGABYTE
