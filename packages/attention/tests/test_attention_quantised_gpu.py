@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 
 from kestrel_attention import flash_attn_with_kvcache, merge_attention_states
 from kestrel_runtime import KestrelFallbackWarning, UnsupportedError, backend
-from kestrel_runtime.testing import graph_replay
+from kestrel_runtime.testing import assert_waits_for_the_launch_before, graph_replay
 
 pytestmark = pytest.mark.gpu
 
@@ -203,7 +203,7 @@ def check(call: Call, shift: float = 0.0, **how: Any) -> None:
         empty = exact_lse.isinf()
         assert torch.equal(lse[b].isinf(), empty)
         error = (lse[b].double() - exact_lse)[~empty].abs()
-        bound = 4e-6 * (1 + exact_lse[~empty].abs()) + 2**-22 * abs(shift) + how.get("softcap", 0.0) * 2**-21 + noise
+        bound = 4e-6 * (1 + exact_lse[~empty].abs()) + 2**-22 * abs(shift) + noise
         assert bool((error <= bound).all()), f"sequence {b}: LSE off by up to {error.max():.3e}"
 
 
@@ -282,6 +282,8 @@ def test_int4_keys_as_large_as_the_format_holds():
         {"window_size": (900, 70)},
         {"causal": True, "softcap": 2.0},
         {"softmax_scale": -0.2, "softcap": 30.0},
+        {"softmax_scale": 0.2, "softcap": 1e6},
+        {"softcap": 1e-39},
         {"causal": True, "prefix_len": 20},
         {"window_size": (5, 0), "prefix_len": 33},
     ],
@@ -382,10 +384,11 @@ def test_a_sequence_does_not_depend_on_its_batch(heads, kv_heads, size, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("queries", [1, 5])
-def test_appending_writes_what_the_reference_writes(kind, queries):
-    call = made(kind, 8, 2, 64, 16, (0, 54, 62, -1, 300), queries, room=queries)
-    k, v = (torch.randn(5, queries, 2, 64, device="cuda").bfloat16() for _ in range(2))
+@pytest.mark.parametrize(("queries", "size"), [(1, 64), (5, 64), (16, 128), (3, 128)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_appending_writes_what_the_reference_writes(kind, queries, size, dtype):
+    call = made(kind, 8, 2, size, 16, (0, 54, 62, -1, 300), queries, dtype, room=queries)
+    k, v = (torch.randn(5, queries, 2, size, device="cuda").to(dtype) for _ in range(2))
     with backend("reference"):
         other = call.clone()
         want = other.run(k, v, causal=True)
@@ -395,6 +398,52 @@ def test_appending_writes_what_the_reference_writes(kind, queries):
     torch.testing.assert_close(got[1], want[1], rtol=2e-4, atol=2e-4)
     call.lengths = torch.where(call.lengths >= 0, call.lengths + queries, call.lengths)
     assert same(call.run(causal=True), got)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_new_keys_and_values_of_any_bits_are_coded_as_the_reference_codes_them(kind, dtype):
+    """Zeros, infinities, NaN, the largest and the smallest numbers, and all magnitudes between."""
+    lengths = (0, 50, 63, 64, 1000, 33, 48, 5)
+    call = made(kind, 8, 2, 64, 64, lengths, 14, dtype, room=14)
+    k, v = (torch.randint(-(2**15), 2**15, (8, 14, 2, 64), device="cuda").short().view(dtype) for _ in range(2))
+    generator = torch.Generator("cuda").manual_seed(1)
+    for x in (k, v):
+        magnitude = 10.0 ** torch.randint(-30, 5, (8, 14, 2, 1), generator=generator, device="cuda")
+        usual = (torch.randn(x.shape, generator=generator, device="cuda") * magnitude).to(dtype)
+        x.copy_(torch.where(torch.rand((8, 14, 2, 1), generator=generator, device="cuda") < 0.8, usual, x))
+        x[0, 1], x[1, 2, 0, 5], x[2, 3, 1, 7] = 0.0, math.inf, math.nan
+        x[3, 4, 0], x[3, 5, 0, :2] = -math.inf, torch.tensor([math.inf, math.nan], device="cuda")
+        x[4, 6], x[4, 7] = torch.finfo(dtype).max, torch.finfo(dtype).smallest_normal / 4
+    given = {}
+    if kind == "e5m2":
+        given = {"k_scale": torch.tensor([0.37], device="cuda"), "v_scale": torch.tensor([1e-3, 3.0], device="cuda")}
+    with backend("reference"):
+        other = call.clone()
+        other.run(k, v, **given)
+    call.run(k, v, **given)
+    for name, mine in call.caches.items():
+        its = other.caches[name]
+        if name in ("k_cache", "v_cache") and kind != "e5m2":
+            assert torch.equal(mine, its), name
+        else:  # one NaN is as good as another
+            mine, its = mine.float(), its.float()
+            torch.testing.assert_close(
+                mine, its, rtol=0, atol=0, equal_nan=True, msg=lambda text, n=name: f"{n}: {text}"
+            )
+
+
+def test_positions_without_a_page_are_not_written():
+    for kind in KINDS:
+        call = made(kind, 8, 2, 64, 64, (60, 62, 127, 100), 4)
+        call.lengths[3] = 2**31 - 3
+        call.table[1, 1:], call.table[2, 1:] = -1, 10**6
+        k, v = (torch.randn(4, 4, 2, 64, device="cuda").bfloat16() for _ in range(2))
+        with backend("reference"):
+            other = call.clone()
+            other.run(k, v)
+        call.run(k, v)
+        assert same(tuple(call.caches.values()), tuple(other.caches.values()))
 
 
 def test_a_cache_that_kernels_refuse_is_appended_to_once():
@@ -450,15 +499,21 @@ def test_a_block_far_past_two_to_the_31_elements(kind):
     assert same(call.run(), want)
 
 
+def copied(x: torch.Tensor) -> torch.Tensor:
+    """By a launch that lets the next one start early: merging with an empty part keeps the LSE's bits."""
+    numbers = x.contiguous().view(-1).view(torch.float32)[None]
+    rows = torch.zeros(numbers.shape[1], 1, 8, dtype=torch.bfloat16, device="cuda")
+    merged = merge_attention_states(rows, numbers, rows, torch.full_like(numbers, -math.inf))[1]
+    return merged.view(x.dtype).view(x.shape)
+
+
 WRITTEN = [("int8", "k_scale"), ("int8", "v_scale")]
 WRITTEN += [("int4", name) for name in ("k_scale", "k_zero", "v_scale", "v_zero", "k_tail", "seq_ids")]
 
 
 @pytest.mark.parametrize(("kind", "name"), WRITTEN)
 def test_an_input_written_by_the_launch_just_before_is_read_after_the_wait(kind, name):
-    """1000 times in one graph: merging with an empty part copies the input's bits, and decoding follows at once."""
-    contents = 5
-    calls = [made(kind, 8, 2, 64, 16, (40, 333, 70, 90), seed=seed) for seed in range(contents)]
+    calls = [made(kind, 8, 2, 64, 16, (40, 333, 70, 90), seed=seed) for seed in range(5)]
     for call in calls:  # what one seed leaves NaN another reads
         for which, x in call.caches.items():
             if x.is_floating_point():
@@ -466,29 +521,49 @@ def test_an_input_written_by_the_launch_just_before_is_read_after_the_wait(kind,
     if name == "seq_ids":
         for i, call in enumerate(calls):
             call.caches[name] = (calls[0].caches[name] + i) % 6
-    fixed = calls[0]
-
-    def copied(x: torch.Tensor) -> torch.Tensor:
-        numbers = x.contiguous().view(-1).view(torch.float32)[None]
-        rows = torch.zeros(numbers.shape[1], 1, 8, dtype=torch.bfloat16, device="cuda")
-        merged = merge_attention_states(rows, numbers, rows, torch.full_like(numbers, -math.inf))[1]
-        return merged.view(x.dtype).view(x.shape)
-
-    def once(i: int, source: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return replace(fixed, caches=fixed.caches | {name: source}).run()
-
     sources = [call.caches[name] for call in calls]
     assert all(same((copied(x),), (x,)) for x in sources)
-    want = []
-    for i in range(contents):
-        want.append(once(i, sources[i].clone()))
-        torch.cuda.synchronize()
-    assert not any(same(want[i], want[i - 1]) for i in range(contents))
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        got = [once(i % contents, copied(sources[i % contents])) for i in range(1000)]
-    graph.replay()
-    torch.cuda.synchronize()
-    for i in range(contents):
-        for mine in got[i::contents]:
-            assert same(mine, want[i])
+
+    def chain(i: int, between: Callable[[], None]) -> tuple[torch.Tensor, ...]:
+        source = copied(sources[i])
+        between()
+        return replace(calls[0], caches=calls[0].caches | {name: source}).run()
+
+    assert_waits_for_the_launch_before(chain, len(sources))
+
+
+APPENDED = [(kind, name) for kind in KINDS for name in ("k", "v", "cache_seqlens", "block_table")]
+
+
+@pytest.mark.parametrize(("kind", "name"), [*APPENDED, ("int4", "k_tail"), ("int4", "seq_ids")])
+def test_what_an_append_reads_may_be_written_by_the_launch_just_before(kind, name):
+    """Lengths that end with their page or before: an append that is repeated writes the same again."""
+    lengths = ((60, 12, 124, 0), (12, 60, 0, 124))
+    call = made(kind, 8, 2, 64, 64, lengths[0], 4, room=200)
+    for which, x in call.caches.items():
+        if x.is_floating_point():
+            call.caches[which] = torch.where(x.float().isnan(), torch.ones_like(x.float()), x.float()).to(x.dtype)
+    call.table = torch.randperm(len(call.caches["k_cache"]), device="cuda")[:16].view(4, 4).int()
+    new = torch.randn(2, 2, 4, 4, 2, 64, device="cuda").bfloat16()
+    inputs = {
+        "k": list(new[0]),
+        "v": list(new[1]),
+        "cache_seqlens": [torch.tensor(x, device="cuda").int() for x in lengths],
+        "block_table": [call.table, call.table.flip(0).contiguous()],
+    }
+    if kind == "int4":
+        inputs["k_tail"] = [call.caches["k_tail"], torch.randn_like(call.caches["k_tail"])]
+        inputs["seq_ids"] = [call.caches["seq_ids"], call.caches["seq_ids"].flip(0).contiguous()]
+    blank = {which: x.clone() for which, x in call.caches.items()}
+
+    def chain(i: int, between: Callable[[], None]) -> tuple[torch.Tensor, ...]:
+        for which, x in blank.items():
+            call.caches[which].copy_(x)
+        now = {which: x[0] for which, x in inputs.items()}
+        now[name] = copied(inputs[name][i])
+        between()
+        caches = call.caches | {which: now[which] for which in ("k_tail", "seq_ids") if which in now}
+        here = replace(call, caches=caches, table=now["block_table"], lengths=now["cache_seqlens"])
+        return *here.run(now["k"], now["v"]), *(x.clone() for x in caches.values())
+
+    assert_waits_for_the_launch_before(chain)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -12,6 +12,27 @@ from kestrel_runtime import check
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _LARGEST = torch.finfo(torch.float32).max
 Tensors = Mapping[str, Any]  # by the names they have as arguments; None where one is missing
+
+
+class Paged(NamedTuple):
+    """What attention over a cache is given after q and the cache, in the order of its torch op."""
+
+    cache_seqlens: torch.Tensor
+    block_table: torch.Tensor | None
+    k_scale: torch.Tensor | None
+    v_scale: torch.Tensor | None
+    k_zero: torch.Tensor | None
+    v_zero: torch.Tensor | None
+    k_tail: torch.Tensor | None
+    seq_ids: torch.Tensor | None
+    softmax_scale: float | None
+    causal: bool
+    window_left: int
+    window_right: int
+    softcap: float
+    prefix_len: int
+    prefix_lens: torch.Tensor | None
+    num_splits: int
 
 
 def window(op: str, window_size: Sequence[int]) -> tuple[int, int]:

@@ -29,6 +29,7 @@ _MOST_KEYS = 2**29
 _MOST_SPLITS = 2**25  # chunks are of 16 keys at least: more make no others
 _MULTIPROCESSORS = 132  # while all blocks are resident at once, they take as many warps as that allows
 _GRID = 65535
+_FLAT = 2.0**-40  # a soft cap below it leaves all weights alike too, and its reciprocal is finite
 _INT4_PAGE = 64  # chunks of an INT4 cache are whole pages
 _UNALIGNED = "kernels take caches whose rows are aligned to 16 bytes"
 
@@ -76,8 +77,6 @@ def chunking(num_splits: int, size: int, cache: str, columns: int) -> Chunking:
         return Chunking(256, 256, 2048, 1024 if cache == "same" else 256, most)
     if size > 64 and cache == "same":
         return Chunking(1024, 688, 4128, 1024, most)
-    if size > 64 and cache == "int4":  # H200, b8 kv4096 32/8 d128, us for 512, 704, 1024 keys: 31.5, 25.5, 29.3
-        return Chunking(1024, 704, 4224, 1024, most)
     return Chunking(1024, 1024, 0, 1024, most)
 
 
@@ -90,19 +89,20 @@ class Plan:
     combine: Callable[..., None] | None
     write: Callable[..., None] | None
     """Puts new keys and values into the caches."""
+    write_numbers: tuple[int, ...]
     out: tuple[tuple[int, ...], tuple[int, ...]]
     lse: tuple[tuple[int, ...], tuple[int, ...]]
     rows: int
     """Of partial results, over all chunks; 0 where sequences are whole."""
     blocks_of_rows: int
     as_bytes: bool
-    paged: int
-    scale_heads: tuple[int, int]
     group: int
     slots: int
     numbers: tuple[float, ...]
     copied: tuple[bool, bool, bool]
     """q, k and v that have strides of no multiple of 16 bytes: the kernels take copies."""
+    anything: torch.Tensor
+    """Stands where a tensor is optional; never read."""
     either: tuple[int, ...]
     """(1,) for bf16 and (0,) for fp16 where one kernel serves both, else nothing."""
 
@@ -128,12 +128,11 @@ def make_plan(
     num_splits: int,
     new: tuple[torch.Tensor, ...] = (),
     scales: tuple[torch.Tensor, ...] = (),
-    added: int = 0,
 ) -> Plan:
     """The plan of checked arguments, remembered under ``key``.
 
     scales: what comes with a cache of integers: k_scale and v_scale; or k_scale, k_zero, v_scale, v_zero, k_tail and
-    seq_ids. added: keys that were written behind cache_seqlens before the launch, without ``new``.
+    seq_ids.
     """
     batch, queries, heads, size = q.shape
     variants = _covered(q, k_cache, v_cache, scales)
@@ -163,9 +162,12 @@ def make_plan(
     variant = next((v for v in reversed(variants) if blocks <= _MULTIPROCESSORS * v.residents), variants[0])
     scale_heads = [0 if scale is None else 1 + (scale.shape[0] > 1) for scale in (k_scale, v_scale)]
     numbers = (
-        *(int(block_table is not None), room, queries if new else added, -(-(1 << page_shift) // page), page_shift),
+        *(int(block_table is not None), room, queries if new else 0, -(-(1 << page_shift) // page), page_shift),
         *(group, 1.0 / max(group, 1), *scale_heads, int(prefix_lens is not None), min(prefix_len, _FAR), left, right),
-        *(float(size**-0.5 if softmax_scale is None else softmax_scale), float(softcap)),
+        *(
+            float(size**-0.5 if softmax_scale is None else softmax_scale),
+            max(float(softcap), _FLAT) if softcap else 0.0,
+        ),
         *(chunks.whole, chunks.shorter, chunks.middle, chunks.shortest, chunks.most, slots, chunks.keys(room)),
     )
     writer, joiner = f"append_{variant.dtype}_{variant.cache}", f"combine_{_NAMES[q.dtype]}"
@@ -173,17 +175,17 @@ def make_plan(
         launch=_binary.kernel(variant, q.device) if q.numel() else None,
         combine=_binary.kernel(NAMED[joiner], q.device) if slots > 1 else None,
         write=_binary.kernel(NAMED[writer], q.device) if new and new[0].numel() else None,
+        write_numbers=(int(block_table is not None), *(() if scales else scale_heads), int(q.dtype == torch.bfloat16)),
         out=(tuple(q.shape), (queries * heads * size, heads * size, size, 1)),
         lse=((batch, heads, queries), (heads * queries, queries, 1)),
         rows=rows,
         blocks_of_rows=batch * columns,
         as_bytes=k_cache.element_size() == 1 and k_cache.dtype != torch.int8,
-        paged=int(block_table is not None),
-        scale_heads=(scale_heads[0], scale_heads[1]),
         group=group,
         slots=slots,
         numbers=numbers,
         copied=tuple(any(stride % 8 for stride in x.stride()[:-1]) for x in (q, *(new or (q, q)))),  # type: ignore[arg-type]
+        anything=torch.empty(1, dtype=torch.float32, device=q.device),
         either=(int(q.dtype == torch.bfloat16),) if variant.dtype == EITHER else (),
     )
     return plans.keep(key, plan)
@@ -208,22 +210,19 @@ def attend(
     lse = torch.empty_strided(*plan.lse, dtype=torch.float32, device=device)
     if plan.launch is None and plan.write is None:
         return out, lse
-    require_aligned(k_cache, v_cache, scales)
+    addresses = k_cache.data_ptr() | v_cache.data_ptr()  # which no plan holds
+    for x in _aligned_scales(scales) if scales else ():
+        addresses |= x.data_ptr()
+    if addresses % 16:
+        raise UnsupportedError(_UNALIGNED)
     if plan.as_bytes:
         k_cache, v_cache = k_cache.view(torch.uint8), v_cache.view(torch.uint8)
     table = cache_seqlens[None] if block_table is None else block_table
-    anything = lse.view(-1)  # stands where a tensor is optional
     if k_scale is None:
-        k_scale = anything
+        k_scale = plan.anything
     if v_scale is None:
-        v_scale = anything
-    if plan.write is not None:
-        rows = [_aligned(x, copied) for x, copied in zip(new, plan.copied[1:], strict=True)]
-        write_to = (k_cache, v_cache, cache_seqlens, table, k_scale, v_scale)
-        plan.write(*rows, *write_to, plan.paged, *plan.scale_heads)
-    if plan.launch is None:
-        return out, lse
-    part_out = part_lse = anything
+        v_scale = plan.anything
+    part_out = part_lse = plan.anything
     chunks = cache_seqlens
     if plan.combine is not None:
         part_out = torch.empty(plan.rows * q.shape[3], dtype=torch.float32, device=device)
@@ -232,8 +231,14 @@ def attend(
     q, result = _aligned(q, plan.copied[0]), out
     if plan.either == (0,):  # fp16, which kernels for either take as bits
         q, result = q.view(torch.bfloat16), out.view(torch.bfloat16)
+        new = tuple([x.view(torch.bfloat16) for x in new])
         if len(scales) > 2:
             scales = (*scales[:4], scales[4].view(torch.bfloat16), scales[5])
+    if plan.write is not None:  # nothing is allocated from here on: an append that another one repeats counts twice
+        rows = [_aligned(x, copied) for x, copied in zip(new, plan.copied[1:], strict=True)]
+        plan.write(*rows, k_cache, v_cache, cache_seqlens, table, *(scales or (k_scale, v_scale)), *plan.write_numbers)
+    if plan.launch is None:
+        return out, lse
     plan.launch(
         q,
         k_cache,
@@ -257,11 +262,9 @@ def attend(
     return out, lse
 
 
-def require_aligned(k_cache: torch.Tensor, v_cache: torch.Tensor, scales: tuple[torch.Tensor, ...]) -> None:
-    """Addresses, which no plan holds; to be looked at before anything is written."""
-    int4 = (scales[0], scales[1], scales[4]) if len(scales) > 2 else ()
-    if any(x.data_ptr() % 16 for x in (k_cache, v_cache, *int4)):
-        raise UnsupportedError(_UNALIGNED)
+def _aligned_scales(scales: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    """Those of an INT4 cache that kernels read 16 bytes at a time: of channels, and the tail."""
+    return (scales[0], scales[1], scales[4]) if len(scales) > 2 else ()
 
 
 def _covered(
@@ -290,10 +293,12 @@ def _covered(
         if (cache.shape[0] - 1) * cache.stride(0) + (cache.shape[1] - 1) * cache.stride(1) >= 2**32 * unit:
             raise UnsupportedError("kernels reach 64 GB of cache")
     of_tokens = (scales[2], scales[3]) if codes == "int4" else scales
+    if codes == "int4" and any((x.shape[0] - 1) * x.stride(0) >= 2**35 for x in scales[:2]):
+        raise UnsupportedError("kernels reach 64 GB of scales")
     for x in of_tokens:
         if (x.shape[0] - 1) * x.stride(0) + (x.shape[1] - 1) * x.stride(1) >= 2**32:
             raise UnsupportedError("kernels reach 2^32 scales")
-    if codes == "int4" and any(stride % 8 for x in (*scales[:2], scales[4]) for stride in x.stride()[:-1]):
+    if any(stride % 8 for x in _aligned_scales(scales) for stride in x.stride()[:-1]):
         raise UnsupportedError(_UNALIGNED)
     return variants
 

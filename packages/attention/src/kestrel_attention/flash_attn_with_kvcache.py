@@ -95,13 +95,16 @@ def flash_attn_with_kvcache(
     tensor([3., 0., 0.])
     """
     left, right = arguments.window(_OP, window_size)
-    length, lengths = arguments.prefix(_OP, prefix_len)
-    arguments.check_result(_OP, return_lse, out, q)
+    length, lengths = (0, None) if prefix_len is None else arguments.prefix(_OP, prefix_len)
+    if out is not None or type(return_lse) is not bool:
+        arguments.check_result(_OP, return_lse, out, q)
     scores = (softmax_scale, causal, left, right, softcap, length, lengths, num_splits)
     cache = (cache_seqlens, block_table, k_scale, v_scale)
     int4 = (k_zero, v_zero, k_tail, seq_ids)
     if k is None and v is None:
         result, lse = _flash_attn_with_kvcache(q, k_cache, v_cache, *cache, *int4, *scores)
+        if out is None:
+            return (result, lse) if return_lse else result
     else:
         for name, x in (("k", k), ("v", v)):
             if x is None:
@@ -113,49 +116,28 @@ def flash_attn_with_kvcache(
     return arguments.deliver(out, result, lse, return_lse)
 
 
-def _check(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    cache_seqlens: torch.Tensor,
-    block_table: torch.Tensor | None,
-    k_scale: torch.Tensor | None,
-    v_scale: torch.Tensor | None,
-    k_zero: torch.Tensor | None,
-    v_zero: torch.Tensor | None,
-    k_tail: torch.Tensor | None,
-    seq_ids: torch.Tensor | None,
-    softmax_scale: float | None,
-    causal: bool,
-    window_left: int,
-    window_right: int,
-    softcap: float,
-    prefix_len: int,
-    prefix_lens: torch.Tensor | None,
-    num_splits: int,
-) -> None:
+def _check(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, *rest: Any) -> None:
+    given = arguments.Paged(*rest)
     check.tensor(_OP, "q", q, dtype=check.FLOATS, ndim=4, last_contiguous=True)
     batch = q.shape[0]
     caches = {"k_cache": k_cache, "v_cache": v_cache}
-    scales = {"k_scale": k_scale, "v_scale": v_scale}
-    int4 = {"k_zero": k_zero, "v_zero": v_zero, "k_tail": k_tail, "seq_ids": seq_ids}
+    scales = {name: getattr(given, name) for name in ("k_scale", "v_scale")}
+    int4 = {name: getattr(given, name) for name in ("k_zero", "v_zero", "k_tail", "seq_ids")}
     if any(x is not None for x in int4.values()):
         arguments.check_int4_cache(_OP, q, caches, scales | int4)
     elif isinstance(k_cache, torch.Tensor) and k_cache.dtype == torch.int8:
         arguments.check_int8_cache(_OP, q, caches, scales)
     else:
         arguments.check_cache(_OP, q, caches)
-        arguments.check_scale(_OP, "k_scale", k_scale, k_cache, k_cache.shape[2])
-        arguments.check_scale(_OP, "v_scale", v_scale, v_cache, v_cache.shape[2])
-    arguments.check_table(_OP, "k_cache", k_cache, block_table, batch)
-    check.tensor(_OP, "cache_seqlens", cache_seqlens, dtype=torch.int32, ndim=1, last_contiguous=True)
-    check.shape(_OP, "cache_seqlens", cache_seqlens, (batch,))
-    arguments.check_scores(
-        _OP, batch, softmax_scale, causal, window_left, window_right, softcap, prefix_len, prefix_lens
-    )
-    check.number(_OP, "num_splits", num_splits, integer=True, minimum=0)
-    lengths = {"cache_seqlens": cache_seqlens, "block_table": block_table}
-    check.same(_OP, "device", q=q, **caches, **lengths, **scales, **int4, prefix_len=prefix_lens)
+        arguments.check_scale(_OP, "k_scale", given.k_scale, k_cache, k_cache.shape[2])
+        arguments.check_scale(_OP, "v_scale", given.v_scale, v_cache, v_cache.shape[2])
+    arguments.check_table(_OP, "k_cache", k_cache, given.block_table, batch)
+    check.tensor(_OP, "cache_seqlens", given.cache_seqlens, dtype=torch.int32, ndim=1, last_contiguous=True)
+    check.shape(_OP, "cache_seqlens", given.cache_seqlens, (batch,))
+    arguments.check_scores(_OP, batch, *given[8:-1])
+    check.number(_OP, "num_splits", given.num_splits, integer=True, minimum=0)
+    lengths = {"cache_seqlens": given.cache_seqlens, "block_table": given.block_table}
+    check.same(_OP, "device", q=q, **caches, **lengths, **scales, **int4, prefix_len=given.prefix_lens)
 
 
 def _check_new(q: torch.Tensor, k_cache: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
@@ -239,24 +221,28 @@ def _flash_attn_with_kvcache(
     num_splits: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """:func:`flash_attn_with_kvcache` that only reads the cache: (out, lse)."""
-    scores = (softmax_scale, causal, window_left, window_right, softcap, prefix_len, prefix_lens, num_splits)
-    int4 = (k_zero, v_zero, k_tail, seq_ids)
-    tensors = form(q, k_cache, v_cache, cache_seqlens, block_table, k_scale, v_scale, *int4, prefix_lens)
-    key = (tensors, _numbers(scores))
+    tensors = (q, k_cache, v_cache, cache_seqlens, block_table, k_scale, v_scale, prefix_lens)
+    if not k_zero is v_zero is k_tail is seq_ids is None:
+        tensors = (*tensors, k_zero, v_zero, k_tail, seq_ids)
+    numbers = (softmax_scale, causal, window_left, window_right, softcap, prefix_len, num_splits)
+    key = (form(*tensors), numbers, *map(type, numbers))
     plan = decode.plans.get(key)
+    scales: tuple[Any, ...] = ()
+    if k_tail is not None or k_cache.dtype == torch.int8:
+        scales = _integer_scales(k_scale, v_scale, k_zero, v_zero, k_tail, seq_ids)
     if plan is None:
-        _check(q, k_cache, v_cache, cache_seqlens, block_table, k_scale, v_scale, *int4, *scores)
-    scales = _integer_scales(k_cache, k_scale, v_scale, *int4)
+        cache = (cache_seqlens, block_table, k_scale, v_scale)
+        scores = (*numbers[:-1], prefix_lens, num_splits)
+        _check(q, k_cache, v_cache, *cache, k_zero, v_zero, k_tail, seq_ids, *scores)
+        of_heads = (None, None) if scales else (k_scale, v_scale)
+        plan = decode.make_plan(key, q, k_cache, v_cache, block_table, *of_heads, *scores, scales=scales)
     if scales:
         k_scale = v_scale = None
-    if plan is None:
-        plan = decode.make_plan(key, q, k_cache, v_cache, block_table, k_scale, v_scale, *scores, scales=scales)
     cache = (k_cache, v_cache, cache_seqlens, block_table, k_scale, v_scale)
-    return decode.attend(plan, q, *cache, prefix_lens, scales=scales)
+    return decode.attend(plan, q, *cache, prefix_lens, (), scales)
 
 
 def _integer_scales(
-    k_cache: torch.Tensor,
     k_scale: torch.Tensor | None,
     v_scale: torch.Tensor | None,
     k_zero: torch.Tensor | None,
@@ -265,9 +251,7 @@ def _integer_scales(
     seq_ids: torch.Tensor | None,
 ) -> tuple[Any, ...]:
     """What comes with a cache of integers, in the kernels' order."""
-    if k_tail is not None:
-        return k_scale, k_zero, v_scale, v_zero, k_tail, seq_ids
-    return (k_scale, v_scale) if k_cache.dtype == torch.int8 else ()
+    return (k_scale, v_scale) if k_tail is None else (k_scale, k_zero, v_scale, v_zero, k_tail, seq_ids)
 
 
 @kernel_op(
@@ -303,12 +287,7 @@ def _flash_attn_with_kvcache_append(
     plan = decode.plans.get(key)
     if plan is None:
         _check_append(q, k_cache, v_cache, k, v, *cache, *scores)
-        how = {"added": q.shape[1]} if k_cache.dtype == torch.float8_e5m2 else {"new": (k, v)}
-        plan = decode.make_plan(key, q, k_cache, v_cache, *cache[1:], *scores, **how)
-    if plan.write is None and q.numel():
-        decode.require_aligned(k_cache, v_cache, ())
-        reference.append(k_cache, v_cache, k, v, *cache)
-        return decode.attend(plan, q, k_cache, v_cache, *cache, prefix_lens)
+        plan = decode.make_plan(key, q, k_cache, v_cache, *cache[1:], *scores, new=(k, v))
     return decode.attend(plan, q, k_cache, v_cache, *cache, prefix_lens, new=(k, v))
 
 
@@ -346,12 +325,10 @@ def _flash_attn_with_kvcache_append_int(
     scores = (softmax_scale, causal, window_left, window_right, softcap, prefix_len, prefix_lens, num_splits)
     given = (k_scale, v_scale, k_zero, v_zero, k_tail, seq_ids)
     key = (form(q, k_cache, v_cache, k, v, cache_seqlens, block_table, *given, prefix_lens), _numbers(scores))
-    plan, scales = decode.plans.get(key), _integer_scales(k_cache, *given)
+    plan, scales = decode.plans.get(key), _integer_scales(*given)
     if plan is None:
         _check_append_int(q, k_cache, v_cache, k, v, cache_seqlens, block_table, *given, *scores)
         cache = (k_cache, v_cache, block_table, None, None)
-        plan = decode.make_plan(key, q, *cache, *scores, scales=scales, added=q.shape[1])
-    decode.require_aligned(k_cache, v_cache, scales)
-    reference.append_int(k_cache, v_cache, k, v, cache_seqlens, block_table, *given)
+        plan = decode.make_plan(key, q, *cache, *scores, new=(k, v), scales=scales)
     cache = (k_cache, v_cache, cache_seqlens, block_table, None, None)
-    return decode.attend(plan, q, *cache, prefix_lens, scales=scales)
+    return decode.attend(plan, q, *cache, prefix_lens, new=(k, v), scales=scales)

@@ -7,25 +7,28 @@ under the form in later calls. What a form does not hold (addresses) is looked a
 
 from __future__ import annotations
 
+import threading
 from typing import Any, Generic, TypeVar
 
 import torch
 
 Plan = TypeVar("Plan")
 _MOST = 4096  # forms of an op; one is some 2 KB
+_changes = threading.Lock()
 
 
 def form(*tensors: torch.Tensor | None) -> tuple[Any, ...]:
-    """What checks look at and launches are planned by."""
-    return tuple([None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in tensors])
+    """What checks look at and launches are planned by; of tensors on a GPU, or on none."""
+    return tuple([None if x is None else (x.shape, x.stride(), x.dtype, x.get_device()) for x in tensors])
 
 
 class Plans(dict[Any, Plan], Generic[Plan]):
     """Plans by form, and whatever else decides them. A number stands beside its type: True and 1 are one key."""
 
     def keep(self, key: Any, plan: Plan) -> Plan:
-        """Remember a plan; when there are too many, start again."""
-        if len(self) >= _MOST:
-            self.clear()
-        self[key] = plan
+        """Remember a plan; where there are too many, instead of the oldest."""
+        with _changes:
+            if len(self) >= _MOST:
+                del self[next(iter(self))]
+            self[key] = plan
         return plan

@@ -25,6 +25,8 @@ from kestrel_runtime.paged_cache import (
     write_rows,
 )
 
+from .arguments import Paged
+
 _KEYS = 256  # of one block
 _QUERIES = 32  # of one chunk: a row of scores per head and query is in memory at once, for all keys
 _FAR = 2**62  # positions lie below 2**31; callers say "unbounded" with up to 2**63 - 1, which would overflow
@@ -142,40 +144,23 @@ def _out_dtype(q: torch.Tensor) -> torch.dtype:
 
 
 def flash_attn_with_kvcache(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    cache_seqlens: torch.Tensor,
-    block_table: torch.Tensor | None,
-    k_scale: torch.Tensor | None,
-    v_scale: torch.Tensor | None,
-    k_zero: torch.Tensor | None,
-    v_zero: torch.Tensor | None,
-    k_tail: torch.Tensor | None,
-    seq_ids: torch.Tensor | None,
-    softmax_scale: float | None,
-    causal: bool,
-    window_left: int,
-    window_right: int,
-    softcap: float,
-    prefix_len: int,
-    prefix_lens: torch.Tensor | None,
-    num_splits: int,
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, *rest: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    lengths = without_padding(cache_seqlens, k_tail, seq_ids)
-    scales = k_scale, v_scale, k_zero, v_zero, k_tail, seq_ids
-    k, v = read_cache(k_cache, v_cache, block_table, lengths, *scales)
+    given = Paged(*rest)
+    scales = given[2:8]
+    lengths = without_padding(given.cache_seqlens, given.k_tail, given.seq_ids)
+    k, v = read_cache(k_cache, v_cache, given.block_table, lengths, *scales)
     out, lse = attend(
         q.float(),
         k,
         v,
-        keys_present(lengths, block_table, *k_cache.shape[:2]),
+        keys_present(lengths, given.block_table, *k_cache.shape[:2]),
         lengths - q.shape[1],
-        softmax_scale,
-        causal,
-        (window_left, window_right),
-        softcap,
-        prefix_len if prefix_lens is None else prefix_lens,
+        given.softmax_scale,
+        given.causal,
+        (given.window_left, given.window_right),
+        given.softcap,
+        given.prefix_len if given.prefix_lens is None else given.prefix_lens,
     )
     return out.to(q.dtype), lse
 
@@ -198,24 +183,11 @@ def flash_attn_with_kvcache_append(
 
 
 def flash_attn_with_kvcache_append_int(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cache_seqlens: torch.Tensor,
-    block_table: torch.Tensor | None,
-    k_scale: torch.Tensor,
-    v_scale: torch.Tensor,
-    k_zero: torch.Tensor | None,
-    v_zero: torch.Tensor | None,
-    k_tail: torch.Tensor | None,
-    seq_ids: torch.Tensor | None,
-    *scores: Any,
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    scales = k_scale, v_scale, k_zero, v_zero, k_tail, seq_ids
-    lengths = append_int(k_cache, v_cache, k, v, cache_seqlens, block_table, *scales)
-    return flash_attn_with_kvcache(q, k_cache, v_cache, lengths, block_table, *scales, *scores)
+    given = Paged(*rest)
+    lengths = append_int(k_cache, v_cache, k, v, *given[:8])
+    return flash_attn_with_kvcache(q, k_cache, v_cache, *given._replace(cache_seqlens=lengths))
 
 
 def append(
@@ -270,7 +242,8 @@ def _append_at(
     padding = cache_seqlens < 0
     positions = cache_seqlens[:, None] + torch.arange(added, device=cache_seqlens.device)
     positions = torch.where(padding[:, None], -1, positions)
-    return slots_of(positions, block_table, page).flatten(), torch.where(padding, cache_seqlens, cache_seqlens + added)
+    lengths = torch.where(padding, cache_seqlens.long(), cache_seqlens.long() + added)
+    return slots_of(positions, block_table, page).flatten(), lengths
 
 
 # -- dense and packed -------------------------------------------------------------------------------------------------

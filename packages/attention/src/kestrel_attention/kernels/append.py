@@ -1,4 +1,4 @@
-"""Writes new keys and values into their slots of a cache, as they are or as e4m3: code = x / scale, saturating.
+"""Writes new keys and values into their slots of a cache: as they are, or as FP8 codes of x / scale, saturating.
 
 Launched before decode.py where a call appends. A block takes one new token, a thread eight elements at a time: a token
 of Hk heads of D dims is 4 Hk D elements moved, nothing next to the launch: 64 tokens of 8 heads of 128 in bf16 are 0.5
@@ -33,17 +33,29 @@ class Call(NamedTuple):
     paged: Int32
     k_scale_heads: Int32
     v_scale_heads: Int32
+    bf16: Int32  # 1: new rows are bf16; 0: fp16
+
+
+class Format(NamedTuple):
+    """Of codes of eight bits."""
+
+    name: str
+    mantissa: int  # bits
+    bias: int
+    largest: float
+
+
+FORMATS = {"e4m3": Format("e4m3", 3, 7, 448.0), "e5m2": Format("e5m2", 2, 15, 57344.0)}
 
 
 @dataclass(frozen=True)
 class Append:
-    """One compiled variant."""
+    """One compiled variant, for bf16 and fp16."""
 
-    dtype: type[cutlass.Numeric]
-    codes: str  # what the caches hold: "" for the dtype itself, "e4m3"
+    codes: str  # what the caches hold: "" for the dtype itself, "e4m3", "e5m2"
     threads: int
     dependent_launch: bool
-    bit_trick: bool  # round to e4m3 without the instruction, which sm_80 and sm_86 lack
+    bit_trick: bool  # round to codes without the instruction, which sm_80 and sm_86 lack
 
     @cute.jit
     def __call__(self, *given):
@@ -59,48 +71,37 @@ class Append:
     @cute.kernel
     def kernel(self, call: Call):
         mNewK, mNewV, mK, mV, mLengths, mTable, mKScale, mVScale = call[:8]
-        paged, k_scale_heads, v_scale_heads = call[8:]
+        paged, k_scale_heads, v_scale_heads, bf16 = call[8:]
         tid, _, _ = cute.arch.thread_idx()
         token, sequence, _ = cute.arch.block_idx()
         heads, size = mNewK.shape[2], mNewK.shape[3]
         if cutlass.const_expr(self.dependent_launch):
             cute.arch.griddepcontrol_wait()
             cute.arch.griddepcontrol_launch_dependents()
-        length = mLengths[sequence]
-        key = Int64(length) + token
-        entry = key // mK.shape[1]
-        offset = key % mK.shape[1]
-        page = Int32(-1)
-        if length >= 0:
-            if paged != 0:
-                if entry < mTable.shape[1]:
-                    page = mTable[sequence, Int32(entry)]
-            elif entry == 0:
-                page = sequence
-        if page >= 0 and page < mK.shape[0]:
+        page, offset = slot_of(mTable, paged, sequence, mLengths[sequence], token, mK.shape[0], mK.shape[1])
+        if page >= 0:
             for i in cutlass.range(tid, heads * (size // VECTOR), self.threads, unroll=1):
                 head, dim = i // (size // VECTOR), i % (size // VECTOR) * VECTOR
                 source = (sequence, token, head, dim)
-                target = (page, Int32(offset), head, dim)
+                target = (page, offset, head, dim)
                 k_scale = Float32(1.0)
                 v_scale = Float32(1.0)
                 if k_scale_heads > 0:
                     k_scale = mKScale[cutlass.select_(k_scale_heads > 1, head, Int32(0))]
                 if v_scale_heads > 0:
                     v_scale = mVScale[cutlass.select_(v_scale_heads > 1, head, Int32(0))]
-                self.copy(mNewK, mK, source, target, k_scale)
-                self.copy(mNewV, mV, source, target, v_scale)
+                self.copy(mNewK, mK, source, target, k_scale, bf16)
+                self.copy(mNewV, mV, source, target, v_scale, bf16)
 
     @cute.jit
-    def copy(self, mNew, mCache, source, target, scale):
+    def copy(self, mNew, mCache, source, target, scale, bf16):
         """Eight elements."""
-        words = ptx.load_words(self.address(mNew, source, 2), 4)
-        to = self.address(mCache, target, 1 if cutlass.const_expr(self.codes) else 2)
+        words = ptx.load_words(address(mNew, source, 2), 4)
+        to = address(mCache, target, 1 if cutlass.const_expr(self.codes) else 2)
         if cutlass.const_expr(self.codes):
-            kind = cutlass.const_expr("bf16" if self.dtype is cutlass.BFloat16 else "f16")
             pairs = []
             for word in cutlass.range_constexpr(4):
-                low, high = ptx.unpack_pair(words[word], kind)
+                low, high = unpack_either(words[word], bf16)
                 pairs.append(self.round(low / scale, high / scale))
             ptx.store_words(to, [pairs[0] | (pairs[1] << 16), pairs[2] | (pairs[3] << 16)])
         else:
@@ -108,27 +109,55 @@ class Append:
 
     @cute.jit
     def round(self, low: Float32, high: Float32) -> Uint32:
-        """Two e4m3 codes."""
+        """Two codes."""
         if cutlass.const_expr(self.bit_trick):
             return self.round_one(low) | (self.round_one(high) << 8)
         else:
-            return ptx.pack_e4m3(low, high)
+            return ptx.pack_fp8(low, high, self.codes)
 
     @cute.jit
     def round_one(self, x: Float32) -> Uint32:
-        """To nearest even, saturating. Below 2^-6 codes count 2^-9, the last place of a number near 2^14."""
+        """To nearest even, saturating. Below the smallest normal number codes count its last place."""
+        _, mantissa, bias, largest = cutlass.const_expr(FORMATS[self.codes])
+        drop = cutlass.const_expr(23 - mantissa)
         bits = ptx.bits_of(x)
         size = ptx.float_of(bits & 0x7FFFFFFF)
-        most = ptx.bits_of(ptx.minimum(size, Float32(448.0)))
-        code = ((most + 0x7FFFF + ((most >> 20) & 1)) >> 20) - (120 << 3)
-        small = ptx.bits_of(size + 16384.0) - ptx.bits_of(Float32(16384.0))
-        code = cutlass.select_(size < 2.0**-6, small, code)
+        most = ptx.bits_of(ptx.minimum(size, Float32(largest)))
+        code = ((most + ((1 << drop - 1) - 1) + ((most >> drop) & 1)) >> drop) - ((127 - bias) << mantissa)
+        count_from = cutlass.const_expr(2.0 ** (24 - bias - mantissa))  # whose last place is that of small codes
+        small = ptx.bits_of(size + count_from) - ptx.bits_of(Float32(count_from))
+        code = cutlass.select_(size < 2.0 ** (1 - bias), small, code)
         code = cutlass.select_((bits & 0x7FFFFFFF) > 0x7F800000, Int32(0x7F), code)
         return Uint32(code | ((bits >> 24) & 0x80))
 
-    @cute.jit
-    def address(self, mX, at, element: cutlass.Constexpr) -> Int64:
-        offset = Int64(0)
-        for i in cutlass.range_constexpr(3):
-            offset += Int64(at[i]) * mX.stride[i]
-        return mX.iterator.toint() + (offset + at[3]) * element
+
+@cute.jit
+def slot_of(mTable, paged, sequence, length, token, blocks, size):
+    """Page and offset of the new key so many after the sequence's last; page -1 where there is none."""
+    key = Int64(length) + token
+    entry = key // size
+    page = Int32(-1)
+    if length >= 0:
+        if paged != 0:
+            if entry < mTable.shape[1]:
+                page = mTable[sequence, Int32(entry)]
+        elif entry == 0:
+            page = sequence
+    page = cutlass.select_(page < blocks, page, Int32(-1))
+    return page, Int32(key % size)
+
+
+@cute.jit
+def unpack_either(pair: Uint32, bf16: Int32):
+    """Two bf16 or two fp16 as float32."""
+    as_bf16, as_f16 = ptx.unpack_pair(pair, "bf16"), ptx.unpack_pair(pair, "f16")
+    return [cutlass.select_(bf16 != 0, one, other) for one, other in zip(as_bf16, as_f16, strict=True)]
+
+
+@cute.jit
+def address(mX, at, element: cutlass.Constexpr) -> Int64:
+    """Of mX[at], the last dimension being contiguous; elements of so many bytes."""
+    offset = Int64(at[-1])
+    for i in cutlass.range_constexpr(len(at) - 1):
+        offset += Int64(at[i]) * mX.stride[i]
+    return mX.iterator.toint() + offset * element

@@ -241,7 +241,7 @@ class Decode:
             if n.softcap > 0.0:
                 scale = scale * (2.0 / n.softcap)
             results = (mOut, mLse, mPartOut, mPartLse, slot, n.slots, block, mVScale, n.v_scale_heads)
-            caches = self.tiles.addresses(mK, mV, kv_head, lane)
+            caches = self.tiles.addresses(mK, mV, more, kv_head, lane)
             self.attend(
                 rQ, rPage, pages, caches, place, (start, end), sSeen, scale, cap, results, more, tail, warp, lane
             )
@@ -283,7 +283,8 @@ class Decode:
         row_scales = [cute.arch.shuffle_sync(row_scale, lane % 4 * 8 + 4 * e) for e in range(2)]
         scales = [scale * row_scale for row_scale in row_scales]
         if cutlass.const_expr(tail is not None):
-            tail = (*tail, [ptx.float_of((254 << 23) - ptx.bits_of(row_scale)) for row_scale in row_scales])
+            inverse = [ptx.float_of((254 << 23) - ptx.bits_of(row_scale)) for row_scale in row_scales]
+            tail = self.tiles.cache.park_tail(tail, inverse, warp, lane)
         sQ = rQ
         if cutlass.const_expr(self.tiles.queries_in_shared):
             shared = cute.arch.alloc_smem(Uint32, self.tiles.query_words * 32, alignment=16)
@@ -350,7 +351,7 @@ class Decode:
             x = rFirst[0]
             self.locate(rNext, rAt[ahead], pages, start, end, rFirst[ahead], lane)
             self.look_up(rNext, pages, start, end, rFirst[ahead + 1], lane)
-            sNow = own.cache.step_queries(own, sQ, rAt[0], rStart, state)
+            sNow = own.cache.step_queries(own, sQ, slot, rStart, state)
             for i in cutlass.range_constexpr(4 * own.at_once):
                 rScore[i] = rStart[i % 2]
             for piece in cutlass.range_constexpr(per_step):
@@ -362,7 +363,7 @@ class Decode:
                         own.cache.multiply_tail(own, tail, rScore, start + x * TILE, lane)
                 else:
                     if cutlass.const_expr(piece == own.pieces):
-                        own.weigh(rScore, rAt[0], rMax, rSum, rOut, sSeen, start, scales, cap, x, tiles, lane)
+                        own.weigh(rScore, rAt[0], rMax, rSum, rOut, sSeen, start, scales, cap, x, slot, lane)
                     own.multiply_values(piece - own.pieces, slot, rScore, rAt[0], rOut, x, tiles, lane)
                 cute.arch.sync_warp()
                 step = cutlass.const_expr((piece + slots) // per_step)
@@ -512,6 +513,9 @@ class Decode:
     def locate(self, rPage, rAt, pages, start, end, x, lane):
         """From pages to offsets in units of 16 bytes, and a bit for each key that exists."""
         _, _, _, _, blocks, page, inverse, strides, scales_at = pages
+        if cutlass.const_expr(self.tiles.cache.adjacent):
+            self.tiles.locate_page(rPage[0], rAt, blocks, scales_at, end - start - x * TILE)
+            return
         for i in cutlass.range_constexpr(self.tiles.lookups):
             key = self.position(start, x, i, lane)
             exists = rPage[i] >= 0 and rPage[i] < blocks and key < end
@@ -525,7 +529,6 @@ class Decode:
             rAt[3 * i + 2] = Uint32(cute.arch.vote_ballot_sync(exists))
             at = cutlass.const_expr(3 * self.tiles.lookups + i * self.tiles.cache.scale_words)
             self.tiles.cache.locate_scales(rAt, at, scales_at, exists, rPage[i], offset)
-        self.tiles.cache.locate_step(self.tiles, rAt, scales_at, rPage[0], blocks)
 
     # -- results --------------------------------------------------------------------------------------------------
 
@@ -543,13 +546,7 @@ class Decode:
             if g == 0:
                 sMax[share * ROWS + 2 * t + odd] = rMax[odd]
                 sSum[share * ROWS + 2 * t + odd] = total
-            if cutlass.const_expr(self.tiles.cache.sums > 2):  # of zeros, in every dim
-                offset = rSum[2 + odd]
-                for distance in cutlass.range_constexpr(3):
-                    offset += cute.arch.shuffle_sync_bfly(offset, 4 << distance)
-                for tile in cutlass.range_constexpr(self.tiles.output_tiles):
-                    for k in cutlass.range_constexpr(2):
-                        rOut[4 * tile + odd + 2 * k] -= offset
+            self.tiles.cache.settle(self.tiles, rOut, rSum, odd)
             if 2 * t + odd < rows:
                 for tile in cutlass.range_constexpr(self.tiles.output_tiles):
                     at = first + share * each + ((tile * 2 + odd) * 32 + lane) * 2

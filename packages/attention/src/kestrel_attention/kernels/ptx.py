@@ -153,9 +153,9 @@ def float_of(x: Int32, *, loc=None, ip=None) -> Float32:
 
 
 @dsl_user_op
-def pack_e4m3(low: Float32, high: Float32, *, loc=None, ip=None) -> Uint32:
-    """Two float32 as e4m3 codes in the low 16 bits, saturating; NaN stays NaN. Needs sm_89."""
-    text = "{.reg .b16 p; cvt.rn.satfinite.e4m3x2.f32 p, $2, $1; cvt.u32.u16 $0, p;}"
+def pack_fp8(low: Float32, high: Float32, kind: cutlass.Constexpr, *, loc=None, ip=None) -> Uint32:
+    """Two float32 as e4m3 or e5m2 codes in the low 16 bits, saturating; NaN stays NaN. Needs sm_89."""
+    text = f"{{.reg .b16 p; cvt.rn.satfinite.{kind}x2.f32 p, $2, $1; cvt.u32.u16 $0, p;}}"
     return Uint32(_assemble(text, "=r,f,f", [Float32(low), Float32(high)], [T.i32()], False, loc, ip)[0])
 
 
@@ -222,3 +222,59 @@ def store_shared(address: Int32, words, *, loc=None, ip=None) -> None:
     registers = f"{{{registers}}}" if count > 1 else registers
     text = f"st.shared{shape}.b32 [$0], {registers};"
     _assemble(text, ",".join(["r"] * (count + 1)), [Int32(address), *(Uint32(x) for x in words)], [], True, loc, ip)
+
+
+@dsl_user_op
+def reciprocal(x: Float32, *, loc=None, ip=None) -> Float32:
+    """1 / x, to about a unit in the last place."""
+    return Float32(_assemble("rcp.approx.ftz.f32 $0, $1;", "=f,f", [Float32(x)], [T.f32()], False, loc, ip)[0])
+
+
+@dsl_user_op
+def log2_normal(x: Float32, *, loc=None, ip=None) -> Float32:
+    """The binary logarithm; of numbers below the smallest normal one -inf."""
+    return Float32(_assemble("lg2.approx.ftz.f32 $0, $1;", "=f,f", [Float32(x)], [T.f32()], False, loc, ip)[0])
+
+
+@dsl_user_op
+def load_transposed(address: Int32, *, loc=None, ip=None):
+    """Four 8 x 8 matrices of 16-bit numbers from shared memory; lane l says where row l % 8 of matrix l // 8 lies.
+
+    Lane (g, t) is given column g of each, rows 2t and 2t + 1.
+    """
+    text = "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {$0, $1, $2, $3}, [$4];"
+    found = _assemble(text, "=r,=r,=r,=r,r", [Int32(address)], [T.i32()] * 4, True, loc, ip)
+    return [Uint32(value) for value in found]
+
+
+@dsl_user_op
+def least(a: Float32, b: Float32, *, loc=None, ip=None) -> Float32:
+    """The smaller; NaN if one of them is."""
+    operands = [Float32(a), Float32(b)]
+    return Float32(_assemble("min.NaN.f32 $0, $1, $2;", "=f,f,f", operands, [T.f32()], False, loc, ip)[0])
+
+
+@dsl_user_op
+def most(a: Float32, b: Float32, *, loc=None, ip=None) -> Float32:
+    """The larger; NaN if one of them is."""
+    operands = [Float32(a), Float32(b)]
+    return Float32(_assemble("max.NaN.f32 $0, $1, $2;", "=f,f,f", operands, [T.f32()], False, loc, ip)[0])
+
+
+@dsl_user_op
+def round_even(x: Float32, *, loc=None, ip=None) -> Int32:
+    """The nearest integer, of two the even one, saturating; 0 for NaN."""
+    return Int32(_assemble("cvt.rni.s32.f32 $0, $1;", "=r,f", [Float32(x)], [T.i32()], False, loc, ip)[0])
+
+
+@dsl_user_op
+def store_half(address: Int64, word: Uint32, *, loc=None, ip=None) -> None:
+    """The low 16 bits to global memory."""
+    text = "{.reg .b16 x; cvt.u16.u32 x, $1; st.global.b16 [$0], x;}"
+    _assemble(text, "l,r", [Int64(address), Uint32(word)], [], True, loc, ip)
+
+
+@dsl_user_op
+def store_byte(address: Int64, word: Uint32, *, loc=None, ip=None) -> None:
+    """The low 8 bits to global memory."""
+    _assemble("st.global.b8 [$0], $1;", "l,r", [Int64(address), Uint32(word)], [], True, loc, ip)

@@ -5,10 +5,11 @@ f16, n 2^-24, and behind the exponent of 1024 it is 1024 + n.
 
 INT8    K: code + 128 as a subnormal; what 128 gives with the same queries is where the scores start from.
         V: 1024 + code + 128, less 1152.
-INT4    K: the code as a subnormal, of which every other one stands four bits higher and meets a sixteenth of the
-        query. The scale of a channel goes into the queries, once for the 32 keys of a step, which lie in one page; its
-        zero, multiplied with these, is where the scores start from.
-        V: 1024 + code, less 1032, so that sums stay small; the zero less 8, times the weights, is taken off at the end.
+INT4    A step takes the 64 keys of a page. K: the code as a subnormal, of which every other one stands four bits
+        higher and meets a sixteenth of the query. The scale of a channel goes into the queries, once a page; its zero,
+        multiplied with these, is where the scores start from.
+        V: the code as a subnormal too, read from shared memory transposed, so that two keys lie in a register; sums of
+        those that stand four bits higher are brought down at the end, where zeros times weights are taken off.
 
 A key's scale multiplies its scores. A value's scale multiplies its weight, and its logarithm is added to the score
 before the largest is looked for: weights with their scales then fit f16 whatever the scales are.
@@ -24,7 +25,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 
 from . import ptx
-from .tile import TILE, Codes
+from .tile import TILE, Bytes, Codes, Tiles
 
 PAGE = 64  # slots of an INT4 cache
 ONE = 0x3F800000
@@ -51,24 +52,10 @@ class Int4Scales(NamedTuple):
 
 
 @dataclass(frozen=True)
-class E5m2(Codes):
+class E5m2(Bytes):
     """A cache of e5m2 codes."""
 
     more: ClassVar[type] = Dtype
-    bits: ClassVar[int] = 8
-
-    @cute.jit
-    def key_operand(self, rPiece, at: cutlass.Constexpr, next_key: cutlass.Constexpr, i: cutlass.Constexpr):
-        low, high = self.widen(rPiece[at + i])
-        low8, high8 = self.widen(rPiece[at + next_key + i])
-        return low, low8, high, high8
-
-    @cute.jit
-    def value_operand(self, words, i: cutlass.Constexpr):
-        selector = 0x7362 if cutlass.const_expr(i) else 0x5140
-        a01 = self.widen(ptx.permute(words[0], words[1], selector))
-        a23 = self.widen(ptx.permute(words[2], words[3], selector))
-        return *a01, *a23
 
     @cute.jit
     def widen(self, word):
@@ -149,7 +136,6 @@ class Int4(Codes):
 
     more: ClassVar[type] = Int4Scales
     bits: ClassVar[int] = 4
-    scale_words: ClassVar[int] = 2
     exponent: ClassVar[int] = 24
     query_exponent: ClassVar[int] = -1  # below 1: times a channel's scale, they are in the range of f16
     finite: ClassVar[bool] = True
@@ -176,93 +162,65 @@ class Int4(Codes):
         return [word & mask for mask in (0x000F000F, 0x00F000F0) for word in words]
 
     @cute.jit
-    def value_operand(self, words, i: cutlass.Constexpr):
-        selector = 0x7632 if cutlass.const_expr(i // 2) else 0x5410
-        pairs = []
-        for k in cutlass.range_constexpr(2):
-            word = ptx.permute(words[2 * k], words[2 * k + 1], selector) >> (8 if i % 2 else 0)
-            low, high = (word & 0x000F000F) | 0x64006400, (word & 0x00F000F0) | 0x64006400
-            pairs.append(ptx.half_pair("add.rn.f16x2", low, Uint32(0xE408E408)))
-            pairs.append(ptx.half_fma(high, Uint32(0x2C002C00), Uint32(0xD480D480)))
-        return pairs
+    def settle(self, tiles, rOut, rSum, odd: cutlass.Constexpr):
+        zeros = rSum[2 + odd]
+        for distance in cutlass.range_constexpr(3):
+            zeros += cute.arch.shuffle_sync_bfly(zeros, 4 << distance)
+        for i in cutlass.range_constexpr(tiles.output_tiles):
+            for k in cutlass.range_constexpr(2):
+                rOut[4 * i + odd + 2 * k] = rOut[4 * i + odd + 2 * k] * (2.0**24, 2.0**20)[k] - zeros
 
     # -- scales ---------------------------------------------------------------------------------------------------
 
     @cute.jit
     def scales_at(self, more, tiles, kv_head, lane):
-        """Values' scales and zeros as INT8's scales; and a lane's part of the scales and zeros of a page of keys."""
-        of_values = [
-            (mX.iterator.toint() + 2 * Int64(kv_head) * mX.stride[2], Uint32(mX.stride[0]), Uint32(mX.stride[1]))
-            for mX in (more.mValueScale, more.mValueZero)
-        ]
-        of_keys = [
-            (mX.iterator.toint() + 2 * Int64(kv_head) * mX.stride[1], Uint32(mX.stride[0] // 8))
-            for mX in (more.mKeyScale, more.mKeyZero)
-        ]
-        scale, zero = of_keys
-        base = cutlass.select_(lane < 16, scale[0], zero[0]) + lane % 16 * (4 * self.step_words(tiles))
-        return of_values, base, cutlass.select_(lane < 16, scale[1], zero[1])
-
-    @cute.jit
-    def locate_scales(self, rAt, at: cutlass.Constexpr, scales_at, exists, block, offset):
-        of_values, _, _ = scales_at
-        for i in cutlass.range_constexpr(2):
-            base, of_block, of_slot = of_values[i]
-            address = base + 2 * Int64(Uint32(block) * of_block + Uint32(offset) * of_slot)
-            rAt[at + i] = ptx.load_if(exists, address, (0x3C00, 0x4800)[i], 16)
-
-    @cute.jit
-    def value_scales(self, rAt, at: cutlass.Constexpr, source):
-        both = ptx.permute(rAt[at], rAt[at + 1], 0x5410)
+        """Of scales and zeros of values: whether a lane's is the upper half of its word, and if pages change that."""
         found = []
-        for h in cutlass.range_constexpr(2):
-            scale, zero = ptx.unpack_pair(Uint32(cute.arch.shuffle_sync(both, source + 8 * h)), "f16")
-            found.append((scale, zero - 8.0))
+        for mX in (more.mValueScale, more.mValueZero):
+            elements = (mX.iterator.toint() >> 1) + Int64(kv_head) * mX.stride[2] + Int64(lane // 4) * mX.stride[1]
+            found.append((Uint32(elements) & 1, Uint32(mX.stride[0]) & 1))
         return found
-
-    def step_words(self, tiles) -> int:
-        return tiles.size // 32
-
-    @cute.jit
-    def locate_step(self, tiles, rAt, scales_at, page, blocks):
-        _, base, of_page = scales_at
-        page = cute.arch.shuffle_sync(page, 0)
-        page = cutlass.select_(page >= 0 and page < blocks, page, Int32(0))
-        words = cutlass.const_expr(self.step_words(tiles))
-        loaded = ptx.load_words(base + 16 * Int64(Uint32(page) * of_page), words)
-        for i in cutlass.range_constexpr(words):
-            rAt[tiles.located_words - words + i] = loaded[i]
 
     @cute.jit
     def step_state(self, tiles, warps: cutlass.Constexpr, warp, lane):
-        """Where a warp's lanes exchange a page's scales and zeros; scaled queries."""
-        sChannels = cute.arch.alloc_smem(Uint32, warps * tiles.size, alignment=16)
-        shared = sChannels.toint() + warp * (4 * tiles.size)
-        mine = shared + lane * (4 * self.step_words(tiles))
-        return mine, shared + lane % 4 * (2 * tiles.key_dims), cute.make_rmem_tensor(tiles.query_words, Uint32)
+        """Where a warp's lanes exchange a page's scales and zeros; scaled queries.
+
+        Four lanes that read together find neighbouring groups of 8 channels. A group of zeros is there as operands.
+        """
+        groups, parts = cutlass.const_expr((tiles.size // 8, tiles.key_dims // 8))
+        shared = cute.arch.alloc_smem(Uint32, warps * groups * 12, alignment=16).toint() + warp * (groups * 48)
+        place = lane % groups % parts * 4 + lane % groups // parts
+        of_scales = lane % (2 * groups) < groups
+        mine = shared + place * 48 + cutlass.select_(of_scales, 0, 16)
+        return mine, of_scales, shared + lane % 4 * 48, cute.make_rmem_tensor(tiles.query_words, Uint32)
 
     @cute.jit
-    def step_queries(self, tiles, sQ, rAt, rStart, state):
-        mine, channels, rScaled = state
-        words = cutlass.const_expr(self.step_words(tiles))
-        at = cutlass.const_expr(tiles.located_words - words)
+    def step_queries(self, tiles, sQ, slot, rStart, state):
+        mine, of_scales, found, rScaled = state
+        groups, parts = cutlass.const_expr((tiles.size // 8, tiles.key_dims // 8))
+        ptx.wait_for_copies(tiles.slots - 1)
         cute.arch.sync_warp()
-        ptx.store_shared(mine, [rAt[at + i] for i in range(words)])
+        raw = slot + PAGE * tiles.row_bytes + cute.arch.lane_idx() % (2 * groups) * 16
+        pairs = self.fours(ptx.load_shared(raw, 4))
+        even = [sixteenth(pairs[2 * k]) for k in range(2)]
+        if of_scales:
+            ptx.store_shared(mine, pairs)
+        else:
+            for k in cutlass.range_constexpr(2):
+                ptx.store_shared(mine + 16 * k, [even[k], even[k], pairs[2 * k + 1], pairs[2 * k + 1]])
         cute.arch.sync_warp()
         starts = [[Float32(0.0)] * 4 for _ in range(4)]  # in four chains: a product waits for the one before it
         for i in cutlass.range_constexpr(tiles.query_words // 4):
-            chunk, part = i // (tiles.key_dims // 8), i % (tiles.key_dims // 8)
-            dim = cutlass.const_expr(chunk * 4 * tiles.key_dims + part * 8)
-            scales = self.fours(ptx.load_shared(channels + 2 * dim, 4))
-            zeros = self.fours(ptx.load_shared(channels + 2 * (tiles.size + dim), 4))
+            first = cutlass.const_expr(i // parts * 4 * parts + i % parts * 4)  # of four lanes' groups
+            scales = ptx.load_shared(found + 48 * first, 4)
             q = tiles.four_words(sQ, i)
             for k in cutlass.range_constexpr(4):
                 rScaled[4 * i + k] = ptx.half_pair("mul.rn.f16x2", q[k], scales[k])
             for k in cutlass.range_constexpr(2):
-                even, odd = sixteenth(zeros[2 * k]), zeros[2 * k + 1]
+                zeros = ptx.load_shared(found + (48 * first + 16 + 16 * k), 4)
                 b = (rScaled[4 * i + 2 * k], rScaled[4 * i + 2 * k + 1])
                 chain = cutlass.const_expr((2 * i + k) % 4)
-                starts[chain] = ptx.mma((even, even, odd, odd), b, starts[chain], "f16")
+                starts[chain] = ptx.mma(zeros, b, starts[chain], "f16")
         for e in cutlass.range_constexpr(2):
             rStart[e] = (starts[0][e] + starts[1][e] + (starts[2][e] + starts[3][e])) * -(2.0**-20)
         return rScaled
@@ -281,15 +239,28 @@ class Int4(Codes):
         return length, (base, mTail.stride[1], (length + added) // PAGE * PAGE)
 
     @cute.jit
+    def park_tail(self, tail, inverse, warp, lane):
+        """What is needed once at most waits in shared memory, behind the block's next barrier."""
+        base, stride, first, query_row, bf16 = tail
+        mine = cute.arch.alloc_smem(Uint32, 256, alignment=16).toint() + lane * 32
+        words = [Uint32(half) for x in (base, query_row, Int64(stride)) for half in (x, x >> 32)]
+        if warp == 0:
+            ptx.store_shared(mine, words[:4])
+            ptx.store_shared(mine + 16, [*words[4:], *(Uint32(ptx.bits_of(x)) for x in inverse)])
+        return mine, first, bf16
+
+    @cute.jit
     def multiply_tail(self, tiles, tail, rScore, key, lane):
-        """Scores of a step's keys from the tail, where they are not in a finished page."""
-        base, stride, first, query_row, bf16, inverse = tail
+        """Scores of a page's keys, the first of which is ``key``, from the tail where the page is not finished."""
+        mine, first, bf16 = tail
         if key >= first:
+            words = [*ptx.load_shared(mine, 4), *ptx.load_shared(mine + 16, 4)]
+            base, query_row, stride = [Int64(words[2 * i]) | Int64(words[2 * i + 1]) << 32 for i in range(3)]
+            inverse = [ptx.float_of(Int32(word)) for word in words[6:]]
             rTail = cute.make_rmem_tensor(4, Float32)
             for tile in cutlass.range(tiles.at_once, unroll=1):
                 rTail.fill(0.0)
-                slot = (key + tile * TILE) % PAGE + lane // 4
-                address = base + 2 * Int64(slot) * stride + lane % 4 * 16
+                address = base + 2 * Int64(tile * TILE + lane // 4) * stride + lane % 4 * 16
                 for c in cutlass.range(tiles.size // 32, unroll=1):
                     rows = [ptx.load_words(address + 16 * half * stride + c * 64, 4) for half in range(2)]
                     q = ptx.load_words(query_row + c * 64 + lane % 4 * 16, 4)
@@ -308,6 +279,124 @@ class Int4(Codes):
             c = ptx.mma(a, b, c, "f16")
         for i in cutlass.range_constexpr(4):
             rScore[i] = c[i]
+
+
+@dataclass(frozen=True)
+class PageTiles(Tiles):
+    """How a warp takes the pages of an INT4 cache, the four tiles of one in a step."""
+
+    @property
+    def value_bytes(self) -> int:
+        return 2
+
+    def turn(self, row):
+        """How the units of a row of values are permuted: eight rows' units of a column lie in 32 banks."""
+        return row * self.row_bytes // 128 % self.units
+
+    @property
+    def lookups(self) -> int:
+        return 1
+
+    @property
+    def located_words(self) -> int:
+        """A page, and how many of its keys exist with where scales and zeros lie in their words."""
+        return 2
+
+    @property
+    def slot_bytes(self) -> int:
+        """Codes and scales and zeros of a page: of its channels, or of its values."""
+        return PAGE * self.row_bytes + 512
+
+    @cute.jit
+    def locate_page(self, page, rAt, blocks, scales_at, left):
+        """left: keys from the first of the page to the chunk's end."""
+        page = cute.arch.shuffle_sync(page, 0)
+        exists = page >= 0 and page < blocks
+        page = Uint32(cutlass.select_(exists, page, Int32(0)))
+        count = Uint32(cutlass.select_(exists, cutlass.min(cutlass.max(left, 0), PAGE), Int32(0)))
+        for i in cutlass.range_constexpr(2):
+            first, of_page = scales_at[i]
+            count |= ((first + page * of_page) & 1) << (8 + i)
+        rAt[0] = page
+        rAt[1] = count
+
+    @cute.jit
+    def addresses(self, mK, mV, more, kv_head, lane):
+        """Where the head's bytes start, from a page to the next, and from a row to the next, in units of their own."""
+        found = []
+        for mX in (mK, mV):
+            strides = [Uint32(mX.stride[i] // 16) for i in range(2)]
+            found.append((mX.iterator.toint() + Int64(kv_head) * mX.stride[2], *strides))
+        for mX in (more.mKeyScale, more.mKeyZero):
+            found.append((mX.iterator.toint() + 2 * Int64(kv_head) * mX.stride[1], Uint32(mX.stride[0] // 8), None))
+        for mX in (more.mValueScale, more.mValueZero):
+            strides = [Uint32(mX.stride[i]) for i in range(2)]
+            found.append((mX.iterator.toint() + 2 * Int64(kv_head) * mX.stride[2], *strides))
+        return found
+
+    @cute.jit
+    def load(self, piece: cutlass.Constexpr, slot, rAt, address, x, tiles, lane):
+        if x < tiles:
+            base, of_page, stride = address[piece]
+            page = rAt[0]
+            row, unit = lane // self.units, lane % self.units
+            if cutlass.const_expr(piece == 1):
+                unit = unit ^ self.turn(row)
+            to = slot + row * self.row_bytes + unit * 16
+            base += lane % self.units * 16
+            first = page * of_page + Uint32(row) * stride
+            for i in cutlass.range_constexpr(PAGE // self.rows_at_once):
+                ptx.copy_to_shared(to + i * 512, base + 16 * Int64(first + i * self.rows_at_once * stride), 16)
+            to = slot + PAGE * self.row_bytes
+            if cutlass.const_expr(piece == 0):
+                groups = cutlass.const_expr(self.size // 8)
+                for i in cutlass.range_constexpr(2):
+                    if lane // groups == i:
+                        base, of_page, _ = address[2 + i]
+                        source = base + 16 * Int64(page * of_page + Uint32(lane % groups))
+                        ptx.copy_to_shared(to + lane * 16, source, 16)
+            else:
+                count = Int32(rAt[1] & 0xFF)
+                for i in cutlass.range_constexpr(4):
+                    base, of_page, stride = address[4 + i % 2]
+                    key = lane + cutlass.const_expr(i // 2 * 32)
+                    there = cutlass.select_(key < count, Int32(4), Int32(0))
+                    source = base + 2 * Int64(page * of_page + Uint32(key) * stride)
+                    ptx.copy_to_shared(to + key * 8 + i % 2 * 4, source & -4, 4, there)
+        ptx.commit_copies()
+
+    @cute.jit
+    def scales_of(self, tile: cutlass.Constexpr, slot, rNow, lane):
+        """A lane finds the words of a key's scale and zero, and takes the half of each that is the head's."""
+        halves = 0x5410 + (rNow[1] >> 8 & 1) * 0x22 + (rNow[1] >> 9 & 1) * 0x2200
+        found = []
+        for h in cutlass.range_constexpr(2):
+            at = slot + PAGE * self.row_bytes + (tile * TILE + 8 * h) * 8 + lane // 4 * 8
+            words = ptx.load_shared(at, 2)
+            scale, zero = ptx.unpack_pair(ptx.permute(words[0], words[1], Int32(halves)), "f16")
+            found.append((scale, zero))
+        return [], found
+
+    @cute.jit
+    def hide_keys(self, rScore, rNow, sSeen, key, lane):
+        count = rNow[1] & 0xFF
+        if count != PAGE or key < sSeen[0] or key + PAGE > sSeen[1]:
+            for tile in cutlass.range_constexpr(self.at_once):
+                exist = cutlass.select_(count != 0, Uint32(0xFFFF), Uint32(0))  # no row sees keys past the last
+                self.hide_keys_of(tile, rScore, exist, sSeen, key + tile * TILE, lane)
+
+    @cute.jit
+    def multiply_values_of(self, piece: cutlass.Constexpr, tile: cutlass.Constexpr, slot, rScore, rNow, rOut, lane):
+        """Lane l names the row of key l % 16; a word it is given holds four dims of two keys."""
+        weights, rest = self.weights_of(tile, rScore)
+        row, column = lane % TILE, lane // TILE ^ self.turn(lane % 8)
+        for two in cutlass.range_constexpr(self.units // 2):
+            at = slot + (tile * TILE + row) * self.row_bytes + (column ^ (2 * two)) * 16
+            words = ptx.load_transposed(at)
+            for i in cutlass.range_constexpr(4):
+                half = [word >> (8 if i % 2 else 0) for word in words[i // 2 * 2 : i // 2 * 2 + 2]]
+                a = [word & mask for word in half for mask in (0x000F000F, 0x00F000F0)]
+                self.add_output(a, weights, rest, rOut, 16 * two + 4 * i)
 
 
 @cute.jit

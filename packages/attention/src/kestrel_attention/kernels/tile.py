@@ -15,6 +15,7 @@ holds every e4m3 code exactly. P is the sum of two 16-bit numbers, so that it ad
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -26,6 +27,8 @@ from . import ptx
 
 TILE = 16  # keys of one product P V
 ROWS = 8  # of a block: queries x heads of a KV head
+SLACK = 8.0  # weights may pass 1 by so many powers of two before the sums are brought to another base
+TANH = [factor * (0.5 * math.log(2)) ** (2 * i + 1) for i, factor in enumerate((1, -1 / 3, 2 / 15, -17 / 315))]
 
 
 class Codes:
@@ -55,18 +58,11 @@ class Codes:
         """Where the scales of this head lie."""
         return ()
 
-    def step_words(self, tiles) -> int:
-        """Registers of a lane for what the keys of a step share."""
-        return 0
-
-    def locate_step(self, tiles, rAt, scales_at, page, blocks) -> None:
-        """Start loading what the keys of a step share."""
-
     def step_state(self, tiles, warps, warp, lane):
         """What step_queries works in."""
         return None
 
-    def step_queries(self, tiles, sQ, rAt, rStart, state):
+    def step_queries(self, tiles, sQ, slot, rStart, state):
         """The queries for the keys of a step, and what their scores start from."""
         return sQ
 
@@ -80,6 +76,9 @@ class Codes:
     def value_scales(self, rAt, at, source):
         """The same of values, each with its zero or None."""
         return []
+
+    def settle(self, tiles, rOut, rSum, odd) -> None:
+        """Bring a warp's sums over values, of rows 2t + odd, from what operands count to what codes mean."""
 
 
 @dataclass(frozen=True)
@@ -110,11 +109,8 @@ class Plain(Codes):
         )
 
 
-@dataclass(frozen=True)
-class E4m3(Codes):
-    """A cache of e4m3 codes."""
-
-    bit_trick: bool  # convert without the instruction, which sm_80 and sm_86 lack
+class Bytes(Codes):
+    """A cache of codes of eight bits that are numbers by themselves."""
 
     bits: ClassVar[int] = 8
 
@@ -130,6 +126,13 @@ class E4m3(Codes):
         a01 = self.widen(ptx.permute(words[0], words[1], selector))
         a23 = self.widen(ptx.permute(words[2], words[3], selector))
         return *a01, *a23
+
+
+@dataclass(frozen=True)
+class E4m3(Bytes):
+    """A cache of e4m3 codes."""
+
+    bit_trick: bool  # convert without the instruction, which sm_80 and sm_86 lack
 
     @cute.jit
     def widen(self, word):
@@ -235,7 +238,7 @@ class Tiles:
     @property
     def located_words(self) -> int:
         """Registers of a lane that say where the keys of a step lie: 3 for each look-up, and scales."""
-        return (3 + self.cache.scale_words) * self.lookups + self.cache.step_words(self)
+        return (3 + self.cache.scale_words) * self.lookups
 
     @property
     def apart(self) -> int:
@@ -265,7 +268,7 @@ class Tiles:
         return 32 // self.units
 
     @cute.jit
-    def addresses(self, mK, mV, kv_head, lane):
+    def addresses(self, mK, mV, more, kv_head, lane):
         """Where a lane's 16 bytes of the head's first key and value lie, and how much of a row there is from there."""
         element = cutlass.const_expr(mK.element_type.width // 8)
         part = lane % self.units * 16
@@ -343,8 +346,9 @@ class Tiles:
     @cute.jit
     def multiply_keys(self, piece: cutlass.Constexpr, slot, sQ, rScore, x, tiles, lane):
         """Scores of the keys that a piece holds, added to rScore."""
-        if cutlass.const_expr(self.at_once == 1):
-            self.multiply_keys_of(piece, 0, slot, sQ, rScore, lane)
+        if cutlass.const_expr(self.at_once == 1 or self.cache.adjacent):
+            for tile in cutlass.range_constexpr(self.at_once):
+                self.multiply_keys_of(piece, tile, slot, sQ, rScore, lane)
         else:
             for tile in cutlass.range_constexpr(self.at_once):
                 if x + tile * self.apart < tiles:
@@ -376,79 +380,108 @@ class Tiles:
             return [sQ[4 * i + k] for k in range(4)]
 
     @cute.jit
-    def weigh(self, rScore, rNow, rMax, rSum, rOut, sSeen, start, scales, cap, x, tiles, lane):
-        """Scores become weights exp2(score - largest); the sums so far are brought to the new largest.
+    def weigh(self, rScore, rNow, rMax, rSum, rOut, sSeen, start, scales, cap, x, slot, lane):
+        """Scores become weights exp2(score - base), base being near the largest so far.
 
         Score i of a tile is that of key g + i // 2 * 8 and row 2t + i % 2.
         """
-        all_first, all_last, prefix = sSeen[0], sSeen[1], sSeen[2]
-        largest = [rMax[0], rMax[1]]
         of_values = []
         for tile in cutlass.range_constexpr(self.at_once):
-            at = cutlass.const_expr(4 * tile)
-            scales_at = cutlass.const_expr(3 * self.lookups + tile // 2 * self.cache.scale_words)
-            source = tile % 2 * TILE + lane // 4
-            key_scales = self.cache.key_scales(rNow, scales_at, source)
-            value_scales = self.cache.value_scales(rNow, scales_at, source)
+            key_scales, value_scales = self.scales_of(tile, slot, rNow, lane)
             of_values.append(value_scales)
-            if x + tile * self.apart < tiles:
-                for i in cutlass.range_constexpr(4):
-                    rScore[at + i] *= scales[i % 2]
-                    if cutlass.const_expr(len(key_scales) > 0):
-                        rScore[at + i] *= key_scales[i // 2]
-                if cap > 0.0:  # cap * tanh(x), of which rScore holds 2 x log2(e)
-                    for i in cutlass.range_constexpr(4):
-                        rScore[at + i] = cap * (1.0 - 2.0 / (1.0 + ptx.exp2(rScore[at + i])))
-                key = start + (x + tile * self.apart) * TILE
-                exist = rNow[3 * (tile // 2) + 2] >> (tile % 2 * TILE)
-                if (exist & 0xFFFF) != 0xFFFF or key < all_first or key + TILE > all_last:
-                    for i in cutlass.range_constexpr(4):
-                        row = lane % 4 * 2 + i % 2
-                        offset = lane // 4 + i // 2 * 8
-                        inside = key + offset >= sSeen[4 + 2 * row] and key + offset < sSeen[4 + 2 * row + 1]
-                        if not ((inside or key + offset < prefix) and (exist >> Uint32(offset)) & 1 != 0):
-                            rScore[at + i] = -Float32.inf
-            else:
-                for i in cutlass.range_constexpr(4):
-                    rScore[at + i] = -Float32.inf
             for i in cutlass.range_constexpr(4):
-                score = rScore[at + i]
-                if cutlass.const_expr(len(value_scales) > 0):
-                    score += self.log_size(value_scales[i // 2][0])
-                largest[i % 2] = ptx.maximum(largest[i % 2], score)
-        for distance in cutlass.range_constexpr(3):
-            for e in cutlass.range_constexpr(2):
-                other = cute.arch.shuffle_sync_bfly(largest[e], 4 << distance)
-                largest[e] = ptx.maximum(largest[e], other)
-        base = [cutlass.select_(x == -Float32.inf, Float32(0.0), x) for x in largest]
-        if cute.arch.vote_any_sync(largest[0] > rMax[0] or largest[1] > rMax[1]):
-            fade = [ptx.exp2(rMax[e] - base[e]) for e in range(2)]
-            for e in cutlass.range_constexpr(self.cache.sums):
-                rSum[e] *= fade[e % 2]
-            for i in cutlass.range_constexpr(4 * self.output_tiles):
-                rOut[i] *= fade[i % 2]
-        for e in cutlass.range_constexpr(2):
-            rMax[e] = largest[e]
+                rScore[4 * tile + i] *= scales[i % 2]
+                if cutlass.const_expr(len(key_scales) > 0):
+                    rScore[4 * tile + i] *= key_scales[i // 2]
+        if cap > 0.0:
+            for i in cutlass.range_constexpr(4 * self.at_once):
+                rScore[i] = self.soft_cap(rScore[i], cap)
+        self.hide_keys(rScore, rNow, sSeen, start + x * TILE, lane)
+        largest = [rMax[0], rMax[1]]
         for i in cutlass.range_constexpr(4 * self.at_once):
-            weight = ptx.exp2(rScore[i] - base[i % 2])
-            rSum[i % 2] += weight
+            score = rScore[i]
             if cutlass.const_expr(len(of_values[i // 4]) > 0):
-                value_scale, zero = of_values[i // 4][i % 4 // 2]
-                weight = weight * value_scale
-                if cutlass.const_expr(zero is not None):
-                    rSum[2 + i % 2] += weight * zero
-            rScore[i] = weight
+                score += self.log_size(of_values[i // 4][i % 4 // 2][0])
+            largest[i % 2] = ptx.maximum(largest[i % 2], score)
+        if cute.arch.vote_any_sync(largest[0] > rMax[0] + SLACK or largest[1] > rMax[1] + SLACK):
+            self.rebase(largest, rMax, rSum, rOut)
+        base = [cutlass.select_(rMax[e] == -Float32.inf, Float32(0.0), rMax[e]) for e in range(2)]
+        for tile in cutlass.range_constexpr(self.at_once):
+            value_scales = of_values[tile]
+            if cutlass.const_expr(self.cache.adjacent):  # read again, which takes no registers meanwhile
+                _, value_scales = self.scales_of(tile, slot, rNow, lane)
+            for i in cutlass.range_constexpr(4):
+                weight = ptx.exp2(rScore[4 * tile + i] - base[i % 2])
+                rSum[i % 2] += weight
+                if cutlass.const_expr(len(value_scales) > 0):
+                    value_scale, zero = value_scales[i // 2]
+                    weight = weight * value_scale
+                    if cutlass.const_expr(zero is not None):
+                        rSum[2 + i % 2] += weight * zero
+                rScore[4 * tile + i] = weight
+
+    @cute.jit
+    def scales_of(self, tile: cutlass.Constexpr, slot, rNow, lane):
+        """Of a tile's keys g and g + 8: those of keys, and those of values with their zeros."""
+        at = cutlass.const_expr(3 * self.lookups + tile // 2 * self.cache.scale_words)
+        source = tile % 2 * TILE + lane // 4
+        return self.cache.key_scales(rNow, at, source), self.cache.value_scales(rNow, at, source)
+
+    @cute.jit
+    def rebase(self, largest, rMax, rSum, rOut):
+        """The largest of all lanes becomes the base, and the sums so far are brought to it."""
+        for e in cutlass.range_constexpr(2):
+            highest = largest[e]
+            for distance in cutlass.range_constexpr(3):
+                highest = ptx.maximum(highest, cute.arch.shuffle_sync_bfly(highest, 4 << distance))
+            base = cutlass.select_(highest == -Float32.inf, Float32(0.0), highest)
+            fade = ptx.exp2(rMax[e] - base)
+            for i in cutlass.range_constexpr(self.cache.sums // 2):
+                rSum[2 * i + e] *= fade
+            for i in cutlass.range_constexpr(2 * self.output_tiles):
+                rOut[2 * i + e] *= fade
+            rMax[e] = highest
+
+    @cute.jit
+    def soft_cap(self, x: Float32, cap: Float32) -> Float32:
+        """cap * tanh(y), of 2 y log2(e); by a series where tanh would be the difference of numbers near 1."""
+        result = cap * (1.0 - 2.0 * ptx.reciprocal(1.0 + ptx.exp2(x)))
+        square = x * x
+        if square < 0.08:  # |y| < 0.1
+            result = cap * x * (TANH[0] + square * (TANH[1] + square * (TANH[2] + square * TANH[3])))
+        return result
+
+    @cute.jit
+    def hide_keys(self, rScore, rNow, sSeen, key, lane):
+        """-inf for keys of a step, the first of which is ``key``, that do not exist or that a row does not see."""
+        for tile in cutlass.range_constexpr(self.at_once):
+            first = key + tile * self.apart * TILE
+            exist = rNow[3 * (tile // 2) + 2] >> (tile % 2 * TILE)
+            if (exist & 0xFFFF) != 0xFFFF or first < sSeen[0] or first + TILE > sSeen[1]:
+                self.hide_keys_of(tile, rScore, exist, sSeen, first, lane)
+
+    @cute.jit
+    def hide_keys_of(self, tile: cutlass.Constexpr, rScore, exist, sSeen, first, lane):
+        """Of a tile, whose first key is ``first``; exist: a bit for each of its keys."""
+        for i in cutlass.range_constexpr(4):
+            row = lane % 4 * 2 + i % 2
+            offset = lane // 4 + i // 2 * 8
+            key = first + offset
+            inside = key >= sSeen[4 + 2 * row] and key < sSeen[4 + 2 * row + 1]
+            if not ((inside or key < sSeen[2]) and (exist >> Uint32(offset)) & 1 != 0):
+                rScore[4 * tile + i] = -Float32.inf
 
     @cute.jit
     def log_size(self, scale: Float32) -> Float32:
         """The binary logarithm of a scale's size, not below that of the smallest scales."""
-        return ptx.maximum(ptx.log2(ptx.float_of(ptx.bits_of(scale) & 0x7FFFFFFF)), Float32(-100.0))
+        return ptx.maximum(ptx.log2_normal(ptx.float_of(ptx.bits_of(scale) & 0x7FFFFFFF)), Float32(-100.0))
 
     @cute.jit
     def multiply_values(self, piece: cutlass.Constexpr, slot, rScore, rNow, rOut, x, tiles, lane):
         """Add weights times values for what a piece holds."""
-        if cutlass.const_expr(self.at_once == 1):
-            self.multiply_values_of(piece, 0, slot, rScore, rNow, rOut, lane)
+        if cutlass.const_expr(self.at_once == 1 or self.cache.adjacent):  # which is finite
+            for tile in cutlass.range_constexpr(self.at_once):
+                self.multiply_values_of(piece, tile, slot, rScore, rNow, rOut, lane)
         else:
             for tile in cutlass.range_constexpr(self.at_once):
                 if x + tile * self.apart < tiles:
@@ -458,6 +491,18 @@ class Tiles:
     def multiply_values_of(self, piece: cutlass.Constexpr, tile: cutlass.Constexpr, slot, rScore, rNow, rOut, lane):
         words = cutlass.const_expr(self.value_bytes // 4)
         each = cutlass.const_expr(self.value_chunks // self.pieces)
+        weights, rest = self.weights_of(tile, rScore)
+        for c in cutlass.range_constexpr(each):
+            rows = self.read_values(slot, c, tile, lane)
+            for w in cutlass.range_constexpr(words):
+                out = cutlass.const_expr(4 * ((piece * each + c) * self.value_dims // 2 + w * self.value_products))
+                for i in cutlass.range_constexpr(self.value_products):
+                    a = self.cache.value_operand([rows[key][w] for key in range(4)], i)
+                    self.add_output(a, weights, rest, rOut, out + 4 * i)
+
+    @cute.jit
+    def weights_of(self, tile: cutlass.Constexpr, rScore):
+        """P' of a tile as an operand, and what rounding left of it."""
         weights, rest = [], []
         for half in cutlass.range_constexpr(2):
             x, y = rScore[4 * tile + 2 * half], rScore[4 * tile + 2 * half + 1]
@@ -466,13 +511,7 @@ class Tiles:
             if cutlass.const_expr(self.split_weights):
                 low, high = ptx.unpack_pair(pair, self.cache.kind)
                 rest.append(ptx.transpose(ptx.pack_pair(x - low, y - high, self.cache.kind)))
-        for c in cutlass.range_constexpr(each):
-            rows = self.read_values(slot, c, tile, lane)
-            for w in cutlass.range_constexpr(words):
-                out = cutlass.const_expr(4 * ((piece * each + c) * self.value_dims // 2 + w * self.value_products))
-                for i in cutlass.range_constexpr(self.value_products):
-                    a = self.cache.value_operand([rows[key][w] for key in range(4)], i)
-                    self.add_output(a, weights, rest, rOut, out + 4 * i)
+        return weights, rest
 
     @cute.jit
     def add_output(self, a, weights, rest, rOut, at: cutlass.Constexpr):

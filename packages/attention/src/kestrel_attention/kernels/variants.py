@@ -58,7 +58,7 @@ class DecodeVariant:
             slots = min(slots, self.slots_in(92 * 1024, warps, pieces))
         if capability(arch) != 90:  # where registers are filled to the last
             residents = max(1, residents - 1)
-        tiles = Tiles(
+        tiles = (quantised.PageTiles if self.cache == "int4" else Tiles)(
             cache=caches[self.cache](),
             size=self.size,
             padded=self.padded,
@@ -94,9 +94,9 @@ class CombineVariant:
 
 @dataclass(frozen=True)
 class AppendVariant:
-    """Writes new keys and values into a cache (append.py)."""
+    """Writes new keys and values into a cache (append.py, append_integers.py)."""
 
-    dtype: str
+    dtype: str  # of "same" and "e4m3" caches; EITHER of others
     cache: str
     threads: int = 256
     vector_loads: bool = True
@@ -108,11 +108,15 @@ class AppendVariant:
     def kernel(self, arch: str) -> tuple[Any, tuple[Any, ...]]:
         """The kernel object and the arguments to compile it with."""
         from .append import Append
+        from .append_integers import AppendInt4, AppendInt8
 
-        dtype = numeric(self.dtype)
-        codes = "" if self.cache == "same" else self.cache
-        kernel = Append(dtype, codes, self.threads, has_dependent_launch(arch), bit_trick=capability(arch) < 89)
-        return kernel, append_arguments(dtype, self.cache)
+        dependent = has_dependent_launch(arch)
+        if self.cache in ("int8", "int4"):
+            kernel: Any = (AppendInt8 if self.cache == "int8" else AppendInt4)(dependent)
+        else:
+            codes = "" if self.cache == "same" else self.cache
+            kernel = Append(codes, self.threads, dependent, bit_trick=capability(arch) < 89)
+        return kernel, append_arguments(numeric(self.dtype), self.cache)
 
 
 @dataclass(frozen=True)
@@ -225,19 +229,36 @@ def part_arguments() -> tuple[Any, ...]:
 
 
 def append_arguments(dtype: Any, cache: str) -> tuple[Any, ...]:
-    """See Append.__call__."""
+    """See Append.__call__ and those of append_integers.py."""
     import cutlass
     import cutlass.cute as cute
     from cutlass import Float32, Int32
 
     batch, queries, size, blocks, page, kv_heads = (cute.sym_int() for _ in range(6))
-    stored = dtype if cache == "same" else cutlass.Uint8
+    stored = {"same": dtype, "int8": cutlass.Int8}.get(cache, cutlass.Uint8)
     new = [strided(dtype, batch, queries, kv_heads, size, unit=8) for _ in range(2)]
-    caches = [strided(stored, blocks, page, kv_heads, size, unit=16 * 8 // stored.width) for _ in range(2)]
-    table = loose(Int32, cute.sym_int(), cute.sym_int())
-    scales = [loose(Float32, cute.sym_int()) for _ in range(2)]
+    width = cute.sym_int() if cache == "int4" else size
+    caches = [strided(stored, blocks, page, kv_heads, width, unit=16 * 8 // stored.width) for _ in range(2)]
+    where = loose(Int32, batch), loose(Int32, cute.sym_int(), cute.sym_int())
+    numbers = (Int32(0),) * (2 if cache in ("int8", "int4") else 4)
+    if cache == "int4":
+        channels, tokens, tail = int4_arguments(dtype, blocks, page, kv_heads, size)
+        scales = (*channels, *tokens, tail, loose(Int32, batch))
+    else:
+        of_tokens = (blocks, page, kv_heads)
+        scales = tuple(loose(Float32, *(of_tokens if cache == "int8" else (cute.sym_int(),))) for _ in range(2))
     stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
-    return (*new, *caches, loose(Int32, batch), table, *scales, Int32(0), Int32(0), Int32(0), stream)
+    return (*new, *caches, *where, *scales, *numbers, stream)
+
+
+def int4_arguments(dtype: Any, blocks: Any, page: Any, kv_heads: Any, size: Any) -> tuple[Any, ...]:
+    """Scales and zeros of channels, those of values, and the tail."""
+    import cutlass
+    import cutlass.cute as cute
+
+    channels = [strided(cutlass.Float16, blocks, kv_heads, size, unit=8) for _ in range(2)]
+    tokens = [loose(cutlass.Float16, blocks, page, kv_heads) for _ in range(2)]
+    return channels, tokens, strided(dtype, cute.sym_int(), page, kv_heads, size, unit=8)
 
 
 def decode_arguments(dtype: Any, cache: str) -> tuple[Any, ...]:
@@ -261,9 +282,7 @@ def decode_arguments(dtype: Any, cache: str) -> tuple[Any, ...]:
     if cache == "int8":
         more = (*(loose(Float32, blocks, page, kv_heads) for _ in range(2)), Int32(0))
     elif cache == "int4":
-        channels = [strided(cutlass.Float16, blocks, kv_heads, size, unit=8) for _ in range(2)]
-        tokens = [loose(cutlass.Float16, blocks, page, kv_heads) for _ in range(2)]
-        tail = strided(dtype, cute.sym_int(), page, kv_heads, size, unit=8)
+        channels, tokens, tail = int4_arguments(dtype, blocks, page, kv_heads, size)
         more = (*channels, *tokens, tail, loose(Int32, batch), Int32(0))
     elif cache == "e5m2":
         more = (Int32(0),)
@@ -309,8 +328,8 @@ def _decode_variants(dtype: str) -> tuple[DecodeVariant, ...]:
 
 
 QUANTISED = (
-    DecodeVariant(EITHER, "int4", 128, False, warps=4, tiles=2, slots=6, residents=3),
-    DecodeVariant(EITHER, "int4", 64, False, warps=4, tiles=2, slots=4, residents=4),
+    DecodeVariant(EITHER, "int4", 128, False, warps=4, tiles=4, slots=2, residents=2),
+    DecodeVariant(EITHER, "int4", 64, False, warps=4, tiles=4, slots=4, residents=3),
     DecodeVariant(EITHER, "int8", 64, False, warps=4, tiles=2, slots=4, residents=4),
     DecodeVariant(EITHER, "int8", 128, False, warps=8, tiles=1, slots=4, residents=2),
     DecodeVariant(EITHER, "int8", 256, False, warps=4, tiles=1, slots=4, residents=2),
@@ -323,6 +342,7 @@ VARIANTS: tuple[DecodeVariant | CombineVariant | AppendVariant | TauTailVariant 
     *QUANTISED,
     *(CombineVariant(dtype) for dtype in DTYPES),
     *(AppendVariant(dtype, cache) for dtype in DTYPES for cache in ("same", "e4m3")),
+    *(AppendVariant(EITHER, cache) for cache in ("e5m2", "int8", "int4")),
     *(TauTailVariant(dtype, table) for dtype in (*DTYPES, "fp32") for table in sorted({dtype, "fp32"})),
     *(MergeVariant(dtype) for dtype in (*DTYPES, "fp32")),
 )
