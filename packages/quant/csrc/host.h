@@ -176,6 +176,12 @@ inline int lanes_of(int packs, int most = kPacks) { return std::min(32, power_of
 
 inline int whole_warps(int threads) { return (threads + 31) / 32 * 32; }
 
+// Lanes of a warp for segments of so many elements, each of them holding kElements; whole warps of a block for more.
+inline int lanes_of_elements(int elements) {
+  const int lanes = (elements - 1) / kElements + 1;
+  return lanes > 32 ? std::min(kElementThreads, whole_warps(lanes)) : power_of_two(lanes);
+}
+
 // Segments with a scale of their own, in whole packs.
 template <typename C, typename T>
 void quant_packs(Params p, DLDevice device) {
@@ -209,20 +215,19 @@ void quant_each(Params p, int64_t rows, DLDevice device) {
     in_parts(p, rows, [&](const Params& part) { quant_packs<C, T>(part, device); });
     return;
   }
-  const int elements = p.length;
+  void (*kernel)(Params);
   if constexpr (C::per_byte == 2) {  // two groups to a segment
+    kernel = quant_pairs<C, T>;
+    p.lanes = p.length > 2048 ? kElementThreads : std::min(32, power_of_two(p.length / 2));
     p.length = static_cast<int>(std::min<int64_t>(2 * int64_t{p.length}, p.n));
     p.per_row = (p.per_row + 1) / 2;
     p.scale_segment *= 2;
+  } else {
+    kernel = quant_elements<C, T>;
+    p.lanes = lanes_of_elements(p.length);
   }
-  const bool block = elements > 2048;
-  p.lanes = block ? kElementThreads : std::min(32, power_of_two(elements / C::per_byte));
   in_parts(p, rows, [&](const Params& part) {
-    if (block) {
-      launch_blocks(quant_elements<C, T>, part, kElementThreads, 1, device);
-    } else {
-      launch_teams(quant_elements<C, T>, part, 256, device);
-    }
+    p.lanes > 32 ? launch_blocks(kernel, part, p.lanes, 1, device) : launch_teams(kernel, part, 256, device);
   });
 }
 
@@ -235,7 +240,8 @@ void quant_given(Params p, int64_t rows, DLDevice device) {
   cut(&p, piece);
   set_overlap(&p, rows * p.n * sizeof(T), rows * p.n / C::per_byte, device);
   const bool packs = whole_packs<C, T>(p, rows);
-  p.lanes = packs ? lanes_of(p.length / size) : std::min(32, power_of_two(p.length));
+  if (!packs) cut(&p, 32 * kElements);
+  p.lanes = packs ? lanes_of(p.length / size) : lanes_of_elements(p.length);
   in_parts(p, rows, [&](const Params& part) {
     launch_teams(packs ? quant_segments<C, T, true> : quant_elements<C, T>, part, 256, device);
   });

@@ -9,7 +9,7 @@
 //             segments, whole warps with one barrier. The order of a maximum does not matter: a row's codes are the same whatever
 //             the team.
 // Special:    a thread that holds a NaN or an inf, or whose scale is extreme, reads its values again and divides one by one; rows that
-//             are not whole aligned packs go element by element.
+//             are not whole aligned packs go element by element, 8 to a thread, neighbours side by side.
 // PDL:        everything is read after the wait; before it the first blocks bring their values into L2, and addresses are computed.
 // Measured:   results/, README.md.
 // clang-format on
@@ -93,30 +93,95 @@ __global__ void __launch_bounds__(512, 2) quant_blocks(const __grid_constant__ P
   }
 }
 
-constexpr int kElementThreads = 512;  // of a block that is one team
+constexpr int kElementThreads = 512;  // of a block that is one team, at most
+constexpr int kElements = 8;          // that a thread holds
 
-// The same where rows are not whole, aligned packs: element by element, the second time from cache. A segment is one
-// group of columns, or two where a byte holds two codes: it can belong to both.
+// The same where rows are not whole, aligned packs: neighbouring lanes take neighbouring elements. A team is p.lanes
+// lanes of a warp, or, above 32, the block; what does not fit into kElements per thread is read twice.
 template <typename C, typename T>
 __global__ void __launch_bounds__(kElementThreads, 2) quant_elements(const __grid_constant__ Params p) {
-  __shared__ float memory[C::per_byte][32];
+  __shared__ float memory[32];
   const bool block = p.lanes > 32;
   const int lanes = p.lanes, lane = block ? threadIdx.x : threadIdx.x & (lanes - 1);
-  const unsigned number = block ? blockIdx.x : blockIdx.x * (blockDim.x / lanes) + threadIdx.x / lanes;
-  const Segment<C, T> segment(p, number, 0);
+  const Segment<C, T> segment(p, block ? blockIdx.x : blockIdx.x * (blockDim.x / lanes) + threadIdx.x / lanes, 0);
+  const T* values = reinterpret_cast<const T*>(segment.values) + lane;
+  char* codes = segment.codes + lane;
+  const int count = segment.count - lane, step = kElements * lanes;
+  if (blockIdx.x < p.prefetch && lane * 128 < segment.count * static_cast<int>(sizeof(T))) {
+    prefetch_l2(segment.values + lane * 128);
+  }
+  const TeamMaximum block_amax(memory, 0, lane, lanes);
+  pdl_wait();
+  pdl_trigger();
+
+  float x[kElements];
+  const auto load = [&](int from) {
+#pragma unroll
+    for (int k = 0; k < kElements; ++k) {
+      const int i = from + k * lanes;
+      x[k] = i < count ? to_float(values[i]) : 0.f;
+    }
+  };
+  const auto largest = [&] {  // NaN stays, inf too
+    float result = 0.f;
+#pragma unroll
+    for (int k = 0; k < kElements; ++k) asm("max.NaN.f32 %0, %0, %1;" : "+f"(result) : "f"(fabsf(x[k])));
+    return result;
+  };
+  load(0);
+  float scale = 1.f;
+  if (p.given) {
+    if (segment.count > 0) scale = *segment.scale;
+  } else {
+    float amax = 0.f;
+    for (int from = 0;;) {
+      if (const float most = largest(); most <= FLT_MAX) {
+        amax = fmaxf(amax, most);
+      } else {
+#pragma unroll
+        for (int k = 0; k < kElements; ++k) amax = fmaxf(amax, finite_magnitude(x[k]));
+      }
+      from += step;
+      if (from >= count) break;
+      load(from);
+    }
+    scale = C::scale(block ? block_amax(amax) : team_amax(amax, lanes), p.bound);
+    if (lane == 0 && segment.count > 0) store_scale(p, segment, scale);
+    if (count > step) load(0);
+  }
+  const DivisorOf<T> by(scale);
+  for (int from = 0; from < count; from += step) {
+    if (from > 0) load(from);
+    if (by.covers(largest())) {
+#pragma unroll
+      for (int k = 0; k < kElements; ++k) {
+        if (from + k * lanes < count) codes[from + k * lanes] = static_cast<char>(C::element(by(x[k])));
+      }
+      continue;
+    }
+#pragma unroll 1
+    for (int i = from; i < count && i < from + step; i += lanes) codes[i] = encode_byte<C>(values + i, scale, scale);
+  }
+}
+
+// The same where a byte holds two codes, and can belong to two groups: a segment is two groups of columns, read a
+// second time from cache. A block is one team of kElementThreads, or has teams of p.lanes lanes of a warp.
+template <typename C, typename T>
+__global__ void __launch_bounds__(kElementThreads, 2) quant_pairs(const __grid_constant__ Params p) {
+  static_assert(C::per_byte == 2);
+  __shared__ float memory[2][32];
+  const bool block = p.lanes > 32;
+  const int lanes = p.lanes, lane = block ? threadIdx.x : threadIdx.x & (lanes - 1);
+  const Segment<C, T> segment(p, block ? blockIdx.x : blockIdx.x * (blockDim.x / lanes) + threadIdx.x / lanes, 0);
   const T* values = reinterpret_cast<const T*>(segment.values);
   pdl_wait();
   pdl_trigger();
 
   float scales[2];
 #pragma unroll
-  for (int half = 0; half < C::per_byte; ++half) {
-    float* scale = segment.scale + half * (p.scale_segment / C::per_byte);
+  for (int half = 0; half < 2; ++half) {
+    float* scale = segment.scale + half * (p.scale_segment / 2);
     const int first = half * p.group, end = segment.count - first > p.group ? first + p.group : segment.count;
-    if (p.given) {
-      scales[half] = end > first ? *scale : 1.f;
-      continue;
-    }
     float amax = 0.f;
 #pragma unroll 4
     for (int i = first + lane; i < end; i += lanes) amax = fmaxf(amax, finite_magnitude(to_float(values[i])));
@@ -126,15 +191,13 @@ __global__ void __launch_bounds__(kElementThreads, 2) quant_elements(const __gri
       if (half == 0) {
         store_scale(p, segment, scales[0]);
       } else {
-        *scale = scales[half];
+        *scale = scales[1];
       }
     }
   }
-  for (int byte = lane; byte < segment.count / C::per_byte; byte += lanes) {
-    const int i = byte * C::per_byte;
-    const float first = i < p.group ? scales[0] : scales[C::per_byte - 1];
-    const float second = i + 1 < p.group ? scales[0] : scales[C::per_byte - 1];
-    segment.codes[byte] = encode_byte<C>(values + i, first, second);
+  for (int byte = lane; byte < segment.count / 2; byte += lanes) {
+    const int i = 2 * byte;
+    segment.codes[byte] = encode_byte<C>(values + i, scales[i < p.group ? 0 : 1], scales[i + 1 < p.group ? 0 : 1]);
   }
 }
 
