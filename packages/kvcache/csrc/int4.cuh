@@ -53,6 +53,9 @@ struct Int4Code {
         quotient(__half2float(scale)),
         offset(__half2float(zero)) {}
 
+  __device__ __forceinline__ Int4Code(__half scale_, __half zero_)
+      : scale(scale_), zero(zero_), quotient(__half2float(scale_)), offset(__half2float(zero_)) {}
+
   // x becomes codes 0..15 in place, as whole floats; NaN becomes 0.
   template <int N>
   __device__ __forceinline__ void encode(float (&x)[N]) const {
