@@ -174,4 +174,50 @@ __device__ __forceinline__ void encode(const Held<T, V>& held, float largest, co
   }
 }
 
+// -- element by element: rows that are not whole, aligned packs -------------------------------------------------------
+
+constexpr int kElements = 8;  // that a thread holds: every lanes-th one
+
+// From `first` on; 0 past the end. All are asked for before the first is used, and before anything is written.
+template <typename T>
+__device__ __forceinline__ void load_elements(float (&x)[kElements], const T* values, int first, int lanes, int count) {
+#pragma unroll
+  for (int k = 0; k < kElements; ++k) x[k] = first + k * lanes < count ? to_float(values[first + k * lanes]) : 0.f;
+}
+
+// Their largest magnitude; NaN stays, inf too.
+__device__ __forceinline__ float largest_of(const float (&x)[kElements]) {
+  float result = 0.f;
+#pragma unroll
+  for (int k = 0; k < kElements; ++k) asm("max.NaN.f32 %0, %0, %1;" : "+f"(result) : "f"(fabsf(x[k])));
+  return result;
+}
+
+__device__ __forceinline__ float finite_amax(const float (&x)[kElements]) {
+  float result = largest_of(x);
+  if (result <= FLT_MAX) return result;
+  result = 0.f;
+#pragma unroll
+  for (int k = 0; k < kElements; ++k) result = fmaxf(result, finite_magnitude(x[k]));
+  return result;
+}
+
+// Writes their codes, of a byte each.
+template <typename C, typename T>
+__device__ __forceinline__ void encode_elements(const float (&x)[kElements], const DivisorOf<T>& by, const T* values,
+                                                char* codes, int first, int lanes, int count) {
+  if (by.covers(largest_of(x))) {
+#pragma unroll
+    for (int k = 0; k < kElements; ++k) {
+      const int i = first + k * lanes;
+      if (i < count) codes[i] = static_cast<char>(C::element(by(x[k])));
+    }
+    return;
+  }
+#pragma unroll 1
+  for (int i = first; i < count && i < first + kElements * lanes; i += lanes) {
+    codes[i] = encode_byte<C>(values + i, by.value, by.value);
+  }
+}
+
 }  // namespace kestrel::quant

@@ -57,15 +57,28 @@ __global__ void __launch_bounds__(256) dequant_elements(const __grid_constant__ 
   pdl_wait();
   pdl_trigger();
 
-#pragma unroll 4
-  for (int byte = lane; byte < segment.count / C::per_byte; byte += p.lanes) {
-    const unsigned code = codes[byte];
+  constexpr int kBytes = 4;  // at a time: all are read before the first is written
+  const int bytes = segment.count / C::per_byte;
+  for (int from = lane; from < bytes; from += kBytes * p.lanes) {
+    float numbers[kBytes][C::per_byte];
 #pragma unroll
-    for (int j = 0; j < C::per_byte; ++j) {
-      const int i = byte * C::per_byte + j;
-      const unsigned group = p.group > 0 ? (first + i) / p.group : 0;
-      const float scale = p.scales[segment.row * p.scale_row + group * p.scale_segment];
-      values[i] = from_float<T>(C::number(code, j) * scale);
+    for (int k = 0; k < kBytes; ++k) {
+      const int byte = from + k * p.lanes;
+      if (byte >= bytes) break;
+      const unsigned code = codes[byte];
+#pragma unroll
+      for (int j = 0; j < C::per_byte; ++j) {
+        const unsigned group = p.group > 0 ? (first + byte * C::per_byte + j) / p.group : 0;
+        const float scale = p.scales[segment.row * p.scale_row + group * p.scale_segment];
+        numbers[k][j] = C::number(code, j) * scale;
+      }
+    }
+#pragma unroll
+    for (int k = 0; k < kBytes; ++k) {
+      const int byte = from + k * p.lanes;
+      if (byte >= bytes) break;
+#pragma unroll
+      for (int j = 0; j < C::per_byte; ++j) values[byte * C::per_byte + j] = from_float<T>(numbers[k][j]);
     }
   }
 }

@@ -361,7 +361,7 @@ void dequant(Params p, int64_t rows, int64_t group_size, DLDevice device) {
   const bool packs = (by_group || !groups) && whole_packs<C, T>(p, rows);
   if (!by_group && packs) p.scale_segment = 0;
   if (!packs) {
-    cut(&p, piece);
+    cut(&p, 32 * kElements);
     p.group = groups ? static_cast<int>(group_size) : 0;
   }
   set_overlap(&p, rows * p.n / C::per_byte, rows * p.n * sizeof(T), device);

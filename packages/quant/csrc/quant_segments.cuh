@@ -94,7 +94,6 @@ __global__ void __launch_bounds__(512, 2) quant_blocks(const __grid_constant__ P
 }
 
 constexpr int kElementThreads = 512;  // of a block that is one team, at most
-constexpr int kElements = 8;          // that a thread holds
 
 // The same where rows are not whole, aligned packs: neighbouring lanes take neighbouring elements. A team is p.lanes
 // lanes of a warp, or, above 32, the block; what does not fit into kElements per thread is read twice.
@@ -115,52 +114,24 @@ __global__ void __launch_bounds__(kElementThreads, 2) quant_elements(const __gri
   pdl_trigger();
 
   float x[kElements];
-  const auto load = [&](int from) {
-#pragma unroll
-    for (int k = 0; k < kElements; ++k) {
-      const int i = from + k * lanes;
-      x[k] = i < count ? to_float(values[i]) : 0.f;
-    }
-  };
-  const auto largest = [&] {  // NaN stays, inf too
-    float result = 0.f;
-#pragma unroll
-    for (int k = 0; k < kElements; ++k) asm("max.NaN.f32 %0, %0, %1;" : "+f"(result) : "f"(fabsf(x[k])));
-    return result;
-  };
-  load(0);
+  load_elements(x, values, 0, lanes, count);
   float scale = 1.f;
   if (p.given) {
     if (segment.count > 0) scale = *segment.scale;
   } else {
-    float amax = 0.f;
-    for (int from = 0;;) {
-      if (const float most = largest(); most <= FLT_MAX) {
-        amax = fmaxf(amax, most);
-      } else {
-#pragma unroll
-        for (int k = 0; k < kElements; ++k) amax = fmaxf(amax, finite_magnitude(x[k]));
-      }
-      from += step;
-      if (from >= count) break;
-      load(from);
+    float amax = finite_amax(x);
+    for (int from = step; from < count; from += step) {
+      load_elements(x, values, from, lanes, count);
+      amax = fmaxf(amax, finite_amax(x));
     }
     scale = C::scale(block ? block_amax(amax) : team_amax(amax, lanes), p.bound);
     if (lane == 0 && segment.count > 0) store_scale(p, segment, scale);
-    if (count > step) load(0);
+    if (count > step) load_elements(x, values, 0, lanes, count);
   }
   const DivisorOf<T> by(scale);
   for (int from = 0; from < count; from += step) {
-    if (from > 0) load(from);
-    if (by.covers(largest())) {
-#pragma unroll
-      for (int k = 0; k < kElements; ++k) {
-        if (from + k * lanes < count) codes[from + k * lanes] = static_cast<char>(C::element(by(x[k])));
-      }
-      continue;
-    }
-#pragma unroll 1
-    for (int i = from; i < count && i < from + step; i += lanes) codes[i] = encode_byte<C>(values + i, scale, scale);
+    if (from > 0) load_elements(x, values, from, lanes, count);
+    encode_elements<C>(x, by, values, codes, from, lanes, count);
   }
 }
 
@@ -195,9 +166,22 @@ __global__ void __launch_bounds__(kElementThreads, 2) quant_pairs(const __grid_c
       }
     }
   }
-  for (int byte = lane; byte < segment.count / 2; byte += lanes) {
-    const int i = 2 * byte;
-    segment.codes[byte] = encode_byte<C>(values + i, scales[i < p.group ? 0 : 1], scales[i + 1 < p.group ? 0 : 1]);
+  constexpr int kBytes = 4;  // at a time: all are read before the first is written
+  const int bytes = segment.count / 2;
+  for (int from = lane; from < bytes; from += kBytes * lanes) {
+    T pairs[kBytes][2] = {};
+#pragma unroll
+    for (int k = 0; k < kBytes; ++k) {
+      if (from + k * lanes >= bytes) break;
+      pairs[k][0] = values[2 * (from + k * lanes)];
+      pairs[k][1] = values[2 * (from + k * lanes) + 1];
+    }
+#pragma unroll
+    for (int k = 0; k < kBytes; ++k) {
+      const int byte = from + k * lanes, i = 2 * byte;
+      if (byte >= bytes) break;
+      segment.codes[byte] = encode_byte<C>(pairs[k], scales[i < p.group ? 0 : 1], scales[i + 1 < p.group ? 0 : 1]);
+    }
   }
 }
 

@@ -144,9 +144,11 @@ __global__ void __launch_bounds__(kTensorWarps * 32, kTensorBlocks) quant_tensor
       more.load(piece.values, 32, piece.count);
       amax = fmaxf(amax, more.amax(more.largest(), piece.values, 32, piece.count));
     } else {
-      const T* values = reinterpret_cast<const T*>(piece.values);
-#pragma unroll 4
-      for (int j = lane; j < piece.count; j += 32) amax = fmaxf(amax, finite_magnitude(to_float(values[j])));
+      for (int j = lane; j < piece.count; j += 32 * kElements) {
+        float x[kElements];
+        load_elements(x, reinterpret_cast<const T*>(piece.values), j, 32, piece.count);
+        amax = fmaxf(amax, finite_amax(x));
+      }
     }
   }
 
@@ -174,7 +176,11 @@ __global__ void __launch_bounds__(kTensorWarps * 32, kTensorBlocks) quant_tensor
       encode(more, more.largest(), by, piece, 32, p.streamed);
     } else {
       const T* values = reinterpret_cast<const T*>(piece.values);
-      for (int j = lane; j < piece.count; j += 32) piece.codes[j] = encode_byte<C>(values + j, scale, scale);
+      for (int j = lane; j < piece.count; j += 32 * kElements) {
+        float x[kElements];
+        load_elements(x, values, j, 32, piece.count);
+        encode_elements<C>(x, by, values, piece.codes, j, 32, piece.count);
+      }
     }
   }
 }
