@@ -42,12 +42,13 @@ def make(name: str, count: int) -> list[tuple[Any, ...]]:
     kind, shape = parse(name)
     sets = []
     for q, k_cache, v_cache, lengths, table, _, out in decode_shapes.make(shape, count, torch.bfloat16):
-        codes = torch.randint(-127, 128, (2, *k_cache.shape[:3], shape.size // (2 if kind == "int4" else 1)))
+        dtype, width = (torch.int8, shape.size) if kind == "int8" else (torch.uint8, shape.size // 2)
+        low, high = (-127, 128) if kind == "int8" else (0, 256)
+        k_codes, v_codes = torch.randint(low, high, (2, *k_cache.shape[:3], width), dtype=dtype, device="cuda")
         of_tokens = k_cache.shape[:3]
         if kind == "int8":
             scales = torch.rand(2, *of_tokens, device="cuda") / 32
             more = {"k_scale": scales[0], "v_scale": scales[1]}
-            k_codes, v_codes = codes.to("cuda", torch.int8)
         else:
             of_channels = (k_cache.shape[0], shape.kv_heads, shape.size)
             more = {f"k_{what}": torch.rand(of_channels, device="cuda").half() for what in ("scale", "zero")}
@@ -55,7 +56,6 @@ def make(name: str, count: int) -> list[tuple[Any, ...]]:
             tail = (shape.batch, PAGE, shape.kv_heads, shape.size)
             more["k_tail"] = torch.randn(tail, device="cuda").bfloat16()
             more["seq_ids"] = torch.arange(shape.batch, dtype=torch.int32, device="cuda")
-            k_codes, v_codes = codes.to("cuda", torch.uint8)
         sets.append((q, k_cache, v_cache, lengths, table, {"k_cache": k_codes, "v_cache": v_codes, **more}, out))
     return sets
 

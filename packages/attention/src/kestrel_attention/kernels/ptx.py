@@ -225,12 +225,6 @@ def store_shared(address: Int32, words, *, loc=None, ip=None) -> None:
 
 
 @dsl_user_op
-def reciprocal(x: Float32, *, loc=None, ip=None) -> Float32:
-    """1 / x, to about a unit in the last place."""
-    return Float32(_assemble("rcp.approx.ftz.f32 $0, $1;", "=f,f", [Float32(x)], [T.f32()], False, loc, ip)[0])
-
-
-@dsl_user_op
 def log2_normal(x: Float32, *, loc=None, ip=None) -> Float32:
     """The binary logarithm; of numbers below the smallest normal one -inf."""
     return Float32(_assemble("lg2.approx.ftz.f32 $0, $1;", "=f,f", [Float32(x)], [T.f32()], False, loc, ip)[0])
