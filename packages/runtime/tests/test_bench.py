@@ -742,11 +742,34 @@ def test_candidates_can_be_named(tmp_path, pretend_gpu):
 def test_a_compiled_candidate_is_compiled_for_every_shape(tmp_path, pretend_gpu, monkeypatch):
     import torch._dynamo
 
+    from kestrel_runtime.bench import definition, rows
+
     forgotten = []
+    monkeypatch.setattr(definition, "_compiled", [])
     monkeypatch.setattr(torch._dynamo, "reset", lambda: forgotten.append(1))
-    write_definition(tmp_path, more="TARGETS = {'2x4': None, '4x4': None}\n")
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    monkeypatch.setattr(rows, "time_candidates", calling(rows.time_candidates))
+    more = "TARGETS = dict.fromkeys(('1x1', '2x4', '4x4'))\n"
+    write_definition(tmp_path, more=more)
     assert main(["--checkout", str(tmp_path)]) == 0
-    assert len(forgotten) == 2
+    assert forgotten == []  # what another library has loaded of the compiler is none of ours
+    more += (
+        "from kestrel_runtime.bench import compiled\n"
+        "def candidates(): return {'kestrel': print, 'torch.compile': compiled(lambda *_: None)}\n"
+    )
+    write_definition(tmp_path, more=more)
+    assert main(["--checkout", str(tmp_path)]) == 0
+    assert len(forgotten) == 2  # before the second and the third shape
+
+
+def calling(time_candidates):
+    def timed(candidates, sets, replays):
+        for name, call in candidates.items():
+            if name == "torch.compile":
+                call(*sets[0])
+        return time_candidates(candidates, sets, replays)
+
+    return timed
 
 
 def test_against_prints_what_became_slower_and_fails(tmp_path, pretend_gpu, capsys):

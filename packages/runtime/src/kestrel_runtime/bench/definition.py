@@ -102,6 +102,7 @@ def kind_of(candidate: str) -> str:
 
 
 _peers = ContextVar("peers", default=True)
+_compiled: list[bool] = []  # not empty once `compiled` has compiled: forgetting takes seconds, too, the first time
 
 
 @contextlib.contextmanager
@@ -135,8 +136,19 @@ def peer(module: str) -> Any:
 
 def compiled(function: Call, **options: Any) -> Call:
     """`function` under torch.compile, for `candidates`: the compiler is imported at the first call, if there is one."""
-    ready = functools.cache(lambda: torch.compile(function, **options))
+
+    @functools.cache
+    def ready() -> Call:
+        _compiled.append(True)
+        return torch.compile(function, **options)
+
     return lambda *arguments: ready()(*arguments)
+
+
+def forget_compiled() -> None:
+    """Have everything compiled anew for the next shape: torch.compile gives up on a function after some of them."""
+    if _compiled:
+        torch._dynamo.reset()
 
 
 def load_module(source: Source) -> ModuleType:

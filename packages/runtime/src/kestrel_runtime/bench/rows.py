@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -11,7 +10,7 @@ import torch
 
 from ..errors import KestrelFallbackWarning
 from .agreement import disagreements
-from .definition import OURS, Benchmark, Call, Set, kind_of
+from .definition import OURS, Benchmark, Call, Set, forget_compiled, kind_of
 from .limits import limit_of, limit_us
 from .report import Row
 from .timer import REPLAYS, Timed, empty_launch, host_us, time_candidates
@@ -61,7 +60,7 @@ def _measure_shape(
     benchmark: Benchmark, shape: str, target: float | None, candidates: dict[str, Call], replays: int
 ) -> list[Row]:
     l2_bytes = torch.cuda.get_device_properties().L2_cache_size
-    _forget_compiled()
+    forget_compiled()
     try:
         sets = benchmark.make(shape, sets_needed(benchmark, shape, l2_bytes))
         cold = not benchmark.warm and len(sets) * benchmark.set_bytes(shape) >= 2 * l2_bytes
@@ -101,12 +100,6 @@ def _measure_shape(
         )
         rows.append(finish(benchmark, row, torch.cuda.get_device_name()))
     return rows
-
-
-def _forget_compiled() -> None:
-    """torch.compile compiles for each shape anew: it gives up on a function after some shapes."""
-    if "torch._dynamo" in sys.modules:
-        torch._dynamo.reset()
 
 
 def finish(benchmark: Benchmark, row: Row, gpu: str) -> Row:
