@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
-from row_shapes import elements, matrices, sizes, vectors
+from row_shapes import elements, keeping, matrices, sizes, vectors
 
 import kestrel_norm
 from kestrel_runtime import Binary
@@ -24,9 +25,9 @@ TARGETS = {
 }
 
 
-def make(shape: str, count: int) -> list[tuple[torch.Tensor, ...]]:
+def make(shape: str, count: int) -> list[tuple[Any, ...]]:
     weight, bias = vectors(shape, 2)
-    return [(one, weight, bias, torch.empty_like(one)) for one in matrices(shape, count)]
+    return [(one, weight, bias, torch.empty_like(one), []) for one in matrices(shape, count)]
 
 
 def set_bytes(shape: str) -> int:
@@ -45,11 +46,11 @@ def operations(shape: str) -> int:
 
 def bare() -> Callable[..., object]:
     entry = Binary("kestrel_norm").layer_norm
-    return lambda x, weight, bias, out: entry(out, x, weight, bias, 1e-5)
+    return lambda x, weight, bias, out, _: entry(out, x, weight, bias, 1e-5)
 
 
-def result(arguments: tuple[torch.Tensor, ...], returned: torch.Tensor | None) -> list[torch.Tensor]:
-    return [arguments[-1] if returned is None else returned]
+def result(arguments: tuple[Any, ...], returned: torch.Tensor | None) -> list[torch.Tensor]:
+    return [arguments[3] if returned is None else returned]
 
 
 def torch_layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
@@ -58,15 +59,17 @@ def torch_layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, 
 
 def candidates() -> dict[str, Callable[..., object]]:
     found: dict[str, Callable[..., object]] = {
-        "kestrel": lambda x, weight, bias, out: kestrel_norm.layer_norm(x, weight, bias, out=out),
-        "torch": torch_layer_norm,
-        "torch.compile": compiled(torch_layer_norm, fullgraph=True, dynamic=False),
+        "kestrel": lambda x, weight, bias, out, _: kestrel_norm.layer_norm(x, weight, bias, out=out),
+        "torch": keeping(torch_layer_norm),
+        "torch.compile": keeping(compiled(torch_layer_norm, fullgraph=True, dynamic=False)),
     }
     wide = functools.lru_cache(2)(lambda vector: vector.float())  # some take weight and bias in float32
     if flashinfer := peer("flashinfer.norm"):
-        found["flashinfer"] = lambda x, weight, bias, out: flashinfer.layernorm(x, wide(weight), wide(bias), 1e-5)
+        found["flashinfer"] = keeping(
+            lambda x, weight, bias, out: flashinfer.layernorm(x, wide(weight), wide(bias), 1e-5)
+        )
     if quack := peer("quack.rmsnorm"):
-        found["quack"] = lambda x, weight, bias, out: quack.layernorm_fwd(x, wide(weight), wide(bias), 1e-5)
+        found["quack"] = keeping(lambda x, weight, bias, out: quack.layernorm_fwd(x, wide(weight), wide(bias), 1e-5))
     if liger := peer("liger_kernel.transformers.functional"):
-        found["liger"] = lambda x, weight, bias, out: liger.liger_layer_norm(x, weight, bias, 1e-5)
+        found["liger"] = keeping(lambda x, weight, bias, out: liger.liger_layer_norm(x, weight, bias, 1e-5))
     return found

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
-from row_shapes import elements, matrices, sizes, vectors
+from row_shapes import elements, keeping, matrices, sizes, vectors
 
 import kestrel_norm
 from kestrel_runtime import Binary
@@ -26,9 +27,9 @@ TARGETS = {
 TARGET_OF = {"16384x4096": "liger", "65536x8192": "quack"}
 
 
-def make(shape: str, count: int) -> list[tuple[torch.Tensor, ...]]:
+def make(shape: str, count: int) -> list[tuple[Any, ...]]:
     (weight,) = vectors(shape, 1)
-    return [(one, weight, torch.empty_like(one)) for one in matrices(shape, count)]
+    return [(one, weight, torch.empty_like(one), []) for one in matrices(shape, count)]
 
 
 def set_bytes(shape: str) -> int:
@@ -47,11 +48,11 @@ def operations(shape: str) -> int:
 
 def bare() -> Callable[..., object]:
     entry = Binary("kestrel_norm").rms_norm
-    return lambda x, weight, out: entry(out, x, weight, 1e-6, 0.0)
+    return lambda x, weight, out, _: entry(out, x, weight, 1e-6, 0.0)
 
 
-def result(arguments: tuple[torch.Tensor, ...], returned: torch.Tensor | None) -> list[torch.Tensor]:
-    return [arguments[-1] if returned is None else returned]
+def result(arguments: tuple[Any, ...], returned: torch.Tensor | None) -> list[torch.Tensor]:
+    return [arguments[2] if returned is None else returned]
 
 
 def torch_rms_norm(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
@@ -60,16 +61,16 @@ def torch_rms_norm(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> 
 
 def candidates() -> dict[str, Callable[..., object]]:
     found: dict[str, Callable[..., object]] = {
-        "kestrel": lambda x, weight, out: kestrel_norm.rms_norm(x, weight, out=out),
-        "torch": torch_rms_norm,
-        "torch.compile": compiled(torch_rms_norm, fullgraph=True, dynamic=False),
+        "kestrel": lambda x, weight, out, _: kestrel_norm.rms_norm(x, weight, out=out),
+        "torch": keeping(torch_rms_norm),
+        "torch.compile": keeping(compiled(torch_rms_norm, fullgraph=True, dynamic=False)),
     }
     if flashinfer := peer("flashinfer.norm"):
-        found["flashinfer"] = lambda x, weight, out: flashinfer.rmsnorm(x, weight, 1e-6, out=out)
+        found["flashinfer"] = lambda x, weight, out, _: flashinfer.rmsnorm(x, weight, 1e-6, out=out)
     if vllm := peer("vllm._custom_ops"):
-        found["vllm"] = lambda x, weight, out: vllm.rms_norm(out, x, weight, 1e-6)
+        found["vllm"] = lambda x, weight, out, _: vllm.rms_norm(out, x, weight, 1e-6)
     if quack := peer("quack.rmsnorm"):
-        found["quack"] = lambda x, weight, out: quack.rmsnorm(x, weight, eps=1e-6)
+        found["quack"] = keeping(lambda x, weight, out: quack.rmsnorm(x, weight, eps=1e-6))
     if liger := peer("liger_kernel.transformers.functional"):
-        found["liger"] = lambda x, weight, out: liger.liger_rms_norm(x, weight, 1e-6)
+        found["liger"] = keeping(lambda x, weight, out: liger.liger_rms_norm(x, weight, 1e-6))
     return found
