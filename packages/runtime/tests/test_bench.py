@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
+import signal
 from dataclasses import replace
 
 import pytest
@@ -671,13 +673,21 @@ def three_shapes(tmp_path, pretend_gpu):
     return tmp_path
 
 
-@pytest.mark.parametrize(("error", "status"), [(KeyboardInterrupt, 130), (RuntimeError, 2)])
-def test_a_run_that_ends_early_keeps_what_it_measured_and_what_was_there(three_shapes, monkeypatch, error, status):
+def fail():
+    raise RuntimeError("broken")
+
+
+def terminate():
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.mark.parametrize(("end", "status"), [(stop, 130), (terminate, 130), (fail, 2)])
+def test_a_run_that_ends_early_keeps_what_it_measured_and_what_was_there(three_shapes, monkeypatch, end, status):
     from kestrel_runtime.bench import rows
 
     def measure_shape(benchmark, shape, *rest):
         if shape == "4x4":
-            raise error
+            end()
         return whole(benchmark, shape, *rest)
 
     whole = rows._measure_shape

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import signal
 import sys
-from collections.abc import Iterable, Sequence
+import threading
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -54,10 +57,24 @@ def run(options: Options) -> int:
     a report. What a run has measured when it is interrupted is written.
     """
     try:
-        return _run(options)
+        with _terminated_as_interrupted():
+            return _run(options)
     except KeyboardInterrupt:
         print("interrupted: what was measured until then stands where rows were to be written", file=sys.stderr)
         return 130
+
+
+@contextlib.contextmanager
+def _terminated_as_interrupted() -> Iterator[None]:
+    """SIGTERM, which `timeout` sends, does what Ctrl-C does; only the main thread may say so."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _run(options: Options) -> int:
