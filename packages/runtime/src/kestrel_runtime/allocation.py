@@ -9,8 +9,17 @@ import torch
 # What TorchInductor's generated code allocates with: torch's caching allocator without torch's dispatcher, on the
 # current GPU. It is no public interface of torch; where it is missing, torch.empty stands in.
 _EmptyStrided = Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], torch.Tensor]
-_empty_strided: _EmptyStrided | None = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
-_current_device: Callable[[], int | None] = getattr(torch._C, "_cuda_getDevice", lambda: None)
+_empty_strided: _EmptyStrided | None = None
+try:
+    from torch._C import _cuda_getDevice as _current_device
+
+    _empty_strided = torch._C._dynamo.guards._empty_strided_cuda  # type: ignore[attr-defined]
+except (ImportError, AttributeError):  # a torch for CPUs alone, or one that moved them
+    pass
+
+
+def _on_the_current_gpu(tensor: torch.Tensor) -> bool:
+    return tensor.is_cuda and tensor.get_device() == _current_device()
 
 
 def empty(like: torch.Tensor, dtype: torch.dtype, *sizes: int) -> torch.Tensor:
@@ -18,7 +27,7 @@ def empty(like: torch.Tensor, dtype: torch.dtype, *sizes: int) -> torch.Tensor:
 
     As torch.empty it takes memory for the current stream; during the capture of a CUDA graph, from the graph's pool.
     """
-    if _empty_strided is None or like.get_device() != _current_device():
+    if _empty_strided is None or not _on_the_current_gpu(like):
         return torch.empty(sizes, dtype=dtype, device=like.device)
     if len(sizes) == 2:
         return _empty_strided(sizes, (sizes[1] or 1, 1), dtype)
