@@ -1,6 +1,7 @@
 """Shapes of record of topk_fwd: rows x N, k = 8 and bf16 unless the name says otherwise. Targets in us on one H200.
 
-Those with k or float32 in their name are what topk_select.py and the 64-bit keys are for; they have no target yet.
+Those with k or float32 in their name are what topk_select.py and the 64-bit keys are for, and topk_rows.cuh at the
+length of a vocabulary; they have no target yet.
 Scores of 1x64 and 16x64 are so few that 20 000 sets of them fit into L2: those two are timed warm.
 """
 
@@ -24,6 +25,8 @@ TARGETS = {
     "740x256,k8,fp32": None,
     "740x1000,k50,fp32": None,
     "740x4096,k128,fp32": None,
+    "32x128256,k50,fp32": None,
+    "32x128256,k1024,fp32": None,
 }
 
 

@@ -4,37 +4,50 @@
 //             top-p keeps is the result. An id is kept if the mass of the entries before it (larger, or equal with a
 //             lower id) is below the goal. If none is, four are drawn from the entries before all four.
 // Built for:  rows of a vocabulary, from one row (latency) to hundreds (bandwidth).
-// Must move:  a row once, 4 V bytes; about 14 instructions an element.
+// Must move:  a row once, 4 V bytes; about 10 instructions an element without a filter, 20 with a window.
 // Split:      a row per team of blocks, a contiguous piece of whole chunks per warp, which keeps the masses of up to 32
-//             groups of chunks, one a lane: only the chunk that holds an id is read again. A team's warps exchange
-//             their sums at one barrier.
-// Shortcuts:  of long rows a part is looked at first, for two values between which the smallest kept entry should lie;
-//             what is >= each is weighed while the row is read and decides about most ids. About the others decides a
-//             pass that adds floats, with a bound on its error, and where that is not enough, one that adds masses.
-// Measured:   on an H200, of the limit (launches and bytes): no filter 93 % at 256x128256 and 52 % at 1x51200; top-p
-//             44 % and 21 % (results/h200.json; predicted for 256x128256: 88 % and 68 %).
+//             groups of chunks, one a lane: only the chunk that holds an id is looked at again. A team's warps send
+//             each other their sums (mail.cuh).
+// Judgement:  one pass over the row adds what comes before each of the four ids in floats, with a bound on their error;
+//             where that is not enough for one, another adds masses. Blocks keep their elements in shared memory for
+//             these passes. Rows that are too many or too long for that are looked at in part first, for a window of
+//             values in which the smallest kept entry should lie: while the row is read, what lies above the window is
+//             added up, and what lies in it by bins, which decides about nearly all ids; the others need the pass.
+// Measured:   on an H200, of the limit (launches and bytes): no filter 93 % at 256x128256 and 51 % at 1x51200; top-p
+//             71 % and 30 % (results/h200_designs_later.json; predicted for 256x128256: 88 % and 68 %).
 #pragma once
 
+#include "mail.cuh"
 #include "params.cuh"
 #include "stripe.cuh"
 
 namespace kestrel::sampling {
 
-constexpr int kDrawn = 4;  // ids at once
+constexpr int kChunkTiles = 4;  // that a warp reads at once
 
 enum Verdict : int { kUnknown, kKept, kDropped };
 
-struct Drawn {
+struct alignas(16) Drawn {
   int index;
   float value;
   int verdict;
+  int unused;
+  __device__ __forceinline__ bool is_before(const Drawn& other) const {
+    return value > other.value || (value == other.value && index < other.index);
+  }
 };
 
-// Shared by a block, beside the exchange.
+constexpr int kWindowBits = 21;  // of a float's bits: a quarter of an octave
+constexpr int kWindowBins = 256;
+
+// Shared by a block, beside the mail.
 struct alignas(16) DrawScratch {
   Drawn drawn[kDrawn];
   u32 words[4];
+  u32 turn;  // which of the draws they are for
   int guess;
+  u32 inside;             // of the elements that were looked at for it, how many are in the window around it
+  u32 bins[kWindowBins];  // the weight of this block's elements in the window, times Window::unit
 };
 
 // What the caller asks of one row.
@@ -50,40 +63,47 @@ struct Asked {
         greedy(parts == 0 || (kind == Kind::logits && temperature <= 0.f)) {}
 };
 
-// A quarter of an octave around a guess: two standard deviations of it.
-__device__ __forceinline__ float high_of(int guess) { return __int_as_float(guess + (1 << 21)); }
-__device__ __forceinline__ float low_of(int guess) { return __int_as_float(max(guess - (1 << 21), 0)); }
+// The values around a guess at the smallest kept entry, in bins of equal size: what lies in them is summed apart, so
+// that what comes before an element in the window is known but for its own bin.
+struct Window {
+  static constexpr int kBinBits = kWindowBits - 8;
+  static_assert(kWindowBins == 1 << (kWindowBits - kBinBits));
+  int begin = 0x7fc00000;  // as bits of a float, like an element; of no number
+  float unit = 0.f;
 
-__device__ __forceinline__ float warp_float_sum(float v) {
-#pragma unroll
-  for (int other = 16; other > 0; other /= 2) v += __shfl_xor_sync(kAllLanes, v, other);
-  return v;
-}
+  __device__ __forceinline__ Window() {}
+  // longest: elements that one block may count.
+  __device__ __forceinline__ Window(int guess, int longest) : begin(max(guess - (1 << (kWindowBits - 1)), 1 << 23)) {
+    // So that `longest` elements, each less than 2^(its exponent + 1), stay below 2^32.
+    const int exponent = (begin + (1 << kWindowBits)) >> 23;
+    unit = __int_as_float(max(1, min(254, 253 - exponent + min(20, __clz(longest)))) << 23);
+  }
+  // Of a value that is not negative: from 0 to 2^kWindowBits within the window, below 0 for less.
+  __device__ __forceinline__ int place(float v) const { return __float_as_int(v) - begin; }
+};
 
-// few: rows; then every instruction that a pass does not have counts, since it is fetched for one use.
-template <Kind kind, int tiles, bool few>
+template <Kind kind, bool looks_out>
 struct Draw {
+  static constexpr int tiles = kChunkTiles;
   using Row = Stripe<kind, tiles>;
-  // Tiles at a time: in the pass that adds floats, and in the rare one that adds masses again.
-  static constexpr int kOften = few ? 1 : tiles, kSeldom = few || tiles == 1 ? 1 : 2;
+  static constexpr int kOften = looks_out ? tiles : 2;  // tiles at a time in the pass that adds floats
   const Team& team;
-  const Row& row;
+  Row& row;
   Weigher<kind>& weigher;
-  Exchange& exchange;
+  Mail& mail;
   DrawScratch* scratch;
   float factor = 1.f;  // what elements are multiplied with: 2^64 where the row is tiny
-  // What is drawn from: elements from `at` on up to index `last`, from `above` on behind it.
-  float at = -INFINITY, above = -INFINITY;
+  // What is drawn from: elements from `at` on up to index `last`, larger ones behind it.
+  float at = -INFINITY;
   int last = INT32_MAX;
   u64 mine = 0;  // the mass of a group of chunks
 
   // From now on, only what comes before an entry.
   __device__ __forceinline__ void cut(float value, int index) {
     at = value;
-    above = from_ordered(ordered(value + 0.f) + 1);
     last = index;
   }
-  __device__ __forceinline__ bool has(float v, int i) const { return v >= (i < last ? at : above); }
+  __device__ __forceinline__ bool has(float v, int i) const { return i < last ? v >= at : v > at; }
   __device__ __forceinline__ float scaled(float v, int i) const { return has(v, i) ? weigher.scaled(v * factor) : 0.f; }
 
   // ---- passes over the row ------------------------------------------------------------------------------------------
@@ -98,12 +118,14 @@ struct Draw {
     return most;
   }
 
-  // The same and, as if the row were a common one, the masses; and the sums of what is >= high and >= low.
+  // The same and, as if the row were a common one, the masses; and the sums of what lies in the window and above it.
   struct First {
-    float most = -INFINITY, from_high = 0.f, from_low = 0.f;
+    float most = -INFINITY, above = 0.f;
   };
-  __device__ __forceinline__ First read(float high, float low) {
+  template <bool windowed>
+  __device__ __forceinline__ First read(const Window& window) {
     First first;
+    const u32 bins = shared_address(scratch->bins);
     Groups groups(team.lane, row.group);
     row.template each<tiles>([&](const float (&v)[Row::size], int) {
       u32 upper = 0, lower = 0;
@@ -115,8 +137,13 @@ struct Draw {
         const float rest = __fmaf_rn(w, weigher.scale, -__fadd_rn(whole, -0x1p23f));
         upper += __float_as_uint(whole);
         lower += __float_as_uint(__fmaf_rn(rest, 0x1p20f, 0x1p23f));
-        if (v[e] >= high) first.from_high += v[e];
-        if (v[e] >= low) first.from_low += v[e];
+        if constexpr (windowed) {
+          const int place = window.place(w);
+          if (place >= 1 << kWindowBits) first.above += w;
+          const u32 weight = __float_as_uint(__fmaf_rn(w, window.unit, 0x1p23f)) - MassSum::kBias;
+          add_if(static_cast<u32>(place) < 1u << kWindowBits, bins + 4 * (static_cast<u32>(place) >> Window::kBinBits),
+                 weight);
+        }
       }
       upper = __reduce_add_sync(kAllLanes, upper - Row::size * MassSum::kBias);
       lower = __reduce_add_sync(kAllLanes, lower - Row::size * MassSum::kBias);
@@ -128,32 +155,53 @@ struct Draw {
   // The masses of what is drawn from.
   __device__ __forceinline__ void weigh() {
     mine = 0;
-    Groups groups(team.lane, row.group * (tiles / kSeldom));
-    row.template each<kSeldom>([&](const float (&v)[4 * kSeldom], int base) {
+    Groups groups(team.lane, row.group * tiles);
+    row.template each<1>([&](const float (&v)[4], int base) {
       u32 upper = 0, lower = 0;
 #pragma unroll
-      for (int e = 0; e < 4 * kSeldom; ++e) {
+      for (int e = 0; e < 4; ++e) {
         const float x = scaled(v[e], row.index(base, e));
         const float whole = __fadd_rz(x, 0x1p23f);
         const float rest = __fadd_rn(x, -__fadd_rn(whole, -0x1p23f));
         upper += __float_as_uint(whole);
         lower += __float_as_uint(__fmaf_rn(rest, 0x1p20f, 0x1p23f));
       }
-      upper -= 4 * kSeldom * MassSum::kBias;
-      lower = __reduce_add_sync(kAllLanes, lower - 4 * kSeldom * MassSum::kBias);
+      upper -= 4 * MassSum::kBias;
+      lower = __reduce_add_sync(kAllLanes, lower - 4 * MassSum::kBias);
       const u32 part = __reduce_add_sync(kAllLanes, upper & 0xffffu), more = __reduce_add_sync(kAllLanes, upper >> 16);
       groups.add(mine, (static_cast<u64>(more) << 36) + (static_cast<u64>(part) << 20) + lower);
     });
   }
 
-  // About the mass / 2^20 of what is drawn from.
-  __device__ __forceinline__ float estimate() const {
-    float sum = 0.f;
-    row.template each<kOften>([&](const float (&v)[4 * kOften], int base) {
+  // About the mass / 2^20 of what comes before each of the drawn entries. They have mass, so that nothing before them
+  // is below a min-p.
+  __device__ __forceinline__ void weigh_before(float (&sums)[kDrawn]) const {
+    constexpr int chunk = kOften * kTile;
 #pragma unroll
-      for (int e = 0; e < 4 * kOften; ++e) sum += scaled(v[e], row.index(base, e));
+    for (int n = 0; n < kDrawn; ++n) sums[n] = 0.f;
+    row.template each<kOften>([&](const float (&v)[4 * kOften], int base) {
+      float w[4 * kOften];
+#pragma unroll
+      for (int e = 0; e < 4 * kOften; ++e) w[e] = kind == Kind::probs ? v[e] : weigher.scaled(v[e]);
+#pragma unroll
+      for (int n = 0; n < kDrawn; ++n) {
+        const int index = scratch->drawn[n].index;
+        const float value = scratch->drawn[n].value;
+        const float from = base + chunk <= index ? value : from_ordered(ordered(value + 0.f) + 1);
+#pragma unroll
+        for (int e = 0; e < 4 * kOften; ++e) {
+          if (v[e] >= from) sums[n] += w[e];
+        }
+        if (base <= index && index < base + chunk) {
+#pragma unroll
+          for (int e = 0; e < 4 * kOften; ++e) sums[n] += v[e] == value && row.index(base, e) < index ? w[e] : 0.f;
+        }
+      }
     });
-    return sum;
+#pragma unroll
+    for (int n = 0; n < kDrawn; ++n) {
+      sums[n] = warp_float_sum(kind == Kind::probs ? sums[n] * factor * weigher.scale : sums[n]);
+    }
   }
 
   // Whether a mass is below the goal (an entry it comes before is kept), from its sum in floats. n floats, added in any
@@ -194,9 +242,42 @@ struct Draw {
       for (int e = 0; e < 4 * kSeen; ++e) from += v[e] >= pivot ? v[e] : 0.f;
       if (__reduce_add_sync(kAllLanes, __float2uint_rz(from * unit)) >= goal) low += step;
     }
-    if (team.lane == 0) atomicAdd(&scratch->guess, (low + (12 << 23) / 256) / team.warps);
+    low += (12 << 23) / 256;
+    const Window window(low, row.length);
+    u32 inside = 0;
+#pragma unroll
+    for (int e = 0; e < 4 * kSeen; ++e) inside += static_cast<u32>(window.place(v[e])) < 1u << kWindowBits;
+    inside = __reduce_add_sync(kAllLanes, inside);
+    if (team.lane == 0) atomicAdd(&scratch->guess, low / team.warps), atomicAdd(&scratch->inside, inside);
     __syncthreads();
+    // Sums of many equal elements would wait for each other.
+    if (scratch->inside > 4 * kSeen * blockDim.x / 4) return INT32_MAX;
     return scratch->guess;
+  }
+
+  // What the sums of the first pass say of an entry. above: the sum of what is above the window.
+  __device__ __forceinline__ Verdict look_up(float value, float above, u64 goal) const {
+    const Window window(scratch->guess, row.longest * team.warps);
+    const int place = window.place(value), own = max(place >> Window::kBinBits, -1);
+    if (own >= kWindowBins) return compare(above * weigher.scale, goal) == kKept ? kKept : kUnknown;
+    float sum = 0.f, same = 0.f;
+#pragma unroll 1
+    for (int block = 0; block < team.blocks; ++block) {
+      const u32* bins = in_block(scratch->bins, block, team.blocks);
+#pragma unroll
+      for (int b = 0; b < kWindowBins; b += 32) {
+        const int bin = b + team.lane;
+        const float weight = __uint2float_rn(bins[bin]);
+        sum += bin > own ? weight : 0.f;
+        same += bin == own ? weight : 0.f;
+      }
+    }
+    sum = warp_float_sum(sum), same = sum + warp_float_sum(same);
+    // Every weight was rounded to an integer.
+    const float off = __fdividef(0.5f, __int_as_float(window.begin) * window.unit) + 0x1p-18f,
+                unit = __fdividef(1.f, window.unit);
+    if (compare((above + sum * unit * (1.f - off)) * weigher.scale, goal) == kDropped) return kDropped;
+    return own >= 0 && compare((above + same * unit * (1.f + off)) * weigher.scale, goal) == kKept ? kKept : kUnknown;
   }
 
   // ---- one id -------------------------------------------------------------------------------------------------------
@@ -218,7 +299,7 @@ struct Draw {
     for (;; base += kTile) {
       float v[4];
       row.template unpack<1>(raw, v);
-      raw = row.template load<1>(base + kTile);
+      if (base + kTile < row.end) raw = row.template load<1>(base + kTile);
       u64 each[4];
 #pragma unroll
       for (int e = 0; e < 4; ++e) each[e] = mass_of(scaled(v[e], row.index(base, e)));
@@ -238,32 +319,42 @@ struct Draw {
       }
       *mass = __shfl_sync(kAllLanes, each[0], lane);
       const int index = min(__shfl_sync(kAllLanes, row.index(base, found), lane), row.length - 1);
-      return {index, __shfl_sync(kAllLanes, v[0], lane), kUnknown};
+      return {index, __shfl_sync(kAllLanes, v[0], lane), kUnknown, 0};
     }
   }
 };
 
-// few: rows, so that a block has a multiprocessor to itself; else two share it. Other architectures than sm_90 would
-// spill with so few registers.
-constexpr int kMostOfMany = 384;  // threads
+// Threads of a block that has a multiprocessor to itself; and of one that looks out, of which two share a
+// multiprocessor. Other architectures than sm_90 would spill with so few registers.
+constexpr int kThreadsAlone = 640, kThreadsOfSharers = 320;
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ == 900
 constexpr int kSharers = 2;
 #else
 constexpr int kSharers = 1;
 #endif
-template <Kind kind, int tiles, bool few>
-__global__ void __launch_bounds__(few ? kMostThreads : kMostOfMany, few ? 1 : kSharers)
+template <Kind kind, bool looks_out>
+__global__ void __launch_bounds__(looks_out ? kThreadsOfSharers : kThreadsAlone, looks_out ? kSharers : 1)
     draw_rows(const __grid_constant__ Params p) {
   constexpr bool logits = kind == Kind::logits;
-  using D = Draw<kind, tiles, few>;
+  using D = Draw<kind, looks_out>;
   const Team team(p.blocks);
-  team.arrive();
   const int64_t number = team.row();
   DrawScratch* scratch = reinterpret_cast<DrawScratch*>(dynamic_shared_memory());
-  Exchange exchange = {reinterpret_cast<u64*>(scratch + 1), 0};
-  const Stripe<kind, tiles> row(p.rows + number * p.row_bytes, p.dtype, p.length, p.per_warp, team);
+  Mail mail = {reinterpret_cast<u64*>(scratch + 1)};
+  char* const memory = reinterpret_cast<char*>(scratch + 1) + Mail::bytes(team.all_warps);
+  typename D::Row row(p.rows + number * p.row_bytes, p.dtype, p.length, p.per_warp, team,
+                      !looks_out && p.held ? memory : nullptr);
   const bool first_warp = team.warp == 0 && team.lane == 0, keyed = threadIdx.x == blockDim.x - 32;
-  if (threadIdx.x == 0) scratch->guess = 0;
+  if (threadIdx.x == 0) {
+    scratch->guess = 0;
+    scratch->inside = 0;
+    scratch->turn = 0;
+    mail.begin(team);
+  }
+  team.arrive();
+  if (looks_out) {
+    for (int bin = threadIdx.x; bin < kWindowBins; bin += blockDim.x) scratch->bins[bin] = 0;
+  }
   pdl_wait();
   pdl_trigger();
   if (p.top_k.values) {  // rows with top-k are drawn by other kernels
@@ -272,36 +363,40 @@ __global__ void __launch_bounds__(few ? kMostThreads : kMostOfMany, few ? 1 : kS
   }
   Weigher<kind> weigher;
   weigher.set_common(p.length);
-  D draw = {team, row, weigher, exchange, scratch};
+  D draw = {team, row, weigher, mail, scratch};
   bool early, guesses;
   typename D::First first;
   {
     // Read the row; of probabilities find the mass as well, as if the row were a common one.
     const Asked<kind> asked(p, number);
     early = !logits && !(asked.min_p > 0.f) && !asked.greedy;
-    guesses = tiles > 1 && !few && early && asked.parts < kWhole;
+    guesses = looks_out && early && asked.parts < kWhole;
     const u64 seed = keyed ? p.seed.at(number) : 0, offset = keyed ? p.offset.at(number) : 0;
     if constexpr (logits) {
       first.most = draw.largest();
     } else {
-      float high = INFINITY, low = INFINITY;
-      if (guesses) {
+      if (looks_out && guesses) {
         __syncthreads();
-        const int middle = draw.guess(static_cast<float>(asked.parts) * 0x1p-32f);
-        high = high_of(middle), low = low_of(middle);
+        const int guess = draw.guess(static_cast<float>(asked.parts) * 0x1p-32f);
+        guesses = guess != INT32_MAX;
+        first = draw.template read<true>(guesses ? Window(guess, row.longest * team.warps) : Window());
+      } else {
+        first = draw.template read<false>(Window());
       }
-      first = draw.read(high, low);
     }
     if (keyed) random_words(seed, offset, 0, scratch->words);
   }
+  if (!looks_out) row.read_kept();
   team.wait();
-  exchange.put(
-      team, 1,
-      static_cast<u32>(__reduce_max_sync(kAllLanes, isnan(first.most) ? INT32_MAX : ordered(first.most + 0.f))));
-  if (early) exchange.put(team, 0, warp_sum(draw.mine));
-  if (guesses) exchange.put_floats(team, 2, warp_float_sum(first.from_high), warp_float_sum(first.from_low));
-  exchange.share(team);
-  weigher.top = from_ordered(exchange.largest(team, 1));
+  mail.put(team, 1,
+           static_cast<u32>(__reduce_max_sync(kAllLanes, isnan(first.most) ? INT32_MAX : ordered(first.most + 0.f))));
+  if (early) mail.put(team, 0, warp_sum(draw.mine));
+  if (guesses) {
+    mail.put_floats(team, 2, warp_float_sum(first.above), 0.f);
+    if (team.blocks > 1) team.barrier();  // the bins of other blocks are complete behind it
+  }
+  mail.share(team, keyed);
+  weigher.top = from_ordered(mail.largest(team, 1));
   const auto [temperature, min_p, parts, greedy] = Asked<kind>(p, number);  // again: registers are few
   if (!(weigher.top > (logits ? -INFINITY : 0.f) && weigher.top < INFINITY) || isnan(temperature)) {
     if (first_warp) p.ids[number] = 0, p.valid[number] = false;
@@ -311,7 +406,7 @@ __global__ void __launch_bounds__(few ? kMostThreads : kMostOfMany, few ? 1 : kS
   guesses = guesses && weighed;
   if (!weighed) {
     const float part = part_of(min_p);
-    if (greedy) draw.at = draw.above = weigher.top;
+    if (greedy) draw.at = weigher.top;
     if constexpr (logits) {
       weigher.set_temperature(temperature <= 0.f ? 1.f : temperature);
       weigher.least = part;
@@ -324,26 +419,27 @@ __global__ void __launch_bounds__(few ? kMostThreads : kMostOfMany, few ? 1 : kS
 
   const bool sure = greedy || parts == kWhole;  // whatever is drawn is kept
   u64 goal = 0;
-  u32 turn = 0;
   int n = kDrawn;  // which of the drawn ids is looked at
-  Drawn cut = {};  // the first of those that were dropped
+  int cut = -1;    // the first, in the order, of those that were dropped
+  int verdicts = 0;
+  bool weighed_before = false;  // verdicts say what a pass in floats can
 #pragma unroll 1
   for (;;) {
     if (!weighed) {
       draw.weigh();
-      exchange.put(team, 0, warp_sum(draw.mine));
-      exchange.share(team);
+      mail.put(team, 0, warp_sum(draw.mine));
+      mail.share(team, keyed);
     }
-    const u64 all = exchange.sum(team, 0);
+    const u64 all = mail.sum(team, 0, team.all_warps);
     if (goal == 0) goal = max(u64{1}, fraction(all, parts));
     if (n < kDrawn) {  // the masses were to decide about this one
-      cut = scratch->drawn[n++];
+      cut = n++;
       if (all < goal) {
-        if (first_warp) p.ids[number] = cut.index, p.valid[number] = true;
+        if (first_warp) p.ids[number] = scratch->drawn[cut].index, p.valid[number] = true;
         return;
       }
     } else {
-      const u64 of_warp = exchange.shared(team, 0)[team.warp], before = exchange.sum_of(team, 0, 0, team.warp);
+      const u64 of_warp = mail.shared(team, 0)[team.warp], before = mail.sum(team, 0, team.warp);
 #pragma unroll 1
       for (n = 0; n < (sure ? 1 : kDrawn); ++n) {
         const u64 point = greedy ? 0 : fraction(all, scratch->words[n]);
@@ -355,47 +451,57 @@ __global__ void __launch_bounds__(few ? kMostThreads : kMostOfMany, few ? 1 : kS
           return;
         }
         if (all - mass < goal) drawn.verdict = kKept;
-        if (guesses) {
-          const float2 from = exchange.float_sums(team, 2);
-          if (drawn.value >= high_of(scratch->guess) && draw.compare(from.x * weigher.scale, goal) == kKept) {
-            drawn.verdict = kKept;
-          }
-          if (drawn.value < low_of(scratch->guess) && draw.compare(from.y * weigher.scale, goal) == kDropped) {
-            drawn.verdict = kDropped;
-          }
+        if (looks_out && guesses && drawn.verdict == kUnknown) {
+          drawn.verdict = draw.look_up(drawn.value, mail.float_sums(team, 2).x, goal);
         }
-#pragma unroll 1
-        for (int b = team.lane; b < team.blocks; b += 32) in_block(scratch, b, team.blocks)->drawn[n] = drawn;
+        mail.tell(team, reinterpret_cast<int4*>(scratch->drawn + n),
+                  {drawn.index, __float_as_int(drawn.value), drawn.verdict, 0});
       }
       if (sure) return;
-      team.barrier();
-      cut = {INT32_MAX, -INFINITY, kUnknown};
+      mail.put(team, 0, 0);  // whoever goes on knows that all warps are done with the masses
+      mail.share(team, keyed, kDrawn);
+      cut = -1;
       n = 0;
-      guesses = false;
+      guesses = weighed_before = false;
+      verdicts = 0;
+#pragma unroll
+      for (int m = 0; m < kDrawn; ++m) verdicts |= scratch->drawn[m].verdict << (2 * m);
     }
 
     // The first that is kept, or else the first of all in the order.
     weighed = false;
 #pragma unroll 1
     for (; n < kDrawn; ++n) {
-      Drawn drawn = scratch->drawn[n];
-      if (drawn.value < cut.value || (drawn.value == cut.value && drawn.index >= cut.index)) continue;
-      if (drawn.verdict == kUnknown) {
-        draw.cut(drawn.value, drawn.index);
-        exchange.put_floats(team, 1, warp_float_sum(draw.estimate()), 0.f);
-        exchange.share(team);
-        drawn.verdict = draw.compare(exchange.float_sums(team, 1).x, goal);
+      const Drawn drawn = scratch->drawn[n];
+      if (cut >= 0 && !drawn.is_before(scratch->drawn[cut])) continue;
+      int verdict = verdicts >> (2 * n) & 3;
+      if (verdict == kUnknown && !weighed_before) {
+        float sums[kDrawn];
+        draw.weigh_before(sums);
+        mail.put_floats(team, 1, sums[0], sums[1]);
+        mail.put_floats(team, 2, sums[2], sums[3]);
+        mail.share(team, keyed);
+        weighed_before = true;
+#pragma unroll
+        for (int pair = 0; pair < kDrawn / 2; ++pair) {
+          const float2 both = mail.float_sums(team, 1 + pair);
+          verdicts |= (draw.compare(both.x, goal) | draw.compare(both.y, goal) << 2) << (4 * pair);
+        }
+        verdict = verdicts >> (2 * n) & 3;
       }
-      if (drawn.verdict == kUnknown) break;
-      if (drawn.verdict == kKept) {
+      if (verdict == kUnknown) {
+        draw.cut(drawn.value, drawn.index);
+        break;
+      }
+      if (verdict == kKept) {
         if (first_warp) p.ids[number] = drawn.index, p.valid[number] = true;
         return;
       }
-      cut = drawn;
+      cut = n;
     }
     if (n == kDrawn) {
-      draw.cut(cut.value, cut.index);
-      if (keyed) random_words(p.seed.at(number), p.offset.at(number), ++turn, scratch->words);
+      draw.cut(scratch->drawn[cut].value, scratch->drawn[cut].index);
+      if (keyed) random_words(p.seed.at(number), p.offset.at(number), ++scratch->turn, scratch->words);
     }
   }
 }

@@ -1,6 +1,6 @@
 // One id per row from its k largest elements, k up to 128, or from what top-p keeps of them.
 //
-// Computes: reference_sampling.py for rows with 1 <= k <= 128.
+// Computes: reference_sampling.py for rows of more than 4096 elements with 1 <= k <= 128.
 // Must move: a row once, 4 V bytes, and 16 KB of it twice; about 3 instructions an element.
 // Split:    a row per team of blocks. All blocks look at the same 4096 elements of the row and take the value that some
 //           4 k of the whole row should reach; while they read the row they list what does. The first block gathers the
@@ -28,7 +28,6 @@ struct alignas(16) FewScratch {
   u64 mass[kFew];
   u32 listed[2];
   u32 word;
-  int from;
 };
 
 // Larger first, then lower index.
@@ -40,21 +39,32 @@ __device__ __forceinline__ float value_of(u64 key) {
 }
 __device__ __forceinline__ u32 index_of(u64 key) { return ~static_cast<u32>(key); }
 
-// The largest number that n threads reach, of one number per thread; n is at most their count.
+// A number that n threads' numbers reach, of one per thread, and few more than n: by bisection, in every warp.
 __device__ __forceinline__ float reached_by(FewScratch* scratch, float mine, int n) {
+  constexpr int kOwn = kFewThreads / 32, kSteps = 16;
   scratch->most[threadIdx.x] = mine;
-  if (threadIdx.x == 0) scratch->from = INT32_MIN;
   __syncthreads();
-  int count = 0;
-#pragma unroll 4
-  for (int t = 0; t < kFewThreads; t += 4) {
-    const float4 other = *reinterpret_cast<const float4*>(scratch->most + t);
-    count += (other.x >= mine) + (other.y >= mine) + (other.z >= mine) + (other.w >= mine);
+  int key[kOwn];
+  int top = INT32_MIN, low = INT32_MAX;
+#pragma unroll
+  for (int j = 0; j < kOwn; ++j) {
+    key[j] = ordered(scratch->most[threadIdx.x % 32 + 32 * j]);
+    top = max(top, key[j]), low = min(low, key[j]);
   }
-  const int key = __reduce_max_sync(kAllLanes, count >= n ? ordered(mine) : INT32_MIN);
-  if (threadIdx.x % 32 == 0) atomicMax(&scratch->from, key);
-  __syncthreads();
-  return from_ordered(scratch->from);
+  u32 width =
+      static_cast<u32>(__reduce_max_sync(kAllLanes, top)) - static_cast<u32>(low = __reduce_min_sync(kAllLanes, low));
+#pragma unroll 1
+  for (int step = 0; step < kSteps && width > 0; ++step) {
+    const u32 half = width - width / 2;
+    const int middle = static_cast<int>(static_cast<u32>(low) + half);
+    int count = 0;
+#pragma unroll
+    for (int j = 0; j < kOwn; ++j) count += key[j] >= middle;
+    const bool reached = __reduce_add_sync(kAllLanes, count) >= n;
+    low = reached ? middle : low;
+    width = reached ? width - half : half - 1;
+  }
+  return from_ordered(low);
 }
 
 template <Kind kind>
@@ -79,8 +89,7 @@ __global__ void __launch_bounds__(kFewThreads, 4) few_rows(const __grid_constant
   const bool keyed = threadIdx.x == kFewThreads - 32;
   const u64 seed = keyed ? p.seed.at(number) : 0, offset = keyed ? p.offset.at(number) : 0;
 
-  // A value that more than k elements should reach: of all elements, if they are so few, the k-th largest of the
-  // threads' largest.
+  // A value that more than k elements should reach.
   constexpr int kSample = kFewThreads / 32 * kSampleTiles * kTile;
   float seen = -INFINITY;
   {
@@ -89,7 +98,7 @@ __global__ void __launch_bounds__(kFewThreads, 4) few_rows(const __grid_constant
 #pragma unroll
     for (int u = 0; u < kSampleTiles; ++u) {
       const int turn = u * (kFewThreads / 32) + (threadIdx.x >> 5);
-      raw[u] = row.template load<1>((p.length <= kSample ? turn : turn * (tiles / (kSample / kTile))) * kTile);
+      raw[u] = row.template load<1>(turn * (tiles / (kSample / kTile)) * kTile);
     }
 #pragma unroll
     for (int u = 0; u < kSampleTiles; ++u) {
@@ -98,9 +107,7 @@ __global__ void __launch_bounds__(kFewThreads, 4) few_rows(const __grid_constant
       seen = fmaxf(seen, fmaxf(fmaxf(v[0], v[1]), fmaxf(v[2], v[3])));
     }
   }
-  const int rank = p.length <= kSample
-                       ? k
-                       : 6 + static_cast<int>(4.f * static_cast<float>(k) * kSample / static_cast<float>(p.length));
+  const int rank = 6 + static_cast<int>(4.f * static_cast<float>(k) * kSample / static_cast<float>(p.length));
   // What has no mass need not be listed; nor are k elements needed where all that have are.
   const float least = logits ? -3.4028235e38f : 1e-45f;
   const float guess = reached_by(scratch, seen + 0.f, min(rank, kFewThreads)), from = fmaxf(guess, least);
@@ -119,7 +126,8 @@ __global__ void __launch_bounds__(kFewThreads, 4) few_rows(const __grid_constant
 #pragma unroll
       for (int e = 1; e < 4; ++e) largest = max_or_nan(largest, v[u + e]);
       most = max_or_nan(most, largest);
-      if (largest >= from) {
+      // Where too many reach it, as in a row of equal elements, none is added any more: they would wait for each other.
+      if (largest >= from && *static_cast<volatile u32*>(&scratch->listed[0]) <= kListed) {
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
           if (v[u + e] >= from && row.index(base, u + e) < p.length) {

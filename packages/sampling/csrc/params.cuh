@@ -5,9 +5,10 @@
 
 namespace kestrel::sampling {
 
-constexpr int kMostThreads = 512;     // of a block
 constexpr u64 kWhole = u64{1} << 32;  // a top-p of 1
-constexpr int kFew = 128;             // the largest k of few_rows.cuh
+constexpr int kFew = 128;             // the largest k of few_rows.cuh and short_rows.cuh
+constexpr int kShortRow = 4096;       // the longest of short_rows.cuh
+constexpr int kDrawn = 4;             // ids at once
 
 // A parameter: one number for all rows, or one per row, or a tensor of one.
 template <typename N>
@@ -37,6 +38,7 @@ struct Params {
   int blocks = 1;  // of a team
   int per_warp = 0;
   int list_size = 0;
+  bool held = false;  // draw_rows: a block keeps its elements in shared memory
   bool joint = false;
   bool left = false;  // sample_rows: only rows that few_rows left, or whose k is larger than its
   PerRow<float> temperature, top_p, min_p;

@@ -1,10 +1,11 @@
 // Sampling from probabilities or logits, and probabilities of what a filter keeps: which kernel takes which row.
 //
-// Computes: reference_sampling.py, integer for integer. draw_rows.cuh draws from rows without top-k, few_rows.cuh from
-//           the k <= 128 largest, sample_rows.cuh does everything else by a search for thresholds: larger k, rows that
-//           few_rows leaves, softmax and renormalisation. topk_rows.cuh sorts the k largest.
+// Computes: reference_sampling.py, integer for integer. short_rows.cuh draws from rows of up to 4096 elements; from
+//           longer ones draw_rows.cuh without top-k, few_rows.cuh for k up to 128. sample_rows.cuh does everything else
+//           by a search for thresholds: larger k, rows that few_rows leaves, softmax and renormalisation. topk_rows.cuh
+//           sorts the k largest.
 // Built for: rows of 1 K to 256 K, from one row (latency) to 256 and more (bandwidth), warm in L2.
-// Must move: a row once, 4 V bytes of float32; 10 to 14 instructions an element.
+// Must move: a row once, 4 V bytes of float32; 10 to 20 instructions an element.
 // Split:    a row per team of blocks (a cluster, with distributed shared memory, from sm_90 on), a contiguous piece per
 //           warp. Sums are integers: ids do not depend on the split.
 // Measured: the kernels' files, results/ and README.md.
@@ -17,6 +18,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
+#include <cstdlib>
 #include <initializer_list>
 #include <string>
 #include <tuple>
@@ -25,6 +27,7 @@
 #include "draw_rows.cuh"
 #include "few_rows.cuh"
 #include "sample_rows.cuh"
+#include "short_rows.cuh"
 #include "topk_rows.cuh"
 
 namespace kestrel::sampling {
@@ -63,8 +66,6 @@ size_t shared_bytes(int length, int blocks, int threads, bool resident) {
   return sizeof(Scratch) + Exchange::bytes(blocks * warps) + list_bytes(threads) + held;
 }
 
-constexpr int kShortRow = 4096;
-
 Split split_to_search(int length, int64_t rows, DLDevice device, int blocks, int threads) {
   const size_t most = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device.device_id);
   if (!has_clusters(device)) blocks = 1;
@@ -77,27 +78,48 @@ Split split_to_search(int length, int64_t rows, DLDevice device, int blocks, int
   const bool fits = shared_bytes(length, 1, kSearchThreads, true) <= most;
   if (!blocks) blocks = !few && fits ? 1 : 8;
   if (!threads) threads = kSearchThreads;
-  threads = std::max(threads, kGuessers);
+  threads = std::clamp(threads, kGuessers, kSearchThreads);
   const bool resident = shared_bytes(length, blocks, threads, true) <= most;
   return {blocks, threads, resident, shared_bytes(length, blocks, threads, resident)};
 }
 
-// few: a block has a multiprocessor to itself.
-Split split_to_draw(int length, int64_t rows, DLDevice device, bool few, int blocks, int threads) {
-  const int most = few ? kMostThreads : kMostOfMany;
-  if (length <= kShortRow) {
-    if (!blocks) blocks = 1;
-    if (!threads) threads = std::min(most, (length + kTile - 1) / kTile * 32);
-  }
-  if (!blocks) blocks = few ? 8 : rows <= processors(device) / 3 ? 4 : 1;
+// How draw_rows shares out a row. filtered: ids are judged, which takes more passes over it, so that blocks keep their
+// elements where that is possible; where it is not, and rows are many, they look out (looks_out) for the likely ids.
+Split split_to_draw(const Params& params, DLDevice device, bool filtered, int blocks, int threads, bool* looks_out) {
+  const int64_t all = processors(device), rows = params.count;
+  const size_t most_bytes = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device.device_id);
+  const int chunk = kChunkTiles * kTile, chunks = (params.length + chunk - 1) / chunk;
+  // Whole chunks to each warp, and no warp without.
+  const auto split_to = [&](int blocks, int most, bool keeps) {
+    const int each = (chunks + blocks * (most / 32) - 1) / (blocks * (most / 32));
+    const int warps = std::max(1, (chunks + blocks * each - 1) / (blocks * each));
+    const size_t own = sizeof(DrawScratch) + Mail::bytes(blocks * warps);
+    const size_t kept =
+        static_cast<size_t>(std::min(chunks, warps * each)) * chunk * (params.dtype == kRowFloat32 ? 4 : 2);
+    const bool fits = keeps && own + kept <= most_bytes;
+    return Split{blocks, warps * 32, fits, own + (fits ? kept : 0)};
+  };
   if (!has_clusters(device)) blocks = 1;
-  threads = threads ? std::min(threads, most) : most;
-  return {blocks, threads, false, sizeof(DrawScratch) + Exchange::bytes(blocks * threads / 32)};
+  // Clusters of four and eight blocks do not fill all multiprocessors.
+  const auto fit_at_once = [&](int blocks) { return blocks * rows <= (blocks > 2 ? all * 3 / 4 : all); };
+  *looks_out = false;
+  if (blocks || threads) {
+    *looks_out = std::max(1, blocks) * rows > all;
+    const int most = *looks_out ? kThreadsOfSharers : kThreadsAlone;
+    return split_to(blocks ? blocks : 1, threads ? std::min(threads, most) : most, filtered);
+  }
+  if (fit_at_once(8)) return split_to(8, 512, filtered);
+  for (blocks = 4; filtered && blocks > 0; blocks /= 2) {
+    const Split split = split_to(blocks, kThreadsAlone, true);
+    if (split.resident && fit_at_once(blocks)) return split;
+  }
+  *looks_out = true;
+  return split_to(3 * rows <= all ? 4 : 2 * rows <= all ? 2 : 1, kThreadsOfSharers, false);
 }
 
 Split split_to_list(int length, int64_t rows, DLDevice device, int blocks) {
   if (!blocks) {
-    blocks = length <= kShortRow ? 1 : rows * 8 <= processors(device) ? 8 : rows <= processors(device) / 3 ? 4 : 2;
+    blocks = rows * 8 <= processors(device) ? 8 : rows <= processors(device) / 3 ? 4 : 2;
   }
   if (!has_clusters(device)) blocks = 1;
   return {blocks, kFewThreads, false, sizeof(FewScratch) + Exchange::bytes(blocks * kFewThreads / 32)};
@@ -124,34 +146,40 @@ void launch_teams(Params params, int64_t rows, const Split& split, int unit, DLD
   params.blocks = split.blocks;
   params.per_warp = warp_share(params.length, split.blocks * split.threads / 32, unit);
   params.list_size = static_cast<int>(list_bytes(split.threads) / sizeof(float));
+  params.held = split.resident;
   allow_shared_memory<kernel>(device);
   launch_pdl(kernel, dim3(static_cast<unsigned>(rows * split.blocks)), dim3(split.threads), device, params,
              split.shared_bytes, split.blocks);
 }
 
 template <Kind kind>
+void launch_short(const Params& params, DLDevice device) {
+  const int threads = std::min(kShortThreads, (params.length + kTile - 1) / kTile * 32 + 32);
+  launch_pdl(short_rows<kind>, dim3(static_cast<unsigned>(params.count)), dim3(threads), device, params);
+}
+
+template <Kind kind>
 void launch_kind(const Params& params, DLDevice device, int blocks, int threads) {
   const int64_t rows = params.count;
   const CountPerRow& k = params.top_k;
-  const bool draws = params.ids != nullptr;
-  if (draws && (k.values || k.number <= 0 || k.number >= params.length)) {
-    const bool few = params.length > kShortRow && rows * 8 <= processors(device);
-    const Split split = split_to_draw(params.length, rows, device, few, blocks, threads);
-    if (params.length <= kShortRow) {
-      launch_teams<draw_rows<kind, 1, false>>(params, rows, split, kTile, device);
-    } else if (few) {
-      launch_teams<draw_rows<kind, 4, true>>(params, rows, split, 4 * kTile, device);
-    } else {
-      launch_teams<draw_rows<kind, 4, false>>(params, rows, split, 4 * kTile, device);
-    }
+  const bool draws = params.ids != nullptr, every = k.number <= 0 || k.number >= params.length;  // no top-k
+  bool few = draws && (k.values || k.number <= kFew);
+  if (draws && params.length <= kShortRow) {
+    if (k.values || every || few) launch_short<kind>(params, device);
+    if (!k.values && (every || few)) return;
+  } else if (draws && (k.values || every)) {
+    bool looks_out;
+    const bool filtered = params.top_p.values || params.top_p.number < 1.f;
+    const Split split = split_to_draw(params, device, filtered, blocks, threads, &looks_out);
+    dispatch_bool(looks_out, [&](auto looks_out) {
+      launch_teams<draw_rows<kind, looks_out.value>>(params, rows, split, kChunkTiles * kTile, device);
+    });
     if (!k.values) return;
   }
-  const bool few = draws && (k.values || k.number <= kFew);  // elements are kept
-  if (few) {
+  if (few && params.length > kShortRow) {
     const Split split = split_to_list(params.length, rows, device, blocks);
     launch_teams<few_rows<kind>>(params, rows, split, 4 * kTile, device);
   }
-  if (!k.values && few && !params.joint && params.length <= kListed) return;  // no list is too long
   Params searching = params;
   searching.left = few;  // mostly none: blocks that end at once should be few
   if (few && !blocks && rows * 8 > processors(device)) blocks = 1;
@@ -219,6 +247,24 @@ void check_result(const Checks& check, const char* name, const TensorView& t, co
   check.last_contiguous(name, t);
 }
 
+// No two rows of a tensor to write share memory.
+void check_rows_apart(const Checks& check, const char* name, const TensorView& t) {
+  if (t.size(0) > 1 && std::abs(t.stride(0)) < t.size(1)) {
+    check.fail(name, "a tensor to write whose elements do not share memory",
+               "strides " + shape_text(t.strides().data(), 2));
+  }
+}
+
+// blocks and threads of a row, as an experiment may ask for them.
+void check_split(const Checks& check, int64_t blocks, int64_t threads) {
+  if (blocks < 0 || blocks > 8 || (blocks & (blocks - 1)) != 0) {
+    check.fail("blocks", "0, 1, 2, 4 or 8", std::to_string(blocks));
+  }
+  if (threads < 0 || threads > kThreadsAlone || threads % 32 != 0) {
+    check.fail("threads", "a multiple of 32 up to " + std::to_string(kThreadsAlone), std::to_string(threads));
+  }
+}
+
 // Draws one id per row. logits: rows are logits, else probabilities. blocks, threads: of a row; 0 lets the host choose,
 // and no choice changes an id.
 void sample(tvm::ffi::String op, TensorView ids, TensorView valid, TensorView rows, bool logits,
@@ -239,6 +285,7 @@ void sample(tvm::ffi::String op, TensorView ids, TensorView valid, TensorView ro
   p.offset = per_row(check, "offset", offset, offset_value, name, rows, {kInt64});
   check_result(check, "ids", ids, rows, kInt32);
   check_result(check, "valid", valid, rows, kBool);
+  check_split(check, blocks, threads);
   check_devices(check, name, rows, {{"ids", ids}, {"valid", valid}});
   p.joint = joint;
   p.ids = reinterpret_cast<int*>(address(ids));
@@ -261,7 +308,8 @@ void probabilities(tvm::ffi::String op, TensorView out, TensorView rows, bool lo
   check.dtype("out", out, {kFloat32});
   check.last_contiguous("out", out);
   check.same_shape("out", out, rows);
-  check.disjoint("out", out);
+  check_rows_apart(check, "out", out);
+  check_split(check, blocks, threads);
   check_devices(check, name, rows, {{"out", out}});
   p.out = reinterpret_cast<float*>(address(out));
   p.out_step = out.stride(0);

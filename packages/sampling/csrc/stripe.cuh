@@ -1,4 +1,5 @@
-// What one warp reads of a row: a contiguous piece, a chunk at a time, the next one under way.
+// What one warp reads of a row: a contiguous piece, a chunk at a time, the next one under way. What a block reads may
+// be kept in its shared memory, where the warps find their pieces again.
 #pragma once
 
 #include "row.cuh"
@@ -19,16 +20,19 @@ struct Stripe {
   int begin, end;
   int longest;  // piece of any warp
   int lane;
-  int group;     // chunks in one of at most 32 groups
-  bool aligned;  // four elements can be loaded at once
+  int group;             // chunks in one of at most 32 groups
+  int whole;             // elements before it can be loaded four at a time
+  char* keep = nullptr;  // where element 0 would be kept
 
-  // per_warp: whole chunks.
-  __device__ __forceinline__ Stripe(const char* row_, int dtype_, int length_, int per_warp, const Team& team)
+  // per_warp: whole chunks. memory: for this block's elements, or null.
+  __device__ __forceinline__ Stripe(const char* row_, int dtype_, int length_, int per_warp, const Team& team,
+                                    char* memory = nullptr)
       : row(row_), dtype(dtype_), length(length_), longest(per_warp), lane(team.lane) {
+    if (memory) keep = memory - int64_t{team.block} * team.warps * per_warp * (dtype == kRowFloat32 ? 4 : 2);
     begin = static_cast<int>(min(int64_t{team.warp} * per_warp, int64_t{length}));
     end = static_cast<int>(min(int64_t{begin} + per_warp, int64_t{length}));
     group = (per_warp / chunk + 31) / 32;
-    aligned = reinterpret_cast<uintptr_t>(row) % (dtype == kRowFloat32 ? 16 : 8) == 0;
+    whole = reinterpret_cast<uintptr_t>(row) % (dtype == kRowFloat32 ? 16 : 8) == 0 ? length : 0;
   }
 
   // Of a lane's element of the chunk at `base`.
@@ -37,10 +41,10 @@ struct Stripe {
   template <int n>
   __device__ __forceinline__ Raw<n> load(int base) const {
     Raw<n> raw;
-    const bool whole = aligned && base + n * kTile <= length;
+    const bool quick = base + n * kTile <= whole;
     if (__builtin_expect(dtype == kRowFloat32, 1)) {
       const float* from = reinterpret_cast<const float*>(row) + base + 4 * lane;
-      if (__builtin_expect(whole, 1)) {
+      if (__builtin_expect(quick, 1)) {
 #pragma unroll
         for (int u = 0; u < n; ++u) raw.words[u] = *reinterpret_cast<const uint4*>(from + u * kTile);
       } else {
@@ -60,7 +64,7 @@ struct Stripe {
       for (int u = 0; u < n; ++u) {
         const int i = index(base, 4 * u);
         uint2 pair;
-        if (whole) {
+        if (quick) {
           pair = *reinterpret_cast<const uint2*>(bits + i);
         } else {
           pair.x = (i < length ? bits[i] : none) | (i + 1 < length ? bits[i + 1] : none) << 16;
@@ -97,6 +101,13 @@ struct Stripe {
     }
   }
 
+  // From now on, what was kept is read.
+  __device__ __forceinline__ void read_kept() {
+    if (!keep) return;
+    row = keep, keep = nullptr, whole = INT32_MAX;
+    __syncwarp();
+  }
+
   // f(this lane's values, the first index), for n tiles at a time, with all lanes of the warp and in order.
   template <int n, typename F>
   __device__ __forceinline__ void each(F f) const {
@@ -106,6 +117,17 @@ struct Stripe {
     for (int base = begin; base < end; base += n * kTile) {
       float v[4 * n];
       unpack<n>(next, v);
+      if (keep) {
+#pragma unroll
+        for (int u = 0; u < n; ++u) {
+          const int64_t i = index(base, 4 * u);
+          if (dtype == kRowFloat32) {
+            *reinterpret_cast<uint4*>(keep + 4 * i) = next.words[u];
+          } else {
+            *reinterpret_cast<uint2*>(keep + 2 * i) = make_uint2(next.words[u].x, next.words[u].y);
+          }
+        }
+      }
       if (base + n * kTile < end) next = load<n>(base + n * kTile);
       f(v, base);
     }

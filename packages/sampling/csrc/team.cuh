@@ -30,9 +30,14 @@ __device__ __forceinline__ u64 warp_inclusive_sum(u64 v, int lane) {
   return v;
 }
 
+__device__ __forceinline__ float warp_float_sum(float v) {
+#pragma unroll
+  for (int other = 16; other > 0; other /= 2) v += __shfl_xor_sync(kAllLanes, v, other);
+  return v;
+}
+
 // ---- PTX ------------------------------------------------------------------------------------------------------------
 
-#ifndef KESTREL_TEAM_PRIMITIVES
 __device__ __forceinline__ float max_or_nan(float a, float b) {
   float r;
   asm("max.NaN.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
@@ -80,11 +85,20 @@ __device__ __forceinline__ T* in_block(T* p, int block, int blocks) {
   return p;
 }
 
+__device__ __forceinline__ u32 shared_address(const void* p) { return static_cast<u32>(__cvta_generic_to_shared(p)); }
+
+// Without a branch, where most threads have nothing to add.
+__device__ __forceinline__ void add_if(bool adds, u32 address, u32 v) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.u32 p, %0, 0;\n@p red.shared.add.u32 [%1], %2;\n}" ::"r"(static_cast<u32>(adds)),
+      "r"(address), "r"(v)
+      : "memory");
+}
+
 __device__ __forceinline__ char* dynamic_shared_memory() {
   extern __shared__ __align__(16) char memory[];
   return memory;
 }
-#endif
 
 // ---- the team -------------------------------------------------------------------------------------------------------
 
@@ -149,22 +163,6 @@ struct Exchange {
 #pragma unroll 1
     for (int w = first + team.lane; w < end; w += 32) total += shared(team, which)[w];
     return warp_sum(total);
-  }
-  __device__ __forceinline__ void put_floats(const Team& team, int which, float x, float y) {
-    put(team, which, __float_as_uint(x) | (static_cast<u64>(__float_as_uint(y)) << 32));
-  }
-  __device__ __forceinline__ float2 float_sums(const Team& team, int which) const {
-    float2 sums = {0.f, 0.f};
-#pragma unroll 1
-    for (int w = team.lane; w < team.all_warps; w += 32) {
-      const u64 both = shared(team, which)[w];
-      sums.x += __uint_as_float(static_cast<u32>(both)), sums.y += __uint_as_float(static_cast<u32>(both >> 32));
-    }
-#pragma unroll
-    for (int other = 16; other > 0; other /= 2) {
-      sums.x += __shfl_xor_sync(kAllLanes, sums.x, other), sums.y += __shfl_xor_sync(kAllLanes, sums.y, other);
-    }
-    return sums;
   }
   __device__ __forceinline__ int largest(const Team& team, int which) const {
     int most = INT32_MIN;

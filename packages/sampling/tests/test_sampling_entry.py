@@ -75,10 +75,27 @@ def test_the_device_comes_last() -> None:
         _launch.probabilities("softmax", ROWS, None, logits=True)
 
 
-@pytest.mark.parametrize("out", [torch.empty(3, 8).double(), torch.empty(3, 7), torch.empty(3, 16)[:, ::2]])
-def test_a_wrong_out_is_refused_as_by_the_check(out: torch.Tensor) -> None:
-    checked = message_of(lambda: _check_softmax(ROWS, None, 1.0, out))
-    assert message_of(lambda: _launch.probabilities("softmax", ROWS, out, logits=True)) == checked
+OUTS = {
+    "float64": torch.empty(3, 8).double(),
+    "a column too few": torch.empty(3, 7),
+    "a stride": torch.empty(3, 16)[:, ::2],
+    "one row for all": torch.empty(8).expand(3, 8),
+    "rows that overlap": torch.empty(24).as_strided((3, 8), (7, 1)),
+}
+
+
+@pytest.mark.parametrize("name", OUTS)
+def test_a_wrong_out_is_refused_as_by_the_check(name: str) -> None:
+    checked = message_of(lambda: _check_softmax(ROWS, None, 1.0, OUTS[name]))
+    assert message_of(lambda: _launch.probabilities("softmax", ROWS, OUTS[name], logits=True)) == checked
+
+
+@pytest.mark.parametrize("split", [(3, 0), (16, 0), (-1, 0), (1, 7), (2, 1024), (0, -32)])
+def test_a_split_that_no_kernel_has_is_refused(split: tuple[int, int]) -> None:
+    with pytest.raises(ValueError, match=r"op: argument '(blocks|threads)': expected .*, got"):
+        _launch.draw("op", ROWS, (None, 1, None, 0), blocks=split[0], threads=split[1])
+    with pytest.raises(ValueError, match=r"op: argument '(blocks|threads)': expected .*, got"):
+        _launch._binary.probabilities("op", ROWS, ROWS, False, None, 1.0, None, 0, None, 1.0, *split)
 
 
 @pytest.mark.parametrize("scores", [ROWS.double(), ROWS[:, ::2]])

@@ -102,6 +102,32 @@ def test_masses_that_floats_cannot_tell_from_top_p_are_judged_alike_by_every_war
         assert_draws_as_the_reference(partial(top_p_sampling_from_probs, top_p=near), probs, keys(rows, turn))
 
 
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("op", ["none", "top_p", "top_p_0.1", "both"])
+def test_as_many_rows_as_multiprocessors_and_more_draw_the_ids_of_the_reference(op: str, dtype: torch.dtype) -> None:
+    for rows, width in ((20, 51200), (40, 20001), (100, 51200), (132, 5003), (150, 20001)):
+        probs = distributions(rows, width, rows, 1.0) * 20
+        assert_draws_as_the_reference(OPS[op], probs.to(dtype).cuda())
+
+
+@pytest.mark.parametrize("width", [32, 129, 2048, 4093, 4095, 4096])
+def test_short_rows_draw_the_ids_of_the_reference(width: int) -> None:
+    rows = {
+        "flat": distributions(9, width, sharpness=1.0),
+        "sharp": distributions(9, width, sharpness=12.0),
+        "equal": torch.full((9, width), 0.25, device="cuda"),
+        "two values": torch.where(normal(9, width, 1) > 1, 0.5, 0.25),
+        "few": torch.where(torch.arange(width, device="cuda") % 50 == 3, distributions(9, width), 0.0),
+        "tiny": distributions(9, width) * 1e-39,
+    }
+    for probs in rows.values():
+        for k in (0, 1, 2, 31, 100, 127, 128, 129):
+            for p in (0.02, 0.6, 1.0):
+                for order in ("top_k_first", "joint"):
+                    op = partial(top_k_top_p_sampling_from_probs, top_k=k, top_p=p, filter_apply_order=order)
+                    assert_draws_as_the_reference(op, probs, keys(9, k))
+
+
 @pytest.mark.parametrize("op", OPS)
 def test_draws_the_ids_of_the_cpu(op: str) -> None:
     probs, key = distributions(4, 1000).cuda(), keys(4)
@@ -134,8 +160,10 @@ ODD_ROWS: dict[str, Callable[[int], torch.Tensor]] = {
 @pytest.mark.parametrize("kind", ODD_ROWS)
 @pytest.mark.parametrize("op", OPS)
 def test_odd_rows_draw_the_ids_of_the_reference(op: str, kind: str) -> None:
-    for width in (111, 5000, 60000):
+    for width in (111, 4000, 5000, 60000):
         assert_draws_as_the_reference(OPS[op], ODD_ROWS[kind](width).cuda())
+    if op in ("none", "top_p", "top_p_0.1"):
+        assert_draws_as_the_reference(OPS[op], ODD_ROWS[kind](60000).repeat(80, 1).cuda())
 
 
 def test_rows_without_a_distribution_give_0_and_false_and_disturb_nobody() -> None:
@@ -150,7 +178,7 @@ def test_rows_without_a_distribution_give_0_and_false_and_disturb_nobody() -> No
             assert_draws_as_the_reference(op, probs.cuda())
 
 
-@pytest.mark.parametrize("width", [1024, 51200, 128256])
+@pytest.mark.parametrize("width", [5000, 51200, 128256])
 @pytest.mark.parametrize("op", ["none", "top_p", "both"])
 def test_no_split_of_a_row_changes_its_id(op: str, width: int) -> None:
     filters = {"none": {}, "top_p": {"top_p": (None, 0.9)}, "both": {"top_k": (None, 50), "top_p": (None, 0.9)}}[op]
@@ -159,7 +187,7 @@ def test_no_split_of_a_row_changes_its_id(op: str, width: int) -> None:
     key = (seed, 0, offset, 0)
     want = OPS[op](probs, seed=seed, offset=offset)
     for blocks in (1, 2, 4, 8):
-        for threads in (96, 384, 512):
+        for threads in (96, 384, 512, 640):
             ids, valid = _launch.draw("op", probs, key, blocks=blocks, threads=threads, **filters)  # type: ignore[arg-type]
             assert torch.equal(ids, want), (blocks, threads)
             assert bool(valid.all())

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from fractions import Fraction
 from typing import Any
 
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 
 from kestrel_runtime.testing import BadInput, assert_rejects, opcheck
 from kestrel_sampling import top_p_sampling_from_probs
+from kestrel_sampling._parameters import is_capturing
 from kestrel_sampling.top_p_sampling import _top_p_sampling_from_probs
 
 VOCABULARIES = (1, 2, 111, 1024, 51200, 128256, 151936)
@@ -374,3 +376,19 @@ def test_the_default_generator_compiles_into_one_graph() -> None:
     compiled = torch.compile(lambda probs: top_p_sampling_from_probs(probs, 1.0), fullgraph=True)
     probs = distributions(64, 1000, sharpness=0.1)
     assert not torch.equal(compiled(probs), compiled(probs))
+
+
+def test_whether_a_graph_is_captured_is_asked_of_the_device_of_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    current = [torch.device("cuda", 0)]
+
+    @contextlib.contextmanager
+    def device(other: torch.device) -> Iterator[None]:
+        current.append(other)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: current[-1].index == 1)
+    assert is_capturing(torch.device("cuda", 1))
+    assert not is_capturing(torch.device("cuda", 0))
+    assert len(current) == 1

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from kestrel_runtime import Binary
+from kestrel_runtime import Binary, empty
 
 _binary = Binary("kestrel_sampling")
 _NONE = (None, 0)  # top-k off
@@ -30,10 +30,10 @@ def draw(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """ids int32 [B] and valid bool [B]; ``keys`` are seed and offset, each as a tensor or None and a number.
 
-    blocks, threads: how a row is split on the GPU; 0 leaves it to the binary. No choice changes an id.
+    blocks (1, 2, 4, 8), threads (a multiple of 32 up to 640): how a long row is split on the GPU; 0 leaves it to the
+    binary. No choice changes an id.
     """
-    ids = torch.empty(rows.shape[0], dtype=torch.int32, device=rows.device)
-    valid = torch.empty(rows.shape[0], dtype=torch.bool, device=rows.device)
+    ids, valid = empty(rows, torch.int32, rows.shape[0]), empty(rows, torch.bool, rows.shape[0])
     _binary.sample(
         op, ids, valid, rows, logits, *temperature, *top_k, *top_p, *min_p, joint, *keys, blocks, threads
     )  # fmt: skip
@@ -52,6 +52,6 @@ def probabilities(
 ) -> torch.Tensor:
     """float32 like ``rows``, in ``out`` if it is given."""
     if out is None:
-        out = torch.empty(*rows.shape, dtype=torch.float32, device=rows.device)
+        out = empty(rows, torch.float32, *rows.shape)
     _binary.probabilities(op, out, rows, logits, *temperature, *top_k, *top_p, 0, 0)
     return out

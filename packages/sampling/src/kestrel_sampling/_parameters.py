@@ -48,6 +48,12 @@ def integer_or_tensor(op: str, name: str, value: int | torch.Tensor) -> tuple[to
     return None, value - 2**64 if value >= 2**63 else value
 
 
+def is_capturing(device: torch.device) -> bool:
+    """Whether a CUDA graph is captured on the stream of ``device``, which need not be the current device."""
+    with torch.cuda.device(device):
+        return torch.cuda.is_current_stream_capturing()
+
+
 def keys(
     op: str,
     probs: torch.Tensor,
@@ -66,8 +72,7 @@ def keys(
     if isinstance(seed, torch.Tensor) and isinstance(offset, torch.Tensor) and generator is None:
         return seed, 0, offset, 0  # as in a captured graph: what they are is for the launch to check
     check.tensor(op, name, probs, ndim=2)
-    capturing = probs.is_cuda and not torch.compiler.is_compiling() and torch.cuda.is_current_stream_capturing()
-    if capturing:
+    if probs.is_cuda and not torch.compiler.is_compiling() and is_capturing(probs.device):
         for argument, value in (("seed", seed), ("offset", offset)):
             if not isinstance(value, torch.Tensor):
                 check.fail(

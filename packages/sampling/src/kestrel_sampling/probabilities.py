@@ -74,6 +74,9 @@ def _check_out(op: str, out: torch.Tensor | None, like: torch.Tensor) -> None:
     if out is not None:
         check.tensor(op, "out", out, dtype=torch.float32, last_contiguous=True)
         check.shape(op, "out", out, tuple(like.shape))
+        if out.shape[0] > 1 and abs(out.stride(0)) < out.shape[1]:
+            expected = "a tensor to write whose elements do not share memory"
+            check.fail(op, "out", expected, f"strides {tuple(out.stride())}")
         check.same(op, "device", input=like, out=out)
 
 
