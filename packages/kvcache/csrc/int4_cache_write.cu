@@ -342,6 +342,7 @@ void int4_cache_write(TensorView key, TensorView value, TensorView key_cache, Te
     const bool vectors = size % pack == 0 && aligned(p.key, 16) && aligned(p.value, 16) && aligned(p.tail, 16) &&
                          aligned(p.key_cache, pack / 2) && aligned(p.value_cache, pack / 2);
     const dim3 pages((p.spread.tokens - 1) / kTokensPerBlock + 1, (p.heads * p.packs - 1) / kPagePacks + 1);
+    if (pages.y > 65535) unsupported("rows of more than 65535 x 16 packs of 16 bytes");
     launch_pdl(vectors ? write_pages<T, true> : write_pages<T, false>, pages, dim3(kPageThreads), key.device(), p);
     launch_pdl(vectors ? write_values<T, true> : write_values<T, false>, p.spread.grid(), p.spread.block(),
                key.device(), p);

@@ -452,6 +452,20 @@ def test_int4_pages_of_another_size_are_unsupported() -> None:
         int4_cache_write(*args)
 
 
+def test_int4_of_rows_that_a_grid_does_not_hold_is_unsupported() -> None:
+    cache = Int4(1, 1, 2**19, 8, torch.float32, "NHD")
+    with pytest.raises(UnsupportedError, match="65535 x 16"):
+        int4_cache_write(*cache.call({0: 1}, shuffle=False, wide=True))
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize(("heads", "size"), [(8, 128), (4, 72)])
+def test_int4_of_so_many_tokens_that_a_lane_writes_several_packs(heads: int, size: int, dtype: torch.dtype) -> None:
+    cache = Int4(130, 2, heads, size, dtype, "NHD")
+    call = cache.call({0: 2050, 1: 6100}, shuffle=False, wide=True)
+    assert_as_reference(int4_cache_write, *call)
+
+
 # -- gather_cache -----------------------------------------------------------------------------------------------------
 
 

@@ -5,7 +5,7 @@
 //             element, so memory decides: 4.3 TB/s.
 // Split:      a team of 1 to 32 lanes of a warp per group of columns, or per piece of a row where groups do not cut it; a thread
 //             writes packs of 16 bytes.
-// PDL:        everything is read after the wait; before it the first blocks bring their codes into L2.
+// PDL:        everything is read after the wait; before it the first blocks bring their codes into L2, where rows are whole packs.
 // Measured:   results/, README.md.
 // clang-format on
 #pragma once

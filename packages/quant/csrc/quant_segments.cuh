@@ -10,7 +10,8 @@
 //             the team.
 // Special:    a thread that holds a NaN or an inf, or whose scale is extreme, reads its values again and divides one by one; rows that
 //             are not whole aligned packs go element by element, 8 to a thread, neighbours side by side.
-// PDL:        everything is read after the wait; before it the first blocks bring their values into L2, and addresses are computed.
+// PDL:        everything is read after the wait; before it addresses are computed, and where rows are whole aligned packs the first
+//             blocks bring their values into L2.
 // Measured:   results/, README.md.
 // clang-format on
 #pragma once
