@@ -38,7 +38,7 @@ def test_an_append_that_finds_no_memory_has_written_nothing(monkeypatch: pytest.
     decode.plans.clear()
     lengths = torch.zeros(1, dtype=torch.int32)
     decode.attend(plan, q, *caches, lengths, None, None, None, None, new=(new, new))
-    assert done == ["append_bf16_same", "decode_bf16_same_d128_w4", "combine_bf16"]
+    assert done == ["append_bf16_same", "decode_bf16_same_d128_w4", "combine_bf16_w1"]
 
     def empty(*sizes: int, **how: object) -> torch.Tensor:
         raise torch.OutOfMemoryError

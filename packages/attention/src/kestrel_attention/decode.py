@@ -29,6 +29,7 @@ _MOST_KEYS = 2**29
 _MOST_SPLITS = 2**25  # chunks are of 16 keys at least: more make no others
 _MULTIPROCESSORS = 132  # while all blocks are resident at once, they take as many warps as that allows
 _GRID = 65535
+_ROUND = 8  # chunks that a warp joins at once
 _FLAT = 2.0**-40  # a soft cap below it leaves all weights alike too, and its reciprocal is finite
 _INT4_PAGE = 64  # chunks of an INT4 cache are whole pages
 _UNALIGNED = "kernels take caches whose rows are aligned to 16 bytes"
@@ -74,9 +75,11 @@ def chunking(num_splits: int, size: int, cache: str, columns: int) -> Chunking:
     if size > 256:
         return Chunking(512, 512, 8192, 256, most)
     if size > 128:
-        return Chunking(256, 256, 2048, 1024 if cache == "same" else 256, most)
+        return Chunking(272, 272, 2176, 1024 if cache == "same" else 272, most)
     if size > 64 and cache == "same":
-        return Chunking(1024, 688, 4128, 1024, most)
+        return Chunking(1024, 1024, 8192, 512, 2 * most)
+    if size <= 64 and cache in ("same", "e4m3"):
+        return Chunking(512, 192, 768, 256, most)
     return Chunking(1024, 1024, 0, 1024, most)
 
 
@@ -154,26 +157,31 @@ def make_plan(
     slots = chunks.slots(longest)
     if slots * columns // kv_heads > _GRID or batch > _GRID:
         raise UnsupportedError(f"kernels cover up to {_GRID} sequences and splits")
-    rows = batch * columns * slots * ROWS if slots > 1 else 0
+    start = max(0, room - queries - left) // grain * grain if left >= 0 and longest < room else 0
+    guessed = chunks.keys(min(room - start, longest)), start  # of a sequence that fills its table
+    blocks = batch * columns
+    variant = variants[0]
+    for joining in variants[1:]:  # a block takes all chunks of a sequence
+        if 1 < slots <= joining.groups and _MULTIPROCESSORS // 2 < blocks <= _MULTIPROCESSORS:
+            variant = joining
+    rows = blocks * slots * ROWS if slots > variant.groups else 0
     if rows >= 2**31:
         raise UnsupportedError("too many splits for one call")
     page_shift = 31 + (page - 1).bit_length()
-    blocks = batch * columns * slots
-    variant = next((v for v in reversed(variants) if blocks <= _MULTIPROCESSORS * v.residents), variants[0])
+    scale = float(size**-0.5 if softmax_scale is None else softmax_scale)
+    cap = max(float(softcap), _FLAT) if softcap else 0.0
     scale_heads = [0 if scale is None else 1 + (scale.shape[0] > 1) for scale in (k_scale, v_scale)]
     numbers = (
         *(int(block_table is not None), room, queries if new else 0, -(-(1 << page_shift) // page), page_shift),
         *(group, 1.0 / max(group, 1), *scale_heads, int(prefix_lens is not None), min(prefix_len, _FAR), left, right),
-        *(
-            float(size**-0.5 if softmax_scale is None else softmax_scale),
-            max(float(softcap), _FLAT) if softcap else 0.0,
-        ),
-        *(chunks.whole, chunks.shorter, chunks.middle, chunks.shortest, chunks.most, slots, chunks.keys(room)),
+        *(scale * 2 / cap if cap else scale, cap),
+        *(chunks.whole, chunks.shorter, chunks.middle, chunks.shortest, chunks.most, slots, *guessed),
     )
-    writer, joiner = f"append_{variant.dtype}_{variant.cache}", f"combine_{_NAMES[q.dtype]}"
+    writer = f"append_{variant.dtype}_{variant.cache}"
+    joiner = f"combine_{_NAMES[q.dtype]}_w{1 if slots <= _ROUND else 8}"
     plan = Plan(
         launch=_binary.kernel(variant, q.device) if q.numel() else None,
-        combine=_binary.kernel(NAMED[joiner], q.device) if slots > 1 else None,
+        combine=_binary.kernel(NAMED[joiner], q.device) if slots > variant.groups else None,
         write=_binary.kernel(NAMED[writer], q.device) if new and new[0].numel() else None,
         write_numbers=(int(block_table is not None), *(() if scales else scale_heads), int(q.dtype == torch.bfloat16)),
         out=(tuple(q.shape), (queries * heads * size, heads * size, size, 1)),

@@ -1,10 +1,10 @@
 """Joins the chunks of long sequences: out = sum of exp(lse_c - lse) out_c, over the chunks c of a row in order.
 
-Launched behind decode.py where a sequence may have several chunks. A block takes 128 dims of a row: its warps take
-chunks in turn, and meet in shared memory in a fixed order. Rows of one chunk are done already. A row of D dims in C
-chunks is 4 C D bytes, written just before and still in L2: what counts is one round of loads behind the launch, so that
-chunks are asked for before it is known how many there are. 256 rows of 128 dims in 6 chunks are 0.8 MB, 0.2 us and a
-launch of 0.6; with the wait for decode.py's last block it costs 1.5 to 3 us.
+Launched behind decode.py where a sequence may have several chunks. A block takes 128 dims of a row; a warp takes eight
+neighbouring chunks, and several meet in shared memory in a fixed order. A row of D dims in C chunks is 4 C D bytes,
+written just before and still in L2: what counts is one round of loads behind the launch. So addresses are worked out
+before the wait for decode.py's last block, and chunks asked for before it is known how many there are. 256 rows of 128
+dims in 6 chunks are 0.8 MB, 0.2 us and a launch of 0.6.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from dataclasses import dataclass
 import cutlass
 import cutlass.cute as cute
 from cuda.bindings import driver as cuda
-from cutlass import Float32, Int32, Int64, Uint32
+from cutlass import Float32, Int32, Int64
 
 from . import ptx
 from .decode import LOG2_E
 from .tile import ROWS
 
 DIMS = 128  # of a block: four of each lane
-ROUNDS = 8  # of chunks that are asked for at once
+ROUND = 8  # chunks of a warp, asked for at once
 
 
 @dataclass(frozen=True)
@@ -67,6 +67,9 @@ class Combine:
         head, query, sequence = cute.arch.block_idx()
         lane, warp = tid % 32, cute.arch.make_warp_uniform(tid // 32)
         _, queries, heads, size = mOut.shape
+        if cutlass.const_expr(self.dependent_launch and self.warps == 1):
+            # Before the wait: decode.py's launch, which has let this one start, waited for those before it.
+            cute.arch.griddepcontrol_launch_dependents()
         first_dim = query // queries * DIMS
         query = query % queries
         dim = first_dim + lane * 4
@@ -74,80 +77,97 @@ class Combine:
         packed = query * group + head % group
         column = packed // ROWS * kv_heads + head // group
         block = sequence * (cute.ceil_div(queries * group, ROWS) * kv_heads) + column
-        if cutlass.const_expr(self.dependent_launch):
-            cute.arch.griddepcontrol_wait()
-            cute.arch.griddepcontrol_launch_dependents()
+
+        # Of chunks that do not exist others are read, and not used.
         first = block * slots * ROWS + packed % ROWS  # row of chunk 0; those of the next are ROWS further
-        rPart = [cute.make_rmem_tensor(4, Uint32) for _ in range(ROUNDS)]
-        rOwn = cute.make_rmem_tensor(ROUNDS, Float32)  # LSE of the warp's chunks
-        rOwn.fill(-Float32.inf)
-        lane_lse = [-Float32.inf, -Float32.inf]  # of chunks lane and lane + 32
-        for i in cutlass.range_constexpr(2):
-            if lane + 32 * i < slots:
-                lane_lse[i] = self.lse(mPartLse, first + (lane + 32 * i) * ROWS)
-        for i in cutlass.range_constexpr(ROUNDS):
-            chunk = warp + i * self.warps
-            rPart[i].fill(0)
-            if chunk < slots:
-                rOwn[i] = self.lse(mPartLse, first + chunk * ROWS)
-                self.load_part(mPartOut, rPart[i], first + chunk * ROWS, size, dim)
-        chunks = mChunks[block]
+        part_at = mPartOut.iterator.toint() + 4 * (Int64(first) * size + cutlass.select_(dim < size, dim, Int32(0)))
+        lse_at = mPartLse.iterator.toint() + 4 * Int64(first)
+        chunks_at = mChunks.iterator.toint() + 4 * Int64(block)
+        mine = [cutlass.min(warp * ROUND + i, slots - 1) for i in range(ROUND)]
+        places = [(lse_at + chunk * (4 * ROWS), part_at + Int64(chunk) * (4 * ROWS * size)) for chunk in mine]
+        if cutlass.const_expr(self.dependent_launch):
+            known = chunks_at
+            for at in (at for place in places for at in place):
+                known = known | at
+            ptx.wait_for_launch_before(known)
+            if cutlass.const_expr(self.warps > 1):
+                cute.arch.griddepcontrol_launch_dependents()
+        chunks = Int32(ptx.load_words(chunks_at, 1)[0])
+        lses = [ptx.load_words(at, 1)[0] for at, _ in places]
+        parts = [ptx.load_words(at, 4) for _, at in places]
+        cute.arch.sync_warp()  # loads stay before the branch
         if chunks > 1:
             rOut = cute.make_rmem_tensor(4, Float32)
-            rOut.fill(0.0)
-            largest = -Float32.inf
-            for i in cutlass.range_constexpr(2):
-                seen = cutlass.select_(lane + 32 * i < chunks, lane_lse[i], -Float32.inf)
-                largest = ptx.maximum(largest, seen)
-            for chunk in cutlass.range(lane + 64, chunks, 32, unroll=1):
-                largest = ptx.maximum(largest, mPartLse[first + chunk * ROWS])
-            for step in cutlass.range_constexpr(5):
-                largest = ptx.maximum(largest, cute.arch.shuffle_sync_bfly(largest, 1 << step))
-            base = cutlass.select_(largest == -Float32.inf, Float32(0.0), largest)
-            total = Float32(0.0)
-            for i in cutlass.range_constexpr(ROUNDS):
-                if warp + i * self.warps < chunks:
-                    share = ptx.exp2((rOwn[i] - base) * LOG2_E)
-                    total += share
-                    self.add_part(rOut, rPart[i], share)
-            for chunk in cutlass.range(warp + ROUNDS * self.warps, chunks, self.warps, unroll=1):
-                row = first + chunk * ROWS
-                share = ptx.exp2((mPartLse[row] - base) * LOG2_E)
-                total += share
-                self.load_part(mPartOut, rPart[0], row, size, dim)
-                self.add_part(rOut, rPart[0], share)
-            sTotal = cute.make_tensor(cute.arch.alloc_smem(Float32, self.warps, alignment=16), self.warps)
-            sOut = cute.make_tensor(cute.arch.alloc_smem(Float32, self.warps * DIMS, alignment=16), self.warps * DIMS)
-            if lane == 0:
-                sTotal[warp] = total
+            rSum = cute.make_rmem_tensor(2, Float32)
+            self.join(rOut, rSum, lses, parts, warp * ROUND, chunks)
+            if cutlass.const_expr(self.warps > 1):
+                for chunk in cutlass.range(warp + self.warps * ROUND, chunks, self.warps, unroll=1):
+                    lse = ptx.float_of(Int32(ptx.load_words(lse_at + chunk * (4 * ROWS), 1)[0]))
+                    part = ptx.load_words(part_at + Int64(chunk) * (4 * ROWS * size), 4)
+                    self.add(rOut, rSum, [ptx.float_of(Int32(x)) for x in part], (lse, Float32(1.0)))
+            if cutlass.const_expr(self.warps > 1):
+                self.meet(rOut, rSum, warp, lane, slots)
+            if warp == 0:
+                base, total = rSum[0], rSum[1]
+                factor = cutlass.select_(total == 0.0, Float32(0.0), 1.0 / total)
+                if dim < size:
+                    kind = cutlass.const_expr("bf16" if self.dtype is cutlass.BFloat16 else "f16")
+                    row = (Int64(sequence) * queries + query) * heads + head
+                    four = [ptx.fma(rOut[k], factor, Float32(0.0)) for k in range(4)]
+                    words = [ptx.pack_pair(four[2 * k], four[2 * k + 1], kind) for k in range(2)]
+                    ptx.store_words(mOut.iterator.toint() + 2 * (row * size + dim), words)
+                if tid == 0 and first_dim == 0:
+                    mLse[sequence, head, query] = base + ptx.log2(total) * (1.0 / LOG2_E)
+
+    @cute.jit
+    def join(self, rOut, rSum, lses, parts, first: Int32, chunks: Int32):
+        """Eight chunks' sums, of those that exist, with weights to the base rSum[0]; rSum[1] is the sum of these."""
+        found = []
+        largest = -Float32.inf
+        for i in cutlass.range_constexpr(ROUND):
+            lse = ptx.float_of(Int32(lses[i]))
+            found.append(cutlass.select_(first + i < chunks, lse, -Float32.inf))
+            largest = ptx.maximum(largest, found[i])
+        base = cutlass.select_(largest == -Float32.inf, Float32(0.0), largest)
+        rOut.fill(0.0)
+        total = Float32(0.0)
+        for i in cutlass.range_constexpr(ROUND):
+            share = ptx.exp2((found[i] - base) * LOG2_E)
+            total += share
             for k in cutlass.range_constexpr(4):
-                sOut[warp * DIMS + lane * 4 + k] = rOut[k]
-            cute.arch.sync_threads()
-            total = Float32(0.0)
-            for w in cutlass.range_constexpr(self.warps):
-                total += sTotal[w]
-            factor = cutlass.select_(total == 0.0, Float32(0.0), 1.0 / total)
-            if tid < DIMS and first_dim + tid < size:
-                joined = Float32(0.0)
-                for w in cutlass.range_constexpr(self.warps):
-                    joined += sOut[w * DIMS + tid]
-                mOut[sequence, query, head, first_dim + tid] = self.dtype(joined * factor)
-            if tid == 0 and first_dim == 0:
-                mLse[sequence, head, query] = base + ptx.log2(total) * (1.0 / LOG2_E)
+                part = cutlass.select_(first + i < chunks, ptx.float_of(Int32(parts[i][k])), Float32(0.0))
+                rOut[k] = ptx.fma(share, part, rOut[k])
+        rSum[0] = base
+        rSum[1] = total
 
     @cute.jit
-    def lse(self, mPartLse, row) -> Float32:
-        return ptx.float_of(Int32(ptx.load_words(mPartLse.iterator.toint() + 4 * Int64(row), 1)[0]))
-
-    @cute.jit
-    def load_part(self, mPartOut, rPart, row, size, dim):
-        """A lane's dims of one chunk's output."""
-        if dim < size:
-            loaded = ptx.load_words(mPartOut.iterator.toint() + 4 * (Int64(row) * size + dim), 4)
-            for k in cutlass.range_constexpr(4):
-                rPart[k] = loaded[k]
-
-    @cute.jit
-    def add_part(self, rOut, rPart, share):
+    def add(self, rOut, rSum, rMore, rMoreSum):
+        """Joined chunks to joined chunks. A base of none is 0, and its weights are."""
+        own, more = [cutlass.select_(x[1] == 0.0, -Float32.inf, x[0]) for x in (rSum, rMoreSum)]
+        largest = ptx.maximum(own, more)
+        base = cutlass.select_(largest == -Float32.inf, Float32(0.0), largest)
+        shares = [ptx.exp2((x - base) * LOG2_E) for x in (own, more)]
         for k in cutlass.range_constexpr(4):
-            rOut[k] += share * ptx.float_of(Int32(rPart[k]))
+            rOut[k] = ptx.fma(shares[1], rMore[k], shares[0] * rOut[k])
+        rSum[0] = base
+        rSum[1] = ptx.fma(shares[1], rMoreSum[1], shares[0] * rSum[1])
+
+    @cute.jit
+    def meet(self, rOut, rSum, warp, lane, slots):
+        """What all warps have into the first."""
+        each = cutlass.const_expr(DIMS + 4)
+        sOut = cute.make_tensor(cute.arch.alloc_smem(Float32, self.warps * each, alignment=16), self.warps * each)
+        for k in cutlass.range_constexpr(4):
+            sOut[warp * each + k * 32 + lane] = rOut[k]
+        if lane < 2:
+            sOut[warp * each + DIMS + lane] = cutlass.select_(lane == 0, rSum[0], rSum[1])
+        cute.arch.sync_threads()
+        if warp == 0:
+            rMore = cute.make_rmem_tensor(4, Float32)
+            rMoreSum = cute.make_rmem_tensor(2, Float32)
+            for w in cutlass.range(1, cutlass.min((slots + ROUND - 1) // ROUND, self.warps), unroll=1):
+                for k in cutlass.range_constexpr(4):
+                    rMore[k] = sOut[w * each + k * 32 + lane]
+                for k in cutlass.range_constexpr(2):
+                    rMoreSum[k] = sOut[w * each + DIMS + k]
+                self.add(rOut, rSum, rMore, rMoreSum)

@@ -7,9 +7,9 @@ each multiprocessor; the slots of its warps hold 96 to 192 KB.
 Work: a block takes up to 8 rows (queries x heads of one KV head) of one sequence, and one chunk of its keys. The chunk
 is a function of the length that the sequence has on the device, and of arguments of the call. Tiles of 16 keys are
 dealt into shares; a warp takes one share, or several one after the other, and waits for no other warp before the end.
-There the shares meet in shared memory and are added in their order, so that the number of warps does not show in a
-result: the launch takes more where blocks are few. A sequence of one chunk is then done; of several, the chunks'
-normalised sums go to memory and combine.py joins them.
+There the shares meet in shared memory and are added in their order. A sequence of one chunk is then done; of several,
+the chunks' normalised sums go to memory and combine.py joins them. Where as many sequences as multiprocessors are cut
+into few chunks a block takes them all, a group of warps each, and joins them itself, with the same bits.
 
 What a warp does with a tile is in tile.py. Scales of codes go into the scores and the result; bf16 queries over codes
 are brought to f16's range by a power of two per row. What was predicted and measured is in the family's README.
@@ -29,7 +29,6 @@ from . import ptx
 from .tile import ROWS, TILE, Tiles
 
 LOG2_E = math.log2(math.e)
-NONE = 1 << 25  # a tile that no chunk has
 
 
 class Tensors(NamedTuple):
@@ -66,7 +65,7 @@ class Numbers(NamedTuple):
     prefix: Int32
     left: Int32
     right: Int32
-    scale: Float32
+    scale: Float32  # with a soft cap, times 2 / softcap
     softcap: Float32
     whole: Int32  # sequences of so many keys are one chunk
     shorter: Int32  # keys of a chunk at least, of sequences of up to ``middle``
@@ -75,6 +74,7 @@ class Numbers(NamedTuple):
     most: Int32  # chunks
     slots: Int32  # chunks that a launch has blocks for
     guessed: Int32  # keys of a chunk of a sequence that fills its table
+    guessed_start: Int32  # the first key that it sees
 
 
 @dataclass(frozen=True)
@@ -83,31 +83,30 @@ class Decode:
 
     dtype: type[cutlass.Numeric]  # of queries and results: BFloat16 or Float16
     tiles: Tiles
-    warps: int  # a warp takes shares / warps of the shares, one after the other
+    groups: int  # of warps, each with a chunk; one, or as many as the sequences of a launch may have chunks
     residents: int  # blocks that registers must allow on a multiprocessor
     dependent_launch: bool
 
     @property
-    def several(self) -> bool:
-        """A warp takes shares one after the other."""
-        return self.warps < self.tiles.shares
-
-    @property
-    def sums_at(self) -> tuple[int, int]:
-        """Where the sums of the first share lie, and from there those of the next: over slots that are used no more."""
-        size = self.tiles.size * ROWS * 4
-        return (self.warps * self.tiles.ring_bytes, size) if self.several else (0, self.tiles.ring_bytes)
+    def warps(self) -> int:
+        """Each with a share of its group's keys."""
+        return self.groups * self.tiles.shares
 
     @property
     def shared_bytes(self) -> int:
-        first, each = self.sums_at
-        return max(self.warps * self.tiles.ring_bytes, first + self.tiles.shares * each)
+        """The warps' slots; where these are used no more, their sums, and behind them a group's."""
+        return self.warps * self.tiles.ring_bytes
+
+    @property
+    def units(self) -> int:
+        """Of 32 dims of the even or of the odd rows, that a warp joins."""
+        return -(-self.tiles.size // 16 // self.tiles.shares)
 
     @property
     def carveout(self) -> int:
         """Percent of a multiprocessor's 228 KB that the resident blocks need as shared memory; the rest is L1."""
         tiles = self.tiles
-        block = 2048 + self.shared_bytes + tiles.shares * 2 * ROWS * 4
+        block = 2048 + self.shared_bytes + self.warps * 2 * ROWS * 4
         block += tiles.queries_in_shared * tiles.query_words * 128
         return min(100, -(-100 * self.residents * block // (228 * 1024)))
 
@@ -125,7 +124,7 @@ class Decode:
         batch, queries, _, _ = tensors.mQ.shape
         blocks = cute.ceil_div(queries * numbers.group, ROWS)
         self.kernel(tensors, numbers, more).launch(
-            grid=[tensors.mK.shape[2], numbers.slots * blocks, batch],
+            grid=[tensors.mK.shape[2], blocks if self.groups > 1 else numbers.slots * blocks, batch],
             block=[32 * self.warps, 1, 1],
             stream=given[-1],
             min_blocks_per_mp=self.residents,
@@ -144,14 +143,16 @@ class Decode:
         lane, warp = tid % 32, cute.arch.make_warp_uniform(tid // 32)
         queries = mQ.shape[1]
         first_row = Int32(0)
-        if queries * n.group > ROWS:
+        if cutlass.const_expr(self.groups > 1):
+            first_row = slot * ROWS
+            slot = warp // self.tiles.shares
+        elif queries * n.group > ROWS:
             first_row = (Uint32(slot) // Uint32(n.slots)).to(Int32) * ROWS
             slot = (Uint32(slot) % Uint32(n.slots)).to(Int32)
         rows = cutlass.min(queries * n.group - first_row, ROWS)
         block = sequence * (mK.shape[2] * ((queries * n.group + ROWS - 1) // ROWS))  # a number for these rows
         block += first_row // ROWS * mK.shape[2] + kv_head
         place = (sequence, kv_head, first_row, rows, n.group, n.per_group)
-
         # What does not depend on the length is asked for first: queries, and the first pages where it is known which.
         units = cutlass.const_expr(128 // mK.element_type.width)  # elements in 16 bytes, the unit of offsets
         strides = [Uint32(mX.stride[i] // units) for mX in (mK, mV) for i in range(2)]
@@ -167,97 +168,105 @@ class Decode:
             strides,
             self.tiles.cache.scales_at(more, self.tiles, kv_head, lane),
         )
+        caches = self.tiles.addresses(mK, mV, more, kv_head, lane)
         length_at = mLengths.iterator.toint() + 4 * Int64(sequence) * mLengths.stride[0]
-        guess = slot * n.guessed  # where the chunk starts, if the sequence fills its table and has no window
-        x = warp * self.tiles.share_tiles  # the first tile of the warp's first share
-        step = cutlass.const_expr(self.tiles.at_once * self.tiles.shares)
-        early = cutlass.const_expr(1 if self.several else self.tiles.ahead + 1)  # steps known without the length
+        guess = n.guessed_start + slot * n.guessed  # where the chunk starts, if the sequence fills its table
+        x = warp % self.tiles.shares * self.tiles.share_tiles  # the first tile of the warp's share
         rPage = [cute.make_rmem_tensor(self.tiles.lookups, Int32) for _ in range(self.tiles.ahead + 1)]
         rQ = cute.make_rmem_tensor(self.tiles.query_words, Uint32)
+        steps = cutlass.const_expr(self.tiles.ahead + 1)
+        entries = [self.entries(pages, guess, x + i * self.tiles.step, lane) for i in range(steps)]
+        query_at = self.query_row(mQ, place, lane)
         if cutlass.const_expr(self.dependent_launch):
-            self.prefetch(mQ, length_at, place, pages, n.room, guess, warp, x, lane)
-            cute.arch.griddepcontrol_wait()
+            known = length_at | query_at
+            for i in cutlass.range_constexpr(steps):
+                for _, at in entries[i]:
+                    known = known | at
+            if warp == 0:
+                ptx.prefetch(query_at)
+                if lane == 0:
+                    ptx.prefetch(length_at)
+            if n.paged != 0 and entries[0][0][0] < n.room:
+                ptx.prefetch(entries[0][0][1])
+            ptx.wait_for_launch_before(known)
             cute.arch.griddepcontrol_launch_dependents()
-        self.load_queries(mQ, rQ, place, lane)
-        for i in cutlass.range_constexpr(early):
-            self.look_up(rPage[i], pages, guess, n.room, x + i * step, lane)
         length = Int32(ptx.load_words(length_at, 1)[0])
-        tail = None
-        if cutlass.const_expr(self.tiles.cache.tail):
-            length, tail = self.tiles.cache.tail_of(more, sequence, kv_head, length, n.added)
-            tail = (*tail, self.query_row(mQ, place, lane), more.bf16)
-
-        # Which keys are seen: by a row from first to last - 1, and below prefix; by all rows from all_first to
-        # all_last - 1; by any from start to end - 1.
-        length = cutlass.select_(length < 0, Int32(0), cutlass.min(length, 0x7FFFFFFF - n.added) + n.added)
-        held = cutlass.min(length, n.room)
+        for i in cutlass.range_constexpr(steps):
+            self.look_up(rPage[i], pages, entries[i], n.room)
         prefix = n.prefix
         if n.prefix_given != 0:
             prefix = mPrefix[sequence]
+        self.load_queries(mQ, rQ, query_at, rows, lane)
+        tail = None
+        if cutlass.const_expr(self.tiles.cache.tail):
+            length, tail = self.tiles.cache.tail_of(more, sequence, kv_head, length, n.added)
+            tail = (*tail, query_at, more.bf16)
+
+        # The keys that any row sees: from start to end - 1. This block's chunk of them.
+        length = cutlass.select_(length < 0, Int32(0), cutlass.min(length, 0x7FFFFFFF - n.added) + n.added)
+        held = cutlass.min(length, n.room)
         prefix = cutlass.min(prefix, held)
         oldest = length - queries  # where query 0 stands
         start, all_last = self.seen(oldest + self.divide(first_row, n.per_group), n.left, n.right, held)
         all_first, end = self.seen(oldest + self.divide(first_row + rows - 1, n.per_group), n.left, n.right, held)
-        sSeen = cute.make_tensor(cute.arch.alloc_smem(Int32, 2 * ROWS + 4, alignment=16), 2 * ROWS + 4)
-        if tid < ROWS:
-            row = cutlass.min(first_row + tid, queries * n.group - 1)
-            first, last = self.seen(oldest + self.divide(row, n.per_group), n.left, n.right, held)
-            sSeen[4 + 2 * tid] = first
-            sSeen[4 + 2 * tid + 1] = last
         if prefix > 0:
             start = Int32(0)
             end = cutlass.max(end, prefix)
         grain = cutlass.const_expr(self.tiles.cache.grain)
         if cutlass.const_expr(grain > TILE):
             start = start // grain * grain
-
-        # This block's chunk of them.
-        chunks = Int32(1)
+        visited = cutlass.max(end - start, 0)
+        chunk = cutlass.max(visited, 1)
         if n.slots > 1:
-            visited = Uint32(cutlass.max(end - start, 0))
-            least = cutlass.select_(visited <= Uint32(n.middle), n.shorter, n.shortest)
-            least = cutlass.select_(visited <= Uint32(n.whole), n.whole, least)
-            even = ptx.divide(visited + Uint32(n.most) - 1, Uint32(n.most)).to(Int32)
-            chunk = cutlass.max(least, (even + grain - 1) // grain * grain)
-            chunks = cutlass.max(ptx.divide(visited + Uint32(chunk) - 1, Uint32(chunk)).to(Int32), 1)
+            chunk = self.chunk(visited, n)
             start = start + slot * chunk
             end = cutlass.min(end, start + chunk)
-            if slot == 0 and tid == 0:
-                mChunks[block] = chunks
-        if tid == 0:
-            sSeen[0] = all_first
-            sSeen[1] = all_last
-            sSeen[2] = prefix
-            sSeen[3] = chunks
-        if slot < chunks:
+        if cutlass.const_expr(self.groups > 1) or slot == 0 or start < end:
+            # Its first keys and values are asked for before anything else is worked out.
             if start != guess:
-                for i in cutlass.range_constexpr(early):
-                    self.look_up(rPage[i], pages, start, end, x + i * step, lane)
+                for i in cutlass.range_constexpr(steps):
+                    self.look_up(rPage[i], pages, self.entries(pages, start, x + i * self.tiles.step, lane), end)
+            shared = cute.arch.get_dyn_smem(Float32, alignment=128)
+            ring = Int32(shared.toint()) + warp * self.tiles.ring_bytes
+            span = start, end, (cutlass.max(end - start, 0) + TILE - 1) // TILE
+            rAt = self.ask(ring, rPage, pages, caches, span, x, lane)
+
+            chunks = Int32(1)
+            if visited > chunk:
+                chunks = ptx.divide(Uint32(visited + chunk - 1), Uint32(chunk)).to(Int32)
+            if slot == 0 and tid == 0 and n.slots > self.groups:
+                mChunks[block] = chunks
+            # Rows see keys from first to last - 1, and below prefix; all of them from all_first to all_last - 1.
+            sSeen = cute.make_tensor(cute.arch.alloc_smem(Int32, 2 * ROWS + 5, alignment=16), 2 * ROWS + 5)
+            if tid < ROWS:
+                row = cutlass.min(first_row + tid, queries * n.group - 1)
+                first, last = self.seen(oldest + self.divide(row, n.per_group), n.left, n.right, held)
+                sSeen[4 + 2 * tid] = first
+                sSeen[4 + 2 * tid + 1] = last
+                if tid == 0:
+                    sSeen[0] = all_first
+                    sSeen[1] = all_last
+                    sSeen[2] = prefix
+                    sSeen[3] = chunks
+                    sSeen[4 + 2 * ROWS] = block * n.slots + slot
             k_scale = Float32(1.0)
             if n.k_scale_heads > 0:
                 k_scale = mKScale[cutlass.select_(n.k_scale_heads > 1, kv_head, Int32(0))]
-            scale = n.scale * k_scale * LOG2_E
-            cap = n.softcap * LOG2_E
-            if n.softcap > 0.0:
-                scale = scale * (2.0 / n.softcap)
-            results = (mOut, mLse, mPartOut, mPartLse, slot, n.slots, block, mVScale, n.v_scale_heads)
-            caches = self.tiles.addresses(mK, mV, more, kv_head, lane)
-            self.attend(
-                rQ, rPage, pages, caches, place, (start, end), sSeen, scale, cap, results, more, tail, warp, lane
-            )
+            how = sSeen, n.scale * k_scale * LOG2_E, n.softcap * LOG2_E
+            results = (mOut, mLse, mPartOut, mPartLse, mVScale, n.v_scale_heads)
+            loads = shared, ring, rPage, rAt, pages, caches, span
+            self.attend(rQ, loads, place, how, results, more, tail, warp, lane)
 
     @cute.jit
-    def prefetch(self, mQ, length_at, place, pages, room, guess, warp, x, lane):
-        """Bring towards L2 what is read first, while the launch before this one ends."""
-        if warp == 0:
-            if lane == 0:
-                ptx.prefetch(length_at)
-            ptx.prefetch(self.query_row(mQ, place, lane))
-        table, stride, _, paged, _, page, inverse, _, _ = pages
-        key = self.position(guess, x, 0, lane)
-        if paged != 0 and key < room:
-            entry, _ = self.split(key, page, inverse)
-            ptx.prefetch(table + 4 * Int64(entry) * stride)
+    def chunk(self, visited: Int32, n) -> Int32:
+        """The keys of a chunk of a sequence of which so many are seen."""
+        grain = cutlass.const_expr(self.tiles.cache.grain)
+        least = cutlass.select_(visited <= n.middle, n.shorter, n.shortest)
+        least = cutlass.select_(visited <= n.whole, n.whole, least)
+        if visited > Int64(least) * n.most:
+            even = ptx.divide(Uint32(visited + n.most - 1), Uint32(n.most)).to(Int32)
+            least = (even + grain - 1) // grain * grain
+        return least
 
     @cute.jit
     def divide(self, row: Int32, per_group: Float32) -> Int32:
@@ -271,14 +280,27 @@ class Decode:
         if left >= 0:
             first = cutlass.min(cutlass.max(position - left, 0), held)
         if right >= 0:
-            last = cutlass.max(cutlass.min(Int64(position) + Int64(right) + 1, Int64(held)).to(Int32), 0)
+            last = cutlass.select_(position < held, cutlass.max(cutlass.min(position + right + 1, held), 0), held)
         return first, last
 
     @cute.jit
-    def attend(self, rQ, rPage, pages, caches, place, span, sSeen, scale, cap, results, more, tail, warp, lane):
+    def ask(self, ring, rPage, pages, caches, span, x, lane):
+        """Start loading a warp's first pieces; returns where the keys of its first steps lie, and room for one more."""
+        start, end, tiles = span
+        own = self.tiles
+        rAt = [cute.make_rmem_tensor(own.located_words, Uint32) for _ in range(own.ahead + 1)]
+        for i in cutlass.range_constexpr(own.slots):
+            at, piece = i // (2 * own.pieces), i % (2 * own.pieces)
+            if cutlass.const_expr(piece == 0):
+                self.locate(rPage[at], rAt[at], pages, start, end, x + at * own.step, lane)
+            own.load(piece, ring + i * own.slot_bytes, rAt[at], caches, x + at * own.step, tiles, lane)
+        return rAt
+
+    @cute.jit
+    def attend(self, rQ, loads, place, how, results, more, tail, warp, lane):
         """One block's rows over one chunk of keys."""
-        start, end = span
-        tiles = (cutlass.max(end - start, 0) + TILE - 1) // TILE
+        shared = loads[0]
+        sSeen, scale, cap = how
         row_scale = self.narrow_queries(rQ, more)
         row_scales = [cute.arch.shuffle_sync(row_scale, lane % 4 * 8 + 4 * e) for e in range(2)]
         scales = [scale * row_scale for row_scale in row_scales]
@@ -287,37 +309,31 @@ class Decode:
             tail = self.tiles.cache.park_tail(tail, inverse, warp, lane)
         sQ = rQ
         if cutlass.const_expr(self.tiles.queries_in_shared):
-            shared = cute.arch.alloc_smem(Uint32, self.tiles.query_words * 32, alignment=16)
-            sQ = cute.make_tensor(
-                shared + lane * 4, cute.make_layout((4, self.tiles.query_words // 4), stride=(1, 128))
-            )
+            words = cute.arch.alloc_smem(Uint32, self.tiles.query_words * 32, alignment=16)
+            sQ = cute.make_tensor(words + lane * 4, cute.make_layout((4, self.tiles.query_words // 4), stride=(1, 128)))
             if warp == 0:
                 for i in cutlass.range_constexpr(self.tiles.query_words // 4):
                     cute.autovec_copy(cute.local_tile(rQ, (4,), (i,)), sQ[None, i])
         cute.arch.sync_threads()
-        sums = cutlass.const_expr(self.tiles.shares * ROWS)
+        sums = cutlass.const_expr(self.warps * ROWS)
         sMax = cute.make_tensor(cute.arch.alloc_smem(Float32, sums, alignment=16), sums)
         sSum = cute.make_tensor(cute.arch.alloc_smem(Float32, sums, alignment=16), sums)
-        # The warps' slots; sums, [share][tile of 16 dims][row even or odd][lane][2 dims]: as the registers lie
-        shared = cute.arch.get_dyn_smem(Float32, alignment=128)
+        # Sums, [share][tile of 16 dims][row even or odd][lane][2 dims]: as the registers lie
         sOut = cute.make_tensor(shared, self.shared_bytes // 4)
-
         meeting = (sOut, sMax, sSum)
-        how = (sSeen, scales, cap)
-        ring = Int32(shared.toint()) + warp * self.tiles.ring_bytes
         state = self.tiles.cache.step_state(self.tiles, self.warps, warp, lane)
-        self.take_shares(warp, ring, sQ, rPage, pages, caches, place, span, tiles, how, meeting, state, tail, lane)
+        self.take_share(sQ, loads, (sSeen, scales, cap), meeting, place, state, tail, warp, lane)
         cute.arch.sync_threads()
-        self.join(meeting, sSeen[3], place, results, more, warp, lane)
+        self.join(meeting, (sSeen[3], sSeen[4 + 2 * ROWS]), place, results, more, warp, lane)
 
     @cute.jit
-    def take_shares(self, share, ring, sQ, rPage, pages, caches, place, span, tiles, how, meeting, state, tail, lane):
-        """The sums over a warp's shares, of which this is the first: tiles share, share + shares, ... of the chunk.
+    def take_share(self, sQ, loads, how, meeting, place, state, tail, warp, lane):
+        """The sums over a warp's share: tiles share, share + shares, ... of the chunk.
 
         A step takes so many tiles of a share. Pieces of steps lie in the warp's slots in turn; when one is used, its
         slot is for the piece so many slots on.
         """
-        start, end = span
+        _, ring, rPage, rAt, pages, caches, (start, end, tiles) = loads
         sSeen, scales, cap = how
         own = self.tiles
         ahead, slots, per_step = own.ahead, own.slots, 2 * own.pieces
@@ -326,31 +342,17 @@ class Decode:
         rSum = cute.make_rmem_tensor(own.cache.sums, Float32)
         rScore = cute.make_rmem_tensor(4 * own.at_once, Float32)
         rStart = cute.make_rmem_tensor(2, Float32)
-        # Of this step and those ahead: the first tile; offsets of keys and values, and which keys exist.
-        rFirst = cute.make_rmem_tensor(ahead + 2, Int32)
-        rAt = [cute.make_rmem_tensor(own.located_words, Uint32) for _ in range(ahead + 1)]
         rNext = rPage[ahead]
-        rFirst[0] = share * own.share_tiles
-        for i in cutlass.range_constexpr(ahead + 1):
-            rFirst[i + 1] = self.after(rFirst[i], tiles)
-        if cutlass.const_expr(self.several):
-            for i in cutlass.range_constexpr(ahead):
-                self.look_up(rPage[i + 1], pages, start, end, rFirst[i + 1], lane)
-        for i in cutlass.range_constexpr(ahead):
-            self.locate(rPage[i], rAt[i], pages, start, end, rFirst[i], lane)
-        for i in cutlass.range_constexpr(slots):
-            step, piece = i // per_step, i % per_step
-            own.load(piece, ring + i * own.slot_bytes, rAt[step], caches, rFirst[step], tiles, lane)
         rStart.fill(0.0)
         own.cache.first_scores(own, sQ, rStart)
         rOut.fill(0.0)
         rMax.fill(-Float32.inf)
         rSum.fill(0.0)
         slot = ring
-        while rFirst[0] < tiles:
-            x = rFirst[0]
-            self.locate(rNext, rAt[ahead], pages, start, end, rFirst[ahead], lane)
-            self.look_up(rNext, pages, start, end, rFirst[ahead + 1], lane)
+        x = warp % own.shares * own.share_tiles
+        while x < tiles:
+            self.locate(rNext, rAt[ahead], pages, start, end, x + ahead * own.step, lane)
+            self.look_up(rNext, pages, self.entries(pages, start, x + (ahead + 1) * own.step, lane), end)
             sNow = own.cache.step_queries(own, sQ, slot, rStart, state)
             for i in cutlass.range_constexpr(4 * own.at_once):
                 rScore[i] = rStart[i % 2]
@@ -366,48 +368,14 @@ class Decode:
                         own.weigh(rScore, rAt[0], rMax, rSum, rOut, sSeen, start, scales, cap, x, slot, lane)
                     own.multiply_values(piece - own.pieces, slot, rScore, rAt[0], rOut, x, tiles, lane)
                 cute.arch.sync_warp()
-                step = cutlass.const_expr((piece + slots) // per_step)
-                coming = cutlass.const_expr((piece + slots) % per_step)
-                own.load(coming, slot, rAt[step], caches, rFirst[step], tiles, lane)
+                at, coming = (piece + slots) // per_step, (piece + slots) % per_step
+                own.load(coming, slot, rAt[at], caches, x + at * own.step, tiles, lane)
                 slot = cutlass.select_(slot == ring + (slots - 1) * own.slot_bytes, ring, slot + own.slot_bytes)
-            if cutlass.const_expr(self.several):
-                finished = x + own.at_once * own.shares >= tiles
-                if finished:
-                    self.leave(rOut, rMax, rSum, meeting, place, x // own.share_tiles % own.shares, lane)
-                    rOut.fill(0.0)
-                    rMax.fill(-Float32.inf)
-                    rSum.fill(0.0)
             for i in cutlass.range_constexpr(ahead):
                 for k in cutlass.range_constexpr(own.located_words):
                     rAt[i][k] = rAt[i + 1][k]
-            for i in cutlass.range_constexpr(ahead + 1):
-                rFirst[i] = rFirst[i + 1]
-            rFirst[ahead + 1] = self.after(rFirst[ahead], tiles)
-        if cutlass.const_expr(self.several):
-            self.leave_empty(share, tiles, meeting, lane)
-        else:
-            self.leave(rOut, rMax, rSum, meeting, place, share, lane)
-
-    @cute.jit
-    def after(self, x: Int32, tiles: Int32) -> Int32:
-        """The first tile of the step after the one that starts with tile x; NONE or more past the last."""
-        later = x + self.tiles.at_once * self.tiles.shares
-        if cutlass.const_expr(self.several):
-            share = x // self.tiles.share_tiles % self.tiles.shares + self.warps
-            if later >= tiles:
-                later = cutlass.select_(share < self.tiles.shares, share * self.tiles.share_tiles, Int32(NONE))
-            later = cutlass.select_(x < tiles and later < tiles, later, Int32(NONE))
-        return later
-
-    @cute.jit
-    def leave_empty(self, share, tiles, meeting, lane):
-        """Shares without a tile: their weight is 0, whatever lies where their sums would."""
-        _, sMax, sSum = meeting
-        if lane < ROWS:
-            for empty in cutlass.range(share, self.tiles.shares, self.warps, unroll=1):
-                if empty * self.tiles.share_tiles >= tiles:
-                    sMax[empty * ROWS + lane] = -Float32.inf
-                    sSum[empty * ROWS + lane] = Float32(0.0)
+            x += own.step
+        self.leave(rOut, rMax, rSum, meeting, place, warp, lane)
 
     # -- queries --------------------------------------------------------------------------------------------------
 
@@ -422,10 +390,8 @@ class Decode:
         return mQ.iterator.toint() + 2 * offset
 
     @cute.jit
-    def load_queries(self, mQ, rQ, place, lane):
+    def load_queries(self, mQ, rQ, address, rows, lane):
         """The B tiles of Q', as they are; zeros past the last row and dim."""
-        _, _, _, rows, _, _ = place
-        address = self.query_row(mQ, place, lane)
         dims = cutlass.const_expr(self.tiles.key_dims)
         for i in cutlass.range_constexpr(self.tiles.query_words // 4):
             c, part = i // (dims // 8), i % (dims // 8)
@@ -490,17 +456,24 @@ class Decode:
         return start + tile * TILE + lane % TILE
 
     @cute.jit
-    def look_up(self, rPage, pages, start, end, x, lane):
-        """Start reading the entries of the block table for a step, up to key ``end``."""
-        table, stride, sequence, paged, _, page, inverse, _, _ = pages
+    def entries(self, pages, start, x, lane):
+        """The keys that a lane looks up for a step, and where their entries of the block table lie."""
+        table, stride, _, _, _, page, inverse, _, _ = pages
+        found = []
         for i in cutlass.range_constexpr(self.tiles.lookups):
             key = self.position(start, x, i, lane)
-            rPage[i] = Int32(-1)
-            if key < end:
-                rPage[i] = sequence
-                if paged != 0:
-                    entry, _ = self.split(key, page, inverse)
-                    rPage[i] = Int32(ptx.load_words(table + 4 * Int64(entry) * stride, 1)[0])
+            entry, _ = self.split(key, page, inverse)
+            found.append((key, table + 4 * Int64(entry) * stride))
+        return found
+
+    @cute.jit
+    def look_up(self, rPage, pages, entries, end):
+        """Start reading the pages of a step's keys, up to key ``end``."""
+        _, _, sequence, paged, _, _, _, _, _ = pages
+        for i in cutlass.range_constexpr(self.tiles.lookups):
+            key, at = entries[i]
+            found = ptx.load_if(key < end and paged != 0, at, -1)
+            rPage[i] = cutlass.select_(key < end and paged == 0, sequence, Int32(found))
 
     @cute.jit
     def split(self, key: Int32, page: Int32, inverse):
@@ -519,13 +492,11 @@ class Decode:
         for i in cutlass.range_constexpr(self.tiles.lookups):
             key = self.position(start, x, i, lane)
             exists = rPage[i] >= 0 and rPage[i] < blocks and key < end
-            rAt[3 * i] = Uint32(0)
-            rAt[3 * i + 1] = Uint32(0)
-            offset = Uint32(0)
-            if exists:
-                _, offset = self.split(key, page, inverse)
-                rAt[3 * i] = Uint32(rPage[i]) * strides[0] + offset * strides[1]
-                rAt[3 * i + 1] = Uint32(rPage[i]) * strides[2] + offset * strides[3]
+            _, offset = self.split(key, page, inverse)
+            block = cutlass.select_(exists, Uint32(rPage[i]), Uint32(0))
+            offset = cutlass.select_(exists, offset, Uint32(0))
+            rAt[3 * i] = block * strides[0] + offset * strides[1]
+            rAt[3 * i + 1] = block * strides[2] + offset * strides[3]
             rAt[3 * i + 2] = Uint32(cute.arch.vote_ballot_sync(exists))
             at = cutlass.const_expr(3 * self.tiles.lookups + i * self.tiles.cache.scale_words)
             self.tiles.cache.locate_scales(rAt, at, scales_at, exists, rPage[i], offset)
@@ -538,7 +509,6 @@ class Decode:
         sOut, sMax, sSum = meeting
         _, _, _, rows, _, _ = place
         g, t = lane // 4, lane % 4
-        first, each = cutlass.const_expr([x // 4 for x in self.sums_at])
         for odd in cutlass.range_constexpr(2):
             total = rSum[odd]
             for distance in cutlass.range_constexpr(3):
@@ -548,74 +518,124 @@ class Decode:
                 sSum[share * ROWS + 2 * t + odd] = total
             self.tiles.cache.settle(self.tiles, rOut, rSum, odd)
             if 2 * t + odd < rows:
-                for tile in cutlass.range_constexpr(self.tiles.output_tiles):
-                    at = first + share * each + ((tile * 2 + odd) * 32 + lane) * 2
-                    sOut[at] = rOut[4 * tile + odd]
-                    sOut[at + 1] = rOut[4 * tile + 2 + odd]
+                at = Int32(sOut.iterator.toint()) + share * self.tiles.ring_bytes + odd * 512 + lane * 16
+                for pair in cutlass.range_constexpr(self.tiles.size // 32):
+                    four = [ptx.bits_of(rOut[8 * pair + odd + 2 * k]) for k in range(4)]
+                    ptx.store_shared(at + pair * 1024, four)
 
     @cute.jit
-    def store(self, mOut, place, low, high, more):
-        """Two neighbouring elements of the result, rounded."""
-        sequence, query, head, dim = place
-        if cutlass.const_expr(more is None):
-            mOut[sequence, query, head, dim] = self.dtype(low)
-            mOut[sequence, query, head, dim + 1] = self.dtype(high)
-        else:
-            of_bf16, of_f16 = ptx.pack_pair(low, high, "bf16"), ptx.pack_pair(low, high, "f16")
-            target = Int64(sequence) * mOut.stride[0] + Int64(query) * mOut.stride[1] + Int64(head) * mOut.stride[2]
-            word = cutlass.select_(more.bf16 != 0, of_bf16, of_f16)
-            ptx.store_words(mOut.iterator.toint() + 2 * (target + dim), [word])
-
-    @cute.jit
-    def join(self, meeting, chunks, place, results, more, warp, lane):
+    def join(self, meeting, numbers, place, results, more, warp, lane):
         """Add the shares up, in their order, and write."""
         sOut, sMax, sSum = meeting
-        first, each = cutlass.const_expr([x // 4 for x in self.sums_at])
-        all_tiles = cutlass.const_expr(self.tiles.size // 16)
         sequence, kv_head, first_row, rows, group, per_group = place
-        mOut, mLse, mPartOut, mPartLse, slot, slots, block, mVScale, v_scale_heads = results
+        chunks, chunk = numbers
+        mOut, mLse, mPartOut, mPartLse, mVScale, v_scale_heads = results
+        shares = cutlass.const_expr(self.tiles.shares)
+        group_at, own = warp // shares * shares, warp % shares
         g, t = lane // 4, lane % 4
         v_scale = Float32(1.0)
         if v_scale_heads > 0:
             v_scale = mVScale[cutlass.select_(v_scale_heads > 1, kv_head, Int32(0))]
 
-        # A unit is 16 dims of the even or of the odd rows; the warps take units in turn.
+        # A unit is 32 dims of the even or of the odd rows, four of each lane; the warps take units in turn.
         odd = warp % 2
         row = 2 * t + odd
         largest = -Float32.inf
-        for w in cutlass.range_constexpr(self.tiles.shares):
-            largest = ptx.maximum(largest, sMax[w * ROWS + row])
+        for w in cutlass.range_constexpr(shares):
+            largest = ptx.maximum(largest, sMax[(group_at + w) * ROWS + row])
         base = cutlass.select_(largest == -Float32.inf, Float32(0.0), largest)
-        share = [ptx.exp2(sMax[w * ROWS + row] - base) for w in range(self.tiles.shares)]
+        share = [ptx.exp2(sMax[(group_at + w) * ROWS + row] - base) for w in range(shares)]
         total = Float32(0.0)
-        for w in cutlass.range_constexpr(self.tiles.shares):
-            total += share[w] * sSum[w * ROWS + row]
+        for w in cutlass.range_constexpr(shares):
+            total = ptx.fma(share[w], sSum[(group_at + w) * ROWS + row], total)
         factor = cutlass.select_(total == 0.0, Float32(0.0), v_scale / total)
         lse = largest * (1.0 / LOG2_E) + ptx.log2(total) * (1.0 / LOG2_E)
+        rOut = cute.make_rmem_tensor(4 * self.units, Float32)
+        rOut.fill(0.0)
         if row < rows:
+            for n in cutlass.range_constexpr(self.units):
+                pair = (n * shares + own) // 2
+                if pair < self.tiles.size // 32:
+                    at = Int32(sOut.iterator.toint()) + group_at * self.tiles.ring_bytes
+                    at = at + (pair * 2 + odd) * 512 + lane * 16
+                    for w in cutlass.range_constexpr(shares):
+                        four = ptx.load_shared(at + w * self.tiles.ring_bytes, 4)
+                        for k in cutlass.range_constexpr(4):
+                            rOut[4 * n + k] = ptx.fma(share[w], ptx.float_of(Int32(four[k])), rOut[4 * n + k])
+                    for k in cutlass.range_constexpr(4):
+                        rOut[4 * n + k] = rOut[4 * n + k] * factor
+        whole = chunks == 1
+        writes = row < rows
+        if cutlass.const_expr(self.groups > 1):
+            lse = self.join_groups(rOut, lse, sOut, row, warp, lane)
+            whole = group_at == 0
+            writes = writes and whole
+        if writes:
             packed = first_row + row
             query = self.divide(packed, per_group)
             head = kv_head * group + packed - query * group
-            part = (block * slots + slot) * ROWS + row
-            if g == 0 and warp < 2:
-                if chunks == 1:
+            part = chunk * ROWS + row
+            if g == 0 and own < 2:
+                if whole:
                     mLse[sequence, head, query] = lse
                 else:
                     mPartLse[part] = lse
-            for n in cutlass.range_constexpr((all_tiles * 2 + self.warps - 1) // self.warps):
-                tile = (n * self.warps + warp) // 2
-                if tile < all_tiles:
-                    low, high = Float32(0.0), Float32(0.0)
-                    for w in cutlass.range_constexpr(self.tiles.shares):
-                        at = first + w * each + ((tile * 2 + odd) * 32 + lane) * 2
-                        low += cutlass.select_(share[w] == 0.0, Float32(0.0), share[w] * sOut[at])
-                        high += cutlass.select_(share[w] == 0.0, Float32(0.0), share[w] * sOut[at + 1])
-                    per_chunk = cutlass.const_expr(self.tiles.value_dims // 2)
-                    dim = (tile // per_chunk * 8 + g) * self.tiles.value_dims + tile % per_chunk * 2
-                    if dim < mOut.shape[3]:
-                        if chunks == 1:
-                            self.store(mOut, (sequence, query, head, dim), low * factor, high * factor, more)
-                        else:
-                            target = Int64(part) * mOut.shape[3] + dim
-                            mPartOut[target] = low * factor
-                            mPartOut[target + 1] = high * factor
+            size = mOut.shape[3]
+            out_row = ((Int64(sequence) * mOut.shape[1] + query) * mOut.shape[2] + head) * size
+            out_at = mOut.iterator.toint() + 2 * out_row
+            part_at = mPartOut.iterator.toint() + 4 * Int64(part) * size
+            per_chunk = cutlass.const_expr(self.tiles.value_dims // 4)
+            for n in cutlass.range_constexpr(self.units):
+                pair = (n * shares + own) // 2
+                dim = (pair // per_chunk * 8 + g) * self.tiles.value_dims + pair % per_chunk * 4
+                if pair < self.tiles.size // 32 and dim < size:
+                    four = [rOut[4 * n + k] for k in range(4)]
+                    if whole:
+                        ptx.store_words(out_at + 2 * dim, self.rounded(four, more))
+                    else:
+                        ptx.store_words(part_at + 4 * dim, [ptx.bits_of(x) for x in four])
+
+    @cute.jit
+    def rounded(self, four, more):
+        """Four elements of the result."""
+        words = []
+        for k in cutlass.range_constexpr(2):
+            low, high = four[2 * k], four[2 * k + 1]
+            if cutlass.const_expr(more is None):
+                kind = cutlass.const_expr("bf16" if self.dtype is cutlass.BFloat16 else "f16")
+                words.append(ptx.pack_pair(low, high, kind))
+            else:
+                of_bf16, of_f16 = ptx.pack_pair(low, high, "bf16"), ptx.pack_pair(low, high, "f16")
+                words.append(cutlass.select_(more.bf16 != 0, of_bf16, of_f16))
+        return words
+
+    @cute.jit
+    def join_groups(self, rOut, lse, sOut, row, warp, lane):
+        """The sums of all groups into rOut of the first, in order, as combine.py joins chunks; returns the LSE."""
+        shares = cutlass.const_expr(self.tiles.shares)
+        sLse = cute.make_tensor(cute.arch.alloc_smem(Float32, self.groups * ROWS, alignment=16), self.groups * ROWS)
+        at = Int32(sOut.iterator.toint()) + warp * self.tiles.ring_bytes + self.tiles.size * ROWS * 4 + lane * 16
+        for n in cutlass.range_constexpr(self.units):
+            ptx.store_shared(at + n * 512, [ptx.bits_of(rOut[4 * n + k]) for k in range(4)])
+        if lane // 4 == 0 and warp % shares < 2:
+            sLse[warp // shares * ROWS + row] = lse
+        cute.arch.sync_threads()
+        if warp < shares:
+            largest = -Float32.inf
+            for c in cutlass.range_constexpr(self.groups):
+                largest = ptx.maximum(largest, sLse[c * ROWS + row])
+            base = cutlass.select_(largest == -Float32.inf, Float32(0.0), largest)
+            total = Float32(0.0)
+            rOut.fill(0.0)
+            for c in cutlass.range_constexpr(self.groups):
+                weight = ptx.exp2((sLse[c * ROWS + row] - base) * LOG2_E)
+                total += weight
+                for n in cutlass.range_constexpr(self.units):
+                    four = ptx.load_shared(at + c * shares * self.tiles.ring_bytes + n * 512, 4)
+                    for k in cutlass.range_constexpr(4):
+                        rOut[4 * n + k] = ptx.fma(weight, ptx.float_of(Int32(four[k])), rOut[4 * n + k])
+            factor = cutlass.select_(total == 0.0, Float32(0.0), 1.0 / total)
+            for k in cutlass.range_constexpr(4 * self.units):
+                rOut[k] = ptx.fma(rOut[k], factor, Float32(0.0))
+            lse = base + ptx.log2(total) * (1.0 / LOG2_E)
+        return lse

@@ -272,3 +272,17 @@ def store_half(address: Int64, word: Uint32, *, loc=None, ip=None) -> None:
 def store_byte(address: Int64, word: Uint32, *, loc=None, ip=None) -> None:
     """The low 8 bits to global memory."""
     _assemble("st.global.b8 [$0], $1;", "l,r", [Int64(address), Uint32(word)], [], True, loc, ip)
+
+
+@dsl_user_op
+def fma(a: Float32, b: Float32, c: Float32, *, loc=None, ip=None) -> Float32:
+    """a b + c, rounded once: the same wherever it stands."""
+    operands = [Float32(a), Float32(b), Float32(c)]
+    return Float32(_assemble("fma.rn.f32 $0, $1, $2, $3;", "=f,f,f,f", operands, [T.f32()], False, loc, ip)[0])
+
+
+@dsl_user_op
+def wait_for_launch_before(known: Int64, *, loc=None, ip=None) -> None:
+    """Wait until the launch before this one has ended. ``known`` is not 0; what it is made of is worked out by then."""
+    text = "{.reg .pred p; setp.ne.s64 p, $0, 0; @p griddepcontrol.wait;}"
+    _assemble(text, "l,~{memory}", [Int64(known)], [], True, loc, ip)

@@ -158,7 +158,7 @@ class Tiles:
     cache: Codes
     size: int  # dims of a row that are computed: 64, 128, 256, 512; a smaller head size is padded
     padded: bool  # the head size may be smaller than ``size``
-    shares: int  # into which the keys of a chunk are dealt: tile x + shares follows tile x
+    shares: int  # into which the keys of a chunk are dealt, one to each warp: tile x + shares follows tile x
     at_once: int  # tiles of a warp, loaded together
     pieces: int  # in which the keys (and the values) of these tiles are loaded
     slots: int  # of a warp, a piece each, loaded while others are used
@@ -249,6 +249,11 @@ class Tiles:
     def share_tiles(self) -> int:
         """Tiles from the first of a share to the first of the next."""
         return self.at_once if self.cache.adjacent else 1
+
+    @property
+    def step(self) -> int:
+        """Tiles from the first of a step to the first of the share's next."""
+        return self.at_once * self.shares
 
     @property
     def output_tiles(self) -> int:

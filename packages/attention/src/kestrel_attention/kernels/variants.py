@@ -21,21 +21,21 @@ class DecodeVariant:
     tiles: int
     slots: int
     pieces: int = 1
-    shares: int = 0  # the warps, where not given
+    groups: int = 1
+    """Of so many warps, each with a chunk of its sequence."""
     residents: int = 3
     split_weights: bool = True
     vector_loads: bool = True
 
     @property
     def name(self) -> str:
-        return f"decode_{self.dtype}_{self.cache}_d{self.size}{'p' if self.padded else ''}_w{self.warps}"
+        return f"decode_{self.dtype}_{self.cache}_d{self.size}{'p' if self.padded else ''}_w{self.groups * self.warps}"
 
     def slots_in(self, shared_bytes: int, warps: int, pieces: int) -> int:
         """How many slots of a warp so much shared memory holds."""
         bits = {"same": 16, "int4": 4}.get(self.cache, 8)
         slot = self.tiles * 16 * self.size * bits // 8 // pieces
-        sums = self.shares * self.size * 32  # where they do not lie over the slots
-        return (shared_bytes - sums) // (warps * slot)
+        return shared_bytes // (warps * slot)
 
     def kernel(self, arch: str) -> tuple[Any, tuple[Any, ...]]:
         """The kernel object and the arguments to compile it with."""
@@ -55,20 +55,20 @@ class DecodeVariant:
         if capability(arch) not in (90, 100):  # which have 227 KB of shared memory for a block; others 99 or more
             if self.size == 512:
                 warps, pieces = 4, 4 * self.pieces
-            slots = min(slots, self.slots_in(92 * 1024, warps, pieces))
+            slots = min(slots, self.slots_in(92 * 1024, self.groups * warps, pieces))
         if capability(arch) != 90:  # where registers are filled to the last
             residents = max(1, residents - 1)
         tiles = (quantised.PageTiles if self.cache == "int4" else Tiles)(
             cache=caches[self.cache](),
             size=self.size,
             padded=self.padded,
-            shares=self.shares or warps,
+            shares=warps,
             at_once=self.tiles,
             pieces=pieces,
             slots=slots,
             split_weights=self.split_weights,
         )
-        kernel = Decode(dtype, tiles, warps, residents, has_dependent_launch(arch))
+        kernel = Decode(dtype, tiles, self.groups, residents, has_dependent_launch(arch))
         return kernel, decode_arguments(dtype, self.cache)
 
 
@@ -77,12 +77,12 @@ class CombineVariant:
     """Joins the chunks of long sequences (combine.py), any head size up to 512."""
 
     dtype: str
-    warps: int = 8
+    warps: int
     vector_loads: bool = True
 
     @property
     def name(self) -> str:
-        return f"combine_{self.dtype}"
+        return f"combine_{self.dtype}_w{self.warps}"
 
     def kernel(self, arch: str) -> tuple[Any, tuple[Any, ...]]:
         """The kernel object and the arguments to compile it with."""
@@ -288,7 +288,7 @@ def decode_arguments(dtype: Any, cache: str) -> tuple[Any, ...]:
         more = (Int32(0),)
     integers = (Int32(0),) * 9
     page = (Uint32(0), Int32(0), Int32(1), Float32(1.0))
-    numbers = (*integers[:3], *page, *integers[3:], Float32(1.0), Float32(0.0), *(Int32(0),) * 7)
+    numbers = (*integers[:3], *page, *integers[3:], Float32(1.0), Float32(0.0), *(Int32(0),) * 8)
     stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
     return (q, *caches, lengths, table, *scales, prefixes, out, lse, *parts, *numbers, *more, stream)
 
@@ -306,14 +306,12 @@ def combine_arguments(dtype: Any) -> tuple[Any, ...]:
 
 
 def _decode_variants(dtype: str) -> tuple[DecodeVariant, ...]:
-    """What a GPU holds of registers decides the residents: 16 warps of 128, 12 of 168, 8 of 255.
-
-    Heads of 64 take eight warps and all of a multiprocessor's shared memory where blocks are few, and four where many.
-    """
-    small = [(4, 4, 4), (8, 12, 1)]
+    """What a GPU holds of registers decides the residents: 16 warps of 128, 12 of 168, 8 of 255."""
     return (
-        *(DecodeVariant(dtype, "e4m3", 64, False, w, tiles=2, slots=s, residents=r, shares=8) for w, s, r in small),
-        *(DecodeVariant(dtype, "same", 64, False, w, tiles=1, slots=s, residents=r, shares=8) for w, s, r in small),
+        DecodeVariant(dtype, "e4m3", 64, False, warps=4, tiles=2, slots=4, residents=4),
+        DecodeVariant(dtype, "e4m3", 64, False, warps=4, tiles=2, slots=4, residents=1, groups=4),
+        DecodeVariant(dtype, "same", 64, False, warps=4, tiles=1, slots=6, residents=4),
+        DecodeVariant(dtype, "same", 64, False, warps=4, tiles=1, slots=6, residents=1, groups=4),
         DecodeVariant(dtype, "e4m3", 128, False, warps=8, tiles=1, slots=4, residents=2),
         DecodeVariant(dtype, "same", 128, False, warps=4, tiles=1, slots=4, residents=3),
         DecodeVariant(dtype, "e4m3", 128, True, warps=4, tiles=1, slots=6, residents=3),
@@ -340,7 +338,7 @@ QUANTISED = (
 VARIANTS: tuple[DecodeVariant | CombineVariant | AppendVariant | TauTailVariant | MergeVariant, ...] = (
     *(variant for dtype in DTYPES for variant in _decode_variants(dtype)),
     *QUANTISED,
-    *(CombineVariant(dtype) for dtype in DTYPES),
+    *(CombineVariant(dtype, warps) for dtype in DTYPES for warps in (1, 8)),
     *(AppendVariant(dtype, cache) for dtype in DTYPES for cache in ("same", "e4m3")),
     *(AppendVariant(EITHER, cache) for cache in ("e5m2", "int8", "int4")),
     *(TauTailVariant(dtype, table) for dtype in (*DTYPES, "fp32") for table in sorted({dtype, "fp32"})),
