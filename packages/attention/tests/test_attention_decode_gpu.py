@@ -317,6 +317,16 @@ def test_a_sequence_does_not_depend_on_its_batch(heads, kv_heads, size, storage)
         assert same(call.alone(b).run(), (out[b : b + 1], lse[b : b + 1]))
 
 
+@pytest.mark.parametrize("storage", [None, FP8])
+def test_a_block_of_all_chunks_of_a_sequence_gives_the_bits_of_a_block_each(storage):
+    """Three sequences of 32 heads take 96 blocks, which join their chunks; one alone takes a block for each chunk."""
+    call = made(32, 32, 64, 16, (740, 1000, 130), storage=storage)
+    check(call)
+    out, lse = call.run()
+    for b in range(len(call.keys)):
+        assert same(call.alone(b).run(), (out[b : b + 1], lse[b : b + 1]))
+
+
 def test_decoding_one_by_one_is_the_chunk_row_by_row():
     """Three queries at once see what each sees when the keys behind it are not there yet."""
     chunk = made(8, 2, 64, 16, (54, 300, 1000), queries=3)
