@@ -433,17 +433,23 @@ def test_new_keys_and_values_of_any_bits_are_coded_as_the_reference_codes_them(k
             )
 
 
-def test_positions_without_a_page_are_not_written():
-    for kind in KINDS:
-        call = made(kind, 8, 2, 64, 64, (60, 62, 127, 100), 4)
-        call.lengths[3] = 2**31 - 3
-        call.table[1, 1:], call.table[2, 1:] = -1, 10**6
-        k, v = (torch.randn(4, 4, 2, 64, device="cuda").bfloat16() for _ in range(2))
-        with backend("reference"):
-            other = call.clone()
-            other.run(k, v)
-        call.run(k, v)
-        assert same(tuple(call.caches.values()), tuple(other.caches.values()))
+@pytest.mark.parametrize("kind", KINDS)
+def test_positions_without_a_page_are_not_written(kind):
+    """Nor those past the table of a length near 2^31; the keys that there are count."""
+    call = made(kind, 8, 2, 64, 64, (60, 62, 127, 100), 4)
+    for name, x in call.caches.items():
+        if x.is_floating_point():
+            call.caches[name] = torch.where(x.float().isnan(), torch.ones_like(x.float()), x.float()).to(x.dtype)
+    call.lengths[3] = 2**31 - 3
+    call.table[1, 1:], call.table[2, 1:] = -1, 10**6
+    k, v = (torch.randn(4, 4, 2, 64, device="cuda").bfloat16() for _ in range(2))
+    with backend("reference"):
+        other = call.clone()
+        want = other.run(k, v)
+    got = call.run(k, v)
+    assert same(tuple(call.caches.values()), tuple(other.caches.values()))
+    torch.testing.assert_close(got[0], want[0], rtol=2**-7, atol=4e-3)
+    torch.testing.assert_close(got[1], want[1], rtol=2e-4, atol=2e-4)
 
 
 def test_a_cache_that_kernels_refuse_is_appended_to_once():

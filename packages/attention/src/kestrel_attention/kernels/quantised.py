@@ -236,7 +236,8 @@ class Int4(Codes):
         length = cutlass.select_(known, length, Int32(-1))
         row = cutlass.select_(known, row, Int32(0))
         base = mTail.iterator.toint() + 2 * (Int64(row) * mTail.stride[0] + Int64(kv_head) * mTail.stride[2])
-        return length, (base, mTail.stride[1], (length + added) // PAGE * PAGE)
+        end = cutlass.min(length, 0x7FFFFFFF - added) + added
+        return length, (base, mTail.stride[1], end // PAGE * PAGE)
 
     @cute.jit
     def park_tail(self, tail, inverse, warp, lane):
