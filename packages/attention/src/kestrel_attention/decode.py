@@ -78,7 +78,7 @@ def chunking(num_splits: int, size: int, cache: str, columns: int) -> Chunking:
         return Chunking(272, 272, 2176, 1024 if cache == "same" else 272, most)
     if size > 64 and cache == "same":
         return Chunking(1024, 1024, 8192, 512, 2 * most)
-    if size <= 64 and cache in ("same", "e4m3"):
+    if size <= 64 and cache != "int4":
         return Chunking(512, 192, 768, 256, most)
     return Chunking(1024, 1024, 0, 1024, most)
 
