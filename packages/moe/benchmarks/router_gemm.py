@@ -1,4 +1,7 @@
-"""Shapes of record of router_gemm, bf16: tokens x Hd -> E. To be faster than the vendor's product and a cast."""
+"""Shapes of router_gemm, bf16: tokens x Hd -> E. To be faster than the vendor's product and a cast.
+
+Those of record, then the gates of DeepSeek-V3, gpt-oss, Mixtral and Qwen3.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,11 @@ import torch
 import kestrel_moe
 from kestrel_runtime import Binary
 
-TARGETS = dict.fromkeys(f"{tokens}x2048->64" for tokens in (1, 4, 16, 64, 256, 740))
+GATES = ("7168->256", "2880->128", "4096->8", "2048->128")
+TARGETS = dict.fromkeys(
+    [f"{tokens}x2048->64" for tokens in (1, 4, 16, 64, 256, 740)]
+    + [f"{tokens}x{gate}" for gate in GATES for tokens in (1, 16, 64, 256)]
+)
 
 
 def sizes(shape: str) -> tuple[int, int, int]:
@@ -56,4 +63,5 @@ def candidates() -> dict[str, Callable[..., object]]:
     return {
         "kestrel": lambda x, weight, out: kestrel_moe.router_gemm(x, weight, out=out),
         "torch": lambda x, weight, out: torch.mm(x, weight.T).float(),
+        "torch.mm float32": lambda x, weight, out: torch.mm(x, weight.T, out_dtype=torch.float32, out=out),
     }

@@ -1,4 +1,4 @@
-// Clusters of thread blocks (sm_90 and later): messages of 32-bit words into each other's shared memory. Elsewhere a
+// Clusters of thread blocks (sm_90 and later): messages into each other's shared memory. Elsewhere a
 // cluster is one block, and none of this is called.
 #pragma once
 
@@ -49,6 +49,19 @@ __device__ __forceinline__ void send(unsigned to, const unsigned* p, unsigned v,
   asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.u32 [%0], %1, [%2];" ::"r"(there), "r"(v),
                "r"(there_box)
                : "memory");
+#endif
+}
+
+// The same for sixteen bytes.
+__device__ __forceinline__ void send(unsigned to, const float4* p, float4 v, const uint64_t* box) {
+#if KESTREL_CLUSTERS
+  uint32_t there, there_box;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared_address(p)), "r"(to));
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there_box) : "r"(shared_address(box)), "r"(to));
+  asm volatile(
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(there),
+      "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w), "r"(there_box)
+      : "memory");
 #endif
 }
 
