@@ -17,13 +17,13 @@ __device__ __forceinline__ void add_residual(float (&x)[Pack<T>::size], const Pa
   for (int i = 0; i < Pack<T>::size; ++i) x[i] += r[i];
   Pack<T> sum;
   sum.pack(x);
-  store_pack<A>(row, first, p.n, p.unit, sum);
+  store_pack<A>(row, first, p.n, sum);
   sum.unpack(x);
 }
 
 template <Access A, typename T>
 __device__ __forceinline__ Pack<T> load_bias(const Params& p, int first) {
-  return load_pack<A, T, true>(static_cast<const char*>(p.bias), first, p.bias ? p.n : 0, p.unit);
+  return load_pack<A, T, true>(static_cast<const char*>(p.bias), first, p.bias ? p.n : 0);
 }
 
 template <typename O>
@@ -52,7 +52,7 @@ __device__ __forceinline__ void write(const float (&y)[Pack<typename O::T>::size
                                       int first) {
   Pack<typename O::T> pack;
   pack.pack(y);
-  store_pack<A>(row, first, p.n, p.unit, pack, !O::add && p.streamed);
+  store_pack<A>(row, first, p.n, pack, !O::add && p.streamed);
 }
 
 template <Access A, int size>
@@ -60,7 +60,7 @@ __device__ __forceinline__ void write_codes(const float (&q)[size], const Params
   uint32_t codes[size / 4];
 #pragma unroll
   for (int i = 0; i < size; i += 4) codes[i / 4] = to_fp8x4(q[i], q[i + 1], q[i + 2], q[i + 3]);
-  store_codes<A, size>(row, first, p.n, p.unit, codes);
+  store_codes<A, size>(row, first, p.n, codes);
 }
 
 // The scale of a row held in registers, from its largest finite magnitude. What is not finite is rare: only where the

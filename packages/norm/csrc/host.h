@@ -175,6 +175,16 @@ constexpr int rows_per_block = 4;  // of a warp each
 
 inline dim3 blocks(int rows, int each) { return dim3((rows + each - 1) / each); }
 
+template <typename O, Access A>
+void launch_any_rows(Params p, const TeamSize& team, DLDevice device) {
+  const int each = team.warps == 1 ? rows_per_block : 1;
+  const int64_t row = (int64_t{p.n} * sizeof(typename O::T) + 15) / 16 * 16 + 16;  // at any address
+  const int64_t shared = row * each * (O::add ? 2 : 1);
+  if (shared <= 47 * 1024) p.staged = static_cast<int>(row);
+  launch_pdl(norm_any_rows<O, A>, blocks(p.rows, each), dim3(32 * team.warps, each), device, p,
+             p.staged > 0 ? shared : 0);
+}
+
 template <typename O>
 void launch_rows(const Params& p, DLDevice device) {
   constexpr bool layer = O::norm == Norm::layer;
@@ -197,7 +207,7 @@ void launch_rows(const Params& p, DLDevice device) {
     }
   }
   if (team.packs == 4) return per_row(norm_rows<O, 4, 8>);
-  per_row(norm_any_rows<Op<O::norm, O::add, O::fp8, typename O::T>, Access::whole>);
+  launch_any_rows<Op<O::norm, O::add, O::fp8, typename O::T>, Access::whole>(p, team, device);
 }
 
 // Rows that move 8 bytes at a time; false where no kernel of their own takes them.
@@ -258,9 +268,7 @@ void launch(Params p, const RowShape& shape, DLDevice device) {
   if constexpr (!O::fp8 && size > 4) {
     if (in(2) && launch_halves<O>(p, device)) return;
   }
-  p.unit = in(2) ? size / 2 : in(4) ? size / 4 : 1;
-  const int warps = team_size<O>(p.n).warps, each = warps == 1 ? rows_per_block : 1;
-  launch_pdl(norm_any_rows<O, Access::units>, blocks(p.rows, each), dim3(32 * warps, each), device, p);
+  launch_any_rows<O, Access::across>(p, team_size<O>(p.n), device);
 }
 
 }  // namespace kestrel::norm

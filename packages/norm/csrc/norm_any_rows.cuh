@@ -2,12 +2,14 @@
 // bases, strides or a length that are no multiples of 16 bytes (8 in bf16 and float16 without FP8).
 //
 // clang-format off
-// Must move:  what norm_rows moves; a row is read again for each of its two passes (FP8: three), from L1 or L2.
+// Must move:  what norm_rows moves. A row of up to 47 KB is copied to shared memory, all of it at once, and read from there
+//             for each of its two passes (FP8: three); a longer one is read again, from L1 or L2.
+// Alignment:  a row at any address is read and written as the aligned words of 16 bytes that it lies in (rows.cuh,
+//             Access::across): what a pack has of two words is shifted together.
 // Split:      a block per row (four rows where a warp each is enough), of the warps that host.h's team_size gives its length.
 //             Sums are added in the order of norm_rows: a row's result does not depend on which of the two kernels ran.
 // PDL:        reads nothing before the wait, lets the next kernel in behind it.
-// Measured:   on an H200, of the bytes at 4.3 TB/s: rms_norm 2048x16384 44.5 us, 70 %; 2048x4098 (4 bytes at a time) 17.5,
-//             45 % (results/h200_designs.json, "odd", "long").
+// Measured:   results/h200_designs.json ("odd", "long") has this kernel as it was before rows went through shared memory.
 // clang-format on
 #pragma once
 
@@ -19,12 +21,23 @@ namespace kestrel::norm {
 
 constexpr int MOST_WARPS = 32;
 
+// Starts to copy the aligned words that a row lies in to shared memory; returns where there it begins.
+__device__ __forceinline__ const char* stage(char* shared, const char* row, int bytes, int thread, int threads) {
+  const int shift = reinterpret_cast<uintptr_t>(row) % 16;
+  const unsigned to = static_cast<unsigned>(__cvta_generic_to_shared(shared));
+  for (int at = 16 * thread; at < shift + bytes; at += 16 * threads) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to + at), "l"(row - shift + at) : "memory");
+  }
+  return shared + shift;
+}
+
 template <typename O, Access A>
 __global__ void __launch_bounds__(MOST_WARPS * 32, A == Access::whole ? 0 : 1)
     norm_any_rows(const __grid_constant__ Params p) {
   using T = typename O::T;
   constexpr int size = Pack<T>::size;
   constexpr bool layer = O::norm == Norm::layer;
+  extern __shared__ __align__(16) char staged_rows[];
   __shared__ float4 memory[MOST_WARPS];
   __shared__ float largest_of_warps[O::fp8 ? MOST_WARPS : 1];
   const Team<MOST_WARPS> team;
@@ -35,14 +48,24 @@ __global__ void __launch_bounds__(MOST_WARPS * 32, A == Access::whole ? 0 : 1)
   pdl_wait();
   pdl_trigger();
 
+  const char *x_row = row.x, *residual_row = row.residual;
+  if (p.staged > 0) {
+    char* shared = staged_rows + threadIdx.y * (O::add ? 2 : 1) * p.staged;
+    x_row = stage(shared, row.x, p.n * sizeof(T), team.thread, team.threads);
+    if constexpr (O::add)
+      residual_row = stage(shared + p.staged, row.residual, p.n * sizeof(T), team.thread, team.threads);
+    asm volatile("cp.async.wait_all;" ::: "memory");
+    team.threads == 32 ? __syncwarp() : __syncthreads();
+  }
+
   const int start = team.thread * size, stride = team.threads * size;
   float pivot = 0.f, s1 = 0.f, s2 = 0.f, count = 0.f;
   for (int64_t base = start; base - start < p.n; base += stride) {
     const int first = static_cast<int>(base < p.n ? base : p.n);
     float x[size];
-    load_pack<A, T, true>(row.x, first, p.n, p.unit).unpack(x);
+    load_pack<A, T, true, true>(x_row, first, p.n).unpack(x);
     if constexpr (O::add) {
-      const Pack<T> residual = load_pack<A, T, true>(row.residual, first, p.n, p.unit);
+      const Pack<T> residual = load_pack<A, T, true, true>(residual_row, first, p.n);
       add_residual<A, T>(x, residual, p, row.residual, first);
     }
     if constexpr (layer) {
@@ -53,6 +76,7 @@ __global__ void __launch_bounds__(MOST_WARPS * 32, A == Access::whole ? 0 : 1)
       s2 += sum_of_squares<T>(x);
     }
   }
+  if constexpr (O::add) __syncwarp();  // another lane may have written a part of this one's residual
   float mean = 0.f, squares;
   if constexpr (layer) {
     count = warp_sum(count);
@@ -80,10 +104,10 @@ __global__ void __launch_bounds__(MOST_WARPS * 32, A == Access::whole ? 0 : 1)
   float largest = 0.f, scale = 0.f, inverse = 0.f;
 #pragma unroll 1
   for (int pass = O::fp8 ? 0 : 1; pass < 2; ++pass) {
-    for (int64_t base = start; base < p.n; base += stride) {
-      const int first = static_cast<int>(base);
+    for (int64_t base = start; base - start < p.n; base += stride) {
+      const int first = static_cast<int>(base < p.n ? base : p.n);
       float y[size], w[size];
-      load_pack<A, T, true>(O::add ? row.residual : row.x, first, p.n, p.unit).unpack(y);
+      load_pack<A, T, true, true>(O::add ? row.residual : x_row, first, p.n).unpack(y);
       Pack<T> bias;
       if constexpr (layer) bias = load_bias<A, T>(p, first);
       const auto read_weights = [&](auto pack) {

@@ -27,8 +27,8 @@ pytestmark = pytest.mark.gpu
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 # Both sides of every border between kernels (packs of 8 or 4 elements), whole and broken packs, and a very long row.
 SIZES = (1, 7, 8, 12, 66, 127, 128, 256, 264, 513, 896, 1024, 1026, 1152, 1156, 1280, 1288, 1536, 2048, 2056, 3072)
-SIZES += (4096, 4100, 4104)
-LONG_SIZES = (5120, 8192, 8200, 16384, 16392, 50000, 131072)
+SIZES += (1001, 4096, 4100, 4101, 4104)
+LONG_SIZES = (5120, 8191, 8192, 8200, 16384, 16392, 18944, 23999, 50000, 50001, 131072)
 OPS = ("layer_norm", "fused_add_layer_norm", "rms_norm", "fused_add_rms_norm")
 FP8_OPS = ("rms_norm_fp8", "fused_add_rms_norm_fp8")
 ENTRY_POINTS = Binary("kestrel_norm")
@@ -147,7 +147,7 @@ def test_no_rows_and_no_columns(op: str) -> None:
         assert run(op, x, random(shape[-1]), random(shape[-1]))[0].shape == shape
 
 
-@pytest.mark.parametrize("n", [7, 12, 66, 1152, 2048, 2052, 2056, 5000, 8192, 40000])
+@pytest.mark.parametrize("n", [7, 12, 66, 1001, 1152, 2048, 2052, 2056, 5000, 8192, 40000])
 @pytest.mark.parametrize("offset", [0, 1, 4])
 def test_nothing_is_written_around_the_result(n: int, offset: int) -> None:
     x, weight = random(5, n), random(n, seed=1)
@@ -185,7 +185,7 @@ def test_columns_of_a_wider_buffer_in_place_leave_the_rest(op: str) -> None:
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("op", OPS + FP8_OPS)
 def test_a_row_does_not_depend_on_batch_alignment_or_strides(op: str, dtype: torch.dtype) -> None:
-    for n in (64, 1152, 1156, 2048, 2052, 4096, 8188, 8192, 20000):
+    for n in (64, 1001, 1152, 1156, 2048, 2052, 4096, 8188, 8192, 20000):
         x, weight, bias = random(700, n, dtype=dtype), random(n, dtype=dtype, seed=1), random(n, dtype=dtype, seed=2)
         whole = run(op, x, weight, bias)
         for row in (0, 1, 333, 699):
@@ -418,7 +418,7 @@ def test_fp8_is_the_float32_norm_quantised() -> None:
             assert int((distance > 0).sum()) <= q.numel() / 10_000
 
 
-@pytest.mark.parametrize("n", [7, 66, 1152, 2048, 2056, 5000, 8192, 40000])
+@pytest.mark.parametrize("n", [7, 66, 1001, 1152, 2048, 2056, 5000, 8192, 40000])
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_codes_and_scales_are_written_and_nothing_around_them(n: int, dtype: torch.dtype) -> None:
     x, weight = random(5, n, dtype=dtype), random(n, dtype=dtype, seed=1)
