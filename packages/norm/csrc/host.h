@@ -153,8 +153,6 @@ inline bool prepare(const RowShape& shape, const TensorView& x, const OptionalTe
 // - with a residual: 2048x2048 9.06, 9.54; 2048x4096 17.9, 18.3; 16384x4096 131.2, 132.4; but 16x4096 1.28, 1.25
 // - rms_norm: 2048x2048 5.17, 5.39; but 2048x1536 4.21, 4.11; 16384x4096 66.0, 65.3
 // - FP8: half the threads share what a row costs besides its elements.
-// Eight packs a lane, for rms_norm of more than 512 packs: a design of 65536x8192 took 513.6 to 515.1 us (20th and 80th
-// percentile), four packs and two rows a block 510 to 532 in the same run (results/h200_large.json).
 struct TeamSize {
   int packs, most, warps;
 };
@@ -169,7 +167,6 @@ TeamSize team_size(int n) {
   if (packs <= widest * 32) return {widest, 1, 1};
   if (packs > 4 * 8 * 32) return {0, MOST_WARPS, MOST_WARPS};
   if (layer && packs <= 2 * 4 * 32) return {2, 4, warps(2)};
-  if (!layer && !O::add && !O::fp8 && packs > 4 * 4 * 32) return {8, 4, warps(8)};
   const bool four = packs > 2 * 8 * 32 || (!layer && (O::add || O::fp8 || packs == 2 * 4 * 32));
   return four ? TeamSize{4, 8, warps(4)} : TeamSize{2, 8, warps(2)};
 }
@@ -183,7 +180,7 @@ void launch_any_rows(Params p, const TeamSize& team, DLDevice device) {
   const int each = team.warps == 1 ? rows_per_block : 1;
   const int64_t row = (int64_t{p.n} * sizeof(typename O::T) + 15) / 16 * 16 + 16;  // at any address
   const int64_t shared = row * each * (O::add ? 2 : 1);
-  if (shared <= 47 * 1024) p.staged = static_cast<int>(row);
+  if (A == Access::across && shared <= 47 * 1024) p.staged = static_cast<int>(row);
   launch_pdl(norm_any_rows<O, A>, blocks(p.rows, each), dim3(32 * team.warps, each), device, p,
              p.staged > 0 ? shared : 0);
 }
@@ -203,8 +200,11 @@ void launch_rows(const Params& p, DLDevice device) {
   if constexpr (layer || (!O::add && !O::fp8)) {
     if (team.packs == 2) return per_row(norm_rows<O, 2, 8>);
   }
-  if constexpr (!layer && !O::add && !O::fp8) {
-    if (team.packs == 8) return per_row(norm_rows<O, 8, 4>);
+  if constexpr (!layer && !O::add && !O::fp8 && std::is_same_v<typename O::T, typename O::W>) {
+    // Two rows a block and one, us of an H200: 65536x8192 531.6, 538.5; but 16384x4096 68.7, 67.4 (h200_designs.json).
+    if (p.streamed && team.packs == 4 && team.warps > 4) {
+      return launch_pdl(norm_rows<O, 4, 8, Access::whole, 2>, blocks(p.rows, 2), dim3(32 * team.warps), device, p);
+    }
   }
   if (team.packs == 4) return per_row(norm_rows<O, 4, 8>);
   launch_any_rows<Op<O::norm, O::add, O::fp8, typename O::T>, Access::whole>(p, team, device);
@@ -224,12 +224,6 @@ bool launch_halves(const Params& p, DLDevice device) {
     return true;
   }
   const dim3 grid(p.rows), block(32 * team.warps);  // warps that a team does not have add zeros
-  if constexpr (!layer && !O::add) {
-    if (team.packs == 8) {
-      launch_pdl(norm_rows<O, 8, 4, halves>, grid, block, device, p);
-      return true;
-    }
-  }
   if (team.packs == 4) {
     launch_pdl(norm_rows<O, 4, 8, halves>, grid, block, device, p);
   } else if constexpr (layer || !O::add) {

@@ -2,14 +2,14 @@
 // bases, strides or a length that are no multiples of 16 bytes (8 in bf16 and float16 without FP8).
 //
 // clang-format off
-// Must move:  what norm_rows moves. A row of up to 47 KB is copied to shared memory, all of it at once, and read from there
-//             for each of its two passes (FP8: three); a longer one is read again, from L1 or L2.
+// Must move:  what norm_rows moves. An unaligned row of up to 47 KB is copied to shared memory, all of it at once, and read
+//             from there for each of its two passes (FP8: three); any other is read again, from L1 or L2.
 // Alignment:  a row at any address is read and written as the aligned words of 16 bytes that it lies in (rows.cuh,
 //             Access::across): what a pack has of two words is shifted together.
 // Split:      a block per row (four rows where a warp each is enough), of the warps that host.h's team_size gives its length.
 //             Sums are added in the order of norm_rows: a row's result does not depend on which of the two kernels ran.
 // PDL:        reads nothing before the wait, lets the next kernel in behind it.
-// Measured:   results/h200_designs.json ("odd", "long") has this kernel as it was before rows went through shared memory.
+// Measured:   results/h200_odd.json: a quarter to a half of the limit for rows of odd lengths.
 // clang-format on
 #pragma once
 
