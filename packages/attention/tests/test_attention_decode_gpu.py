@@ -260,6 +260,29 @@ def test_a_sequence_does_not_depend_on_the_room_of_its_table(heads, kv_heads, si
         assert same(alone.run(), (out[b : b + 1], lse[b : b + 1]))
 
 
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("rise", [7, 9])
+@pytest.mark.parametrize(
+    ("dtype", "storage", "step"), [(torch.bfloat16, None, 64), (torch.float16, None, 64), (torch.bfloat16, FP8, 128)]
+)
+def test_scores_that_rise_along_the_sequence(dtype, storage, step, rise, masked):
+    """By less and by more, from step to step, than weights may grow before sums are brought to another base (SLACK).
+
+    masked: the first steps of all warps but one show them no key.
+    """
+    call = made(8, 2, 64, 16, (6 * step, 3 * step), dtype=dtype, storage=storage)
+    call.q[..., :32] = 0.25  # a score is about the mean of so many dims
+    call.q[..., 32:] /= 64
+    for b, k in enumerate(call.keys):
+        position = torch.arange(len(k), device="cuda")
+        ramp = (position - len(k) / 2) * (rise * math.log(2) / step)
+        k = k.float()
+        k[..., :32] += ramp[:, None, None]
+        call.keys[b] = k.to(call.k_cache.dtype)
+        bits(call.k_cache)[call.table[b, position // 16].long(), position % 16] = bits(call.keys[b])
+    check(call, num_splits=1, **({"window_size": (300, 0), "prefix_len": 1} if masked else {}))
+
+
 def test_bf16_queries_of_any_magnitude_over_fp8():
     call = made(8, 8, 64, 1, storage=FP8)
     call.q *= 10.0 ** torch.arange(-8, 8, 2, device="cuda")[:, None]  # the last past what f16 holds

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
+import itertools
 from types import SimpleNamespace
 
 import pytest
@@ -9,6 +12,7 @@ import torch
 
 from kestrel_attention import decode, flash_attn_with_kvcache, plans
 from kestrel_attention.plans import Plans, form
+from kestrel_runtime import cute
 
 
 def test_a_form_tells_tensors_apart_by_what_checks_look_at() -> None:
@@ -48,6 +52,50 @@ def test_an_append_that_finds_no_memory_has_written_nothing(monkeypatch: pytest.
     with pytest.raises(torch.OutOfMemoryError):
         decode.attend(plan, q, *caches, lengths, None, None, None, None, new=(new, new))
     assert done == []
+
+
+class Quotient(int):
+    def to(self, kind: type[int]) -> int:
+        return kind(self)
+
+
+def cache_of(kind: str, kv_heads: int, size: int) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+    """A cache of one page, and what comes with it."""
+    dtypes = {"same": torch.bfloat16, "e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2, "int8": torch.int8}
+    cache = torch.empty(1, 64, kv_heads, size // 2 if kind == "int4" else size, dtype=dtypes.get(kind, torch.uint8))
+    of_tokens, of_channels = torch.empty(1, 64, kv_heads), torch.empty(1, kv_heads, size)
+    tail = torch.empty(1, 64, kv_heads, size), torch.empty(1)
+    both = {"int8": (of_tokens, of_tokens), "int4": (of_channels, of_channels, of_tokens, of_tokens, *tail)}
+    return cache, both.get(kind, ())
+
+
+@pytest.mark.skipif(not cute.can_compile(), reason="nvidia-cutlass-dsl is not installed")
+@pytest.mark.parametrize("cache", ["same", "e4m3", "e5m2", "int8", "int4"])
+def test_the_host_cuts_a_sequence_as_the_device_does(cache: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel's own function, in Python's integers: a chunk's first page is looked up where the host says it is."""
+    from kestrel_attention.kernels import decode as device
+    from kestrel_attention.kernels import variants
+
+    numbers = SimpleNamespace(const_expr=lambda x: x, select_=lambda which, x, y: x if which else y)
+    monkeypatch.setattr(device, "cutlass", numbers)
+    monkeypatch.setattr(device, "ptx", SimpleNamespace(divide=lambda x, y: Quotient(x // y)))
+    for name in ("Int32", "Int64", "Uint32"):
+        monkeypatch.setattr(device, name, int)
+    monkeypatch.setattr(decode, "_binary", SimpleNamespace(kernel=lambda variant, device: None))
+    rooms = (64, 512, 576, 1024, 1088, 8192, 8256, 20032, 40000, 131072, 10**6)
+    for size in (64, 128) if cache in ("e5m2", "int4") else (64, 128, 256) if cache == "int8" else (64, 128, 256, 512):
+        kernel = variants.covering("bf16", cache, size)[0].kernel("90a")[0]
+        chunk = functools.partial(inspect.unwrap(type(kernel).chunk), kernel)
+        for kv_heads, splits, room in itertools.product((1, 3, 8, 200), (0, 1, 5, 16, 100), rooms):
+            q = torch.zeros(1, 1, kv_heads, size).bfloat16()
+            k_cache, scales = cache_of(cache, kv_heads, size)
+            table = torch.zeros(1, 1, dtype=torch.int32).expand(1, room // 64)
+            rest = (table, None, None, None, False, -1, -1, 0.0, 0, None, splits)
+            plan = decode.make_plan("key", q, k_cache, k_cache, *rest, scales=scales)
+            *_, whole, shorter, middle, shortest, most, _, keys, start = plan.numbers
+            n = SimpleNamespace(whole=whole, shorter=shorter, middle=middle, shortest=shortest, most=most)
+            assert (chunk(room // 64 * 64, n), 0) == (keys, start), (size, kv_heads, splits, room)
+    decode.plans.clear()
 
 
 @pytest.mark.parametrize("length", [2**31 - 1, 2**31 - 3])

@@ -315,6 +315,41 @@ def test_int8_scales_far_from_one(value_size):
     check(made("int8", 8, 2, 64, 16, (0, 1, 54, 700), value_size=value_size), shift=math.log2(value_size))
 
 
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("rise", [7, 9])
+@pytest.mark.parametrize(("kind", "step"), [("int8", 128), ("int4", 256), ("e5m2", 128)])
+def test_scores_that_rise_along_the_sequence(kind, step, rise, masked):
+    """By less and by more, from step to step, than weights may grow before sums are brought to another base (SLACK).
+
+    masked: the first steps of all warps but one show them no key.
+    """
+    call = made(kind, 8, 2, 64, 16, (6 * step, 3 * step))
+    call.q[..., :32] = 0.25  # a score is about the mean of so many dims
+    call.q[..., 32:] /= 64
+    page = call.caches["k_cache"].shape[1]
+    for b, k in enumerate(call.keys):
+        position = torch.arange(len(k), device="cuda")
+        block, slot = call.table[b, position // page].long(), position % page
+        ramp = position * (rise * math.log(2) / step)
+        if kind == "e5m2":
+            k[..., :32] += (ramp - ramp.mean())[:, None, None]
+            codes = k.float().to(E5M2)
+            call.caches["k_cache"].view(torch.uint8)[block, slot] = codes.view(torch.uint8)
+            call.keys[b] = codes.double()
+        elif kind == "int8":
+            call.caches["k_cache"][block, slot, :, :32] = 100
+            call.caches["k_scale"][block, slot] = (1 + ramp)[:, None] / 100
+            scales = call.caches["k_scale"][block, slot]
+            call.keys[b] = call.caches["k_cache"][block, slot].double() * scales[..., None].double()
+        else:  # zeros fall from page to page
+            zeros = 7.5 - 4 * (ramp - ramp.mean())[::64]
+            call.caches["k_scale"][block[::64], :, :32] = 0.25
+            call.caches["k_zero"][block[::64], :, :32] = zeros.half()[:, None, None]
+            scale, zero = (call.caches[name][block].double() for name in ("k_scale", "k_zero"))
+            call.keys[b] = (nibbles(call.caches["k_cache"][block, slot]) - zero) * scale
+    check(call, num_splits=1, **({"window_size": (300, 0), "prefix_len": 1} if masked else {}))
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_queries_of_any_magnitude(kind):
     call = made(kind, 8, 8, 64, 1)
@@ -322,19 +357,35 @@ def test_queries_of_any_magnitude(kind):
     check(call, softmax_scale=1e-7)
 
 
-def test_int4_is_as_accurate_as_attention_over_dequantised_keys():
+def assert_as_accurate_as_attention_over_dequantised_keys(call: Call) -> None:
     """Root mean square errors against float64, PyTorch's in the same dtype."""
-    for dtype in (torch.bfloat16, torch.float16):
-        call = made("int4", 32, 8, 128, 64, (2000, 3000), dtype=dtype)
-        out, _ = call.run()
-        mine, its = 0.0, 0.0
-        for b, (k, v) in enumerate(zip(call.keys, call.values, strict=True)):
-            want = exact(call.q[b], k, v, {}, 0)[0]
-            rows = (x.to(dtype).transpose(0, 1)[None] for x in (call.q[b], k, v))
-            composed = torch.nn.functional.scaled_dot_product_attention(*rows, enable_gqa=True)[0].transpose(0, 1)
-            mine += float((out[b].double() - want).square().sum())
-            its += float((composed.double() - want).square().sum())
-        assert mine <= 1.21 * its, f"{(mine / its) ** 0.5:.2f} times PyTorch's error in {dtype}"
+    dtype, (out, _) = call.q.dtype, call.run()
+    mine, its = 0.0, 0.0
+    for b, (k, v) in enumerate(zip(call.keys, call.values, strict=True)):
+        want = exact(call.q[b], k, v, {}, 0)[0]
+        rows = (x.to(dtype).transpose(0, 1)[None] for x in (call.q[b], k, v))
+        composed = torch.nn.functional.scaled_dot_product_attention(*rows, enable_gqa=True)[0].transpose(0, 1)
+        mine += float((out[b].double() - want).square().sum())
+        its += float((composed.double() - want).square().sum())
+    assert mine <= 1.21 * its, f"{(mine / its) ** 0.5:.2f} times PyTorch's error in {dtype}"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_int4_is_as_accurate_as_attention_over_dequantised_keys(dtype):
+    assert_as_accurate_as_attention_over_dequantised_keys(made("int4", 32, 8, 128, 64, (2000, 3000), dtype=dtype))
+
+
+def test_int4_scales_of_channels_down_to_the_range_that_is_stated():
+    """Of 2^-12 to 2^-9.7, 2^-10.3 on the root mean square; queries are as much larger, so that weights are as ever."""
+    call = made("int4", 32, 8, 128, 64, (1984, 3008))  # whole pages
+    call.caches["k_scale"] *= 2.0**-8
+    call.q *= 2.0**8
+    call.keys = [k * 2.0**-8 for k in call.keys]
+    assert_as_accurate_as_attention_over_dequantised_keys(call)
+    _, lse = call.run()
+    for b, (k, v) in enumerate(zip(call.keys, call.values, strict=True)):
+        _, want, noise = exact(call.q[b], k, v, {}, 0)
+        assert bool(((lse[b].double() - want).abs() <= 12 * noise).all())  # errors of scores of 0.002, six times that
 
 
 def test_nan_in_a_scale_stays_with_its_sequence_and_head():

@@ -22,7 +22,7 @@ _CODES = {
     torch.int8: "int8",
 }
 MOST_QUERIES = 16  # longer ones are prefill
-_TILE = 16  # keys: chunks are of whole tiles
+_TILE = 16  # keys: chunks are of whole tiles, or of whole pages
 ROWS = 8  # of a block: queries x heads of one KV head
 _FAR = 2**30
 _MOST_KEYS = 2**29
@@ -62,9 +62,10 @@ class Chunking:
         ends = [longest] + [end for end in (self.whole, self.middle) if end < longest]
         return max(1, min(self.most, max(-(-end // self.least(end)) for end in ends)))
 
-    def keys(self, length: int) -> int:
-        """Of a chunk of a sequence of this length."""
-        return max(self.least(length), -(-length // (_TILE * self.most)) * _TILE)
+    def keys(self, length: int, grain: int = 1) -> int:
+        """Of a chunk of a sequence of this length, in a cache whose chunks are of whole ``grain`` keys."""
+        grain = max(grain, _TILE)
+        return max(self.least(length), -(-length // (grain * self.most)) * grain)
 
 
 def chunking(num_splits: int, size: int, cache: str, columns: int) -> Chunking:
@@ -160,7 +161,7 @@ def make_plan(
     if slots * columns // kv_heads > _GRID or batch > _GRID:
         raise UnsupportedError(f"kernels cover up to {_GRID} sequences and splits")
     start = max(0, room - queries - left) // grain * grain if left >= 0 and longest < room else 0
-    guessed = chunks.keys(min(room - start, longest)), start  # of a sequence that fills its table
+    guessed = chunks.keys(min(room - start, longest), grain), start  # of a sequence that fills its table
     blocks = batch * columns
     variant = variants[0]
     for joining in variants[1:]:  # a block takes all chunks of a sequence

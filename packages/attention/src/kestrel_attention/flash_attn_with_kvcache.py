@@ -79,7 +79,7 @@ def flash_attn_with_kvcache(
     such D up to 256, and 512; INT8 with D 64, 128, 256, e5m2 and INT4 with 64, 128. With the extra ``[jit]`` INT8 and
     e5m2 of other D up to 256 are compiled on first use. The rest runs by reference. New keys and values are written by
     a kernel before, bit for bit as the reference writes them; nothing is allocated after it. Over INT4, kernels take
-    bf16 queries of less than 2^102.
+    bf16 queries of less than 2^102, and scores lose precision where scales of channels are below some 2^-11.
     Raises TypeError for a wrong dtype or a missing tensor, ValueError for a wrong shape, stride, range or device,
     UnsupportedError for an INT4 cache with pages of other than 64 slots.
     Semantics: ``flash_attn_with_kvcache`` of flash-attn; INT4: Liu et al., "KIVI", arXiv 2402.02750.

@@ -68,7 +68,9 @@ class Combine:
         lane, warp = tid % 32, cute.arch.make_warp_uniform(tid // 32)
         _, queries, heads, size = mOut.shape
         if cutlass.const_expr(self.dependent_launch and self.warps == 1):
-            # Before the wait: decode.py's launch, which has let this one start, waited for those before it.
+            # Before the wait: decode.py's launch, which has let this one start, waited for those before it. Nor can a
+            # launch after this one write mPartOut, mPartLse or mChunks too early: it writes after its own wait, which
+            # is for this launch to be complete, and this one, whose every thread waits, completes after decode.py's.
             cute.arch.griddepcontrol_launch_dependents()
         first_dim = query // queries * DIMS
         query = query % queries
