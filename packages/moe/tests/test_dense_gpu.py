@@ -253,13 +253,22 @@ def test_nan_and_inf_of_a_token_stay_in_its_logits() -> None:
 
 
 def test_many_tokens_are_the_vendor_s_product_in_float32() -> None:
-    for tokens, width, experts in ((4096, 2048, 128), (1500, 4096, 8), (1025, 512, 300)):
+    for tokens, width, experts in (
+        *((4096, 2048, 128), (1500, 4096, 8), (1025, 512, 300)),
+        *((2, 512, 1030), (16, 4096, 2048), (8, 4096, 4096)),  # the same for few tokens of a wide weight
+    ):
         assert tokens > _most_routed(experts, width)
         x, weight = random(tokens, width), random(experts, width, seed=1)
         logits, assert_intact = canary((tokens, experts), torch.float32, "cuda")
         kestrel_moe.router_gemm(x, weight, out=logits)
         assert_intact()
         assert_exact_logits(logits, x, weight)
+        wide, assert_intact = canary((tokens, experts + 7), torch.float32, "cuda")
+        kestrel_moe.router_gemm(x, weight, out=wide[:, 3 : 3 + experts])
+        assert_intact()
+        assert bool(wide[:, :3].isnan().all())
+        assert bool(wide[:, 3 + experts :].isnan().all())
+        assert_exact_logits(wide[:, 3 : 3 + experts], x, weight)
 
 
 def test_gemv_of_a_token_is_the_same_among_any_others() -> None:
@@ -339,7 +348,7 @@ def test_an_input_written_by_the_launch_just_before_is_read_after_the_wait(name:
     assert_waits_for_the_launch_before(chain, contents=7)
 
 
-@pytest.mark.parametrize("name", ["gelu_residual", "moe_sum"])
+@pytest.mark.parametrize("name", ["gelu_residual", "moe_sum", "router_gemm"])
 def test_a_row_stride_past_two_to_the_31(name: str) -> None:
     stride = 2**31 + 64
     buffer = torch.empty(stride + 4096, dtype=torch.bfloat16, device="cuda")
@@ -347,5 +356,7 @@ def test_a_row_stride_past_two_to_the_31(name: str) -> None:
     x = buffer.as_strided((2, 2048), (stride, 1))
     if name == "moe_sum":
         x = buffer.as_strided((2, 4, 512), (stride, 512, 1))
-    call = CALLS[name][0]
-    assert torch.equal(call(x), call(x.clone()))
+    call, others = CALLS[name][0], arguments(name)[1:]
+    assert torch.equal(call(x, *others), call(x.clone(), *others))
+    if name == "router_gemm":
+        assert torch.equal(call(others[0], x), call(others[0], x.clone()))  # and of the weight

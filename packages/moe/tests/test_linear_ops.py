@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.nn.functional as F
 
-from kestrel_moe import fused_linear_residual, gemv, moe_sum, router_gemm
+from kestrel_moe import fused_linear_residual, gemv, linear, moe_sum, router_gemm
 from kestrel_runtime.testing import assert_close_to_f64
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -51,6 +53,32 @@ def test_router_logits_are_not_rounded_to_the_input_dtype(tokens: int, dtype: to
     got = router_gemm(x, weight)
     assert got.dtype == torch.float32
     torch.testing.assert_close(got.double(), x.double() @ weight.double().T, rtol=0, atol=4e-6)
+
+
+@pytest.mark.parametrize(
+    ("experts", "width", "most"),
+    [
+        (64, 2048, 1024),
+        (256, 7168, 128),
+        (1024, 4096, 32),
+        (1024, 64, 256),
+        (768, 7168, 32),
+        (800, 7168, 32),
+        (1025, 64, 1),
+        (4096, 4096, 1),
+        (0, 8, 8192),
+    ],
+)
+def test_router_logits_of_too_many_tokens_or_experts_are_the_vendor_s_product(
+    experts: int, width: int, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    took: list[str] = []
+    monkeypatch.setattr(linear, "_kernels", SimpleNamespace(router_gemm=lambda *given: took.append("kernel")))
+    monkeypatch.setattr(torch, "mm", lambda *given, **how: took.append("vendor"))
+    for tokens in (0, 1, most, most + 1):
+        x, weight = torch.empty(tokens, width).bfloat16(), torch.empty(experts, width).bfloat16()
+        router_gemm.kernel_op.launch(x, weight)
+    assert took == ["kernel", "kernel", "kernel", "vendor"]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -14,14 +14,16 @@ _kernels = Binary("kestrel_moe")
 # Beyond these the vendor's product is as fast or faster (results/h200_designs.json).
 _TOKENS_OF_GEMV = 4
 _ELEMENTS_OF_GEMV = 2**24  # of the weight, for more than one token
-_TOKENS_OF_ROUTER = 16  # whatever the weight
+_OUTPUTS_OF_ROUTER = 1024  # for more than one token
 _BLOCKS_OF_ROUTER = 256  # beyond, the vendor's product is as fast or faster
 
 
 def _most_routed(experts: int, width: int) -> int:
     """The most tokens that the kernel of router_gemm takes: its tiles are 32 by 32, and a cluster has each."""
+    if experts > _OUTPUTS_OF_ROUTER:
+        return 1
     cluster = 8 if width > 3072 else 4 if width > 1536 else 2 if width > 768 else 1
-    return max(_TOKENS_OF_ROUTER, 32 * (_BLOCKS_OF_ROUTER // (cluster * -(-experts // 32 or -1))))
+    return 32 * (_BLOCKS_OF_ROUTER // (cluster * -(-experts // 32 or -1)))
 
 
 def _prepared(
@@ -148,10 +150,10 @@ def router_gemm(x: torch.Tensor, weight: torch.Tensor, *, out: torch.Tensor | No
 
     Returns float32 [..., E], in ``out`` if it is given.
     A row is the same bit for bit whatever the number of rows and what they hold, where the kernel takes the call: 16
-    bits, Hd a multiple of 8, rows aligned to 16 bytes, and up to 16 rows, or as many as fill 256 blocks. A block has 32
-    rows and 32 experts, and 1, 2, 4 or 8 blocks share Hd of up to 768, 1536, 3072 or more: that is 1024 rows of 64
-    experts and Hd 2048, and 128 of 256 experts and Hd 7168. Beyond, the vendor's product takes over; there and by
-    reference each number of rows is a range of its own: a row may differ by rounding.
+    bits, Hd a multiple of 8, rows aligned to 16 bytes, and one row; or, with up to 1024 experts, as many rows as fill
+    256 blocks. A block has 32 rows and 32 experts, and 1, 2, 4 or 8 blocks share Hd of up to 768, 1536, 3072 or more:
+    that is 1024 rows of 64 experts and Hd 2048, and 128 of 256 experts and Hd 7168. Beyond, the vendor's product takes
+    over; there and by reference each number of rows is a range of its own: a row may differ by rounding.
 
     Raises ValueError or TypeError for a wrong dtype, rank, shape or device.
     Semantics: the gate of a routed layer, as vLLM's router GEMM computes it.
@@ -161,7 +163,7 @@ def router_gemm(x: torch.Tensor, weight: torch.Tensor, *, out: torch.Tensor | No
     """
     rows, result, into = _prepared(x, weight, out, torch.float32)
     tokens = rows.shape[0]
-    if tokens > _TOKENS_OF_ROUTER and weight.ndim == 2 and tokens > _most_routed(*weight.shape):
+    if tokens > 1 and weight.ndim == 2 and tokens > _most_routed(*weight.shape):
         _check_router_gemm(x, weight, out)
         if x.dtype == torch.float32:
             raise UnsupportedError("float32: tensor cores would round its factors")
