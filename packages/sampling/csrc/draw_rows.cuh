@@ -348,9 +348,9 @@ __global__ void __launch_bounds__(looks_out ? kThreadsOfSharers : kThreadsAlone,
   if (threadIdx.x == 0) {
     scratch->guess = 0;
     scratch->inside = 0;
-    scratch->turn = 0;
     mail.begin(team);
   }
+  if (keyed) scratch->turn = 0;  // it alone counts them
   team.arrive();
   if (looks_out) {
     for (int bin = threadIdx.x; bin < kWindowBins; bin += blockDim.x) scratch->bins[bin] = 0;

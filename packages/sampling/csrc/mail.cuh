@@ -86,8 +86,9 @@ struct Mail {
     u64* slot = memory + ((round & 1) * kept + which) * team.all_warps + team.warp;
     if (team.blocks == 1) {
       if (team.lane == 0) *slot = v;
-    } else if (team.lane < team.blocks) {
-      send(slot, v, counter(team), team.lane);
+    } else {
+      __syncwarp();  // what any lane read before, it has read when the message arrives
+      if (team.lane < team.blocks) send(slot, v, counter(team), team.lane);
     }
     ++numbers;
   }

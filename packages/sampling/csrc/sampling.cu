@@ -106,7 +106,7 @@ Split split_to_draw(const Params& params, DLDevice device, bool filtered, int bl
   if (blocks || threads) {
     *looks_out = std::max(1, blocks) * rows > all;
     const int most = *looks_out ? kThreadsOfSharers : kThreadsAlone;
-    return split_to(blocks ? blocks : 1, threads ? std::min(threads, most) : most, filtered);
+    return split_to(blocks ? blocks : 1, threads ? std::min(threads, most) : most, filtered && !*looks_out);
   }
   if (fit_at_once(8)) return split_to(8, 512, filtered);
   for (blocks = 4; filtered && blocks > 0; blocks /= 2) {

@@ -250,7 +250,7 @@ __global__ void __launch_bounds__(kShortThreads, 1) short_rows(const __grid_cons
     if (threadIdx.x == 0) p.ids[number] = -1;
     return;
   }
-  const bool greedy = filtered ? top_k == 1 : parts == 0 || (logits && temperature <= 0.f);
+  const bool greedy = (logits && temperature <= 0.f) || (filtered ? top_k == 1 : parts == 0);
   if (keyed) random_words(seed, offset, 0, scratch.words);
 
 #pragma unroll

@@ -93,13 +93,50 @@ def test_draws_the_ids_of_the_reference(op: str, width: int) -> None:
             assert_draws_as_the_reference(OPS[op], distributions(rows, width, rows, sharpness).cuda())
 
 
-@pytest.mark.parametrize(("rows", "width"), [(1, 51200), (4, 51200), (200, 128256), (32, 4096)])
+@pytest.mark.parametrize(("rows", "width"), [(1, 51200), (4, 51200), (200, 128256), (32, 4097)])
 def test_masses_that_floats_cannot_tell_from_top_p_are_judged_alike_by_every_warp(rows: int, width: int) -> None:
     probs = torch.full((rows, width), 0.2 / (width - 2), device="cuda")
     probs[:, 0], probs[:, 1] = 0.5, 0.3  # entry 1 is kept where top_p is above 0.5
     for turn in range(48):
         near = 0.5 + 2e-6 * (turn - 8) + 1e-8 * torch.arange(rows, device="cuda")
         assert_draws_as_the_reference(partial(top_p_sampling_from_probs, top_p=near), probs, keys(rows, turn))
+
+
+def draws_of_blocks(probs: torch.Tensor, top_p: torch.Tensor, key: dict[str, torch.Tensor], blocks: int) -> Any:
+    return _launch.draw("op", probs, (key["seed"], 0, key["offset"], 0), top_p=(top_p, 1.0), blocks=blocks)
+
+
+@pytest.mark.parametrize(("rows", "blocks"), [(8, 2), (8, 4), (80, 2), (80, 4)])
+def test_such_masses_are_judged_alike_by_every_block_with_a_window_and_without(rows: int, blocks: int) -> None:
+    width = 20000  # 80 rows of two blocks are too many to keep
+    probs = torch.full((rows, width), 0.2 / (width - 2), device="cuda")
+    probs[:, 0], probs[:, 1] = 0.5, 0.3
+    for turn in range(16):
+        near, key = 0.5 + 2e-6 * (turn - 8) + 1e-8 * torch.arange(rows, device="cuda"), keys(rows, turn)
+        ids, valid = draws_of_blocks(probs, near, key, blocks)
+        assert torch.equal(ids, by_reference(partial(top_p_sampling_from_probs, top_p=near), probs, **key))
+        assert bool(valid.all())
+
+
+@pytest.mark.parametrize("top_p", [0.9, 0.1])
+@pytest.mark.parametrize("rows", [32, 60])
+def test_a_window_across_blocks_draws_the_ids_of_the_reference(rows: int, top_p: float) -> None:
+    """32 rows of this length take four blocks each, 60 take two, and neither can be kept."""
+    for sharpness in (1.0, 3.0):
+        probs = distributions(rows, 128256, rows, sharpness)
+        assert_draws_as_the_reference(partial(top_p_sampling_from_probs, top_p=top_p), probs)
+
+
+@pytest.mark.parametrize("blocks", [2, 4])
+def test_the_window_of_every_number_of_blocks_draws_the_ids_of_the_reference(blocks: int) -> None:
+    rows = 80
+    mixed = torch.tensor([0.0, 0.02, 0.1, 0.5, 0.9, 0.99, 1.0], device="cuda").repeat(12)[:rows]
+    for width in (5003, 20000):
+        for sharpness in (0.3, 1.0, 3.0):
+            probs, key = distributions(rows, width, blocks, sharpness), keys(rows)
+            ids, valid = draws_of_blocks(probs, mixed, key, blocks)
+            assert torch.equal(ids, by_reference(partial(top_p_sampling_from_probs, top_p=mixed), probs, **key))
+            assert bool(valid.all())
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
@@ -279,6 +316,10 @@ def test_no_rows() -> None:
 LOGITS: list[dict[str, Any]] = [
     {},
     {"temperature": 0.0},
+    {"temperature": 0.0, "top_k": 50},
+    {"temperature": 0.0, "top_k": 50, "top_p": 0.9},
+    {"temperature": 0.0, "top_k": 50, "top_p": 0.9, "min_p": 0.01, "filter_apply_order": "joint"},
+    {"temperature": 0.0, "top_k": 300, "min_p": 0.01},
     {"temperature": 0.6, "top_k": 50, "top_p": 0.9},
     {"temperature": 1.7, "top_p": 0.8},
     {"min_p": 0.1},
@@ -299,6 +340,28 @@ def test_logits_draw_the_ids_of_the_reference(options: dict[str, Any]) -> None:
             got = sample_from_logits(logits, **options, **key)
             want = by_reference(sample_from_logits, logits, **options, **key)
             assert torch.equal(got, want), (dtype, width)
+
+
+@pytest.mark.parametrize("width", [1000, 51200])
+def test_every_row_of_logits_has_filters_of_its_own(width: int) -> None:
+    rows = 96
+    pick = torch.arange(rows, device="cuda")
+    options = {
+        "temperature": torch.tensor([0.0, 0.7, -1.0, 0.7], device="cuda")[pick % 4],
+        "top_k": torch.tensor([50, 0, 1, 2, 300, width], device="cuda")[pick // 4 % 6],
+        "top_p": torch.tensor([1.0, 0.9, 0.1, 0.0], device="cuda")[pick // 24],
+        "min_p": torch.tensor([0.0, 0.01, 0.3], device="cuda")[pick % 3],
+    }
+    options["temperature"][7::24] = math.nan
+    logits, key = normal(rows, width, 6), keys(rows)
+    for order in ("top_k_first", "joint"):
+        for names in (tuple(options), ("temperature", "top_k"), ("temperature", "top_p"), ("temperature", "min_p")):
+            given = {name: options[name] for name in names}
+            got = sample_from_logits(logits, **given, filter_apply_order=order, **key)
+            want = by_reference(sample_from_logits, logits, **given, filter_apply_order=order, **key)
+            assert torch.equal(got, want), (names, (got - want).nonzero()[:5])
+            cold = options["temperature"] <= 0
+            assert torch.equal(got[cold].long(), logits[cold].argmax(1))
 
 
 def test_logits_draw_what_their_softmax_draws_but_for_rounding(record_property: Callable[..., None]) -> None:
