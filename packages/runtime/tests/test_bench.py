@@ -246,6 +246,20 @@ def test_who_gives_something_else_is_named_and_nothing_of_the_set_changes(one_se
     assert one_set[1].eq(0).all()
 
 
+def test_a_form_of_a_peer_is_held_against_the_same_form_of_ours(one_set):
+    candidates = {
+        "kestrel": writes(1.0),
+        "kestrel_softmax": writes(9.0),
+        "quack": writes(1.0),
+        "quack_softmax": writes(9.0),
+        "flashinfer_softmax": writes(1.0),
+        "flashinfer_tc": writes(1.0),
+    }
+    found = disagreements(benchmark(result=in_place), candidates, one_set)
+    assert list(found) == ["flashinfer_softmax"]
+    assert "something else than kestrel_softmax" in found["flashinfer_softmax"]
+
+
 def test_without_a_word_on_results_or_without_ours_nobody_is_held_against_it(one_set):
     candidates = {"kestrel": writes(1.0), "far": writes(2.0)}
     assert not disagreements(benchmark(), candidates, one_set)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,33 +10,36 @@ from typing import Any
 import torch
 
 from ..errors import KestrelFallbackWarning
-from .definition import Benchmark, Call, Set, kind_of
+from .definition import OURS, Benchmark, Call, Set, kind_of
 
 
 def disagreements(benchmark: Benchmark, candidates: Mapping[str, Call], arguments: Set) -> dict[str, str]:
     """What is wrong with those that give something else than ours, by name. Each is called on a copy of the set.
 
-    Nothing where the definition does not say what a call gives, where ours is not among the candidates, or raises: then
-    there is nothing to hold the others against.
+    What has a form after an underscore is held against ours of that form, where there is one ("quack_softmax" against
+    "kestrel_softmax"), everybody else against the first of ours. Nothing where the definition does not say what a call
+    gives, where ours is not among the candidates, or raises: then there is nothing to hold the others against.
     """
-    names = list(candidates)
-    ours = next((name for name in names if kind_of(name) == "ours"), None)
-    if benchmark.result is None or ours is None:
+    ours = [name for name in candidates if kind_of(name) == "ours"]
+    if benchmark.result is None or not ours:
         return {}
-    try:
-        expected = _result(benchmark, candidates[ours], arguments)
-    except Exception:  # the timer meets it too, and reports it
-        return {}
+    expected: dict[str, Sequence[torch.Tensor]] = {}
+    for name in ours:
+        # The timer meets what it raises too, and reports it.
+        with contextlib.suppress(Exception):
+            expected[name] = _result(benchmark, candidates[name], arguments)
     found = {}
-    for name in names:
-        if kind_of(name) == "ours":
+    for name in candidates:
+        own = f"{OURS}_{name.partition('_')[2]}"
+        own = own if own in ours else ours[0]
+        if name in ours or own not in expected:
             continue
         try:
-            wrong = difference(_result(benchmark, candidates[name], arguments), expected, benchmark.tolerance)
+            wrong = difference(_result(benchmark, candidates[name], arguments), expected[own], benchmark.tolerance)
         except Exception:
             continue
         if wrong:
-            found[name] = f"not timed: it gives something else than {ours}: {wrong}"
+            found[name] = f"not timed: it gives something else than {own}: {wrong}"
     return found
 
 

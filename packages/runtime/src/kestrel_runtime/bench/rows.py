@@ -75,7 +75,7 @@ def _measure_shape(
     rows = []
     for name in candidates:
         timed = Timed(None, failed=refused[name]) if name in refused else times[name]
-        first = name == next(iter(candidates))
+        first = name == next(iter(candidates)) and kind_of(name) == "ours"
         eager, bare = {"eager": candidates[name]}, _bare(benchmark, first)
         host = _host({**eager, **bare}, sets[0], timed) or (_host(eager, sets[0], timed) if bare else {})
         figures = timed.figures
@@ -92,8 +92,8 @@ def _measure_shape(
             cold=cold,
             sets=len(sets),
             calls=timed.calls,
-            target_us=target if first and kind_of(name) == "ours" else None,
-            target_of=benchmark.target_of.get(shape) if first and kind_of(name) == "ours" else None,
+            target_us=target if first else None,
+            target_of=benchmark.target_of.get(shape) if first else None,
             empty_us=empty.us if empty else None,
             host_us=host.get("eager"),
             bare_host_us=host.get("bare"),
@@ -120,7 +120,7 @@ def finish(benchmark: Benchmark, row: Row, gpu: str) -> Row:
 
 
 def _bare(benchmark: Benchmark, first: bool) -> dict[str, Call]:
-    """The bare entry point, beside the first candidate, which is ours."""
+    """The bare entry point, beside the first candidate if that is ours."""
     try:
         return {"bare": benchmark.bare()} if first and benchmark.bare else {}
     except Exception:  # no binary here
