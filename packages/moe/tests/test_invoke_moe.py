@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -230,6 +231,44 @@ def test_the_block_size_follows_from_the_buffers(block: int) -> None:
     longer = torch.nn.functional.pad(c.aligned[0], (0, 3), value=40)  # vLLM's buffers are no multiple of the block
     experts = torch.nn.functional.pad(c.aligned[1], (0, 1), value=-1)
     assert torch.equal(invoke_cute_moe_up(c.hidden, c.w1, None, None, c.ids, longer, experts, c.aligned[2]), given)
+
+
+@pytest.mark.parametrize("tokens", [1, 20])
+@pytest.mark.parametrize("given", [16, 32, 64, 128])
+@pytest.mark.parametrize("block", [16, 32, 64, 128])
+def test_only_the_block_size_of_the_alignment_is_accepted(block: int, given: int, tokens: int) -> None:
+    c = case(tokens, block)
+    x = torch.randn(2 * tokens, 24)
+    codes, one, scale = c.hidden.to(F8), torch.ones(tokens, 1), torch.ones(8)
+    inner = (x.to(F8), torch.ones(2 * tokens, 1))
+    calls: dict[str, Callable[[], torch.Tensor]] = {
+        "up": lambda: invoke_cute_moe_up(c.hidden, c.w1, None, None, c.ids, *c.aligned, block_size=given),
+        "down": lambda: invoke_cute_moe_down(x, c.w3, c.weights, c.ids, *c.aligned, block_size=given),
+        "up_fp8": lambda: invoke_cute_moe_up_fp8(
+            codes, one, c.w1.to(F8), scale, None, None, None, c.ids, *c.aligned, block_size=given
+        ),
+        "down_fp8": lambda: invoke_cute_moe_down_fp8(
+            *inner, c.w3.to(F8), scale, c.weights, c.ids, *c.aligned, block_size=given
+        ),
+    }
+    for name, call in calls.items():
+        if given == block:
+            assert call().shape[0] in (tokens, 2 * tokens), name
+        else:
+            with pytest.raises(ValueError, match=f"invoke_cute_moe_{name}: argument 'block_size': expected the size"):
+                call()
+
+
+@pytest.mark.parametrize(("positions", "blocks", "fits"), [(1, 1, True), (17, 1, False), (17, 2, True), (33, 2, False)])
+def test_the_last_block_of_the_buffers_may_be_partial(positions: int, blocks: int, fits: bool) -> None:
+    sorted_ids, experts = torch.full((positions,), 2, dtype=torch.int32), torch.zeros(blocks, dtype=torch.int32)
+    ids, length = torch.zeros(1, 2, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    arguments = (torch.ones(1, 4), torch.ones(1, 2, 4), None, None, ids, sorted_ids, experts, length)
+    if fits:
+        assert not invoke_cute_moe_up(*arguments, block_size=16).any()
+    else:
+        with pytest.raises(ValueError, match=f"{positions} positions in {blocks} blocks"):
+            invoke_cute_moe_up(*arguments, block_size=16)
 
 
 def test_views_out_and_untouched_inputs() -> None:

@@ -108,8 +108,11 @@ BAD_INPUTS = {
         BadInput("experts in two dimensions", "expert_ids", but(UP, 6, EXPERTS[None]), ValueError, "1-D"),
         BadInput("two lengths", "num_tokens_post_pad", but(UP, 7, ints(2)), ValueError, "(1,)"),
         BadInput("length elsewhere", "num_tokens_post_pad", but(UP, 7, ints(1, **META)), ValueError, "device"),
-        BadInput("block of 0", "block_size", call(*UP, block_size=0), ValueError, ">= 1"),
-        BadInput("no block fits", "block_size", but(UP, 5, ints(33)), ValueError, "16, 32, 64 and 128"),
+        BadInput("block of 0", "block_size", call(*UP, block_size=0), ValueError, "16, 32, 64, 128"),
+        BadInput("no block fits", "block_size", but(UP, 5, ints(260)), ValueError, "no size"),
+        BadInput("a block of any length", "block_size", call(*UP, block_size=8), ValueError, "16, 32, 64, 128"),
+        BadInput("a block beyond 64 bits", "block_size", call(*UP, block_size=2**70), ValueError, "16, 32, 64, 128"),
+        BadInput("a block of 16.0", "block_size", call(*UP, block_size=16.0), TypeError, "integer"),
         BadInput("out of other width", "out", call(*UP, out=torch.empty(6, 6)), ValueError, "(6, 12)"),
     ],
     "invoke_cute_moe_down": [

@@ -1,4 +1,4 @@
-"""The grouped matrix products of routed experts, over pairs that moe_align_block_size has sorted."""
+"""The grouped matrix products of routed experts, over the blocks of moe_align_block_size."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kestrel_runtime import check, kernel_op
 from . import reference_experts
 from ._checks import check_out
 
-_BLOCK_SIZES = (16, 32, 64, 128)
+BLOCK_SIZES = (16, 32, 64, 128)
 
 
 def invoke_cute_moe_up(
@@ -30,17 +30,20 @@ def invoke_cute_moe_up(
     hidden_states: [T, Hd] bf16, fp16 or float32. w1, w2: [E, I, Hd] in its dtype; with w2=None, w1 is [E, 2I, Hd].
     *Constant*: w1, w2. topk_weights: not read, may be None. topk_ids: int32 [T, K], gives T and K.
     sorted_token_ids int32 [S], expert_ids int32 [M], num_tokens_post_pad int32 [1]: as moe_align_block_size wrote them.
-    A block whose expert is outside 0..E-1, a slot at or past num_tokens_post_pad and an index outside 0..T*K-1 are
-    skipped.
-    block_size: of the alignment; None takes the one of 16, 32, 64 and 128 that both buffers fit (M blocks, S slots).
+    Skipped are blocks whose expert is outside 0..E-1, positions at or past num_tokens_post_pad, and pair indices
+    outside 0..T*K-1.
+    block_size: 16, 32, 64 or 128, the one given to moe_align_block_size; None takes the only one that fits the buffers.
+        A size fits when M = ceil(S / block_size). Only the two lengths are compared: buffers longer than the alignment
+        needs can fit a wrong size, and the result is then wrong.
     Accumulated in float32, rounded once.
 
     Returns [T*K, 2I] in the dtype of hidden_states, in ``out`` if it is given; rows of skipped pairs are zero. Reads
-    nothing on the host. On a CPU a row is the same bit for bit for every T with one block_size, another block_size may
-    change it by rounding; on a GPU, while the op has no kernel, the vendor's batched product may do so for any T.
+    nothing on the host. By reference on a CPU, a row is the same bit for bit for every T at one block_size; another
+    block_size may change it by rounding.
 
-    Raises ValueError or TypeError for a wrong dtype, rank, shape or device, or where no or more than one block size
-    fits. Semantics: the seed library kestrel-kernels 0.2; vLLM's fused MoE kernel.
+    Raises ValueError or TypeError for a wrong dtype, rank, shape or device, for a block_size that does not fit the
+    buffers, and for None where no size or several fit.
+    Semantics: kestrel-kernels 0.2; vLLM's fused MoE kernel.
 
     >>> from kestrel_moe import route_and_align
     >>> weights, ids, *aligned = route_and_align(torch.tensor([[0.0, 9.0]]), 1, 16)
@@ -73,7 +76,7 @@ def invoke_cute_moe_down(
 
     Returns [T, K, Hd] in the dtype of moe_out, in ``out`` if it is given; skipped pairs are zero. moe_sum adds them up.
 
-    Raises ValueError or TypeError as :func:`invoke_cute_moe_up` does. Semantics: the seed library kestrel-kernels 0.2.
+    Raises ValueError or TypeError as :func:`invoke_cute_moe_up` does. Semantics: kestrel-kernels 0.2.
 
     >>> from kestrel_moe import route_and_align
     >>> weights, ids, *aligned = route_and_align(torch.tensor([[0.0, 0.0]]), 2, 16)
@@ -87,20 +90,36 @@ def invoke_cute_moe_down(
 
 
 def block_size_of(op: str, block_size: int | None, sorted_token_ids: torch.Tensor, expert_ids: torch.Tensor) -> int:
-    """The block size given, or the only one that both buffers fit."""
-    if block_size is not None:
-        return block_size
+    """The block size given, once the buffers are known to fit it; for None the only one that they fit."""
     check.tensor(op, "sorted_token_ids", sorted_token_ids, ndim=1)
     check.tensor(op, "expert_ids", expert_ids, ndim=1)
-    slots, blocks = sorted_token_ids.shape[0], expert_ids.shape[0]
-    if slots == blocks == 0:  # of no token all fit, and none is wrong
-        return _BLOCK_SIZES[0]
-    fitting = [size for size in _BLOCK_SIZES if slots == blocks * size]
-    fitting = fitting or [size for size in _BLOCK_SIZES if -(-slots // size) == blocks]
-    if len(fitting) != 1:
-        expected = "a number, or buffers that fit exactly one of 16, 32, 64 and 128"
-        check.fail(op, "block_size", expected, f"{slots} slots in {blocks} blocks")
+    if block_size is not None:
+        check_block_size(op, block_size, sorted_token_ids, expert_ids)
+        return block_size
+    fitting = _fitting_sizes(sorted_token_ids.shape[0], expert_ids.shape[0])
+    if len(fitting) != 1 and sorted_token_ids.shape[0] + expert_ids.shape[0] > 0:  # empty buffers fit every size
+        expected = f"a number, for the buffers fit {'several sizes' if fitting else 'no size'}"
+        check.fail(op, "block_size", expected, f"None with {_buffers(sorted_token_ids, expert_ids)}")
     return fitting[0]
+
+
+def check_block_size(op: str, block_size: int, sorted_token_ids: torch.Tensor, expert_ids: torch.Tensor) -> None:
+    """block_size is 16, 32, 64 or 128, and M = ceil(S / block_size) for buffers [S] and [M]."""
+    check.number(op, "block_size", block_size, integer=True)
+    check.choice(op, "block_size", block_size, BLOCK_SIZES)
+    if block_size not in _fitting_sizes(sorted_token_ids.shape[0], expert_ids.shape[0]):
+        buffers = _buffers(sorted_token_ids, expert_ids)
+        check.fail(op, "block_size", f"the size that the buffers were aligned with ({buffers})", block_size)
+
+
+def _fitting_sizes(positions: int, blocks: int) -> list[int]:
+    """The sizes of which ``blocks`` full blocks hold ``positions``; if there is none, with a partial last block."""
+    full = [size for size in BLOCK_SIZES if positions == blocks * size]
+    return full or [size for size in BLOCK_SIZES if -(-positions // size) == blocks]
+
+
+def _buffers(sorted_token_ids: torch.Tensor, expert_ids: torch.Tensor) -> str:
+    return f"{sorted_token_ids.shape[0]} positions in {expert_ids.shape[0]} blocks"
 
 
 def check_blocks(
@@ -117,7 +136,7 @@ def check_blocks(
     check.tensor(op, "expert_ids", expert_ids, dtype=torch.int32, ndim=1, last_contiguous=True)
     check.tensor(op, "num_tokens_post_pad", num_tokens_post_pad, dtype=torch.int32)
     check.shape(op, "num_tokens_post_pad", num_tokens_post_pad, (1,))
-    check.number(op, "block_size", block_size, integer=True, minimum=1)
+    check_block_size(op, block_size, sorted_token_ids, expert_ids)
     check.same(
         op,
         "device",
@@ -137,8 +156,8 @@ def check_operands(
     rows: int,
     weights: dict[str, torch.Tensor | None],
 ) -> int:
-    """x is [rows, K] with scales [rows, 1] if they are given; the weights are [E, N, K] alike, and only the first must
-    be there. Returns the sum of N."""
+    """x is [rows, K], with scales [rows, 1] if given; the weights share one shape [E, N, K], and all but the first may
+    be None. Returns the sum of N."""
     dtypes = check.FLOATS if x_scale is None else torch.float8_e4m3fn
     check.tensor(op, x_name, x, dtype=dtypes, ndim=2, last_contiguous=True)
     check.shape(op, x_name, x, (rows, None))

@@ -32,11 +32,11 @@ def invoke_cute_moe_up_fp8(
 
     x_q: float8_e4m3fn [T, Hd], x_scale: float32 [T, 1]. w1, w2: float8_e4m3fn [E, I, Hd] (w2=None: w1 is [E, 2I, Hd]
     and w2_scale is None). w1_scale, w2_scale: float32 [E], [E, N] or [E, ceil(N/128), ceil(Hd/128)], told apart by
-    shape; value = code * scale. *Constant*: weights and their scales. The rest as there.
+    shape; value = code * scale. *Constant*: weights and their scales. The other arguments as there.
 
     Returns bf16 [T*K, 2I], in ``out`` if it is given; rows of skipped pairs are zero.
 
-    Raises ValueError or TypeError as :func:`invoke_cute_moe_up` does. Semantics: the seed library kestrel-kernels 0.2.
+    Raises ValueError or TypeError as :func:`invoke_cute_moe_up` does. Semantics: kestrel-kernels 0.2.
 
     >>> from kestrel_moe import route_and_align
     >>> weights, ids, *aligned = route_and_align(torch.tensor([[0.0, 9.0]]), 1, 16)
@@ -67,11 +67,11 @@ def invoke_cute_moe_down_fp8(
     """:func:`invoke_cute_moe_down` with FP8 operands and a bf16 result.
 
     x_q: float8_e4m3fn [T*K, I], x_scale: float32 [T*K, 1]. w3: float8_e4m3fn [E, Hd, I], w3_scale: float32 [E], [E, Hd]
-    or [E, ceil(Hd/128), ceil(I/128)], told apart by shape. *Constant*: w3, w3_scale. The rest as there.
+    or [E, ceil(Hd/128), ceil(I/128)], told apart by shape. *Constant*: w3, w3_scale. The other arguments as there.
 
     Returns bf16 [T, K, Hd], in ``out`` if it is given; skipped pairs are zero.
 
-    Raises ValueError or TypeError as :func:`invoke_cute_moe_up` does. Semantics: the seed library kestrel-kernels 0.2.
+    Raises ValueError or TypeError as :func:`invoke_cute_moe_up` does. Semantics: kestrel-kernels 0.2.
 
     >>> from kestrel_moe import route_and_align
     >>> weights, ids, *aligned = route_and_align(torch.tensor([[0.0, 9.0]]), 1, 16)
