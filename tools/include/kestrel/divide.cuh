@@ -1,41 +1,52 @@
-// Many true quotients by one divisor: correctly rounded, as __fdiv_rn would give them, by five multiply-adds each; or,
-// for the codes of bf16 and fp16, on the right side of every tie by two.
+// Many float32 quotients by one divisor, without a division for each.
+//
+//   divide()         correctly rounded, as __fdiv_rn, in five multiply-adds
+//   SplitReciprocal  for codes of bf16 and fp16 numbers: on the right side of every tie, in two multiply-adds
+//
+// Divisor and ShortDivisor add the range in which each is valid. Outside it (NaN, inf, extreme scales) callers use
+// __fdiv_rn, or bring the divisor into range first.
 #pragma once
+
+#include <kestrel/ptx/math.cuh>
 
 namespace kestrel {
 
 // Quotients of numbers of at most 11 significant bits (bf16, fp16) that only have to fall on the right side of the ties
 // of a code of at most 8 bits (FP8, INT8, INT4): x * high + x * low with 1 / divisor = high + low. For divisors from
-// 2^-60 to 2^60. low is positive and far above underflow, so that an infinite x stays infinite; a NaN stays.
+// 2^-60 to 2^60. low is positive and far above underflow, so an infinite x stays infinite; NaN stays.
 //
-// Why that is enough. The code depends on which side of a tie, a number t of b <= 8 bits, the quotient lies once it is
-// rounded to float32. Before that, ours is larger than the true one by less than 2^-40 of it: high is short of 1 /
-// divisor by one to seven times 2^-24, the excess of low is 2^-20 of what is missing, and what low neglects (the square
-// of that) and the roundings take three quarters of the excess at most. So the two can part only where x / divisor is
-// as near to a midpoint between t and its neighbours in float32: with integers of 11, 24 and 25 bits, X 2^s = D M + Z,
-// M = T 2^k +- 1, T odd below 2^b, k = 25 - b, s >= 37, |Z| < 2^9. Modulo 2^k that is D = c 2^k + r with |r| = |Z| and
-// c <= 2^(b-1), and then X 2^s = 2^k (c T 2^k + r T +- c). What 2^k and 2^(37-k) both hold divides r T +- c, which is
-// smaller, so it is 0: c = |r| T. As T >= 2^(b-1), T = c = |r| = 1: a divisor of all ones and a midpoint just below the
-// true quotient; ours, the larger one, is above it as well.
-struct Reciprocal {
+// Proof. The code depends on which side of a tie, a number t of b <= 8 bits, the quotient lies once it is rounded to
+// float32. Before that rounding, this one exceeds the true one by less than 2^-40 of it: high falls short of 1 /
+// divisor by one to seven times 2^-24, low exceeds the missing part by 2^-20 of it, and the terms that low neglects
+// (the square of that) and the roundings take at most three quarters of the excess. So the two can only differ where
+// x / divisor is that near to a midpoint between t and its neighbours in float32: with integers of 11, 24 and 25 bits,
+// X 2^s = D M + Z, M = T 2^k +- 1, T odd below 2^b, k = 25 - b, s >= 37, |Z| < 2^9. Modulo 2^k that is D = c 2^k + r
+// with |r| = |Z| and c <= 2^(b-1), and then X 2^s = 2^k (c T 2^k + r T +- c). The common power of two of 2^k and
+// 2^(37-k) divides r T +- c, which is smaller, so it is 0: c = |r| T. As T >= 2^(b-1), T = c = |r| = 1: a divisor of
+// all ones and a midpoint just below the true quotient; this one is larger, so it is above the midpoint as well.
+struct SplitReciprocal {
   float high, low;
 
-  __device__ __forceinline__ Reciprocal(float high_, float low_) : high(high_), low(low_) {}
-  __device__ __forceinline__ explicit Reciprocal(float divisor) {
-    float rough;  // off by 2^-23 of it at most
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(rough) : "f"(divisor));
-    high = fmaf(rough, -0x1p-22f, rough);
+  __device__ __forceinline__ SplitReciprocal(float high_, float low_) : high(high_), low(low_) {}
+  __device__ __forceinline__ explicit SplitReciprocal(float divisor) {
+    const float approx = ptx::rcp_approx(divisor);  // within 2^-23 of it
+    high = fmaf(approx, -0x1p-22f, approx);
     low = fmaf(-divisor, high, 1.f) * (high * (1.f + 0x1p-20f));
   }
 
   __device__ __forceinline__ float times(float x) const { return fmaf(x, high, __fmul_rn(x, low)); }
 };
 
+// 1 / divisor, rounded to nearest even, for normal divisors with a normal reciprocal: the Newton step of __frcp_rn.
+__device__ __forceinline__ float reciprocal_rn(float divisor) {
+  const float approx = ptx::rcp_approx(divisor);
+  return fmaf(approx, fmaf(-divisor, approx, 1.f), approx);
+}
+
 // x / divisor, rounded to nearest even; `reciprocal` is 1 / divisor, rounded to nearest even. The first product is off
 // by up to 1.5 units in the last place, one correction by its remainder makes it faithful, and the remainder of a
 // faithful quotient is exact, from which Markstein's theorem gives the correctly rounded one. The remainders are
-// negated so that the sign of a zero survives. It holds where nothing overflows or loses bits to underflow; see
-// Divisor.
+// negated so that the sign of a zero survives. Valid where nothing overflows or loses bits to underflow; see Divisor.
 __device__ __forceinline__ float divide(float x, float divisor, float reciprocal) {
   float quotient = x * reciprocal;
 #pragma unroll
@@ -43,25 +54,15 @@ __device__ __forceinline__ float divide(float x, float divisor, float reciprocal
   return quotient;
 }
 
-// A divisor, and where a fast quotient may stand for a true division by it. What is left (NaN, inf, extreme scales)
-// takes
-// __fdiv_rn.
-//
-// By divide(): with a divisor between 2^-64 and 2^120 every x with |x / divisor| <= 2^64 qualifies: remainders are
+// By divide(). With a divisor between 2^-64 and 2^120 every x with |x / divisor| <= 2^64 qualifies: remainders are
 // exact from |x| = 2^-101 on, and below that the quotient is less than 2^-37, has x's sign and is 0 in any FP8 or
 // integer code.
 struct Divisor {
   float value, reciprocal;
 
-  __device__ __forceinline__ explicit Divisor(float divisor) {
-    // As __frcp_rn does it, without its care for the divisors that covers() turns away.
-    float rough;
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(rough) : "f"(divisor));
-    value = divisor;
-    reciprocal = fmaf(rough, fmaf(-divisor, rough, 1.f), rough);
-  }
+  __device__ __forceinline__ explicit Divisor(float divisor) : value(divisor), reciprocal(reciprocal_rn(divisor)) {}
 
-  // Whether quotients of all x up to this magnitude, which may be NaN or inf, come from operator().
+  // Whether operator() is valid for all x up to this magnitude, which may be NaN or inf.
   __device__ __forceinline__ bool covers(float largest) const {
     return value >= 0x1p-64f && value <= 0x1p120f && largest * reciprocal <= 0x1p64f;
   }
@@ -69,10 +70,10 @@ struct Divisor {
   __device__ __forceinline__ float operator()(float x) const { return divide(x, value, reciprocal); }
 };
 
-// The same for codes of bf16 and fp16.
+// By SplitReciprocal.
 struct ShortDivisor {
   float value;
-  Reciprocal reciprocal;
+  SplitReciprocal reciprocal;
 
   __device__ __forceinline__ explicit ShortDivisor(float divisor) : value(divisor), reciprocal(divisor) {}
 

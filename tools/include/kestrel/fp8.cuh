@@ -1,4 +1,4 @@
-// FP8 codes and scales, bit for bit as kestrel_runtime.reference has them.
+// FP8 codes and scales, bit for bit those of kestrel_runtime.reference.
 #pragma once
 
 #include <cuda_fp8.h>
@@ -11,23 +11,23 @@ namespace kestrel {
 
 constexpr float kLargestE4M3 = 448.f;
 
-// Dynamic e4m3 scale of a largest finite magnitude: max(min(amax, scale_ub), 1e-12) / 448, truly divided. scale_ub may
-// be null; a NaN in it arrives in the scale.
+// Dynamic e4m3 scale of a largest finite magnitude: max(min(amax, scale_ub), 1e-12) / 448, correctly rounded. scale_ub
+// may be null; a NaN in it makes the scale NaN.
 __device__ __forceinline__ float fp8_scale(float amax, const float* scale_ub = nullptr) {
   if (scale_ub) {
-    const float most = *scale_ub;
-    amax = amax < most ? amax : most;  // NaN stays
+    const float bound = *scale_ub;
+    amax = amax < bound ? amax : bound;  // NaN stays
   }
   return divide(amax < 1e-12f ? 1e-12f : amax, kLargestE4M3, 1.f / kLargestE4M3);
 }
 
-// |x| for a row's largest magnitude: what is not finite does not count.
+// |x|, or 0 for NaN and inf, which do not count in the largest magnitude of a row.
 __device__ __forceinline__ float finite_magnitude(float x) {
   const float magnitude = fabsf(x);
   return magnitude <= FLT_MAX ? magnitude : 0.f;
 }
 
-// Rounds to nearest even; saturates at the largest finite value; NaN stays NaN. Two floats, the first in the low byte.
+// Two codes, the first in the low byte. Rounds to nearest even, saturates at the largest finite value, keeps NaN.
 template <__nv_fp8_interpretation_t kind = __NV_E4M3>
 __device__ __forceinline__ unsigned to_fp8x2(float first, float second) {
   return __nv_cvt_float2_to_fp8x2(make_float2(first, second), __NV_SATFINITE, kind);
@@ -38,18 +38,24 @@ __device__ __forceinline__ uint8_t to_fp8(float x) {
   return __nv_cvt_float_to_fp8(x, __NV_SATFINITE, kind);
 }
 
-// Four codes, the first in the lowest byte. What is encoded is a true quotient x / scale: a product with the rounded
-// reciprocal differs in the last bit and now and then in a code.
+// Four codes, the first in the lowest byte. Callers encode correctly rounded quotients x / scale: a product with the
+// rounded reciprocal differs in the last bit, and sometimes in a code.
 template <__nv_fp8_interpretation_t kind = __NV_E4M3>
 __device__ __forceinline__ uint32_t to_fp8x4(float a, float b, float c, float d) {
   return to_fp8x2<kind>(a, b) | to_fp8x2<kind>(c, d) << 16;
 }
 
-// x / scale as a true division rounds it wherever a code can depend on it; inverse is 1 / scale, rounded, and the scale
-// a normal number with a normal inverse. An infinite product has no remainder and stays.
+// x / scale, correctly rounded wherever the code depends on it. `inverse` is 1 / scale rounded to nearest; both are
+// normal numbers. Larger products saturate, and an infinite one has no remainder to correct by.
 __device__ __forceinline__ float fp8_quotient(float x, float scale, float inverse) {
   const float product = x * inverse;
   return fabsf(product) < 1024.f ? divide(x, scale, inverse) : product;
+}
+
+// The numbers of two codes, the first in the low byte.
+template <__nv_fp8_interpretation_t kind = __NV_E4M3>
+__device__ __forceinline__ float2 from_fp8x2(uint16_t codes) {
+  return __half22float2(__half2(__nv_cvt_fp8x2_to_halfraw2(codes, kind)));
 }
 
 __device__ __forceinline__ float from_fp8(uint8_t code, __nv_fp8_interpretation_t kind = __NV_E4M3) {

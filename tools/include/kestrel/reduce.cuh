@@ -1,4 +1,4 @@
-// Sums and maxima over a warp or a block, always in the same order. NaN is kept by the sum and dropped by the maximum.
+// Sums over a warp, maxima over a warp or a block, in a fixed order. A sum keeps NaN, a maximum drops it.
 #pragma once
 
 #include <cfloat>
@@ -11,7 +11,7 @@ __device__ __forceinline__ float warp_sum(float v) {
   return v;
 }
 
-// The first `width` lanes and each further group of `width` have a maximum of their own; a power of two.
+// One maximum per group of `width` neighbouring lanes; `width` is a power of two.
 template <int width = 32>
 __device__ __forceinline__ float warp_max(float v) {
 #pragma unroll
@@ -19,8 +19,8 @@ __device__ __forceinline__ float warp_max(float v) {
   return v;
 }
 
-// Over a block of at most WARPS warps, for every thread. `memory` is shared, one float per warp; whoever uses it again
-// puts a barrier in between.
+// Over a block of at most WARPS warps, for every thread. `memory` is shared, one float per warp; a barrier must precede
+// its next use.
 template <int WARPS>
 __device__ __forceinline__ float block_max(float v, float* memory) {
   v = warp_max(v);
@@ -29,16 +29,6 @@ __device__ __forceinline__ float block_max(float v, float* memory) {
   if (lane == 0) memory[threadIdx.x >> 5] = v;
   __syncthreads();
   return warp_max(lane < warps ? memory[lane] : -FLT_MAX);
-}
-
-template <int WARPS>
-__device__ __forceinline__ float block_sum(float v, float* memory) {
-  v = warp_sum(v);
-  if constexpr (WARPS == 1) return v;
-  const int warps = (blockDim.x + 31) >> 5, lane = threadIdx.x & 31;
-  if (lane == 0) memory[threadIdx.x >> 5] = v;
-  __syncthreads();
-  return warp_sum(lane < warps ? memory[lane] : 0.f);
 }
 
 }  // namespace kestrel

@@ -5,6 +5,7 @@
 // sines, which serve all heads of a token. Both ways give the same bits.
 #pragma once
 
+#include <kestrel/index.cuh>
 #include <kestrel/pack.cuh>
 
 #include <cstdint>
@@ -111,18 +112,6 @@ __device__ __forceinline__ void rotate_piece(Pack<T>& first, Pack<T>& second, co
   second.pack(b);
 }
 
-// A position, int32 or int64 (`wide`); `volatile` and "memory" keep the read behind pdl_wait(). As an unsigned number
-// it is below the table's rows exactly if the table has its row.
-__device__ __forceinline__ int64_t read_position(const void* p, bool wide) {
-  int64_t position;
-  if (wide) {
-    asm volatile("ld.global.b64 %0, [%1];" : "=l"(position) : "l"(p) : "memory");
-  } else {
-    int narrow;
-    asm volatile("ld.global.b32 %0, [%1];" : "=r"(narrow) : "l"(p) : "memory");
-    position = narrow;
-  }
-  return position;
-}
+__device__ __forceinline__ int64_t read_position(const void* p, bool wide) { return load_index(p, wide); }
 
 }  // namespace kestrel

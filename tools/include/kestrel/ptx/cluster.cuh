@@ -1,0 +1,132 @@
+// Thread block clusters and distributed shared memory (DSMEM), sm_90. Before sm_90 a cluster is one block: its rank is
+// 0, its size 1, addresses map to themselves, and barriers and remote accesses are empty.
+#pragma once
+
+#include <cstdint>
+
+namespace kestrel::ptx {
+
+__device__ __forceinline__ uint32_t cluster_rank() {
+  uint32_t rank = 0;
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+#endif
+  return rank;
+}
+
+__device__ __forceinline__ uint32_t cluster_size() {
+  uint32_t size = 1;
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(size));
+#endif
+  return size;
+}
+
+// -- barriers ---------------------------------------------------------------------------------------------------------
+//
+// Every thread of the cluster arrives and waits once per barrier. The aligned forms need converged warps.
+
+// Orders no memory: for "this block has started", where the wait needs to acquire nothing.
+__device__ __forceinline__ void cluster_arrive_relaxed() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+#endif
+}
+
+__device__ __forceinline__ void cluster_arrive() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+#endif
+}
+
+__device__ __forceinline__ void cluster_wait() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+#endif
+}
+
+// For warps that may have diverged.
+__device__ __forceinline__ void cluster_wait_unaligned() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
+#endif
+}
+
+__device__ __forceinline__ void cluster_sync() {
+  cluster_arrive();
+  cluster_wait();
+}
+
+// -- distributed shared memory ----------------------------------------------------------------------------------------
+
+// The DSMEM address of a shared-memory address of this block in the block of that rank.
+__device__ __forceinline__ uint32_t map_shared(uint32_t address, uint32_t rank) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(address), "r"(rank));
+#endif
+  return address;
+}
+
+// The same of a generic pointer, which plain loads and stores take.
+template <typename T>
+__device__ __forceinline__ T* map_shared(T* p, uint32_t rank) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  uint64_t mapped;
+  asm("mapa.u64 %0, %1, %2;" : "=l"(mapped) : "l"(p), "r"(rank));
+  return reinterpret_cast<T*>(mapped);
+#else
+  return p;
+#endif
+}
+
+__device__ __forceinline__ uint32_t load_dsmem(uint32_t address) {
+  uint32_t v = 0;
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("ld.shared::cluster.u32 %0, [%1];" : "=r"(v) : "r"(address) : "memory");
+#endif
+  return v;
+}
+
+__device__ __forceinline__ void store_dsmem(uint32_t address, uint32_t v) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("st.shared::cluster.u32 [%0], %1;" ::"r"(address), "r"(v) : "memory");
+#endif
+}
+
+// Asynchronous stores. The mbarrier, of the same block as the target, counts the bytes when they are visible there.
+// Both addresses come from map_shared().
+__device__ __forceinline__ void store_async(uint32_t address, uint32_t v, uint32_t mbarrier) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.u32 [%0], %1, [%2];" ::"r"(address), "r"(v),
+               "r"(mbarrier)
+               : "memory");
+#endif
+}
+
+__device__ __forceinline__ void store_async(uint32_t address, uint64_t v, uint32_t mbarrier) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b64 [%0], %1, [%2];" ::"r"(address), "l"(v),
+               "r"(mbarrier)
+               : "memory");
+#endif
+}
+
+__device__ __forceinline__ void store_async(uint32_t address, int4 v, uint32_t mbarrier) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile(
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(address),
+      "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w), "r"(mbarrier)
+      : "memory");
+#endif
+}
+
+__device__ __forceinline__ void store_async(uint32_t address, float4 v, uint32_t mbarrier) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile(
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(address),
+      "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w), "r"(mbarrier)
+      : "memory");
+#endif
+}
+
+}  // namespace kestrel::ptx

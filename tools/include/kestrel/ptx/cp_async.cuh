@@ -1,0 +1,30 @@
+// Asynchronous copies of 16 bytes from global to shared memory (sm_80), past L1. Both addresses are multiples of 16.
+#pragma once
+
+#include <cstdint>
+
+namespace kestrel::ptx {
+
+__device__ __forceinline__ void cp_async16(uint32_t shared, const void* global) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared), "l"(global) : "memory");
+}
+
+// Writes zeros and reads nothing where `valid` is false.
+__device__ __forceinline__ void cp_async16_or_zero(uint32_t shared, const void* global, bool valid) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(valid ? 16 : 0)
+               : "memory");
+}
+
+// Closes this thread's current group of copies.
+__device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// Waits until at most `pending` of this thread's last groups are in flight.
+template <int pending>
+__device__ __forceinline__ void cp_async_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(pending) : "memory");
+}
+
+// Waits for all of this thread's copies, whether in a group or not.
+__device__ __forceinline__ void cp_async_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
+}  // namespace kestrel::ptx
