@@ -33,8 +33,10 @@ class Family:
 
 
 def archs_from_environment() -> tuple[str, ...]:
-    """The architectures to build: those named in KESTREL_ARCHS ("90a", "80;90a"), or all."""
+    """The architectures to build: those named in KESTREL_ARCHS ("90a", "80;90a"), none ("none"), or all."""
     named = re.findall(r"[^;, ]+", os.environ.get("KESTREL_ARCHS", ""))
+    if named == ["none"]:
+        return ()
     for arch in named:
         if arch not in ARCHS:
             raise SystemExit(f"KESTREL_ARCHS: expected architectures from {', '.join(ARCHS)}, got {arch!r}")
@@ -42,10 +44,13 @@ def archs_from_environment() -> tuple[str, ...]:
 
 
 def build(family: Family, output: Path, archs: tuple[str, ...], keep: Path | None = None) -> list[Path]:
-    """Write the library and its manifest into ``output`` and return the files; without kernels, the manifest alone."""
+    """Write the library and its manifest into ``output`` and return the files.
+
+    Without kernels or architectures that is the manifest alone, and neither the DSL nor a compiler is needed.
+    """
     output.mkdir(parents=True, exist_ok=True)
     manifest = output / "manifest.json"
-    if not family.has_kernels:
+    if not family.has_kernels or not archs:
         _write_manifest(manifest, family, (), [])
         return [manifest]
     library = output / f"{family.package}.so"
@@ -67,7 +72,7 @@ def build_object(family: Family, output: Path, archs: tuple[str, ...], keep: Pat
 
 
 def function_names(family: Family, archs: tuple[str, ...]) -> list[str]:
-    """The entry points that a build has; asks for no DSL."""
+    """The entry points that a build has. Does not import the DSL."""
     names = worker.load_variants(family.source, family.package) if family.has_kernels else {}
     return sorted(f"{name}_sm{arch}" for name in names for arch in archs)
 
@@ -78,7 +83,7 @@ def _compile(family: Family, archs: tuple[str, ...], objects: Path, keep: Path |
     jobs = [(name, arch) for name in names for arch in archs]
     count = min(len(os.sched_getaffinity(0)), MOST_PROCESSES, len(jobs))
     shares = [jobs[first::count] for first in range(count)]
-    # No GPU may be looked at: a build gives the same binary with and without one.
+    # A build gives the same binary with and without a GPU, so the GPU is hidden.
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONHASHSEED": "0"}
     for name in [name for name in environment if name.startswith("CUTE_DSL_")]:
         del environment[name]
@@ -137,7 +142,7 @@ def _link(objects: list[Path], library: Path, compiler: list[str], runtime_folde
     import tvm_ffi.libinfo
 
     tvm_ffi_folder = Path(tvm_ffi.libinfo.find_libtvm_ffi()).parent
-    # Neither search path nor build id goes into the library: kestrel_runtime opens what it needs before it.
+    # The library gets no search path and no build id: kestrel_runtime opens its dependencies first.
     command = [
         *(*compiler, "-shared", "-o", library, *objects),
         *(f"-L{runtime_folder}", f"-l:{RUNTIME}", f"-L{tvm_ffi_folder}", "-ltvm_ffi"),

@@ -1,8 +1,8 @@
 """The hatchling build hook of the families with CuTe kernels.
 
 A wheel gets ``<package>/_lib`` with the library and its manifest, and ``<package>/benchmarks``, which ``kestrel-kernels
-bench`` times. A family without kernels gets the manifest alone and
-stays a pure wheel. An editable install has them in its source folder, where Python finds them.
+bench`` times. Without kernels or architectures (KESTREL_ARCHS=none) it gets the manifest alone and stays a pure wheel.
+An editable install has them in its source folder.
 """
 
 from __future__ import annotations
@@ -21,6 +21,10 @@ class CuteBuildHook(BuildHookInterface):  # type: ignore[type-arg]
     PLUGIN_NAME = "custom"
     _folder: tempfile.TemporaryDirectory[str] | None = None
 
+    def dependencies(self) -> list[str]:
+        """What the build requires besides hatchling: ``kernel-dependencies`` of the hook, where kernels are built."""
+        return list(self.config.get("kernel-dependencies", [])) if driver.archs_from_environment() else []
+
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         package = self.metadata.core.name.replace("-", "_")
         family = driver.Family(Path(self.root) / "src", package)
@@ -29,12 +33,16 @@ class CuteBuildHook(BuildHookInterface):  # type: ignore[type-arg]
         else:
             self._folder = tempfile.TemporaryDirectory()
             output = Path(self._folder.name)
-        files = driver.build(family, output, driver.archs_from_environment())
-        if family.has_kernels:
+        archs = driver.archs_from_environment()
+        files = driver.build(family, output, archs)
+        if family.has_kernels and archs:
             platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
             build_data["pure_python"] = False
             build_data["tag"] = f"py3-none-{platform}"
-        if version != "editable":
+        if version == "editable":
+            for stale in set(output.iterdir()) - set(files):
+                stale.unlink()
+        else:
             benchmarks = sorted(Path(self.root, "benchmarks").glob("*.py"))
             included = {file: f"{package}/_lib/{file.name}" for file in files}
             included |= {file: f"{package}/benchmarks/{file.name}" for file in benchmarks}

@@ -23,15 +23,24 @@ HOST_CPU = {
     "aarch64": ("generic", ("+fp-armv8", "+neon")),
 }
 VECTOR_LOAD = re.compile(r"ld\.global(?:\.[\w:]+)*\.(?:v4\.[bufs]32|v2\.[bufs]64)")
+_TOOLS = Path(__file__).resolve().parents[1]
+# Where kestrel_runtime.cute_dsl lies: inside an sdist, and in the checkout.
+TOOLKIT_FOLDERS = (_TOOLS / "kestrel_runtime", _TOOLS.parent / "packages" / "runtime" / "src" / "kestrel_runtime")
 
 
 def load_variants(source: Path, package: str) -> dict[str, Any]:
-    """The family's variants by name. The family itself is not imported: it needs torch, which no build has."""
-    family = types.ModuleType(package)
-    family.__path__ = [str(source / package)]
-    sys.modules[package] = family
+    """The family's variants by name. Neither the family nor kestrel_runtime is imported: no build has torch."""
+    _stub(package, source / package)
+    _stub("kestrel_runtime", next(folder for folder in TOOLKIT_FOLDERS if (folder / "cute_dsl").is_dir()))
     module = importlib.import_module(f"{package}.kernels.variants")
     return {variant.name: variant for variant in module.VARIANTS}
+
+
+def _stub(package: str, folder: Path) -> None:
+    """Put an empty package in place, whose subpackages are found in ``folder``."""
+    module = types.ModuleType(package)
+    module.__path__ = [str(folder)]
+    sys.modules[package] = module
 
 
 def compile_one(variant: Any, arch: str, objects: Path, keep: Path | None) -> dict[str, Any]:

@@ -71,7 +71,7 @@ def chunk_in_python() -> Callable[..., int]:
     function.decorator_list.clear()
     names: dict[str, Any] = dict.fromkeys(("Int32", "Int64", "Uint32"), int)
     names["cutlass"] = SimpleNamespace(const_expr=lambda x: x, select_=lambda which, x, y: x if which else y)
-    names["ptx"] = SimpleNamespace(divide=lambda x, y: Quotient(x // y))
+    names["ptx"] = SimpleNamespace(div_u32=lambda x, y: Quotient(x // y))
     exec(compile(ast.Module([function], []), device.__file__, "exec"), names)
     return names["chunk"]
 

@@ -98,12 +98,13 @@ def can_compile() -> bool:
 
 
 def _digest(family: str, variant: Any, arch: str) -> str:
-    spec = importlib.util.find_spec(f"{family}.kernels")
-    assert spec is not None
-    assert spec.origin is not None
     told = hashlib.sha256()
-    for source in sorted(Path(spec.origin).parent.glob("*.py")):
-        told.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
+    for package in (f"{family}.kernels", "kestrel_runtime.cute_dsl"):
+        spec = importlib.util.find_spec(package)
+        assert spec is not None
+        assert spec.origin is not None
+        for source in sorted(Path(spec.origin).parent.glob("*.py")):
+            told.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
     versions = [importlib.metadata.version(name) for name in (_DSL, "apache-tvm-ffi")]
     told.update(repr((variant, arch, versions, platform.machine(), _processor())).encode())
     return told.hexdigest()[:20]

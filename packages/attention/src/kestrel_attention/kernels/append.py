@@ -15,7 +15,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 
-from . import ptx
+from kestrel_runtime.cute_dsl import pdl, ptx
 
 VECTOR = 8  # elements
 
@@ -77,8 +77,8 @@ class Append:
         token, sequence, _ = cute.arch.block_idx()
         heads, size = mNewK.shape[2], mNewK.shape[3]
         if cutlass.const_expr(self.dependent_launch):
-            cute.arch.griddepcontrol_wait()
-            cute.arch.griddepcontrol_launch_dependents()
+            pdl.wait()
+            pdl.trigger()
         page, offset = slot_of(mTable, paged, sequence, mLengths[sequence], token, mK.shape[0], mK.shape[1])
         if page >= 0:
             for i in cutlass.range(tid, heads * (size // VECTOR), self.threads, unroll=1):
@@ -97,16 +97,16 @@ class Append:
     @cute.jit
     def copy(self, mNew, mCache, source, target, scale, bf16):
         """Eight elements."""
-        words = ptx.load_words(address(mNew, source, 2), 4)
+        words = ptx.load_global(address(mNew, source, 2), 4)
         to = address(mCache, target, 1 if cutlass.const_expr(self.codes) else 2)
         if cutlass.const_expr(self.codes):
             pairs = []
             for word in cutlass.range_constexpr(4):
                 low, high = unpack_either(words[word], bf16)
                 pairs.append(self.round(low / scale, high / scale))
-            ptx.store_words(to, [pairs[0] | (pairs[1] << 16), pairs[2] | (pairs[3] << 16)])
+            ptx.store_global(to, [pairs[0] | (pairs[1] << 16), pairs[2] | (pairs[3] << 16)])
         else:
-            ptx.store_words(to, words)
+            ptx.store_global(to, words)
 
     @cute.jit
     def round(self, low: Float32, high: Float32) -> Uint32:
@@ -121,12 +121,12 @@ class Append:
         """To nearest even, saturating. Below the smallest normal number codes count its last place."""
         _, mantissa, bias, largest = cutlass.const_expr(FORMATS[self.codes])
         drop = cutlass.const_expr(23 - mantissa)
-        bits = ptx.bits_of(x)
-        size = ptx.float_of(bits & 0x7FFFFFFF)
-        most = ptx.bits_of(ptx.minimum(size, Float32(largest)))
+        bits = ptx.float_as_int(x)
+        size = ptx.int_as_float(bits & 0x7FFFFFFF)
+        most = ptx.float_as_int(ptx.fmin(size, Float32(largest)))
         code = ((most + ((1 << drop - 1) - 1) + ((most >> drop) & 1)) >> drop) - ((127 - bias) << mantissa)
         count_from = cutlass.const_expr(2.0 ** (24 - bias - mantissa))  # whose last place is that of small codes
-        small = ptx.bits_of(size + count_from) - ptx.bits_of(Float32(count_from))
+        small = ptx.float_as_int(size + count_from) - ptx.float_as_int(Float32(count_from))
         code = cutlass.select_(size < 2.0 ** (1 - bias), small, code)
         code = cutlass.select_((bits & 0x7FFFFFFF) > 0x7F800000, Int32(0x7F), code)
         return Uint32(code | ((bits >> 24) & 0x80))
@@ -151,7 +151,7 @@ def slot_of(mTable, paged, sequence, length, token, blocks, size):
 @cute.jit
 def unpack_either(pair: Uint32, bf16: Int32):
     """Two bf16 or two fp16 as float32."""
-    as_bf16, as_f16 = ptx.unpack_pair(pair, "bf16"), ptx.unpack_pair(pair, "f16")
+    as_bf16, as_f16 = ptx.unpack_f32x2(pair, "bf16"), ptx.unpack_f32x2(pair, "f16")
     return [cutlass.select_(bf16 != 0, one, other) for one, other in zip(as_bf16, as_f16, strict=True)]
 
 

@@ -19,7 +19,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32
 
-from . import ptx
+from kestrel_runtime.cute_dsl import pdl, ptx
+
 from .append import VECTOR, address, slot_of, unpack_either
 
 PAGE = 64
@@ -85,8 +86,8 @@ class AppendInt8:
         lane, warp = tid % 32, cute.arch.make_warp_uniform(tid // 32)
         blocks, size = call.mK.shape[0], call.mK.shape[1]
         if cutlass.const_expr(self.dependent_launch):
-            cute.arch.griddepcontrol_wait()
-            cute.arch.griddepcontrol_launch_dependents()
+            pdl.wait()
+            pdl.trigger()
         page, offset = slot_of(call.mTable, call.paged, sequence, call.mLengths[sequence], token, blocks, size)
         if page >= 0:
             for head in cutlass.range(warp, call.mNewK.shape[2], WARPS, unroll=1):
@@ -102,19 +103,19 @@ class AppendInt8:
         values = load_row(mNew, (*source, at), bf16)
         largest = Int32(0)
         for i in cutlass.range_constexpr(VECTOR):
-            size = ptx.bits_of(values[i]) & 0x7FFFFFFF
+            size = ptx.float_as_int(values[i]) & 0x7FFFFFFF
             largest = cutlass.max(largest, cutlass.select_(size == 0x7F800000, Int32(0), size))
         for distance in cutlass.range_constexpr(5):
             largest = cutlass.max(largest, cute.arch.shuffle_sync_bfly(largest, 1 << distance))
-        scale = cutlass.select_(largest == 0, Float32(1.0), ptx.float_of(largest) / Float32(127.0))
+        scale = cutlass.select_(largest == 0, Float32(1.0), ptx.int_as_float(largest) / Float32(127.0))
         codes = [Uint32(0)] * 2
         for i in cutlass.range_constexpr(VECTOR):
-            code = cutlass.max(cutlass.min(ptx.round_even(values[i] / scale), 127), -127)
+            code = cutlass.max(cutlass.min(ptx.float_to_int_rn(values[i] / scale), 127), -127)
             codes[i // 4] |= Uint32(code & 0xFF) << (8 * (i % 4))
         if there:
-            ptx.store_words(address(mCache, (*target, lane * VECTOR), 1), codes)
+            ptx.store_global(address(mCache, (*target, lane * VECTOR), 1), codes)
         if lane == 0:
-            ptx.store_words(address(mScale, target, 4), [Uint32(ptx.bits_of(scale))])
+            ptx.store_global(address(mScale, target, 4), [Uint32(ptx.float_as_int(scale))])
 
 
 @dataclass(frozen=True)
@@ -144,8 +145,8 @@ class AppendInt4:
             cute.make_tensor(cute.arch.alloc_smem(Float32, 64 * WARPS, alignment=16), 64 * WARPS) for _ in range(2)
         ]
         if cutlass.const_expr(self.dependent_launch):
-            cute.arch.griddepcontrol_wait()
-            cute.arch.griddepcontrol_launch_dependents()
+            pdl.wait()
+            pdl.trigger()
         row = call.mSequences[sequence]
         length = call.mLengths[sequence]
         known = row >= 0 and row < call.mTail.shape[0]
@@ -167,8 +168,8 @@ class AppendInt4:
         for token in cutlass.range(warp, tokens, WARPS, unroll=1):
             page, offset = self.slot(call, sequence, length, token)
             if page >= 0 and (whole < 0 or held + token >= PAGE) and lane * VECTOR < size:
-                words = ptx.load_words(address(call.mNewK, (sequence, token, head, lane * VECTOR), 2), 4)
-                ptx.store_words(address(call.mTail, (row, offset, head, lane * VECTOR), 2), words)
+                words = ptx.load_global(address(call.mNewK, (sequence, token, head, lane * VECTOR), 2), 4)
+                ptx.store_global(address(call.mTail, (row, offset, head, lane * VECTOR), 2), words)
 
     @cute.jit
     def slot(self, call: Int4Call, sequence, length, token):
@@ -182,19 +183,19 @@ class AppendInt4:
         values = [clamp(x) for x in load_row(call.mNewV, (*source, at), call.bf16)]
         low, high = values[0], values[0]
         for i in cutlass.range_constexpr(1, VECTOR):
-            low, high = ptx.least(low, values[i]), ptx.most(high, values[i])
+            low, high = ptx.fmin_nan(low, values[i]), ptx.fmax_nan(high, values[i])
         for distance in cutlass.range_constexpr(5):
-            low = ptx.least(low, cute.arch.shuffle_sync_bfly(low, 1 << distance))
-            high = ptx.most(high, cute.arch.shuffle_sync_bfly(high, 1 << distance))
+            low = ptx.fmin_nan(low, cute.arch.shuffle_sync_bfly(low, 1 << distance))
+            high = ptx.fmax_nan(high, cute.arch.shuffle_sync_bfly(high, 1 << distance))
         pair, scale, zero = code_of(low, high)
         codes = Uint32(0)
         for i in cutlass.range_constexpr(VECTOR):
             codes |= encode(values[i], scale, zero) << (4 * i)
         if there:
-            ptx.store_words(address(call.mV, (*target, lane * (VECTOR // 2)), 1), [codes])
+            ptx.store_global(address(call.mV, (*target, lane * (VECTOR // 2)), 1), [codes])
         if lane == 0:
-            ptx.store_half(address(call.mVScale, target, 2), pair)
-            ptx.store_half(address(call.mVZero, target, 2), pair >> 16)
+            ptx.store_global_b16(address(call.mVScale, target, 2), pair)
+            ptx.store_global_b16(address(call.mVZero, target, 2), pair >> 16)
 
     @cute.jit
     def write_page(self, call: Int4Call, place, page, first, sLow, sHigh, warp, lane):
@@ -206,12 +207,12 @@ class AppendInt4:
             row = warp * WARPS + i
             from_tail = address(call.mTail, (tail_row, row, head, channel), 2)
             from_new = address(call.mNewK, (sequence, cutlass.max(row - held, 0), head, channel), 2)
-            word = ptx.load_words(cutlass.select_(row < held, from_tail, from_new), 1)[0]
+            word = ptx.load_global(cutlass.select_(row < held, from_tail, from_new), 1)[0]
             values.append([clamp(x) for x in unpack_either(word, call.bf16)])
         for k in cutlass.range_constexpr(2):
             low, high = values[0][k], values[0][k]
             for i in cutlass.range_constexpr(1, WARPS):
-                low, high = ptx.least(low, values[i][k]), ptx.most(high, values[i][k])
+                low, high = ptx.fmin_nan(low, values[i][k]), ptx.fmax_nan(high, values[i][k])
             sLow[warp * 64 + 2 * lane + k] = low
             sHigh[warp * 64 + 2 * lane + k] = high
         cute.arch.sync_threads()
@@ -219,44 +220,44 @@ class AppendInt4:
         for k in cutlass.range_constexpr(2):
             low, high = sLow[2 * lane + k], sHigh[2 * lane + k]
             for i in cutlass.range_constexpr(1, WARPS):
-                low = ptx.least(low, sLow[i * 64 + 2 * lane + k])
-                high = ptx.most(high, sHigh[i * 64 + 2 * lane + k])
+                low = ptx.fmin_nan(low, sLow[i * 64 + 2 * lane + k])
+                high = ptx.fmax_nan(high, sHigh[i * 64 + 2 * lane + k])
             found.append(code_of(low, high))
         cute.arch.sync_threads()
         if warp == 0:
             for i, mX in enumerate((call.mKScale, call.mKZero)):
-                pair = ptx.permute(found[0][0], found[1][0], (0x5410, 0x7632)[i])
-                ptx.store_words(address(mX, (page, head, channel), 2), [pair])
+                pair = ptx.prmt(found[0][0], found[1][0], (0x5410, 0x7632)[i])
+                ptx.store_global(address(mX, (page, head, channel), 2), [pair])
         for i in cutlass.range_constexpr(WARPS):
             codes = [encode(values[i][k], found[k][1], found[k][2]) for k in range(2)]
             to = address(call.mK, (page, warp * WARPS + i, head, channel // 2), 1)
-            ptx.store_byte(to, codes[0] | codes[1] << 4)
+            ptx.store_global_b8(to, codes[0] | codes[1] << 4)
 
 
 @cute.jit
 def load_row(mNew, at, bf16):
     """A lane's eight elements of a row as float32."""
-    words = ptx.load_words(address(mNew, at, 2), 4)
+    words = ptx.load_global(address(mNew, at, 2), 4)
     return [x for word in words for x in unpack_either(word, bf16)]
 
 
 @cute.jit
 def clamp(x: Float32) -> Float32:
-    return ptx.least(ptx.most(x, Float32(-LARGEST)), Float32(LARGEST))
+    return ptx.fmin_nan(ptx.fmax_nan(x, Float32(-LARGEST)), Float32(LARGEST))
 
 
 @cute.jit
 def code_of(low: Float32, high: Float32):
     """Scale and zero of a range as a pair of f16, and each as float32."""
     by_range = (high - low) / Float32(15.0)
-    by_zero = ptx.maximum(*(ptx.float_of(ptx.bits_of(x) & 0x7FFFFFFF) for x in (low, high))) * 2.0**-15
-    rounded, _ = ptx.unpack_pair(ptx.pack_pair(ptx.maximum(by_range, by_zero), Float32(0.0), "f16"), "f16")
+    by_zero = ptx.fmax(*(ptx.int_as_float(ptx.float_as_int(x) & 0x7FFFFFFF) for x in (low, high))) * 2.0**-15
+    rounded, _ = ptx.unpack_f32x2(ptx.pack_f32x2(ptx.fmax(by_range, by_zero), Float32(0.0), "f16"), "f16")
     scale = cutlass.select_(rounded == 0.0, Float32(1.0), rounded)
-    pair = ptx.pack_pair(scale, (0.0 - low) / scale, "f16")
-    _, zero = ptx.unpack_pair(pair, "f16")
+    pair = ptx.pack_f32x2(scale, (0.0 - low) / scale, "f16")
+    _, zero = ptx.unpack_f32x2(pair, "f16")
     return pair, scale, zero
 
 
 @cute.jit
 def encode(x: Float32, scale: Float32, zero: Float32) -> Uint32:
-    return Uint32(cutlass.max(cutlass.min(ptx.round_even(x / scale + zero), 15), 0))
+    return Uint32(cutlass.max(cutlass.min(ptx.float_to_int_rn(x / scale + zero), 15), 0))

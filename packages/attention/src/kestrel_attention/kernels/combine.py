@@ -16,7 +16,8 @@ import cutlass.cute as cute
 from cuda.bindings import driver as cuda
 from cutlass import Float32, Int32, Int64
 
-from . import ptx
+from kestrel_runtime.cute_dsl import pdl, ptx
+
 from .decode import LOG2_E
 from .tile import ROWS
 
@@ -71,7 +72,7 @@ class Combine:
             # Before the wait: decode.py's launch, which has let this one start, waited for those before it. Nor can a
             # launch after this one write mPartOut, mPartLse or mChunks too early: it writes after its own wait, which
             # is for this launch to be complete, and this one, whose every thread waits, completes after decode.py's.
-            cute.arch.griddepcontrol_launch_dependents()
+            pdl.trigger()
         first_dim = query // queries * DIMS
         query = query % queries
         dim = first_dim + lane * 4
@@ -91,12 +92,12 @@ class Combine:
             known = chunks_at
             for at in (at for place in places for at in place):
                 known = known | at
-            ptx.wait_for_launch_before(known)
+            pdl.wait_after(known)
             if cutlass.const_expr(self.warps > 1):
-                cute.arch.griddepcontrol_launch_dependents()
-        chunks = Int32(ptx.load_words(chunks_at, 1)[0])
-        lses = [ptx.load_words(at, 1)[0] for at, _ in places]
-        parts = [ptx.load_words(at, 4) for _, at in places]
+                pdl.trigger()
+        chunks = Int32(ptx.load_global(chunks_at, 1)[0])
+        lses = [ptx.load_global(at, 1)[0] for at, _ in places]
+        parts = [ptx.load_global(at, 4) for _, at in places]
         cute.arch.sync_warp()  # loads stay before the branch
         if chunks > 1:
             rOut = cute.make_rmem_tensor(4, Float32)
@@ -104,9 +105,9 @@ class Combine:
             self.join(rOut, rSum, lses, parts, warp * ROUND, chunks)
             if cutlass.const_expr(self.warps > 1):
                 for chunk in cutlass.range(warp + self.warps * ROUND, chunks, self.warps, unroll=1):
-                    lse = ptx.float_of(Int32(ptx.load_words(lse_at + chunk * (4 * ROWS), 1)[0]))
-                    part = ptx.load_words(part_at + Int64(chunk) * (4 * ROWS * size), 4)
-                    self.add(rOut, rSum, [ptx.float_of(Int32(x)) for x in part], (lse, Float32(1.0)))
+                    lse = ptx.int_as_float(Int32(ptx.load_global(lse_at + chunk * (4 * ROWS), 1)[0]))
+                    part = ptx.load_global(part_at + Int64(chunk) * (4 * ROWS * size), 4)
+                    self.add(rOut, rSum, [ptx.int_as_float(Int32(x)) for x in part], (lse, Float32(1.0)))
             if cutlass.const_expr(self.warps > 1):
                 self.meet(rOut, rSum, warp, lane, slots)
             if warp == 0:
@@ -116,10 +117,10 @@ class Combine:
                     kind = cutlass.const_expr("bf16" if self.dtype is cutlass.BFloat16 else "f16")
                     row = (Int64(sequence) * queries + query) * heads + head
                     four = [ptx.fma(rOut[k], factor, Float32(0.0)) for k in range(4)]
-                    words = [ptx.pack_pair(four[2 * k], four[2 * k + 1], kind) for k in range(2)]
-                    ptx.store_words(mOut.iterator.toint() + 2 * (row * size + dim), words)
+                    words = [ptx.pack_f32x2(four[2 * k], four[2 * k + 1], kind) for k in range(2)]
+                    ptx.store_global(mOut.iterator.toint() + 2 * (row * size + dim), words)
                 if tid == 0 and first_dim == 0:
-                    mLse[sequence, head, query] = base + ptx.log2(total) * (1.0 / LOG2_E)
+                    mLse[sequence, head, query] = base + ptx.log2_approx(total) * (1.0 / LOG2_E)
 
     @cute.jit
     def join(self, rOut, rSum, lses, parts, first: Int32, chunks: Int32):
@@ -127,17 +128,17 @@ class Combine:
         found = []
         largest = -Float32.inf
         for i in cutlass.range_constexpr(ROUND):
-            lse = ptx.float_of(Int32(lses[i]))
+            lse = ptx.int_as_float(Int32(lses[i]))
             found.append(cutlass.select_(first + i < chunks, lse, -Float32.inf))
-            largest = ptx.maximum(largest, found[i])
+            largest = ptx.fmax(largest, found[i])
         base = cutlass.select_(largest == -Float32.inf, Float32(0.0), largest)
         rOut.fill(0.0)
         total = Float32(0.0)
         for i in cutlass.range_constexpr(ROUND):
-            share = ptx.exp2((found[i] - base) * LOG2_E)
+            share = ptx.exp2_approx((found[i] - base) * LOG2_E)
             total += share
             for k in cutlass.range_constexpr(4):
-                part = cutlass.select_(first + i < chunks, ptx.float_of(Int32(parts[i][k])), Float32(0.0))
+                part = cutlass.select_(first + i < chunks, ptx.int_as_float(Int32(parts[i][k])), Float32(0.0))
                 rOut[k] = ptx.fma(share, part, rOut[k])
         rSum[0] = base
         rSum[1] = total
@@ -146,9 +147,9 @@ class Combine:
     def add(self, rOut, rSum, rMore, rMoreSum):
         """Joined chunks to joined chunks. A base of none is 0, and its weights are."""
         own, more = [cutlass.select_(x[1] == 0.0, -Float32.inf, x[0]) for x in (rSum, rMoreSum)]
-        largest = ptx.maximum(own, more)
+        largest = ptx.fmax(own, more)
         base = cutlass.select_(largest == -Float32.inf, Float32(0.0), largest)
-        shares = [ptx.exp2((x - base) * LOG2_E) for x in (own, more)]
+        shares = [ptx.exp2_approx((x - base) * LOG2_E) for x in (own, more)]
         for k in cutlass.range_constexpr(4):
             rOut[k] = ptx.fma(shares[1], rMore[k], shares[0] * rOut[k])
         rSum[0] = base

@@ -25,7 +25,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, Uint64
 
-from . import ptx
+from kestrel_runtime.cute_dsl import pdl, ptx
+
 from .tile import ROWS, TILE, Tiles
 
 LOG2_E = math.log2(math.e)
@@ -183,14 +184,14 @@ class Decode:
                 for _, at in entries[i]:
                     known = known | at
             if warp == 0:
-                ptx.prefetch(query_at)
+                ptx.prefetch_l2(query_at)
                 if lane == 0:
-                    ptx.prefetch(length_at)
+                    ptx.prefetch_l2(length_at)
             if n.paged != 0 and entries[0][0][0] < n.room:
-                ptx.prefetch(entries[0][0][1])
-            ptx.wait_for_launch_before(known)
-            cute.arch.griddepcontrol_launch_dependents()
-        length = Int32(ptx.load_words(length_at, 1)[0])
+                ptx.prefetch_l2(entries[0][0][1])
+            pdl.wait_after(known)
+            pdl.trigger()
+        length = Int32(ptx.load_global(length_at, 1)[0])
         for i in cutlass.range_constexpr(steps):
             self.look_up(rPage[i], pages, entries[i], n.room)
         prefix = n.prefix
@@ -233,7 +234,7 @@ class Decode:
 
             chunks = Int32(1)
             if visited > chunk:
-                chunks = ptx.divide(Uint32(visited + chunk - 1), Uint32(chunk)).to(Int32)
+                chunks = ptx.div_u32(Uint32(visited + chunk - 1), Uint32(chunk)).to(Int32)
             if slot == 0 and tid == 0 and n.slots > self.groups:
                 mChunks[block] = chunks
             # Rows see keys from first to last - 1, and below prefix; all of them from all_first to all_last - 1.
@@ -264,7 +265,7 @@ class Decode:
         least = cutlass.select_(visited <= n.middle, n.shorter, n.shortest)
         least = cutlass.select_(visited <= n.whole, n.whole, least)
         if visited > Int64(least) * n.most:
-            even = ptx.divide(Uint32(visited + n.most - 1), Uint32(n.most)).to(Int32)
+            even = ptx.div_u32(Uint32(visited + n.most - 1), Uint32(n.most)).to(Int32)
             least = (even + grain - 1) // grain * grain
         return least
 
@@ -305,7 +306,7 @@ class Decode:
         row_scales = [cute.arch.shuffle_sync(row_scale, lane % 4 * 8 + 4 * e) for e in range(2)]
         scales = [scale * row_scale for row_scale in row_scales]
         if cutlass.const_expr(tail is not None):
-            inverse = [ptx.float_of((254 << 23) - ptx.bits_of(row_scale)) for row_scale in row_scales]
+            inverse = [ptx.int_as_float((254 << 23) - ptx.float_as_int(row_scale)) for row_scale in row_scales]
             tail = self.tiles.cache.park_tail(tail, inverse, warp, lane)
         sQ = rQ
         if cutlass.const_expr(self.tiles.queries_in_shared):
@@ -357,7 +358,7 @@ class Decode:
             for i in cutlass.range_constexpr(4 * own.at_once):
                 rScore[i] = rStart[i % 2]
             for piece in cutlass.range_constexpr(per_step):
-                ptx.wait_for_copies(slots - 1)
+                ptx.cp_async_wait(slots - 1)
                 cute.arch.sync_warp()
                 if cutlass.const_expr(piece < own.pieces):
                     own.multiply_keys(piece, slot, sNow, rScore, x, tiles, lane)
@@ -399,7 +400,7 @@ class Decode:
             for k in cutlass.range_constexpr(4):
                 rQ[4 * i + k] = Uint32(0)
             if lane // 4 < rows and dim < mQ.shape[3]:
-                loaded = ptx.load_words(address + 2 * dim, 4)
+                loaded = ptx.load_global(address + 2 * dim, 4)
                 for k in cutlass.range_constexpr(4):
                     rQ[4 * i + k] = loaded[k]
 
@@ -422,8 +423,8 @@ class Decode:
             if cutlass.const_expr(goal < 1):  # the factor is a normal number
                 exponent = cutlass.min(exponent, 253 + goal)
             exponent = cutlass.max(exponent, goal + 1)
-            factor = ptx.float_of((254 + goal - exponent) << 23)
-            row_scale = ptx.float_of(cutlass.min(exponent + back, 254) << 23)
+            factor = ptx.int_as_float((254 + goal - exponent) << 23)
+            row_scale = ptx.int_as_float(cutlass.min(exponent + back, 254) << 23)
             if cutlass.const_expr(more is None):
                 self.multiply_queries(rQ, factor, "bf16")
             else:
@@ -439,8 +440,8 @@ class Decode:
         for i in cutlass.range_constexpr(self.tiles.query_words // 4):
             pairs = []
             for k in cutlass.range_constexpr(4):
-                low, high = ptx.unpack_pair(rQ[4 * i + k], kind)
-                pairs.append(ptx.pack_pair(low * factor, high * factor, "f16"))
+                low, high = ptx.unpack_f32x2(rQ[4 * i + k], kind)
+                pairs.append(ptx.pack_f32x2(low * factor, high * factor, "f16"))
             pairs = self.tiles.cache.arrange(pairs)
             for k in cutlass.range_constexpr(4):
                 rQ[4 * i + k] = pairs[k]
@@ -472,7 +473,7 @@ class Decode:
         _, _, sequence, paged, _, _, _, _, _ = pages
         for i in cutlass.range_constexpr(self.tiles.lookups):
             key, at = entries[i]
-            found = ptx.load_if(key < end and paged != 0, at, -1)
+            found = ptx.load_global_if(key < end and paged != 0, at, -1)
             rPage[i] = cutlass.select_(key < end and paged == 0, sequence, Int32(found))
 
     @cute.jit
@@ -520,7 +521,7 @@ class Decode:
             if 2 * t + odd < rows:
                 at = Int32(sOut.iterator.toint()) + share * self.tiles.ring_bytes + odd * 512 + lane * 16
                 for pair in cutlass.range_constexpr(self.tiles.size // 32):
-                    four = [ptx.bits_of(rOut[8 * pair + odd + 2 * k]) for k in range(4)]
+                    four = [ptx.float_as_int(rOut[8 * pair + odd + 2 * k]) for k in range(4)]
                     ptx.store_shared(at + pair * 1024, four)
 
     @cute.jit
@@ -542,14 +543,14 @@ class Decode:
         row = 2 * t + odd
         largest = -Float32.inf
         for w in cutlass.range_constexpr(shares):
-            largest = ptx.maximum(largest, sMax[(group_at + w) * ROWS + row])
+            largest = ptx.fmax(largest, sMax[(group_at + w) * ROWS + row])
         base = cutlass.select_(largest == -Float32.inf, Float32(0.0), largest)
-        share = [ptx.exp2(sMax[(group_at + w) * ROWS + row] - base) for w in range(shares)]
+        share = [ptx.exp2_approx(sMax[(group_at + w) * ROWS + row] - base) for w in range(shares)]
         total = Float32(0.0)
         for w in cutlass.range_constexpr(shares):
             total = ptx.fma(share[w], sSum[(group_at + w) * ROWS + row], total)
         factor = cutlass.select_(total == 0.0, Float32(0.0), v_scale / total)
-        lse = largest * (1.0 / LOG2_E) + ptx.log2(total) * (1.0 / LOG2_E)
+        lse = largest * (1.0 / LOG2_E) + ptx.log2_approx(total) * (1.0 / LOG2_E)
         rOut = cute.make_rmem_tensor(4 * self.units, Float32)
         rOut.fill(0.0)
         if row < rows:
@@ -561,7 +562,7 @@ class Decode:
                     for w in cutlass.range_constexpr(shares):
                         four = ptx.load_shared(at + w * self.tiles.ring_bytes, 4)
                         for k in cutlass.range_constexpr(4):
-                            rOut[4 * n + k] = ptx.fma(share[w], ptx.float_of(Int32(four[k])), rOut[4 * n + k])
+                            rOut[4 * n + k] = ptx.fma(share[w], ptx.int_as_float(Int32(four[k])), rOut[4 * n + k])
                     for k in cutlass.range_constexpr(4):
                         rOut[4 * n + k] = rOut[4 * n + k] * factor
         whole = chunks == 1
@@ -591,9 +592,9 @@ class Decode:
                 if pair < self.tiles.size // 32 and dim < size:
                     four = [rOut[4 * n + k] for k in range(4)]
                     if whole:
-                        ptx.store_words(out_at + 2 * dim, self.rounded(four, more))
+                        ptx.store_global(out_at + 2 * dim, self.rounded(four, more))
                     else:
-                        ptx.store_words(part_at + 4 * dim, [ptx.bits_of(x) for x in four])
+                        ptx.store_global(part_at + 4 * dim, [ptx.float_as_int(x) for x in four])
 
     @cute.jit
     def rounded(self, four, more):
@@ -603,9 +604,9 @@ class Decode:
             low, high = four[2 * k], four[2 * k + 1]
             if cutlass.const_expr(more is None):
                 kind = cutlass.const_expr("bf16" if self.dtype is cutlass.BFloat16 else "f16")
-                words.append(ptx.pack_pair(low, high, kind))
+                words.append(ptx.pack_f32x2(low, high, kind))
             else:
-                of_bf16, of_f16 = ptx.pack_pair(low, high, "bf16"), ptx.pack_pair(low, high, "f16")
+                of_bf16, of_f16 = ptx.pack_f32x2(low, high, "bf16"), ptx.pack_f32x2(low, high, "f16")
                 words.append(cutlass.select_(more.bf16 != 0, of_bf16, of_f16))
         return words
 
@@ -616,26 +617,26 @@ class Decode:
         sLse = cute.make_tensor(cute.arch.alloc_smem(Float32, self.groups * ROWS, alignment=16), self.groups * ROWS)
         at = Int32(sOut.iterator.toint()) + warp * self.tiles.ring_bytes + self.tiles.size * ROWS * 4 + lane * 16
         for n in cutlass.range_constexpr(self.units):
-            ptx.store_shared(at + n * 512, [ptx.bits_of(rOut[4 * n + k]) for k in range(4)])
+            ptx.store_shared(at + n * 512, [ptx.float_as_int(rOut[4 * n + k]) for k in range(4)])
         if lane // 4 == 0 and warp % shares < 2:
             sLse[warp // shares * ROWS + row] = lse
         cute.arch.sync_threads()
         if warp < shares:
             largest = -Float32.inf
             for c in cutlass.range_constexpr(self.groups):
-                largest = ptx.maximum(largest, sLse[c * ROWS + row])
+                largest = ptx.fmax(largest, sLse[c * ROWS + row])
             base = cutlass.select_(largest == -Float32.inf, Float32(0.0), largest)
             total = Float32(0.0)
             rOut.fill(0.0)
             for c in cutlass.range_constexpr(self.groups):
-                weight = ptx.exp2((sLse[c * ROWS + row] - base) * LOG2_E)
+                weight = ptx.exp2_approx((sLse[c * ROWS + row] - base) * LOG2_E)
                 total += weight
                 for n in cutlass.range_constexpr(self.units):
                     four = ptx.load_shared(at + c * shares * self.tiles.ring_bytes + n * 512, 4)
                     for k in cutlass.range_constexpr(4):
-                        rOut[4 * n + k] = ptx.fma(weight, ptx.float_of(Int32(four[k])), rOut[4 * n + k])
+                        rOut[4 * n + k] = ptx.fma(weight, ptx.int_as_float(Int32(four[k])), rOut[4 * n + k])
             factor = cutlass.select_(total == 0.0, Float32(0.0), 1.0 / total)
             for k in cutlass.range_constexpr(4 * self.units):
                 rOut[k] = ptx.fma(rOut[k], factor, Float32(0.0))
-            lse = base + ptx.log2(total) * (1.0 / LOG2_E)
+            lse = base + ptx.log2_approx(total) * (1.0 / LOG2_E)
         return lse

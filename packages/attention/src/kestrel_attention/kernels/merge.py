@@ -13,7 +13,9 @@ import cutlass.cute as cute
 from cuda.bindings import driver as cuda
 from cutlass import Float32, Int64
 
-from . import ptx, rows
+from kestrel_runtime.cute_dsl import pdl, ptx
+
+from . import rows
 
 THREADS = 128
 
@@ -62,12 +64,12 @@ class Merge:
         head, dim = at // size, at % size
         if head < heads:
             if cutlass.const_expr(self.dependent_launch):
-                cute.arch.griddepcontrol_wait()
-                cute.arch.griddepcontrol_launch_dependents()
+                pdl.wait()
+                pdl.trigger()
             a = rows.load(self.address(mOutA, token, head, dim), self.dtype)
             b = rows.load(self.address(mOutB, token, head, dim), self.dtype)
             lse_a, lse_b = mLseA[head, token], mLseB[head, token]
-            largest = ptx.maximum(lse_a, lse_b)
+            largest = ptx.fmax(lse_a, lse_b)
             base = cutlass.select_(largest == -Float32.inf, Float32(0.0), largest)
             weight_a, weight_b = cute.math.exp(lse_a - base), cute.math.exp(lse_b - base)
             total = weight_a + weight_b

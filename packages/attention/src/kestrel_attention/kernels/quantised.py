@@ -24,7 +24,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 
-from . import ptx
+from kestrel_runtime.cute_dsl import ptx
+
 from .tile import TILE, Bytes, Codes, Tiles
 
 PAGE = 64  # slots of an INT4 cache
@@ -60,7 +61,7 @@ class E5m2(Bytes):
     @cute.jit
     def widen(self, word):
         """Four codes as two pairs of f16."""
-        return [ptx.permute(word, Uint32(0), selector) for selector in (0x1404, 0x3424)]
+        return [ptx.prmt(word, Uint32(0), selector) for selector in (0x1404, 0x3424)]
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ class Int8(Codes):
     @cute.jit
     def arrange(self, words):
         """Queries in the order of key_operand: of four dims the first with the third."""
-        return [ptx.permute(words[i // 2 * 2], words[i // 2 * 2 + 1], (0x5410, 0x7632)[i % 2]) for i in range(4)]
+        return [ptx.prmt(words[i // 2 * 2], words[i // 2 * 2 + 1], (0x5410, 0x7632)[i % 2]) for i in range(4)]
 
     @cute.jit
     def key_operand(self, rPiece, at: cutlass.Constexpr, next_key: cutlass.Constexpr, i: cutlass.Constexpr):
@@ -90,10 +91,10 @@ class Int8(Codes):
         selector = 0x7632 if cutlass.const_expr(i) else 0x5410
         pairs = []
         for k in cutlass.range_constexpr(2):
-            word = ptx.permute(words[2 * k], words[2 * k + 1], selector)
+            word = ptx.prmt(words[2 * k], words[2 * k + 1], selector)
             for shifted in (word, word >> 8):
                 pair = (shifted & 0x00FF00FF) ^ 0x64806480
-                pairs.append(ptx.half_pair("add.rn.f16x2", pair, Uint32(0xE480E480)))
+                pairs.append(ptx.packed("add.rn.f16x2", pair, Uint32(0xE480E480)))
         return pairs
 
     @cute.jit
@@ -103,7 +104,7 @@ class Int8(Codes):
         for i in cutlass.range_constexpr(tiles.query_words // 4):
             q = tiles.four_words(sQ, i)
             for k in cutlass.range_constexpr(2):
-                start = ptx.mma([Uint32(0x00800080)] * 4, (q[2 * k], q[2 * k + 1]), start, "f16")
+                start = ptx.mma_m16n8k16([Uint32(0x00800080)] * 4, (q[2 * k], q[2 * k + 1]), start, "f16")
         for e in cutlass.range_constexpr(2):
             rStart[e] = -start[e]
 
@@ -119,15 +120,15 @@ class Int8(Codes):
         for i in cutlass.range_constexpr(2):
             base, of_block, of_slot = scales_at[i]
             address = base + 4 * Int64(Uint32(block) * of_block + Uint32(offset) * of_slot)
-            rAt[at + i] = ptx.load_if(exists, address, ONE)
+            rAt[at + i] = ptx.load_global_if(exists, address, ONE)
 
     @cute.jit
     def key_scales(self, rAt, at: cutlass.Constexpr, source):
-        return [ptx.float_of(Int32(cute.arch.shuffle_sync(rAt[at], source + 8 * h))) for h in range(2)]
+        return [ptx.int_as_float(Int32(cute.arch.shuffle_sync(rAt[at], source + 8 * h))) for h in range(2)]
 
     @cute.jit
     def value_scales(self, rAt, at: cutlass.Constexpr, source):
-        return [(ptx.float_of(Int32(cute.arch.shuffle_sync(rAt[at + 1], source + 8 * h))), None) for h in range(2)]
+        return [(ptx.int_as_float(Int32(cute.arch.shuffle_sync(rAt[at + 1], source + 8 * h))), None) for h in range(2)]
 
 
 @dataclass(frozen=True)
@@ -149,7 +150,7 @@ class Int4(Codes):
     @cute.jit
     def fours(self, words):
         """Pairs of eight consecutive dims in the order in which nibbles come: the first with the fifth."""
-        return [ptx.permute(words[i // 2], words[i // 2 + 2], (0x5410, 0x7632)[i % 2]) for i in range(4)]
+        return [ptx.prmt(words[i // 2], words[i // 2 + 2], (0x5410, 0x7632)[i % 2]) for i in range(4)]
 
     @cute.jit
     def arrange(self, words):
@@ -198,7 +199,7 @@ class Int4(Codes):
     def step_queries(self, tiles, sQ, slot, rStart, state):
         mine, of_scales, found, rScaled = state
         groups, parts = cutlass.const_expr((tiles.size // 8, tiles.key_dims // 8))
-        ptx.wait_for_copies(tiles.slots - 1)
+        ptx.cp_async_wait(tiles.slots - 1)
         cute.arch.sync_warp()
         raw = slot + PAGE * tiles.row_bytes + cute.arch.lane_idx() % (2 * groups) * 16
         pairs = self.fours(ptx.load_shared(raw, 4))
@@ -215,12 +216,12 @@ class Int4(Codes):
             scales = ptx.load_shared(found + 48 * first, 4)
             q = tiles.four_words(sQ, i)
             for k in cutlass.range_constexpr(4):
-                rScaled[4 * i + k] = ptx.half_pair("mul.rn.f16x2", q[k], scales[k])
+                rScaled[4 * i + k] = ptx.packed("mul.rn.f16x2", q[k], scales[k])
             for k in cutlass.range_constexpr(2):
                 zeros = ptx.load_shared(found + (48 * first + 16 + 16 * k), 4)
                 b = (rScaled[4 * i + 2 * k], rScaled[4 * i + 2 * k + 1])
                 chain = cutlass.const_expr((2 * i + k) % 4)
-                starts[chain] = ptx.mma(zeros, b, starts[chain], "f16")
+                starts[chain] = ptx.mma_m16n8k16(zeros, b, starts[chain], "f16")
         for e in cutlass.range_constexpr(2):
             rStart[e] = (starts[0][e] + starts[1][e] + (starts[2][e] + starts[3][e])) * -(2.0**-20)
         return rScaled
@@ -247,7 +248,7 @@ class Int4(Codes):
         words = [Uint32(half) for x in (base, query_row, Int64(stride)) for half in (x, x >> 32)]
         if warp == 0:
             ptx.store_shared(mine, words[:4])
-            ptx.store_shared(mine + 16, [*words[4:], *(Uint32(ptx.bits_of(x)) for x in inverse)])
+            ptx.store_shared(mine + 16, [*words[4:], *(Uint32(ptx.float_as_int(x)) for x in inverse)])
         return mine, first, bf16
 
     @cute.jit
@@ -257,14 +258,14 @@ class Int4(Codes):
         if key >= first:
             words = [*ptx.load_shared(mine, 4), *ptx.load_shared(mine + 16, 4)]
             base, query_row, stride = [Int64(words[2 * i]) | Int64(words[2 * i + 1]) << 32 for i in range(3)]
-            inverse = [ptx.float_of(Int32(word)) for word in words[6:]]
+            inverse = [ptx.int_as_float(Int32(word)) for word in words[6:]]
             rTail = cute.make_rmem_tensor(4, Float32)
             for tile in cutlass.range(tiles.at_once, unroll=1):
                 rTail.fill(0.0)
                 address = base + 2 * Int64(tile * TILE + lane // 4) * stride + lane % 4 * 16
                 for c in cutlass.range(tiles.size // 32, unroll=1):
-                    rows = [ptx.load_words(address + 16 * half * stride + c * 64, 4) for half in range(2)]
-                    q = ptx.load_words(query_row + c * 64 + lane % 4 * 16, 4)
+                    rows = [ptx.load_global(address + 16 * half * stride + c * 64, 4) for half in range(2)]
+                    q = ptx.load_global(query_row + c * 64 + lane % 4 * 16, 4)
                     for i in cutlass.range_constexpr(2):
                         a = (rows[0][2 * i], rows[1][2 * i], rows[0][2 * i + 1], rows[1][2 * i + 1])
                         self.multiply_either(a, (q[2 * i], q[2 * i + 1]), rTail, bf16)
@@ -275,9 +276,9 @@ class Int4(Codes):
     def multiply_either(self, a, b, rScore, bf16):
         c = [rScore[i] for i in range(4)]
         if bf16 != 0:
-            c = ptx.mma(a, b, c, "bf16")
+            c = ptx.mma_m16n8k16(a, b, c, "bf16")
         else:
-            c = ptx.mma(a, b, c, "f16")
+            c = ptx.mma_m16n8k16(a, b, c, "f16")
         for i in cutlass.range_constexpr(4):
             rScore[i] = c[i]
 
@@ -347,7 +348,7 @@ class PageTiles(Tiles):
             base += lane % self.units * 16
             first = page * of_page + Uint32(row) * stride
             for i in cutlass.range_constexpr(PAGE // self.rows_at_once):
-                ptx.copy_to_shared(to + i * 512, base + 16 * Int64(first + i * self.rows_at_once * stride), 16)
+                ptx.cp_async(to + i * 512, base + 16 * Int64(first + i * self.rows_at_once * stride), 16)
             to = slot + PAGE * self.row_bytes
             if cutlass.const_expr(piece == 0):
                 groups = cutlass.const_expr(self.size // 8)
@@ -355,7 +356,7 @@ class PageTiles(Tiles):
                     if lane // groups == i:
                         base, of_page, _ = address[2 + i]
                         source = base + 16 * Int64(page * of_page + Uint32(lane % groups))
-                        ptx.copy_to_shared(to + lane * 16, source, 16)
+                        ptx.cp_async(to + lane * 16, source, 16)
             else:
                 count = Int32(rAt[1] & 0xFF)
                 for i in cutlass.range_constexpr(4):
@@ -363,8 +364,8 @@ class PageTiles(Tiles):
                     key = lane + cutlass.const_expr(i // 2 * 32)
                     there = cutlass.select_(key < count, Int32(4), Int32(0))
                     source = base + 2 * Int64(page * of_page + Uint32(key) * stride)
-                    ptx.copy_to_shared(to + key * 8 + i % 2 * 4, source & -4, 4, there)
-        ptx.commit_copies()
+                    ptx.cp_async(to + key * 8 + i % 2 * 4, source & -4, 4, there)
+        ptx.cp_async_commit()
 
     @cute.jit
     def scales_of(self, tile: cutlass.Constexpr, slot, rNow, lane):
@@ -374,7 +375,7 @@ class PageTiles(Tiles):
         for h in cutlass.range_constexpr(2):
             at = slot + PAGE * self.row_bytes + (tile * TILE + 8 * h) * 8 + lane // 4 * 8
             words = ptx.load_shared(at, 2)
-            scale, zero = ptx.unpack_pair(ptx.permute(words[0], words[1], Int32(halves)), "f16")
+            scale, zero = ptx.unpack_f32x2(ptx.prmt(words[0], words[1], Int32(halves)), "f16")
             found.append((scale, zero))
         return [], found
 
@@ -393,7 +394,7 @@ class PageTiles(Tiles):
         row, column = lane % TILE, lane // TILE ^ self.turn(lane % 8)
         for two in cutlass.range_constexpr(self.units // 2):
             at = slot + (tile * TILE + row) * self.row_bytes + (column ^ (2 * two)) * 16
-            words = ptx.load_transposed(at)
+            words = ptx.ldmatrix_x4_trans(at)
             for i in cutlass.range_constexpr(4):
                 half = [word >> (8 if i % 2 else 0) for word in words[i // 2 * 2 : i // 2 * 2 + 2]]
                 a = [word & mask for word in half for mask in (0x000F000F, 0x00F000F0)]
@@ -403,4 +404,4 @@ class PageTiles(Tiles):
 @cute.jit
 def sixteenth(pair: Uint32) -> Uint32:
     """A sixteenth of two f16."""
-    return ptx.half_pair("mul.rn.f16x2", pair, Uint32(0x2C002C00))
+    return ptx.packed("mul.rn.f16x2", pair, Uint32(0x2C002C00))

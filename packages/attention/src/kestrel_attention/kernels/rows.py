@@ -6,7 +6,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from . import ptx
+from kestrel_runtime.cute_dsl import ptx
 
 
 def per_vector(dtype: type[cutlass.Numeric]) -> int:
@@ -17,13 +17,13 @@ def per_vector(dtype: type[cutlass.Numeric]) -> int:
 @cute.jit
 def load(address: Int64, dtype: cutlass.Constexpr):
     """The elements of one vector as float32."""
-    words = ptx.load_words(address, 4)
+    words = ptx.load_global(address, 4)
     values = []
     for i in cutlass.range_constexpr(4):
         if cutlass.const_expr(dtype is Float32):
-            values.append(ptx.float_of(Int32(words[i])))
+            values.append(ptx.int_as_float(Int32(words[i])))
         else:
-            low, high = ptx.unpack_pair(words[i], "bf16" if cutlass.const_expr(dtype is cutlass.BFloat16) else "f16")
+            low, high = ptx.unpack_f32x2(words[i], "bf16" if cutlass.const_expr(dtype is cutlass.BFloat16) else "f16")
             values.append(low)
             values.append(high)
     return values
@@ -35,8 +35,8 @@ def store(address: Int64, values, dtype: cutlass.Constexpr):
     words = []
     for i in cutlass.range_constexpr(4):
         if cutlass.const_expr(dtype is Float32):
-            words.append(ptx.bits_of(values[i]))
+            words.append(ptx.float_as_int(values[i]))
         else:
             kind = cutlass.const_expr("bf16" if dtype is cutlass.BFloat16 else "f16")
-            words.append(ptx.pack_pair(values[2 * i], values[2 * i + 1], kind))
-    ptx.store_words(address, words)
+            words.append(ptx.pack_f32x2(values[2 * i], values[2 * i + 1], kind))
+    ptx.store_global(address, words)

@@ -15,7 +15,9 @@ import cutlass.cute as cute
 from cuda.bindings import driver as cuda
 from cutlass import Float32, Int32, Int64
 
-from . import ptx, rows
+from kestrel_runtime.cute_dsl import pdl, ptx
+
+from . import rows
 
 THREADS = 128
 
@@ -73,14 +75,14 @@ class TauTail:
             address = mQkv.iterator.toint() + (Int64(token) * mQkv.stride[0] + start) * element
             position_at = mPositions.iterator.toint() + 4 * Int64(token) * (1 + wide) * mPositions.stride[0]
             if cutlass.const_expr(self.dependent_launch):
-                ptx.prefetch(position_at)
-                ptx.prefetch(address)
-                cute.arch.griddepcontrol_wait()
-                cute.arch.griddepcontrol_launch_dependents()
-            position = Int32(ptx.load_words(position_at, 1)[0])
+                ptx.prefetch_l2(position_at)
+                ptx.prefetch_l2(address)
+                pdl.wait()
+                pdl.trigger()
+            position = Int32(ptx.load_global(position_at, 1)[0])
             above = position >> 31
             if wide != 0:
-                above = Int32(ptx.load_words(position_at + 4, 1)[0])
+                above = Int32(ptx.load_global(position_at + 4, 1)[0])
             values = rows.load(address, self.dtype)
             linear = Float32(mLinear[token, head])
             if above == 0 and position >= 0 and position < mTable.shape[0]:

@@ -23,7 +23,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 
-from . import ptx
+from kestrel_runtime.cute_dsl import ptx
 
 TILE = 16  # keys of one product P V
 ROWS = 8  # of a block: queries x heads of a KV head
@@ -102,10 +102,10 @@ class Plain(Codes):
     def value_operand(self, words, i: cutlass.Constexpr):
         """A of product i with one word of each of four keys' values."""
         return (
-            ptx.permute(words[0], words[1], 0x5410),
-            ptx.permute(words[0], words[1], 0x7632),
-            ptx.permute(words[2], words[3], 0x5410),
-            ptx.permute(words[2], words[3], 0x7632),
+            ptx.prmt(words[0], words[1], 0x5410),
+            ptx.prmt(words[0], words[1], 0x7632),
+            ptx.prmt(words[2], words[3], 0x5410),
+            ptx.prmt(words[2], words[3], 0x7632),
         )
 
 
@@ -123,8 +123,8 @@ class Bytes(Codes):
     @cute.jit
     def value_operand(self, words, i: cutlass.Constexpr):
         selector = 0x7362 if cutlass.const_expr(i) else 0x5140
-        a01 = self.widen(ptx.permute(words[0], words[1], selector))
-        a23 = self.widen(ptx.permute(words[2], words[3], selector))
+        a01 = self.widen(ptx.prmt(words[0], words[1], selector))
+        a23 = self.widen(ptx.prmt(words[2], words[3], selector))
         return *a01, *a23
 
 
@@ -138,16 +138,16 @@ class E4m3(Bytes):
     def widen(self, word):
         """Four codes as two pairs of f16."""
         if cutlass.const_expr(self.bit_trick):
-            return [self.widen_pair(ptx.permute(word, Uint32(0), selector)) for selector in (0x1404, 0x3424)]
+            return [self.widen_pair(ptx.prmt(word, Uint32(0), selector)) for selector in (0x1404, 0x3424)]
         else:
-            return ptx.e4m3_to_halves(word)
+            return ptx.e4m3x4_to_f16x4(word)
 
     @cute.jit
     def widen_pair(self, pair):
         """Two e4m3 codes, each in the high byte of a half, as f16: shifted by one they are 1/256 of it, and NaN 480."""
         shifted = (pair & 0x80008000) | ((pair & 0x7F007F00) >> 1)
-        value = ptx.half_pair("mul.rn.f16x2", shifted, Uint32(0x5C005C00))
-        nan = ptx.half_pair("set.eq.f16x2.f16x2", value & 0x7FFF7FFF, Uint32(0x5F805F80))  # 0x3c00 or 0 in each half
+        value = ptx.packed("mul.rn.f16x2", shifted, Uint32(0x5C005C00))
+        nan = ptx.packed("set.eq.f16x2.f16x2", value & 0x7FFF7FFF, Uint32(0x5F805F80))  # 0x3c00 or 0 in each half
         return value | nan | (nan << 1)
 
 
@@ -287,7 +287,7 @@ class Tiles:
         for tile in cutlass.range_constexpr(self.at_once):
             if x + tile * self.apart < tiles:
                 self.load_tile(piece, tile, slot, rAt, address, lane)
-        ptx.commit_copies()
+        ptx.cp_async_commit()
 
     @cute.jit
     def load_tile(self, piece: cutlass.Constexpr, tile: cutlass.Constexpr, slot, rAt, address, lane):
@@ -308,7 +308,7 @@ class Tiles:
                 there = cutlass.select_((exist >> Uint32(row)) & 1 != 0, most, Int32(0))
             place, turn = self.place(of_values, row)
             to = slot + tile * (TILE * self.units * 16) + (place * self.units + (lane % self.units ^ turn)) * 16
-            ptx.copy_to_shared(to, base + Int64(at) * 16, 16, there)
+            ptx.cp_async(to, base + Int64(at) * 16, 16, there)
 
     def place(self, of_values: bool, row):
         """Where a row lies in a slot, and how its units are permuted: lanes that read together find 32 banks."""
@@ -370,7 +370,7 @@ class Tiles:
                 for i in cutlass.range_constexpr(2):
                     a = self.cache.key_operand(loaded, 0, words, 2 * two + i)
                     c4 = [rScore[4 * tile + k] for k in range(4)]
-                    sums = ptx.mma(a, (q[2 * i], q[2 * i + 1]), c4, self.cache.kind)
+                    sums = ptx.mma_m16n8k16(a, (q[2 * i], q[2 * i + 1]), c4, self.cache.kind)
                     for k in cutlass.range_constexpr(4):
                         rScore[4 * tile + k] = sums[k]
 
@@ -407,7 +407,7 @@ class Tiles:
             score = rScore[i]
             if cutlass.const_expr(len(of_values[i // 4]) > 0):
                 score += self.log_size(of_values[i // 4][i % 4 // 2][0])
-            largest[i % 2] = ptx.maximum(largest[i % 2], score)
+            largest[i % 2] = ptx.fmax(largest[i % 2], score)
         if cute.arch.vote_any_sync(largest[0] > rMax[0] + SLACK or largest[1] > rMax[1] + SLACK):
             self.rebase(largest, rMax, rSum, rOut)
         base = [cutlass.select_(rMax[e] == -Float32.inf, Float32(0.0), rMax[e]) for e in range(2)]
@@ -416,7 +416,7 @@ class Tiles:
             if cutlass.const_expr(self.cache.adjacent):  # read again, which takes no registers meanwhile
                 _, value_scales = self.scales_of(tile, slot, rNow, lane)
             for i in cutlass.range_constexpr(4):
-                weight = ptx.exp2(rScore[4 * tile + i] - base[i % 2])
+                weight = ptx.exp2_approx(rScore[4 * tile + i] - base[i % 2])
                 rSum[i % 2] += weight
                 if cutlass.const_expr(len(value_scales) > 0):
                     value_scale, zero = value_scales[i // 2]
@@ -438,9 +438,9 @@ class Tiles:
         for e in cutlass.range_constexpr(2):
             highest = largest[e]
             for distance in cutlass.range_constexpr(3):
-                highest = ptx.maximum(highest, cute.arch.shuffle_sync_bfly(highest, 4 << distance))
+                highest = ptx.fmax(highest, cute.arch.shuffle_sync_bfly(highest, 4 << distance))
             base = cutlass.select_(highest == -Float32.inf, Float32(0.0), highest)
-            fade = ptx.exp2(rMax[e] - base)
+            fade = ptx.exp2_approx(rMax[e] - base)
             for i in cutlass.range_constexpr(self.cache.sums // 2):
                 rSum[2 * i + e] *= fade
             for i in cutlass.range_constexpr(2 * self.output_tiles):
@@ -454,7 +454,7 @@ class Tiles:
         The division is a call, which keeps the compiler from working all this out where there is no cap: that took some
         100 of 600 instructions of a step.
         """
-        result = cap * (1.0 - 2.0 / (1.0 + ptx.exp2(x)))
+        result = cap * (1.0 - 2.0 / (1.0 + ptx.exp2_approx(x)))
         square = x * x
         if square < 0.08:  # |y| < 0.1
             result = cap * x * (TANH[0] + square * (TANH[1] + square * (TANH[2] + square * TANH[3])))
@@ -483,7 +483,7 @@ class Tiles:
     @cute.jit
     def log_size(self, scale: Float32) -> Float32:
         """The binary logarithm of a scale's size, not below that of the smallest scales."""
-        return ptx.maximum(ptx.log2_normal(ptx.float_of(ptx.bits_of(scale) & 0x7FFFFFFF)), Float32(-100.0))
+        return ptx.fmax(ptx.log2_approx_ftz(ptx.int_as_float(ptx.float_as_int(scale) & 0x7FFFFFFF)), Float32(-100.0))
 
     @cute.jit
     def multiply_values(self, piece: cutlass.Constexpr, slot, rScore, rNow, rOut, x, tiles, lane):
@@ -515,18 +515,18 @@ class Tiles:
         weights, rest = [], []
         for half in cutlass.range_constexpr(2):
             x, y = rScore[4 * tile + 2 * half], rScore[4 * tile + 2 * half + 1]
-            pair = ptx.pack_pair(x, y, self.cache.kind)
-            weights.append(ptx.transpose(pair))
+            pair = ptx.pack_f32x2(x, y, self.cache.kind)
+            weights.append(ptx.movmatrix_trans(pair))
             if cutlass.const_expr(self.split_weights):
-                low, high = ptx.unpack_pair(pair, self.cache.kind)
-                rest.append(ptx.transpose(ptx.pack_pair(x - low, y - high, self.cache.kind)))
+                low, high = ptx.unpack_f32x2(pair, self.cache.kind)
+                rest.append(ptx.movmatrix_trans(ptx.pack_f32x2(x - low, y - high, self.cache.kind)))
         return weights, rest
 
     @cute.jit
     def add_output(self, a, weights, rest, rOut, at: cutlass.Constexpr):
         c = [rOut[at + i] for i in range(4)]
-        c = ptx.mma(a, weights, c, self.cache.kind)
+        c = ptx.mma_m16n8k16(a, weights, c, self.cache.kind)
         if cutlass.const_expr(self.split_weights):
-            c = ptx.mma(a, rest, c, self.cache.kind)
+            c = ptx.mma_m16n8k16(a, rest, c, self.cache.kind)
         for i in cutlass.range_constexpr(4):
             rOut[at + i] = c[i]

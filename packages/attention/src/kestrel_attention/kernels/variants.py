@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from kestrel_runtime.cute_dsl.variants import capability, supports_pdl
+
 DTYPES = ("bf16", "fp16")
 EITHER = "half"  # bf16 or fp16, told apart when a kernel runs
 
@@ -43,7 +45,7 @@ class DecodeVariant:
         from .decode import Decode
         from .tile import E4m3, Plain, Tiles
 
-        dtype = numeric(self.dtype)
+        dtype = numeric_type(self.dtype)
         caches = {
             "same": lambda: Plain(dtype),
             "e4m3": lambda: E4m3(bit_trick=capability(arch) < 89),
@@ -68,7 +70,7 @@ class DecodeVariant:
             slots=slots,
             split_weights=self.split_weights,
         )
-        kernel = Decode(dtype, tiles, self.groups, residents, has_dependent_launch(arch))
+        kernel = Decode(dtype, tiles, self.groups, residents, supports_pdl(arch))
         return kernel, decode_arguments(dtype, self.cache)
 
 
@@ -88,8 +90,8 @@ class CombineVariant:
         """The kernel object and the arguments to compile it with."""
         from .combine import Combine
 
-        dtype = numeric(self.dtype)
-        return Combine(dtype, self.warps, has_dependent_launch(arch)), combine_arguments(dtype)
+        dtype = numeric_type(self.dtype)
+        return Combine(dtype, self.warps, supports_pdl(arch)), combine_arguments(dtype)
 
 
 @dataclass(frozen=True)
@@ -110,13 +112,13 @@ class AppendVariant:
         from .append import Append
         from .append_integers import AppendInt4, AppendInt8
 
-        dependent = has_dependent_launch(arch)
+        dependent = supports_pdl(arch)
         if self.cache in ("int8", "int4"):
             kernel: Any = (AppendInt8 if self.cache == "int8" else AppendInt4)(dependent)
         else:
             codes = "" if self.cache == "same" else self.cache
             kernel = Append(codes, self.threads, dependent, bit_trick=capability(arch) < 89)
-        return kernel, append_arguments(numeric(self.dtype), self.cache)
+        return kernel, append_arguments(numeric_type(self.dtype), self.cache)
 
 
 @dataclass(frozen=True)
@@ -136,18 +138,20 @@ class TauTailVariant:
         import cutlass.cute as cute
         from cutlass import Int32
 
+        from kestrel_runtime.cute_dsl import arguments
+
         from .tau_tail import TauTail
 
-        dtype, table = numeric(self.dtype), numeric(self.table)
+        dtype, table = numeric_type(self.dtype), numeric_type(self.table)
         tokens, scaled = cute.sym_int(), cute.sym_int()
         tensors = (
-            strided(dtype, tokens, cute.sym_int(), unit=128 // dtype.width),
-            strided(dtype, tokens, scaled),
-            strided(table, cute.sym_int(), cute.sym_int()),
-            loose(Int32, cute.sym_int()),
+            arguments.strided(dtype, tokens, cute.sym_int(), unit=128 // dtype.width),
+            arguments.strided(dtype, tokens, scaled),
+            arguments.strided(table, cute.sym_int(), cute.sym_int()),
+            arguments.any_strides(Int32, cute.sym_int()),
         )
-        stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
-        kernel = TauTail(dtype, table, has_dependent_launch(arch))
+        stream = arguments.torch_stream()
+        kernel = TauTail(dtype, table, supports_pdl(arch))
         return kernel, (*tensors, Int32(0), Int32(0), Int32(0), stream)
 
 
@@ -167,57 +171,25 @@ class MergeVariant:
         import cutlass.cute as cute
         from cutlass import Float32
 
+        from kestrel_runtime.cute_dsl import arguments
+
         from .merge import Merge
 
-        dtype = numeric(self.dtype)
+        dtype = numeric_type(self.dtype)
         tokens, heads, size = (cute.sym_int() for _ in range(3))
         unit = 128 // dtype.width
-        outs = [strided(dtype, tokens, heads, size, unit=unit) for _ in range(2)]
-        lses = [loose(Float32, heads, tokens) for _ in range(2)]
-        results = compact(dtype, tokens, heads, size), compact(Float32, heads, tokens)
-        stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
-        return Merge(dtype, has_dependent_launch(arch)), (outs[0], lses[0], outs[1], lses[1], *results, stream)
+        outs = [arguments.strided(dtype, tokens, heads, size, unit=unit) for _ in range(2)]
+        lses = [arguments.any_strides(Float32, heads, tokens) for _ in range(2)]
+        results = arguments.contiguous(dtype, tokens, heads, size), arguments.contiguous(Float32, heads, tokens)
+        stream = arguments.torch_stream()
+        return Merge(dtype, supports_pdl(arch)), (outs[0], lses[0], outs[1], lses[1], *results, stream)
 
 
-def capability(arch: str) -> int:
-    """89 of "89", 90 of "90a"."""
-    return int(arch.rstrip("af"))
+def numeric_type(dtype: str) -> Any:
+    """The DSL's type of this name; kernels for EITHER see 16-bit elements as bf16."""
+    from kestrel_runtime.cute_dsl import numeric
 
-
-def has_dependent_launch(arch: str) -> bool:
-    """Programmatic dependent launch came with sm_90."""
-    return capability(arch) >= 90
-
-
-def numeric(dtype: str) -> Any:
-    """The DSL's type of this name."""
-    import cutlass
-
-    return {EITHER: cutlass.BFloat16, "bf16": cutlass.BFloat16, "fp16": cutlass.Float16, "fp32": cutlass.Float32}[dtype]
-
-
-def strided(dtype: Any, *shape: Any, unit: int = 1) -> Any:
-    """A tensor of any 64-bit strides, multiples of ``unit`` elements; the last dimension contiguous."""
-    import cutlass.cute as cute
-
-    stride = tuple(cute.sym_int64(divisibility=unit) for _ in shape[:-1])
-    align = dtype.width // 8 * unit
-    return cute.runtime.make_fake_tensor(dtype, shape, stride=(*stride, 1), assumed_align=align)
-
-
-def compact(dtype: Any, *shape: Any) -> Any:
-    """A contiguous tensor that torch allocated."""
-    import cutlass.cute as cute
-
-    order = tuple(reversed(range(len(shape))))
-    return cute.runtime.make_fake_compact_tensor(dtype, shape, stride_order=order, assumed_align=16)
-
-
-def loose(dtype: Any, *shape: Any) -> Any:
-    """A tensor of any 64-bit strides."""
-    import cutlass.cute as cute
-
-    return cute.runtime.make_fake_tensor(dtype, shape, stride=tuple(cute.sym_int64() for _ in shape))
+    return numeric.from_name("bf16" if dtype == EITHER else dtype)
 
 
 def part_arguments() -> tuple[Any, ...]:
@@ -225,7 +197,10 @@ def part_arguments() -> tuple[Any, ...]:
     import cutlass.cute as cute
     from cutlass import Float32, Int32
 
-    return compact(Float32, cute.sym_int64()), loose(Float32, cute.sym_int()), loose(Int32, cute.sym_int())
+    from kestrel_runtime.cute_dsl import arguments
+
+    part_lse, num_splits = (arguments.any_strides(dtype, cute.sym_int()) for dtype in (Float32, Int32))
+    return arguments.contiguous(Float32, cute.sym_int64()), part_lse, num_splits
 
 
 def append_arguments(dtype: Any, cache: str) -> tuple[Any, ...]:
@@ -234,20 +209,24 @@ def append_arguments(dtype: Any, cache: str) -> tuple[Any, ...]:
     import cutlass.cute as cute
     from cutlass import Float32, Int32
 
+    from kestrel_runtime.cute_dsl import arguments
+
     batch, queries, size, blocks, page, kv_heads = (cute.sym_int() for _ in range(6))
     stored = {"same": dtype, "int8": cutlass.Int8}.get(cache, cutlass.Uint8)
-    new = [strided(dtype, batch, queries, kv_heads, size, unit=8) for _ in range(2)]
+    new = [arguments.strided(dtype, batch, queries, kv_heads, size, unit=8) for _ in range(2)]
     width = cute.sym_int() if cache == "int4" else size
-    caches = [strided(stored, blocks, page, kv_heads, width, unit=16 * 8 // stored.width) for _ in range(2)]
-    where = loose(Int32, batch), loose(Int32, cute.sym_int(), cute.sym_int())
+    caches = [arguments.strided(stored, blocks, page, kv_heads, width, unit=16 * 8 // stored.width) for _ in range(2)]
+    where = arguments.any_strides(Int32, batch), arguments.any_strides(Int32, cute.sym_int(), cute.sym_int())
     numbers = (Int32(0),) * (2 if cache in ("int8", "int4") else 4)
     if cache == "int4":
         channels, tokens, tail = int4_arguments(dtype, blocks, page, kv_heads, size)
-        scales = (*channels, *tokens, tail, loose(Int32, batch))
+        scales = (*channels, *tokens, tail, arguments.any_strides(Int32, batch))
     else:
         of_tokens = (blocks, page, kv_heads)
-        scales = tuple(loose(Float32, *(of_tokens if cache == "int8" else (cute.sym_int(),))) for _ in range(2))
-    stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
+        scales = [
+            arguments.any_strides(Float32, *(of_tokens if cache == "int8" else (cute.sym_int(),))) for _ in range(2)
+        ]
+    stream = arguments.torch_stream()
     return (*new, *caches, *where, *scales, *numbers, stream)
 
 
@@ -256,9 +235,11 @@ def int4_arguments(dtype: Any, blocks: Any, page: Any, kv_heads: Any, size: Any)
     import cutlass
     import cutlass.cute as cute
 
-    channels = [strided(cutlass.Float16, blocks, kv_heads, size, unit=8) for _ in range(2)]
-    tokens = [loose(cutlass.Float16, blocks, page, kv_heads) for _ in range(2)]
-    return channels, tokens, strided(dtype, cute.sym_int(), page, kv_heads, size, unit=8)
+    from kestrel_runtime.cute_dsl import arguments
+
+    channels = [arguments.strided(cutlass.Float16, blocks, kv_heads, size, unit=8) for _ in range(2)]
+    tokens = [arguments.any_strides(cutlass.Float16, blocks, page, kv_heads) for _ in range(2)]
+    return channels, tokens, arguments.strided(dtype, cute.sym_int(), page, kv_heads, size, unit=8)
 
 
 def decode_arguments(dtype: Any, cache: str) -> tuple[Any, ...]:
@@ -267,29 +248,32 @@ def decode_arguments(dtype: Any, cache: str) -> tuple[Any, ...]:
     import cutlass.cute as cute
     from cutlass import Float32, Int32, Uint32
 
+    from kestrel_runtime.cute_dsl import arguments
+
     batch, queries, heads, size, blocks, page, kv_heads = (cute.sym_int() for _ in range(7))
     stored = {"same": dtype, "int8": cutlass.Int8}.get(cache, cutlass.Uint8)
     unit = 16 * 8 // stored.width
-    q = strided(dtype, batch, queries, heads, size, unit=8)
+    q = arguments.strided(dtype, batch, queries, heads, size, unit=8)
     width = cute.sym_int() if cache == "int4" else size
-    caches = [strided(stored, blocks, page, kv_heads, width, unit=unit) for _ in range(2)]
-    lengths, prefixes = loose(Int32, batch), loose(Int32, cute.sym_int())
-    table = loose(Int32, cute.sym_int(), cute.sym_int())
-    scales = [loose(Float32, cute.sym_int()) for _ in range(2)]
-    out, lse = compact(dtype, batch, queries, heads, size), compact(Float32, batch, heads, queries)
+    caches = [arguments.strided(stored, blocks, page, kv_heads, width, unit=unit) for _ in range(2)]
+    lengths, prefixes = arguments.any_strides(Int32, batch), arguments.any_strides(Int32, cute.sym_int())
+    table = arguments.any_strides(Int32, cute.sym_int(), cute.sym_int())
+    scales = [arguments.any_strides(Float32, cute.sym_int()) for _ in range(2)]
+    out = arguments.contiguous(dtype, batch, queries, heads, size)
+    lse = arguments.contiguous(Float32, batch, heads, queries)
     parts = part_arguments()
     more: tuple[Any, ...] = ()
     if cache == "int8":
-        more = (*(loose(Float32, blocks, page, kv_heads) for _ in range(2)), Int32(0))
+        more = (*(arguments.any_strides(Float32, blocks, page, kv_heads) for _ in range(2)), Int32(0))
     elif cache == "int4":
         channels, tokens, tail = int4_arguments(dtype, blocks, page, kv_heads, size)
-        more = (*channels, *tokens, tail, loose(Int32, batch), Int32(0))
+        more = (*channels, *tokens, tail, arguments.any_strides(Int32, batch), Int32(0))
     elif cache == "e5m2":
         more = (Int32(0),)
     integers = (Int32(0),) * 9
     page = (Uint32(0), Int32(0), Int32(1), Float32(1.0))
     numbers = (*integers[:3], *page, *integers[3:], Float32(1.0), Float32(0.0), *(Int32(0),) * 8)
-    stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
+    stream = arguments.torch_stream()
     return (q, *caches, lengths, table, *scales, prefixes, out, lse, *parts, *numbers, *more, stream)
 
 
@@ -298,10 +282,13 @@ def combine_arguments(dtype: Any) -> tuple[Any, ...]:
     import cutlass.cute as cute
     from cutlass import Float32, Int32
 
+    from kestrel_runtime.cute_dsl import arguments
+
     batch, queries, heads, size = (cute.sym_int() for _ in range(4))
-    out, lse = compact(dtype, batch, queries, heads, size), compact(Float32, batch, heads, queries)
+    out = arguments.contiguous(dtype, batch, queries, heads, size)
+    lse = arguments.contiguous(Float32, batch, heads, queries)
     parts = part_arguments()
-    stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
+    stream = arguments.torch_stream()
     return (out, lse, *parts, Int32(0), Int32(0), stream)
 
 

@@ -1,0 +1,12 @@
+"""Device toolkit of the CuTe DSL kernels: what attention, sampling and moe share.
+
+    variants    the contract of a family's ``kernels/variants.py``; imports without the DSL
+    parameters  scalar arguments of a kernel, listed once; imports without the DSL
+    arguments   the fake tensors and the stream that a kernel is compiled with
+    numeric     numeric types: by name, in PTX, elements per 16 bytes
+    ptx         single PTX instructions on 32-bit registers
+    pdl         programmatic dependent launch: wait and trigger
+
+Importing this package imports nothing else. A build of a family finds it through a stub of ``kestrel_runtime``
+(tools/cute_build/worker.py), so no module here may import torch or the rest of ``kestrel_runtime``.
+"""
