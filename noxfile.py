@@ -11,6 +11,8 @@ import re
 import shutil
 import sys
 import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import nox
@@ -22,12 +24,13 @@ import release
 from workspace import (
     ARCHS,
     CACHE,
+    CORES,
     FAMILIES,
     MATRIX,
     PACKAGES,
     ROOT,
     Environment,
-    arch_of_this_gpu,
+    archs_of_this_machine,
     build_wheels,
     closure,
     files_under,
@@ -41,70 +44,78 @@ nox.options.default_venv_backend = "none"
 
 SOURCE_TREE = {"PYTHONPATH": os.pathsep.join(str(package.path / "src") for package in PACKAGES.values())}
 
-EACH_PACKAGE = [nox.param(name, tags=[name]) for name in PACKAGES]
 EACH_FAMILY = [nox.param(family.name, tags=[family.name]) for family in FAMILIES]
 EACH_ARCH = [nox.param(f"sm{arch}", tags=[f"sm{arch}"]) for arch in ARCHS]
 
 
-def archs_asked(session: nox.Session, default: str) -> list[str]:
-    """The architectures in KESTREL_ARCHS, or the default."""
-    archs = re.findall("[^;, ]+", os.environ.get("KESTREL_ARCHS") or default)
-    if not archs or not set(archs) <= set(ARCHS):
-        session.error(f"KESTREL_ARCHS: expected architectures from {', '.join(ARCHS)}, got {' '.join(archs)!r}")
+def archs_asked(session: nox.Session, default: Sequence[str]) -> list[str]:
+    """The architectures in KESTREL_ARCHS, or the default; "none" is no architecture."""
+    archs = re.findall("[^;, ]+", os.environ.get("KESTREL_ARCHS", "")) or list(default)
+    if archs == ["none"]:
+        return []
+    if not set(archs) <= set(ARCHS):
+        session.error(f"KESTREL_ARCHS: expected none or architectures from {', '.join(ARCHS)}, got {' '.join(archs)!r}")
     return [arch for arch in ARCHS if arch in archs]
 
 
-def installed(session: nox.Session, names: list[str], *tools: str) -> Environment:
+def installed(session: nox.Session, names: Sequence[str], archs: Sequence[str], *tools: str) -> Environment:
     """The shared environment with the wheels of these packages, of all they need, and of `tools`."""
     packages = closure(*(PACKAGES[name] for name in names))
-    wheels = build_wheels(session, packages, archs_asked(session, arch_of_this_gpu()))
-    environment = Environment(session, "test")
     needing = list(PACKAGES.values()) if tools else packages  # of all packages: resolved once for the tests of each
-    environment.install(*requirements(needing), *tools)
-    for wheel in wheels:
-        environment.install_wheel(wheel.path, wheel.fingerprint)
+    wanted = [*requirements(needing, kernels=bool(archs)), *tools]
+
+    with ThreadPoolExecutor(1) as pool:  # installing and building overlap
+        wheels = pool.submit(build_wheels, session, packages, archs)
+        environment = Environment(session, "test")
+        environment.install(*wanted)
+        environment.install_wheels(wheels.result())
     return environment
 
 
 @nox.session
 def demo(session: nox.Session) -> None:
-    """The main job: build for the GPU present (else sm_90a), then write text. Arguments go to `generate`."""
-    environment = installed(session, ["meta"])
+    """The main job: build for the GPU present (no kernels without one), then write text. Arguments go to `generate`."""
+    environment = installed(session, ["meta"], archs_asked(session, archs_of_this_machine()))
     environment.run("kestrel-kernels", "generate", *session.posargs)
 
 
-@nox.session
-@nox.parametrize("package", EACH_PACKAGE)
-def tests(session: nox.Session, package: str) -> None:
-    """The tests and the documentation's examples of one package, against its installed wheel."""
-    environment = installed(session, [package], *MATRIX["test_tools"])
-    one = PACKAGES[package]
+def run_tests(session: nox.Session, names: Sequence[str]) -> None:
+    """The tests and the documentation's examples of these packages, against their installed wheels."""
+    archs = archs_asked(session, archs_of_this_machine(default=["90a"]))
+    environment = installed(session, names, archs, *MATRIX["test_tools"])
+    packages = [PACKAGES[name] for name in names]
     empty = CACHE / "empty"  # nothing of the source tree is importable from here
     empty.mkdir(exist_ok=True)
+    modules = [package.module for package in packages]
     with session.chdir(empty):
-        where = f"import {one.module} as m, sys; print(m.__file__); assert m.__file__.startswith(sys.prefix)"
-        environment.run("python", "-c", where)
-        workers = ["-n", str(min(os.cpu_count() or 1, 4)), "-m", "not gpu"] if not gpu_is_present() else []
+        environment.run("python", ROOT / "ci" / "installed.py", *modules)
+        workers = [] if gpu_is_present() else ["-n", str(min(CORES, 8)), "--dist", "worksteal", "-m", "not gpu"]
         environment.run(
-            *("pytest", "-c", one.path / "pyproject.toml", "--rootdir", one.path, "--import-mode=importlib"),
-            *("-p", "no:cacheprovider", "-q", "--durations=5", *workers),
+            *("pytest", "-c", ROOT / "ci" / "pytest.ini", "--rootdir", ROOT, "-q", "--durations=15", *workers),
             # benchmarks are loaded by the harness alone
             *("--doctest-modules", "--ignore-glob=/*/site-packages/kestrel_*/benchmarks/*"),
-            *("--pyargs", one.module, one.path / "tests", *session.posargs),
+            *("--pyargs", *modules, *(package.path / "tests" for package in packages), *session.posargs),
             env={"OMP_NUM_THREADS": "1"},
         )
 
 
-def alias(package: str) -> None:
-    @nox.session(name=f"tests-{package}", default=False)
-    def tests_of_one(session: nox.Session) -> None:
-        session.notify(f"tests(package='{package}')", session.posargs)
+@nox.session
+def tests(session: nox.Session) -> None:
+    """The tests of every package; `tests-norm` of one. Arguments go to pytest."""
+    run_tests(session, list(PACKAGES))
 
-    tests_of_one.__doc__ = f"Short for tests(package='{package}')."
+
+def tests_of_one(package: str) -> None:
+    def run(session: nox.Session) -> None:
+        run_tests(session, [package])
+
+    run.__doc__ = f"The tests of {package}."
+    nox.session(name=f"tests-{package}", default=False, tags=[package])(run)
+    nox.session(name=f"tests(package='{package}')", default=False)(run)
 
 
 for each in PACKAGES:
-    alias(each)
+    tests_of_one(each)
 
 
 @nox.session
@@ -178,7 +189,7 @@ def versions(session: nox.Session) -> None:
 def gpu_bundle(session: nox.Session) -> None:
     """Everything an offline GPU machine needs, in dist/gpu. Arguments name packages; KESTREL_ARCHS, architectures."""
     packages = closure(*(PACKAGES[name] for name in session.posargs or PACKAGES))
-    built = build_wheels(session, packages, archs_asked(session, "90a"))
+    built = build_wheels(session, packages, archs_asked(session, ["90a"]))
     collect = ROOT / "tools" / "gpu_bundle" / "collect.py"
     Environment(session, "build").run("python", collect, *(each.path for each in built))
 
@@ -186,7 +197,7 @@ def gpu_bundle(session: nox.Session) -> None:
 @nox.session
 def bench(session: nox.Session) -> None:
     """Times ops on the GPU present into packages/*/results. Arguments: families or ops, options of the harness."""
-    environment = installed(session, ["meta"])
+    environment = installed(session, ["meta"], archs_asked(session, archs_of_this_machine(default=["90a"])))
     environment.run("python", "-m", "kestrel_runtime.bench", *session.posargs, "--checkout", ROOT, "--record")
 
 
@@ -205,7 +216,8 @@ def sanitize(session: nox.Session) -> None:
     sanitizer = shutil.which("compute-sanitizer")
     if sanitizer is None:
         session.error("compute-sanitizer was not found: it comes with NVIDIA's CUDA toolkit and needs a GPU")
-    environment = installed(session, list(PACKAGES), *MATRIX["test_tools"])
+    archs = archs_asked(session, archs_of_this_machine(default=["90a"]))
+    environment = installed(session, list(PACKAGES), archs, *MATRIX["test_tools"])
     tests_of_all = [str(package.path / "tests") for package in PACKAGES.values()]
     environment.run(
         *(sanitizer, "--error-exitcode=1", "--require-cuda-init=no", environment.python, "-m", "pytest"),

@@ -8,10 +8,8 @@ import hashlib
 import lzma
 import shutil
 import zipfile
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TypeVar
 
 import nox
 from workspace import (
@@ -27,9 +25,9 @@ from workspace import (
     build_environment,
     build_wheels,
     closure,
+    in_parallel,
 )
 
-Each = TypeVar("Each")
 RELEASE = ROOT / "dist" / "release"
 NOT_OURS = ("libtvm_ffi.so", "libcute_dsl_runtime.so")  # found beside other installed packages, never copied in
 
@@ -55,20 +53,8 @@ def tag(tools: Environment, wheels: Sequence[Wheel]) -> list[Path]:
         else:
             shutil.copy(wheel.path, RELEASE)
     found = sorted(RELEASE.glob("*.whl"))
-    two_at_a_time(pack, [path for path in found if has_binary(path)])
+    in_parallel(pack, [path for path in found if has_binary(path)])
     return found
-
-
-def two_at_a_time(function: Callable[[Each], None], items: Sequence[Each]) -> None:
-    """Call the function with every item; the first error is raised. Builds and installations have long parts that one
-    processor does or none: they overlap."""
-    with ThreadPoolExecutor(2) as pool:
-        running = [pool.submit(function, item) for item in items]
-        try:
-            for each in running:
-                each.result()
-        finally:
-            pool.shutdown(cancel_futures=True)
 
 
 def pack(wheel: Path) -> None:
@@ -101,15 +87,16 @@ def rebuild(session: nox.Session, tools: Environment, wheels: Sequence[Wheel]) -
     and for every architecture; the others for few, so that the session takes no hour.
     """
     binaries = sorted((each for each in wheels if has_binary(each.path)), key=lambda each: -each.path.stat().st_size)
-    for wheel in binaries:
-        build_environment(session, wheel.package)  # once, not by two threads
+    ready = build_environment(session, [wheel.package for wheel in binaries])
+    others = [wheel.package for wheel in binaries if wheel.package.name not in MATRIX["isolated"]]
+    few = build_wheels(session, others, MATRIX["rebuilt_for"])
+    first_of = {wheel.package.name: wheel for wheel in few}
     (again := Path(session.create_tmp()) / "again").mkdir(exist_ok=True)
 
     def rebuilt(wheel: Wheel) -> None:
-        ready = build_environment(session, wheel.package)
         isolated = wheel.package.name in MATRIX["isolated"]
         archs = ARCHS if isolated else MATRIX["rebuilt_for"]
-        first = wheel if isolated else build_wheels(session, [wheel.package], archs)[0]
+        first = wheel if isolated else first_of[wheel.package.name]
         folder = again / wheel.package.name
         shutil.rmtree(folder, ignore_errors=True)
         variables: dict[str, str | None] = {**BUILD_ENVIRONMENT, "KESTREL_ARCHS": ";".join(archs)}
@@ -128,7 +115,7 @@ def rebuild(session: nox.Session, tools: Environment, wheels: Sequence[Wheel]) -
         how = "in isolation, " if isolated else f"for sm_{' sm_'.join(archs)} "
         session.log(f"{first.path.name}: byte-identical when built {how}from its sdist")
 
-    two_at_a_time(rebuilt, binaries)
+    in_parallel(rebuilt, binaries)
 
 
 def differences(one: Path, other: Path) -> str:
@@ -166,4 +153,4 @@ def installs_alone(session: nox.Session, release: Sequence[Path]) -> None:
             alone.run("kestrel-kernels", "info")
         shutil.rmtree(alone.path)
 
-    two_at_a_time(install, list(PACKAGES.values()))
+    in_parallel(install, list(PACKAGES.values()))

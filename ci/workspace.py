@@ -12,11 +12,13 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import nox
 
@@ -25,6 +27,9 @@ CACHE = ROOT / ".nox"
 CONSTRAINTS = ROOT / "ci" / "constraints.txt"
 MATRIX: dict[str, Any] = json.loads((ROOT / "ci" / "matrix.json").read_text())
 ARCHS: list[str] = MATRIX["archs"]
+CORES = len(os.sched_getaffinity(0))
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 # Wheels are zip files: this is the time of every entry.
 BUILD_ENVIRONMENT = {"SOURCE_DATE_EPOCH": "1577836800", "PIP_CONSTRAINT": str(CONSTRAINTS)}
@@ -53,9 +58,19 @@ class Package:
     def module(self) -> str:
         return self.distribution.replace("-", "_")
 
+    def build_requires(self, kernels: bool) -> list[str]:
+        """What the build backend asks for: the backend itself, and the compilers when the wheel holds kernels."""
+        requires = list(self.project["build-system"]["requires"])
+        if kernels:
+            tool = self.project.get("tool", {})
+            hooks = tool.get("hatch", {}).get("build", {}).get("targets", {}).get("wheel", {}).get("hooks", {})
+            requires += tool.get("scikit-build", {}).get("build", {}).get("requires", [])
+            requires += hooks.get("custom", {}).get("kernel-dependencies", [])
+        return requires
+
     @property
-    def build_requires(self) -> list[str]:
-        return list(self.project["build-system"]["requires"])
+    def has_kernels(self) -> bool:
+        return self.name not in ("runtime", "meta")
 
     @property
     def dependencies(self) -> list[str]:
@@ -77,6 +92,13 @@ class Package:
         taken = [*scikit.get("sdist", {}).get("force-include", {}), *hatch.get("sdist", {}).get("force-include", {})]
         return [str((self.path / each).resolve().relative_to(ROOT)) for each in taken]
 
+    @cached_property
+    def source_bytes(self) -> int:
+        """How much there is to compile."""
+        folders = ("csrc", f"src/{self.module}/kernels")
+        files = [path for folder in folders for path in (self.path / folder).glob("*") if path.is_file()]
+        return sum(path.stat().st_size for path in files)
+
     def fingerprint(self, *extra: str) -> str:
         """Changes when anything that this package's build reads changes."""
         digest = hashlib.sha256("\0".join(extra).encode() + CONSTRAINTS.read_bytes())
@@ -88,7 +110,7 @@ class Package:
 
 
 PACKAGES = {name: Package(name, folder) for name, folder in MATRIX["packages"].items()}
-FAMILIES = [package for package in PACKAGES.values() if package.name not in ("runtime", "meta")]
+FAMILIES = [package for package in PACKAGES.values() if package.has_kernels]
 
 
 def closure(*packages: Package) -> list[Package]:
@@ -105,9 +127,20 @@ def closure(*packages: Package) -> list[Package]:
     return list(ordered.values())
 
 
-def requirements(packages: Sequence[Package]) -> list[str]:
-    """What the packages need from an index, once each."""
-    return sorted({each for package in packages for each in package.dependencies})
+def requirements(packages: Sequence[Package], kernels: bool = True) -> list[str]:
+    """What the packages need from an index, once each; without kernels, not NVIDIA's runtime of CuTe kernels."""
+    needed = sorted({each for package in packages for each in package.dependencies})
+    return needed if kernels else [each for each in needed if not each.startswith("nvidia-")]
+
+
+def in_parallel(function: Callable[[Item], Result], items: Sequence[Item], workers: int = 2) -> list[Result]:
+    """The results of calling the function with every item, in the order of the items; the first error is raised."""
+    with ThreadPoolExecutor(max(1, workers)) as pool:
+        running = [pool.submit(function, item) for item in items]
+        try:
+            return [each.result() for each in running]
+        finally:
+            pool.shutdown(cancel_futures=True)
 
 
 def files_under(*folders: str) -> list[str]:
@@ -159,17 +192,23 @@ class Environment:
         wanted = hashlib.sha256("\0".join(arguments).encode() + CONSTRAINTS.read_bytes()).hexdigest()
         if self._stamp(wanted):
             return
-        self.run("python", "-m", "pip", "install", "-qq", "--constraint", CONSTRAINTS, *arguments)
+        self._pip("--constraint", CONSTRAINTS, *arguments)
         self._write_stamp(wanted, " ".join(arguments))
 
-    def install_wheel(self, wheel: Path, fingerprint: str) -> None:
-        """Put one of our own wheels in, in place of an older build of the same version."""
-        name = wheel.name.split("-")[0]
-        if self._stamp(name) == fingerprint:
+    def install_wheels(self, wheels: Sequence[Wheel]) -> None:
+        """Install wheels of this repository in place of older builds of the same version."""
+        stale = [wheel for wheel in wheels if self._stamp(wheel.package.module) != wheel.fingerprint]
+        if not stale:
             return
-        self._write_stamp(name, "")
-        self.run("python", "-m", "pip", "install", "-qq", "--no-deps", "--force-reinstall", wheel)
-        self._write_stamp(name, fingerprint)
+        for wheel in stale:
+            self._write_stamp(wheel.package.module, "")
+        self._pip("--no-deps", "--force-reinstall", *(wheel.path for wheel in stale))
+        for wheel in stale:
+            self._write_stamp(wheel.package.module, wheel.fingerprint)
+
+    def _pip(self, *arguments: str | Path) -> None:
+        # --no-compile: Python compiles the few modules that are imported, pip would compile all of torch.
+        self.run("python", "-m", "pip", "install", "-qq", "--no-compile", "--no-warn-script-location", *arguments)
 
     def _stamp(self, name: str) -> str:
         path = self.stamps / name
@@ -189,41 +228,67 @@ class Wheel:
     fingerprint: str
 
 
-def build_environment(session: nox.Session, package: Package) -> Environment:
-    """The environment of all builds, so that none needs isolation: it gains what this package's build requires."""
+def build_environment(session: nox.Session, packages: Sequence[Package], kernels: bool = True) -> Environment:
+    """The environment of all builds, with what the builds of these packages require: none needs isolation."""
     environment = Environment(session, "build")
-    environment.install(*MATRIX["build_tools"])
-    environment.install(*package.build_requires)
+    tools = MATRIX["kernel_build_tools"] if kernels else []
+    environment.install(*sorted({*MATRIX["build_tools"], *tools}))
+    environment.install(*sorted({each for package in packages for each in package.build_requires(kernels)}))
     return environment
 
 
 def build_wheels(session: nox.Session, packages: Sequence[Package], archs: Sequence[str]) -> list[Wheel]:
-    """A wheel of each package with machine code for `archs`, in dist/<archs>; a wheel that is up to date stays."""
-    key = "all" if list(archs) == ARCHS else "-".join(archs)
+    """A wheel of each package with machine code for `archs`, in dist/<archs>; without any, wheels of references alone.
+
+    Wheels that are up to date stay. The others are built at the same time, as far as the processors go.
+    """
+    key = "all" if list(archs) == ARCHS else "-".join(archs) or "none"
     folder = ROOT / "dist" / key
     folder.mkdir(parents=True, exist_ok=True)
-    return [_build_wheel(session, package, archs, folder) for package in packages]
+    found = {package.name: _existing_wheel(package, archs, folder) for package in packages}
+    stale = [package for package in packages if found[package.name] is None]
+    if stale:
+        environment = build_environment(session, stale, kernels=bool(archs))
+        workers = min(len(stale), max(2, CORES // 2))
+        largest_first = sorted(stale, key=lambda package: -package.source_bytes)
+        built = in_parallel(lambda package: _build_wheel(environment, package, archs, folder), largest_first, workers)
+        found |= {wheel.package.name: wheel for wheel in built}
+    return [wheel for wheel in found.values() if wheel is not None]
 
 
-def _build_wheel(session: nox.Session, package: Package, archs: Sequence[str], folder: Path) -> Wheel:
-    fingerprint = package.fingerprint(*archs)
+def _existing_wheel(package: Package, archs: Sequence[str], folder: Path) -> Wheel | None:
     stamp = folder / f".{package.module}.json"
-    if stamp.is_file():
-        known = json.loads(stamp.read_text())
-        if known["fingerprint"] == fingerprint and (folder / known["wheel"]).is_file():
-            return Wheel(package, folder / known["wheel"], fingerprint)
-    environment = build_environment(session, package)
+    if not stamp.is_file():
+        return None
+    known = json.loads(stamp.read_text())
+    fingerprint = package.fingerprint(*archs)
+    current = known["fingerprint"] == fingerprint and (folder / known["wheel"]).is_file()
+    return Wheel(package, folder / known["wheel"], fingerprint) if current else None
+
+
+def _build_wheel(environment: Environment, package: Package, archs: Sequence[str], folder: Path) -> Wheel:
+    log = environment.session.log
+    fingerprint = package.fingerprint(*archs)
+    what = f"kernels for {' '.join(f'sm_{arch}' for arch in archs)}" if archs else "references alone"
+    what = what if package.has_kernels else "Python alone"
+    log(f"{package.name}: building ({what})")
+    started = time.monotonic()
     fresh = folder / f".building-{package.module}"
     shutil.rmtree(fresh, ignore_errors=True)
-    variables: dict[str, str | None] = {**BUILD_ENVIRONMENT, "KESTREL_ARCHS": ";".join(archs)}
+    variables: dict[str, str | None] = {
+        **BUILD_ENVIRONMENT,
+        "KESTREL_ARCHS": ";".join(archs) or "none",
+        "CMAKE_BUILD_PARALLEL_LEVEL": str(CORES),
+    }
     command = ["python", "-m", "build", "--wheel", "--no-isolation", "--outdir", str(fresh), package.folder]
-    environment.run(*command, env=variables, silent=True)
+    environment.run(*command, env=variables, silent=True, log=False)
     (built,) = fresh.glob("*.whl")
     for old in folder.glob(f"{package.module}-*.whl"):
         old.unlink()
     path = built.replace(folder / built.name)
     shutil.rmtree(fresh)
-    stamp.write_text(json.dumps({"fingerprint": fingerprint, "wheel": path.name}))
+    (folder / f".{package.module}.json").write_text(json.dumps({"fingerprint": fingerprint, "wheel": path.name}))
+    log(f"{package.name}: built in {time.monotonic() - started:.0f} s ({path.stat().st_size / 1024:.0f} KiB)")
     return Wheel(package, path, fingerprint)
 
 
@@ -241,7 +306,8 @@ def gpu_is_present() -> bool:
     return _capability() is not None
 
 
-def arch_of_this_gpu(default: str = "90a") -> str:
-    """The architecture of ours that the first GPU here runs; `default` without one."""
+def archs_of_this_machine(default: Sequence[str] = ()) -> list[str]:
+    """The architecture of ours that the first GPU runs; `default` without a GPU that has one."""
     major, minor = _capability() or (0, 0)
-    return next((arch for arch in (f"{major}{minor}", f"{major}{minor}a", f"{major}0f") if arch in ARCHS), default)
+    spelled = (f"{major}{minor}", f"{major}{minor}a", f"{major}0f")
+    return [arch for arch in ARCHS if arch in spelled] or list(default)
