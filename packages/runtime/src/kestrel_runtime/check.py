@@ -20,7 +20,7 @@ def fail(op: str, name: str, expected: str, got: object, kind: type[Exception] =
     raise kind(f"{op}: argument '{name}': expected {expected}, got {got}")
 
 
-def _dtype_name(dtype: torch.dtype) -> str:
+def _dtype_name(dtype: torch.dtype | torch.layout) -> str:
     return str(dtype).removeprefix("torch.")
 
 
@@ -41,6 +41,10 @@ def tensor(
     """``value`` is a tensor of one of the dtypes and ranks, its last dimension contiguous if asked for."""
     if not isinstance(value, torch.Tensor):
         fail(op, name, "a tensor", type(value).__name__, TypeError)
+    if value.layout != torch.strided:
+        fail(op, name, "a strided tensor", f"layout {_dtype_name(value.layout)}")
+    if value.is_neg() or value.is_conj():
+        fail(op, name, "a tensor of plain values", "a view that negates or conjugates (see Tensor.resolve_neg)")
     if dtype is not None:
         allowed = (dtype,) if isinstance(dtype, torch.dtype) else tuple(dtype)
         if value.dtype not in allowed:
@@ -106,6 +110,10 @@ def number(
         fail(op, name, f"{wanted} <= {maximum}", value)
     if above is not None and value <= above:
         fail(op, name, f"{wanted} > {above}", value)
+    if isinstance(value, int):
+        low, high = (-(2**63) if minimum is None else minimum), (2**63 - 1 if maximum is None else maximum)
+        if not low <= value <= high:
+            fail(op, name, f"{wanted} of finite magnitude, within 64 bits", f"one of {value.bit_length()} bits")
 
 
 def flag(op: str, name: str, value: object) -> None:
