@@ -1,14 +1,11 @@
-// The three kinds of code: their scale, and how quotients become bytes and bytes become numbers again.
+// The three kinds of code (FP8 e4m3, INT8, INT4): their scale, encoding and decoding.
 #pragma once
 
 #include "segments.cuh"
 
 namespace kestrel::quant {
 
-// Adding it leaves a float of small magnitude, rounded half to even, as two's complement in the low bits.
-constexpr float kRounder = 12582912.f;  // 1.5 * 2^23
-
-// amax / largest code; 1 where that is zero.
+// amax / largest code, correctly rounded; 1 where that is zero.
 template <int largest>
 __device__ __forceinline__ float integer_scale(float amax) {
   if (amax >= 0x1p-64f) return divide(amax, largest, 1.f / largest);
@@ -16,36 +13,33 @@ __device__ __forceinline__ float integer_scale(float amax) {
   return scale > 0.f ? scale : 1.f;
 }
 
-// Round half to even and saturate; NaN becomes 0.
-__device__ __forceinline__ int integer_code(float quotient, int largest) {
-  return max(-largest, min(largest, __float2int_rn(quotient)));
-}
-
+// Each kind has
+//   scale(amax, scale_ub)        the computed scale of a segment
+//   encode(quotients)            the codes of 4 or 8 finite quotients, in one or two words
+//   encode_one(quotient)         one code; any quotient
+//   decode(words, numbers)       the numbers of as many codes
+//   decode_one(byte, nibble)     one number; nibble 0 is the low one
 struct Fp8 {
   static constexpr int per_byte = 1;
-  __device__ __forceinline__ static float scale(float amax, const float* bound) { return fp8_scale(amax, bound); }
-  // Four or eight quotients, finite ones, to 32-bit words.
+  __device__ __forceinline__ static float scale(float amax, const float* scale_ub) { return fp8_scale(amax, scale_ub); }
   template <int size>
   __device__ __forceinline__ static uint2 encode(const float (&q)[size]) {
     uint2 words{to_fp8x4(q[0], q[1], q[2], q[3]), 0};
     if constexpr (size == 8) words.y = to_fp8x4(q[4], q[5], q[6], q[7]);
     return words;
   }
-  __device__ __forceinline__ static unsigned element(float quotient) { return to_fp8(quotient); }
-  // As many numbers as codes.
+  __device__ __forceinline__ static unsigned encode_one(float quotient) { return to_fp8(quotient); }
   template <int size>
   __device__ __forceinline__ static void decode(uint2 words, float (&f)[size]) {
 #pragma unroll
     for (int i = 0; i < size / 2; ++i) {
       const uint32_t word = i < 2 ? words.x : words.y;
-      const __half2 pair(
-          __nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(word >> 16 * (i & 1)), __NV_E4M3));
-      const float2 both = __half22float2(pair);
-      f[2 * i] = both.x;
-      f[2 * i + 1] = both.y;
+      const float2 pair = from_fp8x2(static_cast<uint16_t>(word >> 16 * (i & 1)));
+      f[2 * i] = pair.x;
+      f[2 * i + 1] = pair.y;
     }
   }
-  __device__ __forceinline__ static float number(unsigned byte, int) { return from_fp8(byte); }
+  __device__ __forceinline__ static float decode_one(unsigned byte, int) { return from_fp8(byte); }
 };
 
 struct Int8 {
@@ -53,29 +47,20 @@ struct Int8 {
   __device__ __forceinline__ static float scale(float amax, const float*) { return integer_scale<127>(amax); }
   template <int size>
   __device__ __forceinline__ static uint2 encode(const float (&q)[size]) {
-    uint32_t words[2] = {0, 0};
-#pragma unroll
-    for (int i = 0; i < size; i += 4) {
-      const uint32_t low = __byte_perm(round(q[i]), round(q[i + 1]), 0x0040);
-      const uint32_t high = __byte_perm(round(q[i + 2]), round(q[i + 3]), 0x0040);
-      words[i / 4] = __byte_perm(low, high, 0x5410);
-    }
-    return {words[0], words[1]};
+    uint2 words{to_int8x4(q[0], q[1], q[2], q[3]), 0};
+    if constexpr (size == 8) words.y = to_int8x4(q[4], q[5], q[6], q[7]);
+    return words;
   }
-  __device__ __forceinline__ static unsigned element(float quotient) { return integer_code(quotient, 127) & 0xff; }
+  __device__ __forceinline__ static unsigned encode_one(float quotient) {
+    return to_integer_code<127>(quotient) & 0xff;
+  }
   template <int size>
   __device__ __forceinline__ static void decode(uint2 words, float (&f)[size]) {
-    // The float 2^23 + 128 + code has code + 128 in its low byte, which is the code with its sign flipped.
-    const uint32_t flipped[2] = {words.x ^ 0x80808080u, words.y ^ 0x80808080u};
+    const uint32_t both[2] = {words.x, words.y};
 #pragma unroll
-    for (int i = 0; i < size; ++i) {
-      f[i] = __uint_as_float(__byte_perm(flipped[i / 4], 0x4b000000u, 0x7440 + (i & 3))) - (8388608.f + 128.f);
-    }
+    for (int i = 0; i < size; ++i) f[i] = from_int8(both[i / 4], i & 3);
   }
-  __device__ __forceinline__ static float number(unsigned byte, int) { return static_cast<int8_t>(byte); }
-
- private:
-  __device__ __forceinline__ static uint32_t round(float q) { return __float_as_uint(q + kRounder); }
+  __device__ __forceinline__ static float decode_one(unsigned byte, int) { return static_cast<int8_t>(byte); }
 };
 
 struct Int4 {
@@ -83,22 +68,14 @@ struct Int4 {
   __device__ __forceinline__ static float scale(float amax, const float*) { return integer_scale<7>(amax); }
   template <int size>
   __device__ __forceinline__ static uint2 encode(const float (&q)[size]) {
-    uint32_t word = 0;
-#pragma unroll
-    for (int i = 0; i < size; ++i) word |= (__float_as_uint(q[i] + kRounder) & 0xfu) << 4 * i;
-    return {word, 0};
+    return {to_int4(q), 0};
   }
-  __device__ __forceinline__ static unsigned element(float quotient) { return integer_code(quotient, 7) & 0xf; }
+  __device__ __forceinline__ static unsigned encode_one(float quotient) { return to_integer_code<7>(quotient) & 0xf; }
   template <int size>
   __device__ __forceinline__ static void decode(uint2 words, float (&f)[size]) {
-    const uint32_t flipped = words.x ^ 0x88888888u;  // as for INT8, with 8 for 128
-#pragma unroll
-    for (int i = 0; i < size; ++i) {
-      f[i] = __uint_as_float((flipped >> 4 * i & 0xfu) | 0x4b000000u) - (8388608.f + 8.f);
-    }
+    from_int4(words.x, f);
   }
-  // Of the low nibble (0) or the high one (1).
-  __device__ __forceinline__ static float number(unsigned byte, int nibble) {
+  __device__ __forceinline__ static float decode_one(unsigned byte, int nibble) {
     return static_cast<int>((byte >> 4 * nibble & 0xfu) ^ 8u) - 8;
   }
 };
@@ -119,7 +96,7 @@ __device__ __forceinline__ void store_codes(char* p, uint2 words, bool streamed)
   }
 }
 
-// Reads of codes, behind pdl_wait() and past L1.
+// Loads that stay after pdl_wait() and do not allocate in L1.
 template <int bytes>
 __device__ __forceinline__ uint2 load_codes(const char* p) {
   uint2 words{0, 0};
@@ -135,30 +112,31 @@ __device__ __forceinline__ uint2 load_codes(const char* p) {
   return words;
 }
 
-// One byte of codes from the elements at `values`, truly divided.
+// One byte of codes of the elements at `values`, by true divisions.
 template <typename C, typename T>
 __device__ __forceinline__ char encode_byte(const T* values, float first_scale, float second_scale) {
-  unsigned byte = C::element(__fdiv_rn(to_float(values[0]), first_scale));
-  if constexpr (C::per_byte == 2) byte |= C::element(__fdiv_rn(to_float(values[1]), second_scale)) << 4;
+  unsigned byte = C::encode_one(__fdiv_rn(to_float(values[0]), first_scale));
+  if constexpr (C::per_byte == 2) byte |= C::encode_one(__fdiv_rn(to_float(values[1]), second_scale)) << 4;
   return static_cast<char>(byte);
 }
 
 template <typename T>
 using DivisorOf = std::conditional_t<sizeof(T) == 2, ShortDivisor, Divisor>;
 
-// Writes the codes of the packs a thread holds. What the fast quotient does not cover is read again and truly divided.
+// Writes the codes of the packs a thread holds. Values that the fast quotient does not cover are read again and
+// divided.
 template <typename C, typename T, int V>
-__device__ __forceinline__ void encode(const Held<T, V>& held, float largest, const DivisorOf<T>& by,
+__device__ __forceinline__ void encode(const RegisterTile<T, V>& tile, float largest, const DivisorOf<T>& divisor,
                                        const Segment<C, T>& segment, int lanes, bool streamed) {
   constexpr int size = Pack<T>::size, bytes = kCodeBytes<C, T>;
-  if (by.covers(largest)) {
+  if (divisor.covers(largest)) {
 #pragma unroll
     for (int v = 0; v < V; ++v) {
       if (v * lanes * size >= segment.count) break;
       float x[size];
-      held.packs[v].unpack(x);
+      tile.packs[v].unpack(x);
 #pragma unroll
-      for (int i = 0; i < size; ++i) x[i] = by(x[i]);
+      for (int i = 0; i < size; ++i) x[i] = divisor(x[i]);
       store_codes<bytes>(segment.codes + v * lanes * bytes, C::encode(x), streamed);
     }
     return;
@@ -169,27 +147,27 @@ __device__ __forceinline__ void encode(const Held<T, V>& held, float largest, co
     const T* x = reinterpret_cast<const T*>(segment.values) + v * lanes * size;
 #pragma unroll 1
     for (int i = 0; i < bytes; ++i) {
-      segment.codes[v * lanes * bytes + i] = encode_byte<C>(x + i * C::per_byte, by.value, by.value);
+      segment.codes[v * lanes * bytes + i] = encode_byte<C>(x + i * C::per_byte, divisor.value, divisor.value);
     }
   }
 }
 
 // -- element by element: rows that are not whole, aligned packs -------------------------------------------------------
 
-constexpr int kElements = 8;  // that a thread holds: every lanes-th one
+constexpr int kElements = 8;  // per thread: every lanes-th one
 
-// From `first` on; 0 past the end. All are asked for before the first is used, and before anything is written.
+// From `first` on; 0 past the end. All loads are issued before the first use and before any store.
 template <typename T>
 __device__ __forceinline__ void load_elements(float (&x)[kElements], const T* values, int first, int lanes, int count) {
 #pragma unroll
   for (int k = 0; k < kElements; ++k) x[k] = first + k * lanes < count ? to_float(values[first + k * lanes]) : 0.f;
 }
 
-// Their largest magnitude; NaN stays, inf too.
+// The largest magnitude, NaN and inf included.
 __device__ __forceinline__ float largest_of(const float (&x)[kElements]) {
   float result = 0.f;
 #pragma unroll
-  for (int k = 0; k < kElements; ++k) asm("max.NaN.f32 %0, %0, %1;" : "+f"(result) : "f"(fabsf(x[k])));
+  for (int k = 0; k < kElements; ++k) result = ptx::max_nan(result, fabsf(x[k]));
   return result;
 }
 
@@ -202,21 +180,21 @@ __device__ __forceinline__ float finite_amax(const float (&x)[kElements]) {
   return result;
 }
 
-// Writes their codes, of a byte each.
+// Writes the codes, one byte each.
 template <typename C, typename T>
-__device__ __forceinline__ void encode_elements(const float (&x)[kElements], const DivisorOf<T>& by, const T* values,
-                                                char* codes, int first, int lanes, int count) {
-  if (by.covers(largest_of(x))) {
+__device__ __forceinline__ void encode_elements(const float (&x)[kElements], const DivisorOf<T>& divisor,
+                                                const T* values, char* codes, int first, int lanes, int count) {
+  if (divisor.covers(largest_of(x))) {
 #pragma unroll
     for (int k = 0; k < kElements; ++k) {
       const int i = first + k * lanes;
-      if (i < count) codes[i] = static_cast<char>(C::element(by(x[k])));
+      if (i < count) codes[i] = static_cast<char>(C::encode_one(divisor(x[k])));
     }
     return;
   }
 #pragma unroll 1
   for (int i = first; i < count && i < first + kElements * lanes; i += lanes) {
-    codes[i] = encode_byte<C>(values + i, by.value, by.value);
+    codes[i] = encode_byte<C>(values + i, divisor.value, divisor.value);
   }
 }
 

@@ -1,20 +1,14 @@
-// Codes to numbers: code * scale in float32, rounded once.
+// dequant_segments, dequant_elements: code * scale in float32, rounded once.
 //
-// clang-format off
-// Must move:  codes and scales in, values out: 3 bytes per bf16 element for FP8 and INT8, 2.5 for INT4; two to four operations per
-//             element, so memory decides: 4.3 TB/s.
-// Split:      a team of 1 to 32 lanes of a warp per group of columns, or per piece of a row where groups do not cut it; a thread
-//             writes packs of 16 bytes.
-// PDL:        everything is read after the wait; before it the first blocks bring their codes into L2, where rows are whole packs.
-// Measured:   results/, README.md.
-// clang-format on
+// 1 to 32 lanes of a warp per segment: a group of columns, or a part of a row where groups do not split it. A thread
+// writes packs of 16 bytes. Everything is read after the PDL wait; before it the first blocks prefetch their codes.
 #pragma once
 
 #include "codes.cuh"
 
 namespace kestrel::quant {
 
-// A team of p.lanes lanes of a warp per segment, which has one scale, of at most V packs of results per lane.
+// p.lanes lanes of a warp per segment, which has one scale, of at most V packs of results per lane.
 template <typename C, typename T, int V>
 __global__ void __launch_bounds__(256) dequant_segments(const __grid_constant__ Params p) {
   constexpr int size = Pack<T>::size, bytes = kCodeBytes<C, T>;
@@ -25,17 +19,17 @@ __global__ void __launch_bounds__(256) dequant_segments(const __grid_constant__ 
   pdl_wait();
   pdl_trigger();
 
-  uint2 held[V];
+  uint2 words[V];
 #pragma unroll
   for (int v = 0; v < V; ++v) {
-    if (v * lanes * size < segment.count) held[v] = load_codes<bytes>(segment.codes + v * lanes * bytes);
+    if (v * lanes * size < segment.count) words[v] = load_codes<bytes>(segment.codes + v * lanes * bytes);
   }
   const float scale = segment.count > 0 ? *segment.scale : 1.f;
 #pragma unroll
   for (int v = 0; v < V; ++v) {
     if (v * lanes * size >= segment.count) break;
     float x[size];
-    C::decode(held[v], x);
+    C::decode(words[v], x);
 #pragma unroll
     for (int i = 0; i < size; ++i) x[i] *= scale;
     Pack<T> result;
@@ -45,7 +39,7 @@ __global__ void __launch_bounds__(256) dequant_segments(const __grid_constant__ 
   }
 }
 
-// The same where rows are not whole, aligned packs, or groups of columns do not hold whole packs: element by element.
+// Element by element, where rows are not aligned packs or groups of columns are not whole packs.
 template <typename C, typename T>
 __global__ void __launch_bounds__(256) dequant_elements(const __grid_constant__ Params p) {
   const int lane = threadIdx.x & (p.lanes - 1);
@@ -53,11 +47,11 @@ __global__ void __launch_bounds__(256) dequant_elements(const __grid_constant__ 
   const Segment<C, T> segment(p, number, 0);
   const unsigned char* codes = reinterpret_cast<const unsigned char*>(segment.codes);
   T* values = reinterpret_cast<T*>(segment.values);
-  const unsigned first = (number - segment.row * p.per_row) * p.length;  // column; only where groups cut a row
+  const unsigned first = (number - segment.row * p.segments_per_row) * p.length;  // column; used only with groups
   pdl_wait();
   pdl_trigger();
 
-  constexpr int kBytes = 4;  // at a time: all are read before the first is written
+  constexpr int kBytes = 4;  // per thread and step: all are read before the first is written
   const int bytes = segment.count / C::per_byte;
   for (int from = lane; from < bytes; from += kBytes * p.lanes) {
     float numbers[kBytes][C::per_byte];
@@ -70,7 +64,7 @@ __global__ void __launch_bounds__(256) dequant_elements(const __grid_constant__ 
       for (int j = 0; j < C::per_byte; ++j) {
         const unsigned group = p.group > 0 ? (first + byte * C::per_byte + j) / p.group : 0;
         const float scale = p.scales[segment.row * p.scale_row + group * p.scale_segment];
-        numbers[k][j] = C::number(code, j) * scale;
+        numbers[k][j] = C::decode_one(code, j) * scale;
       }
     }
 #pragma unroll

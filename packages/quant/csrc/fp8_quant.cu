@@ -6,46 +6,46 @@
 
 namespace kestrel::quant {
 
-void fp8_quant(TensorView q, TensorView scale, OptionalTensor slots, TensorView x, AnyView granularity,
+void fp8_quant(TensorView q, TensorView scale, OptionalTensor partial_amax, TensorView x, AnyView granularity,
                AnyView group_size, OptionalTensor scale_ub, bool column_major_scales) {
   const Checks check("fp8_quant");
   check_input(check, x);
-  const std::string shares = check.choice("granularity", granularity, {"row", "tensor", "group"});
+  const std::string scope = check.choice("granularity", granularity, {"row", "tensor", "group"});
   const int64_t group = check.integer("group_size", group_size, 1);
   const int64_t rows = x.size(0), n = x.size(1), one = 1;
   if (scale_ub.has_value()) {
     check.dtype("scale_ub", *scale_ub, {kFloat32});
     check.shape("scale_ub", *scale_ub, &one, 1);
   }
-  if (column_major_scales && shares != "group") {
+  if (column_major_scales && scope != "group") {
     check.fail("column_major_scales", "False unless granularity is 'group'", "True");
   }
-  const int64_t length = shares == "group" ? std::min(group, n) : n, groups = (n + length - 1) / length;
+  const int64_t length = scope == "group" ? std::min(group, n) : n, groups = (n + length - 1) / length;
   check_fresh(check, "q", q, kFloat8E4M3, {rows, n});
-  if (shares == "tensor") {
+  if (scope == "tensor") {
     check_fresh(check, "scale", scale, kFloat32, {1});
-    check_slots(check, slots);
+    check_partial_amax(check, partial_amax);
   } else if (column_major_scales) {
     check_fresh(check, "scale", scale, kFloat32, {groups, (rows + 3) / 4 * 4});
   } else {
     check_fresh(check, "scale", scale, kFloat32, {rows, groups});
   }
-  check_devices(check, "x", x, {{"scale_ub", scale_ub}, {"q", q}, {"scale", scale}, {"slots", slots}});
+  check_devices(check, "x", x, {{"scale_ub", scale_ub}, {"q", q}, {"scale", scale}, {"partial_amax", partial_amax}});
 
   Params p = rows_of(x, q);
   p.scales = reinterpret_cast<float*>(address(scale));
-  p.bound = reinterpret_cast<const float*>(address(scale_ub));
+  p.scale_ub = reinterpret_cast<const float*>(address(scale_ub));
   const DeviceGuard guard(x.device().device_id);
-  if (shares == "tensor") {
-    dispatch_float(x, [&](auto t) { quant_whole<Fp8, decltype(t)>(p, rows, *slots, x.device()); });
+  if (scope == "tensor") {
+    dispatch_float(x, [&](auto t) { quant_per_tensor<Fp8, decltype(t)>(p, rows, *partial_amax, x.device()); });
     return;
   }
   if (rows == 0) return;
   p.scale_row = column_major_scales ? 1 : groups;
   p.scale_segment = column_major_scales ? scale.size(1) : 1;
   p.padding = column_major_scales ? static_cast<int>(scale.size(1) - rows) : 0;
-  cut(&p, length);
-  dispatch_float(x, [&](auto t) { quant_each<Fp8, decltype(t)>(p, rows, x.device()); });
+  split_rows(&p, length);
+  dispatch_float(x, [&](auto t) { quant_per_segment<Fp8, decltype(t)>(p, rows, x.device()); });
 }
 
 void fp8_quant_static(TensorView q, TensorView x, TensorView scale) {
@@ -60,7 +60,7 @@ void fp8_quant_static(TensorView q, TensorView x, TensorView scale) {
   p.scales = reinterpret_cast<float*>(address(scale));
   if (scale.ndim() == 2 && scale.size(0) > 1) p.scale_row = scale.stride(0);
   const DeviceGuard guard(x.device().device_id);
-  dispatch_float(x, [&](auto t) { quant_given<Fp8, decltype(t)>(p, x.size(0), x.device()); });
+  dispatch_float(x, [&](auto t) { quant_static<Fp8, decltype(t)>(p, x.size(0), x.device()); });
 }
 
 void fp8_dequant(TensorView out, TensorView q, TensorView scale, AnyView group_size) {

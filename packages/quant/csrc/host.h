@@ -1,4 +1,4 @@
-// The host side that the ops of this family share: arguments to Params, and the choice of a kernel.
+// The host side of the ops: checks, parameters, and the choice of a kernel.
 #pragma once
 
 #include <kestrel/check.h>
@@ -17,7 +17,7 @@
 
 namespace kestrel::quant {
 
-// -- checks, in the order and with the words of the Python ones -------------------------------------------------------
+// -- checks, in the order and with the messages of the Python ones ----------------------------------------------------
 
 inline void check_input(const Checks& check, const TensorView& x) {
   check.dtype("x", x, {kBFloat16, kFloat16, kFloat32});
@@ -40,7 +40,7 @@ inline void check_scale(const Checks& check, const TensorView& scale, int64_t ro
   scale.ndim() == 1 ? check.shape("scale", scale, &one, 1) : check.shape("scale", scale, shape, 2);
 }
 
-// A result that the Python side has allocated: contiguous, of this dtype and shape.
+// A result that the Python side allocates: contiguous, of this dtype and shape.
 inline void check_fresh(const Checks& check, const char* name, const TensorView& t, DLDataType dtype,
                         std::initializer_list<int64_t> shape) {
   check.dtype(name, t, {dtype});
@@ -48,11 +48,11 @@ inline void check_fresh(const Checks& check, const char* name, const TensorView&
   check.contiguous(name, t);
 }
 
-// Room for the maxima of the blocks of a quantisation per tensor.
-inline void check_slots(const Checks& check, const OptionalTensor& slots) {
-  if (!slots.has_value()) check.fail("slots", "a tensor", "None", "TypeError");
-  check_fresh(check, "slots", *slots, kFloat32, {(*slots).numel()});
-  if ((*slots).numel() == 0) check.fail("slots", "at least one element", "shape (0,)");
+// Scratch memory of a quantisation per tensor: one maximum per block.
+inline void check_partial_amax(const Checks& check, const OptionalTensor& partial_amax) {
+  if (!partial_amax.has_value()) check.fail("partial_amax", "a tensor", "None", "TypeError");
+  check_fresh(check, "partial_amax", *partial_amax, kFloat32, {(*partial_amax).numel()});
+  if ((*partial_amax).numel() == 0) check.fail("partial_amax", "at least one element", "shape (0,)");
 }
 
 inline void check_out(const Checks& check, const TensorView& out, int64_t rows, int64_t n) {
@@ -65,8 +65,8 @@ inline void check_out(const Checks& check, const TensorView& out, int64_t rows, 
 
 // -- parameters -------------------------------------------------------------------------------------------------------
 
-constexpr int64_t kMost = std::numeric_limits<int>::max();
-constexpr int64_t kPastL2 = 64 << 20;  // bytes; more than any L2 keeps for the next kernel
+constexpr int64_t kMaxInt = std::numeric_limits<int>::max();
+constexpr int64_t kLargerThanL2 = 64 << 20;  // bytes; more than any L2 keeps for the next kernel
 
 // Rows of values and rows of codes.
 inline Params rows_of(const TensorView& values, const TensorView& codes) {
@@ -77,22 +77,22 @@ inline Params rows_of(const TensorView& values, const TensorView& codes) {
   p.codes_stride = codes.stride(0);
   p.n = values.size(1);
   p.rows = 1;
-  if (p.n > kMost - (1 << 16)) unsupported("rows of about 2^31 elements");
+  if (p.n > kMaxInt - (1 << 16)) unsupported("rows of about 2^31 elements");
   return p;
 }
 
-// Rows that follow each other without a gap become one, where no scale tells them apart.
-inline void join_rows(Params* p, int64_t* rows, int element_bytes, int per_byte) {
+// Makes one row of contiguous rows that share a scale.
+inline void flatten_rows(Params* p, int64_t* rows, int element_bytes, int per_byte) {
   if (*rows > 1 && p->values_stride == p->n * element_bytes && p->codes_stride * per_byte == p->n) {
     p->n *= *rows;
     *rows = 1;
   }
 }
 
-// Segments of `length` elements; pieces of a row where the scale does not cut it.
-inline void cut(Params* p, int64_t length) {
+// Segments of `length` elements.
+inline void split_rows(Params* p, int64_t length) {
   p->length = static_cast<int>(std::min(length, p->n));
-  p->per_row = static_cast<unsigned>((p->n + p->length - 1) / p->length);
+  p->segments_per_row = static_cast<unsigned>((p->n + p->length - 1) / p->length);
   p->group = p->length;
 }
 
@@ -100,28 +100,27 @@ inline void cut(Params* p, int64_t length) {
 template <typename C, typename T>
 bool whole_packs(const Params& p, int64_t rows) {
   constexpr int size = Pack<T>::size, bytes = kCodeBytes<C, T>;
-  const bool one = rows == 1, uncut = p.per_row == 1;
+  const bool one = rows == 1, uncut = p.segments_per_row == 1;
   return aligned16(p.values) && reinterpret_cast<uintptr_t>(p.codes) % bytes == 0 &&
          (one || (p.values_stride % 16 == 0 && p.codes_stride % bytes == 0)) && p.n % size == 0 &&
          (uncut || p.length % size == 0);
 }
 
-inline int power_of_two(int64_t at_least) {
+inline int next_power_of_two(int64_t at_least) {
   int power = 1;
   while (power < at_least) power *= 2;
   return power;
 }
 
-// Calls launch(params of some rows) until all rows are covered: more than one call only where there are
-// 2^31 segments and more.
+// Calls launch(params of a range of rows) until all rows are covered; once below 2^31 segments.
 template <typename Launch>
-void in_parts(Params p, int64_t rows, Launch launch) {
-  const int64_t most = std::max<int64_t>(1, (kMost - 1024) / p.per_row);
+void for_row_ranges(Params p, int64_t rows, Launch launch) {
+  const int64_t max_rows = std::max<int64_t>(1, (kMaxInt - 1024) / p.segments_per_row);
   const int padding = p.padding;
-  for (int64_t first = 0; first < rows; first += most) {
-    const int64_t part = std::min(most, rows - first);
+  for (int64_t first = 0; first < rows; first += max_rows) {
+    const int64_t part = std::min(max_rows, rows - first);
     p.rows = static_cast<unsigned>(part);
-    p.segments = static_cast<unsigned>(part * p.per_row);
+    p.segments = static_cast<unsigned>(part * p.segments_per_row);
     p.padding = first + part == rows ? padding : 0;
     launch(p);
     p.values += part * p.values_stride;
@@ -132,143 +131,145 @@ void in_parts(Params p, int64_t rows, Launch launch) {
 
 // -- launch -----------------------------------------------------------------------------------------------------------
 
-// Below: us per launch on an H200, cold L2, bf16, measured while the kernels were made.
-
-// Before the wait, the blocks that run first prefetch: about 1024 threads per multiprocessor. FP8 rows 5920x1024: 5.4,
-// with every block 5.9, with none 5.8 to 6.0.
-inline unsigned first_threads(DLDevice device) {
+// How many threads prefetch before the wait: those of the blocks that start first, 1024 per SM.
+inline unsigned prefetching_threads(DLDevice device) {
   return std::min(0xffff * 32, 1024 * device_attribute(cudaDevAttrMultiProcessorCount, device.device_id));
 }
 
-inline void set_overlap(Params* p, int64_t read, int64_t written, DLDevice device) {
-  p->prefetch = read <= kPastL2 ? first_threads(device) : 0;
-  p->streamed = read + written > kPastL2;
+inline void set_memory_hints(Params* p, int64_t read, int64_t written, DLDevice device) {
+  p->prefetch = read <= kLargerThanL2 ? prefetching_threads(device) : 0;
+  p->streamed = read + written > kLargerThanL2;
 }
 
-// A team of `lanes` threads per segment, `teams` of them to a block.
-inline void launch_blocks(void (*kernel)(Params), Params p, int lanes, int teams, DLDevice device) {
-  p.prefetch /= lanes * teams;
-  launch_pdl(kernel, dim3((p.segments + teams - 1) / teams), dim3(lanes, teams), device, p);
+// `lanes` threads per segment, a multiple of 32.
+inline void launch_multi_warp(void (*kernel)(Params), Params p, int lanes, int segments_per_block, DLDevice device) {
+  p.prefetch /= lanes * segments_per_block;
+  launch_pdl(kernel, dim3((p.segments + segments_per_block - 1) / segments_per_block), dim3(lanes, segments_per_block),
+             device, p);
 }
 
-// The same for rows, one segment each.
-inline void launch_rows(void (*kernel)(RowParams), const Params& p, int packs, int lanes, int teams, DLDevice device) {
-  RowParams rows{p.values, p.codes, p.scales, p.bound};
+// The same for quant_rows.
+inline void launch_rows(void (*kernel)(RowParams), const Params& p, int packs, int lanes, int segments_per_block,
+                        DLDevice device) {
+  RowParams rows{p.values, p.codes, p.scales, p.scale_ub};
   rows.stride = static_cast<unsigned>(p.values_stride / 16);
   rows.rows = p.segments;
   rows.packs = static_cast<uint16_t>(packs);
-  rows.prefetch = static_cast<uint16_t>(p.prefetch / (lanes * teams));
-  rows.warps = static_cast<uint8_t>(lanes / 32);
-  rows.teams = static_cast<uint8_t>(teams);
+  rows.prefetch = static_cast<uint16_t>(p.prefetch / (lanes * segments_per_block));
+  rows.warps_per_row = static_cast<uint8_t>(lanes / 32);
+  rows.rows_per_block = static_cast<uint8_t>(segments_per_block);
   rows.streamed = p.streamed;
-  launch_pdl(kernel, dim3((p.segments + teams - 1) / teams), dim3(lanes, teams), device, rows);
+  launch_pdl(kernel, dim3((p.segments + segments_per_block - 1) / segments_per_block), dim3(lanes, segments_per_block),
+             device, rows);
 }
 
-// A team of p.lanes lanes of a warp per segment.
-inline void launch_teams(void (*kernel)(Params), Params p, int threads, DLDevice device) {
-  const unsigned teams = threads / p.lanes;
+// p.lanes lanes of a warp per segment.
+inline void launch_sub_warp(void (*kernel)(Params), Params p, int threads, DLDevice device) {
+  const unsigned segments_per_block = threads / p.lanes;
   p.prefetch /= threads;
-  launch_pdl(kernel, dim3((p.segments + teams - 1) / teams), dim3(threads), device, p);
+  launch_pdl(kernel, dim3((p.segments + segments_per_block - 1) / segments_per_block), dim3(threads), device, p);
 }
 
-// Lanes of a warp for segments of so many packs, each of them holding `most`.
-inline int lanes_of(int packs, int most = kPacks) { return std::min(32, power_of_two((packs + most - 1) / most)); }
+// Lanes of a warp for segments of this many packs, with packs_per_lane each.
+inline int lanes_for_packs(int packs, int packs_per_lane = kPacks) {
+  return std::min(32, next_power_of_two((packs + packs_per_lane - 1) / packs_per_lane));
+}
 
 inline int whole_warps(int threads) { return (threads + 31) / 32 * 32; }
 
-// Lanes of a warp for segments of so many elements, each of them holding kElements; whole warps of a block for more.
-inline int lanes_of_elements(int elements) {
+// Threads for segments of this many elements, with kElements each: lanes of a warp, or whole warps of a block.
+inline int lanes_for_elements(int elements) {
   const int lanes = (elements - 1) / kElements + 1;
-  return lanes > 32 ? std::min(kElementThreads, whole_warps(lanes)) : power_of_two(lanes);
+  return lanes > 32 ? std::min(kElementThreads, whole_warps(lanes)) : next_power_of_two(lanes);
 }
 
-// Segments with a scale of their own, in whole packs.
+// Computed scales, aligned packs.
 template <typename C, typename T>
-void quant_packs(Params p, DLDevice device) {
+void quant_vectorised(Params p, DLDevice device) {
   const int packs = p.length / Pack<T>::size;
-  const auto threads_of = [&](int packs_of_thread, int most) {
-    return std::min(most, whole_warps((packs + packs_of_thread - 1) / packs_of_thread));
+  const auto threads_for = [&](int packs_per_thread, int limit) {
+    return std::min(limit, whole_warps((packs + packs_per_thread - 1) / packs_per_thread));
   };
-  const auto teams_of = [](int lanes) { return std::max(1, 128 / lanes); };
+  const auto segments_per_block_for = [](int lanes) { return std::max(1, 128 / lanes); };
   if (packs <= 32) {
-    p.lanes = lanes_of(packs);
-    launch_teams(quant_segments<C, T, false>, p, 128, device);
+    p.lanes = lanes_for_packs(packs);
+    launch_sub_warp(quant_segments<C, T, Scales::computed>, p, 128, device);
     return;
   }
   if constexpr (C::per_byte == 1) {
-    const bool rows = p.per_row == 1 && (p.scale_row == 1 || p.segments == 1) && p.padding == 0;
+    const bool rows = p.segments_per_row == 1 && (p.scale_row == 1 || p.segments == 1) && p.padding == 0;
     if (rows && packs <= kRowPacks * kRowThreads && p.values_stride >> 36 == 0) {
-      const int lanes = threads_of(kRowPacks, kRowThreads);
-      launch_rows(quant_rows<C, T>, p, packs, lanes, teams_of(lanes), device);
+      const int lanes = threads_for(kRowPacks, kRowThreads);
+      launch_rows(quant_rows<C, T>, p, packs, lanes, segments_per_block_for(lanes), device);
       return;
     }
   }
-  const int lanes = threads_of(kPacks, 512);
-  launch_blocks(quant_blocks<C, T>, p, lanes, teams_of(lanes), device);
+  const int lanes = threads_for(kPacks, 512);
+  launch_multi_warp(quant_long_segments<C, T>, p, lanes, segments_per_block_for(lanes), device);
 }
 
-// Segments with a scale of their own: rows, or groups of columns.
+// A computed scale per segment: a row or a group of columns.
 template <typename C, typename T>
-void quant_each(Params p, int64_t rows, DLDevice device) {
-  set_overlap(&p, rows * p.n * sizeof(T), rows * p.n / C::per_byte, device);
+void quant_per_segment(Params p, int64_t rows, DLDevice device) {
+  set_memory_hints(&p, rows * p.n * sizeof(T), rows * p.n / C::per_byte, device);
   if (whole_packs<C, T>(p, rows)) {
-    in_parts(p, rows, [&](const Params& part) { quant_packs<C, T>(part, device); });
+    for_row_ranges(p, rows, [&](const Params& part) { quant_vectorised<C, T>(part, device); });
     return;
   }
   void (*kernel)(Params);
-  if constexpr (C::per_byte == 2) {  // two groups to a segment
-    kernel = quant_pairs<C, T>;
-    p.lanes = p.length > 2048 ? kElementThreads : std::min(32, power_of_two(p.length / 2));
+  if constexpr (C::per_byte == 2) {  // a segment is two groups
+    kernel = quant_int4_elements<C, T>;
+    p.lanes = p.length > 2048 ? kElementThreads : std::min(32, next_power_of_two(p.length / 2));
     p.length = static_cast<int>(std::min<int64_t>(2 * int64_t{p.length}, p.n));
-    p.per_row = (p.per_row + 1) / 2;
+    p.segments_per_row = (p.segments_per_row + 1) / 2;
     p.scale_segment *= 2;
   } else {
     kernel = quant_elements<C, T>;
-    p.lanes = lanes_of_elements(p.length);
+    p.lanes = lanes_for_elements(p.length);
   }
-  in_parts(p, rows, [&](const Params& part) {
-    p.lanes > 32 ? launch_blocks(kernel, part, p.lanes, 1, device) : launch_teams(kernel, part, 256, device);
+  for_row_ranges(p, rows, [&](const Params& part) {
+    p.lanes > 32 ? launch_multi_warp(kernel, part, p.lanes, 1, device) : launch_sub_warp(kernel, part, 256, device);
   });
 }
 
-// Rows whose scale is given, one for all or one each: cut into pieces of what a warp holds.
+// Given scales, one for all rows or one per row: a segment is what a warp holds.
 template <typename C, typename T>
-void quant_given(Params p, int64_t rows, DLDevice device) {
-  constexpr int size = Pack<T>::size, piece = 32 * kPacks * size;
+void quant_static(Params p, int64_t rows, DLDevice device) {
+  constexpr int size = Pack<T>::size, tile_elements = 32 * kPacks * size;
   p.given = true;
-  if (p.scale_row == 0) join_rows(&p, &rows, sizeof(T), C::per_byte);
-  cut(&p, piece);
-  set_overlap(&p, rows * p.n * sizeof(T), rows * p.n / C::per_byte, device);
+  if (p.scale_row == 0) flatten_rows(&p, &rows, sizeof(T), C::per_byte);
+  split_rows(&p, tile_elements);
+  set_memory_hints(&p, rows * p.n * sizeof(T), rows * p.n / C::per_byte, device);
   const bool packs = whole_packs<C, T>(p, rows);
-  if (!packs) cut(&p, 32 * kElements);
-  p.lanes = packs ? lanes_of(p.length / size) : lanes_of_elements(p.length);
-  in_parts(p, rows, [&](const Params& part) {
-    launch_teams(packs ? quant_segments<C, T, true> : quant_elements<C, T>, part, 256, device);
+  if (!packs) split_rows(&p, 32 * kElements);
+  p.lanes = packs ? lanes_for_packs(p.length / size) : lanes_for_elements(p.length);
+  for_row_ranges(p, rows, [&](const Params& part) {
+    launch_sub_warp(packs ? quant_segments<C, T, Scales::given> : quant_elements<C, T>, part, 256, device);
   });
 }
 
-constexpr int kKnownDevices = 64;  // of which something is remembered
+constexpr int kCachedDevices = 64;  // devices whose occupancy is cached
 
-// Blocks of a kernel that are resident at once on the whole GPU. The first call raises the kernel's limit of shared
-// memory. known: blocks of a multiprocessor, by device.
+// How many blocks of a kernel are resident at once on the whole GPU. The first call also raises the kernel's limit of
+// shared memory. cache: blocks per SM, by device.
 template <typename Kernel>
-int64_t resident_blocks(Kernel kernel, int threads, int shared_bytes, std::atomic<int> (&known)[kKnownDevices],
+int64_t resident_blocks(Kernel kernel, int threads, int shared_bytes, std::atomic<int> (&cache)[kCachedDevices],
                         DLDevice device) {
-  std::atomic<int> forgotten{0};
-  std::atomic<int>& per_multiprocessor = device.device_id < kKnownDevices ? known[device.device_id] : forgotten;
-  if (per_multiprocessor == 0) {
+  std::atomic<int> uncached{0};
+  std::atomic<int>& blocks_per_sm = device.device_id < kCachedDevices ? cache[device.device_id] : uncached;
+  if (blocks_per_sm == 0) {
     int found = 0;
     if (shared_bytes > 0) {
       check_launch(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes), device);
     }
     check_launch(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&found, kernel, threads, shared_bytes), device);
-    per_multiprocessor = found;
+    blocks_per_sm = found;
   }
-  return int64_t{per_multiprocessor} * device_attribute(cudaDevAttrMultiProcessorCount, device.device_id);
+  return int64_t{blocks_per_sm} * device_attribute(cudaDevAttrMultiProcessorCount, device.device_id);
 }
 
-// Launches a grid with a barrier inside; false rather than start a grid whose blocks cannot all be resident, as in a
-// context to which only a part of the multiprocessors belongs.
+// Launches a grid with a barrier inside. Returns false where not all blocks can be resident, as in a context that owns
+// a part of the SMs.
 inline bool launch_cooperative(void (*kernel)(Params), unsigned blocks, unsigned threads, int shared_bytes,
                                DLDevice device, const Params& p) {
   cudaLaunchAttribute attributes[2]{};
@@ -285,90 +286,90 @@ inline bool launch_cooperative(void (*kernel)(Params), unsigned blocks, unsigned
   config.numAttrs = device_attribute(cudaDevAttrComputeCapabilityMajor, device.device_id) >= 9 ? 2 : 1;
   const cudaError_t error = cudaLaunchKernelEx(&config, kernel, p);
   if (error == cudaErrorCooperativeLaunchTooLarge || error == cudaErrorNotSupported) {
-    cudaGetLastError();  // the next caller must not find this error
+    cudaGetLastError();  // clears the error for the next caller
     return false;
   }
   check_launch(error, device);
   return true;
 }
 
-constexpr int kClusterBlocks = 8;  // what every GPU with clusters runs
+constexpr int kClusterBlocks = 8;  // the largest cluster size that every GPU with clusters supports
 
-// Rounds of pieces that fit into the shared memory of a block where two share a multiprocessor: 4 on an H200.
-inline unsigned rounds_of_shared_memory(DLDevice device) {
+// How many tiles of each warp fit into shared memory with two blocks per SM.
+inline unsigned staged_tiles_per_warp(DLDevice device) {
   const int bytes = device_attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor, device.device_id) / 2 -
                     device_attribute(cudaDevAttrReservedSharedMemoryPerBlock, device.device_id) - 1024;
-  return bytes / kRoundBytes;
+  return bytes / kStageBytes;
 }
 
-// One scale for the whole tensor. Up to two segments per warp of a cluster stay in one: 8x2048 2.9, by a cooperative
-// launch 3.7; 128x1024 3.6, 4.1; but 128x2048 5.5, 4.3.
+// One computed scale for the whole tensor. A cluster takes up to two tiles per warp; more take a cooperative launch,
+// which starts more slowly but uses the whole GPU.
 template <typename C, typename T>
-void quant_whole(Params p, int64_t rows, const TensorView& slots, DLDevice device) {
-  constexpr int size = Pack<T>::size, piece = 32 * kTensorPacks * size, threads = kTensorWarps * 32;
-  join_rows(&p, &rows, sizeof(T), C::per_byte);
-  set_overlap(&p, rows * p.n * sizeof(T), rows * p.n / C::per_byte, device);
-  const bool packs = (cut(&p, piece), whole_packs<C, T>(p, rows));
-  if (packs && rows == 1 && p.n <= 512 * kPacks * size) {  // one segment of one block
-    cut(&p, p.n);
-    in_parts(p, rows, [&](const Params& part) { quant_packs<C, T>(part, device); });
+void quant_per_tensor(Params p, int64_t rows, const TensorView& partial_amax, DLDevice device) {
+  constexpr int size = Pack<T>::size, tile_elements = 32 * kTilePacks * size, threads = kTensorWarps * 32;
+  flatten_rows(&p, &rows, sizeof(T), C::per_byte);
+  set_memory_hints(&p, rows * p.n * sizeof(T), rows * p.n / C::per_byte, device);
+  const bool packs = (split_rows(&p, tile_elements), whole_packs<C, T>(p, rows));
+  if (packs && rows == 1 && p.n <= 512 * kPacks * size) {  // the tensor is one segment of one block
+    split_rows(&p, p.n);
+    for_row_ranges(p, rows, [&](const Params& part) { quant_vectorised<C, T>(part, device); });
     return;
   }
-  const int64_t segments = rows * p.per_row,
+  const int64_t segments = rows * p.segments_per_row,
                 blocks = std::max<int64_t>(1, (segments + kTensorWarps - 1) / kTensorWarps);
-  if (segments > kMost) unsupported("a tensor of 2^31 pieces");
+  if (segments > kMaxInt) unsupported("a tensor of 2^31 tiles or more");
   p.rows = static_cast<unsigned>(rows);
   p.segments = static_cast<unsigned>(segments);
-  p.slots = reinterpret_cast<float*>(address(slots));
-  const auto kernel = packs ? quant_tensor<C, T, true> : quant_tensor<C, T, false>;
+  p.partial_amax = reinterpret_cast<float*>(address(partial_amax));
+  const auto kernel = packs ? quant_tensor<C, T, Access::packs> : quant_tensor<C, T, Access::elements>;
   const bool clusters = device_attribute(cudaDevAttrComputeCapabilityMajor, device.device_id) >= 9;
   if (blocks == 1 || (clusters && blocks <= 2 * kClusterBlocks)) {
-    const unsigned cluster = power_of_two(std::min<int64_t>(blocks, kClusterBlocks));
+    const unsigned cluster = next_power_of_two(std::min<int64_t>(blocks, kClusterBlocks));
     p.cluster = cluster > 1;
     launch_pdl(kernel, dim3(cluster), dim3(threads), device, p, 0, cluster);
     return;
   }
-  static std::atomic<int> known[3][kKnownDevices];  // by kernel and shared memory
-  const auto launched_on = [&](int64_t fraction) {  // of the GPU: the whole, a half, a quarter ...
-    const auto most = [&](int which, int shared_bytes) {
-      const int64_t all = resident_blocks(kernel, threads, shared_bytes, known[which], device);
-      return std::max<int64_t>(1, std::min(slots.size(0), all) / fraction);
+  enum Variant { elements, packs_in_registers, packs_in_shared_memory };
+  static std::atomic<int> occupancy[3][kCachedDevices];
+  const auto launch_on = [&](int64_t divisor) {  // a grid for 1 / divisor of the GPU
+    const auto max_blocks = [&](Variant variant, int shared_bytes) {
+      const int64_t all = resident_blocks(kernel, threads, shared_bytes, occupancy[variant], device);
+      return std::max<int64_t>(1, std::min(partial_amax.size(0), all) / divisor);
     };
-    int64_t resident = most(packs, 0);
-    const int64_t rounds = packs ? (segments - 1) / (kTensorWarps * resident) + 1 : 0;  // of a piece for each warp
-    if (rounds > kHeld) {
-      const unsigned room = rounds_of_shared_memory(device);
-      if (room > 0) resident = most(2, room * kRoundBytes);
-      p.kept = static_cast<unsigned>(std::min<int64_t>(room, rounds - kHeld));
-      p.prefetch = 0;  // 5920x2048 14.0, with a prefetch of what registers hold 14.6
+    int64_t resident = max_blocks(packs ? packs_in_registers : elements, 0);
+    const int64_t tiles_per_warp = packs ? (segments - 1) / (kTensorWarps * resident) + 1 : 0;
+    if (tiles_per_warp > kRegisterTiles) {
+      const unsigned staged = staged_tiles_per_warp(device);
+      if (staged > 0) resident = max_blocks(packs_in_shared_memory, staged * kStageBytes);
+      p.staged = static_cast<unsigned>(std::min<int64_t>(staged, tiles_per_warp - kRegisterTiles));
+      p.prefetch = 0;  // it delays the copies to shared memory
     }
     const unsigned grid = static_cast<unsigned>(std::min(resident, blocks));
-    return launch_cooperative(kernel, grid, threads, p.kept * kRoundBytes, device, p);
+    return launch_cooperative(kernel, grid, threads, p.staged * kStageBytes, device, p);
   };
-  for (int64_t fraction = 1; !launched_on(fraction); fraction *= 2) {
-    if (fraction > slots.size(0)) unsupported("a context that starts no grid with a barrier");
+  for (int64_t divisor = 1; !launch_on(divisor); divisor *= 2) {
+    if (divisor > partial_amax.size(0)) unsupported("a context that refuses cooperative launches");
   }
 }
 
-// groups: of a row, or 1 where the scale does not cut it.
 template <typename C, typename T>
 void dequant(Params p, int64_t rows, int64_t group_size, DLDevice device) {
-  constexpr int size = Pack<T>::size, piece = 32 * kPacks * size;
+  constexpr int size = Pack<T>::size, tile_elements = 32 * kPacks * size;
   const bool groups = p.scale_segment != 0 && p.n > group_size;
-  if (p.scale_row == 0 && !groups) join_rows(&p, &rows, sizeof(T), C::per_byte);
-  const bool by_group = groups && group_size <= piece && group_size % size == 0;
-  cut(&p, by_group ? group_size : piece);
+  if (p.scale_row == 0 && !groups) flatten_rows(&p, &rows, sizeof(T), C::per_byte);
+  const bool by_group = groups && group_size <= tile_elements && group_size % size == 0;
+  split_rows(&p, by_group ? group_size : tile_elements);
   const bool packs = (by_group || !groups) && whole_packs<C, T>(p, rows);
   if (!by_group && packs) p.scale_segment = 0;
   if (!packs) {
-    cut(&p, 32 * kElements);
+    split_rows(&p, 32 * kElements);
     p.group = groups ? static_cast<int>(group_size) : 0;
   }
-  set_overlap(&p, rows * p.n / C::per_byte, rows * p.n * sizeof(T), device);
-  p.lanes =
-      packs ? lanes_of(p.length / size, 2 * C::per_byte) : std::min(32, power_of_two((p.length + 1) / C::per_byte));
-  in_parts(p, rows, [&](const Params& part) {
-    launch_teams(packs ? dequant_segments<C, T, kPacks> : dequant_elements<C, T>, part, 256, device);
+  set_memory_hints(&p, rows * p.n / C::per_byte, rows * p.n * sizeof(T), device);
+  p.lanes = packs ? lanes_for_packs(p.length / size, 2 * C::per_byte)
+                  : std::min(32, next_power_of_two((p.length + 1) / C::per_byte));
+  for_row_ranges(p, rows, [&](const Params& part) {
+    launch_sub_warp(packs ? dequant_segments<C, T, kPacks> : dequant_elements<C, T>, part, 256, device);
   });
 }
 

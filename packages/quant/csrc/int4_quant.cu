@@ -21,9 +21,9 @@ void int4_quant(TensorView q, TensorView scale, TensorView x, AnyView group_size
   p.scales = reinterpret_cast<float*>(address(scale));
   p.scale_row = groups;
   p.scale_segment = 1;
-  cut(&p, length);
+  split_rows(&p, length);
   const DeviceGuard guard(x.device().device_id);
-  dispatch_float(x, [&](auto t) { quant_each<Int4, decltype(t)>(p, rows, x.device()); });
+  dispatch_float(x, [&](auto t) { quant_per_segment<Int4, decltype(t)>(p, rows, x.device()); });
 }
 
 void int4_dequant(TensorView out, TensorView q, TensorView scale, AnyView group_size) {

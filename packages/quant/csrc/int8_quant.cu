@@ -6,31 +6,31 @@
 
 namespace kestrel::quant {
 
-void int8_quant(TensorView q, TensorView scale, OptionalTensor slots, TensorView x, AnyView granularity) {
+void int8_quant(TensorView q, TensorView scale, OptionalTensor partial_amax, TensorView x, AnyView granularity) {
   const Checks check("int8_quant");
   check_input(check, x);
-  const std::string shares = check.choice("granularity", granularity, {"row", "tensor"});
+  const std::string scope = check.choice("granularity", granularity, {"row", "tensor"});
   const int64_t rows = x.size(0);
   check_fresh(check, "q", q, kInt8, {rows, x.size(1)});
-  if (shares == "tensor") {
+  if (scope == "tensor") {
     check_fresh(check, "scale", scale, kFloat32, {1});
-    check_slots(check, slots);
+    check_partial_amax(check, partial_amax);
   } else {
     check_fresh(check, "scale", scale, kFloat32, {rows, 1});
   }
-  check_devices(check, "x", x, {{"q", q}, {"scale", scale}, {"slots", slots}});
+  check_devices(check, "x", x, {{"q", q}, {"scale", scale}, {"partial_amax", partial_amax}});
 
   Params p = rows_of(x, q);
   p.scales = reinterpret_cast<float*>(address(scale));
   const DeviceGuard guard(x.device().device_id);
-  if (shares == "tensor") {
-    dispatch_float(x, [&](auto t) { quant_whole<Int8, decltype(t)>(p, rows, *slots, x.device()); });
+  if (scope == "tensor") {
+    dispatch_float(x, [&](auto t) { quant_per_tensor<Int8, decltype(t)>(p, rows, *partial_amax, x.device()); });
     return;
   }
   if (rows == 0) return;
   p.scale_row = 1;
-  cut(&p, p.n);
-  dispatch_float(x, [&](auto t) { quant_each<Int8, decltype(t)>(p, rows, x.device()); });
+  split_rows(&p, p.n);
+  dispatch_float(x, [&](auto t) { quant_per_segment<Int8, decltype(t)>(p, rows, x.device()); });
 }
 
 void int8_dequant(TensorView out, TensorView q, TensorView scale) {

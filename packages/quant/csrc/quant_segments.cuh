@@ -1,19 +1,10 @@
-// Quantisation per group of columns, with scales that are given, and of rows that quant_rows.cuh does not take.
+// quant_segments and its variants: quantisation per group of columns, per row where quant_rows.cuh does not apply, and
+// with given scales.
 //
-// clang-format off
-// Computes:   scale = f(largest finite magnitude of a segment), or reads it; code = round(x / scale), bit for bit the reference's.
-// Built for:  groups of 128 and rows of any length in bf16, from one row (latency) to 65536 (bandwidth).
-// Must move:  x in, codes and scales out: 3 bytes per bf16 element for FP8 and INT8, 2.5 for INT4; about 6 operations per element
-//             (two of them the quotient; five for float32), so memory decides: 4.3 TB/s.
-// Split:      a team of threads per segment, which holds it in registers as packs of 16 bytes: 1 to 32 lanes of a warp, or, for long
-//             segments, whole warps with one barrier. The order of a maximum does not matter: a row's codes are the same whatever
-//             the team.
-// Special:    a thread that holds a NaN or an inf, or whose scale is extreme, reads its values again and divides one by one; rows that
-//             are not whole aligned packs go element by element, 8 to a thread, neighbours side by side.
-// PDL:        everything is read after the wait; before it addresses are computed, and where rows are whole aligned packs the first
-//             blocks bring their values into L2.
-// Measured:   results/, README.md.
-// clang-format on
+// A segment has one scale. Its threads, 1 to 32 lanes or whole warps, hold it in registers as packs of 16 bytes; a
+// maximum has no order, so codes do not depend on how a segment is split. Threads that hold NaN or inf, or whose scale
+// is extreme, read their values a second time and divide. Unaligned rows go element by element. Everything is read
+// after the PDL wait; before it the first blocks prefetch their packs into L2.
 #pragma once
 
 #include "codes.cuh"
@@ -29,10 +20,10 @@ __device__ __forceinline__ void store_scale(const Params& p, const Segment<C, T>
   }
 }
 
-constexpr int kPacks = 4;  // that a thread holds
+constexpr int kPacks = 4;  // per thread
 
-// A team of p.lanes lanes of a warp per segment of at most kPacks packs per lane.
-template <typename C, typename T, bool GIVEN>
+// p.lanes lanes of a warp per segment of at most kPacks packs per lane.
+template <typename C, typename T, Scales SCALES>
 __global__ void __launch_bounds__(256, 4) quant_segments(const __grid_constant__ Params p) {
   constexpr int V = kPacks;
   const int lane = threadIdx.x & (p.lanes - 1), lanes = p.lanes;
@@ -42,62 +33,62 @@ __global__ void __launch_bounds__(256, 4) quant_segments(const __grid_constant__
   pdl_wait();
   pdl_trigger();
 
-  Held<T, V> held;
-  held.load(segment.values, lanes, segment.count);
-  const float largest = held.largest();
+  RegisterTile<T, V> tile;
+  tile.load(segment.values, lanes, segment.count);
+  const float largest = tile.largest();
   float scale = 1.f;
-  if constexpr (GIVEN) {
+  if constexpr (SCALES == Scales::given) {
     if (segment.count > 0) scale = *segment.scale;
   } else {
-    scale = C::scale(team_amax(held.amax(largest, segment.values, lanes, segment.count), lanes), p.bound);
+    scale = C::scale(lanes_amax(tile.amax(largest, segment.values, lanes, segment.count), lanes), p.scale_ub);
   }
-  encode(held, largest, DivisorOf<T>(scale), segment, lanes, p.streamed);
-  if (!GIVEN && lane == 0 && segment.count > 0) store_scale(p, segment, scale);
+  encode(tile, largest, DivisorOf<T>(scale), segment, lanes, p.streamed);
+  if (SCALES == Scales::computed && lane == 0 && segment.count > 0) store_scale(p, segment, scale);
 }
 
-// A team of whole warps per segment of any length, one or several teams to a block: threadIdx.y. What does not fit into
-// V packs per thread is read twice.
+// Whole warps per segment of any length; threadIdx.y is the segment within the block. What exceeds kPacks packs per
+// thread is read twice.
 template <typename C, typename T>
-__global__ void __launch_bounds__(512, 2) quant_blocks(const __grid_constant__ Params p) {
+__global__ void __launch_bounds__(512, 2) quant_long_segments(const __grid_constant__ Params p) {
   constexpr int V = kPacks;
   __shared__ float memory[32];
   const int lane = threadIdx.x, lanes = blockDim.x, step = V * lanes;
   const unsigned number = blockIdx.x * blockDim.y + threadIdx.y;
   Segment<C, T> segment(p, number, lane);
   if (blockIdx.x < p.prefetch) prefetch<V>(segment.values, 16, Pack<T>::size, lane, lanes, segment.count);
-  const TeamMaximum team_amax(memory, threadIdx.y, lane, lanes);
+  const SegmentAmax segment_amax(memory, threadIdx.y, lane, lanes);
   segment.pin();
   pdl_wait();
   pdl_trigger();
 
-  Held<T, V> held;
-  held.load(segment.values, lanes, segment.count);
-  const float largest = held.largest();
-  float amax = held.amax(largest, segment.values, lanes, segment.count);
+  RegisterTile<T, V> tile;
+  tile.load(segment.values, lanes, segment.count);
+  const float largest = tile.largest();
+  float amax = tile.amax(largest, segment.values, lanes, segment.count);
   if (p.length > step * Pack<T>::size) {
-    for (Segment<C, T> rest = segment.behind(step); rest.count > 0; rest = rest.behind(step)) {
-      Held<T, V> more;
-      more.load(rest.values, lanes, rest.count);
-      amax = fmaxf(amax, more.amax(more.largest(), rest.values, lanes, rest.count));
+    for (Segment<C, T> rest = segment.advanced(step); rest.count > 0; rest = rest.advanced(step)) {
+      RegisterTile<T, V> next_tile;
+      next_tile.load(rest.values, lanes, rest.count);
+      amax = fmaxf(amax, next_tile.amax(next_tile.largest(), rest.values, lanes, rest.count));
     }
   }
-  const float scale = C::scale(team_amax(amax), p.bound);
-  const DivisorOf<T> by(scale);
-  encode(held, largest, by, segment, lanes, p.streamed);
+  const float scale = C::scale(segment_amax(amax), p.scale_ub);
+  const DivisorOf<T> divisor(scale);
+  encode(tile, largest, divisor, segment, lanes, p.streamed);
   if (lane == 0 && number < p.segments) store_scale(p, segment, scale);
   if (p.length > step * Pack<T>::size) {
-    for (Segment<C, T> rest = segment.behind(step); rest.count > 0; rest = rest.behind(step)) {
-      Held<T, V> more;
-      more.load(rest.values, lanes, rest.count);
-      encode(more, more.largest(), by, rest, lanes, p.streamed);
+    for (Segment<C, T> rest = segment.advanced(step); rest.count > 0; rest = rest.advanced(step)) {
+      RegisterTile<T, V> next_tile;
+      next_tile.load(rest.values, lanes, rest.count);
+      encode(next_tile, next_tile.largest(), divisor, rest, lanes, p.streamed);
     }
   }
 }
 
-constexpr int kElementThreads = 512;  // of a block that is one team, at most
+constexpr int kElementThreads = 512;  // most threads per segment
 
-// The same where rows are not whole, aligned packs: neighbouring lanes take neighbouring elements. A team is p.lanes
-// lanes of a warp, or, above 32, the block; what does not fit into kElements per thread is read twice.
+// Rows that are not aligned packs: neighbouring lanes take neighbouring elements. A segment has p.lanes lanes of a warp
+// or, above 32, the whole block. What exceeds kElements per thread is read twice.
 template <typename C, typename T>
 __global__ void __launch_bounds__(kElementThreads, 2) quant_elements(const __grid_constant__ Params p) {
   __shared__ float memory[32];
@@ -110,7 +101,7 @@ __global__ void __launch_bounds__(kElementThreads, 2) quant_elements(const __gri
   if (blockIdx.x < p.prefetch && lane * 128 < segment.count * static_cast<int>(sizeof(T))) {
     prefetch_l2(segment.values + lane * 128);
   }
-  const TeamMaximum block_amax(memory, 0, lane, lanes);
+  const SegmentAmax block_amax(memory, 0, lane, lanes);
   pdl_wait();
   pdl_trigger();
 
@@ -125,21 +116,21 @@ __global__ void __launch_bounds__(kElementThreads, 2) quant_elements(const __gri
       load_elements(x, values, from, lanes, count);
       amax = fmaxf(amax, finite_amax(x));
     }
-    scale = C::scale(block ? block_amax(amax) : team_amax(amax, lanes), p.bound);
+    scale = C::scale(block ? block_amax(amax) : lanes_amax(amax, lanes), p.scale_ub);
     if (lane == 0 && segment.count > 0) store_scale(p, segment, scale);
     if (count > step) load_elements(x, values, 0, lanes, count);
   }
-  const DivisorOf<T> by(scale);
+  const DivisorOf<T> divisor(scale);
   for (int from = 0; from < count; from += step) {
     if (from > 0) load_elements(x, values, from, lanes, count);
-    encode_elements<C>(x, by, values, codes, from, lanes, count);
+    encode_elements<C>(x, divisor, values, codes, from, lanes, count);
   }
 }
 
-// The same where a byte holds two codes, and can belong to two groups: a segment is two groups of columns, read a
-// second time from cache. A block is one team of kElementThreads, or has teams of p.lanes lanes of a warp.
+// The same for two codes per byte, where a byte can belong to two groups: a segment is two groups of columns, read a
+// second time from cache.
 template <typename C, typename T>
-__global__ void __launch_bounds__(kElementThreads, 2) quant_pairs(const __grid_constant__ Params p) {
+__global__ void __launch_bounds__(kElementThreads, 2) quant_int4_elements(const __grid_constant__ Params p) {
   static_assert(C::per_byte == 2);
   __shared__ float memory[2][32];
   const bool block = p.lanes > 32;
@@ -157,8 +148,8 @@ __global__ void __launch_bounds__(kElementThreads, 2) quant_pairs(const __grid_c
     float amax = 0.f;
 #pragma unroll 4
     for (int i = first + lane; i < end; i += lanes) amax = fmaxf(amax, finite_magnitude(to_float(values[i])));
-    amax = block ? TeamMaximum(memory[half], 0, lane, lanes)(amax) : team_amax(amax, lanes);
-    scales[half] = C::scale(amax, p.bound);
+    amax = block ? SegmentAmax(memory[half], 0, lane, lanes)(amax) : lanes_amax(amax, lanes);
+    scales[half] = C::scale(amax, p.scale_ub);
     if (lane == 0 && end > first) {
       if (half == 0) {
         store_scale(p, segment, scales[0]);
@@ -167,7 +158,7 @@ __global__ void __launch_bounds__(kElementThreads, 2) quant_pairs(const __grid_c
       }
     }
   }
-  constexpr int kBytes = 4;  // at a time: all are read before the first is written
+  constexpr int kBytes = 4;  // per thread and step: all are read before the first is written
   const int bytes = segment.count / 2;
   for (int from = lane; from < bytes; from += kBytes * lanes) {
     T pairs[kBytes][2] = {};

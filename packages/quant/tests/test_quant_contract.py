@@ -371,8 +371,8 @@ def test_results_of_a_wrong_shape_dtype_or_stride_are_refused(op: str) -> None:
     q, scale, x = torch.empty(3, columns, dtype=dtype), torch.empty(3, 1), torch.ones(3, 12)
 
     def call(q: torch.Tensor, scale: torch.Tensor) -> None:
-        slots, rest = ((), (128,)) if op == "int4_quant" else ((None,), ("row",))
-        function(q, scale, *slots, x, *rest, *((128, None, False) if op == "fp8_quant" else ()))
+        partial, rest = ((), (128,)) if op == "int4_quant" else ((None,), ("row",))
+        function(q, scale, *partial, x, *rest, *((128, None, False) if op == "fp8_quant" else ()))
 
     wrong = {
         "q": [(q[:2], scale), (q[:, :-1], scale), (q.half(), scale), (q.t().contiguous().t(), scale)],
@@ -384,15 +384,23 @@ def test_results_of_a_wrong_shape_dtype_or_stride_are_refused(op: str) -> None:
                 call(*arguments)
 
 
+@pytest.mark.parametrize(
+    ("partial_amax", "error"),
+    [
+        pytest.param(torch.empty(0), ValueError, id="empty"),
+        pytest.param(torch.empty(4).half(), TypeError, id="fp16"),
+        pytest.param(None, TypeError, id="None"),
+    ],
+)
 @pytest.mark.parametrize("op", ["fp8_quant", "int8_quant"])
-def test_maxima_without_room_for_any_are_refused(op: str) -> None:
-    """One scale per tensor needs a place for at least one block's maximum."""
+def test_scratch_memory_that_holds_no_maximum_is_refused(
+    op: str, partial_amax: torch.Tensor | None, error: type[Exception]
+) -> None:
     entry_point(op)
     x, scale, rest = torch.ones(3, 12), torch.empty(1), (128, None, False) if op == "fp8_quant" else ()
     q = torch.empty(3, 12, dtype=torch.float8_e4m3fn if op == "fp8_quant" else torch.int8)
-    for slots, error in ((torch.empty(0), ValueError), (torch.empty(4).half(), TypeError), (None, TypeError)):
-        with pytest.raises(error, match=f"{op}: argument 'slots': expected .+, got .+"):
-            Binary("kestrel_quant").function(op)(q, scale, slots, x, "tensor", *rest)
+    with pytest.raises(error, match=f"{op}: argument 'partial_amax': expected .+, got .+"):
+        Binary("kestrel_quant").function(op)(q, scale, partial_amax, x, "tensor", *rest)
 
 
 def test_out_that_shares_memory_with_itself_is_refused() -> None:

@@ -33,15 +33,10 @@ __device__ __forceinline__ uint32_t to_int4(const float (&x)[count]) {
   return word;
 }
 
-// The numbers of INT8 codes in words of four.
-template <int count>
-__device__ __forceinline__ void from_int8(const uint32_t (&words)[count / 4], float (&f)[count]) {
-  // The float 2^23 + 128 + code has code + 128 in its low byte, which is the code with its sign flipped.
-#pragma unroll
-  for (int i = 0; i < count; ++i) {
-    const uint32_t flipped = words[i / 4] ^ 0x80808080u;
-    f[i] = __uint_as_float(__byte_perm(flipped, 0x4b000000u, 0x7440 + (i & 3))) - (8388608.f + 128.f);
-  }
+// The number of the INT8 code in byte `i` of a word: the float 2^23 + 128 + code has code + 128 in its low byte, which
+// is the code with its sign flipped.
+__device__ __forceinline__ float from_int8(uint32_t word, int i) {
+  return __uint_as_float(__byte_perm(word ^ 0x80808080u, 0x4b000000u, 0x7440 + i)) - (8388608.f + 128.f);
 }
 
 // The numbers of up to eight INT4 codes.

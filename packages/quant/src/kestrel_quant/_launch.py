@@ -1,4 +1,4 @@
-"""What the launches of this family share."""
+"""Shared by the launches of this family: the binary, scratch memory, results."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from kestrel_runtime import Binary, empty
 
 kernels = Binary("kestrel_quant")
 
-_MOST_BLOCKS = 512  # of a quantisation per tensor: more than any GPU here keeps resident
+_MAX_BLOCKS = 512  # of a quantisation per tensor: more than any supported GPU keeps resident
 
 
-def slots(x: torch.Tensor) -> torch.Tensor:
-    """Room for one maximum per block of a quantisation per tensor; what it holds does not matter."""
-    return empty(x, torch.float32, _MOST_BLOCKS)
+def partial_amax(x: torch.Tensor) -> torch.Tensor:
+    """Scratch memory for a quantisation per tensor: one maximum per block, uninitialised."""
+    return empty(x, torch.float32, _MAX_BLOCKS)
 
 
 def groups_of(columns: int, group_size: int) -> int:
     """How many groups a row has."""
     if group_size < 1:
-        raise ValueError("group_size")  # the check that follows a failed launch finds the words
+        raise ValueError("group_size")  # the op's check, which follows a failed launch, raises the full message
     return -(-columns // group_size)
 
 
@@ -30,5 +30,5 @@ def result(out: torch.Tensor | None, shape: Sequence[int], dtype: torch.dtype, l
     if out is None:
         return empty(like, dtype, *shape)
     if out.dtype != dtype:
-        raise TypeError("out")  # the check that follows a failed launch finds the words
+        raise TypeError("out")  # the op's check, which follows a failed launch, raises the full message
     return out

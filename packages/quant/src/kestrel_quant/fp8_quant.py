@@ -10,7 +10,7 @@ from kestrel_runtime import check, empty, kernel_op
 
 from . import reference
 from ._checks import check_codes, check_input, check_result, check_scale
-from ._launch import groups_of, kernels, result, slots
+from ._launch import groups_of, kernels, partial_amax, result
 
 _GRANULARITIES = ("row", "tensor", "group")
 
@@ -91,7 +91,7 @@ def _fp8_quant(
     rows, columns = x.shape
     q, maxima = empty(x, torch.float8_e4m3fn, rows, columns), None
     if granularity == "tensor":
-        scale, maxima = empty(x, torch.float32, 1), slots(x)
+        scale, maxima = empty(x, torch.float32, 1), partial_amax(x)
     elif granularity == "group":
         groups = groups_of(columns, group_size)
         shape = (groups, -(-rows // 4) * 4) if column_major_scales else (rows, groups)

@@ -8,7 +8,7 @@ from kestrel_runtime import check, empty, kernel_op
 
 from . import reference
 from ._checks import check_codes, check_input, check_result, check_scale
-from ._launch import kernels, result, slots
+from ._launch import kernels, partial_amax, result
 
 
 def _check_int8_quant(x: torch.Tensor, granularity: str = "row") -> None:
@@ -37,7 +37,7 @@ def int8_quant(x: torch.Tensor, *, granularity: str = "row") -> tuple[torch.Tens
     rows, columns = x.shape
     q = empty(x, torch.int8, rows, columns)
     if granularity == "tensor":
-        scale, maxima = empty(x, torch.float32, 1), slots(x)
+        scale, maxima = empty(x, torch.float32, 1), partial_amax(x)
     else:
         scale, maxima = empty(x, torch.float32, rows, 1), None
     kernels.int8_quant(q, scale, maxima, x, granularity)
