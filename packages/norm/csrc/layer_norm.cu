@@ -1,8 +1,8 @@
-// layer_norm and fused_add_layer_norm: the bindings of the norm kernels for LayerNorm.
+// layer_norm and fused_add_layer_norm: entry points.
 
 #include <tvm/ffi/function.h>
 
-#include "host.h"
+#include "dispatch.h"
 
 namespace kestrel::norm {
 
@@ -25,8 +25,7 @@ void layer_norm(TensorView out, TensorView x, OptionalTensor weight, OptionalTen
   shape.add(x, &p.x);
   shape.add(out, &p.out);
   if (!prepare(shape, x, weight, bias, eps, 0.0, &p)) return;
-  const DeviceGuard guard(x.device().device_id);
-  dispatch_float(x, [&](auto t) { launch<Op<Norm::layer, false, false, decltype(t)>>(p, shape, x.device()); });
+  launch<Norm::layer, Residual::none, OutputSame>(p, shape, x);
 }
 
 void fused_add_layer_norm(TensorView x, TensorView residual, OptionalTensor weight, OptionalTensor bias, double eps) {
@@ -43,8 +42,7 @@ void fused_add_layer_norm(TensorView x, TensorView residual, OptionalTensor weig
   shape.add(residual, &p.residual);
   if (!prepare(shape, x, weight, bias, eps, 0.0, &p)) return;
   p.out = p.x;
-  const DeviceGuard guard(x.device().device_id);
-  dispatch_float(x, [&](auto t) { launch<Op<Norm::layer, true, false, decltype(t)>>(p, shape, x.device()); });
+  launch<Norm::layer, Residual::add, OutputSame>(p, shape, x);
 }
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(layer_norm, layer_norm);

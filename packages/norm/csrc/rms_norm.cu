@@ -1,8 +1,8 @@
-// rms_norm and fused_add_rms_norm: the bindings of the norm kernels for RMSNorm.
+// rms_norm and fused_add_rms_norm: entry points.
 
 #include <tvm/ffi/function.h>
 
-#include "host.h"
+#include "dispatch.h"
 
 namespace kestrel::norm {
 
@@ -18,8 +18,7 @@ void rms_norm(TensorView out, TensorView x, OptionalTensor weight, double eps, d
   shape.add(x, &p.x);
   shape.add(out, &p.out);
   if (!prepare(shape, x, weight, {}, eps, weight_bias, &p)) return;
-  const DeviceGuard guard(x.device().device_id);
-  dispatch_float(x, [&](auto t) { launch<Op<Norm::rms, false, false, decltype(t)>>(p, shape, x.device()); });
+  launch<Norm::rms, Residual::none, OutputSame>(p, shape, x);
 }
 
 void fused_add_rms_norm(TensorView x, TensorView residual, OptionalTensor weight, double eps, double weight_bias) {
@@ -36,8 +35,7 @@ void fused_add_rms_norm(TensorView x, TensorView residual, OptionalTensor weight
   shape.add(residual, &p.residual);
   if (!prepare(shape, x, weight, {}, eps, weight_bias, &p)) return;
   p.out = p.x;
-  const DeviceGuard guard(x.device().device_id);
-  dispatch_float(x, [&](auto t) { launch<Op<Norm::rms, true, false, decltype(t)>>(p, shape, x.device()); });
+  launch<Norm::rms, Residual::add, OutputSame>(p, shape, x);
 }
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(rms_norm, rms_norm);

@@ -1,14 +1,15 @@
-// rms_norm_fp8 and fused_add_rms_norm_fp8: the bindings of the norm kernels for RMSNorm with FP8 results.
+// rms_norm_fp8 and fused_add_rms_norm_fp8: entry points.
 
 #include <tvm/ffi/function.h>
 
-#include "host.h"
+#include "dispatch.h"
 
 namespace kestrel::norm {
 
-// What follows the checks of x, residual and weight. q is e4m3, like x but contiguous; scale one float32 per row.
-void check_codes(const Checks& check, const TensorView& q, const TensorView& scale, const TensorView& x,
-                 const OptionalTensor& scale_ub) {
+// The checks after those of x, residual and weight: q is e4m3 of x's shape, scale has one float32 per row, both
+// contiguous.
+void check_quantised(const Checks& check, const TensorView& q, const TensorView& scale, const TensorView& x,
+                     const OptionalTensor& scale_ub) {
   constexpr int64_t one = 1;
   if (scale_ub.has_value()) {
     check.dtype("scale_ub", *scale_ub, {kFloat32});
@@ -25,19 +26,18 @@ void check_codes(const Checks& check, const TensorView& q, const TensorView& sca
   }
 }
 
-template <bool add>
-void run(const TensorView& q, const TensorView& scale, const TensorView& x, const TensorView* residual,
-         const OptionalTensor& weight, double eps, double weight_bias, const OptionalTensor& scale_ub) {
+template <Residual mode>
+void launch_fp8(const TensorView& q, const TensorView& scale, const TensorView& x, const TensorView* residual,
+                const OptionalTensor& weight, double eps, double weight_bias, const OptionalTensor& scale_ub) {
   Params p;
   RowShape shape(x);
   shape.add(x, &p.x);
-  shape.add(q, &p.out, 16 / element_bytes(x));  // the codes of a pack
-  if constexpr (add) shape.add(*residual, &p.residual);
+  shape.add(q, &p.out, 16 / element_bytes(x));  // one byte per element of a pack
+  if constexpr (mode == Residual::add) shape.add(*residual, &p.residual);
   if (!prepare(shape, x, weight, {}, eps, weight_bias, &p)) return;
   p.scale = reinterpret_cast<float*>(address(scale));
   p.scale_ub = reinterpret_cast<const float*>(address(scale_ub));
-  const DeviceGuard guard(x.device().device_id);
-  dispatch_float(x, [&](auto t) { launch<Op<Norm::rms, add, true, decltype(t)>>(p, shape, x.device()); });
+  launch<Norm::rms, mode, OutputFp8>(p, shape, x);
 }
 
 void rms_norm_fp8(TensorView q, TensorView scale, TensorView x, OptionalTensor weight, double eps, double weight_bias,
@@ -45,9 +45,9 @@ void rms_norm_fp8(TensorView q, TensorView scale, TensorView x, OptionalTensor w
   const Checks check("rms_norm_fp8");
   check_rows(check, x);
   check_scaling(check, weight, x, eps, weight_bias);
-  check_codes(check, q, scale, x, scale_ub);
+  check_quantised(check, q, scale, x, scale_ub);
   check_devices(check, "x", x, {{"weight", weight}, {"scale_ub", scale_ub}, {"q", q}, {"scale", scale}});
-  run<false>(q, scale, x, nullptr, weight, eps, weight_bias, scale_ub);
+  launch_fp8<Residual::none>(q, scale, x, nullptr, weight, eps, weight_bias, scale_ub);
 }
 
 void fused_add_rms_norm_fp8(TensorView q, TensorView scale, TensorView x, TensorView residual, OptionalTensor weight,
@@ -56,10 +56,10 @@ void fused_add_rms_norm_fp8(TensorView q, TensorView scale, TensorView x, Tensor
   check_rows(check, x);
   check_written(check, "residual", residual, x);
   check_scaling(check, weight, x, eps, weight_bias);
-  check_codes(check, q, scale, x, scale_ub);
+  check_quantised(check, q, scale, x, scale_ub);
   check_devices(check, "x", x,
                 {{"residual", residual}, {"weight", weight}, {"scale_ub", scale_ub}, {"q", q}, {"scale", scale}});
-  run<true>(q, scale, x, &residual, weight, eps, weight_bias, scale_ub);
+  launch_fp8<Residual::add>(q, scale, x, &residual, weight, eps, weight_bias, scale_ub);
 }
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(rms_norm_fp8, rms_norm_fp8);

@@ -1,76 +1,57 @@
-// Sums over a row that a team of threads holds: of squares, or mean and variance. One barrier per row.
+// Reductions over a row: the sum of squares, or mean and variance. One barrier per row.
 #pragma once
 
+#include <kestrel/pdl.cuh>
+#include <kestrel/ptx/shared.cuh>
 #include <kestrel/reduce.cuh>
 
-#include "rows.cuh"
+#include "access.cuh"
 
 namespace kestrel::norm {
 
-// Where a thread stands in its team. WARPS: the most warps a team of this kernel has; 1 means a warp per row.
-template <int WARPS>
-struct Team {
-  int row, thread, lane, warp;  // thread and warp: in the team
-  int threads;                  // of the team
+// The threads that share a row: one warp (MAX_WARPS 1, several rows per thread block), or a thread block of up to
+// MAX_WARPS warps.
+template <int MAX_WARPS>
+struct ThreadGroup {
+  int row, rank, lane, warp;  // rank and warp: index in the group
+  int size;                   // threads
 
-  __device__ __forceinline__ Team() {
+  __device__ __forceinline__ ThreadGroup() {
     lane = threadIdx.x & 31;
-    if constexpr (WARPS == 1) {
+    if constexpr (MAX_WARPS == 1) {
       row = blockIdx.x * (blockDim.x >> 5) + (threadIdx.x >> 5);
-      thread = lane;
+      rank = lane;
       warp = 0;
-      threads = 32;
+      size = 32;
     } else {
       row = blockIdx.x;
-      thread = threadIdx.x;
+      rank = threadIdx.x;
       warp = threadIdx.x >> 5;
-      threads = blockDim.x;
+      size = blockDim.x;
     }
   }
 };
 
-// Shared memory by its 32-bit address, which is computed before the wait.
-__device__ __forceinline__ void store_shared(unsigned address, float v) {
-  asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(v) : "memory");
-}
-__device__ __forceinline__ void store_shared(unsigned address, float4 v) {
-  asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w)
-               : "memory");
-}
-__device__ __forceinline__ float load_shared(unsigned address) {
-  float v;
-  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(address) : "memory");
-  return v;
-}
-__device__ __forceinline__ float4 load_shared4(unsigned address) {
-  float4 v;
-  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
-               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
-               : "r"(address)
-               : "memory");
-  return v;
-}
-
-// Shared memory with one entry per warp: {mean of its part of the row, sum of squared differences to that, elements, 0}
-// for LayerNorm, a sum of squares for RMSNorm. Entries of warps that the team does not have are zero.
+// Shared memory with one partial result per warp: {mean, sum of squared deviations from it, elements, 0} for LayerNorm,
+// a sum of squares for RMSNorm. Entries of warps that the group does not have are zero.
 template <bool layer>
-struct Exchange {
+struct WarpPartials {
   static constexpr int entry_bytes = layer ? 16 : 4;
   unsigned all = 0, mine = 0;  // addresses
 
-  Exchange() = default;
-  template <int WARPS>
-  __device__ __forceinline__ Exchange(float4* memory, const Team<WARPS>& team) {
-    if constexpr (WARPS > 1) {
-      all = static_cast<unsigned>(__cvta_generic_to_shared(memory));
-      mine = all + team.warp * entry_bytes;
-      // A team of at least two warps has a thread for every entry; a warp alone exchanges nothing.
-      if (team.threads > 32 && team.thread < WARPS && team.thread >= (team.threads >> 5)) {
-        const unsigned address = all + team.thread * entry_bytes;
+  WarpPartials() = default;
+  template <int MAX_WARPS>
+  __device__ __forceinline__ WarpPartials(float4* smem, const ThreadGroup<MAX_WARPS>& group) {
+    if constexpr (MAX_WARPS > 1) {
+      all = ptx::shared_address(smem);
+      mine = all + group.warp * entry_bytes;
+      // A group of two or more warps has a thread for every entry; one warp alone needs no entries.
+      if (group.size > 32 && group.rank < MAX_WARPS && group.rank >= (group.size >> 5)) {
+        const unsigned address = all + group.rank * entry_bytes;
         if constexpr (layer) {
-          store_shared(address, make_float4(0.f, 0.f, 0.f, 0.f));
+          ptx::store_shared(address, make_float4(0.f, 0.f, 0.f, 0.f));
         } else {
-          store_shared(address, 0.f);
+          ptx::store_shared(address, 0.f);
         }
       }
       pin(all);
@@ -79,40 +60,41 @@ struct Exchange {
   }
 };
 
-// The row's sum of squares from every thread's. WARPS: the most warps the team may have, here and below.
-template <int WARPS>
-__device__ __forceinline__ float team_sum(float s, int lane, const Exchange<false>& exchange) {
+// The row's sum of squares from every thread's.
+template <int MAX_WARPS>
+__device__ __forceinline__ float row_sum(float s, int lane, const WarpPartials<false>& partials) {
   s = warp_sum(s);
-  if constexpr (WARPS > 1) {
-    if (lane == 0) store_shared(exchange.mine, s);
+  if constexpr (MAX_WARPS > 1) {
+    if (lane == 0) ptx::store_shared(partials.mine, s);
     __syncthreads();
-    if constexpr (WARPS <= 8) {
-      float sums[WARPS / 4];
+    if constexpr (MAX_WARPS <= 8) {
+      float sums[MAX_WARPS / 4];
 #pragma unroll
-      for (int i = 0; i < WARPS / 4; ++i) {
-        const float4 four = load_shared4(exchange.all + 16 * i);
+      for (int i = 0; i < MAX_WARPS / 4; ++i) {
+        const float4 four = ptx::load_shared_float4(partials.all + 16 * i);
         sums[i] = (four.x + four.y) + (four.z + four.w);
       }
-      s = WARPS == 4 ? sums[0] : sums[0] + sums[WARPS / 4 - 1];
+      s = MAX_WARPS == 4 ? sums[0] : sums[0] + sums[MAX_WARPS / 4 - 1];
     } else {
-      s = warp_sum(load_shared(exchange.all + 4 * lane));
+      s = warp_sum(ptx::load_shared(partials.all + 4 * lane));
     }
   }
   return s;
 }
 
-// Mean and squared differences from every thread's sums s1 of (x - pivot) and s2 of (x - pivot)^2, pivot the warp's,
-// `count` the warp's elements. Products are kept from contraction with a sum, so that every kernel rounds alike. The
-// pivot is the mean of one pack of the row, so what cancels in s2 - s1^2/count is at most the warp's number of packs
-// times the row's own sum of squares, however far off the pivot: its pack's elements are then just as far from the
-// mean.
 struct Moments {
-  float mean, squares;  // sum of squared differences to the mean
+  float mean;
+  float m2;  // sum of squared deviations from the mean
 };
 
-template <int WARPS>
-__device__ __forceinline__ Moments team_moments(float pivot, float s1, float s2, float count, float inv_count,
-                                                float inv_n, int lane, const Exchange<true>& exchange) {
+// Mean and squared deviations from every thread's sums s1 of (x - pivot) and s2 of (x - pivot)^2. The pivot is the
+// warp's, `count` the warp's elements. Products are kept from contraction with a sum, so that every kernel rounds
+// alike. The pivot is the mean of one pack of the row. So cancellation in s2 - s1^2 / count loses at most the warp's
+// number of packs times the row's own sum of squares, even where the pivot is an outlier: then its pack's elements are
+// outliers too.
+template <int MAX_WARPS>
+__device__ __forceinline__ Moments row_moments(float pivot, float s1, float s2, float count, float inv_count,
+                                               float inv_n, int lane, const WarpPartials<true>& partials) {
 #pragma unroll
   for (int other = 16; other > 0; other >>= 1) {
     s1 += __shfl_xor_sync(0xffffffffu, s1, other);
@@ -120,17 +102,17 @@ __device__ __forceinline__ Moments team_moments(float pivot, float s1, float s2,
   }
   const float shift = __fmul_rn(s1, inv_count);
   const float spread = fmaf(-s1, shift, s2);
-  const float mean = pivot + shift, squares = spread < 0.f ? 0.f : spread;  // a NaN stays
-  if constexpr (WARPS == 1) return {mean, squares};
+  const float mean = pivot + shift, m2 = spread < 0.f ? 0.f : spread;  // a NaN stays
+  if constexpr (MAX_WARPS == 1) return {mean, m2};
 
-  if (lane == 0) store_shared(exchange.mine, make_float4(mean, squares, count, 0.f));
+  if (lane == 0) ptx::store_shared(partials.mine, make_float4(mean, m2, count, 0.f));
   __syncthreads();
-  const float base = load_shared(exchange.all);  // means are relative to it, so equal elements give an exact mean
-  if constexpr (WARPS <= 8) {
-    float d[WARPS], n[WARPS], within[WARPS], sums[2] = {0.f, 0.f};
+  const float base = ptx::load_shared(partials.all);  // means are relative to it, so equal elements give an exact mean
+  if constexpr (MAX_WARPS <= 8) {
+    float d[MAX_WARPS], n[MAX_WARPS], within[MAX_WARPS], sums[2] = {0.f, 0.f};
 #pragma unroll
-    for (int i = 0; i < WARPS; ++i) {
-      const float4 part = load_shared4(exchange.all + 16 * i);
+    for (int i = 0; i < MAX_WARPS; ++i) {
+      const float4 part = ptx::load_shared_float4(partials.all + 16 * i);
       d[i] = part.x - base;
       within[i] = part.y;
       n[i] = part.z;
@@ -139,17 +121,17 @@ __device__ __forceinline__ Moments team_moments(float pivot, float s1, float s2,
     const float delta = __fmul_rn(sums[0] + sums[1], inv_n);
     sums[0] = sums[1] = 0.f;
 #pragma unroll
-    for (int i = 0; i < WARPS; ++i) sums[i & 1] += fmaf((d[i] - delta) * n[i], d[i] - delta, within[i]);
+    for (int i = 0; i < MAX_WARPS; ++i) sums[i & 1] += fmaf((d[i] - delta) * n[i], d[i] - delta, within[i]);
     return {base + delta, sums[0] + sums[1]};
   } else {
-    const float4 part = load_shared4(exchange.all + 16 * lane);
+    const float4 part = ptx::load_shared_float4(partials.all + 16 * lane);
     const float d = part.x - base;
     const float delta = __fmul_rn(warp_sum(d * part.z), inv_n);
     return {base + delta, warp_sum(fmaf((d - delta) * part.z, d - delta, part.y))};
   }
 }
 
-// The mean of lane 0's first pack.
+// The mean of lane 0's first pack, which is near the mean of the row.
 template <Access A, typename T>
 __device__ __forceinline__ float pivot_of(const float (&x)[Pack<T>::size], int first, int n) {
   float sums[Pack<T>::size];
@@ -161,23 +143,25 @@ __device__ __forceinline__ float pivot_of(const float (&x)[Pack<T>::size], int f
     for (int i = 0; i < half; ++i) sums[i] += sums[i + half];
   }
   float inv_valid = 1.f / Pack<T>::size;  // a pack past the end is all zeros
-  if (A != Access::whole && n - first < Pack<T>::size) inv_valid = __fdividef(1.f, max(1, n - first));
+  if (A != Access::aligned16 && n - first < Pack<T>::size) inv_valid = __fdividef(1.f, max(1, n - first));
   return __shfl_sync(0xffffffffu, sums[0] * inv_valid, 0);
 }
 
-// Adds the elements of a pack that exist to s1 and s2, as differences to the pivot. A branch around a missing pack
-// keeps the compiler from unpacking all packs at once (5 packs: 80 registers, 128 without); a select is faster where
-// that fits.
-template <Access A, bool branch, typename T>
+// How a pack past the end is left out: a branch keeps the compiler from unpacking all packs of a lane at once and so
+// saves registers; a select is faster where registers suffice.
+enum class PastEnd { select, branch };
+
+// Adds the elements of a pack that exist to s1 and s2, as differences from the pivot.
+template <Access A, PastEnd past_end, typename T>
 __device__ __forceinline__ void add_moments(const float (&x)[Pack<T>::size], int first, int n, float pivot, float& s1,
                                             float& s2) {
   constexpr int size = Pack<T>::size;
-  if (branch && first >= n) return;
+  if (past_end == PastEnd::branch && first >= n) return;
   float a[2] = {0.f, 0.f}, b[2] = {0.f, 0.f};
 #pragma unroll
   for (int i = 0; i < size; ++i) {
     float d = x[i] - pivot;
-    if (A != Access::whole && first + i >= n) d = 0.f;
+    if (A != Access::aligned16 && first + i >= n) d = 0.f;
     a[i & 1] += d;
     b[i & 1] = fmaf(d, d, b[i & 1]);
   }

@@ -1,0 +1,155 @@
+// From the length, alignment and number of rows to a kernel: the tile tables and the launch.
+//
+//   rows (bases, strides, N) and weight                       packs of 16 B   kernel
+//   multiples of 16 bytes                                     <= 1024         norm_single_pass, aligned16, tile below
+//   multiples of 8 bytes, 16-bit x and weight, not quantised  <= 1024         norm_single_pass, aligned8, tile below
+//   multiples of 16 bytes                                     > 1024          norm_multi_pass, aligned16
+//   any other                                                 any             norm_multi_pass, unaligned
+//
+// norm_multi_pass has as many warps as the tile below says, so both kernels sum a row in the same order.
+#pragma once
+
+#include <kestrel/launch.h>
+
+#include <iterator>
+#include <type_traits>
+
+#include "host.h"
+#include "norm_multi_pass.cuh"
+#include "norm_single_pass.cuh"
+
+namespace kestrel::norm {
+
+constexpr int kWarpRowsPerBlock = 4;  // rows of a thread block whose rows have one warp each
+
+// How a row of at most `max_packs` packs is split. It depends on N and the dtype alone, so a row's result does not
+// depend on the rows around it.
+struct Tile {
+  int max_packs;
+  int packs_per_lane;
+  int max_warps;                   // 1: a warp per row; otherwise a thread block per row
+  int rows_per_block_past_l2 = 1;  // in calls whose rows exceed L2: more loads in flight per thread block
+
+  constexpr int warps(int packs) const {
+    return max_warps == 1 ? 1 : (packs + 32 * packs_per_lane - 1) / (32 * packs_per_lane);
+  }
+};
+
+// The first line with packs <= max_packs applies: {max_packs, packs_per_lane, max_warps, rows_per_block_past_l2}.
+inline constexpr Tile kLayerNormTiles[] = {{160, 5, 1}, {256, 2, 4}, {512, 2, 8}, {1024, 4, 8}};
+inline constexpr Tile kRmsNormTiles[] = {{128, 4, 1}, {255, 2, 8}, {256, 4, 8}, {512, 2, 8}, {1024, 4, 8, 2}};
+inline constexpr Tile kRmsNormFusedTiles[] = {{128, 4, 1}, {1024, 4, 8}};  // with a residual or a quantised output
+
+template <typename S>
+constexpr const auto& tiles_of() {
+  if constexpr (S::layer) {
+    return kLayerNormTiles;
+  } else if constexpr (S::add || S::Output::quantised) {
+    return kRmsNormFusedTiles;
+  } else {
+    return kRmsNormTiles;
+  }
+}
+
+// Calls with the index of the line that applies, as a constant; false if the row is longer than every line.
+template <typename S, int line = 0, typename F>
+bool with_tile(int packs, F call) {
+  if constexpr (line == std::size(tiles_of<S>())) {
+    return false;
+  } else {
+    if (packs > tiles_of<S>()[line].max_packs) return with_tile<S, line + 1>(packs, call);
+    call(std::integral_constant<int, line>());
+    return true;
+  }
+}
+
+inline dim3 blocks(int rows, int rows_per_block) { return dim3((rows + rows_per_block - 1) / rows_per_block); }
+
+// Prefetch and store hints by the size of the call; they never change a result.
+template <typename S>
+void set_cache_hints(Params* p) {
+  constexpr int64_t mebi = 1 << 20;
+  const int64_t read = int64_t{p->rows} * p->n * sizeof(typename S::T) * (S::add ? 2 : 1);
+  const bool past_l2 = read > 64 * mebi;
+  if constexpr (S::layer && !S::add) {
+    p->prefetch = !past_l2;
+  } else {
+    p->prefetch = read < 8 * mebi || (S::add && past_l2);
+  }
+  p->evict_first = !S::add && past_l2;
+}
+
+template <typename S, typename W, Access A, int line>
+void launch_line(const Params& p, int packs, DLDevice device) {
+  constexpr Tile tile = tiles_of<S>()[line];
+  if constexpr (tile.max_warps == 1) {
+    const auto kernel = norm_single_pass<S, W, tile.packs_per_lane, 1, A>;
+    launch_pdl(kernel, blocks(p.rows, kWarpRowsPerBlock), dim3(32 * kWarpRowsPerBlock), device, p);
+  } else {
+    // Four-warp tiles of aligned8 rows use the kernel of eight: partial sums of absent warps are zero.
+    constexpr int max_warps = A == Access::aligned8 ? 8 : tile.max_warps;
+    const dim3 block(32 * tile.warps(packs));
+    if constexpr (tile.rows_per_block_past_l2 > 1 && A == Access::aligned16 && std::is_same_v<W, typename S::T>) {
+      constexpr int rows = tile.rows_per_block_past_l2;
+      if (p.evict_first) {
+        const auto kernel = norm_single_pass<S, W, tile.packs_per_lane, max_warps, A, rows>;
+        return launch_pdl(kernel, blocks(p.rows, rows), block, device, p);
+      }
+    }
+    launch_pdl(norm_single_pass<S, W, tile.packs_per_lane, max_warps, A>, dim3(p.rows), block, device, p);
+  }
+}
+
+// False if the row is too long.
+template <typename S, typename W, Access A>
+bool launch_single_pass(const Params& p, int packs, DLDevice device) {
+  return with_tile<S>(packs, [&](auto line) { launch_line<S, W, A, line>(p, packs, device); });
+}
+
+template <typename S, Access A>
+void launch_multi_pass(Params p, int packs, DLDevice device) {
+  constexpr int64_t most_smem = 47 * 1024;  // with the static part below 48 KB, which needs no attribute
+  int warps = kMultiPassMaxWarps;
+  with_tile<S>(packs, [&](auto line) { warps = tiles_of<S>()[line].warps(packs); });
+  const int rows_per_block = warps == 1 ? kWarpRowsPerBlock : 1;
+  const int64_t row = (int64_t{p.n} * sizeof(typename S::T) + 15) / 16 * 16 + 16;  // the aligned words of any row
+  const int64_t smem = row * rows_per_block * (S::add ? 2 : 1);
+  if (A == Access::unaligned && smem <= most_smem) p.row_smem_bytes = static_cast<int>(row);
+  launch_pdl(norm_multi_pass<S, A>, blocks(p.rows, rows_per_block), dim3(32 * warps, rows_per_block), device, p,
+             p.row_smem_bytes > 0 ? smem : 0);
+}
+
+template <typename S>
+void launch(Params p, const RowShape& shape, DLDevice device) {
+  using T = typename S::T;
+  constexpr int size = Pack<T>::size;
+  const int packs = (p.n + size - 1) / size;
+  set_cache_hints<S>(&p);
+  const auto aligned = [&](int bytes) {
+    const auto address = [](const void* vector) { return reinterpret_cast<uintptr_t>(vector); };
+    return shape.aligned(bytes) && p.n % (bytes / sizeof(T)) == 0 && (address(p.weight) | address(p.bias)) % bytes == 0;
+  };
+  if (aligned(16)) {
+    if constexpr (!S::layer && sizeof(T) == 2) {
+      if (p.float_weight) {
+        if (launch_single_pass<S, float, Access::aligned16>(p, packs, device)) return;
+        return launch_multi_pass<S, Access::aligned16>(p, packs, device);
+      }
+    }
+    if (launch_single_pass<S, T, Access::aligned16>(p, packs, device)) return;
+    return launch_multi_pass<S, Access::aligned16>(p, packs, device);
+  }
+  if constexpr (!S::Output::quantised && sizeof(T) == 2) {
+    if (aligned(8) && !p.float_weight && launch_single_pass<S, T, Access::aligned8>(p, packs, device)) return;
+  }
+  launch_multi_pass<S, Access::unaligned>(p, packs, device);
+}
+
+// Launches the kernel for the dtype of x.
+template <Norm norm, Residual residual, typename Output>
+void launch(const Params& p, const RowShape& shape, const TensorView& x) {
+  const DeviceGuard guard(x.device().device_id);
+  dispatch_float(x, [&](auto t) { launch<Spec<norm, residual, Output, decltype(t)>>(p, shape, x.device()); });
+}
+
+}  // namespace kestrel::norm
