@@ -14,6 +14,8 @@ import torch
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 INTEGERS = (torch.int32, torch.int64)
 
+_is_compiling = torch.compiler.is_dynamo_compiling
+
 
 def fail(op: str, name: str, expected: str, got: object, kind: type[Exception] = ValueError) -> NoReturn:
     """Raise ``kind`` with the one wording that all checks share."""
@@ -43,7 +45,7 @@ def tensor(
         fail(op, name, "a tensor", type(value).__name__, TypeError)
     if value.layout != torch.strided:
         fail(op, name, "a strided tensor", f"layout {_dtype_name(value.layout)}")
-    if value.is_neg() or value.is_conj():
+    if not _is_compiling() and (value.is_neg() or value.is_conj()):  # a compiler traces resolved tensors
         fail(op, name, "a tensor of plain values", "a view that negates or conjugates (see Tensor.resolve_neg)")
     if dtype is not None:
         allowed = (dtype,) if isinstance(dtype, torch.dtype) else tuple(dtype)
