@@ -1,4 +1,9 @@
-"""The specification of every op of this family, in plain PyTorch: statistics in float32, one rounding at the end."""
+"""The specification of every op of this family, in plain PyTorch.
+
+Sums over a row are taken in float64 and rounded to float32 once, so they depend neither on the order of the additions
+nor on the machine. The mean stays float64, so that a row whose mean is large against its deviation loses nothing.
+Everything per element is float32, rounded to the result's dtype at the end.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +12,17 @@ import torch
 from kestrel_runtime.reference import quantise_rows, row_sums
 
 
+def _mean_square(x: torch.Tensor) -> torch.Tensor:
+    """float32 [..., 1]; infinite where the sum of squares exceeds float32, as in the kernels."""
+    return row_sums(x.double().square()).float() / x.shape[-1]
+
+
 def layer_norm(
     x: torch.Tensor, weight: torch.Tensor | None = None, bias: torch.Tensor | None = None, eps: float = 1e-5
 ) -> torch.Tensor:
-    n = x.shape[-1]
-    centred = x.float() - row_sums(x.float()) / n
-    y = centred / torch.sqrt(row_sums(centred.square()) / n + eps)
+    wide = x.double()
+    centred = (wide - row_sums(wide) / x.shape[-1]).float()
+    y = centred / torch.sqrt(_mean_square(centred) + eps)
     if weight is not None:
         y = y * weight.float()
     if bias is not None:
@@ -27,13 +37,13 @@ def rms_norm(
 
 
 def _rms_normed(x: torch.Tensor, weight: torch.Tensor | None, eps: float, weight_bias: float) -> torch.Tensor:
-    """rms_norm in float32, not rounded."""
-    y = x.float() / torch.sqrt(row_sums(x.float().square()) / x.shape[-1] + eps)
+    """rms_norm in float32, before it is rounded to x's dtype."""
+    y = x.float() / torch.sqrt(_mean_square(x) + eps)
     return y if weight is None else y * (weight.float() + weight_bias)
 
 
 def _add_to(residual: torch.Tensor, x: torch.Tensor) -> None:
-    """residual <- round(x + residual); the rounded sum is what the norms below see."""
+    """residual <- round(x + residual). The norms below take the rounded sum."""
     residual.copy_(x.float() + residual.float())
 
 
