@@ -1,14 +1,11 @@
-// Sampling from probabilities or logits, and probabilities of what a filter keeps: which kernel takes which row.
+// Sampling from probabilities or logits, filtered probabilities, and the k largest of long rows: the choice of kernels.
 //
-// Computes: reference_sampling.py, integer for integer. short_rows.cuh draws from rows of up to 4096 elements; from
-//           longer ones draw_rows.cuh without top-k, few_rows.cuh for k up to 128. sample_rows.cuh does everything else
-//           by a search for thresholds: larger k, rows that few_rows leaves, softmax and renormalisation. topk_rows.cuh
-//           sorts the k largest.
-// Built for: rows of 1 K to 256 K, from one row (latency) to 256 and more (bandwidth), warm in L2.
-// Must move: a row once, 4 V bytes of float32; 10 to 20 instructions an element.
-// Split:    a row per team of blocks (a cluster, with distributed shared memory, from sm_90 on), a contiguous piece per
-//           warp. Sums are integers: ids do not depend on the split.
-// Measured: the kernels' files, results/ and README.md.
+// short_rows.cuh      ids from rows of up to 4096 elements, k up to 128
+// rejection_rows.cuh  ids from longer rows without top-k
+// small_k_rows.cuh    ids from longer rows, k up to 128
+// threshold_rows.cuh  larger k, the rows that small_k_rows.cuh defers, softmax and renormalisation
+// topk_rows.cuh       the k largest of a row, sorted
+// All compute what reference_sampling.py does, integer for integer: ids do not depend on the split of a row.
 
 #include <kestrel/check.h>
 #include <kestrel/launch.h>
@@ -22,12 +19,11 @@
 #include <initializer_list>
 #include <string>
 #include <tuple>
-#include <type_traits>
 
-#include "draw_rows.cuh"
-#include "few_rows.cuh"
-#include "sample_rows.cuh"
+#include "rejection_rows.cuh"
 #include "short_rows.cuh"
+#include "small_k_rows.cuh"
+#include "threshold_rows.cuh"
 #include "topk_rows.cuh"
 
 namespace kestrel::sampling {
@@ -43,86 +39,106 @@ int row_dtype(const TensorView& rows) {
   return same_dtype(rows.dtype(), kFloat16) ? kRowFloat16 : kRowBFloat16;
 }
 
+// How a row is split: the blocks of its cluster, their threads, and whether they hold the row in shared memory.
 struct Split {
-  int blocks, threads;
-  bool resident;
-  size_t shared_bytes;
+  int cluster_size, threads;
+  bool in_smem;
+  size_t smem_bytes;
 };
 
-size_t list_bytes(int threads) { return kEntries * threads * sizeof(float); }
+// A split that an experiment asks for; 0 leaves the choice to the host. No choice changes an id.
+struct SplitRequest {
+  int cluster_size = 0, threads = 0;
+};
 
-int warp_share(int length, int warps, int unit) { return ((length + warps - 1) / warps + unit - 1) / unit * unit; }
+size_t candidate_bytes(int threads) { return kCandidatesPerThread * threads * sizeof(float); }
+
+int elements_per_warp(int length, int warps, int unit) {
+  return ((length + warps - 1) / warps + unit - 1) / unit * unit;
+}
 
 bool has_clusters(DLDevice device) {
   return device_attribute(cudaDevAttrComputeCapabilityMajor, device.device_id) >= 9;
 }
 
-int64_t processors(DLDevice device) { return device_attribute(cudaDevAttrMultiProcessorCount, device.device_id); }
+int64_t num_sms(DLDevice device) { return device_attribute(cudaDevAttrMultiProcessorCount, device.device_id); }
 
-// For sample_rows and topk_rows.
-size_t shared_bytes(int length, int blocks, int threads, bool resident) {
-  const int warps = threads / 32;
-  const size_t held = resident ? static_cast<size_t>(warp_share(length, blocks * warps, 8)) * warps * sizeof(float) : 0;
-  return sizeof(Scratch) + Exchange::bytes(blocks * warps) + list_bytes(threads) + held;
+size_t max_smem_bytes(DLDevice device) {
+  return device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device.device_id);
 }
 
-Split split_to_search(int length, int64_t rows, DLDevice device, int blocks, int threads) {
-  const size_t most = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device.device_id);
-  if (!has_clusters(device)) blocks = 1;
+// Of threshold_rows and topk_rows.
+size_t search_smem_bytes(int length, int cluster_size, int threads, bool in_smem) {
+  const int warps = threads / 32;
+  const int row_elements = in_smem ? elements_per_warp(length, cluster_size * warps, 8) * warps : 0;
+  return sizeof(SearchScratch) + ClusterExchange::bytes(cluster_size * warps) + candidate_bytes(threads) +
+         row_elements * sizeof(float);
+}
+
+Split split_for_search(int length, int64_t rows, DLDevice device, SplitRequest request) {
+  const size_t max_bytes = max_smem_bytes(device);
+  auto [cluster_size, threads] = request;
+  if (!has_clusters(device)) cluster_size = 1;
   if (length <= kShortRow) {
-    if (!blocks) blocks = 1;
+    if (!cluster_size) cluster_size = 1;
     if (!threads) threads = std::min(kSearchThreads, (length + 127) / 128 * 32);
   }
-  // A row alone: all there is. Many rows: one block each where that can hold a row, else blocks that share a processor.
-  const bool few = rows * 8 <= processors(device);
-  const bool fits = shared_bytes(length, 1, kSearchThreads, true) <= most;
-  if (!blocks) blocks = !few && fits ? 1 : 8;
+  // Few rows: clusters of eight blocks. Many rows: one block each if that can hold a row.
+  const bool few = rows * 8 <= num_sms(device);
+  const bool fits = search_smem_bytes(length, 1, kSearchThreads, true) <= max_bytes;
+  if (!cluster_size) cluster_size = !few && fits ? 1 : 8;
   if (!threads) threads = kSearchThreads;
-  threads = std::clamp(threads, kGuessers, kSearchThreads);
-  const bool resident = shared_bytes(length, blocks, threads, true) <= most;
-  return {blocks, threads, resident, shared_bytes(length, blocks, threads, resident)};
+  threads = std::clamp(threads, kHistogramThreads, kSearchThreads);
+  const bool in_smem = search_smem_bytes(length, cluster_size, threads, true) <= max_bytes;
+  return {cluster_size, threads, in_smem, search_smem_bytes(length, cluster_size, threads, in_smem)};
 }
 
-// How draw_rows shares out a row. filtered: ids are judged, which takes more passes over it, so that blocks keep their
-// elements where that is possible; where it is not, and rows are many, they look out (looks_out) for the likely ids.
-Split split_to_draw(const Params& params, DLDevice device, bool filtered, int blocks, int threads, bool* looks_out) {
-  const int64_t all = processors(device), rows = params.count;
-  const size_t most_bytes = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device.device_id);
+struct RejectionSplit : Split {
+  FirstPass first_pass;
+};
+
+// filtered: top-p may reject proposals, which takes more passes over the row. Its blocks then hold the row in shared
+// memory if they can; if not, and rows are many, the first pass uses a window.
+RejectionSplit split_for_rejection(const Params& params, DLDevice device, bool filtered, SplitRequest request) {
+  const int64_t sms = num_sms(device), rows = params.num_rows;
   const int chunk = kChunkTiles * kTile, chunks = (params.length + chunk - 1) / chunk;
-  // Whole chunks to each warp, and no warp without.
-  const auto split_to = [&](int blocks, int most, bool keeps) {
-    const int each = (chunks + blocks * (most / 32) - 1) / (blocks * (most / 32));
-    const int warps = std::max(1, (chunks + blocks * each - 1) / (blocks * each));
-    const size_t own = sizeof(DrawScratch) + Mail::bytes(blocks * warps);
-    const size_t kept =
-        static_cast<size_t>(std::min(chunks, warps * each)) * chunk * (params.dtype == kRowFloat32 ? 4 : 2);
-    const bool fits = keeps && own + kept <= most_bytes;
-    return Split{blocks, warps * 32, fits, own + (fits ? kept : 0)};
+  // Whole chunks per warp, and no idle warps.
+  const auto split_into = [&](FirstPass first_pass, int cluster_size, int max_threads, bool copy_to_smem) {
+    const int max_warps = cluster_size * (max_threads / 32);
+    const int chunks_per_warp = (chunks + max_warps - 1) / max_warps;
+    const int warps = std::max(1, (chunks + cluster_size * chunks_per_warp - 1) / (cluster_size * chunks_per_warp));
+    const size_t own = sizeof(RejectionScratch) + AsyncExchange::bytes(cluster_size * warps);
+    const size_t copy =
+        static_cast<size_t>(std::min(chunks, warps * chunks_per_warp)) * chunk * (params.dtype == kRowFloat32 ? 4 : 2);
+    const bool fits = copy_to_smem && own + copy <= max_smem_bytes(device);
+    return RejectionSplit{{cluster_size, warps * 32, fits, own + (fits ? copy : 0)}, first_pass};
   };
-  if (!has_clusters(device)) blocks = 1;
   // Clusters of four and eight blocks do not fill all multiprocessors.
-  const auto fit_at_once = [&](int blocks) { return blocks * rows <= (blocks > 2 ? all * 3 / 4 : all); };
-  *looks_out = false;
-  if (blocks || threads) {
-    *looks_out = std::max(1, blocks) * rows > all;
-    const int most = *looks_out ? kThreadsOfSharers : kThreadsAlone;
-    return split_to(blocks ? blocks : 1, threads ? std::min(threads, most) : most, filtered && !*looks_out);
+  const auto fit_in_one_wave = [&](int cluster_size) {
+    return cluster_size * rows <= (cluster_size > 2 ? sms * 3 / 4 : sms);
+  };
+  if (!has_clusters(device)) request.cluster_size = 1;
+  if (request.cluster_size || request.threads) {
+    const int cluster_size = std::max(1, request.cluster_size);
+    const FirstPass first_pass = cluster_size * rows > sms ? FirstPass::windowed : FirstPass::plain;
+    const int max_threads = first_pass == FirstPass::windowed ? kWindowedThreads : kPlainThreads;
+    const int threads = request.threads ? std::min(request.threads, max_threads) : max_threads;
+    return split_into(first_pass, cluster_size, threads, filtered && first_pass == FirstPass::plain);
   }
-  if (fit_at_once(8)) return split_to(8, 512, filtered);
-  for (blocks = 4; filtered && blocks > 0; blocks /= 2) {
-    const Split split = split_to(blocks, kThreadsAlone, true);
-    if (split.resident && fit_at_once(blocks)) return split;
+  if (fit_in_one_wave(8)) return split_into(FirstPass::plain, 8, 512, filtered);
+  for (int cluster_size = 4; filtered && cluster_size > 0; cluster_size /= 2) {
+    const RejectionSplit split = split_into(FirstPass::plain, cluster_size, kPlainThreads, true);
+    if (split.in_smem && fit_in_one_wave(cluster_size)) return split;
   }
-  *looks_out = true;
-  return split_to(3 * rows <= all ? 4 : 2 * rows <= all ? 2 : 1, kThreadsOfSharers, false);
+  return split_into(FirstPass::windowed, 3 * rows <= sms ? 4 : 2 * rows <= sms ? 2 : 1, kWindowedThreads, false);
 }
 
-Split split_to_list(int length, int64_t rows, DLDevice device, int blocks) {
-  if (!blocks) {
-    blocks = rows * 8 <= processors(device) ? 8 : rows <= processors(device) / 3 ? 4 : 2;
-  }
-  if (!has_clusters(device)) blocks = 1;
-  return {blocks, kFewThreads, false, sizeof(FewScratch) + Exchange::bytes(blocks * kFewThreads / 32)};
+Split split_for_small_k(int64_t rows, DLDevice device, SplitRequest request) {
+  int cluster_size = request.cluster_size;
+  if (!cluster_size) cluster_size = rows * 8 <= num_sms(device) ? 8 : rows <= num_sms(device) / 3 ? 4 : 2;
+  if (!has_clusters(device)) cluster_size = 1;
+  const int warps = cluster_size * kSmallKThreads / 32;
+  return {cluster_size, kSmallKThreads, false, sizeof(SmallKScratch) + ClusterExchange::bytes(warps)};
 }
 
 // Raises the limit of a kernel's shared memory, once per device.
@@ -131,80 +147,101 @@ void allow_shared_memory(DLDevice device) {
   static std::atomic<uint64_t> done{0};
   const uint64_t bit = uint64_t{1} << (device.device_id & 63);
   if (done.load(std::memory_order_relaxed) & bit) return;
-  const int most = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device.device_id);
-  check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most), "cudaFuncSetAttribute");
+  const int max_bytes = static_cast<int>(max_smem_bytes(device));
+  check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, max_bytes),
+             "cudaFuncSetAttribute");
   done.fetch_or(bit);
 }
 
-template <typename F>
-void dispatch_bool(bool value, F call) {
-  value ? call(std::true_type()) : call(std::false_type());
-}
-
-template <auto kernel>
-void launch_teams(Params params, int64_t rows, const Split& split, int unit, DLDevice device) {
-  params.blocks = split.blocks;
-  params.per_warp = warp_share(params.length, split.blocks * split.threads / 32, unit);
-  params.list_size = static_cast<int>(list_bytes(split.threads) / sizeof(float));
-  params.held = split.resident;
+template <auto kernel, typename P>
+void launch_clusters(P params, int64_t rows, const Split& split, int unit, DLDevice device) {
+  params.cluster_size = split.cluster_size;
+  params.elements_per_warp = elements_per_warp(params.length, split.cluster_size * split.threads / 32, unit);
   allow_shared_memory<kernel>(device);
-  launch_pdl(kernel, dim3(static_cast<unsigned>(rows * split.blocks)), dim3(split.threads), device, params,
-             split.shared_bytes, split.blocks);
+  launch_pdl(kernel, dim3(static_cast<unsigned>(rows * split.cluster_size)), dim3(split.threads), device, params,
+             split.smem_bytes, split.cluster_size);
 }
 
 template <Kind kind>
-void launch_short(const Params& params, DLDevice device) {
+void launch_short_rows(const Params& params, DLDevice device) {
   const int threads = std::min(kShortThreads, (params.length + kTile - 1) / kTile * 32 + 32);
-  launch_pdl(short_rows<kind>, dim3(static_cast<unsigned>(params.count)), dim3(threads), device, params);
+  launch_pdl(short_rows<kind>, dim3(static_cast<unsigned>(params.num_rows)), dim3(threads), device, params);
 }
 
 template <Kind kind>
-void launch_kind(const Params& params, DLDevice device, int blocks, int threads) {
-  const int64_t rows = params.count;
-  const CountPerRow& k = params.top_k;
-  const bool draws = params.ids != nullptr, every = k.number <= 0 || k.number >= params.length;  // no top-k
-  bool few = draws && (k.values || k.number <= kFew);
-  if (draws && params.length <= kShortRow) {
-    if (k.values || every || few) launch_short<kind>(params, device);
-    if (!k.values && (every || few)) return;
-  } else if (draws && (k.values || every)) {
-    bool looks_out;
-    const bool filtered = params.top_p.values || params.top_p.number < 1.f;
-    const Split split = split_to_draw(params, device, filtered, blocks, threads, &looks_out);
-    dispatch_bool(looks_out, [&](auto looks_out) {
-      launch_teams<draw_rows<kind, looks_out.value>>(params, rows, split, kChunkTiles * kTile, device);
-    });
-    if (!k.values) return;
+void launch_rejection_rows(Params params, DLDevice device, SplitRequest request) {
+  const bool filtered = params.top_p.values || params.top_p.value < 1.f;
+  const RejectionSplit split = split_for_rejection(params, device, filtered, request);
+  params.copy_to_smem = split.in_smem;
+  constexpr int unit = kChunkTiles * kTile;
+  if (split.first_pass == FirstPass::windowed) {
+    launch_clusters<rejection_rows<kind, FirstPass::windowed>>(params, params.num_rows, split, unit, device);
+  } else {
+    launch_clusters<rejection_rows<kind, FirstPass::plain>>(params, params.num_rows, split, unit, device);
   }
-  if (few && params.length > kShortRow) {
-    const Split split = split_to_list(params.length, rows, device, blocks);
-    launch_teams<few_rows<kind>>(params, rows, split, 4 * kTile, device);
-  }
-  Params searching = params;
-  searching.left = few;  // mostly none: blocks that end at once should be few
-  if (few && !blocks && rows * 8 > processors(device)) blocks = 1;
-  const Split split = split_to_search(params.length, rows, device, blocks, threads);
-  dispatch_bool(split.resident, [&](auto resident) {
-    launch_teams<sample_rows<kind, resident.value>>(searching, rows, split, 8, device);
-  });
 }
 
-void launch(Params params, const TensorView& rows, bool logits, int blocks, int threads) {
+template <Kind kind>
+void launch_small_k_rows(const Params& params, DLDevice device, SplitRequest request) {
+  const Split split = split_for_small_k(params.num_rows, device, request);
+  launch_clusters<small_k_rows<kind>>(params, params.num_rows, split, 4 * kTile, device);
+}
+
+template <Kind kind>
+void launch_threshold_rows(Params params, DLDevice device, SplitRequest request) {
+  const Split split = split_for_search(params.length, params.num_rows, device, request);
+  params.list_capacity = static_cast<int>(candidate_bytes(split.threads) / sizeof(float));
+  if (split.in_smem) {
+    launch_clusters<threshold_rows<kind, Storage::shared>>(params, params.num_rows, split, 8, device);
+  } else {
+    launch_clusters<threshold_rows<kind, Storage::global>>(params, params.num_rows, split, 8, device);
+  }
+}
+
+// The kernels of a call. With one top-k per row each kernel runs and draws the rows that are its own:
+//
+//   rows            no top-k        k <= 128                        k > 128
+//   length <= 4096  short_rows      short_rows                      threshold_rows
+//   longer          rejection_rows  small_k_rows, threshold_rows    threshold_rows
+//   probabilities   threshold_rows  threshold_rows                  threshold_rows
+template <Kind kind>
+void launch_kind(const Params& params, DLDevice device, SplitRequest request) {
+  const CountPerRow& k = params.top_k;
+  if (!params.ids) return launch_threshold_rows<kind>(params, device, request);
+  const bool any_k = k.values != nullptr;  // every column of the table
+  const bool no_top_k = any_k || k.value <= 0 || k.value >= params.length;
+  const bool small_k = any_k || k.value <= kMaxSmallK;
+  const bool only_no_top_k = !any_k && no_top_k;
+  if (params.length <= kShortRow) {
+    if (no_top_k || small_k) launch_short_rows<kind>(params, device);
+    if (!any_k && (no_top_k || small_k)) return;
+  } else {
+    if (no_top_k) launch_rejection_rows<kind>(params, device, request);
+    if (only_no_top_k) return;
+    if (small_k) launch_small_k_rows<kind>(params, device, request);
+  }
+  Params deferred = params;
+  deferred.deferred_only = small_k;
+  // Few rows are deferred, so that few blocks, which mostly exit at once, are the cheaper choice.
+  if (small_k && !request.cluster_size && params.num_rows * int64_t{8} > num_sms(device)) request.cluster_size = 1;
+  launch_threshold_rows<kind>(deferred, device, request);
+}
+
+void launch(Params params, const TensorView& rows, bool logits, SplitRequest request) {
   const int64_t count = rows.size(0);
   if (count == 0) return;
   if (count > (1 << 27) || rows.size(1) > (1 << 30)) unsupported("more than 2^27 rows, or rows of more than 2^30");
   const DeviceGuard guard(rows.device().device_id);
   params.rows = address(rows);
   params.row_bytes = rows.stride(0) * element_bytes(rows);
-  params.count = static_cast<int>(count);
+  params.num_rows = static_cast<int>(count);
   params.dtype = row_dtype(rows);
   params.length = static_cast<int>(rows.size(1));
-  logits ? launch_kind<Kind::logits>(params, rows.device(), blocks, threads)
-         : launch_kind<Kind::probs>(params, rows.device(), blocks, threads);
+  logits ? launch_kind<Kind::logits>(params, rows.device(), request)
+         : launch_kind<Kind::probs>(params, rows.device(), request);
 }
 
-// -- checks, in the order and with the words of the Python ones
-// --------------------------------------------------------
+// ---- checks, in the order and with the words of the Python ones -----------------------------------------------------
 
 void check_rows(const Checks& check, const char* name, const TensorView& rows) {
   check.dtype(name, rows, {kBFloat16, kFloat16, kFloat32});
@@ -214,10 +251,10 @@ void check_rows(const Checks& check, const char* name, const TensorView& rows) {
 }
 
 template <typename N>
-PerRow<N> per_row(const Checks& check, const char* name, const OptionalTensor& values, N number, const char* rows_name,
+PerRow<N> per_row(const Checks& check, const char* name, const OptionalTensor& values, N value, const char* rows_name,
                   const TensorView& rows, std::initializer_list<DLDataType> dtypes) {
   PerRow<N> parameter;
-  parameter.number = number;
+  parameter.value = value;
   if (!values.has_value()) return parameter;
   const TensorView t = *values;
   check.dtype(name, t, dtypes);
@@ -227,15 +264,15 @@ PerRow<N> per_row(const Checks& check, const char* name, const OptionalTensor& v
   check.shape(name, t, &wanted, 1);
   check.same_device(name, t, rows_name, rows);
   parameter.values = address(t);
-  parameter.step = t.size(0) == 1 ? 0 : 1;
+  parameter.stride = t.size(0) == 1 ? 0 : 1;
   return parameter;
 }
 
-CountPerRow count_per_row(const Checks& check, const OptionalTensor& top_k, int64_t number, const char* rows_name,
+CountPerRow count_per_row(const Checks& check, const OptionalTensor& top_k, int64_t value, const char* rows_name,
                           const TensorView& rows) {
   CountPerRow parameter;
-  static_cast<PerRow<int64_t>&>(parameter) = per_row(check, "top_k", top_k, number, rows_name, rows, {kInt32, kInt64});
-  parameter.wide = !top_k.has_value() || (*top_k).dtype().bits == 64;
+  static_cast<PerRow<int64_t>&>(parameter) = per_row(check, "top_k", top_k, value, rows_name, rows, {kInt32, kInt64});
+  parameter.is_int64 = !top_k.has_value() || (*top_k).dtype().bits == 64;
   return parameter;
 }
 
@@ -247,26 +284,25 @@ void check_result(const Checks& check, const char* name, const TensorView& t, co
   check.last_contiguous(name, t);
 }
 
-// No two rows of a tensor to write share memory.
-void check_rows_apart(const Checks& check, const char* name, const TensorView& t) {
+// The rows of a tensor that is written do not overlap.
+void check_rows_disjoint(const Checks& check, const char* name, const TensorView& t) {
   if (t.size(0) > 1 && std::abs(t.stride(0)) < t.size(1)) {
     check.fail(name, "a tensor to write whose elements do not share memory",
                "strides " + shape_text(t.strides().data(), 2));
   }
 }
 
-// blocks and threads of a row, as an experiment may ask for them.
-void check_split(const Checks& check, int64_t blocks, int64_t threads) {
+SplitRequest checked_split(const Checks& check, int64_t blocks, int64_t threads) {
   if (blocks < 0 || blocks > 8 || (blocks & (blocks - 1)) != 0) {
     check.fail("blocks", "0, 1, 2, 4 or 8", std::to_string(blocks));
   }
-  if (threads < 0 || threads > kThreadsAlone || threads % 32 != 0) {
-    check.fail("threads", "a multiple of 32 up to " + std::to_string(kThreadsAlone), std::to_string(threads));
+  if (threads < 0 || threads > kPlainThreads || threads % 32 != 0) {
+    check.fail("threads", "a multiple of 32 up to " + std::to_string(kPlainThreads), std::to_string(threads));
   }
+  return {static_cast<int>(blocks), static_cast<int>(threads)};
 }
 
-// Draws one id per row. logits: rows are logits, else probabilities. blocks, threads: of a row; 0 lets the host choose,
-// and no choice changes an id.
+// Draws one id per row. logits: rows are logits, else probabilities. blocks, threads: see SplitRequest.
 void sample(tvm::ffi::String op, TensorView ids, TensorView valid, TensorView rows, bool logits,
             OptionalTensor temperature, double temperature_value, OptionalTensor top_k, int64_t top_k_value,
             OptionalTensor top_p, double top_p_value, OptionalTensor min_p, double min_p_value, bool joint,
@@ -285,15 +321,15 @@ void sample(tvm::ffi::String op, TensorView ids, TensorView valid, TensorView ro
   p.offset = per_row(check, "offset", offset, offset_value, name, rows, {kInt64});
   check_result(check, "ids", ids, rows, kInt32);
   check_result(check, "valid", valid, rows, kBool);
-  check_split(check, blocks, threads);
+  const SplitRequest request = checked_split(check, blocks, threads);
   check_devices(check, name, rows, {{"ids", ids}, {"valid", valid}});
   p.joint = joint;
   p.ids = reinterpret_cast<int*>(address(ids));
   p.valid = reinterpret_cast<bool*>(address(valid));
-  launch(p, rows, logits, static_cast<int>(blocks), static_cast<int>(threads));
+  launch(p, rows, logits, request);
 }
 
-// Writes float32 probabilities: softmax of logits, or what top-k or top-p keeps of probabilities, divided by its sum.
+// Writes float32 probabilities: softmax of logits, or probabilities renormalised after top-k or top-p.
 void probabilities(tvm::ffi::String op, TensorView out, TensorView rows, bool logits, OptionalTensor temperature,
                    double temperature_value, OptionalTensor top_k, int64_t top_k_value, OptionalTensor top_p,
                    double top_p_value, int64_t blocks, int64_t threads) {
@@ -308,15 +344,15 @@ void probabilities(tvm::ffi::String op, TensorView out, TensorView rows, bool lo
   check.dtype("out", out, {kFloat32});
   check.last_contiguous("out", out);
   check.same_shape("out", out, rows);
-  check_rows_apart(check, "out", out);
-  check_split(check, blocks, threads);
+  check_rows_disjoint(check, "out", out);
+  const SplitRequest request = checked_split(check, blocks, threads);
   check_devices(check, name, rows, {{"out", out}});
   p.out = reinterpret_cast<float*>(address(out));
-  p.out_step = out.stride(0);
-  launch(p, rows, logits, static_cast<int>(blocks), static_cast<int>(threads));
+  p.out_stride = out.stride(0);
+  launch(p, rows, logits, request);
 }
 
-// The k largest of each row in order; values and indices are [rows, k] and contiguous.
+// The k largest of each row, sorted; values and indices are [rows, k] and contiguous.
 void topk_rows_entry(TensorView scores, TensorView values, TensorView indices, bool softmax) {
   const Checks check("topk_fwd");
   check.dtype("scores", scores, {kBFloat16, kFloat16, kFloat32});
@@ -336,7 +372,7 @@ void topk_rows_entry(TensorView scores, TensorView values, TensorView indices, b
   }
   check_devices(check, "scores", scores, {{"values", values}, {"indices", indices}});
   if (rows == 0) return;
-  if (k > kMostK || rows > (1 << 27) || scores.size(1) > (1 << 30)) unsupported("kernels cover k up to 1024");
+  if (k > kMaxK || rows > (1 << 27) || scores.size(1) > (1 << 30)) unsupported("kernels cover k up to 1024");
   const DLDevice device = scores.device();
   const DeviceGuard guard(device.device_id);
   TopKParams p;
@@ -344,20 +380,14 @@ void topk_rows_entry(TensorView scores, TensorView values, TensorView indices, b
   p.row_bytes = scores.stride(0) * element_bytes(scores);
   p.dtype = row_dtype(scores);
   p.length = static_cast<int>(scores.size(1));
-  const Split split = split_to_search(p.length, rows, device, 0, kSortThreads);
-  p.blocks = split.blocks;
-  p.per_warp = warp_share(p.length, split.blocks * split.threads / 32, 8);
-  p.list_size = static_cast<int>(list_bytes(split.threads) / sizeof(float));
+  const Split split = split_for_search(p.length, rows, device, {0, kSortThreads});
+  p.list_capacity = static_cast<int>(candidate_bytes(split.threads) / sizeof(float));
   p.k = static_cast<int>(k);
   p.softmax = softmax;
   p.values = address(values);
   p.indices = reinterpret_cast<int*>(address(indices));
-  dispatch_bool(split.resident, [&](auto r) {
-    constexpr auto kernel = topk_rows<r.value>;
-    allow_shared_memory<kernel>(device);
-    launch_pdl(kernel, dim3(static_cast<unsigned>(rows * split.blocks)), dim3(split.threads), device, p,
-               split.shared_bytes, split.blocks);
-  });
+  split.in_smem ? launch_clusters<topk_rows<Storage::shared>>(p, rows, split, 8, device)
+                : launch_clusters<topk_rows<Storage::global>>(p, rows, split, 8, device);
 }
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(sample, sample);

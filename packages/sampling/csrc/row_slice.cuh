@@ -1,15 +1,15 @@
-// What one warp reads of a row: a contiguous piece, a chunk at a time, the next one under way. What a block reads may
-// be kept in its shared memory, where the warps find their pieces again.
+// What one warp reads of a row: a contiguous slice, one chunk at a time, with the next chunk prefetched. The slices of
+// a block may be copied to its shared memory, from which later passes read them.
 #pragma once
 
-#include "row.cuh"
+#include "mass.cuh"
 
 namespace kestrel::sampling {
 
 template <Kind kind, int tiles>
-struct Stripe {
+struct RowSlice {
   static constexpr int size = 4 * tiles;       // elements of a lane: four neighbours of every tile
-  static constexpr int chunk = tiles * kTile;  // of a warp
+  static constexpr int chunk = tiles * kTile;  // elements of a warp
   template <int n>
   struct Raw {
     uint4 words[n];
@@ -18,33 +18,36 @@ struct Stripe {
   int dtype;
   int length;  // of the row
   int begin, end;
-  int longest;  // piece of any warp
+  int elements_per_warp;  // of the longest slice
   int lane;
-  int group;             // chunks in one of at most 32 groups
-  int whole;             // elements before it can be loaded four at a time
-  char* keep = nullptr;  // where element 0 would be kept
+  int chunks_per_group;       // the slice has at most 32 groups
+  int vector_end;             // elements before it may be loaded four at a time
+  char* smem_copy = nullptr;  // the address of element 0 in shared memory, while the slice is copied there
 
-  // per_warp: whole chunks. memory: for this block's elements, or null.
-  __device__ __forceinline__ Stripe(const char* row_, int dtype_, int length_, int per_warp, const Team& team,
-                                    char* memory = nullptr)
-      : row(row_), dtype(dtype_), length(length_), longest(per_warp), lane(team.lane) {
-    if (memory) keep = memory - int64_t{team.block} * team.warps * per_warp * (dtype == kRowFloat32 ? 4 : 2);
-    begin = static_cast<int>(min(int64_t{team.warp} * per_warp, int64_t{length}));
-    end = static_cast<int>(min(int64_t{begin} + per_warp, int64_t{length}));
-    group = (per_warp / chunk + 31) / 32;
-    whole = reinterpret_cast<uintptr_t>(row) % (dtype == kRowFloat32 ? 16 : 8) == 0 ? length : 0;
+  // elements_per_warp_: whole chunks. smem: for this block's elements, or null.
+  __device__ __forceinline__ RowSlice(const char* row_, int dtype_, int length_, int elements_per_warp_,
+                                      const Cluster& cluster, char* smem = nullptr)
+      : row(row_), dtype(dtype_), length(length_), elements_per_warp(elements_per_warp_), lane(cluster.lane) {
+    if (smem) {
+      smem_copy = smem - int64_t{cluster.block_rank} * cluster.warps_per_block * elements_per_warp *
+                             (dtype == kRowFloat32 ? 4 : 2);
+    }
+    begin = static_cast<int>(min(int64_t{cluster.warp} * elements_per_warp, int64_t{length}));
+    end = static_cast<int>(min(int64_t{begin} + elements_per_warp, int64_t{length}));
+    chunks_per_group = (elements_per_warp / chunk + 31) / 32;
+    vector_end = reinterpret_cast<uintptr_t>(row) % (dtype == kRowFloat32 ? 16 : 8) == 0 ? length : 0;
   }
 
-  // Of a lane's element of the chunk at `base`.
+  // The index in the row of this lane's element e of the chunk at `base`.
   __device__ __forceinline__ int index(int base, int e) const { return base + (e / 4) * kTile + 4 * lane + e % 4; }
 
   template <int n>
   __device__ __forceinline__ Raw<n> load(int base) const {
     Raw<n> raw;
-    const bool quick = base + n * kTile <= whole;
+    const bool vectorized = base + n * kTile <= vector_end;
     if (__builtin_expect(dtype == kRowFloat32, 1)) {
       const float* from = reinterpret_cast<const float*>(row) + base + 4 * lane;
-      if (__builtin_expect(quick, 1)) {
+      if (__builtin_expect(vectorized, 1)) {
 #pragma unroll
         for (int u = 0; u < n; ++u) raw.words[u] = *reinterpret_cast<const uint4*>(from + u * kTile);
       } else {
@@ -64,7 +67,7 @@ struct Stripe {
       for (int u = 0; u < n; ++u) {
         const int i = index(base, 4 * u);
         uint2 pair;
-        if (quick) {
+        if (vectorized) {
           pair = *reinterpret_cast<const uint2*>(bits + i);
         } else {
           pair.x = (i < length ? bits[i] : none) | (i + 1 < length ? bits[i + 1] : none) << 16;
@@ -101,30 +104,30 @@ struct Stripe {
     }
   }
 
-  // From now on, what was kept is read.
-  __device__ __forceinline__ void read_kept() {
-    if (!keep) return;
-    row = keep, keep = nullptr, whole = INT32_MAX;
+  // From here on, loads read the copy in shared memory.
+  __device__ __forceinline__ void switch_to_smem() {
+    if (!smem_copy) return;
+    row = smem_copy, smem_copy = nullptr, vector_end = INT32_MAX;
     __syncwarp();
   }
 
-  // f(this lane's values, the first index), for n tiles at a time, with all lanes of the warp and in order.
+  // f(this lane's values, the first index) for n tiles at a time, in order and with all lanes of the warp.
   template <int n, typename F>
-  __device__ __forceinline__ void each(F f) const {
+  __device__ __forceinline__ void for_each_chunk(F f) const {
     if (begin >= end) return;
     Raw<n> next = load<n>(begin);
 #pragma unroll 1
     for (int base = begin; base < end; base += n * kTile) {
       float v[4 * n];
       unpack<n>(next, v);
-      if (keep) {
+      if (smem_copy) {
 #pragma unroll
         for (int u = 0; u < n; ++u) {
           const int64_t i = index(base, 4 * u);
           if (dtype == kRowFloat32) {
-            *reinterpret_cast<uint4*>(keep + 4 * i) = next.words[u];
+            *reinterpret_cast<uint4*>(smem_copy + 4 * i) = next.words[u];
           } else {
-            *reinterpret_cast<uint2*>(keep + 2 * i) = make_uint2(next.words[u].x, next.words[u].y);
+            *reinterpret_cast<uint2*>(smem_copy + 2 * i) = make_uint2(next.words[u].x, next.words[u].y);
           }
         }
       }
@@ -134,13 +137,13 @@ struct Stripe {
   }
 };
 
-// Adds masses to those of groups, the n-th of which is lane n's; a group is `group` of them.
-struct Groups {
-  int lane, left, group;
-  __device__ __forceinline__ Groups(int lane_, int group_) : lane(lane_), left(group_), group(group_) {}
-  __device__ __forceinline__ void add(u64& mine, u64 mass) {
-    if (lane == 0) mine += mass;
-    if (--left == 0) --lane, left = group;
+// Accumulates the masses of consecutive groups: lane n holds the n-th group, each of `size` additions.
+struct GroupMasses {
+  int lane, remaining, size;
+  __device__ __forceinline__ GroupMasses(int lane_, int size_) : lane(lane_), remaining(size_), size(size_) {}
+  __device__ __forceinline__ void add(u64& of_lane, u64 mass) {
+    if (lane == 0) of_lane += mass;
+    if (--remaining == 0) --lane, remaining = size;
   }
 };
 

@@ -1,0 +1,515 @@
+// One id per row from what min-p and top-p keep, by rejection sampling: neither a sort nor a threshold search.
+//
+// A round draws four proposals from the remaining mass. A proposal is accepted if the mass of the elements before it in
+// descending order is below the goal of top-p. If all four are rejected, the next round draws from what precedes them.
+// A cluster processes a row, a contiguous slice per warp. Masses of up to 32 groups of chunks per warp are kept, so
+// that only the chunk that holds an id is read again. Proposals are checked by float sums with an error bound, and by
+// exact masses where the bound leaves it open. FirstPass says how the passes over a row are made cheaper.
+#pragma once
+
+#include "async_exchange.cuh"
+#include "params.cuh"
+#include "row_slice.cuh"
+
+namespace kestrel::sampling {
+
+constexpr int kChunkTiles = 4;  // tiles that a warp loads together
+
+// plain:    the first pass copies the row to shared memory if it fits; further passes over the row read the copy.
+// windowed: for rows too many or too long for that. The first pass also adds up the elements inside a window of values
+//           around the estimated threshold, in bins, and those above it. This decides nearly all proposals.
+enum class FirstPass { plain, windowed };
+
+enum Decision : int { kUndecided, kAccepted, kRejected };
+
+struct alignas(16) Proposal {
+  int index;
+  float value;
+  int decision;
+  int unused;
+  __device__ __forceinline__ bool is_before(const Proposal& other) const {
+    return value > other.value || (value == other.value && index < other.index);
+  }
+};
+
+constexpr int kWindowBits = 21;  // the window spans 2^21 float bit patterns: a quarter of an octave
+constexpr int kWindowBins = 256;
+
+// Shared by a block, beside the exchange.
+struct alignas(16) RejectionScratch {
+  Proposal proposals[kProposals];
+  u32 words[4];
+  u32 round;              // that the words belong to
+  int threshold;          // estimated, as bits of a float
+  u32 num_in_window;      // of the elements of the estimate
+  u32 bins[kWindowBins];  // the weight of this block's elements in the window, times Window::unit
+};
+
+// The sampling parameters of one row.
+template <Kind kind>
+struct RowParams {
+  float temperature, min_p;
+  u64 q32;      // top-p in parts of 2^32
+  bool greedy;  // take the first of the largest elements
+  __device__ __forceinline__ RowParams(const Params& p, int64_t row)
+      : temperature(kind == Kind::logits ? p.temperature.at(row) : 1.f),
+        min_p(p.min_p.at(row)),
+        q32(top_p_q32(p.top_p.at(row))),
+        greedy(q32 == 0 || (kind == Kind::logits && temperature <= 0.f)) {}
+};
+
+// A window of values around the estimated threshold, in bins of equal width. The mass before an element in the window
+// is known from their sums but for its own bin.
+struct Window {
+  static constexpr int kBinBits = kWindowBits - 8;
+  static_assert(kWindowBins == 1 << (kWindowBits - kBinBits));
+  int begin = 0x7fc00000;  // bits of a float; the default is above every row_idx
+  float unit = 0.f;
+
+  __device__ __forceinline__ Window() {}
+  // max_count: elements that one block may add.
+  __device__ __forceinline__ Window(int threshold, int max_count)
+      : begin(max(threshold - (1 << (kWindowBits - 1)), 1 << 23)) {
+    // max_count elements, each less than 2^(its exponent + 1), stay below 2^32.
+    const int exponent = (begin + (1 << kWindowBits)) >> 23;
+    unit = __int_as_float(max(1, min(254, 253 - exponent + min(20, __clz(max_count)))) << 23);
+  }
+  // The position of a non-negative value: 0 to 2^kWindowBits - 1 inside the window, negative below it.
+  __device__ __forceinline__ int position(float v) const { return __float_as_int(v) - begin; }
+};
+
+template <Kind kind, FirstPass first_pass>
+struct RejectionSampler {
+  static constexpr bool windowed = first_pass == FirstPass::windowed;
+  static constexpr int tiles = kChunkTiles;
+  using Slice = RowSlice<kind, tiles>;
+  static constexpr int kSumTiles = windowed ? tiles : 2;  // tiles loaded together in the pass that sums floats
+  const Cluster& cluster;
+  Slice& row;
+  WeightFn<kind>& weight_fn;
+  AsyncExchange& exchange;
+  RejectionScratch* scratch;
+  float factor = 1.f;  // elements are multiplied by it: 2^64 for rows of tiny numbers, else 1
+  // What remains to draw from: elements >= bound before index bound_idx, elements > bound from there on.
+  float bound = -INFINITY;
+  int bound_idx = INT32_MAX;
+  u64 group_mass = 0;  // the mass of this lane's group of chunks
+
+  // From here on, only the elements before this one in descending order remain.
+  __device__ __forceinline__ void restrict_to_before(float value, int index) {
+    bound = value;
+    bound_idx = index;
+  }
+  __device__ __forceinline__ bool remains(float v, int i) const { return i < bound_idx ? v >= bound : v > bound; }
+  __device__ __forceinline__ float scaled(float v, int i) const {
+    return remains(v, i) ? weight_fn.scaled(v * factor) : 0.f;
+  }
+
+  // ---- passes over the row ------------------------------------------------------------------------------------------
+
+  // The largest element of this warp's slice.
+  __device__ __forceinline__ float largest() const {
+    float most = -INFINITY;
+    row.template for_each_chunk<tiles>([&](const float (&v)[Slice::size], int) {
+#pragma unroll
+      for (int e = 0; e < Slice::size; ++e) most = ptx::max_nan(most, v[e]);
+    });
+    return most;
+  }
+
+  // The same, and the masses under the common power of two, and the sums of what lies inside and above the window.
+  struct FirstPassResult {
+    float most = -INFINITY, above = 0.f;
+  };
+  template <bool has_window>
+  __device__ __forceinline__ FirstPassResult read(const Window& window) {
+    FirstPassResult first;
+    const u32 bins = ptx::shared_address(scratch->bins);
+    GroupMasses groups(cluster.lane, row.chunks_per_group);
+    row.template for_each_chunk<tiles>([&](const float (&v)[Slice::size], int) {
+      u32 upper = 0, lower = 0;
+#pragma unroll
+      for (int e = 0; e < Slice::size; ++e) {
+        first.most = ptx::max_nan(first.most, v[e]);
+        const float w = fmaxf(v[e], 0.f);
+        const float whole = __fmaf_rz(w, weight_fn.scale, 0x1p23f);
+        const float rest = __fmaf_rn(w, weight_fn.scale, -__fadd_rn(whole, -0x1p23f));
+        upper += __float_as_uint(whole);
+        lower += __float_as_uint(__fmaf_rn(rest, 0x1p20f, 0x1p23f));
+        if constexpr (has_window) {
+          const int position = window.position(w);
+          if (position >= 1 << kWindowBits) first.above += w;
+          const u32 weight = __float_as_uint(__fmaf_rn(w, window.unit, 0x1p23f)) - MassSum::kBias;
+          shared_add_if(static_cast<u32>(position) < 1u << kWindowBits,
+                        bins + 4 * (static_cast<u32>(position) >> Window::kBinBits), weight);
+        }
+      }
+      upper = __reduce_add_sync(kAllLanes, upper - Slice::size * MassSum::kBias);
+      lower = __reduce_add_sync(kAllLanes, lower - Slice::size * MassSum::kBias);
+      groups.add(group_mass, (static_cast<u64>(upper) << 20) + lower);
+    });
+    return first;
+  }
+
+  // The masses of what remains.
+  __device__ __forceinline__ void sum_masses() {
+    group_mass = 0;
+    GroupMasses groups(cluster.lane, row.chunks_per_group * tiles);
+    row.template for_each_chunk<1>([&](const float (&v)[4], int base) {
+      u32 upper = 0, lower = 0;
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const float x = scaled(v[e], row.index(base, e));
+        const float whole = __fadd_rz(x, 0x1p23f);
+        const float rest = __fadd_rn(x, -__fadd_rn(whole, -0x1p23f));
+        upper += __float_as_uint(whole);
+        lower += __float_as_uint(__fmaf_rn(rest, 0x1p20f, 0x1p23f));
+      }
+      upper -= 4 * MassSum::kBias;
+      lower = __reduce_add_sync(kAllLanes, lower - 4 * MassSum::kBias);
+      const u32 part = __reduce_add_sync(kAllLanes, upper & 0xffffu), more = __reduce_add_sync(kAllLanes, upper >> 16);
+      groups.add(group_mass, (static_cast<u64>(more) << 36) + (static_cast<u64>(part) << 20) + lower);
+    });
+  }
+
+  // The approximate mass / 2^20 of the elements before each proposal. Proposals have mass, so that min-p drops nothing
+  // before them.
+  __device__ __forceinline__ void sum_before(float (&sums)[kProposals]) const {
+    constexpr int chunk = kSumTiles * kTile;
+#pragma unroll
+    for (int n = 0; n < kProposals; ++n) sums[n] = 0.f;
+    row.template for_each_chunk<kSumTiles>([&](const float (&v)[4 * kSumTiles], int base) {
+      float w[4 * kSumTiles];
+#pragma unroll
+      for (int e = 0; e < 4 * kSumTiles; ++e) w[e] = kind == Kind::probs ? v[e] : weight_fn.scaled(v[e]);
+#pragma unroll
+      for (int n = 0; n < kProposals; ++n) {
+        const int index = scratch->proposals[n].index;
+        const float value = scratch->proposals[n].value;
+        const float from = base + chunk <= index ? value : from_order_key(order_key(value + 0.f) + 1);
+#pragma unroll
+        for (int e = 0; e < 4 * kSumTiles; ++e) {
+          if (v[e] >= from) sums[n] += w[e];
+        }
+        if (base <= index && index < base + chunk) {
+#pragma unroll
+          for (int e = 0; e < 4 * kSumTiles; ++e) sums[n] += v[e] == value && row.index(base, e) < index ? w[e] : 0.f;
+        }
+      }
+    });
+#pragma unroll
+    for (int n = 0; n < kProposals; ++n) {
+      sums[n] = warp_float_sum(kind == Kind::probs ? sums[n] * factor * weight_fn.scale : sums[n]);
+    }
+  }
+
+  // Compares the mass before a proposal with the goal, from the float sum of that mass. The error of n floats, added in
+  // any order, is at most n 2^-24 of their sum; masses are also rounded to integers. All warps get the same decision.
+  __device__ __forceinline__ Decision compare(float sum, u64 goal) const {
+    const int added = row.elements_per_warp / 32 + Slice::size + 5 + cluster.num_warps;
+    const float off = static_cast<float>(2 * added + 8) * 0x1p-24f, rounded = static_cast<float>(row.length) * 0x1p-20f;
+    const float wanted = __ull2float_rn(goal) * 0x1p-20f;
+    if (__fmaf_ru(sum, off, sum) + rounded < wanted * (1.f - 0x1p-22f)) return kAccepted;
+    if (__fmaf_rd(sum, -off, sum) - rounded > wanted * (1.f + 0x1p-22f)) return kRejected;
+    return kUndecided;
+  }
+
+  // ---- the window ---------------------------------------------------------------------------------------------------
+
+  // Estimates the value from which on the elements have `part` of the mass. Every warp reads four tiles, the same in
+  // every block, and bisects twelve octaves; the block takes the mean. INT32_MAX: no window.
+  __device__ __forceinline__ int estimate_threshold(float part) const {
+    constexpr int kSampleTiles = 4;
+    const int own = threadIdx.x >> 5, all = (row.length - 1) / kTile;
+    float v[4 * kSampleTiles];
+    const int tile = static_cast<int>(int64_t{own} * all / cluster.warps_per_block);
+    row.template unpack<kSampleTiles>(row.template load<kSampleTiles>(tile * kTile), v);
+    float most = 0.f, sum = 0.f;
+#pragma unroll
+    for (int e = 0; e < 4 * kSampleTiles; ++e) most = fmaxf(most, v[e]), sum += fmaxf(v[e], 0.f);
+    const int top = __reduce_max_sync(kAllLanes, __float_as_int(most));
+    const float unit = __fdividef(0x1p22f, __int_as_float(top));  // every element counts up to 2^22
+    const u32 goal =
+        static_cast<u32>(static_cast<float>(__reduce_add_sync(kAllLanes, __float2uint_rz(sum * unit))) * part);
+    int low = max(top - (12 << 23), 0);
+#pragma unroll 1
+    for (int step = (12 << 23) / 2; step >= (12 << 23) / 128; step /= 2) {
+      const float pivot = __int_as_float(low + step);
+      float from = 0.f;
+#pragma unroll
+      for (int e = 0; e < 4 * kSampleTiles; ++e) from += v[e] >= pivot ? v[e] : 0.f;
+      if (__reduce_add_sync(kAllLanes, __float2uint_rz(from * unit)) >= goal) low += step;
+    }
+    low += (12 << 23) / 256;
+    const Window window(low, row.length);
+    u32 num_in_window = 0;
+#pragma unroll
+    for (int e = 0; e < 4 * kSampleTiles; ++e)
+      num_in_window += static_cast<u32>(window.position(v[e])) < 1u << kWindowBits;
+    num_in_window = __reduce_add_sync(kAllLanes, num_in_window);
+    if (cluster.lane == 0)
+      atomicAdd(&scratch->threshold, low / cluster.warps_per_block), atomicAdd(&scratch->num_in_window, num_in_window);
+    __syncthreads();
+    // With many elements in the window the atomics would serialise.
+    if (scratch->num_in_window > 4 * kSampleTiles * blockDim.x / 4) return INT32_MAX;
+    return scratch->threshold;
+  }
+
+  // Decides a proposal from the sums of the first pass, if they suffice. above: the sum of the elements above the
+  // window.
+  __device__ __forceinline__ Decision decide_by_window(float value, float above, u64 goal) const {
+    const Window window(scratch->threshold, row.elements_per_warp * cluster.warps_per_block);
+    const int position = window.position(value), own = max(position >> Window::kBinBits, -1);
+    if (own >= kWindowBins) return compare(above * weight_fn.scale, goal) == kAccepted ? kAccepted : kUndecided;
+    float sum = 0.f, same = 0.f;
+#pragma unroll 1
+    for (int rank = 0; rank < cluster.size; ++rank) {
+      const u32* bins = cluster.map_shared(scratch->bins, rank);
+#pragma unroll
+      for (int b = 0; b < kWindowBins; b += 32) {
+        const int bin = b + cluster.lane;
+        const float weight = __uint2float_rn(bins[bin]);
+        sum += bin > own ? weight : 0.f;
+        same += bin == own ? weight : 0.f;
+      }
+    }
+    sum = warp_float_sum(sum), same = sum + warp_float_sum(same);
+    // off: the relative error from rounding every weight to an integer.
+    const float off = __fdividef(0.5f, __int_as_float(window.begin) * window.unit) + 0x1p-18f,
+                unit = __fdividef(1.f, window.unit);
+    if (compare((above + sum * unit * (1.f - off)) * weight_fn.scale, goal) == kRejected) return kRejected;
+    return own >= 0 && compare((above + same * unit * (1.f + off)) * weight_fn.scale, goal) == kAccepted ? kAccepted
+                                                                                                         : kUndecided;
+  }
+
+  // ---- a proposal ---------------------------------------------------------------------------------------------------
+
+  // The element at which the prefix sum of masses exceeds the point, by the warp whose slice has it. before: the mass
+  // of the slices before. *mass: of the element.
+  __device__ __forceinline__ Proposal locate(u64 point, u64 before, u64* mass) const {
+    u64 running = before;
+    int base = row.begin;
+    if (row.end - row.begin > Slice::chunk) {
+      const u64 up_to = before + warp_inclusive_sum(group_mass, cluster.lane);
+      const int group = __ffs(__ballot_sync(kAllLanes, up_to > point)) - 1;
+      running = __shfl_sync(kAllLanes, up_to - group_mass, group);
+      base += group * row.chunks_per_group * Slice::chunk;
+    }
+    auto raw = row.template load<1>(base);
+    // Bounded by the slice even if another kernel modifies the row meanwhile.
+#pragma unroll 1
+    for (;; base += kTile) {
+      float v[4];
+      row.template unpack<1>(raw, v);
+      if (base + kTile < row.end) raw = row.template load<1>(base + kTile);
+      u64 each[4];
+#pragma unroll
+      for (int e = 0; e < 4; ++e) each[e] = mass_of(scaled(v[e], row.index(base, e)));
+      const u64 sum = each[0] + each[1] + each[2] + each[3], tile = warp_sum(sum);
+      if (running + tile <= point && base + kTile < row.end) {
+        running += tile;
+        continue;
+      }
+      u64 reached = running + warp_inclusive_sum(sum, cluster.lane);
+      const int lane = (__ffs(__ballot_sync(kAllLanes, reached > point)) - 1) & 31;
+      reached -= sum;
+      int found = 0;
+#pragma unroll
+      for (int e = 0; e < 3; ++e) {
+        reached += each[e];
+        if (reached <= point) found = e + 1, each[0] = each[e + 1], v[0] = v[e + 1];
+      }
+      *mass = __shfl_sync(kAllLanes, each[0], lane);
+      const int index = min(__shfl_sync(kAllLanes, row.index(base, found), lane), row.length - 1);
+      return {index, __shfl_sync(kAllLanes, v[0], lane), kUndecided, 0};
+    }
+  }
+};
+
+// Threads of a block with one block per multiprocessor (plain) and with two (windowed). Architectures other than sm_90
+// would spill with as few registers as two blocks leave.
+constexpr int kPlainThreads = 640, kWindowedThreads = 320;
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ == 900
+constexpr int kWindowedBlocksPerSm = 2;
+#else
+constexpr int kWindowedBlocksPerSm = 1;
+#endif
+template <Kind kind, FirstPass first_pass>
+__global__ void __launch_bounds__(first_pass == FirstPass::windowed ? kWindowedThreads : kPlainThreads,
+                                  first_pass == FirstPass::windowed ? kWindowedBlocksPerSm : 1)
+    rejection_rows(const __grid_constant__ Params p) {
+  constexpr bool logits = kind == Kind::logits;
+  constexpr bool windowed = first_pass == FirstPass::windowed;
+  using Sampler = RejectionSampler<kind, first_pass>;
+  const Cluster cluster(p.cluster_size);
+  const int64_t row_idx = cluster.row_idx();
+  RejectionScratch* scratch = reinterpret_cast<RejectionScratch*>(dynamic_shared_memory());
+  AsyncExchange exchange = {reinterpret_cast<u64*>(scratch + 1)};
+  char* const memory = reinterpret_cast<char*>(scratch + 1) + AsyncExchange::bytes(cluster.num_warps);
+  typename Sampler::Slice row(p.rows + row_idx * p.row_bytes, p.dtype, p.length, p.elements_per_warp, cluster,
+                              !windowed && p.copy_to_smem ? memory : nullptr);
+  const bool first_warp = cluster.warp == 0 && cluster.lane == 0, is_rng_thread = threadIdx.x == blockDim.x - 32;
+  if (threadIdx.x == 0) {
+    scratch->threshold = 0;
+    scratch->num_in_window = 0;
+    exchange.init(cluster);
+  }
+  if (is_rng_thread) scratch->round = 0;  // only this thread uses it
+  cluster.arrive();
+  if (windowed) {
+    for (int bin = threadIdx.x; bin < kWindowBins; bin += blockDim.x) scratch->bins[bin] = 0;
+  }
+  pdl_wait();
+  pdl_trigger();
+  if (p.top_k.values) {  // other kernels draw the rows with top-k
+    const int64_t k = p.top_k.at(row_idx);
+    if (k > 0 && k < p.length) return cluster.wait();
+  }
+  WeightFn<kind> weight_fn;
+  weight_fn.set_common(p.length);
+  Sampler sampler = {cluster, row, weight_fn, exchange, scratch};
+  bool early, has_window;
+  typename Sampler::FirstPassResult first;
+  {
+    // Read the row. For probabilities also sum the mass, assuming the common power of two.
+    const RowParams<kind> params(p, row_idx);
+    early = !logits && !(params.min_p > 0.f) && !params.greedy;
+    has_window = windowed && early && params.q32 < kQ32One;
+    const u64 seed = is_rng_thread ? p.seed.at(row_idx) : 0, offset = is_rng_thread ? p.offset.at(row_idx) : 0;
+    if constexpr (logits) {
+      first.most = sampler.largest();
+    } else {
+      if (windowed && has_window) {
+        __syncthreads();
+        const int threshold = sampler.estimate_threshold(static_cast<float>(params.q32) * 0x1p-32f);
+        has_window = threshold != INT32_MAX;
+        first = sampler.template read<true>(
+            has_window ? Window(threshold, row.elements_per_warp * cluster.warps_per_block) : Window());
+      } else {
+        first = sampler.template read<false>(Window());
+      }
+    }
+    if (is_rng_thread) random_words(seed, offset, 0, scratch->words);
+  }
+  if (!windowed) row.switch_to_smem();
+  cluster.wait();
+  exchange.broadcast(
+      cluster, 1,
+      static_cast<u32>(__reduce_max_sync(kAllLanes, isnan(first.most) ? INT32_MAX : order_key(first.most + 0.f))));
+  if (early) exchange.broadcast(cluster, 0, warp_sum(sampler.group_mass));
+  if (has_window) {
+    exchange.broadcast_floats(cluster, 2, warp_float_sum(first.above), 0.f);
+    if (cluster.size > 1) cluster.sync();  // the bins of all blocks are complete
+  }
+  exchange.wait(cluster, is_rng_thread);
+  weight_fn.top = from_order_key(exchange.max(cluster, 1));
+  const auto [temperature, min_p, q32, greedy] = RowParams<kind>(p, row_idx);  // reloaded to save registers
+  if (!(weight_fn.top > (logits ? -INFINITY : 0.f) && weight_fn.top < INFINITY) || isnan(temperature)) {
+    if (first_warp) p.ids[row_idx] = 0, p.valid[row_idx] = false;
+    return;
+  }
+  bool has_masses = early && weight_fn.is_common();  // of what remains
+  has_window = has_window && has_masses;
+  if (!has_masses) {
+    const float least = clamp_min_p(min_p);
+    if (greedy) sampler.bound = weight_fn.top;
+    if constexpr (logits) {
+      weight_fn.set_temperature(temperature <= 0.f ? 1.f : temperature);
+      weight_fn.least = least;
+    } else {
+      weight_fn.least = __fmul_rn(least, weight_fn.top);
+      if (weight_fn.top < 0x1p-60f) sampler.factor = 0x1p64f, weight_fn.top *= 0x1p64f, weight_fn.least *= 0x1p64f;
+    }
+    weight_fn.set_scale(p.length);
+  }
+
+  const bool unfiltered = greedy || q32 == kQ32One;  // the first proposal is accepted
+  u64 goal = 0;
+  int n = kProposals;           // the proposal that is checked
+  int first_rejected = -1;      // in descending order
+  int decisions = 0;            // two bits per proposal
+  bool has_float_sums = false;  // decisions include those by float sums
+#pragma unroll 1
+  for (;;) {
+    if (!has_masses) {
+      sampler.sum_masses();
+      exchange.broadcast(cluster, 0, warp_sum(sampler.group_mass));
+      exchange.wait(cluster, is_rng_thread);
+    }
+    const u64 all = exchange.sum(cluster, 0, cluster.num_warps);
+    if (goal == 0) goal = max(u64{1}, scale_q32(all, q32));
+    if (n < kProposals) {  // the exact masses decide this proposal
+      first_rejected = n++;
+      if (all < goal) {
+        if (first_warp) p.ids[row_idx] = scratch->proposals[first_rejected].index, p.valid[row_idx] = true;
+        return;
+      }
+    } else {
+      const u64 of_warp = exchange.values(cluster, 0)[cluster.warp], before = exchange.sum(cluster, 0, cluster.warp);
+#pragma unroll 1
+      for (n = 0; n < (unfiltered ? 1 : kProposals); ++n) {
+        const u64 point = greedy ? 0 : scale_q32(all, scratch->words[n]);
+        if (point < before || point - before >= of_warp) continue;
+        u64 mass;
+        Proposal proposal = sampler.locate(point, before, &mass);
+        if (unfiltered) {
+          if (cluster.lane == 0) p.ids[row_idx] = proposal.index, p.valid[row_idx] = true;
+          return;
+        }
+        if (all - mass < goal) proposal.decision = kAccepted;
+        if (windowed && has_window && proposal.decision == kUndecided) {
+          proposal.decision = sampler.decide_by_window(proposal.value, exchange.float_sums(cluster, 2).x, goal);
+        }
+        exchange.broadcast_int4(cluster, reinterpret_cast<int4*>(scratch->proposals + n),
+                                {proposal.index, __float_as_int(proposal.value), proposal.decision, 0});
+      }
+      if (unfiltered) return;
+      exchange.broadcast(cluster, 0, 0);  // behind the wait all warps have finished reading the masses
+      exchange.wait(cluster, is_rng_thread, kProposals);
+      first_rejected = -1;
+      n = 0;
+      has_window = has_float_sums = false;
+      decisions = 0;
+#pragma unroll
+      for (int m = 0; m < kProposals; ++m) decisions |= scratch->proposals[m].decision << (2 * m);
+    }
+
+    // The first accepted proposal. If there is none, the first rejected one in descending order bounds what remains.
+    has_masses = false;
+#pragma unroll 1
+    for (; n < kProposals; ++n) {
+      const Proposal proposal = scratch->proposals[n];
+      if (first_rejected >= 0 && !proposal.is_before(scratch->proposals[first_rejected])) continue;
+      int decision = decisions >> (2 * n) & 3;
+      if (decision == kUndecided && !has_float_sums) {
+        float sums[kProposals];
+        sampler.sum_before(sums);
+        exchange.broadcast_floats(cluster, 1, sums[0], sums[1]);
+        exchange.broadcast_floats(cluster, 2, sums[2], sums[3]);
+        exchange.wait(cluster, is_rng_thread);
+        has_float_sums = true;
+#pragma unroll
+        for (int pair = 0; pair < kProposals / 2; ++pair) {
+          const float2 both = exchange.float_sums(cluster, 1 + pair);
+          decisions |= (sampler.compare(both.x, goal) | sampler.compare(both.y, goal) << 2) << (4 * pair);
+        }
+        decision = decisions >> (2 * n) & 3;
+      }
+      if (decision == kUndecided) {
+        sampler.restrict_to_before(proposal.value, proposal.index);
+        break;
+      }
+      if (decision == kAccepted) {
+        if (first_warp) p.ids[row_idx] = proposal.index, p.valid[row_idx] = true;
+        return;
+      }
+      first_rejected = n;
+    }
+    if (n == kProposals) {
+      sampler.restrict_to_before(scratch->proposals[first_rejected].value, scratch->proposals[first_rejected].index);
+      if (is_rng_thread) random_words(p.seed.at(row_idx), p.offset.at(row_idx), ++scratch->round, scratch->words);
+    }
+  }
+}
+
+}  // namespace kestrel::sampling
