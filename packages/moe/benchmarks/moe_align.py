@@ -27,7 +27,7 @@ def sizes(shape: str) -> tuple[int, int, int, int]:
     return int(tokens), int(experts[1:]), int(k[1:]), int(block[1:])
 
 
-def slots(shape: str) -> int:
+def num_positions(shape: str) -> int:
     """As many as vLLM allocates."""
     tokens, experts, k, block = sizes(shape)
     most = tokens * k + experts * (block - 1)
@@ -39,7 +39,8 @@ def make(shape: str, count: int) -> list[tuple[Any, ...]]:
     sets = []
     for _ in range(min(count, 100)):
         ids = torch.rand(tokens, experts, device="cuda").topk(k).indices.int()
-        outputs = (torch.empty(n, dtype=torch.int32, device="cuda") for n in (slots(shape), slots(shape) // block, 1))
+        sizes = (num_positions(shape), num_positions(shape) // block, 1)
+        outputs = (torch.empty(n, dtype=torch.int32, device="cuda") for n in sizes)
         sets.append((ids, experts, block, *outputs))
     return sets
 
@@ -50,7 +51,7 @@ def set_bytes(shape: str) -> int:
 
 def traffic(shape: str) -> int:
     tokens, _, k, block = sizes(shape)
-    return 4 * (tokens * k + slots(shape) + slots(shape) // block + 1)
+    return 4 * (tokens * k + num_positions(shape) + num_positions(shape) // block + 1)
 
 
 def operations(shape: str) -> int:

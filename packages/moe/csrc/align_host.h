@@ -1,4 +1,4 @@
-// How an alignment is checked and split over blocks and warps.
+// Host side of the alignment kernels: checks of their arguments, sizes, and the split over CTAs and warps.
 #pragma once
 
 #include <kestrel/launch.h>
@@ -8,12 +8,26 @@
 #include <atomic>
 #include <limits>
 
-#include "align_apart.cuh"
+#include "align_cluster.cuh"
+#include "align_independent.cuh"
+#include "shared_limit.h"
 
 namespace kestrel::moe {
 
+constexpr int64_t kMostPositions = std::numeric_limits<int>::max();  // positions and pairs are int32
+
+// No routing of so many pairs fills more blocks than this.
 inline int64_t most_blocks(int64_t pairs, int64_t experts, int64_t block_size) {
   return (pairs + std::min(pairs, experts) * (block_size - 1)) / block_size;
+}
+
+// An integer from 1 to 2^31 - 1.
+inline int64_t check_count(const Checks& check, const char* name, const AnyView& value) {
+  const int64_t count = check.integer(name, value, 1);
+  if (count > kMostPositions) {
+    check.fail(name, "an integer <= " + std::to_string(kMostPositions), std::to_string(count));
+  }
+  return count;
 }
 
 inline void check_map(const Checks& check, const OptionalTensor& map, int64_t experts) {
@@ -23,45 +37,37 @@ inline void check_map(const Checks& check, const OptionalTensor& map, int64_t ex
   check.shape("expert_map", *map, &experts, 1);
 }
 
-constexpr int kThreads = 1024;  // at most
-constexpr int64_t kShared = 96 * 1024;
-constexpr int kPairsOfOne = 1024;   // as many as one block does
-constexpr int kPairsStaged = 2048;  // as many of a thread block are sorted in shared memory
+constexpr int kMaxThreads = 1024;
+constexpr int kMaxSharedBytes = 96 * 1024;
+constexpr int kSingleCtaPairs = 1024;   // up to so many pairs take one CTA
+constexpr int kStagedPairsMin = 2048;   // from so many pairs of a CTA on they are sorted in shared memory
+constexpr int kStagedPairsMax = 65536;  // a pair and an expert are 16 bits each there
 
-// The sizes, where 32-bit slots hold them.
 inline void set_sizes(Alignment* a, int64_t pairs, int64_t experts, int64_t block_size) {
-  constexpr int64_t most = std::numeric_limits<int>::max();
-  if (block_size > most / 2 || pairs > most / 2 - 32 * kThreads ||
-      most_blocks(pairs, experts, block_size) > most / block_size) {
-    unsupported("an alignment of 2^31 slots or more");
+  if (block_size > kMostPositions / 2 || pairs > kMostPositions / 2 - 32 * kMaxThreads ||
+      most_blocks(pairs, experts, block_size) > kMostPositions / block_size) {
+    unsupported("an alignment of 2^31 positions or more");
   }
-  a->pairs = static_cast<int>(pairs);
-  a->experts = static_cast<int>(experts);
-  a->block_size = Divisor(static_cast<unsigned>(block_size));
+  a->num_pairs = static_cast<int>(pairs);
+  a->num_experts = static_cast<int>(experts);
+  a->block_size = FastDiv(static_cast<unsigned>(block_size));
 }
 
-inline size_t shared_bytes(const Alignment& a) { return static_cast<size_t>(align_words(a)) * 4; }
+inline size_t shared_bytes(const Alignment& a) { return static_cast<size_t>(align_cluster_words(a)) * 4; }
 
-inline bool fits(const Alignment& a) { return align_words(a) * 4 <= kShared; }
+inline bool fits_shared(const Alignment& a) { return align_cluster_words(a) * 4 <= kMaxSharedBytes; }
 
-// What a kernel must be allowed before it is launched with so much shared memory.
-template <typename P>
-void allow_shared(void (*kernel)(P), size_t bytes) {
-  if (bytes <= 48 * 1024) return;
-  check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared),
-             "cudaFuncSetAttribute");
-}
+constexpr int kWideCluster = 16;  // not portable: some GPUs do not run it
+constexpr int kPortableCluster = 8;
 
-constexpr int kWideCluster = 16;
-constexpr int kCluster = 8;  // every GPU with clusters has these
-
-// Whether a device runs a kernel in clusters of 16, which not every one does. Asked once, of the largest blocks.
+// Whether a device runs the kernel in clusters of 16 CTAs of THREADS threads and the most shared memory. Asked once.
 template <auto KERNEL, int THREADS>
-bool runs_wide(int device) {
-  static std::atomic<int> answers[64];  // 0: not asked, 1: no, 2: yes
+bool runs_wide_clusters(int device) {
+  enum Answer { unknown, no, yes };
+  static std::atomic<Answer> answers[64];
   if (device >= 64) return false;
-  if (answers[device] == 0) {
-    allow_shared(KERNEL, kShared);
+  if (answers[device] == unknown) {
+    raise_shared_limit<KERNEL, kMaxSharedBytes>({kDLCUDA, device});
     cudaLaunchAttribute cluster{};
     cluster.id = cudaLaunchAttributeClusterDimension;
     cluster.val.clusterDim.x = kWideCluster;
@@ -69,55 +75,57 @@ bool runs_wide(int device) {
     cudaLaunchConfig_t config{};
     config.gridDim = dim3(kWideCluster);
     config.blockDim = dim3(THREADS);
-    config.dynamicSmemBytes = kShared;
+    config.dynamicSmemBytes = kMaxSharedBytes;
     config.attrs = &cluster;
     config.numAttrs = 1;
     int active = 0;
     const bool asked = cudaFuncSetAttribute(KERNEL, cudaFuncAttributeNonPortableClusterSizeAllowed, 1) == cudaSuccess &&
                        cudaOccupancyMaxActiveClusters(&active, KERNEL, &config) == cudaSuccess;
     cudaGetLastError();  // a device without such clusters is no error
-    answers[device] = asked && active > 0 ? 2 : 1;
+    answers[device] = asked && active > 0 ? yes : no;
   }
-  return answers[device] == 2;
+  return answers[device] == yes;
 }
 
-inline int widest_cluster(int device) {
+inline int largest_cluster(int device) {
   return device_attribute(cudaDevAttrComputeCapabilityMajor, device) >= 9 ? kWideCluster : 1;
 }
 
-// Threads of a block that has its pairs and a scan over the experts to do.
+// Threads of a CTA of align_cluster: one per expert of the scan, and 32 per warp with pairs.
 inline int threads_for(const Alignment& a, int at_least, int at_most) {
-  return std::clamp((std::max(a.experts, a.warps * 32) + 31) / 32 * 32, at_least, at_most);
+  return std::clamp((std::max(a.num_experts, a.warps * 32) + 31) / 32 * 32, at_least, at_most);
 }
 
-constexpr int kBlocksApart = 32;  // at most
+constexpr int kMaxIndependentCtas = 32;
 
-// Spreads an alignment over blocks that exchange nothing: each has a warp for each of its rounds, and all together one
-// for each expert, whose name and padding it writes.
-inline Apart spread(const Alignment& a, int threads) {
-  const int rounds = (a.pairs + 31) / 32, least = std::min((a.experts * 32 + threads - 1) / threads, kBlocksApart);
-  Apart split;
-  split.own = std::max(1, (rounds + kBlocksApart - 1) / kBlocksApart);
-  split.blocks = std::max(least, (rounds + split.own - 1) / split.own);
+// The split of align_independent: each CTA has one warp per own round, and all CTAs together one warp per expert.
+inline IndependentSplit split_independent(const Alignment& a, int threads) {
+  const int rounds = (a.num_pairs + 31) / 32;
+  const int ctas_for_experts = std::min((a.num_experts * 32 + threads - 1) / threads, kMaxIndependentCtas);
+  IndependentSplit split;
+  split.rounds_per_cta = std::max(1, (rounds + kMaxIndependentCtas - 1) / kMaxIndependentCtas);
+  split.ctas = std::max(ctas_for_experts, (rounds + split.rounds_per_cta - 1) / split.rounds_per_cta);
   return split;
 }
 
-// Splits the pairs over the warps of one block, or of a cluster of `widest`.
-inline void split(Alignment* a, int widest) {
-  constexpr int64_t most = std::numeric_limits<int>::max();
-  const bool many = a->pairs > kPairsOfOne && int64_t{a->experts} * a->block_size.value <= most;
-  const int64_t rounds = (int64_t{a->pairs} + 31) / 32;
-  for (a->cluster = many ? widest : 1;; a->cluster = 1) {
-    const int64_t own = std::max<int64_t>((rounds + a->cluster - 1) / a->cluster, 1);  // rounds of a block
-    a->warps = static_cast<int>(std::min<int64_t>(own, kThreads / 32));
-    while (a->warps > 1 && !fits(*a)) --a->warps;
-    a->run = static_cast<int>((own + a->warps - 1) / a->warps * 32);
-    a->own = a->warps * a->run;
-    if (fits(*a)) break;
-    if (a->cluster == 1) unsupported(std::to_string(a->experts) + " experts: their counters exceed shared memory");
+// The split of align_cluster, over one CTA or a cluster of `largest`.
+inline void split_cluster(Alignment* a, int largest) {
+  const bool many = a->num_pairs > kSingleCtaPairs && int64_t{a->num_experts} * a->block_size.divisor <= kMostPositions;
+  const int64_t rounds = (int64_t{a->num_pairs} + 31) / 32;
+  for (a->cluster_size = many ? largest : 1;; a->cluster_size = 1) {
+    const int64_t cta_rounds = std::max<int64_t>((rounds + a->cluster_size - 1) / a->cluster_size, 1);
+    a->warps = static_cast<int>(std::min<int64_t>(cta_rounds, kMaxThreads / 32));
+    while (a->warps > 1 && !fits_shared(*a)) --a->warps;
+    a->pairs_per_warp = static_cast<int>((cta_rounds + a->warps - 1) / a->warps * 32);
+    a->pairs_per_cta = a->warps * a->pairs_per_warp;
+    if (fits_shared(*a)) break;
+    if (a->cluster_size == 1) {
+      unsupported(std::to_string(a->num_experts) + " experts: their counters exceed shared memory");
+    }
   }
-  a->staged = a->cluster > 1 && a->own >= kPairsStaged && a->own <= 65536 && a->experts <= 65536;
-  if (a->staged && !fits(*a)) a->staged = false;
+  a->staged = a->cluster_size > 1 && a->pairs_per_cta >= kStagedPairsMin && a->pairs_per_cta <= kStagedPairsMax &&
+              a->num_experts <= kStagedPairsMax;
+  if (a->staged && !fits_shared(*a)) a->staged = false;
 }
 
 }  // namespace kestrel::moe

@@ -1,16 +1,11 @@
 // The gated activations: [T, 2F] -> [T, F], activation(h) * g or * (g + 1), and the same as FP8 with a scale per row.
 //
-// Built for F of 1024 (experts, 8 to 5920 rows) and 4096 to 18944 (dense layers, 2048 rows). It must read 4F bytes of a
-// row and write 2F (FP8: F + 4); arithmetic is 10 to 20 operations per element, two of them on the special-function
-// unit: 5920x1024 takes 3.3 us there against 8.5 for the bytes, so bytes decide from a few hundred rows on, and below
-// that the latency of one chain of load, exp, store.
+// For F of 1024 (experts, 8 to 5920 rows) and 4096 to 18944 (dense layers, 2048 rows). Memory-bound from some hundred
+// rows on, latency-bound below.
 //
-// Split: plain, a thread per pack of 16 bytes of the result: two packs in, one out; blocks cover one row's packs in
-// turn. FP8, a block per row: its packs stay in registers as activated floats, the block agrees on the largest
-// magnitude, and the codes are written; rows past 16384 elements (float32: 8192), and any that are not aligned, are
-// read and activated twice instead. Before the wait few rows are prefetched into L2, many are not touched.
-//
-// Predicted: 10 % above the limit up to some hundred rows, the limit beyond; README.md has what was measured.
+// Work: plain, one thread per pack of 16 bytes of the result. FP8, one CTA per row: activated packs stay in registers,
+// the CTA reduces the largest magnitude, then writes the codes; rows that are too long or not aligned are read and
+// activated twice. Few rows are prefetched into L2 before the PDL wait, many are not (enum Access).
 #include <kestrel/launch.h>
 #include <kestrel/tensor.h>
 #include <tvm/ffi/function.h>
@@ -32,22 +27,23 @@ struct GatedParams {
   int rows = 0;
   int width = 0;  // F
   Activation activation = Activation::silu;
-  float shift = 0.f;
-  int chunks = 0;  // blocks per row
+  float gate_offset = 0.f;  // added to g
+  int ctas_per_row = 0;
 };
 
-// How rows are read. any: by elements, those past the end are zero. The others by packs: few rows are prefetched into
-// L2 before the wait and read past L1, which is faster by 0.06 us at 128 rows; many are not, which is faster by 4 % at
-// 2048 rows of 14336.
-enum class Access { any, few, many };
+// How a kernel reads its rows.
+//   elements: one by one, for rows that are not aligned; elements past the end are zero
+//   prefetched: packs, prefetched into L2 before the PDL wait and loaded past L1: faster for few rows
+//   direct: packs, plain loads: faster for many rows
+enum class Access { elements, prefetched, direct };
 
 // One pack of a half row from element `first` on.
 template <Access ACCESS, typename T>
 __device__ __forceinline__ Pack<T> load_half(const char* row, int first, int width) {
   Pack<T> pack;
-  if constexpr (ACCESS == Access::few) {
+  if constexpr (ACCESS == Access::prefetched) {
     pack.bits = load16_streamed(row + static_cast<int64_t>(first) * sizeof(T));
-  } else if constexpr (ACCESS == Access::many) {
+  } else if constexpr (ACCESS == Access::direct) {
     pack.bits = load16(row + static_cast<int64_t>(first) * sizeof(T));
   } else {
     T elements[Pack<T>::size];
@@ -60,7 +56,7 @@ __device__ __forceinline__ Pack<T> load_half(const char* row, int first, int wid
   return pack;
 }
 
-// The activated floats of one pack of a row.
+// Activates one pack of a row.
 template <Access ACCESS, typename T>
 __device__ __forceinline__ void gated_pack(const GatedParams& p, const char* row, int first,
                                            float (&h)[Pack<T>::size]) {
@@ -69,18 +65,20 @@ __device__ __forceinline__ void gated_pack(const GatedParams& p, const char* row
   float g[Pack<T>::size];
   left.unpack(h);
   right.unpack(g);
-  gate<T>(h, g, p.activation, p.shift);
+  gate<T>(h, g, p.activation, p.gate_offset);
 }
 
+constexpr int kGatedThreads = 256;
+
 template <typename T, Access ACCESS>
-__global__ void __launch_bounds__(256) gated_kernel(const __grid_constant__ GatedParams p) {
+__global__ void __launch_bounds__(kGatedThreads) gated_kernel(const __grid_constant__ GatedParams p) {
   constexpr int size = Pack<T>::size;
-  const int row = blockIdx.x / p.chunks;
-  const int first = ((blockIdx.x - row * p.chunks) * blockDim.x + threadIdx.x) * size;
+  const int row = blockIdx.x / p.ctas_per_row;
+  const int first = ((blockIdx.x - row * p.ctas_per_row) * blockDim.x + threadIdx.x) * size;
   const char* x = p.x + row * p.x_stride;
   char* out = p.out + row * p.out_stride + static_cast<int64_t>(first) * sizeof(T);
   if (first >= p.width) return;
-  if (ACCESS == Access::few && threadIdx.x % 8 == 0) {  // a line is 8 packs
+  if (ACCESS == Access::prefetched && threadIdx.x % 8 == 0) {  // one cache line is 8 packs
     prefetch_l2(x + static_cast<int64_t>(first) * sizeof(T));
     prefetch_l2(x + (static_cast<int64_t>(p.width) + first) * sizeof(T));
   }
@@ -90,7 +88,7 @@ __global__ void __launch_bounds__(256) gated_kernel(const __grid_constant__ Gate
   gated_pack<ACCESS, T>(p, x, first, h);
   Pack<T> y;
   y.pack(h);
-  if constexpr (ACCESS != Access::any) {
+  if constexpr (ACCESS != Access::elements) {
     store16(out, y.bits);
   } else {
     T elements[size];
@@ -103,22 +101,22 @@ __global__ void __launch_bounds__(256) gated_kernel(const __grid_constant__ Gate
 }
 
 template <int size>
-__device__ __forceinline__ float largest_of(const float (&h)[size], int first, int width) {
-  float most = 0.f;
+__device__ __forceinline__ float amax_of(const float (&h)[size], int first, int width) {
+  float amax = 0.f;
 #pragma unroll
   for (int i = 0; i < size; ++i) {
-    if (first + i < width) most = fmaxf(most, finite_magnitude(h[i]));
+    if (first + i < width) amax = fmaxf(amax, finite_magnitude(h[i]));
   }
-  return most;
+  return amax;
 }
 
-template <bool VECTORS, int size>
+template <Access ACCESS, int size>
 __device__ __forceinline__ void write_codes(const float (&h)[size], float scale, float inverse, char* codes, int first,
                                             int width) {
   float q[size];
 #pragma unroll
   for (int i = 0; i < size; ++i) q[i] = fp8_quotient(h[i], scale, inverse);
-  if constexpr (VECTORS) {
+  if constexpr (ACCESS != Access::elements) {
     uint32_t words[size / 4];
 #pragma unroll
     for (int i = 0; i < size / 4; ++i) words[i] = to_fp8x4(q[4 * i], q[4 * i + 1], q[4 * i + 2], q[4 * i + 3]);
@@ -137,18 +135,18 @@ __device__ __forceinline__ void write_codes(const float (&h)[size], float scale,
 
 constexpr int kFp8Threads = 512;
 
-// V packs per thread are kept; V = 0: any row, activated twice.
-template <typename T, int V>
+// PACKS packs per thread stay in registers; 0: any row, activated twice.
+template <typename T, int PACKS>
 __global__ void __launch_bounds__(kFp8Threads) gated_fp8_kernel(const __grid_constant__ GatedParams p) {
   constexpr int size = Pack<T>::size;
-  constexpr bool vectors = V > 0;
-  __shared__ float memory[kFp8Threads / 32];
+  constexpr bool kept = PACKS > 0;
+  __shared__ float warp_maxima[kFp8Threads / 32];
   const int row = blockIdx.x, step = blockDim.x * size;
   const char* x = p.x + row * p.x_stride;
   char* codes = p.out + row * p.out_stride;
-  if constexpr (vectors) {
+  if constexpr (kept) {
 #pragma unroll
-    for (int v = 0; v < V; ++v) {
+    for (int v = 0; v < PACKS; ++v) {
       const int first = v * step + threadIdx.x * size;
       if (threadIdx.x % 8 == 0 && first < p.width) {
         prefetch_l2(x + static_cast<int64_t>(first) * sizeof(T));
@@ -158,35 +156,35 @@ __global__ void __launch_bounds__(kFp8Threads) gated_fp8_kernel(const __grid_con
   }
   pdl_wait();
   pdl_trigger();
-  float kept[vectors ? V : 1][size];
-  float most = 0.f;
-  if constexpr (vectors) {
+  float h[kept ? PACKS : 1][size];
+  float amax = 0.f;
+  if constexpr (kept) {
 #pragma unroll
-    for (int v = 0; v < V; ++v) {
+    for (int v = 0; v < PACKS; ++v) {
       const int first = v * step + threadIdx.x * size;
       if (first >= p.width) continue;
-      gated_pack<Access::few, T>(p, x, first, kept[v]);
-      most = fmaxf(most, largest_of(kept[v], first, p.width));
+      gated_pack<Access::prefetched, T>(p, x, first, h[v]);
+      amax = fmaxf(amax, amax_of(h[v], first, p.width));
     }
   } else {
     for (int64_t first = threadIdx.x * size; first < p.width; first += step) {
-      gated_pack<Access::any, T>(p, x, static_cast<int>(first), kept[0]);
-      most = fmaxf(most, largest_of(kept[0], static_cast<int>(first), p.width));
+      gated_pack<Access::elements, T>(p, x, static_cast<int>(first), h[0]);
+      amax = fmaxf(amax, amax_of(h[0], static_cast<int>(first), p.width));
     }
   }
-  most = block_max<kFp8Threads / 32>(most, memory);
-  const float scale = fp8_scale(most), inverse = __frcp_rn(scale);
+  amax = block_max<kFp8Threads / 32>(amax, warp_maxima);
+  const float scale = fp8_scale(amax), inverse = __frcp_rn(scale);
   if (threadIdx.x == 0) p.scale[row] = scale;
-  if constexpr (vectors) {
+  if constexpr (kept) {
 #pragma unroll
-    for (int v = 0; v < V; ++v) {
+    for (int v = 0; v < PACKS; ++v) {
       const int first = v * step + threadIdx.x * size;
-      if (first < p.width) write_codes<true>(kept[v], scale, inverse, codes, first, p.width);
+      if (first < p.width) write_codes<Access::prefetched>(h[v], scale, inverse, codes, first, p.width);
     }
   } else {
     for (int64_t first = threadIdx.x * size; first < p.width; first += step) {
-      gated_pack<Access::any, T>(p, x, static_cast<int>(first), kept[0]);
-      write_codes<false>(kept[0], scale, inverse, codes, static_cast<int>(first), p.width);
+      gated_pack<Access::elements, T>(p, x, static_cast<int>(first), h[0]);
+      write_codes<Access::elements>(h[0], scale, inverse, codes, static_cast<int>(first), p.width);
     }
   }
 }
@@ -201,14 +199,14 @@ inline Activation activation_of(const Checks& check, bool silu, const std::strin
   return approximate == "tanh" ? Activation::gelu_tanh : Activation::gelu;
 }
 
-constexpr int64_t kFewPacks = 256 * 1024;  // of the result
+constexpr int64_t kFewPacks = 256 * 1024;  // of the result: up to so many are prefetched
 
-// x [T, 2F] and a result of T rows of F; false when there is nothing to do.
-inline bool prepare(const Checks& check, const TensorView& x, const TensorView& out, GatedParams* p) {
-  constexpr int64_t most = int64_t{1} << 30;
+// Fills in the parameters of x [T, 2F] and a result [T, F]; false when there is nothing to do.
+inline bool prepare(const TensorView& x, const TensorView& out, GatedParams* p) {
+  constexpr int64_t max_size = int64_t{1} << 30;
   const int64_t rows = x.size(0), width = x.size(1) / 2;
   if (rows == 0) return false;
-  if (rows > most || width > most) unsupported("more than 2^30 rows or columns");
+  if (rows > max_size || width > max_size) unsupported("more than 2^30 rows or columns");
   p->x = address(x);
   p->out = address(out);
   p->x_stride = x.stride(0) * element_bytes(x);
@@ -241,24 +239,24 @@ void gated(TensorView out, TensorView x, bool silu, std::string approximate, dou
   check_gated(check, x);
   GatedParams p;
   p.activation = activation_of(check, silu, approximate);
-  p.shift = static_cast<float>(shift);
+  p.gate_offset = static_cast<float>(shift);
   check_rows(check, "out", out, x.dtype(), x.size(0), x.size(1) / 2);
   check_devices(check, "x", x, {{"out", out}});
-  if (!prepare(check, x, out, &p)) return;
+  if (!prepare(x, out, &p)) return;
   const DeviceGuard guard(x.device().device_id);
   dispatch_float(x, [&](auto t) {
     using T = decltype(t);
     constexpr int size = Pack<T>::size;
     const int packs = (p.width + size - 1) / size;
-    const int threads = std::min(256, (packs + 31) / 32 * 32);
-    p.chunks = (packs + threads - 1) / threads;
-    if (int64_t{p.rows} * p.chunks > (int64_t{1} << 31) - 1) unsupported("more than 2^31 blocks");
-    const bool vectors =
+    const int threads = std::min(kGatedThreads, (packs + 31) / 32 * 32);
+    p.ctas_per_row = (packs + threads - 1) / threads;
+    if (int64_t{p.rows} * p.ctas_per_row > (int64_t{1} << 31) - 1) unsupported("more than 2^31 CTAs");
+    const bool aligned =
         p.width % size == 0 && aligned16(p.x) && aligned16(p.out) && p.x_stride % 16 == 0 && p.out_stride % 16 == 0;
-    const auto kernel = !vectors                               ? gated_kernel<T, Access::any>
-                        : int64_t{p.rows} * packs <= kFewPacks ? gated_kernel<T, Access::few>
-                                                               : gated_kernel<T, Access::many>;
-    launch_pdl(kernel, dim3(p.rows * p.chunks), dim3(threads), x.device(), p);
+    const auto kernel = !aligned                               ? gated_kernel<T, Access::elements>
+                        : int64_t{p.rows} * packs <= kFewPacks ? gated_kernel<T, Access::prefetched>
+                                                               : gated_kernel<T, Access::direct>;
+    launch_pdl(kernel, dim3(p.rows * p.ctas_per_row), dim3(threads), x.device(), p);
   });
 }
 
@@ -267,25 +265,34 @@ void gated_fp8(TensorView codes, TensorView scale, TensorView x, bool silu, std:
   check_gated(check, x);
   GatedParams p;
   p.activation = activation_of(check, silu, approximate);
-  p.shift = static_cast<float>(shift);
+  p.gate_offset = static_cast<float>(shift);
   check_rows(check, "q", codes, kFloat8E4M3, x.size(0), x.size(1) / 2);
   check_rows(check, "scale", scale, kFloat32, x.size(0), 1);
   check_devices(check, "x", x, {{"q", codes}, {"scale", scale}});
-  if (!prepare(check, x, codes, &p)) return;
+  if (!prepare(x, codes, &p)) return;
   p.scale = reinterpret_cast<float*>(address(scale));
   const DeviceGuard guard(x.device().device_id);
   dispatch_float(x, [&](auto t) {
     using T = decltype(t);
     constexpr int size = Pack<T>::size;
     const int packs = (p.width + size - 1) / size;
-    const bool vectors = p.width % size == 0 && aligned16(p.x) && p.x_stride % 16 == 0 && aligned16(p.out) &&
-                         p.out_stride % 8 == 0 && packs <= 4 * kFp8Threads;
-    const int kept = !vectors ? 0 : packs <= 256 ? 1 : packs <= 2 * kFp8Threads ? 2 : 4;
-    const int per_thread = std::max(1, kept);
-    const int threads = std::min(kFp8Threads, ((packs + per_thread - 1) / per_thread + 31) / 32 * 32);
-    void (*const kernels[])(GatedParams) = {gated_fp8_kernel<T, 0>, gated_fp8_kernel<T, 1>, gated_fp8_kernel<T, 2>,
-                                            gated_fp8_kernel<T, 4>};
-    launch_pdl(kernels[kept == 4 ? 3 : kept], dim3(p.rows), dim3(threads), x.device(), p);
+    const bool aligned =
+        p.width % size == 0 && aligned16(p.x) && p.x_stride % 16 == 0 && aligned16(p.out) && p.out_stride % 8 == 0;
+    struct Choice {
+      bool applies;
+      void (*kernel)(GatedParams);
+      int packs_per_thread;
+    };
+    const Choice table[] = {
+        {!aligned || packs > 4 * kFp8Threads, gated_fp8_kernel<T, 0>, 1},
+        {packs <= 256, gated_fp8_kernel<T, 1>, 1},
+        {packs <= 2 * kFp8Threads, gated_fp8_kernel<T, 2>, 2},
+        {true, gated_fp8_kernel<T, 4>, 4},
+    };
+    const Choice& choice = *std::find_if(std::begin(table), std::end(table), [](const Choice& c) { return c.applies; });
+    const int threads =
+        std::min(kFp8Threads, ((packs + choice.packs_per_thread - 1) / choice.packs_per_thread + 31) / 32 * 32);
+    launch_pdl(choice.kernel, dim3(p.rows), dim3(threads), x.device(), p);
   });
 }
 

@@ -1,4 +1,4 @@
-// What gemv and router_gemm share on the host: their parameters and checks.
+// Host side of gemv and router_gemm: their parameters and checks.
 #pragma once
 
 #include <kestrel/launch.h>
@@ -15,7 +15,7 @@ struct LinearParams {
   int tokens = 0, outputs = 0, width = 0;                   // T, N, K
 };
 
-// The checks that both ops make, and their parameters; false when there is nothing to do.
+// Makes the checks and fills in the parameters; false when there is nothing to do.
 inline bool prepare_linear(const Checks& check, const TensorView& out, DLDataType out_dtype, const TensorView& x,
                            const TensorView& weight, const OptionalTensor& bias, LinearParams* p) {
   check.dtype("x", x, {kBFloat16, kFloat16, kFloat32});
@@ -41,8 +41,8 @@ inline bool prepare_linear(const Checks& check, const TensorView& out, DLDataTyp
   check_devices(check, "x", x, {{"weight", weight}, {"bias", bias}, {"out", out}});
   if (tokens == 0 || outputs == 0) return false;
 
-  constexpr int64_t most = int64_t{1} << 30;
-  if (outputs > most || width > most) unsupported("a dimension of more than 2^30");
+  constexpr int64_t max_size = int64_t{1} << 30;
+  if (outputs > max_size || width > max_size) unsupported("a dimension of more than 2^30");
   if (tokens > 65535 * 8) unsupported("more than 524280 tokens");
   if (same_dtype(x.dtype(), kFloat32)) unsupported("float32: tensor cores would round its factors");
   p->x = address(x);

@@ -1,127 +1,124 @@
 // moe_align_block_size and moe_lora_align_block_size: (token, choice) pairs grouped by expert, in padded blocks.
 //
-// Built for 8 to 8192 pairs over 64 experts and 65536 over 256. The bytes are nothing (65536 pairs: 0.6 MB, 0.15 us at
-// 4.3 TB/s); what counts is the chain count - scan - scatter with its barriers, and beyond some thousand pairs the
-// scattered 4-byte stores, of which one SM issues few per cycle.
+// For 8 to 65536 pairs over 8 to 1024 and more experts. Latency-bound: the chain count, scan, scatter decides, and from
+// some thousand pairs on the scattered 4-byte stores of one SM.
 //
-// Work: up to 8192 pairs and 256 experts 32 blocks that exchange nothing (align_apart.cuh). Beyond, a cluster of 16 or
-// 8 blocks, or one block: up to 1024 pairs, and before sm_90 always (align.cuh). The adapters of
-// moe_lora_align_block_size have as many each.
-//
-// Predicted 2 us for few pairs and 2.2 for 8192, 5 for 65536 by a cluster; measured 1.8, 2.8 and 9.2 (README.md). What
-// the prediction missed: a block adds its 8192 pairs to counters in shared memory about two at a time, and one of 4096
-// pairs of a cluster is bound by its accesses to shared memory, six per pair.
+// Work: few pairs and experts take up to 32 CTAs that exchange nothing (align_independent.cuh). Others take a cluster
+// of 16 or 8 CTAs, or one CTA: up to 1024 pairs, and always before sm_90 (align_cluster.cuh). AlignCall::launch is the
+// table. moe_lora_align_block_size launches as many CTAs for each adapter.
 #include <kestrel/launch.h>
 #include <tvm/ffi/function.h>
 #include <kestrel/pdl.cuh>
-
-#include <climits>
 
 #include "align_host.h"
 
 namespace kestrel::moe {
 
-// What is aligned apart; adapters, which all count the pairs, only an eighth of that. Few pairs take half of the
-// threads.
-constexpr int64_t kPairsApart = 8192, kExpertsApart = 256;
-constexpr int kThreadsApart = 512, kFewPairs = 1024;
+// The cases of align_independent. Every adapter counts all pairs, so adapters are worth it for fewer pairs.
+constexpr int64_t kIndependentPairs = 8192, kIndependentPairsOfAdapters = 1024, kIndependentExperts = 256;
+constexpr int kIndependentThreads = 512;  // half of them up to kFewPairs
+constexpr int kFewPairs = 1024;
+constexpr int kMinThreads = 256;  // of align_cluster
 
 struct AlignParams {
   Alignment a;
-  Apart apart;
-  const void* ids = nullptr;
-  int64_t stride = 0;  // of a token's ids, in elements
+  IndependentSplit split;
+  const void* topk_ids = nullptr;
+  int64_t token_stride = 0;  // in elements
   int k = 1;
-  bool wide = false;                // ids are int64
-  bool flat = true;                 // tokens follow one another
-  bool adapters = false;            // one alignment for each
-  const int* adapter_of = nullptr;  // [tokens]
-  const void* enabled = nullptr;    // [adapters]
-  bool enabled_bytes = false;       // of bool, not int32
-  int64_t sorted_stride = 0;
-  int64_t experts_stride = 0;
-  int64_t length_stride = 0;
+  bool ids_int64 = false;
+  bool ids_contiguous = true;
+  bool has_adapters = false;                // one alignment for each
+  const int* token_lora_mapping = nullptr;  // [tokens]
+  const void* adapter_enabled = nullptr;    // [adapters]
+  bool enabled_is_bool = false;             // int32 otherwise
+  int64_t sorted_stride = 0;                // of an adapter, in elements, as those below
+  int64_t expert_ids_stride = 0;
+  int64_t num_post_pad_stride = 0;
 };
 
-// PLAIN: int32 ids that follow one another, no adapters; apart, no map either.
-template <bool PLAIN>
+// What a kernel is compiled for. plain: contiguous int32 ids, no adapters (align_independent: no expert map either).
+enum class Ids { plain, any };
+
+template <Ids IDS>
 __device__ __forceinline__ int expert_of(const AlignParams& p, int pair, int adapter) {
-  if constexpr (PLAIN) {
-    return static_cast<const int*>(p.ids)[pair];
+  if constexpr (IDS == Ids::plain) {
+    return static_cast<const int*>(p.topk_ids)[pair];
   } else {
     int64_t at = pair;
-    if (!p.flat || p.adapters) {
+    if (!p.ids_contiguous || p.has_adapters) {
       const int token = pair / p.k;
-      if (!p.flat) at = token * p.stride + (pair - token * p.k);
-      if (p.adapters && p.adapter_of[token] != adapter) return -1;
+      if (!p.ids_contiguous) at = token * p.token_stride + (pair - token * p.k);
+      if (p.has_adapters && p.token_lora_mapping[token] != adapter) return -1;
     }
-    if (!p.wide) return static_cast<const int*>(p.ids)[at];
-    const int64_t id = static_cast<const int64_t*>(p.ids)[at];
-    return id >= 0 && id < p.a.experts ? static_cast<int>(id) : -1;
+    if (!p.ids_int64) return static_cast<const int*>(p.topk_ids)[at];
+    const int64_t id = static_cast<const int64_t*>(p.topk_ids)[at];
+    return id >= 0 && id < p.a.num_experts ? static_cast<int>(id) : -1;
   }
 }
 
-// Makes the outputs those of an adapter; false where it is disabled.
-__device__ __forceinline__ bool choose_adapter(AlignParams& p, int adapter) {
-  const bool on = p.enabled_bytes ? static_cast<const unsigned char*>(p.enabled)[adapter] != 0
-                                  : static_cast<const int*>(p.enabled)[adapter] != 0;
-  p.a.sorted += adapter * p.sorted_stride;
-  p.a.experts_of += adapter * p.experts_stride;
-  p.a.length += adapter * p.length_stride;
-  return on;
+// Points the outputs at those of an adapter; false if it is disabled.
+__device__ __forceinline__ bool select_adapter(AlignParams& p, int adapter) {
+  const bool enabled = p.enabled_is_bool ? static_cast<const unsigned char*>(p.adapter_enabled)[adapter] != 0
+                                         : static_cast<const int*>(p.adapter_enabled)[adapter] != 0;
+  p.a.sorted_token_ids += adapter * p.sorted_stride;
+  p.a.expert_ids += adapter * p.expert_ids_stride;
+  p.a.num_post_pad += adapter * p.num_post_pad_stride;
+  return enabled;
 }
 
-template <bool PLAIN>
-__global__ void __launch_bounds__(kThreads, 1) moe_align_kernel(AlignParams p) {
+template <Ids IDS>
+__global__ void __launch_bounds__(kMaxThreads, 1) moe_align_cluster_kernel(AlignParams p) {
   extern __shared__ unsigned shared[];
-  const AlignMemory memory(p.a, shared);
-  const unsigned rank = PLAIN ? blockIdx.x : blockIdx.x % p.a.cluster;
-  const int adapter = PLAIN ? 0 : blockIdx.x / p.a.cluster;
-  align_begin(p.a, memory);
+  const ClusterAlignMemory memory(p.a, shared);
+  const unsigned cta_rank = IDS == Ids::plain ? blockIdx.x : blockIdx.x % p.a.cluster_size;
+  const int adapter = IDS == Ids::plain ? 0 : blockIdx.x / p.a.cluster_size;
+  align_cluster_prologue(p.a, memory);
   pdl_wait();
   pdl_trigger();
-  if (!PLAIN && p.adapters && !choose_adapter(p, adapter)) {
-    if (p.a.cluster > 1) cluster_ready();
+  if (IDS == Ids::any && p.has_adapters && !select_adapter(p, adapter)) {
+    if (p.a.cluster_size > 1) exchange_ready();  // every CTA of the cluster waits once
     return;
   }
-  if (p.a.cluster == 1) fill_with_padding(p.a);
-  constexpr int rounds = PLAIN ? 8 : 4;  // what registers hold
-  align_pairs<rounds, true>(p.a, memory, rank, [&](int pair) { return expert_of<PLAIN>(p, pair, adapter); });
+  if (p.a.cluster_size == 1) fill_with_padding(p.a);
+  constexpr int rounds = IDS == Ids::plain ? 8 : 4;  // what registers hold
+  align_cluster<rounds>(p.a, memory, cta_rank, [&](int pair) { return expert_of<IDS>(p, pair, adapter); });
 }
 
-template <int PER_LANE, bool PLAIN>
-__global__ void __launch_bounds__(kThreadsApart, 1) moe_align_apart_kernel(AlignParams p) {
+template <int PER_LANE, Ids IDS>
+__global__ void __launch_bounds__(kIndependentThreads, 1) moe_align_independent_kernel(AlignParams p) {
   extern __shared__ unsigned shared[];
-  const int rank = PLAIN ? blockIdx.x : blockIdx.x % p.apart.blocks;
-  const int adapter = PLAIN ? 0 : blockIdx.x / p.apart.blocks;
-  if (PLAIN) p.a.expert_map = nullptr;  // as the host has seen to
-  apart_begin<PER_LANE>(p.apart.own, shared);
+  const int cta_rank = IDS == Ids::plain ? blockIdx.x : blockIdx.x % p.split.ctas;
+  const int adapter = IDS == Ids::plain ? 0 : blockIdx.x / p.split.ctas;
+  if (IDS == Ids::plain) p.a.expert_map = nullptr;  // null already; the compiler drops the code for maps
+  align_independent_prologue<PER_LANE>(p.split.rounds_per_cta, shared);
   pdl_wait();
   pdl_trigger();
-  if (!PLAIN && p.adapters && !choose_adapter(p, adapter)) return;
-  align_apart<PER_LANE>(p.a, p.apart, shared, rank, [&](int pair) { return expert_of<PLAIN>(p, pair, adapter); });
+  if (IDS == Ids::any && p.has_adapters && !select_adapter(p, adapter)) return;
+  align_independent<PER_LANE>(p.a, p.split, shared, cta_rank,
+                              [&](int pair) { return expert_of<IDS>(p, pair, adapter); });
 }
 
 constexpr DLDataType kBool8{kDLBool, 8, 1};
 
-// The arguments that both ops share, in the order of their Python checks.
+// The arguments that both ops share, checked in the order of their Python checks.
 class AlignCall {
  public:
   explicit AlignCall(const char* op) : check(op) {}
 
-  void ids(const TensorView& ids, const AnyView& experts, const AnyView& block_size, const OptionalTensor& map) {
+  void check_inputs(const TensorView& ids, const AnyView& experts, const AnyView& block_size,
+                    const OptionalTensor& map) {
     check.dtype("topk_ids", ids, {kInt32, kInt64});
     check.rank("topk_ids", ids, 2, 2);
     check.last_contiguous("topk_ids", ids);
-    experts_ = check.integer("num_experts", experts, 1);
-    block_size_ = check.integer("block_size", block_size, 1);
+    experts_ = check_count(check, "num_experts", experts);
+    block_size_ = check_count(check, "block_size", block_size);
     check_map(check, map, experts_);
-    if (experts_ > INT_MAX || block_size_ > INT_MAX) unsupported("2^31 experts or more, or so large a block");
     pairs_ = ids.size(0) * ids.size(1);
   }
 
-  // An int32 output [..., at least `least`], with `adapters` rows where that is not 0.
-  void buffer(const char* name, const TensorView& t, int64_t adapters, int64_t least) const {
+  // An int32 output [..., at least `least`], with `adapters` rows unless that is 0.
+  void check_output(const char* name, const TensorView& t, int64_t adapters, int64_t least) const {
     const int rank = adapters ? 2 : 1;
     check.dtype(name, t, {kInt32});
     check.rank(name, t, rank, rank);
@@ -135,62 +132,72 @@ class AlignCall {
     check.disjoint(name, t);
   }
 
-  void outputs(const TensorView& sorted, const TensorView& experts_of, const TensorView& length,
-               int64_t adapters) const {
+  void check_outputs(const TensorView& sorted_token_ids, const TensorView& expert_ids,
+                     const TensorView& num_tokens_post_pad, int64_t adapters) const {
     const int64_t blocks = most_blocks(pairs_, experts_, block_size_), lengths = adapters ? adapters : 1;
-    buffer("sorted_token_ids", sorted, adapters, blocks * block_size_);
-    buffer("expert_ids", experts_of, adapters, blocks);
-    buffer("num_tokens_post_pad", length, 0, lengths);
-    check.shape("num_tokens_post_pad", length, &lengths, 1);
+    check_output("sorted_token_ids", sorted_token_ids, adapters, blocks * block_size_);
+    check_output("expert_ids", expert_ids, adapters, blocks);
+    check_output("num_tokens_post_pad", num_tokens_post_pad, 0, lengths);
+    check.shape("num_tokens_post_pad", num_tokens_post_pad, &lengths, 1);
   }
 
-  void launch(const TensorView& ids, const TensorView& sorted, const TensorView& experts_of, const TensorView& length,
-              const OptionalTensor& map, AlignParams p, unsigned adapters) const {
+  // One alignment per adapter, or one in all; p holds the fields of adapters.
+  void launch(const TensorView& ids, const TensorView& sorted_token_ids, const TensorView& expert_ids,
+              const TensorView& num_tokens_post_pad, const OptionalTensor& map, AlignParams p,
+              unsigned alignments) const {
     set_sizes(&p.a, pairs_, experts_, block_size_);
-    p.a.sorted = reinterpret_cast<int*>(address(sorted));
-    p.a.experts_of = reinterpret_cast<int*>(address(experts_of));
-    p.a.length = reinterpret_cast<int*>(address(length));
+    p.a.sorted_token_ids = reinterpret_cast<int*>(address(sorted_token_ids));
+    p.a.expert_ids = reinterpret_cast<int*>(address(expert_ids));
+    p.a.num_post_pad = reinterpret_cast<int*>(address(num_tokens_post_pad));
     p.a.expert_map = reinterpret_cast<const int*>(address(map));
-    p.a.slots = sorted.size(-1);
-    p.a.blocks = experts_of.size(-1);
-    p.ids = address(ids);
+    p.a.num_positions = sorted_token_ids.size(-1);
+    p.a.num_blocks = expert_ids.size(-1);
+    p.topk_ids = address(ids);
     p.k = static_cast<int>(std::max<int64_t>(ids.size(1), 1));
-    p.stride = ids.stride(0);
-    p.wide = same_dtype(ids.dtype(), kInt64);
-    p.flat = ids.size(0) < 2 || ids.stride(0) == ids.size(1);
-    const DeviceGuard guard(ids.device().device_id);
-    const bool plain = p.flat && !p.wide && !p.adapters;
-    if (pairs_ <= (p.adapters ? kPairsApart / 8 : kPairsApart) && experts_ <= kExpertsApart) {
-      const bool plainest = plain && !p.a.expert_map;
-      return experts_ <= kExpertsApart / 4 ? launch_apart<kExpertsApart / 128>(p, plainest, ids.device(), adapters)
-                                           : launch_apart<kExpertsApart / 32>(p, plainest, ids.device(), adapters);
+    p.token_stride = ids.stride(0);
+    p.ids_int64 = same_dtype(ids.dtype(), kInt64);
+    p.ids_contiguous = ids.size(0) < 2 || ids.stride(0) == ids.size(1);
+    const DLDevice device = ids.device();
+    const DeviceGuard guard(device.device_id);
+    const bool plain = p.ids_contiguous && !p.ids_int64 && !p.has_adapters;
+    const bool few = pairs_ <= (p.has_adapters ? kIndependentPairsOfAdapters : kIndependentPairs);
+
+    // The table: condition -> kernel. A wide cluster that this GPU does not run leaves the case to the next row.
+    if (few && experts_ <= 64) return launch_independent<2>(p, plain && !p.a.expert_map, device, alignments);
+    if (few && experts_ <= kIndependentExperts) {
+      return launch_independent<8>(p, plain && !p.a.expert_map, device, alignments);
     }
-    const auto launched = [&](int widest) {
-      split(&p.a, widest);
-      return plain ? launched_as<true>(p, ids.device(), adapters) : launched_as<false>(p, ids.device(), adapters);
-    };
-    if (!launched(widest_cluster(ids.device().device_id))) launched(kCluster);
+    for (const int largest : {largest_cluster(device.device_id), kPortableCluster}) {
+      split_cluster(&p.a, largest);
+      if (plain ? launch_cluster<Ids::plain>(p, device, alignments) : launch_cluster<Ids::any>(p, device, alignments)) {
+        return;
+      }
+    }
   }
 
   const Checks check;
 
  private:
   template <int PER_LANE>
-  static void launch_apart(AlignParams& p, bool plain, DLDevice device, unsigned adapters) {
-    const int threads = p.a.pairs > kFewPairs ? kThreadsApart : kThreadsApart / 2;
-    p.apart = spread(p.a, threads);
-    launch_pdl(plain ? moe_align_apart_kernel<PER_LANE, true> : moe_align_apart_kernel<PER_LANE, false>,
-               dim3(p.apart.blocks * adapters), dim3(threads), device, p, 4 * apart_words<PER_LANE>(p.apart.own));
+  static void launch_independent(AlignParams& p, bool plain, DLDevice device, unsigned alignments) {
+    const int threads = p.a.num_pairs > kFewPairs ? kIndependentThreads : kIndependentThreads / 2;
+    p.split = split_independent(p.a, threads);
+    const auto kernel =
+        plain ? moe_align_independent_kernel<PER_LANE, Ids::plain> : moe_align_independent_kernel<PER_LANE, Ids::any>;
+    launch_pdl(kernel, dim3(p.split.ctas * alignments), dim3(threads), device, p,
+               4 * align_independent_words<PER_LANE>(p.split.rounds_per_cta));
   }
 
-  template <bool PLAIN>
-  static bool launched_as(const AlignParams& p, DLDevice device, unsigned adapters) {
-    constexpr auto kernel = moe_align_kernel<PLAIN>;
-    if (p.a.cluster > kCluster && !runs_wide<kernel, kThreads>(device.device_id)) return false;
+  // False if the GPU does not run so large a cluster.
+  template <Ids IDS>
+  static bool launch_cluster(const AlignParams& p, DLDevice device, unsigned alignments) {
+    constexpr auto kernel = moe_align_cluster_kernel<IDS>;
+    const bool wide = p.a.cluster_size > kPortableCluster;
+    if (wide && !runs_wide_clusters<kernel, kMaxThreads>(device.device_id)) return false;
     const size_t bytes = shared_bytes(p.a);
-    allow_shared(kernel, bytes);
-    launch_pdl(kernel, dim3(p.a.cluster * adapters), dim3(threads_for(p.a, 256, kThreads)), device, p, bytes,
-               p.a.cluster);
+    if (bytes > kDefaultSharedBytes) raise_shared_limit<kernel, kMaxSharedBytes>(device);
+    launch_pdl(kernel, dim3(p.a.cluster_size * alignments), dim3(threads_for(p.a, kMinThreads, kMaxThreads)), device, p,
+               bytes, p.a.cluster_size);
     return true;
   }
 
@@ -200,14 +207,14 @@ class AlignCall {
 void moe_align_block_size(TensorView topk_ids, AnyView num_experts, AnyView block_size, TensorView sorted_token_ids,
                           TensorView expert_ids, TensorView num_tokens_post_pad, OptionalTensor expert_map) {
   AlignCall call("moe_align_block_size");
-  call.ids(topk_ids, num_experts, block_size, expert_map);
-  call.outputs(sorted_token_ids, expert_ids, num_tokens_post_pad, 0);
+  call.check_inputs(topk_ids, num_experts, block_size, expert_map);
+  call.check_outputs(sorted_token_ids, expert_ids, num_tokens_post_pad, /*adapters=*/0);
   check_devices(call.check, "topk_ids", topk_ids,
                 {{"expert_map", expert_map},
                  {"sorted_token_ids", sorted_token_ids},
                  {"expert_ids", expert_ids},
                  {"num_tokens_post_pad", num_tokens_post_pad}});
-  call.launch(topk_ids, sorted_token_ids, expert_ids, num_tokens_post_pad, expert_map, {}, 1);
+  call.launch(topk_ids, sorted_token_ids, expert_ids, num_tokens_post_pad, expert_map, {}, /*alignments=*/1);
 }
 
 void moe_lora_align_block_size(TensorView topk_ids, TensorView token_lora_mapping, AnyView num_experts,
@@ -216,13 +223,13 @@ void moe_lora_align_block_size(TensorView topk_ids, TensorView token_lora_mappin
                                OptionalTensor expert_map) {
   AlignCall call("moe_lora_align_block_size");
   const Checks& check = call.check;
-  call.ids(topk_ids, num_experts, block_size, expert_map);
+  call.check_inputs(topk_ids, num_experts, block_size, expert_map);
   const int64_t tokens = topk_ids.size(0);
   check.dtype("token_lora_mapping", token_lora_mapping, {kInt32});
   check.last_contiguous("token_lora_mapping", token_lora_mapping);
   check.shape("token_lora_mapping", token_lora_mapping, &tokens, 1);
   const int64_t adapters = check.integer("max_loras", max_loras, 1);
-  call.outputs(sorted_token_ids, expert_ids, num_tokens_post_pad, adapters);
+  call.check_outputs(sorted_token_ids, expert_ids, num_tokens_post_pad, adapters);
   check.dtype("adapter_enabled", adapter_enabled, {kInt32, kBool8});
   check.last_contiguous("adapter_enabled", adapter_enabled);
   check.shape("adapter_enabled", adapter_enabled, &adapters, 1);
@@ -236,13 +243,13 @@ void moe_lora_align_block_size(TensorView topk_ids, TensorView token_lora_mappin
   if (adapters > (1 << 20)) unsupported("more than 2^20 adapters");
 
   AlignParams p;
-  p.adapters = true;
-  p.adapter_of = reinterpret_cast<const int*>(address(token_lora_mapping));
-  p.enabled = address(adapter_enabled);
-  p.enabled_bytes = adapter_enabled.dtype().bits == 8;
+  p.has_adapters = true;
+  p.token_lora_mapping = reinterpret_cast<const int*>(address(token_lora_mapping));
+  p.adapter_enabled = address(adapter_enabled);
+  p.enabled_is_bool = adapter_enabled.dtype().bits == 8;
   p.sorted_stride = sorted_token_ids.stride(0);
-  p.experts_stride = expert_ids.stride(0);
-  p.length_stride = num_tokens_post_pad.stride(0);
+  p.expert_ids_stride = expert_ids.stride(0);
+  p.num_post_pad_stride = num_tokens_post_pad.stride(0);
   call.launch(topk_ids, sorted_token_ids, expert_ids, num_tokens_post_pad, expert_map, p,
               static_cast<unsigned>(adapters));
 }

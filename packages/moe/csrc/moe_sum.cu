@@ -1,13 +1,10 @@
-// moe_sum: adds up the K results of each token, in order of k.
+// moe_sum: adds the K results of each token, in order of k: [T, K, N] -> [T, N].
 //
-// Built for 1 to 1024 tokens of 8 results of 2048. It must read 2KN bytes per token and write 2N: 740x8x2048 moves
-// 27 MB, 6.3 us at 4.3 TB/s; one addition per element. Up to 16 tokens one trip to memory and the launch decide.
+// For 1 to 1024 tokens of 8 results of 2048. Memory-bound from some hundred tokens on, latency-bound below.
 //
-// Split: a thread per pack of 16 bytes of the result, which asks for eight of its K packs before it adds the first, in
-// order, so a row's sum does not depend on the batch. K = 8 has code of its own. Nothing is read before the wait: a
-// prefetch of all rows costs 1.2 us at 740 tokens and wins nothing at one.
-//
-// Predicted 8 us for 740x8x2048, whose limit is 7.4; measured 7.4 (results/h200.json, README.md).
+// Work: one thread per pack of 16 bytes of the result. It loads up to eight of its K packs before it adds the first;
+// the order of additions is that of k, so a row does not depend on the batch. K = 8 is compiled separately. Nothing is
+// prefetched before the PDL wait: that would load each line twice.
 #include <kestrel/launch.h>
 #include <kestrel/tensor.h>
 #include <tvm/ffi/function.h>
@@ -18,24 +15,28 @@
 
 namespace kestrel::moe {
 
-struct SumParams {
+struct MoeSumParams {
   const char* x = nullptr;
   char* out = nullptr;
-  int64_t token_stride = 0, choice_stride = 0, out_stride = 0;  // in bytes
-  int choices = 0;                                              // K
-  int width = 0;                                                // N
-  int chunks = 0;                                               // blocks per token
+  int64_t token_stride = 0, k_stride = 0, out_stride = 0;  // in bytes
+  int top_k = 0;
+  int width = 0;
+  int ctas_per_token = 0;
 };
 
-constexpr int kWidest = 256;  // threads of a block
-constexpr int kAtOnce = 8;
+constexpr int kMaxThreads = 256;
+constexpr int kFewThreads = 64;  // spreads few packs over more SMs
+constexpr int64_t kFewPacks = 64 * 1024;
+constexpr int kLoadsInFlight = 8;
 
-// CHOICES: K where it is known, else 0.
-template <typename T, bool VECTORS, int CHOICES>
-__global__ void __launch_bounds__(kWidest, 1) moe_sum_kernel(const __grid_constant__ SumParams p) {
-  constexpr int size = VECTORS ? Pack<T>::size : 1;
-  const int token = blockIdx.x / p.chunks;
-  const int first = ((blockIdx.x - token * p.chunks) * blockDim.x + threadIdx.x) * size;
+enum class SumAccess { packs, elements };
+
+// TOP_K: K, or 0 where it is not known at compile time.
+template <typename T, SumAccess ACCESS, int TOP_K>
+__global__ void __launch_bounds__(kMaxThreads, 1) moe_sum_kernel(const __grid_constant__ MoeSumParams p) {
+  constexpr int size = ACCESS == SumAccess::packs ? Pack<T>::size : 1;
+  const int token = blockIdx.x / p.ctas_per_token;
+  const int first = ((blockIdx.x - token * p.ctas_per_token) * blockDim.x + threadIdx.x) * size;
   if (first >= p.width) return;
   const char* x = p.x + token * p.token_stride + static_cast<int64_t>(first) * sizeof(T);
   char* out = p.out + token * p.out_stride + static_cast<int64_t>(first) * sizeof(T);
@@ -44,21 +45,21 @@ __global__ void __launch_bounds__(kWidest, 1) moe_sum_kernel(const __grid_consta
   float sum[size];
 #pragma unroll
   for (int i = 0; i < size; ++i) sum[i] = 0.f;
-  if constexpr (VECTORS) {
-    const int choices = CHOICES ? CHOICES : p.choices;
-#pragma unroll(CHOICES ? (CHOICES + kAtOnce - 1) / kAtOnce : 1)
-    for (int k0 = 0; k0 < choices; k0 += kAtOnce) {
-      Pack<T> packs[kAtOnce];
+  if constexpr (ACCESS == SumAccess::packs) {
+    const int top_k = TOP_K ? TOP_K : p.top_k;
+#pragma unroll(TOP_K ? (TOP_K + kLoadsInFlight - 1) / kLoadsInFlight : 1)
+    for (int k0 = 0; k0 < top_k; k0 += kLoadsInFlight) {
+      Pack<T> packs[kLoadsInFlight];
 #pragma unroll
-      for (int k = 0; k < kAtOnce; ++k) {
-        if (k0 + k < choices) packs[k].bits = load16_streamed(x);
-        x += p.choice_stride;
+      for (int k = 0; k < kLoadsInFlight; ++k) {
+        if (k0 + k < top_k) packs[k].bits = load16_streamed(x);
+        x += p.k_stride;
         pin(x);  // one address in registers, not eight
       }
-      __syncwarp();  // all are asked for before the first is added: ptxas would save registers
+      __syncwarp();  // keeps all loads ahead of the first addition, which ptxas would trade for registers
 #pragma unroll
-      for (int k = 0; k < kAtOnce; ++k) {
-        if (k0 + k < choices) {
+      for (int k = 0; k < kLoadsInFlight; ++k) {
+        if (k0 + k < top_k) {
           float f[size];
           packs[k].unpack(f);
 #pragma unroll
@@ -70,7 +71,7 @@ __global__ void __launch_bounds__(kWidest, 1) moe_sum_kernel(const __grid_consta
     y.pack(sum);
     store16(out, y.bits);
   } else {
-    for (int k = 0; k < p.choices; ++k) sum[0] += to_float(*reinterpret_cast<const T*>(x + k * p.choice_stride));
+    for (int k = 0; k < p.top_k; ++k) sum[0] += to_float(*reinterpret_cast<const T*>(x + k * p.k_stride));
     *reinterpret_cast<T*>(out) = from_float<T>(sum[0]);
   }
 }
@@ -87,31 +88,31 @@ void moe_sum(TensorView out, TensorView x) {
   check.disjoint("out", out);
   check_devices(check, "x", x, {{"out", out}});
   if (tokens == 0 || width == 0) return;
-  constexpr int64_t most = int64_t{1} << 30;
-  if (tokens > most || width > most || x.size(1) > most) unsupported("a dimension of more than 2^30");
+  constexpr int64_t max_size = int64_t{1} << 30;
+  if (tokens > max_size || width > max_size || x.size(1) > max_size) unsupported("a dimension of more than 2^30");
 
-  SumParams p;
+  MoeSumParams p;
   p.x = address(x);
   p.out = address(out);
   p.token_stride = x.stride(0) * element_bytes(x);
-  p.choice_stride = x.stride(1) * element_bytes(x);
+  p.k_stride = x.stride(1) * element_bytes(x);
   p.out_stride = out.stride(0) * element_bytes(x);
-  p.choices = static_cast<int>(x.size(1));
+  p.top_k = static_cast<int>(x.size(1));
   p.width = static_cast<int>(width);
   const DeviceGuard guard(x.device().device_id);
   dispatch_float(x, [&](auto t) {
     using T = decltype(t);
-    const bool vectors = width % Pack<T>::size == 0 && aligned16(p.x) && aligned16(p.out) && p.token_stride % 16 == 0 &&
-                         p.choice_stride % 16 == 0 && p.out_stride % 16 == 0;
-    const int packs = p.width / (vectors ? Pack<T>::size : 1);
-    const int widest = tokens * packs < 64 * 1024 ? 64 : kWidest;  // few packs: spread them over more SMs
-    const int threads = std::min(widest, (packs + 31) / 32 * 32);
-    p.chunks = (packs + threads - 1) / threads;
-    if (tokens * p.chunks > (int64_t{1} << 31) - 1) unsupported("more than 2^31 blocks");
-    const auto kernel = !vectors               ? moe_sum_kernel<T, false, 0>
-                        : p.choices == kAtOnce ? moe_sum_kernel<T, true, kAtOnce>
-                                               : moe_sum_kernel<T, true, 0>;
-    launch_pdl(kernel, dim3(static_cast<unsigned>(tokens * p.chunks)), dim3(threads), x.device(), p);
+    const bool aligned = width % Pack<T>::size == 0 && aligned16(p.x) && aligned16(p.out) && p.token_stride % 16 == 0 &&
+                         p.k_stride % 16 == 0 && p.out_stride % 16 == 0;
+    const int packs = p.width / (aligned ? Pack<T>::size : 1);
+    const int max_threads = tokens * packs < kFewPacks ? kFewThreads : kMaxThreads;
+    const int threads = std::min(max_threads, (packs + 31) / 32 * 32);
+    p.ctas_per_token = (packs + threads - 1) / threads;
+    if (tokens * p.ctas_per_token > (int64_t{1} << 31) - 1) unsupported("more than 2^31 CTAs");
+    const auto kernel = !aligned       ? moe_sum_kernel<T, SumAccess::elements, 0>
+                        : p.top_k == 8 ? moe_sum_kernel<T, SumAccess::packs, 8>
+                                       : moe_sum_kernel<T, SumAccess::packs, 0>;
+    launch_pdl(kernel, dim3(static_cast<unsigned>(tokens * p.ctas_per_token)), dim3(threads), x.device(), p);
   });
 }
 

@@ -1,77 +1,51 @@
-// router_gemm: a linear layer for router logits in float32, x [T, K] times weight [N, K], transposed.
+// router_gemm: x [T, K] times weight [N, K] transposed, 16-bit in, float32 out: the logits of a router.
 //
-// Built for the gates of 8 to 512 experts, K of 2048 to 7168, and few tokens. It must read the weight once: 3.7 MB for
-// 256 experts of 7168, 0.9 us at 4.3 TB/s, about what one launch and one trip to memory cost. 2TNK operations, 0.2
-// billion for 64 tokens, are nothing to tensor cores. So the weight is spread over all SMs, and each asks for its part
-// at once, before the wait (PDL), for the weight is constant.
+// For gates of 8 to 1024 experts, K of 2048 to 7168, few tokens. Latency- and memory-bound: the weight is spread over
+// all SMs, and each CTA loads its first k tiles before the PDL wait (the weight is constant).
 //
-// Split: a cluster of up to 8 blocks has a tile of 16 or 32 outputs and 8 to 32 tokens. K is cut into pieces of 64, a
-// line of each row, dealt out evenly to its blocks and their 4 warps, each with a ring of pieces of its own in shared
-// memory. Weights are the 16 rows of mma.m16n8k16, tokens its 8 columns; which k stands where in the instruction does
-// not matter to a sum as long as both operands agree, so 16 bytes of a lane fill two instructions. The warps' sums are
-// added in order, then the blocks', sent through distributed shared memory. Who has which pieces depends on K alone: a
-// token's result is the same in every tile, for every T. Before sm_90 a tile is one block's.
-//
-// Predicted for 256 experts of 7168: 2.4 us for one token, 3.3 for 64, 5.0 for 256. Measured: the first, half as long
-// again for the second; and the third, whose tiles do not all fit at once, is left to the vendor's product (README.md).
+// Work: a cluster of up to 8 CTAs has an output tile of 16 or 32 experts and 8 to 32 tokens. The k tiles are split over
+// the warps of the cluster; each warp has a cp.async pipeline of its own and mma.m16n8k16 with the weight as operand A.
+// Partial sums are added in order of warp and of CTA rank, through distributed shared memory. The split depends on K
+// alone, so a token's result does not depend on T or on its tile. Before sm_90 a cluster is one CTA.
 #include <tvm/ffi/function.h>
-#include <kestrel/pack.cuh>
 #include <kestrel/pdl.cuh>
+#include <kestrel/ptx/cp_async.cuh>
 
 #include <algorithm>
 
-#include "cluster.cuh"
+#include "exchange.cuh"
 #include "linear.h"
+#include "shared_limit.h"
 
 namespace kestrel::moe {
 
-constexpr int kWarps = 4;       // of a block
-constexpr int kPiece = 64;      // k of one piece
-constexpr int kLine = 128;      // its bytes, of a row
-constexpr int kMostPieces = 3;  // of a warp, unless the cluster is as wide as it can be
-constexpr int kMostDoublings = 3;
-constexpr int64_t kMostBlocks = 256;  // of 16 outputs and 16 tokens; beyond, tiles four times as large read less
+constexpr int kWarps = 4;
+constexpr int kTileK = 64;
+constexpr int kRowBytes = 128;    // of a k tile: one cache line
+constexpr int kMaxWarpTiles = 3;  // k tiles per warp, unless the cluster is as large as it can be
+constexpr int kMaxClusterLog2 = 3;
+constexpr int64_t kMaxSmallTileCtas = 256;  // of 16 experts and 16 tokens; beyond, tiles of 32 by 32 load less
 
-struct RouterParams : LinearParams {
-  int pieces = 0;     // of K
-  int doublings = 0;  // the cluster has 2^doublings blocks
+struct RouterGemmParams : LinearParams {
+  int k_tiles = 0;
+  int cluster_log2 = 0;
 };
 
-// What a block computes: OUTPUTS x TOKENS, over its part of K.
-template <int OUTPUTS, int TOKENS>
+// The output tile of a cluster, and the shared memory of its CTAs.
+template <int EXPERTS, int TOKENS>
 struct Tile {
-  static constexpr int rows = OUTPUTS + TOKENS;               // of a piece
-  static constexpr int stages = OUTPUTS == 16 ? 4 : 2;        // pieces under way
-  static constexpr int pitch = OUTPUTS + 4;                   // floats; no two lanes that store a sum meet in a bank
-  static constexpr int vectors = TOKENS * OUTPUTS / 4;        // of four outputs of a token
-  static constexpr int ring = stages * rows * kLine;          // bytes of a warp
-  static constexpr int bytes = kWarps * ring + vectors * 16;  // the last are what the cluster sends
-  static_assert(pitch * TOKENS * 4 <= ring, "a warp's sums take the place of its ring");
+  static constexpr int rows = EXPERTS + TOKENS;  // of a k tile
+  static constexpr int num_stages = EXPERTS == 16 ? 4 : 2;
+  static constexpr int pitch = EXPERTS + 4;                             // floats; avoids bank conflicts of the epilogue
+  static constexpr int vectors = TOKENS * EXPERTS / 4;                  // of four experts of a token
+  static constexpr int pipeline_bytes = num_stages * rows * kRowBytes;  // of a warp
+  static constexpr int bytes = kWarps * pipeline_bytes + vectors * 16;  // the last part receives partial sums
+  static_assert(pitch * TOKENS * 4 <= pipeline_bytes, "the sums of a warp reuse its pipeline");
 };
-
-// Asks for 16 bytes in shared memory; zeros where there is nothing.
-__device__ __forceinline__ void copy16(uint32_t to, const char* from, bool there) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(there ? 16 : 0) : "memory");
-}
-__device__ __forceinline__ void close_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-// Returns when all but the last LEFT groups of this thread have arrived.
-template <int LEFT>
-__device__ __forceinline__ void wait_for_groups() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory");
-}
-
-__device__ __forceinline__ uint4 load16_shared(uint32_t from) {
-  uint4 v;
-  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "r"(from)
-               : "memory");
-  return v;
-}
 
 template <typename T>
-__device__ __forceinline__ void multiply(float (&c)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0,
-                                         unsigned b1) {
+__device__ __forceinline__ void mma_m16n8k16(float (&c)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3,
+                                             unsigned b0, unsigned b1) {
   if constexpr (std::is_same_v<T, __half>) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, "
         "%3};"
@@ -85,165 +59,173 @@ __device__ __forceinline__ void multiply(float (&c)[4], unsigned a0, unsigned a1
   }
 }
 
-template <typename T, int OUTPUTS, int TOKENS>
-__global__ void __launch_bounds__(kWarps * 32, 2) router_gemm_kernel(const __grid_constant__ RouterParams p) {
-  using Shape = Tile<OUTPUTS, TOKENS>;
-  constexpr int M = OUTPUTS / 16, N = TOKENS / 8;  // instructions across the tile
+template <typename T, int EXPERTS, int TOKENS>
+__global__ void __launch_bounds__(kWarps * 32, 2) router_gemm_kernel(const __grid_constant__ RouterGemmParams p) {
+  using Shape = Tile<EXPERTS, TOKENS>;
+  constexpr int M = EXPERTS / 16, N = TOKENS / 8;  // MMA instructions across the tile
   extern __shared__ __align__(128) char shared[];
-  __shared__ uint64_t box;
+  __shared__ uint64_t barrier;
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, group = lane >> 2, quad = lane & 3;
-  const int ranks = 1 << p.doublings, rank = blockIdx.x & (ranks - 1);
-  const int first_output = (blockIdx.x >> p.doublings) * OUTPUTS, first_token = blockIdx.y * TOKENS;
-  const int outputs = min(p.outputs - first_output, OUTPUTS), tokens = min(p.tokens - first_token, TOKENS);
+  const int cluster_size = 1 << p.cluster_log2, cta_rank = blockIdx.x & (cluster_size - 1);
+  const int first_expert = (blockIdx.x >> p.cluster_log2) * EXPERTS, first_token = blockIdx.y * TOKENS;
+  const int experts = min(p.outputs - first_expert, EXPERTS), tokens = min(p.tokens - first_token, TOKENS);
 
-  // In the end this block adds the cluster's sums of `own` vectors, of the `share` that fall to it.
-  const int share = Shape::vectors >> p.doublings;
-  const int own = min(max(tokens * (OUTPUTS / 4) - rank * share, 0), share);
-  float4* const inbox = reinterpret_cast<float4*>(shared + kWarps * Shape::ring);  // [ranks][share]
+  // The tile's vectors of sums are divided over the CTAs: up to `share` each, `own` of which are this CTA's.
+  const int share = Shape::vectors >> p.cluster_log2;
+  const int own = min(max(tokens * (EXPERTS / 4) - cta_rank * share, 0), share);
+  float4* const partials = reinterpret_cast<float4*>(shared + kWarps * Shape::pipeline_bytes);  // [cluster_size][share]
 
-  // This warp's pieces. Copying them, a lane has 16 bytes of every fourth row; the halves of odd rows change places, so
-  // that eight lanes that read two rows below meet in no bank.
-  const int slot = rank * kWarps + warp, slots_log2 = p.doublings + 2;
-  const int begin = slot * p.pieces >> slots_log2, pieces = ((slot + 1) * p.pieces >> slots_log2) - begin;
-  const int row = lane >> 3, k = begin * kPiece + (lane & 7) * 8;
-  const uint32_t ring = shared_address(shared) + warp * Shape::ring;
-  const uint32_t to = ring + row * kLine + ((lane & 7) ^ (row & 1) * 4) * 16;
-  const char* const weight = p.weight + (first_output + row) * p.weight_stride + int64_t{k} * sizeof(T);
+  // This warp's k tiles. A lane copies 16 bytes of every fourth row; the halves of odd rows are swapped, so that the
+  // eight lanes that read two rows below hit different banks.
+  const int k_slice = cta_rank * kWarps + warp, k_slices_log2 = p.cluster_log2 + 2;
+  const int begin = k_slice * p.k_tiles >> k_slices_log2;
+  const int k_tiles = ((k_slice + 1) * p.k_tiles >> k_slices_log2) - begin;
+  const int row = lane >> 3, k = begin * kTileK + (lane & 7) * 8;
+  const uint32_t pipeline = ptx::shared_address(shared) + warp * Shape::pipeline_bytes;
+  const uint32_t to = pipeline + row * kRowBytes + ((lane & 7) ^ (row & 1) * 4) * 16;
+  const char* const weight = p.weight + (first_expert + row) * p.weight_stride + int64_t{k} * sizeof(T);
   const char* const x = p.x + (first_token + row) * p.x_stride + int64_t{k} * sizeof(T);
-  const auto ask_weight = [&](int stage, int piece) {
+  const auto load_weight = [&](int stage, int k_tile) {
 #pragma unroll
-    for (int r = 0; r < OUTPUTS; r += 4) {
-      const bool there = row + r < outputs && k + piece * kPiece < p.width;
-      copy16(to + (stage * Shape::rows + r) * kLine, there ? weight + r * p.weight_stride + piece * kLine : p.weight,
-             there);
+    for (int r = 0; r < EXPERTS; r += 4) {
+      const bool valid = row + r < experts && k + k_tile * kTileK < p.width;
+      ptx::cp_async16_or_zero(to + (stage * Shape::rows + r) * kRowBytes,
+                              valid ? weight + r * p.weight_stride + k_tile * kRowBytes : p.weight, valid);
     }
   };
-  const auto ask_x = [&](int stage, int piece) {
+  const auto load_x = [&](int stage, int k_tile) {
 #pragma unroll
     for (int r = 0; r < TOKENS; r += 4) {
-      const bool there = row + r < tokens && k + piece * kPiece < p.width;
-      copy16(to + (stage * Shape::rows + OUTPUTS + r) * kLine, there ? x + r * p.x_stride + piece * kLine : p.x, there);
+      const bool valid = row + r < tokens && k + k_tile * kTileK < p.width;
+      ptx::cp_async16_or_zero(to + (stage * Shape::rows + EXPERTS + r) * kRowBytes,
+                              valid ? x + r * p.x_stride + k_tile * kRowBytes : p.x, valid);
     }
   };
 #pragma unroll
-  for (int i = 0; i < Shape::stages; ++i) {
-    if (i < pieces) ask_weight(i, i);
+  for (int i = 0; i < Shape::num_stages; ++i) {
+    if (i < k_tiles) load_weight(i, i);
   }
-  if (ranks > 1) open_box(&box, ranks * own * 16);
+  if (cluster_size > 1) exchange_begin(&barrier, cluster_size * own * 16);
   pdl_wait();
   pdl_trigger();
 #pragma unroll
-  for (int i = 0; i < Shape::stages; ++i) {
-    if (i < pieces) ask_x(i, i);
-    close_group();
+  for (int i = 0; i < Shape::num_stages; ++i) {
+    if (i < k_tiles) load_x(i, i);
+    ptx::cp_async_commit();
   }
 
+  // Main loop. The order of k within an instruction does not matter to the sum as long as both operands agree, so the
+  // 16 bytes of a lane feed two instructions.
   float sum[M][N][4] = {};
-  for (int piece = 0, stage = 0; piece < pieces; ++piece) {
-    wait_for_groups<Shape::stages - 1>();
+  for (int k_tile = 0, stage = 0; k_tile < k_tiles; ++k_tile) {
+    ptx::cp_async_wait<Shape::num_stages - 1>();
     __syncwarp();
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const uint32_t from = ring + (stage * Shape::rows + group) * kLine + (quad + ((half ^ group) & 1) * 4) * 16;
+      const uint32_t from =
+          pipeline + (stage * Shape::rows + group) * kRowBytes + (quad + ((half ^ group) & 1) * 4) * 16;
       uint4 w[2 * M], v[N];
 #pragma unroll
-      for (int m = 0; m < 2 * M; ++m) w[m] = load16_shared(from + m * 8 * kLine);
+      for (int m = 0; m < 2 * M; ++m) w[m] = ptx::load_shared_uint4(from + m * 8 * kRowBytes);
 #pragma unroll
-      for (int n = 0; n < N; ++n) v[n] = load16_shared(from + (OUTPUTS + n * 8) * kLine);
+      for (int n = 0; n < N; ++n) v[n] = ptx::load_shared_uint4(from + (EXPERTS + n * 8) * kRowBytes);
 #pragma unroll
       for (int m = 0; m < M; ++m) {
         const uint4 upper = w[2 * m], lower = w[2 * m + 1];
 #pragma unroll
-        for (int n = 0; n < N; ++n) multiply<T>(sum[m][n], upper.x, lower.x, upper.y, lower.y, v[n].x, v[n].y);
+        for (int n = 0; n < N; ++n) mma_m16n8k16<T>(sum[m][n], upper.x, lower.x, upper.y, lower.y, v[n].x, v[n].y);
 #pragma unroll
-        for (int n = 0; n < N; ++n) multiply<T>(sum[m][n], upper.z, lower.z, upper.w, lower.w, v[n].z, v[n].w);
+        for (int n = 0; n < N; ++n) mma_m16n8k16<T>(sum[m][n], upper.z, lower.z, upper.w, lower.w, v[n].z, v[n].w);
       }
     }
     __syncwarp();
-    if (piece + Shape::stages < pieces) {
-      ask_weight(stage, piece + Shape::stages);
-      ask_x(stage, piece + Shape::stages);
+    if (k_tile + Shape::num_stages < k_tiles) {
+      load_weight(stage, k_tile + Shape::num_stages);
+      load_x(stage, k_tile + Shape::num_stages);
     }
-    close_group();
-    stage = stage + 1 < Shape::stages ? stage + 1 : 0;
+    ptx::cp_async_commit();
+    stage = stage + 1 < Shape::num_stages ? stage + 1 : 0;
   }
 
-  // The warps' sums, where their rings were: [TOKENS][pitch].
-  float* const part = reinterpret_cast<float*>(shared + warp * Shape::ring);
+  // Epilogue. The warps' sums replace their pipelines: [TOKENS][pitch].
+  float* const warp_sums = reinterpret_cast<float*>(shared + warp * Shape::pipeline_bytes);
 #pragma unroll
   for (int m = 0; m < M; ++m) {
 #pragma unroll
     for (int n = 0; n < N; ++n) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        part[(8 * n + 2 * quad + i % 2) * Shape::pitch + 16 * m + group + 8 * (i / 2)] = sum[m][n][i];
+        warp_sums[(8 * n + 2 * quad + i % 2) * Shape::pitch + 16 * m + group + 8 * (i / 2)] = sum[m][n][i];
       }
     }
   }
   __syncthreads();
-  if (ranks > 1) cluster_ready();
+  if (cluster_size > 1) exchange_ready();
   const int share_log2 = 31 - __clz(share);
-  for (int i = threadIdx.x; i < tokens * (OUTPUTS / 4); i += kWarps * 32) {
-    const int at = i / (OUTPUTS / 4) * Shape::pitch + i % (OUTPUTS / 4) * 4;
+  for (int i = threadIdx.x; i < tokens * (EXPERTS / 4); i += kWarps * 32) {
+    const int at = i / (EXPERTS / 4) * Shape::pitch + i % (EXPERTS / 4) * 4;
     float4 total = make_float4(0, 0, 0, 0);
 #pragma unroll
     for (int w = 0; w < kWarps; ++w) {
-      const float4 f = reinterpret_cast<const float4*>(shared + w * Shape::ring)[at / 4];
+      const float4 f = reinterpret_cast<const float4*>(shared + w * Shape::pipeline_bytes)[at / 4];
       total.x += f.x, total.y += f.y, total.z += f.z, total.w += f.w;
     }
-    if (ranks > 1) {
-      send(i >> share_log2, &inbox[rank * share + (i & (share - 1))], total, &box);
+    if (cluster_size > 1) {
+      exchange_send(i >> share_log2, &partials[cta_rank * share + (i & (share - 1))], total, &barrier);
     } else {
-      inbox[i] = total;
+      partials[i] = total;
     }
   }
-  if (ranks > 1) {
-    receive(&box);
+  if (cluster_size > 1) {
+    exchange_wait(&barrier);
   } else {
     __syncthreads();
   }
   for (int i = threadIdx.x; i < own * 4; i += kWarps * 32) {
-    const int at = rank * share * 4 + i, output = at % OUTPUTS, token = at / OUTPUTS;
-    if (output >= outputs) continue;
-    float sums[1 << kMostDoublings], total = 0;
+    const int at = cta_rank * share * 4 + i, expert = at % EXPERTS, token = at / EXPERTS;
+    if (expert >= experts) continue;
+    float sums[1 << kMaxClusterLog2], total = 0;
 #pragma unroll
-    for (int r = 0; r < 1 << kMostDoublings; ++r) {
-      sums[r] = r < ranks ? reinterpret_cast<const float*>(inbox + r * share)[i] : 0;
+    for (int r = 0; r < 1 << kMaxClusterLog2; ++r) {
+      sums[r] = r < cluster_size ? reinterpret_cast<const float*>(partials + r * share)[i] : 0;
     }
 #pragma unroll
-    for (int r = 0; r < 1 << kMostDoublings; ++r) total += sums[r];
-    reinterpret_cast<float*>(p.out + (first_token + token) * p.out_stride)[first_output + output] = total;
+    for (int r = 0; r < 1 << kMaxClusterLog2; ++r) total += sums[r];
+    reinterpret_cast<float*>(p.out + (first_token + token) * p.out_stride)[first_expert + expert] = total;
   }
 }
 
-int64_t tiles(int count, int of) { return (int64_t{count} + of - 1) / of; }
+int64_t num_tiles(int count, int tile) { return (int64_t{count} + tile - 1) / tile; }
 
-template <typename T, int OUTPUTS, int TOKENS>
-void launch_tiles(const RouterParams& p, DLDevice device) {
-  constexpr auto kernel = router_gemm_kernel<T, OUTPUTS, TOKENS>;
-  constexpr int bytes = Tile<OUTPUTS, TOKENS>::bytes;
-  check_launch(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes), device);
-  const auto across = static_cast<unsigned>(tiles(p.outputs, OUTPUTS) << p.doublings);
-  launch_pdl(kernel, dim3(across, static_cast<unsigned>(tiles(p.tokens, TOKENS))), dim3(kWarps * 32), device, p, bytes,
-             1u << p.doublings);
+template <typename T, int EXPERTS, int TOKENS>
+void launch_tiles(const RouterGemmParams& p, DLDevice device) {
+  constexpr auto kernel = router_gemm_kernel<T, EXPERTS, TOKENS>;
+  constexpr int bytes = Tile<EXPERTS, TOKENS>::bytes;
+  raise_shared_limit<kernel, bytes>(device);
+  const auto across = static_cast<unsigned>(num_tiles(p.outputs, EXPERTS) << p.cluster_log2);
+  launch_pdl(kernel, dim3(across, static_cast<unsigned>(num_tiles(p.tokens, TOKENS))), dim3(kWarps * 32), device, p,
+             bytes, 1u << p.cluster_log2);
 }
 
+// The table: tokens and CTAs -> output tile. linear.py leaves larger products to the vendor's GEMM.
 template <typename T>
-void launch_router(const RouterParams& p, DLDevice device) {
+void launch_router(const RouterGemmParams& p, DLDevice device) {
+  const int64_t ctas = num_tiles(p.outputs, 16) * num_tiles(p.tokens, 16) << p.cluster_log2;
   if (p.tokens <= 8) return launch_tiles<T, 16, 8>(p, device);
-  const int64_t blocks = tiles(p.outputs, 16) * tiles(p.tokens, 16) << p.doublings;
-  if (p.tokens <= 16 || blocks <= kMostBlocks) return launch_tiles<T, 16, 16>(p, device);
+  if (p.tokens <= 16 || ctas <= kMaxSmallTileCtas) return launch_tiles<T, 16, 16>(p, device);
   launch_tiles<T, 32, 32>(p, device);
 }
 
 void router_gemm(TensorView out, TensorView x, TensorView weight) {
-  RouterParams p;
-  if (!prepare_linear(Checks("router_gemm"), out, kFloat32, x, weight, {}, &p)) return;
+  RouterGemmParams p;
+  if (!prepare_linear(Checks("router_gemm"), out, kFloat32, x, weight, /*bias=*/{}, &p)) return;
   const DLDevice device = x.device();
   const DeviceGuard guard(device.device_id);
-  p.pieces = (p.width + kPiece - 1) / kPiece;
+  p.k_tiles = (p.width + kTileK - 1) / kTileK;
   if (device_attribute(cudaDevAttrComputeCapabilityMajor, device.device_id) >= 9) {
-    while (p.doublings < kMostDoublings && p.pieces > (kMostPieces * kWarps) << p.doublings) ++p.doublings;
+    while (p.cluster_log2 < kMaxClusterLog2 && p.k_tiles > (kMaxWarpTiles * kWarps) << p.cluster_log2) {
+      ++p.cluster_log2;
+    }
   }
   same_dtype(x.dtype(), kBFloat16) ? launch_router<__nv_bfloat16>(p, device) : launch_router<__half>(p, device);
 }

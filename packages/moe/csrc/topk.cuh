@@ -1,10 +1,9 @@
-// Choosing experts: one row of router logits to its k weights and ids, in the registers of a team of lanes.
+// Choosing experts: from one row of router logits, held by a warp, to its k weights and ids.
 //
-// Keys order the experts of a row: the logit (or probability + bias) as an ordered integer, then the complement of the
-// id, so that a larger key means a larger value or, among equals, the lower id. All keys differ. A key of 32 bits holds
-// both when the value gives up its last 6 to 9 bits, and a warp finds the largest of them with one instruction. Where
-// that could have decided a choice, which shows in two neighbours that differ in their id alone, the row is selected
-// again by keys of 64 bits.
+// A key orders the experts of a row: the logit (or probability + bias) as an ordered integer, then the complement of
+// the id, so that equal values rank by ascending id. Keys of 32 bits, whose value gives up its last 6 to 9 bits to the
+// id, are compared first: one instruction finds the largest of a warp. Where the lost bits can have decided a choice
+// (two neighbours among the k + 1 largest differ in the id alone), the row is selected with keys of 64 bits.
 #pragma once
 
 #include <kestrel/pack.cuh>
@@ -15,7 +14,7 @@
 
 namespace kestrel::moe {
 
-constexpr unsigned FULL = 0xffffffffu;
+constexpr unsigned kFullMask = 0xffffffffu;
 
 enum class Float : int { f32, f16, bf16 };
 
@@ -27,7 +26,7 @@ __device__ __forceinline__ float load_float(const char* p, Float dtype, int64_t 
 
 struct Router {
   const char* logits = nullptr;
-  const char* bias = nullptr;  // added to the probabilities, for the selection only
+  const char* bias = nullptr;  // added to the probabilities for the selection only
   const int* num_tokens = nullptr;
   float* weights = nullptr;  // [tokens, k]
   int* ids = nullptr;        // [tokens, k]
@@ -37,11 +36,12 @@ struct Router {
   int k = 0;
   Float dtype = Float::f32;
   Float bias_dtype = Float::f32;
-  bool vectors = false;  // rows start at multiples of 16 bytes and fill whole lanes
+  bool vectorized = false;  // rows start at multiples of 16 bytes and fill whole lanes
   bool renormalize = false;
 };
 
-__device__ __forceinline__ float nan_is_least(float x) { return fmaxf(x, -INFINITY); }
+// NaN becomes -inf.
+__device__ __forceinline__ float nan_to_lowest(float x) { return fmaxf(x, -INFINITY); }
 
 // An unsigned integer in the order of the floats; both zeros are one. 0 is below them all.
 __device__ __forceinline__ unsigned ordered(float x) {
@@ -56,7 +56,7 @@ __device__ __forceinline__ float from_ordered(unsigned key) {
 using Key = unsigned long long;
 
 template <typename K>
-__device__ __forceinline__ void descend(K& a, K& b) {
+__device__ __forceinline__ void compare_exchange(K& a, K& b) {
   const K larger = a > b ? a : b;
   b = a > b ? b : a;
   a = larger;
@@ -68,7 +68,7 @@ __device__ __forceinline__ void sort_descending(K (&key)[N]) {
 #pragma unroll
   for (int i = DISTANCE % RUN; i + DISTANCE < N; ++i) {
     const bool first = (i - DISTANCE % RUN) % (2 * DISTANCE) < DISTANCE;
-    if (first && i / (2 * RUN) == (i + DISTANCE) / (2 * RUN)) descend(key[i], key[i + DISTANCE]);
+    if (first && i / (2 * RUN) == (i + DISTANCE) / (2 * RUN)) compare_exchange(key[i], key[i + DISTANCE]);
   }
   if constexpr (DISTANCE > 1) {
     sort_descending<RUN, DISTANCE / 2>(key);
@@ -77,7 +77,7 @@ __device__ __forceinline__ void sort_descending(K (&key)[N]) {
   }
 }
 
-// One warp has a row, each lane PER_LANE experts that follow one another.
+// Below, each lane of the warp holds PER_LANE consecutive experts of the row.
 
 // 4, 8 or more bytes, in accesses of at most 16.
 template <int WORDS>
@@ -96,12 +96,12 @@ __device__ __forceinline__ void load_words(uint32_t (&words)[WORDS], const char*
   }
 }
 
-// Experts past the end, and NaN, are -inf.
+// The lane's logits; experts past the end and NaN are -inf.
 template <int PER_LANE>
 __device__ __forceinline__ void load_row(float (&x)[PER_LANE], const Router& r, const char* row, int first) {
 #pragma unroll
   for (int i = 0; i < PER_LANE; ++i) x[i] = -INFINITY;
-  if (!r.vectors) {
+  if (!r.vectorized) {
 #pragma unroll
     for (int i = 0; i < PER_LANE; ++i) {
       if (first + i < r.experts) x[i] = load_float(row, r.dtype, first + i);
@@ -127,18 +127,18 @@ __device__ __forceinline__ void load_row(float (&x)[PER_LANE], const Router& r, 
     }
   }
 #pragma unroll
-  for (int i = 0; i < PER_LANE; ++i) x[i] = nan_is_least(x[i]);
+  for (int i = 0; i < PER_LANE; ++i) x[i] = nan_to_lowest(x[i]);
 }
 
-// What lane i knows about the i-th choice of the warp's row.
+// The i-th choice of the row, in lane i.
 struct Choice {
   int id;
   float weight;
 };
 
-// The k largest by keys of 64 bits: lane i gets the id of the i-th. `value(i)` is this lane's i-th, -inf at least.
+// The k largest by keys of 64 bits: returns the id of the i-th in lane i. `value(i)`: this lane's i-th value, no NaN.
 template <int PER_LANE, typename F>
-__device__ __forceinline__ int select_exactly(F value, int experts, int k) {
+__device__ __forceinline__ int select_by_long_keys(F value, int experts, int k) {
   const int lane = threadIdx.x % 32, first = lane * PER_LANE;
   Key key[PER_LANE];
 #pragma unroll
@@ -150,11 +150,11 @@ __device__ __forceinline__ int select_exactly(F value, int experts, int k) {
 #pragma unroll 1
   for (int i = 0; i < k; ++i) {
     const unsigned head = static_cast<unsigned>(key[0] >> 32);
-    const unsigned best = __reduce_max_sync(FULL, head);
-    // Equal values: the first lane has the lower ids.
-    const int owner = __ffs(__ballot_sync(FULL, head == best)) - 1;
-    const int its = static_cast<int>(~__shfl_sync(FULL, static_cast<unsigned>(key[0]), owner));
-    if (lane == i) id = its;
+    const unsigned best = __reduce_max_sync(kFullMask, head);
+    // Among equal values the first lane holds the lowest ids.
+    const int owner = __ffs(__ballot_sync(kFullMask, head == best)) - 1;
+    const int best_id = static_cast<int>(~__shfl_sync(kFullMask, static_cast<unsigned>(key[0]), owner));
+    if (lane == i) id = best_id;
     if (lane == owner) {
 #pragma unroll
       for (int j = 0; j + 1 < PER_LANE; ++j) key[j] = key[j + 1];
@@ -164,10 +164,10 @@ __device__ __forceinline__ int select_exactly(F value, int experts, int k) {
   return id;
 }
 
-// Routes one row, the warp's, whose logits are at `logits`.
+// Routes one row, whose logits are at `logits`.
 template <int PER_LANE>
 __device__ __forceinline__ Choice route_row(const Router& r, const char* logits) {
-  constexpr unsigned IDS = 32 * PER_LANE - 1;  // the bits of an id
+  constexpr unsigned kIdMask = 32 * PER_LANE - 1;
   const int lane = threadIdx.x % 32, first = lane * PER_LANE;
   float x[PER_LANE];
   load_row(x, r, logits, first);
@@ -175,35 +175,36 @@ __device__ __forceinline__ Choice route_row(const Router& r, const char* logits)
   float largest = x[0];
 #pragma unroll
   for (int i = 1; i < PER_LANE; ++i) largest = fmaxf(largest, x[i]);
-  largest = from_ordered(__reduce_max_sync(FULL, ordered(largest)));
-  // Infinite, it counts as e^0 all the same.
+  largest = from_ordered(__reduce_max_sync(kFullMask, ordered(largest)));
+  // The largest logit counts as e^0 even where it is infinite.
   const bool finite = fabsf(largest) < INFINITY;
 
-  // Short keys: the value without its last bits, in their place the complement of the id.
+  // Short keys: the complement of the id replaces the last bits of the value.
   unsigned key[PER_LANE];
-  float shares = 0.f;
+  float sum = 0.f;
 #pragma unroll
   for (int i = 0; i < PER_LANE; ++i) {
-    key[i] = (ordered(x[i]) & ~IDS) | (IDS - first - i);
+    key[i] = (ordered(x[i]) & ~kIdMask) | (kIdMask - first - i);
     x[i] = finite ? expf(x[i] - largest) : x[i] == largest ? 1.f : 0.f;
     if (first + i >= r.experts) key[i] = 0, x[i] = 0.f;
-    shares += x[i];
+    sum += x[i];
   }
-  shares = warp_sum(shares);
-  const auto score = [&](int i) { return nan_is_least(x[i] / shares + load_float(r.bias, r.bias_dtype, first + i)); };
+  sum = warp_sum(sum);
+  const auto score = [&](int i) { return nan_to_lowest(x[i] / sum + load_float(r.bias, r.bias_dtype, first + i)); };
   if (r.bias) {
 #pragma unroll
     for (int i = 0; i < PER_LANE; ++i) {
-      if (first + i < r.experts) key[i] = (ordered(score(i)) & ~IDS) | (IDS - first - i);
+      if (first + i < r.experts) key[i] = (ordered(score(i)) & ~kIdMask) | (kIdMask - first - i);
     }
   }
 
-  // k times the largest of the lanes' first keys leaves its list; once more for what comes after the last choice.
+  // Each lane's list is sorted; k + 1 times the largest head of a list is taken. The last tells whether choice k is
+  // clear.
   sort_descending(key);
-  unsigned mine = 0, last = 0;
+  unsigned mine = 0, last = 0;  // lane i: the i-th largest key; all lanes: the last one
 #pragma unroll 1
   for (int i = 0; i <= r.k; ++i) {
-    const unsigned best = __reduce_max_sync(FULL, key[0]);
+    const unsigned best = __reduce_max_sync(kFullMask, key[0]);
     if (lane == i) mine = best;
     last = best;
     if (key[0] == best) {
@@ -212,35 +213,35 @@ __device__ __forceinline__ Choice route_row(const Router& r, const char* logits)
       key[PER_LANE - 1] = 0;
     }
   }
-  int id = static_cast<int>(IDS - (mine & IDS));
+  int id = static_cast<int>(kIdMask - (mine & kIdMask));
 
-  // Short keys are exact unless neighbours differ in the id alone and a value has bits that it lost to the id.
-  unsigned next = __shfl_down_sync(FULL, mine, 1);
+  // Short keys decide unless neighbours differ in the id alone and some value lost bits to its id.
+  unsigned next = __shfl_down_sync(kFullMask, mine, 1);
   if (lane == r.k - 1) next = last;
-  if (__any_sync(FULL, lane < r.k && (mine ^ next) <= IDS) && (r.dtype == Float::f32 || r.bias)) {
+  if (__any_sync(kFullMask, lane < r.k && (mine ^ next) <= kIdMask) && (r.dtype == Float::f32 || r.bias)) {
     float y[PER_LANE];
     load_row(y, r, logits, first);
-    bool lost = r.bias != nullptr;
+    bool lost_bits = r.bias != nullptr;
 #pragma unroll
     for (int i = 0; i < PER_LANE; ++i) {
       if (r.bias) {
         y[i] = first + i < r.experts ? score(i) : 0.f;
       } else {
-        lost = lost || (__float_as_uint(y[i]) & IDS) != 0;
+        lost_bits = lost_bits || (__float_as_uint(y[i]) & kIdMask) != 0;
       }
     }
-    if (__any_sync(FULL, lost)) {
-      id = select_exactly<PER_LANE>([&](int i) { return y[i]; }, r.experts, r.k);
+    if (__any_sync(kFullMask, lost_bits)) {
+      id = select_by_long_keys<PER_LANE>([&](int i) { return y[i]; }, r.experts, r.k);
     }
   }
 
   Choice choice{id, 0.f};
 #pragma unroll
   for (int i = 0; i < PER_LANE; ++i) {
-    const float theirs = __shfl_sync(FULL, x[i], id / PER_LANE);
+    const float theirs = __shfl_sync(kFullMask, x[i], id / PER_LANE);
     if (id % PER_LANE == i) choice.weight = theirs;
   }
-  choice.weight = lane < r.k ? choice.weight / shares : 0.f;
+  choice.weight = lane < r.k ? choice.weight / sum : 0.f;
   if (r.renormalize) {
     const float total = warp_sum(choice.weight);
     choice.weight = choice.weight / (total > 0.f ? total : 1.f);

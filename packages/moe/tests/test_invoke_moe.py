@@ -196,7 +196,7 @@ def test_with_one_block_size_a_row_is_the_same_bit_for_bit_in_any_batch(block: i
         assert torch.equal(part_down, down[rows])
 
 
-def test_slots_past_the_length_and_experts_past_the_end_are_skipped() -> None:
+def test_positions_past_the_length_and_experts_past_the_end_are_skipped() -> None:
     c = case(4)
     full = invoke_cute_moe_up(c.hidden, c.w1, None, None, c.ids, *c.aligned, block_size=16)
     sorted_ids, experts, length = (t.clone() for t in c.aligned)

@@ -17,7 +17,7 @@ from kestrel_runtime.testing import canary
 
 
 def by_hand(
-    ids: torch.Tensor, experts: int, block: int, slots: int, blocks: int, expert_map: list[int] | None = None
+    ids: torch.Tensor, experts: int, block: int, positions: int, blocks: int, expert_map: list[int] | None = None
 ) -> tuple[list[int], list[int], int]:
     flat = ids.flatten().tolist()
     sorted_ids: list[int] = []
@@ -29,11 +29,11 @@ def by_hand(
         sorted_ids += group
         block_experts += [place] * (len(group) // block)
     length = len(sorted_ids)
-    return sorted_ids + [len(flat)] * (slots - length), block_experts + [-1] * (blocks - len(block_experts)), length
+    return sorted_ids + [len(flat)] * (positions - length), block_experts + [-1] * (blocks - len(block_experts)), length
 
 
-def buffers(slots: int, blocks: int) -> tuple[torch.Tensor, ...]:
-    return tuple(canary((n,), torch.int32)[0] for n in (slots, blocks, 1))
+def buffers(positions: int, blocks: int) -> tuple[torch.Tensor, ...]:
+    return tuple(canary((n,), torch.int32)[0] for n in (positions, blocks, 1))
 
 
 def assert_aligned(
@@ -41,13 +41,13 @@ def assert_aligned(
 ) -> None:
     pairs = ids.numel()
     blocks = (pairs + min(pairs, experts) * (block - 1)) // block + spare
-    slots = blocks * block + spare
-    made = [canary((n,), torch.int32) for n in (slots, blocks, 1)]
+    positions = blocks * block + spare
+    made = [canary((n,), torch.int32) for n in (positions, blocks, 1)]
     outputs = [tensor for tensor, _ in made]
     before = ids.clone()
     table = None if expert_map is None else torch.tensor(expert_map, dtype=torch.int32)
     moe_align_block_size(ids, experts, block, *outputs, table)
-    expected = by_hand(ids, experts, block, slots, blocks, expert_map)
+    expected = by_hand(ids, experts, block, positions, blocks, expert_map)
     assert outputs[0].tolist() == expected[0]
     assert outputs[1].tolist() == expected[1]
     assert outputs[2].item() == expected[2]
@@ -105,6 +105,15 @@ def test_a_view_of_the_ids_counts_its_own_pairs() -> None:
     assert_aligned(ids[1::2, 2:5], 8, 16)
 
 
+def test_the_number_of_experts_costs_no_memory() -> None:
+    ids, experts = torch.tensor([[5, 2**31 - 2], [2**31 - 1, 5]]), 2**31 - 1  # one id is past the end
+    outputs = buffers(16, 4)
+    moe_align_block_size(ids, experts, 4, *outputs)
+    assert outputs[0].tolist() == [0, 3, 4, 4, 1, *[4] * 11]
+    assert outputs[1].tolist() == [5, 2**31 - 2, -1, -1]
+    assert outputs[2].item() == 8
+
+
 # ---- adapters --------------------------------------------------------------------------------------------------------
 
 
@@ -120,10 +129,11 @@ def test_each_adapter_gets_the_alignment_of_its_own_tokens(flags: torch.dtype, e
     outputs = [torch.full(shape, -7, dtype=torch.int32) for shape in ((4, blocks * 8 + 3), (4, blocks), (4,))]
     table = None if expert_map is None else torch.tensor(expert_map, dtype=torch.int32)
     moe_lora_align_block_size(ids, mapping, 6, 8, 4, *outputs, enabled, table)
-    for slot in (0, 2, 3):
-        own = torch.where(mapping[:, None] == slot, ids, -1)
+    for adapter in (0, 2, 3):
+        own = torch.where(mapping[:, None] == adapter, ids, -1)
         expected = by_hand(own, 6, 8, blocks * 8 + 3, blocks, expert_map)
-        assert [outputs[0][slot].tolist(), outputs[1][slot].tolist(), outputs[2][slot].item()] == list(expected)
+        got = [output[adapter].tolist() for output in outputs]
+        assert got == list(expected), f"adapter {adapter}"
     assert all(bool((output[1] == -7).all()) for output in outputs)  # the disabled one
 
 
@@ -137,10 +147,11 @@ def test_adapters_with_the_expert_counts_of_models(experts: int, choices: int, t
     outputs = [torch.full(shape, -7, dtype=torch.int32) for shape in ((3, blocks * block), (3, blocks), (3,))]
     enabled = torch.ones(3, dtype=torch.bool)
     moe_lora_align_block_size(ids, mapping, experts, block, 3, *outputs, enabled)
-    for slot in range(3):
-        own = torch.where(mapping[:, None] == slot, ids, -1)
+    for adapter in range(3):
+        own = torch.where(mapping[:, None] == adapter, ids, -1)
         expected = by_hand(own, experts, block, blocks * block, blocks)
-        assert [outputs[0][slot].tolist(), outputs[1][slot].tolist(), outputs[2][slot].item()] == list(expected)
+        got = [output[adapter].tolist() for output in outputs]
+        assert got == list(expected), f"adapter {adapter}"
 
 
 # ---- routing and alignment in one ------------------------------------------------------------------------------------

@@ -11,15 +11,17 @@ from .reference_experts import most_blocks
 from .topk_softmax import topk_softmax
 
 _kernels = Binary("kestrel_moe")
-_TOKENS_OF_ONE_LAUNCH, _LOGITS_OF_ONE_LAUNCH = 16, 2048  # are routed and aligned in it
+# The largest case that one launch routes and aligns.
+_MAX_FUSED_TOKENS, _MAX_FUSED_LOGITS = 16, 2048
+_MAX_COUNT = 2**31 - 1  # expert ids and positions are int32
 
 
 def _check_ids(
     op: str, topk_ids: torch.Tensor, num_experts: int, block_size: int, expert_map: torch.Tensor | None
 ) -> None:
     check.tensor(op, "topk_ids", topk_ids, dtype=check.INTEGERS, ndim=2, last_contiguous=True)
-    check.number(op, "num_experts", num_experts, integer=True, minimum=1)
-    check.number(op, "block_size", block_size, integer=True, minimum=1)
+    check.number(op, "num_experts", num_experts, integer=True, minimum=1, maximum=_MAX_COUNT)
+    check.number(op, "block_size", block_size, integer=True, minimum=1, maximum=_MAX_COUNT)
     _check_map(op, num_experts, expert_map)
     check.same(op, "device", topk_ids=topk_ids, expert_map=expert_map)
 
@@ -77,10 +79,9 @@ def moe_align_block_size(
 ) -> None:
     """Sort pairs by expert and pad each expert to whole blocks, in place in the three outputs.
 
-    One launch at every size, and the same result bit for bit however its work is split.
-
     topk_ids: int32 or int64 [T, K]; the pair (t, j) has the flat index t * K + j. Ids that are negative, >= num_experts
-    or mapped to -1 are dropped. expert_map: int32 [num_experts], the place of each expert here, -1 for none.
+    or mapped to a negative number are dropped. expert_map: int32 [num_experts], the index of each expert in the local
+    weights, -1 for experts on other devices. num_experts, block_size: 1 to 2^31 - 1.
 
     Written in place, all int32:
     sorted_token_ids: [S], flat indices grouped by ascending expert and ascending within one, each group padded to a
@@ -88,8 +89,9 @@ def moe_align_block_size(
     expert_ids: [M], the expert of each block (``expert_map[e]`` with a map), -1 past the end.
     num_tokens_post_pad: [1], the padded length.
 
-    With B = (T*K + min(T*K, num_experts) * (block_size - 1)) // block_size, the most blocks these sizes can need, S
-    must be at least B * block_size and M at least B; vLLM's buffers are large enough. Reads nothing on the host.
+    With B = (T*K + min(T*K, num_experts) * (block_size - 1)) // block_size, the most blocks that can be needed, S must
+    be at least B * block_size and M at least B; vLLM's buffers are large enough. Reads nothing on the host. One
+    launch at every size; the result is the same bit for bit however the work is split.
 
     Raises ValueError or TypeError for a wrong dtype, rank, shape or device, or too small a buffer.
     Semantics: vLLM's moe_align_block_size.
@@ -149,15 +151,15 @@ def moe_lora_align_block_size(
     adapter_enabled: torch.Tensor,
     expert_map: torch.Tensor | None = None,
 ) -> None:
-    """One alignment per adapter slot, each over the tokens of that adapter, in place in the three outputs.
+    """One alignment per LoRA adapter, each over the tokens of that adapter, in place in the three outputs.
 
     topk_ids, num_experts, block_size, expert_map: as in :func:`moe_align_block_size`.
-    token_lora_mapping: int32 [T], the adapter slot of each token; a value outside 0..max_loras-1 is no adapter.
-    adapter_enabled: bool or int32 [max_loras]; the outputs of a disabled slot stay untouched.
+    token_lora_mapping: int32 [T], the adapter of each token; a value outside 0..max_loras-1 stands for no adapter.
+    adapter_enabled: bool or int32 [max_loras]; the outputs of a disabled adapter stay untouched.
 
     Written in place, int32: sorted_token_ids [max_loras, S], expert_ids [max_loras, M], num_tokens_post_pad
-    [max_loras], each row as moe_align_block_size would write it; flat indices still count all T * K pairs. S and M as
-    there. Reads nothing on the host.
+    [max_loras], each row as moe_align_block_size writes it; flat indices count all T * K pairs. S and M have the same
+    lower bounds. Reads nothing on the host.
 
     Raises ValueError or TypeError for a wrong dtype, rank, shape or device, or too small a buffer.
     Semantics: vLLM's moe_lora_align_block_size, with outputs of two dimensions.
@@ -196,7 +198,7 @@ def _check_route_and_align(
     check.number(op, "k", k, integer=True, minimum=1)
     if k > experts:
         check.fail(op, "k", f"at most the {experts} experts", k)
-    check.number(op, "block_size", block_size, integer=True, minimum=1)
+    check.number(op, "block_size", block_size, integer=True, minimum=1, maximum=_MAX_COUNT)
     check.flag(op, "renormalize", renormalize)
     if bias is not None:
         check.tensor(op, "bias", bias, dtype=check.FLOATS, last_contiguous=True)
@@ -223,8 +225,8 @@ def route_and_align(
     block_size, expert_map (int32 [E]): as in :func:`moe_align_block_size`.
 
     Returns (weights float32 [T, k], ids int32 [T, k], sorted_token_ids int32 [B * block_size], expert_ids int32 [B],
-    num_tokens_post_pad int32 [1]) with B = (T*k + min(T*k, E) * (block_size - 1)) // block_size. ids are those of the
-    logits, whatever the map drops. Reads nothing on the host.
+    num_tokens_post_pad int32 [1]) with B = (T*k + min(T*k, E) * (block_size - 1)) // block_size. ids are the choices
+    before the map. Reads nothing on the host.
 
     Raises ValueError or TypeError for a wrong dtype, rank, shape or device, and for k > E.
     Semantics: topk_softmax, then moe_align_block_size, of vLLM.
@@ -236,14 +238,14 @@ def route_and_align(
     """
     tokens, experts = logits.shape
     blocks = most_blocks(tokens * k, experts, block_size)
-    slots, block_experts = empty(logits, torch.int32, blocks * block_size), empty(logits, torch.int32, blocks)
+    sorted_ids, expert_ids = empty(logits, torch.int32, blocks * block_size), empty(logits, torch.int32, blocks)
     length = empty(logits, torch.int32, 1)
-    if tokens > _TOKENS_OF_ONE_LAUNCH or logits.numel() > _LOGITS_OF_ONE_LAUNCH:
+    if tokens > _MAX_FUSED_TOKENS or logits.numel() > _MAX_FUSED_LOGITS:
         weights, ids, _ = topk_softmax(logits, k, renormalize=renormalize, bias=bias)
-        moe_align_block_size(ids, experts, block_size, slots, block_experts, length, expert_map)
-        return weights, ids, slots, block_experts, length
+        moe_align_block_size(ids, experts, block_size, sorted_ids, expert_ids, length, expert_map)
+        return weights, ids, sorted_ids, expert_ids, length
     weights, ids = empty(logits, torch.float32, tokens, k), empty(logits, torch.int32, tokens, k)
     _kernels.route_and_align(
-        weights, ids, slots, block_experts, length, logits, k, block_size, renormalize, bias, expert_map
+        weights, ids, sorted_ids, expert_ids, length, logits, k, block_size, renormalize, bias, expert_map
     )
-    return weights, ids, slots, block_experts, length
+    return weights, ids, sorted_ids, expert_ids, length

@@ -12,19 +12,19 @@ import torch.nn.functional as F
 
 from kestrel_quant.reference import fp8_quant
 
-from .reference import gated, histogram, topk_softmax
+from .reference import gated, topk_softmax
 
-_CHUNK_BYTES = 4 * 2**20  # float32 weights gathered at a time: what a CPU cache holds
+_CHUNK_BYTES = 4 * 2**20  # float32 weights gathered at a time: they fit a CPU cache
 _LARGEST_BLOCK = 128
 
 
 def local_experts(ids: torch.Tensor, experts: int, expert_map: torch.Tensor | None) -> torch.Tensor:
-    """int64 ids of experts held here, -1 for a pair to skip: negative, past the end, or mapped elsewhere."""
+    """int64 indices into the local weights; -1 for a pair to skip: id negative, past the end, or mapped elsewhere."""
     ids = ids.long()
     if expert_map is not None:
         known = (ids >= 0) & (ids < expert_map.shape[0])
-        place = F.pad(expert_map.long(), (0, 1), value=-1)  # one entry more, for ids that the map does not hold
-        ids = place[torch.where(known, ids, expert_map.shape[0])]
+        mapped = F.pad(expert_map.long(), (0, 1), value=-1)  # one more entry, for ids outside the map
+        ids = mapped[torch.where(known, ids, expert_map.shape[0])]
     return torch.where((ids >= 0) & (ids < experts), ids, -1)
 
 
@@ -36,27 +36,32 @@ def most_blocks(pairs: int, experts: int, block_size: int) -> int:
 def align(ids: torch.Tensor, experts: int, block_size: int, blocks: int) -> tuple[torch.Tensor, ...]:
     """Group flat pair indices by expert, each group padded to a multiple of block_size.
 
-    ids: int64, -1..experts-1 (-1: dropped). Returns (pair of each slot [blocks * block_size], ascending within an
+    ids: int64, -1..experts-1 (-1: dropped). Returns (pair at each position [blocks * block_size], ascending within an
     expert and ``ids.numel()`` in padding; expert of each block [blocks], -1 past the end; padded length [1]), int64.
-    Pairs that do not fit into so many blocks are dropped.
+    Pairs that do not fit into so many blocks are dropped. Memory is proportional to pairs and positions: ``experts``
+    may be any number.
     """
     flat = ids.flatten()
-    pairs, slots = flat.numel(), blocks * block_size
-    counts = histogram(flat, experts).long()
-    padded = (counts + block_size - 1) // block_size * block_size
-    ends = padded.cumsum(0)
+    pairs, positions = flat.numel(), blocks * block_size
+    key, order = torch.where(flat < 0, experts, flat).sort(stable=True)  # dropped pairs come last
+    starts_group = F.pad(key[1:] != key[:-1], (1, 0), value=True)[:pairs]
+    group = starts_group.cumsum(0) - 1  # of each sorted pair; at most `pairs` groups
+    zeros = group.new_zeros(pairs)
+    counts = zeros.scatter_add(0, group, (key < experts).long())  # a group of dropped pairs counts none
+    expert = zeros.scatter(0, group, key)
+    ends = ((counts + block_size - 1) // block_size * block_size).cumsum(0)
+    length = F.pad(ends, (1, 0))[-1:]
 
-    key, order = torch.where(flat < 0, experts, flat).sort(stable=True)
-    zero = counts.new_zeros(1)
-    first_slot = torch.cat((ends - padded, zero + slots))  # of each expert; dropped pairs go past the end
-    first_pair = torch.cat((counts.cumsum(0) - counts, zero))  # of each expert, as a place in `order`
-    slot = first_slot[key] + torch.arange(pairs, device=flat.device) - first_pair[key]
-    sorted_pairs = torch.full((slots + 1,), pairs, dtype=torch.int64, device=flat.device)
-    sorted_pairs = sorted_pairs.scatter(0, slot.clamp(max=slots), order)[:slots]
+    start = F.pad(ends, (1, 0))[:pairs]  # position of each group
+    rank = torch.arange(pairs, device=flat.device) - (counts.cumsum(0) - counts)[group]
+    position = torch.where(key < experts, start[group] + rank, positions)
+    sorted_pairs = torch.full((positions + 1,), pairs, dtype=torch.int64, device=flat.device)
+    sorted_pairs = sorted_pairs.scatter(0, position.clamp(max=positions), order)[:positions]
 
-    starts = torch.arange(blocks, device=flat.device) * block_size
-    expert = torch.searchsorted(ends, starts, right=True)
-    return sorted_pairs, torch.where(expert < experts, expert, -1), ends[-1:]
+    first = torch.arange(blocks, device=flat.device) * block_size
+    block_group = torch.searchsorted(ends, first, right=True)
+    expert = F.pad(expert, (0, 1), value=-1)[block_group]
+    return sorted_pairs, torch.where(first < length, expert, -1), length
 
 
 def moe_align_block_size(
@@ -93,12 +98,13 @@ def moe_lora_align_block_size(
 ) -> None:
     """The same, once per adapter over its own tokens; a disabled adapter's outputs stay as they are."""
     outputs = (sorted_token_ids, expert_ids, num_tokens_post_pad)
-    for slot in range(max_loras):
-        own = torch.where((token_lora_mapping == slot).unsqueeze(1), topk_ids, -1)
-        slots, blocks, length = (torch.empty_like(output[slot : slot + 1].flatten()) for output in outputs)
-        moe_align_block_size(own, num_experts, block_size, slots, blocks, length, expert_map)
-        for output, new in zip(outputs, (slots, blocks, length), strict=True):
-            output[slot] = torch.where(adapter_enabled[slot] != 0, new.view(output[slot].shape), output[slot])
+    for adapter in range(max_loras):
+        own = torch.where((token_lora_mapping == adapter).unsqueeze(1), topk_ids, -1)
+        fresh = [torch.empty_like(output[adapter : adapter + 1].flatten()) for output in outputs]
+        moe_align_block_size(own, num_experts, block_size, *fresh, expert_map)
+        enabled = adapter_enabled[adapter] != 0
+        for output, new in zip(outputs, fresh, strict=True):
+            output[adapter] = torch.where(enabled, new.view(output[adapter].shape), output[adapter])
 
 
 def route_and_align(
@@ -118,7 +124,7 @@ def route_and_align(
 
 
 def _known_experts(ids: torch.Tensor, experts: int, expert_map: torch.Tensor | None) -> torch.Tensor:
-    """int64 ids as they are, -1 where they are negative, past the end, or mapped to a negative place."""
+    """int64 ids; -1 where they are negative, past the end, or mapped to a negative number."""
     known = (ids >= 0) & (ids < experts)
     if expert_map is not None:
         known = known & (expert_map[torch.where(known, ids, 0).long()] >= 0)
@@ -126,7 +132,7 @@ def _known_experts(ids: torch.Tensor, experts: int, expert_map: torch.Tensor | N
 
 
 def _mapped(block_experts: torch.Tensor, expert_map: torch.Tensor | None) -> torch.Tensor:
-    """The expert of each block as its place in the weights, int32; -1 stays."""
+    """The expert of each block as its index in the local weights, int32; -1 stays."""
     if expert_map is not None:
         block_experts = torch.where(block_experts >= 0, expert_map[block_experts.clamp(min=0)], -1)
     return block_experts.to(torch.int32)
@@ -220,11 +226,11 @@ def _over_blocks(
     results = torch.zeros((count + 1, width), dtype=torch.float32, device=x.device)
     if count == 0:
         return results[:0]
-    slots = torch.arange(blocks * block_size, device=x.device)
+    positions = torch.arange(blocks * block_size, device=x.device)
     pairs = F.pad(sorted_token_ids.long(), (0, blocks * block_size), value=count)[: blocks * block_size]
     expert = torch.where((expert_ids >= 0) & (expert_ids < weight.shape[0]), expert_ids, -1).long()
-    named = (pairs >= 0) & (pairs < count) & (slots < num_tokens_post_pad) & (expert[slots // block_size] >= 0)
-    pairs = torch.where(named, pairs, count)  # the last row takes what padding computes
+    named = (pairs >= 0) & (pairs < count) & (positions < num_tokens_post_pad) & (expert[positions // block_size] >= 0)
+    pairs = torch.where(named, pairs, count)  # the last row receives the products of padding
 
     step = max(1, _CHUNK_BYTES // (4 * weight[0].numel()))
     for start in range(0, blocks, step):
@@ -258,7 +264,7 @@ def fused_experts(
     if pairs == 0:
         return hidden.new_zeros((tokens, width))
     ids = local_experts(topk_ids, experts, expert_map)
-    # Up to 16 tokens every pair is a block of its own, as in a kernel for decoding; beyond, blocks of one expert.
+    # Up to 16 tokens every pair is a block of its own; beyond, blocks hold several pairs of one expert.
     block_size = 1 if tokens <= 16 else min(_LARGEST_BLOCK, 1 << (pairs // experts).bit_length())
     blocks = most_blocks(pairs, experts, block_size)
     sorted_pairs, block_experts, _ = align(ids, experts, block_size, blocks)
@@ -267,7 +273,7 @@ def fused_experts(
     results = torch.zeros((pairs + 1, width), dtype=torch.float32, device=hidden.device)
     step = max(1, _CHUNK_BYTES // (4 * max(w1[0].numel(), w2[0].numel())))
     for start in range(0, blocks, step):
-        expert = block_experts[start : start + step].clamp(min=0)  # what padding computes lands in row `pairs`
+        expert = block_experts[start : start + step].clamp(min=0)  # the products of padding go to row `pairs`
         pair = sorted_pairs[start * block_size : (start + step) * block_size]
         token = (pair // choices).clamp(max=tokens - 1)
         up = _grouped(inputs[token], None if input_scale is None else input_scale[token], w1, w1_scale, expert)
