@@ -1,4 +1,4 @@
-// The host side that the rotary ops share: arguments to Params, and the launch.
+// What the entry points of the rotary ops share: Params from the arguments, the choice of a tile, the launch.
 #pragma once
 
 #include <kestrel/launch.h>
@@ -13,14 +13,15 @@
 
 namespace kestrel::rope {
 
-constexpr int64_t kMost = 1 << 28;  // heads, or frequencies; rows are 2^31
+constexpr int64_t kMostHeads = 1 << 28;  // also the limit of frequencies; rows: 2^31
 
-// Of a tensor whose `count` dimensions from `first` on are the rows; a dimension of size 1 has no stride of its own.
+// Row strides of a tensor whose dimensions first .. first + count - 1 are the rows. The stride of a dimension of size 1
+// is arbitrary and taken as 0.
 inline void set_row_strides(const TensorView& t, int first, int count, int64_t (&stride)[2]) {
   const int bytes = element_bytes(t);
-  const auto of = [&](int d) { return t.size(d) == 1 ? 0 : t.stride(d) * bytes; };
-  stride[0] = count == 2 ? of(first) : 0;
-  stride[1] = of(first + count - 1);
+  const auto stride_of = [&](int d) { return t.size(d) == 1 ? 0 : t.stride(d) * bytes; };
+  stride[0] = count == 2 ? stride_of(first) : 0;
+  stride[1] = stride_of(first + count - 1);
   if (count == 2 && t.size(first + 1) == 1) stride[1] = stride[0];
 }
 
@@ -29,7 +30,7 @@ inline void set_heads(const TensorView& t, int row_dims, int64_t head_size, int6
   heads->base = address(t) + offset * element_bytes(t);
   set_row_strides(t, 0, row_dims, heads->row_stride);
   const int64_t count = flat ? t.size(-1) / head_size : t.size(-2);
-  if (count > kMost) unsupported("more than 2^28 heads");
+  if (count > kMostHeads) unsupported("more than 2^28 heads");
   heads->count = static_cast<int>(count);
   heads->head_stride = (flat ? head_size : count == 1 ? 0 : t.stride(-2)) * element_bytes(t);
 }
@@ -40,12 +41,12 @@ inline bool aligned(const Heads& heads) {
 
 struct Call {
   Params p;
-  bool neox = true;
-  bool vectors = false;  // heads may be read and written in packs; the table too, unless it is read by axes
+  Pairs pairs = Pairs::neox;
+  Access access = Access::elements;  // packs: bases and strides of heads (and of the table, with one position) allow it
 };
 
-// Fills the parameters from arguments that have passed the checks; false when there is nothing to turn. The rows begin
-// at dimension `axes` of positions.
+// Fills the parameters from arguments that have passed the checks; false when there is nothing to rotate. `axes`:
+// leading dimensions of positions that are not rows.
 inline bool prepare(const TensorView& positions, int axes, const TensorView& query, const OptionalTensor& key,
                     int64_t head_size, int64_t offset, const TensorView& table, Call* call) {
   Params& p = call->p;
@@ -53,14 +54,15 @@ inline bool prepare(const TensorView& positions, int axes, const TensorView& que
   const int64_t outer = row_dims == 2 ? positions.size(-2) : 1, inner = positions.size(-1);
   if (outer == 0 || inner == 0 || table.size(0) == 0) return false;
   constexpr int64_t most_rows = std::numeric_limits<int>::max() - 1024;
-  if (outer > most_rows / inner || table.size(1) / 2 > kMost) unsupported("more than 2^31 rows, or 2^28 frequencies");
+  if (outer > most_rows / inner || table.size(1) / 2 > kMostHeads)
+    unsupported("more than 2^31 rows, or 2^28 frequencies");
 
   set_heads(query, row_dims, head_size, offset, &p.query);
   if (key.has_value()) set_heads(*key, row_dims, head_size, offset, &p.key);
   p.positions = address(positions);
   set_row_strides(positions, axes, row_dims, p.position_stride);
   p.axis_stride = axes > 0 ? positions.stride(0) * element_bytes(positions) : 0;
-  p.wide = element_bytes(positions) == 8;
+  p.int64_positions = element_bytes(positions) == 8;
   p.rows = static_cast<int>(outer * inner);
   const auto one_stride = [&](const int64_t (&stride)[2]) { return stride[0] == stride[1] * inner; };
   const bool flat = outer == 1 || (one_stride(p.position_stride) && one_stride(p.query.row_stride) &&
@@ -71,97 +73,105 @@ inline bool prepare(const TensorView& positions, int axes, const TensorView& que
   p.table_rows = table.size(0);
   p.table_stride = table.size(0) == 1 ? 0 : table.stride(0) * element_bytes(table);
   const int pack = 16 / element_bytes(query);
-  call->vectors = aligned(p.query) && (!key.has_value() || aligned(p.key)) && p.half % pack == 0 &&
-                  (axes > 0 || (aligned16(p.table) && p.table_stride % 16 == 0));
+  const bool packs = aligned(p.query) && (!key.has_value() || aligned(p.key)) && p.half % pack == 0 &&
+                     (axes > 0 || (aligned16(p.table) && p.table_stride % 16 == 0));
+  call->access = packs ? Access::packs : Access::elements;
   return p.query.count + p.key.count > 0;
 }
 
 inline int ceil_div(int64_t a, int64_t b) { return static_cast<int>((a + b - 1) / b); }
 
-// How the pieces of a call are laid out over blocks of at most `threads`, `heads` heads to a thread.
-struct Layout {
-  Layout(const Params& p, int pieces, int heads, int threads) {
-    const int all = p.query.count + p.key.count;
-    const int x = std::min(pieces, threads);
-    const int groups = ceil_div(all, int64_t{heads} * (threads / x));
-    const int y = ceil_div(all, int64_t{heads} * groups);
-    const int z = std::min(threads / (x * y), 64);
+// A thread block of at most `threads` threads, each with `heads_per_thread` heads.
+struct Tile {
+  int heads_per_thread, threads;
+};
+
+// Grid and block of a tile; `slices`: threads that share a head.
+struct LaunchShape {
+  LaunchShape(const Params& p, int slices, Tile tile) {
+    const int heads = p.query.count + p.key.count;
+    const int x = std::min(slices, tile.threads);
+    const int groups = ceil_div(heads, int64_t{tile.heads_per_thread} * (tile.threads / x));
+    const int y = ceil_div(heads, int64_t{tile.heads_per_thread} * groups);
+    const int z = std::min(tile.threads / (x * y), 64);
     block = dim3(x, y, z);
-    grid = dim3(ceil_div(p.rows, z), groups, ceil_div(pieces, x));
+    grid = dim3(ceil_div(p.rows, z), groups, ceil_div(slices, x));
   }
   int64_t blocks() const { return int64_t{grid.x} * grid.y * grid.z; }
 
   dim3 grid, block;
 };
 
-// How many heads a thread takes, in blocks of at most how many threads.
-struct Shape {
-  int heads, threads;
-};
+// Thread blocks that an SM holds at once, from the registers per thread of the kernels on Hopper, in multiples of 8.
+template <typename S>
+int blocks_per_sm(const LaunchShape& shape, int heads_per_thread) {
+  constexpr bool float_x = sizeof(typename S::T) == 4, float_table = sizeof(typename S::W) == 4;
+  constexpr int with_two = float_x ? 40 : float_table ? 72 : 64, with_four = float_x ? 64 : float_table ? 128 : 96;
+  const int warps = ceil_div(shape.block.x * shape.block.y * shape.block.z, 32);
+  return std::min(65536 / ((heads_per_thread == 2 ? with_two : with_four) * 32 * warps), 64 / warps);
+}
 
-// For rows of packs; sets what becomes of L2 too. None of it changes a result.
-//
-// Blocks of the next launch come in early, as dependent launches may, and take places in which this launch's last
-// blocks would have stood; those then pile up where places come free first. So either both launches fit on the GPU side
-// by side, or the places are just enough for one. results/h200_designs.json has what each shape took.
-template <typename O>
-Shape choose_shape(Params* p, DLDevice device) {
-  const int pieces = ceil_div(p->half, O::frequencies);
+// The tile of a call that moves packs, and the cache hints; neither changes a result. In the order of the conditions:
+//   few packs (latency-bound)                     -> 1 head per thread, blocks of 64: many small blocks
+//   a tile whose grid fills at most half of the GPU -> the first such tile: two launches are resident together
+//   otherwise                                     -> the tile whose grid fills one wave best, above 80 %
+// Under PDL, blocks of the next launch occupy SMs before the last blocks of this one have started, and those then crowd
+// the SMs that become free first. Both choices avoid that.
+template <typename S>
+Tile choose_tile(Params* p, DLDevice device) {
+  const int slices = ceil_div(p->half, S::frequencies);
   const int64_t sms = device_attribute(cudaDevAttrMultiProcessorCount, device.device_id);
-  const int64_t all = int64_t{p->rows} * (p->query.count + p->key.count) * pieces;
-  p->streamed = all * 32 > device_attribute(cudaDevAttrL2CacheSize, device.device_id) / 2;
-  p->prefetch = all <= 2048 * sms;
-  if (all <= 200 * sms) return {1, 64};  // latency: many small blocks
+  const int64_t pack_pairs = int64_t{p->rows} * (p->query.count + p->key.count) * slices;
+  p->evict_first = pack_pairs * 32 > device_attribute(cudaDevAttrL2CacheSize, device.device_id) / 2;
+  p->prefetch = pack_pairs <= 2048 * sms;
+  if (pack_pairs <= 200 * sms) return {1, 64};
 
-  // Registers of the kernels on Hopper, in eights, say how many blocks an SM has places for.
-  constexpr bool wide = sizeof(typename O::T) == 4, wide_table = sizeof(typename O::W) == 4;
-  constexpr int of_two = wide ? 40 : wide_table ? 72 : 64, of_four = wide ? 64 : wide_table ? 128 : 96;
-  const auto places = [&](const Layout& layout, int heads) {
-    const int warps = ceil_div(layout.block.x * layout.block.y * layout.block.z, 32);
-    return std::min(65536 / ((heads == 2 ? of_two : of_four) * 32 * warps), 64 / warps);
-  };
-  Shape best{2, 128};
-  float most = 0.8f;  // of the places of the whole GPU
-  for (Shape shape : {Shape{2, 256}, Shape{4, 128}, Shape{4, 256}, Shape{2, 128}}) {
-    const Layout layout(*p, pieces, shape.heads, shape.threads);
-    const int per_sm = places(layout, shape.heads);
-    if (2 * ceil_div(layout.blocks(), sms) <= per_sm) return shape;
-    const float taken = static_cast<float>(layout.blocks()) / static_cast<float>(per_sm * sms);
-    if (taken > most && taken <= 1.f) most = taken, best = shape;
+  Tile best{2, 128};
+  float best_fill = 0.8f;
+  for (Tile tile : {Tile{2, 256}, Tile{4, 128}, Tile{4, 256}, Tile{2, 128}}) {
+    const LaunchShape shape(*p, slices, tile);
+    const int per_sm = blocks_per_sm<S>(shape, tile.heads_per_thread);
+    if (2 * ceil_div(shape.blocks(), sms) <= per_sm) return tile;
+    const float fill = static_cast<float>(shape.blocks()) / static_cast<float>(per_sm * sms);
+    if (fill > best_fill && fill <= 1.f) best_fill = fill, best = tile;
   }
-  p->prefetch = p->prefetch && best.heads == 2;
+  p->prefetch = p->prefetch && best.heads_per_thread == 2;
   return best;
 }
 
-template <typename O, int U>
-void launch(const Params& p, int threads, DLDevice device) {
-  const Layout layout(p, ceil_div(p.half, O::frequencies), U, threads);
-  if (layout.grid.y > 65535 || layout.grid.z > 65535) unsupported("more than a million heads or frequencies");
-  launch_pdl(rotate_heads<O, U>, layout.grid, layout.block, device, p);
+template <typename S, int HEADS_PER_THREAD>
+void launch_tile(const Params& p, int threads, DLDevice device) {
+  const LaunchShape shape(p, ceil_div(p.half, S::frequencies), {HEADS_PER_THREAD, threads});
+  if (shape.grid.y > 65535 || shape.grid.z > 65535) unsupported("more than a million heads or frequencies");
+  launch_pdl(rotate_heads<S, HEADS_PER_THREAD>, shape.grid, shape.block, device, p);
 }
 
-template <typename T, typename W, bool neox, bool multimodal>
+template <typename T, typename W, Pairs pairs, Positions positions>
 void launch(const Call& call, DLDevice device) {
-  if (!call.vectors) return launch<Op<T, W, neox, false, multimodal>, 4>(call.p, 128, device);
-  using O = Op<T, W, neox, true, multimodal>;
+  if (call.access == Access::elements) {
+    return launch_tile<Spec<T, W, pairs, Access::elements, positions>, 4>(call.p, 128, device);
+  }
+  using S = Spec<T, W, pairs, Access::packs, positions>;
   Params p = call.p;
-  const Shape shape = choose_shape<O>(&p, device);
-  if (multimodal || shape.heads == 2) {
-    launch<O, 2>(p, shape.threads, device);
-  } else if constexpr (!multimodal) {
-    shape.heads == 1 ? launch<O, 1>(p, shape.threads, device) : launch<O, 4>(p, shape.threads, device);
+  const Tile tile = choose_tile<S>(&p, device);
+  if (S::multimodal || tile.heads_per_thread == 2) {
+    launch_tile<S, 2>(p, tile.threads, device);
+  } else if constexpr (!S::multimodal) {
+    tile.heads_per_thread == 1 ? launch_tile<S, 1>(p, tile.threads, device)
+                               : launch_tile<S, 4>(p, tile.threads, device);
   }
 }
 
-template <bool multimodal>
+// Launches the kernel for the dtypes of query and table and the order of the pairs.
+template <Positions positions>
 void launch(const Call& call, const TensorView& query, const TensorView& table) {
   const DeviceGuard guard(query.device().device_id);
   dispatch_float(query, [&](auto element) {
     using T = decltype(element);
     const auto with_table = [&](auto angle) {
       using W = decltype(angle);
-      call.neox ? launch<T, W, true, multimodal>(call, query.device())
-                : launch<T, W, false, multimodal>(call, query.device());
+      call.pairs == Pairs::neox ? launch<T, W, Pairs::neox, positions>(call, query.device())
+                                : launch<T, W, Pairs::gptj, positions>(call, query.device());
     };
     same_dtype(table.dtype(), kFloat32) ? with_table(float()) : with_table(element);
   });

@@ -1,4 +1,4 @@
-// rotary_embedding: the binding of rotate_heads.cuh with one position per row.
+// rotary_embedding: entry point, one position per row.
 
 #include <tvm/ffi/function.h>
 
@@ -14,11 +14,11 @@ void rotary_embedding(TensorView positions, TensorView query, OptionalTensor key
   const int64_t size = check_rotary_rows(check, positions.shape().data(), positions.ndim(), query, key, head_size);
   const int64_t offset = check_rotary_table(check, table, query, size, rope_dim_offset);
   Call call;
-  call.neox = check.flag("is_neox", is_neox);
+  call.pairs = check.flag("is_neox", is_neox) ? Pairs::neox : Pairs::gptj;
   call.p.inverse = check.flag("inverse", inverse);
   check_devices(check, "positions", positions, {{"query", query}, {"key", key}, {"cos_sin_cache", table}});
 
-  if (prepare(positions, 0, query, key, size, offset, table, &call)) launch<false>(call, query, table);
+  if (prepare(positions, 0, query, key, size, offset, table, &call)) launch<Positions::one>(call, query, table);
 }
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(rotary_embedding, rotary_embedding);

@@ -45,7 +45,8 @@ def _check_sections(op: str, sections: list[int], half: int, interleaved: bool) 
     if sum(sections) != half:
         check.fail(op, name, f"sizes that sum to {half}, half the columns of cos_sin_cache", list(sections))
     if interleaved and (3 * sections[1] - 2 >= half or 3 * sections[2] - 1 >= half):
-        check.fail(op, name, f"a height and a width that fit when every third of {half} is theirs", list(sections))
+        most = f"a height <= {(half + 1) // 3} and a width <= {half // 3}"
+        check.fail(op, name, f"interleaved, {most}, every third of {half} frequencies", list(sections))
 
 
 @kernel_op(
