@@ -1,37 +1,30 @@
-// gather_cache: the keys and values of one sequence out of a paged cache of any format.
+// gather_cache: the keys and values of one sequence from a paged cache of any format.
 //
-// clang-format off
-// Computes:   out[i, head, :] = code * scale, or (code - zero) * scale, of slot i % P of page block_table[i / P]; 0 where there
-//             is no such page.
-// Built for:  heads of 64 to 256 and sequences of some thousand tokens.
-// Must move:  every code and scale once, and 2 Hk D bytes per token and tensor out (bf16); 2 operations per element.
-// Split:      a thread takes 8 elements of a key and of the value beside it; rows share or split blocks of 128 threads.
-// PDL:        nothing is constant: the table is prefetched into L2 before the wait, and everything is read after it.
-// Measured:   predicted for 1024 tokens of 8 heads of 128 from FP8: 6.3 MB and a launch, 2.5 us on an H200; 4.2, 59 % of that (from
-//             bf16 4.4, 68 %; results/h200.json; the table stands before the rows, a second trip to memory).
-// clang-format on
+// out[i, head, :] = code * scale or (code - zero) * scale, of slot i % P of page block_table[i / P]; 0 where there is
+// no such page. A thread reads 8 elements of a key and of the value; rows share or split blocks of 128 threads. Nothing
+// is constant: the table is prefetched into L2 before the PDL wait, and everything is read after it.
 
 #include <tvm/ffi/function.h>
 #include <kestrel/pdl.cuh>
 
 #include "host.h"
 #include "int4.cuh"
-#include "spread.cuh"
+#include "work_split.cuh"
 
 namespace kestrel::kvcache {
 
-enum class Stored { bf16, fp16, float32, e4m3, e5m2, int8, int4 };
+enum class Storage { bf16, fp16, float32, e4m3, e5m2, int8, int4 };
 
-constexpr int kChunk = 8;  // elements of a thread
+constexpr int kChunk = 8;  // elements per thread
 
 struct Source {
   Cache cache;
-  Stored stored = Stored::bf16;
-  Scale fp8;            // of FP8
+  Storage stored = Storage::bf16;
+  Scale fp8;
   Cache scales, zeros;  // INT8: float32 per token and head. INT4: fp16, per token and head or, for keys, per channel
   bool per_channel = false;
   Cache tail;  // of INT4 keys
-  Stored tail_stored = Stored::bf16;
+  Storage tail_stored = Storage::bf16;
 };
 
 struct GatherParams {
@@ -40,17 +33,17 @@ struct GatherParams {
   const int* table = nullptr;
   const int* sequence = nullptr;  // INT4: the row of the tail
   int64_t sequence_count = 0, blocks = 0;
-  int pages = 0;        // entries of the table
-  FastDivision page;    // P
-  FastDivision chunks;  // of a head
+  int pages = 0;  // entries of the table
+  FastDiv page;   // P
+  FastDiv chunks_per_head;
   int size = 0;
-  int finished = 0;  // INT4: keys from this one on are in the tail
-  Spread spread;     // over tokens and the chunks of their heads
+  int tail_start = 0;  // INT4: keys from this one on are in the tail
+  WorkSplit work;      // over tokens and the chunks of their heads
 };
 
-template <bool VECTORS, int bytes>
+template <Access ACCESS, int bytes>
 __device__ __forceinline__ void load_bytes(uint32_t (&words)[bytes / 4], const char* p, int count) {
-  if constexpr (!VECTORS) {
+  if constexpr (ACCESS == Access::elements) {
     uint8_t raw[bytes] = {};
 #pragma unroll
     for (int i = 0; i < bytes; ++i) {
@@ -72,55 +65,55 @@ __device__ __forceinline__ void load_bytes(uint32_t (&words)[bytes / 4], const c
 }
 
 // Elements `first` to `first` + 8 of a head, of those below n.
-template <bool VECTORS, typename T>
+template <Access ACCESS, typename T>
 __device__ __forceinline__ void load_values(float (&x)[kChunk], const char* head, int first, int n) {
   constexpr int packs = kChunk / Pack<T>::size;
 #pragma unroll
   for (int i = 0; i < packs; ++i) {
     float part[Pack<T>::size];
-    load_pack<VECTORS, T>(head, first + i * Pack<T>::size, n).unpack(part);
+    load_pack<ACCESS, T>(head, first + i * Pack<T>::size, n).unpack(part);
 #pragma unroll
     for (int j = 0; j < Pack<T>::size; ++j) x[i * Pack<T>::size + j] = part[j];
   }
 }
 
-template <bool VECTORS>
-__device__ __forceinline__ void load_floats(Stored stored, float (&x)[kChunk], const char* head, int first, int n) {
-  if (stored == Stored::bf16) return load_values<VECTORS, __nv_bfloat16>(x, head, first, n);
-  if (stored == Stored::fp16) return load_values<VECTORS, __half>(x, head, first, n);
-  load_values<VECTORS, float>(x, head, first, n);
+template <Access ACCESS>
+__device__ __forceinline__ void load_floats(Storage stored, float (&x)[kChunk], const char* head, int first, int n) {
+  if (stored == Storage::bf16) return load_values<ACCESS, __nv_bfloat16>(x, head, first, n);
+  if (stored == Storage::fp16) return load_values<ACCESS, __half>(x, head, first, n);
+  load_values<ACCESS, float>(x, head, first, n);
 }
 
 // The codes of a chunk as floats.
-template <bool VECTORS>
-__device__ __forceinline__ void load_codes(Stored stored, float (&x)[kChunk], const char* head, int first, int n) {
-  if (stored == Stored::int4) {
+template <Access ACCESS>
+__device__ __forceinline__ void load_codes(Storage stored, float (&x)[kChunk], const char* head, int first, int n) {
+  if (stored == Storage::int4) {
     uint32_t word[1];
-    load_bytes<VECTORS, 4>(word, head + first / 2, (n - first) / 2);
+    load_bytes<ACCESS, 4>(word, head + first / 2, (n - first) / 2);
 #pragma unroll
     for (int i = 0; i < kChunk; ++i) x[i] = static_cast<float>(word[0] >> (4 * i) & 0xf);
     return;
   }
   uint32_t words[2];
-  load_bytes<VECTORS, 8>(words, head + first, n - first);
+  load_bytes<ACCESS, 8>(words, head + first, n - first);
 #pragma unroll
   for (int i = 0; i < kChunk; ++i) {
     const uint8_t code = words[i / 4] >> (8 * (i % 4));
-    x[i] = stored == Stored::int8   ? static_cast<float>(static_cast<int8_t>(code))
-           : stored == Stored::e4m3 ? from_fp8(code, __NV_E4M3)
-                                    : from_fp8(code, __NV_E5M2);
+    x[i] = stored == Storage::int8   ? static_cast<float>(static_cast<int8_t>(code))
+           : stored == Storage::e4m3 ? from_fp8(code, __NV_E4M3)
+                                     : from_fp8(code, __NV_E5M2);
   }
 }
 
-template <bool VECTORS>
-__device__ __forceinline__ void read_chunk(const Source& source, float (&x)[kChunk], Place place, int head, int first,
-                                           int n) {
-  const char* const codes = source.cache.at(place, head);
-  if (source.stored <= Stored::float32) return load_floats<VECTORS>(source.stored, x, codes, first, n);
-  load_codes<VECTORS>(source.stored, x, codes, first, n);
-  if (source.stored == Stored::int4) {
-    // Per channel: [blocks, heads, D], so that the head's stride is in `offset`.
-    const Place at = source.per_channel ? Place{place.block, head} : place;
+template <Access ACCESS>
+__device__ __forceinline__ void read_chunk(const Source& source, float (&x)[kChunk], CachePosition position, int head,
+                                           int first, int n) {
+  const char* const codes = source.cache.at(position, head);
+  if (source.stored <= Storage::float32) return load_floats<ACCESS>(source.stored, x, codes, first, n);
+  load_codes<ACCESS>(source.stored, x, codes, first, n);
+  if (source.stored == Storage::int4) {
+    // Per channel: [blocks, heads, D]; the stride of heads is in `offset`.
+    const CachePosition at = source.per_channel ? CachePosition{position.block, head} : position;
     const char* const scales = source.scales.at(at, source.per_channel ? first : head);
     const char* const zeros = source.zeros.at(at, source.per_channel ? first : head);
 #pragma unroll
@@ -132,13 +125,13 @@ __device__ __forceinline__ void read_chunk(const Source& source, float (&x)[kChu
     }
     return;
   }
-  float scale = source.fp8.of(head);
-  if (source.stored == Stored::int8) scale = *reinterpret_cast<const float*>(source.scales.at(place, head));
+  float scale = source.fp8.load(head);
+  if (source.stored == Storage::int8) scale = *reinterpret_cast<const float*>(source.scales.at(position, head));
 #pragma unroll
   for (int i = 0; i < kChunk; ++i) x[i] *= scale;
 }
 
-template <bool VECTORS, typename Out>
+template <Access ACCESS, typename Out>
 __device__ __forceinline__ void write_chunk(char* row, const float (&x)[kChunk], int first, int n) {
   constexpr int size = Pack<Out>::size;
 #pragma unroll
@@ -148,17 +141,17 @@ __device__ __forceinline__ void write_chunk(char* row, const float (&x)[kChunk],
     for (int j = 0; j < size; ++j) part[j] = x[i * size + j];
     Pack<Out> pack;
     pack.pack(part);
-    store_pack<VECTORS>(row, first + i * size, n, pack);
+    store_pack<ACCESS>(row, first + i * size, n, pack);
   }
 }
 
-template <typename Out, bool VECTORS>
+template <typename Out, Access ACCESS>
 __global__ void __launch_bounds__(128) gather(const __grid_constant__ GatherParams p) {
-  const auto [token, unit] = p.spread.mine();
-  if (token >= p.spread.tokens || unit >= p.spread.units) return;
-  const int head = p.chunks(unit), heads = p.spread.units / p.chunks.divisor;
-  const int first = (unit - head * p.chunks.divisor) * kChunk;
-  const int entry = p.page(token);
+  const auto [token, unit] = p.work.token_unit();
+  if (token >= p.work.tokens || unit >= p.work.units) return;
+  const auto [head, chunk] = p.chunks_per_head.divmod(unit);
+  const int heads = p.work.units / p.chunks_per_head.divisor, first = chunk * kChunk;
+  const auto [entry, offset] = p.page.divmod(token);
   const int64_t row = (int64_t{token} * heads + head) * p.size * static_cast<int>(sizeof(Out));
   if (unit == 0 && entry < p.pages) prefetch_l2(p.table + entry);
   if (unit == 0 && p.sequence) prefetch_l2(p.sequence);
@@ -174,31 +167,30 @@ __global__ void __launch_bounds__(128) gather(const __grid_constant__ GatherPara
   const int64_t block = present ? p.table[entry] : -1;
   float key[kChunk] = {}, value[kChunk] = {};
   if (block >= 0 && block < p.blocks) {
-    const int offset = token - entry * static_cast<int>(p.page.divisor);
-    const Place place{block, offset};
-    if (p.sequence && token >= p.finished) {
-      load_floats<VECTORS>(p.key.tail_stored, key, p.key.tail.at({sequence, offset}, head), first, p.size);
+    const CachePosition position{block, offset};
+    if (p.sequence && token >= p.tail_start) {
+      load_floats<ACCESS>(p.key.tail_stored, key, p.key.tail.at({sequence, offset}, head), first, p.size);
     } else {
-      read_chunk<VECTORS>(p.key, key, place, head, first, p.size);
+      read_chunk<ACCESS>(p.key, key, position, head, first, p.size);
     }
-    read_chunk<VECTORS>(p.value, value, place, head, first, p.size);
+    read_chunk<ACCESS>(p.value, value, position, head, first, p.size);
   }
-  write_chunk<VECTORS, Out>(p.key_out + row, key, first, p.size);
-  write_chunk<VECTORS, Out>(p.value_out + row, value, first, p.size);
+  write_chunk<ACCESS, Out>(p.key_out + row, key, first, p.size);
+  write_chunk<ACCESS, Out>(p.value_out + row, value, first, p.size);
 }
 
-Stored stored_as(const TensorView& t) {
+Storage storage_of(const TensorView& t) {
   const DLDataType dtype = t.dtype();
-  if (same_dtype(dtype, kBFloat16)) return Stored::bf16;
-  if (same_dtype(dtype, kFloat16)) return Stored::fp16;
-  if (same_dtype(dtype, kFloat32)) return Stored::float32;
-  if (same_dtype(dtype, kFloat8E5M2)) return Stored::e5m2;
-  return same_dtype(dtype, kInt8) ? Stored::int8 : Stored::e4m3;
+  if (same_dtype(dtype, kBFloat16)) return Storage::bf16;
+  if (same_dtype(dtype, kFloat16)) return Storage::fp16;
+  if (same_dtype(dtype, kFloat32)) return Storage::float32;
+  if (same_dtype(dtype, kFloat8E5M2)) return Storage::e5m2;
+  return same_dtype(dtype, kInt8) ? Storage::int8 : Storage::e4m3;
 }
 
-// Bytes of a chunk in the cache, of which no access is wider than 16.
-int access_bytes(Stored stored) {
-  return stored <= Stored::float32 ? 16 : stored == Stored::int4 ? kChunk / 2 : kChunk;
+// The alignment that accesses to a chunk need.
+int access_bytes(Storage stored) {
+  return stored <= Storage::float32 ? 16 : stored == Storage::int4 ? kChunk / 2 : kChunk;
 }
 
 void gather_cache(TensorView key_out, TensorView value_out, TensorView key_cache, TensorView value_cache,
@@ -257,7 +249,7 @@ void gather_cache(TensorView key_out, TensorView value_out, TensorView key_cache
   GatherParams p;
   p.key.cache = cache_of(key_cache);
   p.value.cache = cache_of(value_cache);
-  p.key.stored = p.value.stored = int4 ? Stored::int4 : stored_as(key_cache);
+  p.key.stored = p.value.stored = int4 ? Storage::int4 : storage_of(key_cache);
   if (int4 || int8) {
     p.key.scales = cache_of(*k_scale);
     p.value.scales = cache_of(*v_scale);
@@ -270,28 +262,28 @@ void gather_cache(TensorView key_out, TensorView value_out, TensorView key_cache
     p.key.zeros = cache_of(*k_zero);
     p.value.zeros = cache_of(*v_zero);
     p.key.tail = cache_of(*k_tail);
-    p.key.tail_stored = stored_as(*k_tail);
+    p.key.tail_stored = storage_of(*k_tail);
     p.sequence = reinterpret_cast<const int*>(address(seq_ids));
     p.sequence_count = (*k_tail).size(0);
-    p.finished = static_cast<int>(tokens / kInt4Page * kInt4Page);
+    p.tail_start = static_cast<int>(tokens / kInt4Page * kInt4Page);
   }
   p.key_out = address(key_out);
   p.value_out = address(value_out);
   p.table = reinterpret_cast<const int*>(address(block_table));
   p.blocks = key_cache.size(0);
   p.pages = static_cast<int>(block_table.size(0));
-  p.page = FastDivision(static_cast<unsigned>(key_cache.size(1)));
-  p.chunks = FastDivision(static_cast<unsigned>((size + kChunk - 1) / kChunk));
+  p.page = FastDiv(static_cast<unsigned>(key_cache.size(1)));
+  p.chunks_per_head = FastDiv(static_cast<unsigned>((size + kChunk - 1) / kChunk));
   p.size = static_cast<int>(size);
-  p.spread = Spread(static_cast<int>(tokens), static_cast<unsigned>(heads) * p.chunks.divisor, 128);
+  p.work = WorkSplit(static_cast<int>(tokens), static_cast<unsigned>(heads) * p.chunks_per_head.divisor, 128);
   const int bytes = access_bytes(p.key.stored);
-  const bool vectors = size % kChunk == 0 && aligned(p.key.cache, bytes) && aligned(p.value.cache, bytes) &&
-                       (!int4 || aligned(p.key.tail, 16)) && aligned16(p.key_out) && aligned16(p.value_out);
+  const bool packs = size % kChunk == 0 && aligned(p.key.cache, bytes) && aligned(p.value.cache, bytes) &&
+                     (!int4 || aligned(p.key.tail, 16)) && aligned16(p.key_out) && aligned16(p.value_out);
   const DeviceGuard guard(key_cache.device().device_id);
   dispatch_float(key_out, [&](auto t) {
     using Out = decltype(t);
-    launch_pdl(vectors ? gather<Out, true> : gather<Out, false>, p.spread.grid(), p.spread.block(), key_cache.device(),
-               p);
+    launch_pdl(packs ? gather<Out, Access::packs> : gather<Out, Access::elements>, p.work.grid(), p.work.block(),
+               key_cache.device(), p);
   });
 }
 

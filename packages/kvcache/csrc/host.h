@@ -1,5 +1,4 @@
-// The host side that the cache ops share: checks, in the order and with the words of checks.py, and the addresses of
-// tensors as the kernels take them.
+// The host side of the cache ops: checks, in the order and with the messages of checks.py, and kernel parameters.
 #pragma once
 
 #include <kestrel/check.h>
@@ -61,7 +60,7 @@ inline void check_written(const Checks& check, std::initializer_list<Named> tens
   for (const Named& one : tensors) check.disjoint(one.name, *one.tensor);
 }
 
-// A tensor that Python could have left out.
+// A tensor that is optional in Python.
 inline void check_given(const Checks& check, const char* name, const OptionalTensor& t) {
   if (!t.has_value()) check.fail(name, "a tensor", "NoneType", "TypeError");
 }
@@ -132,7 +131,7 @@ inline Format check_store(const Checks& check, DLDataType dtype, int64_t heads, 
 
 // -- addresses --------------------------------------------------------------------------------------------------------
 
-// A dimension of size 1 has no stride that counts.
+// The stride of a dimension of size 1 is arbitrary.
 inline int64_t byte_stride(const TensorView& t, int dim) {
   return t.size(dim) > 1 ? t.stride(dim) * element_bytes(t) : 0;
 }
@@ -149,7 +148,9 @@ inline Scale scale_of(const OptionalTensor& scale) {
   return {reinterpret_cast<const float*>(address(*scale)), (*scale).size(0) > 1};
 }
 
-inline bool wide(const TensorView& indices) { return same_dtype(indices.dtype(), kInt64); }
+inline IndexArray index_array(const TensorView& indices) {
+  return {address(indices), same_dtype(indices.dtype(), kInt64)};
+}
 
 inline bool aligned(const Rows& rows, int bytes) {
   return reinterpret_cast<uintptr_t>(rows.base) % bytes == 0 && rows.token % bytes == 0 && rows.head % bytes == 0;
@@ -160,21 +161,20 @@ inline bool aligned(const Cache& cache, int bytes) {
          cache.offset % bytes == 0 && cache.head % bytes == 0;
 }
 
-// What the kernels count in 32 bits, and what a grid holds of one row.
+// The limits of 32-bit counters and of a grid.
 inline void require_sizes(int64_t tokens, int64_t heads, int64_t size, int64_t page) {
-  constexpr int64_t most = std::numeric_limits<int>::max() / 2, widest = 1 << 22;
-  if (tokens > most || page > most) unsupported("more than 2^30 tokens, or pages of more than 2^30 slots");
-  if (size > widest || (size > 0 && heads > widest / size)) unsupported("rows of more than 2^22 elements");
+  constexpr int64_t max_count = std::numeric_limits<int>::max() / 2, max_row = 1 << 22;
+  if (tokens > max_count || page > max_count) unsupported("more than 2^30 tokens, or pages of more than 2^30 slots");
+  if (size > max_row || (size > 0 && heads > max_row / size)) unsupported("rows of more than 2^22 elements");
 }
 
-// The slots of [blocks, P, ...]; where in all these caches a block follows as the next slot would, pages are of one
-// slot: addresses then need no division.
-inline Slots slots_of(const TensorView& slot_mapping, const TensorView& key_cache,
-                      std::initializer_list<Cache*> caches) {
-  Slots slots;
+// The slots of [blocks, P, ...]. Where all slots of all caches have equal distances, pages count as one slot, and
+// addresses need no division.
+inline SlotMapping slots_of(const TensorView& slot_mapping, const TensorView& key_cache,
+                            std::initializer_list<Cache*> caches) {
+  SlotMapping slots;
   const int64_t blocks = key_cache.size(0), page = key_cache.size(1);
-  slots.mapping = address(slot_mapping);
-  slots.wide = wide(slot_mapping);
+  slots.slots = index_array(slot_mapping);
   slots.count = blocks * page;
   bool flat = true;
   for (const Cache* cache : caches) flat = flat && (page == 1 || blocks <= 1 || cache->block == page * cache->offset);
@@ -184,7 +184,7 @@ inline Slots slots_of(const TensorView& slot_mapping, const TensorView& key_cach
     }
     return slots;
   }
-  slots.page = FastDivision(static_cast<unsigned>(page));
+  slots.page = FastDiv(static_cast<unsigned>(page));
   return slots;
 }
 

@@ -1,30 +1,18 @@
-// int4_cache_write: keys and values as INT4 after KIVI, values per token, keys per channel of a page of 64 tokens.
+// int4_cache_write: keys and values as INT4 after KIVI: values per token, keys per channel of a page of 64 tokens.
 //
-// clang-format off
-// Computes:   scale = max((max - min) / 15, max |x| / 32768) in fp16 (1 for 0), zero = -min / scale in fp16, code = x / scale +
-//             zero rounded half to even; over the D values of a head, or over the 64 keys of a channel once row 63 is there.
-// Built for:  heads of 64 to 256 in bf16, one token of each of some sequences, or prompts of some thousand tokens.
-// Must move:  per token 2 Hk D bytes of values in, Hk (D / 2 + 4) out; 2 Hk D of keys in, and out into the tail or, once per
-//             64 tokens, Hk D / 2 + Hk D / 16 of codes, scales and zeros.
-// Split:      two launches, because a page that is finished may begin in the tail, where rows of the next page go. The first
-//             writes the finished pages: a block looks at 32 tokens for such that fill a row 63, finds the tokens of that page
-//             (just before, if the tokens come in order, else among all of the call), and takes 16 packs of its 64 rows, two rows
-//             to a thread, which holds them: one trip to memory, and the ranges of channels meet in shared memory. The second
-//             writes values, a team of up to 32 lanes per token and head, and those keys to the tail whose page is unfinished.
-//             Whether a page is finished is looked up where its last token must stand if the tokens come in order, and else
-//             among all.
-// PDL:        nothing is constant: values, slots and sequences are prefetched into L2 before the wait, and everything is read
-//             after it.
-// Measured:   predicted for a prompt of 1024 tokens of 8 heads of 128: 5.4 MB and two launches, 3.4 us on an H200; 10.5, a third of
-//             that: 5.6 for pages and 5.2 for values, apart (results/h200_designs.json; other ways to read a page: README.md).
-// clang-format on
+// Two launches, because a page that this call finishes may begin in the tail, which the second launch overwrites. The
+// first quantises finished pages of keys: a block searches 32 tokens for those that fill row 63, finds the other tokens
+// of each page (adjacent if tokens come in order, else by a search), holds 16 packs of its 64 rows in registers and
+// reduces the ranges of channels through shared memory. The second writes values, up to 32 lanes of a warp per token
+// and head, and the keys of unfinished pages to the tail. Nothing is constant: inputs are prefetched into L2 before the
+// PDL wait, and everything is read after it.
 
 #include <tvm/ffi/function.h>
 #include <kestrel/pdl.cuh>
 
+#include "head_lanes.cuh"
 #include "host.h"
 #include "int4.cuh"
-#include "team.cuh"
 
 namespace kestrel::kvcache {
 
@@ -34,136 +22,135 @@ struct Int4Params {
   Cache k_scale, k_zero;         // [blocks, heads, D]: head strides are in `offset`
   Cache v_scale, v_zero;         // [blocks, 64, heads]
   Cache tail;                    // [sequences, 64, heads, D]
-  Slots slots;                   // of pages of 64
-  const char* sequences = nullptr;
-  bool wide_sequences = false;
+  SlotMapping slots;             // of pages of 64
+  IndexArray sequences;
   int64_t sequence_count = 0;
   int size = 0, packs = 0;  // of a head
   unsigned heads = 0;
-  FastDivision packs_of_head;
-  unsigned lanes = 1;  // of a team
-  Spread spread;       // over tokens and the lanes of their teams
+  FastDiv packs_per_head;
+  unsigned lanes = 1;  // per head
+  WorkSplit work;      // over tokens and the lanes of their heads
 
-  __device__ __forceinline__ int64_t sequence(int64_t token) const {
-    return read_index(sequences, wide_sequences, token);
-  }
+  __device__ __forceinline__ int64_t sequence(int64_t token) const { return sequences.load(token); }
   __device__ __forceinline__ void prefetch_indices(int64_t token) const {
-    prefetch_l2(slots.address(token));
-    prefetch_l2(sequences + token * (wide_sequences ? 8 : 4));
+    prefetch_l2(slots.slots.address(token));
+    prefetch_l2(sequences.address(token));
   }
   __device__ __forceinline__ bool in_sequence(int64_t token) const {
     return static_cast<uint64_t>(sequence(token)) < static_cast<uint64_t>(sequence_count);
   }
-  // The slot of a token, or -1 for one that is padding.
+  // The slot of a token, or -1 for padding.
   __device__ __forceinline__ int64_t slot(int64_t token) const {
-    const int64_t slot = slots.read(token);
-    return in_sequence(token) && slots.exists(slot) ? slot : -1;
+    const int64_t slot = slots.slots.load(token);
+    return in_sequence(token) && slots.contains(slot) ? slot : -1;
   }
 
-  // found(token, slot) for every slot of the call whose token may still be padding. The threads of a block share them.
+  // Calls found(token, slot) for every slot of the call; the threads of a block share them. The token may be padding.
   template <typename F>
   __device__ __forceinline__ void for_each_slot(F found) const {
-    constexpr int kAtOnce = 8;  // reads under way
-    for (int first = threadIdx.x; first < spread.tokens; first += kAtOnce * blockDim.x) {
-      int64_t some[kAtOnce];
+    constexpr int kLoads = 8;  // in flight per thread
+    for (int first = threadIdx.x; first < work.tokens; first += kLoads * blockDim.x) {
+      int64_t loaded[kLoads];
 #pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
+      for (int i = 0; i < kLoads; ++i) {
         const int token = first + i * blockDim.x;
-        some[i] = token < spread.tokens ? slots.read(token) : -1;
+        loaded[i] = token < work.tokens ? slots.slots.load(token) : -1;
       }
 #pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
-        if (slots.exists(some[i])) found(first + i * blockDim.x, some[i]);
+      for (int i = 0; i < kLoads; ++i) {
+        if (slots.contains(loaded[i])) found(first + i * blockDim.x, loaded[i]);
       }
     }
   }
 };
 
-constexpr int kRow = kInt4Page - 1;  // slot & kRow is the row in the page, slot | kRow the page's last slot
-constexpr int kThreads = 128;        // of a block that writes values
+constexpr int kPageMask =
+    kInt4Page - 1;             // slot & kPageMask: the row in its page; slot | kPageMask: the last slot of the page
+constexpr int kThreads = 128;  // per block of write_values
 
 // -- finished pages of keys -------------------------------------------------------------------------------------------
 
 constexpr int kPagePacks = 16;       // of a row: what a block takes of a page
-constexpr int kPageThreads = 512;    // one to a pack of two rows, half a page apart
-constexpr int kTokensPerBlock = 32;  // in which a block looks for the ends of pages: one for each lane of a warp
+constexpr int kPageThreads = 512;    // a thread has one pack of two rows, half a page apart
+constexpr int kTokensPerBlock = 32;  // searched for the ends of pages, one per lane of a warp
 static_assert(kPageThreads * 2 == kPagePacks * kInt4Page);
 
-template <typename T, bool VECTORS>
+template <typename T, Access ACCESS>
 __global__ void __launch_bounds__(kPageThreads, 2) write_pages(const __grid_constant__ Int4Params p) {
   constexpr int size = Pack<T>::size, warps = kPageThreads / 32, channels = size * kPagePacks;
   __shared__ int64_t slots[kTokensPerBlock], sequences[kTokensPerBlock];
-  __shared__ unsigned ends;          // of pages, among the block's tokens: a bit each
-  __shared__ int source[kInt4Page];  // the token that holds a row, or -1: it waits in the tail
-  __shared__ Range ranges[warps][channels];
-  __shared__ __half2 codes[channels];  // scale and zero; channels in the order element of a pack, pack
+  __shared__ unsigned page_ends;     // a bit per token of the block that fills row 63
+  __shared__ int source[kInt4Page];  // the token of each row, or -1 if the row is in the tail
+  __shared__ MinMax ranges[warps][channels];
+  __shared__ __half2 codes[channels];  // scale and zero of channel [element of a pack][pack]
   const unsigned column = threadIdx.x % kPagePacks, row = threadIdx.x / kPagePacks;
-  const unsigned unit = blockIdx.y * kPagePacks + column, head = p.packs_of_head(unit);
+  const unsigned unit = blockIdx.y * kPagePacks + column, head = p.packs_per_head.divide(unit);
   const int first = (unit - head * p.packs) * size;  // element of the head
-  const bool mine = head < p.heads;
+  const bool has_pack = head < p.heads;
   const int first_token = blockIdx.x * kTokensPerBlock;
-  if (first_token + static_cast<int>(row) < p.spread.tokens && column % 8 == 0) {
+  if (first_token + static_cast<int>(row) < p.work.tokens && column % 8 == 0) {
     if (column == 0) p.prefetch_indices(first_token + row);
-    if (VECTORS && mine) prefetch_l2(p.key.at(first_token + row, head) + first * sizeof(T));
+    if (ACCESS == Access::packs && has_pack) prefetch_l2(p.key.at(first_token + row, head) + first * sizeof(T));
   }
   pdl_wait();
   pdl_trigger();
 
   if (threadIdx.x < kTokensPerBlock) {
     const int token = first_token + threadIdx.x;
-    const int64_t slot = token < p.spread.tokens ? p.slot(token) : -1;
+    const int64_t slot = token < p.work.tokens ? p.slot(token) : -1;
     slots[threadIdx.x] = slot;
     if (slot >= 0) sequences[threadIdx.x] = p.sequence(token);
-    const unsigned found = __ballot_sync(~0u, slot >= 0 && (slot & kRow) == kRow);
-    if (threadIdx.x == 0) ends = found;
+    const unsigned found = __ballot_sync(~0u, slot >= 0 && (slot & kPageMask) == kPageMask);
+    if (threadIdx.x == 0) page_ends = found;
   }
   __syncthreads();
-  for (unsigned left = ends; left != 0; left &= left - 1) {  // the same for the whole block
-    const int last = __ffs(left) - 1;
+  for (unsigned remaining = page_ends; remaining != 0; remaining &= remaining - 1) {  // uniform in the block
+    const int last = __ffs(remaining) - 1;
     const int64_t page = slots[last] / kInt4Page;
     bool missing = false;
     if (threadIdx.x < kInt4Page) {
-      const int likely = first_token + last - (kRow - static_cast<int>(threadIdx.x));  // if the tokens come in order
-      missing = likely < 0 || p.slot(likely) != page * kInt4Page + threadIdx.x;
-      source[threadIdx.x] = missing ? -1 : likely;
+      const int expected = first_token + last - (kPageMask - static_cast<int>(threadIdx.x));  // if tokens come in order
+      missing = expected < 0 || p.slot(expected) != page * kInt4Page + threadIdx.x;
+      source[threadIdx.x] = missing ? -1 : expected;
     }
     if (__syncthreads_or(missing)) {
       p.for_each_slot([&](int other, int64_t slot) {
-        if (slot / kInt4Page == page && p.in_sequence(other)) source[slot & kRow] = other;
+        if (slot / kInt4Page == page && p.in_sequence(other)) source[slot & kPageMask] = other;
       });
       __syncthreads();
     }
 
     Pack<T> keys[2] = {};
-    if (mine) {
+    if (has_pack) {
       const auto address = [&](int of_row) {
         return source[of_row] >= 0 ? p.key.at(source[of_row], head) : p.tail.at({sequences[last], of_row}, head);
       };
       const char* const rows[2] = {address(row), address(row + kInt4Page / 2)};
 #pragma unroll
-      for (int r = 0; r < 2; ++r) keys[r] = load_pack<VECTORS, T>(rows[r], first, p.size);
+      for (int r = 0; r < 2; ++r) keys[r] = load_pack<ACCESS, T>(rows[r], first, p.size);
     }
     float x[2][size];
 #pragma unroll
     for (int r = 0; r < 2; ++r) keys[r].unpack(x[r]);
 #pragma unroll
-    for (int i = 0; i < size; ++i) {  // over the two rows, then over the warp's other two
-      Range range = empty_range();
-      range.take(x[0][i]);
-      range.take(x[1][i]);
-      range = Range::join(range,
-                          {__shfl_xor_sync(~0u, range.low, kPagePacks), __shfl_xor_sync(~0u, range.high, kPagePacks)});
+    for (int i = 0; i < size; ++i) {  // over this thread's two rows, then over the two of the other half warp
+      MinMax range = MinMax::empty();
+      range.include(x[0][i]);
+      range.include(x[1][i]);
+      range = MinMax::merge(
+          range, {__shfl_xor_sync(~0u, range.low, kPagePacks), __shfl_xor_sync(~0u, range.high, kPagePacks)});
       if (threadIdx.x % 32 < kPagePacks) ranges[threadIdx.x / 32][i * kPagePacks + column] = range;
     }
     __syncthreads();
-    if (threadIdx.x < channels) {  // one channel each; kPageThreads is a multiple of kPagePacks, so `column` holds
-      Range range = ranges[0][threadIdx.x];
+    if (threadIdx.x <
+        channels) {  // one channel per thread; kPageThreads is a multiple of kPagePacks, so `column` applies
+      MinMax range = ranges[0][threadIdx.x];
 #pragma unroll
-      for (int w = 1; w < warps; ++w) range = Range::join(range, ranges[w][threadIdx.x]);
+      for (int w = 1; w < warps; ++w) range = MinMax::merge(range, ranges[w][threadIdx.x]);
       const Int4Code<T> code(range);
       codes[threadIdx.x] = __halves2half2(code.scale, code.zero);
       const int channel = first + threadIdx.x / kPagePacks;
-      if (mine && channel < p.size) {
+      if (has_pack && channel < p.size) {
         reinterpret_cast<__half*>(p.k_scale.at({page, head}))[channel] = code.scale;
         reinterpret_cast<__half*>(p.k_zero.at({page, head}))[channel] = code.zero;
       }
@@ -178,34 +165,34 @@ __global__ void __launch_bounds__(kPageThreads, 2) write_pages(const __grid_cons
 #pragma unroll
       for (int r = 0; r < 2; ++r) words[r][0] |= static_cast<uint32_t>(static_cast<int>(pair[r])) << (4 * i);
     }
-    if (!mine) continue;
+    if (!has_pack) continue;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       char* const to = p.key_cache.at({page, row + r * kInt4Page / 2}, head) + first / 2;
-      store_codes<VECTORS, size / 2, uint8_t>(to, words[r], (p.size - first) / 2);
+      store_codes<ACCESS, size / 2, uint8_t>(to, words[r], (p.size - first) / 2);
     }
   }
 }
 
 // -- values, and keys of unfinished pages -----------------------------------------------------------------------------
 
-// Whether a token's page is unfinished after this call. found: its last token was, without a search, or there is no
-// page. Every thread of the block calls this.
+// Whether a token's page stays unfinished after this call. found: the page's last token is known to be in this call, or
+// the token is padding. Every thread of the block calls this.
 __device__ __forceinline__ bool unfinished(const Int4Params& p, int64_t slot, bool found) {
   __shared__ int64_t last_slot[kThreads];  // of the page of each of the block's tokens
   __shared__ bool finished[kThreads];
-  const unsigned in_block = p.spread.in_block();
+  const unsigned in_block = p.work.token_in_block();
   bool search = false;
-  if (threadIdx.x == in_block * p.spread.span) {
+  if (threadIdx.x == in_block * p.work.threads_per_token) {
     search = !found;
-    last_slot[in_block] = slot | kRow;
+    last_slot[in_block] = slot | kPageMask;
     finished[in_block] = found;
   }
   if (__syncthreads_or(search)) {
     p.for_each_slot([&](int other, int64_t slot_of_other) {
-      if ((slot_of_other & kRow) != kRow || !p.in_sequence(other)) return;
+      if ((slot_of_other & kPageMask) != kPageMask || !p.in_sequence(other)) return;
 #pragma unroll 1
-      for (unsigned i = 0; i < p.spread.tokens_per_block; ++i) {
+      for (unsigned i = 0; i < p.work.tokens_per_block; ++i) {
         if (last_slot[i] == slot_of_other) finished[i] = true;
       }
     });
@@ -214,54 +201,55 @@ __device__ __forceinline__ bool unfinished(const Int4Params& p, int64_t slot, bo
   return !finished[in_block];
 }
 
-template <typename T, bool VECTORS>
+template <typename T, Access ACCESS>
 __global__ void __launch_bounds__(kThreads, 8) write_values(const __grid_constant__ Int4Params p) {
   constexpr int size = Pack<T>::size;
-  const Team team(p.spread, p.lanes);
-  const int lane = static_cast<int>(team.lane), lanes = static_cast<int>(team.lanes);
-  const char* const key_row = p.key.at(team.token, team.head);
-  const char* const value_row = p.value.at(team.token, team.head);
-  const bool any = team.active && lane < p.packs;
-  if (VECTORS && any && lane % 8 == 0) {
+  const HeadLanes work(p.work, p.lanes);
+  const int lane = static_cast<int>(work.lane), lanes = static_cast<int>(work.lanes);
+  const char* const key_row = p.key.at(work.token, work.head);
+  const char* const value_row = p.value.at(work.token, work.head);
+  const bool has_pack = work.active && lane < p.packs;
+  if (ACCESS == Access::packs && has_pack && lane % 8 == 0) {
     prefetch_l2(key_row + 16 * lane);
     prefetch_l2(value_row + 16 * lane);
   }
-  if (threadIdx.x == 0 && team.token < p.spread.tokens) p.prefetch_indices(team.token);
+  if (threadIdx.x == 0 && work.token < p.work.tokens) p.prefetch_indices(work.token);
   pdl_wait();
   pdl_trigger();
 
-  // What a lane reads first, and the slots, are under way together; a longer head's other packs follow.
+  // The first pack of each lane and the slots are loaded together; the other packs of a longer head follow.
   Pack<T> key_pack = {}, value_pack = {};
-  if (any) {
-    value_pack = load_pack<VECTORS, T>(value_row, lane * size, p.size);
-    key_pack = load_pack<VECTORS, T>(key_row, lane * size, p.size);
+  if (has_pack) {
+    value_pack = load_pack<ACCESS, T>(value_row, lane * size, p.size);
+    key_pack = load_pack<ACCESS, T>(key_row, lane * size, p.size);
   }
   const auto value_at = [&](int c, float (&x)[size]) {
-    (c == lane ? value_pack : load_pack<VECTORS, T>(value_row, c * size, p.size)).unpack(x);
+    (c == lane ? value_pack : load_pack<ACCESS, T>(value_row, c * size, p.size)).unpack(x);
   };
-  const int64_t slot = team.token < p.spread.tokens ? p.slot(team.token) : -1;
-  const int64_t ahead = int64_t{team.token} + (kRow - (slot & kRow));  // the page's last token, if they come in order
-  const int64_t slot_ahead = slot >= 0 && ahead < p.spread.tokens ? p.slot(ahead) : -1;
+  const int64_t slot = work.token < p.work.tokens ? p.slot(work.token) : -1;
+  const int64_t ahead =
+      int64_t{work.token} + (kPageMask - (slot & kPageMask));  // the page's last token, if tokens come in order
+  const int64_t slot_ahead = slot >= 0 && ahead < p.work.tokens ? p.slot(ahead) : -1;
 
-  if (team.active && slot >= 0) {
-    Range range = empty_range();
+  if (work.active && slot >= 0) {
+    MinMax range = MinMax::empty();
     for (int c = lane; c < p.packs; c += lanes) {
       float x[size];
       value_at(c, x);
 #pragma unroll
       for (int i = 0; i < size; ++i) {
-        if (VECTORS || c * size + i < p.size) range.take(x[i]);
+        if (ACCESS == Access::packs || c * size + i < p.size) range.include(x[i]);
       }
     }
-    range.low = team.all(range.low, [](float a, float b) { return least(a, b); });
-    range.high = team.all(range.high, [](float a, float b) { return most(a, b); });
+    range.low = work.reduce(range.low, [](float a, float b) { return ptx::min_nan(a, b); });
+    range.high = work.reduce(range.high, [](float a, float b) { return ptx::max_nan(a, b); });
     const Int4Code<T> code(range);
-    const Place place{slot / kInt4Page, slot & kRow};
+    const CachePosition position{slot / kInt4Page, slot & kPageMask};
     if (lane == 0) {
-      *reinterpret_cast<__half*>(p.v_scale.at(place, team.head)) = code.scale;
-      *reinterpret_cast<__half*>(p.v_zero.at(place, team.head)) = code.zero;
+      *reinterpret_cast<__half*>(p.v_scale.at(position, work.head)) = code.scale;
+      *reinterpret_cast<__half*>(p.v_zero.at(position, work.head)) = code.zero;
     }
-    char* const codes = p.value_cache.at(place, team.head);
+    char* const codes = p.value_cache.at(position, work.head);
     for (int c = lane; c < p.packs; c += lanes) {
       float x[size];
       value_at(c, x);
@@ -269,14 +257,14 @@ __global__ void __launch_bounds__(kThreads, 8) write_values(const __grid_constan
       uint32_t word[1] = {0};
 #pragma unroll
       for (int i = 0; i < size; ++i) word[0] |= static_cast<uint32_t>(static_cast<int>(x[i])) << (4 * i);
-      store_codes<VECTORS, size / 2, uint8_t>(codes + c * (size / 2), word, (p.size - c * size) / 2);
+      store_codes<ACCESS, size / 2, uint8_t>(codes + c * (size / 2), word, (p.size - c * size) / 2);
     }
   }
-  if (!unfinished(p, slot, slot < 0 || slot_ahead == (slot | kRow)) || !team.active) return;
-  char* const tail = p.tail.at({p.sequence(team.token), slot & kRow}, team.head);
+  if (!unfinished(p, slot, slot < 0 || slot_ahead == (slot | kPageMask)) || !work.active) return;
+  char* const tail = p.tail.at({p.sequence(work.token), slot & kPageMask}, work.head);
   for (int c = lane; c < p.packs; c += lanes) {
-    const Pack<T> pack = c == lane ? key_pack : load_pack<VECTORS, T>(key_row, c * size, p.size);
-    store_pack<VECTORS>(tail, c * size, p.size, pack);
+    const Pack<T> pack = c == lane ? key_pack : load_pack<ACCESS, T>(key_row, c * size, p.size);
+    store_pack<ACCESS>(tail, c * size, p.size, pack);
   }
 }
 
@@ -320,11 +308,9 @@ void int4_cache_write(TensorView key, TensorView value, TensorView key_cache, Te
   p.v_scale = cache_of(v_scale);
   p.v_zero = cache_of(v_zero);
   p.tail = cache_of(k_tail);
-  p.slots.mapping = address(slot_mapping);
-  p.slots.wide = wide(slot_mapping);
+  p.slots.slots = index_array(slot_mapping);
   p.slots.count = key_cache.size(0) * kInt4Page;
-  p.sequences = address(seq_ids);
-  p.wide_sequences = wide(seq_ids);
+  p.sequences = index_array(seq_ids);
   p.sequence_count = k_tail.size(0);
   p.size = static_cast<int>(size);
   p.heads = static_cast<unsigned>(heads);
@@ -333,19 +319,19 @@ void int4_cache_write(TensorView key, TensorView value, TensorView key_cache, Te
     using T = decltype(t);
     constexpr int pack = Pack<T>::size;
     p.packs = static_cast<int>((size + pack - 1) / pack);
-    // Of many tokens instructions set the pace, and a lane with four packs finds their places once: 8192 tokens of 8
-    // heads of 128 42.5 us, with one pack 49.2 (results/h200_designs.json).
+    // Large calls are bound by instructions, and a lane with four packs computes its addresses once.
     const bool many = tokens * heads * p.packs > 1 << 18;
-    p.lanes = Team::lanes_for(many ? (p.packs + 3) / 4 : p.packs);
-    p.packs_of_head = FastDivision(static_cast<unsigned>(p.packs));
-    p.spread = Spread(static_cast<int>(tokens), p.heads * p.lanes, kThreads);
-    const bool vectors = size % pack == 0 && aligned(p.key, 16) && aligned(p.value, 16) && aligned(p.tail, 16) &&
-                         aligned(p.key_cache, pack / 2) && aligned(p.value_cache, pack / 2);
-    const dim3 pages((p.spread.tokens - 1) / kTokensPerBlock + 1, (p.heads * p.packs - 1) / kPagePacks + 1);
+    p.lanes = HeadLanes::lanes_for(many ? (p.packs + 3) / 4 : p.packs);
+    p.packs_per_head = FastDiv(static_cast<unsigned>(p.packs));
+    p.work = WorkSplit(static_cast<int>(tokens), p.heads * p.lanes, kThreads);
+    const bool packs = size % pack == 0 && aligned(p.key, 16) && aligned(p.value, 16) && aligned(p.tail, 16) &&
+                       aligned(p.key_cache, pack / 2) && aligned(p.value_cache, pack / 2);
+    const dim3 pages((p.work.tokens - 1) / kTokensPerBlock + 1, (p.heads * p.packs - 1) / kPagePacks + 1);
     if (pages.y > 65535) unsupported("rows of more than 65535 x 16 packs of 16 bytes");
-    launch_pdl(vectors ? write_pages<T, true> : write_pages<T, false>, pages, dim3(kPageThreads), key.device(), p);
-    launch_pdl(vectors ? write_values<T, true> : write_values<T, false>, p.spread.grid(), p.spread.block(),
+    launch_pdl(packs ? write_pages<T, Access::packs> : write_pages<T, Access::elements>, pages, dim3(kPageThreads),
                key.device(), p);
+    launch_pdl(packs ? write_values<T, Access::packs> : write_values<T, Access::elements>, p.work.grid(),
+               p.work.block(), key.device(), p);
   });
 }
 

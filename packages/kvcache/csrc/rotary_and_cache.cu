@@ -1,20 +1,10 @@
-// rotary_and_cache: turns queries and keys by their positions, and writes keys and values into a paged cache, in one
-// pass.
+// rotary_and_cache: rotates queries and keys by their positions in place, and writes keys and values into a paged
+// cache.
 //
-// clang-format off
-// Computes:   pairs of R of the D dims of every query and key head, turned by the table's row at the token's position, in place;
-//             cache[slot / P, slot % P, head, :] = turned key, and value, as they are or as FP8.
-// Built for:  32 heads of 64 in bf16, from one token (latency) to some thousand.
-// Must move:  per token 4 H D bytes of queries (read and written), and per KV head D * (4 + 2) bytes of keys, 2 D of values
-//             and 4 D (auto) or 2 D (FP8) of cache lines; 3 operations per turned element, 7 per FP8 code.
-// Split:      a thread takes one item of a token: a piece (two packs of 16 bytes that turn into one another) of a query or
-//             a key, a pack of a key that does not turn, or a pack of a value. Where packs cannot be used, an item is a
-//             pair or an element. Up to 256 threads a block; short rows share a block, long ones take several.
-// PDL:        only the table is constant, and which row of it is needed stands in positions: nothing is read before the
-//             wait. Rows, positions and slots are prefetched into L2 there, which returns no data.
-// Measured:   predicted for 1024 tokens of 32 and 8 heads of 128 into FP8: 25 MB and a launch, 7.0 us on an H200; 8.0, 87 % of that
-//             (as they are 8.3, 89 % of 7.4; results/h200.json).
-// clang-format on
+// A thread has one item of a token: two packs of 16 bytes of a query or key that rotate into each other, a pack of a
+// key that does not rotate, or a pack of a value; unaligned rows use pairs and elements instead of packs. Blocks have
+// up to 128 threads; short rows share a block. Only the table is constant, but its row depends on positions, so nothing
+// is read before the PDL wait; rows, positions and slots are prefetched into L2 before it.
 
 #include <kestrel/rotary.h>
 #include <tvm/ffi/function.h>
@@ -22,98 +12,99 @@
 #include <kestrel/rotary.cuh>
 
 #include "host.h"
-#include "spread.cuh"
+#include "work_split.cuh"
 
 namespace kestrel::kvcache {
 
 struct RotaryParams {
   Rows query, key, value;
   Cache key_cache, value_cache;
-  Slots slots;
+  SlotMapping slots;
   Scale k_scale, v_scale;
   Format format = Format::copy;
-  const char* positions = nullptr;
-  bool wide_positions = false;
-  bool wide_table = false;  // float32 where the rows are not
+  IndexArray positions;
+  bool float32_table = false;  // where the rows are not float32
   const char* table = nullptr;
-  int64_t table_row = 0;                     // bytes
-  int64_t table_rows = 0;                    // positions in the table
-  int slotted = 0;                           // tokens that have a slot
-  int size = 0, half = 0, offset = 0;        // D, R/2, first dim that turns
-  unsigned pieces = 0, rest = 0, packs = 0;  // of a head: of what turns, of what does not, of a value
-  unsigned query_items = 0, key_items = 0;   // of a token
-  Spread spread;                             // over tokens and all their items
+  int64_t table_row = 0;  // bytes
+  int64_t table_rows = 0;
+  int slot_count = 0;                  // length of slot_mapping
+  int size = 0, half = 0, offset = 0;  // D, R/2, first dimension that rotates
+  // Per head: items that rotate, items of a key that do not, items of a value.
+  unsigned rotating = 0, unrotated = 0, value_items_per_head = 0;
+  unsigned query_items = 0, key_items = 0;  // per token
+  WorkSplit work;                           // over tokens and all their items
 };
 
-// The first element of an item, and of its second pack (-1: there is none).
+// What a thread works on. first, second: the first elements of its packs; second is -1 if there is none.
 struct Item {
-  enum { query, key, value } row;
+  enum { query, key, value } tensor;
   int head, first, second, frequency;
 
-  template <typename T, bool NEOX, bool VECTORS>
+  template <typename T, bool NEOX, Access ACCESS>
   static __device__ __forceinline__ Item of(const RotaryParams& p, unsigned unit) {
-    constexpr int step = VECTORS ? Pack<T>::size : 1;
+    constexpr int step = ACCESS == Access::packs ? Pack<T>::size : 1;
     Item item;
-    unsigned piece;
+    unsigned index;  // within the head
     if (unit < p.query_items) {
-      item.row = query;
-      item.head = unit / p.pieces;
-      piece = unit - item.head * p.pieces;
+      item.tensor = query;
+      item.head = unit / p.rotating;
+      index = unit - item.head * p.rotating;
     } else if (unit < p.query_items + p.key_items) {
       unit -= p.query_items;
-      item.row = key;
-      item.head = unit / (p.pieces + p.rest);
-      piece = unit - item.head * (p.pieces + p.rest);
+      item.tensor = key;
+      item.head = unit / (p.rotating + p.unrotated);
+      index = unit - item.head * (p.rotating + p.unrotated);
     } else {
       unit -= p.query_items + p.key_items;
-      item.row = value;
-      item.head = unit / p.packs;
-      piece = unit - item.head * p.packs;
+      item.tensor = value;
+      item.head = unit / p.value_items_per_head;
+      index = unit - item.head * p.value_items_per_head;
     }
     item.second = -1;
-    if (item.row == value) {
-      item.first = piece * step;
-    } else if (piece < p.pieces) {
-      item.frequency = piece * step;
-      if constexpr (VECTORS) {
+    if (item.tensor == value) {
+      item.first = index * step;
+    } else if (index < p.rotating) {
+      item.frequency = index * step;
+      if constexpr (ACCESS == Access::packs) {
         item.first = p.offset + first_pack<NEOX, T>(item.frequency);
         item.second = p.offset + second_pack<NEOX, T>(item.frequency, p.half);
       } else {
         item.first = p.offset + (NEOX ? item.frequency : 2 * item.frequency);
         item.second = NEOX ? item.first + p.half : item.first + 1;
       }
-    } else {  // a dim before or behind those that turn
-      item.first = (piece - p.pieces) * step;
+    } else {  // before or behind the dimensions that rotate
+      item.first = (index - p.rotating) * step;
       if (item.first >= p.offset) item.first += 2 * p.half;
     }
     return item;
   }
 };
 
-template <bool VECTORS, typename T>
+template <Access ACCESS, typename T>
 __device__ __forceinline__ void store_as(Format format, char* head, int first, int n, const Pack<T>& pack,
                                          float scale) {
   if (format == Format::copy) {
-    store_pack<VECTORS>(head, first, n, pack);
+    store_pack<ACCESS>(head, first, n, pack);
   } else if (format == Format::e4m3) {
-    Fp8<T, __NV_E4M3>::template store<VECTORS>(head, first, n, pack, scale);
+    Fp8<T, __NV_E4M3>::template store<ACCESS>(head, first, n, pack, scale);
   } else {
-    Fp8<T, __NV_E5M2>::template store<VECTORS>(head, first, n, pack, scale);
+    Fp8<T, __NV_E5M2>::template store<ACCESS>(head, first, n, pack, scale);
   }
 }
 
-// Turns the two packs of a piece, or the pair that their first elements are.
-template <typename T, bool NEOX, bool VECTORS>
-__device__ __forceinline__ void turn(const RotaryParams& p, const char* row, int frequency, Pack<T>& a, Pack<T>& b) {
+// Rotates two packs, or the pair of their first elements.
+template <typename T, bool NEOX, Access ACCESS>
+__device__ __forceinline__ void rotate(const RotaryParams& p, const char* row, int frequency, Pack<T>& a, Pack<T>& b) {
   constexpr int size = Pack<T>::size;
-  if constexpr (VECTORS) {
+  if constexpr (ACCESS == Access::packs) {
     Angles<size> angles;
-    p.wide_table ? angles.template load_packs<float>(row, frequency, p.half)
-                 : angles.template load_packs<T>(row, frequency, p.half);
-    rotate_piece<NEOX>(a, b, angles);
+    p.float32_table ? angles.template load_packs<float>(row, frequency, p.half)
+                    : angles.template load_packs<T>(row, frequency, p.half);
+    rotate_packs<NEOX>(a, b, angles);
   } else {
     Angles<1> angle;
-    p.wide_table ? angle.template load<float>(row, frequency, p.half) : angle.template load<T>(row, frequency, p.half);
+    p.float32_table ? angle.template load<float>(row, frequency, p.half)
+                    : angle.template load<T>(row, frequency, p.half);
     float x[size], y[size];
     a.unpack(x);
     b.unpack(y);
@@ -123,68 +114,70 @@ __device__ __forceinline__ void turn(const RotaryParams& p, const char* row, int
   }
 }
 
+constexpr bool kNeox = true, kGptJ = false;
 constexpr int kThreads = 128;
 
-template <typename T, bool NEOX, bool VECTORS>
+template <typename T, bool NEOX, Access ACCESS>
 __global__ void __launch_bounds__(kThreads) rotate_and_write(const __grid_constant__ RotaryParams p) {
-  const auto [token, unit] = p.spread.mine();
-  if (token >= p.spread.tokens || unit >= p.spread.units) return;
-  const Item item = Item::of<T, NEOX, VECTORS>(p, unit);
-  const Rows& rows = item.row == Item::query ? p.query : item.row == Item::key ? p.key : p.value;
+  const auto [token, unit] = p.work.token_unit();
+  if (token >= p.work.tokens || unit >= p.work.units) return;
+  const Item item = Item::of<T, NEOX, ACCESS>(p, unit);
+  const Rows& rows = item.tensor == Item::query ? p.query : item.tensor == Item::key ? p.key : p.value;
   char* const head = rows.at(token, item.head);
   const bool has_second = item.second >= 0;
-  if (VECTORS) {
+  if (ACCESS == Access::packs) {
     prefetch_l2(head + int64_t{item.first} * sizeof(T));
     if (has_second) prefetch_l2(head + int64_t{item.second} * sizeof(T));
   }
   if (unit == 0) {
-    prefetch_l2(p.positions + int64_t{token} * (p.wide_positions ? 8 : 4));
-    if (token < p.slotted) prefetch_l2(p.slots.address(token));
+    prefetch_l2(p.positions.address(token));
+    if (token < p.slot_count) prefetch_l2(p.slots.slots.address(token));
   }
   pdl_wait();
   pdl_trigger();
 
-  // One element where packs cannot be used: a row then ends behind it.
-  const int end = VECTORS ? p.size : item.first + 1, second_end = VECTORS ? p.size : item.second + 1;
-  Pack<T> a = load_pack<VECTORS, T>(head, item.first, end), b;
-  if (has_second) b = load_pack<VECTORS, T>(head, item.second, second_end);
+  // With Access::elements a pack holds one element: the row ends behind it.
+  const int end = ACCESS == Access::packs ? p.size : item.first + 1,
+            second_end = ACCESS == Access::packs ? p.size : item.second + 1;
+  Pack<T> a = load_pack<ACCESS, T>(head, item.first, end), b;
+  if (has_second) b = load_pack<ACCESS, T>(head, item.second, second_end);
   float scale = 1.f;
-  if (item.row != Item::query) scale = (item.row == Item::key ? p.k_scale : p.v_scale).of(item.head);
-  const int64_t slot = item.row != Item::query && token < p.slotted ? p.slots.read(token) : -1;
-  const int64_t position = read_index(p.positions, p.wide_positions, token);
-  issue_reads();
+  if (item.tensor != Item::query) scale = (item.tensor == Item::key ? p.k_scale : p.v_scale).load(item.head);
+  const int64_t slot = item.tensor != Item::query && token < p.slot_count ? p.slots.slots.load(token) : -1;
+  const int64_t position = p.positions.load(token);
+  issue_loads();
 
   if (has_second && static_cast<uint64_t>(position) < static_cast<uint64_t>(p.table_rows)) {
-    turn<T, NEOX, VECTORS>(p, p.table + position * p.table_row, item.frequency, a, b);
-    store_pack<VECTORS>(head, item.first, end, a);
-    store_pack<VECTORS>(head, item.second, second_end, b);
+    rotate<T, NEOX, ACCESS>(p, p.table + position * p.table_row, item.frequency, a, b);
+    store_pack<ACCESS>(head, item.first, end, a);
+    store_pack<ACCESS>(head, item.second, second_end, b);
   }
-  if (!p.slots.exists(slot)) return;
-  const Cache& cache = item.row == Item::key ? p.key_cache : p.value_cache;
+  if (!p.slots.contains(slot)) return;
+  const Cache& cache = item.tensor == Item::key ? p.key_cache : p.value_cache;
   char* const target = cache.at(p.slots.locate(slot), item.head);
-  store_as<VECTORS>(p.format, target, item.first, end, a, scale);
-  if (has_second) store_as<VECTORS>(p.format, target, item.second, second_end, b, scale);
+  store_as<ACCESS>(p.format, target, item.first, end, a, scale);
+  if (has_second) store_as<ACCESS>(p.format, target, item.second, second_end, b, scale);
 }
 
-template <typename T, bool NEOX, bool VECTORS>
+template <typename T, bool NEOX, Access ACCESS>
 void launch(RotaryParams p, int64_t heads, int64_t kv_heads, DLDevice device) {
-  const int step = VECTORS ? Pack<T>::size : 1;
-  p.pieces = p.half / step;
-  p.rest = (p.size - 2 * p.half) / step;
-  p.packs = p.size / step;
-  p.query_items = heads * p.pieces;
-  p.key_items = kv_heads * (p.pieces + p.rest);
-  const int64_t items = p.query_items + p.key_items + kv_heads * p.packs;
+  const int step = ACCESS == Access::packs ? Pack<T>::size : 1;
+  p.rotating = p.half / step;
+  p.unrotated = (p.size - 2 * p.half) / step;
+  p.value_items_per_head = p.size / step;
+  p.query_items = heads * p.rotating;
+  p.key_items = kv_heads * (p.rotating + p.unrotated);
+  const int64_t items = p.query_items + p.key_items + kv_heads * p.value_items_per_head;
   if (items == 0) return;
-  p.spread = Spread(p.spread.tokens, static_cast<unsigned>(items), kThreads);
-  launch_pdl(rotate_and_write<T, NEOX, VECTORS>, p.spread.grid(), p.spread.block(), device, p);
+  p.work = WorkSplit(p.work.tokens, static_cast<unsigned>(items), kThreads);
+  launch_pdl(rotate_and_write<T, NEOX, ACCESS>, p.work.grid(), p.work.block(), device, p);
 }
 
-// Whether every piece and pack begins at a multiple of what is read and written at once.
+// Whether all packs are aligned to their loads and stores.
 template <typename T>
 bool whole_packs(const RotaryParams& p, int code_bytes) {
   constexpr int size = Pack<T>::size;
-  const int table_element = p.wide_table ? 4 : sizeof(T);
+  const int table_element = p.float32_table ? 4 : sizeof(T);
   return p.half % size == 0 && p.offset % size == 0 && p.size % size == 0 && aligned(p.query, 16) &&
          aligned(p.key, 16) && aligned(p.value, 16) && aligned(p.key_cache, size * code_bytes) &&
          aligned(p.value_cache, size * code_bytes) && aligned16(p.table) && p.table_row % 16 == 0 &&
@@ -242,14 +235,13 @@ void rotary_and_cache(TensorView positions, TensorView query, TensorView key, Te
     p.k_scale = scale_of(k_scale);
     p.v_scale = scale_of(v_scale);
   }
-  p.positions = address(positions);
-  p.wide_positions = wide(positions);
-  p.wide_table = element_bytes(cos_sin_cache) != element_bytes(query);
+  p.positions = index_array(positions);
+  p.float32_table = element_bytes(cos_sin_cache) != element_bytes(query);
   p.table = address(cos_sin_cache);
   p.table_row = byte_stride(cos_sin_cache, 0);
   p.table_rows = cos_sin_cache.size(0);
-  p.spread.tokens = static_cast<int>(tokens);
-  p.slotted = static_cast<int>(slot_mapping.size(0));
+  p.work.tokens = static_cast<int>(tokens);
+  p.slot_count = static_cast<int>(slot_mapping.size(0));
   p.size = static_cast<int>(size);
   p.half = static_cast<int>(cos_sin_cache.size(1) / 2);
   p.offset = static_cast<int>(offset);
@@ -258,9 +250,11 @@ void rotary_and_cache(TensorView positions, TensorView query, TensorView key, Te
     using T = decltype(t);
     const DLDevice device = positions.device();
     if (whole_packs<T>(p, element_bytes(key_cache))) {
-      neox ? launch<T, true, true>(p, heads, kv_heads, device) : launch<T, false, true>(p, heads, kv_heads, device);
+      neox ? launch<T, kNeox, Access::packs>(p, heads, kv_heads, device)
+           : launch<T, kGptJ, Access::packs>(p, heads, kv_heads, device);
     } else {
-      neox ? launch<T, true, false>(p, heads, kv_heads, device) : launch<T, false, false>(p, heads, kv_heads, device);
+      neox ? launch<T, kNeox, Access::elements>(p, heads, kv_heads, device)
+           : launch<T, kGptJ, Access::elements>(p, heads, kv_heads, device);
     }
   });
 }

@@ -1,25 +1,24 @@
-// Rotation of pairs of a head's dimensions (rotary position embedding), in packs of 16 bytes or pair by pair.
+// Rotary position embedding: rotation of pairs of the dimensions of a head, in packs of 16 bytes or pair by pair.
 //
-// Of the R dims that turn, frequency f turns the pair (f, f + R/2) (NeoX) or (2f, 2f + 1) (GPT-J). A *piece* is as many
-// frequencies as a pack has elements: two packs of a head, whichever the order, and one pack's worth of cosines and
-// sines, which serve all heads of a token. Both ways give the same bits.
+// Of the R dimensions that rotate, frequency f rotates the pair (f, f + R/2) (NeoX) or (2f, 2f + 1) (GPT-J). The unit
+// of work of the vectorised form is two packs that rotate into each other: as many frequencies as a pack has elements,
+// with one pack of cosines and one of sines, which all heads of a token share. Both forms give the same bits.
 #pragma once
 
-#include <kestrel/index.cuh>
 #include <kestrel/pack.cuh>
 
 #include <cstdint>
 
 namespace kestrel {
 
-// One pair, turned in float32. The roundings are spelt out: they must not depend on what the compiler contracts.
+// Rotates one pair in float32. Explicit roundings keep the result independent of contraction by the compiler.
 __device__ __forceinline__ void rotate_pair(float& x, float& y, float cos, float sin) {
-  const float before = x;
+  const float old_x = x;
   x = __fmaf_rn(x, cos, -__fmul_rn(y, sin));
-  y = __fmaf_rn(y, cos, __fmul_rn(before, sin));
+  y = __fmaf_rn(y, cos, __fmul_rn(old_x, sin));
 }
 
-// `count` neighbouring constants as floats, in accesses of 16 bytes or one of 8, to which they must be aligned.
+// `count` adjacent constants as floats, by aligned loads of 16 bytes or one of 8.
 template <int count, typename W>
 __device__ __forceinline__ void load_constants(float* f, const W* p) {
   constexpr int size = Pack<W>::size, each = count < size ? count : size;
@@ -45,7 +44,7 @@ template <int count>
 struct Angles {
   float cos[count], sin[count];
 
-  // Of neighbouring frequencies, from a row of the table (R/2 cosines, then R/2 sines, of type W), element by element.
+  // Adjacent frequencies from a row of the table (R/2 cosines, then R/2 sines, of type W), element by element.
   template <typename W>
   __device__ __forceinline__ void load(const char* row, int frequency, int half) {
     const W* elements = reinterpret_cast<const W*>(row);
@@ -56,7 +55,7 @@ struct Angles {
     }
   }
 
-  // The same in packs: the row is aligned to 16 bytes, R/2 and the frequency are multiples of Pack<W>::size.
+  // The same by packs: the row is aligned to 16 bytes, R/2 and the frequency are multiples of Pack<W>::size.
   template <typename W>
   __device__ __forceinline__ void load_packs(const char* row, int frequency, int half) {
     const W* elements = reinterpret_cast<const W*>(row) + frequency;
@@ -64,9 +63,9 @@ struct Angles {
     load_constants<count>(sin, elements + half);
   }
 
-  // In packs too, half of the frequencies from one on and half from another; both are multiples of Pack<W>::size / 2.
+  // By packs, half of the frequencies from `first` on and half from `second`, multiples of Pack<W>::size / 2.
   template <typename W>
-  __device__ __forceinline__ void load_two_runs(const char* row, int first, int second, int half) {
+  __device__ __forceinline__ void load_two_ranges(const char* row, int first, int second, int half) {
     const W* elements = reinterpret_cast<const W*>(row);
     load_constants<count / 2>(cos, elements + first);
     load_constants<count / 2>(cos + count / 2, elements + second);
@@ -74,14 +73,14 @@ struct Angles {
     load_constants<count / 2>(sin + count / 2, elements + half + second);
   }
 
-  // The negative angles: they turn back.
+  // Negates the angles.
   __device__ __forceinline__ void invert() {
 #pragma unroll
     for (int i = 0; i < count; ++i) sin[i] = -sin[i];
   }
 };
 
-// Where the two packs of the piece at a frequency begin, in elements from the first dim that turns.
+// The first elements of the two packs at a frequency, relative to the first dimension that rotates.
 template <bool NEOX, typename T>
 __device__ __forceinline__ int first_pack(int frequency) {
   return NEOX ? frequency : 2 * frequency;
@@ -91,10 +90,10 @@ __device__ __forceinline__ int second_pack(int frequency, int half) {
   return NEOX ? frequency + half : 2 * frequency + Pack<T>::size;
 }
 
-// Turns two packs of a head. NeoX: angle i turns element i of both. GPT-J: the first half of the angles turns the pairs
-// of the first pack, the other half those of the second, which may stand anywhere.
+// Rotates two packs of a head. NeoX: angle i rotates element i of both. GPT-J: the first half of the angles rotates the
+// pairs of `first`, the other half those of `second`.
 template <bool NEOX, typename T>
-__device__ __forceinline__ void rotate_piece(Pack<T>& first, Pack<T>& second, const Angles<Pack<T>::size>& angles) {
+__device__ __forceinline__ void rotate_packs(Pack<T>& first, Pack<T>& second, const Angles<Pack<T>::size>& angles) {
   constexpr int size = Pack<T>::size;
   float a[size], b[size];
   first.unpack(a);
@@ -111,7 +110,5 @@ __device__ __forceinline__ void rotate_piece(Pack<T>& first, Pack<T>& second, co
   first.pack(a);
   second.pack(b);
 }
-
-__device__ __forceinline__ int64_t read_position(const void* p, bool wide) { return load_index(p, wide); }
 
 }  // namespace kestrel
