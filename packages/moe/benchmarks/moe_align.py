@@ -39,8 +39,8 @@ def make(shape: str, count: int) -> list[tuple[Any, ...]]:
     sets = []
     for _ in range(min(count, 100)):
         ids = torch.rand(tokens, experts, device="cuda").topk(k).indices.int()
-        sizes = (num_positions(shape), num_positions(shape) // block, 1)
-        outputs = (torch.empty(n, dtype=torch.int32, device="cuda") for n in sizes)
+        lengths = (num_positions(shape), num_positions(shape) // block, 1)
+        outputs = (torch.empty(n, dtype=torch.int32, device="cuda") for n in lengths)
         sets.append((ids, experts, block, *outputs))
     return sets
 

@@ -43,19 +43,18 @@ inline bool prepare_linear(const Checks& check, const TensorView& out, DLDataTyp
 
   constexpr int64_t max_size = int64_t{1} << 30;
   if (outputs > max_size || width > max_size) unsupported("a dimension of more than 2^30");
-  if (tokens > 65535 * 8) unsupported("more than 524280 tokens");
-  if (same_dtype(x.dtype(), kFloat32)) unsupported("float32: tensor cores would round its factors");
+  if (tokens > 65535 * 4) unsupported("more than 262140 tokens");
   p->x = address(x);
   p->weight = address(weight);
   p->bias = address(bias);
   p->out = address(out);
-  p->x_stride = x.stride(0) * 2;
-  p->weight_stride = weight.stride(0) * 2;
+  p->x_stride = x.stride(0) * element_bytes(x);
+  p->weight_stride = weight.stride(0) * element_bytes(weight);
   p->out_stride = out.stride(0) * element_bytes(out);
   p->tokens = static_cast<int>(tokens);
   p->outputs = static_cast<int>(outputs);
   p->width = static_cast<int>(width);
-  if (width % 8 || !aligned16(p->x) || !aligned16(p->weight) || (tokens > 1 && p->x_stride % 16) ||
+  if (width * element_bytes(x) % 16 || !aligned16(p->x) || !aligned16(p->weight) || (tokens > 1 && p->x_stride % 16) ||
       (outputs > 1 && p->weight_stride % 16)) {
     unsupported("rows that are not multiples of 16 bytes");
   }

@@ -1,4 +1,4 @@
-// router_gemm: x [T, K] times weight [N, K] transposed, 16-bit in, float32 out: the logits of a router.
+// router_gemm: x [T, K] times weight [N, K] transposed, with a float32 result: the logits of a router.
 //
 // For gates of 8 to 1024 experts, K of 2048 to 7168, few tokens. Latency- and memory-bound: the weight is spread over
 // all SMs, and each CTA loads its first k tiles before the PDL wait (the weight is constant).
@@ -6,7 +6,8 @@
 // Work: a cluster of up to 8 CTAs has an output tile of 16 or 32 experts and 8 to 32 tokens. The k tiles are split over
 // the warps of the cluster; each warp has a cp.async pipeline of its own and mma.m16n8k16 with the weight as operand A.
 // Partial sums are added in order of warp and of CTA rank, through distributed shared memory. The split depends on K
-// alone, so a token's result does not depend on T or on its tile. Before sm_90 a cluster is one CTA.
+// alone, so a token's result does not depend on T or on its tile. Before sm_90 a cluster is one CTA. Float32 inputs,
+// which tensor cores would round, take the kernel of gemv.
 #include <tvm/ffi/function.h>
 #include <kestrel/pdl.cuh>
 #include <kestrel/ptx/cp_async.cuh>
@@ -14,6 +15,7 @@
 #include <algorithm>
 
 #include "exchange.cuh"
+#include "gemv.cuh"
 #include "linear.h"
 #include "shared_limit.h"
 
@@ -207,13 +209,19 @@ void launch_tiles(const RouterGemmParams& p, DLDevice device) {
              bytes, 1u << p.cluster_log2);
 }
 
-// The table: tokens and CTAs -> output tile. linear.py leaves larger products to the vendor's GEMM.
+// The table: dtype, tokens and CTAs -> kernel. linear.py leaves larger products to the vendor's GEMM.
 template <typename T>
 void launch_router(const RouterGemmParams& p, DLDevice device) {
   const int64_t ctas = num_tiles(p.outputs, 16) * num_tiles(p.tokens, 16) << p.cluster_log2;
-  if (p.tokens <= 8) return launch_tiles<T, 16, 8>(p, device);
-  if (p.tokens <= 16 || ctas <= kMaxSmallTileCtas) return launch_tiles<T, 16, 16>(p, device);
-  launch_tiles<T, 32, 32>(p, device);
+  if constexpr (sizeof(T) == 4) {
+    launch_gemv<float>(p, device);
+  } else if (p.tokens <= 8) {
+    launch_tiles<T, 16, 8>(p, device);
+  } else if (p.tokens <= 16 || ctas <= kMaxSmallTileCtas) {
+    launch_tiles<T, 16, 16>(p, device);
+  } else {
+    launch_tiles<T, 32, 32>(p, device);
+  }
 }
 
 void router_gemm(TensorView out, TensorView x, TensorView weight) {
@@ -227,7 +235,7 @@ void router_gemm(TensorView out, TensorView x, TensorView weight) {
       ++p.cluster_log2;
     }
   }
-  same_dtype(x.dtype(), kBFloat16) ? launch_router<__nv_bfloat16>(p, device) : launch_router<__half>(p, device);
+  dispatch_float(x, [&](auto t) { launch_router<decltype(t)>(p, device); });
 }
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(router_gemm, router_gemm);

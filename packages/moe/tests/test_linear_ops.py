@@ -56,27 +56,29 @@ def test_router_logits_are_not_rounded_to_the_input_dtype(tokens: int, dtype: to
 
 
 @pytest.mark.parametrize(
-    ("experts", "width", "most"),
+    ("dtype", "experts", "width", "most"),
     [
-        (64, 2048, 1024),
-        (256, 7168, 128),
-        (1024, 4096, 32),
-        (1024, 64, 256),
-        (768, 7168, 32),
-        (800, 7168, 32),
-        (1025, 64, 1),
-        (4096, 4096, 1),
-        (0, 8, 8192),
+        (torch.bfloat16, 64, 2048, 1024),
+        (torch.bfloat16, 256, 7168, 128),
+        (torch.bfloat16, 1024, 4096, 32),
+        (torch.bfloat16, 1024, 64, 256),
+        (torch.bfloat16, 768, 7168, 32),
+        (torch.bfloat16, 800, 7168, 32),
+        (torch.bfloat16, 1025, 64, 1),
+        (torch.float16, 4096, 4096, 1),
+        (torch.float16, 0, 8, 8192),
+        (torch.float32, 64, 2048, 64),
+        (torch.float32, 4096, 64, 64),
     ],
 )
 def test_router_logits_of_too_many_tokens_or_experts_are_the_vendor_s_product(
-    experts: int, width: int, most: int, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, experts: int, width: int, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     took: list[str] = []
     monkeypatch.setattr(linear, "_kernels", SimpleNamespace(router_gemm=lambda *given: took.append("kernel")))
     monkeypatch.setattr(torch, "mm", lambda *given, **how: took.append("vendor"))
     for tokens in (0, 1, most, most + 1):
-        x, weight = torch.empty(tokens, width).bfloat16(), torch.empty(experts, width).bfloat16()
+        x, weight = torch.empty(tokens, width, dtype=dtype), torch.empty(experts, width, dtype=dtype)
         router_gemm.kernel_op.launch(x, weight)
     assert took == ["kernel", "kernel", "kernel", "vendor"]
 

@@ -4,40 +4,43 @@ from __future__ import annotations
 
 import torch
 
-from kestrel_runtime import Binary, UnsupportedError, check, empty, kernel_op
+from kestrel_runtime import Binary, check, empty, kernel_op
 
 from . import reference
 from ._checks import check_like, check_linear, check_out, check_vector
 from ._rows import as_rows, written
 
 _kernels = Binary("kestrel_moe")
-# Beyond these the vendor's product is as fast or faster (results/h200_designs.json).
-_TOKENS_OF_GEMV = 4
-_ELEMENTS_OF_GEMV = 2**24  # of the weight, for more than one token
-_OUTPUTS_OF_ROUTER = 1024  # for more than one token
-_BLOCKS_OF_ROUTER = 256  # beyond, the vendor's product is as fast or faster
+# The largest cases of the kernels. Beyond them the vendor's GEMM is as fast or faster (EXPERIMENTS.md).
+_GEMV_TOKENS = 4
+_GEMV_ELEMENTS = 2**24  # of the weight, for more than one token
+_ROUTER_EXPERTS = 1024  # for more than one token
+_ROUTER_CTAS = 256
+_ROUTER_TOKENS_FLOAT32 = 64
 
 
-def _most_routed(experts: int, width: int) -> int:
-    """The most tokens that the kernel of router_gemm takes: its tiles are 32 by 32, and a cluster has each."""
-    if experts > _OUTPUTS_OF_ROUTER:
+def _max_router_tokens(dtype: torch.dtype, experts: int, width: int) -> int:
+    """The most tokens that the kernels of router_gemm take. In 16 bits a cluster has a tile of 32 experts and tokens."""
+    if dtype == torch.float32:
+        return _ROUTER_TOKENS_FLOAT32
+    if experts > _ROUTER_EXPERTS:
         return 1
     cluster = 8 if width > 3072 else 4 if width > 1536 else 2 if width > 768 else 1
-    return 32 * (_BLOCKS_OF_ROUTER // (cluster * -(-experts // 32 or -1)))
+    return 32 * (_ROUTER_CTAS // (cluster * -(-experts // 32 or -1)))
 
 
 def _prepared(
-    x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None, dtype: torch.dtype
+    op: str, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """x as [T, K], the result [..., N], and the same as [T, N]: where a kernel writes."""
+    """x as [T, K], the result [..., N], and the tensor [T, N] that a kernel writes."""
     if out is None:
         out = empty(x, dtype, *x.shape[:-1], weight.shape[0])
     if x.ndim == 2:
         return x, out, out
 
     def check_all() -> None:
-        _check_input("linear", x)
-        check_out("linear", out, (*x.shape[:-1], weight.shape[0]), x, dtype=dtype)
+        _check_input(op, x)
+        check_out(op, out, (*x.shape[:-1], weight.shape[0]), x, dtype=dtype)
 
     rows, into = as_rows(x, out, check_all)
     return rows, out, into
@@ -80,8 +83,8 @@ def fused_linear_residual(
     *Constant*: weight, bias. Accumulated in float32, rounded once.
 
     Returns [..., N] in x's dtype, in ``out`` if it is given; ``out`` may be ``residual`` but not ``x``.
-    By reference each number of rows T is a range of its own: at one T a row is the same bit for bit whatever the other
-    rows hold; at another it may differ by rounding, for the matrix product chooses its order of summation by T.
+    The reference promises a row bit for bit only among calls of one number of rows T: the order of summation of the
+    matrix product may depend on T.
 
     Raises ValueError or TypeError for a wrong dtype, rank, shape or device. Semantics: torch.nn.functional.linear.
 
@@ -106,29 +109,28 @@ def gemv(
 ) -> torch.Tensor:
     """A linear layer for few tokens: ``x @ weight.T + bias``.
 
-    x: [..., K] bf16, fp16 or float32, one row or a few (any number is right). weight: [N, K], bias: [N] or None, in
-    x's dtype. *Constant*: weight, bias. Accumulated in float32, rounded once.
+    x: [..., K] bf16, fp16 or float32, any number of rows T. weight: [N, K], bias: [N] or None, in x's dtype.
+    *Constant*: weight, bias. Accumulated in float32, rounded once.
 
     Returns [..., N] in x's dtype, in ``out`` if it is given; ``out`` may not overlap ``x``.
-    Up to 4 rows a row is the same bit for bit whatever their number and content, where the kernel takes the call: 16
-    bits, K a multiple of 8, rows aligned to 16 bytes, and weights of up to 2^24 elements unless there is one row. For
-    others the vendor's product takes over; there and by reference each number of rows is a range of its own: a row may
-    differ by rounding.
+    The kernel takes rows that are aligned multiples of 16 bytes, T of 1 to 4, and for T of 2 to 4 weights of up to 2^24
+    elements. There a row is the same bit for bit for every T. More rows and larger weights take the vendor's GEMM; there
+    and by reference a row may differ by rounding from one T to another.
 
     Raises ValueError or TypeError for a wrong dtype, rank, shape or device. Semantics: torch.nn.functional.linear.
 
     >>> gemv(torch.tensor([1.0, 2.0]), torch.tensor([[1.0, 1.0], [0.0, -1.0]])).tolist()
     [3.0, -2.0]
     """
-    rows, result, into = _prepared(x, weight, out, x.dtype)
+    rows, result, into = _prepared("gemv", x, weight, out, x.dtype)
     tokens = rows.shape[0]
-    if tokens > 1 and (tokens > _TOKENS_OF_GEMV or weight.numel() > _ELEMENTS_OF_GEMV):
+    if tokens > 1 and (tokens > _GEMV_TOKENS or weight.numel() > _GEMV_ELEMENTS):
         _check_gemv(x, weight, bias, out)
         if bias is None:
             torch.mm(rows, weight.T, out=into)
         elif x.dtype == torch.float32:
             torch.addmm(bias, rows, weight.T, out=into)
-        else:  # the vendor's own bias may come after a rounding of partial sums
+        else:  # the vendor's epilogue may round before it adds the bias
             torch.add(torch.mm(rows, weight.T, out_dtype=torch.float32), bias, out=into)
     else:
         _kernels.gemv(into, rows, weight, bias)
@@ -144,16 +146,16 @@ def _check_router_gemm(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor 
 
 @kernel_op(reference=reference.router_gemm, check=_check_router_gemm, kernel="cuda")
 def router_gemm(x: torch.Tensor, weight: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Router logits in float32: ``x @ weight.T`` without the rounding a linear layer in 16 bits would add.
+    """Router logits in float32: ``x @ weight.T`` without the rounding that a linear layer in 16 bits adds.
 
     x: [..., Hd] bf16, fp16 or float32. weight: [E, Hd] in x's dtype. *Constant*: weight. Accumulated in float32.
 
     Returns float32 [..., E], in ``out`` if it is given.
-    A row is the same bit for bit whatever the number of rows and what they hold, where the kernel takes the call: 16
-    bits, Hd a multiple of 8, rows aligned to 16 bytes, and one row; or, with up to 1024 experts, as many rows as fill
-    256 blocks. A block has 32 rows and 32 experts, and 1, 2, 4 or 8 blocks share Hd of up to 768, 1536, 3072 or more:
-    that is 1024 rows of 64 experts and Hd 2048, and 128 of 256 experts and Hd 7168. Beyond, the vendor's product takes
-    over; there and by reference each number of rows is a range of its own: a row may differ by rounding.
+    The kernels take rows that are aligned multiples of 16 bytes and T rows: T = 1; in float32 T up to 64; in 16 bits,
+    with up to 1024 experts, T up to 32 * (256 // (C * ceil(E / 32))) with C = 1, 2, 4 or 8 for Hd up to 768, 1536, 3072
+    or more. That is 1024 rows for 64 experts and Hd 2048, and 128 for 256 experts and Hd 7168. There a row is the same
+    bit for bit for every T. More rows take the vendor's GEMM; there and by reference a row may differ by rounding from
+    one T to another.
 
     Raises ValueError or TypeError for a wrong dtype, rank, shape or device.
     Semantics: the gate of a routed layer, as vLLM's router GEMM computes it.
@@ -161,13 +163,14 @@ def router_gemm(x: torch.Tensor, weight: torch.Tensor, *, out: torch.Tensor | No
     >>> router_gemm(torch.tensor([[1.0, 2**-9]]).bfloat16(), torch.ones(1, 2).bfloat16()).item()
     1.001953125
     """
-    rows, result, into = _prepared(x, weight, out, torch.float32)
+    rows, result, into = _prepared("router_gemm", x, weight, out, torch.float32)
     tokens = rows.shape[0]
-    if tokens > 1 and weight.ndim == 2 and tokens > _most_routed(*weight.shape):
+    if tokens > 1 and weight.ndim == 2 and tokens > _max_router_tokens(x.dtype, *weight.shape):
         _check_router_gemm(x, weight, out)
         if x.dtype == torch.float32:
-            raise UnsupportedError("float32: tensor cores would round its factors")
-        torch.mm(rows, weight.T, out_dtype=torch.float32, out=into)
+            torch.mm(rows, weight.T, out=into)
+        else:
+            torch.mm(rows, weight.T, out_dtype=torch.float32, out=into)
     else:
         _kernels.router_gemm(into, rows, weight)
     return written(into, result)
