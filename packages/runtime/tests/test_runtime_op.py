@@ -1,4 +1,4 @@
-"""The three ways into an op, on an op made for these tests."""
+"""The entry paths of an op, on ops made for these tests."""
 
 from __future__ import annotations
 
@@ -11,7 +11,17 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 import kestrel_runtime
-from kestrel_runtime import KestrelFallbackWarning, UnsupportedError, backend, check, kernel_op, ops, testing, trace
+from kestrel_runtime import (
+    KestrelFallbackWarning,
+    UnsupportedError,
+    backend,
+    check,
+    kernel_op,
+    op,
+    ops,
+    testing,
+    trace,
+)
 
 FAMILY = "kestrel_optest"
 launches: list[str] = []
@@ -60,14 +70,48 @@ def _make_ops() -> types.SimpleNamespace:
         """Launches without looking at its arguments, as kernels do."""
         return x.new_empty(y.numel() // by + [0][by // 100])
 
-    for function in (scale, increment, quotient):
+    def product_check(x, w, times=1, power=1.0, negate=False, mode="plain", *, out=None):
+        check.tensor("product", "x", x, dtype=check.FLOATS, ndim=2)
+        check.tensor("product", "w", w, dtype=check.FLOATS, ndim=2)
+        check.number("product", "times", times, integer=True, minimum=0)
+        check.number("product", "power", power, above=0)
+        check.flag("product", "negate", negate)
+        check.choice("product", "mode", mode, ("plain", "double"))
+
+    def product_reference(x, w, times=1, power=1.0, negate=False, mode="plain"):
+        y = (x.float() @ w.float()) ** power * times * (2 if mode == "double" else 1)
+        return (-y if negate else y).to(x.dtype)
+
+    def product(
+        x: torch.Tensor,
+        w: torch.Tensor,
+        times: int = 1,
+        power: float = 1.0,
+        negate: bool = False,
+        mode: str = "plain",
+        *,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Matrix product, with a scalar argument of every type."""
+
+    def halves_check(x):
+        check.tensor("halves", "x", x, dtype=check.FLOATS, ndim=2)
+
+    def halves(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Two results, which the reference returns as views."""
+
+    for function in (scale, increment, quotient, product, halves):
         function.__module__ = FAMILY
         function.__globals__.update(torch=torch)
     sys.modules.setdefault(FAMILY, types.ModuleType(FAMILY))
     made_scale = kernel_op(reference=scale_reference, check=scale_check, kernel="cuda")(scale)
     made_increment = kernel_op(reference=increment_reference, check=increment_check, mutates=("x", "y"))(increment)
     made_quotient = kernel_op(reference=lambda x, y, by=1: x + y, check=quotient_check, kernel="cuda")(quotient)
-    return types.SimpleNamespace(scale=made_scale, increment=made_increment, quotient=made_quotient)
+    made_product = kernel_op(reference=product_reference, check=product_check, out_may_be=())(product)
+    made_halves = kernel_op(reference=lambda x: tuple(x.t().chunk(2)), check=halves_check)(halves)
+    return types.SimpleNamespace(
+        scale=made_scale, increment=made_increment, quotient=made_quotient, product=made_product, halves=made_halves
+    )
 
 
 OPS = _make_ops()
@@ -86,6 +130,7 @@ def test_cpu_tensors_run_the_reference_and_never_the_launch() -> None:
 
 def test_results_are_contiguous_even_where_the_reference_returns_a_permuted_view() -> None:
     assert OPS.scale(torch.randn(3, 4)).is_contiguous()
+    assert [part.is_contiguous() for part in OPS.halves(torch.randn(3, 4))] == [True, True]
 
 
 def test_out_is_written_and_returned_and_may_alias_the_input() -> None:
@@ -118,6 +163,155 @@ def test_inputs_that_require_grad_raise_in_grad_mode_only() -> None:
             call(x)
         with torch.no_grad():
             assert call(x).tolist() == [[2, 2], [2, 2]]
+
+
+@pytest.mark.parametrize("argument", ["x", "bias", "out"])
+@pytest.mark.parametrize("path", ["public", "torch.ops"])
+def test_every_tensor_that_requires_grad_is_named_and_nothing_is_written(path: str, argument: str) -> None:
+    values = {"x": torch.ones(2, 2), "bias": torch.ones(2), "out": torch.zeros(2, 2)}
+    values[argument].requires_grad_()
+    call = OPS.scale if path == "public" else torch.ops.kestrel_optest.scale.out
+    with pytest.raises(ValueError, match=f"scale: argument '{argument}': expected a tensor without requires_grad"):
+        call(**values)
+    assert values["out"].eq(0).all()
+
+
+@pytest.mark.parametrize("path", ["public", "torch.ops"])
+@pytest.mark.parametrize("argument", ["x", "bias"])
+def test_tangents_are_refused(argument: str, path: str) -> None:
+    call = OPS.scale if path == "public" else torch.ops.kestrel_optest.scale
+    values = {"x": torch.ones(2, 2), "bias": torch.ones(2)}
+
+    def of(value: torch.Tensor) -> torch.Tensor:
+        return call(**(values | {argument: value}))
+
+    named = f"scale: argument '{argument}': expected a tensor without a tangent"
+    with pytest.raises(ValueError, match=named):
+        torch.func.jvp(of, (values[argument],), (torch.ones_like(values[argument]),))
+    with torch.autograd.forward_ad.dual_level():
+        with pytest.raises(ValueError, match=named):
+            of(torch.autograd.forward_ad.make_dual(values[argument], torch.ones_like(values[argument])))
+        assert of(values[argument]).eq(3).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("path", ["public", "torch.ops", "compiled"])
+def test_an_op_means_the_same_inside_autocast(path: str, dtype: torch.dtype) -> None:
+    x, w = torch.tensor([[1.0, 2**-20]]), torch.ones(2, 1)
+    call = {
+        "public": OPS.product,
+        "torch.ops": torch.ops.kestrel_optest.product,
+        "compiled": torch.compile(OPS.product, fullgraph=True, backend="aot_eager"),
+    }[path]
+    with torch.autocast("cpu", dtype):
+        got = call(x, w)
+        assert torch.is_autocast_enabled("cpu")
+        assert (x @ w).dtype == dtype, "autocast is on again"
+    assert (got.dtype, got.item()) == (torch.float32, 1 + 2**-20)
+
+
+@pytest.mark.parametrize(
+    ("argument", "values"),
+    [("times", [2, 3, 5, 0]), ("power", [1.5, 2.5, 3.5]), ("negate", [True, False]), ("mode", ["double", "plain"])],
+)
+def test_scalars_may_change_between_calls_of_a_compiled_function(argument: str, values: list[object]) -> None:
+    x, w = torch.rand(2, 3), torch.rand(3, 2)
+
+    def step(value: object) -> torch.Tensor:
+        if argument in ("times", "power"):  # as the wrappers of some ops do
+            check.number("step", argument, value, integer=argument == "times", minimum=0, maximum=100)
+        return OPS.product(x, w, **{argument: value})
+
+    torch._dynamo.reset()  # its limit of recompilations counts all cases of this test
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    for value in values:
+        torch.testing.assert_close(compiled(value), step(value))
+
+
+OVERLAPS = {
+    "rows that overlap": (("x",), lambda: {"x": torch.ones(9).as_strided((2, 8), (1, 1))}),
+    "expanded rows": (("x",), lambda: {"x": torch.ones(1, 8).expand(2, 8)}),
+    "two written tensors": (("x", "y"), lambda: dict.fromkeys(("x", "y"), torch.ones(4))),
+    "two views of one buffer": (("x", "y"), lambda: dict(zip("xy", torch.ones(9).unfold(0, 8, 1), strict=True))),
+    "another dtype": (("x", "y"), lambda: {"x": (b := torch.ones(4)), "y": b.view(torch.float16)[1:3]}),
+}
+
+
+@pytest.mark.parametrize("name", OVERLAPS)
+@pytest.mark.parametrize("path", ["public", "torch.ops", "after a launch"])
+def test_written_arguments_that_share_memory_are_refused_before_a_write(path: str, name: str) -> None:
+    arguments, make = OVERLAPS[name]
+    values = make()
+    call = {
+        "public": OPS.increment,
+        "torch.ops": torch.ops.kestrel_optest.increment,
+        "after a launch": _entry_of(OPS.increment).on_cuda,  # type: ignore[attr-defined]
+    }[path]
+    shares = "shares no memory with 'y'" if len(arguments) == 2 else "whose elements do not share memory"
+    with pytest.raises(ValueError, match=f"increment: argument 'x': expected a tensor to write .*{shares}, got "):
+        call(**values)
+    assert all(bool((value == make()[key]).all()) for key, value in values.items())
+
+
+def test_interleaved_views_of_one_buffer_may_be_written() -> None:
+    buffer = torch.zeros(3, 2, 8)
+    OPS.increment(buffer[..., :4], buffer[..., 4:])
+    OPS.increment(buffer[:, 0].t(), buffer[:, 1])
+    assert buffer.eq(2).all()
+
+
+def test_out_is_the_same_view_as_an_input_only_where_the_op_allows_it() -> None:
+    x = torch.ones(2, 2)
+    OPS.scale(x, out=x.view(2, 2))
+    assert x.eq(2).all()
+    with pytest.raises(ValueError, match="product: argument 'out': .* shares no memory with 'x', got tensors that"):
+        OPS.product(x, torch.eye(2), out=x)
+    wide = torch.ones(2, 3)
+    with pytest.raises(ValueError, match="scale: argument 'out': .* shares no memory with 'x'"):
+        OPS.scale(wide[:, :2], out=wide[:, 1:])
+    assert wide.eq(1).all()
+
+
+@pytest.mark.parametrize("call", [lambda t: OPS.scale(torch.ones(2, 2), out=t), lambda t: OPS.increment(t)])
+def test_inference_tensors_are_written_in_inference_mode_alone(call) -> None:
+    with torch.inference_mode():
+        tensor = torch.zeros(2, 2)
+        call(tensor)
+    with pytest.raises(ValueError, match="expected a tensor that may be written outside torch.inference_mode"):
+        call(tensor)
+    assert not tensor.eq(0).any()
+
+
+class _Tagged(torch.Tensor):
+    @staticmethod
+    def __new__(cls, inner):  # type: ignore[no-untyped-def]
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+
+    def __init__(self, inner) -> None:  # type: ignore[no-untyped-def]
+        self.inner = inner
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        if not all(issubclass(cls, kind) for kind in types):
+            return NotImplemented
+        return function(*(a.inner if isinstance(a, cls) else a for a in args), **(kwargs or {}))
+
+
+class _Unrelated(torch.Tensor):
+    @staticmethod
+    def __new__(cls, inner):  # type: ignore[no-untyped-def]
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        return NotImplemented
+
+
+def test_two_subclasses_that_do_not_know_each_other_are_named() -> None:
+    x, y = torch.ones(4), torch.ones(4)
+    assert OPS.quotient(_Tagged(x), y).eq(2).all()
+    with pytest.raises(TypeError, match="quotient: argument 'y': expected a plain tensor or a _Tagged, .* _Unrelated"):
+        OPS.quotient(_Tagged(x), _Unrelated(y))
 
 
 def test_torch_op_has_two_overloads_and_the_same_functions_behind_them() -> None:
@@ -170,6 +364,33 @@ def test_tensor_subclass_goes_through_the_dispatcher() -> None:
 
     OPS.scale(torch.randn(3, 4).as_subclass(Logged))
     assert any("kestrel_optest.scale" in name for name in seen)
+    out = torch.empty(3, 4)
+    assert OPS.scale(torch.randn(3, 4).as_subclass(Logged), out=out) is out
+
+
+def test_a_transform_goes_through_the_dispatcher() -> None:
+    with trace() as served:
+        result = torch.func.vmap(OPS.scale)(torch.ones(3, 2, 2))
+    assert result.eq(2).all()
+    assert served == {"kestrel_optest.scale": {"kernel": 0, "reference": 3}}, "one call of the op for each of the batch"
+
+
+BAD_TENSORS = {
+    "sparse": lambda: torch.eye(3).to_sparse(),
+    "negated": lambda: torch.view_as_complex(torch.ones(3, 3, 2)).conj().imag,
+    "conjugated": lambda: torch.ones(3, 3, dtype=torch.complex64).conj(),
+}
+
+
+@pytest.mark.parametrize("name", BAD_TENSORS)
+def test_tensors_of_other_layouts_are_refused(name: str) -> None:
+    with pytest.raises((ValueError, TypeError), match="scale: argument 'x': expected "):
+        OPS.scale(BAD_TENSORS[name]())
+
+
+def test_meta_beside_cpu_is_refused() -> None:
+    with pytest.raises(ValueError, match="scale: argument 'bias': expected device cpu as x has, got meta"):
+        OPS.scale(torch.ones(2, 2), 1.0, torch.ones(2, device="meta"))
 
 
 def test_backend_kernel_refuses_cpu_tensors_and_unknown_names_are_refused() -> None:
@@ -197,6 +418,24 @@ def test_unsupported_launch_falls_back_once_with_a_warning_and_counts_as_referen
     messages = [str(warning.message) for warning in caught if warning.category is KestrelFallbackWarning]
     assert messages == ["kestrel_optest.scale runs its PyTorch reference: float13 is not covered"]
     assert served == {"kestrel_optest.scale": {"kernel": 0, "reference": 3}}
+
+
+def test_every_reason_for_a_fallback_warns_once() -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for reason in ("one", "two", "one"):
+            op._warn_once("kestrel_optest.reasons", reason)
+    assert [str(warning.message).rpartition(" ")[2] for warning in caught] == ["one", "two"]
+
+
+def test_a_trace_inside_another_leaves_it_counting() -> None:
+    with trace() as outer:
+        with trace() as inner:
+            OPS.scale(torch.ones(1, 1))
+        OPS.scale(torch.ones(1, 1))
+    OPS.scale(torch.ones(1, 1))
+    assert inner == {"kestrel_optest.scale": {"kernel": 0, "reference": 1}}
+    assert outer == {"kestrel_optest.scale": {"kernel": 0, "reference": 2}}
 
 
 def test_backend_kernel_turns_the_fallback_into_an_error_and_reference_never_launches() -> None:

@@ -125,12 +125,14 @@ def test_tensor_check_says_what_it_wants_and_what_it_got(value, options, error, 
 @pytest.mark.parametrize(
     ("value", "options", "error"),
     [(True, {}, TypeError), ("1", {}, TypeError), (1.5, {"integer": True}, TypeError), (float("nan"), {}, ValueError)]
-    + [(0, {"above": 0}, ValueError), (3, {"maximum": 2}, ValueError), (-1, {"minimum": 0}, ValueError)],
+    + [(0, {"above": 0}, ValueError), (3, {"maximum": 2}, ValueError), (-1, {"minimum": 0}, ValueError)]
+    + [(2**63, {}, ValueError), (-(2**70), {"integer": True}, ValueError), (10**400, {"minimum": 0}, ValueError)],
 )
 def test_number_check_refuses(value, options, error) -> None:
     with pytest.raises(error, match="op: argument 'n': expected .*, got"):
         check.number("op", "n", value, **options)
     check.number("op", "n", 1, integer=True, minimum=0, maximum=2, above=0)
+    check.number("op", "n", 2**64 - 1, integer=True, maximum=2**64 - 1)
 
 
 @pytest.mark.parametrize("value", ["no", "", None, 0, 1, 1.0, torch.tensor(True)], ids=repr)
@@ -141,10 +143,58 @@ def test_flag_check_takes_nothing_for_a_bool_but_a_bool(value: object) -> None:
     check.flag("op", "inverse", False)
 
 
-def test_disjoint_refuses_what_was_expanded() -> None:
+def test_disjoint_refuses_elements_that_share_memory() -> None:
     check.disjoint("op", "x", torch.zeros(1, 3).expand(1, 3))
     with pytest.raises(ValueError, match=r"'x': expected a tensor to write .*, got strides \(0, 1\)"):
         check.disjoint("op", "x", torch.zeros(1, 3).expand(2, 3))
+    with pytest.raises(ValueError, match=r"'x': expected a tensor to write .*, got strides \(7, 1\)"):
+        check.disjoint("op", "x", torch.zeros(16).as_strided((2, 8), (7, 1)))
+
+
+def _addresses(x: torch.Tensor) -> list[int]:
+    """The offsets of all elements in their storage."""
+    count = x.untyped_storage().nbytes() // x.element_size()
+    return torch.arange(count).as_strided(x.shape, x.stride(), x.storage_offset()).flatten().tolist()
+
+
+@st.composite
+def views(draw) -> torch.Tensor:
+    """A view of any strides into one buffer."""
+    rank = draw(st.integers(0, 4))
+    sizes = [draw(st.integers(0, 5)) for _ in range(rank)]
+    strides = [draw(st.sampled_from([0, 1, 2, 3, 4, 5, 7, 8, 12, 16, 20, 24, 40, 100])) for _ in range(rank)]
+    return BUFFER.as_strided(sizes, strides, draw(st.integers(0, 60)))
+
+
+BUFFER = torch.zeros(4000)
+
+
+@settings(deadline=None, max_examples=500)
+@given(a=views(), b=views(), shift=st.integers(0, 300))
+def test_overlap_is_found_where_elements_share_an_address_and_nowhere_else(a, b, shift) -> None:
+    in_a, in_b = _addresses(a), _addresses(b)
+
+    def accepts(function, *args) -> bool:
+        try:
+            function("op", *args)
+        except ValueError:
+            return False
+        return True
+
+    assert accepts(check.disjoint, "a", a) == (len(set(in_a)) == len(in_a))
+    assert accepts(check.no_overlap, "a", a, "b", b) == (not set(in_a) & set(in_b))
+    narrow = BUFFER.view(torch.uint8).as_strided((3,), (5,), shift)
+    in_bytes = {4 * i + k for i in in_a for k in range(4)}
+    assert accepts(check.no_overlap, "a", a, "b", narrow) == (not in_bytes & set(_addresses(narrow)))
+
+
+def test_overlap_of_large_caches_is_decided_by_their_strides_alone() -> None:
+    wide = torch.empty(64, 16, 8, 256)
+    check.no_overlap("op", "k", wide[..., :128], "v", wide[..., 128:])
+    check.no_overlap("op", "k", wide[:, ::2], "v", wide[:, 1::2].transpose(1, 2))
+    with pytest.raises(ValueError, match="'k': expected a tensor to write that shares no memory with 'v', got tensors"):
+        check.no_overlap("op", "k", wide[..., :129], "v", wide[..., 128:])
+    check.no_overlap("op", "k", wide, "v", wide.view(64, 16, 8, 256), may_be_same=True)
 
 
 def test_same_names_the_tensor_that_differs() -> None:

@@ -5,7 +5,6 @@ The entry points of the binaries make the same checks with the same wording, so 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -70,10 +69,105 @@ def shape(op: str, name: str, value: torch.Tensor, expected: Sequence[int | None
 
 
 def disjoint(op: str, name: str, value: torch.Tensor) -> None:
-    """No two elements of ``value``, which is written, are the same memory through a dimension of stride 0."""
-    if any(stride == 0 and size > 1 for size, stride in zip(value.shape, value.stride(), strict=True)):
+    """No two elements of ``value``, which is written, share memory, whatever its strides."""
+    if _shares_memory_within(value):
         strides = _shape_text(value.stride())
         fail(op, name, "a tensor to write whose elements do not share memory", f"strides {strides}")
+
+
+def no_overlap(
+    op: str, name: str, written: torch.Tensor, other_name: str, other: torch.Tensor, *, may_be_same: bool = False
+) -> None:
+    """``written`` shares no memory with ``other``; or it is the same view, where the op allows that.
+
+    Strided views of one buffer may interleave: what counts is whether an element of one lies on an element of the
+    other. ``@kernel_op`` makes this check for all written arguments before a reference runs.
+    """
+    if may_be_same and _is_same_view(written, other):
+        return
+    if _share_memory(written, other):
+        fail(op, name, f"a tensor to write that shares no memory with '{other_name}'", "tensors that overlap")
+
+
+def _is_same_view(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a is b or (
+        (a.dtype, a.shape, a.stride(), a.device) == (b.dtype, b.shape, b.stride(), b.device)
+        and has_memory(a)
+        and has_memory(b)
+        and a.data_ptr() == b.data_ptr()
+    )
+
+
+def has_memory(value: torch.Tensor) -> bool:
+    """Whether the addresses of ``value`` are known: it is neither fake, nor meta, nor wrapped, nor being compiled."""
+    return type(value) in (torch.Tensor, torch.nn.Parameter) and value.device.type in ("cpu", "cuda")
+
+
+def _shares_memory_within(x: torch.Tensor) -> bool:
+    dims = sorted((stride, size) for size, stride in zip(x.shape, x.stride(), strict=True) if size > 1)
+    if any(stride == 0 for stride, _ in dims):
+        return bool(all(size != 0 for size in x.shape))
+    if _is_compiling() or any(type(number) is not int for dim in dims for number in dim) or 0 in x.shape:
+        return False  # a compiler would specialise on every size; the call that it makes is checked
+    reach, nested = 0, True
+    for stride, size in dims:
+        nested = nested and stride > reach
+        reach += stride * (size - 1)
+    if nested:
+        return False
+    # Two indices with one address: the differences d of the indices, not all 0, give sum(d * stride) == 0. The first
+    # difference that is not 0 may be taken as positive.
+    dims.reverse()
+    for i, (stride, size) in enumerate(dims):
+        rest = dims[i + 1 :]
+        target = sum(s * (n - 1) for s, n in rest) - stride
+        if _has_solution([(stride, size - 1), *((s, 2 * n - 1) for s, n in rest)], target, target):
+            return True
+    return False
+
+
+def _share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if not (has_memory(a) and has_memory(b)) or a.device != b.device or 0 in a.shape or 0 in b.shape:
+        return False
+    terms: dict[int, int] = {}
+    first: list[int] = []
+    reaches: list[int] = []
+    for x in (a, b):
+        width, reach = x.element_size(), 0
+        for size, stride in zip(x.shape, x.stride(), strict=True):
+            if size > 1 and stride > 0:
+                reach += width * stride * (size - 1)
+                terms[width * stride] = terms.get(width * stride, 1) + size - 1
+        first.append(x.data_ptr())
+        reaches.append(reach)
+    # Address of an element of a, less that of one of b, counted from the last element of b.
+    base = first[0] - first[1] - reaches[1]
+    low, high = 1 - a.element_size() - base, b.element_size() - 1 - base
+    return _has_solution(sorted(terms.items(), reverse=True), low, high)
+
+
+def _has_solution(terms: list[tuple[int, int]], low: int, high: int, steps: int = 10_000) -> bool:
+    """Whether low <= sum(c * x) <= high for some 0 <= x < n; terms are (c, n) with c > 0, the largest c first.
+
+    Strides of tensors nest, so that each term leaves one or two candidates. Past ``steps`` the answer is no.
+    """
+    reach = [0]
+    for c, n in reversed(terms):
+        reach.append(reach[-1] + c * (n - 1))
+    reach.reverse()
+    stack = [(0, low, high)]
+    while stack and steps > 0:
+        steps -= 1
+        i, low, high = stack.pop()
+        if high < 0 or low > reach[i]:
+            continue
+        if i == len(terms):
+            return True
+        c, n = terms[i]
+        start = max(0, -((reach[i + 1] - low) // c))
+        stop = min(n - 1, high // c)
+        stack.extend((i + 1, low - c * x, high - c * x) for x in range(start, min(stop + 1, start + steps)))
+    return False
 
 
 def same(op: str, what: str, **tensors: torch.Tensor | None) -> None:
@@ -104,7 +198,7 @@ def number(
     wanted = "an integer" if integer else "a number"
     if isinstance(value, bool) or not isinstance(value, kinds):
         fail(op, name, wanted, f"{type(value).__name__} {value!r}", TypeError)
-    if isinstance(value, float) and math.isnan(value):
+    if value != value:  # nan; math.isnan breaks the graph of torch.compile
         fail(op, name, wanted, "nan")
     if minimum is not None and value < minimum:
         fail(op, name, f"{wanted} >= {minimum}", value)

@@ -1,4 +1,4 @@
-"""``@kernel_op``: one Python function becomes an op with three ways in.
+"""``@kernel_op``: one Python function becomes an op with three entry paths.
 
     kestrel_norm.rms_norm(x, weight)
       |- plain CUDA tensors, eager:     the decorated function, which launches the kernel
@@ -15,10 +15,11 @@ from __future__ import annotations
 import functools
 import inspect
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
+from torch.autograd import forward_ad as _forward_ad
 
 from . import check as checks
 from .errors import KestrelFallbackWarning, UnsupportedError
@@ -31,12 +32,12 @@ R = TypeVar("R")
 _libraries: dict[str, torch.library.Library] = {}
 _warned: set[tuple[str, str]] = set()
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
-_PLAIN_OR_NONE = _PLAIN | {type(None)}
 
-_is_compiling = torch.compiler.is_dynamo_compiling  # whatever else traces has fake tensors or a dispatch mode
+_is_compiling = torch.compiler.is_dynamo_compiling  # every other tracer has fake tensors or a dispatch mode
 _grad_enabled = torch.is_grad_enabled
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _transforms = torch._C._functorch.peek_interpreter_stack  # vmap, grad: their wrappers look like plain tensors
+_without_autocast = torch._C._DisableAutocast
 
 
 def kernel_op(
@@ -45,29 +46,35 @@ def kernel_op(
     check: Callable[..., None],
     kernel: str | None = None,
     mutates: Sequence[str] = (),
+    out_may_be: Sequence[str] | None = None,
     shape: Callable[..., Any] | None = None,
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Make an op of a launch function.
 
     The decorated function allocates the result (or takes ``out``) and calls an entry point of the family's binary; its
     docstring is the documentation. The family is the function's top-level package, the op's name its name without a
-    leading underscore. It may take tensors, optional tensors, numbers, bools, strings, dtypes and int lists, and
-    returns a tensor, a tuple of tensors or None. With a parameter ``out`` a second overload ``<name>.out`` is
+    leading underscore. Parameters are tensors, optional tensors, numbers, bools, strings, dtypes and int lists; the
+    result is a tensor, a tuple of tensors or None. With a parameter ``out`` a second overload ``<name>.out`` is
     registered, which writes ``out`` and returns nothing.
+
+    An op means the same inside torch.autocast as outside. Before a reference runs, everything is checked that could
+    fail after a write: the op's own check, and that each written argument (``mutates`` and ``out``) shares memory
+    neither within itself nor with another argument.
 
     reference: the specification, same parameters without ``out``; returns fresh tensors or writes in place.
     check: same parameters as the op; raises ValueError or TypeError. It runs before every reference, and after a
         launch that raised, so that the message names op, argument, expected and got.
     kernel: "cuda", "cute", or None while there is no kernel: the body is then never run.
     mutates: the tensors written in place.
-    shape: stands in for the reference on fake tensors, where the reference would need values on the host.
+    out_may_be: the arguments that ``out`` may be the same view of; None: any of them. Partial overlap is refused.
+    shape: replaces the reference on fake tensors, where the reference would need values on the host.
     """
 
     def decorate(launch: Callable[P, R]) -> Callable[P, R]:
         family, name = launch.__module__.partition(".")[0], launch.__name__.lstrip("_")
         op = KernelOp(family, name, kernel, tuple(mutates), launch, reference, check)
         register(op)
-        entry = _Entry(op, inspect.signature(launch, eval_str=True), shape or reference)
+        entry = _Entry(op, inspect.signature(launch, eval_str=True), shape or reference, out_may_be)
         entry.register_with_torch()
         return cast("Callable[P, R]", entry.public_function())
 
@@ -81,12 +88,20 @@ def refuse_capture(op: str, reason: str) -> None:
 
 
 class _Entry:
-    """The ways into one op."""
+    """The entry paths of one op."""
 
-    def __init__(self, op: KernelOp, signature: inspect.Signature, shape: Callable[..., Any]) -> None:
+    def __init__(
+        self,
+        op: KernelOp,
+        signature: inspect.Signature,
+        shape: Callable[..., Any],
+        out_may_be: Sequence[str] | None = None,
+    ) -> None:
         self.op = op
         self.signature = signature
         self.shape = shape
+        self.written = [name for name in signature.parameters if name in op.mutates or name == "out"]
+        self.out_may_be = set(signature.parameters) if out_may_be is None else set(out_may_be)
         self.out_position = list(signature.parameters).index("out") if "out" in signature.parameters else None
 
     # -- the implementations ------------------------------------------------------------------------------------------
@@ -99,15 +114,15 @@ class _Entry:
             if self.op.kernel is None:
                 raise UnsupportedError("this op has no kernel yet")
             result = self.op.launch(*args, **kwargs)
-        except Exception as error:  # of any kind: a launch reads arguments that nobody has checked
+        except Exception as error:  # of any kind: a launch reads arguments that are not checked yet
             return self.after(error, args, kwargs)
         if _tracers:
             count(self.op, "kernel")
         return result
 
     def after(self, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What follows a launch that raised: the caller's mistake in words, or the reference, or the error itself."""
-        self.op.check(*args, **kwargs)
+        """Handle a launch that raised: report the caller's mistake, run the reference, or raise the error itself."""
+        self.check(args, kwargs)
         if not isinstance(error, UnsupportedError):
             raise error
         name = self.op.qualified_name
@@ -118,7 +133,7 @@ class _Entry:
 
     def on_cpu(self, *args: Any, **kwargs: Any) -> Any:
         """The reference, after its checks."""
-        self.op.check(*args, **kwargs)
+        self.check(args, kwargs)
         if current_backend() == "kernel":
             raise UnsupportedError(f"{self.op.qualified_name}: the backend is 'kernel', and CPU tensors have no kernel")
         return self._referred(args, kwargs)
@@ -129,11 +144,36 @@ class _Entry:
         args, kwargs, out = self._without_out(args, kwargs)
         if out is not None or self.signature.return_annotation in (None, inspect.Signature.empty):
             return out
-        return _contiguous(self.shape(*args, **kwargs))
+        with _without_autocast():
+            return _contiguous(self.shape(*args, **kwargs))
+
+    def check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """All that can be wrong with a call, before anything is written."""
+        name = self.op.name
+        self.op.check(*args, **kwargs)
+        if not self.written:
+            return
+        given = dict(zip(self.signature.parameters, args, strict=False)) | kwargs
+        tensors = {key: value for key, value in given.items() if isinstance(value, torch.Tensor)}
+        checked = set()
+        for key in self.written:
+            written = tensors.get(key)
+            if written is None:
+                continue
+            if written.is_inference() and not torch.is_inference_mode_enabled() and checks.has_memory(written):
+                expected = "a tensor that may be written outside torch.inference_mode"
+                checks.fail(name, key, expected, "an inference tensor")
+            checks.disjoint(name, key, written)
+            checked.add(key)
+            for other, tensor in tensors.items():
+                if other not in checked:
+                    may_be_same = key == "out" and other in self.out_may_be
+                    checks.no_overlap(name, key, written, other, tensor, may_be_same=may_be_same)
 
     def _referred(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         args, kwargs, out = self._without_out(args, kwargs)
-        result = self.op.reference(*args, **kwargs)
+        with _without_autocast():
+            result = self.op.reference(*args, **kwargs)
         if _tracers:
             count(self.op, "reference")
         if out is None:
@@ -192,6 +232,8 @@ class _Entry:
         def below_autograd(*args: Any, **kwargs: Any) -> Any:
             if _grad_enabled():
                 self.refuse_grad(args, kwargs)
+            if _forward_ad._current_level >= 0:
+                self.refuse_tangents(args, kwargs)
             with torch._C._AutoDispatchBelowAutograd():
                 return self._overload(name)(*args, **kwargs)
 
@@ -201,9 +243,20 @@ class _Entry:
         packet, _, overload = name.partition(".")
         return getattr(getattr(getattr(torch.ops, self.op.family), packet), overload or "default")
 
-    def refuse_grad(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _tensors(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
         for name, value in (*zip(self.signature.parameters, args, strict=False), *kwargs.items()):
-            if isinstance(value, torch.Tensor) and value.requires_grad:
+            if isinstance(value, torch.Tensor):
+                yield name, value
+
+    def refuse_tangents(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        for name, value in self._tensors(args, kwargs):
+            if _forward_ad.unpack_dual(value).tangent is not None:
+                expected = "a tensor without a tangent (ops here have no autograd)"
+                checks.fail(self.op.name, name, expected, "a dual tensor")
+
+    def refuse_grad(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        for name, value in self._tensors(args, kwargs):
+            if value.requires_grad:
                 expected = "a tensor without requires_grad, or torch.no_grad() (ops here have no autograd)"
                 checks.fail(self.op.name, name, expected, "requires_grad=True")
 
@@ -212,16 +265,14 @@ class _Entry:
     def public_function(self) -> Callable[..., Any]:
         """A function of the launch's signature that launches at once where its tensors are plain and on a GPU.
 
-        Its source is generated, so that it looks at tensors by name. Over the bare entry point rms_norm,
-        rotary_embedding and reshape_and_cache take 0.9, 0.9 and 1.1 us on the host of an H200, where the same steps
-        over *args and **kwargs took 1.8, 1.5 and 1.8 (results/h200_host.json).
+        Its source is generated, so that it reads tensors by name; over *args and **kwargs the same steps take longer.
         """
         parameters = self.signature.parameters.values()
         required = [p.name for p in parameters if p.annotation is torch.Tensor]
         optional = [p.name for p in parameters if p.annotation == torch.Tensor | None]
         plain = [f"type({name}) in _PLAIN" for name in required]
         plain.insert(1, f"{required[0]}.is_cuda")
-        plain += [f"type({name}) in _PLAIN_OR_NONE" for name in optional]
+        plain += [f"({name} is None or type({name}) in _PLAIN)" for name in optional]
         grads = [f"{name}.requires_grad" for name in required]
         grads += [f"{name} is not None and {name}.requires_grad" for name in optional]
         names = [p.name for p in parameters if p.kind is not p.KEYWORD_ONLY]
@@ -246,7 +297,7 @@ class _Entry:
         on_gpu = False
         for value in (*args, *kwargs.values()):
             if type(value) in _PLAIN:
-                if not on_gpu:  # one on a GPU decides; that all are there is for the launch to check
+                if not on_gpu:  # one tensor on a GPU decides; the launch checks the others
                     on_gpu = value.is_cuda
                     if not on_gpu and not value.is_cpu:
                         return self.dispatched(*args, **kwargs)
@@ -260,9 +311,20 @@ class _Entry:
         """Through torch's dispatcher."""
         try:
             return self.through_dispatcher(*args, **kwargs)
-        except (RuntimeError, TypeError):  # torch's words for an argument that does not fit the schema
+        except (RuntimeError, TypeError):  # torch's own message about an argument that does not fit the schema
             self.op.check(*args, **kwargs)
+            self.refuse_two_subclasses(args, kwargs)
             raise
+
+    def refuse_two_subclasses(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Two subclasses of torch.Tensor of which neither handles the other."""
+        first: type | None = None
+        for name, value in self._tensors(args, kwargs):
+            if type(value) not in _PLAIN:
+                first = first or type(value)
+                if not issubclass(type(value), first) and not issubclass(first, type(value)):
+                    expected = f"a plain tensor or a {first.__name__}, as another argument is"
+                    checks.fail(self.op.name, name, expected, type(value).__name__, TypeError)
 
     def through_dispatcher(self, *args: Any, **kwargs: Any) -> Any:
         args, kwargs, out = self._without_out(args, kwargs)
@@ -280,7 +342,7 @@ def make(entry, launch, by_reference):
     def call({parameters}):
         if _is_compiling():
             return through_dispatcher({given})
-        if _dispatch_modes() or _transforms() is not None:
+        if _dispatch_modes() or _transforms() is not None or _forward_ad._current_level >= 0:
             return dispatched({given})
         if not ({plain}):
             return otherwise({given})
