@@ -20,7 +20,7 @@ _ROUTER_TOKENS_FLOAT32 = 64
 
 
 def _max_router_tokens(dtype: torch.dtype, experts: int, width: int) -> int:
-    """The most tokens that the kernels of router_gemm take. In 16 bits a cluster has a tile of 32 experts and tokens."""
+    """The most tokens that the kernels of router_gemm take; in 16 bits a cluster has a tile of 32 by 32."""
     if dtype == torch.float32:
         return _ROUTER_TOKENS_FLOAT32
     if experts > _ROUTER_EXPERTS:
@@ -114,8 +114,8 @@ def gemv(
 
     Returns [..., N] in x's dtype, in ``out`` if it is given; ``out`` may not overlap ``x``.
     The kernel takes rows that are aligned multiples of 16 bytes, T of 1 to 4, and for T of 2 to 4 weights of up to 2^24
-    elements. There a row is the same bit for bit for every T. More rows and larger weights take the vendor's GEMM; there
-    and by reference a row may differ by rounding from one T to another.
+    elements. There a row is the same bit for bit for every T. More rows and larger weights take the vendor's GEMM;
+    there and by reference a row may differ by rounding from one T to another.
 
     Raises ValueError or TypeError for a wrong dtype, rank, shape or device. Semantics: torch.nn.functional.linear.
 
