@@ -60,9 +60,9 @@ def held_out(train_tiny) -> Tensor:
 
 @pytest.fixture(scope="session")
 def windows(held_out) -> Tensor:
-    """Twelve windows of held-out text, [12, 1025], spread over the modules."""
-    starts = torch.linspace(0, len(held_out) - 1025, 12).long()
-    return held_out[starts[:, None] + torch.arange(1025)]
+    """Eight windows of held-out text, [8, 385], spread over the modules."""
+    starts = torch.linspace(0, len(held_out) - 385, 8).long()
+    return held_out[starts[:, None] + torch.arange(385)]
 
 
 @pytest.fixture(scope="session")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -16,23 +18,34 @@ def run(decoder, prompts, new_tokens, *, stop=None, **sampling):
 
 def test_the_same_seed_draws_the_same_text(decoder):
     model = decoder()
-    first, again, other = (run(model, [list(PROMPT)], 40, seed=seed) for seed in (5, 5, 6))
+    first, again, other = (run(model, [list(PROMPT)], 16, seed=seed) for seed in (5, 5, 6))
     assert first == again != other
+
+
+def test_every_step_draws_with_random_words_of_its_own(decoder):
+    """Equal logits at every step: without a counter that advances, all steps would draw one token."""
+    from kestrel_kernels.demo.generate import Chooser, Sampling
+
+    choose = Chooser(Sampling(temperature=1.0, top_p=1.0, seed=3), 2, decoder())
+    drawn = torch.stack([choose(torch.zeros(2, 256)) for _ in range(20)])
+    assert choose.draw.tolist() == [20]
+    for row in range(2):
+        assert len(drawn[:, row].unique()) > 10, f"sequence {row}: {drawn[:, row].tolist()}"
 
 
 def test_a_sequence_draws_the_same_text_in_a_batch(decoder):
     model = decoder(order_seed=1)
     prompts = [list(PROMPT), list(b"\0class Point:\n    def __init__(self, x, y"), [0]]
-    together = run(model, prompts, 30, seed=7)
+    together = run(model, prompts, 12, seed=7)
     for index, prompt in enumerate(prompts):
-        alone = run(model, [prompt], 30, seed=7 + index)
+        alone = run(model, [prompt], 12, seed=7 + index)
         assert [tokens[index] for tokens in together] == [token for [token] in alone]
 
 
 def test_temperature_0_is_greedy_and_the_nucleus_of_a_tiny_p_too(decoder):
     model = decoder()
-    greedy = run(model, [list(PROMPT)], 30, temperature=0.0)
-    assert run(model, [list(PROMPT)], 30, temperature=1.0, top_p=1e-6) == greedy
+    greedy = run(model, [list(PROMPT)], 12, temperature=0.0)
+    assert run(model, [list(PROMPT)], 12, temperature=1.0, top_p=1e-6) == greedy
 
 
 def test_generation_ends_where_the_document_ends(decoder):
@@ -75,8 +88,8 @@ def test_logits_that_are_not_numbers_give_an_error_not_a_token(decoder):
         ([[65]], 0, "--max-new-tokens: expected at least 1, got 0"),
         ([[65, 256]], 5, "--prompt: expected tokens below 256, got 256"),
         ([[-1]], 5, "--prompt: expected tokens below 256, got -1"),
-        ([[65] * 1025], 1, r"expected at most 1024 tokens .* got 1025 and 1 to come"),
-        ([[65] * 1000], 26, r"expected at most 1024 tokens .* got 1000 and 26 to come"),
+        ([[65] * 1025], 1, r"expected at most 1024 tokens .* got 1025 and 1 new ones"),
+        ([[65] * 1000], 26, r"expected at most 1024 tokens .* got 1000 and 26 new ones"),
         ([[65] * 50, [65] * 60], 10, r"expected room for 128 tokens \(2 sequences\), got 100 free pages of 100"),
     ],
 )
@@ -104,7 +117,8 @@ def test_a_decode_step_reads_nothing_on_the_host():
     from kestrel_kernels.demo.weights import random
 
     with FakeTensorMode():
-        weights = random(PRESETS["tiny"], torch.bfloat16, torch.device("cpu"), fp8_experts=True)
+        config = dataclasses.replace(PRESETS["tiny"], layers=2)  # one dense, one with experts
+        weights = random(config, torch.bfloat16, torch.device("cpu"), fp8_experts=True)
         cache = PagedCache(weights, 64, kind="fp8", sequences=2)
         model = Decoder(weights, cache)
         table = cache.reserve([10, 3])
@@ -119,7 +133,8 @@ def test_a_decode_step_reads_nothing_on_the_host():
 
 def test_bytes_become_text_as_soon_as_a_character_is_complete():
     from kestrel_kernels.demo.config import PRESETS
-    from kestrel_kernels.demo.generate import Text, encode
+    from kestrel_kernels.demo.generate import Text
+    from kestrel_kernels.demo.request import encode
 
     text = Text(PRESETS["tiny"])
     assert [text.add(byte) for byte in "aé€\U0001f40d".encode()] == list("a") + ["", "é", "", "", "€"] + [""] * 3 + [

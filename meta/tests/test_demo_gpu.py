@@ -72,7 +72,8 @@ def test_kernels_predict_as_well_as_the_references_with_codes(kv_cache, both_way
     ("temperature", "kv_cache"), [(0.0, "auto"), (1.0, "auto"), (1.0, "fp8"), (1.0, "int8"), (1.0, "int4")]
 )
 def test_decoding_repeats_eagerly_and_in_a_graph_and_its_kernels_run(temperature, kv_cache, device, decoder):
-    from kestrel_kernels.demo.generate import Sampling, encode, generate
+    from kestrel_kernels.demo.generate import Sampling, generate
+    from kestrel_kernels.demo.request import encode
 
     model = decoder(torch.bfloat16, device=device, order_seed=1, kv_cache=kv_cache)
     prompts = [encode("import os\n"), encode("class Point:\n")]
@@ -90,6 +91,7 @@ def test_decoding_repeats_eagerly_and_in_a_graph_and_its_kernels_run(temperature
 @pytest.mark.filterwarnings("ignore::kestrel_runtime.KestrelFallbackWarning")
 def test_a_step_that_cannot_be_captured_runs_eagerly(device, decoder, monkeypatch):
     from kestrel_kernels.demo import generate
+    from kestrel_kernels.demo.request import encode
 
     draw = generate.sample_from_logits
 
@@ -97,7 +99,7 @@ def test_a_step_that_cannot_be_captured_runs_eagerly(device, decoder, monkeypatc
         refuse_capture("a draw", "it reads a value on the host")
         return draw(*args, **kwargs)
 
-    model, prompt = decoder(torch.bfloat16, device=device), generate.encode("import os\n")
+    model, prompt = decoder(torch.bfloat16, device=device), encode("import os\n")
     sampling = generate.Sampling(seed=2)
     eager = list(generate.generate(model, [prompt], 20, sampling))
     monkeypatch.setattr(generate, "sample_from_logits", not_captured)

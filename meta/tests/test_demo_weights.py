@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 
 import pytest
 import torch
@@ -61,8 +62,8 @@ def test_moondream3_runs_on_shapes_alone(kv_cache, fp8):
     from kestrel_kernels.demo.model import Decoder, Step
     from kestrel_kernels.demo.weights import parameters, random
 
-    config = PRESETS["moondream3"]
-    assert 8.5e9 < parameters(config) < 9.5e9
+    assert 8.5e9 < parameters(PRESETS["moondream3"]) < 9.5e9
+    config = dataclasses.replace(PRESETS["moondream3"], layers=6)  # four dense, two with experts
     weights = random(config, torch.bfloat16, META, fp8_experts=fp8)
     assert weights.layers[3].feed_forward.up.weight.shape == (8192, 2048)
     assert weights.layers[4].feed_forward.w1.shape == (64, 2048, 2048)
@@ -91,6 +92,40 @@ def test_a_model_that_does_not_fit_is_refused_before_it_is_allocated(monkeypatch
     require(16, fp8_experts=True)
     monkeypatch.undo()
     assert memory.free_bytes(CPU) is None or memory.free_bytes(CPU) > 0
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_memory_of_weights_counts_every_tensor_and_the_copies_made_while_experts_are_quantised(fp8):
+    """While quantise() runs, the 16-bit tensor, its magnitudes and one expert in float32 exist beside the codes."""
+    from kestrel_kernels.demo.config import PRESETS
+    from kestrel_kernels.demo.weights import bytes_needed, shapes
+
+    expected = largest = 0
+    for name, shape in shapes(PRESETS["moondream3"]).items():
+        count = 1
+        for size in shape:
+            count *= size
+        if fp8 and name.endswith(("w1", "w2")):
+            expected += count + 4 * shape[0] * shape[1]  # codes, and a float32 scale for each expert and output
+            largest = max(largest, 2 * count)
+        else:
+            expected += 2 * count
+    assert bytes_needed(PRESETS["moondream3"], torch.bfloat16, fp8_experts=fp8) == expected + 3 * largest
+
+
+@pytest.mark.parametrize("kv_cache", ["auto", "fp8", "int8", "int4"])
+def test_memory_of_a_cache_is_that_of_the_tensors_it_allocates(kv_cache):
+    from kestrel_kernels.demo.cache import PagedCache
+    from kestrel_kernels.demo.config import PRESETS
+    from kestrel_kernels.demo.weights import random
+
+    config = PRESETS["tiny"]
+    cache = PagedCache(random(config, torch.bfloat16, META), 300, kind=kv_cache, sequences=3)
+    allocated = 0
+    for store in cache.layers:
+        tensors = getattr(store, "written", (store.keys, store.values))
+        allocated += sum(tensor.numel() * tensor.itemsize for tensor in tensors)
+    assert PagedCache.bytes_needed(config, 300, torch.bfloat16, kind=kv_cache, sequences=3) == allocated
 
 
 def test_fp8_experts_are_within_rounding_of_the_weights():
@@ -165,7 +200,12 @@ def test_a_file_that_is_not_a_model_is_refused(change, message, checkpoint, tmp_
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("content", [b"", b"not a model", b"PK\x03\x04 broken"])
+RANDOM = random.Random(0)
+UNREADABLE = [b"", b"not a model", b"PK\x03\x04 broken"]
+UNREADABLE += [bytes([opcode]) + RANDOM.randbytes(40) for opcode in range(256)]  # of a pickle, all first opcodes
+
+
+@pytest.mark.parametrize("content", UNREADABLE, ids=lambda content: content[:4].hex() or "empty")
 def test_a_file_that_torch_cannot_read_is_refused(content, tmp_path):
     from kestrel_kernels.demo.config import DemoError
 
@@ -173,7 +213,12 @@ def test_a_file_that_torch_cannot_read_is_refused(content, tmp_path):
     path.write_bytes(content)
     with pytest.raises(DemoError, match=r"^--model: expected a file that tools/train_tiny.py wrote, got .*model.pt"):
         load(path)
-    with pytest.raises(DemoError, match="is no file"):
+
+
+def test_a_missing_file_and_a_folder_are_refused(tmp_path):
+    from kestrel_kernels.demo.config import DemoError
+
+    with pytest.raises(DemoError, match="not a file"):
         load(tmp_path / "missing.pt")
     with pytest.raises(DemoError, match="--model"):
         load(tmp_path)

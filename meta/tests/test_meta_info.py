@@ -6,12 +6,12 @@ import dataclasses
 import importlib
 import inspect
 import json
-import subprocess
-import sys
 
 import pytest
+from typer.testing import CliRunner
 
 from kestrel_kernels import info
+from kestrel_kernels.cli import app
 from kestrel_kernels.info import GPU, BinaryInfo, _op, _ops_behind, _why_not
 from kestrel_runtime import ops
 
@@ -24,9 +24,8 @@ def binary(*archs: str, built: bool = True) -> BinaryInfo:
 
 
 def command(*arguments: str) -> str:
-    words = [sys.executable, "-m", "kestrel_kernels.cli", *arguments]
-    done = subprocess.run(words, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    done = CliRunner().invoke(app, arguments)
+    assert done.exit_code == 0, done.output
     return done.stdout
 
 
@@ -102,17 +101,3 @@ def test_info_as_text_has_a_line_for_every_op() -> None:
     text = command("info").splitlines()
     for op in found["ops"]:
         assert any(op["op"] in line.split() for line in text)
-
-
-def test_info_loads_no_binary() -> None:
-    program = "from kestrel_kernels.info import collect; collect(); print(open('/proc/self/maps').read())"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    libraries = {line.rpartition("/")[2] for line in done.stdout.splitlines() if line.endswith(".so")}
-    assert not {name for name in libraries if name.startswith("kestrel_") or "cute_dsl" in name}
-
-
-def test_an_unknown_command_is_refused_with_a_message() -> None:
-    words = [sys.executable, "-m", "kestrel_kernels.cli", "no-such-command"]
-    done = subprocess.run(words, capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert "no-such-command" in done.stderr

@@ -1,31 +1,57 @@
-"""The command `kestrel-kernels`."""
+"""The command `kestrel-kernels`. What a subcommand needs is imported when it runs, torch too."""
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
+import os
 import sys
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from . import __version__
 from .demo.cli import generate
+
+BACKENDS = ("auto", "kernel", "reference")
+"""Values of KESTREL_BACKEND, checked here because kestrel_runtime imports torch before it checks."""
 
 app = typer.Typer(
     name="kestrel-kernels",
-    help="Fused GPU kernels for LLM and VLM inference.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command()(generate)
+
+
+def print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"kestrel-kernels {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def check_environment(
+    version: Annotated[
+        bool, typer.Option("--version", callback=print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Fused GPU kernels for LLM and VLM inference."""
+    backend = os.environ.get("KESTREL_BACKEND", "auto")
+    if backend not in BACKENDS:
+        message = f"environment variable KESTREL_BACKEND: expected one of {', '.join(BACKENDS)}, got {backend!r}"
+        print(f"error: {message}", file=sys.stderr)
+        raise typer.Exit(2)
 
 
 @app.command()
 def info(
     as_json: Annotated[bool, typer.Option("--json", help="Print data instead of text.")] = False,
 ) -> None:
-    """Versions, driver and GPU, what each binary holds, and how every op runs here."""
+    """Versions, driver and GPU, the contents of each binary, and how every op runs here."""
     from .info import collect, lines
 
     found = collect()
@@ -36,64 +62,48 @@ def info(
         print(line)
 
 
-Names = Annotated[
-    list[str] | None, typer.Argument(metavar="[FAMILY[:OP]]...", help="norm, or norm:rms_norm; default: everything.")
-]
-Peers = Annotated[bool, typer.Option("--peers", help="Time FlashInfer, vLLM, quack and Liger too, where installed.")]
-OursOnly = Annotated[bool, typer.Option("--ours-only", help="Leave PyTorch out.")]
-Only = Annotated[
-    list[str] | None,
-    typer.Option("--only", help="Time this candidate alone (kestrel, torch, ...); may be given several times."),
-]
-Shapes = Annotated[list[str] | None, typer.Option("--shape", help="Only this shape; may be given several times.")]
-Replays = Annotated[int, typer.Option(min=2, help="Samples of every figure; what takes long gets fewer, at least 5.")]
-Out = Annotated[Path | None, typer.Option(help="Write the rows here, as JSON; rows of other ops in it stay.")]
-Against = Annotated[
-    Path | None, typer.Option(help="A file of --out: print what became slower than there; then exit 1.")
-]
+@app.command(
+    add_help_option=False,
+    context_settings={"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []},
+)
+def bench(context: typer.Context) -> None:
+    """Time ops on the GPU present, beside PyTorch and other libraries; `bench --help` lists the options."""
+    from kestrel_runtime.bench.command import main as run
 
-
-@app.command()
-def bench(
-    names: Names = None,
-    peers: Peers = False,
-    ours_only: OursOnly = False,
-    only: Only = None,
-    shape: Shapes = None,
-    replays: Replays = 15,
-    out: Out = None,
-    against: Against = None,
-) -> None:
-    """Time ops on the GPU present, beside PyTorch and other libraries.
-
-    Microseconds per call inside a CUDA graph, with the inputs out of L2 unless a row says "warm": the median of the
-    replays and where the middle 60 % of them lie. "of limit" compares with what the GPU could do at all, where its
-    rates are known. The host column is an eager call without a graph / the bare entry point of the binary.
-    """
-    from kestrel_runtime.bench.command import BenchError, Options, run
-
-    candidates = "ours" if ours_only else "peers" if peers else "torch"
-    options = Options(
-        names=names or (),
-        shapes=shape,
-        candidates=candidates,
-        only=only,
-        replays=replays,
-        out=out,
-        against=against,
-    )
-    try:
-        status = run(options)
-    except BenchError as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise typer.Exit(2) from None
-    if status:
-        raise typer.Exit(status)
+    raise typer.Exit(run(context.args, prog="kestrel-kernels bench"))
 
 
 def main() -> None:
     """Entry point of the console script."""
-    app()
+    status: int | str | None = 0
+    if sys.stderr is None:  # closed: print() would write to stdout instead
+        sys.stderr = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w", encoding="utf-8")
+    if sys.stdout is None:
+        print("error: stdout is closed", file=sys.stderr)
+        sys.exit(1)
+    try:
+        try:
+            app()
+        except SystemExit as error:
+            status = error.code
+        sys.stdout.flush()
+    except OSError as error:  # a full disk, or a pipe without a reader
+        discard_output()
+        if error.errno != errno.EPIPE:
+            with contextlib.suppress(OSError):
+                print(f"error: {error.strerror or error}", file=sys.stderr, flush=True)
+        status = 1
+    sys.exit(status)
+
+
+def discard_output() -> None:
+    """Discard the buffered rest of stdout and stderr, which the interpreter would fail to flush at exit."""
+    devnull = os.open(os.devnull, os.O_WRONLY)
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            os.dup2(devnull, stream.fileno())
 
 
 if __name__ == "__main__":

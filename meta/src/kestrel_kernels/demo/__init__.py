@@ -1,6 +1,6 @@
 """The demo: a small decoder in the shape of Moondream 3's text model, written in ops of this library.
 
-`config` has the sizes, `weights` the tensors, `stores` the formats of a KV cache, `cache` its pages, `model` the
-decoder, `generate` the loop, `memory` what fits, `run` one request, `cli` the command. `tiny.pt` is what
-tools/train_tiny.py trained, `tiny.json` the record of that run.
+`config` holds the sizes, `weights` the tensors, `stores` the formats of a KV cache, `cache` its pages, `model` the
+decoder, `generate` the loop over tokens, `memory` the check of free memory, `request` the checked options, `run` one
+request, `cli` the command. tools/train_tiny.py trained `tiny.pt`; `tiny.json` records that run.
 """

@@ -1,20 +1,20 @@
-"""The command `kestrel-kernels generate`. Nothing heavy is imported before it runs."""
+"""The command `kestrel-kernels generate`. torch is imported when it runs."""
 
 from __future__ import annotations
 
 import io
-import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 PROMPT = 'class Queue:\n    """A queue of jobs."""\n\n    def __init__(self'
 
-Preset = Annotated[str, typer.Option(help="tiny writes Python; moondream3 has its sizes, random weights, for speed.")]
-Prompt = Annotated[str, typer.Option(help="What the text begins with.", show_default=False)]
-NewTokens = Annotated[int, typer.Option(help="Stop after so many tokens, if the text has not ended.")]
+Preset = Annotated[str, typer.Option(help="tiny writes Python; moondream3 has random weights, for timing.")]
+Prompt = Annotated[str, typer.Option(help="The beginning of the text.", show_default=False)]
+NewTokens = Annotated[int, typer.Option(help="Stop after this many tokens.")]
 Temperature = Annotated[float, typer.Option(help="0 takes the most likely token.")]
 TopP = Annotated[float, typer.Option(help="Draw from the smallest set of tokens with this probability.")]
 Seed = Annotated[int, typer.Option(help="The same seed draws the same text.")]
@@ -23,8 +23,8 @@ KVCache = Annotated[
     str, typer.Option(help="auto (the dtype), fp8 (scale per head), int8 (per token and head), int4 (KIVI).")
 ]
 Experts = Annotated[str, typer.Option(help="bf16 is the dtype; fp8 quantises the experts' weights when they load.")]
-Model = Annotated[Path | None, typer.Option(help="A file that tools/train_tiny.py wrote, instead of the one here.")]
-Context = Annotated[int | None, typer.Option(help="Tokens that the cache holds; default and most: the model's.")]
+Model = Annotated[Path | None, typer.Option(help="A file that tools/train_tiny.py wrote; default: the one shipped.")]
+Context = Annotated[int | None, typer.Option(help="Tokens that the cache holds; default: the model's context.")]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N; default: a GPU if there is one.")]
 
 
@@ -44,42 +44,41 @@ def generate(
 ) -> None:
     """Write text with a small decoder made of this library's ops.
 
-    Prompt and text go to stdout, what ran how and how fast to stderr. A request that does not fit (an empty prompt, a
-    prompt longer than the context leaves room for, a cache too small) is refused, never truncated. Without a GPU every
-    op runs by its PyTorch reference.
+    Prompt and text go to stdout. Which ops ran as kernels, and tokens per second, go to stderr. A request that does
+    not fit (an empty prompt, a prompt too long for the context, a cache too small) is refused, never truncated.
+    Without a GPU every op runs by its PyTorch reference.
     """
     try:
+        status = write_text(locals())
+    except KeyboardInterrupt:
+        print("\ninterrupted", file=sys.stderr)
+        status = 130
+    raise typer.Exit(status)
+
+
+def write_text(options: Mapping[str, Any]) -> int:
+    """The exit status. A request with a wrong value is refused before torch is imported."""
+    from .config import DemoError
+    from .request import Request
+
+    try:
+        request = Request(**options)
         import torch
 
         from kestrel_runtime import UnsupportedError
 
-        from .config import DemoError
-        from .run import Request, run
+        from .run import run
+    except DemoError as error:
+        return refuse(error)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal may lack a character that the model writes
+    try:
+        run(request, sys.stdout, sys.stderr)
+    except (DemoError, UnsupportedError, torch.OutOfMemoryError) as error:
+        return refuse(error)
+    return 0
 
-        try:
-            request = Request(
-                preset=preset,
-                prompt=prompt,
-                max_new_tokens=max_new_tokens,
-                temperature=temperature,
-                top_p=top_p,
-                seed=seed,
-                dtype=dtype,
-                kv_cache=kv_cache,
-                experts=experts,
-                model=model,
-                context=context,
-                device=device,
-            )
-            if isinstance(sys.stdout, io.TextIOWrapper):
-                sys.stdout.reconfigure(errors="replace")  # a terminal may lack a character that the model writes
-            run(request, sys.stdout, sys.stderr)
-        except (DemoError, UnsupportedError, torch.OutOfMemoryError) as error:
-            print(f"error: {str(error).strip().splitlines()[0]}", file=sys.stderr)
-            raise typer.Exit(2) from None
-    except KeyboardInterrupt:
-        print("\ninterrupted", file=sys.stderr)
-        raise typer.Exit(130) from None
-    except BrokenPipeError:  # the reader of stdout has left
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise typer.Exit(1) from None
+
+def refuse(error: Exception) -> int:
+    print(f"error: {str(error).strip().splitlines()[0]}", file=sys.stderr)
+    return 2

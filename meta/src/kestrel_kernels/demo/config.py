@@ -109,9 +109,3 @@ PRESETS = {
         context=4096,
     ),
 }
-
-
-def preset(name: str) -> DecoderConfig:
-    if name not in PRESETS:
-        raise DemoError(f"--preset: expected one of {', '.join(PRESETS)}, got {name!r}")
-    return PRESETS[name]

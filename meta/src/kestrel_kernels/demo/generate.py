@@ -15,9 +15,7 @@ from kestrel_sampling import sample_from_logits
 from .cache import PageTable
 from .config import DecoderConfig, DemoError
 from .model import Decoder, Step
-
-DOCUMENT = 0
-"""The byte that begins and ends a document."""
+from .request import check_fits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +41,7 @@ def generate(
     On a GPU the host reads a token while the device computes the next one; nothing else is read.
     graph: on a GPU, decode steps replay a CUDA graph, if every op of a step can be captured.
     """
-    check_request(decoder.config, prompts, new_tokens)
+    check_fits(decoder.config, prompts, new_tokens)
     table = decoder.cache.reserve([len(prompt) + new_tokens - 1 for prompt in prompts])
     try:
         decoding = Decoding(decoder, table, prompts, Chooser(sampling, len(prompts), decoder))
@@ -63,24 +61,6 @@ def generate(
                 decoding.advance(graph=graph)
     finally:
         table.release()
-
-
-def check_request(config: DecoderConfig, prompts: Sequence[Sequence[int]], new_tokens: int) -> None:
-    if new_tokens < 1:
-        raise DemoError(f"--max-new-tokens: expected at least 1, got {new_tokens}")
-    if not prompts:
-        raise DemoError("prompts: expected at least one, got none")
-    for prompt in prompts:
-        if not prompt:
-            raise DemoError("--prompt: expected at least one character, got none")
-        wrong = [token for token in prompt if not 0 <= token < config.vocabulary]
-        if wrong:
-            raise DemoError(f"--prompt: expected tokens below {config.vocabulary}, got {wrong[0]}")
-        if len(prompt) + new_tokens - 1 > config.context:
-            raise DemoError(
-                f"--prompt: expected at most {config.context} tokens with those to come (the model's context), "
-                f"got {len(prompt)} and {new_tokens} to come"
-            )
 
 
 class Decoding:
@@ -181,8 +161,3 @@ class Text:
     def end(self) -> str:
         """What an unfinished character leaves."""
         return "" if self._utf8 is None else self._utf8.decode(b"", final=True)
-
-
-def encode(prompt: str) -> list[int]:
-    """A document that begins with this text. Bytes of the command line that are not UTF-8 stay what they are."""
-    return [DOCUMENT, *prompt.encode("utf-8", "surrogateescape")]

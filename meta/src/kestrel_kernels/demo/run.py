@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 import warnings
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import TextIO
 
 import torch
@@ -15,93 +13,45 @@ from kestrel_runtime import KestrelFallbackWarning, trace
 
 from . import memory
 from .cache import PagedCache
-from .config import DecoderConfig, DemoError, preset
-from .generate import DOCUMENT, Sampling, Text, check_request, encode, generate
+from .config import PRESETS, DecoderConfig, DemoError
+from .generate import Sampling, Text, generate
 from .model import Decoder
-from .stores import STORES
-from .weights import TINY_FILE, Weights, load, parameters, random
+from .request import DOCUMENT, Request, encode
+from .weights import TINY_FILE, load, parameters, random
 
-DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
-
-
-@dataclasses.dataclass(frozen=True)
-class Request:
-    """What the command line asks for, checked."""
-
-    preset: str
-    prompt: str
-    max_new_tokens: int
-    temperature: float
-    top_p: float
-    seed: int
-    dtype: str
-    kv_cache: str
-    experts: str
-    model: Path | None
-    context: int | None
-    device: str | None
-
-    def __post_init__(self) -> None:
-        preset(self.preset)
-        if not self.prompt:
-            raise DemoError("--prompt: expected at least one character, got an empty prompt")
-        if self.max_new_tokens < 1:
-            raise DemoError(f"--max-new-tokens: expected at least 1, got {self.max_new_tokens}")
-        if not 0 <= self.temperature < float("inf"):
-            raise DemoError(f"--temperature: expected a number from 0 on, got {self.temperature}")
-        if not 0 < self.top_p <= 1:
-            raise DemoError(f"--top-p: expected a number above 0 and at most 1, got {self.top_p}")
-        if not 0 <= self.seed < 2**63:
-            raise DemoError(f"--seed: expected 0 to 2**63 - 1, got {self.seed}")
-        _choice("--dtype", self.dtype, DTYPES)
-        _choice("--kv-cache", self.kv_cache, STORES)
-        _choice("--experts", self.experts, ("bf16", "fp8"))
-        if self.context is not None and self.context < 1:
-            raise DemoError(f"--context: expected at least 1, got {self.context}")
-        if self.model is not None and self.preset != "tiny":
-            raise DemoError(f"--model: expected no file with --preset {self.preset} (random weights), got {self.model}")
-
-    def torch_device(self) -> torch.device:
-        if self.device is None:
-            return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        try:
-            device = torch.device(self.device)
-        except RuntimeError:
-            raise DemoError(f"--device: expected cpu, cuda or cuda:N, got {self.device!r}") from None
-        if device.type not in ("cpu", "cuda"):
-            raise DemoError(f"--device: expected cpu, cuda or cuda:N, got {self.device!r}")
-        if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-            raise DemoError(f"--device: expected one of {torch.cuda.device_count()} GPUs here, got {self.device!r}")
-        return device
-
-    def tokens(self, config: DecoderConfig, prompt: list[int]) -> int:
-        """How many tokens the cache holds, if the request fits into it."""
-        check_request(config, [prompt], self.max_new_tokens)
-        tokens = config.context if self.context is None else self.context
-        if tokens > config.context:
-            raise DemoError(f"--context: expected at most {config.context} (the model's), got {tokens}")
-        needed = len(prompt) + self.max_new_tokens - 1
-        if tokens < needed:
-            raise DemoError(
-                f"--context: expected a cache of at least {needed} tokens ({len(prompt)} of the prompt and "
-                f"--max-new-tokens {self.max_new_tokens}), got {tokens}"
-            )
-        return tokens
+REPORT_SECONDS = 5.0
+"""Time between two remarks while random weights are drawn."""
 
 
-def _choice(option: str, value: str, allowed: Mapping[str, object] | tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise DemoError(f"{option}: expected one of {', '.join(allowed)}, got {value!r}")
+def torch_device(name: str | None) -> torch.device:
+    """The device of --device; without a name, a GPU if there is one."""
+    if name is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device(name)
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise DemoError(f"--device: expected one of {torch.cuda.device_count()} GPUs here, got {name!r}")
+    return device
 
 
 def run(request: Request, out: TextIO, remarks: TextIO) -> None:
-    """Writes prompt and text to `out` as the text comes, and what runs how to `remarks`."""
-    device = request.torch_device()
+    """Writes prompt and text to `out` as the text comes. Which ops ran how, and how fast, goes to `remarks`."""
+    device = torch_device(request.device)
     prompt = encode(request.prompt)
-    weights, tokens = _weights(request, prompt, device)
-    config = weights.config
+    dtype, fp8_experts = getattr(torch, request.dtype), request.experts == "fp8"
+    if request.preset == "tiny":
+        weights = load(request.model or TINY_FILE, dtype, device, fp8_experts=fp8_experts)
+        config = weights.config
+        tokens = request.cache_tokens(config)
+        print(_heading(request, config, device), file=remarks, flush=True)
+    else:
+        config = PRESETS[request.preset]
+        tokens = request.cache_tokens(config)
+        memory.require(config, tokens, dtype, device, kv_cache=request.kv_cache, fp8_experts=fp8_experts)
+        print(_heading(request, config, device), file=remarks, flush=True)
+        progress = Progress(remarks)
+        weights = random(config, dtype, device, seed=request.seed, fp8_experts=fp8_experts, progress=progress)
+        progress(f"prefill of {len(prompt)} tokens")
     decoder = Decoder(weights, PagedCache(weights, tokens, kind=request.kv_cache))
-    print(_heading(request, config, device), file=remarks, flush=True)
 
     text = Text(config)
     sampling = Sampling(request.temperature, request.top_p, request.seed)
@@ -122,15 +72,17 @@ def run(request: Request, out: TextIO, remarks: TextIO) -> None:
     print("\n" + _report(len(prompt), started, arrived, counts), file=remarks, flush=True)
 
 
-def _weights(request: Request, prompt: list[int], device: torch.device) -> tuple[Weights, int]:
-    dtype, fp8_experts = DTYPES[request.dtype], request.experts == "fp8"
-    if request.preset == "tiny":
-        weights = load(request.model or TINY_FILE, dtype, device, fp8_experts=fp8_experts)
-        return weights, request.tokens(weights.config, prompt)
-    config = preset(request.preset)
-    tokens = request.tokens(config, prompt)
-    memory.require(config, tokens, dtype, device, kv_cache=request.kv_cache, fp8_experts=fp8_experts)
-    return random(config, dtype, device, seed=request.seed, fp8_experts=fp8_experts), tokens
+class Progress:
+    """Prints what is being done, at most every REPORT_SECONDS."""
+
+    def __init__(self, remarks: TextIO) -> None:
+        self._remarks = remarks
+        self._printed = time.monotonic()
+
+    def __call__(self, doing: str) -> None:
+        if time.monotonic() - self._printed >= REPORT_SECONDS:
+            print(f"{doing} ...", file=self._remarks, flush=True)
+            self._printed = time.monotonic()
 
 
 def _heading(request: Request, config: DecoderConfig, device: torch.device) -> str:
@@ -145,7 +97,7 @@ def _heading(request: Request, config: DecoderConfig, device: torch.device) -> s
         why = "--device cpu" if torch.cuda.is_available() else "no GPU here"
         lines[0] += f", on the CPU ({why}: every op runs by its PyTorch reference)"
     if not config.bytes_in_bytes_out:
-        lines.append("random weights and no tokenizer: what follows are token numbers, good for timing only")
+        lines.append("random weights and no tokenizer: the output is token numbers, for timing only")
     return "\n".join(lines) + "\n"
 
 
@@ -163,5 +115,6 @@ def _report(prompt: int, started: float, arrived: list[float], counts: Mapping[s
     return "\n".join(lines)
 
 
-def _rate(arrived: list[float]) -> float:
+def _rate(arrived: Sequence[float]) -> float:
+    """Tokens per second between the first and the last of these times."""
     return (len(arrived) - 1) / max(arrived[-1] - arrived[0], 1e-9)

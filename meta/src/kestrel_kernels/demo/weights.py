@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import pickle
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -143,8 +143,10 @@ def load(path: Path, dtype: torch.dtype, device: torch.device, *, fp8_experts: b
     for name, shape in _named_shapes(config):
         if name not in state:
             raise DemoError(f"--model: expected {path} to hold {name}, got a file without it")
-        if tuple(state[name].shape) != shape or not state[name].is_floating_point():
-            got = f"{state[name].dtype} {tuple(state[name].shape)}"
+        tensor = state[name]
+        dense = tensor.layout is torch.strided and tensor.device.type == "cpu"
+        if tuple(tensor.shape) != shape or not tensor.is_floating_point() or not dense:
+            got = f"{tensor.dtype} {tuple(tensor.shape)}" + ("" if dense else f", {tensor.layout} on {tensor.device}")
             raise DemoError(f"--model: expected {name} in {path} to be floating with shape {shape}, got {got}")
     unknown = sorted(set(state) - set(shapes(config)))
     if unknown:
@@ -153,12 +155,19 @@ def load(path: Path, dtype: torch.dtype, device: torch.device, *, fp8_experts: b
 
 
 def random(
-    config: DecoderConfig, dtype: torch.dtype, device: torch.device, *, seed: int = 0, fp8_experts: bool = False
+    config: DecoderConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    seed: int = 0,
+    fp8_experts: bool = False,
+    progress: Callable[[str], None] = lambda doing: None,
 ) -> Weights:
     """Random weights of a size that keeps activations near one. On the device `meta`: shapes only."""
     generator = None if device.type == "meta" else torch.Generator(device).manual_seed(seed)
 
     def draw(name: str, shape: tuple[int, ...]) -> Tensor:
+        progress(f"random weights: {name}")
         if name.endswith(("norm.weight", "_scale")):
             return torch.ones(shape, dtype=dtype, device=device)
         if len(shape) == 1:
@@ -232,11 +241,13 @@ def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 def _read(path: Path) -> tuple[DecoderConfig, dict[str, Tensor]]:
     if not path.is_file():
-        raise DemoError(f"--model: expected a file that tools/train_tiny.py wrote, got {path}, which is no file")
+        raise DemoError(f"--model: expected a file that tools/train_tiny.py wrote, got {path}, not a file")
     try:
-        found: Any = torch.load(path, map_location="cpu", weights_only=True)
-    except (OSError, EOFError, RuntimeError, ValueError, KeyError, pickle.UnpicklingError) as error:
-        reason = str(error).strip().partition("\n")[0].partition(". ")[0]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of pickles that are no checkpoints
+            found: Any = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # of a file that is no checkpoint, torch.load raises whatever its unpickler meets
+        reason = str(error).strip().partition("\n")[0].partition(". ")[0] or type(error).__name__
         raise DemoError(f"--model: expected a file that tools/train_tiny.py wrote, got {path} ({reason})") from None
     if not isinstance(found, Mapping) or not {"config", "state"} <= set(found):
         raise DemoError(f"--model: expected 'config' and 'state' in {path}, got another kind of file")

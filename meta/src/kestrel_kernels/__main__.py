@@ -1,0 +1,5 @@
+"""`python -m kestrel_kernels` is the command `kestrel-kernels`."""
+
+from .cli import main
+
+main()
