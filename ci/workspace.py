@@ -86,7 +86,7 @@ class Package:
 
     @property
     def shared_inputs(self) -> list[str]:
-        """Folders of tools/ that the build reads: those that the sdist takes along."""
+        """Folders outside the package that the build reads: those that its sdist includes."""
         tool = self.project.get("tool", {})
         scikit, hatch = tool.get("scikit-build", {}), tool.get("hatch", {}).get("build", {}).get("targets", {})
         taken = [*scikit.get("sdist", {}).get("force-include", {}), *hatch.get("sdist", {}).get("force-include", {})]

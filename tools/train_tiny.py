@@ -24,7 +24,7 @@ import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -200,7 +200,7 @@ class Trainer:
         return {name: tensor.bfloat16() if name in names else tensor for name, tensor in state.items()}
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="where the checkpoint goes; the record goes beside it")
     parser.add_argument("--steps", type=int, default=2400)
@@ -218,7 +218,7 @@ def main() -> None:
     parser.add_argument(
         "--shape", type=json.loads, default={}, help="sizes other than tiny's, as JSON, for experiments"
     )
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
 
     shape = dataclasses.replace(TINY, **options.shape)
     trainer = Trainer(shape, options)

@@ -1,4 +1,4 @@
-# How every kestrel family with CUDA C++ kernels is built.
+# The build of every kestrel family with CUDA C++ kernels.
 #
 #   include(KestrelFamily)
 #   kestrel_family(kestrel_norm SOURCES csrc/layer_norm.cu FUNCTIONS layer_norm)
@@ -6,10 +6,11 @@
 # compiles SOURCES into kestrel_norm/_lib/kestrel_norm.so, which holds machine code for every architecture and exports each
 # of FUNCTIONS as the tvm-ffi symbol __tvm_ffi_<function>, and writes kestrel_norm/_lib/manifest.json, which says what
 # the binary holds. With CUTE, the family has CuTe kernels too: tools/cute_build compiles them into one object of the
-# same library, and the manifest names their entry points. Without SOURCES only the manifest is installed (no architectures), and no compiler is looked for.
+# same library, and the manifest names their entry points. Without SOURCES only the manifest is installed.
 #
 # nvcc comes from PyPI (cuda-toolkit in build-system.requires), never from the system. The environment variable
-# KESTREL_ARCHS, a list such as "90a" or "80;90a", narrows the architectures.
+# KESTREL_ARCHS, a list such as "90a" or "80;90a", narrows the architectures. With KESTREL_ARCHS=none the override in
+# pyproject.toml builds a wheel without kernels, and CMake does not run.
 #
 # Wheels must be byte-identical on rebuild, so nothing may bake in a path, a process id or a time:
 # - __FILE__ in headers expands to the path of the checkout or of pip's temporary environment: every root is mapped to ".";
@@ -84,14 +85,14 @@ function(_kestrel_add_library family archs cuda_root)
     target_compile_options(${family} PRIVATE "-gencode=arch=compute_${arch},code=sm_${arch}")
   endforeach()
   target_compile_options(${family} PRIVATE --threads=0 -Xptxas=-warn-spills)
-  # Release wheels carry the library as xz, which takes a third of the room where the code is not compressed before.
+  # Release wheels carry the library as xz, which is three times smaller when nvcc has not compressed the code.
   list(LENGTH archs count)
   if(count EQUAL 1)
     target_compile_options(${family} PRIVATE -Xfatbin=-compress-all -Xfatbin=-compress-mode=size)
   else()
     target_compile_options(${family} PRIVATE -Xfatbin=-compress-mode=none)
   endif()
-  # `site` is where the headers of tvm-ffi lie. The first map that matches a file wins in GCC's reverse order, so the widest come first.
+  # `site` holds the headers of tvm-ffi. GCC takes the last map that matches a file, so the widest comes first.
   get_filename_component(site "${tvm_ffi_INCLUDE_DIR}/../.." REALPATH)
   foreach(root IN ITEMS "${site}" "${cuda_root}" "${KESTREL_TOOLS_DIR}" "${CMAKE_CURRENT_SOURCE_DIR}" "${CMAKE_CURRENT_BINARY_DIR}")
     target_compile_options(${family} PRIVATE "-Xcompiler=-ffile-prefix-map=${root}=.")
@@ -107,7 +108,11 @@ function(_kestrel_add_cute family functions)
   execute_process(COMMAND ${tool} "${object}" --describe
                   OUTPUT_VARIABLE found OUTPUT_STRIP_TRAILING_WHITESPACE COMMAND_ERROR_IS_FATAL ANY)
   list(POP_FRONT found runtime)
-  file(GLOB kernels CONFIGURE_DEPENDS "${CMAKE_CURRENT_SOURCE_DIR}/src/${family}/kernels/*.py")
+  file(GLOB kernels CONFIGURE_DEPENDS
+    "${CMAKE_CURRENT_SOURCE_DIR}/src/${family}/kernels/*.py"
+    "${KESTREL_TOOLS_DIR}/cute_build/*.py"
+    "${KESTREL_TOOLS_DIR}/kestrel_runtime/cute_dsl/*.py" # in an sdist
+    "${KESTREL_TOOLS_DIR}/../packages/runtime/src/kestrel_runtime/cute_dsl/*.py")
   add_custom_command(OUTPUT "${object}" COMMAND ${tool} "${object}" --object DEPENDS ${kernels} VERBATIM)
   set_source_files_properties("${object}" PROPERTIES EXTERNAL_OBJECT ON GENERATED ON)
   target_sources(${family} PRIVATE "${object}")
