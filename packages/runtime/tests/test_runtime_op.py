@@ -484,6 +484,24 @@ def test_none_beside_a_cuda_tensor_is_the_named_error() -> None:
     assert OPS.quotient(x, x, by=2).shape == (2,)
 
 
+def test_messages_name_the_public_function_of_an_op() -> None:
+    def inner(x: torch.Tensor) -> None:
+        raise UnsupportedError("no")
+
+    inner.__module__ = FAMILY
+    made = kernel_op(
+        reference=lambda x: x.add_(1), check=lambda x: None, kernel="cuda", mutates=("x",), public="outer"
+    )(inner)
+    with pytest.raises(ValueError, match="^outer: argument 'x': .* requires_grad"):
+        made(torch.ones(2, requires_grad=True))
+    with pytest.raises(ValueError, match="^outer: argument 'x': .* share memory"):
+        made(torch.ones(1).expand(2))
+    with backend("kernel"), pytest.raises(UnsupportedError, match="^kestrel_optest.outer: "):
+        _entry_of(made).on_cuda(torch.ones(2))  # type: ignore[attr-defined]
+    with pytest.warns(KestrelFallbackWarning, match="^kestrel_optest.outer runs its PyTorch reference: no"):
+        _entry_of(made).on_cuda(torch.ones(2))  # type: ignore[attr-defined]
+
+
 def test_registry_names_the_op_and_its_kind() -> None:
     record = {op.name: op for op in ops(FAMILY)}
     assert record["scale"].kernel == "cuda"

@@ -47,6 +47,7 @@ def kernel_op(
     kernel: str | None = None,
     mutates: Sequence[str] = (),
     out_may_be: Sequence[str] | None = None,
+    public: str | None = None,
     shape: Callable[..., Any] | None = None,
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Make an op of a launch function.
@@ -67,6 +68,7 @@ def kernel_op(
     kernel: "cuda", "cute", or None while there is no kernel: the body is then never run.
     mutates: the tensors written in place.
     out_may_be: the arguments that ``out`` may be the same view of; None: any of them. Partial overlap is refused.
+    public: the public function that messages name, where that is another one than the op.
     shape: replaces the reference on fake tensors, where the reference would need values on the host.
     """
 
@@ -74,7 +76,7 @@ def kernel_op(
         family, name = launch.__module__.partition(".")[0], launch.__name__.lstrip("_")
         op = KernelOp(family, name, kernel, tuple(mutates), launch, reference, check)
         register(op)
-        entry = _Entry(op, inspect.signature(launch, eval_str=True), shape or reference, out_may_be)
+        entry = _Entry(op, inspect.signature(launch, eval_str=True), shape or reference, out_may_be, public)
         entry.register_with_torch()
         return cast("Callable[P, R]", entry.public_function())
 
@@ -96,8 +98,11 @@ class _Entry:
         signature: inspect.Signature,
         shape: Callable[..., Any],
         out_may_be: Sequence[str] | None = None,
+        public: str | None = None,
     ) -> None:
         self.op = op
+        self.named = public or op.name
+        self.family_and_name = f"{op.family}.{self.named}"
         self.signature = signature
         self.shape = shape
         self.written = [name for name in signature.parameters if name in op.mutates or name == "out"]
@@ -125,17 +130,16 @@ class _Entry:
         self.check(args, kwargs)
         if not isinstance(error, UnsupportedError):
             raise error
-        name = self.op.qualified_name
         if current_backend() == "kernel":
-            raise UnsupportedError(f"{name}: {error}") from None
-        _warn_once(name, str(error))
+            raise UnsupportedError(f"{self.family_and_name}: {error}") from None
+        _warn_once(self.family_and_name, str(error))
         return self._referred(args, kwargs)
 
     def on_cpu(self, *args: Any, **kwargs: Any) -> Any:
         """The reference, after its checks."""
         self.check(args, kwargs)
         if current_backend() == "kernel":
-            raise UnsupportedError(f"{self.op.qualified_name}: the backend is 'kernel', and CPU tensors have no kernel")
+            raise UnsupportedError(f"{self.family_and_name}: the backend is 'kernel', and CPU tensors have no kernel")
         return self._referred(args, kwargs)
 
     def on_fake(self, *args: Any, **kwargs: Any) -> Any:
@@ -149,7 +153,7 @@ class _Entry:
 
     def check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """All that can be wrong with a call, before anything is written."""
-        name = self.op.name
+        name = self.named
         self.op.check(*args, **kwargs)
         if not self.written:
             return
@@ -252,13 +256,13 @@ class _Entry:
         for name, value in self._tensors(args, kwargs):
             if _forward_ad.unpack_dual(value).tangent is not None:
                 expected = "a tensor without a tangent (ops here have no autograd)"
-                checks.fail(self.op.name, name, expected, "a dual tensor")
+                checks.fail(self.named, name, expected, "a dual tensor")
 
     def refuse_grad(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         for name, value in self._tensors(args, kwargs):
             if value.requires_grad:
                 expected = "a tensor without requires_grad, or torch.no_grad() (ops here have no autograd)"
-                checks.fail(self.op.name, name, expected, "requires_grad=True")
+                checks.fail(self.named, name, expected, "requires_grad=True")
 
     # -- the public function ------------------------------------------------------------------------------------------
 
@@ -324,7 +328,7 @@ class _Entry:
                 first = first or type(value)
                 if not issubclass(type(value), first) and not issubclass(first, type(value)):
                     expected = f"a plain tensor or a {first.__name__}, as another argument is"
-                    checks.fail(self.op.name, name, expected, type(value).__name__, TypeError)
+                    checks.fail(self.named, name, expected, type(value).__name__, TypeError)
 
     def through_dispatcher(self, *args: Any, **kwargs: Any) -> Any:
         args, kwargs, out = self._without_out(args, kwargs)

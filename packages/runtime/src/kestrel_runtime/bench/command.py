@@ -1,4 +1,7 @@
-"""The command: choose, measure, show, write, compare. `kestrel-kernels bench` and this module's `main` share it."""
+"""The command line: choose, measure, show, write, compare.
+
+:func:`main` is the only front end: ``python -m kestrel_runtime.bench`` and ``kestrel-kernels bench`` both call it.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import argparse
 import contextlib
 import signal
 import sys
+import tempfile
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,27 +20,31 @@ import torch
 from .definition import Benchmark, Source, discover, importing_peers, kind_of, load, select
 from .machine import environment, revision_of
 from .report import Report, file_name, slower
-from .rows import everything, measure, ours_only, without_peers
+from .rows import Wanted, everything, measure, ours_only, without_peers
 from .show import watching
 from .timer import REPLAYS
 
-FEWER = "one that takes long gets fewer, at least 5"
-WANTED = {"ours": ours_only, "torch": without_peers, "peers": everything}
+DESCRIPTION = """Time ops on the GPU present, beside PyTorch and other libraries.
+
+Microseconds per call inside a CUDA graph, with the inputs outside L2 unless a row says "warm": the median over the
+samples, and the range of the middle 60 %. "of limit" is the fraction of what the GPU could reach, where its rates are
+known. The host column is an eager call without a graph / the bare entry point of the binary."""
+WANTED: dict[str, Wanted] = {"ours": ours_only, "torch": without_peers, "peers": everything}
 
 
 @dataclass(frozen=True)
 class Options:
-    """What a run is asked for."""
+    """What a run times and where its rows go."""
 
     names: Sequence[str] = ()
-    """Families (``norm``) or ops (``norm:rms_norm``); all without any."""
+    """Families (``norm``) or ops (``norm:rms_norm``); empty: all."""
     shapes: Sequence[str] | None = None
     candidates: str = "torch"
-    """"ours"; "torch": and PyTorch's; "peers": and every peer that can be imported."""
+    """"ours"; "torch": ours and PyTorch's; "peers": these and every library that can be imported."""
     only: Sequence[str] | None = None
-    """Just the candidates of these names; torch.compile, for one, takes most of the time of a run."""
+    """The names of the candidates to time, in place of ``candidates``."""
     replays: int = REPLAYS
-    """Samples of each candidate, beside one to warm up; one that takes long gets fewer, at least 5."""
+    """Samples of each candidate, besides one to warm up; a slow candidate gets fewer, at least 5."""
     out: Path | None = None
     against: Path | None = None
     checkout: Path | None = None
@@ -45,28 +53,40 @@ class Options:
     """Put the rows into the checkout's packages/<family>/results/<gpu>.json."""
     revision: str | None = None
 
+    @property
+    def wanted(self) -> Wanted:
+        """Says by its name whether a candidate is timed."""
+        return WANTED[self.candidates] if self.only is None else self.only.__contains__
+
+    @property
+    def with_peers(self) -> bool:
+        if self.only is None:
+            return self.candidates == "peers"
+        return any(kind_of(name) == "peer" for name in self.only)
+
 
 class BenchError(Exception):
-    """The run cannot be done as asked; the message says why."""
+    """The run cannot start; the message says why."""
 
 
 def run(options: Options) -> int:
-    """Measure and print. 0; 1 when rows became slower than in `against`, 2 when a definition failed, 130 when stopped.
+    """Measure and print. Returns the exit status.
 
-    Raises BenchError when there is no GPU, no benchmark or shape of a name, no report to compare with, or no place for
-    a report. What a run has measured when it is interrupted is written.
+    0: done. 1: rows are slower than in `against`. 2: a definition or one of our ops failed. 130: interrupted; what was
+    measured until then is written. Raises BenchError when there is no GPU, no benchmark or shape of a name, no report
+    to compare with, or no place to write a report.
     """
     try:
         with _terminated_as_interrupted():
             return _run(options)
     except KeyboardInterrupt:
-        print("interrupted: what was measured until then stands where rows were to be written", file=sys.stderr)
+        print("interrupted: the rows measured until then are written", file=sys.stderr)
         return 130
 
 
 @contextlib.contextmanager
 def _terminated_as_interrupted() -> Iterator[None]:
-    """SIGTERM, which `timeout` sends, does what Ctrl-C does; only the main thread may say so."""
+    """SIGTERM, which `timeout` sends, does what Ctrl-C does. Only the main thread can set that."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -90,45 +110,51 @@ def _run(options: Options) -> int:
     machine = environment(revision)
     report = Report(machine["gpu"])
     count = sum(shape in (options.shapes or each.targets) for each in benchmarks for shape in each.targets)
-    wanted = WANTED[options.candidates] if options.only is None else options.only.__contains__
-    peers = (
-        options.candidates == "peers" if options.only is None else any(kind_of(name) == "peer" for name in options.only)
-    )
-    with watching(machine, count) as watcher, importing_peers(peers):
+    with watching(machine, count) as watcher, importing_peers(options.with_peers):
         for benchmark in benchmarks:
             watcher.begin(benchmark.name)
             fresh = Report(report.gpu)
             whole = False
             try:
-                for rows in measure(benchmark, options.shapes, wanted, options.replays):
+                for rows in measure(benchmark, options.shapes, options.wanted, options.replays):
                     fresh.add(rows, machine)
                     watcher.shape(rows)
                 whole = options.shapes is None
             except Exception as error:
                 failed.append(f"{benchmark.name}: {type(error).__name__}: {error}")
-            finally:  # after every op, and when interrupted: what was measured stays
+            finally:  # also when interrupted
                 report.merge(fresh)
                 _write(options, fresh, whole)
             watcher.end()
-    failed += _not_met_with(options.only, report)
+    failed += [
+        f"{row.family}:{row.op} {row.shape} {row.candidate}: {row.failed}"
+        for row in report.rows
+        if row.failed and kind_of(row.candidate) == "ours"
+    ]
+    failed += _not_timed(options.only, report)
     for line in failed:
         print(f"failed: {line}", file=sys.stderr)
     worse = _print_slower(report, before, options.against) if before else 0
     return 2 if failed else 1 if worse else 0
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """`python -m kestrel_runtime.bench`, for a checkout and for GPU machines without the meta-package."""
+def main(arguments: Sequence[str] | None = None, prog: str = "python -m kestrel_runtime.bench") -> int:
+    """The front end: parse the arguments (sys.argv by default), run, return the exit status."""
     parser = argparse.ArgumentParser(
-        prog="kestrel_runtime.bench", description="Time ops inside CUDA graphs, beside other implementations."
+        prog=prog,
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
-    parser.add_argument("names", nargs="*", metavar="family[:op]", help="default: everything there is")
-    parser.add_argument("--shapes", nargs="+", help="only these shapes")
-    parser.add_argument("--ours-only", action="store_true", help="time neither PyTorch nor peers")
-    parser.add_argument("--without-peers", action="store_true", help="time ours and PyTorch")
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="time these candidates alone: kestrel torch")
-    parser.add_argument("--replays", type=int, default=REPLAYS, help=f"samples of each candidate ({REPLAYS}); {FEWER}")
-    parser.add_argument("--out", type=Path, help="write the rows here, as JSON; rows of other ops in it stay")
+    parser.add_argument("names", nargs="*", metavar="FAMILY[:OP]", help="default: every op")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--peers", action="store_true", help="time FlashInfer, vLLM and others too, where they import")
+    which.add_argument("--ours-only", action="store_true", help="time neither PyTorch nor peers")
+    which.add_argument("--only", nargs="+", metavar="NAME", help="time these candidates alone: kestrel torch")
+    parser.add_argument("--shape", nargs="+", action="extend", metavar="NAME", help="time these shapes alone")
+    fewer = "a slow candidate gets fewer, at least 5"
+    parser.add_argument("--replays", type=int, default=REPLAYS, help=f"samples of each candidate ({REPLAYS}); {fewer}")
+    parser.add_argument("--out", type=Path, help="write the rows here, as JSON; other rows in that file stay")
     parser.add_argument("--against", type=Path, help="a file of --out: print what became slower than there")
     parser.add_argument("--checkout", type=Path, help="time this checkout's definitions")
     parser.add_argument("--record", action="store_true", help="put the rows into the checkout's results folders")
@@ -138,8 +164,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("--record needs --checkout")
     options = Options(
         names=given.names,
-        shapes=given.shapes,
-        candidates="ours" if given.ours_only else "torch" if given.without_peers else "peers",
+        shapes=given.shape,
+        candidates="ours" if given.ours_only else "peers" if given.peers else "torch",
         only=given.only,
         replays=given.replays,
         out=given.out,
@@ -194,10 +220,10 @@ def _check_shapes(shapes: Sequence[str] | None, benchmarks: Sequence[Benchmark])
         raise BenchError(f"no shape is called {unknown[0]!r}; there are: {', '.join(known)}")
 
 
-def _not_met_with(only: Sequence[str] | None, report: Report) -> list[str]:
-    """Names of --only that no op timed has a candidate of: misspelt, or not installed."""
-    met = {row.candidate for row in report.rows}
-    return [f"--only: no candidate called {name!r} could be timed" for name in only or () if name not in met]
+def _not_timed(only: Sequence[str] | None, report: Report) -> list[str]:
+    """Names of --only that no op has a candidate of: misspelt, or not installed."""
+    timed = {row.candidate for row in report.rows}
+    return [f"--only: no candidate called {name!r} could be timed" for name in only or () if name not in timed]
 
 
 def _places(options: Options, families: Iterable[str], gpu: str) -> dict[Path, str | None]:
@@ -210,20 +236,22 @@ def _places(options: Options, families: Iterable[str], gpu: str) -> dict[Path, s
 
 
 def _check_places(options: Options, benchmarks: Sequence[Benchmark]) -> None:
-    """Before anything is timed: what is there is a report of this GPU, which stays but for what is measured again."""
+    """Before anything is timed: every file to write is new or a report of this GPU, and its folder can be written."""
     gpu = torch.cuda.get_device_name()
     for path in _places(options, (each.family for each in benchmarks), gpu):
         try:
             Report.read_or_new(path, gpu)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=path.parent).close()
         except (OSError, ValueError) as error:
             raise BenchError(f"{error}; rows are not written there") from None
 
 
 def _write(options: Options, report: Report, whole_ops: bool) -> None:
-    """Put rows into the files asked for; whole_ops: and forget the shapes of their ops that were not measured."""
+    """Put rows into the files. Rows of candidates that this run does not time stay; see Report.merge."""
     for path, family in _places(options, (row.family for row in report.rows), report.gpu).items():
         merged = Report.read_or_new(path, report.gpu)
-        merged.merge(report.of_family(family) if family else report, whole_ops)
+        merged.merge(report.of_family(family) if family else report, whole_ops, options.wanted)
         merged.write(path)
 
 

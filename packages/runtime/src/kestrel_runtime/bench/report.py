@@ -1,4 +1,4 @@
-"""What a run measured, as data: rows, and the machine and time each row belongs to; JSON files; comparisons."""
+"""The results of a run as data: rows, the machine and time of each row, JSON files, comparisons."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ import json
 import os
 import re
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+from .definition import kind_of
+
 NEAR = 1.02
-"""Where a target is a peer's own figure, so many times it still counts as met."""
+"""Where a target is a peer's own figure, this factor above it still counts as met."""
 
 Environment = dict[str, Any]
 """GPU, driver, clocks, versions, git revision, date: see :func:`kestrel_runtime.bench.machine.environment`."""
@@ -34,7 +36,7 @@ class Row:
     runs: str | None = None
     """Whether our op ran as "kernel" or by "reference"; None for a candidate that calls none of ours."""
     cold: bool = True
-    """The arguments were not in L2, by construction: twice as many bytes passed before they came round again."""
+    """The arguments are not in L2: twice its bytes are read between two calls on the same arguments."""
     sets: int = 0
     calls: int = 0
     """In one replay."""
@@ -50,7 +52,7 @@ class Row:
     target_of: str | None = None
     """The peer whose own figure the target is, where it is one."""
     empty_us: float | None = None
-    """An empty launch, timed in turn with the candidates: what the GPU asked for a launch at that time."""
+    """An empty launch, timed in turn with the candidates."""
     host_us: float | None = None
     """An eager call without a graph, on the host."""
     bare_host_us: float | None = None
@@ -94,24 +96,38 @@ class Report:
     rows: list[Row] = field(default_factory=list)
 
     def add(self, rows: Iterable[Row], environment: Environment) -> None:
-        """Take in rows of one run. They replace the rows of the same op and shape."""
+        """Add rows of one run. They replace the rows of the same op, shape and candidate."""
         fresh = list(rows)
         if environment not in self.environments:
             self.environments.append(environment)
         index = self.environments.index(environment)
-        replaced = {(row.family, row.op, row.shape) for row in fresh}
-        kept = [row for row in self.rows if (row.family, row.op, row.shape) not in replaced]
+        replaced = {row.key for row in fresh}
+        kept = [row for row in self.rows if row.key not in replaced]
         self.rows = kept + [replace(row, environment=index) for row in fresh]
 
-    def merge(self, newer: Report, whole_ops: bool = True) -> None:
-        """Take in another run. Its rows replace all earlier rows of an op, or of an op's shape if not whole_ops."""
+    def merge(self, newer: Report, whole_ops: bool = True, timed: Callable[[str], bool] | None = None) -> None:
+        """Add another run of the same GPU.
+
+        whole_ops: the run has measured every shape of its ops; rows of their other shapes are dropped. timed: the
+        candidates that the run was to time (default: all); rows of other candidates stay.
+        """
         if newer.gpu != self.gpu:
             raise ValueError(f"rows of {newer.gpu} do not go into a report of {self.gpu}")
-        if whole_ops:
-            ops = {(row.family, row.op) for row in newer.rows}
-            self.rows = [row for row in self.rows if (row.family, row.op) not in ops]
+        ops, shapes = {row.key[:2] for row in newer.rows}, dict.fromkeys(row.key[:3] for row in newer.rows)
+
+        def stays(row: Row) -> bool:
+            if row.key[:3] in shapes:
+                return timed is not None and not timed(row.candidate)
+            return not (whole_ops and row.key[:2] in ops)
+
+        before = dict.fromkeys(row.key[:3] for row in self.rows)
+        order = [*shapes, *before] if whole_ops else [*before, *shapes]
+        self.rows = [row for row in self.rows if stays(row)]
         for index, environment in enumerate(newer.environments):
             self.add([row for row in newer.rows if row.environment == index], environment)
+        place = {key: index for index, key in reversed([*enumerate(order)])}
+        kinds = ("ours", "torch", "peer")
+        self.rows.sort(key=lambda row: (place[row.key[:3]], kinds.index(kind_of(row.candidate))))
         self._forget_unused()
 
     def _forget_unused(self) -> None:
@@ -128,7 +144,7 @@ class Report:
         return part
 
     def write(self, path: Path) -> None:
-        """As JSON, without the fields that say nothing; the whole file or, if that fails, what was there."""
+        """Write JSON without empty fields; a write that fails leaves the old file."""
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=path.parent, prefix=".") as folder:
             fresh = Path(folder) / path.name
@@ -173,9 +189,9 @@ class Slower:
 
 
 def noise_us(row: Row, before: Row) -> float:
-    """What two measurements may differ by without a reason: both spreads, and what every launch costs more than then.
+    """What two measurements may differ by without a reason: both spreads, and the rise of an empty launch.
 
-    The price of a launch, an empty one included, was seen to rise by 0.18 us some seconds into a process.
+    The time of any launch, an empty one too, depends on what the process has launched before.
     """
     launches = 0.0
     if row.empty_us is not None and before.empty_us is not None:
@@ -207,5 +223,5 @@ def file_name(gpu: str) -> str:
 
 
 def _short(value: Any) -> Any:
-    """Four digits behind the point are below what any timer here resolves."""
+    """Four decimals: below the resolution of every timer here."""
     return round(value, 4) if isinstance(value, float) else value

@@ -42,9 +42,10 @@ def measure(
 
     shapes: names of shapes; default: all. Nothing that a candidate or a definition raises stops the others.
     """
-    candidates = {name: call for name, call in benchmark.candidates().items() if wanted(name)}
-    if EMPTY in candidates:
-        raise ValueError(f"a candidate of {benchmark.name} is called {EMPTY!r}, which is the empty launch beside all")
+    every = benchmark.candidates()
+    if EMPTY in every:
+        raise ValueError(f"{benchmark.name}: no candidate may be called {EMPTY!r}, the name of the empty launch")
+    candidates = {name: call for name, call in every.items() if wanted(name)}
     for shape, target in benchmark.targets.items():
         if shapes is None or shape in shapes:
             yield _measure_shape(benchmark, shape, target, candidates, replays)

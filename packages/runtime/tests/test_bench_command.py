@@ -1,8 +1,7 @@
-"""Everything around the timer, on any machine: statistics, reports, limits, comparisons, definitions, the command."""
+"""The command line and its reports, without a GPU: files, comparison, definitions, runs, what is shown."""
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import signal
@@ -12,26 +11,20 @@ import pytest
 import torch
 
 from kestrel_runtime.bench import (
-    Benchmark,
     Figures,
     Report,
     Row,
     compiled,
     discover,
-    limit_of,
-    limit_us,
     load,
     peer,
     slower,
-    summarise,
-    time_candidates,
 )
-from kestrel_runtime.bench.agreement import difference, disagreements
 from kestrel_runtime.bench.command import main
 from kestrel_runtime.bench.definition import Source, kind_of, select
 from kestrel_runtime.bench.report import file_name
-from kestrel_runtime.bench.rows import everything, finish, ours_only, sets_needed, without_peers
-from kestrel_runtime.bench.show import cells, headline, rate, verdict, watching
+from kestrel_runtime.bench.rows import everything, ours_only, without_peers
+from kestrel_runtime.bench.show import cells, headline, verdict, watching
 
 H200 = "NVIDIA H200"
 ENVIRONMENT = {
@@ -45,310 +38,8 @@ ENVIRONMENT = {
 }
 
 
-def benchmark(**changes) -> Benchmark:
-    fields = {
-        "family": "norm",
-        "op": "rms_norm",
-        "targets": {"2x4": 1.25, "2048x4096": None},
-        "make": lambda shape, count: [()] * count,
-        "set_bytes": lambda shape: 1000,
-        "candidates": dict,
-        "traffic": lambda shape: 33_554_432,
-        "operations": lambda shape: 0,
-    }
-    return Benchmark(**{**fields, **changes})
-
-
 def row(op="rms_norm", shape="2x4", candidate="kestrel", us=2.0, spread=0.1, **others) -> Row:
     return Row("norm", op, shape, candidate, us=us, p20=us - spread / 2, p80=us + spread / 2, **others)
-
-
-# -- statistics --------------------------------------------------------------------------------------------------------
-
-
-def test_a_figure_is_the_median_and_ignores_outliers():
-    found = summarise([1.0, 1.1, 1.2, 1.3, 99.0])
-    assert found.us == 1.2
-    assert found.p20 <= found.us <= found.p80
-
-
-def test_percentiles_bracket_the_middle_of_many_samples():
-    found = summarise([float(i) for i in range(1, 100)])
-    assert (found.us, found.p20, found.p80) == (50.0, 20.0, 80.0)
-
-
-def test_one_sample_has_no_spread():
-    found = summarise([3.0])
-    assert (found.us, found.p20, found.p80) == (3.0, 3.0, 3.0)
-
-
-# -- turns -------------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def pretend_graphs(monkeypatch):
-    """Captures that cost a table's microseconds per call, and what was replayed behind what."""
-    from kestrel_runtime.bench import timer
-
-    log = []
-    us_of = {"fast": 1.0, "slow": 9000.0, "slower": 20_000.0, "fails": 1.0, "kestrel": 1.0, "kestrel_slow": 9000.0}
-
-    class Graph:
-        def __init__(self, name, calls):
-            self.name, self.calls = name, calls
-
-    class Flush:
-        name = "flush"
-
-    def capture(call, sets, rounds):
-        return Graph(call(None), rounds * len(sets))
-
-    def replay_us(graph, behind=None):
-        log.append((graph.name, behind.name if behind else None))
-        if graph.name == "fails" and len(log) > 8:
-            raise RuntimeError("lost")
-        return us_of[graph.name] * graph.calls
-
-    monkeypatch.setattr(timer, "capture", capture)
-    monkeypatch.setattr(timer, "replay_us", replay_us)
-    monkeypatch.setattr(timer, "_eager_us", lambda call, sets: us_of[call(None)])
-    monkeypatch.setattr(timer, "_Flush", Flush)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    return log
-
-
-def named(*names):
-    return {name: lambda _, name=name: name for name in names}
-
-
-def test_every_sample_follows_a_replay_of_the_same_candidate(pretend_graphs):
-    timed = time_candidates(named("fast", "slow"), [(None,)] * 10, replays=15)
-    assert timed["fast"].figures == Figures(1.0, 1.0, 1.0)
-    assert timed["fast"].calls == 200
-    assert timed["slow"].figures == Figures(9000.0, 9000.0, 9000.0)
-    assert timed["slow"].calls == 10  # two rounds would be longer than one replay may take
-    assert {behind for _, behind in pretend_graphs if behind} == {"fast", "slow"}
-    assert all(behind in (name, None) for name, behind in pretend_graphs)
-
-
-def test_a_slow_candidate_gets_fewer_samples(pretend_graphs):
-    time_candidates(named("fast", "slow"), [(None,)] * 10, replays=15)
-    samples = [name for name, behind in pretend_graphs if behind]
-    assert samples.count("fast") == 1 + 1 + 15  # to count rounds, to warm up, to measure
-    assert samples.count("slow") == 1 + 1 + 5
-
-
-def test_a_candidate_too_slow_for_all_sets_gets_a_part_of_them_and_an_empty_l2(pretend_graphs):
-    timed = time_candidates(named("fast", "slow", "slower"), [(None,)] * 1000, replays=15)
-    assert {name: each.calls for name, each in timed.items()} == {"fast": 1000, "slow": 44, "slower": 32}
-    assert {behind for name, behind in pretend_graphs if name != "fast" and behind} == {"flush"}
-    assert ("fast", "flush") not in pretend_graphs
-    assert timed["slower"].figures == Figures(20_000.0, 20_000.0, 20_000.0)
-
-
-def test_an_empty_launch_is_timed_over_no_more_calls_than_it_needs(pretend_graphs, monkeypatch):
-    from kestrel_runtime.bench import timer
-
-    monkeypatch.setattr(timer, "empty_launch", lambda _: "fast")
-    timed = time_candidates({"empty": timer.empty_launch, **named("fast")}, [(None,)] * 5000)
-    assert {name: each.calls for name, each in timed.items()} == {"empty": 2000, "fast": 5000}
-
-
-def test_a_candidate_that_fails_half_way_has_no_figures(pretend_graphs):
-    timed = time_candidates(named("fast", "fails"), [(None,)] * 10, replays=5)
-    assert timed["fails"].failed == "RuntimeError: lost"
-    assert timed["fails"].figures is None
-    assert timed["fast"].figures is not None
-
-
-@pytest.mark.parametrize(("ours", "runs", "called"), [("kestrel", "kernel", True), ("kestrel", "reference", False)])
-def test_a_dependent_launch_of_ours_comes_before_every_sample(pretend_graphs, monkeypatch, ours, runs, called):
-    assert (settled_samples(pretend_graphs, monkeypatch, ours, runs) == 2 * (1 + 15)) is called
-
-
-def test_a_slow_op_of_ours_is_not_called_before_samples(pretend_graphs, monkeypatch):
-    assert settled_samples(pretend_graphs, monkeypatch, "kestrel_slow", "kernel") == 0
-
-
-def test_an_error_of_ours_before_a_sample_of_another_is_ours(pretend_graphs, monkeypatch):
-    from kestrel_runtime.bench import timer
-
-    calls = itertools.count()
-
-    def ours(_):
-        if next(calls) >= 4:  # captured, and called before some samples
-            raise RuntimeError("no memory")
-        return "kestrel"
-
-    monkeypatch.setattr(timer, "_warm_up", lambda call, sets: "kernel")
-    timed = time_candidates({"fast": lambda _: "fast", "kestrel": ours}, [(None,)], replays=15)
-    assert timed["kestrel"].failed == "RuntimeError: no memory"
-    assert timed["fast"].failed is None
-    assert timed["fast"].figures == Figures(1.0, 1.0, 1.0)
-
-
-def settled_samples(log, monkeypatch, ours, runs):
-    """How many samples of an op of ours and another candidate follow a call of ours."""
-    from kestrel_runtime.bench import timer
-
-    def call(_):
-        log.append((ours, "called"))
-        return ours
-
-    monkeypatch.setattr(timer, "_warm_up", lambda call, sets: runs)
-    time_candidates({ours: call, **named("fast")}, [(None,)] * 10, replays=15)
-    return sum(first == (ours, "called") and second[1] in (ours, "fast") for first, second in itertools.pairwise(log))
-
-
-# -- agreement ---------------------------------------------------------------------------------------------------------
-
-
-def writes(value):
-    def call(x, out):
-        out.fill_(value)
-
-    return call
-
-
-def in_place(arguments, returned):
-    return [arguments[1] if returned is None else returned]
-
-
-@pytest.fixture
-def one_set(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    return torch.ones(8), torch.zeros(8)
-
-
-def test_who_gives_something_else_is_named_and_nothing_of_the_set_changes(one_set):
-    def shifts(x, out):
-        return x + 0.1
-
-    def raises(x, out):
-        raise RuntimeError("no such kernel")
-
-    candidates = {
-        "kestrel": writes(1.0),
-        "torch": lambda x, out: x,
-        "near": lambda x, out: x + 0.01,
-        "far": shifts,
-        "nan": writes(float("nan")),
-        "other shape": lambda x, out: x[:4],
-        "raises": raises,  # the timer reports that
-        "kestrel_otherwise": writes(9.0),  # of ours, on purpose
-    }
-    found = disagreements(benchmark(result=in_place), candidates, one_set)
-    assert list(found) == ["far", "nan", "other shape"]
-    assert (
-        found["far"] == "not timed: it gives something else than kestrel: result 0 is off by 10.0 % (2.0 % are allowed)"
-    )
-    assert "shape [4] instead of [8]" in found["other shape"]
-    assert one_set[1].eq(0).all()
-
-
-def test_a_form_of_a_peer_is_held_against_the_same_form_of_ours(one_set):
-    candidates = {
-        "kestrel": writes(1.0),
-        "kestrel_softmax": writes(9.0),
-        "quack": writes(1.0),
-        "quack_softmax": writes(9.0),
-        "flashinfer_softmax": writes(1.0),
-        "flashinfer_tc": writes(1.0),
-    }
-    found = disagreements(benchmark(result=in_place), candidates, one_set)
-    assert list(found) == ["flashinfer_softmax"]
-    assert "something else than kestrel_softmax" in found["flashinfer_softmax"]
-
-
-def test_without_a_word_on_results_or_without_ours_nobody_is_held_against_it(one_set):
-    candidates = {"kestrel": writes(1.0), "far": writes(2.0)}
-    assert not disagreements(benchmark(), candidates, one_set)
-    assert not disagreements(benchmark(result=in_place), {"far": writes(2.0)}, one_set)
-
-
-@pytest.mark.parametrize(
-    ("got", "expected", "agree"),
-    [
-        ([1.0, 0.0], [1.0, 0.0], True),
-        ([0.0, 0.0], [0.0, 0.0], True),
-        ([0.0, 1e-6], [0.0, 0.0], False),
-        ([float("nan"), 1.0], [float("nan"), 1.0], False),
-    ],
-)
-def test_results_agree_by_the_norm_of_their_difference(got, expected, agree):
-    assert (difference([torch.tensor(got)], [torch.tensor(expected)], 0.02) is None) is agree
-
-
-def test_integers_agree_by_how_many_differ():
-    expected = torch.arange(100)
-    got = expected.clone()
-    got[0] = 7
-    assert difference([got], [expected], 0.02) is None
-    assert difference([got], [expected], 0.0) == "result 0 is off by 1.0 % (0.0 % are allowed)"
-    assert difference([got, got], [expected], 0.02) == "2 results instead of 1"
-
-
-def test_a_candidate_that_computes_something_else_is_reported_and_not_timed(tmp_path, pretend_gpu, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    more = (
-        "import torch\n"
-        "def make(shape, count): return [(torch.ones(4),)] * count\n"
-        "def result(arguments, returned): return [returned]\n"
-        "def candidates(): return {'kestrel': torch.exp, 'torch': torch.log, 'vllm': torch.exp}\n"
-    )
-    write_definition(tmp_path, more=more)
-    out = tmp_path / "x.json"
-    pretend_gpu["vllm"] = 2.0
-    assert main(["--checkout", str(tmp_path), "--out", str(out)]) == 0
-    ours, other, peer_row = Report.read(out).rows
-    assert (ours.us, other.us, peer_row.us) == (1.0, None, 2.0)
-    assert other.failed.startswith("not timed: it gives something else than kestrel")
-
-
-# -- limits ------------------------------------------------------------------------------------------------------------
-
-
-def test_the_limit_is_a_launch_and_the_bytes():
-    assert limit_us(limit_of(H200), 2 * 2048 * 4096 * 2, 0) == pytest.approx(8.85, abs=0.01)
-
-
-def test_the_limit_is_a_launch_and_the_operations_where_they_take_longer():
-    operations = 2 * 2048 * 3584 * 3584
-    assert limit_us(limit_of(H200), 40_000_000, operations) == pytest.approx(75.7, abs=0.1)
-    assert limit_us(limit_of(H200), 40_000_000, operations, precision="fp8") == pytest.approx(37.8, abs=0.1)
-
-
-def test_the_limit_counts_the_launches_an_op_needs():
-    assert limit_us(limit_of(H200), 51200 * 4, 0, launches=2) == pytest.approx(2.15, abs=0.01)
-
-
-@pytest.mark.parametrize("gpu", ["NVIDIA H100 80GB HBM3", "some other GPU"])
-def test_a_gpu_that_was_not_measured_has_no_limit(gpu):
-    assert limit_us(limit_of(gpu), 1000, 0) is None
-    assert finish(benchmark(), row(), gpu).fraction is None
-
-
-def test_a_row_gets_rates_and_the_fraction_of_the_limit():
-    found = finish(benchmark(operations=lambda shape: 10**9), row(shape="2048x4096", us=10.0), H200)
-    assert found.gb_per_s == pytest.approx(3355.4, abs=0.1)
-    assert found.tflop_per_s == pytest.approx(100.0)
-    assert found.fraction == pytest.approx(0.885, abs=0.001)
-
-
-def test_a_definition_without_bytes_leaves_the_columns_empty():
-    found = finish(benchmark(traffic=None, operations=None), row(), H200)
-    assert (found.bytes, found.gb_per_s, found.tflop_per_s, found.limit_us, found.fraction) == (None,) * 5
-
-
-def test_a_failed_row_keeps_its_limit_and_has_no_rate():
-    found = finish(benchmark(), Row("norm", "rms_norm", "2x4", "torch", failed="RuntimeError"), H200)
-    assert found.limit_us is not None
-    assert (found.gb_per_s, found.fraction) == (None, None)
-
-
-@pytest.mark.parametrize(("warm", "set_bytes", "count"), [(False, 1000, 120), (False, 10**9, 2), (True, 1000, 1)])
-def test_so_many_sets_pass_that_none_is_in_l2_when_it_comes_again(warm, set_bytes, count):
-    assert sets_needed(benchmark(warm=warm, set_bytes=lambda shape: set_bytes), "2x4", 60_000) == count
 
 
 # -- reports -----------------------------------------------------------------------------------------------------------
@@ -435,6 +126,23 @@ def test_environments_that_no_row_names_are_dropped():
     new.add([row()], {**ENVIRONMENT, "git": "def"})
     old.merge(new)
     assert [each["git"] for each in old.environments] == ["def"]
+
+
+@pytest.mark.parametrize("whole_ops", [True, False])
+def test_rows_of_candidates_that_a_run_does_not_time_stay_in_their_place(whole_ops):
+    names, shapes = ("kestrel", "torch", "torch.compile", "vllm"), ("1x1", "2x4")
+    old, new = Report(H200), Report(H200)
+    for shape in (*shapes, "gone"):
+        old.add([row(shape=shape, candidate=name) for name in names], ENVIRONMENT)
+    for shape in shapes:
+        new.add([row(shape=shape, candidate="torch", us=1.0)], {**ENVIRONMENT, "git": "def"})
+    old.merge(new, whole_ops, timed={"torch", "torch.compile"}.__contains__)
+    stay = ("kestrel", "torch", "vllm")
+    expected = [(shape, name) for shape in shapes for name in stay]
+    expected += [] if whole_ops else [("gone", name) for name in names]
+    assert [(each.shape, each.candidate) for each in old.rows] == expected
+    assert {each.us for each in old.rows if each.candidate == "torch" and each.shape in shapes} == {1.0}
+    assert [old.environments[each.environment]["git"] for each in old.rows[:3]] == ["abc", "def", "abc"]
 
 
 def test_reports_of_two_gpus_do_not_mix():
@@ -578,10 +286,10 @@ def test_no_peer_is_imported_where_none_is_timed(tmp_path, pretend_gpu, monkeypa
     )
     write_definition(tmp_path, more=more)
     given = ["--checkout", str(tmp_path)]
-    assert main([*given, "--without-peers"]) == 0
-    assert main([*given, "--only", "kestrel"]) == 0
+    for options in ([], ["--ours-only"], ["--only", "kestrel"]):
+        assert main([*given, *options]) == 0
     with pytest.warns(RuntimeWarning, match="slow_library is not timed"):
-        assert main(given) == 0
+        assert main([*given, "--peers"]) == 0
 
 
 def test_a_compiled_candidate_costs_nothing_until_it_is_called(monkeypatch):
@@ -663,7 +371,8 @@ def test_a_run_writes_prints_and_records(tmp_path, pretend_gpu, capsys):
     more = "def candidates(): return dict.fromkeys(('kestrel', 'torch', 'vllm'), print)\ndef bare(): return print\n"
     write_definition(tmp_path, more=more)
     out = tmp_path / "x.json"
-    assert main(["norm", "--checkout", str(tmp_path), "--record", "--out", str(out), "--revision", "abc"]) == 0
+    given = ["norm", "--checkout", str(tmp_path), "--record", "--out", str(out), "--revision", "abc", "--peers"]
+    assert main(given) == 0
     written = Report.read(out)
     assert written == Report.read(tmp_path / "packages" / "norm" / "results" / "h200.json")
     ours, theirs, broken = written.rows
@@ -722,7 +431,7 @@ def test_a_file_that_is_no_report_of_this_gpu_is_not_overwritten(three_shapes, c
 
 def test_a_shape_or_candidate_that_nothing_has_is_named(three_shapes, capsys):
     given = ["--checkout", str(three_shapes)]
-    assert main([*given, "--shapes", "2x4", "3x3"]) == 2
+    assert main([*given, "--shape", "2x4", "--shape", "3x3"]) == 2
     assert "'3x3'; there are: 1x1, 2x4, 4x4" in capsys.readouterr().err
     assert main([*given, "--only", "kestrel", "flashinfer"]) == 2
     assert "--only: no candidate called 'flashinfer' could be timed" in capsys.readouterr().err
@@ -737,7 +446,7 @@ def test_the_name_of_the_empty_launch_is_taken(tmp_path, pretend_gpu, capsys):
 def test_bytes_that_cannot_be_told_are_an_error_of_the_definition(tmp_path, pretend_gpu):
     write_definition(tmp_path, more="def traffic(shape): return 1 / 0\n")
     out = tmp_path / "x.json"
-    assert main(["--checkout", str(tmp_path), "--out", str(out)]) == 0
+    assert main(["--checkout", str(tmp_path), "--out", str(out)]) == 2
     assert [each.failed for each in Report.read(out).rows] == ["make: ZeroDivisionError: division by zero"]
 
 
@@ -754,6 +463,58 @@ def test_a_bare_entry_point_that_raises_leaves_the_host_cost_of_the_op(tmp_path,
     out = tmp_path / "x.json"
     assert main(["--checkout", str(tmp_path), "--out", str(out)]) == 0
     assert [(each.host_us, each.bare_host_us) for each in Report.read(out).rows] == [(7.0, None)]
+
+
+def test_recording_some_candidates_keeps_the_rows_of_the_others(tmp_path, pretend_gpu):
+    write_definition(tmp_path, more="def candidates(): return dict.fromkeys(('kestrel', 'torch', 'vllm'), print)\n")
+    given = ["--checkout", str(tmp_path), "--record"]
+    pretend_gpu["vllm"] = 3.0
+    assert main([*given, "--peers"]) == 0
+    pretend_gpu.update(kestrel=0.9, torch=3.9)
+    assert main([*given, "--only", "torch"]) == 0
+    recorded = Report.read(tmp_path / "packages" / "norm" / "results" / "h200.json").rows
+    assert [(each.candidate, each.us) for each in recorded] == [("kestrel", 1.0), ("torch", 3.9), ("vllm", 3.0)]
+    assert main(given) == 0
+    recorded = Report.read(tmp_path / "packages" / "norm" / "results" / "h200.json").rows
+    assert [(each.candidate, each.us) for each in recorded] == [("kestrel", 0.9), ("torch", 3.9), ("vllm", 3.0)]
+
+
+@pytest.mark.parametrize("option", ["--out", "--record"])
+def test_a_folder_that_cannot_be_written_is_named_before_anything_is_timed(tmp_path, pretend_gpu, capsys, option):
+    write_definition(tmp_path, more="def make(shape, count): raise AssertionError('timed')\n")
+    (tmp_path / "file").touch()
+    (tmp_path / "packages" / "norm" / "results").touch()
+    where = {"--out": ["--out", str(tmp_path / "file" / "x.json")], "--record": ["--record"]}[option]
+    assert main(["--checkout", str(tmp_path), *where]) == 2
+    printed = capsys.readouterr()
+    assert "error: " in printed.err
+    assert "rows are not written there" in printed.err
+    assert "kestrel" not in printed.out
+
+
+def test_the_program_names_itself_as_it_was_called(capsys):
+    with pytest.raises(SystemExit):
+        main(["-h"], prog="kestrel-kernels bench")
+    assert "usage: kestrel-kernels bench [-h]" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("arguments", [["--peers", "--ours-only"], ["--only", "torch", "--peers"], ["--shap", "2x4"]])
+def test_options_that_contradict_or_are_abbreviated_are_refused(arguments, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(arguments)
+    assert stopped.value.code == 2
+    assert "error:" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("against", [True, False])
+def test_an_op_of_ours_that_fails_fails_the_run(tmp_path, pretend_gpu, capsys, against):
+    write_definition(tmp_path, more="def candidates(): return dict.fromkeys(('kestrel', 'torch'), print)\n")
+    out = tmp_path / "x.json"
+    given = ["--checkout", str(tmp_path)]
+    assert main([*given, "--out", str(out)]) == 0
+    del pretend_gpu["kestrel"]
+    assert main([*given, *(["--against", str(out)] if against else [])]) == 2
+    assert "failed: norm:rms_norm 2x4 kestrel: RuntimeError: broken" in capsys.readouterr().err
 
 
 def test_candidates_can_be_named(tmp_path, pretend_gpu):
@@ -835,6 +596,23 @@ def test_an_unknown_name_and_an_empty_checkout_are_refused(tmp_path, pretend_gpu
     assert "'nrom'" in capsys.readouterr().err
 
 
+def test_a_candidate_that_computes_something_else_is_reported_and_not_timed(tmp_path, pretend_gpu, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    more = (
+        "import torch\n"
+        "def make(shape, count): return [(torch.ones(4),)] * count\n"
+        "def result(arguments, returned): return [returned]\n"
+        "def candidates(): return {'kestrel': torch.exp, 'torch': torch.log, 'vllm': torch.exp}\n"
+    )
+    write_definition(tmp_path, more=more)
+    out = tmp_path / "x.json"
+    pretend_gpu["vllm"] = 2.0
+    assert main(["--checkout", str(tmp_path), "--out", str(out), "--peers"]) == 0
+    ours, other, peer_row = Report.read(out).rows
+    assert (ours.us, other.us, peer_row.us) == (1.0, None, 2.0)
+    assert other.failed.startswith("not timed: its result differs from that of kestrel")
+
+
 # -- what is shown -----------------------------------------------------------------------------------------------------
 
 
@@ -847,13 +625,6 @@ def test_a_verdict_names_the_target():
     assert verdict(row(us=1.25, target_us=1.25)) == "1.25 met"
     assert verdict(row(us=1.26, target_us=1.25)) == "1.25 missed"
     assert verdict(row()) == ""
-
-
-def test_the_rate_is_of_what_decides():
-    memory = finish(benchmark(operations=lambda shape: 1000), row(us=10.0), H200)
-    compute = finish(benchmark(operations=lambda shape: 10**12), row(us=2000.0), H200)
-    assert rate(memory) == "3355 GB/s"
-    assert rate(compute) == "500 TFLOP/s"
 
 
 def test_the_headline_names_what_is_unknown():
