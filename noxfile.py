@@ -79,19 +79,28 @@ def demo(session: nox.Session) -> None:
     environment.run("kestrel-kernels", "generate", *session.posargs)
 
 
+def empty_folder() -> Path:
+    """A working directory from which nothing of the source tree can be imported."""
+    folder = CACHE / "empty"
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
+def workers() -> list[str]:
+    """Options of pytest: CPU tests on every processor; a GPU runs its tests in one process."""
+    return [] if gpu_is_present() else ["-n", str(min(CORES, 8)), "--dist", "worksteal", "-m", "not gpu"]
+
+
 def run_tests(session: nox.Session, names: Sequence[str]) -> None:
     """The tests and the documentation's examples of these packages, against their installed wheels."""
     archs = archs_asked(session, archs_of_this_machine(default=["90a"]))
     environment = installed(session, names, archs, *MATRIX["test_tools"])
     packages = [PACKAGES[name] for name in names]
-    empty = CACHE / "empty"  # nothing of the source tree is importable from here
-    empty.mkdir(exist_ok=True)
     modules = [package.module for package in packages]
-    with session.chdir(empty):
+    with session.chdir(empty_folder()):
         environment.run("python", ROOT / "ci" / "installed.py", *modules)
-        workers = [] if gpu_is_present() else ["-n", str(min(CORES, 8)), "--dist", "worksteal", "-m", "not gpu"]
         environment.run(
-            *("pytest", "-c", ROOT / "ci" / "pytest.ini", "--rootdir", ROOT, "-q", "--durations=15", *workers),
+            *("pytest", "-c", ROOT / "ci" / "pytest.ini", "--rootdir", ROOT, "-q", "--durations=15", *workers()),
             # benchmarks are loaded by the harness alone
             *("--doctest-modules", "--ignore-glob=/*/site-packages/kestrel_*/benchmarks/*"),
             *("--pyargs", *modules, *(package.path / "tests" for package in packages), *session.posargs),
@@ -103,6 +112,23 @@ def run_tests(session: nox.Session, names: Sequence[str]) -> None:
 def tests(session: nox.Session) -> None:
     """The tests of every package; `tests-norm` of one. Arguments go to pytest."""
     run_tests(session, list(PACKAGES))
+
+
+@nox.session
+def oldest_runtimes(session: nox.Session) -> None:
+    """The binaries load, and their checks of arguments work, with the oldest libraries that engines bring."""
+    archs = archs_asked(session, archs_of_this_machine(default=["90a"]))
+    environment = installed(session, list(PACKAGES), archs, *MATRIX["test_tools"])
+    for requirements_below in MATRIX["oldest_runtimes"]:
+        folder = environment.install_beside(requirements_below)
+        older: dict[str, str | None] = {"PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
+        with session.chdir(empty_folder()):
+            environment.run("python", ROOT / "ci" / "import_alone.py", *(each.module for each in FAMILIES), env=older)
+            environment.run(
+                *("pytest", "-c", ROOT / "ci" / "pytest.ini", "--rootdir", ROOT, "-q", *workers()),
+                *("-k", "entry_point or launch", *(package.path / "tests" for package in FAMILIES)),
+                env=older,
+            )
 
 
 def tests_of_one(package: str) -> None:

@@ -1,8 +1,9 @@
-"""`import_alone.py kestrel_norm`: the installed package imports, and its binary loads, on a machine without a GPU."""
+"""`import_alone.py kestrel_norm ...`: installed packages import and load their binaries, without a GPU."""
 
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import sys
 
 import torch
@@ -18,8 +19,10 @@ def main(name: str) -> None:
     functions = binary.manifest.functions if binary.manifest else ()
     for function in functions:
         binary.function(function)
-    print(f"{name} {module.__version__} imports alone, {len(functions)} entry points")
+    tvm_ffi = importlib.metadata.version("apache-tvm-ffi")
+    print(f"{name} {module.__version__} imports, {len(functions)} entry points, with apache-tvm-ffi {tvm_ffi}")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    for name in sys.argv[1:]:
+        main(name)

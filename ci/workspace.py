@@ -206,6 +206,16 @@ class Environment:
         for wheel in stale:
             self._write_stamp(wheel.package.module, wheel.fingerprint)
 
+    def install_beside(self, requirements: Sequence[str]) -> Path:
+        """A folder with these distributions alone, to be put before the environment's own on PYTHONPATH."""
+        folder = CACHE / f"beside-{hashlib.sha256(' '.join(requirements).encode()).hexdigest()[:12]}"
+        if not folder.is_dir():
+            fresh = folder.with_suffix(".part")
+            shutil.rmtree(fresh, ignore_errors=True)
+            self._pip("--no-deps", "--target", fresh, *requirements)
+            fresh.rename(folder)
+        return folder
+
     def _pip(self, *arguments: str | Path) -> None:
         # --no-compile: Python compiles the few modules that are imported, pip would compile all of torch.
         self.run("python", "-m", "pip", "install", "-qq", "--no-compile", "--no-warn-script-location", *arguments)
