@@ -8,6 +8,7 @@ import lzma
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kestrel_runtime
-from kestrel_runtime import Binary, UnsupportedError, arch_of, binary, check, cute, reference
+from kestrel_runtime import Binary, UnsupportedError, arch_of, binary, check, cute, paged_cache, reference
 
 # Known-answer vectors of the paper's authors (Random123, kat_vectors, philox4x32 10): key, counter, result.
 PHILOX_VECTORS = [
@@ -34,23 +35,18 @@ def test_philox_gives_the_published_vectors(key, counter, expected) -> None:
     assert tuple(reference.philox4x32(torch.tensor(key), torch.tensor(counter)).tolist()) == expected
 
 
-def _philox_scalar(key: tuple[int, int], counter: tuple[int, int, int, int]) -> int:
+WORDS = st.integers(0, 2**32 - 1)
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.tuples(WORDS, WORDS), st.tuples(WORDS, WORDS, WORDS, WORDS))
+def test_philox_is_the_generator_of_the_paper(key, counter) -> None:
     (k0, k1), (c0, c1, c2, c3) = key, counter
     for _ in range(10):
         p0, p1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57
         c0, c1, c2, c3 = (p1 >> 32) ^ c1 ^ k0, p1 & 0xFFFFFFFF, (p0 >> 32) ^ c3 ^ k1, p0 & 0xFFFFFFFF
         k0, k1 = (k0 + 0x9E3779B9) & 0xFFFFFFFF, (k1 + 0xBB67AE85) & 0xFFFFFFFF
-    return c0
-
-
-@settings(deadline=None, max_examples=50)
-@given(st.integers(-(2**63), 2**63 - 1), st.integers(-(2**63), 2**63 - 1), st.integers(0, 2**31))
-def test_uniform_is_the_top_bits_of_the_first_word(seed: int, offset: int, stream: int) -> None:
-    key = (seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF)
-    counter = (offset & 0xFFFFFFFF, (offset >> 32) & 0xFFFFFFFF, stream & 0xFFFFFFFF, stream >> 32)
-    drawn = reference.philox_uniform(torch.tensor([seed]), torch.tensor([offset]), stream)
-    assert drawn.item() == (_philox_scalar(key, counter) >> 8) / 2**24
-    assert 0 <= drawn.item() < 1
+    assert reference.philox4x32(torch.tensor(key), torch.tensor(counter)).tolist() == [c0, c1, c2, c3]
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
@@ -66,6 +62,44 @@ def test_fp8_rounding_goes_to_the_nearest_code_and_saturates(dtype: torch.dtype)
     even = reference.to_fp8(midpoints, dtype).view(torch.uint8) & 1
     assert int(even.sum()) == 0, "a tie goes to the even code"
     assert reference.to_fp8(torch.tensor([float("nan")]), dtype).float().isnan().item()
+
+
+def test_the_scale_of_a_row_is_that_of_its_largest_finite_magnitude() -> None:
+    inf, nan = float("inf"), float("nan")
+    x = torch.tensor([[1.0, -3.5], [inf, -3.5], [-inf, 3.5], [nan, -3.5], [inf, nan]])
+    codes, scale = reference.quantise_rows(x)
+    assert scale.flatten().tolist() == torch.tensor([3.5, 3.5, 3.5, 3.5, 1e-12]).div(448).tolist()
+    assert codes.float()[1:3].tolist() == [[448.0, -448.0], [-448.0, 448.0]]
+    assert codes.float()[3:, 0].isnan().tolist() == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("table", "expected"),
+    [(None, [[-1, 0, 1, 3, -1], [-1, 4, 5, 7, -1]]), ([[5, -1], [2, 0]], [[-1, 20, 21, 23, -1], [-1, 8, 9, 11, 0]])],
+)
+def test_a_position_has_a_slot_where_its_page_exists(table, expected) -> None:
+    positions = torch.tensor([[-1, 0, 1, 3, 4]] * 2)
+    table = None if table is None else torch.tensor(table)
+    assert paged_cache.slots_of(positions, table, 4).tolist() == expected
+    far = torch.tensor([[7, 8, 2**40]] * 2)
+    beyond = [[-1] * 3] * 2 if table is None else [[-1, -1, -1], [3, -1, -1]]
+    assert paged_cache.slots_of(far, table, 4).tolist() == beyond
+
+
+def test_int4_codes_of_a_nan_are_codes_and_their_scale_is_nan() -> None:
+    x = torch.tensor([[0.0, 15.0, 3.0], [0.0, float("nan"), 3.0]])
+    codes, scale, zero = paged_cache.encode_int4(x, -1)
+    assert codes[0].tolist() == [0, 15, 3]
+    assert bool(((codes >= 0) & (codes <= 15)).all())
+    assert scale.isnan().tolist() == zero.isnan().tolist() == [False, True]
+
+
+def test_int8_codes_saturate_and_a_nan_stays_in_the_scale() -> None:
+    inf, nan = float("inf"), float("nan")
+    codes, scale = paged_cache.encode_int8(torch.tensor([[127.0, -1.5], [inf, -127.0], [nan, 1.0], [0.0, 0.0]]))
+    assert codes[:2].tolist() == [[127, -2], [127, -127]]
+    assert scale[[0, 1, 3]].tolist() == [1, 1, 1]
+    assert scale[2].isnan()
 
 
 def test_int4_packing_round_trips_with_the_even_index_in_the_low_nibble() -> None:
@@ -231,6 +265,10 @@ def test_family_without_a_binary_is_unsupported_not_broken(tmp_path: Path, monke
     assert fresh.manifest.archs == ("90a",)
     with pytest.raises(UnsupportedError, match="has no binary here"):
         fresh.function("anything")
+    fields["archs"] = []
+    (package / "_lib" / "manifest.json").write_text(json.dumps(fields))
+    with pytest.raises(UnsupportedError, match="was built without kernels"):
+        Binary("kestrel_nobinary").function("anything")
     with pytest.raises(UnsupportedError, match="is not installed"):
         _ = Binary("kestrel_missing_family").folder
 
@@ -333,6 +371,34 @@ def test_cute_runtime_is_found_in_the_layout_pip_gives_it(tmp_path: Path, monkey
     library.touch()
     monkeypatch.syspath_prepend(str(tmp_path))
     assert cute.runtime_library_path() is not None
+
+
+@pytest.mark.parametrize("changed", ["kestrel_x.kernels", "kestrel_runtime.cute_dsl", "variant", "arch", "version"])
+def test_a_compiled_kernel_is_kept_under_a_name_of_all_that_made_it(
+    changed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packages = ("kestrel_x.kernels", "kestrel_runtime.cute_dsl")
+    for package in packages:
+        (tmp_path / package).mkdir()
+        (tmp_path / package / "kernel.py").write_bytes(b"one")
+    versions = {"nvidia-cutlass-dsl": "4.8.0", "apache-tvm-ffi": "0.1.11"}
+
+    def find_spec(name: str) -> SimpleNamespace:
+        return SimpleNamespace(origin=str(tmp_path / name / "__init__.py"))
+
+    def digest(variant: str = "variant", arch: str = "90a") -> str:
+        with monkeypatch.context() as patched:
+            patched.setattr("importlib.util.find_spec", find_spec)
+            patched.setattr("importlib.metadata.version", versions.__getitem__)
+            return cute._digest("kestrel_x", variant, arch)
+
+    before = digest()
+    assert digest() == before
+    if changed in packages:
+        (tmp_path / changed / "kernel.py").write_bytes(b"two")
+    elif changed == "version":
+        versions["apache-tvm-ffi"] = "0.1.9"
+    assert digest(**({changed: "other"} if changed in ("variant", "arch") else {})) != before
 
 
 def test_import_loads_no_binary_and_reads_the_backend_variable() -> None:

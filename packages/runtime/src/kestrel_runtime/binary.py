@@ -141,6 +141,8 @@ class Binary:
         return next((path for path in (plain, packed(plain)) if path.is_file()), None)
 
     def _open(self) -> Any:
+        if self.manifest is not None and not self.manifest.archs:
+            raise UnsupportedError(f"{self.family} was built without kernels (KESTREL_ARCHS=none)")
         if self.manifest is None or self.library is None:
             raise UnsupportedError(f"{self.family} has no binary here: it runs from its sources, without a build")
         _check_driver()

@@ -1,4 +1,4 @@
-"""Pieces of references that several families need. Plain PyTorch; they run on CPU, CUDA and fake tensors."""
+"""Parts of references that several families need, in plain PyTorch for CPU, CUDA and fake tensors."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, is_neox: bool 
 
 
 def row_sums(x: torch.Tensor) -> torch.Tensor:
-    """Sum the last dimension, [..., N] to [..., 1]; a row's sum is the same bit for bit whatever rows are beside it.
+    """Sum the last dimension, [..., N] to [..., 1]. A row's sum has the same bits whatever the other rows are.
 
     >>> row_sums(torch.tensor([[1.0, 2.0], [3.0, 4.0]])).tolist()
     [[3.0], [7.0]]
     """
-    # One row more, dropped again: torch splits a sum to a single number across threads, so T = 1 would round otherwise.
+    # torch splits a sum to a single number across threads, so that T = 1 would round differently: add a row, drop it.
     return torch.cat((x, x.new_zeros(1, *x.shape[1:]))).sum(-1, keepdim=True)[:-1]
 
 
@@ -51,7 +51,7 @@ def to_fp8(x: torch.Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> torch.T
 
 
 def quotient(x: torch.Tensor, divisor: float) -> torch.Tensor:
-    """x / divisor, truly divided: with a Python number CUDA would multiply by the rounded reciprocal."""
+    """x / divisor, correctly rounded. With a Python number CUDA would multiply by the rounded reciprocal."""
     return x / torch.full_like(x, divisor)
 
 
@@ -109,7 +109,7 @@ def philox4x32(key: torch.Tensor, counter: torch.Tensor) -> torch.Tensor:
     k0, k1 = key.unbind(-1)
     c0, c1, c2, c3 = counter.unbind(-1)
     for _ in range(10):
-        low = c0 * _PHILOX_MULTIPLIERS[0]  # the 64-bit product wraps in int64; its two halves stay right
+        low = c0 * _PHILOX_MULTIPLIERS[0]  # the product wraps in int64; its two 32-bit halves are those of uint64
         high = c2 * _PHILOX_MULTIPLIERS[1]
         c0, c1, c2, c3 = (
             ((high >> 32) & _WORD) ^ c1 ^ k0,
@@ -120,17 +120,3 @@ def philox4x32(key: torch.Tensor, counter: torch.Tensor) -> torch.Tensor:
         k0 = (k0 + _PHILOX_WEYL[0]) & _WORD
         k1 = (k1 + _PHILOX_WEYL[1]) & _WORD
     return torch.stack(torch.broadcast_tensors(c0, c1, c2, c3), dim=-1)
-
-
-def philox_uniform(seed: torch.Tensor, offset: torch.Tensor, stream: int = 0) -> torch.Tensor:
-    """One uniform float32 in [0, 1) per element: the top 24 bits of the first Philox word.
-
-    seed, offset: int64 of one shape (or broadcastable). key = seed, counter = (offset, stream), each as two 32-bit
-    words, lowest first. Exactly representable, so a kernel can draw the same number.
-    """
-    seed, offset = torch.broadcast_tensors(seed, offset)
-    streams = torch.full_like(offset, stream)
-    key = torch.stack((seed & _WORD, (seed >> 32) & _WORD), dim=-1)
-    words = (offset & _WORD, (offset >> 32) & _WORD, streams & _WORD, (streams >> 32) & _WORD)
-    first = philox4x32(key, torch.stack(words, dim=-1))[..., 0]
-    return (first >> 8).to(torch.float32) * 2.0**-24
