@@ -116,9 +116,17 @@ def _can_carry(path: str, record: KernelOp | None, case: BadInput) -> bool:
     if any(isinstance(x, torch.Tensor) and x.requires_grad for x in values):
         return False  # refused before the check
     if path == "launch":
-        crosses = all(x.is_cpu and x.layout == torch.strided for x in values if isinstance(x, torch.Tensor))
-        return crosses and record.kernel == "cuda"
+        return record.kernel == "cuda" and all(map(_crosses_into_cpp, values))
     return True
+
+
+def _crosses_into_cpp(value: Any) -> bool:
+    """Whether an entry point sees the value itself; integers beyond 64 bits arrive as opaque objects."""
+    if isinstance(value, torch.Tensor):
+        return value.is_cpu and value.layout == torch.strided
+    if isinstance(value, (list, tuple)):
+        return all(map(_crosses_into_cpp, value))
+    return not isinstance(value, int) or -(2**63) <= value < 2**63
 
 
 def _fits_the_schema(record: KernelOp, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
