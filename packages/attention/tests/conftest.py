@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 
-from kestrel_runtime.testing import pytest_collection_modifyitems, pytest_configure  # noqa: F401
+from kestrel_runtime.testing import kernels_only, pytest_collection_modifyitems, pytest_configure  # noqa: F401
+
+sys.path.append(str(Path(__file__).parent))  # decode_oracle, which tests import by name
 
 
 def sees(key: int, position: int, causal: bool, window: tuple[int, int], prefix: int) -> bool:

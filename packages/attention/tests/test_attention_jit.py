@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kestrel_attention.kernels.variants import DTYPES, covering, outside
+from kestrel_attention.kernels.variants import DTYPES, compilable, covering
 from kestrel_runtime import cute
 
 CODES = ("e4m3", "int8", "e5m2", "int4")
@@ -17,16 +17,16 @@ CODES = ("e4m3", "int8", "e5m2", "int4")
 @pytest.mark.parametrize("cache", ["same", *CODES])
 @pytest.mark.parametrize("size", [16, 64, 80, 128, 160, 256, 512])
 def test_a_variant_that_is_found_computes_the_whole_head(dtype: str, cache: str, size: int) -> None:
-    for variant in (*covering(dtype, cache, size), *outside(dtype, cache, size)):
+    for variant in (*covering(dtype, cache, size), *compilable(dtype, cache, size)):
         assert variant.cache == cache
-        assert variant.size == size or (variant.padded and variant.size > size)
+        assert variant.head_dim == size or (variant.padded and variant.head_dim > size)
 
 
 @pytest.mark.parametrize("cache", ["int8", "e5m2"])
 def test_other_codes_of_8_bits_lack_no_head_size_up_to_256(cache: str) -> None:
     for size in range(16, 257, 16):
-        assert covering("bf16", cache, size) or outside("bf16", cache, size)
-    assert outside("bf16", cache, 272) == outside("bf16", cache, 512) == ()
+        assert covering("bf16", cache, size) or compilable("bf16", cache, size)
+    assert compilable("bf16", cache, 272) == compilable("bf16", cache, 512) == ()
 
 
 @pytest.mark.skipif(not cute.can_compile(), reason="nvidia-cutlass-dsl is not installed")
@@ -35,7 +35,7 @@ def test_what_the_table_lacks_compiles_for_any_architecture(
     cache: str, size: int, arch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    (variant,) = outside("bf16", cache, size)
+    (variant,) = compilable("bf16", cache, size)
     launch = cute.compiled("kestrel_attention", variant, arch)
     (kept,) = (path.name for path in tmp_path.rglob("*.o"))
     assert kept.startswith(f"{variant.name}_sm{arch}-")
