@@ -1,12 +1,12 @@
 // From the length, alignment and number of rows to a kernel: the tile tables and the launch.
 //
-//   rows (bases, strides, N) and weight                       packs of 16 B   kernel
-//   multiples of 16 bytes                                     <= 1024         norm_single_pass, aligned16, tile below
-//   multiples of 8 bytes, 16-bit x and weight, not quantised  <= 1024         norm_single_pass, aligned8, tile below
-//   multiples of 16 bytes                                     > 1024          norm_multi_pass, aligned16
-//   any other                                                 any             norm_multi_pass, unaligned
+//   bases, strides and N are                                  row has a tile   kernel
+//   multiples of 16 bytes                                     yes              norm_single_pass, aligned16
+//   multiples of 8 bytes, 16-bit x and weight, not quantised  yes              norm_single_pass, aligned8
+//   multiples of 16 bytes                                     no               norm_multi_pass, aligned16
+//   anything else                                             either           norm_multi_pass, unaligned
 //
-// norm_multi_pass has as many warps as the tile below says, so both kernels sum a row in the same order.
+// norm_multi_pass has the warps of the row's tile (32 without one), so both kernels sum a row in the same order.
 #pragma once
 
 #include <kestrel/launch.h>
@@ -22,10 +22,9 @@ namespace kestrel::norm {
 
 constexpr int kWarpRowsPerBlock = 4;  // rows of a thread block whose rows have one warp each
 
-// How a row of at most `max_packs` packs is split. It depends on N and the dtype alone, so a row's result does not
-// depend on the rows around it.
+// How a row is split. It depends on N and the dtypes alone, so a row's result does not depend on the rows around it.
 struct Tile {
-  int max_packs;
+  int max_packs;  // the longest row, in packs of 16 bytes
   int packs_per_lane;
   int max_warps;                   // 1: a warp per row; otherwise a thread block per row
   int rows_per_block_past_l2 = 1;  // in calls whose rows exceed L2: more loads in flight per thread block
@@ -35,31 +34,54 @@ struct Tile {
   }
 };
 
-// The first line with packs <= max_packs applies: {max_packs, packs_per_lane, max_warps, rows_per_block_past_l2}.
-inline constexpr Tile kLayerNormTiles[] = {{160, 5, 1}, {256, 2, 4}, {512, 2, 8}, {1024, 4, 8}};
-inline constexpr Tile kRmsNormTiles[] = {{128, 4, 1}, {255, 2, 8}, {256, 4, 8}, {512, 2, 8}, {1024, 4, 8, 2}};
-inline constexpr Tile kRmsNormFusedTiles[] = {{128, 4, 1}, {1024, 4, 8}};  // with a residual or a quantised output
+// The first line with packs <= max_packs applies.
+// clang-format off
+inline constexpr Tile kLayerNormTiles[] = {
+    // max_packs, packs_per_lane, max_warps, rows_per_block_past_l2
+    {160, 5, 1},
+    {256, 2, 4},
+    {512, 2, 8},
+    {1024, 4, 8},
+};
+inline constexpr Tile kRmsNormTiles[] = {
+    {128, 4, 1},
+    {255, 2, 8},
+    {256, 4, 8},
+    {512, 2, 8},
+    {1024, 4, 8, 2},
+};
+inline constexpr Tile kRmsNormResidualTiles[] = {
+    {128, 4, 1},
+    {1024, 4, 8},
+};
+inline constexpr Tile kRmsNormQuantisedTiles[] = {
+    {128, 4, 1},
+    {1024, 4, 8},
+    {4096, 4, 32},
+};
+// clang-format on
 
 template <typename S>
 constexpr const auto& tiles_of() {
   if constexpr (S::layer) {
     return kLayerNormTiles;
-  } else if constexpr (S::add || S::Output::quantised) {
-    return kRmsNormFusedTiles;
+  } else if constexpr (S::Output::quantised) {
+    return kRmsNormQuantisedTiles;
+  } else if constexpr (S::add) {
+    return kRmsNormResidualTiles;
   } else {
     return kRmsNormTiles;
   }
 }
 
-// Calls with the index of the line that applies, as a constant; false if the row is longer than every line.
+// call(line) with the index of the line that applies, as a constant; false if the row is longer than every line.
 template <typename S, int line = 0, typename F>
 bool with_tile(int packs, F call) {
   if constexpr (line == std::size(tiles_of<S>())) {
     return false;
   } else {
     if (packs > tiles_of<S>()[line].max_packs) return with_tile<S, line + 1>(packs, call);
-    call(std::integral_constant<int, line>());
-    return true;
+    return call(std::integral_constant<int, line>());
   }
 }
 
@@ -80,37 +102,46 @@ void set_cache_hints(Params* p) {
 }
 
 template <typename S, typename W, Access A, int line>
-void launch_line(const Params& p, int packs, DLDevice device) {
+bool launch_tile(const Params& p, int packs, DLDevice device) {
   constexpr Tile tile = tiles_of<S>()[line];
-  if constexpr (tile.max_warps == 1) {
-    const auto kernel = norm_single_pass<S, W, tile.packs_per_lane, 1, A>;
+  constexpr bool same_weight = std::is_same_v<W, typename S::T>;
+  // Four-warp tiles of aligned8 rows use the kernel of eight: partial sums of absent warps are zero.
+  constexpr int max_warps = A == Access::aligned8 && tile.max_warps == 4 ? 8 : tile.max_warps;
+  if constexpr (max_warps > 8 && !same_weight) {
+    return false;  // the packs of a float32 weight exceed the registers of a thread
+  } else if constexpr (max_warps == 1) {
+    const auto kernel = norm_single_pass<S, W, tile.packs_per_lane, max_warps, A>;
     launch_pdl(kernel, blocks(p.rows, kWarpRowsPerBlock), dim3(32 * kWarpRowsPerBlock), device, p);
+    return true;
   } else {
-    // Four-warp tiles of aligned8 rows use the kernel of eight: partial sums of absent warps are zero.
-    constexpr int max_warps = A == Access::aligned8 ? 8 : tile.max_warps;
     const dim3 block(32 * tile.warps(packs));
-    if constexpr (tile.rows_per_block_past_l2 > 1 && A == Access::aligned16 && std::is_same_v<W, typename S::T>) {
+    if constexpr (tile.rows_per_block_past_l2 > 1 && A == Access::aligned16 && same_weight) {
       constexpr int rows = tile.rows_per_block_past_l2;
       if (p.evict_first) {
-        const auto kernel = norm_single_pass<S, W, tile.packs_per_lane, max_warps, A, rows>;
-        return launch_pdl(kernel, blocks(p.rows, rows), block, device, p);
+        launch_pdl(norm_single_pass<S, W, tile.packs_per_lane, max_warps, A, rows>, blocks(p.rows, rows), block, device,
+                   p);
+        return true;
       }
     }
     launch_pdl(norm_single_pass<S, W, tile.packs_per_lane, max_warps, A>, dim3(p.rows), block, device, p);
+    return true;
   }
 }
 
-// False if the row is too long.
+// False if the row has no tile.
 template <typename S, typename W, Access A>
 bool launch_single_pass(const Params& p, int packs, DLDevice device) {
-  return with_tile<S>(packs, [&](auto line) { launch_line<S, W, A, line>(p, packs, device); });
+  return with_tile<S>(packs, [&](auto line) { return launch_tile<S, W, A, line>(p, packs, device); });
 }
 
 template <typename S, Access A>
 void launch_multi_pass(Params p, int packs, DLDevice device) {
   constexpr int64_t most_smem = 47 * 1024;  // with the static part below 48 KB, which needs no attribute
   int warps = kMultiPassMaxWarps;
-  with_tile<S>(packs, [&](auto line) { warps = tiles_of<S>()[line].warps(packs); });
+  with_tile<S>(packs, [&](auto line) {
+    warps = tiles_of<S>()[line].warps(packs);
+    return true;
+  });
   const int rows_per_block = warps == 1 ? kWarpRowsPerBlock : 1;
   const int64_t row = (int64_t{p.n} * sizeof(typename S::T) + 15) / 16 * 16 + 16;  // the aligned words of any row
   const int64_t smem = row * rows_per_block * (S::add ? 2 : 1);
