@@ -22,8 +22,8 @@ _KEYS = {  # of a Hugging Face rope_scaling dict, by type: required, optional
         ("attention_factor", "mscale", "mscale_all_dim", "beta_fast", "beta_slow", "truncate"),
     ),
 }
-_LARGEST = sys.float_info.max  # an int may be larger, and is then no finite float
-_ELSEWHERE = ("rope_type", "type", "rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved")
+_LARGEST = sys.float_info.max  # an int above it has no float value
+_OF_OTHER_ARGUMENTS = ("rope_type", "type", "rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved")
 
 
 def build_cos_sin_cache(
@@ -35,20 +35,25 @@ def build_cos_sin_cache(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str | None = None,
 ) -> torch.Tensor:
-    """Build the table that :func:`rotary_embedding` reads.
+    """Build the table of cosines and sines that :func:`rotary_embedding` reads.
 
     rotary_dim: R, even, >= 2. max_position: rows of the table, >= 0. base: theta, finite, > 1.
-    scaling: None, or a Hugging Face ``rope_scaling`` / ``rope_parameters`` dict. ``rope_type`` (or ``type``) is
-        ``default``; ``linear`` (factor); ``dynamic`` (NTK: factor, original_max_position_embeddings; the base that fits
-        a context of max_position, so the whole table is for that length); ``llama3`` (factor, low_freq_factor,
-        high_freq_factor, original_max_position_embeddings); ``yarn`` (factor, original_max_position_embeddings;
-        optional attention_factor, mscale, mscale_all_dim, beta_fast 32, beta_slow 1, truncate True; the attention
-        factor multiplies the whole table). ``rope_theta`` in the dict must equal ``base``; ``partial_rotary_factor``
-        and ``mrope_*`` concern other arguments and are not read; any other key raises.
-    dtype: of the table: float32, bf16 or fp16. device: where it is built (default: torch's default device).
+    scaling: None, or a Hugging Face ``rope_scaling`` / ``rope_parameters`` dict. Its ``rope_type`` (or ``type``) and
+        the keys of that type:
+        ``default``: none.
+        ``linear``: factor.
+        ``dynamic`` (NTK): factor, original_max_position_embeddings. The base fits a context of max_position, so the
+        whole table is for that length.
+        ``llama3``: factor, low_freq_factor, high_freq_factor, original_max_position_embeddings.
+        ``yarn``: factor, original_max_position_embeddings; optional attention_factor, mscale, mscale_all_dim,
+        beta_fast 32, beta_slow 1, truncate True. The attention factor multiplies the whole table.
+        ``rope_theta`` must equal ``base``. ``partial_rotary_factor`` and ``mrope_*`` concern other arguments and are
+        not read. Any other key raises.
+    dtype: of the table: float32, bf16 or fp16. device: of the table (default: torch's default device).
 
-    Returns [max_position, R]: cosines of the R/2 frequencies, then their sines. Angles are computed in float64 and the
-    result rounded once. Not an op: it runs once, when a model is loaded. Raises TypeError or ValueError.
+    Returns [max_position, R]: cosines of the R/2 frequencies, then their sines. Angles are float64, the result is
+    rounded once. This is not an op: it runs once, in PyTorch, when a model is loaded.
+    Raises TypeError for a wrong type, ValueError for a wrong value, key or device.
     Semantics: Hugging Face transformers, ``modeling_rope_utils``; YaRN: Peng et al., arXiv 2309.00071.
 
     >>> import kestrel_rope
@@ -68,6 +73,7 @@ def build_cos_sin_cache(
         check.fail(_OP, "base", "a finite number > 1", base)
     base = float(base)
     check.choice(_OP, "dtype", dtype, (torch.float32, torch.bfloat16, torch.float16))
+    _check_device(device)
     rope_type, values = _parse(scaling, base)
 
     attention_factor = 1.0
@@ -88,6 +94,16 @@ def build_cos_sin_cache(
     return (torch.cat((angles.cos(), angles.sin()), dim=-1) * attention_factor).to(dtype)
 
 
+def _check_device(device: object) -> None:
+    """A tensor can be allocated there."""
+    try:
+        torch.empty(0, device=device)  # type: ignore[arg-type]
+    except Exception as error:  # of which kind depends on the build of torch
+        kind = TypeError if isinstance(error, TypeError) else ValueError
+        reason = str(error).partition("\n")[0].partition(". ")[0]
+        check.fail(_OP, "device", "a device that torch can allocate on", f"{device!r} ({reason})", kind)
+
+
 def _parse(scaling: Mapping[str, Any] | None, base: float) -> tuple[str, dict[str, Any]]:
     """The type of a scaling dict and the values that type reads, checked."""
     if scaling is None:
@@ -104,9 +120,9 @@ def _parse(scaling: Mapping[str, Any] | None, base: float) -> tuple[str, dict[st
         if scaling.get(key) is None:
             check.fail(_OP, "scaling", f"a value for {key!r} with rope_type {rope_type!r}", f"keys {list(scaling)}")
     for key, value in scaling.items():
-        if key not in required and key not in optional and key not in _ELSEWHERE:
+        if key not in required and key not in optional and key not in _OF_OTHER_ARGUMENTS:
             check.fail(_OP, "scaling", f"no key but {', '.join(required + optional)} for {rope_type!r}", repr(key))
-        if key in _ELSEWHERE or value is None:
+        if key in _OF_OTHER_ARGUMENTS or value is None:
             continue
         name = f"scaling[{key!r}]"
         if key == "truncate":

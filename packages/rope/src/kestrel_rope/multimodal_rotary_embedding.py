@@ -77,22 +77,22 @@ def multimodal_rotary_embedding(
         Only the last dimension must be contiguous, so both may be slices of one packed QKV tensor.
     cos_sin_cache: *constant* [max_pos, R], cosines in the first R/2 columns, sines in the others; float32 or the
         dtype of query. See :func:`build_cos_sin_cache`.
-    mrope_section: how many of the R/2 frequencies time, height and width turn; their sum is R/2.
-    is_neox: pairs are (i, i + R/2); False, GPT-J's order: (2i, 2i + 1).
+    mrope_section: how many of the R/2 frequencies take the position of time, height and width; their sum is R/2.
+    is_neox: True: pairs are (i, i + R/2), the order of NeoX. False: pairs are (2i, 2i + 1), the order of GPT-J.
     interleaved: False (Qwen2-VL): the frequencies of time come first, then height, then width. True (Qwen3-VL): they
-        alternate, time, height, width, and where height and width are used up the rest is time.
+        alternate: time, height, width; once height or width has all of its frequencies, time takes its turns.
 
-    Returns None. The rotation runs in float32 and is rounded once; a row does not depend on the rows around it, bit for
-    bit. Raises TypeError for a wrong dtype or a missing tensor, ValueError for a wrong shape, stride, range or device,
-    and for a query or key whose elements share memory.
+    Returns None. The rotation is float32 and rounded once. A row does not depend on the rows around it, bit for bit.
+    Raises TypeError for a wrong dtype or a missing tensor, ValueError for a wrong shape, stride, range or device, and
+    for a query or key that shares memory within itself or with another argument.
     Semantics: ``apply_multimodal_rotary_pos_emb`` of Qwen2-VL; Wang et al., arXiv 2409.12191.
 
     >>> import torch, kestrel_rope
     >>> table = kestrel_rope.build_cos_sin_cache(6, 8, base=1.0001)  # three frequencies of nearly 1
     >>> query = torch.tensor([[1.0, 1.0, 1.0, 0.0, 0.0, 0.0]])  # one row, one head of 6: pairs (0, 3), (1, 4), (2, 5)
-    >>> at = torch.tensor([[0], [1], [2]])  # time 0, height 1, width 2
-    >>> kestrel_rope.multimodal_rotary_embedding(at, query, None, 6, table, [1, 1, 1])
-    >>> query  # turned by 0, 1 and 2 radians
+    >>> positions = torch.tensor([[0], [1], [2]])  # time 0, height 1, width 2
+    >>> kestrel_rope.multimodal_rotary_embedding(positions, query, None, 6, table, [1, 1, 1])
+    >>> query  # rotated by 0, 1 and 2 radians
     tensor([[ 1.0000,  0.5403, -0.4160,  0.0000,  0.8415,  0.9094]])
     """
     time, height, width = mrope_section

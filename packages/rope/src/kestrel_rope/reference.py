@@ -1,6 +1,6 @@
-"""The rotary ops in plain PyTorch: the specification that kernels are judged by.
+"""The specification of the rotary ops, in plain PyTorch.
 
-The rotation itself is shared with kestrel_kvcache, and lives in kestrel_runtime.rotary.
+The rotation itself is in kestrel_runtime.rotary, which kestrel_kvcache uses too.
 """
 
 from __future__ import annotations
@@ -50,10 +50,11 @@ def multimodal_rotary_embedding(
 
 
 def _axis_of(frequency: torch.Tensor, sections: Sequence[int], interleaved: bool) -> torch.Tensor:
-    """Which of the three axes (time, height, width) turns each frequency."""
+    """The axis (0 time, 1 height, 2 width) whose position each frequency takes."""
     time, height, width = sections
     if not interleaved:
         return (frequency >= time).long() + (frequency >= time + height)
+    # Interleaved, frequencies 3 * height and 3 * width themselves are multiples of three, which time always has.
     is_height = (frequency % 3 == 1) & (frequency < 3 * height)
     is_width = (frequency % 3 == 2) & (frequency < 3 * width)
     return is_height.long() + 2 * is_width

@@ -54,20 +54,20 @@ def rotary_embedding(
         Only the last dimension must be contiguous, so both may be slices of one packed QKV tensor.
     cos_sin_cache: *constant* [max_pos, R], cosines in the first R/2 columns, sines in the others; float32 or the
         dtype of query. R is even and R + rope_dim_offset <= D. See :func:`build_cos_sin_cache`.
-    is_neox: pairs are (i, i + R/2); False, GPT-J's order: (2i, 2i + 1).
+    is_neox: True: pairs are (i, i + R/2), the order of NeoX. False: pairs are (2i, 2i + 1), the order of GPT-J.
     rope_dim_offset: first rotated dim of a head. Dims outside offset .. offset + R stay untouched.
     inverse: rotate back, by the negative angle.
 
-    Returns None. The rotation runs in float32 and is rounded once; a row does not depend on the rows around it, bit for
-    bit. Raises TypeError for a wrong dtype or a missing tensor, ValueError for a wrong shape, stride, range or device,
-    and for a query or key whose elements share memory.
+    Returns None. The rotation is float32 and rounded once. A row does not depend on the rows around it, bit for bit.
+    Raises TypeError for a wrong dtype or a missing tensor, ValueError for a wrong shape, stride, range or device, and
+    for a query or key that shares memory within itself or with another argument.
     Semantics: ``rotary_embedding`` of vLLM; Su et al., "RoFormer", arXiv 2104.09864.
 
     >>> import torch, kestrel_rope
     >>> table = kestrel_rope.build_cos_sin_cache(4, 8)
     >>> query = torch.tensor([[1.0, 0.0, 0.0, 0.0]])  # one row, one head of 4
     >>> kestrel_rope.rotary_embedding(torch.tensor([1]), query, None, 4, table)
-    >>> query  # the pair (0, 2) has turned by one radian
+    >>> query  # the pair (0, 2), rotated by one radian
     tensor([[0.5403, 0.0000, 0.8415, 0.0000]])
     """
     _kernels.rotary_embedding(positions, query, key, head_size, cos_sin_cache, is_neox, rope_dim_offset, inverse)
