@@ -38,7 +38,7 @@ def check_layer_norm(
     check.same(op, "device", x=x, weight=weight, bias=bias, out=out)
 
 
-@kernel_op(reference=reference.layer_norm, check=check_layer_norm, kernel="cuda")
+@kernel_op(reference=reference.layer_norm, check=check_layer_norm, kernel="cuda", out_may_be=("x",))
 def layer_norm(
     x: torch.Tensor,
     weight: torch.Tensor | None = None,

@@ -39,7 +39,7 @@ def check_rms_norm(
     check.same(op, "device", x=x, weight=weight, out=out)
 
 
-@kernel_op(reference=reference.rms_norm, check=check_rms_norm, kernel="cuda")
+@kernel_op(reference=reference.rms_norm, check=check_rms_norm, kernel="cuda", out_may_be=("x",))
 def rms_norm(
     x: torch.Tensor,
     weight: torch.Tensor | None = None,

@@ -31,7 +31,7 @@ def check_rms_norm_linear(
     check.same(op, "device", x=x, norm_weight=norm_weight, weight=weight, out=out)
 
 
-@kernel_op(reference=reference.rms_norm_linear, check=check_rms_norm_linear)
+@kernel_op(reference=reference.rms_norm_linear, check=check_rms_norm_linear, out_may_be=())
 def rms_norm_linear(
     x: torch.Tensor,
     norm_weight: torch.Tensor,
