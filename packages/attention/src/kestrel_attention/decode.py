@@ -1,123 +1,37 @@
-"""Launching the decode kernels: which of them covers a call, how sequences are cut into chunks, scratch memory."""
+"""Launching the decode kernels: from tensors to a problem (plan.py), and from its plan to launches and scratch memory.
+
+A call is planned once for each form of its arguments. A later call finds its plan by one look-up and launches it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from kestrel_runtime import Binary, UnsupportedError
+from kestrel_runtime import Binary, UnsupportedError, empty_strided
 
-from .kernels.variants import DTYPES, EITHER, NAMED, DecodeVariant, covering, outside
+from .kernels.variants import DTYPES
+from .plan import DecodePlan, DecodeProblem, plan_decode, serves_both_dtypes, variants_of
 from .plans import Plans
 
 _binary = Binary("kestrel_attention")
 _NAMES = dict(zip((torch.bfloat16, torch.float16), DTYPES, strict=True))
-_CODES = {
-    torch.float8_e4m3fn: "e4m3",
-    torch.uint8: "e4m3",
-    torch.float8_e5m2: "e5m2",
-    torch.int8: "int8",
-}
-MOST_QUERIES = 16  # longer ones are prefill
-_TILE = 16  # keys: chunks are of whole tiles, or of whole pages
-ROWS = 8  # of a block: queries x heads of one KV head
-_FAR = 2**30
-_MOST_KEYS = 2**29
-_MOST_SPLITS = 2**25  # chunks are of 16 keys at least: more make no others
-_MULTIPROCESSORS = 132  # up to so many blocks, and more than half, take all chunks of a sequence each
-_GRID = 65535
-_ROUND = 8  # chunks that a warp joins at once
-_FLAT = 2.0**-40  # a soft cap below it leaves all weights alike too, and its reciprocal is finite
-_INT4_PAGE = 64  # chunks of an INT4 cache are whole pages
+_CODES = {torch.float8_e4m3fn: "e4m3", torch.uint8: "e4m3", torch.float8_e5m2: "e5m2", torch.int8: "int8"}
 _UNALIGNED = "kernels take caches whose rows are aligned to 16 bytes"
 
+Launch = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+"""(q, k_cache, v_cache, cache_seqlens, block_table, k_scale, v_scale, prefix_lens, new, integers) -> (out, lse).
 
-@dataclass(frozen=True)
-class Chunking:
-    """How sequences are cut, by their length alone: what the kernel works out again on the device.
+new: k and v to append, or nothing. integers: of an INT8 cache (k_scale, v_scale), of an INT4 cache (k_scale, k_zero,
+v_scale, v_zero, k_tail, seq_ids), of others nothing; k_scale and v_scale are then None.
+"""
 
-    A sequence is cut so that one alone occupies the GPU, but not into short chunks: a block's start and end, and its
-    sums written and read, cost as much as some 100 keys.
-    """
-
-    whole: int
-    """Sequences of so many keys are one chunk."""
-    shorter: int
-    """Keys of a chunk at least, of sequences of up to ``middle`` keys."""
-    middle: int
-    shortest: int
-    """The same of longer ones."""
-    most: int
-    """Chunks of a sequence."""
-
-    def least(self, length: int) -> int:
-        """Keys of a chunk of a sequence of this length, if that is not more than ``most`` chunks."""
-        return self.whole if length <= self.whole else self.shorter if length <= self.middle else self.shortest
-
-    def slots(self, longest: int) -> int:
-        """Chunks that sequences of up to this length have at most."""
-        ends = [longest] + [end for end in (self.whole, self.middle) if end < longest]
-        return max(1, min(self.most, max(-(-end // self.least(end)) for end in ends)))
-
-    def keys(self, length: int, grain: int = 1) -> int:
-        """Of a chunk of a sequence of this length, in a cache whose chunks are of whole ``grain`` keys."""
-        grain = max(grain, _TILE)
-        return max(self.least(length), -(-length // (grain * self.most)) * grain)
+launches: Plans[Launch] = Plans()
 
 
-def chunking(num_splits: int, size: int, cache: str, columns: int) -> Chunking:
-    """The chunks of a call. size: of a head. columns: blocks that a sequence takes with one chunk."""
-    if num_splits > 0:
-        return Chunking(16, 16, 0, 16, min(num_splits, _MOST_SPLITS))
-    most = max(1, 128 // columns)
-    if size > 256:
-        return Chunking(512, 512, 8192, 256, most)
-    if size > 128:
-        # H200, b8 kv4096 16/8 d256 w1024, us for 256, 272 keys: 24.4, 23.7
-        return Chunking(272, 272, 2176, 1024 if cache == "same" else 272, most)
-    if size > 64 and cache == "same":
-        # H200, b8 kv4096 32/8 d128, us for 688, 1024 keys: 37.3, 36.7; b1 kv32768 32/4 for 512, 1024: 21.7, 24.1
-        return Chunking(1024, 1024, 8192, 512, 2 * most)
-    if size <= 64 and cache != "int4":
-        return Chunking(512, 192, 768, 256, most)
-    return Chunking(1024, 1024, 0, 1024, most)
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What the form of the tensors and the numbers of a call decide."""
-
-    launch: Callable[..., None] | None
-    """The decode kernel; None where there is nothing to write."""
-    combine: Callable[..., None] | None
-    write: Callable[..., None] | None
-    """Puts new keys and values into the caches."""
-    write_numbers: tuple[int, ...]
-    out: tuple[tuple[int, ...], tuple[int, ...]]
-    lse: tuple[tuple[int, ...], tuple[int, ...]]
-    rows: int
-    """Of partial results, over all chunks; 0 where sequences are whole."""
-    blocks_of_rows: int
-    as_bytes: bool
-    group: int
-    slots: int
-    numbers: tuple[float, ...]
-    copied: tuple[bool, bool, bool]
-    """q, k and v that have strides of no multiple of 16 bytes: the kernels take copies."""
-    anything: torch.Tensor
-    """Stands where a tensor is optional; never read."""
-    either: tuple[int, ...]
-    """(1,) for bf16 and (0,) for fp16 where one kernel serves both, else nothing."""
-
-
-plans: Plans[Plan] = Plans()
-
-
-def make_plan(
-    key: Any,
+def problem_of(
     q: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
@@ -132,188 +46,187 @@ def make_plan(
     prefix_len: int,
     prefix_lens: torch.Tensor | None,
     num_splits: int,
-    new: tuple[torch.Tensor, ...] = (),
-    scales: tuple[torch.Tensor, ...] = (),
-) -> Plan:
-    """The plan of checked arguments, remembered under ``key``.
-
-    scales: what comes with a cache of integers: k_scale and v_scale; or k_scale, k_zero, v_scale, v_zero, k_tail and
-    seq_ids.
-    """
-    batch, queries, heads, size = q.shape
-    variants = _covered(q, k_cache, v_cache, scales)
-    page, kv_heads = k_cache.shape[1], k_cache.shape[2]
-    room = page if block_table is None else page * block_table.shape[1]
-    if room > _MOST_KEYS:
-        raise UnsupportedError(f"kernels cover sequences of up to {_MOST_KEYS} keys")
-    group = heads // kv_heads
-    columns = max(1, kv_heads * -(-queries * group // ROWS))
-    chunks = chunking(num_splits, size, variants[0].cache, columns)
-    grain = _INT4_PAGE if variants[0].cache == "int4" else 1
-    if grain > 1 and num_splits > 0:
-        chunks = Chunking(grain, grain, 0, grain, chunks.most)
-    left, right = (-1 if end > _FAR else end for end in (window_left, window_right))  # kernels count in 32 bits
-    right = 0 if causal else right
-    longest = room  # keys that a block of rows visits at most
-    if left >= 0 and right >= 0 and prefix_len == 0 and prefix_lens is None:
-        longest = min(longest, left + right + queries + grain - 1)
-    slots = chunks.slots(longest)
-    if slots * columns // kv_heads > _GRID or batch > _GRID:
-        raise UnsupportedError(f"kernels cover up to {_GRID} sequences and splits")
-    start = max(0, room - queries - left) // grain * grain if left >= 0 and longest < room else 0
-    guessed = chunks.keys(min(room - start, longest), grain), start  # of a sequence that fills its table
-    blocks = batch * columns
-    variant = variants[0]
-    for joining in variants[1:]:  # a block takes all chunks of a sequence
-        if 1 < slots <= joining.groups and _MULTIPROCESSORS // 2 < blocks <= _MULTIPROCESSORS:
-            variant = joining
-    rows = blocks * slots * ROWS if slots > variant.groups else 0
-    if rows >= 2**31:
-        raise UnsupportedError("too many splits for one call")
-    page_shift = 31 + (page - 1).bit_length()
-    scale = float(size**-0.5 if softmax_scale is None else softmax_scale)
-    cap = max(float(softcap), _FLAT) if softcap else 0.0
-    scale_heads = [0 if scale is None else 1 + (scale.shape[0] > 1) for scale in (k_scale, v_scale)]
-    numbers = (
-        *(int(block_table is not None), room, queries if new else 0, -(-(1 << page_shift) // page), page_shift),
-        *(group, 1.0 / max(group, 1), *scale_heads, int(prefix_lens is not None), min(prefix_len, _FAR), left, right),
-        *(scale * 2 / cap if cap else scale, cap),
-        *(chunks.whole, chunks.shorter, chunks.middle, chunks.shortest, chunks.most, slots, *guessed),
-    )
-    writer = f"append_{variant.dtype}_{variant.cache}"
-    joiner = f"combine_{_NAMES[q.dtype]}_w{1 if slots <= _ROUND else 8}"
-    plan = Plan(
-        launch=_binary.kernel(variant, q.device) if q.numel() else None,
-        combine=_binary.kernel(NAMED[joiner], q.device) if slots > variant.groups else None,
-        write=_binary.kernel(NAMED[writer], q.device) if new and new[0].numel() else None,
-        write_numbers=(int(block_table is not None), *(() if scales else scale_heads), int(q.dtype == torch.bfloat16)),
-        out=(tuple(q.shape), (queries * heads * size, heads * size, size, 1)),
-        lse=((batch, heads, queries), (heads * queries, queries, 1)),
-        rows=rows,
-        blocks_of_rows=batch * columns,
-        as_bytes=k_cache.element_size() == 1 and k_cache.dtype != torch.int8,
-        group=group,
-        slots=slots,
-        numbers=numbers,
-        copied=tuple(any(stride % 8 for stride in x.stride()[:-1]) for x in (q, *(new or (q, q)))),  # type: ignore[arg-type]
-        anything=torch.empty(1, dtype=torch.float32, device=q.device),
-        either=(int(q.dtype == torch.bfloat16),) if variant.dtype == EITHER else (),
-    )
-    return plans.keep(key, plan)
-
-
-def attend(
-    plan: Plan,
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    cache_seqlens: torch.Tensor,
-    block_table: torch.Tensor | None,
-    k_scale: torch.Tensor | None,
-    v_scale: torch.Tensor | None,
-    prefix_lens: torch.Tensor | None,
-    new: tuple[torch.Tensor, ...] = (),
-    scales: tuple[torch.Tensor, ...] = (),
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse); first writes the new keys and values into the caches, if there are any."""
-    device = q.device
-    out = torch.empty_strided(*plan.out, dtype=q.dtype, device=device)
-    lse = torch.empty_strided(*plan.lse, dtype=torch.float32, device=device)
-    if plan.launch is None and plan.write is None:
-        return out, lse
-    addresses = k_cache.data_ptr() | v_cache.data_ptr()  # which no plan holds
-    for x in _aligned_scales(scales) if scales else ():
-        addresses |= x.data_ptr()
-    if addresses % 16:
-        raise UnsupportedError(_UNALIGNED)
-    if plan.as_bytes:
-        k_cache, v_cache = k_cache.view(torch.uint8), v_cache.view(torch.uint8)
-    table = cache_seqlens[None] if block_table is None else block_table
-    if k_scale is None:
-        k_scale = plan.anything
-    if v_scale is None:
-        v_scale = plan.anything
-    part_out = part_lse = plan.anything
-    chunks = cache_seqlens
-    if plan.combine is not None:
-        part_out = torch.empty(plan.rows * q.shape[3], dtype=torch.float32, device=device)
-        part_lse = torch.empty(plan.rows, dtype=torch.float32, device=device)
-        chunks = torch.empty(plan.blocks_of_rows, dtype=torch.int32, device=device)
-    q, result = _aligned(q, plan.copied[0]), out
-    if plan.either == (0,):  # fp16, which kernels for either take as bits
-        q, result = q.view(torch.bfloat16), out.view(torch.bfloat16)
-        new = tuple([x.view(torch.bfloat16) for x in new])
-        if len(scales) > 2:
-            scales = (*scales[:4], scales[4].view(torch.bfloat16), scales[5])
-    if plan.write is not None:  # nothing is allocated from here on: an append that another one repeats counts twice
-        rows = [_aligned(x, copied) for x, copied in zip(new, plan.copied[1:], strict=True)]
-        plan.write(*rows, k_cache, v_cache, cache_seqlens, table, *(scales or (k_scale, v_scale)), *plan.write_numbers)
-    if plan.launch is None:
-        return out, lse
-    plan.launch(
-        q,
-        k_cache,
-        v_cache,
-        cache_seqlens,
-        table,
-        k_scale,
-        v_scale,
-        cache_seqlens if prefix_lens is None else prefix_lens,
-        result,
-        lse,
-        part_out,
-        part_lse,
-        chunks,
-        *plan.numbers,
-        *scales,
-        *plan.either,
-    )
-    if plan.combine is not None:
-        plan.combine(out, lse, part_out, part_lse, chunks, plan.group, plan.slots)
-    return out, lse
-
-
-def _aligned_scales(scales: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-    """Those of an INT4 cache that kernels read 16 bytes at a time: of channels, and the tail."""
-    return (scales[0], scales[1], scales[4]) if len(scales) > 2 else ()
-
-
-def _covered(
-    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, scales: tuple[torch.Tensor, ...]
-) -> tuple[DecodeVariant, ...]:
-    """The variants for these tensors."""
+    appends: bool = False,
+    integers: Sequence[torch.Tensor] = (),
+) -> DecodeProblem:
+    """The problem of checked arguments; raises UnsupportedError for tensors that no kernel covers."""
     if q.dtype not in _NAMES:
         raise UnsupportedError("kernels cover bf16 and fp16 queries")
-    codes = "int4" if len(scales) > 2 else _CODES.get(k_cache.dtype, "same")
-    if codes == "same" and k_cache.dtype != q.dtype:
+    cache = "int4" if len(integers) > 2 else _CODES.get(k_cache.dtype, "same")
+    if cache == "same" and k_cache.dtype != q.dtype:
         raise UnsupportedError("kernels cover caches of the queries' dtype and of codes")
-    if q.shape[1] > MOST_QUERIES:
-        raise UnsupportedError(f"kernels cover up to {MOST_QUERIES} queries of a sequence")
-    if codes == "int4" and k_cache.shape[1] != _INT4_PAGE:
-        raise UnsupportedError(f"INT4 caches have pages of {_INT4_PAGE} slots, this one has {k_cache.shape[1]}")
-    case = _NAMES[q.dtype], codes, q.shape[3]
-    variants = () if q.shape[3] % (8 if codes == "same" else 16) else covering(*case) or outside(*case)
-    if not variants:
-        raise UnsupportedError(f"no kernel for heads of {q.shape[3]} over a cache of {codes}")
-    for cache in (k_cache, v_cache):
-        unit = 16 // cache.element_size()
-        if any(stride % unit for stride in cache.stride()[:3]):
+    batch, queries, heads, head_dim = q.shape
+    problem = DecodeProblem(
+        batch=batch,
+        queries=queries,
+        heads=heads,
+        kv_heads=k_cache.shape[2],
+        head_dim=head_dim,
+        page_size=k_cache.shape[1],
+        pages=None if block_table is None else block_table.shape[1],
+        dtype=_NAMES[q.dtype],
+        cache=cache,
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_left=window_left,
+        window_right=window_right,
+        softcap=softcap,
+        prefix_len=prefix_len,
+        has_prefix_lens=prefix_lens is not None,
+        num_splits=num_splits,
+        k_scale_heads=0 if k_scale is None else 1 + (k_scale.shape[0] > 1),
+        v_scale_heads=0 if v_scale is None else 1 + (v_scale.shape[0] > 1),
+        appends=appends,
+    )
+    variants_of(problem)
+    _refuse_uncovered_strides(cache, (k_cache, v_cache), integers)
+    return problem
+
+
+def _refuse_uncovered_strides(cache: str, caches: Sequence[torch.Tensor], integers: Sequence[torch.Tensor]) -> None:
+    """Rows are loaded 16 bytes at a time, and offsets are 32-bit numbers of 16 bytes, scales or pages of scales."""
+
+    def reach(x: torch.Tensor, dims: int) -> int:
+        return sum((x.shape[i] - 1) * x.stride(i) for i in range(dims))
+
+    for x in caches:
+        unit = 16 // x.element_size()
+        if any(stride % unit for stride in x.stride()[:3]):
             raise UnsupportedError(_UNALIGNED)
-        if cache.numel() == 0:
+        if x.numel() == 0:
             raise UnsupportedError("the cache has no page")
-        if (cache.shape[0] - 1) * cache.stride(0) + (cache.shape[1] - 1) * cache.stride(1) >= 2**32 * unit:
+        if reach(x, 2) >= 2**32 * unit:
             raise UnsupportedError("kernels reach 64 GB of cache")
-    of_tokens = (scales[2], scales[3]) if codes == "int4" else scales
-    if codes == "int4" and any((x.shape[0] - 1) * x.stride(0) >= 2**35 for x in scales[:2]):
+    of_tokens = (integers[2], integers[3]) if cache == "int4" else integers
+    if cache == "int4" and any(reach(x, 1) >= 2**32 * 8 for x in integers[:2]):
         raise UnsupportedError("kernels reach 64 GB of scales")
-    for x in of_tokens:
-        if (x.shape[0] - 1) * x.stride(0) + (x.shape[1] - 1) * x.stride(1) >= 2**32:
-            raise UnsupportedError("kernels reach 2^32 scales")
-    if any(stride % 8 for x in _aligned_scales(scales) for stride in x.stride()[:-1]):
+    if any(reach(x, 2) >= 2**32 for x in of_tokens):
+        raise UnsupportedError("kernels reach 2^32 scales")
+    if any(stride % 8 for x in _loaded_as_vectors(integers) for stride in x.stride()[:-1]):
         raise UnsupportedError(_UNALIGNED)
-    return variants
 
 
-def _aligned(x: torch.Tensor, copied: bool) -> torch.Tensor:
-    """Rows that can be loaded 16 bytes at a time: x, or a copy."""
-    return x.clone(memory_format=torch.contiguous_format) if copied or x.data_ptr() % 16 else x
+def _loaded_as_vectors(integers: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """Those of an INT4 cache that are loaded 16 bytes at a time: scales and zeros of channels, and the tail."""
+    return (integers[0], integers[1], integers[4]) if len(integers) > 2 else ()
+
+
+def make_launch(key: Any, problem: DecodeProblem, q: torch.Tensor, new: Sequence[torch.Tensor] = ()) -> Launch:
+    """The launch of a problem, kept under ``key``. q, new: give device and strides."""
+    plan, device = plan_decode(problem), q.device
+    attend = _binary.kernel(plan.variant, device) if q.numel() else None
+    append = _binary.kernel(plan.append, device) if plan.append is not None and new[0].numel() else None
+    combine = _binary.kernel(plan.combine, device) if plan.combine is not None and q.numel() else None
+    copied = [any(stride % 8 for stride in x.stride()[:-1]) for x in (q, *(new or (q, q)))]
+    return launches.keep(key, _bound(plan, problem, q, attend, append, combine, copied))
+
+
+def _bound(
+    plan: DecodePlan,
+    problem: DecodeProblem,
+    like: torch.Tensor,
+    attend: Callable[..., None] | None,
+    append: Callable[..., None] | None,
+    combine: Callable[..., None] | None,
+    copied: Sequence[bool],
+) -> Launch:
+    """A launch with everything that calls of one plan share in local variables.
+
+    copied: whether q, k and v have strides of no multiple of 16 bytes, so that the kernels take copies.
+    """
+    dtype = like.dtype
+    batch, queries, heads, head_dim = problem.batch, problem.queries, problem.heads, problem.head_dim
+    out_sizes, lse_sizes = (batch, queries, heads, head_dim), (batch, heads, queries)
+    out_strides = (queries * heads * head_dim, heads * head_dim, head_dim, 1)
+    lse_strides = (heads * queries, queries, 1)
+    partial_rows, partial_elements = (plan.partial_rows,), (plan.partial_rows * head_dim,)
+    row_blocks = (plan.row_blocks,)
+    # Stand in for tensors that the call does not have. tvm-ffi's tensors cost a call less than torch's.
+    no_float = _unused(torch.float32, like.device)
+    no_int, no_table = _unused(torch.int32, like.device), _unused(torch.int32, like.device, 2)
+    scalars, append_scalars, combine_scalars = plan.scalars, plan.append_scalars, plan.combine_scalars
+    both_dtypes = serves_both_dtypes(plan.variant)
+    scalars_after = (int(problem.dtype == "bf16"),) if both_dtypes else ()
+    as_bf16 = both_dtypes and dtype == torch.float16
+    copies_q, *copies_new = copied
+
+    def launch(
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        cache_seqlens: torch.Tensor,
+        block_table: torch.Tensor | None,
+        k_scale: torch.Tensor | None,
+        v_scale: torch.Tensor | None,
+        prefix_lens: torch.Tensor | None,
+        new: Sequence[torch.Tensor] = (),
+        integers: Sequence[torch.Tensor] = (),
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        out = result = empty_strided(q, dtype, out_sizes, out_strides)
+        lse = empty_strided(q, torch.float32, lse_sizes, lse_strides)
+        if attend is None and append is None:
+            return out, lse
+        addresses = k_cache.data_ptr() | v_cache.data_ptr()
+        if len(integers) > 2:
+            for x in _loaded_as_vectors(integers):
+                addresses |= x.data_ptr()
+        if addresses & 15:
+            raise UnsupportedError(_UNALIGNED)
+        if k_cache.dtype is torch.uint8 and not integers:
+            k_cache, v_cache = k_cache.view(torch.float8_e4m3fn), v_cache.view(torch.float8_e4m3fn)
+        if combine is None:
+            partial_out, partial_lse, num_splits = no_float, no_float, no_int
+        else:
+            partial_out = empty_strided(q, torch.float32, partial_elements, (1,))
+            partial_lse = empty_strided(q, torch.float32, partial_rows, (1,))
+            num_splits = empty_strided(q, torch.int32, row_blocks, (1,))
+        if copies_q or q.data_ptr() & 15:
+            q = q.clone(memory_format=torch.contiguous_format)
+        if as_bf16:  # the kernels for both dtypes take 16-bit elements as bf16
+            q, result = q.view(torch.bfloat16), out.view(torch.bfloat16)
+            new = [x.view(torch.bfloat16) for x in new]
+            if len(integers) > 2:
+                integers = (*integers[:4], integers[4].view(torch.bfloat16), integers[5])
+        table = no_table if block_table is None else block_table
+        k_scale = no_float if k_scale is None else k_scale
+        v_scale = no_float if v_scale is None else v_scale
+        if append is not None:  # all memory is allocated by now: a call that fails has written nothing
+            if k_cache.data_ptr() == v_cache.data_ptr():
+                raise ValueError("K and V are appended to the same memory")
+            rows = [
+                x.clone(memory_format=torch.contiguous_format) if copies or x.data_ptr() & 15 else x
+                for x, copies in zip(new, copies_new, strict=True)
+            ]
+            scales = integers or (k_scale, v_scale)
+            append(*rows, k_cache, v_cache, cache_seqlens, table, *scales, *append_scalars)
+        if attend is not None:
+            attend(
+                q,
+                k_cache,
+                v_cache,
+                cache_seqlens,
+                table,
+                k_scale,
+                v_scale,
+                no_int if prefix_lens is None else prefix_lens,
+                result,
+                lse,
+                partial_out,
+                partial_lse,
+                num_splits,
+                *scalars,
+                *integers,
+                *scalars_after,
+            )
+        if combine is not None:
+            combine(out, lse, partial_out, partial_lse, num_splits, *combine_scalars)
+        return out, lse
+
+    return launch
+
+
+def _unused(dtype: torch.dtype, device: torch.device, rank: int = 1) -> Any:
+    """A tensor that kernels are given and do not read."""
+    import tvm_ffi
+
+    return tvm_ffi.from_dlpack(torch.empty((1,) * rank, dtype=dtype, device=device))

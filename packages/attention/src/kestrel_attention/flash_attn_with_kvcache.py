@@ -193,10 +193,22 @@ def _check_written(**tensors: torch.Tensor | None) -> None:
             check.disjoint(_OP, name, x)
 
 
-def _numbers(scores: tuple[Any, ...]) -> tuple[Any, ...]:
-    """What of the scores' arguments is no tensor, and the types of all."""
-    *numbers, _, num_splits = scores
-    return *numbers, num_splits, *map(type, scores)
+def _key(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    cache_seqlens: torch.Tensor,
+    block_table: torch.Tensor | None,
+    scores: tuple[Any, ...],
+    *others: torch.Tensor | None,
+) -> tuple[Any, ...]:
+    """What the checks and the plan of a call depend on, unless the entry point of the kernel that runs first checks it.
+
+    scores: the numbers that shape the scores, with their types.
+    """
+    table = None if block_table is None else (block_table.shape, block_table.stride())
+    cache = k_cache.shape, k_cache.dtype, k_cache.stride(), v_cache.stride()
+    return (q.shape, q.stride(), q.dtype, q.get_device(), cache, cache_seqlens.stride(), table, scores, form(*others))
 
 
 @kernel_op(reference=reference.flash_attn_with_kvcache, check=_check, shape=reference.padded_shapes, kernel="cute")
@@ -222,28 +234,27 @@ def _flash_attn_with_kvcache(
     num_splits: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """:func:`flash_attn_with_kvcache` that only reads the cache: (out, lse)."""
-    tensors = (q, k_cache, v_cache, cache_seqlens, block_table, k_scale, v_scale, prefix_lens)
-    if not k_zero is v_zero is k_tail is seq_ids is None:
-        tensors = (*tensors, k_zero, v_zero, k_tail, seq_ids)
     numbers = (softmax_scale, causal, window_left, window_right, softcap, prefix_len, num_splits)
-    key = (form(*tensors), numbers, *map(type, numbers))
-    plan = decode.plans.get(key)
-    scales: tuple[Any, ...] = ()
-    if k_tail is not None or k_cache.dtype == torch.int8:
-        scales = _integer_scales(k_scale, v_scale, k_zero, v_zero, k_tail, seq_ids)
-    if plan is None:
-        cache = (cache_seqlens, block_table, k_scale, v_scale)
+    scores = (*numbers, *map(type, numbers))
+    integers = _integers(k_cache, k_scale, v_scale, k_zero, v_zero, k_tail, seq_ids)
+    if integers or not k_scale is v_scale is prefix_lens is k_zero is v_zero is seq_ids is None:
+        others = (k_scale, v_scale, prefix_lens, k_zero, v_zero, k_tail, seq_ids)
+        key = _key(q, k_cache, v_cache, cache_seqlens, block_table, scores, *others)
+    else:
+        key = _key(q, k_cache, v_cache, cache_seqlens, block_table, scores)
+    launch = decode.launches.get(key)
+    of_heads = (None, None) if integers else (k_scale, v_scale)
+    if launch is None:
         scores = (*numbers[:-1], prefix_lens, num_splits)
-        _check(q, k_cache, v_cache, *cache, k_zero, v_zero, k_tail, seq_ids, *scores)
-        of_heads = (None, None) if scales else (k_scale, v_scale)
-        plan = decode.make_plan(key, q, k_cache, v_cache, block_table, *of_heads, *scores, scales=scales)
-    if scales:
-        k_scale = v_scale = None
-    cache = (k_cache, v_cache, cache_seqlens, block_table, k_scale, v_scale)
-    return decode.attend(plan, q, *cache, prefix_lens, (), scales)
+        cache = (k_cache, v_cache, cache_seqlens, block_table)
+        _check(q, *cache, k_scale, v_scale, k_zero, v_zero, k_tail, seq_ids, *scores)
+        problem = decode.problem_of(q, k_cache, v_cache, block_table, *of_heads, *scores, integers=integers)
+        launch = decode.make_launch(key, problem, q)
+    return launch(q, k_cache, v_cache, cache_seqlens, block_table, *of_heads, prefix_lens, (), integers)
 
 
-def _integer_scales(
+def _integers(
+    k_cache: torch.Tensor,
     k_scale: torch.Tensor | None,
     v_scale: torch.Tensor | None,
     k_zero: torch.Tensor | None,
@@ -251,8 +262,10 @@ def _integer_scales(
     k_tail: torch.Tensor | None,
     seq_ids: torch.Tensor | None,
 ) -> tuple[Any, ...]:
-    """What comes with a cache of integers, in the kernels' order."""
-    return (k_scale, v_scale) if k_tail is None else (k_scale, k_zero, v_scale, v_zero, k_tail, seq_ids)
+    """What comes with an INT4 or INT8 cache, in the kernels' order; nothing for other caches."""
+    if k_tail is not None:
+        return (k_scale, k_zero, v_scale, v_zero, k_tail, seq_ids)
+    return (k_scale, v_scale) if k_cache.dtype is torch.int8 else ()
 
 
 @kernel_op(
@@ -282,14 +295,17 @@ def _flash_attn_with_kvcache_append(
     num_splits: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """:func:`flash_attn_with_kvcache` that first appends k and v, as they are or as FP8, in place: (out, lse)."""
-    cache = (cache_seqlens, block_table, k_scale, v_scale)
-    scores = (softmax_scale, causal, window_left, window_right, softcap, prefix_len, prefix_lens, num_splits)
-    key = (form(q, k_cache, v_cache, k, v, *cache, prefix_lens), _numbers(scores))
-    plan = decode.plans.get(key)
-    if plan is None:
-        _check_append(q, k_cache, v_cache, k, v, *cache, *scores)
-        plan = decode.make_plan(key, q, k_cache, v_cache, *cache[1:], *scores, new=(k, v))
-    return decode.attend(plan, q, k_cache, v_cache, *cache, prefix_lens, new=(k, v))
+    numbers = (softmax_scale, causal, window_left, window_right, softcap, prefix_len, num_splits)
+    scores = (*numbers, *map(type, numbers))
+    key = _key(q, k_cache, v_cache, cache_seqlens, block_table, scores, k, v, k_scale, v_scale, prefix_lens)
+    launch = decode.launches.get(key)
+    if launch is None:
+        scores = (*numbers[:-1], prefix_lens, num_splits)
+        cache = (k_cache, v_cache, cache_seqlens, block_table, k_scale, v_scale)
+        _check_append(q, k_cache, v_cache, k, v, *cache[2:], *scores)
+        problem = decode.problem_of(q, k_cache, v_cache, block_table, k_scale, v_scale, *scores, appends=True)
+        launch = decode.make_launch(key, problem, q, (k, v))
+    return launch(q, k_cache, v_cache, cache_seqlens, block_table, k_scale, v_scale, prefix_lens, (k, v))
 
 
 @kernel_op(
@@ -323,13 +339,16 @@ def _flash_attn_with_kvcache_append_int(
     num_splits: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """:func:`flash_attn_with_kvcache` that first appends k and v as INT8 or INT4, with scales, in place: (out, lse)."""
-    scores = (softmax_scale, causal, window_left, window_right, softcap, prefix_len, prefix_lens, num_splits)
+    numbers = (softmax_scale, causal, window_left, window_right, softcap, prefix_len, num_splits)
+    scores = (*numbers, *map(type, numbers))
     given = (k_scale, v_scale, k_zero, v_zero, k_tail, seq_ids)
-    key = (form(q, k_cache, v_cache, k, v, cache_seqlens, block_table, *given, prefix_lens), _numbers(scores))
-    plan, scales = decode.plans.get(key), _integer_scales(*given)
-    if plan is None:
+    key = _key(q, k_cache, v_cache, cache_seqlens, block_table, scores, k, v, *given, prefix_lens)
+    launch, integers = decode.launches.get(key), _integers(k_cache, *given)
+    if launch is None:
+        scores = (*numbers[:-1], prefix_lens, num_splits)
         _check_append_int(q, k_cache, v_cache, k, v, cache_seqlens, block_table, *given, *scores)
-        cache = (k_cache, v_cache, block_table, None, None)
-        plan = decode.make_plan(key, q, *cache, *scores, new=(k, v), scales=scales)
-    cache = (k_cache, v_cache, cache_seqlens, block_table, None, None)
-    return decode.attend(plan, q, *cache, prefix_lens, new=(k, v), scales=scales)
+        problem = decode.problem_of(
+            q, k_cache, v_cache, block_table, None, None, *scores, appends=True, integers=integers
+        )
+        launch = decode.make_launch(key, problem, q, (k, v))
+    return launch(q, k_cache, v_cache, cache_seqlens, block_table, None, None, prefix_lens, (k, v), integers)

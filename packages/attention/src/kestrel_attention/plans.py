@@ -1,8 +1,8 @@
-"""Remembering what the shapes, strides, dtypes and devices of a call's tensors decide.
+"""Plans of calls, found by the form of their arguments: shapes, strides, dtypes, devices and numbers.
 
-A CuTe entry point sees to it that tensors fit each other, and says little where they do not; the rest an op checks in
-Python, which takes longer than the launch. So an op checks a form once, works out what follows from it, and finds both
-under the form in later calls. What a form does not hold (addresses) is looked at in each call.
+A CuTe entry point checks that its tensors fit each other, with short messages. The checks in Python take longer than a
+launch, so an op makes them once for each form and keeps what follows from it. Addresses are no part of a form: calls
+check these.
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ from typing import Any, Generic, TypeVar
 import torch
 
 Plan = TypeVar("Plan")
-_MOST = 4096  # forms of an op; one is some 2 KB
+MAX_PLANS = 4096  # of an op; each takes some 2 KB
 _changes = threading.Lock()
 
 
 def form(*tensors: torch.Tensor | None) -> tuple[Any, ...]:
-    """What checks look at and launches are planned by; of tensors on a GPU, or on none."""
+    """What checks read and plans depend on; all tensors are on GPUs, or none is."""
     return tuple([None if x is None else (x.shape, x.stride(), x.dtype, x.get_device()) for x in tensors])
 
 
 class Plans(dict[Any, Plan], Generic[Plan]):
-    """Plans by form, and whatever else decides them. A number stands beside its type: True and 1 are one key."""
+    """Plans by key. A key holds the type of each number too, since True and 1 are equal."""
 
     def keep(self, key: Any, plan: Plan) -> Plan:
-        """Remember a plan; where there are too many, instead of the oldest."""
+        """Store a plan; the oldest is dropped at MAX_PLANS."""
         with _changes:
-            if len(self) >= _MOST:
+            if len(self) >= MAX_PLANS:
                 del self[next(iter(self))]
             self[key] = plan
         return plan

@@ -1,7 +1,7 @@
-"""What every kestrel kernel family shares. See README.md for the map."""
+"""The parts that every kestrel kernel family shares. README.md lists the modules."""
 
 from . import check
-from .allocation import empty
+from .allocation import empty, empty_strided
 from .binary import Binary, Manifest, arch_of
 from .errors import KestrelFallbackWarning, UnsupportedError
 from .op import kernel_op, refuse_capture
@@ -21,6 +21,7 @@ __all__ = [
     "check",
     "current_backend",
     "empty",
+    "empty_strided",
     "kernel_op",
     "ops",
     "refuse_capture",

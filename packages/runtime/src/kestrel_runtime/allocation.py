@@ -1,4 +1,4 @@
-"""Room for the results of launches, at half the host time of torch.empty."""
+"""Allocation of results, at half the host time of torch.empty."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from collections.abc import Callable
 
 import torch
 
-# What TorchInductor's generated code allocates with: torch's caching allocator without torch's dispatcher, on the
-# current GPU. It is no public interface of torch; where it is missing, torch.empty stands in.
+# The allocation function of TorchInductor's generated code: torch's caching allocator without torch's dispatcher, on
+# the current GPU. It is no public interface of torch; torch.empty replaces it where it is missing.
 _EmptyStrided = Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], torch.Tensor]
 _empty_strided: _EmptyStrided | None = None
 try:
     from torch._C import _cuda_getDevice as _current_device
 
     _empty_strided = torch._C._dynamo.guards._empty_strided_cuda  # type: ignore[attr-defined]
-except (ImportError, AttributeError):  # a torch for CPUs alone, or one that moved them
+except (ImportError, AttributeError):  # a torch without CUDA, or one that moved them
     pass
 
 
@@ -23,9 +23,9 @@ def _on_the_current_gpu(tensor: torch.Tensor) -> bool:
 
 
 def empty(like: torch.Tensor, dtype: torch.dtype, *sizes: int) -> torch.Tensor:
-    """A contiguous tensor of these sizes and this dtype on the device of ``like``; its content is not specified.
+    """A contiguous, uninitialised tensor of these sizes and this dtype on the device of ``like``.
 
-    As torch.empty it takes memory for the current stream; during the capture of a CUDA graph, from the graph's pool.
+    Like torch.empty it allocates for the current stream, and from the graph's pool while a CUDA graph is captured.
     """
     if _empty_strided is None or not _on_the_current_gpu(like):
         return torch.empty(sizes, dtype=dtype, device=like.device)
@@ -35,3 +35,12 @@ def empty(like: torch.Tensor, dtype: torch.dtype, *sizes: int) -> torch.Tensor:
     for dim in range(len(sizes) - 1, 0, -1):
         strides[dim - 1] = strides[dim] * (sizes[dim] or 1)
     return _empty_strided(sizes, tuple(strides), dtype)
+
+
+def empty_strided(
+    like: torch.Tensor, dtype: torch.dtype, sizes: tuple[int, ...], strides: tuple[int, ...]
+) -> torch.Tensor:
+    """:func:`empty` of sizes and strides that the caller has at hand, for the hottest calls."""
+    if _empty_strided is None or not _on_the_current_gpu(like):
+        return torch.empty_strided(sizes, strides, dtype=dtype, device=like.device)
+    return _empty_strided(sizes, strides, dtype)

@@ -1,244 +1,262 @@
-"""Writes new keys and values into a cache of INT8 or INT4 codes, with their scales: bit for bit what reference.py does.
+"""Appends new keys and values to a cache of INT8 or INT4 codes, with their scales, bit for bit as reference.py does.
 
-Launched before decode.py where a call appends. INT8: a warp takes a row, that is one token's key or value of one head.
-INT4 after KIVI: a block takes a sequence and KV head. Values are quantised a warp a row. Keys wait in the tail until
-their page of 64 is whole; the call that fills it quantises it: each warp holds eight rows, a lane two channels of them,
-and the warps' ranges meet in shared memory. A page takes 128 D bytes of tail and new keys and gives 32 D of codes: 8
-sequences of 8 heads of 128 that finish a page at once move 1.3 MB, 0.3 us and a launch of 0.55. Measured on one H200
-(results/h200_quantised_designs.json): 64 new tokens of 8 heads of 128 take 3.1 us as INT8 and 3.0 as INT4, of which
-length, table and row, read one after the other, are most; 8 pages filled at once 6.5 us, an eighth of what bytes allow:
-16 true divisions a thread, twice. A sequence fills a page with every 64th token.
+Launched before decode.py where a call appends. INT8: a warp quantises the key or the value of one token and head.
+INT4 after KIVI: a block takes a sequence and KV head; a warp quantises a row of values. Keys are kept in the tail until
+their page of 64 is complete, and the call that fills a page quantises it: each warp holds eight rows, a lane two
+channels of them, and the ranges of the warps are reduced in shared memory.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32
 
-from kestrel_runtime.cute_dsl import pdl, ptx
+from kestrel_runtime.cute_dsl import arguments, parameters, pdl, ptx
 
-from .append import VECTOR, address, slot_of, unpack_either
+from .append import VECTOR, address, lengths_and_table, slot_of, unpack_either
+from .constants import INT4_PAGE
+from .decode import int4_tensors
+from .parameters import AppendInt4Tensors, AppendIntegerScalars, AppendTensors
 
-PAGE = 64
 WARPS = 8
-LARGEST = 7.5 * 65504  # what the largest scale of INT4 spans to each side
+LARGEST = 7.5 * 65504  # to which values saturate: the largest scale in fp16 spans so much to each side
+CHANNELS = 64  # of a page that a block quantises at once
 
 
-class Int8Call(NamedTuple):
-    """What a launch is given, in the entry point's order."""
+class AppendIntegers:
+    """What the two formats share: one launch, with a grid and a number of tensors of their own."""
 
-    mNewK: cute.Tensor
-    mNewV: cute.Tensor
-    mK: cute.Tensor
-    mV: cute.Tensor
-    mLengths: cute.Tensor
-    mTable: cute.Tensor
-    mKScale: cute.Tensor
-    mVScale: cute.Tensor
-    paged: Int32
-    bf16: Int32
+    pdl: bool
+    tensors: type
 
-
-class Int4Call(NamedTuple):
-    """The same; scales and zeros of keys are per channel of a page, those of values per token."""
-
-    mNewK: cute.Tensor
-    mNewV: cute.Tensor
-    mK: cute.Tensor
-    mV: cute.Tensor
-    mLengths: cute.Tensor
-    mTable: cute.Tensor
-    mKScale: cute.Tensor
-    mKZero: cute.Tensor
-    mVScale: cute.Tensor
-    mVZero: cute.Tensor
-    mTail: cute.Tensor
-    mSequences: cute.Tensor
-    paged: Int32
-    bf16: Int32
-
-
-@dataclass(frozen=True)
-class AppendInt8:
-    """Heads of up to 256 dims, a multiple of 8."""
-
-    dependent_launch: bool
+    def grid(self, mNewK) -> list[Any]:
+        raise NotImplementedError
 
     @cute.jit
     def __call__(self, *given):
-        """Given: a call's fields, and the stream."""
-        call = Int8Call(*given[:-1])
-        self.kernel(call).launch(
-            grid=[call.mNewK.shape[1], call.mNewK.shape[0], 1],
-            block=[32 * WARPS, 1, 1],
-            stream=given[-1],
-            use_pdl=self.dependent_launch,
+        num_tensors = cutlass.const_expr(len(self.tensors._fields))
+        tensors, scalars = self.tensors(*given[:num_tensors]), AppendIntegerScalars(*given[num_tensors:-1])
+        self.kernel(tensors, scalars).launch(
+            grid=self.grid(tensors.mNewK), block=[32 * WARPS, 1, 1], stream=given[-1], use_pdl=self.pdl
         )
 
-    @cute.kernel
-    def kernel(self, call: Int8Call):
+    def compile_with(self, tensors: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (*tensors, *parameters.compile_time(AppendIntegerScalars), arguments.torch_stream())
+
+    def lane_and_warp(self):
         tid, _, _ = cute.arch.thread_idx()
-        token, sequence, _ = cute.arch.block_idx()
-        lane, warp = tid % 32, cute.arch.make_warp_uniform(tid // 32)
-        blocks, size = call.mK.shape[0], call.mK.shape[1]
-        if cutlass.const_expr(self.dependent_launch):
+        return tid % 32, cute.arch.make_warp_uniform(tid // 32)
+
+    def wait_and_trigger(self):
+        if self.pdl:
             pdl.wait()
             pdl.trigger()
-        page, offset = slot_of(call.mTable, call.paged, sequence, call.mLengths[sequence], token, blocks, size)
+
+
+@dataclass(frozen=True)
+class AppendInt8(AppendIntegers):
+    """Heads of up to 256 dims, a multiple of 8."""
+
+    pdl: bool
+
+    tensors = AppendTensors
+
+    def arguments(self, dtype: type[cutlass.Numeric]) -> tuple[Any, ...]:
+        """Arguments to compile with."""
+        batch, queries, head_dim, blocks, page, kv_heads = (cute.sym_int() for _ in range(6))
+        new = [arguments.strided(dtype, batch, queries, kv_heads, head_dim, unit=8) for _ in range(2)]
+        caches = [arguments.strided(cutlass.Int8, blocks, page, kv_heads, head_dim, unit=16) for _ in range(2)]
+        scales = [arguments.any_strides(Float32, blocks, page, kv_heads) for _ in range(2)]
+        return self.compile_with(AppendTensors(*new, *caches, *lengths_and_table(batch), *scales))
+
+    def grid(self, mNewK) -> list[Any]:
+        """A block for each token of each sequence."""
+        return [mNewK.shape[1], mNewK.shape[0], 1]
+
+    @cute.kernel
+    def kernel(self, tensors: AppendTensors, scalars: AppendIntegerScalars):
+        lane, warp = self.lane_and_warp()
+        token, sequence, _ = cute.arch.block_idx()
+        self.wait_and_trigger()
+        page, offset = slot_of(
+            tensors.mTable,
+            scalars.has_block_table,
+            sequence,
+            tensors.mLengths[sequence],
+            token,
+            tensors.mK.shape[0],
+            tensors.mK.shape[1],
+        )
         if page >= 0:
-            for head in cutlass.range(warp, call.mNewK.shape[2], WARPS, unroll=1):
+            for head in cutlass.range(warp, tensors.mNewK.shape[2], WARPS, unroll=1):
                 source, target = (sequence, token, head), (page, offset, head)
-                self.write(call.mNewK, call.mK, call.mKScale, source, target, call.bf16, lane)
-                self.write(call.mNewV, call.mV, call.mVScale, source, target, call.bf16, lane)
+                self.write(tensors.mNewK, tensors.mK, tensors.mKScale, source, target, scalars.is_bf16, lane)
+                self.write(tensors.mNewV, tensors.mV, tensors.mVScale, source, target, scalars.is_bf16, lane)
 
     @cute.jit
-    def write(self, mNew, mCache, mScale, source, target, bf16, lane):
-        """A row. Sizes are compared as integers: a NaN is larger than any number, and inf does not count."""
-        there = lane * VECTOR < mNew.shape[3]
-        at = cutlass.select_(there, lane * VECTOR, Int32(0))  # lanes past the row read its start, which it has anyway
-        values = load_row(mNew, (*source, at), bf16)
+    def write(self, mNew, mCache, mScale, source, target, is_bf16, lane):
+        """One row. Magnitudes are compared as integers: a NaN exceeds any number, and inf counts as 0."""
+        inside, values = load_row(mNew, source, is_bf16, lane)
         largest = Int32(0)
         for i in cutlass.range_constexpr(VECTOR):
-            size = ptx.float_as_int(values[i]) & 0x7FFFFFFF
-            largest = cutlass.max(largest, cutlass.select_(size == 0x7F800000, Int32(0), size))
-        for distance in cutlass.range_constexpr(5):
-            largest = cutlass.max(largest, cute.arch.shuffle_sync_bfly(largest, 1 << distance))
+            magnitude = ptx.float_as_int(values[i]) & 0x7FFFFFFF
+            largest = cutlass.max(largest, cutlass.select_(magnitude == 0x7F800000, Int32(0), magnitude))
+        largest = reduce_warp(largest, cutlass.max)
         scale = cutlass.select_(largest == 0, Float32(1.0), ptx.int_as_float(largest) / Float32(127.0))
         codes = [Uint32(0)] * 2
         for i in cutlass.range_constexpr(VECTOR):
             code = cutlass.max(cutlass.min(ptx.float_to_int_rn(values[i] / scale), 127), -127)
             codes[i // 4] |= Uint32(code & 0xFF) << (8 * (i % 4))
-        if there:
+        if inside:
             ptx.store_global(address(mCache, (*target, lane * VECTOR), 1), codes)
         if lane == 0:
             ptx.store_global(address(mScale, target, 4), [Uint32(ptx.float_as_int(scale))])
 
 
 @dataclass(frozen=True)
-class AppendInt4:
+class AppendInt4(AppendIntegers):
     """Heads of up to 256 dims, a multiple of 64; up to 64 new tokens."""
 
-    dependent_launch: bool
+    pdl: bool
 
-    @cute.jit
-    def __call__(self, *given):
-        """Given: a call's fields, and the stream."""
-        call = Int4Call(*given[:-1])
-        self.kernel(call).launch(
-            grid=[call.mNewK.shape[2], call.mNewK.shape[0], 1],
-            block=[32 * WARPS, 1, 1],
-            stream=given[-1],
-            use_pdl=self.dependent_launch,
-        )
+    tensors = AppendInt4Tensors
+
+    def arguments(self, dtype: type[cutlass.Numeric]) -> tuple[Any, ...]:
+        """Arguments to compile with."""
+        batch, queries, head_dim, blocks, page, kv_heads = (cute.sym_int() for _ in range(6))
+        new = [arguments.strided(dtype, batch, queries, kv_heads, head_dim, unit=8) for _ in range(2)]
+        width = cute.sym_int()
+        caches = [arguments.strided(cutlass.Uint8, blocks, page, kv_heads, width, unit=16) for _ in range(2)]
+        mLengths, mTable = lengths_and_table(batch)
+        scales = {
+            name.replace("Key", "K").replace("Value", "V"): tensor
+            for name, tensor in int4_tensors(dtype, batch, blocks, page, kv_heads, head_dim).items()
+        }
+        return self.compile_with(AppendInt4Tensors(*new, *caches, mLengths=mLengths, mTable=mTable, **scales))
+
+    def grid(self, mNewK) -> list[Any]:
+        """A block for each KV head of each sequence."""
+        return [mNewK.shape[2], mNewK.shape[0], 1]
 
     @cute.kernel
-    def kernel(self, call: Int4Call):
-        tid, _, _ = cute.arch.thread_idx()
+    def kernel(self, tensors: AppendInt4Tensors, scalars: AppendIntegerScalars):
+        lane, warp = self.lane_and_warp()
         head, sequence, _ = cute.arch.block_idx()
-        lane, warp = tid % 32, cute.arch.make_warp_uniform(tid // 32)
-        tokens, size = call.mNewK.shape[1], call.mNewK.shape[3]
-        sLow, sHigh = [
-            cute.make_tensor(cute.arch.alloc_smem(Float32, 64 * WARPS, alignment=16), 64 * WARPS) for _ in range(2)
-        ]
-        if cutlass.const_expr(self.dependent_launch):
-            pdl.wait()
-            pdl.trigger()
-        row = call.mSequences[sequence]
-        length = call.mLengths[sequence]
-        known = row >= 0 and row < call.mTail.shape[0]
+        tokens, head_dim = tensors.mNewK.shape[1], tensors.mNewK.shape[3]
+        words = cutlass.const_expr(CHANNELS * WARPS)
+        sLow, sHigh = [cute.make_tensor(cute.arch.alloc_smem(Float32, words, alignment=16), words) for _ in range(2)]
+        self.wait_and_trigger()
+        tail_row = tensors.mSequences[sequence]
+        length = tensors.mLengths[sequence]
+        known = tail_row >= 0 and tail_row < tensors.mTail.shape[0]
         length = cutlass.select_(known, length, Int32(-1))
         for token in cutlass.range(warp, tokens, WARPS, unroll=1):
-            page, offset = self.slot(call, sequence, length, token)
+            page, offset = self.slot(tensors, scalars, sequence, length, token)
             if page >= 0:
-                self.write_value(call, (sequence, token, head), (page, offset, head), lane)
+                self.write_value(tensors, scalars, (sequence, token, head), (page, offset, head), lane)
 
-        # The page that the sequence stands in, if its last row is among the new ones.
-        held = length % PAGE
-        whole, _ = self.slot(call, sequence, length, PAGE - 1 - held)
-        if length < 0 or held + tokens < PAGE:
-            whole = Int32(-1)
-        if whole >= 0:
-            for first in cutlass.range(0, size, 64, unroll=1):
-                self.write_page(call, (sequence, head, row, held), whole, first, sLow, sHigh, warp, lane)
-        cute.arch.sync_threads()  # the tail was read
+        # The page that the sequence ends in, if its last row is among the new ones.
+        held = length % INT4_PAGE
+        complete, _ = self.slot(tensors, scalars, sequence, length, INT4_PAGE - 1 - held)
+        if length < 0 or held + tokens < INT4_PAGE:
+            complete = Int32(-1)
+        if complete >= 0:
+            for first in cutlass.range(0, head_dim, CHANNELS, unroll=1):
+                rows = (sequence, head, tail_row, held)
+                self.write_page(tensors, scalars, rows, complete, first, sLow, sHigh, warp, lane)
+        cute.arch.sync_threads()  # the tail has been read
         for token in cutlass.range(warp, tokens, WARPS, unroll=1):
-            page, offset = self.slot(call, sequence, length, token)
-            if page >= 0 and (whole < 0 or held + token >= PAGE) and lane * VECTOR < size:
-                words = ptx.load_global(address(call.mNewK, (sequence, token, head, lane * VECTOR), 2), 4)
-                ptx.store_global(address(call.mTail, (row, offset, head, lane * VECTOR), 2), words)
+            page, offset = self.slot(tensors, scalars, sequence, length, token)
+            if page >= 0 and (complete < 0 or held + token >= INT4_PAGE) and lane * VECTOR < head_dim:
+                row = ptx.load_global(address(tensors.mNewK, (sequence, token, head, lane * VECTOR), 2), 4)
+                ptx.store_global(address(tensors.mTail, (tail_row, offset, head, lane * VECTOR), 2), row)
 
     @cute.jit
-    def slot(self, call: Int4Call, sequence, length, token):
-        return slot_of(call.mTable, call.paged, sequence, length, token, call.mK.shape[0], PAGE)
+    def slot(self, tensors: AppendInt4Tensors, scalars: AppendIntegerScalars, sequence, length, token):
+        num_blocks = tensors.mK.shape[0]
+        return slot_of(tensors.mTable, scalars.has_block_table, sequence, length, token, num_blocks, INT4_PAGE)
 
     @cute.jit
-    def write_value(self, call: Int4Call, source, target, lane):
-        """A row of values: one scale and zero."""
-        there = lane * VECTOR < call.mNewV.shape[3]
-        at = cutlass.select_(there, lane * VECTOR, Int32(0))
-        values = [clamp(x) for x in load_row(call.mNewV, (*source, at), call.bf16)]
-        low, high = values[0], values[0]
-        for i in cutlass.range_constexpr(1, VECTOR):
-            low, high = ptx.fmin_nan(low, values[i]), ptx.fmax_nan(high, values[i])
-        for distance in cutlass.range_constexpr(5):
-            low = ptx.fmin_nan(low, cute.arch.shuffle_sync_bfly(low, 1 << distance))
-            high = ptx.fmax_nan(high, cute.arch.shuffle_sync_bfly(high, 1 << distance))
-        pair, scale, zero = code_of(low, high)
+    def write_value(self, tensors: AppendInt4Tensors, scalars: AppendIntegerScalars, source, target, lane):
+        """One row of values: one scale and zero."""
+        inside, row = load_row(tensors.mNewV, source, scalars.is_bf16, lane)
+        values = [clamp(x) for x in row]
+        low, high = range_of(values)
+        low, high = reduce_warp(low, ptx.fmin_nan), reduce_warp(high, ptx.fmax_nan)
+        pair, scale, zero = scale_and_zero(low, high)
         codes = Uint32(0)
         for i in cutlass.range_constexpr(VECTOR):
             codes |= encode(values[i], scale, zero) << (4 * i)
-        if there:
-            ptx.store_global(address(call.mV, (*target, lane * (VECTOR // 2)), 1), [codes])
+        if inside:
+            ptx.store_global(address(tensors.mV, (*target, lane * (VECTOR // 2)), 1), [codes])
         if lane == 0:
-            ptx.store_global_b16(address(call.mVScale, target, 2), pair)
-            ptx.store_global_b16(address(call.mVZero, target, 2), pair >> 16)
+            ptx.store_global_b16(address(tensors.mVScale, target, 2), pair)
+            ptx.store_global_b16(address(tensors.mVZero, target, 2), pair >> 16)
 
     @cute.jit
-    def write_page(self, call: Int4Call, place, page, first, sLow, sHigh, warp, lane):
-        """64 channels of a page of keys: rows below ``held`` from the tail, the others new."""
-        sequence, head, tail_row, held = place
+    def write_page(
+        self, tensors: AppendInt4Tensors, scalars: AppendIntegerScalars, rows, page, first, sLow, sHigh, warp, lane
+    ):
+        """CHANNELS channels of a page of keys: rows below ``held`` from the tail, the others new."""
+        sequence, head, tail_row, held = rows
         channel = first + 2 * lane
         values = []
         for i in cutlass.range_constexpr(WARPS):
             row = warp * WARPS + i
-            from_tail = address(call.mTail, (tail_row, row, head, channel), 2)
-            from_new = address(call.mNewK, (sequence, cutlass.max(row - held, 0), head, channel), 2)
+            from_tail = address(tensors.mTail, (tail_row, row, head, channel), 2)
+            from_new = address(tensors.mNewK, (sequence, cutlass.max(row - held, 0), head, channel), 2)
             word = ptx.load_global(cutlass.select_(row < held, from_tail, from_new), 1)[0]
-            values.append([clamp(x) for x in unpack_either(word, call.bf16)])
+            values.append([clamp(x) for x in unpack_either(word, scalars.is_bf16)])
         for k in cutlass.range_constexpr(2):
-            low, high = values[0][k], values[0][k]
-            for i in cutlass.range_constexpr(1, WARPS):
-                low, high = ptx.fmin_nan(low, values[i][k]), ptx.fmax_nan(high, values[i][k])
-            sLow[warp * 64 + 2 * lane + k] = low
-            sHigh[warp * 64 + 2 * lane + k] = high
+            low, high = range_of([pair[k] for pair in values])
+            sLow[warp * CHANNELS + 2 * lane + k] = low
+            sHigh[warp * CHANNELS + 2 * lane + k] = high
         cute.arch.sync_threads()
         found = []
         for k in cutlass.range_constexpr(2):
             low, high = sLow[2 * lane + k], sHigh[2 * lane + k]
             for i in cutlass.range_constexpr(1, WARPS):
-                low = ptx.fmin_nan(low, sLow[i * 64 + 2 * lane + k])
-                high = ptx.fmax_nan(high, sHigh[i * 64 + 2 * lane + k])
-            found.append(code_of(low, high))
+                low = ptx.fmin_nan(low, sLow[i * CHANNELS + 2 * lane + k])
+                high = ptx.fmax_nan(high, sHigh[i * CHANNELS + 2 * lane + k])
+            found.append(scale_and_zero(low, high))
         cute.arch.sync_threads()
         if warp == 0:
-            for i, mX in enumerate((call.mKScale, call.mKZero)):
+            for i, mX in enumerate((tensors.mKScale, tensors.mKZero)):
                 pair = ptx.prmt(found[0][0], found[1][0], (0x5410, 0x7632)[i])
                 ptx.store_global(address(mX, (page, head, channel), 2), [pair])
         for i in cutlass.range_constexpr(WARPS):
             codes = [encode(values[i][k], found[k][1], found[k][2]) for k in range(2)]
-            to = address(call.mK, (page, warp * WARPS + i, head, channel // 2), 1)
+            to = address(tensors.mK, (page, warp * WARPS + i, head, channel // 2), 1)
             ptx.store_global_b8(to, codes[0] | codes[1] << 4)
 
 
 @cute.jit
-def load_row(mNew, at, bf16):
-    """A lane's eight elements of a row as float32."""
-    words = ptx.load_global(address(mNew, at, 2), 4)
-    return [x for word in words for x in unpack_either(word, bf16)]
+def load_row(mNew, source, is_bf16, lane):
+    """Whether a lane has a part of a row, and its eight elements as float32; lanes past the row load its start."""
+    inside = lane * VECTOR < mNew.shape[3]
+    at = cutlass.select_(inside, lane * VECTOR, Int32(0))
+    words = ptx.load_global(address(mNew, (*source, at), 2), 4)
+    return inside, [x for word in words for x in unpack_either(word, is_bf16)]
+
+
+def range_of(values: list[Float32]) -> tuple[Float32, Float32]:
+    """The smallest and the largest; NaN if one of them is NaN."""
+    low, high = values[0], values[0]
+    for x in values[1:]:
+        low, high = ptx.fmin_nan(low, x), ptx.fmax_nan(high, x)
+    return low, high
+
+
+def reduce_warp(x: Any, operation: Callable[[Any, Any], Any]) -> Any:
+    """A reduction over the lanes of a warp."""
+    for distance in range(5):
+        x = operation(x, cute.arch.shuffle_sync_bfly(x, 1 << distance))
+    return x
 
 
 @cute.jit
@@ -247,7 +265,7 @@ def clamp(x: Float32) -> Float32:
 
 
 @cute.jit
-def code_of(low: Float32, high: Float32):
+def scale_and_zero(low: Float32, high: Float32):
     """Scale and zero of a range as a pair of f16, and each as float32."""
     by_range = (high - low) / Float32(15.0)
     by_zero = ptx.fmax(*(ptx.int_as_float(ptx.float_as_int(x) & 0x7FFFFFFF) for x in (low, high))) * 2.0**-15

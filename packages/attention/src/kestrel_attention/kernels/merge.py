@@ -1,19 +1,20 @@
-"""Attention over two sets of keys becomes attention over both: each row's outputs, weighed by their sums.
+"""Merges attention over two sets of keys into attention over both: each row's outputs, weighted by their sums.
 
-T rows of H heads of D: 3 T H D elements to move. A thread takes one 16-byte vector of both outputs and works out the
-weights of its head again: their LSE lie in L2. 740 rows of 32 heads of 64 in bf16 are 9.4 MB, 2.2 us and a launch.
+T rows of H heads of D. A thread takes one 16-byte vector of both outputs and computes the weights of its head, whose
+LSE are in L2. Memory-bound.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
 from cuda.bindings import driver as cuda
 from cutlass import Float32, Int64
 
-from kestrel_runtime.cute_dsl import pdl, ptx
+from kestrel_runtime.cute_dsl import arguments, numeric, pdl, ptx
 
 from . import rows
 
@@ -25,7 +26,17 @@ class Merge:
     """One compiled variant."""
 
     dtype: type[cutlass.Numeric]
-    dependent_launch: bool
+    pdl: bool
+
+    def arguments(self) -> tuple[Any, ...]:
+        """Arguments to compile with."""
+        tokens, heads, head_dim = (cute.sym_int() for _ in range(3))
+        unit = numeric.vector_elements(self.dtype)
+        outs = [arguments.strided(self.dtype, tokens, heads, head_dim, unit=unit) for _ in range(2)]
+        lses = [arguments.any_strides(Float32, heads, tokens) for _ in range(2)]
+        out = arguments.contiguous(self.dtype, tokens, heads, head_dim)
+        lse = arguments.contiguous(Float32, heads, tokens)
+        return outs[0], lses[0], outs[1], lses[1], out, lse, arguments.torch_stream()
 
     @cute.jit
     def __call__(
@@ -38,12 +49,12 @@ class Merge:
         mLse: cute.Tensor,
         stream: cuda.CUstream,
     ):
-        vectors = mOut.shape[1] * mOut.shape[2] // rows.per_vector(self.dtype)
+        vectors = mOut.shape[1] * mOut.shape[2] // numeric.vector_elements(self.dtype)
         self.kernel(mOutA, mLseA, mOutB, mLseB, mOut, mLse).launch(
             grid=[mOut.shape[0], cute.ceil_div(vectors, THREADS), 1],
             block=[THREADS, 1, 1],
             stream=stream,
-            use_pdl=self.dependent_launch,
+            use_pdl=self.pdl,
         )
 
     @cute.kernel
@@ -58,12 +69,12 @@ class Merge:
     ):
         tid, _, _ = cute.arch.thread_idx()
         token, part, _ = cute.arch.block_idx()
-        _, heads, size = mOut.shape
-        width = cutlass.const_expr(rows.per_vector(self.dtype))
+        _, heads, head_dim = mOut.shape
+        width = cutlass.const_expr(numeric.vector_elements(self.dtype))
         at = (part * THREADS + tid) * width
-        head, dim = at // size, at % size
+        head, dim = at // head_dim, at % head_dim
         if head < heads:
-            if cutlass.const_expr(self.dependent_launch):
+            if cutlass.const_expr(self.pdl):
                 pdl.wait()
                 pdl.trigger()
             a = rows.load(self.address(mOutA, token, head, dim), self.dtype)
@@ -86,4 +97,4 @@ class Merge:
     @cute.jit
     def address(self, mX, token, head, dim) -> Int64:
         offset = Int64(token) * mX.stride[0] + Int64(head) * mX.stride[1] + dim
-        return mX.iterator.toint() + offset * cutlass.const_expr(self.dtype.width // 8)
+        return mX.iterator.toint() + offset * cutlass.const_expr(numeric.bytes_of(self.dtype))

@@ -1,4 +1,4 @@
-"""Rows of 16-byte vectors as float32, for the kernels that scale and mix rows."""
+"""16-byte vectors of rows as float32, for the kernels that scale and mix rows."""
 
 from __future__ import annotations
 
@@ -6,12 +6,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from kestrel_runtime.cute_dsl import ptx
-
-
-def per_vector(dtype: type[cutlass.Numeric]) -> int:
-    """Elements in 16 bytes."""
-    return 128 // dtype.width
+from kestrel_runtime.cute_dsl import numeric, ptx
 
 
 @cute.jit
@@ -23,7 +18,7 @@ def load(address: Int64, dtype: cutlass.Constexpr):
         if cutlass.const_expr(dtype is Float32):
             values.append(ptx.int_as_float(Int32(words[i])))
         else:
-            low, high = ptx.unpack_f32x2(words[i], "bf16" if cutlass.const_expr(dtype is cutlass.BFloat16) else "f16")
+            low, high = ptx.unpack_f32x2(words[i], numeric.ptx_name(dtype))
             values.append(low)
             values.append(high)
     return values
@@ -37,6 +32,5 @@ def store(address: Int64, values, dtype: cutlass.Constexpr):
         if cutlass.const_expr(dtype is Float32):
             words.append(ptx.float_as_int(values[i]))
         else:
-            kind = cutlass.const_expr("bf16" if dtype is cutlass.BFloat16 else "f16")
-            words.append(ptx.pack_f32x2(values[2 * i], values[2 * i + 1], kind))
+            words.append(ptx.pack_f32x2(values[2 * i], values[2 * i + 1], numeric.ptx_name(dtype)))
     ptx.store_global(address, words)

@@ -1,0 +1,7 @@
+"""What the decode kernels and their host code must agree on. Imports without the DSL."""
+
+TILE_KEYS = 16  # keys of one matrix product
+BLOCK_ROWS = 8  # rows of a thread block: queries x query heads of one KV head
+INT4_PAGE = 64  # tokens of a page of an INT4 cache; keys are quantised per channel over a page
+COMBINE_SPLITS = 8  # splits that a warp of the combine kernel loads at once
+COMBINE_WARPS = 8  # of the combine kernel where there are more splits than that

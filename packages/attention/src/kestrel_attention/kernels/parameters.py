@@ -1,0 +1,165 @@
+"""The arguments of the kernels, each list written once. Imports without the DSL.
+
+Scalars: the host makes tuples of numbers, compilation derives the types, and kernels unpack into the same tuples.
+Tensors: fields in the order of the entry point; compilation and kernels go by their names.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from kestrel_runtime.cute_dsl.parameters import f32, i32, u32
+
+Tensor = Any  # torch.Tensor on the host, cute.Tensor in a kernel
+
+
+class DecodeTensors(NamedTuple):
+    """Of decode.py. An optional tensor that a call does not have is replaced by any other, and not read."""
+
+    mQ: Tensor
+    mK: Tensor
+    mV: Tensor
+    mLengths: Tensor
+    mTable: Tensor
+    mKScale: Tensor
+    mVScale: Tensor
+    mPrefix: Tensor
+    mOut: Tensor
+    mLse: Tensor
+    mPartialOut: Tensor
+    mPartialLse: Tensor
+    mNumSplits: Tensor
+
+
+class DecodeScalars(NamedTuple):
+    """Of decode.py. The fields of SplitRule are part of it."""
+
+    has_block_table: i32
+    capacity: i32  # keys that the pages of a sequence hold
+    appended: i32  # keys that the call appends; cache_seqlens does not count them
+    page_multiplier: u32  # key // page size is key * page_multiplier >> page_shift
+    page_shift: i32
+    group_size: i32  # query heads of a KV head
+    inverse_group_size: f32
+    k_scale_heads: i32  # 0: no scale, 1: one for all heads, 2: one for each
+    v_scale_heads: i32
+    has_prefix_lens: i32
+    prefix_len: i32
+    window_left: i32
+    window_right: i32
+    softmax_scale: f32  # with a soft cap, times 2 / softcap
+    softcap: f32
+    unsplit_keys: i32
+    medium_split_keys: i32
+    medium_keys: i32
+    long_split_keys: i32
+    max_splits: i32
+    num_splits: i32  # that the launch has thread blocks or warp groups for
+    expected_split_keys: i32  # of a sequence that fills its pages
+    expected_start: i32  # the first key that it visits
+
+
+class HalfExtra(NamedTuple):
+    """Further arguments of decode.py for e5m2 caches, where one kernel serves bf16 and fp16 queries."""
+
+    is_bf16: i32  # 1: queries and results are bf16, 0: fp16
+
+
+class Int8Extra(NamedTuple):
+    """Further arguments of decode.py for INT8 caches."""
+
+    mKeyScale: Tensor
+    mValueScale: Tensor
+    is_bf16: i32
+
+
+class Int4Extra(NamedTuple):
+    """Further arguments of decode.py for INT4 caches."""
+
+    mKeyScale: Tensor
+    mKeyZero: Tensor
+    mValueScale: Tensor
+    mValueZero: Tensor
+    mTail: Tensor
+    mSequences: Tensor
+    is_bf16: i32
+
+
+class CombineTensors(NamedTuple):
+    """Of combine.py."""
+
+    mOut: Tensor
+    mLse: Tensor
+    mPartialOut: Tensor
+    mPartialLse: Tensor
+    mNumSplits: Tensor
+
+
+class CombineScalars(NamedTuple):
+    """Of combine.py."""
+
+    group_size: i32
+    num_splits: i32
+
+
+class AppendTensors(NamedTuple):
+    """Of append.py, and of append_integers.py for INT8."""
+
+    mNewK: Tensor
+    mNewV: Tensor
+    mK: Tensor
+    mV: Tensor
+    mLengths: Tensor
+    mTable: Tensor
+    mKScale: Tensor
+    mVScale: Tensor
+
+
+class AppendInt4Tensors(NamedTuple):
+    """Of append_integers.py for INT4; scales and zeros of keys are per channel of a page, those of values per token."""
+
+    mNewK: Tensor
+    mNewV: Tensor
+    mK: Tensor
+    mV: Tensor
+    mLengths: Tensor
+    mTable: Tensor
+    mKScale: Tensor
+    mKZero: Tensor
+    mVScale: Tensor
+    mVZero: Tensor
+    mTail: Tensor
+    mSequences: Tensor
+
+
+class AppendScalars(NamedTuple):
+    """Of append.py."""
+
+    has_block_table: i32
+    k_scale_heads: i32  # 0: no scale, 1: one for all heads, 2: one for each
+    v_scale_heads: i32
+    is_bf16: i32  # 1: new rows are bf16, 0: fp16
+
+
+class AppendIntegerScalars(NamedTuple):
+    """Of append_integers.py."""
+
+    has_block_table: i32
+    is_bf16: i32
+
+
+class TauTailTensors(NamedTuple):
+    """Of tau_tail.py."""
+
+    mQkv: Tensor
+    mLinear: Tensor
+    mTable: Tensor
+    mPositions: Tensor
+
+
+class TauTailScalars(NamedTuple):
+    """Of tau_tail.py."""
+
+    wide_positions: i32  # 1: positions are int64, two elements each, the low half first
+    num_heads: i32
+    head_dim: i32
