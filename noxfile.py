@@ -31,6 +31,7 @@ from workspace import (
     ROOT,
     Environment,
     archs_of_this_machine,
+    build_environment,
     build_wheels,
     closure,
     files_under,
@@ -151,6 +152,26 @@ def build(session: nox.Session, package: str, arch: str) -> None:
     """The wheel of one family with machine code for one architecture, in dist/<arch>."""
     (wheel,) = build_wheels(session, [PACKAGES[package]], [arch.removeprefix("sm")])
     session.log(f"{wheel.path.relative_to(ROOT)}: {wheel.path.stat().st_size / 1024:.0f} KiB")
+
+
+@nox.session
+def develop(session: nox.Session) -> None:
+    """Compile the binaries of the families named into their source folders, and only what changed: `-- norm`."""
+    archs = archs_asked(session, archs_of_this_machine(default=["90a"]))
+    for package in [PACKAGES[name] for name in session.posargs]:
+        environment = build_environment(session, [package])
+        built = CACHE / "develop" / package.name
+        variables: dict[str, str | None] = {"KESTREL_ARCHS": ";".join(archs)}
+        if (package.path / "CMakeLists.txt").is_file():
+            options = ["-G", "Ninja", f"-DPython_EXECUTABLE={environment.python}", "-DCMAKE_BUILD_TYPE=Release"]
+            environment.run("cmake", "-S", package.path, "-B", built, *options, env=variables, silent=True)
+            environment.run("cmake", "--build", built, env=variables)
+            environment.run("cmake", "--install", built, "--prefix", built / "installed", silent=True)
+            found = built / "installed" / package.module / "_lib"
+        else:
+            environment.run("python", ROOT / "tools" / "cute_build", package.path, built, env=variables)
+            found = built
+        shutil.copytree(found, package.path / "src" / package.module / "_lib", dirs_exist_ok=True)
 
 
 @nox.session

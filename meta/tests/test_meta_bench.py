@@ -62,7 +62,10 @@ def test_without_a_gpu_bench_says_so(arguments: list[str]) -> None:
 
 
 def test_bench_tells_what_it_can_be_told() -> None:
-    done = CliRunner().invoke(app, ["bench", "--help"], )
+    done = CliRunner().invoke(
+        app,
+        ["bench", "--help"],
+    )
     assert done.exit_code == 0
     for option in ("--peers", "--only", "--against", "--out", "--shape", "--replays"):
         assert option in done.output

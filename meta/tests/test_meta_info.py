@@ -35,6 +35,7 @@ def command(*arguments: str) -> str:
         (None, binary("90a"), [H200], "no kernel yet"),
         ("cuda", binary(built=False), [H200], "runs from its sources"),
         ("cuda", binary("90a"), [], "no GPU"),
+        ("cuda", binary(), [H200], "built without kernels"),
         ("cuda", binary("80"), [H200], "capability 9.0"),
         ("cuda", binary("80", "90a"), [UNKNOWN], "capability 7.5"),
         ("cuda", binary("80", "90a"), [H200], ""),
@@ -57,6 +58,12 @@ def test_info_as_data_names_every_distribution_binary_and_op() -> None:
     for op in ops.values():
         assert (op["runs"] == "kernel") == (op["why"] == "")
         assert found["gpus"] or op["runs"] != "kernel"
+
+
+def test_a_wheel_without_kernels_says_so() -> None:
+    found = info.Info(versions={}, driver=None, gpus=[], binaries=[binary()], ops=[])
+    [line] = [line for line in info.lines(found) if "kestrel_norm" in line]
+    assert "built without kernels (KESTREL_ARCHS=none)" in line
 
 
 def test_info_lists_every_public_function_and_nothing_else() -> None:

@@ -13,6 +13,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 ENGINES = ROOT / "meta" / "ENGINES.md"
 READMES = [ROOT / "README.md", ROOT / "meta" / "README.md", ENGINES, *sorted(ROOT.glob("packages/*/README.md"))]
+GENERATED = re.compile(r"<!-- (results|ops|model).*?<!-- end of \1.*?-->", re.S)
 
 
 def examples(path: Path) -> list[str]:
@@ -25,6 +26,11 @@ EXAMPLES = [
     for number, code in enumerate(examples(path))
     if "@kernel_op" not in code  # how an op is written, not how one is called
 ]
+
+
+@pytest.mark.parametrize("path", [*READMES, ROOT / "packages" / "README.md"], ids=lambda path: path.parent.name)
+def test_a_page_has_at_most_150_lines_beside_what_tools_write(path):
+    assert len(GENERATED.sub("", path.read_text(encoding="utf-8")).splitlines()) <= 150
 
 
 def run(code: str) -> dict[str, Any]:
@@ -69,10 +75,18 @@ def test_ops_under_an_engines_names_do_what_it_calls_them_for():
     engine.fused_add_rms_norm(new, kept, weight, 1e-6)
     torch.testing.assert_close((new, kept), (normed, x + residual))
 
-    for how in ({}, {"use_per_token_if_dynamic": True}, {"scale": torch.full((1,), 0.02)}):
+    output = torch.empty(5, 64, dtype=torch.float8_e4m3fn)
+    for how, scales in (
+        ({}, 1),
+        ({"use_per_token_if_dynamic": True}, 5),
+        ({"scale": torch.full((1,), 0.02)}, 1),
+        ({"scale": torch.full((1,), 0.02), "output": output, "group_shape": (-1, -1)}, 1),
+        ({"scale": torch.full((5,), 0.02), "group_shape": (1, -1)}, 5),
+    ):
         codes, scale = engine.scaled_fp8_quant(x, **how)
-        torch.testing.assert_close(codes.float() * scale, x, rtol=0.07, atol=0.02)
-        assert scale.numel() == (5 if "use_per_token_if_dynamic" in how else 1)
+        torch.testing.assert_close(codes.float() * scale, x, rtol=0.07, atol=0.02, msg=str(how))
+        assert scale.numel() == scales, how
+        assert "output" not in how or codes.data_ptr() == output.data_ptr()
 
     query, table = torch.randn(5, 2 * 8), torch.cat([torch.zeros(9, 4), torch.ones(9, 4)], dim=1)  # a quarter turn
     turned = query.clone().view(5, 2, 2, 4)

@@ -1,4 +1,4 @@
-"""What `kestrel-kernels info` tells: gathered as plain data, so that tests and tools read the same."""
+"""The content of `kestrel-kernels info` as plain data, which tests and tools read too."""
 
 from __future__ import annotations
 
@@ -27,8 +27,9 @@ class GPU(TypedDict):
 class BinaryInfo(TypedDict):
     family: str
     built: bool
-    """False when the family runs from its sources: nothing was built."""
+    """False when the family runs from its sources, without a build."""
     archs: list[str]
+    """Empty in a wheel without kernels (KESTREL_ARCHS=none)."""
     functions: list[str]
     size: int
 
@@ -39,10 +40,10 @@ class OpInfo(TypedDict):
     kernel: str | None
     """"cuda", "cute", or None while the op has only its reference, or needs no kernel."""
     without: list[str]
-    """Of several registered ops behind a function that has kernels, those that have none yet, such as f_append_int."""
+    """The registered ops behind this function that have no kernel yet, where others have one."""
     archs: list[str]
     runs: str
-    """What CUDA tensors get on this machine: "kernel" or "reference"; "plain" where no kernel is needed."""
+    """How CUDA tensors are served on this machine: "kernel" or "reference"; "plain" where no kernel is needed."""
     why: str
 
 
@@ -55,7 +56,7 @@ class Info(TypedDict):
 
 
 def collect() -> Info:
-    """Everything, without loading a binary."""
+    """Collect everything without loading a binary."""
     gpus = _gpus()
     binaries = [_binary(f"kestrel_{name}") for name in FAMILIES]
     return Info(versions=_versions(), driver=_driver(), gpus=gpus, binaries=binaries, ops=_ops(gpus, binaries))
@@ -74,7 +75,7 @@ def _versions() -> dict[str, str]:
 
 
 def _driver() -> str | None:
-    """The NVIDIA driver's own version, as its kernel module or nvidia-smi reports it."""
+    """The version of the NVIDIA driver, from its kernel module or nvidia-smi."""
     path = Path("/proc/driver/nvidia/version")
     if path.is_file():
         found = re.search(r"\s(\d+\.\d+(?:\.\d+)?)\s", path.read_text(encoding="utf-8"))
@@ -116,13 +117,13 @@ def _binary(family: str) -> BinaryInfo:
 
 
 def public_functions(family: str) -> list[str]:
-    """What a family documents as its functions."""
+    """The functions in a family's `__all__`."""
     module = importlib.import_module(family)
     return [name for name in module.__all__ if inspect.isfunction(getattr(module, name))]
 
 
 def _ops(gpus: list[GPU], binaries: list[BinaryInfo]) -> list[OpInfo]:
-    """A public function each, in the order of the families."""
+    """One entry for each public function, in the order of the families."""
     from kestrel_runtime import ops
 
     found = []
@@ -135,9 +136,9 @@ def _ops(gpus: list[GPU], binaries: list[BinaryInfo]) -> list[OpInfo]:
 
 
 def _ops_behind(names: list[str], registered: list[KernelOp]) -> dict[str, list[KernelOp]]:
-    """The registered ops of each public function: the one of its name, and those that carry its name and a suffix.
+    """The registered ops of each public function: the op of the same name, and ops named after it with a suffix.
 
-    So f_append belongs to f, unless it is public itself.
+    f_append belongs to f unless f_append is public too.
     """
     behind: dict[str, list[KernelOp]] = {name: [] for name in names}
     for op in registered:
@@ -148,7 +149,7 @@ def _ops_behind(names: list[str], registered: list[KernelOp]) -> dict[str, list[
 
 
 def _op(name: str, behind: list[KernelOp], binary: BinaryInfo, gpus: list[GPU]) -> OpInfo:
-    """Of several ops behind one function, the first with a kernel that could not run here speaks for it."""
+    """The entry of a function. Of several ops behind it, the first whose kernel cannot run here decides."""
     if not behind:
         return OpInfo(op=name, kernel=None, without=[], archs=[], runs="plain", why="needs none")
     architecture = gpus[0]["architecture"] if gpus else None
@@ -171,6 +172,8 @@ def _why_not(kernel: str | None, binary: BinaryInfo, gpus: list[GPU], architectu
         return "no kernel yet"
     if not binary["built"]:
         return "the family runs from its sources, without a binary"
+    if not binary["archs"]:
+        return "built without kernels"
     if not gpus:
         return "no GPU"
     if architecture is None or architecture not in binary["archs"]:
@@ -184,7 +187,7 @@ def _why_not(kernel: str | None, binary: BinaryInfo, gpus: list[GPU], architectu
 
 
 def lines(info: Info) -> list[str]:
-    """The text that the command prints."""
+    """The printed lines."""
     text = ["versions"]
     text += [f"  {name:30} {version}" for name, version in info["versions"].items()]
     text += ["", "GPU"]
@@ -199,7 +202,8 @@ def lines(info: Info) -> list[str]:
         if binary["archs"]:
             holds = f"{' '.join('sm_' + arch for arch in binary['archs'])} ({binary['size'] / 1024:.0f} KiB)"
         else:
-            holds = "no kernels yet" if binary["built"] else "not built: run from the sources"
+            built = binary["built"]
+            holds = "built without kernels (KESTREL_ARCHS=none)" if built else "not built: runs from its sources"
         text += [f"  {binary['family']:30} {holds}"]
     text += ["", "ops"]
     width = max((len(op["op"]) for op in info["ops"]), default=0)
