@@ -1,4 +1,4 @@
-"""fused_mlp against float64, held to the error of torch's own composition in the same dtype."""
+"""fused_mlp against float64, within bounds that follow from its roundings."""
 
 from __future__ import annotations
 
@@ -7,22 +7,8 @@ import torch
 import torch.nn.functional as F
 
 from kestrel_moe import fused_mlp
-from kestrel_runtime.testing import assert_close_to_f64
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-
-
-def compose(
-    x: torch.Tensor,
-    w1: torch.Tensor,
-    b1: torch.Tensor | None,
-    w2: torch.Tensor,
-    b2: torch.Tensor | None,
-    residual: torch.Tensor | None,
-    approximate: str,
-) -> torch.Tensor:
-    y = F.linear(F.gelu(F.linear(x, w1, b1), approximate=approximate), w2, b2)
-    return y if residual is None else residual + y
 
 
 def problem(
@@ -40,25 +26,58 @@ def problem(
     return [None if t is None else t.to(dtype) for t in tensors]
 
 
+U = 2.0**-24  # unit roundoff of float32
+GELU_SLOPE = 1.13  # the largest slope of GELU, of either form
+
+
+def assert_within_bounds(got: torch.Tensor, args: list[torch.Tensor | None], activation: str = "gelu_tanh") -> None:
+    """Error analysis of the two products, whatever the order of their sums.
+
+    A float32 sum of n products is off by at most n U times the sum of their magnitudes; a bias is one more term. GELU
+    passes that on times its slope and adds 2^-20 of its argument for its own arithmetic. The hidden layer is rounded to
+    the dtype, half an eps, and the result once more.
+    """
+    x, w1, b1, w2, b2, residual = (None if t is None else t.double() for t in args)
+    eps = torch.finfo(got.dtype).eps
+    pre = F.linear(x, w1, b1)
+    pre_error = (x.shape[-1] + 1) * U * F.linear(x.abs(), w1.abs(), None if b1 is None else b1.abs())
+    hidden = F.gelu(pre, approximate="none" if activation == "gelu" else "tanh")
+    hidden_error = GELU_SLOPE * pre_error + 2.0**-20 * pre.abs() + 0.5 * eps * hidden.abs()
+    exact = F.linear(hidden, w2, b2)
+    magnitude = F.linear(hidden.abs(), w2.abs(), None if b2 is None else b2.abs())
+    if residual is not None:
+        exact, magnitude = exact + residual, magnitude + residual.abs()
+    bound = F.linear(hidden_error, w2.abs()) + (w2.shape[1] + 2) * U * magnitude
+    # the hidden error itself is in the sums, hence 1 % more; half an eps for the result
+    allowed = 1.01 * bound + 0.5 * eps * (exact.abs() + bound) + torch.finfo(got.dtype).tiny
+    worst = ((got.double() - exact).abs() / allowed).max()
+    assert worst <= 1, f"{worst:.2f} of the bound"
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("activation", "approximate"), [("gelu_tanh", "tanh"), ("gelu", "none")])
+@pytest.mark.parametrize("activation", ["gelu_tanh", "gelu"])
 @pytest.mark.parametrize(("bias", "residual"), [(True, True), (True, False), (False, True), (False, False)])
-def test_error_is_that_of_torch_in_the_same_dtype(
-    dtype: torch.dtype, activation: str, approximate: str, bias: bool, residual: bool
+def test_errors_stay_within_those_of_float32_sums_and_two_roundings(
+    dtype: torch.dtype, activation: str, bias: bool, residual: bool
 ) -> None:
     args = problem(40, 72, 135, 72, dtype, bias=bias, residual=residual)
-    exact = compose(*(None if t is None else t.double() for t in args), approximate)
     got = fused_mlp(*args, activation=activation)
     assert got.dtype == dtype
-    assert_close_to_f64(got, exact, compose(*args, approximate))
+    assert_within_bounds(got, args, activation)
 
 
-@pytest.mark.parametrize("tokens", [1, 3, 16, 257, 740])
+def test_the_hidden_layer_is_rounded_to_the_dtype_of_the_input() -> None:
+    # GELU(3) = 2.9959502... in float32; 3.0 and 2.984375 are its neighbours in bf16, and 3.0 is nearer
+    x, ones = torch.tensor([[3.0]]).bfloat16(), torch.ones(1, 1).bfloat16()
+    wide = torch.full((1, 1), 256.0).bfloat16()
+    residual = torch.full((1, 1), -768.0).bfloat16()
+    assert fused_mlp(x, ones, None, wide, None, residual, activation="gelu").item() == 0.0  # 256 * 3.0 - 768
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 16, 257])
 def test_any_number_of_tokens_and_a_result_of_another_width(tokens: int) -> None:
     args = problem(tokens, 31, 50, 17, torch.float32, bias=True, residual=True)
-    exact = compose(*(t.double() for t in args), "tanh")
-    # float32 sums of 31 and 50 products of order one: a handful of units of 2^-23
-    torch.testing.assert_close(fused_mlp(*args).double(), exact, rtol=0, atol=5e-6)
+    assert_within_bounds(fused_mlp(*args), args)
 
 
 def test_leading_dimensions_views_out_and_untouched_inputs() -> None:

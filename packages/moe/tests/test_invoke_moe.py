@@ -74,10 +74,38 @@ def case(
     )
 
 
-def assert_rounded_once(got: torch.Tensor, exact: torch.Tensor) -> None:
-    """Half a unit in the last place, and float32 sums of some tens of products of order one."""
-    eps = torch.finfo(got.dtype).eps
-    assert bool(((got.double() - exact).abs() <= 0.5 * eps * exact.abs() * 1.001 + 4e-6).all())
+def assert_rounded_once(got: torch.Tensor, exact: torch.Tensor, magnitude: torch.Tensor, roundings: int) -> None:
+    """``magnitude`` is the sum of the magnitudes of the products. Each product takes part in so many float32 roundings:
+    those of the sum, in any order, and those of the scales. The result is rounded once more, by half an eps."""
+    finfo = torch.finfo(got.dtype)
+    sum_error = roundings * 2.0**-24 * magnitude
+    allowed = sum_error + 0.5 * finfo.eps * (exact.abs() + sum_error) + finfo.tiny
+    assert got.shape == exact.shape
+    worst = ((got.double() - exact).abs() / allowed).max()
+    assert worst <= 1, f"{worst:.2f} of the bound"
+
+
+def exact_up(c: Case, x: torch.Tensor, w1: torch.Tensor) -> torch.Tensor:
+    """Row t*K+j is w1[e] @ x[t] in float64 for every pair that is not skipped; zeros for the others."""
+    experts = torch.tensor(c.expert_map)[c.ids.long()]
+    rows = torch.einsum("tjnk,tk->tjn", w1.double()[experts], x.double())
+    return torch.where((experts >= 0)[..., None], rows, 0.0).flatten(0, 1)
+
+
+def exact_down(c: Case, x: torch.Tensor, w3: torch.Tensor) -> torch.Tensor:
+    """weights[t, j] * (w3[e] @ x[t*K+j]) in float64."""
+    experts = torch.tensor(c.expert_map)[c.ids.long()]
+    rows = torch.einsum("tjnk,tjk->tjn", w3.double()[experts], x.view(*c.ids.shape, -1).double())
+    return torch.where((experts >= 0)[..., None], rows * c.weights.double()[..., None], 0.0)
+
+
+def assert_up(got: torch.Tensor, c: Case) -> None:
+    magnitude = exact_up(c, c.hidden.abs(), c.w1.abs())
+    assert_rounded_once(got, exact_up(c, c.hidden, c.w1), magnitude, c.hidden.shape[1])
+
+
+def assert_down(got: torch.Tensor, c: Case, x: torch.Tensor) -> None:
+    assert_rounded_once(got, exact_down(c, x, c.w3), exact_down(c, x.abs(), c.w3.abs()), x.shape[1] + 1)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -85,37 +113,22 @@ def assert_rounded_once(got: torch.Tensor, exact: torch.Tensor) -> None:
 @pytest.mark.parametrize("tokens", [1, 3, 16, 60])
 def test_up_is_one_product_per_pair(tokens: int, block: int, dtype: torch.dtype) -> None:
     c = case(tokens, block, dtype)
-    exact = torch.zeros(2 * tokens, 48, dtype=torch.float64)
-    for flat, t, _, e in c.pairs():
-        exact[flat] = c.w1[e].double() @ c.hidden[t].double()
-    whole = invoke_cute_moe_up(c.hidden, c.w1, None, c.weights, c.ids, *c.aligned, block_size=block)
-    assert_rounded_once(whole, exact)
-    halves = invoke_cute_moe_up(c.hidden, c.w1[:, :24], c.w1[:, 24:], None, c.ids, *c.aligned, block_size=block)
-    assert_rounded_once(halves, exact)
+    assert_up(invoke_cute_moe_up(c.hidden, c.w1, None, c.weights, c.ids, *c.aligned, block_size=block), c)
+    assert_up(invoke_cute_moe_up(c.hidden, c.w1[:, :24], c.w1[:, 24:], None, c.ids, *c.aligned, block_size=block), c)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("tokens", [1, 3, 16, 60])
 def test_down_is_one_weighted_product_per_pair(tokens: int, dtype: torch.dtype) -> None:
     c = case(tokens, 16, dtype)
-    x = torch.randn(2 * tokens, 24).to(dtype)
-    exact = torch.zeros(tokens, 2, 40, dtype=torch.float64)
-    for flat, t, j, e in c.pairs():
-        exact[t, j] = c.weights[t, j].double() * (c.w3[e].double() @ x[flat].double())
-    assert_rounded_once(invoke_cute_moe_down(x, c.w3, c.weights, c.ids, *c.aligned, block_size=16), exact)
+    x = torch.randn(2 * tokens, 24, generator=torch.Generator().manual_seed(1)).to(dtype)
+    assert_down(invoke_cute_moe_down(x, c.w3, c.weights, c.ids, *c.aligned, block_size=16), c, x)
 
 
 def assert_both_products(c: Case) -> None:
-    """Up and down of every pair against float64, all pairs at once."""
-    experts = torch.tensor(c.expert_map)[c.ids.long()]
-    local = (experts >= 0).double()
-    up_exact = torch.einsum("tjnk,tk->tjn", c.w1.double()[experts], c.hidden.double()) * local[..., None]
-    up = invoke_cute_moe_up(c.hidden, c.w1, None, None, c.ids, *c.aligned, block_size=c.block)
-    assert_rounded_once(up, up_exact.flatten(0, 1))
+    assert_up(invoke_cute_moe_up(c.hidden, c.w1, None, None, c.ids, *c.aligned, block_size=c.block), c)
     x = torch.randn(c.ids.numel(), c.w3.shape[2], generator=torch.Generator().manual_seed(1)).to(c.hidden.dtype)
-    pairs = x.view(*c.ids.shape, -1).double()
-    down_exact = torch.einsum("tjnk,tjk->tjn", c.w3.double()[experts], pairs) * (c.weights.double() * local)[..., None]
-    assert_rounded_once(invoke_cute_moe_down(x, c.w3, c.weights, c.ids, *c.aligned, block_size=c.block), down_exact)
+    assert_down(invoke_cute_moe_down(x, c.w3, c.weights, c.ids, *c.aligned, block_size=c.block), c, x)
 
 
 @pytest.mark.parametrize("tokens", [3, 257])
@@ -219,7 +232,7 @@ def test_the_pipeline_is_fused_experts_but_for_roundings(tokens: int, dtype: tor
     up = invoke_cute_moe_up(c.hidden, c.w1, None, None, c.ids, *c.aligned, block_size=16)
     down = invoke_cute_moe_down(gelu_residual(up), c.w3, c.weights, c.ids, *c.aligned, block_size=16)
     whole = fused_experts(c.hidden, c.w1, c.w3, c.weights, c.ids)
-    # up and down are each rounded once more than inside fused_experts
+    # up, the inner layer and down are rounded to the dtype: each by half an eps of values of at most some ten
     torch.testing.assert_close(moe_sum(down), whole, rtol=0, atol=16 * torch.finfo(dtype).eps)
 
 
@@ -322,24 +335,30 @@ def test_fp8_products_are_exact_but_for_one_rounding_to_bf16(tokens: int, shape:
     x, w1, w3 = c.hidden.to(F8), c.w1.to(F8), c.w3.to(F8)
     x_scale, s1, s3 = torch.rand(tokens, 1) + 0.5, scales(shape, 8, 272, 160), scales(shape, 8, 160, 136)
     inner, inner_scale = torch.randn(2 * tokens, 136).to(F8), torch.rand(2 * tokens, 1) + 0.5
-    exact_up = torch.zeros(2 * tokens, 272, dtype=torch.float64)
-    exact_down = torch.zeros(tokens, 2, 160, dtype=torch.float64)
+    # the sum, and one rounding each for the scale of the weight, of the row and of the router
     w1_exact, w3_exact = w1.double() * spread(s1, w1).double(), w3.double() * spread(s3, w3).double()
-    for flat, t, j, e in c.pairs():
-        exact_up[flat] = w1_exact[e] @ (x[t].double() * x_scale[t].double())
-        exact_down[t, j] = c.weights[t, j].double() * (
-            w3_exact[e] @ (inner[flat].double() * inner_scale[flat].double())
-        )
+    x_exact, inner_exact = x.double() * x_scale.double(), inner.double() * inner_scale.double()
+    up_exact, up_magnitude = exact_up(c, x_exact, w1_exact), exact_up(c, x_exact.abs(), w1_exact.abs())
+    down_exact, down_magnitude = exact_down(c, inner_exact, w3_exact), exact_down(c, inner_exact.abs(), w3_exact.abs())
     up = invoke_cute_moe_up_fp8(x, x_scale, w1, s1, None, None, None, c.ids, *c.aligned, block_size=16)
     assert up.dtype == torch.bfloat16
-    assert_rounded_once(up, exact_up)
+    assert_rounded_once(up, up_exact, up_magnitude, 160 + 3)
     if shape == "row":
         parts = (w1[:, :136], s1[:, :136].contiguous(), w1[:, 136:], s1[:, 136:].contiguous())
         halves = invoke_cute_moe_up_fp8(x, x_scale, *parts, c.weights, c.ids, *c.aligned, block_size=16)
-        assert_rounded_once(halves, exact_up)
+        assert_rounded_once(halves, up_exact, up_magnitude, 160 + 3)
     down = invoke_cute_moe_down_fp8(inner, inner_scale, w3, s3, c.weights, c.ids, *c.aligned, block_size=16)
     assert down.dtype == torch.bfloat16
-    assert_rounded_once(down, exact_down)
+    assert_rounded_once(down, down_exact, down_magnitude, 136 + 3)
+
+
+@pytest.mark.parametrize("shape", ["expert", "row", "tile"])
+def test_fp8_scales_of_any_magnitude_scale_the_result(shape: str) -> None:
+    c = case(5, width=160, inner=136)
+    x, w1, x_scale, s1 = c.hidden.to(F8), c.w1.to(F8), torch.rand(5, 1) + 0.5, scales(shape, 8, 272, 160)
+    rest = (None, None, None, c.ids, *c.aligned)
+    got = invoke_cute_moe_up_fp8(x, x_scale, w1, s1, *rest, block_size=16)
+    assert torch.equal(invoke_cute_moe_up_fp8(x, x_scale, w1, s1 * 2.0**40, *rest, block_size=16), got * 2.0**40)
 
 
 def test_fp8_views_give_what_their_copies_give() -> None:

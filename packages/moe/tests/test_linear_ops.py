@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 
 from kestrel_moe import fused_linear_residual, gemv, linear, moe_sum, router_gemm
-from kestrel_runtime.testing import assert_close_to_f64
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -22,15 +21,30 @@ def problem(tokens: int, width: int, result: int, dtype: torch.dtype) -> tuple[t
     return x.to(dtype), (weight / width**0.5).to(dtype), bias.to(dtype), residual.to(dtype)
 
 
+def assert_rounded_once(got: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, *added: torch.Tensor | None) -> None:
+    """A float32 sum of n terms in any order is off by at most n 2^-24 times the sum of their magnitudes. The result is
+    rounded once, by half an eps of its dtype."""
+    terms = [t.double() for t in added if t is not None]
+    exact = F.linear(x.double(), weight.double())
+    magnitude = F.linear(x.double().abs(), weight.double().abs())
+    for term in terms:
+        exact, magnitude = exact + term, magnitude + term.abs()
+    sum_error = (x.shape[-1] + len(terms)) * 2.0**-24 * magnitude
+    finfo = torch.finfo(got.dtype)
+    allowed = sum_error + 0.5 * finfo.eps * (exact.abs() + sum_error) + finfo.tiny
+    if got.numel():
+        worst = ((got.double() - exact).abs() / allowed).max()
+        assert worst <= 1, f"{worst:.2f} of the bound"
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("with_bias", [True, False])
-def test_linear_with_residual_errs_no_more_than_torch(dtype: torch.dtype, with_bias: bool) -> None:
+def test_linear_with_residual_is_rounded_once(dtype: torch.dtype, with_bias: bool) -> None:
     x, weight, bias, residual = problem(50, 72, 96, dtype)
     bias = bias if with_bias else None
-    exact = F.linear(x.double(), weight.double(), None if bias is None else bias.double()) + residual.double()
     got = fused_linear_residual(x, weight, bias, residual)
     assert got.dtype == dtype
-    assert_close_to_f64(got, exact, F.linear(x, weight, bias) + residual)
+    assert_rounded_once(got, x, weight, bias, residual)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -39,11 +53,7 @@ def test_linear_with_residual_errs_no_more_than_torch(dtype: torch.dtype, with_b
 def test_gemv_is_a_linear_layer_rounded_once(tokens: int, dtype: torch.dtype, with_bias: bool) -> None:
     x, weight, bias, _ = problem(tokens, 130, 33, dtype)
     bias = bias if with_bias else None
-    exact = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
-    got = gemv(x, weight, bias)
-    eps = torch.finfo(dtype).eps
-    # one rounding, and float32 sums of 130 products of order 1 / sqrt(130)
-    assert bool(((got.double() - exact).abs() <= 0.5 * eps * exact.abs() * 1.001 + 4e-6).all())
+    assert_rounded_once(gemv(x, weight, bias), x, weight, bias)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -52,7 +62,7 @@ def test_router_logits_are_not_rounded_to_the_input_dtype(tokens: int, dtype: to
     x, weight, _, _ = problem(tokens, 256, 64, dtype)
     got = router_gemm(x, weight)
     assert got.dtype == torch.float32
-    torch.testing.assert_close(got.double(), x.double() @ weight.double().T, rtol=0, atol=4e-6)
+    assert_rounded_once(got, x, weight)
 
 
 @pytest.mark.parametrize(
@@ -142,13 +152,14 @@ def test_a_nan_row_stays_alone() -> None:
 @pytest.mark.parametrize("tokens", [1, 2, 3, 4, 5, 16, 40, 257])
 def test_at_one_number_of_rows_a_row_does_not_depend_on_the_others(tokens: int, dtype: torch.dtype) -> None:
     x, weight, bias, residual = problem(tokens, 72, 96, dtype)
-    for op in (
-        lambda x: fused_linear_residual(x, weight, bias, residual),
-        lambda x: gemv(x, weight, bias),
-        lambda x: router_gemm(x, weight),
-    ):
+    calls = {
+        "fused_linear_residual": lambda x: fused_linear_residual(x, weight, bias, residual),
+        "gemv": lambda x: gemv(x, weight, bias),
+        "router_gemm": lambda x: router_gemm(x, weight),
+    }
+    for name, op in calls.items():
         expected = op(x)
         for row in {0, tokens // 2, tokens - 1}:
             others = torch.randn_like(x)
             others[row] = x[row]
-            assert torch.equal(op(others)[row], expected[row])
+            assert torch.equal(op(others)[row], expected[row]), f"{name}: row {row}"

@@ -295,7 +295,7 @@ def test_alignment_repeats_bit_for_bit() -> None:
 
 @pytest.mark.parametrize("flags", [torch.bool, torch.int32], ids=str)
 @pytest.mark.parametrize("tokens", [0, 5, 257, 4096])
-def test_each_adapter_gets_its_own_alignment_and_disabled_adapters_stay_untouched(tokens: int, flags: torch.dtype) -> None:
+def test_each_adapter_gets_its_own_alignment_and_disabled_ones_stay_untouched(tokens: int, flags: torch.dtype) -> None:
     for experts, choices, table in ((6, 2, [1, -1, 0, 2, -1, 3]), (64, 8, None), (256, 8, None)):
         ids = torch.randint(-1, experts + 1, (tokens, choices), dtype=torch.int32)
         mapping = torch.randint(-1, 5, (tokens,), dtype=torch.int32)

@@ -106,6 +106,13 @@ def test_a_bias_moves_the_selection_and_not_the_weights() -> None:
     assert ids.tolist() != topk_softmax(gating, 4)[1].tolist()
 
 
+def test_chosen_experts_without_any_probability_keep_weights_of_zero() -> None:
+    gating, bias = torch.tensor([[0.0, -900.0, -900.0]]), torch.tensor([0.0, 5.0, 5.0])
+    weights, ids, _ = topk_softmax(gating, 2, bias=bias, renormalize=True)
+    assert ids.tolist() == [[1, 2]]
+    assert weights.tolist() == [[0.0, 0.0]]
+
+
 def test_a_nan_in_the_bias_puts_its_expert_last() -> None:
     bias = torch.tensor([math.nan, 0.0, 0.0])
     assert topk_softmax(torch.tensor([[9.0, 1.0, 2.0]]), 3, bias=bias)[1].tolist() == [[2, 1, 0]]

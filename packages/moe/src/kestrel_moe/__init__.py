@@ -1,4 +1,4 @@
-"""The feed-forward family: routed experts, and the dense MLP and activations they share. See README.md for the map."""
+"""The feed-forward family: routing, routed experts, gated activations, and the dense layers around them."""
 
 from .and_mul import gelu_and_mul, silu_and_mul
 from .fused_experts import fused_experts

@@ -1,4 +1,4 @@
-"""Tensors of any leading dimensions as the rows that entry points take."""
+"""Tensors of any leading dimensions as the 2-D tensors that entry points take."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import torch
 
 
 def as_rows(x: torch.Tensor, out: torch.Tensor, check: Callable[[], None]) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [..., K] as [T, K] and the result [..., N] as [T, N], or a copy of it where its rows are no one run.
+    """x [..., K] as [T, K] and out [..., N] as [T, N]; copies where the leading dimensions cannot be merged.
 
-    What shows in the rows is for the entry point to check. What does not, unequal leading dimensions and last
-    dimensions with gaps, which a copy would close, is left to ``check``; it is called only where there may be such.
+    The entry point checks the 2-D tensors. ``check`` finds what these no longer show: leading dimensions that differ,
+    and a last dimension that was not contiguous. It is called only where that may be.
     """
     leading = x.shape[:-1]
     if out.shape[:-1] != leading:
@@ -24,7 +24,7 @@ def as_rows(x: torch.Tensor, out: torch.Tensor, check: Callable[[], None]) -> tu
 
 
 def written(rows: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
-    """The result, once its rows are written."""
+    """The result, whose rows have been written."""
     if rows.data_ptr() != result.data_ptr():
         result.copy_(rows.view(result.shape))
     return result

@@ -32,7 +32,7 @@ def silu_and_mul(x: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.T
     >>> silu_and_mul(torch.tensor([[0.0, 100.0, 5.0, 2.0]])).tolist()
     [[0.0, 200.0]]
     """
-    return _gated.launch(x, out, True)
+    return _gated.launch("silu_and_mul", x, out)
 
 
 def _check_gelu_and_mul(x: torch.Tensor, approximate: str = "none", out: torch.Tensor | None = None) -> None:
@@ -58,4 +58,4 @@ def gelu_and_mul(x: torch.Tensor, *, approximate: str = "none", out: torch.Tenso
     >>> gelu_and_mul(torch.tensor([[0.0, 100.0, 5.0, 2.0]])).tolist()
     [[0.0, 200.0]]
     """
-    return _gated.launch(x, out, False, approximate)
+    return _gated.launch("gelu_and_mul", x, out, approximate)

@@ -44,7 +44,7 @@ def gelu_residual_fp8(x: torch.Tensor, *, approximate: str = "none") -> tuple[to
     >>> q.float().tolist(), (q.float() * scale).tolist()
     ([[448.0, 448.0]], [[100.0, 100.0]])
     """
-    return _gated.launch_fp8(x, False, approximate, 1.0)
+    return _gated.launch_fp8("gelu_residual", x, approximate)
 
 
 @kernel_op(reference=reference.silu_and_mul_fp8, check=_check_silu_and_mul_fp8, kernel="cuda")
@@ -63,7 +63,7 @@ def silu_and_mul_fp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     >>> q.float().tolist(), (q.float() * scale).tolist()
     ([[224.0, 448.0]], [[100.0, 200.0]])
     """
-    return _gated.launch_fp8(x, True)
+    return _gated.launch_fp8("silu_and_mul", x)
 
 
 @kernel_op(reference=reference.gelu_and_mul_fp8, check=_check_gelu_and_mul_fp8, kernel="cuda")
@@ -82,4 +82,4 @@ def gelu_and_mul_fp8(x: torch.Tensor, *, approximate: str = "none") -> tuple[tor
     >>> q.float().tolist(), (q.float() * scale).tolist()
     ([[224.0, 448.0]], [[100.0, 200.0]])
     """
-    return _gated.launch_fp8(x, False, approximate)
+    return _gated.launch_fp8("gelu_and_mul", x, approximate)

@@ -33,4 +33,4 @@ def gelu_residual(x: torch.Tensor, *, approximate: str = "none", out: torch.Tens
     >>> gelu_residual(torch.tensor([[0.0, 1e4, 5.0, 2.0]])).tolist()
     [[0.0, 30000.0]]
     """
-    return _gated.launch(x, out, False, approximate, 1.0)
+    return _gated.launch("gelu_residual", x, out, approximate)
