@@ -20,12 +20,12 @@ import torch
 from . import cute
 from .errors import UnsupportedError
 
-OLDEST_DRIVER = 13000  # what cuDriverGetVersion reports for R580; the machine code here needs it
+OLDEST_DRIVER = 13000  # cuDriverGetVersion of R580, which the machine code needs
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a build put beside its binary: ``_lib/manifest.json``."""
+    """What a build records beside its binary, in ``_lib/manifest.json``."""
 
     family: str
     archs: tuple[str, ...]
@@ -82,7 +82,7 @@ class Binary:
 
     @functools.cached_property
     def manifest(self) -> Manifest | None:
-        """What the build recorded, or None when the family runs from its sources without a build."""
+        """The record of the build, or None when the family runs from its sources without one."""
         path = self.folder / "manifest.json"
         if not path.is_file():
             return None
@@ -101,7 +101,7 @@ class Binary:
         return f"sm{found}"
 
     def kernel(self, variant: Any, device: torch.device | int) -> Callable[..., Any]:
-        """The CuTe kernel of a variant on this GPU: out of the library, or compiled now where the DSL is installed."""
+        """The CuTe kernel of a variant on this GPU: from the library, or compiled now where the DSL is installed."""
         index = device if isinstance(device, int) else device.index
         arch = _device_arch(torch.cuda.current_device() if index is None else index)
         built = self.manifest.functions if self.manifest else ()
@@ -109,7 +109,7 @@ class Binary:
         if function in built:
             return self.function(function)
         if arch is None or (self.manifest is None and not cute.can_compile()):
-            self.arch(device)  # says what is missing
+            self.arch(device)  # raises, and names what is missing
         _check_driver()
         return cute.compiled(self.family, variant, str(arch))
 
@@ -136,7 +136,7 @@ class Binary:
 
     @functools.cached_property
     def library(self) -> Path | None:
-        """The shared library, or what a release wheel has of it: the same, packed."""
+        """The shared library, plain or packed as in release wheels."""
         plain = self.folder / f"{self.family}.so"
         return next((path for path in (plain, packed(plain)) if path.is_file()), None)
 
@@ -152,8 +152,11 @@ class Binary:
 
 
 def packed(library: Path) -> Path:
-    """Where a release wheel has a library: kernels of several types and architectures have so much in common that xz,
-    which sees them all, leaves a quarter of what a wheel's own compression does."""
+    """The path of a library in a release wheel.
+
+    Kernels of several types and architectures share most of their code. xz, which sees all of them at once, needs a
+    quarter of the size that a wheel's own compression reaches.
+    """
     return library.with_name(f"{library.name}.xz")
 
 
@@ -161,7 +164,7 @@ _loading = threading.Lock()
 
 
 def _load_library(library: Path) -> Any:
-    """The module of a library, loaded once a process, whichever thread and op ask for it first."""
+    """The module of a library, loaded once per process by whichever thread comes first."""
     with _loading:
         return _loaded(library)
 
@@ -173,7 +176,7 @@ def _loaded(library: Path) -> Any:
     tvm_ffi.register_error("UnsupportedError", UnsupportedError)
     if library.suffix == ".so":
         return tvm_ffi.load_module(str(library))
-    # in memory nothing is written, and a program may run even where those of the temporary folder may not
+    # From memory first: no file is written, and a temporary folder may be mounted noexec.
     with contextlib.suppress(OSError, RuntimeError), unpacked(library, in_memory=True) as plain:
         return tvm_ffi.load_module(str(plain))
     try:
@@ -187,14 +190,14 @@ def _loaded(library: Path) -> Any:
 
 @contextlib.contextmanager
 def unpacked(library: Path, *, in_memory: bool) -> Iterator[Path]:
-    """A packed library as a file to load, of which nothing stays: what was loaded needs it no more."""
+    """A packed library as a file to load. The file is gone afterwards; a loaded library does not need it."""
     try:
         import lzma
     except ImportError:
         raise UnsupportedError(
             "this Python was built without lzma: it cannot unpack kernels of release wheels"
         ) from None
-    if in_memory and not hasattr(os, "memfd_create"):  # a Python made for an old C library
+    if in_memory and not hasattr(os, "memfd_create"):  # built for an old C library
         raise OSError("this Python has no files in memory")
     content = lzma.decompress(library.read_bytes())
     with tempfile.TemporaryDirectory(prefix="kestrel-") as folder, contextlib.ExitStack() as stack:

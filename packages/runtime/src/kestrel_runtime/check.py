@@ -1,6 +1,6 @@
 """Checks of op arguments. Every message reads: ``op: argument 'name': expected ..., got ...``.
 
-The entry points of the binaries make the same checks with the same wording, so a caller sees one language of errors.
+The C++ entry points make the same checks with the same wording.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _is_compiling = torch.compiler.is_dynamo_compiling
 
 
 def fail(op: str, name: str, expected: str, got: object, kind: type[Exception] = ValueError) -> NoReturn:
-    """Raise ``kind`` with the one wording that all checks share."""
+    """Raise ``kind`` with the wording that all checks share."""
     raise kind(f"{op}: argument '{name}': expected {expected}, got {got}")
 
 
@@ -39,7 +39,7 @@ def tensor(
     ndim: int | tuple[int, ...] | None = None,
     last_contiguous: bool = False,
 ) -> None:
-    """``value`` is a tensor of one of the dtypes and ranks, its last dimension contiguous if asked for."""
+    """``value`` is a strided tensor of one of the dtypes and ranks; with last_contiguous its last stride is 1."""
     if not isinstance(value, torch.Tensor):
         fail(op, name, "a tensor", type(value).__name__, TypeError)
     if value.layout != torch.strided:
@@ -171,7 +171,7 @@ def _has_solution(terms: list[tuple[int, int]], low: int, high: int, steps: int 
 
 
 def same(op: str, what: str, **tensors: torch.Tensor | None) -> None:
-    """All given tensors agree in ``what`` ("dtype" or "device"); None is skipped. The first one sets the standard."""
+    """All given tensors agree with the first one in ``what`` ("dtype" or "device"); None is skipped."""
     given = [(name, value) for name, value in tensors.items() if value is not None]
     first_name, first = given[0]
     wanted = getattr(first, what)
@@ -193,7 +193,10 @@ def number(
     maximum: float | None = None,
     above: float | None = None,
 ) -> None:
-    """``value`` is a number (not a bool, not NaN) with ``minimum <= value <= maximum`` and ``value > above``."""
+    """``value`` is a number (not a bool, not NaN) with ``minimum <= value <= maximum`` and ``value > above``.
+
+    Without bounds, integers are limited to 64 bits.
+    """
     kinds = (int, torch.SymInt) if integer else (int, float, torch.SymInt, torch.SymFloat)
     wanted = "an integer" if integer else "a number"
     if isinstance(value, bool) or not isinstance(value, kinds):
@@ -213,7 +216,7 @@ def number(
 
 
 def flag(op: str, name: str, value: object) -> None:
-    """``value`` is a bool; nothing else counts as true or false, so that "no" is not taken for yes."""
+    """``value`` is a bool; no other type counts as true or false."""
     if not isinstance(value, bool):
         fail(op, name, "True or False", type(value).__name__, TypeError)
 

@@ -1,8 +1,8 @@
-"""NVIDIA's CuTe DSL: its runtime library, and compiling on first use what was not compiled ahead of time.
+"""NVIDIA's CuTe DSL: its runtime library, and compilation on first use of kernels that no build holds.
 
-The runtime library's licence does not let us ship it inside our wheels, so families with CuTe kernels depend on the
-distribution ``nvidia-cutlass-dsl-libs-cu13``. The DSL itself comes with a family's extra ``[jit]``. Nothing here
-imports it before a kernel has to be compiled.
+The licence of the runtime library forbids shipping it inside our wheels, so families with CuTe kernels depend on the
+distribution ``nvidia-cutlass-dsl-libs-cu13``. The DSL itself comes with a family's extra ``[jit]``. It is imported only
+when a kernel is compiled.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ LIBRARY = "libcute_dsl_runtime.so"
 DISTRIBUTION = "nvidia-cutlass-dsl-libs-cu13>=4.7.1,<5"
 _DSL = "nvidia-cutlass-dsl"
 _compiling = threading.Lock()  # the DSL is not thread-safe
-_loaded: list[Any] = []  # modules, for as long as the process lives: their functions are in use
+_loaded: list[Any] = []  # modules stay alive as long as the process: their functions are in use
 
 
 def runtime_library_path() -> Path | None:
@@ -55,17 +55,17 @@ def open_runtime_library() -> ctypes.CDLL:
 
 @functools.cache
 def compiled(family: str, variant: Any, arch: str) -> Callable[..., Any]:
-    """The entry point of a variant (see a family's kernels/variants.py) that no build holds, for example for "90a".
+    """The entry point of a variant (see a family's kernels/variants.py) for an architecture such as "90a".
 
-    Compiled on first use, which takes seconds, and kept on disk as an object file, under a name that changes with the
-    family's kernels, the variant, the DSL and the processor. Two processes may compile the same: each puts a whole file
-    in place. Where nothing can be written the kernel is compiled in each process, and a warning says so once.
+    It is compiled on first use, which takes seconds, and kept on disk as an object file. The file's name changes with
+    the kernel sources, the variant, the DSL and the processor. Two processes may compile the same kernel; each replaces
+    the file as a whole. If the folder cannot be written, each process compiles its own, and one warning says so.
 
-    Raises UnsupportedError where the DSL is not installed; its words name the extra that brings it.
+    Raises UnsupportedError where the DSL is not installed; the message names the extra that installs it.
     """
     if not can_compile():
         extra = f"{family.replace('_', '-')}[jit]"
-        raise UnsupportedError(f"this case has no kernel in the wheel; with the extra {extra} one is compiled")
+        raise UnsupportedError(f"this case has no kernel in the wheel; the extra {extra} compiles one")
     function = f"{variant.name}_sm{arch}"
     folder = cache_folder()
     file = folder / family / f"{function}-{_digest(family, variant, arch)}.o" if folder else None
@@ -79,7 +79,7 @@ def compiled(family: str, variant: Any, arch: str) -> Callable[..., Any]:
 
 
 def cache_folder() -> Path | None:
-    """Where compiled kernels are kept: ``kestrel-kernels`` in $XDG_CACHE_HOME or ~/.cache; None without a home."""
+    """The folder of compiled kernels: ``kestrel-kernels`` in $XDG_CACHE_HOME or ~/.cache; None without a home."""
     named = os.environ.get("XDG_CACHE_HOME")
     try:
         return (Path(named) if named else Path.home() / ".cache") / "kestrel-kernels"
@@ -89,7 +89,7 @@ def cache_folder() -> Path | None:
 
 @functools.cache
 def can_compile() -> bool:
-    """The DSL itself is installed, and not just its runtime library, which lies in a folder of the same package."""
+    """Whether the DSL itself is installed, not only its runtime library, which shares its package folder."""
     try:
         importlib.metadata.version(_DSL)
     except importlib.metadata.PackageNotFoundError:
@@ -98,20 +98,20 @@ def can_compile() -> bool:
 
 
 def _digest(family: str, variant: Any, arch: str) -> str:
-    told = hashlib.sha256()
+    digest = hashlib.sha256()
     for package in (f"{family}.kernels", "kestrel_runtime.cute_dsl"):
         spec = importlib.util.find_spec(package)
         assert spec is not None
         assert spec.origin is not None
         for source in sorted(Path(spec.origin).parent.glob("*.py")):
-            told.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
+            digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
     versions = [importlib.metadata.version(name) for name in (_DSL, "apache-tvm-ffi")]
-    told.update(repr((variant, arch, versions, platform.machine(), _processor())).encode())
-    return told.hexdigest()[:20]
+    digest.update(repr((variant, arch, versions, platform.machine(), _processor())).encode())
+    return digest.hexdigest()[:20]
 
 
 def _processor() -> str:
-    """What host code may use: it is compiled for this very processor, and a home folder may serve several machines."""
+    """The instruction set of this processor: host code is compiled for it, and machines may share a home folder."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -133,7 +133,7 @@ def _compile(variant: Any, arch: str, function: str, file: Path | None) -> Calla
 
 
 def _keep(fresh: Path, file: Path) -> None:
-    """Put a copy in place, whole from the first moment; where that is not allowed, say so once."""
+    """Put a copy in place atomically; warn once where the folder cannot be written."""
     try:
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=file.parent) as folder:

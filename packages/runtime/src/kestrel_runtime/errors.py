@@ -1,4 +1,4 @@
-"""The two ways an op says that no kernel covers a call."""
+"""How an op reports that no kernel covers a call."""
 
 
 class UnsupportedError(RuntimeError):

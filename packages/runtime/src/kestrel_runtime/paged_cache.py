@@ -1,7 +1,7 @@
-"""References that kestrel_kvcache and kestrel_attention share: how a paged KV cache is addressed, written and read.
+"""References that kestrel_kvcache and kestrel_attention share: addressing, writing and reading a paged KV cache.
 
 A cache is [blocks, P, ...] with any strides; slot = block * P + offset. Nothing here reads a value on the host.
-Formats: values as they are; FP8 with a scale [1] or [Hk]; INT8 with a scale per token and head; INT4 after KIVI (Liu et
+Formats: plain values; FP8 with a scale [1] or [Hk]; INT8 with a scale per token and head; INT4 after KIVI (Liu et
 al., arXiv 2402.02750): keys quantised per channel over the 64 tokens of a page, values per token.
 """
 
@@ -14,27 +14,27 @@ from .reference import pack_int4, quotient, to_fp8, unpack_int4
 
 FP8_OF_NAME = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 INT4_PAGE = 64
-_INT4_LARGEST = 7.5 * 65504  # what the largest fp16 scale spans to each side
+_INT4_LARGEST = 7.5 * 65504  # the range to each side of the largest fp16 scale
 
 
 # -- addresses --------------------------------------------------------------------------------------------------------
 
 
 def as_bytes(x: torch.Tensor) -> torch.Tensor:
-    """FP8 tensors as uint8 (what copies and gathers support everywhere); other dtypes unchanged. A view."""
+    """A view of FP8 tensors as uint8, which copies and gathers support on every device; other dtypes unchanged."""
     return x.view(torch.uint8) if x.dtype.is_floating_point and x.element_size() == 1 else x
 
 
 def as_fp8(cache: torch.Tensor) -> torch.Tensor:
-    """A cache of bytes read as e4m3; others unchanged. A view."""
+    """A view of a uint8 cache as e4m3; others unchanged."""
     return cache.view(torch.float8_e4m3fn) if cache.dtype == torch.uint8 else cache
 
 
 def slots_of(positions: torch.Tensor, block_table: torch.Tensor | None, page: int) -> torch.Tensor:
-    """The slot of each position of each sequence, int64 [B, N]; -1 where there is none.
+    """The slot of each position of each sequence, int64 [B, N]; -1 where there is no slot.
 
-    positions: integers [B, N]; a negative one has no slot. block_table: [B, n], where a negative entry is no page;
-    None: sequence b owns page b alone.
+    positions: integers [B, N]; a negative position has no slot. block_table: [B, n], a negative entry is no page; None:
+    sequence b owns page b alone.
     """
     positions = positions.long()
     if block_table is None:
@@ -70,7 +70,7 @@ def write_rows(cache: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor) -> 
 
     cache: [blocks, P, ...], written in place. slots: integers [T], distinct where in range. rows: [T, ...] of the
     cache's dtype. A skipped row repeats the write of the first row that is not (equal values, so the order does not
-    matter), or, where all are skipped, writes back what stands there.
+    matter). Where all rows are skipped, the write puts back the old contents.
     """
     blocks, page = cache.shape[:2]
     if slots.shape[0] == 0 or blocks * page == 0:
@@ -85,9 +85,9 @@ def write_rows(cache: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor) -> 
 
 
 def gather_pages(cache: torch.Tensor, block_table: torch.Tensor | None) -> torch.Tensor:
-    """The pages of each sequence in order: [B, n, P, ...]. Entries that name no page give any page's contents.
+    """The pages of each sequence in order: [B, n, P, ...]. For entries that name no page the contents are arbitrary.
 
-    cache: [blocks, P, ...], or anything else that has one entry per block. block_table: [B, n]; None: sequence b owns
+    cache: [blocks, P, ...], or another tensor with one entry per block. block_table: [B, n]; None: sequence b owns
     page b alone, and the result is a view.
     """
     if block_table is None:
@@ -115,7 +115,7 @@ def encode_fp8(x: torch.Tensor, scale: torch.Tensor | None, dtype: torch.dtype) 
 def encode_int8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Symmetric codes -127..127 of the last dimension and their scale: the largest finite magnitude / 127, or 1 for 0.
 
-    Rounds half to even; inf saturates; a NaN makes the scale NaN, so that it is not lost.
+    Rounds half to even; inf saturates; a NaN makes the scale NaN, so that it propagates.
     """
     x = x.float()
     largest = torch.where(x.isinf(), 0.0, x.abs()).amax(-1)
@@ -129,7 +129,7 @@ def encode_int4(x: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor, 
 
     scale = max((max - min) / 15, max |x| / 32768) rounded to fp16, or 1 where that is 0; zero = -min / scale rounded to
     fp16 (which the second bound keeps in its range); code = round half to even of x / scale + zero, clamped. Values
-    saturate at 491280, the most a scale in fp16 spans. A NaN makes scale and zero NaN, so that it is not lost.
+    saturate at 491280, the range of an fp16 scale. A NaN makes scale and zero NaN, so that it propagates.
     """
     x = x.float().clamp(-_INT4_LARGEST, _INT4_LARGEST)
     low, high = x.amin(dim, keepdim=True), x.amax(dim, keepdim=True)
@@ -186,10 +186,10 @@ def write_int4(
         place = torch.searchsorted(ordered, slot).clamp(max=tokens - 1)
         return order[place], (ordered[place] == slot) & (slot >= 0)
 
-    # The finished pages. Each holds 64 tokens of this call or began in a tail, which bounds their number.
+    # The finished pages: each holds 64 tokens of this call or began in a tail, which bounds their number.
     most = min(tokens, sequences + tokens // INT4_PAGE)
     finishing = valid & (row == INT4_PAGE - 1)
-    last = (~finishing).int().argsort(stable=True)[:most]  # the tokens that finish a page, and some others behind them
+    last = (~finishing).int().argsort(stable=True)[:most]  # tokens that finish a page, then others
     page = torch.where(finishing[last], block[last], -1)
     rows = torch.arange(INT4_PAGE, device=slots.device)
     source, given = token_at(torch.where(page >= 0, page * INT4_PAGE, -INT4_PAGE)[:, None] + rows)
@@ -222,7 +222,7 @@ def read_cache(
     k_tail: torch.Tensor | None = None,
     seq_ids: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values of each sequence as float32 [B, n*P, Hk, D]; where none exists (keys_present), anything."""
+    """Keys and values of each sequence as float32 [B, n*P, Hk, D]; arbitrary where keys_present is False."""
     if k_zero is not None:
         assert k_scale is not None
         assert v_scale is not None

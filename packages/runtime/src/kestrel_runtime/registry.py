@@ -1,4 +1,4 @@
-"""Every op that was imported, and a count of how its calls were served."""
+"""Every imported op, and counts of how calls were served."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class KernelOp:
-    """One registered op: what it is called, what launches it, what specifies it."""
+    """One registered op: its name, its launch function, its reference, its check."""
 
     family: str
     name: str

@@ -1,4 +1,4 @@
-"""What the rotary ops of kestrel_rope and kestrel_kvcache share: the checks of their arguments, and their reference."""
+"""Argument checks and reference of the rotary ops in kestrel_rope and kestrel_kvcache."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def check_table(op: str, table: torch.Tensor, query: torch.Tensor, head_size: in
         check.fail(op, "cos_sin_cache", "an even number of columns >= 2", rotary_dim)
     check.number(op, "rope_dim_offset", offset, integer=True, minimum=0)
     if offset + rotary_dim > head_size:
-        room = f"at most {head_size - offset} columns (head_size {head_size}, rope_dim_offset {offset})"
-        check.fail(op, "cos_sin_cache", room, rotary_dim)
+        limit = f"at most {head_size - offset} columns (head_size {head_size}, rope_dim_offset {offset})"
+        check.fail(op, "cos_sin_cache", limit, rotary_dim)
 
 
 def rows_at(positions: torch.Tensor, table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -61,7 +61,7 @@ def rotate_heads(
     offset: int = 0,
     inverse: bool = False,
 ) -> None:
-    """Rotate R dims of every head from the offset on, in place; rows that are not valid keep their bits.
+    """Rotate R dims of every head from the offset on, in place; invalid rows keep their bits.
 
     x: [..., H*D] or [..., H, D]. angles: [..., R], each row's cosines, then its sines. valid: bool [...].
     """

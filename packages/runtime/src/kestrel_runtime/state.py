@@ -1,4 +1,4 @@
-"""Which implementation an op runs: the environment variable KESTREL_BACKEND and the context manager backend()."""
+"""The choice of the implementation: the environment variable KESTREL_BACKEND and the context manager backend()."""
 
 from __future__ import annotations
 

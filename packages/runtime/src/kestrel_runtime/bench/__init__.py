@@ -1,9 +1,9 @@
-"""The timer of this library: what an op costs on the GPU present, beside other implementations of it.
+"""The timer of this library: the time of an op on the GPU present, beside other implementations of it.
 
-A family describes each op to time in one file, ``benchmarks/<op>.py`` (:mod:`.definition` says what it holds). An op is
-timed as an engine runs it, inside a CUDA graph (:mod:`.timer`); a row of the report says what one call moved, how near
-that is to the limit of the machine (:mod:`.limits`), and what the host paid. ``python -m kestrel_runtime.bench`` and
-``kestrel-kernels bench`` are the two ways in; importing this touches no GPU.
+A family describes each op to time in one file, ``benchmarks/<op>.py`` (:mod:`.definition` documents the format). An op
+is timed as an engine runs it, inside a CUDA graph (:mod:`.timer`). A row of the report holds the bytes of one call, the
+fraction of the machine's limit (:mod:`.limits`) and the host time. ``python -m kestrel_runtime.bench`` and
+``kestrel-kernels bench`` are the same command line (:mod:`.command`). Importing this touches no GPU.
 """
 
 from .definition import Benchmark, compiled, discover, load, peer

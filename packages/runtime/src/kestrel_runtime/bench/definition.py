@@ -1,27 +1,27 @@
-"""What a family says about an op that is timed: ``benchmarks/<op>.py``, loaded into a :class:`Benchmark`.
+"""The definition of a timed op: ``benchmarks/<op>.py`` of a family, loaded into a :class:`Benchmark`.
 
 Such a file holds
 
-    TARGETS     {shape name: the time to reach in microseconds, or None where none is set}
-    make        (shape, count) -> list of `count` tuples of arguments, random, tensors to write included
-    set_bytes   (shape) -> bytes of one tuple that L2 must not hold when the tuple comes round again
-    traffic     (shape) -> bytes that one call must move: each input once, each output once
+    TARGETS     {shape name: target in microseconds, or None}
+    make        (shape, count) -> list of `count` tuples of arguments, random, including the tensors to write
+    set_bytes   (shape) -> bytes of one tuple that must not be in L2 when the tuple repeats
+    traffic     (shape) -> bytes that one call moves: each input once, each output once
     operations  (shape) -> floating-point operations of one call, 0 where memory alone decides
     candidates  () -> {name: function of one tuple}: "kestrel" first, then "torch", "torch.compile", then peers that
                 can be imported
 
-and where they apply
+and optionally
 
     bare        () -> function of one tuple: the entry point of the binary alone, for the host column
-    WARM        True where the targets were measured with the inputs in L2
-    LAUNCHES    how many launches the limit counts (1)
-    PRECISION   "bf16" or "fp8": which rate of the tensor cores the operations count against ("bf16")
+    WARM        True if the inputs are normally in L2
+    LAUNCHES    the number of launches in the limit (1)
+    PRECISION   "bf16" or "fp8": the tensor core rate in the limit ("bf16")
     TARGET_OF   {shape name: the peer whose own figure the target is}; within 2 % of it counts as met
-    result      (arguments, returned) -> list of tensors: what a call gave, out of what it wrote and what it returned.
-                With it every candidate is held against ours before it is timed (:mod:`.agreement`)
-    TOLERANCE   how far a result may be from ours, relative to its size (0.02)
+    result      (arguments, returned) -> list of tensors: the result of a call, from what it wrote and returned. With it
+                every candidate is compared with ours before it is timed (:mod:`.agreement`)
+    TOLERANCE   the largest difference of a result from ours, relative to its norm (0.02)
 
-It is found beside the family's sources, or inside its wheel. What several definitions share is a module beside them
+The file is beside the family's sources or inside its wheel. Code that several definitions share is a module beside them
 (a file without TARGETS), which they import by its bare name.
 """
 
@@ -83,7 +83,7 @@ class Benchmark:
 
 @dataclass(frozen=True)
 class Source:
-    """Where the definition of one op lies."""
+    """The file of one definition."""
 
     family: str
     op: str
@@ -102,12 +102,12 @@ def kind_of(candidate: str) -> str:
 
 
 _peers = ContextVar("peers", default=True)
-_compiled: list[bool] = []  # not empty once `compiled` has compiled: forgetting takes seconds, too, the first time
+_compiled: list[bool] = []  # not empty once `compiled` has compiled; a first reset takes seconds
 
 
 @contextlib.contextmanager
 def importing_peers(wanted: bool) -> Iterator[None]:
-    """Whether `peer` imports anything inside: some libraries take many seconds to import."""
+    """Whether `peer` imports anything inside the block: some libraries take many seconds to import."""
     before = _peers.set(wanted)
     try:
         yield
@@ -118,7 +118,7 @@ def importing_peers(wanted: bool) -> Iterator[None]:
 def peer(module: str) -> Any:
     """A module of another library for `candidates`, or None where it is not installed or no peer is timed.
 
-    What is installed and cannot be imported (built for another torch, say) is warned about, and is None too.
+    A library that is installed but cannot be imported (built for another torch, say) gives a warning and None.
     """
     if not _peers.get():
         return None
@@ -135,7 +135,7 @@ def peer(module: str) -> Any:
 
 
 def compiled(function: Call, **options: Any) -> Call:
-    """`function` under torch.compile, for `candidates`: the compiler is imported at the first call, if there is one."""
+    """`function` under torch.compile, for `candidates`. The compiler is imported at the first call."""
 
     @functools.cache
     def ready() -> Call:
@@ -146,18 +146,18 @@ def compiled(function: Call, **options: Any) -> Call:
 
 
 def forget_compiled() -> None:
-    """Have everything compiled anew for the next shape: torch.compile gives up on a function after some of them."""
+    """Reset torch.compile for the next shape: it stops compiling a function after some shapes."""
     if _compiled:
         torch._dynamo.reset()
 
 
 def load_module(source: Source) -> ModuleType:
-    """Run a definition's file. It imports the family, so it may raise whatever that raises."""
+    """Run a definition's file. It imports the family and may raise what that raises."""
     spec = importlib.util.spec_from_file_location(f"{MODULES}{source.family}_{source.op}", source.path)
     if spec is None or spec.loader is None:
         raise ImportError(f"{source.path} cannot be imported")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # a dataclass in it looks its own module up
+    sys.modules[spec.name] = module  # dataclasses find their module here
     with _neighbours_importable(source.path.parent):
         spec.loader.exec_module(module)
     return module
@@ -186,7 +186,7 @@ def load(source: Source) -> Benchmark:
 
 
 def discover(checkout: Path | None = None) -> list[Source]:
-    """Every definition: of a checkout's packages, or of the families that can be imported here."""
+    """Every definition of a checkout's packages, or of the families that can be imported."""
     folders = _folders_of(checkout) if checkout else _folders_of_families()
     return [
         Source(family, path.stem, path)
@@ -197,9 +197,9 @@ def discover(checkout: Path | None = None) -> list[Source]:
 
 
 def select(sources: Sequence[Source], names: Sequence[str]) -> list[Source]:
-    """Those named ``family`` or ``family:op``, each once and in the order of the names; all without names.
+    """The sources named ``family`` or ``family:op``, each once, in the order of the names; without names, all.
 
-    Raises ValueError for a name that fits none.
+    Raises ValueError for an unknown name.
     """
     chosen: dict[Source, None] = {}
     for name in names:
@@ -213,7 +213,7 @@ def select(sources: Sequence[Source], names: Sequence[str]) -> list[Source]:
 
 @contextlib.contextmanager
 def _neighbours_importable(folder: Path) -> Iterator[None]:
-    """Modules in `folder` can be imported inside; afterwards their names are free for another family's."""
+    """Modules in `folder` can be imported inside the block; afterwards their names are free for other families."""
     before = set(sys.modules)
     sys.path.insert(0, str(folder))
     try:

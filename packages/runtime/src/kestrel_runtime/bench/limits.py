@@ -1,7 +1,7 @@
-"""How fast an op could be at all on the GPU present: one launch, and its bytes or its operations.
+"""The limit of an op on the GPU present: one launch, plus its bytes or its operations.
 
-A reference, not a proof: the rates are what the vendor's own large copies and products reach, and programmatic
-dependent launch goes below the price of a plain launch. GPUs that nobody measured have no limit here.
+It is a reference, not a strict bound: the rates are those of the vendor's large copies and products, and programmatic
+dependent launch takes less than a plain launch. GPUs without measured rates have no limit.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Limit:
-    """What was measured on one kind of GPU."""
+    """The measured rates of one kind of GPU."""
 
     launch_us: float
-    """A launch inside a CUDA graph whose kernel does next to nothing, one after the other."""
+    """A launch inside a CUDA graph, in a chain of kernels that do almost nothing."""
     bytes_per_us: float
     operations_per_us: dict[str, float]
     """Of the tensor cores, by precision: the rate of the vendor's product of 8192^3."""
@@ -26,14 +26,14 @@ LIMITS = {
 
 
 def limit_of(gpu: str) -> Limit | None:
-    """The limit of a GPU by its full name, or None for one that was not measured."""
+    """The limit of a GPU by its full name, or None if it was not measured."""
     return LIMITS.get(gpu)
 
 
 def limit_us(
     limit: Limit | None, traffic: int | None, operations: int | None, launches: float = 1, precision: str = "bf16"
 ) -> float | None:
-    """Microseconds of `launches` launches and of the bytes or the operations, whichever take longer.
+    """Microseconds of `launches` launches plus the bytes or the operations, whichever take longer.
 
     >>> round(limit_us(limit_of("NVIDIA H200"), 2 * 2048 * 4096 * 2, 0), 2)  # rms_norm of 2048 rows of 4096, bf16
     8.85

@@ -1,4 +1,4 @@
-"""On what, with what and when something was measured."""
+"""The environment of a measurement: GPU, versions, revision, date."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ BUSY_CYCLES = 600_000_000  # about a third of a second
 
 
 def environment(revision: str | None) -> dict[str, Any]:
-    """GPU, driver, clocks under load, versions, git revision, date, and what an empty launch costs."""
+    """GPU, driver, clocks under load, versions, git revision, date, and the time of an empty launch."""
     properties = torch.cuda.get_device_properties()
-    torch.cuda._sleep(BUSY_CYCLES)  # clocks rise before anything is timed, and are read while the GPU works
+    torch.cuda._sleep(BUSY_CYCLES)  # clocks rise before the timing, and are read under load
     clocks = _ask_smi(properties, "driver_version", "clocks.sm", "clocks.mem", "clocks.max.sm")
     torch.cuda.synchronize()
     empty = time_candidates({"empty": empty_launch}, [(None,)] * FEWEST_CALLS, REPLAYS)["empty"].figures
@@ -60,7 +60,7 @@ def _versions() -> dict[str, str]:
 
 
 def _ask_smi(properties: Any, *fields: str) -> list[str | None]:
-    """What nvidia-smi says about the current GPU; None for each field where it cannot be asked."""
+    """Fields of nvidia-smi for the current GPU; None for each where it cannot be run."""
     uuid = getattr(properties, "uuid", None)
     which = [f"--id=GPU-{uuid}"] if uuid else []
     query = ["nvidia-smi", *which, f"--query-gpu={','.join(fields)}", "--format=csv,noheader"]

@@ -15,7 +15,7 @@ from .limits import limit_of, limit_us
 from .report import Row
 from .timer import REPLAYS, Timed, empty_launch, host_us, time_candidates
 
-LONGEST_FOR_HOST_US = 30.0  # beyond it the launch queue, not the host, sets the pace of calls in a row
+LONGEST_FOR_HOST_US = 30.0  # beyond it the launch queue, not the host, limits calls in a row
 
 EMPTY = "empty"
 
@@ -38,9 +38,9 @@ def ours_only(candidate: str) -> bool:
 def measure(
     benchmark: Benchmark, shapes: Sequence[str] | None = None, wanted: Wanted = everything, replays: int = REPLAYS
 ) -> Iterator[list[Row]]:
-    """The rows of one shape after the other, the candidates in the order of the definition.
+    """Yield the rows of each shape, the candidates in the order of the definition.
 
-    shapes: names of shapes; default: all. Nothing that a candidate or a definition raises stops the others.
+    shapes: names of shapes; default: all. An error of a candidate or of a shape does not stop the others.
     """
     every = benchmark.candidates()
     if EMPTY in every:
@@ -53,7 +53,7 @@ def measure(
 
 
 def sets_needed(benchmark: Benchmark, shape: str, l2_bytes: int) -> int:
-    """How many sets pass before one comes round again: over twice the L2, or one that stays in it."""
+    """The number of sets: their bytes exceed twice the L2, or one set that stays in it."""
     return 1 if benchmark.warm else max(2, -(-2 * l2_bytes // benchmark.set_bytes(shape)))
 
 
@@ -104,7 +104,7 @@ def _measure_shape(
 
 
 def finish(benchmark: Benchmark, row: Row, gpu: str) -> Row:
-    """The row with what follows from its time: bytes, operations, rates, the limit and the fraction of it."""
+    """The row with bytes, operations, rates, the limit and the fraction of it."""
     traffic = benchmark.traffic(row.shape) if benchmark.traffic else None
     operations = benchmark.operations(row.shape) if benchmark.operations else None
     limit = limit_us(limit_of(gpu), traffic, operations, benchmark.launches, benchmark.precision)
@@ -121,7 +121,7 @@ def finish(benchmark: Benchmark, row: Row, gpu: str) -> Row:
 
 
 def _bare(benchmark: Benchmark, first: bool) -> dict[str, Call]:
-    """The bare entry point, beside the first candidate if that is ours."""
+    """The bare entry point, for the first candidate if that is ours."""
     try:
         return {"bare": benchmark.bare()} if first and benchmark.bare else {}
     except Exception:  # no binary here
@@ -129,12 +129,12 @@ def _bare(benchmark: Benchmark, first: bool) -> dict[str, Call]:
 
 
 def _host(calls: dict[str, Call], arguments: Set, timed: Timed) -> dict[str, float]:
-    """Host microseconds of calls that the GPU serves faster than the host could notice."""
+    """Host time in microseconds of calls that are shorter on the GPU than on the host."""
     if timed.figures is None or timed.figures.us > LONGEST_FOR_HOST_US:
         return {}
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", KestrelFallbackWarning)
             return {name: figures.us for name, figures in host_us(calls, arguments).items()}
-    except Exception:  # it ran in a graph and does not outside one: the columns stay empty
+    except Exception:  # it runs in a graph alone: the columns stay empty
         return {}

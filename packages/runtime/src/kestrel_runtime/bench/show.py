@@ -1,4 +1,4 @@
-"""What a run prints while it goes: a table that grows beside a progress bar, or plain lines where none is watching."""
+"""The output of a run: a growing table with a progress bar on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ COLUMNS = ("shape", "candidate", "us", "p20 .. p80", "rate", "of limit", "target
 
 
 class Watcher(Protocol):
-    """Is told how a run goes."""
+    """Shows the progress of a run."""
 
     def begin(self, op: str) -> None: ...
 
@@ -27,7 +27,7 @@ class Watcher(Protocol):
 
 @contextlib.contextmanager
 def watching(environment: Environment, shapes: int) -> Iterator[Watcher]:
-    """A live table on a terminal with rich installed, plain lines elsewhere. `shapes`: how many will be measured."""
+    """A live table on a terminal with rich installed, plain lines elsewhere. `shapes`: the number to measure."""
     print(headline(environment), flush=True)
     try:
         import rich  # noqa: F401
@@ -85,7 +85,7 @@ def number(us: float | None) -> str:
 
 
 def rate(row: Row) -> str:
-    """TFLOP/s where arithmetic decides, GB/s elsewhere."""
+    """TFLOP/s where arithmetic is the limit, GB/s elsewhere."""
     computes = row.tflop_per_s is not None and row.operations and row.bytes and row.operations > 200 * row.bytes
     if computes or (row.gb_per_s is None and row.tflop_per_s is not None):
         return f"{row.tflop_per_s:.0f} TFLOP/s"

@@ -1,19 +1,17 @@
 """Microseconds per call on the GPU and on the host.
 
-On the GPU: one replay of a CUDA graph calls a candidate once per set of arguments, over so many sets that twice the L2
-passes before a set comes round again, or over one set where the caller wants it warm. A candidate so slow that all sets
-would take seconds gets a part of them, and twice the L2 is read before each of its replays: it finds them cold, too.
+On the GPU: one replay of a CUDA graph calls a candidate once per set of arguments. The sets hold more than twice the
+L2, so that a set is cold when it repeats; a warm benchmark has one set. A candidate so slow that all sets would take
+seconds gets a part of them, and twice the L2 is read before each of its replays.
 
-Each turn takes one sample of every candidate, in an order that is drawn anew: two replays of its graph, of which the
-second is timed, so that it finds what it left behind itself and not what another candidate did. A figure is the median
-over turns, with the 20th and the 80th percentile. Launches inside a graph overlap as programmatic dependent launch lets
-them, as in an engine that captures its decode step.
+Each turn takes one sample of every candidate, in random order. A sample is two replays of the candidate's graph, of
+which the second is timed, so that the state of the GPU does not depend on the other candidates. A figure is the median
+over turns, with the 20th and the 80th percentile. Launches inside a graph overlap as programmatic dependent launch
+allows, as in an engine that captures its decode step.
 
-What a launch costs, whosever it is, depends on what the process has launched before: an empty one in a graph takes 0.53
-or 0.71 us on an H200, until something changes it. Plain eager launches may make it dear, and a dependent launch makes
-it cheap again, unless work has been put on some 15 streams: then it stays dear. So all graphs are captured on one
-stream, and a call of ours comes before each sample of every candidate (_settling): all are timed while launches are
-cheap.
+The time of a launch depends on what the process has launched before. Plain eager launches may raise it, and a
+dependent launch lowers it, unless the process has used some 15 streams. So all graphs are captured on one stream, and
+one call of ours precedes each sample of every candidate (_settling).
 
 On the host: calls in a row without a graph, few enough that the launch queue does not fill.
 """
@@ -37,21 +35,21 @@ from ..registry import trace
 from .definition import Call, Set, kind_of
 
 REPLAYS = 15
-FEWEST_CALLS = 200  # in one replay, so that starting the graph does not count
-LONGEST_REPLAY_US = 20_000.0  # with more than one round over the sets
+FEWEST_CALLS = 200  # in one replay, which makes the start of the graph negligible
+LONGEST_REPLAY_US = 20_000.0  # of more than one round over the sets
 LONGEST_ROUND_US = 400_000.0  # eagerly; a slower candidate gets a part of the sets
 FEWEST_SETS = 32  # of such a part
-LONGEST_CANDIDATE_US = 400_000.0  # of all its samples; a slow one gets fewer of them
+LONGEST_CANDIDATE_US = 400_000.0  # of all samples; a slow candidate gets fewer
 FEWEST_SAMPLES = 5
 MOST_EMPTY_CALLS = 2000  # in one replay: an empty launch reads no set
-LONGEST_TO_SETTLE_US = 100.0  # what a launch costs does not show in longer calls
+LONGEST_TO_SETTLE_US = 100.0  # the time of a launch is negligible in longer calls
 HOST_CALLS = 200  # the launch queue holds about a thousand
 HOST_TURNS = 15
 
 
 @dataclass(frozen=True)
 class Figures:
-    """Microseconds per call: the median, and where the middle 60 % of the samples lie."""
+    """Microseconds per call: the median, and the range of the middle 60 % of the samples."""
 
     us: float
     p20: float
@@ -67,7 +65,7 @@ class Timed:
     calls: int = 0
     """In one replay."""
     runs: str | None = None
-    """How our ops inside it were served: "kernel", "reference", or None where it calls none of ours."""
+    """How our ops inside it were served: "kernel"; "reference" if one of them was; None if it calls none of ours."""
 
 
 def summarise(samples: Sequence[float]) -> Figures:
@@ -83,7 +81,7 @@ def summarise(samples: Sequence[float]) -> Figures:
 
 
 def time_candidates(candidates: Mapping[str, Call], sets: Sequence[Set], replays: int = REPLAYS) -> dict[str, Timed]:
-    """Time every candidate over the sets. One that raises is reported as failed, and the others go on."""
+    """Time every candidate over the sets. A candidate that raises is reported as failed; the others go on."""
     graphs: dict[str, _Graph] = {}
     found: dict[str, Timed] = {}
     for name, call in candidates.items():
@@ -101,7 +99,7 @@ def time_candidates(candidates: Mapping[str, Call], sets: Sequence[Set], replays
             if settling is not None and settling not in found:
                 try:
                     _call_once(candidates[settling], sets[0])
-                except Exception as error:  # of ours, whoever is next
+                except Exception as error:  # an error of ours, not of the next candidate
                     found[settling] = Timed(None, failed=_words(error))
                     if name == settling:
                         continue
@@ -110,7 +108,7 @@ def time_candidates(candidates: Mapping[str, Call], sets: Sequence[Set], replays
             except Exception as error:
                 found[name] = Timed(None, failed=_words(error))
                 continue
-            if turn > 0:  # the first is to warm up
+            if turn > 0:  # the first turn warms up
                 samples[name].append(us / graphs[name].calls)
     for name, graph in graphs.items():
         if name not in found:
@@ -119,7 +117,7 @@ def time_candidates(candidates: Mapping[str, Call], sets: Sequence[Set], replays
 
 
 def host_us(calls: Mapping[str, Call], arguments: Set) -> dict[str, Figures]:
-    """Microseconds of host time per call of each function, without a graph, in turn."""
+    """Host time per call of each function in microseconds, without a graph, in turn."""
     samples: dict[str, list[float]] = {name: [] for name in calls}
     for call in calls.values():
         call(*arguments)
@@ -136,12 +134,12 @@ def host_us(calls: Mapping[str, Call], arguments: Set) -> dict[str, Figures]:
 
 
 def empty_launch(*_: object) -> None:
-    """A launch whose kernel does nothing: the candidate that all others are above."""
+    """A launch whose kernel does nothing: the lower bound of every candidate."""
     torch.cuda._sleep(0)
 
 
 class _Graph:
-    """A captured candidate: every set once, as many rounds as make starting the graph cheap."""
+    """A captured candidate: every set once per round, and enough rounds that the start of the graph is negligible."""
 
     def __init__(self, call: Call, sets: Sequence[Set]) -> None:
         self.runs = _warm_up(call, sets)
@@ -156,7 +154,7 @@ class _Graph:
                 self._capture(call, sets, rounds)
 
     def sample_us(self) -> float:
-        """Of one replay, right behind another one or behind what empties L2 of its sets."""
+        """The time of one replay, directly after another one or after the flush of L2."""
         self.replay_us = replay_us(self._graph, behind=self._flush or self._graph)
         return self.replay_us
 
@@ -177,7 +175,7 @@ class _Flush:
 
 
 def _settling(graphs: Mapping[str, _Graph]) -> str | None:
-    """Which candidate is called before each sample: ours, whose launch is dependent, if it is a kernel and short."""
+    """The candidate to call before each sample: ours, whose launch is dependent, if it is a short kernel."""
     for name, graph in graphs.items():
         if kind_of(name) == "ours" and graph.runs == "kernel" and graph.replay_us < LONGEST_TO_SETTLE_US * graph.calls:
             return name
@@ -196,7 +194,7 @@ def _samples_of(graph: _Graph, replays: int) -> int:
 
 
 def replay_us(graph: torch.cuda.CUDAGraph, behind: torch.cuda.CUDAGraph | _Flush | None = None) -> float:
-    """One replay on the clock of the GPU, perhaps right behind something else."""
+    """The time of one replay by CUDA events, directly after ``behind`` if given."""
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     if behind is not None:
         behind.replay()
@@ -208,9 +206,9 @@ def replay_us(graph: torch.cuda.CUDAGraph, behind: torch.cuda.CUDAGraph | _Flush
 
 
 def _warm_up(call: Call, sets: Sequence[Set]) -> str | None:
-    """What happens at a first call (compiling, loading) is over, and how our ops were served is known."""
+    """Run first calls, which compile and load, and return how our ops were served."""
     with trace() as served, warnings.catch_warnings():
-        warnings.simplefilter("ignore", KestrelFallbackWarning)  # the report says it
+        warnings.simplefilter("ignore", KestrelFallbackWarning)  # the report shows it
         for arguments in sets[:3]:
             call(*arguments)
     torch.cuda.synchronize()
@@ -219,7 +217,7 @@ def _warm_up(call: Call, sets: Sequence[Set]) -> str | None:
 
 
 def _eager_us(call: Call, sets: Sequence[Set]) -> float:
-    """About what a call takes on GPU or host, whichever is slower."""
+    """An estimate of the time of a call on GPU or host, whichever is slower."""
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     start.record()
     for arguments in sets[:3]:
@@ -230,7 +228,7 @@ def _eager_us(call: Call, sets: Sequence[Set]) -> float:
 
 
 def capture(call: Call, sets: Sequence[Set], rounds: int) -> torch.cuda.CUDAGraph:
-    """`rounds` times every set, as torch.cuda.graph does it, but without a collection of garbage before each."""
+    """Capture `rounds` rounds over the sets, like torch.cuda.graph, but without a garbage collection before each."""
     graph, stream = torch.cuda.CUDAGraph(), _capture_stream(torch.cuda.current_device())
     torch.cuda.synchronize()
     with torch.cuda.stream(stream), _without_collection():
@@ -240,7 +238,7 @@ def capture(call: Call, sets: Sequence[Set], rounds: int) -> torch.cuda.CUDAGrap
                 for arguments in sets:
                     call(*arguments)
         except BaseException:
-            with contextlib.suppress(Exception):  # what the capture itself says after an error explains nothing
+            with contextlib.suppress(Exception):  # the first error is the one to report
                 graph.capture_end()
             raise
         graph.capture_end()
@@ -250,7 +248,7 @@ def capture(call: Call, sets: Sequence[Set], rounds: int) -> torch.cuda.CUDAGrap
 
 @functools.cache
 def _capture_stream(device: int) -> torch.cuda.Stream:
-    """One for all captures, as torch.cuda.graph has it: after many streams launches stay dear."""
+    """One stream for all captures, as in torch.cuda.graph: launches are slower after the use of many streams."""
     return torch.cuda.Stream(device)
 
 
