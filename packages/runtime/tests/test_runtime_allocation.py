@@ -1,11 +1,11 @@
-"""Room for results."""
+"""Allocation of results."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from kestrel_runtime import allocation, empty
+from kestrel_runtime import allocation, allocator, empty, empty_strided, leading
 
 SIZES = [(), (0,), (7,), (3, 5), (0, 5), (3, 0), (2, 3, 4), (2, 0, 4), (0, 3, 4), (1, 2, 3, 4), (2, 3, 1, 0)]
 DTYPES = [torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.uint8, torch.int64]
@@ -26,7 +26,7 @@ def assert_as_torch_makes_it(like: torch.Tensor) -> None:
 
 
 def test_a_cpu_tensor_is_followed_to_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a question to CUDA, which a torch built for it could not answer on a machine without a driver."""
+    """Without a call to CUDA, which fails on a machine without a driver."""
     monkeypatch.setattr(allocation, "_empty_strided", torch._C._dynamo.guards._empty_strided_cpu)
     monkeypatch.delattr(allocation, "_current_device", raising=False)
     assert_as_torch_makes_it(torch.ones(2))
@@ -34,13 +34,38 @@ def test_a_cpu_tensor_is_followed_to_the_cpu(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.fixture
 def fast_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What allocates on the GPU, with its like for the CPU."""
+    """The fast allocation of the GPU, replaced by its counterpart for the CPU."""
     monkeypatch.setattr(allocation, "_empty_strided", torch._C._dynamo.guards._empty_strided_cpu)
     monkeypatch.setattr(allocation, "_on_the_current_gpu", lambda tensor: True)
 
 
 def test_what_is_made_without_the_dispatcher_is_what_torch_makes(fast_on_the_cpu: None) -> None:
     assert_as_torch_makes_it(torch.ones(2))
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_strided_results_have_the_given_strides(fast: bool, request: pytest.FixtureRequest) -> None:
+    if fast:
+        request.getfixturevalue("fast_on_the_cpu")
+    one, sizes, strides = torch.ones(2), (2, 3, 4), (4, 8, 1)
+    for made in (
+        empty_strided(one, torch.bfloat16, sizes, strides),
+        allocator(one)(sizes, strides, torch.bfloat16),
+    ):
+        assert (made.shape, made.stride(), made.dtype, made.device.type) == (sizes, strides, torch.bfloat16, "cpu")
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_the_leading_elements_are_a_view(fast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not fast:
+        monkeypatch.setattr(allocation, "_reinterpret", None)
+    assert allocation._reinterpret is not None or not fast
+    base = torch.arange(10, dtype=torch.int32)[2:]
+    part = leading(base, 3)
+    assert part.tolist() == [2, 3, 4]
+    part.fill_(7)
+    assert base.tolist() == [7, 7, 7, 5, 6, 7, 8, 9]
+    assert leading(base, 0).shape == (0,)
 
 
 @pytest.mark.parametrize("sizes", [(-1,), (3, -1), (3, 2.0), (3, "2")], ids=str)
@@ -55,7 +80,7 @@ def test_a_torch_without_the_fast_way_allocates_in_its_own(monkeypatch: pytest.M
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_room_comes_from_the_caching_allocator() -> None:
+def test_on_a_gpu_memory_comes_from_the_caching_allocator() -> None:
     x = torch.ones(2, device="cuda")
     assert allocation._empty_strided is not None, "this torch has no fast way"
     assert_as_torch_makes_it(x)
@@ -65,12 +90,12 @@ def test_on_a_gpu_room_comes_from_the_caching_allocator() -> None:
     made.record_stream(torch.cuda.Stream())
     del made
     torch.cuda.synchronize()
-    empty(x, torch.float32, 1)  # the allocator looks for what other streams have done with
+    empty(x, torch.float32, 1)  # the allocator frees blocks that other streams are done with
     assert torch.cuda.memory_allocated() - before == 0
 
 
 @pytest.mark.gpu
-def test_in_a_graph_room_comes_from_its_pool() -> None:
+def test_in_a_graph_memory_comes_from_its_pool() -> None:
     x, graph = torch.ones(2, device="cuda"), torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         made = empty(x, torch.float32, 1 << 20)
@@ -85,5 +110,5 @@ def test_in_a_graph_room_comes_from_its_pool() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_another_gpu_than_the_current_one_gets_its_own_room() -> None:
+def test_results_are_on_the_gpu_of_the_tensor_even_if_another_is_current() -> None:
     assert_as_torch_makes_it(torch.ones(2, device="cuda:1"))

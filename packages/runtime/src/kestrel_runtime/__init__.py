@@ -1,7 +1,7 @@
 """The parts that every kestrel kernel family shares. README.md lists the modules."""
 
 from . import check
-from .allocation import empty, empty_strided
+from .allocation import allocator, empty, empty_strided, leading
 from .binary import Binary, Manifest, arch_of
 from .errors import KestrelFallbackWarning, UnsupportedError
 from .op import kernel_op, refuse_capture
@@ -16,6 +16,7 @@ __all__ = [
     "KestrelFallbackWarning",
     "Manifest",
     "UnsupportedError",
+    "allocator",
     "arch_of",
     "backend",
     "check",
@@ -23,6 +24,7 @@ __all__ = [
     "empty",
     "empty_strided",
     "kernel_op",
+    "leading",
     "ops",
     "refuse_capture",
     "trace",

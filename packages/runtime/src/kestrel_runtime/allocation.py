@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -16,6 +17,8 @@ try:
     _empty_strided = torch._C._dynamo.guards._empty_strided_cuda  # type: ignore[attr-defined]
 except (ImportError, AttributeError):  # a torch without CUDA, or one that moved them
     pass
+# Of TorchInductor's generated code too: a view with sizes, strides and an offset, without torch's dispatcher.
+_reinterpret = getattr(torch._C._dynamo.guards, "_reinterpret_tensor", None)
 
 
 def _on_the_current_gpu(tensor: torch.Tensor) -> bool:
@@ -40,7 +43,30 @@ def empty(like: torch.Tensor, dtype: torch.dtype, *sizes: int) -> torch.Tensor:
 def empty_strided(
     like: torch.Tensor, dtype: torch.dtype, sizes: tuple[int, ...], strides: tuple[int, ...]
 ) -> torch.Tensor:
-    """:func:`empty` of sizes and strides that the caller has at hand, for the hottest calls."""
+    """:func:`empty` with given sizes and strides, for callers that keep them."""
     if _empty_strided is None or not _on_the_current_gpu(like):
-        return torch.empty_strided(sizes, strides, dtype=dtype, device=like.device)
+        return _empty_strided_on(like.device, sizes, strides, dtype)
     return _empty_strided(sizes, strides, dtype)
+
+
+def allocator(like: torch.Tensor) -> _EmptyStrided:
+    """The function (sizes, strides, dtype) -> tensor that allocates on the device of ``like``.
+
+    A launch with several results finds the device once.
+    """
+    if _empty_strided is not None and _on_the_current_gpu(like):
+        return _empty_strided
+    return functools.partial(_empty_strided_on, like.device)
+
+
+def _empty_strided_on(
+    device: torch.device, sizes: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype
+) -> torch.Tensor:
+    return torch.empty_strided(sizes, strides, dtype=dtype, device=device)
+
+
+def leading(tensor: torch.Tensor, count: int) -> torch.Tensor:
+    """The first ``count`` elements of a contiguous 1-D tensor, as a view; slicing takes longer on the host."""
+    if _reinterpret is None:
+        return tensor[:count]
+    return _reinterpret(tensor, (count,), (1,), 0)  # type: ignore[no-any-return]
