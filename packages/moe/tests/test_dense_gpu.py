@@ -20,7 +20,7 @@ from kestrel_runtime.testing import (
     graph_replay,
 )
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("kernels_only")]
 
 HALVES = (torch.bfloat16, torch.float16)
 DTYPES = (*HALVES, torch.float32)
@@ -28,12 +28,6 @@ ROWS = (0, 1, 3, 16, 257, 740)
 WIDTHS = (1, 7, 8, 60, 1024, 1030, 4096, 5000)
 LONG = (16384, 16392, 40001)
 Tensor = torch.Tensor
-
-
-@pytest.fixture(autouse=True)
-def _kernels_only() -> object:
-    with backend("kernel"):
-        yield
 
 
 def normal_cdf(h: Tensor) -> Tensor:
@@ -82,27 +76,27 @@ def composed(name: str, x: Tensor) -> Tensor:
 # ---- gated activations -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("rows", ROWS)
 @EACH_GATED
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_gated_rows_are_as_accurate_as_torch_and_nothing_else_is_written(name: str, dtype: torch.dtype) -> None:
-    for rows in ROWS:
-        for width in WIDTHS if rows < 700 else (1024,):
-            x = random(rows, 2 * width, dtype=dtype, scale=3.0)
-            out, assert_intact = canary((rows, width), dtype, "cuda")
-            assert GATED[name][0](x, out=out) is out
-            assert_intact()
-            assert_close_to_f64(out, exactly_gated(name, x), composed(name, x))
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_row_is_the_same_among_few_and_among_many(dtype: torch.dtype) -> None:
-    x = random(2200, 2048, dtype=dtype)  # beyond 2^18 packs another kernel has them
-    for name in ("gelu_residual", "silu_and_mul"):
-        out, assert_intact = canary((2200, 1024), dtype, "cuda")
-        GATED[name][0](x, out=out)
+def test_gated_rows_are_as_accurate_as_torch_and_stay_in_bounds(name: str, dtype: torch.dtype, rows: int) -> None:
+    for width in WIDTHS if rows < 700 else (1024,):
+        x = random(rows, 2 * width, dtype=dtype, scale=3.0)
+        out, assert_intact = canary((rows, width), dtype, "cuda")
+        assert GATED[name][0](x, out=out) is out
         assert_intact()
-        for start in (0, 1100, 2100):
-            assert torch.equal(out[start : start + 100], GATED[name][0](x[start : start + 100]))
+        assert_close_to_f64(out, exactly_gated(name, x), composed(name, x))
+
+
+@pytest.mark.parametrize("name", ["gelu_residual", "silu_and_mul"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_row_is_the_same_among_few_and_among_many(dtype: torch.dtype, name: str) -> None:
+    x = random(2200, 2048, dtype=dtype)  # beyond 2^18 packs another kernel has them
+    out, assert_intact = canary((2200, 1024), dtype, "cuda")
+    GATED[name][0](x, out=out)
+    assert_intact()
+    for start in (0, 1100, 2100):
+        assert torch.equal(out[start : start + 100], GATED[name][0](x[start : start + 100]))
 
 
 @EACH_GATED
@@ -128,30 +122,32 @@ def test_nan_and_inf_stay_in_their_row(name: str) -> None:
     torch.testing.assert_close(got, expected, rtol=2**-7, atol=0, equal_nan=True)
 
 
+@pytest.mark.parametrize(
+    ("rows", "width"), [(0, 64), (1, 1024), (3, 7), (16, 60), (257, 1024), (257, 1030), (740, 4096), (5, 12_000)]
+)
 @EACH_GATED
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_fp8_codes_and_scales_are_those_of_the_reference(name: str, dtype: torch.dtype) -> None:
-    for rows, width in ((0, 64), (1, 1024), (3, 7), (16, 60), (257, 1024), (257, 1030), (740, 4096), (5, 12_000)):
-        x = random(rows, 2 * width, dtype=dtype, scale=2.0)
-        if rows > 2:
-            x[1], x[2] = 0.0, math.nan
-        codes, scale = FP8[name](x)
-        with backend("reference"):
-            want_codes, want_scale = FP8[name](x)
-        torch.testing.assert_close(scale, want_scale, rtol=1e-5, atol=0)
-        distance = fp8_code_distance(codes, want_codes)
-        assert int(distance.max() if distance.numel() else 0) <= 1
-        assert int((distance > 0).sum()) <= max(1, codes.numel() // 10_000)
+def test_fp8_codes_and_scales_are_those_of_the_reference(name: str, dtype: torch.dtype, rows: int, width: int) -> None:
+    x = random(rows, 2 * width, dtype=dtype, scale=2.0)
+    if rows > 2:
+        x[1], x[2] = 0.0, math.nan
+    codes, scale = FP8[name](x)
+    with backend("reference"):
+        want_codes, want_scale = FP8[name](x)
+    torch.testing.assert_close(scale, want_scale, rtol=1e-5, atol=0)
+    distance = fp8_code_distance(codes, want_codes)
+    assert int(distance.max() if distance.numel() else 0) <= 1
+    assert int((distance > 0).sum()) <= max(1, codes.numel() // 10_000)
 
 
-def test_fp8_rows_of_any_length() -> None:
-    for width in LONG:
-        x = random(3, 2 * width)
-        codes, scale = kestrel_moe.silu_and_mul_fp8(x)
-        exact = exactly_gated("silu_and_mul", x)
-        assert bool(((codes.double() * scale - exact).abs() <= scale * 16 * 1.01 + exact.abs() * 2**-4).all())
-        out = kestrel_moe.silu_and_mul(x)
-        assert_close_to_f64(out, exact, composed("silu_and_mul", x))
+@pytest.mark.parametrize("width", LONG)
+def test_fp8_rows_of_any_length(width: int) -> None:
+    x = random(3, 2 * width)
+    codes, scale = kestrel_moe.silu_and_mul_fp8(x)
+    exact = exactly_gated("silu_and_mul", x)
+    assert bool(((codes.double() * scale - exact).abs() <= scale * 16 * 1.01 + exact.abs() * 2**-4).all())
+    out = kestrel_moe.silu_and_mul(x)
+    assert_close_to_f64(out, exact, composed("silu_and_mul", x))
 
 
 def test_strided_batches_and_views() -> None:
@@ -188,18 +184,20 @@ def test_sums_are_those_of_the_reference_bit_for_bit(dtype: torch.dtype) -> None
 # ---- few tokens ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("tokens", [0, 1, 3, 8, 9, 16, 17, 32, 33, 100])
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize(("outputs", "width"), [(1, 8), (16, 32), (17, 40), (64, 2048), (100, 1000), (4096, 4096)])
-def test_few_tokens_are_as_accurate_as_the_vendor_s_product(outputs: int, width: int, dtype: torch.dtype) -> None:
+def test_few_tokens_are_as_accurate_as_the_vendor_s_product(
+    outputs: int, width: int, dtype: torch.dtype, tokens: int
+) -> None:
     weight = random(outputs, width, dtype=dtype, scale=width**-0.5, seed=1)
     bias = random(outputs, dtype=dtype, seed=2)
-    for tokens in (0, 1, 3, 8, 9, 16, 17, 32, 33, 100):
-        x = random(tokens, width, dtype=dtype)
-        exact = torch.nn.functional.linear(x.double(), weight.double(), bias.double())
-        out, assert_intact = canary((tokens, outputs), dtype, "cuda")
-        kestrel_moe.gemv(x, weight, bias, out=out)
-        assert_intact()
-        assert_close_to_f64(out, exact, torch.nn.functional.linear(x, weight) + bias)
+    x = random(tokens, width, dtype=dtype)
+    exact = torch.nn.functional.linear(x.double(), weight.double(), bias.double())
+    out, assert_intact = canary((tokens, outputs), dtype, "cuda")
+    kestrel_moe.gemv(x, weight, bias, out=out)
+    assert_intact()
+    assert_close_to_f64(out, exact, torch.nn.functional.linear(x, weight) + bias)
 
 
 ROUTERS = [(1, 8), (8, 4096), (17, 1000), (64, 2048), (128, 2880), (256, 7168), (513, 72), (520, 3000)]
@@ -212,63 +210,68 @@ def assert_exact_logits(logits: Tensor, x: Tensor, weight: Tensor) -> None:
     assert bool(((logits.double() - product).abs() <= allowed).all())
 
 
+@pytest.mark.parametrize("tokens", [0, 1, 7, 8, 9, 16, 17, 31, 33, 64, 65, 127, 129, 256])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("experts", "width"), ROUTERS)
 def test_logits_are_float32_sums_and_a_token_s_are_the_same_in_any_batch(
-    experts: int, width: int, dtype: torch.dtype
+    experts: int, width: int, dtype: torch.dtype, tokens: int
 ) -> None:
     most = min(_max_router_tokens(dtype, experts, width), 800)
     weight, x = random(experts, width, dtype=dtype, seed=1), random(most, width, dtype=dtype)
     with_all = kestrel_moe.router_gemm(x, weight)
     assert_exact_logits(with_all, x, weight)
-    for tokens in (0, 1, 7, 8, 9, 16, 17, 31, 33, 64, 65, 127, 129, 256):
-        for start in (0, most - tokens) if tokens <= most else ():
-            logits, assert_intact = canary((tokens, experts), torch.float32, "cuda")
-            kestrel_moe.router_gemm(x[start : start + tokens], weight, out=logits)
-            assert_intact()
-            assert torch.equal(logits, with_all[start : start + tokens])
-
-
-def test_logits_of_strided_rows_leave_what_lies_between_them() -> None:
-    x, weight = random(2 * 70, 1024 + 24)[::2, 8:1032], random(3 * 40, 1024 + 16)[::3, 16:]
-    for tokens in (1, 5, 16, 20, 70):
-        wide, assert_intact = canary((tokens, 47), torch.float32, "cuda")
-        kestrel_moe.router_gemm(x[:tokens], weight, out=wide[:, 3:43])
-        assert_intact()
-        assert bool(wide[:, :3].isnan().all())
-        assert bool(wide[:, 43:].isnan().all())
-        assert torch.equal(wide[:, 3:43], kestrel_moe.router_gemm(x[:tokens].contiguous(), weight.contiguous()))
-
-
-def test_nan_and_inf_of_a_token_stay_in_its_logits() -> None:
-    for tokens in (3, 12, 60, 300):
-        x, weight = random(tokens, 2880), random(72, 2880, seed=1)
-        clean = kestrel_moe.router_gemm(x, weight)
-        x[1, 2879], x[2, :] = math.nan, math.inf
-        logits = kestrel_moe.router_gemm(x, weight)
-        assert bool(logits[1].isnan().all())
-        assert not bool(logits[2].isfinite().any())
-        assert torch.equal(logits[3:], clean[3:])
-        assert torch.equal(logits[0], clean[0])
-
-
-def test_many_tokens_are_the_vendor_s_product_in_float32() -> None:
-    for tokens, width, experts in (
-        *((4096, 2048, 128), (1500, 4096, 8), (1025, 512, 300)),
-        *((2, 512, 1030), (16, 4096, 2048), (8, 4096, 4096)),  # the same for few tokens of a wide weight
-    ):
-        assert tokens > _max_router_tokens(torch.bfloat16, experts, width)
-        x, weight = random(tokens, width), random(experts, width, seed=1)
+    for start in (0, most - tokens) if tokens <= most else ():
         logits, assert_intact = canary((tokens, experts), torch.float32, "cuda")
-        kestrel_moe.router_gemm(x, weight, out=logits)
+        kestrel_moe.router_gemm(x[start : start + tokens], weight, out=logits)
         assert_intact()
-        assert_exact_logits(logits, x, weight)
-        wide, assert_intact = canary((tokens, experts + 7), torch.float32, "cuda")
-        kestrel_moe.router_gemm(x, weight, out=wide[:, 3 : 3 + experts])
-        assert_intact()
-        assert bool(wide[:, :3].isnan().all())
-        assert bool(wide[:, 3 + experts :].isnan().all())
-        assert_exact_logits(wide[:, 3 : 3 + experts], x, weight)
+        assert torch.equal(logits, with_all[start : start + tokens])
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 16, 20, 70])
+def test_logits_of_strided_rows_leave_what_lies_between_them(tokens: int) -> None:
+    x, weight = random(2 * 70, 1024 + 24)[::2, 8:1032], random(3 * 40, 1024 + 16)[::3, 16:]
+    wide, assert_intact = canary((tokens, 47), torch.float32, "cuda")
+    kestrel_moe.router_gemm(x[:tokens], weight, out=wide[:, 3:43])
+    assert_intact()
+    assert bool(wide[:, :3].isnan().all())
+    assert bool(wide[:, 43:].isnan().all())
+    assert torch.equal(wide[:, 3:43], kestrel_moe.router_gemm(x[:tokens].contiguous(), weight.contiguous()))
+
+
+@pytest.mark.parametrize("tokens", [3, 12, 60, 300])
+def test_nan_and_inf_of_a_token_stay_in_its_logits(tokens: int) -> None:
+    x, weight = random(tokens, 2880), random(72, 2880, seed=1)
+    clean = kestrel_moe.router_gemm(x, weight)
+    x[1, 2879], x[2, :] = math.nan, math.inf
+    logits = kestrel_moe.router_gemm(x, weight)
+    assert bool(logits[1].isnan().all())
+    assert not bool(logits[2].isfinite().any())
+    assert torch.equal(logits[3:], clean[3:])
+    assert torch.equal(logits[0], clean[0])
+
+
+MANY = [(4096, 2048, 128), (1500, 4096, 8), (1025, 512, 300), (2, 512, 1030), (16, 4096, 2048), (8, 4096, 4096)]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "width", "experts", "dtype"),
+    [(*sizes, torch.bfloat16) for sizes in MANY] + [(65, 512, 128, torch.float32)],
+)
+def test_many_tokens_or_experts_are_the_vendor_s_product_in_float32(
+    tokens: int, width: int, experts: int, dtype: torch.dtype
+) -> None:
+    assert tokens > _max_router_tokens(dtype, experts, width)
+    x, weight = random(tokens, width, dtype=dtype), random(experts, width, dtype=dtype, seed=1)
+    logits, assert_intact = canary((tokens, experts), torch.float32, "cuda")
+    kestrel_moe.router_gemm(x, weight, out=logits)
+    assert_intact()
+    assert_exact_logits(logits, x, weight)
+    wide, assert_intact = canary((tokens, experts + 7), torch.float32, "cuda")
+    kestrel_moe.router_gemm(x, weight, out=wide[:, 3 : 3 + experts])
+    assert_intact()
+    assert bool(wide[:, :3].isnan().all())
+    assert bool(wide[:, 3 + experts :].isnan().all())
+    assert_exact_logits(wide[:, 3 : 3 + experts], x, weight)
 
 
 def test_gemv_of_a_token_is_the_same_among_any_others() -> None:
@@ -283,6 +286,21 @@ def test_gemv_of_a_token_is_the_same_among_any_others() -> None:
     assert torch.equal(kestrel_moe.gemv(x[4:8], weight)[:3], y[4:7])
     assert torch.equal(kestrel_moe.gemv(x[0], weight), y[0])
     assert torch.equal(kestrel_moe.gemv(x[:12].view(3, 4, 1000)[:, 1], weight), y[1:12:4])
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 3, 4])
+@pytest.mark.parametrize(("outputs", "width"), [(1, 4), (17, 40), (64, 2048), (2100, 1000)])
+def test_few_tokens_in_float32_are_float32_sums(outputs: int, width: int, tokens: int) -> None:
+    weight, bias = random(outputs, width, dtype=torch.float32, seed=1), random(outputs, dtype=torch.float32, seed=2)
+    x = random(4, width, dtype=torch.float32)
+    out, assert_intact = canary((tokens, outputs), torch.float32, "cuda")
+    kestrel_moe.gemv(x[:tokens], weight, bias, out=out)
+    assert_intact()
+    exact = x[:tokens].double() @ weight.double().T + bias.double()
+    magnitude = x[:tokens].double().abs() @ weight.double().abs().T + bias.double().abs()
+    # a thread adds up to width / 32 terms in turn, then come five lanes, eight warps and the bias
+    assert bool(((out.double() - exact).abs() <= (width / 32 + 14 + 1) * 2.0**-24 * magnitude).all())
+    assert torch.equal(out, kestrel_moe.gemv(x, weight, bias)[:tokens])
 
 
 # ---- every op --------------------------------------------------------------------------------------------------------
