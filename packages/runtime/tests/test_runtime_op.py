@@ -80,7 +80,7 @@ def _make_ops() -> types.SimpleNamespace:
 
     def product_reference(x, w, times=1, power=1.0, negate=False, mode="plain"):
         y = (x.float() @ w.float()) ** power * times * (2 if mode == "double" else 1)
-        return (-y if negate else y).to(x.dtype)
+        return -y if negate else y
 
     def product(
         x: torch.Tensor,
@@ -226,6 +226,11 @@ def test_scalars_may_change_between_calls_of_a_compiled_function(argument: str, 
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
     for value in values:
         torch.testing.assert_close(compiled(value), step(value))
+
+
+def test_fake_results_have_the_same_dtype_inside_autocast() -> None:
+    with FakeTensorMode(), torch.autocast("cpu", torch.bfloat16):
+        assert OPS.product(torch.empty(2, 3), torch.empty(3, 2)).dtype == torch.float32
 
 
 OVERLAPS = {

@@ -148,8 +148,7 @@ class _Entry:
         args, kwargs, out = self._without_out(args, kwargs)
         if out is not None or self.signature.return_annotation in (None, inspect.Signature.empty):
             return out
-        with _without_autocast():
-            return _contiguous(self.shape(*args, **kwargs))
+        return _contiguous(self.shape(*args, **kwargs))
 
     def check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """All that can be wrong with a call, before anything is written."""
