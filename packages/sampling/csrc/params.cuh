@@ -29,6 +29,13 @@ struct CountPerRow : PerRow<int64_t> {
   }
 };
 
+// The same of offsets: without a tensor, row b has `value + b * stride`.
+struct OffsetPerRow : PerRow<int64_t> {
+  __device__ __forceinline__ int64_t at(int64_t row) const {
+    return values ? PerRow<int64_t>::at(row) : value + row * stride;
+  }
+};
+
 struct Params {
   const char* rows = nullptr;
   int64_t row_bytes = 0;  // from one row to the next
@@ -43,7 +50,8 @@ struct Params {
   bool deferred_only = false;  // threshold_rows: only rows that small_k_rows deferred, or with a larger k
   PerRow<float> temperature, top_p, min_p;
   CountPerRow top_k;
-  PerRow<int64_t> seed, offset;
+  PerRow<int64_t> seed;
+  OffsetPerRow offset;
   // Either ids are drawn,
   int* ids = nullptr;
   bool* valid = nullptr;

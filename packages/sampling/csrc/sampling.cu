@@ -276,6 +276,15 @@ CountPerRow count_per_row(const Checks& check, const OptionalTensor& top_k, int6
   return parameter;
 }
 
+OffsetPerRow offset_per_row(const Checks& check, const OptionalTensor& offset, int64_t value, int64_t stride,
+                            const char* rows_name, const TensorView& rows) {
+  OffsetPerRow parameter;
+  static_cast<PerRow<int64_t>&>(parameter) = per_row(check, "offset", offset, value, rows_name, rows, {kInt64});
+  if (stride != 0 && stride != 1) check.fail("offset_stride", "0 or 1", std::to_string(stride));
+  if (!offset.has_value()) parameter.stride = static_cast<int>(stride);
+  return parameter;
+}
+
 void check_result(const Checks& check, const char* name, const TensorView& t, const TensorView& rows,
                   DLDataType dtype) {
   check.dtype(name, t, {dtype});
@@ -302,12 +311,13 @@ SplitRequest checked_split(const Checks& check, int64_t blocks, int64_t threads)
   return {static_cast<int>(blocks), static_cast<int>(threads)};
 }
 
-// Draws one id per row. logits: rows are logits, else probabilities. blocks, threads: see SplitRequest.
+// Draws one id per row. logits: rows are logits, else probabilities. offset_stride: see OffsetPerRow. blocks, threads:
+// see SplitRequest.
 void sample(tvm::ffi::String op, TensorView ids, TensorView valid, TensorView rows, bool logits,
             OptionalTensor temperature, double temperature_value, OptionalTensor top_k, int64_t top_k_value,
             OptionalTensor top_p, double top_p_value, OptionalTensor min_p, double min_p_value, bool joint,
-            OptionalTensor seed, int64_t seed_value, OptionalTensor offset, int64_t offset_value, int64_t blocks,
-            int64_t threads) {
+            OptionalTensor seed, int64_t seed_value, OptionalTensor offset, int64_t offset_value, int64_t offset_stride,
+            int64_t blocks, int64_t threads) {
   const Checks check(op.c_str());
   const char* name = logits ? "logits" : "probs";
   check_rows(check, name, rows);
@@ -318,7 +328,7 @@ void sample(tvm::ffi::String op, TensorView ids, TensorView valid, TensorView ro
   p.top_p = per_row(check, "top_p", top_p, static_cast<float>(top_p_value), name, rows, {kFloat32});
   p.min_p = per_row(check, "min_p", min_p, static_cast<float>(min_p_value), name, rows, {kFloat32});
   p.seed = per_row(check, "seed", seed, seed_value, name, rows, {kInt64});
-  p.offset = per_row(check, "offset", offset, offset_value, name, rows, {kInt64});
+  p.offset = offset_per_row(check, offset, offset_value, offset_stride, name, rows);
   check_result(check, "ids", ids, rows, kInt32);
   check_result(check, "valid", valid, rows, kBool);
   const SplitRequest request = checked_split(check, blocks, threads);

@@ -10,6 +10,7 @@ import torch
 
 from kestrel_runtime import Binary
 from kestrel_sampling import _launch
+from kestrel_sampling._parameters import Keys
 from kestrel_sampling.probabilities import _check_softmax
 from kestrel_sampling.sample_from_logits import _check_sample_from_logits
 from kestrel_sampling.topk import _check_topk_fwd
@@ -22,7 +23,7 @@ LONGS = torch.ones(3, dtype=torch.int64)
 
 def sample_args(**changed: Any) -> dict[str, Any]:
     names = ("temperature", "top_k", "top_p", "min_p", "seed", "offset")
-    return {"logits": ROWS, **dict.fromkeys(names), **changed}
+    return {"logits": ROWS, **dict.fromkeys(names), "offset_stride": 0, **changed}
 
 
 BAD: dict[str, dict[str, Any]] = {
@@ -39,6 +40,7 @@ BAD: dict[str, dict[str, Any]] = {
     "a strided min_p": sample_args(min_p=ROWS[:, 0]),
     "an int32 seed": sample_args(seed=LONGS.int()),
     "an offset too many": sample_args(offset=torch.ones(5, dtype=torch.int64)),
+    "an offset stride of two": sample_args(offset_stride=2),
 }
 
 
@@ -54,23 +56,23 @@ def test_a_draw_refuses_as_its_check_does(name: str) -> None:
     checked = message_of(
         lambda: _check_sample_from_logits(
             a["logits"], a["temperature"], 1.0, a["top_k"], 0, a["top_p"], 1.0, a["min_p"], 0.0, False,
-            a["seed"], 0, a["offset"], 0,
+            a["seed"], 0, a["offset"], 0, a["offset_stride"],
         )
     )  # fmt: skip
     ids, valid = torch.empty(3, dtype=torch.int32), torch.empty(3, dtype=torch.bool)
     entered = message_of(
         lambda: _launch._binary.sample(
             "sample_from_logits", ids, valid, a["logits"], True, a["temperature"], 1.0, a["top_k"], 0, a["top_p"], 1.0,
-            a["min_p"], 0.0, False, a["seed"], 0, a["offset"], 0, 0, 0,
+            a["min_p"], 0.0, False, a["seed"], 0, a["offset"], 0, a["offset_stride"], 0, 0,
         )
     )  # fmt: skip
     assert entered == checked
 
 
 def test_the_device_comes_last() -> None:
-    keyed = (None, 1, None, 0)
+    keys = Keys(None, 1, None, 0)
     with pytest.raises(ValueError, match=r"op: argument 'probs': expected a CUDA tensor, got cpu"):
-        _launch.draw("op", ROWS, keyed)
+        _launch.draw("op", ROWS, keys)
     with pytest.raises(ValueError, match=r"softmax: argument 'logits': expected a CUDA tensor, got cpu"):
         _launch.probabilities("softmax", ROWS, None, logits=True)
 
@@ -93,7 +95,7 @@ def test_a_wrong_out_is_refused_as_by_the_check(name: str) -> None:
 @pytest.mark.parametrize("split", [(3, 0), (16, 0), (-1, 0), (1, 7), (2, 1024), (0, -32)])
 def test_a_split_that_no_kernel_has_is_refused(split: tuple[int, int]) -> None:
     with pytest.raises(ValueError, match=r"op: argument '(blocks|threads)': expected .*, got"):
-        _launch.draw("op", ROWS, (None, 1, None, 0), blocks=split[0], threads=split[1])
+        _launch.draw("op", ROWS, Keys(None, 1, None, 0), blocks=split[0], threads=split[1])
     with pytest.raises(ValueError, match=r"op: argument '(blocks|threads)': expected .*, got"):
         _launch._binary.probabilities("op", ROWS, ROWS, False, None, 1.0, None, 0, None, 1.0, *split)
 

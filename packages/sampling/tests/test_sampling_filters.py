@@ -268,6 +268,46 @@ def test_an_entry_that_just_reaches_min_p_stays(min_p: float, kept: set[int]) ->
     assert set(min_p_sampling_from_probs(probs, min_p, seed=2, offset=torch.arange(300)).tolist()) == kept
 
 
+# ---- the integer arithmetic -----------------------------------------------------------------------------------------
+
+
+def test_top_p_is_rounded_down_to_a_multiple_of_2_to_the_minus_32() -> None:
+    probs = torch.full((1, 4096), 2.0**-12)
+    just_above = torch.tensor([2.0**-11 + 0.75 * 2.0**-32])  # float32 holds it: two entries reach 2^-11
+    assert top_p_renorm_probs(probs, just_above).nonzero()[:, 1].tolist() == [0, 1]
+
+
+@pytest.mark.parametrize("largest", [1.0, 0.75, 2.0**-17, 1e-30, 3e38])
+@pytest.mark.parametrize("width", [2**17 - 1, 2**17, 2**18 - 1, 2**18, 2**19])
+def test_the_mass_of_a_row_stays_below_2_to_the_60(width: int, largest: float) -> None:
+    mass, valid = reference_sampling.integer_mass(torch.full((1, width), largest))
+    assert valid.item()
+    assert mass.unique().numel() == 1
+    assert 2**39 <= int(mass[0, 0]) * width < 2**60
+
+
+def test_top_p_of_a_row_longer_than_2_to_the_18_counts_exactly() -> None:
+    kept = top_p_renorm_probs(torch.ones(1, 2**19), 0.75).nonzero()
+    assert kept.shape[0] == 2**18 + 2**17
+
+
+@pytest.mark.parametrize("temperature", [0.7, 0.3, 1.1, 3.0])
+def test_softmax_is_within_an_ulp_at_temperatures_whose_slope_is_no_float32(temperature: float) -> None:
+    # Exponents are float64 but for the slope, whose two float32 parts hold 48 bits: exp is exact to about 2^-40. The
+    # sum and the quotient are float64. What remains is one rounding to float32, half an ulp.
+    logits = -torch.arange(64.0)[None] * temperature
+    exact = torch.softmax(logits.double() / torch.tensor(temperature).double(), -1)
+    ulp = torch.exp2(torch.floor(torch.log2(exact)) - 23)
+    assert ((softmax(logits, temperature).double() - exact).abs() <= 0.501 * ulp).all()
+
+
+def test_successive_offsets_are_those_of_a_tensor() -> None:
+    rows, op = distributions(5, 300), torch.ops.kestrel_sampling.sampling_from_probs.default
+    successive = op(rows, None, 11, None, 2**40, 1)[0]
+    assert torch.equal(successive, sampling_from_probs(rows, seed=11, offset=2**40 + torch.arange(5)))
+    assert torch.equal(op(rows, None, 11, None, 2**40, 0)[0], sampling_from_probs(rows, seed=11, offset=2**40))
+
+
 # ---- temperature -----------------------------------------------------------------------------------------------------
 
 
@@ -367,6 +407,14 @@ def test_renormalised_probabilities_are_the_kept_shares(width: int, value: float
             torch.testing.assert_close(got[b].double(), expected, rtol=2.0**-24 * 1.001, atol=0)
 
 
+@pytest.mark.parametrize("top_p", [1.0, 2.0, math.inf, torch.tensor([1.0]), torch.tensor([math.nan])], ids=str)
+def test_top_p_off_keeps_entries_too_small_to_have_mass(top_p: float | torch.Tensor) -> None:
+    row = torch.tensor([[1.0, 0.3, 1e-20]])
+    got = top_p_renorm_probs(row, top_p)
+    assert torch.equal(got, (row.double() / row.double().sum()).float())
+    assert got[0, 2] > 0
+
+
 def test_views_out_and_untouched_inputs() -> None:
     buffer = distributions(12, 200)
     before = buffer.clone()
@@ -397,7 +445,7 @@ def test_no_rows() -> None:
 def test_the_references_read_nothing_on_the_host_but_for_top_p() -> None:
     with FakeTensorMode():  # a read of a value would raise here
         logits, seeds, floats = torch.empty(3, 100), torch.empty(3, dtype=torch.int64), torch.empty(3)
-        key = (seeds, 0, None, 5)
+        key = (seeds, 0, None, 5, 0)
         draws = [
             reference_sampling.sampling_from_probs(logits, *key),
             reference_sampling.top_k_sampling_from_probs(logits, seeds, 0, *key),
@@ -590,7 +638,7 @@ def test_whatever_is_passed_either_works_or_is_named(op: str, data: st.DataObjec
 
 
 VIEW = distributions(8, 40)[::2, 3:33]  # [4, 30]
-ROWS, COUNTS, KEY = torch.rand(4), torch.arange(4), (torch.arange(4), 0, None, 7)
+ROWS, COUNTS, KEY = torch.rand(4), torch.arange(4), (torch.arange(4), 0, None, 7, 1)
 REGISTERED: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
     ("sampling_from_probs", (VIEW, *KEY), {}),
     ("top_k_sampling_from_probs", (VIEW.half(), COUNTS, 0, *KEY), {}),
@@ -632,3 +680,38 @@ def test_public_functions_compile_into_one_graph() -> None:
         torch.compile(everything, fullgraph=True)(logits, ONES), everything(logits, ONES), strict=True
     ):
         assert torch.equal(got, expected)
+
+
+SCALARS: dict[str, tuple[Callable[..., Any], tuple[float, ...]]] = {
+    "temperature": (lambda rows, t: sample_from_logits(rows, t, seed=1), (0.7, 0.8, 2)),
+    "top_k": (lambda rows, k: sample_from_logits(rows, top_k=k, seed=1), (3, 5)),
+    "top_p": (lambda rows, p: sample_from_logits(rows, top_p=p, seed=1), (0.7, 0.8)),
+    "min_p": (lambda rows, p: sample_from_logits(rows, min_p=p, seed=1), (0.1, 0.2)),
+    "seed": (lambda rows, s: sample_from_logits(rows, seed=s), (3, 5)),
+    "seed beyond 63 bits": (lambda rows, s: sample_from_logits(rows, seed=s), (2**63, 2**64 - 1)),
+    "offset": (lambda rows, o: sample_from_logits(rows, seed=1, offset=o), (3, 5)),
+    "top_p of top_p_sampling": (lambda rows, p: top_p_sampling_from_probs(rows, p, seed=1), (0.7, 0.8)),
+    "min_p of min_p_sampling": (lambda rows, p: min_p_sampling_from_probs(rows, p, seed=1), (0.1, 0.2)),
+    "top_k of top_k_sampling": (lambda rows, k: top_k_sampling_from_probs(rows, k, seed=1), (3, 5)),
+    "both of top_k_top_p_sampling": (lambda rows, k: top_k_top_p_sampling_from_probs(rows, k, k / 10, seed=1), (3, 5)),
+    "seed of sampling": (lambda rows, s: sampling_from_probs(rows, seed=s), (3, 5)),
+    "temperature of softmax": (softmax, (0.7, 0.8)),
+    "top_p of renorm": (top_p_renorm_probs, (0.7, 0.8)),
+    "top_k of renorm": (top_k_renorm_probs, (3, 5)),
+}
+
+
+@pytest.mark.parametrize("name", SCALARS)
+def test_a_scalar_may_change_between_compiled_calls(name: str) -> None:
+    function, values = SCALARS[name]
+    compiled = torch.compile(function, fullgraph=True, backend="eager")
+    rows = distributions(4, 40)
+    assert [compiled(rows, v).tolist() for v in values] == [function(rows, v).tolist() for v in values]
+
+
+def test_a_generator_under_compile_is_refused_by_name() -> None:
+    generator = torch.Generator()
+    draw = lambda rows: sample_from_logits(rows, generator=generator)  # noqa: E731
+    compiled = torch.compile(draw, fullgraph=True, backend="eager")
+    with pytest.raises(Exception, match="sample_from_logits: argument 'generator': expected None under torch.compile"):
+        compiled(torch.randn(2, 8))

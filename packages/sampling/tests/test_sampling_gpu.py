@@ -24,6 +24,7 @@ from kestrel_sampling import (
     top_p_renorm_probs,
     top_p_sampling_from_probs,
 )
+from kestrel_sampling._parameters import Keys
 
 pytestmark = pytest.mark.gpu
 
@@ -103,7 +104,7 @@ def test_masses_that_floats_cannot_tell_from_top_p_are_judged_alike_by_every_war
 
 
 def draws_of_blocks(probs: torch.Tensor, top_p: torch.Tensor, key: dict[str, torch.Tensor], blocks: int) -> Any:
-    return _launch.draw("op", probs, (key["seed"], 0, key["offset"], 0), top_p=(top_p, 1.0), blocks=blocks)
+    return _launch.draw("op", probs, Keys(key["seed"], 0, key["offset"], 0), top_p=(top_p, 1.0), blocks=blocks)
 
 
 @pytest.mark.parametrize(("rows", "blocks"), [(8, 2), (8, 4), (80, 2), (80, 4)])
@@ -221,7 +222,7 @@ def test_no_split_of_a_row_changes_its_id(op: str, width: int) -> None:
     filters = {"none": {}, "top_p": {"top_p": (None, 0.9)}, "both": {"top_k": (None, 50), "top_p": (None, 0.9)}}[op]
     probs = distributions(5, width, sharpness=1.0).cuda()
     seed, offset = keys(5).values()
-    key = (seed, 0, offset, 0)
+    key = Keys(seed, 0, offset, 0)
     want = OPS[op](probs, seed=seed, offset=offset)
     for blocks in (1, 2, 4, 8):
         for threads in (96, 384, 512, 640):
@@ -300,7 +301,7 @@ def test_nothing_is_written_around_the_results() -> None:
             ids, ids_intact = canary((rows,), torch.int32, "cuda")
             valid, valid_intact = canary((rows,), torch.bool, "cuda")
             seed, offset = keys(rows).values()
-            arguments = (None, 1.0, None, 20, None, 0.9, None, 0.0, False, seed, 0, offset, 0, 0, 0)
+            arguments = (None, 1.0, None, 20, None, 0.9, None, 0.0, False, seed, 0, offset, 0, 0, 0, 0)
             _launch._binary.sample("op", ids, valid, probs, False, *arguments)
             assert torch.equal(ids, top_k_top_p_sampling_from_probs(probs, 20, 0.9, seed=seed, offset=offset))
             ids_intact(), valid_intact()

@@ -100,6 +100,14 @@ def test_draws_what_exact_fractions_draw(width: int, dtype: torch.dtype, top_p: 
     assert got.tolist() == expected
 
 
+def test_every_round_of_proposals_has_random_words_of_its_own() -> None:
+    # Flat rows and a small p: many entries are kept, and most first rounds propose none of them.
+    probs = distributions(200, 60, sharpness=0.2)
+    rows = probs.double().tolist()
+    got = top_p_sampling_from_probs(probs, 0.1, seed=5, offset=torch.arange(200))
+    assert got.tolist() == [draw_by_hand(row, 0.1, 5, b) for b, row in enumerate(rows)]
+
+
 @pytest.mark.parametrize("width", [51200, 128256, 151936])
 def test_draws_from_a_whole_vocabulary(width: int) -> None:
     probs = distributions(2, width)
@@ -346,7 +354,7 @@ def test_whatever_is_passed_either_works_or_is_named(data: st.DataObject) -> Non
 @pytest.mark.parametrize(
     "args",
     [
-        (PROBS, None, 0.9, None, 3, None, 4),
+        (PROBS, None, 0.9, None, 3, None, 4, 0),
         (
             distributions(8, 40).half()[::2, 3:33],
             torch.rand(4),
@@ -355,8 +363,9 @@ def test_whatever_is_passed_either_works_or_is_named(data: st.DataObject) -> Non
             0,
             torch.arange(8)[::2].clone(),
             0,
+            0,
         ),
-        (torch.rand(3, 5, 20).transpose(0, 1)[2], torch.rand(1), 0.0, torch.arange(1), 0, None, 2**40),
+        (torch.rand(3, 5, 20).transpose(0, 1)[2], torch.rand(1), 0.0, torch.arange(1), 0, None, 2**40, 1),
     ],
 )
 def test_registration_agrees_with_torch(args: tuple[Any, ...]) -> None:
@@ -379,16 +388,17 @@ def test_the_default_generator_compiles_into_one_graph() -> None:
 
 
 def test_whether_a_graph_is_captured_is_asked_of_the_device_of_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    current = [torch.device("cuda", 0)]
+    current = [0]
 
     @contextlib.contextmanager
-    def device(other: torch.device) -> Iterator[None]:
+    def device(other: int) -> Iterator[None]:
         current.append(other)
         yield
         current.pop()
 
     monkeypatch.setattr(torch.cuda, "device", device)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: current[-1].index == 1)
-    assert is_capturing(torch.device("cuda", 1))
-    assert not is_capturing(torch.device("cuda", 0))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[-1])
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: current[-1] == 1)
+    assert is_capturing(1)
+    assert not is_capturing(0)
     assert len(current) == 1

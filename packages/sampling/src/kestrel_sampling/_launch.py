@@ -1,12 +1,12 @@
-"""The launches of the kernel that samples and makes probabilities, shared by the ops."""
+"""The launches that the sampling ops share."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 
 from kestrel_runtime import Binary, empty
+
+from ._parameters import Keys
 
 _binary = Binary("kestrel_sampling")
 _NONE = (None, 0)  # top-k off
@@ -17,7 +17,7 @@ _ZERO = (None, 0.0)  # min-p off
 def draw(
     op: str,
     rows: torch.Tensor,
-    keys: tuple[Any, ...],
+    keys: Keys,
     *,
     logits: bool = False,
     temperature: tuple[torch.Tensor | None, float] = _ONE,
@@ -28,10 +28,10 @@ def draw(
     blocks: int = 0,
     threads: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """ids int32 [B] and valid bool [B]; ``keys`` are seed and offset, each as a tensor or None and a number.
+    """ids int32 [B] and valid bool [B].
 
-    blocks (1, 2, 4, 8), threads (a multiple of 32 up to 640): how a long row is split on the GPU; 0 leaves it to the
-    binary. No choice changes an id.
+    blocks (1, 2, 4, 8), threads (a multiple of 32 up to 640): how a long row is split on the GPU; 0 leaves the choice
+    to the binary. No choice changes an id.
     """
     ids, valid = empty(rows, torch.int32, rows.shape[0]), empty(rows, torch.bool, rows.shape[0])
     _binary.sample(

@@ -1,22 +1,40 @@
-"""What the sampling ops share: parameters that are a number or one per row, and where the randomness comes from."""
+"""Parameters of the sampling ops: a number or a tensor of one per row, and the keys of the random numbers."""
 
 from __future__ import annotations
 
 import sys
+import threading
+from typing import NamedTuple
 
 import torch
 
 from kestrel_runtime import check
 
-Keys = tuple[torch.Tensor | None, int, torch.Tensor | None, int]
+_GENERATOR_KEY = 0x6B65737472656C  # keeps our random numbers apart from those that torch draws from the same generator
+_generator_lock = threading.Lock()
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_transforms = torch._C._functorch.peek_interpreter_stack
+
+
+class Keys(NamedTuple):
+    """Seed and offset of every row: each a tensor, or None and a number.
+
+    With an ``offset_stride``, row b uses ``offset_value + b * offset_stride``.
+    """
+
+    seed: torch.Tensor | None
+    seed_value: int
+    offset: torch.Tensor | None
+    offset_value: int
+    offset_stride: int = 0
 
 
 def number_or_tensor(op: str, name: str, value: float | torch.Tensor) -> tuple[torch.Tensor | None, float]:
     """A float parameter as (tensor, 0.0) or (None, number). The op rounds the number to float32, as the tensor is."""
-    if isinstance(value, torch.Tensor):
-        return value, 0.0
     if type(value) is float and value == value:  # the common case takes no checks
         return None, value
+    if isinstance(value, torch.Tensor):
+        return value, 0.0
     check.number(op, name, value)
     if isinstance(value, int) and abs(value) > sys.float_info.max:
         check.fail(op, name, f"at most {sys.float_info.max} in magnitude", "a larger integer")
@@ -25,10 +43,11 @@ def number_or_tensor(op: str, name: str, value: float | torch.Tensor) -> tuple[t
 
 def count_or_tensor(op: str, name: str, value: int | torch.Tensor) -> tuple[torch.Tensor | None, int]:
     """A count as (tensor, 0) or (None, number)."""
+    if type(value) is int and -(2**63) <= value < 2**63:
+        return None, value
     if isinstance(value, torch.Tensor):
         return value, 0
-    if type(value) is not int or not -(2**63) <= value < 2**63:
-        check.number(op, name, value, integer=True, minimum=-(2**63), maximum=2**63 - 1)
+    check.number(op, name, value, integer=True, minimum=-(2**63), maximum=2**63 - 1)
     return None, value
 
 
@@ -48,8 +67,10 @@ def integer_or_tensor(op: str, name: str, value: int | torch.Tensor) -> tuple[to
     return None, value - 2**64 if value >= 2**63 else value
 
 
-def is_capturing(device: torch.device) -> bool:
+def is_capturing(device: int) -> bool:
     """Whether a CUDA graph is captured on the stream of ``device``, which need not be the current device."""
+    if device == torch.cuda.current_device():
+        return torch.cuda.is_current_stream_capturing()
     with torch.cuda.device(device):
         return torch.cuda.is_current_stream_capturing()
 
@@ -63,16 +84,19 @@ def keys(
     return_valid: bool,
     name: str = "probs",
 ) -> Keys:
-    """(seed tensor, seed, offset tensor, offset) of a call.
+    """The keys of a call.
 
-    Without a seed one 63-bit seed comes from the generator and row b uses offset b. With one, the offset is 0 unless
-    given. Drawing from a generator stays on the device.
+    Without a seed they come from the generator, and the rows have successive offsets. With one, the offset is 0 unless
+    given. Nothing synchronises.
     """
-    check.flag(op, "return_valid", return_valid)
+    if type(return_valid) is not bool:
+        check.flag(op, "return_valid", return_valid)
     if isinstance(seed, torch.Tensor) and isinstance(offset, torch.Tensor) and generator is None:
-        return seed, 0, offset, 0  # as in a captured graph: what they are is for the launch to check
-    check.tensor(op, name, probs, ndim=2)
-    if probs.is_cuda and not torch.compiler.is_compiling() and is_capturing(probs.device):
+        return Keys(seed, 0, offset, 0)  # as in a captured graph; the launch checks them
+    if type(probs) is not torch.Tensor or probs.dim() != 2:
+        check.tensor(op, name, probs, ndim=2)
+    compiling = torch.compiler.is_compiling()
+    if not compiling and probs.is_cuda and is_capturing(probs.get_device()):
         for argument, value in (("seed", seed), ("offset", offset)):
             if not isinstance(value, torch.Tensor):
                 check.fail(
@@ -81,18 +105,34 @@ def keys(
     if seed is None:
         if offset is not None:
             check.fail(op, "offset", "None without a seed", offset)
-        if generator is not None and not isinstance(generator, torch.Generator):
-            check.fail(op, "generator", "a torch.Generator", type(generator).__name__, TypeError)
-        if generator is not None and generator.device.type != probs.device.type:
-            check.fail(op, "generator", f"a generator on {probs.device.type}", generator.device.type)
-        seed = torch.randint(2**63 - 1, (1,), generator=generator, dtype=torch.int64, device=probs.device)
-        offset = torch.arange(probs.shape[0], dtype=torch.int64, device=probs.device)
-    elif generator is not None:
+        return _keys_from_generator(op, probs, generator, compiling)
+    if generator is not None:
         check.fail(op, "generator", "None with a seed", "a generator")
-    return (
+    return Keys(
         *integer_or_tensor(op, "seed", seed),
         *integer_or_tensor(op, "offset", 0 if offset is None else offset),
     )
+
+
+def _keys_from_generator(op: str, probs: torch.Tensor, generator: torch.Generator | None, compiling: bool) -> Keys:
+    """One seed for all rows, and successive offsets."""
+    if generator is not None:
+        if compiling:
+            check.fail(op, "generator", "None under torch.compile (give seed and offset as tensors)", "a generator")
+        if not isinstance(generator, torch.Generator):
+            check.fail(op, "generator", "a torch.Generator", type(generator).__name__, TypeError)
+        if generator.device.type != probs.device.type:
+            check.fail(op, "generator", f"a generator on {probs.device.type}", generator.device.type)
+    if not compiling and probs.is_cuda and type(probs) is torch.Tensor and not _dispatch_modes() and not _transforms():
+        # A CUDA generator is a Philox key and a counter on the host: take as many counters as there are rows.
+        source = generator or torch.cuda.default_generators[probs.get_device()]
+        with _generator_lock:
+            counter = source.get_offset()
+            source.set_offset(counter + (probs.shape[0] + 3) // 4 * 4)  # torch requires multiples of 4
+        value = (source.initial_seed() ^ _GENERATOR_KEY) & (2**64 - 1)
+        return Keys(None, value - 2**64 if value >= 2**63 else value, None, counter, 1)
+    seed = torch.randint(2**63 - 1, (1,), generator=generator, dtype=torch.int64, device=probs.device)
+    return Keys(seed, 0, None, 0, 1)
 
 
 def check_probs(op: str, probs: torch.Tensor, name: str = "probs") -> None:
@@ -126,8 +166,15 @@ def shape_of_draw(probs: torch.Tensor, *_parameters: object) -> tuple[torch.Tens
 
 
 def check_keys(
-    op: str, rows: torch.Tensor, seed: torch.Tensor | None, offset: torch.Tensor | None, rows_name: str = "probs"
+    op: str,
+    rows: torch.Tensor,
+    seed: torch.Tensor | None,
+    offset: torch.Tensor | None,
+    offset_stride: int,
+    rows_name: str = "probs",
 ) -> None:
     """Seeds and offsets given as tensors: int64 [1] or [B]."""
     check_parameter(op, "seed", seed, rows, torch.int64, rows_name=rows_name)
     check_parameter(op, "offset", offset, rows, torch.int64, rows_name=rows_name)
+    if offset_stride not in (0, 1):
+        check.fail(op, "offset_stride", "0 or 1", offset_stride)

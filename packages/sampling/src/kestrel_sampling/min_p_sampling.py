@@ -7,7 +7,7 @@ import torch
 from kestrel_runtime import kernel_op
 
 from . import _launch, reference_sampling
-from ._parameters import check_keys, check_parameter, check_probs, keys, number_or_tensor, shape_of_draw
+from ._parameters import Keys, check_keys, check_parameter, check_probs, keys, number_or_tensor, shape_of_draw
 
 
 def min_p_sampling_from_probs(
@@ -50,11 +50,12 @@ def _check_min_p_sampling_from_probs(
     seed_value: int,
     offset: torch.Tensor | None,
     offset_value: int,
+    offset_stride: int,
 ) -> None:
     op = "min_p_sampling_from_probs"
     check_probs(op, probs)
     check_parameter(op, "min_p", min_p, probs, torch.float32)
-    check_keys(op, probs, seed, offset)
+    check_keys(op, probs, seed, offset, offset_stride)
 
 
 @kernel_op(
@@ -71,7 +72,8 @@ def _min_p_sampling_from_probs(
     seed_value: int,
     offset: torch.Tensor | None,
     offset_value: int,
+    offset_stride: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Each parameter as a tensor, or None and a number."""
-    keyed = (seed, seed_value, offset, offset_value)
+    keyed = Keys(seed, seed_value, offset, offset_value, offset_stride)
     return _launch.draw("min_p_sampling_from_probs", probs, keyed, min_p=(min_p, min_p_value))

@@ -28,6 +28,8 @@ import torch
 from kestrel_runtime import refuse_capture
 from kestrel_runtime.reference import philox4x32, row_sums
 
+from ._parameters import Keys
+
 _WORD = 0xFFFFFFFF
 
 
@@ -40,10 +42,11 @@ def sampling_from_probs(
     seed_value: int,
     offset: torch.Tensor | None,
     offset_value: int,
+    offset_stride: int,
 ) -> Draw:
     """One id per row, and whether the row had a distribution."""
     mass, valid = integer_mass(probs.float())
-    return draw(mass, valid, random_words(seed, seed_value, offset, offset_value, probs.device)[..., 0])
+    return draw(mass, valid, random_words(Keys(seed, seed_value, offset, offset_value, offset_stride), probs)[..., 0])
 
 
 def top_p_sampling_from_probs(
@@ -54,12 +57,14 @@ def top_p_sampling_from_probs(
     seed_value: int,
     offset: torch.Tensor | None,
     offset_value: int,
+    offset_stride: int,
 ) -> Draw:
     """The same from the smallest set whose mass reaches p."""
     weights = probs.float()
     mass, valid = integer_mass(weights)
     p = per_row(top_p, top_p_value, probs.device)
-    return filtered_draw(weights, mass, valid, (seed, seed_value, offset, offset_value), top_p=p)
+    keys = Keys(seed, seed_value, offset, offset_value, offset_stride)
+    return filtered_draw(weights, mass, valid, keys, top_p=p)
 
 
 def top_k_sampling_from_probs(
@@ -70,12 +75,14 @@ def top_k_sampling_from_probs(
     seed_value: int,
     offset: torch.Tensor | None,
     offset_value: int,
+    offset_stride: int,
 ) -> Draw:
     """The same from the k most probable."""
     weights = probs.float()
     mass, valid = integer_mass(weights)
     k = per_row(top_k, top_k_value, probs.device)
-    return filtered_draw(weights, mass, valid, (seed, seed_value, offset, offset_value), top_k=k)
+    keys = Keys(seed, seed_value, offset, offset_value, offset_stride)
+    return filtered_draw(weights, mass, valid, keys, top_k=k)
 
 
 def top_k_top_p_sampling_from_probs(
@@ -89,12 +96,14 @@ def top_k_top_p_sampling_from_probs(
     seed_value: int,
     offset: torch.Tensor | None,
     offset_value: int,
+    offset_stride: int,
 ) -> Draw:
     """The same with both filters, one after the other or both on the whole row."""
     weights = probs.float()
     mass, valid = integer_mass(weights)
     k, p = per_row(top_k, top_k_value, probs.device), per_row(top_p, top_p_value, probs.device)
-    return filtered_draw(weights, mass, valid, (seed, seed_value, offset, offset_value), top_k=k, top_p=p, joint=joint)
+    keys = Keys(seed, seed_value, offset, offset_value, offset_stride)
+    return filtered_draw(weights, mass, valid, keys, top_k=k, top_p=p, joint=joint)
 
 
 def min_p_sampling_from_probs(
@@ -105,12 +114,13 @@ def min_p_sampling_from_probs(
     seed_value: int,
     offset: torch.Tensor | None,
     offset_value: int,
+    offset_stride: int,
 ) -> Draw:
     """The same from the entries that reach min_p of the largest."""
     weights = probs.float()
     mass, valid = integer_mass(weights)
     mass = torch.where(keep_min_p(weights, per_row(min_p, min_p_value, probs.device)), mass, 0)
-    return draw(mass, valid, random_words(seed, seed_value, offset, offset_value, probs.device)[..., 0])
+    return draw(mass, valid, random_words(Keys(seed, seed_value, offset, offset_value, offset_stride), probs)[..., 0])
 
 
 def sample_from_logits(
@@ -128,6 +138,7 @@ def sample_from_logits(
     seed_value: int,
     offset: torch.Tensor | None,
     offset_value: int,
+    offset_stride: int,
 ) -> Draw:
     """Temperature, min-p, then top-k and top-p. A temperature of 0 keeps the first of the largest logits."""
     heat = per_row(temperature, temperature_value, logits.device)
@@ -136,7 +147,7 @@ def sample_from_logits(
     mass = torch.where(keep_min_p(weights, per_row(min_p, min_p_value, logits.device)), mass, 0)
     k = torch.where(heat <= 0, 1, per_row(top_k, top_k_value, logits.device).long())
     p = None if top_p is None and top_p_value >= 1 else per_row(top_p, top_p_value, logits.device)
-    keys = (seed, seed_value, offset, offset_value)
+    keys = Keys(seed, seed_value, offset, offset_value, offset_stride)
     return filtered_draw(logits.float(), mass, valid, keys, top_k=k, top_p=p, joint=joint)
 
 
@@ -206,7 +217,7 @@ def filtered_draw(
     order_by: torch.Tensor,
     mass: torch.Tensor,
     valid: torch.Tensor,
-    keys: tuple[torch.Tensor | None, int, torch.Tensor | None, int],
+    keys: Keys,
     top_k: torch.Tensor | None = None,
     top_p: torch.Tensor | None = None,
     joint: bool = False,
@@ -219,7 +230,7 @@ def filtered_draw(
         kept = kept & keep_top_p(sorted_mass if joint else torch.where(kept, sorted_mass, 0), top_p)
     kept = unsorted(kept, order)
     remaining = torch.where(counted & ~kept, 0, mass)
-    words = random_words(*keys, mass.device)
+    words = random_words(keys, mass)
     if top_p is None:
         return draw(remaining, valid, words[..., 0])
     refuse_capture("top-p sampling", "it reads on the host whether a row has to be drawn again")
@@ -238,7 +249,7 @@ def filtered_draw(
         if not pending.any():
             return ids, valid
         remaining = torch.where(pending & (place >= first), 0, remaining)
-        words = random_words(*keys, mass.device, turn)
+        words = random_words(keys, mass, turn)
     raise AssertionError("the first entry is kept")
 
 
@@ -278,11 +289,15 @@ def unsorted(kept: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
 
 
 def keep_top_p(sorted_mass: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-    """The smallest prefix whose mass reaches p of the whole, at least one entry. NaN counts as 1."""
+    """The smallest prefix whose mass reaches p of the whole, at least one entry; p >= 1 and NaN keep all entries.
+
+    With p >= 1 entries too small to have mass stay as well: renormalisation keeps them, and no draw can hit them.
+    """
     before = sorted_mass.cumsum(1) - sorted_mass
-    parts = (top_p.double().nan_to_num(nan=1.0).clamp(0, 1) * 2**32).floor().long()
+    p = top_p.double().nan_to_num(nan=1.0)
+    parts = (p.clamp(0, 1) * 2**32).floor().long()
     kept = before < fraction(sorted_mass.sum(1, keepdim=True), parts)
-    return kept | (torch.arange(kept.shape[1], device=kept.device) == 0)
+    return kept | (torch.arange(kept.shape[1], device=kept.device) == 0) | (p >= 1)
 
 
 def fraction(mass: torch.Tensor, parts: torch.Tensor) -> torch.Tensor:
@@ -298,16 +313,16 @@ def draw(mass: torch.Tensor, valid: torch.Tensor, word: torch.Tensor) -> tuple[t
     return torch.where(valid, ids, 0).to(torch.int32), valid
 
 
-def random_words(
-    seed: torch.Tensor | None,
-    seed_value: int,
-    offset: torch.Tensor | None,
-    offset_value: int,
-    device: torch.device,
-    turn: int = 0,
-) -> torch.Tensor:
-    """The four 32-bit words of Philox4x32-10, key = seed and counter = (offset, turn): int64 [B, 1, 4] or [1, 1, 4]."""
-    key, counter = torch.broadcast_tensors(per_row(seed, seed_value, device), per_row(offset, offset_value, device))
+def random_words(keys: Keys, rows: torch.Tensor, turn: int = 0) -> torch.Tensor:
+    """The four 32-bit words of Philox4x32-10 with key = seed and counter = (offset, turn), int64 [B, 1, 4].
+
+    [1, 1, 4] where all rows have one seed and one offset.
+    """
+    seeds = per_row(keys.seed, keys.seed_value, rows.device)
+    offsets = per_row(keys.offset, keys.offset_value, rows.device)
+    if keys.offset_stride:
+        offsets = offsets + keys.offset_stride * torch.arange(rows.shape[0], device=rows.device)[:, None]
+    key, counter = torch.broadcast_tensors(seeds, offsets)
     zero = torch.zeros_like(counter)
     words = (counter & _WORD, (counter >> 32) & _WORD, zero + turn, zero)
     return philox4x32(torch.stack((key & _WORD, (key >> 32) & _WORD), dim=-1), torch.stack(words, dim=-1))

@@ -10,6 +10,7 @@ from kestrel_runtime import check, kernel_op
 
 from . import _launch, reference_sampling
 from ._parameters import (
+    Keys,
     check_keys,
     check_parameter,
     check_probs,
@@ -57,7 +58,7 @@ def sample_from_logits(
     """
     op = "sample_from_logits"
     keyed = keys(op, logits, generator, seed, offset, return_valid, name="logits")
-    if not isinstance(temperature, torch.Tensor):
+    if not (type(temperature) is float and temperature >= 0.0) and not isinstance(temperature, torch.Tensor):
         check.number(op, "temperature", temperature, minimum=0)
     ids, valid = _sample_from_logits(
         logits,
@@ -86,6 +87,7 @@ def _check_sample_from_logits(
     seed_value: int,
     offset: torch.Tensor | None,
     offset_value: int,
+    offset_stride: int,
 ) -> None:
     op = "sample_from_logits"
     check_probs(op, logits, "logits")
@@ -93,7 +95,7 @@ def _check_sample_from_logits(
     check_parameter(op, "top_k", top_k, logits, torch.int32, torch.int64, rows_name="logits")
     check_parameter(op, "top_p", top_p, logits, torch.float32, rows_name="logits")
     check_parameter(op, "min_p", min_p, logits, torch.float32, rows_name="logits")
-    check_keys(op, logits, seed, offset, "logits")
+    check_keys(op, logits, seed, offset, offset_stride, "logits")
 
 
 @kernel_op(
@@ -117,12 +119,13 @@ def _sample_from_logits(
     seed_value: int,
     offset: torch.Tensor | None,
     offset_value: int,
+    offset_stride: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Each parameter as a tensor, or None and a number."""
     return _launch.draw(
         "sample_from_logits",
         logits,
-        (seed, seed_value, offset, offset_value),
+        Keys(seed, seed_value, offset, offset_value, offset_stride),
         logits=True,
         temperature=(temperature, temperature_value),
         top_k=(top_k, top_k_value),

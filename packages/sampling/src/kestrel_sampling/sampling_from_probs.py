@@ -7,7 +7,7 @@ import torch
 from kestrel_runtime import kernel_op
 
 from . import _launch, reference_sampling
-from ._parameters import check_keys, check_probs, keys, shape_of_draw
+from ._parameters import Keys, check_keys, check_probs, keys, shape_of_draw
 
 
 def sampling_from_probs(
@@ -43,10 +43,11 @@ def _check_sampling_from_probs(
     seed_value: int,
     offset: torch.Tensor | None,
     offset_value: int,
+    offset_stride: int,
 ) -> None:
     op = "sampling_from_probs"
     check_probs(op, probs)
-    check_keys(op, probs, seed, offset)
+    check_keys(op, probs, seed, offset, offset_stride)
 
 
 @kernel_op(
@@ -61,6 +62,7 @@ def _sampling_from_probs(
     seed_value: int,
     offset: torch.Tensor | None,
     offset_value: int,
+    offset_stride: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Each parameter as a tensor, or None and a number."""
-    return _launch.draw("sampling_from_probs", probs, (seed, seed_value, offset, offset_value))
+    return _launch.draw("sampling_from_probs", probs, Keys(seed, seed_value, offset, offset_value, offset_stride))

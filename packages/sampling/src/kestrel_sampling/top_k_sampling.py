@@ -10,6 +10,7 @@ from kestrel_runtime import kernel_op
 
 from . import _launch, reference_sampling
 from ._parameters import (
+    Keys,
     check_keys,
     check_parameter,
     check_probs,
@@ -96,11 +97,12 @@ def _check_top_k_sampling_from_probs(
     seed_value: int,
     offset: torch.Tensor | None,
     offset_value: int,
+    offset_stride: int,
 ) -> None:
     op = "top_k_sampling_from_probs"
     check_probs(op, probs)
     check_parameter(op, "top_k", top_k, probs, torch.int32, torch.int64)
-    check_keys(op, probs, seed, offset)
+    check_keys(op, probs, seed, offset, offset_stride)
 
 
 @kernel_op(
@@ -117,9 +119,10 @@ def _top_k_sampling_from_probs(
     seed_value: int,
     offset: torch.Tensor | None,
     offset_value: int,
+    offset_stride: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Each parameter as a tensor, or None and a number."""
-    keyed = (seed, seed_value, offset, offset_value)
+    keyed = Keys(seed, seed_value, offset, offset_value, offset_stride)
     return _launch.draw("top_k_sampling_from_probs", probs, keyed, top_k=(top_k, top_k_value))
 
 
@@ -134,12 +137,13 @@ def _check_top_k_top_p_sampling_from_probs(
     seed_value: int,
     offset: torch.Tensor | None,
     offset_value: int,
+    offset_stride: int,
 ) -> None:
     op = "top_k_top_p_sampling_from_probs"
     check_probs(op, probs)
     check_parameter(op, "top_k", top_k, probs, torch.int32, torch.int64)
     check_parameter(op, "top_p", top_p, probs, torch.float32)
-    check_keys(op, probs, seed, offset)
+    check_keys(op, probs, seed, offset, offset_stride)
 
 
 @kernel_op(
@@ -159,12 +163,13 @@ def _top_k_top_p_sampling_from_probs(
     seed_value: int,
     offset: torch.Tensor | None,
     offset_value: int,
+    offset_stride: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Each parameter as a tensor, or None and a number."""
     return _launch.draw(
         "top_k_top_p_sampling_from_probs",
         probs,
-        (seed, seed_value, offset, offset_value),
+        Keys(seed, seed_value, offset, offset_value, offset_stride),
         top_k=(top_k, top_k_value),
         top_p=(top_p, top_p_value),
         joint=joint,

@@ -7,7 +7,7 @@ import torch
 from kestrel_runtime import kernel_op
 
 from . import _launch, reference_sampling
-from ._parameters import check_keys, check_parameter, check_probs, keys, number_or_tensor, shape_of_draw
+from ._parameters import Keys, check_keys, check_parameter, check_probs, keys, number_or_tensor, shape_of_draw
 
 
 def top_p_sampling_from_probs(
@@ -27,8 +27,9 @@ def top_p_sampling_from_probs(
     seed, offset: an int, int64 [1] or int64 [B]. Row b uses the words of Philox4x32-10 with key = its seed and
         counter = its offset: rows of one seed and offset draw with the same numbers, so give each row, and each step,
         its own. The offset is 0 if only a seed is given.
-    generator: without a seed, a seed comes from it (default: the device's own generator), and row b uses offset b.
-        While a CUDA graph is captured seed and offset must be tensors.
+    generator: without a seed, seed and successive offsets of the rows come from it (default: the device's own
+        generator), without synchronisation. Not under torch.compile. While a CUDA graph is captured seed and offset
+        must be tensors.
 
     Returns ids int32 [B]; with return_valid (ids, valid bool [B]). A row that holds NaN or +inf, or has no mass, gives
     id 0 and valid False. A row's draw depends on its own probabilities, seed and offset only. Kernels read
@@ -59,11 +60,12 @@ def _check_top_p_sampling_from_probs(
     seed_value: int,
     offset: torch.Tensor | None,
     offset_value: int,
+    offset_stride: int,
 ) -> None:
     op = "top_p_sampling_from_probs"
     check_probs(op, probs)
     check_parameter(op, "top_p", top_p, probs, torch.float32)
-    check_keys(op, probs, seed, offset)
+    check_keys(op, probs, seed, offset, offset_stride)
 
 
 @kernel_op(
@@ -80,7 +82,8 @@ def _top_p_sampling_from_probs(
     seed_value: int,
     offset: torch.Tensor | None,
     offset_value: int,
+    offset_stride: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Each parameter as a tensor, or None and a number."""
-    keyed = (seed, seed_value, offset, offset_value)
+    keyed = Keys(seed, seed_value, offset, offset_value, offset_stride)
     return _launch.draw("top_p_sampling_from_probs", probs, keyed, top_p=(top_p, top_p_value))
