@@ -14,6 +14,8 @@
 
 namespace kestrel::kvcache {
 
+constexpr bool kWritten = true;  // Named::written
+
 // -- checks -----------------------------------------------------------------------------------------------------------
 
 inline void check_indices(const Checks& check, const char* name, const TensorView& t) {

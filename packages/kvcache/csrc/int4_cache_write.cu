@@ -283,17 +283,17 @@ void int4_cache_write(TensorView key, TensorView value, TensorView key_cache, Te
       check, {{"k_scale", k_scale}, {"k_zero", k_zero}, {"v_scale", v_scale}, {"v_zero", v_zero}, {"k_tail", k_tail}});
   check_indices(check, "seq_ids", seq_ids);
   check.same_shape("seq_ids", seq_ids, slot_mapping);
-  check_devices(check, "key", key,
-                {{"value", value},
-                 {"key_cache", key_cache},
-                 {"value_cache", value_cache},
-                 {"k_scale", k_scale},
-                 {"k_zero", k_zero},
-                 {"v_scale", v_scale},
-                 {"v_zero", v_zero},
-                 {"k_tail", k_tail},
-                 {"slot_mapping", slot_mapping},
-                 {"seq_ids", seq_ids}});
+  check_memory(check, {{"key", key},
+                       {"value", value},
+                       {"key_cache", key_cache, kWritten},
+                       {"value_cache", value_cache, kWritten},
+                       {"k_scale", k_scale, kWritten},
+                       {"k_zero", k_zero, kWritten},
+                       {"v_scale", v_scale, kWritten},
+                       {"v_zero", v_zero, kWritten},
+                       {"k_tail", k_tail, kWritten},
+                       {"slot_mapping", slot_mapping},
+                       {"seq_ids", seq_ids}});
   require_int4_page(key_cache);
   if (tokens == 0 || heads == 0 || size == 0 || key_cache.size(0) == 0 || k_tail.size(0) == 0) return;
   require_sizes(tokens, heads, size, key_cache.size(1));

@@ -116,13 +116,13 @@ void int8_cache_write(TensorView key, TensorView value, TensorView key_cache, Te
   const int64_t scale_shape[3] = {key_cache.size(0), key_cache.size(1), heads};
   check_scales(check, kFloat32, scale_shape, {{"k_scale", k_scale}, {"v_scale", v_scale}});
   check_written(check, {{"k_scale", k_scale}, {"v_scale", v_scale}});
-  check_devices(check, "key", key,
-                {{"value", value},
-                 {"key_cache", key_cache},
-                 {"value_cache", value_cache},
-                 {"k_scale", k_scale},
-                 {"v_scale", v_scale},
-                 {"slot_mapping", slot_mapping}});
+  check_memory(check, {{"key", key},
+                       {"value", value},
+                       {"key_cache", key_cache, kWritten},
+                       {"value_cache", value_cache, kWritten},
+                       {"k_scale", k_scale, kWritten},
+                       {"v_scale", v_scale, kWritten},
+                       {"slot_mapping", slot_mapping}});
   if (tokens == 0 || heads == 0 || size == 0 || key_cache.size(0) == 0) return;
   require_sizes(tokens, heads, size, key_cache.size(1));
 

@@ -200,13 +200,13 @@ void reshape_and_cache(TensorView key, TensorView value, TensorView key_cache, T
   const int64_t tokens = slot_mapping.size(0), heads = key.size(1), size = key.size(2);
   const Format format =
       check_store(check, key.dtype(), heads, size, key_cache, value_cache, kv_cache_dtype, k_scale, v_scale);
-  check_devices(check, "key", key,
-                {{"value", value},
-                 {"key_cache", key_cache},
-                 {"value_cache", value_cache},
-                 {"slot_mapping", slot_mapping},
-                 {"k_scale", k_scale},
-                 {"v_scale", v_scale}});
+  check_memory(check, {{"key", key},
+                       {"value", value},
+                       {"key_cache", key_cache, kWritten},
+                       {"value_cache", value_cache, kWritten},
+                       {"slot_mapping", slot_mapping},
+                       {"k_scale", k_scale},
+                       {"v_scale", v_scale}});
   if (tokens == 0 || heads == 0 || size == 0 || key_cache.size(0) == 0) return;
   require_sizes(tokens, heads, size, key_cache.size(1));
 

@@ -210,16 +210,16 @@ void rotary_and_cache(TensorView positions, TensorView query, TensorView key, Te
   check_slots(check, slot_mapping, tokens);
   const Format format =
       check_store(check, key.dtype(), kv_heads, size, key_cache, value_cache, kv_cache_dtype, k_scale, v_scale);
-  check_devices(check, "positions", positions,
-                {{"query", query},
-                 {"key", key},
-                 {"value", value},
-                 {"cos_sin_cache", cos_sin_cache},
-                 {"key_cache", key_cache},
-                 {"value_cache", value_cache},
-                 {"slot_mapping", slot_mapping},
-                 {"k_scale", k_scale},
-                 {"v_scale", v_scale}});
+  check_memory(check, {{"positions", positions},
+                       {"query", query, kWritten},
+                       {"key", key, kWritten},
+                       {"value", value},
+                       {"cos_sin_cache", cos_sin_cache},
+                       {"key_cache", key_cache, kWritten},
+                       {"value_cache", value_cache, kWritten},
+                       {"slot_mapping", slot_mapping},
+                       {"k_scale", k_scale},
+                       {"v_scale", v_scale}});
   if (tokens == 0) return;
   require_sizes(tokens, heads + 2 * kv_heads, size, key_cache.size(1));
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import kestrel_kvcache
 from kestrel_runtime import Binary, UnsupportedError
-from kestrel_runtime.testing import BadInput, assert_rejects
+from kestrel_runtime.testing import BadInput, assert_rejects, cases_of
 
 SHAPE = (3, 2, 16, 4, 8)
 
@@ -26,14 +26,11 @@ def write_cases(tokens: int, heads: int, size: int, blocks: int, page: int) -> t
         "key": rows,
         "value": rows,
         "key_cache": cache,
-        "value_cache": cache,
+        "value_cache": cache.clone(),
         "slot_mapping": torch.zeros(tokens, dtype=torch.int64),
     }
-    fp8 = {"kv_cache_dtype": "fp8", "key_cache": codes, "value_cache": codes}
-
-    def bad(name, argument, value, error=ValueError, fragment="", **more):
-        return BadInput(name, argument, lambda: ((), good | more | {argument: value}), error, fragment)
-
+    fp8 = {"kv_cache_dtype": "fp8", "key_cache": codes, "value_cache": codes.clone()}
+    bad = cases_of(good)
     return good, [
         bad("no key", "key", None, TypeError, "a tensor"),
         bad("no value", "value", None, TypeError, "a tensor"),
@@ -85,21 +82,13 @@ def int64(count: int) -> torch.Tensor:
     return torch.zeros(count, dtype=torch.int64)
 
 
-def cases_of(good: dict[str, Any]) -> Callable[..., BadInput]:
-    """A maker of cases: the good call with some arguments replaced."""
-
-    def bad(name, argument, value, error=ValueError, fragment="", **more):
-        return BadInput(name, argument, lambda: ((), good | more | {argument: value}), error, fragment)
-
-    return bad
-
-
 def rotary_cases(tokens: int, heads: int, size: int, blocks: int, page: int) -> tuple[dict[str, Any], list[BadInput]]:
     size = 2 * size
     rows, query = torch.zeros(tokens, heads, size), torch.zeros(tokens, 3 * size)
     cache, slots = torch.zeros(blocks, page, heads, size), torch.zeros(tokens, dtype=torch.int64)
-    good = {"positions": slots, "query": query, "key": rows, "value": rows, "head_size": size}
-    good |= {"cos_sin_cache": torch.zeros(8, size), "key_cache": cache, "value_cache": cache, "slot_mapping": slots}
+    good = {"positions": slots, "query": query, "key": rows, "value": rows.clone(), "head_size": size}
+    good |= {"cos_sin_cache": torch.zeros(8, size), "key_cache": cache, "slot_mapping": slots}
+    good |= {"value_cache": cache.clone()}
     bad = cases_of(good)
     fp8 = {"kv_cache_dtype": "fp8", "key_cache": cache.to(torch.uint8), "value_cache": cache.to(torch.uint8)}
     return good, [
@@ -141,8 +130,8 @@ def rotary_cases(tokens: int, heads: int, size: int, blocks: int, page: int) -> 
 def int8_cases(tokens: int, heads: int, size: int, blocks: int, page: int) -> tuple[dict[str, Any], list[BadInput]]:
     rows, codes = torch.zeros(tokens, heads, size), torch.zeros(blocks, page, heads, size, dtype=torch.int8)
     scale, slots = torch.zeros(blocks, page, heads), torch.zeros(tokens, dtype=torch.int64)
-    good = {"key": rows, "value": rows, "key_cache": codes, "value_cache": codes, "k_scale": scale, "v_scale": scale}
-    good |= {"slot_mapping": slots}
+    good = {"key": rows, "value": rows, "key_cache": codes, "value_cache": codes.clone(), "k_scale": scale}
+    good |= {"v_scale": scale.clone(), "slot_mapping": slots}
     bad = cases_of(good)
     return good, [
         bad("no key", "key", None, TypeError, "a tensor"),
@@ -169,8 +158,8 @@ def int8_cases(tokens: int, heads: int, size: int, blocks: int, page: int) -> tu
 def int4_tensors(heads: int, size: int, blocks: int) -> dict[str, torch.Tensor]:
     codes = torch.zeros(blocks, 64, heads, size // 2, dtype=torch.uint8)
     channels, tokens = torch.zeros(blocks, heads, size).half(), torch.zeros(blocks, 64, heads).half()
-    caches = {"key_cache": codes, "value_cache": codes, "k_scale": channels, "k_zero": channels}
-    return caches | {"v_scale": tokens, "v_zero": tokens, "k_tail": torch.zeros(2, 64, heads, size)}
+    caches = {"key_cache": codes, "value_cache": codes.clone(), "k_scale": channels, "k_zero": channels.clone()}
+    return caches | {"v_scale": tokens, "v_zero": tokens.clone(), "k_tail": torch.zeros(2, 64, heads, size)}
 
 
 def int4_shape_cases(bad: Callable[..., BadInput], heads: int, size: int, blocks: int) -> list[BadInput]:
@@ -359,3 +348,114 @@ def test_the_entry_point_of_gather_cache_refuses_results_it_cannot_fill(name, wh
     del bound.arguments["dtype"]
     with pytest.raises(error, match=f"gather_cache: argument '{('key_out', 'value_out')[which]}': expected {message}"):
         Binary("kestrel_kvcache").gather_cache(*out, *bound.arguments.values())
+
+
+# -- arguments that share memory --------------------------------------------------------------------------------------
+
+INT4_WRITES = ("key_cache", "value_cache", "k_scale", "k_zero", "v_scale", "v_zero", "k_tail")
+WRITES = {
+    "reshape_and_cache": ("key_cache", "value_cache"),
+    "rotary_and_cache": ("query", "key", "key_cache", "value_cache"),
+    "int8_cache_write": ("key_cache", "value_cache", "k_scale", "v_scale"),
+    "int4_cache_write": INT4_WRITES,
+}
+SHARED = [  # two arguments that can be one tensor, at least one of them written
+    *((op, "key_cache", "value_cache") for op in WRITES),
+    ("reshape_and_cache", "key_cache", "key"),
+    ("rotary_and_cache", "key", "value"),
+    ("rotary_and_cache", "value_cache", "value"),
+    ("int8_cache_write", "k_scale", "v_scale"),
+    ("int4_cache_write", "k_scale", "k_zero"),
+    ("int4_cache_write", "v_scale", "v_zero"),
+]
+
+
+def shared_call(op: str, written: str, other: str) -> dict[str, Any]:
+    """A good call in which two arguments are the same memory."""
+    given = dict(TABLES[op](3, 1, 4, 3, 1)[0])  # pages of one slot: rows and caches have the same shape
+    given[other] = given[written].view(given[other].shape)
+    return given
+
+
+@pytest.mark.parametrize(("op", "written", "other"), SHARED)
+def test_two_arguments_that_share_memory_are_refused(op, written, other):
+    given = shared_call(op, written, other)
+    for name in WRITES[op]:
+        given[name].fill_(3)
+    with pytest.raises(ValueError, match=rf"{op}: argument '{written}': .* shares no memory with '{other}'"):
+        getattr(kestrel_kvcache, op)(**given)
+    for name in WRITES[op]:
+        assert bool((given[name] == 3).all()), f"{name} was written before the call was refused"
+
+
+@pytest.mark.parametrize(("op", "written", "other"), SHARED)
+def test_the_entry_point_refuses_arguments_that_share_memory_in_the_same_words(op, written, other):
+    function, given = entry_point(op), shared_call(op, written, other)
+    with pytest.raises(ValueError, match="shares no memory") as python:
+        getattr(kestrel_kvcache, op)(**given)
+    with pytest.raises(ValueError, match="shares no memory") as cpp:
+        function(**given)
+    assert str(cpp.value) == str(python.value)
+
+
+OVERLAPPING_ROWS = [  # shape and strides of a cache [blocks, P, Hk, D] of 3 blocks of 2 slots, 2 heads of 4
+    ("rows closer than their length", (15, 7, 3, 1)),
+    ("slots closer than their length", (14, 7, 4, 1)),
+    ("blocks that start within each other", (12, 8, 4, 1)),
+    ("blocks on the last slot of the one before", (8, 8, 4, 1)),
+]
+
+
+@pytest.mark.parametrize("strides", [pytest.param(strides, id=name) for name, strides in OVERLAPPING_ROWS])
+@pytest.mark.parametrize("path", ["python", "entry point"])
+def test_a_cache_whose_rows_overlap_is_refused(strides, path):
+    cache = torch.zeros(100).as_strided((3, 2, 2, 4), strides)
+    rows, other = torch.ones(2, 2, 4), torch.zeros(3, 2, 2, 4)
+    given = {"key": rows, "value": rows, "key_cache": cache, "value_cache": other, "slot_mapping": torch.arange(2)}
+    function = kestrel_kvcache.reshape_and_cache if path == "python" else entry_point("reshape_and_cache")
+    with pytest.raises(ValueError, match="'key_cache': expected a tensor to write whose elements do not share memory"):
+        function(**given)
+
+
+DISJOINT_STRIDES = [
+    ("dimensions in any order", (4, 8, 24, 1)),
+    ("blocks between each other's slots", (12, 8, 40, 1)),  # neither stride is a multiple of the other
+    ("K and V side by side", (48, 16, 8, 1)),
+]
+
+
+@pytest.mark.parametrize("strides", [pytest.param(strides, id=name) for name, strides in DISJOINT_STRIDES])
+def test_the_entry_point_accepts_any_strides_whose_elements_are_apart(strides):
+    function = entry_point("reshape_and_cache")
+    cache = torch.zeros(400).as_strided((2, 3, 2, 4), strides)
+    offsets = torch.arange(400).as_strided((2, 3, 2, 4), strides).flatten().tolist()
+    assert len(set(offsets)) == len(offsets), "the case itself overlaps"
+    rows, other = torch.ones(2, 2, 4), torch.zeros(2, 3, 2, 4)
+    given = {"key": rows, "value": rows, "key_cache": cache, "value_cache": other, "slot_mapping": torch.arange(2)}
+    with pytest.raises(ValueError, match="expected a CUDA tensor"):  # the last of all checks
+        function(**given)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    shape=st.tuples(*[st.integers(1, 3)] * 3),
+    strides=st.tuples(*[st.integers(0, 12)] * 3),
+    start=st.integers(0, 12),
+)
+def test_the_entry_point_knows_exactly_what_overlaps(shape, strides, start):
+    """Against the set of addresses: within a cache, and between the caches of keys and values."""
+    function = entry_point("reshape_and_cache")
+    memory, addresses = torch.zeros(200), torch.arange(200)
+    key_cache = memory.as_strided((*shape, 2), (*strides, 1))
+    value_cache = memory[start:].as_strided((*shape, 2), (30, 10, 2, 1))
+    at = addresses.as_strided((*shape, 2), (*strides, 1)).flatten().tolist()
+    value_at = addresses[start:].as_strided((*shape, 2), (30, 10, 2, 1)).flatten().tolist()
+    rows = torch.ones(1, shape[2], 2)
+    if len(set(at)) < len(at):
+        expected = "'key_cache': expected a tensor to write whose elements do not share memory"
+    elif set(at) & set(value_at):
+        expected = "'key_cache': expected a tensor to write that shares no memory with 'value_cache'"
+    else:
+        expected = "expected a CUDA tensor"
+    with pytest.raises(ValueError, match=expected):
+        function(rows, rows, key_cache, value_cache, torch.arange(1))

@@ -69,7 +69,7 @@ void fp8_dequant(TensorView out, TensorView q, TensorView scale, AnyView group_s
   const int64_t rows = q.size(0), n = q.size(1), group = check.integer("group_size", group_size, 1);
   check_scale(check, scale, rows, n / group + (n % group != 0));
   check_out(check, out, rows, n);
-  check_devices(check, "q", q, {{"scale", scale}, {"out", out}});
+  check_memory(check, {{"q", q}, {"scale", scale}, {"out", out, kWritten}});
   if (rows == 0 || n == 0) return;
 
   Params p = rows_of(out, q);

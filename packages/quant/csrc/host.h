@@ -17,6 +17,8 @@
 
 namespace kestrel::quant {
 
+constexpr bool kWritten = true;  // Named::written
+
 // -- checks, in the order and with the messages of the Python ones ----------------------------------------------------
 
 inline void check_input(const Checks& check, const TensorView& x) {

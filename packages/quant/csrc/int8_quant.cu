@@ -39,7 +39,7 @@ void int8_dequant(TensorView out, TensorView q, TensorView scale) {
   const int64_t rows = q.size(0), n = q.size(1);
   check_scale(check, scale, rows);
   check_out(check, out, rows, n);
-  check_devices(check, "q", q, {{"scale", scale}, {"out", out}});
+  check_memory(check, {{"q", q}, {"scale", scale}, {"out", out, kWritten}});
   if (rows == 0 || n == 0) return;
 
   Params p = rows_of(out, q);

@@ -1,9 +1,10 @@
-// Checks of op arguments in the C++ entry points, with the wording of kestrel_runtime.check:
+// Checks of op arguments in the C++ entry points, with the messages of kestrel_runtime.check:
 //   op: argument 'name': expected ..., got ...
 // An entry point makes them in the order of its Python check function, the device last, so that all but the device can
 // be tested with CPU tensors. ValueError and TypeError arrive in Python as such.
 #pragma once
 
+#include <kestrel/memory.h>
 #include <tvm/ffi/any.h>
 #include <tvm/ffi/container/tensor.h>
 #include <tvm/ffi/error.h>
@@ -160,14 +161,20 @@ class Checks {
     if (!fits) fail(name, "shape " + shape_text(expected, ndim), shape_text(t.shape().data(), t.ndim()));
   }
 
-  // Of a tensor that is written: no dimension of stride 0 makes two of its elements the same memory.
+  // No two elements of a tensor that is written share memory.
   void disjoint(const char* name, const TensorView& t) const {
-    for (int i = 0; i < t.ndim(); ++i) {
-      if (t.stride(i) == 0 && t.size(i) > 1) {
-        fail(name, "a tensor to write whose elements do not share memory",
-             "strides " + shape_text(t.strides().data(), t.ndim()));
-      }
+    if (shares_memory_within(t)) {
+      fail(name, "a tensor to write whose elements do not share memory",
+           "strides " + shape_text(t.strides().data(), t.ndim()));
     }
+  }
+
+  // A tensor that is written shares no memory with another one; or it is the same view, where the op allows that.
+  void no_overlap(const char* name, const TensorView& written, const char* other_name, const OptionalTensor& other,
+                  bool may_be_same = false) const {
+    if (!other.has_value() || !share_memory(written, *other) || (may_be_same && same_view(written, *other))) return;
+    fail(name, std::string("a tensor to write that shares no memory with '") + other_name + "'",
+         "tensors that overlap");
   }
 
   void same_shape(const char* name, const TensorView& t, const TensorView& as) const {

@@ -1,4 +1,4 @@
-// What entry points ask of a tensor argument besides its checks.
+// Helpers of entry points: addresses, devices, overlaps, dispatch by dtype.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -21,15 +21,34 @@ inline const char* address(const OptionalTensor& t) { return t.has_value() ? add
 struct Named {
   const char* name;
   OptionalTensor tensor;
+  bool written = false;
 };
 
-// Every tensor stands where the first one does, and that is a GPU. The last check of an entry point.
+// No written tensor shares memory with another one. The order is that of the op's parameters.
+inline void check_overlaps(const Checks& check, std::initializer_list<Named> tensors) {
+  for (const Named* one = tensors.begin(); one != tensors.end(); ++one) {
+    if (!one->written || !one->tensor.has_value()) continue;
+    for (const Named* other = tensors.begin(); other != tensors.end(); ++other) {
+      if (other == one || (other->written && other < one)) continue;
+      check.no_overlap(one->name, *one->tensor, other->name, other->tensor);
+    }
+  }
+}
+
+// Every tensor is on the device of the first one, and that is a GPU. The last check of an entry point.
 inline void check_devices(const Checks& check, const char* first_name, const TensorView& first,
                           std::initializer_list<Named> others) {
   for (const Named& other : others) {
     if (other.tensor.has_value()) check.same_device(other.name, *other.tensor, first_name, first);
   }
   check.cuda(first_name, first);
+}
+
+// Both for all tensors, in the order of the op's parameters; the first one sets the device.
+inline void check_memory(const Checks& check, std::initializer_list<Named> tensors) {
+  check_overlaps(check, tensors);
+  const Named& first = *tensors.begin();
+  check_devices(check, first.name, *first.tensor, tensors);
 }
 
 // Calls with a value of the tensor's element type; the tensor is bf16, fp16 or float32.

@@ -1,4 +1,4 @@
-"""The cache ops in plain PyTorch: the specification that kernels are judged by.
+"""The PyTorch reference of every op of this family: the specification that the kernels are tested against.
 
 Caches are shared with kestrel_attention (kestrel_runtime.paged_cache), rotation with kestrel_rope
 (kestrel_runtime.rotary).
@@ -73,6 +73,8 @@ def int8_cache_write(
     slot_mapping: torch.Tensor,
 ) -> None:
     tokens = slot_mapping.shape[0]
+    if key.shape[2] == 0:
+        return
     write_int8(key_cache, k_scale, slot_mapping, key[:tokens])
     write_int8(value_cache, v_scale, slot_mapping, value[:tokens])
 
@@ -91,6 +93,8 @@ def int4_cache_write(
     seq_ids: torch.Tensor,
 ) -> None:
     tokens = slot_mapping.shape[0]
+    if key.shape[1] == 0 or key.shape[2] == 0:
+        return
     caches = key_cache, value_cache, k_scale, k_zero, v_scale, v_zero, k_tail
     write_int4(key[:tokens], value[:tokens], *caches, slot_mapping, seq_ids)
 

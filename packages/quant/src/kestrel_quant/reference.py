@@ -1,6 +1,6 @@
-"""The PyTorch reference of every op of this family: the specification the kernels are held against.
+"""The PyTorch reference of every op of this family: the specification that the kernels are tested against.
 
-Scales come from the largest *finite* magnitude, so one inf or NaN does not touch the elements around it: a NaN becomes
+Scales come from the largest *finite* magnitude, so inf and NaN do not change the codes of other elements: a NaN becomes
 the FP8 code NaN or the integer code 0, an inf saturates. ``value = code * scale`` throughout; codes are ``x / scale``
 with a true float32 division, rounded once to nearest even.
 """
@@ -20,7 +20,7 @@ def fp8_quant(
     scale_ub: torch.Tensor | None = None,
     column_major_scales: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Dynamic FP8. Column-major scales come as the buffer behind them: [groups, T rounded up to a multiple of 4]."""
+    """Dynamic FP8. Column-major scales are returned as their buffer: [groups, T rounded up to a multiple of 4]."""
     values = x.float()
     scale = fp8_scale(_amax(values, granularity, group_size), scale_ub)
     codes = to_fp8(values / _per_element(scale, values, group_size))
@@ -95,14 +95,16 @@ def _amax(values: torch.Tensor, granularity: str, group_size: int) -> torch.Tens
     if granularity == "row":
         return magnitude.amax(dim=1, keepdim=True)
     if granularity == "tensor":
-        return F.pad(magnitude, (0, 0, 0, 1)).amax().view(1)  # the row of zeros lets T be 0
+        return F.pad(magnitude, (0, 0, 0, 1)).amax().view(1)  # a row of zeros, as T may be 0
     rows, columns = magnitude.shape
+    group_size = min(group_size, columns)
     groups = (columns + group_size - 1) // group_size
     return F.pad(magnitude, (0, groups * group_size - columns)).view(rows, groups, group_size).amax(dim=2)
 
 
 def _per_element(scale: torch.Tensor, values: torch.Tensor, group_size: int) -> torch.Tensor:
-    """A scale of shape [1] or [T, 1] broadcasts; [T, groups] is spread over its groups."""
+    """A scale of shape [1] or [T, 1] broadcasts; [T, groups] is repeated over the columns of each group."""
     if scale.ndim == 1 or scale.shape[1] == 1:
         return scale
-    return scale.repeat_interleave(group_size, dim=1)[:, : values.shape[1]]
+    columns = values.shape[1]
+    return scale.repeat_interleave(min(group_size, max(columns, 1)), dim=1)[:, :columns]

@@ -8,7 +8,7 @@ import torch
 
 from kestrel_runtime import UnsupportedError, check
 
-from .w4a16 import W4Weight, from_codes
+from .w4a16 import W4Weight, check_readable, from_codes
 
 _ZERO = 8  # unsigned codes 0..15 with this zero point are the signed codes -8..7
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the column that each nibble of an AWQ word holds, lowest nibble first
@@ -50,19 +50,21 @@ def w4_from_gptq(
         check.tensor(op, "qzeros", qzeros, dtype=torch.int32)
         check.shape(op, "qzeros", qzeros, (scales.shape[0], (scales.shape[1] + 7) // 8))
         check.same(op, "device", qweight=qweight, qzeros=qzeros)
+        check_readable(op, qzeros=qzeros)
         zeros = _nibbles(qzeros).flatten(1)[:, : scales.shape[1]] + (checkpoint_format == "gptq")
         _refuse_asymmetric(op, zeros)
     if g_idx is not None:
         check.tensor(op, "g_idx", g_idx, dtype=check.INTEGERS)
         check.shape(op, "g_idx", g_idx, (8 * qweight.shape[0],))
         check.same(op, "device", qweight=qweight, g_idx=g_idx)
+        check_readable(op, g_idx=g_idx)
         in_order = torch.arange(g_idx.shape[0], device=g_idx.device) // group_size
         if not torch.equal(g_idx.long(), in_order):
             raise UnsupportedError(
                 f"{op}: argument 'g_idx': expected groups of consecutive rows, got an activation order"
             )
     codes = _nibbles(qweight).transpose(1, 2).flatten(0, 1)  # [K/8, N, 8] to [K, N]
-    return from_codes(codes.t() - _ZERO, scales.t().to(dtype or scales.dtype), group_size)
+    return from_codes(codes.t() - _ZERO, scales.detach().t().to(dtype or scales.dtype), group_size)
 
 
 def w4_from_awq(
@@ -92,10 +94,11 @@ def w4_from_awq(
     check.shape(op, "qzeros", qzeros, (scales.shape[0], qweight.shape[1]))
     _check_dtype(op, dtype)
     check.same(op, "device", qweight=qweight, scales=scales, qzeros=qzeros)
+    check_readable(op, qzeros=qzeros)
     _refuse_asymmetric(op, _nibbles(qzeros))
     place = torch.tensor(_AWQ_ORDER, device=qweight.device).argsort()  # the nibble that holds each column
     codes = _nibbles(qweight)[:, :, place].flatten(1)  # [K, N/8, 8] to [K, N]
-    return from_codes(codes.t() - _ZERO, scales.t().to(dtype or scales.dtype), group_size)
+    return from_codes(codes.t() - _ZERO, scales.detach().t().to(dtype or scales.dtype), group_size)
 
 
 def _nibbles(words: torch.Tensor) -> torch.Tensor:

@@ -12,11 +12,12 @@ from kestrel_runtime.reference import pack_int4
 from . import reference
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class W4Weight:
     """A weight [N, K] of 4-bit codes with one scale per row and group of columns, made by :func:`pack_w4`.
 
-    How ``codes`` and ``scales`` are laid out is private to this library: read them with :meth:`dequantize`.
+    The layout of ``codes`` and ``scales`` is private to this library: read them with :meth:`dequantize`. Two weights
+    compare equal only if they are one object.
     """
 
     codes: torch.Tensor
@@ -63,7 +64,9 @@ def pack_w4(weight: torch.Tensor, group_size: int = 128) -> W4Weight:
     """
     op = "pack_w4"
     check.tensor(op, "weight", weight, dtype=check.FLOATS, ndim=2, last_contiguous=True)
+    check_readable(op, weight=weight)
     check_group(op, weight.shape[1], group_size)
+    weight = weight.detach()
     if not bool(weight.isfinite().all()):
         check.fail(op, "weight", "finite values", "NaN or inf")
     rows, columns = weight.shape
@@ -77,6 +80,13 @@ def pack_w4(weight: torch.Tensor, group_size: int = 128) -> W4Weight:
 def from_codes(codes: torch.Tensor, scales: torch.Tensor, group_size: int) -> W4Weight:
     """A W4Weight of codes -8..7 [N, K] and scales [N, K/G]."""
     return W4Weight(pack_int4(codes), scales.contiguous(), (codes.shape[0], codes.shape[1]), group_size)
+
+
+def check_readable(op: str, **tensors: torch.Tensor) -> None:
+    """The tensors have values, which packing reads on the host."""
+    for name, value in tensors.items():
+        if value.is_meta:
+            check.fail(op, name, "a tensor with values, which packing reads", "device meta")
 
 
 def check_group(op: str, columns: int, group_size: int) -> None:
@@ -134,10 +144,11 @@ def _check_w4a16_linear(
     if out is not None:
         check.tensor(op, "out", out, dtype=x.dtype, last_contiguous=True)
         check.shape(op, "out", out, (*x.shape[:-1], rows))
+        check.disjoint(op, "out", out)
         check.same(op, "device", x=x, out=out)
 
 
-@kernel_op(reference=reference.w4a16_linear, check=_check_w4a16_linear)
+@kernel_op(reference=reference.w4a16_linear, check=_check_w4a16_linear, out_may_be=())
 def _w4a16_linear(
     x: torch.Tensor,
     codes: torch.Tensor,
