@@ -1,0 +1,144 @@
+"""Calls whose form was launched before: which tensors they match, and that nothing is skipped for others."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from kestrel_attention import decode, flash_attn_with_kvcache, hot_calls
+from kestrel_attention.hot_calls import HotCalls
+from kestrel_runtime import backend, trace
+
+op = importlib.import_module("kestrel_attention.flash_attn_with_kvcache")
+X = torch.zeros(4, 6, 8)
+
+
+@pytest.fixture
+def kept() -> HotCalls:
+    calls = HotCalls()
+    calls.keep("key", (X, X[0]), "launch")
+    return calls
+
+
+def test_a_call_of_the_same_form_is_found(kept: HotCalls) -> None:
+    assert kept.find("key", (torch.ones(4, 6, 8), torch.ones(6, 8))) == "launch"
+    assert kept.find("another key", (X, X[0])) is None
+
+
+@pytest.mark.parametrize(
+    ("what", "other"),
+    [
+        ("shape", lambda: torch.zeros(4, 6, 9)),
+        ("strides", lambda: torch.zeros(6, 4, 8).transpose(0, 1)),
+        ("dtype", lambda: X.half()),
+        ("device", lambda: X.to("meta")),
+        ("requires_grad", lambda: X.clone().requires_grad_()),
+        ("type", lambda: torch.nn.Parameter(X, requires_grad=False)),
+        ("rank", lambda: X[0]),
+    ],
+)
+def test_a_tensor_of_another_form_is_not_found(kept: HotCalls, what: str, other: Callable[[], torch.Tensor]) -> None:
+    assert kept.find("key", (other(), X[0])) is None, what
+
+
+def test_nothing_is_hot_by_reference_in_a_trace_or_under_a_transform(kept: HotCalls) -> None:
+    with backend("reference"):
+        assert kept.find("key", (X, X[0])) is None
+    with trace():
+        assert kept.find("key", (X, X[0])) is None
+    found = []
+    torch.func.vmap(lambda x: found.append(kept.find("key", (X, X[0]))) or x)(X)
+    assert found == [None]
+    assert kept.find("key", (X, X[0])) == "launch"
+
+
+def test_a_tensor_that_is_given_twice_is_not_kept(kept: HotCalls) -> None:
+    kept.keep("twice", (X, X), "launch")
+    assert kept.find("twice", (X, X)) is None
+
+
+def test_the_last_forms_of_a_key_stay(kept: HotCalls) -> None:
+    xs = [torch.zeros(i + 1) for i in range(hot_calls.MAX_FORMS + 1)]
+    for x in xs:
+        kept.keep("many", (x,), x.numel())
+    assert [kept.find("many", (x,)) for x in xs] == [None, *range(2, len(xs) + 1)]
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, tuple[Any, ...]]]]:
+    """The kernels that run and their arguments, with launches in place of references for CPU tensors."""
+    done: list[tuple[str, tuple[Any, ...]]] = []
+    kernels = SimpleNamespace(kernel=lambda variant, device: lambda *given: done.append((variant.name, given)))
+    monkeypatch.setattr(decode, "_binary", kernels)
+    monkeypatch.setattr(decode, "launches", type(decode.launches)())
+    monkeypatch.setattr(op, "_hot_calls", HotCalls())
+    for name in ("_flash_attn_with_kvcache", "_flash_attn_with_kvcache_append", "_flash_attn_with_kvcache_append_int"):
+        monkeypatch.setattr(op, name, getattr(op, name).kernel_op.launch)
+    yield done
+
+
+def arguments(appends: bool = False, **more: Any) -> dict[str, Any]:
+    caches = [torch.zeros(8, 16, 2, 64).bfloat16() for _ in range(2)]
+    new = [torch.zeros(3, 1, 2, 64).bfloat16() for _ in range(2)] if appends else [None, None]
+    lengths, table = torch.zeros(3, dtype=torch.int32), torch.zeros(3, 2, dtype=torch.int32)
+    q = torch.zeros(3, 1, 4, 64).bfloat16()
+    named = dict(zip(("q", "k_cache", "v_cache", "k", "v"), (q, *caches, *new), strict=True))
+    return {**named, "cache_seqlens": lengths, "block_table": table, **more}
+
+
+@pytest.mark.parametrize("appends", [False, True])
+@pytest.mark.parametrize("more", [{}, {"prefix_len": 3}, {"prefix_len": torch.zeros(3, dtype=torch.int32)}])
+def test_a_hot_call_launches_the_kernels_of_the_first_with_its_own_tensors(
+    launched: list[tuple[str, tuple[Any, ...]]],
+    monkeypatch: pytest.MonkeyPatch,
+    appends: bool,
+    more: dict[str, Any],
+) -> None:
+    flash_attn_with_kvcache(**arguments(appends, **more))
+    first, again = [name for name, _ in launched], arguments(appends, **more)
+    launched.clear()
+    monkeypatch.setattr(op, "_check", None)  # a call that is not hot would need the checks again
+    monkeypatch.setattr(decode, "launches", None)
+    flash_attn_with_kvcache(**again)
+    assert [name for name, _ in launched] == first
+    *_, (_, given) = launched
+    for index, name in enumerate(("q", "k_cache", "v_cache", "cache_seqlens", "block_table")):
+        assert given[index] is again[name]
+
+
+def test_a_hot_call_writes_out_itself_where_it_is_contiguous(launched: list[tuple[str, tuple[Any, ...]]]) -> None:
+    given = arguments(out=torch.zeros(3, 1, 4, 64).bfloat16())
+    assert flash_attn_with_kvcache(**given) is given["out"]
+    launched.clear()
+    assert flash_attn_with_kvcache(**given) is given["out"]
+    ((_, arguments_given),) = launched
+    assert arguments_given[8] is given["out"]
+
+
+@pytest.mark.parametrize(
+    ("what", "change"),
+    [
+        ("causal as a number", {"causal": 0}),
+        ("a window of floats", {"window_size": (-1.0, -1)}),
+        ("splits as a flag", {"num_splits": False}),
+        ("a prefix as a flag", {"prefix_len": False}),
+        ("return_lse as a number", {"return_lse": 1}),
+        ("k alone", {"k": torch.zeros(3, 1, 2, 64).bfloat16()}),
+        ("seq_ids alone", {"seq_ids": torch.zeros(3, dtype=torch.int32)}),
+        ("lengths of another dtype", {"cache_seqlens": torch.zeros(3, dtype=torch.int64)}),
+    ],
+)
+def test_a_call_that_equals_a_hot_one_but_for_a_type_is_refused(
+    launched: list[tuple[str, tuple[Any, ...]]], what: str, change: dict[str, Any]
+) -> None:
+    numbers = {"causal": False, "window_size": (-1, -1), "num_splits": 0, "prefix_len": 0, "return_lse": True}
+    flash_attn_with_kvcache(**arguments(**numbers))
+    launched.clear()
+    with pytest.raises(TypeError, match="flash_attn_with_kvcache"):
+        flash_attn_with_kvcache(**arguments(**(numbers | change)))
+    assert launched == [], what

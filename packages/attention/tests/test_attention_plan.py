@@ -1,0 +1,596 @@
+"""The plan of a decode call: split-KV, limits, variants and scalars, held against arithmetic written here."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kestrel_attention import decode, flash_attn_with_kvcache, plans, tau_tail
+from kestrel_attention.kernels.splits import SplitRule
+from kestrel_attention.kernels.variants import AppendVariant
+from kestrel_attention.plan import DecodeProblem, page_divisor, plan_decode, split_rule
+from kestrel_attention.plans import Plans, form
+from kestrel_runtime import UnsupportedError
+
+PAGE = 64  # of an INT4 cache
+KINDS = ("same", "e4m3", "e5m2", "int8", "int4")
+
+
+def problem(**how: Any) -> DecodeProblem:
+    """One sequence of one query and one head of 64, unless told otherwise."""
+    usual = {"batch": 1, "queries": 1, "heads": 1, "kv_heads": 1, "head_dim": 64, "page_size": 64, "pages": 16}
+    return DecodeProblem(**(usual | {"dtype": "bf16", "cache": "same"} | how))
+
+
+# -- the split rule ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("row_blocks", "max_splits"), [(1, 128), (2, 64), (3, 42), (8, 16), (128, 1), (10**5, 1)])
+@pytest.mark.parametrize("cache", KINDS)
+def test_one_sequence_has_up_to_128_thread_blocks(cache, row_blocks, max_splits):
+    """Twice as many where four-warp blocks of 128 dims fill the GPU in two waves."""
+    for head_dim in (64, 128, 256, 512):
+        waves = 2 if cache == "same" and head_dim == 128 else 1
+        assert split_rule(0, head_dim, cache, row_blocks).max_splits == waves * max_splits, head_dim
+
+
+@pytest.mark.parametrize("cache", KINDS)
+@pytest.mark.parametrize(("num_splits", "max_splits"), [(1, 1), (7, 7), (2**25, 2**25), (2**40, 2**25)])
+def test_a_caller_chooses_the_number_of_splits(cache, num_splits, max_splits):
+    rule = split_rule(num_splits, 64, cache, 1)
+    least = PAGE if cache == "int4" else 16
+    assert rule.max_splits == max_splits
+    assert [rule.keys(n, least) for n in (1, least)] == [least, least]
+    if num_splits == 7:  # even splits of whole tiles or pages
+        assert rule.keys(7 * least + 1, least) == 2 * least
+        assert rule.keys(1000 * 7, least) == -(-1000 // least) * least
+
+
+RULES = [
+    SplitRule(16, 16, 0, 16, 7),
+    SplitRule(512, 192, 768, 256, 16),
+    SplitRule(512, 512, 8192, 256, 128),
+    SplitRule(1024, 1024, 8192, 512, 3),
+    SplitRule(64, 64, 0, 64, 1),
+]
+
+
+@pytest.mark.parametrize("rule", RULES, ids=str)
+@pytest.mark.parametrize("granularity", [16, PAGE])
+def test_splits_cover_a_sequence_and_are_as_short_as_the_rule_allows(rule, granularity):
+    for visited in (*range(1, 1200), 8191, 8192, 8193, 20000, 10**6, 2**29):
+        keys = rule.keys(visited, granularity)
+        least = rule.long_split_keys
+        if visited <= rule.unsplit_keys:
+            least = rule.unsplit_keys
+        elif visited <= rule.medium_keys:
+            least = rule.medium_split_keys
+        wanted = least
+        if math.ceil(visited / least) > rule.max_splits:
+            wanted = math.ceil(math.ceil(visited / rule.max_splits) / granularity) * granularity
+        assert keys == wanted, visited
+        assert math.ceil(visited / keys) <= rule.max_splits, visited
+
+
+@pytest.mark.parametrize("rule", RULES, ids=str)
+def test_a_launch_has_blocks_for_the_splits_of_every_length(rule):
+    """A sequence just below a threshold may have more splits than a longer one."""
+    most = 0
+    for longest in range(1, 2000):
+        keys = rule.keys(longest)
+        most = max(most, math.ceil(longest / keys))
+        assert rule.num_splits(longest) >= most, longest
+        if longest <= rule.max_splits * min(rule[:4:3]):  # where max_splits changes nothing
+            assert rule.num_splits(longest) == most, longest
+
+
+# -- what the device does with the scalars ----------------------------------------------------------------------------
+
+
+def visited_by(p: DecodeProblem, length: int) -> tuple[int, int]:
+    """The first key that any query of a sequence sees, rounded down to a page for INT4, and how many from there on.
+
+    length: the keys of the sequence, new ones included. The rows of a sequence are taken to be one thread block.
+    """
+    held, prefix = min(length, p.capacity), min(p.prefix_len, length, p.capacity)
+    first, last = length - p.queries, length - 1  # where the first and the last query stand
+    right = 0 if p.causal else p.window_right
+    start = max(0, first - p.window_left) if p.window_left >= 0 else 0
+    end = min(held, last + right + 1) if right >= 0 else held
+    start, end = min(start, held), max(end, 0)
+    if prefix > 0:
+        start, end = 0, max(end, prefix)
+    if p.cache == "int4":
+        start = start // PAGE * PAGE
+    return start, max(end - start, 0)
+
+
+WINDOWS = [
+    {},
+    {"causal": True},
+    {"window_left": 100},
+    {"window_left": 100, "causal": True},
+    {"window_left": 1000, "window_right": 20},
+    {"window_left": 1000, "causal": True, "window_right": 400},
+    {"window_left": 1000, "causal": True, "prefix_len": 7},
+    {"window_right": 3},
+]
+CASES = [*(("same", size) for size in (64, 128, 256, 512)), ("e4m3", 128), ("int8", 256), ("int4", 64), ("int4", 128)]
+
+
+LENGTHS = (*range(0, 1400, 21), *range(1001, 1100, 9), 2047, 2048, 5000, 8192, 10239, 10240, 10**6, 2**31 - 1)
+
+
+@pytest.mark.parametrize(("cache", "head_dim"), CASES)
+@pytest.mark.parametrize("how", WINDOWS, ids=str)
+def test_a_launch_has_blocks_for_every_length_of_its_sequences(cache, head_dim, how):
+    granularity = PAGE if cache == "int4" else 16
+    for num_splits in (0, 1, 5, 100):
+        p = problem(cache=cache, head_dim=head_dim, queries=3, heads=2, pages=160, num_splits=num_splits, **how)
+        scalars = plan_decode(p).scalars
+        rule = SplitRule(*(getattr(scalars, name) for name in SplitRule._fields))
+        assert rule == split_rule(num_splits, head_dim, cache, 1)
+        for length in LENGTHS:
+            start, visited = visited_by(p, length)
+            splits = math.ceil(visited / rule.keys(max(visited, 1), granularity))
+            assert splits <= scalars.num_splits, (num_splits, length, start, visited)
+
+
+@pytest.mark.parametrize(("cache", "head_dim"), CASES)
+@pytest.mark.parametrize("how", [x for x in WINDOWS if x != {"window_left": 100}], ids=str)
+def test_the_first_page_of_a_split_is_looked_up_where_the_device_needs_it(cache, head_dim, how):
+    """Before the device knows the length: that of a sequence that fills its block table is expected."""
+    for num_splits, pages in itertools.product((0, 1, 5, 100), (1, 8, 16, 17, 128, 625, 2048)):
+        p = problem(cache=cache, head_dim=head_dim, heads=3, kv_heads=3, pages=pages, num_splits=num_splits, **how)
+        scalars, case = plan_decode(p).scalars, (num_splits, pages)
+        rule = split_rule(num_splits, head_dim, cache, 3)
+        start, visited = visited_by(p, p.capacity)
+        assert scalars.expected_start == start, case
+        if scalars.num_splits > 1:
+            assert scalars.expected_split_keys == rule.keys(visited, PAGE if cache == "int4" else 16), case
+
+
+@settings(max_examples=100, deadline=None)
+@given(page_size=st.integers(1, 2**20), page=st.integers(0, 2**31), key=st.integers(0, 2**31 - 1))
+def test_a_page_is_found_by_a_product_and_a_shift(page_size, page, key):
+    multiplier, shift = page_divisor(page_size)
+    assert 0 < multiplier < 2**32
+    assert shift < 64
+    edge = min(page * page_size, 2**31)
+    for k in (key, 2**31 - 1, max(edge - 1, 0), min(edge, 2**31 - 1), (2**31 - 1) // page_size * page_size):
+        assert k * multiplier >> shift == k // page_size, (page_size, k)
+
+
+@pytest.mark.parametrize("page_size", [1, 2, 3, 5, 7, 11, 24, 63, 64, 65, 96, 100, 272, 1000, 4097, 65535, 2**20 + 1])
+def test_the_last_keys_of_pages_near_two_to_the_31_are_found(page_size):
+    multiplier, shift = page_divisor(page_size)
+    last = (2**31 - 1) // page_size
+    for page in (*range(max(0, last - 500), last + 1), *range(max(0, last // 2 - 500), last // 2)):
+        for key in (page * page_size - 1, page * page_size):
+            if key >= 0:
+                assert key * multiplier >> shift == key // page_size, key
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    batch=st.integers(1, 70000),
+    queries=st.integers(1, 16),
+    kv_heads=st.integers(1, 40),
+    group=st.integers(1, 40),
+    cache=st.sampled_from(KINDS),
+    page_size=st.sampled_from([1, 16, 24, 64, 256]),
+    pages=st.one_of(st.none(), st.integers(0, 2**25)),
+    left=st.one_of(st.just(-1), st.integers(0, 2**63 - 1)),
+    right=st.one_of(st.just(-1), st.integers(0, 2**63 - 1)),
+    causal=st.booleans(),
+    prefix_len=st.one_of(st.just(0), st.integers(0, 2**63 - 1)),
+    num_splits=st.one_of(st.just(0), st.integers(0, 2**63 - 1)),
+    softcap=st.sampled_from([0.0, 1e-45, 1e-30, 2.0, 3e38]),
+)
+def test_scalars_fit_the_types_of_the_kernel(batch, queries, kv_heads, group, cache, page_size, left, right, **rest):
+    p = problem(batch=batch, queries=queries, heads=kv_heads * group, kv_heads=kv_heads, cache=cache)
+    page_size = PAGE if cache == "int4" else page_size
+    try:
+        plan = plan_decode(replace(p, page_size=page_size, window_left=left, window_right=right, **rest))
+    except UnsupportedError:
+        return
+    for name, value in plan.scalars._asdict().items():
+        if name in ("inverse_group_size", "softmax_scale", "softcap"):
+            assert math.isfinite(torch.tensor(value, dtype=torch.float32).item()), name
+        else:
+            low, high = (0, 2**32) if name == "page_multiplier" else (-(2**31), 2**31)
+            assert low <= value < high, name
+    grid = plan.scalars.num_splits * plan.row_blocks // (batch * kv_heads)
+    assert max(grid, batch) <= 65535
+    assert plan.partial_rows < 2**31
+    if rest["causal"]:
+        assert plan.scalars.window_right == 0
+    for end, value in ((left, plan.scalars.window_left), (0 if rest["causal"] else right, plan.scalars.window_right)):
+        assert value == (end if end <= 2**30 else -1)
+    assert plan.scalars.prefix_len == min(rest["prefix_len"], 2**30)
+
+
+def test_the_soft_cap_goes_into_the_scale():
+    """The kernel computes softcap * tanh(score / softcap) from exp(2 score / softcap)."""
+    plain, capped, tiny = (plan_decode(problem(softcap=cap)).scalars for cap in (0.0, 4.0, 1e-30))
+    assert (plain.softmax_scale, plain.softcap) == (0.125, 0.0)
+    assert (capped.softmax_scale, capped.softcap) == (0.125 * 2 / 4, 4.0)
+    assert (tiny.softmax_scale, tiny.softcap) == (0.125 * 2 * 2.0**40, 2.0**-40)
+    assert plan_decode(problem(softmax_scale=-0.5)).scalars.softmax_scale == -0.5
+
+
+def test_scalars_say_what_the_call_has():
+    p = problem(heads=6, kv_heads=2, queries=5, pages=None, page_size=200, cache="e4m3")
+    p = replace(p, k_scale_heads=1, v_scale_heads=2)
+    s = plan_decode(p).scalars
+    assert (s.has_block_table, s.capacity, s.appended, s.group_size, s.inverse_group_size) == (0, 200, 0, 3, 1 / 3)
+    assert (s.k_scale_heads, s.v_scale_heads, s.has_prefix_lens) == (1, 2, 0)
+    s = plan_decode(replace(p, pages=7, appends=True, has_prefix_lens=True)).scalars
+    assert (s.has_block_table, s.capacity, s.appended, s.has_prefix_lens) == (1, 1400, 5, 1)
+
+
+# -- limits -----------------------------------------------------------------------------------------------------------
+
+LIMITS = [
+    ("16 queries", {"queries": 16}, {"queries": 17}),
+    ("2^29 keys", {"pages": 2**23}, {"pages": 2**23 + 1}),
+    ("65535 sequences", {"batch": 65535}, {"batch": 65536}),
+    ("65535 splits", {"pages": 2**17, "num_splits": 65535}, {"pages": 2**17, "num_splits": 65536}),
+    (
+        "65535 splits of two row blocks each",
+        {"pages": 2**17, "num_splits": 32767, "heads": 16},
+        {"pages": 2**17, "num_splits": 32768, "heads": 16},
+    ),
+    (
+        "65535 splits whatever the KV heads",
+        {"pages": 2**17, "num_splits": 65535, "heads": 3, "kv_heads": 3},
+        {"pages": 2**17, "num_splits": 65536, "heads": 3, "kv_heads": 3},
+    ),
+    (
+        "2^31 rows of partial results",
+        {"pages": 2**17, "num_splits": 65535, "batch": 4096},
+        {"pages": 2**17, "num_splits": 65535, "batch": 4097},
+    ),
+    ("INT4 pages of 64", {"cache": "int4", "page_size": 64}, {"cache": "int4", "page_size": 32}),
+    ("heads of up to 256", {"head_dim": 256}, {"head_dim": 264}),
+    ("heads of 512", {"head_dim": 512}, {"head_dim": 520}),
+    ("rows of 16 bytes", {"head_dim": 72}, {"head_dim": 68}),
+    ("rows of 16 codes", {"head_dim": 80, "cache": "e4m3"}, {"head_dim": 72, "cache": "e4m3"}),
+    ("INT4 heads of 64 and 128", {"head_dim": 128, "cache": "int4"}, {"head_dim": 96, "cache": "int4"}),
+]
+
+
+@pytest.mark.parametrize(("inside", "outside"), [x[1:] for x in LIMITS], ids=[x[0] for x in LIMITS])
+def test_what_kernels_do_not_cover_is_refused(inside, outside):
+    plan_decode(problem(**inside))
+    with pytest.raises(UnsupportedError):
+        plan_decode(problem(**outside))
+
+
+# -- variants ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("batch", "joins"), [(1, False), (66, False), (67, True), (132, True), (133, False)])
+@pytest.mark.parametrize("cache", ["same", "e4m3"])
+def test_blocks_that_fill_half_the_gpu_combine_their_own_splits(cache, batch, joins):
+    plan = plan_decode(problem(batch=batch, cache=cache, page_size=1, pages=740))
+    assert plan.scalars.num_splits == 4
+    assert plan.row_blocks == batch
+    assert (plan.variant.splits_per_block == 4) is joins
+    assert (plan.combine is None) is joins
+    assert plan.partial_rows == (0 if joins else batch * 4 * 8)
+
+
+@pytest.mark.parametrize("pages", [512, 2000])
+def test_blocks_combine_neither_one_split_nor_more_than_four(pages):
+    plan = plan_decode(problem(batch=100, page_size=1, pages=pages))
+    assert plan.variant.splits_per_block == 1
+    assert (plan.combine is None) == (pages == 512)
+
+
+@pytest.mark.parametrize(("num_splits", "warps"), [(2, 1), (8, 1), (9, 8), (64, 8)])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_one_warp_combines_up_to_eight_splits(dtype, num_splits, warps):
+    plan = plan_decode(problem(num_splits=num_splits, pages=64, heads=24, kv_heads=2, dtype=dtype))
+    assert plan.combine is not None
+    assert (plan.combine.dtype, plan.combine.warps) == (dtype, warps)
+    assert plan.combine_scalars == (12, num_splits)
+    assert plan.row_blocks == 4  # two blocks of rows for each KV head
+    assert plan.partial_rows == 4 * num_splits * 8
+
+
+@pytest.mark.parametrize("cache", KINDS)
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_an_append_kernel_writes_what_the_cache_holds(cache, dtype):
+    p = problem(cache=cache, dtype=dtype, appends=True, k_scale_heads=2, v_scale_heads=1)
+    plan = plan_decode(p)
+    both = cache in ("e5m2", "int8", "int4")
+    assert plan.append == AppendVariant("half" if both else dtype, cache)
+    assert plan.variant.cache == cache
+    scales = () if cache in ("int8", "int4") else (2, 1)
+    assert plan.append_scalars == (1, *scales, int(dtype == "bf16"))
+    assert plan_decode(replace(p, appends=False)).append is None
+
+
+# -- from tensors to a launch -----------------------------------------------------------------------------------------
+
+
+class Recorder:
+    """In place of the binary: kernels that note their name and arguments."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.calls: list[tuple[str, tuple[Any, ...]]] = []
+        monkeypatch.setattr(decode, "_binary", self)
+        monkeypatch.setattr(decode, "launches", type(decode.launches)())
+
+    def numbers(self) -> list[tuple[str, list[float]]]:
+        """The calls so far, with their numbers alone; forgets them."""
+        found = [(name, [x for x in given if isinstance(x, (int, float))]) for name, given in self.calls]
+        self.calls.clear()
+        return found
+
+    def kernel(self, variant: Any, device: torch.device) -> Callable[..., None]:
+        return lambda *given: self.calls.append((variant.name, given))
+
+
+@pytest.fixture
+def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    return Recorder(monkeypatch)
+
+
+def operands(batch: int = 2, queries: int = 1, **how: Any) -> dict[str, torch.Tensor]:
+    """q, caches, lengths and a table in bf16, on the CPU."""
+    cache = torch.zeros(2, 8, 16, 2, 64, dtype=how.get("storage", torch.bfloat16))
+    return {
+        "q": torch.zeros(batch, queries, 4, 64).bfloat16(),
+        "k_cache": cache[0],
+        "v_cache": cache[1],
+        "cache_seqlens": torch.zeros(batch, dtype=torch.int32),
+        "block_table": torch.zeros(batch, 3, dtype=torch.int32),
+    }
+
+
+def launch_of(**changes: Any) -> Any:
+    """The launch function of flash_attn_with_kvcache with CPU tensors, or that of an append with k and v."""
+    given = operands() | dict.fromkeys(("k_scale", "v_scale", "k_zero", "v_zero", "k_tail", "seq_ids"))
+    scores = {"softmax_scale": None, "causal": True, "window_left": 1, "window_right": -1, "softcap": 0.0}
+    given |= scores | {"prefix_len": 0, "prefix_lens": None, "num_splits": 1} | changes
+    module = sys.modules[flash_attn_with_kvcache.__module__]
+    if given.get("k") is None:
+        return module._flash_attn_with_kvcache.kernel_op.launch(**given)
+    if given["k_tail"] is not None or given["k_cache"].dtype == torch.int8:
+        return module._flash_attn_with_kvcache_append_int.kernel_op.launch(**given)
+    given = {name: x for name, x in given.items() if name not in ("k_zero", "v_zero", "k_tail", "seq_ids")}
+    return module._flash_attn_with_kvcache_append.kernel_op.launch(**given)
+
+
+NEW = torch.zeros(2, 1, 2, 64).bfloat16()
+INT8 = {"k_cache": torch.zeros(8, 16, 2, 64).char(), "v_cache": torch.zeros(8, 16, 2, 64).char()}
+INT8 |= {name: torch.ones(8, 16, 2) for name in ("k_scale", "v_scale")}
+
+
+PATHS = {"read": {}, "append": {"k": NEW, "v": NEW}, "int8": INT8, "append int8": INT8 | {"k": NEW, "v": NEW}}
+EQUAL = [("causal", True, 1), ("window_left", 1, True), ("num_splits", 1, True), ("prefix_len", 1, 1.0)]
+
+
+@pytest.mark.parametrize("kind", PATHS.values(), ids=PATHS)
+@pytest.mark.parametrize(("name", "good", "bad"), EQUAL)
+def test_a_plan_is_not_found_by_an_equal_number_of_another_type(kind, name, good, bad, recorder):
+    launch_of(**kind, **{name: good})
+    count = len(recorder.calls)
+    with pytest.raises(TypeError, match="flash_attn_with_kvcache"):
+        launch_of(**kind, **{name: bad})
+    assert len(recorder.calls) == count > 0
+
+
+SMALL_PAGES = torch.zeros(2, 8, 8, 2, 64).bfloat16()
+FORMS = [
+    ("q of another stride", {"q": torch.zeros(2, 1, 4, 68).bfloat16()[..., :64]}),
+    ("more queries", {"q": torch.zeros(2, 2, 4, 64).bfloat16()}),
+    ("more heads", {"q": torch.zeros(2, 1, 8, 64).bfloat16()}),
+    ("another page size", {"k_cache": SMALL_PAGES[0], "v_cache": SMALL_PAGES[1]}),
+    ("a wider table", {"block_table": torch.zeros(2, 300, dtype=torch.int32)}),
+    ("no window", {"window_left": -1}),
+    ("not causal", {"causal": False}),
+    ("a soft cap", {"softcap": 2.0}),
+    ("a scale", {"softmax_scale": 2.0}),
+    ("a prefix", {"prefix_len": 3}),
+    ("prefixes", {"prefix_lens": torch.zeros(2, dtype=torch.int32)}),
+    ("more splits", {"num_splits": 3}),
+]
+
+
+@pytest.mark.parametrize("change", [x[1] for x in FORMS], ids=[x[0] for x in FORMS])
+def test_a_call_of_another_form_has_a_plan_of_its_own(change, recorder):
+    """What the kernel is given depends on the call alone, not on the calls before it."""
+    launch_of(**change)
+    alone = recorder.numbers()
+    decode.launches.clear()
+    launch_of()
+    usual = recorder.numbers()
+    launch_of(**change)
+    assert recorder.numbers() == alone
+    assert alone != usual or "q" in change
+
+
+@pytest.mark.parametrize(("extra", "copied"), [(0, False), (8, False), (4, True), (3, True)])
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_rows_of_a_stride_that_is_no_multiple_of_16_bytes_are_copied(name, extra, copied, recorder):
+    given = {"q": torch.randn(2, 1, 4, 64).bfloat16(), "k": NEW + 1, "v": NEW + 2}
+    wide = torch.zeros(*given[name].shape[:-1], 64 + extra).bfloat16()[..., :64].copy_(given[name])
+    launch_of(**(given | {name: wide}))
+    (_, append), (_, attend) = recorder.calls[:2]
+    used = {"q": attend[0], "k": append[0], "v": append[1]}
+    for which, x in used.items():
+        assert torch.equal(x, given[which]), which
+        assert all(stride % 8 == 0 for stride in x.stride()[:-1]), which
+    assert (used[name].data_ptr() != wide.data_ptr()) is copied
+
+
+@pytest.mark.parametrize("offset", [0, 1])
+def test_rows_at_an_unaligned_address_are_copied(offset, recorder):
+    base = torch.randn(2 * 4 * 64 + 1).bfloat16()
+    assert base.data_ptr() % 16 == 0
+    q = base[offset : offset + 512].view(2, 1, 4, 64)
+    launch_of(q=q)
+    used = recorder.calls[0][1][0]
+    assert torch.equal(used, q)
+    assert used.data_ptr() % 16 == 0
+    assert (used.data_ptr() == q.data_ptr()) == (offset == 0)
+
+
+def test_a_cache_at_an_unaligned_address_runs_by_reference(recorder):
+    base = torch.zeros(8 * 16 * 2 * 64 + 1).bfloat16()
+    for name in ("k_cache", "v_cache"):
+        with pytest.raises(UnsupportedError, match="16 bytes"):
+            launch_of(**{name: base[1:].view(8, 16, 2, 64)})
+    assert recorder.calls == []
+
+
+def far_cache(dtype: torch.dtype, block_stride: int, page: int = 1) -> torch.Tensor:
+    return torch.empty_strided((2, page, 2, 64), (block_stride, 128, 64, 1), dtype=dtype, device="meta")
+
+
+@pytest.mark.parametrize(("dtype", "unit"), [(torch.bfloat16, 8), (torch.float8_e4m3fn, 16), (torch.int8, 16)])
+@pytest.mark.parametrize("name", ["k_cache", "v_cache"])
+@pytest.mark.parametrize("page", [1, 5])
+def test_kernels_reach_64_gb_of_cache(dtype, unit, name, page):
+    """Offsets are unsigned 32-bit numbers of 16 bytes."""
+    q, table = torch.empty(1, 1, 4, 64, dtype=torch.bfloat16, device="meta"), torch.empty(1, 2, device="meta")
+    integers = [torch.empty(2, page, 2, device="meta")] * 2 if dtype == torch.int8 else []
+    last = 2**32 * unit - (page - 1) * 128
+    near = {which: far_cache(dtype, 1024, page) for which in ("k_cache", "v_cache")}
+    rest = (table, None, None, None, False, -1, -1, 0.0, 0, None, 0)
+    decode.problem_of(q, *(near | {name: far_cache(dtype, last - unit, page)}).values(), *rest, integers=integers)
+    with pytest.raises(UnsupportedError, match="64 GB"):
+        decode.problem_of(q, *(near | {name: far_cache(dtype, last, page)}).values(), *rest, integers=integers)
+
+
+@pytest.mark.parametrize("which", range(4), ids=["k_scale", "k_zero", "v_scale", "v_zero"])
+def test_kernels_reach_64_gb_of_int4_scales(which):
+    """Of channels in units of 16 bytes, of tokens in elements."""
+    q, table = torch.empty(1, 1, 4, 64, dtype=torch.bfloat16, device="meta"), torch.empty(1, 2, device="meta")
+    caches = [torch.empty(2, 64, 2, 32, dtype=torch.uint8, device="meta")] * 2
+
+    def scales(block_stride: int) -> list[torch.Tensor]:
+        shapes = [(2, 2, 64)] * 2 + [(2, 64, 2)] * 2
+        found = [torch.empty(shape, dtype=torch.float16, device="meta") for shape in shapes]
+        shape = shapes[which]
+        found[which] = torch.empty_strided(shape, (block_stride, shape[2], 1), dtype=torch.float16, device="meta")
+        return [*found, torch.empty(3, 64, 2, 64, device="meta"), torch.empty(1, device="meta")]
+
+    last = 2**35 if which < 2 else 2**32 - 63 * 2
+    rest = (table, None, None, None, False, -1, -1, 0.0, 0, None, 0)
+    decode.problem_of(q, *caches, *rest, integers=scales(last - 8))
+    with pytest.raises(UnsupportedError, match=r"64 GB|2\^32"):
+        decode.problem_of(q, *caches, *rest, integers=scales(last))
+
+
+@pytest.mark.parametrize("dim", range(3))
+@pytest.mark.parametrize(("dtype", "unit"), [(torch.bfloat16, 8), (torch.float8_e5m2, 16)])
+def test_caches_of_unaligned_strides_run_by_reference(dtype, unit, dim):
+    q, table = torch.empty(1, 1, 4, 64, dtype=torch.bfloat16, device="meta"), torch.empty(1, 2, device="meta")
+    rest = (table, None, None, None, False, -1, -1, 0.0, 0, None, 0)
+    for add, fits in ((unit, True), (unit // 2, False)):
+        strides = [4096, 256, 128, 1]
+        strides[dim] += add
+        cache = torch.empty_strided((2, 8, 2, 64), strides, dtype=dtype, device="meta")
+        if fits:
+            assert decode.problem_of(q, cache, cache, *rest).page_size == 8
+        else:
+            with pytest.raises(UnsupportedError, match="16 bytes"):
+                decode.problem_of(q, cache, cache, *rest)
+
+
+def test_a_problem_says_what_the_tensors_are():
+    q = torch.empty(5, 3, 12, 128, dtype=torch.float16, device="meta")
+    cache = torch.empty(7, 16, 4, 128, dtype=torch.uint8, device="meta")
+    table, one, each = torch.empty(5, 9, device="meta"), torch.empty(1, device="meta"), torch.empty(4, device="meta")
+    found = decode.problem_of(q, cache, cache, table, one, each, 0.5, True, 3, 4, 2.0, 6, each, 8, appends=True)
+    assert found == DecodeProblem(
+        batch=5, queries=3, heads=12, kv_heads=4, head_dim=128, page_size=16, pages=9, dtype="fp16", cache="e4m3",
+        softmax_scale=0.5, causal=True, window_left=3, window_right=4, softcap=2.0, prefix_len=6, has_prefix_lens=True,
+        num_splits=8, k_scale_heads=1, v_scale_heads=2, appends=True,
+    )  # fmt: skip
+    assert (found.group_size, found.capacity, found.row_blocks) == (3, 144, 8)
+    rest = (None, None, None, None, False, -1, -1, 0.0, 0, None, 0)
+    assert decode.problem_of(q[:7], cache[:5], cache[:5], *rest).pages is None
+
+
+def test_an_append_that_finds_no_memory_has_written_nothing(recorder, monkeypatch):
+    """Scratch memory is allocated first: an engine that frees some and calls again appends once."""
+    big = {name: torch.zeros(1, 4096, 2, 128).bfloat16() for name in ("k_cache", "v_cache")}
+    new = torch.zeros(1, 1, 2, 128).bfloat16()
+    given = {"q": torch.zeros(1, 1, 8, 128).bfloat16(), **big, "k": new, "v": new, "block_table": None}
+    given |= {"cache_seqlens": torch.zeros(1, dtype=torch.int32), "causal": False, "window_left": -1, "num_splits": 0}
+    launch_of(**given)
+    assert [name for name, _ in recorder.calls] == ["append_bf16_same", "decode_bf16_same_d128_w4", "combine_bf16_w1"]
+
+    def fails(*sizes: Any, **how: Any) -> torch.Tensor:
+        raise torch.OutOfMemoryError
+
+    recorder.calls.clear()
+    for name in ("empty", "empty_strided"):
+        monkeypatch.setattr(torch, name, fails)
+        monkeypatch.setattr(decode, name, fails, raising=False)
+    with pytest.raises(torch.OutOfMemoryError):
+        launch_of(**given)
+    assert recorder.calls == []
+
+
+@pytest.mark.parametrize("length", [2**31 - 1, 2**31 - 3])
+def test_a_length_near_two_to_the_31_does_not_wrap_with_new_keys(length):
+    """All keys that the table has a page for exist, as with any length past them."""
+    caches = torch.randn(2, 3, 4, 2, 8)
+    given = {"block_table": torch.tensor([[2, 0]], dtype=torch.int32)}
+    q, k, v = torch.randn(1, 5, 4, 8), *torch.randn(2, 1, 5, 2, 8)
+    before = caches.clone()
+    out = flash_attn_with_kvcache(q, *caches, k, v, cache_seqlens=torch.tensor([length], dtype=torch.int32), **given)
+    assert torch.equal(caches, before)
+    assert torch.equal(out, flash_attn_with_kvcache(q, *caches, cache_seqlens=torch.tensor([8]).int(), **given))
+    assert bool(out.any())
+
+
+# -- plans by form ----------------------------------------------------------------------------------------------------
+
+
+def test_a_form_tells_tensors_apart_by_what_checks_read():
+    x = torch.zeros(2, 3, 4)
+    others = (x.transpose(0, 1), x[:1], x.half(), x[..., ::2])
+    assert len({form(x), *map(form, others), form(None), form(x, None)}) == 7
+    assert form(x, None) == form(torch.ones(2, 3, 4), None)
+
+
+def test_the_oldest_plan_is_dropped_and_the_others_stay(monkeypatch):
+    monkeypatch.setattr(plans, "MAX_PLANS", 3)
+    kept: Plans[int] = Plans()
+    for i in range(5):
+        assert kept.keep(i, 10 * i) == 10 * i
+    assert list(kept.items()) == [(2, 20), (3, 30), (4, 40)]
+
+
+@pytest.mark.parametrize("bad", [{"num_heads": 2.0}, {"head_size": 8.0}, {"num_heads": True, "head_size": 16}], ids=str)
+def test_tau_tail_does_not_find_a_plan_by_an_equal_number_of_another_type(bad, monkeypatch):
+    module, done = sys.modules[tau_tail.__module__], []
+    monkeypatch.setattr(module, "_binary", SimpleNamespace(kernel=lambda *_: lambda *given: done.append(given)))
+    monkeypatch.setattr(module, "_launches", Plans())
+    good = {name: int(x) for name, x in ({"num_heads": 2, "head_size": 8} | bad).items()}
+    qkv = torch.zeros(3, 64 * good["head_size"] // 8 - 16 * (good["num_heads"] == 1)).bfloat16()
+    tok = torch.zeros(3, (qkv.shape[1] // good["head_size"] + good["num_heads"]) // 2).bfloat16()
+    given = {"qkv": qkv, "tok_qv_linear": tok, "tau_pos_table": torch.zeros(4, tok.shape[1])}
+    given["positions"] = torch.zeros(3, dtype=torch.int32)
+    tau_tail.kernel_op.launch(**given, **good)
+    assert len(done) == 1
+    with pytest.raises(TypeError, match="tau_tail"):
+        tau_tail.kernel_op.launch(**given, **(good | bad))
+    assert len(done) == 1
