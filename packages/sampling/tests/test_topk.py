@@ -118,13 +118,14 @@ def test_reference_sorts_as_python_does(dtype: torch.dtype, kind: str, n: int) -
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_bits_of_nan_are_kept(dtype: torch.dtype) -> None:
     bits = BITS[dtype.itemsize]
-    quiet = torch.tensor([[math.nan]]).to(dtype).view(bits)
-    marks = torch.tensor([[0, 1, 2, 3, torch.iinfo(bits).min]], dtype=bits)
-    scores = (quiet | marks).view(dtype)
-    assert scores.isnan().all()
-    values, indices = topk_fwd(scores, 5)
-    assert indices.tolist() == [[0, 1, 2, 3, 4]]
-    assert_same_bits(values, scores)
+    exponent = torch.tensor([[math.inf]]).to(dtype).view(bits)
+    payloads = torch.tensor([[1, 2, 3, 1 | torch.iinfo(bits).min, 65]], dtype=bits)  # signalling NaN, of both signs
+    scores = torch.cat(((exponent | payloads).view(dtype), torch.tensor([[1.0, 2.0]]).to(dtype)), 1).repeat(3, 1)
+    assert scores[:, :5].isnan().all()
+    values, indices = topk_fwd(scores, 7)
+    assert indices.tolist() == [[6, 5, 0, 1, 2, 3, 4]] * 3
+    assert_same_bits(values, take(scores, indices))
+    assert_same_bits(values[:, 2:], scores[:, :5])
 
 
 @pytest.mark.parametrize("n", SIZES)
