@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -70,7 +70,7 @@ def test_the_last_forms_of_a_key_stay(kept: HotCalls) -> None:
 
 
 @pytest.fixture
-def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, tuple[Any, ...]]]]:
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple[Any, ...]]]:
     """The kernels that run and their arguments, with launches in place of references for CPU tensors."""
     done: list[tuple[str, tuple[Any, ...]]] = []
     kernels = SimpleNamespace(kernel=lambda variant, device: lambda *given: done.append((variant.name, given)))
@@ -79,7 +79,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, tuple[
     monkeypatch.setattr(op, "_hot_calls", HotCalls())
     for name in ("_flash_attn_with_kvcache", "_flash_attn_with_kvcache_append", "_flash_attn_with_kvcache_append_int"):
         monkeypatch.setattr(op, name, getattr(op, name).kernel_op.launch)
-    yield done
+    return done
 
 
 def arguments(appends: bool = False, **more: Any) -> dict[str, Any]:
