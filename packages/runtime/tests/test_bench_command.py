@@ -183,7 +183,7 @@ def test_only_what_exceeds_both_spreads_counts_as_slower():
     assert str(found) == "norm:rms_norm 1x1 kestrel: 2.00 -> 2.25 us (+12.5 %, noise 0.20 us)"
 
 
-def test_a_dearer_empty_launch_counts_as_noise():
+def test_a_slower_empty_launch_counts_as_noise():
     before = [row(us=1.0, spread=0.0, empty_us=0.54)]
     assert not slower([row(us=1.17, spread=0.0, empty_us=0.72)], before)
     assert len(slower([row(us=1.19, spread=0.0, empty_us=0.72)], before)) == 1

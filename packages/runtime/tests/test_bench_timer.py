@@ -237,7 +237,7 @@ def one_set(monkeypatch):
     return torch.ones(8), torch.zeros(8)
 
 
-def test_who_gives_something_else_is_named_and_nothing_of_the_set_changes(one_set):
+def test_candidates_with_another_result_are_named_and_the_set_is_unchanged(one_set):
     def shifts(x, out):
         return x + 0.1
 
@@ -264,7 +264,7 @@ def test_who_gives_something_else_is_named_and_nothing_of_the_set_changes(one_se
     assert one_set[1].eq(0).all()
 
 
-def test_a_form_of_a_peer_is_held_against_the_same_form_of_ours(one_set):
+def test_a_form_of_a_peer_is_compared_with_the_same_form_of_ours(one_set):
     candidates = {
         "kestrel": writes(1.0),
         "kestrel_softmax": writes(9.0),
@@ -297,7 +297,7 @@ def test_a_result_of_another_structure_differs(one_set):
     assert "result 1 is of type str instead of a tensor" in found["text"]
 
 
-def test_without_a_word_on_results_or_without_ours_nobody_is_held_against_it(one_set):
+def test_nothing_is_compared_without_a_result_or_without_ours(one_set):
     candidates = {"kestrel": writes(1.0), "far": writes(2.0)}
     assert not disagreements(benchmark(), candidates, one_set)
     assert not disagreements(benchmark(result=in_place), {"far": writes(2.0)}, one_set)
@@ -367,7 +367,7 @@ def test_a_failed_row_keeps_its_limit_and_has_no_rate():
 
 
 @pytest.mark.parametrize(("warm", "set_bytes", "count"), [(False, 1000, 120), (False, 10**9, 2), (True, 1000, 1)])
-def test_so_many_sets_pass_that_none_is_in_l2_when_it_comes_again(warm, set_bytes, count):
+def test_the_sets_exceed_twice_the_l2_before_one_repeats(warm, set_bytes, count):
     assert sets_needed(benchmark(warm=warm, set_bytes=lambda shape: set_bytes), "2x4", 60_000) == count
 
 
@@ -381,7 +381,7 @@ def test_rows_are_cold_where_the_sets_exceed_twice_the_l2(monkeypatch, sets, col
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: SimpleNamespace(L2_cache_size=60_000))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: H200)
     monkeypatch.setattr(rows, "time_candidates", lambda calls, sets, replays: dict.fromkeys(calls, Timed(None)))
-    fewer = benchmark(make=lambda shape, count: [()] * sets)  # a definition may have no room for all
+    fewer = benchmark(make=lambda shape, count: [()] * sets)  # a definition may make fewer sets
     assert [each.cold for each in rows._measure_shape(fewer, "2x4", None, {"kestrel": print}, 5)] == [cold]
 
 

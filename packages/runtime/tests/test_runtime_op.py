@@ -489,6 +489,16 @@ def test_none_beside_a_cuda_tensor_is_the_named_error() -> None:
     assert OPS.quotient(x, x, by=2).shape == (2,)
 
 
+@pytest.mark.gpu
+def test_tangents_and_transforms_do_not_reach_a_launch() -> None:
+    x = torch.ones(4, device="cuda")
+    with pytest.raises(ValueError, match="quotient: argument 'x': expected a tensor without a tangent"):
+        torch.func.jvp(lambda x: OPS.quotient(x, x), (x,), (x,))
+    with torch.autograd.forward_ad.dual_level(), pytest.raises(ValueError, match="'y': .* without a tangent"):
+        OPS.quotient(x, torch.autograd.forward_ad.make_dual(x, x))
+    assert OPS.quotient(x, x).shape == (4,)
+
+
 def test_messages_name_the_public_function_of_an_op() -> None:
     def inner(x: torch.Tensor) -> None:
         raise UnsupportedError("no")
