@@ -149,8 +149,8 @@ def _fits_the_schema(record: KernelOp, args: tuple[Any, ...], kwargs: dict[str, 
 def assert_refused(function: Callable[..., Any], case: BadInput, path: str = "public") -> None:
     """The op refuses the case on this path (see REFUSAL_PATHS), and no argument is written.
 
-    "launch": where the C++ entry point speaks for itself it says the same as the check, and it never comes as far as
-    to ask for a GPU.
+    "launch": a C++ entry point that reports the argument itself uses the words of the check. An entry point that
+    reaches its last check, that of the device, has accepted the case.
     """
     record: KernelOp | None = getattr(function, "kernel_op", None)
     name = function.__name__.lstrip("_")
