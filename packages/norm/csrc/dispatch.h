@@ -49,12 +49,9 @@ inline constexpr Tile kRmsNormTiles[] = {
     {256, 4, 8},
     {512, 2, 8},
     {1024, 4, 8, 2},
+    {4096, 4, 32},
 };
-inline constexpr Tile kRmsNormResidualTiles[] = {
-    {128, 4, 1},
-    {1024, 4, 8},
-};
-inline constexpr Tile kRmsNormQuantisedTiles[] = {
+inline constexpr Tile kRmsNormFusedTiles[] = {  // with a residual or a quantised output
     {128, 4, 1},
     {1024, 4, 8},
     {4096, 4, 32},
@@ -65,10 +62,8 @@ template <typename S>
 constexpr const auto& tiles_of() {
   if constexpr (S::layer) {
     return kLayerNormTiles;
-  } else if constexpr (S::Output::quantised) {
-    return kRmsNormQuantisedTiles;
-  } else if constexpr (S::add) {
-    return kRmsNormResidualTiles;
+  } else if constexpr (S::add || S::Output::quantised) {
+    return kRmsNormFusedTiles;
   } else {
     return kRmsNormTiles;
   }
