@@ -19,7 +19,7 @@ TARGETS: dict[str, float | None] = {
     "2048x4096": None,
     "16384x4096": None,
 }
-TOLERANCE = 0.05  # codes stand 6 to 12 % apart, and others round in between
+TOLERANCE = 0.05  # codes are 6 to 12 % apart, and peers round intermediate results
 
 
 def make(shape: str, count: int) -> list[tuple[torch.Tensor, ...]]:
@@ -49,7 +49,7 @@ def bare() -> Callable[..., object]:
 
 
 def result(arguments: tuple[torch.Tensor, ...], returned: tuple[torch.Tensor, torch.Tensor]) -> list[torch.Tensor]:
-    """What codes and scales stand for: a code may be rounded to its neighbour."""
+    """The dequantised values: codes of two implementations may differ by one."""
     codes, scales = returned
     return [codes.float() * scales, arguments[1]]
 

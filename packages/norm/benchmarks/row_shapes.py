@@ -1,4 +1,4 @@
-"""What the definitions beside this file share: shapes "rows x N" and bf16 tensors of them."""
+"""Shared by the benchmarks of this folder: shapes "rows x N" and bf16 tensors of them."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ def vectors(shape: str, count: int) -> tuple[torch.Tensor, ...]:
 
 
 def keeping(op: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Holds what the op allocates in its set's last argument, a list, until the set comes round again.
+    """Keeps what the op allocates in its set's last argument, a list, until the set is used again.
 
-    Dropped at once, the next call's result would take the same memory: 16 MB of it are in L2, and an ``out`` of each
-    set is not (results/h200_large.json, rms_norm 2048x4096).
+    A result that is dropped at once has the same address at the next call. 16 MB of it stay in L2, while an ``out`` of
+    each set does not (results/h200_large.json, rms_norm 2048x4096).
     """
 
     def call(*arguments: Any) -> torch.Tensor:
@@ -43,7 +43,7 @@ def keeping(op: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
 
 
 class Written:
-    """What an FP8 op writes, allocated once per shape: codes and scales."""
+    """The output of an FP8 op, codes and scales, allocated once per shape."""
 
     def __init__(self) -> None:
         self._of_shape: dict[tuple[int, ...], tuple[torch.Tensor, torch.Tensor]] = {}

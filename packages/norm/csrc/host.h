@@ -87,7 +87,9 @@ inline int64_t row_count(const TensorView& x) {
   return rows;
 }
 
-// -- checks: order and wording of the Python ones -------------------------------------------------------
+// -- checks: order and wording of the Python ones ---------------------------------------------------------------------
+
+constexpr bool written = true;  // in the argument lists of check_memory and check_overlaps
 
 inline void check_rows(const Checks& check, const TensorView& x) {
   check.dtype("x", x, {kBFloat16, kFloat16, kFloat32});
@@ -121,8 +123,7 @@ inline void check_scaling(const Checks& check, const OptionalTensor& weight, con
   check.number("weight_bias", weight_bias);
 }
 
-// -- parameters
-// -----------------------------------------------------------------------------------------------------------
+// -- parameters -------------------------------------------------------------------------------------------------------
 
 // Fills the parameters; false when there is nothing to do.
 inline bool prepare(const RowShape& shape, const TensorView& x, const OptionalTensor& weight,

@@ -18,6 +18,9 @@ void layer_norm(TensorView out, TensorView x, OptionalTensor weight, OptionalTen
   check_rows(check, x);
   check_affine(check, weight, bias, x, eps);
   check_written(check, "out", out, x);
+  check.no_overlap("out", out, "x", x, /*may_be_same=*/true);
+  check.no_overlap("out", out, "weight", weight);
+  check.no_overlap("out", out, "bias", bias);
   check_devices(check, "x", x, {{"weight", weight}, {"bias", bias}, {"out", out}});
 
   Params p;
@@ -34,7 +37,7 @@ void fused_add_layer_norm(TensorView x, TensorView residual, OptionalTensor weig
   check_written(check, "residual", residual, x);
   check.disjoint("x", x);
   check_affine(check, weight, bias, x, eps);
-  check_devices(check, "x", x, {{"residual", residual}, {"weight", weight}, {"bias", bias}});
+  check_memory(check, {{"x", x, written}, {"residual", residual, written}, {"weight", weight}, {"bias", bias}});
 
   Params p;
   RowShape shape(x);

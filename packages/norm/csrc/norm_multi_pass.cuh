@@ -1,4 +1,4 @@
-// Row normalisation for rows that norm_single_pass does not take: too long for registers, or not aligned.
+// Row normalisation for rows that are too long for norm_single_pass or not aligned.
 //
 // Computes what norm_single_pass computes, with sums in the same order, so the kernel never changes a bit of the
 // result. One thread block per row, or four rows per block where a warp each suffices. Pass 1 reduces, pass 2

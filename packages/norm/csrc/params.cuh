@@ -1,4 +1,4 @@
-// What a norm kernel is made for (Spec and its policies) and what it is launched with (Params).
+// Compile-time policies of a norm kernel (Spec) and its launch parameters (Params).
 #pragma once
 
 #include <kestrel/fp8.cuh>

@@ -11,6 +11,8 @@ void rms_norm(TensorView out, TensorView x, OptionalTensor weight, double eps, d
   check_rows(check, x);
   check_scaling(check, weight, x, eps, weight_bias);
   check_written(check, "out", out, x);
+  check.no_overlap("out", out, "x", x, /*may_be_same=*/true);
+  check.no_overlap("out", out, "weight", weight);
   check_devices(check, "x", x, {{"weight", weight}, {"out", out}});
 
   Params p;
@@ -27,7 +29,7 @@ void fused_add_rms_norm(TensorView x, TensorView residual, OptionalTensor weight
   check_written(check, "residual", residual, x);
   check.disjoint("x", x);
   check_scaling(check, weight, x, eps, weight_bias);
-  check_devices(check, "x", x, {{"residual", residual}, {"weight", weight}});
+  check_memory(check, {{"x", x, written}, {"residual", residual, written}, {"weight", weight}});
 
   Params p;
   RowShape shape(x);

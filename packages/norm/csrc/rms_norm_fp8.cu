@@ -57,6 +57,7 @@ void fused_add_rms_norm_fp8(TensorView q, TensorView scale, TensorView x, Tensor
   check_written(check, "residual", residual, x);
   check_scaling(check, weight, x, eps, weight_bias);
   check_quantised(check, q, scale, x, scale_ub);
+  check_overlaps(check, {{"x", x}, {"residual", residual, written}, {"weight", weight}, {"scale_ub", scale_ub}});
   check_devices(check, "x", x,
                 {{"residual", residual}, {"weight", weight}, {"scale_ub", scale_ub}, {"q", q}, {"scale", scale}});
   launch_fp8<Residual::add>(q, scale, x, &residual, weight, eps, weight_bias, scale_ub);

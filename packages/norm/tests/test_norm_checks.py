@@ -1,4 +1,4 @@
-"""Bad input: every case through the check function, the public op and the C++ entry point, before any work is done."""
+"""Bad input, through every entry path of every op: refused in one wording, before anything is written."""
 
 from __future__ import annotations
 
@@ -12,221 +12,229 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kestrel_norm
-from kestrel_norm.fused_add_layer_norm import check_fused_add_layer_norm
-from kestrel_norm.fused_add_rms_norm import check_fused_add_rms_norm
-from kestrel_norm.layer_norm import check_layer_norm
-from kestrel_norm.rms_norm import check_rms_norm
-from kestrel_norm.rms_norm_fp8 import check_fused_add_rms_norm_fp8, check_rms_norm_fp8
 from kestrel_runtime import Binary, UnsupportedError
-from kestrel_runtime.testing import BadInput, assert_rejects
+from kestrel_runtime.testing import (
+    BadInput,
+    assert_refused,
+    assert_same_bits,
+    assert_works_or_is_named,
+    cases_of,
+    derived_bad_inputs,
+    odd_calls,
+    refusal_params,
+)
 
 BF16 = torch.bfloat16
-CHECKS = {
-    "layer_norm": check_layer_norm,
-    "fused_add_layer_norm": check_fused_add_layer_norm,
-    "rms_norm": check_rms_norm,
-    "fused_add_rms_norm": check_fused_add_rms_norm,
-    "rms_norm_fp8": check_rms_norm_fp8,
-    "fused_add_rms_norm_fp8": check_fused_add_rms_norm_fp8,
-}
+OPS = tuple(name for name in kestrel_norm.__all__ if name != "rms_norm_linear")
 
 
 def ones(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
     return torch.ones(shape, dtype=dtype)
 
 
-def call(*args: Any, **kwargs: Any) -> Callable[[], tuple[tuple[Any, ...], dict[str, Any]]]:
-    return lambda: (args, kwargs)
+def good_call(op: str) -> dict[str, Any]:
+    """Every argument of an op, all valid."""
+    values: dict[str, Any] = {"x": ones(3, 8)}
+    if op == "rms_norm_linear":
+        return values | {"norm_weight": ones(8), "weight": ones(4, 8), "eps": 1e-6, "out": ones(3, 4)}
+    if op.startswith("fused"):
+        values["residual"] = ones(3, 8)
+    values |= {"weight": ones(8), "eps": 1e-6}
+    values |= {"bias": ones(8)} if "layer" in op else {"weight_bias": 1.0}
+    if "fp8" in op:
+        values["scale_ub"] = ones(1, dtype=torch.float32)
+    elif not op.startswith("fused"):
+        values["out"] = ones(3, 8)
+    return values
 
 
-COMMON = [
-    BadInput("float64", "x", call(ones(3, 8, dtype=torch.float64)), TypeError, "float64"),
-    BadInput("integers", "x", call(ones(3, 8, dtype=torch.int32)), TypeError, "int32"),
-    BadInput("one dimension", "x", call(ones(8)), ValueError, "2-D or 3-D or 4-D"),
-    BadInput("five dimensions", "x", call(ones(1, 1, 1, 3, 8)), ValueError, "5-D of shape (1, 1, 1, 3, 8)"),
-    BadInput("transposed", "x", call(ones(8, 3).T), ValueError, "stride 3"),
-    BadInput("long weight", "weight", call(ones(3, 8), ones(9)), ValueError, "shape (8,), got (9,)"),
-    BadInput("weight of rank 2", "weight", call(ones(3, 8), ones(1, 8)), ValueError, "shape (8,), got (1, 8)"),
-    BadInput("strided weight", "weight", call(ones(3, 8), ones(16)[::2]), ValueError, "stride 2"),
-    BadInput("weight of another dtype", "weight", call(ones(3, 8), ones(8, dtype=torch.float16)), TypeError, "float16"),
-    BadInput("negative eps", "eps", call(ones(3, 8), eps=-1.0), ValueError, ">= 0"),
-    BadInput("eps is nan", "eps", call(ones(3, 8), eps=float("nan")), ValueError, "nan"),
-    BadInput("weight elsewhere", "weight", call(ones(3, 8), ones(8).to("meta")), ValueError, "meta"),
-]
-OUT = [
-    BadInput(
-        "out of another dtype", "out", call(ones(3, 8), out=ones(3, 8, dtype=torch.float32)), TypeError, "float32"
-    ),
-    BadInput("out of another shape", "out", call(ones(3, 8), out=ones(8, 3)), ValueError, "(3, 8), got (8, 3)"),
-    BadInput("transposed out", "out", call(ones(3, 8), out=ones(8, 3).T), ValueError, "stride 3"),
-    BadInput(
-        "one row of out for all", "out", call(ones(3, 8), out=ones(1, 8).expand(3, 8)), ValueError, "strides (0, 1)"
-    ),
-]
-LAYER = [
-    BadInput("float32 weight", "weight", call(ones(3, 8), ones(8, dtype=torch.float32)), TypeError, "bfloat16"),
-    BadInput("short bias", "bias", call(ones(3, 8), ones(8), ones(7)), ValueError, "shape (8,), got (7,)"),
-    BadInput("bias elsewhere", "bias", call(ones(3, 8), ones(8), ones(8).to("meta")), ValueError, "meta"),
-]
-RMS = [BadInput("weight_bias is nan", "weight_bias", call(ones(3, 8), weight_bias=float("nan")), ValueError, "nan")]
-FP8 = [
-    BadInput("no columns", "x", call(ones(3, 0)), ValueError, "at least one element, got shape (3, 0)"),
-    BadInput("bound in bf16", "scale_ub", call(ones(3, 8), scale_ub=ones(1)), TypeError, "float32, got bfloat16"),
-    BadInput(
-        "bound of rank 2", "scale_ub", call(ones(3, 8), scale_ub=ones(1, 1, dtype=torch.float32)), ValueError, "1-D"
-    ),
-    BadInput(
-        "bound of rows",
-        "scale_ub",
-        call(ones(3, 8), scale_ub=ones(3, dtype=torch.float32)),
-        ValueError,
-        "(1,), got (3,)",
-    ),
-    BadInput(
-        "bound elsewhere",
-        "scale_ub",
-        call(ones(3, 8), scale_ub=ones(1, dtype=torch.float32).to("meta")),
-        ValueError,
-        "meta",
-    ),
-]
+def cases(op: str) -> list[BadInput]:
+    good = good_call(op)
+    bad = cases_of(good)
+    vector = "norm_weight" if op == "rms_norm_linear" else "weight"
+    found = [
+        bad("float64", "x", ones(3, 8, dtype=torch.float64), TypeError, "float64"),
+        bad("integers", "x", ones(3, 8, dtype=torch.int32), TypeError, "int32"),
+        bad("a list", "x", [1.0], TypeError, "a tensor, got list"),
+        bad("one dimension", "x", ones(8), fragment="2-D or 3-D or 4-D"),
+        bad("five dimensions", "x", ones(1, 1, 1, 3, 8), fragment="5-D of shape (1, 1, 1, 3, 8)"),
+        bad("transposed", "x", ones(8, 3).T, fragment="stride 3"),
+        bad("too long", vector, ones(9), fragment="shape (8,), got (9,)"),
+        bad("of rank 2", vector, ones(1, 8), fragment="shape (8,), got (1, 8)"),
+        bad("strided", vector, ones(16)[::2], fragment="stride 2"),
+        bad("of another dtype", vector, ones(8, dtype=torch.float16), TypeError, "float16"),
+        bad("negative", "eps", -1.0, fragment=">= 0"),
+        bad("nan", "eps", float("nan"), fragment="nan"),
+        bad("text", "eps", "small", TypeError, "str"),
+    ]
+    if "out" in good:
+        width = good["out"].shape[1]
+        found += [
+            bad("of another dtype", "out", ones(3, width, dtype=torch.float32), TypeError, "float32"),
+            bad("of another shape", "out", ones(width, 3), fragment=f"(3, {width}), got ({width}, 3)"),
+            bad("transposed", "out", ones(width, 3).T, fragment="stride 3"),
+            bad("one row for all", "out", ones(1, width).expand(3, width), fragment="strides (0, 1)"),
+        ]
+    if "bias" in good:
+        found += [
+            bad("too short", "bias", ones(7), fragment="shape (8,), got (7,)"),
+            bad("float32", "weight", ones(8, dtype=torch.float32), TypeError, "bfloat16"),
+        ]
+    if "weight_bias" in good:
+        found.append(bad("nan", "weight_bias", float("nan"), fragment="nan"))
+    if "scale_ub" in good:
+        found += [
+            bad("no columns", "x", ones(3, 0), fragment="at least one element", weight=None, **empty_residual(good)),
+            bad("bf16", "scale_ub", ones(1), TypeError, "float32, got bfloat16"),
+            bad("of rank 2", "scale_ub", ones(1, 1, dtype=torch.float32), fragment="1-D"),
+            bad("one per row", "scale_ub", ones(3, dtype=torch.float32), fragment="(1,), got (3,)"),
+        ]
+    if "residual" in good:
+        found += [
+            bad("of another shape", "residual", ones(2, 8), fragment="(3, 8), got (2, 8)"),
+            bad("of another dtype", "residual", ones(3, 8, dtype=torch.float32), TypeError),
+            bad("one row for all", "residual", ones(1, 8).expand(3, 8), fragment="strides (0, 1)"),
+            bad("transposed", "residual", ones(8, 3).T, fragment="stride 3"),
+        ]
+        if "fp8" not in op:  # which only reads x
+            found.append(bad("one row for all", "x", ones(1, 8).expand(3, 8), fragment="strides (0, 1)"))
+    if op == "rms_norm_linear":
+        found += [
+            bad("missing", "norm_weight", None, TypeError, "NoneType"),
+            bad("transposed", "weight", ones(8, 4), fragment="(8, 4)"),
+            bad("of another dtype", "weight", ones(4, 8, dtype=torch.float32), TypeError, "float32"),
+            bad("of rank 1", "weight", ones(8), fragment="2-D"),
+        ]
+    if "residual" in good:  # where x is wrong, the residual fits it
+        found = [like_x(case) if case.argument == "x" and case.name != "a list" else case for case in found]
+    return found + derived(op)
 
 
-def with_residual(case: BadInput) -> BadInput:
-    """The same mistake in a call of an op that has a residual."""
+def empty_residual(good: dict[str, Any]) -> dict[str, Any]:
+    return {"residual": ones(3, 0)} if "residual" in good else {}
+
+
+def like_x(case: BadInput) -> BadInput:
+    """The same case with a residual that fits x."""
 
     def make() -> tuple[tuple[Any, ...], dict[str, Any]]:
-        (x, *rest), kwargs = case.make()
-        return (x, torch.ones_like(x), *rest), kwargs
+        args, kwargs = case.make()
+        return args, {**kwargs, "residual": torch.ones_like(kwargs["x"])}
 
     return BadInput(case.name, case.argument, make, case.error, case.fragment)
 
 
-RESIDUAL = [
-    BadInput("residual of another shape", "residual", call(ones(3, 8), ones(2, 8)), ValueError, "(3, 8), got (2, 8)"),
-    BadInput("residual of another dtype", "residual", call(ones(3, 8), ones(3, 8, dtype=torch.float32)), TypeError),
-    BadInput(
-        "one residual for all", "residual", call(ones(3, 8), ones(1, 8).expand(3, 8)), ValueError, "strides (0, 1)"
-    ),
-    BadInput("transposed residual", "residual", call(ones(3, 8), ones(8, 3).T), ValueError, "stride 3"),
-    BadInput("residual elsewhere", "residual", call(ones(3, 8), ones(3, 8).to("meta")), ValueError, "meta"),
-]
-IN_PLACE = [
-    *RESIDUAL,
-    BadInput("one row of x for all", "x", call(ones(1, 8).expand(3, 8), ones(3, 8)), ValueError, "strides (0, 1)"),
-]
-CASES = {
-    "layer_norm": [*COMMON, *OUT, *LAYER],
-    "fused_add_layer_norm": [*map(with_residual, COMMON + LAYER), *IN_PLACE],
-    "rms_norm": [*COMMON, *OUT, *RMS],
-    "fused_add_rms_norm": [*map(with_residual, COMMON + RMS), *IN_PLACE],
-    "rms_norm_fp8": [*COMMON, *RMS, *FP8],
-    "fused_add_rms_norm_fp8": [*map(with_residual, COMMON + RMS + FP8), *RESIDUAL],
-}
-EVERY_CASE = [pytest.param(op, case, id=f"{op}-{case.name}") for op, cases in CASES.items() for case in cases]
-FOR_CPP = [case for case in EVERY_CASE if "elsewhere" not in case.values[1].name]  # a meta tensor does not cross
+def derived(op: str) -> list[BadInput]:
+    return derived_bad_inputs(getattr(kestrel_norm, op), (), good_call(op))
 
 
-def entry_point(op: str) -> Callable[..., None]:
-    """The C++ entry point, called with the arguments of the public op: what it writes comes first."""
+TABLE = {getattr(kestrel_norm, op): cases(op) for op in kestrel_norm.__all__}
+
+
+@pytest.mark.parametrize(("function", "case", "path"), refusal_params(TABLE))
+def test_bad_input_is_refused_and_named(function: Callable[..., Any], case: BadInput, path: str) -> None:
+    assert_refused(function, case, path)
+
+
+BUFFER = ones(64)
+ROWS, SHIFTED, ROW = BUFFER[:24].view(3, 8), BUFFER[1:25].view(3, 8), BUFFER[8:16]
+OVERLAPPING_ROWS = BUFFER.as_strided((3, 8), (1, 1))
+
+
+def overlaps(op: str) -> list[BadInput]:
+    """Written arguments that share memory within themselves or with another argument."""
+    bad = cases_of(good_call(op))
+    if op == "rms_norm_linear":
+        return [
+            bad("rows that overlap", "out", BUFFER.as_strided((3, 4), (1, 1)), fragment="share memory"),
+            bad("columns of x", "out", ROWS[:, :4], fragment="'x'", x=ROWS),
+            bad("rows of the weight", "out", ROWS[:, :4], fragment="'weight'", weight=BUFFER[:32].view(4, 8)),
+        ]
+    if not op.startswith("fused"):
+        return [
+            bad("rows that overlap", "out", OVERLAPPING_ROWS, fragment="share memory"),
+            bad("x, one element on", "out", SHIFTED, fragment="'x'", x=ROWS),
+            bad("with the weight in it", "out", ROWS, fragment="'weight'", weight=ROW),
+        ]
+    written, other = ("residual", "'x'") if "fp8" in op else ("x", "'residual'")
+    found = [
+        bad("rows that overlap", "residual", OVERLAPPING_ROWS, fragment="share memory"),
+        bad("x and residual are one", written, ROWS, fragment=other, x=ROWS, residual=ROWS),
+        bad("x and residual overlap", written, ROWS, fragment=other, x=ROWS, residual=SHIFTED, key="x"),
+        bad("with the weight in it", "residual", ROWS, fragment="'weight'", weight=ROW),
+    ]
+    return found if "fp8" in op else [*found, bad("rows that overlap", "x", OVERLAPPING_ROWS, fragment="share memory")]
+
+
+OVERLAPS = {getattr(kestrel_norm, op): overlaps(op) for op in kestrel_norm.__all__ if op != "rms_norm_fp8"}
+OVERLAP_PARAMS = refusal_params(OVERLAPS, paths=("public", "torch.ops", "kernel"))
+
+
+@pytest.mark.parametrize(("function", "case", "path"), OVERLAP_PARAMS)
+def test_a_written_argument_shares_no_memory(function: Callable[..., Any], case: BadInput, path: str) -> None:
+    assert_refused(function, case, path)
+
+
+@pytest.mark.parametrize(("function", "case", "_path"), refusal_params(OVERLAPS, paths=("launch",)))
+def test_entry_point_refuses_overlaps_in_the_same_words(function: Any, case: BadInput, _path: str) -> None:
+    if not has_binary():
+        pytest.skip("kestrel_norm has no binary here")
+    _, kwargs = case.make()
+    with pytest.raises(ValueError, match="memory") as wanted:
+        function(**kwargs)
+    with pytest.raises(ValueError, match="memory") as got:
+        function.kernel_op.launch(**kwargs)
+    assert str(got.value) == str(wanted.value)
+
+
+def has_binary() -> bool:
     try:
-        function = Binary("kestrel_norm").function(op)
-    except UnsupportedError as error:
-        pytest.skip(str(error))
-
-    def call(*args: Any, **kwargs: Any) -> None:
-        bound = inspect.signature(CHECKS[op]).bind(*args, **kwargs)
-        bound.apply_defaults()
-        values = bound.arguments
-        x, out = values["x"], values.pop("out", None)
-        written = []
-        if "fp8" in op:
-            written = [torch.empty(x.shape, dtype=torch.float8_e4m3fn), torch.empty(*x.shape[:-1], 1)]
-        elif not op.startswith("fused"):
-            written = [torch.empty_like(x) if out is None else out]
-        function(*written, *values.values())
-
-    return call
+        return Binary("kestrel_norm").manifest is not None
+    except UnsupportedError:
+        return False
 
 
-@pytest.mark.parametrize(("op", "case"), EVERY_CASE)
-def test_check_refuses(op: str, case: BadInput) -> None:
-    assert_rejects(CHECKS[op], case, op)
-
-
-@pytest.mark.parametrize(("op", "case"), EVERY_CASE)
-def test_op_refuses_and_writes_nothing(op: str, case: BadInput) -> None:
-    args, kwargs = case.make()
-    tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor) and value.is_cpu]
-    before = [value.clone() for value in tensors]
-    function = getattr(kestrel_norm, op)
-    assert_rejects(function, BadInput(case.name, case.argument, lambda: (args, kwargs), case.error, case.fragment), op)
-    assert all(torch.equal(a, b) for a, b in zip(tensors, before, strict=True))
-
-
-@pytest.mark.parametrize(("op", "case"), FOR_CPP)
-def test_entry_point_refuses_in_the_same_words(op: str, case: BadInput) -> None:
-    function = entry_point(op)
-    assert_rejects(function, case, op)
-    args, kwargs = case.make()
-    with pytest.raises(case.error) as ours:
-        CHECKS[op](*args, **kwargs)
-    with pytest.raises(case.error) as theirs:
-        function(*args, **kwargs)
-    assert str(theirs.value) == str(ours.value)
-
-
-@pytest.mark.parametrize("op", CHECKS)
+@pytest.mark.parametrize("op", OPS)
 def test_entry_point_checks_the_device_last(op: str) -> None:
-    function = entry_point(op)
-    x = ones(3, 8)
-    args = (x, x.clone()) if op.startswith("fused") else (x,)
+    if not has_binary():
+        pytest.skip("kestrel_norm has no binary here")
+    function, values = Binary("kestrel_norm").function(op), good_call(op)
+    out = values.pop("out", None)
+    written = [] if out is None else [out]
+    if "fp8" in op:
+        written = [ones(3, 8, dtype=torch.float8_e4m3fn), ones(3, 1, dtype=torch.float32)]
+    parameters = [name for name in inspect.signature(getattr(kestrel_norm, op)).parameters if name != "out"]
     with pytest.raises(ValueError, match=f"{op}: argument 'x': expected a CUDA tensor, got cpu"):
-        function(*args)
+        function(*written, *(values[name] for name in parameters))
 
 
-@pytest.mark.parametrize("op", CHECKS)
-def test_not_a_tensor_is_a_type_error(op: str) -> None:
-    args = ([1.0], ones(1, 1)) if op.startswith("fused") else ([1.0],)
-    with pytest.raises(TypeError, match=f"{op}: argument 'x': expected a tensor, got list"):
-        getattr(kestrel_norm, op)(*args)
+@pytest.mark.parametrize("op", kestrel_norm.__all__)
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_any_call_either_works_or_names_the_argument(op: str, data: st.DataObject) -> None:
+    args, kwargs = data.draw(odd_calls((), good_call(op)))
+    assert_works_or_is_named(getattr(kestrel_norm, op), args, kwargs)
 
 
 SHAPES = st.lists(st.integers(0, 5), min_size=0, max_size=5).map(tuple)
-DTYPES = st.sampled_from([BF16, torch.float16, torch.float32, torch.float64, torch.int64])
 
 
-@pytest.mark.parametrize("op", CHECKS)
-@settings(max_examples=150, deadline=None)
-@given(
-    shape=SHAPES,
-    weight=st.none() | SHAPES,
-    dtype=DTYPES,
-    weight_dtype=st.none() | DTYPES,
-    eps=st.floats(0, 1) | st.floats(allow_nan=True),
-    out=st.none() | SHAPES,
-)
-def test_any_call_either_works_or_names_the_argument(
-    op: str,
-    shape: tuple[int, ...],
-    weight: tuple[int, ...] | None,
-    dtype: torch.dtype,
-    weight_dtype: torch.dtype | None,
-    eps: float,
-    out: tuple[int, ...] | None,
+@pytest.mark.parametrize("op", OPS)
+@settings(max_examples=60, deadline=None)
+@given(shape=SHAPES, weight=st.none() | SHAPES, written=st.none() | SHAPES)
+def test_shapes_that_fit_give_results_of_that_shape_and_others_write_nothing(
+    op: str, shape: tuple[int, ...], weight: tuple[int, ...] | None, written: tuple[int, ...] | None
 ) -> None:
-    """``out`` is the residual of the ops that have one; None is what fits x."""
-    x, y = torch.ones(shape, dtype=dtype), torch.ones(shape if out is None else out, dtype=dtype)
-    w = torch.ones(shape[-1:] if weight is None else weight, dtype=dtype if weight_dtype is None else weight_dtype)
-    vectors = {"weight": w, "bias": w} if "layer" in op else {"weight": w}
+    """``written`` is the shape of the residual, or of ``out``; None is one that fits x."""
+    x, y = ones(*shape), ones(*(shape if written is None else written))
+    kwargs: dict[str, Any] = {"weight": ones(*(shape[-1:] if weight is None else weight))}
+    if op.startswith("fused"):
+        kwargs["residual"] = y
+    elif "fp8" not in op:
+        kwargs["out"] = y
     refused = None
     try:
-        if op.startswith("fused"):
-            got = getattr(kestrel_norm, op)(x, y, **vectors, eps=eps)
-        elif "fp8" in op:
-            got = kestrel_norm.rms_norm_fp8(x, **vectors, eps=eps)
-        else:
-            got = getattr(kestrel_norm, op)(x, **vectors, eps=eps, out=y)
+        got = getattr(kestrel_norm, op)(x, **kwargs)
     except (ValueError, TypeError) as error:
         refused = str(error)
     if refused is not None:
@@ -240,3 +248,35 @@ def test_any_call_either_works_or_names_the_argument(
         assert (got[0].shape, got[1].shape) == (shape, (*shape[:-1], 1))
     else:
         assert got is (None if op.startswith("fused") else y)
+
+
+@pytest.mark.parametrize("op", kestrel_norm.__all__)
+def test_a_tangent_is_refused(op: str) -> None:
+    values = good_call(op)
+    values.pop("out", None)
+    values |= {name: value.float() for name, value in values.items() if isinstance(value, torch.Tensor)}
+    x = values.pop("x")
+    with pytest.raises(ValueError, match=f"{op}: argument 'x': expected a tensor without"):
+        torch.func.jvp(lambda x: getattr(kestrel_norm, op)(x, **values), (x,), (torch.ones_like(x),))
+
+
+@pytest.mark.parametrize("autocast", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("op", kestrel_norm.__all__)
+def test_autocast_changes_nothing(op: str, autocast: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+
+    def fresh() -> dict[str, Any]:
+        generator.manual_seed(0)
+        values = {name: value for name, value in good_call(op).items() if name != "out"}
+        return {
+            name: torch.randn(value.shape, generator=generator) if isinstance(value, torch.Tensor) else value
+            for name, value in values.items()
+        }
+
+    outside, inside = fresh(), fresh()
+    want = getattr(kestrel_norm, op)(**outside)
+    with torch.autocast("cpu", autocast):
+        got = getattr(kestrel_norm, op)(**inside)
+    assert_same_bits(got, want)
+    tensors = [name for name, value in inside.items() if isinstance(value, torch.Tensor)]
+    assert_same_bits([inside[name] for name in tensors], [outside[name] for name in tensors])

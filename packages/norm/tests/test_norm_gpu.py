@@ -293,7 +293,7 @@ def test_float32_weight_and_weight_bias(dtype: torch.dtype, n: int) -> None:
         assert torch.equal(y, got)
         assert_nearest_codes(*kestrel_norm.rms_norm_fp8(x, w, weight_bias=1.0), x, w, 1.0)
     assert torch.equal(kestrel_norm.rms_norm(x, weight_bias=1.0), kestrel_norm.rms_norm(x))
-    whole = weight.to(dtype)  # a float32 weight that holds the same numbers changes no bit
+    whole = weight.to(dtype)  # a float32 weight of the same values changes no bit
     assert torch.equal(kestrel_norm.rms_norm(x, whole.float()), kestrel_norm.rms_norm(x, whole))
 
 

@@ -1,9 +1,8 @@
-"""rms_norm_linear, which has only its reference: against float64, as a torch op, and what it refuses."""
+"""rms_norm_linear, which has no kernel: against float64, views, and the registered op."""
 
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -11,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kestrel_norm
-from kestrel_runtime.testing import BadInput, assert_rejects, opcheck
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 BF16 = torch.bfloat16
@@ -60,13 +58,12 @@ VIEWS = {
 
 
 @pytest.mark.parametrize("view", VIEWS)
-def test_views_are_read_where_they_stand(view: str) -> None:
+def test_views_are_read_and_not_written(view: str) -> None:
     x, weight, matrix = VIEWS[view](), rows_of(1, 64, BF16)[0], rows_of(8, 64, BF16, 9)
     before, got = x.clone(), kestrel_norm.rms_norm_linear(x, weight, matrix)
     assert got.is_contiguous()
     assert torch.equal(got, kestrel_norm.rms_norm_linear(x.contiguous(), weight, matrix))
     assert torch.equal(x, before)
-    opcheck(kestrel_norm.rms_norm_linear, (x, weight, matrix))
 
 
 @pytest.mark.parametrize("shape", [(6, 64), (0, 64), (2, 3, 64), (2, 1, 3, 64)], ids=str)
@@ -82,7 +79,6 @@ def test_norm_and_linear_writes_out_and_nothing_around_it(dtype: torch.dtype, sh
     assert torch.equal(out, want)
     assert bool(buffer[..., :5].isnan().all() and buffer[..., 13:].isnan().all())
     assert all(torch.equal(a, b) for a, b in zip((x, weight, matrix), before, strict=True))
-    opcheck(torch.ops.kestrel_norm.rms_norm_linear.out, (x, weight, matrix), {"out": out})
 
 
 def test_compiled_without_a_graph_break() -> None:
@@ -99,44 +95,13 @@ def test_compiled_without_a_graph_break() -> None:
         assert torch.equal(a, b)
 
 
-def ones(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
-    return torch.ones(shape, dtype=dtype)
-
-
-def bad(name: str, argument: str, kind: type[Exception], fragment: str, *args: Any, **kwargs: Any) -> BadInput:
-    return BadInput(name, argument, lambda: (args, kwargs), kind, fragment)
-
-
-X, W = ones(3, 8), ones(8)
-CASES = [
-    bad("no norm weight", "norm_weight", TypeError, "NoneType", X, None, ones(4, 8)),
-    bad("norm weight shape", "norm_weight", ValueError, "(7,)", X, ones(7), ones(4, 8)),
-    bad("weight transposed", "weight", ValueError, "(8, 4)", X, W, ones(8, 4)),
-    bad("weight dtype", "weight", TypeError, "float32", X, W, ones(4, 8, dtype=torch.float32)),
-    bad("weight rank", "weight", ValueError, "2-D", X, W, W),
-    bad("eps", "eps", TypeError, "str", X, W, ones(4, 8), "small"),
-    bad("weight elsewhere", "weight", ValueError, "meta", X, W, ones(4, 8).to("meta")),
-    bad("out is no tensor", "out", TypeError, "list", X, W, ones(4, 8), out=[1.0]),
-    bad("out shape", "out", ValueError, "(3, 4), got (4, 3)", X, W, ones(4, 8), out=ones(4, 3)),
-    bad("out dtype", "out", TypeError, "float32", X, W, ones(4, 8), out=ones(3, 4, dtype=torch.float32)),
-    bad("transposed out", "out", ValueError, "stride 3", X, W, ones(4, 8), out=ones(4, 3).T),
-    bad("one row of out", "out", ValueError, "strides (0, 1)", X, W, ones(4, 8), out=ones(1, 4).expand(3, 4)),
-    bad("out elsewhere", "out", ValueError, "meta", X, W, ones(4, 8), out=ones(3, 4).to("meta")),
-]
-
-
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_op_refuses(case: BadInput) -> None:
-    assert_rejects(kestrel_norm.rms_norm_linear, case)
-
-
 SHAPES = st.lists(st.integers(0, 4), min_size=0, max_size=5).map(tuple)
 DTYPES = st.sampled_from([*FLOATS, torch.float64, torch.int64])
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(SHAPES, SHAPES, SHAPES, DTYPES, DTYPES, st.floats(allow_nan=True))
-def test_any_call_either_works_or_names_the_argument(
+def test_shapes_that_fit_give_their_product_and_others_are_named(
     shape: tuple[int, ...],
     matrix: tuple[int, ...],
     weight: tuple[int, ...],

@@ -34,8 +34,8 @@ def sizes(shape: str) -> tuple[int, int, int, int]:
 def make(shape: str, count: int) -> list[tuple[Any, ...]]:
     """One table for all sets, as an engine has; positions, queries and keys are each set's own.
 
-    A set's keys stand behind its queries: with all queries in one buffer and all keys in another, 16x32/32x64 took
-    1.17 us in some processes and 1.31 in others, whatever the kernel's design.
+    The keys of a set follow its queries in memory. With all queries in one buffer and all keys in another, the time of
+    16x32/32x64 varied from process to process.
     """
     tokens, heads, key_heads, size = sizes(shape)
     table = kestrel_rope.build_cos_sin_cache(size, CONTEXT, device="cuda")

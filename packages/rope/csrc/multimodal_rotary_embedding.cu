@@ -46,7 +46,10 @@ void multimodal_rotary_embedding(TensorView positions, TensorView query, Optiona
   const int64_t sections[kAxes] = {check.integer("mrope_section", time, 0), check.integer("mrope_section", height, 0),
                                    check.integer("mrope_section", width, 0)};
   check_sections(check, sections, table.size(1) / 2, call.p.interleaved);
-  check_devices(check, "positions", positions, {{"query", query}, {"key", key}, {"cos_sin_cache", table}});
+  check_memory(check, {{"positions", positions},
+                       {"query", query, /*written=*/true},
+                       {"key", key, /*written=*/true},
+                       {"cos_sin_cache", table}});
 
   if (!prepare(positions, 1, query, key, size, 0, table, &call)) return;
   const bool interleave = call.p.interleaved;

@@ -16,7 +16,10 @@ void rotary_embedding(TensorView positions, TensorView query, OptionalTensor key
   Call call;
   call.pairs = check.flag("is_neox", is_neox) ? Pairs::neox : Pairs::gptj;
   call.p.inverse = check.flag("inverse", inverse);
-  check_devices(check, "positions", positions, {{"query", query}, {"key", key}, {"cos_sin_cache", table}});
+  check_memory(check, {{"positions", positions},
+                       {"query", query, /*written=*/true},
+                       {"key", key, /*written=*/true},
+                       {"cos_sin_cache", table}});
 
   if (prepare(positions, 0, query, key, size, offset, table, &call)) launch<Positions::one>(call, query, table);
 }

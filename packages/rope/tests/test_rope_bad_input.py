@@ -1,6 +1,9 @@
-"""What the rope ops must refuse, and how the message names it."""
+"""What the rope ops must refuse, through every entry path, and how the message names it."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -8,197 +11,206 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kestrel_rope
-from kestrel_rope.multimodal_rotary_embedding import check_multimodal_rotary_embedding
-from kestrel_rope.rotary_embedding import check_rotary_embedding
 from kestrel_runtime import Binary, UnsupportedError
-from kestrel_runtime.testing import BadInput, assert_rejects
+from kestrel_runtime.testing import (
+    BadInput,
+    assert_refused,
+    assert_rejects,
+    assert_same_bits,
+    assert_works_or_is_named,
+    cases_of,
+    derived_bad_inputs,
+    odd_calls,
+    refusal_params,
+)
+
+Shape = tuple[int, int, int, int, int]
+TYPICAL: Shape = (3, 4, 2, 64, 32)  # tokens, heads, KV heads, head size, rotary dim
 
 
-def call(tokens: int = 3, heads: int = 4, kv_heads: int = 2, size: int = 64, rotary_dim: int = 32, **changes):
-    """A valid call with some arguments replaced."""
-    values = {
+def good_call(op: str, shape: Shape = TYPICAL) -> dict[str, Any]:
+    """Every argument of an op, all valid."""
+    tokens, heads, kv_heads, size, rotary_dim = shape
+    values: dict[str, Any] = {
         "positions": torch.zeros(tokens, dtype=torch.int64),
         "query": torch.zeros(tokens, heads, size),
         "key": torch.zeros(tokens, kv_heads, size),
         "head_size": size,
         "cos_sin_cache": torch.zeros(8, rotary_dim),
+        "is_neox": True,
     }
-    return lambda: ((), values | changes)
+    if op == "rotary_embedding":
+        return values | {"rope_dim_offset": 0, "inverse": False}
+    axes = {"positions": torch.zeros(3, tokens, dtype=torch.int64), "mrope_section": [rotary_dim // 2, 0, 0]}
+    return values | axes | {"interleaved": False}
 
 
-def cases(tokens: int, heads: int, kv_heads: int, size: int, rotary_dim: int) -> list[BadInput]:
-    shape = (tokens, heads, kv_heads, size, rotary_dim)
+def shared_cases(op: str, shape: Shape) -> list[BadInput]:
+    """The mistakes that both ops can be called with."""
+    tokens, heads, _, size, rotary_dim = shape
+    bad = cases_of(good_call(op, shape))
     query = torch.zeros(tokens, heads, size)
     flat = torch.zeros(tokens, heads * size)
     strided = torch.zeros(tokens, heads, 2 * size)[..., ::2]
     short = torch.zeros(tokens - 1, heads, size)
-
-    def bad(name, argument, value, error=ValueError, fragment="", **more):
-        return BadInput(name, argument, call(*shape, **{argument: value}, **more), error, fragment)
-
     return [
-        bad("no query", "query", None, TypeError, "a tensor"),
-        bad("positions of floats", "positions", torch.zeros(tokens), TypeError, "int32 or int64"),
-        bad("positions as a list", "positions", [0] * tokens, TypeError, "list"),
-        bad("three-dimensional positions", "positions", torch.zeros(1, 1, tokens, dtype=torch.int64), fragment="3-D"),
-        bad("float64 query", "query", query.double(), TypeError, "float64"),
-        bad("integer key", "key", query.int(), TypeError, "int32"),
-        bad("key of another dtype", "key", query.bfloat16(), TypeError, "bfloat16"),
-        bad("one row too few in query", "query", short, fragment=f"({tokens - 1}, {heads}, {size})"),
-        bad("one row too few in key", "key", short, fragment=f"({tokens}, any, any)"),
-        bad("query of rank 1", "query", torch.zeros(tokens), fragment="1-D"),
+        bad("float64", "query", query.double(), TypeError, "float64"),
+        bad("integers", "key", query.int(), TypeError, "int32"),
+        bad("of another dtype", "key", query.bfloat16(), TypeError, "bfloat16"),
+        bad("one row too few", "query", short, fragment=f"({tokens - 1}, {heads}, {size})"),
+        bad("one row too few", "key", short, fragment=f"({tokens}, any, any)"),
+        bad("of rank 1", "query", torch.zeros(tokens), fragment="1-D"),
         bad("heads of another size", "query", torch.zeros(tokens, heads, size + 2), fragment=f"{size + 2}"),
         bad("a broken last head", "query", flat[:, :-1], fragment=f"multiple of head_size {size}"),
         bad("a strided last dimension", "query", strided, fragment="stride 2"),
-        bad("one query for all rows", "query", query[:1].expand(tokens, -1, -1), fragment="(0, "),
-        bad("one key for all rows", "key", query[:1].expand(tokens, -1, -1), fragment="share memory"),
+        bad("one row for all", "query", query[:1].expand(tokens, -1, -1), fragment="(0, "),
+        bad("one row for all", "key", query[:1].expand(tokens, -1, -1), fragment="share memory"),
         bad("one head for all", "key", query[:, :1].expand(-1, 3, -1), fragment="share memory"),
-        bad("query elsewhere", "query", query.to("meta"), fragment="meta"),
-        bad("table elsewhere", "cos_sin_cache", torch.zeros(8, rotary_dim, device="meta"), fragment="meta"),
-        bad("positions elsewhere", "query", query, fragment="cpu", positions=torch.zeros(tokens, device="meta").long()),
-        bad("no table", "cos_sin_cache", None, TypeError, "a tensor"),
-        bad("table of rank 1", "cos_sin_cache", torch.zeros(rotary_dim), fragment="1-D"),
-        bad("an odd table", "cos_sin_cache", torch.zeros(8, rotary_dim - 1), fragment=str(rotary_dim - 1)),
-        bad("an empty table row", "cos_sin_cache", torch.zeros(8, 0), fragment=">= 2"),
-        bad("a float64 table", "cos_sin_cache", torch.zeros(8, rotary_dim).double(), TypeError, "float64"),
-        bad("a bf16 table for float32", "cos_sin_cache", torch.zeros(8, rotary_dim).bfloat16(), TypeError, "bfloat16"),
-        bad("more rotated than there are", "cos_sin_cache", torch.zeros(8, size + 2), fragment=f"at most {size}"),
-        bad("a negative offset", "rope_dim_offset", -1, fragment=">= 0"),
-        bad("an offset as a float", "rope_dim_offset", 1.0, TypeError, "float"),
-        bad("no head size", "head_size", 0, fragment=">= 1"),
-        bad("head size as a bool", "head_size", True, TypeError, "bool"),
-        bad("head size by name", "head_size", str(size), TypeError, f"'{size}'"),
-        bad("a rotation by name", "is_neox", "gptj", TypeError, "True or False"),
-        bad("a flag as text", "inverse", "no", TypeError, "True or False"),
-        BadInput(
-            "an offset that pushes the rotation out",
-            "cos_sin_cache",
-            call(*shape, rope_dim_offset=size - rotary_dim + 1),
-            fragment=f"rope_dim_offset {size - rotary_dim + 1}",
-        ),
+        bad("of floats", "positions", good_call(op, shape)["positions"].float(), TypeError, "int32 or int64"),
+        bad("a list", "positions", [0] * tokens, TypeError, "list"),
+        bad("of rank 1", "cos_sin_cache", torch.zeros(rotary_dim), fragment="1-D"),
+        bad("odd", "cos_sin_cache", torch.zeros(8, rotary_dim - 1), fragment=str(rotary_dim - 1)),
+        bad("without columns", "cos_sin_cache", torch.zeros(8, 0), fragment=">= 2"),
+        bad("float64", "cos_sin_cache", torch.zeros(8, rotary_dim).double(), TypeError, "float64"),
+        bad("bf16 for float32", "cos_sin_cache", torch.zeros(8, rotary_dim).bfloat16(), TypeError, "bfloat16"),
+        bad("wider than a head", "cos_sin_cache", torch.zeros(8, size + 2), fragment=f"at most {size}"),
+        bad("zero", "head_size", 0, fragment=">= 1"),
+        bad("a bool", "head_size", True, TypeError, "bool"),
+        bad("text", "head_size", str(size), TypeError, f"'{size}'"),
+        bad("text", "is_neox", "gptj", TypeError, "True or False"),
     ]
 
 
-def multimodal_cases(tokens: int, heads: int, kv_heads: int, size: int, rotary_dim: int) -> list[BadInput]:
-    """Those of rotary_embedding that hold here too, and what is its own."""
-    half = rotary_dim // 2
-    own = {"positions": torch.zeros(3, tokens, dtype=torch.int64), "mrope_section": [half, 0, 0]}
-    arguments = ("query", "key", "head_size", "cos_sin_cache")
-    shared = [case for case in cases(tokens, heads, kv_heads, size, rotary_dim) if case.argument in arguments]
-
-    def with_own(case: BadInput) -> BadInput:
-        return BadInput(case.name, case.argument, lambda: ((), case.make()[1] | own), case.error, case.fragment)
-
-    def bad(name, argument, value, error=ValueError, fragment="", **more):
-        _, good = call(tokens, heads, kv_heads, size, rotary_dim)()
-        return BadInput(name, argument, lambda: ((), good | own | more | {argument: value}), error, fragment)
-
-    skipped = ("positions elsewhere", "an offset that pushes the rotation out")
+def cases(op: str, shape: Shape = TYPICAL) -> list[BadInput]:
+    tokens, _, _, size, rotary_dim = shape
+    bad, half = cases_of(good_call(op, shape)), rotary_dim // 2
+    if op == "rotary_embedding":
+        offset, three = size - rotary_dim + 1, torch.zeros(1, 1, tokens, dtype=torch.int64)
+        return [
+            *shared_cases(op, shape),
+            bad("of rank 3", "positions", three, fragment="3-D"),
+            bad("negative", "rope_dim_offset", -1, fragment=">= 0"),
+            bad("a float", "rope_dim_offset", 1.0, TypeError, "float"),
+            bad("past the head", "cos_sin_cache", offset, key="rope_dim_offset", fragment=f"rope_dim_offset {offset}"),
+            bad("text", "inverse", "no", TypeError, "True or False"),
+        ]
+    most = f"a height <= {(half + 1) // 3} and a width <= {half // 3}"
     return [
-        *(with_own(case) for case in shared if case.name not in skipped),
+        *shared_cases(op, shape),
         bad("one axis", "positions", torch.zeros(tokens, dtype=torch.int64), fragment="1-D"),
         bad("two axes", "positions", torch.zeros(2, tokens, dtype=torch.int64), fragment=f"(2, {tokens})"),
-        bad("positions of floats", "positions", torch.zeros(3, tokens), TypeError, "float32"),
-        bad("one row too few", "query", torch.zeros(tokens - 1, heads, size), fragment=f"({tokens - 1}, "),
-        bad("a rotation by name", "is_neox", "gptj", TypeError, "True or False"),
-        bad("a flag as a number", "interleaved", 1, TypeError, "True or False"),
-        bad("no sections", "mrope_section", None, TypeError, "NoneType"),
-        bad("two sections", "mrope_section", [half, 0], fragment="3 section sizes"),
-        bad("sections that sum to less", "mrope_section", [half - 1, 0, 0], fragment=f"sum to {half}"),
-        bad("a negative section", "mrope_section", [half + 1, -1, 0], fragment="-1"),
-        bad("a section of floats", "mrope_section", [float(half), 0, 0], TypeError, "float"),
-        bad("all height, interleaved", "mrope_section", [0, half, 0], fragment="every third", interleaved=True),
-        bad("all width, interleaved", "mrope_section", [0, 0, half], fragment="every third", interleaved=True),
+        bad("a number", "interleaved", 1, TypeError, "True or False"),
+        bad("missing", "mrope_section", None, TypeError, "NoneType"),
+        bad("two sizes", "mrope_section", [half, 0], fragment="3 section sizes"),
+        bad("a sum too small", "mrope_section", [half - 1, 0, 0], fragment=f"sum to {half}"),
+        bad("a negative size", "mrope_section", [half + 1, -1, 0], fragment="-1"),
+        bad("a size beyond 64 bits", "mrope_section", [2**70, 0, 0], fragment="64 bits"),
+        bad("floats", "mrope_section", [float(half), 0, 0], TypeError, "float"),
+        bad("all height, interleaved", "mrope_section", [0, half, 0], fragment=most, interleaved=True),
+        bad("all width, interleaved", "mrope_section", [0, 0, half], fragment=most, interleaved=True),
     ]
 
 
-TABLES = {"rotary_embedding": cases, "multimodal_rotary_embedding": multimodal_cases}
-ALL = [(op, index, case.name) for op, table in TABLES.items() for index, case in enumerate(table(3, 4, 2, 64, 32))]
+OPS = {name: getattr(kestrel_rope, name) for name in ("rotary_embedding", "multimodal_rotary_embedding")}
+TABLE = {function: cases(op) + derived_bad_inputs(function, (), good_call(op)) for op, function in OPS.items()}
 
 
-@pytest.mark.parametrize(("op", "index"), [pair[:2] for pair in ALL], ids=[f"{op}: {name}" for op, _, name in ALL])
-def test_bad_input_is_refused_and_named(op, index):
-    assert_rejects(getattr(kestrel_rope, op), TABLES[op](3, 4, 2, 64, 32)[index])
+@pytest.mark.parametrize(("function", "case", "path"), refusal_params(TABLE))
+def test_bad_input_is_refused_and_named(function: Callable[..., Any], case: BadInput, path: str) -> None:
+    assert_refused(function, case, path)
 
 
-CHECKS = {
-    "rotary_embedding": check_rotary_embedding,
-    "multimodal_rotary_embedding": check_multimodal_rotary_embedding,
-}
-# What does not cross into C++: meta tensors, things that are no tensor or no list of three where one must be.
-NOT_FOR_CPP = (
-    "query elsewhere",
-    "table elsewhere",
-    "positions elsewhere",
-    "no query",
-    "no table",
-    "positions as a list",
-    "no sections",
-    "two sections",
-)
-FOR_CPP = [pytest.param(*pair[:2], id=f"{pair[0]}: {pair[2]}") for pair in ALL if pair[2] not in NOT_FOR_CPP]
-
-
-def entry_point(op):
-    """The C++ entry point, called with the arguments of the public op."""
-    try:
-        function = Binary("kestrel_rope").function(op)
-    except UnsupportedError as error:
-        pytest.skip(str(error))
-
-    def rotary_embedding(
-        positions, query, key, head_size, cos_sin_cache, is_neox=True, rope_dim_offset=0, inverse=False
-    ):
-        function(positions, query, key, head_size, cos_sin_cache, is_neox, rope_dim_offset, inverse)
-
-    def multimodal_rotary_embedding(
-        positions, query, key, head_size, cos_sin_cache, mrope_section, is_neox=True, interleaved=False
-    ):
-        function(positions, query, key, head_size, cos_sin_cache, *mrope_section, is_neox, interleaved)
-
-    return {f.__name__: f for f in (rotary_embedding, multimodal_rotary_embedding)}[op]
-
-
-@pytest.mark.parametrize(("op", "index"), FOR_CPP)
-def test_entry_point_refuses_in_the_same_words(op, index):
-    function, (_, kwargs) = entry_point(op), TABLES[op](3, 4, 2, 64, 32)[index].make()
-    with pytest.raises((TypeError, ValueError)) as ours:
-        CHECKS[op](**kwargs)
-    with pytest.raises(ours.type) as theirs:
-        function(**kwargs)
-    assert str(theirs.value) == str(ours.value)
-
-
-@pytest.mark.parametrize("op", CHECKS)
-def test_entry_point_checks_the_device_last(op):
-    values = call()()[1]
-    if op == "multimodal_rotary_embedding":
-        values |= {"positions": torch.zeros(3, 3, dtype=torch.int32), "mrope_section": [6, 5, 5]}
-    with pytest.raises(ValueError, match=f"{op}: argument 'positions': expected a CUDA tensor, got cpu"):
-        entry_point(op)(**values)
-
-
-@settings(max_examples=100, deadline=None)
+@pytest.mark.parametrize("op", OPS)
+@settings(max_examples=60, deadline=None)
 @given(
-    which=st.sampled_from([pair[:2] for pair in ALL]),
+    data=st.data(),
     shape=st.tuples(
         st.integers(2, 9), st.integers(1, 5), st.integers(1, 5), st.integers(4, 40).map(lambda n: 2 * n), st.just(8)
     ),
 )
-def test_bad_input_is_refused_whatever_the_shape(which, shape):
-    op, index = which
-    assert_rejects(getattr(kestrel_rope, op), TABLES[op](*shape)[index])
+def test_bad_input_is_refused_whatever_the_shape(op: str, data: st.DataObject, shape: Shape) -> None:
+    assert_refused(OPS[op], data.draw(st.sampled_from(cases(op, shape))))
 
 
-@pytest.mark.parametrize(("op", "index"), [pair[:2] for pair in ALL], ids=[f"{op}: {name}" for op, _, name in ALL])
-def test_refused_calls_write_nothing(op, index):
-    _, kwargs = TABLES[op](3, 4, 2, 64, 32)[index].make()
-    watched = [x for x in (kwargs["query"], kwargs["key"]) if isinstance(x, torch.Tensor) and x.device.type == "cpu"]
-    before = [x.clone() for x in watched]
-    with pytest.raises((TypeError, ValueError)):
-        getattr(kestrel_rope, op)(**kwargs)
-    for x, old in zip(watched, before, strict=True):
-        assert torch.equal(x, old)
+@pytest.mark.parametrize("op", OPS)
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_any_call_either_works_or_names_the_argument(op: str, data: st.DataObject) -> None:
+    args, kwargs = data.draw(odd_calls((), good_call(op)))
+    assert_works_or_is_named(OPS[op], args, kwargs)
+
+
+def overlaps(op: str) -> list[BadInput]:
+    """Query or key that share memory within themselves or with another argument."""
+    bad, buffer = cases_of(good_call(op)), torch.zeros(3 * 4 * 64 + 1)
+    query, shifted = buffer[:-1].view(3, 4, 64), buffer[1:].view(3, 4, 64)
+    table = buffer[:256].view(8, 32)
+    return [
+        bad("rows that overlap", "query", buffer.as_strided((3, 4, 64), (1, 64, 1)), fragment="share memory"),
+        bad("heads that overlap", "key", buffer.as_strided((3, 2, 64), (200, 32, 1)), fragment="share memory"),
+        bad("the key itself", "query", query, key="key", fragment="'key'", query=query),
+        bad("the key, one element on", "query", shifted, key="key", fragment="'key'", query=query),
+        bad("with the table in it", "query", query, fragment="'cos_sin_cache'", cos_sin_cache=table),
+        bad("with the table in it", "key", query, fragment="'cos_sin_cache'", cos_sin_cache=table),
+    ]
+
+
+OVERLAPS = {function: overlaps(op) for op, function in OPS.items()}
+
+
+@pytest.mark.parametrize(
+    ("function", "case", "path"), refusal_params(OVERLAPS, paths=("public", "torch.ops", "kernel"))
+)
+def test_a_written_argument_shares_no_memory(function: Callable[..., Any], case: BadInput, path: str) -> None:
+    assert_refused(function, case, path)
+
+
+def has_binary() -> bool:
+    try:
+        return Binary("kestrel_rope").manifest is not None
+    except UnsupportedError:
+        return False
+
+
+@pytest.mark.parametrize(("function", "case", "_path"), refusal_params(OVERLAPS, paths=("launch",)))
+def test_entry_point_refuses_overlaps_in_the_same_words(function: Any, case: BadInput, _path: str) -> None:
+    if not has_binary():
+        pytest.skip("kestrel_rope has no binary here")
+    _, kwargs = case.make()
+    with pytest.raises(ValueError, match="memory") as wanted:
+        function(**kwargs)
+    with pytest.raises(ValueError, match="memory") as got:
+        function.kernel_op.launch(**kwargs)
+    assert str(got.value) == str(wanted.value)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_entry_point_checks_the_device_last(op: str) -> None:
+    if not has_binary():
+        pytest.skip("kestrel_rope has no binary here")
+    with pytest.raises(ValueError, match=f"{op}: argument 'positions': expected a CUDA tensor, got cpu"):
+        OPS[op].kernel_op.launch(**good_call(op))
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_a_tangent_is_refused(op: str) -> None:
+    values = good_call(op)
+    query = values.pop("query")
+    with pytest.raises(ValueError, match=f"{op}: argument 'query': expected a tensor without"):
+        torch.func.jvp(lambda query: OPS[op](query=query, **values), (query,), (torch.ones_like(query),))
+
+
+@pytest.mark.parametrize("autocast", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("op", OPS)
+def test_autocast_changes_nothing(op: str, autocast: torch.dtype) -> None:
+    torch.manual_seed(0)
+    changes = {"positions": torch.randint(0, 8, good_call(op)["positions"].shape), "cos_sin_cache": torch.randn(8, 32)}
+    query, key = torch.randn(3, 4, 64), torch.randn(3, 2, 64)
+    outside, inside = (good_call(op) | changes | {"query": query.clone(), "key": key.clone()} for _ in range(2))
+    OPS[op](**outside)
+    with torch.autocast("cpu", autocast):
+        OPS[op](**inside)
+    assert_same_bits([inside["query"], inside["key"]], [outside["query"], outside["key"]])
 
 
 def table_case(name, argument, error=ValueError, fragment="", **changes):
@@ -217,6 +229,11 @@ TABLE_CASES = [
     table_case("base past every float", "base", base=10**400, fragment="finite"),
     table_case("float64", "dtype", dtype=torch.float64),
     table_case("integers", "dtype", dtype=torch.int32),
+    table_case("beyond 64 bits", "rotary_dim", rotary_dim=2**70, fragment="64 bits"),
+    table_case("beyond 64 bits", "max_position", max_position=2**70, fragment="64 bits"),
+    table_case("unknown device", "device", device="nowhere", fragment="'nowhere'"),
+    table_case("missing device", "device", device="cuda:99", fragment="'cuda:99'"),
+    table_case("no device", "device", TypeError, device=[], fragment="[]"),
     table_case("not a dict", "scaling", TypeError, scaling="linear"),
     table_case("longrope", "scaling", scaling={"rope_type": "longrope"}, fragment="'longrope'"),
     table_case("no factor", "scaling", scaling={"type": "linear"}, fragment="'factor'"),
@@ -298,7 +315,7 @@ def odd_tables(draw) -> tuple[str, object, type[Exception], dict]:
     return argument, {argument: value}, error, good
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(case=odd_tables())
 def test_odd_values_for_a_table_are_refused_and_named(case):
     argument, changes, error, good = case

@@ -36,7 +36,7 @@ def random(*shape: int, dtype: torch.dtype = BF16, seed: int = 0) -> torch.Tenso
 
 
 def some_positions(*shape: int, seed: int = 0, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-    """Mostly in the table; some before it, some behind."""
+    """Mostly in the table; some before it, some past it."""
     generator = torch.Generator("cuda").manual_seed(seed)
     return torch.randint(-3, POSITIONS + 3, shape, generator=generator, device="cuda").to(dtype)
 
@@ -48,7 +48,7 @@ def table_of(rotary_dim: int, dtype: torch.dtype = torch.float32) -> torch.Tenso
 def exact(
     x: torch.Tensor, positions: torch.Tensor, table: torch.Tensor, is_neox: bool, offset: int = 0, inverse: bool = False
 ) -> torch.Tensor:
-    """x [T, H, D] turned in float64."""
+    """x [T, H, D], rotated in float64."""
     result, rotary_dim = x.double(), table.shape[1]
     inside = (positions >= 0) & (positions < len(table))
     cos, sin = table.double()[positions.long().clamp(0, len(table) - 1)].chunk(2, 1)

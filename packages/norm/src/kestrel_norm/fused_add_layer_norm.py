@@ -45,8 +45,8 @@ def fused_add_layer_norm(
     T rows (of 1 to 3 leading dimensions) of N elements; any N.
 
     x: [T, N], [S, T, N] or [R, S, T, N], bf16, fp16 or float32. Written in place: the normalised sum.
-    residual: shape and dtype of x, its own strides, other memory than x. Written in place: the rounded sum, which is
-        also what mean and variance are taken over. Of both only the last dimension must be contiguous.
+    residual: shape and dtype of x, its own strides; it shares no memory with x. Written in place: the rounded sum, of
+        which mean and variance are computed. Of both only the last dimension must be contiguous.
     weight, bias: *constant* [N], dtype of x, or None: no scale, no shift.
     eps: added to the variance, >= 0.
 

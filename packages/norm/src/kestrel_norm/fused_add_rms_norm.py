@@ -13,7 +13,7 @@ _kernels = Binary("kestrel_norm")
 
 
 def check_residual(op: str, x: torch.Tensor, residual: torch.Tensor) -> None:
-    """x of rows, and a residual like it, which is written."""
+    """x of rows, and a residual of its shape and dtype, which is written."""
     check.tensor(op, "x", x, dtype=check.FLOATS, ndim=(2, 3, 4), last_contiguous=True)
     check.tensor(op, "residual", residual, dtype=x.dtype, last_contiguous=True)
     check.shape(op, "residual", residual, x.shape)
@@ -54,9 +54,9 @@ def fused_add_rms_norm(
     T rows (of 1 to 3 leading dimensions) of N elements; any N.
 
     x: [T, N], [S, T, N] or [R, S, T, N], bf16, fp16 or float32. Written in place: the normalised sum.
-    residual: shape and dtype of x, its own strides, other memory than x. Written in place: the rounded sum, which is
-        also what the mean square is taken over. Of both only the last dimension must be contiguous.
-    weight: *constant* [N], dtype of x or float32, or None: the last factor is left out, whatever weight_bias is.
+    residual: shape and dtype of x, its own strides; it shares no memory with x. Written in place: the rounded sum, of
+        which the mean square is computed. Of both only the last dimension must be contiguous.
+    weight: *constant* [N], dtype of x or float32, or None: no scale, and weight_bias is ignored.
     eps: added to the mean square, >= 0.
     weight_bias: added to every weight in float32; 1.0 is Gemma's form.
 

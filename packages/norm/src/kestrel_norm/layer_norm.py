@@ -12,7 +12,7 @@ _kernels = Binary("kestrel_norm")
 
 
 def check_vectors(op: str, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float) -> None:
-    """What the LayerNorms share: weight and bias [N] of x's dtype, and eps."""
+    """Checks that the LayerNorms share: weight and bias [N] of x's dtype, and eps."""
     for name, vector in (("weight", weight), ("bias", bias)):
         if vector is not None:
             check.tensor(op, name, vector, dtype=x.dtype, last_contiguous=True)
@@ -47,17 +47,17 @@ def layer_norm(
     *,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Bring the last dimension to mean 0 and variance 1, then scale and shift it: (x - mean) * rstd * weight + bias.
+    """Normalise the last dimension to mean 0 and variance 1, scale and shift it: (x - mean) * rstd * weight + bias.
 
     T rows (of 1 to 3 leading dimensions) of N elements; any N.
 
     x: [T, N], [S, T, N] or [R, S, T, N], bf16, fp16 or float32. Only the last dimension must be contiguous.
     weight, bias: *constant* [N], dtype of x, or None: no scale, no shift.
     eps: added to the variance, >= 0.
-    out: where to write, shape and dtype of x; it may be x itself.
+    out: the result, shape and dtype of x. It may be x itself, but shares no memory with anything else.
 
     Returns a new contiguous tensor like x, or ``out``. Statistics are float32 (variance over N, from differences to a
-    value near the mean), the result is rounded once. A row's result does not depend on the other rows, bit for bit.
+    value near the mean); the result is rounded once. A row's result does not depend on the other rows, bit for bit.
     Raises TypeError for a wrong dtype, ValueError for a wrong shape, stride, range or device.
     Semantics: torch.nn.functional.layer_norm; Ba et al., "Layer Normalization", arXiv 1607.06450.
 

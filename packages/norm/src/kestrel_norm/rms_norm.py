@@ -12,7 +12,7 @@ _kernels = Binary("kestrel_norm")
 
 
 def check_weight(op: str, x: torch.Tensor, weight: torch.Tensor | None, eps: float, weight_bias: float) -> None:
-    """What the RMS norms share: weight [N] of x's dtype or float32, and two numbers."""
+    """Checks that the RMS norms share: weight [N] of x's dtype or float32, eps and weight_bias."""
     if weight is not None:
         allowed = (x.dtype,) if x.dtype == torch.float32 else (x.dtype, torch.float32)
         check.tensor(op, "weight", weight, dtype=allowed, last_contiguous=True)
@@ -53,10 +53,10 @@ def rms_norm(
     T rows (of 1 to 3 leading dimensions) of N elements; any N.
 
     x: [T, N], [S, T, N] or [R, S, T, N], bf16, fp16 or float32. Only the last dimension must be contiguous.
-    weight: *constant* [N], dtype of x or float32, or None: the last factor is left out, whatever weight_bias is.
+    weight: *constant* [N], dtype of x or float32, or None: no scale, and weight_bias is ignored.
     eps: added to the mean square, >= 0.
     weight_bias: added to every weight in float32; 1.0 is Gemma's form.
-    out: where to write, shape and dtype of x; it may be x itself.
+    out: the result, shape and dtype of x. It may be x itself, but shares no memory with anything else.
 
     Returns a new contiguous tensor like x, or ``out``. Everything is computed in float32 and rounded once. A row's
     result does not depend on the other rows, bit for bit.

@@ -1,4 +1,4 @@
-"""RMSNorm whose result leaves as FP8 with a scale per row, alone and behind a residual addition."""
+"""RMSNorm with FP8 output and a scale per row, alone and after a residual addition."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _check_bound(op: str, x: torch.Tensor, scale_ub: torch.Tensor | None) -> Non
 
 
 def _codes_and_scale(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """What a launch fills: codes, and a scale per row."""
+    """Fresh codes and scales for a launch to write."""
     *leading, columns = x.shape
     return empty(x, torch.float8_e4m3fn, *leading, columns), empty(x, torch.float32, *leading, 1)
 
@@ -72,7 +72,7 @@ def rms_norm_fp8(
     T rows (of 1 to 3 leading dimensions) of N >= 1 elements.
 
     x: [T, N], [S, T, N] or [R, S, T, N], bf16, fp16 or float32. Only the last dimension must be contiguous.
-    weight: *constant* [N], dtype of x or float32, or None: the last factor is left out, whatever weight_bias is.
+    weight: *constant* [N], dtype of x or float32, or None: no scale, and weight_bias is ignored.
     eps: added to the mean square, >= 0. weight_bias: added to every weight in float32; 1.0 is Gemma's form.
     scale_ub: float32 [1] on the device, an upper bound of the row's amax, or None.
 
@@ -110,8 +110,8 @@ def fused_add_rms_norm_fp8(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Add x to the residual stream and return the normed sum as FP8: residual <- round(x + residual).
 
-    Shapes, dtypes, scales and errors as in :func:`rms_norm_fp8`, taken over the rounded sum. x is only read.
-    residual: shape and dtype of x, its own strides, other memory than x; the only tensor written in place.
+    Shapes, dtypes, scales and errors are those of :func:`rms_norm_fp8`, for the rounded sum. x is only read.
+    residual: shape and dtype of x, its own strides; it shares no memory with x. The only tensor written in place.
     weight: *constant*.
 
     Returns (q, scale) as :func:`rms_norm_fp8`. A row does not depend on the other rows, bit for bit.

@@ -1,4 +1,4 @@
-"""RMSNorm and the linear layer behind it."""
+"""RMSNorm and the linear layer after it."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ def rms_norm_linear(
     x: [T, N], [S, T, N] or [R, S, T, N], bf16, fp16 or float32. Only the last dimension must be contiguous.
     norm_weight: *constant* [N], weight: *constant* [M, N], both of x's dtype.
     eps: added to the mean square, >= 0.
-    out: where to write, [..., M] of x's dtype; it may not overlap x or the weights.
+    out: the result, [..., M] of x's dtype. It shares no memory with x or the weights.
 
-    Returns a new contiguous tensor [..., M] of x's dtype, or ``out``: products accumulated in float32, rounded once. It
-    runs by reference today: a row is independent of its batch up to the order of summation of the matrix product at
-    hand.
+    Returns a new contiguous tensor [..., M] of x's dtype, or ``out``: products accumulated in float32, rounded once.
+    The op has no kernel: CUDA tensors run the PyTorch reference, with one warning. A row may depend on its batch by the
+    rounding of the matrix product.
     Raises TypeError for a wrong dtype, ValueError for a wrong shape, stride, range or device.
     Semantics: torch.nn.functional.rms_norm, then torch.nn.functional.linear.
 
