@@ -238,11 +238,11 @@ def derived_bad_inputs(function: Callable[..., Any], args: Sequence[Any], kwargs
 
 def odd_calls(args: Sequence[Any], kwargs: Mapping[str, Any], odd: Sequence[Any] = ODD_VALUES) -> Any:
     """A hypothesis strategy of (args, kwargs): the good call with one or two arguments replaced by an odd value."""
-    from hypothesis import strategies as st
+    from hypothesis import strategies as st  # type: ignore[import-not-found]
 
     keys = [*range(len(args)), *kwargs]
 
-    @st.composite
+    @st.composite  # type: ignore[untyped-decorator]
     def calls(draw: Any) -> Call:
         values = dict(enumerate(args)) | dict(kwargs)
         for key in draw(st.lists(st.sampled_from(keys), min_size=1, max_size=2)):

@@ -24,7 +24,7 @@ def pytest_collection_modifyitems(items: list[Any]) -> None:
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
 
 
-@pytest.fixture
+@pytest.fixture  # type: ignore[untyped-decorator]
 def kernels_only() -> Iterator[None]:
     """The test fails where an op would run its reference.
 
