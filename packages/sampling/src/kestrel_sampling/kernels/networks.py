@@ -1,4 +1,4 @@
-"""Sorting networks of eight keys, largest first, in one lane and across the lanes of a warp."""
+"""Sorting networks of eight keys, in descending order, in one lane and across the lanes of a warp."""
 
 import cutlass
 import cutlass.cute as cute
@@ -48,10 +48,10 @@ def merge_lists(r, other):
 
 @cute.jit
 def sort_warp(r, lane: Int32):
-    """The 256 keys of a warp, descending: of eight sorted keys a lane, lane i ends with number 8 i to 8 i + 7.
+    """Sort the 256 keys of a warp in descending order: lane i ends with keys 8 i to 8 i + 7.
 
-    Sorted runs of lanes are merged in pairs. The first step compares a run with the reverse of its neighbour, which
-    leaves two bitonic runs, the better one in the lower lanes; each further step halves the distance.
+    Every lane starts with eight sorted keys. Sorted runs of lanes are merged in pairs: the first step compares a run
+    with the reverse of its neighbour, which leaves two bitonic runs; each further step halves the distance.
     """
     reach = 1
     while cutlass.const_expr(reach < 32):

@@ -1,29 +1,10 @@
-"""The k largest of each row for k <= 128: narrow a row down to at most 256 keys, sort those in one warp.
+"""The k largest of each row for k <= 128: at most 256 candidates are selected by a pivot and sorted in one warp.
 
-Built for what topk.py does not cover: 8 < k <= 128, rows up to 4096. Keys are unique (ordered.py), so for every count
-there is a threshold that exactly so many keys reach.
-
-A float32 row of N needs 4 N bytes read and 8 k written: 740x1000 with k = 50 is 3.3 MB, 0.8 us at 4.3 TB/s, and
-740x4096 with k = 128 is 12.9 MB, 3.0 us. Each bisection step compares every key once.
-
-Work: a row up to 256 is sorted as it is, eight keys a lane. A longer one is held by ``warps`` warps, 8 * ``chunks``
-keys a lane, and bisected: starting between a lower bound from the maxima of groups of keys and the row's maximum, each
-step counts the keys that reach the middle, by one warp-wide sum and one barrier, until the count lies between k and
-256. It takes at most as many steps as a key has bits. The keys that reach the threshold go to shared memory in any
-order, and the first warp sorts them, so the result does not depend on the order in which warps arrive.
-
-Steps on normal random rows, simulated, median and largest of 200 rows each of bf16 and float32:
-
-    N            257   512   740  1000  1024  1025  1100  2048  3000  4096
-    k = 9        1 2   1 1   1 7   1 7   1 7   7 8   1 7   1 8   1 3   1 2
-    k = 50       1 1   1 6   1 7   1 7   1 2   7 8   1 2   1 8   1 3   1 3
-    k = 128      1 7   1 7   8 9  8 10   3 9   7 9   3 9   1 4  1 10   2 4
-
-Where groups are too few for k, or the bound falls below zero, bisection starts among the exponents and takes about
-seven steps to leave them.
-
-Its time as a fraction of that limit was not measured when this was written: results/ has it from the next timing on
-(benchmarks/topk_fwd.py holds 740x1000 k50, 740x4096 k128 and 740x256 k8 in float32).
+Covers what topk.py does not: 8 < k <= 128, rows up to 4096. A row up to 256 is sorted as it is, eight keys a lane. A
+longer one is held by ``warps`` warps and bisected: each step counts the keys that reach the pivot, with one warp-wide
+sum and one barrier, until k to 256 do. Keys are unique, so such a pivot exists. The bisection starts between a lower
+bound from the maxima of groups of keys and the largest key. The candidates go to shared memory in any order, and the
+first warp sorts them, so the result does not depend on the order in which warps arrive.
 """
 
 from dataclasses import dataclass
@@ -33,7 +14,9 @@ import cutlass.cute as cute
 from cuda.bindings import driver as cuda
 from cutlass import Float32, Int32, Int64, Uint32
 
-from . import networks, ordered
+from kestrel_runtime.cute_dsl import numeric, pdl
+
+from . import networks, sort_keys
 
 WARP = 32
 SORTED = WARP * networks.WIDTH
@@ -47,7 +30,7 @@ class TopKSelect:
     warps: int  # per row
     chunks: int  # groups of eight scores per lane
     rows: int  # per block: 1 where a row takes several warps
-    dependent_launch: bool
+    use_pdl: bool
 
     @property
     def lanes(self) -> int:
@@ -61,7 +44,7 @@ class TopKSelect:
             grid=[cute.ceil_div(mScores.shape[0], self.rows), 1, 1],
             block=[self.lanes * self.rows, 1, 1],
             stream=stream,
-            use_pdl=self.dependent_launch,
+            use_pdl=self.use_pdl,
         )
 
     @cute.kernel
@@ -72,99 +55,101 @@ class TopKSelect:
         lane = tid % self.lanes
         length = mScores.shape[1]
         k = mValues.shape[1]
-        # Every lane takes part in the sort: past the last row they repeat it and write nothing.
+        # All lanes take part in the sort: those past the last row repeat it and write nothing.
         source = cutlass.min(row, mScores.shape[0] - 1)
-        size = cutlass.const_expr(self.dtype.width // 8)
+        size = cutlass.const_expr(numeric.bytes_of(self.dtype))
         address = mScores.iterator.toint() + Int64(source) * mScores.stride[0] * size
         vectors = (address & 15) == 0
-        key = ordered.key_type(self.dtype)
-        if cutlass.const_expr(self.dependent_launch):
-            cute.arch.griddepcontrol_wait()
+        key = sort_keys.key_type(self.dtype)
+        if cutlass.const_expr(self.use_pdl):
+            pdl.wait()
 
-        rWord = cute.make_rmem_tensor((ordered.words_per_lane(self.dtype), self.chunks), Uint32)
-        rKey = cute.make_rmem_tensor((ordered.VECTOR, self.chunks), key)
+        rWord = cute.make_rmem_tensor((sort_keys.words_per_lane(self.dtype), self.chunks), Uint32)
+        rKey = cute.make_rmem_tensor((sort_keys.VECTOR, self.chunks), key)
         for chunk in cutlass.range_constexpr(self.chunks):
-            first = (chunk * self.lanes + lane) * ordered.VECTOR
-            let_next_in = self.dependent_launch and chunk == self.chunks - 1
-            ordered.load_words(address, first, length, vectors, rWord[None, chunk], self.dtype, let_next_in)
+            first = (chunk * self.lanes + lane) * sort_keys.VECTOR
+            trigger_pdl = self.use_pdl and chunk == self.chunks - 1
+            sort_keys.load_words(address, first, length, vectors, rWord[None, chunk], self.dtype, trigger_pdl)
         for chunk in cutlass.range_constexpr(self.chunks):
-            first = (chunk * self.lanes + lane) * ordered.VECTOR
-            ordered.make_keys(rWord[None, chunk], first, length, rKey[None, chunk], self.dtype)
+            first = (chunk * self.lanes + lane) * sort_keys.VECTOR
+            sort_keys.make_keys(rWord[None, chunk], first, length, rKey[None, chunk], self.dtype)
         if cutlass.const_expr(self.warps > 1):
-            sKept = cute.make_tensor(cute.arch.alloc_smem(key, SORTED, alignment=16), SORTED)
-            kept = self.narrow(rKey, length, k, lane, sKept)
+            sCandidate = cute.make_tensor(cute.arch.alloc_smem(key, SORTED, alignment=16), SORTED)
+            num_candidates = self.select_candidates(rKey, length, k, lane, sCandidate)
             if lane < WARP:
-                rKept = cute.make_rmem_tensor(networks.WIDTH, key)
+                rCandidate = cute.make_rmem_tensor(networks.WIDTH, key)
                 for i in cutlass.range_constexpr(networks.WIDTH):
-                    rKept[i] = key(ordered.pad_key(self.dtype))
-                    if i * WARP + lane < kept:
-                        rKept[i] = sKept[i * WARP + lane]
-                self.sort_and_write(rKept, mValues, mIndices, address, row, lane, softmax)
+                    rCandidate[i] = key(sort_keys.pad_key(self.dtype))
+                    if i * WARP + lane < num_candidates:
+                        rCandidate[i] = sCandidate[i * WARP + lane]
+                self.sort_and_write(rCandidate, mValues, mIndices, address, row, lane, softmax)
         else:
             self.sort_and_write(rKey, mValues, mIndices, address, row, lane, softmax)
 
     @cute.jit
-    def narrow(self, rKey: cute.Tensor, length: Int32, k: Int32, lane: Int32, sKept: cute.Tensor) -> Int32:
-        """Put k to SORTED of the row's keys, those from a threshold up, into shared memory; returns how many."""
-        key = ordered.key_type(self.dtype)
+    def select_candidates(
+        self, rKey: cute.Tensor, length: Int32, k: Int32, lane: Int32, sCandidate: cute.Tensor
+    ) -> Int32:
+        """Store the keys that reach a pivot, k to SORTED of them, in shared memory; returns how many."""
+        key = sort_keys.key_type(self.dtype)
         sBound = cute.make_tensor(cute.arch.alloc_smem(key, 2 * self.warps, alignment=16), (self.warps, 2))
         sCount = cute.make_tensor(cute.arch.alloc_smem(Int32, 2 * self.warps, alignment=16), (self.warps, 2))
-        sTaken = cute.arch.alloc_smem(Int32, 1)  # places in sKept that are given out
+        sCursor = cute.arch.alloc_smem(Int32, 1)  # the next free place of sCandidate
         if lane == 0:
-            cute.make_tensor(sTaken, 1)[0] = Int32(0)
+            cute.make_tensor(sCursor, 1)[0] = Int32(0)
         low, high = self.bounds(rKey, length, k, lane, sBound)
         count = Int32(SORTED + 1)
-        mine = Int32(0)
+        of_warp = Int32(0)
         parity = Int32(0)
-        # Always: at least k keys reach low, fewer than k exceed high.
+        # Invariant: at least k keys reach low, fewer than k exceed high.
         while count < k or count > SORTED:
-            middle = (low | high) - ((low ^ high) >> 1)  # the mean, rounded up, without overflow
-            mine = Int32(0)
+            pivot = (low | high) - ((low ^ high) >> 1)  # the mean, rounded up, without overflow
+            of_warp = Int32(0)
             for i in cutlass.range_constexpr(cute.size(rKey)):
-                mine += Int32(rKey[i] >= middle)
-            mine = cute.arch.warp_redux_sync(mine, "add")
+                of_warp += Int32(rKey[i] >= pivot)
+            of_warp = cute.arch.warp_redux_sync(of_warp, "add")
             if lane % WARP == 0:
-                sCount[lane // WARP, parity] = mine
-            cute.arch.sync_threads()  # one a step is enough, for steps alternate between two rows of sCount
+                sCount[lane // WARP, parity] = of_warp
+            cute.arch.sync_threads()  # one barrier a step suffices: steps alternate between two columns of sCount
             count = Int32(0)
             for warp in cutlass.range_constexpr(self.warps):
                 count += sCount[warp, parity]
             parity = 1 - parity
             if count >= k:
-                low = middle
+                low = pivot
             else:
-                high = middle - 1
+                high = pivot - 1
 
         place = Int32(0)
         if lane % WARP == 0:
-            place = cute.arch.atomic_add(sTaken, mine)
+            place = cute.arch.atomic_add(sCursor, of_warp)
         place = cute.arch.shuffle_sync(place, 0)
         below = (Int32(1) << (lane % WARP)) - 1
         for i in cutlass.range_constexpr(cute.size(rKey)):
             chosen = rKey[i] >= low
             ballot = cute.arch.vote_ballot_sync(chosen)
             if chosen:
-                sKept[place + cute.arch.popc(ballot & below)] = rKey[i]
+                sCandidate[place + cute.arch.popc(ballot & below)] = rKey[i]
             place += cute.arch.popc(ballot)
         cute.arch.sync_threads()
         return count
 
     @cute.jit
     def bounds(self, rKey: cute.Tensor, length: Int32, k: Int32, lane: Int32, sBound: cute.Tensor):
-        """A key that at least k keys of the row reach (or a pad), and the row's largest.
+        """A lower bound, a key that at least k keys of the row reach (or a pad), and the largest key.
 
-        Every group of keys has one that reaches the smallest of the groups' maxima. A group is what two neighbouring
-        lanes hold, or one lane where pairs with an element are fewer than k; where lanes are too, only a pad is sure.
+        Every group of keys has a key that reaches the smallest of the groups' maxima. A group is two neighbouring
+        lanes, or one lane if fewer than k pairs hold a score. If fewer than k lanes do, the bound is a pad.
         """
-        key = ordered.key_type(self.dtype)
-        pad = cutlass.const_expr(ordered.pad_key(self.dtype))
-        lanes = cutlass.min(cute.ceil_div(length, ordered.VECTOR), self.lanes)  # that hold an element
+        key = sort_keys.key_type(self.dtype)
+        pad = cutlass.const_expr(sort_keys.pad_key(self.dtype))
+        lanes = cutlass.min(cute.ceil_div(length, sort_keys.VECTOR), self.lanes)  # that hold a score
         high = rKey[0]
         for i in cutlass.range_constexpr(1, cute.size(rKey)):
             high = cutlass.max(high, rKey[i])
         pair = cutlass.max(high, cute.arch.shuffle_sync_bfly(high, 1))
         low = cutlass.select_(lanes + 1 >= 2 * k, pair, high)
-        low = cutlass.select_(low == key(pad), key(-1 - pad), low)  # a group without an element is none
+        low = cutlass.select_(low == key(pad), key(-1 - pad), low)  # a group without a score does not count
         for step in cutlass.range_constexpr(5):
             low = cutlass.min(low, cute.arch.shuffle_sync_bfly(low, 1 << step))
             high = cutlass.max(high, cute.arch.shuffle_sync_bfly(high, 1 << step))
@@ -190,13 +175,13 @@ class TopKSelect:
     ):
         """Sort the 256 keys of a warp and write the first k: lane i has number 8 i to 8 i + 7."""
         rows, k = mValues.shape[0], mValues.shape[1]
-        size = cutlass.const_expr(self.dtype.width // 8)
+        size = cutlass.const_expr(numeric.bytes_of(self.dtype))
         rSorted = networks.sort_warp(networks.sort_lane(rKey), lane)
         rValue = cute.make_rmem_tensor(networks.WIDTH, self.dtype)
         rIndex = cute.make_rmem_tensor(networks.WIDTH, Int32)
         for i in cutlass.range_constexpr(networks.WIDTH):
             kept = networks.WIDTH * lane + i < k
-            rIndex[i] = cutlass.select_(kept, ordered.key_index(rSorted[i], self.dtype), Int32(0))
+            rIndex[i] = cutlass.select_(kept, sort_keys.key_index(rSorted[i], self.dtype), Int32(0))
             gScore = cute.make_ptr(self.dtype, address + Int64(rIndex[i]) * size, cute.AddressSpace.gmem)
             rValue[i] = cute.make_tensor(gScore, 1)[0]
         if softmax != 0:

@@ -1,9 +1,11 @@
-"""What is compiled ahead of time, and which of it covers a call. Imports without the DSL."""
+"""The variants that are compiled ahead of time, and which of them covers a call. Imports without the DSL."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
+
+from kestrel_runtime.cute_dsl.variants import supports_pdl
 
 DTYPES = ("bf16", "fp16", "fp32")
 
@@ -26,16 +28,17 @@ class ListVariant:
 
     def kernel(self, arch: str) -> tuple[Any, tuple[Any, ...]]:
         """The kernel object and the arguments to compile it with."""
+        from kestrel_runtime.cute_dsl import numeric
+
         from .topk import TopK
 
-        dtype = numeric(self.dtype)
-        kernel = TopK(dtype, self.lanes, self.warps, self.threads, has_dependent_launch(arch))
-        return kernel, arguments(dtype)
+        dtype = numeric.from_name(self.dtype)
+        return TopK(dtype, self.lanes, self.warps, self.threads, supports_pdl(arch)), arguments_of(dtype)
 
 
 @dataclass(frozen=True)
 class SelectVariant:
-    """Rows up to ``longest``, k <= 128: bisection for the k-th key (topk_select.py)."""
+    """Rows up to ``longest``, k <= 128: candidates selected by bisection (topk_select.py)."""
 
     dtype: str
     longest: int
@@ -51,37 +54,26 @@ class SelectVariant:
 
     def kernel(self, arch: str) -> tuple[Any, tuple[Any, ...]]:
         """The kernel object and the arguments to compile it with."""
+        from kestrel_runtime.cute_dsl import numeric
+
         from .topk_select import TopKSelect
 
-        dtype = numeric(self.dtype)
-        return TopKSelect(dtype, self.warps, self.chunks, self.rows, has_dependent_launch(arch)), arguments(dtype)
+        dtype = numeric.from_name(self.dtype)
+        return TopKSelect(dtype, self.warps, self.chunks, self.rows, supports_pdl(arch)), arguments_of(dtype)
 
 
-def has_dependent_launch(arch: str) -> bool:
-    """Programmatic dependent launch came with sm_90."""
-    return int(arch.rstrip("af")) >= 90
-
-
-def numeric(dtype: str) -> Any:
-    """The DSL's type of this name."""
-    import cutlass
-
-    return {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16, "fp32": cutlass.Float32}[dtype]
-
-
-def arguments(dtype: Any) -> tuple[Any, ...]:
+def arguments_of(dtype: Any) -> tuple[Any, ...]:
     """scores [rows, n] of any 64-bit row stride and alignment, values and indices [rows, k], softmax, the stream."""
     import cutlass
     import cutlass.cute as cute
 
+    from kestrel_runtime.cute_dsl import arguments
+
     rows, n, k = cute.sym_int(), cute.sym_int(), cute.sym_int()
-    scores = cute.runtime.make_fake_tensor(
-        dtype, (rows, n), stride=(cute.sym_int64(), 1), assumed_align=dtype.width // 8
-    )
-    values = cute.runtime.make_fake_compact_tensor(dtype, (rows, k), stride_order=(1, 0))
-    indices = cute.runtime.make_fake_compact_tensor(cutlass.Int32, (rows, k), stride_order=(1, 0))
-    stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
-    return scores, values, indices, cutlass.Int32(0), stream
+    scores = arguments.strided(dtype, rows, n)
+    values = arguments.contiguous(dtype, rows, k, align=None)
+    indices = arguments.contiguous(cutlass.Int32, rows, k, align=None)
+    return scores, values, indices, cutlass.Int32(0), arguments.torch_stream()
 
 
 # In the order of preference: the first that covers a call runs it.

@@ -1,21 +1,20 @@
-"""Elements as integer keys whose order is the order of topk_fwd: larger number first, then lower index, NaN last.
+"""Scores as unique integer keys in the order of topk_fwd: larger number first, then lower index, NaN last.
 
-A score becomes a signed integer: its bits, all but the sign flipped where the sign is set. -0.0 becomes the integer of
-+0.0, and NaN the smallest integer of all. Below it stand the bits of (limit - index), so that equal scores compare by
-index, keys are unique and no bit of a score is lost:
+A score becomes a signed integer: its bits, all but the sign flipped if the sign is set. -0.0 becomes the integer of
++0.0, NaN the smallest integer. Below it stand the bits of (limit - index), so that no bit of a score is lost:
 
     bf16, fp16   Int32  score in the high 16 bits, 0xffff - index in the low 16
     float32      Int64  score in the high 32 bits, 0xffff - index in the low 32
 
-A slot past the end of a row holds PAD, below every element. Output values are read again from the row by index, so they
-are the input's own bits.
+Entries past the end of a row hold the pad key, below every score. Results are loaded from the row by index.
 """
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float16, Float32, Int32, Int64, Uint16, Uint32
-from cutlass._mlir.dialects import llvm
-from cutlass.cutlass_dsl import T, dsl_user_op
+
+from kestrel_runtime.cute_dsl import numeric, pdl
+from kestrel_runtime.cute_dsl.ptx import packed
 
 INDEX_LIMIT = 0xFFFF
 VECTOR = 8  # consecutive elements that one lane loads: 16 bytes of bf16/fp16, twice 16 of float32
@@ -27,7 +26,7 @@ def key_type(dtype: type[cutlass.Numeric]) -> type[cutlass.Numeric]:
 
 
 def pad_key(dtype: type[cutlass.Numeric]) -> int:
-    """The key of a slot that holds no element."""
+    """The key of an entry without a score."""
     return -(1 << 63) if dtype is Float32 else -(1 << 31)
 
 
@@ -72,24 +71,22 @@ def load_words(
     vectors: Boolean,
     rWord: cute.Tensor,
     dtype: cutlass.Constexpr,
-    let_next_in: cutlass.Constexpr = False,
+    trigger_pdl: cutlass.Constexpr = False,
 ):
-    """Fill rWord with the VECTOR scores from index ``first`` of the row at ``address``; past ``length`` read nothing.
+    """Load VECTOR scores from index ``first`` of the row at ``address`` into rWord; nothing past ``length``.
 
-    vectors: every whole group of the row may be loaded 16 bytes at a time.
-    let_next_in: once the loads are on their way, the kernel launched after this one may start up. H200, us per call
-        with this here and when the scores have arrived: 740x64 1.43 and 1.50, 4096x64 1.65 and 1.78, 740x256 1.59
-        and 1.60. Before the wait it costs the larger grids a quarter.
+    vectors: the row is aligned to 16 bytes.
+    trigger_pdl: allow the dependent launch to start as soon as vector loads are issued, before the scores arrive.
     """
-    size = cutlass.const_expr(dtype.width // 8)
+    size = cutlass.const_expr(numeric.bytes_of(dtype))
     if vectors and first + VECTOR <= length:
         for part in cutlass.range_constexpr(cute.size(rWord) // 4):
             pointer = cute.make_ptr(
                 Uint32, address + Int64(first) * size + part * 16, cute.AddressSpace.gmem, assumed_align=16
             )
             cute.autovec_copy(cute.make_tensor(pointer, 4), cute.local_tile(rWord, (4,), (part,)))
-        if cutlass.const_expr(let_next_in):
-            cute.arch.griddepcontrol_launch_dependents()
+        if cutlass.const_expr(trigger_pdl):
+            pdl.trigger()
     else:
         rPart = cute.recast_tensor(rWord, Uint32 if cutlass.const_expr(dtype is Float32) else Uint16)
         for i in cutlass.range_constexpr(VECTOR):
@@ -101,7 +98,7 @@ def load_words(
 
 @cute.jit
 def make_keys(rWord: cute.Tensor, first: Int32, length: Int32, rKey: cute.Tensor, dtype: cutlass.Constexpr):
-    """The keys of VECTOR loaded scores; past ``length`` come pads."""
+    """The keys of VECTOR loaded scores, with pads past ``length``."""
     if cutlass.const_expr(dtype is Float32):
         for i in cutlass.range_constexpr(VECTOR):
             rKey[i] = make_key(rWord[i], first + i, dtype)
@@ -118,31 +115,22 @@ def words_per_lane(dtype: type[cutlass.Numeric]) -> int:
     return VECTOR * dtype.width // 32
 
 
-@dsl_user_op
-def packed(instruction: str, *operands: Int32, loc=None, ip=None) -> Int32:
-    """A PTX instruction on pairs of 16-bit floats, each pair in one register."""
-    registers = ", ".join(f"${i}" for i in range(len(operands) + 1))
-    values = [operand.ir_value(loc=loc, ip=ip) for operand in operands]
-    constraints = ",".join(["=r"] + ["r"] * len(operands))
-    return Int32(llvm.inline_asm(T.i32(), values, f"{instruction} {registers};", constraints, loc=loc, ip=ip))
-
-
 @cute.jit
 def make_packed_keys(rWord: cute.Tensor, first: Int32, rKey: cute.Tensor, dtype: cutlass.Constexpr):
     """The keys of eight 16-bit scores in four words, two at a time: half the instructions of make_key."""
-    half = cutlass.const_expr("f16" if dtype is Float16 else "bf16")
+    half = cutlass.const_expr(numeric.ptx_name(dtype))
     one = cutlass.const_expr(0x3C003C00 if dtype is Float16 else 0x3F803F80)
     worst = Int32(0)
     indices = (INDEX_LIMIT - first) * 0x10001  # of the two scores of a word
     for pair in cutlass.range_constexpr(VECTOR // 2):
         # x * 1 + 0 turns -0 into +0 and every NaN into 0x7fff.
-        plain = packed(f"fma.rn.{half}x2", Int32(rWord[pair]), Int32(one), Int32(0))
+        plain = Int32(packed(f"fma.rn.{half}x2", rWord[pair], Uint32(one), Uint32(0)))
         sign = Int32(cute.arch.prmt(plain, 0, 0xBB99))  # each half filled with its sign
         ordered = plain ^ (sign & 0x7FFF7FFF)
         index_pair = indices - (2 * pair + ((2 * pair + 1) << 16))
         rKey[2 * pair] = Int32(cute.arch.prmt(ordered, index_pair, 0x1054))
         rKey[2 * pair + 1] = Int32(cute.arch.prmt(ordered, index_pair, 0x3276))
-        worst = packed(f"max.NaN.{half}x2", worst, plain)
+        worst = Int32(packed(f"max.NaN.{half}x2", Uint32(worst), Uint32(plain)))
     if ((worst & 0x7FFF7FFF) + 0x00010001) & Int32(-0x7FFF8000) != 0:  # a half is 0x7fff: NaN, which ranks last
         for i in cutlass.range_constexpr(VECTOR):
             bits = rWord[i // 2] << 16 if cutlass.const_expr(i % 2 == 0) else rWord[i // 2] & 0xFFFF0000
