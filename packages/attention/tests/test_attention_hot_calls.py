@@ -130,7 +130,6 @@ def test_a_hot_call_writes_out_itself_where_it_is_contiguous(launched: list[tupl
         ("return_lse as a number", {"return_lse": 1}),
         ("k alone", {"k": torch.zeros(3, 1, 2, 64).bfloat16()}),
         ("seq_ids alone", {"seq_ids": torch.zeros(3, dtype=torch.int32)}),
-        ("lengths of another dtype", {"cache_seqlens": torch.zeros(3, dtype=torch.int64)}),
     ],
 )
 def test_a_call_that_equals_a_hot_one_but_for_a_type_is_refused(
@@ -142,3 +141,12 @@ def test_a_call_that_equals_a_hot_one_but_for_a_type_is_refused(
     with pytest.raises(TypeError, match="flash_attn_with_kvcache"):
         flash_attn_with_kvcache(**arguments(**(numbers | change)))
     assert launched == [], what
+
+
+def test_a_launch_through_the_torch_op_is_not_kept_for_the_next_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stale launch of another form would answer the second call of this one."""
+    calls = HotCalls()
+    monkeypatch.setattr(op, "_hot_calls", calls)
+    hot_calls.ran("stale")
+    flash_attn_with_kvcache(**arguments())
+    assert not calls._forms

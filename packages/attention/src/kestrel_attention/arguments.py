@@ -55,8 +55,11 @@ def prefix(op: str, prefix_len: torch.Tensor | int | None) -> tuple[int, torch.T
     check.fail(op, "prefix_len", "an integer, a tensor or None", type(prefix_len).__name__, TypeError)
 
 
-def check_result(op: str, return_lse: bool, out: torch.Tensor | None, q: torch.Tensor) -> None:
-    """out has q's shape and device and the dtype of the result; what q must be is checked with the rest."""
+def check_result(op: str, return_lse: bool, out: torch.Tensor | None, q: torch.Tensor, **others: Any) -> None:
+    """out has q's shape and device and the dtype of the result, and may be written; q is checked with the rest.
+
+    others: arguments that out may not overlap; it may be the same view as q.
+    """
     check.flag(op, "return_lse", return_lse)
     if out is None or not isinstance(q, torch.Tensor):
         return
@@ -64,13 +67,24 @@ def check_result(op: str, return_lse: bool, out: torch.Tensor | None, q: torch.T
     check.tensor(op, "out", out, dtype=dtype, ndim=q.ndim, last_contiguous=True)
     check.shape(op, "out", out, q.shape)
     check.same(op, "device", q=q, out=out)
+    if out.requires_grad and torch.is_grad_enabled():
+        expected = "a tensor without requires_grad, or torch.no_grad() (ops here have no autograd)"
+        check.fail(op, "out", expected, "requires_grad=True")
     check.disjoint(op, "out", out)
+    if torch.compiler.is_dynamo_compiling():  # addresses are not known
+        return
+    if out.is_inference() and not torch.is_inference_mode_enabled():
+        check.fail(op, "out", "a tensor that may be written outside torch.inference_mode", "an inference tensor")
+    check.no_overlap(op, "out", out, "q", q, may_be_same=True)
+    for name, other in others.items():
+        if isinstance(other, torch.Tensor):
+            check.no_overlap(op, "out", out, name, other)
 
 
 def deliver(
     out: torch.Tensor | None, result: torch.Tensor, lse: torch.Tensor, return_lse: bool
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """The result as the caller wants it: in ``out`` if that is given, with the LSE on request."""
+    """The result, in ``out`` if that is given, with the LSE on request."""
     result = result if out is None else out.copy_(result)
     return (result, lse) if return_lse else result
 

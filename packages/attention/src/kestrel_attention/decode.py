@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from kestrel_runtime import Binary, UnsupportedError, empty_strided
+from kestrel_runtime import Binary, UnsupportedError, allocator
 
 from .kernels.variants import DTYPES
 from .plan import DecodePlan, DecodeProblem, plan_decode, serves_both_dtypes, variants_of
@@ -22,10 +22,10 @@ _CODES = {torch.float8_e4m3fn: "e4m3", torch.uint8: "e4m3", torch.float8_e5m2: "
 _UNALIGNED = "kernels take caches whose rows are aligned to 16 bytes"
 
 Launch = Callable[..., tuple[torch.Tensor, torch.Tensor]]
-"""(q, k_cache, v_cache, cache_seqlens, block_table, k_scale, v_scale, prefix_lens, new, integers) -> (out, lse).
+"""(q, k_cache, v_cache, cache_seqlens, block_table, k_scale, v_scale, prefix_lens, new, integers, out) -> (out, lse).
 
 new: k and v to append, or nothing. integers: of an INT8 cache (k_scale, v_scale), of an INT4 cache (k_scale, k_zero,
-v_scale, v_zero, k_tail, seq_ids), of others nothing; k_scale and v_scale are then None.
+v_scale, v_zero, k_tail, seq_ids), of others nothing; with integers k_scale and v_scale are None.
 """
 
 launches: Plans[Launch] = Plans()
@@ -161,11 +161,18 @@ def _bound(
         prefix_lens: torch.Tensor | None,
         new: Sequence[torch.Tensor] = (),
         integers: Sequence[torch.Tensor] = (),
+        out: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        out = result = empty_strided(q, dtype, out_sizes, out_strides)
-        lse = empty_strided(q, torch.float32, lse_sizes, lse_strides)
+        destination = None
+        if out is not None and (out.data_ptr() & 15 or not out.is_contiguous()):
+            destination, out = out, None
+        empty = allocator(q)
+        if out is None:
+            out = empty(out_sizes, out_strides, dtype)
+        result = out
+        lse = empty(lse_sizes, lse_strides, torch.float32)
         if attend is None and append is None:
-            return out, lse
+            return (out if destination is None else destination), lse
         addresses = k_cache.data_ptr() | v_cache.data_ptr()
         if len(integers) > 2:
             for x in _loaded_as_vectors(integers):
@@ -177,9 +184,9 @@ def _bound(
         if combine is None:
             partial_out, partial_lse, num_splits = no_float, no_float, no_int
         else:
-            partial_out = empty_strided(q, torch.float32, partial_elements, (1,))
-            partial_lse = empty_strided(q, torch.float32, partial_rows, (1,))
-            num_splits = empty_strided(q, torch.int32, row_blocks, (1,))
+            partial_out = empty(partial_elements, (1,), torch.float32)
+            partial_lse = empty(partial_rows, (1,), torch.float32)
+            num_splits = empty(row_blocks, (1,), torch.int32)
         if copies_q or q.data_ptr() & 15:
             q = q.clone(memory_format=torch.contiguous_format)
         if as_bf16:  # the kernels for both dtypes take 16-bit elements as bf16
@@ -220,7 +227,7 @@ def _bound(
             )
         if combine is not None:
             combine(out, lse, partial_out, partial_lse, num_splits, *combine_scalars)
-        return out, lse
+        return (out if destination is None else destination.copy_(out)), lse
 
     return launch
 

@@ -8,10 +8,13 @@ import torch
 
 from kestrel_runtime import check, kernel_op
 
-from . import arguments, decode, reference
+from . import arguments, decode, hot_calls, reference
 from .plans import form
 
 _OP = "flash_attn_with_kvcache"
+_hot_calls = hot_calls.HotCalls()
+_is_compiling = torch.compiler.is_dynamo_compiling
+_TENSOR = object()  # stands for any tensor in the key of a call
 
 
 def flash_attn_with_kvcache(
@@ -95,17 +98,53 @@ def flash_attn_with_kvcache(
     >>> cache[1, :, 0, 0, 0]  # the new value is in page 0, the second of the sequence
     tensor([3., 0., 0.])
     """
+    hot = launch = None
+    if not _is_compiling():
+        prefix = prefix_len if prefix_len is None or type(prefix_len) is int else _TENSOR
+        tensors = (q, k_cache, v_cache, cache_seqlens) + (() if block_table is None else (block_table,))
+        if k is not None:
+            tensors += (k, v)
+        if k_scale is not None:
+            tensors += (k_scale,) if v_scale is k_scale or v_scale is None else (k_scale, v_scale)
+        if k_tail is not None:
+            tensors += (k_zero, v_zero, k_tail, seq_ids)
+        if prefix is _TENSOR:
+            tensors += (prefix_len,)
+        if out is not None and out is not q:
+            tensors += (out,)
+        try:
+            left, right = window_size
+            numbers = (softmax_scale, causal, left, right, softcap, num_splits, prefix)
+            given = (block_table is None, k is None, v is None, k_scale is None, v_scale is None, v_scale is k_scale)
+            integers = (k_zero is None, v_zero is None, k_tail is None, seq_ids is None)
+            hot = (q.shape, numbers, *map(type, numbers), given, integers, out is None, out is q)
+            launch = _hot_calls.find(hot, tensors)
+        except (AttributeError, TypeError, ValueError):  # an argument of another type, which the checks below name
+            hot = None
+    if launch is not None and type(return_lse) is bool:
+        new = () if k is None else (k, v)
+        with_cache = _integers(k_cache, k_scale, v_scale, k_zero, v_zero, k_tail, seq_ids)
+        of_heads = (None, None) if with_cache else (k_scale, v_scale)
+        lengths = prefix_len if prefix is _TENSOR else None
+        try:
+            result = launch(q, k_cache, v_cache, cache_seqlens, block_table, *of_heads, lengths, new, with_cache, out)
+        except Exception:  # the checks below name the mistake, or the reference runs
+            pass
+        else:
+            return result if return_lse else result[0]
+
     left, right = arguments.window(_OP, window_size)
     length, lengths = (0, None) if prefix_len is None else arguments.prefix(_OP, prefix_len)
     if out is not None or type(return_lse) is not bool:
-        arguments.check_result(_OP, return_lse, out, q)
+        written = {"k_cache": k_cache, "v_cache": v_cache, "k": k, "v": v, "k_scale": k_scale, "v_scale": v_scale}
+        arguments.check_result(_OP, return_lse, out, q, **written, k_zero=k_zero, v_zero=v_zero, k_tail=k_tail)
     scores = (softmax_scale, causal, left, right, softcap, length, lengths, num_splits)
     cache = (cache_seqlens, block_table, k_scale, v_scale)
     int4 = (k_zero, v_zero, k_tail, seq_ids)
+    if hot is not None:
+        hot_calls.taken()  # a launch that this thread made through torch.ops is not this call's
     if k is None and v is None:
         result, lse = _flash_attn_with_kvcache(q, k_cache, v_cache, *cache, *int4, *scores)
-        if out is None:
-            return (result, lse) if return_lse else result
     else:
         for name, x in (("k", k), ("v", v)):
             if x is None:
@@ -114,6 +153,8 @@ def flash_attn_with_kvcache(
             result, lse = _flash_attn_with_kvcache_append_int(q, k_cache, v_cache, k, v, *cache, *int4, *scores)
         else:
             result, lse = _flash_attn_with_kvcache_append(q, k_cache, v_cache, k, v, *cache, *scores)
+    if hot is not None and (launch := hot_calls.taken()) is not None:
+        _hot_calls.keep(hot, tensors, launch)
     return arguments.deliver(out, result, lse, return_lse)
 
 
@@ -250,7 +291,9 @@ def _flash_attn_with_kvcache(
         _check(q, *cache, k_scale, v_scale, k_zero, v_zero, k_tail, seq_ids, *scores)
         problem = decode.problem_of(q, k_cache, v_cache, block_table, *of_heads, *scores, integers=integers)
         launch = decode.make_launch(key, problem, q)
-    return launch(q, k_cache, v_cache, cache_seqlens, block_table, *of_heads, prefix_lens, (), integers)
+    result = launch(q, k_cache, v_cache, cache_seqlens, block_table, *of_heads, prefix_lens, (), integers)
+    hot_calls.ran(launch)
+    return result
 
 
 def _integers(
@@ -274,6 +317,7 @@ def _integers(
     shape=reference.padded_shapes,
     mutates=("k_cache", "v_cache"),
     kernel="cute",
+    public=_OP,
 )
 def _flash_attn_with_kvcache_append(
     q: torch.Tensor,
@@ -305,7 +349,9 @@ def _flash_attn_with_kvcache_append(
         _check_append(q, k_cache, v_cache, k, v, *cache[2:], *scores)
         problem = decode.problem_of(q, k_cache, v_cache, block_table, k_scale, v_scale, *scores, appends=True)
         launch = decode.make_launch(key, problem, q, (k, v))
-    return launch(q, k_cache, v_cache, cache_seqlens, block_table, k_scale, v_scale, prefix_lens, (k, v))
+    result = launch(q, k_cache, v_cache, cache_seqlens, block_table, k_scale, v_scale, prefix_lens, (k, v))
+    hot_calls.ran(launch)
+    return result
 
 
 @kernel_op(
@@ -314,6 +360,7 @@ def _flash_attn_with_kvcache_append(
     shape=reference.padded_shapes,
     mutates=("k_cache", "v_cache", "k_scale", "v_scale", "k_zero", "v_zero", "k_tail"),
     kernel="cute",
+    public=_OP,
 )
 def _flash_attn_with_kvcache_append_int(
     q: torch.Tensor,
@@ -351,4 +398,7 @@ def _flash_attn_with_kvcache_append_int(
             q, k_cache, v_cache, block_table, None, None, *scores, appends=True, integers=integers
         )
         launch = decode.make_launch(key, problem, q, (k, v))
-    return launch(q, k_cache, v_cache, cache_seqlens, block_table, None, None, prefix_lens, (k, v), integers)
+    cache = (k_cache, v_cache, cache_seqlens, block_table)
+    result = launch(q, *cache, None, None, prefix_lens, (k, v), integers)
+    hot_calls.ran(launch)
+    return result

@@ -28,7 +28,7 @@ class Plans(dict[Any, Plan], Generic[Plan]):
     def keep(self, key: Any, plan: Plan) -> Plan:
         """Store a plan; the oldest is dropped at MAX_PLANS."""
         with _changes:
-            if len(self) >= MAX_PLANS:
+            if key not in self and len(self) >= MAX_PLANS:
                 del self[next(iter(self))]
             self[key] = plan
         return plan

@@ -99,8 +99,8 @@ class Decode:
     """One compiled variant."""
 
     dtype: type[cutlass.Numeric]  # of queries and results: BFloat16 or Float16
-    tiles: WarpTiles
     splits_per_block: int  # 1, or the most splits that a sequence of the launch has
+    tiles: WarpTiles
     ctas_per_sm: int  # that the register count must allow
     pdl: bool
 

@@ -73,7 +73,7 @@ class DecodeVariant:
             num_stages=num_stages,
             two_term_p=self.two_term_p,
         )
-        kernel = Decode(dtype, tiles, self.splits_per_block, ctas_per_sm, supports_pdl(arch))
+        kernel = Decode(dtype, self.splits_per_block, tiles, ctas_per_sm, supports_pdl(arch))
         return kernel, kernel.arguments(self.cache)
 
 
