@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -16,27 +16,37 @@ from kestrel_kvcache import (
     reshape_and_cache,
     rotary_and_cache,
 )
-from kestrel_runtime import UnsupportedError, backend
+from kestrel_runtime import UnsupportedError
 from kestrel_runtime.testing import BadInput, assert_rejects
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("kernels_only")]
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 FP8 = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 LAYOUTS = ("NHD", "HND", "halves", "layers", "unequal", "odd base")
 
 
-different: list[torch.Tensor] = []
-"""Whether each comparison of a test failed. They are looked at once, when it ends: a test waits for the GPU rarely."""
+comparisons: list[tuple[str, torch.Tensor]] = []
+"""What each comparison of a test was of, and whether it failed. They are read once, when the test ends: reading one
+waits for the GPU."""
+
+
+def expect(what: str, differs: torch.Tensor) -> None:
+    comparisons.append((what, differs))
 
 
 @pytest.fixture(autouse=True)
-def _kernels_only() -> object:
-    different.clear()
-    with backend("kernel"):
-        yield
-    wrong = torch.stack(different).nonzero().flatten().tolist() if different else []
-    assert not wrong, f"comparisons {wrong} of {len(different)} failed"
+def _compared() -> Iterator[None]:
+    comparisons.clear()
+    yield
+    failed = torch.stack([differs for _, differs in comparisons]).nonzero().flatten().tolist() if comparisons else []
+    assert not failed, f"{len(failed)} of {len(comparisons)} differ: {[comparisons[i][0] for i in failed[:5]]}"
+
+
+def text_of(values: Iterable[Any]) -> str:
+    """Arguments for the message of a failed comparison."""
+    texts = (f"{x.dtype}{list(x.shape)}" if isinstance(x, torch.Tensor) else repr(x) for x in values)
+    return ", ".join(texts).replace("torch.", "")
 
 
 def random(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> torch.Tensor:
@@ -106,9 +116,9 @@ def assert_as_reference(op: Callable[..., None], *args: Any, **kwargs: Any) -> N
     for values, function in ((ours, op), (wanted, getattr(reference, op.__name__))):
         positional, named = values[: len(args)], values[len(args) :]
         function(*positional, **dict(zip(kwargs, named, strict=True)))
-    for a, b in zip(ours, wanted, strict=True):
+    for i, (a, b) in enumerate(zip(ours, wanted, strict=True)):
         if isinstance(a, torch.Tensor):
-            different.append((whole(a) != whole(b)).any())
+            expect(f"argument {i} of {op.__name__}({text_of(ours)})", (whole(a) != whole(b)).any())
 
 
 # -- reshape_and_cache ------------------------------------------------------------------------------------------------
@@ -276,35 +286,37 @@ def by_heads(x: torch.Tensor, size: int) -> torch.Tensor:
 
 
 def assert_rotated_and_cached(call: dict[str, Any], is_neox: bool, offset: int) -> None:
+    what = f"rotary_and_cache({text_of(call.values())}, is_neox={is_neox}, rope_dim_offset={offset})"
     ours, wanted, marks, expected = (dict(zip(call, twins(*call.values()), strict=True)) for _ in range(4))
     rotary_and_cache(**ours, is_neox=is_neox, rope_dim_offset=offset)
     reference.rotary_and_cache(**wanted, is_neox=is_neox, rope_dim_offset=offset)
     size, rotary_dim, count = call["head_size"], call["cos_sin_cache"].shape[1], call["cos_sin_cache"].shape[0]
-    turned = (call["positions"] >= 0) & (call["positions"] < count)
+    rotated = (call["positions"] >= 0) & (call["positions"] < count)
     for name in ("query", "key"):
         got, want, before = (by_heads(x[name], size) for x in (ours, wanted, call))
         largest = before.float().abs().amax(-1, keepdim=True)
         bound = torch.finfo(got.dtype).eps * want.float().abs() + 4 * 2**-24 * largest
-        different.append(((got.float() - want.float()).abs() > bound).any())
+        expect(f"rotated {name} of {what}", ((got.float() - want.float()).abs() > bound).any())
         whole(marks[name]).zero_()
     for name in ("query", "key"):
         part = by_heads(marks[name], size)[..., offset : offset + rotary_dim]
         ones = torch.full((1,), 0xFF, dtype=torch.uint8, device="cuda").repeat(part.element_size()).view(part.dtype)
-        part.copy_(torch.where(turned[:, None, None], ones, part))
+        part.copy_(torch.where(rotated[:, None, None], ones, part))
     for name in ("query", "key"):  # nothing but what is marked may have changed
-        different.append(((whole(ours[name]) != whole(call[name])) & (whole(marks[name]) == 0)).any())
-    different.append((ours["value"] != call["value"]).any())
+        changed = (whole(ours[name]) != whole(call[name])) & (whole(marks[name]) == 0)
+        expect(f"bytes beside the rotated {name} of {what}", changed.any())
+    expect(f"value of {what}", (ours["value"] != call["value"]).any())
     cached = {name: expected[name] for name in ("key_cache", "value_cache", "slot_mapping", "kv_cache_dtype")}
     scales = {name: expected[name] for name in ("k_scale", "v_scale") if name in expected}
     rows = by_heads(ours["key"], size), by_heads(ours["value"], size)
     reference.reshape_and_cache(*rows, **cached, **scales)
     for name in ("key_cache", "value_cache"):
-        different.append((whole(ours[name]) != whole(expected[name])).any())
+        expect(f"{name} of {what}", (whole(ours[name]) != whole(expected[name])).any())
 
 
 @pytest.mark.parametrize("is_neox", [True, False])
 @pytest.mark.parametrize("name", ["auto", "fp8", "fp8_e5m2"])
-def test_heads_turn_and_are_cached(is_neox: bool, name: str) -> None:
+def test_heads_are_rotated_and_cached(is_neox: bool, name: str) -> None:
     for dtype in FLOATS:
         for heads, kv_heads, size, rotary_dim, offset in (
             *((32, 32, 64, 32, 0), (32, 8, 128, 128, 0), (4, 1, 96, 64, 32), (2, 2, 64, 64, 0)),
@@ -470,13 +482,14 @@ def test_int4_of_so_many_tokens_that_a_lane_writes_several_packs(heads: int, siz
 
 
 def assert_gathered(*args: Any, **kwargs: Any) -> None:
-    out = FLOATS[len(different) % 3]
+    out = FLOATS[len(comparisons) % 3]
+    what = f"gather_cache({text_of((*args, *kwargs.values()))}, dtype={out})"
     got = gather_cache(*args, dtype=out, **kwargs)
     want = reference.gather_cache(*args, dtype=out, **kwargs)
     for a, b in zip(got, want, strict=True):
         assert a.is_contiguous()
         assert a.dtype == out
-        different.append(((a != b) & ~(a.isnan() & b.isnan())).any())
+        expect(what, ((a != b) & ~(a.isnan() & b.isnan())).any())
 
 
 def page_table(blocks: int, pages: int) -> torch.Tensor:
@@ -543,37 +556,42 @@ def test_blocks_on_both_sides_of_two_to_the_31_elements(page: int, layout: str) 
     heads, size = 4, 64
     blocks = 2**31 // (page * heads * size) + 4
     shape = (blocks, page, heads, size) if layout == "NHD" else (blocks, heads, page, size)
-    cache = torch.empty(shape, dtype=torch.uint8, device="cuda")
-    cache = cache if layout == "NHD" else cache.transpose(1, 2)
-    near = cache[-8:]
-    near.fill_(0x7F)
+    cache = [torch.empty(shape, dtype=torch.uint8, device="cuda") for _ in range(2)]
+    cache = cache if layout == "NHD" else [x.transpose(1, 2) for x in cache]
+    ends = [x[-8:].fill_(0x7F) for x in cache]
     start = (blocks - 8) * page
     slots = torch.arange(start, start + 8 * page, device="cuda")
     rows = random(8 * page, heads, size)
-    want = torch.zeros(8, page, heads, size, dtype=torch.uint8, device="cuda")
-    reshape_and_cache(rows, rows, cache, cache, slots, "fp8")  # K and V alike, into the same memory
-    reference.reshape_and_cache(rows, rows, want, want, slots - start, "fp8")
-    assert torch.equal(near, want)
+    want = torch.zeros(2, 8, page, heads, size, dtype=torch.uint8, device="cuda")
+    reshape_and_cache(rows, -rows, *cache, slots, "fp8")
+    reference.reshape_and_cache(rows, -rows, *want, slots - start, "fp8")
+    for end, stored in zip(ends, want, strict=True):
+        assert torch.equal(end, stored)
     table = torch.arange(blocks - 8, blocks, dtype=torch.int32, device="cuda")
-    for read in gather_cache(cache, cache, table, 8 * page):
-        assert torch.equal(read, want.view(torch.float8_e4m3fn).view(-1, heads, size).bfloat16())
-    near.fill_(0x7F)
-    unturned, angles = torch.full_like(slots, -1), torch.ones(1, size, device="cuda")
-    rotary_and_cache(unturned, rows, rows, rows, size, angles, cache, cache, slots, kv_cache_dtype="fp8")
-    assert torch.equal(near, want)
+    for read, stored in zip(gather_cache(*cache, table, 8 * page), want, strict=True):
+        assert torch.equal(read, stored.view(torch.float8_e4m3fn).view(-1, heads, size).bfloat16())
+    for end in ends:
+        end.fill_(0x7F)
+    padding, angles = torch.full_like(slots, -1), torch.ones(1, size, device="cuda")  # no row is rotated
+    query, key = rows.clone(), rows.clone()
+    rotary_and_cache(padding, query, key, -rows, size, angles, *cache, slots, kv_cache_dtype="fp8")
+    for end, stored in zip(ends, want, strict=True):
+        assert torch.equal(end, stored)
 
 
 def test_more_than_two_to_the_31_slots() -> None:
     heads, size, blocks = 1, 1, 2**27 + 4
-    cache = torch.zeros(blocks, heads, 17, size, dtype=torch.uint8, device="cuda").transpose(1, 2)[:, :16]
+    memory = [torch.zeros(blocks, heads, 17, size, dtype=torch.uint8, device="cuda") for _ in range(2)]
+    cache = [x.transpose(1, 2)[:, :16] for x in memory]
     slots = torch.tensor([0, 2**31 - 1, 2**31, 2**31 + 37, blocks * 16 - 1, blocks * 16], device="cuda")
     rows = random(6, heads, size)
-    reshape_and_cache(rows, rows, cache, cache, slots, "fp8")
-    want = torch.zeros(6, 1, heads, size, dtype=torch.uint8, device="cuda")
-    reference.reshape_and_cache(rows, rows, want, want, torch.arange(6, device="cuda"), "fp8")
+    reshape_and_cache(rows, -rows, *cache, slots, "fp8")
+    want = torch.zeros(2, 6, 1, heads, size, dtype=torch.uint8, device="cuda")
+    reference.reshape_and_cache(rows, -rows, *want, torch.arange(6, device="cuda"), "fp8")
     inside = slots[:5]
-    assert torch.equal(cache[inside // 16, inside % 16], want[:5, 0])
-    assert int(cache.count_nonzero()) == int(want[:5].count_nonzero())
+    for written, stored in zip(cache, want, strict=True):
+        assert torch.equal(written[inside // 16, inside % 16], stored[:5, 0])
+        assert int(written.count_nonzero()) == int(stored[:5].count_nonzero())
 
 
 def test_a_row_stride_past_two_to_the_31() -> None:

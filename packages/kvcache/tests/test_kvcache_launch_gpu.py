@@ -1,4 +1,4 @@
-"""The kernels in graphs, on streams, behind other launches and under torch.compile: bit for bit what they are alone."""
+"""The kernels in graphs, on streams, after other launches and under torch.compile: the same bits as alone."""
 
 from __future__ import annotations
 
@@ -18,13 +18,7 @@ from kestrel_kvcache import (
 from kestrel_runtime import backend
 from kestrel_runtime.testing import assert_waits_for_the_launch_before, graph_replay
 
-pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture(autouse=True)
-def _kernels_only() -> object:
-    with backend("kernel"):
-        yield
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("kernels_only")]
 
 
 def random(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> torch.Tensor:
@@ -161,8 +155,7 @@ def test_runs_on_the_current_stream() -> None:
 
 @pytest.mark.parametrize(("op", "name"), [(op, name) for op, names in READ.items() for name in names])
 def test_an_input_written_by_the_launch_just_before_is_read_after_the_wait(op: Callable[..., Any], name: str) -> None:
-    """reshape_and_cache, which lets the next kernel start early, writes the input as the last of 513 rows, and the op
-    follows."""
+    """reshape_and_cache, which triggers the next kernel early, writes the input as the last of 513 rows."""
     given, other = arguments(op, 2), arguments(op, 3)
     contents = given[name].clone(), other[name]
     results = {x: given[x] for x in op.kernel_op.mutates}  # type: ignore[attr-defined]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,16 +14,18 @@ from kestrel_runtime import backend
 from kestrel_runtime.testing import (
     BadInput,
     assert_rejects,
+    assert_same_bits,
     assert_waits_for_the_launch_before,
+    by_reference,
     canary,
     graph_replay,
 )
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("kernels_only")]
 
 F8 = torch.float8_e4m3fn
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
-# Whole and broken packs of 4 and 8 elements; both sides of every border between kernels; rows that are read twice.
+# Whole and partial packs of 4 and 8 elements; both sides of every dispatch threshold; rows that are read twice.
 SIZES = (1, 2, 7, 8, 30, 64, 66, 127, 128, 256, 300, 1000, 1024, 1026, 1152, 2048, 2056, 4096, 4104, 8192, 8200)
 LONG_SIZES = (16384, 16390, 32768, 32776, 50000, 131072, 131074)
 QUANTISATIONS: dict[str, Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]] = {
@@ -52,12 +54,6 @@ PAIRS = {
 EVERY = {**QUANTISATIONS, **PAIRS}
 
 
-@pytest.fixture(autouse=True)
-def _kernels_only() -> Iterator[None]:
-    with backend("kernel"):
-        yield
-
-
 def random(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> torch.Tensor:
     generator = torch.Generator("cuda").manual_seed(seed)
     return (torch.randn(shape, generator=generator, device="cuda") * 3).to(dtype)
@@ -81,22 +77,8 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(torch.int32 if tensor.dtype == torch.float32 else torch.uint8)
 
 
-def assert_same(got: tuple[torch.Tensor, ...], want: tuple[torch.Tensor, ...]) -> None:
-    for g, w in zip(got, want, strict=True):
-        assert g.dtype == w.dtype
-        assert g.shape == w.shape
-        if not torch.equal(bits(g.contiguous()), bits(w.contiguous())):
-            where = (bits(g.contiguous()) != bits(w.contiguous())).nonzero()[:4].tolist()
-            raise AssertionError(f"{g.dtype} differs at {where}: {[(g[tuple(i)], w[tuple(i)]) for i in where]}")
-
-
-def by_reference(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    with backend("reference"):
-        return op(*args, **kwargs)
-
-
 def dirty_memory(count: int) -> None:
-    """What the next allocations of this size will find: neither zeros nor an earlier result."""
+    """Fills the memory that the next allocations of this size get: neither zeros nor an earlier result."""
     for size in (count, 4 * count):
         torch.full((max(size, 1),), 0x5A, dtype=torch.uint8, device="cuda")
 
@@ -112,7 +94,7 @@ def test_every_row_length_gives_the_codes_of_the_reference(name: str, dtype: tor
             x = odd_rows(t, n, dtype)
             want = by_reference(op, x)
             dirty_memory(x.numel())
-            assert_same(op(x), want)
+            assert_same_bits(op(x), want, f"{t}x{n}")
 
 
 @pytest.mark.parametrize("name", EVERY)
@@ -122,7 +104,7 @@ def test_many_rows(name: str, t: int) -> None:
         if name in PAIRS and n % 2:
             continue
         x = odd_rows(t, n, torch.bfloat16)
-        assert_same(EVERY[name](x), by_reference(EVERY[name], x))
+        assert_same_bits(EVERY[name](x), by_reference(EVERY[name], x), f"{t}x{n}")
 
 
 @pytest.mark.parametrize("first", [0, 1], ids=["whole packs", "one by one"])
@@ -170,13 +152,14 @@ def assert_dequantised(
     op: Callable[..., torch.Tensor], q: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, **options: int
 ) -> None:
     want = by_reference(op, q, scale, dtype=dtype, **options)
+    what = f"{tuple(q.shape)}, scale {tuple(scale.shape)} {options}"
     dirty_memory(want.numel())
-    assert torch.equal(op(q, scale, dtype=dtype, **options), want)
+    assert_same_bits(op(q, scale, dtype=dtype, **options), want, what)
     flat, assert_intact = canary((want.numel() + 3,), dtype, "cuda")
     out = flat[3:].view(want.shape)  # not aligned to a pack
     assert op(q, scale, dtype=dtype, out=out, **options) is out
-    assert torch.equal(out, want)
-    assert bool(flat[:3].isnan().all())
+    assert_same_bits(out, want, what)
+    assert bool(flat[:3].isnan().all()), what
     assert_intact()
 
 
@@ -198,7 +181,7 @@ def test_every_code_dequantises_to_its_value() -> None:
 def test_no_rows(name: str) -> None:
     for n in (2, 1024):
         x = random(0, n)
-        assert_same(EVERY[name](x), by_reference(EVERY[name], x))
+        assert_same_bits(EVERY[name](x), by_reference(EVERY[name], x), f"0x{n}")
 
 
 VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -215,7 +198,7 @@ def test_row_strides_and_alignment_are_free(name: str, view: str) -> None:
     for dtype in FLOATS:
         wide = odd_rows(40, 2060, dtype)
         before, x = wide.clone(), VIEWS[view](wide)
-        assert_same(EVERY[name](x), EVERY[name](x.contiguous()))
+        assert_same_bits(EVERY[name](x), EVERY[name](x.contiguous()), str(dtype))
         assert torch.equal(bits(wide.view(torch.uint8)), bits(before.view(torch.uint8)))
 
 
@@ -257,7 +240,7 @@ def test_nothing_is_written_around_codes_and_scales() -> None:
             q, q_intact = canary((t, n // 2), torch.uint8, "cuda")
             scale, scale_intact = canary((t, groups), torch.float32, "cuda")
             kernels.int4_quant(q, scale, x, 128)
-            assert_same((q, scale), kestrel_quant.int4_quant(x))
+            assert_same_bits((q, scale), kestrel_quant.int4_quant(x))
             q_intact()
             scale_intact()
 
@@ -268,7 +251,7 @@ def test_scratch_memory_of_a_tensor_may_hold_anything() -> None:
     for garbage in (0.0, torch.nan, torch.inf, 1e30):
         q, scale = torch.empty_like(want), torch.empty_like(want_scale)
         kernels.fp8_quant(q, scale, partial_amax(x).fill_(garbage), x, "tensor", 128, None, False)
-        assert_same((q, scale), (want, want_scale))
+        assert_same_bits((q, scale), (want, want_scale))
 
 
 @pytest.mark.parametrize("name", [name for name in EVERY if "tensor" not in name and "scale per row" not in name])
@@ -277,10 +260,10 @@ def test_a_row_does_not_depend_on_its_batch(name: str) -> None:
         x = odd_rows(3000, n, torch.bfloat16)
         q, scale = EVERY[name](x)
         again, again_scale = EVERY[name](x)
-        assert_same((again, again_scale), (q, scale))
+        assert_same_bits((again, again_scale), (q, scale), f"second run, {n} columns")
         for row in (0, 3, 4, 1501, 2999):
             one, one_scale = EVERY[name](x[row : row + 1])
-            assert torch.equal(bits(one)[0], bits(q)[row])
+            assert torch.equal(bits(one)[0], bits(q)[row]), f"row {row} of {n} columns"
             assert torch.equal(one_scale.view(-1), scale[row] if scale.ndim == 2 else scale)
 
 
@@ -289,8 +272,7 @@ def test_a_row_stride_past_two_to_the_31() -> None:
     buffer = torch.empty(stride + n, dtype=torch.bfloat16, device="cuda")
     x = buffer.as_strided((2, n), (stride, 1)).copy_(random(2, n))
     for name, op in EVERY.items():
-        assert_same(op(x), op(x.contiguous()))
-        del name
+        assert_same_bits(op(x), op(x.contiguous()), name)
     codes = torch.empty(stride + n, dtype=torch.uint8, device="cuda").as_strided((2, n), (stride, 1))
     q, scale = kestrel_quant.fp8_quant(x)
     codes.copy_(bits(q))
@@ -328,7 +310,7 @@ def test_more_than_two_to_the_31_elements(n: int) -> None:
 def test_a_graph_replays_with_new_contents(name: str) -> None:
     for n in (1024, 4096):
         want = EVERY[name](random(300, n, seed=5))
-        assert_same(graph_replay(EVERY[name], [random(300, n)], [random(300, n, seed=5)]), want)
+        assert_same_bits(graph_replay(EVERY[name], [random(300, n)], [random(300, n, seed=5)]), want)
 
 
 @pytest.mark.parametrize("name", EVERY)
@@ -341,13 +323,13 @@ def test_runs_on_the_current_stream(name: str) -> None:
         scratch.add_(1)  # long enough that a launch on another stream would come first
         got = EVERY[name](torch.zeros_like(x).copy_(x))
     stream.synchronize()
-    assert_same(got, want)
+    assert_same_bits(got, want)
 
 
 @pytest.mark.parametrize("priorities", [(0, 0, 0, 0), (0, -5, -1, -3), (-2, 0, -5, 0)])
-def test_tensors_on_several_streams_and_in_graphs_do_not_meet(priorities: tuple[int, ...]) -> None:
-    """Grids with a barrier inside, as many as fill the GPU several times, beside each other and another kernel: each
-    needs all of its blocks at once, and streams of a higher priority push in between."""
+def test_tensors_on_several_streams_and_in_graphs_do_not_interfere(priorities: tuple[int, ...]) -> None:
+    """Grids with a barrier, enough to fill the GPU several times, beside each other and another kernel. Each needs all
+    of its blocks resident, and streams of a higher priority start in between."""
     inputs = [random(t, 2048, seed=i) for i, t in enumerate((64, 1500, 4096, 9000))]
     wants = [kestrel_quant.fp8_quant(x, granularity="tensor") for x in inputs]
     streams = [torch.cuda.Stream(priority=priority) for priority in priorities]
@@ -371,14 +353,13 @@ def test_tensors_on_several_streams_and_in_graphs_do_not_meet(priorities: tuple[
                 eager.append(kestrel_quant.fp8_quant(x, granularity="tensor"))
         torch.cuda.synchronize()
         for want, got, once in zip(wants, results, reversed(eager), strict=True):
-            assert_same(once, want)
+            assert_same_bits(once, want)
             for each in got:
-                assert_same(each, want)
+                assert_same_bits(each, want)
 
 
 def test_a_context_with_a_part_of_the_gpu_gets_a_smaller_grid() -> None:
-    """No attribute of the device says that a green context owns fewer multiprocessors: a grid with a barrier that fits
-    the whole GPU is refused there."""
+    """No device attribute says that a green context owns fewer SMs; a cooperative grid for the whole GPU fails."""
     green_contexts = pytest.importorskip("torch.cuda.green_contexts")
     if not green_contexts.SUPPORTED:
         pytest.skip("this torch makes no green contexts")
@@ -394,7 +375,7 @@ def test_a_context_with_a_part_of_the_gpu_gets_a_smaller_grid() -> None:
     finally:
         context.pop_context()
     for each, want in zip(got, wants, strict=True):
-        assert_same(each, want)
+        assert_same_bits(each, want)
 
 
 @pytest.mark.parametrize(
@@ -409,7 +390,7 @@ def test_a_context_with_a_part_of_the_gpu_gets_a_smaller_grid() -> None:
     ],
 )
 def test_values_and_codes_written_by_the_launch_just_before_are_read(t: int, n: int, options: dict[str, Any]) -> None:
-    """Here and back, each launch behind the one that writes what it reads."""
+    """Quantising and dequantising, each launch right after the one that writes its input."""
     codes = torch.randint(0, 127, (5, t, n), device="cuda", dtype=torch.uint8)
     scale, x = torch.ones(1, device="cuda"), torch.empty(t, n, dtype=torch.bfloat16, device="cuda")
     back_to = torch.empty_like(x)
@@ -456,7 +437,7 @@ def test_compiled_without_a_graph_break(name: str) -> None:
     x = random(16, 2048)
     with backend("auto"):
         got = torch.compile(EVERY[name], fullgraph=True)(x)
-    assert_same(got, EVERY[name](x))
+    assert_same_bits(got, EVERY[name](x))
 
 
 def test_kernels_refuse_bad_input() -> None:
