@@ -211,7 +211,7 @@ def test_faster_rows_failed_rows_and_new_rows_are_not_slower():
         ("vllm", "peer"),
     ],
 )
-def test_candidates_are_told_apart_by_name(candidate, kind):
+def test_the_name_of_a_candidate_gives_its_kind(candidate, kind):
     assert kind_of(candidate) == kind
     assert everything(candidate)
     assert ours_only(candidate) == (kind == "ours")
@@ -277,7 +277,7 @@ def test_a_library_that_is_not_installed_is_passed_over_and_a_broken_one_named(t
         assert peer("other_library") is None
 
 
-def test_no_peer_is_imported_where_none_is_timed(tmp_path, pretend_gpu, monkeypatch):
+def test_no_peer_is_imported_where_none_is_timed(tmp_path, fake_gpu, monkeypatch):
     (tmp_path / "slow_library.py").write_text("raise OSError('imported')\n")
     monkeypatch.syspath_prepend(tmp_path)
     more = (
@@ -339,7 +339,7 @@ def test_recording_needs_a_checkout(capsys):
 
 
 @pytest.fixture
-def pretend_gpu(monkeypatch):
+def fake_gpu(monkeypatch):
     """A machine whose timer is a table: {(shape, candidate): us}."""
     from kestrel_runtime.bench import command, rows
     from kestrel_runtime.bench.timer import Timed
@@ -367,7 +367,7 @@ def pretend_gpu(monkeypatch):
     return times
 
 
-def test_a_run_writes_prints_and_records(tmp_path, pretend_gpu, capsys):
+def test_a_run_writes_prints_and_records(tmp_path, fake_gpu, capsys):
     more = "def candidates(): return dict.fromkeys(('kestrel', 'torch', 'vllm'), print)\ndef bare(): return print\n"
     write_definition(tmp_path, more=more)
     out = tmp_path / "x.json"
@@ -387,12 +387,12 @@ def test_a_run_writes_prints_and_records(tmp_path, pretend_gpu, capsys):
 
 
 @pytest.fixture
-def three_shapes(tmp_path, pretend_gpu):
+def three_shapes(tmp_path, fake_gpu):
     """A checkout with an op of three shapes, and a report of it at 5 us."""
     write_definition(tmp_path, more="TARGETS = dict.fromkeys(('1x1', '2x4', '4x4'))\n")
-    pretend_gpu["kestrel"] = 5.0
+    fake_gpu["kestrel"] = 5.0
     assert main(["--checkout", str(tmp_path), "--out", str(tmp_path / "x.json")]) == 0
-    pretend_gpu["kestrel"] = 1.0
+    fake_gpu["kestrel"] = 1.0
     return tmp_path
 
 
@@ -437,20 +437,20 @@ def test_a_shape_or_candidate_that_nothing_has_is_named(three_shapes, capsys):
     assert "--only: no candidate called 'flashinfer' could be timed" in capsys.readouterr().err
 
 
-def test_the_name_of_the_empty_launch_is_taken(tmp_path, pretend_gpu, capsys):
+def test_the_name_of_the_empty_launch_is_taken(tmp_path, fake_gpu, capsys):
     write_definition(tmp_path, more="def candidates(): return {'kestrel': print, 'empty': print}\n")
     assert main(["--checkout", str(tmp_path)]) == 2
     assert "'empty'" in capsys.readouterr().err
 
 
-def test_bytes_that_cannot_be_told_are_an_error_of_the_definition(tmp_path, pretend_gpu):
+def test_traffic_that_raises_is_an_error_of_the_definition(tmp_path, fake_gpu):
     write_definition(tmp_path, more="def traffic(shape): return 1 / 0\n")
     out = tmp_path / "x.json"
     assert main(["--checkout", str(tmp_path), "--out", str(out)]) == 2
     assert [each.failed for each in Report.read(out).rows] == ["make: ZeroDivisionError: division by zero"]
 
 
-def test_a_bare_entry_point_that_raises_leaves_the_host_cost_of_the_op(tmp_path, pretend_gpu, monkeypatch):
+def test_a_bare_entry_point_that_raises_leaves_the_host_cost_of_the_op(tmp_path, fake_gpu, monkeypatch):
     from kestrel_runtime.bench import rows
 
     def host_us(calls, arguments):
@@ -465,12 +465,12 @@ def test_a_bare_entry_point_that_raises_leaves_the_host_cost_of_the_op(tmp_path,
     assert [(each.host_us, each.bare_host_us) for each in Report.read(out).rows] == [(7.0, None)]
 
 
-def test_recording_some_candidates_keeps_the_rows_of_the_others(tmp_path, pretend_gpu):
+def test_recording_some_candidates_keeps_the_rows_of_the_others(tmp_path, fake_gpu):
     write_definition(tmp_path, more="def candidates(): return dict.fromkeys(('kestrel', 'torch', 'vllm'), print)\n")
     given = ["--checkout", str(tmp_path), "--record"]
-    pretend_gpu["vllm"] = 3.0
+    fake_gpu["vllm"] = 3.0
     assert main([*given, "--peers"]) == 0
-    pretend_gpu.update(kestrel=0.9, torch=3.9)
+    fake_gpu.update(kestrel=0.9, torch=3.9)
     assert main([*given, "--only", "torch"]) == 0
     recorded = Report.read(tmp_path / "packages" / "norm" / "results" / "h200.json").rows
     assert [(each.candidate, each.us) for each in recorded] == [("kestrel", 1.0), ("torch", 3.9), ("vllm", 3.0)]
@@ -480,7 +480,7 @@ def test_recording_some_candidates_keeps_the_rows_of_the_others(tmp_path, preten
 
 
 @pytest.mark.parametrize("option", ["--out", "--record"])
-def test_a_folder_that_cannot_be_written_is_named_before_anything_is_timed(tmp_path, pretend_gpu, capsys, option):
+def test_a_folder_that_cannot_be_written_is_named_before_anything_is_timed(tmp_path, fake_gpu, capsys, option):
     write_definition(tmp_path, more="def make(shape, count): raise AssertionError('timed')\n")
     (tmp_path / "file").touch()
     (tmp_path / "packages" / "norm" / "results").touch()
@@ -507,24 +507,24 @@ def test_options_that_contradict_or_are_abbreviated_are_refused(arguments, capsy
 
 
 @pytest.mark.parametrize("against", [True, False])
-def test_an_op_of_ours_that_fails_fails_the_run(tmp_path, pretend_gpu, capsys, against):
+def test_an_op_of_ours_that_fails_fails_the_run(tmp_path, fake_gpu, capsys, against):
     write_definition(tmp_path, more="def candidates(): return dict.fromkeys(('kestrel', 'torch'), print)\n")
     out = tmp_path / "x.json"
     given = ["--checkout", str(tmp_path)]
     assert main([*given, "--out", str(out)]) == 0
-    del pretend_gpu["kestrel"]
+    del fake_gpu["kestrel"]
     assert main([*given, *(["--against", str(out)] if against else [])]) == 2
     assert "failed: norm:rms_norm 2x4 kestrel: RuntimeError: broken" in capsys.readouterr().err
 
 
-def test_candidates_can_be_named(tmp_path, pretend_gpu):
+def test_candidates_can_be_named(tmp_path, fake_gpu):
     write_definition(tmp_path, more="def candidates(): return dict.fromkeys(('kestrel', 'torch', 'vllm'), print)\n")
     out = tmp_path / "x.json"
     assert main(["--checkout", str(tmp_path), "--out", str(out), "--only", "kestrel", "vllm"]) == 0
     assert [row.candidate for row in Report.read(out).rows] == ["kestrel", "vllm"]
 
 
-def test_a_compiled_candidate_is_compiled_for_every_shape(tmp_path, pretend_gpu, monkeypatch):
+def test_a_compiled_candidate_is_compiled_for_every_shape(tmp_path, fake_gpu, monkeypatch):
     import torch._dynamo
 
     from kestrel_runtime.bench import definition, rows
@@ -537,7 +537,7 @@ def test_a_compiled_candidate_is_compiled_for_every_shape(tmp_path, pretend_gpu,
     more = "TARGETS = dict.fromkeys(('1x1', '2x4', '4x4'))\n"
     write_definition(tmp_path, more=more)
     assert main(["--checkout", str(tmp_path)]) == 0
-    assert forgotten == []  # what another library has loaded of the compiler is none of ours
+    assert forgotten == []  # the compiler of another library is left alone
     more += (
         "from kestrel_runtime.bench import compiled\n"
         "def candidates(): return {'kestrel': print, 'torch.compile': compiled(lambda *_: None)}\n"
@@ -557,19 +557,19 @@ def calling(time_candidates):
     return timed
 
 
-def test_against_prints_what_became_slower_and_fails(tmp_path, pretend_gpu, capsys):
+def test_against_prints_what_became_slower_and_fails(tmp_path, fake_gpu, capsys):
     write_definition(tmp_path)
     out = tmp_path / "x.json"
     given = ["--checkout", str(tmp_path), "--ours-only"]
     assert main([*given, "--out", str(out)]) == 0
     assert main([*given, "--against", str(out)]) == 0
     assert "0 slower" in capsys.readouterr().out
-    pretend_gpu["kestrel"] = 1.2
+    fake_gpu["kestrel"] = 1.2
     assert main([*given, "--against", str(out)]) == 1
     assert "norm:rms_norm 2x4 kestrel: 1.00 -> 1.20 us (+20.0 %" in capsys.readouterr().out
 
 
-def test_against_a_missing_file_or_another_gpu_is_refused(tmp_path, pretend_gpu, capsys):
+def test_against_a_missing_file_or_another_gpu_is_refused(tmp_path, fake_gpu, capsys):
     write_definition(tmp_path)
     given = ["--checkout", str(tmp_path), "--against", str(tmp_path / "x.json")]
     assert main(given) == 2
@@ -579,7 +579,7 @@ def test_against_a_missing_file_or_another_gpu_is_refused(tmp_path, pretend_gpu,
     assert "was measured on another GPU" in capsys.readouterr().err
 
 
-def test_a_definition_that_cannot_be_loaded_is_named_and_the_others_run(tmp_path, pretend_gpu, capsys):
+def test_a_definition_that_cannot_be_loaded_is_named_and_the_others_run(tmp_path, fake_gpu, capsys):
     write_definition(tmp_path)
     (tmp_path / "packages" / "norm" / "benchmarks" / "broken.py").write_text("import no_such_module\nTARGETS = {}\n")
     out = tmp_path / "x.json"
@@ -588,7 +588,7 @@ def test_a_definition_that_cannot_be_loaded_is_named_and_the_others_run(tmp_path
     assert len(Report.read(out).rows) == 1
 
 
-def test_an_unknown_name_and_an_empty_checkout_are_refused(tmp_path, pretend_gpu, capsys):
+def test_an_unknown_name_and_an_empty_checkout_are_refused(tmp_path, fake_gpu, capsys):
     assert main(["--checkout", str(tmp_path)]) == 2
     assert "no benchmarks" in capsys.readouterr().err
     write_definition(tmp_path)
@@ -596,7 +596,7 @@ def test_an_unknown_name_and_an_empty_checkout_are_refused(tmp_path, pretend_gpu
     assert "'nrom'" in capsys.readouterr().err
 
 
-def test_a_candidate_that_computes_something_else_is_reported_and_not_timed(tmp_path, pretend_gpu, monkeypatch):
+def test_a_candidate_with_another_result_is_reported_and_not_timed(tmp_path, fake_gpu, monkeypatch):
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     more = (
         "import torch\n"
@@ -606,7 +606,7 @@ def test_a_candidate_that_computes_something_else_is_reported_and_not_timed(tmp_
     )
     write_definition(tmp_path, more=more)
     out = tmp_path / "x.json"
-    pretend_gpu["vllm"] = 2.0
+    fake_gpu["vllm"] = 2.0
     assert main(["--checkout", str(tmp_path), "--out", str(out), "--peers"]) == 0
     ours, other, peer_row = Report.read(out).rows
     assert (ours.us, other.us, peer_row.us) == (1.0, None, 2.0)
@@ -616,7 +616,7 @@ def test_a_candidate_that_computes_something_else_is_reported_and_not_timed(tmp_
 # -- what is shown -----------------------------------------------------------------------------------------------------
 
 
-def test_a_row_by_reference_or_from_l2_says_so():
+def test_a_row_by_reference_or_from_l2_is_marked():
     found = cells(row(runs="reference", cold=False, host_us=5.04, bare_host_us=4.0))
     assert found[-2:] == ("5.0 / 4.0", "by reference, warm")
 

@@ -50,7 +50,7 @@ def events_us(sets: list[tuple[torch.Tensor, torch.Tensor]], rounds: int) -> flo
     return statistics.median(times)
 
 
-def test_a_copy_takes_what_events_around_it_say():
+def test_the_time_of_a_copy_agrees_with_events_around_it():
     sets = copies(256 * MEGABYTE, 2)
     by_harness = time_candidates({"copy": lambda target, source: target.copy_(source)}, sets)["copy"].figures
     assert by_harness is not None
@@ -136,7 +136,7 @@ def test_a_candidate_that_runs_out_of_memory_leaves_the_others_their_figures():
     assert timed["copies"].figures is not None
 
 
-def test_what_computes_something_else_has_no_figures():
+def test_a_candidate_with_another_result_has_no_figures():
     fields = vars(copy_benchmark(MEGABYTE))
     candidates = {
         "kestrel": lambda target, source: target.copy_(source),
@@ -148,10 +148,10 @@ def test_what_computes_something_else_has_no_figures():
     assert ours.us
     assert theirs.us
     assert other.us is None
-    assert "something else than kestrel" in other.failed
+    assert "differs from that of kestrel" in other.failed
 
 
-def test_a_row_says_what_it_moved_and_how_fast():
+def test_a_row_holds_bytes_and_rate():
     [[row]] = measure(copy_benchmark(64 * MEGABYTE))
     assert row.bytes == 128 * MEGABYTE
     assert row.gb_per_s == pytest.approx(row.bytes / row.us / 1e3)

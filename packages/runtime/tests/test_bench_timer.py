@@ -73,7 +73,7 @@ def test_one_sample_has_no_spread():
 
 
 @pytest.fixture
-def pretend_graphs(monkeypatch):
+def fake_graphs(monkeypatch):
     """Captures that cost a table's microseconds per call, and what was replayed behind what."""
     from kestrel_runtime.bench import timer
 
@@ -109,17 +109,17 @@ def named(*names):
     return {name: lambda _, name=name: name for name in names}
 
 
-def test_every_sample_follows_a_replay_of_the_same_candidate(pretend_graphs):
+def test_every_sample_follows_a_replay_of_the_same_candidate(fake_graphs):
     timed = time_candidates(named("fast", "slow"), [(None,)] * 10, replays=15)
     assert timed["fast"].figures == Figures(1.0, 1.0, 1.0)
     assert timed["fast"].calls == 200
     assert timed["slow"].figures == Figures(9000.0, 9000.0, 9000.0)
     assert timed["slow"].calls == 10  # two rounds would be longer than one replay may take
-    assert {behind for _, behind in pretend_graphs if behind} == {"fast", "slow"}
-    assert all(behind in (name, None) for name, behind in pretend_graphs)
+    assert {behind for _, behind in fake_graphs if behind} == {"fast", "slow"}
+    assert all(behind in (name, None) for name, behind in fake_graphs)
 
 
-def test_the_first_sample_warms_up_and_does_not_count(pretend_graphs, monkeypatch):
+def test_the_first_sample_warms_up_and_does_not_count(fake_graphs, monkeypatch):
     from kestrel_runtime.bench import timer
 
     monkeypatch.setattr(timer, "replay_us", lambda graph, behind=None: next(times) * graph.calls)
@@ -147,23 +147,23 @@ def test_a_candidate_runs_by_reference_where_one_of_its_ops_does(monkeypatch):
     assert timer._warm_up(calls(a="reference"), [(None,)]) == "reference"
 
 
-def test_a_slow_candidate_gets_fewer_samples(pretend_graphs):
+def test_a_slow_candidate_gets_fewer_samples(fake_graphs):
     time_candidates(named("fast", "medium", "slow"), [(None,)] * 10, replays=15)
-    samples = [name for name, behind in pretend_graphs if behind]
+    samples = [name for name, behind in fake_graphs if behind]
     assert samples.count("medium") == 1 + 1 + 10  # 10 pairs of replays of 20 ms take 0.4 s
     assert samples.count("fast") == 1 + 1 + 15  # to count rounds, to warm up, to measure
     assert samples.count("slow") == 1 + 1 + 5
 
 
-def test_a_candidate_too_slow_for_all_sets_gets_a_part_of_them_and_an_empty_l2(pretend_graphs):
+def test_a_candidate_too_slow_for_all_sets_gets_a_part_of_them_and_an_empty_l2(fake_graphs):
     timed = time_candidates(named("fast", "slow", "slower"), [(None,)] * 1000, replays=15)
     assert {name: each.calls for name, each in timed.items()} == {"fast": 1000, "slow": 44, "slower": 32}
-    assert {behind for name, behind in pretend_graphs if name != "fast" and behind} == {"flush"}
-    assert ("fast", "flush") not in pretend_graphs
+    assert {behind for name, behind in fake_graphs if name != "fast" and behind} == {"flush"}
+    assert ("fast", "flush") not in fake_graphs
     assert timed["slower"].figures == Figures(20_000.0, 20_000.0, 20_000.0)
 
 
-def test_an_empty_launch_is_timed_over_no_more_calls_than_it_needs(pretend_graphs, monkeypatch):
+def test_an_empty_launch_is_timed_over_no_more_calls_than_it_needs(fake_graphs, monkeypatch):
     from kestrel_runtime.bench import timer
 
     monkeypatch.setattr(timer, "empty_launch", lambda _: "fast")
@@ -171,7 +171,7 @@ def test_an_empty_launch_is_timed_over_no_more_calls_than_it_needs(pretend_graph
     assert {name: each.calls for name, each in timed.items()} == {"empty": 2000, "fast": 5000}
 
 
-def test_a_candidate_that_fails_half_way_has_no_figures(pretend_graphs):
+def test_a_candidate_that_fails_half_way_has_no_figures(fake_graphs):
     timed = time_candidates(named("fast", "fails"), [(None,)] * 10, replays=5)
     assert timed["fails"].failed == "RuntimeError: lost"
     assert timed["fails"].figures is None
@@ -179,15 +179,15 @@ def test_a_candidate_that_fails_half_way_has_no_figures(pretend_graphs):
 
 
 @pytest.mark.parametrize(("ours", "runs", "called"), [("kestrel", "kernel", True), ("kestrel", "reference", False)])
-def test_a_dependent_launch_of_ours_comes_before_every_sample(pretend_graphs, monkeypatch, ours, runs, called):
-    assert (settled_samples(pretend_graphs, monkeypatch, ours, runs) == 2 * (1 + 15)) is called
+def test_a_dependent_launch_of_ours_comes_before_every_sample(fake_graphs, monkeypatch, ours, runs, called):
+    assert (settled_samples(fake_graphs, monkeypatch, ours, runs) == 2 * (1 + 15)) is called
 
 
-def test_a_slow_op_of_ours_is_not_called_before_samples(pretend_graphs, monkeypatch):
-    assert settled_samples(pretend_graphs, monkeypatch, "kestrel_slow", "kernel") == 0
+def test_a_slow_op_of_ours_is_not_called_before_samples(fake_graphs, monkeypatch):
+    assert settled_samples(fake_graphs, monkeypatch, "kestrel_slow", "kernel") == 0
 
 
-def test_an_error_of_ours_before_a_sample_of_another_is_ours(pretend_graphs, monkeypatch):
+def test_an_error_of_ours_before_a_sample_of_another_candidate_counts_as_ours(fake_graphs, monkeypatch):
     from kestrel_runtime.bench import timer
 
     calls = itertools.count()
@@ -385,7 +385,7 @@ def test_rows_are_cold_where_the_sets_exceed_twice_the_l2(monkeypatch, sets, col
     assert [each.cold for each in rows._measure_shape(fewer, "2x4", None, {"kestrel": print}, 5)] == [cold]
 
 
-def test_the_rate_is_of_what_decides():
+def test_the_rate_is_that_of_the_limiting_resource():
     memory = finish(benchmark(operations=lambda shape: 1000), row(us=10.0), H200)
     compute = finish(benchmark(operations=lambda shape: 10**12), row(us=2000.0), H200)
     assert rate(memory) == "3355 GB/s"

@@ -11,7 +11,7 @@ SIZES = [(), (0,), (7,), (3, 5), (0, 5), (3, 0), (2, 3, 4), (2, 0, 4), (0, 3, 4)
 DTYPES = [torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.uint8, torch.int64]
 
 
-def assert_as_torch_makes_it(like: torch.Tensor) -> None:
+def assert_equals_torch_empty(like: torch.Tensor) -> None:
     for sizes in SIZES:
         for dtype in DTYPES:
             made, want = empty(like, dtype, *sizes), torch.empty(sizes, dtype=dtype, device=like.device)
@@ -25,11 +25,11 @@ def assert_as_torch_makes_it(like: torch.Tensor) -> None:
             assert not made.requires_grad
 
 
-def test_a_cpu_tensor_is_followed_to_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_of_a_cpu_tensor_are_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a call to CUDA, which fails on a machine without a driver."""
     monkeypatch.setattr(allocation, "_empty_strided", torch._C._dynamo.guards._empty_strided_cpu)
     monkeypatch.delattr(allocation, "_current_device", raising=False)
-    assert_as_torch_makes_it(torch.ones(2))
+    assert_equals_torch_empty(torch.ones(2))
 
 
 @pytest.fixture
@@ -39,8 +39,8 @@ def fast_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(allocation, "_on_the_current_gpu", lambda tensor: True)
 
 
-def test_what_is_made_without_the_dispatcher_is_what_torch_makes(fast_on_the_cpu: None) -> None:
-    assert_as_torch_makes_it(torch.ones(2))
+def test_allocation_without_the_dispatcher_gives_the_tensors_of_torch(fast_on_the_cpu: None) -> None:
+    assert_equals_torch_empty(torch.ones(2))
 
 
 @pytest.mark.parametrize("fast", [True, False])
@@ -74,16 +74,16 @@ def test_impossible_sizes_are_refused(sizes: tuple[object, ...], fast_on_the_cpu
         empty(torch.ones(2), torch.float32, *sizes)  # type: ignore[arg-type]
 
 
-def test_a_torch_without_the_fast_way_allocates_in_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_torch_without_the_fast_allocation_uses_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(allocation, "_empty_strided", None)
-    assert_as_torch_makes_it(torch.ones(2))
+    assert_equals_torch_empty(torch.ones(2))
 
 
 @pytest.mark.gpu
 def test_on_a_gpu_memory_comes_from_the_caching_allocator() -> None:
     x = torch.ones(2, device="cuda")
     assert allocation._empty_strided is not None, "this torch has no fast way"
-    assert_as_torch_makes_it(x)
+    assert_equals_torch_empty(x)
     before = torch.cuda.memory_allocated()
     made = empty(x, torch.float32, 1 << 20)
     assert torch.cuda.memory_allocated() - before == 4 << 20
@@ -111,4 +111,4 @@ def test_in_a_graph_memory_comes_from_its_pool() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_results_are_on_the_gpu_of_the_tensor_even_if_another_is_current() -> None:
-    assert_as_torch_makes_it(torch.ones(2, device="cuda:1"))
+    assert_equals_torch_empty(torch.ones(2, device="cuda:1"))

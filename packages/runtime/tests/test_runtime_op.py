@@ -28,7 +28,7 @@ launches: list[str] = []
 
 
 def _make_ops() -> types.SimpleNamespace:
-    """Ops of a pretended family, so that nothing here collides with a real one."""
+    """Ops of a made-up family, so that nothing here collides with a real one."""
 
     def scale_reference(x, factor=2.0, bias=None):
         y = x.float() * factor
@@ -468,7 +468,7 @@ BAD_QUOTIENTS = [
 
 
 @pytest.mark.parametrize("case", BAD_QUOTIENTS, ids=lambda case: case.name)
-def test_whatever_a_launch_stumbles_over_becomes_the_named_error(case: testing.BadInput) -> None:
+def test_any_error_of_a_launch_on_bad_input_becomes_the_named_error(case: testing.BadInput) -> None:
     testing.assert_rejects(_entry_of(OPS.quotient).on_cuda, case, "quotient")  # type: ignore[attr-defined]
 
 

@@ -163,7 +163,7 @@ def test_rotation_is_a_complex_product(is_neox: bool) -> None:
         (torch.zeros(2, 3).t(), {"last_contiguous": True}, ValueError, "got stride 3"),
     ],
 )
-def test_tensor_check_says_what_it_wants_and_what_it_got(value, options, error, text) -> None:
+def test_tensor_check_names_expected_and_got(value, options, error, text) -> None:
     with pytest.raises(error, match=f"op: argument 'x': .*{text}"):
         check.tensor("op", "x", value, **options)
 
@@ -182,7 +182,7 @@ def test_number_check_refuses(value, options, error) -> None:
 
 
 @pytest.mark.parametrize("value", ["no", "", None, 0, 1, 1.0, torch.tensor(True)], ids=repr)
-def test_flag_check_takes_nothing_for_a_bool_but_a_bool(value: object) -> None:
+def test_flag_check_accepts_bools_alone(value: object) -> None:
     with pytest.raises(TypeError, match="op: argument 'inverse': expected True or False, got "):
         check.flag("op", "inverse", value)
     check.flag("op", "inverse", True)
