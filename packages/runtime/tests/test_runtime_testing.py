@@ -162,6 +162,9 @@ def test_bits_are_compared_part_by_part() -> None:
     testing.assert_same_bits((x, [nan, 3]), (x.clone(), [nan.clone(), 3]))
     with pytest.raises(AssertionError, match=r"result\[1\]: 1 of 2 elements differ, at \[0\]"):
         testing.assert_same_bits((x, -x), (x, torch.tensor([0.0, -1.0])))
+    testing.assert_same_bits(nan[0], nan[0].clone())
+    with pytest.raises(AssertionError, match="result: 1 of 1 elements differ"):
+        testing.assert_same_bits(x[0], -x[0])
     other = (nan.view(torch.int32) + 1).view(torch.float32)
     testing.assert_same_bits(nan, other, any_nan=True)
     with pytest.raises(AssertionError, match="result: 1 of 1 elements differ"):

@@ -63,7 +63,7 @@ def _bits(x: torch.Tensor, any_nan: bool) -> torch.Tensor:
         nan = x.isnan() if x.element_size() > 1 else x.float().isnan()
         x = x.clone()
         x.view(INTEGER_OF_WIDTH[x.element_size()]).masked_fill_(nan, 0x7F)
-    return x.contiguous().view(INTEGER_OF_WIDTH.get(x.element_size(), torch.uint8)) if x.ndim else x.reshape(1)
+    return x.contiguous().view(INTEGER_OF_WIDTH.get(x.element_size(), torch.uint8))
 
 
 def assert_same_bits(got: Any, want: Any, what: str = "result", *, any_nan: bool = False) -> None:
