@@ -1,4 +1,4 @@
-"""Arguments that the attention ops share: the public forms made simple, and their checks."""
+"""Arguments that the attention ops share: public forms made simple, and their checks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Tensors = Mapping[str, Any]  # by the names they have as arguments; None where o
 
 
 class Paged(NamedTuple):
-    """What attention over a cache is given after q and the cache, in the order of its torch op."""
+    """The arguments of attention over a cache after q and the cache, in the order of its torch op."""
 
     cache_seqlens: torch.Tensor
     block_table: torch.Tensor | None
@@ -100,7 +100,7 @@ def check_scores(
     prefix_len: int,
     prefix_lens: torch.Tensor | None,
 ) -> None:
-    """What shapes the scores."""
+    """Checks of the arguments that shape the scores."""
     if softmax_scale is not None:
         _check_finite(op, "softmax_scale", softmax_scale)
     check.flag(op, "causal", causal)
@@ -114,7 +114,7 @@ def check_scores(
 
 
 def _check_finite(op: str, name: str, value: float, **bounds: float) -> None:
-    """A number that is finite in float32, in which scores are worked out."""
+    """A number that is finite in float32, the type of scores."""
     check.number(op, name, value, **bounds)
     if abs(value) > _LARGEST:
         check.fail(op, name, "a finite number (in float32)", value)

@@ -58,7 +58,7 @@ def flash_attn_func(
     op = "flash_attn_func"
     left, right = arguments.window(op, window_size)
     length, lengths = arguments.prefix(op, prefix_len)
-    arguments.check_result(op, return_lse, out, q)
+    arguments.check_result(op, return_lse, out, q, k=k, v=v)
     result, lse = _flash_attn_func(
         q, k, v, softmax_scale, causal, left, right, softcap, length, lengths, q_scale, k_scale, v_scale
     )
@@ -120,7 +120,7 @@ def flash_attn_varlen_func(
     op = "flash_attn_varlen_func"
     left, right = arguments.window(op, window_size)
     length, lengths = arguments.prefix(op, prefix_len)
-    arguments.check_result(op, return_lse, out, q)
+    arguments.check_result(op, return_lse, out, q, k=k, v=v)
     result, lse = _flash_attn_varlen_func(
         q,
         k,

@@ -53,16 +53,16 @@ def flash_attn_with_kvcache(
         - INT8: int8, as kestrel_kvcache.int8_cache_write writes it;
         - INT4: uint8 [blocks, 64, Hk, D/2], as kestrel_kvcache.int4_cache_write writes it, with the arguments below.
     k, v: [B, Sq, Hk, D] of q's dtype, both or none. They are stored at positions cache_seqlens ..
-        cache_seqlens + Sq - 1, quantised as the cache is, and attended to as stored. Written in place are then the
-        caches, and for INT8 and INT4 the scales, zeros and tail. A position without a page is skipped.
+        cache_seqlens + Sq - 1, quantised as the cache is, and attended to as stored. This writes the caches in place,
+        and for INT8 and INT4 the scales, zeros and tail. A position without a page is skipped.
     cache_seqlens: int32 [B], on the device: keys in the cache before k and v. Zero is legal; a negative length is
         padding: nothing is written, the output is 0 and its LSE -inf.
     block_table: int32 [B, n]: sequence b's keys p*P .. p*P + P - 1 lie in block block_table[b, p]. A negative entry, or
-        one past the end of the cache, is no page: its keys do not exist. None: block b belongs to sequence b. Not
-        constant: a kernel reads it after its wait for the launch before, as it reads the cache.
+        one past the end of the cache, is no page: its keys do not exist. None: block b belongs to sequence b. The
+        table is no constant: kernels read it after their PDL wait, like the cache.
     k_scale, v_scale: value = code * scale, on the device. FP8: float32 [1] or [Hk], None is 1. INT8: float32
         [blocks, P, Hk]. INT4: fp16, [blocks, Hk, D] for K and [blocks, 64, Hk] for V.
-    k_zero, v_zero, k_tail, seq_ids: for INT4 alone, and then all four. Zeros are fp16, shaped as the scales: value =
+    k_zero, v_zero, k_tail, seq_ids: for INT4 only, and then all four. Zeros are fp16, shaped as the scales: value =
         (code - zero) * scale. k_tail [seqs, 64, Hk, D] of q's dtype holds the keys of each sequence's unfinished page,
         the last L % 64 of L; seq_ids int32 [B] is each sequence's row in it. A seq_id < 0 or >= seqs is padding.
     softmax_scale: default D ** -0.5.
@@ -70,19 +70,19 @@ def flash_attn_with_kvcache(
         <= p; window (left, right) keeps p - left .. p + right, -1 is unbounded.
     softcap: scores become softcap * tanh(scores / softcap); 0 is off.
     prefix_len: an int or int32 [B]; keys below it are visible to all queries whatever causal and window say.
-    num_splits: into how many parts a kernel may split a sequence; 0: chosen from each length. Changes rounding only.
+    num_splits: the most splits of a sequence (split-KV); 0: chosen from each length. Changes rounding only.
     return_lse: also return the natural log of the sum of exponentials, float32 [B, H, Sq].
-    out: where to write the result, of its shape and dtype; may be q. Default: a new tensor.
+    out: written with the result, of its shape and dtype; may be q, and overlaps nothing else. Default: a new tensor.
 
     Returns out [B, Sq, H, D] in q's dtype, or (out, lse). Accumulation in float32, one rounding. A query that sees no
-    key gives 0 and LSE -inf. What unused slots and table entries hold has no effect, NaN included; a NaN or inf in a
-    value that the sequence does hold may reach all queries of that sequence and KV head, masked or not.
+    key gives 0 and LSE -inf. The contents of unused slots and table entries have no effect, NaN included. A NaN or inf
+    in a value that the sequence holds may reach all queries of that sequence and KV head, masked or not.
     A sequence's rows are the same, bit for bit, whatever the other sequences and the width of block_table.
     Kernels cover up to 16 queries in bf16 or fp16 over rows aligned to 16 bytes: caches of their dtype or e4m3 with any
-    such D up to 256, and 512; INT8 with D 64, 128, 256, e5m2 and INT4 with 64, 128. With the extra ``[jit]`` INT8 and
-    e5m2 of other D up to 256 are compiled on first use. The rest runs by reference. New keys and values are written by
-    a kernel before, bit for bit as the reference writes them; nothing is allocated after it. Over INT4, kernels take
-    bf16 queries of less than 2^102, and scores lose precision where scales of channels are below some 2^-11.
+    such D up to 256, and 512; INT8 with D 64, 128, 256; e5m2 and INT4 with 64, 128. With the extra ``[jit]`` INT8 and
+    e5m2 of other D up to 256 are compiled on first use. Other calls run by reference. A kernel appends k and v bit for
+    bit as the reference does; all memory is allocated before it. Limits of kernels: INT4 takes bf16 queries below
+    2^102, and scores lose precision where key scales are below 2^-11; INT8 value scales below 2^-100 lose precision.
     Raises TypeError for a wrong dtype or a missing tensor, ValueError for a wrong shape, stride, range or device,
     UnsupportedError for an INT4 cache with pages of other than 64 slots.
     Semantics: ``flash_attn_with_kvcache`` of flash-attn; INT4: Liu et al., "KIVI", arXiv 2402.02750.

@@ -1,4 +1,4 @@
-"""The attention ops in plain PyTorch: the specification that kernels are judged by.
+"""The attention ops in plain PyTorch: the specification of the kernels.
 
 Every op brings its queries, keys and values into one padded form and calls :func:`attend`. Nothing reads a value on
 the host, so every reference can be captured in a CUDA graph. How a paged cache is addressed is shared with
@@ -307,9 +307,11 @@ def flash_attn_varlen_func(
     if total == 0 or batch == 0 or max_seqlen_q == 0:
         return q.new_zeros(q.shape, dtype=dtype), q.new_full((heads, total), float("-inf"), dtype=torch.float32)
 
+    max_seqlen_q = min(max_seqlen_q, total)  # bounds may be far above what the tensors hold
     lengths_q = cu_seqlens_q.diff()
     lengths_k = cu_seqlens_k.diff() if seqused_k is None else seqused_k
     if block_table is None:
+        max_seqlen_k = min(max_seqlen_k, k.shape[0])
         lengths_k = torch.minimum(lengths_k, cu_seqlens_k.diff())
         present = torch.arange(max_seqlen_k, device=q.device) < lengths_k[:, None]
         k = _decode(_unpack(k, cu_seqlens_k, max_seqlen_k), k_scale)

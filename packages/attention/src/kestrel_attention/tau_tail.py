@@ -9,6 +9,7 @@ import torch
 from kestrel_runtime import Binary, UnsupportedError, check, kernel_op
 
 from . import reference
+from .kernels.parameters import TauTailScalars
 from .kernels.variants import NAMED
 from .plans import Plans, form
 
@@ -101,4 +102,4 @@ def tau_tail(
         if positions.shape[0] == 1:  # of any stride
             positions = positions.as_strided((1,), (1,))
         positions = positions.view(torch.int32)
-    launch(qkv, tok_qv_linear, tau_pos_table, positions, wide, num_heads, head_size)
+    launch(qkv, tok_qv_linear, tau_pos_table, positions, *TauTailScalars(wide, num_heads, head_size))
