@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -295,17 +297,16 @@ def test_int4_pages_of_another_size_are_unsupported():
 @pytest.mark.parametrize("page", [1, 8, 64, 256])
 @pytest.mark.parametrize("storage", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_gather_reads_pages_in_order(page, storage, dtype):
+@pytest.mark.parametrize("pages", [0, 0.01, 1, 2.5], ids=["no token", "one token", "a page", "two pages and a half"])
+def test_gather_reads_pages_in_order(pages, page, storage, dtype):
     torch.manual_seed(0)
+    length = math.ceil(pages * page)
     cache = torch.randn(2, 9, page, HEADS, SIZE).to(storage)
     table = torch.randperm(9, dtype=torch.int32)
-    for length in (0, 1, page, 3 * page - page // 2):
-        k, v = gather_cache(*cache, table, length, dtype=dtype)
-        for got, rows in ((k, cache[0]), (v, cache[1])):
-            wanted = [rows[table[j // page], j % page].to(dtype) for j in range(length)]
-            assert got.shape == (length, HEADS, SIZE)
-            assert got.dtype == dtype
-            assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
+    positions = torch.arange(length)
+    for got, rows in zip(gather_cache(*cache, table, length, dtype=dtype), cache, strict=True):
+        assert got.dtype == dtype
+        assert torch.equal(got, rows[table.long()[positions // page], positions % page].to(dtype))
 
 
 @pytest.mark.parametrize("storage", [torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -88,35 +89,44 @@ def test_scales_that_vanish_become_one(value: float) -> None:
         assert bool((scale == 1).all())
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_nan_becomes_zero_and_inf_saturates_without_moving_the_scale(dtype: torch.dtype) -> None:
+def with_nan_and_inf(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows with NaN and inf, none of them the largest finite number of its row; and the same rows with 0 there."""
     x = sample(3, 20, dtype)
-    x[:, 0] = 2 * x.float().abs().amax().to(dtype)  # the largest of each row stays
-    broken = x.clone()
-    broken[0, 3], broken[1, 4], broken[1, 5] = math.nan, math.inf, -math.inf
-    cleaned = torch.where(broken.isfinite(), broken, 0.0)
-    for granularity in ("row", "tensor"):
-        q, scale = int8_quant(broken, granularity=granularity)
-        q_clean, scale_clean = int8_quant(cleaned, granularity=granularity)
-        q_clean[1, 4], q_clean[1, 5] = 127, -127
-        assert torch.equal(scale, scale_clean)
-        assert torch.equal(q, q_clean)
+    x[:, 0] = 2 * x.float().abs().amax().to(dtype)
+    x[0, 3], x[1, 4], x[1, 5] = math.nan, math.inf, -math.inf
+    return x, torch.where(x.isfinite(), x, 0.0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("granularity", ["row", "tensor"])
+def test_int8_of_nan_is_zero_and_inf_saturates_without_changing_the_scale(granularity: str, dtype: torch.dtype) -> None:
+    broken, cleaned = with_nan_and_inf(dtype)
+    q, scale = int8_quant(broken, granularity=granularity)
+    q_clean, scale_clean = int8_quant(cleaned, granularity=granularity)
+    q_clean[1, 4], q_clean[1, 5] = 127, -127
+    assert torch.equal(scale, scale_clean)
+    assert torch.equal(q, q_clean)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_int4_of_nan_is_zero_and_inf_saturates_without_changing_the_scale(dtype: torch.dtype) -> None:
+    broken, cleaned = with_nan_and_inf(dtype)
+    assert torch.equal(int4_quant(broken)[1], int4_quant(cleaned)[1])
     codes, clean = nibbles(int4_quant(broken)[0]), nibbles(int4_quant(cleaned)[0])
     clean[1][4], clean[1][5] = 7, -7
     assert codes == clean
 
 
 @pytest.mark.parametrize("tokens", [3, 257, 4096])
-def test_a_row_does_not_depend_on_its_batch(tokens: int) -> None:
+@pytest.mark.parametrize("op", [int8_quant, lambda x: int4_quant(x, group_size=32)], ids=["int8", "int4"])
+def test_a_row_does_not_depend_on_its_batch(
+    op: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]], tokens: int
+) -> None:
     x = sample(tokens, 72, torch.bfloat16)
-    q8, s8 = int8_quant(x)
-    q4, s4 = int4_quant(x, group_size=32)
+    together = op(x)
     for row in (0, tokens - 1):
-        one = x[row : row + 1]
-        for got, alone in ((q8, int8_quant(one)[0]), (s8, int8_quant(one)[1])):
-            assert torch.equal(got[row], alone[0])
-        for got, alone in ((q4, int4_quant(one, group_size=32)[0]), (s4, int4_quant(one, group_size=32)[1])):
-            assert torch.equal(got[row], alone[0])
+        for got, alone in zip(together, op(x[row : row + 1]), strict=True):
+            assert torch.equal(got[row], alone[0]), f"row {row}"
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

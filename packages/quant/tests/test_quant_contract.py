@@ -361,27 +361,35 @@ def test_entry_point_checks_the_device_last(op: str) -> None:
         function(*args)
 
 
+# A result that is not what Python allocates: (argument, what is wrong, how it is made of the right one).
+WRONG_RESULTS: list[tuple[str, str, Callable[[torch.Tensor], torch.Tensor]]] = [
+    ("q", "fewer rows", lambda q: q[:2]),
+    ("q", "fewer columns", lambda q: q[:, :-1]),
+    ("q", "fp16", lambda q: q.half()),
+    ("q", "transposed", lambda q: q.t().contiguous().t()),
+    ("scale", "fewer rows", lambda scale: scale[:2]),
+    ("scale", "flat", lambda scale: scale.view(-1)),
+    ("scale", "float64", lambda scale: scale.double()),
+    ("scale", "a column of a wider buffer", lambda scale: torch.empty(3, 2)[:, :1]),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "change"), [pytest.param(name, change, id=f"{name}: {what}") for name, what, change in WRONG_RESULTS]
+)
 @pytest.mark.parametrize("op", [op for op in KERNELS if op.endswith("_quant")])
-def test_results_of_a_wrong_shape_dtype_or_stride_are_refused(op: str) -> None:
-    """They are never the caller's, but nothing may be written past an end."""
+def test_results_that_the_kernel_would_write_past_are_refused(
+    op: str, name: str, change: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
     entry_point(op)
     function = Binary("kestrel_quant").function(op)
     dtype = {"fp8_quant": torch.float8_e4m3fn, "int8_quant": torch.int8, "int4_quant": torch.uint8}[op]
-    columns = 6 if op == "int4_quant" else 12
-    q, scale, x = torch.empty(3, columns, dtype=dtype), torch.empty(3, 1), torch.ones(3, 12)
-
-    def call(q: torch.Tensor, scale: torch.Tensor) -> None:
-        partial, rest = ((), (128,)) if op == "int4_quant" else ((None,), ("row",))
-        function(q, scale, *partial, x, *rest, *((128, None, False) if op == "fp8_quant" else ()))
-
-    wrong = {
-        "q": [(q[:2], scale), (q[:, :-1], scale), (q.half(), scale), (q.t().contiguous().t(), scale)],
-        "scale": [(q, scale[:2]), (q, scale.view(-1)), (q, scale.double()), (q, torch.empty(3, 2)[:, :1])],
-    }
-    for name, calls in wrong.items():
-        for arguments in calls:
-            with pytest.raises((ValueError, TypeError), match=f"{op}: argument '{name}': expected .+, got .+"):
-                call(*arguments)
+    x = torch.ones(3, 12)
+    results = {"q": torch.empty(3, 6 if op == "int4_quant" else 12, dtype=dtype), "scale": torch.empty(3, 1)}
+    results[name] = change(results[name])
+    partial, rest = ((), (128,)) if op == "int4_quant" else ((None,), ("row",))
+    with pytest.raises((ValueError, TypeError), match=f"{op}: argument '{name}': expected .+, got .+"):
+        function(*results.values(), *partial, x, *rest, *((128, None, False) if op == "fp8_quant" else ()))
 
 
 @pytest.mark.parametrize(
