@@ -62,7 +62,7 @@ def archs_asked(session: nox.Session, default: Sequence[str]) -> list[str]:
 def installed(session: nox.Session, names: Sequence[str], archs: Sequence[str], *tools: str) -> Environment:
     """The shared environment with the wheels of these packages, of all they need, and of `tools`."""
     packages = closure(*(PACKAGES[name] for name in names))
-    needing = list(PACKAGES.values()) if tools else packages  # of all packages: resolved once for the tests of each
+    needing = list(PACKAGES.values()) if tools else packages  # of all packages, so that pip resolves them once
     wanted = [*requirements(needing, kernels=bool(archs)), *tools]
 
     with ThreadPoolExecutor(1) as pool:  # installing and building overlap

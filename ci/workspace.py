@@ -1,4 +1,4 @@
-"""What noxfile.py works with: the packages of this repository, and environments that several sessions share.
+"""Support of noxfile.py: the packages of this repository, their wheels, and environments that sessions share.
 
 ci/matrix.json holds the packages and architectures as data; everything else about a package is read from its
 pyproject.toml.
@@ -31,7 +31,7 @@ CORES = len(os.sched_getaffinity(0))
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
-# Wheels are zip files: this is the time of every entry.
+# The time of every entry of a wheel, which is a zip file.
 BUILD_ENVIRONMENT = {"SOURCE_DATE_EPOCH": "1577836800", "PIP_CONSTRAINT": str(CONSTRAINTS)}
 
 
@@ -248,9 +248,9 @@ def build_environment(session: nox.Session, packages: Sequence[Package], kernels
 
 
 def build_wheels(session: nox.Session, packages: Sequence[Package], archs: Sequence[str]) -> list[Wheel]:
-    """A wheel of each package with machine code for `archs`, in dist/<archs>; without any, wheels of references alone.
+    """A wheel of each package with machine code for `archs`, in dist/<archs>; without archs, wheels without kernels.
 
-    Wheels that are up to date stay. The others are built at the same time, as far as the processors go.
+    Wheels that are up to date are kept. The others are built in parallel.
     """
     key = "all" if list(archs) == ARCHS else "-".join(archs) or "none"
     folder = ROOT / "dist" / key

@@ -1,4 +1,4 @@
-"""Writes the table of ops in README.md from the registry of ops; `--check` says whether it is current.
+"""Writes the table of ops in README.md from the registry of ops; `--check` fails if it is out of date.
 
 Run it with the families importable: `nox -s lint -- --write` does.
 """

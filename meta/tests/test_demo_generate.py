@@ -90,7 +90,7 @@ def test_logits_that_are_not_numbers_give_an_error_not_a_token(decoder):
         ([[-1]], 5, "--prompt: expected tokens below 256, got -1"),
         ([[65] * 1025], 1, r"expected at most 1024 tokens .* got 1025 and 1 new ones"),
         ([[65] * 1000], 26, r"expected at most 1024 tokens .* got 1000 and 26 new ones"),
-        ([[65] * 50, [65] * 60], 10, r"expected room for 128 tokens \(2 sequences\), got 100 free pages of 100"),
+        ([[65] * 50, [65] * 60], 10, r"expected pages for 128 tokens \(2 sequences\), got 100 free pages of 100"),
     ],
 )
 def test_requests_that_do_not_fit_are_refused(prompts, new_tokens, message, decoder):

@@ -12,7 +12,7 @@ import torch
 @pytest.fixture(scope="module")
 def short(decoder, held_out, model_results):
     """What compared() says of eight short texts, by kind of cache."""
-    windows = model_results.windows_of(bytes(held_out.tolist()), 8, 256)
+    windows = model_results.windows_of(bytes(held_out.tolist()), 6, 192)
     weights = decoder(torch.bfloat16).weights
 
     def measure() -> dict[str, dict[str, float]]:

@@ -1,4 +1,4 @@
-"""A paged KV cache, and the table that says which page holds which tokens of which sequence."""
+"""A paged KV cache, and the block table that maps the tokens of a sequence to pages."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from .weights import Weights
 
 
 class PagedCache:
-    """Keys and values of every layer: room for `tokens` tokens of at most `sequences` sequences at a time.
+    """Keys and values of every layer: up to `tokens` tokens of at most `sequences` sequences at a time.
 
     kind: "auto" (the dtype of the model), "fp8", "int8" or "int4", see stores.py. Pages hold one token, of "int4" 64.
-    They are handed out in ascending order, or in the order of `order`.
+    Pages are allocated in ascending order, or in the order of `order`.
     """
 
     def __init__(
@@ -47,15 +47,15 @@ class PagedCache:
 
     @property
     def free(self) -> int:
-        """Pages that no sequence has."""
+        """The number of unallocated pages."""
         return len(self._free)
 
     def reserve(self, lengths: Sequence[int]) -> PageTable:
-        """Pages for sequences of these lengths."""
+        """Allocate pages for sequences of these lengths. Raises DemoError when there are too few."""
         counts = [-(-length // self.page) for length in lengths]
         if sum(counts) > self.free:
             raise DemoError(
-                f"cache: expected room for {sum(lengths)} tokens ({len(lengths)} sequences), "
+                f"cache: expected pages for {sum(lengths)} tokens ({len(lengths)} sequences), "
                 f"got {self.free} free pages of {self.pages}"
             )
         if len(lengths) > len(self._numbers):
@@ -72,21 +72,21 @@ class PagedCache:
 class PageTable:
     """A batch of sequences in a cache.
 
-    block_table: int32 [B, most pages], -1 where a sequence has no page. numbers: int32 [B], each sequence's own, which
-    no other sequence in the cache has.
+    block_table: int32 [B, max pages], -1 behind the pages of a sequence. numbers: int32 [B], an id of each sequence,
+    unique in the cache.
     """
 
     def __init__(self, cache: PagedCache, pages: list[list[int]], numbers: list[int]) -> None:
         self._cache = cache
         self._pages = pages
         self._numbers = numbers
-        most = max(map(len, pages), default=0)
-        rows = [row + [-1] * (most - len(row)) for row in pages]
-        self.block_table = torch.tensor(rows, dtype=torch.int32).reshape(len(rows), most).to(cache.device)
+        max_pages = max(map(len, pages), default=0)
+        rows = [row + [-1] * (max_pages - len(row)) for row in pages]
+        self.block_table = torch.tensor(rows, dtype=torch.int32).reshape(len(rows), max_pages).to(cache.device)
         self.numbers = torch.tensor(numbers, dtype=torch.int32).to(cache.device)
 
     def slots(self, sequences: Tensor, positions: Tensor) -> Tensor:
-        """The slot of each (sequence, position); on the device."""
+        """The cache slot of each (sequence, position), computed on the device."""
         page = self._cache.page
         if page == 1:
             return self.block_table[sequences, positions]

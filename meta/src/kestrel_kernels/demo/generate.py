@@ -1,4 +1,4 @@
-"""The generation loop: a prompt goes in, tokens come out as they are drawn."""
+"""The generation loop: prompts in, sampled tokens out, one step at a time."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .request import check_fits
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """How the next token is chosen. Sequence b draws with the seed `seed + b`, whatever else is in the batch."""
+    """Sampling parameters. Sequence b draws with the seed `seed + b`, independently of the batch."""
 
     temperature: float = 0.8
     top_p: float = 0.95
@@ -36,10 +36,10 @@ def generate(
     stop: int | None = None,
     graph: bool = False,
 ) -> Iterator[list[int]]:
-    """Yields the next token of each sequence, `new_tokens` times, or until every sequence has given `stop`.
+    """Yields the next token of each sequence, `new_tokens` times, or until every sequence has drawn `stop`.
 
-    On a GPU the host reads a token while the device computes the next one; nothing else is read.
-    graph: on a GPU, decode steps replay a CUDA graph, if every op of a step can be captured.
+    On a GPU the host reads a token while the device computes the next one, and reads nothing else.
+    graph: on a GPU, decode steps replay a CUDA graph if every op of a step can be captured.
     """
     check_fits(decoder.config, prompts, new_tokens)
     table = decoder.cache.reserve([len(prompt) + new_tokens - 1 for prompt in prompts])
@@ -48,7 +48,7 @@ def generate(
         stopped = [False] * len(prompts)
         for count in range(1, new_tokens + 1):
             reading = Reading(decoding.ids)
-            if count < new_tokens and decoding.ids.is_cuda:  # the device goes on while the host reads
+            if count < new_tokens and decoding.ids.is_cuda:  # the device computes while the host reads
                 decoding.advance(graph=graph)
             found = reading.tokens()
             if min(found) < 0:
@@ -64,10 +64,10 @@ def generate(
 
 
 class Decoding:
-    """A batch of sequences that grow by one token at a time. Everything a step changes is changed in place."""
+    """A batch of sequences that grow by one token per step. A step changes all state in place."""
 
     EAGER_STEPS = 2
-    """Before a step is captured: what libraries and kernels set up on first use is then done."""
+    """Steps before the capture: libraries and kernels set up state on first use."""
 
     def __init__(self, decoder: Decoder, table: PageTable, prompts: Sequence[Sequence[int]], choose: Chooser) -> None:
         device = decoder.weights.device
@@ -93,7 +93,7 @@ class Decoding:
         self.steps += 1
 
     def _capture(self) -> None:
-        """One graph of a step, unless an op refuses: a reference that must read a value on the host."""
+        """Capture one step, unless an op refuses: a reference that reads a value on the host."""
         graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.graph(graph):
@@ -131,7 +131,7 @@ class Chooser:
 
 
 class Reading:
-    """Ids on their way to the host. On a GPU the copy waits for them alone, not for what is queued behind."""
+    """A copy of ids to the host. On a GPU the host waits for these ids alone, not for later work."""
 
     def __init__(self, ids: Tensor) -> None:
         self.event: torch.cuda.Event | None = None
@@ -150,7 +150,7 @@ class Reading:
 
 
 class Text:
-    """Tokens as text: bytes decoded as UTF-8 as they come, or numbers where tokens are not bytes."""
+    """Tokens to text: bytes are decoded as UTF-8 incrementally; other tokens are printed as numbers."""
 
     def __init__(self, config: DecoderConfig) -> None:
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace") if config.bytes_in_bytes_out else None
@@ -159,5 +159,5 @@ class Text:
         return f"{token} " if self._utf8 is None else self._utf8.decode(bytes([token]))
 
     def end(self) -> str:
-        """What an unfinished character leaves."""
+        """The replacement character for an incomplete one, or nothing."""
         return "" if self._utf8 is None else self._utf8.decode(b"", final=True)

@@ -1,4 +1,4 @@
-"""Whether a model fits where it is to run, asked before anything is allocated."""
+"""The check that a model fits into free memory, before anything is allocated."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def require(
     kv_cache: str,
     fp8_experts: bool,
 ) -> None:
-    """Raises unless weights and cache fit into what is free now, with a tenth to spare."""
+    """Raises DemoError unless weights and cache fit into the free memory, with a margin of 10 %."""
     needed = bytes_needed(config, dtype, fp8_experts=fp8_experts)
     needed += PagedCache.bytes_needed(config, tokens, dtype, kind=kv_cache)
     free = free_bytes(device)
@@ -34,7 +34,7 @@ def require(
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """What can still be allocated there; None where that is unknown."""
+    """Free bytes on the device; None where they are unknown."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     if device.type != "cpu":
@@ -56,7 +56,7 @@ def _system() -> int | None:
 
 
 def _group() -> int | None:
-    """What a container's limit leaves; files that are cached give way."""
+    """Free bytes within the memory limit of the container. The file cache counts as free."""
     group = Path("/sys/fs/cgroup")
     try:
         limit = (group / "memory.max").read_text(encoding="utf-8").strip()

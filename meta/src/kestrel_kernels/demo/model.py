@@ -21,12 +21,12 @@ from .weights import Dense, Experts, Layer, Weights
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """Where the T tokens of one pass stand, on the device: those of the first sequence, then those of the next.
+    """The places of the T tokens of one pass, on the device, sequence after sequence.
 
-    positions: int64 [T]. slots: int32 [T], the cache slot of each. numbers: int32 [T], the number of its sequence.
-    lengths, sequences: int32 [B], tokens of each sequence, these included, and its number. block_table: int32 [B, n].
-    counts: how many of the tokens are each sequence's. starts: int32 [B + 1], where each sequence's tokens begin in a
-    prefill; None when decoding, where all counts are the same.
+    positions: int64 [T]. slots: int32 [T], the cache slot of each. numbers: int32 [T], the id of its sequence.
+    lengths, sequences: int32 [B], tokens of each sequence including these, and its id. block_table: int32 [B, n].
+    counts: the number of tokens of each sequence. starts: int32 [B + 1], the first token of each sequence in a prefill;
+    None for decoding, where all counts are equal.
     """
 
     positions: Tensor
@@ -40,7 +40,7 @@ class Step:
 
     @classmethod
     def prefill(cls, table: PageTable, counts: Sequence[int], before: Sequence[int] | None = None) -> Step:
-        """`counts[b]` new tokens of sequence b behind the `before[b]` that are in the cache already."""
+        """`counts[b]` new tokens of sequence b, after `before[b]` tokens in the cache."""
         device = table.block_table.device
         before = before or [0] * len(counts)
         positions = torch.cat([torch.arange(b, b + n) for b, n in zip(before, counts, strict=True)]).to(device)
@@ -52,7 +52,7 @@ class Step:
 
     @classmethod
     def decode(cls, table: PageTable, positions: Tensor) -> Step:
-        """The next token of each sequence, at positions [B], or the next n of each, at [B, n]. No read on the host."""
+        """The next token of each sequence at positions [B], or the next n tokens at [B, n]. Never reads on the host."""
         batch, each = positions.shape[0], positions[0].numel()
         sequences = torch.arange(batch, device=positions.device).repeat_interleave(each)
         lengths = (positions.view(batch, each)[:, -1] + 1).int()
@@ -62,7 +62,7 @@ class Step:
 
 
 class Decoder:
-    """Token ids to logits, over a paged cache that it writes."""
+    """Token ids to logits; writes the paged cache."""
 
     def __init__(self, weights: Weights, cache: PagedCache) -> None:
         config = weights.config
@@ -74,7 +74,7 @@ class Decoder:
         )
 
     def __call__(self, tokens: Tensor, step: Step, rows: Tensor | None = None) -> Tensor:
-        """Logits [T, V] of the tokens [T], or those of some rows only."""
+        """Logits [T, V] of the tokens [T], or of the selected rows."""
         weights, eps = self.weights, self.config.eps
         x = F.embedding(tokens, weights.embedding)
         for index, layer in enumerate(weights.layers):
@@ -101,12 +101,12 @@ class Decoder:
         return F.linear(self._attend(q, store, step).flatten(1), layer.out.weight, layer.out.bias)
 
     def _attend(self, q: Tensor, store: Store, step: Step) -> Tensor:
-        """Queries [T, H, D] to what their sequences hold up to them: [T, H, D]."""
+        """Causal attention of the queries [T, H, D] over the cache: [T, H, D]."""
         if step.starts is None:
-            return self._attend_alike(q, store, step, slice(None))
-        if self.cache.kind in ("int8", "int4"):  # the op for packed queries reads no integers: one after the other
+            return self._attend_uniform(q, store, step, slice(None))
+        if self.cache.kind in ("int8", "int4"):  # the varlen op has no INT8 or INT4 cache: one sequence after the other
             parts = q.split(list(step.counts))
-            return torch.cat([self._attend_alike(part, store, step, slice(b, b + 1)) for b, part in enumerate(parts)])
+            return torch.cat([self._attend_uniform(part, store, step, slice(b, b + 1)) for b, part in enumerate(parts)])
         attended = flash_attn_varlen_func(
             q,
             store.keys,
@@ -120,11 +120,11 @@ class Decoder:
             seqused_k=step.lengths,
             **store.reading(step.sequences),
         )
-        assert isinstance(attended, Tensor)  # not a pair: its log-sum-exp was not asked for
+        assert isinstance(attended, Tensor)  # without the log-sum-exp
         return attended
 
-    def _attend_alike(self, q: Tensor, store: Store, step: Step, which: slice) -> Tensor:
-        """The same for some of the sequences, which have as many queries each."""
+    def _attend_uniform(self, q: Tensor, store: Store, step: Step, which: slice) -> Tensor:
+        """The same for a slice of the sequences, with equally many queries each."""
         lengths = step.lengths[which]
         attended = flash_attn_with_kvcache(
             q.unflatten(0, (len(lengths), -1)),

@@ -1,4 +1,4 @@
-"""A request to the demo as the command line gives it, checked as far as that needs no torch."""
+"""A request to the demo: the options of the command line, checked without torch."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ def run(request: Request, out: TextIO, remarks: TextIO) -> None:
     stop = DOCUMENT if config.bytes_in_bytes_out else None
     arrived = []
     with trace() as counts, warnings.catch_warnings():
-        warnings.simplefilter("ignore", KestrelFallbackWarning)  # the report says it
+        warnings.simplefilter("ignore", KestrelFallbackWarning)  # the report lists them
         out.write("".join(map(text.add, prompt[1:])) if config.bytes_in_bytes_out else "")
         out.flush()
         started = time.perf_counter()
@@ -104,7 +104,7 @@ def _heading(request: Request, config: DecoderConfig, device: torch.device) -> s
 def _report(prompt: int, started: float, arrived: list[float], counts: Mapping[str, Mapping[str, int]]) -> str:
     lines = [f"{prompt} tokens of prompt and the first new one in {arrived[0] - started:.2f} s"]
     if len(arrived) > 1:
-        half = len(arrived) // 2  # on a GPU the first steps set up what the others use, a CUDA graph too
+        half = len(arrived) // 2  # on a GPU the first steps set up libraries and the CUDA graph
         lines.append(
             f"{len(arrived) - 1} more tokens in {arrived[-1] - arrived[0]:.2f} s: "
             f"{_rate(arrived):.1f} tokens per second, {_rate(arrived[half - 1 :]):.1f} in the second half"

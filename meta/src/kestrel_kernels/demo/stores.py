@@ -1,7 +1,7 @@
-"""How the keys and values of one layer are kept: as they are, as FP8, as INT8, or as INT4.
+"""Formats of the KV cache of one layer: the model's dtype, FP8, INT8 and INT4.
 
-Each store rotates and writes new rows with the ops that belong to its format, and names what
-kestrel_attention.flash_attn_with_kvcache needs to read them.
+Each store rotates and writes new rows with the ops of its format, and returns the arguments with which
+kestrel_attention.flash_attn_with_kvcache reads them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Store:
-    """In the dtype of the model. `page`: slots of a page; keys, values: [pages, page, Hk, D], uninitialised."""
+    """Stores in the dtype of the model. `page`: slots per page; keys, values: [pages, page, Hk, D], uninitialised."""
 
     page = 1
     stored = "auto"
@@ -40,7 +40,7 @@ class Store:
         return 2 * pages * config.kv_heads * config.head_size * dtype.itemsize
 
     def rotate_and_write(self, step: Step, query: Tensor, key: Tensor, value: Tensor, table: Tensor) -> None:
-        """Rotates the queries [T, H, D] and keys [T, Hk, D] of a step in place, then writes keys and values."""
+        """Rotate the queries [T, H, D] and keys [T, Hk, D] of a step in place, then write keys and values."""
         rotary_and_cache(
             step.positions,
             query,
@@ -57,12 +57,12 @@ class Store:
         )
 
     def reading(self, sequences: Tensor) -> dict[str, Any]:
-        """More arguments of flash_attn_with_kvcache, for the sequences with these numbers [B]."""
+        """The arguments of flash_attn_with_kvcache for this format and the sequences with these ids [B]."""
         return {"k_scale": self.k_scale, "v_scale": self.v_scale}
 
 
 class FP8Store(Store):
-    """Codes in e4m3 with a scale per head, which the model brings."""
+    """e4m3 codes with a scale per head from the model."""
 
     stored = "fp8"
 
@@ -78,7 +78,7 @@ class FP8Store(Store):
 
 
 class INT8Store(Store):
-    """Codes in int8 with a scale per token and head."""
+    """INT8 codes with a scale per token and head."""
 
     def __init__(
         self, config: DecoderConfig, layer: Layer, pages: int, sequences: int, dtype: torch.dtype, device: torch.device
@@ -99,8 +99,8 @@ class INT8Store(Store):
 
 
 class INT4Store(Store):
-    """KIVI: 4-bit codes, keys quantised per channel once 64 tokens are there, values per token.
-    The keys of each sequence's unfinished page wait in the tail [sequences, 64, Hk, D]."""
+    """KIVI: 4-bit codes. Values are quantised per token, keys per channel once a page of 64 tokens is complete.
+    The keys of each sequence's incomplete page are in the tail [sequences, 64, Hk, D]."""
 
     page = 64
 

@@ -1,4 +1,4 @@
-"""The decoder's weights: which tensors there are, and how they come from a file or from chance."""
+"""The decoder's weights: their names and shapes, loaded from a file or drawn at random."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TINY_FILE = Path(__file__).with_name("tiny.pt")
 FP8_MAX = 448.0
 
 Source = Callable[[str, tuple[int, ...]], Tensor]
-"""Gives the tensor of a name and shape, in the dtype and on the device that it is to have."""
+"""Returns the tensor of a name and shape, in its final dtype and on its device."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +79,7 @@ def shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
 
 
 def _named_shapes(config: DecoderConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """One after the other, so that a file that claims a billion layers is found out at the first it lacks."""
+    """Lazily, so that a file that claims a billion layers is refused at the first missing one."""
     width, heads, kv_heads = config.width, config.heads, config.kv_heads
     yield "embedding.weight", (config.vocabulary, width)
     yield "norm.weight", (width,)
@@ -116,7 +116,7 @@ def _named_shapes(config: DecoderConfig) -> Iterator[tuple[str, tuple[int, ...]]
 
 
 def is_parameter(name: str) -> bool:
-    """Not one of the scales of an FP8 cache, which are measured."""
+    """True for trained tensors; the scales of an FP8 cache are measured."""
     return not name.endswith("_scale")
 
 
@@ -125,7 +125,7 @@ def parameters(config: DecoderConfig) -> int:
 
 
 def bytes_needed(config: DecoderConfig, dtype: torch.dtype, *, fp8_experts: bool) -> int:
-    """Memory of the weights. While experts are quantised one layer's first product exists in both forms."""
+    """Peak bytes of the weights. While one tensor of experts is quantised, it exists in 16 bits and in FP8."""
     total = largest = 0
     for name, shape in shapes(config).items():
         full = math.prod(shape) * dtype.itemsize
@@ -223,7 +223,7 @@ def assemble(config: DecoderConfig, source: Source, *, fp8_experts: bool) -> Wei
 
 
 def tau_table(alpha: Tensor, context: int) -> Tensor:
-    """The learnt function of log position, one column per head, around 1: float32 [context, heads]."""
+    """Learnt scales by log position, one column per head: float32 [context, heads]."""
     positions = torch.arange(context, dtype=torch.float32, device=alpha.device)
     return 0.5 + torch.sigmoid(alpha.float() * torch.log1p(positions)[:, None])
 
@@ -234,7 +234,7 @@ def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
 
     scale = weight.abs().amax(-1).float().clamp(min=1e-12) / FP8_MAX
     codes = torch.empty(weight.shape, dtype=torch.float8_e4m3fn, device=weight.device)
-    for expert in range(len(weight)):  # one at a time: the float32 copy of all would be the largest tensor of the model
+    for expert in range(len(weight)):  # one at a time: a float32 copy of all would be too large
         codes[expert] = to_fp8(weight[expert].float() / scale[expert, :, None])
     return codes, scale
 
@@ -246,7 +246,7 @@ def _read(path: Path) -> tuple[DecoderConfig, dict[str, Tensor]]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of pickles that are no checkpoints
             found: Any = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # of a file that is no checkpoint, torch.load raises whatever its unpickler meets
+    except Exception as error:  # torch.load raises many types for a file that is no checkpoint
         reason = str(error).strip().partition("\n")[0].partition(". ")[0] or type(error).__name__
         raise DemoError(f"--model: expected a file that tools/train_tiny.py wrote, got {path} ({reason})") from None
     if not isinstance(found, Mapping) or not {"config", "state"} <= set(found):
