@@ -101,8 +101,8 @@ class _Entry:
         public: str | None = None,
     ) -> None:
         self.op = op
-        self.named = public or op.name
-        self.family_and_name = f"{op.family}.{self.named}"
+        self.public_name = public or op.name
+        self.qualified_name = f"{op.family}.{self.public_name}"
         self.signature = signature
         self.shape = shape
         self.written = [name for name in signature.parameters if name in op.mutates or name == "out"]
@@ -131,15 +131,15 @@ class _Entry:
         if not isinstance(error, UnsupportedError):
             raise error
         if current_backend() == "kernel":
-            raise UnsupportedError(f"{self.family_and_name}: {error}") from None
-        _warn_once(self.family_and_name, str(error))
+            raise UnsupportedError(f"{self.qualified_name}: {error}") from None
+        _warn_once(self.qualified_name, str(error))
         return self._referred(args, kwargs)
 
     def on_cpu(self, *args: Any, **kwargs: Any) -> Any:
         """The reference, after its checks."""
         self.check(args, kwargs)
         if current_backend() == "kernel":
-            raise UnsupportedError(f"{self.family_and_name}: the backend is 'kernel', and CPU tensors have no kernel")
+            raise UnsupportedError(f"{self.qualified_name}: the backend is 'kernel', and CPU tensors have no kernel")
         return self._referred(args, kwargs)
 
     def on_fake(self, *args: Any, **kwargs: Any) -> Any:
@@ -152,7 +152,7 @@ class _Entry:
 
     def check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """All that can be wrong with a call, before anything is written."""
-        name = self.named
+        name = self.public_name
         self.op.check(*args, **kwargs)
         if not self.written:
             return
@@ -255,13 +255,13 @@ class _Entry:
         for name, value in self._tensors(args, kwargs):
             if _forward_ad.unpack_dual(value).tangent is not None:
                 expected = "a tensor without a tangent (ops here have no autograd)"
-                checks.fail(self.named, name, expected, "a dual tensor")
+                checks.fail(self.public_name, name, expected, "a dual tensor")
 
     def refuse_grad(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         for name, value in self._tensors(args, kwargs):
             if value.requires_grad:
                 expected = "a tensor without requires_grad, or torch.no_grad() (ops here have no autograd)"
-                checks.fail(self.named, name, expected, "requires_grad=True")
+                checks.fail(self.public_name, name, expected, "requires_grad=True")
 
     # -- the public function ------------------------------------------------------------------------------------------
 
@@ -327,7 +327,7 @@ class _Entry:
                 first = first or type(value)
                 if not issubclass(type(value), first) and not issubclass(first, type(value)):
                     expected = f"a plain tensor or a {first.__name__}, as another argument is"
-                    checks.fail(self.named, name, expected, type(value).__name__, TypeError)
+                    checks.fail(self.public_name, name, expected, type(value).__name__, TypeError)
 
     def through_dispatcher(self, *args: Any, **kwargs: Any) -> Any:
         args, kwargs, out = self._without_out(args, kwargs)
