@@ -26,6 +26,7 @@ struct CountsHandshake {
   unsigned long long zeroed;   // the key once the counts are zero
   unsigned long long seen;     // number of other CTAs that have seen `zeroed`
 };
+constexpr int kScratchWords = 8;  // of 32 bits: it starts at an even one
 
 struct TopkParams {
   Router router;
@@ -128,8 +129,9 @@ inline unsigned long long next_key() {
   return z ^ (z >> 31) | 1;
 }
 
-void topk_softmax(TensorView weights, TensorView ids, TensorView counts, OptionalTensor scratch, TensorView gating,
-                  AnyView k, AnyView renormalize, OptionalTensor bias, OptionalTensor num_tokens) {
+// counts is [experts], or [experts + kScratchWords] for a launch of several CTAs.
+void topk_softmax(TensorView weights, TensorView ids, TensorView counts, TensorView gating, AnyView k,
+                  AnyView renormalize, OptionalTensor bias, OptionalTensor num_tokens) {
   const Checks check("topk_softmax");
   const int64_t choices = check_logits(check, "gating", gating, k);
   const int64_t tokens = gating.size(0), experts = gating.size(1), one = 1;
@@ -141,21 +143,13 @@ void topk_softmax(TensorView weights, TensorView ids, TensorView counts, Optiona
   }
   check_result(check, "weights", weights, kFloat32, tokens, choices);
   check_result(check, "ids", ids, kInt32, tokens, choices);
+  const bool has_scratch = counts.ndim() == 1 && counts.size(0) == experts + kScratchWords;
+  const int64_t words = has_scratch ? experts + kScratchWords : experts;
   check.dtype("counts", counts, {kInt32});
-  check.shape("counts", counts, &experts, 1);
-  if (scratch.has_value()) {
-    constexpr int64_t words = sizeof(CountsHandshake) / 8;
-    check.dtype("scratch", *scratch, {kInt64});
-    check.shape("scratch", *scratch, &words, 1);
-    check.last_contiguous("scratch", *scratch);
-  }
+  check.shape("counts", counts, &words, 1);
+  check.contiguous("counts", counts);
   check_devices(check, "gating", gating,
-                {{"bias", bias},
-                 {"num_tokens", num_tokens},
-                 {"weights", weights},
-                 {"ids", ids},
-                 {"counts", counts},
-                 {"scratch", scratch}});
+                {{"bias", bias}, {"num_tokens", num_tokens}, {"weights", weights}, {"ids", ids}, {"counts", counts}});
 
   TopkParams p;
   p.router = router_params(gating, choices, sum_to_one, bias, weights, ids);
@@ -165,11 +159,11 @@ void topk_softmax(TensorView weights, TensorView ids, TensorView counts, Optiona
   dispatch_experts(&p.router, [&](auto per_lane) {
     const auto kernel = topk_softmax_kernel<per_lane()>;
     constexpr int max_warps = max_row_warps<per_lane()>, target = target_ctas<per_lane()>;
-    if (tokens <= kSingleCtaRows || !scratch.has_value()) {
+    if (tokens <= kSingleCtaRows || !has_scratch) {
       const int64_t warps = std::clamp<int64_t>(tokens, 1, max_warps);
       launch_pdl(kernel, dim3(1), dim3(static_cast<unsigned>(32 * warps)), gating.device(), p);
     } else {
-      p.handshake = reinterpret_cast<CountsHandshake*>(address(*scratch));
+      p.handshake = reinterpret_cast<CountsHandshake*>(p.counts + (experts + 1) / 2 * 2);
       p.key = next_key();
       const int64_t warps = std::clamp<int64_t>((tokens + target - 1) / target, kMinRowWarps, max_warps);
       const int64_t ctas = std::min<int64_t>((tokens + warps - 1) / warps, kMaxCtas);

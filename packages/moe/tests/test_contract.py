@@ -360,15 +360,18 @@ def test_a_good_call_reaches_the_last_check_of_the_entry_point(op: Any) -> None:
         op.kernel_op.launch(**GOOD[op])
 
 
-@pytest.mark.parametrize("scratch", [torch.zeros(2, dtype=torch.int64), torch.zeros(3)], ids=["short", "float32"])
-def test_the_entry_point_of_routing_refuses_wrong_scratch_memory(scratch: torch.Tensor) -> None:
+@pytest.mark.parametrize(
+    "counts",
+    [ints(3), ints(11), ints(4, 2)[:, 0], torch.zeros(4)],
+    ids=["short", "short scratch", "strided", "float32"],
+)
+def test_the_entry_point_of_routing_refuses_wrong_memory_for_counts(counts: torch.Tensor) -> None:
     try:
         function = Binary("kestrel_moe").topk_softmax
     except UnsupportedError as error:
         pytest.skip(str(error))
-    weights, ids, counts = torch.empty(16, 2), ints(16, 2), ints(4)
-    with pytest.raises((ValueError, TypeError), match="topk_softmax: argument 'scratch': expected "):
-        function(weights, ids, counts, scratch, torch.zeros(16, 4), 2, False, None, None)
+    with pytest.raises((ValueError, TypeError), match="topk_softmax: argument 'counts': expected "):
+        function(torch.empty(16, 2), ints(16, 2), counts, torch.zeros(16, 4), 2, False, None, None)
 
 
 ROWS = torch.ones(2, 3, 8)

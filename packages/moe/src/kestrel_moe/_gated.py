@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kestrel_runtime import Binary, empty
+from kestrel_runtime import Binary, allocator, empty
 
 from ._checks import check_gated_input, check_out
 from ._rows import as_rows, written
@@ -31,7 +31,8 @@ def launch(op: str, x: torch.Tensor, out: torch.Tensor | None, approximate: str 
 def launch_fp8(op: str, x: torch.Tensor, approximate: str = "none") -> tuple[torch.Tensor, torch.Tensor]:
     """x [T, 2F] to FP8 codes [T, F] and scales [T, 1]; ``op`` names the formula."""
     silu, gate_offset = _FORMULAS[op]
-    tokens, width = x.shape
-    q, scale = empty(x, torch.float8_e4m3fn, tokens, width // 2), empty(x, torch.float32, tokens, 1)
+    tokens, width = x.shape[0], x.shape[1] // 2
+    new = allocator(x)
+    q, scale = new((tokens, width), (width, 1), torch.float8_e4m3fn), new((tokens, 1), (1, 1), torch.float32)
     _kernels.gated_fp8(q, scale, x, silu, approximate, gate_offset)
     return q, scale

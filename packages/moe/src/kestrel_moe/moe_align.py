@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from kestrel_runtime import Binary, check, empty, kernel_op
+from kestrel_runtime import Binary, allocator, check, kernel_op
 
 from . import reference_experts
 from .reference_experts import most_blocks
-from .topk_softmax import topk_softmax
+from .topk_softmax import launch as launch_topk
 
 _kernels = Binary("kestrel_moe")
 # The largest case that one launch routes and aligns.
@@ -237,15 +237,12 @@ def route_and_align(
     ([[1], [0]], [1, 2, 0, 2], [0, 1], [4])
     """
     tokens, experts = logits.shape
-    blocks = most_blocks(tokens * k, experts, block_size)
-    sorted_ids, expert_ids = empty(logits, torch.int32, blocks * block_size), empty(logits, torch.int32, blocks)
-    length = empty(logits, torch.int32, 1)
+    blocks, new, int32 = most_blocks(tokens * k, experts, block_size), allocator(logits), torch.int32
+    aligned = new((blocks * block_size,), (1,), int32), new((blocks,), (1,), int32), new((1,), (1,), int32)
     if tokens > _MAX_FUSED_TOKENS or logits.numel() > _MAX_FUSED_LOGITS:
-        weights, ids, _ = topk_softmax(logits, k, renormalize=renormalize, bias=bias)
-        moe_align_block_size(ids, experts, block_size, sorted_ids, expert_ids, length, expert_map)
-        return weights, ids, sorted_ids, expert_ids, length
-    weights, ids = empty(logits, torch.float32, tokens, k), empty(logits, torch.int32, tokens, k)
-    _kernels.route_and_align(
-        weights, ids, sorted_ids, expert_ids, length, logits, k, block_size, renormalize, bias, expert_map
-    )
-    return weights, ids, sorted_ids, expert_ids, length
+        weights, ids, _ = launch_topk(logits, k, renormalize, bias)
+        _kernels.moe_align_block_size(ids, experts, block_size, *aligned, expert_map)
+        return weights, ids, *aligned
+    weights, ids = new((tokens, k), (k, 1), torch.float32), new((tokens, k), (k, 1), int32)
+    _kernels.route_and_align(weights, ids, *aligned, logits, k, block_size, renormalize, bias, expert_map)
+    return weights, ids, *aligned

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from kestrel_runtime import Binary, check, empty, kernel_op
+from kestrel_runtime import Binary, allocator, check, kernel_op, leading
 
 from . import reference
 
 _kernels = Binary("kestrel_moe")
-# Of more tokens the launch has several blocks, which meet in scratch memory to add up their counts.
-_TOKENS_OF_ONE_BLOCK = 8
+_SINGLE_CTA_TOKENS = 8
+_SCRATCH_WORDS = 8  # behind the counts of a launch of several CTAs
 
 
 def _check_topk_softmax(
@@ -47,16 +47,16 @@ def topk_softmax(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Choose k experts for each token: softmax over E router logits, then the k largest.
 
-    gating: [T, E] router logits, float32, bf16 or fp16, any E. k: 1..E. The kernel covers E up to 512 and k up to 32;
-        beyond, the reference runs.
+    gating: [T, E] router logits, float32, bf16 or fp16. k: 1..E. The kernel covers E up to 512 and k up to 32; beyond,
+        the reference runs.
     renormalize: divide the k weights by their sum.
     bias: [E] float32, bf16 or fp16, added to the probabilities for the selection only; weights stay the probabilities.
-    num_tokens: int32 [1] on gating's device: rows at or past it get ids -1 and weights 0 and are not counted (it is
-        read on the device, so a captured graph may be replayed with fewer tokens).
+    num_tokens: int32 [1] on gating's device: rows at or past it get ids -1 and weights 0 and are not counted. It is
+        read on the device, so a captured graph may be replayed with fewer tokens.
 
-    Returns (weights float32 [T, k], ids int32 [T, k], counts int32 [E]), in descending order of the logits (of
-    probability + bias with a bias), ties to the lower id. NaN counts as -inf; ids stay distinct. The largest logits of
-    a row count as e^0 even where they are infinite: +inf shares the whole mass, a row of -inf is uniform.
+    Returns (weights float32 [T, k], ids int32 [T, k], counts int32 [E]). Choices are in descending order of the logits
+    (with a bias, of probability + bias), ties to the lower id. NaN counts as -inf; ids stay distinct. The largest
+    logits of a row count as e^0 even where they are infinite: several +inf share the mass, a row of -inf is uniform.
     A row's weights and ids do not depend on the batch around it. Reads nothing on the host.
 
     Raises ValueError or TypeError for a wrong dtype, rank, shape or device, and for k > E.
@@ -66,9 +66,24 @@ def topk_softmax(
     >>> weights.tolist(), ids.tolist(), counts.tolist()
     ([[0.5, 0.5]], [[1, 2]], [0, 1, 1, 0])
     """
+    return launch(gating, k, renormalize, bias, num_tokens)
+
+
+def launch(
+    gating: torch.Tensor,
+    k: int,
+    renormalize: bool,
+    bias: torch.Tensor | None,
+    num_tokens: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The kernel on CUDA tensors; the entry point checks them."""
     tokens, experts = gating.shape
-    weights, ids = empty(gating, torch.float32, tokens, k), empty(gating, torch.int32, tokens, k)
-    counts = empty(gating, torch.int32, experts)
-    scratch = empty(gating, torch.int64, 3) if tokens > _TOKENS_OF_ONE_BLOCK else None
-    _kernels.topk_softmax(weights, ids, counts, scratch, gating, k, renormalize, bias, num_tokens)
-    return weights, ids, counts
+    new, rows = allocator(gating), (tokens, k)
+    weights, ids = new(rows, (k, 1), torch.float32), new(rows, (k, 1), torch.int32)
+    if tokens <= _SINGLE_CTA_TOKENS:
+        counts = new((experts,), (1,), torch.int32)
+        _kernels.topk_softmax(weights, ids, counts, gating, k, renormalize, bias, num_tokens)
+        return weights, ids, counts
+    counts = new((experts + _SCRATCH_WORDS,), (1,), torch.int32)
+    _kernels.topk_softmax(weights, ids, counts, gating, k, renormalize, bias, num_tokens)
+    return weights, ids, leading(counts, experts)
