@@ -293,14 +293,6 @@ void check_result(const Checks& check, const char* name, const TensorView& t, co
   check.last_contiguous(name, t);
 }
 
-// The rows of a tensor that is written do not overlap.
-void check_rows_disjoint(const Checks& check, const char* name, const TensorView& t) {
-  if (t.size(0) > 1 && std::abs(t.stride(0)) < t.size(1)) {
-    check.fail(name, "a tensor to write whose elements do not share memory",
-               "strides " + shape_text(t.strides().data(), 2));
-  }
-}
-
 SplitRequest checked_split(const Checks& check, int64_t blocks, int64_t threads) {
   if (blocks < 0 || blocks > 8 || (blocks & (blocks - 1)) != 0) {
     check.fail("blocks", "0, 1, 2, 4 or 8", std::to_string(blocks));
@@ -354,8 +346,12 @@ void probabilities(tvm::ffi::String op, TensorView out, TensorView rows, bool lo
   check.dtype("out", out, {kFloat32});
   check.last_contiguous("out", out);
   check.same_shape("out", out, rows);
-  check_rows_disjoint(check, "out", out);
+  check.disjoint("out", out);
   const SplitRequest request = checked_split(check, blocks, threads);
+  check.no_overlap("out", out, name, rows, /*may_be_same=*/true);
+  check.no_overlap("out", out, "temperature", temperature);
+  check.no_overlap("out", out, "top_k", top_k);
+  check.no_overlap("out", out, "top_p", top_p);
   check_devices(check, name, rows, {{"out", out}});
   p.out = reinterpret_cast<float*>(address(out));
   p.out_stride = out.stride(0);

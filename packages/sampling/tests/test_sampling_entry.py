@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kestrel_runtime import Binary
-from kestrel_sampling import _launch
+from kestrel_sampling import _launch, softmax, top_k_renorm_probs, top_p_renorm_probs
 from kestrel_sampling._parameters import Keys
 from kestrel_sampling.probabilities import _check_softmax
 from kestrel_sampling.sample_from_logits import _check_sample_from_logits
@@ -90,6 +90,20 @@ OUTS = {
 def test_a_wrong_out_is_refused_as_by_the_check(name: str) -> None:
     checked = message_of(lambda: _check_softmax(ROWS, None, 1.0, OUTS[name]))
     assert message_of(lambda: _launch.probabilities("softmax", ROWS, OUTS[name], logits=True)) == checked
+
+
+@pytest.mark.parametrize("op", [softmax, top_p_renorm_probs, top_k_renorm_probs], ids=lambda op: op.__name__)
+def test_an_out_that_overlaps_the_rows_without_being_them_is_refused(op: Callable[..., object]) -> None:
+    buffer = torch.rand(4, 8)
+    rows, out = buffer[:3], buffer[1:]
+    first = "logits" if op is softmax else "probs"
+    message = f"argument 'out': expected a tensor to write that shares no memory with '{first}', got tensors that overlap"
+    before = buffer.clone()
+    with pytest.raises(ValueError, match=message):
+        op(rows, 1, out=out)
+    with pytest.raises(ValueError, match=message):
+        _launch.probabilities(op.__name__, rows, out, logits=op is softmax)
+    assert torch.equal(buffer, before)
 
 
 @pytest.mark.parametrize("split", [(3, 0), (16, 0), (-1, 0), (1, 7), (2, 1024), (0, -32)])

@@ -74,9 +74,7 @@ def _check_out(op: str, out: torch.Tensor | None, like: torch.Tensor) -> None:
     if out is not None:
         check.tensor(op, "out", out, dtype=torch.float32, last_contiguous=True)
         check.shape(op, "out", out, tuple(like.shape))
-        if out.shape[0] > 1 and abs(out.stride(0)) < out.shape[1]:
-            expected = "a tensor to write whose elements do not share memory"
-            check.fail(op, "out", expected, f"strides {tuple(out.stride())}")
+        check.disjoint(op, "out", out)
         check.same(op, "device", input=like, out=out)
 
 
@@ -111,7 +109,13 @@ def _shape_of_probabilities(probs: torch.Tensor, *_parameters: object) -> torch.
     return torch.empty(probs.shape, dtype=torch.float32, device=probs.device)
 
 
-@kernel_op(reference=reference_sampling.softmax, check=_check_softmax, kernel="cuda", shape=_shape_of_probabilities)
+@kernel_op(
+    reference=reference_sampling.softmax,
+    check=_check_softmax,
+    kernel="cuda",
+    out_may_be=("logits",),
+    shape=_shape_of_probabilities,
+)
 def _softmax(
     logits: torch.Tensor,
     temperature: torch.Tensor | None,
@@ -127,6 +131,7 @@ def _softmax(
     reference=reference_sampling.top_p_renorm_probs,
     check=_check_top_p_renorm_probs,
     kernel="cuda",
+    out_may_be=("probs",),
     shape=_shape_of_probabilities,
 )
 def _top_p_renorm_probs(
@@ -140,6 +145,7 @@ def _top_p_renorm_probs(
     reference=reference_sampling.top_k_renorm_probs,
     check=_check_top_k_renorm_probs,
     kernel="cuda",
+    out_may_be=("probs",),
     shape=_shape_of_probabilities,
 )
 def _top_k_renorm_probs(
