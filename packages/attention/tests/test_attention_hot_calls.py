@@ -120,6 +120,17 @@ def test_a_hot_call_writes_out_itself_where_it_is_contiguous(launched: list[tupl
     assert arguments_given[8] is given["out"]
 
 
+def test_a_hot_call_allocates_the_lse_only_where_it_is_wanted(launched: list[tuple[str, tuple[Any, ...]]]) -> None:
+    for return_lse in (True, False, True, False):
+        launched.clear()
+        result = flash_attn_with_kvcache(**arguments(return_lse=return_lse))
+        ((_, given),) = launched
+        assert tuple(given[9].shape) == (3, 4, 1)
+        if return_lse:
+            assert result[1] is given[9]
+    assert not isinstance(given[9], torch.Tensor)  # memory that nothing reads
+
+
 @pytest.mark.parametrize(
     ("what", "change"),
     [

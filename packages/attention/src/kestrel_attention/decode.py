@@ -5,6 +5,7 @@ A call is planned once for each form of its arguments. A later call finds its pl
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,8 +22,9 @@ _NAMES = dict(zip((torch.bfloat16, torch.float16), DTYPES, strict=True))
 _CODES = {torch.float8_e4m3fn: "e4m3", torch.uint8: "e4m3", torch.float8_e5m2: "e5m2", torch.int8: "int8"}
 _UNALIGNED = "kernels take caches whose rows are aligned to 16 bytes"
 
-Launch = Callable[..., tuple[torch.Tensor, torch.Tensor]]
-"""(q, k_cache, v_cache, cache_seqlens, block_table, k_scale, v_scale, prefix_lens, new, integers, out) -> (out, lse).
+Launch = Callable[..., tuple[torch.Tensor, "torch.Tensor | None"]]
+"""(q, k_cache, v_cache, cache_seqlens, block_table, k_scale, v_scale, prefix_lens, new, integers, out, want_lse)
+-> (out, lse), or (out, None) where no LSE is wanted.
 
 new: k and v to append, or nothing. integers: of an INT8 cache (k_scale, v_scale), of an INT4 cache (k_scale, k_zero,
 v_scale, v_zero, k_tail, seq_ids), of others nothing; with integers k_scale and v_scale are None.
@@ -141,6 +143,7 @@ def _bound(
     lse_strides = (heads * queries, queries, 1)
     partial_rows, partial_elements = (plan.partial_rows,), (plan.partial_rows * head_dim,)
     row_blocks = (plan.row_blocks,)
+    unread_lse = _unread(lse_sizes, like.device)
     # Stand in for tensors that the call does not have. tvm-ffi's tensors cost a call less than torch's.
     no_float = _unused(torch.float32, like.device)
     no_int, no_table = _unused(torch.int32, like.device), _unused(torch.int32, like.device, 2)
@@ -162,7 +165,8 @@ def _bound(
         new: Sequence[torch.Tensor] = (),
         integers: Sequence[torch.Tensor] = (),
         out: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        want_lse: bool = True,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         destination = None
         if out is not None and (out.data_ptr() & 15 or not out.is_contiguous()):
             destination, out = out, None
@@ -170,7 +174,8 @@ def _bound(
         if out is None:
             out = empty(out_sizes, out_strides, dtype)
         result = out
-        lse = empty(lse_sizes, lse_strides, torch.float32)
+        lse = empty(lse_sizes, lse_strides, torch.float32) if want_lse else None
+        lse_target = unread_lse if lse is None else lse
         if attend is None and append is None:
             return (out if destination is None else destination), lse
         addresses = k_cache.data_ptr() | v_cache.data_ptr()
@@ -217,7 +222,7 @@ def _bound(
                 v_scale,
                 no_int if prefix_lens is None else prefix_lens,
                 result,
-                lse,
+                lse_target,
                 partial_out,
                 partial_lse,
                 num_splits,
@@ -226,10 +231,27 @@ def _bound(
                 *scalars_after,
             )
         if combine is not None:
-            combine(out, lse, partial_out, partial_lse, num_splits, *combine_scalars)
+            combine(out, lse_target, partial_out, partial_lse, num_splits, *combine_scalars)
         return (out if destination is None else destination.copy_(out)), lse
 
     return launch
+
+
+_unread_memory: dict[tuple[torch.device, int], torch.Tensor] = {}
+
+
+def _unread(sizes: tuple[int, ...], device: torch.device) -> Any:
+    """A float32 tensor that kernels write and nothing reads.
+
+    Its memory is shared by all calls on any stream, and never freed: a captured graph writes it at each replay.
+    """
+    import tvm_ffi
+
+    elements = 1 << max(0, math.prod(sizes) - 1).bit_length()
+    memory = _unread_memory.get((device, elements))
+    if memory is None:
+        memory = _unread_memory[device, elements] = torch.empty(elements, dtype=torch.float32, device=device)
+    return tvm_ffi.from_dlpack(memory[: math.prod(sizes)].view(sizes))
 
 
 def _unused(dtype: torch.dtype, device: torch.device, rank: int = 1) -> Any:

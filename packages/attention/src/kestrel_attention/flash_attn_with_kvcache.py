@@ -127,7 +127,8 @@ def flash_attn_with_kvcache(
         of_heads = (None, None) if with_cache else (k_scale, v_scale)
         lengths = prefix_len if prefix is _TENSOR else None
         try:
-            result = launch(q, k_cache, v_cache, cache_seqlens, block_table, *of_heads, lengths, new, with_cache, out)
+            cache = (k_cache, v_cache, cache_seqlens, block_table)
+            result = launch(q, *cache, *of_heads, lengths, new, with_cache, out, return_lse)
         except Exception:  # the checks below name the mistake, or the reference runs
             pass
         else:
