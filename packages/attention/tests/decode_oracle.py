@@ -318,7 +318,8 @@ class Accuracy(NamedTuple):
 
 KERNEL = Accuracy(weight=2.0**-16, score=2.0**-21, soft_cap=2.0**-21)
 """Weights: an approximate exponential, two 16-bit numbers, some 10^2 sums that tensor cores truncate to 24 bits.
-Scores: sums of up to 32 products of 16 dims, truncated too. Soft cap: softcap * (1 - 2 / (1 + exp(2 x))), however small the score."""
+Scores: sums of up to 32 products of 16 dims, truncated too.
+Soft cap: softcap * (1 - 2 / (1 + exp(2 x))), however small the score."""
 REFERENCE = Accuracy(weight=2.0**-19, score=2.0**-22, soft_cap=2.0**-22)
 """Float32 sums, in blocks, of up to some 10^3 terms; tanh, exp and log within 2 units in the last place."""
 

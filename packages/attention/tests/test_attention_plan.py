@@ -100,9 +100,11 @@ def test_a_launch_has_blocks_for_the_splits_of_every_length(rule):
 def visited_by(p: DecodeProblem, length: int) -> tuple[int, int]:
     """The first key that any query of a sequence sees, rounded down to a page for INT4, and how many from there on.
 
-    length: the keys of the sequence, new ones included. The rows of a sequence are taken to be one thread block.
+    length: the keys of the sequence, new ones included. The rows of a sequence are taken to be one thread block, and
+    prefixes on the device to be as long as the sequence.
     """
-    held, prefix = min(length, p.capacity), min(p.prefix_len, length, p.capacity)
+    held = min(length, p.capacity)
+    prefix = held if p.has_prefix_lens else min(p.prefix_len, held)
     first, last = length - p.queries, length - 1  # where the first and the last query stand
     right = 0 if p.causal else p.window_right
     start = max(0, first - p.window_left) if p.window_left >= 0 else 0
@@ -123,6 +125,9 @@ WINDOWS = [
     {"window_left": 1000, "window_right": 20},
     {"window_left": 1000, "causal": True, "window_right": 400},
     {"window_left": 1000, "causal": True, "prefix_len": 7},
+    {"window_left": 510, "causal": True},  # with 3 queries just past what is one split
+    {"window_left": 1022, "causal": True},
+    {"window_left": 300, "causal": True, "has_prefix_lens": True},
     {"window_right": 3},
 ]
 CASES = [*(("same", size) for size in (64, 128, 256, 512)), ("e4m3", 128), ("int8", 256), ("int4", 64), ("int4", 128)]
@@ -183,18 +188,18 @@ def test_the_last_keys_of_pages_near_two_to_the_31_are_found(page_size):
 
 @settings(max_examples=100, deadline=None)
 @given(
-    batch=st.integers(1, 70000),
+    batch=st.sampled_from([1, 3, 64, 100, 4096, 65535, 65536]),
     queries=st.integers(1, 16),
     kv_heads=st.integers(1, 40),
     group=st.integers(1, 40),
     cache=st.sampled_from(KINDS),
     page_size=st.sampled_from([1, 16, 24, 64, 256]),
-    pages=st.one_of(st.none(), st.integers(0, 2**25)),
+    pages=st.sampled_from([None, 0, 1, 17, 1000, 2**21, 2**25]),
     left=st.one_of(st.just(-1), st.integers(0, 2**63 - 1)),
     right=st.one_of(st.just(-1), st.integers(0, 2**63 - 1)),
     causal=st.booleans(),
     prefix_len=st.one_of(st.just(0), st.integers(0, 2**63 - 1)),
-    num_splits=st.one_of(st.just(0), st.integers(0, 2**63 - 1)),
+    num_splits=st.sampled_from([0, 1, 7, 65535, 2**40]),
     softcap=st.sampled_from([0.0, 1e-45, 1e-30, 2.0, 3e38]),
 )
 def test_scalars_fit_the_types_of_the_kernel(batch, queries, kv_heads, group, cache, page_size, left, right, **rest):
@@ -215,9 +220,14 @@ def test_scalars_fit_the_types_of_the_kernel(batch, queries, kv_heads, group, ca
     assert plan.partial_rows < 2**31
     if rest["causal"]:
         assert plan.scalars.window_right == 0
-    for end, value in ((left, plan.scalars.window_left), (0 if rest["causal"] else right, plan.scalars.window_right)):
-        assert value == (end if end <= 2**30 else -1)
-    assert plan.scalars.prefix_len == min(rest["prefix_len"], 2**30)
+
+
+@pytest.mark.parametrize(("given", "kept"), [(0, 0), (2**30, 2**30), (2**30 + 1, None), (2**63 - 1, None)])
+def test_windows_and_prefixes_that_no_sequence_reaches_are_unbounded(given, kept):
+    ends = plan_decode(problem(window_left=given, window_right=given)).scalars
+    assert (ends.window_left, ends.window_right) == ((-1, -1) if kept is None else (kept, kept))
+    assert plan_decode(problem(window_right=given, causal=True)).scalars.window_right == 0
+    assert plan_decode(problem(prefix_len=given)).scalars.prefix_len == (2**30 if kept is None else kept)
 
 
 def test_the_soft_cap_goes_into_the_scale():
