@@ -1,4 +1,4 @@
-"""Hatchling's way into the shared build of CuTe kernels: tools/cute_build, which the sdist holds too."""
+"""The hatchling build hook of tools/cute_build, which is found in the checkout and in the sdist."""
 
 import sys
 from pathlib import Path

@@ -1,8 +1,7 @@
 """``python tools/cute_build packages/sampling out [--keep folder]``: build one family's library by hand.
 
---keep keeps the PTX and the machine code of every kernel, to read. KESTREL_ARCHS narrows the architectures.
-CMake, which builds families that have CUDA C++ too, asks with --describe for what it must know beforehand and with
---object for one object file instead of the library.
+--keep stores the PTX and the machine code of every kernel. KESTREL_ARCHS selects the architectures. CMake, which builds
+the families with CUDA C++, calls --describe to configure and --object for one object file instead of the library.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ def main() -> None:
     parser.add_argument("output", type=Path, help="where the library and its manifest go")
     parser.add_argument("--keep", type=Path, help="folder for the PTX and cubin of every kernel")
     parser.add_argument("--object", action="store_true", help="output is one object file to link")
-    parser.add_argument("--describe", action="store_true", help="print the runtime library and the entry points alone")
+    parser.add_argument("--describe", action="store_true", help="print the runtime library and the entry points")
     options = parser.parse_args()
     source = options.package.resolve() / "src"
     (package,) = (path.parent.name for path in source.glob("*/__init__.py"))

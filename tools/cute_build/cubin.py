@@ -1,7 +1,7 @@
-"""What a cubin says about its kernels: registers and stack frame, read from the ELF sections that the driver reads.
+"""Registers and stack frame of the kernels of a cubin, from the ELF sections that the driver reads.
 
-The attributes live in ``.nv.info``: a sequence of (format, attribute, size, value), where format 4 has a sized value
-and every other one two bytes. The two read here hold pairs of symbol number and value.
+``.nv.info`` is a sequence of (format, attribute, size, value): format 4 has a sized value, the others two bytes. The two
+attributes read here hold pairs of symbol number and value.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""From a family's table of variants to its shared library and manifest."""
+"""From the variants of a family to its shared library and manifest."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from . import worker
 
 ARCHS = ("80", "86", "89", "90a", "100f", "120f")
 RUNTIME = "libcute_dsl_runtime.so"
-MOST_PROCESSES = 16  # each imports the DSL: 0.5 s of a processor, 0.5 GB of memory
+MAX_PROCESSES = 16  # each imports the DSL: 0.5 s of CPU time, 0.5 GB of memory
 
 
 @dataclass(frozen=True)
@@ -78,10 +78,10 @@ def function_names(family: Family, archs: tuple[str, ...]) -> list[str]:
 
 
 def _compile(family: Family, archs: tuple[str, ...], objects: Path, keep: Path | None) -> list[str]:
-    """Compile every variant for every architecture in a process per processor, MOST_PROCESSES at most."""
+    """Compile every variant for every architecture in one process per CPU, MAX_PROCESSES at most."""
     names = list(worker.load_variants(family.source, family.package))
     jobs = [(name, arch) for name in names for arch in archs]
-    count = min(len(os.sched_getaffinity(0)), MOST_PROCESSES, len(jobs))
+    count = min(len(os.sched_getaffinity(0)), MAX_PROCESSES, len(jobs))
     shares = [jobs[first::count] for first in range(count)]
     # A build gives the same binary with and without a GPU, so the GPU is hidden.
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONHASHSEED": "0"}
@@ -127,7 +127,7 @@ def _compiler() -> list[str]:
 
 
 def find_runtime_folder() -> Path:
-    """Where NVIDIA's runtime library for CUDA 13 lies."""
+    """The folder of NVIDIA's runtime library for CUDA 13."""
     import nvidia_cutlass_dsl
 
     folders = [Path(root) / "cu13" / "lib" for root in nvidia_cutlass_dsl.__path__]

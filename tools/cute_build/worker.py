@@ -1,6 +1,6 @@
-"""Compiles some variants for some architectures into objects, in a process of its own (the DSL is not thread-safe).
+"""Compiles variants into object files, in a process of its own (the DSL is not thread-safe).
 
-Reads jobs as JSON from standard input, writes ``<name>_sm<arch>.o`` files, and one JSON line of report per job.
+Reads jobs as JSON from standard input, writes ``<name>_sm<arch>.o`` files and prints one JSON line per job.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import types
 from pathlib import Path
 from typing import Any
 
-# Host code must run on any x86-64 or aarch64 machine, and be the same wherever it is built: the DSL would otherwise use
-# every instruction of the building machine's processor.
+# Host code must run on any x86-64 or aarch64 machine and be the same wherever it is built. By default the DSL uses every
+# instruction of the CPU that builds.
 HOST_CPU = {
     "x86_64": ("x86-64", ("+cx8", "+fxsr", "+mmx", "+sse", "+sse2", "+x87")),
     "aarch64": ("generic", ("+fp-armv8", "+neon")),
