@@ -1,6 +1,6 @@
 """Registers and stack frame of the kernels of a cubin, from the ELF sections that the driver reads.
 
-``.nv.info`` is a sequence of (format, attribute, size, value): format 4 has a sized value, the others two bytes. The two
+``.nv.info`` is a sequence of (format, attribute, size, value): format 4 has a sized value, the others two bytes. The
 attributes read here hold pairs of symbol number and value.
 """
 
