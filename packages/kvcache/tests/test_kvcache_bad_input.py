@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import kestrel_kvcache
 from kestrel_runtime import Binary, UnsupportedError
-from kestrel_runtime.testing import BadInput, assert_rejects, cases_of
+from kestrel_runtime.testing import BadInput, assert_registered, assert_rejects, cases_of
 
 SHAPE = (3, 2, 16, 4, 8)
 
@@ -348,6 +348,10 @@ def test_the_entry_point_of_gather_cache_refuses_results_it_cannot_fill(name, wh
     del bound.arguments["dtype"]
     with pytest.raises(error, match=f"gather_cache: argument '{('key_out', 'value_out')[which]}': expected {message}"):
         Binary("kestrel_kvcache").gather_cache(*out, *bound.arguments.values())
+
+
+def test_every_op_is_registered_checked_and_documented():
+    assert_registered(kestrel_kvcache)
 
 
 # -- arguments that share memory --------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ import kestrel_quant
 from kestrel_quant.fp8_quant import _fp8_quant, _fp8_quant_static
 from kestrel_quant.w4a16 import _w4a16_linear
 from kestrel_runtime import Binary, UnsupportedError
-from kestrel_runtime.testing import OPCHECK_TESTS, BadInput, assert_rejects, opcheck
+from kestrel_runtime.testing import OPCHECK_TESTS, BadInput, assert_registered, assert_rejects, opcheck
 
 F8 = torch.float8_e4m3fn
 X = torch.linspace(-3, 3, 36).view(3, 12)
@@ -261,7 +261,12 @@ def test_registration_of_outs_agrees_with_torch(op: str, args: tuple[Any, ...], 
     opcheck(getattr(torch.ops.kestrel_quant, op).out, args[:2] if kwargs else args, {**kwargs, "out": out})
 
 
-def test_public_functions_compile_into_one_graph() -> None:
+def test_every_op_is_registered_checked_and_documented() -> None:
+    assert_registered(kestrel_quant)
+
+
+@pytest.mark.parametrize("x", [pytest.param(X, id="contiguous"), pytest.param(BUFFER[::2, 2:20], id="a view")])
+def test_public_functions_compile_into_one_graph(x: torch.Tensor) -> None:
     def everything(x: torch.Tensor) -> list[torch.Tensor]:
         results = []
         for options in ({}, {"granularity": "tensor"}, {"granularity": "group", "column_major_scales": True}):
@@ -273,11 +278,25 @@ def test_public_functions_compile_into_one_graph() -> None:
         results.append(kestrel_quant.w4a16_linear(x[:, :12], W4, torch.ones(6)))
         return [*results, q, kestrel_quant.fp8_dequant(q, scale, out=torch.empty_like(x).bfloat16())]
 
-    compiled = torch.compile(everything, fullgraph=True)
-    for x in (X, BUFFER[::2, 2:20]):
-        for got, expected in zip(compiled(x), everything(x), strict=True):
-            assert torch.equal(got.float(), expected.float())
-            assert got.stride() == expected.stride()
+    assert_compiles(everything, x, "aot_eager")
+
+
+def test_inductor_keeps_the_strides_of_results() -> None:
+    """Calls of ops alone, for which inductor compiles no C++."""
+
+    def there_and_back(x: torch.Tensor) -> list[torch.Tensor]:
+        q, scale = kestrel_quant.fp8_quant(x, granularity="group", group_size=5, column_major_scales=True)
+        return [q, scale, kestrel_quant.fp8_dequant(q, scale, group_size=5), *kestrel_quant.int8_quant(x)]
+
+    assert_compiles(there_and_back, X, "inductor")
+
+
+def assert_compiles(function: Callable[[torch.Tensor], list[torch.Tensor]], x: torch.Tensor, backend: str) -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(function, fullgraph=True, backend=backend)
+    for i, (got, expected) in enumerate(zip(compiled(x), function(x), strict=True)):
+        assert torch.equal(got.float(), expected.float()), f"result {i}"
+        assert got.stride() == expected.stride(), f"result {i}"
 
 
 # ---- the C++ entry points: the same refusals in the same words, the device last --------------------------------------
