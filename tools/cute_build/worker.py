@@ -16,8 +16,8 @@ import types
 from pathlib import Path
 from typing import Any
 
-# Host code must run on any x86-64 or aarch64 machine and be the same wherever it is built. By default the DSL uses every
-# instruction of the CPU that builds.
+# Host code must run on any x86-64 or aarch64 machine and be the same wherever it is built. By default the DSL uses all
+# instructions of the CPU that builds.
 HOST_CPU = {
     "x86_64": ("x86-64", ("+cx8", "+fxsr", "+mmx", "+sse", "+sse2", "+x87")),
     "aarch64": ("generic", ("+fp-armv8", "+neon")),

@@ -62,6 +62,14 @@ def test_a_tensor_that_is_given_twice_is_not_kept(kept: HotCalls) -> None:
     assert kept.find("twice", (X, X)) is None
 
 
+def test_a_tensor_that_requires_grad_is_not_kept(kept: HotCalls) -> None:
+    """Legal under no_grad, refused where gradients are enabled: guards do not tell the two apart."""
+    x = X.clone().requires_grad_()
+    with torch.no_grad():
+        kept.keep("grad", (x,), "launch")
+    assert kept.find("grad", (x,)) is None
+
+
 def test_the_last_forms_of_a_key_stay(kept: HotCalls) -> None:
     xs = [torch.zeros(i + 1) for i in range(hot_calls.MAX_FORMS + 1)]
     for x in xs:

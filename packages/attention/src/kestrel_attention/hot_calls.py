@@ -50,7 +50,9 @@ class HotCalls:
 
     def keep(self, key: Hashable, tensors: Sequence[torch.Tensor], launch: Any) -> None:
         """Remember the launch of a call; of the forms of one key, the last MAX_FORMS."""
-        if _TensorGuards is None or len(set(map(id, tensors))) < len(tensors):  # guards refuse a tensor given twice
+        if _TensorGuards is None or any(x.requires_grad for x in tensors):  # refused where gradients are enabled
+            return
+        if len(set(map(id, tensors))) < len(tensors):  # guards never match a tensor that is given twice
             return
         guards = _TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
         forms = [*(self._forms.get(key) or ()), (guards.check, launch)]
