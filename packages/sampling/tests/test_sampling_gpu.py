@@ -1,8 +1,9 @@
-"""On a GPU every sampling op draws what its reference draws on a CPU, bit for bit, however a row is split."""
+"""On a GPU every sampling op draws the ids of its reference, bit for bit, however a row is split."""
 
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from kestrel_runtime import backend
-from kestrel_runtime.testing import canary, graph_replay
+from kestrel_runtime.testing import RandomCase, by_reference, canary, compare_at_random, graph_replay
 from kestrel_sampling import (
     _launch,
     min_p_sampling_from_probs,
@@ -24,9 +25,9 @@ from kestrel_sampling import (
     top_p_renorm_probs,
     top_p_sampling_from_probs,
 )
-from kestrel_sampling._parameters import Keys
+from kestrel_sampling._parameters import _GENERATOR_KEY, Keys
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("kernels_only")]
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 OPS: dict[str, Callable[..., Any]] = {
@@ -41,17 +42,6 @@ OPS: dict[str, Callable[..., Any]] = {
     "joint": lambda probs, **key: top_k_top_p_sampling_from_probs(probs, 50, 0.3, filter_apply_order="joint", **key),
     "min_p": lambda probs, **key: min_p_sampling_from_probs(probs, 0.05, **key),
 }
-
-
-@pytest.fixture(autouse=True)
-def _kernels_only() -> object:
-    with backend("kernel"):
-        yield
-
-
-def by_reference(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    with backend("reference"):
-        return op(*args, **kwargs)
 
 
 def on_cpu(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -86,21 +76,26 @@ def assert_draws_as_the_reference(
 # ---- the same draw ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("width", [1, 7, 111, 1024, 4097, 51200, 151936])
+@pytest.mark.parametrize("sharpness", [1.0, 3.0, 12.0])
+@pytest.mark.parametrize(
+    ("rows", "width"),
+    [
+        *((rows, width) for rows in (1, 3, 32) for width in (1, 7, 111, 1024, 4097)),
+        *((rows, width) for rows in (1, 3) for width in (51200, 151936)),
+    ],
+)
 @pytest.mark.parametrize("op", OPS)
-def test_draws_the_ids_of_the_reference(op: str, width: int) -> None:
-    for rows in (1, 3) if width > 5000 else (1, 3, 32):
-        for sharpness in (1.0, 3.0, 12.0):
-            assert_draws_as_the_reference(OPS[op], distributions(rows, width, rows, sharpness).cuda())
+def test_draws_the_ids_of_the_reference(op: str, rows: int, width: int, sharpness: float) -> None:
+    assert_draws_as_the_reference(OPS[op], distributions(rows, width, rows, sharpness))
 
 
 @pytest.mark.parametrize(("rows", "width"), [(1, 51200), (4, 51200), (200, 128256), (32, 4097)])
-def test_masses_that_floats_cannot_tell_from_top_p_are_judged_alike_by_every_warp(rows: int, width: int) -> None:
+def test_all_warps_decide_alike_about_masses_that_float_sums_cannot_tell_from_top_p(rows: int, width: int) -> None:
     probs = torch.full((rows, width), 0.2 / (width - 2), device="cuda")
     probs[:, 0], probs[:, 1] = 0.5, 0.3  # entry 1 is kept where top_p is above 0.5
-    for turn in range(48):
-        near = 0.5 + 2e-6 * (turn - 8) + 1e-8 * torch.arange(rows, device="cuda")
-        assert_draws_as_the_reference(partial(top_p_sampling_from_probs, top_p=near), probs, keys(rows, turn))
+    for step in range(48):
+        near = 0.5 + 2e-6 * (step - 8) + 1e-8 * torch.arange(rows, device="cuda")
+        assert_draws_as_the_reference(partial(top_p_sampling_from_probs, top_p=near), probs, keys(rows, step))
 
 
 def draws_of_blocks(probs: torch.Tensor, top_p: torch.Tensor, key: dict[str, torch.Tensor], blocks: int) -> Any:
@@ -108,62 +103,70 @@ def draws_of_blocks(probs: torch.Tensor, top_p: torch.Tensor, key: dict[str, tor
 
 
 @pytest.mark.parametrize(("rows", "blocks"), [(8, 2), (8, 4), (80, 2), (80, 4)])
-def test_such_masses_are_judged_alike_by_every_block_with_a_window_and_without(rows: int, blocks: int) -> None:
-    width = 20000  # 80 rows of two blocks are too many to keep
+def test_all_blocks_decide_alike_about_such_masses_with_a_window_and_without(rows: int, blocks: int) -> None:
+    width = 20000  # 80 rows of two blocks do not fit into shared memory
     probs = torch.full((rows, width), 0.2 / (width - 2), device="cuda")
     probs[:, 0], probs[:, 1] = 0.5, 0.3
-    for turn in range(16):
-        near, key = 0.5 + 2e-6 * (turn - 8) + 1e-8 * torch.arange(rows, device="cuda"), keys(rows, turn)
+    for step in range(16):
+        near, key = 0.5 + 2e-6 * (step - 8) + 1e-8 * torch.arange(rows, device="cuda"), keys(rows, step)
         ids, valid = draws_of_blocks(probs, near, key, blocks)
         assert torch.equal(ids, by_reference(partial(top_p_sampling_from_probs, top_p=near), probs, **key))
         assert bool(valid.all())
 
 
+@pytest.mark.parametrize("sharpness", [1.0, 3.0])
 @pytest.mark.parametrize("top_p", [0.9, 0.1])
 @pytest.mark.parametrize("rows", [32, 60])
-def test_a_window_across_blocks_draws_the_ids_of_the_reference(rows: int, top_p: float) -> None:
-    """32 rows of this length take four blocks each, 60 take two, and neither can be kept."""
-    for sharpness in (1.0, 3.0):
-        probs = distributions(rows, 128256, rows, sharpness)
-        assert_draws_as_the_reference(partial(top_p_sampling_from_probs, top_p=top_p), probs)
+def test_a_window_across_blocks_draws_the_ids_of_the_reference(rows: int, top_p: float, sharpness: float) -> None:
+    """32 rows of this length take four blocks each, 60 take two; neither fit into shared memory."""
+    probs = distributions(rows, 128256, rows, sharpness)
+    assert_draws_as_the_reference(partial(top_p_sampling_from_probs, top_p=top_p), probs)
 
 
+@pytest.mark.parametrize("sharpness", [0.3, 1.0, 3.0])
+@pytest.mark.parametrize("width", [5003, 20000])
 @pytest.mark.parametrize("blocks", [2, 4])
-def test_the_window_of_every_number_of_blocks_draws_the_ids_of_the_reference(blocks: int) -> None:
+def test_the_window_of_a_cluster_draws_the_ids_of_the_reference(blocks: int, width: int, sharpness: float) -> None:
     rows = 80
     mixed = torch.tensor([0.0, 0.02, 0.1, 0.5, 0.9, 0.99, 1.0], device="cuda").repeat(12)[:rows]
-    for width in (5003, 20000):
-        for sharpness in (0.3, 1.0, 3.0):
-            probs, key = distributions(rows, width, blocks, sharpness), keys(rows)
-            ids, valid = draws_of_blocks(probs, mixed, key, blocks)
-            assert torch.equal(ids, by_reference(partial(top_p_sampling_from_probs, top_p=mixed), probs, **key))
-            assert bool(valid.all())
+    probs, key = distributions(rows, width, blocks, sharpness), keys(rows)
+    ids, valid = draws_of_blocks(probs, mixed, key, blocks)
+    assert torch.equal(ids, by_reference(partial(top_p_sampling_from_probs, top_p=mixed), probs, **key))
+    assert bool(valid.all())
 
 
+@pytest.mark.parametrize(("rows", "width"), [(20, 51200), (40, 20001), (100, 51200), (132, 5003), (150, 20001)])
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("op", ["none", "top_p", "top_p_0.1", "both"])
-def test_as_many_rows_as_multiprocessors_and_more_draw_the_ids_of_the_reference(op: str, dtype: torch.dtype) -> None:
-    for rows, width in ((20, 51200), (40, 20001), (100, 51200), (132, 5003), (150, 20001)):
-        probs = distributions(rows, width, rows, 1.0) * 20
-        assert_draws_as_the_reference(OPS[op], probs.to(dtype).cuda())
+def test_as_many_rows_as_multiprocessors_draw_the_ids_of_the_reference(
+    op: str, dtype: torch.dtype, rows: int, width: int
+) -> None:
+    probs = distributions(rows, width, rows, 1.0) * 20
+    assert_draws_as_the_reference(OPS[op], probs.to(dtype))
 
 
+SHORT_ROWS: dict[str, Callable[[int], torch.Tensor]] = {
+    "flat": lambda width: distributions(9, width, sharpness=1.0),
+    "sharp": lambda width: distributions(9, width, sharpness=12.0),
+    "equal": lambda width: torch.full((9, width), 0.25, device="cuda"),
+    "two values": lambda width: torch.where(normal(9, width, 1) > 1, 0.5, 0.25),
+    "few": lambda width: torch.where(torch.arange(width, device="cuda") % 50 == 3, distributions(9, width), 0.0),
+    "tiny": lambda width: distributions(9, width) * 1e-39,
+}
+
+
+@pytest.mark.parametrize("order", ["top_k_first", "joint"])
+@pytest.mark.parametrize("top_p", [0.02, 0.6, 1.0])
+@pytest.mark.parametrize("kind", SHORT_ROWS)
 @pytest.mark.parametrize("width", [32, 129, 2048, 4093, 4095, 4096])
-def test_short_rows_draw_the_ids_of_the_reference(width: int) -> None:
-    rows = {
-        "flat": distributions(9, width, sharpness=1.0),
-        "sharp": distributions(9, width, sharpness=12.0),
-        "equal": torch.full((9, width), 0.25, device="cuda"),
-        "two values": torch.where(normal(9, width, 1) > 1, 0.5, 0.25),
-        "few": torch.where(torch.arange(width, device="cuda") % 50 == 3, distributions(9, width), 0.0),
-        "tiny": distributions(9, width) * 1e-39,
-    }
-    for probs in rows.values():
-        for k in (0, 1, 2, 31, 100, 127, 128, 129):
-            for p in (0.02, 0.6, 1.0):
-                for order in ("top_k_first", "joint"):
-                    op = partial(top_k_top_p_sampling_from_probs, top_k=k, top_p=p, filter_apply_order=order)
-                    assert_draws_as_the_reference(op, probs, keys(9, k))
+def test_short_rows_draw_the_ids_of_the_reference(width: int, kind: str, top_p: float, order: str) -> None:
+    probs = SHORT_ROWS[kind](width)
+    for k in (0, 1, 2, 31, 100, 127, 128, 129):
+        key, options = keys(9, k), {"filter_apply_order": order, "return_valid": True}
+        ids, valid = top_k_top_p_sampling_from_probs(probs, k, top_p, **options, **key)
+        want, want_valid = by_reference(top_k_top_p_sampling_from_probs, probs, k, top_p, **options, **key)
+        assert torch.equal(ids, want), f"k = {k}: {(ids - want).nonzero()[:5]}"
+        assert torch.equal(valid, want_valid), f"k = {k}"
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -172,11 +175,11 @@ def test_draws_the_ids_of_the_cpu(op: str) -> None:
     assert torch.equal(OPS[op](probs, **key).cpu(), on_cpu(OPS[op], probs, **key))
 
 
+@pytest.mark.parametrize("width", [111, 1000, 8190, 51200])
 @pytest.mark.parametrize("dtype", FLOATS[1:], ids=str)
 @pytest.mark.parametrize("op", OPS)
-def test_half_precision_draws_the_ids_of_the_reference(op: str, dtype: torch.dtype) -> None:
-    for width in (111, 1000, 8190, 51200):
-        assert_draws_as_the_reference(OPS[op], (distributions(3, width) * 50).to(dtype).cuda())
+def test_half_precision_draws_the_ids_of_the_reference(op: str, dtype: torch.dtype, width: int) -> None:
+    assert_draws_as_the_reference(OPS[op], (distributions(3, width) * 50).to(dtype))
 
 
 ODD_ROWS: dict[str, Callable[[int], torch.Tensor]] = {
@@ -195,25 +198,29 @@ ODD_ROWS: dict[str, Callable[[int], torch.Tensor]] = {
 }
 
 
+@pytest.mark.parametrize("width", [111, 4000, 5000, 60000])
 @pytest.mark.parametrize("kind", ODD_ROWS)
 @pytest.mark.parametrize("op", OPS)
-def test_odd_rows_draw_the_ids_of_the_reference(op: str, kind: str) -> None:
-    for width in (111, 4000, 5000, 60000):
-        assert_draws_as_the_reference(OPS[op], ODD_ROWS[kind](width).cuda())
-    if op in ("none", "top_p", "top_p_0.1"):
-        assert_draws_as_the_reference(OPS[op], ODD_ROWS[kind](60000).repeat(80, 1).cuda())
+def test_odd_rows_draw_the_ids_of_the_reference(op: str, kind: str, width: int) -> None:
+    assert_draws_as_the_reference(OPS[op], ODD_ROWS[kind](width).cuda())
 
 
-def test_rows_without_a_distribution_give_0_and_false_and_disturb_nobody() -> None:
+@pytest.mark.parametrize("kind", ODD_ROWS)
+@pytest.mark.parametrize("op", ["none", "top_p", "top_p_0.1"])
+def test_many_odd_rows_draw_the_ids_of_the_reference(op: str, kind: str) -> None:
+    assert_draws_as_the_reference(OPS[op], ODD_ROWS[kind](60000).repeat(80, 1).cuda())
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("width", [111, 51200])
+def test_rows_without_a_distribution_give_0_and_false_and_leave_the_others_alone(width: int, op: str) -> None:
     nan, inf = math.nan, math.inf
-    for width in (111, 51200):
-        probs = distributions(12, width)
-        for row, place, value in ((1, 0, nan), (3, width - 1, nan), (5, width // 2, inf), (9, 5, -inf)):
-            probs[row, place] = value
-        probs[7] = 0
-        probs[11] = -1
-        for op in OPS.values():
-            assert_draws_as_the_reference(op, probs.cuda())
+    probs = distributions(12, width)
+    for row, place, value in ((1, 0, nan), (3, width - 1, nan), (5, width // 2, inf), (9, 5, -inf)):
+        probs[row, place] = value
+    probs[7] = 0
+    probs[11] = -1
+    assert_draws_as_the_reference(OPS[op], probs)
 
 
 @pytest.mark.parametrize("width", [5000, 51200, 128256])
@@ -231,43 +238,41 @@ def test_no_split_of_a_row_changes_its_id(op: str, width: int) -> None:
             assert bool(valid.all())
 
 
+@pytest.mark.parametrize("width", [1000, 51200])
 @pytest.mark.parametrize("op", OPS)
-def test_a_row_does_not_depend_on_its_batch_and_runs_repeat(op: str) -> None:
-    for width in (1000, 51200):
-        probs = distributions(300, width, sharpness=2.0).cuda()
-        key = keys(300)
-        ids = OPS[op](probs, **key)
-        for _ in range(20):
-            assert torch.equal(OPS[op](probs, **key), ids)
-        for row in (0, 150, 299):
-            alone = OPS[op](probs[row : row + 1], seed=key["seed"][row].item(), offset=key["offset"][row].item())
-            assert torch.equal(alone, ids[row : row + 1])
-        order = torch.randperm(300, device="cuda")
-        assert torch.equal(OPS[op](probs[order], **{name: value[order] for name, value in key.items()}), ids[order])
+def test_a_row_does_not_depend_on_its_batch_and_runs_repeat(op: str, width: int) -> None:
+    probs = distributions(300, width, sharpness=2.0)
+    key = keys(300)
+    ids = OPS[op](probs, **key)
+    for _ in range(20):
+        assert torch.equal(OPS[op](probs, **key), ids)
+    for row in (0, 150, 299):
+        alone = OPS[op](probs[row : row + 1], seed=key["seed"][row].item(), offset=key["offset"][row].item())
+        assert torch.equal(alone, ids[row : row + 1]), f"row {row}"
+    order = torch.randperm(300, device="cuda")
+    assert torch.equal(OPS[op](probs[order], **{name: value[order] for name, value in key.items()}), ids[order])
 
 
-def test_numbers_and_tensors_select_the_same() -> None:
-    for width in (1000, 51200):
-        probs = distributions(4, width, sharpness=1.0).cuda()
-        key = keys(4)
-        for k in (0, 1, 50, width - 1, width):
-            for p in (0.0, 0.1, 0.7, 0.9, 1.0):
-                want = top_k_top_p_sampling_from_probs(probs, k, p, **key)
-                ks = (torch.tensor([k]), torch.tensor([k] * 4, dtype=torch.int32))
-                ps = (torch.tensor([p]), torch.tensor([p] * 4))
-                for top_k, top_p in zip(ks, ps, strict=True):
-                    got = top_k_top_p_sampling_from_probs(probs, top_k.cuda(), top_p.cuda(), **key)
-                    assert torch.equal(got, want)
-        mixed = torch.tensor([0.0, 0.5, 0.9, 1.0]).cuda()
-        want = torch.cat(
-            [
-                top_p_sampling_from_probs(
-                    probs[b : b + 1], mixed[b].item(), **{n: v[b : b + 1] for n, v in key.items()}
-                )
-                for b in range(4)
-            ]
-        )
-        assert torch.equal(top_p_sampling_from_probs(probs, mixed, **key), want)
+@pytest.mark.parametrize("p", [0.0, 0.1, 0.7, 0.9, 1.0])
+@pytest.mark.parametrize(("width", "k"), [(w, k) for w in (1000, 51200) for k in (0, 1, 50, w - 1, w)])
+def test_numbers_and_tensors_select_the_same(width: int, k: int, p: float) -> None:
+    probs, key = distributions(4, width, sharpness=1.0), keys(4)
+    want = top_k_top_p_sampling_from_probs(probs, k, p, **key)
+    one = torch.tensor([k]).cuda(), torch.tensor([p]).cuda()
+    per_row = torch.tensor([k] * 4, dtype=torch.int32).cuda(), torch.tensor([p] * 4).cuda()
+    assert torch.equal(top_k_top_p_sampling_from_probs(probs, *one, **key), want)
+    assert torch.equal(top_k_top_p_sampling_from_probs(probs, *per_row, **key), want)
+
+
+@pytest.mark.parametrize("width", [1000, 51200])
+def test_top_p_per_row_is_that_of_each_row_alone(width: int) -> None:
+    probs, key = distributions(4, width, sharpness=1.0), keys(4)
+    mixed = [0.0, 0.5, 0.9, 1.0]
+    alone = [
+        top_p_sampling_from_probs(probs[b : b + 1], mixed[b], **{n: v[b : b + 1] for n, v in key.items()})
+        for b in range(4)
+    ]
+    assert torch.equal(top_p_sampling_from_probs(probs, torch.tensor(mixed).cuda(), **key), torch.cat(alone))
 
 
 VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -277,12 +282,12 @@ VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
+@pytest.mark.parametrize("op", ["none", "both"])
+@pytest.mark.parametrize("width", [111, 1024, 51200])
 @pytest.mark.parametrize("view", VIEWS)
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_views_are_read_in_place(view: str, dtype: torch.dtype) -> None:
-    for width in (111, 1024, 51200):
-        for op in ("none", "both"):
-            assert_draws_as_the_reference(OPS[op], VIEWS[view](distributions(4, width).to(dtype).cuda()))
+def test_views_are_read_in_place(view: str, dtype: torch.dtype, width: int, op: str) -> None:
+    assert_draws_as_the_reference(OPS[op], VIEWS[view](distributions(4, width).to(dtype)))
 
 
 def test_rows_far_apart() -> None:
@@ -294,17 +299,17 @@ def test_rows_far_apart() -> None:
     assert_draws_as_the_reference(OPS["top_p"], probs)
 
 
-def test_nothing_is_written_around_the_results() -> None:
-    for rows in (1, 5):
-        for width in (7, 1000, 51200):
-            probs = distributions(rows, width).cuda()
-            ids, ids_intact = canary((rows,), torch.int32, "cuda")
-            valid, valid_intact = canary((rows,), torch.bool, "cuda")
-            seed, offset = keys(rows).values()
-            arguments = (None, 1.0, None, 20, None, 0.9, None, 0.0, False, seed, 0, offset, 0, 0, 0, 0)
-            _launch._binary.sample("op", ids, valid, probs, False, *arguments)
-            assert torch.equal(ids, top_k_top_p_sampling_from_probs(probs, 20, 0.9, seed=seed, offset=offset))
-            ids_intact(), valid_intact()
+@pytest.mark.parametrize("width", [7, 1000, 51200])
+@pytest.mark.parametrize("rows", [1, 5])
+def test_nothing_is_written_around_the_results(rows: int, width: int) -> None:
+    probs = distributions(rows, width)
+    ids, ids_intact = canary((rows,), torch.int32, "cuda")
+    valid, valid_intact = canary((rows,), torch.bool, "cuda")
+    seed, offset = keys(rows).values()
+    arguments = (None, 1.0, None, 20, None, 0.9, None, 0.0, False, seed, 0, offset, 0, 0, 0, 0)
+    _launch._binary.sample("op", ids, valid, probs, False, *arguments)
+    assert torch.equal(ids, top_k_top_p_sampling_from_probs(probs, 20, 0.9, seed=seed, offset=offset))
+    ids_intact(), valid_intact()
 
 
 def test_no_rows() -> None:
@@ -331,27 +336,24 @@ LOGITS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.parametrize("width", [1, 111, 1000, 51200])
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("options", LOGITS, ids=str)
-def test_logits_draw_the_ids_of_the_reference(options: dict[str, Any]) -> None:
-    for dtype in FLOATS:
-        for width in (1, 111, 1000, 51200):
-            logits = normal(4, width, 3).to(dtype).cuda()
-            logits[1, : width // 2] = -math.inf
-            key = keys(4)
-            got = sample_from_logits(logits, **options, **key)
-            want = by_reference(sample_from_logits, logits, **options, **key)
-            assert torch.equal(got, want), (dtype, width)
+def test_logits_draw_the_ids_of_the_reference(options: dict[str, Any], dtype: torch.dtype, width: int) -> None:
+    logits = normal(4, width, 3).to(dtype)
+    logits[1, : width // 2] = -math.inf
+    assert_draws_as_the_reference(partial(sample_from_logits, **options), logits)
 
 
 @pytest.mark.parametrize("width", [1000, 51200])
 def test_every_row_of_logits_has_filters_of_its_own(width: int) -> None:
     rows = 96
-    pick = torch.arange(rows, device="cuda")
+    row = torch.arange(rows, device="cuda")
     options = {
-        "temperature": torch.tensor([0.0, 0.7, -1.0, 0.7], device="cuda")[pick % 4],
-        "top_k": torch.tensor([50, 0, 1, 2, 300, width], device="cuda")[pick // 4 % 6],
-        "top_p": torch.tensor([1.0, 0.9, 0.1, 0.0], device="cuda")[pick // 24],
-        "min_p": torch.tensor([0.0, 0.01, 0.3], device="cuda")[pick % 3],
+        "temperature": torch.tensor([0.0, 0.7, -1.0, 0.7], device="cuda")[row % 4],
+        "top_k": torch.tensor([50, 0, 1, 2, 300, width], device="cuda")[row // 4 % 6],
+        "top_p": torch.tensor([1.0, 0.9, 0.1, 0.0], device="cuda")[row // 24],
+        "min_p": torch.tensor([0.0, 0.01, 0.3], device="cuda")[row % 3],
     }
     options["temperature"][7::24] = math.nan
     logits, key = normal(rows, width, 6), keys(rows)
@@ -390,51 +392,60 @@ def test_logits_without_a_largest_give_0_and_false() -> None:
 # ---- probabilities ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("temperature", [1.0, 0.5, 3.0])
+@pytest.mark.parametrize("width", [1, 111, 1024, 51200, 151936])
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_softmax_is_as_accurate_as_torch(dtype: torch.dtype) -> None:
-    for width in (1, 111, 1024, 51200, 151936):
-        for temperature in (1.0, 0.5, 3.0):
-            logits = normal(3, width, 4).to(dtype).cuda()
-            exact = torch.softmax(logits.double() / temperature, -1)
-            ours = (softmax(logits, temperature).double() - exact).norm()
-            theirs = (torch.softmax(logits.float() / temperature, -1).double() - exact).norm()
-            assert ours <= 1.1 * theirs + 1e-9, (width, temperature)
+def test_softmax_is_as_accurate_as_torch(dtype: torch.dtype, width: int, temperature: float) -> None:
+    logits = normal(3, width, 4).to(dtype)
+    exact = torch.softmax(logits.double() / temperature, -1)
+    ours = (softmax(logits, temperature).double() - exact).norm()
+    theirs = (torch.softmax(logits.float() / temperature, -1).double() - exact).norm()
+    assert ours <= 1.1 * theirs + 1e-9
 
 
-def test_probabilities_equal_the_reference() -> None:
-    for width in (111, 1024, 51200):
-        logits, probs = normal(5, width, 4).cuda(), distributions(5, width).cuda()
-        probs[1] = 0
-        probs[2, 3] = math.nan
-        logits[3, 0] = math.nan
-        logits[4, 0] = -math.inf
-        for op, x, value in (
-            (softmax, logits, 0.7),
-            (softmax, logits, 0.0),
-            (top_p_renorm_probs, probs, 0.8),
-            (top_p_renorm_probs, probs, 0.0),
-            (top_k_renorm_probs, probs, 40),
-            (top_k_renorm_probs, probs, width),
-        ):
-            want = by_reference(op, x, value)
-            got = op(x, value)
-            assert torch.equal(got > 0, want > 0)
-            torch.testing.assert_close(got, want, rtol=2e-6, atol=1e-12, equal_nan=True)
-            in_place = x.clone()
-            assert op(in_place, value, out=in_place) is in_place
-            assert torch.equal(in_place.nan_to_num(7), op(x, value).nan_to_num(7))
+def assert_same_probabilities(got: torch.Tensor, want: torch.Tensor, what: str = "result") -> None:
+    """The same entries are kept. Kernels compute weights and their sum with 48 bits or more: results are rounded once,
+    and 2e-6 covers the exponentials of softmax."""
+    assert torch.equal(got > 0, want > 0), f"{what}: {int(((got > 0) != (want > 0)).sum())} entries"
+    torch.testing.assert_close(got, want, rtol=2e-6, atol=1e-12, equal_nan=True, msg=lambda text: f"{what}: {text}")
+
+
+@pytest.mark.parametrize(
+    ("op", "value"),
+    [
+        *((softmax, value) for value in (0.7, 0.0)),
+        *((top_p_renorm_probs, value) for value in (0.8, 0.0, 1.0)),
+        *((top_k_renorm_probs, value) for value in (40, 0)),
+    ],
+)
+@pytest.mark.parametrize("width", [111, 1024, 51200])
+def test_probabilities_equal_the_reference(width: int, op: Callable[..., torch.Tensor], value: float) -> None:
+    x = normal(5, width, 4) if op is softmax else distributions(5, width)
+    x[1] = 0
+    x[2, 3] = math.nan
+    x[4, 0] = -math.inf
+    got = op(x, value)
+    assert_same_probabilities(got, by_reference(op, x, value))
+    in_place = x.clone()
+    assert op(in_place, value, out=in_place) is in_place
+    assert torch.equal(in_place.nan_to_num(7), got.nan_to_num(7))
+
+
+def test_top_p_off_keeps_entries_too_small_to_have_mass() -> None:
+    probs = torch.softmax(normal(2, 4097, 3, 8.0), -1)
+    assert torch.equal(top_p_renorm_probs(probs, 1.0) > 0, probs > 0)
 
 
 # ---- graphs, streams, the launch before ------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("width", [1024, 51200])
 @pytest.mark.parametrize("op", OPS)
-def test_a_replayed_graph_sees_new_probabilities_and_keys(op: str) -> None:
-    for width in (1024, 51200):
-        first, second = ([distributions(4, width, n).cuda(), *(v + n for v in keys(4).values())] for n in (7, 70))
-        run = lambda probs, seed, offset: OPS[op](probs, seed=seed, offset=offset)  # noqa: E731
-        got = graph_replay(run, first, [x.clone() for x in second])
-        assert torch.equal(got, run(*second))
+def test_a_replayed_graph_sees_new_probabilities_and_keys(op: str, width: int) -> None:
+    first, second = ([distributions(4, width, n), *(v + n for v in keys(4).values())] for n in (7, 70))
+    run = lambda probs, seed, offset: OPS[op](probs, seed=seed, offset=offset)  # noqa: E731
+    got = graph_replay(run, first, [x.clone() for x in second])
+    assert torch.equal(got, run(*second))
 
 
 def test_a_replayed_graph_draws_new_numbers_when_the_offset_is_advanced() -> None:
@@ -455,8 +466,9 @@ def test_a_replayed_graph_draws_new_numbers_when_the_offset_is_advanced() -> Non
     assert torch.equal(seen[2], top_p_sampling_from_probs(probs, 0.9, seed=seed, offset=2))
 
 
-def test_what_the_launch_just_before_writes_is_read_after_the_wait() -> None:
-    """1000 times, each input in turn written by the kernel before, in a graph."""
+@pytest.mark.parametrize("written", ["probs", "top_p", "top_k", "seed", "offset"])
+def test_what_the_previous_launch_writes_is_read_after_the_wait(written: str) -> None:
+    """In a graph of 1000 calls, the kernel before each call writes one of its inputs."""
     sources = [distributions(2, 8192, n, 1.0).cuda() for n in range(4)]
     probs, p, k = sources[0].clone(), torch.ones(2).cuda(), torch.zeros(2, dtype=torch.int64).cuda()
     seed, offset = keys(2).values()
@@ -471,21 +483,21 @@ def test_what_the_launch_just_before_writes_is_read_after_the_wait() -> None:
     def call() -> torch.Tensor:
         return top_k_top_p_sampling_from_probs(probs, k, p, seed=seed, offset=offset)
 
-    for target, values in new.values():
-        want = []
+    target, values = new[written]
+    want = []
+    for value in values:
+        target.copy_(value)
+        want.append(call().clone())
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = []
         for value in values:
             target.copy_(value)
-            want.append(call().clone())
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            got = []
-            for value in values:
-                target.copy_(value)
-                got.append(call())
-        for _ in range(250):
-            graph.replay()
-            for one, other in zip(got, want, strict=True):
-                assert torch.equal(one, other)
+            got.append(call())
+    for replay in range(250):
+        graph.replay()
+        for index, (one, other) in enumerate(zip(got, want, strict=True)):
+            assert torch.equal(one, other), f"replay {replay}, call {index}"
 
 
 def test_a_second_stream() -> None:
@@ -515,6 +527,33 @@ def test_a_capture_needs_tensors_for_its_key() -> None:
     torch.cuda.synchronize()
 
 
+def test_a_generator_gives_its_counter_as_offsets_and_moves_on_without_synchronising() -> None:
+    probs, generator = torch.ones(63, 1000, device="cuda"), torch.Generator("cuda").manual_seed(2**63 + 5)
+    counter = generator.get_offset()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        ids = sampling_from_probs(probs, generator=generator)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert generator.get_offset() == counter + 64
+    key = {"seed": generator.initial_seed() ^ _GENERATOR_KEY, "offset": counter + torch.arange(63, device="cuda")}
+    assert torch.equal(ids, sampling_from_probs(probs, **key))
+    assert not torch.equal(ids, sampling_from_probs(probs, generator=generator))
+
+
+def test_successive_offsets_are_those_of_a_tensor() -> None:
+    for width in (1000, 51200):
+        probs, rows = distributions(5, width), torch.arange(5, device="cuda")
+        for op in ("none", "top_p", "both", "many"):
+            filters = {"none": {}, "top_p": {"top_p": (None, 0.9)}, "both": {"top_k": (None, 50), "top_p": (None, 0.9)}}
+            filters["many"] = {"top_k": (None, 900), "top_p": (None, 0.8)}
+            one, other = (
+                _launch.draw("op", probs, key, **filters[op])[0]  # type: ignore[arg-type]
+                for key in (Keys(None, 3, None, 2**40, 1), Keys(None, 3, 2**40 + rows, 0))
+            )
+            assert torch.equal(one, other), (width, op)
+
+
 def test_the_default_generator_is_that_of_the_device() -> None:
     probs = torch.ones(64, 1000).cuda()
     torch.cuda.manual_seed(5)
@@ -530,7 +569,7 @@ DRAWS = 200_000
 
 
 def critical_chi_square(degrees: int) -> float:
-    """The value a chi-square variable passes once in a million (Wilson and Hilferty's approximation)."""
+    """The value that a chi-square variable exceeds once in a million (Wilson and Hilferty's approximation)."""
     part = 2 / (9 * degrees)
     return degrees * (1 - part + 4.753 * part**0.5) ** 3
 
@@ -560,3 +599,80 @@ def test_frequencies_follow_the_filtered_distribution(op: str, width: int) -> No
     want, have = want[want > 5], have[want > 5]
     if len(want) > 1:
         assert ((have - want) ** 2 / want).sum() < critical_chi_square(len(want) - 1)
+
+
+# ---- random calls ----------------------------------------------------------------------------------------------------
+
+WIDTHS = (1, 2, 31, 128, 129, 1000, 4095, 4096, 4097, 5000, 20001, 51200, 128256)
+VALUES: dict[str, Callable[[random.Random], float]] = {
+    "top_k": lambda rng: rng.choice([-1, 0, 1, 2, 50, 127, 128, 129, 1000, 10**6]),
+    "top_p": lambda rng: rng.choice([0.0, 1e-9, 0.02, 0.1, 0.5, 0.9, 0.999, 1.0, 2.0, rng.random()]),
+    "min_p": lambda rng: rng.choice([-1.0, 0.0, 1e-4, 0.05, 0.5, 1.0, rng.random()]),
+    "temperature": lambda rng: rng.choice([0.0, 1e-30, 0.1, 0.7, 1.0, 3.0, 1e30]),
+}
+RANDOM_OPS: dict[Callable[..., Any], tuple[str, ...]] = {
+    sampling_from_probs: (),
+    top_p_sampling_from_probs: ("top_p",),
+    top_k_sampling_from_probs: ("top_k",),
+    top_k_top_p_sampling_from_probs: ("top_k", "top_p"),
+    min_p_sampling_from_probs: ("min_p",),
+    sample_from_logits: ("temperature", "top_k", "top_p", "min_p"),
+    softmax: ("temperature",),
+    top_p_renorm_probs: ("top_p",),
+    top_k_renorm_probs: ("top_k",),
+}
+
+
+def assert_same_softmax(got: torch.Tensor, want: torch.Tensor, what: str = "result") -> None:
+    """As assert_same_probabilities, but weights of denormal size lose precision."""
+    torch.testing.assert_close(got, want, rtol=2e-6, atol=1e-37, equal_nan=True, msg=lambda text: f"{what}: {text}")
+
+
+def random_rows(rng: random.Random, logits: bool) -> torch.Tensor:
+    """Rows of a random shape, distribution, dtype and layout."""
+    width = rng.choice(WIDTHS)
+    rows = rng.choice([0, 1, 2, 3, 7, 32] if width > 5000 else [0, 1, 3, 17, 80, 200])
+    x = rng.choice([0.1, 1.0, 3.0, 12.0]) * torch.randn(rows, width, device="cuda")
+    if not logits:
+        x = rng.choice([lambda: torch.softmax(x, -1), lambda: x.abs(), lambda: x, lambda: x.round().abs()])()
+        x = x * rng.choice([1.0, 1.0, 1.0, 1e-6, 1e-39, 300.0, 1e30])
+    if rng.random() < 0.3:
+        x = x.round(decimals=1)  # ties
+    if rng.random() < 0.2 and rows:
+        x[rng.randrange(rows), rng.randrange(width)] = rng.choice([math.nan, math.inf, -math.inf])
+    if rng.random() < 0.2 and rows:
+        x[rng.randrange(rows)] = rng.choice([0.0, -1.0, -math.inf])
+    x = x.to(rng.choice(FLOATS))
+    start, pad = rng.choice([(0, 0), (1, 0), (3, 5), (8, 8)])
+    buffer = torch.zeros(rows, start + width + pad, dtype=x.dtype, device="cuda")
+    view = buffer[:, start : start + width]
+    view.copy_(x)
+    return view
+
+
+def random_call(rng: random.Random) -> RandomCase:
+    op = rng.choice(list(RANDOM_OPS))
+    rows = random_rows(rng, op in (sample_from_logits, softmax))
+    count = rows.shape[0]
+    kwargs: dict[str, Any] = {}
+    for name in RANDOM_OPS[op]:
+        draw = partial(VALUES[name], rng)
+        dtype = rng.choice([torch.int32, torch.int64]) if name == "top_k" else torch.float32
+        values = [draw() for _ in range(rng.choice([1, count]) if count else 1)]
+        kwargs[name] = draw() if rng.random() < 0.5 else torch.tensor(values, dtype=dtype, device="cuda")
+    if op is softmax:
+        return RandomCase(op, (rows,), kwargs, compare=assert_same_softmax)
+    if op in (top_p_renorm_probs, top_k_renorm_probs):
+        return RandomCase(op, (rows,), kwargs, compare=assert_same_probabilities)
+    if {"top_k", "top_p"} <= kwargs.keys():
+        kwargs["filter_apply_order"] = rng.choice(["top_k_first", "joint"])
+    kwargs |= {"seed": rng.getrandbits(64), "offset": rng.getrandbits(62), "return_valid": True}
+    if rng.random() < 0.5:
+        kwargs |= {"seed": torch.randint(2**62, (count,), device="cuda")}
+    if rng.random() < 0.5:
+        kwargs |= {"offset": torch.randint(2**62, (count,), device="cuda")}
+    return RandomCase(op, (rows,), kwargs)
+
+
+def test_random_calls_equal_the_reference() -> None:
+    compare_at_random(random_call, seconds=20.0, least=200)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 import re
 import subprocess
 import sys
@@ -18,10 +19,12 @@ import kestrel_sampling
 from kestrel_runtime import Binary, KestrelFallbackWarning, UnsupportedError, backend
 from kestrel_runtime.testing import (
     BadInput,
+    RandomCase,
     assert_close_to_f64,
     assert_rejects,
     assert_same_bits,
     canary,
+    compare_at_random,
     graph_replay,
     opcheck,
     poison,
@@ -378,8 +381,8 @@ def test_kernel_gives_the_reference_bit_for_bit(dtype: torch.dtype, n: int, kind
         expected_values, expected_indices = reference.topk_fwd(scores, max(every_k))
         for k in some_k:
             values, indices = on_gpu(scores, k)
-            assert torch.equal(indices, expected_indices[:, :k])
-            assert_same_bits(values, expected_values[:, :k])
+            assert_same_bits(indices, expected_indices[:, :k], f"indices of {rows} rows, k = {k}")
+            assert_same_bits(values, expected_values[:, :k], f"values of {rows} rows, k = {k}")
 
 
 @pytest.mark.gpu
@@ -398,14 +401,14 @@ def test_kernel_covers_many_rows(n: int, rows: int, k: int) -> None:
 @pytest.mark.parametrize("kind", ["random", "ties", "large", "nan-and-inf", "minus-inf", "denormal"])
 @pytest.mark.parametrize("n", [8, 60, 64, 256, 1000, 4096])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_kernel_softmax_is_as_exact_as_its_arithmetic(dtype: torch.dtype, n: int, kind: str) -> None:
-    """16 bits: as near to float64 as torch.softmax of the kept. float32: 4 eps (exp, the sum, the quotient) beside the
-    half ulp by which the difference that exp takes was rounded."""
+def test_kernel_softmax_is_as_accurate_as_its_arithmetic(dtype: torch.dtype, n: int, kind: str) -> None:
+    """16 bits: as close to float64 as torch.softmax of the kept. float32: 4 eps for exp, the sum and the quotient, and
+    half an ulp of the argument of exp."""
     scores = fill(kind, 37, n, dtype).cuda()
     for k in ks(n):
         values, indices = on_gpu(scores, k, softmax=True)
         kept, expected_indices = reference.topk_fwd(scores, k)
-        assert torch.equal(indices, expected_indices)
+        assert_same_bits(indices, expected_indices, f"indices at k = {k}")
         exact = torch.softmax(kept.double(), dim=-1)
         if dtype != torch.float32:
             assert_close_to_f64(values, exact, torch.softmax(kept, dim=-1))
@@ -414,7 +417,7 @@ def test_kernel_softmax_is_as_exact_as_its_arithmetic(dtype: torch.dtype, n: int
         below_top = (kept.double() - kept[:, :1].double()).abs()
         limit = (4 + below_top / 2) * torch.finfo(dtype).eps * exact + torch.finfo(dtype).tiny
         error = (values.double() - exact).abs()
-        assert not (error > limit).any(), f"{float((error - limit).nan_to_num().max()):.3e} beyond the limit"
+        assert not (error > limit).any(), f"k = {k}: {float((error - limit).nan_to_num().max()):.3e} beyond"
 
 
 @pytest.mark.gpu
@@ -426,8 +429,8 @@ def test_kernel_reads_rows_of_any_alignment_and_stride(dtype: torch.dtype, n: in
         buffer = torch.full((33, width + 8), float("inf"), dtype=dtype, device="cuda")
         scores = buffer[:, offset : offset + n]
         scores.copy_(fill("random", 33, n, dtype))
-        for k in {min(8, n), min(50, n)}:
-            assert torch.equal(on_gpu(scores, k)[1], reference.topk_fwd(scores, k)[1])
+        for k in (8, 50):
+            assert_same_bits(on_gpu(scores, k)[1], reference.topk_fwd(scores, k)[1], f"width {width}, k = {k}")
 
 
 @pytest.mark.gpu
@@ -559,17 +562,17 @@ LONG_ROWS = ["random", "ties", "large", "nan-and-inf", "minus-inf", "denormal"]
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize(("n", "rows"), [(300, 2), (4097, 3), (51200, 1), (51201, 40), (128256, 20), (300_000, 2)])
 @pytest.mark.parametrize("kind", LONG_ROWS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_kernel_covers_whole_vocabularies(dtype: torch.dtype, kind: str) -> None:
-    for n, rows in ((300, 2), (4097, 3), (51200, 1), (51201, 40), (128256, 20), (300_000, 2)):
-        scores = fill(kind, rows, n, dtype).cuda()
-        for k in (1, 50, 129, 1000, 1024):
-            if k <= n:
-                expected_values, expected_indices = reference.topk_fwd(scores, k)
-                values, indices = on_gpu(scores, k)
-                assert torch.equal(indices, expected_indices), (n, k)
-                assert_same_bits(values, expected_values)
+def test_kernel_covers_whole_vocabularies(dtype: torch.dtype, kind: str, n: int, rows: int) -> None:
+    scores = fill(kind, rows, n, dtype).cuda()
+    for k in (1, 50, 129, 1000, 1024):
+        if k <= n:
+            expected_values, expected_indices = reference.topk_fwd(scores, k)
+            values, indices = on_gpu(scores, k)
+            assert_same_bits(indices, expected_indices, f"indices at k = {k}")
+            assert_same_bits(values, expected_values, f"values at k = {k}")
 
 
 @pytest.mark.gpu
@@ -593,3 +596,22 @@ def test_softmax_over_the_best_of_a_vocabulary() -> None:
     values, _ = topk_fwd(scores, 1000, softmax=True)
     exact = torch.softmax(scores.double().topk(1000).values, -1)
     torch.testing.assert_close(values.double(), exact, rtol=2e-6, atol=0)
+
+
+def random_call(rng: random.Random) -> RandomCase:
+    n = rng.choice([1, 2, 8, 60, 64, 65, 256, 257, 1000, 1024, 1025, 4096, 4097, 51200])
+    rows = rng.choice([0, 1, 3, 32] if n > 5000 else [0, 1, 3, 17, 257, 740])
+    kind = rng.choice(KINDS) if rows else "random"
+    scores = fill(kind, rows, n, rng.choice(DTYPES), seed=rng.getrandbits(30)).cuda()
+    if rng.random() < 0.5:
+        start, pad = rng.choice([(1, 0), (3, 5), (8, 8)])
+        buffer = torch.zeros(rows, start + n + pad, dtype=scores.dtype, device="cuda")
+        buffer[:, start : start + n] = scores
+        scores = buffer[:, start : start + n]
+    some_k = [k for k in (1, 7, 8, 9, 50, 128, 129, 1000, 1024, n) if k <= min(n, 1024)]
+    return RandomCase(topk_fwd, (scores, rng.choice(some_k)))
+
+
+@pytest.mark.gpu
+def test_random_calls_equal_the_reference() -> None:
+    compare_at_random(random_call, seconds=10.0, least=100)
