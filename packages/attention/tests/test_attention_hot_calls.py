@@ -12,6 +12,7 @@ import torch
 
 from kestrel_attention import decode, flash_attn_with_kvcache, hot_calls
 from kestrel_attention.hot_calls import HotCalls
+from kestrel_attention.kernels.parameters import DecodeScalars, DecodeTensors
 from kestrel_runtime import backend, trace
 
 op = importlib.import_module("kestrel_attention.flash_attn_with_kvcache")
@@ -126,6 +127,16 @@ def test_a_hot_call_writes_out_itself_where_it_is_contiguous(launched: list[tupl
     assert flash_attn_with_kvcache(**given) is given["out"]
     ((_, arguments_given),) = launched
     assert arguments_given[8] is given["out"]
+
+
+@pytest.mark.parametrize("name", ["k_scale", "v_scale"])
+def test_a_scale_of_another_shape_makes_another_plan(launched: list[tuple[str, tuple[Any, ...]]], name: str) -> None:
+    shared, per_head = torch.ones(1), torch.ones(2)
+    for scale in (shared, per_head, shared, per_head):
+        caches = {key: arguments()[key].to(torch.float8_e4m3fn) for key in ("k_cache", "v_cache")}
+        flash_attn_with_kvcache(**arguments(**caches, **{name: scale}))
+    index = DecodeScalars._fields.index(f"{name}_heads") + len(DecodeTensors._fields)
+    assert [given[index] for _, given in launched] == [1, 2, 1, 2]
 
 
 def test_a_hot_call_allocates_the_lse_only_where_it_is_wanted(launched: list[tuple[str, tuple[Any, ...]]]) -> None:

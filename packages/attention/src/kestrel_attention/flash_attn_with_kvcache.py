@@ -105,7 +105,9 @@ def flash_attn_with_kvcache(
         if k is not None:
             tensors += (k, v)
         if k_scale is not None:
-            tensors += (k_scale,) if v_scale is k_scale or v_scale is None else (k_scale, v_scale)
+            tensors += (k_scale,)
+        if v_scale is not None and v_scale is not k_scale:
+            tensors += (v_scale,)
         if k_tail is not None:
             tensors += (k_zero, v_zero, k_tail, seq_ids)
         if prefix is _TENSOR:
@@ -115,7 +117,8 @@ def flash_attn_with_kvcache(
         try:
             left, right = window_size
             numbers = (softmax_scale, causal, left, right, softcap, num_splits, prefix)
-            given = (block_table is None, k is None, v is None, k_scale is None, v_scale is None, v_scale is k_scale)
+            table = None if block_table is None else block_table.shape  # grows with the sequences
+            given = (table, k is None, v is None, k_scale is None, v_scale is None, v_scale is k_scale)
             integers = (k_zero is None, v_zero is None, k_tail is None, seq_ids is None)
             hot = (q.shape, numbers, *map(type, numbers), given, integers, out is None, out is q)
             launch = _hot_calls.find(hot, tensors)
