@@ -16,7 +16,7 @@ TARGETS = {
     "1024x32x64": 4.37,
     "4096x32x64": 14.0,
 }
-TOLERANCE = 0.05  # codes stand 6 to 12 % apart
+TOLERANCE = 0.05  # adjacent codes differ by 6 to 12 %
 set_bytes, bare, result = cache_write.set_bytes, cache_write.bare, cache_write.result
 
 

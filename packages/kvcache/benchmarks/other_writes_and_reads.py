@@ -74,7 +74,7 @@ def int4_prompts(tokens: int, count: int) -> list[tuple[Any, ...]]:
 
 
 def int4_steps(tokens: int, count: int) -> list[tuple[Any, ...]]:
-    """The next token of a sequence each, wherever its page stands."""
+    """The next token of each sequence, whose page may be any."""
     cache = int4_cache(count * tokens, count * tokens)
     pages = slots_of(tokens, count)
     places = torch.randint(0, 64, (count, tokens), device="cuda")

@@ -70,7 +70,7 @@ constexpr int kThreads = 128;  // per block of write_values
 
 // -- finished pages of keys -------------------------------------------------------------------------------------------
 
-constexpr int kPagePacks = 16;       // of a row: what a block takes of a page
+constexpr int kPagePacks = 16;       // of each row, per block
 constexpr int kPageThreads = 512;    // a thread has one pack of two rows, half a page apart
 constexpr int kTokensPerBlock = 32;  // searched for the ends of pages, one per lane of a warp
 static_assert(kPageThreads * 2 == kPagePacks * kInt4Page);

@@ -24,7 +24,7 @@ TARGETS = {
     "65536x1024": 52.7,
     "65536x2048": 104.0,
 }
-TOLERANCE = 0.05  # codes stand 6 to 12 % apart
+TOLERANCE = 0.05  # adjacent codes differ by 6 to 12 %
 
 
 def sizes(shape: str) -> tuple[int, int]:
@@ -63,7 +63,7 @@ def bare() -> Callable[..., object]:
 
 
 def result(arguments: tuple[Any, ...], returned: None) -> list[torch.Tensor]:
-    """What codes and scales stand for: a code may be rounded to its neighbour."""
+    """The values of codes and scales; peers may round to the adjacent code."""
     codes, scales = arguments[1][0]
     return [codes.float() * scales]
 

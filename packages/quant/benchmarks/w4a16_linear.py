@@ -19,7 +19,7 @@ def sizes(shape: str) -> tuple[int, int, int]:
 
 
 def make(shape: str, count: int) -> list[tuple[Any, ...]]:
-    """x; the packed weight; what it stands for, for who multiplies in bf16."""
+    """x; the packed weight; its values in bf16, for peers that multiply those."""
     tokens, n, k = sizes(shape)
     sets = []
     for _ in range(count):

@@ -11,7 +11,7 @@ namespace kestrel {
 
 inline void check_cuda(cudaError_t error, const char* what) {
   if (error == cudaSuccess) return;
-  cudaGetLastError();  // the next caller must not find this error
+  cudaGetLastError();  // clears the error for the next caller
   raise("RuntimeError", std::string(what) + ": " + cudaGetErrorName(error) + ": " + cudaGetErrorString(error));
 }
 
@@ -37,14 +37,14 @@ inline cudaStream_t current_stream(DLDevice device) {
   return static_cast<cudaStream_t>(TVMFFIEnvGetStream(device.device_type, device.device_id));
 }
 
-// What the runtime knows of a device; it answers from a table of its own.
+// A device attribute; the CUDA runtime caches them.
 inline int device_attribute(cudaDeviceAttr attribute, int device) {
   int value = 0;
   check_cuda(cudaDeviceGetAttribute(&value, attribute, device), "cudaDeviceGetAttribute");
   return value;
 }
 
-// What a launch returned: a GPU without machine code is a case that no kernel covers.
+// Checks the result of a launch. A GPU without machine code is a case that no kernel covers.
 inline void check_launch(cudaError_t error, DLDevice device) {
   if (error == cudaErrorNoKernelImageForDevice) {
     cudaGetLastError();
@@ -56,10 +56,9 @@ inline void check_launch(cudaError_t error, DLDevice device) {
   check_cuda(error, "kernel launch");
 }
 
-// Launches kernel(params) so that it may start while the kernel before it in the stream still runs; it must call
-// pdl_wait() (pdl.cuh) before it touches anything that is not constant. GPUs older than sm_90 launch it plainly.
-// shared_bytes: dynamic shared memory; past 48 KB the caller has raised the kernel's limit. cluster: blocks that run
-// together, from sm_90 on.
+// Launches kernel(params) with programmatic dependent launch: it must call pdl_wait() (pdl.cuh) before it touches
+// anything that is not constant. GPUs before sm_90 get a plain launch. shared_bytes: dynamic shared memory; above 48 KB
+// the caller has raised the kernel's limit. cluster: blocks per cluster, from sm_90 on.
 template <typename Params>
 void launch_pdl(void (*kernel)(Params), dim3 grid, dim3 block, DLDevice device, const Params& params,
                 size_t shared_bytes = 0, unsigned cluster = 1) {

@@ -1,4 +1,4 @@
-// Sixteen bytes of elements: the unit of every global access, and its conversion to and from float.
+// Packs of 16 bytes: the unit of global accesses, and their conversion to and from float.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -67,7 +67,7 @@ struct Pack {
   }
 };
 
-// Reads that pass by L1: data that is read once. `volatile` and "memory" keep them behind pdl_wait().
+// Loads that do not allocate in L1, for data that is read once. `volatile` and "memory" keep them after pdl_wait().
 __device__ __forceinline__ uint4 load16_streamed(const void* p) {
   uint4 v;
   asm volatile("ld.global.L1::no_allocate.v4.b32 {%0, %1, %2, %3}, [%4];"
@@ -77,7 +77,7 @@ __device__ __forceinline__ uint4 load16_streamed(const void* p) {
   return v;
 }
 
-// Plain reads, kept where they stand like those above.
+// Plain loads that stay after pdl_wait().
 __device__ __forceinline__ uint4 load16(const void* p) {
   uint4 v;
   asm volatile("ld.global.v4.b32 {%0, %1, %2, %3}, [%4];"
@@ -87,12 +87,12 @@ __device__ __forceinline__ uint4 load16(const void* p) {
   return v;
 }
 
-// Reads of constants. Not ld.global.nc: ptxas moves those down past pdl_wait(), which is what they should overlap.
+// Loads of constants, to be issued before pdl_wait(). Not ld.global.nc: ptxas moves those past the wait.
 __device__ __forceinline__ uint4 load16_constant(const void* p) { return load16(p); }
 
 __device__ __forceinline__ void store16(void* p, uint4 v) { *static_cast<uint4*>(p) = v; }
 
-// A write that leaves L2 first: results larger than L2, which nobody finds there anyway.
+// A store whose line leaves L2 first, for results larger than L2.
 __device__ __forceinline__ void store16_streamed(void* p, uint4 v) {
   asm volatile("st.global.cs.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
                : "memory");

@@ -1,4 +1,4 @@
-// The arguments of the rotary ops: their checks, with the words of kestrel_runtime.rotary.
+// Checks of the arguments of the rotary ops, with the messages of kestrel_runtime.rotary.
 #pragma once
 
 #include <kestrel/check.h>
@@ -10,7 +10,7 @@ namespace kestrel {
 
 constexpr int kMostRowDims = 2;  // rows are [T] or [B, S]
 
-// x holds whole heads for each of the rows: [..., H*D] or [..., H, D]. The rows are `count` dimensions.
+// x is [..., H*D] or [..., H, D], where the rows are the first `count` dimensions.
 inline void check_heads(const Checks& check, const char* name, const TensorView& x, const int64_t* rows, int count,
                         int64_t head_size) {
   check.dtype(name, x, {kBFloat16, kFloat16, kFloat32});
@@ -28,7 +28,7 @@ inline void check_heads(const Checks& check, const char* name, const TensorView&
   }
 }
 
-// query and key (which may be missing), which are written; returns the head size.
+// Checks query and the optional key, which are written; returns the head size.
 inline int64_t check_rotary_rows(const Checks& check, const int64_t* rows, int count, const TensorView& query,
                                  const OptionalTensor& key, const AnyView& head_size) {
   const int64_t size = check.integer("head_size", head_size, 1);
@@ -42,8 +42,8 @@ inline int64_t check_rotary_rows(const Checks& check, const int64_t* rows, int c
   return size;
 }
 
-// cos_sin_cache is [max_pos, R], float32 or the query's dtype, and R dims fit into a head behind the offset; returns
-// the offset.
+// Checks cos_sin_cache [max_pos, R], float32 or the query's dtype: R dimensions fit into a head after the offset.
+// Returns the offset.
 inline int64_t check_rotary_table(const Checks& check, const TensorView& table, const TensorView& query,
                                   int64_t head_size, const AnyView& rope_dim_offset) {
   const char* name = "cos_sin_cache";

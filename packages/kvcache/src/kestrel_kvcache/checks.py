@@ -1,4 +1,4 @@
-"""Checks that the cache ops share. Tensors come by the names they have as arguments."""
+"""Checks that the cache ops share."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def check_pair(
 
 
 def check_written(op: str, **tensors: torch.Tensor) -> None:
-    """No element of these tensors, which are written, shares its memory with another of the same tensor."""
+    """No two elements of a written tensor share memory. Tensors are given by their argument names."""
     for name, x in tensors.items():
         check.disjoint(op, name, x)
 

@@ -1,4 +1,4 @@
-"""Reading one sequence out of a paged cache of any format."""
+"""Reading one sequence from a paged cache of any format."""
 
 from __future__ import annotations
 
@@ -64,25 +64,24 @@ def gather_cache(
     k_tail: torch.Tensor | None = None,
     seq_ids: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Read the keys and values of one sequence out of a paged cache.
+    """Read the keys and values of one sequence from a paged cache.
 
     L = ``length`` tokens, Hk KV heads of D dims, pages of P slots.
 
     key_cache, value_cache: [blocks, P, Hk, D] as :func:`reshape_and_cache` writes them (bf16, fp16, float32, FP8; uint8
         is e4m3), int8 as :func:`int8_cache_write` does, uint8 [blocks, 64, Hk, D/2] as :func:`int4_cache_write` does.
-    block_table: int32 [n], the sequence's pages in order. A negative entry, or one past the end, is no page. Not
-        constant: a kernel reads it after its wait for the launch before, as it reads the caches.
-    length: tokens of the sequence, on the host. Those without a page come out as 0.
+    block_table: int32 [n], the sequence's pages in order. A negative entry, or one past the end, is no page.
+    length: tokens of the sequence, on the host. The result is 0 for tokens without a page.
     dtype: of the result: bf16, fp16 or float32.
     k_scale, v_scale: FP8: float32 [1] or [Hk], None is 1. INT8: float32 [blocks, P, Hk]. INT4: fp16, [blocks, Hk, D]
         for K and [blocks, 64, Hk] for V.
-    k_zero, v_zero, k_tail, seq_ids: for INT4 alone, and then all four: see :func:`int4_cache_write`; seq_ids is int32
+    k_zero, v_zero, k_tail, seq_ids: for INT4 only, and then all four: see :func:`int4_cache_write`; seq_ids is int32
         [1], on the device. One < 0 or >= seqs is padding: the result is 0.
 
     Returns (k, v), both [L, Hk, D]: code * scale, or (code - zero) * scale, in float32, rounded once. Raises TypeError
     for a wrong dtype or a missing tensor, ValueError for a wrong shape, stride, range or device, UnsupportedError for
-    an INT4 cache with pages of other than 64 slots.
-    Semantics: the inverse of this package's own writers, over the paged layout of vLLM (Kwon et al., arXiv
+    an INT4 cache with a page size other than 64. No argument is constant.
+    Semantics: the inverse of the writers of this package, over the paged layout of vLLM (Kwon et al., arXiv
     2309.06180); INT4: Liu et al., "KIVI", arXiv 2402.02750.
 
     >>> import torch, kestrel_kvcache

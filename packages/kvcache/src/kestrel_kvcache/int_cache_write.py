@@ -1,4 +1,4 @@
-"""Writing new keys and values into a paged cache as INT8 or INT4, with the scales they need."""
+"""Writing new keys and values into a paged cache as INT8 or INT4, with their scales."""
 
 from __future__ import annotations
 
@@ -54,14 +54,14 @@ def int8_cache_write(
     key_cache, value_cache: int8 [blocks, P, Hk, D], written in place; strides as in :func:`reshape_and_cache`.
     k_scale, v_scale: float32 [blocks, P, Hk], written in place, with strides of their own.
     slot_mapping: int32 or int64 [T]. A slot < 0 or >= blocks * P is skipped. The others must be distinct, see
-        :func:`reshape_and_cache`; here codes of one token may even stand beside the scale of the other.
+        :func:`reshape_and_cache`; if two tokens name one slot, codes of one can meet the scale of the other.
 
     scale = the largest finite magnitude of the D values / 127, or 1 where that is 0; code = value / scale, computed in
-    float32, rounded half to even, -127..127. inf saturates; a NaN makes the scale NaN, so that it is not lost.
+    float32, rounded half to even, -127..127. inf saturates; a NaN makes the scale NaN.
     Returns None. No argument is constant. Raises TypeError for a wrong dtype or a missing tensor, ValueError for a
-    wrong shape, stride or device, or a written tensor whose elements share memory. Semantics:
-    ``reshape_and_cache_flash`` of vLLM for slots and rows; the format, symmetric INT8 with a scale per token and head,
-    is this package's own.
+    wrong shape, stride or device, or a written tensor that shares memory within itself or with another argument.
+    Semantics: ``reshape_and_cache_flash`` of vLLM for slots and rows; the format, symmetric INT8 with a scale per token
+    and head, is this package's own.
 
     >>> import torch, kestrel_kvcache
     >>> rows = torch.tensor([-1.27, 0.5]).reshape(1, 1, 2)
@@ -132,18 +132,18 @@ def int4_cache_write(
     k_scale, k_zero: fp16 [blocks, Hk, D], written in place when a page fills.
     v_scale, v_zero: fp16 [blocks, 64, Hk], written in place.
     k_tail: [seqs, 64, Hk, D] of key's dtype, written in place: the keys of each sequence's unfinished page, row =
-        slot % 64. The write that fills row 63 quantises the page, from the rows of this call and the others from the
-        tail. Readers take the keys of the last length % 64 tokens from here; what the other rows hold is not specified.
-    slot_mapping: int32 or int64 [T]. A slot < 0 or >= blocks * 64 is skipped. The others must be distinct, and each
-        sequence's in order: a page is filled from row 0 on, and only the last one stays unfinished.
+        slot % 64. The write that fills row 63 quantises the page, from the rows of this call and of the tail. Readers
+        take the keys of the last length % 64 tokens from here; the contents of the other rows are unspecified.
+    slot_mapping: int32 or int64 [T]. A slot < 0 or >= blocks * 64 is skipped. The others must be distinct, and a
+        sequence fills its pages in order and each page from row 0 on: only its last page is unfinished.
     seq_ids: int32 or int64 [T]: each token's row of k_tail. A token with one < 0 or >= seqs is skipped.
 
     scale = max((max - min) / 15, max |x| / 32768) rounded to fp16, or 1 where that is 0; zero = -min / scale rounded to
     fp16; code = x / scale + zero, computed in float32, rounded half to even, clamped to 0..15. Values saturate at
-    491280; a NaN makes scale and zero NaN, so that it is not lost.
+    491280; a NaN makes scale and zero NaN.
     Returns None. No argument is constant. Raises TypeError for a wrong dtype or a missing tensor, ValueError for a
-    wrong shape, stride or device, or a written tensor whose elements share memory, UnsupportedError for pages of other
-    than 64 slots. Semantics: Liu et al., "KIVI", arXiv 2402.02750.
+    wrong shape, stride or device, or a written tensor that shares memory within itself or with another argument,
+    UnsupportedError for a page size other than 64. Semantics: Liu et al., "KIVI", arXiv 2402.02750.
 
     >>> import torch, kestrel_kvcache
     >>> codes = torch.zeros(2, 2, 64, 1, 1, dtype=torch.uint8)  # K and V: two pages, one head of 2

@@ -1,4 +1,4 @@
-"""Writing new keys and values into a paged cache, as they are or as FP8."""
+"""Writing new keys and values into a paged cache, unchanged or as FP8."""
 
 from __future__ import annotations
 
@@ -49,21 +49,21 @@ def reshape_and_cache(
 
     T tokens, Hk KV heads of D dims, pages of P slots; slot = block * P + offset.
 
-    key, value: [T', Hk, D] with T <= T', bf16, fp16 or float32; rows past T are not read. Row and head
-        strides are free.
+    key, value: [T', Hk, D] with T <= T', bf16, fp16 or float32; rows past T are not read. Row and head strides are
+        free.
     key_cache, value_cache: [blocks, P, Hk, D], written in place. Strides are free but for the last dimension, and
         separate for K and V: NHD, HND (a transposed view), K and V as halves of one last dimension, layers interleaved.
         Their dtype is that of key with "auto", else uint8 or the named float8 dtype.
-    slot_mapping: int32 or int64 [T]. A slot < 0 or >= blocks * P is skipped. The others must be distinct: where two
-        tokens name one slot, each of its elements comes from one of the two, not all from the same, and runs differ.
-    kv_cache_dtype: "auto" stores the values as they are; "fp8" and "fp8_e4m3" (e4m3fn) and "fp8_e5m2" store
+    slot_mapping: int32 or int64 [T]. A slot < 0 or >= blocks * P is skipped. The others must be distinct: if two
+        tokens name one slot, each of its elements comes from one of the two, and runs differ.
+    kv_cache_dtype: "auto" stores the values unchanged; "fp8" and "fp8_e4m3" (e4m3fn) and "fp8_e5m2" store
         value / scale, computed in float32, rounded to nearest even and saturated at the largest finite code.
-    k_scale, v_scale: float32 [1] or [Hk], on the device; None is 1. With "auto" there is nothing to scale and they are
-        not read (callers of vLLM's op always pass them).
+    k_scale, v_scale: float32 [1] or [Hk], on the device; None is 1. With "auto" they are not read
+        (callers of vLLM's op always pass them).
 
-    Returns None. No argument is constant: all may be written by the launch just before.
+    Returns None. No argument is constant: the previous launch may write all of them.
     Raises TypeError for a wrong dtype or a missing tensor, ValueError for a wrong shape, stride, name or device, or a
-    cache whose elements share memory. Semantics: ``reshape_and_cache_flash`` of vLLM.
+    cache that shares memory within itself or with another argument. Semantics: ``reshape_and_cache_flash`` of vLLM.
 
     >>> import torch, kestrel_kvcache
     >>> cache = torch.zeros(2, 2, 2, 1, 4)  # K and V, 2 pages of 2 slots, 1 head of 4

@@ -82,27 +82,27 @@ def rotary_and_cache(
     The same as kestrel_rope.rotary_embedding followed by :func:`reshape_and_cache`, in one pass.
     T rows, H query heads and Hk KV heads of D = ``head_size`` dims, R rotated dims, pages of P slots.
 
-    positions: int32 or int64 [T]. A position < 0 or >= max_pos leaves its query and key as they are; the key is cached
-        all the same.
+    positions: int32 or int64 [T]. A position < 0 or >= max_pos leaves its query and key unchanged; the key is still
+        cached.
     query: [T, H*D] or [T, H, D], bf16, fp16 or float32. Written in place.
     key: [T, Hk*D] or [T, Hk, D]. Written in place: it holds the rotated key, which is also what the cache gets.
     value: [T, Hk*D] or [T, Hk, D]. Not written.
         Only the last dimension must be contiguous, so the three may be slices of one packed QKV tensor.
     cos_sin_cache: *constant* [max_pos, R], cosines, then sines; float32 or the dtype of query.
     key_cache, value_cache: [blocks, P, Hk, D], written in place; see :func:`reshape_and_cache`.
-    slot_mapping: int32 or int64 [T] or shorter. A slot < 0 or >= blocks * P is not written (the row is rotated all the
-        same). The others must be distinct, see :func:`reshape_and_cache`.
-    is_neox: pairs are (i, i + R/2); False, GPT-J's order: (2i, 2i + 1).
+    slot_mapping: int32 or int64 [T] or shorter. A slot < 0 or >= blocks * P is not written (its row is still
+        rotated). The others must be distinct, see :func:`reshape_and_cache`.
+    is_neox: rotate pairs (i, i + R/2); if False, pairs (2i, 2i + 1) as GPT-J.
     kv_cache_dtype, k_scale, v_scale: the cache's format, see :func:`reshape_and_cache`.
     rope_dim_offset: first rotated dim of a head.
 
     Returns None. The rotation runs in float32 and is rounded to the dtype of key, which is then what is quantised.
     Raises TypeError for a wrong dtype or a missing tensor, ValueError for a wrong shape, stride, range, name or device,
-    or a written tensor whose elements share memory.
+    or a written tensor that shares memory within itself or with another argument.
     Semantics: ``rotary_embedding``, then ``reshape_and_cache_flash``, of vLLM.
 
     >>> import torch, kestrel_kvcache
-    >>> table = torch.tensor([[0.0, 1.0]])  # position 0: cos 0, sin 1, a quarter turn
+    >>> table = torch.tensor([[0.0, 1.0]])  # position 0: cos 0, sin 1, a rotation by 90 degrees
     >>> query, key, value = torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, 4.0]]), torch.tensor([[5.0, 6.0]])
     >>> cache = torch.zeros(2, 1, 1, 1, 2)  # K and V: one page of one slot, one head of 2
     >>> at = torch.tensor([0])

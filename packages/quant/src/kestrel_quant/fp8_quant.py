@@ -27,17 +27,17 @@ def fp8_quant(
     """Quantise to FP8 e4m3fn, saturating, rounding to nearest even: ``x ≈ q * scale``.
 
     x: [T, N] bf16, fp16 or float32, any row stride.
-    scale: float32 [1] or [T, 1], positive: used and returned as it is. None computes it:
+    scale: float32 [1] or [T, 1], positive: used and returned unchanged. None computes it:
         ``max(min(amax, scale_ub), 1e-12) / 448`` with amax the largest finite magnitude of each row, of the tensor or
         of each group of ``group_size`` columns (the last group may be shorter).
-    granularity: what shares a computed scale: each "row", the whole "tensor", or each "group" of ``group_size`` columns
-        of a row. With a given ``scale`` its shape decides, and "group" is refused.
-    scale_ub: float32 [1], an upper bound of amax (values above it saturate). Only without ``scale``.
+    granularity: which elements share a computed scale: a "row", the whole "tensor", or a "group" of ``group_size``
+        columns of a row. With a given ``scale`` its shape decides, and "group" is refused.
+    scale_ub: float32 [1], an upper bound of amax; values above it saturate. Not allowed with ``scale``.
     column_major_scales: "group" only; the scales then have strides (1, T rounded up to a multiple of 4), as
         block-scaled GEMMs read them.
 
     Returns (q, scale): q float8_e4m3fn [T, N]; scale float32 [T, 1] ("row"), [1] ("tensor"), [T, ceil(N/G)] ("group").
-    NaN becomes the code NaN, inf saturates to ±448; neither moves the scale. A row of zeros gives zeros and a
+    NaN becomes the code NaN, inf saturates to ±448; neither changes the scale. A row of zeros gives zeros and a
     finite scale. With "row" and "group" a row does not depend on the batch around it.
 
     Raises ValueError or TypeError for a wrong dtype, rank, shape or device, for ``scale_ub``, "group" or
@@ -87,7 +87,7 @@ def _check_fp8_quant(
 def _fp8_quant(
     x: torch.Tensor, granularity: str, group_size: int, scale_ub: torch.Tensor | None, column_major_scales: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Dynamic scales; column-major ones as the buffer behind them, [groups, T rounded up to 4]."""
+    """Dynamic scales; column-major ones as their buffer, [groups, T rounded up to a multiple of 4]."""
     rows, columns = x.shape
     q, maxima = empty(x, torch.float8_e4m3fn, rows, columns), None
     if granularity == "tensor":

@@ -28,7 +28,7 @@ def int4_quant(x: torch.Tensor, *, group_size: int = 128) -> tuple[torch.Tensor,
 
     Returns (q, scale): q uint8 [T, N/2], two's complement nibbles, even columns in the low one, codes -7..7; scale
     float32 [T, ceil(N/G)], the largest finite magnitude / 7, or 1 where that is zero. NaN becomes 0, inf saturates;
-    neither moves the scale. A row does not depend on the batch around it.
+    neither changes the scale. A row does not depend on the batch around it.
 
     Raises ValueError or TypeError for a wrong dtype or rank, an odd N or a group of less than one column.
     Semantics: this package's own; symmetric absmax per group of columns, as int8_quant has it per row, with 7 for 127.

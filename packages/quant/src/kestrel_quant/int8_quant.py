@@ -24,8 +24,8 @@ def int8_quant(x: torch.Tensor, *, granularity: str = "row") -> tuple[torch.Tens
     x: [T, N] bf16, fp16 or float32, any row stride. granularity: "row" or "tensor".
 
     Returns (q, scale): q int8 [T, N], codes -127..127; scale float32 [T, 1] or [1], the largest finite magnitude / 127,
-    or 1 where that is zero. NaN becomes 0, inf saturates; neither moves the scale. With "row" a row does not depend on
-    the batch around it.
+    or 1 where that is zero. NaN becomes 0, inf saturates; neither changes the scale. With "row" a row does not
+    depend on the batch around it.
 
     Raises ValueError or TypeError for a wrong dtype or rank or an unknown ``granularity``.
     Semantics: vLLM's scaled_int8_quant (dynamic, symmetric).

@@ -106,8 +106,8 @@ def w4a16_linear(
     The weight is code * scale, exact; accumulated in float32, rounded once.
 
     Returns [..., N] in x's dtype, in ``out`` if it is given; ``out`` may not overlap ``x``.
-    By reference each number of rows T is a range of its own: at one T a row is the same bit for bit whatever the other
-    rows hold; at another it may differ by rounding, for the matrix product chooses its order of summation by T.
+    For a fixed number of rows T, a row does not depend on the other rows. Between different T it may differ by
+    rounding: the reference's matrix product chooses its order of summation by T.
 
     Raises ValueError or TypeError for a wrong dtype, shape or device. Semantics: Marlin, Frantar et al. 2024.
 
