@@ -82,18 +82,18 @@ bool with_tile(int packs, F call) {
 
 inline dim3 blocks(int rows, int rows_per_block) { return dim3((rows + rows_per_block - 1) / rows_per_block); }
 
-// Prefetch and store hints by the size of the call; they never change a result.
+// Prefetch and store hints by the bytes that a call reads; they never change a result.
 template <typename S>
 void set_cache_hints(Params* p) {
-  constexpr int64_t mebi = 1 << 20;
+  constexpr int64_t small = 8 << 20;  // above it, loads of RMSNorm rows queue behind their own prefetches
+  constexpr int64_t l2 = 64 << 20;    // an output of a larger call leaves L2 before it is read
   const int64_t read = int64_t{p->rows} * p->n * sizeof(typename S::T) * (S::add ? 2 : 1);
-  const bool past_l2 = read > 64 * mebi;
   if constexpr (S::layer && !S::add) {
-    p->prefetch = !past_l2;
+    p->prefetch = read <= l2;
   } else {
-    p->prefetch = read < 8 * mebi || (S::add && past_l2);
+    p->prefetch = read < small || (S::add && read > l2);
   }
-  p->evict_first = !S::add && past_l2;
+  p->evict_first = !S::add && read > l2;
 }
 
 template <typename S, typename W, Access A, int line>

@@ -1,6 +1,6 @@
 // Row normalisation for rows that are too long for norm_single_pass or not aligned.
 //
-// Computes what norm_single_pass computes, with sums in the same order, so the kernel never changes a bit of the
+// Computes what norm_single_pass computes, with sums in the same order, so the choice of kernel never changes the
 // result. One thread block per row, or four rows per block where a warp each suffices. Pass 1 reduces, pass 2
 // normalises and stores; a quantised output has a pass for the row's largest magnitude in between. An unaligned row
 // that fits is staged in shared memory by cp.async, so global memory is read once; other rows are read again from L1 or

@@ -1,11 +1,11 @@
 // Row normalisation for rows that fit into the registers of a warp or a thread block; dispatch.h says which those are.
 //
-// Computes y = (x - mean) * rstd * weight + bias (LayerNorm) or y = x * rstd * (weight + weight_bias) (RMSNorm) per
-// row. Residual::add: x + residual is rounded, stored as the new residual and normalised. OutputFp8: y leaves unrounded
-// as codes and one scale per row. A thread holds V packs of 16 bytes; pack c belongs to thread c % group size, so a
-// row's sums have one order whatever the batch, the strides and the alignment. PDL: weight and bias are loaded before
-// the wait, rows after it. Rows may be prefetched into L2 before the wait: a prefetch returns no data, so it cannot
-// return stale data.
+// Computes y = (x - mean) * rstd * weight + bias (LayerNorm) or y = x * rstd * (weight + weight_bias) (RMSNorm).
+// Residual::add: x + residual is rounded, stored as the new residual and normalised. A thread holds V packs of 16
+// bytes; pack c belongs to thread c % group size, so a row's sums have one order whatever the batch and the strides.
+//
+// PDL: weight and bias are loaded before the wait, rows after it. Rows may be prefetched into L2 before the wait: a
+// prefetch returns no data, so it cannot return stale data.
 #pragma once
 
 #include <kestrel/pdl.cuh>

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import kestrel_rope
-from kestrel_runtime.testing import canary, opcheck
+from kestrel_runtime.testing import assert_registered, canary, opcheck
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -234,6 +234,10 @@ def arguments(kind: str):
 KINDS = ("heads", "no key", "batched", "transposed", "sliced")
 
 
+def test_every_op_is_registered_documented_and_checked():
+    assert_registered(kestrel_rope)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_registered_op_is_sound(kind):
     opcheck(kestrel_rope.rotary_embedding, arguments(kind), {"rope_dim_offset": 8})
@@ -247,3 +251,17 @@ def test_compiles_without_graph_breaks(kind, backend):
     torch.compile(kestrel_rope.rotary_embedding, fullgraph=True, backend=backend)(*compiled, inverse=True)
     for a, b in zip(eager, compiled, strict=True):
         assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+
+
+def test_numbers_may_change_between_calls_of_a_compiled_function():
+    torch._dynamo.reset()
+    positions, query, table = torch.arange(5), torch.randn(5, 4 * 64), table_of(16)
+
+    def call(query, head_size, offset):
+        kestrel_rope.rotary_embedding(positions, query, None, head_size, table, rope_dim_offset=offset)
+        return query
+
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    for head_size, offset in ((64, 0), (64, 8), (32, 16), (128, 3)):
+        want = call(query.clone(), head_size, offset)
+        assert torch.equal(compiled(query.clone(), head_size, offset), want), (head_size, offset)
