@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
-from kestrel_runtime import check, kernel_op
+from kestrel_runtime import Binary, check, empty, kernel_op
 
 from . import reference_experts
 from ._checks import check_out
+
+_kernels = Binary("kestrel_moe")
+_LISTED_PAIRS = 32  # that the kernels group by expert themselves, in tiles of
+_LISTED_TILE = 8  # tokens
 
 ACTIVATIONS = ("gelu_residual", "silu_and_mul", "gelu_and_mul")
 
@@ -96,7 +102,23 @@ def _shape_fused_experts(
     return torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device)
 
 
-@kernel_op(reference=reference_experts.fused_experts, check=_check_fused_experts, shape=_shape_fused_experts)
+@functools.cache
+def tile_tokens(pairs: int, experts: int, fp8: bool) -> int:
+    """Tokens of a tile: few experts should have more than one, for each tile reads its expert's weights again."""
+    rows = pairs / experts
+    if rows + 2 * rows**0.5 <= 16:
+        return 8 if rows + 2 * rows**0.5 <= 8 else 16
+    return 64 if rows > 128 and not fp8 else 32
+
+
+@functools.cache
+def _scratch_bytes(tokens: int, pairs: int, inner: int, width: int, fp8: bool) -> int:
+    return int(_kernels.fused_experts_scratch(tokens, pairs, inner, width, fp8))
+
+
+@kernel_op(
+    reference=reference_experts.fused_experts, check=_check_fused_experts, shape=_shape_fused_experts, kernel="cuda"
+)
 def fused_experts(
     hidden: torch.Tensor,
     w1: torch.Tensor,
@@ -127,9 +149,9 @@ def fused_experts(
     over j in ascending order. A token with no expert here gives zeros.
 
     Returns [T, Hd] in hidden's dtype, in ``out`` if it is given; ``out`` may not overlap the inputs. Reads nothing on
-    the host. On a CPU a row is the same bit for bit for every T up to 16, and beyond it within each of these ranges of
-    T*K/E: below 1, from a power of two up to the next, from 64 on. On a GPU, while the op has no kernel, no range is
-    promised: the vendor's batched product chooses its order of summation.
+    the host. The kernels take bf16 and fp16 with Hd and I that are multiples of 16 and rows aligned to 16 bytes; they
+    sum in order of k, so a row is the same bit for bit for every T. By reference on a CPU that holds up to T = 16, and
+    beyond it within each of these ranges of T*K/E: below 1, from a power of two up to the next, from 64 on.
 
     Raises ValueError or TypeError for a wrong dtype, rank, shape or device, an unknown ``activation``, FP8 weights
     without scales or scales without FP8 weights.
@@ -142,3 +164,19 @@ def fused_experts(
     >>> round(fused_experts(hidden, w1, w2, weights, ids, activation="silu_and_mul").item(), 4)
     26.4239
     """
+    tokens, width = hidden.shape
+    experts, pairs, fp8 = w1.shape[0], topk_ids.numel(), w1_scale is not None
+    if out is None:
+        out = empty(hidden, hidden.dtype, tokens, width)
+    scratch = empty(hidden, torch.uint8, _scratch_bytes(tokens, pairs, w1.shape[1] // 2, width, fp8))
+    layer = (out, scratch, hidden, w1, w2, topk_weights, topk_ids, w1_scale, w2_scale, expert_map)
+    if pairs <= _LISTED_PAIRS:
+        _kernels.fused_experts(*layer, None, None, None, _LISTED_TILE, activation)
+        return out
+    mapped = experts if expert_map is None else expert_map.shape[0]
+    tile = tile_tokens(pairs, experts, fp8)
+    blocks = reference_experts.most_blocks(pairs, mapped, tile)
+    aligned = [empty(hidden, torch.int32, size) for size in (blocks * tile, blocks, 1)]
+    _kernels.moe_align_block_size(topk_ids, mapped, tile, *aligned, expert_map)
+    _kernels.fused_experts(*layer, *aligned, tile, activation)
+    return out

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from kestrel_runtime import check, kernel_op
+from kestrel_runtime import Binary, check, empty, kernel_op
 
 from . import reference_experts
 from ._checks import check_out
 
 BLOCK_SIZES = (16, 32, 64, 128)
+
+_kernels = Binary("kestrel_moe")
 
 
 def invoke_cute_moe_up(
@@ -38,8 +40,8 @@ def invoke_cute_moe_up(
     Accumulated in float32, rounded once.
 
     Returns [T*K, 2I] in the dtype of hidden_states, in ``out`` if it is given; rows of skipped pairs are zero. Reads
-    nothing on the host. By reference on a CPU, a row is the same bit for bit for every T at one block_size; another
-    block_size may change it by rounding.
+    nothing on the host. The kernels take bf16 and fp16 with Hd and I that are multiples of 16; there a row is the same
+    bit for bit for every T and block_size. By reference on a CPU, another block_size may change it by rounding.
 
     Raises ValueError or TypeError for a wrong dtype, rank, shape or device, for a block_size that does not fit the
     buffers, and for None where no size or several fit.
@@ -242,6 +244,7 @@ def _shape_invoke_cute_moe_down(
     reference=reference_experts.invoke_cute_moe_up,
     check=_check_invoke_cute_moe_up,
     shape=_shape_invoke_cute_moe_up,
+    kernel="cuda",
 )
 def _invoke_cute_moe_up(
     hidden_states: torch.Tensor,
@@ -256,12 +259,20 @@ def _invoke_cute_moe_up(
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """invoke_cute_moe_up with a known block size."""
+    if out is None:
+        columns = w1.shape[1] + (0 if w2 is None else w2.shape[1])
+        out = empty(hidden_states, hidden_states.dtype, topk_ids.numel(), columns)
+    out.zero_()  # rows of pairs that no block names
+    aligned = (sorted_token_ids, expert_ids, num_tokens_post_pad, block_size)
+    _kernels.invoke_moe_up(out, hidden_states, None, w1, None, w2, None, topk_ids, *aligned)
+    return out
 
 
 @kernel_op(
     reference=reference_experts.invoke_cute_moe_down,
     check=_check_invoke_cute_moe_down,
     shape=_shape_invoke_cute_moe_down,
+    kernel="cuda",
 )
 def _invoke_cute_moe_down(
     moe_out: torch.Tensor,
@@ -276,3 +287,9 @@ def _invoke_cute_moe_down(
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """invoke_cute_moe_down with a known block size."""
+    if out is None:
+        out = empty(moe_out, moe_out.dtype, *topk_ids.shape, w3.shape[1])
+    out.zero_()  # rows of pairs that no block names
+    aligned = (sorted_token_ids, expert_ids, num_tokens_post_pad, block_size)
+    _kernels.invoke_moe_down(out, moe_out, None, w3, None, topk_weights, topk_ids, *aligned)
+    return out

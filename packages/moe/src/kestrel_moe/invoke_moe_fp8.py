@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from kestrel_runtime import check, kernel_op
+from kestrel_runtime import Binary, check, empty, kernel_op
 
 from . import reference_experts
 from ._checks import check_out
 from .fused_experts import check_weight_scale
 from .invoke_moe import block_size_of, check_blocks, check_operands, check_topk_weights
+
+_kernels = Binary("kestrel_moe")
 
 
 def invoke_cute_moe_up_fp8(
@@ -173,6 +175,7 @@ def _shape_invoke_cute_moe_down_fp8(
     reference=reference_experts.invoke_cute_moe_up_fp8,
     check=_check_invoke_cute_moe_up_fp8,
     shape=_shape_invoke_cute_moe_up_fp8,
+    kernel="cuda",
 )
 def _invoke_cute_moe_up_fp8(
     x_q: torch.Tensor,
@@ -190,12 +193,20 @@ def _invoke_cute_moe_up_fp8(
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """invoke_cute_moe_up_fp8 with a known block size."""
+    if out is None:
+        columns = w1.shape[1] + (0 if w2 is None else w2.shape[1])
+        out = empty(x_q, torch.bfloat16, topk_ids.numel(), columns)
+    out.zero_()  # rows of pairs that no block names
+    aligned = (sorted_token_ids, expert_ids, num_tokens_post_pad, block_size)
+    _kernels.invoke_moe_up(out, x_q, x_scale, w1, w1_scale, w2, w2_scale, topk_ids, *aligned)
+    return out
 
 
 @kernel_op(
     reference=reference_experts.invoke_cute_moe_down_fp8,
     check=_check_invoke_cute_moe_down_fp8,
     shape=_shape_invoke_cute_moe_down_fp8,
+    kernel="cuda",
 )
 def _invoke_cute_moe_down_fp8(
     x_q: torch.Tensor,
@@ -212,3 +223,9 @@ def _invoke_cute_moe_down_fp8(
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """invoke_cute_moe_down_fp8 with a known block size."""
+    if out is None:
+        out = empty(x_q, torch.bfloat16, *topk_ids.shape, w3.shape[1])
+    out.zero_()  # rows of pairs that no block names
+    aligned = (sorted_token_ids, expert_ids, num_tokens_post_pad, block_size)
+    _kernels.invoke_moe_down(out, x_q, x_scale, w3, w3_scale, topk_weights, topk_ids, *aligned)
+    return out

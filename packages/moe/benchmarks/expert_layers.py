@@ -1,0 +1,142 @@
+"""What the definitions of routed expert layers share: random routing, weights of several layers, candidates.
+
+A shape is "T1 E64 k8 h2048 i1024". Every expert is chosen with equal probability. Where one call needs no more than all
+experts, calls in a row choose different ones, so that no call finds its weights in L2.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+
+import kestrel_moe
+
+Argument = torch.Tensor | None
+Layer = Callable[..., torch.Tensor]
+
+
+def sizes(shape: str) -> tuple[int, int, int, int, int]:
+    """T, E, K, Hd, I."""
+    tokens, experts, choices, width, inner = map(int, re.findall("[0-9]+", shape))
+    return tokens, experts, choices, width, inner
+
+
+def distinct_experts(shape: str) -> float:
+    """The expected number of experts that T tokens choose."""
+    tokens, experts, choices, _, _ = sizes(shape)
+    return experts * (1 - (1 - choices / experts) ** tokens)
+
+
+def weight_bytes(shape: str, element: int) -> int:
+    _, _, _, width, inner = sizes(shape)
+    return int(distinct_experts(shape) * 3 * width * inner * element)
+
+
+def token_bytes(shape: str) -> int:
+    tokens, _, _, width, _ = sizes(shape)
+    return 4 * tokens * width
+
+
+def operations(shape: str) -> int:
+    tokens, _, choices, width, inner = sizes(shape)
+    return 6 * tokens * choices * width * inner
+
+
+@functools.lru_cache(maxsize=1)
+def weights(experts: int, width: int, inner: int, fp8: bool) -> tuple[Argument, ...]:
+    """w1, w2 and, with FP8, their scales for each output."""
+    w1 = torch.randn(experts, 2 * inner, width, dtype=torch.bfloat16, device="cuda") / width**0.5
+    w2 = torch.randn(experts, width, inner, dtype=torch.bfloat16, device="cuda") / inner**0.5
+    if not fp8:
+        return w1, w2, None, None
+    codes, scales = [], []
+    for w in (w1, w2):
+        scale = w.abs().amax(-1).float() / 448
+        codes.append((w / scale.unsqueeze(-1)).to(torch.float8_e4m3fn))
+        scales.append(scale)
+    return (*codes, *scales)
+
+
+def make(shape: str, count: int, fp8: bool) -> list[tuple[Argument, ...]]:
+    tokens, experts, choices, width, inner = sizes(shape)
+    layer = weights(experts, width, inner, fp8)
+    sets: list[tuple[Argument, ...]] = []
+    deck = torch.empty(0, dtype=torch.int64)
+    for _ in range(count):
+        if tokens * choices <= experts:
+            if deck.numel() < tokens * choices:
+                deck = torch.randperm(experts)
+            ids, deck = deck[: tokens * choices].view(tokens, choices), deck[tokens * choices :]
+        else:
+            ids = torch.rand(tokens, experts).topk(choices).indices
+        hidden = torch.randn(tokens, width, dtype=torch.bfloat16, device="cuda")
+        topk_weights = torch.rand(tokens, choices, device="cuda").softmax(-1)
+        sets.append((hidden, *layer, topk_weights, ids.to("cuda", torch.int32), torch.empty_like(hidden)))
+    return sets
+
+
+def result(arguments: tuple[Argument, ...], returned: torch.Tensor) -> list[torch.Tensor]:
+    return [returned]
+
+
+def ours(
+    hidden: torch.Tensor,
+    w1: torch.Tensor,
+    w2: torch.Tensor,
+    w1_scale: Argument,
+    w2_scale: Argument,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    out: torch.Tensor,
+) -> torch.Tensor:
+    scales = {"w1_scale": w1_scale, "w2_scale": w2_scale}
+    return kestrel_moe.fused_experts(hidden, w1, w2, topk_weights, topk_ids, **scales, out=out)
+
+
+def gelu_residual(up: torch.Tensor) -> torch.Tensor:
+    h, g = up.chunk(2, dim=-1)
+    return F.gelu(h) * (g + 1)
+
+
+def grouped_products(
+    hidden: torch.Tensor,
+    w1: torch.Tensor,
+    w2: torch.Tensor,
+    w1_scale: Argument,
+    w2_scale: Argument,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    out: torch.Tensor,
+) -> torch.Tensor:
+    """Tokens sorted by expert, PyTorch's grouped product, activation, grouped product, weighted sum."""
+    tokens, choices = topk_ids.shape
+    order = topk_ids.flatten().argsort(stable=True)
+    counts = torch.zeros(w1.shape[0], dtype=torch.int32, device=hidden.device)
+    counts.scatter_add_(0, topk_ids.flatten().long(), torch.ones_like(topk_ids.flatten()))
+    offs = counts.cumsum(0, dtype=torch.int32)
+    x = hidden[order // choices]
+    if w1_scale is None or w2_scale is None:
+        inner = gelu_residual(F.grouped_mm(x, w1.transpose(1, 2), offs=offs))
+        y = F.grouped_mm(inner, w2.transpose(1, 2), offs=offs)
+    else:
+        inner = gelu_residual(_scaled(x, w1, w1_scale, offs))
+        y = _scaled(inner, w2, w2_scale, offs)
+    pairs = torch.empty_like(y)
+    pairs[order] = y
+    return (pairs.view(tokens, choices, -1) * topk_weights.unsqueeze(-1).to(y.dtype)).sum(1)
+
+
+def _scaled(x: torch.Tensor, w: torch.Tensor, scale: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+    row = x.abs().amax(-1, keepdim=True).float().clamp(min=1e-12) / 448
+    codes = (x / row).to(torch.float8_e4m3fn)
+    return torch._scaled_grouped_mm(
+        codes, w.transpose(1, 2), row.flatten(), scale, offs=offs, out_dtype=torch.bfloat16, use_fast_accum=True
+    )
+
+
+def candidates(fp8: bool) -> dict[str, Layer]:
+    return {"kestrel": ours, "torch": grouped_products}

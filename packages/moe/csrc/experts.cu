@@ -1,0 +1,540 @@
+// The entry points of routed experts: fused_experts, and the products of invoke_cute_moe_up and _down.
+#include "experts.cuh"
+
+#include <kestrel/launch.h>
+#include <kestrel/tensor.h>
+#include <tvm/ffi/function.h>
+
+#include <algorithm>
+
+#include "shared_limit.h"
+
+namespace kestrel::moe {
+
+// Tokens of a tile -> how the CTA is cut: as many bytes in flight as an SM's shared memory holds, and more weight rows
+// for more tokens, so that x is read less often.
+using Tile8 = ExpertsTile<1, 1, 8, 6, 2>;
+using Tile16 = ExpertsTile<2, 1, 8, 6, 2>;
+using Tile32 = ExpertsTile<4, 2, 8, 3, 2>;
+using Tile32Fp8 = ExpertsTile<4, 1, 8, 5, 2>;
+using Tile64 = ExpertsTile<8, 4, 4, 2, 2>;
+
+constexpr int64_t kTokensSummedByDown = 2;      // beyond, a kernel of its own is faster
+constexpr int64_t kLargest = int64_t{1} << 30;  // sizes and pairs are int in the kernels
+
+// Where the parts of the scratch memory of fused_experts lie, in bytes.
+struct ExpertsScratch {
+  int64_t activated = 0, partial = 0, arrivals = 0, x_codes = 0, x_scale = 0, codes = 0, scale = 0, bytes = 0;
+
+  ExpertsScratch(int64_t tokens, int64_t pairs, int64_t inner, int64_t width, bool fp8) {
+    const auto take = [&](int64_t size) {
+      const int64_t at = bytes;
+      bytes += (size + 255) / 256 * 256;
+      return at;
+    };
+    activated = take(pairs * inner * (fp8 ? 4 : 2));
+    partial = take(pairs * width * 4);
+    arrivals = take(width / 16 * 4);
+    if (!fp8) return;
+    x_codes = take(tokens * width);
+    x_scale = take(tokens * 4);
+    codes = take(pairs * inner);
+    scale = take(pairs * 4);
+  }
+};
+
+int64_t fused_experts_scratch(int64_t tokens, int64_t pairs, int64_t inner, int64_t width, bool fp8) {
+  return ExpertsScratch(tokens, pairs, inner, width, fp8).bytes;
+}
+
+template <typename W, Projection PROJECTION, bool LISTED, typename Tile>
+void launch_experts(const ExpertsParams& p, int64_t tiles, DLDevice device) {
+  constexpr int channels = (PROJECTION == Projection::up ? 8 : 16) * Tile::m_tiles * Tile::warps;
+  constexpr auto kernel = experts_kernel<W, PROJECTION, LISTED, Tile>;
+  raise_shared_limit<kernel, Tile::shared_bytes>(device);
+  const int64_t items = tiles * ((p.outputs + channels - 1) / channels);
+  if (items > kLargest) unsupported("more than 2^30 tiles of tokens and outputs");
+  const int64_t wave = int64_t{Tile::ctas_per_sm} * device_attribute(cudaDevAttrMultiProcessorCount, device.device_id);
+  launch_pdl(kernel, dim3(static_cast<unsigned>(std::clamp<int64_t>(items, 1, wave))), dim3(Tile::threads), device, p,
+             Tile::shared_bytes);
+}
+
+// tokens: of a tile, 8, 16, 32 or 64.
+template <typename W, Projection PROJECTION, bool LISTED>
+void launch_tiles(const ExpertsParams& p, int tokens, int64_t tiles, DLDevice device) {
+  if (tokens == 8) return launch_experts<W, PROJECTION, LISTED, Tile8>(p, tiles, device);
+  if constexpr (!LISTED) {
+    if (tokens == 16) return launch_experts<W, PROJECTION, LISTED, Tile16>(p, tiles, device);
+    if constexpr (std::is_same_v<W, __nv_fp8_e4m3>) {
+      if (tokens == 32) return launch_experts<W, PROJECTION, LISTED, Tile32Fp8>(p, tiles, device);
+    } else {
+      if (tokens == 32) return launch_experts<W, PROJECTION, LISTED, Tile32>(p, tiles, device);
+      if (tokens == 64) return launch_experts<W, PROJECTION, LISTED, Tile64>(p, tiles, device);
+    }
+  }
+  unsupported("token tiles of " + std::to_string(tokens));
+}
+
+// Calls with the element type of the weights.
+template <typename F>
+void dispatch_weight(DLDataType dtype, F call) {
+  if (same_dtype(dtype, kBFloat16)) {
+    call(__nv_bfloat16());
+  } else if (same_dtype(dtype, kFloat16)) {
+    call(__half());
+  } else {
+    call(__nv_fp8_e4m3());
+  }
+}
+
+// The most tokens of a tile.
+int largest_tile(DLDataType weight) { return same_dtype(weight, kFloat8E4M3) ? 32 : 64; }
+
+// -- checks -----------------------------------------------------------------------------------------------------------
+
+// A weight [E, N, K] of this dtype.
+void check_weight(const Checks& check, const char* name, const TensorView& weight, DLDataType dtype, int64_t experts,
+                  int64_t outputs, int64_t width) {
+  const int64_t shape[3] = {experts, outputs, width};
+  check.dtype(name, weight, {dtype});
+  check.rank(name, weight, 3, 3);
+  check.last_contiguous(name, weight);
+  check.shape(name, weight, shape, 3);
+  if (weight.size(0) == 0 || weight.size(1) == 0 || weight.size(2) == 0) {
+    check.fail(name, "shape [E, N, K] with each at least 1", "shape " + shape_text(weight.shape().data(), 3));
+  }
+}
+
+// Scales of FP8 weights: [E], [E, N] or [E, ceil(N / 128), ceil(K / 128)].
+void check_weight_scale(const Checks& check, const char* name, const OptionalTensor& scale, const TensorView& weight) {
+  const bool fp8 = same_dtype(weight.dtype(), kFloat8E4M3);
+  if (!scale.has_value()) {
+    if (fp8) check.fail(name, "float32 scales with FP8 weights", "None");
+    return;
+  }
+  if (!fp8) {
+    check.fail(name, "None unless the weights are float8_e4m3fn",
+               "scales with " + dtype_name(weight.dtype()) + " weights");
+  }
+  check.dtype(name, *scale, {kFloat32});
+  check.rank(name, *scale, 1, 3);
+  const int64_t n = weight.size(1), k = weight.size(2);
+  const int64_t outer[2] = {weight.size(0), n}, blocks[3] = {weight.size(0), (n + 127) / 128, (k + 127) / 128};
+  check.shape(name, *scale, (*scale).ndim() == 3 ? blocks : outer, (*scale).ndim());
+}
+
+void check_routing(const Checks& check, const TensorView& topk_ids, const OptionalTensor& topk_weights, int64_t tokens,
+                   const OptionalTensor& expert_map) {
+  check.dtype("topk_ids", topk_ids, {kInt32});
+  check.rank("topk_ids", topk_ids, 2, 2);
+  check.last_contiguous("topk_ids", topk_ids);
+  const int64_t shape[2] = {tokens, topk_ids.size(1)};
+  check.shape("topk_ids", topk_ids, shape, 2);
+  if (topk_weights.has_value()) {
+    check.dtype("topk_weights", *topk_weights, {kFloat32});
+    check.rank("topk_weights", *topk_weights, 2, 2);
+    check.last_contiguous("topk_weights", *topk_weights);
+    check.shape("topk_weights", *topk_weights, shape, 2);
+  }
+  if (expert_map.has_value()) {
+    check.dtype("expert_map", *expert_map, {kInt32});
+    check.rank("expert_map", *expert_map, 1, 1);
+    check.last_contiguous("expert_map", *expert_map);
+  }
+}
+
+// What moe_align_block_size has written.
+struct Aligned {
+  OptionalTensor sorted_token_ids, expert_ids, num_tokens_post_pad;
+  int64_t block_size;
+};
+
+void check_aligned(const Checks& check, const Aligned& aligned) {
+  const int64_t one = 1;
+  check.dtype("sorted_token_ids", *aligned.sorted_token_ids, {kInt32});
+  check.rank("sorted_token_ids", *aligned.sorted_token_ids, 1, 1);
+  check.last_contiguous("sorted_token_ids", *aligned.sorted_token_ids);
+  check.dtype("expert_ids", *aligned.expert_ids, {kInt32});
+  check.rank("expert_ids", *aligned.expert_ids, 1, 1);
+  check.last_contiguous("expert_ids", *aligned.expert_ids);
+  check.dtype("num_tokens_post_pad", *aligned.num_tokens_post_pad, {kInt32});
+  check.shape("num_tokens_post_pad", *aligned.num_tokens_post_pad, &one, 1);
+  if (aligned.block_size < 8 || aligned.block_size % 8) unsupported("a block size that is no multiple of 8");
+}
+
+void check_result(const Checks& check, const TensorView& out, DLDataType dtype, std::initializer_list<int64_t> shape) {
+  check.dtype("out", out, {dtype});
+  check.last_contiguous("out", out);
+  check.shape("out", out, shape.begin(), static_cast<int>(shape.size()));
+  check.disjoint("out", out);
+}
+
+// The kernels copy rows by 16 bytes.
+void require_packs(const char* name, const TensorView& t) {
+  bool fits = aligned16(address(t));
+  for (int i = 0; i < t.ndim(); ++i) fits = fits && t.size(i) < kLargest;
+  for (int i = 0; i + 1 < t.ndim(); ++i) fits = fits && (t.size(i) < 2 || t.stride(i) * element_bytes(t) % 16 == 0);
+  if (!fits) unsupported(std::string(name) + " with rows that are not aligned to 16 bytes, or a size of 2^30 or more");
+}
+
+void require_sizes(DLDataType dtype, int64_t width, int64_t outputs, int64_t pairs) {
+  if (same_dtype(dtype, kFloat32)) unsupported("float32: tensor cores would round its factors");
+  if (width % 16 || outputs % 16) unsupported("Hd and I that are not multiples of 16");
+  if (pairs > kLargest) unsupported("more than 2^30 (token, choice) pairs");
+}
+
+// -- parameters -------------------------------------------------------------------------------------------------------
+
+const float* floats(const TensorView& t) { return reinterpret_cast<const float*>(address(t)); }
+const int* ints(const TensorView& t) { return reinterpret_cast<const int*>(address(t)); }
+
+void set_routing(ExpertsParams* p, const TensorView& topk_ids, const OptionalTensor& topk_weights,
+                 const OptionalTensor& expert_map, int64_t experts) {
+  p->topk_ids = ints(topk_ids);
+  p->ids_stride = topk_ids.stride(0);
+  p->tokens = static_cast<int>(topk_ids.size(0));
+  p->choices = static_cast<int>(topk_ids.size(1));
+  p->experts = static_cast<int>(experts);
+  if (topk_weights.has_value()) {
+    p->topk_weights = floats(*topk_weights);
+    p->topk_weights_stride = (*topk_weights).stride(0);
+  }
+  if (expert_map.has_value()) {
+    p->expert_map = ints(*expert_map);
+    p->mapped_experts = static_cast<int>((*expert_map).size(0));
+  }
+}
+
+// Returns how many tiles of `tokens` the sorted pairs can fill.
+int64_t set_aligned(ExpertsParams* p, const Aligned& aligned, int tokens) {
+  p->sorted_pairs = ints(*aligned.sorted_token_ids);
+  p->tile_experts = ints(*aligned.expert_ids);
+  p->padded_pairs = ints(*aligned.num_tokens_post_pad);
+  p->sorted_length = static_cast<int>(std::min((*aligned.sorted_token_ids).size(0), kLargest));
+  p->blocks = static_cast<int>(std::min((*aligned.expert_ids).size(0), kLargest));
+  p->tiles_of_block = static_cast<int>(aligned.block_size / tokens);
+  return p->blocks * int64_t{p->tiles_of_block};
+}
+
+void set_x(ExpertsParams* p, const char* x, int64_t stride, int64_t width, const float* scale = nullptr,
+           int64_t scale_stride = 1) {
+  p->x = x;
+  p->x_stride = stride;
+  p->width = static_cast<int>(width);
+  p->x_scale = scale;
+  p->x_scale_stride = scale_stride;
+}
+
+// w1 [E, 2I, K] alone, or two weights of [E, I, K].
+void set_up_weight(ExpertsParams* p, const TensorView& w1, const OptionalTensor& w1_scale, const OptionalTensor& w2,
+                   const OptionalTensor& w2_scale) {
+  p->weight_stride = w1.stride(1) * element_bytes(w1);
+  p->weight_low = address(w1);
+  p->expert_stride_low = w1.stride(0) * element_bytes(w1);
+  p->outputs = static_cast<int>(w2.has_value() ? w1.size(1) : w1.size(1) / 2);
+  p->weight_high = w2.has_value() ? address(*w2) : p->weight_low + p->outputs * p->weight_stride;
+  p->expert_stride_high = w2.has_value() ? (*w2).stride(0) * element_bytes(*w2) : p->expert_stride_low;
+  if (!w1_scale.has_value()) return;
+  const TensorView& scale = *w1_scale;
+  p->scale_rank = scale.ndim();
+  p->scale_expert_stride = scale.stride(0);
+  p->scale_row_stride = scale.ndim() > 1 ? scale.stride(1) : 0;
+  p->weight_scale_low = floats(scale);
+  p->split_scales = w2.has_value();
+  p->weight_scale_high =
+      w2.has_value() ? floats(*w2_scale) : p->weight_scale_low + (scale.ndim() == 2 ? p->outputs * scale.stride(1) : 0);
+}
+
+void set_down_weight(ExpertsParams* p, const TensorView& w, const OptionalTensor& w_scale) {
+  p->weight_stride = w.stride(1) * element_bytes(w);
+  p->weight_low = address(w);
+  p->weight_high = p->weight_low + 8 * p->weight_stride;
+  p->expert_stride_low = p->expert_stride_high = w.stride(0) * element_bytes(w);
+  p->outputs = static_cast<int>(w.size(1));
+  if (!w_scale.has_value()) return;
+  const TensorView& scale = *w_scale;
+  p->scale_rank = scale.ndim();
+  p->scale_expert_stride = scale.stride(0);
+  p->scale_row_stride = scale.ndim() > 1 ? scale.stride(1) : 0;
+  p->weight_scale_low = floats(scale);
+  p->weight_scale_high = p->weight_scale_low + (scale.ndim() == 2 ? 8 * scale.stride(1) : 0);
+}
+
+// Scales whose forms or strides one launch cannot take together.
+void require_scales(const OptionalTensor& scale, const OptionalTensor& other) {
+  if (!scale.has_value()) return;
+  if ((*scale).ndim() == 3 && (*scale).size(2) > 1 && (*scale).stride(2) != 1) {
+    unsupported("scales whose last dimension is not contiguous");
+  }
+  if (!other.has_value()) return;
+  bool same = (*scale).ndim() == (*other).ndim();
+  for (int i = 0; same && i < (*scale).ndim(); ++i) same = (*scale).stride(i) == (*other).stride(i);
+  if (!same) unsupported("weights whose scales have different forms or strides");
+}
+
+// -- entry points -----------------------------------------------------------------------------------------------------
+
+// The alignment: block size 8, 16, 32 or 64; none where the pairs are few enough (32) for the kernels to group them,
+// and block_size then is the tile.
+void fused_experts(TensorView out, TensorView scratch, TensorView hidden, TensorView w1, TensorView w2,
+                   TensorView topk_weights, TensorView topk_ids, OptionalTensor w1_scale, OptionalTensor w2_scale,
+                   OptionalTensor expert_map, OptionalTensor sorted_token_ids, OptionalTensor expert_ids,
+                   OptionalTensor num_tokens_post_pad, int64_t block_size, AnyView activation) {
+  const Checks check("fused_experts");
+  check.dtype("hidden", hidden, {kBFloat16, kFloat16, kFloat32});
+  check.rank("hidden", hidden, 2, 2);
+  check.last_contiguous("hidden", hidden);
+  const int64_t tokens = hidden.size(0), width = hidden.size(1);
+  check.dtype("w1", w1, {kBFloat16, kFloat16, kFloat32, kFloat8E4M3});
+  const bool fp8 = same_dtype(w1.dtype(), kFloat8E4M3);
+  check_weight(check, "w1", w1, fp8 ? kFloat8E4M3 : hidden.dtype(), kAny, kAny, width);
+  if (w1.size(1) % 2) {
+    check.fail("w1", "shape [E, 2I, Hd] with E and I at least 1", "shape " + shape_text(w1.shape().data(), 3));
+  }
+  const int64_t experts = w1.size(0), inner = w1.size(1) / 2;
+  check_weight(check, "w2", w2, w1.dtype(), experts, width, inner);
+  check_routing(check, topk_ids, topk_weights, tokens, expert_map);
+  const std::string name = check.choice("activation", activation, {"gelu_residual", "silu_and_mul", "gelu_and_mul"});
+  check_weight_scale(check, "w1_scale", w1_scale, w1);
+  check_weight_scale(check, "w2_scale", w2_scale, w2);
+  check_result(check, out, hidden.dtype(), {tokens, width});
+  check_memory(check, {{"hidden", hidden},
+                       {"w1", w1},
+                       {"w2", w2},
+                       {"topk_weights", topk_weights},
+                       {"topk_ids", topk_ids},
+                       {"w1_scale", w1_scale},
+                       {"w2_scale", w2_scale},
+                       {"expert_map", expert_map},
+                       {"out", out, true},
+                       {"scratch", scratch}});
+  const int64_t choices = topk_ids.size(1), pairs = tokens * choices;
+  if (tokens == 0) return;
+  if (choices == 0) unsupported("no choices");
+  require_sizes(hidden.dtype(), width, inner, pairs);
+  require_packs("hidden", hidden);
+  require_packs("w1", w1);
+  require_packs("w2", w2);
+  require_scales(w1_scale, {});
+  require_scales(w2_scale, {});
+  const bool listed = !sorted_token_ids.has_value();
+  if (listed && pairs > kMostListedPairs) unsupported("more than 32 pairs that are not aligned");
+  const ExpertsScratch parts(tokens, pairs, inner, width, fp8);
+  if (scratch.numel() * element_bytes(scratch) < parts.bytes) unsupported("too little scratch memory");
+  char* const memory = address(scratch);
+  const auto floats_at = [&](int64_t offset) { return reinterpret_cast<float*>(memory + offset); };
+  const DLDevice device = hidden.device();
+  const DeviceGuard guard(device.device_id);
+  const Aligned aligned{sorted_token_ids, expert_ids, num_tokens_post_pad, block_size};
+  if (!listed) check_aligned(check, aligned);
+
+  ExpertsParams up, down;
+  set_routing(&up, topk_ids, {}, expert_map, experts);
+  set_up_weight(&up, w1, w1_scale, {}, {});
+  up.out = memory + parts.activated;
+  up.out_stride = inner * (fp8 ? 4 : 2);
+  up.gate = name == "gelu_residual"  ? Gate::gelu_residual
+            : name == "silu_and_mul" ? Gate::silu_and_mul
+                                     : Gate::gelu_and_mul;
+  set_routing(&down, topk_ids, topk_weights, expert_map, experts);
+  set_down_weight(&down, w2, w2_scale);
+  down.out = address(out);
+  down.out_stride = out.stride(0) * 2;
+  down.partial = floats_at(parts.partial);
+  down.routed_early = true;
+  up.fp16_result = down.fp16_result = same_dtype(hidden.dtype(), kFloat16);
+  if (fp8) {
+    set_x(&up, memory + parts.x_codes, width, width, floats_at(parts.x_scale));
+    set_x(&down, memory + parts.codes, inner, inner, floats_at(parts.scale));
+  } else {
+    set_x(&up, address(hidden), hidden.stride(0) * 2, width);
+    set_x(&down, up.out, up.out_stride, inner);
+  }
+  const int tile = static_cast<int>(block_size);
+  int64_t tiles = pairs;
+  const bool sums = listed && tokens <= kTokensSummedByDown;
+  if (sums) {
+    up.arrivals = down.arrivals = reinterpret_cast<unsigned*>(memory + parts.arrivals);
+    up.arrival_slices = static_cast<int>(width / 16);
+  }
+  if (!listed) {
+    tiles = set_aligned(&up, aligned, tile);
+    set_aligned(&down, aligned, tile);
+  }
+  const auto quantise = [&](auto t, const char* x, int64_t x_stride, int64_t rows, int64_t columns, int64_t codes,
+                            int64_t scale) {
+    if (!fp8) return;
+    ExpertsQuantParams q;
+    q.x = x;
+    q.x_stride = x_stride;
+    q.codes = memory + codes;
+    q.scale = floats_at(scale);
+    q.width = static_cast<int>(columns);
+    launch_pdl(experts_quant_kernel<decltype(t)>, dim3(static_cast<unsigned>(rows)), dim3(kQuantThreads), device, q);
+  };
+  dispatch_float(hidden, [&](auto t) {
+    quantise(t, address(hidden), hidden.stride(0) * 2, tokens, width, parts.x_codes, parts.x_scale);
+  });
+  dispatch_weight(w1.dtype(), [&](auto w) {
+    using W = decltype(w);
+    if (listed) {
+      launch_tiles<W, Projection::up, true>(up, tile, tiles, device);
+    } else {
+      launch_tiles<W, Projection::up, false>(up, tile, tiles, device);
+    }
+    quantise(float(), up.out, up.out_stride, pairs, inner, parts.codes, parts.scale);
+    if (listed) {
+      launch_tiles<W, Projection::down, true>(down, tile, tiles, device);
+    } else {
+      launch_tiles<W, Projection::down, false>(down, tile, tiles, device);
+    }
+  });
+  if (sums) return;
+  ExpertsSumParams sum;
+  sum.partial = down.partial;
+  sum.out = down.out;
+  sum.out_stride = down.out_stride;
+  sum.topk_ids = down.topk_ids;
+  sum.ids_stride = down.ids_stride;
+  sum.expert_map = down.expert_map;
+  sum.choices = down.choices;
+  sum.experts = down.experts;
+  sum.mapped_experts = down.mapped_experts;
+  sum.outputs = down.outputs;
+  sum.ctas_per_token = (down.outputs / 4 + kSumThreads - 1) / kSumThreads;
+  if (tokens * sum.ctas_per_token > kLargest) unsupported("more than 2^30 CTAs");
+  dispatch_float(out, [&](auto t) {
+    launch_pdl(experts_sum_kernel<decltype(t)>, dim3(static_cast<unsigned>(tokens * sum.ctas_per_token)),
+               dim3(kSumThreads), device, sum);
+  });
+}
+
+// x_scale, w1_scale and w2_scale: with FP8 operands, and then out is bf16.
+void invoke_moe_up(TensorView out, TensorView x, OptionalTensor x_scale, TensorView w1, OptionalTensor w1_scale,
+                   OptionalTensor w2, OptionalTensor w2_scale, TensorView topk_ids, TensorView sorted_token_ids,
+                   TensorView expert_ids, TensorView num_tokens_post_pad, int64_t block_size) {
+  const bool fp8 = x_scale.has_value();
+  const Checks check(fp8 ? "invoke_cute_moe_up_fp8" : "invoke_cute_moe_up");
+  const char* x_name = fp8 ? "x_q" : "hidden_states";
+  const Aligned aligned{sorted_token_ids, expert_ids, num_tokens_post_pad, block_size};
+  if (fp8) {
+    check.dtype(x_name, x, {kFloat8E4M3});
+  } else {
+    check.dtype(x_name, x, {kBFloat16, kFloat16, kFloat32});
+  }
+  check.rank(x_name, x, 2, 2);
+  check.last_contiguous(x_name, x);
+  const int64_t tokens = x.size(0), width = x.size(1);
+  check_routing(check, topk_ids, {}, tokens, {});
+  check_aligned(check, aligned);
+  check_weight(check, "w1", w1, x.dtype(), kAny, kAny, width);
+  if (w2.has_value()) check_weight(check, "w2", *w2, x.dtype(), w1.size(0), w1.size(1), width);
+  if (fp8) {
+    const int64_t shape[2] = {tokens, 1};
+    check.dtype("x_scale", *x_scale, {kFloat32});
+    check.shape("x_scale", *x_scale, shape, 2);
+    check_weight_scale(check, "w1_scale", w1_scale, w1);
+    if (w2.has_value()) check_weight_scale(check, "w2_scale", w2_scale, *w2);
+  }
+  const int64_t pairs = tokens * topk_ids.size(1), columns = w1.size(1) * (w2.has_value() ? 2 : 1);
+  const DLDataType dtype = fp8 ? kBFloat16 : x.dtype();
+  check_result(check, out, dtype, {pairs, columns});
+  check_memory(check, {{x_name, x},
+                       {"x_scale", x_scale},
+                       {"w1", w1},
+                       {"w1_scale", w1_scale},
+                       {"w2", w2},
+                       {"w2_scale", w2_scale},
+                       {"topk_ids", topk_ids},
+                       {"sorted_token_ids", sorted_token_ids},
+                       {"expert_ids", expert_ids},
+                       {"num_tokens_post_pad", num_tokens_post_pad},
+                       {"out", out, true}});
+  if (pairs == 0) return;
+  if (columns % 32) unsupported("an I that is not a multiple of 16");
+  require_sizes(x.dtype(), width, columns / 2, pairs);
+  require_packs(x_name, x);
+  require_packs("w1", w1);
+  require_scales(w1_scale, w2_scale);
+  if (w2.has_value()) {
+    require_packs("w2", *w2);
+    if ((*w2).stride(1) != w1.stride(1)) unsupported("w1 and w2 with different row strides");
+  }
+  ExpertsParams p;
+  set_routing(&p, topk_ids, {}, {}, w1.size(0));
+  set_x(&p, address(x), x.stride(0) * element_bytes(x), width, fp8 ? floats(*x_scale) : nullptr,
+        fp8 ? (*x_scale).stride(0) : 1);
+  set_up_weight(&p, w1, w1_scale, w2, w2_scale);
+  p.out = address(out);
+  p.out_stride = out.stride(0) * 2;
+  const int tile = static_cast<int>(std::min<int64_t>(block_size, largest_tile(x.dtype())));
+  const int64_t tiles = set_aligned(&p, aligned, tile);
+  const DeviceGuard guard(x.device().device_id);
+  dispatch_weight(x.dtype(),
+                  [&](auto w) { launch_tiles<decltype(w), Projection::up, false>(p, tile, tiles, x.device()); });
+}
+
+void invoke_moe_down(TensorView out, TensorView x, OptionalTensor x_scale, TensorView w3, OptionalTensor w3_scale,
+                     TensorView topk_weights, TensorView topk_ids, TensorView sorted_token_ids, TensorView expert_ids,
+                     TensorView num_tokens_post_pad, int64_t block_size) {
+  const bool fp8 = x_scale.has_value();
+  const Checks check(fp8 ? "invoke_cute_moe_down_fp8" : "invoke_cute_moe_down");
+  const char* x_name = fp8 ? "x_q" : "moe_out";
+  const Aligned aligned{sorted_token_ids, expert_ids, num_tokens_post_pad, block_size};
+  if (fp8) {
+    check.dtype(x_name, x, {kFloat8E4M3});
+  } else {
+    check.dtype(x_name, x, {kBFloat16, kFloat16, kFloat32});
+  }
+  check.rank(x_name, x, 2, 2);
+  check.last_contiguous(x_name, x);
+  check.rank("topk_ids", topk_ids, 2, 2);
+  check_routing(check, topk_ids, topk_weights, topk_ids.size(0), {});
+  check_aligned(check, aligned);
+  const int64_t tokens = topk_ids.size(0), choices = topk_ids.size(1), pairs = tokens * choices;
+  const int64_t width = x.size(1), x_shape[2] = {pairs, width}, scale_shape[2] = {pairs, 1};
+  check.shape(x_name, x, x_shape, 2);
+  check_weight(check, "w3", w3, x.dtype(), kAny, kAny, width);
+  if (fp8) {
+    check.dtype("x_scale", *x_scale, {kFloat32});
+    check.shape("x_scale", *x_scale, scale_shape, 2);
+    check_weight_scale(check, "w3_scale", w3_scale, w3);
+  }
+  const DLDataType dtype = fp8 ? kBFloat16 : x.dtype();
+  check_result(check, out, dtype, {tokens, choices, w3.size(1)});
+  check_memory(check, {{x_name, x},
+                       {"x_scale", x_scale},
+                       {"w3", w3},
+                       {"w3_scale", w3_scale},
+                       {"topk_weights", topk_weights},
+                       {"topk_ids", topk_ids},
+                       {"sorted_token_ids", sorted_token_ids},
+                       {"expert_ids", expert_ids},
+                       {"num_tokens_post_pad", num_tokens_post_pad},
+                       {"out", out, true}});
+  if (pairs == 0) return;
+  require_sizes(x.dtype(), width, w3.size(1), pairs);
+  require_packs(x_name, x);
+  require_packs("w3", w3);
+  require_scales(w3_scale, {});
+  if (tokens > 1 && out.stride(0) != choices * out.stride(1)) unsupported("an out whose pairs are not evenly spaced");
+  ExpertsParams p;
+  set_routing(&p, topk_ids, topk_weights, {}, w3.size(0));
+  set_x(&p, address(x), x.stride(0) * element_bytes(x), width, fp8 ? floats(*x_scale) : nullptr,
+        fp8 ? (*x_scale).stride(0) : 1);
+  set_down_weight(&p, w3, w3_scale);
+  p.out = address(out);
+  p.out_stride = out.stride(1) * 2;
+  const int tile = static_cast<int>(std::min<int64_t>(block_size, largest_tile(x.dtype())));
+  const int64_t tiles = set_aligned(&p, aligned, tile);
+  const DeviceGuard guard(x.device().device_id);
+  dispatch_weight(x.dtype(),
+                  [&](auto w) { launch_tiles<decltype(w), Projection::down, false>(p, tile, tiles, x.device()); });
+}
+
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(fused_experts, fused_experts);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(fused_experts_scratch, fused_experts_scratch);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(invoke_moe_up, invoke_moe_up);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(invoke_moe_down, invoke_moe_down);
+
+}  // namespace kestrel::moe

@@ -1,0 +1,579 @@
+// Grouped matrix products of routed experts where the weights' bytes decide: up to some 60 tokens for each expert.
+//
+// Weights are the 16 rows of mma.sync, tokens its 8 columns, so a few tokens waste little. A CTA has 16 * m_tiles
+// weight rows a warp and all of K; it copies lines of 128 bytes of every row and of its tokens through a ring in shared
+// memory (cp.async). Which k stands where in an instruction does not matter as long as both operands agree: 16 bytes of
+// a lane fill two instructions (FP8: four, after conversion to fp16, which holds every code). CTAs are persistent over
+// work items (token tile, row slice), and the ring runs on across items. A sum is taken in order of k: a token's result
+// does not depend on the tile or on the other tokens.
+#pragma once
+
+#include <kestrel/fp8.cuh>
+#include <kestrel/pack.cuh>
+#include <kestrel/pdl.cuh>
+#include <kestrel/ptx/cp_async.cuh>
+#include <kestrel/ptx/shared.cuh>
+#include <kestrel/reduce.cuh>
+
+#include "activation.cuh"
+
+namespace kestrel::moe {
+
+constexpr int kMostListedPairs = 32;  // (token, choice) pairs that a CTA groups by expert itself
+constexpr int kLineBytes = 128;       // of each row, of a pipeline stage; 128 k of FP8
+constexpr int kScaleBlock = 128;      // k and rows that share a scale
+
+enum class Projection { up, down };
+enum class Gate { none, gelu_residual, silu_and_mul, gelu_and_mul };  // none: both halves are written as they are
+
+struct ExpertsParams {
+  const char* x = nullptr;            // up: [T, K]; down: [pairs, K]
+  const char* weight_low = nullptr;   // rows 0 to 7 of each 16: the gate half of w1 / even octets of w2's rows
+  const char* weight_high = nullptr;  // rows 8 to 15: the up half of w1 / odd octets of w2's rows
+  char* out = nullptr;
+  float* partial = nullptr;             // down, summed here: [pairs, N]
+  unsigned* arrivals = nullptr;         // [row slices of down], zeroed by up; null: another kernel adds up
+  const float* topk_weights = nullptr;  // [T, choices]
+  const int* topk_ids = nullptr;        // [T, choices]
+  const int* expert_map = nullptr;
+  const int* sorted_pairs = nullptr;  // null: the CTAs group topk_ids themselves
+  const int* tile_experts = nullptr;
+  const int* padded_pairs = nullptr;
+  int64_t x_stride = 0, weight_stride = 0, expert_stride_low = 0, expert_stride_high = 0, out_stride = 0;  // bytes
+  int64_t ids_stride = 0, topk_weights_stride = 0;                                                         // elements
+  int tokens = 0, choices = 0, experts = 0, mapped_experts = 0;
+  int width = 0;    // K
+  int outputs = 0;  // up: I; down: Hd
+  int arrival_slices = 0;
+  int sorted_length = 0;      // of sorted_pairs
+  int blocks = 0;             // of tile_experts
+  int tiles_of_block = 1;     // of sorted_pairs: a block of one expert is so many tiles
+  bool routed_early = false;  // down: sorted_pairs and the like were complete before the launch just before began
+  Gate gate = Gate::none;
+  // FP8
+  const float* x_scale = nullptr;           // [rows of x] or [rows of x, ceil(K / 128)]; null where x is quantised here
+  const float* weight_scale_low = nullptr;  // [E], [E, N] or [E, ceil(N / 128), ceil(K / 128)]
+  const float* weight_scale_high = nullptr;
+  int scale_rank = 0;
+  bool fp16_result = false;
+  bool split_scales = false;  // up: two weights with scales of their own, not two halves of one
+  int64_t scale_expert_stride = 0, scale_row_stride = 0, x_scale_stride = 0;  // elements
+};
+
+// How a CTA is cut.
+template <int N_TILES_, int M_TILES_, int WARPS_, int STAGES_, int CTAS_PER_SM_>
+struct ExpertsTile {
+  static constexpr int n_tiles = N_TILES_;  // of 8 tokens
+  static constexpr int m_tiles = M_TILES_;  // of 16 weight rows, a warp
+  static constexpr int warps = WARPS_;
+  static constexpr int threads = 32 * warps;
+  static constexpr int stages = STAGES_;
+  static constexpr int ctas_per_sm = CTAS_PER_SM_;
+  static constexpr int tokens = 8 * n_tiles;
+  static constexpr int rows = 16 * m_tiles * warps;  // of weights
+  static constexpr int stage_bytes = (rows + tokens) * kLineBytes;
+  static constexpr int shared_bytes = stages * stage_bytes;
+  static constexpr int x_copies = (tokens * 8 + threads - 1) / threads;  // of 16 bytes, a thread and stage
+};
+
+template <typename T>
+__device__ __forceinline__ void mma_16x8x16(float (&c)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3,
+                                            unsigned b0, unsigned b1) {
+  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, "
+        "%2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+  } else {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, "
+        "%3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+  }
+}
+
+// The place of an expert in the weights, -1 for an id that names none here.
+__device__ __forceinline__ int local_expert(const ExpertsParams& p, int id) {
+  if (p.expert_map) id = id >= 0 && id < p.mapped_experts ? p.expert_map[id] : -1;
+  return id >= 0 && id < p.experts ? id : -1;
+}
+
+// Up to 32 (token, choice) pairs, grouped by expert in order of first appearance, in tiles of TOKENS.
+template <int TOKENS>
+struct PairList {
+  int expert[kMostListedPairs];  // of each pair, -1: skipped
+  int pairs[kMostListedPairs];
+  int tile_expert[kMostListedPairs];
+  int tile_offset[kMostListedPairs];  // of its first pair in `pairs`
+  int tile_count[kMostListedPairs];
+  int tiles;
+
+  // All threads of the CTA call it; the first warp works, a lane for each pair.
+  __device__ void build(const ExpertsParams& p) {
+    if (threadIdx.x < kMostListedPairs) {
+      const int pair = threadIdx.x, token = pair / p.choices;
+      const bool exists = pair < p.tokens * p.choices;
+      const int mine = exists ? local_expert(p, p.topk_ids[token * p.ids_stride + (pair - token * p.choices)]) : -1;
+      const unsigned same = __match_any_sync(0xffffffffu, mine);
+      const int leader = __ffs(same) - 1, total = __popc(same), rank = __popc(same & ((1u << pair) - 1));
+      const unsigned leaders = __ballot_sync(0xffffffffu, mine >= 0 && leader == pair);
+      int before_pairs = 0, before_tiles = 0, all_tiles = 0;
+      for (unsigned rest = leaders; rest; rest &= rest - 1) {
+        const int other = __ffs(rest) - 1, pairs_of = __shfl_sync(0xffffffffu, total, other);
+        const int tiles_of = (pairs_of + TOKENS - 1) / TOKENS;
+        if (other < leader) {
+          before_pairs += pairs_of;
+          before_tiles += tiles_of;
+        }
+        all_tiles += tiles_of;
+      }
+      expert[pair] = mine;
+      if (mine >= 0) {
+        pairs[before_pairs + rank] = pair;
+        if (rank % TOKENS == 0) {
+          const int tile = before_tiles + rank / TOKENS;
+          tile_expert[tile] = mine;
+          tile_offset[tile] = before_pairs + rank;
+          tile_count[tile] = min(total - rank, TOKENS);
+        }
+      }
+      if (pair == 0) tiles = all_tiles;
+    }
+    __syncthreads();
+  }
+};
+
+__device__ __forceinline__ float gated_value(float h, float g, Gate gate) {
+  using Fast = __nv_bfloat16;  // forms that are right to 1e-6
+  switch (gate) {
+    case Gate::gelu_residual:
+      return activate<Activation::gelu, Fast>(h) * (g + 1.f);
+    case Gate::silu_and_mul:
+      return activate<Activation::silu, Fast>(h) * g;
+    default:
+      return activate<Activation::gelu, Fast>(h) * g;
+  }
+}
+
+__device__ __forceinline__ float load_cg(const float* p) {
+  float v;
+  asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(v) : "l"(p) : "memory");
+  return v;
+}
+
+__device__ __forceinline__ void multiply_line(float (&c)[4], uint4 low, uint4 high, uint4 b, __nv_bfloat16) {
+  mma_16x8x16<__nv_bfloat16>(c, low.x, high.x, low.y, high.y, b.x, b.y);
+  mma_16x8x16<__nv_bfloat16>(c, low.z, high.z, low.w, high.w, b.z, b.w);
+}
+
+__device__ __forceinline__ void multiply_line(float (&c)[4], uint4 low, uint4 high, uint4 b, __half) {
+  mma_16x8x16<__half>(c, low.x, high.x, low.y, high.y, b.x, b.y);
+  mma_16x8x16<__half>(c, low.z, high.z, low.w, high.w, b.z, b.w);
+}
+
+// Sixteen e4m3 codes as fp16, which holds each exactly.
+struct HalfCodes {
+  unsigned pairs[8];
+
+  HalfCodes() = default;
+
+  __device__ __forceinline__ explicit HalfCodes(uint4 codes) {
+    const unsigned words[4] = {codes.x, codes.y, codes.z, codes.w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const auto codes_of_pair = static_cast<uint16_t>(words[i] >> (16 * h));
+#if __CUDA_ARCH__ >= 890
+        asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(pairs[2 * i + h]) : "h"(codes_of_pair));
+#else
+        const __half2_raw raw = __nv_cvt_fp8x2_to_halfraw2(codes_of_pair, __NV_E4M3);
+        pairs[2 * i + h] = raw.x | static_cast<unsigned>(raw.y) << 16;
+#endif
+      }
+    }
+  }
+};
+
+__device__ __forceinline__ void multiply_line(float (&c)[4], const HalfCodes& low, const HalfCodes& high,
+                                              const HalfCodes& b) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    mma_16x8x16<__half>(c, low.pairs[2 * i], high.pairs[2 * i], low.pairs[2 * i + 1], high.pairs[2 * i + 1],
+                        b.pairs[2 * i], b.pairs[2 * i + 1]);
+  }
+}
+
+// An element of the result: of W's type, or with FP8 weights of the type that `fp16` says.
+template <typename W>
+__device__ __forceinline__ void store_result(char* row, int64_t column, float value, bool fp16) {
+  if (std::is_same_v<W, __half> || (std::is_same_v<W, __nv_fp8_e4m3> && fp16)) {
+    reinterpret_cast<__half*>(row)[column] = __float2half_rn(value);
+  } else {
+    reinterpret_cast<__nv_bfloat16*>(row)[column] = __float2bfloat16_rn(value);
+  }
+}
+
+// W: elements of weights and x; FP8 products are scaled for every line of K (block scales, else 1) and then added up.
+// LISTED: the CTAs group the pairs themselves, and with `arrivals` the last CTA of a row slice adds up the choices.
+template <typename W, Projection PROJECTION, bool LISTED, typename Tile>
+__global__ void __launch_bounds__(Tile::threads, Tile::ctas_per_sm)
+    experts_kernel(const __grid_constant__ ExpertsParams p) {
+  constexpr bool up = PROJECTION == Projection::up, fp8 = std::is_same_v<W, __nv_fp8_e4m3>;
+  constexpr int MT = Tile::m_tiles, NT = Tile::n_tiles, S = Tile::stages;
+  constexpr int element = fp8 ? 1 : 2;                       // bytes, of weights and x
+  constexpr int rows_of_tile = up ? 8 : 16;                  // output channels that 16 weight rows give
+  constexpr int channels = rows_of_tile * MT * Tile::warps;  // of a CTA
+  extern __shared__ __align__(128) char memory[];  // [stage][weight rows of each warp, then tokens][128 bytes]
+  __shared__ PairList<Tile::tokens> list;
+  __shared__ int item_pairs[2][Tile::tokens];  // of this item and the next
+  __shared__ bool is_last;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = lane / 4, quad = lane % 4;
+  const int slices = (p.outputs + channels - 1) / channels;
+  const int row_bytes = p.width * element;
+  const int steps = (row_bytes + kLineBytes - 1) / kLineBytes;  // of an item
+
+  if constexpr (up) {  // what names the experts may come from the launch just before
+    pdl_wait();
+    pdl_trigger();
+  }
+  int tiles;
+  if constexpr (LISTED) {
+    list.build(p);
+    tiles = list.tiles;
+  } else {
+    if (!up && !p.routed_early) pdl_wait();
+    tiles = min(min(max(*p.padded_pairs, 0) / Tile::tokens, p.blocks * p.tiles_of_block),
+                (p.sorted_length + Tile::tokens - 1) / Tile::tokens);
+  }
+  const int items = tiles * slices;
+  if (up && p.arrivals && blockIdx.x == 0) {
+    for (int i = threadIdx.x; i < p.arrival_slices; i += Tile::threads) p.arrivals[i] = 0;
+  }
+  const auto expert_of = [&](int tile) {
+    const int expert = LISTED ? list.tile_expert[tile] : p.tile_experts[tile / p.tiles_of_block];
+    return expert < p.experts ? expert : -1;
+  };
+  const auto pair_of = [&](int tile, int n) {  // -1: none
+    if constexpr (LISTED) return n < list.tile_count[tile] ? list.pairs[list.tile_offset[tile] + n] : -1;
+    const int at = tile * Tile::tokens + n;
+    const int pair = at < p.sorted_length && expert_of(tile) >= 0 ? p.sorted_pairs[at] : -1;
+    return pair < p.tokens * p.choices ? pair : -1;
+  };
+
+  // Copies run ahead of the products: their item and step, and this thread's rows. A warp copies four whole lines at a
+  // time; odd rows have their halves exchanged, so that fragments are read without bank conflicts.
+  const int copy_row = lane / 8, copy_byte = lane % 8 * 16;
+  const uint32_t to_weights =
+      ptx::shared_address(memory) + (warp * MT * 16 + copy_row) * kLineBytes + (copy_byte ^ (copy_row & 1) * 64);
+  int load_item = blockIdx.x, load_step = 0, load_rows = 0;
+  const char* load_low = nullptr;
+  const char* load_high = nullptr;
+  int x_row[Tile::x_copies];
+  const auto seek_item = [&]() {
+    if (load_item >= items) return;
+    const int tile = load_item / slices, slice = load_item - tile * slices;
+    const int64_t expert = max(expert_of(tile), 0);
+    const int row = slice * channels + warp * MT * rows_of_tile + copy_row;
+    load_rows = p.outputs - row;
+    load_low = p.weight_low + expert * p.expert_stride_low + row * p.weight_stride + copy_byte;
+    load_high = p.weight_high + expert * p.expert_stride_high + row * p.weight_stride + copy_byte;
+#pragma unroll
+    for (int i = 0; i < Tile::x_copies; ++i) {
+      const int n = (threadIdx.x + i * Tile::threads) / 8;
+      const int pair = n < Tile::tokens ? pair_of(tile, n) : -1;
+      x_row[i] = up && pair >= 0 ? pair / p.choices : pair;
+    }
+  };
+  const auto load_weights = [&](int stage) {
+    const int byte = load_step * kLineBytes;
+    const bool inside = load_item < items && byte + copy_byte < row_bytes;
+    const uint32_t to = to_weights + stage * Tile::stage_bytes;
+#pragma unroll
+    for (int i = 0; i < MT; ++i) {
+#pragma unroll
+      for (int r = 0; r < 8; r += 4) {
+        const bool valid = inside && i * rows_of_tile + r < load_rows;
+        const int64_t at = valid ? (i * rows_of_tile + r) * p.weight_stride + byte : 0;
+        ptx::cp_async16_or_zero(to + (i * 16 + r) * kLineBytes, valid ? load_low + at : p.weight_low, valid);
+        ptx::cp_async16_or_zero(to + (i * 16 + 8 + r) * kLineBytes, valid ? load_high + at : p.weight_low, valid);
+      }
+    }
+  };
+  const auto load_x = [&](int stage) {
+    const int byte = load_step * kLineBytes + copy_byte;
+    const bool inside = load_item < items && byte < row_bytes;
+#pragma unroll
+    for (int i = 0; i < Tile::x_copies; ++i) {
+      const int n = (threadIdx.x + i * Tile::threads) / 8;
+      const bool valid = inside && x_row[i] >= 0;
+      if (n < Tile::tokens) {
+        ptx::cp_async16_or_zero(ptx::shared_address(memory) + stage * Tile::stage_bytes +
+                                    (Tile::rows + n) * kLineBytes + (copy_byte ^ (n & 1) * 64),
+                                valid ? p.x + x_row[i] * p.x_stride + byte : p.x, valid);
+      }
+    }
+    ptx::cp_async_commit();
+  };
+  const auto next_step = [&]() {
+    if (++load_step == steps) {
+      load_step = 0;
+      load_item += gridDim.x;
+      seek_item();
+    }
+  };
+  seek_item();
+  if constexpr (up) {
+#pragma unroll 1
+    for (int s = 0; s < S - 1; ++s) {
+      load_weights(s);
+      load_x(s);
+      next_step();
+    }
+  } else {  // weights are constant: those of the first item are loaded before the wait
+    const int first = min(S - 1, steps);
+#pragma unroll 1
+    for (; load_step < first; ++load_step) load_weights(load_step);
+    load_step = 0;
+    if (LISTED || p.routed_early) pdl_wait();
+    pdl_trigger();
+#pragma unroll 1
+    for (int s = 0; s < S - 1; ++s) {
+      if (s >= first) load_weights(s);
+      load_x(s);
+      next_step();
+    }
+  }
+
+  if (LISTED && !up && tiles == 0) {  // no expert is here: zeros
+    for (int64_t i = int64_t{blockIdx.x} * Tile::threads + threadIdx.x; i < int64_t{p.tokens} * p.outputs;
+         i += int64_t{gridDim.x} * Tile::threads) {
+      const int64_t token = i / p.outputs;
+      store_result<W>(p.out + token * p.out_stride, i - token * p.outputs, 0.f, p.fp16_result);
+    }
+    return;
+  }
+
+  // Where this lane's fragments are in a stage: the first half of a line; the second is at address ^ 64.
+  const uint32_t fragment = group * kLineBytes + (quad * 16 ^ (group & 1) * 64);
+  const uint32_t from_weights = ptx::shared_address(memory) + warp * MT * 16 * kLineBytes + fragment;
+  const uint32_t from_x = ptx::shared_address(memory) + Tile::rows * kLineBytes + fragment;
+  int stage = 0, parity = 0;
+  for (int item = blockIdx.x; item < items; item += gridDim.x, parity ^= 1) {
+    const int tile = item / slices, slice = item - tile * slices;
+    const int64_t expert = max(expert_of(tile), 0);
+    const int first_channel = slice * channels + warp * MT * rows_of_tile;
+    if (threadIdx.x < Tile::tokens) item_pairs[parity][threadIdx.x] = pair_of(tile, threadIdx.x);
+    float acc[MT][NT][4] = {};
+    for (int step = 0; step < steps; ++step) {
+      ptx::cp_async_wait<S - 2>();
+      __syncthreads();  // the stage is there for all, and all are done with the one before
+      const int free_stage = stage == 0 ? S - 1 : stage - 1;
+      load_weights(free_stage);
+      load_x(free_stage);
+      next_step();
+      float of_line[fp8 ? MT : 1][fp8 ? NT : 1][4] = {};
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const uint32_t weights = (from_weights + stage * Tile::stage_bytes) ^ half * 64;
+        const uint32_t x = (from_x + stage * Tile::stage_bytes) ^ half * 64;
+        if constexpr (!fp8) {
+          uint4 b[NT];
+#pragma unroll
+          for (int j = 0; j < NT; ++j) b[j] = ptx::load_shared_uint4(x + j * 8 * kLineBytes);
+#pragma unroll
+          for (int i = 0; i < MT; ++i) {
+            const uint4 low = ptx::load_shared_uint4(weights + i * 16 * kLineBytes);
+            const uint4 high = ptx::load_shared_uint4(weights + (i * 16 + 8) * kLineBytes);
+#pragma unroll
+            for (int j = 0; j < NT; ++j) multiply_line(acc[i][j], low, high, b[j], W());
+          }
+        } else {
+          HalfCodes low[MT], high[MT];
+#pragma unroll
+          for (int i = 0; i < MT; ++i) {
+            low[i] = HalfCodes(ptx::load_shared_uint4(weights + i * 16 * kLineBytes));
+            high[i] = HalfCodes(ptx::load_shared_uint4(weights + (i * 16 + 8) * kLineBytes));
+          }
+#pragma unroll
+          for (int j = 0; j < NT; ++j) {
+            const HalfCodes b(ptx::load_shared_uint4(x + j * 8 * kLineBytes));
+#pragma unroll
+            for (int i = 0; i < MT; ++i) multiply_line(of_line[i][j], low[i], high[i], b);
+          }
+        }
+      }
+      if constexpr (fp8) {
+#pragma unroll
+        for (int i = 0; i < MT; ++i) {
+          float low = 1.f, high = 1.f;
+          if (p.scale_rank == 3) {
+            const int channel = min(first_channel + i * rows_of_tile, p.outputs - 1);
+            const int row_low = channel / kScaleBlock;
+            const int row_high = up && !p.split_scales ? (channel + p.outputs) / kScaleBlock : row_low;
+            const int64_t at = expert * p.scale_expert_stride + step;
+            low = p.weight_scale_low[at + row_low * p.scale_row_stride];
+            high = up ? p.weight_scale_high[at + row_high * p.scale_row_stride] : low;
+          }
+#pragma unroll
+          for (int j = 0; j < NT; ++j) {
+#pragma unroll
+            for (int c = 0; c < 4; ++c) acc[i][j][c] = fmaf(of_line[i][j][c], c < 2 ? low : high, acc[i][j][c]);
+          }
+        }
+      }
+      if (++stage == S) stage = 0;
+    }
+
+#pragma unroll
+    for (int i = 0; i < MT; ++i) {
+#pragma unroll
+      for (int j = 0; j < NT; ++j) {
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+          const int pair = item_pairs[parity][j * 8 + 2 * quad + c];
+          const int channel = first_channel + i * rows_of_tile + group;
+          const int token = pair / p.choices;
+          float low = acc[i][j][c], high = acc[i][j][c + 2];
+          if (pair < 0 || channel >= p.outputs) continue;
+          if constexpr (fp8) {
+            if (p.scale_rank < 3) {
+              const int64_t at = expert * p.scale_expert_stride + channel * p.scale_row_stride;
+              low *= p.weight_scale_low[at];
+              high *= p.weight_scale_high[at];
+            }
+            const float x_scale = p.x_scale[(up ? token : pair) * p.x_scale_stride];
+            low *= x_scale;
+            high *= x_scale;
+          }
+          if constexpr (up) {
+            char* row = p.out + pair * p.out_stride;
+            if (p.gate == Gate::none) {
+              store_result<W>(row, channel, low, p.fp16_result);
+              store_result<W>(row, p.outputs + channel, high, p.fp16_result);
+            } else if constexpr (fp8) {
+              reinterpret_cast<float*>(row)[channel] = gated_value(low, high, p.gate);
+            } else {
+              store_result<W>(row, channel, gated_value(low, high, p.gate), false);
+            }
+          } else {
+            const float weight = p.topk_weights[token * p.topk_weights_stride + (pair - token * p.choices)];
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+              const float value = weight * (h ? high : low);
+              if (p.partial) {
+                p.partial[int64_t{pair} * p.outputs + channel + 8 * h] = value;
+              } else {
+                store_result<W>(p.out + pair * p.out_stride, channel + 8 * h, value, p.fp16_result);
+              }
+            }
+          }
+        }
+      }
+    }
+    if (LISTED && !up && p.arrivals) {  // the last CTA of a slice adds up the choices of every token, in order
+      __threadfence();
+      __syncthreads();
+      if (threadIdx.x == 0) is_last = atomicAdd(p.arrivals + slice, 1u) == static_cast<unsigned>(tiles - 1);
+      __syncthreads();
+      if (is_last) {
+        __threadfence();
+        for (int i = threadIdx.x; i < channels * p.tokens; i += Tile::threads) {
+          const int token = i / channels, channel = slice * channels + (i - token * channels);
+          if (channel >= p.outputs) continue;
+          float total = 0.f;
+#pragma unroll 8
+          for (int j = 0; j < p.choices; ++j) {
+            const int pair = token * p.choices + j;
+            const float value = list.expert[pair] >= 0 ? load_cg(p.partial + int64_t{pair} * p.outputs + channel) : 0.f;
+            total = j == 0 ? value : total + value;
+          }
+          store_result<W>(p.out + token * p.out_stride, channel, total, p.fp16_result);
+        }
+      }
+    }
+  }
+}
+
+// Rows to FP8 with a scale each, as fp8_quant has them; a CTA takes one row, reads it twice.
+struct ExpertsQuantParams {
+  const char* x = nullptr;
+  char* codes = nullptr;
+  float* scale = nullptr;
+  int64_t x_stride = 0;  // bytes
+  int width = 0;         // a multiple of 16
+};
+
+constexpr int kQuantThreads = 256;
+
+template <typename T>
+__global__ void __launch_bounds__(kQuantThreads) experts_quant_kernel(const __grid_constant__ ExpertsQuantParams p) {
+  constexpr int size = Pack<T>::size;
+  __shared__ float memory[kQuantThreads / 32];
+  const char* row = p.x + blockIdx.x * p.x_stride;
+  pdl_wait();
+  pdl_trigger();
+  float largest = 0.f;
+  for (int k = threadIdx.x * size; k < p.width; k += kQuantThreads * size) {
+    Pack<T> pack;
+    float values[size];
+    pack.bits = load16(row + int64_t{k} * sizeof(T));
+    pack.unpack(values);
+#pragma unroll
+    for (int i = 0; i < size; ++i) largest = fmaxf(largest, finite_magnitude(values[i]));
+  }
+  const float scale = fp8_scale(block_max<kQuantThreads / 32>(largest, memory)), inverse = __frcp_rn(scale);
+  if (threadIdx.x == 0) p.scale[blockIdx.x] = scale;
+  uint32_t* codes = reinterpret_cast<uint32_t*>(p.codes + int64_t{blockIdx.x} * p.width);
+  for (int k = threadIdx.x * size; k < p.width; k += kQuantThreads * size) {
+    Pack<T> pack;
+    float v[size];
+    pack.bits = load16(row + int64_t{k} * sizeof(T));
+    pack.unpack(v);
+#pragma unroll
+    for (int i = 0; i < size; ++i) v[i] = fp8_quotient(v[i], scale, inverse);
+#pragma unroll
+    for (int i = 0; i < size; i += 4) codes[(k + i) / 4] = to_fp8x4(v[i], v[i + 1], v[i + 2], v[i + 3]);
+  }
+}
+
+// A token's choices, weighted by down, added up in order; choices that no expert here served are not read.
+struct ExpertsSumParams {
+  const float* partial = nullptr;  // [T * choices, N]
+  char* out = nullptr;
+  const int* topk_ids = nullptr;
+  const int* expert_map = nullptr;
+  int64_t out_stride = 0, ids_stride = 0;
+  int choices = 0, experts = 0, mapped_experts = 0, outputs = 0, ctas_per_token = 0;
+};
+
+constexpr int kSumThreads = 256;
+
+template <typename T>
+__global__ void __launch_bounds__(kSumThreads) experts_sum_kernel(const __grid_constant__ ExpertsSumParams p) {
+  const int token = blockIdx.x / p.ctas_per_token;
+  const int first = ((blockIdx.x - token * p.ctas_per_token) * kSumThreads + threadIdx.x) * 4;
+  pdl_wait();
+  pdl_trigger();
+  if (first >= p.outputs) return;
+  float4 total = make_float4(0.f, 0.f, 0.f, 0.f);
+  const float* row = p.partial + int64_t{token} * p.choices * p.outputs + first;
+#pragma unroll 4
+  for (int j = 0; j < p.choices; ++j) {
+    int id = p.topk_ids[token * p.ids_stride + j];
+    if (p.expert_map) id = id >= 0 && id < p.mapped_experts ? p.expert_map[id] : -1;
+    if (id < 0 || id >= p.experts) continue;
+    const uint4 bits = load16_streamed(row + int64_t{j} * p.outputs);
+    total.x += __uint_as_float(bits.x);
+    total.y += __uint_as_float(bits.y);
+    total.z += __uint_as_float(bits.z);
+    total.w += __uint_as_float(bits.w);
+  }
+  T* out = reinterpret_cast<T*>(p.out + token * p.out_stride) + first;
+  out[0] = from_float<T>(total.x);
+  out[1] = from_float<T>(total.y);
+  out[2] = from_float<T>(total.z);
+  out[3] = from_float<T>(total.w);
+}
+
+}  // namespace kestrel::moe
