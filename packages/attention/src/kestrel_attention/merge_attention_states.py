@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from kestrel_runtime import Binary, UnsupportedError, check, kernel_op
+from kestrel_runtime import Binary, UnsupportedError, check, empty, kernel_op
 
 from . import reference
 from .kernels.variants import NAMED
@@ -65,8 +65,8 @@ def merge_attention_states(
         launch = _launches.keep(key, _binary.kernel(NAMED[f"merge_{_NAMES[out_a.dtype]}"], out_a.device))
     if out_a.data_ptr() % 16 or out_b.data_ptr() % 16:
         raise UnsupportedError(_UNALIGNED)
-    out = torch.empty_like(out_a, memory_format=torch.contiguous_format)
-    lse = torch.empty_like(lse_a, memory_format=torch.contiguous_format)
+    out = empty(out_a, out_a.dtype, *out_a.shape)
+    lse = empty(lse_a, torch.float32, *lse_a.shape)
     if out.numel():
         launch(out_a, lse_a, out_b, lse_b, out, lse)
     return out, lse
