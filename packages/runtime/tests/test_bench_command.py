@@ -492,6 +492,16 @@ def test_a_folder_that_cannot_be_written_is_named_before_anything_is_timed(tmp_p
     assert "kestrel" not in printed.out
 
 
+def test_a_folder_without_permission_to_write_is_named(tmp_path, fake_gpu, capsys, monkeypatch):
+    def refuse(dir):
+        raise PermissionError(13, "Permission denied", str(dir))
+
+    write_definition(tmp_path)
+    monkeypatch.setattr("kestrel_runtime.bench.command.tempfile.TemporaryFile", refuse)
+    assert main(["--checkout", str(tmp_path), "--out", str(tmp_path / "x.json")]) == 2
+    assert "Permission denied" in capsys.readouterr().err
+
+
 def test_the_program_names_itself_as_it_was_called(capsys):
     with pytest.raises(SystemExit):
         main(["-h"], prog="kestrel-kernels bench")

@@ -277,6 +277,41 @@ def test_out_is_the_same_view_as_an_input_only_where_the_op_allows_it() -> None:
     assert wide.eq(1).all()
 
 
+def _gate() -> object:
+    def gate(x: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
+        """The product of the halves of each row."""
+
+    gate.__module__ = FAMILY
+    reference = lambda x: x[:, : x.shape[1] // 2] * x[:, x.shape[1] // 2 :]  # noqa: E731
+    return kernel_op(reference=reference, check=lambda x, *, out=None: None, out_may_be_columns_of=("x",))(gate)
+
+
+GATE = _gate()
+
+
+@pytest.mark.parametrize("start", [0, 1, 2])
+def test_out_may_be_columns_of_an_input_where_the_op_allows_it(start: int) -> None:
+    x = torch.arange(1.0, 13.0).view(3, 4)
+    want = x[:, :2] * x[:, 2:]
+    assert torch.equal(GATE(x, out=x[:, start : start + 2]), want)
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        lambda x: x.as_strided((3, 2), (2, 1), 2),  # rows of another stride
+        lambda x: x.as_strided((3, 2), (4, 1), 3),  # past the end of a row
+        lambda x: x.as_strided((3, 2), (4, 1), 4),  # other rows
+        lambda x: x.as_strided((3, 2), (4, 2), 0),  # every other column
+        lambda x: x[:2, :2],
+    ],
+)
+def test_out_that_overlaps_an_input_in_another_way_is_refused(part) -> None:
+    x = torch.arange(1.0, 17.0).view(4, 4)[:3]
+    with pytest.raises(ValueError, match="gate: argument 'out': expected a tensor to write"):
+        GATE(x, out=part(x))
+
+
 @pytest.mark.parametrize("call", [lambda t: OPS.scale(torch.ones(2, 2), out=t), lambda t: OPS.increment(t)])
 def test_inference_tensors_are_written_in_inference_mode_alone(call) -> None:
     with torch.inference_mode():

@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._subclasses import FakeTensorMode
 
 import kestrel_runtime
 from kestrel_runtime import Binary, UnsupportedError, arch_of, binary, check, cute, paged_cache, reference, state
@@ -241,6 +242,17 @@ def test_overlap_of_large_caches_is_decided_by_their_strides_alone() -> None:
     with pytest.raises(ValueError, match="'k': expected a tensor to write that shares no memory with 'v', got tensors"):
         check.no_overlap("op", "k", wide[..., :129], "v", wide[..., 128:])
     check.no_overlap("op", "k", wide, "v", wide.view(64, 16, 8, 256), may_be_same=True)
+
+
+def test_tensors_without_addresses_never_overlap() -> None:
+    with FakeTensorMode():
+        fake = torch.empty(4)
+    meta = torch.empty(4, device="meta")
+    for tensor in (fake, meta, torch.empty(4).as_subclass(type("Sub", (torch.Tensor,), {}))):
+        assert not check.has_memory(tensor)
+        check.no_overlap("op", "a", tensor, "b", tensor)
+    assert check.has_memory(torch.empty(4))
+    assert check.has_memory(torch.nn.Parameter(torch.empty(4)))
 
 
 def test_same_names_the_tensor_that_differs() -> None:

@@ -242,6 +242,7 @@ def test_random_comparison_counts_only_cases_that_kernels_cover() -> None:
         return lambda rng: RandomCase(_by_backend(some, lambda x: x), (X,), may_be_unsupported=may)
 
     assert testing.compare_at_random(draw(True), 0.0, least=3) == 3
+    assert len(calls) == 6
     with pytest.raises(AssertionError, match="UnsupportedError: odd"):
         testing.compare_at_random(draw(False), 0.0, least=2)
 

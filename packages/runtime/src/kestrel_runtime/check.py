@@ -76,14 +76,21 @@ def disjoint(op: str, name: str, value: torch.Tensor) -> None:
 
 
 def no_overlap(
-    op: str, name: str, written: torch.Tensor, other_name: str, other: torch.Tensor, *, may_be_same: bool = False
+    op: str,
+    name: str,
+    written: torch.Tensor,
+    other_name: str,
+    other: torch.Tensor,
+    *,
+    may_be_same: bool = False,
+    may_be_columns: bool = False,
 ) -> None:
-    """``written`` shares no memory with ``other``; or it is the same view, where the op allows that.
+    """``written`` shares no memory with ``other``; or it is the same view, or columns of it, where the op allows that.
 
     Strided views of one buffer may interleave: what counts is whether an element of one lies on an element of the
     other. ``@kernel_op`` makes this check for all written arguments before a reference runs.
     """
-    if may_be_same and _is_same_view(written, other):
+    if (may_be_same and _is_same_view(written, other)) or (may_be_columns and _is_columns_of(written, other)):
         return
     if _share_memory(written, other):
         fail(op, name, f"a tensor to write that shares no memory with '{other_name}'", "tensors that overlap")
@@ -95,6 +102,20 @@ def _is_same_view(a: torch.Tensor, b: torch.Tensor) -> bool:
         and has_memory(a)
         and has_memory(b)
         and a.data_ptr() == b.data_ptr()
+    )
+
+
+def _is_columns_of(part: torch.Tensor, whole: torch.Tensor) -> bool:
+    """Whether part is whole[..., i:j]."""
+    if part.dtype != whole.dtype or part.ndim != whole.ndim or not (has_memory(part) and has_memory(whole)):
+        return False
+    width, start = part.element_size(), part.data_ptr() - whole.data_ptr()
+    return (
+        part.device == whole.device
+        and part.shape[:-1] == whole.shape[:-1]
+        and part.stride() == whole.stride()
+        and 0 <= start <= width * whole.stride(-1) * (whole.shape[-1] - part.shape[-1])
+        and start % (width * whole.stride(-1)) == 0
     )
 
 

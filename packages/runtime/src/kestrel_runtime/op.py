@@ -47,6 +47,7 @@ def kernel_op(
     kernel: str | None = None,
     mutates: Sequence[str] = (),
     out_may_be: Sequence[str] | None = None,
+    out_may_be_columns_of: Sequence[str] = (),
     public: str | None = None,
     shape: Callable[..., Any] | None = None,
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
@@ -68,6 +69,8 @@ def kernel_op(
     kernel: "cuda", "cute", or None while there is no kernel: the body is then never run.
     mutates: the tensors written in place.
     out_may_be: the arguments that ``out`` may be the same view of; None: any of them. Partial overlap is refused.
+    out_may_be_columns_of: the arguments x of which ``out`` may be a slice x[..., i:j], for ops whose kernel reads all
+        of a row's elements before it writes those that share their memory.
     public: the public function that messages name, where that is another one than the op.
     shape: replaces the reference on fake tensors, where the reference would need values on the host.
     """
@@ -76,7 +79,8 @@ def kernel_op(
         family, name = launch.__module__.partition(".")[0], launch.__name__.lstrip("_")
         op = KernelOp(family, name, kernel, tuple(mutates), launch, reference, check)
         register(op)
-        entry = _Entry(op, inspect.signature(launch, eval_str=True), shape or reference, out_may_be, public)
+        signature = inspect.signature(launch, eval_str=True)
+        entry = _Entry(op, signature, shape or reference, out_may_be, out_may_be_columns_of, public)
         entry.register_with_torch()
         return cast("Callable[P, R]", entry.public_function())
 
@@ -98,6 +102,7 @@ class _Entry:
         signature: inspect.Signature,
         shape: Callable[..., Any],
         out_may_be: Sequence[str] | None = None,
+        out_may_be_columns_of: Sequence[str] = (),
         public: str | None = None,
     ) -> None:
         self.op = op
@@ -107,6 +112,7 @@ class _Entry:
         self.shape = shape
         self.written = [name for name in signature.parameters if name in op.mutates or name == "out"]
         self.out_may_be = set(signature.parameters) if out_may_be is None else set(out_may_be)
+        self.out_may_be_columns_of = set(out_may_be_columns_of)
         self.out_position = list(signature.parameters).index("out") if "out" in signature.parameters else None
 
     # -- the implementations ------------------------------------------------------------------------------------------
@@ -170,8 +176,15 @@ class _Entry:
             checked.add(key)
             for other, tensor in tensors.items():
                 if other not in checked:
-                    may_be_same = key == "out" and other in self.out_may_be
-                    checks.no_overlap(name, key, written, other, tensor, may_be_same=may_be_same)
+                    checks.no_overlap(
+                        name,
+                        key,
+                        written,
+                        other,
+                        tensor,
+                        may_be_same=key == "out" and other in self.out_may_be,
+                        may_be_columns=key == "out" and other in self.out_may_be_columns_of,
+                    )
 
     def _referred(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         args, kwargs, out = self._without_out(args, kwargs)
