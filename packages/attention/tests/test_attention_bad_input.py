@@ -1,4 +1,4 @@
-"""What the attention ops must refuse, and how the message names it."""
+"""What the attention ops must refuse, how the message names it, and that nothing is written before."""
 
 from __future__ import annotations
 
@@ -11,26 +11,45 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kestrel_attention
-from kestrel_runtime.testing import BadInput, assert_rejects
+from kestrel_attention import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
+from kestrel_runtime.testing import (
+    ODD_VALUES,
+    BadInput,
+    assert_refused,
+    assert_registered,
+    assert_rejects,
+    assert_same_bits,
+    assert_works_or_is_named,
+    cases_of,
+    derived_bad_inputs,
+    odd_calls,
+    refusal_params,
+    twins,
+)
 
 Table = Callable[..., list[BadInput]]
-
-
-def cases_of(good: dict[str, Any]) -> Callable[..., BadInput]:
-    """A maker of cases: the good call with some arguments replaced."""
-
-    def bad(name, argument, value, error=ValueError, fragment="", key=None, **more):
-        return BadInput(name, argument, lambda: ((), good | more | {key or argument: value}), error, fragment)
-
-    return bad
 
 
 def int32(*shape: int, device: str = "cpu") -> torch.Tensor:
     return torch.zeros(shape, dtype=torch.int32, device=device)
 
 
+def overlapping(x: torch.Tensor) -> torch.Tensor:
+    """A tensor of x's shape whose rows overlap in all elements but one."""
+    strides = [1] * x.ndim
+    return torch.zeros(sum(x.shape), dtype=x.dtype).as_strided(x.shape, strides)
+
+
+def shifted(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """q and out in one buffer, out a row further on."""
+    row = q.shape[-1]
+    buffer = torch.zeros(q.numel() + row, dtype=q.dtype)
+    return buffer[: q.numel()].view(q.shape), buffer[row:].view(q.shape)
+
+
 def score_cases(bad: Callable[..., BadInput], batch: int, q: torch.Tensor) -> list[BadInput]:
     """What shapes the scores, and out, are checked alike everywhere."""
+    same_q, further_out = shifted(q)
     return [
         bad("a scale as text", "softmax_scale", "1", TypeError, "str"),
         bad("a scale that is no number", "softmax_scale", float("nan"), fragment="nan"),
@@ -61,6 +80,14 @@ def score_cases(bad: Callable[..., BadInput], batch: int, q: torch.Tensor) -> li
         bad("a strided out", "out", torch.cat((q, q), dim=-1)[..., ::2], fragment="stride 2"),
         bad("out elsewhere", "out", q.to("meta"), fragment="meta"),
         bad("an expanded out", "out", torch.zeros_like(q)[..., :1, :].expand_as(q), fragment="share memory"),
+        bad("rows of out that overlap", "out", overlapping(q), fragment="share memory"),
+        bad("out that overlaps q", "out", further_out, fragment="memory", q=same_q),
+        bad("out that requires grad", "out", torch.zeros_like(q).requires_grad_(), fragment="requires_grad"),
+        bad("a scale beyond float64", "softmax_scale", 10**400, fragment="finite"),
+        bad("a cap beyond 64 bits", "softcap", 2**70, fragment=""),
+        bad("a window beyond 64 bits", "window_size", (2**63, 0), fragment="64 bits"),
+        bad("a right end beyond 64 bits", "window_size", (0, 2**70), fragment="64 bits"),
+        bad("a prefix beyond 64 bits", "prefix_len", 2**63, fragment="64 bits"),
     ]
 
 
@@ -70,8 +97,9 @@ def decode_cases(batch: int, queries: int, kv_heads: int, size: int, page: int) 
     new = torch.zeros(batch, queries, kv_heads, size)
     cache = torch.zeros(5 + batch, page, kv_heads, size)
     codes = cache.to(torch.uint8)
-    good = {"q": q, "k_cache": cache, "v_cache": cache, "cache_seqlens": int32(batch), "block_table": int32(batch, 2)}
-    fp8 = {"k_cache": codes, "v_cache": codes}
+    caches = {"k_cache": cache, "v_cache": cache.clone()}
+    good = {"q": q, **caches, "cache_seqlens": int32(batch), "block_table": int32(batch, 2)}
+    fp8 = {"k_cache": codes, "v_cache": codes.clone()}
     bad = cases_of(good)
     strided = torch.zeros(batch, queries, heads, 2 * size)[..., ::2]
     return [
@@ -128,7 +156,10 @@ def decode_cases(batch: int, queries: int, kv_heads: int, size: int, page: int) 
         bad("k of rank 3", "k", new[0], fragment="3-D", v=new),
         bad("v elsewhere", "v", new.to("meta"), fragment="meta", k=new),
         bad("a strided k", "k", torch.zeros(*new.shape[:3], 2 * size)[..., ::2], fragment="stride 2", v=new),
+        bad("appending to K and V in one cache", "", cache, key="v_cache", k=new, v=new),
+        bad("appending to rows that overlap", "k_cache", overlapping(cache), fragment="share memory", k=new, v=new),
         bad("negative splits", "num_splits", -1, fragment=">= 0"),
+        bad("splits beyond 64 bits", "num_splits", 2**63, fragment="64 bits"),
         bad("splits as a float", "num_splits", 1.0, TypeError, "float"),
         *score_cases(bad, batch, q),
     ]
@@ -216,6 +247,8 @@ def packed_cases(batch: int, queries: int, kv_heads: int, size: int, page: int) 
         bad("a negative bound", "max_seqlen_q", -1, fragment=">= 0"),
         bad("a bound as a float", "max_seqlen_k", 4.0, TypeError, "float"),
         bad("a bound as a tensor", "max_seqlen_q", torch.tensor(3), TypeError, "Tensor"),
+        bad("a bound beyond 64 bits", "max_seqlen_q", 2**63, fragment="64 bits"),
+        bad("a bound of keys beyond 64 bits", "max_seqlen_k", 2**70, fragment="64 bits"),
         bad("a scale for floats", "k_scale", torch.ones(1), fragment="None"),
         *score_cases(bad, batch, q),
     ]
@@ -249,6 +282,9 @@ def tau_cases(tokens: int, heads: int, kv_heads: int, size: int, rows: int) -> l
         bad("no heads", "num_heads", 0, fragment=">= 1"),
         bad("heads as a float", "num_heads", 2.0, TypeError, "float"),
         bad("no size", "head_size", 0, fragment=">= 1"),
+        bad("heads beyond 64 bits", "num_heads", 2**63, fragment="64 bits"),
+        bad("a size beyond 64 bits", "head_size", 2**70, fragment="64 bits"),
+        bad("rows that overlap", "qkv", overlapping(qkv), fragment="share memory"),
         bad("tok of another dtype", "tok_qv_linear", tok.half(), TypeError, "float16"),
         bad("tok of another width", "tok_qv_linear", torch.zeros(tokens, heads), fragment=f"({tokens}, {heads})"),
         bad("tok of other tokens", "tok_qv_linear", tok[1:], fragment=f"({tokens - 1}, "),
@@ -291,40 +327,144 @@ TABLES: dict[str, Table] = {
     "merge_attention_states": merge_cases,
 }
 SHAPE = (3, 2, 2, 64, 8)
-ALL = [(op, index, case.name) for op, table in TABLES.items() for index, case in enumerate(table(*SHAPE))]
+CASES = {getattr(kestrel_attention, op): table(*SHAPE) for op, table in TABLES.items()}
+ALL = [(function, index) for function, cases in CASES.items() for index in range(len(cases))]
 
 
-@pytest.mark.parametrize(("op", "index"), [pair[:2] for pair in ALL], ids=[f"{op}: {name}" for op, _, name in ALL])
-def test_bad_input_is_refused_and_named(op, index):
-    assert_rejects(getattr(kestrel_attention, op), TABLES[op](*SHAPE)[index], op)
+@pytest.mark.parametrize(("function", "case", "path"), refusal_params(CASES))
+def test_bad_input_is_refused_and_named_and_nothing_is_written(function, case, path):
+    assert_refused(function, case, path)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
-    which=st.sampled_from([pair[:2] for pair in ALL]),
+    which=st.sampled_from(ALL),
     shape=st.tuples(
-        st.integers(2, 6), st.integers(1, 5), st.integers(2, 4), st.integers(2, 70), st.sampled_from([1, 8, 16, 64])
+        st.integers(2, 6), st.integers(2, 5), st.integers(2, 4), st.integers(2, 70), st.sampled_from([1, 8, 16, 64])
     ),
 )
 def test_bad_input_is_refused_whatever_the_shape(which, shape):
-    op, index = which
-    assert_rejects(getattr(kestrel_attention, op), TABLES[op](*shape)[index], op)
+    function, index = which
+    assert_rejects(function, TABLES[function.__name__](*shape)[index])
 
 
-def test_a_refused_append_writes_nothing():
-    cache = torch.randn(2, 4, 8, 2, 64)
-    before = cache.clone()
-    new = torch.randn(1, 1, 2, 64)
-    with pytest.raises(ValueError, match="num_splits"):
-        kestrel_attention.flash_attn_with_kvcache(
-            torch.randn(1, 1, 2, 64), *cache, new, new, cache_seqlens=int32(1), block_table=int32(1, 2), num_splits=-1
-        )
-    assert torch.equal(cache, before)
+# -- what follows from one good call ----------------------------------------------------------------------------------
+
+
+def kv_call(kind: str) -> dict[str, Any]:
+    """A good call that appends, over a cache of floats, INT8 or INT4."""
+    q, new = torch.zeros(2, 1, 4, 64), torch.zeros(2, 1, 2, 64)
+    given = {"q": q, "k": new, "v": new.clone(), "cache_seqlens": int32(2), "block_table": int32(2, 2)}
+    if kind == "int8":
+        given |= {name: torch.zeros(5, 8, 2, 64, dtype=torch.int8) for name in ("k_cache", "v_cache")}
+        given |= {name: torch.ones(5, 8, 2) for name in ("k_scale", "v_scale")}
+    elif kind == "int4":
+        given |= {name: torch.zeros(5, 64, 2, 32, dtype=torch.uint8) for name in ("k_cache", "v_cache")}
+        given |= {name: torch.ones(5, 2, 64).half() for name in ("k_scale", "k_zero")}
+        given |= {name: torch.ones(5, 64, 2).half() for name in ("v_scale", "v_zero")}
+        given |= {"k_tail": torch.zeros(3, 64, 2, 64), "seq_ids": torch.arange(2, dtype=torch.int32)}
+    else:
+        given |= {name: torch.zeros(5, 8, 2, 64) for name in ("k_cache", "v_cache")}
+    return given
+
+
+def good_calls() -> list[tuple[Callable[..., Any], dict[str, Any]]]:
+    x, starts = torch.zeros(2, 3, 2, 64), torch.tensor([0, 3], dtype=torch.int32)
+    packed = {"q": x[0], "k": x[1], "v": x[1].clone(), "cu_seqlens_q": starts, "cu_seqlens_k": starts.clone()}
+    outs, lses = torch.zeros(2, 3, 2, 64), torch.zeros(2, 2, 3)
+    return [
+        (flash_attn_func, {"q": x, "k": x.clone(), "v": x.clone(), "prefix_len": int32(2)}),
+        (flash_attn_varlen_func, packed | {"max_seqlen_q": 3, "max_seqlen_k": 3}),
+        *((flash_attn_with_kvcache, kv_call(kind)) for kind in ("float", "int8", "int4")),
+        (
+            kestrel_attention.tau_tail,
+            {"qkv": torch.zeros(3, 48), "tok_qv_linear": torch.zeros(3, 4), "tau_pos_table": torch.zeros(5, 4)}
+            | {"positions": int32(3), "num_heads": 2, "head_size": 8},
+        ),
+        (
+            kestrel_attention.merge_attention_states,
+            {"out_a": outs[0], "lse_a": lses[0], "out_b": outs[1], "lse_b": lses[1]},
+        ),
+    ]
+
+
+DERIVED = [(f, case) for f, kwargs in good_calls() for case in derived_bad_inputs(f, (), kwargs)]
+
+
+@pytest.mark.parametrize(
+    ("function", "case"), DERIVED, ids=[f"{f.__name__}-{i}-{case.name}" for i, (f, case) in enumerate(DERIVED)]
+)
+def test_bad_input_that_follows_from_a_good_call_is_refused(function, case):
+    assert_refused(function, case)
+
+
+@pytest.mark.parametrize(("function", "kwargs"), good_calls(), ids=lambda x: getattr(x, "__name__", ""))
+def test_odd_values_work_or_are_named(function, kwargs):
+    @settings(max_examples=25, deadline=None)
+    @given(call=odd_calls((), kwargs, (*ODD_VALUES, 10**400, -(2**63), 2**63)))
+    def every(call):
+        assert_works_or_is_named(function, *call)
+
+    every()
+
+
+def test_the_family_is_registered_and_documented():
+    assert_registered(kestrel_attention)
+
+
+# -- nothing is written before a refusal ------------------------------------------------------------------------------
+
+REFUSED = {
+    "out requires grad": {"out": torch.zeros(2, 1, 4, 64).requires_grad_()},
+    "out of another shape": {"out": torch.zeros(2, 1, 4, 32)},
+    "splits": {"num_splits": -1},
+    "return_lse": {"return_lse": 1},
+    "a window": {"window_size": (0,)},
+    "a prefix": {"prefix_len": "all"},
+}
+
+
+@pytest.mark.parametrize("kind", ["float", "int8", "int4"])
+@pytest.mark.parametrize("change", REFUSED.values(), ids=REFUSED)
+def test_a_refused_append_writes_nothing(kind, change):
+    call = kv_call(kind)
+    call = {name: torch.randint_like(x, 0, 3) if x.dtype != torch.int32 else x for name, x in call.items()}
+    before = twins(call.values())
+    with pytest.raises((ValueError, TypeError), match=f"flash_attn_with_kvcache.*'{next(iter(change))}'"):
+        flash_attn_with_kvcache(**call, **change)
+    assert_same_bits(list(call.values()), before)
+    with torch.no_grad():
+        assert flash_attn_with_kvcache(**call, out=REFUSED["out requires grad"]["out"]).shape == (2, 1, 4, 64)
+
+
+@pytest.mark.parametrize("kind", ["float", "int8", "int4"])
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_messages_name_the_public_function(kind, name):
+    call = kv_call(kind)
+    call[name] = call[name].clone().requires_grad_()
+    with pytest.raises(ValueError, match=rf"^flash_attn_with_kvcache: argument '{name}'.*requires_grad"):
+        flash_attn_with_kvcache(**call)
+
+
+@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize("bound", [10**9, 2**62])
+def test_bounds_beyond_what_the_tensors_hold_cost_nothing(paged, bound):
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 7, 2, 8)
+    starts = torch.tensor([0, 3, 7], dtype=torch.int32)
+    given = {"cu_seqlens_k": starts, "causal": True}
+    if paged:
+        k, v = torch.randn(2, 6, 4, 2, 8)
+        given = {"cu_seqlens_k": None, "seqused_k": torch.tensor([5, 4], dtype=torch.int32), "causal": True}
+        given["block_table"] = torch.arange(6, dtype=torch.int32).view(2, 3)
+    want = flash_attn_varlen_func(q, k, v, starts, max_seqlen_q=7, max_seqlen_k=12, **given)
+    got = flash_attn_varlen_func(q, k, v, starts, max_seqlen_q=bound, max_seqlen_k=bound, **given)
+    assert torch.equal(got, want)
 
 
 def test_tensors_that_require_grad_are_refused():
     q = torch.zeros(1, 1, 1, 8, requires_grad=True)
     with pytest.raises(ValueError, match=r"flash_attn_func.*'q'.*requires_grad"):
-        kestrel_attention.flash_attn_func(q, q, q)
+        flash_attn_func(q, q, q)
     with torch.no_grad():
-        assert kestrel_attention.flash_attn_func(q, q, q).shape == q.shape
+        assert flash_attn_func(q, q, q).shape == q.shape

@@ -1,4 +1,4 @@
-"""Which kernel a head size finds: in the wheel, compiled on first use with the DSL (extra ``[jit]``), or none."""
+"""Which kernel a head dimension finds: in the wheel, compiled on first use with the DSL (extra ``[jit]``), or none."""
 
 from __future__ import annotations
 

@@ -60,6 +60,7 @@ RULES = [
     SplitRule(16, 16, 0, 16, 7),
     SplitRule(512, 192, 768, 256, 16),
     SplitRule(512, 512, 8192, 256, 128),
+    SplitRule(272, 272, 2176, 1024, 128),  # a sequence of 2176 keys has more splits than longer ones
     SplitRule(1024, 1024, 8192, 512, 3),
     SplitRule(64, 64, 0, 64, 1),
 ]
@@ -86,7 +87,7 @@ def test_splits_cover_a_sequence_and_are_as_short_as_the_rule_allows(rule, granu
 def test_a_launch_has_blocks_for_the_splits_of_every_length(rule):
     """A sequence just below a threshold may have more splits than a longer one."""
     most = 0
-    for longest in range(1, 2000):
+    for longest in range(1, 2600):
         keys = rule.keys(longest)
         most = max(most, math.ceil(longest / keys))
         assert rule.num_splits(longest) >= most, longest
@@ -133,7 +134,7 @@ WINDOWS = [
 CASES = [*(("same", size) for size in (64, 128, 256, 512)), ("e4m3", 128), ("int8", 256), ("int4", 64), ("int4", 128)]
 
 
-LENGTHS = (*range(0, 1400, 21), *range(1001, 1100, 9), 2047, 2048, 5000, 8192, 10239, 10240, 10**6, 2**31 - 1)
+LENGTHS = (*range(0, 1400, 35), *range(1001, 1100, 9), 2047, 2048, 5000, 8192, 10239, 10240, 10**6, 2**31 - 1)
 
 
 @pytest.mark.parametrize(("cache", "head_dim"), CASES)
@@ -533,8 +534,11 @@ def test_a_problem_says_what_the_tensors_are():
         num_splits=8, k_scale_heads=1, v_scale_heads=2, appends=True,
     )  # fmt: skip
     assert (found.group_size, found.capacity, found.row_blocks) == (3, 144, 8)
-    rest = (None, None, None, None, False, -1, -1, 0.0, 0, None, 0)
-    assert decode.problem_of(q[:7], cache[:5], cache[:5], *rest).pages is None
+    rest = (0.5, False, -1, -1, 0.0, 0, None, 0)
+    found = decode.problem_of(q[:7], cache[:5], cache[:5], None, each, one, *rest)
+    assert (found.pages, found.k_scale_heads, found.v_scale_heads, found.has_prefix_lens) == (None, 2, 1, False)
+    found = decode.problem_of(q[:7], cache[:5], cache[:5], None, None, None, *rest)
+    assert (found.k_scale_heads, found.v_scale_heads, found.appends) == (0, 0, False)
 
 
 def test_an_append_that_finds_no_memory_has_written_nothing(recorder, monkeypatch):
