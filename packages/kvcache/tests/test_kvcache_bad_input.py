@@ -13,7 +13,17 @@ from hypothesis import strategies as st
 
 import kestrel_kvcache
 from kestrel_runtime import Binary, UnsupportedError
-from kestrel_runtime.testing import BadInput, assert_registered, assert_rejects, cases_of
+from kestrel_runtime.testing import (
+    BadInput,
+    assert_refused,
+    assert_registered,
+    assert_rejects,
+    assert_works_or_is_named,
+    cases_of,
+    derived_bad_inputs,
+    odd_calls,
+    refusal_params,
+)
 
 SHAPE = (3, 2, 16, 4, 8)
 
@@ -258,9 +268,32 @@ TABLES = {
 ALL = [(op, index, case.name) for op, table in TABLES.items() for index, case in enumerate(table(*SHAPE)[1])]
 
 
-@pytest.mark.parametrize(("op", "index"), [pair[:2] for pair in ALL], ids=[f"{op}: {name}" for op, _, name in ALL])
-def test_bad_input_is_refused_and_named(op, index):
-    assert_rejects(getattr(kestrel_kvcache, op), TABLES[op](*SHAPE)[1][index], op)
+REFUSALS = {getattr(kestrel_kvcache, op): table(*SHAPE)[1] for op, table in TABLES.items()}
+DERIVED = {
+    getattr(kestrel_kvcache, op): derived_bad_inputs(getattr(kestrel_kvcache, op), (), table(*SHAPE)[0])
+    for op, table in TABLES.items()
+}
+
+
+REFUSED = [
+    param
+    for param in (*refusal_params(REFUSALS), *refusal_params(DERIVED))
+    if not (param.values[2] == "launch" and param.values[1].fragment == "torch.uint8")  # C++ sees only "an object"
+]
+
+
+@pytest.mark.parametrize(("function", "case", "path"), REFUSED)
+def test_bad_input_is_refused_and_named(function, case, path):
+    assert_refused(function, case, path)
+
+
+@pytest.mark.parametrize("op", TABLES)
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_whatever_is_passed_either_works_or_is_named(op, data):
+    function = getattr(kestrel_kvcache, op)
+    args, kwargs = data.draw(odd_calls((), TABLES[op](*SHAPE)[0]))
+    assert_works_or_is_named(function, args, kwargs)
 
 
 @settings(max_examples=150, deadline=None)

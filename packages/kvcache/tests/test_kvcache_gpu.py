@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random as random_numbers
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -17,7 +18,7 @@ from kestrel_kvcache import (
     rotary_and_cache,
 )
 from kestrel_runtime import UnsupportedError
-from kestrel_runtime.testing import BadInput, assert_rejects
+from kestrel_runtime.testing import RandomCase, compare_at_random
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("kernels_only")]
 
@@ -607,19 +608,41 @@ def test_a_row_stride_past_two_to_the_31() -> None:
     assert torch.equal(caches_near[0, :, 0], near.flip(0))
 
 
-# -- bad input --------------------------------------------------------------------------------------------------------
+# -- random calls -----------------------------------------------------------------------------------------------------
 
 
-def test_kernel_refuses_bad_input() -> None:
-    key, value = (random(4, 4, 64, seed=seed) for seed in range(2))
-    k, v = caches("NHD", 64, 16, 4, 64, torch.bfloat16)
-    slots = some_slots(4, 1024)
-    cases = [
-        BadInput("float64", "key", lambda: ((key.double(), value, k, v, slots), {}), TypeError, "float64"),
-        BadInput("slots on the host", "slot_mapping", lambda: ((key, value, k, v, slots.cpu()), {}), ValueError, "cpu"),
-        BadInput("an expanded cache", "key_cache", lambda: ((key, value, k[:1].expand_as(k), v, slots), {})),
-        BadInput("no format", "kv_cache_dtype", lambda: ((key, value, k, v, slots, torch.uint8), {})),
-        BadInput("no key", "key", lambda: ((None, value, k, v, slots), {}), TypeError),
-    ]
-    for case in cases:
-        assert_rejects(reshape_and_cache, case)
+def random_cache_call(rng: random_numbers.Random) -> RandomCase:
+    """Any write or read of values, FP8 or INT8, with any shape, layout, dtype and slots."""
+    dtype, tokens = rng.choice(FLOATS), rng.choice((1, 2, 5, 33, 130, 400))
+    heads, size = rng.choice((1, 2, 3, 8)), rng.choice((8, 64, 128, 2 * rng.randint(1, 80), rng.randint(1, 80)))
+    page, layout = rng.choice((1, 3, 16, 64, 100)), rng.choice(LAYOUTS)
+    blocks = -(-(tokens + rng.randint(1, 50)) // page)
+    kind = rng.choice(("auto", "fp8", "fp8_e5m2", "int8", "gather"))
+    if kind == "gather":
+        stored = rng.choice((*FLOATS, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8))
+        cache = caches(layout, blocks, page, heads, size, stored)
+        for one in cache:
+            one.copy_((random(*one.shape, dtype=torch.float32, seed=rng.randrange(1000)) * 9).to(stored))
+        kwargs: dict[str, Any] = {"dtype": rng.choice(FLOATS)}
+        if stored == torch.int8:
+            kwargs |= {name: torch.rand(blocks, page, heads, device="cuda") for name in ("k_scale", "v_scale")}
+        elif stored.itemsize == 1:
+            kwargs |= {name: torch.rand(rng.choice((1, heads)), device="cuda") for name in ("k_scale", "v_scale")}
+        pages = rng.randint(1, blocks + 2)
+        table = torch.randint(-1, blocks + 1, (pages,), dtype=torch.int32).cuda()
+        return RandomCase(gather_cache, (*cache, table, rng.randint(0, pages * page + 3)), kwargs)
+    packed = random(tokens + 2, 3 * heads * size + rng.choice((0, 8, 1)), dtype=dtype, seed=rng.randrange(1000))
+    rows = packed[:, : 3 * heads * size].unflatten(1, (3 * heads, size))
+    key, value = rows[:, heads : 2 * heads] * 10.0 ** rng.randint(-4, 2), rows[:, 2 * heads :]
+    slots = some_slots(tokens, blocks * page, rng.choice((torch.int32, torch.int64)), rng.randrange(1000))
+    if kind == "int8":
+        scales = [memory(blocks, page, heads, dtype=torch.float32) for _ in range(2)]
+        cache = caches(layout, blocks, page, heads, size, torch.int8)
+        return RandomCase(int8_cache_write, (key, value, *cache, *scales, slots), writes=(2, 3, 4, 5))
+    cache = caches(layout, blocks, page, heads, size, dtype if kind == "auto" else torch.uint8)
+    scales = [torch.rand(rng.choice((1, heads)), device="cuda") + 1e-3 for _ in range(2)] if kind != "auto" else []
+    return RandomCase(reshape_and_cache, (key, value, *cache, slots, kind, *scales), writes=(2, 3))
+
+
+def test_random_calls_equal_the_reference() -> None:
+    compare_at_random(random_cache_call, seconds=10, least=150)

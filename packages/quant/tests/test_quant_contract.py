@@ -16,7 +16,17 @@ import kestrel_quant
 from kestrel_quant.fp8_quant import _fp8_quant, _fp8_quant_static
 from kestrel_quant.w4a16 import _w4a16_linear
 from kestrel_runtime import Binary, UnsupportedError
-from kestrel_runtime.testing import OPCHECK_TESTS, BadInput, assert_registered, assert_rejects, opcheck
+from kestrel_runtime.testing import (
+    OPCHECK_TESTS,
+    BadInput,
+    assert_refused,
+    assert_registered,
+    assert_rejects,
+    assert_same_bits,
+    derived_bad_inputs,
+    opcheck,
+    refusal_params,
+)
 
 F8 = torch.float8_e4m3fn
 X = torch.linspace(-3, 3, 36).view(3, 12)
@@ -141,7 +151,7 @@ BAD_INPUTS = {
         BadInput("to float64", "dtype", call(AWQ_WORDS, GROUPS, AWQ_ZEROS, dtype=torch.float64), ValueError),
     ],
 }
-CASES = [pytest.param(op, case, id=f"{op}-{case.name}") for op, cases in BAD_INPUTS.items() for case in cases]
+KERNELS = ("fp8_quant", "fp8_dequant", "int8_quant", "int8_dequant", "int4_quant", "int4_dequant")
 
 # One good call of each op, and the torch op and arguments behind it.
 GOOD_CALLS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
@@ -162,9 +172,24 @@ ODD_VALUES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("op", "case"), CASES)
-def test_a_bad_input_is_named(op: str, case: BadInput) -> None:
-    assert_rejects(getattr(kestrel_quant, op), case)
+REFUSALS = {getattr(kestrel_quant, op): cases for op, cases in BAD_INPUTS.items()}
+DERIVED = {
+    getattr(kestrel_quant, op): derived_bad_inputs(getattr(kestrel_quant, op), args, kwargs)
+    for op, (args, kwargs) in GOOD_CALLS.items()
+    if op in KERNELS and op != "fp8_dequant"  # torch makes no sparse tensor of FP8
+}
+
+
+REFUSED = [
+    param
+    for param in (*refusal_params(REFUSALS), *refusal_params(DERIVED))
+    if not (param.values[2] == "launch" and param.values[1].argument == "dtype")  # C++ sees the result instead
+]
+
+
+@pytest.mark.parametrize(("function", "case", "path"), REFUSED)
+def test_a_bad_input_is_refused_and_named(function: Callable[..., Any], case: BadInput, path: str) -> None:
+    assert_refused(function, case, path)
 
 
 def refusals() -> list[Any]:
@@ -281,6 +306,25 @@ def test_public_functions_compile_into_one_graph(x: torch.Tensor) -> None:
     assert_compiles(everything, x, "aot_eager")
 
 
+@pytest.mark.parametrize("name", ["fp8_quant", "fp8_dequant", "int4_quant", "int4_dequant"])
+def test_a_group_size_may_change_under_compile(name: str) -> None:
+    torch._dynamo.reset()
+
+    def call(group: int) -> tuple[torch.Tensor, ...]:
+        if name == "fp8_quant":
+            return kestrel_quant.fp8_quant(X, granularity="group", group_size=group)
+        if name == "int4_quant":
+            return kestrel_quant.int4_quant(X, group_size=group)
+        quantise = {"fp8_dequant": kestrel_quant.fp8_quant, "int4_dequant": kestrel_quant.int4_quant}[name]
+        options = {"granularity": "group"} if name == "fp8_dequant" else {}
+        q, scale = quantise(X, group_size=group, **options)
+        return (getattr(kestrel_quant, name)(q, scale, group_size=group),)
+
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    for group in (4, 6, 12, 40):
+        assert_same_bits(compiled(group), call(group), f"group_size {group}")
+
+
 def test_inductor_keeps_the_strides_of_results() -> None:
     """Calls of ops alone, for which inductor compiles no C++."""
 
@@ -301,7 +345,6 @@ def assert_compiles(function: Callable[[torch.Tensor], list[torch.Tensor]], x: t
 
 # ---- the C++ entry points: the same refusals in the same words, the device last --------------------------------------
 
-KERNELS = ("fp8_quant", "fp8_dequant", "int8_quant", "int8_dequant", "int4_quant", "int4_dequant")
 ELSEWHERE = {
     "no tensor", "None", "number as bound", "number as scale", "no scale", "bound elsewhere", "scale elsewhere",
     # refused by the public function, which chooses between two entry points

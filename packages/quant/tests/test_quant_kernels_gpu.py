@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random as random_numbers
 from collections.abc import Callable
 from typing import Any
 
@@ -12,12 +13,12 @@ import kestrel_quant
 from kestrel_quant._launch import kernels, partial_amax
 from kestrel_runtime import backend
 from kestrel_runtime.testing import (
-    BadInput,
-    assert_rejects,
+    RandomCase,
     assert_same_bits,
     assert_waits_for_the_launch_before,
     by_reference,
     canary,
+    compare_at_random,
     graph_replay,
 )
 
@@ -440,29 +441,55 @@ def test_compiled_without_a_graph_break(name: str) -> None:
     assert_same_bits(got, EVERY[name](x))
 
 
-def test_kernels_refuse_bad_input() -> None:
-    x = random(3, 12)
-    q, scale = kestrel_quant.fp8_quant(x)
-    cases = {
-        kestrel_quant.fp8_quant: [
-            BadInput("float64", "x", lambda: ((x.double(),), {}), TypeError, "float64"),
-            BadInput("one dimension", "x", lambda: ((x[0],), {}), ValueError, "2-D"),
-            BadInput("transposed", "x", lambda: ((x.t(),), {}), ValueError, "stride 12"),
-            BadInput("group of 0", "group_size", lambda: ((x,), {"granularity": "group", "group_size": 0}), ValueError),
-            BadInput("bound on the host", "scale_ub", lambda: ((x,), {"scale_ub": torch.ones(1)}), ValueError, "cpu"),
-            BadInput("scale on the host", "scale", lambda: ((x, torch.ones(1)), {}), ValueError, "cpu"),
-        ],
-        kestrel_quant.fp8_dequant: [
-            BadInput("integers", "q", lambda: ((q.view(torch.int8), scale), {}), TypeError, "float8_e4m3fn"),
-            BadInput("flat scales", "scale", lambda: ((q, torch.ones(3, device="cuda")), {}), ValueError, "(1,)"),
-            BadInput("other out", "out", lambda: ((q, scale), {"out": x.float()}), TypeError, "bfloat16"),
-            BadInput("one row", "out", lambda: ((q, scale), {"out": x[:1].expand(3, 12)}), ValueError, "share memory"),
-        ],
-        kestrel_quant.int4_quant: [
-            BadInput("odd columns", "x", lambda: ((x[:, :11],), {}), ValueError, "even"),
-            BadInput("group of 0", "group_size", lambda: ((x,), {"group_size": 0}), ValueError, ">= 1"),
-        ],
-    }
-    for op, inputs in cases.items():
-        for case in inputs:
-            assert_rejects(op, case)
+def random_case(rng: random_numbers.Random) -> RandomCase:
+    """Any op, with any shape, strides, dtype and option, of values of any magnitude."""
+    dtype, t = rng.choice(FLOATS), rng.choice((1, 2, 3, 17, 64, 129, 300))
+    n = rng.choice((rng.randint(1, 40), rng.randint(1, 600), 8 * rng.randint(1, 600)))
+    wide, start = n + rng.choice((0, 0, 8, rng.randint(1, 9))), 0
+    if wide > n:
+        start = rng.choice((0, wide - n))
+    x = torch.randn(t * rng.choice((1, 2)), wide, device="cuda") * 10.0 ** rng.randint(-6, 4)
+    x = (x * torch.logspace(-rng.randint(0, 3), 1, x.shape[0], device="cuda")[:, None]).to(dtype)
+    if rng.random() < 0.3:
+        x[rng.randrange(x.shape[0]), rng.randrange(wide)] = rng.choice((torch.nan, torch.inf, -torch.inf, 0.0))
+    x = x[:: x.shape[0] // t, start : start + n]
+    group = rng.choice((1, 2, 7, 32, 48, 128, 512, rng.randint(1, n), 10**6))
+    op = rng.choice(("fp8_quant", "int8_quant", "int4_quant", "fp8_dequant", "int8_dequant", "int4_dequant"))
+    if op.startswith("int4") and n % 2:
+        x = x[:, 1:] if n > 1 else torch.cat((x, x), 1)
+    granularity = rng.choice(("row", "tensor", "group") if op.startswith("fp8") else ("row", "tensor"))
+    if op == "fp8_quant":
+        if rng.random() < 0.25:
+            scale = torch.rand((1,) if rng.random() < 0.5 else (t, 1), device="cuda") + 1e-3
+            return RandomCase(kestrel_quant.fp8_quant, (x, scale))
+        bound = torch.rand(1, device="cuda") if rng.random() < 0.3 else None
+        kwargs = {"granularity": granularity, "group_size": group, "scale_ub": bound}
+        kwargs["column_major_scales"] = granularity == "group" and rng.random() < 0.5
+        return RandomCase(kestrel_quant.fp8_quant, (x,), kwargs)
+    if op == "int8_quant":
+        return RandomCase(kestrel_quant.int8_quant, (x,), {"granularity": granularity})
+    if op == "int4_quant":
+        return RandomCase(kestrel_quant.int4_quant, (x,), {"group_size": group})
+    out = rng.choice(FLOATS)
+    if op == "fp8_dequant":
+        q, scale = by_reference(kestrel_quant.fp8_quant, x, granularity=granularity, group_size=group)
+        q = torch.where(q.float().isnan(), torch.zeros_like(q, dtype=torch.float32), q.float()).to(F8)
+        return RandomCase(kestrel_quant.fp8_dequant, (q, scale), {"group_size": group, "dtype": out})
+    if op == "int8_dequant":
+        q, scale = by_reference(kestrel_quant.int8_quant, x, granularity=granularity)
+        return RandomCase(kestrel_quant.int8_dequant, (q, scale), {"dtype": out})
+    q, scale = by_reference(kestrel_quant.int4_quant, x, group_size=group)
+    return RandomCase(kestrel_quant.int4_dequant, (q, scale), {"group_size": group, "dtype": out})
+
+
+def same_up_to_nan_payload(got: Any, want: Any, what: str) -> None:
+    assert_same_bits(got, want, what, any_nan=True)
+
+
+def test_random_calls_equal_the_reference() -> None:
+    def draw(rng: random_numbers.Random) -> RandomCase:
+        case = random_case(rng)
+        case.compare = same_up_to_nan_payload
+        return case
+
+    compare_at_random(draw, seconds=10, least=200)
