@@ -1,4 +1,4 @@
-"""flash_attn_func and flash_attn_varlen_func against a float64 loop and against scaled_dot_product_attention."""
+"""flash_attn_func and flash_attn_varlen_func against attention in float64."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import torch
+from decode_oracle import REFERENCE, Decoded, exact, excess
 from torch._dynamo.testing import CompileCounter
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -25,6 +26,14 @@ WAYS = [
     {"causal": True, "prefix_len": torch.tensor([0, 3, 99], dtype=torch.int32)},
     {"softmax_scale": 0.3, "softcap": 1.0},
 ]
+
+
+def assert_rows(out, lse, q, k, v, **how):
+    """One sequence against float64, within the bounds of the reference; for sequences too long for the loop."""
+    k, v = k.double(), v.double()
+    held = Decoded(k, v, torch.ones(len(k), dtype=torch.bool), k.abs(), v.abs().amax(-1))
+    errors = excess((out, lse), exact(q, held, how, how.get("prefix_len", 0)), how, REFERENCE)
+    assert max(errors) <= 1, errors
 
 
 def ints(*values: int) -> torch.Tensor:
@@ -61,15 +70,13 @@ def test_dense_batches(how, queries, keys, in_float64, assert_attends):
     ("queries", "keys", "heads", "kv_heads", "size"),
     [(257, 257, 4, 4, 64), (16, 740, 8, 1, 72), (740, 16, 4, 2, 128), (54, 512, 2, 2, 256), (33, 33, 3, 1, 40)],
 )
-def test_longer_batches_are_those_of_torch(dtype, queries, keys, heads, kv_heads, size, assert_attends):
+def test_longer_batches(dtype, queries, keys, heads, kv_heads, size):
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, n, h, size).to(dtype) for n, h in ((queries, heads), (keys, kv_heads), (keys, kv_heads)))
-    mask = torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)
-    wide = [x.double().transpose(1, 2).repeat_interleave(heads // x.shape[2], dim=1) for x in (q, k, v)]
-    exact = torch.nn.functional.scaled_dot_product_attention(*wide, attn_mask=mask).nan_to_num().transpose(1, 2)
-    out = flash_attn_func(q, k, v, causal=True)
+    out, lse = flash_attn_func(q, k, v, causal=True, return_lse=True)
     assert out.dtype == dtype
-    assert_attends(out, None, exact, None, v)
+    for b in range(2):
+        assert_rows(out[b], lse[b], q[b], k[b], v[b], causal=True)
 
 
 def test_chunks_and_blocks_change_nothing(monkeypatch):
@@ -149,17 +156,13 @@ def test_head_sizes(dtype, size, in_float64, assert_attends):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_long_packed_sequences(dtype, assert_attends):
+def test_long_packed_sequences(dtype):
     torch.manual_seed(0)
     lengths = [257, 1, 500]
     q, k, v, cu, _ = packed(lengths, lengths, dtype=dtype)
-    out = flash_attn_varlen_func(q, k, v, cu, cu, 500, 500, causal=True)
-    dense = [x.double().transpose(0, 1).repeat_interleave(4 // x.shape[1], dim=0) for x in (q, k, v)]
-    sequence = torch.arange(3).repeat_interleave(torch.tensor(lengths))
-    order = torch.arange(len(sequence))
-    mask = (sequence[:, None] == sequence) & (order <= order[:, None])
-    exact = torch.nn.functional.scaled_dot_product_attention(*(x[None] for x in dense), attn_mask=mask)
-    assert_attends(out, None, exact[0].transpose(0, 1), None, v)
+    out, lse = flash_attn_varlen_func(q, k, v, cu, cu, 500, 500, causal=True, return_lse=True)
+    for rows in (slice(0, 257), slice(257, 258), slice(258, 758)):
+        assert_rows(out[rows], lse[:, rows], q[rows], k[rows], v[rows], causal=True)
 
 
 def test_rows_of_no_sequence_are_zero_and_harm_nobody():
@@ -274,28 +277,28 @@ def test_a_batch_of_nothing_leaves_every_row_zero():
 
 
 @pytest.mark.parametrize("kind", ["own", "strided", "q itself"])
-def test_out_is_where_the_result_goes(kind):
+@pytest.mark.parametrize("op", ["dense", "cache", "packed"])
+def test_out_is_where_the_result_goes(op, kind):
     torch.manual_seed(0)
     q, k, v = torch.randn(2, 5, 4, 64), torch.randn(2, 7, 2, 64), torch.randn(2, 7, 2, 64)
     lengths, starts = ints(7, 3), ints(0, 5)
-    calls = [
-        (lambda q, **how: flash_attn_func(q, k, v, causal=True, **how), q),
-        (lambda q, **how: flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths, **how), q),
-        (lambda q, **how: flash_attn_varlen_func(q, k[0, :5], v[0, :5], starts, starts, 5, 5, **how), q[0]),
-    ]
-    for call, given in calls:
-        want, want_lse = call(given, return_lse=True)
-        given = given.clone()
-        out = {
-            "own": torch.empty_like(given),
-            "strided": torch.empty(*given.shape[:-1], 99)[..., 7:71],
-            "q itself": given,
-        }
-        got, lse = call(given, out=out[kind], return_lse=True)
-        assert got is out[kind]
-        assert torch.equal(got, want)
-        assert torch.equal(lse, want_lse)
-        assert call(given if kind != "q itself" else given.clone(), out=out[kind]) is out[kind]
+    call, given = {
+        "dense": (lambda q, **how: flash_attn_func(q, k, v, causal=True, **how), q),
+        "cache": (lambda q, **how: flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths, **how), q),
+        "packed": (lambda q, **how: flash_attn_varlen_func(q, k[0, :5], v[0, :5], starts, starts, 5, 5, **how), q[0]),
+    }[op]
+    want, want_lse = call(given, return_lse=True)
+    given = given.clone()
+    out = {
+        "own": torch.empty_like(given),
+        "strided": torch.empty(*given.shape[:-1], 99)[..., 7:71],
+        "q itself": given,
+    }[kind]
+    got, lse = call(given, out=out, return_lse=True)
+    assert got is out
+    assert torch.equal(got, want)
+    assert torch.equal(lse, want_lse)
+    assert call(given if kind != "q itself" else given.clone(), out=out) is out
 
 
 def test_out_of_fp8_inputs_is_bf16():
@@ -338,12 +341,12 @@ def packed_arguments(kind: str):
     return q, k, v, cu_q, cu_k, 4, 6, None, True, -1, -1, 0.0, 2, None, None, None, None, table, used
 
 
-@pytest.mark.parametrize("kind", ["plain", "transposed", "sliced"])
+@pytest.mark.parametrize("kind", ["transposed", "sliced"])
 def test_the_registered_dense_op_is_sound(kind):
     opcheck(torch.ops.kestrel_attention.flash_attn_func.default, dense_arguments(kind))
 
 
-@pytest.mark.parametrize("kind", ["plain", "transposed", "paged"])
+@pytest.mark.parametrize("kind", ["transposed", "paged"])
 def test_the_registered_packed_op_is_sound(kind):
     opcheck(torch.ops.kestrel_attention.flash_attn_varlen_func.default, packed_arguments(kind))
 

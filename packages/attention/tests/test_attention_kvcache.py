@@ -195,24 +195,16 @@ def test_a_contiguous_cache_is_one_page_per_sequence(in_float64, assert_attends)
         assert_attends(out[b], lse[b], *exact, v[b, :length])
 
 
-def test_keys_of_a_page_that_does_not_exist_are_not_seen(in_float64, assert_attends):
+@pytest.mark.parametrize("entry", [-1, 5, 2**31 - 1])
+def test_keys_of_a_page_that_does_not_exist_are_not_seen(entry, in_float64, assert_attends):
     torch.manual_seed(0)
     cache = Paged([40], 8, 2, 64, spare=0)
-    blocks = len(cache.k_cache)
-    for entry in (-1, blocks, 2**31 - 1):
-        cache.table[0, 2] = entry
-        q = torch.randn(1, 2, 4, 64)
-        out, lse = flash_attn_with_kvcache(
-            q,
-            cache.k_cache,
-            cache.v_cache,
-            cache_seqlens=cache.lengths,
-            block_table=cache.table,
-            causal=True,
-            return_lse=True,
-        )
-        exact = in_float64(q[0], cache.keys[0], cache.values[0], causal=True, missing=range(16, 24))
-        assert_attends(out[0], lse[0], *exact, cache.values[0])
+    cache.table[0, 2] = entry
+    q = torch.randn(1, 2, 4, 64)
+    given = {"cache_seqlens": cache.lengths, "block_table": cache.table, "causal": True, "return_lse": True}
+    out, lse = flash_attn_with_kvcache(q, cache.k_cache, cache.v_cache, **given)
+    exact = in_float64(q[0], cache.keys[0], cache.values[0], causal=True, missing=range(16, 24))
+    assert_attends(out[0], lse[0], *exact, cache.values[0])
 
 
 def test_a_length_past_the_table_sees_what_the_table_holds():
@@ -425,8 +417,9 @@ def arguments(kind: str):
 KINDS = ("plain", "transposed", "sliced", "fp8")
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("appending", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "appending"), [("transposed", False), ("fp8", False), ("sliced", True), ("fp8", True)]
+)
 def test_the_registered_ops_are_sound(kind, appending):
     first, new, rest = arguments(kind)
     op = torch.ops.kestrel_attention
@@ -437,7 +430,8 @@ def test_the_registered_ops_are_sound(kind, appending):
 
 
 @pytest.mark.parametrize(
-    ("kind", "backend"), [*((kind, "aot_eager") for kind in KINDS), ("plain", "inductor"), ("fp8", "inductor")]
+    ("kind", "backend"),
+    [("transposed", "aot_eager"), ("sliced", "aot_eager"), ("plain", "inductor"), ("fp8", "inductor")],
 )
 @pytest.mark.parametrize("appending", [False, True])
 def test_compiles_without_graph_breaks(kind, backend, appending):
