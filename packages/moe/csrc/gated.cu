@@ -234,6 +234,13 @@ inline void check_rows(const Checks& check, const char* name, const TensorView& 
   check.disjoint(name, t);
 }
 
+// out may be one half of x: a thread reads both halves before it writes. Other overlaps are refused.
+inline void check_halves(const Checks& check, const TensorView& out, const TensorView& x) {
+  const int64_t half = address(out) - address(x), row_bytes = out.size(1) * element_bytes(x);
+  const bool is_half = (half == 0 || half == row_bytes) && (out.size(0) < 2 || out.stride(0) == x.stride(0));
+  if (!is_half) check.no_overlap("out", out, "x", x);
+}
+
 void gated(TensorView out, TensorView x, bool silu, std::string approximate, double shift) {
   const Checks check(silu ? "silu_and_mul" : shift != 0 ? "gelu_residual" : "gelu_and_mul");
   check_gated(check, x);
@@ -241,6 +248,7 @@ void gated(TensorView out, TensorView x, bool silu, std::string approximate, dou
   p.activation = activation_of(check, silu, approximate);
   p.gate_offset = static_cast<float>(shift);
   check_rows(check, "out", out, x.dtype(), x.size(0), x.size(1) / 2);
+  check_halves(check, out, x);
   check_devices(check, "x", x, {{"out", out}});
   if (!prepare(x, out, &p)) return;
   const DeviceGuard guard(x.device().device_id);

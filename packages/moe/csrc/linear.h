@@ -38,6 +38,7 @@ inline bool prepare_linear(const Checks& check, const TensorView& out, DLDataTyp
   check.last_contiguous("out", out);
   check.shape("out", out, out_shape, 2);
   check.disjoint("out", out);
+  check_overlaps(check, {{"x", x}, {"weight", weight}, {"bias", bias}, {"out", out, /*written=*/true}});
   check_devices(check, "x", x, {{"weight", weight}, {"bias", bias}, {"out", out}});
   if (tokens == 0 || outputs == 0) return false;
 

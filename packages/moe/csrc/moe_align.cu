@@ -100,6 +100,7 @@ __global__ void __launch_bounds__(kIndependentThreads, 1) moe_align_independent_
 }
 
 constexpr DLDataType kBool8{kDLBool, 8, 1};
+constexpr bool kWritten = true;
 
 // The arguments that both ops share, checked in the order of their Python checks.
 class AlignCall {
@@ -209,11 +210,11 @@ void moe_align_block_size(TensorView topk_ids, AnyView num_experts, AnyView bloc
   AlignCall call("moe_align_block_size");
   call.check_inputs(topk_ids, num_experts, block_size, expert_map);
   call.check_outputs(sorted_token_ids, expert_ids, num_tokens_post_pad, /*adapters=*/0);
-  check_devices(call.check, "topk_ids", topk_ids,
-                {{"expert_map", expert_map},
-                 {"sorted_token_ids", sorted_token_ids},
-                 {"expert_ids", expert_ids},
-                 {"num_tokens_post_pad", num_tokens_post_pad}});
+  check_memory(call.check, {{"topk_ids", topk_ids},
+                            {"sorted_token_ids", sorted_token_ids, kWritten},
+                            {"expert_ids", expert_ids, kWritten},
+                            {"num_tokens_post_pad", num_tokens_post_pad, kWritten},
+                            {"expert_map", expert_map}});
   call.launch(topk_ids, sorted_token_ids, expert_ids, num_tokens_post_pad, expert_map, {}, /*alignments=*/1);
 }
 
@@ -233,13 +234,13 @@ void moe_lora_align_block_size(TensorView topk_ids, TensorView token_lora_mappin
   check.dtype("adapter_enabled", adapter_enabled, {kInt32, kBool8});
   check.last_contiguous("adapter_enabled", adapter_enabled);
   check.shape("adapter_enabled", adapter_enabled, &adapters, 1);
-  check_devices(check, "topk_ids", topk_ids,
-                {{"expert_map", expert_map},
-                 {"token_lora_mapping", token_lora_mapping},
-                 {"sorted_token_ids", sorted_token_ids},
-                 {"expert_ids", expert_ids},
-                 {"num_tokens_post_pad", num_tokens_post_pad},
-                 {"adapter_enabled", adapter_enabled}});
+  check_memory(check, {{"topk_ids", topk_ids},
+                       {"token_lora_mapping", token_lora_mapping},
+                       {"sorted_token_ids", sorted_token_ids, kWritten},
+                       {"expert_ids", expert_ids, kWritten},
+                       {"num_tokens_post_pad", num_tokens_post_pad, kWritten},
+                       {"adapter_enabled", adapter_enabled},
+                       {"expert_map", expert_map}});
   if (adapters > (1 << 20)) unsupported("more than 2^20 adapters");
 
   AlignParams p;

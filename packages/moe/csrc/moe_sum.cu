@@ -86,6 +86,7 @@ void moe_sum(TensorView out, TensorView x) {
   check.last_contiguous("out", out);
   check.shape("out", out, shape, 2);
   check.disjoint("out", out);
+  check.no_overlap("out", out, "x", x);
   check_devices(check, "x", x, {{"out", out}});
   if (tokens == 0 || width == 0) return;
   constexpr int64_t max_size = int64_t{1} << 30;

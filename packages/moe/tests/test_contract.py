@@ -19,6 +19,7 @@ from kestrel_runtime.testing import (
     BadInput,
     assert_refused,
     assert_registered,
+    assert_rejects,
     assert_same_bits,
     assert_works_or_is_named,
     cases_of,
@@ -345,6 +346,39 @@ REFUSALS = refusal_params(BAD) + refusal_params(EXPERT_CASES, ("public", "check"
 @pytest.mark.parametrize(("function", "case", "path"), REFUSALS)
 def test_bad_input_is_named_on_every_path(function: Callable[..., Any], case: BadInput, path: str) -> None:
     assert_refused(function, case, path)
+
+
+SHARED, SQUARE, SHARED_INTS = torch.zeros(3, 14), torch.zeros(8, 8), ints(66)
+OVERLAPS: dict[Callable[..., Any], list[BadInput]] = {
+    M.gelu_residual: [gelu("out is other rows of x", "out", SQUARE[1:4, :4], fragment="'x'", x=SQUARE[:3])],
+    M.gemv: [gemv("out within x", "out", SHARED[:, 6:12], fragment="'x'", x=SHARED[:, :8])],
+    M.router_gemm: [router("out is the weight", "out", SQUARE, fragment="'weight'", x=SQUARE + 1, weight=SQUARE)],
+    M.moe_sum: [total("out is the first choice", "out", W1[:, 0], fragment="'x'", x=W1)],
+    M.fused_linear_residual: [linear("out within x", "out", SHARED[:, 6:12], fragment="'x'", x=SHARED[:, :8])],
+    M.fused_mlp: [mlp("out is x", "out", X, fragment="'x'", residual=None)],
+    M.moe_align_block_size: [
+        align("outputs", "sorted_token_ids", SHARED_INTS[:64], fragment="'expert_ids'", expert_ids=SHARED_INTS[62:])
+    ],
+}
+
+
+@pytest.mark.parametrize(("function", "case", "path"), refusal_params(OVERLAPS, ("public", "torch.ops", "kernel")))
+def test_results_that_share_memory_with_inputs_are_refused(
+    function: Callable[..., Any], case: BadInput, path: str
+) -> None:
+    assert_refused(function, case, path)
+
+
+@pytest.mark.parametrize("op", [op for op in OVERLAPS if op.kernel_op.kernel], ids=lambda op: op.__name__)  # type: ignore[attr-defined]
+def test_entry_points_refuse_results_that_share_memory_with_inputs(op: Any) -> None:
+    if Binary("kestrel_moe").manifest is None:
+        pytest.skip("kestrel_moe has no binary here")
+    (case,) = OVERLAPS[op]
+    said = assert_rejects(op, case)
+    args, kwargs = case.make()
+    with pytest.raises(ValueError, match="shares no memory") as raised:
+        op.kernel_op.launch(*args, **kwargs)
+    assert str(raised.value) == said
 
 
 # Ops whose launch is not a single entry point.

@@ -16,15 +16,15 @@ def _check_silu_and_mul(x: torch.Tensor, out: torch.Tensor | None = None) -> Non
     check_out(op, out, (*x.shape[:-1], width), x)
 
 
-@kernel_op(reference=reference.silu_and_mul, check=_check_silu_and_mul, kernel="cuda")
+@kernel_op(reference=reference.silu_and_mul, check=_check_silu_and_mul, kernel="cuda", out_may_be_columns_of=("x",))
 def silu_and_mul(x: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
     """Gated activation ``SiLU(h) * g`` of the two halves of the last dimension, SiLU(h) = h / (1 + exp(-h)).
 
     x: [..., 2F] bf16, fp16 or float32; h = x[..., :F], g = x[..., F:]. Only the last dimension must be contiguous.
     Computed in float32, rounded once.
 
-    Returns [..., F] in x's dtype, in ``out`` if it is given (of that shape and dtype). A row does not depend on the
-    batch around it.
+    Returns [..., F] in x's dtype, in ``out`` if it is given (of that shape and dtype); ``out`` may be one half of x. A
+    row does not depend on the batch around it.
 
     Raises ValueError or TypeError for a wrong dtype, an odd last dimension or a wrong ``out``.
     Semantics: vLLM's silu_and_mul; "GLU variants improve transformer", Shazeer 2020.
@@ -42,15 +42,15 @@ def _check_gelu_and_mul(x: torch.Tensor, approximate: str = "none", out: torch.T
     check_out(op, out, (*x.shape[:-1], width), x)
 
 
-@kernel_op(reference=reference.gelu_and_mul, check=_check_gelu_and_mul, kernel="cuda")
+@kernel_op(reference=reference.gelu_and_mul, check=_check_gelu_and_mul, kernel="cuda", out_may_be_columns_of=("x",))
 def gelu_and_mul(x: torch.Tensor, *, approximate: str = "none", out: torch.Tensor | None = None) -> torch.Tensor:
     """Gated activation ``GELU(h) * g`` of the two halves of the last dimension.
 
     x: [..., 2F] bf16, fp16 or float32; h = x[..., :F], g = x[..., F:]. Only the last dimension must be contiguous.
     approximate: "none" (erf) or "tanh". Computed in float32, rounded once.
 
-    Returns [..., F] in x's dtype, in ``out`` if it is given (of that shape and dtype). A row does not depend on the
-    batch around it.
+    Returns [..., F] in x's dtype, in ``out`` if it is given (of that shape and dtype); ``out`` may be one half of x. A
+    row does not depend on the batch around it.
 
     Raises ValueError or TypeError for a wrong dtype, an odd last dimension, an unknown ``approximate`` or a wrong
     ``out``. Semantics: vLLM's gelu_and_mul and gelu_tanh_and_mul; "GLU variants improve transformer", Shazeer 2020.

@@ -33,7 +33,7 @@ def _check_fused_mlp(
     check_out(op, out, (*x.shape[:-1], width), x)
 
 
-@kernel_op(reference=reference.fused_mlp, check=_check_fused_mlp)
+@kernel_op(reference=reference.fused_mlp, check=_check_fused_mlp, out_may_be=("residual",))
 def fused_mlp(
     x: torch.Tensor,
     w1: torch.Tensor,
@@ -54,8 +54,8 @@ def fused_mlp(
     the result once.
 
     Returns [..., M] in x's dtype, in ``out`` if it is given; ``out`` may be ``residual`` but not ``x``.
-    By reference each number of rows T is a range of its own: at one T a row is the same bit for bit whatever the other
-    rows hold; at another it may differ by rounding, for the matrix products choose their order of summation by T.
+    The reference promises a row bit for bit only among calls of one number of rows T: the order of summation of the
+    matrix products may depend on T.
 
     Raises ValueError or TypeError for a wrong dtype, rank, shape or device, or an unknown ``activation``.
     Semantics: torch.nn.functional.linear and gelu.

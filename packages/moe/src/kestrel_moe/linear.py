@@ -68,7 +68,7 @@ def _check_fused_linear_residual(
     check_out(op, out, (*x.shape[:-1], width), x)
 
 
-@kernel_op(reference=reference.fused_linear_residual, check=_check_fused_linear_residual)
+@kernel_op(reference=reference.fused_linear_residual, check=_check_fused_linear_residual, out_may_be=("residual",))
 def fused_linear_residual(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -103,7 +103,7 @@ def _check_gemv(
     check_out(op, out, (*x.shape[:-1], width), x)
 
 
-@kernel_op(reference=reference.gemv, check=_check_gemv, kernel="cuda")
+@kernel_op(reference=reference.gemv, check=_check_gemv, kernel="cuda", out_may_be=())
 def gemv(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, out: torch.Tensor | None = None
 ) -> torch.Tensor:
@@ -144,7 +144,7 @@ def _check_router_gemm(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor 
     check_out(op, out, (*x.shape[:-1], experts), x, dtype=torch.float32)
 
 
-@kernel_op(reference=reference.router_gemm, check=_check_router_gemm, kernel="cuda")
+@kernel_op(reference=reference.router_gemm, check=_check_router_gemm, kernel="cuda", out_may_be=())
 def router_gemm(x: torch.Tensor, weight: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
     """Router logits in float32: ``x @ weight.T`` without the rounding that a linear layer in 16 bits adds.
 

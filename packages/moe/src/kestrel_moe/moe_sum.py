@@ -18,7 +18,7 @@ def _check_moe_sum(x: torch.Tensor, out: torch.Tensor | None = None) -> None:
     check_out(op, out, (x.shape[0], x.shape[2]), x)
 
 
-@kernel_op(reference=reference.moe_sum, check=_check_moe_sum, kernel="cuda")
+@kernel_op(reference=reference.moe_sum, check=_check_moe_sum, kernel="cuda", out_may_be=())
 def moe_sum(x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
     """Add up the K results of each token, in order of k.
 

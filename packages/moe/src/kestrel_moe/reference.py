@@ -1,7 +1,7 @@
-"""The PyTorch reference of the dense ops and of routing: the specification the kernels are held against.
+"""The PyTorch reference of the dense ops and of routing: their specification.
 
-Everything is computed in float32 and rounded once. Two values are rounded on the way because the next step reads them
-as an operand of a matrix product: the hidden layer of an MLP (to the dtype of the input) and FP8 activations.
+Everything is computed in float32 and rounded once. Two values are rounded earlier, because they are operands of a
+matrix product: the hidden layer of an MLP (to the dtype of the input) and FP8 activations.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ def gated(x: torch.Tensor, activation: str, approximate: str = "none") -> torch.
 def gelu(h: torch.Tensor, approximate: str = "none") -> torch.Tensor:
     """GELU of float32 values, without cancellation in the left tail.
 
-    Written out because torch.nn.functional.gelu rounds differently at the end of a tensor than inside it (its loop is
-    vectorised, its remainder is not), and a row may not depend on where it stands.
+    Not torch.nn.functional.gelu: its vectorised loop and its scalar remainder round differently, so a row would depend
+    on its position.
     """
     if approximate == "tanh":
         slope = 2 * math.sqrt(2 / math.pi) * (h + 0.044715 * h * h * h)
