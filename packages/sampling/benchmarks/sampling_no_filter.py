@@ -16,7 +16,7 @@ import sampling_rows
 from sampling_rows import make, operations, traffic
 
 WARM = True
-LAUNCHES = 2  # what the limit counts: few rows are shared out over the GPU, then gathered
+LAUNCHES = 2  # counted in the limit: few rows are split over the GPU, then combined
 TARGETS = {
     "1x51200": 6.59,
     "4x51200": 6.53,

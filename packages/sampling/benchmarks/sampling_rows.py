@@ -1,7 +1,7 @@
-"""What the definitions of the sampling ops share: rows of probabilities in L2, a key per row, and the peers.
+"""Shared by the benchmarks of the sampling ops: rows of probabilities in L2, a key per row, and the peers.
 
-A shape is rows x V. Rows are softmax of standard normal logits: flat, as far as a vocabulary's rows go, so that top-p
-keeps most of a row; TOP_P of them.
+A shape is rows x V. Rows are softmax of standard normal logits. They are flat for a vocabulary: TOP_P keeps most of a
+row.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def peers(top_k: int = 0, top_p: float = 1.0) -> dict[str, Callable[..., object]
         return found
 
     def flashinfer(probs: torch.Tensor, seed: torch.Tensor, offset: torch.Tensor) -> object:
-        key = {"seed": seed, "offset": offset}  # without tensors it asks a generator on the host: no graph holds that
+        key = {"seed": seed, "offset": offset}  # without tensors a generator is read on the host: no graph captures that
         if top_k:
             return sampling.top_k_top_p_sampling_from_probs(probs, top_k, top_p, **key)
         if top_p < 1:

@@ -16,7 +16,7 @@ import sampling_rows
 from sampling_rows import TOP_P, make, operations, traffic
 
 WARM = True
-LAUNCHES = 2  # what the limit counts: few rows are shared out over the GPU, then gathered
+LAUNCHES = 2  # counted in the limit: few rows are split over the GPU, then combined
 TARGETS = {
     "1x51200": 8.35,
     "4x51200": 8.28,

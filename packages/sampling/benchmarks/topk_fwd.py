@@ -1,8 +1,7 @@
 """Shapes of record of topk_fwd: rows x N, k = 8 and bf16 unless the name says otherwise. Targets in us on one H200.
 
-Those with k or float32 in their name are what topk_select.py and the 64-bit keys are for, and topk_rows.cuh at the
-length of a vocabulary; they have no target yet.
-Scores of 1x64 and 16x64 are so few that 20 000 sets of them fit into L2: those two are timed warm.
+Shapes with k or float32 in their name cover topk_select.py, the 64-bit keys, and topk_rows.cuh at the length of a
+vocabulary; they have no target. 20 000 sets of 1x64 and 16x64 fit into L2, so those two are timed warm.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ def operations(shape: str) -> int:
 
 
 def result(arguments: tuple[Any, ...], returned: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
-    """Values, and those that the indices name: of equal scores anyone's may be chosen."""
+    """Values, and the scores at the indices: of equal scores any may be chosen."""
     values, indices = returned[:2]
     return [values, arguments[0].gather(1, indices.long())]
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import bisect
+import functools
 import itertools
 import math
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -29,14 +31,15 @@ from kestrel_sampling import (
     top_k_top_p_sampling_from_probs,
     top_p_renorm_probs,
     top_p_sampling_from_probs,
+    topk_fwd,
 )
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def words_of(seed: int, offset: int, turn: int = 0) -> list[int]:
+def words_of(seed: int, offset: int, round_: int = 0) -> list[int]:
     """The random words of a draw; test_top_p_sampling.py has Philox in Python integers."""
-    return philox4x32(torch.tensor([seed, 0]), torch.tensor([offset, 0, turn, 0])).tolist()
+    return philox4x32(torch.tensor([seed, 0]), torch.tensor([offset, 0, round_, 0])).tolist()
 
 
 def rounded(number: float) -> float:
@@ -44,20 +47,37 @@ def rounded(number: float) -> float:
     return torch.tensor(number, dtype=torch.float32).item()
 
 
-def exact(row: list[float]) -> list[int]:
-    """What float32 numbers weigh, exactly: as multiples of the smallest of them, 2^-149."""
-    return [int(max(p, 0.0) * 2.0**149) for p in row]
+@dataclass(eq=False)
+class Row:
+    """A row of float32 numbers, with what is computed once for all filters."""
+
+    values: list[float]
+
+    @functools.cached_property
+    def masses(self) -> list[int]:
+        """What the numbers weigh, exactly: as multiples of the smallest float32, 2^-149."""
+        return [int(max(p, 0.0) * 2.0**149) for p in self.values]
+
+    @functools.cached_property
+    def order(self) -> list[int]:
+        """Ids in descending order, ties to the lower id."""
+        return sorted(range(len(self.values)), key=self.values.__getitem__, reverse=True)
+
+    @functools.cached_property
+    def up_to(self) -> list[int]:
+        """Prefix sums of the masses."""
+        return list(itertools.accumulate(self.masses))
 
 
 def kept_by_hand(
-    row: list[float], top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0, joint: bool = False
+    row: Row | list[float], top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0, joint: bool = False
 ) -> list[int]:
     """The ids that the filters keep, in exact integers."""
-    masses = exact(row)
-    threshold = (torch.tensor(min_p).clamp(0, 1) * torch.tensor(max(row))).item()  # one float32 product
-    ids = [i for i in range(len(row)) if row[i] >= threshold]
-    order = sorted(ids, key=row.__getitem__, reverse=True)  # keeps equal ones in their order
-    first = order[:top_k] if 0 < top_k < len(row) else order
+    row = row if isinstance(row, Row) else Row(row)
+    values, masses = row.values, row.masses
+    threshold = (torch.tensor(min_p).clamp(0, 1) * torch.tensor(values[row.order[0]])).item()  # one float32 product
+    order = [i for i in row.order if values[i] >= threshold]
+    first = order[:top_k] if 0 < top_k < len(values) else order
     share = math.floor(min(max(rounded(top_p), 0.0), 1.0) * 2**32)
     goal = share * sum(masses[i] for i in (order if joint else first))
     kept, mass = [], 0
@@ -150,29 +170,42 @@ def test_frequencies_from_logits_follow_the_filtered_softmax(options: dict[str, 
     assert_follows(counts, weights, kept_by_hand(weights.tolist(), **options, joint=joint))
 
 
-def assert_inverse(
-    drawn: int, row: list[float], options: dict[str, Any], seed: int, offset: int, slack: float = 0.0
-) -> None:
+def assert_inverse(drawn: int, row: Row, options: dict[str, Any], seed: int, offset: int, slack: float = 0.0) -> None:
     """The mass before the id and up to it enclose the point of a word, among what the id is drawn from.
 
     That is what the filters keep, and the first word. With top-p alone it is what min-p keeps, and the first of four
     words that draws an entry that top-p keeps; if none does, the same among what is before all of those.
     """
-    masses, kept = exact(row), kept_by_hand(row, **options)
-    counted = 0 < options.get("top_k", 0) < len(row)
-    entries = kept if counted else kept_by_hand(row, min_p=options.get("min_p", 0.0))
+    values, masses, kept = row.values, row.masses, set(kept_by_hand(row, **options))
+    has_top_k, min_p = 0 < options.get("top_k", 0) < len(values), options.get("min_p", 0.0)
     assert drawn in kept
-    for turn in range(len(row)):
-        up_to = list(itertools.accumulate(masses[i] for i in entries))
+    entries = sorted(kept) if has_top_k else kept_by_hand(row, min_p=min_p) if min_p > 0 else range(len(values))
+    for round_ in range(len(values)):
+        whole = len(entries) == len(values)
+        up_to = row.up_to if whole else list(itertools.accumulate(masses[i] for i in entries))
         firsts = []
-        for word in words_of(seed, offset, turn):
+        for word in words_of(seed, offset, round_):
             firsts.append(entries[bisect.bisect_right(up_to, word * up_to[-1] // 2**32)])
             if firsts[-1] in kept:
-                before = sum(masses[i] for i in entries if i < drawn)
+                place = bisect.bisect_left(entries, drawn)
+                before = up_to[place - 1] if place else 0
                 assert before * 2**32 <= (word + 1) * up_to[-1] + int(slack * up_to[-1])
                 assert (before + masses[drawn]) * 2**32 >= word * up_to[-1] - int(slack * up_to[-1])
                 return
-        entries = [i for i in entries if all((-row[i], i) < (-row[first], first) for first in firsts)]
+        bound = min((-values[first], first) for first in firsts)
+        entries = [i for i in entries if (-values[i], i) < bound]
+
+
+@functools.lru_cache(maxsize=32)
+def probs_and_rows(width: int, dtype: torch.dtype) -> tuple[torch.Tensor, list[Row]]:
+    probs = distributions(4 if width <= 1024 else 1, width).to(dtype)
+    return probs, [Row(row) for row in probs.double().tolist()]
+
+
+@functools.lru_cache(maxsize=4)
+def logits_and_weights(width: int, dtype: torch.dtype, temperature: float) -> tuple[torch.Tensor, Row]:
+    logits = (3 * torch.randn(1, width, generator=torch.Generator().manual_seed(width))).to(dtype)
+    return logits, Row(torch.exp((logits - logits.max()).double() / temperature).float()[0].tolist())
 
 
 VOCABULARIES = [(51200, torch.bfloat16), (128256, torch.float16), (151936, torch.float32)]
@@ -183,10 +216,9 @@ VOCABULARIES = [(51200, torch.bfloat16), (128256, torch.float16), (151936, torch
 )
 @pytest.mark.parametrize("options", [o for o in FILTERS if not {"min_p", "top_k"} <= set(o)], ids=str)
 def test_each_draw_is_the_inverse_of_the_kept_mass(width: int, dtype: torch.dtype, options: dict[str, Any]) -> None:
-    rows = 4 if width <= 1024 else 1
-    probs = distributions(rows, width).to(dtype)
-    got = sample_probs(options, probs, torch.arange(rows)).tolist()
-    for b, row in enumerate(probs.double().tolist()):
+    probs, rows = probs_and_rows(width, dtype)
+    got = sample_probs(options, probs, torch.arange(len(rows))).tolist()
+    for b, row in enumerate(rows):
         assert_inverse(got[b], row, options, 17, b, slack=64.0)  # masses are rounded: 2^-26 of the row's
 
 
@@ -195,11 +227,10 @@ def test_each_draw_is_the_inverse_of_the_kept_mass(width: int, dtype: torch.dtyp
 def test_each_draw_from_logits_is_the_inverse_of_the_kept_weights(
     width: int, dtype: torch.dtype, options: dict[str, Any]
 ) -> None:
-    logits = (3 * torch.randn(1, width, generator=torch.Generator().manual_seed(width))).to(dtype)
+    logits, weights = logits_and_weights(width, dtype, 0.8)
     order = "joint" if options.get("joint") else "top_k_first"
     filters = {name: value for name, value in options.items() if name != "joint"}
     drawn = sample_from_logits(logits, 0.8, **filters, filter_apply_order=order, seed=17, offset=0).item()
-    weights = torch.exp((logits - logits.max()).double() / 0.8).float()[0].tolist()
     # the op's exponentials are float32: 2^-18 of the mass covers them
     assert_inverse(drawn, weights, options, 17, 0, slack=2.0**14)
 
@@ -673,6 +704,7 @@ def test_public_functions_compile_into_one_graph() -> None:
             *sample_from_logits(logits, 0.8, 5, 0.9, 0.01, return_valid=True, **key),
             top_p_renorm_probs(probs, 0.9),
             top_k_renorm_probs(probs, 3, out=torch.empty_like(probs)),
+            *topk_fwd(logits, 3, softmax=True),
         ]
 
     logits = torch.randn(3, 8)

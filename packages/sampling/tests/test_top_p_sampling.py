@@ -1,12 +1,13 @@
-"""top_p_sampling_from_probs against exact fractions, a Philox in Python integers and the chi-square distribution."""
+"""top_p_sampling_from_probs against exact integers, a Philox in Python and the chi-square distribution."""
 
 from __future__ import annotations
 
+import bisect
 import contextlib
+import itertools
 import math
 import re
 from collections.abc import Callable, Iterator
-from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -22,10 +23,10 @@ from kestrel_sampling.top_p_sampling import _top_p_sampling_from_probs
 VOCABULARIES = (1, 2, 111, 1024, 51200, 128256, 151936)
 
 
-def philox_words(seed: int, offset: int, turn: int = 0) -> list[int]:
+def philox_words(seed: int, offset: int, round_: int = 0) -> list[int]:
     """Philox4x32-10 in Python integers."""
     k0, k1 = seed % 2**32, seed % 2**64 >> 32
-    c = [offset % 2**32, offset % 2**64 >> 32, turn, 0]
+    c = [offset % 2**32, offset % 2**64 >> 32, round_, 0]
     for _ in range(10):
         a, b = 0xD2511F53 * c[0], 0xCD9E8D57 * c[2]
         c = [b >> 32 ^ c[1] ^ k0, b % 2**32, a >> 32 ^ c[3] ^ k1, a % 2**32]
@@ -33,42 +34,38 @@ def philox_words(seed: int, offset: int, turn: int = 0) -> list[int]:
     return c
 
 
+def exact(row: list[float]) -> list[int]:
+    """What float32 numbers weigh, exactly: as multiples of the smallest of them, 2^-149."""
+    return [int(max(p, 0.0) * 2.0**149) for p in row]
+
+
 def kept_by_hand(row: list[float], top_p: float) -> list[int]:
-    """Ids of the smallest set whose mass reaches top_p of the whole, in exact fractions."""
-    masses = [Fraction(max(p, 0.0)) for p in row]
+    """Ids of the smallest set whose mass reaches top_p of the whole, in exact integers."""
+    masses = exact(row)
     top_p = torch.tensor(top_p, dtype=torch.float32).item()  # a number is rounded, as a tensor of it is
-    goal = Fraction(math.floor(min(max(top_p, 0.0), 1.0) * 2**32), 2**32) * sum(masses)
-    kept, mass = [], Fraction(0)
-    for i in sorted(range(len(row)), key=lambda i: (-row[i], i)):
-        if kept and mass >= goal:
+    goal = math.floor(min(max(top_p, 0.0), 1.0) * 2**32) * sum(masses)
+    kept, mass = [], 0
+    for i in sorted(range(len(row)), key=row.__getitem__, reverse=True):  # keeps equal ones in their order
+        if kept and mass * 2**32 >= goal:
             break
         kept.append(i)
         mass += masses[i]
     return sorted(kept)
 
 
-def inverse(masses: list[Fraction], point: Fraction) -> int:
-    """The first place at which the running mass exceeds the point."""
-    mass = Fraction(0)
-    for i, more in enumerate(masses):
-        mass += more
-        if mass > point:
-            return i
-    raise AssertionError("the point lies below the whole mass")
-
-
 def draw_by_hand(row: list[float], top_p: float, seed: int, offset: int) -> int:
-    """The first of four ids that is kept; or the first of four from the entries before all of those, and so on."""
-    kept = kept_by_hand(row, top_p)
+    """The first of four proposals that is kept; or of four from the entries before all of those, and so on."""
+    masses, kept = exact(row), set(kept_by_hand(row, top_p))
     remaining = list(range(len(row)))
-    for turn in range(len(row)):
-        masses = [Fraction(max(row[i], 0.0)) for i in remaining]
-        points = [Fraction(word, 2**32) * sum(masses) for word in philox_words(seed, offset, turn)]
-        drawn = [remaining[inverse(masses, point)] for point in points]
-        for i in drawn:
+    for round_ in range(len(row)):
+        up_to = list(itertools.accumulate(masses[i] for i in remaining))
+        words = philox_words(seed, offset, round_)
+        proposals = [remaining[bisect.bisect_right(up_to, word * up_to[-1] // 2**32)] for word in words]
+        for i in proposals:
             if i in kept:
                 return i
-        remaining = [i for i in remaining if all((-row[i], i) < (-row[d], d) for d in drawn)]
+        first = min((-row[i], i) for i in proposals)
+        remaining = [i for i in remaining if (-row[i], i) < first]
     raise AssertionError("the first entry is kept")
 
 
@@ -89,7 +86,7 @@ def critical_chi_square(degrees: int) -> float:
 @pytest.mark.parametrize("top_p", [0.0, 0.1, 0.5, 0.9, 1.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("width", [1, 2, 7, 111, 1024])
-def test_draws_what_exact_fractions_draw(width: int, dtype: torch.dtype, top_p: float) -> None:
+def test_draws_what_exact_integers_draw(width: int, dtype: torch.dtype, top_p: float) -> None:
     probs = distributions(12, width).to(dtype)
     seeds = torch.arange(12) * 7919 - 3
     offsets = torch.arange(12) * 2**31 + 5
@@ -377,17 +374,18 @@ def test_compiles_into_one_graph() -> None:
         ids, valid = top_p_sampling_from_probs(probs, torch.tensor([0.5]), seed=seeds, offset=seeds, return_valid=True)
         return [ids, valid, top_p_sampling_from_probs(probs, 0.9, seed=2**64 - 1)]
 
-    for got, expected in zip(torch.compile(draws, fullgraph=True)(PROBS, ONES), draws(PROBS, ONES), strict=True):
+    compiled = torch.compile(draws, fullgraph=True, backend="aot_eager")
+    for got, expected in zip(compiled(PROBS, ONES), draws(PROBS, ONES), strict=True):
         assert torch.equal(got, expected)
 
 
 def test_the_default_generator_compiles_into_one_graph() -> None:
-    compiled = torch.compile(lambda probs: top_p_sampling_from_probs(probs, 1.0), fullgraph=True)
+    compiled = torch.compile(lambda probs: top_p_sampling_from_probs(probs, 1.0), fullgraph=True, backend="aot_eager")
     probs = distributions(64, 1000, sharpness=0.1)
     assert not torch.equal(compiled(probs), compiled(probs))
 
 
-def test_whether_a_graph_is_captured_is_asked_of_the_device_of_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_capture_is_detected_on_the_device_of_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     current = [0]
 
     @contextlib.contextmanager

@@ -1,21 +1,21 @@
-"""The PyTorch reference of sampling: exact filters and a draw that every kernel can repeat bit for bit.
+"""The PyTorch reference of sampling: exact filters and a draw that every kernel repeats bit for bit.
 
-Probabilities become integers: a row is scaled by a power of two and rounded to nearest, so that no sum over the row
-passes 2^60. Sums of integers do not depend on their order, hence neither do the filters nor the draw, however a kernel
-splits the row. The power is 2^42 where the largest entry is 2^-17 to 1, as it is in nearly every row, so that a kernel
-need not know the largest before it sums; otherwise it puts the largest entry just below 2^43. (From V = 2^17 on both
-are less, by the bits of V beyond 17.) What is lost are entries below 2^-43 or so, which count as zero.
+Probabilities become integer masses: a row is scaled by a power of two and rounded to nearest, so that no sum over the
+row reaches 2^60. Sums of integers do not depend on their order, so neither do filters and draws, however a row is split.
+The power is 2^42 if the largest entry lies in [2^-17, 1], as in nearly every row: a kernel can then sum masses
+before it knows the largest entry. Otherwise the power puts the largest entry just below 2^43. For V >= 2^17 both are
+less, by the bits of V beyond 17. Entries below about 2^-43 have no mass.
 
 - mass of a row: the sum of these integers; negative entries count as zero.
 - top-p: entries in descending order of probability, ties to the lower id, while the mass before an entry is below
-  ``floor(p * mass)``; p as a multiple of 2^-32, rounded down. The first entry always stays.
-- draw: with the first word w of Philox4x32-10 (key = seed, counter = offset), the first id in vocabulary order at which
-  the running mass of the entries that are drawn from exceeds ``floor(w * their mass / 2^32)``.
-- with top-k (or without top-p) an id is drawn from what the filters keep. Without top-k four ids are drawn from the
-  whole row, with the four words in their order, and the first of them that top-p keeps is the result. If it keeps none,
-  four are drawn from the entries that come before all of them in descending order, with the third word of the counter
-  raised by one, and so on. What is kept is always among them, so that a kept entry is drawn in proportion to its mass,
-  and a kernel need not find the smallest entry that is kept: it suffices to weigh what comes before the drawn ones.
+  ``floor(p * mass)``, with p as a multiple of 2^-32, rounded down. The first entry is always kept. p >= 1 keeps all.
+- draw: the first id in vocabulary order at which the prefix sum of masses exceeds ``floor(w * mass / 2^32)``, where w
+  is the first word of Philox4x32-10 with key = seed and counter = offset.
+- With top-k, or without top-p, an id is drawn from what the filters keep. Without top-k, top-p is rejection sampling:
+  four proposals are drawn from the whole row with the four words in order, and the first that top-p keeps is the
+  result. If it keeps none, four are drawn from the entries that precede all of them in descending order, with the third
+  word of the counter raised by one, and so on. Kept entries precede every rejected one, so they always remain, and each
+  is drawn in proportion to its mass. A kernel thus needs no threshold, only the mass before each proposal.
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ def top_k_renorm_probs(probs: torch.Tensor, top_k: torch.Tensor | None, top_k_va
     return renormalised(weights, unsorted(kept, order))
 
 
-# ---- pieces ----------------------------------------------------------------------------------------------------------
+# ---- parts -----------------------------------------------------------------------------------------------------------
 
 
 def exponentials(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
@@ -233,12 +233,12 @@ def filtered_draw(
     words = random_words(keys, mass)
     if top_p is None:
         return draw(remaining, valid, words[..., 0])
-    refuse_capture("top-p sampling", "it reads on the host whether a row has to be drawn again")
+    refuse_capture("top-p sampling", "the host reads whether a row needs another round")
     place = torch.empty_like(order).scatter_(
         1, order, torch.arange(order.shape[1], device=order.device).expand_as(order)
     )
     ids, pending = torch.zeros_like(valid, dtype=torch.int32), valid.unsqueeze(1)
-    for turn in itertools.count(1):
+    for round_ in itertools.count(1):
         first = torch.full_like(pending, order.shape[1], dtype=torch.int64)
         for n in range(4):
             drawn = draw(remaining, valid, words[..., n])[0].unsqueeze(1)
@@ -249,7 +249,7 @@ def filtered_draw(
         if not pending.any():
             return ids, valid
         remaining = torch.where(pending & (place >= first), 0, remaining)
-        words = random_words(keys, mass, turn)
+        words = random_words(keys, mass, round_)
     raise AssertionError("the first entry is kept")
 
 
@@ -313,8 +313,8 @@ def draw(mass: torch.Tensor, valid: torch.Tensor, word: torch.Tensor) -> tuple[t
     return torch.where(valid, ids, 0).to(torch.int32), valid
 
 
-def random_words(keys: Keys, rows: torch.Tensor, turn: int = 0) -> torch.Tensor:
-    """The four 32-bit words of Philox4x32-10 with key = seed and counter = (offset, turn), int64 [B, 1, 4].
+def random_words(keys: Keys, rows: torch.Tensor, round_: int = 0) -> torch.Tensor:
+    """The four 32-bit words of Philox4x32-10 with key = seed and counter = (offset, round), int64 [B, 1, 4].
 
     [1, 1, 4] where all rows have one seed and one offset.
     """
@@ -324,7 +324,7 @@ def random_words(keys: Keys, rows: torch.Tensor, turn: int = 0) -> torch.Tensor:
         offsets = offsets + keys.offset_stride * torch.arange(rows.shape[0], device=rows.device)[:, None]
     key, counter = torch.broadcast_tensors(seeds, offsets)
     zero = torch.zeros_like(counter)
-    words = (counter & _WORD, (counter >> 32) & _WORD, zero + turn, zero)
+    words = (counter & _WORD, (counter >> 32) & _WORD, zero + round_, zero)
     return philox4x32(torch.stack((key & _WORD, (key >> 32) & _WORD), dim=-1), torch.stack(words, dim=-1))
 
 
