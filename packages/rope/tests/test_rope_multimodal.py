@@ -107,7 +107,7 @@ def test_one_position_outside_the_table_leaves_the_row_untouched():
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_extreme_rows_stay_alone(dtype, interleaved):
-    """NaN, inf, 1e4, denormals and zeros each in a row: each rotates as by rotary_embedding, the others as without it."""
+    """NaN, inf, 1e4, denormals and zeros each in a row: each as by rotary_embedding, the others as without it."""
     torch.manual_seed(0)
     positions, sections = torch.tensor([[3], [11], [40]]).expand(3, 6), [24, 20, 20]
     plain = torch.randn(6, 2, 128).to(dtype)
