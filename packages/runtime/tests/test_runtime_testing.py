@@ -105,6 +105,11 @@ def test_one_good_call_gives_the_bad_ones_of_every_argument() -> None:
     }
 
 
+def test_fp8_tensors_have_no_sparse_form() -> None:
+    cases = testing.derived_bad_inputs(halve, (X.to(torch.float8_e4m3fn),), {})
+    assert {case.name for case in cases} == {"no x", "by beyond 64 bits"}
+
+
 @pytest.mark.parametrize("case", DERIVED, ids=lambda case: case.name)
 def test_derived_bad_inputs_are_refused(case: BadInput) -> None:
     testing.assert_refused(halve, case)

@@ -222,8 +222,10 @@ def derived_bad_inputs(function: Callable[..., Any], args: Sequence[Any], kwargs
         value = values[name]
         if len(tensors) > 1:  # the first tensor sets the device, so that another one is named
             bad(f"{name} elsewhere", "" if name == tensors[0] else name, name, value.to("meta"))
-        bad(f"{name} sparse", name, name, value.to_sparse(), fragment="strided")
-        if value.dtype.is_floating_point and value.element_size() > 1:
+        is_fp8 = value.dtype.is_floating_point and value.element_size() == 1
+        if not is_fp8:  # torch has no sparse FP8
+            bad(f"{name} sparse", name, name, value.to_sparse(), fragment="strided")
+        if value.dtype.is_floating_point and not is_fp8:
             bad(f"{name} requires grad", name, name, value.detach().clone().requires_grad_(), fragment="requires_grad")
     for name, parameter in signature.parameters.items():
         value = values.get(name, parameter.default)
