@@ -40,7 +40,7 @@ def traffic(shape: str) -> int:
 
 
 def operations(shape: str) -> int:
-    return 0  # a few per logit: it is no matter of arithmetic units
+    return 0  # a few per logit: arithmetic does not bound the op
 
 
 def in_two(logits: torch.Tensor, k: int, block: int) -> None:
