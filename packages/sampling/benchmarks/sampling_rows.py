@@ -62,7 +62,7 @@ def peers(top_k: int = 0, top_p: float = 1.0) -> dict[str, Callable[..., object]
         return found
 
     def flashinfer(probs: torch.Tensor, seed: torch.Tensor, offset: torch.Tensor) -> object:
-        key = {"seed": seed, "offset": offset}  # without tensors a generator is read on the host: no graph captures that
+        key = {"seed": seed, "offset": offset}  # without tensors it reads a generator, not in a graph
         if top_k:
             return sampling.top_k_top_p_sampling_from_probs(probs, top_k, top_p, **key)
         if top_p < 1:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kestrel_runtime import Binary, empty
+from kestrel_runtime import Binary, allocator, empty
 
 from ._parameters import Keys
 
@@ -33,7 +33,8 @@ def draw(
     blocks (1, 2, 4, 8), threads (a multiple of 32 up to 640): how a long row is split on the GPU; 0 leaves the choice
     to the binary. No choice changes an id.
     """
-    ids, valid = empty(rows, torch.int32, rows.shape[0]), empty(rows, torch.bool, rows.shape[0])
+    allocate, shape = allocator(rows), (rows.shape[0],)
+    ids, valid = allocate(shape, (1,), torch.int32), allocate(shape, (1,), torch.bool)
     _binary.sample(
         op, ids, valid, rows, logits, *temperature, *top_k, *top_p, *min_p, joint, *keys, blocks, threads
     )  # fmt: skip

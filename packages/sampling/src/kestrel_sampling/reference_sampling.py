@@ -1,8 +1,8 @@
 """The PyTorch reference of sampling: exact filters and a draw that every kernel repeats bit for bit.
 
 Probabilities become integer masses: a row is scaled by a power of two and rounded to nearest, so that no sum over the
-row reaches 2^60. Sums of integers do not depend on their order, so neither do filters and draws, however a row is split.
-The power is 2^42 if the largest entry lies in [2^-17, 1], as in nearly every row: a kernel can then sum masses
+row reaches 2^60. Sums of integers do not depend on their order, so the split of a row changes neither filters nor
+draws. The power is 2^42 if the largest entry lies in [2^-17, 1], as in nearly every row: a kernel can then sum masses
 before it knows the largest entry. Otherwise the power puts the largest entry just below 2^43. For V >= 2^17 both are
 less, by the bits of V beyond 17. Entries below about 2^-43 have no mass.
 
