@@ -87,6 +87,16 @@ void dispatch_weight(DLDataType dtype, F call) {
   }
 }
 
+template <typename S>
+void launch_sum(ExpertsSumParams p, DLDataType result, int64_t tokens, DLDevice device) {
+  const int packs = p.outputs / Pack<S>::size;
+  p.ctas_per_token = (packs + kSumThreads - 1) / kSumThreads;
+  if (tokens * p.ctas_per_token > kLargest) unsupported("more than 2^30 CTAs");
+  const auto kernel =
+      same_dtype(result, kBFloat16) ? experts_sum_kernel<__nv_bfloat16, S> : experts_sum_kernel<__half, S>;
+  launch_pdl(kernel, dim3(static_cast<unsigned>(tokens * p.ctas_per_token)), dim3(kSumThreads), device, p);
+}
+
 // The most tokens of a tile.
 int largest_tile(DLDataType weight) { return same_dtype(weight, kFloat8E4M3) ? 32 : 64; }
 
@@ -391,7 +401,7 @@ void fused_experts(TensorView out, TensorView scratch, TensorView hidden, Tensor
   });
   if (sums) return;
   ExpertsSumParams sum;
-  sum.partial = down.partial;
+  sum.rows = reinterpret_cast<const char*>(down.partial);
   sum.out = down.out;
   sum.out_stride = down.out_stride;
   sum.topk_ids = down.topk_ids;
@@ -401,12 +411,42 @@ void fused_experts(TensorView out, TensorView scratch, TensorView hidden, Tensor
   sum.experts = down.experts;
   sum.mapped_experts = down.mapped_experts;
   sum.outputs = down.outputs;
-  sum.ctas_per_token = (down.outputs / 4 + kSumThreads - 1) / kSumThreads;
-  if (tokens * sum.ctas_per_token > kLargest) unsupported("more than 2^30 CTAs");
-  dispatch_float(out, [&](auto t) {
-    launch_pdl(experts_sum_kernel<decltype(t)>, dim3(static_cast<unsigned>(tokens * sum.ctas_per_token)),
-               dim3(kSumThreads), device, sum);
-  });
+  launch_sum<float>(sum, out.dtype(), tokens, device);
+}
+
+// y: [T * K, N], rows sorted by expert; positions: int32 [T * K], where the row of each pair is in y, -1 for none.
+void experts_gather_sum(TensorView out, TensorView y, TensorView positions, TensorView topk_weights) {
+  const Checks check("fused_experts");
+  const int64_t tokens = topk_weights.size(0), choices = topk_weights.size(1);
+  const int64_t rows[2] = {tokens * choices, kAny}, one[1] = {tokens * choices};
+  check.dtype("y", y, {kBFloat16, kFloat16});
+  check.shape("y", y, rows, 2);
+  check.contiguous("y", y);
+  check.dtype("positions", positions, {kInt32});
+  check.shape("positions", positions, one, 1);
+  check.contiguous("positions", positions);
+  check.dtype("topk_weights", topk_weights, {kFloat32});
+  check.last_contiguous("topk_weights", topk_weights);
+  check_result(check, out, y.dtype(), {tokens, y.size(1)});
+  check_memory(check, {{"y", y}, {"positions", positions}, {"topk_weights", topk_weights}, {"out", out, true}});
+  if (tokens == 0 || choices == 0) return;
+  require_sizes(y.dtype(), y.size(1), y.size(1), tokens * choices);
+  require_packs("y", y);
+  const DeviceGuard guard(y.device().device_id);
+  ExpertsSumParams sum;
+  sum.rows = address(y);
+  sum.out = address(out);
+  sum.out_stride = out.stride(0) * 2;
+  sum.positions = ints(positions);
+  sum.topk_weights = floats(topk_weights);
+  sum.topk_weights_stride = topk_weights.stride(0);
+  sum.choices = static_cast<int>(choices);
+  sum.outputs = static_cast<int>(y.size(1));
+  if (same_dtype(y.dtype(), kBFloat16)) {
+    launch_sum<__nv_bfloat16>(sum, y.dtype(), tokens, y.device());
+  } else {
+    launch_sum<__half>(sum, y.dtype(), tokens, y.device());
+  }
 }
 
 // x_scale, w1_scale and w2_scale: with FP8 operands, and then out is bf16.
@@ -532,6 +572,7 @@ void invoke_moe_down(TensorView out, TensorView x, OptionalTensor x_scale, Tenso
                   [&](auto w) { launch_tiles<decltype(w), Projection::down, false>(p, tile, tiles, x.device()); });
 }
 
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(experts_gather_sum, experts_gather_sum);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(fused_experts, fused_experts);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(fused_experts_scratch, fused_experts_scratch);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(invoke_moe_up, invoke_moe_up);

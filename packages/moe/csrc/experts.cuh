@@ -537,43 +537,53 @@ __global__ void __launch_bounds__(kQuantThreads) experts_quant_kernel(const __gr
   }
 }
 
-// A token's choices, weighted by down, added up in order; choices that no expert here served are not read.
+// A token's choices added up in order: rows [T * choices, N] of S that down has weighted, or with `positions` rows that
+// are weighted here. A choice that no expert here served is not read.
 struct ExpertsSumParams {
-  const float* partial = nullptr;  // [T * choices, N]
+  const char* rows = nullptr;
   char* out = nullptr;
   const int* topk_ids = nullptr;
   const int* expert_map = nullptr;
-  int64_t out_stride = 0, ids_stride = 0;
+  const int* positions = nullptr;  // of each pair in `rows`, -1: none
+  const float* topk_weights = nullptr;
+  int64_t out_stride = 0, ids_stride = 0, topk_weights_stride = 0;
   int choices = 0, experts = 0, mapped_experts = 0, outputs = 0, ctas_per_token = 0;
 };
 
-constexpr int kSumThreads = 256;
+constexpr int kSumThreads = 128;
 
-template <typename T>
+template <typename T, typename S>
 __global__ void __launch_bounds__(kSumThreads) experts_sum_kernel(const __grid_constant__ ExpertsSumParams p) {
+  constexpr int size = Pack<S>::size;
   const int token = blockIdx.x / p.ctas_per_token;
-  const int first = ((blockIdx.x - token * p.ctas_per_token) * kSumThreads + threadIdx.x) * 4;
+  const int first = ((blockIdx.x - token * p.ctas_per_token) * kSumThreads + threadIdx.x) * size;
   pdl_wait();
   pdl_trigger();
   if (first >= p.outputs) return;
-  float4 total = make_float4(0.f, 0.f, 0.f, 0.f);
-  const float* row = p.partial + int64_t{token} * p.choices * p.outputs + first;
+  float total[size] = {};
 #pragma unroll 4
   for (int j = 0; j < p.choices; ++j) {
-    int id = p.topk_ids[token * p.ids_stride + j];
-    if (p.expert_map) id = id >= 0 && id < p.mapped_experts ? p.expert_map[id] : -1;
-    if (id < 0 || id >= p.experts) continue;
-    const uint4 bits = load16_streamed(row + int64_t{j} * p.outputs);
-    total.x += __uint_as_float(bits.x);
-    total.y += __uint_as_float(bits.y);
-    total.z += __uint_as_float(bits.z);
-    total.w += __uint_as_float(bits.w);
+    int64_t row = int64_t{token} * p.choices + j;
+    float weight = 1.f;
+    if (p.positions) {
+      row = p.positions[row];
+      weight = p.topk_weights[token * p.topk_weights_stride + j];
+    } else {
+      int id = p.topk_ids[token * p.ids_stride + j];
+      if (p.expert_map) id = id >= 0 && id < p.mapped_experts ? p.expert_map[id] : -1;
+      if (id < 0 || id >= p.experts) row = -1;
+    }
+    if (row < 0) continue;
+    Pack<S> pack;
+    float values[size];
+    pack.bits = load16_streamed(p.rows + (row * p.outputs + first) * sizeof(S));
+    pack.unpack(values);
+#pragma unroll
+    for (int i = 0; i < size; ++i) total[i] += p.positions ? weight * values[i] : values[i];
   }
   T* out = reinterpret_cast<T*>(p.out + token * p.out_stride) + first;
-  out[0] = from_float<T>(total.x);
-  out[1] = from_float<T>(total.y);
-  out[2] = from_float<T>(total.z);
-  out[3] = from_float<T>(total.w);
+#pragma unroll
+  for (int i = 0; i < size; ++i) out[i] = from_float<T>(total[i]);
 }
 
 }  // namespace kestrel::moe

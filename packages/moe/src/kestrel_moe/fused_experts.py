@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 
 import torch
+import torch.nn.functional as F
 
 from kestrel_runtime import Binary, check, empty, kernel_op
 
@@ -14,6 +15,7 @@ from ._checks import check_out
 _kernels = Binary("kestrel_moe")
 _LISTED_PAIRS = 32  # that the kernels group by expert themselves, in tiles of
 _LISTED_TILE = 8  # tokens
+_ROWS_OF_GROUPED_MM = 48  # for each expert, from where it is faster
 
 ACTIVATIONS = ("gelu_residual", "silu_and_mul", "gelu_and_mul")
 
@@ -112,12 +114,56 @@ def tile_tokens(pairs: int, experts: int, fp8: bool) -> int:
 
 
 @functools.cache
+def _has_grouped_mm(device: int) -> bool:
+    return hasattr(F, "grouped_mm") and torch.cuda.get_device_capability(device) == (9, 0)
+
+
+def _grouped_mm_is_faster(hidden: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, pairs: int) -> bool:
+    """Where operations decide, the vendor's grouped product is faster than the kernels here."""
+    many = pairs > _ROWS_OF_GROUPED_MM * w1.shape[0] and hidden.dtype == w1.dtype == torch.bfloat16
+    return many and w1.is_contiguous() and w2.is_contiguous() and _has_grouped_mm(hidden.get_device())
+
+
+def _through_grouped_mm(
+    out: torch.Tensor,
+    hidden: torch.Tensor,
+    w1: torch.Tensor,
+    w2: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    activation: str,
+) -> torch.Tensor:
+    """Tokens sorted by expert, PyTorch's grouped product, activation, grouped product, weighted sum."""
+    check.choice("fused_experts", "activation", activation, ACTIVATIONS)
+    pairs, experts, choices = topk_ids.numel(), w1.shape[0], topk_ids.shape[1]
+    order, expert_of_row, length = (empty(hidden, torch.int32, size) for size in (pairs, pairs, 1))
+    _kernels.moe_align_block_size(topk_ids, experts, 1, order, expert_of_row, length, None)
+    last = torch.arange(experts, dtype=torch.int32, device=hidden.device)
+    keys = torch.where(expert_of_row < 0, experts, expert_of_row)
+    ends = torch.searchsorted(keys, last, right=True, out_int32=True)
+    positions = torch.full((pairs + 1,), -1, dtype=torch.int32, device=hidden.device)
+    rows = torch.arange(pairs, dtype=torch.int32, device=hidden.device)
+    positions.scatter_(0, order.long(), rows)  # dropped pairs keep -1; the last entry takes what pads `order`
+    up = F.grouped_mm(hidden.index_select(0, (order // choices).clamp_(max=hidden.shape[0] - 1)), w1.mT, offs=ends)
+    inner = empty(hidden, hidden.dtype, pairs, w2.shape[2])
+    shift = 1.0 if activation == "gelu_residual" else 0.0
+    _kernels.gated(inner, up, activation == "silu_and_mul", "none", shift)
+    y = F.grouped_mm(inner, w2.mT, offs=ends)
+    _kernels.experts_gather_sum(out, y, positions[:pairs], topk_weights)
+    return out
+
+
+@functools.cache
 def _scratch_bytes(tokens: int, pairs: int, inner: int, width: int, fp8: bool) -> int:
     return int(_kernels.fused_experts_scratch(tokens, pairs, inner, width, fp8))
 
 
 @kernel_op(
-    reference=reference_experts.fused_experts, check=_check_fused_experts, shape=_shape_fused_experts, kernel="cuda"
+    reference=reference_experts.fused_experts,
+    check=_check_fused_experts,
+    shape=_shape_fused_experts,
+    kernel="cuda",
+    out_may_be=(),
 )
 def fused_experts(
     hidden: torch.Tensor,
@@ -150,8 +196,10 @@ def fused_experts(
 
     Returns [T, Hd] in hidden's dtype, in ``out`` if it is given; ``out`` may not overlap the inputs. Reads nothing on
     the host. The kernels take bf16 and fp16 with Hd and I that are multiples of 16 and rows aligned to 16 bytes; they
-    sum in order of k, so a row is the same bit for bit for every T. By reference on a CPU that holds up to T = 16, and
-    beyond it within each of these ranges of T*K/E: below 1, from a power of two up to the next, from 64 on.
+    sum in order of k, so a row is the same bit for bit for every T. Without ``expert_map``, bf16 layers of more than 48
+    pairs for each expert go through torch.nn.functional.grouped_mm on an H100 or H200; there, each T is a range of its
+    own. By reference on a CPU, a row is the same bit for bit up to T = 16, and beyond it within each of these ranges of
+    T*K/E: below 1, from a power of two up to the next, from 64 on.
 
     Raises ValueError or TypeError for a wrong dtype, rank, shape or device, an unknown ``activation``, FP8 weights
     without scales or scales without FP8 weights.
@@ -173,6 +221,8 @@ def fused_experts(
     if pairs <= _LISTED_PAIRS:
         _kernels.fused_experts(*layer, None, None, None, _LISTED_TILE, activation)
         return out
+    if expert_map is None and _grouped_mm_is_faster(hidden, w1, w2, pairs):
+        return _through_grouped_mm(out, hidden, w1, w2, topk_weights, topk_ids, activation)
     mapped = experts if expert_map is None else expert_map.shape[0]
     tile = tile_tokens(pairs, experts, fp8)
     blocks = reference_experts.most_blocks(pairs, mapped, tile)

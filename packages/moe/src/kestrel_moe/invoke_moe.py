@@ -245,6 +245,7 @@ def _shape_invoke_cute_moe_down(
     check=_check_invoke_cute_moe_up,
     shape=_shape_invoke_cute_moe_up,
     kernel="cuda",
+    out_may_be=(),
 )
 def _invoke_cute_moe_up(
     hidden_states: torch.Tensor,
@@ -273,6 +274,7 @@ def _invoke_cute_moe_up(
     check=_check_invoke_cute_moe_down,
     shape=_shape_invoke_cute_moe_down,
     kernel="cuda",
+    out_may_be=(),
 )
 def _invoke_cute_moe_down(
     moe_out: torch.Tensor,

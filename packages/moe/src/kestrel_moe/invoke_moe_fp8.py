@@ -176,6 +176,7 @@ def _shape_invoke_cute_moe_down_fp8(
     check=_check_invoke_cute_moe_up_fp8,
     shape=_shape_invoke_cute_moe_up_fp8,
     kernel="cuda",
+    out_may_be=(),
 )
 def _invoke_cute_moe_up_fp8(
     x_q: torch.Tensor,
@@ -207,6 +208,7 @@ def _invoke_cute_moe_up_fp8(
     check=_check_invoke_cute_moe_down_fp8,
     shape=_shape_invoke_cute_moe_down_fp8,
     kernel="cuda",
+    out_may_be=(),
 )
 def _invoke_cute_moe_down_fp8(
     x_q: torch.Tensor,
