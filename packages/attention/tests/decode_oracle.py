@@ -156,13 +156,13 @@ def made(
     queries: int = 1,
     dtype: torch.dtype = torch.bfloat16,
     seed: int = 0,
-    room: int = 0,
+    extra_keys: int = 0,
     value_size: float = 1.0,
     device: str = "cuda",
 ) -> Call:
     """A call with random contents. INT4 caches always have pages of 64.
 
-    room: further keys each sequence has pages for. value_size: factor on the scales of integer values, which are some
+    extra_keys: further keys each sequence has pages for. value_size: factor on the scales of integer values, some
     hundredths.
     """
     generator = torch.Generator(device).manual_seed(seed)
@@ -174,7 +174,7 @@ def made(
         return torch.rand(shape, generator=generator, device=device) + 0.25
 
     page = INT4_PAGE if kind == "int4" else page
-    batch, columns = len(lengths), max(-(-(length + room) // page) + 1 for length in (*lengths, 1))
+    batch, columns = len(lengths), max(-(-(length + extra_keys) // page) + 1 for length in (*lengths, 1))
     blocks = batch * columns + 3
     of_tokens, of_channels = (blocks, page, kv_heads), (blocks, kv_heads, size)
     table = torch.randperm(blocks, generator=generator, device=device)[: batch * columns].view(batch, columns).int()
@@ -198,11 +198,11 @@ def made(
         caches = {name: normal(*of_tokens, size).to(dtype).to(storage) for name in ("k_cache", "v_cache")}
     q = normal(batch, queries, heads, size).to(dtype)
     call = Call(kind, q, caches, table, torch.tensor(lengths, dtype=torch.int32, device=device))
-    poison_unused(call, room)
+    poison_unused(call, extra_keys)
     return call
 
 
-def poison_unused(call: Call, room: int = 0) -> None:
+def poison_unused(call: Call, extra_keys: int = 0) -> None:
     """NaN (in the scales, for integer codes) in everything that no sequence holds; garbage in unused table entries."""
     caches, table = call.caches, call.table
     assert table is not None
@@ -217,7 +217,7 @@ def poison_unused(call: Call, room: int = 0) -> None:
             whole = max(length, 0) // page * page
             complete[block[:whole]] = True
             in_tail[caches["seq_ids"][b].long(), slot[whole:]] = True
-        unused = torch.arange(table.shape[1], device=device) >= -(-(max(length, 0) + room) // page)
+        unused = torch.arange(table.shape[1], device=device) >= -(-(max(length, 0) + extra_keys) // page)
         garbage = torch.tensor(UNUSED_ENTRIES, dtype=torch.int32, device=device)
         table[b, unused] = garbage[torch.nonzero(unused)[:, 0] % len(UNUSED_ENTRIES)]
     if call.kind in ("int8", "int4"):

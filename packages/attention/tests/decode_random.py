@@ -35,7 +35,7 @@ def random_case(
     short = (0, 1, -1, page - 1, page, page + 1, rng.randrange(100), rng.randrange(1000))
     lengths = tuple(rng.choice((*short, rng.randrange(longest))) for _ in range(rng.choice((1, 2, 3, 5))))
     new_keys = rng.random() < 0.4
-    room = queries if new_keys and rng.random() < 0.8 else 0  # without room new keys have no page
+    extra_keys = queries if new_keys and rng.random() < 0.8 else 0  # else some new keys have no page
     if rng.random() < 0.15:
         page = INT4_PAGE if kind == "int4" else max(*lengths, 1) + rng.randrange(50)
         lengths = tuple(min(length, page) for length in lengths)
@@ -43,7 +43,7 @@ def random_case(
         without_table(call)
     else:
         seed = rng.randrange(2**31)
-        call = made(kind, heads, kv_heads, size, page, lengths, queries, dtype, seed, room, device=device)
+        call = made(kind, heads, kv_heads, size, page, lengths, queries, dtype, seed, extra_keys, device=device)
     call.q = strided_rows(rng, call.q * rng.choice((0.25, 1.0, 1.0, 3.0)))
     arrange(call, rng.choice(LAYOUTS))
     how = random_options(rng, call)

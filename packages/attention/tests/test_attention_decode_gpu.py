@@ -110,7 +110,7 @@ def test_a_length_past_the_table_under_a_window():
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("heads", "kv_heads", "size"), [(8, 8, 64), (8, 2, 128), (8, 2, 512)])
-def test_a_sequence_does_not_depend_on_the_room_of_its_table(heads, kv_heads, size, kind):
+def test_a_sequence_does_not_depend_on_the_width_of_its_table(heads, kv_heads, size, kind):
     call = made(kind, heads, kv_heads, size, 16, (40000, 1, 700, 2100, 4096))
     out, lse = call.run()
     for b in range(1, len(call.lengths)):
@@ -203,8 +203,8 @@ def test_a_sequence_does_not_depend_on_its_batch(heads, kv_heads, size, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_block_of_all_chunks_of_a_sequence_gives_the_bits_of_a_block_each(kind):
-    """Three sequences of 32 heads take 96 blocks, which join their chunks; one alone takes a block for each chunk."""
+def test_a_block_that_combines_its_own_splits_gives_the_bits_of_the_combine_kernel(kind):
+    """Three sequences of 32 heads are 96 blocks, which combine their splits; one alone has a block for each split."""
     call = made(kind, 32, 32, 64, 16, (740, 1000, 130))
     check(call)
     out, lse = call.run()
@@ -212,12 +212,12 @@ def test_a_block_of_all_chunks_of_a_sequence_gives_the_bits_of_a_block_each(kind
         assert same(call.alone(b).run(), (out[b : b + 1], lse[b : b + 1]))
 
 
-def test_decoding_one_by_one_is_the_chunk_row_by_row():
-    """Three queries at once see what each sees when the keys behind it are not there yet."""
-    chunk = made("same", 8, 2, 64, 16, (54, 300, 1000), queries=3)
-    out, lse = chunk.run(causal=True)
+def test_three_queries_at_once_are_those_one_by_one():
+    """Each sees what it sees when the keys after it are not appended yet."""
+    three = made("same", 8, 2, 64, 16, (54, 300, 1000), queries=3)
+    out, lse = three.run(causal=True)
     for i in range(3):
-        one = Call(chunk.kind, chunk.q[:, i : i + 1], chunk.caches, chunk.table, chunk.lengths - 2 + i)
+        one = Call(three.kind, three.q[:, i : i + 1], three.caches, three.table, three.lengths - 2 + i)
         got, got_lse = one.run(causal=True)
         torch.testing.assert_close(got[:, 0], out[:, i], rtol=2**-7, atol=1e-5)
         torch.testing.assert_close(got_lse[..., 0], lse[..., i], rtol=1e-6, atol=1e-6)

@@ -23,8 +23,8 @@ def ints(*values: int) -> torch.Tensor:
 class Int8:
     """Random codes and scales; sequences of the given lengths over shuffled pages."""
 
-    def __init__(self, lengths, page=8, room=0, dtype=torch.float32, kv_heads=KV_HEADS, size=SIZE):
-        pages = -(-(max(lengths) + room) // page) + 1
+    def __init__(self, lengths, page=8, extra_keys=0, dtype=torch.float32, kv_heads=KV_HEADS, size=SIZE):
+        pages = -(-(max(lengths) + extra_keys) // page) + 1
         blocks = pages * len(lengths)
         self.page, self.lengths, self.kv_heads, self.size = page, ints(*lengths), kv_heads, size
         self.caches = dict(zip(("k_cache", "v_cache"), self.codes(blocks, page), strict=True))
@@ -79,8 +79,8 @@ class Int8:
 class Int4(Int8):
     """Random codes, scales and zeros per KIVI; each sequence has its row of the tail, in another order."""
 
-    def __init__(self, lengths, page=64, room=0, dtype=torch.float32, kv_heads=KV_HEADS, size=SIZE):
-        super().__init__(lengths, page, room, dtype, kv_heads, size)
+    def __init__(self, lengths, page=64, extra_keys=0, dtype=torch.float32, kv_heads=KV_HEADS, size=SIZE):
+        super().__init__(lengths, page, extra_keys, dtype, kv_heads, size)
         blocks, count = len(self.caches["k_cache"]), len(lengths)
         per_channel, per_token = (2, blocks, kv_heads, size), (2, blocks, page, kv_heads)
         self.more = {
@@ -156,7 +156,7 @@ def test_codes_are_decoded_and_attended_to(kind, page, dtype, queries, in_float6
 def test_appended_keys_are_quantised_stored_and_seen(kind, page, dtype, queries, in_float64, assert_attends):
     torch.manual_seed(queries)
     lengths = [0, 54, 63, 64] if queries < 70 else [0, 60]
-    cache = kind(lengths, page, room=queries, dtype=dtype)
+    cache = kind(lengths, page, extra_keys=queries, dtype=dtype)
     q, k, v = (torch.randn(len(lengths), queries, heads, SIZE).to(dtype) / 4 for heads in (4, KV_HEADS, KV_HEADS))
     wanted = cache.written(k, v)
     out, lse = cache.attend(q, k, v, causal=True)
@@ -169,7 +169,7 @@ def test_appended_keys_are_quantised_stored_and_seen(kind, page, dtype, queries,
 def test_int8_pages_of_every_size(page, in_float64, assert_attends):
     torch.manual_seed(page)
     lengths = [0, 1, 63, 254, 300]
-    cache = Int8(lengths, page, room=3)
+    cache = Int8(lengths, page, extra_keys=3)
     q, k, v = (torch.randn(len(lengths), 3, heads, SIZE).bfloat16() / 4 for heads in (4, KV_HEADS, KV_HEADS))
     wanted = cache.written(k, v)
     out, lse = cache.attend(q, k, v, causal=True)
@@ -180,7 +180,7 @@ def test_int8_pages_of_every_size(page, in_float64, assert_attends):
 
 def test_a_sequence_without_a_tail_is_padding():
     torch.manual_seed(0)
-    cache = Int4([70, 70, 70], room=1)
+    cache = Int4([70, 70, 70], extra_keys=1)
     cache.more["seq_ids"][:2] = ints(-1, 5)
     q, row = torch.randn(3, 1, 4, SIZE), torch.randn(3, 1, KV_HEADS, SIZE)
     before = cache.caches["v_cache"].clone()
@@ -216,7 +216,7 @@ def test_a_contiguous_cache_is_one_page_per_sequence(kind):
 
 def arguments(kind):
     torch.manual_seed(0)
-    cache = kind([0, 70], 64 if kind is Int4 else 8, room=3)
+    cache = kind([0, 70], 64 if kind is Int4 else 8, extra_keys=3)
     cache.more = {name: x.nan_to_num() if x.is_floating_point() else x for name, x in cache.more.items()}
     q, k, v = (torch.randn(2, 3, heads, SIZE) for heads in (4, KV_HEADS, KV_HEADS))
     names = ("k_scale", "v_scale", "k_zero", "v_zero", "k_tail", "seq_ids")
@@ -238,7 +238,7 @@ def test_the_registered_ops_are_sound(kind):
 def test_compiles_without_graph_breaks(kind, backend, appending):
     def run(function):
         torch.manual_seed(0)
-        cache = kind([0, 70], 64 if kind is Int4 else 8, room=3)
+        cache = kind([0, 70], 64 if kind is Int4 else 8, extra_keys=3)
         q, k, v = (torch.randn(2, 3, heads, SIZE) for heads in (4, KV_HEADS, KV_HEADS))
         given = {"cache_seqlens": cache.lengths, "block_table": cache.table, **cache.more}
         new = (k, v) if appending else ()

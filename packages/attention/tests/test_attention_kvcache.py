@@ -23,9 +23,9 @@ class Paged:
     keys, values: what each sequence holds, as stored, [length, Hk, D] each.
     """
 
-    def __init__(self, lengths, page, kv_heads, size, dtype=torch.float32, room=0, spare=2, storage=None):
-        """room: further keys each sequence has pages for. spare: pages and table entries that nobody uses."""
-        pages = [-(-(max(length, 0) + room) // page) for length in lengths]
+    def __init__(self, lengths, page, kv_heads, size, dtype=torch.float32, extra_keys=0, spare=2, storage=None):
+        """extra_keys: further keys each sequence has pages for. spare: unused pages and table entries."""
+        pages = [-(-(max(length, 0) + extra_keys) // page) for length in lengths]
         blocks = sum(pages) + spare
         order = iter(torch.randperm(blocks, dtype=torch.int32).tolist())
         self.page, self.lengths = page, ints(*lengths)
@@ -251,7 +251,7 @@ def test_a_row_does_not_depend_on_its_batch(queries, dtype, heads, kv_heads, siz
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "size"), [(8, 8, 64), (4, 1, 72)])
-def test_a_row_does_not_depend_on_the_room_in_a_contiguous_cache(heads, kv_heads, size):
+def test_a_row_does_not_depend_on_the_length_of_a_contiguous_cache(heads, kv_heads, size):
     torch.manual_seed(0)
     lengths = LENGTHS[1:]
     q, k, v = (torch.randn(len(lengths), n, h, size) for n, h in ((2, heads), (1000, kv_heads), (1000, kv_heads)))
@@ -286,7 +286,7 @@ def append(cache, new_k, new_v, q, **how):
 @pytest.mark.parametrize("queries", [1, 5])
 def test_appended_keys_are_stored_and_seen(dtype, page, queries, in_float64, assert_attends):
     torch.manual_seed(page)
-    cache = Paged([0, 7, 54], page, 2, 64, dtype, room=queries)
+    cache = Paged([0, 7, 54], page, 2, 64, dtype, extra_keys=queries)
     before = cache.k_cache.clone()
     q, new_k, new_v = (torch.randn(3, queries, heads, 64).to(dtype) for heads in (4, 2, 2))
     out, lse = append(cache, new_k, new_v, q, causal=True)
@@ -306,7 +306,7 @@ def test_appended_keys_are_stored_and_seen(dtype, page, queries, in_float64, ass
 def test_appended_keys_are_seen_as_quantised(storage, scales, in_float64, assert_attends):
     torch.manual_seed(0)
     codes = torch.float8_e4m3fn if storage == torch.uint8 else storage
-    cache = Paged([0, 9], 8, 2, 64, codes, room=2, storage=lambda x: x.view(storage))
+    cache = Paged([0, 9], 8, 2, 64, codes, extra_keys=2, storage=lambda x: x.view(storage))
     k_scale, v_scale = (None, None) if scales is None else (torch.rand(scales) + 0.2, torch.rand(scales) + 0.2)
     q, new_k, new_v = (torch.randn(2, 2, heads, 64).bfloat16() for heads in (4, 2, 2))
     out, lse = append(cache, new_k, new_v, q, causal=True, k_scale=k_scale, v_scale=v_scale)
@@ -339,7 +339,7 @@ def test_appending_to_a_contiguous_cache():
 
 def test_a_negative_length_is_padding():
     torch.manual_seed(0)
-    cache = Paged([3, -1, 3], 8, 2, 64, room=2)
+    cache = Paged([3, -1, 3], 8, 2, 64, extra_keys=2)
     cache.table[1, 0] = cache.table[0, 0]  # its row 0 would be written over, were it not padding
     before = cache.k_cache.clone()
     q, row = torch.randn(3, 2, 4, 64), torch.randn(3, 2, 2, 64)
@@ -354,7 +354,7 @@ def test_a_negative_length_is_padding():
 
 def test_a_position_without_a_page_is_not_written():
     torch.manual_seed(0)
-    cache = Paged([8, 3], 8, 2, 64, room=0, spare=0)
+    cache = Paged([8, 3], 8, 2, 64, extra_keys=0, spare=0)
     cache.table = torch.cat((cache.table, ints(-1, -1)[:, None]), dim=1)
     before = cache.k_cache.clone()
     q, row = torch.randn(2, 1, 4, 64), torch.randn(2, 1, 2, 64)
@@ -398,7 +398,7 @@ def test_a_cache_or_a_table_without_pages(blocks):
 
 def arguments(kind: str):
     torch.manual_seed(0)
-    cache = Paged([0, 5], 8, 2, 64, torch.float8_e4m3fn if kind == "fp8" else torch.float32, room=3)
+    cache = Paged([0, 5], 8, 2, 64, torch.float8_e4m3fn if kind == "fp8" else torch.float32, extra_keys=3)
     k_cache, v_cache = cache.k_cache, cache.v_cache
     q, new_k, new_v = (torch.randn(2, 3, heads, 64) for heads in (4, 2, 2))
     if kind == "fp8":

@@ -253,7 +253,7 @@ def test_a_sequence_does_not_depend_on_its_batch(heads, kv_heads, size, kind):
 @pytest.mark.parametrize(("queries", "size"), [(1, 64), (5, 64), (16, 128), (3, 128)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_appending_writes_what_the_reference_writes(kind, queries, size, dtype):
-    call = made(kind, 8, 2, size, 16, (0, 54, 62, -1, 300), queries, dtype, room=queries)
+    call = made(kind, 8, 2, size, 16, (0, 54, 62, -1, 300), queries, dtype, extra_keys=queries)
     k, v = (torch.randn(5, queries, 2, size, device="cuda").to(dtype) for _ in range(2))
     with backend("reference"):
         other = call.clone()
@@ -270,7 +270,7 @@ def test_appending_writes_what_the_reference_writes(kind, queries, size, dtype):
 def test_new_keys_and_values_of_any_bits_are_coded_as_the_reference_codes_them(kind, dtype):
     """Zeros, infinities, NaN, the largest and the smallest numbers, and all magnitudes between."""
     lengths = (0, 50, 63, 64, 1000, 33, 48, 5)
-    call = made(kind, 8, 2, 64, 64, lengths, 14, dtype, room=14)
+    call = made(kind, 8, 2, 64, 64, lengths, 14, dtype, extra_keys=14)
     k, v = (torch.randint(-(2**15), 2**15, (8, 14, 2, 64), device="cuda").short().view(dtype) for _ in range(2))
     generator = torch.Generator("cuda").manual_seed(1)
     for x in (k, v):
@@ -322,7 +322,7 @@ def test_positions_without_a_page_are_not_written(kind):
 
 
 def test_a_cache_that_kernels_refuse_is_appended_to_once():
-    call = made("int4", 8, 2, 64, 64, (63, 10), 2, room=2)
+    call = made("int4", 8, 2, 64, 64, (63, 10), 2, extra_keys=2)
     shape = call.caches["k_scale"].shape
     shifted = torch.empty(call.caches["k_scale"].numel() + 1, dtype=torch.float16, device="cuda")[1:].view(shape)
     call.caches["k_scale"] = shifted.copy_(call.caches["k_scale"])
@@ -414,7 +414,7 @@ APPENDED = [(kind, name) for kind in KINDS for name in ("k", "v", "cache_seqlens
 def test_what_an_append_reads_may_be_written_by_the_launch_just_before(kind, name):
     """Lengths that end with their page or before: an append that is repeated writes the same again."""
     lengths = ((60, 12, 124, 0), (12, 60, 0, 124))
-    call = made(kind, 8, 2, 64, 64, lengths[0], 4, room=200)
+    call = made(kind, 8, 2, 64, 64, lengths[0], 4, extra_keys=200)
     for which, x in call.caches.items():
         if x.is_floating_point():
             call.caches[which] = torch.where(x.float().isnan(), torch.ones_like(x.float()), x.float()).to(x.dtype)
