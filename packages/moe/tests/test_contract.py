@@ -88,7 +88,6 @@ GOOD: dict[Callable[..., Any], Values] = {
     M.invoke_cute_moe_down: {"moe_out": INNER, "w3": W2, "topk_weights": WEIGHTS, **ALIGNED, "block_size": 16},
     M.fused_experts: {"hidden": X, "w1": W1, "w2": W2, "topk_weights": WEIGHTS, "topk_ids": IDS, "expert_map": ints(4)},
 }  # fmt: skip
-# FP8 tensors have no sparse form: of these no further bad inputs are derived.
 GOOD_FP8: dict[Callable[..., Any], Values] = {
     M.invoke_cute_moe_up_fp8: {
         "x_q": X.to(F8), "x_scale": torch.ones(3, 1), "w1": W1.to(F8), "w1_scale": SCALE, "w2": None, "w2_scale": None,
@@ -335,7 +334,7 @@ BAD: dict[Callable[..., Any], list[BadInput]] = {
         experts("out in bf16", "out", X.bfloat16(), TypeError, "float32"),
     ],
 }
-for function, good in GOOD.items():
+for function, good in (GOOD | GOOD_FP8).items():
     BAD[function] += derived_bad_inputs(function, (), good)
 
 

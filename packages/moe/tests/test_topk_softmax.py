@@ -132,7 +132,7 @@ def test_rows_past_num_tokens_are_padding(real: int) -> None:
 
 
 def test_a_long_row_does_not_depend_on_its_batch_either() -> None:
-    gating = torch.randn(3, 40000, generator=torch.Generator().manual_seed(8))
+    gating = torch.randn(3, 33500, generator=torch.Generator().manual_seed(8))
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(2)  # torch splits a sum to a single number across threads from 32768 terms on
