@@ -176,7 +176,7 @@ REFUSALS = {getattr(kestrel_quant, op): cases for op, cases in BAD_INPUTS.items(
 DERIVED = {
     getattr(kestrel_quant, op): derived_bad_inputs(getattr(kestrel_quant, op), args, kwargs)
     for op, (args, kwargs) in GOOD_CALLS.items()
-    if op in KERNELS and op != "fp8_dequant"  # torch makes no sparse tensor of FP8
+    if op in KERNELS
 }
 
 

@@ -147,6 +147,13 @@ def test_a_linear_layer_refuses_an_out_over_its_input() -> None:
     assert torch.equal(x, X)
 
 
+@pytest.mark.parametrize("scale", [None, torch.ones(1), torch.ones(2, 1)], ids=["computed", "one", "per row"])
+def test_messages_name_the_function_that_was_called(scale: torch.Tensor | None) -> None:
+    """A given scale is another op inside."""
+    with pytest.raises(ValueError, match=r"^fp8_quant: argument 'x': expected .*requires_grad"):
+        fp8_quant(X.clone().requires_grad_(), scale)
+
+
 # -- weights ----------------------------------------------------------------------------------------------------------
 
 

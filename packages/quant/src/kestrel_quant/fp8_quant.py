@@ -110,7 +110,7 @@ def _check_fp8_quant_static(x: torch.Tensor, scale: torch.Tensor) -> None:
     check.same(op, "device", x=x, scale=scale)
 
 
-@kernel_op(reference=reference.fp8_quant_static, check=_check_fp8_quant_static, kernel="cuda")
+@kernel_op(reference=reference.fp8_quant_static, check=_check_fp8_quant_static, kernel="cuda", public="fp8_quant")
 def _fp8_quant_static(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """A given scale, [1] or [T, 1]."""
     q = empty(x, torch.float8_e4m3fn, *x.shape)
