@@ -6,7 +6,7 @@
 
 namespace kestrel::sampling {
 
-// One tile in so many enters the histogram: a power of two.
+// One of this many tiles enters the histogram: a power of two.
 __device__ __forceinline__ int histogram_stride(int length) {
   return 1 << max(0, 32 - __clz((length - 1) / kHistogramSamples));
 }

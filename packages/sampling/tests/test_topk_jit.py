@@ -33,7 +33,7 @@ def kept(cache: Path) -> list[Path]:
 
 
 def assert_is_entry_point(function: object) -> None:
-    """It looks at its tensors, and turns away what is not on a GPU."""
+    """It checks its tensors and refuses those that are not on a GPU."""
     scores = torch.zeros(4, 32, dtype=torch.bfloat16)
     with pytest.raises(ValueError, match=r"argument #0.*device"):
         function(scores, scores[:, :8], torch.zeros(4, 8, dtype=torch.int32), 0)  # type: ignore[operator]

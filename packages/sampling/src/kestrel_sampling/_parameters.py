@@ -52,7 +52,7 @@ def count_or_tensor(op: str, name: str, value: int | torch.Tensor) -> tuple[torc
 
 
 def is_joint(op: str, filter_apply_order: str) -> bool:
-    """Whether top-k and top-p both look at the whole row."""
+    """Whether top-k and top-p both apply to the whole row."""
     if filter_apply_order == "top_k_first":
         return False
     check.choice(op, "filter_apply_order", filter_apply_order, ("top_k_first", "joint"))

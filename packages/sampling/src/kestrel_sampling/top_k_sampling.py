@@ -68,7 +68,7 @@ def top_k_top_p_sampling_from_probs(
 
     probs: [B, V] float32, bf16 or fp16, any row stride; rows need not sum to 1, negative entries count as 0.
     top_k: as in :func:`top_k_sampling_from_probs`. top_p: as in :func:`top_p_sampling_from_probs`.
-    filter_apply_order: "top_k_first": top_p counts in the mass that top-k kept. "joint": both look at the whole row,
+    filter_apply_order: "top_k_first": top_p counts in the mass that top-k kept. "joint": both apply to the row,
         and what both keep stays.
     seed, offset, generator, return_valid: as in :func:`top_p_sampling_from_probs`.
 

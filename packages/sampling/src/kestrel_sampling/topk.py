@@ -62,7 +62,7 @@ def topk_fwd(scores: torch.Tensor, k: int, softmax: bool = False) -> tuple[torch
 
 def _launch(scores: torch.Tensor, k: int, softmax: bool) -> tuple[torch.Tensor, torch.Tensor]:
     rows, n = scores.shape
-    # True and 8.0 would find the entry point of 1 and 8: only an int may look.
+    # True and 8.0 hash like 1 and 8, so only an int is looked up.
     known = _entry_points.get((scores.dtype, n, k, scores.get_device())) if type(k) is int else None
     launch = known or _entry_point(scores, n, k)
     if rows > _MOST_ROWS:
