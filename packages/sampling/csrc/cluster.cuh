@@ -56,8 +56,8 @@ __device__ __forceinline__ char* dynamic_shared_memory() {
 
 // ---- the cluster ----------------------------------------------------------------------------------------------------
 
-// The position of a thread in its cluster. Call arrive() first, wait() before the first access to another block's shared
-// memory, and sync() after the last one, so that no block exits while its memory is still accessed.
+// The position of a thread in its cluster. Call arrive() first, wait() before the first access to another block's
+// shared memory, and sync() after the last one, so that no block exits while its memory is still accessed.
 struct Cluster {
   int size;             // thread blocks, a power of two; 1 is a block without a cluster
   int block_rank;       // of this block
