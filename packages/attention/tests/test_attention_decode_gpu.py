@@ -287,6 +287,39 @@ def test_compiled_without_a_graph_break():
     assert same(got, decode(*inputs))
 
 
+BAD_AFTER_GOOD = [
+    ("cache_seqlens", lambda x: x.long()),
+    ("cache_seqlens", lambda x: x[:1]),
+    ("block_table", lambda x: x.long()),
+    ("block_table", lambda x: x[:1]),
+    ("v_cache", lambda x: x.half()),
+    ("v_cache", lambda x: x[1:]),
+    ("v_cache", lambda x: x[:, :, :1]),
+    ("v_cache", lambda x: x.to("meta")),
+    ("k_cache", lambda x: x.half()),
+    ("k_cache", lambda x: x[..., ::2]),
+    ("q", lambda x: x.clone().requires_grad_()),
+    ("q", lambda x: x.half()),
+    ("k_scale", lambda x: torch.ones(1, device="cuda")),
+]
+
+
+@pytest.mark.parametrize("appends", [False, True])
+@pytest.mark.parametrize(("name", "change"), BAD_AFTER_GOOD, ids=[f"{i}-{x[0]}" for i, x in enumerate(BAD_AFTER_GOOD)])
+def test_a_bad_call_after_good_ones_of_its_form_is_refused(name, change, appends):
+    """What is known of earlier calls skips no check; nothing is written."""
+    call = made("same", 8, 2, 64, 16, (54, 300), extra_keys=8)
+    given = {"q": call.q, **call.caches, "cache_seqlens": call.lengths, "block_table": call.table, "causal": True}
+    if appends:
+        given |= {name: torch.randn(2, 1, 2, 64, device="cuda").bfloat16() for name in ("k", "v")}
+    want = [flash_attn_with_kvcache(**given) for _ in range(3)]
+    before = tuple(x.clone() for x in call.caches.values())
+    with pytest.raises((ValueError, TypeError), match="^flash_attn_with_kvcache: argument"):
+        flash_attn_with_kvcache(**given | {name: change(given.get(name))})
+    assert same(before, tuple(call.caches.values()))
+    assert same((flash_attn_with_kvcache(**given),), (want[0],))
+
+
 def test_runs_on_the_current_stream():
     call, stream = made("same", 8, 2, 128, 16, (3000, 20)), torch.cuda.Stream()
     want = call.run(num_splits=4)
