@@ -59,11 +59,11 @@ __device__ __forceinline__ char* dynamic_shared_memory() {
 // The position of a thread in its cluster. Call arrive() first, wait() before the first access to another block's
 // shared memory, and sync() after the last one, so that no block exits while its memory is still accessed.
 struct Cluster {
-  int size;             // thread blocks, a power of two; 1 is a block without a cluster
-  int block_rank;       // of this block
-  int warps_per_block;  //
-  int num_warps;        // of all blocks
-  int warp;             // of this thread, within the cluster
+  int size;        // thread blocks, a power of two; 1 is a block without a cluster
+  int block_rank;  // of this block
+  int warps_per_block;
+  int num_warps;  // of all blocks
+  int warp;       // of this thread, within the cluster
   int lane;
 
   __device__ __forceinline__ explicit Cluster(int size_)
