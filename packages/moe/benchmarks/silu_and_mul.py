@@ -24,7 +24,7 @@ TARGET_OF = dict.fromkeys(TARGETS, "flashinfer")
 
 
 def make(shape: str, count: int) -> list[tuple[torch.Tensor, ...]]:
-    """x and where the result goes; the halves of x apart, for who takes them so."""
+    """x, the buffer of the result, and the two halves of x as separate tensors for peers that take them so."""
     return [(x, out, *(half.contiguous() for half in x.chunk(2, -1))) for x, out in rows_and_results(shape, count)]
 
 
