@@ -5,6 +5,7 @@
 #include <cuda_fp16.h>
 #include <kestrel/check.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <initializer_list>
 
@@ -26,11 +27,19 @@ struct Named {
 
 // No written tensor shares memory with another one. The order is that of the op's parameters.
 inline void check_overlaps(const Checks& check, std::initializer_list<Named> tensors) {
-  for (const Named* one = tensors.begin(); one != tensors.end(); ++one) {
-    if (!one->written || !one->tensor.has_value()) continue;
-    for (const Named* other = tensors.begin(); other != tensors.end(); ++other) {
-      if (other == one || (other->written && other < one)) continue;
-      check.no_overlap(one->name, *one->tensor, other->name, other->tensor);
+  constexpr size_t kMaxTensors = 16;
+  const Named* named = tensors.begin();
+  const size_t count = std::min(tensors.size(), kMaxTensors);
+  std::pair<int64_t, int64_t> ranges[kMaxTensors];  // of addresses: nearly always they are apart, and that is all
+  for (size_t i = 0; i < count; ++i) {
+    ranges[i] = named[i].tensor.has_value() ? address_range(*named[i].tensor) : std::pair<int64_t, int64_t>(0, 0);
+  }
+  for (size_t i = 0; i < count; ++i) {
+    if (!named[i].written) continue;
+    for (size_t j = 0; j < count; ++j) {
+      if (j == i || (named[j].written && j < i)) continue;
+      if (ranges[i].second <= ranges[j].first || ranges[j].second <= ranges[i].first) continue;
+      check.no_overlap(named[i].name, *named[i].tensor, named[j].name, named[j].tensor);
     }
   }
 }
