@@ -177,6 +177,17 @@ def test_rows_of_no_sequence_are_zero_and_harm_nobody():
     assert bool((lse[:, 7:] == -float("inf")).all())
 
 
+def test_queries_past_the_bound_are_cut():
+    torch.manual_seed(0)
+    q, k, v, cu_q, cu_k = packed([3, 2, 5], [4, 4, 6])
+    want, want_lse = flash_attn_varlen_func(q, k, v, cu_q, cu_k, 5, 6, return_lse=True)
+    out, lse = flash_attn_varlen_func(q, k, v, cu_q, cu_k, 3, 6, return_lse=True)
+    assert torch.equal(out[:8], want[:8])
+    assert torch.equal(lse[:, :8], want_lse[:, :8])
+    assert not bool(out[8:].any())
+    assert bool((lse[:, 8:] == -float("inf")).all())
+
+
 def test_seqused_k_hides_the_rest_of_each_sequence(in_float64, assert_attends):
     torch.manual_seed(0)
     lengths_q, lengths_k, used = [2, 3, 1], [5, 6, 4], [3, 0, 9]
