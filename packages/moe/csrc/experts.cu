@@ -282,6 +282,13 @@ void require_scales(const OptionalTensor& scale, const OptionalTensor& other) {
   if (!same) unsupported("weights whose scales have different forms or strides");
 }
 
+// Rows of pairs that no block names are zero.
+void clear(const TensorView& out, int64_t rows, int64_t row_stride, int64_t columns, DLDevice device) {
+  const size_t bytes = element_bytes(out);
+  check_cuda(cudaMemset2DAsync(address(out), row_stride * bytes, 0, columns * bytes, rows, current_stream(device)),
+             "cudaMemset2DAsync");
+}
+
 // -- entry points -----------------------------------------------------------------------------------------------------
 
 // The alignment: block size 8, 16, 32 or 64; none where the pairs are few enough (32) for the kernels to group them,
@@ -510,6 +517,7 @@ void invoke_moe_up(TensorView out, TensorView x, OptionalTensor x_scale, TensorV
   const int tile = static_cast<int>(std::min<int64_t>(block_size, largest_tile(x.dtype())));
   const int64_t tiles = set_aligned(&p, aligned, tile);
   const DeviceGuard guard(x.device().device_id);
+  clear(out, pairs, pairs > 1 ? out.stride(0) : columns, columns, x.device());
   dispatch_weight(x.dtype(),
                   [&](auto w) { launch_tiles<decltype(w), Projection::up, false>(p, tile, tiles, x.device()); });
 }
@@ -557,17 +565,19 @@ void invoke_moe_down(TensorView out, TensorView x, OptionalTensor x_scale, Tenso
   require_packs(x_name, x);
   require_packs("w3", w3);
   require_scales(w3_scale, {});
-  if (tokens > 1 && out.stride(0) != choices * out.stride(1)) unsupported("an out whose pairs are not evenly spaced");
+  if (tokens > 1 && choices > 1 && out.stride(0) != choices * out.stride(1))
+    unsupported("an out whose pairs are not evenly spaced");
   ExpertsParams p;
   set_routing(&p, topk_ids, topk_weights, {}, w3.size(0));
   set_x(&p, address(x), x.stride(0) * element_bytes(x), width, fp8 ? floats(*x_scale) : nullptr,
         fp8 ? (*x_scale).stride(0) : 1);
   set_down_weight(&p, w3, w3_scale);
   p.out = address(out);
-  p.out_stride = out.stride(1) * 2;
+  p.out_stride = (choices > 1 ? out.stride(1) : out.stride(0)) * 2;
   const int tile = static_cast<int>(std::min<int64_t>(block_size, largest_tile(x.dtype())));
   const int64_t tiles = set_aligned(&p, aligned, tile);
   const DeviceGuard guard(x.device().device_id);
+  clear(out, pairs, pairs > 1 ? p.out_stride / 2 : w3.size(1), w3.size(1), x.device());
   dispatch_weight(x.dtype(),
                   [&](auto w) { launch_tiles<decltype(w), Projection::down, false>(p, tile, tiles, x.device()); });
 }

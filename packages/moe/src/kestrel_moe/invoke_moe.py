@@ -263,7 +263,6 @@ def _invoke_cute_moe_up(
     if out is None:
         columns = w1.shape[1] + (0 if w2 is None else w2.shape[1])
         out = empty(hidden_states, hidden_states.dtype, topk_ids.numel(), columns)
-    out.zero_()  # rows of pairs that no block names
     aligned = (sorted_token_ids, expert_ids, num_tokens_post_pad, block_size)
     _kernels.invoke_moe_up(out, hidden_states, None, w1, None, w2, None, topk_ids, *aligned)
     return out
@@ -291,7 +290,6 @@ def _invoke_cute_moe_down(
     """invoke_cute_moe_down with a known block size."""
     if out is None:
         out = empty(moe_out, moe_out.dtype, *topk_ids.shape, w3.shape[1])
-    out.zero_()  # rows of pairs that no block names
     aligned = (sorted_token_ids, expert_ids, num_tokens_post_pad, block_size)
     _kernels.invoke_moe_down(out, moe_out, None, w3, None, topk_weights, topk_ids, *aligned)
     return out

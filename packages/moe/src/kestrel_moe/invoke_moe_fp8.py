@@ -197,7 +197,6 @@ def _invoke_cute_moe_up_fp8(
     if out is None:
         columns = w1.shape[1] + (0 if w2 is None else w2.shape[1])
         out = empty(x_q, torch.bfloat16, topk_ids.numel(), columns)
-    out.zero_()  # rows of pairs that no block names
     aligned = (sorted_token_ids, expert_ids, num_tokens_post_pad, block_size)
     _kernels.invoke_moe_up(out, x_q, x_scale, w1, w1_scale, w2, w2_scale, topk_ids, *aligned)
     return out
@@ -227,7 +226,6 @@ def _invoke_cute_moe_down_fp8(
     """invoke_cute_moe_down_fp8 with a known block size."""
     if out is None:
         out = empty(x_q, torch.bfloat16, *topk_ids.shape, w3.shape[1])
-    out.zero_()  # rows of pairs that no block names
     aligned = (sorted_token_ids, expert_ids, num_tokens_post_pad, block_size)
     _kernels.invoke_moe_down(out, x_q, x_scale, w3, w3_scale, topk_weights, topk_ids, *aligned)
     return out

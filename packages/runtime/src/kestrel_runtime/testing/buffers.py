@@ -61,7 +61,8 @@ def canaries(
 def twins(values: Iterable[Any], device: torch.device | str | None = None) -> list[Any]:
     """The values, with tensors over copies of their whole storages, perhaps on another device.
 
-    Strides and offsets are kept, and views of one storage stay views of one storage. Meta tensors stay what they are.
+    Strides, offsets and requires_grad are kept, and views of one storage stay views of one storage. Meta tensors stay
+    what they are.
     """
     storages: dict[int, torch.UntypedStorage] = {}
 
@@ -74,8 +75,9 @@ def twins(values: Iterable[Any], device: torch.device | str | None = None) -> li
         if storage.data_ptr() not in storages:
             source = torch.empty(0, dtype=torch.uint8, device=x.device).set_(storage)
             storages[storage.data_ptr()] = source.to(target, copy=True).untyped_storage()
-        empty = torch.empty(0, dtype=x.dtype, device=target)
-        return empty.set_(storages[storage.data_ptr()], x.storage_offset(), x.shape, x.stride())
+        copy = torch.empty(0, dtype=x.dtype, device=target)
+        copy.set_(storages[storage.data_ptr()], x.storage_offset(), x.shape, x.stride())
+        return copy.requires_grad_(x.requires_grad)
 
     return [twin(x) for x in values]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -108,7 +109,8 @@ def _can_carry(path: str, record: KernelOp | None, case: BadInput) -> bool:
     args, kwargs = case.make()
     values = [*args, *kwargs.values()]
     if path == "kernel":
-        return any(isinstance(x, torch.Tensor) and x.is_cpu and x.layout == torch.strided for x in values)
+        on_cpu = any(isinstance(x, torch.Tensor) and x.is_cpu and x.layout == torch.strided for x in values)
+        return on_cpu and not any(map(dataclasses.is_dataclass, values))  # their tensors would stay on the CPU
     if record is None:
         return False
     if path == "torch.ops":
