@@ -133,8 +133,8 @@ void check_weight_scale(const Checks& check, const char* name, const OptionalTen
   check.shape(name, *scale, (*scale).ndim() == 3 ? blocks : outer, (*scale).ndim());
 }
 
-void check_routing(const Checks& check, const TensorView& topk_ids, const OptionalTensor& topk_weights, int64_t tokens,
-                   const OptionalTensor& expert_map) {
+void check_routing(const Checks& check, const TensorView& topk_ids, const OptionalTensor& topk_weights,
+                   int64_t tokens) {
   check.dtype("topk_ids", topk_ids, {kInt32});
   check.rank("topk_ids", topk_ids, 2, 2);
   check.last_contiguous("topk_ids", topk_ids);
@@ -145,11 +145,6 @@ void check_routing(const Checks& check, const TensorView& topk_ids, const Option
     check.rank("topk_weights", *topk_weights, 2, 2);
     check.last_contiguous("topk_weights", *topk_weights);
     check.shape("topk_weights", *topk_weights, shape, 2);
-  }
-  if (expert_map.has_value()) {
-    check.dtype("expert_map", *expert_map, {kInt32});
-    check.rank("expert_map", *expert_map, 1, 1);
-    check.last_contiguous("expert_map", *expert_map);
   }
 }
 
@@ -302,18 +297,41 @@ void fused_experts(TensorView out, TensorView scratch, TensorView hidden, Tensor
   check.rank("hidden", hidden, 2, 2);
   check.last_contiguous("hidden", hidden);
   const int64_t tokens = hidden.size(0), width = hidden.size(1);
+  if (width == 0) {
+    check.fail("hidden", "shape [T, Hd] with Hd at least 1", "shape " + shape_text(hidden.shape().data(), 2));
+  }
+  const int64_t w1_shape[3] = {kAny, kAny, width};
   check.dtype("w1", w1, {kBFloat16, kFloat16, kFloat32, kFloat8E4M3});
-  const bool fp8 = same_dtype(w1.dtype(), kFloat8E4M3);
-  check_weight(check, "w1", w1, fp8 ? kFloat8E4M3 : hidden.dtype(), kAny, kAny, width);
-  if (w1.size(1) % 2) {
+  check.rank("w1", w1, 3, 3);
+  check.last_contiguous("w1", w1);
+  check.shape("w1", w1, w1_shape, 3);
+  const int64_t experts = w1.size(0), inner = w1.size(1) / 2, w2_shape[3] = {experts, width, inner};
+  if (experts == 0 || inner == 0 || w1.size(1) % 2) {
     check.fail("w1", "shape [E, 2I, Hd] with E and I at least 1", "shape " + shape_text(w1.shape().data(), 3));
   }
-  const int64_t experts = w1.size(0), inner = w1.size(1) / 2;
-  check_weight(check, "w2", w2, w1.dtype(), experts, width, inner);
-  check_routing(check, topk_ids, topk_weights, tokens, expert_map);
+  const bool fp8 = same_dtype(w1.dtype(), kFloat8E4M3);
+  if (!fp8) check.same_dtype("w1", w1, "hidden", hidden);
+  check.rank("w2", w2, 3, 3);
+  check.last_contiguous("w2", w2);
+  check.same_dtype("w2", w2, "w1", w1);
+  check.shape("w2", w2, w2_shape, 3);
+  check.dtype("topk_weights", topk_weights, {kFloat32});
+  check.rank("topk_weights", topk_weights, 2, 2);
+  check.last_contiguous("topk_weights", topk_weights);
+  const int64_t pairs_shape[2] = {tokens, topk_weights.size(1)};
+  check.shape("topk_weights", topk_weights, pairs_shape, 2);
+  check.dtype("topk_ids", topk_ids, {kInt32});
+  check.rank("topk_ids", topk_ids, 2, 2);
+  check.last_contiguous("topk_ids", topk_ids);
+  check.shape("topk_ids", topk_ids, pairs_shape, 2);
   const std::string name = check.choice("activation", activation, {"gelu_residual", "silu_and_mul", "gelu_and_mul"});
   check_weight_scale(check, "w1_scale", w1_scale, w1);
   check_weight_scale(check, "w2_scale", w2_scale, w2);
+  if (expert_map.has_value()) {
+    check.dtype("expert_map", *expert_map, {kInt32});
+    check.rank("expert_map", *expert_map, 1, 1);
+    check.last_contiguous("expert_map", *expert_map);
+  }
   check_result(check, out, hidden.dtype(), {tokens, width});
   check_memory(check, {{"hidden", hidden},
                        {"w1", w1},
@@ -472,7 +490,7 @@ void invoke_moe_up(TensorView out, TensorView x, OptionalTensor x_scale, TensorV
   check.rank(x_name, x, 2, 2);
   check.last_contiguous(x_name, x);
   const int64_t tokens = x.size(0), width = x.size(1);
-  check_routing(check, topk_ids, {}, tokens, {});
+  check_routing(check, topk_ids, {}, tokens);
   check_aligned(check, aligned);
   check_weight(check, "w1", w1, x.dtype(), kAny, kAny, width);
   if (w2.has_value()) check_weight(check, "w2", *w2, x.dtype(), w1.size(0), w1.size(1), width);
@@ -537,7 +555,7 @@ void invoke_moe_down(TensorView out, TensorView x, OptionalTensor x_scale, Tenso
   check.rank(x_name, x, 2, 2);
   check.last_contiguous(x_name, x);
   check.rank("topk_ids", topk_ids, 2, 2);
-  check_routing(check, topk_ids, topk_weights, topk_ids.size(0), {});
+  check_routing(check, topk_ids, topk_weights, topk_ids.size(0));
   check_aligned(check, aligned);
   const int64_t tokens = topk_ids.size(0), choices = topk_ids.size(1), pairs = tokens * choices;
   const int64_t width = x.size(1), x_shape[2] = {pairs, width}, scale_shape[2] = {pairs, 1};

@@ -21,8 +21,12 @@ constexpr int kGemvTokens = 4;         // of a CTA
 constexpr int kGemvThreads = 256;      // half of them from kManyOutputs rows on, where there are CTAs enough
 constexpr int kManyOutputs = 2048;
 
+// CTAs per SM that the registers must allow: as many as fit without a spill on every architecture.
 template <typename T, int TOKENS>
-__global__ void __launch_bounds__(kGemvThreads, TOKENS == 1 ? 4 : 2)
+constexpr int kGemvCtasPerSm = TOKENS > 1 ? 2 : sizeof(T) == 4 ? 3 : 4;
+
+template <typename T, int TOKENS>
+__global__ void __launch_bounds__(kGemvThreads, kGemvCtasPerSm<T, TOKENS>)
     gemv_kernel(const __grid_constant__ LinearParams p) {
   constexpr int size = Pack<T>::size;
   __shared__ float warp_sums[kGemvThreads / 32][kGemvRows][TOKENS];

@@ -338,8 +338,7 @@ for function, good in (GOOD | GOOD_FP8).items():
     BAD[function] += derived_bad_inputs(function, (), good)
 
 
-EXPERT_CASES = {M.fused_experts: BAD.pop(M.fused_experts)}  # its entry point does not repeat the checks of shapes
-REFUSALS = refusal_params(BAD) + refusal_params(EXPERT_CASES, ("public", "check", "torch.ops", "kernel"))
+REFUSALS = refusal_params(BAD)
 
 
 @pytest.mark.parametrize(("function", "case", "path"), REFUSALS)
