@@ -1,0 +1,57 @@
+// Launches of experts_wgmma_kernel.
+#include "experts_wgmma.cuh"
+
+#include <kestrel/launch.h>
+#include <kestrel/tensor.h>
+
+#include <algorithm>
+
+#include "experts_launch.h"
+#include "shared_limit.h"
+
+namespace kestrel::moe {
+
+bool has_wgmma(DLDevice device) {
+  return device_attribute(cudaDevAttrComputeCapabilityMajor, device.device_id) == 9 &&
+         device_attribute(cudaDevAttrComputeCapabilityMinor, device.device_id) == 0;
+}
+
+template <typename W, typename R, Projection PROJECTION, int TOKENS>
+void launch(const ExpertsParams& p, int64_t tiles, DLDevice device) {
+  using Tile = WgmmaTile<TOKENS>;
+  constexpr int channels = PROJECTION == Projection::up ? Tile::rows / 2 : Tile::rows;
+  constexpr auto kernel = experts_wgmma_kernel<W, R, PROJECTION, Tile>;
+  raise_shared_limit<kernel, Tile::shared_bytes>(device);
+  const int64_t items = tiles * ((p.outputs + channels - 1) / channels);
+  if (items > kLargest) unsupported("more than 2^30 tiles of tokens and outputs");
+  const int64_t wave = device_attribute(cudaDevAttrMultiProcessorCount, device.device_id);
+  launch_pdl(kernel, dim3(static_cast<unsigned>(std::clamp<int64_t>(items, 1, wave))), dim3(Tile::threads), device, p,
+             Tile::shared_bytes);
+}
+
+template <typename W, typename R, int LARGE>
+void launch_projection(const ExpertsParams& p, Projection projection, int tokens, int64_t tiles, DLDevice device) {
+  if (tokens != 64 && tokens != LARGE) unsupported("token tiles of " + std::to_string(tokens));
+  if (projection == Projection::up) {
+    tokens == 64 ? launch<W, R, Projection::up, 64>(p, tiles, device)
+                 : launch<W, R, Projection::up, LARGE>(p, tiles, device);
+  } else {
+    tokens == 64 ? launch<W, R, Projection::down, 64>(p, tiles, device)
+                 : launch<W, R, Projection::down, LARGE>(p, tiles, device);
+  }
+}
+
+void launch_experts_wgmma(const ExpertsParams& p, Projection projection, DLDataType weight, int tokens, int64_t tiles,
+                          DLDevice device) {
+  if (same_dtype(weight, kBFloat16)) {
+    launch_projection<__nv_bfloat16, __nv_bfloat16, 256>(p, projection, tokens, tiles, device);
+  } else if (same_dtype(weight, kFloat16)) {
+    launch_projection<__half, __half, 256>(p, projection, tokens, tiles, device);
+  } else if (p.fp16_result) {
+    launch_projection<__nv_fp8_e4m3, __half, 128>(p, projection, tokens, tiles, device);
+  } else {
+    launch_projection<__nv_fp8_e4m3, __nv_bfloat16, 128>(p, projection, tokens, tiles, device);
+  }
+}
+
+}  // namespace kestrel::moe
