@@ -113,7 +113,7 @@ void launch_sorted(const ExpertsParams& p, Projection projection, DLDataType wei
 // The tokens of a tile of blocks of this size.
 int tile_of_block(int64_t block_size, DLDataType weight, bool wgmma) {
   const bool fp8 = same_dtype(weight, kFloat8E4M3);
-  return static_cast<int>(std::min<int64_t>(block_size, fp8 ? wgmma ? 128 : 32 : 64));
+  return static_cast<int>(std::min<int64_t>(block_size, wgmma ? 128 : fp8 ? 32 : 64));
 }
 
 // Whether wgmma can write these rows, in packs of 16 bytes.
@@ -307,8 +307,8 @@ void clear(const TensorView& out, int64_t rows, int64_t row_stride, int64_t colu
 
 // -- entry points -----------------------------------------------------------------------------------------------------
 
-// The alignment: block size 8, 16, 32 or 64, on Hopper 256 (FP8: 128) too; none where the pairs are few enough (32) for
-// the kernels to group them, and block_size then is the tile.
+// The alignment: block size 8, 16, 32 or 64, on Hopper 128 and 256 (FP8: 128) too; none where the pairs are few enough
+// (32) for the kernels to group them, and block_size then is the tile.
 void fused_experts(TensorView out, TensorView scratch, TensorView hidden, TensorView w1, TensorView w2,
                    TensorView topk_weights, TensorView topk_ids, OptionalTensor w1_scale, OptionalTensor w2_scale,
                    OptionalTensor expert_map, OptionalTensor sorted_token_ids, OptionalTensor expert_ids,

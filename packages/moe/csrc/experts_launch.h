@@ -16,7 +16,8 @@ constexpr int kTokensOfWgmma = 64;  // the least of a tile
 // Whether the device runs experts_wgmma_kernel.
 bool has_wgmma(DLDevice device);
 
-// Sorted pairs in tiles of 64 tokens, or of 256 (FP8: 128). Results are 16-bit, but float32 of a gated FP8 projection.
+// Sorted pairs in tiles of 64, 128 or 256 tokens (FP8: 64 or 128). Results are 16-bit, but float32 of a gated FP8
+// projection.
 void launch_experts_wgmma(const ExpertsParams& p, Projection projection, DLDataType weight, int tokens, int64_t tiles,
                           DLDevice device);
 

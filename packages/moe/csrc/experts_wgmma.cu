@@ -29,28 +29,35 @@ void launch(const ExpertsParams& p, int64_t tiles, DLDevice device) {
              Tile::shared_bytes);
 }
 
-template <typename W, typename R, int LARGE>
-void launch_projection(const ExpertsParams& p, Projection projection, int tokens, int64_t tiles, DLDevice device) {
-  if (tokens != 64 && tokens != LARGE) unsupported("token tiles of " + std::to_string(tokens));
+template <typename W, typename R, int TOKENS>
+void launch_projection(const ExpertsParams& p, Projection projection, int64_t tiles, DLDevice device) {
   if (projection == Projection::up) {
-    tokens == 64 ? launch<W, R, Projection::up, 64>(p, tiles, device)
-                 : launch<W, R, Projection::up, LARGE>(p, tiles, device);
+    launch<W, R, Projection::up, TOKENS>(p, tiles, device);
   } else {
-    tokens == 64 ? launch<W, R, Projection::down, 64>(p, tiles, device)
-                 : launch<W, R, Projection::down, LARGE>(p, tiles, device);
+    launch<W, R, Projection::down, TOKENS>(p, tiles, device);
   }
+}
+
+template <typename W, typename R>
+void launch_tile(const ExpertsParams& p, Projection projection, int tokens, int64_t tiles, DLDevice device) {
+  if (tokens == 64) return launch_projection<W, R, 64>(p, projection, tiles, device);
+  if (tokens == 128) return launch_projection<W, R, 128>(p, projection, tiles, device);
+  if constexpr (!std::is_same_v<W, __nv_fp8_e4m3>) {  // two accumulators of 256 tokens are too many registers
+    if (tokens == 256) return launch_projection<W, R, 256>(p, projection, tiles, device);
+  }
+  unsupported("token tiles of " + std::to_string(tokens));
 }
 
 void launch_experts_wgmma(const ExpertsParams& p, Projection projection, DLDataType weight, int tokens, int64_t tiles,
                           DLDevice device) {
   if (same_dtype(weight, kBFloat16)) {
-    launch_projection<__nv_bfloat16, __nv_bfloat16, 256>(p, projection, tokens, tiles, device);
+    launch_tile<__nv_bfloat16, __nv_bfloat16>(p, projection, tokens, tiles, device);
   } else if (same_dtype(weight, kFloat16)) {
-    launch_projection<__half, __half, 256>(p, projection, tokens, tiles, device);
+    launch_tile<__half, __half>(p, projection, tokens, tiles, device);
   } else if (p.fp16_result) {
-    launch_projection<__nv_fp8_e4m3, __half, 128>(p, projection, tokens, tiles, device);
+    launch_tile<__nv_fp8_e4m3, __half>(p, projection, tokens, tiles, device);
   } else {
-    launch_projection<__nv_fp8_e4m3, __nv_bfloat16, 128>(p, projection, tokens, tiles, device);
+    launch_tile<__nv_fp8_e4m3, __nv_bfloat16>(p, projection, tokens, tiles, device);
   }
 }
 

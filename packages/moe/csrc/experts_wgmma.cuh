@@ -292,8 +292,10 @@ __global__ void __launch_bounds__(Tile::threads, 1) experts_wgmma_kernel(const _
     } else {
       if (used == 64) multiply(std::integral_constant<int, 64>());
       if (used == 128) multiply(std::integral_constant<int, 128>());
-      if (used == 192) multiply(std::integral_constant<int, 192>());
-      if (used == 256) multiply(std::integral_constant<int, 256>());
+      if constexpr (Tile::tokens == 256) {
+        if (used == 192) multiply(std::integral_constant<int, 192>());
+        if (used == 256) multiply(std::integral_constant<int, 256>());
+      }
     }
     named_barrier(1, Tile::multipliers);  // pair_of_token and factor_of_token are complete
 
