@@ -117,7 +117,7 @@ def tile_tokens(pairs: int, experts: int, fp8: bool, wgmma: bool) -> int:
     if rows <= _ROWS_OF_WGMMA:
         return 8 if rows + 2 * rows**0.5 <= 8 else 16
     if wgmma:
-        return 64 if rows <= 64 else 128 if fp8 else 256
+        return 64 if rows <= 48 else 128 if rows <= 112 or fp8 else 256
     return 64 if rows > 128 and not fp8 else 32
 
 
