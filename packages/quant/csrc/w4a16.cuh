@@ -21,9 +21,8 @@
 
 namespace kestrel::quant {
 
-constexpr int kTileRows = 128;  // of the weight, of a CTA
-constexpr int kStep = 128;      // k of a pipeline stage
-constexpr int kBlock = 64;      // k of a block of the packed layout: 16 rows are 512 bytes
+constexpr int kStep = 128;  // k of a pipeline stage
+constexpr int kBlock = 64;  // k of a block of the packed layout: 16 rows are 512 bytes
 constexpr int kBlockBytes = 512;
 constexpr int kMaxSplits = 8;    // the portable size of a cluster
 constexpr int kLineBytes = 128;  // of x in shared memory: a token's k of a block
@@ -40,9 +39,8 @@ struct W4Params {
   int tokens = 0, outputs = 0, width = 0;
   int groups = 0, group = 0, steps_per_group = 1;
   int blocks = 0, steps = 0;
-  int splits = 1,
-      parts = 1;            // K is cut into so many CTAs, and so many slices of a CTA
-  bool packed_out = false;  // four elements of out are 8 aligned bytes
+  int splits = 1, parts = 1;  // CTAs that share K, and slices of K of a CTA
+  bool packed_out = false;    // four elements of out are 8 aligned bytes
 };
 
 // How a CTA is cut.
@@ -363,8 +361,7 @@ __global__ void __launch_bounds__(Tile::threads* Tile::parts, Tile::min_ctas)
             b[j] = ptx::load_shared_uint4(from_x_halves[h] + at + (block * Tile::tokens + j * 8) * kLineBytes);
           }
 #pragma unroll
-          for (int w = 0; w < 2; ++w) {  // products that follow each other do
-                                         // not wait for each other
+          for (int w = 0; w < 2; ++w) {  // neighbouring products do not wait for each other
 #pragma unroll
             for (int j = 0; j < NT; ++j) {
               const uint32_t low = w ? b[j].z : b[j].x, high = w ? b[j].w : b[j].y;
