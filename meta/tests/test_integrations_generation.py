@@ -186,6 +186,26 @@ def test_a_cache_goes_on_where_it_was(make):
     assert cache.get_seq_length() == 18
 
 
+def test_a_cache_keeps_what_a_call_prepared(make):
+    model = make("qwen2")
+    cache = KestrelCache(model.config, max_tokens=40, max_batch=3)
+    settings = {**SAMPLED, **NEW, "repetition_penalty": 1.3}
+    prepared = []
+    for seed in (1, 2):
+        cache.reset()
+        found = generate(model, IDS, MASK, seed=seed, past_key_values=cache, **settings)
+        assert torch.equal(found, generate(model, IDS, MASK, seed=seed, **settings))
+        prepared.append(cache.decoding[1])
+    assert prepared[0] is prepared[1]
+    for change in (lambda: integration.apply(model), lambda: settings.update(top_k=3)):
+        change()
+        cache.reset()
+        found = generate(model, IDS, MASK, seed=3, past_key_values=cache, **settings)
+        assert torch.equal(found, generate(model, IDS, MASK, seed=3, **settings))
+        prepared.append(cache.decoding[1])
+    assert len(set(map(id, prepared))) == 3
+
+
 def test_logits_with_nan_are_an_error(make):
     model = make("llama")
     model.lm_head.weight.data[3] = torch.nan

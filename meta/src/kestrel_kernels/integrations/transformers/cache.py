@@ -92,6 +92,7 @@ class KestrelCache(Cache):
         self._lengths: Tensor | None = None
         self._table: Tensor | None = None
         self._numbers: Tensor | None = None
+        self.decoding: tuple[Any, Any] | None = None  # of generation.decoding_of
 
     def bytes(self) -> int:
         """Memory of keys and values, with their scales."""

@@ -49,29 +49,34 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """Sampling parameters; temperature 0 takes the largest logit. Row b draws with the seed `seed + b`."""
+    """Sampling parameters; temperature 0 takes the largest logit."""
 
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
-    seed: int = 0
 
 
 class Sampler:
     """Logits [B, V] to ids int32 [B], -1 for a row with NaN; all state is on the device and changes in place."""
 
-    def __init__(self, sampling: Sampling, prompt: Tensor, mask: Tensor | None, vocabulary: int) -> None:
-        """prompt: int64 [B, S]; mask: bool [B, S], False for padding, which no penalty counts."""
+    def __init__(self, sampling: Sampling, batch: int, vocabulary: int, device: torch.device) -> None:
         self.sampling = sampling
-        self.seeds = sampling.seed + torch.arange(len(prompt), device=prompt.device)
-        self.draw = torch.zeros(1, dtype=torch.int64, device=prompt.device)
+        self.seeds = torch.zeros(batch, dtype=torch.int64, device=device)
+        self.draw = torch.zeros(1, dtype=torch.int64, device=device)
         self.seen: Tensor | None = None
         if sampling.repetition_penalty != 1.0:
-            self.seen = torch.zeros(len(prompt), vocabulary, dtype=torch.bool, device=prompt.device)
+            self.seen = torch.zeros(batch, vocabulary, dtype=torch.bool, device=device)
+
+    def start(self, prompt: Tensor, mask: Tensor | None, seed: int) -> None:
+        """prompt: int64 [B, S]; mask: bool [B, S], False for padding, which no penalty counts."""
+        self.seeds.copy_(seed + torch.arange(len(prompt), device=prompt.device))
+        self.draw.zero_()
+        if self.seen is not None:
             rows = torch.arange(len(prompt), device=prompt.device)[:, None].expand_as(prompt)
             real = torch.ones_like(prompt, dtype=torch.bool) if mask is None else mask
+            self.seen.zero_()
             self.seen[rows[real], prompt[real]] = True
 
     def __call__(self, logits: Tensor) -> Tensor:
@@ -88,7 +93,7 @@ class Sampler:
 
 
 class Decoding:
-    """A batch of sequences that grow by one token per step.
+    """A batch of sequences that grow by one token per step. It keeps its CUDA graph when it starts anew.
 
     `ids`: int64 [B, 1], the newest token of each sequence, -1 where its logits held NaN; a step changes it in place.
     """
@@ -97,37 +102,34 @@ class Decoding:
     """Steps before the capture: libraries and kernels set up state on first use."""
 
     def __init__(
-        self,
-        model: Any,
-        cache: KestrelCache,
-        input_ids: Tensor,
-        attention_mask: Tensor | None,
-        sampler: Sampler,
-        *,
-        eos: Sequence[int],
-        pad: int,
+        self, model: Any, cache: KestrelCache, batch: int, sampling: Sampling, *, eos: Sequence[int], pad: int
     ) -> None:
         self.model = model
         self.cache = cache
-        self.sampler = sampler
         self.pad = pad
-        device = input_ids.device
+        device = model.device
+        self.sampler = Sampler(sampling, batch, model.config.get_text_config().vocab_size, device)
         self.eos = torch.tensor(list(eos), dtype=torch.int64, device=device)
-        self.done = torch.zeros(len(input_ids), dtype=torch.bool, device=device)
+        self.done = torch.zeros(batch, dtype=torch.bool, device=device)
+        self.ids, self.positions = (torch.zeros(batch, 1, dtype=torch.int64, device=device) for _ in range(2))
         self.in_place = owns_residuals(model)
         self.steps = 0
         self.graph: torch.cuda.CUDAGraph | None = None
         self.capturable = device.type == "cuda" and not _reads_positions(model)
+
+    def start(self, input_ids: Tensor, attention_mask: Tensor | None, seed: int) -> None:
+        """Reads the prompts [B, S] behind what the cache holds, and puts the first new tokens into `ids`."""
         if attention_mask is None:
-            positions = torch.arange(input_ids.shape[1], device=device).expand(len(input_ids), -1)
+            positions = torch.arange(input_ids.shape[1], device=input_ids.device).expand(len(input_ids), -1)
         else:
             positions = (attention_mask.long().cumsum(1) - 1).clamp(min=0)
-        self.positions = positions[:, -1:] + 1
-        start = cache.get_seq_length()
-        chosen = self._forward(
-            input_ids[:, start:], positions[:, start:], attention_mask=attention_mask, logits_to_keep=1
-        )
-        self.ids = chosen[:, None].clone()
+        self.done.zero_()
+        self.sampler.start(input_ids, attention_mask, seed)
+        held = self.cache.get_seq_length()
+        options = {"attention_mask": attention_mask, "logits_to_keep": 1}
+        chosen = self._forward(input_ids[:, held:], positions[:, held:], **options)
+        self.ids.copy_(chosen[:, None])
+        self.positions.copy_(positions[:, -1:] + 1)
 
     def _forward(self, ids: Tensor, positions: Tensor, **options: Any) -> Tensor:
         options |= {"position_ids": positions, "past_key_values": self.cache, "use_cache": True}
@@ -152,11 +154,11 @@ class Decoding:
         """Puts the next token of each sequence into `ids`."""
         if graph and self.capturable and self.graph is None and self.steps >= self.EAGER_STEPS:
             self._capture()
-        if self.graph is None:
-            self._step()
-        else:
+        if graph and self.graph is not None:
             self.graph.replay()
             self.cache.skip(1)
+        else:
+            self._step()
         self.steps += 1
 
     def _capture(self) -> None:
@@ -173,6 +175,17 @@ class Decoding:
         else:
             self.graph = graph
         self.cache.rewind(before)
+
+
+def decoding_of(model: Any, cache: KestrelCache, batch: int, sampling: Sampling, eos: list[int], pad: int) -> Decoding:
+    """The cache's last decoding if it was of the same model, weights in place, and settings; else a new one."""
+    weights = tuple(parameter.data_ptr() for parameter in model.parameters())
+    key = (id(model), weights, owns_residuals(model), batch, sampling, tuple(eos), pad)
+    if cache.decoding is None or cache.decoding[0] != key:
+        cache.decoding = key, Decoding(model, cache, batch, sampling, eos=eos, pad=pad)
+    found = cache.decoding[1]
+    assert isinstance(found, Decoding)
+    return found
 
 
 def _reads_positions(model: Any) -> bool:
@@ -237,7 +250,8 @@ def generate(
     seed: sequence b draws with ``seed + b``, whatever the batch; by default from torch's generator.
     streamer: gets prompt and tokens on the CPU, as transformers calls it. stopping_criteria: callables of (ids, None).
     kv_cache, page_size: of the :class:`KestrelCache` that is made; or past_key_values, whose tokens come first in
-        input_ids.
+        input_ids. A cache keeps the CUDA graph: after its reset(), a call with the same model, batch and settings
+        needs no new one.
     cuda_graph: False runs every step eagerly.
 
     Returns ids int64 [B, S + new tokens]; behind its end-of-sequence token a row holds pad_token_id.
@@ -247,6 +261,7 @@ def generate(
 
     >>> import torch
     >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> from kestrel_kernels.integrations.transformers import apply
     >>> sizes = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 1, "vocab_size": 8}
     >>> model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=1, **sizes)).eval()
     >>> report = apply(model)
@@ -275,7 +290,8 @@ def generate(
         raise ValueError(f"generate: max_new_tokens: expected a positive integer, got {new}")
     eos = _tokens(eos_token_id if eos_token_id is not None else config.eos_token_id)
     pad = next((token for token in (pad_token_id, config.pad_token_id, *eos) if token is not None), 0)
-    sampling = _sampling(config, do_sample, temperature, top_k, top_p, min_p, repetition_penalty, seed)
+    sampling = _sampling(config, do_sample, temperature, top_k, top_p, min_p, repetition_penalty)
+    seed = int(torch.randint(2**62, ())) if seed is None and sampling.temperature else seed or 0
     cache = past_key_values
     if cache is None:
         cache = KestrelCache(
@@ -291,11 +307,12 @@ def generate(
 
     if streamer is not None:
         streamer.put(input_ids.cpu())
-    sampler = Sampler(sampling, input_ids, attention_mask, model.config.get_text_config().vocab_size)
-    decoding = Decoding(model, cache, input_ids, attention_mask, sampler, eos=eos, pad=pad)
+    decoding = decoding_of(model, cache, len(input_ids), sampling, eos, pad)
+    decoding.start(input_ids, attention_mask, seed)
     ends = torch.tensor(eos, dtype=torch.int64)
     finished = torch.zeros(len(input_ids), dtype=torch.bool)
-    overlap = input_ids.is_cuda and past_key_values is None and not criteria
+    can_crop = past_key_values is None or cache.kv_cache != "int4"
+    overlap = input_ids.is_cuda and can_crop and not criteria
     columns: list[Tensor] = []
     for count in range(1, new + 1):
         reading = Reading(decoding.ids)
@@ -319,6 +336,8 @@ def generate(
             decoding.advance(graph=cuda_graph)
     if streamer is not None:
         streamer.end()
+    if past_key_values is not None:  # a step may have run ahead
+        cache.crop(length + len(columns) - 1)
     return torch.cat([input_ids, torch.stack(columns, 1).to(input_ids.device)], 1)
 
 
@@ -350,7 +369,6 @@ def _sampling(
     top_p: float | None,
     min_p: float | None,
     repetition_penalty: float | None,
-    seed: int | None,
 ) -> Sampling:
     def value(given: Any, name: str, default: Any) -> Any:
         for found in (given, getattr(config, name, None)):
@@ -362,7 +380,7 @@ def _sampling(
     if not penalty > 0:
         raise ValueError(f"generate: repetition_penalty: expected a positive number, got {penalty}")
     if not value(do_sample, "do_sample", False):
-        return Sampling(repetition_penalty=penalty)
+        return Sampling(repetition_penalty=float(penalty))
     heat = value(temperature, "temperature", 1.0)
     if not heat > 0:
         raise ValueError(f"generate: temperature: expected a positive number (or do_sample=False), got {heat}")
@@ -372,5 +390,4 @@ def _sampling(
         top_p=float(value(top_p, "top_p", 1.0)),
         min_p=float(value(min_p, "min_p", 0.0)),
         repetition_penalty=float(penalty),
-        seed=int(torch.randint(2**62, ())) if seed is None else seed,
     )
