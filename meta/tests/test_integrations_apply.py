@@ -39,6 +39,8 @@ def test_logits_stay_for_prompts_with_and_without_padding(tiny_transformer, fami
 def test_bf16_logits_are_as_near_to_float32_as_the_models_own(tiny_transformer, family):
     exact = logits(tiny_transformer(family))
     model = tiny_transformer(family).bfloat16()
+    if family != "gemma2":  # there sdpa leaves the softcap out
+        model.set_attn_implementation("sdpa")
     own = (logits(model).float() - exact).norm(dim=-1)
     integration.apply(model)
     ours = (logits(model).float() - exact).norm(dim=-1)

@@ -51,6 +51,8 @@ def test_logits_are_as_near_to_float32_as_the_models_own(make, prompt, family):
     with torch.no_grad():
         exact = model.float()(ids, attention_mask=mask).logits[keep]
         model.bfloat16()
+        if family != "gemma2":  # there sdpa leaves the softcap out
+            model.set_attn_implementation("sdpa")
         own = (model(ids, attention_mask=mask).logits[keep].float() - exact).norm(dim=-1)
         integration.apply(model)
         ours = (model(ids, attention_mask=mask).logits[keep].float() - exact).norm(dim=-1)
