@@ -35,6 +35,27 @@ def test_logits_stay_for_prompts_with_and_without_padding(tiny_transformer, fami
     torch.testing.assert_close(logits(model), padded, **ROUNDING)
 
 
+VARIANTS = {
+    "biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "linear": ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}}),
+    "yarn": ("qwen2", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}}),
+    "dynamic": ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}}),
+    "partial": ("phi3", {"hidden_size": 64, "partial_rotary_factor": 0.5}),
+    "gelu": ("mistral", {"hidden_act": "gelu", "head_dim": 24}),
+    "one KV head": ("gemma2", {"num_key_value_heads": 1}),
+    "dense layers": ("qwen3_moe", {"mlp_only_layers": [1], "norm_topk_prob": True}),
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_logits_stay_for_variants(tiny_transformer, name):
+    family, changes = VARIANTS[name]
+    model = tiny_transformer(family, **changes)
+    before = logits(model)
+    assert integration.apply(model).left == []
+    torch.testing.assert_close(logits(model), before, **ROUNDING)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_bf16_logits_are_as_near_to_float32_as_the_models_own(tiny_transformer, family):
     exact = logits(tiny_transformer(family))
@@ -138,6 +159,19 @@ def test_wrapped_modules_are_left_and_named(tiny_transformer):
     torch.testing.assert_close(logits(model), before, **ROUNDING)
 
 
+def test_layers_that_are_wrapped_or_watched_later_are_heeded(tiny_transformer):
+    model = tiny_transformer("llama")
+    integration.apply(model)
+    before = logits(model)
+    seen = []
+    model.model.layers[0].self_attn.k_proj.register_forward_hook(lambda *of: seen.append(of))
+    torch.testing.assert_close(logits(model), before, **ROUNDING)
+    assert len(seen) == 1
+    mlp = model.model.layers[1].mlp
+    mlp.up_proj = torch.nn.Sequential(mlp.up_proj, torch.nn.Tanh())  # as an adapter would
+    assert not torch.allclose(logits(model), before, atol=1e-3)
+
+
 def test_parameters_stay_parameters_through_moves_and_loads(tiny_transformer):
     model, other = tiny_transformer("qwen2"), tiny_transformer("qwen2", seed=1)
     integration.apply(model)
@@ -186,6 +220,14 @@ def test_experts_of_other_devices_are_skipped(tiny_transformer):
         expected = experts(x, ids.clamp(max=3), weights * (ids < 4))
         integration.apply(model)
         torch.testing.assert_close(experts(x, ids, weights), expected, **ROUNDING)
+
+
+def test_a_changed_model_compiles(tiny_transformer):
+    model = tiny_transformer("llama")
+    integration.apply(model)
+    before = logits(model, None)
+    with torch.no_grad():
+        torch.testing.assert_close(torch.compile(model, backend="eager")(IDS).logits, before, **ROUNDING)
 
 
 def test_only_a_model_of_transformers_is_taken():

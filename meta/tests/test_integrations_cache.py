@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from transformers import DynamicCache, LlamaConfig
 
 from kestrel_kernels.integrations import transformers as integration
-from kestrel_kernels.integrations.transformers import KestrelCache
+from kestrel_kernels.integrations.transformers import KestrelCache, masks
 
 FAMILIES = ["llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "mixtral", "gemma2", "gemma3_text", "phi3"]
 KINDS = {"auto": 1e-5, "fp8": 0.1, "int8": 0.02, "int4": 0.4}
@@ -255,6 +257,28 @@ def test_a_reset_cache_serves_another_batch(make):
         cache.reset()
         found = model.generate(ids, attention_mask=mask, past_key_values=cache, **GREEDY)
         assert torch.equal(found, model.generate(ids, attention_mask=mask, **GREEDY))
+
+
+def test_a_copied_prompt_goes_on_in_both_caches(make):
+    model = make("llama")
+    ids, _ = prompt(2, 9)
+    start = KestrelCache(model.config, kv_cache="int8", max_tokens=40)
+    integration.generate(model, ids[:, :6], past_key_values=start, max_new_tokens=1)
+    twin = copy.deepcopy(start)
+    found = [integration.generate(model, ids, past_key_values=cache, max_new_tokens=8) for cache in (twin, start)]
+    assert torch.equal(*found)
+    assert torch.equal(found[0], integration.generate(model, ids, kv_cache="int8", max_new_tokens=8))
+
+
+def test_a_mask_beyond_causality_is_refused_after_a_context(make):
+    model = make("llama")
+    cache = KestrelCache(model.config, max_tokens=40)
+    steps(model, cache, *prompt(1, 6), [6])
+    blocks = masks.Mask(None, {"allow_is_causal_skip": False})
+    states = torch.zeros(1, 2, 3, 8)
+    key, value = cache.update(states, states, 0)
+    with pytest.raises(ValueError, match="attention_mask: expected causality after a context"):
+        masks.attention(model.model.layers[0].self_attn, torch.zeros(1, 4, 3, 8), key, value, blocks)
 
 
 def test_quantised_pages_take_the_memory_their_formats_say():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from typing import Any
 
@@ -93,6 +94,13 @@ class KestrelCache(Cache):
         self._table: Tensor | None = None
         self._numbers: Tensor | None = None
         self.decoding: tuple[Any, Any] | None = None  # of generation.decoding_of
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> KestrelCache:
+        twin = object.__new__(type(self))
+        memo[id(self)] = twin
+        for name, value in vars(self).items():
+            twin.__dict__[name] = None if name == "decoding" else copy.deepcopy(value, memo)
+        return twin
 
     def bytes(self) -> int:
         """Memory of keys and values, with their scales."""
@@ -308,6 +316,8 @@ class KestrelLayer(CacheLayerMixin):
         assert cache._numbers is not None
         self.pending = False
         batch, _, count, _ = query.shape
+        if self.seen > 0 and count > 1 and mask is not None and not mask.is_causal:
+            raise ValueError("KestrelCache: attention_mask: expected causality after a context, got another pattern")
         step = cache.step(self, count, mask)
         self.seen += count
         q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)

@@ -23,6 +23,11 @@ class Mask:
         self._dense: Tensor | None = None
         self._is_built = False
 
+    @property
+    def is_causal(self) -> bool:
+        """Whether besides padding and a window only causality counts: no packed sequences, no blocks of images."""
+        return bool(self._arguments.get("allow_is_causal_skip", True))
+
     def dense(self) -> Tensor | None:
         """Bool [B, 1, queries, keys]; None if it is plainly causal."""
         from transformers.masking_utils import sdpa_mask

@@ -65,9 +65,16 @@ class Fused:
     A parameter that was moved or replaced since (``model.to``) is copied anew at the next call.
     """
 
-    def __init__(self, linears: Sequence[Any]) -> None:
-        self.linears = list(linears)
+    def __init__(self, owner: Any, names: Sequence[str]) -> None:
+        self.owner = owner
+        self.names = names
+        self.linears = [getattr(owner, name) for name in names]
         self._fuse()
+
+    def holds(self) -> bool:
+        """Whether the owner still has these layers, and nothing watches or wraps them."""
+        pairs = zip(self.names, self.linears, strict=True)
+        return all(getattr(self.owner, name) is linear and is_plain(linear) for name, linear in pairs)
 
     @staticmethod
     def refusal(linears: Sequence[Any]) -> str | None:
@@ -145,18 +152,18 @@ class Norm:
 
 
 class MLP:
-    """down(act(gate(x)) * up(x)), gate and up in one product."""
+    """down(act(gate(x)) * up(x)), gate and up in one product. gate_up None: the module has one layer for both."""
 
-    def __init__(self, module: Any, gate_up: Any, act: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, module: Any, gate_up: Fused | None, act: Callable[[Tensor], Tensor]) -> None:
         self.module = module
         self.original: Callable[..., Any] = module.forward
         self.gate_up = gate_up
         self.act = act
 
     def __call__(self, x: Tensor) -> Tensor:
-        if _needs_gradient(self.module, x):
+        if _needs_gradient(self.module, x) or (self.gate_up is not None and not self.gate_up.holds()):
             return _tensor(self.original(x))
-        gate_up = self.gate_up(x) if isinstance(self.gate_up, Fused) else project(self.gate_up, x)
+        gate_up = project(self.module.gate_up_proj, x) if self.gate_up is None else self.gate_up(x)
         return project(self.module.down_proj, self.act(gate_up))
 
 
@@ -172,7 +179,7 @@ def activation(name: str) -> Callable[[Tensor], Tensor] | None:
 class Attention:
     """Q, K and V in one product, rotation in place, then the attention function that the config names."""
 
-    def __init__(self, module: Any, qkv: Any, options: Callable[[Any], dict[str, Any]]) -> None:
+    def __init__(self, module: Any, qkv: Fused | None, options: Callable[[Any], dict[str, Any]]) -> None:
         self.module = module
         self.original: Callable[..., Any] = module.forward
         self.qkv = qkv
@@ -190,11 +197,12 @@ class Attention:
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
         module = self.module
-        if _needs_gradient(module, hidden_states) or position_embeddings is None or module.training:
+        is_changed = self.qkv is not None and not self.qkv.holds()
+        if _needs_gradient(module, hidden_states) or position_embeddings is None or module.training or is_changed:
             names = {"position_embeddings": position_embeddings, "attention_mask": attention_mask}
             return self.original(hidden_states, **names, past_key_values=past_key_values, **kwargs)
         rows, size = hidden_states.shape[:-1], module.head_dim
-        qkv = self.qkv(hidden_states) if isinstance(self.qkv, Fused) else project(self.qkv, hidden_states)
+        qkv = project(module.qkv_proj, hidden_states) if self.qkv is None else self.qkv(hidden_states)
         kv_heads = qkv.shape[-1] // size // (module.num_key_value_groups + 2)
         heads = qkv.view(*rows, -1, size).split([kv_heads * module.num_key_value_groups, kv_heads, kv_heads], dim=-2)
         query, key, value = heads

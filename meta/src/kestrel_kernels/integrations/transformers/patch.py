@@ -105,8 +105,8 @@ class _Applied:
         self.modules.append(module)
         self.replaced[type(module).__name__] += 1
 
-    def fuse(self, linears: list[Any]) -> Fused:
-        self.fused.append(Fused(linears))
+    def fuse(self, module: Any, names: list[str]) -> Fused:
+        self.fused.append(Fused(module, names))
         return self.fused[-1]
 
     def leave(self, module: Any, reason: str) -> None:
@@ -240,25 +240,27 @@ def _patch_mlp(applied: _Applied, module: Any, family: Family) -> None:
     if act is None:
         applied.leave(module, "activation without a gated form")
     elif hasattr(module, "gate_up_proj"):
-        applied.patch(module, MLP(module, module.gate_up_proj, act))
+        applied.patch(module, MLP(module, None, act))
     else:
-        _patch_fused(applied, module, [module.gate_proj, module.up_proj], lambda gate_up: MLP(module, gate_up, act))
+        _patch_fused(applied, module, ["gate_proj", "up_proj"], lambda gate_up: MLP(module, gate_up, act))
 
 
 def _patch_attention(applied: _Applied, module: Any, family: Family) -> None:
     if hasattr(module, "qkv_proj"):
-        applied.patch(module, Attention(module, module.qkv_proj, family.options))
+        applied.patch(module, Attention(module, None, family.options))
     else:
-        projections = [module.q_proj, module.k_proj, module.v_proj]
-        _patch_fused(applied, module, projections, lambda qkv: Attention(module, qkv, family.options))
+        _patch_fused(
+            applied, module, ["q_proj", "k_proj", "v_proj"], lambda qkv: Attention(module, qkv, family.options)
+        )
 
 
-def _patch_fused(applied: _Applied, module: Any, linears: list[Any], make: Callable[[Fused], Any]) -> None:
+def _patch_fused(applied: _Applied, module: Any, names: list[str], make: Callable[[Fused], Any]) -> None:
+    linears = [getattr(module, name) for name in names]
     reason = Fused.refusal(linears) or ("its forward is replaced already" if "forward" in module.__dict__ else None)
     if reason is not None:
         applied.leave(module, reason)
         return
-    applied.patch(module, make(applied.fuse(linears)))
+    applied.patch(module, make(applied.fuse(module, names)))
 
 
 def _patch_router(applied: _Applied, module: Any, family: Family) -> None:
