@@ -101,6 +101,16 @@ def test_restore_leaves_no_trace(tiny_transformer, family):
     assert torch.equal(logits(model), values)
 
 
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
+@pytest.mark.parametrize("way", ["eager", "grouped_mm", "batched_mm"])
+def test_a_router_serves_transformers_own_experts(tiny_transformer, family, way):
+    model = tiny_transformer(family)
+    before = logits(model)
+    integration.apply(model)
+    model.set_experts_implementation(way)
+    torch.testing.assert_close(logits(model), before, **ROUNDING)
+
+
 def test_restore_does_nothing_to_an_unchanged_model(tiny_transformer):
     model = tiny_transformer("llama")
     before = trace(model)

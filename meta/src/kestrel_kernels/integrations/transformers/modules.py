@@ -15,6 +15,8 @@ from kestrel_moe import fused_experts, gelu_and_mul, gemv, silu_and_mul, topk_so
 from kestrel_norm import fused_add_rms_norm, rms_norm
 from kestrel_rope import rotary_embedding
 
+from .masks import NAME
+
 _local = threading.local()
 
 
@@ -266,11 +268,16 @@ class Layer:
 
 
 class Router:
-    """Router of a layer of experts: a linear layer, then softmax and top-k in one kernel."""
+    """Router of a layer of experts: a linear layer, then softmax and top-k in one kernel.
 
-    def __init__(self, module: Any, *, renormalize: bool, rounds: bool) -> None:
+    rounds: the module rounds its weights to the dtype of the logits. Weights and ids for the experts function of this
+    library are float32 and int32, as it takes them.
+    """
+
+    def __init__(self, module: Any, config: Any, *, renormalize: bool, rounds: bool) -> None:
         self.module = module
         self.original: Callable[..., Any] = module.forward
+        self.config = config
         self.renormalize = renormalize
         self.rounds = rounds
 
@@ -279,8 +286,10 @@ class Router:
         if _needs_gradient(module, hidden_states):
             return self.original(hidden_states)
         x = hidden_states.reshape(-1, hidden_states.shape[-1])
-        logits = nn.functional.linear(x, module.weight)
+        logits = gemv(x, module.weight) if x.is_cuda and len(x) == 1 else nn.functional.linear(x, module.weight)
         weights, ids, _ = topk_softmax(logits, module.top_k, renormalize=self.renormalize)
+        if self.config._experts_implementation == NAME:
+            return logits, weights, ids
         return logits, weights.to(logits.dtype) if self.rounds else weights, ids.long()
 
 

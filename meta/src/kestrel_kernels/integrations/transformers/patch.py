@@ -90,7 +90,8 @@ def check_version() -> None:
 class _Applied:
     """The changes to one model. Plain data, so that a deep copy of the model restores itself."""
 
-    def __init__(self) -> None:
+    def __init__(self, config: Any) -> None:
+        self.config = config
         self.modules: list[Any] = []
         self.fused: list[Fused] = []
         self.settings: list[tuple[Any, str, Any]] = []
@@ -167,7 +168,7 @@ def apply(
         raise TypeError(f"apply: model: expected a transformers model, got {type(model).__name__}")
     check_version()
     restore(model)
-    applied = _Applied()
+    applied = _Applied(model.config.get_text_config())
     chosen = {"RMSNorm": norms, "DecoderLayer": norms, "Attention": rotary, "MLP": mlp, "TopKRouter": experts}
     for module in model.modules():
         family = _family(module)
@@ -265,7 +266,8 @@ def _patch_fused(applied: _Applied, module: Any, names: list[str], make: Callabl
 
 def _patch_router(applied: _Applied, module: Any, family: Family) -> None:
     renormalize = getattr(module, "norm_topk_prob", True)
-    applied.patch(module, Router(module, renormalize=renormalize, rounds=hasattr(module, "norm_topk_prob")))
+    rounds = hasattr(module, "norm_topk_prob")
+    applied.patch(module, Router(module, applied.config, renormalize=renormalize, rounds=rounds))
 
 
 _PATCHES: dict[str, Callable[[_Applied, nn.Module, Family], None]] = {
