@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from kestrel_attention import flash_attn_with_kvcache
-from kestrel_kvcache import gather_cache
+from kestrel_kvcache import gather_cache, rotary_and_cache
 
 from .formats import FORMATS, INT4_PAGE, Pages
 from .masks import Mask, dense_attention
@@ -37,6 +37,7 @@ class Step:
     advance: Tensor | int
     layers: set[int] = dataclasses.field(default_factory=set)
     slots: Tensor | None = None
+    lengths_after: Tensor | None = None
 
 
 class KestrelCache(Cache):
@@ -280,23 +281,73 @@ class KestrelLayer(CacheLayerMixin):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Returns the new keys and values; the attention function finds this layer at the keys, writes and attends."""
+        self._make_room(key_states, value_states)
+        self.pending = True
+        keys = key_states.detach()
+        keys._kestrel_layer = self  # type: ignore[attr-defined]
+        return keys, value_states
+
+    def _make_room(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Check that new keys and values [B, Hk, q, D] fit; reserve memory at the first call."""
         if torch.compiler.is_compiling():
             raise RuntimeError("KestrelCache: expected eager execution, got torch.compile")
         if self.pending:
             raise RuntimeError(
                 "KestrelCache: expected a model after apply(model, attention=True), got another attention function"
             )
-        count = key_states.shape[2]
-        if self.seen + count > self.cache.max_tokens:
+        count = self.seen + key_states.shape[2]
+        if count > self.cache.max_tokens:
             raise ValueError(
-                f"KestrelCache: max_tokens: expected at least {self.seen + count} per sequence, "
-                f"got {self.cache.max_tokens}"
+                f"KestrelCache: max_tokens: expected at least {count} per sequence, got {self.cache.max_tokens}"
             )
         self.lazy_initialization(key_states, value_states)
-        self.pending = True
-        keys = key_states.detach()
-        keys._kestrel_layer = self  # type: ignore[attr-defined]
-        return keys, value_states
+
+    @property
+    def rotates(self) -> bool:
+        """Whether `decode` serves this format."""
+        return self.cache.kv_cache in ("auto", "fp8")
+
+    def decode(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        rotation: tuple[Tensor, Tensor],
+        mask: Mask | None,
+        *,
+        scale: float | None,
+        window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
+        """One new token per sequence: rotate and store in one kernel, then attend.
+
+        query [B, 1, H, D], key, value [B, 1, Hk, D]; query and key are rotated in place by positions [B, 1] and a table
+        of `rotary_embedding`. Returns [B, 1, H, D].
+        """
+        self._make_room(key.transpose(1, 2), value.transpose(1, 2))
+        cache, pages, (positions, table) = self.cache, self.pages, rotation
+        assert pages is not None
+        assert cache._table is not None
+        step = cache.step(self, 1, mask)
+        self.seen += 1
+        slots, _ = cache.slots(step)
+        if step.lengths_after is None:
+            step.lengths_after = step.lengths + step.advance
+        rows = positions.view(-1), query[:, 0], key[:, 0], value[:, 0]
+        rotary_and_cache(*rows, query.shape[-1], table, pages.keys, pages.values, slots, kv_cache_dtype=pages.stored)
+        out = flash_attn_with_kvcache(
+            query,
+            pages.keys,
+            pages.values,
+            cache_seqlens=step.lengths_after,
+            block_table=cache._table[: len(query)],
+            causal=True,
+            window_size=(-1 if window is None else window - 1, -1),
+            softmax_scale=scale,
+            softcap=softcap or 0.0,
+        )
+        assert isinstance(out, Tensor)
+        return out
 
     def attend(
         self,

@@ -15,7 +15,8 @@ from kestrel_moe import fused_experts, gelu_and_mul, gemv, silu_and_mul, topk_so
 from kestrel_norm import fused_add_rms_norm, rms_norm
 from kestrel_rope import rotary_embedding
 
-from .masks import NAME
+from .cache import KestrelCache, KestrelLayer
+from .masks import NAME, Mask
 
 _local = threading.local()
 
@@ -203,6 +204,7 @@ class Attention:
         if _needs_gradient(module, hidden_states) or position_embeddings is None or module.training or is_changed:
             names = {"position_embeddings": position_embeddings, "attention_mask": attention_mask}
             return self.original(hidden_states, **names, past_key_values=past_key_values, **kwargs)
+        options, turned = self.options(module), rotation(*position_embeddings, hidden_states.shape[0])
         rows, size = hidden_states.shape[:-1], module.head_dim
         qkv = project(module.qkv_proj, hidden_states) if self.qkv is None else self.qkv(hidden_states)
         kv_heads = qkv.shape[-1] // size // (module.num_key_value_groups + 2)
@@ -210,17 +212,30 @@ class Attention:
         query, key, value = heads
         if hasattr(module, "q_norm"):
             query, key = module.q_norm(query), module.k_norm(key)
-        positions, table = rotation(*position_embeddings, rows[0])
-        rotary_embedding(positions, query, key, size, table)
+        layer = self._decoding_layer(past_key_values, attention_mask, query)
+        if layer is not None:
+            scores = {"window": options.get("sliding_window"), "softcap": options.get("softcap")}
+            out = layer.decode(query, key, value, turned, attention_mask, scale=module.scaling, **scores)
+            return project(module.o_proj, out.view(*rows, -1)), None
+        rotary_embedding(turned[0], query, key, size, turned[1])
         query, key, value = (x.transpose(1, 2) for x in (query, key, value))
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, module.layer_idx)
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(module.config._attn_implementation, self.eager)
-        options = self.options(module)
         out, weights = attend(
             module, query, key, value, attention_mask, dropout=0.0, scaling=module.scaling, **options, **kwargs
         )
         return project(module.o_proj, out.reshape(*rows, -1)), weights
+
+    def _decoding_layer(self, cache: Any, mask: Any, query: Tensor) -> KestrelLayer | None:
+        """The cache's layer that takes one new token of each sequence before its rotation, if there is one."""
+        module = self.module
+        if query.shape[1] != 1 or not isinstance(cache, KestrelCache) or not (mask is None or isinstance(mask, Mask)):
+            return None
+        if module.config._attn_implementation != NAME or not module.is_causal:
+            return None
+        layer = cache.layers[module.layer_idx]
+        return layer if isinstance(layer, KestrelLayer) and layer.rotates else None
 
 
 def rotation(cos: Tensor, sin: Tensor, batch: int) -> tuple[Tensor, Tensor]:
