@@ -240,6 +240,16 @@ def test_a_changed_model_compiles(tiny_transformer):
         torch.testing.assert_close(torch.compile(model, backend="eager")(IDS).logits, before, **ROUNDING)
 
 
+@pytest.mark.parametrize("shape", [(32,), (1, 2, 1, 2, 32), (32, 5)], ids=str)
+def test_a_norm_takes_inputs_of_any_rank_and_stride(tiny_transformer, shape):
+    model = tiny_transformer("gemma2")
+    x = torch.randn(shape).movedim(shape.index(32), -1)
+    with torch.no_grad():
+        expected = model.model.norm(x)
+        integration.apply(model)
+        torch.testing.assert_close(model.model.norm(x), expected, **ROUNDING)
+
+
 def test_only_a_model_of_transformers_is_taken():
     with pytest.raises(TypeError, match="apply: model: expected a transformers model, got Linear"):
         integration.apply(torch.nn.Linear(2, 2))

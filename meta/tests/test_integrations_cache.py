@@ -238,6 +238,28 @@ def test_assisted_decoding_gives_the_same_tokens(make):
     assert torch.equal(model.generate(ids, past_key_values=cache, prompt_lookup_num_tokens=3, **GREEDY), expected)
 
 
+def test_an_image_in_the_prompt_is_seen_in_both_directions():
+    from transformers import Gemma3Config, Gemma3ForConditionalGeneration
+
+    text = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 16, "vocab_size": 64}
+    text |= {"intermediate_size": 48, "num_key_value_heads": 2, "sliding_window": 5}
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision |= {"image_size": 28, "patch_size": 14}
+    tokens = {"image_token_index": 63, "boi_token_index": 62, "eoi_token_index": 61, "mm_tokens_per_image": 4}
+    torch.manual_seed(0)
+    model = Gemma3ForConditionalGeneration(Gemma3Config(text_config=text, vision_config=vision, **tokens)).eval()
+    for parameter in model.parameters():
+        parameter.data = parameter * 3 if parameter.ndim > 1 else parameter + 0.1 * torch.randn_like(parameter)
+    model.generation_config.eos_token_id = None
+    ids = torch.tensor([[5, 6, 7, 63, 63, 63, 63, 8, 9, 10]])
+    image = {"pixel_values": torch.randn(1, 3, 28, 28), "token_type_ids": (ids == 63).long()}
+    expected = model.generate(ids, **image, **GREEDY)
+    report = integration.apply(model)
+    assert report.left == ["1 SiglipAttention (unknown)", "2 SiglipMLP (unknown)"]
+    cache = KestrelCache(model.config, max_tokens=20)
+    assert torch.equal(model.generate(ids, **image, past_key_values=cache, **GREEDY), expected)
+
+
 def test_a_conversation_goes_on_in_one_cache(make):
     model = make("gemma2")
     ids, _ = prompt(1, 6)

@@ -45,9 +45,14 @@ def _tensor(x: Any) -> Tensor:
 
 def project(linear: Any, x: Tensor) -> Tensor:
     """A linear layer: for one token on a GPU by `gemv`, else as the module does it."""
-    if x.is_cuda and x.numel() == x.shape[-1] and is_plain(linear):
+    if is_one_row(x) and is_plain(linear):
         return gemv(x, linear.weight, linear.bias)
     return _tensor(linear(x))
+
+
+def is_one_row(x: Tensor) -> bool:
+    """Whether `gemv` has a kernel for a product with x."""
+    return x.is_cuda and x.numel() == x.shape[-1] and x.is_contiguous()
 
 
 def is_plain(linear: Any) -> bool:
@@ -117,7 +122,7 @@ class Fused:
     def __call__(self, x: Tensor) -> Tensor:
         if not self._is_current():
             self._fuse()
-        if x.is_cuda and x.numel() == x.shape[-1]:
+        if is_one_row(x):
             return gemv(x, self.weight, self.bias)
         return nn.functional.linear(x, self.weight, self.bias)
 
@@ -144,8 +149,11 @@ class Norm:
             del hidden_states._kestrel_residual  # type: ignore[attr-defined]
             return self.add(hidden_states, residual)
         weight = self.module.weight
-        if weight.dtype != hidden_states.dtype or _needs_gradient(self.module, hidden_states):
+        is_taken = weight.dtype == hidden_states.dtype and 2 <= hidden_states.ndim <= 4
+        if not is_taken or _needs_gradient(self.module, hidden_states):
             return _tensor(self.original(hidden_states))
+        if hidden_states.stride(-1) != 1:
+            hidden_states = hidden_states.contiguous()
         return rms_norm(hidden_states, weight, self.eps, weight_bias=self.weight_bias)
 
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
@@ -301,7 +309,7 @@ class Router:
         if _needs_gradient(module, hidden_states):
             return self.original(hidden_states)
         x = hidden_states.reshape(-1, hidden_states.shape[-1])
-        logits = gemv(x, module.weight) if x.is_cuda and len(x) == 1 else nn.functional.linear(x, module.weight)
+        logits = gemv(x, module.weight) if is_one_row(x) else nn.functional.linear(x, module.weight)
         weights, ids, _ = topk_softmax(logits, module.top_k, renormalize=self.renormalize)
         if self.config._experts_implementation == NAME:
             return logits, weights, ids
