@@ -127,7 +127,7 @@ FAMILIES = {
     "qwen3_moe": {"head_dim": 16, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
     "mistral": {"sliding_window": 5},
     "mixtral": {"num_local_experts": 4},
-    "gemma2": {"head_dim": 16, "sliding_window": 5, "query_pre_attn_scalar": 16},
+    "gemma2": {"head_dim": 16, "sliding_window": 5, "query_pre_attn_scalar": 16, "attn_logit_softcapping": 0.5},
     "gemma3_text": {"head_dim": 16, "sliding_window": 5, "query_pre_attn_scalar": 16},
     "phi3": {"pad_token_id": 0},
 }

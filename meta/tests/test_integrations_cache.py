@@ -144,6 +144,17 @@ def test_padding_in_a_later_piece_is_skipped(make):
     assert cache.lengths.tolist() == [13, 15]
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_padding_behind_the_last_token_of_a_page_is_skipped(make, kind):
+    model = make("llama")
+    ids, mask = prompt(2, 70)
+    mask[1, 63:66] = 0
+    expected = steps(model, DynamicCache(config=model.config), ids, mask, [60] + [1] * 10)
+    found = steps(model, KestrelCache(model.config, kv_cache=kind, max_tokens=70), ids, mask, [60] + [1] * 10)
+    assert error(found, expected, mask) < KINDS[kind]
+    assert error(found[1:, 66:], expected[1:, 66:], mask[1:, 66:]) < KINDS[kind]
+
+
 def test_a_row_does_not_depend_on_the_others(make):
     model = make("qwen3")
     ids, mask = prompt(3, 8, left=(0, 5, 2))

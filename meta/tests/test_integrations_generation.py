@@ -173,6 +173,11 @@ def test_stopping_criteria_see_all_tokens(make):
     assert torch.equal(found, generate(model, IDS, MASK, max_new_tokens=4))
     found = generate(model, IDS, MASK, stopping_criteria=lambda ids, scores: ids.shape[1] >= 9, **NEW)
     assert found.shape == (3, 9)
+    plain = generate(model, IDS, MASK, **NEW)
+    first = generate(model, IDS, MASK, stopping_criteria=lambda ids, scores: torch.tensor([True, False, False]), **NEW)
+    assert torch.equal(first[1:], plain[1:])
+    assert torch.equal(first[0, :8], plain[0, :8])
+    assert (first[0, 8:] == 0).all()  # the padding token
 
 
 def test_a_cache_goes_on_where_it_was(make):
@@ -189,7 +194,7 @@ def test_a_cache_goes_on_where_it_was(make):
 def test_a_cache_keeps_what_a_call_prepared(make):
     model = make("qwen2")
     cache = KestrelCache(model.config, max_tokens=40, max_batch=3)
-    settings = {**SAMPLED, **NEW, "repetition_penalty": 1.3}
+    settings = {**SAMPLED, **NEW, "repetition_penalty": 1.3, "eos_token_id": list(range(0, 64, 9))}  # rows end early
     prepared = []
     for seed in (1, 2):
         cache.reset()

@@ -35,7 +35,6 @@ class Step:
     lengths: Tensor
     valid: Tensor | None
     advance: Tensor | int
-    layers: set[int] = dataclasses.field(default_factory=set)
     slots: Tensor | None = None
     lengths_after: Tensor | None = None
 
@@ -212,12 +211,11 @@ class KestrelCache(Cache):
             )
 
     def step(self, layer: KestrelLayer, count: int, mask: Mask | None) -> Step:
-        """The forward pass that `layer` is part of; a new one if it has been in the last."""
+        """The forward pass that `layer` is part of: the last one, or a new one behind it."""
         step = self._step
-        if step is None or step.start != layer.seen or step.count != count or layer.index in step.layers:
+        if step is None or step.start != layer.seen or step.count != count:
             self.settle()
             step = self._step = self._new_step(layer.seen, count, mask)
-        step.layers.add(layer.index)
         return step
 
     def _new_step(self, start: int, count: int, mask: Mask | None) -> Step:

@@ -140,8 +140,8 @@ class Decoding:
             logits = self.model(input_ids=ids, **options).logits[:, -1]
         self.cache.settle()
         chosen = self.sampler(logits).long()
+        chosen = torch.where(self.done, self.pad, chosen)
         if self.eos.numel():
-            chosen = torch.where(self.done, self.pad, chosen)
             self.done |= torch.isin(chosen, self.eos)
         return chosen
 
