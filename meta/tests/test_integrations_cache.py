@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
@@ -301,6 +303,19 @@ def test_a_copied_prompt_goes_on_in_both_caches(make):
     found = [integration.generate(model, ids, past_key_values=cache, max_new_tokens=8) for cache in (twin, start)]
     assert torch.equal(*found)
     assert torch.equal(found[0], integration.generate(model, ids, kv_cache="int8", max_new_tokens=8))
+
+
+def test_a_cache_that_nobody_uses_is_freed_at_once(make):
+    model = make("llama")
+    cache = KestrelCache(model.config, max_tokens=20)
+    integration.generate(model, prompt(1, 6)[0], past_key_values=cache, max_new_tokens=3)
+    pages = weakref.ref(cache.layers[0].pages.keys)
+    gc.disable()  # by reference counting alone
+    try:
+        del cache
+        assert pages() is None
+    finally:
+        gc.enable()
 
 
 def test_a_mask_beyond_causality_is_refused_after_a_context(make):

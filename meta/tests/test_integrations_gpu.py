@@ -97,4 +97,5 @@ def test_a_call_that_ends_early_leaves_the_cache_as_it_should_be(make, prompt):
     cache = KestrelCache(model.config, max_tokens=100)
     found = generate(model, ids, past_key_values=cache, max_new_tokens=20, eos_token_id=eos)
     assert int(found[0, -1]) == eos
+    assert cache.decoding[1].graph is not None
     assert cache.get_seq_length() == found.shape[1] - 1 == cache.lengths.item()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import weakref
 from typing import Any
 
 import torch
@@ -100,6 +101,8 @@ class KestrelCache(Cache):
         memo[id(self)] = twin
         for name, value in vars(self).items():
             twin.__dict__[name] = None if name == "decoding" else copy.deepcopy(value, memo)
+        for layer in twin._pages:
+            layer.owner = weakref.ref(twin)
         return twin
 
     def bytes(self) -> int:
@@ -255,11 +258,17 @@ class KestrelLayer(CacheLayerMixin):
 
     def __init__(self, cache: KestrelCache, index: int) -> None:
         super().__init__()
-        self.cache = cache
+        self.owner = weakref.ref(cache)  # no cycle: a cache that nobody uses gives its memory back at once
         self.index = index
         self.seen = 0
         self.pending = False
         self.pages: Pages | None = None
+
+    @property
+    def cache(self) -> KestrelCache:
+        cache = self.owner()
+        assert cache is not None
+        return cache
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         if key_states.shape != value_states.shape:

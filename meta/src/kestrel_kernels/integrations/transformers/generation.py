@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -105,7 +107,7 @@ class Decoding:
         self, model: Any, cache: KestrelCache, batch: int, sampling: Sampling, *, eos: Sequence[int], pad: int
     ) -> None:
         self.model = model
-        self.cache = cache
+        self._cache = weakref.ref(cache)  # which holds this object
         self.pad = pad
         device = model.device
         self.sampler = Sampler(sampling, batch, model.config.get_text_config().vocab_size, device)
@@ -116,6 +118,12 @@ class Decoding:
         self.steps = 0
         self.graph: torch.cuda.CUDAGraph | None = None
         self.capturable = device.type == "cuda" and not _reads_positions(model)
+
+    @property
+    def cache(self) -> KestrelCache:
+        cache = self._cache()
+        assert cache is not None
+        return cache
 
     def start(self, input_ids: Tensor, attention_mask: Tensor | None, seed: int) -> None:
         """Reads the prompts [B, S] behind what the cache holds, and puts the first new tokens into `ids`."""
@@ -165,8 +173,10 @@ class Decoding:
         """Capture one step. Nothing runs, so what the host counted meanwhile is taken back."""
         graph = torch.cuda.CUDAGraph()
         before = self.cache.get_seq_length()
+        collects = gc.isenabled()
+        gc.disable()  # an older graph that is collected now would end the capture
         try:
-            with torch.cuda.graph(graph):
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 self._step()
         except (UnsupportedError, RuntimeError) as error:
             self.capturable = False
@@ -174,6 +184,9 @@ class Decoding:
             warnings.warn(f"kestrel-kernels: decode steps run without a CUDA graph: {reason}", stacklevel=4)
         else:
             self.graph = graph
+        finally:
+            if collects:
+                gc.enable()
         self.cache.rewind(before)
 
 
