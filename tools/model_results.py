@@ -1,4 +1,4 @@
-"""Measures the demo's model, and writes what was measured into meta/README.md.
+"""Measures the demo's model, and writes what was measured into meta/README.md and meta/ENGINES.md.
 
     python tools/model_results.py perplexity     bits per held-out byte of `tiny` with every kind of KV cache
     python tools/model_results.py speed          tokens per second and where a decode step's time goes; needs a GPU
@@ -28,6 +28,12 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "meta" / "README.md"
+ENGINES = ROOT / "meta" / "ENGINES.md"
+ENGINE_WAYS = {
+    "kestrel": "this library",
+    "dynamic": "transformers, dynamic cache",
+    "static": "transformers, static cache, compiled",
+}
 RESULTS = ROOT / "meta" / "results"
 BEGIN, END = "<!-- model: written by tools/model_results.py -->\n", "<!-- end of model -->\n"
 BLOCK = re.compile(f"{re.escape(BEGIN)}.*?{re.escape(END)}", re.DOTALL)
@@ -371,6 +377,30 @@ def speed_tables(preset: str, found: Json) -> str:
     return "\n".join(lines) + "\n"
 
 
+def engines_section(results: Path) -> str:
+    """The same for meta/ENGINES.md: what `kestrel-kernels bench model` wrote to results/engines/."""
+    parts = []
+    for path in sorted(results.glob("engines/*.json")):
+        for name, found in sorted(json.loads(path.read_text(encoding="utf-8")).items()):
+            parts.append(f"{engine_table(name, found)}\n({provenance(found['environment'])})\n")
+    return "\n".join(parts)
+
+
+def engine_table(name: str, found: Json) -> str:
+    layers = "" if found["layers"] is None else f", {found['layers']} layers"
+    lines = [
+        f"**`{name}`{layers} on {where(found['environment'])}**: random bf16 weights, "
+        f"{found['new_tokens']} new tokens, rates from the ninth on.\n",
+        "| | KV cache | sequences | tokens/s | first token | peak memory |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in found["rows"]:
+        way, memory = ENGINE_WAYS[row["way"]], f"{row['peak_gib']:.1f} GiB" if row["peak_gib"] else ""
+        figures = f"{row['tokens_per_second']:.0f} | {row['first_ms']:.0f} ms | {memory}"
+        lines.append(f"| {way} | {NAMES[row['kv_cache']]} | {row['batch']} | {figures} |")
+    return "\n".join(lines) + "\n"
+
+
 def _microseconds(timed: Json) -> str:
     return f"cannot be captured ({timed['not_captured']})" if timed["us"] is None else f"{timed['us']:.1f} us"
 
@@ -386,16 +416,21 @@ def written(readme: str, fresh: str) -> str:
 
 
 def tables(options: argparse.Namespace) -> int:
-    text = README.read_text(encoding="utf-8")
-    fresh = written(text, section(RESULTS))
-    if fresh == text:
-        print("tables of the demo's model are current")
+    stale = []
+    for page, fresh_section in ((README, section(RESULTS)), (ENGINES, engines_section(RESULTS))):
+        text = page.read_text(encoding="utf-8")
+        fresh = written(text, fresh_section)
+        if fresh != text:
+            stale.append(f"meta/{page.name}")
+            if not options.check:
+                page.write_text(fresh, encoding="utf-8")
+    if not stale:
+        print("tables of the models are current")
     elif options.check:
-        print("out of date: meta/README.md: `python tools/model_results.py tables` writes it", file=sys.stderr)
+        print(f"out of date: {', '.join(stale)}: `python tools/model_results.py tables` writes it", file=sys.stderr)
         return 1
     else:
-        README.write_text(fresh, encoding="utf-8")
-        print("wrote meta/README.md")
+        print(f"wrote {', '.join(stale)}")
     return 0
 
 
