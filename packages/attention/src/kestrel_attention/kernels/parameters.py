@@ -163,3 +163,44 @@ class TauTailScalars(NamedTuple):
     wide_positions: i32  # 1: positions are int64, two elements each, the low half first
     num_heads: i32
     head_dim: i32
+
+
+class PrefillTensors(NamedTuple):
+    """Of prefill.py. An optional tensor that a call does not have is replaced by any other, and not read."""
+
+    mQ: Tensor
+    mK: Tensor
+    mV: Tensor
+    mStartQ: Tensor
+    mStartK: Tensor
+    mLengths: Tensor
+    mTable: Tensor
+    mPrefix: Tensor
+    mSinks: Tensor
+    mOut: Tensor
+    mLse: Tensor
+
+
+class PrefillScalars(NamedTuple):
+    """Of prefill.py."""
+
+    packed_queries: i32  # mStartQ says which rows of block 0 of mQ are a sequence's
+    key_starts: i32  # 1: mStartK says the same for mK and mV; 2: it gives lengths alone; 0: it is not there
+    has_lengths: i32  # mLengths has the number of keys of each sequence
+    has_block_table: i32
+    max_queries: i32  # of a sequence
+    max_keys: i32  # of a sequence; without lengths of any kind, their number
+    appended: i32  # keys that the call appends; mLengths does not count them
+    page_multiplier: u32  # key // page size is key * page_multiplier >> page_shift
+    page_shift: i32
+    group_size: i32  # query heads of a KV head
+    row_blocks: i32  # of a sequence of max_queries
+    section_heads: i32  # query heads that run together, so that their keys and values stay in L2
+    has_prefix_lens: i32
+    prefix_len: i32
+    window_left: i32
+    window_right: i32
+    softmax_scale: f32  # positive; with a soft cap, times 2 / softcap
+    query_signs: u32  # flips the signs of two queries where the scale is negative
+    softcap: f32
+    has_sinks: i32

@@ -163,6 +163,40 @@ class MergeVariant:
         return kernel, kernel.arguments()
 
 
+@dataclass(frozen=True)
+class PrefillVariant:
+    """Attention of many queries (prefill.py), for heads of up to ``head_dim``."""
+
+    dtype: str
+    head_dim: int
+    warps: int
+    row_tiles: int
+    num_stages: int = 2
+    queries_in_registers: bool = True
+    ctas_per_sm: int = 2
+    vector_loads: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"prefill_{self.dtype}_d{self.head_dim}"
+
+    def kernel(self, arch: str) -> tuple[Any, tuple[Any, ...]]:
+        """The kernel object and the arguments to compile it with."""
+        from .prefill import Prefill
+
+        kernel = Prefill(
+            dtype=numeric_type(self.dtype),
+            head_dim=self.head_dim,
+            warps=self.warps,
+            row_tiles=self.row_tiles,
+            num_stages=self.num_stages,
+            queries_in_registers=self.queries_in_registers,
+            ctas_per_sm=self.ctas_per_sm,
+            pdl=supports_pdl(arch),
+        )
+        return kernel, kernel.arguments()
+
+
 def numeric_type(dtype: str) -> Any:
     """The DSL's type of this name; kernels for EITHER see 16-bit elements as bf16."""
     from kestrel_runtime.cute_dsl import numeric
