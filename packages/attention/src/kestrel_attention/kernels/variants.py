@@ -180,6 +180,11 @@ class PrefillVariant:
     def name(self) -> str:
         return f"prefill_{self.dtype}_d{self.head_dim}"
 
+    @property
+    def block_rows(self) -> int:
+        """Queries of a thread block."""
+        return 16 * self.row_tiles * self.warps
+
     def kernel(self, arch: str) -> tuple[Any, tuple[Any, ...]]:
         """The kernel object and the arguments to compile it with."""
         from .prefill import Prefill
@@ -238,13 +243,25 @@ QUANTISED = (
     DecodeVariant(EITHER, "e5m2", 128, False, warps=8, tiles_per_step=1, num_stages=4, ctas_per_sm=2),
 )
 
-VARIANTS: tuple[DecodeVariant | CombineVariant | AppendVariant | TauTailVariant | MergeVariant, ...] = (
+PREFILL = tuple(
+    variant
+    for dtype in DTYPES
+    for variant in (
+        PrefillVariant(dtype, 64, warps=4, row_tiles=1, ctas_per_sm=4),
+        PrefillVariant(dtype, 80, warps=4, row_tiles=1, ctas_per_sm=3),
+        PrefillVariant(dtype, 96, warps=4, row_tiles=1, ctas_per_sm=2),
+        PrefillVariant(dtype, 128, warps=4, row_tiles=1, ctas_per_sm=3),
+    )
+)
+
+VARIANTS: tuple[DecodeVariant | CombineVariant | AppendVariant | TauTailVariant | MergeVariant | PrefillVariant, ...] = (
     *(variant for dtype in DTYPES for variant in _decode_variants(dtype)),
     *QUANTISED,
     *(CombineVariant(dtype, warps) for dtype in DTYPES for warps in (1, COMBINE_WARPS)),
     *(AppendVariant(dtype, cache) for dtype in DTYPES for cache in ("same", "e4m3")),
     *(AppendVariant(EITHER, cache) for cache in ("e5m2", "int8", "int4")),
     *(TauTailVariant(dtype, table) for dtype in (*DTYPES, "fp32") for table in sorted({dtype, "fp32"})),
+    *PREFILL,
     *(MergeVariant(dtype) for dtype in (*DTYPES, "fp32")),
 )
 
@@ -257,6 +274,12 @@ def covering(dtype: str, cache: str, head_dim: int) -> tuple[DecodeVariant, ...]
     fitting = [v for v in VARIANTS if isinstance(v, DecodeVariant) and v.dtype in (dtype, EITHER) and v.cache == cache]
     exact = tuple(v for v in fitting if v.head_dim == head_dim and not v.padded)
     return exact or tuple(v for v in fitting if v.padded and head_dim < v.head_dim)[:1]
+
+
+def prefilling(dtype: str, head_dim: int) -> PrefillVariant | None:
+    """The compiled prefill variant for a head dimension, or None."""
+    fitting = [v for v in PREFILL if v.dtype == dtype and v.head_dim >= head_dim]
+    return min(fitting, key=lambda v: v.head_dim, default=None)
 
 
 def compilable(dtype: str, cache: str, head_dim: int) -> tuple[DecodeVariant, ...]:
