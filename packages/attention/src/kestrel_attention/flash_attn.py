@@ -258,7 +258,9 @@ def _check_varlen(
     lengths = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "seqused_k": seqused_k}
     arguments.check_sinks(op, q, sinks)
     scales = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
-    check.same(op, "device", q=q, k=k, v=v, **lengths, block_table=block_table, **scales, prefix_len=prefix_lens, sinks=sinks)
+    check.same(
+        op, "device", q=q, k=k, v=v, **lengths, block_table=block_table, **scales, prefix_len=prefix_lens, sinks=sinks
+    )
 
 
 @kernel_op(reference=reference.flash_attn_func, check=_check_dense, shape=reference.padded_shapes, kernel="cute")
@@ -289,7 +291,9 @@ def _flash_attn_func(
     return launch(q, k, v, prefix_lens, sinks)
 
 
-@kernel_op(reference=reference.flash_attn_varlen_func, check=_check_varlen, shape=reference.packed_shapes, kernel="cute")
+@kernel_op(
+    reference=reference.flash_attn_varlen_func, check=_check_varlen, shape=reference.packed_shapes, kernel="cute"
+)
 def _flash_attn_varlen_func(
     q: torch.Tensor,
     k: torch.Tensor,

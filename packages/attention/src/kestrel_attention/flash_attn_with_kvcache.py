@@ -191,7 +191,9 @@ def _check(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, *rest:
     check.number(_OP, "num_splits", given.num_splits, integer=True, minimum=0)
     arguments.check_sinks(_OP, q, given.sinks)
     lengths = {"cache_seqlens": given.cache_seqlens, "block_table": given.block_table}
-    check.same(_OP, "device", q=q, **caches, **lengths, **scales, **int4, prefix_len=given.prefix_lens, sinks=given.sinks)
+    check.same(
+        _OP, "device", q=q, **caches, **lengths, **scales, **int4, prefix_len=given.prefix_lens, sinks=given.sinks
+    )
 
 
 def _check_new(q: torch.Tensor, k_cache: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
@@ -303,9 +305,7 @@ def _flash_attn_with_kvcache(
         cache = (k_cache, v_cache, cache_seqlens, block_table)
         _check(q, *cache, k_scale, v_scale, k_zero, v_zero, k_tail, seq_ids, *scores)
         launch = _make_launch(key, q, k_cache, v_cache, block_table, of_heads, scores, (), integers)
-    result = launch(
-        q, k_cache, v_cache, cache_seqlens, block_table, *of_heads, prefix_lens, (), integers, sinks=sinks
-    )
+    result = launch(q, k_cache, v_cache, cache_seqlens, block_table, *of_heads, prefix_lens, (), integers, sinks=sinks)
     hot_calls.ran(launch)
     return result
 
@@ -385,9 +385,7 @@ def _flash_attn_with_kvcache_append(
         cache = (k_cache, v_cache, cache_seqlens, block_table, k_scale, v_scale)
         _check_append(q, k_cache, v_cache, k, v, *cache[2:], *scores)
         launch = _make_launch(key, q, k_cache, v_cache, block_table, (k_scale, v_scale), scores, (k, v))
-    result = launch(
-        q, k_cache, v_cache, cache_seqlens, block_table, k_scale, v_scale, prefix_lens, (k, v), sinks=sinks
-    )
+    result = launch(q, k_cache, v_cache, cache_seqlens, block_table, k_scale, v_scale, prefix_lens, (k, v), sinks=sinks)
     hot_calls.ran(launch)
     return result
 

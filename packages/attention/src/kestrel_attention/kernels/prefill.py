@@ -404,7 +404,9 @@ class Prefill:
             base = keys.value_base if cutlass.const_expr(of_values) else keys.key_base
             offset = value_offset if cutlass.const_expr(of_values) else key_offset
             for i in cutlass.range_constexpr(self.loaded_rows * self.units // 32):
-                if cutlass.const_expr(32 % self.units == 0):  # rows of one bit pattern: their swizzles are those of i, row
+                if cutlass.const_expr(
+                    32 % self.units == 0
+                ):  # rows of one bit pattern: their swizzles are those of i, row
                     more = cutlass.const_expr(i * (32 // self.units))
                     at = cute.arch.shuffle_sync(offset, row + more)
                     valid = cutlass.select_((wanted & (1 << more)) != 0, Int32(16), Int32(0))

@@ -254,7 +254,9 @@ PREFILL = tuple(
     )
 )
 
-VARIANTS: tuple[DecodeVariant | CombineVariant | AppendVariant | TauTailVariant | MergeVariant | PrefillVariant, ...] = (
+VARIANTS: tuple[
+    DecodeVariant | CombineVariant | AppendVariant | TauTailVariant | MergeVariant | PrefillVariant, ...
+] = (
     *(variant for dtype in DTYPES for variant in _decode_variants(dtype)),
     *QUANTISED,
     *(CombineVariant(dtype, warps) for dtype in DTYPES for warps in (1, COMBINE_WARPS)),
