@@ -65,8 +65,7 @@ def plan_prefill(problem: PrefillProblem) -> PrefillPlan:
     section = section_heads(problem)
     if problem.batch > MAX_GRID or problem.heads // section > MAX_GRID:
         raise UnsupportedError(f"kernels cover up to {MAX_GRID} sequences and heads")
-    row_blocks = -(-problem.max_queries // variant.block_rows)
-    if row_blocks * section >= 2**31:
+    if problem.max_queries * section >= 2**31:
         raise UnsupportedError("too many queries for one call")
 
     multiplier, shift = page_divisor(problem.page_size)
@@ -86,7 +85,6 @@ def plan_prefill(problem: PrefillProblem) -> PrefillPlan:
         page_multiplier=multiplier,
         page_shift=shift,
         group_size=problem.heads // problem.kv_heads,
-        row_blocks=row_blocks,
         section_heads=section,
         has_prefix_lens=int(problem.has_prefix_lens),
         prefix_len=min(problem.prefix_len, UNBOUNDED),

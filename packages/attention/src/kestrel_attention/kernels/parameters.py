@@ -194,7 +194,6 @@ class PrefillScalars(NamedTuple):
     page_multiplier: u32  # key // page size is key * page_multiplier >> page_shift
     page_shift: i32
     group_size: i32  # query heads of a KV head
-    row_blocks: i32  # of a sequence of max_queries
     section_heads: i32  # query heads that run together, so that their keys and values stay in L2
     has_prefix_lens: i32
     prefix_len: i32

@@ -22,8 +22,6 @@ from . import scores
 from .parameters import PrefillScalars, PrefillTensors
 from .scores import LOG2_E, RESCALE_SLACK
 
-TILE = 64  # keys
-
 
 class Keys(NamedTuple):
     """Where a sequence's keys and values lie."""
@@ -62,6 +60,7 @@ class Prefill:
 
     dtype: type[cutlass.Numeric]  # BFloat16 or Float16
     head_dim: int  # that is computed, a multiple of 16; a smaller one is padded
+    key_tile: int  # keys of a tile: 32 or 64
     warps: int
     row_tiles: int  # of 16 rows, of a warp
     num_stages: int
@@ -91,11 +90,11 @@ class Prefill:
     @property
     def loaded_rows(self) -> int:
         """Of a tile of keys, by one warp."""
-        return TILE // self.warps
+        return self.key_tile // self.warps
 
     @property
     def tile_bytes(self) -> int:
-        return TILE * self.row_bytes
+        return self.key_tile * self.row_bytes
 
     @property
     def query_bytes(self) -> int:
@@ -145,8 +144,9 @@ class Prefill:
         batch = given[-2]
         heads = tensors.mQ.shape[2]
         section = scalars.section_heads
-        self.kernel(tensors, scalars, batch).launch(
-            grid=[section * scalars.row_blocks, heads // section, batch],
+        row_blocks = cute.ceil_div(scalars.max_queries, self.block_rows)
+        self.kernel(tensors, scalars, row_blocks, batch).launch(
+            grid=[section * row_blocks, heads // section, batch],
             block=[32 * self.warps, 1, 1],
             stream=given[-1],
             min_blocks_per_mp=self.ctas_per_sm,
@@ -158,14 +158,14 @@ class Prefill:
     # -- device ---------------------------------------------------------------------------------------------------
 
     @cute.kernel
-    def kernel(self, tensors: PrefillTensors, scalars: PrefillScalars, batch: Int32):
+    def kernel(self, tensors: PrefillTensors, scalars: PrefillScalars, row_blocks: Int32, batch: Int32):
         mQ, mK, mV = tensors.mQ, tensors.mK, tensors.mV
         tid, _, _ = cute.arch.thread_idx()
         in_section, section, sequence = cute.arch.block_idx()
         lane, warp = tid % 32, cute.arch.make_warp_uniform(tid // 32)
         longest_first = divide(in_section, scalars.section_heads)
         head = section * scalars.section_heads + in_section - longest_first * scalars.section_heads
-        row_block = scalars.row_blocks - 1 - longest_first
+        row_block = row_blocks - 1 - longest_first
         kv_head = divide(head, scalars.group_size)
         if cutlass.const_expr(self.pdl):
             pdl.wait()
@@ -264,10 +264,10 @@ class Prefill:
         # The keys that any row sees: those below the prefix, and those from start to end - 1.
         start, _ = scores.window(position, scalars, held)
         _, end = scores.window(position + rows - 1, scalars, held)
-        prefix_tiles = (prefix + TILE - 1) // TILE
-        start_tile = cutlass.max(start // TILE, prefix_tiles)
+        prefix_tiles = (prefix + self.key_tile - 1) // self.key_tile
+        start_tile = cutlass.max(start // self.key_tile, prefix_tiles)
         gap = start_tile - prefix_tiles
-        num_tiles = prefix_tiles + cutlass.max((end + TILE - 1) // TILE - start_tile, 0)
+        num_tiles = prefix_tiles + cutlass.max((end + self.key_tile - 1) // self.key_tile - start_tile, 0)
 
         warp_position = position + warp * self.warp_rows
         _, all_last = scores.window(warp_position, scalars, held)
@@ -281,7 +281,7 @@ class Prefill:
         rOut = cute.make_rmem_tensor(self.row_tiles * self.head_dim // 2, Float32)
         rMax = cute.make_rmem_tensor(2 * self.row_tiles, Float32)
         rSum = cute.make_rmem_tensor(2 * self.row_tiles, Float32)
-        rScore = cute.make_rmem_tensor(self.row_tiles * TILE // 2, Float32)
+        rScore = cute.make_rmem_tensor(self.row_tiles * self.key_tile // 2, Float32)
         rQ = cute.make_rmem_tensor(self.row_tiles * self.head_dim // 4, Uint32)
         rPage = cute.make_rmem_tensor(1, Int32)
         rOut.fill(0.0)
@@ -322,7 +322,7 @@ class Prefill:
             after_next = n + 2 + cutlass.select_(n + 2 < prefix_tiles, Int32(0), gap)
             if n + 2 < num_tiles:
                 self.look_up(rPage, keys, after_next, warp, lane)
-            first_key = tile * TILE
+            first_key = tile * self.key_tile
             if first_key < visible.end:
                 sK = shared + stage * (2 * self.tile_bytes)
                 self.mma_keys(sQ, sK, rQ, rScore, scalars.query_signs, warp, lane)
@@ -370,7 +370,7 @@ class Prefill:
     @cute.jit
     def look_up(self, rPage, keys: Keys, tile, warp, lane):
         """Start loading the block of the key of a tile that a lane looks up; -1 where there is none."""
-        key = tile * TILE + warp * self.loaded_rows + lane % self.loaded_rows
+        key = tile * self.key_tile + warp * self.loaded_rows + lane % self.loaded_rows
         if keys.has_block_table != 0:
             entry, _ = self.entry_and_slot(keys, key)
             exists = key < keys.held and Int32(entry) < keys.table_width
@@ -384,7 +384,7 @@ class Prefill:
 
         sExists: a word of each warp, with a bit for each of its rows.
         """
-        key = tile * TILE + warp * self.loaded_rows + lane % self.loaded_rows
+        key = tile * self.key_tile + warp * self.loaded_rows + lane % self.loaded_rows
         slot = Uint32(key + keys.first_slot)
         if keys.has_block_table != 0:
             _, slot = self.entry_and_slot(keys, key)
@@ -397,31 +397,25 @@ class Prefill:
         if lane == 0:
             ptx.store_shared(sExists + 4 * warp, [bits])
         stage = stage + warp * (self.loaded_rows * self.row_bytes)
-        row, unit = lane // self.units, lane % self.units
-        shift, inside = Uint32(row), 8 * unit < keys.head_dim
-        wanted = cutlass.select_(inside, bits >> shift, Uint32(0))
+        lanes = cutlass.const_expr(1 << (self.units - 1).bit_length())  # of a row; those past its end load nothing
+        row, unit = lane // lanes, lane % lanes
+        wanted = cutlass.select_(8 * unit < keys.head_dim, bits >> Uint32(row), Uint32(0))
+        to = stage + row * self.row_bytes
+        swizzled = unit ^ self.swizzle(row)
         for of_values in cutlass.range_constexpr(2):
-            base = keys.value_base if cutlass.const_expr(of_values) else keys.key_base
+            base = (keys.value_base if cutlass.const_expr(of_values) else keys.key_base) + 16 * unit
             offset = value_offset if cutlass.const_expr(of_values) else key_offset
-            for i in cutlass.range_constexpr(self.loaded_rows * self.units // 32):
-                if cutlass.const_expr(
-                    32 % self.units == 0
-                ):  # rows of one bit pattern: their swizzles are those of i, row
-                    more = cutlass.const_expr(i * (32 // self.units))
-                    at = cute.arch.shuffle_sync(offset, row + more)
-                    valid = cutlass.select_((wanted & (1 << more)) != 0, Int32(16), Int32(0))
-                    swizzled = unit ^ self.swizzle(row) ^ self.swizzle(more)
-                    to = stage + of_values * self.tile_bytes + (row + more) * self.row_bytes + swizzled * 16
-                    ptx.cp_async(to, base + Int64(at) * 16 + 16 * unit, 16, valid)
+            for i in cutlass.range_constexpr(self.loaded_rows * lanes // 32):
+                more = cutlass.const_expr(i * (32 // lanes))  # has no bit of row: the swizzle of both is that of each
+                at = cute.arch.shuffle_sync(offset, row + more)
+                source = base + Int64(at) * 16
+                valid = cutlass.select_((wanted & (1 << more)) != 0, Int32(16), Int32(0))
+                there = to + (swizzled ^ self.swizzle(more)) * 16 + (of_values * self.tile_bytes + more * self.row_bytes)
+                if cutlass.const_expr(lanes == self.units):
+                    ptx.cp_async(there, source, 16, valid)
                 else:
-                    index = lane + 32 * i
-                    each_row, each_unit = index // self.units, index % self.units
-                    at = cute.arch.shuffle_sync(offset, each_row)
-                    present = ((bits >> Uint32(each_row)) & 1 != 0) & (8 * each_unit < keys.head_dim)
-                    valid = cutlass.select_(present, Int32(16), Int32(0))
-                    to = stage + of_values * self.tile_bytes + each_row * self.row_bytes
-                    to += (each_unit ^ self.swizzle(each_row)) * 16
-                    ptx.cp_async(to, base + Int64(at) * 16 + 16 * each_unit, 16, valid)
+                    if unit < self.units:
+                        ptx.cp_async(there, source, 16, valid)
 
     # -- matrix products ------------------------------------------------------------------------------------------
 
@@ -457,11 +451,11 @@ class Prefill:
                     a.append([rQ[(k * self.row_tiles + m) * 4 + i] for i in range(4)])
                 else:
                     a.append(self.read_queries(sQ, m, k, signs, warp, lane))
-            for pair in cutlass.range_constexpr(TILE // 16):
+            for pair in cutlass.range_constexpr(self.key_tile // 16):
                 b = ptx.ldmatrix_x4(sK + self.fragment(16 * pair, 2 * k, True, lane))
                 for m in cutlass.range_constexpr(self.row_tiles):
                     for half in cutlass.range_constexpr(2):
-                        at = cutlass.const_expr(4 * (m * TILE // 8 + 2 * pair + half))
+                        at = cutlass.const_expr(4 * (m * self.key_tile // 8 + 2 * pair + half))
                         c = [rScore[at + i] for i in range(4)]
                         c = ptx.mma_m16n8k16(a[m], (b[2 * half], b[2 * half + 1]), c, kind)
                         for i in cutlass.range_constexpr(4):
@@ -471,10 +465,10 @@ class Prefill:
     def mma_values(self, sV: Int32, rScore, rOut, lane):
         """Add weights times values to rOut, whose elements lie as those of rScore, with dims for keys."""
         kind = cutlass.const_expr(numeric.ptx_name(self.dtype))
-        for k in cutlass.range_constexpr(TILE // 16):
+        for k in cutlass.range_constexpr(self.key_tile // 16):
             a = []
             for m in cutlass.range_constexpr(self.row_tiles):
-                at = cutlass.const_expr(4 * (m * TILE // 8 + 2 * k))
+                at = cutlass.const_expr(4 * (m * self.key_tile // 8 + 2 * k))
                 a.append([ptx.pack_f32x2(rScore[at + 2 * i], rScore[at + 2 * i + 1], kind) for i in range(4)])
             for pair in cutlass.range_constexpr(self.head_dim // 16):
                 b = ptx.ldmatrix_x4_trans(sV + self.fragment(16 * k, 2 * pair, False, lane))
@@ -491,7 +485,7 @@ class Prefill:
     @cute.jit
     def cap(self, rScore, scalars):
         """The soft cap. Eight scores an iteration, and then the scores rotate: few registers are in use at once."""
-        count = cutlass.const_expr(self.row_tiles * TILE // 2)
+        count = cutlass.const_expr(self.row_tiles * self.key_tile // 2)
         softcap, scale = scalars.softcap * LOG2_E, scalars.softmax_scale * LOG2_E
         iterations = ptx.opaque(cutlass.select_(scalars.softcap > 0.0, Int32(count // 8), Int32(0)))
         for _ in cutlass.range(iterations, unroll=1):
@@ -506,26 +500,27 @@ class Prefill:
         """-inf for keys of a tile that do not exist or that a row does not see."""
         words = [ptx.load_shared(sExists + 4 * i, 1)[0] for i in range(self.warps)]
         per_word = cutlass.const_expr(32 // self.loaded_rows)
-        exists = []
-        for h in cutlass.range_constexpr(2):
+        exists, all_exist = [], Uint32(0xFFFFFFFF)
+        for h in cutlass.range_constexpr(self.key_tile // 32):
             word = words[h * per_word]
             for i in cutlass.range_constexpr(per_word - 1):
                 word = word | (words[h * per_word + i + 1] << ((i + 1) * self.loaded_rows))
             exists.append(word)
-        unseen = first_key < visible.first or first_key + TILE > visible.last
-        unseen = unseen and first_key + TILE > visible.prefix
-        for zero in cutlass.range(once_if(unseen or (exists[0] & exists[1]) != 0xFFFFFFFF), unroll=1):
+            all_exist = all_exist & word
+        unseen = first_key < visible.first or first_key + self.key_tile > visible.last
+        unseen = unseen and first_key + self.key_tile > visible.prefix
+        for zero in cutlass.range(once_if(unseen or all_exist != 0xFFFFFFFF), unroll=1):
             g, t = lane // 4, lane % 4
             before = first_key + 2 * t + zero  # what follows is not computed ahead, in registers
             for r in cutlass.range_constexpr(2 * self.row_tiles):
                 first, last = scores.window(visible.position + zero + (g + 8 * r), scalars, visible.held)
-                for h in cutlass.range_constexpr(2):
+                for h in cutlass.range_constexpr(self.key_tile // 32):
                     base = before + 32 * h
                     seen = bits_below(last - base) & ~bits_below(first - base) | bits_below(visible.prefix - base)
                     seen = seen & (exists[h] >> Uint32(2 * t + zero))
-                    for n in cutlass.range_constexpr(TILE // 16):
+                    for n in cutlass.range_constexpr(4):
                         for e in cutlass.range_constexpr(2):
-                            at = cutlass.const_expr(4 * ((r // 2 * 2 + h) * TILE // 16 + n) + r % 2 * 2 + e)
+                            at = cutlass.const_expr(4 * (r // 2 * self.key_tile // 8 + 4 * h + n) + r % 2 * 2 + e)
                             bit = cutlass.const_expr(1 << (8 * n + e))
                             rScore[at] = cutlass.select_((seen & bit) != 0, rScore[at], -Float32.inf)
 
@@ -536,8 +531,8 @@ class Prefill:
         largest, exceeds = [], []
         for r in cutlass.range_constexpr(rows):
             highest = rMax[r]
-            for n in cutlass.range_constexpr(TILE // 8):
-                at = cutlass.const_expr(4 * (r // 2 * TILE // 8 + n) + r % 2 * 2)
+            for n in cutlass.range_constexpr(self.key_tile // 8):
+                at = cutlass.const_expr(4 * (r // 2 * self.key_tile // 8 + n) + r % 2 * 2)
                 highest = ptx.fmax(highest, ptx.fmax(rScore[at], rScore[at + 1]))
             highest = ptx.fmax(highest, cute.arch.shuffle_sync_bfly(highest, 1))
             highest = ptx.fmax(highest, cute.arch.shuffle_sync_bfly(highest, 2))
@@ -559,9 +554,9 @@ class Prefill:
                     rOut[at + 1] *= factor
         for r in cutlass.range_constexpr(rows):
             base = cutlass.select_(rMax[r] == -Float32.inf, Float32(0.0), -(rMax[r] * scale))
-            for n in cutlass.range_constexpr(TILE // 8):
+            for n in cutlass.range_constexpr(self.key_tile // 8):
                 for e in cutlass.range_constexpr(2):
-                    at = cutlass.const_expr(4 * (r // 2 * TILE // 8 + n) + r % 2 * 2 + e)
+                    at = cutlass.const_expr(4 * (r // 2 * self.key_tile // 8 + n) + r % 2 * 2 + e)
                     weight = ptx.exp2_approx(ptx.fma(rScore[at], scale, base))
                     rSum[r] += weight
                     rScore[at] = weight

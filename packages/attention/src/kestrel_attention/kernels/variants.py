@@ -169,10 +169,12 @@ class PrefillVariant:
 
     dtype: str
     head_dim: int
-    warps: int
     row_tiles: int
-    num_stages: int = 2
+    """Of 16 queries, of a warp; one on architectures where two do not fit the registers."""
     queries_in_registers: bool = True
+    key_tile: int = 64
+    warps: int = 4
+    num_stages: int = 2
     ctas_per_sm: int = 2
     vector_loads: bool = False
 
@@ -180,22 +182,19 @@ class PrefillVariant:
     def name(self) -> str:
         return f"prefill_{self.dtype}_d{self.head_dim}"
 
-    @property
-    def block_rows(self) -> int:
-        """Queries of a thread block."""
-        return 16 * self.row_tiles * self.warps
-
     def kernel(self, arch: str) -> tuple[Any, tuple[Any, ...]]:
         """The kernel object and the arguments to compile it with."""
         from .prefill import Prefill
 
+        one_tile = capability(arch) >= 100 and self.head_dim in (64, 128)
         kernel = Prefill(
             dtype=numeric_type(self.dtype),
             head_dim=self.head_dim,
+            key_tile=self.key_tile,
             warps=self.warps,
-            row_tiles=self.row_tiles,
+            row_tiles=1 if one_tile else self.row_tiles,
             num_stages=self.num_stages,
-            queries_in_registers=self.queries_in_registers,
+            queries_in_registers=self.queries_in_registers or one_tile,
             ctas_per_sm=self.ctas_per_sm,
             pdl=supports_pdl(arch),
         )
@@ -247,10 +246,12 @@ PREFILL = tuple(
     variant
     for dtype in DTYPES
     for variant in (
-        PrefillVariant(dtype, 64, warps=4, row_tiles=1, ctas_per_sm=4),
-        PrefillVariant(dtype, 80, warps=4, row_tiles=1, ctas_per_sm=3),
-        PrefillVariant(dtype, 96, warps=4, row_tiles=1, ctas_per_sm=2),
-        PrefillVariant(dtype, 128, warps=4, row_tiles=1, ctas_per_sm=3),
+        PrefillVariant(dtype, 64, row_tiles=2),
+        PrefillVariant(dtype, 80, row_tiles=2),
+        PrefillVariant(dtype, 96, row_tiles=2, queries_in_registers=False),
+        PrefillVariant(dtype, 128, row_tiles=2, queries_in_registers=False),
+        PrefillVariant(dtype, 192, row_tiles=1, queries_in_registers=False, key_tile=32),
+        PrefillVariant(dtype, 256, row_tiles=1, queries_in_registers=False, key_tile=32),
     )
 )
 
