@@ -29,12 +29,15 @@ def exact_attention(
     sinks: torch.Tensor | None = None,
     exists: torch.Tensor | None = None,
     keys: int | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Exact:
     """One sequence: q [Lq, H, D], k and v [L, Hk, D]. exists [L]; keys: their number for positions, default L.
+    dtype: of weights and results, default q's.
 
     bound: a kernel rounds each weight and each result to the dtype, and computes the rest in float32.
     """
-    unit = torch.finfo(q.dtype).eps / 2
+    dtype = dtype or q.dtype
+    unit = torch.finfo(dtype).eps / 2
     heads, kv_heads = q.shape[1], k.shape[1]
     if exists is None:
         exists = torch.ones(len(k), dtype=torch.bool, device=q.device)
@@ -59,7 +62,7 @@ def exact_attention(
     weights = torch.exp(scores - torch.where(lse == -math.inf, 0.0, lse)[..., None])[..., : len(k)]
     out = torch.einsum("hqk,khd->qhd", weights, v)
     terms = torch.einsum("hqk,khd->qhd", weights, v.abs())
-    return Exact(out, lse, unit * out.abs() + (unit + 2**-17) * terms + torch.finfo(q.dtype).tiny)
+    return Exact(out, lse, unit * out.abs() + (unit + 2**-17) * terms + torch.finfo(dtype).tiny)
 
 
 def assert_exact(out: torch.Tensor, lse: torch.Tensor, exact: Exact) -> None:

@@ -17,7 +17,7 @@ from kestrel_runtime.testing import graph_replay
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("kernels_only")]
 
 DTYPES = [torch.bfloat16, torch.float16]
-SIZES = [64, 72, 80, 96, 128]
+SIZES = [64, 72, 80, 96, 128, 192, 256]
 LENGTHS = [(0, 0), (1, 1), (54, 54), (512, 512), (17, 300), (300, 17), (1, 700), (64, 0), (2048, 2048)]
 
 
@@ -76,7 +76,7 @@ def packed(size: int, dtype: torch.dtype, heads: int = 4, kv_heads: int = 2) -> 
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("size", [64, 128])
+@pytest.mark.parametrize("size", [64, 80, 128, 256])
 def test_packed_sequences_are_those_of_float64(size, dtype, name):
     q, k, v, starts_q, starts_k = packed(size, dtype)
     how = scores(len(LENGTHS), 4)[name]
@@ -193,6 +193,61 @@ def test_out_takes_the_result(out_of):
     out = q if out_of == "q" else torch.empty_like(q)
     assert flash_attn_func(q, k, v, out=out) is out
     assert torch.equal(out, want)
+
+
+# -- FP8 --------------------------------------------------------------------------------------------------------------
+
+
+def codes_of(x: torch.Tensor, storage: torch.dtype) -> torch.Tensor:
+    return (2 * x.float()).to(storage)
+
+
+@pytest.mark.parametrize("storage", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+@pytest.mark.parametrize("queries_in", [torch.bfloat16, torch.float16, "FP8"], ids=str)
+@pytest.mark.parametrize("per_head", [False, True])
+@pytest.mark.parametrize("size", [48, 64, 128, 256])
+def test_codes_count_as_their_value_times_their_scale(size, per_head, queries_in, storage):
+    torch.manual_seed(0)
+    q = random(2, 150, 4, size, dtype=torch.bfloat16)
+    k, v = (codes_of(random(2, 200, 2, size, dtype=torch.bfloat16), storage) for _ in range(2))
+    scales = {
+        f"{x}_scale": torch.rand(heads if per_head else 1, device="cuda") + 0.1 for x, heads in zip("qkv", (4, 2, 2))
+    }
+    if queries_in == "FP8":
+        q, dtype = codes_of(q, storage), torch.bfloat16
+    else:
+        q, dtype = q.to(queries_in), queries_in
+        del scales["q_scale"]
+    out, lse = flash_attn_func(q, k, v, causal=True, **scales, return_lse=True)
+    assert out.dtype == dtype
+    values = {
+        x: given.double() * scales.get(f"{x}_scale", torch.ones(1, device="cuda")).double()[:, None]
+        for x, given in {"q": q.float(), "k": k.float(), "v": v.float()}.items()
+    }
+    for b in range(2):
+        exact = exact_attention(*(values[x][b] for x in "qkv"), causal=True, dtype=dtype)
+        assert_exact(out[b], lse[b], exact)
+
+
+@pytest.mark.parametrize("page", [1, 16])
+@pytest.mark.parametrize("storage", [torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_new_keys_are_appended_to_fp8_caches(dtype, storage, page):
+    torch.manual_seed(0)
+    lengths, queries, blocks = [200, 0, 54, -1], 100, 1600 // page
+    codes = torch.float8_e4m3fn if storage == torch.uint8 else storage
+    caches = [codes_of(random(blocks, page, 2, 128, dtype=dtype), codes).view(storage) for _ in range(2)]
+    table = torch.randperm(blocks, device="cuda").int()[: 4 * (320 // page)].view(4, -1)
+    copies = [x.clone() for x in caches]
+    q, k, v = (random(4, queries, heads, 128, dtype=dtype) for heads in (4, 2, 2))
+    scales = {"k_scale": torch.rand(2, device="cuda") + 0.1, "v_scale": torch.rand(1, device="cuda") + 0.1}
+    given = {"cache_seqlens": ints(lengths), "block_table": table, "causal": True, "return_lse": True, **scales}
+    out, lse = flash_attn_with_kvcache(q, *caches, k, v, **given)
+    with backend("reference"):
+        want, want_lse = flash_attn_with_kvcache(q, *copies, k, v, **given)
+    assert same_bits(tuple(caches), tuple(copies))
+    torch.testing.assert_close(out, want, rtol=2 * torch.finfo(dtype).eps, atol=2 * torch.finfo(dtype).eps)
+    torch.testing.assert_close(lse, want_lse, rtol=1e-5, atol=1e-5)
 
 
 # -- over caches ------------------------------------------------------------------------------------------------------

@@ -49,7 +49,8 @@ def flash_attn_func(
 
     Returns out [B, Sq, H, D] in q's dtype (bf16 for FP8), or (out, lse). Accumulation in float32, one rounding. A query
     that sees no key gives 0 and LSE -inf. A NaN or inf in a value may reach all queries of its sequence and KV head,
-    masked or not. Kernels cover bf16 and fp16 with D up to 128 that are multiples of 8; other calls run by reference.
+    masked or not. Kernels cover bf16 and fp16 with D up to 256 that are multiples of 8, and FP8
+    keys and values with multiples of 16; other calls run by reference.
     Raises TypeError for a wrong dtype or a missing tensor, ValueError for a wrong shape, stride, range or device.
     Semantics: ``flash_attn_func`` of flash-attn; Dao, "FlashAttention-2", arXiv 2307.08691; sinks: ``s_aux`` of
     transformers, in gpt-oss.
@@ -283,12 +284,11 @@ def _flash_attn_func(
     """:func:`flash_attn_func` with simple arguments: (out, lse)."""
     numbers = (softmax_scale, causal, window_left, window_right, softcap, prefix_len)
     key = (form(q, k, v, prefix_lens, q_scale, k_scale, v_scale, sinks), numbers, *map(type, numbers))
-    launch = prefill.dense_launches.get(key)
+    launch, scales = prefill.dense_launches.get(key), (q_scale, k_scale, v_scale)
     if launch is None:
-        scales = (q_scale, k_scale, v_scale)
         _check_dense(q, k, v, *numbers, prefix_lens, *scales, sinks)
-        launch = prefill.make_dense(key, q, k, *numbers, prefix_lens, sinks)
-    return launch(q, k, v, prefix_lens, sinks)
+        launch = prefill.make_dense(key, q, k, *numbers, prefix_lens, scales, sinks)
+    return launch(q, k, v, prefix_lens, scales, sinks)
 
 
 @kernel_op(
@@ -326,5 +326,5 @@ def _flash_attn_varlen_func(
     if launch is None:
         paging = (block_table, seqused_k, sinks)
         _check_varlen(q, k, v, *lengths, *bounds, *numbers, prefix_lens, *scales, *paging)
-        launch = prefill.make_packed(key, q, k, v, *lengths, *bounds, *numbers, prefix_lens, *paging)
-    return launch(q, k, v, *lengths, prefix_lens, block_table, seqused_k, sinks)
+        launch = prefill.make_packed(key, q, k, v, *lengths, *bounds, *numbers, prefix_lens, scales, *paging)
+    return launch(q, k, v, *lengths, prefix_lens, scales, block_table, seqused_k, sinks)

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from kestrel_runtime import check, kernel_op
+from kestrel_runtime import UnsupportedError, check, kernel_op
 
 from . import arguments, decode, hot_calls, prefill, reference
 from .plan import MAX_QUERIES
@@ -85,7 +85,7 @@ def flash_attn_with_kvcache(
     Kernels cover up to 16 queries in bf16 or fp16 over rows aligned to 16 bytes: caches of their dtype or e4m3 with any
     such D up to 256, and 512; INT8 with D 64, 128, 256; e5m2 and INT4 with 64, 128. With the extra ``[jit]`` INT8 and
     e5m2 of other D up to 256 are compiled on first use. More queries, and any number with sinks: caches of their dtype
-    with D up to 128. Other calls run by reference. A kernel appends k and v bit for
+    and FP8 with such D up to 256. Other calls run by reference. A kernel appends k and v bit for
     bit as the reference does; all memory is allocated before it. Limits of kernels: INT4 takes bf16 queries below
     2^102, and scores lose precision where key scales are below 2^-11; INT8 value scales below 2^-100 lose precision.
     Raises TypeError for a wrong dtype or a missing tensor, ValueError for a wrong shape, stride, range or device,
@@ -327,8 +327,10 @@ def _make_launch(
         given = (*scales, *scores_of_decode)
         problem = decode.problem_of(q, k_cache, v_cache, block_table, *given, appends=bool(new), integers=integers)
         return decode.make_launch(key, problem, q, new)
+    if integers:
+        raise UnsupportedError(f"kernels over INT8 and INT4 caches cover up to {MAX_QUERIES} queries, without sinks")
     *numbers, _ = scores_of_decode  # a sequence is not split
-    launch = prefill.make_cached(q, k_cache, v_cache, block_table, *numbers, sinks, new)
+    launch = prefill.make_cached(q, k_cache, v_cache, block_table, *scales, *numbers, sinks, new)
     return decode.launches.keep(key, launch)
 
 

@@ -1,4 +1,4 @@
-"""Launching the prefill kernel for dense, packed and cached keys: from tensors to a problem, and from its plan to calls.
+"""Launching the prefill kernel for dense, packed and cached keys: from tensors to a problem, from its plan to calls.
 
 A call is planned once for each form of its arguments, as in decode.py.
 """
@@ -6,7 +6,7 @@ A call is planned once for each form of its arguments, as in decode.py.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -20,10 +20,28 @@ from .prefill_plan import PrefillProblem, plan_prefill
 
 _binary = Binary("kestrel_attention")
 _NAMES = dict(zip((torch.bfloat16, torch.float16), DTYPES, strict=True))
+_CODES = {torch.float8_e4m3fn: "e4m3", torch.uint8: "e4m3", torch.float8_e5m2: "e5m2"}
 
-Attend = Callable[..., None]
-"""(q, k, v, starts_q, starts_k, lengths, block_table, prefix_lens, sinks, out, lse): runs the kernel. All of 4
-dimensions as a cache, LSE of 3; None for a tensor that the call does not have."""
+Scales = tuple["torch.Tensor | None", "torch.Tensor | None", "torch.Tensor | None"]
+"""q_scale, k_scale, v_scale."""
+
+
+class Given(NamedTuple):
+    """What the kernel reads beside q, k and v; None for a tensor that a call does not have."""
+
+    starts_q: torch.Tensor | None = None
+    starts_k: torch.Tensor | None = None
+    lengths: torch.Tensor | None = None
+    block_table: torch.Tensor | None = None
+    prefix_lens: torch.Tensor | None = None
+    sinks: torch.Tensor | None = None
+    q_scale: torch.Tensor | None = None
+    k_scale: torch.Tensor | None = None
+    v_scale: torch.Tensor | None = None
+
+
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Given, torch.Tensor, Any], None]
+"""(q, k, v, given, out, lse): runs the kernel. All of 4 dimensions as a cache, LSE of 3."""
 
 dense_launches: Plans[Callable[..., tuple[torch.Tensor, torch.Tensor]]] = Plans()
 packed_launches: Plans[Callable[..., tuple[torch.Tensor, torch.Tensor]]] = Plans()
@@ -33,54 +51,49 @@ def _attend(problem: PrefillProblem, device: torch.device) -> Attend:
     """The kernel of a problem."""
     plan = plan_prefill(problem)
     kernel = _binary.kernel(plan.variant, device)
-    scalars, batch = plan.scalars, problem.batch
+    scalars, batch, codes = plan.scalars, problem.batch, problem.cache != "same"
     no_int, no_float = _unused(torch.int32, device), _unused(torch.float32, device)
     no_table = _unused(torch.int32, device, 2)
+    absent = Given(no_int, no_int, no_int, no_table, no_int, no_float, no_float, no_float, no_float)
 
-    def attend(
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        starts_q: torch.Tensor | None,
-        starts_k: torch.Tensor | None,
-        lengths: torch.Tensor | None,
-        block_table: torch.Tensor | None,
-        prefix_lens: torch.Tensor | None,
-        sinks: torch.Tensor | None,
-        out: torch.Tensor,
-        lse: Any,
-    ) -> None:
-        kernel(
-            q,
-            k,
-            v,
-            no_int if starts_q is None else starts_q,
-            no_int if starts_k is None else starts_k,
-            no_int if lengths is None else lengths,
-            no_table if block_table is None else block_table,
-            no_int if prefix_lens is None else prefix_lens,
-            no_float if sinks is None else sinks.float(),
-            out,
-            lse,
-            *scalars,
-            batch,
-        )
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, given: Given, out: torch.Tensor, lse: Any) -> None:
+        if given.sinks is not None:
+            given = given._replace(sinks=given.sinks.float())
+        if codes:
+            k, v = k.view(torch.uint8), v.view(torch.uint8)
+        tensors = [x if y is None else y for x, y in zip(absent, given, strict=True)]
+        kernel(q, k, v, *tensors, out, lse, *scalars, batch)
 
     return attend
 
 
-def _name(q: torch.Tensor, k: torch.Tensor) -> str:
-    """The dtype of a call that kernels cover."""
-    if q.dtype not in _NAMES or k.dtype != q.dtype:
-        raise UnsupportedError("kernels for many queries cover bf16 and fp16, with keys and values of the same dtype")
-    return _NAMES[q.dtype]
+def _kind(q: torch.Tensor, k: torch.Tensor, scales: Scales) -> dict[str, Any]:
+    """The fields of a problem that say what its elements are. Raises UnsupportedError where no kernel covers them."""
+    cache = "same" if k.dtype == q.dtype and q.dtype in _NAMES else _CODES.get(k.dtype)
+    dtype = _NAMES.get(torch.bfloat16 if q.element_size() == 1 else q.dtype)
+    if cache is None or dtype is None:
+        raise UnsupportedError("kernels for many queries cover bf16, fp16 and FP8, with keys of the same dtype or FP8")
+    heads = (0 if scale is None else 1 + (scale.shape[0] > 1) for scale in scales)
+    names = ("q_scale_heads", "k_scale_heads", "v_scale_heads")
+    return {"dtype": dtype, "cache": cache, **dict(zip(names, heads, strict=True))}
 
 
 def _aligned(x: torch.Tensor) -> torch.Tensor:
     """x, or a copy with rows aligned to 16 bytes: kernels load so many at once."""
-    if x.data_ptr() & 15 or any(stride % 8 for stride in x.stride()[:-1]):
+    unit = 16 // x.element_size()
+    if x.data_ptr() & 15 or any(stride % unit for stride in x.stride()[:-1]):
         return x.clone(memory_format=torch.contiguous_format)
     return x
+
+
+def _queries(q: torch.Tensor) -> torch.Tensor:
+    """Aligned queries; FP8 as bf16, which holds their codes."""
+    return q.to(torch.bfloat16, memory_format=torch.contiguous_format) if q.element_size() == 1 else _aligned(q)
+
+
+def _refuse_empty(k: torch.Tensor) -> None:
+    if k.numel() == 0:
+        raise UnsupportedError("there are no keys")
 
 
 # -- dense and packed -------------------------------------------------------------------------------------------------
@@ -97,9 +110,10 @@ def make_dense(
     softcap: float,
     prefix_len: int,
     prefix_lens: torch.Tensor | None,
+    scales: Scales,
     sinks: torch.Tensor | None,
 ) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
-    """The launch of flash_attn_func, of (q, k, v, prefix_lens, sinks), kept under ``key``."""
+    """The launch of flash_attn_func, of (q, k, v, prefix_lens, scales, sinks), kept under ``key``."""
     batch, queries, heads, head_dim = q.shape
     problem = PrefillProblem(
         batch=batch,
@@ -109,7 +123,7 @@ def make_dense(
         kv_heads=k.shape[2],
         head_dim=head_dim,
         page_size=max(1, k.shape[1]),
-        dtype=_name(q, k),
+        **_kind(q, k, scales),
         softmax_scale=softmax_scale,
         causal=causal,
         window_left=window_left,
@@ -127,12 +141,15 @@ def make_dense(
         k: torch.Tensor,
         v: torch.Tensor,
         prefix_lens: torch.Tensor | None,
+        scales: Scales,
         sinks: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        q = _queries(q)
         out = torch.empty((batch, queries, heads, head_dim), dtype=q.dtype, device=q.device)
         lse = torch.empty((batch, heads, queries), dtype=torch.float32, device=q.device)
         if attend is not None:
-            attend(_aligned(q), _aligned(k), _aligned(v), None, None, None, None, prefix_lens, sinks, out, lse)
+            given = Given(None, None, None, None, prefix_lens, sinks, *scales)
+            attend(q, _aligned(k), _aligned(v), given, out, lse)
         return out, lse
 
     return dense_launches.keep(key, launch)
@@ -154,13 +171,14 @@ def make_packed(
     softcap: float,
     prefix_len: int,
     prefix_lens: torch.Tensor | None,
+    scales: Scales,
     block_table: torch.Tensor | None,
     seqused_k: torch.Tensor | None,
     sinks: torch.Tensor | None,
 ) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
     """The launch of flash_attn_varlen_func, kept under ``key``.
 
-    Of (q, k, v, cu_seqlens_q, cu_seqlens_k, prefix_lens, block_table, seqused_k, sinks).
+    Of (q, k, v, cu_seqlens_q, cu_seqlens_k, prefix_lens, scales, block_table, seqused_k, sinks).
     """
     total, heads, head_dim = q.shape
     batch = cu_seqlens_q.shape[0] - 1
@@ -175,7 +193,7 @@ def make_packed(
         kv_heads=kv_heads,
         head_dim=head_dim,
         page_size=max(1, slots),
-        dtype=_name(q, k),
+        **_kind(q, k, scales),
         packed_queries=True,
         key_starts=(2 if paged else 1) if not paged or seqused_k is None else 0,
         has_lengths=seqused_k is not None,
@@ -202,10 +220,12 @@ def make_packed(
         cu_seqlens_q: torch.Tensor,
         cu_seqlens_k: torch.Tensor | None,
         prefix_lens: torch.Tensor | None,
+        scales: Scales,
         block_table: torch.Tensor | None,
         seqused_k: torch.Tensor | None,
         sinks: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        q = _queries(q)
         if attend is None:
             out = torch.zeros((total, heads, head_dim), dtype=q.dtype, device=q.device)
             return out, torch.full((heads, total), float("-inf"), dtype=torch.float32, device=q.device)
@@ -215,17 +235,11 @@ def make_packed(
             k, v = _aligned(k).unsqueeze(0), _aligned(v).unsqueeze(0)
         elif (k.data_ptr() | v.data_ptr()) & 15:
             raise UnsupportedError(_UNALIGNED)
-        lengths = (cu_seqlens_q, cu_seqlens_k, seqused_k)
-        q = _aligned(q).unsqueeze(0)
-        attend(q, k, v, *lengths, block_table, prefix_lens, sinks, out.unsqueeze(0), lse.unsqueeze(0))
+        given = Given(cu_seqlens_q, cu_seqlens_k, seqused_k, block_table, prefix_lens, sinks, *scales)
+        attend(q.unsqueeze(0), k, v, given, out.unsqueeze(0), lse.unsqueeze(0))
         return out, lse
 
     return packed_launches.keep(key, launch)
-
-
-def _refuse_empty(k: torch.Tensor) -> None:
-    if k.numel() == 0:
-        raise UnsupportedError("there are no keys")
 
 
 # -- over a cache -----------------------------------------------------------------------------------------------------
@@ -236,6 +250,8 @@ def make_cached(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     block_table: torch.Tensor | None,
+    k_scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
     softmax_scale: float | None,
     causal: bool,
     window_left: int,
@@ -247,7 +263,8 @@ def make_cached(
     new: Sequence[torch.Tensor],
 ) -> Launch:
     """A launch as decode.py makes them, for more queries than it covers."""
-    name = _name(q, k_cache)
+    kind = _kind(q, k_cache, (None, k_scale, v_scale))
+    name, cache = kind["dtype"], kind["cache"]
     batch, queries, heads, head_dim = q.shape
     page_size = k_cache.shape[1]
     problem = PrefillProblem(
@@ -258,7 +275,7 @@ def make_cached(
         kv_heads=k_cache.shape[2],
         head_dim=head_dim,
         page_size=page_size,
-        dtype=name,
+        **kind,
         has_lengths=True,
         has_block_table=block_table is not None,
         appended=queries if new else 0,
@@ -273,8 +290,10 @@ def make_cached(
     )
     _refuse_uncovered_strides("same", (k_cache, v_cache), ())
     attend = _attend(problem, q.device) if q.numel() else None
-    append = _binary.kernel(NAMED[f"append_{name}_same"], q.device) if new and new[0].numel() else None
-    append_scalars = AppendScalars(int(block_table is not None), 0, 0, int(name == "bf16"))
+    appender = "append_half_e5m2" if cache == "e5m2" else f"append_{name}_{cache}"
+    append = _binary.kernel(NAMED[appender], q.device) if new and new[0].numel() else None
+    heads_of_scales = (problem.k_scale_heads, problem.v_scale_heads)
+    append_scalars = AppendScalars(int(block_table is not None), *heads_of_scales, int(name == "bf16"))
     lse_sizes, dtype = (batch, heads, queries), q.dtype
     unread_lse = _unread(lse_sizes, q.device)
     no_float, no_table = _unused(torch.float32, q.device), _unused(torch.int32, q.device, 2)
@@ -304,17 +323,20 @@ def make_cached(
         lse = empty(lse_sizes, (heads * queries, queries, 1), torch.float32) if want_lse else None
         if (k_cache.data_ptr() | v_cache.data_ptr()) & 15:
             raise UnsupportedError(_UNALIGNED)
+        if k_cache.dtype is torch.uint8:
+            k_cache, v_cache = k_cache.view(torch.float8_e4m3fn), v_cache.view(torch.float8_e4m3fn)
         q, rows = _aligned(q), [_aligned(x) for x in new]
-        sinks = sinks if sinks is None else sinks.float()
+        if cache == "e5m2":  # whose append kernel takes rows of both dtypes as bf16
+            rows = [x.view(torch.bfloat16) for x in rows]
         if append is not None:  # all memory is allocated by now: a call that fails has written nothing
             if k_cache.data_ptr() == v_cache.data_ptr():
                 raise ValueError("K and V are appended to the same memory")
             table = no_table if block_table is None else block_table
-            append(*rows, k_cache, v_cache, cache_seqlens, table, no_float, no_float, *append_scalars)
+            of_heads = [no_float if scale is None else scale for scale in (k_scale, v_scale)]
+            append(*rows, k_cache, v_cache, cache_seqlens, table, *of_heads, *append_scalars)
         if attend is not None:
-            target = unread_lse if lse is None else lse
-            keys = (k_cache, v_cache, None, None, cache_seqlens, block_table)
-            attend(q, *keys, prefix_lens, sinks, out, target)
+            given = Given(None, None, cache_seqlens, block_table, prefix_lens, sinks, None, k_scale, v_scale)
+            attend(q, k_cache, v_cache, given, out, unread_lse if lse is None else lse)
         return (out if destination is None else destination.copy_(out)), lse
 
     return launch

@@ -29,7 +29,9 @@ class PrefillProblem:
     page_size: int
     """Slots of a block of the keys, paged or not."""
     dtype: str
-    """"bf16" or "fp16"."""
+    """"bf16" or "fp16"; FP8 queries become bf16."""
+    cache: str = "same"
+    """Keys and values: "same" as the dtype, "e4m3" or "e5m2"."""
     packed_queries: bool = False
     key_starts: int = 0
     """1: keys are packed; 2: cu_seqlens_k gives lengths alone; 0: there is none."""
@@ -45,6 +47,10 @@ class PrefillProblem:
     prefix_len: int = 0
     has_prefix_lens: bool = False
     has_sinks: bool = False
+    q_scale_heads: int = 0
+    """0: no scale; 1: one for all heads; 2: one for each."""
+    k_scale_heads: int = 0
+    v_scale_heads: int = 0
 
 
 @dataclass(frozen=True)
@@ -57,9 +63,10 @@ class PrefillPlan:
 
 def plan_prefill(problem: PrefillProblem) -> PrefillPlan:
     """The plan of a problem. Raises UnsupportedError where no kernel covers it."""
-    variant = prefilling(problem.dtype, problem.head_dim) if problem.head_dim % 8 == 0 else None
+    cache, unit = ("same", 8) if problem.cache == "same" else ("fp8", 16)
+    variant = prefilling(problem.dtype, cache, problem.head_dim) if problem.head_dim % unit == 0 else None
     if variant is None:
-        raise UnsupportedError(f"no kernel for many queries with heads of {problem.head_dim}")
+        raise UnsupportedError(f"no kernel for many queries with heads of {problem.head_dim} over {problem.cache} keys")
     if problem.max_keys > MAX_KEYS or problem.max_queries > MAX_KEYS:
         raise UnsupportedError(f"kernels cover sequences of up to {MAX_KEYS} queries and keys")
     section = section_heads(problem)
@@ -94,6 +101,10 @@ def plan_prefill(problem: PrefillProblem) -> PrefillPlan:
         query_signs=0x80008000 if scale < 0 else 0,
         softcap=softcap,
         has_sinks=int(problem.has_sinks),
+        q_scale_heads=problem.q_scale_heads,
+        k_scale_heads=problem.k_scale_heads,
+        v_scale_heads=problem.v_scale_heads,
+        codes_are_e5m2=int(problem.cache == "e5m2"),
     )
     return PrefillPlan(variant, scalars)
 

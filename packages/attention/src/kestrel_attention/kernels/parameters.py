@@ -177,6 +177,9 @@ class PrefillTensors(NamedTuple):
     mTable: Tensor
     mPrefix: Tensor
     mSinks: Tensor
+    mQScale: Tensor
+    mKScale: Tensor
+    mVScale: Tensor
     mOut: Tensor
     mLse: Tensor
 
@@ -203,3 +206,7 @@ class PrefillScalars(NamedTuple):
     query_signs: u32  # flips the signs of two queries where the scale is negative
     softcap: f32
     has_sinks: i32
+    q_scale_heads: i32  # 0: no scale, 1: one for all heads, 2: one for each
+    k_scale_heads: i32
+    v_scale_heads: i32
+    codes_are_e5m2: i32  # of keys and values of 8 bits; else they are e4m3

@@ -19,6 +19,7 @@ from cutlass import Float32, Int32, Int64, Uint32, Uint64
 from kestrel_runtime.cute_dsl import arguments, numeric, parameters, pdl, ptx
 
 from . import scores
+from .formats import E4m3, E5m2
 from .parameters import PrefillScalars, PrefillTensors
 from .scores import LOG2_E, RESCALE_SLACK
 
@@ -54,6 +55,14 @@ class Visible(NamedTuple):
     held: Int32
 
 
+class Scales(NamedTuple):
+    """What a head's products are multiplied with."""
+
+    query_signs: Uint32  # flips the signs of two queries
+    softmax_scale: Float32  # positive, with the scales of FP8 queries and keys; with a soft cap, times 2 / softcap
+    v_scale: Float32
+
+
 @dataclass(frozen=True)
 class Prefill:
     """One compiled variant."""
@@ -67,6 +76,8 @@ class Prefill:
     queries_in_registers: bool  # else read again for each tile of keys
     ctas_per_sm: int  # that the register count must allow
     pdl: bool
+    codes: bool  # keys and values are FP8 codes, which become the dtype on their way from a stage to the tile
+    by_bits: bool  # codes become f16 without the instruction, which sm_80 and sm_86 lack
 
     # -- sizes ----------------------------------------------------------------------------------------------------
 
@@ -101,13 +112,35 @@ class Prefill:
         return self.block_rows * self.row_bytes
 
     @property
+    def stored_bytes(self) -> int:
+        """Of an element of keys and values in memory."""
+        return 1 if self.codes else 2
+
+    @property
+    def stored_units(self) -> int:
+        """Of 16 bytes, in a row of keys or values in memory and in a stage."""
+        return self.units // 2 if self.codes else self.units
+
+    @property
+    def stage_bytes(self) -> int:
+        """Of a tile's keys and values as they are stored."""
+        return 2 * self.key_tile * self.stored_units * 16
+
+    @property
+    def first_stage(self) -> int:
+        """Offset of the stages in shared memory: behind the tile that codes become."""
+        return 2 * self.tile_bytes if self.codes else 0
+
+    @property
     def query_offset(self) -> int:
-        """Of the queries in shared memory: where they go to registers, the last stage is free until then."""
-        return 2 * self.tile_bytes * (self.num_stages - self.queries_in_registers)
+        """Of the queries in shared memory: where they go to registers, in what is not in use until then."""
+        if self.queries_in_registers:
+            return 0 if self.codes else (self.num_stages - 1) * self.stage_bytes
+        return self.first_stage + self.num_stages * self.stage_bytes
 
     @property
     def shared_bytes(self) -> int:
-        return max(2 * self.tile_bytes * self.num_stages, self.query_offset + self.query_bytes)
+        return max(self.first_stage + self.num_stages * self.stage_bytes, self.query_offset + self.query_bytes)
 
     @property
     def swizzle_mask(self) -> int:
@@ -120,7 +153,8 @@ class Prefill:
         """Arguments to compile with: PrefillTensors, PrefillScalars, and the stream."""
         head_dim, heads, kv_heads = (cute.sym_int() for _ in range(3))
         blocks, queries, kv_blocks, page = (cute.sym_int() for _ in range(4))
-        mK, mV = (arguments.strided(self.dtype, kv_blocks, page, kv_heads, head_dim, unit=8) for _ in range(2))
+        stored, unit = (cutlass.Uint8, 16) if self.codes else (self.dtype, 8)
+        mK, mV = (arguments.strided(stored, kv_blocks, page, kv_heads, head_dim, unit=unit) for _ in range(2))
         starts, lengths, prefix = ([arguments.any_strides(Int32, cute.sym_int()) for _ in range(2)] for _ in range(3))
         tensors = PrefillTensors(
             mQ=arguments.strided(self.dtype, blocks, queries, heads, head_dim, unit=8),
@@ -132,6 +166,9 @@ class Prefill:
             mTable=arguments.any_strides(Int32, cute.sym_int(), cute.sym_int()),
             mPrefix=prefix[0],
             mSinks=arguments.any_strides(Float32, cute.sym_int()),
+            mQScale=arguments.any_strides(Float32, cute.sym_int()),
+            mKScale=arguments.any_strides(Float32, cute.sym_int()),
+            mVScale=arguments.any_strides(Float32, cute.sym_int()),
             mOut=arguments.strided(self.dtype, blocks, queries, heads, head_dim, unit=8),
             mLse=arguments.contiguous(Float32, blocks, heads, queries, align=None),
         )
@@ -162,7 +199,6 @@ class Prefill:
         mQ, mK, mV = tensors.mQ, tensors.mK, tensors.mV
         tid, _, _ = cute.arch.thread_idx()
         in_section, section, sequence = cute.arch.block_idx()
-        lane, warp = tid % 32, cute.arch.make_warp_uniform(tid // 32)
         longest_first = divide(in_section, scalars.section_heads)
         head = section * scalars.section_heads + in_section - longest_first * scalars.section_heads
         row_block = row_blocks - 1 - longest_first
@@ -205,8 +241,9 @@ class Prefill:
 
         first_row = row_block * self.block_rows
         if first_row < num_rows:
-            strides = [Uint32(mX.stride[i] // 8) for mX in (mK, mV) for i in range(2)]
-            head_bytes = 2 * Int64(kv_head)
+            element = cutlass.const_expr(self.stored_bytes)
+            strides = [Uint32(mX.stride[i] // (16 // element)) for mX in (mK, mV) for i in range(2)]
+            head_bytes = element * Int64(kv_head)
             keys = Keys(
                 table=tensors.mTable.iterator.toint() + 4 * Int64(sequence) * tensors.mTable.stride[0],
                 table_stride=tensors.mTable.stride[1],
@@ -229,7 +266,18 @@ class Prefill:
             rows = cutlass.min(num_rows - first_row, self.block_rows)
             position = length - num_queries + first_row  # of the block's first row
             row_of_out = first_query + first_row
-            self.attend(tensors, scalars, keys, prefix, query, rows, position, (query_block, row_of_out, head))
+            at_out = (query_block, row_of_out, head)
+            self.attend(
+                tensors,
+                scalars,
+                self.scales(tensors, scalars, head, kv_head),
+                keys,
+                prefix,
+                query,
+                rows,
+                position,
+                at_out,
+            )
         if scalars.packed_queries != 0 and row_block == 0:
             # Rows that no sequence has: before the first, after this one.
             total = mQ.shape[1]
@@ -240,6 +288,24 @@ class Prefill:
                 behind = cutlass.min(first_query + num_queries, total)
             from_row = cutlass.max(first_query, 0) + cutlass.max(num_rows, 0)
             self.clear_rows(tensors, from_row, behind, head, tid)
+
+    @cute.jit
+    def scales(self, tensors: PrefillTensors, scalars: PrefillScalars, head, kv_head):
+        """The scales of a head."""
+        signs, softmax_scale, v_scale = scalars.query_signs, scalars.softmax_scale, Float32(1.0)
+        if cutlass.const_expr(self.codes):
+            product = Float32(1.0)
+            if scalars.q_scale_heads > 0:
+                product *= tensors.mQScale[cutlass.select_(scalars.q_scale_heads > 1, head, Int32(0))]
+            if scalars.k_scale_heads > 0:
+                product *= tensors.mKScale[cutlass.select_(scalars.k_scale_heads > 1, kv_head, Int32(0))]
+            if scalars.v_scale_heads > 0:
+                v_scale = tensors.mVScale[cutlass.select_(scalars.v_scale_heads > 1, kv_head, Int32(0))]
+            signs = signs ^ cutlass.select_(product < 0.0, Uint32(0x80008000), Uint32(0))
+            softmax_scale = ptx.fmax(
+                softmax_scale * cutlass.select_(product < 0.0, -product, product), Float32(2.0**-126)
+            )
+        return Scales(signs, softmax_scale, v_scale)
 
     @cute.jit
     def clear_rows(self, tensors: PrefillTensors, first, end, head, tid):
@@ -255,7 +321,7 @@ class Prefill:
             row += 1
 
     @cute.jit
-    def attend(self, tensors, scalars, keys: Keys, prefix, query: Int64, rows, position, at_out):
+    def attend(self, tensors, scalars, scales: Scales, keys: Keys, prefix, query: Int64, rows, position, at_out):
         """One block. query: address of its first row; position: of that row; at_out: block, row, head of results."""
         tid, _, _ = cute.arch.thread_idx()
         lane, warp = tid % 32, cute.arch.make_warp_uniform(tid // 32)
@@ -294,7 +360,7 @@ class Prefill:
         tile = cutlass.select_(prefix_tiles > 0, Int32(0), gap)
         if num_tiles > 0:
             self.look_up(rPage, keys, tile, warp, lane)
-            self.load_tile(shared, sExists, rPage, keys, tile, warp, lane)
+            self.load_tile(shared + self.first_stage, sExists, rPage, keys, tile, warp, lane)
         ptx.cp_async_commit()
         next_tile = cutlass.select_(prefix_tiles > 1, Int32(1), 1 + gap)
         if num_tiles > 1:
@@ -304,29 +370,36 @@ class Prefill:
             cute.arch.sync_threads()
             for k in cutlass.range_constexpr(self.head_dim // 16):
                 for m in cutlass.range_constexpr(self.row_tiles):
-                    words = self.read_queries(sQ, m, k, scalars.query_signs, warp, lane)
+                    words = self.read_queries(sQ, m, k, scales.query_signs, warp, lane)
                     for i in cutlass.range_constexpr(4):
                         rQ[(k * self.row_tiles + m) * 4 + i] = words[i]
 
-        scale = cutlass.select_(scalars.softcap > 0.0, Float32(1.0), scalars.softmax_scale * LOG2_E)
+        scale = cutlass.select_(scalars.softcap > 0.0, Float32(1.0), scales.softmax_scale * LOG2_E)
         stage = Int32(0)
         n = Int32(0)
         while n < num_tiles:
             ptx.cp_async_wait(0)
             cute.arch.sync_threads()
+            if cutlass.const_expr(self.codes):
+                stored = shared + self.first_stage + stage * self.stage_bytes
+                self.decode_tile(stored, shared, scalars.codes_are_e5m2, warp, lane)
             next_stage = cutlass.select_(stage == self.num_stages - 1, Int32(0), stage + 1)
             if n + 1 < num_tiles:
-                to = shared + next_stage * (2 * self.tile_bytes)
+                to = shared + self.first_stage + next_stage * self.stage_bytes
                 self.load_tile(to, sExists + next_stage * (4 * self.warps), rPage, keys, next_tile, warp, lane)
             ptx.cp_async_commit()
             after_next = n + 2 + cutlass.select_(n + 2 < prefix_tiles, Int32(0), gap)
             if n + 2 < num_tiles:
                 self.look_up(rPage, keys, after_next, warp, lane)
+            if cutlass.const_expr(self.codes):
+                cute.arch.sync_threads()
             first_key = tile * self.key_tile
             if first_key < visible.end:
-                sK = shared + stage * (2 * self.tile_bytes)
-                self.mma_keys(sQ, sK, rQ, rScore, scalars.query_signs, warp, lane)
-                self.cap(rScore, scalars)
+                sK = shared
+                if cutlass.const_expr(not self.codes):
+                    sK = shared + stage * self.stage_bytes
+                self.mma_keys(sQ, sK, rQ, rScore, scales.query_signs, warp, lane)
+                self.cap(rScore, scalars.softcap, scales.softmax_scale)
                 self.mask(rScore, sExists + stage * (4 * self.warps), visible, scalars, first_key, lane)
                 self.softmax(rScore, rMax, rSum, rOut, scale)
                 self.mma_values(sK + self.tile_bytes, rScore, rOut, lane)
@@ -336,7 +409,7 @@ class Prefill:
             n += 1
         ptx.cp_async_wait(0)
         cute.arch.sync_threads()
-        self.epilogue(tensors, scalars, rOut, rMax, rSum, scale, shared, rows, at_out, warp, lane)
+        self.epilogue(tensors, scalars, scales.v_scale, rOut, rMax, rSum, scale, shared, rows, at_out, warp, lane)
 
     # -- loads ----------------------------------------------------------------------------------------------------
 
@@ -396,26 +469,70 @@ class Prefill:
         bits = Uint32(cute.arch.vote_ballot_sync(exists)) & cutlass.const_expr((1 << self.loaded_rows) - 1)
         if lane == 0:
             ptx.store_shared(sExists + 4 * warp, [bits])
-        stage = stage + warp * (self.loaded_rows * self.row_bytes)
-        lanes = cutlass.const_expr(1 << (self.units - 1).bit_length())  # of a row; those past its end load nothing
+        units, row_bytes = cutlass.const_expr((self.stored_units, 16 * self.stored_units))
+        lanes = cutlass.const_expr(1 << (units - 1).bit_length())  # of a row; those past its end load nothing
+        lane = ptx.opaque(lane)  # addresses are computed for each tile, and take no registers in between
         row, unit = lane // lanes, lane % lanes
-        wanted = cutlass.select_(8 * unit < keys.head_dim, bits >> Uint32(row), Uint32(0))
-        to = stage + row * self.row_bytes
-        swizzled = unit ^ self.swizzle(row)
+        wanted = cutlass.select_(16 // self.stored_bytes * unit < keys.head_dim, bits >> Uint32(row), Uint32(0))
+        to = stage + (warp * self.loaded_rows + row) * row_bytes
+        swizzled = unit if cutlass.const_expr(self.codes) else unit ^ self.swizzle(row)
         for of_values in cutlass.range_constexpr(2):
             base = (keys.value_base if cutlass.const_expr(of_values) else keys.key_base) + 16 * unit
             offset = value_offset if cutlass.const_expr(of_values) else key_offset
             for i in cutlass.range_constexpr(self.loaded_rows * lanes // 32):
                 more = cutlass.const_expr(i * (32 // lanes))  # has no bit of row: the swizzle of both is that of each
+                swizzle = cutlass.const_expr(0 if self.codes else self.swizzle(more))
                 at = cute.arch.shuffle_sync(offset, row + more)
                 source = base + Int64(at) * 16
                 valid = cutlass.select_((wanted & (1 << more)) != 0, Int32(16), Int32(0))
-                there = to + (swizzled ^ self.swizzle(more)) * 16 + (of_values * self.tile_bytes + more * self.row_bytes)
-                if cutlass.const_expr(lanes == self.units):
+                there = to + (swizzled ^ swizzle) * 16 + (of_values * self.stage_bytes // 2 + more * row_bytes)
+                if cutlass.const_expr(lanes == units):
                     ptx.cp_async(there, source, 16, valid)
                 else:
-                    if unit < self.units:
+                    if unit < units:
                         ptx.cp_async(there, source, 16, valid)
+
+    @cute.jit
+    def decode_tile(self, stage: Int32, tile: Int32, e5m2: Int32, warp, lane):
+        """The codes of a stage as the dtype, exactly; each warp takes the rows that it has loaded."""
+        if e5m2 != 0:
+            self.decode_rows(stage, tile, E5m2(), warp, lane)
+        else:
+            self.decode_rows(stage, tile, E4m3(self.by_bits), warp, lane)
+
+    @cute.jit
+    def decode_rows(self, stage: Int32, tile: Int32, codes: cutlass.Constexpr, warp, lane):
+        lanes = cutlass.const_expr(self.stored_units)  # of a row, a power of two
+        lane = ptx.opaque(lane)  # as in load_tile
+        row, unit = lane // lanes, lane % lanes
+        stage = stage + (warp * self.loaded_rows + row) * (16 * lanes) + 16 * unit
+        tile = tile + (warp * self.loaded_rows + row) * self.row_bytes
+        second = unit >> 2 & 1  # lanes that store together hit 32 banks
+        at = 2 * unit ^ self.swizzle(row) ^ second
+        for of_values in cutlass.range_constexpr(2):
+            for i in cutlass.range_constexpr(self.loaded_rows * lanes // 32):
+                more = cutlass.const_expr(i * (32 // lanes))
+                offset = cutlass.const_expr(of_values * self.stage_bytes // 2 + more * 16 * lanes)
+                halves = []
+                loaded = ptx.load_shared(stage + offset, 4)
+                for word in cutlass.range_constexpr(4):
+                    for pair in codes.to_f16(loaded[word]):
+                        halves.append(self.from_f16(pair))
+                to = tile + cutlass.const_expr(of_values * self.tile_bytes + more * self.row_bytes)
+                there = at ^ self.swizzle(more)
+                one = [cutlass.select_(second != 0, halves[4 + k], halves[k]) for k in range(4)]
+                other = [cutlass.select_(second != 0, halves[k], halves[4 + k]) for k in range(4)]
+                ptx.store_shared(to + there * 16, one)
+                ptx.store_shared(to + (there ^ 1) * 16, other)
+
+    @cute.jit
+    def from_f16(self, pair: Uint32) -> Uint32:
+        """Two f16 as the dtype, where it holds them."""
+        if cutlass.const_expr(self.dtype is cutlass.Float16):
+            return pair
+        else:
+            low, high = ptx.unpack_f32x2(pair, "f16")
+            return ptx.pack_f32x2(low, high, "bf16")
 
     # -- matrix products ------------------------------------------------------------------------------------------
 
@@ -483,13 +600,13 @@ class Prefill:
     # -- softmax --------------------------------------------------------------------------------------------------
 
     @cute.jit
-    def cap(self, rScore, scalars):
+    def cap(self, rScore, softcap: Float32, softmax_scale: Float32):
         """The soft cap. Eight scores an iteration, and then the scores rotate: few registers are in use at once."""
         count = cutlass.const_expr(self.row_tiles * self.key_tile // 2)
-        softcap, scale = scalars.softcap * LOG2_E, scalars.softmax_scale * LOG2_E
-        iterations = ptx.opaque(cutlass.select_(scalars.softcap > 0.0, Int32(count // 8), Int32(0)))
+        base2_cap, scale = softcap * LOG2_E, softmax_scale * LOG2_E
+        iterations = ptx.opaque(cutlass.select_(softcap > 0.0, Int32(count // 8), Int32(0)))
         for _ in cutlass.range(iterations, unroll=1):
-            capped = [scores.soft_cap_inline(rScore[i] * scale, softcap) for i in range(8)]
+            capped = [scores.soft_cap_inline(rScore[i] * scale, base2_cap) for i in range(8)]
             for i in cutlass.range_constexpr(count - 8):
                 rScore[i] = rScore[i + 8]
             for i in cutlass.range_constexpr(8):
@@ -564,7 +681,7 @@ class Prefill:
     # -- epilogue -------------------------------------------------------------------------------------------------
 
     @cute.jit
-    def epilogue(self, tensors, scalars, rOut, rMax, rSum, scale, shared: Int32, rows, at_out, warp, lane):
+    def epilogue(self, tensors, scalars, v_scale, rOut, rMax, rSum, scale, shared: Int32, rows, at_out, warp, lane):
         """Store the LSE and, through shared memory, the normalised rows."""
         kind = cutlass.const_expr(numeric.ptx_name(self.dtype))
         mOut = tensors.mOut
@@ -586,7 +703,7 @@ class Prefill:
                 share = ptx.exp2_approx(base - highest)
                 total = total * share + ptx.exp2_approx(sink - highest)
                 base = highest
-            factor = cutlass.select_(total == 0.0, Float32(0.0), share / total)
+            factor = cutlass.select_(total == 0.0, Float32(0.0), v_scale * (share / total))
             row = g + 8 * r
             warp_row = warp * self.warp_rows + row
             if t == 0 and warp_row < rows:

@@ -171,6 +171,7 @@ class PrefillVariant:
     head_dim: int
     row_tiles: int
     """Of 16 queries, of a warp; one on architectures where two do not fit the registers."""
+    cache: str = "same"  # as the dtype, or "fp8": e4m3 and e5m2
     queries_in_registers: bool = True
     key_tile: int = 64
     warps: int = 4
@@ -180,7 +181,7 @@ class PrefillVariant:
 
     @property
     def name(self) -> str:
-        return f"prefill_{self.dtype}_d{self.head_dim}"
+        return f"prefill_{self.dtype}_{self.cache}_d{self.head_dim}"
 
     def kernel(self, arch: str) -> tuple[Any, tuple[Any, ...]]:
         """The kernel object and the arguments to compile it with."""
@@ -197,6 +198,8 @@ class PrefillVariant:
             queries_in_registers=self.queries_in_registers or one_tile,
             ctas_per_sm=self.ctas_per_sm,
             pdl=supports_pdl(arch),
+            codes=self.cache == "fp8",
+            by_bits=capability(arch) < 89,
         )
         return kernel, kernel.arguments()
 
@@ -252,6 +255,9 @@ PREFILL = tuple(
         PrefillVariant(dtype, 128, row_tiles=2, queries_in_registers=False),
         PrefillVariant(dtype, 192, row_tiles=1, queries_in_registers=False, key_tile=32),
         PrefillVariant(dtype, 256, row_tiles=1, queries_in_registers=False, key_tile=32),
+        PrefillVariant(dtype, 64, row_tiles=2, cache="fp8"),
+        PrefillVariant(dtype, 128, row_tiles=1, cache="fp8"),
+        PrefillVariant(dtype, 256, row_tiles=1, queries_in_registers=False, key_tile=32, cache="fp8"),
     )
 )
 
@@ -279,9 +285,9 @@ def covering(dtype: str, cache: str, head_dim: int) -> tuple[DecodeVariant, ...]
     return exact or tuple(v for v in fitting if v.padded and head_dim < v.head_dim)[:1]
 
 
-def prefilling(dtype: str, head_dim: int) -> PrefillVariant | None:
-    """The compiled prefill variant for a head dimension, or None."""
-    fitting = [v for v in PREFILL if v.dtype == dtype and v.head_dim >= head_dim]
+def prefilling(dtype: str, cache: str, head_dim: int) -> PrefillVariant | None:
+    """The compiled prefill variant for a head dimension, or None. cache: "same" or "fp8"."""
+    fitting = [v for v in PREFILL if v.dtype == dtype and v.cache == cache and v.head_dim >= head_dim]
     return min(fitting, key=lambda v: v.head_dim, default=None)
 
 
