@@ -210,9 +210,8 @@ def test_codes_count_as_their_value_times_their_scale(size, per_head, queries_in
     torch.manual_seed(0)
     q = random(2, 150, 4, size, dtype=torch.bfloat16)
     k, v = (codes_of(random(2, 200, 2, size, dtype=torch.bfloat16), storage) for _ in range(2))
-    scales = {
-        f"{x}_scale": torch.rand(heads if per_head else 1, device="cuda") + 0.1 for x, heads in zip("qkv", (4, 2, 2))
-    }
+    heads = {"q_scale": 4, "k_scale": 2, "v_scale": 2}
+    scales = {name: torch.rand(n if per_head else 1, device="cuda") + 0.1 for name, n in heads.items()}
     if queries_in == "FP8":
         q, dtype = codes_of(q, storage), torch.bfloat16
     else:
