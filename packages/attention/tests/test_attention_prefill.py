@@ -137,6 +137,11 @@ def test_a_causal_mask_is_a_window_that_ends_at_the_query():
     assert (scalars.window_left, scalars.window_right) == (-1, 0)
 
 
+@pytest.mark.parametrize(("batch", "queries", "short"), [(1, 740, True), (8, 1024, True), (9, 1024, False)])
+def test_calls_of_few_blocks_take_small_ones(batch, queries, short):
+    assert plan_prefill(problem(batch=batch, max_queries=queries)).variant.short == short
+
+
 def test_no_kernel_is_larger_than_its_head_dimension_needs():
     assert prefilling("bf16", "same", 257) is None
     assert prefilling("bf16", "fp8", 1).head_dim == 64

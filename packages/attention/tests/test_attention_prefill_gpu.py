@@ -142,6 +142,18 @@ def test_slices_of_a_fused_qkv_give_the_bits_of_contiguous_tensors(size):
     assert same_bits(flash_attn_varlen_func(*odd, starts, starts, 400, 400, return_lse=True), want)
 
 
+@pytest.mark.parametrize("name", ["full", "causal", "window", "soft cap", "sinks"])
+def test_a_batch_of_any_size_gives_the_same_bits(name):
+    torch.manual_seed(0)
+    q = random(16, 1100, 4, 64, dtype=torch.bfloat16)
+    k, v = (random(16, 1100, 2, 64, dtype=torch.bfloat16) for _ in range(2))
+    how = scores(1, 4)[name] | {"return_lse": True}
+    large = flash_attn_func(q, k, v, **how)
+    for b in (0, 15):
+        one = slice(b, b + 1)
+        assert same_bits(flash_attn_func(q[one], k[one], v[one], **how), tuple(x[one] for x in large))
+
+
 @pytest.mark.parametrize("name", ["causal", "window", "prefixes and a window", "soft cap"])
 @pytest.mark.parametrize("size", [64, 128])
 def test_a_sequence_alone_gives_the_same_bits(size, name):

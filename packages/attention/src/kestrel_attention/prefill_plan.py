@@ -8,8 +8,9 @@ from kestrel_runtime import UnsupportedError
 
 from .kernels.parameters import PrefillScalars
 from .kernels.variants import PrefillVariant, prefilling
-from .plan import MAX_GRID, MAX_KEYS, MIN_SOFTCAP, UNBOUNDED, page_divisor
+from .plan import MAX_GRID, MAX_KEYS, MIN_SOFTCAP, MULTIPROCESSORS, UNBOUNDED, page_divisor
 
+LARGE_BLOCK = 128  # queries of a thread block of the kernels that are not for short calls
 SECTION_BYTES = 20 * 2**20  # of keys and values that blocks share in L2 at a time
 MIN_SCALE, MAX_SCALE = 2.0**-126, 2.0**126  # a smaller scale is 0, with which hidden scores would be NaN
 
@@ -64,7 +65,9 @@ class PrefillPlan:
 def plan_prefill(problem: PrefillProblem) -> PrefillPlan:
     """The plan of a problem. Raises UnsupportedError where no kernel covers it."""
     cache, unit = ("same", 8) if problem.cache == "same" else ("fp8", 16)
-    variant = prefilling(problem.dtype, cache, problem.head_dim) if problem.head_dim % unit == 0 else None
+    blocks = problem.batch * problem.heads * -(-problem.max_queries // LARGE_BLOCK)
+    short = blocks <= 2 * MULTIPROCESSORS
+    variant = prefilling(problem.dtype, cache, problem.head_dim, short) if problem.head_dim % unit == 0 else None
     if variant is None:
         raise UnsupportedError(f"no kernel for many queries with heads of {problem.head_dim} over {problem.cache} keys")
     if problem.max_keys > MAX_KEYS or problem.max_queries > MAX_KEYS:

@@ -177,26 +177,30 @@ class PrefillVariant:
     warps: int = 4
     num_stages: int = 2
     ctas_per_sm: int = 2
+    short: bool = False
+    """For calls with few queries in all: more and smaller thread blocks, the same bits."""
     vector_loads: bool = False
 
     @property
     def name(self) -> str:
-        return f"prefill_{self.dtype}_{self.cache}_d{self.head_dim}"
+        return f"prefill_{self.dtype}_{self.cache}_d{self.head_dim}{'_short' if self.short else ''}"
 
     def kernel(self, arch: str) -> tuple[Any, tuple[Any, ...]]:
         """The kernel object and the arguments to compile it with."""
         from .prefill import Prefill
 
         one_tile = capability(arch) >= 100 and self.head_dim in (64, 128)
+        # These have 227 KB of shared memory for a block, others at least 99.
+        large = capability(arch) in (90, 100) and self.head_dim > 128
         kernel = Prefill(
             dtype=numeric_type(self.dtype),
             head_dim=self.head_dim,
-            key_tile=self.key_tile,
-            warps=self.warps,
+            key_tile=64 if large else self.key_tile,
+            warps=8 if large else self.warps,
             row_tiles=1 if one_tile else self.row_tiles,
             num_stages=self.num_stages,
             queries_in_registers=self.queries_in_registers or one_tile,
-            ctas_per_sm=self.ctas_per_sm,
+            ctas_per_sm=1 if large else self.ctas_per_sm,
             pdl=supports_pdl(arch),
             codes=self.cache == "fp8",
             by_bits=capability(arch) < 89,
@@ -249,14 +253,14 @@ PREFILL = tuple(
     variant
     for dtype in DTYPES
     for variant in (
+        PrefillVariant(dtype, 64, row_tiles=1, ctas_per_sm=3, short=True),
         PrefillVariant(dtype, 64, row_tiles=2),
         PrefillVariant(dtype, 80, row_tiles=2),
         PrefillVariant(dtype, 96, row_tiles=2, queries_in_registers=False),
         PrefillVariant(dtype, 128, row_tiles=2, queries_in_registers=False),
-        PrefillVariant(dtype, 192, row_tiles=1, queries_in_registers=False, key_tile=32),
         PrefillVariant(dtype, 256, row_tiles=1, queries_in_registers=False, key_tile=32),
         PrefillVariant(dtype, 64, row_tiles=2, cache="fp8"),
-        PrefillVariant(dtype, 128, row_tiles=1, cache="fp8"),
+        PrefillVariant(dtype, 128, row_tiles=2, queries_in_registers=False, cache="fp8"),
         PrefillVariant(dtype, 256, row_tiles=1, queries_in_registers=False, key_tile=32, cache="fp8"),
     )
 )
@@ -285,10 +289,10 @@ def covering(dtype: str, cache: str, head_dim: int) -> tuple[DecodeVariant, ...]
     return exact or tuple(v for v in fitting if v.padded and head_dim < v.head_dim)[:1]
 
 
-def prefilling(dtype: str, cache: str, head_dim: int) -> PrefillVariant | None:
-    """The compiled prefill variant for a head dimension, or None. cache: "same" or "fp8"."""
+def prefilling(dtype: str, cache: str, head_dim: int, short: bool = False) -> PrefillVariant | None:
+    """The compiled prefill variant for a head dimension, or None. cache: "same" or "fp8"; short: see PrefillVariant."""
     fitting = [v for v in PREFILL if v.dtype == dtype and v.cache == cache and v.head_dim >= head_dim]
-    return min(fitting, key=lambda v: v.head_dim, default=None)
+    return min(fitting, key=lambda v: (v.head_dim, v.short != short), default=None)
 
 
 def compilable(dtype: str, cache: str, head_dim: int) -> tuple[DecodeVariant, ...]:
