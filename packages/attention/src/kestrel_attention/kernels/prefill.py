@@ -39,21 +39,28 @@ class Keys(NamedTuple):
     shift: Int32
     held: Int32  # keys that exist
     strides: Any  # of blocks and slots of K, of blocks and slots of V, in 16 bytes
-    mK: cute.Tensor
-    mV: cute.Tensor
-    kv_head: Int32
+    key_base: Int64  # address of the KV head
+    value_base: Int64
+    head_dim: Int32
 
 
-class Visible:
-    """Layout of the words, in shared memory, that say which keys the rows of a warp see."""
+class Visible(NamedTuple):
+    """Which keys the rows of a warp see."""
 
-    FIRST = 0  # all rows see the keys from FIRST to LAST - 1, where these exist
-    LAST = 1
-    PREFIX = 2  # and those below PREFIX
-    END = 3  # no row sees a key from here on
-    POSITION = 4  # of the warp's row 0
-    HELD = 5  # keys of the sequence
-    COUNT = 8
+    first: Int32  # all rows see the keys from first to last - 1, where these exist
+    last: Int32
+    prefix: Int32  # and those below it
+    end: Int32  # no row sees a key from here on
+    position: Int32  # of the warp's row 0
+    held: Int32
+
+
+class Scales(NamedTuple):
+    """What a head's products are multiplied with."""
+
+    query_signs: Uint32  # flips the signs of two queries
+    softmax_scale: Float32  # positive, with the scales of FP8 queries and keys; with a soft cap, times 2 / softcap
+    v_scale: Float32
 
 
 @dataclass(frozen=True)
@@ -134,11 +141,6 @@ class Prefill:
     @property
     def shared_bytes(self) -> int:
         return max(self.first_stage + self.num_stages * self.stage_bytes, self.query_offset + self.query_bytes)
-
-    @property
-    def tile_words(self) -> int:
-        """That describe a stage: which of each warp's rows exist, and the first key of the tile."""
-        return self.warps + 1
 
     @property
     def swizzle_mask(self) -> int:
@@ -240,8 +242,8 @@ class Prefill:
         first_row = row_block * self.block_rows
         if first_row < num_rows:
             element = cutlass.const_expr(self.stored_bytes)
-            shift = cutlass.const_expr(Uint64(3 if element == 2 else 4))  # to 16 bytes
-            strides = [Uint32(Uint64(mX.stride[i]) >> shift) for mX in (mK, mV) for i in range(2)]
+            strides = [Uint32(mX.stride[i] // (16 // element)) for mX in (mK, mV) for i in range(2)]
+            head_bytes = element * Int64(kv_head)
             keys = Keys(
                 table=tensors.mTable.iterator.toint() + 4 * Int64(sequence) * tensors.mTable.stride[0],
                 table_stride=tensors.mTable.stride[1],
@@ -255,9 +257,9 @@ class Prefill:
                 shift=scalars.page_shift,
                 held=held,
                 strides=strides,
-                mK=mK,
-                mV=mV,
-                kv_head=kv_head,
+                key_base=mK.iterator.toint() + head_bytes * mK.stride[2],
+                value_base=mV.iterator.toint() + head_bytes * mV.stride[2],
+                head_dim=mQ.shape[3],
             )
             query = Int64(query_block) * mQ.stride[0] + Int64(first_query + first_row) * mQ.stride[1]
             query = mQ.iterator.toint() + 2 * (query + Int64(head) * mQ.stride[2])
@@ -265,7 +267,17 @@ class Prefill:
             position = length - num_queries + first_row  # of the block's first row
             row_of_out = first_query + first_row
             at_out = (query_block, row_of_out, head)
-            self.attend(tensors, scalars, keys, prefix, query, rows, position, at_out)
+            self.attend(
+                tensors,
+                scalars,
+                self.scales(tensors, scalars, head, kv_head),
+                keys,
+                prefix,
+                query,
+                rows,
+                position,
+                at_out,
+            )
         if scalars.packed_queries != 0 and row_block == 0:
             # Rows that no sequence has: before the first, after this one.
             total = mQ.shape[1]
@@ -278,30 +290,22 @@ class Prefill:
             self.clear_rows(tensors, from_row, behind, head, tid)
 
     @cute.jit
-    def share_scales(self, sScales: Int32, tensors: PrefillTensors, scalars: PrefillScalars, head, kv_head):
-        """Put the scale of a head's scores into shared memory, where it takes no registers, and query_signs.
-
-        The scale is positive, with the scales of FP8 queries and keys; with a soft cap, times 2 / softcap.
-        """
-        product = Float32(1.0)
-        if scalars.q_scale_heads > 0:
-            product *= tensors.mQScale[cutlass.select_(scalars.q_scale_heads > 1, head, Int32(0))]
-        if scalars.k_scale_heads > 0:
-            product *= tensors.mKScale[cutlass.select_(scalars.k_scale_heads > 1, kv_head, Int32(0))]
-        signs = scalars.query_signs ^ cutlass.select_(product < 0.0, Uint32(0x80008000), Uint32(0))
-        product = cutlass.select_(product < 0.0, -product, product)
-        scale = ptx.fmax(scalars.softmax_scale * product, Float32(2.0**-126))  # with 0 hidden scores would be NaN
-        ptx.store_shared(sScales, [Uint32(ptx.float_as_int(scale)), signs])
-
-    @cute.jit
-    def scales(self, sScales: Int32, scalars: PrefillScalars):
-        """softmax_scale, what it is multiplied with log2(e) or 1, and query_signs."""
-        softmax_scale, signs = scalars.softmax_scale, scalars.query_signs
+    def scales(self, tensors: PrefillTensors, scalars: PrefillScalars, head, kv_head):
+        """The scales of a head."""
+        signs, softmax_scale, v_scale = scalars.query_signs, scalars.softmax_scale, Float32(1.0)
         if cutlass.const_expr(self.codes):
-            words = ptx.load_shared(sScales, 2)
-            softmax_scale, signs = ptx.int_as_float(Int32(words[0])), words[1]
-        scale = cutlass.select_(scalars.softcap > 0.0, Float32(1.0), softmax_scale * LOG2_E)
-        return softmax_scale, scale, signs
+            product = Float32(1.0)
+            if scalars.q_scale_heads > 0:
+                product *= tensors.mQScale[cutlass.select_(scalars.q_scale_heads > 1, head, Int32(0))]
+            if scalars.k_scale_heads > 0:
+                product *= tensors.mKScale[cutlass.select_(scalars.k_scale_heads > 1, kv_head, Int32(0))]
+            if scalars.v_scale_heads > 0:
+                v_scale = tensors.mVScale[cutlass.select_(scalars.v_scale_heads > 1, kv_head, Int32(0))]
+            signs = signs ^ cutlass.select_(product < 0.0, Uint32(0x80008000), Uint32(0))
+            softmax_scale = ptx.fmax(
+                softmax_scale * cutlass.select_(product < 0.0, -product, product), Float32(2.0**-126)
+            )
+        return Scales(signs, softmax_scale, v_scale)
 
     @cute.jit
     def clear_rows(self, tensors: PrefillTensors, first, end, head, tid):
@@ -317,7 +321,7 @@ class Prefill:
             row += 1
 
     @cute.jit
-    def attend(self, tensors, scalars, keys: Keys, prefix, query: Int64, rows, position, at_out):
+    def attend(self, tensors, scalars, scales: Scales, keys: Keys, prefix, query: Int64, rows, position, at_out):
         """One block. query: address of its first row; position: of that row; at_out: block, row, head of results."""
         tid, _, _ = cute.arch.thread_idx()
         lane, warp = tid % 32, cute.arch.make_warp_uniform(tid // 32)
@@ -334,21 +338,11 @@ class Prefill:
         warp_position = position + warp * self.warp_rows
         _, all_last = scores.window(warp_position, scalars, held)
         all_first, warp_end = scores.window(warp_position + self.warp_rows - 1, scalars, held)
-        sVisible = Int32(cute.arch.alloc_smem(Int32, self.warps * Visible.COUNT, alignment=16).toint())
-        sVisible += 4 * Visible.COUNT * warp
-        if lane == 0:
-            ptx.store_shared(sVisible, [all_first, all_last, prefix, cutlass.max(warp_end, prefix)])
-            ptx.store_shared(sVisible + 4 * Visible.POSITION, [warp_position, held])
+        visible = Visible(all_first, all_last, prefix, cutlass.max(warp_end, prefix), warp_position, held)
 
         shared = Int32(cute.arch.get_dyn_smem(Float32, alignment=1024).toint())
-        words = cutlass.const_expr(self.num_stages * self.tile_words)
-        sTile = Int32(cute.arch.alloc_smem(Uint32, words, alignment=16).toint())
-        sScales = Int32(0)
-        if cutlass.const_expr(self.codes):
-            sScales = Int32(cute.arch.alloc_smem(Uint32, 2, alignment=16).toint())
-            if tid == 0:
-                head = at_out[2]
-                self.share_scales(sScales, tensors, scalars, head, divide(head, scalars.group_size))
+        words = cutlass.const_expr(self.num_stages * self.warps)
+        sExists = Int32(cute.arch.alloc_smem(Uint32, words, alignment=16).toint())
 
         rOut = cute.make_rmem_tensor(self.row_tiles * self.head_dim // 2, Float32)
         rMax = cute.make_rmem_tensor(2 * self.row_tiles, Float32)
@@ -366,7 +360,7 @@ class Prefill:
         tile = cutlass.select_(prefix_tiles > 0, Int32(0), gap)
         if num_tiles > 0:
             self.look_up(rPage, keys, tile, warp, lane)
-            self.load_tile(shared + self.first_stage, sTile, rPage, keys, tile, warp, lane)
+            self.load_tile(shared + self.first_stage, sExists, rPage, keys, tile, warp, lane)
         ptx.cp_async_commit()
         next_tile = cutlass.select_(prefix_tiles > 1, Int32(1), 1 + gap)
         if num_tiles > 1:
@@ -374,13 +368,13 @@ class Prefill:
         if cutlass.const_expr(self.queries_in_registers):
             ptx.cp_async_wait(1)
             cute.arch.sync_threads()
-            _, _, signs = self.scales(sScales, scalars)
             for k in cutlass.range_constexpr(self.head_dim // 16):
                 for m in cutlass.range_constexpr(self.row_tiles):
-                    words = self.read_queries(sQ, m, k, signs, warp, lane)
+                    words = self.read_queries(sQ, m, k, scales.query_signs, warp, lane)
                     for i in cutlass.range_constexpr(4):
                         rQ[(k * self.row_tiles + m) * 4 + i] = words[i]
 
+        scale = cutlass.select_(scalars.softcap > 0.0, Float32(1.0), scales.softmax_scale * LOG2_E)
         stage = Int32(0)
         n = Int32(0)
         while n < num_tiles:
@@ -392,34 +386,30 @@ class Prefill:
             next_stage = cutlass.select_(stage == self.num_stages - 1, Int32(0), stage + 1)
             if n + 1 < num_tiles:
                 to = shared + self.first_stage + next_stage * self.stage_bytes
-                self.load_tile(to, sTile + next_stage * (4 * self.tile_words), rPage, keys, next_tile, warp, lane)
+                self.load_tile(to, sExists + next_stage * (4 * self.warps), rPage, keys, next_tile, warp, lane)
             ptx.cp_async_commit()
             after_next = n + 2 + cutlass.select_(n + 2 < prefix_tiles, Int32(0), gap)
             if n + 2 < num_tiles:
                 self.look_up(rPage, keys, after_next, warp, lane)
             if cutlass.const_expr(self.codes):
                 cute.arch.sync_threads()
-            end_word = ptx.load_shared(sVisible + 4 * Visible.END, 1)[0]
-            if self.first_key_of(sTile + stage * (4 * self.tile_words)) < Int32(end_word):
+            first_key = tile * self.key_tile
+            if first_key < visible.end:
                 sK = shared
                 if cutlass.const_expr(not self.codes):
                     sK = shared + stage * self.stage_bytes
-                self.mma_keys(sQ, sK, rQ, rScore, sScales, scalars, warp, lane)
-                self.cap(rScore, sScales, scalars)
-                self.mask(rScore, sTile + stage * (4 * self.tile_words), sVisible, scalars, lane)
-                self.softmax(rScore, rMax, rSum, rOut, sScales, scalars)
+                self.mma_keys(sQ, sK, rQ, rScore, scales.query_signs, warp, lane)
+                self.cap(rScore, scalars.softcap, scales.softmax_scale)
+                self.mask(rScore, sExists + stage * (4 * self.warps), visible, scalars, first_key, lane)
+                self.softmax(rScore, rMax, rSum, rOut, scale)
                 self.mma_values(sK + self.tile_bytes, rScore, rOut, lane)
+            tile = next_tile
             next_tile = after_next
             stage = next_stage
             n += 1
         ptx.cp_async_wait(0)
         cute.arch.sync_threads()
-        _, scale, _ = self.scales(sScales, scalars)
-        v_scale = Float32(1.0)
-        if scalars.v_scale_heads > 0:
-            kv_head = divide(at_out[2], scalars.group_size)
-            v_scale = tensors.mVScale[cutlass.select_(scalars.v_scale_heads > 1, kv_head, Int32(0))]
-        self.epilogue(tensors, scalars, (scale, v_scale), rOut, rMax, rSum, shared, rows, at_out, warp, lane)
+        self.epilogue(tensors, scalars, scales.v_scale, rOut, rMax, rSum, scale, shared, rows, at_out, warp, lane)
 
     # -- loads ----------------------------------------------------------------------------------------------------
 
@@ -462,10 +452,10 @@ class Prefill:
             rPage[0] = cutlass.select_(key < keys.held, keys.block, Int32(-1))
 
     @cute.jit
-    def load_tile(self, stage: Int32, sTile: Int32, rPage, keys: Keys, tile, warp, lane):
+    def load_tile(self, stage: Int32, sExists: Int32, rPage, keys: Keys, tile, warp, lane):
         """Start loading a tile's keys and values, of which each warp has its rows; zeros for those that do not exist.
 
-        sTile: gets a word of each warp, with a bit for each of its rows that exists, and the first key of the tile.
+        sExists: a word of each warp, with a bit for each of its rows.
         """
         key = tile * self.key_tile + warp * self.loaded_rows + lane % self.loaded_rows
         slot = Uint32(key + keys.first_slot)
@@ -478,20 +468,16 @@ class Prefill:
         value_offset = block * keys.strides[2] + slot * keys.strides[3]
         bits = Uint32(cute.arch.vote_ballot_sync(exists)) & cutlass.const_expr((1 << self.loaded_rows) - 1)
         if lane == 0:
-            ptx.store_shared(sTile + 4 * warp, [bits])
-            if warp == 0:
-                ptx.store_shared(sTile + 4 * self.warps, [tile * self.key_tile])
+            ptx.store_shared(sExists + 4 * warp, [bits])
         units, row_bytes = cutlass.const_expr((self.stored_units, 16 * self.stored_units))
         lanes = cutlass.const_expr(1 << (units - 1).bit_length())  # of a row; those past its end load nothing
         lane = ptx.opaque(lane)  # addresses are computed for each tile, and take no registers in between
         row, unit = lane // lanes, lane % lanes
-        wanted = cutlass.select_(16 // self.stored_bytes * unit < keys.mK.shape[3], bits >> Uint32(row), Uint32(0))
+        wanted = cutlass.select_(16 // self.stored_bytes * unit < keys.head_dim, bits >> Uint32(row), Uint32(0))
         to = stage + (warp * self.loaded_rows + row) * row_bytes
         swizzled = unit if cutlass.const_expr(self.codes) else unit ^ self.swizzle(row)
         for of_values in cutlass.range_constexpr(2):
-            mX = keys.mV if cutlass.const_expr(of_values) else keys.mK
-            head = self.stored_bytes * Int64(ptx.opaque(keys.kv_head)) * mX.stride[2]  # two registers fewer per tensor
-            base = mX.iterator.toint() + head + 16 * unit
+            base = (keys.value_base if cutlass.const_expr(of_values) else keys.key_base) + 16 * unit
             offset = value_offset if cutlass.const_expr(of_values) else key_offset
             for i in cutlass.range_constexpr(self.loaded_rows * lanes // 32):
                 more = cutlass.const_expr(i * (32 // lanes))  # has no bit of row: the swizzle of both is that of each
@@ -571,10 +557,9 @@ class Prefill:
         return [word ^ signs for word in words]
 
     @cute.jit
-    def mma_keys(self, sQ: Int32, sK: Int32, rQ, rScore, sScales: Int32, scalars, warp, lane):
+    def mma_keys(self, sQ: Int32, sK: Int32, rQ, rScore, signs: Uint32, warp, lane):
         """Scores: element 4 (8 m + n) + i is that of row g + i // 2 * 8 of row tile m, key 8 n + 2 t + i % 2."""
         kind = cutlass.const_expr(numeric.ptx_name(self.dtype))
-        _, _, signs = self.scales(sScales, scalars)
         rScore.fill(0.0)
         for k in cutlass.range_constexpr(self.head_dim // 16):
             a = []
@@ -615,12 +600,11 @@ class Prefill:
     # -- softmax --------------------------------------------------------------------------------------------------
 
     @cute.jit
-    def cap(self, rScore, sScales: Int32, scalars):
+    def cap(self, rScore, softcap: Float32, softmax_scale: Float32):
         """The soft cap. Eight scores an iteration, and then the scores rotate: few registers are in use at once."""
         count = cutlass.const_expr(self.row_tiles * self.key_tile // 2)
-        softmax_scale, _, _ = self.scales(sScales, scalars)
-        base2_cap, scale = scalars.softcap * LOG2_E, softmax_scale * LOG2_E
-        iterations = ptx.opaque(cutlass.select_(scalars.softcap > 0.0, Int32(count // 8), Int32(0)))
+        base2_cap, scale = softcap * LOG2_E, softmax_scale * LOG2_E
+        iterations = ptx.opaque(cutlass.select_(softcap > 0.0, Int32(count // 8), Int32(0)))
         for _ in cutlass.range(iterations, unroll=1):
             capped = [scores.soft_cap_inline(rScore[i] * scale, base2_cap) for i in range(8)]
             for i in cutlass.range_constexpr(count - 8):
@@ -629,14 +613,9 @@ class Prefill:
                 rScore[count - 8 + i] = capped[i]
 
     @cute.jit
-    def first_key_of(self, sTile: Int32) -> Int32:
-        """Of a tile in shared memory, where it takes no register."""
-        return Int32(ptx.load_shared(sTile + 4 * self.warps, 1)[0])
-
-    @cute.jit
-    def mask(self, rScore, sTile: Int32, sVisible: Int32, scalars, lane):
+    def mask(self, rScore, sExists: Int32, visible: Visible, scalars, first_key, lane):
         """-inf for keys of a tile that do not exist or that a row does not see."""
-        words = [ptx.load_shared(sTile + 4 * i, 1)[0] for i in range(self.warps)]
+        words = [ptx.load_shared(sExists + 4 * i, 1)[0] for i in range(self.warps)]
         per_word = cutlass.const_expr(32 // self.loaded_rows)
         exists, all_exist = [], Uint32(0xFFFFFFFF)
         for h in cutlass.range_constexpr(self.key_tile // 32):
@@ -645,20 +624,16 @@ class Prefill:
                 word = word | (words[h * per_word + i + 1] << ((i + 1) * self.loaded_rows))
             exists.append(word)
             all_exist = all_exist & word
-        first_key = self.first_key_of(sTile)
-        all_first, all_last, prefix, _ = [Int32(word) for word in ptx.load_shared(sVisible, 4)]
-        unseen = first_key < all_first or first_key + self.key_tile > all_last
-        unseen = unseen and first_key + self.key_tile > prefix
+        unseen = first_key < visible.first or first_key + self.key_tile > visible.last
+        unseen = unseen and first_key + self.key_tile > visible.prefix
         for zero in cutlass.range(once_if(unseen or all_exist != 0xFFFFFFFF), unroll=1):
             g, t = lane // 4, lane % 4
-            before = self.first_key_of(sTile) + 2 * t + zero  # what follows is not computed ahead, in registers
-            position, held = [Int32(word) for word in ptx.load_shared(sVisible + 4 * Visible.POSITION, 2)]
-            below = Int32(ptx.load_shared(sVisible + 4 * Visible.PREFIX, 1)[0]) - before
+            before = first_key + 2 * t + zero  # what follows is not computed ahead, in registers
             for r in cutlass.range_constexpr(2 * self.row_tiles):
-                first, last = scores.window(position + (g + 8 * r), scalars, held)
+                first, last = scores.window(visible.position + zero + (g + 8 * r), scalars, visible.held)
                 for h in cutlass.range_constexpr(self.key_tile // 32):
                     base = before + 32 * h
-                    seen = bits_below(last - base) & ~bits_below(first - base) | bits_below(below - 32 * h)
+                    seen = bits_below(last - base) & ~bits_below(first - base) | bits_below(visible.prefix - base)
                     seen = seen & (exists[h] >> Uint32(2 * t + zero))
                     for n in cutlass.range_constexpr(4):
                         for e in cutlass.range_constexpr(2):
@@ -667,9 +642,8 @@ class Prefill:
                             rScore[at] = cutlass.select_((seen & bit) != 0, rScore[at], -Float32.inf)
 
     @cute.jit
-    def softmax(self, rScore, rMax, rSum, rOut, sScales: Int32, scalars):
+    def softmax(self, rScore, rMax, rSum, rOut, scale: Float32):
         """Scores become weights exp2(scale (score - base)), where the base is near the largest score so far."""
-        _, scale, _ = self.scales(sScales, scalars)
         rows = cutlass.const_expr(2 * self.row_tiles)
         largest, exceeds = [], []
         for r in cutlass.range_constexpr(rows):
@@ -707,11 +681,10 @@ class Prefill:
     # -- epilogue -------------------------------------------------------------------------------------------------
 
     @cute.jit
-    def epilogue(self, tensors, scalars, scales, rOut, rMax, rSum, shared: Int32, rows, at_out, warp, lane):
+    def epilogue(self, tensors, scalars, v_scale, rOut, rMax, rSum, scale, shared: Int32, rows, at_out, warp, lane):
         """Store the LSE and, through shared memory, the normalised rows."""
         kind = cutlass.const_expr(numeric.ptx_name(self.dtype))
         mOut = tensors.mOut
-        scale, v_scale = scales
         block, first_row, head = at_out
         g, t = lane // 4, lane % 4
         shared = shared + warp * (self.warp_rows * self.row_bytes)

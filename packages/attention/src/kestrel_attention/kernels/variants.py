@@ -191,7 +191,7 @@ class PrefillVariant:
 
         one_tile = capability(arch) >= 100 and self.head_dim in (64, 128)
         # These have 227 KB of shared memory for a block, others at least 99.
-        large = capability(arch) in (90, 100) and self.head_dim > 128
+        large = capability(arch) in (90, 100) and self.head_dim > 128 and self.cache == "same"
         kernel = Prefill(
             dtype=numeric_type(self.dtype),
             head_dim=self.head_dim,
@@ -260,7 +260,7 @@ PREFILL = tuple(
         PrefillVariant(dtype, 128, row_tiles=2, queries_in_registers=False),
         PrefillVariant(dtype, 256, row_tiles=1, queries_in_registers=False, key_tile=32),
         PrefillVariant(dtype, 64, row_tiles=2, cache="fp8"),
-        PrefillVariant(dtype, 128, row_tiles=2, queries_in_registers=False, cache="fp8"),
+        PrefillVariant(dtype, 128, row_tiles=1, cache="fp8"),
         PrefillVariant(dtype, 256, row_tiles=1, queries_in_registers=False, key_tile=32, cache="fp8"),
     )
 )
