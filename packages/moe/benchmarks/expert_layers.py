@@ -1,7 +1,8 @@
 """What the definitions of routed expert layers share: random routing, weights of several layers, candidates.
 
-A shape is "T1 E64 k8 h2048 i1024". Every expert is chosen with equal probability. Where one call needs no more than all
-experts, calls in a row choose different ones, so that no call finds its weights in L2.
+A shape is "T1 E64 k8 h2048 i1024". Every token chooses its experts with equal probability. Calls in a row take the weights
+of two layers in turn; of one token, other experts than the call before in the same layer. So no call finds its weights
+in L2.
 """
 
 from __future__ import annotations
@@ -46,9 +47,9 @@ def operations(shape: str) -> int:
     return 6 * tokens * choices * width * inner
 
 
-@functools.lru_cache(maxsize=1)
-def weights(experts: int, width: int, inner: int, fp8: bool) -> tuple[Argument, ...]:
-    """w1, w2 and, with FP8, their scales for each output."""
+@functools.lru_cache(maxsize=2)
+def weights(experts: int, width: int, inner: int, fp8: bool, layer: int) -> tuple[Argument, ...]:
+    """w1, w2 and, with FP8, their scales for each output: of layer 0 or 1."""
     w1 = torch.randn(experts, 2 * inner, width, dtype=torch.bfloat16, device="cuda") / width**0.5
     w2 = torch.randn(experts, width, inner, dtype=torch.bfloat16, device="cuda") / inner**0.5
     if not fp8:
@@ -63,14 +64,13 @@ def weights(experts: int, width: int, inner: int, fp8: bool) -> tuple[Argument, 
 
 def make(shape: str, count: int, fp8: bool) -> list[tuple[Argument, ...]]:
     tokens, experts, choices, width, inner = sizes(shape)
-    layer = weights(experts, width, inner, fp8)
     sets: list[tuple[Argument, ...]] = []
-    deck = torch.empty(0, dtype=torch.int64)
-    for _ in range(count):
-        if tokens * choices <= experts:
-            if deck.numel() < tokens * choices:
-                deck = torch.randperm(experts)
-            ids, deck = deck[: tokens * choices].view(tokens, choices), deck[tokens * choices :]
+    decks = [torch.empty(0, dtype=torch.int64)] * 2
+    for i in range(count):
+        layer = weights(experts, width, inner, fp8, i % 2)
+        if tokens == 1:
+            deck = decks[i % 2] if decks[i % 2].numel() >= choices else torch.randperm(experts)
+            ids, decks[i % 2] = deck[:choices].view(1, choices), deck[choices:]
         else:
             ids = torch.rand(tokens, experts).topk(choices).indices
         hidden = torch.randn(tokens, width, dtype=torch.bfloat16, device="cuda")

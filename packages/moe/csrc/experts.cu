@@ -7,6 +7,7 @@
 
 #include <algorithm>
 
+#include "experts_launch.h"
 #include "shared_limit.h"
 
 namespace kestrel::moe {
@@ -19,8 +20,7 @@ using Tile32 = ExpertsTile<4, 2, 8, 3, 2>;
 using Tile32Fp8 = ExpertsTile<4, 1, 8, 5, 2>;
 using Tile64 = ExpertsTile<8, 4, 4, 2, 2>;
 
-constexpr int64_t kTokensSummedByDown = 2;      // beyond, a kernel of its own is faster
-constexpr int64_t kLargest = int64_t{1} << 30;  // sizes and pairs are int in the kernels
+constexpr int64_t kTokensSummedByDown = 2;  // beyond, a kernel of its own is faster
 
 // Where the parts of the scratch memory of fused_experts lie, in bytes.
 struct ExpertsScratch {
@@ -97,8 +97,29 @@ void launch_sum(ExpertsSumParams p, DLDataType result, int64_t tokens, DLDevice 
   launch_pdl(kernel, dim3(static_cast<unsigned>(tokens * p.ctas_per_token)), dim3(kSumThreads), device, p);
 }
 
-// The most tokens of a tile.
-int largest_tile(DLDataType weight) { return same_dtype(weight, kFloat8E4M3) ? 32 : 64; }
+// Launches a projection of sorted pairs. A tile of 64 tokens and more is wgmma's, where `wgmma` says so.
+void launch_sorted(const ExpertsParams& p, Projection projection, DLDataType weight, bool wgmma, int tokens,
+                   int64_t tiles, DLDevice device) {
+  if (wgmma) return launch_experts_wgmma(p, projection, weight, tokens, tiles, device);
+  dispatch_weight(weight, [&](auto w) {
+    if (projection == Projection::up) {
+      launch_tiles<decltype(w), Projection::up, false>(p, tokens, tiles, device);
+    } else {
+      launch_tiles<decltype(w), Projection::down, false>(p, tokens, tiles, device);
+    }
+  });
+}
+
+// The tokens of a tile of blocks of this size.
+int tile_of_block(int64_t block_size, DLDataType weight, bool wgmma) {
+  const bool fp8 = same_dtype(weight, kFloat8E4M3);
+  return static_cast<int>(std::min<int64_t>(block_size, wgmma ? 128 : fp8 ? 32 : 64));
+}
+
+// Whether wgmma can write these rows, in packs of 16 bytes.
+bool fits_wgmma(const TensorView& out, int64_t row_bytes, int64_t block_size, DLDevice device) {
+  return block_size >= kTokensOfWgmma && aligned16(address(out)) && row_bytes % 16 == 0 && has_wgmma(device);
+}
 
 // -- checks -----------------------------------------------------------------------------------------------------------
 
@@ -286,8 +307,8 @@ void clear(const TensorView& out, int64_t rows, int64_t row_stride, int64_t colu
 
 // -- entry points -----------------------------------------------------------------------------------------------------
 
-// The alignment: block size 8, 16, 32 or 64; none where the pairs are few enough (32) for the kernels to group them,
-// and block_size then is the tile.
+// The alignment: block size 8, 16, 32 or 64, on Hopper 128 and 256 (FP8: 128) too; none where the pairs are few enough
+// (32) for the kernels to group them, and block_size then is the tile.
 void fused_experts(TensorView out, TensorView scratch, TensorView hidden, TensorView w1, TensorView w2,
                    TensorView topk_weights, TensorView topk_ids, OptionalTensor w1_scale, OptionalTensor w2_scale,
                    OptionalTensor expert_map, OptionalTensor sorted_token_ids, OptionalTensor expert_ids,
@@ -387,6 +408,12 @@ void fused_experts(TensorView out, TensorView scratch, TensorView hidden, Tensor
   }
   const int tile = static_cast<int>(block_size);
   int64_t tiles = pairs;
+  const bool wgmma = tile >= kTokensOfWgmma && has_wgmma(device);
+  if (wgmma) {  // each expert's result is rounded before they are added
+    down.out = memory + parts.partial;
+    down.out_stride = width * 2;
+    down.partial = nullptr;
+  }
   const bool sums = listed && tokens <= kTokensSummedByDown;
   if (sums) {
     up.arrivals = down.arrivals = reinterpret_cast<unsigned*>(memory + parts.arrivals);
@@ -410,25 +437,19 @@ void fused_experts(TensorView out, TensorView scratch, TensorView hidden, Tensor
   dispatch_float(hidden, [&](auto t) {
     quantise(t, address(hidden), hidden.stride(0) * 2, tokens, width, parts.x_codes, parts.x_scale);
   });
-  dispatch_weight(w1.dtype(), [&](auto w) {
-    using W = decltype(w);
-    if (listed) {
-      launch_tiles<W, Projection::up, true>(up, tile, tiles, device);
-    } else {
-      launch_tiles<W, Projection::up, false>(up, tile, tiles, device);
-    }
-    quantise(float(), up.out, up.out_stride, pairs, inner, parts.codes, parts.scale);
-    if (listed) {
-      launch_tiles<W, Projection::down, true>(down, tile, tiles, device);
-    } else {
-      launch_tiles<W, Projection::down, false>(down, tile, tiles, device);
-    }
-  });
+  const auto launch = [&](const ExpertsParams& p, auto projection) {
+    if (!listed) return launch_sorted(p, projection.value, w1.dtype(), wgmma, tile, tiles, device);
+    dispatch_weight(w1.dtype(),
+                    [&](auto w) { launch_tiles<decltype(w), projection.value, true>(p, tile, tiles, device); });
+  };
+  launch(up, std::integral_constant<Projection, Projection::up>());
+  quantise(float(), up.out, up.out_stride, pairs, inner, parts.codes, parts.scale);
+  launch(down, std::integral_constant<Projection, Projection::down>());
   if (sums) return;
   ExpertsSumParams sum;
-  sum.rows = reinterpret_cast<const char*>(down.partial);
-  sum.out = down.out;
-  sum.out_stride = down.out_stride;
+  sum.rows = wgmma ? down.out : reinterpret_cast<const char*>(down.partial);
+  sum.out = address(out);
+  sum.out_stride = out.stride(0) * 2;
   sum.topk_ids = down.topk_ids;
   sum.ids_stride = down.ids_stride;
   sum.expert_map = down.expert_map;
@@ -436,7 +457,8 @@ void fused_experts(TensorView out, TensorView scratch, TensorView hidden, Tensor
   sum.experts = down.experts;
   sum.mapped_experts = down.mapped_experts;
   sum.outputs = down.outputs;
-  launch_sum<float>(sum, out.dtype(), tokens, device);
+  if (!wgmma) return launch_sum<float>(sum, out.dtype(), tokens, device);
+  dispatch_float(out, [&](auto t) { launch_sum<decltype(t)>(sum, out.dtype(), tokens, device); });
 }
 
 // y: [T * K, N], rows sorted by expert; positions: int32 [T * K], where the row of each pair is in y, -1 for none.
@@ -532,12 +554,12 @@ void invoke_moe_up(TensorView out, TensorView x, OptionalTensor x_scale, TensorV
   set_up_weight(&p, w1, w1_scale, w2, w2_scale);
   p.out = address(out);
   p.out_stride = out.stride(0) * 2;
-  const int tile = static_cast<int>(std::min<int64_t>(block_size, largest_tile(x.dtype())));
+  const bool wgmma = fits_wgmma(out, p.out_stride, block_size, x.device());
+  const int tile = tile_of_block(block_size, x.dtype(), wgmma);
   const int64_t tiles = set_aligned(&p, aligned, tile);
   const DeviceGuard guard(x.device().device_id);
   clear(out, pairs, pairs > 1 ? out.stride(0) : columns, columns, x.device());
-  dispatch_weight(x.dtype(),
-                  [&](auto w) { launch_tiles<decltype(w), Projection::up, false>(p, tile, tiles, x.device()); });
+  launch_sorted(p, Projection::up, x.dtype(), wgmma, tile, tiles, x.device());
 }
 
 void invoke_moe_down(TensorView out, TensorView x, OptionalTensor x_scale, TensorView w3, OptionalTensor w3_scale,
@@ -592,12 +614,12 @@ void invoke_moe_down(TensorView out, TensorView x, OptionalTensor x_scale, Tenso
   set_down_weight(&p, w3, w3_scale);
   p.out = address(out);
   p.out_stride = (choices > 1 ? out.stride(1) : out.stride(0)) * 2;
-  const int tile = static_cast<int>(std::min<int64_t>(block_size, largest_tile(x.dtype())));
+  const bool wgmma = fits_wgmma(out, p.out_stride, block_size, x.device());
+  const int tile = tile_of_block(block_size, x.dtype(), wgmma);
   const int64_t tiles = set_aligned(&p, aligned, tile);
   const DeviceGuard guard(x.device().device_id);
   clear(out, pairs, pairs > 1 ? p.out_stride / 2 : w3.size(1), w3.size(1), x.device());
-  dispatch_weight(x.dtype(),
-                  [&](auto w) { launch_tiles<decltype(w), Projection::down, false>(p, tile, tiles, x.device()); });
+  launch_sorted(p, Projection::down, x.dtype(), wgmma, tile, tiles, x.device());
 }
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(experts_gather_sum, experts_gather_sum);

@@ -23,7 +23,9 @@ constexpr int kManyOutputs = 2048;
 
 // CTAs per SM that the registers must allow: as many as fit without a spill on every architecture.
 template <typename T, int TOKENS>
-constexpr int kGemvCtasPerSm = TOKENS > 1 ? 2 : sizeof(T) == 4 ? 3 : 4;
+constexpr int kGemvCtasPerSm = TOKENS > 1       ? 2
+                               : sizeof(T) == 4 ? 3
+                                                : 4;
 
 template <typename T, int TOKENS>
 __global__ void __launch_bounds__(kGemvThreads, kGemvCtasPerSm<T, TOKENS>)

@@ -15,7 +15,8 @@ from ._checks import check_out
 _kernels = Binary("kestrel_moe")
 _LISTED_PAIRS = 32  # that the kernels group by expert themselves, in tiles of
 _LISTED_TILE = 8  # tokens
-_ROWS_OF_GROUPED_MM = 48  # for each expert, from where it is faster
+_ROWS_OF_WGMMA = 9.75  # pairs for each expert, above which its tiles of 64 tokens are faster
+_ROWS_OF_GROUPED_MM = 192  # the same of PyTorch's grouped product, on Hopper
 
 ACTIVATIONS = ("gelu_residual", "silu_and_mul", "gelu_and_mul")
 
@@ -82,7 +83,12 @@ def check_weight_scale(
             check.fail(op, name, "float32 scales with FP8 weights", None)
         return
     if not quantised:
-        check.fail(op, name, "None unless the weights are float8_e4m3fn", f"scales with {weight.dtype} weights")
+        check.fail(
+            op,
+            name,
+            "None unless the weights are float8_e4m3fn",
+            f"scales with {str(weight.dtype).removeprefix('torch.')} weights",
+        )
     check.tensor(op, name, scale, dtype=torch.float32, ndim=(1, 2, 3))
     experts, rows, columns = weight.shape
     tiles = (experts, (rows + 127) // 128, (columns + 127) // 128)
@@ -105,23 +111,25 @@ def _shape_fused_experts(
 
 
 @functools.cache
-def tile_tokens(pairs: int, experts: int, fp8: bool) -> int:
+def tile_tokens(pairs: int, experts: int, fp8: bool, wgmma: bool) -> int:
     """Tokens of a tile: few experts should have more than one, for each tile reads its expert's weights again."""
     rows = pairs / experts
-    if rows + 2 * rows**0.5 <= 16:
+    if rows <= _ROWS_OF_WGMMA:
         return 8 if rows + 2 * rows**0.5 <= 8 else 16
+    if wgmma:
+        return 64 if rows <= 48 else 128 if rows <= 112 or fp8 else 256
     return 64 if rows > 128 and not fp8 else 32
 
 
 @functools.cache
-def _has_grouped_mm(device: int) -> bool:
-    return hasattr(F, "grouped_mm") and torch.cuda.get_device_capability(device) == (9, 0)
+def _is_hopper(device: int) -> bool:
+    return torch.cuda.get_device_capability(device) == (9, 0)
 
 
 def _grouped_mm_is_faster(hidden: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, pairs: int) -> bool:
     """Where operations decide, the vendor's grouped product is faster than the kernels here."""
     many = pairs > _ROWS_OF_GROUPED_MM * w1.shape[0] and hidden.dtype == w1.dtype == torch.bfloat16
-    return many and w1.is_contiguous() and w2.is_contiguous() and _has_grouped_mm(hidden.get_device())
+    return many and w1.is_contiguous() and w2.is_contiguous() and hasattr(F, "grouped_mm")
 
 
 def _through_grouped_mm(
@@ -195,9 +203,11 @@ def fused_experts(
     over j in ascending order. A token with no expert here gives zeros.
 
     Returns [T, Hd] in hidden's dtype, in ``out`` if it is given; ``out`` may not overlap the inputs. Reads nothing on
-    the host. The kernels take bf16 and fp16 with Hd and I that are multiples of 16 and rows aligned to 16 bytes; they
-    sum in order of k, so a row is the same bit for bit for every T. Without ``expert_map``, bf16 layers of more than 48
-    pairs for each expert go through torch.nn.functional.grouped_mm on an H100 or H200; there, each T is a range of its
+    the host. The kernels take bf16 and fp16 with Hd and I that are multiples of 16 and rows aligned to 16 bytes. They
+    sum in order of k, so a row is the same bit for bit for every T. On an H100 or H200 that holds in each of two
+    ranges: up to 9.75 pairs for each expert (or 32 pairs in all), and above, where each expert's result is rounded to
+    hidden's dtype before the sum over j. From 192 pairs on, bf16 layers without ``expert_map`` go through
+    torch.nn.functional.grouped_mm there, and each T is a range of its
     own. By reference on a CPU, a row is the same bit for bit up to T = 16, and beyond it within each of these ranges of
     T*K/E: below 1, from a power of two up to the next, from 64 on.
 
@@ -221,10 +231,11 @@ def fused_experts(
     if pairs <= _LISTED_PAIRS:
         _kernels.fused_experts(*layer, None, None, None, _LISTED_TILE, activation)
         return out
-    if expert_map is None and _grouped_mm_is_faster(hidden, w1, w2, pairs):
+    hopper = _is_hopper(hidden.get_device())
+    if hopper and expert_map is None and _grouped_mm_is_faster(hidden, w1, w2, pairs):
         return _through_grouped_mm(out, hidden, w1, w2, topk_weights, topk_ids, activation)
     mapped = experts if expert_map is None else expert_map.shape[0]
-    tile = tile_tokens(pairs, experts, fp8)
+    tile = tile_tokens(pairs, experts, fp8, hopper)
     blocks = reference_experts.most_blocks(pairs, mapped, tile)
     aligned = [empty(hidden, torch.int32, size) for size in (blocks * tile, blocks, 1)]
     _kernels.moe_align_block_size(topk_ids, mapped, tile, *aligned, expert_map)

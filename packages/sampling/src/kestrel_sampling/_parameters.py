@@ -61,6 +61,8 @@ def is_joint(op: str, filter_apply_order: str) -> bool:
 
 def integer_or_tensor(op: str, name: str, value: int | torch.Tensor) -> tuple[torch.Tensor | None, int]:
     """An integer parameter as (tensor, 0) or (None, number); 64-bit unsigned numbers wrap to signed."""
+    if type(value) is int and 0 <= value < 2**63:  # the common case takes no checks
+        return None, value
     if isinstance(value, torch.Tensor):
         return value, 0
     check.number(op, name, value, integer=True, minimum=-(2**63), maximum=2**64 - 1)

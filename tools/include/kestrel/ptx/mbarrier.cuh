@@ -1,4 +1,4 @@
-// mbarriers in shared memory that count transferred bytes (sm_90). Before sm_90 every function is empty.
+// mbarriers in shared memory that count arrivals and transferred bytes (sm_90). Before sm_90 every function is empty.
 #pragma once
 
 #include <kestrel/ptx/shared.cuh>
@@ -26,6 +26,19 @@ __device__ __forceinline__ void mbarrier_arrive_expect_tx(uint64_t* barrier, uin
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
                : "memory");
+#endif
+}
+
+__device__ __forceinline__ void mbarrier_arrive(uint64_t* barrier) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
+#endif
+}
+
+// One arrival once all copies (cp.async) that this thread has started are done.
+__device__ __forceinline__ void mbarrier_arrive_after_copies(uint64_t* barrier) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
 #endif
 }
 

@@ -1,0 +1,24 @@
+// The launches of experts_wgmma.cu, for experts.cu.
+#pragma once
+
+#include <dlpack/dlpack.h>
+
+#include <cstdint>
+
+#include "experts_params.cuh"
+
+namespace kestrel::moe {
+
+constexpr int64_t kLargest = int64_t{1} << 30;  // sizes and pairs are int in the kernels
+
+constexpr int kTokensOfWgmma = 64;  // the least of a tile
+
+// Whether the device runs experts_wgmma_kernel.
+bool has_wgmma(DLDevice device);
+
+// Sorted pairs in tiles of 64, 128 or 256 tokens (FP8: 64 or 128). Results are 16-bit, but float32 of a gated FP8
+// projection.
+void launch_experts_wgmma(const ExpertsParams& p, Projection projection, DLDataType weight, int tokens, int64_t tiles,
+                          DLDevice device);
+
+}  // namespace kestrel::moe

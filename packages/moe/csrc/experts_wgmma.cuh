@@ -1,0 +1,382 @@
+// Grouped matrix products of routed experts on Hopper, from some tens of tokens for each expert on.
+//
+// A tile is 128 weight rows by TOKENS tokens of one expert; the up projection interleaves eight rows of each half, so a
+// thread has both. One warpgroup copies lines of 128 bytes of both operands into a ring (cp.async, which gathers rows
+// and pads with zeros), two multiply 64 weight rows each (wgmma) and write 16-bit results through shared memory. CTAs
+// are persistent; token tiles are taken eight at a time for each slice of rows, so that L2 serves both operands. FP8
+// products are added to a second accumulator every 128 k.
+#pragma once
+
+#include <kestrel/fp8.cuh>
+#include <kestrel/pack.cuh>
+#include <kestrel/pdl.cuh>
+#include <kestrel/ptx/cp_async.cuh>
+#include <kestrel/ptx/mbarrier.cuh>
+#include <kestrel/ptx/shared.cuh>
+#include <kestrel/ptx/wgmma.cuh>
+
+#include "experts_params.cuh"
+
+namespace kestrel::moe {
+
+template <int TOKENS_>
+struct WgmmaTile {
+  static constexpr int tokens = TOKENS_;
+  static constexpr int rows = 128;  // of weights
+  static constexpr int stages = tokens == 64 ? 8 : tokens == 128 ? 6 : 4;
+  static constexpr int stage_bytes = (rows + tokens) * kLineBytes;
+  static constexpr int pass = 64;                  // tokens whose results are written at a time
+  static constexpr int result_bytes = pass * 128;  // of a warpgroup
+  static constexpr int alignment = 1024;
+  static constexpr int shared_bytes = stages * stage_bytes + 2 * result_bytes + alignment;
+  static constexpr int copiers = 128, multipliers = 256, threads = copiers + multipliers;
+};
+
+constexpr int kTilesAtATime = 8;
+constexpr uint32_t kNoRow = 0xffffffffu;
+
+// Work item -> token tile and slice of weight rows.
+struct WgmmaItem {
+  int tile, slice;
+
+  __device__ __forceinline__ WgmmaItem(int item, int tiles, int slices) {
+    const int first = item / (kTilesAtATime * slices) * kTilesAtATime, rest = item - first * slices;
+    const int tiles_here = min(kTilesAtATime, tiles - first);
+    slice = rest / tiles_here;
+    tile = first + rest - slice * tiles_here;
+  }
+};
+
+// Waits for `threads` threads that name the same barrier; 0 is __syncthreads'.
+__device__ __forceinline__ void named_barrier(int barrier, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+
+// Four 8 x 8 matrices of 16-bit elements, transposed; lane i has the address of row i % 8 of matrix i / 8.
+__device__ __forceinline__ void store_transposed(uint32_t address, const unsigned (&m)[4]) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(m[0]),
+               "r"(m[1]), "r"(m[2]), "r"(m[3])
+               : "memory");
+#endif
+}
+
+template <typename T>
+__device__ __forceinline__ unsigned pack_pair(float low, float high) {
+  if constexpr (std::is_same_v<T, __half>) {
+    const __half2 pair = __floats2half2_rn(low, high);
+    return reinterpret_cast<const unsigned&>(pair);
+  } else {
+    const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+    return reinterpret_cast<const unsigned&>(pair);
+  }
+}
+
+// W: elements of weights and x. R: of the result, with FP8 weights too.
+template <typename W, typename R, Projection PROJECTION, typename Tile>
+__global__ void __launch_bounds__(Tile::threads, 1) experts_wgmma_kernel(const __grid_constant__ ExpertsParams p) {
+#ifdef KESTREL_HAS_WGMMA
+  constexpr bool up = PROJECTION == Projection::up, fp8 = std::is_same_v<W, __nv_fp8_e4m3>;
+  constexpr int element = fp8 ? 1 : 2, S = Tile::stages;
+  constexpr int channels = up ? Tile::rows / 2 : Tile::rows;  // of the result, for a tile
+  extern __shared__ char dynamic[];
+  __shared__ uint64_t full[S], empty[S];
+  __shared__ int pair_of_token[Tile::tokens];
+  __shared__ float factor_of_token[Tile::tokens];
+  const uint32_t ring = (ptx::shared_address(dynamic) + Tile::alignment - 1) / Tile::alignment * Tile::alignment;
+  const int slices = (p.outputs + channels - 1) / channels, pairs = p.tokens * p.choices;
+  const int row_bytes = p.width * element, steps = (row_bytes + kLineBytes - 1) / kLineBytes;
+  if (threadIdx.x == 0) {
+    for (int s = 0; s < S; ++s) {
+      ptx::mbarrier_init(full + s, Tile::copiers);
+      ptx::mbarrier_init(empty + s, 2);
+    }
+    ptx::fence_mbarrier_init();
+  }
+  __syncthreads();
+  bool waited = up || !p.routed_early;
+  if (waited) {
+    pdl_wait();
+    pdl_trigger();
+  }
+  const int tiles = min(min(max(*p.padded_pairs, 0) / Tile::tokens, p.blocks * p.tiles_of_block),
+                        (p.sorted_length + Tile::tokens - 1) / Tile::tokens);
+  const int items = tiles * slices;
+  const auto expert_of = [&](int tile) {
+    const int expert = p.tile_experts[tile / p.tiles_of_block];
+    return expert < p.experts ? expert : -1;
+  };
+  const auto pair_at = [&](int tile, int n) {  // -1: none
+    const int at = tile * Tile::tokens + n;
+    const int pair = at < p.sorted_length ? p.sorted_pairs[at] : -1;
+    return pair < pairs ? pair : -1;
+  };
+  const auto used_tokens = [&](int tile) {  // a multiple of 64; what pads a block is at its end
+    int used = 64;
+#pragma unroll
+    for (int n = 64; n < Tile::tokens; n += 64) used += pair_at(tile, n) >= 0 ? 64 : 0;
+    return used;
+  };
+  int stage = 0, phase = 0;
+  const auto next_stage = [&]() {
+    if (++stage == S) {
+      stage = 0;
+      phase ^= 1;
+    }
+  };
+
+  if (threadIdx.x < Tile::copiers) {
+    ptx::reduce_registers<56>();
+    constexpr int rows_at_once = Tile::copiers / 8, weight_copies = Tile::rows / rows_at_once;
+    constexpr int x_copies = Tile::tokens / rows_at_once, copies_of_64 = 64 / rows_at_once;
+    const int row = threadIdx.x / 8, pack = threadIdx.x % 8;
+    const uint32_t to = ring + row * kLineBytes + (pack ^ row % 8) * 16;
+    for (int item = blockIdx.x; item < items; item += gridDim.x) {
+      const WgmmaItem at(item, tiles, slices);
+      const int64_t expert = expert_of(at.tile);
+      if (expert < 0) continue;
+      // Where this thread's rows begin, in packs. Rows of the weights past the end are copies of the last.
+      const int used = used_tokens(at.tile), channel = at.slice * channels + (up ? row % 8 : row);
+      uint32_t weight_row[weight_copies], x_row[x_copies];
+#pragma unroll
+      for (int i = 0; i < weight_copies; ++i) {
+        weight_row[i] = static_cast<uint32_t>(min(channel + i * (up ? 8 : 16), p.outputs - 1) * (p.weight_stride / 16));
+      }
+      const char* weights = (up && row >= 8 ? p.weight_high + expert * p.expert_stride_high
+                                            : p.weight_low + expert * p.expert_stride_low) +
+                            pack * 16;
+      const char* x = p.x + pack * 16;
+      const auto copy_weights = [&](int to_stage, const auto& copy) {
+#pragma unroll
+        for (int i = 0; i < weight_copies; ++i) {
+          copy(to + to_stage * Tile::stage_bytes + i * rows_at_once * kLineBytes,
+               weights + uint64_t{weight_row[i]} * 16);
+        }
+      };
+      const auto copy_x = [&](int to_stage, const auto& copy) {
+#pragma unroll
+        for (int first = 0; first < x_copies; first += copies_of_64) {
+          if (first * rows_at_once >= used) break;
+#pragma unroll
+          for (int i = first; i < first + copies_of_64; ++i) {
+            if (x_row[i] == kNoRow) continue;  // a column of the product that nobody reads
+            copy(to + to_stage * Tile::stage_bytes + (Tile::rows + i * rows_at_once) * kLineBytes,
+                 x + uint64_t{x_row[i]} * 16);
+          }
+        }
+      };
+      const auto with_copy = [&](int step, const auto& copies) {  // zeros past the end of K
+        if ((step + 1) * kLineBytes <= row_bytes) {
+          copies([](uint32_t shared, const char* global) { ptx::cp_async16(shared, global); });
+        } else {
+          const bool inside = step * kLineBytes + pack * 16 < row_bytes;
+          copies([&](uint32_t shared, const char* global) {
+            ptx::cp_async16_or_zero(shared, inside ? global : p.x, inside);
+          });
+        }
+      };
+      int loaded = 0;  // steps whose weights, which are constant, are loaded before the wait
+      if (!waited) {
+        loaded = min(steps, S);
+        for (int step = 0; step < loaded; ++step, weights += kLineBytes) {
+          with_copy(step, [&](const auto& copy) { copy_weights(step, copy); });
+        }
+        weights -= loaded * kLineBytes;
+        pdl_wait();
+        pdl_trigger();
+        waited = true;
+      }
+#pragma unroll
+      for (int i = 0; i < x_copies; ++i) {
+        const int pair = pair_at(at.tile, i * rows_at_once + row);
+        x_row[i] = pair < 0 ? kNoRow : static_cast<uint32_t>((up ? pair / p.choices : pair) * (p.x_stride / 16));
+      }
+      for (int step = 0; step < steps; ++step) {
+        ptx::mbarrier_wait(empty + stage, phase ^ 1);
+        with_copy(step, [&](const auto& copy) {
+          if (step >= loaded) copy_weights(stage, copy);
+          copy_x(stage, copy);
+        });
+        weights += kLineBytes;
+        x += kLineBytes;
+        ptx::mbarrier_arrive_after_copies(full + stage);
+        next_stage();
+      }
+    }
+    return;
+  }
+
+  ptx::raise_registers<224>();
+  if (!waited) {
+    pdl_wait();
+    pdl_trigger();
+  }
+  const int thread = threadIdx.x - Tile::copiers, warpgroup = thread / 128, warp = thread % 128 / 32;
+  const int lane = threadIdx.x % 32, group = lane / 4, quad = lane % 4;
+  const uint32_t results = ring + S * Tile::stage_bytes + warpgroup * Tile::result_bytes;
+  for (int item = blockIdx.x; item < items; item += gridDim.x) {
+    const WgmmaItem at(item, tiles, slices);
+    const int64_t expert = expert_of(at.tile);
+    if (expert < 0) continue;
+    const int used = used_tokens(at.tile);
+    for (int n = thread; n < used; n += Tile::multipliers) {
+      const int pair = pair_at(at.tile, n), token = pair / p.choices;
+      float factor = 1.f;
+      if (pair >= 0 && fp8) factor = p.x_scale[(up ? token : pair) * p.x_scale_stride];
+      if (pair >= 0 && !up) factor *= p.topk_weights[token * p.topk_weights_stride + (pair - token * p.choices)];
+      pair_of_token[n] = pair;
+      factor_of_token[n] = factor;
+    }
+    // The rows of this thread: the halves of a channel, or two channels eight apart.
+    const int low_channel = at.slice * channels + (warpgroup * 4 + warp) * (up ? 8 : 16) + group;
+
+    float acc[Tile::tokens / 2];
+    const auto multiply = [&](auto n_tag) {
+      constexpr int N = decltype(n_tag)::value;
+      [[maybe_unused]] float of_line[fp8 ? Tile::tokens / 2 : 1];
+      if constexpr (fp8) {
+#pragma unroll
+        for (int i = 0; i < N / 2; ++i) acc[i] = 0.f;
+      }
+      [[maybe_unused]] int previous = -1;
+      [[maybe_unused]] const float* low_scales = nullptr;  // of blocks, a line of K after the other
+      [[maybe_unused]] const float* high_scales = nullptr;
+      if (fp8 && p.scale_rank == 3) {
+        const int row = min(low_channel - group, p.outputs - 1);
+        const int row_low = row / kScaleBlock;
+        const int row_high = up && !p.split_scales ? (row + p.outputs) / kScaleBlock : row_low;
+        low_scales = p.weight_scale_low + expert * p.scale_expert_stride + row_low * p.scale_row_stride;
+        high_scales = p.weight_scale_high + expert * p.scale_expert_stride + row_high * p.scale_row_stride;
+        if (!up) high_scales = low_scales;
+      }
+      for (int step = 0; step < steps; ++step) {
+        ptx::mbarrier_wait(full + stage, phase);
+        ptx::fence_proxy_async();
+        const uint32_t here = ring + stage * Tile::stage_bytes;
+        const uint64_t a = ptx::wgmma_descriptor(here + warpgroup * 64 * kLineBytes);
+        const uint64_t b = ptx::wgmma_descriptor(here + Tile::rows * kLineBytes);
+        if constexpr (fp8) {
+          ptx::wgmma_fence_registers(of_line);
+          ptx::wgmma_fence();
+#pragma unroll
+          for (int k = 0; k < 4; ++k) ptx::wgmma<W, N>(of_line, a + 2 * k, b + 2 * k, k > 0);
+          ptx::wgmma_commit();
+          const float low = low_scales ? low_scales[step] : 1.f, high = high_scales ? high_scales[step] : 1.f;
+          ptx::wgmma_wait<0>();
+          ptx::wgmma_fence_registers(of_line);
+          if (thread % 128 == 0) ptx::mbarrier_arrive(empty + stage);
+#pragma unroll
+          for (int i = 0; i < N / 2; ++i) acc[i] = fmaf(of_line[i], i % 4 < 2 ? low : high, acc[i]);
+        } else {
+          ptx::wgmma_fence_registers(acc);
+          ptx::wgmma_fence();
+#pragma unroll
+          for (int k = 0; k < 4; ++k) ptx::wgmma<W, N>(acc, a + 2 * k, b + 2 * k, step + k > 0);
+          ptx::wgmma_commit();
+          ptx::wgmma_wait<1>();  // the stage before is free
+          if (previous >= 0 && thread % 128 == 0) ptx::mbarrier_arrive(empty + previous);
+          previous = stage;
+        }
+        next_stage();
+      }
+      if constexpr (!fp8) {
+        ptx::wgmma_wait<0>();
+        ptx::wgmma_fence_registers(acc);
+        if (thread % 128 == 0) ptx::mbarrier_arrive(empty + previous);
+      }
+    };
+    if constexpr (fp8) {  // one width: registers are scarce
+      multiply(std::integral_constant<int, Tile::tokens>());
+    } else if constexpr (Tile::tokens == 64) {
+      multiply(std::integral_constant<int, 64>());
+    } else {
+      if (used == 64) multiply(std::integral_constant<int, 64>());
+      if (used == 128) multiply(std::integral_constant<int, 128>());
+      if constexpr (Tile::tokens == 256) {
+        if (used == 192) multiply(std::integral_constant<int, 192>());
+        if (used == 256) multiply(std::integral_constant<int, 256>());
+      }
+    }
+    named_barrier(1, Tile::multipliers);  // pair_of_token and factor_of_token are complete
+
+    float low_scale = 1.f, high_scale = 1.f;
+    if (fp8 && p.scale_rank < 3) {
+      const int64_t low_at = min(low_channel, p.outputs - 1) * p.scale_row_stride;
+      low_scale = p.weight_scale_low[expert * p.scale_expert_stride + low_at];
+      high_scale = p.weight_scale_high[expert * p.scale_expert_stride + low_at];
+    }
+    if constexpr (fp8 && up) {
+      if (p.gate != Gate::none) {  // float32, which is quantised next
+#pragma unroll
+        for (int i = 0; i < Tile::tokens / 2; i += 4) {
+          if (i * 2 >= used) break;
+#pragma unroll
+          for (int c = 0; c < 2; ++c) {
+            const int n = i * 2 + 2 * quad + c, pair = pair_of_token[n];
+            const float factor = factor_of_token[n];
+            if (pair < 0 || low_channel >= p.outputs) continue;
+            const float h = acc[i + c] * low_scale * factor, g = acc[i + c + 2] * high_scale * factor;
+            reinterpret_cast<float*>(p.out + pair * p.out_stride)[low_channel] = gated_value(h, g, p.gate);
+          }
+        }
+        named_barrier(1, Tile::multipliers);
+        continue;
+      }
+    }
+    // [token of the pass][channels of the warpgroup], packs of a row exchanged against bank conflicts
+    constexpr int row_packs = up ? 4 : 8;
+    const auto address_of = [&](int n, int pack) {
+      return results + n * row_packs * 16 + (pack ^ (up ? n / 2 % 4 : n % 8)) * 16;
+    };
+    const int halves = up && p.gate == Gate::none ? 2 : 1;
+#pragma unroll
+    for (int first = 0; first < Tile::tokens; first += Tile::pass) {
+      if (first >= used) break;
+      for (int half = 0; half < halves; ++half) {
+#pragma unroll
+        for (int j = 0; j < 8; j += row_packs == 4 ? 4 : 2) {  // octets of tokens
+          unsigned matrices[4];
+          if constexpr (up) {
+#pragma unroll
+            for (int m = 0; m < 4; ++m) {
+              float v[2];
+#pragma unroll
+              for (int c = 0; c < 2; ++c) {
+                const int i = first / 2 + 4 * (j + m) + c;
+                const float factor = fp8 ? factor_of_token[first + 8 * (j + m) + 2 * quad + c] : 1.f;
+                const float h = acc[i] * (fp8 ? low_scale * factor : 1.f);
+                const float g = acc[i + 2] * (fp8 ? high_scale * factor : 1.f);
+                v[c] = halves == 2 ? (half ? g : h) : gated_value(h, g, p.gate);
+              }
+              matrices[m] = pack_pair<R>(v[0], v[1]);
+            }
+            store_transposed(address_of(8 * (j + lane / 8) + lane % 8, warp), matrices);
+          } else {
+#pragma unroll
+            for (int m = 0; m < 4; ++m) {
+              const int i = first / 2 + 4 * (j + m / 2) + m % 2 * 2, n = first + 8 * (j + m / 2) + 2 * quad;
+              const float scale = m % 2 ? high_scale : low_scale;
+              matrices[m] =
+                  pack_pair<R>(acc[i] * scale * factor_of_token[n], acc[i + 1] * scale * factor_of_token[n + 1]);
+            }
+            store_transposed(address_of(8 * (j + lane / 16) + lane % 8, 2 * warp + lane / 8 % 2), matrices);
+          }
+        }
+        named_barrier(2 + warpgroup, 128);
+#pragma unroll
+        for (int i = thread % 128; i < Tile::pass * row_packs; i += 128) {
+          const int n = i / row_packs, pack = i % row_packs, pair = pair_of_token[first + n];
+          const int channel = at.slice * channels + warpgroup * row_packs * 8 + pack * 8;
+          if (pair < 0 || channel >= p.outputs) continue;
+          char* const to = p.out + pair * p.out_stride + (int64_t{half} * p.outputs + channel) * 2;
+          *reinterpret_cast<uint4*>(to) = ptx::load_shared_uint4(address_of(n, pack));
+        }
+        named_barrier(2 + warpgroup, 128);
+      }
+    }
+    named_barrier(1, Tile::multipliers);  // all have read pair_of_token
+  }
+#endif
+}
+
+}  // namespace kestrel::moe
