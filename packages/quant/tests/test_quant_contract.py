@@ -34,6 +34,7 @@ CODES, SCALE = kestrel_quant.fp8_quant(X)
 CODES8, SCALE8 = kestrel_quant.int8_quant(X)
 CODES4, SCALE4 = kestrel_quant.int4_quant(X, group_size=4)
 W4 = kestrel_quant.pack_w4(torch.ones(6, 12), 4)
+W4A = kestrel_quant.pack_w4(torch.ones(6, 12), 4, symmetric=False)
 WORDS, GROUPS = torch.zeros(2, 8, dtype=torch.int32), torch.ones(2, 8)  # GPTQ: K = 16, N = 8, G = 8
 AWQ_WORDS, AWQ_ZEROS = torch.zeros(16, 1, dtype=torch.int32), torch.full((2, 1), -0x77777778, dtype=torch.int32)
 
@@ -121,6 +122,7 @@ BAD_INPUTS = {
         BadInput("group that does not divide", "group_size", call(X, 8), ValueError, "divisor"),
         BadInput("odd group", "group_size", call(X, 3), ValueError, "even"),
         BadInput("group as text", "group_size", call(X, "4"), TypeError, "integer"),
+        BadInput("symmetric as a number", "symmetric", call(X, 4, symmetric=1), TypeError, "True"),
     ],
     "w4a16_linear": [
         BadInput("float64", "x", call(X.double(), W4), TypeError, "float64"),
@@ -137,6 +139,7 @@ BAD_INPUTS = {
         BadInput("scales of other rows", "scales", call(WORDS, torch.ones(2, 7)), ValueError, "(any, 8)"),
         BadInput("groups that do not divide", "scales", call(WORDS, torch.ones(3, 8)), ValueError, "divides"),
         BadInput("zeros of other rows", "qzeros", call(WORDS, GROUPS, WORDS), ValueError, "(2, 1)"),
+        BadInput("one group", "g_idx", call(WORDS, GROUPS, None, torch.zeros(16).int()), ValueError, "8 times"),
         BadInput("short g_idx", "g_idx", call(WORDS, GROUPS, None, torch.arange(8)), ValueError, "(16,)"),
         BadInput("g_idx in float", "g_idx", call(WORDS, GROUPS, None, torch.ones(16)), TypeError, "int32"),
         BadInput("unknown format", "checkpoint_format", call(WORDS, GROUPS, checkpoint_format="awq"), ValueError),
@@ -161,7 +164,7 @@ GOOD_CALLS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     "int8_dequant": ((CODES8, SCALE8), {"dtype": torch.float16, "out": None}),
     "int4_quant": ((X,), {"group_size": 4}),
     "int4_dequant": ((CODES4, SCALE4), {"group_size": 4, "out": None}),
-    "pack_w4": ((X, 4), {}),
+    "pack_w4": ((X, 4), {"symmetric": False}),
     "w4a16_linear": ((X, W4, None), {"out": None}),
     "w4_from_gptq": ((WORDS, GROUPS, None, None), {"checkpoint_format": "gptq", "dtype": None}),
     "w4_from_awq": ((AWQ_WORDS, GROUPS, AWQ_ZEROS), {"dtype": None}),
@@ -252,7 +255,8 @@ OPCHECKS = [  # the public functions are thin; these are the registered ops, wit
     (kestrel_quant.int8_dequant, (CODES8[::2, 1:9], SCALE8[::2])),
     (kestrel_quant.int4_quant, (BUFFER[::2, 3:33],)),
     (kestrel_quant.int4_dequant, (CODES4[::2, 1:5], torch.rand(1, 2).t())),
-    (_w4a16_linear, (BUFFER[::2, 3:15], W4.codes, W4.scales, 4, torch.randn(6))),
+    (_w4a16_linear, (BUFFER[::2, 3:15], W4.codes, W4.scales, None, None, 4, torch.randn(6))),
+    (_w4a16_linear, (X, W4A.codes, W4A.scales, W4A.zeros, torch.arange(12).flip(0), 4)),
     (_fp8_quant_static, (X, torch.ones(3, 1))),
     (_fp8_quant_static, (BUFFER[::2, 3:33].half(), torch.ones(1))),
 ]
@@ -276,7 +280,7 @@ def test_registration_of_fp8_dequant_agrees_with_torch(q: torch.Tensor, scale: t
 OUTS: list[tuple[str, tuple[Any, ...], torch.Tensor]] = [
     ("int8_dequant", (CODES8, SCALE8), torch.empty(3, 12).bfloat16()),
     ("int4_dequant", (CODES4, SCALE4, 4), torch.empty(3, 12).bfloat16()),
-    ("w4a16_linear", (X, W4.codes, W4.scales, 4), torch.empty(3, 6)),
+    ("w4a16_linear", (X, W4.codes, W4.scales, None, None, 4), torch.empty(3, 6)),
 ]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from kestrel_quant import fp8_dequant, fp8_quant, int4_dequant, int4_quant, int8_quant, pack_w4, w4a16_linear
+from kestrel_quant import fp8_dequant, fp8_quant, int4_dequant, int4_quant, int8_quant
 from kestrel_runtime import backend
 from kestrel_runtime.testing import fp8_code_distance, graph_replay
 
@@ -62,12 +62,3 @@ def test_a_replayed_graph_sees_new_values() -> None:
 
     got = graph_replay(there_and_back, [sample(16, 1).cuda()], [sample(16, 2).cuda()])
     assert torch.equal(got.cpu(), on_cpu(there_and_back, sample(16, 2)))
-
-
-@pytest.mark.parametrize("tokens", [1, 16, 65])
-def test_four_bit_linear(tokens: int) -> None:
-    """By reference: it has no kernel."""
-    weight, x = sample(24)[:, :256].contiguous(), sample(tokens, 3)[:, :256]
-    packed = pack_w4(weight)
-    got = w4a16_linear(x.cuda(), packed.to("cuda")).cpu()
-    torch.testing.assert_close(got, w4a16_linear(x, packed), rtol=torch.finfo(torch.bfloat16).eps, atol=1e-5)

@@ -1,4 +1,4 @@
-"""4-bit weights: packing, the linear layer, and checkpoints in GPTQ's and AWQ's layouts made by hand."""
+"""4-bit weights: packing, the linear layer, and checkpoints packed with the formulas of GPTQ's and AWQ's libraries."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from kestrel_quant import W4Weight, pack_w4, w4_from_awq, w4_from_gptq, w4a16_linear
-from kestrel_runtime import UnsupportedError
+from kestrel_quant._w4_layout import pack_codes, unpack_codes
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -36,21 +36,62 @@ def test_each_group_is_rounded_to_multiples_of_its_scale(columns: int, group: in
             assert back[row, start : start + group].tolist() == torch.tensor(expected).to(dtype).tolist()
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("columns", "group"), [(128, 128), (64, 32), (6, 2)])
+def test_an_asymmetric_group_spans_its_values_and_zero(columns: int, group: int, dtype: torch.dtype) -> None:
+    original = weight(5, columns, dtype) + 0.02
+    original[1], original[2] = original[1].abs(), -original[2].abs()  # groups on one side of zero
+    packed = pack_w4(original, group, symmetric=False)
+    assert packed.zeros is not None
+    back = packed.dequantize()
+    for row in range(5):
+        for at, start in enumerate(range(0, columns, group)):
+            part = original[row, start : start + group].float()
+            scale = packed.scales[at, row].item()
+            width = part.max().clamp(min=0).item() - part.min().clamp(max=0).item()
+            assert scale == pytest.approx(width / 15, rel=2 * torch.finfo(dtype).eps)
+            zero = max(0, min(15, round(-part.min().clamp(max=0).item() / scale)))
+            assert packed.zeros[at, row].item() == zero
+            codes = [max(0, min(15, round(v) + zero)) for v in (part / scale).tolist()]
+            expected = torch.tensor([(code - zero) * scale for code in codes]).to(dtype)
+            assert torch.equal(back[row, start : start + group], expected)
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(16, 64), (5, 12), (40, 200)])
+def test_packed_codes_are_fragments_of_sixteen_rows_and_eight_columns(rows: int, columns: int) -> None:
+    codes = torch.randint(0, 16, (rows, columns), generator=torch.Generator().manual_seed(0))
+    words = pack_codes(codes)
+    assert torch.equal(unpack_codes(words, rows, columns), codes.to(torch.uint8))
+    unsigned = (words.long() & 0xFFFFFFFF).tolist()
+    for row in range(rows):
+        for column in range(columns):
+            r, g = divmod(row % 16, 8)
+            h, q, i, p, e = (column // 32 % 2, column // 8 % 4, column // 4 % 2, column // 2 % 2, column % 2)
+            word = unsigned[row // 16][column // 64][4 * g + q][2 * h + i]
+            bit = 4 * (4 * e + 2 * p + r) + 3  # of a word that continues with itself
+            assert (word | word << 32) >> bit & 15 == codes[row, column]
+
+
 def test_a_group_of_zeros_stays_zero() -> None:
     original = weight(2, 8, torch.float32)
     original[0, 4:] = 0
     assert pack_w4(original, 4).dequantize()[0, 4:].tolist() == [0.0] * 4
+    assert pack_w4(original, 4, symmetric=False).dequantize()[0, 4:].tolist() == [0.0] * 4
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("symmetric", [False, True])
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("tokens", [0, 1, 3, 16, 64, 257])
-def test_linear_is_the_product_with_the_exact_weight(tokens: int, with_bias: bool, dtype: torch.dtype) -> None:
-    packed = pack_w4(weight(48, 256, dtype), 64)
+def test_linear_is_the_product_with_the_exact_weight(
+    tokens: int, with_bias: bool, symmetric: bool, dtype: torch.dtype
+) -> None:
+    packed = pack_w4(weight(48, 256, dtype), 64, symmetric=symmetric)
     x = torch.randn(tokens, 256, generator=torch.Generator().manual_seed(tokens)).to(dtype)
     bias = torch.randn(48).to(dtype) if with_bias else None
-    codes = torch.stack((packed.codes % 16, packed.codes // 16), -1).flatten(1).double()
-    exact_weight = torch.where(codes > 7, codes - 16, codes) * packed.scales.double().repeat_interleave(64, 1)
+    codes = unpack_codes(packed.codes, 48, 256).double()
+    zeros = 8 if packed.zeros is None else packed.zeros.double().t().repeat_interleave(64, 1)
+    exact_weight = (codes - zeros) * packed.scales.double().t().repeat_interleave(64, 1)
     exact = F.linear(x.double(), exact_weight, None if bias is None else bias.double())
     got = w4a16_linear(x, packed, bias)
     assert got.dtype == dtype
@@ -118,16 +159,18 @@ def word(nibbles: list[int]) -> int:
 
 
 def checkpoint(
-    columns: int, rows: int, group: int, dtype: torch.dtype
+    columns: int, rows: int, group: int, dtype: torch.dtype, zeros: str = "any"
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Unsigned codes [K, N], scales [K/G, N] and the weight [N, K] they stand for."""
+    """Codes [K, N], scales and zero points [K/G, N], as both libraries have them before they pack."""
     g = torch.Generator().manual_seed(columns + rows)
     codes = torch.randint(0, 16, (columns, rows), generator=g)
     scales = (torch.rand(columns // group, rows, generator=g) + 0.5).to(dtype)
-    return codes, scales, ((codes - 8) * scales.double().repeat_interleave(group, 0)).t()
+    lowest, end = {"any": (1, 16), "zero too": (0, 16), "eight": (8, 9)}[zeros]
+    return codes, scales, torch.randint(lowest, end, scales.shape, generator=g)
 
 
 def gptq_words(codes: torch.Tensor) -> torch.Tensor:
+    """QuantLinear.pack of AutoGPTQ 0.7: qweight[row] |= intweight[j] << (4 * (j - i)) over eight rows."""
     columns, rows = codes.shape
     return torch.tensor(
         [[word(codes[start : start + 8, n].tolist()) for n in range(rows)] for start in range(0, columns, 8)],
@@ -135,49 +178,95 @@ def gptq_words(codes: torch.Tensor) -> torch.Tensor:
     )
 
 
+def gptq_zeros(zeros: torch.Tensor) -> torch.Tensor:
+    """The same of qzeros[:, col] |= zeros[:, j] << (4 * (j - i)), over eight columns."""
+    return gptq_words(zeros.t()).t().contiguous()
+
+
 def awq_words(codes: torch.Tensor) -> torch.Tensor:
-    order = [0, 2, 4, 6, 1, 3, 5, 7]
+    """WQLinear_GEMM.from_linear of AutoAWQ 0.2: qweight[:, col] |= intweight[:, 8 * col + order_map[i]] << (4 * i)."""
+    order_map = [0, 2, 4, 6, 1, 3, 5, 7]
     return torch.tensor(
-        [[word([row[start + i] for i in order]) for start in range(0, len(row), 8)] for row in codes.tolist()],
+        [[word([row[start + i] for i in order_map]) for start in range(0, len(row), 8)] for row in codes.tolist()],
         dtype=torch.int32,
     )
 
 
+def dequantised(
+    codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor, g_idx: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The weight [N, K] of both libraries, scales[g_idx] * (codes - zeros[g_idx]): in their dtype, and exactly."""
+    in_dtype = scales[g_idx] * (codes - zeros[g_idx]).to(scales.dtype)
+    return in_dtype.t(), (scales.double()[g_idx] * (codes - zeros[g_idx])).t()
+
+
+GROUPS = [(64, 16), (128, 32), (128, 64), (256, 128), (96, 96)]  # K, G
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("version", ["none", "gptq", "gptq_v2"])
-def test_gptq_checkpoints_keep_their_values(version: str, dtype: torch.dtype) -> None:
-    codes, scales, exact = checkpoint(64, 24, 16, dtype)
-    zero = 7 if version == "gptq" else 8  # the older format stores zero points less one
+@pytest.mark.parametrize(("columns", "group"), GROUPS)
+def test_gptq_checkpoints_keep_their_values(columns: int, group: int, version: str, dtype: torch.dtype) -> None:
+    codes, scales, zeros = checkpoint(columns, 24, group, dtype, "eight" if version == "none" else "any")
+    g_idx = torch.arange(columns) // group
+    stored = zeros - int(version == "gptq")  # AutoGPTQ: zeros -= 1 before it packs them, zeros + 1 when it reads them
     options = {} if version == "none" else {"checkpoint_format": version}
-    qzeros = None if version == "none" else torch.full((4, 3), word([zero] * 8), dtype=torch.int32)
-    packed = w4_from_gptq(gptq_words(codes), scales, qzeros, torch.arange(64) // 16, **options)  # type: ignore[arg-type]
-    assert packed.shape == (24, 64)
-    assert packed.group_size == 16
-    assert torch.equal(packed.dequantize(), exact.to(dtype))
+    qzeros = None if version == "none" else gptq_zeros(stored)
+    packed = w4_from_gptq(gptq_words(codes), scales, qzeros, g_idx, **options)  # type: ignore[arg-type]
+    assert packed.shape == (24, columns)
+    assert packed.group_size == group
+    assert torch.equal(packed.dequantize(), dequantised(codes, scales, zeros, g_idx)[0])
+
+
+def test_a_zero_point_of_sixteen_is_kept() -> None:
+    """The older format stores it as 15, and AutoGPTQ adds the one back after the four bits are cut out."""
+    codes, scales, zeros = checkpoint(32, 8, 16, torch.float16)
+    zeros[1, 3] = 16
+    packed = w4_from_gptq(gptq_words(codes), scales, gptq_zeros(zeros - 1))
+    expected, _ = dequantised(codes, scales, zeros, torch.arange(32) // 16)
+    assert torch.equal(packed.dequantize(), expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_awq_checkpoints_keep_their_values(dtype: torch.dtype) -> None:
-    codes, scales, exact = checkpoint(48, 32, 16, dtype)
-    packed = w4_from_awq(awq_words(codes), scales, torch.full((3, 4), word([8] * 8), dtype=torch.int32))
-    assert packed.shape == (32, 48)
-    assert torch.equal(packed.dequantize(), exact.to(dtype))
+@pytest.mark.parametrize("zeros", ["eight", "zero too"])
+@pytest.mark.parametrize(("columns", "group"), GROUPS)
+def test_awq_checkpoints_keep_their_values(columns: int, group: int, zeros: str, dtype: torch.dtype) -> None:
+    codes, scales, points = checkpoint(columns, 32, group, dtype, zeros)
+    packed = w4_from_awq(awq_words(codes), scales, awq_words(points))
+    assert packed.shape == (32, columns)
+    assert (packed.zeros is None) == (zeros == "eight")
+    assert torch.equal(packed.dequantize(), dequantised(codes, scales, points, torch.arange(columns) // group)[0])
+
+
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_an_activation_order_is_kept_as_a_permutation(symmetric: bool) -> None:
+    """GPTQ with desc_act: the rows of K keep their places, and g_idx names the group of each."""
+    codes, scales, zeros = checkpoint(128, 24, 32, torch.bfloat16, "eight" if symmetric else "any")
+    g_idx = (torch.randperm(128, generator=torch.Generator().manual_seed(1)) // 32).to(torch.int32)
+    packed = w4_from_gptq(gptq_words(codes), scales, gptq_zeros(zeros - 1), g_idx)
+    in_dtype, exact = dequantised(codes, scales, zeros, g_idx.long())
+    assert packed.permutation is not None
+    assert torch.equal(packed.dequantize(), in_dtype)
+    x = torch.randn(2, 5, 128).bfloat16()
+    assert_rounded_sum(w4a16_linear(x, packed), x.double() @ exact.T, x, exact)
+    out = torch.empty(2, 5, 24).bfloat16()
+    assert w4a16_linear(x, packed, out=out) is out
+    assert torch.equal(out, w4a16_linear(x, packed))
+    moved = packed.to("meta")
+    assert moved.permutation is not None
+    assert moved.permutation.is_meta
+
+
+def test_groups_of_unequal_sizes_are_named() -> None:
+    codes, scales, _ = checkpoint(32, 16, 16, torch.float16)
+    g_idx = torch.zeros(32, dtype=torch.int32)
+    with pytest.raises(ValueError, match="w4_from_gptq: argument 'g_idx': expected every group of 2 named 16 times"):
+        w4_from_gptq(gptq_words(codes), scales, None, g_idx)
 
 
 def test_a_converted_checkpoint_multiplies_like_its_weight_in_another_dtype() -> None:
-    codes, scales, exact = checkpoint(64, 24, 32, torch.float16)
-    packed = w4_from_gptq(gptq_words(codes), scales, dtype=torch.float32)
+    codes, scales, zeros = checkpoint(64, 24, 32, torch.float16)
+    packed = w4_from_gptq(gptq_words(codes), scales, gptq_zeros(zeros - 1), dtype=torch.float32)
+    _, exact = dequantised(codes, scales, zeros, torch.arange(64) // 32)
     x = torch.randn(5, 64)
     assert_rounded_sum(w4a16_linear(x, packed), x.double() @ exact.T, x, exact)
-
-
-def test_asymmetric_zero_points_and_activation_order_are_unsupported() -> None:
-    codes, scales, _ = checkpoint(32, 16, 16, torch.float16)
-    zeros = torch.full((2, 2), word([8] * 8), dtype=torch.int32)
-    zeros[1, 1] = word([8, 8, 8, 9, 8, 8, 8, 8])
-    with pytest.raises(UnsupportedError, match="qzeros"):
-        w4_from_awq(awq_words(codes), scales, zeros)
-    with pytest.raises(UnsupportedError, match="qzeros"):
-        w4_from_gptq(gptq_words(codes), scales, zeros, checkpoint_format="gptq_v2")
-    with pytest.raises(UnsupportedError, match="g_idx"):
-        w4_from_gptq(gptq_words(codes), scales, None, torch.arange(32).flip(0) // 16)

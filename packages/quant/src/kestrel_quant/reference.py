@@ -12,6 +12,8 @@ import torch.nn.functional as F
 
 from kestrel_runtime.reference import fp8_scale, pack_int4, quotient, to_fp8, unpack_int4
 
+from ._w4_layout import unpack_codes
+
 
 def fp8_quant(
     x: torch.Tensor,
@@ -70,12 +72,29 @@ def int4_dequant(
     return (codes * _per_element(scale, codes, group_size)).to(dtype)
 
 
-def w4a16_linear(
-    x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, group_size: int, bias: torch.Tensor | None = None
+def w4_dequant(
+    codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, group_size: int, dtype: torch.dtype
 ) -> torch.Tensor:
-    """x @ weight.T + bias with weight = code * scale, exact in float32."""
-    weight = int4_dequant(codes, scales.float(), group_size, torch.float32)
-    return F.linear(x.float(), weight, None if bias is None else bias.float()).to(x.dtype)
+    """(code - zero) * scale [N, K], in the packed order of columns, rounded once to dtype."""
+    groups, rows = scales.shape
+    values = unpack_codes(codes, rows, groups * group_size).float().view(rows, groups, group_size)
+    zero = 8.0 if zeros is None else zeros.t().float().unsqueeze(2)
+    return ((values - zero) * scales.t().float().unsqueeze(2)).flatten(1).to(dtype)
+
+
+def w4a16_linear(
+    x: torch.Tensor,
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    zeros: torch.Tensor | None,
+    permutation: torch.Tensor | None,
+    group_size: int,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """x @ weight.T + bias with weight = (code - zero) * scale, exact in float32; x's columns are permuted first."""
+    weight = w4_dequant(codes, scales, zeros, group_size, torch.float32)
+    columns = x if permutation is None else x[..., permutation]
+    return F.linear(columns.float(), weight, None if bias is None else bias.float()).to(x.dtype)
 
 
 def _integer_scale(amax: torch.Tensor, largest: int) -> torch.Tensor:

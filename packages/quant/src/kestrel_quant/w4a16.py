@@ -2,29 +2,42 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
 
-from kestrel_runtime import check, kernel_op
-from kestrel_runtime.reference import pack_int4
+from kestrel_runtime import check, empty, kernel_op
 
 from . import reference
+from ._launch import kernels
+from ._w4_layout import COLUMNS, ROWS, pack_codes
+
+_TOKENS_OF_KERNEL = 128  # beyond them the weight in 16 bits and the vendor's GEMM are as fast or faster
+_TOKENS_OF_CLUSTERS = 16  # beyond them slices of K may be added up by a second kernel
+_SPLITS = 8  # the most slices of K
 
 
 @dataclass(frozen=True, eq=False)
 class W4Weight:
-    """A weight [N, K] of 4-bit codes with one scale per row and group of columns, made by :func:`pack_w4`.
+    """A weight [N, K] of 4-bit codes with one scale, and perhaps one zero point, per row and group of columns.
 
-    The layout of ``codes`` and ``scales`` is private to this library: read them with :meth:`dequantize`. Two weights
-    compare equal only if they are one object.
+    Made by :func:`pack_w4`, :func:`w4_from_gptq` and :func:`w4_from_awq`. The layout of its tensors is private to this
+    library, and the same on every architecture: read them with :meth:`dequantize`. Two weights compare equal only if
+    they are one object.
     """
 
     codes: torch.Tensor
+    """int32, unsigned codes in the order of ``_w4_layout``"""
     scales: torch.Tensor
+    """[K/G, N]"""
     shape: tuple[int, int]
     """(N, K)"""
     group_size: int
+    zeros: torch.Tensor | None = None
+    """int16 [K/G, N]; None: 8 everywhere (symmetric)"""
+    permutation: torch.Tensor | None = None
+    """int64 [K]: the column of x that each packed column multiplies; None: its own"""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -38,48 +51,77 @@ class W4Weight:
 
     def to(self, device: torch.device | str) -> W4Weight:
         """The same weight on another device."""
-        return W4Weight(self.codes.to(device), self.scales.to(device), self.shape, self.group_size)
+        zeros = None if self.zeros is None else self.zeros.to(device)
+        permutation = None if self.permutation is None else self.permutation.to(device)
+        codes, scales = self.codes.to(device), self.scales.to(device)
+        return W4Weight(codes, scales, self.shape, self.group_size, zeros, permutation)
 
     def dequantize(self) -> torch.Tensor:
-        """[N, K] in :attr:`dtype`: code * scale, rounded once."""
-        return reference.int4_dequant(self.codes, self.scales.float(), self.group_size, self.dtype)
+        """[N, K] in :attr:`dtype`: (code - zero) * scale, rounded once."""
+        packed = reference.w4_dequant(self.codes, self.scales, self.zeros, self.group_size, self.dtype)
+        if self.permutation is None:
+            return packed
+        weight = torch.empty_like(packed)
+        weight[:, self.permutation] = packed
+        return weight
 
 
-def pack_w4(weight: torch.Tensor, group_size: int = 128) -> W4Weight:
-    """Quantise a weight to 4 bits, symmetric, one scale per row and group of columns, and lay it out for the kernel.
+def pack_w4(weight: torch.Tensor, group_size: int = 128, *, symmetric: bool = True) -> W4Weight:
+    """Quantise a weight to 4 bits with one scale per row and group of columns, and lay it out for the kernel.
 
-    weight: [N, K] bf16, fp16 or float32, K a multiple of group_size, group_size even. The scale is the largest
-    magnitude of the group / 7, rounded to weight's dtype (1 where that is zero); codes are -7..7, rounded half to even.
+    weight: [N, K] bf16, fp16 or float32, K a multiple of group_size, group_size even.
+    symmetric: the scale is the largest magnitude of the group / 7, rounded to weight's dtype (1 where that is zero);
+    codes are -7..7, rounded half to even. Otherwise the scale is the distance from the smallest to the largest value,
+    zero among them, / 15; the zero point is round(-smallest / scale), codes are 0..15, value = (code - zero) * scale.
 
     Returns a :class:`W4Weight` on weight's device, for activations of weight's dtype. This is done once, at load: it
     reads the weight on the host to refuse values that are not finite.
 
     Raises ValueError or TypeError for a wrong dtype, rank or group size, or a weight with NaN or inf.
-    Semantics: the symmetric grouped 4-bit weights that Marlin multiplies (Frantar et al. 2024), each value rounded to
-    the nearest code.
+    Semantics: the grouped 4-bit weights of Marlin (Frantar et al. 2024) and of GPTQ's quantiser (Frantar et al. 2023),
+    each value rounded to the nearest code.
 
     >>> w = pack_w4(torch.tensor([[7.0, -3.0, 1.0, 14.0]]), group_size=2)  # scales 7 / 7 = 1 and 14 / 7 = 2
     >>> w.dequantize().tolist()  # codes 7, -3 and 0 (1 / 2 is a tie), 7, each times its scale
     [[7.0, -3.0, 0.0, 14.0]]
+    >>> pack_w4(torch.tensor([[-5.0, 10.0]]), group_size=2, symmetric=False).dequantize().tolist()  # scale 1, zero 5
+    [[-5.0, 10.0]]
     """
     op = "pack_w4"
     check.tensor(op, "weight", weight, dtype=check.FLOATS, ndim=2, last_contiguous=True)
     check_readable(op, weight=weight)
     check_group(op, weight.shape[1], group_size)
+    check.flag(op, "symmetric", symmetric)
     weight = weight.detach()
     if not bool(weight.isfinite().all()):
         check.fail(op, "weight", "finite values", "NaN or inf")
     rows, columns = weight.shape
     groups = weight.float().reshape(rows, columns // group_size, group_size)
-    scales = reference.quotient(groups.abs().amax(dim=2), 7).to(weight.dtype)
+    if symmetric:
+        scales, smallest = reference.quotient(groups.abs().amax(dim=2), 7), None
+    else:
+        largest, smallest = groups.amax(dim=2).clamp(min=0), groups.amin(dim=2).clamp(max=0)
+        scales = reference.quotient(largest, 15) - reference.quotient(smallest, 15)  # their difference may overflow
+    scales = scales.to(weight.dtype)
     scales = torch.where(scales > 0, scales, 1.0)
-    codes = (groups / scales.float().unsqueeze(2)).round().clamp(-7, 7).to(torch.int32)
-    return from_codes(codes.view(rows, columns), scales, group_size)
+    codes = (groups / scales.float().unsqueeze(2)).round()
+    if smallest is None:
+        return from_codes(codes.clamp(-7, 7).view(rows, columns) + 8, scales, group_size)
+    zeros = (-smallest / scales.float()).round().clamp(0, 15)
+    return from_codes((codes + zeros.unsqueeze(2)).clamp(0, 15).view(rows, columns), scales, group_size, zeros)
 
 
-def from_codes(codes: torch.Tensor, scales: torch.Tensor, group_size: int) -> W4Weight:
-    """A W4Weight of codes -8..7 [N, K] and scales [N, K/G]."""
-    return W4Weight(pack_int4(codes), scales.contiguous(), (codes.shape[0], codes.shape[1]), group_size)
+def from_codes(
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    group_size: int,
+    zeros: torch.Tensor | None = None,
+    permutation: torch.Tensor | None = None,
+) -> W4Weight:
+    """A W4Weight of codes 0..15 [N, K], scales and zeros [N, K/G]; zeros None: 8."""
+    zeros = None if zeros is None else zeros.t().to(torch.int16).contiguous()
+    shape = (codes.shape[0], codes.shape[1])
+    return W4Weight(pack_codes(codes), scales.t().contiguous(), shape, group_size, zeros, permutation)
 
 
 def check_readable(op: str, **tensors: torch.Tensor) -> None:
@@ -101,13 +143,16 @@ def w4a16_linear(
 ) -> torch.Tensor:
     """A linear layer with a 4-bit weight: ``x @ weight.T + bias``.
 
-    x: [..., K] of the dtype the weight was packed for (bf16, fp16 or float32), any number of rows. w: from
+    x: [..., K] of the dtype the weight was packed for (bf16, fp16 or float32), any number of rows T. w: from
     :func:`pack_w4`, :func:`w4_from_gptq` or :func:`w4_from_awq`. bias: [N] in x's dtype or None. *Constant*: w, bias.
-    The weight is code * scale, exact; accumulated in float32, rounded once.
+    The weight is (code - zero) * scale, exact; accumulated in float32, rounded once.
 
     Returns [..., N] in x's dtype, in ``out`` if it is given; ``out`` may not overlap ``x``.
-    For a fixed number of rows T, a row does not depend on the other rows. Between different T it may differ by
-    rounding: the reference's matrix product chooses its order of summation by T.
+    The kernel takes bf16 and fp16, T up to 128, N and K that are multiples of 8, and groups of 32, 64, multiples of 128
+    or whole rows. There a row is the same bit for bit within each range of T: 1 to 16, 17 to 64, 65 to 128. Up to 16
+    rows, an inf in a row of x may give NaN in that row of the result. More rows take the vendor's GEMM: the weight is
+    first written in x's dtype, each element rounded once, into N * K * 2 bytes of scratch memory. There and by
+    reference a row may differ by rounding from one T to another; for a fixed T it does not depend on the other rows.
 
     Raises ValueError or TypeError for a wrong dtype, shape or device. Semantics: Marlin, Frantar et al. 2024.
 
@@ -117,26 +162,34 @@ def w4a16_linear(
     """
     if not isinstance(w, W4Weight):
         check.fail("w4a16_linear", "w", "a W4Weight (see pack_w4)", type(w).__name__, TypeError)
-    return _w4a16_linear(x, w.codes, w.scales, w.group_size, bias, out=out)
+    return _w4a16_linear(x, w.codes, w.scales, w.zeros, w.permutation, w.group_size, bias, out=out)
 
 
 def _check_w4a16_linear(
     x: torch.Tensor,
     codes: torch.Tensor,
     scales: torch.Tensor,
+    zeros: torch.Tensor | None,
+    permutation: torch.Tensor | None,
     group_size: int,
     bias: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> None:
     op = "w4a16_linear"
     check.tensor(op, "x", x, dtype=check.FLOATS, last_contiguous=True)
-    check.tensor(op, "w", codes, dtype=torch.uint8, ndim=2)
-    rows, columns = codes.shape[0], 2 * codes.shape[1]
+    check.tensor(op, "w", scales, dtype=check.FLOATS, ndim=2)
+    rows, columns = scales.shape[1], scales.shape[0] * group_size
     if x.ndim == 0 or x.shape[-1] != columns:
         check.fail(op, "x", f"a last dimension of {columns}, as the weight has", f"shape {tuple(x.shape)}")
-    check.tensor(op, "w", scales, dtype=check.FLOATS)
-    check.shape(op, "w", scales, (rows, columns // group_size))
     check.same(op, "dtype", w=scales, x=x)
+    check.tensor(op, "w", codes, dtype=torch.int32)
+    check.shape(op, "w", codes, (-(-rows // ROWS), -(-columns // COLUMNS), 32, 4))
+    if zeros is not None:
+        check.tensor(op, "w", zeros, dtype=torch.int16)
+        check.shape(op, "w", zeros, scales.shape)
+    if permutation is not None:
+        check.tensor(op, "w", permutation, dtype=torch.int64)
+        check.shape(op, "w", permutation, (columns,))
     if bias is not None:
         check.tensor(op, "bias", bias, dtype=x.dtype, last_contiguous=True)
         check.shape(op, "bias", bias, (rows,))
@@ -148,14 +201,47 @@ def _check_w4a16_linear(
         check.same(op, "device", x=x, out=out)
 
 
-@kernel_op(reference=reference.w4a16_linear, check=_check_w4a16_linear, out_may_be=())
+@kernel_op(
+    reference=reference.w4a16_linear, check=_check_w4a16_linear, kernel="cuda", out_may_be=(), public="w4a16_linear"
+)
 def _w4a16_linear(
     x: torch.Tensor,
     codes: torch.Tensor,
     scales: torch.Tensor,
+    zeros: torch.Tensor | None,
+    permutation: torch.Tensor | None,
     group_size: int,
     bias: torch.Tensor | None = None,
     *,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """w4a16_linear on the parts of a W4Weight."""
+    rows = scales.shape[1]
+    result = into = empty(x, x.dtype, *x.shape[:-1], rows) if out is None else out
+    tokens = x.shape[0] if x.ndim == 2 else x.shape[:-1].numel()
+    if x.ndim != 2 or tokens > _TOKENS_OF_KERNEL or permutation is not None:
+        _check_w4a16_linear(x, codes, scales, zeros, permutation, group_size, bias, out)
+        check.no_overlap("w4a16_linear", "out", result, "x", x)
+        if permutation is not None:
+            x = x.index_select(-1, permutation)
+        x, into = x.reshape(tokens, x.shape[-1]), result.reshape(tokens, rows)
+    if tokens > _TOKENS_OF_KERNEL:
+        weight = empty(x, x.dtype, rows, x.shape[1])
+        kernels.w4_dequant(weight, codes, scales, zeros, group_size)
+        if bias is None:
+            torch.mm(x, weight.T, out=into)
+        else:  # the vendor's epilogue may round before it adds the bias
+            torch.add(torch.mm(x, weight.T, out_dtype=torch.float32), bias, out=into)
+    else:
+        partial = None
+        if x.is_cuda and (tokens > _TOKENS_OF_CLUSTERS or not _has_clusters(x.get_device())):
+            partial = empty(x, torch.float32, _SPLITS * tokens * rows)
+        kernels.w4a16_linear(into, x, codes, scales, zeros, group_size, bias, partial)
+    if into.data_ptr() != result.data_ptr():
+        result.copy_(into.view(result.shape))
+    return result
+
+
+@functools.cache
+def _has_clusters(device: int) -> bool:
+    return torch.cuda.get_device_capability(device)[0] >= 9

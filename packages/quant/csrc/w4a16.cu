@@ -1,0 +1,201 @@
+// w4a16_linear for few tokens, and the weight itself for more: checks, parameters, the choice of a tile.
+
+#include "w4a16.cuh"
+
+#include <kestrel/launch.h>
+#include <kestrel/tensor.h>
+#include <tvm/ffi/function.h>
+
+#include <algorithm>
+#include <atomic>
+#include <limits>
+
+namespace kestrel::quant {
+
+constexpr DLDataType kInt16{kDLInt, 16, 1};
+constexpr int kMaxTokens = 128;
+
+// Rows of a CTA so that every SM has a CTA, or nearly so.
+using Tile8Rows64 = W4Tile<1, 2, 2, 3, 8>;
+using Tile8Rows128 = W4Tile<1, 2, 4, 3, 4>;
+using Tile16Rows64 = W4Tile<2, 2, 2, 3, 8>;
+using Tile16Rows128 = W4Tile<2, 2, 4, 3, 4>;
+using Tile32 = W4Tile<4, 2, 4, 4, 2>;
+using Tile64 = W4Tile<8, 2, 4, 3, 2>;
+
+// -- checks -----------------------------------------------------------------------------------------------------------
+
+// The parts of a W4Weight for elements of `dtype`; fills in all that depends on them.
+void check_weight(const Checks& check, const TensorView& codes, const TensorView& scales, const OptionalTensor& zeros,
+                  int64_t group, W4Params* p) {
+  check.dtype("w", scales, {kBFloat16, kFloat16, kFloat32});
+  check.rank("w", scales, 2, 2);
+  check.contiguous("w", scales);
+  const int64_t groups = scales.size(0), rows = scales.size(1), columns = groups * group;
+  const int64_t codes_shape[4] = {(rows + 15) / 16, (columns + kBlock - 1) / kBlock, 32, 4};
+  check.dtype("w", codes, {kInt32});
+  check.shape("w", codes, codes_shape, 4);
+  check.contiguous("w", codes);
+  if (zeros.has_value()) {
+    const int64_t shape[2] = {groups, rows};
+    check.dtype("w", *zeros, {kInt16});
+    check.shape("w", *zeros, shape, 2);
+    check.contiguous("w", *zeros);
+  }
+  if (rows >= 1 << 30 || columns >= 1 << 30) unsupported("a weight with a dimension of 2^30 or more");
+  p->codes = address(codes);
+  p->scales = address(scales);
+  p->zeros = address(zeros);
+  p->outputs = static_cast<int>(rows);
+  p->width = static_cast<int>(columns);
+  p->groups = static_cast<int>(groups);
+  p->group = static_cast<int>(group);
+  p->blocks = static_cast<int>(codes_shape[1]);
+  p->steps = (p->width + kStep - 1) / kStep;
+  p->steps_per_group = (p->group + kStep - 1) / kStep;
+}
+
+void require_covered(const W4Params& p, const TensorView& scales) {
+  if (same_dtype(scales.dtype(), kFloat32)) unsupported("float32");
+  if (p.outputs % 8 || p.width % 8) unsupported("an N or K that is not a multiple of 8");
+  if (p.group != 32 && p.group != 64 && p.group % kStep && p.groups > 1) {
+    unsupported("groups other than 32, 64, multiples of 128 and whole rows");
+  }
+  if (!aligned16(p.codes) || !aligned16(p.scales) || !aligned16(p.zeros))
+    unsupported("a weight not aligned to 16 bytes");
+}
+
+// -- launches ---------------------------------------------------------------------------------------------------------
+
+// Raises the limit of dynamic shared memory of KERNEL to what the device has, once per device. Returns that.
+template <auto KERNEL>
+int raise_shared_limit(DLDevice device) {
+  static std::atomic<int> limits[64];
+  const int id = device.device_id;
+  if (id < 64 && limits[id].load(std::memory_order_relaxed)) return limits[id].load(std::memory_order_relaxed);
+  const int limit = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, id);
+  check_launch(cudaFuncSetAttribute(KERNEL, cudaFuncAttributeMaxDynamicSharedMemorySize, limit), device);
+  if (id < 64) limits[id].store(limit, std::memory_order_relaxed);
+  return limit;
+}
+
+// Largest: the tile with the most tokens among those whose results are to be the same, bit for bit.
+template <typename T, int GROUP, typename Tile, typename Largest>
+void launch_tile(W4Params p, DLDevice device) {
+  constexpr int bytes = W4Stage<Tile, GROUP>::shared_bytes;
+  constexpr auto kernel = w4a16_kernel<T, GROUP, Tile>;
+  const int limit = raise_shared_limit<kernel>(device);
+  const int slices = (p.outputs + Tile::rows - 1) / Tile::rows, tiles = (p.tokens + Tile::tokens - 1) / Tile::tokens;
+  const int sms = device_attribute(cudaDevAttrMultiProcessorCount, device.device_id);
+  p.parts = std::min({Tile::parts, p.steps, limit / W4Stage<Largest, GROUP>::shared_bytes});
+  p.splits = std::max(1, std::min({sms / (slices * tiles), kMaxSplits, p.steps / p.parts}));
+  // Clusters of more than two CTAs leave SMs of a GPC free: they fill the GPU in two waves.
+  const int major = device_attribute(cudaDevAttrComputeCapabilityMajor, device.device_id);
+  const bool clusters = major >= 9 && (p.splits <= 2 || slices * tiles * p.splits <= sms * 3 / 4);
+  if (clusters || p.splits == 1) {
+    p.partial = nullptr;
+  } else if (!p.partial) {
+    p.splits = major >= 9 ? 2 : 1;
+  }
+  launch_pdl(kernel, dim3(slices * p.splits, tiles), dim3(Tile::threads * p.parts), device, p, bytes * p.parts,
+             p.partial ? 1 : p.splits);
+  if (!p.partial) return;
+  const int64_t packs = int64_t{p.tokens} * (p.outputs / 4);
+  launch_pdl(w4a16_sum_kernel<T>, dim3(static_cast<unsigned>((packs + kW4SumThreads - 1) / kW4SumThreads)),
+             dim3(kW4SumThreads), device, p);
+}
+
+template <typename T, int GROUP>
+void launch_group(const W4Params& p, DLDevice device) {
+  const bool wide = p.outputs > 96 * device_attribute(cudaDevAttrMultiProcessorCount, device.device_id);
+  if (p.tokens <= 8 && !wide) return launch_tile<T, GROUP, Tile8Rows64, Tile16Rows64>(p, device);
+  if (p.tokens <= 8) return launch_tile<T, GROUP, Tile8Rows128, Tile16Rows128>(p, device);
+  if (p.tokens <= 16 && !wide) return launch_tile<T, GROUP, Tile16Rows64, Tile16Rows64>(p, device);
+  if (p.tokens <= 16) return launch_tile<T, GROUP, Tile16Rows128, Tile16Rows128>(p, device);
+  if (p.tokens <= 32) return launch_tile<T, GROUP, Tile32, Tile64>(p, device);
+  launch_tile<T, GROUP, Tile64, Tile64>(p, device);
+}
+
+template <typename T>
+void launch_linear(const W4Params& p, DLDevice device) {
+  if (p.group == 32) return launch_group<T, 32>(p, device);
+  if (p.group == 64) return launch_group<T, 64>(p, device);
+  launch_group<T, 128>(p, device);
+}
+
+// x: [T, K], T at most 128. partial: float32 [8 * T * N] or None: then K is cut only as far as clusters go.
+void w4a16_linear(TensorView out, TensorView x, TensorView codes, TensorView scales, OptionalTensor zeros,
+                  int64_t group_size, OptionalTensor bias, OptionalTensor partial) {
+  const Checks check("w4a16_linear");
+  check.dtype("x", x, {kBFloat16, kFloat16, kFloat32});
+  check.rank("x", x, 2, 2);
+  check.last_contiguous("x", x);
+  W4Params p;
+  check_weight(check, codes, scales, zeros, group_size, &p);
+  const int64_t tokens = x.size(0), rows = p.outputs, x_shape[2] = {tokens, p.width}, out_shape[2] = {tokens, rows};
+  check.shape("x", x, x_shape, 2);
+  check.same_dtype("w", scales, "x", x);
+  if (bias.has_value()) {
+    check.dtype("bias", *bias, {x.dtype()});
+    check.shape("bias", *bias, &rows, 1);
+    check.last_contiguous("bias", *bias);
+  }
+  check.dtype("out", out, {x.dtype()});
+  check.shape("out", out, out_shape, 2);
+  check.last_contiguous("out", out);
+  check.disjoint("out", out);
+  check_memory(check, {{"x", x},
+                       {"w", codes},
+                       {"w", scales},
+                       {"w", zeros},
+                       {"bias", bias},
+                       {"out", out, /*written=*/true},
+                       {"partial", partial}});
+  if (tokens == 0 || rows == 0) return;
+  require_covered(p, scales);
+  if (tokens > kMaxTokens) unsupported("more than 128 tokens");
+  p.x = address(x);
+  p.bias = address(bias);
+  p.out = address(out);
+  p.x_stride = x.stride(0) * 2;
+  p.out_stride = out.stride(0) * 2;
+  p.tokens = static_cast<int>(tokens);
+  p.packed_out = reinterpret_cast<uintptr_t>(p.out) % 8 == 0 && (tokens == 1 || p.out_stride % 8 == 0);
+  if (!aligned16(p.x) || (tokens > 1 && p.x_stride % 16)) unsupported("rows of x that are not aligned to 16 bytes");
+  const DLDevice device = x.device();
+  const DeviceGuard guard(device.device_id);
+  if (partial.has_value()) {
+    if ((*partial).numel() < kMaxSplits * tokens * rows) unsupported("too little scratch memory");
+    p.partial = reinterpret_cast<float*>(address(*partial));
+  }
+  same_dtype(x.dtype(), kBFloat16) ? launch_linear<__nv_bfloat16>(p, device) : launch_linear<__half>(p, device);
+}
+
+// The weight [N, K]: (code - zero) * scale, rounded once to the type of the scales.
+void w4_dequant(TensorView out, TensorView codes, TensorView scales, OptionalTensor zeros, int64_t group_size) {
+  const Checks check("w4a16_linear");
+  W4Params p;
+  check_weight(check, codes, scales, zeros, group_size, &p);
+  const int64_t shape[2] = {p.outputs, p.width};
+  check.dtype("out", out, {scales.dtype()});
+  check.shape("out", out, shape, 2);
+  check.contiguous("out", out);
+  check_memory(check, {{"w", codes}, {"w", scales}, {"w", zeros}, {"out", out, /*written=*/true}});
+  if (out.numel() == 0) return;
+  require_covered(p, scales);
+  p.out = address(out);
+  p.out_stride = int64_t{p.width} * 2;
+  if (!aligned16(p.out)) unsupported("an out not aligned to 16 bytes");
+  const DLDevice device = codes.device();
+  const DeviceGuard guard(device.device_id);
+  const int64_t blocks = codes.size(0) * codes.size(1);
+  const int64_t ctas = (blocks + kW4DequantWarps - 1) / kW4DequantWarps;
+  if (ctas > std::numeric_limits<int>::max()) unsupported("more than 2^31 CTAs");
+  launch_pdl(same_dtype(scales.dtype(), kBFloat16) ? w4_dequant_kernel<__nv_bfloat16> : w4_dequant_kernel<__half>,
+             dim3(static_cast<unsigned>(ctas)), dim3(32 * kW4DequantWarps), device, p);
+}
+
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(w4a16_linear, w4a16_linear);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(w4_dequant, w4_dequant);
+
+}  // namespace kestrel::quant

@@ -1,0 +1,511 @@
+// x [T, K] times a weight [N, K] of 4-bit codes, transposed, for few tokens: the codes' bytes decide.
+//
+// Codes are the 16 rows of mma.sync, tokens its 8 columns. The packed layout [N / 16, K / 64, 32 lanes, 16 bytes] is
+// that of the instruction: 16 bytes of a lane are its fragments of four products, and no lane needs those of
+// another. The warps of a CTA have slices of K; those of one slice share a ring in shared memory (cp.async), in
+// steps of 128 k. Codes become small integers in 16 bits by mantissa bits, exactly. Their products with x are added
+// in float32 over a group and then scaled. Slices of K are added in order, in shared memory, then over a cluster or
+// by a second kernel: the order depends on N, K, the range of T and the GPU alone, so a token's result does not
+// depend on other tokens.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+#include <kestrel/pdl.cuh>
+#include <kestrel/ptx/cluster.cuh>
+#include <kestrel/ptx/cp_async.cuh>
+#include <kestrel/ptx/shared.cuh>
+#include <type_traits>
+
+namespace kestrel::quant {
+
+constexpr int kStep = 128;  // k of a pipeline stage
+constexpr int kBlock = 64;  // k of a block of the packed layout: 16 rows are 512 bytes
+constexpr int kBlockBytes = 512;
+constexpr int kMaxSplits = 8;    // the portable size of a cluster
+constexpr int kLineBytes = 128;  // of x in shared memory: a token's k of a block
+
+struct W4Params {
+  const char* x = nullptr;               // [T, K]
+  const char* codes = nullptr;           // [ceil(N / 16), ceil(K / 64), 32, 16 bytes], unsigned
+  const char* scales = nullptr;          // [groups, N], of x's type
+  const char* zeros = nullptr;           // int16 [groups, N]; null: 8
+  const char* bias = nullptr;            // [N]
+  char* out = nullptr;                   // [T, N]
+  float* partial = nullptr;              // [splits, T, N], where a second kernel adds up; else null
+  int64_t x_stride = 0, out_stride = 0;  // bytes
+  int tokens = 0, outputs = 0, width = 0;
+  int groups = 0, group = 0, steps_per_group = 1;
+  int blocks = 0, steps = 0;
+  int splits = 1, parts = 1;  // CTAs that share K, and slices of K of a CTA
+  bool packed_out = false;    // four elements of out are 8 aligned bytes
+};
+
+// How a CTA is cut.
+template <int N_TILES_, int M_TILES_, int WARPS_, int STAGES_, int PARTS_, int MIN_CTAS_ = 1>
+struct W4Tile {
+  static constexpr int n_tiles = N_TILES_;  // of 8 tokens
+  static constexpr int m_tiles = M_TILES_;  // of 16 rows, a warp
+  static constexpr int warps = WARPS_;      // that share a slice of K
+  static constexpr int rows = 16 * m_tiles * warps;
+  static constexpr int threads = 32 * warps;  // of a slice of K
+  static constexpr int parts = PARTS_;        // slices of K of a CTA, at most
+  static constexpr int min_ctas = MIN_CTAS_;  // of an SM
+  // Products of base + code, and base + zero times the sum of x taken away: cheaper where a code serves few
+  // tokens.
+  static constexpr bool sums_x = n_tiles <= 2;
+  static constexpr int stages = STAGES_;
+  static constexpr int tokens = 8 * n_tiles;
+  static constexpr int x_copies = (tokens * 2 * kLineBytes / 16 + threads - 1) / threads;  // a thread and stage
+};
+
+template <typename Tile, int GROUP>
+struct W4Stage {
+  static constexpr int rows = Tile::rows;
+  static constexpr int codes = 0;
+  static constexpr int x = rows * kStep / 2;
+  static constexpr int scales = x + Tile::tokens * 2 * kLineBytes;
+  static constexpr int groups = kStep / GROUP;
+  static constexpr int scale_bytes = groups * rows * 2;
+  static constexpr int zeros = scales + scale_bytes;
+  static constexpr int bytes = zeros + scale_bytes;
+  static constexpr int sum_pitch = rows + 4;  // floats: keeps stores of fragments free of bank conflicts
+  static constexpr int ring_bytes = Tile::stages * bytes, sum_bytes = Tile::tokens * sum_pitch * 4;
+  static constexpr int shared_bytes = ring_bytes > sum_bytes ? ring_bytes : sum_bytes;  // of a slice of K
+};
+
+__device__ __forceinline__ void mma_16x8x16(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1,
+                                            __nv_bfloat16) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, "
+      "{%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, "
+      "%3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+__device__ __forceinline__ void mma_16x8x16(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, __half) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, "
+      "{%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, "
+      "%3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// (codes & mask) | magic
+template <uint32_t mask, uint32_t magic>
+__device__ __forceinline__ uint32_t masked(uint32_t codes) {
+  uint32_t v;
+  asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(v) : "r"(codes), "n"(mask), "n"(magic));
+  return v;
+}
+
+// Eight codes of a word become one A fragment: code idx of half e is at bit 16 e + 4 idx + 3 (of a ring of 32),
+// element e of register idx. As mantissa bits, 3 to 6 in bf16 and 6 to 9 in fp16, they are 16 + code exactly.
+template <typename T>
+struct Decoder {
+  static constexpr bool bf16 = std::is_same_v<T, __nv_bfloat16>;
+  static constexpr float base = 16.f;
+  static constexpr uint32_t magic = bf16 ? 0x41804180u : 0x4c004c00u, mask = bf16 ? 0x00780078u : 0x03c003c0u;
+  static constexpr uint32_t code_step = bf16 ? 8 : 64;
+
+  static __device__ __forceinline__ void decode(uint32_t codes, uint32_t (&a)[4]) {
+    constexpr int first = bf16 ? 0 : 3;  // bits to shift to the left
+    a[0] = masked<mask, magic>(codes << first);
+    a[1] = masked<mask, magic>(codes >> 4 - first);
+    a[2] = masked<mask, magic>(codes >> 8 - first);
+    a[3] = masked<mask, magic>(__funnelshift_r(codes, codes, 12 - first));
+  }
+
+  // -(base + zero), twice; a zero point is at most 16.
+  static __device__ __forceinline__ uint32_t minus_offset(uint32_t zero) {
+    return ((magic & 0xffffu | 0x8000u) + code_step * zero) * 0x10001u;
+  }
+
+  // base + code to code - zero, which is exact.
+  static __device__ __forceinline__ uint32_t centred(uint32_t pair, uint32_t offset) {
+    uint32_t d;
+    if constexpr (bf16) {
+      asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(pair), "r"(0x3f803f80u), "r"(offset));
+    } else {
+      asm("add.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(pair), "r"(offset));
+    }
+    return d;
+  }
+};
+
+template <typename T>
+__device__ __forceinline__ float widen(uint32_t bits) {
+  if constexpr (std::is_same_v<T, __nv_bfloat16>) return __uint_as_float(bits << 16);
+  return __half2float(__ushort_as_half(static_cast<unsigned short>(bits)));
+}
+
+template <typename T>
+__device__ __forceinline__ uint32_t narrow(float v) {
+  if constexpr (std::is_same_v<T, __nv_bfloat16>) return __bfloat16_as_ushort(__float2bfloat16_rn(v));
+  return __half_as_ushort(__float2half_rn(v));
+}
+
+__device__ __forceinline__ uint32_t load_shared_u16(uint32_t address) {
+  uint16_t v;
+  asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(address) : "memory");
+  return v;
+}
+
+__device__ __forceinline__ float4 load_dsmem_float4(uint32_t address) {
+  float4 v{};
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+               : "r"(address)
+               : "memory");
+#endif
+  return v;
+}
+
+__device__ __forceinline__ float4 added(float4 a, float4 b) {
+  return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);
+}
+
+// Four sums of neighbouring rows, plus the bias, into the result.
+template <typename T>
+__device__ __forceinline__ void store_sums(const W4Params& p, int token, int row, float4 sum) {
+  float v[4] = {sum.x, sum.y, sum.z, sum.w};
+  const T* bias = reinterpret_cast<const T*>(p.bias);
+  if (bias) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) v[i] += static_cast<float>(bias[row + i]);
+  }
+  char* to = p.out + token * p.out_stride + int64_t{row} * 2;
+  const uint32_t bits[4] = {narrow<T>(v[0]), narrow<T>(v[1]), narrow<T>(v[2]), narrow<T>(v[3])};
+  if (p.packed_out) {
+    *reinterpret_cast<uint2*>(to) = make_uint2(bits[0] | bits[1] << 16, bits[2] | bits[3] << 16);
+  } else {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) reinterpret_cast<unsigned short*>(to)[i] = static_cast<unsigned short>(bits[i]);
+  }
+}
+
+// GROUP: 32, 64, or 128 for groups that are multiples of 128 or whole rows. N is a multiple of 8.
+template <typename T, int GROUP, typename Tile>
+__global__ void __launch_bounds__(Tile::threads* Tile::parts, Tile::min_ctas)
+    w4a16_kernel(const __grid_constant__ W4Params p) {
+  using Stage = W4Stage<Tile, GROUP>;
+  constexpr int MT = Tile::m_tiles, NT = Tile::n_tiles, S = Tile::stages;
+  extern __shared__ __align__(128) char all_memory[];
+  const int thread = threadIdx.x % Tile::threads, part_of_cta = threadIdx.x / Tile::threads;
+  char* const memory = all_memory + part_of_cta * Stage::ring_bytes;  // the ring of this slice of K
+  const uint32_t shared = ptx::shared_address(memory);
+  const int warp = thread / 32, lane = thread % 32, group = lane / 4, quad = lane % 4;
+  const int slice = blockIdx.x / p.splits, split = blockIdx.x - slice * p.splits;
+  const int first_row = slice * Tile::rows, first_token = blockIdx.y * Tile::tokens;
+  const int tokens = min(p.tokens - first_token, Tile::tokens);
+  const int k_slices = p.splits * p.parts, k_slice = split * p.parts + part_of_cta;
+  const int first_step = static_cast<int>(int64_t{p.steps} * k_slice / k_slices);
+  const int last_step = static_cast<int>(int64_t{p.steps} * (k_slice + 1) / k_slices);
+
+  // Codes: this warp's 16-row tiles; a lane copies what it reads itself. What does not exist is not copied: any
+  // codes are finite, x is 0 where K has ended, and rows past N are not stored.
+  const int first_tile = first_row / 16 + warp * MT;
+  const int tiles = (p.outputs + 15) / 16 - first_tile;  // that exist
+  const int64_t tile_bytes = int64_t{p.blocks} * kBlockBytes;
+  const char* codes_at = p.codes + first_tile * tile_bytes + int64_t{first_step} * (2 * kBlockBytes) + lane * 16;
+  const uint32_t own_codes = shared + warp * MT * 2 * kBlockBytes + lane * 16;
+  int blocks_left = min(last_step * 2, p.blocks) - first_step * 2;  // of those to be copied
+  // Scales and zeros: 16 bytes are those of 8 rows.
+  constexpr int kScaleCopies = Stage::scale_bytes / 16, kScaleRowCopies = Tile::rows / 8;
+  static_assert(kScaleCopies <= Tile::threads);
+  const int scale_row = first_row + thread % kScaleRowCopies * 8;
+  const bool copies_scales = thread < kScaleCopies && scale_row < p.outputs;
+  const int first_group =
+      GROUP == 128 ? first_step / p.steps_per_group : first_step * Stage::groups + thread / kScaleRowCopies;
+  const char* scales_at = p.scales + (int64_t{first_group} * p.outputs + scale_row) * 2;
+  const int64_t to_zeros = p.zeros - p.scales, group_bytes = int64_t{p.outputs} * 2;
+  int groups_left = p.groups - first_group;
+  int steps_left_of_group = (first_group + 1) * p.steps_per_group - first_step;  // GROUP 128
+
+  const auto load_weights = [&](uint32_t stage) {
+#pragma unroll
+    for (int i = 0; i < MT; ++i) {
+#pragma unroll
+      for (int b = 0; b < 2; ++b) {
+        if (b < blocks_left && i < tiles) {
+          ptx::cp_async16(own_codes + stage + (i * 2 + b) * kBlockBytes, codes_at + i * tile_bytes + b * kBlockBytes);
+        }
+      }
+    }
+    if (copies_scales && blocks_left > 0) {
+      const uint32_t to = shared + stage + Stage::scales + thread * 16;
+      const bool valid = groups_left > 0;
+      ptx::cp_async16_or_zero(to, valid ? scales_at : p.scales, valid);
+      if (p.zeros) ptx::cp_async16_or_zero(to + Stage::scale_bytes, valid ? scales_at + to_zeros : p.zeros, valid);
+    }
+    codes_at += 2 * kBlockBytes;
+    blocks_left -= 2;
+    if (GROUP != 128) {
+      scales_at += Stage::groups * group_bytes;
+      groups_left -= Stage::groups;
+    } else if (--steps_left_of_group == 0) {
+      scales_at += group_bytes;
+      steps_left_of_group = p.steps_per_group;
+    }
+  };
+
+  // x: a warp copies 256 bytes of two tokens; odd tokens have the halves of their lines exchanged, so that
+  // fragments are read without bank conflicts. Columns of tokens that do not exist are never stored, so they may
+  // hold anything.
+  constexpr int kTokensOfCopy = Tile::threads / 16;
+  const int x_token = thread / 16, x_byte = thread % 16 * 16;
+  const uint32_t x_place = Stage::x + (x_byte / kLineBytes * Tile::tokens + x_token) * kLineBytes +
+                           (x_byte % kLineBytes ^ (x_token & 1) * 64);
+  const char* x_at = p.x + (first_token + x_token) * p.x_stride + int64_t{first_step} * (kStep * 2) + x_byte;
+  int x_left = p.width * 2 - first_step * (kStep * 2) - x_byte;  // bytes of the row from x_at on
+
+#pragma unroll
+  for (int s = 0; s < S - 1; ++s) {
+    load_weights(s * Stage::bytes);
+    ptx::cp_async_commit();
+  }
+  pdl_wait();
+  pdl_trigger();
+  // The first stages of x come through registers: a wait for copies would be one for all weights before them.
+  constexpr int kPrologueCopies = (S - 1) * Tile::x_copies, kBatch = kPrologueCopies < 16 ? kPrologueCopies : 16;
+#pragma unroll
+  for (int first = 0; first < kPrologueCopies; first += kBatch) {
+    uint4 v[kBatch];
+#pragma unroll
+    for (int j = 0; j < kBatch; ++j) {
+      const int s = (first + j) / Tile::x_copies, token = (first + j) % Tile::x_copies * kTokensOfCopy;
+      v[j] = make_uint4(0, 0, 0, 0);
+      if (s < S - 1 && first_step + s < last_step && x_token + token < tokens && x_left > s * kStep * 2) {
+        v[j] = *reinterpret_cast<const uint4*>(x_at + token * p.x_stride + s * kStep * 2);
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < kBatch; ++j) {
+      const int s = (first + j) / Tile::x_copies, token = (first + j) % Tile::x_copies * kTokensOfCopy;
+      if (s < S - 1 && x_token + token < tokens) {
+        *reinterpret_cast<uint4*>(memory + s * Stage::bytes + x_place + token * kLineBytes) = v[j];
+      }
+    }
+  }
+  x_at += (S - 1) * kStep * 2;
+  x_left -= (S - 1) * kStep * 2;
+
+  float acc[MT][NT][4] = {};
+  const uint32_t from_x = shared + Stage::x + group * kLineBytes + (quad * 16 ^ (group & 1) * 64);
+  const uint32_t from_x_halves[2] = {from_x, from_x ^ 64};
+  const uint32_t one = Decoder<T>::bf16 ? 0x3f803f80u : 0x3c003c00u, ones[4] = {one, one, one, one};
+  const uint32_t from_scales = shared + Stage::scales + (warp * MT * 16 + group) * 2;
+  uint32_t at = 0, free_stage = (S - 1) * Stage::bytes;
+  for (int step = first_step; step < last_step; ++step) {
+    ptx::cp_async_wait<S - 2>();
+    // The stage is there for all, and all are done with the one before.
+    asm volatile("bar.sync %0, %1;" ::"r"(part_of_cta + 1), "n"(Tile::threads) : "memory");
+    if (step + S - 1 < last_step) {
+      load_weights(free_stage);
+#pragma unroll
+      for (int i = 0; i < Tile::x_copies; ++i) {
+        const int token = i * kTokensOfCopy;
+        if (x_token + token < tokens) {
+          ptx::cp_async16_or_zero(shared + free_stage + x_place + token * kLineBytes,
+                                  x_left > 0 ? x_at + token * p.x_stride : p.x, x_left > 0);
+        }
+      }
+      x_at += kStep * 2;
+      x_left -= kStep * 2;
+    }
+    ptx::cp_async_commit();
+    constexpr int kBlocks = GROUP == 128 ? 2 : 1,
+                  kGroups = Stage::groups * kBlocks / 2;  // of an iteration
+#pragma unroll(NT == 8 || GROUP == 32 ? 1 : 2)
+    for (int first_block = 0; first_block < 2; first_block += kBlocks) {
+      uint4 words[MT];
+#pragma unroll
+      for (int g = 0; g < kGroups; ++g) {
+        float part[MT][NT][4] = {}, x_sum[NT][4] = {};
+        float scale[MT][2], offset[MT][2];
+        uint32_t minus_offset[MT][2];
+#pragma unroll
+        for (int i = 0; i < MT; ++i) {
+#pragma unroll
+          for (int r = 0; r < 2; ++r) {
+            const int of_group = first_block * Stage::groups / 2 + g;
+            const uint32_t of_row = at + from_scales + (of_group * Tile::rows + i * 16 + r * 8) * 2;
+            scale[i][r] = widen<T>(load_shared_u16(of_row));
+            const uint32_t zero = p.zeros ? load_shared_u16(of_row + Stage::scale_bytes) : 8u;
+            offset[i][r] = Decoder<T>::base + static_cast<float>(zero);
+            minus_offset[i][r] = Decoder<T>::minus_offset(zero);
+          }
+        }
+#pragma unroll
+        for (int q = 0; q < GROUP / 32; ++q) {
+          const int k32 = g * (GROUP / 32) + q, h = k32 % 2, block = first_block + k32 / 2;
+          uint32_t a[MT][2][4];
+#pragma unroll
+          for (int i = 0; i < MT; ++i) {
+            if (h == 0) words[i] = ptx::load_shared_uint4(own_codes + at + (i * 2 + block) * kBlockBytes);
+            Decoder<T>::decode(h == 0 ? words[i].x : words[i].z, a[i][0]);
+            Decoder<T>::decode(h == 0 ? words[i].y : words[i].w, a[i][1]);
+            if constexpr (!Tile::sums_x) {
+#pragma unroll
+              for (int j = 0; j < 8; ++j) {
+                a[i][j / 4][j % 4] = Decoder<T>::centred(a[i][j / 4][j % 4], minus_offset[i][j % 2]);
+              }
+            }
+          }
+          uint4 b[NT];
+#pragma unroll
+          for (int j = 0; j < NT; ++j) {
+            b[j] = ptx::load_shared_uint4(from_x_halves[h] + at + (block * Tile::tokens + j * 8) * kLineBytes);
+          }
+#pragma unroll
+          for (int w = 0; w < 2; ++w) {  // neighbouring products do not wait for each other
+#pragma unroll
+            for (int j = 0; j < NT; ++j) {
+              const uint32_t low = w ? b[j].z : b[j].x, high = w ? b[j].w : b[j].y;
+              if constexpr (Tile::sums_x) mma_16x8x16(x_sum[j], ones, low, high, T());
+#pragma unroll
+              for (int i = 0; i < MT; ++i) mma_16x8x16(part[i][j], a[i][w], low, high, T());
+            }
+          }
+        }
+#pragma unroll
+        for (int i = 0; i < MT; ++i) {
+#pragma unroll
+          for (int j = 0; j < NT; ++j) {
+#pragma unroll
+            for (int c = 0; c < 4; ++c) {
+              float value = part[i][j][c];
+              if constexpr (Tile::sums_x) value = fmaf(-offset[i][c / 2], x_sum[j][c % 2], value);
+              acc[i][j][c] = fmaf(value, scale[i][c / 2], acc[i][j][c]);
+            }
+          }
+        }
+      }
+    }
+    free_stage = at;
+    at = at == (S - 1) * Stage::bytes ? 0 : at + Stage::bytes;
+  }
+
+  // The sums of a slice of K, [tokens][rows]; then those of the slices of a CTA in order, then those of its
+  // cluster.
+  ptx::cp_async_wait_all();
+  __syncthreads();
+  constexpr int pitch = Stage::sum_pitch, row_packs = Tile::rows / 4;
+  float* const sums = reinterpret_cast<float*>(all_memory);
+#pragma unroll
+  for (int i = 0; i < MT; ++i) {
+#pragma unroll
+    for (int j = 0; j < NT; ++j) {
+#pragma unroll
+      for (int c = 0; c < 4; ++c) {
+        const int token = part_of_cta * Tile::tokens + j * 8 + 2 * quad + c % 2;
+        sums[token * pitch + (warp * MT + i) * 16 + group + c / 2 * 8] = acc[i][j][c];
+      }
+    }
+  }
+  __syncthreads();
+  const bool one_cta = p.splits == 1, in_cluster = !one_cta && !p.partial;
+  const int packs = tokens * row_packs;  // of four rows
+  for (int pack = threadIdx.x; pack < packs; pack += blockDim.x) {
+    const int token = pack / row_packs, row = pack % row_packs * 4;
+    float* const from = sums + token * pitch + row;
+    float4 sum = *reinterpret_cast<const float4*>(from);
+    for (int k = 1; k < p.parts; ++k) {
+      sum = added(sum, *reinterpret_cast<const float4*>(from + k * Tile::tokens * pitch));
+    }
+    if (in_cluster) {
+      *reinterpret_cast<float4*>(from) = sum;
+    } else if (first_row + row < p.outputs) {
+      if (one_cta) {
+        store_sums<T>(p, first_token + token, first_row + row, sum);
+      } else {
+        float* const to = p.partial + (int64_t{split} * p.tokens + first_token + token) * p.outputs + first_row + row;
+        *reinterpret_cast<float4*>(to) = sum;
+      }
+    }
+  }
+  if (!in_cluster) return;
+  __syncwarp();
+  ptx::cluster_sync();
+  for (int pack = split * blockDim.x + threadIdx.x; pack < packs; pack += p.splits * blockDim.x) {
+    const int token = pack / row_packs, row = pack % row_packs * 4;
+    if (first_row + row >= p.outputs) continue;
+    const uint32_t address = ptx::shared_address(sums + token * pitch + row);
+    float4 sum[kMaxSplits];
+#pragma unroll
+    for (int s = 0; s < kMaxSplits; ++s) {
+      if (s < p.splits) sum[s] = load_dsmem_float4(ptx::map_shared(address, s));
+    }
+#pragma unroll
+    for (int s = 1; s < kMaxSplits; ++s) {
+      if (s < p.splits) sum[0] = added(sum[0], sum[s]);
+    }
+    store_sums<T>(p, first_token + token, first_row + row, sum[0]);
+  }
+  __syncwarp();
+  ptx::cluster_sync();  // shared memory stays until all have read it
+}
+
+constexpr int kW4SumThreads = 128;
+
+// Adds up the slices of K in order, where there are no clusters.
+template <typename T>
+__global__ void __launch_bounds__(kW4SumThreads) w4a16_sum_kernel(const __grid_constant__ W4Params p) {
+  pdl_wait();
+  pdl_trigger();
+  const int packs_of_token = p.outputs / 4;
+  const int64_t pack = int64_t{blockIdx.x} * kW4SumThreads + threadIdx.x;
+  if (pack >= int64_t{p.tokens} * packs_of_token) return;
+  const int token = static_cast<int>(pack / packs_of_token), row = static_cast<int>(pack % packs_of_token) * 4;
+  float4 sum{};
+  for (int s = 0; s < p.splits; ++s) {
+    const float4 v = *reinterpret_cast<const float4*>(p.partial + (int64_t{s} * p.tokens + token) * p.outputs + row);
+    sum = s == 0 ? v : added(sum, v);
+  }
+  store_sums<T>(p, token, row, sum);
+}
+
+constexpr int kW4DequantWarps = 8;
+
+// The weight itself, [N, K] in T, rounded once: a warp takes blocks of 16 rows and 64 k.
+template <typename T>
+__global__ void __launch_bounds__(32 * kW4DequantWarps) w4_dequant_kernel(const __grid_constant__ W4Params p) {
+  const int lane = threadIdx.x % 32, group = lane / 4, quad = lane % 4;
+  const int64_t at = int64_t{blockIdx.x} * kW4DequantWarps + threadIdx.x / 32;
+  const int tile = static_cast<int>(at / p.blocks), block = static_cast<int>(at % p.blocks);
+  if (tile * 16 >= p.outputs) return;
+  const uint4 codes = *reinterpret_cast<const uint4*>(p.codes + at * kBlockBytes + lane * 16);
+  const uint32_t words[4] = {__funnelshift_r(codes.x, codes.x, 3), __funnelshift_r(codes.y, codes.y, 3),
+                             __funnelshift_r(codes.z, codes.z, 3), __funnelshift_r(codes.w, codes.w, 3)};
+  const unsigned short* scales = reinterpret_cast<const unsigned short*>(p.scales);
+  const short* zeros = reinterpret_cast<const short*>(p.zeros);
+  pdl_wait();
+  pdl_trigger();
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const int k = block * kBlock + h * 32 + quad * 8;
+    if (k >= p.width) continue;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int row = tile * 16 + r * 8 + group;
+      if (row >= p.outputs) continue;
+      const int64_t of = int64_t{k / p.group} * p.outputs + row;
+      const float scale = widen<T>(scales[of]);
+      const int zero = zeros ? zeros[of] : 8;
+      uint32_t v[4];
+#pragma unroll
+      for (int pair = 0; pair < 4; ++pair) {  // elements 2 pair and 2 pair + 1 of eight
+        const uint32_t word = words[2 * h + pair / 2] >> (4 * (pair % 2 * 2 + r));
+        const float first = static_cast<float>(static_cast<int>(word & 15) - zero) * scale;
+        const float second = static_cast<float>(static_cast<int>(word >> 16 & 15) - zero) * scale;
+        v[pair] = narrow<T>(first) | narrow<T>(second) << 16;
+      }
+      *reinterpret_cast<uint4*>(p.out + row * p.out_stride + int64_t{k} * 2) = make_uint4(v[0], v[1], v[2], v[3]);
+    }
+  }
+}
+
+}  // namespace kestrel::quant
