@@ -79,20 +79,6 @@ __device__ __forceinline__ T* map_shared(T* p, uint32_t rank) {
 #endif
 }
 
-__device__ __forceinline__ uint32_t load_dsmem(uint32_t address) {
-  uint32_t v = 0;
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  asm volatile("ld.shared::cluster.u32 %0, [%1];" : "=r"(v) : "r"(address) : "memory");
-#endif
-  return v;
-}
-
-__device__ __forceinline__ void store_dsmem(uint32_t address, uint32_t v) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  asm volatile("st.shared::cluster.u32 [%0], %1;" ::"r"(address), "r"(v) : "memory");
-#endif
-}
-
 // Asynchronous stores. The mbarrier, of the same block as the target, counts the bytes when they are visible there.
 // Both addresses come from map_shared().
 __device__ __forceinline__ void store_async(uint32_t address, uint32_t v, uint32_t mbarrier) {
