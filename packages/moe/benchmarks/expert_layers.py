@@ -1,8 +1,8 @@
 """What the definitions of routed expert layers share: random routing, weights of several layers, candidates.
 
 A shape is "T1 E64 k8 h2048 i1024". Every token chooses its experts with equal probability. Successive calls alternate
-between the weights of two layers. With one token, a call chooses other experts than the previous call of the same layer.
-No call therefore finds its weights in L2.
+between the weights of two layers. With one token, a call chooses other experts than the one before in
+the same layer. No call therefore finds its weights in L2.
 """
 
 from __future__ import annotations
