@@ -112,7 +112,7 @@ def grouped_products(
     topk_ids: torch.Tensor,
     out: torch.Tensor,
 ) -> torch.Tensor:
-    """Tokens sorted by expert, PyTorch's grouped product, activation, grouped product, weighted sum."""
+    """Sort tokens by expert, then PyTorch's grouped GEMM, the activation, grouped GEMM, and the weighted sum."""
     tokens, choices = topk_ids.shape
     order = topk_ids.flatten().argsort(stable=True)
     counts = torch.zeros(w1.shape[0], dtype=torch.int32, device=hidden.device)
