@@ -373,8 +373,8 @@ void fused_experts(TensorView out, TensorView scratch, TensorView hidden, Tensor
   require_packs("w2", w2);
   require_scales(w1_scale, {});
   require_scales(w2_scale, {});
-  const bool listed = !sorted_token_ids.has_value();
-  if (listed && pairs > kMostListedPairs) unsupported("more than 32 pairs that are not aligned");
+  const bool in_kernel = !sorted_token_ids.has_value();
+  if (in_kernel && pairs > kMaxPairsInKernel) unsupported("more than 32 pairs that are not aligned");
   const ExpertsScratch parts(tokens, pairs, inner, width, fp8);
   if (scratch.numel() * element_bytes(scratch) < parts.bytes) unsupported("too little scratch memory");
   char* const memory = address(scratch);
@@ -382,7 +382,7 @@ void fused_experts(TensorView out, TensorView scratch, TensorView hidden, Tensor
   const DLDevice device = hidden.device();
   const DeviceGuard guard(device.device_id);
   const Aligned aligned{sorted_token_ids, expert_ids, num_tokens_post_pad, block_size};
-  if (!listed) check_aligned(check, aligned);
+  if (!in_kernel) check_aligned(check, aligned);
 
   ExpertsParams up, down;
   set_routing(&up, topk_ids, {}, expert_map, experts);
@@ -414,12 +414,12 @@ void fused_experts(TensorView out, TensorView scratch, TensorView hidden, Tensor
     down.out_stride = width * 2;
     down.partial = nullptr;
   }
-  const bool sums = listed && tokens <= kTokensSummedByDown;
+  const bool sums = in_kernel && tokens <= kTokensSummedByDown;
   if (sums) {
     up.arrivals = down.arrivals = reinterpret_cast<unsigned*>(memory + parts.arrivals);
     up.arrival_slices = static_cast<int>(width / 16);
   }
-  if (!listed) {
+  if (!in_kernel) {
     tiles = set_aligned(&up, aligned, tile);
     set_aligned(&down, aligned, tile);
   }
@@ -438,7 +438,7 @@ void fused_experts(TensorView out, TensorView scratch, TensorView hidden, Tensor
     quantise(t, address(hidden), hidden.stride(0) * 2, tokens, width, parts.x_codes, parts.x_scale);
   });
   const auto launch = [&](const ExpertsParams& p, auto projection) {
-    if (!listed) return launch_sorted(p, projection.value, w1.dtype(), wgmma, tile, tiles, device);
+    if (!in_kernel) return launch_sorted(p, projection.value, w1.dtype(), wgmma, tile, tiles, device);
     dispatch_weight(w1.dtype(), [&](auto w) {
       launch_tiles<decltype(w), projection.value, Grouping::in_kernel>(p, tile, tiles, device);
     });

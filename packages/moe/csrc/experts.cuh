@@ -59,17 +59,17 @@ __device__ __forceinline__ int local_expert(const ExpertsParams& p, int id) {
 
 // Up to 32 (token, choice) pairs, grouped by expert in order of first appearance and split into tiles of TOKENS.
 template <int TOKENS>
-struct PairList {
-  int expert[kMostListedPairs];  // of each pair; -1: not on this device
-  int pairs[kMostListedPairs];
-  int tile_expert[kMostListedPairs];
-  int tile_offset[kMostListedPairs];  // of its first pair in `pairs`
-  int tile_count[kMostListedPairs];
+struct PairGroups {
+  int expert[kMaxPairsInKernel];  // of each pair; -1: not on this device
+  int pairs[kMaxPairsInKernel];
+  int tile_expert[kMaxPairsInKernel];
+  int tile_offset[kMaxPairsInKernel];  // of its first pair in `pairs`
+  int tile_count[kMaxPairsInKernel];
   int tiles;
 
   // Called by all threads of the CTA. The first warp does the work, one lane per pair.
   __device__ void build(const ExpertsParams& p) {
-    if (threadIdx.x < kMostListedPairs) {
+    if (threadIdx.x < kMaxPairsInKernel) {
       const int pair = threadIdx.x, token = pair / p.choices;
       const bool exists = pair < p.tokens * p.choices;
       const int mine = exists ? local_expert(p, p.topk_ids[token * p.ids_stride + (pair - token * p.choices)]) : -1;
@@ -169,13 +169,13 @@ template <typename W, Projection PROJECTION, Grouping GROUPING, typename Tile>
 __global__ void __launch_bounds__(Tile::threads, Tile::ctas_per_sm)
     experts_kernel(const __grid_constant__ ExpertsParams p) {
   constexpr bool up = PROJECTION == Projection::up, fp8 = std::is_same_v<W, __nv_fp8_e4m3>;
-  constexpr bool listed = GROUPING == Grouping::in_kernel;
+  constexpr bool in_kernel = GROUPING == Grouping::in_kernel;
   constexpr int MT = Tile::m_tiles, NT = Tile::n_tiles, S = Tile::stages;
   constexpr int element = fp8 ? 1 : 2;                       // bytes, of weights and x
   constexpr int rows_of_tile = up ? 8 : 16;                  // output channels of 16 weight rows
   constexpr int channels = rows_of_tile * MT * Tile::warps;  // of a CTA
   extern __shared__ __align__(128) char memory[];  // [stage][weight rows of each warp, then tokens][128 bytes]
-  __shared__ PairList<Tile::tokens> list;
+  __shared__ PairGroups<Tile::tokens> groups;
   __shared__ int item_pairs[2][Tile::tokens];  // of this item and the next
   __shared__ bool is_last;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = lane / 4, quad = lane % 4;
@@ -188,9 +188,9 @@ __global__ void __launch_bounds__(Tile::threads, Tile::ctas_per_sm)
     pdl_trigger();
   }
   int tiles;
-  if constexpr (listed) {
-    list.build(p);
-    tiles = list.tiles;
+  if constexpr (in_kernel) {
+    groups.build(p);
+    tiles = groups.tiles;
   } else {
     if (!up && !p.routed_early) pdl_wait();
     tiles = min(min(max(*p.padded_pairs, 0) / Tile::tokens, p.blocks * p.tiles_of_block),
@@ -201,11 +201,11 @@ __global__ void __launch_bounds__(Tile::threads, Tile::ctas_per_sm)
     for (int i = threadIdx.x; i < p.arrival_slices; i += Tile::threads) p.arrivals[i] = 0;
   }
   const auto expert_of = [&](int tile) {
-    const int expert = listed ? list.tile_expert[tile] : p.tile_experts[tile / p.tiles_of_block];
+    const int expert = in_kernel ? groups.tile_expert[tile] : p.tile_experts[tile / p.tiles_of_block];
     return expert < p.experts ? expert : -1;
   };
   const auto pair_of = [&](int tile, int n) {  // -1: none
-    if constexpr (listed) return n < list.tile_count[tile] ? list.pairs[list.tile_offset[tile] + n] : -1;
+    if constexpr (in_kernel) return n < groups.tile_count[tile] ? groups.pairs[groups.tile_offset[tile] + n] : -1;
     const int at = tile * Tile::tokens + n;
     const int pair = at < p.sorted_length && expert_of(tile) >= 0 ? p.sorted_pairs[at] : -1;
     return pair < p.tokens * p.choices ? pair : -1;
@@ -285,7 +285,7 @@ __global__ void __launch_bounds__(Tile::threads, Tile::ctas_per_sm)
 #pragma unroll 1
     for (; load_step < first; ++load_step) load_weights(load_step);
     load_step = 0;
-    if (listed || p.routed_early) pdl_wait();
+    if (in_kernel || p.routed_early) pdl_wait();
     pdl_trigger();
 #pragma unroll 1
     for (int s = 0; s < S - 1; ++s) {
@@ -295,7 +295,7 @@ __global__ void __launch_bounds__(Tile::threads, Tile::ctas_per_sm)
     }
   }
 
-  if (listed && !up && tiles == 0) {  // no chosen expert is on this device: the result is 0
+  if (in_kernel && !up && tiles == 0) {  // no chosen expert is on this device: the result is 0
     for (int64_t i = int64_t{blockIdx.x} * Tile::threads + threadIdx.x; i < int64_t{p.tokens} * p.outputs;
          i += int64_t{gridDim.x} * Tile::threads) {
       const int64_t token = i / p.outputs;
@@ -421,7 +421,7 @@ __global__ void __launch_bounds__(Tile::threads, Tile::ctas_per_sm)
         }
       }
     }
-    if (listed && !up && p.arrivals) {  // the last CTA of a slice sums the choices of every token, in order
+    if (in_kernel && !up && p.arrivals) {  // the last CTA of a slice sums the choices of every token, in order
       __threadfence();
       __syncthreads();
       if (threadIdx.x == 0) is_last = atomicAdd(p.arrivals + slice, 1u) == static_cast<unsigned>(tiles - 1);
@@ -435,7 +435,8 @@ __global__ void __launch_bounds__(Tile::threads, Tile::ctas_per_sm)
 #pragma unroll 8
           for (int j = 0; j < p.choices; ++j) {
             const int pair = token * p.choices + j;
-            const float value = list.expert[pair] >= 0 ? load_cg(p.partial + int64_t{pair} * p.outputs + channel) : 0.f;
+            const float value =
+                groups.expert[pair] >= 0 ? load_cg(p.partial + int64_t{pair} * p.outputs + channel) : 0.f;
             total = j == 0 ? value : total + value;
           }
           store_result<W>(p.out + token * p.out_stride, channel, total, p.fp16_result);

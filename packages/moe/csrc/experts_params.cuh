@@ -7,9 +7,9 @@
 
 namespace kestrel::moe {
 
-constexpr int kMostListedPairs = 32;  // the most (token, choice) pairs of Grouping::in_kernel
-constexpr int kLineBytes = 128;       // bytes of K per row and pipeline stage: 64 elements of 16 bits, 128 of FP8
-constexpr int kScaleBlock = 128;      // rows and columns of a weight that share a block scale
+constexpr int kMaxPairsInKernel = 32;  // the most (token, choice) pairs of Grouping::in_kernel
+constexpr int kLineBytes = 128;        // bytes of K per row and pipeline stage: 64 elements of 16 bits, 128 of FP8
+constexpr int kScaleBlock = 128;       // rows and columns of a weight that share a block scale
 
 enum class Projection { up, down };
 // Who groups the (token, choice) pairs by expert: each CTA, in shared memory, or moe_align_block_size.

@@ -13,8 +13,8 @@ from . import reference_experts
 from ._checks import check_out
 
 _kernels = Binary("kestrel_moe")
-_LISTED_PAIRS = 32  # up to so many pairs the kernels group by expert themselves
-_LISTED_TILE = 8  # tokens of a tile then
+_PAIRS_IN_KERNEL = 32  # up to so many pairs the kernels group by expert themselves
+_TILE_IN_KERNEL = 8  # tokens of a tile then
 _ROWS_OF_WGMMA = 9.75  # pairs for each expert, above which its tiles of 64 tokens are faster
 _ROWS_OF_GROUPED_MM = 192  # pairs per expert from which torch.nn.functional.grouped_mm is faster, on Hopper
 
@@ -228,8 +228,8 @@ def fused_experts(
         out = empty(hidden, hidden.dtype, tokens, width)
     scratch = empty(hidden, torch.uint8, _scratch_bytes(tokens, pairs, w1.shape[1] // 2, width, fp8))
     layer = (out, scratch, hidden, w1, w2, topk_weights, topk_ids, w1_scale, w2_scale, expert_map)
-    if pairs <= _LISTED_PAIRS:
-        _kernels.fused_experts(*layer, None, None, None, _LISTED_TILE, activation)
+    if pairs <= _PAIRS_IN_KERNEL:
+        _kernels.fused_experts(*layer, None, None, None, _TILE_IN_KERNEL, activation)
         return out
     hopper = _is_hopper(hidden.get_device())
     if hopper and expert_map is None and _grouped_mm_is_faster(hidden, w1, w2, pairs):
