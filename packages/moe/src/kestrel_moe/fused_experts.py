@@ -208,8 +208,9 @@ def fused_experts(
     sum in order of k, so a row is the same bit for bit for every T. On an H100 or H200 that holds in each of two
     ranges: up to 9.75 pairs for each expert (or 32 pairs in all), and above, where bf16 results of each expert are
     rounded before the sum over j. From 192 pairs on, bf16 layers without ``expert_map`` go through
-    torch.nn.functional.grouped_mm there, and each T is a range of its own. By reference on a CPU, a row is the same bit for bit up to T = 16, and beyond it within each of these ranges of
-    T*K/E: below 1, from a power of two up to the next, from 64 on.
+    torch.nn.functional.grouped_mm there, and each T is a range of its own. By reference on a CPU, a row is the same bit
+    for bit up to T = 16, and beyond it within each of these ranges of T*K/E: below 1, from a power of two up to the
+    next, from 64 on.
 
     Raises ValueError or TypeError for a wrong dtype, rank, shape or device, an unknown ``activation``, FP8 weights
     without scales or scales without FP8 weights.
