@@ -370,7 +370,7 @@ def test_products_equal_the_reference_and_skipped_pairs_are_zero(
 @pytest.mark.parametrize("hole", [0, 5, 64])
 @pytest.mark.parametrize("block_size", [16, 64, 128])
 def test_a_pair_may_be_missing_anywhere_in_a_block(block_size: int, hole: int) -> None:
-    hidden, w1, _, weights, ids = layer(150, 4, 1, 256, 128, ids=lambda t, e, k: torch.zeros(t, k))
+    hidden, w1, _, _, ids = layer(150, 4, 1, 256, 128, ids=lambda t, e, k: torch.zeros(t, k))
     sorted_pairs, *blocks = aligned(ids, 4, block_size)
     want = invoke_cute_moe_up(hidden, w1, None, None, ids, sorted_pairs, *blocks, block_size=block_size)
     want[int(sorted_pairs[hole])] = 0
