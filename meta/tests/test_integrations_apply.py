@@ -233,7 +233,7 @@ def test_experts_of_other_devices_are_skipped(tiny_transformer):
 
 
 def test_a_changed_model_compiles(tiny_transformer):
-    model = tiny_transformer("llama")
+    model = tiny_transformer("llama", num_hidden_layers=1)
     integration.apply(model)
     before = logits(model, None)
     with torch.no_grad():
