@@ -1,11 +1,11 @@
-"""Measures the demo's model, and writes what was measured into meta/README.md.
+"""Measures the demo's model, and writes what was measured into meta/README.md and meta/ENGINES.md.
 
     python tools/model_results.py perplexity     bits per held-out byte of `tiny` with every kind of KV cache
     python tools/model_results.py speed          tokens per second and where a decode step's time goes; needs a GPU
     python tools/model_results.py tables         writes the tables; with --check says whether they are current
 
-Figures go to meta/results/<device>.json (or --out), each kind whole; nothing in the tables is typed. Held-out text: the
-modules of the standard library that tools/train_tiny.py never trained on.
+Figures go to meta/results/<device>.json (or --out). A run replaces all figures of its kind. The tables are never edited
+by hand. The held-out text is the part of Python's standard library that tools/train_tiny.py does not train on.
 """
 
 from __future__ import annotations
@@ -28,6 +28,12 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "meta" / "README.md"
+ENGINES = ROOT / "meta" / "ENGINES.md"
+ENGINE_WAYS = {
+    "kestrel": "this library",
+    "dynamic": "transformers, dynamic cache",
+    "static": "transformers, static cache, compiled",
+}
 RESULTS = ROOT / "meta" / "results"
 BEGIN, END = "<!-- model: written by tools/model_results.py -->\n", "<!-- end of model -->\n"
 BLOCK = re.compile(f"{re.escape(BEGIN)}.*?{re.escape(END)}", re.DOTALL)
@@ -35,15 +41,15 @@ BLOCK = re.compile(f"{re.escape(BEGIN)}.*?{re.escape(END)}", re.DOTALL)
 KV_CACHES = ("auto", "fp8", "int8", "int4")
 NAMES = {"auto": "bf16", "fp8": "FP8", "int8": "INT8", "int4": "INT4"}
 BOUNDS = {"int8": 0.0005, "int4": 0.035}
-"""How much perplexity a cache may cost, relative to bf16."""
+"""The largest allowed increase of perplexity, relative to bf16."""
 PASSES = (16, 32, 48, 63, 64)
-"""Where the passes over a page of 64 tokens end. A page of INT4 keys is quantised by its last token, which has a pass
-of its own: so every token sees the cache that it would see when decoding one token at a time."""
+"""The ends of the decoder's passes over a page of 64 tokens. The last token completes the page, which quantises its
+INT4 keys, so it has a pass of its own. Every token then sees the cache that it sees when decoding token by token."""
 
 CONTEXT = 512
-"""Tokens before the step that is taken apart."""
+"""Tokens in the cache before the step whose ops are timed."""
 IN_A_GRAPH = 8
-"""How often a graph that is timed holds the same work: a replay itself costs some microseconds."""
+"""Repetitions of the work in a timed graph, because a replay itself costs some microseconds."""
 
 Json = dict[str, Any]
 
@@ -61,7 +67,7 @@ def windows_of(data: bytes, count: int, length: int) -> Any:
 
 
 def teacher_forced(weights: Any, kind: str, windows: Any, ends: list[int]) -> Any:
-    """Logits [W, L, V] of the first L bytes of every window [W, L + 1], decoded in passes that end at `ends`."""
+    """Logits [W, L, V] for the first L bytes of every window [W, L + 1], computed in passes that end at `ends`."""
     import torch
 
     from kestrel_kernels.demo.cache import PagedCache
@@ -85,9 +91,11 @@ def ends_of_passes(length: int) -> list[int]:
 
 
 def compared(weights: Any, windows: Any) -> Iterator[Json]:
-    """For each kind of KV cache: bits per byte over windows that begin without context, and against bf16 how much
-    larger perplexity is and how far the predictions diverge (Kullback-Leibler, nats per byte: what a text drawn from
-    the model would cost more; unlike the perplexity of one text it hardly depends on chance)."""
+    """Compare the kinds of KV cache, over windows that start without context.
+
+    Each row has the bits per byte, the relative increase of perplexity over bf16, and the Kullback-Leibler divergence
+    from the predictions with bf16, in nats per byte. The divergence depends less on the text than the perplexity does.
+    """
     from torch.nn import functional as F
 
     expected, exact = windows[:, 1:].to(weights.device), None
@@ -136,7 +144,7 @@ def perplexity(options: argparse.Namespace) -> Json:
 
 
 def speed(options: argparse.Namespace) -> Json:
-    """Tokens per second of one sequence in every way, and the parts of a decode step by kernels."""
+    """Tokens per second of one sequence, with kernels and references, graphs and eager; and the time of each op."""
     import torch
 
     from kestrel_kernels.demo.config import PRESETS
@@ -169,9 +177,9 @@ def speed(options: argparse.Namespace) -> Json:
 
 
 def tokens_per_second(weights: Any, kind: str, tokens: int, *, graph: bool) -> tuple[float, float, float]:
-    """From the median time between two tokens of the second half, with the 20th and the 80th percentile.
+    """Tokens per second from the median time between two tokens, with the 20th and the 80th percentile.
 
-    Tokens are drawn without top-p, whose reference cannot be captured.
+    The first half of the tokens is warm-up. Top-p is off, because its reference cannot be captured.
     """
     from kestrel_kernels.demo.cache import PagedCache
     from kestrel_kernels.demo.generate import Sampling, generate
@@ -182,14 +190,14 @@ def tokens_per_second(weights: Any, kind: str, tokens: int, *, graph: bool) -> t
     arrived = []
     for _ in generate(decoder, [prompt], tokens, Sampling(top_p=1.0), graph=graph):
         arrived.append(time.perf_counter())
-    half = arrived[tokens // 2 : -1]  # behind the last token no step is under way, so that it comes early
+    half = arrived[tokens // 2 : -1]  # the last token arrives early, because no further step has been started
     times = sorted(after - before for before, after in pairwise(half))
     slow, fast = times[len(times) * 4 // 5], times[len(times) // 5]
     return round(1 / statistics.median(times), 1), round(1 / slow, 1), round(1 / fast, 1)
 
 
 def parts_of_a_step(weights: Any, kind: str) -> Json:
-    """Microseconds of a decode step as one CUDA graph, and of the calls of each op in it as a graph of their own."""
+    """Microseconds of a decode step as one CUDA graph, and of the calls of each op as a separate graph."""
     import torch
 
     from kestrel_kernels.demo.cache import PagedCache
@@ -222,7 +230,7 @@ def parts_of_a_step(weights: Any, kind: str) -> Json:
 
 
 def _time_of(work: Callable[[], object]) -> Json:
-    """Microseconds of a replay, or why the work cannot be captured."""
+    """Microseconds of the work in a replayed graph, or the reason why it cannot be captured."""
     import torch
 
     torch.cuda.synchronize()
@@ -247,7 +255,7 @@ def _time_of(work: Callable[[], object]) -> Json:
 
 @contextmanager
 def recorded_calls() -> Iterator[dict[str, list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]]]]:
-    """Every call that the demo makes of an op of this library or of torch.nn.functional, by name."""
+    """Record every call of an op of this library or of torch.nn.functional in the demo, by name."""
     from kestrel_kernels.demo import generate, model, stores
 
     calls: dict[str, list[Any]] = {}
@@ -314,7 +322,7 @@ def record(kind: str, figures: Json, machine: Json, out: Path | None) -> Path:
 
 
 def section(results: Path) -> str:
-    """What stands between the markers of the README; empty without results."""
+    """The text between the markers of the README; empty without results."""
     parts = []
     for path in sorted(results.glob("*.json")):
         found = json.loads(path.read_text(encoding="utf-8"))
@@ -355,7 +363,7 @@ def speed_tables(preset: str, found: Json) -> str:
         "|---|---|---|---|---|",
     ]
     for row in found["rows"]:
-        names = [f"`{op}`" for op in row["by_reference"] if op != "flash_attn_varlen_func"]  # the prompt's alone
+        names = [f"`{op}`" for op in row["by_reference"] if op != "flash_attn_varlen_func"]  # only in the prefill
         ops = ", ".join(names) if row["ops"] == "kernel" else "every op"
         how = "one CUDA graph" if row["graph"] else "eager"
         name, spread = NAMES[row["kv_cache"]], f"{row['p20']:.0f} .. {row['p80']:.0f}"
@@ -368,6 +376,30 @@ def speed_tables(preset: str, found: Json) -> str:
         lines += ["| op | calls | runs as | all of them |", "|---|---|---|---|"]
         parts = sorted(step["parts"], key=lambda part: -(part["us"] or 0))
         lines += [f"| `{part['op']}` | {part['calls']} | {part['runs']} | {_microseconds(part)} |" for part in parts]
+    return "\n".join(lines) + "\n"
+
+
+def engines_section(results: Path) -> str:
+    """The same for meta/ENGINES.md: what `kestrel-kernels bench model` wrote to results/engines/."""
+    parts = []
+    for path in sorted(results.glob("engines/*.json")):
+        for name, found in sorted(json.loads(path.read_text(encoding="utf-8")).items()):
+            parts.append(f"{engine_table(name, found)}\n({provenance(found['environment'])})\n")
+    return "\n".join(parts)
+
+
+def engine_table(name: str, found: Json) -> str:
+    layers = "" if found["layers"] is None else f", {found['layers']} layers"
+    lines = [
+        f"**`{name}`{layers} on {where(found['environment'])}**: random bf16 weights, "
+        f"{found['new_tokens']} new tokens, rates from the ninth on.\n",
+        "| | KV cache | sequences | tokens/s | first token | peak memory |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in found["rows"]:
+        way, memory = ENGINE_WAYS[row["way"]], f"{row['peak_gib']:.1f} GiB" if row["peak_gib"] else ""
+        figures = f"{row['tokens_per_second']:.0f} | {row['first_ms']:.0f} ms | {memory}"
+        lines.append(f"| {way} | {NAMES[row['kv_cache']]} | {row['batch']} | {figures} |")
     return "\n".join(lines) + "\n"
 
 
@@ -386,16 +418,21 @@ def written(readme: str, fresh: str) -> str:
 
 
 def tables(options: argparse.Namespace) -> int:
-    text = README.read_text(encoding="utf-8")
-    fresh = written(text, section(RESULTS))
-    if fresh == text:
-        print("tables of the demo's model are current")
+    stale = []
+    for page, fresh_section in ((README, section(RESULTS)), (ENGINES, engines_section(RESULTS))):
+        text = page.read_text(encoding="utf-8")
+        fresh = written(text, fresh_section)
+        if fresh != text:
+            stale.append(f"meta/{page.name}")
+            if not options.check:
+                page.write_text(fresh, encoding="utf-8")
+    if not stale:
+        print("tables of the models are current")
     elif options.check:
-        print("out of date: meta/README.md: `python tools/model_results.py tables` writes it", file=sys.stderr)
+        print(f"out of date: {', '.join(stale)}: `python tools/model_results.py tables` writes it", file=sys.stderr)
         return 1
     else:
-        README.write_text(fresh, encoding="utf-8")
-        print("wrote meta/README.md")
+        print(f"wrote {', '.join(stale)}")
     return 0
 
 
@@ -409,7 +446,9 @@ def main(arguments: list[str] | None = None) -> int:
         command.add_argument("--out", type=Path, help="instead of meta/results/<device>.json")
         command.add_argument("--revision", help="git revision to record, where there is no git")
         if name == "perplexity":
-            command.add_argument("--windows", type=int, default=128, help="of the model's context")
+            command.add_argument(
+                "--windows", type=int, default=128, help="number of windows, each as long as the context"
+            )
         else:
             command.add_argument("preset", choices=("tiny", "moondream3"))
             command.add_argument("--kv-cache", nargs="+", default=list(KV_CACHES), choices=KV_CACHES)

@@ -1,4 +1,4 @@
-"""The demo's decoder as a plain torch module: what is trained, and what the demo is held against.
+"""The demo's decoder as a plain torch module, for training and as the reference of the demo's tests.
 
 It has the shape of Moondream 3's text model: attention and feed-forward in parallel after one LayerNorm, packed QKV,
 learnt scaling of queries and values (tau), rotary embedding on part of each head, the first layers dense and the others
@@ -21,7 +21,7 @@ FP8_MAX = 448.0
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """Sizes of a decoder. The head size times the heads need not be the width."""
+    """Sizes of a decoder. head_size * heads may differ from width."""
 
     width: int
     layers: int
@@ -90,12 +90,12 @@ class Attention(nn.Module):
         if shape.kv_heads != shape.heads:
             self.tau_alpha_v = nn.Parameter(torch.zeros(shape.kv_heads))
         self.out = nn.Linear(shape.heads * shape.head_size, shape.width)
-        # How an FP8 cache stores keys and values (value = code * scale), measured after training.
+        # Scales of an FP8 KV cache (value = code * scale), set by calibrate() after training.
         self.register_buffer("k_scale", torch.ones(shape.kv_heads))
         self.register_buffer("v_scale", torch.ones(shape.kv_heads))
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries [B, T, H, D], keys and values [B, T, Hk, D], as attention sees them."""
+        """Queries [B, T, H, D], keys and values [B, T, Hk, D], after tau scaling and rotary embedding."""
         shape = self.shape
         qkv = self.qkv(x)
         token = torch.tanh(self.tau(F.gelu(qkv)).float())
@@ -165,7 +165,7 @@ class Layer(nn.Module):
         self.routed = index >= shape.dense_layers
 
     def forward(self, x: Tensor, dropout: float) -> tuple[Tensor, Tensor | None]:
-        """The next residual stream, and how unevenly the experts were used (1 is even), if there are any."""
+        """The next residual stream, and the load-balancing loss of the router (1 if balanced), or None if dense."""
         normed = self.norm(x)
         if not self.routed:
             change, balance = self.attention(normed) + self.dense(normed), None
@@ -190,7 +190,7 @@ class PlainModel(nn.Module):
         self.head = nn.Linear(shape.width, shape.vocabulary)
 
     def initialise(self, generator: torch.Generator) -> None:
-        """Random weights: fan-in scaling, the matrices that write to the residual stream smaller with depth."""
+        """Random weights with fan-in scaling. Matrices that write to the residual stream are scaled down with depth."""
         with torch.no_grad():
             for name, parameter in self.named_parameters():
                 if parameter.ndim < 2:
@@ -208,7 +208,7 @@ class PlainModel(nn.Module):
         return self.run(tokens)[0]
 
     def run(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits, and the mean imbalance of the routers."""
+        """Logits, and the mean load-balancing loss of the routers."""
         x = self.embedding(tokens)
         balances = []
         for layer in self.layers:
@@ -220,7 +220,7 @@ class PlainModel(nn.Module):
 
     @torch.no_grad()
     def calibrate(self, tokens: Tensor) -> None:
-        """Sets the scales of an FP8 cache: twice the largest key and value seen in each head still fit."""
+        """Set the scales of an FP8 cache, so that twice the largest key and value of each head in `tokens` fit."""
         x = self.embedding(tokens)
         for layer in self.layers:
             _, k, v = layer.attention.project(layer.norm(x))
@@ -230,7 +230,7 @@ class PlainModel(nn.Module):
 
     @torch.no_grad()
     def greedy(self, prompt: Tensor, steps: int) -> Tensor:
-        """The `steps` most likely tokens after a prompt [T], each from a full pass over everything before it."""
+        """The `steps` tokens of greedy decoding after a prompt [T], each by a full forward pass without a cache."""
         tokens = prompt
         for _ in range(steps):
             tokens = torch.cat([tokens, self(tokens[None])[0, -1].argmax()[None]])
@@ -238,7 +238,7 @@ class PlainModel(nn.Module):
 
 
 def from_checkpoint(checkpoint: Mapping[str, Any]) -> PlainModel:
-    """The float32 model of a file that train_tiny.py wrote and torch.load(weights_only=True) read."""
+    """The float32 model from a checkpoint that train_tiny.py wrote, as torch.load(weights_only=True) returns it."""
     model = PlainModel(Shape(**checkpoint["config"]))
     model.load_state_dict(checkpoint["state"])
     return model.eval()

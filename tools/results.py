@@ -1,12 +1,12 @@
-"""Tables and plots of the measured figures: from packages/<family>/results/<gpu>.json into each family's README.
+"""Writes tables and plots of measured figures into each family's README, from packages/<family>/results/<gpu>.json.
 
     python tools/results.py            writes the tables between the markers of each README, and the plots
-    python tools/results.py --check    says whether tables and plots are current; needs no matplotlib
+    python tools/results.py --check    reports whether tables and plots are up to date; needs no matplotlib
     python tools/results.py --take figures.json... --revision 0123abc
-                                       first puts the rows of these files of `--out` into the families' results
+                                       first merges files written by `bench --out` into the results of the families
 
-Nothing in those tables is typed: `nox -s bench` measures, `nox -s results` writes this. A plot carries the digest of
-the rows it was drawn from.
+The tables are never edited by hand: `nox -s bench` measures, `nox -s results` runs this tool. A plot contains a digest
+of the rows it was drawn from.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from kestrel_runtime.bench.show import number, rate
 ROOT = Path(__file__).resolve().parent.parent
 BEGIN, END = "<!-- results: written by tools/results.py -->\n", "<!-- end of results -->\n"
 BLOCK = re.compile(f"{re.escape(BEGIN)}.*?{re.escape(END)}", re.DOTALL)
-NEAR = "within 2 % of the peer's figure"  # which counts as met where that figure is the target
+NEAR = "within 2 % of the peer's figure"  # counts as met if the peer's figure is the target
 COLOURS = {
     "kestrel": "#0072B2",
     "torch": "#8C8C8C",
@@ -41,7 +41,7 @@ OTHER_COLOURS = ("#56B4E9", "#F0E442", "#A6761D", "#66A61E", "#7570B3", "#E7298A
 
 
 def reports(package: Path) -> list[tuple[Path, Report]]:
-    """The results of a package, a file for each GPU. Other JSON files beside them are records of experiments."""
+    """The results of a package, one file per GPU. Other JSON files in the folder are records of experiments."""
     found = []
     for path in sorted(package.glob("results/*.json")):
         try:
@@ -65,7 +65,7 @@ def plot_path(results: Path, op: str) -> Path:
 
 
 def digest(rows: Sequence[Row]) -> str:
-    """Of what a plot shows, and of this file, which draws it."""
+    """A digest of the data that a plot shows and of the code that draws it."""
     shown = [{name: getattr(row, name) for name in SHOWN} for row in rows]
     drawing = Path(__file__).read_text(encoding="utf-8").partition("# -- plots")[2]
     return hashlib.sha256((json.dumps(shown) + drawing).encode()).hexdigest()[:16]

@@ -3,10 +3,10 @@
     python tools/train_tiny.py --out meta/src/kestrel_kernels/demo/tiny.pt
 
 The text is every *.py file of the standard library except tests and generated tables. A module is held out when the
-first byte of the SHA-256 of its dotted name is below 16 (one in sixteen): the split depends on nothing else, so whoever
-tests the model finds text that training never saw on any Python version. Given the seed, the Python and torch versions
-and the GPU, a run repeats. Writes the checkpoint (a torch file: {"config": {...}, "state": {...}}, weights bf16) and,
-beside it with the suffix .json, a record of the run. Both appear whole or not at all.
+first byte of the SHA-256 of its dotted name is below 16 (one in sixteen). The split depends on nothing else, so every
+Python version has held-out text that training has not seen. A run is reproducible with the same seed, Python, torch and
+GPU. It writes the checkpoint (a torch file: {"config": {...}, "state": {...}}, weights bf16) and a record of the run in
+a file of the same name with the suffix .json. Both are written atomically.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def held_out(name: str) -> bool:
 
 
 def corpus(*, held: bool) -> bytes:
-    """The held-out or the training modules, each begun by byte 0."""
+    """The held-out or the training modules, each preceded by byte 0."""
     return b"".join(DOCUMENT + text for _, text in modules(held=held)) + DOCUMENT
 
 
@@ -92,7 +92,7 @@ def revision() -> str | None:
 
 
 def write_whole(path: Path, write: Callable[[Path], object]) -> None:
-    """Lets `write` fill a temporary file, then puts it in place in one step."""
+    """Write a file atomically: `write` fills a temporary file, which then replaces `path`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
     os.close(handle)
@@ -188,7 +188,7 @@ class Trainer:
         return curve
 
     def finish(self) -> dict[str, Tensor]:
-        """Rounds the weights to bf16, calibrates the FP8 cache, and returns what is saved."""
+        """Round the weights to bf16, calibrate the FP8 cache, and return the state to save."""
         self.model.eval()
         with torch.no_grad():
             for parameter in self.model.parameters():

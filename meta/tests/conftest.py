@@ -118,3 +118,49 @@ def prefill() -> Callable[..., Tensor]:
             table.release()
 
     return run
+
+
+FAMILIES = {
+    "llama": {},
+    "qwen2": {},
+    "qwen3": {"head_dim": 16, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
+    "qwen3_moe": {"head_dim": 16, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+    "mistral": {"sliding_window": 5},
+    "mixtral": {"num_local_experts": 4},
+    "gemma2": {"head_dim": 16, "sliding_window": 5, "query_pre_attn_scalar": 16, "attn_logit_softcapping": 0.5},
+    "gemma3_text": {"head_dim": 16, "sliding_window": 5, "query_pre_attn_scalar": 16},
+    "phi3": {"pad_token_id": 0},
+}
+"""Model families that integrations.transformers knows, with the settings of a tiny one."""
+
+
+@pytest.fixture(scope="session")
+def tiny_transformer() -> Callable[..., torch.nn.Module]:
+    """Makes a random model of transformers: 2 layers of 4 heads, 2 KV heads, 64 tokens. Its logits are of order 1."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+
+    def make(family: str, *, dtype: torch.dtype = torch.float32, seed: int = 0, **changes: object) -> torch.nn.Module:
+        settings = {
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "vocab_size": 64,
+            "max_position_embeddings": 256,
+            "bos_token_id": None,
+            "eos_token_id": None,
+            "attn_implementation": "eager",
+        }
+        config = AutoConfig.for_model(family, **{**settings, **FAMILIES.get(family, {}), **changes})
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+        for parameter in model.parameters():  # larger weights, so that attention is far from uniform
+            parameter.data = parameter * 3 if parameter.ndim > 1 else parameter + 0.1 * torch.randn_like(parameter)
+        model.generation_config.pad_token_id = 0
+        return model
+
+    return make

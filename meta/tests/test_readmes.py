@@ -47,11 +47,13 @@ def test_an_example_runs(code):
     run(code)
 
 
-def test_a_model_of_transformers_says_the_same_with_the_engines_modules():
+def test_the_recipe_for_transformers_generates_and_restores():
     [code] = [code for code in examples(ENGINES) if "LlamaForCausalLM" in code]
     found = run(code)
-    torch.testing.assert_close(found["after"], found["before"], rtol=0.02, atol=0.02)
-    assert all(type(layer.mlp) is found["GatedMLP"] for layer in found["model"].model.layers)
+    assert found["tokens"].shape == (2, 32)
+    assert found["more"].shape[0] == 2
+    assert found["cache"].lengths.tolist() == [found["more"].shape[1] - 1] * 2
+    assert not any("forward" in module.__dict__ for module in found["model"].modules())
 
 
 def test_ops_under_an_engines_names_do_what_it_calls_them_for():

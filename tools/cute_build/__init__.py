@@ -2,6 +2,6 @@
 
 A family lists its kernels as VARIANTS in ``<package>/kernels/variants.py``; kestrel_runtime.cute_dsl.variants has the
 contract. driver.py distributes the variants among processes, links their objects into one library and writes its
-manifest; worker.py compiles; cubin.py reads registers and stack frames from the machine code; hook.py is the hatchling
-build hook. ``python tools/cute_build packages/sampling out`` builds by hand and can keep the PTX.
+manifest. worker.py compiles, cubin.py reads registers and stack frames from the machine code, and hook.py is the
+hatchling build hook. ``python tools/cute_build packages/sampling out`` builds without an install and can keep the PTX.
 """

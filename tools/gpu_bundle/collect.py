@@ -1,9 +1,9 @@
-"""Collects dist/gpu: wheels and a script with which a GPU machine without a network runs this library.
+"""Collects dist/gpu: wheels and a script to run this library on a GPU machine without a network.
 
     python tools/gpu_bundle/collect.py WHEEL...
 
-The machine brings Python 3.12 on x86-64, torch, numpy, pytest, hypothesis, typer and rich. Into the bundle go the given
-wheels, apache-tvm-ffi for that Python and, when a wheel holds CuTe kernels, one library out of NVIDIA's runtime wheel.
+The machine needs Python 3.12 on x86-64, torch, numpy, pytest, hypothesis, typer and rich. The bundle holds the given
+wheels, apache-tvm-ffi for that Python and, if a wheel has CuTe kernels, the runtime library from NVIDIA's wheel.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def pinned(distribution: str) -> str:
 
 
 def download(requirement: str) -> Path:
-    """The wheel for the GPU machine's Python, kept between calls."""
+    """Download the wheel for the GPU machine's Python, or return the one downloaded before."""
     folder = DOWNLOADS / requirement
     found = list(folder.glob("*.whl"))
     if not found:
@@ -57,7 +57,7 @@ def holds_cute_kernels(wheel: Path) -> bool:
 
 
 def revision() -> str:
-    """What the bundle was made from; the GPU machine may have no history to ask."""
+    """The git revision of the bundle, recorded because the GPU machine may have no git history."""
     git = ["git", "describe", "--always", "--dirty", "--abbrev=40"]
     done = subprocess.run(git, cwd=ROOT, capture_output=True, text=True, check=False)
     return done.stdout.strip() or "unknown"
@@ -80,7 +80,7 @@ def collect(wheels: list[Path]) -> None:
     (fresh / "revision").write_text(f"{revision()}\n")
     size = sum(path.stat().st_size for path in fresh.rglob("*") if path.is_file())
     if size > LIMIT:
-        raise SystemExit(f"the bundle has {size / 2**20:.1f} MiB, more than {LIMIT // 2**20}")
+        raise SystemExit(f"the bundle has {size / 2**20:.1f} MiB; the limit is {LIMIT // 2**20} MiB")
     shutil.rmtree(BUNDLE, ignore_errors=True)
     fresh.rename(BUNDLE)
     print(f"{BUNDLE.relative_to(ROOT)}: {size / 2**20:.1f} MiB")

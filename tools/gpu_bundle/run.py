@@ -1,16 +1,16 @@
 #!/usr/bin/env python3
-"""Runs this library on a GPU machine without a network, from the bundle beside this script.
+"""Runs this library on a GPU machine without a network, from the bundle in the folder of this script.
 
-dist/gpu/run tests [PYTEST...]      the tests that need a GPU: all of them, or the paths named
+dist/gpu/run tests [PYTEST...]      runs the tests that need a GPU, all or those in the given paths
 dist/gpu/run sanitize [--tool T] [--launches N] [PYTEST...]
-                                    the same under compute-sanitizer; T is one of its tools (memcheck). PyTorch's own
-                                    kernels are left out; of the others the first N launches are checked (all)
-dist/gpu/run bench [...]            kestrel_runtime.bench, of the families or ops named or of all
-dist/gpu/run demo [...]             kestrel-kernels generate
-dist/gpu/run info [...]             kestrel-kernels info
-dist/gpu/run python [...]           any Python program with the library installed
+                                    runs the same under compute-sanitizer, except PyTorch's own kernels. T is one of its
+                                    tools (default memcheck), N the number of launches to check (default all)
+dist/gpu/run bench [...]            runs kestrel_runtime.bench, for the given families or ops, or for all
+dist/gpu/run demo [...]             runs kestrel-kernels generate
+dist/gpu/run info [...]             runs kestrel-kernels info
+dist/gpu/run python [...]           runs Python with the library installed
 
-The wheels are installed into a scratch folder, once for each content of the bundle; nothing else is written.
+The wheels are installed into a temporary folder, once per content of the bundle. Nothing else is written.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ GPU_MARKER = "markers=gpu: needs a CUDA GPU with a kernel image for it"
 
 
 def install() -> Path:
-    """The folder that goes on PYTHONPATH."""
+    """Install the wheels if necessary; return the folder for PYTHONPATH."""
     files = sorted(path for path in BUNDLE.rglob("*") if path.suffix in (".whl", ".zip"))
     digest = hashlib.sha256(b"".join(hashlib.sha256(path.read_bytes()).digest() for path in files)).hexdigest()
     site = Path(tempfile.gettempdir()) / f"kestrel-{digest[:16]}"
@@ -41,7 +41,7 @@ def install() -> Path:
     pip = [sys.executable, "-m", "pip", "install", "-qq", "--no-index", "--no-deps", "--no-cache-dir"]
     if subprocess.run([*pip, "--target", str(fresh), *wheels], check=False).returncode != 0:
         shutil.rmtree(fresh)
-        raise SystemExit(f"the bundle's wheels cannot be installed for {sys.executable}: it is made for Python 3.12")
+        raise SystemExit(f"the wheels cannot be installed for {sys.executable}: the bundle is for Python 3.12")
     for path in files:
         if path.suffix == ".zip":
             with zipfile.ZipFile(path) as archive:
@@ -55,7 +55,7 @@ def install() -> Path:
 
 
 def pytest_arguments(arguments: list[str]) -> list[str]:
-    """`arguments` for the GPU tests, with the tests of every package unless a path is named."""
+    """Arguments of Python that run the GPU tests: those in the given paths, or of every package."""
     if not any((CHECKOUT / word.partition("::")[0]).exists() for word in arguments if not word.startswith("-")):
         arguments = [*arguments, *(str(path) for path in sorted(CHECKOUT.glob("packages/*/tests")))]
         arguments += [str(CHECKOUT / "meta" / "tests")]
@@ -74,8 +74,8 @@ def command(name: str, arguments: list[str]) -> list[str]:
         if sanitizer is None:
             raise SystemExit("compute-sanitizer was not found")
         checked = ["--tool", options["--tool"], "--launch-count", options["--launches"], "--error-exitcode=99"]
-        theirs = [f"--kernel-name-exclude=kernel_substring={name}" for name in ("2at6native", "at_cuda_detail")]
-        return [sanitizer, *checked, *theirs, sys.executable, *pytest_arguments(arguments)]
+        excluded = [f"--kernel-name-exclude=kernel_substring={name}" for name in ("2at6native", "at_cuda_detail")]
+        return [sanitizer, *checked, *excluded, sys.executable, *pytest_arguments(arguments)]
     if name == "bench":
         revision = (BUNDLE / "revision").read_text().strip()
         options = ["--checkout", str(CHECKOUT), "--revision", revision]

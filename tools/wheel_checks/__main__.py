@@ -1,8 +1,8 @@
 """Checks release wheels without running them: `python tools/wheel_checks [--path PATH]... WHEEL...`
 
-Per wheel: the tag; nothing written outside the package; no path of the machine that built it; in a binary, machine code
-for every architecture, no stack frame and no local memory in any kernel, 16-byte loads in the kernels that
-vector_loads.json names, and only libraries and symbols that every machine has.
+Checks per wheel: the tag; that all files are inside the package; that no file contains a path of the build machine. In
+a binary: machine code for every architecture, no stack frame and no local memory in any kernel, 16-byte loads in the
+kernels that vector_loads.json names, and no dependence on libraries and symbols that some machines lack.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ import machine_code
 HERE = Path(__file__).resolve().parent
 ALL_ARCHS = json.loads((HERE.parent.parent / "ci" / "matrix.json").read_text())["archs"]
 PLATFORM = "manylinux_2_34_x86_64"
-SHOWN = 20  # problems of one wheel
-ALL_TOGETHER = 10 * 10**6  # bytes, without the model of the demo
+SHOWN = 20  # at most so many problems per wheel
+ALL_TOGETHER = 10 * 10**6  # bytes of all wheels, without the model of the demo
 MODEL = "kestrel_kernels/demo/tiny.pt"
 
 
@@ -41,7 +41,7 @@ def find_cuobjdump() -> Path:
 
 
 def binary_problems(folder: Path, package: str, manifest: dict, cuobjdump: Path) -> tuple[list[str], str]:
-    """What is wrong with the library of one package, and a line about what it holds."""
+    """The problems of a package's library, and a one-line summary of its content."""
     binary = folder / package / "_lib" / f"{package}.so"
     found = library.problems(binary, manifest["functions"])
     kernels = machine_code.kernels(binary, cuobjdump)
@@ -65,12 +65,12 @@ def binary_problems(folder: Path, package: str, manifest: dict, cuobjdump: Path)
 
 
 def wide_load_problems(package: str, kernels: Sequence[machine_code.Kernel]) -> list[str]:
-    """Kernels that claim 16-byte loads and have none; claims that no kernel answers to."""
+    """Kernels of vector_loads.json without 16-byte loads, and its patterns that match no kernel."""
     found = []
     for pattern in json.loads((HERE / "vector_loads.json").read_text()).get(package, []):
         claimed = [kernel for kernel in kernels if re.search(pattern, kernel.name)]
         if not claimed:
-            found.append(f"vector_loads.json names {pattern!r}, but no kernel is called so")
+            found.append(f"vector_loads.json names {pattern!r}, which matches no kernel")
         narrow = [kernel for kernel in claimed if not kernel.wide_loads]
         found += [f"{kernel.name} for sm_{kernel.arch} has no 16-byte load" for kernel in narrow]
     return found
@@ -91,7 +91,7 @@ def check(wheel: Path, build_paths: Sequence[str], cuobjdump: Path) -> tuple[lis
         found += [f"installs {member} outside its package" for member in outside]
         for member in members:
             content = (folder / member).read_bytes()
-            found += [f"{member} names {path}" for path in build_paths if path.encode() in content]
+            found += [f"{member} contains the path {path}" for path in build_paths if path.encode() in content]
         if f"{package}/py.typed" not in members:
             found.append("has no py.typed")
         if not any(member.endswith("/licenses/LICENSE") for member in members):
@@ -109,7 +109,7 @@ def check(wheel: Path, build_paths: Sequence[str], cuobjdump: Path) -> tuple[lis
 
 
 def size(wheel: Path) -> int:
-    """Bytes, without the model of the demo."""
+    """The size of a wheel in bytes, without the model of the demo."""
     with zipfile.ZipFile(wheel) as archive:
         model = sum(member.compress_size for member in archive.infolist() if member.filename == MODEL)
     return wheel.stat().st_size - model
@@ -118,12 +118,12 @@ def size(wheel: Path) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("wheels", type=Path, nargs="+")
-    parser.add_argument("--path", action="append", default=[], help="a path that no file in a wheel may name")
+    parser.add_argument("--path", action="append", default=[], help="a path that no file in a wheel may contain")
     options = parser.parse_args()
     cuobjdump = find_cuobjdump()
     failed = 0
     largest_first = sorted(options.wheels, key=lambda wheel: -wheel.stat().st_size)
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:  # nearly all of it is cuobjdump's work
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:  # threads wait for cuobjdump
         running = {wheel: pool.submit(check, wheel, options.path, cuobjdump) for wheel in largest_first}
     for wheel in options.wheels:
         found, holds = running[wheel].result()

@@ -1,4 +1,4 @@
-"""What a family's shared library asks of the machine that loads it."""
+"""Checks of what a family's shared library needs from the machine that loads it."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ ALLOWED = frozenset(
         "ld-linux-x86-64.so.2",
     }
 )
-# A symbol of CPython's C API would tie the library to one Python.
+# Symbols of CPython's C API would tie the library to one version of Python.
 PYTHON_SYMBOL = re.compile(r"_?Py[A-Z_]")
 
 
 def problems(library: Path, functions: Sequence[str]) -> list[str]:
-    """Libraries that may not be needed, search paths, symbols of Python, entry points that are missing."""
+    """Needed libraries that are not allowed, search paths, symbols of CPython, and missing entry points."""
     with library.open("rb") as file:
         elf = ELFFile(file)
         dynamic = list(elf.get_section_by_name(".dynamic").iter_tags())
         symbols = list(elf.get_section_by_name(".dynsym").iter_symbols())
     needed = [tag.needed for tag in dynamic if tag.entry.d_tag == "DT_NEEDED"]
-    found = [f"needs {name}, which is not on the list" for name in needed if name not in ALLOWED]
+    found = [f"needs {name}, which is not an allowed library" for name in needed if name not in ALLOWED]
     found += [
         f"has a search path ({tag.entry.d_tag})" for tag in dynamic if tag.entry.d_tag in ("DT_RPATH", "DT_RUNPATH")
     ]

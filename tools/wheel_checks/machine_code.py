@@ -1,7 +1,7 @@
-"""The kernels inside a shared library: for which GPU, with which resources, with how many wide loads.
+"""Lists the kernels of a shared library: their architecture, resources, and number of wide loads.
 
-nvcc puts its (compressed) cubins into a section that cuobjdump reads. CuTe's compiler leaves them in the data section
-as plain ELF files, which are found by their header and given to cuobjdump one by one.
+nvcc puts its (compressed) cubins into a section that cuobjdump reads. CuTe's compiler puts them into the data section
+as plain ELF files. These are found by their header and passed to cuobjdump one by one.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ WIDE_LOAD = re.compile(r"\b(?:LDG|LDGSTS|UBLKCP)\S*\.(?:128|256)\b|\bUBLKCP\b|\b
 @dataclass(frozen=True)
 class Kernel:
     arch: str
-    """Its number, "80" or "100": a CuTe cubin does not record the letter of a family."""
+    """The number alone, "80" or "100": a CuTe cubin does not record the suffix "a" or "f"."""
     name: str
     registers: int
     stack: int
@@ -43,11 +43,11 @@ def kernels(library: Path, cuobjdump: Path) -> list[Kernel]:
             files[-1].write_bytes(cubin)
         with ThreadPoolExecutor(2) as pool:
             found = [kernel for each in pool.map(lambda file: _kernels_of(file, cuobjdump), files) for kernel in each]
-    return list(dict.fromkeys(found))  # without compression a cubin of nvcc is found both ways
+    return list(dict.fromkeys(found))  # an uncompressed cubin of nvcc is found in both ways
 
 
 def embedded_cubins(data: bytes) -> Iterator[bytes]:
-    """Complete CUDA ELF files that lie inside `data`."""
+    """The complete CUDA ELF files inside `data`."""
     position = data.find(MAGIC)
     while position >= 0:
         (machine,) = struct.unpack_from("<H", data, position + 18)
@@ -78,7 +78,7 @@ def _kernels_of(file: Path, cuobjdump: Path) -> list[Kernel]:
 @dataclass(frozen=True)
 class _Loads:
     arch: str
-    """Of the last code seen: the architecture of a file that holds one."""
+    """The last architecture in the output, which is that of a file with a single cubin."""
     count: Counter[tuple[str, str]]
 
 
@@ -86,7 +86,7 @@ def _wide_loads(file: Path, cuobjdump: Path) -> _Loads:
     count: Counter[tuple[str, str]] = Counter()
     arch = name = ""
     for line in _run(cuobjdump, "--dump-sass", file):
-        if "LDG" in line or "UBLKCP" in line:  # a library has millions of lines, few of them a load
+        if "LDG" in line or "UBLKCP" in line:  # a cheap test first: the output has millions of lines
             if WIDE_LOAD.search(line):
                 count[arch, name] += 1
         elif "Function : " in line:
@@ -97,8 +97,8 @@ def _wide_loads(file: Path, cuobjdump: Path) -> _Loads:
 
 
 def _run(cuobjdump: Path, option: str, file: Path) -> Iterator[str]:
-    """The lines that cuobjdump prints, as they come: all machine code of a library is hundreds of megabytes of text."""
-    # nvdisasm, which cuobjdump calls, lies beside it.
+    """The lines of cuobjdump's output, streamed: the machine code of a library is hundreds of megabytes of text."""
+    # cuobjdump calls nvdisasm, which is in the same folder.
     environment = {**os.environ, "PATH": f"{cuobjdump.parent}{os.pathsep}{os.environ['PATH']}"}
     with (
         tempfile.TemporaryFile("w+") as errors,

@@ -67,7 +67,16 @@ def info(
     context_settings={"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []},
 )
 def bench(context: typer.Context) -> None:
-    """Time ops on the GPU present, beside PyTorch and other libraries; `bench --help` lists the options."""
+    """Time ops on the GPU present, or with `bench model` a whole model; `bench --help`, `bench model --help`."""
+    if context.args[:1] == ["model"]:
+        try:
+            from .integrations.transformers.bench import main as of_model
+        except ModuleNotFoundError as error:
+            if error.name != "transformers":
+                raise
+            print("error: bench model: expected transformers, as the extra [transformers] installs it", file=sys.stderr)
+            raise typer.Exit(2) from None
+        raise typer.Exit(of_model(context.args[1:], prog="kestrel-kernels bench model"))
     from kestrel_runtime.bench.command import main as run
 
     raise typer.Exit(run(context.args, prog="kestrel-kernels bench"))

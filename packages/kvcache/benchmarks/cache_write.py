@@ -19,7 +19,7 @@ def sizes(shape: str) -> tuple[int, int, int]:
 
 
 def make(shape: str, count: int, dtype: torch.dtype, *how: object) -> list[tuple[Any, ...]]:
-    """Sets with rows, slots and cache lines of their own, over two caches that all share, in a random order."""
+    """Sets of random rows and distinct slots, in random order, of two caches that all sets share."""
     tokens, heads, size = sizes(shape)
     caches = torch.zeros(2, count * tokens, 1, heads, size, dtype=dtype, device="cuda")
     slots = torch.randperm(count * tokens, device="cuda").view(count, tokens)
@@ -28,7 +28,7 @@ def make(shape: str, count: int, dtype: torch.dtype, *how: object) -> list[tuple
 
 
 def set_bytes(shape: str) -> int:
-    """Keys and values alone: that they are cold must not depend on what is written."""
+    """Bytes of keys and values alone, so that they are cold whatever is written."""
     return 2 * math.prod(sizes(shape)) * 2
 
 
@@ -64,7 +64,7 @@ def candidates(in_torch: Callable[..., None]) -> dict[str, Callable[..., object]
 
 
 def result(arguments: tuple[Any, ...], returned: None) -> list[torch.Tensor]:
-    """The slots that were written; FP8 codes may be rounded to a neighbour."""
+    """The contents of the written slots. FP8 codes of two implementations may differ by one."""
     caches, slots, kind = arguments[2:4], arguments[4], arguments[5]
     rows = [cache.flatten(0, 1)[slots] for cache in caches]
     return rows if kind == "auto" else [one.view(torch.float8_e4m3fn).float() for one in rows]

@@ -63,7 +63,7 @@ def int4_cache(blocks: int, sequences: int) -> tuple[torch.Tensor, ...]:
 
 
 def int4_prompts(tokens: int, count: int) -> list[tuple[Any, ...]]:
-    """A sequence each, from its first token on."""
+    """Arguments for whole prompts, one sequence per set."""
     pages = pages_for(tokens, 64)
     cache, place = int4_cache(count * pages, count), torch.arange(tokens, device="cuda")
     tables = torch.randperm(count * pages, device="cuda").view(count, pages)
@@ -74,7 +74,7 @@ def int4_prompts(tokens: int, count: int) -> list[tuple[Any, ...]]:
 
 
 def int4_steps(tokens: int, count: int) -> list[tuple[Any, ...]]:
-    """The next token of each sequence, whose page may be any."""
+    """Arguments for a decode step: one token per sequence, at a random position of its page."""
     cache = int4_cache(count * tokens, count * tokens)
     pages = slots_of(tokens, count)
     places = torch.randint(0, 64, (count, tokens), device="cuda")
@@ -84,7 +84,7 @@ def int4_steps(tokens: int, count: int) -> list[tuple[Any, ...]]:
 
 
 def gathers(dtype: torch.dtype) -> Callable[[int, int], list[tuple[Any, ...]]]:
-    """With what keeps a result until the set comes round again, so that it is as cold as the cache."""
+    """Keep each result until its set is used again, so that results are as cold as the cache."""
 
     def make(tokens: int, count: int) -> list[tuple[Any, ...]]:
         int4 = dtype == torch.uint8
@@ -176,7 +176,7 @@ def make(shape: str, count: int) -> list[tuple[Any, ...]]:
 
 
 def set_bytes(shape: str) -> int:
-    """What is read alone: that it is cold must not depend on what is written."""
+    """The bytes that are read, so that they are cold whatever is written."""
     case, tokens = sizes(shape)
     return int(tokens * case.read)
 

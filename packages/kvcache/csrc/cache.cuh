@@ -41,8 +41,8 @@ struct Cache {
   }
 };
 
-// All loads above this are issued before any branch below it. Without it ptxas moves loads whose values only one branch
-// needs into that branch, and the latencies of two loads add up.
+// Loads above this call are issued before the branches below it. Without it ptxas moves a load into the only branch
+// that needs its value, and the latencies of two loads add up.
 __device__ __forceinline__ void issue_loads() { __syncwarp(); }
 
 // A load that stays after pdl_wait().
@@ -99,8 +99,8 @@ __device__ __forceinline__ Pack<T> load_pack(const char* head, int first, int n)
 
 // -- formats: how a pack of T is stored in the cache ------------------------------------------------------------------
 
-// Writes the first `count` codes of a pack to p; all of them, in one store, with Access::packs. streamed: the written
-// lines leave L2 first.
+// Writes the first `count` codes of a pack to p; with Access::packs all of them, in one store. streamed: L2 evicts the
+// written lines first.
 template <Access ACCESS, int N, typename Code>
 __device__ __forceinline__ void store_codes(char* p, const uint32_t* words, int count, bool streamed = false) {
   constexpr int bytes = N * sizeof(Code);
@@ -133,7 +133,7 @@ __device__ __forceinline__ void store_pack(char* head, int first, int n, const P
   store_codes<ACCESS, Pack<T>::size, T>(head + int64_t{first} * sizeof(T), words, n - first, streamed);
 }
 
-// The bits, unchanged. T: uint16_t or uint32_t.
+// The format that stores bits unchanged. T: uint16_t or uint32_t.
 template <typename T_>
 struct Copy {
   using T = T_;
@@ -147,7 +147,7 @@ struct Copy {
   }
 };
 
-// value / scale as FP8.
+// The format that stores value / scale as FP8.
 template <typename T_, __nv_fp8_interpretation_t kind>
 struct Fp8 {
   using T = T_;

@@ -1,11 +1,11 @@
 // int4_cache_write: keys and values as INT4 after KIVI: values per token, keys per channel of a page of 64 tokens.
 //
 // Two launches, because a page that this call finishes may begin in the tail, which the second launch overwrites. The
-// first quantises finished pages of keys: a block searches 32 tokens for those that fill row 63, finds the other tokens
-// of each page (adjacent if tokens come in order, else by a search), holds 16 packs of its 64 rows in registers and
-// reduces the ranges of channels through shared memory. The second writes values, up to 32 lanes of a warp per token
-// and head, and the keys of unfinished pages to the tail. Nothing is constant: inputs are prefetched into L2 before the
-// PDL wait, and everything is read after it.
+// first quantises finished pages of keys. A block searches 32 tokens for those that fill row 63, finds the other tokens
+// of each page (adjacent if tokens are in order, else by a search), holds 16 packs of each of its 64 rows in registers,
+// and reduces the ranges of channels through shared memory. The second writes values, with up to 32 lanes per token and
+// head, and the keys of unfinished pages to the tail. Nothing is constant: inputs are prefetched into L2 before the PDL
+// wait and read after it.
 
 #include <tvm/ffi/function.h>
 #include <kestrel/pdl.cuh>
@@ -319,7 +319,7 @@ void int4_cache_write(TensorView key, TensorView value, TensorView key_cache, Te
     using T = decltype(t);
     constexpr int pack = Pack<T>::size;
     p.packs = static_cast<int>((size + pack - 1) / pack);
-    // Large calls are bound by instructions, and a lane with four packs computes its addresses once.
+    // Large calls are instruction-bound: a lane with four packs computes its addresses once.
     const bool many = tokens * heads * p.packs > 1 << 18;
     p.lanes = HeadLanes::lanes_for(many ? (p.packs + 3) / 4 : p.packs);
     p.packs_per_head = FastDiv(static_cast<unsigned>(p.packs));

@@ -3,7 +3,7 @@
 // A thread copies one pack of 16 bytes of a key and the same pack of the value: one slot, one head. Blocks have up to
 // 256 threads. Heads that are contiguous in all tensors form one row (write_rows); all others go through write_heads.
 // Nothing is constant, so everything is read after the PDL wait; small calls prefetch rows and slots into L2 before it.
-// Kernel parameters arrive cold, so those of write_rows are packed into 96 bytes.
+// The first read of kernel parameters misses the constant cache, so those of write_rows are packed into 96 bytes.
 
 #include <tvm/ffi/function.h>
 #include <kestrel/pdl.cuh>
@@ -25,7 +25,7 @@ struct WriteParams {
   FastDiv packs_per_head;
   WorkSplit work;         // over tokens and the packs of their rows
   bool prefetch = false;  // prefetch rows before the wait
-  bool streamed = false;  // the written lines leave L2 first
+  bool streamed = false;  // L2 evicts the written lines first
 };
 
 // Contiguous rows of packs, and slots at equal distances.

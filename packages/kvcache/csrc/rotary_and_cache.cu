@@ -1,10 +1,10 @@
 // rotary_and_cache: rotates queries and keys by their positions in place, and writes keys and values into a paged
 // cache.
 //
-// A thread has one item of a token: two packs of 16 bytes of a query or key that rotate into each other, a pack of a
-// key that does not rotate, or a pack of a value; unaligned rows use pairs and elements instead of packs. Blocks have
-// up to 128 threads; short rows share a block. Only the table is constant, but its row depends on positions, so nothing
-// is read before the PDL wait; rows, positions and slots are prefetched into L2 before it.
+// A thread processes one item of a token: two packs of 16 bytes of a query or key that rotate into each other, a pack
+// of a key that does not rotate, or a pack of a value. For unaligned rows it is a pair or an element instead. Blocks
+// have up to 128 threads; short rows share a block. Only the table is constant, but the address in it depends on
+// positions: nothing is read before the PDL wait. Rows, positions and slots are prefetched into L2 before it.
 
 #include <kestrel/rotary.h>
 #include <tvm/ffi/function.h>
@@ -72,7 +72,7 @@ struct Item {
         item.first = p.offset + (NEOX ? item.frequency : 2 * item.frequency);
         item.second = NEOX ? item.first + p.half : item.first + 1;
       }
-    } else {  // before or behind the dimensions that rotate
+    } else {  // before or after the dimensions that rotate
       item.first = (index - p.rotating) * step;
       if (item.first >= p.offset) item.first += 2 * p.half;
     }
@@ -136,7 +136,7 @@ __global__ void __launch_bounds__(kThreads) rotate_and_write(const __grid_consta
   pdl_wait();
   pdl_trigger();
 
-  // With Access::elements a pack holds one element: the row ends behind it.
+  // With Access::elements a pack holds one element, so the end is the element after it.
   const int end = ACCESS == Access::packs ? p.size : item.first + 1,
             second_end = ACCESS == Access::packs ? p.size : item.second + 1;
   Pack<T> a = load_pack<ACCESS, T>(head, item.first, end), b;

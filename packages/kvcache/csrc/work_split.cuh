@@ -1,5 +1,5 @@
-// How the units of work of each token are split over thread blocks: a block has several short tokens, a long token has
-// several blocks.
+// How the work of each token, a number of units, is split over thread blocks: tokens with few units share a block, a
+// token with many units has several blocks.
 #pragma once
 
 #include <algorithm>

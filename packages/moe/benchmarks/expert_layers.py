@@ -1,8 +1,8 @@
 """What the definitions of routed expert layers share: random routing, weights of several layers, candidates.
 
-A shape is "T1 E64 k8 h2048 i1024". Every token chooses its experts with equal probability. Calls in a row take the weights
-of two layers in turn; of one token, other experts than the call before in the same layer. So no call finds its weights
-in L2.
+A shape is "T1 E64 k8 h2048 i1024". Every token chooses its experts with equal probability. Calls in a row take the
+weights of two layers in turn; of one token, other experts than the call before in the same layer. So no call finds its
+weights in L2.
 """
 
 from __future__ import annotations

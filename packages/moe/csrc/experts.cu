@@ -19,8 +19,13 @@ using Tile16 = ExpertsTile<2, 1, 8, 6, 2>;
 using Tile32 = ExpertsTile<4, 2, 8, 3, 2>;
 using Tile32Fp8 = ExpertsTile<4, 1, 8, 5, 2>;
 using Tile64 = ExpertsTile<8, 4, 4, 2, 2>;
+using Tile8Small = ExpertsTile<1, 1, 8, 5, 1, true>;
+using Tile16Small = ExpertsTile<2, 1, 8, 5, 1, true>;
+using Tile32Small = ExpertsTile<4, 2, 8, 2, 1, true>;
+using Tile32Fp8Small = ExpertsTile<4, 1, 8, 4, 1, true>;
 
-constexpr int64_t kTokensSummedByDown = 2;  // beyond, a kernel of its own is faster
+constexpr int kMuchSharedMemory = 160 * 1024;  // a CTA may have this much, or 99 KB
+constexpr int64_t kTokensSummedByDown = 2;     // beyond, a kernel of its own is faster
 
 // Where the parts of the scratch memory of fused_experts lie, in bytes.
 struct ExpertsScratch {
@@ -59,16 +64,26 @@ void launch_experts(const ExpertsParams& p, int64_t tiles, DLDevice device) {
              Tile::shared_bytes);
 }
 
+template <typename W, Projection PROJECTION, bool LISTED, typename Tile, typename Small>
+void launch_fitting(const ExpertsParams& p, int64_t tiles, DLDevice device) {
+  static_assert(Small::shared_bytes <= kSmallSharedBytes, "a tile for little shared memory");
+  if (device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device.device_id) < kMuchSharedMemory) {
+    launch_experts<W, PROJECTION, LISTED, Small>(p, tiles, device);
+  } else {
+    launch_experts<W, PROJECTION, LISTED, Tile>(p, tiles, device);
+  }
+}
+
 // tokens: of a tile, 8, 16, 32 or 64.
 template <typename W, Projection PROJECTION, bool LISTED>
 void launch_tiles(const ExpertsParams& p, int tokens, int64_t tiles, DLDevice device) {
-  if (tokens == 8) return launch_experts<W, PROJECTION, LISTED, Tile8>(p, tiles, device);
+  if (tokens == 8) return launch_fitting<W, PROJECTION, LISTED, Tile8, Tile8Small>(p, tiles, device);
   if constexpr (!LISTED) {
-    if (tokens == 16) return launch_experts<W, PROJECTION, LISTED, Tile16>(p, tiles, device);
+    if (tokens == 16) return launch_fitting<W, PROJECTION, LISTED, Tile16, Tile16Small>(p, tiles, device);
     if constexpr (std::is_same_v<W, __nv_fp8_e4m3>) {
-      if (tokens == 32) return launch_experts<W, PROJECTION, LISTED, Tile32Fp8>(p, tiles, device);
+      if (tokens == 32) return launch_fitting<W, PROJECTION, LISTED, Tile32Fp8, Tile32Fp8Small>(p, tiles, device);
     } else {
-      if (tokens == 32) return launch_experts<W, PROJECTION, LISTED, Tile32>(p, tiles, device);
+      if (tokens == 32) return launch_fitting<W, PROJECTION, LISTED, Tile32, Tile32Small>(p, tiles, device);
       if (tokens == 64) return launch_experts<W, PROJECTION, LISTED, Tile64>(p, tiles, device);
     }
   }
@@ -110,11 +125,14 @@ void launch_sorted(const ExpertsParams& p, Projection projection, DLDataType wei
   });
 }
 
-// The tokens of a tile of blocks of this size.
+// The tokens of a tile of blocks of this size, where any pair may be missing: wgmma's larger tiles leave out groups of
+// 64 that begin with a missing one.
 int tile_of_block(int64_t block_size, DLDataType weight, bool wgmma) {
-  const bool fp8 = same_dtype(weight, kFloat8E4M3);
-  return static_cast<int>(std::min<int64_t>(block_size, wgmma ? 128 : fp8 ? 32 : 64));
+  return static_cast<int>(std::min<int64_t>(block_size, same_dtype(weight, kFloat8E4M3) && !wgmma ? 32 : 64));
 }
+
+// Whether rows so many bytes apart are within the 32-bit offsets of wgmma's copies, in packs of 16 bytes.
+bool fits_offsets(int64_t rows, int64_t stride) { return rows * (stride / 16) < int64_t{0xffffffff}; }
 
 // Whether wgmma can write these rows, in packs of 16 bytes.
 bool fits_wgmma(const TensorView& out, int64_t row_bytes, int64_t block_size, DLDevice device) {
@@ -238,6 +256,7 @@ int64_t set_aligned(ExpertsParams* p, const Aligned& aligned, int tokens) {
   p->padded_pairs = ints(*aligned.num_tokens_post_pad);
   p->sorted_length = static_cast<int>(std::min((*aligned.sorted_token_ids).size(0), kLargest));
   p->blocks = static_cast<int>(std::min((*aligned.expert_ids).size(0), kLargest));
+  if (aligned.block_size % tokens) unsupported("blocks that are not whole tiles of " + std::to_string(tokens));
   p->tiles_of_block = static_cast<int>(aligned.block_size / tokens);
   return p->blocks * int64_t{p->tiles_of_block};
 }
@@ -341,7 +360,7 @@ void fused_experts(TensorView out, TensorView scratch, TensorView hidden, Tensor
   check.last_contiguous("topk_weights", topk_weights);
   const int64_t pairs_shape[2] = {tokens, topk_weights.size(1)};
   check.shape("topk_weights", topk_weights, pairs_shape, 2);
-  check.dtype("topk_ids", topk_ids, {kInt32});
+  check.dtype("topk_ids", topk_ids, {kInt32, kInt64});
   check.rank("topk_ids", topk_ids, 2, 2);
   check.last_contiguous("topk_ids", topk_ids);
   check.shape("topk_ids", topk_ids, pairs_shape, 2);
@@ -367,6 +386,7 @@ void fused_experts(TensorView out, TensorView scratch, TensorView hidden, Tensor
   const int64_t choices = topk_ids.size(1), pairs = tokens * choices;
   if (tokens == 0) return;
   if (choices == 0) unsupported("no choices");
+  if (!same_dtype(topk_ids.dtype(), kInt32)) unsupported("ids that are not int32");
   require_sizes(hidden.dtype(), width, inner, pairs);
   require_packs("hidden", hidden);
   require_packs("w1", w1);
@@ -409,7 +429,12 @@ void fused_experts(TensorView out, TensorView scratch, TensorView hidden, Tensor
   const int tile = static_cast<int>(block_size);
   int64_t tiles = pairs;
   const bool wgmma = tile >= kTokensOfWgmma && has_wgmma(device);
-  if (wgmma) {  // each expert's result is rounded before they are added
+  if (wgmma && !(fits_offsets(tokens, up.x_stride) && fits_offsets(inner, up.weight_stride) &&
+                 fits_offsets(pairs, down.x_stride) && fits_offsets(width, down.weight_stride))) {
+    unsupported("rows of a tensor that lie 64 GiB apart");
+  }
+  const bool rounds = wgmma && !down.fp16_result;  // each expert's result, before they are added; fp16 would overflow
+  if (rounds) {
     down.out = memory + parts.partial;
     down.out_stride = width * 2;
     down.partial = nullptr;
@@ -447,7 +472,7 @@ void fused_experts(TensorView out, TensorView scratch, TensorView hidden, Tensor
   launch(down, std::integral_constant<Projection, Projection::down>());
   if (sums) return;
   ExpertsSumParams sum;
-  sum.rows = wgmma ? down.out : reinterpret_cast<const char*>(down.partial);
+  sum.rows = rounds ? down.out : reinterpret_cast<const char*>(down.partial);
   sum.out = address(out);
   sum.out_stride = out.stride(0) * 2;
   sum.topk_ids = down.topk_ids;
@@ -457,12 +482,17 @@ void fused_experts(TensorView out, TensorView scratch, TensorView hidden, Tensor
   sum.experts = down.experts;
   sum.mapped_experts = down.mapped_experts;
   sum.outputs = down.outputs;
-  if (!wgmma) return launch_sum<float>(sum, out.dtype(), tokens, device);
-  dispatch_float(out, [&](auto t) { launch_sum<decltype(t)>(sum, out.dtype(), tokens, device); });
+  if (rounds) {
+    launch_sum<__nv_bfloat16>(sum, out.dtype(), tokens, device);
+  } else {
+    launch_sum<float>(sum, out.dtype(), tokens, device);
+  }
 }
 
 // y: [T * K, N], rows sorted by expert; positions: int32 [T * K], where the row of each pair is in y, -1 for none.
-void experts_gather_sum(TensorView out, TensorView y, TensorView positions, TensorView topk_weights) {
+// hidden, w1, w2 and topk_ids are what `out` may not overlap.
+void experts_gather_sum(TensorView out, TensorView y, TensorView positions, TensorView topk_weights, TensorView hidden,
+                        TensorView w1, TensorView w2, TensorView topk_ids) {
   const Checks check("fused_experts");
   const int64_t tokens = topk_weights.size(0), choices = topk_weights.size(1);
   const int64_t rows[2] = {tokens * choices, kAny}, one[1] = {tokens * choices};
@@ -475,7 +505,12 @@ void experts_gather_sum(TensorView out, TensorView y, TensorView positions, Tens
   check.dtype("topk_weights", topk_weights, {kFloat32});
   check.last_contiguous("topk_weights", topk_weights);
   check_result(check, out, y.dtype(), {tokens, y.size(1)});
-  check_memory(check, {{"y", y}, {"positions", positions}, {"topk_weights", topk_weights}, {"out", out, true}});
+  check_memory(check, {{"hidden", hidden},
+                       {"w1", w1},
+                       {"w2", w2},
+                       {"topk_weights", topk_weights},
+                       {"topk_ids", topk_ids},
+                       {"out", out, true}});
   if (tokens == 0 || choices == 0) return;
   require_sizes(y.dtype(), y.size(1), y.size(1), tokens * choices);
   require_packs("y", y);
@@ -522,6 +557,7 @@ void invoke_moe_up(TensorView out, TensorView x, OptionalTensor x_scale, TensorV
     check.shape("x_scale", *x_scale, shape, 2);
     check_weight_scale(check, "w1_scale", w1_scale, w1);
     if (w2.has_value()) check_weight_scale(check, "w2_scale", w2_scale, *w2);
+    if (!w2.has_value() && w2_scale.has_value()) check.fail("w2_scale", "None without w2", "scales");
   }
   const int64_t pairs = tokens * topk_ids.size(1), columns = w1.size(1) * (w2.has_value() ? 2 : 1);
   const DLDataType dtype = fp8 ? kBFloat16 : x.dtype();
@@ -554,7 +590,8 @@ void invoke_moe_up(TensorView out, TensorView x, OptionalTensor x_scale, TensorV
   set_up_weight(&p, w1, w1_scale, w2, w2_scale);
   p.out = address(out);
   p.out_stride = out.stride(0) * 2;
-  const bool wgmma = fits_wgmma(out, p.out_stride, block_size, x.device());
+  const bool wgmma = fits_wgmma(out, p.out_stride, block_size, x.device()) && fits_offsets(x.size(0), p.x_stride) &&
+                     fits_offsets(p.outputs, p.weight_stride);
   const int tile = tile_of_block(block_size, x.dtype(), wgmma);
   const int64_t tiles = set_aligned(&p, aligned, tile);
   const DeviceGuard guard(x.device().device_id);
@@ -614,7 +651,8 @@ void invoke_moe_down(TensorView out, TensorView x, OptionalTensor x_scale, Tenso
   set_down_weight(&p, w3, w3_scale);
   p.out = address(out);
   p.out_stride = (choices > 1 ? out.stride(1) : out.stride(0)) * 2;
-  const bool wgmma = fits_wgmma(out, p.out_stride, block_size, x.device());
+  const bool wgmma = fits_wgmma(out, p.out_stride, block_size, x.device()) && fits_offsets(x.size(0), p.x_stride) &&
+                     fits_offsets(p.outputs, p.weight_stride);
   const int tile = tile_of_block(block_size, x.dtype(), wgmma);
   const int64_t tiles = set_aligned(&p, aligned, tile);
   const DeviceGuard guard(x.device().device_id);

@@ -20,8 +20,10 @@
 namespace kestrel::moe {
 
 // How a CTA is cut.
-template <int N_TILES_, int M_TILES_, int WARPS_, int STAGES_, int CTAS_PER_SM_>
+// FOR_SMALL: for GPUs with 99 KB of shared memory alone, and not built for others.
+template <int N_TILES_, int M_TILES_, int WARPS_, int STAGES_, int CTAS_PER_SM_, bool FOR_SMALL_ = false>
 struct ExpertsTile {
+  static constexpr bool for_small = FOR_SMALL_;
   static constexpr int n_tiles = N_TILES_;  // of 8 tokens
   static constexpr int m_tiles = M_TILES_;  // of 16 weight rows, a warp
   static constexpr int warps = WARPS_;
@@ -34,6 +36,19 @@ struct ExpertsTile {
   static constexpr int shared_bytes = stages * stage_bytes;
   static constexpr int x_copies = (tokens * 8 + threads - 1) / threads;  // of 16 bytes, a thread and stage
 };
+
+constexpr int kSmallSharedBytes = 96 * 1024;  // dynamic, for a CTA of sm_86, sm_89 and sm_120
+
+// Whether the architecture that is compiled for can run a kernel with this tile.
+template <typename Tile>
+__device__ constexpr bool is_built() {
+#ifdef __CUDA_ARCH__
+  constexpr bool small = __CUDA_ARCH__ == 860 || __CUDA_ARCH__ == 890 || __CUDA_ARCH__ >= 1200;
+  return small ? Tile::shared_bytes <= kSmallSharedBytes : !Tile::for_small;
+#else
+  return true;
+#endif
+}
 
 template <typename T>
 __device__ __forceinline__ void mma_16x8x16(float (&c)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3,
@@ -164,8 +179,7 @@ __device__ __forceinline__ void store_result(char* row, int64_t column, float va
 // W: elements of weights and x; FP8 products are scaled for every line of K (block scales, else 1) and then added up.
 // LISTED: the CTAs group the pairs themselves, and with `arrivals` the last CTA of a row slice adds up the choices.
 template <typename W, Projection PROJECTION, bool LISTED, typename Tile>
-__global__ void __launch_bounds__(Tile::threads, Tile::ctas_per_sm)
-    experts_kernel(const __grid_constant__ ExpertsParams p) {
+__device__ __forceinline__ void multiply_experts(const ExpertsParams& p) {
   constexpr bool up = PROJECTION == Projection::up, fp8 = std::is_same_v<W, __nv_fp8_e4m3>;
   constexpr int MT = Tile::m_tiles, NT = Tile::n_tiles, S = Tile::stages;
   constexpr int element = fp8 ? 1 : 2;                       // bytes, of weights and x
@@ -433,13 +447,19 @@ __global__ void __launch_bounds__(Tile::threads, Tile::ctas_per_sm)
           for (int j = 0; j < p.choices; ++j) {
             const int pair = token * p.choices + j;
             const float value = list.expert[pair] >= 0 ? load_cg(p.partial + int64_t{pair} * p.outputs + channel) : 0.f;
-            total = j == 0 ? value : total + value;
+            total += value;
           }
           store_result<W>(p.out + token * p.out_stride, channel, total, p.fp16_result);
         }
       }
     }
   }
+}
+
+template <typename W, Projection PROJECTION, bool LISTED, typename Tile>
+__global__ void __launch_bounds__(Tile::threads, Tile::ctas_per_sm)
+    experts_kernel(const __grid_constant__ ExpertsParams p) {
+  if constexpr (is_built<Tile>()) multiply_experts<W, PROJECTION, LISTED, Tile>(p);
 }
 
 // Rows to FP8 with a scale each, as fp8_quant has them; a CTA takes one row, reads it twice.

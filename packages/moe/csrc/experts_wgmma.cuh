@@ -301,7 +301,7 @@ __global__ void __launch_bounds__(Tile::threads, 1) experts_wgmma_kernel(const _
 
     float low_scale = 1.f, high_scale = 1.f;
     if (fp8 && p.scale_rank < 3) {
-      const int64_t low_at = min(low_channel, p.outputs - 1) * p.scale_row_stride;
+      const int64_t low_at = min(low_channel, p.outputs - (up ? 1 : 9)) * p.scale_row_stride;
       low_scale = p.weight_scale_low[expert * p.scale_expert_stride + low_at];
       high_scale = p.weight_scale_high[expert * p.scale_expert_stride + low_at];
     }
@@ -317,6 +317,24 @@ __global__ void __launch_bounds__(Tile::threads, 1) experts_wgmma_kernel(const _
             if (pair < 0 || low_channel >= p.outputs) continue;
             const float h = acc[i + c] * low_scale * factor, g = acc[i + c + 2] * high_scale * factor;
             reinterpret_cast<float*>(p.out + pair * p.out_stride)[low_channel] = gated_value(h, g, p.gate);
+          }
+        }
+        named_barrier(1, Tile::multipliers);
+        continue;
+      }
+    }
+    if constexpr (!up && std::is_same_v<R, __half>) {
+      if (p.partial) {  // float32, where the sum over the choices may be in the range of fp16 and its terms are not
+#pragma unroll
+        for (int i = 0; i < Tile::tokens / 2; i += 4) {
+          if (i * 2 >= used) break;
+#pragma unroll
+          for (int c = 0; c < 2; ++c) {
+            const int n = i * 2 + 2 * quad + c, pair = pair_of_token[n];
+            float* const row = p.partial + int64_t{pair} * p.outputs + low_channel;
+            if (pair < 0) continue;
+            if (low_channel < p.outputs) row[0] = acc[i + c] * low_scale * factor_of_token[n];
+            if (low_channel + 8 < p.outputs) row[8] = acc[i + c + 2] * high_scale * factor_of_token[n];
           }
         }
         named_barrier(1, Tile::multipliers);

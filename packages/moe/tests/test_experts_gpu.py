@@ -132,6 +132,53 @@ def test_an_expert_map_skips_experts_of_other_devices(tokens: int) -> None:
     assert_layer_is_right(args, expert_map=torch.full_like(expert_map, -1))
 
 
+@pytest.mark.parametrize("tokens", [5, 64, 500])
+def test_ids_may_be_int64(tokens: int) -> None:
+    hidden, w1, w2, weights, ids = layer(tokens, 8, 2, 256, 128)
+    want = fused_experts(hidden, w1, w2, weights, ids)
+    wide = ids.long()
+    wide[0, 0], ids[0, 0] = 2**32 + 1, -1
+    assert_same_bits(fused_experts(hidden, w1, w2, weights, wide)[1:], want[1:], "int64")
+    assert_same_bits(fused_experts(hidden, w1, w2, weights, wide), fused_experts(hidden, w1, w2, weights, ids), "2^32")
+
+
+@pytest.mark.parametrize("tokens", [2, 20, 100])
+def test_an_empty_expert_map_gives_zeros(tokens: int) -> None:
+    expert_map = torch.empty(0, dtype=torch.int32, device="cuda")
+    assert not bool(fused_experts(*layer(tokens, 8, 2, 256, 128), expert_map=expert_map).any())
+
+
+@pytest.mark.parametrize("tokens", [16, 64, 500])
+def test_results_of_two_experts_may_cancel_beyond_the_range_of_fp16(tokens: int) -> None:
+    hidden, w1, w2, weights, _ = layer(tokens, 2, 2, 256, 128, torch.float16)
+    w1[1], w2[0] = w1[0], w2[0] * 2**15
+    w2[1] = -w2[0]
+    ids = torch.tensor([[0, 1]], dtype=torch.int32, device="cuda").expand(tokens, 2).contiguous()
+    single = fused_experts(hidden[:1], w1, w2, torch.ones_like(weights[:1]), torch.zeros_like(ids[:1]))
+    assert bool(single.isinf().any()), "a result alone leaves the range"
+    assert not bool(fused_experts(hidden, w1, w2, torch.ones_like(weights), ids).any())
+
+
+def test_the_path_through_grouped_mm_refuses_what_the_others_refuse() -> None:
+    hidden, w1, w2, weights, ids = layer(900, 8, 2, 256, 128)  # 225 pairs for each expert
+    with pytest.raises(ValueError, match="w1_scale"):
+        fused_experts(hidden, w1, w2, weights, ids, w1_scale=torch.ones(8, device="cuda"))
+    with pytest.raises(ValueError, match="w2_scale"):
+        fused_experts(hidden, w1, w2, weights, ids, w2_scale=torch.ones(8, device="cuda"))
+    with pytest.raises(ValueError, match="out"):
+        fused_experts(hidden, w1, w2, weights, ids, out=hidden)
+    with pytest.raises(ValueError, match="activation"):
+        fused_experts(hidden, w1, w2, weights, ids, activation="relu")
+
+
+def test_grouped_mm_takes_no_weights_that_it_would_refuse() -> None:
+    hidden, w1, w2, weights, ids = layer(900, 8, 2, 256, 128)
+    flat = torch.empty(w1.numel() + 1, dtype=w1.dtype, device="cuda")
+    unaligned = flat[1:].view(w1.shape).copy_(w1)
+    with pytest.raises(UnsupportedError, match="aligned"):  # the reference's turn; kernels alone are allowed here
+        fused_experts(hidden, unaligned, w2, weights, ids)
+
+
 @pytest.mark.parametrize("in_range", [(1, 2, 3, 8, 9, 36), (60, 200, 600)], ids=str)
 def test_a_token_does_not_depend_on_the_others(in_range: tuple[int, ...]) -> None:
     hidden, w1, w2, weights, ids = layer(in_range[-1], 16, 4, 512, 256)  # T / 4 pairs for each expert
@@ -318,6 +365,18 @@ def test_products_equal_the_reference_and_skipped_pairs_are_zero(
         eps = torch.finfo(dtype).eps
         torch.testing.assert_close(up[pair].double(), want_up, rtol=0.51 * eps, atol=1e-5)
         torch.testing.assert_close(down[t, j].double(), want_down, rtol=0.51 * eps, atol=1e-5)
+
+
+@pytest.mark.parametrize("hole", [0, 5, 64])
+@pytest.mark.parametrize("block_size", [16, 64, 128])
+def test_a_pair_may_be_missing_anywhere_in_a_block(block_size: int, hole: int) -> None:
+    hidden, w1, _, _, ids = layer(150, 4, 1, 256, 128, ids=lambda t, e, k: torch.zeros(t, k))
+    sorted_pairs, *blocks = aligned(ids, 4, block_size)
+    want = invoke_cute_moe_up(hidden, w1, None, None, ids, sorted_pairs, *blocks, block_size=block_size)
+    want[int(sorted_pairs[hole])] = 0
+    sorted_pairs[hole] = -1
+    got = invoke_cute_moe_up(hidden, w1, None, None, ids, sorted_pairs, *blocks, block_size=block_size)
+    assert_same_bits(got, want, f"without the pair at {hole}")
 
 
 @pytest.mark.parametrize("form", FORMS)

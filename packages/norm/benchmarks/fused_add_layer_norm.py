@@ -24,7 +24,7 @@ TARGETS: dict[str, float | None] = {
 
 
 def make(shape: str, count: int) -> list[tuple[torch.Tensor, ...]]:
-    weight, bias = torch.ones_like(torch.stack(vectors(shape, 2)))  # x stays of one size however often it is normed
+    weight, bias = torch.ones_like(torch.stack(vectors(shape, 2)))  # ones: calls in place keep the magnitude of x
     return [(one, torch.randn_like(one), weight, bias) for one in matrices(shape, count)]
 
 

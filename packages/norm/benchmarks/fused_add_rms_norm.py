@@ -27,7 +27,7 @@ TARGET_OF = {"16384x4096": "vllm", "65536x8192": "flashinfer"}
 
 
 def make(shape: str, count: int) -> list[tuple[torch.Tensor, ...]]:
-    (weight,) = map(torch.ones_like, vectors(shape, 1))  # x stays of one size however often it is normed
+    (weight,) = map(torch.ones_like, vectors(shape, 1))  # ones: calls in place keep the magnitude of x
     return [(one, torch.randn_like(one), weight) for one in matrices(shape, count)]
 
 

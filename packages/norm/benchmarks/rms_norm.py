@@ -33,7 +33,7 @@ def make(shape: str, count: int) -> list[tuple[Any, ...]]:
 
 
 def set_bytes(shape: str) -> int:
-    return elements(shape) * 2  # x alone: that it is cold must not depend on what is written
+    return elements(shape) * 2  # x alone, so that it is cold whatever is written
 
 
 def traffic(shape: str) -> int:

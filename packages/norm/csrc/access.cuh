@@ -5,12 +5,12 @@
 
 namespace kestrel::norm {
 
-// What the bases, the strides and N are multiples of, and so how a pack moves:
+// How a pack is loaded and stored, by the alignment of bases, strides and N.
 // aligned16: in one access. aligned8: in two accesses of 8 bytes. unaligned: as parts of the two aligned 16-byte words
 // that it straddles.
 enum class Access { aligned16, aligned8, unaligned };
 
-// Two loads of 8 bytes. The second one of a warp hits the L1 lines that the first one has brought in.
+// Two loads of 8 bytes. The second one hits in L1, because the first one of the warp has loaded the same lines.
 template <typename T>
 __device__ __forceinline__ void load_8x2(uint4& bits, const char* p, int first, int n) {
   if (first < n) {

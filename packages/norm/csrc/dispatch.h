@@ -85,8 +85,8 @@ inline dim3 blocks(int rows, int rows_per_block) { return dim3((rows + rows_per_
 // Prefetch and store hints by the bytes that a call reads; they never change a result.
 template <typename S>
 void set_cache_hints(Params* p) {
-  constexpr int64_t small = 8 << 20;  // above it, loads of RMSNorm rows queue behind their own prefetches
-  constexpr int64_t l2 = 64 << 20;    // an output of a larger call leaves L2 before it is read
+  constexpr int64_t small = 8 << 20;  // above it, loads of RMSNorm rows wait for their own prefetches
+  constexpr int64_t l2 = 64 << 20;    // L2 evicts the output of a larger call before the next kernel reads it
   const int64_t read = int64_t{p->rows} * p->n * sizeof(typename S::T) * (S::add ? 2 : 1);
   if constexpr (S::layer && !S::add) {
     p->prefetch = read <= l2;

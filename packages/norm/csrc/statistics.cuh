@@ -87,11 +87,11 @@ struct Moments {
   float m2;  // sum of squared deviations from the mean
 };
 
-// Mean and squared deviations from every thread's sums s1 of (x - pivot) and s2 of (x - pivot)^2. The pivot is the
-// warp's, `count` the warp's elements. Products are kept from contraction with a sum, so that every kernel rounds
-// alike. The pivot is the mean of one pack of the row. So cancellation in s2 - s1^2 / count loses at most the warp's
-// number of packs times the row's own sum of squares, even where the pivot is an outlier: then its pack's elements are
-// outliers too.
+// Mean and squared deviations from every thread's sums s1 of (x - pivot) and s2 of (x - pivot)^2. `pivot` and `count`
+// (of elements) are the warp's. Explicit roundings keep the compiler from contracting products and sums, so every
+// kernel rounds alike. The pivot is the mean of one pack of the row. This bounds the cancellation in s2 - s1^2 / count:
+// the loss is at most the warp's number of packs times the row's own sum of squares, even if the pivot is an outlier,
+// since then the elements of its pack are outliers too.
 template <int MAX_WARPS>
 __device__ __forceinline__ Moments row_moments(float pivot, float s1, float s2, float count, float inv_count,
                                                float inv_n, int lane, const WarpPartials<true>& partials) {
@@ -147,8 +147,8 @@ __device__ __forceinline__ float pivot_of(const float (&x)[Pack<T>::size], int f
   return __shfl_sync(0xffffffffu, sums[0] * inv_valid, 0);
 }
 
-// How a pack past the end is left out: a branch keeps the compiler from unpacking all packs of a lane at once and so
-// saves registers; a select is faster where registers suffice.
+// How packs past the end of the row are skipped. A branch keeps the compiler from unpacking all packs of a lane at
+// once, which saves registers; a select is faster where registers suffice.
 enum class PastEnd { select, branch };
 
 // Adds the elements of a pack that exist to s1 and s2, as differences from the pivot.

@@ -115,8 +115,8 @@ int blocks_per_sm(const LaunchShape& shape, int heads_per_thread) {
 //   few packs (latency-bound)                     -> 1 head per thread, blocks of 64: many small blocks
 //   a tile whose grid fills at most half of the GPU -> the first such tile: two launches are resident together
 //   otherwise                                     -> the tile whose grid fills one wave best, above 80 %
-// Under PDL, blocks of the next launch occupy SMs before the last blocks of this one have started, and those then crowd
-// the SMs that become free first. Both choices avoid that.
+// Under PDL, blocks of the next launch may occupy SMs before the last blocks of this launch have started. Those last
+// blocks then share the few SMs that become free first. The second and third choice avoid that.
 template <typename S>
 Tile choose_tile(Params* p, DLDevice device) {
   const int slices = ceil_div(p->half, S::frequencies);

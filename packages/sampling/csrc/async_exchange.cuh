@@ -15,9 +15,9 @@ __device__ __forceinline__ void send(T* to, T v, u64* barrier, int rank) {
                    ptx::map_shared(ptx::shared_address(barrier), rank));
 }
 
-// Two buffers alternate, with an mbarrier each. Every warp broadcasts the same number of values in a round, and then
-// waits for those of all warps. A warp that writes a buffer again has received a value that was sent after every warp
-// had read it.
+// Two buffers alternate, with an mbarrier each. In a round every warp broadcasts the same number of values and then
+// waits for those of all warps. Before a warp writes a buffer a second time, it has received values that each warp sent
+// after it had read that buffer.
 struct AsyncExchange {
   static constexpr int kValues = 3;  // per warp and round
   u64* memory;
@@ -60,8 +60,8 @@ struct AsyncExchange {
       send(to, v, barrier(cluster), cluster.lane);
     }
   }
-  // Waits for the values of all warps, and for `num_int4` calls of broadcast_int4(). `leader` is one thread of each
-  // block: its own earlier writes to shared memory are visible behind this, those of other threads are not.
+  // Waits for the values of all warps, and for `num_int4` calls of broadcast_int4(). `leader` is true in one thread of
+  // each block. After the wait its earlier writes to shared memory are visible; those of other threads are not.
   __device__ __forceinline__ void wait(const Cluster& cluster, bool leader, u32 num_int4 = 0) {
     if (cluster.size == 1) {
       __syncthreads();
@@ -73,7 +73,7 @@ struct AsyncExchange {
     num_values = 0;
   }
 
-  // The rest reads what the last wait() received.
+  // The functions below read the values of the last wait().
   __device__ __forceinline__ const u64* values(const Cluster& cluster, int which) const {
     return memory + (((round - 1) & 1) * kValues + which) * cluster.num_warps;
   }

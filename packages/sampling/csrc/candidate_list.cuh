@@ -1,5 +1,6 @@
-// Finds the threshold among the candidates: histograms of the range in which it lies, each 256 times as fine as the one
-// before, until one warp can hold the candidates that are left. Runs in the first block of a cluster.
+// Finds the threshold among the candidates. A histogram of 256 bins narrows the range of the threshold to one bin,
+// which the next histogram subdivides, until one warp can hold the remaining candidates. Runs in the first block of a
+// cluster.
 #pragma once
 
 #include "threshold.cuh"
@@ -75,8 +76,8 @@ struct CandidateList {
     return range;
   }
 
-  // The threshold among at most kWarpCandidates candidates, by one warp: each lane measures the elements that reach its
-  // own candidate.
+  // The threshold among at most kWarpCandidates candidates, by one warp. Each lane measures the elements that are at
+  // least as large as its candidate.
   template <Measure measure>
   __device__ __forceinline__ Threshold find_in_warp(const float* candidates, u32 count, Range range, u64 goal) {
     const bool mine = cluster.lane < count;
@@ -96,7 +97,8 @@ struct CandidateList {
     return {range.low, number == 1 ? 1 : needed<measure>(range, goal), number};
   }
 
-  // How many elements equal to range.low reach the goal: a quotient rounded up. Computed bit by bit, since it is rare.
+  // How many elements equal to range.low are needed to reach the goal: a quotient rounded up. A rare case, so computed
+  // bit by bit.
   template <Measure measure>
   __device__ __forceinline__ u32 needed(const Range& range, u64 goal) const {
     const u64 missing = goal - range.above;

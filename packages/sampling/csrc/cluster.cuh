@@ -1,5 +1,5 @@
 // The thread blocks that share a row: a cluster with distributed shared memory (DSMEM) from sm_90 on, one block before.
-// Values that are summed across warps and blocks are integers, so that the order of the sum does not show.
+// Values that are summed across warps and blocks are integers, so that sums do not depend on the order.
 #pragma once
 
 #include <kestrel/pdl.cuh>
@@ -101,8 +101,8 @@ struct Cluster {
 };
 
 // Values of all warps, gathered in the shared memory of every block through DSMEM and published by a cluster barrier.
-// Two buffers alternate, so that one barrier a round suffices: a warp that writes a buffer again has passed the barrier
-// that follows every read of it.
+// Two buffers alternate, so that one barrier per round suffices: before a warp writes a buffer a second time, it passes
+// the barrier that follows every read of that buffer.
 struct ClusterExchange {
   static constexpr int kValues = 3;  // per warp and round
   u64* memory;

@@ -1,12 +1,12 @@
-// What one warp reads of a row, converted to float32: the slice is read from global memory once and kept in shared
-// memory, or, where a block cannot hold its slices, read from global memory in every pass.
+// The slice of a row that one warp reads, converted to float32. It is read from global memory once and kept in shared
+// memory. Where a block cannot hold its slices, every pass reads them from global memory.
 #pragma once
 
 #include "mass.cuh"
 
 namespace kestrel::sampling {
 
-// Where the slice is read after its first pass.
+// The memory that passes after the first one read.
 enum class Storage { shared, global };
 
 // The slice of one warp: elements [begin, end), with `end` rounded up to a multiple of four. Elements past the row are

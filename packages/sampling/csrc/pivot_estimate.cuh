@@ -57,8 +57,8 @@ struct PivotEstimate {
     return sum;
   }
 
-  // From the threads' candidates, takes the lowest bin that surely reaches the goal and the highest that surely does
-  // not, and sends the pivots to all blocks.
+  // Reduces over the threads: low is the first bin at which the goal is surely reached, high the last at which it
+  // surely is not. Sends both as pivots to all blocks.
   __device__ __forceinline__ void send_pivots(Measure measure, int low, int high) {
     low = __reduce_min_sync(kAllLanes, low);
     high = __reduce_max_sync(kAllLanes, high);

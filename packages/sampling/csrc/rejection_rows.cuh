@@ -2,9 +2,9 @@
 //
 // A round draws four proposals from the remaining mass. A proposal is accepted if the mass of the elements before it in
 // descending order is below the goal of top-p. If all four are rejected, the next round draws from what precedes them.
-// A cluster processes a row, a contiguous slice per warp. Masses of up to 32 groups of chunks per warp are kept, so
-// that only the chunk that holds an id is read again. Proposals are checked by float sums with an error bound, and by
-// exact masses where the bound leaves it open. FirstPass says how the passes over a row are made cheaper.
+// A cluster processes a row, a contiguous slice per warp. Each warp keeps the masses of up to 32 groups of chunks, so
+// that only the group that holds an id is read again. Proposals are checked by float sums with an error bound, and by
+// exact masses where the bound does not decide. FirstPass lists the ways to make passes over a row cheaper.
 #pragma once
 
 #include "async_exchange.cuh"
@@ -16,8 +16,8 @@ namespace kestrel::sampling {
 constexpr int kChunkTiles = 4;  // tiles that a warp loads together
 
 // plain:    the first pass copies the row to shared memory if it fits; further passes over the row read the copy.
-// windowed: for rows too many or too long for that. The first pass also adds up the elements inside a window of values
-//           around the estimated threshold, in bins, and those above it. This decides nearly all proposals.
+// windowed: for too many or too long rows for that. The first pass also sums the elements above a window of values
+//           around the estimated threshold, and those inside it in bins. These sums decide nearly all proposals.
 enum class FirstPass { plain, windowed };
 
 enum Decision : int { kUndecided, kAccepted, kRejected };
@@ -58,8 +58,8 @@ struct RowParams {
         greedy(q32 == 0 || (kind == Kind::logits && temperature <= 0.f)) {}
 };
 
-// A window of values around the estimated threshold, in bins of equal width. The mass before an element in the window
-// is known from their sums but for its own bin.
+// A window of values around the estimated threshold, in bins of equal width. The sums of the bins give the mass before
+// an element in the window, up to the mass of its own bin.
 struct Window {
   static constexpr int kBinBits = kWindowBits - 8;
   static_assert(kWindowBins == 1 << (kWindowBits - kBinBits));
@@ -90,7 +90,7 @@ struct RejectionSampler {
   AsyncExchange& exchange;
   RejectionScratch* scratch;
   float factor = 1.f;  // elements are multiplied by it: 2^64 for rows of tiny numbers, else 1
-  // What remains to draw from: elements >= bound before index bound_idx, elements > bound from there on.
+  // The elements that remain to draw from: those >= bound before index bound_idx, and those > bound from there on.
   float bound = -INFINITY;
   int bound_idx = INT32_MAX;
   u64 group_mass = 0;  // the mass of this lane's group of chunks
@@ -464,7 +464,7 @@ __global__ void __launch_bounds__(first_pass == FirstPass::windowed ? kWindowedT
                                 {proposal.index, __float_as_int(proposal.value), proposal.decision, 0});
       }
       if (unfiltered) return;
-      exchange.broadcast(cluster, 0, 0);  // behind the wait all warps have finished reading the masses
+      exchange.broadcast(cluster, 0, 0);  // after the wait all warps have finished reading the masses
       exchange.wait(cluster, is_rng_thread, kProposals);
       first_rejected = -1;
       n = 0;

@@ -1,5 +1,5 @@
-// What one warp reads of a row: a contiguous slice, one chunk at a time, with the next chunk prefetched. The slices of
-// a block may be copied to its shared memory, from which later passes read them.
+// The contiguous slice of a row that one warp reads, one chunk at a time, with the next chunk prefetched. The first
+// pass can copy the slices of a block to its shared memory, from which later passes then read them.
 #pragma once
 
 #include "mass.cuh"

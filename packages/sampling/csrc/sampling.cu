@@ -30,8 +30,6 @@ namespace kestrel::sampling {
 
 // ---- the host -------------------------------------------------------------------------------------------------------
 
-constexpr DLDataType kInt32{kDLInt, 32, 1};
-constexpr DLDataType kInt64{kDLInt, 64, 1};
 constexpr DLDataType kBool{kDLBool, 8, 1};
 
 int row_dtype(const TensorView& rows) {
@@ -46,7 +44,7 @@ struct Split {
   size_t smem_bytes;
 };
 
-// A split that an experiment asks for; 0 leaves the choice to the host. No choice changes an id.
+// A split given by the caller, for experiments; 0 leaves the choice to the host. Ids do not depend on it.
 struct SplitRequest {
   int cluster_size = 0, threads = 0;
 };
@@ -68,9 +66,9 @@ size_t max_smem_bytes(DLDevice device) {
 }
 
 // Of threshold_rows and topk_rows.
-size_t search_smem_bytes(int length, int cluster_size, int threads, bool in_smem) {
+size_t search_smem_bytes(int length, int cluster_size, int threads, Storage storage) {
   const int warps = threads / 32;
-  const int row_elements = in_smem ? elements_per_warp(length, cluster_size * warps, 8) * warps : 0;
+  const int row_elements = storage == Storage::shared ? elements_per_warp(length, cluster_size * warps, 8) * warps : 0;
   return sizeof(SearchScratch) + ClusterExchange::bytes(cluster_size * warps) + candidate_bytes(threads) +
          row_elements * sizeof(float);
 }
@@ -85,20 +83,21 @@ Split split_for_search(int length, int64_t rows, DLDevice device, SplitRequest r
   }
   // Few rows: clusters of eight blocks. Many rows: one block each if that can hold a row.
   const bool few = rows * 8 <= num_sms(device);
-  const bool fits = search_smem_bytes(length, 1, kSearchThreads, true) <= max_bytes;
+  const bool fits = search_smem_bytes(length, 1, kSearchThreads, Storage::shared) <= max_bytes;
   if (!cluster_size) cluster_size = !few && fits ? 1 : 8;
   if (!threads) threads = kSearchThreads;
   threads = std::clamp(threads, kHistogramThreads, kSearchThreads);
-  const bool in_smem = search_smem_bytes(length, cluster_size, threads, true) <= max_bytes;
-  return {cluster_size, threads, in_smem, search_smem_bytes(length, cluster_size, threads, in_smem)};
+  const bool in_smem = search_smem_bytes(length, cluster_size, threads, Storage::shared) <= max_bytes;
+  const Storage storage = in_smem ? Storage::shared : Storage::global;
+  return {cluster_size, threads, in_smem, search_smem_bytes(length, cluster_size, threads, storage)};
 }
 
 struct RejectionSplit : Split {
   FirstPass first_pass;
 };
 
-// filtered: top-p may reject proposals, which takes more passes over the row. Its blocks then hold the row in shared
-// memory if they can; if not, and rows are many, the first pass uses a window.
+// filtered: top-p may reject proposals, which takes more passes over the row. The blocks then hold the row in shared
+// memory if it fits; if it does not, and there are many rows, the first pass uses a window.
 RejectionSplit split_for_rejection(const Params& params, DLDevice device, bool filtered, SplitRequest request) {
   const int64_t sms = num_sms(device), rows = params.num_rows;
   const int chunk = kChunkTiles * kTile, chunks = (params.length + chunk - 1) / chunk;
@@ -127,10 +126,15 @@ RejectionSplit split_for_rejection(const Params& params, DLDevice device, bool f
   }
   if (fit_in_one_wave(8)) return split_into(FirstPass::plain, 8, 512, filtered);
   for (int cluster_size = 4; filtered && cluster_size > 0; cluster_size /= 2) {
-    const RejectionSplit split = split_into(FirstPass::plain, cluster_size, kPlainThreads, true);
+    const RejectionSplit split = split_into(FirstPass::plain, cluster_size, kPlainThreads, /*copy_to_smem=*/true);
     if (split.in_smem && fit_in_one_wave(cluster_size)) return split;
   }
-  return split_into(FirstPass::windowed, 3 * rows <= sms ? 4 : 2 * rows <= sms ? 2 : 1, kWindowedThreads, false);
+  return split_into(FirstPass::windowed,
+                    3 * rows <= sms   ? 4
+                    : 2 * rows <= sms ? 2
+                                      : 1,
+                    kWindowedThreads,
+                    /*copy_to_smem=*/false);
 }
 
 Split split_for_small_k(int64_t rows, DLDevice device, SplitRequest request) {
@@ -198,7 +202,8 @@ void launch_threshold_rows(Params params, DLDevice device, SplitRequest request)
   }
 }
 
-// The kernels of a call. With one top-k per row each kernel runs and draws the rows that are its own:
+// The kernels of a call. If top-k is a tensor with one value per row, all kernels of a line run, and each draws only
+// the rows of its column:
 //
 //   rows            no top-k        k <= 128                        k > 128
 //   length <= 4096  short_rows      short_rows                      threshold_rows
@@ -208,7 +213,7 @@ template <Kind kind>
 void launch_kind(const Params& params, DLDevice device, SplitRequest request) {
   const CountPerRow& k = params.top_k;
   if (!params.ids) return launch_threshold_rows<kind>(params, device, request);
-  const bool any_k = k.values != nullptr;  // every column of the table
+  const bool any_k = k.values != nullptr;  // all columns of the table
   const bool no_top_k = any_k || k.value <= 0 || k.value >= params.length;
   const bool small_k = any_k || k.value <= kMaxSmallK;
   const bool only_no_top_k = !any_k && no_top_k;
@@ -222,7 +227,7 @@ void launch_kind(const Params& params, DLDevice device, SplitRequest request) {
   }
   Params deferred = params;
   deferred.deferred_only = small_k;
-  // Few rows are deferred, so that few blocks, which mostly exit at once, are the cheaper choice.
+  // Few rows are deferred. Most blocks exit at once, so one block per row is cheaper than a cluster.
   if (small_k && !request.cluster_size && params.num_rows * int64_t{8} > num_sms(device)) request.cluster_size = 1;
   launch_threshold_rows<kind>(deferred, device, request);
 }

@@ -6,13 +6,13 @@
 namespace kestrel::sampling {
 
 constexpr int kBins = 1024;               // of the row's histogram: 32 octaves below the largest weight
-constexpr int kHistogramThreads = 256;    // that evaluate it; a block has at least as many
+constexpr int kHistogramThreads = 256;    // threads that evaluate it; a block has at least as many
 constexpr int kHistogramSamples = 32768;  // elements of a row in its histogram, approximately
 constexpr int kFineBins = 256;            // of the histograms of a candidate list
 constexpr int kCandidatesPerThread = 6;
-constexpr int kWarpCandidates = 32;  // left for the last step in one warp, one a lane
+constexpr int kWarpCandidates = 32;  // most candidates of the last step, in one warp: one per lane
 
-// What a search adds up: the number of elements (top-k) or their masses (top-p).
+// What a search sums: the number of elements (top-k) or their masses (top-p).
 enum class Measure { count, mass };
 
 // Whether the pass that builds the histogram also sums the mass of the row.

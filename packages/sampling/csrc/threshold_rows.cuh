@@ -30,9 +30,9 @@ __device__ __forceinline__ KeptSet filter(ThresholdSearch<kind, storage>& search
   const bool of_row = has_top_p && (filters.joint || !has_top_k);  // top-p of the row, not of what top-k keeps
   const bool in_registers = search.fits_in_registers();
   if (!has_histogram && of_row) {
-    all = search.template histogram_row<SumMass::yes>(!in_registers);
+    all = search.template histogram_row<SumMass::yes>(/*histogram=*/!in_registers);
   } else if (!has_histogram && !in_registers) {
-    search.template histogram_row<SumMass::no>(true);
+    search.template histogram_row<SumMass::no>(/*histogram=*/true);
   }
   const u64 goal = max(u64{1}, scale_q32(all, filters.top_p));
   if (!in_registers) {
@@ -110,7 +110,7 @@ __global__ void __launch_bounds__(kSearchThreads, 1) threshold_rows(const __grid
   __syncthreads();
   pdl_wait();
   pdl_trigger();
-  // Parameters are loaded before the row, so that nothing waits for them behind it.
+  // Parameters are loaded before the row, so that their latency overlaps with the loads of the row.
   const float temperature = logits ? p.temperature.at(row_idx) : 1.f;
   const float min_p = p.min_p.at(row_idx), top_p = p.top_p.at(row_idx);
   const int64_t top_k = p.top_k.at(row_idx);

@@ -11,7 +11,7 @@
 
 namespace kestrel::sampling {
 
-// What locate() adds up: the number of elements equal to a value,
+// A measure that locate() sums: the number of elements equal to a value.
 struct EqualTo {
   float t;
   u32 count = 0;
@@ -22,7 +22,7 @@ struct EqualTo {
   }
 };
 
-// or the masses of the kept elements.
+// A measure that locate() sums: the masses of the kept elements.
 template <Kind kind, Precision precision>
 struct KeptMass {
   const WeightFn<kind>& weight_fn;
@@ -34,7 +34,7 @@ struct KeptMass {
     for (int e = 0; e < 4; ++e) x[e] = kept.has(v[e], i + e) ? weight_fn.template scaled<precision>(v[e]) : 0.f;
   }
   __device__ __forceinline__ void add(float4 v, int i) {
-    // Behind a filter most tiles have nothing to add.
+    // After a filter most tiles have no kept element.
     if (!__any_sync(kAllLanes, v.x >= kept.above || v.y >= kept.above || v.z >= kept.above || v.w >= kept.above))
       return;
     float x[4];
@@ -171,8 +171,9 @@ struct ThresholdSearch {
 
   // ---- the search, by the whole cluster -----------------------------------------------------------------------------
 
-  // Top-k (count) or top-p (mass). `range` surely holds the threshold, the pivots are estimates. Behind top-k, a top-p
-  // of its result with then_q32 < 2^32 is searched too if the lists allow it: *then_done.
+  // Top-k (count) or top-p (mass). `range` contains the threshold; the pivots are estimates. With then_q32 < 2^32 a
+  // search for top-k is followed by one for top-p among its result, if the lists hold the candidates; *then_done says
+  // whether that was possible.
   template <Measure measure>
   __device__ __forceinline__ Threshold search(Range range, u64 goal, int pivot_low, int pivot_high, u64 then_q32,
                                               bool* then_done) {
@@ -272,7 +273,7 @@ struct ThresholdSearch {
 
   // ---- prefix sums in vocabulary order ------------------------------------------------------------------------------
 
-  // The index at which the prefix sum of `of` exceeds point_of(total); true in the warp whose slice has it.
+  // The index at which the prefix sum of the measure `of` exceeds point_of(total); true in the warp whose slice has it.
   template <typename Of, typename Point>
   __device__ __forceinline__ bool locate(Of of, Point point_of, int* index) {
     slice.for_each_tile(cluster.lane, [&](float4 four, int i) { of.add(four, i); });
@@ -349,7 +350,7 @@ struct ThresholdSearch {
     return {t, locate_for_all(EqualTo{t}, u64{threshold.needed} - 1)};
   }
 
-  // The sum of `of` over the row.
+  // The sum of the measure `of` over the row.
   template <typename Of>
   __device__ __forceinline__ u64 total(Of& of) {
     slice.for_each_tile(cluster.lane, [&](float4 four, int i) { of.add(four, i); });

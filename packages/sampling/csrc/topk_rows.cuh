@@ -25,9 +25,9 @@ struct TopKParams {
   int* indices = nullptr;
 };
 
-// What locate() adds up to find the last NaN that is needed: the number of NaN.
+// The measure that locate() sums to find the last NaN to keep: the number of NaN.
 struct NotANumber {
-  int end;  // of the slice: the padding behind it is NaN as well
+  int end;  // of the slice; the padding after it is NaN too and must not count
   u32 count = 0;
   __device__ __forceinline__ void add(float4 v, int i) {
     u64 one[4];
@@ -136,7 +136,7 @@ __global__ void __launch_bounds__(kSortThreads, 1) topk_rows(const __grid_consta
   KeptSet kept;
   int last_nan = -1;
   if (p.k < all_numbers) {
-    search.template histogram_row<SumMass::no>(true);
+    search.template histogram_row<SumMass::no>(/*histogram=*/true);
     if (cluster.block_rank == 0) {
       search.pivot_estimate().estimate_count_pivots(p.k, kCandidatesPerThread * blockDim.x);
     }

@@ -145,7 +145,7 @@ class Checks {
     }
   }
 
-  // Without gaps, as a result that the Python side has allocated.
+  // Row-major without gaps, as the Python side allocates results.
   void contiguous(const char* name, const TensorView& t) const {
     int64_t stride = 1;
     for (int d = t.ndim() - 1; d >= 0; stride *= t.size(d--)) {
@@ -186,20 +186,20 @@ class Checks {
     fail(name, "dtype " + dtype_name(first.dtype()) + " as " + first_name + " has", dtype_name(t.dtype()), "TypeError");
   }
 
-  // An argument that must be an integer, and no bool.
+  // An argument that must be an integer; a bool is refused.
   int64_t integer(const char* name, const AnyView& value, int64_t minimum) const {
     if (value.type_index() != tvm::ffi::TypeIndex::kTVMFFIInt) {
-      fail(name, "an integer", value_text(value, true), "TypeError");
+      fail(name, "an integer", value_text(value, /*with_value=*/true), "TypeError");
     }
     const int64_t number = value.cast<int64_t>();
     if (number < minimum) fail(name, "an integer >= " + std::to_string(minimum), std::to_string(number));
     return number;
   }
 
-  // An argument that must be True or False, and no number.
+  // An argument that must be True or False; a number is refused.
   bool flag(const char* name, const AnyView& value) const {
     if (value.type_index() != tvm::ffi::TypeIndex::kTVMFFIBool) {
-      fail(name, "True or False", value_text(value, false), "TypeError");
+      fail(name, "True or False", value_text(value, /*with_value=*/false), "TypeError");
     }
     return value.cast<bool>();
   }
@@ -212,7 +212,7 @@ class Checks {
       if (text.has_value() && *text == want) return *text;
       names += std::string(names.empty() ? "'" : ", '") + want + "'";
     }
-    fail(name, "one of " + names, text.has_value() ? "'" + *text + "'" : value_text(value, false));
+    fail(name, "one of " + names, text.has_value() ? "'" + *text + "'" : value_text(value, /*with_value=*/false));
   }
 
   void number(const char* name, double value) const {

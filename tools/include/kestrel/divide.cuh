@@ -1,19 +1,19 @@
-// Many float32 quotients by one divisor, without a division for each.
+// Many float32 quotients with one divisor, without a division for each.
 //
-//   divide()         correctly rounded, as __fdiv_rn, in five multiply-adds
+//   divide()         correctly rounded like __fdiv_rn, in five multiply-adds
 //   SplitReciprocal  for codes of bf16 and fp16 numbers: on the right side of every tie, in two multiply-adds
 //
-// Divisor and ShortDivisor add the range in which each is valid. Outside it (NaN, inf, extreme scales) callers use
-// __fdiv_rn, or bring the divisor into range first.
+// Divisor and ShortDivisor add the check of the range in which each is valid. Outside it (NaN, inf, extreme scales)
+// callers use __fdiv_rn, or scale the divisor into the range first.
 #pragma once
 
 #include <kestrel/ptx/math.cuh>
 
 namespace kestrel {
 
-// Quotients of numbers of at most 11 significant bits (bf16, fp16) that only have to fall on the right side of the ties
-// of a code of at most 8 bits (FP8, INT8, INT4): x * high + x * low with 1 / divisor = high + low. For divisors from
-// 2^-60 to 2^60. low is positive and far above underflow, so an infinite x stays infinite; NaN stays.
+// x / divisor for x of at most 11 significant bits (bf16, fp16), as x * high + x * low with 1 / divisor = high + low.
+// The result is not correctly rounded, but it rounds to the same code of at most 8 bits (FP8, INT8, INT4). Divisors are
+// from 2^-60 to 2^60. low is positive and far above underflow, so an infinite x stays infinite; NaN stays NaN.
 //
 // Proof. The code depends on which side of a tie, a number t of b <= 8 bits, the quotient lies once it is rounded to
 // float32. Before that rounding, this one exceeds the true one by less than 2^-40 of it: high falls short of 1 /

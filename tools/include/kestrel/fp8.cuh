@@ -11,12 +11,12 @@ namespace kestrel {
 
 constexpr float kLargestE4M3 = 448.f;
 
-// Dynamic e4m3 scale of a largest finite magnitude: max(min(amax, scale_ub), 1e-12) / 448, correctly rounded. scale_ub
-// may be null; a NaN in it makes the scale NaN.
+// Dynamic e4m3 scale of values with largest finite magnitude amax: max(min(amax, scale_ub), 1e-12) / 448, correctly
+// rounded. scale_ub may be null; if *scale_ub is NaN, so is the scale.
 __device__ __forceinline__ float fp8_scale(float amax, const float* scale_ub = nullptr) {
   if (scale_ub) {
     const float bound = *scale_ub;
-    amax = amax < bound ? amax : bound;  // NaN stays
+    amax = amax < bound ? amax : bound;  // a NaN bound is kept
   }
   return divide(amax < 1e-12f ? 1e-12f : amax, kLargestE4M3, 1.f / kLargestE4M3);
 }

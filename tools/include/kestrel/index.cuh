@@ -5,7 +5,7 @@
 
 namespace kestrel {
 
-// `volatile` and "memory" keep the read behind pdl_wait().
+// `volatile` and "memory" keep the compiler from moving the read above pdl_wait().
 __device__ __forceinline__ int64_t load_index(const void* p, bool is_int64) {
   int64_t index;
   if (is_int64) {

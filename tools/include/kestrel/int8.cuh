@@ -5,7 +5,7 @@
 
 namespace kestrel {
 
-// Adding it rounds a float of magnitude below 2^22 half to even and leaves two's complement in the low bits.
+// x + kRoundToInteger rounds |x| < 2^22 to an integer, half to even, and holds it in two's complement in its low bits.
 constexpr float kRoundToInteger = 12582912.f;  // 1.5 * 2^23
 
 __device__ __forceinline__ uint32_t round_to_bits(float x) { return __float_as_uint(x + kRoundToInteger); }
@@ -43,7 +43,7 @@ __device__ __forceinline__ float from_int8(uint32_t word, int i) {
 template <int count>
 __device__ __forceinline__ void from_int4(uint32_t word, float (&f)[count]) {
   static_assert(count <= 8);
-  const uint32_t flipped = word ^ 0x88888888u;  // as for INT8, with 8 for 128
+  const uint32_t flipped = word ^ 0x88888888u;  // code + 8, as in from_int8()
 #pragma unroll
   for (int i = 0; i < count; ++i) {
     f[i] = __uint_as_float((flipped >> 4 * i & 0xfu) | 0x4b000000u) - (8388608.f + 8.f);

@@ -44,7 +44,7 @@ inline int device_attribute(cudaDeviceAttr attribute, int device) {
   return value;
 }
 
-// Checks the result of a launch. A GPU without machine code is a case that no kernel covers.
+// Checks the result of a launch. On a GPU that the binary has no machine code for, the op runs its reference.
 inline void check_launch(cudaError_t error, DLDevice device) {
   if (error == cudaErrorNoKernelImageForDevice) {
     cudaGetLastError();
@@ -56,9 +56,9 @@ inline void check_launch(cudaError_t error, DLDevice device) {
   check_cuda(error, "kernel launch");
 }
 
-// Launches kernel(params) with programmatic dependent launch: it must call pdl_wait() (pdl.cuh) before it touches
-// anything that is not constant. GPUs before sm_90 get a plain launch. shared_bytes: dynamic shared memory; above 48 KB
-// the caller has raised the kernel's limit. cluster: blocks per cluster, from sm_90 on.
+// Launches kernel(params) with programmatic dependent launch: the kernel must call pdl_wait() (pdl.cuh) before it
+// accesses anything that is not constant. GPUs before sm_90 get a plain launch. shared_bytes: dynamic shared memory;
+// above 48 KB the caller must raise the kernel's limit first. cluster: blocks per cluster, used from sm_90 on.
 template <typename Params>
 void launch_pdl(void (*kernel)(Params), dim3 grid, dim3 block, DLDevice device, const Params& params,
                 size_t shared_bytes = 0, unsigned cluster = 1) {

@@ -18,8 +18,8 @@ struct StrideTerm {
 
 constexpr int kMaxStrideTerms = 32;
 
-// Whether low <= sum(step * x) <= high for some x. Steps are positive and descend. Strides of tensors nest, so that
-// each term leaves one or two candidates; after `budget` of them the answer is no.
+// Whether low <= sum(step * x) <= high for some x. Steps are positive, in descending order. Strides of tensors usually
+// nest, which leaves one or two candidates per term. When `budget` candidates have been tried, the answer is false.
 inline bool has_solution(const StrideTerm* terms, int count, int64_t low, int64_t high, int* budget) {
   if (--*budget < 0 || high < 0) return false;
   int64_t reach = 0;  // of all terms
@@ -61,8 +61,8 @@ inline bool shares_memory_within(const TensorView& t) {
     reach += dims[i].step * (dims[i].count - 1);
   }
   if (nested) return false;
-  // Two indices with one address: their differences d, not all 0, give sum(d * stride) == 0. The first difference that
-  // is not 0 may be taken as positive.
+  // Two different indices with one address differ by d with sum(d * stride) == 0. The loop goes over the first
+  // dimension i with d != 0; by symmetry d > 0 there.
   for (int i = 0; i < count; ++i) {
     StrideTerm terms[kMaxStrideTerms] = {{dims[i].step, dims[i].count - 1}};
     int64_t target = -dims[i].step;
@@ -76,7 +76,7 @@ inline bool shares_memory_within(const TensorView& t) {
   return false;
 }
 
-// Addresses in bytes, without those of other devices: the first byte, and that behind the last one.
+// Addresses in bytes: the first one, and one past the last. Those of different devices may coincide.
 inline std::pair<int64_t, int64_t> address_range(const TensorView& t) {
   const int64_t width = t.dtype().bits * t.dtype().lanes / 8;
   const int64_t first = reinterpret_cast<int64_t>(t.data_ptr()) + static_cast<int64_t>(t.byte_offset());
@@ -110,7 +110,7 @@ inline bool share_memory(const TensorView& a, const TensorView& b) {
       terms[at] = {step, t->size(i)};
     }
   }
-  // The address of an element of a, less that of one of b, counted from the last element of b.
+  // sum(step * x) + base runs over all differences of an address in a and an address in b.
   const int64_t a_width = a.dtype().bits * a.dtype().lanes / 8, b_width = b.dtype().bits * b.dtype().lanes / 8;
   const int64_t base = a_first - (b_end - b_width);
   int budget = 10000;

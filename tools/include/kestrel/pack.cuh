@@ -92,7 +92,7 @@ __device__ __forceinline__ uint4 load16_constant(const void* p) { return load16(
 
 __device__ __forceinline__ void store16(void* p, uint4 v) { *static_cast<uint4*>(p) = v; }
 
-// A store whose line leaves L2 first, for results larger than L2.
+// A store whose line L2 evicts first, for results larger than L2.
 __device__ __forceinline__ void store16_streamed(void* p, uint4 v) {
   asm volatile("st.global.cs.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
                : "memory");

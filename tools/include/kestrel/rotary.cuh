@@ -18,7 +18,7 @@ __device__ __forceinline__ void rotate_pair(float& x, float& y, float cos, float
   y = __fmaf_rn(y, cos, __fmul_rn(old_x, sin));
 }
 
-// `count` adjacent constants as floats, by aligned loads of 16 bytes or one of 8.
+// Loads `count` adjacent constants as floats, by aligned 16-byte loads or one 8-byte load.
 template <int count, typename W>
 __device__ __forceinline__ void load_constants(float* f, const W* p) {
   constexpr int size = Pack<W>::size, each = count < size ? count : size;

@@ -30,7 +30,7 @@ inline void check_overlaps(const Checks& check, std::initializer_list<Named> ten
   constexpr size_t kMaxTensors = 16;
   const Named* named = tensors.begin();
   const size_t count = std::min(tensors.size(), kMaxTensors);
-  std::pair<int64_t, int64_t> ranges[kMaxTensors];  // of addresses: nearly always they are apart, and that is all
+  std::pair<int64_t, int64_t> ranges[kMaxTensors];  // of addresses; disjoint ranges need no exact check
   for (size_t i = 0; i < count; ++i) {
     ranges[i] = named[i].tensor.has_value() ? address_range(*named[i].tensor) : std::pair<int64_t, int64_t>(0, 0);
   }
@@ -53,14 +53,14 @@ inline void check_devices(const Checks& check, const char* first_name, const Ten
   check.cuda(first_name, first);
 }
 
-// Both for all tensors, in the order of the op's parameters; the first one sets the device.
+// check_overlaps and check_devices, for tensors in the order of the op's parameters. The first one sets the device.
 inline void check_memory(const Checks& check, std::initializer_list<Named> tensors) {
   check_overlaps(check, tensors);
   const Named& first = *tensors.begin();
   check_devices(check, first.name, *first.tensor, tensors);
 }
 
-// Calls with a value of the tensor's element type; the tensor is bf16, fp16 or float32.
+// Calls call(T()), where T is the element type of a bf16, fp16 or float32 tensor.
 template <typename F>
 void dispatch_float(const TensorView& t, F call) {
   if (same_dtype(t.dtype(), kBFloat16)) {

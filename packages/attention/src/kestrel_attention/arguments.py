@@ -33,6 +33,7 @@ class Paged(NamedTuple):
     prefix_len: int
     prefix_lens: torch.Tensor | None
     num_splits: int
+    sinks: torch.Tensor | None = None
 
 
 def window(op: str, window_size: Sequence[int]) -> tuple[int, int]:
@@ -118,6 +119,13 @@ def _check_finite(op: str, name: str, value: float, **bounds: float) -> None:
     check.number(op, name, value, **bounds)
     if abs(value) > _LARGEST:
         check.fail(op, name, "a finite number (in float32)", value)
+
+
+def check_sinks(op: str, q: torch.Tensor, sinks: torch.Tensor | None) -> None:
+    """sinks is None, or a floating tensor with one logit per query head."""
+    if sinks is not None:
+        check.tensor(op, "sinks", sinks, dtype=check.FLOATS, ndim=1, last_contiguous=True)
+        check.shape(op, "sinks", sinks, (q.shape[-2],))
 
 
 def check_groups(op: str, q: torch.Tensor, kv_heads: int) -> None:

@@ -23,7 +23,7 @@ _CODES = {torch.float8_e4m3fn: "e4m3", torch.uint8: "e4m3", torch.float8_e5m2: "
 _UNALIGNED = "kernels take caches whose rows are aligned to 16 bytes"
 
 Launch = Callable[..., tuple[torch.Tensor, "torch.Tensor | None"]]
-"""(q, k_cache, v_cache, cache_seqlens, block_table, k_scale, v_scale, prefix_lens, new, integers, out, want_lse)
+"""(q, k_cache, v_cache, cache_seqlens, block_table, k_scale, v_scale, prefix_lens, new, integers, out, want_lse, sinks)
 -> (out, lse), or (out, None) where no LSE is wanted.
 
 new: k and v to append, or nothing. integers: of an INT8 cache (k_scale, v_scale), of an INT4 cache (k_scale, k_zero,
@@ -166,6 +166,7 @@ def _bound(
         integers: Sequence[torch.Tensor] = (),
         out: torch.Tensor | None = None,
         want_lse: bool = True,
+        sinks: None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         destination = None
         if out is not None and (out.data_ptr() & 15 or not out.is_contiguous()):

@@ -7,7 +7,8 @@ import torch
 from kestrel_runtime import check, kernel_op
 from kestrel_runtime.paged_cache import as_fp8
 
-from . import arguments, reference
+from . import arguments, prefill, reference
+from .plans import form
 
 _INPUTS = (*check.FLOATS, *arguments.FP8)
 
@@ -25,6 +26,7 @@ def flash_attn_func(
     q_scale: torch.Tensor | None = None,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
     return_lse: bool = False,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
@@ -40,14 +42,18 @@ def flash_attn_func(
     softcap: scores become softcap * tanh(scores / softcap); 0 is off.
     prefix_len: an int or int32 [B]; keys below it are visible to all queries whatever causal and window say.
     q_scale, k_scale, v_scale: float32 [1] or [heads], on the device, for FP8 (value = code * scale); None is 1.
+    sinks: float32, bf16 or fp16 [H]: one more logit of each head in the sum of exponentials, without a value. The LSE
+        includes it; it is that of a query that sees no key.
     return_lse: also return the natural log of the sum of exponentials, float32 [B, H, Sq].
     out: where to write the result, of its shape and dtype; may be q. Default: a new tensor.
 
     Returns out [B, Sq, H, D] in q's dtype (bf16 for FP8), or (out, lse). Accumulation in float32, one rounding. A query
     that sees no key gives 0 and LSE -inf. A NaN or inf in a value may reach all queries of its sequence and KV head,
-    masked or not. Kernels are for D in 64, 72, 80, 96, 128, 192, 256, 512; other D run by reference.
+    masked or not. Kernels cover bf16 and fp16 with D up to 256 that are multiples of 8, and FP8
+    keys and values with multiples of 16; other calls run by reference.
     Raises TypeError for a wrong dtype or a missing tensor, ValueError for a wrong shape, stride, range or device.
-    Semantics: ``flash_attn_func`` of flash-attn; Dao, "FlashAttention-2", arXiv 2307.08691.
+    Semantics: ``flash_attn_func`` of flash-attn; Dao, "FlashAttention-2", arXiv 2307.08691; sinks: ``s_aux`` of
+    transformers, in gpt-oss.
 
     >>> import torch, kestrel_attention
     >>> q, k = torch.zeros(1, 2, 1, 4), torch.zeros(1, 2, 1, 4)
@@ -60,7 +66,7 @@ def flash_attn_func(
     length, lengths = arguments.prefix(op, prefix_len)
     arguments.check_result(op, return_lse, out, q, k=k, v=v)
     result, lse = _flash_attn_func(
-        q, k, v, softmax_scale, causal, left, right, softcap, length, lengths, q_scale, k_scale, v_scale
+        q, k, v, softmax_scale, causal, left, right, softcap, length, lengths, q_scale, k_scale, v_scale, sinks
     )
     return arguments.deliver(out, result, lse, return_lse)
 
@@ -85,6 +91,7 @@ def flash_attn_varlen_func(
     return_lse: bool = False,
     block_table: torch.Tensor | None = None,
     seqused_k: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Softmax attention of sequences of different lengths, packed one after the other; keys packed or in a paged cache.
@@ -141,6 +148,7 @@ def flash_attn_varlen_func(
         v_scale,
         block_table,
         seqused_k,
+        sinks,
     )
     return arguments.deliver(out, result, lse, return_lse)
 
@@ -185,6 +193,7 @@ def _check_dense(
     q_scale: torch.Tensor | None,
     k_scale: torch.Tensor | None,
     v_scale: torch.Tensor | None,
+    sinks: torch.Tensor | None = None,
 ) -> None:
     op = "flash_attn_func"
     check.tensor(op, "q", q, dtype=_INPUTS, ndim=4, last_contiguous=True)
@@ -194,8 +203,9 @@ def _check_dense(
     arguments.check_scores(
         op, q.shape[0], softmax_scale, causal, window_left, window_right, softcap, prefix_len, prefix_lens
     )
+    arguments.check_sinks(op, q, sinks)
     scales = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
-    check.same(op, "device", q=q, k=k, v=v, **scales, prefix_len=prefix_lens)
+    check.same(op, "device", q=q, k=k, v=v, **scales, prefix_len=prefix_lens, sinks=sinks)
 
 
 def _check_varlen(
@@ -218,6 +228,7 @@ def _check_varlen(
     v_scale: torch.Tensor | None,
     block_table: torch.Tensor | None,
     seqused_k: torch.Tensor | None,
+    sinks: torch.Tensor | None = None,
 ) -> None:
     op = "flash_attn_varlen_func"
     check.tensor(op, "q", q, dtype=_INPUTS, ndim=3, last_contiguous=True)
@@ -246,11 +257,14 @@ def _check_varlen(
         op, batch, softmax_scale, causal, window_left, window_right, softcap, prefix_len, prefix_lens
     )
     lengths = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "seqused_k": seqused_k}
+    arguments.check_sinks(op, q, sinks)
     scales = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
-    check.same(op, "device", q=q, k=k, v=v, **lengths, block_table=block_table, **scales, prefix_len=prefix_lens)
+    check.same(
+        op, "device", q=q, k=k, v=v, **lengths, block_table=block_table, **scales, prefix_len=prefix_lens, sinks=sinks
+    )
 
 
-@kernel_op(reference=reference.flash_attn_func, check=_check_dense, shape=reference.padded_shapes)
+@kernel_op(reference=reference.flash_attn_func, check=_check_dense, shape=reference.padded_shapes, kernel="cute")
 def _flash_attn_func(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -265,11 +279,21 @@ def _flash_attn_func(
     q_scale: torch.Tensor | None,
     k_scale: torch.Tensor | None,
     v_scale: torch.Tensor | None,
+    sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """:func:`flash_attn_func` with simple arguments: (out, lse)."""
+    numbers = (softmax_scale, causal, window_left, window_right, softcap, prefix_len)
+    key = (form(q, k, v, prefix_lens, q_scale, k_scale, v_scale, sinks), numbers, *map(type, numbers))
+    launch, scales = prefill.dense_launches.get(key), (q_scale, k_scale, v_scale)
+    if launch is None:
+        _check_dense(q, k, v, *numbers, prefix_lens, *scales, sinks)
+        launch = prefill.make_dense(key, q, k, *numbers, prefix_lens, scales, sinks)
+    return launch(q, k, v, prefix_lens, scales, sinks)
 
 
-@kernel_op(reference=reference.flash_attn_varlen_func, check=_check_varlen, shape=reference.packed_shapes)
+@kernel_op(
+    reference=reference.flash_attn_varlen_func, check=_check_varlen, shape=reference.packed_shapes, kernel="cute"
+)
 def _flash_attn_varlen_func(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -290,5 +314,17 @@ def _flash_attn_varlen_func(
     v_scale: torch.Tensor | None,
     block_table: torch.Tensor | None,
     seqused_k: torch.Tensor | None,
+    sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """:func:`flash_attn_varlen_func` with simple arguments: (out, lse)."""
+    bounds = (max_seqlen_q, max_seqlen_k)
+    numbers = (softmax_scale, causal, window_left, window_right, softcap, prefix_len)
+    lengths, scales = (cu_seqlens_q, cu_seqlens_k), (q_scale, k_scale, v_scale)
+    tensors = form(q, k, v, *lengths, prefix_lens, *scales, block_table, seqused_k, sinks)
+    key = (tensors, bounds, numbers, *map(type, bounds), *map(type, numbers))
+    launch = prefill.packed_launches.get(key)
+    if launch is None:
+        paging = (block_table, seqused_k, sinks)
+        _check_varlen(q, k, v, *lengths, *bounds, *numbers, prefix_lens, *scales, *paging)
+        launch = prefill.make_packed(key, q, k, v, *lengths, *bounds, *numbers, prefix_lens, scales, *paging)
+    return launch(q, k, v, *lengths, prefix_lens, scales, block_table, seqused_k, sinks)

@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 
-from kestrel_runtime import check, kernel_op
+from kestrel_runtime import UnsupportedError, check, kernel_op
 
-from . import arguments, decode, hot_calls, reference
+from . import arguments, decode, hot_calls, prefill, reference
+from .plan import MAX_QUERIES
 from .plans import form
 
 _OP = "flash_attn_with_kvcache"
@@ -38,6 +39,7 @@ def flash_attn_with_kvcache(
     softcap: float = 0.0,
     prefix_len: torch.Tensor | int | None = None,
     num_splits: int = 0,
+    sinks: torch.Tensor | None = None,
     return_lse: bool = False,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
@@ -71,6 +73,8 @@ def flash_attn_with_kvcache(
     softcap: scores become softcap * tanh(scores / softcap); 0 is off.
     prefix_len: an int or int32 [B]; keys below it are visible to all queries whatever causal and window say.
     num_splits: the most splits of a sequence (split-KV); 0: chosen from each length. Changes rounding only.
+    sinks: float32, bf16 or fp16 [H]: one more logit of each head in the sum of exponentials, without a value. The LSE
+        includes it; it is that of a query that sees no key.
     return_lse: also return the natural log of the sum of exponentials, float32 [B, H, Sq].
     out: written with the result, of its shape and dtype; may be q, and overlaps nothing else. Default: a new tensor.
 
@@ -80,7 +84,8 @@ def flash_attn_with_kvcache(
     A sequence's rows are the same, bit for bit, whatever the other sequences and the width of block_table.
     Kernels cover up to 16 queries in bf16 or fp16 over rows aligned to 16 bytes: caches of their dtype or e4m3 with any
     such D up to 256, and 512; INT8 with D 64, 128, 256; e5m2 and INT4 with 64, 128. With the extra ``[jit]`` INT8 and
-    e5m2 of other D up to 256 are compiled on first use. Other calls run by reference. A kernel appends k and v bit for
+    e5m2 of other D up to 256 are compiled on first use. More queries, and any number with sinks: caches of their dtype
+    and FP8 with such D up to 256. Other calls run by reference. A kernel appends k and v bit for
     bit as the reference does; all memory is allocated before it. Limits of kernels: INT4 takes bf16 queries below
     2^102, and scores lose precision where key scales are below 2^-11; INT8 value scales below 2^-100 lose precision.
     Raises TypeError for a wrong dtype or a missing tensor, ValueError for a wrong shape, stride, range or device,
@@ -112,13 +117,15 @@ def flash_attn_with_kvcache(
             tensors += (k_zero, v_zero, k_tail, seq_ids)
         if prefix is _TENSOR:
             tensors += (prefix_len,)
+        if sinks is not None:
+            tensors += (sinks,)
         if out is not None and out is not q:
             tensors += (out,)
         try:
             left, right = window_size
             numbers = (softmax_scale, causal, left, right, softcap, num_splits, prefix)
             table = None if block_table is None else block_table.shape  # grows with the sequences
-            given = (table, k is None, v is None, k_scale is None, v_scale is None, v_scale is k_scale)
+            given = (table, k is None, v is None, k_scale is None, v_scale is None, v_scale is k_scale, sinks is None)
             integers = (k_zero is None, v_zero is None, k_tail is None, seq_ids is None)
             hot = (q.shape, numbers, *map(type, numbers), given, integers, out is None, out is q)
             launch = _hot_calls.find(hot, tensors)
@@ -131,7 +138,7 @@ def flash_attn_with_kvcache(
         lengths = prefix_len if prefix is _TENSOR else None
         try:
             cache = (k_cache, v_cache, cache_seqlens, block_table)
-            result = launch(q, *cache, *of_heads, lengths, new, with_cache, out, return_lse)
+            result = launch(q, *cache, *of_heads, lengths, new, with_cache, out, return_lse, sinks)
         except Exception:  # the checks below name the mistake, or the reference runs
             pass
         else:
@@ -142,7 +149,7 @@ def flash_attn_with_kvcache(
     if out is not None or type(return_lse) is not bool:
         written = {"k_cache": k_cache, "v_cache": v_cache, "k": k, "v": v, "k_scale": k_scale, "v_scale": v_scale}
         arguments.check_result(_OP, return_lse, out, q, **written, k_zero=k_zero, v_zero=v_zero, k_tail=k_tail)
-    scores = (softmax_scale, causal, left, right, softcap, length, lengths, num_splits)
+    scores = (softmax_scale, causal, left, right, softcap, length, lengths, num_splits, sinks)
     cache = (cache_seqlens, block_table, k_scale, v_scale)
     int4 = (k_zero, v_zero, k_tail, seq_ids)
     if hot is not None:
@@ -180,10 +187,13 @@ def _check(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, *rest:
     arguments.check_table(_OP, "k_cache", k_cache, given.block_table, batch)
     check.tensor(_OP, "cache_seqlens", given.cache_seqlens, dtype=torch.int32, ndim=1, last_contiguous=True)
     check.shape(_OP, "cache_seqlens", given.cache_seqlens, (batch,))
-    arguments.check_scores(_OP, batch, *given[8:-1])
+    arguments.check_scores(_OP, batch, *given[8:15])
     check.number(_OP, "num_splits", given.num_splits, integer=True, minimum=0)
+    arguments.check_sinks(_OP, q, given.sinks)
     lengths = {"cache_seqlens": given.cache_seqlens, "block_table": given.block_table}
-    check.same(_OP, "device", q=q, **caches, **lengths, **scales, **int4, prefix_len=given.prefix_lens)
+    check.same(
+        _OP, "device", q=q, **caches, **lengths, **scales, **int4, prefix_len=given.prefix_lens, sinks=given.sinks
+    )
 
 
 def _check_new(q: torch.Tensor, k_cache: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
@@ -277,27 +287,51 @@ def _flash_attn_with_kvcache(
     prefix_len: int,
     prefix_lens: torch.Tensor | None,
     num_splits: int,
+    sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """:func:`flash_attn_with_kvcache` that only reads the cache: (out, lse)."""
     numbers = (softmax_scale, causal, window_left, window_right, softcap, prefix_len, num_splits)
     scores = (*numbers, *map(type, numbers))
     integers = _integers(k_cache, k_scale, v_scale, k_zero, v_zero, k_tail, seq_ids)
-    if integers or not k_scale is v_scale is prefix_lens is k_zero is v_zero is seq_ids is None:
-        others = (k_scale, v_scale, prefix_lens, k_zero, v_zero, k_tail, seq_ids)
+    if integers or not k_scale is v_scale is prefix_lens is k_zero is v_zero is seq_ids is sinks is None:
+        others = (k_scale, v_scale, prefix_lens, k_zero, v_zero, k_tail, seq_ids, sinks)
         key = _key(q, k_cache, v_cache, cache_seqlens, block_table, scores, *others)
     else:
         key = _key(q, k_cache, v_cache, cache_seqlens, block_table, scores)
     launch = decode.launches.get(key)
     of_heads = (None, None) if integers else (k_scale, v_scale)
     if launch is None:
-        scores = (*numbers[:-1], prefix_lens, num_splits)
+        scores = (*numbers[:-1], prefix_lens, num_splits, sinks)
         cache = (k_cache, v_cache, cache_seqlens, block_table)
         _check(q, *cache, k_scale, v_scale, k_zero, v_zero, k_tail, seq_ids, *scores)
-        problem = decode.problem_of(q, k_cache, v_cache, block_table, *of_heads, *scores, integers=integers)
-        launch = decode.make_launch(key, problem, q)
-    result = launch(q, k_cache, v_cache, cache_seqlens, block_table, *of_heads, prefix_lens, (), integers)
+        launch = _make_launch(key, q, k_cache, v_cache, block_table, of_heads, scores, (), integers)
+    result = launch(q, k_cache, v_cache, cache_seqlens, block_table, *of_heads, prefix_lens, (), integers, sinks=sinks)
     hot_calls.ran(launch)
     return result
+
+
+def _make_launch(
+    key: Any,
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_table: torch.Tensor | None,
+    scales: tuple[torch.Tensor | None, torch.Tensor | None],
+    scores: tuple[Any, ...],
+    new: tuple[torch.Tensor, ...],
+    integers: tuple[Any, ...] = (),
+) -> decode.Launch:
+    """The launch of checked arguments, kept under ``key``. scores: from softmax_scale on. new: k and v to append."""
+    *scores_of_decode, sinks = scores
+    if sinks is None and q.shape[1] <= MAX_QUERIES:
+        given = (*scales, *scores_of_decode)
+        problem = decode.problem_of(q, k_cache, v_cache, block_table, *given, appends=bool(new), integers=integers)
+        return decode.make_launch(key, problem, q, new)
+    if integers:
+        raise UnsupportedError(f"kernels over INT8 and INT4 caches cover up to {MAX_QUERIES} queries, without sinks")
+    *numbers, _ = scores_of_decode  # a sequence is not split
+    launch = prefill.make_cached(q, k_cache, v_cache, block_table, *scales, *numbers, sinks, new)
+    return decode.launches.keep(key, launch)
 
 
 def _integers(
@@ -341,19 +375,19 @@ def _flash_attn_with_kvcache_append(
     prefix_len: int,
     prefix_lens: torch.Tensor | None,
     num_splits: int,
+    sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """:func:`flash_attn_with_kvcache` that first appends k and v, as they are or as FP8, in place: (out, lse)."""
     numbers = (softmax_scale, causal, window_left, window_right, softcap, prefix_len, num_splits)
     scores = (*numbers, *map(type, numbers))
-    key = _key(q, k_cache, v_cache, cache_seqlens, block_table, scores, k, v, k_scale, v_scale, prefix_lens)
+    key = _key(q, k_cache, v_cache, cache_seqlens, block_table, scores, k, v, k_scale, v_scale, prefix_lens, sinks)
     launch = decode.launches.get(key)
     if launch is None:
-        scores = (*numbers[:-1], prefix_lens, num_splits)
+        scores = (*numbers[:-1], prefix_lens, num_splits, sinks)
         cache = (k_cache, v_cache, cache_seqlens, block_table, k_scale, v_scale)
         _check_append(q, k_cache, v_cache, k, v, *cache[2:], *scores)
-        problem = decode.problem_of(q, k_cache, v_cache, block_table, k_scale, v_scale, *scores, appends=True)
-        launch = decode.make_launch(key, problem, q, (k, v))
-    result = launch(q, k_cache, v_cache, cache_seqlens, block_table, k_scale, v_scale, prefix_lens, (k, v))
+        launch = _make_launch(key, q, k_cache, v_cache, block_table, (k_scale, v_scale), scores, (k, v))
+    result = launch(q, k_cache, v_cache, cache_seqlens, block_table, k_scale, v_scale, prefix_lens, (k, v), sinks=sinks)
     hot_calls.ran(launch)
     return result
 
@@ -388,21 +422,19 @@ def _flash_attn_with_kvcache_append_int(
     prefix_len: int,
     prefix_lens: torch.Tensor | None,
     num_splits: int,
+    sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """:func:`flash_attn_with_kvcache` that first appends k and v as INT8 or INT4, with scales, in place: (out, lse)."""
     numbers = (softmax_scale, causal, window_left, window_right, softcap, prefix_len, num_splits)
     scores = (*numbers, *map(type, numbers))
     given = (k_scale, v_scale, k_zero, v_zero, k_tail, seq_ids)
-    key = _key(q, k_cache, v_cache, cache_seqlens, block_table, scores, k, v, *given, prefix_lens)
+    key = _key(q, k_cache, v_cache, cache_seqlens, block_table, scores, k, v, *given, prefix_lens, sinks)
     launch, integers = decode.launches.get(key), _integers(k_cache, *given)
     if launch is None:
-        scores = (*numbers[:-1], prefix_lens, num_splits)
+        scores = (*numbers[:-1], prefix_lens, num_splits, sinks)
         _check_append_int(q, k_cache, v_cache, k, v, cache_seqlens, block_table, *given, *scores)
-        problem = decode.problem_of(
-            q, k_cache, v_cache, block_table, None, None, *scores, appends=True, integers=integers
-        )
-        launch = decode.make_launch(key, problem, q, (k, v))
+        launch = _make_launch(key, q, k_cache, v_cache, block_table, (None, None), scores, (k, v), integers)
     cache = (k_cache, v_cache, cache_seqlens, block_table)
-    result = launch(q, *cache, None, None, prefix_lens, (k, v), integers)
+    result = launch(q, *cache, None, None, prefix_lens, (k, v), integers, sinks=sinks)
     hot_calls.ran(launch)
     return result

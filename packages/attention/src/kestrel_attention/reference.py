@@ -43,6 +43,7 @@ def attend(
     window: tuple[int, int],
     softcap: float,
     prefix: torch.Tensor | int,
+    sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention in float32 over padded sequences: out [B, Sq, H, D] and its log-sum-exp [B, H, Sq].
 
@@ -50,6 +51,7 @@ def attend(
     present: bool [B, L], which keys exist; what the others hold has no effect.
     first: integers [B], the key position at which query 0 of each sequence stands.
     prefix: keys below it (one number, or integers [B]) are visible whatever causal and window say.
+    sinks: [H], a logit of each head that counts in the sum of exponentials, without a value.
 
     A row is the same, bit for bit, whatever the batch around it and whatever L. Sums and matrix products of other
     shapes round differently, so those of a sequence are its own, in chunks of _QUERIES queries and blocks of _KEYS
@@ -66,13 +68,16 @@ def attend(
     prefix = prefix[:, None, None] if isinstance(prefix, torch.Tensor) else prefix
     left, right = window[0], 0 if causal else window[1]
     visible = _visible(present[:, None], position, left, right, prefix)
+    if sinks is not None:
+        sinks = sinks.float().unflatten(0, out.shape[1:3])[..., None, None]  # [Hk, H/Hk, 1, 1]
+        lse = lse.maximum(sinks[..., 0])
 
     for b in range(batch if keys > 0 else 0):
         k_blocks, v_blocks = _blocks(k[b], present[b]), _blocks(v[b], present[b])
         for start in range(0, queries, _QUERIES):
             chunk = slice(start, start + _QUERIES)
             out[b, :, :, chunk], lse[b, :, :, chunk] = _attend_chunk(
-                rows[b, :, :, chunk], k_blocks, v_blocks, visible[b, chunk], softcap
+                rows[b, :, :, chunk], k_blocks, v_blocks, visible[b, chunk], softcap, sinks
             )
     return out.permute(0, 3, 1, 2, 4).flatten(2, 3), lse.flatten(1, 2)
 
@@ -83,6 +88,7 @@ def _attend_chunk(
     v_blocks: list[torch.Tensor],
     visible: torch.Tensor,
     softcap: float,
+    sinks: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Some queries of one sequence: rows [Hk, H/Hk, N, D] over blocks of k and v [Hk, _KEYS, D]."""
     group = rows.shape[1:3]
@@ -92,8 +98,12 @@ def _attend_chunk(
         blocks = [softcap * torch.tanh(block / softcap) for block in blocks]
     scores = torch.where(visible, torch.cat(blocks, dim=-1).unflatten(1, group), float("-inf")).flatten(1, 2)
     largest = scores.amax(-1, keepdim=True)
+    if sinks is not None:
+        sinks = sinks.expand(-1, *group, 1).flatten(1, 2)  # [Hk, H/Hk * N, 1]
+        largest = torch.maximum(largest, sinks)
     largest = torch.where(largest == float("-inf"), 0.0, largest)  # a row that sees no key
-    total, weighed = torch.zeros_like(largest), torch.zeros_like(flat)
+    total = torch.zeros_like(largest) if sinks is None else torch.exp(sinks - largest)
+    weighed = torch.zeros_like(flat)
     for block, v in zip(scores.split(_KEYS, -1), v_blocks, strict=True):
         weights = torch.exp(block - largest)
         total = total + weights.sum(-1, keepdim=True)
@@ -161,6 +171,7 @@ def flash_attn_with_kvcache(
         (given.window_left, given.window_right),
         given.softcap,
         given.prefix_len if given.prefix_lens is None else given.prefix_lens,
+        given.sinks,
     )
     return out.to(q.dtype), lse
 
@@ -263,6 +274,7 @@ def flash_attn_func(
     q_scale: torch.Tensor | None,
     k_scale: torch.Tensor | None,
     v_scale: torch.Tensor | None,
+    sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     batch, keys = k.shape[:2]
     out, lse = attend(
@@ -276,6 +288,7 @@ def flash_attn_func(
         (window_left, window_right),
         softcap,
         prefix_len if prefix_lens is None else prefix_lens,
+        sinks,
     )
     return out.to(_out_dtype(q)), lse
 
@@ -300,6 +313,7 @@ def flash_attn_varlen_func(
     v_scale: torch.Tensor | None,
     block_table: torch.Tensor | None,
     seqused_k: torch.Tensor | None,
+    sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     total, heads, _ = q.shape
     batch = cu_seqlens_q.shape[0] - 1
@@ -318,8 +332,9 @@ def flash_attn_varlen_func(
         v = _decode(_unpack(v, cu_seqlens_k, max_seqlen_k), v_scale)
     else:
         table = block_table[:, : -(-max_seqlen_k // k.shape[1])]
-        present = keys_present(lengths_k, table, *k.shape[:2])
-        k, v = read_cache(k, v, table, lengths_k, k_scale, v_scale)
+        held = lengths_k.clamp(max=min(max_seqlen_k, 2**31 - 1))
+        present = keys_present(held, table, *k.shape[:2])
+        k, v = read_cache(k, v, table, held, k_scale, v_scale)
 
     out, lse = attend(
         _decode(_unpack(q, cu_seqlens_q, _round_up(max_seqlen_q, _QUERIES)), q_scale),  # whole chunks, see attend
@@ -332,6 +347,7 @@ def flash_attn_varlen_func(
         (window_left, window_right),
         softcap,
         prefix_len if prefix_lens is None else prefix_lens,
+        sinks,
     )
     # Back to packed rows; those that belong to no sequence stay 0 and -inf.
     token = torch.arange(total, device=q.device, dtype=cu_seqlens_q.dtype)

@@ -52,7 +52,7 @@ def _check_fused_experts(
     check.tensor(op, "topk_weights", topk_weights, dtype=torch.float32, ndim=2, last_contiguous=True)
     choices = topk_weights.shape[1]
     check.shape(op, "topk_weights", topk_weights, (tokens, choices))
-    check.tensor(op, "topk_ids", topk_ids, dtype=torch.int32, ndim=2, last_contiguous=True)
+    check.tensor(op, "topk_ids", topk_ids, dtype=(torch.int32, torch.int64), ndim=2, last_contiguous=True)
     check.shape(op, "topk_ids", topk_ids, (tokens, choices))
     check.choice(op, "activation", activation, ACTIVATIONS)
     check_weight_scale(op, "w1_scale", w1_scale, w1, quantised)
@@ -127,9 +127,11 @@ def _is_hopper(device: int) -> bool:
 
 
 def _grouped_mm_is_faster(hidden: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, pairs: int) -> bool:
-    """Where operations decide, the vendor's grouped product is faster than the kernels here."""
-    many = pairs > _ROWS_OF_GROUPED_MM * w1.shape[0] and hidden.dtype == w1.dtype == torch.bfloat16
-    return many and w1.is_contiguous() and w2.is_contiguous() and hasattr(F, "grouped_mm")
+    """Where operations decide, the vendor's grouped product is faster than the kernels here, for what it takes."""
+    experts, width, inner = w2.shape
+    many = pairs > _ROWS_OF_GROUPED_MM * experts and hidden.dtype == w1.dtype == torch.bfloat16
+    taken = width % 16 == inner % 16 == 0 and experts < 1024 and hasattr(F, "grouped_mm")
+    return many and taken and all(w.is_contiguous() and w.data_ptr() % 16 == 0 for w in (w1, w2))
 
 
 def _through_grouped_mm(
@@ -142,7 +144,6 @@ def _through_grouped_mm(
     activation: str,
 ) -> torch.Tensor:
     """Tokens sorted by expert, PyTorch's grouped product, activation, grouped product, weighted sum."""
-    check.choice("fused_experts", "activation", activation, ACTIVATIONS)
     pairs, experts, choices = topk_ids.numel(), w1.shape[0], topk_ids.shape[1]
     order, expert_of_row, length = (empty(hidden, torch.int32, size) for size in (pairs, pairs, 1))
     _kernels.moe_align_block_size(topk_ids, experts, 1, order, expert_of_row, length, None)
@@ -157,7 +158,7 @@ def _through_grouped_mm(
     shift = 1.0 if activation == "gelu_residual" else 0.0
     _kernels.gated(inner, up, activation == "silu_and_mul", "none", shift)
     y = F.grouped_mm(inner, w2.mT, offs=ends)
-    _kernels.experts_gather_sum(out, y, positions[:pairs], topk_weights)
+    _kernels.experts_gather_sum(out, y, positions[:pairs], topk_weights, hidden, w1, w2, topk_ids)
     return out
 
 
@@ -192,7 +193,7 @@ def fused_experts(
 
     hidden: [T, Hd] bf16, fp16 or float32. w1: [E, 2I, Hd], the activated half first. w2: [E, Hd, I]. Both in hidden's
     dtype, or both float8_e4m3fn with scales. *Constant*: w1, w2 and their scales.
-    topk_weights: float32 [T, K]. topk_ids: int32 [T, K]; an id < 0 or past the last expert is skipped.
+    topk_weights: float32 [T, K]. topk_ids: int32 or int64 [T, K]; an id < 0 or past the last expert is skipped.
     activation: "gelu_residual", "silu_and_mul" or "gelu_and_mul", of the two halves of the up projection.
     w1_scale, w2_scale: float32, one per expert [E], per output [E, 2I] and [E, Hd], or per 128 x 128 tile
         [E, ceil(N/128), ceil(K/128)], told apart by shape; weight = code * scale. The activations are then quantised to
@@ -205,11 +206,11 @@ def fused_experts(
     Returns [T, Hd] in hidden's dtype, in ``out`` if it is given; ``out`` may not overlap the inputs. Reads nothing on
     the host. The kernels take bf16 and fp16 with Hd and I that are multiples of 16 and rows aligned to 16 bytes. They
     sum in order of k, so a row is the same bit for bit for every T. On an H100 or H200 that holds in each of two
-    ranges: up to 9.75 pairs for each expert (or 32 pairs in all), and above, where each expert's result is rounded to
-    hidden's dtype before the sum over j. From 192 pairs on, bf16 layers without ``expert_map`` go through
-    torch.nn.functional.grouped_mm there, and each T is a range of its
-    own. By reference on a CPU, a row is the same bit for bit up to T = 16, and beyond it within each of these ranges of
-    T*K/E: below 1, from a power of two up to the next, from 64 on.
+    ranges: up to 9.75 pairs for each expert (or 32 pairs in all), and above, where bf16 results of each expert are
+    rounded before the sum over j. From 192 pairs on, bf16 layers without ``expert_map`` go through
+    torch.nn.functional.grouped_mm there, and each T is a range of its own. By reference on a CPU, a row is the same bit
+    for bit up to T = 16, and beyond it within each of these ranges of T*K/E: below 1, from a power of two up to the
+    next, from 64 on.
 
     Raises ValueError or TypeError for a wrong dtype, rank, shape or device, an unknown ``activation``, FP8 weights
     without scales or scales without FP8 weights.
@@ -224,6 +225,8 @@ def fused_experts(
     """
     tokens, width = hidden.shape
     experts, pairs, fp8 = w1.shape[0], topk_ids.numel(), w1_scale is not None
+    if topk_ids.dtype == torch.int64:
+        topk_ids = topk_ids.clamp(-1, 2**31 - 1).to(torch.int32)
     if out is None:
         out = empty(hidden, hidden.dtype, tokens, width)
     scratch = empty(hidden, torch.uint8, _scratch_bytes(tokens, pairs, w1.shape[1] // 2, width, fp8))
@@ -232,9 +235,13 @@ def fused_experts(
         _kernels.fused_experts(*layer, None, None, None, _LISTED_TILE, activation)
         return out
     hopper = _is_hopper(hidden.get_device())
-    if hopper and expert_map is None and _grouped_mm_is_faster(hidden, w1, w2, pairs):
-        return _through_grouped_mm(out, hidden, w1, w2, topk_weights, topk_ids, activation)
     mapped = experts if expert_map is None else expert_map.shape[0]
+    grouped_mm = hopper and expert_map is None and not fp8 and _grouped_mm_is_faster(hidden, w1, w2, pairs)
+    if grouped_mm or mapped == 0:  # without the entry point, which checks other calls
+        _check_fused_experts(hidden, w1, w2, topk_weights, topk_ids, activation, w1_scale, w2_scale, expert_map, out)
+        if mapped == 0:
+            return out.zero_()
+        return _through_grouped_mm(out, hidden, w1, w2, topk_weights, topk_ids, activation)
     tile = tile_tokens(pairs, experts, fp8, hopper)
     blocks = reference_experts.most_blocks(pairs, mapped, tile)
     aligned = [empty(hidden, torch.int32, size) for size in (blocks * tile, blocks, 1)]

@@ -54,7 +54,8 @@ def _axis_of(frequency: torch.Tensor, sections: Sequence[int], interleaved: bool
     time, height, width = sections
     if not interleaved:
         return (frequency >= time).long() + (frequency >= time + height)
-    # Interleaved, frequencies 3 * height and 3 * width themselves are multiples of three, which time always has.
+    # Interleaved: time, height and width alternate until height and width have as many frequencies as their sections.
+    # All other frequencies belong to time.
     is_height = (frequency % 3 == 1) & (frequency < 3 * height)
     is_width = (frequency % 3 == 2) & (frequency < 3 * width)
     return is_height.long() + 2 * is_width

@@ -8,16 +8,16 @@ from collections.abc import Callable
 import torch
 
 # The allocation function of TorchInductor's generated code: torch's caching allocator without torch's dispatcher, on
-# the current GPU. It is no public interface of torch; torch.empty replaces it where it is missing.
+# the current GPU. It is not a public interface of torch; where it is missing, torch.empty is used.
 _EmptyStrided = Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], torch.Tensor]
 _empty_strided: _EmptyStrided | None = None
 try:
     from torch._C import _cuda_getDevice as _current_device
 
     _empty_strided = torch._C._dynamo.guards._empty_strided_cuda  # type: ignore[attr-defined]
-except (ImportError, AttributeError):  # a torch without CUDA, or one that moved them
+except (ImportError, AttributeError):  # torch was built without CUDA, or has moved these functions
     pass
-# Of TorchInductor's generated code too: a view with sizes, strides and an offset, without torch's dispatcher.
+# Also from TorchInductor's generated code: a view with sizes, strides and an offset, without torch's dispatcher.
 _reinterpret = getattr(torch._C._dynamo.guards, "_reinterpret_tensor", None)
 
 

@@ -1,4 +1,4 @@
-"""The binary of one kernel family: found beside the family's Python, loaded at the first launch."""
+"""The binary of one kernel family: located next to the family's Python files, loaded at the first launch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ OLDEST_DRIVER = 13000  # cuDriverGetVersion of R580, which the machine code need
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a build records beside its binary, in ``_lib/manifest.json``."""
+    """The record of a build, in ``_lib/manifest.json`` next to its binary."""
 
     family: str
     archs: tuple[str, ...]
@@ -190,7 +190,7 @@ def _loaded(library: Path) -> Any:
 
 @contextlib.contextmanager
 def unpacked(library: Path, *, in_memory: bool) -> Iterator[Path]:
-    """A packed library as a file to load. The file is gone afterwards; a loaded library does not need it."""
+    """A packed library as a file to load. The file is removed afterwards; a loaded library does not need it."""
     try:
         import lzma
     except ImportError:

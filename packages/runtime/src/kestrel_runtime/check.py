@@ -44,7 +44,7 @@ def tensor(
         fail(op, name, "a tensor", type(value).__name__, TypeError)
     if value.layout != torch.strided:
         fail(op, name, "a strided tensor", f"layout {_dtype_name(value.layout)}")
-    if not _is_compiling() and (value.is_neg() or value.is_conj()):  # a compiler traces resolved tensors
+    if not _is_compiling() and (value.is_neg() or value.is_conj()):  # torch.compile traces resolved tensors
         fail(op, name, "a tensor of plain values", "a view that negates or conjugates (see Tensor.resolve_neg)")
     if dtype is not None:
         allowed = (dtype,) if isinstance(dtype, torch.dtype) else tuple(dtype)
@@ -129,15 +129,15 @@ def _shares_memory_within(x: torch.Tensor) -> bool:
     if any(stride == 0 for stride, _ in dims):
         return bool(all(size != 0 for size in x.shape))
     if _is_compiling() or any(type(number) is not int for dim in dims for number in dim) or 0 in x.shape:
-        return False  # a compiler would specialise on every size; the call that it makes is checked
+        return False  # the check would specialise the graph on every size; it runs in the call of the compiled graph
     reach, nested = 0, True
     for stride, size in dims:
         nested = nested and stride > reach
         reach += stride * (size - 1)
     if nested:
         return False
-    # Two indices with one address: the differences d of the indices, not all 0, give sum(d * stride) == 0. The first
-    # difference that is not 0 may be taken as positive.
+    # Two different indices with one address differ by d with sum(d * stride) == 0. The loop goes over the first
+    # dimension with d != 0; by symmetry d > 0 there.
     dims.reverse()
     for i, (stride, size) in enumerate(dims):
         rest = dims[i + 1 :]
@@ -161,7 +161,7 @@ def _share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
                 terms[width * stride] = terms.get(width * stride, 1) + size - 1
         first.append(x.data_ptr())
         reaches.append(reach)
-    # Address of an element of a, less that of one of b, counted from the last element of b.
+    # The sum of the terms, plus base, runs over all differences of an address in a and an address in b.
     base = first[0] - first[1] - reaches[1]
     low, high = 1 - a.element_size() - base, b.element_size() - 1 - base
     return _has_solution(sorted(terms.items(), reverse=True), low, high)
@@ -170,7 +170,7 @@ def _share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
 def _has_solution(terms: list[tuple[int, int]], low: int, high: int, steps: int = 10_000) -> bool:
     """Whether low <= sum(c * x) <= high for some 0 <= x < n; terms are (c, n) with c > 0, the largest c first.
 
-    Strides of tensors nest, so that each term leaves one or two candidates. Past ``steps`` the answer is no.
+    Strides of tensors usually nest, which leaves one or two candidates per term. After ``steps`` the answer is False.
     """
     reach = [0]
     for c, n in reversed(terms):

@@ -1,4 +1,4 @@
-"""NVIDIA's CuTe DSL: its runtime library, and compilation on first use of kernels that no build holds.
+"""NVIDIA's CuTe DSL: its runtime library, and compilation on first use of kernels that the binary lacks.
 
 The licence of the runtime library forbids shipping it inside our wheels, so families with CuTe kernels depend on the
 distribution ``nvidia-cutlass-dsl-libs-cu13``. The DSL itself comes with a family's extra ``[jit]``. It is imported only

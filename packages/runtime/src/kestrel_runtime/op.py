@@ -5,9 +5,9 @@
       |- torch.compile, FakeTensor, meta, any tensor subclass or dispatch mode:   torch.ops.kestrel_norm.rms_norm
       '- CPU tensors, or a launch that raises UnsupportedError:                   the reference
 
-The torch op is registered with the same functions behind it: the launch for CUDA, the reference for the CPU, the
-reference on fake tensors for shapes. A Python-registered torch op costs about 3 us more per call than a direct call,
-which is why plain CUDA tensors do not go through it.
+The torch op is registered with the same functions: the launch for CUDA, the reference for the CPU, and the reference on
+fake tensors for shapes. Plain CUDA tensors do not go through it, because a call of a torch op that is registered from
+Python takes about 3 us more than a direct call.
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ def kernel_op(
     result is a tensor, a tuple of tensors or None. With a parameter ``out`` a second overload ``<name>.out`` is
     registered, which writes ``out`` and returns nothing.
 
-    An op means the same inside torch.autocast as outside. Before a reference runs, everything is checked that could
-    fail after a write: the op's own check, and that each written argument (``mutates`` and ``out``) shares memory
-    neither within itself nor with another argument.
+    torch.autocast does not change an op. Before a reference runs, the op's own check runs, and each written argument
+    (``mutates`` and ``out``) is checked to share memory neither within itself nor with another argument, so that no
+    call fails after a write.
 
     reference: the specification, same parameters without ``out``; returns fresh tensors or writes in place.
     check: same parameters as the op; raises ValueError or TypeError. It runs before every reference, and after a
@@ -72,7 +72,7 @@ def kernel_op(
     out_may_be_columns_of: the arguments x of which ``out`` may be a slice x[..., i:j], for ops whose kernel reads all
         of a row's elements before it writes those that share their memory.
     public: the public function that messages name, where that is another one than the op.
-    shape: replaces the reference on fake tensors, where the reference would need values on the host.
+    shape: replaces the reference on fake tensors, if the reference needs values on the host.
     """
 
     def decorate(launch: Callable[P, R]) -> Callable[P, R]:
@@ -157,7 +157,7 @@ class _Entry:
         return _contiguous(self.shape(*args, **kwargs))
 
     def check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """All that can be wrong with a call, before anything is written."""
+        """Check everything that can be wrong with a call, before anything is written."""
         name = self.public_name
         self.op.check(*args, **kwargs)
         if not self.written:
@@ -279,9 +279,10 @@ class _Entry:
     # -- the public function ------------------------------------------------------------------------------------------
 
     def public_function(self) -> Callable[..., Any]:
-        """A function of the launch's signature that launches at once where its tensors are plain and on a GPU.
+        """A function with the launch's signature, which launches directly if all tensors are plain and on a GPU.
 
-        Its source is generated, so that it reads tensors by name; over *args and **kwargs the same steps take longer.
+        Its source is generated with the names of the parameters, because the same steps over *args and **kwargs take
+        longer.
         """
         parameters = self.signature.parameters.values()
         required = [p.name for p in parameters if p.annotation is torch.Tensor]
@@ -333,7 +334,7 @@ class _Entry:
             raise
 
     def refuse_two_subclasses(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Two subclasses of torch.Tensor of which neither handles the other."""
+        """Report two subclasses of torch.Tensor of which neither handles the other."""
         first: type | None = None
         for name, value in self._tensors(args, kwargs):
             if type(value) not in _PLAIN:

@@ -69,8 +69,8 @@ def write_rows(cache: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor) -> 
     """cache[slot] = row for every slot in range; the others are skipped.
 
     cache: [blocks, P, ...], written in place. slots: integers [T], distinct where in range. rows: [T, ...] of the
-    cache's dtype. A skipped row repeats the write of the first row that is not (equal values, so the order does not
-    matter). Where all rows are skipped, the write puts back the old contents.
+    cache's dtype. A skipped row repeats the write of the first valid row (equal values, so the order does not matter).
+    If all rows are skipped, the write restores the old contents.
     """
     blocks, page = cache.shape[:2]
     if slots.shape[0] == 0 or blocks * page == 0:
@@ -182,7 +182,7 @@ def write_int4(
     ordered, order = slots.sort()
 
     def token_at(slot: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The token of this call with that slot, and whether there is one."""
+        """The token of this call with a given slot, and whether there is one."""
         place = torch.searchsorted(ordered, slot).clamp(max=tokens - 1)
         return order[place], (ordered[place] == slot) & (slot >= 0)
 

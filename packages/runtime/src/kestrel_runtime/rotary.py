@@ -30,7 +30,7 @@ def check_heads(op: str, name: str, x: torch.Tensor, rows: torch.Size, head_size
 
 
 def check_table(op: str, table: torch.Tensor, query: torch.Tensor, head_size: int, offset: int) -> None:
-    """cos_sin_cache is [max_pos, R], float32 or the query's dtype, and R dims fit into a head behind the offset."""
+    """cos_sin_cache is [max_pos, R], float32 or the query's dtype, and R dims fit into a head after the offset."""
     check.tensor(op, "cos_sin_cache", table, dtype=check.FLOATS, ndim=2, last_contiguous=True)
     if table.dtype != torch.float32:
         check.same(op, "dtype", query=query, cos_sin_cache=table)

@@ -1,4 +1,4 @@
-"""Choosing tokens and experts: top-k and sampling. See README.md for the map."""
+"""Choosing tokens and experts: top-k and sampling. See README.md for the ops."""
 
 from .min_p_sampling import min_p_sampling_from_probs
 from .probabilities import softmax, top_k_renorm_probs, top_p_renorm_probs

@@ -28,10 +28,10 @@ def draw(
     blocks: int = 0,
     threads: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """ids int32 [B] and valid bool [B].
+    """Draw one id per row; returns ids int32 [B] and valid bool [B].
 
     blocks (1, 2, 4, 8), threads (a multiple of 32 up to 640): how a long row is split on the GPU; 0 leaves the choice
-    to the binary. No choice changes an id.
+    to the binary. Ids do not depend on it.
     """
     allocate, shape = allocator(rows), (rows.shape[0],)
     ids, valid = allocate(shape, (1,), torch.int32), allocate(shape, (1,), torch.bool)

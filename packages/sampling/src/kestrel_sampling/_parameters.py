@@ -126,7 +126,7 @@ def _keys_from_generator(op: str, probs: torch.Tensor, generator: torch.Generato
         if generator.device.type != probs.device.type:
             check.fail(op, "generator", f"a generator on {probs.device.type}", generator.device.type)
     if not compiling and probs.is_cuda and type(probs) is torch.Tensor and not _dispatch_modes() and not _transforms():
-        # A CUDA generator is a Philox key and a counter on the host: take as many counters as there are rows.
+        # A CUDA generator holds a Philox key and a counter on the host. Reserve one counter value per row.
         source = generator or torch.cuda.default_generators[probs.get_device()]
         with _generator_lock:
             counter = source.get_offset()

@@ -62,7 +62,7 @@ def topk_fwd(scores: torch.Tensor, k: int, softmax: bool = False) -> tuple[torch
 
 def _launch(scores: torch.Tensor, k: int, softmax: bool) -> tuple[torch.Tensor, torch.Tensor]:
     rows, n = scores.shape
-    # True and 8.0 hash like 1 and 8, so only an int is looked up.
+    # True and 8.0 are equal to 1 and 8 as keys, so only an int is looked up.
     known = _entry_points.get((scores.dtype, n, k, scores.get_device())) if type(k) is int else None
     launch = known or _entry_point(scores, n, k)
     if rows > _MOST_ROWS:
@@ -84,7 +84,7 @@ def _entry_point(scores: torch.Tensor, n: int, k: int) -> Callable[..., Any]:
     elif k <= _LARGEST_K:
         launch = _binary.topk_rows
     else:
-        # The same words for every n and k: a reason is warned about once.
+        # The message does not contain n and k, so that the fallback warning is issued once.
         raise UnsupportedError("kernels cover k up to 1024")
     _entry_points[scores.dtype, n, k, scores.get_device()] = launch
     return launch

@@ -1,26 +1,10 @@
-// Thread block clusters and distributed shared memory (DSMEM), sm_90. Before sm_90 a cluster is one block: its rank is
-// 0, its size 1, addresses map to themselves, and barriers and remote accesses are empty.
+// Thread block clusters and distributed shared memory (DSMEM), sm_90. Before sm_90 a cluster is one block: addresses
+// map to themselves, and barriers and asynchronous stores are empty.
 #pragma once
 
 #include <cstdint>
 
 namespace kestrel::ptx {
-
-__device__ __forceinline__ uint32_t cluster_rank() {
-  uint32_t rank = 0;
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-#endif
-  return rank;
-}
-
-__device__ __forceinline__ uint32_t cluster_size() {
-  uint32_t size = 1;
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(size));
-#endif
-  return size;
-}
 
 // -- barriers ---------------------------------------------------------------------------------------------------------
 //
@@ -76,20 +60,6 @@ __device__ __forceinline__ T* map_shared(T* p, uint32_t rank) {
   return reinterpret_cast<T*>(mapped);
 #else
   return p;
-#endif
-}
-
-__device__ __forceinline__ uint32_t load_dsmem(uint32_t address) {
-  uint32_t v = 0;
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  asm volatile("ld.shared::cluster.u32 %0, [%1];" : "=r"(v) : "r"(address) : "memory");
-#endif
-  return v;
-}
-
-__device__ __forceinline__ void store_dsmem(uint32_t address, uint32_t v) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  asm volatile("st.shared::cluster.u32 [%0], %1;" ::"r"(address), "r"(v) : "memory");
 #endif
 }
 

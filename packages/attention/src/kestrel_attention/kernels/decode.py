@@ -10,7 +10,6 @@ each, and joins them itself, with the same bits.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -20,13 +19,13 @@ from cutlass import Float32, Int32, Int64, Uint32, Uint64
 
 from kestrel_runtime.cute_dsl import arguments, numeric, parameters, pdl, portable, ptx
 
-from . import splits
+from . import scores, splits
 from .constants import BLOCK_ROWS, TILE_KEYS
 from .formats import stored_type
 from .parameters import DecodeScalars, DecodeTensors
+from .scores import LOG2_E
 from .tile import EXISTS, KEY_OFFSET, LOOKUP_WORDS, VALUE_OFFSET, ScoreScales, VisibleWords, WarpTiles
 
-LOG2_E = math.log2(math.e)
 split_keys = portable.compiled(splits.split_keys)
 
 
@@ -260,8 +259,8 @@ class Decode:
         held = cutlass.min(length, scalars.capacity)
         prefix = cutlass.min(prefix, held)
         oldest = length - queries  # the position of query 0
-        start, all_last = self.window(oldest + self.query_of(first_row, rows), scalars, held)
-        all_first, end = self.window(oldest + self.query_of(first_row + num_rows - 1, rows), scalars, held)
+        start, all_last = scores.window(oldest + self.query_of(first_row, rows), scalars, held)
+        all_first, end = scores.window(oldest + self.query_of(first_row + num_rows - 1, rows), scalars, held)
         if prefix > 0:
             start = Int32(0)
             end = cutlass.max(end, prefix)
@@ -294,7 +293,7 @@ class Decode:
             sVisible = cute.make_tensor(cute.arch.alloc_smem(Int32, words, alignment=16), words)
             if tid < BLOCK_ROWS:
                 row = cutlass.min(first_row + tid, queries * group_size - 1)
-                first, last = self.window(oldest + self.query_of(row, rows), scalars, held)
+                first, last = scores.window(oldest + self.query_of(row, rows), scalars, held)
                 sVisible[VisibleWords.ROWS + 2 * tid] = first
                 sVisible[VisibleWords.ROWS + 2 * tid + 1] = last
                 if tid == 0:
@@ -323,18 +322,6 @@ class Decode:
     def query_of(self, row: Int32, rows: Rows) -> Int32:
         """The query of a row: row // group_size by the reciprocal, exact for the few rows of a call."""
         return Int32((Float32(row) + 0.5) * rows.inverse_group_size)
-
-    @cute.jit
-    def window(self, position: Int32, scalars: DecodeScalars, held: Int32):
-        """The first and the last + 1 of the keys in the window of a query at this position."""
-        first, last = Int32(0), held
-        if scalars.window_left >= 0:
-            first = cutlass.min(cutlass.max(position - scalars.window_left, 0), held)
-        if scalars.window_right >= 0:
-            inside = position < held
-            last = cutlass.max(cutlass.min(position + scalars.window_right + 1, held), 0)
-            last = cutlass.select_(inside, last, held)
-        return first, last
 
     @cute.jit
     def attend(self, rQ, loads: Loads, rows: Rows, scoring, results: Results, extra, tail_source, warp, lane):

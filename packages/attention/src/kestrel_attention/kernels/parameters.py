@@ -163,3 +163,50 @@ class TauTailScalars(NamedTuple):
     wide_positions: i32  # 1: positions are int64, two elements each, the low half first
     num_heads: i32
     head_dim: i32
+
+
+class PrefillTensors(NamedTuple):
+    """Of prefill.py. An optional tensor that a call does not have is replaced by any other, and not read."""
+
+    mQ: Tensor
+    mK: Tensor
+    mV: Tensor
+    mStartQ: Tensor
+    mStartK: Tensor
+    mLengths: Tensor
+    mTable: Tensor
+    mPrefix: Tensor
+    mSinks: Tensor
+    mQScale: Tensor
+    mKScale: Tensor
+    mVScale: Tensor
+    mOut: Tensor
+    mLse: Tensor
+
+
+class PrefillScalars(NamedTuple):
+    """Of prefill.py."""
+
+    packed_queries: i32  # mStartQ says which rows of block 0 of mQ are a sequence's
+    key_starts: i32  # 1: mStartK says the same for mK and mV; 2: it gives lengths alone; 0: it is not there
+    has_lengths: i32  # mLengths has the number of keys of each sequence
+    has_block_table: i32
+    max_queries: i32  # of a sequence
+    max_keys: i32  # of a sequence; without lengths of any kind, their number
+    appended: i32  # keys that the call appends; mLengths does not count them
+    page_multiplier: u32  # key // page size is key * page_multiplier >> page_shift
+    page_shift: i32
+    group_size: i32  # query heads of a KV head
+    section_heads: i32  # query heads that run together, so that their keys and values stay in L2
+    has_prefix_lens: i32
+    prefix_len: i32
+    window_left: i32
+    window_right: i32
+    softmax_scale: f32  # positive; with a soft cap, times 2 / softcap
+    query_signs: u32  # flips the signs of two queries where the scale is negative
+    softcap: f32
+    has_sinks: i32
+    q_scale_heads: i32  # 0: no scale, 1: one for all heads, 2: one for each
+    k_scale_heads: i32
+    v_scale_heads: i32
+    codes_are_e5m2: i32  # of keys and values of 8 bits; else they are e4m3

@@ -12,7 +12,6 @@ formats.py turns the words of a cache row into operands. P is the sum of two 16-
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -24,9 +23,7 @@ from kestrel_runtime.cute_dsl import ptx
 
 from .constants import BLOCK_ROWS, TILE_KEYS
 from .formats import CacheFormat
-
-RESCALE_SLACK = 8.0  # a weight may exceed 1 by so many powers of two before the sums are rescaled
-TANH = [factor * (0.5 * math.log(2)) ** (2 * i + 1) for i, factor in enumerate((1, -1 / 3, 2 / 15, -17 / 315))]
+from .scores import RESCALE_SLACK, soft_cap
 
 # Registers of a lane for each look-up of a step: offsets of its key and value row in 16 bytes, and a ballot of the
 # tiles' keys that exist. The formats' scales follow those of all look-ups.
@@ -317,7 +314,7 @@ class WarpTiles:
                     rScore[4 * tile + i] *= key_scales[i // 2]
         if scoring.softcap > 0.0:
             for i in cutlass.range_constexpr(4 * self.tiles_per_step):
-                rScore[i] = self.soft_cap(rScore[i], scoring.softcap)
+                rScore[i] = soft_cap(rScore[i], scoring.softcap)
         self.mask(rScore, rNow, scoring.sVisible, split_start + tile_idx * TILE_KEYS, lane)
         largest = [rMax[0], rMax[1]]
         for i in cutlass.range_constexpr(4 * self.tiles_per_step):
@@ -363,18 +360,6 @@ class WarpTiles:
             for i in cutlass.range_constexpr(2 * self.output_tiles):
                 rOut[2 * i + e] *= factor
             rMax[e] = highest
-
-    @cute.jit
-    def soft_cap(self, x: Float32, softcap: Float32) -> Float32:
-        """softcap * tanh(y), of x = 2 y log2(e); by a series where tanh is the difference of numbers near 1.
-
-        The division is a call, which keeps the compiler from executing all of this where there is no soft cap.
-        """
-        result = softcap * (1.0 - 2.0 / (1.0 + ptx.exp2_approx(x)))
-        square = x * x
-        if square < 0.08:  # |y| < 0.1
-            result = softcap * x * (TANH[0] + square * (TANH[1] + square * (TANH[2] + square * TANH[3])))
-        return result
 
     @cute.jit
     def mask(self, rScore, rNow, sVisible, first_key, lane):

@@ -163,6 +163,51 @@ class MergeVariant:
         return kernel, kernel.arguments()
 
 
+@dataclass(frozen=True)
+class PrefillVariant:
+    """Attention of many queries (prefill.py), for heads of up to ``head_dim``."""
+
+    dtype: str
+    head_dim: int
+    row_tiles: int
+    """Of 16 queries, of a warp; one on architectures where two do not fit the registers."""
+    cache: str = "same"  # as the dtype, or "fp8": e4m3 and e5m2
+    queries_in_registers: bool = True
+    key_tile: int = 64
+    warps: int = 4
+    num_stages: int = 2
+    ctas_per_sm: int = 2
+    short: bool = False
+    """For calls with few queries in all: more and smaller thread blocks, the same bits."""
+    vector_loads: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"prefill_{self.dtype}_{self.cache}_d{self.head_dim}{'_short' if self.short else ''}"
+
+    def kernel(self, arch: str) -> tuple[Any, tuple[Any, ...]]:
+        """The kernel object and the arguments to compile it with."""
+        from .prefill import Prefill
+
+        one_tile = capability(arch) >= 100 and self.head_dim in (64, 128)
+        # These have 227 KB of shared memory for a block, others at least 99.
+        large = capability(arch) in (90, 100) and self.head_dim > 128 and self.cache == "same"
+        kernel = Prefill(
+            dtype=numeric_type(self.dtype),
+            head_dim=self.head_dim,
+            key_tile=64 if large else self.key_tile,
+            warps=8 if large else self.warps,
+            row_tiles=1 if one_tile else self.row_tiles,
+            num_stages=self.num_stages,
+            queries_in_registers=self.queries_in_registers or one_tile,
+            ctas_per_sm=1 if large else self.ctas_per_sm,
+            pdl=supports_pdl(arch),
+            codes=self.cache == "fp8",
+            by_bits=capability(arch) < 89,
+        )
+        return kernel, kernel.arguments()
+
+
 def numeric_type(dtype: str) -> Any:
     """The DSL's type of this name; kernels for EITHER see 16-bit elements as bf16."""
     from kestrel_runtime.cute_dsl import numeric
@@ -204,13 +249,32 @@ QUANTISED = (
     DecodeVariant(EITHER, "e5m2", 128, False, warps=8, tiles_per_step=1, num_stages=4, ctas_per_sm=2),
 )
 
-VARIANTS: tuple[DecodeVariant | CombineVariant | AppendVariant | TauTailVariant | MergeVariant, ...] = (
+PREFILL = tuple(
+    variant
+    for dtype in DTYPES
+    for variant in (
+        PrefillVariant(dtype, 64, row_tiles=1, ctas_per_sm=3, short=True),
+        PrefillVariant(dtype, 64, row_tiles=2),
+        PrefillVariant(dtype, 80, row_tiles=2),
+        PrefillVariant(dtype, 96, row_tiles=2, queries_in_registers=False),
+        PrefillVariant(dtype, 128, row_tiles=2, queries_in_registers=False),
+        PrefillVariant(dtype, 256, row_tiles=1, queries_in_registers=False, key_tile=32),
+        PrefillVariant(dtype, 64, row_tiles=2, cache="fp8"),
+        PrefillVariant(dtype, 128, row_tiles=1, cache="fp8"),
+        PrefillVariant(dtype, 256, row_tiles=1, queries_in_registers=False, key_tile=32, cache="fp8"),
+    )
+)
+
+VARIANTS: tuple[
+    DecodeVariant | CombineVariant | AppendVariant | TauTailVariant | MergeVariant | PrefillVariant, ...
+] = (
     *(variant for dtype in DTYPES for variant in _decode_variants(dtype)),
     *QUANTISED,
     *(CombineVariant(dtype, warps) for dtype in DTYPES for warps in (1, COMBINE_WARPS)),
     *(AppendVariant(dtype, cache) for dtype in DTYPES for cache in ("same", "e4m3")),
     *(AppendVariant(EITHER, cache) for cache in ("e5m2", "int8", "int4")),
     *(TauTailVariant(dtype, table) for dtype in (*DTYPES, "fp32") for table in sorted({dtype, "fp32"})),
+    *PREFILL,
     *(MergeVariant(dtype) for dtype in (*DTYPES, "fp32")),
 )
 
@@ -223,6 +287,12 @@ def covering(dtype: str, cache: str, head_dim: int) -> tuple[DecodeVariant, ...]
     fitting = [v for v in VARIANTS if isinstance(v, DecodeVariant) and v.dtype in (dtype, EITHER) and v.cache == cache]
     exact = tuple(v for v in fitting if v.head_dim == head_dim and not v.padded)
     return exact or tuple(v for v in fitting if v.padded and head_dim < v.head_dim)[:1]
+
+
+def prefilling(dtype: str, cache: str, head_dim: int, short: bool = False) -> PrefillVariant | None:
+    """The compiled prefill variant for a head dimension, or None. cache: "same" or "fp8"; short: see PrefillVariant."""
+    fitting = [v for v in PREFILL if v.dtype == dtype and v.cache == cache and v.head_dim >= head_dim]
+    return min(fitting, key=lambda v: (v.head_dim, v.short != short), default=None)
 
 
 def compilable(dtype: str, cache: str, head_dim: int) -> tuple[DecodeVariant, ...]:

@@ -1,4 +1,4 @@
-"""Whether a candidate computes the same as ours: tried on one set before anything is timed."""
+"""Compares the results of candidates with ours, on one set of arguments, before anything is timed."""
 
 from __future__ import annotations
 

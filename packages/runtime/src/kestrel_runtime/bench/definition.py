@@ -6,7 +6,7 @@ Such a file holds
     make        (shape, count) -> list of `count` tuples of arguments, random, including the tensors to write
     set_bytes   (shape) -> bytes of one tuple that must not be in L2 when the tuple repeats
     traffic     (shape) -> bytes that one call moves: each input once, each output once
-    operations  (shape) -> floating-point operations of one call, 0 where memory alone decides
+    operations  (shape) -> floating-point operations of one call, 0 if it is memory-bound
     candidates  () -> {name: function of one tuple}: "kestrel" first, then "torch", "torch.compile", then peers that
                 can be imported
 

@@ -1,7 +1,7 @@
 """The limit of an op on the GPU present: one launch, plus its bytes or its operations.
 
-It is a reference, not a strict bound: the rates are those of the vendor's large copies and products, and programmatic
-dependent launch takes less than a plain launch. GPUs without measured rates have no limit.
+It is a reference, not a strict bound: the rates are those of the vendor's large copies and GEMMs, and programmatic
+dependent launch takes less time than a plain launch. GPUs without measured rates have no limit.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ class Limit:
     """A launch inside a CUDA graph, in a chain of kernels that do almost nothing."""
     bytes_per_us: float
     operations_per_us: dict[str, float]
-    """Of the tensor cores, by precision: the rate of the vendor's product of 8192^3."""
+    """The rate of the tensor cores by precision, from the vendor's GEMM of 8192^3."""
 
 
 LIMITS = {

@@ -176,7 +176,7 @@ class Report:
 
 @dataclass(frozen=True)
 class Slower:
-    """A row that takes longer than it did, by more than the noise of both measurements."""
+    """A row that takes longer than in the older report, by more than the noise of both measurements."""
 
     row: Row
     before: Row
@@ -189,9 +189,9 @@ class Slower:
 
 
 def noise_us(row: Row, before: Row) -> float:
-    """What two measurements may differ by without a reason: both spreads, and the rise of an empty launch.
+    """The difference of two measurements that is not significant: both spreads, and the rise of an empty launch.
 
-    The time of any launch, an empty one too, depends on what the process has launched before.
+    The time of any launch, even of an empty one, depends on what the process has launched before.
     """
     launches = 0.0
     if row.empty_us is not None and before.empty_us is not None:
@@ -223,5 +223,5 @@ def file_name(gpu: str) -> str:
 
 
 def _short(value: Any) -> Any:
-    """Four decimals: below the resolution of every timer here."""
+    """Round floats to four decimals, below the resolution of every timer here."""
     return round(value, 4) if isinstance(value, float) else value

@@ -121,6 +121,17 @@ def cp_async_wait(pending: cutlass.Constexpr, *, loc=None, ip=None) -> None:
 
 
 @dsl_user_op
+def ldmatrix_x4(address: Int32, *, loc=None, ip=None):
+    """Four 8 x 8 matrices of 16-bit elements from shared memory; lane l addresses row l % 8 of matrix l // 8.
+
+    Lane (g, t) = 4 g + t receives row g of each matrix, columns 2t and 2t + 1.
+    """
+    text = "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {$0, $1, $2, $3}, [$4];"
+    found = assemble(text, "=r,=r,=r,=r,r", [Int32(address)], [T.i32()] * 4, True, loc, ip)
+    return [Uint32(value) for value in found]
+
+
+@dsl_user_op
 def ldmatrix_x4_trans(address: Int32, *, loc=None, ip=None):
     """Four 8 x 8 matrices of 16-bit elements from shared memory; lane l addresses row l % 8 of matrix l // 8.
 
@@ -161,6 +172,12 @@ def prmt(a: Uint32, b: Uint32, selector: Int32, *, loc=None, ip=None) -> Uint32:
     """Four of the eight bytes of a (0 to 3) and b (4 to 7), the first in the lowest digit of the selector."""
     operands = [Uint32(a), Uint32(b), Int32(selector)]
     return Uint32(assemble("prmt.b32 $0, $1, $2, $3;", "=r,r,r,r", operands, [T.i32()], False, loc, ip)[0])
+
+
+@dsl_user_op
+def opaque(x: Int32, *, loc=None, ip=None) -> Int32:
+    """x, of which the compiler knows nothing."""
+    return Int32(assemble("mov.b32 $0, $1;", "=r,r", [Int32(x)], [T.i32()], True, loc, ip)[0])
 
 
 @dsl_user_op
@@ -277,6 +294,12 @@ def fmin_nan(a: Float32, b: Float32, *, loc=None, ip=None) -> Float32:
 def exp2_approx(x: Float32, *, loc=None, ip=None) -> Float32:
     """2 to the x, to about 2 ulp."""
     return _float("ex2.approx.ftz.f32", (x,), loc, ip)
+
+
+@dsl_user_op
+def rcp_approx(x: Float32, *, loc=None, ip=None) -> Float32:
+    """1 / x, to about 1 ulp."""
+    return _float("rcp.approx.ftz.f32", (x,), loc, ip)
 
 
 @dsl_user_op

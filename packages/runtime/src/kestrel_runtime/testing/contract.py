@@ -1,4 +1,4 @@
-"""What every op promises: bad input is refused in one wording on every path, and torch.library agrees with it."""
+"""Tests of the contract of every op: bad input is refused with the same message on every path, and opcheck passes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ODD_VALUES: tuple[Any, ...] = (
 
 @dataclass(frozen=True)
 class BadInput:
-    """One call that an op must refuse, with what its message must name."""
+    """One call that an op must refuse, and the parts that its message must contain."""
 
     name: str
     argument: str
@@ -123,7 +123,7 @@ def _can_carry(path: str, record: KernelOp | None, case: BadInput) -> bool:
 
 
 def _crosses_into_cpp(value: Any) -> bool:
-    """Whether an entry point sees the value itself; integers beyond 64 bits arrive as opaque objects."""
+    """Whether an entry point receives the value as it is; integers beyond 64 bits arrive as opaque objects."""
     if isinstance(value, torch.Tensor):
         return value.is_cpu and value.layout == torch.strided
     if isinstance(value, (list, tuple)):
@@ -151,8 +151,8 @@ def _fits_the_schema(record: KernelOp, args: tuple[Any, ...], kwargs: dict[str, 
 def assert_refused(function: Callable[..., Any], case: BadInput, path: str = "public") -> None:
     """The op refuses the case on this path (see REFUSAL_PATHS), and no argument is written.
 
-    "launch": a C++ entry point that reports the argument itself uses the words of the check. An entry point that
-    reaches its last check, that of the device, has accepted the case.
+    "launch": a C++ entry point that reports an argument must use the message of the Python check. If it gets as far as
+    its last check, that of the device, it has not refused the case, and the test fails.
     """
     record: KernelOp | None = getattr(function, "kernel_op", None)
     name = function.__name__.lstrip("_")

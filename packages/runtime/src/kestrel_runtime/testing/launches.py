@@ -1,4 +1,4 @@
-"""Launches on a GPU: captured in a CUDA graph, and behind a launch that triggers them early."""
+"""Launches on a GPU: captured in a CUDA graph, and after a launch that triggers them early."""
 
 from __future__ import annotations
 

@@ -1,0 +1,12 @@
+"""transformers on these kernels: `apply` changes a model, `KestrelCache` holds its keys and values, `generate` decodes.
+
+Needs transformers (the extra ``[transformers]``). Importing this module changes nothing in it.
+"""
+
+from __future__ import annotations
+
+from .cache import KestrelCache
+from .generation import generate
+from .patch import TESTED, Report, VersionWarning, apply, restore
+
+__all__ = ["TESTED", "KestrelCache", "Report", "VersionWarning", "apply", "generate", "restore"]

@@ -1,0 +1,239 @@
+"""`kestrel-kernels bench model`: generation speed of a model of transformers, beside transformers' own caches.
+
+Weights are random: the speed of a decode step does not depend on their values.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import gc
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama-3.1-8b": (
+        "llama",
+        {
+            "hidden_size": 4096,
+            "intermediate_size": 14336,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "vocab_size": 128256,
+            "max_position_embeddings": 131072,
+            "rope_parameters": _LLAMA3_ROPE,
+        },
+    ),
+    "qwen2.5-7b": (
+        "qwen2",
+        {
+            "hidden_size": 3584,
+            "intermediate_size": 18944,
+            "num_hidden_layers": 28,
+            "num_attention_heads": 28,
+            "num_key_value_heads": 4,
+            "vocab_size": 152064,
+            "max_position_embeddings": 32768,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
+        },
+    ),
+    "qwen3-30b-a3b": (
+        "qwen3_moe",
+        {
+            "hidden_size": 2048,
+            "intermediate_size": 6144,
+            "moe_intermediate_size": 768,
+            "num_hidden_layers": 48,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 4,
+            "head_dim": 128,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "norm_topk_prob": True,
+            "vocab_size": 151936,
+            "max_position_embeddings": 40960,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
+        },
+    ),
+}
+"""Published shapes, by name: model type and settings."""
+
+WAYS = ("kestrel", "dynamic", "static")
+SETTLED = 8
+"""New tokens before the rate is measured: set-up on first use, and the capture of the CUDA graph."""
+
+
+class Clock:
+    """A streamer that notes when each token is on the host."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def put(self, value: Tensor) -> None:
+        self.times.append(time.perf_counter())
+
+    def end(self) -> None:
+        pass
+
+
+def build(name: str, device: torch.device, layers: int | None) -> Any:
+    """A model in bf16 with random weights; `name` is one of CONFIGS or a path to a config.json or its folder."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    if name in CONFIGS:
+        kind, settings = CONFIGS[name]
+        config = AutoConfig.for_model(kind, **settings)
+    elif Path(name).exists():
+        config = AutoConfig.from_pretrained(name)
+    else:
+        raise ValueError(f"--config: expected one of {', '.join(CONFIGS)} or a path that exists, got {name}")
+    if layers is not None:
+        config.num_hidden_layers = layers
+        if getattr(config, "layer_types", None):
+            config.layer_types = config.layer_types[:layers]
+    torch.manual_seed(0)
+    with device:
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    model.generation_config.eos_token_id = None
+    model.generation_config.pad_token_id = 0
+    return model
+
+
+def timed(run: Callable[[Clock], Any], batch: int, device: torch.device) -> dict[str, float | None]:
+    """Tokens per second from the new token SETTLED on, milliseconds to the first one, peak memory."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        torch.cuda.synchronize()
+    clock, start = Clock(), time.perf_counter()
+    run(clock)
+    times = clock.times[1:]  # the prompt comes first
+    steps = len(times) - 1 - SETTLED
+    return {
+        "tokens_per_second": batch * steps / (times[-1] - times[SETTLED]),
+        "first_ms": 1e3 * (times[0] - start),
+        "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else None,
+    }
+
+
+def rows_of(model: Any, options: argparse.Namespace, device: torch.device) -> list[dict[str, Any]]:
+    from . import apply, generate, restore
+
+    rows: list[dict[str, Any]] = []
+    vocabulary = model.config.get_text_config().vocab_size
+
+    def measure(way: str, kv_cache: str, batch: int, run: Callable[[Tensor, Clock], Any]) -> None:
+        ids = torch.randint(1, vocabulary, (batch, options.prompt), device=device)
+        if not options.once:
+            timed(lambda clock: run(ids, clock), batch, device)  # compiles, and sets up on first use
+        row = {"way": way, "batch": batch, "kv_cache": kv_cache, **timed(lambda clock: run(ids, clock), batch, device)}
+        rows.append(row)
+        print(line(row), flush=True)
+
+    new = options.new_tokens
+    print(line(None))
+    for way in options.ways:
+        if way == "kestrel":
+            continue
+        more = {"cache_implementation": "static"} if way == "static" else {}
+        for batch in options.batch:
+            measure(
+                way,
+                "auto",
+                batch,
+                lambda ids, clock: model.generate(
+                    ids,
+                    attention_mask=torch.ones_like(ids),
+                    max_new_tokens=new,
+                    do_sample=False,
+                    streamer=clock,
+                    **more,  # noqa: B023
+                ),
+            )
+    if "kestrel" in options.ways:
+        print(apply(model), file=sys.stderr)
+        for batch in options.batch:
+            for kv_cache in options.kv_cache:
+                settings = {"max_new_tokens": new, "do_sample": False, "eos_token_id": [], "kv_cache": kv_cache}
+                measure("kestrel", kv_cache, batch, lambda ids, clock: generate(model, ids, streamer=clock, **settings))  # noqa: B023
+        restore(model)
+    return rows
+
+
+def line(row: dict[str, Any] | None) -> str:
+    """A line of the table; None: its head."""
+    if row is None:
+        return f"{'way':<10}{'KV cache':<10}{'batch':>5}{'tokens/s':>12}{'first token':>14}{'peak memory':>14}"
+    memory = "" if row["peak_gib"] is None else f"{row['peak_gib']:.1f} GiB"
+    first = f"{row['first_ms']:.0f} ms"
+    name = f"{row['way']:<10}{row['kv_cache']:<10}{row['batch']:>5}"
+    return f"{name}{row['tokens_per_second']:>12.1f}{first:>14}{memory:>14}"
+
+
+def machine(device: torch.device, revision: str | None) -> dict[str, Any]:
+    import transformers
+
+    from kestrel_runtime.bench.machine import environment, revision_of
+
+    revision = revision or revision_of(Path(__file__).resolve().parent)
+    if device.type == "cuda":
+        found = environment(revision)
+    else:
+        date = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+        found = {"gpu": None, "versions": {"torch": torch.__version__}, "git": revision, "date": date}
+    found["versions"]["transformers"] = transformers.__version__
+    return found
+
+
+def main(arguments: Sequence[str], *, prog: str) -> int:
+    """Runs the command; returns its exit status."""
+    parser = argparse.ArgumentParser(prog=prog, description=__doc__)
+    parser.add_argument("--config", default="llama-3.1-8b", help=f"{', '.join(CONFIGS)}, or a path to a config.json")
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 16], help="sequences at a time (1 16)")
+    parser.add_argument("--kv-cache", nargs="+", default=["auto"], choices=["auto", "fp8", "int8", "int4"])
+    parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=WAYS, help="what is timed; static: compiled")
+    parser.add_argument("--prompt", type=int, default=128, help="tokens of each prompt (128)")
+    parser.add_argument("--new-tokens", type=int, default=64, help=f"more than {SETTLED + 1} (64)")
+    parser.add_argument("--layers", type=int, help="fewer layers than the configuration says")
+    parser.add_argument("--once", action="store_true", help="no run to warm up: the first token includes set-up")
+    parser.add_argument("--revision", help="the revision that the JSON names, where there is no git checkout")
+    parser.add_argument("--out", type=Path, help="a JSON file whose entry of this configuration and prompt is replaced")
+    options = parser.parse_args(list(arguments))
+    for name in ("prompt", "new_tokens", "layers"):
+        least = SETTLED + 2 if name == "new_tokens" else 1
+        value = getattr(options, name)
+        if value is not None and value < least:
+            parser.error(f"--{name.replace('_', '-')}: expected at least {least}, got {value}")
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        model = build(options.config, device, options.layers)
+    except ValueError as error:
+        parser.error(str(error))
+    figures = {name: getattr(options, name) for name in ("prompt", "new_tokens", "layers")}
+    figures = {"environment": machine(device, options.revision), **figures, "rows": rows_of(model, options, device)}
+    if options.out is not None:
+        found = json.loads(options.out.read_text(encoding="utf-8")) if options.out.is_file() else {}
+        found[f"{options.config}, prompt {options.prompt}"] = figures
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    return 0

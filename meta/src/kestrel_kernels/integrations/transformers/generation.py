@@ -1,0 +1,406 @@
+"""Generation: a prefill, then decode steps as one CUDA graph with the sampler inside."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kestrel_runtime import UnsupportedError
+from kestrel_sampling import sample_from_logits
+
+from .cache import KestrelCache
+from .modules import in_place
+from .patch import is_applied, owns_residuals
+
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "num_beams": (None, 1),
+    "num_return_sequences": (None, 1),
+    "no_repeat_ngram_size": (None, 0),
+    "encoder_no_repeat_ngram_size": (None, 0),
+    "typical_p": (None, 1.0),
+    "epsilon_cutoff": (None, 0.0),
+    "eta_cutoff": (None, 0.0),
+    "top_h": (None,),
+    "penalty_alpha": (None,),
+    "guidance_scale": (None, 1, 1.0),
+    "min_length": (None, 0),
+    "min_new_tokens": (None, 0),
+    "bad_words_ids": (None,),
+    "sequence_bias": (None,),
+    "suppress_tokens": (None,),
+    "begin_suppress_tokens": (None,),
+    "forced_bos_token_id": (None,),
+    "forced_eos_token_id": (None,),
+    "exponential_decay_length_penalty": (None,),
+    "watermarking_config": (None,),
+    "prompt_lookup_num_tokens": (None,),
+    "assistant_model": (None,),
+    "logits_processor": (None, []),
+    "stop_strings": (None,),
+    "max_time": (None,),
+}
+"""Settings of transformers that have no counterpart here, with the values at which they do nothing."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+    """Sampling parameters; temperature 0 takes the largest logit."""
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+
+
+class Sampler:
+    """Logits [B, V] to ids int32 [B], -1 for a row with NaN; all state is on the device and changes in place."""
+
+    def __init__(self, sampling: Sampling, batch: int, vocabulary: int, device: torch.device) -> None:
+        self.sampling = sampling
+        self.seeds = torch.zeros(batch, dtype=torch.int64, device=device)
+        self.draw = torch.zeros(1, dtype=torch.int64, device=device)
+        self.seen: Tensor | None = None
+        if sampling.repetition_penalty != 1.0:
+            self.seen = torch.zeros(batch, vocabulary, dtype=torch.bool, device=device)
+
+    def start(self, prompt: Tensor, mask: Tensor | None, seed: int) -> None:
+        """prompt: int64 [B, S]; mask: bool [B, S], False for padding, which no penalty counts."""
+        self.seeds.copy_(seed + torch.arange(len(prompt), device=prompt.device))
+        self.draw.zero_()
+        if self.seen is not None:
+            rows = torch.arange(len(prompt), device=prompt.device)[:, None].expand_as(prompt)
+            real = torch.ones_like(prompt, dtype=torch.bool) if mask is None else mask
+            self.seen.zero_()
+            self.seen[rows[real], prompt[real]] = True
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        given = self.sampling
+        if self.seen is not None:
+            logits, penalty = logits.float(), given.repetition_penalty
+            logits = torch.where(self.seen, torch.where(logits < 0, logits * penalty, logits / penalty), logits)
+        filters = (given.temperature, given.top_k, given.top_p, given.min_p)
+        ids, valid = sample_from_logits(logits, *filters, seed=self.seeds, offset=self.draw, return_valid=True)
+        self.draw.add_(1)
+        if self.seen is not None:
+            self.seen.scatter_(1, ids.long()[:, None], True)
+        return torch.where(valid, ids, -1)
+
+
+class Decoding:
+    """A batch of sequences that grow by one token per step. It keeps its CUDA graph when it starts anew.
+
+    `ids`: int64 [B, 1], the newest token of each sequence, -1 where its logits held NaN; a step changes it in place.
+    """
+
+    EAGER_STEPS = 2
+    """Steps before the capture: libraries and kernels set up state on first use."""
+
+    def __init__(
+        self, model: Any, cache: KestrelCache, batch: int, sampling: Sampling, *, eos: Sequence[int], pad: int
+    ) -> None:
+        self.model = model
+        self._cache = weakref.ref(cache)  # which holds this object
+        self.pad = pad
+        device = model.device
+        self.sampler = Sampler(sampling, batch, model.config.get_text_config().vocab_size, device)
+        self.eos = torch.tensor(list(eos), dtype=torch.int64, device=device)
+        self.done = torch.zeros(batch, dtype=torch.bool, device=device)
+        self.ids, self.positions = (torch.zeros(batch, 1, dtype=torch.int64, device=device) for _ in range(2))
+        self.in_place = owns_residuals(model)
+        self.steps = 0
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.capturable = device.type == "cuda" and not _reads_positions(model)
+
+    @property
+    def cache(self) -> KestrelCache:
+        cache = self._cache()
+        assert cache is not None
+        return cache
+
+    def start(self, input_ids: Tensor, attention_mask: Tensor | None, seed: int) -> None:
+        """Reads the prompts [B, S] behind what the cache holds, and puts the first new tokens into `ids`."""
+        if attention_mask is None:
+            positions = torch.arange(input_ids.shape[1], device=input_ids.device).expand(len(input_ids), -1)
+        else:
+            positions = (attention_mask.long().cumsum(1) - 1).clamp(min=0)
+        self.done.zero_()
+        self.sampler.start(input_ids, attention_mask, seed)
+        held = self.cache.get_seq_length()
+        options = {"attention_mask": attention_mask, "logits_to_keep": 1}
+        chosen = self._forward(input_ids[:, held:], positions[:, held:], **options)
+        self.ids.copy_(chosen[:, None])
+        self.positions.copy_(positions[:, -1:] + 1)
+
+    def _forward(self, ids: Tensor, positions: Tensor, **options: Any) -> Tensor:
+        options |= {"position_ids": positions, "past_key_values": self.cache, "use_cache": True}
+        if self.in_place:
+            with in_place():
+                logits = self.model(input_ids=ids, **options).logits[:, -1]
+        else:
+            logits = self.model(input_ids=ids, **options).logits[:, -1]
+        self.cache.settle()
+        chosen = self.sampler(logits).long()
+        chosen = torch.where(self.done, self.pad, chosen)
+        if self.eos.numel():
+            self.done |= torch.isin(chosen, self.eos)
+        return chosen
+
+    def _step(self) -> None:
+        chosen = self._forward(self.ids.clamp(min=0), self.positions)
+        self.ids.copy_(chosen[:, None])
+        self.positions.add_(1)
+
+    def advance(self, *, graph: bool = True) -> None:
+        """Puts the next token of each sequence into `ids`."""
+        if graph and self.capturable and self.graph is None and self.steps >= self.EAGER_STEPS:
+            self._capture()
+        if graph and self.graph is not None:
+            self.graph.replay()
+            self.cache.skip(1)
+        else:
+            self._step()
+        self.steps += 1
+
+    def _capture(self) -> None:
+        """Capture one step. Nothing runs, so what the host counted meanwhile is taken back."""
+        graph = torch.cuda.CUDAGraph()
+        before = self.cache.get_seq_length()
+        collects = gc.isenabled()
+        gc.disable()  # an older graph that is collected now would end the capture
+        try:
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                self._step()
+        except (UnsupportedError, RuntimeError) as error:
+            self.capturable = False
+            reason = str(error).splitlines()[0]
+            warnings.warn(f"kestrel-kernels: decode steps run without a CUDA graph: {reason}", stacklevel=4)
+        else:
+            self.graph = graph
+        finally:
+            if collects:
+                gc.enable()
+        self.cache.rewind(before)
+
+
+def decoding_of(model: Any, cache: KestrelCache, batch: int, sampling: Sampling, eos: list[int], pad: int) -> Decoding:
+    """The cache's last decoding if it was of the same model, weights in place, and settings; else a new one."""
+    weights = tuple(parameter.data_ptr() for parameter in model.parameters())
+    key = (id(model), weights, owns_residuals(model), batch, sampling, tuple(eos), pad)
+    if cache.decoding is None or cache.decoding[0] != key:
+        cache.decoding = key, Decoding(model, cache, batch, sampling, eos=eos, pad=pad)
+    found = cache.decoding[1]
+    assert isinstance(found, Decoding)
+    return found
+
+
+def _reads_positions(model: Any) -> bool:
+    """Whether rotary embeddings depend on the largest position, which transformers reads on the host."""
+    for module in model.modules():
+        kinds = getattr(module, "rope_type", None)
+        for kind in kinds.values() if isinstance(kinds, dict) else [kinds]:
+            if kind in ("dynamic", "longrope"):
+                return True
+    return False
+
+
+class Reading:
+    """A copy of ids to the host. On a GPU the host waits for these ids alone, not for later work."""
+
+    def __init__(self, ids: Tensor) -> None:
+        self.event: torch.cuda.Event | None = None
+        if ids.is_cuda:
+            self.ids = torch.empty(ids.shape, dtype=ids.dtype, pin_memory=True)
+            self.ids.copy_(ids, non_blocking=True)
+            self.event = torch.cuda.Event()
+            self.event.record()
+        else:
+            self.ids = ids.clone()
+
+    def tokens(self) -> Tensor:
+        if self.event is not None:
+            self.event.synchronize()
+        return self.ids[:, 0]
+
+
+@torch.no_grad()
+def generate(
+    model: Any,
+    input_ids: Tensor,
+    attention_mask: Tensor | None = None,
+    *,
+    max_new_tokens: int | None = None,
+    do_sample: bool | None = None,
+    temperature: float | None = None,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    min_p: float | None = None,
+    repetition_penalty: float | None = None,
+    seed: int | None = None,
+    eos_token_id: int | Sequence[int] | None = None,
+    pad_token_id: int | None = None,
+    streamer: Any = None,
+    stopping_criteria: Callable[[Tensor, Any], Any] | Iterable[Callable[[Tensor, Any], Any]] | None = None,
+    kv_cache: str = "auto",
+    page_size: int | None = None,
+    past_key_values: KestrelCache | None = None,
+    cuda_graph: bool = True,
+    **settings: Any,
+) -> Tensor:
+    """Generate as ``model.generate`` does; on a GPU a decode step is one CUDA graph, the sampler included.
+
+    model: a causal language model after :func:`apply`. input_ids: int64 [B, S]. attention_mask: [B, S], 0 for padding,
+    which is on the left.
+    max_new_tokens, do_sample, temperature, top_k, top_p, min_p, repetition_penalty, eos_token_id, pad_token_id: as in
+        transformers, by default the model's generation_config. min_p drops before top-k and top-p.
+    seed: sequence b draws with ``seed + b``, whatever the batch; by default from torch's generator.
+    streamer: gets prompt and tokens on the CPU, as transformers calls it. stopping_criteria: callables of (ids, None).
+    kv_cache, page_size: of the :class:`KestrelCache` that is made; or past_key_values, whose tokens come first in
+        input_ids. A cache keeps the CUDA graph: after its reset(), a call with the same model, batch and settings
+        needs no new one.
+    cuda_graph: False runs every step eagerly.
+
+    Returns ids int64 [B, S + new tokens]; behind its end-of-sequence token a row holds pad_token_id.
+    The host reads a token while the device computes the next one, and reads nothing else.
+    Raises ValueError for other settings of transformers that are in use (beams, processors, ...), padding on the right
+    and too small a cache; RuntimeError for logits with NaN.
+
+    >>> import torch
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> from kestrel_kernels.integrations.transformers import apply
+    >>> sizes = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 1, "vocab_size": 8}
+    >>> model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=1, **sizes)).eval()
+    >>> report = apply(model)
+    >>> generate(model, torch.tensor([[1, 2, 3]]), max_new_tokens=4, eos_token_id=[]).shape
+    torch.Size([1, 7])
+    """
+    if not is_applied(model):
+        raise ValueError("generate: model: expected one after apply(model, attention=True), got an unchanged one")
+    config = model.generation_config
+    _check_settings(config, settings)
+    if input_ids.ndim != 2 or input_ids.dtype != torch.int64 or input_ids.shape[1] == 0:
+        raise ValueError(f"generate: input_ids: expected int64 [B, S], got {input_ids.dtype} {tuple(input_ids.shape)}")
+    if attention_mask is not None:
+        if attention_mask.shape != input_ids.shape:
+            raise ValueError(
+                f"generate: attention_mask: expected shape {tuple(input_ids.shape)}, got {tuple(attention_mask.shape)}"
+            )
+        attention_mask = attention_mask.bool()
+        if not bool(attention_mask[:, -1].all()):
+            raise ValueError("generate: attention_mask: expected padding on the left, got padding in the last column")
+    length = input_ids.shape[1]
+    new = max_new_tokens if max_new_tokens is not None else getattr(config, "max_new_tokens", None)
+    if new is None and getattr(config, "max_length", None):
+        new = config.max_length - length
+    if new is None or new < 1:
+        raise ValueError(f"generate: max_new_tokens: expected a positive integer, got {new}")
+    eos = _tokens(eos_token_id if eos_token_id is not None else config.eos_token_id)
+    pad = next((token for token in (pad_token_id, config.pad_token_id, *eos) if token is not None), 0)
+    sampling = _sampling(config, do_sample, temperature, top_k, top_p, min_p, repetition_penalty)
+    seed = int(torch.randint(2**62, ())) if seed is None and sampling.temperature else seed or 0
+    cache = past_key_values
+    if cache is None:
+        cache = KestrelCache(
+            model.config, kv_cache=kv_cache, page_size=page_size, max_batch=len(input_ids), max_tokens=length + new
+        )
+    elif cache.max_tokens < length + new - 1 or cache.get_seq_length() >= length:
+        raise ValueError(
+            f"generate: past_key_values: expected fewer than {length} tokens and room for {length + new - 1}, "
+            f"got {cache.get_seq_length()} and {cache.max_tokens}"
+        )
+    criteria = stopping_criteria if isinstance(stopping_criteria, Iterable) else [stopping_criteria]
+    criteria = [stop for stop in criteria if stop is not None]
+
+    if streamer is not None:
+        streamer.put(input_ids.cpu())
+    decoding = decoding_of(model, cache, len(input_ids), sampling, eos, pad)
+    decoding.start(input_ids, attention_mask, seed)
+    ends = torch.tensor(eos, dtype=torch.int64)
+    finished = torch.zeros(len(input_ids), dtype=torch.bool)
+    can_crop = past_key_values is None or cache.kv_cache != "int4"
+    overlap = input_ids.is_cuda and can_crop and not criteria
+    columns: list[Tensor] = []
+    for count in range(1, new + 1):
+        reading = Reading(decoding.ids)
+        if overlap and count < new:
+            decoding.advance(graph=cuda_graph)
+        tokens = reading.tokens()
+        if int(tokens.min()) < 0:
+            raise RuntimeError("generate: the model: expected finite logits, got NaN or infinity")
+        columns.append(tokens)
+        if streamer is not None:
+            streamer.put(tokens)
+        finished |= torch.isin(tokens, ends)
+        if criteria:
+            so_far = torch.cat([input_ids, torch.stack(columns, 1).to(input_ids.device)], 1)
+            for stop in criteria:
+                finished |= torch.as_tensor(stop(so_far, None)).cpu()
+            decoding.done |= finished.to(input_ids.device)
+        if bool(finished.all()):
+            break
+        if not overlap and count < new:
+            decoding.advance(graph=cuda_graph)
+    if streamer is not None:
+        streamer.end()
+    if past_key_values is not None:  # a step may have run ahead
+        cache.crop(length + len(columns) - 1)
+    return torch.cat([input_ids, torch.stack(columns, 1).to(input_ids.device)], 1)
+
+
+def _tokens(eos: int | Sequence[int] | None) -> list[int]:
+    return [] if eos is None else [eos] if isinstance(eos, int) else [int(token) for token in eos]
+
+
+def _check_settings(config: Any, settings: dict[str, Any]) -> None:
+    for name, value in settings.items():
+        if name not in _NEUTRAL:
+            raise TypeError(f"generate: expected an argument that the docstring names, got {name}")
+        if value not in _NEUTRAL[name]:
+            raise ValueError(
+                f"generate: {name}: expected {_NEUTRAL[name][-1]} (there is no kernel for it), got {value}"
+            )
+    for name, neutral in _NEUTRAL.items():
+        if name not in settings and getattr(config, name, None) not in neutral:
+            raise ValueError(
+                f"generate: {name} of the model's generation_config: expected {neutral[-1]} (it has no counterpart; "
+                f"pass {name}={neutral[-1]} to ignore it), got {getattr(config, name)}"
+            )
+
+
+def _sampling(
+    config: Any,
+    do_sample: bool | None,
+    temperature: float | None,
+    top_k: int | None,
+    top_p: float | None,
+    min_p: float | None,
+    repetition_penalty: float | None,
+) -> Sampling:
+    def value(given: Any, name: str, default: Any) -> Any:
+        for found in (given, getattr(config, name, None)):
+            if found is not None:
+                return found
+        return default
+
+    penalty = value(repetition_penalty, "repetition_penalty", 1.0)
+    if not penalty > 0:
+        raise ValueError(f"generate: repetition_penalty: expected a positive number, got {penalty}")
+    if not value(do_sample, "do_sample", False):
+        return Sampling(repetition_penalty=float(penalty))
+    heat = value(temperature, "temperature", 1.0)
+    if not heat > 0:
+        raise ValueError(f"generate: temperature: expected a positive number (or do_sample=False), got {heat}")
+    return Sampling(
+        temperature=float(heat),
+        top_k=int(value(top_k, "top_k", 0)),
+        top_p=float(value(top_p, "top_p", 1.0)),
+        min_p=float(value(min_p, "min_p", 0.0)),
+        repetition_penalty=float(penalty),
+    )

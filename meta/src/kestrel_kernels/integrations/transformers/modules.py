@@ -1,0 +1,334 @@
+"""Forward functions of the modules that `apply` changes. Each falls back to the module's own where gradients flow."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kestrel_moe import fused_experts, gelu_and_mul, gemv, silu_and_mul, topk_softmax
+from kestrel_norm import fused_add_rms_norm, rms_norm
+from kestrel_rope import rotary_embedding
+
+from .cache import KestrelCache, KestrelLayer
+from .masks import NAME, Mask
+
+_local = threading.local()
+
+
+@contextlib.contextmanager
+def in_place() -> Iterator[None]:
+    """Within, layers may change the residual stream in place and leave its last addition to the next norm.
+
+    For callers that own every hidden state, and whose layers are all changed and without hooks.
+    """
+    before, _local.in_place = getattr(_local, "in_place", False), True
+    try:
+        yield
+    finally:
+        _local.in_place = before
+
+
+def _needs_gradient(module: Any, x: Tensor) -> bool:
+    return torch.is_grad_enabled() and (x.requires_grad or any(p.requires_grad for p in module.parameters()))
+
+
+def _tensor(x: Any) -> Tensor:
+    assert isinstance(x, Tensor)
+    return x
+
+
+def project(linear: Any, x: Tensor) -> Tensor:
+    """A linear layer: for one token on a GPU by `gemv`, else as the module does it."""
+    if is_one_row(x) and is_plain(linear):
+        return gemv(x, linear.weight, linear.bias)
+    return _tensor(linear(x))
+
+
+def is_one_row(x: Tensor) -> bool:
+    """Whether `gemv` has a kernel for a product with x."""
+    return x.is_cuda and x.numel() == x.shape[-1] and x.is_contiguous()
+
+
+def is_plain(linear: Any) -> bool:
+    """Whether this is torch's own linear layer with one ordinary weight, without hooks."""
+    return (
+        type(linear) is nn.Linear
+        and type(linear.weight) is nn.Parameter
+        and linear.weight.device.type != "meta"
+        and "forward" not in linear.__dict__
+        and not linear._forward_hooks
+        and not linear._forward_pre_hooks
+    )
+
+
+class Fused:
+    """Several linear layers of one input as one: their parameters become rows of one tensor and stay parameters.
+
+    A parameter that was moved or replaced since (``model.to``) is copied anew at the next call.
+    """
+
+    def __init__(self, owner: Any, names: Sequence[str]) -> None:
+        self.owner = owner
+        self.names = names
+        self.linears = [getattr(owner, name) for name in names]
+        self._fuse()
+
+    def holds(self) -> bool:
+        """Whether the owner still has these layers, and nothing watches or wraps them."""
+        pairs = zip(self.names, self.linears, strict=True)
+        return all(getattr(self.owner, name) is linear and is_plain(linear) for name, linear in pairs)
+
+    @staticmethod
+    def refusal(linears: Sequence[Any]) -> str | None:
+        """Why these cannot be fused, or None."""
+        if not all(is_plain(linear) for linear in linears):
+            return "not plain torch.nn.Linear"
+        first = linears[0]
+        if any(x.weight.dtype != first.weight.dtype or x.weight.device != first.weight.device for x in linears):
+            return "weights of several dtypes or devices"
+        if len({x.bias is None for x in linears}) > 1:
+            return "only some have a bias"
+        return None
+
+    def _fuse(self) -> None:
+        self.weight = self._join([linear.weight for linear in self.linears])
+        has_bias = self.linears[0].bias is not None
+        self.bias = self._join([linear.bias for linear in self.linears]) if has_bias else None
+
+    @staticmethod
+    def _join(parameters: Sequence[nn.Parameter]) -> Tensor:
+        with torch.inference_mode(False), torch.no_grad():
+            joined = torch.cat([p.data for p in parameters])
+        for p, rows in zip(parameters, joined.split([len(p) for p in parameters]), strict=True):
+            p.data = rows
+        return joined
+
+    def _is_current(self) -> bool:
+        start = self.weight.data_ptr()
+        for linear in self.linears:
+            weight = linear.weight
+            if weight.data_ptr() != start or weight.dtype != self.weight.dtype:
+                return False
+            start += weight.numel() * weight.element_size()
+        biases = [linear.bias for linear in self.linears]
+        return self.bias is None or (biases[0] is not None and biases[0].data_ptr() == self.bias.data_ptr())
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if not self._is_current():
+            self._fuse()
+        if is_one_row(x):
+            return gemv(x, self.weight, self.bias)
+        return nn.functional.linear(x, self.weight, self.bias)
+
+    def split(self) -> None:
+        """Give every parameter memory of its own."""
+        for linear in self.linears:
+            linear.weight.data = linear.weight.data.clone()
+            if linear.bias is not None:
+                linear.bias.data = linear.bias.data.clone()
+
+
+class Norm:
+    """RMSNorm. weight_bias 1 is Gemma's form."""
+
+    def __init__(self, module: Any, weight_bias: float) -> None:
+        self.module = module
+        self.original: Callable[..., Any] = module.forward
+        self.weight_bias = weight_bias
+        self.eps = module.variance_epsilon if hasattr(module, "variance_epsilon") else module.eps
+
+    def __call__(self, hidden_states: Tensor) -> Tensor:
+        residual = getattr(hidden_states, "_kestrel_residual", None)
+        if residual is not None:
+            del hidden_states._kestrel_residual  # type: ignore[attr-defined]
+            return self.add(hidden_states, residual)
+        weight = self.module.weight
+        is_taken = weight.dtype == hidden_states.dtype and 2 <= hidden_states.ndim <= 4
+        if not is_taken or _needs_gradient(self.module, hidden_states):
+            return _tensor(self.original(hidden_states))
+        if hidden_states.stride(-1) != 1:
+            hidden_states = hidden_states.contiguous()
+        return rms_norm(hidden_states, weight, self.eps, weight_bias=self.weight_bias)
+
+    def add(self, x: Tensor, residual: Tensor) -> Tensor:
+        """residual += x, in place; returns the norm of the sum, in x's memory."""
+        fused_add_rms_norm(x, residual, self.module.weight, self.eps, weight_bias=self.weight_bias)
+        return x
+
+
+class MLP:
+    """down(act(gate(x)) * up(x)), gate and up in one product. gate_up None: the module has one layer for both."""
+
+    def __init__(self, module: Any, gate_up: Fused | None, act: Callable[[Tensor], Tensor]) -> None:
+        self.module = module
+        self.original: Callable[..., Any] = module.forward
+        self.gate_up = gate_up
+        self.act = act
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if _needs_gradient(self.module, x) or (self.gate_up is not None and not self.gate_up.holds()):
+            return _tensor(self.original(x))
+        gate_up = project(self.module.gate_up_proj, x) if self.gate_up is None else self.gate_up(x)
+        return project(self.module.down_proj, self.act(gate_up))
+
+
+def activation(name: str) -> Callable[[Tensor], Tensor] | None:
+    """The gated form of an activation that transformers calls `name`; None if there is none."""
+    if name in ("silu", "swish"):
+        return silu_and_mul
+    if name in ("gelu_pytorch_tanh", "gelu_new"):
+        return lambda x: gelu_and_mul(x, approximate="tanh")
+    return gelu_and_mul if name == "gelu" else None
+
+
+class Attention:
+    """Q, K and V in one product, rotation in place, then the attention function that the config names."""
+
+    def __init__(self, module: Any, qkv: Fused | None, options: Callable[[Any], dict[str, Any]]) -> None:
+        self.module = module
+        self.original: Callable[..., Any] = module.forward
+        self.qkv = qkv
+        self.options = options
+        self.eager = sys.modules[type(module).__module__].eager_attention_forward
+
+    def __call__(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        attention_mask: Any = None,
+        past_key_values: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+        module = self.module
+        is_changed = self.qkv is not None and not self.qkv.holds()
+        if _needs_gradient(module, hidden_states) or position_embeddings is None or module.training or is_changed:
+            names = {"position_embeddings": position_embeddings, "attention_mask": attention_mask}
+            return self.original(hidden_states, **names, past_key_values=past_key_values, **kwargs)
+        options, turned = self.options(module), rotation(*position_embeddings, hidden_states.shape[0])
+        rows, size = hidden_states.shape[:-1], module.head_dim
+        qkv = project(module.qkv_proj, hidden_states) if self.qkv is None else self.qkv(hidden_states)
+        kv_heads = qkv.shape[-1] // size // (module.num_key_value_groups + 2)
+        heads = qkv.view(*rows, -1, size).split([kv_heads * module.num_key_value_groups, kv_heads, kv_heads], dim=-2)
+        query, key, value = heads
+        if hasattr(module, "q_norm"):
+            query, key = module.q_norm(query), module.k_norm(key)
+        layer = self._decoding_layer(past_key_values, attention_mask, query)
+        if layer is not None:
+            scores = {"window": options.get("sliding_window"), "softcap": options.get("softcap")}
+            out = layer.decode(query, key, value, turned, attention_mask, scale=module.scaling, **scores)
+            return project(module.o_proj, out.view(*rows, -1)), None
+        rotary_embedding(turned[0], query, key, size, turned[1])
+        query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+        if past_key_values is not None:
+            key, value = past_key_values.update(key, value, module.layer_idx)
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(module.config._attn_implementation, self.eager)
+        out, weights = attend(
+            module, query, key, value, attention_mask, dropout=0.0, scaling=module.scaling, **options, **kwargs
+        )
+        return project(module.o_proj, out.reshape(*rows, -1)), weights
+
+    def _decoding_layer(self, cache: Any, mask: Any, query: Tensor) -> KestrelLayer | None:
+        """The cache's layer that takes one new token of each sequence before its rotation, if there is one."""
+        module = self.module
+        if query.shape[1] != 1 or not isinstance(cache, KestrelCache) or not (mask is None or isinstance(mask, Mask)):
+            return None
+        if module.config._attn_implementation != NAME or not module.is_causal:
+            return None
+        layer = cache.layers[module.layer_idx]
+        return layer if isinstance(layer, KestrelLayer) and layer.rotates else None
+
+
+def rotation(cos: Tensor, sin: Tensor, batch: int) -> tuple[Tensor, Tensor]:
+    """transformers' cos, sin [1 or B, S, R] as positions [B, S] and a table for `rotary_embedding`; kept at `cos`."""
+    found = getattr(cos, "_kestrel_rotation", None)
+    if found is None or found[0].shape[0] != batch:
+        half = cos.shape[-1] // 2
+        table = torch.cat([cos[..., :half], sin[..., :half]], -1).view(-1, 2 * half)
+        positions = torch.arange(len(table), device=cos.device).view(cos.shape[:2]).expand(batch, -1)
+        found = positions.contiguous(), table
+        cos._kestrel_rotation = found  # type: ignore[attr-defined]
+    return found
+
+
+class Layer:
+    """A decoder layer. `sandwich`: Gemma's form, with a norm before and after attention and feed-forward."""
+
+    def __init__(self, module: Any, *, sandwich: bool) -> None:
+        self.module = module
+        self.original: Callable[..., Any] = module.forward
+        self.sandwich = sandwich
+
+    def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        module = self.module
+        if not getattr(_local, "in_place", False) or args:
+            return _tensor(self.original(hidden_states, *args, **kwargs))
+        residual = getattr(hidden_states, "_kestrel_residual", None)
+        if residual is None:
+            residual = hidden_states
+        x = module.input_layernorm(hidden_states)
+        x, _ = module.self_attn(hidden_states=x, **kwargs)
+        if self.sandwich:
+            x = module.post_attention_layernorm(x)
+            norm = module.pre_feedforward_layernorm
+        else:
+            norm = module.post_attention_layernorm
+        x = norm.forward.add(x, residual)
+        x = module.mlp(x)
+        if isinstance(x, tuple):
+            x = x[0]
+        if self.sandwich:
+            x = module.post_feedforward_layernorm(x)
+        x._kestrel_residual = residual  # the next norm adds it
+        return _tensor(x)
+
+
+class Router:
+    """Router of a layer of experts: a linear layer, then softmax and top-k in one kernel.
+
+    rounds: the module rounds its weights to the dtype of the logits. Weights and ids for the experts function of this
+    library are float32 and int32, as it takes them.
+    """
+
+    def __init__(self, module: Any, config: Any, *, renormalize: bool, rounds: bool) -> None:
+        self.module = module
+        self.original: Callable[..., Any] = module.forward
+        self.config = config
+        self.renormalize = renormalize
+        self.rounds = rounds
+
+    def __call__(self, hidden_states: Tensor) -> Any:
+        module = self.module
+        if _needs_gradient(module, hidden_states):
+            return self.original(hidden_states)
+        x = hidden_states.reshape(-1, hidden_states.shape[-1])
+        logits = gemv(x, module.weight) if is_one_row(x) else nn.functional.linear(x, module.weight)
+        weights, ids, _ = topk_softmax(logits, module.top_k, renormalize=self.renormalize)
+        if self.config._experts_implementation == NAME:
+            return logits, weights, ids
+        return logits, weights.to(logits.dtype) if self.rounds else weights, ids.long()
+
+
+def experts_function(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """The experts function. hidden_states [T, h], top_k_index and top_k_weights [T, K]; returns [T, h]."""
+    from transformers.integrations.moe import batched_mm_experts_forward
+
+    gated = activation(self.config.hidden_act) if hasattr(self.config, "hidden_act") else None
+    fits = self.has_gate and self.is_concatenated and not self.is_transposed and not self.has_bias
+    if not fits or gated not in (silu_and_mul, gelu_and_mul) or _needs_gradient(self, hidden_states):
+        return batched_mm_experts_forward(self, hidden_states, top_k_index, top_k_weights)
+    return fused_experts(
+        hidden_states,
+        self.gate_up_proj,
+        self.down_proj,
+        top_k_weights.float(),
+        top_k_index.int(),
+        activation="silu_and_mul" if gated is silu_and_mul else "gelu_and_mul",
+    )

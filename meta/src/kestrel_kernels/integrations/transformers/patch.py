@@ -1,0 +1,297 @@
+"""`apply` and `restore`: which modules of a transformers model run on these kernels."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from . import masks
+from .modules import MLP, Attention, Fused, Layer, Norm, Router, activation, experts_function
+
+TESTED = ((5, 17), (5, 23))
+"""The first and the last release series of transformers that the tests ran with."""
+
+_STATE = "_kestrel_applied"
+_warned = False
+
+
+class VersionWarning(UserWarning):
+    """This version of transformers is outside the range that was tested."""
+
+
+@dataclasses.dataclass
+class Report:
+    """What `apply` did. replaced: how many modules of each class; left: what stays as it was, with the reason."""
+
+    replaced: dict[str, int]
+    left: list[str]
+
+    def __str__(self) -> str:
+        done = ", ".join(f"{count} {name}" for name, count in self.replaced.items()) or "nothing"
+        return f"kestrel-kernels: replaced {done}; left: {', '.join(self.left) or 'nothing'}"
+
+
+def _window_of_config(module: Any) -> dict[str, Any]:
+    return {"sliding_window": getattr(module.config, "sliding_window", None)}
+
+
+def _window_of_module(module: Any) -> dict[str, Any]:
+    return {"sliding_window": module.sliding_window}
+
+
+def _window_and_softcap(module: Any) -> dict[str, Any]:
+    return {"sliding_window": module.sliding_window, "softcap": module.attn_logit_softcapping}
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """One model family of transformers. Its classes are called `prefix` + RMSNorm, MLP, Attention, ..."""
+
+    prefix: str
+    options: Callable[[Any], dict[str, Any]]
+    weight_bias: float = 0.0
+    sandwich: bool = False
+
+
+_FAMILIES = {
+    "llama": Family("Llama", lambda module: {}),
+    "qwen2": Family("Qwen2", _window_of_module),
+    "qwen3": Family("Qwen3", _window_of_module),
+    "qwen3_moe": Family("Qwen3Moe", _window_of_module),
+    "mistral": Family("Mistral", _window_of_config),
+    "mixtral": Family("Mixtral", _window_of_config),
+    "phi3": Family("Phi3", _window_of_config),
+    "gemma2": Family("Gemma2", _window_and_softcap, 1.0, sandwich=True),
+    "gemma3": Family("Gemma3", _window_of_module, 1.0, sandwich=True),
+}
+
+
+def check_version() -> None:
+    """Warn once if the installed transformers is outside the tested range."""
+    global _warned
+    import transformers
+
+    found = tuple(int(part) for part in transformers.__version__.split(".")[:2])
+    if not TESTED[0] <= found <= TESTED[1] and not _warned:
+        _warned = True
+        first, last = (".".join(map(str, version)) for version in TESTED)
+        warnings.warn(
+            f"kestrel-kernels is tested with transformers {first} to {last}, found {transformers.__version__}",
+            VersionWarning,
+            stacklevel=3,
+        )
+
+
+class _Applied:
+    """The changes to one model. Plain data, so that a deep copy of the model restores itself."""
+
+    def __init__(self, config: Any) -> None:
+        self.config = config
+        self.modules: list[Any] = []
+        self.fused: list[Fused] = []
+        self.settings: list[tuple[Any, str, Any]] = []
+        self.replaced: collections.Counter[str] = collections.Counter()
+        self.left: collections.Counter[str] = collections.Counter()
+
+    def patch(self, module: Any, forward: Any) -> None:
+        if "forward" in module.__dict__:
+            self.left[f"{type(module).__name__} (its forward is replaced already)"] += 1
+            return
+        module.__dict__["forward"] = forward
+        self.modules.append(module)
+        self.replaced[type(module).__name__] += 1
+
+    def fuse(self, module: Any, names: list[str]) -> Fused:
+        self.fused.append(Fused(module, names))
+        return self.fused[-1]
+
+    def leave(self, module: Any, reason: str) -> None:
+        self.left[f"{type(module).__name__} ({reason})"] += 1
+
+    def set(self, config: Any, name: str, value: str) -> None:
+        """Set a property of a transformers config whose value is stored as `<name>_internal`."""
+        stored = f"{name}_internal"
+        self.settings.append((config, stored, getattr(config, stored)))
+        setattr(config, stored, value)
+
+    def undo(self) -> None:
+        for module in self.modules:
+            module.__dict__.pop("forward", None)
+        for fused in self.fused:
+            fused.split()
+        for config, name, value in reversed(self.settings):
+            setattr(config, name, value)
+
+    def report(self) -> Report:
+        return Report(dict(self.replaced), [f"{count} {reason}" for reason, count in self.left.items()])
+
+
+def apply(
+    model: Any,
+    *,
+    norms: bool = True,
+    rotary: bool = True,
+    mlp: bool = True,
+    experts: bool = True,
+    attention: bool = True,
+) -> Report:
+    """Run the parts of a transformers model on these kernels, through instances and public registries alone.
+
+    Knows Llama, Qwen2 and 2.5, Qwen3, Qwen3-MoE, Mistral, Mixtral, Gemma 2 and 3 (text) and Phi3. Other modules stay as
+    they are, and the report names them.
+
+    norms: RMSNorm, and its fusion with the addition before it.
+    rotary: the attention modules: Q, K and V in one product, rotation in place.
+    mlp: gate and up projection in one product, gated activation.
+    experts: routers, and the experts through transformers' ExpertsInterface.
+    attention: the attention function "kestrel", which a :class:`KestrelCache` needs. With other caches it is
+        scaled_dot_product_attention, and honours softcap.
+
+    Fused projections keep their parameters, as rows of one tensor; memory use stays. Where gradients are needed, a
+    module's own forward runs. Applying again replaces the earlier choice. Returns a :class:`Report`; print it.
+
+    Raises TypeError if `model` is no transformers model.
+
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> sizes = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 1, "vocab_size": 8}
+    >>> apply(LlamaForCausalLM(LlamaConfig(num_hidden_layers=1, **sizes))).replaced["LlamaRMSNorm"]
+    3
+    """
+    from transformers import PreTrainedModel
+
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(f"apply: model: expected a transformers model, got {type(model).__name__}")
+    check_version()
+    restore(model)
+    applied = _Applied(model.config.get_text_config())
+    chosen = {"RMSNorm": norms, "DecoderLayer": norms, "Attention": rotary, "MLP": mlp, "TopKRouter": experts}
+    for module in model.modules():
+        family = _family(module)
+        if family is None:
+            if _is_of_interest(module):
+                applied.leave(module, "unknown")
+        elif chosen.get(part := type(module).__name__[len(family.prefix) :]):
+            _PATCHES[part](applied, module, family)
+    if attention:
+        _set_function(applied, model, "Attention", "_attn_implementation", "attention function")
+    if experts:
+        _set_function(applied, model, "Experts", "_experts_implementation", "experts function")
+    model.__dict__[_STATE] = applied
+    return applied.report()
+
+
+def restore(model: Any) -> None:
+    """Undo `apply`: every module, parameter and setting is as before. Does nothing to other models."""
+    applied = model.__dict__.pop(_STATE, None)
+    if applied is not None:
+        applied.undo()
+
+
+def is_applied(model: Any) -> bool:
+    """Whether `apply` changed this model, with the attention function that a KestrelCache needs."""
+    applied = model.__dict__.get(_STATE)
+    return applied is not None and applied.replaced["attention function"] > 0
+
+
+def owns_residuals(model: Any) -> bool:
+    """Whether a caller that keeps every hidden state to itself may run this model within `in_place`."""
+    layers = [module for module in model.modules() if type(module).__name__.endswith("DecoderLayer")]
+    decoder = model.get_decoder()
+    norms = [child for layer in layers for name, child in layer.named_children() if name.endswith("layernorm")]
+    norms.append(decoder.norm if hasattr(decoder, "norm") else decoder)
+    whole = all(isinstance(layer.__dict__.get("forward"), Layer) for layer in layers) and all(
+        isinstance(norm.__dict__.get("forward"), Norm) and norm.weight.dtype == model.dtype for norm in norms
+    )
+    watched = any(module._forward_hooks or module._forward_pre_hooks for module in (*layers, *norms))
+    return bool(layers) and whole and not watched and not model.training
+
+
+def _family(module: Any) -> Family | None:
+    path = type(module).__module__.split(".")
+    if path[:2] != ["transformers", "models"] or path[2] not in _FAMILIES:
+        return None
+    family = _FAMILIES[path[2]]
+    return family if type(module).__name__.startswith(family.prefix) else None
+
+
+def _is_of_interest(module: Any) -> bool:
+    """Whether a module of another family is one that an apply of that family would replace."""
+    name = type(module).__name__
+    return type(module).__module__.startswith("transformers.models.") and name.endswith(
+        ("Norm", "Attention", "MLP", "Experts", "Router")
+    )
+
+
+def _patch_norm(applied: _Applied, module: Any, family: Family) -> None:
+    applied.patch(module, Norm(module, family.weight_bias))
+
+
+def _patch_layer(applied: _Applied, module: Any, family: Family) -> None:
+    applied.patch(module, Layer(module, sandwich=family.sandwich))
+
+
+def _patch_mlp(applied: _Applied, module: Any, family: Family) -> None:
+    config = module.config
+    act = activation(getattr(config, "hidden_act", None) or config.hidden_activation)
+    if act is None:
+        applied.leave(module, "activation without a gated form")
+    elif hasattr(module, "gate_up_proj"):
+        applied.patch(module, MLP(module, None, act))
+    else:
+        _patch_fused(applied, module, ["gate_proj", "up_proj"], lambda gate_up: MLP(module, gate_up, act))
+
+
+def _patch_attention(applied: _Applied, module: Any, family: Family) -> None:
+    if hasattr(module, "qkv_proj"):
+        applied.patch(module, Attention(module, None, family.options))
+    else:
+        _patch_fused(
+            applied, module, ["q_proj", "k_proj", "v_proj"], lambda qkv: Attention(module, qkv, family.options)
+        )
+
+
+def _patch_fused(applied: _Applied, module: Any, names: list[str], make: Callable[[Fused], Any]) -> None:
+    linears = [getattr(module, name) for name in names]
+    reason = Fused.refusal(linears) or ("its forward is replaced already" if "forward" in module.__dict__ else None)
+    if reason is not None:
+        applied.leave(module, reason)
+        return
+    applied.patch(module, make(applied.fuse(module, names)))
+
+
+def _patch_router(applied: _Applied, module: Any, family: Family) -> None:
+    renormalize = getattr(module, "norm_topk_prob", True)
+    rounds = hasattr(module, "norm_topk_prob")
+    applied.patch(module, Router(module, applied.config, renormalize=renormalize, rounds=rounds))
+
+
+_PATCHES: dict[str, Callable[[_Applied, nn.Module, Family], None]] = {
+    "RMSNorm": _patch_norm,
+    "DecoderLayer": _patch_layer,
+    "MLP": _patch_mlp,
+    "Attention": _patch_attention,
+    "TopKRouter": _patch_router,
+}
+
+
+def _set_function(applied: _Applied, model: Any, part: str, setting: str, name: str) -> None:
+    """Name this library's function in the configs of all known modules of a kind."""
+    owners = [module for module in model.modules() if (family := _family(module)) and _is_part(module, family, part)]
+    if not owners:
+        return
+    from transformers.integrations.moe import ExpertsInterface
+
+    masks.register()
+    ExpertsInterface.register(masks.NAME, experts_function)
+    for config in {id(module.config): module.config for module in owners}.values():
+        applied.set(config, setting, masks.NAME)
+    applied.replaced[name] += 1
+
+
+def _is_part(module: Any, family: Family, part: str) -> bool:
+    return type(module).__name__ == family.prefix + part

@@ -1,0 +1,105 @@
+"""`kestrel-kernels bench model` on a tiny configuration."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from kestrel_kernels.cli import app
+from kestrel_kernels.integrations.transformers import bench
+
+TINY = {
+    "model_type": "llama",
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 1,
+    "num_key_value_heads": 1,
+    "vocab_size": 32,
+}
+
+
+@pytest.fixture
+def tiny(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(TINY))
+    return path
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, ["bench", "model", *map(str, arguments)])
+
+
+def test_every_way_gets_a_line_and_a_row(tiny, tmp_path):
+    out = tmp_path / "results" / "figures.json"
+    ways = ["--ways", "dynamic", "kestrel", "--batch", 1, 2, "--kv-cache", "auto", "int8"]
+    done = run("--config", tiny, *ways, "--prompt", 3, "--new-tokens", 10, "--layers", 1, "--out", out)
+    assert done.exit_code == 0, done.output
+    [(name, found)] = json.loads(out.read_text()).items()
+    assert name == f"{tiny}, prompt 3"
+    rows = [(row["way"], row["batch"], row["kv_cache"]) for row in found["rows"]]
+    ours = [("kestrel", batch, kind) for batch in (1, 2) for kind in ("auto", "int8")]
+    assert rows == [("dynamic", 1, "auto"), ("dynamic", 2, "auto"), *ours]
+    assert all(row["tokens_per_second"] > 0 and row["first_ms"] > 0 for row in found["rows"])
+    assert {"gpu", "versions", "git", "date"} <= set(found["environment"])
+    assert done.stdout.splitlines()[0].split() == [
+        "way",
+        "KV",
+        "cache",
+        "batch",
+        "tokens/s",
+        "first",
+        "token",
+        "peak",
+        "memory",
+    ]
+    assert len([line for line in done.stdout.splitlines() if line.startswith(("dynamic", "kestrel "))]) == 6
+
+
+@pytest.mark.parametrize("name", bench.CONFIGS)
+def test_a_named_configuration_is_one_that_every_way_takes(name):
+    from transformers import AutoConfig
+
+    from kestrel_kernels.integrations.transformers import KestrelCache, patch
+
+    kind, settings = bench.CONFIGS[name]
+    config = AutoConfig.for_model(kind, **settings)
+    assert kind in patch._FAMILIES
+    for kv_cache in ("auto", "fp8", "int8", "int4"):
+        KestrelCache(config, kv_cache=kv_cache, max_tokens=config.max_position_embeddings)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--config", "no-model"), "--config: expected one of llama-3.1-8b, .*, got no-model"),
+        (("--new-tokens", 9), "--new-tokens: expected at least 10, got 9"),
+        (("--prompt", 0), "--prompt: expected at least 1, got 0"),
+        (("--kv-cache", "int2"), "invalid choice"),
+    ],
+)
+def test_bad_options_are_named(arguments, message, capfd):
+    done = run(*arguments)
+    assert done.exit_code == 2
+    assert re.search(message, done.stderr + capfd.readouterr().err)
+
+
+def test_without_transformers_one_line_says_what_is_missing(monkeypatch):
+    for name in [name for name in sys.modules if name.startswith("kestrel_kernels.integrations.transformers")]:
+        monkeypatch.delitem(sys.modules, name)
+    for name in [name for name in sys.modules if name.split(".")[0] == "transformers"]:
+        monkeypatch.delitem(sys.modules, name)
+
+    class Absent:
+        def find_spec(self, name, path=None, target=None):
+            if name == "transformers":
+                raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+    monkeypatch.setattr(sys, "meta_path", [Absent(), *sys.meta_path])
+    done = run()
+    assert done.exit_code == 2
+    assert done.stderr == "error: bench model: expected transformers, as the extra [transformers] installs it\n"

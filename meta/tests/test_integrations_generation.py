@@ -1,0 +1,271 @@
+"""integrations.transformers.generate beside transformers' own generate."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kestrel_kernels.integrations import transformers as integration
+from kestrel_kernels.integrations.transformers import KestrelCache, generate, generation
+
+FAMILIES = ["llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "mixtral", "gemma2", "gemma3_text", "phi3"]
+IDS = torch.tensor([[5, 9, 33, 2, 17, 40, 8], [3, 3, 60, 21, 4, 11, 50], [1, 2, 3, 4, 5, 6, 7]])
+MASK = torch.ones_like(IDS)
+MASK[1, :4], MASK[2, :6] = 0, 0
+NEW = {"max_new_tokens": 12}
+
+
+@pytest.fixture
+def make(tiny_transformer):
+    def make(family="llama", **changes):
+        model = tiny_transformer(family, **changes)
+        integration.apply(model)
+        return model
+
+    return make
+
+
+def greedy(model, **options):
+    """transformers' own tokens."""
+    options = {"do_sample": False, "pad_token_id": 0, **NEW, **options}
+    return model.generate(IDS, attention_mask=MASK, **options)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_tokens_are_those_of_transformers(make, family):
+    model = make(family)
+    assert torch.equal(generate(model, IDS, MASK, **NEW), greedy(model))
+
+
+@pytest.mark.parametrize("kind", ["fp8", "int8", "int4"])
+def test_a_quantised_cache_gives_the_tokens_it_gives_in_transformers(make, kind):
+    model = make("llama")
+    cache = KestrelCache(model.config, kv_cache=kind, max_tokens=80)
+    assert torch.equal(generate(model, IDS, MASK, kv_cache=kind, **NEW), greedy(model, past_key_values=cache))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_moe", "gemma2", "gemma3_text", "phi3"])
+def test_the_residual_stream_in_place_changes_nothing(make, family, monkeypatch):
+    model = make(family)
+    assert generation.owns_residuals(model)
+    found = generate(model, IDS, MASK, **NEW)
+    monkeypatch.setattr(generation, "owns_residuals", lambda model: False)
+    assert torch.equal(generate(model, IDS, MASK, **NEW), found)
+
+
+def test_a_watched_layer_keeps_its_hidden_states(make):
+    model = make("llama")
+    seen = []
+    model.model.layers[1].register_forward_hook(lambda module, args, output: seen.append(output.clone()))
+    assert not generation.owns_residuals(model)
+    assert torch.equal(generate(model, IDS, MASK, **NEW), greedy(model))
+    assert torch.equal(seen[0], seen[12])  # the prefills of both
+
+
+def test_a_part_that_is_not_applied_keeps_the_tokens(tiny_transformer):
+    model = tiny_transformer("llama")
+    for part in ("norms", "rotary", "mlp"):
+        integration.apply(model, **{part: False})
+        assert torch.equal(generate(model, IDS, MASK, **NEW), greedy(model))
+
+
+def test_a_row_ends_at_its_end_of_sequence_token(make):
+    model = make("llama")
+    plain = greedy(model)
+    eos = [int(plain[0, 9]), int(plain[1, 12])]
+    expected = greedy(model, eos_token_id=eos, pad_token_id=63)
+    found = generate(model, IDS, MASK, eos_token_id=eos, pad_token_id=63, **NEW)
+    assert torch.equal(found, expected)
+    assert (expected == 63).sum() > (plain == 63).sum()
+
+
+def test_generation_stops_when_every_row_has_ended(make):
+    model = make("llama")
+    eos = int(greedy(model)[0, 9])
+    found = generate(model, IDS[:1], eos_token_id=eos, **NEW)
+    assert found.shape[1] < 12 + 7
+    assert int(found[0, -1]) == eos
+
+
+def test_a_repetition_penalty_gives_the_tokens_of_transformers(make):
+    model = make("qwen2")
+    expected = model.generate(IDS, do_sample=False, pad_token_id=0, repetition_penalty=1.7, **NEW)
+    assert torch.equal(generate(model, IDS, repetition_penalty=1.7, **NEW), expected)
+    assert not torch.equal(generate(model, IDS, **NEW), expected)
+
+
+def test_padding_counts_for_no_penalty(make):
+    model = make("qwen2")
+    other = IDS.clone()
+    other[MASK == 0] = 9
+    found = [generate(model, ids, MASK, repetition_penalty=1.7, **NEW)[:, 7:] for ids in (IDS, other)]
+    assert torch.equal(*found)
+
+
+def test_settings_come_from_the_generation_config(make):
+    model = make("qwen2")
+    expected = generate(model, IDS, MASK, repetition_penalty=1.7, max_new_tokens=5)
+    model.generation_config.repetition_penalty = 1.7
+    model.generation_config.max_new_tokens = 5
+    assert torch.equal(generate(model, IDS, MASK), expected)
+    model.generation_config.max_new_tokens = None
+    model.generation_config.max_length = 12
+    assert torch.equal(generate(model, IDS, MASK), expected)
+
+
+SAMPLED = {"do_sample": True, "temperature": 1.2, "top_k": 20, "top_p": 0.9, "min_p": 0.02}
+
+
+def test_a_seed_gives_the_same_tokens_in_any_batch(make):
+    model = make("llama")
+    found = generate(model, IDS, MASK, seed=5, **SAMPLED, **NEW)
+    assert torch.equal(generate(model, IDS, MASK, seed=5, **SAMPLED, **NEW), found)
+    assert not torch.equal(generate(model, IDS, MASK, seed=6, **SAMPLED, **NEW), found)
+    alone = generate(model, IDS[1:2, 4:], seed=6, **SAMPLED, **NEW)
+    assert torch.equal(alone[0, 3:], found[1, 7:])
+
+
+def test_without_a_seed_the_default_generator_decides(make):
+    model = make("llama")
+    runs = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        runs.append(generate(model, IDS, MASK, **SAMPLED, **NEW))
+    assert torch.equal(runs[0], runs[1])
+    assert not torch.equal(runs[0], runs[2])
+
+
+def test_first_tokens_are_drawn_with_the_models_probabilities(make):
+    model = make("llama")
+    with torch.no_grad():
+        kept = model(IDS[:1]).logits[0, -1].topk(4)
+    expected = torch.zeros(64).scatter(0, kept.indices, (kept.values / 0.7).softmax(0))
+    ids = IDS[:1].expand(4000, -1)
+    drawn = generate(model, ids, do_sample=True, temperature=0.7, top_k=4, seed=0, max_new_tokens=1)[:, -1]
+    found = torch.bincount(drawn, minlength=64) / 4000
+    torch.testing.assert_close(found, expected, rtol=0, atol=0.04)  # five standard deviations
+
+
+def test_a_streamer_gets_prompt_and_tokens(make):
+    class Streamer:
+        def __init__(self):
+            self.got, self.ended = [], False
+
+        def put(self, value):
+            assert value.device.type == "cpu"
+            self.got.append(value)
+
+        def end(self):
+            self.ended = True
+
+    model, streamer = make("llama"), Streamer()
+    found = generate(model, IDS[:1], streamer=streamer, **NEW)
+    assert torch.equal(streamer.got[0], IDS[:1])
+    assert torch.equal(torch.cat(streamer.got[1:]), found[0, 7:])
+    assert streamer.ended
+
+
+def test_stopping_criteria_see_all_tokens(make):
+    from transformers import MaxLengthCriteria, StoppingCriteriaList
+
+    model = make("llama")
+    found = generate(model, IDS, MASK, stopping_criteria=StoppingCriteriaList([MaxLengthCriteria(11)]), **NEW)
+    assert torch.equal(found, generate(model, IDS, MASK, max_new_tokens=4))
+    found = generate(model, IDS, MASK, stopping_criteria=lambda ids, scores: ids.shape[1] >= 9, **NEW)
+    assert found.shape == (3, 9)
+    plain = generate(model, IDS, MASK, **NEW)
+    first = generate(model, IDS, MASK, stopping_criteria=lambda ids, scores: torch.tensor([True, False, False]), **NEW)
+    assert torch.equal(first[1:], plain[1:])
+    assert torch.equal(first[0, :8], plain[0, :8])
+    assert (first[0, 8:] == 0).all()  # the padding token
+
+
+def test_a_cache_goes_on_where_it_was(make):
+    model = make("gemma2")
+    cache = KestrelCache(model.config, max_tokens=60)
+    first = generate(model, IDS, MASK, past_key_values=cache, max_new_tokens=4)
+    more = torch.cat([first, torch.tensor([[9, 8], [7, 6], [5, 4]])], 1)
+    mask = torch.cat([MASK, torch.ones(3, 6, dtype=torch.long)], 1)
+    found = generate(model, more, mask, past_key_values=cache, max_new_tokens=6)
+    assert torch.equal(found, generate(model, more, mask, max_new_tokens=6))
+    assert cache.get_seq_length() == 18
+
+
+def test_a_cache_keeps_what_a_call_prepared(make):
+    model = make("qwen2")
+    cache = KestrelCache(model.config, max_tokens=40, max_batch=3)
+    settings = {**SAMPLED, **NEW, "repetition_penalty": 1.3, "eos_token_id": list(range(0, 64, 9))}  # rows end early
+    prepared = []
+    for seed in (1, 2):
+        cache.reset()
+        found = generate(model, IDS, MASK, seed=seed, past_key_values=cache, **settings)
+        assert torch.equal(found, generate(model, IDS, MASK, seed=seed, **settings))
+        prepared.append(cache.decoding[1])
+    assert prepared[0] is prepared[1]
+    for change in (lambda: integration.apply(model), lambda: settings.update(top_k=3)):
+        change()
+        cache.reset()
+        found = generate(model, IDS, MASK, seed=3, past_key_values=cache, **settings)
+        assert torch.equal(found, generate(model, IDS, MASK, seed=3, **settings))
+        prepared.append(cache.decoding[1])
+    assert len(set(map(id, prepared))) == 3
+
+
+def test_logits_with_nan_are_an_error(make):
+    model = make("llama")
+    model.lm_head.weight.data[3] = torch.nan
+    with pytest.raises(RuntimeError, match="the model: expected finite logits, got NaN"):
+        generate(model, IDS, **NEW)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_beams": 4}, "generate: num_beams: expected 1 .*, got 4"),
+        ({"logits_processor": [print]}, "generate: logits_processor: expected"),
+        ({"temperature": 0.0, "do_sample": True}, r"temperature: expected a positive number .*, got 0.0"),
+        ({"repetition_penalty": -1.0}, "repetition_penalty: expected a positive number, got -1.0"),
+        ({"max_new_tokens": 0}, "max_new_tokens: expected a positive integer, got 0"),
+        ({"attention_mask": MASK[:, 1:]}, r"attention_mask: expected shape \(3, 7\), got \(3, 6\)"),
+        ({"attention_mask": MASK.flip(1)}, "attention_mask: expected padding on the left"),
+        ({"kv_cache": "fp4"}, "kv_cache: expected one of auto, fp8, int8, int4, got 'fp4'"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_what_it_does_not_do_is_named(make, options, message):
+    with pytest.raises(ValueError, match=message):
+        generate(make("llama"), IDS, **{**NEW, **options})
+
+
+def test_settings_of_the_generation_config_that_it_does_not_do_are_named(make):
+    model = make("llama")
+    model.generation_config.no_repeat_ngram_size = 3
+    with pytest.raises(ValueError, match=r"no_repeat_ngram_size of the model's generation_config.* got 3"):
+        generate(model, IDS, **NEW)
+    generate(model, IDS, no_repeat_ngram_size=0, **NEW)
+
+
+def test_an_unknown_argument_is_named(make):
+    with pytest.raises(TypeError, match="expected an argument that the docstring names, got max_tokens"):
+        generate(make("llama"), IDS, max_tokens=3)
+
+
+def test_ids_of_another_form_are_named(make):
+    with pytest.raises(ValueError, match=r"input_ids: expected int64 \[B, S\], got torch.int64 \(7,\)"):
+        generate(make("llama"), IDS[0], **NEW)
+
+
+def test_an_unchanged_model_is_refused(tiny_transformer):
+    model = tiny_transformer("llama")
+    with pytest.raises(ValueError, match="expected one after apply"):
+        generate(model, IDS, **NEW)
+    integration.apply(model, attention=False)
+    with pytest.raises(ValueError, match="expected one after apply"):
+        generate(model, IDS, **NEW)
+
+
+def test_too_small_a_cache_is_refused(make):
+    model = make("llama")
+    cache = KestrelCache(model.config, max_tokens=17)
+    with pytest.raises(ValueError, match="past_key_values: expected fewer than 7 tokens and room for 18, got 0 and 17"):
+        generate(model, IDS, past_key_values=cache, **NEW)

@@ -1,0 +1,342 @@
+"""Launching the prefill kernel for dense, packed and cached keys: from tensors to a problem, from its plan to calls.
+
+A call is planned once for each form of its arguments, as in decode.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from kestrel_runtime import Binary, UnsupportedError, allocator
+
+from .decode import _UNALIGNED, Launch, _refuse_uncovered_strides, _unread, _unused
+from .kernels.parameters import AppendScalars
+from .kernels.variants import DTYPES, NAMED
+from .plans import Plans
+from .prefill_plan import PrefillProblem, plan_prefill
+
+_binary = Binary("kestrel_attention")
+_NAMES = dict(zip((torch.bfloat16, torch.float16), DTYPES, strict=True))
+_CODES = {torch.float8_e4m3fn: "e4m3", torch.uint8: "e4m3", torch.float8_e5m2: "e5m2"}
+
+Scales = tuple["torch.Tensor | None", "torch.Tensor | None", "torch.Tensor | None"]
+"""q_scale, k_scale, v_scale."""
+
+
+class Given(NamedTuple):
+    """What the kernel reads beside q, k and v; None for a tensor that a call does not have."""
+
+    starts_q: torch.Tensor | None = None
+    starts_k: torch.Tensor | None = None
+    lengths: torch.Tensor | None = None
+    block_table: torch.Tensor | None = None
+    prefix_lens: torch.Tensor | None = None
+    sinks: torch.Tensor | None = None
+    q_scale: torch.Tensor | None = None
+    k_scale: torch.Tensor | None = None
+    v_scale: torch.Tensor | None = None
+
+
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Given, torch.Tensor, Any], None]
+"""(q, k, v, given, out, lse): runs the kernel. All of 4 dimensions as a cache, LSE of 3."""
+
+dense_launches: Plans[Callable[..., tuple[torch.Tensor, torch.Tensor]]] = Plans()
+packed_launches: Plans[Callable[..., tuple[torch.Tensor, torch.Tensor]]] = Plans()
+
+
+def _attend(problem: PrefillProblem, device: torch.device) -> Attend:
+    """The kernel of a problem."""
+    plan = plan_prefill(problem)
+    kernel = _binary.kernel(plan.variant, device)
+    scalars, batch, codes = plan.scalars, problem.batch, problem.cache != "same"
+    no_int, no_float = _unused(torch.int32, device), _unused(torch.float32, device)
+    no_table = _unused(torch.int32, device, 2)
+    absent = Given(no_int, no_int, no_int, no_table, no_int, no_float, no_float, no_float, no_float)
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, given: Given, out: torch.Tensor, lse: Any) -> None:
+        if given.sinks is not None:
+            given = given._replace(sinks=given.sinks.float())
+        if codes:
+            k, v = k.view(torch.uint8), v.view(torch.uint8)
+        tensors = [x if y is None else y for x, y in zip(absent, given, strict=True)]
+        kernel(q, k, v, *tensors, out, lse, *scalars, batch)
+
+    return attend
+
+
+def _kind(q: torch.Tensor, k: torch.Tensor, scales: Scales) -> dict[str, Any]:
+    """The fields of a problem that say what its elements are. Raises UnsupportedError where no kernel covers them."""
+    cache = "same" if k.dtype == q.dtype and q.dtype in _NAMES else _CODES.get(k.dtype)
+    dtype = _NAMES.get(torch.bfloat16 if q.element_size() == 1 else q.dtype)
+    if cache is None or dtype is None:
+        raise UnsupportedError("kernels for many queries cover bf16, fp16 and FP8, with keys of the same dtype or FP8")
+    heads = (0 if scale is None else 1 + (scale.shape[0] > 1) for scale in scales)
+    names = ("q_scale_heads", "k_scale_heads", "v_scale_heads")
+    return {"dtype": dtype, "cache": cache, **dict(zip(names, heads, strict=True))}
+
+
+def _aligned(x: torch.Tensor) -> torch.Tensor:
+    """x, or a copy with rows aligned to 16 bytes: kernels load so many at once."""
+    unit = 16 // x.element_size()
+    if x.data_ptr() & 15 or any(stride % unit for stride in x.stride()[:-1]):
+        return x.clone(memory_format=torch.contiguous_format)
+    return x
+
+
+def _queries(q: torch.Tensor) -> torch.Tensor:
+    """Aligned queries; FP8 as bf16, which holds their codes."""
+    return q.to(torch.bfloat16, memory_format=torch.contiguous_format) if q.element_size() == 1 else _aligned(q)
+
+
+def _refuse_empty(k: torch.Tensor) -> None:
+    if k.numel() == 0:
+        raise UnsupportedError("there are no keys")
+
+
+# -- dense and packed -------------------------------------------------------------------------------------------------
+
+
+def make_dense(
+    key: Any,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    softmax_scale: float | None,
+    causal: bool,
+    window_left: int,
+    window_right: int,
+    softcap: float,
+    prefix_len: int,
+    prefix_lens: torch.Tensor | None,
+    scales: Scales,
+    sinks: torch.Tensor | None,
+) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+    """The launch of flash_attn_func, of (q, k, v, prefix_lens, scales, sinks), kept under ``key``."""
+    batch, queries, heads, head_dim = q.shape
+    problem = PrefillProblem(
+        batch=batch,
+        max_queries=queries,
+        max_keys=k.shape[1],
+        heads=heads,
+        kv_heads=k.shape[2],
+        head_dim=head_dim,
+        page_size=max(1, k.shape[1]),
+        **_kind(q, k, scales),
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_left=window_left,
+        window_right=window_right,
+        softcap=softcap,
+        prefix_len=prefix_len,
+        has_prefix_lens=prefix_lens is not None,
+        has_sinks=sinks is not None,
+    )
+    _refuse_empty(k)
+    attend = _attend(problem, q.device) if q.numel() else None
+
+    def launch(
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        prefix_lens: torch.Tensor | None,
+        scales: Scales,
+        sinks: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        q = _queries(q)
+        out = torch.empty((batch, queries, heads, head_dim), dtype=q.dtype, device=q.device)
+        lse = torch.empty((batch, heads, queries), dtype=torch.float32, device=q.device)
+        if attend is not None:
+            given = Given(None, None, None, None, prefix_lens, sinks, *scales)
+            attend(q, _aligned(k), _aligned(v), given, out, lse)
+        return out, lse
+
+    return dense_launches.keep(key, launch)
+
+
+def make_packed(
+    key: Any,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    softmax_scale: float | None,
+    causal: bool,
+    window_left: int,
+    window_right: int,
+    softcap: float,
+    prefix_len: int,
+    prefix_lens: torch.Tensor | None,
+    scales: Scales,
+    block_table: torch.Tensor | None,
+    seqused_k: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+    """The launch of flash_attn_varlen_func, kept under ``key``.
+
+    Of (q, k, v, cu_seqlens_q, cu_seqlens_k, prefix_lens, scales, block_table, seqused_k, sinks).
+    """
+    total, heads, head_dim = q.shape
+    batch = cu_seqlens_q.shape[0] - 1
+    paged = block_table is not None
+    slots, kv_heads = k.shape[1:3] if paged else k.shape[:2]
+    held = block_table.shape[1] * slots if block_table is not None else slots
+    problem = PrefillProblem(
+        batch=batch,
+        max_queries=min(max_seqlen_q, total),
+        max_keys=min(max_seqlen_k, held),
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        page_size=max(1, slots),
+        **_kind(q, k, scales),
+        packed_queries=True,
+        key_starts=(2 if paged else 1) if not paged or seqused_k is None else 0,
+        has_lengths=seqused_k is not None,
+        has_block_table=paged,
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_left=window_left,
+        window_right=window_right,
+        softcap=softcap,
+        prefix_len=prefix_len,
+        has_prefix_lens=prefix_lens is not None,
+        has_sinks=sinks is not None,
+    )
+    if paged:
+        _refuse_uncovered_strides("same", (k, v), ())
+    else:
+        _refuse_empty(k)
+    attend = _attend(problem, q.device) if q.numel() and problem.batch and problem.max_queries else None
+
+    def launch(
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        cu_seqlens_q: torch.Tensor,
+        cu_seqlens_k: torch.Tensor | None,
+        prefix_lens: torch.Tensor | None,
+        scales: Scales,
+        block_table: torch.Tensor | None,
+        seqused_k: torch.Tensor | None,
+        sinks: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        q = _queries(q)
+        if attend is None:
+            out = torch.zeros((total, heads, head_dim), dtype=q.dtype, device=q.device)
+            return out, torch.full((heads, total), float("-inf"), dtype=torch.float32, device=q.device)
+        out = torch.empty((total, heads, head_dim), dtype=q.dtype, device=q.device)
+        lse = torch.empty((heads, total), dtype=torch.float32, device=q.device)
+        if block_table is None:
+            k, v = _aligned(k).unsqueeze(0), _aligned(v).unsqueeze(0)
+        elif (k.data_ptr() | v.data_ptr()) & 15:
+            raise UnsupportedError(_UNALIGNED)
+        given = Given(cu_seqlens_q, cu_seqlens_k, seqused_k, block_table, prefix_lens, sinks, *scales)
+        attend(q.unsqueeze(0), k, v, given, out.unsqueeze(0), lse.unsqueeze(0))
+        return out, lse
+
+    return packed_launches.keep(key, launch)
+
+
+# -- over a cache -----------------------------------------------------------------------------------------------------
+
+
+def make_cached(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_table: torch.Tensor | None,
+    k_scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
+    softmax_scale: float | None,
+    causal: bool,
+    window_left: int,
+    window_right: int,
+    softcap: float,
+    prefix_len: int,
+    prefix_lens: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    new: Sequence[torch.Tensor],
+) -> Launch:
+    """A launch as decode.py makes them, for more queries than it covers."""
+    kind = _kind(q, k_cache, (None, k_scale, v_scale))
+    name, cache = kind["dtype"], kind["cache"]
+    batch, queries, heads, head_dim = q.shape
+    page_size = k_cache.shape[1]
+    problem = PrefillProblem(
+        batch=batch,
+        max_queries=queries,
+        max_keys=page_size * (1 if block_table is None else block_table.shape[1]),
+        heads=heads,
+        kv_heads=k_cache.shape[2],
+        head_dim=head_dim,
+        page_size=page_size,
+        **kind,
+        has_lengths=True,
+        has_block_table=block_table is not None,
+        appended=queries if new else 0,
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_left=window_left,
+        window_right=window_right,
+        softcap=softcap,
+        prefix_len=prefix_len,
+        has_prefix_lens=prefix_lens is not None,
+        has_sinks=sinks is not None,
+    )
+    _refuse_uncovered_strides("same", (k_cache, v_cache), ())
+    attend = _attend(problem, q.device) if q.numel() else None
+    appender = "append_half_e5m2" if cache == "e5m2" else f"append_{name}_{cache}"
+    append = _binary.kernel(NAMED[appender], q.device) if new and new[0].numel() else None
+    heads_of_scales = (problem.k_scale_heads, problem.v_scale_heads)
+    append_scalars = AppendScalars(int(block_table is not None), *heads_of_scales, int(name == "bf16"))
+    lse_sizes, dtype = (batch, heads, queries), q.dtype
+    unread_lse = _unread(lse_sizes, q.device)
+    no_float, no_table = _unused(torch.float32, q.device), _unused(torch.int32, q.device, 2)
+    out_strides = (queries * heads * head_dim, heads * head_dim, head_dim, 1)
+
+    def launch(
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        cache_seqlens: torch.Tensor,
+        block_table: torch.Tensor | None,
+        k_scale: torch.Tensor | None,
+        v_scale: torch.Tensor | None,
+        prefix_lens: torch.Tensor | None,
+        new: Sequence[torch.Tensor] = (),
+        integers: Sequence[torch.Tensor] = (),
+        out: torch.Tensor | None = None,
+        want_lse: bool = True,
+        sinks: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        destination = None
+        if out is not None and (out.data_ptr() & 15 or not out.is_contiguous()):
+            destination, out = out, None
+        empty = allocator(q)
+        if out is None:
+            out = empty((batch, queries, heads, head_dim), out_strides, dtype)
+        lse = empty(lse_sizes, (heads * queries, queries, 1), torch.float32) if want_lse else None
+        if (k_cache.data_ptr() | v_cache.data_ptr()) & 15:
+            raise UnsupportedError(_UNALIGNED)
+        if k_cache.dtype is torch.uint8:
+            k_cache, v_cache = k_cache.view(torch.float8_e4m3fn), v_cache.view(torch.float8_e4m3fn)
+        q, rows = _aligned(q), [_aligned(x) for x in new]
+        if cache == "e5m2":  # whose append kernel takes rows of both dtypes as bf16
+            rows = [x.view(torch.bfloat16) for x in rows]
+        if append is not None:  # all memory is allocated by now: a call that fails has written nothing
+            if k_cache.data_ptr() == v_cache.data_ptr():
+                raise ValueError("K and V are appended to the same memory")
+            table = no_table if block_table is None else block_table
+            of_heads = [no_float if scale is None else scale for scale in (k_scale, v_scale)]
+            append(*rows, k_cache, v_cache, cache_seqlens, table, *of_heads, *append_scalars)
+        if attend is not None:
+            given = Given(None, None, cache_seqlens, block_table, prefix_lens, sinks, None, k_scale, v_scale)
+            attend(q, k_cache, v_cache, given, out, unread_lse if lse is None else lse)
+        return (out if destination is None else destination.copy_(out)), lse
+
+    return launch

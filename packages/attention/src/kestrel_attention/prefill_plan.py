@@ -1,0 +1,120 @@
+"""The plan of a prefill call: which kernel runs, and its scalar arguments. Pure functions of numbers, as plan.py."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kestrel_runtime import UnsupportedError
+
+from .kernels.parameters import PrefillScalars
+from .kernels.variants import PrefillVariant, prefilling
+from .plan import MAX_GRID, MAX_KEYS, MIN_SOFTCAP, MULTIPROCESSORS, UNBOUNDED, page_divisor
+
+LARGE_BLOCK = 128  # queries of a thread block of the kernels that are not for short calls
+SECTION_BYTES = 20 * 2**20  # of keys and values that blocks share in L2 at a time
+MIN_SCALE, MAX_SCALE = 2.0**-126, 2.0**126  # a smaller scale is 0, with which hidden scores would be NaN
+
+
+@dataclass(frozen=True)
+class PrefillProblem:
+    """What a prefill call is, in numbers."""
+
+    batch: int
+    max_queries: int
+    """Of a sequence."""
+    max_keys: int
+    """Of a sequence: longer ones are cut."""
+    heads: int
+    kv_heads: int
+    head_dim: int
+    page_size: int
+    """Slots of a block of the keys, paged or not."""
+    dtype: str
+    """"bf16" or "fp16"; FP8 queries become bf16."""
+    cache: str = "same"
+    """Keys and values: "same" as the dtype, "e4m3" or "e5m2"."""
+    packed_queries: bool = False
+    key_starts: int = 0
+    """1: keys are packed; 2: cu_seqlens_k gives lengths alone; 0: there is none."""
+    has_lengths: bool = False
+    has_block_table: bool = False
+    appended: int = 0
+    """Keys that the lengths do not count."""
+    softmax_scale: float | None = None
+    causal: bool = False
+    window_left: int = -1
+    window_right: int = -1
+    softcap: float = 0.0
+    prefix_len: int = 0
+    has_prefix_lens: bool = False
+    has_sinks: bool = False
+    q_scale_heads: int = 0
+    """0: no scale; 1: one for all heads; 2: one for each."""
+    k_scale_heads: int = 0
+    v_scale_heads: int = 0
+
+
+@dataclass(frozen=True)
+class PrefillPlan:
+    """What follows from a problem."""
+
+    variant: PrefillVariant
+    scalars: PrefillScalars
+
+
+def plan_prefill(problem: PrefillProblem) -> PrefillPlan:
+    """The plan of a problem. Raises UnsupportedError where no kernel covers it."""
+    cache, unit = ("same", 8) if problem.cache == "same" else ("fp8", 16)
+    blocks = problem.batch * problem.heads * -(-problem.max_queries // LARGE_BLOCK)
+    short = blocks <= 2 * MULTIPROCESSORS
+    variant = prefilling(problem.dtype, cache, problem.head_dim, short) if problem.head_dim % unit == 0 else None
+    if variant is None:
+        raise UnsupportedError(f"no kernel for many queries with heads of {problem.head_dim} over {problem.cache} keys")
+    if problem.max_keys > MAX_KEYS or problem.max_queries > MAX_KEYS:
+        raise UnsupportedError(f"kernels cover sequences of up to {MAX_KEYS} queries and keys")
+    section = section_heads(problem)
+    if problem.batch > MAX_GRID or problem.heads // section > MAX_GRID:
+        raise UnsupportedError(f"kernels cover up to {MAX_GRID} sequences and heads")
+    if problem.max_queries * section >= 2**31:
+        raise UnsupportedError("too many queries for one call")
+
+    multiplier, shift = page_divisor(problem.page_size)
+    scale = float(problem.head_dim**-0.5 if problem.softmax_scale is None else problem.softmax_scale)
+    softcap = max(float(problem.softcap), MIN_SOFTCAP) if problem.softcap else 0.0
+    magnitude = abs(scale) * 2 / softcap if softcap else abs(scale)
+    left = -1 if problem.window_left > UNBOUNDED else problem.window_left
+    right = -1 if problem.window_right > UNBOUNDED else problem.window_right
+    scalars = PrefillScalars(
+        packed_queries=int(problem.packed_queries),
+        key_starts=problem.key_starts,
+        has_lengths=int(problem.has_lengths),
+        has_block_table=int(problem.has_block_table),
+        max_queries=problem.max_queries,
+        max_keys=problem.max_keys,
+        appended=problem.appended,
+        page_multiplier=multiplier,
+        page_shift=shift,
+        group_size=problem.heads // problem.kv_heads,
+        section_heads=section,
+        has_prefix_lens=int(problem.has_prefix_lens),
+        prefix_len=min(problem.prefix_len, UNBOUNDED),
+        window_left=left,
+        window_right=0 if problem.causal else right,
+        softmax_scale=min(max(magnitude, MIN_SCALE), MAX_SCALE),
+        query_signs=0x80008000 if scale < 0 else 0,
+        softcap=softcap,
+        has_sinks=int(problem.has_sinks),
+        q_scale_heads=problem.q_scale_heads,
+        k_scale_heads=problem.k_scale_heads,
+        v_scale_heads=problem.v_scale_heads,
+        codes_are_e5m2=int(problem.cache == "e5m2"),
+    )
+    return PrefillPlan(variant, scalars)
+
+
+def section_heads(problem: PrefillProblem) -> int:
+    """Query heads that run together: those of as many KV heads as L2 holds, but a divisor of their number."""
+    head_bytes = 4 * max(1, problem.max_keys) * problem.head_dim
+    most = max(1, SECTION_BYTES // head_bytes)
+    together = max(n for n in range(1, problem.kv_heads + 1) if problem.kv_heads % n == 0 and n <= most)
+    return together * (problem.heads // problem.kv_heads)

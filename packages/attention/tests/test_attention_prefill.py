@@ -1,0 +1,147 @@
+"""Sinks in the reference, and the plan of a prefill call."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from kestrel_attention import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
+from kestrel_attention.kernels.variants import PREFILL, prefilling
+from kestrel_attention.prefill_plan import PrefillProblem, plan_prefill, section_heads
+from kestrel_runtime import UnsupportedError
+
+
+def problem(**how: Any) -> PrefillProblem:
+    """One sequence of 100 queries and keys and four heads of 64, unless told otherwise."""
+    usual = {"batch": 1, "max_queries": 100, "max_keys": 100, "heads": 4, "kv_heads": 2, "head_dim": 64}
+    return PrefillProblem(**(usual | {"page_size": 100, "dtype": "bf16"} | how))
+
+
+# -- sinks ------------------------------------------------------------------------------------------------------------
+
+
+def with_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """From attention without sinks, out [Sq, H, D] and lse [H, Sq] in float64."""
+    both = torch.logaddexp(lse, sinks.double()[:, None].expand_as(lse))
+    return out * torch.exp(lse - both).T[..., None], both
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("how", [{}, {"causal": True}, {"window_size": (1, 0), "softcap": 2.0}], ids=str)
+def test_a_sink_counts_in_the_sum_of_exponentials(in_float64, assert_attends, how, dtype):
+    torch.manual_seed(0)
+    q, k, v = torch.randn(2, 7, 4, 8), torch.randn(2, 5, 2, 8), torch.randn(2, 5, 2, 8)
+    sinks = (3 * torch.randn(4)).to(dtype)
+    starts_q, starts_k, lengths = (torch.tensor(x, dtype=torch.int32) for x in ([0, 7, 14], [0, 5, 10], [5, 5]))
+    given = {**how, "sinks": sinks, "return_lse": True}
+    packed = flash_attn_varlen_func(*(x.flatten(0, 1) for x in (q, k, v)), starts_q, starts_k, 7, 5, **given)
+    cached = flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths, **given)
+    for b in range(2):
+        rename = {"window": how.get("window_size", (-1, -1))} | {x: how[x] for x in ("causal", "softcap") if x in how}
+        exact = with_sinks(*in_float64(q[b], k[b], v[b], **rename), sinks)
+        rows = slice(7 * b, 7 * b + 7)
+        for out, lse in (
+            [x[b] for x in flash_attn_func(q, k, v, **given)],
+            (packed[0][rows], packed[1][:, rows]),
+            [x[b] for x in cached],
+        ):
+            assert_attends(out, lse, *exact, v[b])
+
+
+def test_a_query_without_keys_has_the_sink_alone():
+    q, cache = torch.ones(1, 2, 2, 8), torch.ones(1, 4, 1, 8)
+    given = {"sinks": torch.tensor([0.5, -math.inf]), "return_lse": True}
+    no_lengths = torch.zeros(1, dtype=torch.int32)
+    for out, lse in (
+        flash_attn_func(q, cache[:, :0], cache[:, :0], **given),
+        flash_attn_with_kvcache(q, cache, cache, cache_seqlens=no_lengths, **given),
+    ):
+        assert not out.any()
+        assert lse[0].tolist() == [[0.5, 0.5], [-math.inf, -math.inf]]
+
+
+def test_rows_of_no_sequence_have_no_sink():
+    q, starts = torch.ones(4, 2, 8), torch.tensor([1, 3], dtype=torch.int32)
+    out, lse = flash_attn_varlen_func(q, q, q, starts, starts, 2, 2, sinks=torch.zeros(2), return_lse=True)
+    assert not out[[0, 3]].any()
+    assert bool((lse[:, [0, 3]] == -math.inf).all())
+
+
+def test_appending_with_sinks_attends_to_what_was_appended(in_float64, assert_attends):
+    torch.manual_seed(0)
+    q, k, v = torch.randn(1, 3, 2, 8), torch.randn(1, 3, 1, 8), torch.randn(1, 3, 1, 8)
+    caches, sinks = torch.zeros(2, 1, 6, 1, 8), torch.tensor([1.0, -2.0])
+    given = {"cache_seqlens": torch.zeros(1, dtype=torch.int32), "causal": True, "return_lse": True}
+    out, lse = flash_attn_with_kvcache(q, *caches, k, v, sinks=sinks, **given)
+    assert_attends(out[0], lse[0], *with_sinks(*in_float64(q[0], k[0], v[0], causal=True), sinks), v)
+
+
+def test_a_paged_sequence_is_cut_at_max_seqlen_k():
+    torch.manual_seed(0)
+    q, cache = torch.randn(3, 1, 8), torch.randn(3, 4, 1, 8)
+    starts, table = torch.tensor([0, 3], dtype=torch.int32), torch.tensor([[2, 0, 1]], dtype=torch.int32)
+    given = (cache, cache, starts, None, 3)
+    how = {"block_table": table, "seqused_k": torch.tensor([6], dtype=torch.int32)}
+    want = flash_attn_varlen_func(q, *given, 5, **how | {"seqused_k": torch.tensor([5], dtype=torch.int32)})
+    assert torch.equal(flash_attn_varlen_func(q, *given, 5, **how), want)
+
+
+# -- the plan of a prefill call ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("cache", ["same", "e4m3", "e5m2"])
+@pytest.mark.parametrize("head_dim", range(16, 257, 16))
+def test_a_head_dimension_takes_the_smallest_kernel_that_holds_it(head_dim, cache, dtype):
+    plan = plan_prefill(problem(head_dim=head_dim, dtype=dtype, cache=cache))
+    variant = plan.variant
+    assert (variant.dtype, variant.cache) == (dtype, "same" if cache == "same" else "fp8")
+    assert variant.head_dim == min(v.head_dim for v in PREFILL if v.cache == variant.cache and v.head_dim >= head_dim)
+    assert plan.scalars.codes_are_e5m2 == (cache == "e5m2")
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "cache"), [(4, "same"), (100, "same"), (512, "same"), (72, "e4m3"), (512, "e5m2")]
+)
+def test_other_head_dimensions_have_no_kernel(head_dim, cache):
+    with pytest.raises(UnsupportedError, match=f"heads of {head_dim}"):
+        plan_prefill(problem(head_dim=head_dim, cache=cache))
+
+
+@pytest.mark.parametrize("how", [{"batch": 65536}, {"max_keys": 2**29 + 1}, {"heads": 131072, "kv_heads": 131072}])
+def test_more_than_a_grid_holds_is_refused(how):
+    with pytest.raises(UnsupportedError, match="kernels cover"):
+        plan_prefill(problem(**{"max_keys": 2**20} | how))
+
+
+@pytest.mark.parametrize(("keys", "heads"), [(100, 32), (10**4, 8 * 4), (50_000, 4), (10**6, 4)])
+def test_heads_run_together_as_far_as_l2_holds_their_keys(keys, heads):
+    found = section_heads(problem(max_keys=keys, heads=32, kv_heads=8, head_dim=64))
+    assert 32 % found == 0
+    assert found == heads
+
+
+@pytest.mark.parametrize(("scale", "signs"), [(None, 0), (0.5, 0), (-0.5, 0x80008000), (0.0, 0)])
+def test_a_negative_scale_flips_the_queries(scale, signs):
+    scalars = plan_prefill(problem(softmax_scale=scale)).scalars
+    assert scalars.query_signs == signs
+    assert scalars.softmax_scale > 0
+    assert scalars.softmax_scale == pytest.approx(0.125 if scale is None else abs(scale), abs=1e-30)
+
+
+def test_a_causal_mask_is_a_window_that_ends_at_the_query():
+    scalars = plan_prefill(problem(causal=True, window_left=2**40, window_right=7)).scalars
+    assert (scalars.window_left, scalars.window_right) == (-1, 0)
+
+
+@pytest.mark.parametrize(("batch", "queries", "short"), [(1, 740, True), (8, 1024, True), (9, 1024, False)])
+def test_calls_of_few_blocks_take_small_ones(batch, queries, short):
+    assert plan_prefill(problem(batch=batch, max_queries=queries)).variant.short == short
+
+
+def test_no_kernel_is_larger_than_its_head_dimension_needs():
+    assert prefilling("bf16", "same", 257) is None
+    assert prefilling("bf16", "fp8", 1).head_dim == 64
