@@ -59,8 +59,10 @@ def operations(shape: str) -> int:
 
 
 def result(arguments: tuple[Any, ...], returned: None) -> list[torch.Tensor]:
-    """The pairs of each block, in whatever order they stand in their expert; what lies behind the padded length is
-    nobody's."""
+    """The padded length, the expert of each position and its pairs, sorted: peers order pairs of an expert differently.
+
+    Positions past the padded length are not compared.
+    """
     ids, _, block, sorted_ids, expert_ids, length = arguments
     used = int(length)
     experts = expert_ids[: used // block].long().repeat_interleave(block)
@@ -90,7 +92,7 @@ def by_torch(
 
 
 def bare() -> Callable[..., object]:
-    """The entry point: what the host must spend in any case."""
+    """The entry point alone: the least host time."""
     from kestrel_runtime import Binary
 
     entry = Binary("kestrel_moe").moe_align_block_size

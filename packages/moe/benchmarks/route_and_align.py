@@ -56,7 +56,7 @@ def candidates() -> dict[str, Callable[..., object]]:
 
 
 def bare() -> Callable[..., object]:
-    """The entry point with its results given: what the host must spend in any case."""
+    """The entry point with its results given: the least host time."""
     entry = Binary("kestrel_moe").route_and_align
     results: dict[tuple[int, ...], tuple[torch.Tensor, ...]] = {}
 

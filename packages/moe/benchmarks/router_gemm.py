@@ -1,6 +1,6 @@
-"""Shapes of router_gemm, bf16: tokens x Hd -> E. To be faster than the vendor's product and a cast.
+"""Shapes of router_gemm, bf16: tokens x Hd -> E. The peer is the vendor's GEMM with a cast to float32.
 
-Those of record, then the gates of DeepSeek-V3, gpt-oss, Mixtral and Qwen3.
+The shapes of record, then the gates of DeepSeek-V3, gpt-oss, Mixtral and Qwen3.
 """
 
 from __future__ import annotations

@@ -87,7 +87,7 @@ def bare() -> Callable[..., object]:
         made = results.get((tokens, experts))
         if made is None:
             weights, ids = (torch.empty(tokens, K, dtype=d, device="cuda") for d in (torch.float32, torch.int32))
-            scratch = 8 if tokens > 8 else 0  # behind the counts, for several CTAs
+            scratch = 8 if tokens > 8 else 0  # scratch memory after the counts, for several CTAs
             counts = torch.empty(experts + scratch, dtype=torch.int32, device="cuda")
             made = results[tokens, experts] = (weights, ids, counts)
         entry(*made, gating, K, False, None, None)

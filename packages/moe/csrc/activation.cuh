@@ -1,5 +1,5 @@
-// The activations of the gated ops. 16-bit inputs take approximations with errors of about 1e-6, far below the rounding
-// of the result; float32 inputs take the accurate functions. NaN and inf propagate as the formulas say.
+// The activations of the gated ops. 16-bit inputs use approximations with errors of about 1e-6, far below the rounding
+// of the result; float32 inputs use accurate functions. NaN and inf propagate as in the formulas.
 #pragma once
 
 #include <kestrel/pack.cuh>
@@ -9,21 +9,21 @@ namespace kestrel::moe {
 
 enum class Activation { gelu, gelu_tanh, silu };
 
-// h / (1 + exp(-slope)). The exponential is of a negative number, so nothing overflows.
+// h / (1 + exp(-slope)). The exponent is never positive, so nothing overflows.
 __device__ __forceinline__ float times_sigmoid(float h, float slope) {
   const float e = ptx::ex2_approx(-1.4426950408889634f * fabsf(slope));
   return h * (slope < 0.f ? e : 1.f) * ptx::rcp_approx(1.f + e);
 }
 
-// The same at full accuracy: near 1 the sigmoid is formed as 1 minus a small number.
+// The same at full accuracy: a sigmoid near 1 is computed as 1 - rest.
 __device__ __forceinline__ float times_sigmoid_accurate(float h, float slope) {
   const float e = expf(-fabsf(slope)), rest = __fdiv_rn(e, 1.f + e);
   if (slope < 0.f) return h * rest;
   return rest == 0.f ? h : fmaf(-h, rest, h);  // h may be infinite
 }
 
-// h / 2 * erfc(-h / sqrt 2). The tail erfc(z) / 2 = exp(-z^2) t Q(t), t = 1 / (1 + 0.45 z), z = |h| / sqrt 2, with Q
-// fitted for the least relative error over all z >= 0: 8e-7.
+// h / 2 * erfc(-h / sqrt 2). The tail is erfc(z) / 2 = exp(-z^2) t Q(t), with z = |h| / sqrt 2, t = 1 / (1 + 0.45 z)
+// and a polynomial Q that minimises the relative error over all z >= 0: 8e-7.
 __device__ __forceinline__ float times_normal_cdf(float h) {
   const float t = ptx::rcp_approx(fmaf(0.31819805f, fabsf(h), 1.f));
   float q = 0.03276689f;

@@ -29,7 +29,7 @@ struct Alignment {
   bool staged = false;      // pairs are sorted in shared memory before they are written
 };
 
-constexpr int kDropped = static_cast<int>(0x80000000u);  // position of the pairs of an expert that the map drops
+constexpr int kDropped = static_cast<int>(0x80000000u);  // position of pairs whose expert the map drops
 
 __device__ __forceinline__ unsigned num_blocks_of(const Alignment& a, unsigned pairs) {
   return a.block_size.divide(pairs + a.block_size.divisor - 1);

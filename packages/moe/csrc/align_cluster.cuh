@@ -23,7 +23,7 @@ struct ClusterAlignMemory {
   uint64_t* barrier;       // completes when the totals of every CTA have arrived
   unsigned* warp_sums;     // [2][32]
   unsigned* counts;        // [warps][experts + 1], the last for dropped pairs
-  unsigned* cta_totals;    // [cluster_size][experts], of every CTA; absent without a cluster
+  unsigned* cta_totals;    // [cluster_size][experts]: the totals of every CTA; empty without a cluster
   unsigned* expert_total;  // [experts]: pairs of each expert
   unsigned* first_block;   // [experts + 1]
   int* expert_id;          // [experts], after the expert map
@@ -45,14 +45,14 @@ struct ClusterAlignMemory {
   }
 };
 
-// Runs before the input may be read: clears the counters and opens this CTA's barrier to the cluster.
+// Runs before the PDL wait: clears the counters and initialises this CTA's barrier.
 __device__ __forceinline__ void align_cluster_prologue(const Alignment& a, const ClusterAlignMemory& m) {
   for (int i = threadIdx.x; i < a.warps * (a.num_experts + 1); i += blockDim.x) m.counts[i] = 0;
   if (a.cluster_size > 1) exchange_begin(m.barrier, 4 * a.cluster_size * a.num_experts);
   __syncthreads();
 }
 
-// A single CTA fills the whole output with padding first; its later stores come after a barrier.
+// A single CTA fills the whole output with padding first and overwrites it after a barrier.
 __device__ __forceinline__ void fill_with_padding(const Alignment& a) {
   const int thread = threadIdx.x, threads = blockDim.x;
   const int64_t packs = (reinterpret_cast<uintptr_t>(a.sorted_token_ids) % 16 == 0) ? a.num_positions / 4 : 0;
@@ -118,7 +118,7 @@ __device__ __forceinline__ void align_cluster(const Alignment& a, const ClusterA
       rank[i] = count_and_rank(row, expert[i], lanes_with_same(expert[i], bits));
     }
   };
-  const auto scatter = [&](int done, bool add_row) {  // add_row: ranks do not include the warps before yet
+  const auto scatter = [&](int done, bool add_row) {  // add_row: ranks do not yet include the pairs of earlier warps
 #pragma unroll
     for (int i = 0; i < ROUNDS; ++i) {
       if (done + 32 * i >= run) break;

@@ -1,9 +1,9 @@
 // Alignment of few pairs by CTAs that exchange nothing: each counts all pairs and writes its own.
 //
-// Each CTA owns a run of rounds of 32 pairs, one warp per round. It counts the pairs before its run, the others, and
-// each own round in separate rows of shared memory (integer atomics: their order does not show). Every warp then has
-// the padded start of each expert from one scan over its lanes, PER_LANE experts per lane. The warps of all CTAs share
-// the experts whose ids and padding are to be written.
+// Each CTA owns consecutive rounds of 32 pairs, one warp per round. In shared memory it counts, per expert, the pairs
+// before its own, all others, and those of each own round (integer atomics: the result does not depend on their order).
+// Every warp then computes the padded start of each expert by one scan over its lanes, PER_LANE experts per lane. The
+// warps of all CTAs divide the experts among them to write expert ids and padding.
 #pragma once
 
 #include <type_traits>

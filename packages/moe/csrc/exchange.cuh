@@ -1,5 +1,5 @@
-// One exchange between the CTAs of a cluster through distributed shared memory: each CTA has an mbarrier that completes
-// when all bytes sent to it have arrived. From sm_90 on; before it a cluster is one CTA and none of this is called.
+// One all-to-all exchange between the CTAs of a cluster through distributed shared memory. Each CTA has an mbarrier
+// that completes when all bytes sent to it have arrived. Used from sm_90 on; before, there are no clusters.
 #pragma once
 
 #include <kestrel/ptx/cluster.cuh>
@@ -10,7 +10,7 @@ namespace kestrel::moe {
 // All threads call this: `barrier` of this CTA expects `bytes`. Sends to it may start after exchange_ready().
 __device__ __forceinline__ void exchange_begin(uint64_t* barrier, unsigned bytes) {
   if (threadIdx.x == 0) ptx::mbarrier_init(barrier, 1);
-  __syncwarp();  // for racecheck, which takes the two accesses for those of different lanes
+  __syncwarp();  // compute-sanitizer's racecheck reports a false hazard without it
   if (threadIdx.x == 0) {
     ptx::mbarrier_arrive_expect_tx(barrier, bytes);
     ptx::fence_mbarrier_init();
@@ -22,7 +22,7 @@ __device__ __forceinline__ void exchange_begin(uint64_t* barrier, unsigned bytes
 // Waits until every CTA of the cluster has begun.
 __device__ __forceinline__ void exchange_ready() { ptx::cluster_wait(); }
 
-// Stores v where p is in CTA `to`, and counts its bytes in that CTA's barrier.
+// Stores v at the address of p in CTA `to` and counts its bytes on that CTA's barrier.
 template <typename T>
 __device__ __forceinline__ void exchange_send(unsigned to, const T* p, T v, const uint64_t* barrier) {
   ptx::store_async(ptx::map_shared(ptx::shared_address(p), to), v, ptx::map_shared(ptx::shared_address(barrier), to));

@@ -199,7 +199,7 @@ inline Activation activation_of(const Checks& check, bool silu, const std::strin
   return approximate == "tanh" ? Activation::gelu_tanh : Activation::gelu;
 }
 
-constexpr int64_t kFewPacks = 256 * 1024;  // of the result: up to so many are prefetched
+constexpr int64_t kFewPacks = 256 * 1024;  // results of at most this many packs use Access::prefetched
 
 // Fills in the parameters of x [T, 2F] and a result [T, F]; false when there is nothing to do.
 inline bool prepare(const TensorView& x, const TensorView& out, GatedParams* p) {

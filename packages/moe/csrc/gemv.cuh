@@ -18,7 +18,7 @@ namespace kestrel::moe {
 constexpr int kGemvRows = 4;
 constexpr int kGemvPacksInFlight = 2;  // of each row
 constexpr int kGemvTokens = 4;         // of a CTA
-constexpr int kGemvThreads = 256;      // half of them from kManyOutputs rows on, where there are CTAs enough
+constexpr int kGemvThreads = 256;      // halved from kManyOutputs rows on, which give enough CTAs
 constexpr int kManyOutputs = 2048;
 
 // CTAs per SM that the registers must allow: as many as fit without a spill on every architecture.

@@ -14,7 +14,7 @@
 
 namespace kestrel::moe {
 
-// The cases of align_independent. Every adapter counts all pairs, so adapters are worth it for fewer pairs.
+// The largest cases of align_independent. With adapters the limit is lower, because every adapter counts all pairs.
 constexpr int64_t kIndependentPairs = 8192, kIndependentPairsOfAdapters = 1024, kIndependentExperts = 256;
 constexpr int kIndependentThreads = 512;  // half of them up to kFewPairs
 constexpr int kFewPairs = 1024;

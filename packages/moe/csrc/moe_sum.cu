@@ -56,7 +56,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1) moe_sum_kernel(const __grid_co
         x += p.k_stride;
         pin(x);  // one address in registers, not eight
       }
-      __syncwarp();  // keeps all loads ahead of the first addition, which ptxas would trade for registers
+      __syncwarp();  // keeps ptxas from moving loads below additions to save registers
 #pragma unroll
       for (int k = 0; k < kLoadsInFlight; ++k) {
         if (k0 + k < top_k) {

@@ -24,9 +24,9 @@ namespace kestrel::moe {
 constexpr int kWarps = 4;
 constexpr int kTileK = 64;
 constexpr int kRowBytes = 128;    // of a k tile: one cache line
-constexpr int kMaxWarpTiles = 3;  // k tiles per warp, unless the cluster is as large as it can be
+constexpr int kMaxWarpTiles = 3;  // k tiles per warp, unless the cluster has its largest size
 constexpr int kMaxClusterLog2 = 3;
-constexpr int64_t kMaxSmallTileCtas = 256;  // of 16 experts and 16 tokens; beyond, tiles of 32 by 32 load less
+constexpr int64_t kMaxSmallTileCtas = 256;  // CTAs with tiles of 16 by 16; larger grids use tiles of 32 by 32
 
 struct RouterGemmParams : LinearParams {
   int k_tiles = 0;

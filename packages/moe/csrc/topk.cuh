@@ -1,9 +1,9 @@
 // Choosing experts: from one row of router logits, held by a warp, to its k weights and ids.
 //
 // A key orders the experts of a row: the logit (or probability + bias) as an ordered integer, then the complement of
-// the id, so that equal values rank by ascending id. Keys of 32 bits, whose value gives up its last 6 to 9 bits to the
-// id, are compared first: one instruction finds the largest of a warp. Where the lost bits can have decided a choice
-// (two neighbours among the k + 1 largest differ in the id alone), the row is selected with keys of 64 bits.
+// the id, so that equal values rank by ascending id. The selection first uses 32-bit keys, in which the id replaces the
+// last 6 to 9 bits of the value: one instruction finds the largest of a warp. If two neighbours among the k + 1 largest
+// differ in the id alone, the replaced bits may matter, and the row is selected again with 64-bit keys.
 #pragma once
 
 #include <kestrel/pack.cuh>
@@ -43,7 +43,7 @@ struct Router {
 // NaN becomes -inf.
 __device__ __forceinline__ float nan_to_lowest(float x) { return fmaxf(x, -INFINITY); }
 
-// An unsigned integer in the order of the floats; both zeros are one. 0 is below them all.
+// Maps floats to unsigned integers in the same order; -0 and +0 map to the same one. Every key is above 0.
 __device__ __forceinline__ unsigned ordered(float x) {
   const unsigned bits = __float_as_uint(x + 0.f);
   return bits ^ (static_cast<unsigned>(static_cast<int>(bits) >> 31) | 0x80000000u);
@@ -77,7 +77,7 @@ __device__ __forceinline__ void sort_descending(K (&key)[N]) {
   }
 }
 
-// Below, each lane of the warp holds PER_LANE consecutive experts of the row.
+// In the functions below each lane of the warp holds PER_LANE consecutive experts of the row.
 
 // 4, 8 or more bytes, in accesses of at most 16.
 template <int WORDS>
@@ -198,8 +198,8 @@ __device__ __forceinline__ Choice route_row(const Router& r, const char* logits)
     }
   }
 
-  // Each lane's list is sorted; k + 1 times the largest head of a list is taken. The last tells whether choice k is
-  // clear.
+  // Each lane sorts its keys. Then the warp removes the largest head of all lanes k + 1 times; the last of them shows
+  // whether choice k is decided.
   sort_descending(key);
   unsigned mine = 0, last = 0;  // lane i: the i-th largest key; all lanes: the last one
 #pragma unroll 1

@@ -3,9 +3,9 @@
 // For 64 to 512 experts, k of 1 to 32, one to thousands of tokens. Latency-bound for few rows: load, sort, k maxima,
 // exp, store. Instruction-bound for thousands.
 //
-// Work: one warp per row of up to 512 experts (topk.cuh). A CTA counts in shared memory. One CTA alone stores its
-// counts; several add theirs with integer atomics to counts that the first CTA to arrive has zeroed (CountsHandshake).
-// One warp of each CTA, which has no rows, does the handshake while the others route.
+// Work: one warp per row of up to 512 experts (topk.cuh). A CTA counts in shared memory. A single CTA stores its
+// counts; several add theirs with integer atomics, after the first CTA to arrive has zeroed the counts
+// (CountsHandshake). One more warp per CTA does the handshake while the others route.
 #include <kestrel/launch.h>
 #include <tvm/ffi/function.h>
 #include <kestrel/pdl.cuh>

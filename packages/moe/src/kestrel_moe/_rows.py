@@ -10,8 +10,8 @@ import torch
 def as_rows(x: torch.Tensor, out: torch.Tensor, check: Callable[[], None]) -> tuple[torch.Tensor, torch.Tensor]:
     """x [..., K] as [T, K] and out [..., N] as [T, N]; copies where the leading dimensions cannot be merged.
 
-    The entry point checks the 2-D tensors. ``check`` finds what these no longer show: leading dimensions that differ,
-    and a last dimension that was not contiguous. It is called only where that may be.
+    The entry point checks the 2-D tensors. ``check`` must raise for errors that the 2-D tensors do not show: leading
+    dimensions that differ, and a last dimension that is not contiguous. It is called only where these are possible.
     """
     leading = x.shape[:-1]
     if out.shape[:-1] != leading:

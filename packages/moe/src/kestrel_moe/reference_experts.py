@@ -221,7 +221,7 @@ def _over_blocks(
     block_size: int,
     topk_weights: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """float32 [T * K, N]: each pair's row of x times its block's expert; pairs that no block names are zero."""
+    """float32 [T * K, N]: each pair's row of x times its block's expert; rows of pairs in no block are zero."""
     count, width, blocks = topk_ids.numel(), weight.shape[1], expert_ids.shape[0]
     results = torch.zeros((count + 1, width), dtype=torch.float32, device=x.device)
     if count == 0:
@@ -230,7 +230,7 @@ def _over_blocks(
     pairs = F.pad(sorted_token_ids.long(), (0, blocks * block_size), value=count)[: blocks * block_size]
     expert = torch.where((expert_ids >= 0) & (expert_ids < weight.shape[0]), expert_ids, -1).long()
     named = (pairs >= 0) & (pairs < count) & (positions < num_tokens_post_pad) & (expert[positions // block_size] >= 0)
-    pairs = torch.where(named, pairs, count)  # the last row receives the products of padding
+    pairs = torch.where(named, pairs, count)  # the last row receives the results of padding
 
     step = max(1, _CHUNK_BYTES // (4 * weight[0].numel()))
     for start in range(0, blocks, step):

@@ -10,7 +10,7 @@ from . import reference
 
 _kernels = Binary("kestrel_moe")
 _SINGLE_CTA_TOKENS = 8
-_SCRATCH_WORDS = 8  # behind the counts of a launch of several CTAs
+_SCRATCH_WORDS = 8  # scratch memory after the counts, for launches of several CTAs
 
 
 def _check_topk_softmax(

@@ -35,7 +35,7 @@ __device__ __forceinline__ void mbarrier_arrive(uint64_t* barrier) {
 #endif
 }
 
-// One arrival once all copies (cp.async) that this thread has started are done.
+// One arrival when all cp.async copies that this thread has issued are complete.
 __device__ __forceinline__ void mbarrier_arrive_after_copies(uint64_t* barrier) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");

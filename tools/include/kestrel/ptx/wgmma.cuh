@@ -1,7 +1,8 @@
 // Warpgroup matrix products (wgmma, sm_90a): d [64, N] += a [64, k] times b [N, k] transposed, both in shared memory.
 //
-// Operands are rows of 128 bytes in the swizzle of 128 bytes: the 16-byte pack i of row r lies at i ^ (r % 8), and
-// eight rows begin at a multiple of 1024. Elsewhere than on sm_90a every function is empty.
+// Operands are K-major rows of 128 bytes in the 128-byte swizzle: 16-byte chunk i of row r is stored at chunk i ^ (r %
+// 8), and groups of eight rows start at multiples of 1024 bytes. On other architectures than sm_90a every function is
+// empty.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -16,7 +17,7 @@
 
 namespace kestrel::ptx {
 
-// Orders this thread's registers, and what it sees of shared memory, before the products that follow.
+// Orders this thread's accesses to registers and shared memory before the wgmma instructions that follow.
 __device__ __forceinline__ void wgmma_fence() {
 #ifdef KESTREL_HAS_WGMMA
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
@@ -37,27 +38,27 @@ __device__ __forceinline__ void wgmma_wait() {
 #endif
 }
 
-// Keeps the compiler from moving accumulators across the products in flight.
+// Keeps the compiler from moving accesses to the accumulators across wgmma instructions in flight.
 template <int size>
 __device__ __forceinline__ void wgmma_fence_registers(float (&d)[size]) {
 #pragma unroll
   for (int i = 0; i < size; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
-// Makes what other threads wrote to shared memory by ordinary stores or cp.async visible to wgmma and bulk copies.
+// Makes completed stores and cp.async writes to shared memory visible to the async proxy: wgmma and bulk copies.
 __device__ __forceinline__ void fence_proxy_async() {
 #ifdef KESTREL_HAS_WGMMA
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 #endif
 }
 
-// The descriptor of rows that begin at `address`; 32 bytes further along k are two more.
+// The descriptor of the rows that start at `address`. Adding 2 to it advances the operand by 32 bytes along K.
 __device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t address) {
   constexpr uint64_t swizzle_128 = uint64_t{1} << 62, eight_rows = uint64_t{1024 >> 4} << 32, unused = 1 << 16;
   return swizzle_128 | eight_rows | unused | (address & 0x3ffff) >> 4;
 }
 
-// Registers of this thread; the number in each limit.
+// setmaxnreg: lower or raise the number of registers per thread of this warpgroup.
 template <int REGISTERS>
 __device__ __forceinline__ void reduce_registers() {
 #ifdef KESTREL_HAS_WGMMA
@@ -72,8 +73,8 @@ __device__ __forceinline__ void raise_registers() {
 #endif
 }
 
-// Thread t of a warpgroup has rows 16 * (t / 32) + t % 32 / 4 (+ 8) and columns 8 * j + 2 * (t % 4) (+ 1): element
-// 4 * j + 2 * (row + 8) + (column + 1). `add`: d counts; else it is overwritten. k is 32 bytes.
+// One instruction over 32 bytes of K. Thread t of a warpgroup holds d at row = 16 * (t / 32) + t % 32 / 4 + 8 * r and
+// column = 8 * j + 2 * (t % 4) + c in d[4 * j + 2 * r + c], for r, c in {0, 1}. With `add` false d is overwritten.
 template <typename T, int N, int SIZE>
 __device__ __forceinline__ void wgmma(float (&d)[SIZE], uint64_t a, uint64_t b, bool add) {
   static_assert(N / 2 <= SIZE, "64 * N elements are N / 2 a thread");
