@@ -1,8 +1,8 @@
 """What the definitions of routed expert layers share: random routing, weights of several layers, candidates.
 
-A shape is "T1 E64 k8 h2048 i1024". Every token chooses its experts with equal probability. Calls in a row take the
-weights of two layers in turn; of one token, other experts than the call before in the same layer. So no call finds its
-weights in L2.
+A shape is "T1 E64 k8 h2048 i1024". Every token chooses its experts with equal probability. Successive calls alternate
+between the weights of two layers. With one token, a call chooses other experts than the one before in the same layer.
+No call therefore finds its weights in L2.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def grouped_products(
     topk_ids: torch.Tensor,
     out: torch.Tensor,
 ) -> torch.Tensor:
-    """Tokens sorted by expert, PyTorch's grouped product, activation, grouped product, weighted sum."""
+    """Sort tokens by expert, then PyTorch's grouped GEMM, the activation, grouped GEMM, and the weighted sum."""
     tokens, choices = topk_ids.shape
     order = topk_ids.flatten().argsort(stable=True)
     counts = torch.zeros(w1.shape[0], dtype=torch.int32, device=hidden.device)

@@ -1,4 +1,4 @@
-// The entry points of routed experts: fused_experts, and the products of invoke_cute_moe_up and _down.
+// Entry points of routed experts: fused_experts, and the GEMMs of invoke_cute_moe_up and invoke_cute_moe_down.
 #include "experts.cuh"
 
 #include <kestrel/launch.h>
@@ -12,22 +12,22 @@
 
 namespace kestrel::moe {
 
-// Tokens of a tile -> how the CTA is cut: as many bytes in flight as an SM's shared memory holds, and more weight rows
-// for more tokens, so that x is read less often.
+// The table: tokens of a tile -> tile of a CTA. Two CTAs fill the shared memory of an SM with bytes in flight. More
+// tokens take more weight rows, so that x is read less often.
 using Tile8 = ExpertsTile<1, 1, 8, 6, 2>;
 using Tile16 = ExpertsTile<2, 1, 8, 6, 2>;
 using Tile32 = ExpertsTile<4, 2, 8, 3, 2>;
 using Tile32Fp8 = ExpertsTile<4, 1, 8, 5, 2>;
 using Tile64 = ExpertsTile<8, 4, 4, 2, 2>;
-using Tile8Small = ExpertsTile<1, 1, 8, 5, 1, true>;
-using Tile16Small = ExpertsTile<2, 1, 8, 5, 1, true>;
-using Tile32Small = ExpertsTile<4, 2, 8, 2, 1, true>;
-using Tile32Fp8Small = ExpertsTile<4, 1, 8, 4, 1, true>;
+using Tile8Small = ExpertsTile<1, 1, 8, 5, 1, /*FOR_SMALL=*/true>;
+using Tile16Small = ExpertsTile<2, 1, 8, 5, 1, /*FOR_SMALL=*/true>;
+using Tile32Small = ExpertsTile<4, 2, 8, 2, 1, /*FOR_SMALL=*/true>;
+using Tile32Fp8Small = ExpertsTile<4, 1, 8, 4, 1, /*FOR_SMALL=*/true>;
 
-constexpr int kMuchSharedMemory = 160 * 1024;  // a CTA may have this much, or 99 KB
-constexpr int64_t kTokensSummedByDown = 2;     // beyond, a kernel of its own is faster
+constexpr int kMuchSharedMemory = 160 * 1024;  // GPUs allow a CTA at least this much shared memory, or 99 KB
+constexpr int64_t kTokensSummedByDown = 2;     // for more tokens a separate sum kernel is faster
 
-// Where the parts of the scratch memory of fused_experts lie, in bytes.
+// Byte offsets of the parts of the scratch memory of fused_experts.
 struct ExpertsScratch {
   int64_t activated = 0, partial = 0, arrivals = 0, x_codes = 0, x_scale = 0, codes = 0, scale = 0, bytes = 0;
 
@@ -52,10 +52,10 @@ int64_t fused_experts_scratch(int64_t tokens, int64_t pairs, int64_t inner, int6
   return ExpertsScratch(tokens, pairs, inner, width, fp8).bytes;
 }
 
-template <typename W, Projection PROJECTION, bool LISTED, typename Tile>
+template <typename W, Projection PROJECTION, bool IN_KERNEL, typename Tile>
 void launch_experts(const ExpertsParams& p, int64_t tiles, DLDevice device) {
   constexpr int channels = (PROJECTION == Projection::up ? 8 : 16) * Tile::m_tiles * Tile::warps;
-  constexpr auto kernel = experts_kernel<W, PROJECTION, LISTED, Tile>;
+  constexpr auto kernel = experts_kernel<W, PROJECTION, IN_KERNEL, Tile>;
   raise_shared_limit<kernel, Tile::shared_bytes>(device);
   const int64_t items = tiles * ((p.outputs + channels - 1) / channels);
   if (items > kLargest) unsupported("more than 2^30 tiles of tokens and outputs");
@@ -64,33 +64,33 @@ void launch_experts(const ExpertsParams& p, int64_t tiles, DLDevice device) {
              Tile::shared_bytes);
 }
 
-template <typename W, Projection PROJECTION, bool LISTED, typename Tile, typename Small>
+template <typename W, Projection PROJECTION, bool IN_KERNEL, typename Tile, typename Small>
 void launch_fitting(const ExpertsParams& p, int64_t tiles, DLDevice device) {
   static_assert(Small::shared_bytes <= kSmallSharedBytes, "a tile for little shared memory");
   if (device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device.device_id) < kMuchSharedMemory) {
-    launch_experts<W, PROJECTION, LISTED, Small>(p, tiles, device);
+    launch_experts<W, PROJECTION, IN_KERNEL, Small>(p, tiles, device);
   } else {
-    launch_experts<W, PROJECTION, LISTED, Tile>(p, tiles, device);
+    launch_experts<W, PROJECTION, IN_KERNEL, Tile>(p, tiles, device);
   }
 }
 
-// tokens: of a tile, 8, 16, 32 or 64.
-template <typename W, Projection PROJECTION, bool LISTED>
+// tokens: of a tile, 8, 16, 32 or 64. IN_KERNEL: see experts_kernel.
+template <typename W, Projection PROJECTION, bool IN_KERNEL>
 void launch_tiles(const ExpertsParams& p, int tokens, int64_t tiles, DLDevice device) {
-  if (tokens == 8) return launch_fitting<W, PROJECTION, LISTED, Tile8, Tile8Small>(p, tiles, device);
-  if constexpr (!LISTED) {
-    if (tokens == 16) return launch_fitting<W, PROJECTION, LISTED, Tile16, Tile16Small>(p, tiles, device);
+  if (tokens == 8) return launch_fitting<W, PROJECTION, IN_KERNEL, Tile8, Tile8Small>(p, tiles, device);
+  if constexpr (!IN_KERNEL) {
+    if (tokens == 16) return launch_fitting<W, PROJECTION, IN_KERNEL, Tile16, Tile16Small>(p, tiles, device);
     if constexpr (std::is_same_v<W, __nv_fp8_e4m3>) {
-      if (tokens == 32) return launch_fitting<W, PROJECTION, LISTED, Tile32Fp8, Tile32Fp8Small>(p, tiles, device);
+      if (tokens == 32) return launch_fitting<W, PROJECTION, IN_KERNEL, Tile32Fp8, Tile32Fp8Small>(p, tiles, device);
     } else {
-      if (tokens == 32) return launch_fitting<W, PROJECTION, LISTED, Tile32, Tile32Small>(p, tiles, device);
-      if (tokens == 64) return launch_experts<W, PROJECTION, LISTED, Tile64>(p, tiles, device);
+      if (tokens == 32) return launch_fitting<W, PROJECTION, IN_KERNEL, Tile32, Tile32Small>(p, tiles, device);
+      if (tokens == 64) return launch_experts<W, PROJECTION, IN_KERNEL, Tile64>(p, tiles, device);
     }
   }
   unsupported("token tiles of " + std::to_string(tokens));
 }
 
-// Calls with the element type of the weights.
+// Calls call(T()), where T is the element type of the weights.
 template <typename F>
 void dispatch_weight(DLDataType dtype, F call) {
   if (same_dtype(dtype, kBFloat16)) {
@@ -112,29 +112,29 @@ void launch_sum(ExpertsSumParams p, DLDataType result, int64_t tokens, DLDevice 
   launch_pdl(kernel, dim3(static_cast<unsigned>(tokens * p.ctas_per_token)), dim3(kSumThreads), device, p);
 }
 
-// Launches a projection of sorted pairs. A tile of 64 tokens and more is wgmma's, where `wgmma` says so.
+// Launches a projection of aligned pairs, in token tiles of `tokens`; by experts_wgmma_kernel if `wgmma`.
 void launch_sorted(const ExpertsParams& p, Projection projection, DLDataType weight, bool wgmma, int tokens,
                    int64_t tiles, DLDevice device) {
   if (wgmma) return launch_experts_wgmma(p, projection, weight, tokens, tiles, device);
   dispatch_weight(weight, [&](auto w) {
     if (projection == Projection::up) {
-      launch_tiles<decltype(w), Projection::up, false>(p, tokens, tiles, device);
+      launch_tiles<decltype(w), Projection::up, /*IN_KERNEL=*/false>(p, tokens, tiles, device);
     } else {
-      launch_tiles<decltype(w), Projection::down, false>(p, tokens, tiles, device);
+      launch_tiles<decltype(w), Projection::down, /*IN_KERNEL=*/false>(p, tokens, tiles, device);
     }
   });
 }
 
-// The tokens of a tile of blocks of this size, where any pair may be missing: wgmma's larger tiles leave out groups of
-// 64 that begin with a missing one.
+// Tokens of a tile for alignment blocks of this size, in which any pair may be missing: the larger wgmma tiles skip
+// groups of 64 tokens whose first pair is missing.
 int tile_of_block(int64_t block_size, DLDataType weight, bool wgmma) {
   return static_cast<int>(std::min<int64_t>(block_size, same_dtype(weight, kFloat8E4M3) && !wgmma ? 32 : 64));
 }
 
-// Whether rows so many bytes apart are within the 32-bit offsets of wgmma's copies, in packs of 16 bytes.
+// Whether the rows fit into the 32-bit row offsets of experts_wgmma_kernel, in packs of 16 bytes.
 bool fits_offsets(int64_t rows, int64_t stride) { return rows * (stride / 16) < int64_t{0xffffffff}; }
 
-// Whether wgmma can write these rows, in packs of 16 bytes.
+// Whether experts_wgmma_kernel covers the call: the device, the block size, and result rows of whole 16-byte packs.
 bool fits_wgmma(const TensorView& out, int64_t row_bytes, int64_t block_size, DLDevice device) {
   return block_size >= kTokensOfWgmma && aligned16(address(out)) && row_bytes % 16 == 0 && has_wgmma(device);
 }
@@ -187,7 +187,7 @@ void check_routing(const Checks& check, const TensorView& topk_ids, const Option
   }
 }
 
-// What moe_align_block_size has written.
+// The outputs of moe_align_block_size.
 struct Aligned {
   OptionalTensor sorted_token_ids, expert_ids, num_tokens_post_pad;
   int64_t block_size;
@@ -213,7 +213,7 @@ void check_result(const Checks& check, const TensorView& out, DLDataType dtype, 
   check.disjoint("out", out);
 }
 
-// The kernels copy rows by 16 bytes.
+// The kernels copy rows 16 bytes at a time.
 void require_packs(const char* name, const TensorView& t) {
   bool fits = aligned16(address(t));
   for (int i = 0; i < t.ndim(); ++i) fits = fits && t.size(i) < kLargest;
@@ -249,7 +249,7 @@ void set_routing(ExpertsParams* p, const TensorView& topk_ids, const OptionalTen
   }
 }
 
-// Returns how many tiles of `tokens` the sorted pairs can fill.
+// Returns how many tiles of `tokens` tokens the aligned pairs can fill.
 int64_t set_aligned(ExpertsParams* p, const Aligned& aligned, int tokens) {
   p->sorted_pairs = ints(*aligned.sorted_token_ids);
   p->tile_experts = ints(*aligned.expert_ids);
@@ -305,7 +305,7 @@ void set_down_weight(ExpertsParams* p, const TensorView& w, const OptionalTensor
   p->weight_scale_high = p->weight_scale_low + (scale.ndim() == 2 ? 8 * scale.stride(1) : 0);
 }
 
-// Scales whose forms or strides one launch cannot take together.
+// One launch covers two weights only if their scales have the same shape and strides.
 void require_scales(const OptionalTensor& scale, const OptionalTensor& other) {
   if (!scale.has_value()) return;
   if ((*scale).ndim() == 3 && (*scale).size(2) > 1 && (*scale).stride(2) != 1) {
@@ -317,7 +317,7 @@ void require_scales(const OptionalTensor& scale, const OptionalTensor& other) {
   if (!same) unsupported("weights whose scales have different forms or strides");
 }
 
-// Rows of pairs that no block names are zero.
+// Zeroes the result: no kernel writes the rows of pairs that are in no block.
 void clear(const TensorView& out, int64_t rows, int64_t row_stride, int64_t columns, DLDevice device) {
   const size_t bytes = element_bytes(out);
   check_cuda(cudaMemset2DAsync(address(out), row_stride * bytes, 0, columns * bytes, rows, current_stream(device)),
@@ -326,8 +326,8 @@ void clear(const TensorView& out, int64_t rows, int64_t row_stride, int64_t colu
 
 // -- entry points -----------------------------------------------------------------------------------------------------
 
-// The alignment: block size 8, 16, 32 or 64, on Hopper 128 and 256 (FP8: 128) too; none where the pairs are few enough
-// (32) for the kernels to group them, and block_size then is the tile.
+// With an alignment, block_size is 8, 16, 32 or 64, and on Hopper also 128 and 256 (FP8: 128). Without one the kernels
+// group the pairs, at most 32, and block_size is the token tile.
 void fused_experts(TensorView out, TensorView scratch, TensorView hidden, TensorView w1, TensorView w2,
                    TensorView topk_weights, TensorView topk_ids, OptionalTensor w1_scale, OptionalTensor w2_scale,
                    OptionalTensor expert_map, OptionalTensor sorted_token_ids, OptionalTensor expert_ids,
@@ -381,7 +381,7 @@ void fused_experts(TensorView out, TensorView scratch, TensorView hidden, Tensor
                        {"w1_scale", w1_scale},
                        {"w2_scale", w2_scale},
                        {"expert_map", expert_map},
-                       {"out", out, true},
+                       {"out", out, /*written=*/true},
                        {"scratch", scratch}});
   const int64_t choices = topk_ids.size(1), pairs = tokens * choices;
   if (tokens == 0) return;
@@ -393,8 +393,8 @@ void fused_experts(TensorView out, TensorView scratch, TensorView hidden, Tensor
   require_packs("w2", w2);
   require_scales(w1_scale, {});
   require_scales(w2_scale, {});
-  const bool listed = !sorted_token_ids.has_value();
-  if (listed && pairs > kMostListedPairs) unsupported("more than 32 pairs that are not aligned");
+  const bool in_kernel = !sorted_token_ids.has_value();
+  if (in_kernel && pairs > kMaxPairsInKernel) unsupported("more than 32 pairs that are not aligned");
   const ExpertsScratch parts(tokens, pairs, inner, width, fp8);
   if (scratch.numel() * element_bytes(scratch) < parts.bytes) unsupported("too little scratch memory");
   char* const memory = address(scratch);
@@ -402,7 +402,7 @@ void fused_experts(TensorView out, TensorView scratch, TensorView hidden, Tensor
   const DLDevice device = hidden.device();
   const DeviceGuard guard(device.device_id);
   const Aligned aligned{sorted_token_ids, expert_ids, num_tokens_post_pad, block_size};
-  if (!listed) check_aligned(check, aligned);
+  if (!in_kernel) check_aligned(check, aligned);
 
   ExpertsParams up, down;
   set_routing(&up, topk_ids, {}, expert_map, experts);
@@ -433,18 +433,18 @@ void fused_experts(TensorView out, TensorView scratch, TensorView hidden, Tensor
                  fits_offsets(pairs, down.x_stride) && fits_offsets(width, down.weight_stride))) {
     unsupported("rows of a tensor that lie 64 GiB apart");
   }
-  const bool rounds = wgmma && !down.fp16_result;  // each expert's result, before they are added; fp16 would overflow
+  const bool rounds = wgmma && !down.fp16_result;  // results of experts, before they are summed; fp16 could overflow
   if (rounds) {
     down.out = memory + parts.partial;
     down.out_stride = width * 2;
     down.partial = nullptr;
   }
-  const bool sums = listed && tokens <= kTokensSummedByDown;
+  const bool sums = in_kernel && tokens <= kTokensSummedByDown;
   if (sums) {
     up.arrivals = down.arrivals = reinterpret_cast<unsigned*>(memory + parts.arrivals);
     up.arrival_slices = static_cast<int>(width / 16);
   }
-  if (!listed) {
+  if (!in_kernel) {
     tiles = set_aligned(&up, aligned, tile);
     set_aligned(&down, aligned, tile);
   }
@@ -463,9 +463,10 @@ void fused_experts(TensorView out, TensorView scratch, TensorView hidden, Tensor
     quantise(t, address(hidden), hidden.stride(0) * 2, tokens, width, parts.x_codes, parts.x_scale);
   });
   const auto launch = [&](const ExpertsParams& p, auto projection) {
-    if (!listed) return launch_sorted(p, projection.value, w1.dtype(), wgmma, tile, tiles, device);
-    dispatch_weight(w1.dtype(),
-                    [&](auto w) { launch_tiles<decltype(w), projection.value, true>(p, tile, tiles, device); });
+    if (!in_kernel) return launch_sorted(p, projection.value, w1.dtype(), wgmma, tile, tiles, device);
+    dispatch_weight(w1.dtype(), [&](auto w) {
+      launch_tiles<decltype(w), projection.value, /*IN_KERNEL=*/true>(p, tile, tiles, device);
+    });
   };
   launch(up, std::integral_constant<Projection, Projection::up>());
   quantise(float(), up.out, up.out_stride, pairs, inner, parts.codes, parts.scale);
@@ -489,8 +490,8 @@ void fused_experts(TensorView out, TensorView scratch, TensorView hidden, Tensor
   }
 }
 
-// y: [T * K, N], rows sorted by expert; positions: int32 [T * K], where the row of each pair is in y, -1 for none.
-// hidden, w1, w2 and topk_ids are what `out` may not overlap.
+// y: [T * K, N], rows sorted by expert; positions: int32 [T * K], the row of each pair in y, or -1 if it has none.
+// hidden, w1, w2 and topk_ids: the op's inputs, which `out` may not overlap.
 void experts_gather_sum(TensorView out, TensorView y, TensorView positions, TensorView topk_weights, TensorView hidden,
                         TensorView w1, TensorView w2, TensorView topk_ids) {
   const Checks check("fused_experts");
@@ -510,7 +511,7 @@ void experts_gather_sum(TensorView out, TensorView y, TensorView positions, Tens
                        {"w2", w2},
                        {"topk_weights", topk_weights},
                        {"topk_ids", topk_ids},
-                       {"out", out, true}});
+                       {"out", out, /*written=*/true}});
   if (tokens == 0 || choices == 0) return;
   require_sizes(y.dtype(), y.size(1), y.size(1), tokens * choices);
   require_packs("y", y);
@@ -531,7 +532,7 @@ void experts_gather_sum(TensorView out, TensorView y, TensorView positions, Tens
   }
 }
 
-// x_scale, w1_scale and w2_scale: with FP8 operands, and then out is bf16.
+// FP8 operands have x_scale, w1_scale and w2_scale, and a bf16 result.
 void invoke_moe_up(TensorView out, TensorView x, OptionalTensor x_scale, TensorView w1, OptionalTensor w1_scale,
                    OptionalTensor w2, OptionalTensor w2_scale, TensorView topk_ids, TensorView sorted_token_ids,
                    TensorView expert_ids, TensorView num_tokens_post_pad, int64_t block_size) {
@@ -572,7 +573,7 @@ void invoke_moe_up(TensorView out, TensorView x, OptionalTensor x_scale, TensorV
                        {"sorted_token_ids", sorted_token_ids},
                        {"expert_ids", expert_ids},
                        {"num_tokens_post_pad", num_tokens_post_pad},
-                       {"out", out, true}});
+                       {"out", out, /*written=*/true}});
   if (pairs == 0) return;
   if (columns % 32) unsupported("an I that is not a multiple of 16");
   require_sizes(x.dtype(), width, columns / 2, pairs);
@@ -636,7 +637,7 @@ void invoke_moe_down(TensorView out, TensorView x, OptionalTensor x_scale, Tenso
                        {"sorted_token_ids", sorted_token_ids},
                        {"expert_ids", expert_ids},
                        {"num_tokens_post_pad", num_tokens_post_pad},
-                       {"out", out, true}});
+                       {"out", out, /*written=*/true}});
   if (pairs == 0) return;
   require_sizes(x.dtype(), width, w3.size(1), pairs);
   require_packs(x_name, x);

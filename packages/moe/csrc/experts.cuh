@@ -1,11 +1,11 @@
-// Grouped matrix products of routed experts where the weights' bytes decide: up to some 60 tokens for each expert.
+// Grouped GEMMs of routed experts, memory-bound by the weights: for up to about 60 tokens per expert.
 //
-// Weights are the 16 rows of mma.sync, tokens its 8 columns, so a few tokens waste little. A CTA has 16 * m_tiles
-// weight rows a warp and all of K; it copies lines of 128 bytes of every row and of its tokens through a ring in shared
-// memory (cp.async). Which k stands where in an instruction does not matter as long as both operands agree: 16 bytes of
-// a lane fill two instructions (FP8: four, after conversion to fp16, which holds every code). CTAs are persistent over
-// work items (token tile, row slice), and the ring runs on across items. A sum is taken in order of k: a token's result
-// does not depend on the tile or on the other tokens.
+// mma.sync with weights as operand A (M = weight rows) and tokens as operand B (N = 8), so few tokens waste little. A
+// CTA computes 16 * m_tiles weight rows per warp over all of K. Each stage of its cp.async pipeline holds 128 bytes of
+// every weight row and token. Both operands permute K alike within an instruction, so the 16 bytes that a lane loads
+// feed two instructions (FP8: four, converted exactly to fp16). CTAs are persistent over work items (token tile, row
+// slice), and the pipeline continues across items. Sums are in order of k: a token's result does not depend on its tile
+// or on the other tokens.
 #pragma once
 
 #include <kestrel/fp8.cuh>
@@ -19,13 +19,12 @@
 
 namespace kestrel::moe {
 
-// How a CTA is cut.
-// FOR_SMALL: for GPUs with 99 KB of shared memory alone, and not built for others.
+// The tile of a CTA and its pipeline. FOR_SMALL: built only for GPUs with 99 KB of shared memory per CTA.
 template <int N_TILES_, int M_TILES_, int WARPS_, int STAGES_, int CTAS_PER_SM_, bool FOR_SMALL_ = false>
 struct ExpertsTile {
   static constexpr bool for_small = FOR_SMALL_;
   static constexpr int n_tiles = N_TILES_;  // of 8 tokens
-  static constexpr int m_tiles = M_TILES_;  // of 16 weight rows, a warp
+  static constexpr int m_tiles = M_TILES_;  // of 16 weight rows, per warp
   static constexpr int warps = WARPS_;
   static constexpr int threads = 32 * warps;
   static constexpr int stages = STAGES_;
@@ -34,7 +33,7 @@ struct ExpertsTile {
   static constexpr int rows = 16 * m_tiles * warps;  // of weights
   static constexpr int stage_bytes = (rows + tokens) * kLineBytes;
   static constexpr int shared_bytes = stages * stage_bytes;
-  static constexpr int x_copies = (tokens * 8 + threads - 1) / threads;  // of 16 bytes, a thread and stage
+  static constexpr int x_copies = (tokens * 8 + threads - 1) / threads;  // of 16 bytes, per thread and stage
 };
 
 constexpr int kSmallSharedBytes = 96 * 1024;  // dynamic, for a CTA of sm_86, sm_89 and sm_120
@@ -66,25 +65,25 @@ __device__ __forceinline__ void mma_16x8x16(float (&c)[4], unsigned a0, unsigned
   }
 }
 
-// The place of an expert in the weights, -1 for an id that names none here.
+// The index of an expert in the weights on this device, or -1 if it is not here.
 __device__ __forceinline__ int local_expert(const ExpertsParams& p, int id) {
   if (p.expert_map) id = id >= 0 && id < p.mapped_experts ? p.expert_map[id] : -1;
   return id >= 0 && id < p.experts ? id : -1;
 }
 
-// Up to 32 (token, choice) pairs, grouped by expert in order of first appearance, in tiles of TOKENS.
+// Up to 32 (token, choice) pairs, grouped by expert in order of first appearance and split into tiles of TOKENS.
 template <int TOKENS>
-struct PairList {
-  int expert[kMostListedPairs];  // of each pair, -1: skipped
-  int pairs[kMostListedPairs];
-  int tile_expert[kMostListedPairs];
-  int tile_offset[kMostListedPairs];  // of its first pair in `pairs`
-  int tile_count[kMostListedPairs];
+struct PairGroups {
+  int expert[kMaxPairsInKernel];  // of each pair; -1: not on this device
+  int pairs[kMaxPairsInKernel];
+  int tile_expert[kMaxPairsInKernel];
+  int tile_offset[kMaxPairsInKernel];  // of its first pair in `pairs`
+  int tile_count[kMaxPairsInKernel];
   int tiles;
 
-  // All threads of the CTA call it; the first warp works, a lane for each pair.
+  // Called by all threads of the CTA. The first warp does the work, one lane per pair.
   __device__ void build(const ExpertsParams& p) {
-    if (threadIdx.x < kMostListedPairs) {
+    if (threadIdx.x < kMaxPairsInKernel) {
       const int pair = threadIdx.x, token = pair / p.choices;
       const bool exists = pair < p.tokens * p.choices;
       const int mine = exists ? local_expert(p, p.topk_ids[token * p.ids_stride + (pair - token * p.choices)]) : -1;
@@ -123,6 +122,7 @@ __device__ __forceinline__ float load_cg(const float* p) {
   return v;
 }
 
+// c += 16 bytes of K per lane of two weight rows, eight apart, times 16 bytes of a token.
 __device__ __forceinline__ void multiply_line(float (&c)[4], uint4 low, uint4 high, uint4 b, __nv_bfloat16) {
   mma_16x8x16<__nv_bfloat16>(c, low.x, high.x, low.y, high.y, b.x, b.y);
   mma_16x8x16<__nv_bfloat16>(c, low.z, high.z, low.w, high.w, b.z, b.w);
@@ -133,7 +133,7 @@ __device__ __forceinline__ void multiply_line(float (&c)[4], uint4 low, uint4 hi
   mma_16x8x16<__half>(c, low.z, high.z, low.w, high.w, b.z, b.w);
 }
 
-// Sixteen e4m3 codes as fp16, which holds each exactly.
+// Sixteen e4m3 codes, converted exactly to fp16.
 struct HalfCodes {
   unsigned pairs[8];
 
@@ -166,27 +166,28 @@ __device__ __forceinline__ void multiply_line(float (&c)[4], const HalfCodes& lo
   }
 }
 
-// An element of the result: of W's type, or with FP8 weights of the type that `fp16` says.
+// Stores an element of the result, in W's type; with FP8 weights in fp16 or bf16, as `fp16_result` says.
 template <typename W>
-__device__ __forceinline__ void store_result(char* row, int64_t column, float value, bool fp16) {
-  if (std::is_same_v<W, __half> || (std::is_same_v<W, __nv_fp8_e4m3> && fp16)) {
+__device__ __forceinline__ void store_result(char* row, int64_t column, float value, bool fp16_result) {
+  if (std::is_same_v<W, __half> || (std::is_same_v<W, __nv_fp8_e4m3> && fp16_result)) {
     reinterpret_cast<__half*>(row)[column] = __float2half_rn(value);
   } else {
     reinterpret_cast<__nv_bfloat16*>(row)[column] = __float2bfloat16_rn(value);
   }
 }
 
-// W: elements of weights and x; FP8 products are scaled for every line of K (block scales, else 1) and then added up.
-// LISTED: the CTAs group the pairs themselves, and with `arrivals` the last CTA of a row slice adds up the choices.
-template <typename W, Projection PROJECTION, bool LISTED, typename Tile>
+// W: the element type of weights and x. With FP8 each stage's product is scaled (by block scales, else by 1) before it
+// is added to the accumulator. IN_KERNEL: every CTA groups the pairs by expert itself, and with `arrivals` the last CTA
+// of a row slice sums the choices; otherwise the pairs are aligned.
+template <typename W, Projection PROJECTION, bool IN_KERNEL, typename Tile>
 __device__ __forceinline__ void multiply_experts(const ExpertsParams& p) {
   constexpr bool up = PROJECTION == Projection::up, fp8 = std::is_same_v<W, __nv_fp8_e4m3>;
   constexpr int MT = Tile::m_tiles, NT = Tile::n_tiles, S = Tile::stages;
   constexpr int element = fp8 ? 1 : 2;                       // bytes, of weights and x
-  constexpr int rows_of_tile = up ? 8 : 16;                  // output channels that 16 weight rows give
+  constexpr int rows_of_tile = up ? 8 : 16;                  // output channels of 16 weight rows
   constexpr int channels = rows_of_tile * MT * Tile::warps;  // of a CTA
   extern __shared__ __align__(128) char memory[];  // [stage][weight rows of each warp, then tokens][128 bytes]
-  __shared__ PairList<Tile::tokens> list;
+  __shared__ PairGroups<Tile::tokens> groups;
   __shared__ int item_pairs[2][Tile::tokens];  // of this item and the next
   __shared__ bool is_last;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = lane / 4, quad = lane % 4;
@@ -194,14 +195,14 @@ __device__ __forceinline__ void multiply_experts(const ExpertsParams& p) {
   const int row_bytes = p.width * element;
   const int steps = (row_bytes + kLineBytes - 1) / kLineBytes;  // of an item
 
-  if constexpr (up) {  // what names the experts may come from the launch just before
+  if constexpr (up) {  // the launch just before may have written the routing
     pdl_wait();
     pdl_trigger();
   }
   int tiles;
-  if constexpr (LISTED) {
-    list.build(p);
-    tiles = list.tiles;
+  if constexpr (IN_KERNEL) {
+    groups.build(p);
+    tiles = groups.tiles;
   } else {
     if (!up && !p.routed_early) pdl_wait();
     tiles = min(min(max(*p.padded_pairs, 0) / Tile::tokens, p.blocks * p.tiles_of_block),
@@ -212,18 +213,18 @@ __device__ __forceinline__ void multiply_experts(const ExpertsParams& p) {
     for (int i = threadIdx.x; i < p.arrival_slices; i += Tile::threads) p.arrivals[i] = 0;
   }
   const auto expert_of = [&](int tile) {
-    const int expert = LISTED ? list.tile_expert[tile] : p.tile_experts[tile / p.tiles_of_block];
+    const int expert = IN_KERNEL ? groups.tile_expert[tile] : p.tile_experts[tile / p.tiles_of_block];
     return expert < p.experts ? expert : -1;
   };
   const auto pair_of = [&](int tile, int n) {  // -1: none
-    if constexpr (LISTED) return n < list.tile_count[tile] ? list.pairs[list.tile_offset[tile] + n] : -1;
+    if constexpr (IN_KERNEL) return n < groups.tile_count[tile] ? groups.pairs[groups.tile_offset[tile] + n] : -1;
     const int at = tile * Tile::tokens + n;
     const int pair = at < p.sorted_length && expert_of(tile) >= 0 ? p.sorted_pairs[at] : -1;
     return pair < p.tokens * p.choices ? pair : -1;
   };
 
-  // Copies run ahead of the products: their item and step, and this thread's rows. A warp copies four whole lines at a
-  // time; odd rows have their halves exchanged, so that fragments are read without bank conflicts.
+  // The loads run S - 1 stages ahead of the MMAs, with an item, step and rows of their own. A warp copies four rows of
+  // 128 bytes at a time. The 64-byte halves of odd rows are swapped, so that fragments are read without bank conflicts.
   const int copy_row = lane / 8, copy_byte = lane % 8 * 16;
   const uint32_t to_weights =
       ptx::shared_address(memory) + (warp * MT * 16 + copy_row) * kLineBytes + (copy_byte ^ (copy_row & 1) * 64);
@@ -291,12 +292,12 @@ __device__ __forceinline__ void multiply_experts(const ExpertsParams& p) {
       load_x(s);
       next_step();
     }
-  } else {  // weights are constant: those of the first item are loaded before the wait
+  } else {  // weights are constant: those of the first item are loaded before the PDL wait
     const int first = min(S - 1, steps);
 #pragma unroll 1
     for (; load_step < first; ++load_step) load_weights(load_step);
     load_step = 0;
-    if (LISTED || p.routed_early) pdl_wait();
+    if (IN_KERNEL || p.routed_early) pdl_wait();
     pdl_trigger();
 #pragma unroll 1
     for (int s = 0; s < S - 1; ++s) {
@@ -306,7 +307,7 @@ __device__ __forceinline__ void multiply_experts(const ExpertsParams& p) {
     }
   }
 
-  if (LISTED && !up && tiles == 0) {  // no expert is here: zeros
+  if (IN_KERNEL && !up && tiles == 0) {  // no chosen expert is on this device: the result is 0
     for (int64_t i = int64_t{blockIdx.x} * Tile::threads + threadIdx.x; i < int64_t{p.tokens} * p.outputs;
          i += int64_t{gridDim.x} * Tile::threads) {
       const int64_t token = i / p.outputs;
@@ -315,7 +316,7 @@ __device__ __forceinline__ void multiply_experts(const ExpertsParams& p) {
     return;
   }
 
-  // Where this lane's fragments are in a stage: the first half of a line; the second is at address ^ 64.
+  // Where this lane's fragments lie in a stage: those of the first 64 bytes; those of the second are at address ^ 64.
   const uint32_t fragment = group * kLineBytes + (quad * 16 ^ (group & 1) * 64);
   const uint32_t from_weights = ptx::shared_address(memory) + warp * MT * 16 * kLineBytes + fragment;
   const uint32_t from_x = ptx::shared_address(memory) + Tile::rows * kLineBytes + fragment;
@@ -328,7 +329,7 @@ __device__ __forceinline__ void multiply_experts(const ExpertsParams& p) {
     float acc[MT][NT][4] = {};
     for (int step = 0; step < steps; ++step) {
       ptx::cp_async_wait<S - 2>();
-      __syncthreads();  // the stage is there for all, and all are done with the one before
+      __syncthreads();  // all warps see this stage and have finished reading the previous one
       const int free_stage = stage == 0 ? S - 1 : stage - 1;
       load_weights(free_stage);
       load_x(free_stage);
@@ -415,7 +416,7 @@ __device__ __forceinline__ void multiply_experts(const ExpertsParams& p) {
             } else if constexpr (fp8) {
               reinterpret_cast<float*>(row)[channel] = gated_value(low, high, p.gate);
             } else {
-              store_result<W>(row, channel, gated_value(low, high, p.gate), false);
+              store_result<W>(row, channel, gated_value(low, high, p.gate), /*fp16_result=*/false);
             }
           } else {
             const float weight = p.topk_weights[token * p.topk_weights_stride + (pair - token * p.choices)];
@@ -432,7 +433,7 @@ __device__ __forceinline__ void multiply_experts(const ExpertsParams& p) {
         }
       }
     }
-    if (LISTED && !up && p.arrivals) {  // the last CTA of a slice adds up the choices of every token, in order
+    if (IN_KERNEL && !up && p.arrivals) {  // the last CTA of a slice sums the choices of every token, in order
       __threadfence();
       __syncthreads();
       if (threadIdx.x == 0) is_last = atomicAdd(p.arrivals + slice, 1u) == static_cast<unsigned>(tiles - 1);
@@ -446,7 +447,8 @@ __device__ __forceinline__ void multiply_experts(const ExpertsParams& p) {
 #pragma unroll 8
           for (int j = 0; j < p.choices; ++j) {
             const int pair = token * p.choices + j;
-            const float value = list.expert[pair] >= 0 ? load_cg(p.partial + int64_t{pair} * p.outputs + channel) : 0.f;
+            const float value =
+                groups.expert[pair] >= 0 ? load_cg(p.partial + int64_t{pair} * p.outputs + channel) : 0.f;
             total += value;
           }
           store_result<W>(p.out + token * p.out_stride, channel, total, p.fp16_result);
@@ -456,13 +458,13 @@ __device__ __forceinline__ void multiply_experts(const ExpertsParams& p) {
   }
 }
 
-template <typename W, Projection PROJECTION, bool LISTED, typename Tile>
+template <typename W, Projection PROJECTION, bool IN_KERNEL, typename Tile>
 __global__ void __launch_bounds__(Tile::threads, Tile::ctas_per_sm)
     experts_kernel(const __grid_constant__ ExpertsParams p) {
-  if constexpr (is_built<Tile>()) multiply_experts<W, PROJECTION, LISTED, Tile>(p);
+  if constexpr (is_built<Tile>()) multiply_experts<W, PROJECTION, IN_KERNEL, Tile>(p);
 }
 
-// Rows to FP8 with a scale each, as fp8_quant has them; a CTA takes one row, reads it twice.
+// Quantises rows to FP8 with one scale per row, with the codes of fp8_quant. A CTA reads one row twice.
 struct ExpertsQuantParams {
   const char* x = nullptr;
   char* codes = nullptr;
@@ -504,8 +506,8 @@ __global__ void __launch_bounds__(kQuantThreads) experts_quant_kernel(const __gr
   }
 }
 
-// A token's choices added up in order: rows [T * choices, N] of S that down has weighted, or with `positions` rows that
-// are weighted here. A choice that no expert here served is not read.
+// Sums the choices of each token in order. Rows of S [T * choices, N] are weighted already; with `positions` they are
+// sorted by expert and weighted here. Rows of experts that are not on this device are skipped.
 struct ExpertsSumParams {
   const char* rows = nullptr;
   char* out = nullptr;

@@ -11,13 +11,13 @@ namespace kestrel::moe {
 
 constexpr int64_t kLargest = int64_t{1} << 30;  // sizes and pairs are int in the kernels
 
-constexpr int kTokensOfWgmma = 64;  // the least of a tile
+constexpr int kTokensOfWgmma = 64;  // tokens of its smallest tile
 
 // Whether the device runs experts_wgmma_kernel.
 bool has_wgmma(DLDevice device);
 
-// Sorted pairs in tiles of 64, 128 or 256 tokens (FP8: 64 or 128). Results are 16-bit, but float32 of a gated FP8
-// projection.
+// Launches experts_wgmma_kernel for aligned pairs in tiles of 64, 128 or 256 tokens (FP8: 64 or 128). Results have 16
+// bits, except those of a gated FP8 projection, which are float32.
 void launch_experts_wgmma(const ExpertsParams& p, Projection projection, DLDataType weight, int tokens, int64_t tiles,
                           DLDevice device);
 

@@ -1,4 +1,4 @@
-// What the kernels of routed experts share: their parameters, the place of an expert, the gate.
+// What the kernels of routed experts share: their parameters and the gate.
 #pragma once
 
 #include <cstdint>
@@ -7,20 +7,20 @@
 
 namespace kestrel::moe {
 
-constexpr int kMostListedPairs = 32;  // (token, choice) pairs that a CTA groups by expert itself
-constexpr int kLineBytes = 128;       // of each row, of a pipeline stage; 128 k of FP8
-constexpr int kScaleBlock = 128;      // k and rows that share a scale
+constexpr int kMaxPairsInKernel = 32;  // the most (token, choice) pairs that each CTA groups by expert itself
+constexpr int kLineBytes = 128;        // bytes of K per row and pipeline stage: 64 elements of 16 bits, 128 of FP8
+constexpr int kScaleBlock = 128;       // rows and columns of a weight that share a block scale
 
 enum class Projection { up, down };
 enum class Gate { none, gelu_residual, silu_and_mul, gelu_and_mul };  // none: both halves are written as they are
 
 struct ExpertsParams {
   const char* x = nullptr;            // up: [T, K]; down: [pairs, K]
-  const char* weight_low = nullptr;   // rows 0 to 7 of each 16: the gate half of w1 / even octets of w2's rows
-  const char* weight_high = nullptr;  // rows 8 to 15: the up half of w1 / odd octets of w2's rows
+  const char* weight_low = nullptr;   // MMA rows 0 to 7: up: the gate half of w1; down: even groups of 8 rows of w2
+  const char* weight_high = nullptr;  // MMA rows 8 to 15: up: the other half of w1; down: odd groups of 8 rows of w2
   char* out = nullptr;
-  float* partial = nullptr;             // down, summed here: [pairs, N]
-  unsigned* arrivals = nullptr;         // [row slices of down], zeroed by up; null: another kernel adds up
+  float* partial = nullptr;             // down: weighted results before the sum over choices, [pairs, N]
+  unsigned* arrivals = nullptr;         // counters [row slices of down], zeroed by up; null: another kernel sums
   const float* topk_weights = nullptr;  // [T, choices]
   const int* topk_ids = nullptr;        // [T, choices]
   const int* expert_map = nullptr;
@@ -35,8 +35,8 @@ struct ExpertsParams {
   int arrival_slices = 0;
   int sorted_length = 0;      // of sorted_pairs
   int blocks = 0;             // of tile_experts
-  int tiles_of_block = 1;     // of sorted_pairs: a block of one expert is so many tiles
-  bool routed_early = false;  // down: sorted_pairs and the like were complete before the launch just before began
+  int tiles_of_block = 1;     // token tiles per alignment block
+  bool routed_early = false;  // down: the launch just before has not written the routing or the alignment
   Gate gate = Gate::none;
   // FP8
   const float* x_scale = nullptr;           // [rows of x] or [rows of x, ceil(K / 128)]; null where x is quantised here
@@ -49,7 +49,7 @@ struct ExpertsParams {
 };
 
 __device__ __forceinline__ float gated_value(float h, float g, Gate gate) {
-  using Fast = __nv_bfloat16;  // forms that are right to 1e-6
+  using Fast = __nv_bfloat16;  // selects the approximations, whose errors are about 1e-6
   switch (gate) {
     case Gate::gelu_residual:
       return activate<Activation::gelu, Fast>(h) * (g + 1.f);

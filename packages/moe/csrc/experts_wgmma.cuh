@@ -1,10 +1,10 @@
-// Grouped matrix products of routed experts on Hopper, from some tens of tokens for each expert on.
+// Grouped GEMMs of routed experts on Hopper, warp-specialised, for several tens of tokens per expert and more.
 //
-// A tile is 128 weight rows by TOKENS tokens of one expert; the up projection interleaves eight rows of each half, so a
-// thread has both. One warpgroup copies lines of 128 bytes of both operands into a ring (cp.async, which gathers rows
-// and pads with zeros), two multiply 64 weight rows each (wgmma) and write 16-bit results through shared memory. CTAs
-// are persistent; token tiles are taken eight at a time for each slice of rows, so that L2 serves both operands. FP8
-// products are added to a second accumulator every 128 k.
+// A tile is 128 weight rows by TOKENS tokens of one expert. The up projection interleaves eight rows of each half of
+// w1, so a thread holds both halves of a channel. The producer warpgroup loads 128 bytes of K per row and stage with
+// cp.async, which gathers token rows and pads with zeros. Two consumer warpgroups multiply 64 weight rows each (wgmma)
+// and write 16-bit results through shared memory. CTAs are persistent; tiles are rasterised in groups of eight token
+// tiles for L2 reuse of both operands. FP8 products are added to a second accumulator every 128 elements of K.
 #pragma once
 
 #include <kestrel/fp8.cuh>
@@ -25,34 +25,34 @@ struct WgmmaTile {
   static constexpr int rows = 128;  // of weights
   static constexpr int stages = tokens == 64 ? 8 : tokens == 128 ? 6 : 4;
   static constexpr int stage_bytes = (rows + tokens) * kLineBytes;
-  static constexpr int pass = 64;                  // tokens whose results are written at a time
+  static constexpr int pass = 64;                  // tokens per pass of the epilogue
   static constexpr int result_bytes = pass * 128;  // of a warpgroup
   static constexpr int alignment = 1024;
   static constexpr int shared_bytes = stages * stage_bytes + 2 * result_bytes + alignment;
-  static constexpr int copiers = 128, multipliers = 256, threads = copiers + multipliers;
+  static constexpr int producers = 128, consumers = 256, threads = producers + consumers;
 };
 
-constexpr int kTilesAtATime = 8;
-constexpr uint32_t kNoRow = 0xffffffffu;
+constexpr int kRasterTiles = 8;           // token tiles that run through all row slices together
+constexpr uint32_t kNoRow = 0xffffffffu;  // of a column that pads a tile
 
 // Work item -> token tile and slice of weight rows.
 struct WgmmaItem {
   int tile, slice;
 
   __device__ __forceinline__ WgmmaItem(int item, int tiles, int slices) {
-    const int first = item / (kTilesAtATime * slices) * kTilesAtATime, rest = item - first * slices;
-    const int tiles_here = min(kTilesAtATime, tiles - first);
+    const int first = item / (kRasterTiles * slices) * kRasterTiles, rest = item - first * slices;
+    const int tiles_here = min(kRasterTiles, tiles - first);
     slice = rest / tiles_here;
     tile = first + rest - slice * tiles_here;
   }
 };
 
-// Waits for `threads` threads that name the same barrier; 0 is __syncthreads'.
+// bar.sync over `threads` threads. Barrier 0 is that of __syncthreads().
 __device__ __forceinline__ void named_barrier(int barrier, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
-// Four 8 x 8 matrices of 16-bit elements, transposed; lane i has the address of row i % 8 of matrix i / 8.
+// stmatrix of four transposed 8 x 8 matrices of 16-bit elements. Lane i gives the address of row i % 8 of matrix i / 8.
 __device__ __forceinline__ void store_transposed(uint32_t address, const unsigned (&m)[4]) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(m[0]),
@@ -72,7 +72,7 @@ __device__ __forceinline__ unsigned pack_pair(float low, float high) {
   }
 }
 
-// W: elements of weights and x. R: of the result, with FP8 weights too.
+// W: the element type of weights and x. R: that of the result, W's own except for FP8.
 template <typename W, typename R, Projection PROJECTION, typename Tile>
 __global__ void __launch_bounds__(Tile::threads, 1) experts_wgmma_kernel(const __grid_constant__ ExpertsParams p) {
 #ifdef KESTREL_HAS_WGMMA
@@ -88,7 +88,7 @@ __global__ void __launch_bounds__(Tile::threads, 1) experts_wgmma_kernel(const _
   const int row_bytes = p.width * element, steps = (row_bytes + kLineBytes - 1) / kLineBytes;
   if (threadIdx.x == 0) {
     for (int s = 0; s < S; ++s) {
-      ptx::mbarrier_init(full + s, Tile::copiers);
+      ptx::mbarrier_init(full + s, Tile::producers);
       ptx::mbarrier_init(empty + s, 2);
     }
     ptx::fence_mbarrier_init();
@@ -111,7 +111,7 @@ __global__ void __launch_bounds__(Tile::threads, 1) experts_wgmma_kernel(const _
     const int pair = at < p.sorted_length ? p.sorted_pairs[at] : -1;
     return pair < pairs ? pair : -1;
   };
-  const auto used_tokens = [&](int tile) {  // a multiple of 64; what pads a block is at its end
+  const auto used_tokens = [&](int tile) {  // rounded up to a multiple of 64; padding is at the end of a block
     int used = 64;
 #pragma unroll
     for (int n = 64; n < Tile::tokens; n += 64) used += pair_at(tile, n) >= 0 ? 64 : 0;
@@ -125,9 +125,9 @@ __global__ void __launch_bounds__(Tile::threads, 1) experts_wgmma_kernel(const _
     }
   };
 
-  if (threadIdx.x < Tile::copiers) {
+  if (threadIdx.x < Tile::producers) {
     ptx::reduce_registers<56>();
-    constexpr int rows_at_once = Tile::copiers / 8, weight_copies = Tile::rows / rows_at_once;
+    constexpr int rows_at_once = Tile::producers / 8, weight_copies = Tile::rows / rows_at_once;
     constexpr int x_copies = Tile::tokens / rows_at_once, copies_of_64 = 64 / rows_at_once;
     const int row = threadIdx.x / 8, pack = threadIdx.x % 8;
     const uint32_t to = ring + row * kLineBytes + (pack ^ row % 8) * 16;
@@ -135,7 +135,7 @@ __global__ void __launch_bounds__(Tile::threads, 1) experts_wgmma_kernel(const _
       const WgmmaItem at(item, tiles, slices);
       const int64_t expert = expert_of(at.tile);
       if (expert < 0) continue;
-      // Where this thread's rows begin, in packs. Rows of the weights past the end are copies of the last.
+      // Offsets of this thread's rows, in packs of 16 bytes. Weight rows past the end repeat the last row.
       const int used = used_tokens(at.tile), channel = at.slice * channels + (up ? row % 8 : row);
       uint32_t weight_row[weight_copies], x_row[x_copies];
 #pragma unroll
@@ -159,7 +159,7 @@ __global__ void __launch_bounds__(Tile::threads, 1) experts_wgmma_kernel(const _
           if (first * rows_at_once >= used) break;
 #pragma unroll
           for (int i = first; i < first + copies_of_64; ++i) {
-            if (x_row[i] == kNoRow) continue;  // a column of the product that nobody reads
+            if (x_row[i] == kNoRow) continue;  // the epilogue skips this column
             copy(to + to_stage * Tile::stage_bytes + (Tile::rows + i * rows_at_once) * kLineBytes,
                  x + uint64_t{x_row[i]} * 16);
           }
@@ -175,7 +175,7 @@ __global__ void __launch_bounds__(Tile::threads, 1) experts_wgmma_kernel(const _
           });
         }
       };
-      int loaded = 0;  // steps whose weights, which are constant, are loaded before the wait
+      int loaded = 0;  // steps whose weights, which are constant, are loaded before the PDL wait
       if (!waited) {
         loaded = min(steps, S);
         for (int step = 0; step < loaded; ++step, weights += kLineBytes) {
@@ -211,7 +211,7 @@ __global__ void __launch_bounds__(Tile::threads, 1) experts_wgmma_kernel(const _
     pdl_wait();
     pdl_trigger();
   }
-  const int thread = threadIdx.x - Tile::copiers, warpgroup = thread / 128, warp = thread % 128 / 32;
+  const int thread = threadIdx.x - Tile::producers, warpgroup = thread / 128, warp = thread % 128 / 32;
   const int lane = threadIdx.x % 32, group = lane / 4, quad = lane % 4;
   const uint32_t results = ring + S * Tile::stage_bytes + warpgroup * Tile::result_bytes;
   for (int item = blockIdx.x; item < items; item += gridDim.x) {
@@ -219,7 +219,7 @@ __global__ void __launch_bounds__(Tile::threads, 1) experts_wgmma_kernel(const _
     const int64_t expert = expert_of(at.tile);
     if (expert < 0) continue;
     const int used = used_tokens(at.tile);
-    for (int n = thread; n < used; n += Tile::multipliers) {
+    for (int n = thread; n < used; n += Tile::consumers) {
       const int pair = pair_at(at.tile, n), token = pair / p.choices;
       float factor = 1.f;
       if (pair >= 0 && fp8) factor = p.x_scale[(up ? token : pair) * p.x_scale_stride];
@@ -227,7 +227,7 @@ __global__ void __launch_bounds__(Tile::threads, 1) experts_wgmma_kernel(const _
       pair_of_token[n] = pair;
       factor_of_token[n] = factor;
     }
-    // The rows of this thread: the halves of a channel, or two channels eight apart.
+    // This thread accumulates the two halves of a channel (up) or two channels eight apart (down).
     const int low_channel = at.slice * channels + (warpgroup * 4 + warp) * (up ? 8 : 16) + group;
 
     float acc[Tile::tokens / 2];
@@ -239,7 +239,7 @@ __global__ void __launch_bounds__(Tile::threads, 1) experts_wgmma_kernel(const _
         for (int i = 0; i < N / 2; ++i) acc[i] = 0.f;
       }
       [[maybe_unused]] int previous = -1;
-      [[maybe_unused]] const float* low_scales = nullptr;  // of blocks, a line of K after the other
+      [[maybe_unused]] const float* low_scales = nullptr;  // block scales, one per step
       [[maybe_unused]] const float* high_scales = nullptr;
       if (fp8 && p.scale_rank == 3) {
         const int row = min(low_channel - group, p.outputs - 1);
@@ -273,7 +273,7 @@ __global__ void __launch_bounds__(Tile::threads, 1) experts_wgmma_kernel(const _
 #pragma unroll
           for (int k = 0; k < 4; ++k) ptx::wgmma<W, N>(acc, a + 2 * k, b + 2 * k, step + k > 0);
           ptx::wgmma_commit();
-          ptx::wgmma_wait<1>();  // the stage before is free
+          ptx::wgmma_wait<1>();  // the previous stage has been read
           if (previous >= 0 && thread % 128 == 0) ptx::mbarrier_arrive(empty + previous);
           previous = stage;
         }
@@ -285,7 +285,7 @@ __global__ void __launch_bounds__(Tile::threads, 1) experts_wgmma_kernel(const _
         if (thread % 128 == 0) ptx::mbarrier_arrive(empty + previous);
       }
     };
-    if constexpr (fp8) {  // one width: registers are scarce
+    if constexpr (fp8) {  // one N only: two accumulators leave few registers
       multiply(std::integral_constant<int, Tile::tokens>());
     } else if constexpr (Tile::tokens == 64) {
       multiply(std::integral_constant<int, 64>());
@@ -297,7 +297,7 @@ __global__ void __launch_bounds__(Tile::threads, 1) experts_wgmma_kernel(const _
         if (used == 256) multiply(std::integral_constant<int, 256>());
       }
     }
-    named_barrier(1, Tile::multipliers);  // pair_of_token and factor_of_token are complete
+    named_barrier(1, Tile::consumers);  // pair_of_token and factor_of_token are complete
 
     float low_scale = 1.f, high_scale = 1.f;
     if (fp8 && p.scale_rank < 3) {
@@ -306,7 +306,7 @@ __global__ void __launch_bounds__(Tile::threads, 1) experts_wgmma_kernel(const _
       high_scale = p.weight_scale_high[expert * p.scale_expert_stride + low_at];
     }
     if constexpr (fp8 && up) {
-      if (p.gate != Gate::none) {  // float32, which is quantised next
+      if (p.gate != Gate::none) {  // written as float32; the next kernel quantises it
 #pragma unroll
         for (int i = 0; i < Tile::tokens / 2; i += 4) {
           if (i * 2 >= used) break;
@@ -319,12 +319,12 @@ __global__ void __launch_bounds__(Tile::threads, 1) experts_wgmma_kernel(const _
             reinterpret_cast<float*>(p.out + pair * p.out_stride)[low_channel] = gated_value(h, g, p.gate);
           }
         }
-        named_barrier(1, Tile::multipliers);
+        named_barrier(1, Tile::consumers);
         continue;
       }
     }
     if constexpr (!up && std::is_same_v<R, __half>) {
-      if (p.partial) {  // float32, where the sum over the choices may be in the range of fp16 and its terms are not
+      if (p.partial) {  // written as float32: the terms of the sum over choices may exceed fp16 where the sum does not
 #pragma unroll
         for (int i = 0; i < Tile::tokens / 2; i += 4) {
           if (i * 2 >= used) break;
@@ -337,11 +337,11 @@ __global__ void __launch_bounds__(Tile::threads, 1) experts_wgmma_kernel(const _
             if (low_channel + 8 < p.outputs) row[8] = acc[i + c + 2] * high_scale * factor_of_token[n];
           }
         }
-        named_barrier(1, Tile::multipliers);
+        named_barrier(1, Tile::consumers);
         continue;
       }
     }
-    // [token of the pass][channels of the warpgroup], packs of a row exchanged against bank conflicts
+    // Staged results [token of the pass][channels of the warpgroup], with packs swizzled against bank conflicts.
     constexpr int row_packs = up ? 4 : 8;
     const auto address_of = [&](int n, int pack) {
       return results + n * row_packs * 16 + (pack ^ (up ? n / 2 % 4 : n % 8)) * 16;
@@ -352,7 +352,7 @@ __global__ void __launch_bounds__(Tile::threads, 1) experts_wgmma_kernel(const _
       if (first >= used) break;
       for (int half = 0; half < halves; ++half) {
 #pragma unroll
-        for (int j = 0; j < 8; j += row_packs == 4 ? 4 : 2) {  // octets of tokens
+        for (int j = 0; j < 8; j += row_packs == 4 ? 4 : 2) {  // groups of eight tokens
           unsigned matrices[4];
           if constexpr (up) {
 #pragma unroll
@@ -392,7 +392,7 @@ __global__ void __launch_bounds__(Tile::threads, 1) experts_wgmma_kernel(const _
         named_barrier(2 + warpgroup, 128);
       }
     }
-    named_barrier(1, Tile::multipliers);  // all have read pair_of_token
+    named_barrier(1, Tile::consumers);  // all have read pair_of_token
   }
 #endif
 }

@@ -13,10 +13,10 @@ from . import reference_experts
 from ._checks import check_out
 
 _kernels = Binary("kestrel_moe")
-_LISTED_PAIRS = 32  # that the kernels group by expert themselves, in tiles of
-_LISTED_TILE = 8  # tokens
+_PAIRS_IN_KERNEL = 32  # up to so many pairs the kernels group by expert themselves
+_TILE_IN_KERNEL = 8  # tokens of a tile then
 _ROWS_OF_WGMMA = 9.75  # pairs for each expert, above which its tiles of 64 tokens are faster
-_ROWS_OF_GROUPED_MM = 192  # the same of PyTorch's grouped product, on Hopper
+_ROWS_OF_GROUPED_MM = 192  # pairs per expert from which torch.nn.functional.grouped_mm is faster, on Hopper
 
 ACTIVATIONS = ("gelu_residual", "silu_and_mul", "gelu_and_mul")
 
@@ -106,13 +106,13 @@ def _shape_fused_experts(
     w2_scale: torch.Tensor | None = None,
     expert_map: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The shape of the result; the reference loops over blocks, which tracing with an unknown T could not."""
+    """The shape of the result. The reference loops over blocks, which cannot be traced with a symbolic T."""
     return torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device)
 
 
 @functools.cache
 def tile_tokens(pairs: int, experts: int, fp8: bool, wgmma: bool) -> int:
-    """Tokens of a tile: few experts should have more than one, for each tile reads its expert's weights again."""
+    """Tokens of a tile. Each tile reads its expert's weights, so few experts should have more than one tile."""
     rows = pairs / experts
     if rows <= _ROWS_OF_WGMMA:
         return 8 if rows + 2 * rows**0.5 <= 8 else 16
@@ -127,11 +127,11 @@ def _is_hopper(device: int) -> bool:
 
 
 def _grouped_mm_is_faster(hidden: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, pairs: int) -> bool:
-    """Where operations decide, the vendor's grouped product is faster than the kernels here, for what it takes."""
+    """Whether the layer is compute-bound and grouped_mm covers it: it is then faster than the kernels here."""
     experts, width, inner = w2.shape
     many = pairs > _ROWS_OF_GROUPED_MM * experts and hidden.dtype == w1.dtype == torch.bfloat16
-    taken = width % 16 == inner % 16 == 0 and experts < 1024 and hasattr(F, "grouped_mm")
-    return many and taken and all(w.is_contiguous() and w.data_ptr() % 16 == 0 for w in (w1, w2))
+    covered = width % 16 == inner % 16 == 0 and experts < 1024 and hasattr(F, "grouped_mm")
+    return many and covered and all(w.is_contiguous() and w.data_ptr() % 16 == 0 for w in (w1, w2))
 
 
 def _through_grouped_mm(
@@ -143,7 +143,7 @@ def _through_grouped_mm(
     topk_ids: torch.Tensor,
     activation: str,
 ) -> torch.Tensor:
-    """Tokens sorted by expert, PyTorch's grouped product, activation, grouped product, weighted sum."""
+    """Sort tokens by expert, then PyTorch's grouped GEMM, the activation, grouped GEMM, and the weighted sum."""
     pairs, experts, choices = topk_ids.numel(), w1.shape[0], topk_ids.shape[1]
     order, expert_of_row, length = (empty(hidden, torch.int32, size) for size in (pairs, pairs, 1))
     _kernels.moe_align_block_size(topk_ids, experts, 1, order, expert_of_row, length, None)
@@ -152,7 +152,7 @@ def _through_grouped_mm(
     ends = torch.searchsorted(keys, last, right=True, out_int32=True)
     positions = torch.full((pairs + 1,), -1, dtype=torch.int32, device=hidden.device)
     rows = torch.arange(pairs, dtype=torch.int32, device=hidden.device)
-    positions.scatter_(0, order.long(), rows)  # dropped pairs keep -1; the last entry takes what pads `order`
+    positions.scatter_(0, order.long(), rows)  # dropped pairs keep -1; the last entry receives the padding of `order`
     up = F.grouped_mm(hidden.index_select(0, (order // choices).clamp_(max=hidden.shape[0] - 1)), w1.mT, offs=ends)
     inner = empty(hidden, hidden.dtype, pairs, w2.shape[2])
     shift = 1.0 if activation == "gelu_residual" else 0.0
@@ -198,16 +198,16 @@ def fused_experts(
     w1_scale, w2_scale: float32, one per expert [E], per output [E, 2I] and [E, Hd], or per 128 x 128 tile
         [E, ceil(N/128), ceil(K/128)], told apart by shape; weight = code * scale. The activations are then quantised to
         FP8 with one dynamic scale per row (fp8_quant), the hidden layer from float32.
-    expert_map: int32 [experts of all devices], the place in w1 of each expert, -1 where another device holds it: such
-        a choice is skipped. Ids count in the map.
+    expert_map: int32 [experts of all devices], the index in w1 of each expert, or -1 if another device holds it. Ids
+        are then indices into the map, and choices mapped to -1 are skipped.
     Accumulated in float32; the hidden layer is rounded once (to hidden's dtype, or FP8), the result once, after the sum
-    over j in ascending order. A token with no expert here gives zeros.
+    over j in ascending order. A token whose choices are all skipped gives zeros.
 
     Returns [T, Hd] in hidden's dtype, in ``out`` if it is given; ``out`` may not overlap the inputs. Reads nothing on
     the host. The kernels take bf16 and fp16 with Hd and I that are multiples of 16 and rows aligned to 16 bytes. They
     sum in order of k, so a row is the same bit for bit for every T. On an H100 or H200 that holds in each of two
     ranges: up to 9.75 pairs for each expert (or 32 pairs in all), and above, where bf16 results of each expert are
-    rounded before the sum over j. From 192 pairs on, bf16 layers without ``expert_map`` go through
+    rounded before the sum over j. From 192 pairs for each expert on, bf16 layers without ``expert_map`` go through
     torch.nn.functional.grouped_mm there, and each T is a range of its own. By reference on a CPU, a row is the same bit
     for bit up to T = 16, and beyond it within each of these ranges of T*K/E: below 1, from a power of two up to the
     next, from 64 on.
@@ -231,8 +231,8 @@ def fused_experts(
         out = empty(hidden, hidden.dtype, tokens, width)
     scratch = empty(hidden, torch.uint8, _scratch_bytes(tokens, pairs, w1.shape[1] // 2, width, fp8))
     layer = (out, scratch, hidden, w1, w2, topk_weights, topk_ids, w1_scale, w2_scale, expert_map)
-    if pairs <= _LISTED_PAIRS:
-        _kernels.fused_experts(*layer, None, None, None, _LISTED_TILE, activation)
+    if pairs <= _PAIRS_IN_KERNEL:
+        _kernels.fused_experts(*layer, None, None, None, _TILE_IN_KERNEL, activation)
         return out
     hopper = _is_hopper(hidden.get_device())
     mapped = experts if expert_map is None else expert_map.shape[0]
