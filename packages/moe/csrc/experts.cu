@@ -244,7 +244,8 @@ void set_routing(ExpertsParams* p, const TensorView& topk_ids, const OptionalTen
     p->topk_weights_stride = (*topk_weights).stride(0);
   }
   if (expert_map.has_value()) {
-    p->expert_map = ints(*expert_map);
+    const bool empty = (*expert_map).size(0) == 0;  // of no address, which would mean no map; nothing is read
+    p->expert_map = ints(empty ? topk_ids : *expert_map);
     p->mapped_experts = static_cast<int>((*expert_map).size(0));
   }
 }
