@@ -65,10 +65,15 @@ def binary_problems(folder: Path, package: str, manifest: dict, cuobjdump: Path)
 
 
 def wide_load_problems(package: str, kernels: Sequence[machine_code.Kernel]) -> list[str]:
-    """Kernels of vector_loads.json without 16-byte loads, and its patterns that match no kernel."""
+    """Kernels of vector_loads.json without 16-byte loads, and its patterns that match no kernel.
+
+    An entry is a pattern, or {"kernels": pattern, "archs": [...]} for kernels that only these architectures have: on the
+    others they are empty.
+    """
     found = []
-    for pattern in json.loads((HERE / "vector_loads.json").read_text()).get(package, []):
-        claimed = [kernel for kernel in kernels if re.search(pattern, kernel.name)]
+    for entry in json.loads((HERE / "vector_loads.json").read_text()).get(package, []):
+        pattern, archs = (entry, None) if isinstance(entry, str) else (entry["kernels"], entry["archs"])
+        claimed = [each for each in kernels if re.search(pattern, each.name) and (archs is None or each.arch in archs)]
         if not claimed:
             found.append(f"vector_loads.json names {pattern!r}, which matches no kernel")
         narrow = [kernel for kernel in claimed if not kernel.wide_loads]
