@@ -67,8 +67,7 @@ def binary_problems(folder: Path, package: str, manifest: dict, cuobjdump: Path)
 def wide_load_problems(package: str, kernels: Sequence[machine_code.Kernel]) -> list[str]:
     """Kernels of vector_loads.json without 16-byte loads, and its patterns that match no kernel.
 
-    An entry is a pattern, or {"kernels": pattern, "archs": [...]} for kernels that only these architectures have: on the
-    others they are empty.
+    An entry is a pattern, or {"kernels": pattern, "archs": [...]} for kernels that are empty on other architectures.
     """
     found = []
     for entry in json.loads((HERE / "vector_loads.json").read_text()).get(package, []):
