@@ -98,6 +98,8 @@ def run_tests(session: nox.Session, names: Sequence[str]) -> None:
     environment = installed(session, names, archs, *MATRIX["test_tools"])
     packages = [PACKAGES[name] for name in names]
     modules = [package.module for package in packages]
+    # Inductor's cache does not tell processors apart: code compiled for another one would give wrong results.
+    compiled = CACHE / f"inductor-{os.environ.get('ATEN_CPU_CAPABILITY', 'native')}"
     with session.chdir(empty_folder()):
         environment.run("python", ROOT / "ci" / "installed.py", *modules)
         environment.run(
@@ -105,7 +107,7 @@ def run_tests(session: nox.Session, names: Sequence[str]) -> None:
             # benchmarks are loaded by the harness alone
             *("--doctest-modules", "--ignore-glob=/*/site-packages/kestrel_*/benchmarks/*"),
             *("--pyargs", *modules, *(package.path / "tests" for package in packages), *session.posargs),
-            env={"OMP_NUM_THREADS": "1"},
+            env={"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_CACHE_DIR": str(compiled)},
         )
 
 
