@@ -7,6 +7,6 @@
     ptx         single PTX instructions on 32-bit registers
     pdl         programmatic dependent launch: wait and trigger
 
-Importing this package imports nothing else. A build of a family finds it through a stub of ``kestrel_runtime``
+Importing this package imports nothing else. A build of a family puts an empty ``kestrel_runtime`` package around it
 (tools/cute_build/worker.py), so no module here may import torch or the rest of ``kestrel_runtime``.
 """
