@@ -16,11 +16,12 @@ from torch.nn import functional as F
 from kestrel_attention import flash_attn_varlen_func, flash_attn_with_kvcache, tau_tail
 from kestrel_moe import fused_experts, fused_linear_residual, fused_mlp, gemv, topk_softmax
 from kestrel_norm import fused_add_layer_norm, layer_norm
+from kestrel_quant import W4Weight, w4a16_linear
 from kestrel_rope import build_cos_sin_cache
 
 from .cache import PagedCache, PageTable
 from .stores import Store
-from .weights import Dense, Experts, Layer, Linear, Weights
+from .weights import Dense, Experts, Layer, Linear, Norm, Weights
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,8 +68,23 @@ class Step:
 
 def linear(x: Tensor, layer: Linear) -> Tensor:
     """A linear layer; one token on a GPU by the kernel for few tokens."""
+    if isinstance(layer.weight, W4Weight):
+        return w4a16_linear(x, layer.weight, layer.bias)
     product = gemv if x.is_cuda and x.shape[0] == 1 else F.linear
     return product(x, layer.weight, layer.bias)
+
+
+def linear_residual(x: Tensor, layer: Linear, residual: Tensor) -> Tensor:
+    if isinstance(layer.weight, W4Weight):
+        return residual + linear(x, layer)
+    return fused_linear_residual(x, layer.weight, layer.bias, residual)
+
+
+def mlp_residual(x: Tensor, dense: Dense, residual: Tensor) -> Tensor:
+    up, down = dense.up, dense.down
+    if isinstance(up.weight, W4Weight) or isinstance(down.weight, W4Weight):
+        return linear_residual(F.gelu(linear(x, up), approximate="tanh"), down, residual)
+    return fused_mlp(x, up.weight, up.bias, down.weight, down.bias, residual)
 
 
 class Decoder:
@@ -89,16 +105,16 @@ class Decoder:
         for index, layer in enumerate(self.weights.layers):
             normed = self._norm(x, added, layer.norm)
             attended = self._attention(index, layer, normed, step)
-            x = fused_linear_residual(attended, layer.out.weight, layer.out.bias, x)
+            x = linear_residual(attended, layer.out, x)
             if isinstance(layer.feed_forward, Dense):
-                x, added = self._dense(layer.feed_forward, normed, x), None
+                x, added = mlp_residual(normed, layer.feed_forward, x), None
             else:
                 added = self._experts(layer.feed_forward, normed)
         if rows is not None:
             x, added = x[rows], None if added is None else added[rows]
         return linear(self._norm(x, added, self.weights.norm), self.weights.head)
 
-    def _norm(self, x: Tensor, added: Tensor | None, norm: Linear) -> Tensor:
+    def _norm(self, x: Tensor, added: Tensor | None, norm: Norm) -> Tensor:
         """The norm of x; of x + added where there is something to add, which then is written to x."""
         if added is None:
             return layer_norm(x, norm.weight, norm.bias, self.config.eps)
@@ -153,9 +169,6 @@ class Decoder:
         )
         assert isinstance(attended, Tensor)
         return attended.flatten(0, 1)
-
-    def _dense(self, dense: Dense, normed: Tensor, residual: Tensor) -> Tensor:
-        return fused_mlp(normed, dense.up.weight, dense.up.bias, dense.down.weight, dense.down.bias, residual)
 
     def _experts(self, experts: Experts, normed: Tensor) -> Tensor:
         gating = linear(normed, experts.router)
