@@ -17,6 +17,7 @@ from kestrel_rope import rotary_embedding
 
 from .cache import KestrelCache, KestrelLayer
 from .masks import NAME, Mask
+from .prompts import Scores
 
 _local = threading.local()
 
@@ -222,8 +223,8 @@ class Attention:
             query, key = module.q_norm(query), module.k_norm(key)
         layer = self._decoding_layer(past_key_values, attention_mask, query)
         if layer is not None:
-            scores = {"window": options.get("sliding_window"), "softcap": options.get("softcap")}
-            out = layer.decode(query, key, value, turned, attention_mask, scale=module.scaling, **scores)
+            scores = Scores(module.scaling, options.get("sliding_window"), options.get("softcap"))
+            out = layer.decode(query, key, value, turned, attention_mask, scores)
             return project(module.o_proj, out.view(*rows, -1)), None
         rotary_embedding(turned[0], query, key, size, turned[1])
         query, key, value = (x.transpose(1, 2) for x in (query, key, value))

@@ -149,8 +149,8 @@ def apply(
     rotary: the attention modules: Q, K and V in one product, rotation in place.
     mlp: gate and up projection in one product, gated activation.
     experts: routers, and the experts through transformers' ExpertsInterface.
-    attention: the attention function "kestrel", which a :class:`KestrelCache` needs. With other caches it is
-        scaled_dot_product_attention, and honours softcap.
+    attention: the attention function "kestrel", which a :class:`KestrelCache` needs. Prompts run the prefill kernels.
+        With other caches later tokens run scaled_dot_product_attention, and softcap is honoured.
 
     Fused projections keep their parameters, as rows of one tensor; memory use stays. Where gradients are needed, a
     module's own forward runs. Applying again replaces the earlier choice. Returns a :class:`Report`; print it.
