@@ -391,15 +391,16 @@ def engines_section(results: Path) -> str:
 def engine_table(name: str, found: Json) -> str:
     layers = "" if found["layers"] is None else f", {found['layers']} layers"
     lines = [
-        f"**`{name}`{layers} on {where(found['environment'])}**: random bf16 weights, "
+        f"**`{name}`{layers} on {where(found['environment'])}**: random weights, "
         f"{found['new_tokens']} new tokens, rates from the ninth on.\n",
-        "| | KV cache | sequences | tokens/s | first token | peak memory |",
-        "|---|---|---|---|---|---|",
+        "| | weights | KV cache | sequences | tokens/s | first token | peak memory |",
+        "|---|---|---|---|---|---|---|",
     ]
     for row in found["rows"]:
         way, memory = ENGINE_WAYS[row["way"]], f"{row['peak_gib']:.1f} GiB" if row["peak_gib"] else ""
         figures = f"{row['tokens_per_second']:.0f} | {row['first_ms']:.0f} ms | {memory}"
-        lines.append(f"| {way} | {NAMES[row['kv_cache']]} | {row['batch']} | {figures} |")
+        weights = {"w4": "4 bits"}.get(row.get("weights", "bf16"), "bf16")
+        lines.append(f"| {way} | {weights} | {NAMES[row['kv_cache']]} | {row['batch']} | {figures} |")
     return "\n".join(lines) + "\n"
 
 

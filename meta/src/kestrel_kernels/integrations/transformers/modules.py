@@ -15,6 +15,7 @@ from kestrel_moe import fused_experts, gelu_and_mul, gemv, silu_and_mul, topk_so
 from kestrel_norm import fused_add_rms_norm, rms_norm
 from kestrel_rope import rotary_embedding
 
+from . import w4
 from .cache import KestrelCache, KestrelLayer
 from .masks import NAME, Mask
 from .prompts import Scores
@@ -166,7 +167,7 @@ class Norm:
 class MLP:
     """down(act(gate(x)) * up(x)), gate and up in one product. gate_up None: the module has one layer for both."""
 
-    def __init__(self, module: Any, gate_up: Fused | None, act: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, module: Any, gate_up: Fused | w4.Fused | None, act: Callable[[Tensor], Tensor]) -> None:
         self.module = module
         self.original: Callable[..., Any] = module.forward
         self.gate_up = gate_up
@@ -191,7 +192,7 @@ def activation(name: str) -> Callable[[Tensor], Tensor] | None:
 class Attention:
     """Q, K and V in one product, rotation in place, then the attention function that the config names."""
 
-    def __init__(self, module: Any, qkv: Fused | None, options: Callable[[Any], dict[str, Any]]) -> None:
+    def __init__(self, module: Any, qkv: Fused | w4.Fused | None, options: Callable[[Any], dict[str, Any]]) -> None:
         self.module = module
         self.original: Callable[..., Any] = module.forward
         self.qkv = qkv
