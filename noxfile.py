@@ -259,6 +259,20 @@ def results(session: nox.Session) -> None:
     environment.run("python", "tools/results.py", *session.posargs, env=SOURCE_TREE)
 
 
+@nox.session(default=False)
+def engines(session: nox.Session) -> None:
+    """The real vLLM on the CPU with this library's plugin: downloads 0.4 GB. Arguments go to pytest."""
+    environment = installed(session, list(PACKAGES), [], *MATRIX["test_tools"])
+    listed = (ROOT / "ci" / "vllm.txt").read_text().splitlines()
+    folder = environment.install_beside([line for line in listed if not line.startswith("#")])
+    with session.chdir(empty_folder()):
+        environment.run(
+            *("pytest", "-c", ROOT / "ci" / "pytest.ini", "--rootdir", ROOT, "-q", "--durations=0"),
+            *(PACKAGES["meta"].path / "tests" / "test_integrations_vllm.py", *session.posargs),
+            env={"PYTHONPATH": str(folder), "OMP_NUM_THREADS": str(CORES)},
+        )
+
+
 @nox.session
 def sanitize(session: nox.Session) -> None:
     """The GPU tests under NVIDIA's compute-sanitizer. Arguments go to pytest."""
