@@ -261,16 +261,17 @@ def results(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def engines(session: nox.Session) -> None:
-    """The real vLLM on the CPU with this library's plugin: downloads 0.4 GB. Arguments go to pytest."""
+    """The plugins in the real vLLM and beside SGLang's classes, on the CPU; downloads 1 GB. Arguments go to pytest."""
     environment = installed(session, list(PACKAGES), [], *MATRIX["test_tools"])
-    listed = (ROOT / "ci" / "vllm.txt").read_text().splitlines()
-    folder = environment.install_beside([line for line in listed if not line.startswith("#")])
-    with session.chdir(empty_folder()):
-        environment.run(
-            *("pytest", "-c", ROOT / "ci" / "pytest.ini", "--rootdir", ROOT, "-q", "--durations=0"),
-            *(PACKAGES["meta"].path / "tests" / "test_integrations_vllm.py", *session.posargs),
-            env={"PYTHONPATH": str(folder), "OMP_NUM_THREADS": str(CORES)},
-        )
+    for engine in ("vllm", "sglang"):
+        listed = (ROOT / "ci" / f"{engine}.txt").read_text().splitlines()
+        folder = environment.install_beside([line for line in listed if not line.startswith("#")])
+        with session.chdir(empty_folder()):
+            environment.run(
+                *("pytest", "-c", ROOT / "ci" / "pytest.ini", "--rootdir", ROOT, "-q", "--durations=0"),
+                *(PACKAGES["meta"].path / "tests" / f"test_integrations_{engine}.py", *session.posargs),
+                env={"PYTHONPATH": str(folder), "OMP_NUM_THREADS": str(CORES)},
+            )
 
 
 @nox.session
