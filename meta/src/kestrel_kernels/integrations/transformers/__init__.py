@@ -5,6 +5,7 @@ Needs transformers (the extra ``[transformers]``). Importing this module changes
 
 from __future__ import annotations
 
+from .batching import paged_attention
 from .cache import KestrelCache
 from .generation import generate
 from .patch import TESTED, Report, VersionWarning, apply, restore
@@ -19,6 +20,7 @@ __all__ = [
     "apply",
     "generate",
     "load_w4",
+    "paged_attention",
     "quantize",
     "restore",
 ]
