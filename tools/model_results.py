@@ -385,6 +385,7 @@ def engines_section(results: Path) -> str:
     for path in sorted(results.glob("engines/*.json")):
         for name, found in sorted(json.loads(path.read_text(encoding="utf-8")).items()):
             parts.append(f"{engine_table(name, found)}\n({provenance(found['environment'])})\n")
+        parts.append(f"![tokens per second](results/engines/{path.stem}.svg)\n")
     return "\n".join(parts)
 
 
@@ -427,8 +428,16 @@ def tables(options: argparse.Namespace) -> int:
             stale.append(f"meta/{page.name}")
             if not options.check:
                 page.write_text(fresh, encoding="utf-8")
+    for path in sorted(RESULTS.glob("engines/*.json")):
+        from kestrel_kernels.integrations import plot
+
+        figures, drawn = json.loads(path.read_text(encoding="utf-8")), path.with_suffix(".svg")
+        if not drawn.is_file() or f"rows {plot.digest(figures)}" not in drawn.read_text(encoding="utf-8"):
+            stale.append(f"meta/results/engines/{drawn.name}")
+            if not options.check:
+                plot.draw(figures, drawn)
     if not stale:
-        print("tables of the models are current")
+        print("tables and plots of the models are current")
     elif options.check:
         print(f"out of date: {', '.join(stale)}: `python tools/model_results.py tables` writes it", file=sys.stderr)
         return 1

@@ -10,6 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from kestrel_kernels.cli import app
+from kestrel_kernels.integrations import plot
 from kestrel_kernels.integrations.transformers import bench
 
 TINY = {
@@ -66,11 +67,15 @@ def test_weights_of_4_bits_have_rows_behind_those_of_bf16(tmp_path):
     path.write_text(json.dumps({**TINY, "hidden_size": 128, "intermediate_size": 128}))
     done = run(
         *("--config", path, "--ways", "kestrel", "--batch", 1, "--weights", "w4", "bf16"),
-        *("--prompt", 3, "--new-tokens", 10, "--layers", 1, "--once", "--out", out),
+        *("--prompt", 3, "--new-tokens", 10, "--layers", 1, "--once", "--out", out, "--plot", tmp_path / "plot.svg"),
     )
     assert done.exit_code == 0, done.output
-    [found] = json.loads(out.read_text()).values()
+    figures = json.loads(out.read_text())
+    [found] = figures.values()
     assert [row["weights"] for row in found["rows"]] == ["bf16", "w4"]
+    drawn = (tmp_path / "plot.svg").read_text()
+    assert f"rows {plot.digest(figures)}" in drawn
+    assert all(f">{plot.label(row)}<" in drawn for row in found["rows"])
 
 
 @pytest.mark.parametrize("name", bench.CONFIGS)

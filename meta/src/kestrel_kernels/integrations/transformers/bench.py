@@ -222,6 +222,7 @@ def main(arguments: Sequence[str], *, prog: str) -> int:
     parser.add_argument("--once", action="store_true", help="no run to warm up: the first token includes set-up")
     parser.add_argument("--revision", help="the revision that the JSON names, where there is no git checkout")
     parser.add_argument("--out", type=Path, help="a JSON file whose entry of this configuration and prompt is replaced")
+    parser.add_argument("--plot", type=Path, help="an SVG file of this run's tokens/s; needs matplotlib")
     options = parser.parse_args(list(arguments))
     for name in ("prompt", "new_tokens", "layers"):
         least = SETTLED + 2 if name == "new_tokens" else 1
@@ -239,9 +240,14 @@ def main(arguments: Sequence[str], *, prog: str) -> int:
         parser.error(str(error))
     figures = {name: getattr(options, name) for name in ("prompt", "new_tokens", "layers")}
     figures = {"environment": machine(device, options.revision), **figures, "rows": rows_of(model, options, device)}
+    entry = f"{options.config}, prompt {options.prompt}"
+    if options.plot is not None:
+        from ..plot import draw
+
+        draw({entry: figures}, options.plot)
     if options.out is not None:
         found = json.loads(options.out.read_text(encoding="utf-8")) if options.out.is_file() else {}
-        found[f"{options.config}, prompt {options.prompt}"] = figures
+        found[entry] = figures
         options.out.parent.mkdir(parents=True, exist_ok=True)
         options.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     return 0
