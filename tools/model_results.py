@@ -402,21 +402,23 @@ def engines_section(results: Path) -> str:
     for path in sorted(results.glob("engines/*.json")):
         for name, found in sorted(json.loads(path.read_text(encoding="utf-8")).items()):
             parts.append(f"{engine_table(name, found)}\n({provenance(found['environment'])})\n")
+        parts.append(f"![tokens per second](results/engines/{path.stem}.svg)\n")
     return "\n".join(parts)
 
 
 def engine_table(name: str, found: Json) -> str:
     layers = "" if found["layers"] is None else f", {found['layers']} layers"
     lines = [
-        f"**`{name}`{layers} on {where(found['environment'])}**: random bf16 weights, "
+        f"**`{name}`{layers} on {where(found['environment'])}**: random weights, "
         f"{found['new_tokens']} new tokens, rates from the ninth on.\n",
-        "| | KV cache | sequences | tokens/s | first token | peak memory |",
-        "|---|---|---|---|---|---|",
+        "| | weights | KV cache | sequences | tokens/s | first token | peak memory |",
+        "|---|---|---|---|---|---|---|",
     ]
     for row in found["rows"]:
         way, memory = ENGINE_WAYS[row["way"]], f"{row['peak_gib']:.1f} GiB" if row["peak_gib"] else ""
         figures = f"{row['tokens_per_second']:.0f} | {row['first_ms']:.0f} ms | {memory}"
-        lines.append(f"| {way} | {NAMES[row['kv_cache']]} | {row['batch']} | {figures} |")
+        weights = {"w4": "4 bits"}.get(row.get("weights", "bf16"), "bf16")
+        lines.append(f"| {way} | {weights} | {NAMES[row['kv_cache']]} | {row['batch']} | {figures} |")
     return "\n".join(lines) + "\n"
 
 
@@ -443,8 +445,16 @@ def tables(options: argparse.Namespace) -> int:
             stale.append(f"meta/{page.name}")
             if not options.check:
                 page.write_text(fresh, encoding="utf-8")
+    for path in sorted(RESULTS.glob("engines/*.json")):
+        from kestrel_kernels.integrations import plot
+
+        figures, drawn = json.loads(path.read_text(encoding="utf-8")), path.with_suffix(".svg")
+        if not drawn.is_file() or f"rows {plot.digest(figures)}" not in drawn.read_text(encoding="utf-8"):
+            stale.append(f"meta/results/engines/{drawn.name}")
+            if not options.check:
+                plot.draw(figures, drawn)
     if not stale:
-        print("tables of the models are current")
+        print("tables and plots of the models are current")
     elif options.check:
         print(f"out of date: {', '.join(stale)}: `python tools/model_results.py tables` writes it", file=sys.stderr)
         return 1
