@@ -65,7 +65,7 @@ size_t max_smem_bytes(DLDevice device) {
   return device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device.device_id);
 }
 
-// Of threshold_rows and topk_rows.
+// Of threshold_rows.
 size_t search_smem_bytes(int length, int cluster_size, int threads, Storage storage) {
   const int warps = threads / 32;
   const int row_elements = storage == Storage::shared ? elements_per_warp(length, cluster_size * warps, 8) * warps : 0;
@@ -162,12 +162,18 @@ void allow_shared_memory(DLDevice device) {
 }
 
 template <auto kernel, typename P>
-void launch_clusters(P params, int64_t rows, const Split& split, int unit, DLDevice device) {
+void launch_split(P params, int64_t rows, const Split& split, DLDevice device) {
   params.cluster_size = split.cluster_size;
-  params.elements_per_warp = elements_per_warp(params.length, split.cluster_size * split.threads / 32, unit);
   allow_shared_memory<kernel>(device);
   launch_pdl(kernel, dim3(static_cast<unsigned>(rows * split.cluster_size)), dim3(split.threads), device, params,
              split.smem_bytes, split.cluster_size);
+}
+
+// For kernels that read a contiguous slice per warp, a multiple of `unit`.
+template <auto kernel>
+void launch_slices(Params params, const Split& split, int unit, DLDevice device) {
+  params.elements_per_warp = elements_per_warp(params.length, split.cluster_size * split.threads / 32, unit);
+  launch_split<kernel>(params, params.num_rows, split, device);
 }
 
 template <Kind kind>
@@ -183,16 +189,16 @@ void launch_rejection_rows(Params params, DLDevice device, SplitRequest request)
   params.copy_to_smem = split.in_smem;
   constexpr int unit = kChunkTiles * kTile;
   if (split.first_pass == FirstPass::windowed) {
-    launch_clusters<rejection_rows<kind, FirstPass::windowed>>(params, params.num_rows, split, unit, device);
+    launch_slices<rejection_rows<kind, FirstPass::windowed>>(params, split, unit, device);
   } else {
-    launch_clusters<rejection_rows<kind, FirstPass::plain>>(params, params.num_rows, split, unit, device);
+    launch_slices<rejection_rows<kind, FirstPass::plain>>(params, split, unit, device);
   }
 }
 
 template <Kind kind>
 void launch_top_k_draw(const Params& params, DLDevice device, SplitRequest request) {
   const Split split = split_for_top_k(params.length, params.num_rows, params.max_top_k, device, request);
-  launch_clusters<top_k_draw<kind>>(params, params.num_rows, split, kTileOfGroups, device);
+  launch_split<top_k_draw<kind>>(params, params.num_rows, split, device);
 }
 
 template <Kind kind>
@@ -200,9 +206,9 @@ void launch_threshold_rows(Params params, DLDevice device, SplitRequest request)
   const Split split = split_for_search(params.length, params.num_rows, device, request);
   params.list_capacity = static_cast<int>(candidate_bytes(split.threads) / sizeof(float));
   if (split.in_smem) {
-    launch_clusters<threshold_rows<kind, Storage::shared>>(params, params.num_rows, split, 8, device);
+    launch_slices<threshold_rows<kind, Storage::shared>>(params, split, 8, device);
   } else {
-    launch_clusters<threshold_rows<kind, Storage::global>>(params, params.num_rows, split, 8, device);
+    launch_slices<threshold_rows<kind, Storage::global>>(params, split, 8, device);
   }
 }
 
@@ -396,7 +402,7 @@ void topk_rows_entry(TensorView scores, TensorView values, TensorView indices, b
   p.softmax = softmax;
   p.values = address(values);
   p.indices = reinterpret_cast<int*>(address(indices));
-  launch_clusters<topk_rows>(p, rows, split, kTileOfGroups, device);
+  launch_split<topk_rows>(p, rows, split, device);
 }
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(sample, sample);

@@ -6,22 +6,26 @@
 namespace kestrel::sampling {
 
 constexpr int kSelectBins = 512;
-constexpr int kBinCopies = 8;        // by lane, so that equal keys collide less
-constexpr int kSelectThreads = 256;  // that sum the bins; a block has at least as many
+constexpr int kBinCopies = 4;                 // by lane, so that equal keys collide less
+constexpr int kCopyStride = kSelectBins + 8;  // in other banks
+constexpr int kSelectThreads = 256;           // that sum the bins; a block has at least as many
 constexpr int kMaxSelectThreads = 512;
 
 struct alignas(16) SelectScratch {
-  u32 bins[kSelectBins * kBinCopies];  // zero between calls
+  u32 bins[kBinCopies * kCopyStride];  // zero between calls
   u32 warp_counts[kSelectThreads / 32];
-  u32 in_range;                        // zero between calls
-  u32 bin, above, count;               // the bin with the k-th largest key, the keys above it and in it
-  unsigned long long least, greatest;  // ~0 and 0 between calls
+  u64 warp_least[kMaxSelectThreads / 32], warp_greatest[kMaxSelectThreads / 32];
+  u32 in_range, larger;   // zero between calls
+  u32 bin, above, count;  // the bin with the k-th largest key, the keys above it and in it
 
+  __device__ __forceinline__ void clear_bins() {
+    for (int b = threadIdx.x; b < kBinCopies * kCopyStride / 4; b += blockDim.x)
+      reinterpret_cast<uint4*>(bins)[b] = make_uint4(0, 0, 0, 0);
+  }
   // By all threads, before the barrier that precedes the first call.
   __device__ __forceinline__ void init() {
-    for (int b = threadIdx.x; b < kSelectBins * kBinCopies / 4; b += blockDim.x)
-      reinterpret_cast<uint4*>(bins)[b] = make_uint4(0, 0, 0, 0);
-    if (threadIdx.x == 0) in_range = 0, least = ~u64{0}, greatest = 0;
+    clear_bins();
+    if (threadIdx.x == 0) in_range = larger = 0;
   }
 };
 
@@ -31,49 +35,68 @@ __device__ __forceinline__ u64 warp_max(u64 v) {
   return static_cast<u64>(high) << 32 | low;
 }
 
-// The place of a lane's `n` entries in a list, which grows by those of all lanes.
+// The place of a lane's `n` entries, at most 15, in a list, which grows by those of all lanes.
 __device__ __forceinline__ u32 append_place(u32* size, u32 n, int lane) {
-  const u32 own = (2u << lane) - 1;  // the lanes up to this one
-  const u32 up_to = static_cast<u32>(__popc(__ballot_sync(kAllLanes, n & 1) & own)) +
-                    2 * __popc(__ballot_sync(kAllLanes, n & 2) & own) +
-                    4 * __popc(__ballot_sync(kAllLanes, n & 4) & own) +
-                    8 * __popc(__ballot_sync(kAllLanes, n & 8) & own);
-  const u32 all = __shfl_sync(kAllLanes, up_to, 31);
+  const u32 some = __ballot_sync(kAllLanes, n > 0), below = (1u << lane) - 1;
+  if (some == 0) return 0;
+  u32 before = __popc(some & below), all = __popc(some);
+  if (__any_sync(kAllLanes, n > 1)) {
+    before = all = 0;
+#pragma unroll
+    for (int bit = 0; bit < 4; ++bit) {
+      const u32 lanes = __ballot_sync(kAllLanes, n >> bit & 1);
+      before += static_cast<u32>(__popc(lanes & below)) << bit, all += static_cast<u32>(__popc(lanes)) << bit;
+    }
+  }
   u32 place = 0;
-  if (lane == 0 && all > 0) place = atomicAdd(size, all);
-  return __shfl_sync(kAllLanes, place, 0) + up_to - n;
+  if (lane == 0) place = atomicAdd(size, all);
+  return __shfl_sync(kAllLanes, place, 0) + before;
 }
 
-// A key L such that at least k of the keys in [low, high] reach it (all, if there are fewer), and at most `limit`. No
-// more than limit - k keys may be equal, and no key may exceed `high`. for_each(visit) visits this thread's keys.
+// Keys have a value in their upper half and an order among equal values, at most `last`, in their lower half.
+//
+// A key L such that at least k keys reach it (all of [low, high], if there are fewer), and at most `limit`, among them
+// `above` keys that exceed high. No more than limit - k keys may be equal. for_each(visit) visits this thread's keys.
 template <typename Items>
-__device__ __forceinline__ u64 select(SelectScratch* scratch, u64 low, u64 high, u32 k, u32 limit,
+__device__ __forceinline__ u64 select(SelectScratch* scratch, u64 low, u64 high, u32 last, u32 above, u32 k, u32 limit,
                                       const Items& for_each) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-  u32 above = 0;  // keys > high
 #pragma unroll 1
   for (;;) {
     const int shift = max(0, 64 - __clzll(static_cast<long long>(high - low)) - 9);
     static_assert(kSelectBins == 1 << 9);
-    u32 in_range = 0;
+    u32 in_range = 0, larger = 0;
     for_each([&](u64 key) {
       if (key < low || key > high) return;
       ++in_range;
+      larger += key >> 32 > low >> 32;
       const u32 bin = static_cast<u32>((key - low) >> shift);
-      if (bin > 0) atomicAdd(&scratch->bins[bin * kBinCopies + lane % kBinCopies], 1u);
+      if (bin > 0) atomicAdd(&scratch->bins[lane % kBinCopies * kCopyStride + bin], 1u);
     });
-    in_range = __reduce_add_sync(kAllLanes, in_range);
-    if (lane == 0 && in_range > 0) atomicAdd(&scratch->in_range, in_range);
+    in_range = __reduce_add_sync(kAllLanes, in_range), larger = __reduce_add_sync(kAllLanes, larger);
+    if (lane == 0 && in_range > 0) {
+      atomicAdd(&scratch->in_range, in_range);
+      if (larger > 0) atomicAdd(&scratch->larger, larger);
+    }
     __syncthreads();
+    if (high >> 32 > low >> 32 && above + scratch->larger < k) {
+      // Too few values are larger than that of `low`: only the order of the equal ones remains.
+      above += scratch->larger;
+      high = (low >> 32 << 32) + last;
+      __syncthreads();
+      scratch->init();
+      __syncthreads();
+      continue;
+    }
     // From the highest bin on, two a thread.
     u32 upper = 0, lower = 0, up_to = 0;
     if (threadIdx.x < kSelectThreads) {
-      uint4* bins = reinterpret_cast<uint4*>(scratch->bins + (kSelectBins - 2 - 2 * threadIdx.x) * kBinCopies);
 #pragma unroll
-      for (int part = 0; part < 4; ++part) {
-        const uint4 n = bins[part];
-        bins[part] = make_uint4(0, 0, 0, 0);
-        (part < 2 ? lower : upper) += n.x + n.y + n.z + n.w;
+      for (int copy = 0; copy < kBinCopies; ++copy) {
+        uint2* bins = reinterpret_cast<uint2*>(scratch->bins + copy * kCopyStride + kSelectBins - 2 - 2 * threadIdx.x);
+        const uint2 n = *bins;
+        *bins = make_uint2(0, 0);
+        lower += n.x, upper += n.y;
       }
       up_to = lower + upper;
 #pragma unroll
@@ -101,7 +124,7 @@ __device__ __forceinline__ u64 select(SelectScratch* scratch, u64 low, u64 high,
           scratch->above = reached;
           scratch->count = scratch->in_range - (reached - above);
         }
-        scratch->in_range = 0;
+        scratch->in_range = scratch->larger = 0;
       }
     }
     __syncthreads();
@@ -110,22 +133,22 @@ __device__ __forceinline__ u64 select(SelectScratch* scratch, u64 low, u64 high,
     if (above + scratch->count <= limit || shift == 0) return low;
     // The range of the keys in this bin, which may be much narrower.
     high = min(high, low + (u64{1} << shift) - 1);
-    unsigned long long least = ~u64{0}, greatest = 0;
+    u64 least = ~u64{0}, greatest = 0;
     for_each([&](u64 key) {
       if (key < low || key > high) return;
-      least = key < least ? key : least, greatest = key > greatest ? key : greatest;
+      least = min(least, key), greatest = max(greatest, key);
     });
     least = ~warp_max(~least), greatest = warp_max(greatest);
-    if (lane == 0) atomicMin(&scratch->least, least), atomicMax(&scratch->greatest, greatest);
+    if (lane == 0) scratch->warp_least[warp] = least, scratch->warp_greatest[warp] = greatest;
     __syncthreads();
-    low = scratch->least, high = scratch->greatest;
-    __syncthreads();
-    if (threadIdx.x == 0) scratch->least = ~u64{0}, scratch->greatest = 0;
+    const int other = lane % (blockDim.x / 32);
+    low = ~warp_max(~scratch->warp_least[other]), high = warp_max(scratch->warp_greatest[other]);
   }
 }
 
-// Writes the k largest of `count` different keys in descending order: every key is compared with all others.
-__device__ __forceinline__ void rank_keys(const u64* keys, int count, int k, u64* ranked) {
+// Calls write(place, key) for the k largest of `count` different keys: every key is compared with all others.
+template <typename Write>
+__device__ __forceinline__ void rank_keys(const u64* keys, int count, int k, Write write) {
   constexpr int kLanes = 8;  // per key
 #pragma unroll 1
   for (int base = 0; base < count; base += blockDim.x / kLanes) {
@@ -136,7 +159,7 @@ __device__ __forceinline__ void rank_keys(const u64* keys, int count, int k, u64
     for (int other = threadIdx.x % kLanes; other < count; other += kLanes) place += keys[other] > key;
 #pragma unroll
     for (int distance = 1; distance < kLanes; distance *= 2) place += __shfl_xor_sync(kAllLanes, place, distance);
-    if (threadIdx.x % kLanes == 0 && own < count && place < k) ranked[place] = key;
+    if (threadIdx.x % kLanes == 0 && own < count && place < k) write(place, key);
   }
 }
 

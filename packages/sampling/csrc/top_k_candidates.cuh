@@ -40,7 +40,7 @@ struct TopKLayout {
 struct alignas(16) TopKScratch {
   SelectScratch select;
   u32 least_max, largest;  // of the maxima of segments that cover k groups; of the row
-  u32 num_groups, num_candidates;
+  u32 num_groups, num_candidates, num_larger;
   u32 random_word;
   int num_kept;
   u64 point;
@@ -173,23 +173,32 @@ struct TopKRow {
   __device__ __forceinline__ void for_each_pack(const u32* groups, int num_groups, F f) const {
     const int packs_per_group = chunk_bits - 5 - pack_bits;  // as a power of two
     const int all = num_groups << packs_per_group;
+    constexpr int kPacks = scores ? 2 : 1;  // loaded together
 #pragma unroll 1
-    for (int base = 0; base < all; base += blockDim.x) {
-      const int own = base + threadIdx.x;
-      int i = length;
-      if (own < all) {
-        const u32 group = groups[own >> packs_per_group];
-        const int pack = own & ((1 << packs_per_group) - 1);
-        i = (static_cast<int>(group >> 5) << chunk_bits) + (pack << (5 + pack_bits)) +
-            (static_cast<int>(group & 31) << pack_bits);
-      }
-      float v[8];
-      load(i, v);
-      u32 keys[8];
-      const int size = 1 << pack_bits;
+    for (int base = threadIdx.x; base - static_cast<int>(threadIdx.x) < all; base += kPacks * blockDim.x) {
+      int i[kPacks];
+      float v[kPacks][8];
 #pragma unroll
-      for (int e = 0; e < 8; ++e) keys[e] = e < size ? key(v[e]) : 0;
-      f(keys, i, min(size, length - i));
+      for (int n = 0; n < kPacks; ++n) {
+        const int own = base + n * blockDim.x;
+        i[n] = length;
+        if (own < all) {
+          const u32 group = groups[own >> packs_per_group];
+          const int pack = own & ((1 << packs_per_group) - 1);
+          i[n] = (static_cast<int>(group >> 5) << chunk_bits) + (pack << (5 + pack_bits)) +
+                 (static_cast<int>(group & 31) << pack_bits);
+        }
+        load(i[n], v[n]);
+      }
+#pragma unroll
+      for (int n = 0; n < kPacks; ++n) {
+        if (n > 0 && base - static_cast<int>(threadIdx.x) + n * static_cast<int>(blockDim.x) >= all) break;
+        u32 keys[8];
+        const int size = 1 << pack_bits;
+#pragma unroll
+        for (int e = 0; e < 8; ++e) keys[e] = e < size ? key(v[n][e]) : 0;
+        f(keys, i[n], min(size, length - i[n]));
+      }
     }
   }
 };
@@ -215,7 +224,7 @@ struct TopKSelector {
     scratch->select.init();
     if (threadIdx.x == 0) {
       scratch->least_max = 0xffffffffu, scratch->largest = 0;
-      scratch->num_groups = scratch->num_candidates = 0;
+      scratch->num_groups = scratch->num_candidates = scratch->num_larger = 0;
       scratch->row_mass = 0;
     }
   }
@@ -270,7 +279,8 @@ struct TopKSelector {
     u64 low = static_cast<u64>(max(scratch->least_max, Row::kLeastKey)) << 32;
     if (static_cast<int>(num_maxima) > max_groups) {
       const u64 high = static_cast<u64>(largest) << 32 | static_cast<u32>(layout.num_chunks - 1);
-      low = select(&scratch->select, low, high, k, max_groups, for_each_max);
+      low = select(&scratch->select, low, high, layout.num_chunks - 1, 0, k, max_groups, for_each_max);
+      if (static_cast<u32>(low) >= static_cast<u32>(layout.num_chunks)) low = ((low >> 32) + 1) << 32;  // no such chunk
     }
 #pragma unroll 1
     for (u32 base = 0; base < num_maxima; base += 4 * blockDim.x) {
@@ -290,30 +300,42 @@ struct TopKSelector {
     }
     __syncthreads();
     const int num_groups = static_cast<int>(scratch->num_groups);
-    const u64 least = max(low >> 32, u64{Row::kLeastKey}) << 32;
-    int count = append(least, num_groups);
-    if (count <= layout.max_candidates) return count;
-    // Too many equal or nearly equal elements.
-    const u64 high = static_cast<u64>(largest) << 32 | static_cast<u32>(row.length - 1);
-    low = select(&scratch->select, least, high, k, layout.max_candidates, [&](auto visit) {
-      row.for_each_pack(groups(), num_groups, [&](const u32(&keys)[8], int i, int size) {
+    // Of the elements equal to the smallest of these maxima, those up to the last chunk of an equal maximum suffice.
+    const int last_chunk = layout.num_chunks - 1 - static_cast<int>(static_cast<u32>(low));
+    low = low >> 32 << 32 | static_cast<u32>(max(0, row.length - ((last_chunk + 1) << layout.chunk_bits)));
+    // A second time if too many elements are equal or nearly equal.
+#pragma unroll 1
+    for (;;) {
+      const int count = append(low, num_groups);
+      if (count <= layout.max_candidates) return count;
+      const u32 num_larger = scratch->num_larger, last = static_cast<u32>(row.length - 1);
+      const bool equal = num_larger < k;
+      const u64 high = static_cast<u64>(equal ? static_cast<u32>(low >> 32) : largest) << 32 | last;
+      const auto for_each_element = [&](auto visit) {
+        row.for_each_pack(groups(), num_groups, [&](const u32(&keys)[8], int i, int size) {
 #pragma unroll
-        for (int e = 0; e < 8; ++e) {
-          if (e < size) visit(row.key(keys[e], i + e));
-        }
-      });
-    });
-    if (threadIdx.x == 0) scratch->num_candidates = 0;
-    __syncthreads();
-    return append(low, num_groups);
+          for (int e = 0; e < 8; ++e) {
+            if (e < size) visit(row.key(keys[e], i + e));
+          }
+        });
+      };
+      low =
+          select(&scratch->select, low, high, last, equal ? num_larger : 0, k, layout.max_candidates, for_each_element);
+      if (threadIdx.x == 0) scratch->num_candidates = 0;
+      __syncthreads();
+    }
   }
 
   // Lists the elements of the groups that reach `low`, as far as there is space. Returns their number.
   __device__ __forceinline__ int append(u64 low, int num_groups) const {
+    u32 num_larger = 0;
     row.for_each_pack(groups(), num_groups, [&](const u32(&keys)[8], int i, int size) {
       u32 chosen = 0;
 #pragma unroll
-      for (int e = 0; e < 8; ++e) chosen |= static_cast<u32>(e < size && row.key(keys[e], i + e) >= low) << e;
+      for (int e = 0; e < 8; ++e) {
+        chosen |= static_cast<u32>(e < size && row.key(keys[e], i + e) >= low) << e;
+        num_larger += e < size && keys[e] > static_cast<u32>(low >> 32);
+      }
       u32 place = append_place(&scratch->num_candidates, __popc(chosen), cluster.lane);
 #pragma unroll
       for (int e = 0; e < 8; ++e) {
@@ -323,20 +345,26 @@ struct TopKSelector {
         }
       }
     });
+    num_larger = __reduce_add_sync(kAllLanes, num_larger);
+    if (cluster.lane == 0 && num_larger > 0) atomicAdd(&scratch->num_larger, num_larger);
     __syncthreads();
     return static_cast<int>(scratch->num_candidates);
   }
 
-  // The k largest in descending order.
-  __device__ __forceinline__ const u64* ordered(int count, int k) const {
+  // The k largest in descending order. write(place, key) is called for each.
+  template <typename Write>
+  __device__ __forceinline__ const u64* order(int count, int k, Write write) const {
+    u64* to = candidates();
     if (layout.max_candidates == kMaxRanked) {
-      rank_keys(candidates(), count, k, ranked());
+      to = ranked();
+      rank_keys(candidates(), count, k, [&](int place, u64 key) { to[place] = key, write(place, key); });
+    } else {
+      sort_descending(to, count);
       __syncthreads();
-      return ranked();
+      for (int place = threadIdx.x; place < k; place += blockDim.x) write(place, to[place]);
     }
-    sort_descending(candidates(), count);
     __syncthreads();
-    return candidates();
+    return to;
   }
 };
 

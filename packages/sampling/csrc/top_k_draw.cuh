@@ -135,10 +135,9 @@ __global__ void __launch_bounds__(kMaxSelectThreads, 2) top_k_draw(const __grid_
   }
   const int count = selector.collect(k);
   k = min(k, count);
-  const u64* const keys = selector.ordered(count, k);
   u64* const masses = selector.masses();
-  for (int n = threadIdx.x; n < k; n += blockDim.x) masses[n] = mass_of(weight_fn.scaled(row.value(keys[n]) * factor));
-  __syncthreads();
+  const u64* const keys = selector.order(
+      count, k, [&](int place, u64 key) { masses[place] = mass_of(weight_fn.scaled(row.value(key) * factor)); });
   if (threadIdx.x < 32) keep_top_p(scratch, masses, k, joint ? scratch->row_mass : 0, q32);
   __syncthreads();
   const auto write = [&](u64 key) { p.ids[row_idx] = row.index(key), p.valid[row_idx] = true; };

@@ -12,7 +12,6 @@ struct TopKParams {
   int dtype = kRowFloat32;
   int length = 0;
   int cluster_size = 1;
-  int elements_per_warp = 0;  // not used
   int k = 0;
   int max_top_k = 0;  // see TopKLayout
   bool softmax = false;
@@ -65,7 +64,7 @@ __global__ void __launch_bounds__(kMaxSelectThreads, 2) topk_rows(const __grid_c
   selector.read_row(p.k);
   cluster.sync();
   if (cluster.block_rank != 0) return;
-  const u64* const keys = selector.ordered(selector.collect(p.k), p.k);
+  const u64* const keys = selector.order(selector.collect(p.k), p.k, [](int, u64) {});
   write_sorted(p, row_idx, row, keys, &scratch->softmax_sum);
 }
 
