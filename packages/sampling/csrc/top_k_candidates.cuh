@@ -7,6 +7,7 @@
 // among all maxima, reads them once more and collects the elements that reach the smallest of their maxima.
 #pragma once
 
+#include "async_exchange.cuh"
 #include "select.cuh"
 
 namespace kestrel::sampling {
@@ -17,6 +18,13 @@ constexpr int kGroup = 32;        // elements that a lane loads together
 constexpr int kTileOfGroups = 32 * kGroup;
 constexpr int kMaxRanked = 256;  // candidates that are ranked
 constexpr int kMaxSorted = 2048;
+
+// Architectures other than sm_90 would spill with as few registers as two blocks leave.
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ == 900
+constexpr int kTopKBlocksPerSm = 2;
+#else
+constexpr int kTopKBlocksPerSm = 1;
+#endif
 
 // How the shared memory of a block is divided, for any k up to max_k.
 struct TopKLayout {
@@ -37,15 +45,24 @@ struct TopKLayout {
   __host__ __device__ size_t bytes() const { return maxima() + sizeof(u32) * 32 * num_chunks; }
 };
 
+constexpr int kMaxTopKWarps = 8 * kMaxSelectThreads / 32;  // of a cluster
+
 struct alignas(16) TopKScratch {
   SelectScratch select;
-  u32 least_max, largest;  // of the maxima of segments that cover k groups; of the row
+  u64 received;               // mbarrier of the first block
+  u64 ranges[kMaxTopKWarps];  // a TopKRange of each warp of the cluster
+  u32 largest;                // element of the row
   u32 num_groups, num_candidates, num_larger;
   u32 random_word;
   int num_kept;
   u64 point;
   u64 row_mass;
   float softmax_sum;
+};
+
+// Keys of values: a lower bound of the k-th largest maximum of a group, and the largest element.
+struct TopKRange {
+  u32 least, largest;
 };
 
 // What a row holds decides what NaN means: an invalid row, or (scores) the smallest of all elements.
@@ -223,21 +240,24 @@ struct TopKSelector {
     if (cluster.block_rank != 0) return;
     scratch->select.init();
     if (threadIdx.x == 0) {
-      scratch->least_max = 0xffffffffu, scratch->largest = 0;
       scratch->num_groups = scratch->num_candidates = scratch->num_larger = 0;
       scratch->row_mass = 0;
+      ptx::mbarrier_init(&scratch->received, 1);
+      ptx::fence_mbarrier_init();
     }
   }
 
-  // The pass over the row, by the cluster. The first block receives the largest element of every group. Includes the
-  // cluster's wait(); sync() must follow.
+  // The pass over the row, by the cluster. The first block receives the largest element of every group, and of each
+  // warp the largest of all and the smallest maximum of segments that cover k groups. Includes the cluster's wait().
   __device__ __forceinline__ void read_row(int k) const {
-    // The maximum of each segment of a chunk is one of k or more maxima if enough lanes are apart.
     const int full_chunks = row.length >> row.chunk_bits;
+    // k lanes or more are in different segments, if there are enough.
     int segment = 32;
     while (segment > 1 && full_chunks * (32 / segment) < k) segment /= 2;
-    u32* to = cluster.map_shared(maxima(), 0);
-    u32 least = 0xffffffffu, most = 0;
+    const u32 to = ptx::map_shared(ptx::shared_address(maxima()), 0),
+              range_to = ptx::map_shared(ptx::shared_address(&scratch->ranges[cluster.warp]), 0),
+              received = ptx::map_shared(ptx::shared_address(&scratch->received), 0);
+    u32 least = full_chunks * (32 / segment) < k ? 0 : 0xffffffffu, most = 0;
     bool first = true;
 #pragma unroll 1
     for (int chunk = cluster.warp; first || chunk < layout.num_chunks; chunk += cluster.num_warps) {
@@ -245,7 +265,12 @@ struct TopKSelector {
       if (first) cluster.wait();
       first = false;
       if (chunk >= layout.num_chunks) break;
-      to[chunk * 32 + cluster.lane] = own;
+      const int group = chunk * 32 + cluster.lane;
+      if (cluster.size > 1) {
+        ptx::store_async(to + 4 * group, own, received);
+      } else {
+        maxima()[group] = own;
+      }
       most = max(most, own);
       u32 of_segment = own;
 #pragma unroll 1
@@ -254,18 +279,38 @@ struct TopKSelector {
       if (chunk < full_chunks) least = min(least, of_segment);
     }
     least = __reduce_min_sync(kAllLanes, least), most = __reduce_max_sync(kAllLanes, most);
-    if (cluster.lane == 0) {
-      TopKScratch* first_block = cluster.map_shared(scratch, 0);
-      atomicMin(&first_block->least_max, full_chunks * (32 / segment) < k ? 0 : least);
-      atomicMax(&first_block->largest, most);
+    const u64 range = static_cast<u64>(most) << 32 | least;
+    if (cluster.lane != 0) return;
+    if (cluster.size > 1) {
+      ptx::store_async(range_to, range, received);
+    } else {
+      scratch->ranges[cluster.warp] = range;
     }
   }
 
-  // The rest is by the first block. Collects the k largest elements (or all with mass, if these are fewer) and perhaps
+  // The rest is by the first block. Waits for what read_row() sends.
+  __device__ __forceinline__ TopKRange receive() const {
+    if (cluster.size > 1) {
+      if (threadIdx.x == 0)
+        ptx::mbarrier_arrive_expect_tx(&scratch->received, 128 * layout.num_chunks + 8 * cluster.num_warps);
+      ptx::mbarrier_wait_cluster(&scratch->received, 0);
+    } else {
+      __syncthreads();
+    }
+    TopKRange range = {0xffffffffu, 0};
+#pragma unroll 1
+    for (int warp = cluster.lane; warp < cluster.num_warps; warp += 32) {
+      range.least = min(range.least, static_cast<u32>(scratch->ranges[warp]));
+      range.largest = max(range.largest, static_cast<u32>(scratch->ranges[warp] >> 32));
+    }
+    return {__reduce_min_sync(kAllLanes, range.least), __reduce_max_sync(kAllLanes, range.largest)};
+  }
+
+  // Collects the k largest elements (or all with mass, if these are fewer) and perhaps
   // some more, and returns their number. The caller synchronises.
-  __device__ __forceinline__ int collect(int k) const {
+  __device__ __forceinline__ int collect(int k, const TopKRange& range) const {
     const int max_groups = k + k / 8 + 32;
-    const u32 largest = scratch->largest, num_maxima = 32 * layout.num_chunks;
+    const u32 num_maxima = 32 * layout.num_chunks;
     const u32* const of_group = maxima();
     const auto for_each_max = [&](auto visit) {
 #pragma unroll 2
@@ -276,9 +321,9 @@ struct TopKSelector {
         visit(static_cast<u64>(four.z) << 32 | rest), visit(static_cast<u64>(four.w) << 32 | rest);
       }
     };
-    u64 low = static_cast<u64>(max(scratch->least_max, Row::kLeastKey)) << 32;
+    u64 low = static_cast<u64>(max(range.least, Row::kLeastKey)) << 32;
     if (static_cast<int>(num_maxima) > max_groups) {
-      const u64 high = static_cast<u64>(largest) << 32 | static_cast<u32>(layout.num_chunks - 1);
+      const u64 high = static_cast<u64>(range.largest) << 32 | static_cast<u32>(layout.num_chunks - 1);
       low = select(&scratch->select, low, high, layout.num_chunks - 1, 0, k, max_groups, for_each_max);
       if (static_cast<u32>(low) >= static_cast<u32>(layout.num_chunks)) low = ((low >> 32) + 1) << 32;  // no such chunk
     }
@@ -310,7 +355,7 @@ struct TopKSelector {
       if (count <= layout.max_candidates) return count;
       const u32 num_larger = scratch->num_larger, last = static_cast<u32>(row.length - 1);
       const bool equal = num_larger < k;
-      const u64 high = static_cast<u64>(equal ? static_cast<u32>(low >> 32) : largest) << 32 | last;
+      const u64 high = static_cast<u64>(equal ? static_cast<u32>(low >> 32) : range.largest) << 32 | last;
       const auto for_each_element = [&](auto visit) {
         row.for_each_pack(groups(), num_groups, [&](const u32(&keys)[8], int i, int size) {
 #pragma unroll

@@ -92,7 +92,7 @@ __device__ __forceinline__ void draw_by_sort(u64* keys, const u64* masses, int k
 }
 
 template <Kind kind>
-__global__ void __launch_bounds__(kMaxSelectThreads, 2) top_k_draw(const __grid_constant__ Params p) {
+__global__ void __launch_bounds__(kMaxSelectThreads, kTopKBlocksPerSm) top_k_draw(const __grid_constant__ Params p) {
   constexpr bool logits = kind == Kind::logits;
   const Cluster cluster(p.cluster_size);
   const int64_t row_idx = cluster.row_idx();
@@ -114,13 +114,20 @@ __global__ void __launch_bounds__(kMaxSelectThreads, 2) top_k_draw(const __grid_
   if (is_rng_thread) scratch->random_word = random_word(seed, offset);
   const float min_p = p.min_p.at(row_idx);
   const u64 q32 = top_p_q32(p.top_p.at(row_idx));
-  cluster.sync();
 
   const bool joint = p.joint && q32 < kQ32One;
-  if (cluster.block_rank != 0 && !joint) return;
-  const u32 largest = cluster.map_shared(scratch, 0)->largest;
+  TopKRange range = {};
+  if (cluster.block_rank == 0) range = selector.receive();
+  if (joint) {
+    if (cluster.block_rank == 0) scratch->largest = range.largest;
+    cluster.sync();
+    range.largest = cluster.map_shared(scratch, 0)->largest;
+  } else if (cluster.block_rank != 0) {
+    return;
+  }
   WeightFn<kind> weight_fn;
-  weight_fn.top = largest == TopKRow<kind>::kNan ? not_a_number() : row.value(static_cast<u64>(largest) << 32);
+  weight_fn.top =
+      range.largest == TopKRow<kind>::kNan ? not_a_number() : row.value(static_cast<u64>(range.largest) << 32);
   const bool valid = weight_fn.top > (logits ? -INFINITY : 0.f) && weight_fn.top < INFINITY && !isnan(temperature);
   const float factor = !logits && weight_fn.top < 0x1p-60f ? 0x1p64f : 1.f;
   if constexpr (logits) weight_fn.set_temperature(temperature <= 0.f ? 1.f : temperature);
@@ -133,7 +140,7 @@ __global__ void __launch_bounds__(kMaxSelectThreads, 2) top_k_draw(const __grid_
     if (threadIdx.x == 0) p.ids[row_idx] = 0, p.valid[row_idx] = false;
     return;
   }
-  const int count = selector.collect(k);
+  const int count = selector.collect(k, range);
   k = min(k, count);
   u64* const masses = selector.masses();
   const u64* const keys = selector.order(

@@ -50,7 +50,7 @@ __device__ __forceinline__ void write_sorted(const TopKParams& p, int64_t row_id
   }
 }
 
-__global__ void __launch_bounds__(kMaxSelectThreads, 2) topk_rows(const __grid_constant__ TopKParams p) {
+__global__ void __launch_bounds__(kMaxSelectThreads, kTopKBlocksPerSm) topk_rows(const __grid_constant__ TopKParams p) {
   const Cluster cluster(p.cluster_size);
   const int64_t row_idx = cluster.row_idx();
   TopKScratch* const scratch = reinterpret_cast<TopKScratch*>(dynamic_shared_memory());
@@ -62,9 +62,9 @@ __global__ void __launch_bounds__(kMaxSelectThreads, 2) topk_rows(const __grid_c
   pdl_wait();
   pdl_trigger();
   selector.read_row(p.k);
-  cluster.sync();
   if (cluster.block_rank != 0) return;
-  const u64* const keys = selector.order(selector.collect(p.k), p.k, [](int, u64) {});
+  const TopKRange range = selector.receive();
+  const u64* const keys = selector.order(selector.collect(p.k, range), p.k, [](int, u64) {});
   write_sorted(p, row_idx, row, keys, &scratch->softmax_sum);
 }
 
