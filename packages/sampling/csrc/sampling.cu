@@ -137,11 +137,15 @@ RejectionSplit split_for_rejection(const Params& params, DLDevice device, bool f
                     /*copy_to_smem=*/false);
 }
 
-// Of top_k_draw and topk_rows. Few rows: clusters that fill the GPU. Many rows: blocks that share multiprocessors.
+// Of top_k_draw and topk_rows. Few rows: clusters on half of the multiprocessors, so that the next launch finds space.
+// Many rows: blocks that share multiprocessors.
 Split split_for_top_k(int length, int64_t rows, int max_top_k, DLDevice device, SplitRequest request) {
   const int64_t sms = num_sms(device);
   auto [cluster_size, threads] = request;
-  if (!cluster_size) cluster_size = rows * 8 <= sms ? 8 : rows * 4 <= sms ? 4 : rows <= sms ? 2 : 1;
+  if (!cluster_size) {
+    cluster_size = 8;
+    while (cluster_size > 1 && 2 * rows * cluster_size > sms) cluster_size /= 2;
+  }
   if (!has_clusters(device)) cluster_size = 1;
   if (!threads) threads = rows <= 2 * sms ? kMaxSelectThreads : kSelectThreads;
   threads = threads < kMaxSelectThreads ? kSelectThreads : kMaxSelectThreads;
