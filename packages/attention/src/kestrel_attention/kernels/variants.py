@@ -208,6 +208,49 @@ class PrefillVariant:
         return kernel, kernel.arguments()
 
 
+@dataclass(frozen=True)
+class HopperPrefillVariant:
+    """Attention of many queries with warpgroup matrix products (prefill_hopper.py), for heads of up to ``head_dim``."""
+
+    dtype: str
+    head_dim: int
+    key_tile: int = 128
+    consumers: int = 2
+    """Warpgroups that multiply, of 64 queries each."""
+    num_stages: int = 2
+    producer_registers: int = 56
+    consumer_registers: int = 224
+    vector_loads: bool = False
+    archs: tuple[str, ...] = ("90a",)
+    """Architectures that have the kernel."""
+
+    @property
+    def name(self) -> str:
+        return f"prefill_{self.dtype}_hopper_d{self.head_dim}"
+
+    def kernel(self, arch: str) -> tuple[Any, tuple[Any, ...]]:
+        """The kernel object and the arguments to compile it with."""
+        from .prefill_hopper import PrefillHopper
+
+        kernel = PrefillHopper(
+            dtype=numeric_type(self.dtype),
+            head_dim=self.head_dim,
+            key_tile=self.key_tile,
+            warps=4,
+            row_tiles=1,
+            num_stages=self.num_stages,
+            queries_in_registers=False,
+            ctas_per_sm=1,
+            pdl=supports_pdl(arch),
+            codes=False,
+            by_bits=False,
+            consumers=self.consumers,
+            producer_registers=self.producer_registers,
+            consumer_registers=self.consumer_registers,
+        )
+        return kernel, kernel.arguments()
+
+
 def numeric_type(dtype: str) -> Any:
     """The DSL's type of this name; kernels for EITHER see 16-bit elements as bf16."""
     from kestrel_runtime.cute_dsl import numeric
@@ -265,8 +308,27 @@ PREFILL = tuple(
     )
 )
 
+PREFILL_HOPPER = tuple(
+    variant
+    for dtype in DTYPES
+    for variant in (
+        HopperPrefillVariant(dtype, 64, num_stages=3),
+        HopperPrefillVariant(dtype, 80),
+        HopperPrefillVariant(dtype, 96),
+        HopperPrefillVariant(dtype, 128),
+        HopperPrefillVariant(dtype, 256, key_tile=64, producer_registers=40, consumer_registers=232),
+    )
+)
+
 VARIANTS: tuple[
-    DecodeVariant | CombineVariant | AppendVariant | TauTailVariant | MergeVariant | PrefillVariant, ...
+    DecodeVariant
+    | CombineVariant
+    | AppendVariant
+    | TauTailVariant
+    | MergeVariant
+    | PrefillVariant
+    | HopperPrefillVariant,
+    ...,
 ] = (
     *(variant for dtype in DTYPES for variant in _decode_variants(dtype)),
     *QUANTISED,
@@ -275,6 +337,7 @@ VARIANTS: tuple[
     *(AppendVariant(EITHER, cache) for cache in ("e5m2", "int8", "int4")),
     *(TauTailVariant(dtype, table) for dtype in (*DTYPES, "fp32") for table in sorted({dtype, "fp32"})),
     *PREFILL,
+    *PREFILL_HOPPER,
     *(MergeVariant(dtype) for dtype in (*DTYPES, "fp32")),
 )
 
@@ -293,6 +356,12 @@ def prefilling(dtype: str, cache: str, head_dim: int, short: bool = False) -> Pr
     """The compiled prefill variant for a head dimension, or None. cache: "same" or "fp8"; short: see PrefillVariant."""
     fitting = [v for v in PREFILL if v.dtype == dtype and v.cache == cache and v.head_dim >= head_dim]
     return min(fitting, key=lambda v: (v.head_dim, v.short != short), default=None)
+
+
+def prefilling_on_hopper(dtype: str, cache: str, head_dim: int) -> HopperPrefillVariant | None:
+    """The compiled variant with warpgroup matrix products for a head dimension, or None."""
+    fitting = [v for v in PREFILL_HOPPER if v.dtype == dtype and cache == "same" and v.head_dim >= head_dim]
+    return min(fitting, key=lambda v: v.head_dim, default=None)
 
 
 def compilable(dtype: str, cache: str, head_dim: int) -> tuple[DecodeVariant, ...]:

@@ -1,0 +1,567 @@
+"""Attention of many queries on Hopper: warp-specialised, with warpgroup matrix products (wgmma).
+
+A thread block takes 64 queries a consumer warpgroup of one head, and visits the tiles of keys that any of them sees.
+The producer warpgroup gathers keys and values by cp.async into pipeline stages of their own. A consumer multiplies
+queries with the next tile's keys, and the weights of the last tile, in registers, with its values, while it computes
+the softmax in between (FlashAttention-3, arXiv 2407.08608). Thread blocks are persistent, longest rows first. A row's
+result does not depend on the tile that it is in.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, Uint32
+
+from kestrel_runtime.cute_dsl import hopper, numeric, pdl, ptx
+
+from . import scores
+from .parameters import PrefillScalars, PrefillTensors
+from .prefill import Keys, Prefill, Scales, Visible, divide, once_if
+from .scores import LOG2_E, RESCALE_SLACK
+
+PRODUCERS = 128  # threads
+WARPGROUP_ROWS = 64
+
+
+class Pipe(NamedTuple):
+    """Where a thread block's shared memory holds what."""
+
+    queries: Int32
+    keys: Int32
+    values: Int32
+    keys_full: Int32  # mbarriers, one of each stage
+    keys_empty: Int32
+    values_full: Int32
+    values_empty: Int32
+    exists: Int32  # words with a bit for each key of a tile, of twice as many tiles as stages
+
+
+class Rows(NamedTuple):
+    """A tile of queries and what it sees."""
+
+    sequence: Int32
+    head: Int32
+    kv_head: Int32
+    query: Int64  # address of the first row
+    count: Int32
+    position: Int32  # of the first row
+    out_block: Int32
+    out_row: Int32
+    prefix: Int32
+    prefix_tiles: Int32
+    gap: Int32  # tile n >= prefix_tiles is that of keys key_tile (n + gap)
+    num_tiles: Int32
+
+
+@dataclass(frozen=True)
+class PrefillHopper(Prefill):
+    """One compiled variant. ``warps`` is that of the producer: 4."""
+
+    consumers: int = 2  # warpgroups
+    producer_registers: int = 56
+    consumer_registers: int = 224
+    ping_pong: bool = False
+
+    @property
+    def block_rows(self) -> int:
+        return WARPGROUP_ROWS * self.consumers
+
+    @property
+    def block_bytes(self) -> int:
+        """Of a row of a column block."""
+        return next(width for width in (128, 64, 32) if self.row_bytes % width == 0)
+
+    @property
+    def block_units(self) -> int:
+        return self.block_bytes // 16
+
+    @property
+    def query_bytes(self) -> int:
+        """Of a warpgroup."""
+        return WARPGROUP_ROWS * self.row_bytes
+
+    @property
+    def shared_bytes(self) -> int:
+        return self.consumers * self.query_bytes + 2 * self.num_stages * self.tile_bytes + 1024
+
+    @property
+    def threads(self) -> int:
+        return PRODUCERS + 128 * self.consumers
+
+    # -- host -----------------------------------------------------------------------------------------------------
+
+    @cute.jit
+    def __call__(self, *given):
+        num_tensors = cutlass.const_expr(len(PrefillTensors._fields))
+        tensors, scalars = PrefillTensors(*given[:num_tensors]), PrefillScalars(*given[num_tensors:-2])
+        batch = given[-2]
+        heads = tensors.mQ.shape[2]
+        row_blocks = cute.ceil_div(scalars.max_queries, self.block_rows)
+        count = row_blocks * heads * batch
+        self.kernel(tensors, scalars, row_blocks, batch, count).launch(
+            grid=[cutlass.min(count, scalars.max_blocks), 1, 1],
+            block=[self.threads, 1, 1],
+            stream=given[-1],
+            min_blocks_per_mp=1,
+            smem=self.shared_bytes,
+            use_pdl=self.pdl,
+        )
+
+    # -- device ---------------------------------------------------------------------------------------------------
+
+    @cute.kernel
+    def kernel(self, tensors: PrefillTensors, scalars: PrefillScalars, row_blocks: Int32, batch: Int32, count: Int32):
+        tid, _, _ = cute.arch.thread_idx()
+        first, _, _ = cute.arch.block_idx()
+        step, _, _ = cute.arch.grid_dim()
+        shared = Int32(cute.arch.get_dyn_smem(Float32, alignment=1024).toint())
+        words = cutlass.const_expr(8 * self.num_stages + 2 * self.num_stages * self.warps)
+        barriers = Int32(cute.arch.alloc_smem(Uint32, words, alignment=16).toint())
+        stages = cutlass.const_expr(self.num_stages)
+        keys = shared + self.consumers * self.query_bytes
+        pipe = Pipe(
+            queries=shared,
+            keys=keys,
+            values=keys + stages * self.tile_bytes,
+            keys_full=barriers,
+            keys_empty=barriers + 8 * stages,
+            values_full=barriers + 16 * stages,
+            values_empty=barriers + 24 * stages,
+            exists=barriers + 32 * stages,
+        )
+        if tid == 0:
+            for s in cutlass.range_constexpr(stages):
+                hopper.mbarrier_init(pipe.keys_full + 8 * s, PRODUCERS + self.warps)
+                hopper.mbarrier_init(pipe.values_full + 8 * s, PRODUCERS)
+                hopper.mbarrier_init(pipe.keys_empty + 8 * s, 4 * self.consumers)
+                hopper.mbarrier_init(pipe.values_empty + 8 * s, 4 * self.consumers)
+            cute.arch.mbarrier_init_fence()
+        if cutlass.const_expr(self.pdl):
+            pdl.wait()
+            pdl.trigger()
+        cute.arch.sync_threads()
+        warpgroup = cute.arch.make_warp_uniform(tid // 128)
+        if warpgroup == 0:
+            hopper.registers_down(self.producer_registers)
+            self.produce(tensors, scalars, pipe, row_blocks, first, step, count)
+        else:
+            hopper.registers_up(self.consumer_registers)
+            self.consume(tensors, scalars, pipe, row_blocks, batch, first, step, count, warpgroup - 1)
+
+    @cute.jit
+    def keys_of(self, tensors: PrefillTensors, scalars: PrefillScalars, sequence, kv_head):
+        """The keys of a sequence, and the position behind the last."""
+        mQ, mK, mV = tensors.mQ, tensors.mK, tensors.mV
+        length = scalars.max_keys
+        block, first_slot, page_size = sequence, Int32(0), mK.shape[1]
+        held = scalars.max_keys
+        if scalars.key_starts != 0:
+            start = tensors.mStartK[sequence]
+            length = tensors.mStartK[sequence + 1] - start
+            if scalars.key_starts == 1:
+                block, first_slot = Int32(0), start
+                held = cutlass.min(held, page_size - start)
+        if scalars.has_lengths != 0:
+            given = tensors.mLengths[sequence]
+            if scalars.key_starts == 1:
+                given = cutlass.min(given, length)
+            appended = scalars.appended
+            length = cutlass.select_(given < 0, given, cutlass.min(given, 0x7FFFFFFF - appended) + appended)
+        held = cutlass.max(cutlass.min(held, length), 0)
+        if first_slot < 0:
+            held = Int32(0)
+        element = cutlass.const_expr(self.stored_bytes)
+        strides = [Uint32(mX.stride[i] // (16 // element)) for mX in (mK, mV) for i in range(2)]
+        head_bytes = element * Int64(kv_head)
+        keys = Keys(
+            table=tensors.mTable.iterator.toint() + 4 * Int64(sequence) * tensors.mTable.stride[0],
+            table_stride=tensors.mTable.stride[1],
+            table_width=tensors.mTable.shape[1],
+            has_block_table=scalars.has_block_table,
+            block=block,
+            first_slot=first_slot,
+            num_blocks=mK.shape[0],
+            page_size=page_size,
+            multiplier=scalars.page_multiplier,
+            shift=scalars.page_shift,
+            held=held,
+            strides=strides,
+            key_base=mK.iterator.toint() + head_bytes * mK.stride[2],
+            value_base=mV.iterator.toint() + head_bytes * mV.stride[2],
+            head_dim=mQ.shape[3],
+        )
+        return keys, length
+
+    @cute.jit
+    def rows_of(self, tensors: PrefillTensors, scalars: PrefillScalars, sequence, head, kv_head, row_block, keys, length):
+        mQ = tensors.mQ
+        query_block, first_query, num_queries = sequence, Int32(0), scalars.max_queries
+        if scalars.packed_queries != 0:
+            query_block = Int32(0)
+            first_query = tensors.mStartQ[sequence]
+            num_queries = tensors.mStartQ[sequence + 1] - first_query
+        num_rows = cutlass.min(num_queries, cutlass.min(scalars.max_queries, mQ.shape[1] - first_query))
+        if first_query < 0:
+            num_rows = Int32(0)
+        held = keys.held
+        prefix = scalars.prefix_len
+        if scalars.has_prefix_lens != 0:
+            prefix = tensors.mPrefix[sequence]
+        prefix = cutlass.max(cutlass.min(prefix, held), 0)
+        first_row = row_block * self.block_rows
+        query = Int64(query_block) * mQ.stride[0] + Int64(first_query + first_row) * mQ.stride[1]
+        query = mQ.iterator.toint() + 2 * (query + Int64(head) * mQ.stride[2])
+        count = cutlass.min(num_rows - first_row, self.block_rows)
+        position = length - num_queries + first_row
+        start, _ = scores.window(position, scalars, held)
+        _, end = scores.window(position + count - 1, scalars, held)
+        prefix_tiles = (prefix + self.key_tile - 1) // self.key_tile
+        start_tile = cutlass.max(start // self.key_tile, prefix_tiles)
+        num_tiles = prefix_tiles + cutlass.max((end + self.key_tile - 1) // self.key_tile - start_tile, 0)
+        return Rows(
+            sequence=sequence,
+            head=head,
+            kv_head=kv_head,
+            query=query,
+            count=count,
+            position=position,
+            out_block=query_block,
+            out_row=first_query + first_row,
+            prefix=prefix,
+            prefix_tiles=prefix_tiles,
+            gap=start_tile - prefix_tiles,
+            num_tiles=num_tiles,
+        )
+
+    @cute.jit
+    def place(self, scalars: PrefillScalars, row_blocks, heads, index):
+        """The sequence, head and block of rows of a tile: rows of a section of heads together, longest first."""
+        section_blocks = scalars.section_heads * row_blocks
+        section = divide(index, section_blocks)
+        in_section = index - section * section_blocks
+        sections = divide(heads, scalars.section_heads)
+        sequence = divide(section, sections)
+        longest_first = divide(in_section, scalars.section_heads)
+        head = (section - sequence * sections) * scalars.section_heads
+        head = head + in_section - longest_first * scalars.section_heads
+        return sequence, head, row_blocks - 1 - longest_first
+
+    @cute.jit
+    def tile_at(self, rows: Rows, n):
+        return n + cutlass.select_(n < rows.prefix_tiles, Int32(0), rows.gap)
+
+    # -- producer -------------------------------------------------------------------------------------------------
+
+    @cute.jit
+    def produce(self, tensors, scalars, pipe: Pipe, row_blocks, first, step, count):
+        tid, _, _ = cute.arch.thread_idx()
+        lane, warp = tid % 32, cute.arch.make_warp_uniform(tid // 32)
+        rPage = cute.make_rmem_tensor(1, Int32)
+        loaded = Int32(0)
+        index = first
+        while index < count:
+            sequence, head, row_block = self.place(scalars, row_blocks, tensors.mQ.shape[2], index)
+            kv_head = divide(head, scalars.group_size)
+            keys, length = self.keys_of(tensors, scalars, sequence, kv_head)
+            rows = self.rows_of(tensors, scalars, sequence, head, kv_head, row_block, keys, length)
+            num_tiles = cutlass.select_(rows.count > 0, rows.num_tiles, Int32(0))
+            if num_tiles > 0:
+                self.look_up(rPage, keys, self.tile_at(rows, Int32(0)), warp, lane)
+            n = Int32(0)
+            while n < num_tiles:
+                tile = self.tile_at(rows, n)
+                stage = loaded % self.num_stages
+                parity = (loaded // self.num_stages & 1) ^ 1
+                self.load(pipe, keys, rPage, tile, stage, parity, loaded, warp, lane)
+                if n + 1 < num_tiles:
+                    self.look_up(rPage, keys, self.tile_at(rows, n + 1), warp, lane)
+                loaded += 1
+                n += 1
+            index += step
+        ptx.cp_async_wait(0)
+
+    @cute.jit
+    def load(self, pipe: Pipe, keys: Keys, rPage, tile, stage, parity, loaded, warp, lane):
+        """Load a tile's keys and values, of which each warp has its rows; zeros for those that do not exist."""
+        key = tile * self.key_tile + warp * self.loaded_rows + lane % self.loaded_rows
+        slot = Uint32(key + keys.first_slot)
+        if keys.has_block_table != 0:
+            _, slot = self.entry_and_slot(keys, key)
+        exists = rPage[0] >= 0 and rPage[0] < keys.num_blocks
+        block = cutlass.select_(exists, Uint32(rPage[0]), Uint32(0))
+        slot = cutlass.select_(exists, slot, Uint32(0))
+        key_offset = block * keys.strides[0] + slot * keys.strides[1]
+        value_offset = block * keys.strides[2] + slot * keys.strides[3]
+        bits = Uint32(cute.arch.vote_ballot_sync(exists)) & Uint32((1 << self.loaded_rows) - 1)
+        units = cutlass.const_expr(self.units)
+        lanes = cutlass.const_expr(1 << (units - 1).bit_length())
+        row, unit = lane // lanes, lane % lanes
+        wanted = cutlass.select_(8 * unit < keys.head_dim, bits >> Uint32(row), Uint32(0))
+        at = self.place_of(self.key_tile, warp * self.loaded_rows + row, unit) + stage * self.tile_bytes
+        hopper.mbarrier_wait(pipe.keys_empty + 8 * stage, parity)
+        if lane == 0:
+            ring = loaded % (2 * self.num_stages)
+            ptx.store_shared(pipe.exists + 4 * (ring * self.warps + warp), [bits])
+            hopper.mbarrier_arrive(pipe.keys_full + 8 * stage)
+        self.load_rows(keys.key_base + 16 * unit, pipe.keys + at, key_offset, wanted, row, unit)
+        hopper.mbarrier_arrive_after_copies(pipe.keys_full + 8 * stage)
+        hopper.mbarrier_wait(pipe.values_empty + 8 * stage, parity)
+        self.load_rows(keys.value_base + 16 * unit, pipe.values + at, value_offset, wanted, row, unit)
+        hopper.mbarrier_arrive_after_copies(pipe.values_full + 8 * stage)
+
+    @cute.jit
+    def place_of(self, tile_rows: cutlass.Constexpr, row, unit):
+        """Offset of 16 bytes of a row in a tile."""
+        block, of_block = unit // self.block_units, unit % self.block_units
+        swizzled = of_block ^ hopper.swizzle(self.block_bytes, row)
+        return (block * tile_rows + row) * self.block_bytes + swizzled * 16
+
+    @cute.jit
+    def load_rows(self, base, to, offset, wanted, row, unit):
+        units = cutlass.const_expr(self.units)
+        lanes = cutlass.const_expr(1 << (units - 1).bit_length())
+        for i in cutlass.range_constexpr(self.loaded_rows * lanes // 32):
+            more = cutlass.const_expr(i * (32 // lanes))  # has no bit of row: the swizzle of both is that of each
+            swizzle = cutlass.const_expr(16 * hopper.swizzle(self.block_bytes, more))
+            source = base + Int64(cute.arch.shuffle_sync(offset, row + more)) * 16
+            valid = cutlass.select_((wanted & (1 << more)) != 0, Int32(16), Int32(0))
+            there = (to ^ swizzle) + more * self.block_bytes
+            if cutlass.const_expr(lanes == units):
+                ptx.cp_async(there, source, 16, valid)
+            else:
+                if unit < units:
+                    ptx.cp_async(there, source, 16, valid)
+
+    # -- consumers ------------------------------------------------------------------------------------------------
+
+    @cute.jit
+    def consume(self, tensors, scalars, pipe: Pipe, row_blocks, batch, first, step, count, warpgroup):
+        tid, _, _ = cute.arch.thread_idx()
+        thread = tid % 128
+        lane = tid % 32
+        warp = cute.arch.make_warp_uniform(thread // 32)
+        rOut = cute.make_rmem_tensor(self.head_dim // 2, Float32)
+        rMax = cute.make_rmem_tensor(2, Float32)
+        rSum = cute.make_rmem_tensor(2, Float32)
+        rScore = cute.make_rmem_tensor(self.key_tile // 2, Float32)
+        rP = cute.make_rmem_tensor(self.key_tile // 4, Uint32)
+        sQ = pipe.queries + warpgroup * self.query_bytes
+        used = Int32(0)
+        if cutlass.const_expr(self.ping_pong):
+            if warpgroup == self.consumers - 1:
+                hopper.named_barrier_arrive(Int32(4), 256)
+        index = first
+        while index < count:
+            sequence, head, row_block = self.place(scalars, row_blocks, tensors.mQ.shape[2], index)
+            kv_head = divide(head, scalars.group_size)
+            keys, length = self.keys_of(tensors, scalars, sequence, kv_head)
+            rows = self.rows_of(tensors, scalars, sequence, head, kv_head, row_block, keys, length)
+            if rows.count > 0:
+                held = keys.held
+                of_group = rows.count - warpgroup * WARPGROUP_ROWS
+                of_head = self.scales(tensors, scalars, head, kv_head)
+                self.load_group(tensors.mQ, sQ, rows.query, of_group, of_head.query_signs, warpgroup, thread)
+                warp_position = rows.position + warpgroup * WARPGROUP_ROWS + warp * 16
+                _, all_last = scores.window(warp_position, scalars, held)
+                all_first, warp_end = scores.window(warp_position + 15, scalars, held)
+                end = cutlass.max(warp_end, rows.prefix)
+                visible = Visible(all_first, all_last, rows.prefix, end, warp_position, held)
+                scale = cutlass.select_(scalars.softcap > 0.0, Float32(1.0), of_head.softmax_scale * LOG2_E)
+                rOut.fill(0.0)
+                rMax.fill(-Float32.inf)
+                rSum.fill(0.0)
+                if rows.num_tiles > 0:
+                    self.main_loop(
+                        pipe, scalars, rows, visible, of_head, sQ, used, scale, (rOut, rMax, rSum, rScore, rP), lane, warpgroup
+                    )
+                    used += rows.num_tiles
+                hopper.named_barrier(1 + warpgroup, 128)
+                at_out = (rows.out_block, rows.out_row + warpgroup * WARPGROUP_ROWS, head)
+                self.epilogue(
+                    tensors, scalars, of_head.v_scale, rOut, rMax, rSum, scale, sQ, of_group, at_out, warp, lane
+                )
+                hopper.named_barrier(1 + warpgroup, 128)
+            if scalars.packed_queries != 0 and row_block == 0 and warpgroup == 0:
+                self.clear_around(tensors, scalars, sequence, batch, head, thread)
+            index += step
+
+    @cute.jit
+    def clear_around(self, tensors, scalars, sequence, batch, head, thread):
+        """Clear rows that no sequence has: before the first, after this one."""
+        total = tensors.mQ.shape[1]
+        first_query = tensors.mStartQ[sequence]
+        num_queries = tensors.mStartQ[sequence + 1] - first_query
+        num_rows = cutlass.min(num_queries, cutlass.min(scalars.max_queries, total - first_query))
+        if first_query < 0:
+            num_rows = Int32(0)
+        if sequence == 0:
+            self.clear_rows(tensors, Int32(0), cutlass.min(first_query, total), head, thread)
+        behind = total
+        if sequence + 1 < batch:
+            behind = cutlass.min(first_query + num_queries, total)
+        from_row = cutlass.max(first_query, 0) + cutlass.max(num_rows, 0)
+        self.clear_rows(tensors, from_row, behind, head, thread)
+
+    @cute.jit
+    def load_group(self, mQ, sQ: Int32, query: Int64, rows, signs: Uint32, warpgroup, thread):
+        """Load the rows of a warpgroup; zeros past the last row and the last dim."""
+        count = cutlass.const_expr(WARPGROUP_ROWS * self.units)
+        first = warpgroup * WARPGROUP_ROWS
+        last = cutlass.max(first + rows - 1, 0)
+        for i in cutlass.range_constexpr(count // 128):
+            at = thread + i * 128
+            row, unit = at // self.units, at % self.units
+            exists = row < rows and 8 * unit < mQ.shape[3]
+            source = query + 2 * Int64(cutlass.min(first + row, last)) * mQ.stride[1] + 16 * unit
+            ptx.cp_async(
+                sQ + self.place_of(WARPGROUP_ROWS, row, unit), source, 16,
+                cutlass.select_(exists, Int32(16), Int32(0)),
+            )
+        ptx.cp_async_commit()
+        ptx.cp_async_wait(0)
+        for _ in cutlass.range(once_if(signs != 0), unroll=1):
+            for i in cutlass.range_constexpr(count // 128):
+                at = thread + i * 128
+                to = sQ + self.place_of(WARPGROUP_ROWS, at // self.units, at % self.units)
+                ptx.store_shared(to, [word ^ signs for word in ptx.load_shared(to, 4)])
+        hopper.fence_proxy_async()
+        hopper.named_barrier(1 + warpgroup, 128)
+
+    @cute.jit
+    def main_loop(self, pipe, scalars, rows, visible, of_head, sQ, used, scale, registers, lane, warpgroup):
+        rOut, rMax, rSum, rScore, rP = registers
+        rFactor = cute.make_rmem_tensor(2, Float32)
+        stage, parity = used % self.num_stages, used // self.num_stages & 1
+        hopper.mbarrier_wait(pipe.keys_full + 8 * stage, parity)
+        hopper.fence_proxy_async()
+        self.start_scores(sQ, pipe.keys + stage * self.tile_bytes, rScore)
+        hopper.wgmma_wait(0)
+        self.order(rScore)
+        self.release(pipe.keys_empty, stage, lane)
+        tile = self.tile_at(rows, Int32(0))
+        self.weigh(pipe, scalars, visible, of_head, rScore, rMax, rSum, rFactor, scale, tile, used, lane)
+        self.pack(rScore, rP)
+        n = Int32(1)
+        while n < rows.num_tiles:
+            last_stage, last_parity = stage, parity
+            at = used + n
+            stage, parity = at % self.num_stages, at // self.num_stages & 1
+            hopper.mbarrier_wait(pipe.keys_full + 8 * stage, parity)
+            if cutlass.const_expr(self.ping_pong):
+                hopper.named_barrier(4 + warpgroup, 256)
+            hopper.fence_proxy_async()
+            self.start_scores(sQ, pipe.keys + stage * self.tile_bytes, rScore)
+            hopper.mbarrier_wait(pipe.values_full + 8 * last_stage, last_parity)
+            hopper.fence_proxy_async()
+            self.start_output(pipe.values + last_stage * self.tile_bytes, rP, rOut)
+            if cutlass.const_expr(self.ping_pong):
+                following = cutlass.select_(warpgroup == self.consumers - 1, Int32(0), warpgroup + 1)
+                hopper.named_barrier_arrive(4 + following, 256)
+            hopper.wgmma_wait(1)
+            self.order(rScore)
+            self.release(pipe.keys_empty, stage, lane)
+            self.weigh(
+                pipe, scalars, visible, of_head, rScore, rMax, rSum, rFactor, scale, self.tile_at(rows, n), at, lane
+            )
+            hopper.wgmma_wait(0)
+            self.order(rOut)
+            self.release(pipe.values_empty, last_stage, lane)
+            self.rescale(rOut, rFactor)
+            self.pack(rScore, rP)
+            n += 1
+        hopper.mbarrier_wait(pipe.values_full + 8 * stage, parity)
+        hopper.fence_proxy_async()
+        self.start_output(pipe.values + stage * self.tile_bytes, rP, rOut)
+        hopper.wgmma_wait(0)
+        self.order(rOut)
+        self.release(pipe.values_empty, stage, lane)
+
+    @cute.jit
+    def release(self, barriers: Int32, stage, lane):
+        if lane == 0:
+            hopper.mbarrier_arrive(barriers + 8 * stage)
+
+    @cute.jit
+    def order(self, registers):
+        """What uses these registers is not computed before this point."""
+        count = cutlass.const_expr(cute.size(registers))
+        found = hopper.ordered([registers[i] for i in range(count)])
+        for i in cutlass.range_constexpr(count):
+            registers[i] = found[i]
+
+    @cute.jit
+    def start_scores(self, sQ: Int32, sK: Int32, rScore):
+        kind = cutlass.const_expr(numeric.ptx_name(self.dtype))
+        count = cutlass.const_expr(self.key_tile // 2)
+        of_queries = hopper.descriptor(sQ, self.block_bytes, 0)
+        of_keys = hopper.descriptor(sK, self.block_bytes, 0)
+        steps = cutlass.const_expr(self.block_bytes // 32)  # of a column block
+        hopper.wgmma_fence()
+        found = None
+        for k in cutlass.range_constexpr(self.head_dim // 16):
+            a = of_queries + (k // steps * (WARPGROUP_ROWS * self.block_bytes) + k % steps * 32) // 16
+            b = of_keys + (k // steps * (self.key_tile * self.block_bytes) + k % steps * 32) // 16
+            found = hopper.wgmma(found, count, a, b, kind)
+        hopper.wgmma_commit()
+        for i in cutlass.range_constexpr(count):
+            rScore[i] = found[i]
+
+    @cute.jit
+    def start_output(self, sV: Int32, rP, rOut):
+        kind = cutlass.const_expr(numeric.ptx_name(self.dtype))
+        count = cutlass.const_expr(self.head_dim // 2)
+        of_values = hopper.descriptor(sV, self.block_bytes, self.key_tile * self.block_bytes)
+        hopper.wgmma_fence()
+        found = [rOut[i] for i in range(count)]
+        for k in cutlass.range_constexpr(self.key_tile // 16):
+            a = [rP[4 * k + i] for i in range(4)]
+            found = hopper.wgmma_transposed(found, count, a, of_values + k * self.block_bytes, kind)
+        hopper.wgmma_commit()
+        for i in cutlass.range_constexpr(count):
+            rOut[i] = found[i]
+
+    @cute.jit
+    def pack(self, rScore, rP):
+        kind = cutlass.const_expr(numeric.ptx_name(self.dtype))
+        for i in cutlass.range_constexpr(self.key_tile // 4):
+            rP[i] = ptx.pack_f32x2(rScore[2 * i], rScore[2 * i + 1], kind)
+
+    @cute.jit
+    def weigh(self, pipe, scalars, visible, of_head, rScore, rMax, rSum, rFactor, scale, tile, at, lane):
+        """Scores become weights exp2(scale (score - base)); rFactor: what the sums before are multiplied with."""
+        self.cap(rScore, scalars.softcap, of_head.softmax_scale)
+        exists = pipe.exists + 4 * self.warps * (at % (2 * self.num_stages))
+        self.mask(rScore, exists, visible, scalars, tile * self.key_tile, lane)
+        for r in cutlass.range_constexpr(2):
+            some = [rMax[r], rMax[r]]
+            for n in cutlass.range_constexpr(self.key_tile // 8):
+                i = cutlass.const_expr(4 * n + 2 * r)
+                some[n % 2] = ptx.fmax(some[n % 2], ptx.fmax(rScore[i], rScore[i + 1]))
+            highest = ptx.fmax(some[0], some[1])
+            highest = ptx.fmax(highest, cute.arch.shuffle_sync_bfly(highest, 1))
+            highest = ptx.fmax(highest, cute.arch.shuffle_sync_bfly(highest, 2))
+            exceed = (highest - rMax[r]) * scale > RESCALE_SLACK
+            factor = ptx.exp2_approx((rMax[r] - highest) * scale)
+            factor = cutlass.select_(exceed, factor, Float32(1.0))
+            rMax[r] = cutlass.select_(exceed, highest, rMax[r])
+            rFactor[r] = factor
+            base = cutlass.select_(rMax[r] == -Float32.inf, Float32(0.0), -(rMax[r] * scale))
+            sums = [rSum[r] * factor, Float32(0.0)]
+            for n in cutlass.range_constexpr(self.key_tile // 8):
+                for e in cutlass.range_constexpr(2):
+                    i = cutlass.const_expr(4 * n + 2 * r + e)
+                    weight = ptx.exp2_approx(ptx.fma(rScore[i], scale, base))
+                    sums[e] += weight
+                    rScore[i] = weight
+            rSum[r] = sums[0] + sums[1]
+
+    @cute.jit
+    def rescale(self, rOut, rFactor):
+        needed = cute.arch.vote_any_sync(rFactor[0] != 1.0 or rFactor[1] != 1.0)
+        for _ in cutlass.range(once_if(needed), unroll=1):
+            for i in cutlass.range_constexpr(self.head_dim // 2):
+                rOut[i] *= rFactor[i // 2 % 2]
