@@ -10,7 +10,7 @@ result does not depend on the tile that it is in.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_type_hints
 
 import cutlass
 import cutlass.cute as cute
@@ -20,7 +20,7 @@ from kestrel_runtime.cute_dsl import hopper, numeric, pdl, ptx
 
 from . import scores
 from .parameters import PrefillScalars, PrefillTensors
-from .prefill import Keys, Prefill, Scales, Visible, divide, once_if
+from .prefill import Keys, Prefill, Visible, divide, once_if
 from .scores import LOG2_E, RESCALE_SLACK
 
 PRODUCERS = 128  # threads
@@ -28,33 +28,41 @@ WARPGROUP_ROWS = 64
 
 
 class Pipe(NamedTuple):
-    """Where a thread block's shared memory holds what."""
+    """Addresses in shared memory. Barriers are mbarriers, one of each buffer or stage."""
 
     queries: Int32
     keys: Int32
     values: Int32
-    keys_full: Int32  # mbarriers, one of each stage
+    queries_full: Int32
+    queries_empty: Int32
+    keys_full: Int32
     keys_empty: Int32
     values_full: Int32
     values_empty: Int32
     exists: Int32  # words with a bit for each key of a tile, of twice as many tiles as stages
+    works: Int32  # a Work of each buffer of queries
 
 
-class Rows(NamedTuple):
-    """A tile of queries and what it sees."""
+class Work(NamedTuple):
+    """A tile of queries, as the producer describes it to the consumers in shared memory: all are 32 bits."""
 
-    sequence: Int32
-    head: Int32
-    kv_head: Int32
-    query: Int64  # address of the first row
-    count: Int32
+    num_tiles: Int32  # of keys; negative: there is no more work
+    prefix_tiles: Int32
+    gap: Int32  # tile n >= prefix_tiles has the keys from key_tile (n + gap) on
+    rows: Int32
     position: Int32  # of the first row
+    held: Int32  # keys that exist
+    prefix: Int32  # keys below it are seen by all rows
     out_block: Int32
     out_row: Int32
-    prefix: Int32
-    prefix_tiles: Int32
-    gap: Int32  # tile n >= prefix_tiles is that of keys key_tile (n + gap)
-    num_tiles: Int32
+    head: Int32
+    softmax_scale: Float32  # as in Scales
+    query_signs: Uint32
+    v_scale: Float32
+
+
+WORK_TYPES = get_type_hints(Work)
+WORK_BYTES = 64
 
 
 @dataclass(frozen=True)
@@ -62,6 +70,7 @@ class PrefillHopper(Prefill):
     """One compiled variant. ``warps`` is that of the producer: 4."""
 
     consumers: int = 2  # warpgroups
+    query_buffers: int = 2
     producer_registers: int = 56
     consumer_registers: int = 224
     ping_pong: bool = False
@@ -85,8 +94,13 @@ class PrefillHopper(Prefill):
         return WARPGROUP_ROWS * self.row_bytes
 
     @property
+    def buffer_bytes(self) -> int:
+        """Of the queries of a thread block."""
+        return self.consumers * self.query_bytes
+
+    @property
     def shared_bytes(self) -> int:
-        return self.consumers * self.query_bytes + 2 * self.num_stages * self.tile_bytes + 1024
+        return self.query_buffers * self.buffer_bytes + 2 * self.num_stages * self.tile_bytes
 
     @property
     def threads(self) -> int:
@@ -119,26 +133,35 @@ class PrefillHopper(Prefill):
         first, _, _ = cute.arch.block_idx()
         step, _, _ = cute.arch.grid_dim()
         shared = Int32(cute.arch.get_dyn_smem(Float32, alignment=1024).toint())
-        words = cutlass.const_expr(8 * self.num_stages + 2 * self.num_stages * self.warps)
-        barriers = Int32(cute.arch.alloc_smem(Uint32, words, alignment=16).toint())
-        stages = cutlass.const_expr(self.num_stages)
-        keys = shared + self.consumers * self.query_bytes
+        buffers, stages = cutlass.const_expr((self.query_buffers, self.num_stages))
+        words = cutlass.const_expr(4 * buffers + 8 * stages + 2 * stages * self.warps + buffers * WORK_BYTES // 4)
+        works = Int32(cute.arch.alloc_smem(Uint32, words, alignment=16).toint())
+        exists = works + buffers * WORK_BYTES
+        barriers = exists + 8 * stages * self.warps
+        of_keys = barriers + 16 * buffers
+        keys = shared + buffers * self.buffer_bytes
         pipe = Pipe(
             queries=shared,
             keys=keys,
             values=keys + stages * self.tile_bytes,
-            keys_full=barriers,
-            keys_empty=barriers + 8 * stages,
-            values_full=barriers + 16 * stages,
-            values_empty=barriers + 24 * stages,
-            exists=barriers + 32 * stages,
+            queries_full=barriers,
+            queries_empty=barriers + 8 * buffers,
+            keys_full=of_keys,
+            keys_empty=of_keys + 8 * stages,
+            values_full=of_keys + 16 * stages,
+            values_empty=of_keys + 24 * stages,
+            exists=exists,
+            works=works,
         )
         if tid == 0:
-            for s in cutlass.range_constexpr(stages):
-                hopper.mbarrier_init(pipe.keys_full + 8 * s, PRODUCERS + self.warps)
-                hopper.mbarrier_init(pipe.values_full + 8 * s, PRODUCERS)
-                hopper.mbarrier_init(pipe.keys_empty + 8 * s, 4 * self.consumers)
-                hopper.mbarrier_init(pipe.values_empty + 8 * s, 4 * self.consumers)
+            for i in cutlass.range_constexpr(buffers):
+                hopper.mbarrier_init(pipe.queries_full + 8 * i, PRODUCERS + 1)
+                hopper.mbarrier_init(pipe.queries_empty + 8 * i, 4 * self.consumers)
+            for i in cutlass.range_constexpr(stages):
+                hopper.mbarrier_init(pipe.keys_full + 8 * i, PRODUCERS + self.warps)
+                hopper.mbarrier_init(pipe.values_full + 8 * i, PRODUCERS)
+                hopper.mbarrier_init(pipe.keys_empty + 8 * i, 4 * self.consumers)
+                hopper.mbarrier_init(pipe.values_empty + 8 * i, 4 * self.consumers)
             cute.arch.mbarrier_init_fence()
         if cutlass.const_expr(self.pdl):
             pdl.wait()
@@ -147,10 +170,10 @@ class PrefillHopper(Prefill):
         warpgroup = cute.arch.make_warp_uniform(tid // 128)
         if warpgroup == 0:
             hopper.registers_down(self.producer_registers)
-            self.produce(tensors, scalars, pipe, row_blocks, first, step, count)
+            self.produce(tensors, scalars, pipe, row_blocks, batch, first, step, count)
         else:
             hopper.registers_up(self.consumer_registers)
-            self.consume(tensors, scalars, pipe, row_blocks, batch, first, step, count, warpgroup - 1)
+            self.consume(tensors, scalars, pipe, warpgroup - 1)
 
     @cute.jit
     def keys_of(self, tensors: PrefillTensors, scalars: PrefillScalars, sequence, kv_head):
@@ -197,7 +220,8 @@ class PrefillHopper(Prefill):
         return keys, length
 
     @cute.jit
-    def rows_of(self, tensors: PrefillTensors, scalars: PrefillScalars, sequence, head, kv_head, row_block, keys, length):
+    def work_of(self, tensors, scalars, sequence, head, kv_head, row_block, keys: Keys, length):
+        """The work of a block of rows, and the address of its first row."""
         mQ = tensors.mQ
         query_block, first_query, num_queries = sequence, Int32(0), scalars.max_queries
         if scalars.packed_queries != 0:
@@ -215,27 +239,49 @@ class PrefillHopper(Prefill):
         first_row = row_block * self.block_rows
         query = Int64(query_block) * mQ.stride[0] + Int64(first_query + first_row) * mQ.stride[1]
         query = mQ.iterator.toint() + 2 * (query + Int64(head) * mQ.stride[2])
-        count = cutlass.min(num_rows - first_row, self.block_rows)
+        rows = cutlass.min(num_rows - first_row, self.block_rows)
         position = length - num_queries + first_row
         start, _ = scores.window(position, scalars, held)
-        _, end = scores.window(position + count - 1, scalars, held)
+        _, end = scores.window(position + rows - 1, scalars, held)
         prefix_tiles = (prefix + self.key_tile - 1) // self.key_tile
         start_tile = cutlass.max(start // self.key_tile, prefix_tiles)
         num_tiles = prefix_tiles + cutlass.max((end + self.key_tile - 1) // self.key_tile - start_tile, 0)
-        return Rows(
-            sequence=sequence,
-            head=head,
-            kv_head=kv_head,
-            query=query,
-            count=count,
-            position=position,
-            out_block=query_block,
-            out_row=first_query + first_row,
-            prefix=prefix,
+        of_head = self.scales(tensors, scalars, head, kv_head)
+        work = Work(
+            num_tiles=num_tiles,
             prefix_tiles=prefix_tiles,
             gap=start_tile - prefix_tiles,
-            num_tiles=num_tiles,
+            rows=rows,
+            position=position,
+            held=held,
+            prefix=prefix,
+            out_block=query_block,
+            out_row=first_query + first_row,
+            head=head,
+            softmax_scale=of_head.softmax_scale,
+            query_signs=of_head.query_signs,
+            v_scale=of_head.v_scale,
         )
+        return work, query
+
+    @cute.jit
+    def write_work(self, address: Int32, work: Work):
+        for i in cutlass.range_constexpr(len(Work._fields)):
+            kind = WORK_TYPES[Work._fields[i]]
+            word = ptx.float_as_int(work[i]) if cutlass.const_expr(kind is Float32) else work[i]
+            ptx.store_shared(address + 4 * i, [Uint32(word)])
+
+    @cute.jit
+    def read_work(self, address: Int32):
+        fields = []
+        for i in cutlass.range_constexpr(len(Work._fields)):
+            kind = WORK_TYPES[Work._fields[i]]
+            word = Int32(ptx.load_shared(address + 4 * i, 1)[0])
+            if cutlass.const_expr(kind is Float32):
+                fields.append(ptx.int_as_float(word))
+            else:
+                fields.append(kind(cute.arch.make_warp_uniform(word)))
+        return Work(*fields)
 
     @cute.jit
     def place(self, scalars: PrefillScalars, row_blocks, heads, index):
@@ -251,38 +297,67 @@ class PrefillHopper(Prefill):
         return sequence, head, row_blocks - 1 - longest_first
 
     @cute.jit
-    def tile_at(self, rows: Rows, n):
-        return n + cutlass.select_(n < rows.prefix_tiles, Int32(0), rows.gap)
+    def tile_at(self, work: Work, n):
+        return n + cutlass.select_(n < work.prefix_tiles, Int32(0), work.gap)
 
     # -- producer -------------------------------------------------------------------------------------------------
 
     @cute.jit
-    def produce(self, tensors, scalars, pipe: Pipe, row_blocks, first, step, count):
+    def produce(self, tensors, scalars, pipe: Pipe, row_blocks, batch, first, step, count):
         tid, _, _ = cute.arch.thread_idx()
         lane, warp = tid % 32, cute.arch.make_warp_uniform(tid // 32)
         rPage = cute.make_rmem_tensor(1, Int32)
         loaded = Int32(0)
+        works = Int32(0)
         index = first
         while index < count:
             sequence, head, row_block = self.place(scalars, row_blocks, tensors.mQ.shape[2], index)
             kv_head = divide(head, scalars.group_size)
             keys, length = self.keys_of(tensors, scalars, sequence, kv_head)
-            rows = self.rows_of(tensors, scalars, sequence, head, kv_head, row_block, keys, length)
-            num_tiles = cutlass.select_(rows.count > 0, rows.num_tiles, Int32(0))
-            if num_tiles > 0:
-                self.look_up(rPage, keys, self.tile_at(rows, Int32(0)), warp, lane)
-            n = Int32(0)
-            while n < num_tiles:
-                tile = self.tile_at(rows, n)
-                stage = loaded % self.num_stages
-                parity = (loaded // self.num_stages & 1) ^ 1
-                self.load(pipe, keys, rPage, tile, stage, parity, loaded, warp, lane)
-                if n + 1 < num_tiles:
-                    self.look_up(rPage, keys, self.tile_at(rows, n + 1), warp, lane)
-                loaded += 1
-                n += 1
+            work, query = self.work_of(tensors, scalars, sequence, head, kv_head, row_block, keys, length)
+            if work.rows > 0:
+                if work.num_tiles > 0:
+                    self.look_up(rPage, keys, self.tile_at(work, Int32(0)), warp, lane)
+                buffer, parity = works % self.query_buffers, (works // self.query_buffers & 1) ^ 1
+                hopper.mbarrier_wait(pipe.queries_empty + 8 * buffer, parity)
+                if tid == 0:
+                    self.write_work(pipe.works + buffer * WORK_BYTES, work)
+                    hopper.mbarrier_arrive(pipe.queries_full + 8 * buffer)
+                self.load_block(tensors.mQ, pipe.queries + buffer * self.buffer_bytes, query, work.rows, tid)
+                hopper.mbarrier_arrive_after_copies(pipe.queries_full + 8 * buffer)
+                works += 1
+                n = Int32(0)
+                while n < work.num_tiles:
+                    stage, parity = loaded % self.num_stages, (loaded // self.num_stages & 1) ^ 1
+                    self.load(pipe, keys, rPage, self.tile_at(work, n), stage, parity, loaded, warp, lane)
+                    if n + 1 < work.num_tiles:
+                        self.look_up(rPage, keys, self.tile_at(work, n + 1), warp, lane)
+                    loaded += 1
+                    n += 1
+            if scalars.packed_queries != 0 and row_block == 0:
+                self.clear_around(tensors, scalars, sequence, batch, head, tid)
             index += step
+        buffer, parity = works % self.query_buffers, (works // self.query_buffers & 1) ^ 1
+        hopper.mbarrier_wait(pipe.queries_empty + 8 * buffer, parity)
+        if tid == 0:
+            ptx.store_shared(pipe.works + buffer * WORK_BYTES, [Uint32(0xFFFFFFFF)])
+            hopper.mbarrier_arrive(pipe.queries_full + 8 * buffer)
+        hopper.mbarrier_arrive_after_copies(pipe.queries_full + 8 * buffer)
         ptx.cp_async_wait(0)
+
+    @cute.jit
+    def load_block(self, mQ, sQ: Int32, query: Int64, rows, tid):
+        """Start loading queries; zeros past the last row and the last dim."""
+        count = cutlass.const_expr(self.block_rows * self.units)
+        tid = ptx.opaque(tid)  # addresses are computed for each block, and take no registers in between
+        for i in cutlass.range_constexpr(count // PRODUCERS):
+            at = tid + i * PRODUCERS
+            row, unit = at // self.units, at % self.units
+            exists = row < rows and 8 * unit < mQ.shape[3]
+            source = query + 2 * Int64(cutlass.min(row, rows - 1)) * mQ.stride[1] + 16 * unit
+            to = sQ + row // WARPGROUP_ROWS * self.query_bytes
+            to = to + self.place_of(WARPGROUP_ROWS, row % WARPGROUP_ROWS, unit)
+            ptx.cp_async(to, source, 16, cutlass.select_(exists, Int32(16), Int32(0)))
 
     @cute.jit
     def load(self, pipe: Pipe, keys: Keys, rPage, tile, stage, parity, loaded, warp, lane):
@@ -339,55 +414,48 @@ class PrefillHopper(Prefill):
     # -- consumers ------------------------------------------------------------------------------------------------
 
     @cute.jit
-    def consume(self, tensors, scalars, pipe: Pipe, row_blocks, batch, first, step, count, warpgroup):
+    def consume(self, tensors, scalars, pipe: Pipe, warpgroup):
         tid, _, _ = cute.arch.thread_idx()
-        thread = tid % 128
-        lane = tid % 32
-        warp = cute.arch.make_warp_uniform(thread // 32)
+        lane, warp = tid % 32, cute.arch.make_warp_uniform(tid % 128 // 32)
         rOut = cute.make_rmem_tensor(self.head_dim // 2, Float32)
         rMax = cute.make_rmem_tensor(2, Float32)
         rSum = cute.make_rmem_tensor(2, Float32)
-        rScore = cute.make_rmem_tensor(self.key_tile // 2, Float32)
-        rP = cute.make_rmem_tensor(self.key_tile // 4, Uint32)
-        sQ = pipe.queries + warpgroup * self.query_bytes
-        used = Int32(0)
         if cutlass.const_expr(self.ping_pong):
             if warpgroup == self.consumers - 1:
                 hopper.named_barrier_arrive(Int32(4), 256)
-        index = first
-        while index < count:
-            sequence, head, row_block = self.place(scalars, row_blocks, tensors.mQ.shape[2], index)
-            kv_head = divide(head, scalars.group_size)
-            keys, length = self.keys_of(tensors, scalars, sequence, kv_head)
-            rows = self.rows_of(tensors, scalars, sequence, head, kv_head, row_block, keys, length)
-            if rows.count > 0:
-                held = keys.held
-                of_group = rows.count - warpgroup * WARPGROUP_ROWS
-                of_head = self.scales(tensors, scalars, head, kv_head)
-                self.load_group(tensors.mQ, sQ, rows.query, of_group, of_head.query_signs, warpgroup, thread)
-                warp_position = rows.position + warpgroup * WARPGROUP_ROWS + warp * 16
-                _, all_last = scores.window(warp_position, scalars, held)
-                all_first, warp_end = scores.window(warp_position + 15, scalars, held)
-                end = cutlass.max(warp_end, rows.prefix)
-                visible = Visible(all_first, all_last, rows.prefix, end, warp_position, held)
-                scale = cutlass.select_(scalars.softcap > 0.0, Float32(1.0), of_head.softmax_scale * LOG2_E)
-                rOut.fill(0.0)
-                rMax.fill(-Float32.inf)
-                rSum.fill(0.0)
-                if rows.num_tiles > 0:
-                    self.main_loop(
-                        pipe, scalars, rows, visible, of_head, sQ, used, scale, (rOut, rMax, rSum, rScore, rP), lane, warpgroup
-                    )
-                    used += rows.num_tiles
-                hopper.named_barrier(1 + warpgroup, 128)
-                at_out = (rows.out_block, rows.out_row + warpgroup * WARPGROUP_ROWS, head)
-                self.epilogue(
-                    tensors, scalars, of_head.v_scale, rOut, rMax, rSum, scale, sQ, of_group, at_out, warp, lane
-                )
-                hopper.named_barrier(1 + warpgroup, 128)
-            if scalars.packed_queries != 0 and row_block == 0 and warpgroup == 0:
-                self.clear_around(tensors, scalars, sequence, batch, head, thread)
-            index += step
+        used = Int32(0)
+        works = Int32(0)
+        hopper.mbarrier_wait(pipe.queries_full, Int32(0))
+        work = self.read_work(pipe.works)
+        num_tiles = work.num_tiles
+        while num_tiles >= 0:
+            buffer = works % self.query_buffers
+            work = self.read_work(pipe.works + buffer * WORK_BYTES)
+            sQ = pipe.queries + buffer * self.buffer_bytes + warpgroup * self.query_bytes
+            self.flip_signs(sQ, work.query_signs, warpgroup)
+            scale = cutlass.select_(scalars.softcap > 0.0, Float32(1.0), work.softmax_scale * LOG2_E)
+            rOut.fill(0.0)
+            rMax.fill(-Float32.inf)
+            rSum.fill(0.0)
+            if num_tiles > 0:
+                warp_position = work.position + warpgroup * WARPGROUP_ROWS + warp * 16
+                _, all_last = scores.window(warp_position, scalars, work.held)
+                all_first, _ = scores.window(warp_position + 15, scalars, work.held)
+                visible = Visible(all_first, all_last, work.prefix, Int32(0), warp_position, work.held)
+                self.main_loop(pipe, scalars, work, visible, sQ, used, scale, rOut, rMax, rSum, lane, warpgroup)
+                used += num_tiles
+            hopper.named_barrier(1 + warpgroup, 128)
+            row = warpgroup * WARPGROUP_ROWS
+            at_out = (work.out_block, work.out_row + row, work.head)
+            rows = work.rows - row
+            self.epilogue(tensors, scalars, work.v_scale, rOut, rMax, rSum, scale, sQ, rows, at_out, warp, lane)
+            cute.arch.sync_warp()
+            self.release(pipe.queries_empty, buffer, lane)
+            works += 1
+            buffer = works % self.query_buffers
+            hopper.mbarrier_wait(pipe.queries_full + 8 * buffer, works // self.query_buffers & 1)
+            num_tiles = Int32(ptx.load_shared(pipe.works + buffer * WORK_BYTES, 1)[0])
+            num_tiles = cute.arch.make_warp_uniform(num_tiles)
 
     @cute.jit
     def clear_around(self, tensors, scalars, sequence, batch, head, thread):
@@ -407,33 +475,20 @@ class PrefillHopper(Prefill):
         self.clear_rows(tensors, from_row, behind, head, thread)
 
     @cute.jit
-    def load_group(self, mQ, sQ: Int32, query: Int64, rows, signs: Uint32, warpgroup, thread):
-        """Load the rows of a warpgroup; zeros past the last row and the last dim."""
-        count = cutlass.const_expr(WARPGROUP_ROWS * self.units)
-        first = warpgroup * WARPGROUP_ROWS
-        last = cutlass.max(first + rows - 1, 0)
-        for i in cutlass.range_constexpr(count // 128):
-            at = thread + i * 128
-            row, unit = at // self.units, at % self.units
-            exists = row < rows and 8 * unit < mQ.shape[3]
-            source = query + 2 * Int64(cutlass.min(first + row, last)) * mQ.stride[1] + 16 * unit
-            ptx.cp_async(
-                sQ + self.place_of(WARPGROUP_ROWS, row, unit), source, 16,
-                cutlass.select_(exists, Int32(16), Int32(0)),
-            )
-        ptx.cp_async_commit()
-        ptx.cp_async_wait(0)
+    def flip_signs(self, sQ: Int32, signs: Uint32, warpgroup):
+        """Negate the queries of a warpgroup where the scale is negative."""
+        thread = cute.arch.thread_idx()[0] % 128
         for _ in cutlass.range(once_if(signs != 0), unroll=1):
-            for i in cutlass.range_constexpr(count // 128):
-                at = thread + i * 128
-                to = sQ + self.place_of(WARPGROUP_ROWS, at // self.units, at % self.units)
+            for i in cutlass.range_constexpr(self.query_bytes // (16 * 128)):
+                to = sQ + 16 * (thread + 128 * i)
                 ptx.store_shared(to, [word ^ signs for word in ptx.load_shared(to, 4)])
-        hopper.fence_proxy_async()
-        hopper.named_barrier(1 + warpgroup, 128)
+            hopper.fence_proxy_async()
+            hopper.named_barrier(1 + warpgroup, 128)
 
     @cute.jit
-    def main_loop(self, pipe, scalars, rows, visible, of_head, sQ, used, scale, registers, lane, warpgroup):
-        rOut, rMax, rSum, rScore, rP = registers
+    def main_loop(self, pipe, scalars, work, visible, sQ, used, scale, rOut, rMax, rSum, lane, warpgroup):
+        rScore = cute.make_rmem_tensor(self.key_tile // 2, Float32)
+        rP = cute.make_rmem_tensor(self.key_tile // 4, Uint32)
         rFactor = cute.make_rmem_tensor(2, Float32)
         stage, parity = used % self.num_stages, used // self.num_stages & 1
         hopper.mbarrier_wait(pipe.keys_full + 8 * stage, parity)
@@ -442,11 +497,11 @@ class PrefillHopper(Prefill):
         hopper.wgmma_wait(0)
         self.order(rScore)
         self.release(pipe.keys_empty, stage, lane)
-        tile = self.tile_at(rows, Int32(0))
-        self.weigh(pipe, scalars, visible, of_head, rScore, rMax, rSum, rFactor, scale, tile, used, lane)
+        tile = self.tile_at(work, Int32(0))
+        self.weigh(pipe, scalars, visible, work, rScore, rMax, rSum, rFactor, scale, tile, used, lane)
         self.pack(rScore, rP)
         n = Int32(1)
-        while n < rows.num_tiles:
+        while n < work.num_tiles:
             last_stage, last_parity = stage, parity
             at = used + n
             stage, parity = at % self.num_stages, at // self.num_stages & 1
@@ -465,7 +520,7 @@ class PrefillHopper(Prefill):
             self.order(rScore)
             self.release(pipe.keys_empty, stage, lane)
             self.weigh(
-                pipe, scalars, visible, of_head, rScore, rMax, rSum, rFactor, scale, self.tile_at(rows, n), at, lane
+                pipe, scalars, visible, work, rScore, rMax, rSum, rFactor, scale, self.tile_at(work, n), at, lane
             )
             hopper.wgmma_wait(0)
             self.order(rOut)
@@ -531,9 +586,9 @@ class PrefillHopper(Prefill):
             rP[i] = ptx.pack_f32x2(rScore[2 * i], rScore[2 * i + 1], kind)
 
     @cute.jit
-    def weigh(self, pipe, scalars, visible, of_head, rScore, rMax, rSum, rFactor, scale, tile, at, lane):
+    def weigh(self, pipe, scalars, visible, work, rScore, rMax, rSum, rFactor, scale, tile, at, lane):
         """Scores become weights exp2(scale (score - base)); rFactor: what the sums before are multiplied with."""
-        self.cap(rScore, scalars.softcap, of_head.softmax_scale)
+        self.cap(rScore, scalars.softcap, work.softmax_scale)
         exists = pipe.exists + 4 * self.warps * (at % (2 * self.num_stages))
         self.mask(rScore, exists, visible, scalars, tile * self.key_tile, lane)
         for r in cutlass.range_constexpr(2):

@@ -218,6 +218,8 @@ class HopperPrefillVariant:
     consumers: int = 2
     """Warpgroups that multiply, of 64 queries each."""
     num_stages: int = 2
+    query_buffers: int = 2
+    ping_pong: bool = False
     producer_registers: int = 56
     consumer_registers: int = 224
     vector_loads: bool = False
@@ -245,6 +247,8 @@ class HopperPrefillVariant:
             codes=False,
             by_bits=False,
             consumers=self.consumers,
+            query_buffers=self.query_buffers,
+            ping_pong=self.ping_pong,
             producer_registers=self.producer_registers,
             consumer_registers=self.consumer_registers,
         )
@@ -316,7 +320,7 @@ PREFILL_HOPPER = tuple(
         HopperPrefillVariant(dtype, 80),
         HopperPrefillVariant(dtype, 96),
         HopperPrefillVariant(dtype, 128),
-        HopperPrefillVariant(dtype, 256, key_tile=64, producer_registers=40, consumer_registers=232),
+        HopperPrefillVariant(dtype, 256, key_tile=64, query_buffers=1, producer_registers=40, consumer_registers=232),
     )
 )
 
