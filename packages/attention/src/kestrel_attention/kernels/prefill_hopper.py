@@ -19,8 +19,9 @@ from cutlass import Float32, Int32, Int64, Uint32
 from kestrel_runtime.cute_dsl import hopper, numeric, pdl, ptx
 
 from . import scores
+from .formats import E4m3, E5m2
 from .parameters import PrefillScalars, PrefillTensors
-from .prefill import Keys, Prefill, Visible, divide, once_if
+from .prefill_base import Keys, PrefillBase, Visible, Work, divide, once_if
 from .scores import LOG2_E, RESCALE_SLACK
 
 PRODUCERS = 128  # threads
@@ -39,26 +40,17 @@ class Pipe(NamedTuple):
     keys_empty: Int32
     values_full: Int32
     values_empty: Int32
+    codes: Int32  # FP8 keys and, behind them, values of the tile that is loaded next
     exists: Int32  # words with a bit for each key of a tile, of twice as many tiles as stages
     works: Int32  # a Work of each buffer of queries
 
 
-class Work(NamedTuple):
-    """A tile of queries, as the producer describes it to the consumers in shared memory: all are 32 bits."""
+class Located(NamedTuple):
+    """Of a tile: offsets of a lane's key and value in 16 bytes, and a bit for each of the warp's keys that exists."""
 
-    num_tiles: Int32  # of keys; negative: there is no more work
-    prefix_tiles: Int32
-    gap: Int32  # tile n >= prefix_tiles has the keys from key_tile (n + gap) on
-    rows: Int32
-    position: Int32  # of the first row
-    held: Int32  # keys that exist
-    prefix: Int32  # keys below it are seen by all rows
-    out_block: Int32
-    out_row: Int32
-    head: Int32
-    softmax_scale: Float32  # as in Scales
-    query_signs: Uint32
-    v_scale: Float32
+    key: Uint32
+    value: Uint32
+    exists: Uint32
 
 
 WORK_TYPES = get_type_hints(Work)
@@ -66,8 +58,8 @@ WORK_BYTES = 64
 
 
 @dataclass(frozen=True)
-class PrefillHopper(Prefill):
-    """One compiled variant. ``warps`` is that of the producer: 4."""
+class PrefillHopper(PrefillBase):
+    """One compiled variant. The producer has four ``warps``."""
 
     consumers: int = 2  # warpgroups
     query_buffers: int = 2
@@ -100,7 +92,8 @@ class PrefillHopper(Prefill):
 
     @property
     def shared_bytes(self) -> int:
-        return self.query_buffers * self.buffer_bytes + 2 * self.num_stages * self.tile_bytes
+        codes = self.tile_bytes if self.codes else 0  # half as many bytes of keys, and of values
+        return self.query_buffers * self.buffer_bytes + 2 * self.num_stages * self.tile_bytes + codes
 
     @property
     def threads(self) -> int:
@@ -150,6 +143,7 @@ class PrefillHopper(Prefill):
             keys_empty=of_keys + 8 * stages,
             values_full=of_keys + 16 * stages,
             values_empty=of_keys + 24 * stages,
+            codes=keys + 2 * stages * self.tile_bytes,
             exists=exists,
             works=works,
         )
@@ -174,95 +168,6 @@ class PrefillHopper(Prefill):
         else:
             hopper.registers_up(self.consumer_registers)
             self.consume(tensors, scalars, pipe, warpgroup - 1)
-
-    @cute.jit
-    def keys_of(self, tensors: PrefillTensors, scalars: PrefillScalars, sequence, kv_head):
-        """The keys of a sequence, and the position behind the last."""
-        mQ, mK, mV = tensors.mQ, tensors.mK, tensors.mV
-        length = scalars.max_keys
-        block, first_slot, page_size = sequence, Int32(0), mK.shape[1]
-        held = scalars.max_keys
-        if scalars.key_starts != 0:
-            start = tensors.mStartK[sequence]
-            length = tensors.mStartK[sequence + 1] - start
-            if scalars.key_starts == 1:
-                block, first_slot = Int32(0), start
-                held = cutlass.min(held, page_size - start)
-        if scalars.has_lengths != 0:
-            given = tensors.mLengths[sequence]
-            if scalars.key_starts == 1:
-                given = cutlass.min(given, length)
-            appended = scalars.appended
-            length = cutlass.select_(given < 0, given, cutlass.min(given, 0x7FFFFFFF - appended) + appended)
-        held = cutlass.max(cutlass.min(held, length), 0)
-        if first_slot < 0:
-            held = Int32(0)
-        element = cutlass.const_expr(self.stored_bytes)
-        strides = [Uint32(mX.stride[i] // (16 // element)) for mX in (mK, mV) for i in range(2)]
-        head_bytes = element * Int64(kv_head)
-        keys = Keys(
-            table=tensors.mTable.iterator.toint() + 4 * Int64(sequence) * tensors.mTable.stride[0],
-            table_stride=tensors.mTable.stride[1],
-            table_width=tensors.mTable.shape[1],
-            has_block_table=scalars.has_block_table,
-            block=block,
-            first_slot=first_slot,
-            num_blocks=mK.shape[0],
-            page_size=page_size,
-            multiplier=scalars.page_multiplier,
-            shift=scalars.page_shift,
-            held=held,
-            strides=strides,
-            key_base=mK.iterator.toint() + head_bytes * mK.stride[2],
-            value_base=mV.iterator.toint() + head_bytes * mV.stride[2],
-            head_dim=mQ.shape[3],
-        )
-        return keys, length
-
-    @cute.jit
-    def work_of(self, tensors, scalars, sequence, head, kv_head, row_block, keys: Keys, length):
-        """The work of a block of rows, and the address of its first row."""
-        mQ = tensors.mQ
-        query_block, first_query, num_queries = sequence, Int32(0), scalars.max_queries
-        if scalars.packed_queries != 0:
-            query_block = Int32(0)
-            first_query = tensors.mStartQ[sequence]
-            num_queries = tensors.mStartQ[sequence + 1] - first_query
-        num_rows = cutlass.min(num_queries, cutlass.min(scalars.max_queries, mQ.shape[1] - first_query))
-        if first_query < 0:
-            num_rows = Int32(0)
-        held = keys.held
-        prefix = scalars.prefix_len
-        if scalars.has_prefix_lens != 0:
-            prefix = tensors.mPrefix[sequence]
-        prefix = cutlass.max(cutlass.min(prefix, held), 0)
-        first_row = row_block * self.block_rows
-        query = Int64(query_block) * mQ.stride[0] + Int64(first_query + first_row) * mQ.stride[1]
-        query = mQ.iterator.toint() + 2 * (query + Int64(head) * mQ.stride[2])
-        rows = cutlass.min(num_rows - first_row, self.block_rows)
-        position = length - num_queries + first_row
-        start, _ = scores.window(position, scalars, held)
-        _, end = scores.window(position + rows - 1, scalars, held)
-        prefix_tiles = (prefix + self.key_tile - 1) // self.key_tile
-        start_tile = cutlass.max(start // self.key_tile, prefix_tiles)
-        num_tiles = prefix_tiles + cutlass.max((end + self.key_tile - 1) // self.key_tile - start_tile, 0)
-        of_head = self.scales(tensors, scalars, head, kv_head)
-        work = Work(
-            num_tiles=num_tiles,
-            prefix_tiles=prefix_tiles,
-            gap=start_tile - prefix_tiles,
-            rows=rows,
-            position=position,
-            held=held,
-            prefix=prefix,
-            out_block=query_block,
-            out_row=first_query + first_row,
-            head=head,
-            softmax_scale=of_head.softmax_scale,
-            query_signs=of_head.query_signs,
-            v_scale=of_head.v_scale,
-        )
-        return work, query
 
     @cute.jit
     def write_work(self, address: Int32, work: Work):
@@ -296,10 +201,6 @@ class PrefillHopper(Prefill):
         head = head + in_section - longest_first * scalars.section_heads
         return sequence, head, row_blocks - 1 - longest_first
 
-    @cute.jit
-    def tile_at(self, work: Work, n):
-        return n + cutlass.select_(n < work.prefix_tiles, Int32(0), work.gap)
-
     # -- producer -------------------------------------------------------------------------------------------------
 
     @cute.jit
@@ -326,14 +227,11 @@ class PrefillHopper(Prefill):
                 self.load_block(tensors.mQ, pipe.queries + buffer * self.buffer_bytes, query, work.rows, tid)
                 hopper.mbarrier_arrive_after_copies(pipe.queries_full + 8 * buffer)
                 works += 1
-                n = Int32(0)
-                while n < work.num_tiles:
-                    stage, parity = loaded % self.num_stages, (loaded // self.num_stages & 1) ^ 1
-                    self.load(pipe, keys, rPage, self.tile_at(work, n), stage, parity, loaded, warp, lane)
-                    if n + 1 < work.num_tiles:
-                        self.look_up(rPage, keys, self.tile_at(work, n + 1), warp, lane)
-                    loaded += 1
-                    n += 1
+                if cutlass.const_expr(self.codes):
+                    self.produce_codes(pipe, scalars, keys, work, rPage, loaded, warp, lane)
+                else:
+                    self.produce_rows(pipe, keys, work, rPage, loaded, warp, lane)
+                loaded += work.num_tiles
             if scalars.packed_queries != 0 and row_block == 0:
                 self.clear_around(tensors, scalars, sequence, batch, head, tid)
             index += step
@@ -360,8 +258,61 @@ class PrefillHopper(Prefill):
             ptx.cp_async(to, source, 16, cutlass.select_(exists, Int32(16), Int32(0)))
 
     @cute.jit
-    def load(self, pipe: Pipe, keys: Keys, rPage, tile, stage, parity, loaded, warp, lane):
-        """Load a tile's keys and values, of which each warp has its rows; zeros for those that do not exist."""
+    def produce_rows(self, pipe: Pipe, keys: Keys, work: Work, rPage, loaded, warp, lane):
+        """Load the tiles of a work. The page of the first one's key of each lane is in rPage."""
+        n = Int32(0)
+        while n < work.num_tiles:
+            at = loaded + n
+            stage, parity = at % self.num_stages, (at // self.num_stages & 1) ^ 1
+            found = self.locate(keys, rPage, self.tile_at(work, n), warp, lane)
+            hopper.mbarrier_wait(pipe.keys_empty + 8 * stage, parity)
+            self.tell_exists(pipe, at, stage, found.exists, warp, lane)
+            self.load_rows(keys, pipe.keys + stage * self.tile_bytes, keys.key_base, found.key, found.exists, warp, lane)
+            hopper.mbarrier_arrive_after_copies(pipe.keys_full + 8 * stage)
+            hopper.mbarrier_wait(pipe.values_empty + 8 * stage, parity)
+            to = pipe.values + stage * self.tile_bytes
+            self.load_rows(keys, to, keys.value_base, found.value, found.exists, warp, lane)
+            hopper.mbarrier_arrive_after_copies(pipe.values_full + 8 * stage)
+            if n + 1 < work.num_tiles:
+                self.look_up(rPage, keys, self.tile_at(work, n + 1), warp, lane)
+            n += 1
+
+    @cute.jit
+    def produce_codes(self, pipe: Pipe, scalars, keys: Keys, work: Work, rPage, loaded, warp, lane):
+        """The same for codes: a thread copies some of a tile ahead, and writes them as the dtype to the stage."""
+        of_values = cutlass.const_expr(self.tile_bytes // 2)
+        found = self.locate(keys, rPage, self.tile_at(work, Int32(0)), warp, lane)
+        if work.num_tiles > 0:
+            self.copy_codes(keys, pipe.codes, keys.key_base, found.key, found.exists, warp, lane)
+            self.copy_codes(keys, pipe.codes + of_values, keys.value_base, found.value, found.exists, warp, lane)
+            if work.num_tiles > 1:
+                self.look_up(rPage, keys, self.tile_at(work, Int32(1)), warp, lane)
+        exists = found.exists
+        n = Int32(0)
+        while n < work.num_tiles:
+            at = loaded + n
+            stage, parity = at % self.num_stages, (at // self.num_stages & 1) ^ 1
+            found = self.locate(keys, rPage, self.tile_at(work, n + 1), warp, lane)
+            following = Uint32(cutlass.select_(n + 1 < work.num_tiles, found.exists, Uint32(0)))
+            ptx.cp_async_wait(1)
+            hopper.mbarrier_wait(pipe.keys_empty + 8 * stage, parity)
+            self.tell_exists(pipe, at, stage, exists, warp, lane)
+            self.decode_codes(scalars, pipe.codes, pipe.keys + stage * self.tile_bytes, warp, lane)
+            hopper.mbarrier_arrive(pipe.keys_full + 8 * stage)
+            self.copy_codes(keys, pipe.codes, keys.key_base, found.key, following, warp, lane)
+            ptx.cp_async_wait(1)
+            hopper.mbarrier_wait(pipe.values_empty + 8 * stage, parity)
+            self.decode_codes(scalars, pipe.codes + of_values, pipe.values + stage * self.tile_bytes, warp, lane)
+            hopper.mbarrier_arrive(pipe.values_full + 8 * stage)
+            self.copy_codes(keys, pipe.codes + of_values, keys.value_base, found.value, following, warp, lane)
+            if n + 2 < work.num_tiles:
+                self.look_up(rPage, keys, self.tile_at(work, n + 2), warp, lane)
+            exists = following
+            n += 1
+
+    @cute.jit
+    def locate(self, keys: Keys, rPage, tile, warp, lane):
+        """Where a lane's key of a tile lies, and which of the warp's keys exist."""
         key = tile * self.key_tile + warp * self.loaded_rows + lane % self.loaded_rows
         slot = Uint32(key + keys.first_slot)
         if keys.has_block_table != 0:
@@ -369,24 +320,61 @@ class PrefillHopper(Prefill):
         exists = rPage[0] >= 0 and rPage[0] < keys.num_blocks
         block = cutlass.select_(exists, Uint32(rPage[0]), Uint32(0))
         slot = cutlass.select_(exists, slot, Uint32(0))
-        key_offset = block * keys.strides[0] + slot * keys.strides[1]
-        value_offset = block * keys.strides[2] + slot * keys.strides[3]
         bits = Uint32(cute.arch.vote_ballot_sync(exists)) & Uint32((1 << self.loaded_rows) - 1)
-        units = cutlass.const_expr(self.units)
-        lanes = cutlass.const_expr(1 << (units - 1).bit_length())
-        row, unit = lane // lanes, lane % lanes
-        wanted = cutlass.select_(8 * unit < keys.head_dim, bits >> Uint32(row), Uint32(0))
-        at = self.place_of(self.key_tile, warp * self.loaded_rows + row, unit) + stage * self.tile_bytes
-        hopper.mbarrier_wait(pipe.keys_empty + 8 * stage, parity)
+        key_offset = block * keys.strides[0] + slot * keys.strides[1]
+        return Located(key_offset, block * keys.strides[2] + slot * keys.strides[3], bits)
+
+    @cute.jit
+    def tell_exists(self, pipe: Pipe, at, stage, exists: Uint32, warp, lane):
         if lane == 0:
-            ring = loaded % (2 * self.num_stages)
-            ptx.store_shared(pipe.exists + 4 * (ring * self.warps + warp), [bits])
+            ring = at % (2 * self.num_stages)
+            ptx.store_shared(pipe.exists + 4 * (ring * self.warps + warp), [exists])
             hopper.mbarrier_arrive(pipe.keys_full + 8 * stage)
-        self.load_rows(keys.key_base + 16 * unit, pipe.keys + at, key_offset, wanted, row, unit)
-        hopper.mbarrier_arrive_after_copies(pipe.keys_full + 8 * stage)
-        hopper.mbarrier_wait(pipe.values_empty + 8 * stage, parity)
-        self.load_rows(keys.value_base + 16 * unit, pipe.values + at, value_offset, wanted, row, unit)
-        hopper.mbarrier_arrive_after_copies(pipe.values_full + 8 * stage)
+
+    @cute.jit
+    def copy_codes(self, keys: Keys, to: Int32, base, offset, exists, warp, lane):
+        """Start copying the codes of the warp's rows to where decode_codes of the same thread reads them."""
+        lanes = cutlass.const_expr(self.stored_units)  # of a row, a power of two
+        lane = ptx.opaque(lane)
+        row, unit = lane // lanes, lane % lanes
+        wanted = cutlass.select_(16 * unit < keys.head_dim, exists >> Uint32(row), Uint32(0))
+        to = to + (warp * 32 + lane) * 16
+        for i in cutlass.range_constexpr(self.loaded_rows * lanes // 32):
+            more = cutlass.const_expr(i * (32 // lanes))
+            source = base + 16 * unit + Int64(cute.arch.shuffle_sync(offset, row + more)) * 16
+            valid = cutlass.select_((wanted & (1 << more)) != 0, Int32(16), Int32(0))
+            ptx.cp_async(to + i * (16 * PRODUCERS), source, 16, valid)
+        ptx.cp_async_commit()
+
+    @cute.jit
+    def decode_codes(self, scalars, codes: Int32, to: Int32, warp, lane):
+        """The copied codes as the dtype, exactly."""
+        if scalars.codes_are_e5m2 != 0:
+            self.decode_all(codes, to, E5m2(), warp, lane)
+        else:
+            self.decode_all(codes, to, E4m3(False), warp, lane)
+        hopper.fence_proxy_async()
+
+    @cute.jit
+    def decode_all(self, codes: Int32, to: Int32, of: cutlass.Constexpr, warp, lane):
+        lanes = cutlass.const_expr(self.stored_units)
+        lane = ptx.opaque(lane)
+        row, unit = lane // lanes, lane % lanes
+        codes = codes + (warp * 32 + lane) * 16
+        second = unit >> 2 & 1  # lanes that store together hit 32 banks
+        one = to + self.place_of(self.key_tile, warp * self.loaded_rows + row, 2 * unit + second)
+        for i in cutlass.range_constexpr(self.loaded_rows * lanes // 32):
+            more = cutlass.const_expr(i * (32 // lanes))
+            swizzle = cutlass.const_expr(16 * hopper.swizzle(self.block_bytes, more))
+            halves = []
+            for word in ptx.load_shared(codes + i * (16 * PRODUCERS), 4):
+                for pair in of.to_f16(word):
+                    halves.append(self.from_f16(pair))
+            there = (one ^ swizzle) + more * self.block_bytes
+            low = [cutlass.select_(second != 0, halves[4 + k], halves[k]) for k in range(4)]
+            high = [cutlass.select_(second != 0, halves[k], halves[4 + k]) for k in range(4)]
+            ptx.store_shared(there, low)
+            ptx.store_shared(there ^ 16, high)
 
     @cute.jit
     def place_of(self, tile_rows: cutlass.Constexpr, row, unit):
@@ -396,13 +384,18 @@ class PrefillHopper(Prefill):
         return (block * tile_rows + row) * self.block_bytes + swizzled * 16
 
     @cute.jit
-    def load_rows(self, base, to, offset, wanted, row, unit):
+    def load_rows(self, keys: Keys, to: Int32, base, offset, exists, warp, lane):
+        """Start loading the warp's rows of a tile; zeros for those that do not exist."""
         units = cutlass.const_expr(self.units)
-        lanes = cutlass.const_expr(1 << (units - 1).bit_length())
+        lanes = cutlass.const_expr(1 << (units - 1).bit_length())  # of a row; those past its end load nothing
+        lane = ptx.opaque(lane)  # addresses are computed for each tile, and take no registers in between
+        row, unit = lane // lanes, lane % lanes
+        wanted = cutlass.select_(8 * unit < keys.head_dim, exists >> Uint32(row), Uint32(0))
+        to = to + self.place_of(self.key_tile, warp * self.loaded_rows + row, unit)
         for i in cutlass.range_constexpr(self.loaded_rows * lanes // 32):
             more = cutlass.const_expr(i * (32 // lanes))  # has no bit of row: the swizzle of both is that of each
             swizzle = cutlass.const_expr(16 * hopper.swizzle(self.block_bytes, more))
-            source = base + Int64(cute.arch.shuffle_sync(offset, row + more)) * 16
+            source = base + 16 * unit + Int64(cute.arch.shuffle_sync(offset, row + more)) * 16
             valid = cutlass.select_((wanted & (1 << more)) != 0, Int32(16), Int32(0))
             there = (to ^ swizzle) + more * self.block_bytes
             if cutlass.const_expr(lanes == units):
@@ -456,23 +449,6 @@ class PrefillHopper(Prefill):
             hopper.mbarrier_wait(pipe.queries_full + 8 * buffer, works // self.query_buffers & 1)
             num_tiles = Int32(ptx.load_shared(pipe.works + buffer * WORK_BYTES, 1)[0])
             num_tiles = cute.arch.make_warp_uniform(num_tiles)
-
-    @cute.jit
-    def clear_around(self, tensors, scalars, sequence, batch, head, thread):
-        """Clear rows that no sequence has: before the first, after this one."""
-        total = tensors.mQ.shape[1]
-        first_query = tensors.mStartQ[sequence]
-        num_queries = tensors.mStartQ[sequence + 1] - first_query
-        num_rows = cutlass.min(num_queries, cutlass.min(scalars.max_queries, total - first_query))
-        if first_query < 0:
-            num_rows = Int32(0)
-        if sequence == 0:
-            self.clear_rows(tensors, Int32(0), cutlass.min(first_query, total), head, thread)
-        behind = total
-        if sequence + 1 < batch:
-            behind = cutlass.min(first_query + num_queries, total)
-        from_row = cutlass.max(first_query, 0) + cutlass.max(num_rows, 0)
-        self.clear_rows(tensors, from_row, behind, head, thread)
 
     @cute.jit
     def flip_signs(self, sQ: Int32, signs: Uint32, warpgroup):

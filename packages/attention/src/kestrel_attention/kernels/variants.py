@@ -214,6 +214,7 @@ class HopperPrefillVariant:
 
     dtype: str
     head_dim: int
+    cache: str = "same"  # as the dtype, or "fp8": e4m3 and e5m2
     key_tile: int = 128
     consumers: int = 2
     """Warpgroups that multiply, of 64 queries each."""
@@ -228,7 +229,7 @@ class HopperPrefillVariant:
 
     @property
     def name(self) -> str:
-        return f"prefill_{self.dtype}_hopper_d{self.head_dim}"
+        return f"prefill_{self.dtype}_{self.cache}_hopper_d{self.head_dim}"
 
     def kernel(self, arch: str) -> tuple[Any, tuple[Any, ...]]:
         """The kernel object and the arguments to compile it with."""
@@ -241,11 +242,8 @@ class HopperPrefillVariant:
             warps=4,
             row_tiles=1,
             num_stages=self.num_stages,
-            queries_in_registers=False,
-            ctas_per_sm=1,
             pdl=supports_pdl(arch),
-            codes=False,
-            by_bits=False,
+            codes=self.cache == "fp8",
             consumers=self.consumers,
             query_buffers=self.query_buffers,
             ping_pong=self.ping_pong,
@@ -320,7 +318,14 @@ PREFILL_HOPPER = tuple(
         HopperPrefillVariant(dtype, 80),
         HopperPrefillVariant(dtype, 96),
         HopperPrefillVariant(dtype, 128),
-        HopperPrefillVariant(dtype, 256, key_tile=64, query_buffers=1, producer_registers=40, consumer_registers=232),
+        HopperPrefillVariant(dtype, 64, "fp8"),
+        HopperPrefillVariant(dtype, 128, "fp8"),
+        *(
+            HopperPrefillVariant(
+                dtype, 256, cache, key_tile=64, query_buffers=1, producer_registers=40, consumer_registers=232
+            )
+            for cache in ("same", "fp8")
+        ),
     )
 )
 
@@ -364,7 +369,7 @@ def prefilling(dtype: str, cache: str, head_dim: int, short: bool = False) -> Pr
 
 def prefilling_on_hopper(dtype: str, cache: str, head_dim: int) -> HopperPrefillVariant | None:
     """The compiled variant with warpgroup matrix products for a head dimension, or None."""
-    fitting = [v for v in PREFILL_HOPPER if v.dtype == dtype and cache == "same" and v.head_dim >= head_dim]
+    fitting = [v for v in PREFILL_HOPPER if v.dtype == dtype and v.cache == cache and v.head_dim >= head_dim]
     return min(fitting, key=lambda v: v.head_dim, default=None)
 
 
