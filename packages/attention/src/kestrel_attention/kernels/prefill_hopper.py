@@ -426,6 +426,7 @@ class PrefillHopper(PrefillBase):
             work = self.read_work(pipe.works + buffer * WORK_BYTES)
             sQ = pipe.queries + buffer * self.buffer_bytes + warpgroup * self.query_bytes
             self.flip_signs(sQ, work.query_signs, warpgroup)
+            hopper.fence_proxy_async()
             scale = cutlass.select_(scalars.softcap > 0.0, Float32(1.0), work.softmax_scale * LOG2_E)
             rOut.fill(0.0)
             rMax.fill(-Float32.inf)
@@ -468,7 +469,7 @@ class PrefillHopper(PrefillBase):
         rFactor = cute.make_rmem_tensor(2, Float32)
         stage, parity = used % self.num_stages, used // self.num_stages & 1
         hopper.mbarrier_wait(pipe.keys_full + 8 * stage, parity)
-        hopper.fence_proxy_async()
+        self.fence_copies()
         self.start_scores(sQ, pipe.keys + stage * self.tile_bytes, rScore)
         hopper.wgmma_wait(0)
         self.order(rScore)
@@ -484,10 +485,10 @@ class PrefillHopper(PrefillBase):
             hopper.mbarrier_wait(pipe.keys_full + 8 * stage, parity)
             if cutlass.const_expr(self.ping_pong):
                 hopper.named_barrier(4 + warpgroup, 256)
-            hopper.fence_proxy_async()
+            self.fence_copies()
             self.start_scores(sQ, pipe.keys + stage * self.tile_bytes, rScore)
             hopper.mbarrier_wait(pipe.values_full + 8 * last_stage, last_parity)
-            hopper.fence_proxy_async()
+            self.fence_copies()
             self.start_output(pipe.values + last_stage * self.tile_bytes, rP, rOut)
             if cutlass.const_expr(self.ping_pong):
                 following = cutlass.select_(warpgroup == self.consumers - 1, Int32(0), warpgroup + 1)
@@ -498,6 +499,7 @@ class PrefillHopper(PrefillBase):
             self.weigh(
                 pipe, scalars, visible, work, rScore, rMax, rSum, rFactor, scale, self.tile_at(work, n), at, lane
             )
+            hopper.never(rSum[0] + rSum[1])  # keeps the wait behind the weights
             hopper.wgmma_wait(0)
             self.order(rOut)
             self.release(pipe.values_empty, last_stage, lane)
@@ -505,11 +507,17 @@ class PrefillHopper(PrefillBase):
             self.pack(rScore, rP)
             n += 1
         hopper.mbarrier_wait(pipe.values_full + 8 * stage, parity)
-        hopper.fence_proxy_async()
+        self.fence_copies()
         self.start_output(pipe.values + stage * self.tile_bytes, rP, rOut)
         hopper.wgmma_wait(0)
         self.order(rOut)
         self.release(pipe.values_empty, stage, lane)
+
+    @cute.jit
+    def fence_copies(self):
+        """Make what the producer has copied visible to matrix products; of codes it does so itself."""
+        if cutlass.const_expr(not self.codes):
+            hopper.fence_proxy_async()
 
     @cute.jit
     def release(self, barriers: Int32, stage, lane):

@@ -90,6 +90,13 @@ def ordered(values, *, loc=None, ip=None):
 
 
 @dsl_user_op
+def never(value: Float32, *, loc=None, ip=None) -> None:
+    """Stop where a float is negative, which it never is: a branch that ptxas moves no wait across."""
+    text = "{.reg .pred p; setp.geu.f32 p, $0, 0f00000000; @p bra GO; trap; GO: }"
+    assemble(text, "f,~{memory}", [Float32(value)], [], True, loc, ip)
+
+
+@dsl_user_op
 def fence_proxy_async(*, loc=None, ip=None) -> None:
     """Make completed writes to shared memory visible to matrix products."""
     assemble("fence.proxy.async.shared::cta;", "~{memory}", [], [], True, loc, ip)
