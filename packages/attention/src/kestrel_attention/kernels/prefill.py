@@ -185,6 +185,8 @@ class Prefill(PrefillBase):
             n += 1
         ptx.cp_async_wait(0)
         cute.arch.sync_threads()
+        tid = ptx.opaque(tid)  # the number of the warp takes no register in the main loop
+        lane, warp = tid % 32, cute.arch.make_warp_uniform(tid // 32)
         at_out = (work.out_block, work.out_row, work.head)
         self.epilogue(
             tensors, scalars, work.v_scale, rOut, rMax, rSum, scale, shared, work.rows, at_out, warp, lane
