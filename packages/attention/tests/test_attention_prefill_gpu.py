@@ -11,7 +11,14 @@ import torch
 from decode_oracle import same_bits
 from prefill_oracle import assert_exact, exact_attention, of_sequence
 
-from kestrel_attention import decode, flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache, hot_calls, prefill
+from kestrel_attention import (
+    decode,
+    flash_attn_func,
+    flash_attn_varlen_func,
+    flash_attn_with_kvcache,
+    hot_calls,
+    prefill,
+)
 from kestrel_runtime import backend
 from kestrel_runtime.testing import graph_replay
 
@@ -28,6 +35,7 @@ def each_kernel(request, monkeypatch):
         plans.clear()
     caches = importlib.import_module("kestrel_attention.flash_attn_with_kvcache")
     monkeypatch.setattr(caches, "_hot_calls", hot_calls.HotCalls())
+
 
 DTYPES = [torch.bfloat16, torch.float16]
 SIZES = [64, 72, 80, 96, 128, 192, 256]

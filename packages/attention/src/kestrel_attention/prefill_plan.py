@@ -80,7 +80,7 @@ def plan_prefill(problem: PrefillProblem) -> PrefillPlan:
     section = section_heads(problem)
     if problem.batch > MAX_GRID or problem.heads // section > MAX_GRID:
         raise UnsupportedError(f"kernels cover up to {MAX_GRID} sequences and heads")
-    if problem.max_queries * section >= 2**31:
+    if problem.max_queries * (section if not problem.hopper else problem.heads * problem.batch) >= 2**31:
         raise UnsupportedError("too many queries for one call")
 
     multiplier, shift = page_divisor(problem.page_size)

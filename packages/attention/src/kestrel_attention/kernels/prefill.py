@@ -188,9 +188,7 @@ class Prefill(PrefillBase):
         tid = ptx.opaque(tid)  # the number of the warp takes no register in the main loop
         lane, warp = tid % 32, cute.arch.make_warp_uniform(tid // 32)
         at_out = (work.out_block, work.out_row, work.head)
-        self.epilogue(
-            tensors, scalars, work.v_scale, rOut, rMax, rSum, scale, shared, work.rows, at_out, warp, lane
-        )
+        self.epilogue(tensors, scalars, work.v_scale, rOut, rMax, rSum, scale, shared, work.rows, at_out, warp, lane)
 
     # -- loads ----------------------------------------------------------------------------------------------------
 

@@ -1,7 +1,7 @@
 """What both prefill kernels share: which queries and keys a thread block has, and what a warp does with its scores.
 
-A warp holds rows of 16 queries a row tile. Element 4 n + 2 r + e of its lane 4 g + t is that of row g + 8 r and column
-8 n + 2 t + e, for scores (columns are keys), weights and results (columns are dims), as both mma.sync and wgmma have it.
+A warp holds 16 queries a row tile. Element 4 n + 2 r + e of its lane 4 g + t is that of row g + 8 r and column
+8 n + 2 t + e. Columns are keys (scores, weights) or dims (results). Both mma.sync and wgmma have this layout.
 """
 
 from __future__ import annotations

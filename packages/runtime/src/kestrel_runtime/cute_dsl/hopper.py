@@ -149,7 +149,5 @@ def mbarrier_arrive_after_copies(address: Int32, *, loc=None, ip=None) -> None:
 @dsl_user_op
 def mbarrier_wait(address: Int32, parity: Int32, *, loc=None, ip=None) -> None:
     """Wait until the phase of this parity has ended."""
-    text = (
-        "{.reg .pred p; WAIT: mbarrier.try_wait.parity.shared::cta.b64 p, [$0], $1; @p bra DONE; bra WAIT; DONE: }"
-    )
+    text = "{.reg .pred p; WAIT: mbarrier.try_wait.parity.shared::cta.b64 p, [$0], $1; @p bra DONE; bra WAIT; DONE: }"
     assemble(text, "r,r,~{memory}", [Int32(address), Int32(parity)], [], True, loc, ip)
