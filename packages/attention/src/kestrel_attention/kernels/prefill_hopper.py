@@ -1,10 +1,10 @@
 """Attention of many queries on Hopper: warp-specialised, with warpgroup matrix products (wgmma).
 
 A thread block takes 64 queries a consumer warpgroup of one head, and visits the tiles of keys that any of them sees.
-The producer warpgroup gathers keys and values by cp.async into pipeline stages of their own. A consumer multiplies
-queries with the next tile's keys, and the weights of the last tile, in registers, with its values, while it computes
-the softmax in between (FlashAttention-3, arXiv 2407.08608). Thread blocks are persistent, longest rows first. A row's
-result does not depend on the tile that it is in.
+The producer warpgroup gathers keys and values by cp.async into pipeline stages of their own. A consumer starts the
+products of queries with the next tile's keys together with those of the last tile's weights, in registers, with its
+values (FlashAttention-3, arXiv 2407.08608). Long calls have persistent thread blocks. Rows with most keys start first.
+A row's result does not depend on the tile that it is in.
 """
 
 from __future__ import annotations
