@@ -124,9 +124,39 @@ def test_hopper_has_a_kernel_for_every_head_dimension_of_the_portable_one(head_d
     assert (variant.dtype, variant.cache, variant.head_dim) == (portable.dtype, portable.cache, portable.head_dim)
 
 
-def test_a_batch_of_any_size_takes_the_same_hopper_kernel():
-    of_batches = {plan_prefill(problem(batch=batch, hopper=True)).variant for batch in (1, 2, 64, 5000)}
-    assert len(of_batches) == 1
+@pytest.mark.parametrize(
+    ("batch", "head_dim", "persistent"), [(1, 128, False), (66, 128, False), (67, 128, True), (1000, 256, False)]
+)
+def test_long_calls_are_persistent_where_queries_have_two_buffers(batch, head_dim, persistent):
+    scalars = plan_prefill(problem(batch=batch, head_dim=head_dim, hopper=True)).scalars
+    assert (scalars.max_blocks == 132) == persistent
+
+
+@pytest.mark.parametrize("heads", [4, 200])
+def test_a_batch_of_any_size_is_split_alike(heads):
+    given = {"max_keys": 8192, "heads": heads, "hopper": True}
+    plans = [plan_prefill(problem(batch=batch, **given)) for batch in (1, 2, 64, 5000)]
+    assert len({(plan.scalars.split_limit, plan.scalars.num_splits) for plan in plans}) == 1
+    assert [plan.variant.long for plan in plans] == [False, False, heads == 200, heads == 200]
+    assert len({plan.variant.key_tile for plan in plans}) == 1
+
+
+@pytest.mark.parametrize(
+    ("how", "limit", "splits"),
+    [
+        ({"heads": 32, "max_queries": 128, "max_keys": 8192}, 4, 4),
+        ({"heads": 32, "max_queries": 512, "max_keys": 8192}, 1, 1),
+        ({"heads": 16, "max_queries": 512, "max_keys": 8192}, 2, 2),
+        ({"heads": 2, "max_queries": 17, "max_keys": 8192}, 16, 16),
+        ({"heads": 2, "max_queries": 17, "max_keys": 1000}, 16, 2),
+        ({"heads": 2, "max_queries": 17, "max_keys": 1000, "head_dim": 256}, 16, 4),
+        ({"heads": 2, "max_queries": 17, "max_keys": 8192, "packed_queries": True}, 1, 1),
+        ({"heads": 2, "max_queries": 17, "max_keys": 8192, "hopper": False}, 1, 1),
+    ],
+)
+def test_few_queries_are_split_along_their_keys(how, limit, splits):
+    scalars = plan_prefill(problem(**{"hopper": True} | how)).scalars
+    assert (scalars.split_limit, scalars.num_splits) == (limit, splits)
 
 
 @pytest.mark.parametrize("variant", PREFILL_HOPPER, ids=lambda v: v.name)

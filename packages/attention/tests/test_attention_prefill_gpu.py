@@ -175,6 +175,18 @@ def test_a_batch_of_any_size_gives_the_same_bits(name):
         assert same_bits(flash_attn_func(q[one], k[one], v[one], **how), tuple(x[one] for x in large))
 
 
+@pytest.mark.parametrize("queries", [200, 700])
+def test_a_batch_that_takes_larger_thread_blocks_gives_the_same_bits(queries):
+    torch.manual_seed(0)
+    q, k, v = (random(16, queries, heads, 64, dtype=torch.bfloat16) for heads in (36, 4, 4))
+    how = {"causal": True, "return_lse": True}
+    large = flash_attn_func(q, k, v, **how)
+    for b in (0, 15):
+        one = slice(b, b + 1)
+        assert same_bits(flash_attn_func(q[one], k[one], v[one], **how), tuple(x[one] for x in large))
+    assert_exact(large[0][3], large[1][3], exact_attention(q[3], k[3], v[3], causal=True))
+
+
 @pytest.mark.parametrize("name", ["causal", "window", "prefixes and a window", "soft cap"])
 @pytest.mark.parametrize("size", [64, 128])
 def test_a_sequence_alone_gives_the_same_bits(size, name):
@@ -190,6 +202,26 @@ def test_a_sequence_alone_gives_the_same_bits(size, name):
         assert same_bits(
             flash_attn_varlen_func(*given, **how_alone, return_lse=True), (out[queries], lse[:, queries].contiguous())
         )
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("size", [72, 128, 256])
+def test_few_queries_over_many_keys_are_those_of_float64_whatever_the_batch(size, name):
+    torch.manual_seed(0)
+    lengths, queries = [5000, 0, 300, 2100], 40
+    caches, table, held = scattered(lengths, 16, 2, size, torch.bfloat16, False)
+    q, how = random(4, queries, 4, size, dtype=torch.bfloat16), scores(4, 4)[name] | {"return_lse": True}
+    given = {"cache_seqlens": ints(lengths), "block_table": table, **how}
+    out, lse = flash_attn_with_kvcache(q, *caches, **given)
+    for b, (k, v, _) in enumerate(held):
+        of_sequence_b = {key: x for key, x in of_sequence(how, b).items() if key != "return_lse"}
+        assert_exact(out[b], lse[b], exact_attention(q[b], k, v, **of_sequence_b))
+        one = slice(b, b + 1)
+        columns = -(-max(1, lengths[b]) // 16)
+        alone = given | {"cache_seqlens": ints(lengths[one]), "block_table": table[one, :columns].contiguous()}
+        if isinstance(how.get("prefix_len"), torch.Tensor):
+            alone["prefix_len"] = how["prefix_len"][one]
+        assert same_bits(flash_attn_with_kvcache(q[one], *caches, **alone), (out[one], lse[one]))
 
 
 def test_rows_of_no_sequence_and_past_the_bounds_are_zero():
@@ -323,13 +355,14 @@ def test_paged_caches_are_those_of_float64(page, holes, name):
     given = {"block_table": table, **how, "return_lse": True}
     out, lse = flash_attn_with_kvcache(q, *caches, cache_seqlens=ints(lengths), **given)
     starts = starts_of([queries] * len(lengths))
-    by_packed = flash_attn_varlen_func(
+    packed_out, packed_lse = flash_attn_varlen_func(
         q.flatten(0, 1), *caches, starts, None, queries, 1000, seqused_k=ints(lengths).clamp(min=0), **given
     )
-    assert same_bits((out.flatten(0, 1), lse.transpose(0, 1).flatten(1).contiguous()), by_packed)
     for b, (k, v, exists) in enumerate(held):
         exact = exact_attention(q[b], k, v, exists=exists, **of_sequence(how, b))
         assert_exact(out[b], lse[b], exact)
+        rows = slice(b * queries, (b + 1) * queries)
+        assert_exact(packed_out[rows], packed_lse[:, rows], exact)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

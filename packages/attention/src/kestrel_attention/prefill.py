@@ -55,6 +55,11 @@ def _attend(problem: PrefillProblem, device: torch.device) -> Attend:
     plan = plan_prefill(replace(problem, hopper=USE_HOPPER and _binary.arch(device) == "sm90a"))
     kernel = _binary.kernel(plan.variant, device)
     scalars, batch, codes = plan.scalars, problem.batch, problem.cache != "same"
+    num_splits, row_blocks = scalars.num_splits, -(-problem.max_queries // plan.combine.block_rows)
+    rows = num_splits * batch * problem.max_queries * problem.heads
+    combine = None
+    if num_splits > 1:
+        combine = _binary.kernel(NAMED[f"prefill_combine_{problem.dtype}"], device)
     no_int, no_float = _unused(torch.int32, device), _unused(torch.float32, device)
     no_table = _unused(torch.int32, device, 2)
     absent = Given(no_int, no_int, no_int, no_table, no_int, no_float, no_float, no_float, no_float)
@@ -65,7 +70,15 @@ def _attend(problem: PrefillProblem, device: torch.device) -> Attend:
         if codes:
             k, v = k.view(torch.uint8), v.view(torch.uint8)
         tensors = [x if y is None else y for x, y in zip(absent, given, strict=True)]
-        kernel(q, k, v, *tensors, out, lse, *scalars, batch)
+        if combine is None:
+            kernel(q, k, v, *tensors, out, lse, no_float, no_float, no_int, *scalars, batch)
+            return
+        partial_out = torch.empty(rows * problem.head_dim, dtype=torch.float32, device=device)
+        partial_lse = torch.empty(rows, dtype=torch.float32, device=device)
+        splits = torch.empty(batch * problem.heads * row_blocks, dtype=torch.int32, device=device)
+        partial = (partial_out, partial_lse, splits)
+        kernel(q, k, v, *tensors, out, lse, *partial, *scalars, batch)
+        combine(out, lse, *partial, no_float if given.sinks is None else given.sinks, *plan.combine)
 
     return attend
 

@@ -6,10 +6,14 @@ from dataclasses import dataclass
 
 from kestrel_runtime import UnsupportedError
 
-from .kernels.parameters import PrefillScalars
+from .kernels.constants import MIN_SPLIT_TILES
+from .kernels.parameters import PrefillCombineScalars, PrefillScalars
 from .kernels.variants import HopperPrefillVariant, PrefillVariant, prefilling, prefilling_on_hopper
 from .plan import MAX_GRID, MAX_KEYS, MIN_SOFTCAP, MULTIPROCESSORS, UNBOUNDED, page_divisor
 
+MAX_SPLITS = 16
+LONG_WAVES = 6  # of thread blocks of LARGE_BLOCK queries, from which on larger ones pay
+GRID_WAVES = 2  # up to so many, the GPU schedules thread blocks better than a persistent kernel does
 LARGE_BLOCK = 128  # queries of a thread block of the kernels that are not for short calls
 SECTION_BYTES = 20 * 2**20  # of keys and values that blocks share in L2 at a time
 MIN_SCALE, MAX_SCALE = 2.0**-126, 2.0**126  # a smaller scale is 0, with which hidden scores would be NaN
@@ -62,6 +66,8 @@ class PrefillPlan:
 
     variant: PrefillVariant | HopperPrefillVariant
     scalars: PrefillScalars
+    combine: PrefillCombineScalars
+    """Of the kernel that joins splits, where scalars.num_splits > 1."""
 
 
 def plan_prefill(problem: PrefillProblem) -> PrefillPlan:
@@ -69,10 +75,12 @@ def plan_prefill(problem: PrefillProblem) -> PrefillPlan:
     cache, unit = ("same", 8) if problem.cache == "same" else ("fp8", 16)
     blocks = problem.batch * problem.heads * -(-problem.max_queries // LARGE_BLOCK)
     short = blocks <= 2 * MULTIPROCESSORS
+    limit = split_limit(problem)
     case = problem.dtype, cache, problem.head_dim
     variant: PrefillVariant | HopperPrefillVariant | None = None
     if problem.head_dim % unit == 0:
-        variant = (prefilling_on_hopper(*case) if problem.hopper else None) or prefilling(*case, short)
+        long = limit == 1 and blocks >= LONG_WAVES * MULTIPROCESSORS  # splits depend on the size of a block
+        variant = (prefilling_on_hopper(*case, long) if problem.hopper else None) or prefilling(*case, short)
     if variant is None:
         raise UnsupportedError(f"no kernel for many queries with heads of {problem.head_dim} over {problem.cache} keys")
     if problem.max_keys > MAX_KEYS or problem.max_queries > MAX_KEYS:
@@ -83,6 +91,9 @@ def plan_prefill(problem: PrefillProblem) -> PrefillPlan:
     if problem.max_queries * (section if not problem.hopper else problem.heads * problem.batch) >= 2**31:
         raise UnsupportedError("too many queries for one call")
 
+    # A persistent kernel gains by loading the next queries ahead, for which it needs a second buffer.
+    ahead = isinstance(variant, HopperPrefillVariant) and variant.query_buffers > 1
+    persistent = ahead and blocks > GRID_WAVES * MULTIPROCESSORS
     multiplier, shift = page_divisor(problem.page_size)
     scale = float(problem.head_dim**-0.5 if problem.softmax_scale is None else problem.softmax_scale)
     softcap = max(float(problem.softcap), MIN_SOFTCAP) if problem.softcap else 0.0
@@ -113,9 +124,22 @@ def plan_prefill(problem: PrefillProblem) -> PrefillPlan:
         k_scale_heads=problem.k_scale_heads,
         v_scale_heads=problem.v_scale_heads,
         codes_are_e5m2=int(problem.cache == "e5m2"),
-        max_blocks=MULTIPROCESSORS,
+        max_blocks=MULTIPROCESSORS if persistent else 2**31 - 1,
+        num_splits=max(1, min(limit, -(-problem.max_keys // (MIN_SPLIT_TILES * variant.key_tile)))),
+        split_limit=limit,
     )
-    return PrefillPlan(variant, scalars)
+    return PrefillPlan(variant, scalars, PrefillCombineScalars(LARGE_BLOCK, int(problem.has_sinks)))
+
+
+def split_limit(problem: PrefillProblem) -> int:
+    """Splits of a block of rows, so that one sequence fills the GPU; whatever the rest of its batch.
+
+    Packed sequences are not split: the number of queries of each is not known here.
+    """
+    if not problem.hopper or problem.packed_queries:
+        return 1
+    blocks = problem.heads * -(-problem.max_queries // LARGE_BLOCK)
+    return max(1, min(MAX_SPLITS, MULTIPROCESSORS // max(1, blocks)))
 
 
 def section_heads(problem: PrefillProblem) -> int:

@@ -182,6 +182,9 @@ class PrefillTensors(NamedTuple):
     mVScale: Tensor
     mOut: Tensor
     mLse: Tensor
+    mPartialOut: Tensor  # of splits: [split, block, row, head, dim]
+    mPartialLse: Tensor  # [split, block, row, head]
+    mNumSplits: Tensor  # [block, head, block of rows]
 
 
 class PrefillScalars(NamedTuple):
@@ -211,3 +214,23 @@ class PrefillScalars(NamedTuple):
     v_scale_heads: i32
     codes_are_e5m2: i32  # of keys and values of 8 bits; else they are e4m3
     max_blocks: i32  # thread blocks of a persistent kernel
+    num_splits: i32  # of a block of rows, at most, that the launch has work for; the portable kernel has one
+    split_limit: i32  # splits of a block of rows that sees many keys
+
+
+class PrefillCombineTensors(NamedTuple):
+    """Of prefill_combine.py."""
+
+    mOut: Tensor
+    mLse: Tensor
+    mPartialOut: Tensor
+    mPartialLse: Tensor
+    mNumSplits: Tensor
+    mSinks: Tensor
+
+
+class PrefillCombineScalars(NamedTuple):
+    """Of prefill_combine.py."""
+
+    block_rows: i32
+    has_sinks: i32

@@ -180,13 +180,14 @@ class Prefill(PrefillBase):
                 self.softmax(rScore, rMax, rSum, rOut, scale)
                 self.mma_values(sK + self.tile_bytes, rScore, rOut, lane)
             tile = next_tile
-            next_tile = after_next
+            next_tile = ptx.opaque(after_next)  # saves registers
             stage = next_stage
             n += 1
         ptx.cp_async_wait(0)
         cute.arch.sync_threads()
-        tid = ptx.opaque(tid)  # the number of the warp takes no register in the main loop
-        lane, warp = tid % 32, cute.arch.make_warp_uniform(tid // 32)
+        if cutlass.const_expr(not self.codes):  # the number of the warp takes no register in the main loop
+            tid = ptx.opaque(tid)
+            lane, warp = tid % 32, cute.arch.make_warp_uniform(tid // 32)
         at_out = (work.out_block, work.out_row, work.head)
         self.epilogue(tensors, scalars, work.v_scale, rOut, rMax, rSum, scale, shared, work.rows, at_out, warp, lane)
 

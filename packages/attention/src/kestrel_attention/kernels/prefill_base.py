@@ -63,6 +63,8 @@ class Work(NamedTuple):
     """A block of queries and the tiles of keys that any of them sees. All fields are 32 bits."""
 
     num_tiles: Int32  # of keys; negative: there is no more work
+    first_tile: Int32  # of a split
+    partial: Int32  # index of the split's partial results, in blocks of mOut; negative: it has final results
     prefix_tiles: Int32
     gap: Int32  # tile n >= prefix_tiles has the keys from key_tile (n + gap) on
     rows: Int32
@@ -153,6 +155,9 @@ class PrefillBase:
             mVScale=arguments.any_strides(Float32, cute.sym_int()),
             mOut=arguments.strided(self.dtype, blocks, queries, heads, head_dim, unit=8),
             mLse=arguments.contiguous(Float32, blocks, heads, queries, align=None),
+            mPartialOut=arguments.any_strides(Float32, cute.sym_int64()),
+            mPartialLse=arguments.any_strides(Float32, cute.sym_int()),
+            mNumSplits=arguments.any_strides(Int32, cute.sym_int()),
         )
         return (*tensors, *parameters.compile_time(PrefillScalars), Int32(1), arguments.torch_stream())
 
@@ -232,6 +237,8 @@ class PrefillBase:
         of_head = self.scales(tensors, scalars, head, kv_head)
         work = Work(
             num_tiles=num_tiles,
+            first_tile=Int32(0),
+            partial=Int32(-1),
             prefix_tiles=prefix_tiles,
             gap=start_tile - prefix_tiles,
             rows=rows,
@@ -249,6 +256,7 @@ class PrefillBase:
 
     @cute.jit
     def tile_at(self, work: Work, n):
+        n = n + work.first_tile
         return n + cutlass.select_(n < work.prefix_tiles, Int32(0), work.gap)
 
     @cute.jit

@@ -1,10 +1,10 @@
 """Attention of many queries on Hopper: warp-specialised, with warpgroup matrix products (wgmma).
 
 A thread block takes 64 queries a consumer warpgroup of one head, and visits the tiles of keys that any of them sees.
-The producer warpgroup gathers keys and values by cp.async into pipeline stages of their own. A consumer multiplies
-queries with the next tile's keys, and the weights of the last tile, in registers, with its values, while it computes
-the softmax in between (FlashAttention-3, arXiv 2407.08608). Thread blocks are persistent, longest rows first. A row's
-result does not depend on the tile that it is in.
+The producer warpgroup gathers keys and values by cp.async into pipeline stages of their own. A consumer starts the
+products of queries with the next tile's keys together with those of the last tile's weights, in registers, with its
+values (FlashAttention-3, arXiv 2407.08608). Long calls have persistent thread blocks. Rows with most keys start first.
+A row's result does not depend on the tile that it is in.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Uint32
+from cutlass import Float32, Int32, Int64, Uint32
 
 from kestrel_runtime.cute_dsl import hopper, numeric, pdl, ptx
 
@@ -37,7 +37,7 @@ class PrefillHopper(HopperProducer):
         batch = given[-2]
         heads = tensors.mQ.shape[2]
         row_blocks = cute.ceil_div(scalars.max_queries, self.block_rows)
-        count = row_blocks * heads * batch
+        count = row_blocks * heads * batch * scalars.num_splits
         self.kernel(tensors, scalars, row_blocks, batch, count).launch(
             grid=[cutlass.min(count, scalars.max_blocks), 1, 1],
             block=[self.threads, 1, 1],
@@ -119,9 +119,6 @@ class PrefillHopper(HopperProducer):
         rOut = cute.make_rmem_tensor(self.head_dim // 2, Float32)
         rMax = cute.make_rmem_tensor(2, Float32)
         rSum = cute.make_rmem_tensor(2, Float32)
-        if cutlass.const_expr(self.ping_pong):  # the first warpgroup multiplies first
-            for _ in cutlass.range(once_if(warpgroup == self.consumers - 1), unroll=1):
-                hopper.named_barrier_arrive(Int32(4), 256)
         used = Int32(0)
         works = Int32(0)
         hopper.mbarrier_wait(pipe.queries_full, Int32(0))
@@ -148,7 +145,10 @@ class PrefillHopper(HopperProducer):
             row = warpgroup * WARPGROUP_ROWS
             at_out = (work.out_block, work.out_row + row, work.head)
             rows = work.rows - row
-            self.epilogue(tensors, scalars, work.v_scale, rOut, rMax, rSum, scale, sQ, rows, at_out, warp, lane)
+            if work.partial < 0:
+                self.epilogue(tensors, scalars, work.v_scale, rOut, rMax, rSum, scale, sQ, rows, at_out, warp, lane)
+            else:
+                self.store_partial(tensors, work, rOut, rMax, rSum, scale, row + 16 * warp, lane)
             cute.arch.sync_warp()
             self.release(pipe.queries_empty, buffer, lane)
             works += 1
@@ -156,6 +156,28 @@ class PrefillHopper(HopperProducer):
             hopper.mbarrier_wait(pipe.queries_full + 8 * buffer, works // self.query_buffers & 1)
             num_tiles = Int32(ptx.load_shared(pipe.works + buffer * WORK_BYTES, 1)[0])
             num_tiles = cute.arch.make_warp_uniform(num_tiles)
+
+    @cute.jit
+    def store_partial(self, tensors, work: Work, rOut, rMax, rSum, scale, first_row, lane):
+        """Store the normalised rows of a split in float32, and their LSE."""
+        mQ = tensors.mQ
+        g, t = lane // 4, lane % 4
+        for r in cutlass.range_constexpr(2):
+            total = rSum[r]
+            total += cute.arch.shuffle_sync_bfly(total, 1)
+            total += cute.arch.shuffle_sync_bfly(total, 2)
+            base = cutlass.select_(rMax[r] == -Float32.inf, Float32(0.0), rMax[r] * scale)
+            factor = cutlass.select_(total == 0.0, Float32(0.0), work.v_scale / total)
+            row = first_row + g + 8 * r
+            at = (Int64(work.partial) * mQ.shape[1] + work.out_row + row) * mQ.shape[2] + work.head
+            to = tensors.mPartialOut.iterator.toint() + 4 * (at * mQ.shape[3] + 2 * t)
+            if row < work.rows:
+                if t == 0:
+                    tensors.mPartialLse[at] = (base + ptx.log2_approx(total)) * (1.0 / LOG2_E)
+                for n in cutlass.range_constexpr(self.head_dim // 8):
+                    if 8 * n < mQ.shape[3]:
+                        pair = [ptx.float_as_int(rOut[4 * n + 2 * r + e] * factor) for e in range(2)]
+                        ptx.store_global(to + 32 * n, pair)
 
     @cute.jit
     def flip_signs(self, sQ: Int32, signs: Uint32, warpgroup):
@@ -189,23 +211,17 @@ class PrefillHopper(HopperProducer):
             at = used + n
             stage, parity = at % self.num_stages, at // self.num_stages & 1
             hopper.mbarrier_wait(pipe.keys_full + 8 * stage, parity)
-            if cutlass.const_expr(self.ping_pong):
-                hopper.named_barrier(4 + warpgroup, 256)
             self.fence_copies()
             self.start_scores(sQ, pipe.keys + stage * self.tile_bytes, rScore)
             hopper.mbarrier_wait(pipe.values_full + 8 * last_stage, last_parity)
             self.fence_copies()
             self.start_output(pipe.values + last_stage * self.tile_bytes, rP, rOut)
-            if cutlass.const_expr(self.ping_pong):
-                following = cutlass.select_(warpgroup == self.consumers - 1, Int32(0), warpgroup + 1)
-                hopper.named_barrier_arrive(4 + following, 256)
             hopper.wgmma_wait(1)
             self.order(rScore)
             self.release(pipe.keys_empty, stage, lane)
             self.weigh(
                 pipe, scalars, visible, work, rScore, rMax, rSum, rFactor, scale, self.tile_at(work, n), at, lane
             )
-            hopper.never(rSum[0] + rSum[1])  # keeps the wait behind the weights
             hopper.wgmma_wait(0)
             self.order(rOut)
             self.release(pipe.values_empty, last_stage, lane)

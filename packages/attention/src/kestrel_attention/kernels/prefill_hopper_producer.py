@@ -16,6 +16,7 @@ from cutlass import Float32, Int32, Int64, Uint32
 
 from kestrel_runtime.cute_dsl import hopper, ptx
 
+from .constants import MIN_SPLIT_TILES
 from .formats import E4m3, E5m2
 from .parameters import PrefillScalars
 from .prefill_base import Keys, PrefillBase, Work, divide
@@ -41,6 +42,15 @@ class Pipe(NamedTuple):
     works: Int32  # a Work of each buffer of queries
 
 
+class Place(NamedTuple):
+    """What an index of work stands for."""
+
+    sequence: Int32
+    head: Int32
+    row_block: Int32
+    split: Int32
+
+
 class Located(NamedTuple):
     """Of a tile: offsets of a lane's key and value in 16 bytes, and a bit for each of the warp's keys that exists."""
 
@@ -50,7 +60,7 @@ class Located(NamedTuple):
 
 
 WORK_TYPES = get_type_hints(Work)
-WORK_BYTES = 64
+WORK_BYTES = 64  # at least those of its fields
 
 
 @dataclass(frozen=True)
@@ -61,7 +71,6 @@ class HopperProducer(PrefillBase):
     query_buffers: int = 2
     producer_registers: int = 56
     consumer_registers: int = 224
-    ping_pong: bool = False
 
     @property
     def block_rows(self) -> int:
@@ -98,15 +107,33 @@ class HopperProducer(PrefillBase):
     @cute.jit
     def place(self, scalars: PrefillScalars, row_blocks, heads, index):
         """The sequence, head and block of rows of a tile: rows of a section of heads together, longest first."""
-        section_blocks = scalars.section_heads * row_blocks
+        section_blocks = scalars.section_heads * row_blocks * scalars.num_splits
         section = divide(index, section_blocks)
         in_section = index - section * section_blocks
         sections = divide(heads, scalars.section_heads)
         sequence = divide(section, sections)
-        longest_first = divide(in_section, scalars.section_heads)
+        of_head = divide(in_section, scalars.section_heads)
         head = (section - sequence * sections) * scalars.section_heads
-        head = head + in_section - longest_first * scalars.section_heads
-        return sequence, head, row_blocks - 1 - longest_first
+        head = head + in_section - of_head * scalars.section_heads
+        longest_first = divide(of_head, scalars.num_splits)
+        return Place(sequence, head, row_blocks - 1 - longest_first, of_head - longest_first * scalars.num_splits)
+
+    @cute.jit
+    def split(self, tensors, scalars, at: Place, row_blocks, work: Work):
+        """A split of the tiles of a work, which has no rows where it has no such split."""
+        each = cutlass.max((work.num_tiles + scalars.split_limit - 1) // scalars.split_limit, MIN_SPLIT_TILES)
+        num_splits = cutlass.max((work.num_tiles + each - 1) // each, 1)
+        first = at.split * each
+        partial = cutlass.select_(num_splits > 1, at.split * tensors.mQ.shape[0] + work.out_block, Int32(-1))
+        if scalars.num_splits > 1 and at.split == 0 and cute.arch.thread_idx()[0] == 0:
+            row_block = (work.out_block * tensors.mQ.shape[2] + work.head) * row_blocks + at.row_block
+            tensors.mNumSplits[row_block] = num_splits
+        return work._replace(
+            num_tiles=cutlass.min(work.num_tiles - first, each),
+            first_tile=first,
+            partial=partial,
+            rows=cutlass.select_(at.split < num_splits, work.rows, Int32(0)),
+        )
 
     @cute.jit
     def write_work(self, address: Int32, work: Work):
@@ -126,10 +153,11 @@ class HopperProducer(PrefillBase):
         works = Int32(0)
         index = first
         while index < count:
-            sequence, head, row_block = self.place(scalars, row_blocks, tensors.mQ.shape[2], index)
-            kv_head = divide(head, scalars.group_size)
-            keys, length = self.keys_of(tensors, scalars, sequence, kv_head)
-            work, query = self.work_of(tensors, scalars, sequence, head, kv_head, row_block, keys, length)
+            at = self.place(scalars, row_blocks, tensors.mQ.shape[2], index)
+            kv_head = divide(at.head, scalars.group_size)
+            keys, length = self.keys_of(tensors, scalars, at.sequence, kv_head)
+            work, query = self.work_of(tensors, scalars, at.sequence, at.head, kv_head, at.row_block, keys, length)
+            work = self.split(tensors, scalars, at, row_blocks, work)
             if work.rows > 0:
                 if work.num_tiles > 0:
                     self.look_up(rPage, keys, self.tile_at(work, Int32(0)), warp, lane)
@@ -146,8 +174,8 @@ class HopperProducer(PrefillBase):
                 else:
                     self.produce_rows(pipe, keys, work, rPage, loaded, warp, lane)
                 loaded += work.num_tiles
-            if scalars.packed_queries != 0 and row_block == 0:
-                self.clear_around(tensors, scalars, sequence, batch, head, tid)
+            if scalars.packed_queries != 0 and at.row_block == 0:
+                self.clear_around(tensors, scalars, at.sequence, batch, at.head, tid)
             index += step
         buffer, parity = works % self.query_buffers, (works // self.query_buffers & 1) ^ 1
         hopper.mbarrier_wait(pipe.queries_empty + 8 * buffer, parity)

@@ -220,16 +220,22 @@ class HopperPrefillVariant:
     """Warpgroups that multiply, of 64 queries each."""
     num_stages: int = 2
     query_buffers: int = 2
-    ping_pong: bool = False
     producer_registers: int = 56
     consumer_registers: int = 224
+    long: bool = False
+    """For calls of many thread blocks: larger ones, the same bits."""
     vector_loads: bool = False
     archs: tuple[str, ...] = ("90a",)
     """Architectures that have the kernel."""
 
     @property
     def name(self) -> str:
-        return f"prefill_{self.dtype}_{self.cache}_hopper_d{self.head_dim}"
+        return f"prefill_{self.dtype}_{self.cache}_hopper_d{self.head_dim}{'_long' if self.long else ''}"
+
+    @property
+    def block_rows(self) -> int:
+        """Queries of a thread block."""
+        return 64 * self.consumers
 
     def kernel(self, arch: str) -> tuple[Any, tuple[Any, ...]]:
         """The kernel object and the arguments to compile it with."""
@@ -246,10 +252,29 @@ class HopperPrefillVariant:
             codes=self.cache == "fp8",
             consumers=self.consumers,
             query_buffers=self.query_buffers,
-            ping_pong=self.ping_pong,
             producer_registers=self.producer_registers,
             consumer_registers=self.consumer_registers,
         )
+        return kernel, kernel.arguments()
+
+
+@dataclass(frozen=True)
+class PrefillCombineVariant:
+    """Joins the splits of prefill_hopper.py (prefill_combine.py)."""
+
+    dtype: str
+    vector_loads: bool = True
+    archs: tuple[str, ...] = ("90a",)
+
+    @property
+    def name(self) -> str:
+        return f"prefill_combine_{self.dtype}"
+
+    def kernel(self, arch: str) -> tuple[Any, tuple[Any, ...]]:
+        """The kernel object and the arguments to compile it with."""
+        from .prefill_combine import PrefillCombine
+
+        kernel = PrefillCombine(numeric_type(self.dtype), supports_pdl(arch))
         return kernel, kernel.arguments()
 
 
@@ -315,6 +340,9 @@ PREFILL_HOPPER = tuple(
     for dtype in DTYPES
     for variant in (
         HopperPrefillVariant(dtype, 64, num_stages=3),
+        HopperPrefillVariant(
+            dtype, 64, consumers=3, num_stages=3, producer_registers=32, consumer_registers=160, long=True
+        ),
         HopperPrefillVariant(dtype, 80),
         HopperPrefillVariant(dtype, 96),
         HopperPrefillVariant(dtype, 128),
@@ -336,7 +364,8 @@ VARIANTS: tuple[
     | TauTailVariant
     | MergeVariant
     | PrefillVariant
-    | HopperPrefillVariant,
+    | HopperPrefillVariant
+    | PrefillCombineVariant,
     ...,
 ] = (
     *(variant for dtype in DTYPES for variant in _decode_variants(dtype)),
@@ -347,6 +376,7 @@ VARIANTS: tuple[
     *(TauTailVariant(dtype, table) for dtype in (*DTYPES, "fp32") for table in sorted({dtype, "fp32"})),
     *PREFILL,
     *PREFILL_HOPPER,
+    *(PrefillCombineVariant(dtype) for dtype in DTYPES),
     *(MergeVariant(dtype) for dtype in (*DTYPES, "fp32")),
 )
 
@@ -367,10 +397,10 @@ def prefilling(dtype: str, cache: str, head_dim: int, short: bool = False) -> Pr
     return min(fitting, key=lambda v: (v.head_dim, v.short != short), default=None)
 
 
-def prefilling_on_hopper(dtype: str, cache: str, head_dim: int) -> HopperPrefillVariant | None:
-    """The compiled variant with warpgroup matrix products for a head dimension, or None."""
+def prefilling_on_hopper(dtype: str, cache: str, head_dim: int, long: bool = False) -> HopperPrefillVariant | None:
+    """The compiled variant with warpgroup matrix products for a head dimension, or None. long: see the variant."""
     fitting = [v for v in PREFILL_HOPPER if v.dtype == dtype and v.cache == cache and v.head_dim >= head_dim]
-    return min(fitting, key=lambda v: v.head_dim, default=None)
+    return min(fitting, key=lambda v: (v.head_dim, v.long != long), default=None)
 
 
 def compilable(dtype: str, cache: str, head_dim: int) -> tuple[DecodeVariant, ...]:

@@ -90,13 +90,6 @@ def ordered(values, *, loc=None, ip=None):
 
 
 @dsl_user_op
-def never(value: Float32, *, loc=None, ip=None) -> None:
-    """Stop where a float is negative, which it never is: a branch that ptxas moves no wait across."""
-    text = "{.reg .pred p; setp.geu.f32 p, $0, 0f00000000; @p bra GO; trap; GO: }"
-    assemble(text, "f,~{memory}", [Float32(value)], [], True, loc, ip)
-
-
-@dsl_user_op
 def fence_proxy_async(*, loc=None, ip=None) -> None:
     """Make completed writes to shared memory visible to matrix products."""
     assemble("fence.proxy.async.shared::cta;", "~{memory}", [], [], True, loc, ip)
@@ -118,12 +111,6 @@ def registers_up(count: cutlass.Constexpr, *, loc=None, ip=None) -> None:
 def named_barrier(barrier: Int32, threads: cutlass.Constexpr, *, loc=None, ip=None) -> None:
     """Wait until so many threads have arrived at a barrier; barrier 0 is that of the thread block."""
     assemble(f"bar.sync $0, {threads};", "r,~{memory}", [Int32(barrier)], [], True, loc, ip)
-
-
-@dsl_user_op
-def named_barrier_arrive(barrier: Int32, threads: cutlass.Constexpr, *, loc=None, ip=None) -> None:
-    """Arrive at a barrier of so many threads without waiting."""
-    assemble(f"bar.arrive $0, {threads};", "r,~{memory}", [Int32(barrier)], [], True, loc, ip)
 
 
 @dsl_user_op
