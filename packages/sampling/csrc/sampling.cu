@@ -147,8 +147,9 @@ Split split_for_top_k(int length, int64_t rows, int max_top_k, DLDevice device, 
     while (cluster_size > 1 && 2 * rows * cluster_size > sms) cluster_size /= 2;
   }
   if (!has_clusters(device)) cluster_size = 1;
-  if (!threads) threads = rows <= 2 * sms ? kMaxSelectThreads : kSelectThreads;
-  threads = threads < kMaxSelectThreads ? kSelectThreads : kMaxSelectThreads;
+  if (!threads) threads = rows <= 2 * sms ? 512 : kSelectThreads;
+  const bool hopper = device_attribute(cudaDevAttrComputeCapabilityMajor, device.device_id) == 9;  // see kTopKThreads
+  threads = threads < 512 ? kSelectThreads : threads < kMaxSelectThreads || !hopper ? 512 : kMaxSelectThreads;
   const size_t bytes = sizeof(TopKScratch) + TopKLayout(length, max_top_k).bytes();
   return {cluster_size, threads, false, bytes};
 }
@@ -311,8 +312,8 @@ SplitRequest checked_split(const Checks& check, int64_t blocks, int64_t threads)
   if (blocks < 0 || blocks > 8 || (blocks & (blocks - 1)) != 0) {
     check.fail("blocks", "0, 1, 2, 4 or 8", std::to_string(blocks));
   }
-  if (threads < 0 || threads > kPlainThreads || threads % 32 != 0) {
-    check.fail("threads", "a multiple of 32 up to " + std::to_string(kPlainThreads), std::to_string(threads));
+  if (threads < 0 || threads > 1024 || threads % 32 != 0) {
+    check.fail("threads", "a multiple of 32 up to 1024", std::to_string(threads));
   }
   return {static_cast<int>(blocks), static_cast<int>(threads)};
 }

@@ -9,7 +9,7 @@ constexpr int kSelectBins = 512;
 constexpr int kBinCopies = 4;                 // by lane, so that equal keys collide less
 constexpr int kCopyStride = kSelectBins + 8;  // in other banks
 constexpr int kSelectThreads = 256;           // that sum the bins; a block has at least as many
-constexpr int kMaxSelectThreads = 512;
+constexpr int kMaxSelectThreads = 1024;
 
 struct alignas(16) SelectScratch {
   u32 bins[kBinCopies * kCopyStride];  // zero between calls

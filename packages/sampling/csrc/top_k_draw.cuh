@@ -92,7 +92,7 @@ __device__ __forceinline__ void draw_by_sort(u64* keys, const u64* masses, int k
 }
 
 template <Kind kind>
-__global__ void __launch_bounds__(kMaxSelectThreads, kTopKBlocksPerSm) top_k_draw(const __grid_constant__ Params p) {
+__global__ void __launch_bounds__(kTopKThreads, 1) top_k_draw(const __grid_constant__ Params p) {
   constexpr bool logits = kind == Kind::logits;
   const Cluster cluster(p.cluster_size);
   const int64_t row_idx = cluster.row_idx();

@@ -50,7 +50,7 @@ __device__ __forceinline__ void write_sorted(const TopKParams& p, int64_t row_id
   }
 }
 
-__global__ void __launch_bounds__(kMaxSelectThreads, kTopKBlocksPerSm) topk_rows(const __grid_constant__ TopKParams p) {
+__global__ void __launch_bounds__(kTopKThreads, 1) topk_rows(const __grid_constant__ TopKParams p) {
   const Cluster cluster(p.cluster_size);
   const int64_t row_idx = cluster.row_idx();
   TopKScratch* const scratch = reinterpret_cast<TopKScratch*>(dynamic_shared_memory());
