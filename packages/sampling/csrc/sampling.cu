@@ -137,19 +137,16 @@ RejectionSplit split_for_rejection(const Params& params, DLDevice device, bool f
                     /*copy_to_smem=*/false);
 }
 
-// Of top_k_draw and topk_rows. Few rows: clusters on half of the multiprocessors, so that the next launch finds space.
-// Many rows: blocks that share multiprocessors.
+// Of top_k_draw and topk_rows. Eight blocks a row only on half of the multiprocessors, so that the next launch finds
+// space. Rows that make several waves are split too, which shortens the last one.
 Split split_for_top_k(int length, int64_t rows, int max_top_k, DLDevice device, SplitRequest request) {
   const int64_t sms = num_sms(device);
   auto [cluster_size, threads] = request;
   if (!cluster_size) {
-    cluster_size = 8;
-    while (cluster_size > 1 && 2 * rows * cluster_size > sms) cluster_size /= 2;
+    cluster_size = 2 * 8 * rows <= sms ? 8 : 4 * rows <= sms ? 4 : 2 * rows <= sms || rows > 2 * sms ? 2 : 1;
   }
   if (!has_clusters(device)) cluster_size = 1;
-  if (!threads) threads = rows <= 2 * sms ? 512 : kSelectThreads;
-  const bool hopper = device_attribute(cudaDevAttrComputeCapabilityMajor, device.device_id) == 9;  // see kTopKThreads
-  threads = threads < 512 ? kSelectThreads : threads < kMaxSelectThreads || !hopper ? 512 : kMaxSelectThreads;
+  threads = threads && threads < kMaxSelectThreads ? kSelectThreads : kMaxSelectThreads;
   const size_t bytes = sizeof(TopKScratch) + TopKLayout(length, max_top_k).bytes();
   return {cluster_size, threads, false, bytes};
 }
@@ -312,8 +309,8 @@ SplitRequest checked_split(const Checks& check, int64_t blocks, int64_t threads)
   if (blocks < 0 || blocks > 8 || (blocks & (blocks - 1)) != 0) {
     check.fail("blocks", "0, 1, 2, 4 or 8", std::to_string(blocks));
   }
-  if (threads < 0 || threads > 1024 || threads % 32 != 0) {
-    check.fail("threads", "a multiple of 32 up to 1024", std::to_string(threads));
+  if (threads < 0 || threads > kPlainThreads || threads % 32 != 0) {
+    check.fail("threads", "a multiple of 32 up to " + std::to_string(kPlainThreads), std::to_string(threads));
   }
   return {static_cast<int>(blocks), static_cast<int>(threads)};
 }

@@ -10,7 +10,7 @@ constexpr int kSelectBins = 1 << kSelectBits;
 constexpr int kBinCopies = 4;                 // by lane, so that equal keys collide less
 constexpr int kCopyStride = kSelectBins + 8;  // in other banks
 constexpr int kSelectThreads = 256;           // that sum the bins; a block has at least as many
-constexpr int kMaxSelectThreads = 1024;
+constexpr int kMaxSelectThreads = 512;
 
 // The bin with the k-th largest key, the keys above it and in it.
 struct Bin {
@@ -186,11 +186,14 @@ __device__ __forceinline__ void sort_descending(u64* keys, int count) {
   int size = 2;
   while (size < count) size *= 2;
   for (int i = count + threadIdx.x; i < size; i += blockDim.x) keys[i] = 0;
+  bool across_warps = true;  // the previous stage, or the padding
 #pragma unroll 1
   for (int run = 2; run <= size; run *= 2) {
 #pragma unroll 1
     for (int distance = run / 2; distance > 0; distance /= 2) {
-      __syncthreads();
+      // The 32 pairs of a warp cover the same 64 neighbours at any distance up to 32.
+      across_warps || distance > 32 ? __syncthreads() : __syncwarp();
+      across_warps = distance > 32;
       for (int pair = threadIdx.x; pair < size / 2; pair += blockDim.x) {
         const int low = 2 * pair - (pair & (distance - 1)), high = low + distance;
         const u64 a = keys[low], b = keys[high];
@@ -198,6 +201,7 @@ __device__ __forceinline__ void sort_descending(u64* keys, int count) {
       }
     }
   }
+  __syncthreads();
 }
 
 }  // namespace kestrel::sampling

@@ -19,11 +19,11 @@ constexpr int kTileOfGroups = 32 * kGroup;
 constexpr int kMaxRanked = 256;  // candidates that are ranked
 constexpr int kMaxSorted = 2048;
 
-// Most threads of a block. Architectures other than sm_90 would spill with as few registers as 1024 threads leave.
+// Architectures other than sm_90 would spill with as few registers as two blocks leave.
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ == 900
-constexpr int kTopKThreads = kMaxSelectThreads;
+constexpr int kTopKBlocksPerSm = 2;
 #else
-constexpr int kTopKThreads = 512;
+constexpr int kTopKBlocksPerSm = 1;
 #endif
 
 // How the shared memory of a block is divided, for any k up to max_k.

@@ -110,7 +110,6 @@ __device__ __forceinline__ void draw_by_sort(u64* keys, const u64* masses, int k
   for (int n = threadIdx.x; n < kept; n += blockDim.x)
     keys[n] = static_cast<u64>(static_cast<u32>(keys[n])) << 32 | static_cast<u32>(n);
   sort_descending(keys, kept);
-  __syncthreads();
   if (threadIdx.x >= 32) return;
   const int lane = threadIdx.x, per_lane = (kept + 31) / 32, end = min(kept, (lane + 1) * per_lane);
   u64 sum = 0;
@@ -124,7 +123,7 @@ __device__ __forceinline__ void draw_by_sort(u64* keys, const u64* masses, int k
 }
 
 template <Kind kind>
-__global__ void __launch_bounds__(kTopKThreads, 1) top_k_draw(const __grid_constant__ Params p) {
+__global__ void __launch_bounds__(kMaxSelectThreads, kTopKBlocksPerSm) top_k_draw(const __grid_constant__ Params p) {
   constexpr bool logits = kind == Kind::logits;
   const Cluster cluster(p.cluster_size);
   const int64_t row_idx = cluster.row_idx();
@@ -184,7 +183,6 @@ __global__ void __launch_bounds__(kTopKThreads, 1) top_k_draw(const __grid_const
     return;
   }
   sort_descending(keys, count);
-  __syncthreads();
   for (int n = threadIdx.x; n < k; n += blockDim.x) set_mass(n, keys[n]);
   __syncthreads();
   if (threadIdx.x < 32) keep_top_p(scratch, masses, k, row_mass, q32);

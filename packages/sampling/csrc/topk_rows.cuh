@@ -50,7 +50,7 @@ __device__ __forceinline__ void write_sorted(const TopKParams& p, int64_t row_id
   }
 }
 
-__global__ void __launch_bounds__(kTopKThreads, 1) topk_rows(const __grid_constant__ TopKParams p) {
+__global__ void __launch_bounds__(kMaxSelectThreads, kTopKBlocksPerSm) topk_rows(const __grid_constant__ TopKParams p) {
   const Cluster cluster(p.cluster_size);
   const int64_t row_idx = cluster.row_idx();
   TopKScratch* const scratch = reinterpret_cast<TopKScratch*>(dynamic_shared_memory());
@@ -69,10 +69,10 @@ __global__ void __launch_bounds__(kTopKThreads, 1) topk_rows(const __grid_consta
   if (selector.ranks()) {
     keys = selector.ranked();
     rank_keys(selector.candidates(), count, p.k, [&](int place, u64 key) { keys[place] = key; });
+    __syncthreads();
   } else {
     sort_descending(keys, count);
   }
-  __syncthreads();
   write_sorted(p, row_idx, row, keys, &scratch->softmax_sum);
 }
 

@@ -30,7 +30,7 @@ def draw(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Draw one id per row; returns ids int32 [B] and valid bool [B].
 
-    blocks (1, 2, 4, 8), threads (a multiple of 32 up to 1024): how a long row is split on the GPU; 0 leaves the choice
+    blocks (1, 2, 4, 8), threads (a multiple of 32 up to 640): how a long row is split on the GPU; 0 leaves the choice
     to the binary. Ids do not depend on it.
     """
     allocate, shape = allocator(rows), (rows.shape[0],)
