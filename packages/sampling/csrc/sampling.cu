@@ -164,11 +164,11 @@ void allow_shared_memory(DLDevice device) {
 }
 
 template <auto kernel, typename P>
-void launch_split(P params, int64_t rows, const Split& split, DLDevice device, bool spread = false) {
+void launch_split(P params, int64_t rows, const Split& split, DLDevice device, bool balanced = false) {
   params.cluster_size = split.cluster_size;
   allow_shared_memory<kernel>(device);
   launch_pdl(kernel, dim3(static_cast<unsigned>(rows * split.cluster_size)), dim3(split.threads), device, params,
-             split.smem_bytes, split.cluster_size, spread);
+             split.smem_bytes, split.cluster_size, balanced);
 }
 
 // For kernels that read a contiguous slice per warp, a multiple of `unit`.
@@ -200,7 +200,7 @@ void launch_rejection_rows(Params params, DLDevice device, SplitRequest request)
 template <Kind kind>
 void launch_top_k_draw(const Params& params, DLDevice device, SplitRequest request) {
   const Split split = split_for_top_k(params.length, params.num_rows, params.max_top_k, device, request);
-  launch_split<top_k_draw<kind>>(params, params.num_rows, split, device, /*spread=*/true);
+  launch_split<top_k_draw<kind>>(params, params.num_rows, split, device, /*balanced=*/true);
 }
 
 template <Kind kind>
@@ -404,7 +404,7 @@ void topk_rows_entry(TensorView scores, TensorView values, TensorView indices, b
   p.softmax = softmax;
   p.values = address(values);
   p.indices = reinterpret_cast<int*>(address(indices));
-  launch_split<topk_rows>(p, rows, split, device, /*spread=*/true);
+  launch_split<topk_rows>(p, rows, split, device, /*balanced=*/true);
 }
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(sample, sample);

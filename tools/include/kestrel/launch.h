@@ -58,11 +58,12 @@ inline void check_launch(cudaError_t error, DLDevice device) {
 
 // Launches kernel(params) with programmatic dependent launch: the kernel must call pdl_wait() (pdl.cuh) before it
 // accesses anything that is not constant. GPUs before sm_90 get a plain launch. shared_bytes: dynamic shared memory;
-// above 48 KB the caller must raise the kernel's limit first. cluster: blocks per cluster, used from sm_90 on. spread:
-// blocks of a cluster go to the multiprocessors with most space; else several may share one that others leave idle.
+// above 48 KB the caller must raise the kernel's limit first. cluster: blocks per cluster, used from sm_90 on.
+// balanced: the scheduling policy of clusters is load balancing. By default, blocks may share a multiprocessor while
+// others are idle.
 template <typename Params>
 void launch_pdl(void (*kernel)(Params), dim3 grid, dim3 block, DLDevice device, const Params& params,
-                size_t shared_bytes = 0, unsigned cluster = 1, bool spread = false) {
+                size_t shared_bytes = 0, unsigned cluster = 1, bool balanced = false) {
   const int major = device_attribute(cudaDevAttrComputeCapabilityMajor, device.device_id);
   cudaLaunchAttribute attributes[3]{};
   attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
@@ -78,7 +79,7 @@ void launch_pdl(void (*kernel)(Params), dim3 grid, dim3 block, DLDevice device, 
   config.dynamicSmemBytes = shared_bytes;
   config.stream = current_stream(device);
   config.attrs = attributes;
-  config.numAttrs = major < 9 ? 0 : cluster == 1 ? 1 : spread ? 3 : 2;
+  config.numAttrs = major < 9 ? 0 : cluster == 1 ? 1 : balanced ? 3 : 2;
   check_launch(cudaLaunchKernelEx(&config, kernel, params), device);
 }
 
