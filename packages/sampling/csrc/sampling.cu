@@ -137,18 +137,16 @@ RejectionSplit split_for_rejection(const Params& params, DLDevice device, bool f
                     /*copy_to_smem=*/false);
 }
 
-// Of top_k_draw and topk_rows. Few rows: clusters on half of the multiprocessors, so that the next launch finds space.
-// Many rows: blocks that share multiprocessors.
+// Of top_k_draw and topk_rows. Eight blocks a row only on half of the multiprocessors, so that the next launch finds
+// space. Rows that make several waves are split too, which shortens the last one.
 Split split_for_top_k(int length, int64_t rows, int max_top_k, DLDevice device, SplitRequest request) {
   const int64_t sms = num_sms(device);
   auto [cluster_size, threads] = request;
   if (!cluster_size) {
-    cluster_size = 8;
-    while (cluster_size > 1 && 2 * rows * cluster_size > sms) cluster_size /= 2;
+    cluster_size = 2 * 8 * rows <= sms ? 8 : 4 * rows <= sms ? 4 : 2 * rows <= sms || rows > 2 * sms ? 2 : 1;
   }
   if (!has_clusters(device)) cluster_size = 1;
-  if (!threads) threads = rows <= 2 * sms ? kMaxSelectThreads : kSelectThreads;
-  threads = threads < kMaxSelectThreads ? kSelectThreads : kMaxSelectThreads;
+  threads = threads && threads < kMaxSelectThreads ? kSelectThreads : kMaxSelectThreads;
   const size_t bytes = sizeof(TopKScratch) + TopKLayout(length, max_top_k).bytes();
   return {cluster_size, threads, false, bytes};
 }
@@ -166,11 +164,11 @@ void allow_shared_memory(DLDevice device) {
 }
 
 template <auto kernel, typename P>
-void launch_split(P params, int64_t rows, const Split& split, DLDevice device) {
+void launch_split(P params, int64_t rows, const Split& split, DLDevice device, bool balanced = false) {
   params.cluster_size = split.cluster_size;
   allow_shared_memory<kernel>(device);
   launch_pdl(kernel, dim3(static_cast<unsigned>(rows * split.cluster_size)), dim3(split.threads), device, params,
-             split.smem_bytes, split.cluster_size);
+             split.smem_bytes, split.cluster_size, balanced);
 }
 
 // For kernels that read a contiguous slice per warp, a multiple of `unit`.
@@ -202,7 +200,7 @@ void launch_rejection_rows(Params params, DLDevice device, SplitRequest request)
 template <Kind kind>
 void launch_top_k_draw(const Params& params, DLDevice device, SplitRequest request) {
   const Split split = split_for_top_k(params.length, params.num_rows, params.max_top_k, device, request);
-  launch_split<top_k_draw<kind>>(params, params.num_rows, split, device);
+  launch_split<top_k_draw<kind>>(params, params.num_rows, split, device, /*balanced=*/true);
 }
 
 template <Kind kind>
@@ -406,7 +404,7 @@ void topk_rows_entry(TensorView scores, TensorView values, TensorView indices, b
   p.softmax = softmax;
   p.values = address(values);
   p.indices = reinterpret_cast<int*>(address(indices));
-  launch_split<topk_rows>(p, rows, split, device);
+  launch_split<topk_rows>(p, rows, split, device, /*balanced=*/true);
 }
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(sample, sample);

@@ -5,18 +5,24 @@
 
 namespace kestrel::sampling {
 
-constexpr int kSelectBins = 512;
+constexpr int kSelectBits = 9;
+constexpr int kSelectBins = 1 << kSelectBits;
 constexpr int kBinCopies = 4;                 // by lane, so that equal keys collide less
 constexpr int kCopyStride = kSelectBins + 8;  // in other banks
 constexpr int kSelectThreads = 256;           // that sum the bins; a block has at least as many
 constexpr int kMaxSelectThreads = 512;
 
+// The bin with the k-th largest key, the keys above it and in it.
+struct Bin {
+  u32 index, above, count;
+};
+
 struct alignas(16) SelectScratch {
   u32 bins[kBinCopies * kCopyStride];  // zero between calls
   u32 warp_counts[kSelectThreads / 32];
   u64 warp_least[kMaxSelectThreads / 32], warp_greatest[kMaxSelectThreads / 32];
-  u32 in_range, larger;   // zero between calls
-  u32 bin, above, count;  // the bin with the k-th largest key, the keys above it and in it
+  u32 larger;  // zero between calls
+  Bin bin;
 
   __device__ __forceinline__ void clear_bins() {
     for (int b = threadIdx.x; b < kBinCopies * kCopyStride / 4; b += blockDim.x)
@@ -25,7 +31,7 @@ struct alignas(16) SelectScratch {
   // By all threads, before the barrier that precedes the first call.
   __device__ __forceinline__ void init() {
     clear_bins();
-    if (threadIdx.x == 0) in_range = larger = 0;
+    if (threadIdx.x == 0) larger = 0;
   }
 };
 
@@ -53,6 +59,43 @@ __device__ __forceinline__ u32 append_place(u32* size, u32 n, int lane) {
   return __shfl_sync(kAllLanes, place, 0) + before;
 }
 
+// Finds the bin with the k-th largest key (the lowest, if there are fewer) and clears the bins. `above` keys are above
+// all bins. Call it after a barrier.
+__device__ __forceinline__ Bin find_bin(SelectScratch* scratch, u32 above, u32 k) {
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  // From the highest bin on, two a thread.
+  u32 upper = 0, lower = 0, up_to = 0;
+  if (threadIdx.x < kSelectThreads) {
+#pragma unroll
+    for (int copy = 0; copy < kBinCopies; ++copy) {
+      uint2* bins = reinterpret_cast<uint2*>(scratch->bins + copy * kCopyStride + kSelectBins - 2 - 2 * threadIdx.x);
+      const uint2 n = *bins;
+      *bins = make_uint2(0, 0);
+      lower += n.x, upper += n.y;
+    }
+    up_to = lower + upper;
+#pragma unroll
+    for (int distance = 1; distance < 32; distance *= 2) {
+      const u32 before = __shfl_up_sync(kAllLanes, up_to, distance);
+      if (lane >= distance) up_to += before;
+    }
+    if (lane == 31) scratch->warp_counts[warp] = up_to;
+  }
+  __syncthreads();
+  if (threadIdx.x < kSelectThreads) {
+    u32 before = above + up_to - upper - lower;
+#pragma unroll
+    for (int w = 0; w < kSelectThreads / 32 - 1; ++w) before += w < warp ? scratch->warp_counts[w] : 0;
+    const u32 index = kSelectBins - 1 - 2 * threadIdx.x, reached = before + upper + lower;
+    if (before < k && (reached >= k || threadIdx.x == kSelectThreads - 1)) {
+      const bool in_upper = before + upper >= k;
+      scratch->bin = in_upper ? Bin{index, before, upper} : Bin{index - 1, before + upper, lower};
+    }
+  }
+  __syncthreads();
+  return scratch->bin;
+}
+
 // Keys have a value in their upper half and an order among equal values, at most `last`, in their lower half.
 //
 // A key L such that at least k keys reach it (all of [low, high], if there are fewer), and at most `limit`, among them
@@ -63,74 +106,31 @@ __device__ __forceinline__ u64 select(SelectScratch* scratch, u64 low, u64 high,
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
 #pragma unroll 1
   for (;;) {
-    const int shift = max(0, 64 - __clzll(static_cast<long long>(high - low)) - 9);
-    static_assert(kSelectBins == 1 << 9);
-    u32 in_range = 0, larger = 0;
+    const int shift = max(0, 64 - __clzll(static_cast<long long>(high - low)) - kSelectBits);
+    u32 larger = 0;
     for_each([&](u64 key) {
       if (key < low || key > high) return;
-      ++in_range;
       larger += key >> 32 > low >> 32;
-      const u32 bin = static_cast<u32>((key - low) >> shift);
-      if (bin > 0) atomicAdd(&scratch->bins[lane % kBinCopies * kCopyStride + bin], 1u);
+      atomicAdd(&scratch->bins[lane % kBinCopies * kCopyStride + static_cast<u32>((key - low) >> shift)], 1u);
     });
-    in_range = __reduce_add_sync(kAllLanes, in_range), larger = __reduce_add_sync(kAllLanes, larger);
-    if (lane == 0 && in_range > 0) {
-      atomicAdd(&scratch->in_range, in_range);
-      if (larger > 0) atomicAdd(&scratch->larger, larger);
-    }
+    larger = __reduce_add_sync(kAllLanes, larger);
+    if (lane == 0 && larger > 0) atomicAdd(&scratch->larger, larger);
     __syncthreads();
-    if (high >> 32 > low >> 32 && above + scratch->larger < k) {
+    larger = scratch->larger;
+    if (high >> 32 > low >> 32 && above + larger < k) {
       // Too few values are larger than that of `low`: only the order of the equal ones remains.
-      above += scratch->larger;
+      above += larger;
       high = (low >> 32 << 32) + last;
       __syncthreads();
       scratch->init();
       __syncthreads();
       continue;
     }
-    // From the highest bin on, two a thread.
-    u32 upper = 0, lower = 0, up_to = 0;
-    if (threadIdx.x < kSelectThreads) {
-#pragma unroll
-      for (int copy = 0; copy < kBinCopies; ++copy) {
-        uint2* bins = reinterpret_cast<uint2*>(scratch->bins + copy * kCopyStride + kSelectBins - 2 - 2 * threadIdx.x);
-        const uint2 n = *bins;
-        *bins = make_uint2(0, 0);
-        lower += n.x, upper += n.y;
-      }
-      up_to = lower + upper;
-#pragma unroll
-      for (int distance = 1; distance < 32; distance *= 2) {
-        const u32 before = __shfl_up_sync(kAllLanes, up_to, distance);
-        if (lane >= distance) up_to += before;
-      }
-      if (lane == 31) scratch->warp_counts[warp] = up_to;
-    }
-    __syncthreads();
-    if (threadIdx.x < kSelectThreads) {
-      u32 before = above + up_to - upper - lower;
-#pragma unroll
-      for (int w = 0; w < kSelectThreads / 32 - 1; ++w) before += w < warp ? scratch->warp_counts[w] : 0;
-      const u32 bin = kSelectBins - 1 - 2 * threadIdx.x, reached = before + upper + lower;
-      if (before < k && reached >= k) {
-        const bool in_upper = before + upper >= k;
-        scratch->bin = in_upper ? bin : bin - 1;
-        scratch->above = in_upper ? before : before + upper;
-        scratch->count = in_upper ? upper : lower;
-      }
-      if (threadIdx.x == kSelectThreads - 1) {
-        if (reached < k) {
-          scratch->bin = 0;
-          scratch->above = reached;
-          scratch->count = scratch->in_range - (reached - above);
-        }
-        scratch->in_range = scratch->larger = 0;
-      }
-    }
-    __syncthreads();
-    low += static_cast<u64>(scratch->bin) << shift;
-    above = scratch->above;
-    if (above + scratch->count <= limit || shift == 0) return low;
+    const Bin bin = find_bin(scratch, above, k);
+    if (threadIdx.x == 0) scratch->larger = 0;
+    low += static_cast<u64>(bin.index) << shift;
+    above = bin.above;
+    if (above + bin.count <= limit || shift == 0) return low;
     // The range of the keys in this bin, which may be much narrower.
     high = min(high, low + (u64{1} << shift) - 1);
     u64 least = ~u64{0}, greatest = 0;
@@ -144,6 +144,24 @@ __device__ __forceinline__ u64 select(SelectScratch* scratch, u64 low, u64 high,
     const int other = lane % (blockDim.x / 32);
     low = ~warp_max(~scratch->warp_least[other]), high = warp_max(scratch->warp_greatest[other]);
   }
+}
+
+// The first round of select() for values alone, which nearly always suffices.
+struct ValueRange {
+  u32 low, high;     // high: of the bin
+  u32 above, reach;  // keys above the bin, and those that reach `low`
+};
+template <typename Items>
+__device__ __forceinline__ ValueRange select_values(SelectScratch* scratch, u32 low, u32 high, u32 k,
+                                                    const Items& for_each) {
+  const u32 width = high - low;
+  const int shift = max(0, 32 - __clz(static_cast<int>(width)) - kSelectBits);
+  const u32 bins = ptx::shared_address(scratch->bins + threadIdx.x % kBinCopies * kCopyStride);
+  for_each([&](u32 key) { shared_add_if(key - low <= width, bins + 4 * ((key - low) >> shift), 1); });
+  __syncthreads();
+  const Bin bin = find_bin(scratch, 0, k);
+  low += bin.index << shift;
+  return {low, min(high, low + ((1u << shift) - 1)), bin.above, bin.above + bin.count};
 }
 
 // Calls write(place, key) for the k largest of `count` different keys: every key is compared with all others.
@@ -168,11 +186,14 @@ __device__ __forceinline__ void sort_descending(u64* keys, int count) {
   int size = 2;
   while (size < count) size *= 2;
   for (int i = count + threadIdx.x; i < size; i += blockDim.x) keys[i] = 0;
+  bool across_warps = true;  // the previous stage, or the padding
 #pragma unroll 1
   for (int run = 2; run <= size; run *= 2) {
 #pragma unroll 1
     for (int distance = run / 2; distance > 0; distance /= 2) {
-      __syncthreads();
+      // The 32 pairs of a warp cover the same 64 neighbours at any distance up to 32.
+      across_warps || distance > 32 ? __syncthreads() : __syncwarp();
+      across_warps = distance > 32;
       for (int pair = threadIdx.x; pair < size / 2; pair += blockDim.x) {
         const int low = 2 * pair - (pair & (distance - 1)), high = low + distance;
         const u64 a = keys[low], b = keys[high];
@@ -180,6 +201,7 @@ __device__ __forceinline__ void sort_descending(u64* keys, int count) {
       }
     }
   }
+  __syncthreads();
 }
 
 }  // namespace kestrel::sampling

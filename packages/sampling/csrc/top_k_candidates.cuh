@@ -37,10 +37,11 @@ struct TopKLayout {
     while ((length - 1) >> chunk_bits >= 256) ++chunk_bits;
     num_chunks = ((length - 1) >> chunk_bits) + 1;
   }
-  // Candidates, the k of them, their masses; the selected groups; the largest element of each group.
-  __host__ __device__ size_t ranked() const { return sizeof(u64) * max_candidates; }
-  __host__ __device__ size_t masses() const { return ranked() + sizeof(u64) * (max_candidates / 2); }
-  __host__ __device__ size_t groups() const { return masses() + sizeof(u64) * (max_candidates / 2); }
+  // Candidates, their masses, the k of them in order or the masses before them; the selected groups; the largest
+  // element of each group.
+  __host__ __device__ size_t masses() const { return sizeof(u64) * max_candidates; }
+  __host__ __device__ size_t ranked() const { return 2 * masses(); }
+  __host__ __device__ size_t groups() const { return ranked() + sizeof(u64) * kMaxRanked; }
   __host__ __device__ size_t maxima() const { return groups() + sizeof(u32) * ((max_groups + 3) / 4 * 4); }
   __host__ __device__ size_t bytes() const { return maxima() + sizeof(u32) * 32 * num_chunks; }
 };
@@ -56,6 +57,7 @@ struct alignas(16) TopKScratch {
   u32 random_word;
   int num_kept;
   u64 point;
+  u64 kept_mass;  // of what top-k keeps
   u64 row_mass;
   float softmax_sum;
 };
@@ -103,29 +105,27 @@ struct TopKRow {
     return dtype == kRowFloat16 ? __half2float(__ushort_as_half(bits)) : __uint_as_float(static_cast<u32>(bits) << 16);
   }
 
-  // 2^pack_bits neighbours from i on.
-  __device__ __forceinline__ void load(int i, float (&v)[8]) const {
-    const int size = 1 << pack_bits;
-    if (pack_bits != 0 && i + size <= length) {
-      const uint4 bits = load16(row + int64_t{i} * (dtype == kRowFloat32 ? 4 : 2));
+  // Four elements: neighbours in a row that is aligned, else 32 apart. Those past the row are padding.
+  __device__ __forceinline__ int stride() const { return pack_bits == 0 ? 32 : 1; }
+  __device__ __forceinline__ void load_four(int i, float (&v)[4]) const {
+    if (pack_bits != 0 && i + 4 <= length) {
       if (dtype == kRowFloat32) {
-        unpack<float>(bits, v);
-      } else if (dtype == kRowFloat16) {
-        unpack<__half>(bits, v);
-      } else {
-        unpack<__nv_bfloat16>(bits, v);
+        Pack<float>{load16(row + int64_t{i} * 4)}.unpack(v);
+        return;
       }
-    } else {
+      const uint2 bits = *reinterpret_cast<const uint2*>(row + int64_t{i} * 2);
+      float both[8];
+      if (dtype == kRowFloat16) {
+        Pack<__half>{make_uint4(bits.x, bits.y, 0, 0)}.unpack(both);
+      } else {
+        Pack<__nv_bfloat16>{make_uint4(bits.x, bits.y, 0, 0)}.unpack(both);
+      }
 #pragma unroll
-      for (int e = 0; e < 8; ++e) v[e] = e < size && i + e < length ? element(i + e) : padding();
+      for (int e = 0; e < 4; ++e) v[e] = both[e];
+      return;
     }
-  }
-  template <typename T>
-  static __device__ __forceinline__ void unpack(uint4 bits, float (&v)[8]) {
-    float own[Pack<T>::size];
-    Pack<T>{bits}.unpack(own);
 #pragma unroll
-    for (int e = 0; e < Pack<T>::size; ++e) v[e] = own[e];
+    for (int e = 0; e < 4; ++e) v[e] = i + e * stride() < length ? element(i + e * stride()) : padding();
   }
 
   // The key of the largest element of this lane's group.
@@ -184,37 +184,39 @@ struct TopKRow {
     return most;
   }
 
-  // f(keys of neighbours, index of the first, how many) for the elements of the listed groups, with all lanes of a warp
-  // together.
+  // f(keys of four elements, their indices) for the listed groups, with all lanes of a warp together. Indices past the
+  // row are no elements.
   template <typename F>
-  __device__ __forceinline__ void for_each_pack(const u32* groups, int num_groups, F f) const {
-    const int packs_per_group = chunk_bits - 5 - pack_bits;  // as a power of two
-    const int all = num_groups << packs_per_group;
-    constexpr int kPacks = scores ? 2 : 1;  // loaded together
+  __device__ __forceinline__ void for_each_four(const u32* groups, int num_groups, F f) const {
+    const int fours_bits = chunk_bits - 7;  // of a group, as a power of two
+    const int all = num_groups << fours_bits;
+    constexpr int kLoads = scores ? 2 : 1;  // together
 #pragma unroll 1
-    for (int base = threadIdx.x; base - static_cast<int>(threadIdx.x) < all; base += kPacks * blockDim.x) {
-      int i[kPacks];
-      float v[kPacks][8];
+    for (int base = 0; base < all; base += kLoads * blockDim.x) {
+      int i[kLoads];
+      float v[kLoads][4];
 #pragma unroll
-      for (int n = 0; n < kPacks; ++n) {
-        const int own = base + n * blockDim.x;
+      for (int n = 0; n < kLoads; ++n) {
+        const int own = base + n * blockDim.x + threadIdx.x;
         i[n] = length;
         if (own < all) {
-          const u32 group = groups[own >> packs_per_group];
-          const int pack = own & ((1 << packs_per_group) - 1);
-          i[n] = (static_cast<int>(group >> 5) << chunk_bits) + (pack << (5 + pack_bits)) +
-                 (static_cast<int>(group & 31) << pack_bits);
+          const u32 group = groups[own >> fours_bits];
+          const int four = own & ((1 << fours_bits) - 1), lane = static_cast<int>(group & 31);
+          i[n] = (static_cast<int>(group >> 5) << chunk_bits) + (pack_bits == 0 ? 128 * four + lane
+                                                                 : pack_bits == 2
+                                                                     ? 128 * four + 4 * lane
+                                                                     : 256 * (four >> 1) + 8 * lane + 4 * (four & 1));
         }
-        load(i[n], v[n]);
+        load_four(i[n], v[n]);
       }
 #pragma unroll
-      for (int n = 0; n < kPacks; ++n) {
-        if (n > 0 && base - static_cast<int>(threadIdx.x) + n * static_cast<int>(blockDim.x) >= all) break;
-        u32 keys[8];
-        const int size = 1 << pack_bits;
+      for (int n = 0; n < kLoads; ++n) {
+        if (n > 0 && base + n * static_cast<int>(blockDim.x) >= all) break;
+        u32 keys[4];
+        int indices[4];
 #pragma unroll
-        for (int e = 0; e < 8; ++e) keys[e] = e < size ? key(v[n][e]) : 0;
-        f(keys, i[n], min(size, length - i[n]));
+        for (int e = 0; e < 4; ++e) keys[e] = key(v[n][e]), indices[e] = i[n] + e * stride();
+        f(keys, indices);
       }
     }
   }
@@ -230,6 +232,7 @@ struct TopKSelector {
   TopKLayout layout;
 
   __device__ __forceinline__ u64* candidates() const { return reinterpret_cast<u64*>(memory); }
+  __device__ __forceinline__ bool ranks() const { return layout.max_candidates == kMaxRanked; }
   __device__ __forceinline__ u64* ranked() const { return reinterpret_cast<u64*>(memory + layout.ranked()); }
   __device__ __forceinline__ u64* masses() const { return reinterpret_cast<u64*>(memory + layout.masses()); }
   __device__ __forceinline__ u32* groups() const { return reinterpret_cast<u32*>(memory + layout.groups()); }
@@ -252,12 +255,12 @@ struct TopKSelector {
   __device__ __forceinline__ void read_row(int k) const {
     const int full_chunks = row.length >> row.chunk_bits;
     // k lanes or more are in different segments, if there are enough.
-    int segment = 32;
-    while (segment > 1 && full_chunks * (32 / segment) < k) segment /= 2;
+    int segment_bits = 5;
+    while (segment_bits > 0 && full_chunks << (5 - segment_bits) < k) --segment_bits;
     const u32 to = ptx::map_shared(ptx::shared_address(maxima()), 0),
               range_to = ptx::map_shared(ptx::shared_address(&scratch->ranges[cluster.warp]), 0),
               received = ptx::map_shared(ptx::shared_address(&scratch->received), 0);
-    u32 least = full_chunks * (32 / segment) < k ? 0 : 0xffffffffu, most = 0;
+    u32 least = full_chunks << (5 - segment_bits) < k ? 0 : 0xffffffffu, most = 0;
     bool first = true;
 #pragma unroll 1
     for (int chunk = cluster.warp; first || chunk < layout.num_chunks; chunk += cluster.num_warps) {
@@ -271,14 +274,19 @@ struct TopKSelector {
       } else {
         maxima()[group] = own;
       }
-      most = max(most, own);
-      u32 of_segment = own;
+      const u32 of_chunk = __reduce_max_sync(kAllLanes, own);
+      most = max(most, of_chunk);
+      if (chunk >= full_chunks) continue;
+      u32 of_segment = of_chunk;
+      if (segment_bits < 5) {
+        of_segment = own;
 #pragma unroll 1
-      for (int distance = 1; distance < segment; distance *= 2)
-        of_segment = max(of_segment, __shfl_xor_sync(kAllLanes, of_segment, distance));
-      if (chunk < full_chunks) least = min(least, of_segment);
+        for (int distance = 1; distance < 1 << segment_bits; distance *= 2)
+          of_segment = max(of_segment, __shfl_xor_sync(kAllLanes, of_segment, distance));
+        of_segment = __reduce_min_sync(kAllLanes, of_segment);
+      }
+      least = min(least, of_segment);
     }
-    least = __reduce_min_sync(kAllLanes, least), most = __reduce_max_sync(kAllLanes, most);
     const u64 range = static_cast<u64>(most) << 32 | least;
     if (cluster.lane != 0) return;
     if (cluster.size > 1) {
@@ -307,9 +315,11 @@ struct TopKSelector {
   }
 
   // Collects the k largest elements (or all with mass, if these are fewer) and perhaps
-  // some more, and returns their number. The caller synchronises.
-  __device__ __forceinline__ int collect(int k, const TopKRange& range) const {
-    const int max_groups = k + k / 8 + 32;
+  // some more, and returns their number.
+  // write(place, key) is called for each.
+  template <typename Write>
+  __device__ __forceinline__ int collect(int k, const TopKRange& range, Write write) const {
+    const u32 max_groups = k + k / 8 + 32;
     const u32 num_maxima = 32 * layout.num_chunks;
     const u32* const of_group = maxima();
     const auto for_each_max = [&](auto visit) {
@@ -322,10 +332,22 @@ struct TopKSelector {
       }
     };
     u64 low = static_cast<u64>(max(range.least, Row::kLeastKey)) << 32;
-    if (static_cast<int>(num_maxima) > max_groups) {
-      const u64 high = static_cast<u64>(range.largest) << 32 | static_cast<u32>(layout.num_chunks - 1);
-      low = select(&scratch->select, low, high, layout.num_chunks - 1, 0, k, max_groups, for_each_max);
-      if (static_cast<u32>(low) >= static_cast<u32>(layout.num_chunks)) low = ((low >> 32) + 1) << 32;  // no such chunk
+    if (num_maxima > max_groups) {
+      const u32 last = static_cast<u32>(layout.num_chunks - 1);
+      const ValueRange values =
+          select_values(&scratch->select, static_cast<u32>(low >> 32), range.largest, k, [&](auto visit) {
+#pragma unroll 2
+            for (u32 i = 4 * threadIdx.x; i < num_maxima; i += 4 * blockDim.x) {
+              const uint4 four = *reinterpret_cast<const uint4*>(of_group + i);
+              visit(four.x), visit(four.y), visit(four.z), visit(four.w);
+            }
+          });
+      low = static_cast<u64>(values.low) << 32;
+      if (values.reach > max_groups) {
+        low = select(&scratch->select, low, static_cast<u64>(values.high) << 32 | last, last, values.above, k,
+                     max_groups, for_each_max);
+        if (static_cast<u32>(low) > last) low = ((low >> 32) + 1) << 32;  // no such chunk
+      }
     }
 #pragma unroll 1
     for (u32 base = 0; base < num_maxima; base += 4 * blockDim.x) {
@@ -351,16 +373,16 @@ struct TopKSelector {
     // A second time if too many elements are equal or nearly equal.
 #pragma unroll 1
     for (;;) {
-      const int count = append(low, num_groups);
+      const int count = append(low, num_groups, write);
       if (count <= layout.max_candidates) return count;
       const u32 num_larger = scratch->num_larger, last = static_cast<u32>(row.length - 1);
       const bool equal = num_larger < k;
       const u64 high = static_cast<u64>(equal ? static_cast<u32>(low >> 32) : range.largest) << 32 | last;
       const auto for_each_element = [&](auto visit) {
-        row.for_each_pack(groups(), num_groups, [&](const u32(&keys)[8], int i, int size) {
+        row.for_each_four(groups(), num_groups, [&](const u32(&keys)[4], const int (&indices)[4]) {
 #pragma unroll
-          for (int e = 0; e < 8; ++e) {
-            if (e < size) visit(row.key(keys[e], i + e));
+          for (int e = 0; e < 4; ++e) {
+            if (indices[e] < row.length) visit(row.key(keys[e], indices[e]));
           }
         });
       };
@@ -372,44 +394,33 @@ struct TopKSelector {
   }
 
   // Lists the elements of the groups that reach `low`, as far as there is space. Returns their number.
-  __device__ __forceinline__ int append(u64 low, int num_groups) const {
+  template <typename Write>
+  __device__ __forceinline__ int append(u64 low, int num_groups, Write write) const {
     u32 num_larger = 0;
-    row.for_each_pack(groups(), num_groups, [&](const u32(&keys)[8], int i, int size) {
+    row.for_each_four(groups(), num_groups, [&](const u32(&keys)[4], const int (&indices)[4]) {
       u32 chosen = 0;
 #pragma unroll
-      for (int e = 0; e < 8; ++e) {
-        chosen |= static_cast<u32>(e < size && row.key(keys[e], i + e) >= low) << e;
-        num_larger += e < size && keys[e] > static_cast<u32>(low >> 32);
+      for (int e = 0; e < 4; ++e) {
+        const bool is_element = indices[e] < row.length;
+        chosen |= static_cast<u32>(is_element && row.key(keys[e], indices[e]) >= low) << e;
+        num_larger += is_element && keys[e] > static_cast<u32>(low >> 32);
       }
       u32 place = append_place(&scratch->num_candidates, __popc(chosen), cluster.lane);
 #pragma unroll
-      for (int e = 0; e < 8; ++e) {
-        if (chosen >> e & 1) {
-          if (place < layout.max_candidates) candidates()[place] = row.key(keys[e], i + e);
-          ++place;
+      for (int e = 0; e < 4; ++e) {
+        if (!(chosen >> e & 1)) continue;
+        if (place < layout.max_candidates) {
+          const u64 key = row.key(keys[e], indices[e]);
+          candidates()[place] = key;
+          write(place, key);
         }
+        ++place;
       }
     });
     num_larger = __reduce_add_sync(kAllLanes, num_larger);
     if (cluster.lane == 0 && num_larger > 0) atomicAdd(&scratch->num_larger, num_larger);
     __syncthreads();
     return static_cast<int>(scratch->num_candidates);
-  }
-
-  // The k largest in descending order. write(place, key) is called for each.
-  template <typename Write>
-  __device__ __forceinline__ const u64* order(int count, int k, Write write) const {
-    u64* to = candidates();
-    if (layout.max_candidates == kMaxRanked) {
-      to = ranked();
-      rank_keys(candidates(), count, k, [&](int place, u64 key) { to[place] = key, write(place, key); });
-    } else {
-      sort_descending(to, count);
-      __syncthreads();
-      for (int place = threadIdx.x; place < k; place += blockDim.x) write(place, to[place]);
-    }
-    __syncthreads();
-    return to;
   }
 };
 

@@ -16,15 +16,14 @@ __device__ __forceinline__ void sum_row(const TopKSelector<kind>& selector, cons
   const Cluster& cluster = selector.cluster;
   const TopKRow<kind>& row = selector.row;
   MassSum sum;
-  const int size = 1 << row.pack_bits;
-#pragma unroll 2
-  for (int i = (cluster.warp * 32 + cluster.lane) * size; i < row.length; i += cluster.num_warps * 32 * size) {
-    float v[8];
-    row.load(i, v);
-    float x[8];
+  const int first = row.stride() == 1 ? 4 * cluster.lane : cluster.lane;
+#pragma unroll 4
+  for (int tile = cluster.warp * kTile; tile < row.length; tile += cluster.num_warps * kTile) {
+    float v[4];
+    row.load_four(tile + first, v);
 #pragma unroll
-    for (int e = 0; e < 8; ++e) x[e] = e < size ? weight_fn.scaled(v[e] * factor) : 0.f;
-    sum.add(x);
+    for (int e = 0; e < 4; ++e) v[e] = weight_fn.scaled(v[e] * factor);
+    sum.add(v);
   }
   const u64 of_warp = warp_sum(sum.value());
   if (cluster.lane == 0) {
@@ -53,32 +52,64 @@ __device__ __forceinline__ void keep_top_p(TopKScratch* scratch, const u64* mass
     scratch->num_kept = static_cast<int>(kept), scratch->point = scale_q32(kept_mass, scratch->random_word);
 }
 
-// The id at whose mass the prefix sum, in the order of ids, exceeds the point; by one thread. Few ids: every one is
-// compared with all others.
+// Few candidates: each is compared with all others, first by value, for what the filters keep, then by id, for the one
+// at whose mass the prefix sum exceeds the point. write(key) is called by one thread. row_mass: 0 unless top-p counts
+// it.
 template <typename Write>
-__device__ __forceinline__ void draw_by_pairs(const u64* keys, const u64* masses, int kept, u64 point, Write write) {
-  constexpr int kLanes = 4;  // per id
+__device__ __forceinline__ void draw_by_pairs(TopKScratch* scratch, const u64* keys, const u64* masses, u64* before,
+                                              int count, int k, u64 row_mass, u64 q32, Write write) {
+  constexpr int kLanes = 8;  // per candidate
+  const int lane = threadIdx.x % kLanes, candidates = blockDim.x / kLanes;
 #pragma unroll 1
-  for (int base = 0; base < kept; base += blockDim.x / kLanes) {
+  for (int base = 0; base < count; base += candidates) {
     const int own = base + threadIdx.x / kLanes;
-    const u32 id = static_cast<u32>(keys[min(own, kept - 1)]);  // descending with the index
-    u64 before = 0;
+    const u64 key = keys[min(own, count - 1)];
+    int place = 0;
+    u64 mass = 0;
 #pragma unroll 4
-    for (int other = threadIdx.x % kLanes; other < kept; other += kLanes)
-      before += static_cast<u32>(keys[other]) > id ? masses[other] : 0;
+    for (int other = lane; other < count; other += kLanes) {
+      const bool is_larger = keys[other] > key;
+      place += is_larger, mass += is_larger ? masses[other] : 0;
+    }
 #pragma unroll
-    for (int distance = 1; distance < kLanes; distance *= 2) before += __shfl_xor_sync(kAllLanes, before, distance);
-    if (threadIdx.x % kLanes == 0 && own < kept && point >= before && point - before < masses[own]) write(keys[own]);
+    for (int distance = 1; distance < kLanes; distance *= 2) {
+      place += __shfl_xor_sync(kAllLanes, place, distance);
+      mass += __shfl_xor_sync(kAllLanes, mass, distance);
+    }
+    if (lane == 0 && own < count) {
+      before[own] = place < k ? mass : ~u64{0};
+      if (place == k - 1) scratch->kept_mass = mass + masses[own];
+    }
+  }
+  __syncthreads();
+  const u64 goal = max(u64{1}, scale_q32(row_mass ? row_mass : scratch->kept_mass, q32));
+#pragma unroll 1
+  for (int base = 0; base < count; base += candidates) {
+    const int own = min(base + static_cast<int>(threadIdx.x) / kLanes, count - 1);
+    const u64 key = keys[own];
+    u64 all = 0, mass = 0;
+#pragma unroll 4
+    for (int other = lane; other < count; other += kLanes) {
+      const u64 of_other = before[other] < goal ? masses[other] : 0;
+      all += of_other;
+      mass += static_cast<u32>(keys[other]) > static_cast<u32>(key) ? of_other : 0;  // a lower id
+    }
+#pragma unroll
+    for (int distance = 1; distance < kLanes; distance *= 2) {
+      all += __shfl_xor_sync(kAllLanes, all, distance);
+      mass += __shfl_xor_sync(kAllLanes, mass, distance);
+    }
+    const u64 point = scale_q32(all, scratch->random_word);
+    if (lane == 0 && before[own] < goal && point >= mass && point - mass < masses[own]) write(key);
   }
 }
 
-// Many ids: sorted. `keys` is overwritten.
+// Many candidates: sorted by id. `keys` is overwritten.
 template <typename Write>
 __device__ __forceinline__ void draw_by_sort(u64* keys, const u64* masses, int kept, u64 point, Write write) {
   for (int n = threadIdx.x; n < kept; n += blockDim.x)
     keys[n] = static_cast<u64>(static_cast<u32>(keys[n])) << 32 | static_cast<u32>(n);
   sort_descending(keys, kept);
-  __syncthreads();
   if (threadIdx.x >= 32) return;
   const int lane = threadIdx.x, per_lane = (kept + 31) / 32, end = min(kept, (lane + 1) * per_lane);
   u64 sum = 0;
@@ -140,19 +171,23 @@ __global__ void __launch_bounds__(kMaxSelectThreads, kTopKBlocksPerSm) top_k_dra
     if (threadIdx.x == 0) p.ids[row_idx] = 0, p.valid[row_idx] = false;
     return;
   }
-  const int count = selector.collect(k, range);
-  k = min(k, count);
+  u64* const keys = selector.candidates();
   u64* const masses = selector.masses();
-  const u64* const keys = selector.order(
-      count, k, [&](int place, u64 key) { masses[place] = mass_of(weight_fn.scaled(row.value(key) * factor)); });
-  if (threadIdx.x < 32) keep_top_p(scratch, masses, k, joint ? scratch->row_mass : 0, q32);
-  __syncthreads();
+  const auto set_mass = [&](u32 n, u64 key) { masses[n] = mass_of(weight_fn.scaled(row.value(key) * factor)); };
   const auto write = [&](u64 key) { p.ids[row_idx] = row.index(key), p.valid[row_idx] = true; };
-  if (scratch->num_kept <= kMaxRankedK) {
-    draw_by_pairs(keys, masses, scratch->num_kept, scratch->point, write);
-  } else {
-    draw_by_sort(selector.candidates(), masses, scratch->num_kept, scratch->point, write);
+  const int count = selector.collect(k, range, set_mass);
+  const u64 row_mass = joint ? scratch->row_mass : 0;
+  k = min(k, count);
+  if (selector.ranks()) {
+    draw_by_pairs(scratch, keys, masses, selector.ranked(), count, k, row_mass, q32, write);
+    return;
   }
+  sort_descending(keys, count);
+  for (int n = threadIdx.x; n < k; n += blockDim.x) set_mass(n, keys[n]);
+  __syncthreads();
+  if (threadIdx.x < 32) keep_top_p(scratch, masses, k, row_mass, q32);
+  __syncthreads();
+  draw_by_sort(keys, masses, scratch->num_kept, scratch->point, write);
 }
 
 }  // namespace kestrel::sampling

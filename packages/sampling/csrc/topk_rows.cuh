@@ -64,7 +64,15 @@ __global__ void __launch_bounds__(kMaxSelectThreads, kTopKBlocksPerSm) topk_rows
   selector.read_row(p.k);
   if (cluster.block_rank != 0) return;
   const TopKRange range = selector.receive();
-  const u64* const keys = selector.order(selector.collect(p.k, range), p.k, [](int, u64) {});
+  const int count = selector.collect(p.k, range, [](u32, u64) {});
+  u64* keys = selector.candidates();
+  if (selector.ranks()) {
+    keys = selector.ranked();
+    rank_keys(selector.candidates(), count, p.k, [&](int place, u64 key) { keys[place] = key; });
+    __syncthreads();
+  } else {
+    sort_descending(keys, count);
+  }
   write_sorted(p, row_idx, row, keys, &scratch->softmax_sum);
 }
 

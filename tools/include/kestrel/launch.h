@@ -59,23 +59,27 @@ inline void check_launch(cudaError_t error, DLDevice device) {
 // Launches kernel(params) with programmatic dependent launch: the kernel must call pdl_wait() (pdl.cuh) before it
 // accesses anything that is not constant. GPUs before sm_90 get a plain launch. shared_bytes: dynamic shared memory;
 // above 48 KB the caller must raise the kernel's limit first. cluster: blocks per cluster, used from sm_90 on.
+// balanced: the scheduling policy of clusters is load balancing. By default, blocks may share a multiprocessor while
+// others are idle.
 template <typename Params>
 void launch_pdl(void (*kernel)(Params), dim3 grid, dim3 block, DLDevice device, const Params& params,
-                size_t shared_bytes = 0, unsigned cluster = 1) {
+                size_t shared_bytes = 0, unsigned cluster = 1, bool balanced = false) {
   const int major = device_attribute(cudaDevAttrComputeCapabilityMajor, device.device_id);
-  cudaLaunchAttribute attributes[2]{};
+  cudaLaunchAttribute attributes[3]{};
   attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attributes[0].val.programmaticStreamSerializationAllowed = 1;
   attributes[1].id = cudaLaunchAttributeClusterDimension;
   attributes[1].val.clusterDim.x = cluster;
   attributes[1].val.clusterDim.y = attributes[1].val.clusterDim.z = 1;
+  attributes[2].id = cudaLaunchAttributeClusterSchedulingPolicyPreference;
+  attributes[2].val.clusterSchedulingPolicyPreference = cudaClusterSchedulingPolicyLoadBalancing;
   cudaLaunchConfig_t config{};
   config.gridDim = grid;
   config.blockDim = block;
   config.dynamicSmemBytes = shared_bytes;
   config.stream = current_stream(device);
   config.attrs = attributes;
-  config.numAttrs = major < 9 ? 0 : cluster > 1 ? 2 : 1;
+  config.numAttrs = major < 9 ? 0 : cluster == 1 ? 1 : balanced ? 3 : 2;
   check_launch(cudaLaunchKernelEx(&config, kernel, params), device);
 }
 
