@@ -56,7 +56,8 @@ bool launch_linear(LinearParams p, DLDevice device) {
   int groups = p.tiles;
   p.buffers = 1;
   if (p.tiles * slices > (two_per_sm ? room : sms)) {
-    if (TOKEN_TILES == 4) return false;  // the vendor's product is faster
+    // The vendor's product is faster.
+    if (TOKEN_TILES == 4 || (TOKEN_TILES == 2 && p.width > 4096)) return false;
     p.buffers = 2;
     // Clusters of one CTA per SM leave SMs of a GPC free.
     groups = sms / slices - (slices > 2 && bytes(slices, 2) > half ? sms / slices / 8 : 0);
