@@ -194,7 +194,7 @@ def has_binary() -> bool:
         return False
 
 
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", kestrel_norm.__all__)
 def test_entry_point_checks_the_device_last(op: str) -> None:
     if not has_binary():
         pytest.skip("kestrel_norm has no binary here")

@@ -1,4 +1,4 @@
-"""rms_norm_linear, which has no kernel: against float64, views, and the registered op."""
+"""rms_norm_linear by reference: against float64, views, and the registered op."""
 
 from __future__ import annotations
 

@@ -16,8 +16,10 @@ constexpr DLDataType kInt16{kDLInt, 16, 1};
 constexpr int kMaxTokens = 128;
 
 // Rows of a CTA so that every SM has a CTA, or nearly so.
+using Tile8Rows32 = W4Tile<1, 1, 2, 3, 8>;
 using Tile8Rows64 = W4Tile<1, 2, 2, 3, 8>;
 using Tile8Rows128 = W4Tile<1, 2, 4, 3, 4>;
+using Tile16Rows32 = W4Tile<2, 1, 2, 3, 8>;
 using Tile16Rows64 = W4Tile<2, 2, 2, 3, 8>;
 using Tile16Rows128 = W4Tile<2, 2, 4, 3, 4>;
 using Tile32 = W4Tile<4, 2, 4, 4, 2>;
@@ -107,7 +109,14 @@ void launch_tile(W4Params p, DLDevice device) {
 
 template <typename T, int GROUP>
 void launch_group(const W4Params& p, DLDevice device) {
-  const bool wide = p.outputs > 96 * device_attribute(cudaDevAttrMultiProcessorCount, device.device_id);
+  const int sms = device_attribute(cudaDevAttrMultiProcessorCount, device.device_id);
+  const bool wide = p.outputs > 96 * sms;
+  if constexpr (GROUP == 128) {
+    // 32 rows need no cluster. Beyond 48 steps a CTA has more than its pipeline stages hold.
+    const bool narrow = p.outputs <= 32 * sms && p.steps <= 48;
+    if (p.tokens <= 8 && narrow) return launch_tile<T, GROUP, Tile8Rows32, Tile16Rows32>(p, device);
+    if (p.tokens <= 16 && narrow) return launch_tile<T, GROUP, Tile16Rows32, Tile16Rows32>(p, device);
+  }
   if (p.tokens <= 8 && !wide) return launch_tile<T, GROUP, Tile8Rows64, Tile16Rows64>(p, device);
   if (p.tokens <= 8) return launch_tile<T, GROUP, Tile8Rows128, Tile16Rows128>(p, device);
   if (p.tokens <= 16 && !wide) return launch_tile<T, GROUP, Tile16Rows64, Tile16Rows64>(p, device);

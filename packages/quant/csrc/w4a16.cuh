@@ -16,6 +16,7 @@
 #include <kestrel/pdl.cuh>
 #include <kestrel/ptx/cluster.cuh>
 #include <kestrel/ptx/cp_async.cuh>
+#include <kestrel/ptx/mma.cuh>
 #include <kestrel/ptx/shared.cuh>
 #include <type_traits>
 
@@ -75,23 +76,6 @@ struct W4Stage {
   static constexpr int ring_bytes = Tile::stages * bytes, sum_bytes = Tile::tokens * sum_pitch * 4;
   static constexpr int shared_bytes = ring_bytes > sum_bytes ? ring_bytes : sum_bytes;  // of a slice of K
 };
-
-__device__ __forceinline__ void mma_16x8x16(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1,
-                                            __nv_bfloat16) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, "
-      "{%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, "
-      "%3};"
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
-__device__ __forceinline__ void mma_16x8x16(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, __half) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, "
-      "{%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, "
-      "%3};"
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
 
 // (codes & mask) | magic
 template <uint32_t mask, uint32_t magic>
@@ -365,9 +349,9 @@ __global__ void __launch_bounds__(Tile::threads* Tile::parts, Tile::min_ctas)
 #pragma unroll
             for (int j = 0; j < NT; ++j) {
               const uint32_t low = w ? b[j].z : b[j].x, high = w ? b[j].w : b[j].y;
-              if constexpr (Tile::sums_x) mma_16x8x16(x_sum[j], ones, low, high, T());
+              if constexpr (Tile::sums_x) ptx::mma_16x8x16(x_sum[j], ones, low, high, T());
 #pragma unroll
-              for (int i = 0; i < MT; ++i) mma_16x8x16(part[i][j], a[i][w], low, high, T());
+              for (int i = 0; i < MT; ++i) ptx::mma_16x8x16(part[i][j], a[i][w], low, high, T());
             }
           }
         }

@@ -1,0 +1,136 @@
+// rms_norm_linear for few tokens: checks, parameters, the choice of a tile and of the slices of K.
+
+#include "rms_norm_linear.cuh"
+
+#include <kestrel/launch.h>
+#include <tvm/ffi/function.h>
+
+#include <algorithm>
+#include <atomic>
+
+#include "host.h"
+
+namespace kestrel::norm {
+
+constexpr int kLinearTokens = 32;
+
+// Raises the limit of dynamic shared memory of KERNEL to what the device has beside its static part, once
+// per device. Returns that.
+template <auto KERNEL>
+int raise_shared_limit(DLDevice device) {
+  static std::atomic<int> limits[64];
+  const int id = device.device_id;
+  if (id < 64 && limits[id].load(std::memory_order_relaxed)) return limits[id].load(std::memory_order_relaxed);
+  cudaFuncAttributes attributes{};
+  check_launch(cudaFuncGetAttributes(&attributes, KERNEL), device);
+  const int limit =
+      device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, id) - static_cast<int>(attributes.sharedSizeBytes);
+  check_launch(cudaFuncSetAttribute(KERNEL, cudaFuncAttributeMaxDynamicSharedMemorySize, limit), device);
+  if (id < 64) limits[id].store(limit, std::memory_order_relaxed);
+  return limit;
+}
+
+// False if a slice of x does not fit into shared memory, or if few SMs would have a tile.
+template <typename T, int TOKEN_TILES>
+bool launch_linear(LinearParams p, DLDevice device) {
+  using Tile = LinearTile<TOKEN_TILES>;
+  constexpr auto kernel = rms_norm_linear_kernel<T, TOKEN_TILES>;
+  const int limit = raise_shared_limit<kernel>(device);
+  const int sms = device_attribute(cudaDevAttrMultiProcessorCount, device.device_id);
+  const bool clusters = device_attribute(cudaDevAttrComputeCapabilityMajor, device.device_id) >= 9;
+  p.tiles = (p.outputs + kLinearRows - 1) / kLinearRows;
+  const auto bytes = [&](int slices, int buffers) {
+    return Tile::shared_bytes((p.blocks + slices - 1) / slices, buffers);
+  };
+  const int most = clusters ? std::min(kMaxSlices, p.blocks) : 1;
+  // Two CTAs per SM, of this launch or of the next one, leave no gap between launches.
+  const int half = (device_attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor, device.device_id) - 2048) / 2 - 64;
+  const int room = sms * 7 / 4;  // for CTAs at two per SM, where clusters leave some of them free
+  int slices = 1;
+  while (2 * slices <= most) {
+    const bool too_few = Tile::min_ctas == 2 ? 2 * slices * p.tiles <= room : slices * p.tiles < sms * 3 / 4;
+    if (!too_few && slices >= (TOKEN_TILES == 1 ? 2 : 4) && bytes(slices, 1) <= limit) break;
+    slices *= 2;
+  }
+  const bool two_per_sm = bytes(slices, 1) <= half;
+  int groups = p.tiles;
+  p.buffers = 1;
+  if (p.tiles * slices > (two_per_sm ? room : sms)) {
+    // The vendor's product is faster.
+    if (TOKEN_TILES == 4 || (TOKEN_TILES == 2 && p.width > 4096)) return false;
+    p.buffers = 2;
+    // Clusters of one CTA per SM leave SMs of a GPC free.
+    groups = sms / slices - (slices > 2 && bytes(slices, 2) > half ? sms / slices / 8 : 0);
+    groups = std::max(1, std::min(p.tiles, groups));
+  }
+  if (bytes(slices, p.buffers) > limit || (!clusters && p.tiles < sms / 2)) return false;
+  p.slices = slices;
+  launch_pdl(kernel, dim3(groups * slices), dim3(kLinearThreads), device, p, bytes(slices, p.buffers), slices);
+  return true;
+}
+
+template <typename T>
+bool launch_linear(const LinearParams& p, DLDevice device) {
+  if (p.tokens <= 8) return launch_linear<T, 1>(p, device);
+  if (p.tokens <= 16) return launch_linear<T, 2>(p, device);
+  return launch_linear<T, 4>(p, device);
+}
+
+// Returns false where the op is better composed of rms_norm and the vendor's product: many tokens, float32, rows that
+// are not aligned or do not fit.
+bool rms_norm_linear(TensorView out, TensorView x, TensorView norm_weight, TensorView weight, double eps) {
+  const Checks check("rms_norm_linear");
+  check_rows(check, x);
+  const int64_t width = x.size(-1), weight_shape[2] = {kAny, width};
+  check.dtype("norm_weight", norm_weight, {x.dtype()});
+  check.last_contiguous("norm_weight", norm_weight);
+  check.shape("norm_weight", norm_weight, &width, 1);
+  check.dtype("weight", weight, {x.dtype()});
+  check.rank("weight", weight, 2, 2);
+  check.last_contiguous("weight", weight);
+  check.shape("weight", weight, weight_shape, 2);
+  check.at_least("eps", eps, 0);
+  int64_t out_shape[4];
+  for (int d = 0; d < x.ndim(); ++d) out_shape[d] = d + 1 < x.ndim() ? x.size(d) : weight.size(0);
+  check.dtype("out", out, {x.dtype()});
+  check.last_contiguous("out", out);
+  check.shape("out", out, out_shape, x.ndim());
+  check.disjoint("out", out);
+  check_memory(check, {{"x", x}, {"norm_weight", norm_weight}, {"weight", weight}, {"out", out, written}});
+
+  const int64_t rows = row_count(x), outputs = weight.size(0);
+  if (rows == 0 || outputs == 0) return true;
+  if (rows > kLinearTokens || width == 0 || width % 8 || width >= 1 << 24 || outputs >= 1 << 30) return false;
+  if (same_dtype(x.dtype(), kFloat32)) return false;
+  Params row_params;
+  RowShape shape(x);
+  shape.add(x, &row_params.x);
+  shape.add(out, &row_params.out);
+  shape.fill(&row_params);
+  const int64_t weight_stride = outputs == 1 ? 0 : weight.stride(0) * 2;
+  LinearParams p;
+  p.x = row_params.x.base;
+  p.norm_weight = address(norm_weight);
+  p.weight = address(weight);
+  if (!row_params.single_stride || weight_stride % 16 || weight_stride >= 1 << 24 || weight_stride < 0) return false;
+  if (!aligned16(p.x) || !aligned16(p.norm_weight) || !aligned16(p.weight)) return false;
+  p.out = row_params.out.base;
+  p.x_stride = row_params.x.stride[0];
+  p.out_stride = row_params.out.stride[0];
+  if (p.x_stride % 16) return false;
+  p.weight_stride = static_cast<unsigned>(weight_stride);
+  p.tokens = static_cast<int>(rows);
+  p.outputs = static_cast<int>(outputs);
+  p.width = static_cast<int>(width);
+  p.blocks = (p.width + kBlockK - 1) / kBlockK;
+  p.packed_out = outputs % 2 == 0 && reinterpret_cast<uintptr_t>(p.out) % 4 == 0 && p.out_stride % 4 == 0;
+  p.eps = static_cast<float>(eps);
+  p.inv_width = static_cast<float>(1.0 / static_cast<double>(width));
+  const DeviceGuard guard(x.device().device_id);
+  return same_dtype(x.dtype(), kBFloat16) ? launch_linear<__nv_bfloat16>(p, x.device())
+                                          : launch_linear<__half>(p, x.device());
+}
+
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(rms_norm_linear, rms_norm_linear);
+
+}  // namespace kestrel::norm
