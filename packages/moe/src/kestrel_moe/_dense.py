@@ -52,12 +52,14 @@ _FEW, _VENDOR = Plan(Kernel.FEW_TOKENS), Plan(Kernel.VENDOR)
 _TILES = (*(Plan(Kernel.COOPERATIVE, columns) for columns in (64, 128, 256)), Plan(Kernel.PING_PONG, 192))
 _CLUSTERS = ((1, 1, 1), (2, 1, 1), (4, 1, 1), (2, 2, 1), (1, 1, 2), (2, 1, 2))
 _RESIDENT = {1: 132, 2: 66, 4: 30}  # clusters of so many CTAs that run at a time
-_MANY_CTAS, _SMALL_WEIGHT = 96, 2**23
+_STREAM_CLUSTERS = ((5, 16), (4, 28), (3, 32), (2, 66), (1, 1))
+_SMALL_WEIGHT, _LARGE_WEIGHT = 2**23, 2**25
+_FLOPS = 9.6e8  # of all SMs in a microsecond, with tiles of 128x256
 # Microseconds on an H200 (EXPERIMENTS.md):
 _STEP = {64: 0.23, 128: 0.32, 192: 0.555, 256: 0.575}  # 64 elements of K, by columns of the tile
 _L2_BYTES, _LONG_STEPS = 7.5e6, 32  # that all CTAs load, at most, in a long loop over K
 _COLUMN = 0.0165  # a column of the epilogue
-_CLUSTER, _EXCHANGE, _LAUNCH = 0.8, 0.5, 2.7
+_CLUSTER, _EXCHANGE, _LAUNCH = 0.8, 0.008, 2.7  # _EXCHANGE: a column's halves of K
 
 
 def _estimate(tokens: int, outputs: int, width: int, plan: Plan) -> float:
@@ -70,12 +72,12 @@ def _estimate(tokens: int, outputs: int, width: int, plan: Plan) -> float:
         return float("inf")
     bytes_of_step = 128 * (128 / plan.cluster_columns + plan.columns / plan.cluster_rows)
     step, steps = _STEP[plan.columns], -(-width // (64 * plan.splits))
-    if width > 64 * _LONG_STEPS:
+    if steps > _LONG_STEPS:
         step = max(step, bytes_of_step * running * size / _L2_BYTES)
     waves, epilogue = -(-clusters // running), _COLUMN * plan.columns
     epilogues = 1 if plan.kernel == Kernel.PING_PONG else waves
     total = _LAUNCH + waves * steps * step + epilogues * epilogue
-    return total + (_CLUSTER if size > 1 else 0) + (_EXCHANGE if plan.splits > 1 else 0)
+    return total + (_CLUSTER if size > 1 else 0) + (_EXCHANGE * plan.columns if plan.splits > 1 else 0)
 
 
 @functools.cache
@@ -90,22 +92,27 @@ def choose_tile(tokens: int, outputs: int, width: int) -> Plan:
     return min(plans, key=lambda plan: _estimate(tokens, outputs, width, plan))
 
 
-def _choose_stream(outputs: int, width: int) -> Plan:
-    """The plan for up to 64 tokens: parts of K for all SMs, or the vendor's product if many SMs stay idle."""
+def _choose_stream(tokens: int, outputs: int, width: int) -> Plan:
+    """The plan for up to 64 tokens: K in as many parts as clusters of that many CTAs fit the GPU."""
     tiles, steps = -(-outputs // 128), -(-width // 64)
-    splits = next(s for s in (4, 2, 1) if s == 1 or (tiles * s <= _RESIDENT[s] * s and steps >= 4 * s))
-    idle = tiles * splits < _MANY_CTAS and splits < 4 and outputs * width > _SMALL_WEIGHT
-    return _VENDOR if idle else Plan(Kernel.STREAM, splits=splits)
+    splits = next(s for s, clusters in _STREAM_CLUSTERS if s == 1 or (tiles <= clusters and steps >= 4 * s))
+    vendor = outputs * width > _LARGE_WEIGHT or (splits == 3 and tokens > 16)
+    return _VENDOR if vendor else Plan(Kernel.STREAM, splits=splits)
 
 
 @functools.cache
 def choose_on_hopper(tokens: int, outputs: int, width: int) -> Plan:
-    """The plan of aligned 16-bit layers, for more tokens than gemv's kernel takes."""
+    """The plan of aligned 16-bit layers, for more tokens than gemv's kernel takes; by figures of EXPERIMENTS.md."""
     if tokens <= _STREAM_TOKENS:
-        return _choose_stream(outputs, width)
-    if width > 2 * outputs and not 192 <= tokens <= 2048:  # few tiles, or a product as large as the vendor's is best at
+        return _choose_stream(tokens, outputs, width)
+    if tokens < 128 and outputs * width > _SMALL_WEIGHT:
         return _VENDOR
-    return choose_tile(tokens, outputs, width)
+    if width > 2 * outputs and (not 192 <= tokens <= 2048 or width > 8192):
+        return _VENDOR
+    plan = choose_tile(tokens, outputs, width)
+    busy = 2 * tokens * outputs * width / _FLOPS
+    idle = busy < 0.45 * (_estimate(tokens, outputs, width, plan) - _LAUNCH)  # tiles that do not fit the GPU well
+    return _VENDOR if idle and busy > 4 else plan
 
 
 @functools.cache
