@@ -89,10 +89,10 @@ def fused_linear_residual(
     *Constant*: weight, bias. Accumulated in float32, rounded once.
 
     Returns [..., N] in x's dtype, in ``out`` if it is given; ``out`` may be ``residual`` but not ``x``.
-    The kernels take aligned rows: of one token, of 2 to 4 with N up to 4096, and in 16 bits on an H100 or H200 of some
-    hundred and more. Others take the vendor's GEMM, rounded to x's dtype, and a kernel that adds the residual.
-    A row is the same bit for bit only among calls of one number of rows T: the order of summation of the matrix product
-    may depend on T.
+    The kernels take aligned rows: of one token, of 2 to 4 with N up to 4096, and in 16 bits on an H100 or H200 of more
+    where they are faster than the vendor's GEMM. Others take that, rounded to x's dtype, and a kernel that adds the
+    residual. A row is the same bit for bit only among calls of one number of rows T: the order of summation of the
+    matrix product may depend on T.
 
     Raises ValueError or TypeError for a wrong dtype, rank, shape or device. Semantics: torch.nn.functional.linear.
 
