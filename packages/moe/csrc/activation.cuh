@@ -5,7 +5,7 @@
 #include <kestrel/pack.cuh>
 #include <kestrel/ptx/math.cuh>
 
-#include "linear_activation.h"
+#include "linear_params.h"
 
 namespace kestrel::moe {
 
@@ -52,6 +52,13 @@ __device__ __forceinline__ float activate(float h) {
     if constexpr (activation == Activation::gelu) return times_normal_cdf(h);
     return times_sigmoid(h, activation == Activation::silu ? h : slope);
   }
+}
+
+// h / (1 + exp(-slope)) in the fewest instructions, for epilogues of matrix products. Where the exponential overflows,
+// its reciprocal is the result's limit, 0.
+__device__ __forceinline__ float gelu_tanh(float h) {
+  constexpr float linear = -1.4426950408889634f * kTwoRootTwoOverPi, cubic = linear * 0.044715f;
+  return h * ptx::rcp_approx(1.f + ptx::ex2_approx_ftz(h * fmaf(cubic * h, h, linear)));
 }
 
 // The activation of a dense layer.

@@ -1,5 +1,6 @@
 // fused_linear_residual and fused_mlp: layers activation(x W' + bias) + residual. Up to four tokens take gemv_kernel
-// (gemv.cuh), more take dense_wgmma_kernel (dense_wgmma.cuh), or the vendor's GEMM followed by linear_epilogue.
+// (gemv.cuh), more take dense_stream_kernel (dense_stream.cuh), dense_wgmma_kernel (dense_wgmma.cuh), or the vendor's
+// GEMM followed by linear_epilogue.
 //
 // linear_epilogue is memory-bound: one thread per pack of 16 bytes of the result, or per element of rows that are not
 // aligned.
@@ -61,26 +62,25 @@ LinearActivation linear_activation(const Checks& check, const AnyView& value, bo
   return name == "gelu" ? LinearActivation::gelu : LinearActivation::gelu_tanh;
 }
 
-DensePlan dense_plan(const Checks& check, const AnyView& columns, const AnyView& ping_pong, const AnyView& cluster_rows,
+DensePlan dense_plan(const Checks& check, const AnyView& kernel, const AnyView& columns, const AnyView& cluster_rows,
                      const AnyView& cluster_columns, const AnyView& splits) {
-  const auto power = [&](const char* name, const AnyView& value, int64_t most) {
-    const int64_t size = check.integer(name, value, 1);
-    if (size > most || (size & (size - 1)) != 0) {
-      check.fail(name, "a power of two up to " + std::to_string(most), std::to_string(size));
-    }
-    return static_cast<int>(size);
+  const auto size = [&](const char* name, const AnyView& value) {
+    const int64_t ctas = check.integer(name, value, 1);
+    if (ctas > 8) check.fail(name, "up to 8 CTAs", std::to_string(ctas));
+    return static_cast<int>(ctas);
   };
   DensePlan plan;
-  plan.columns = static_cast<int>(std::min(check.integer("columns", columns, -1), kMaxSize));
-  plan.ping_pong = check.flag("ping_pong", ping_pong);
-  plan.cluster = {power("cluster_rows", cluster_rows, 4), power("cluster_columns", cluster_columns, 4),
-                  power("splits", splits, 2)};
+  const int64_t number = check.integer("kernel", kernel, 0);
+  if (number > static_cast<int64_t>(DenseKernel::ping_pong)) check.fail("kernel", "up to 4", std::to_string(number));
+  plan.kernel = static_cast<DenseKernel>(number);
+  plan.columns = static_cast<int>(std::min(check.integer("columns", columns, 0), kMaxSize));
+  plan.cluster = {size("cluster_rows", cluster_rows), size("cluster_columns", cluster_columns), size("splits", splits)};
   if (plan.cluster.size() > 8) check.fail("splits", "clusters of up to 8 CTAs", std::to_string(plan.cluster.size()));
   return plan;
 }
 
 void launch_layer(const LinearParams& p, const DensePlan& plan, const TensorView& x) {
-  if (plan.columns > 0) {
+  if (plan.kernel != DenseKernel::few_tokens) {
     launch_dense_wgmma(p, plan, x.dtype(), x.device());
   } else {
     launch_few_tokens(p, x.dtype(), x.device());
@@ -90,7 +90,7 @@ void launch_layer(const LinearParams& p, const DensePlan& plan, const TensorView
 // Returns whether the plan has a kernel, which is launched. The op always has a residual and never an activation:
 // either one is for benchmarks of a layer of fused_mlp. The last five arguments are a DensePlan.
 bool fused_linear_residual(TensorView out, TensorView x, TensorView weight, OptionalTensor bias,
-                           OptionalTensor residual, AnyView activation, AnyView columns, AnyView ping_pong,
+                           OptionalTensor residual, AnyView activation, AnyView kernel, AnyView columns,
                            AnyView cluster_rows, AnyView cluster_columns, AnyView splits) {
   const Checks check("fused_linear_residual");
   check_rows(check, x);
@@ -101,11 +101,11 @@ bool fused_linear_residual(TensorView out, TensorView x, TensorView weight, Opti
     check.fail("residual", "a tensor", "NoneType", "TypeError");
   }
   check_result(check, "out", out, x.dtype(), x.size(0), weight.size(0));
-  const DensePlan plan = dense_plan(check, columns, ping_pong, cluster_rows, cluster_columns, splits);
+  const DensePlan plan = dense_plan(check, kernel, columns, cluster_rows, cluster_columns, splits);
   check_overlaps(check, {{"x", x}, {"weight", weight}, {"bias", bias}, {"out", out, /*written=*/true}});
   check.no_overlap("out", out, "residual", residual, /*may_be_same=*/true);
   check_devices(check, "x", x, {{"weight", weight}, {"bias", bias}, {"residual", residual}, {"out", out}});
-  if (plan.columns < 0) return false;
+  if (plan.kernel == DenseKernel::vendor) return false;
   if (x.size(0) == 0 || weight.size(0) == 0) return true;
   LinearParams p = linear_params(out, x, weight, bias, residual);
   p.activation = act;
@@ -114,12 +114,12 @@ bool fused_linear_residual(TensorView out, TensorView x, TensorView weight, Opti
   return true;
 }
 
-// Returns whether both plans have kernels, which are launched. hidden: scratch [T, I]. The last ten arguments are the
-// DensePlans of both layers.
-bool fused_mlp(TensorView out, TensorView hidden, TensorView x, TensorView w1, OptionalTensor b1, TensorView w2,
-               OptionalTensor b2, OptionalTensor residual, AnyView activation, AnyView columns, AnyView ping_pong,
-               AnyView cluster_rows, AnyView cluster_columns, AnyView splits, AnyView columns2, AnyView ping_pong2,
-               AnyView cluster_rows2, AnyView cluster_columns2, AnyView splits2) {
+// Returns how many layers are launched: those before the first one without a kernel. hidden: scratch [T, I]. The last
+// ten arguments are the DensePlans of both layers.
+int64_t fused_mlp(TensorView out, TensorView hidden, TensorView x, TensorView w1, OptionalTensor b1, TensorView w2,
+                  OptionalTensor b2, OptionalTensor residual, AnyView activation, AnyView kernel, AnyView columns,
+                  AnyView cluster_rows, AnyView cluster_columns, AnyView splits, AnyView kernel2, AnyView columns2,
+                  AnyView cluster_rows2, AnyView cluster_columns2, AnyView splits2) {
   const Checks check("fused_mlp");
   check_rows(check, x);
   check_operands(check, x, "w1", w1, "b1", b1, x.size(1));
@@ -128,23 +128,23 @@ bool fused_mlp(TensorView out, TensorView hidden, TensorView x, TensorView w1, O
   const LinearActivation act = linear_activation(check, activation, /*may_be_none=*/false);
   check_result(check, "out", out, x.dtype(), x.size(0), w2.size(0));
   check_result(check, "hidden", hidden, x.dtype(), x.size(0), w1.size(0));
-  const DensePlan plan = dense_plan(check, columns, ping_pong, cluster_rows, cluster_columns, splits);
-  const DensePlan plan2 = dense_plan(check, columns2, ping_pong2, cluster_rows2, cluster_columns2, splits2);
+  const DensePlan plan = dense_plan(check, kernel, columns, cluster_rows, cluster_columns, splits);
+  const DensePlan plan2 = dense_plan(check, kernel2, columns2, cluster_rows2, cluster_columns2, splits2);
   check_overlaps(check, {{"x", x}, {"w1", w1}, {"b1", b1}, {"w2", w2}, {"b2", b2}, {"out", out, /*written=*/true}});
   check.no_overlap("out", out, "residual", residual, /*may_be_same=*/true);
   check_devices(
       check, "x", x,
       {{"w1", w1}, {"b1", b1}, {"w2", w2}, {"b2", b2}, {"residual", residual}, {"out", out}, {"hidden", hidden}});
-  if (plan.columns < 0 || plan2.columns < 0) return false;
-  if (x.size(0) == 0 || w2.size(0) == 0) return true;
+  if (x.size(0) == 0 || w2.size(0) == 0) return 2;
+  if (plan.kernel == DenseKernel::vendor) return 0;
   if (w1.size(0) == 0) unsupported("I = 0");
   LinearParams up = linear_params(hidden, x, w1, b1, OptionalTensor());
   up.activation = act;
-  const LinearParams down = linear_params(out, hidden, w2, b2, residual);
   const DeviceGuard guard(x.device().device_id);
   launch_layer(up, plan, x);
-  launch_layer(down, plan2, x);
-  return true;
+  if (plan2.kernel == DenseKernel::vendor) return 1;
+  launch_layer(linear_params(out, hidden, w2, b2, residual), plan2, x);
+  return 2;
 }
 
 // out = activation(product) + residual.

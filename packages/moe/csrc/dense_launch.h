@@ -8,18 +8,20 @@
 
 namespace kestrel::moe {
 
-// The kernel of one layer. columns: of a tile of dense_wgmma_kernel; 0: gemv_kernel, for up to four tokens; negative:
-// none, the caller computes the layer.
+// The kernels of a layer, numbered as in src/kestrel_moe/_dense.py. vendor: none, the caller computes the layer.
+enum class DenseKernel { vendor, few_tokens, stream, cooperative, ping_pong };
+
+// columns: of a tile of dense_wgmma_kernel. The cluster of dense_stream_kernel has only splits.
 struct DensePlan {
+  DenseKernel kernel = DenseKernel::vendor;
   int columns = 0;
-  bool ping_pong = false;
   ClusterShape cluster;
 };
 
 // Launches gemv_kernel, for one to four tokens.
 void launch_few_tokens(const LinearParams& p, DLDataType dtype, DLDevice device);
 
-// Launches dense_wgmma_kernel. Rows must be aligned to 16 bytes.
+// Launches dense_stream_kernel or dense_wgmma_kernel. Rows must be aligned to 16 bytes.
 void launch_dense_wgmma(const LinearParams& p, const DensePlan& plan, DLDataType dtype, DLDevice device);
 
 }  // namespace kestrel::moe

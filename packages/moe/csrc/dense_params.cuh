@@ -5,7 +5,7 @@
 
 #include <cstdint>
 
-#include "linear_activation.h"
+#include "linear_params.h"
 
 namespace kestrel::moe {
 

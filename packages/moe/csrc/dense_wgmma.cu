@@ -1,4 +1,6 @@
-// Launches of dense_wgmma_kernel. The caller chooses the tile and the cluster (src/kestrel_moe/_dense.py).
+// Launches of dense_wgmma_kernel and dense_stream_kernel. The caller chooses the tile and the cluster
+// (src/kestrel_moe/_dense.py).
+#include "dense_stream.cuh"
 #include "dense_wgmma.cuh"
 
 #include <kestrel/launch.h>
@@ -78,12 +80,35 @@ void launch(const LinearParams& linear, ClusterShape cluster, DLDevice device) {
 }
 
 template <typename T>
+void launch_stream(const LinearParams& layer, int splits, DLDevice device) {
+  using Tile = StreamTile;
+  constexpr auto kernel = dense_stream_kernel<T>;
+  constexpr bool bf16 = std::is_same_v<T, __nv_bfloat16>;
+  DenseStreamParams p;
+  p.x = matrix_map(layer.x, bf16, layer.tokens, layer.width, layer.x_stride, Tile::tokens);
+  p.weight = matrix_map(layer.weight, bf16, layer.outputs, layer.width, layer.weight_stride, Tile::outputs);
+  p.layer = layer;
+  p.steps = (layer.width + 63) / 64;
+  p.token_tiles = (layer.tokens + Tile::tokens - 1) / Tile::tokens;
+  p.splits = splits;
+  const int64_t tiles = int64_t{p.token_tiles} * ((layer.outputs + Tile::outputs - 1) / Tile::outputs);
+  if (tiles > kMaxSize / Tile::max_splits) unsupported("more than 2^27 tiles");
+  raise_shared_limit<kernel, Tile::shared_bytes>(device);
+  launch_pdl(kernel, dim3(static_cast<unsigned>(tiles * splits)), dim3(Tile::threads), device, p, Tile::shared_bytes,
+             splits);
+}
+
+template <typename T>
 void launch_tile(const LinearParams& p, const DensePlan& plan, DLDevice device) {
+  if (plan.kernel == DenseKernel::stream) return launch_stream<T>(p, plan.cluster.splits, device);
   const ClusterShape cluster = plan.cluster;
-  if (plan.ping_pong && plan.columns == 192 && cluster.splits == 1) {
-    return launch<T, DenseTile<192, Schedule::ping_pong>>(p, cluster, device);
-  }
-  if (!plan.ping_pong) {
+  const auto divides = [](int ctas) { return ctas == 1 || ctas == 2 || ctas == 4; };
+  if (!divides(cluster.rows) || !divides(cluster.columns) || cluster.splits > 2) unsupported("such clusters");
+  if (plan.kernel == DenseKernel::ping_pong) {
+    if (plan.columns == 192 && cluster.splits == 1) {
+      return launch<T, DenseTile<192, Schedule::ping_pong>>(p, cluster, device);
+    }
+  } else {
     if (plan.columns == 64) return launch<T, DenseTile<64, Schedule::cooperative>>(p, cluster, device);
     if (plan.columns == 128) return launch<T, DenseTile<128, Schedule::cooperative>>(p, cluster, device);
     if (plan.columns == 256) return launch<T, DenseTile<256, Schedule::cooperative>>(p, cluster, device);

@@ -320,7 +320,7 @@ __global__ void __launch_bounds__(Tile::threads, 1) dense_wgmma_kernel(const __g
       if (p.activation == LinearActivation::none) {
         finish([](float h) { return h; });
       } else if (p.activation == LinearActivation::gelu_tanh) {
-        finish([](float h) { return activate<Activation::gelu_tanh, T>(h); });
+        finish([](float h) { return gelu_tanh(h); });
       } else {
         finish([](float h) { return activate<Activation::gelu, T>(h); });
       }
@@ -337,7 +337,7 @@ __global__ void __launch_bounds__(Tile::threads, 1) dense_wgmma_kernel(const __g
       }
     }
   }
-  if (thread == 0) ptx::bulk_wait();
+  if (thread == 0) ptx::bulk_wait_read<0>();  // shared memory is free; the end of the grid completes the stores
   __syncwarp();
   if (clustered) {
     ptx::cluster_arrive_relaxed();

@@ -6,23 +6,12 @@
 
 #include <string>
 
-#include "linear_activation.h"
+#include "linear_params.h"
 
 namespace kestrel::moe {
 
 constexpr int64_t kMaxSize = int64_t{1} << 30;  // sizes are int in the kernels
 constexpr int64_t kMaxTokens = 65535 * 4;       // the grid of gemv_kernel
-
-struct LinearParams {
-  const char* x = nullptr;
-  const char* weight = nullptr;
-  const char* bias = nullptr;
-  const char* residual = nullptr;
-  char* out = nullptr;
-  int64_t x_stride = 0, weight_stride = 0, residual_stride = 0, out_stride = 0;  // of a row, in bytes
-  int tokens = 0, outputs = 0, width = 0;                                        // T, N, K
-  LinearActivation activation = LinearActivation::none;                          // before the residual
-};
 
 // Checks one layer but for its result, devices and overlaps.
 inline void check_operands(const Checks& check, const TensorView& x, const char* weight_name, const TensorView& weight,

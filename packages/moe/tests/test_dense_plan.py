@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kestrel_moe import _dense
+from kestrel_moe._dense import Kernel, Plan
 
 SIZES = (1, 64, 100, 729, 1458, 2916, 9477, 100_000)
 
@@ -14,7 +15,7 @@ SIZES = (1, 64, 100, 729, 1458, 2916, 9477, 100_000)
 def test_plans_are_kernels_that_exist_and_split_k_only_where_all_ctas_run_at_once(outputs: int, width: int) -> None:
     for tokens in SIZES:
         plan = _dense.choose_tile(tokens, outputs, width)
-        assert (plan.columns == 192) == plan.ping_pong
+        assert (plan.columns == 192) == (plan.kernel == Kernel.PING_PONG)
         size = plan.cluster_rows * plan.cluster_columns * plan.splits
         assert size in (1, 2, 4)
         if plan.splits > 1:
@@ -24,5 +25,7 @@ def test_plans_are_kernels_that_exist_and_split_k_only_where_all_ctas_run_at_onc
 
 
 def test_tiles_of_record() -> None:
-    assert _dense.choose_tile(729, 1152, 4304) == _dense.Plan(128, False, 2, 1, 2)  # 54 tiles: K is divided
+    assert _dense.choose_tile(729, 1152, 4304) == Plan(Kernel.COOPERATIVE, 128, 2, 1, 2)  # 54 tiles: K is divided
     assert _dense.choose_tile(1458, 1152, 4304).cluster_rows == 4  # L2 would be the limit
+    assert _dense.choose_on_hopper(16, 8192, 2048) == Plan(Kernel.STREAM, splits=2)
+    assert _dense.choose_on_hopper(9477, 1152, 4304).kernel == Kernel.VENDOR

@@ -9,15 +9,15 @@ import torch
 import torch.nn.functional as F
 
 import kestrel_moe
-from kestrel_moe import _dense
-from kestrel_moe._dense import Plan
+from kestrel_moe import linear
+from kestrel_moe._dense import Kernel, Plan
 from kestrel_runtime.testing import assert_close_to_f64, canary
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("kernels_only")]
 
 HALVES = (torch.bfloat16, torch.float16)
 DTYPES = (*HALVES, torch.float32)
-TILES = (Plan(64), Plan(128), Plan(256), Plan(192, True))
+TILES = (*(Plan(Kernel.COOPERATIVE, columns) for columns in (64, 128, 256)), Plan(Kernel.PING_PONG, 192))
 CLUSTERS = (
     (1, 1, 1),
     (2, 1, 1),
@@ -34,8 +34,8 @@ PLANS = [
     tile._replace(cluster_rows=rows, cluster_columns=columns, splits=splits)
     for tile in TILES
     for rows, columns, splits in CLUSTERS
-    if not (tile.ping_pong and splits > 1)
-]
+    if tile.kernel == Kernel.COOPERATIVE or splits == 1
+] + [Plan(Kernel.STREAM, splits=splits) for splits in (1, 2, 3, 4, 8)]
 # One CTA's tile and less; more tiles than CTAs; K of one step and of many; ends of K and N within a tile.
 SIZES = [(5, 8, 8), (129, 200, 200), (300, 4304, 72), (729, 1152, 1152), (1000, 1000, 4304), (2900, 1160, 1000)]
 Tensor = torch.Tensor
@@ -75,10 +75,8 @@ def double(args: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
 def test_every_tile_and_cluster_is_as_accurate_as_torch(
     dtype: torch.dtype, plan: Plan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_dense, "choose_tile", lambda tokens, outputs, width: plan)
+    monkeypatch.setattr(linear, "choose", lambda x, outputs, width: plan)
     for tokens, outputs, width in SIZES:
-        if plan.splits > 1 and width <= 64:
-            continue
         x, weight, bias, residual = layer(tokens, width, outputs, dtype)
         exact = F.linear(x.double(), weight.double(), bias.double()) + residual.double()
         out, assert_intact = canary((tokens, outputs), dtype, "cuda")

@@ -1,7 +1,8 @@
 """Dense layers, activation(x @ weight.T + bias) + residual: which kernel computes which case.
 
 - up to 4 tokens: gemv's kernel with an epilogue
-- from some hundred tokens on, in 16 bits on an H100 or H200: wgmma tiles, by :func:`choose_tile`
+- in 16 bits on an H100 or H200, up to 64 tokens: a kernel that streams the weight; more: wgmma tiles, by
+  :func:`choose_tile`
 - otherwise, and where it is faster: the vendor's product, then one kernel for bias, activation and residual
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from enum import IntEnum
 from typing import NamedTuple
 
 import torch
@@ -21,33 +23,41 @@ kernels = Binary("kestrel_moe")
 _FEW_TOKENS = 4
 _FEW_ELEMENTS = 2**24  # of the weight, for more than one token
 _FEW_OUTPUTS = 4096  # for more than one token
-_LEAST_TOKENS, _MOST_TOKENS = 384, 262140  # of wgmma tiles
+_STREAM_TOKENS = 64
+_MOST_TOKENS = 262140
+
+
+class Kernel(IntEnum):
+    """Numbered as in csrc/dense_launch.h."""
+
+    VENDOR = 0  # the vendor's product
+    FEW_TOKENS = 1  # gemv's
+    STREAM = 2  # tiles of 128 outputs by 64 tokens
+    COOPERATIVE = 3  # tiles of 128 tokens by `columns` outputs
+    PING_PONG = 4  # the same, two of them in turn
 
 
 class Plan(NamedTuple):
-    """The kernel of one layer.
+    """The kernel of one layer and its tile."""
 
-    A wgmma tile of 128 tokens by ``columns`` outputs; gemv's kernel with 0 columns; the vendor's product with -1.
-    """
-
+    kernel: Kernel
     columns: int = 0
-    ping_pong: bool = False
     cluster_rows: int = 1  # CTAs that share a tile of the weight, and
     cluster_columns: int = 1  # CTAs that share tokens
     splits: int = 1  # CTAs that each sum a part of K
 
 
-_FEW, _VENDOR = Plan(), Plan(-1)
+_FEW, _VENDOR = Plan(Kernel.FEW_TOKENS), Plan(Kernel.VENDOR)
 
-
-_TILES = (Plan(64), Plan(128), Plan(256), Plan(192, True))
+_TILES = (*(Plan(Kernel.COOPERATIVE, columns) for columns in (64, 128, 256)), Plan(Kernel.PING_PONG, 192))
 _CLUSTERS = ((1, 1, 1), (2, 1, 1), (4, 1, 1), (2, 2, 1), (1, 1, 2), (2, 1, 2))
 _RESIDENT = {1: 132, 2: 66, 4: 30}  # clusters of so many CTAs that run at a time
+_MANY_CTAS, _SMALL_WEIGHT = 96, 2**23
 # Microseconds on an H200 (EXPERIMENTS.md):
-_STEP = {64: 0.25, 128: 0.32, 192: 0.55, 256: 0.575}  # 64 elements of K, by columns of the tile
-_L2_BYTES = 8.2e6  # that all CTAs load, at most
-_COLUMN = 0.014  # a column of the epilogue
-_CLUSTER, _EXCHANGE, _LAUNCH = 0.5, 1.0, 2.7
+_STEP = {64: 0.23, 128: 0.32, 192: 0.555, 256: 0.575}  # 64 elements of K, by columns of the tile
+_L2_BYTES, _LONG_STEPS = 7.5e6, 32  # that all CTAs load, at most, in a long loop over K
+_COLUMN = 0.0165  # a column of the epilogue
+_CLUSTER, _EXCHANGE, _LAUNCH = 0.8, 0.5, 2.7
 
 
 def _estimate(tokens: int, outputs: int, width: int, plan: Plan) -> float:
@@ -59,9 +69,12 @@ def _estimate(tokens: int, outputs: int, width: int, plan: Plan) -> float:
     if plan.splits > 1 and clusters > running:
         return float("inf")
     bytes_of_step = 128 * (128 / plan.cluster_columns + plan.columns / plan.cluster_rows)
-    step = max(_STEP[plan.columns], bytes_of_step * running * size / _L2_BYTES)
+    step, steps = _STEP[plan.columns], -(-width // (64 * plan.splits))
+    if width > 64 * _LONG_STEPS:
+        step = max(step, bytes_of_step * running * size / _L2_BYTES)
     waves, epilogue = -(-clusters // running), _COLUMN * plan.columns
-    total = _LAUNCH + waves * -(-width // (64 * plan.splits)) * step + (1 if plan.ping_pong else waves) * epilogue
+    epilogues = 1 if plan.kernel == Kernel.PING_PONG else waves
+    total = _LAUNCH + waves * steps * step + epilogues * epilogue
     return total + (_CLUSTER if size > 1 else 0) + (_EXCHANGE if plan.splits > 1 else 0)
 
 
@@ -72,14 +85,27 @@ def choose_tile(tokens: int, outputs: int, width: int) -> Plan:
         tile._replace(cluster_rows=rows, cluster_columns=columns, splits=splits)
         for tile in _TILES
         for rows, columns, splits in _CLUSTERS
-        if splits == 1 or (not tile.ping_pong and width > 64)
+        if splits == 1 or (tile.kernel == Kernel.COOPERATIVE and width > 64)
     ]
     return min(plans, key=lambda plan: _estimate(tokens, outputs, width, plan))
 
 
-def _vendor_is_faster(tokens: int, outputs: int, width: int) -> bool:
-    """Whether the vendor's product and an epilogue kernel are faster than wgmma tiles."""
-    return tokens > 2048 if width > 2 * outputs else 512 < tokens < 4096 and outputs > 2 * width
+def _choose_stream(outputs: int, width: int) -> Plan:
+    """The plan for up to 64 tokens: parts of K for all SMs, or the vendor's product if many SMs stay idle."""
+    tiles, steps = -(-outputs // 128), -(-width // 64)
+    splits = next(s for s in (4, 2, 1) if s == 1 or (tiles * s <= _RESIDENT[s] * s and steps >= 4 * s))
+    idle = tiles * splits < _MANY_CTAS and splits < 4 and outputs * width > _SMALL_WEIGHT
+    return _VENDOR if idle else Plan(Kernel.STREAM, splits=splits)
+
+
+@functools.cache
+def choose_on_hopper(tokens: int, outputs: int, width: int) -> Plan:
+    """The plan of aligned 16-bit layers, for more tokens than gemv's kernel takes."""
+    if tokens <= _STREAM_TOKENS:
+        return _choose_stream(outputs, width)
+    if width > 2 * outputs and not 192 <= tokens <= 2048:  # few tiles, or a product as large as the vendor's is best at
+        return _VENDOR
+    return choose_tile(tokens, outputs, width)
 
 
 @functools.cache
@@ -92,11 +118,9 @@ def choose(x: torch.Tensor, outputs: int, width: int) -> Plan:
     tokens = x.shape[0]
     if tokens <= 1 or (tokens <= _FEW_TOKENS and outputs <= _FEW_OUTPUTS and outputs * width <= _FEW_ELEMENTS):
         return _FEW if width * x.element_size() % 16 == 0 else _VENDOR
-    if (width | outputs) % 8 or not _LEAST_TOKENS <= tokens <= _MOST_TOKENS or x.element_size() != 2 or not x.is_cuda:
+    if (width | outputs) % 8 or width == 0 or tokens > _MOST_TOKENS or x.element_size() != 2:
         return _VENDOR
-    if width == 0 or _vendor_is_faster(tokens, outputs, width) or not _is_hopper(x.get_device()):
-        return _VENDOR
-    return choose_tile(tokens, outputs, width)
+    return choose_on_hopper(tokens, outputs, width) if x.is_cuda and _is_hopper(x.get_device()) else _VENDOR
 
 
 def by_vendor(

@@ -74,12 +74,13 @@ def fused_mlp(
         check_all()
     rows, more, result, into = prepared(x, w2.shape[0], residual, out, check_all)
     hidden = empty(x, x.dtype, rows.shape[0], w1.shape[0])
-    plans = (*choose(rows, *w1.shape), *choose(rows, *w2.shape))
+    up, down = choose(rows, *w1.shape), choose(hidden, *w2.shape)
     try:
-        launched = kernels.fused_mlp(into, hidden, rows, w1, b1, w2, b2, more, activation, *plans)
+        launched = kernels.fused_mlp(into, hidden, rows, w1, b1, w2, b2, more, activation, *up, *down)
     except UnsupportedError:  # rows that are not aligned
-        launched = False
-    if not launched:
+        launched = 0
+    if launched < 1:
         by_vendor(rows, w1, b1, None, activation, out=hidden)
+    if launched < 2:
         by_vendor(hidden, w2, b2, more, out=into)
     return written(into, result)

@@ -62,13 +62,6 @@ __device__ __forceinline__ void bulk_wait_read() {
 #endif
 }
 
-// Waits until this thread's bulk groups are complete.
-__device__ __forceinline__ void bulk_wait() {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
-#endif
-}
-
 // One arrival on an mbarrier at a DSMEM address (map_shared). It releases at the scope of the CTA: enough to free a
 // pipeline stage that only wgmma has read. At the scope of the cluster it would be a fence of the whole GPU.
 __device__ __forceinline__ void mbarrier_arrive_remote(uint32_t barrier) {
