@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from kestrel_attention import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
+from kestrel_attention import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache, prefill
 from kestrel_attention.kernels.variants import PREFILL, PREFILL_HOPPER, HopperPrefillVariant, PrefillVariant, prefilling
 from kestrel_attention.prefill_plan import PrefillProblem, plan_prefill, section_heads
 from kestrel_runtime import UnsupportedError
@@ -204,3 +204,19 @@ def test_calls_of_few_blocks_take_small_ones(batch, queries, short):
 def test_no_kernel_is_larger_than_its_head_dimension_needs():
     assert prefilling("bf16", "same", 257) is None
     assert prefilling("bf16", "fp8", 1).head_dim == 64
+
+
+@pytest.mark.parametrize("far_one", ["k", "v"])
+def test_keys_and_values_beyond_32_bit_offsets_are_refused(far_one):
+    near = torch.empty(2, 256, 1, 64, dtype=torch.bfloat16, device="meta")
+    far = torch.empty_strided((2, 256, 1, 64), (2**35, 64, 64, 1), dtype=torch.bfloat16, device="meta")
+    given = {"key": None, "q": near, "softmax_scale": None, "causal": False, "window_left": -1, "window_right": -1}
+    given |= {"softcap": 0.0, "prefix_len": 0, "prefix_lens": None, "scales": (None, None, None), "sinks": None}
+    with pytest.raises(UnsupportedError, match="64 GB"):
+        prefill.make_dense(**given | {"k": near, "v": near} | {far_one: far})
+
+    starts = torch.empty(2, dtype=torch.int32, device="meta")
+    given |= {"q": near[0], "cu_seqlens_q": starts, "cu_seqlens_k": starts, "max_seqlen_q": 2, "max_seqlen_k": 2}
+    given |= {"block_table": None, "seqused_k": None}
+    with pytest.raises(UnsupportedError, match="64 GB"):
+        prefill.make_packed(**given | {"k": near[:, 0], "v": near[:, 0]} | {far_one: far[:, 0]})

@@ -100,7 +100,10 @@ void launch_stream(const LinearParams& layer, int splits, DLDevice device) {
 
 template <typename T>
 void launch_tile(const LinearParams& p, const DensePlan& plan, DLDevice device) {
-  if (plan.kernel == DenseKernel::stream) return launch_stream<T>(p, plan.cluster.splits, device);
+  if (plan.kernel == DenseKernel::stream) {
+    if (p.outputs % Pack<T>::size || !aligned16(p.bias)) unsupported("a bias or results that are no packs of 16 bytes");
+    return launch_stream<T>(p, plan.cluster.splits, device);
+  }
   const ClusterShape cluster = plan.cluster;
   const auto divides = [](int ctas) { return ctas == 1 || ctas == 2 || ctas == 4; };
   if (!divides(cluster.rows) || !divides(cluster.columns) || cluster.splits > 2) unsupported("such clusters");

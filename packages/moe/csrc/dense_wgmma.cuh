@@ -134,6 +134,13 @@ __device__ __forceinline__ void dense_produce(const DenseParams& p, const DenseP
     }
     ahead = 0;
   }
+  for (int s = 0; s < Tile::stages; ++s) {  // this CTA stays until other CTAs have made their last arrivals here
+    ptx::mbarrier_wait(empty + stage, phase ^ 1);
+    if (++stage == Tile::stages) {
+      stage = 0;
+      phase ^= 1;
+    }
+  }
 }
 
 template <typename T, typename Tile>

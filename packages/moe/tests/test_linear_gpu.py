@@ -169,3 +169,27 @@ def test_a_result_that_overlaps_an_input_is_refused(dtype: torch.dtype, overlap:
     with pytest.raises(ValueError, match=f"shares no memory with '{overlap}'"):
         kestrel_moe.fused_mlp(**args, out=shared[1:])
     assert torch.equal(shared, before)
+
+
+@pytest.mark.parametrize("tokens", [3, 40, 400])
+def test_a_bias_may_start_anywhere(tokens: int) -> None:
+    x, weight, _, residual = layer(tokens, 512, 64, torch.bfloat16)
+    for start in (1, 4):
+        bias = random(64 + start, seed=2)[start:]
+        exact = F.linear(x.double(), weight.double(), bias.double()) + residual.double()
+        got = kestrel_moe.fused_linear_residual(x, weight, bias, residual)
+        assert_close_to_f64(got, exact, F.linear(x, weight, bias) + residual)
+
+
+@pytest.mark.parametrize("tokens", [3, 400])
+def test_rows_beyond_two_to_the_31_elements(tokens: int) -> None:
+    stride = 2**31 // (tokens - 1) // 8 * 8 + 8
+    x, weight, bias, residual = layer(tokens, 512, 64, torch.bfloat16)
+    expected = kestrel_moe.fused_linear_residual(x, weight, bias, residual)
+    buffer = torch.empty((tokens - 1) * stride + 640, dtype=x.dtype, device="cuda")
+    far_x, far_residual, out = (
+        buffer.as_strided((tokens, columns), (stride, 1), start) for columns, start in ((512, 0), (64, 512), (64, 576))
+    )
+    far_x.copy_(x), far_residual.copy_(residual)
+    kestrel_moe.fused_linear_residual(far_x, weight, bias, far_residual, out=out)
+    assert torch.equal(out, expected)

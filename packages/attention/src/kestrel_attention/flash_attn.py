@@ -287,7 +287,7 @@ def _flash_attn_func(
     launch, scales = prefill.dense_launches.get(key), (q_scale, k_scale, v_scale)
     if launch is None:
         _check_dense(q, k, v, *numbers, prefix_lens, *scales, sinks)
-        launch = prefill.make_dense(key, q, k, *numbers, prefix_lens, scales, sinks)
+        launch = prefill.make_dense(key, q, k, v, *numbers, prefix_lens, scales, sinks)
     return launch(q, k, v, prefix_lens, scales, sinks)
 
 

@@ -107,9 +107,14 @@ def _queries(q: torch.Tensor) -> torch.Tensor:
     return q.to(torch.bfloat16, memory_format=torch.contiguous_format) if q.element_size() == 1 else _aligned(q)
 
 
-def _refuse_empty(k: torch.Tensor) -> None:
+def _refuse_uncovered_keys(k: torch.Tensor, v: torch.Tensor) -> None:
+    """Dense and packed keys: offsets are 32-bit numbers of 16 bytes. Rows that are not aligned are copied."""
     if k.numel() == 0:
         raise UnsupportedError("there are no keys")
+    for x in (k, v):
+        reach = sum((x.shape[i] - 1) * x.stride(i) for i in range(x.ndim - 2))
+        if reach * x.element_size() >= 2**36:
+            raise UnsupportedError("kernels reach 64 GB of keys or values")
 
 
 # -- dense and packed -------------------------------------------------------------------------------------------------
@@ -119,6 +124,7 @@ def make_dense(
     key: Any,
     q: torch.Tensor,
     k: torch.Tensor,
+    v: torch.Tensor,
     softmax_scale: float | None,
     causal: bool,
     window_left: int,
@@ -149,7 +155,7 @@ def make_dense(
         has_prefix_lens=prefix_lens is not None,
         has_sinks=sinks is not None,
     )
-    _refuse_empty(k)
+    _refuse_uncovered_keys(k, v)
     attend = _attend(problem, q.device) if q.numel() else None
 
     def launch(
@@ -226,7 +232,7 @@ def make_packed(
     if paged:
         _refuse_uncovered_strides("same", (k, v), ())
     else:
-        _refuse_empty(k)
+        _refuse_uncovered_keys(k, v)
     attend = _attend(problem, q.device) if q.numel() and problem.batch and problem.max_queries else None
 
     def launch(
