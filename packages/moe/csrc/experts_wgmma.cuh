@@ -83,6 +83,7 @@ __global__ void __launch_bounds__(Tile::threads, 1) experts_wgmma_kernel(const _
   __shared__ uint64_t full[S], empty[S];
   __shared__ int pair_of_token[Tile::tokens];
   __shared__ float factor_of_token[Tile::tokens];
+  __shared__ float stage_scales[fp8 ? S : 1][Tile::tokens];  // of x, with p.x_blocks
   const uint32_t ring = (ptx::shared_address(dynamic) + Tile::alignment - 1) / Tile::alignment * Tile::alignment;
   const int slices = (p.outputs + channels - 1) / channels, pairs = p.tokens * p.choices;
   const int row_bytes = p.width * element, steps = (row_bytes + kLineBytes - 1) / kLineBytes;
@@ -191,12 +192,30 @@ __global__ void __launch_bounds__(Tile::threads, 1) experts_wgmma_kernel(const _
         const int pair = pair_at(at.tile, i * rows_at_once + row);
         x_row[i] = pair < 0 ? kNoRow : static_cast<uint32_t>((up ? pair / p.choices : pair) * (p.x_stride / 16));
       }
+      constexpr int scale_copies = (Tile::tokens + Tile::producers - 1) / Tile::producers;
+      [[maybe_unused]] int scale_row[scale_copies];
+      if (fp8 && p.x_blocks) {
+#pragma unroll
+        for (int i = 0; i < scale_copies; ++i) {
+          const int n = threadIdx.x + i * Tile::producers, pair = n < used ? pair_at(at.tile, n) : -1;
+          scale_row[i] = up && pair >= 0 ? pair / p.choices : pair;
+        }
+      }
       for (int step = 0; step < steps; ++step) {
         ptx::mbarrier_wait(empty + stage, phase ^ 1);
         with_copy(step, [&](const auto& copy) {
           if (step >= loaded) copy_weights(stage, copy);
           copy_x(stage, copy);
         });
+        if (fp8 && p.x_blocks) {
+#pragma unroll
+          for (int i = 0; i < scale_copies; ++i) {
+            if (scale_row[i] < 0) continue;
+            ptx::cp_async4_or_zero(
+                ptx::shared_address(&stage_scales[fp8 ? stage : 0][threadIdx.x + i * Tile::producers]),
+                p.x_scale + scale_row[i] * p.x_scale_stride + step, /*valid=*/true);
+          }
+        }
         weights += kLineBytes;
         x += kLineBytes;
         ptx::mbarrier_arrive_after_copies(full + stage);
@@ -222,7 +241,7 @@ __global__ void __launch_bounds__(Tile::threads, 1) experts_wgmma_kernel(const _
     for (int n = thread; n < used; n += Tile::consumers) {
       const int pair = pair_at(at.tile, n), token = pair / p.choices;
       float factor = 1.f;
-      if (pair >= 0 && fp8) factor = p.x_scale[(up ? token : pair) * p.x_scale_stride];
+      if (pair >= 0 && fp8 && !p.x_blocks) factor = p.x_scale[(up ? token : pair) * p.x_scale_stride];
       if (pair >= 0 && !up) factor *= p.topk_weights[token * p.topk_weights_stride + (pair - token * p.choices)];
       pair_of_token[n] = pair;
       factor_of_token[n] = factor;
@@ -232,8 +251,8 @@ __global__ void __launch_bounds__(Tile::threads, 1) experts_wgmma_kernel(const _
 
     float acc[Tile::tokens / 2];
     const auto multiply = [&](auto n_tag) {
-      constexpr int N = decltype(n_tag)::value;
-      [[maybe_unused]] float of_line[fp8 ? Tile::tokens / 2 : 1];
+      constexpr int N = decltype(n_tag)::value, M = N < 128 ? N : 128;  // FP8: tokens of a second accumulator
+      [[maybe_unused]] float of_line[fp8 ? M / 2 : 1];
       if constexpr (fp8) {
 #pragma unroll
         for (int i = 0; i < N / 2; ++i) acc[i] = 0.f;
@@ -256,17 +275,41 @@ __global__ void __launch_bounds__(Tile::threads, 1) experts_wgmma_kernel(const _
         const uint64_t a = ptx::wgmma_descriptor(here + warpgroup * 64 * kLineBytes);
         const uint64_t b = ptx::wgmma_descriptor(here + Tile::rows * kLineBytes);
         if constexpr (fp8) {
-          ptx::wgmma_fence_registers(of_line);
-          ptx::wgmma_fence();
-#pragma unroll
-          for (int k = 0; k < 4; ++k) ptx::wgmma<W, N>(of_line, a + 2 * k, b + 2 * k, k > 0);
-          ptx::wgmma_commit();
           const float low = low_scales ? low_scales[step] : 1.f, high = high_scales ? high_scales[step] : 1.f;
-          ptx::wgmma_wait<0>();
-          ptx::wgmma_fence_registers(of_line);
-          if (thread % 128 == 0) ptx::mbarrier_arrive(empty + stage);
 #pragma unroll
-          for (int i = 0; i < N / 2; ++i) acc[i] = fmaf(of_line[i], i % 4 < 2 ? low : high, acc[i]);
+          for (int first = 0; first < N; first += M) {
+            if (first >= used) break;
+            ptx::wgmma_fence_registers(of_line);
+            ptx::wgmma_fence();
+#pragma unroll
+            for (int k = 0; k < 4; ++k) {
+              ptx::wgmma<W, M>(of_line, a + 2 * k, b + first * kLineBytes / 16 + 2 * k, k > 0);
+            }
+            ptx::wgmma_commit();
+            ptx::wgmma_wait<0>();
+            ptx::wgmma_fence_registers(of_line);
+            const bool last = first + M >= N || first + M >= used;
+            if (last && !p.x_blocks && thread % 128 == 0) ptx::mbarrier_arrive(empty + stage);
+            if (p.x_blocks) {
+#pragma unroll
+              for (int i = 0; i < M / 2; i += 4) {
+                const float2 x_scale = *reinterpret_cast<const float2*>(&stage_scales[stage][first + i * 2 + 2 * quad]);
+                acc[first / 2 + i] = fmaf(of_line[i] * x_scale.x, low, acc[first / 2 + i]);
+                acc[first / 2 + i + 1] = fmaf(of_line[i + 1] * x_scale.y, low, acc[first / 2 + i + 1]);
+                acc[first / 2 + i + 2] = fmaf(of_line[i + 2] * x_scale.x, high, acc[first / 2 + i + 2]);
+                acc[first / 2 + i + 3] = fmaf(of_line[i + 3] * x_scale.y, high, acc[first / 2 + i + 3]);
+              }
+            } else {
+#pragma unroll
+              for (int i = 0; i < M / 2; ++i) {
+                acc[first / 2 + i] = fmaf(of_line[i], i % 4 < 2 ? low : high, acc[first / 2 + i]);
+              }
+            }
+          }
+          if (p.x_blocks) {
+            named_barrier(2 + warpgroup, 128);  // all have read the scales
+            if (thread % 128 == 0) ptx::mbarrier_arrive(empty + stage);
+          }
         } else {
           ptx::wgmma_fence_registers(acc);
           ptx::wgmma_fence();
