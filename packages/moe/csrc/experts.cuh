@@ -14,6 +14,7 @@
 #include <kestrel/ptx/wgmma.cuh>
 
 #include "experts_pairs.cuh"
+#include "experts_quantiser.cuh"
 #include "experts_rows.cuh"
 
 namespace kestrel::moe {
@@ -137,69 +138,6 @@ __device__ __forceinline__ void store_result(char* row, int64_t column, float va
     reinterpret_cast<__half*>(row)[column] = __float2half_rn(value);
   } else {
     reinterpret_cast<__nv_bfloat16*>(row)[column] = __float2bfloat16_rn(value);
-  }
-}
-
-// Quantises the rows of a tile, with the codes of fp8_quant: into [128 columns][token][128 bytes], and one scale per
-// token, or [token][128 columns] with p.x_blocks. All threads of the CTA; barriers must precede and follow.
-template <typename T, typename Tile>
-__device__ __forceinline__ void quantise_tile(const ExpertsParams& p, const int (&rows)[Tile::tokens], int count,
-                                              uint32_t codes, float* scales, bool wgmma) {
-  constexpr int size = Pack<T>::size;
-  __shared__ float largest_of_warp[Tile::warps];
-  int warps = Tile::warps;  // of each token
-  while (warps > 1 && warps * count > Tile::warps) warps /= 2;
-  const int warp = threadIdx.x / 32, token = warp / warps, steps = (p.width + kScaleBlock - 1) / kScaleBlock;
-  const bool mine = token < count;
-  const char* row = mine ? p.x + rows[token] * p.x_stride : p.x;
-  const int start = (threadIdx.x - token * warps * 32) * size, stride = warps * 32 * size;
-  Pack<T> pack;
-  const auto load = [&](int k) { pack.bits = load16(row + int64_t{k} * sizeof(T)); };
-  const auto store = [&](int k, float scale) {  // zeros past the end of a row
-    const int step = k / kScaleBlock, chunk = k % kScaleBlock / 16;
-    const uint32_t to =
-        codes + step * Tile::x_bytes + token * kLineBytes + (chunk ^ (wgmma ? token % 8 : token % 2 * 4)) * 16 + k % 16;
-    const PackCodes<T> encoded(pack, scale, __frcp_rn(scale));
-#pragma unroll
-    for (int i = 0; i < size / 4; ++i) {
-      ptx::store_shared(to + 4 * i, __uint_as_float(k < p.width ? encoded.words[i] : 0u));
-    }
-  };
-  if (p.x_blocks) {
-    if (!mine) return;
-    for (int k = start; k - start < steps * kScaleBlock; k += stride) {
-      float largest = 0.f;
-      if (k < p.width) {
-        load(k);
-        largest = largest_magnitude(pack);
-      }
-      const float scale = fp8_scale(warp_max<kScaleBlock / size>(largest));
-      if (k >= steps * kScaleBlock) continue;
-      store(k, scale);
-      if (k % kScaleBlock == 0) scales[token * (kWidthQuantised / kScaleBlock) + k / kScaleBlock] = scale;
-    }
-    return;
-  }
-  float largest = 0.f;
-  if (mine) {
-#pragma unroll 4
-    for (int k = start; k < p.width; k += stride) {
-      load(k);
-      largest = fmaxf(largest, largest_magnitude(pack));
-    }
-  }
-  largest = warp_max(largest);
-  if (threadIdx.x % 32 == 0) largest_of_warp[warp] = largest;
-  __syncthreads();
-  if (!mine) return;
-  largest = 0.f;
-  for (int i = 0; i < warps; ++i) largest = fmaxf(largest, largest_of_warp[token * warps + i]);
-  const float scale = fp8_scale(largest);
-  if (start == 0) scales[token] = scale;
-#pragma unroll 4
-  for (int k = start; k < steps * kScaleBlock; k += stride) {
-    if (k < p.width) load(k);
-    store(k, scale);
   }
 }
 
@@ -348,7 +286,13 @@ __device__ __forceinline__ void multiply_experts(const ExpertsParams& p) {
     }
   };
   seek_item();
+  [[maybe_unused]] RowQuantiser<Tile, up ? 2 : 4> rows;
+  [[maybe_unused]] int quantised = -1;  // the tile whose rows are in shared memory
+  const auto load_rows_of = [&](int tile) {
+    rows.load(p, groups.tile_count[tile], [&](int n) { return up ? pair_of(tile, n) / p.choices : pair_of(tile, n); });
+  };
   if constexpr (up) {
+    if (Tile::quantises && load_item < items) load_rows_of(load_item / slices);  // ahead of the weights
 #pragma unroll 1
     for (int s = 0; s < S - 1; ++s) {
       load_weights(s);
@@ -388,7 +332,6 @@ __device__ __forceinline__ void multiply_experts(const ExpertsParams& p) {
                            : memory + stage * Tile::stage_bytes + Tile::rows * kLineBytes;
   };
   int stage = 0, parity = 0;
-  [[maybe_unused]] int quantised = -1;  // the tile whose rows are in shared memory
   for (int item = blockIdx.x; item < items; item += gridDim.x, parity ^= 1) {
     const int tile = item / slices, slice = item - tile * slices;
     const int64_t expert = max(expert_of(tile), 0);
@@ -396,20 +339,14 @@ __device__ __forceinline__ void multiply_experts(const ExpertsParams& p) {
     if (threadIdx.x < Tile::tokens) item_pairs[parity][threadIdx.x] = pair_of(tile, threadIdx.x);
     if constexpr (Tile::quantises) {
       if (tile != quantised) {
-        __shared__ int rows[Tile::tokens];
+        if (!up || quantised >= 0) load_rows_of(tile);
         __syncthreads();  // all warps are done with the previous rows
-        if (threadIdx.x < Tile::tokens) {
-          const int pair = pair_of(tile, threadIdx.x);
-          rows[threadIdx.x] = up && pair >= 0 ? pair / p.choices : pair;
-        }
-        __syncthreads();
-        const int count = groups.tile_count[tile];
         if constexpr (!up) {
-          quantise_tile<float, Tile>(p, rows, count, x_codes, row_scales, wgmma);
+          rows.template store<float>(p, x_codes, row_scales, wgmma);
         } else if (p.fp16_result) {
-          quantise_tile<__half, Tile>(p, rows, count, x_codes, row_scales, wgmma);
+          rows.template store<__half>(p, x_codes, row_scales, wgmma);
         } else {
-          quantise_tile<__nv_bfloat16, Tile>(p, rows, count, x_codes, row_scales, wgmma);
+          rows.template store<__nv_bfloat16>(p, x_codes, row_scales, wgmma);
         }
         quantised = tile;
       }

@@ -251,8 +251,8 @@ __global__ void __launch_bounds__(Tile::threads, 1) experts_wgmma_kernel(const _
 
     float acc[Tile::tokens / 2];
     const auto multiply = [&](auto n_tag) {
-      constexpr int N = decltype(n_tag)::value, M = N < 128 ? N : 128;  // FP8: tokens of a second accumulator
-      [[maybe_unused]] float of_line[fp8 ? M / 2 : 1];
+      constexpr int N = decltype(n_tag)::value;
+      [[maybe_unused]] float of_line[fp8 ? Tile::tokens / 2 : 1];
       if constexpr (fp8) {
 #pragma unroll
         for (int i = 0; i < N / 2; ++i) acc[i] = 0.f;
@@ -275,40 +275,29 @@ __global__ void __launch_bounds__(Tile::threads, 1) experts_wgmma_kernel(const _
         const uint64_t a = ptx::wgmma_descriptor(here + warpgroup * 64 * kLineBytes);
         const uint64_t b = ptx::wgmma_descriptor(here + Tile::rows * kLineBytes);
         if constexpr (fp8) {
+          ptx::wgmma_fence_registers(of_line);
+          ptx::wgmma_fence();
+#pragma unroll
+          for (int k = 0; k < 4; ++k) ptx::wgmma<W, N>(of_line, a + 2 * k, b + 2 * k, k > 0);
+          ptx::wgmma_commit();
           const float low = low_scales ? low_scales[step] : 1.f, high = high_scales ? high_scales[step] : 1.f;
-#pragma unroll
-          for (int first = 0; first < N; first += M) {
-            if (first >= used) break;
-            ptx::wgmma_fence_registers(of_line);
-            ptx::wgmma_fence();
-#pragma unroll
-            for (int k = 0; k < 4; ++k) {
-              ptx::wgmma<W, M>(of_line, a + 2 * k, b + first * kLineBytes / 16 + 2 * k, k > 0);
-            }
-            ptx::wgmma_commit();
-            ptx::wgmma_wait<0>();
-            ptx::wgmma_fence_registers(of_line);
-            const bool last = first + M >= N || first + M >= used;
-            if (last && !p.x_blocks && thread % 128 == 0) ptx::mbarrier_arrive(empty + stage);
-            if (p.x_blocks) {
-#pragma unroll
-              for (int i = 0; i < M / 2; i += 4) {
-                const float2 x_scale = *reinterpret_cast<const float2*>(&stage_scales[stage][first + i * 2 + 2 * quad]);
-                acc[first / 2 + i] = fmaf(of_line[i] * x_scale.x, low, acc[first / 2 + i]);
-                acc[first / 2 + i + 1] = fmaf(of_line[i + 1] * x_scale.y, low, acc[first / 2 + i + 1]);
-                acc[first / 2 + i + 2] = fmaf(of_line[i + 2] * x_scale.x, high, acc[first / 2 + i + 2]);
-                acc[first / 2 + i + 3] = fmaf(of_line[i + 3] * x_scale.y, high, acc[first / 2 + i + 3]);
-              }
-            } else {
-#pragma unroll
-              for (int i = 0; i < M / 2; ++i) {
-                acc[first / 2 + i] = fmaf(of_line[i], i % 4 < 2 ? low : high, acc[first / 2 + i]);
-              }
-            }
-          }
+          ptx::wgmma_wait<0>();
+          ptx::wgmma_fence_registers(of_line);
           if (p.x_blocks) {
+#pragma unroll
+            for (int i = 0; i < N / 2; i += 4) {
+              const float2 x_scale = *reinterpret_cast<const float2*>(&stage_scales[stage][i * 2 + 2 * quad]);
+#pragma unroll
+              for (int c = 0; c < 4; ++c) {
+                acc[i + c] = fmaf(of_line[i + c] * (c % 2 ? x_scale.y : x_scale.x), c < 2 ? low : high, acc[i + c]);
+              }
+            }
             named_barrier(2 + warpgroup, 128);  // all have read the scales
-            if (thread % 128 == 0) ptx::mbarrier_arrive(empty + stage);
+          }
+          if (thread % 128 == 0) ptx::mbarrier_arrive(empty + stage);
+          if (!p.x_blocks) {
+#pragma unroll
+            for (int i = 0; i < N / 2; ++i) acc[i] = fmaf(of_line[i], i % 4 < 2 ? low : high, acc[i]);
           }
         } else {
           ptx::wgmma_fence_registers(acc);

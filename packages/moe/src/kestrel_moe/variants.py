@@ -91,7 +91,7 @@ def is_valid(variant: Variant, layer: Layer) -> bool:
         return layer.hopper and layer.dtype == "bf16" and covered and hasattr(F, "grouped_mm")
     if variant.tile == 64:  # wgmma on Hopper, elsewhere mma.sync
         return layer.hopper or layer.dtype != "fp8"
-    return variant.tile < 64 or layer.hopper
+    return variant.tile < 64 or (layer.hopper and (variant.tile == 128 or layer.dtype != "fp8"))
 
 
 def valid_variants(layer: Layer) -> Iterator[Variant]:
