@@ -27,9 +27,8 @@ using Tile32Small = ExpertsTile<4, 2, 8, 2, 1, /*FOR_SMALL=*/true>;
 using Tile32Fp8Small = ExpertsTile<4, 1, 8, 4, 1, /*FOR_SMALL=*/true>;
 using Tile8QuantisedSmall = ExpertsTile<1, 1, 8, 4, 1, /*FOR_SMALL=*/true, Rows::quantised_here>;
 
-constexpr int kMuchSharedMemory = 160 * 1024;   // GPUs allow a CTA at least this much shared memory, or 99 KB
-constexpr int64_t kTokensSummedByDown = 2;      // for more tokens a separate sum kernel is faster
-constexpr int64_t kBytesPrefetched = 20 << 20;  // of the weights of down, into L2 at the end of up
+constexpr int kMuchSharedMemory = 160 * 1024;  // GPUs allow a CTA at least this much shared memory, or 99 KB
+constexpr int64_t kTokensSummedByDown = 2;     // for more tokens a separate sum kernel is faster
 
 int64_t scale_blocks(int64_t columns) { return (columns + kScaleBlock - 1) / kScaleBlock; }
 
@@ -374,15 +373,6 @@ void fused_experts(TensorView out, TensorView scratch, TensorView hidden, Tensor
   if (!in_kernel) {
     tiles = set_aligned(&up, aligned, tile);
     set_aligned(&down, aligned, tile);
-  }
-  if (in_kernel) {  // the CTAs of up prefetch what those of down read first
-    up.next_weight = down.weight_low;
-    up.next_expert_stride = down.expert_stride_low;
-    up.next_row_stride = down.weight_stride;
-    up.next_rows = down.outputs;
-    const int64_t ctas = std::min<int64_t>(pairs * ((inner + 63) / 64), 2 * multiprocessors(device));
-    const int64_t bytes = std::min(inner * element_bytes(w2), kBytesPrefetched / (ctas * kRowsPrefetched));
-    up.next_bytes = getenv("KX_PF") ? static_cast<int>(bytes / 16 * 16) : 0;
   }
   // Quantises the rows of a projection, unless its kernel does.
   const auto quantise = [&](auto t, ExpertsParams* p, int64_t rows, int64_t codes, int64_t scale) {

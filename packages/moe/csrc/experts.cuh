@@ -141,20 +141,6 @@ __device__ __forceinline__ void store_result(char* row, int64_t column, float va
   }
 }
 
-constexpr int kRowsPrefetched = 128;  // of an item of the down projection
-
-// Prefetches into L2 what the CTA of this index in the launch of the down projection reads first.
-template <typename Groups>
-__device__ __forceinline__ void prefetch_next(const ExpertsParams& p, const Groups& groups) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  const int slices = (p.next_rows + kRowsPrefetched - 1) / kRowsPrefetched, tile = blockIdx.x / slices;
-  const int row = (blockIdx.x - tile * slices) * kRowsPrefetched + threadIdx.x;
-  if (tile >= groups.tiles || threadIdx.x >= kRowsPrefetched || row >= p.next_rows) return;
-  const char* const from = p.next_weight + groups.tile_expert[tile] * p.next_expert_stride + row * p.next_row_stride;
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(p.next_bytes) : "memory");
-#endif
-}
-
 // W: the element type of weights and x. With FP8 each stage's product is scaled (by block scales, else by 1) before it
 // is added to the accumulator. IN_KERNEL: every CTA groups the pairs by expert itself, and with `arrivals` the last CTA
 // of a row slice sums the choices; otherwise the pairs are aligned.
@@ -219,10 +205,7 @@ __device__ __forceinline__ void multiply_experts(const ExpertsParams& p) {
   int x_row[Tile::x_copies];
   [[maybe_unused]] int scale_row = -1;
   const auto seek_item = [&]() {
-    if (load_item >= items) {
-      if (IN_KERNEL && up && p.next_bytes) prefetch_next(p, groups);
-      return;
-    }
+    if (load_item >= items) return;
     const int tile = load_item / slices, slice = load_item - tile * slices;
     const int64_t expert = max(expert_of(tile), 0);
     const int row = slice * channels + warp * MT * rows_of_tile + copy_row;

@@ -39,10 +39,6 @@ struct ExpertsParams {
   int tiles_of_block = 1;     // token tiles per alignment block
   bool routed_early = false;  // down: the launch just before has not written the routing or the alignment
   Gate gate = Gate::none;
-  // up: the weights that the next launch reads first, for L2: row and byte counts, and strides in bytes
-  const char* next_weight = nullptr;
-  int64_t next_expert_stride = 0, next_row_stride = 0;
-  int next_rows = 0, next_bytes = 0;
   // FP8
   const float* x_scale = nullptr;           // of the rows of x; unused where the kernel quantises them
   const float* weight_scale_low = nullptr;  // [E], [E, N] or [E, ceil(N / 128), ceil(K / 128)]
