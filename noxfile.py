@@ -259,6 +259,21 @@ def results(session: nox.Session) -> None:
     environment.run("python", "tools/results.py", *session.posargs, env=SOURCE_TREE)
 
 
+@nox.session(default=False)
+def engines(session: nox.Session) -> None:
+    """The plugins in the real vLLM, beside SGLang's classes, and continuous batching, on the CPU; downloads 1 GB."""
+    environment = installed(session, list(PACKAGES), [], *MATRIX["test_tools"])
+    for engine, test in (("vllm", "vllm"), ("sglang", "sglang"), ("transformers", "batching")):
+        listed = (ROOT / "ci" / f"{engine}.txt").read_text().splitlines()
+        folder = environment.install_beside([line for line in listed if not line.startswith("#")])
+        with session.chdir(empty_folder()):
+            environment.run(
+                *("pytest", "-c", ROOT / "ci" / "pytest.ini", "--rootdir", ROOT, "-q", "--durations=0"),
+                *(PACKAGES["meta"].path / "tests" / f"test_integrations_{test}.py", *session.posargs),
+                env={"PYTHONPATH": str(folder), "OMP_NUM_THREADS": str(CORES)},
+            )
+
+
 @nox.session
 def sanitize(session: nox.Session) -> None:
     """The GPU tests under NVIDIA's compute-sanitizer. Arguments go to pytest."""

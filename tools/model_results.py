@@ -42,6 +42,8 @@ KV_CACHES = ("auto", "fp8", "int8", "int4")
 NAMES = {"auto": "bf16", "fp8": "FP8", "int8": "INT8", "int4": "INT4"}
 BOUNDS = {"int8": 0.0005, "int4": 0.035}
 """The largest allowed increase of perplexity, relative to bf16."""
+WAYS = (*(("bf16", kind) for kind in KV_CACHES), ("w4", "auto"))
+"""(weights of the linear layers, KV cache) whose perplexity is compared; the first is what others are compared with."""
 PASSES = (16, 32, 48, 63, 64)
 """The ends of the decoder's passes over a page of 64 tokens. The last token completes the page, which quantises its
 INT4 keys, so it has a pass of its own. Every token then sees the cache that it sees when decoding token by token."""
@@ -93,21 +95,31 @@ def ends_of_passes(length: int) -> list[int]:
 def compared(weights: Any, windows: Any) -> Iterator[Json]:
     """Compare the kinds of KV cache, over windows that start without context.
 
-    Each row has the bits per byte, the relative increase of perplexity over bf16, and the Kullback-Leibler divergence
-    from the predictions with bf16, in nats per byte. The divergence depends less on the text than the perplexity does.
+    The last row has a bf16 cache and 4-bit weights in the linear layers. Each row has the bits per byte, the relative
+    increase of perplexity over bf16, and the Kullback-Leibler divergence from the predictions with bf16, in nats per
+    byte. The divergence depends less on the text than the perplexity does.
     """
     from torch.nn import functional as F
 
+    from kestrel_kernels.demo.weights import with_4_bit_layers
+
     expected, exact = windows[:, 1:].to(weights.device), None
-    for kind in KV_CACHES:
-        logits = teacher_forced(weights, kind, windows, ends_of_passes(expected.shape[1]))
+    for layers, kind in WAYS:
+        decoding = with_4_bit_layers(weights) if layers == "w4" else weights
+        logits = teacher_forced(decoding, kind, windows, ends_of_passes(expected.shape[1]))
         found = logits.double().log_softmax(-1)
         loss = float(F.nll_loss(found.flatten(0, 1), expected.flatten()))
         if exact is None:
             exact, of_exact = found, loss
         divergence = float((exact.exp() * (exact - found)).sum(-1).mean())
         cost = math.expm1(loss - of_exact)
-        yield {"kv_cache": kind, "bits_per_byte": loss / math.log(2), "cost": cost, "divergence": divergence}
+        yield {
+            "weights": layers,
+            "kv_cache": kind,
+            "bits_per_byte": loss / math.log(2),
+            "cost": cost,
+            "divergence": divergence,
+        }
 
 
 def perplexity(options: argparse.Namespace) -> Json:
@@ -122,14 +134,15 @@ def perplexity(options: argparse.Namespace) -> Json:
     windows = windows_of(data, options.windows, weights.config.context)
     rows = compared(weights, windows)
     found: list[Json] = []
-    for _ in KV_CACHES:
+    for _ in WAYS:
         with trace() as counts:
             row = next(rows)
         served = counts["kestrel_attention.flash_attn_with_kvcache"]
         found.append({**row, "attention": "reference" if served["reference"] else "kernel"})
         print(
-            f"{row['kv_cache']:5} {row['bits_per_byte']:.5f} bits per byte, perplexity {row['cost']:+.4%}, "
-            f"diverges by {row['divergence']:.6f} nats, attention by {found[-1]['attention']}",
+            f"{row['weights']:5} {row['kv_cache']:5} {row['bits_per_byte']:.5f} bits per byte, "
+            f"perplexity {row['cost']:+.4%}, diverges by {row['divergence']:.6f} nats, "
+            f"attention by {found[-1]['attention']}",
             flush=True,
         )
     return {
@@ -339,18 +352,22 @@ def where(machine: Json) -> str:
 def perplexity_table(found: Json) -> str:
     lines = [
         f"**Perplexity of `tiny` on {where(found['environment'])}**: {found['bytes']} bytes of held-out text in "
-        f"{found['windows']} windows, weights bf16, every byte seeing the cache that it would see in decoding. "
-        "*Divergence*: from the predictions with a bf16 cache, in nats per byte.\n",
-        "| KV cache | attention | bits per byte | perplexity | against bf16 | at most | divergence |",
-        "|---|---|---|---|---|---|---|",
+        f"{found['windows']} windows, every byte seeing the cache that it would see in decoding. The linear layers "
+        "have weights in bf16 or in 4 bits (groups of 128 with zero points), router and experts always in bf16. "
+        "*Divergence*: from the predictions with bf16 weights and cache, in nats per byte.\n",
+        "| weights | KV cache | attention | bits per byte | perplexity | against bf16 | at most | divergence |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for row in found["rows"]:
         kind, bits = row["kv_cache"], row["bits_per_byte"]
-        against = "" if kind == "auto" else f"{row['cost']:+.3%}"
+        layers = row.get("weights", "bf16")
+        first = (layers, kind) == WAYS[0]
+        against = "" if first else f"{row['cost']:+.3%}"
         most = f"+{BOUNDS[kind]:.2%}" if kind in BOUNDS else ""
-        apart = "" if kind == "auto" else f"{row['divergence']:.5f}"
+        apart = "" if first else f"{row['divergence']:.5f}"
         lines.append(
-            f"| {NAMES[kind]} | {row['attention']} | {bits:.5f} | {2**bits:.5f} | {against} | {most} | {apart} |"
+            f"| {'4 bits' if layers == 'w4' else 'bf16'} | {NAMES[kind]} | {row['attention']} | {bits:.5f} "
+            f"| {2**bits:.5f} | {against} | {most} | {apart} |"
         )
     return "\n".join(lines) + "\n"
 
@@ -385,21 +402,23 @@ def engines_section(results: Path) -> str:
     for path in sorted(results.glob("engines/*.json")):
         for name, found in sorted(json.loads(path.read_text(encoding="utf-8")).items()):
             parts.append(f"{engine_table(name, found)}\n({provenance(found['environment'])})\n")
+        parts.append(f"![tokens per second](results/engines/{path.stem}.svg)\n")
     return "\n".join(parts)
 
 
 def engine_table(name: str, found: Json) -> str:
     layers = "" if found["layers"] is None else f", {found['layers']} layers"
     lines = [
-        f"**`{name}`{layers} on {where(found['environment'])}**: random bf16 weights, "
+        f"**`{name}`{layers} on {where(found['environment'])}**: random weights, "
         f"{found['new_tokens']} new tokens, rates from the ninth on.\n",
-        "| | KV cache | sequences | tokens/s | first token | peak memory |",
-        "|---|---|---|---|---|---|",
+        "| | weights | KV cache | sequences | tokens/s | first token | peak memory |",
+        "|---|---|---|---|---|---|---|",
     ]
     for row in found["rows"]:
         way, memory = ENGINE_WAYS[row["way"]], f"{row['peak_gib']:.1f} GiB" if row["peak_gib"] else ""
         figures = f"{row['tokens_per_second']:.0f} | {row['first_ms']:.0f} ms | {memory}"
-        lines.append(f"| {way} | {NAMES[row['kv_cache']]} | {row['batch']} | {figures} |")
+        weights = {"w4": "4 bits"}.get(row.get("weights", "bf16"), "bf16")
+        lines.append(f"| {way} | {weights} | {NAMES[row['kv_cache']]} | {row['batch']} | {figures} |")
     return "\n".join(lines) + "\n"
 
 
@@ -426,8 +445,16 @@ def tables(options: argparse.Namespace) -> int:
             stale.append(f"meta/{page.name}")
             if not options.check:
                 page.write_text(fresh, encoding="utf-8")
+    for path in sorted(RESULTS.glob("engines/*.json")):
+        from kestrel_kernels.integrations import plot
+
+        figures, drawn = json.loads(path.read_text(encoding="utf-8")), path.with_suffix(".svg")
+        if not drawn.is_file() or f"rows {plot.digest(figures)}" not in drawn.read_text(encoding="utf-8"):
+            stale.append(f"meta/results/engines/{drawn.name}")
+            if not options.check:
+                plot.draw(figures, drawn)
     if not stale:
-        print("tables of the models are current")
+        print("tables and plots of the models are current")
     elif options.check:
         print(f"out of date: {', '.join(stale)}: `python tools/model_results.py tables` writes it", file=sys.stderr)
         return 1

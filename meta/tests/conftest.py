@@ -71,7 +71,7 @@ def decoder() -> Callable[..., object]:
     from kestrel_kernels.demo.cache import PagedCache
     from kestrel_kernels.demo.model import Decoder
     from kestrel_kernels.demo.stores import STORES
-    from kestrel_kernels.demo.weights import TINY_FILE, load
+    from kestrel_kernels.demo.weights import TINY_FILE, load, with_4_bit_layers
 
     def make(
         dtype: torch.dtype = torch.float32,
@@ -79,10 +79,13 @@ def decoder() -> Callable[..., object]:
         tokens: int = 1024,
         kv_cache: str = "auto",
         fp8_experts: bool = False,
+        w4_layers: bool = False,
         order_seed: int | None = None,
         device: torch.device = CPU,
     ) -> Decoder:
         weights = load(TINY_FILE, dtype, device, fp8_experts=fp8_experts)
+        if w4_layers:
+            weights = with_4_bit_layers(weights)
         order = list(range(-(-tokens // STORES[kv_cache].page)))
         if order_seed is not None:
             random.Random(order_seed).shuffle(order)

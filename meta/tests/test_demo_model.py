@@ -163,3 +163,17 @@ def test_fewer_kv_heads_and_head_widths_that_are_not_the_models(plain_model):
     with torch.no_grad():
         ours = model(tokens, Step.prefill(table, [50]))
         torch.testing.assert_close(ours, plain(tokens[None])[0], rtol=1e-4, atol=1e-4)
+
+
+def test_linear_layers_in_4_bits_cost_little_perplexity(decoder, demo_bits, bf16_bits):
+    from kestrel_quant import W4Weight
+
+    packed = decoder(torch.bfloat16, w4_layers=True).weights
+    first, last = packed.layers[0], packed.layers[-1]
+    dense = first.feed_forward
+    for linear in (first.qkv, first.tau, first.out, dense.up, dense.down, packed.head):
+        assert isinstance(linear.weight, W4Weight)
+    assert isinstance(last.feed_forward.router.weight, torch.Tensor)
+    bits = demo_bits(torch.bfloat16, w4_layers=True)
+    print(f"perplexity {2 ** (bits - bf16_bits) - 1:+.3%}")
+    assert 0 < relative_perplexity(bits, bf16_bits) < 0.05

@@ -10,6 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from kestrel_kernels.cli import app
+from kestrel_kernels.integrations import plot
 from kestrel_kernels.integrations.transformers import bench
 
 TINY = {
@@ -48,6 +49,7 @@ def test_every_way_gets_a_line_and_a_row(tiny, tmp_path):
     assert {"gpu", "versions", "git", "date"} <= set(found["environment"])
     assert done.stdout.splitlines()[0].split() == [
         "way",
+        "weights",
         "KV",
         "cache",
         "batch",
@@ -58,6 +60,22 @@ def test_every_way_gets_a_line_and_a_row(tiny, tmp_path):
         "memory",
     ]
     assert len([line for line in done.stdout.splitlines() if line.startswith(("dynamic", "kestrel "))]) == 6
+
+
+def test_weights_of_4_bits_have_rows_behind_those_of_bf16(tmp_path):
+    path, out = tmp_path / "config.json", tmp_path / "figures.json"
+    path.write_text(json.dumps({**TINY, "hidden_size": 128, "intermediate_size": 128}))
+    done = run(
+        *("--config", path, "--ways", "kestrel", "--batch", 1, "--weights", "w4", "bf16"),
+        *("--prompt", 3, "--new-tokens", 10, "--layers", 1, "--once", "--out", out, "--plot", tmp_path / "plot.svg"),
+    )
+    assert done.exit_code == 0, done.output
+    figures = json.loads(out.read_text())
+    [found] = figures.values()
+    assert [row["weights"] for row in found["rows"]] == ["bf16", "w4"]
+    drawn = (tmp_path / "plot.svg").read_text()
+    assert f"rows {plot.digest(figures)}" in drawn
+    assert all(f">{plot.label(row)}<" in drawn for row in found["rows"])
 
 
 @pytest.mark.parametrize("name", bench.CONFIGS)

@@ -7,6 +7,8 @@ import torch
 
 from kestrel_kernels.integrations import transformers as integration
 from kestrel_kernels.integrations.transformers import KestrelCache, generate
+from kestrel_kernels.integrations.transformers import cache as cache_module
+from kestrel_runtime import backend, trace
 
 pytestmark = pytest.mark.gpu
 
@@ -99,3 +101,27 @@ def test_a_call_that_ends_early_leaves_the_cache_as_it_should_be(make, prompt):
     assert int(found[0, -1]) == eos
     assert cache.decoding[1].graph is not None
     assert cache.get_seq_length() == found.shape[1] - 1 == cache.lengths.item()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("pieces", [(70,), (40, 30)], ids=str)
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2"])
+def test_prompts_run_kernels_and_see_what_pytorch_sees(make, prompt, family, pieces, kind):
+    model, (ids, mask) = make(family), prompt
+    integration.apply(model)
+    positions, found = (mask.cumsum(1) - 1).clamp(min=0), []
+    for way in ("kernel", "dense"):
+        with pytest.MonkeyPatch.context() as patched, backend("kernel"), trace() as counts, torch.no_grad():
+            if way == "dense":
+                patched.setattr(cache_module, "serves", lambda *tensors: False)
+            cache, parts, start = KestrelCache(model.config, kv_cache=kind, max_tokens=70), [], 0
+            for count in pieces:
+                stop = start + count
+                part = {"attention_mask": mask[:, :stop], "position_ids": positions[:, start:stop]}
+                parts.append(model(ids[:, start:stop], past_key_values=cache, **part).logits)
+                start = stop
+        served = sum(of_op["kernel"] for op, of_op in counts.items() if op.startswith("kestrel_attention.flash"))
+        assert (served > 0) == (way == "kernel")
+        found.append(torch.cat(parts, 1)[mask.bool()].float())
+    apart = (found[0] - found[1]).norm(dim=-1) / found[1].norm(dim=-1)
+    assert apart.median() < 0.03  # of tokens: bf16 rounds differently, and integer codes may flip

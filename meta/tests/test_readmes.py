@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -54,64 +53,3 @@ def test_the_recipe_for_transformers_generates_and_restores():
     assert found["more"].shape[0] == 2
     assert found["cache"].lengths.tolist() == [found["more"].shape[1] - 1] * 2
     assert not any("forward" in module.__dict__ for module in found["model"].modules())
-
-
-def test_ops_under_an_engines_names_do_what_it_calls_them_for():
-    [code] = [code for code in examples(ENGINES) if "use_in" in code]
-    engine = SimpleNamespace()
-    run(code)["use_in"](engine)
-    torch.manual_seed(0)
-    x, residual, weight = torch.randn(5, 64), torch.randn(5, 64), torch.randn(64)
-    normed = torch.nn.functional.rms_norm(x + residual, (64,), weight, 1e-6)
-
-    out = torch.empty_like(x)
-    engine.rms_norm(out, x + residual, weight, 1e-6)
-    torch.testing.assert_close(out, normed)
-
-    codes, scale = engine.rms_norm_dynamic_per_token_quant(
-        x, weight, 1e-6, torch.float8_e4m3fn, residual=residual.clone()
-    )
-    torch.testing.assert_close(codes.float() * scale, normed, rtol=0.07, atol=0.02)
-
-    new, kept = x.clone(), residual.clone()
-    engine.fused_add_rms_norm(new, kept, weight, 1e-6)
-    torch.testing.assert_close((new, kept), (normed, x + residual))
-
-    output = torch.empty(5, 64, dtype=torch.float8_e4m3fn)
-    for how, scales in (
-        ({}, 1),
-        ({"use_per_token_if_dynamic": True}, 5),
-        ({"scale": torch.full((1,), 0.02)}, 1),
-        ({"scale": torch.full((1,), 0.02), "output": output, "group_shape": (-1, -1)}, 1),
-        ({"scale": torch.full((5,), 0.02), "group_shape": (1, -1)}, 5),
-    ):
-        codes, scale = engine.scaled_fp8_quant(x, **how)
-        torch.testing.assert_close(codes.float() * scale, x, rtol=0.07, atol=0.02, msg=str(how))
-        assert scale.numel() == scales, how
-        assert "output" not in how or codes.data_ptr() == output.data_ptr()
-
-    query, table = torch.randn(5, 2 * 8), torch.cat([torch.zeros(9, 4), torch.ones(9, 4)], dim=1)  # a quarter turn
-    turned = query.clone().view(5, 2, 2, 4)
-    engine.rotary_embedding(torch.arange(5), turned.view(5, 16), None, 8, table, True)
-    torch.testing.assert_close(
-        turned, torch.stack([-query.view(5, 2, 2, 4)[:, :, 1], query.view(5, 2, 2, 4)[:, :, 0]], 2)
-    )
-
-    caches, one = torch.zeros(2, 4, 2, 1, 64), torch.ones(1)  # 4 pages of 2 slots
-    engine.reshape_and_cache_flash(
-        x[:, None], residual[:, None], *caches, torch.tensor([7, 0, -1, 3, 4]), "auto", one, one
-    )
-    torch.testing.assert_close(caches[1].view(8, 64)[[7, 0, 3, 4]], residual[[0, 1, 3, 4]])
-    assert caches[0].view(8, 64)[[1, 2, 5, 6]].eq(0).all()
-
-    engine.moe_sum(x.view(5, 4, 16), summed := torch.empty(5, 16))
-    torch.testing.assert_close(summed, x.view(5, 4, 16).sum(1))
-
-    ids = torch.tensor([[0, 2], [2, 1]], dtype=torch.int32)
-    pairs, experts, length = (torch.empty(n, dtype=torch.int32) for n in (4 * 5, 5, 1))
-    engine.moe_align_block_size(ids, 3, 4, pairs, experts, length)
-    assert (length.tolist(), experts[:3].tolist(), pairs[:12].tolist()) == (
-        [12],
-        [0, 1, 2],
-        [0, 4, 4, 4, 3, 4, 4, 4, 1, 2, 4, 4],
-    )

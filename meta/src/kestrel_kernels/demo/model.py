@@ -1,4 +1,8 @@
-"""The decoder, written in ops of this library plus linear, gelu and embedding of torch.nn.functional."""
+"""The decoder, written in ops of this library plus linear, gelu and embedding of torch.nn.functional.
+
+A layer computes x + attention(norm(x)) + feed_forward(norm(x)). The linear layer after attention adds the residual;
+what routed experts return is added by the norm of the next layer.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +14,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kestrel_attention import flash_attn_varlen_func, flash_attn_with_kvcache, tau_tail
-from kestrel_moe import fused_experts, fused_mlp, topk_softmax
-from kestrel_norm import layer_norm
+from kestrel_moe import fused_experts, fused_linear_residual, fused_mlp, gemv, topk_softmax
+from kestrel_norm import fused_add_layer_norm, layer_norm
+from kestrel_quant import W4Weight, w4a16_linear
 from kestrel_rope import build_cos_sin_cache
 
 from .cache import PagedCache, PageTable
 from .stores import Store
-from .weights import Dense, Experts, Layer, Weights
+from .weights import Dense, Experts, Layer, Linear, Norm, Weights
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +66,27 @@ class Step:
         return cls(positions, slots, numbers, lengths, table.numbers, table.block_table, (each,) * batch)
 
 
+def linear(x: Tensor, layer: Linear) -> Tensor:
+    """A linear layer; one token on a GPU by the kernel for few tokens."""
+    if isinstance(layer.weight, W4Weight):
+        return w4a16_linear(x, layer.weight, layer.bias)
+    product = gemv if x.is_cuda and x.shape[0] == 1 else F.linear
+    return product(x, layer.weight, layer.bias)
+
+
+def linear_residual(x: Tensor, layer: Linear, residual: Tensor) -> Tensor:
+    if isinstance(layer.weight, W4Weight):
+        return residual + linear(x, layer)
+    return fused_linear_residual(x, layer.weight, layer.bias, residual)
+
+
+def mlp_residual(x: Tensor, dense: Dense, residual: Tensor) -> Tensor:
+    up, down = dense.up, dense.down
+    if isinstance(up.weight, W4Weight) or isinstance(down.weight, W4Weight):
+        return linear_residual(F.gelu(linear(x, up), approximate="tanh"), down, residual)
+    return fused_mlp(x, up.weight, up.bias, down.weight, down.bias, residual)
+
+
 class Decoder:
     """Token ids to logits; writes the paged cache."""
 
@@ -75,30 +101,36 @@ class Decoder:
 
     def __call__(self, tokens: Tensor, step: Step, rows: Tensor | None = None) -> Tensor:
         """Logits [T, V] of the tokens [T], or of the selected rows."""
-        weights, eps = self.weights, self.config.eps
-        x = F.embedding(tokens, weights.embedding)
-        for index, layer in enumerate(weights.layers):
-            normed = layer_norm(x, layer.norm.weight, layer.norm.bias, eps)
-            x = x + self._attention(index, layer, normed, step)
+        x, added = F.embedding(tokens, self.weights.embedding), None
+        for index, layer in enumerate(self.weights.layers):
+            normed = self._norm(x, added, layer.norm)
+            attended = self._attention(index, layer, normed, step)
+            x = linear_residual(attended, layer.out, x)
             if isinstance(layer.feed_forward, Dense):
-                x = self._dense(layer.feed_forward, normed, x)
+                x, added = mlp_residual(normed, layer.feed_forward, x), None
             else:
-                x = x + self._experts(layer.feed_forward, normed)
+                added = self._experts(layer.feed_forward, normed)
         if rows is not None:
-            x = x[rows]
-        x = layer_norm(x, weights.norm.weight, weights.norm.bias, eps)
-        return F.linear(x, weights.head.weight, weights.head.bias)
+            x, added = x[rows], None if added is None else added[rows]
+        return linear(self._norm(x, added, self.weights.norm), self.weights.head)
+
+    def _norm(self, x: Tensor, added: Tensor | None, norm: Norm) -> Tensor:
+        """The norm of x; of x + added where there is something to add, which then is written to x."""
+        if added is None:
+            return layer_norm(x, norm.weight, norm.bias, self.config.eps)
+        fused_add_layer_norm(added, x, norm.weight, norm.bias, self.config.eps)
+        return added
 
     def _attention(self, index: int, layer: Layer, normed: Tensor, step: Step) -> Tensor:
+        """What the heads attend to, [T, H * D]."""
         config = self.config
         heads, kv_heads, size = config.heads, config.kv_heads, config.head_size
-        qkv = F.linear(normed, layer.qkv.weight, layer.qkv.bias)
-        token = F.linear(F.gelu(qkv), layer.tau.weight)
-        tau_tail(qkv, token, layer.tau_table, step.positions, heads, size)
+        qkv = linear(normed, layer.qkv)
+        tau_tail(qkv, linear(F.gelu(qkv), layer.tau), layer.tau_table, step.positions, heads, size)
         q, k, v = qkv.unflatten(-1, (-1, size)).split([heads, kv_heads, kv_heads], dim=1)
         store = self.cache.layers[index]
         store.rotate_and_write(step, q, k, v, self.cos_sin)
-        return F.linear(self._attend(q, store, step).flatten(1), layer.out.weight, layer.out.bias)
+        return self._attend(q, store, step).flatten(1)
 
     def _attend(self, q: Tensor, store: Store, step: Step) -> Tensor:
         """Causal attention of the queries [T, H, D] over the cache: [T, H, D]."""
@@ -138,11 +170,8 @@ class Decoder:
         assert isinstance(attended, Tensor)
         return attended.flatten(0, 1)
 
-    def _dense(self, dense: Dense, normed: Tensor, residual: Tensor) -> Tensor:
-        return fused_mlp(normed, dense.up.weight, dense.up.bias, dense.down.weight, dense.down.bias, residual)
-
     def _experts(self, experts: Experts, normed: Tensor) -> Tensor:
-        gating = F.linear(normed, experts.router.weight, experts.router.bias)
+        gating = linear(normed, experts.router)
         weights, ids, _ = topk_softmax(gating, self.config.experts_per_token, renormalize=True)
         return fused_experts(
             normed, experts.w1, experts.w2, weights, ids, w1_scale=experts.w1_scale, w2_scale=experts.w2_scale

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kestrel_quant import W4Weight, pack_w4
+
 from .config import DecoderConfig, DemoError
 
 TINY_FILE = Path(__file__).with_name("tiny.pt")
@@ -22,8 +24,14 @@ Source = Callable[[str, tuple[int, ...]], Tensor]
 
 
 @dataclasses.dataclass(frozen=True)
-class Linear:
+class Norm:
     weight: Tensor
+    bias: Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class Linear:
+    weight: Tensor | W4Weight
     bias: Tensor | None = None
 
 
@@ -46,7 +54,7 @@ class Experts:
 
 @dataclasses.dataclass(frozen=True)
 class Layer:
-    norm: Linear
+    norm: Norm
     qkv: Linear
     tau: Linear
     tau_table: Tensor
@@ -61,7 +69,7 @@ class Weights:
     config: DecoderConfig
     embedding: Tensor
     layers: tuple[Layer, ...]
-    norm: Linear
+    norm: Norm
     head: Linear
 
     @property
@@ -186,6 +194,9 @@ def assemble(config: DecoderConfig, source: Source, *, fp8_experts: bool) -> Wei
     def linear(name: str) -> Linear:
         return Linear(take(f"{name}.weight"), take(f"{name}.bias") if f"{name}.bias" in expected else None)
 
+    def norm(name: str) -> Norm:
+        return Norm(take(f"{name}.weight"), take(f"{name}.bias"))
+
     def layer(index: int) -> Layer:
         at = f"layers.{index}"
         alphas = [take(f"{at}.attention.tau_alpha")]
@@ -203,7 +214,7 @@ def assemble(config: DecoderConfig, source: Source, *, fp8_experts: bool) -> Wei
             else:
                 feed_forward = Experts(router, take(f"{at}.experts.w1"), take(f"{at}.experts.w2"))
         return Layer(
-            norm=linear(f"{at}.norm"),
+            norm=norm(f"{at}.norm"),
             qkv=linear(f"{at}.attention.qkv"),
             tau=linear(f"{at}.attention.tau"),
             tau_table=tau_table(torch.cat(alphas), config.context),
@@ -217,9 +228,26 @@ def assemble(config: DecoderConfig, source: Source, *, fp8_experts: bool) -> Wei
         config=config,
         embedding=take("embedding.weight"),
         layers=tuple(layer(index) for index in range(config.layers)),
-        norm=linear("norm"),
+        norm=norm("norm"),
         head=linear("head"),
     )
+
+
+def with_4_bit_layers(weights: Weights, group_size: int = 128) -> Weights:
+    """The same decoder with 4-bit weights in its linear layers; the router and the experts stay as they are."""
+
+    def packed(linear: Linear) -> Linear:
+        assert isinstance(linear.weight, Tensor)
+        return Linear(pack_w4(linear.weight, group_size, symmetric=False), linear.bias)
+
+    def layer(whole: Layer) -> Layer:
+        feed_forward = whole.feed_forward
+        if isinstance(feed_forward, Dense):
+            feed_forward = Dense(packed(feed_forward.up), packed(feed_forward.down))
+        qkv, tau, out = (packed(linear) for linear in (whole.qkv, whole.tau, whole.out))
+        return dataclasses.replace(whole, qkv=qkv, tau=tau, out=out, feed_forward=feed_forward)
+
+    return dataclasses.replace(weights, layers=tuple(map(layer, weights.layers)), head=packed(weights.head))
 
 
 def tau_table(alpha: Tensor, context: int) -> Tensor:

@@ -5,8 +5,22 @@ Needs transformers (the extra ``[transformers]``). Importing this module changes
 
 from __future__ import annotations
 
+from .batching import paged_attention
 from .cache import KestrelCache
 from .generation import generate
 from .patch import TESTED, Report, VersionWarning, apply, restore
+from .w4 import W4Config, load_w4, quantize
 
-__all__ = ["TESTED", "KestrelCache", "Report", "VersionWarning", "apply", "generate", "restore"]
+__all__ = [
+    "TESTED",
+    "KestrelCache",
+    "Report",
+    "VersionWarning",
+    "W4Config",
+    "apply",
+    "generate",
+    "load_w4",
+    "paged_attention",
+    "quantize",
+    "restore",
+]

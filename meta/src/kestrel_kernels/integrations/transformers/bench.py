@@ -75,6 +75,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
 """Published shapes, by name: model type and settings."""
 
 WAYS = ("kestrel", "dynamic", "static")
+WEIGHTS = ("bf16", "w4")
 SETTLED = 8
 """New tokens before the rate is measured: set-up on first use, and the capture of the CUDA graph."""
 
@@ -134,18 +135,18 @@ def timed(run: Callable[[Clock], Any], batch: int, device: torch.device) -> dict
 
 
 def rows_of(model: Any, options: argparse.Namespace, device: torch.device) -> list[dict[str, Any]]:
-    from . import apply, generate, restore
+    from . import apply, generate, quantize, restore
 
     rows: list[dict[str, Any]] = []
     vocabulary = model.config.get_text_config().vocab_size
 
-    def measure(way: str, kv_cache: str, batch: int, run: Callable[[Tensor, Clock], Any]) -> None:
+    def measure(way: str, weights: str, kv_cache: str, batch: int, run: Callable[[Tensor, Clock], Any]) -> None:
         ids = torch.randint(1, vocabulary, (batch, options.prompt), device=device)
         if not options.once:
             timed(lambda clock: run(ids, clock), batch, device)  # compiles, and sets up on first use
-        row = {"way": way, "batch": batch, "kv_cache": kv_cache, **timed(lambda clock: run(ids, clock), batch, device)}
-        rows.append(row)
-        print(line(row), flush=True)
+        found = timed(lambda clock: run(ids, clock), batch, device)
+        rows.append({"way": way, "weights": weights, "batch": batch, "kv_cache": kv_cache, **found})
+        print(line(rows[-1]), flush=True)
 
     new = options.new_tokens
     print(line(None))
@@ -156,6 +157,7 @@ def rows_of(model: Any, options: argparse.Namespace, device: torch.device) -> li
         for batch in options.batch:
             measure(
                 way,
+                "bf16",
                 "auto",
                 batch,
                 lambda ids, clock: model.generate(
@@ -167,12 +169,15 @@ def rows_of(model: Any, options: argparse.Namespace, device: torch.device) -> li
                     **more,  # noqa: B023
                 ),
             )
-    if "kestrel" in options.ways:
+    for weights in options.weights if "kestrel" in options.ways else ():
+        if weights == "w4":
+            quantize(model)
         print(apply(model), file=sys.stderr)
         for batch in options.batch:
             for kv_cache in options.kv_cache:
                 settings = {"max_new_tokens": new, "do_sample": False, "eos_token_id": [], "kv_cache": kv_cache}
-                measure("kestrel", kv_cache, batch, lambda ids, clock: generate(model, ids, streamer=clock, **settings))  # noqa: B023
+                run = lambda ids, clock: generate(model, ids, streamer=clock, **settings)  # noqa: E731, B023
+                measure("kestrel", weights, kv_cache, batch, run)
         restore(model)
     return rows
 
@@ -180,10 +185,11 @@ def rows_of(model: Any, options: argparse.Namespace, device: torch.device) -> li
 def line(row: dict[str, Any] | None) -> str:
     """A line of the table; None: its head."""
     if row is None:
-        return f"{'way':<10}{'KV cache':<10}{'batch':>5}{'tokens/s':>12}{'first token':>14}{'peak memory':>14}"
+        names = f"{'way':<10}{'weights':<9}{'KV cache':<10}{'batch':>5}"
+        return f"{names}{'tokens/s':>12}{'first token':>14}{'peak memory':>14}"
     memory = "" if row["peak_gib"] is None else f"{row['peak_gib']:.1f} GiB"
     first = f"{row['first_ms']:.0f} ms"
-    name = f"{row['way']:<10}{row['kv_cache']:<10}{row['batch']:>5}"
+    name = f"{row['way']:<10}{row['weights']:<9}{row['kv_cache']:<10}{row['batch']:>5}"
     return f"{name}{row['tokens_per_second']:>12.1f}{first:>14}{memory:>14}"
 
 
@@ -208,6 +214,7 @@ def main(arguments: Sequence[str], *, prog: str) -> int:
     parser.add_argument("--config", default="llama-3.1-8b", help=f"{', '.join(CONFIGS)}, or a path to a config.json")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 16], help="sequences at a time (1 16)")
     parser.add_argument("--kv-cache", nargs="+", default=["auto"], choices=["auto", "fp8", "int8", "int4"])
+    parser.add_argument("--weights", nargs="+", default=["bf16"], choices=WEIGHTS, help="of this library's rows (bf16)")
     parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=WAYS, help="what is timed; static: compiled")
     parser.add_argument("--prompt", type=int, default=128, help="tokens of each prompt (128)")
     parser.add_argument("--new-tokens", type=int, default=64, help=f"more than {SETTLED + 1} (64)")
@@ -215,6 +222,7 @@ def main(arguments: Sequence[str], *, prog: str) -> int:
     parser.add_argument("--once", action="store_true", help="no run to warm up: the first token includes set-up")
     parser.add_argument("--revision", help="the revision that the JSON names, where there is no git checkout")
     parser.add_argument("--out", type=Path, help="a JSON file whose entry of this configuration and prompt is replaced")
+    parser.add_argument("--plot", type=Path, help="an SVG file of this run's tokens/s; needs matplotlib")
     options = parser.parse_args(list(arguments))
     for name in ("prompt", "new_tokens", "layers"):
         least = SETTLED + 2 if name == "new_tokens" else 1
@@ -224,6 +232,7 @@ def main(arguments: Sequence[str], *, prog: str) -> int:
     from transformers.utils import logging
 
     logging.set_verbosity_error()
+    options.weights.sort(key=WEIGHTS.index)  # quantising cannot be undone
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         model = build(options.config, device, options.layers)
@@ -231,9 +240,14 @@ def main(arguments: Sequence[str], *, prog: str) -> int:
         parser.error(str(error))
     figures = {name: getattr(options, name) for name in ("prompt", "new_tokens", "layers")}
     figures = {"environment": machine(device, options.revision), **figures, "rows": rows_of(model, options, device)}
+    entry = f"{options.config}, prompt {options.prompt}"
+    if options.plot is not None:
+        from ..plot import draw
+
+        draw({entry: figures}, options.plot)
     if options.out is not None:
         found = json.loads(options.out.read_text(encoding="utf-8")) if options.out.is_file() else {}
-        found[f"{options.config}, prompt {options.prompt}"] = figures
+        found[entry] = figures
         options.out.parent.mkdir(parents=True, exist_ok=True)
         options.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     return 0

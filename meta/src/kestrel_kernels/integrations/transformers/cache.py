@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from kestrel_attention import flash_attn_with_kvcache
+from kestrel_attention import flash_attn_varlen_func, flash_attn_with_kvcache
 from kestrel_kvcache import gather_cache, rotary_and_cache
 
 from .formats import FORMATS, INT4_PAGE, Pages
-from .masks import Mask, dense_attention
+from .masks import Mask
+from .prompts import Packing, Scores, causal_attention, dense_attention, serves
 
 _APPEND_QUERIES = 16
 """The most new tokens per sequence that decode kernels take; longer inputs are written, then attended to densely."""
@@ -38,6 +39,14 @@ class Step:
     advance: Tensor | int
     slots: Tensor | None = None
     lengths_after: Tensor | None = None
+    _packing: Packing | None = None
+
+    @property
+    def packing(self) -> Packing | None:
+        """The tokens that are not padding; None if there is no padding. Reads the mask once."""
+        if self._packing is None and self.valid is not None:
+            self._packing = Packing.of(self.valid)
+        return self._packing
 
 
 class KestrelCache(Cache):
@@ -321,10 +330,7 @@ class KestrelLayer(CacheLayerMixin):
         value: Tensor,
         rotation: tuple[Tensor, Tensor],
         mask: Mask | None,
-        *,
-        scale: float | None,
-        window: int | None,
-        softcap: float | None,
+        scores: Scores,
     ) -> Tensor:
         """One new token per sequence: rotate and store in one kernel, then attend.
 
@@ -348,25 +354,12 @@ class KestrelLayer(CacheLayerMixin):
             pages.values,
             cache_seqlens=step.lengths_after,
             block_table=cache._table[: len(query)],
-            causal=True,
-            window_size=(-1 if window is None else window - 1, -1),
-            softmax_scale=scale,
-            softcap=softcap or 0.0,
+            **scores.arguments(),
         )
         assert isinstance(out, Tensor)
         return out
 
-    def attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Mask | None,
-        *,
-        scale: float | None,
-        window: int | None,
-        softcap: float | None,
-    ) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask | None, scores: Scores) -> Tensor:
         """Store the new keys and values [B, Hk, q, D], attend with query [B, H, q, D]; returns [B, q, H, D]."""
         cache, pages = self.cache, self.pages
         assert pages is not None
@@ -388,50 +381,85 @@ class KestrelLayer(CacheLayerMixin):
                 v,
                 cache_seqlens=step.lengths,
                 block_table=cache._table[:batch],
-                causal=True,
-                window_size=(-1 if window is None else window - 1, -1),
-                softmax_scale=scale,
-                softcap=softcap or 0.0,
+                **scores.arguments(),
                 **pages.reading(cache._numbers[:batch]),
             )
             assert isinstance(out, Tensor)
             return out
         slots, sequences = cache.slots(step)
         pages.write(k.reshape(-1, *k.shape[2:]), v.reshape(-1, *v.shape[2:]), slots, sequences)
-        if step.start == 0:
-            dense = None if mask is None else mask.dense()
-            return dense_attention(query, key, value, dense, scale=scale, softcap=softcap)
-        return self._after_context(query, step, scale=scale, window=window, softcap=softcap)
+        if step.start > 0:
+            return self._after_context(q, step, scores)
+        if serves(query, key, value) and (mask is None or mask.is_causal):
+            return causal_attention(q, k, v, step.packing, scores)
+        dense = None if mask is None else mask.dense()
+        return dense_attention(query, key, value, dense, scores)
 
-    def _after_context(
-        self, query: Tensor, step: Step, *, scale: float | None, window: int | None, softcap: float | None
-    ) -> Tensor:
-        """Many new tokens after a context: one sequence at a time, over its gathered keys. Reads the lengths."""
+    def _after_context(self, query: Tensor, step: Step, scores: Scores) -> Tensor:
+        """Many new tokens [B, q, H, D] after a context: over the pages where kernels read them, else gathered."""
+        cache, pages = self.cache, self.pages
+        assert pages is not None
+        assert cache._table is not None
+        batch = len(query)
+        if not pages.prefills or not serves(query, pages.keys):
+            return self._over_gathered(query, step, scores)
+        if step.lengths_after is None:
+            step.lengths_after = step.lengths + step.advance
+        lengths, packing = step.lengths_after, step.packing
+        if packing is None:
+            out = flash_attn_with_kvcache(
+                query,
+                pages.keys,
+                pages.values,
+                cache_seqlens=lengths,
+                block_table=cache._table[:batch],
+                **scores.arguments(),
+            )
+            assert isinstance(out, Tensor)
+            return out
+        out = flash_attn_varlen_func(
+            packing.pack(query),
+            pages.keys,
+            pages.values,
+            packing.starts,
+            None,
+            packing.longest,
+            cache.max_tokens,
+            block_table=cache._table[:batch],
+            seqused_k=lengths,
+            **scores.arguments(),
+        )
+        assert isinstance(out, Tensor)
+        return packing.unpack(out, query)
+
+    def _over_gathered(self, query: Tensor, step: Step, scores: Scores) -> Tensor:
+        """One sequence at a time, over its gathered keys. Reads the lengths."""
         cache, pages = self.cache, self.pages
         assert pages is not None
         assert cache._table is not None
         assert cache._numbers is not None
-        batch, heads, count, size = query.shape
-        out = query.new_zeros(batch, count, heads, size)
+        out = torch.zeros_like(query)
         for b, before in enumerate(step.lengths.tolist()):
             rows = slice(None) if step.valid is None else step.valid[b]
-            queries = query[b : b + 1, :, rows]
-            new = queries.shape[2]
+            queries = query[b : b + 1, rows]
+            new = queries.shape[1]
             if new == 0:
                 continue
             reading = pages.reading(cache._numbers[b : b + 1])
             keys, values = gather_cache(
                 pages.keys, pages.values, cache._table[b], before + new, dtype=query.dtype, **reading
             )
+            keys, values = keys[None], values[None]
+            if serves(queries, keys):
+                out[b, rows] = causal_attention(queries, keys, values, None, scores)[0]
+                continue
             place = torch.arange(before, before + new, device=query.device)[:, None]
             at = torch.arange(before + new, device=query.device)
             visible = at <= place
-            if window is not None:
-                visible &= at > place - window
-            attended = dense_attention(
-                queries, keys.transpose(0, 1)[None], values.transpose(0, 1)[None], visible, scale=scale, softcap=softcap
-            )
-            out[b, rows] = attended[0]
+            if scores.window is not None:
+                visible &= at > place - scores.window
+            q, k, v = (x.transpose(1, 2) for x in (queries, keys, values))
+            out[b, rows] = dense_attention(q, k, v, visible, scores)[0]
         return out
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:

@@ -19,6 +19,8 @@ class Pages:
     """
 
     stored = "auto"
+    prefills = True
+    """Whether prefill kernels read these pages."""
 
     def __init__(
         self, blocks: int, page: int, heads: int, size: int, sequences: int, dtype: torch.dtype, device: torch.device
@@ -57,6 +59,8 @@ class FP8Pages(Pages):
 class INT8Pages(Pages):
     """INT8 codes with a float32 scale per token and head."""
 
+    prefills = False
+
     def __init__(
         self, blocks: int, page: int, heads: int, size: int, sequences: int, dtype: torch.dtype, device: torch.device
     ) -> None:
@@ -73,6 +77,8 @@ class INT8Pages(Pages):
 
 class INT4Pages(Pages):
     """KIVI: values quantised per token, keys per channel when their page of 64 tokens is full, until then in a tail."""
+
+    prefills = False
 
     def __init__(
         self, blocks: int, page: int, heads: int, size: int, sequences: int, dtype: torch.dtype, device: torch.device

@@ -192,7 +192,7 @@ class Decoding:
 
 def decoding_of(model: Any, cache: KestrelCache, batch: int, sampling: Sampling, eos: list[int], pad: int) -> Decoding:
     """The cache's last decoding if it was of the same model, weights in place, and settings; else a new one."""
-    weights = tuple(parameter.data_ptr() for parameter in model.parameters())
+    weights = tuple(x.data_ptr() for x in (*model.parameters(), *model.buffers()))  # 4-bit weights are buffers
     key = (id(model), weights, owns_residuals(model), batch, sampling, tuple(eos), pad)
     if cache.decoding is None or cache.decoding[0] != key:
         cache.decoding = key, Decoding(model, cache, batch, sampling, eos=eos, pad=pad)

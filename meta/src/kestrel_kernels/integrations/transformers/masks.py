@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+
+from .prompts import Packing, Scores, causal_attention, dense_attention, serves
 
 NAME = "kestrel"
 
@@ -22,11 +23,36 @@ class Mask:
         self._arguments = arguments
         self._dense: Tensor | None = None
         self._is_built = False
+        self._packing: Packing | None = None
+        self._packing_of: int | None = None
 
     @property
     def is_causal(self) -> bool:
         """Whether besides padding and a window only causality counts: no packed sequences, no blocks of images."""
         return bool(self._arguments.get("allow_is_causal_skip", True))
+
+    def is_first_prompt(self, count: int, window: int | None) -> bool:
+        """Whether `count` tokens, several, see each other causally and nothing else, padding aside.
+
+        transformers counts padding in a window; kernels see packed tokens, so gaps between tokens need the dense mask.
+        """
+        offsets = [self._arguments.get(name, 0) for name in ("q_offset", "kv_offset")]
+        if count == 1 or not self.is_causal or not all(isinstance(offset, int) and offset == 0 for offset in offsets):
+            return False
+        if self.rows is None:
+            return True
+        if torch.compiler.is_compiling():  # packing reads the mask
+            return False
+        packing = self.packing(count)
+        return packing is None or not packing.has_gaps or window is None or window >= count
+
+    def packing(self, count: int) -> Packing | None:
+        """The first `count` tokens that are not padding; None if there is no padding. Reads the mask once."""
+        if self._packing_of != count:
+            valid = None if self.rows is None else self.rows[:, :count]
+            self._packing = None if valid is None or bool(valid.all()) else Packing.of(valid)
+            self._packing_of = count
+        return self._packing
 
     def dense(self) -> Tensor | None:
         """Bool [B, 1, queries, keys]; None if it is plainly causal."""
@@ -40,46 +66,6 @@ class Mask:
 def make_mask(**arguments: Any) -> Mask:
     """The mask function: keeps its arguments."""
     return Mask(arguments.get("attention_mask"), arguments)
-
-
-def dense_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    visible: Tensor | None,
-    *,
-    scale: float | None,
-    softcap: float | None = None,
-    causal: bool = True,
-) -> Tensor:
-    """Attention of query [B, H, q, D] over key, value [B, Hk, k, D]; returns [B, q, H, D].
-
-    visible: bool or additive, broadcast to [B, H, q, k]; None: causal (from the first key on) if there are several
-    queries and `causal` says so, else everything.
-    """
-    groups = query.shape[1] // key.shape[1]
-    causal = causal and visible is None and query.shape[2] > 1
-    if not softcap:
-        if groups > 1 and (visible is not None or not query.is_cuda or query.shape[-1] > 256):
-            key, value, groups = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1), 1
-        if causal and key.shape[2] > query.shape[2]:  # the rest of a static cache is empty
-            key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
-        out = F.scaled_dot_product_attention(
-            query, key, value, attn_mask=visible, scale=scale, is_causal=causal, enable_gqa=groups > 1
-        )
-        return out.transpose(1, 2).contiguous()
-    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-    scores = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scale is None else scale)
-    scores = (scores / softcap).tanh() * softcap
-    if causal:
-        visible = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
-    if visible is not None:
-        if visible.dtype == torch.bool:
-            scores = scores.masked_fill(~visible, torch.finfo(scores.dtype).min)
-        else:
-            scores = scores + visible
-    weights = scores.softmax(-1, dtype=torch.float32).to(query.dtype)
-    return (weights @ value).transpose(1, 2).contiguous()
 
 
 def attention(
@@ -105,10 +91,16 @@ def attention(
     if dropout:
         raise ValueError(f"kestrel attention: dropout: expected 0 (an inference library), got {dropout}")
     is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    scores = Scores(scaling, sliding_window, softcap)
     layer = getattr(key, "_kestrel_layer", None)
     if layer is None:
-        visible = attention_mask.dense() if isinstance(attention_mask, Mask) else attention_mask
-        return dense_attention(query, key, value, visible, scale=scaling, softcap=softcap, causal=is_causal), None
+        if not isinstance(attention_mask, Mask):
+            return dense_attention(query, key, value, attention_mask, scores, causal=is_causal), None
+        count = query.shape[2]
+        if is_causal and serves(query, key, value) and attention_mask.is_first_prompt(count, scores.window):
+            q, k, v = (x[:, :, :count].transpose(1, 2) for x in (query, key, value))
+            return causal_attention(q, k, v, attention_mask.packing(count), scores), None
+        return dense_attention(query, key, value, attention_mask.dense(), scores, causal=is_causal), None
     if not is_causal:
         raise ValueError("kestrel attention: is_causal: expected True with a KestrelCache, got False")
     if isinstance(attention_mask, Tensor):
@@ -116,8 +108,7 @@ def attention(
             "kestrel attention: attention_mask: expected a padding mask [B, keys] with a KestrelCache, "
             f"got shape {tuple(attention_mask.shape)}"
         )
-    options = {"scale": scaling, "window": sliding_window, "softcap": softcap}
-    return layer.attend(query, key, value, attention_mask, **options), None
+    return layer.attend(query, key, value, attention_mask, scores), None
 
 
 def register() -> None:

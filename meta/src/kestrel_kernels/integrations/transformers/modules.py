@@ -15,8 +15,10 @@ from kestrel_moe import fused_experts, gelu_and_mul, gemv, silu_and_mul, topk_so
 from kestrel_norm import fused_add_rms_norm, rms_norm
 from kestrel_rope import rotary_embedding
 
+from . import w4
 from .cache import KestrelCache, KestrelLayer
 from .masks import NAME, Mask
+from .prompts import Scores
 
 _local = threading.local()
 
@@ -165,7 +167,7 @@ class Norm:
 class MLP:
     """down(act(gate(x)) * up(x)), gate and up in one product. gate_up None: the module has one layer for both."""
 
-    def __init__(self, module: Any, gate_up: Fused | None, act: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, module: Any, gate_up: Fused | w4.Fused | None, act: Callable[[Tensor], Tensor]) -> None:
         self.module = module
         self.original: Callable[..., Any] = module.forward
         self.gate_up = gate_up
@@ -190,7 +192,7 @@ def activation(name: str) -> Callable[[Tensor], Tensor] | None:
 class Attention:
     """Q, K and V in one product, rotation in place, then the attention function that the config names."""
 
-    def __init__(self, module: Any, qkv: Fused | None, options: Callable[[Any], dict[str, Any]]) -> None:
+    def __init__(self, module: Any, qkv: Fused | w4.Fused | None, options: Callable[[Any], dict[str, Any]]) -> None:
         self.module = module
         self.original: Callable[..., Any] = module.forward
         self.qkv = qkv
@@ -222,8 +224,8 @@ class Attention:
             query, key = module.q_norm(query), module.k_norm(key)
         layer = self._decoding_layer(past_key_values, attention_mask, query)
         if layer is not None:
-            scores = {"window": options.get("sliding_window"), "softcap": options.get("softcap")}
-            out = layer.decode(query, key, value, turned, attention_mask, scale=module.scaling, **scores)
+            scores = Scores(module.scaling, options.get("sliding_window"), options.get("softcap"))
+            out = layer.decode(query, key, value, turned, attention_mask, scores)
             return project(module.o_proj, out.view(*rows, -1)), None
         rotary_embedding(turned[0], query, key, size, turned[1])
         query, key, value = (x.transpose(1, 2) for x in (query, key, value))

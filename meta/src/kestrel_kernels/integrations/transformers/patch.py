@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from . import masks
+from . import masks, w4
 from .modules import MLP, Attention, Fused, Layer, Norm, Router, activation, experts_function
 
 TESTED = ((5, 17), (5, 23))
@@ -93,7 +93,7 @@ class _Applied:
     def __init__(self, config: Any) -> None:
         self.config = config
         self.modules: list[Any] = []
-        self.fused: list[Fused] = []
+        self.fused: list[Fused | w4.Fused] = []
         self.settings: list[tuple[Any, str, Any]] = []
         self.replaced: collections.Counter[str] = collections.Counter()
         self.left: collections.Counter[str] = collections.Counter()
@@ -106,9 +106,9 @@ class _Applied:
         self.modules.append(module)
         self.replaced[type(module).__name__] += 1
 
-    def fuse(self, module: Any, names: list[str]) -> Fused:
-        self.fused.append(Fused(module, names))
-        return self.fused[-1]
+    def fuse(self, fused: Fused | w4.Fused) -> Fused | w4.Fused:
+        self.fused.append(fused)
+        return fused
 
     def leave(self, module: Any, reason: str) -> None:
         self.left[f"{type(module).__name__} ({reason})"] += 1
@@ -149,8 +149,8 @@ def apply(
     rotary: the attention modules: Q, K and V in one product, rotation in place.
     mlp: gate and up projection in one product, gated activation.
     experts: routers, and the experts through transformers' ExpertsInterface.
-    attention: the attention function "kestrel", which a :class:`KestrelCache` needs. With other caches it is
-        scaled_dot_product_attention, and honours softcap.
+    attention: the attention function "kestrel", which a :class:`KestrelCache` needs. Prompts run the prefill kernels.
+        With other caches later tokens run scaled_dot_product_attention, and softcap is honoured.
 
     Fused projections keep their parameters, as rows of one tensor; memory use stays. Where gradients are needed, a
     module's own forward runs. Applying again replaces the earlier choice. Returns a :class:`Report`; print it.
@@ -255,13 +255,14 @@ def _patch_attention(applied: _Applied, module: Any, family: Family) -> None:
         )
 
 
-def _patch_fused(applied: _Applied, module: Any, names: list[str], make: Callable[[Fused], Any]) -> None:
+def _patch_fused(applied: _Applied, module: Any, names: list[str], make: Callable[[Fused | w4.Fused], Any]) -> None:
     linears = [getattr(module, name) for name in names]
-    reason = Fused.refusal(linears) or ("its forward is replaced already" if "forward" in module.__dict__ else None)
+    kind = w4.Fused if w4.is_w4(linears[0]) else Fused
+    reason = kind.refusal(linears) or ("its forward is replaced already" if "forward" in module.__dict__ else None)
     if reason is not None:
         applied.leave(module, reason)
         return
-    applied.patch(module, make(applied.fuse(module, names)))
+    applied.patch(module, make(applied.fuse(kind(module, names))))
 
 
 def _patch_router(applied: _Applied, module: Any, family: Family) -> None:

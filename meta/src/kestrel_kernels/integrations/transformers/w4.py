@@ -1,0 +1,408 @@
+"""4-bit weights in models of transformers: the quantizer "kestrel_w4", and linear layers over a `W4Weight`."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.core_model_loading import ConversionOps
+from transformers.quantizers.auto import register_quantization_config, register_quantizer
+from transformers.quantizers.base import HfQuantizer
+from transformers.quantizers.quantizers_utils import get_module_from_name, should_convert_module
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from kestrel_quant import W4Weight, pack_w4, w4_from_awq, w4_from_gptq, w4a16_linear
+
+METHOD = "kestrel_w4"
+CHECKPOINTS = (None, "gptq", "gptq_v2", "awq")
+_lock = threading.Lock()
+_is_registered = False
+
+
+class W4Config(QuantizationConfigMixin):
+    """4-bit weights of the linear layers, for ``from_pretrained(..., quantization_config=W4Config())``.
+
+    Weights are rounded to the nearest code while they are loaded, one layer at a time. Embeddings, the head and routed
+    experts stay as they are; so do layers whose columns are no multiple of `group_size`.
+
+    group_size: columns that share a scale; -1 is whole rows.
+    symmetric: codes -7..7 around 0; else 0..15 with a zero point for each group.
+    modules_to_not_convert: names, or patterns of names, of layers that stay; besides them the head stays.
+    checkpoint: None for weights in 16 or 32 bits; "gptq", "gptq_v2" or "awq" for a checkpoint that has 4 bits already.
+        :func:`load_w4` fills this in.
+    desc_act: the GPTQ checkpoint has its columns in activation order.
+
+    Raises ValueError for values out of range.
+
+    >>> W4Config(group_size=64).quant_method
+    'kestrel_w4'
+    """
+
+    def __init__(
+        self,
+        group_size: int = 128,
+        symmetric: bool = True,
+        modules_to_not_convert: Sequence[str] | None = None,
+        checkpoint: str | None = None,
+        desc_act: bool = False,
+        quant_method: str = METHOD,
+    ) -> None:
+        if not isinstance(group_size, int) or (group_size != -1 and (group_size < 2 or group_size % 2)):
+            raise ValueError(f"W4Config: group_size: expected -1 or an even number of columns, got {group_size!r}")
+        if checkpoint not in CHECKPOINTS:
+            raise ValueError(f"W4Config: checkpoint: expected one of {CHECKPOINTS}, got {checkpoint!r}")
+        if quant_method != METHOD:
+            raise ValueError(f"W4Config: quant_method: expected {METHOD!r}, got {quant_method!r}")
+        self.quant_method = quant_method  # type: ignore[assignment]
+        self.group_size = group_size
+        self.symmetric = bool(symmetric)
+        self.modules_to_not_convert = None if modules_to_not_convert is None else list(modules_to_not_convert)
+        self.checkpoint = checkpoint
+        self.desc_act = bool(desc_act)
+        register()
+
+    @classmethod
+    def of_checkpoint(cls, found: dict[str, Any]) -> W4Config:
+        """The config of a GPTQ or AWQ checkpoint. found: its `quantization_config`.
+
+        Raises ValueError for other methods, other numbers of bits and AWQ layouts other than "gemm".
+        """
+        method = found.get("quant_method")
+        if method not in ("gptq", "awq", METHOD):
+            raise ValueError(f"load_w4: quant_method of the checkpoint: expected gptq or awq, got {method!r}")
+        if method == METHOD:
+            return cls(**found)
+        if (bits := found.get("bits", found.get("w_bit"))) != 4:
+            raise ValueError(f"load_w4: bits of the checkpoint: expected 4, got {bits!r}")
+        group_size = int(found.get("group_size", found.get("q_group_size", 128)))
+        skipped = found.get("modules_to_not_convert")
+        if method == "gptq":
+            layout = found.get("checkpoint_format") or "gptq"
+            return cls(group_size, True, skipped, layout, bool(found.get("desc_act")))
+        if (layout := str(found.get("version", "gemm")).lower()) != "gemm":
+            raise ValueError(f"load_w4: version of the AWQ checkpoint: expected gemm, got {layout!r}")
+        return cls(group_size, not found.get("zero_point", True), skipped, "awq")
+
+
+class W4Linear(nn.Module):
+    """A linear layer whose weight [out_features, in_features] is a `W4Weight`, kept as buffers."""
+
+    codes: Tensor | None
+    scales: Tensor | None
+    zeros: Tensor | None
+    permutation: Tensor | None
+    bias: nn.Parameter | None
+
+    def __init__(self, in_features: int, out_features: int, bias: nn.Parameter | None = None) -> None:
+        super().__init__()
+        self.in_features = in_features
+        self.out_features = out_features
+        self.group_size = 0
+        for name in ("codes", "scales", "zeros", "permutation"):
+            self.register_buffer(name, None)
+        self.register_parameter("bias", bias)
+
+    @property
+    def packed(self) -> W4Weight:
+        """The weight. Raises ValueError if none was loaded."""
+        if self.codes is None or self.scales is None:
+            raise ValueError("W4Linear: weight: expected a packed one, got none (was the checkpoint complete?)")
+        shape = (self.out_features, self.in_features)
+        return W4Weight(self.codes, self.scales, shape, self.group_size, self.zeros, self.permutation)
+
+    @packed.setter
+    def packed(self, weight: W4Weight) -> None:
+        self.group_size = weight.group_size
+        self.codes, self.scales = weight.codes, weight.scales
+        self.zeros, self.permutation = weight.zeros, weight.permutation
+
+    def forward(self, x: Tensor) -> Tensor:
+        return w4a16_linear(x, self.packed, self.bias)
+
+    def extra_repr(self) -> str:
+        sizes = f"in_features={self.in_features}, out_features={self.out_features}, group_size={self.group_size}"
+        return f"{sizes}, bias={self.bias is not None}"
+
+
+class Fused:
+    """Several W4Linear of one input as one: their codes become rows of one tensor; scales are copied.
+
+    As the class of this name for ordinary layers, whose interface it has.
+    """
+
+    def __init__(self, owner: Any, names: Sequence[str]) -> None:
+        self.owner = owner
+        self.names = names
+        self.linears: list[W4Linear] = [getattr(owner, name) for name in names]
+        self._fuse()
+
+    def holds(self) -> bool:
+        """Whether the owner still has these layers, and nothing watches or wraps them."""
+        pairs = zip(self.names, self.linears, strict=True)
+        return all(getattr(self.owner, name) is linear and is_w4(linear) for name, linear in pairs)
+
+    @staticmethod
+    def refusal(linears: Sequence[Any]) -> str | None:
+        """Why these cannot be fused, or None."""
+        if not all(is_w4(linear) for linear in linears):
+            return "not plain W4Linear"
+        first, *others = (linear.packed for linear in linears)
+        if any((x.group_size, x.dtype, x.device) != (first.group_size, first.dtype, first.device) for x in others):
+            return "4-bit weights of several group sizes, dtypes or devices"
+        if any(linear.out_features % 16 for linear in linears):
+            return "4-bit weights with rows that are no multiple of 16"
+        orders = [x.permutation for x in (first, *others)]
+        if not all(_are_equal(orders[0], order) for order in orders):
+            return "4-bit weights with columns in several orders"
+        if len({linear.bias is None for linear in linears}) > 1:
+            return "only some have a bias"
+        return None
+
+    def _fuse(self) -> None:
+        weights = [linear.packed for linear in self.linears]
+        with torch.inference_mode(False), torch.no_grad():
+            codes = torch.cat([x.codes for x in weights])
+            scales = torch.cat([x.scales for x in weights], 1)
+            zeros = None
+            if any(x.zeros is not None for x in weights):
+                filled = [
+                    torch.full_like(x.scales, 8, dtype=torch.int16) if x.zeros is None else x.zeros for x in weights
+                ]
+                zeros = torch.cat(filled, 1)
+            biases = [linear.bias for linear in self.linears if linear.bias is not None]
+            self.bias = torch.cat([bias.data for bias in biases]) if biases else None
+        for linear, rows in zip(self.linears, codes.split([len(x.codes) for x in weights]), strict=True):
+            linear.codes = rows
+        first, rows = weights[0], sum(x.shape[0] for x in weights)
+        self.weight = W4Weight(codes, scales, (rows, first.shape[1]), first.group_size, zeros, first.permutation)
+
+    def _is_current(self) -> bool:
+        start = self.weight.codes.data_ptr()
+        for linear in self.linears:
+            codes, scales = linear.codes, linear.scales
+            if codes is None or scales is None or codes.data_ptr() != start or scales.dtype != self.weight.dtype:
+                return False
+            start += codes.numel() * codes.element_size()
+        return True
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if not self._is_current():
+            self._fuse()
+        return w4a16_linear(x, self.weight, self.bias)
+
+    def split(self) -> None:
+        """Give every layer memory of its own."""
+        for linear in self.linears:
+            if linear.codes is not None:
+                linear.codes = linear.codes.clone()
+
+
+def is_w4(linear: Any) -> bool:
+    """Whether this is a W4Linear with a weight, without hooks."""
+    return (
+        type(linear) is W4Linear
+        and linear.codes is not None
+        and "forward" not in linear.__dict__
+        and not linear._forward_hooks
+        and not linear._forward_pre_hooks
+    )
+
+
+def _are_equal(a: Tensor | None, b: Tensor | None) -> bool:
+    return a is b or (a is not None and b is not None and torch.equal(a, b))
+
+
+def quantize(
+    model: nn.Module,
+    *,
+    group_size: int = 128,
+    symmetric: bool = True,
+    modules_to_not_convert: Sequence[str] | None = None,
+) -> list[str]:
+    """Replace the linear layers of a model of transformers by 4-bit ones, in place, before :func:`apply`.
+
+    The arguments are those of :class:`W4Config`. Each weight is freed before the next one is packed. Returns the names
+    of the replaced layers. Raises TypeError if `model` is no model of transformers, ValueError if no layer fits or the
+    model is changed by `apply`.
+
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> sizes = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 1, "vocab_size": 8}
+    >>> model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=1, **sizes))
+    >>> quantize(model, group_size=8)[0]
+    'model.layers.0.self_attn.q_proj'
+    """
+    from transformers import PreTrainedModel
+
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(f"quantize: model: expected a transformers model, got {type(model).__name__}")
+    if "_kestrel_applied" in model.__dict__:
+        raise ValueError("quantize: model: expected one before apply(model), got one after it")
+    config = W4Config(group_size, symmetric, modules_to_not_convert)
+    names = [name for name, _ in _layers(model, config)]
+    if not names:
+        raise ValueError(f"quantize: model: expected linear layers with groups of {group_size} columns, got none")
+    with torch.no_grad():
+        for name in names:
+            linear = model.get_submodule(name)
+            assert isinstance(linear, nn.Linear)
+            layer = W4Linear(linear.in_features, linear.out_features, linear.bias)
+            layer.packed = _packed(linear.weight.data, config)
+            model.set_submodule(name, layer)
+            del linear
+    return names
+
+
+def load_w4(path: Any, *, model_class: Any = None, config: W4Config | None = None, **options: Any) -> Any:
+    """Load a checkpoint with 4-bit linear layers: GPTQ and AWQ ones as they are, others rounded to the nearest code.
+
+    path: a folder or the name of a checkpoint, as ``from_pretrained`` takes it. model_class: by default
+    ``AutoModelForCausalLM``. config: for a checkpoint without 4-bit weights; default ``W4Config()``. options: further
+    arguments of ``from_pretrained``, such as `dtype`, which is also the activations' dtype. GPTQ and AWQ need no other
+    package here. Returns the model, on which :func:`apply` runs.
+
+    Raises ValueError for checkpoints of other methods, bits or layouts, and for GPTQ and AWQ checkpoints of models with
+    routed experts.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    loaded = options.pop("config", None) or AutoConfig.from_pretrained(path)
+    found = getattr(loaded, "quantization_config", None)
+    if found is None:
+        options["quantization_config"] = config or W4Config()
+    else:
+        if config is not None:
+            raise ValueError("load_w4: config: expected None for a checkpoint that is quantised, got one")
+        found = found if isinstance(found, dict) else found.to_dict()
+        loaded.quantization_config = W4Config.of_checkpoint(found).to_dict()
+    return (model_class or AutoModelForCausalLM).from_pretrained(path, config=loaded, **options)
+
+
+class Quantizer(HfQuantizer):
+    """Replaces linear layers by W4Linear before weights are loaded, and packs what was loaded."""
+
+    requires_calibration = False
+    quantization_config: W4Config
+
+    def __init__(self, quantization_config: W4Config, **options: Any) -> None:
+        super().__init__(quantization_config, **options)
+        if (quantization_config.checkpoint is None) == self.pre_quantized:
+            expected = "gptq, gptq_v2 or awq" if self.pre_quantized else "None"
+            raise ValueError(
+                f"W4Config: checkpoint: expected {expected} for this checkpoint, got {quantization_config.checkpoint!r}"
+            )
+
+    def param_needs_quantization(self, model: Any, param_name: str, **options: Any) -> bool:
+        module, name = get_module_from_name(model, param_name)
+        return isinstance(module, W4Linear) and name == "weight"
+
+    def get_quantize_ops(self) -> ConversionOps:
+        return _Pack(self.quantization_config)
+
+    def _process_model_before_weight_loading(self, model: Any, **options: Any) -> Any:
+        config = self.quantization_config
+        if self.pre_quantized and any(p.ndim > 2 for p in model.parameters()):
+            raise ValueError("load_w4: expected a model of linear layers alone, got one with routed experts")
+        for name, linear in _layers(model, config):
+            layer = W4Linear(linear.in_features, linear.out_features, linear.bias)
+            if self.pre_quantized:
+                for stored, (shape, dtype) in _stored(config, linear).items():
+                    layer.register_buffer(stored, torch.empty(shape, dtype=dtype, device="meta"))
+            else:
+                layer.weight = linear.weight
+            model.set_submodule(name, layer)
+        if self.pre_quantized and not config.desc_act:  # where it says nothing
+            ignored = set(model._keys_to_ignore_on_load_unexpected or ())
+            model._keys_to_ignore_on_load_unexpected = ignored | {r"\.g_idx$"}
+        return model
+
+    def _process_model_after_weight_loading(self, model: Any, **options: Any) -> Any:
+        for name, layer in model.named_modules():
+            if isinstance(layer, W4Linear) and self.pre_quantized:
+                _convert(name, layer, self.quantization_config)
+        return model
+
+    def is_serializable(self, **options: Any) -> bool:
+        return False  # the layout of a W4Weight is private
+
+    @property
+    def is_trainable(self) -> bool:
+        return False
+
+
+class _Pack(ConversionOps):
+    """Packs a weight while it is loaded, so that one at a time is held in full."""
+
+    def __init__(self, config: W4Config) -> None:
+        self.config = config
+
+    def convert(self, input_dict: dict[str, Any], *arguments: Any, **options: Any) -> dict[str, Any]:
+        [(key, value)] = input_dict.items()
+        value = value[0] if isinstance(value, list) else value
+        layer, _ = get_module_from_name(options["model"], key)
+        del layer.weight
+        layer.packed = _packed(value, self.config)
+        if (missing := options.get("missing_keys")) is not None:
+            missing.discard(key)
+        return {}
+
+
+def _packed(weight: Tensor, config: W4Config) -> W4Weight:
+    group_size = weight.shape[1] if config.group_size == -1 else config.group_size
+    return pack_w4(weight, group_size, symmetric=config.symmetric)
+
+
+def _layers(model: Any, config: W4Config) -> Iterable[tuple[str, nn.Linear]]:
+    """The linear layers that the config converts."""
+    kept = [*(config.modules_to_not_convert or []), *(getattr(model, "_keep_in_fp32_modules", None) or [])]
+    head = model.get_output_embeddings()
+    for name, module in list(model.named_modules()):
+        if type(module) is nn.Linear and module is not head and should_convert_module(name, kept):
+            columns = module.in_features
+            if columns % (columns if config.group_size == -1 else config.group_size) == 0 and columns % 2 == 0:
+                yield name, module
+
+
+def _stored(config: W4Config, linear: nn.Linear) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Shapes and dtypes of a layer's tensors in a GPTQ or AWQ checkpoint."""
+    columns, rows, dtype = linear.in_features, linear.out_features, linear.weight.dtype
+    groups = 1 if config.group_size == -1 else columns // config.group_size
+    packed = (columns, rows // 8) if config.checkpoint == "awq" else (columns // 8, rows)
+    found: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+        "qweight": (packed, torch.int32),
+        "qzeros": ((groups, -(-rows // 8)), torch.int32),
+        "scales": ((groups, rows), dtype),
+    }
+    if config.desc_act:
+        found["g_idx"] = ((columns,), torch.int32)
+    return found
+
+
+def _convert(name: str, layer: W4Linear, config: W4Config) -> None:
+    """Pack what was loaded from a GPTQ or AWQ checkpoint, and drop it."""
+    names = ["qweight", "qzeros", "scales", *(["g_idx"] if config.desc_act else [])]
+    stored = {each: getattr(layer, each) for each in names}
+    if absent := [each for each, x in stored.items() if not getattr(x, "_is_hf_initialized", False)]:
+        raise ValueError(
+            f"load_w4: {name}: expected 4-bit weights in every linear layer but the head and those of the "
+            f"checkpoint's modules_to_not_convert, got none ({', '.join(absent)} missing)"
+        )
+    for each in names:
+        delattr(layer, each)
+    layer.register_buffer("scales", None)
+    if config.checkpoint == "awq":
+        layer.packed = w4_from_awq(**stored)
+    else:
+        layer.packed = w4_from_gptq(**stored, checkpoint_format=config.checkpoint)  # type: ignore[arg-type]
+
+
+def register() -> None:
+    """Enter the quantizer into transformers' registries, once. Nothing uses it before a config names it."""
+    global _is_registered
+    with _lock:
+        if not _is_registered:
+            register_quantization_config(METHOD)(W4Config)
+            register_quantizer(METHOD)(Quantizer)
+            _is_registered = True

@@ -1,0 +1,218 @@
+"""The attention backend KESTREL of vLLM: decode and prefill kernels over vLLM's own pages, bf16, fp16 and FP8."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionCGSupport,
+    AttentionImpl,
+    AttentionMetadataBuilder,
+    AttentionType,
+    CommonAttentionMetadata,
+    MultipleOf,
+)
+from vllm.v1.attention.backends.utils import split_decodes_and_prefills
+
+from kestrel_attention import flash_attn_varlen_func, flash_attn_with_kvcache
+from kestrel_kvcache import reshape_and_cache
+
+from . import BACKEND
+
+_FP8 = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+_QUERIES, _KEYS = 256, 4096
+"""Bounds of lengths are rounded up to multiples of these, so that calls of many lengths share few plans."""
+
+
+@dataclasses.dataclass
+class Metadata:
+    """One batch, the sequences with one new token first.
+
+    tokens: of the batch, without padding. decodes: sequences with one new token. starts: int32, where the tokens of
+    each other sequence begin, counted from the first of them. lengths: int32 [B], new tokens included.
+    """
+
+    tokens: int
+    decodes: int
+    starts: Tensor | None
+    lengths: Tensor
+    block_table: Tensor
+    max_queries: int
+    max_keys: int
+
+
+class Builder(AttentionMetadataBuilder[Metadata]):
+    """Makes the metadata of a batch; for decoding it keeps vLLM's own tensors, so that CUDA graphs can hold them."""
+
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self._init_reorder_batch_threshold(1)
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> Metadata:
+        batch = common_attn_metadata
+        if batch.causal is not True:
+            raise ValueError(f"{BACKEND}: causal: expected True, got {batch.causal}")
+        decodes, prefills, decode_tokens, _ = split_decodes_and_prefills(batch, decode_threshold=1)
+        return Metadata(
+            tokens=batch.num_actual_tokens,
+            decodes=decodes,
+            starts=batch.query_start_loc[decodes:] - decode_tokens if prefills else None,
+            lengths=batch.seq_lens,
+            block_table=batch.block_table_tensor,
+            max_queries=_rounded(batch.max_query_len, _QUERIES),
+            max_keys=_rounded(batch.max_seq_len, _KEYS),
+        )
+
+
+class KestrelBackend(AttentionBackend):
+    """``LLM(attention_backend="KESTREL")``. Decoder attention with grouped heads, windows, softcap and sinks."""
+
+    forward_includes_kv_cache_update = False
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16]
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "float16", "bfloat16", *_FP8]
+
+    @staticmethod
+    def get_name() -> str:
+        return BACKEND
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
+        return [MultipleOf(16)]
+
+    @staticmethod
+    def get_impl_cls() -> type[Impl]:
+        return Impl
+
+    @staticmethod
+    def get_builder_cls() -> type[Builder]:
+        return Builder
+
+    @classmethod
+    def supports_head_size(cls, head_size: int) -> bool:
+        return head_size % 8 == 0 and 8 <= head_size <= 256
+
+    @classmethod
+    def supports_sliding_window(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_sink(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_combination(cls, head_size: int, dtype: Any, kv_cache_dtype: Any, *others: Any, **more: Any) -> Any:
+        """The reason why these do not go together, or None."""
+        if kv_cache_dtype in _FP8 and head_size % 16:
+            return f"an FP8 cache needs heads of a multiple of 16, got {head_size}"
+        return None
+
+
+class Impl(AttentionImpl[Metadata]):
+    """Attention of one layer."""
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+        sinks: Tensor | None = None,
+    ) -> None:
+        if alibi_slopes is not None:
+            raise NotImplementedError(f"{BACKEND}: alibi_slopes: expected None, got slopes")
+        if attn_type != AttentionType.DECODER:
+            raise NotImplementedError(f"{BACKEND}: attn_type: expected decoder, got {attn_type}")
+        self.num_heads = num_heads
+        self.head_size = head_size
+        self.scale = float(scale)
+        self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        self.kv_cache_dtype = kv_cache_dtype
+        self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
+        self.scores: dict[str, Any] = {
+            "softmax_scale": self.scale,
+            "causal": True,
+            "window_size": (-1 if sliding_window is None else sliding_window - 1, -1),
+            "softcap": logits_soft_cap or 0.0,
+            "sinks": sinks,
+        }
+
+    def _cache(self, layer: Any, kv_cache: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
+        """Keys and values [blocks, P, Hk, D] of vLLM's [blocks, Hk, P, 2 D], and their scales."""
+        keys, values = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)
+        codes = _FP8.get(self.kv_cache_dtype)
+        if codes is None:
+            return keys, values, {}
+        scales = {"k_scale": layer._k_scale.view(-1), "v_scale": layer._v_scale.view(-1)}
+        return keys.view(codes), values.view(codes), scales
+
+    def do_kv_cache_update(
+        self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
+    ) -> None:
+        """Store key and value [T, Hk, D] in the slots; rows past them are padding."""
+        keys, values, scales = self._cache(layer, kv_cache)
+        kind = self.kv_cache_dtype if self.kv_cache_dtype in _FP8 else "auto"
+        reshape_and_cache(key, value, keys, values, slot_mapping, kind, **scales)
+
+    def forward(
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: Metadata | None,
+        output: Tensor,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
+        """query, output: [T, H, D]; keys and values are in the cache. metadata None: vLLM measures memory."""
+        if output_scale is not None or output_block_scale is not None:
+            raise NotImplementedError(f"{BACKEND}: output_scale: expected None, got a scale")
+        if attn_metadata is None:
+            return output.zero_()
+        batch, (keys, values, scales) = attn_metadata, self._cache(layer, kv_cache)
+        if decodes := batch.decodes:
+            flash_attn_with_kvcache(
+                query[:decodes, None],
+                keys,
+                values,
+                cache_seqlens=batch.lengths[:decodes],
+                block_table=batch.block_table[:decodes],
+                out=output[:decodes, None],
+                **scales,
+                **self.scores,
+            )
+        if batch.starts is not None:
+            flash_attn_varlen_func(
+                query[decodes : batch.tokens],
+                keys,
+                values,
+                batch.starts,
+                None,
+                batch.max_queries,
+                batch.max_keys,
+                block_table=batch.block_table[decodes:],
+                seqused_k=batch.lengths[decodes:],
+                out=output[decodes : batch.tokens],
+                **scales,
+                **self.scores,
+            )
+        return output
+
+
+def _rounded(length: int, unit: int) -> int:
+    return -(-length // unit) * unit

@@ -1,0 +1,92 @@
+"""vLLM on the CPU with the backend KESTREL: greedy tokens of a checkpoint. Run by test_integrations_vllm.py.
+
+vLLM's wheel is built for CUDA, so three of its C++ functions for the CPU are stand-ins here, and the platform's only
+backend is replaced by KESTREL.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+
+SETTINGS = {
+    "VLLM_TARGET_DEVICE": "cpu",
+    "VLLM_USE_V2_MODEL_RUNNER": "0",  # the second runner needs Triton
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "HF_HUB_OFFLINE": "1",
+    "TORCHDYNAMO_DISABLE": "1",
+}
+
+
+def stand_in() -> None:
+    """The functions of vLLM's extension for CPUs that a rehearsal calls."""
+    import torch
+
+    library = torch.library.Library("_C", "FRAGMENT")
+    library.define("init_cpu_memory_env(int[] nodes) -> ()")
+    library.define("compute_slot_mapping_kernel_impl(Tensor s, Tensor p, Tensor t, Tensor(a!) m, int size) -> ()")
+    library.define("greedy_argmax(Tensor logits) -> Tensor")
+
+    def slots(starts, positions, table, mapping, size):
+        for row in range(len(starts) - 1):
+            tokens = slice(int(starts[row]), int(starts[row + 1]))
+            at = positions[tokens]
+            mapping[tokens] = table[row, at // size].long() * size + at % size
+        mapping[int(starts[-1]) :] = -1
+
+    library.impl("init_cpu_memory_env", lambda nodes: None, "CompositeExplicitAutograd")
+    library.impl("compute_slot_mapping_kernel_impl", slots, "CPU")
+    library.impl("greedy_argmax", lambda logits: logits.argmax(-1), "CPU")
+    stand_in.library = library
+
+
+def main(asked: dict) -> dict:
+    os.environ.update(SETTINGS, KESTREL_VLLM=asked["parts"])
+    stand_in()
+    from vllm import LLM, SamplingParams
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+    from kestrel_kernels.integrations import vllm as integration
+    from kestrel_runtime import trace
+
+    integration.register()
+    integration.register()  # vLLM may load plugins several times
+    register_backend(AttentionBackendEnum.CPU_ATTN, AttentionBackendEnum["KESTREL"].get_path())
+    llm = LLM(
+        asked["model"],
+        dtype=asked["dtype"],
+        kv_cache_dtype=asked["kv_cache"],
+        block_size=asked["block_size"],
+        max_model_len=256,
+        max_num_batched_tokens=64,
+        max_num_seqs=4,
+        skip_tokenizer_init=True,
+        enforce_eager=True,
+        enable_prefix_caching=True,
+    )
+    sampling = SamplingParams(
+        temperature=0.0, max_tokens=asked["new"], ignore_eos=True, detokenize=False, logprobs=1, min_tokens=0
+    )
+    with trace() as counts:
+        done = llm.generate([{"prompt_token_ids": ids} for ids in asked["prompts"]], sampling, use_tqdm=False)
+    layers = llm.llm_engine.model_executor.driver_worker.worker.model_runner.model.modules()
+    outputs = [each.outputs[0] for each in done]
+    return {
+        "tokens": [list(each.token_ids) for each in outputs],
+        "logprobs": [
+            [step[token].logprob for step, token in zip(each.logprobs, each.token_ids, strict=True)] for each in outputs
+        ],
+        "ops": sorted(op for op, served in counts.items() if any(served.values())),
+        "classes": sorted({type(layer).__name__ for layer in layers}),
+    }
+
+
+if __name__ == "__main__":
+    found = main(json.loads(sys.argv[1]))
+    print("\n" + json.dumps(found), flush=True)
+    os._exit(0)
