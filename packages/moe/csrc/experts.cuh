@@ -149,6 +149,7 @@ __device__ __forceinline__ void multiply_experts(const ExpertsParams& p) {
   constexpr bool up = PROJECTION == Projection::up, fp8 = std::is_same_v<W, __nv_fp8_e4m3>;
   constexpr bool wgmma = multiplies_by_wgmma<W>();
   constexpr int MT = Tile::m_tiles, NT = Tile::n_tiles, S = Tile::stages;
+  constexpr int G = fp8 || S < 5 ? 1 : 2;  // stages for each barrier
   static_assert(!wgmma || MT == 1, "a warpgroup's rows are those of its warps in turn");
   constexpr int element = fp8 ? 1 : 2;                       // bytes, of weights and x
   constexpr int rows_of_tile = up ? 8 : 16;                  // output channels of 16 weight rows
@@ -193,7 +194,7 @@ __device__ __forceinline__ void multiply_experts(const ExpertsParams& p) {
     return pair < p.tokens * p.choices ? pair : -1;
   };
 
-  // The loads run S - 1 stages ahead of the MMAs, with an item, step and rows of their own. A warp copies four rows of
+  // The loads run S - G stages ahead of the MMAs, with an item, step and rows of their own. A warp copies four rows of
   // 128 bytes at a time. For mma.sync the 64-byte halves of odd rows are swapped, so that fragments are read without
   // bank conflicts; wgmma has its own swizzle.
   const int copy_row = lane / 8, copy_byte = lane % 8 * 16;
@@ -277,20 +278,20 @@ __device__ __forceinline__ void multiply_experts(const ExpertsParams& p) {
   if constexpr (up) {
     if (Tile::quantises && load_item < items) load_rows_of(load_item / slices);  // ahead of the weights
 #pragma unroll 1
-    for (int s = 0; s < S - 1; ++s) {
+    for (int s = 0; s < S - G; ++s) {
       load_weights(s);
       load_x(s);
       next_step();
     }
   } else {  // weights are constant: those of the first item are loaded before the PDL wait
-    const int first = min(S - 1, steps);
+    const int first = min(S - G, steps);
 #pragma unroll 1
     for (; load_step < first; ++load_step) load_weights(load_step);
     load_step = 0;
     if (IN_KERNEL || p.routed_early) pdl_wait();
     pdl_trigger();
 #pragma unroll 1
-    for (int s = 0; s < S - 1; ++s) {
+    for (int s = 0; s < S - G; ++s) {
       if (s >= first) load_weights(s);
       load_x(s);
       next_step();
@@ -335,97 +336,112 @@ __device__ __forceinline__ void multiply_experts(const ExpertsParams& p) {
       }
     }
     float acc[MT][NT][4] = {};
-    for (int step = 0; step < steps; ++step) {
-      ptx::cp_async_wait<S - 2>();
-      if constexpr (wgmma) ptx::fence_proxy_async();
-      __syncthreads();  // all warps see this stage and have finished reading the previous one
-      const auto load_ahead = [&]() {
-        const int free_stage = stage == 0 ? S - 1 : stage - 1;
-        load_weights(free_stage);
-        load_x(free_stage);
-        next_step();
-      };
-      float of_line[fp8 ? MT : 1][fp8 ? NT : 1][4] = {};
-      if constexpr (wgmma) {
-        float d[4 * NT];
-        const uint64_t a = ptx::wgmma_descriptor(memory + stage * Tile::stage_bytes + warp / 4 * 64 * kLineBytes);
-        const uint64_t b = ptx::wgmma_descriptor(x_at(stage, step));
-        ptx::wgmma_fence_registers(d);
-        ptx::wgmma_fence();
-#pragma unroll
-        for (int k = 0; k < 4; ++k) ptx::wgmma<W, 8 * NT>(d, a + 2 * k, b + 2 * k, k > 0);
-        ptx::wgmma_commit();
-        load_ahead();
-        ptx::wgmma_wait<0>();
-        ptx::wgmma_fence_registers(d);
-#pragma unroll
-        for (int i = 0; i < 4 * NT; ++i) of_line[0][i / 4][i % 4] = d[i];
+    for (int start = 0; start < steps; start += G) {
+      const int now = min(G, steps - start), from_stage = stage;
+      if (now == G) {
+        ptx::cp_async_wait<(S - 2 * G > 0 ? S - 2 * G : 0)>();
       } else {
-        load_ahead();
+        ptx::cp_async_wait<S - G - 1>();
       }
+      if constexpr (wgmma) ptx::fence_proxy_async();
+      __syncthreads();  // all warps see these stages and have finished reading the previous ones
+      const auto load_ahead = [&]() {
 #pragma unroll
-      for (int half = 0; half < (wgmma ? 0 : 2); ++half) {
-        const uint32_t weights = (from_weights + stage * Tile::stage_bytes) ^ half * 64;
-        const uint32_t x = (x_at(stage, step) + fragment) ^ half * 64;
-        if constexpr (!fp8) {
-          uint4 b[NT];
-#pragma unroll
-          for (int j = 0; j < NT; ++j) b[j] = ptx::load_shared_uint4(x + j * 8 * kLineBytes);
-#pragma unroll
-          for (int i = 0; i < MT; ++i) {
-            const uint4 low = ptx::load_shared_uint4(weights + i * 16 * kLineBytes);
-            const uint4 high = ptx::load_shared_uint4(weights + (i * 16 + 8) * kLineBytes);
-#pragma unroll
-            for (int j = 0; j < NT; ++j) multiply_line(acc[i][j], low, high, b[j], W());
-          }
-        } else {
-          HalfCodes low[MT], high[MT];
-#pragma unroll
-          for (int i = 0; i < MT; ++i) {
-            low[i] = HalfCodes(ptx::load_shared_uint4(weights + i * 16 * kLineBytes));
-            high[i] = HalfCodes(ptx::load_shared_uint4(weights + (i * 16 + 8) * kLineBytes));
-          }
-#pragma unroll
-          for (int j = 0; j < NT; ++j) {
-            const HalfCodes b(ptx::load_shared_uint4(x + j * 8 * kLineBytes));
-#pragma unroll
-            for (int i = 0; i < MT; ++i) multiply_line(of_line[i][j], low[i], high[i], b);
-          }
+        for (int i = 0; i < G; ++i) {
+          if (i >= now) break;
+          int free_stage = from_stage + S - G + i;
+          if (free_stage >= S) free_stage -= S;
+          load_weights(free_stage);
+          load_x(free_stage);
+          next_step();
         }
-      }
-      if constexpr (fp8) {
+      };
 #pragma unroll
-        for (int i = 0; i < MT; ++i) {
-          float low = 1.f, high = 1.f;
-          if (p.scale_rank == 3) {
-            const int channel = min(first_channel + i * rows_of_tile, p.outputs - 1);
-            const int row_low = channel / kScaleBlock;
-            const int row_high = up && !p.split_scales ? (channel + p.outputs) / kScaleBlock : row_low;
-            const int64_t at = expert * p.scale_expert_stride + step;
-            low = p.weight_scale_low[at + row_low * p.scale_row_stride];
-            high = up ? p.weight_scale_high[at + row_high * p.scale_row_stride] : low;
-          }
-          if (p.x_blocks) {
+      for (int u = 0; u < G; ++u) {
+        if (u >= now) break;
+        const int step = start + u;
+        float of_line[fp8 ? MT : 1][fp8 ? NT : 1][4] = {};
+        if constexpr (wgmma) {
+          float d[4 * NT];
+          const uint64_t a = ptx::wgmma_descriptor(memory + stage * Tile::stage_bytes + warp / 4 * 64 * kLineBytes);
+          const uint64_t b = ptx::wgmma_descriptor(x_at(stage, step));
+          ptx::wgmma_fence_registers(d);
+          ptx::wgmma_fence();
 #pragma unroll
-            for (int j = 0; j < NT; ++j) {
+          for (int k = 0; k < 4; ++k) ptx::wgmma<W, 8 * NT>(d, a + 2 * k, b + 2 * k, k > 0);
+          ptx::wgmma_commit();
+          if (u == 0) load_ahead();
+          ptx::wgmma_wait<0>();
+          ptx::wgmma_fence_registers(d);
 #pragma unroll
-              for (int c = 0; c < 4; ++c) {
-                const int n = j * 8 + 2 * quad + c % 2;
-                const float x_scale = Tile::quantises ? row_scales[n * (kWidthQuantised / kScaleBlock) + step]
-                                                      : stage_scales[Tile::quantises ? 0 : stage][n];
-                acc[i][j][c] = fmaf(of_line[i][j][c] * x_scale, c < 2 ? low : high, acc[i][j][c]);
-              }
+          for (int i = 0; i < 4 * NT; ++i) of_line[0][i / 4][i % 4] = d[i];
+        } else {
+          if (u == 0) load_ahead();
+        }
+#pragma unroll
+        for (int half = 0; half < (wgmma ? 0 : 2); ++half) {
+          const uint32_t weights = (from_weights + stage * Tile::stage_bytes) ^ half * 64;
+          const uint32_t x = (x_at(stage, step) + fragment) ^ half * 64;
+          if constexpr (!fp8) {
+            uint4 b[NT];
+#pragma unroll
+            for (int j = 0; j < NT; ++j) b[j] = ptx::load_shared_uint4(x + j * 8 * kLineBytes);
+#pragma unroll
+            for (int i = 0; i < MT; ++i) {
+              const uint4 low = ptx::load_shared_uint4(weights + i * 16 * kLineBytes);
+              const uint4 high = ptx::load_shared_uint4(weights + (i * 16 + 8) * kLineBytes);
+#pragma unroll
+              for (int j = 0; j < NT; ++j) multiply_line(acc[i][j], low, high, b[j], W());
             }
           } else {
+            HalfCodes low[MT], high[MT];
+#pragma unroll
+            for (int i = 0; i < MT; ++i) {
+              low[i] = HalfCodes(ptx::load_shared_uint4(weights + i * 16 * kLineBytes));
+              high[i] = HalfCodes(ptx::load_shared_uint4(weights + (i * 16 + 8) * kLineBytes));
+            }
 #pragma unroll
             for (int j = 0; j < NT; ++j) {
+              const HalfCodes b(ptx::load_shared_uint4(x + j * 8 * kLineBytes));
 #pragma unroll
-              for (int c = 0; c < 4; ++c) acc[i][j][c] = fmaf(of_line[i][j][c], c < 2 ? low : high, acc[i][j][c]);
+              for (int i = 0; i < MT; ++i) multiply_line(of_line[i][j], low[i], high[i], b);
             }
           }
         }
+        if constexpr (fp8) {
+#pragma unroll
+          for (int i = 0; i < MT; ++i) {
+            float low = 1.f, high = 1.f;
+            if (p.scale_rank == 3) {
+              const int channel = min(first_channel + i * rows_of_tile, p.outputs - 1);
+              const int row_low = channel / kScaleBlock;
+              const int row_high = up && !p.split_scales ? (channel + p.outputs) / kScaleBlock : row_low;
+              const int64_t at = expert * p.scale_expert_stride + step;
+              low = p.weight_scale_low[at + row_low * p.scale_row_stride];
+              high = up ? p.weight_scale_high[at + row_high * p.scale_row_stride] : low;
+            }
+            if (p.x_blocks) {
+#pragma unroll
+              for (int j = 0; j < NT; ++j) {
+#pragma unroll
+                for (int c = 0; c < 4; ++c) {
+                  const int n = j * 8 + 2 * quad + c % 2;
+                  const float x_scale = Tile::quantises ? row_scales[n * (kWidthQuantised / kScaleBlock) + step]
+                                                        : stage_scales[Tile::quantises ? 0 : stage][n];
+                  acc[i][j][c] = fmaf(of_line[i][j][c] * x_scale, c < 2 ? low : high, acc[i][j][c]);
+                }
+              }
+            } else {
+#pragma unroll
+              for (int j = 0; j < NT; ++j) {
+#pragma unroll
+                for (int c = 0; c < 4; ++c) acc[i][j][c] = fmaf(of_line[i][j][c], c < 2 ? low : high, acc[i][j][c]);
+              }
+            }
+          }
+        }
+        if (++stage == S) stage = 0;
       }
-      if (++stage == S) stage = 0;
     }
 
 #pragma unroll

@@ -406,7 +406,7 @@ def test_a_pair_may_be_missing_anywhere_in_a_block(block_size: int, hole: int) -
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("two", [True, False], ids=["two weights", "one weight"])
-@pytest.mark.parametrize("block_size", [16, 64, 128])
+@pytest.mark.parametrize("block_size", [16, 32, 64, 128])
 def test_fp8_products_equal_the_reference(block_size: int, two: bool, form: str) -> None:
     hidden, w1, w3, weights, ids = layer(50, 8, 2, 384, 256)
     ids[3, 0] = -1

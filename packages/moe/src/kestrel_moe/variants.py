@@ -17,7 +17,7 @@ from . import tuned
 
 PAIRS_IN_KERNEL = 64  # up to so many (token, choice) pairs the kernels can group by expert themselves
 _FEW_PAIRS = 32  # up to so many they do for any number of experts
-_ROWS_OF_WGMMA = 9.75  # pairs for each expert, above which its tiles of 64 tokens are faster
+_ROWS_OF_LARGE_TILES = 9.75  # pairs for each expert, above which tiles of 64 tokens are faster on Hopper
 _ROWS_OF_GROUPED_MM = 192  # pairs for each expert from which torch.nn.functional.grouped_mm is faster
 
 IN_KERNEL, ALIGNED, GROUPED_MM = "in_kernel", "aligned", "grouped_mm"
@@ -106,9 +106,8 @@ def by_rule(layer: Layer) -> Variant:
     rows = layer.pairs / layer.experts
     if layer.pairs <= _FEW_PAIRS:
         return Variant(IN_KERNEL, 8)
-    if rows <= _ROWS_OF_WGMMA:
-        tile = 8 if rows + 2 * rows**0.5 <= 8 else 16
-        return Variant(IN_KERNEL if tile == 8 and layer.pairs <= PAIRS_IN_KERNEL else ALIGNED, tile)
+    if rows <= _ROWS_OF_LARGE_TILES:
+        return Variant(ALIGNED, 8 if rows + 2 * rows**0.5 <= 8 else 16)
     if not layer.hopper:
         return Variant(ALIGNED, 64 if rows > 128 and layer.dtype != "fp8" else 32)
     if rows > _ROWS_OF_GROUPED_MM and is_valid(Variant(GROUPED_MM), layer):
