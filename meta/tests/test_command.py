@@ -26,16 +26,21 @@ def test_python_m_is_the_command():
     assert done.stdout == f"kestrel-kernels {__version__}\n"
 
 
-@pytest.mark.parametrize("arguments", [["-h"], ["--help"], ["generate", "-h"], ["info", "-h"]])
+@pytest.mark.parametrize("arguments", [["-h"], ["--help"], ["generate", "-h"], ["info", "-h"], ["tune", "moe", "-h"]])
 def test_help_is_printed(arguments: list[str]):
     done = CliRunner().invoke(cli.app, arguments)
     assert done.exit_code == 0
     assert "Usage" in done.stdout
 
 
+TUNE = ["tune", "moe", "--experts", "8", "--hidden", "64", "--inner", "32", "--topk", "2"]
 REFUSED = {
     "no-such-command": ["no-such-command"],
     "no-such-option": ["generate", "--nope"],
+    "nothing-to-tune": ["tune", "no-such-op"],
+    "a-layer-without-sizes": ["tune", "moe", "--experts", "8"],
+    "no-such-dtype-to-tune": [*TUNE, "--dtype", "int3"],
+    "no-token-counts": [*TUNE, "--tokens", "1,x"],
     "no-such-preset": ["generate", "--preset", "huge"],
     "no-such-model": ["generate", "--model", "missing.pt"],
     "no-such-dtype": ["generate", "--dtype", "float64"],
@@ -63,6 +68,17 @@ print(json.dumps(answers))
     done = python(program, json.dumps(REFUSED), capture_output=True)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == {name: [2, [], False] for name in REFUSED}
+
+
+@pytest.mark.parametrize(
+    ("options", "said"), [([], "needs a CUDA GPU"), (["--inner", "40"], "inner: expected a multiple of 16, got 40")]
+)
+def test_a_layer_that_cannot_be_tuned_is_one_line(options: list[str], said: str):
+    done = python("from kestrel_kernels.cli import app; app()", *TUNE, *options, capture_output=True)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: tune moe: ")
+    assert said in done.stderr
+    assert done.stderr.count("\n") == 1
 
 
 def test_an_unknown_backend_is_refused_with_one_line(monkeypatch):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import enum
 import errno
 import json
 import os
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -80,6 +82,49 @@ def bench(context: typer.Context) -> None:
     from kestrel_runtime.bench.command import main as run
 
     raise typer.Exit(run(context.args, prog="kestrel-kernels bench"))
+
+
+tuners = typer.Typer(no_args_is_help=True, help="Search for the fastest variants of an op on the GPU present.")
+app.add_typer(tuners, name="tune")
+
+
+class TunedDtype(str, enum.Enum):
+    """Dtypes of expert weights."""
+
+    bf16 = "bf16"
+    fp16 = "fp16"
+    fp8 = "fp8"
+
+
+def token_counts(words: str) -> list[int]:
+    """Numbers of at least 1, separated by commas."""
+    counts = [int(word) if word.strip().isdecimal() else 0 for word in words.split(",")]
+    if not all(counts):
+        raise typer.BadParameter(f"expected numbers of at least 1, separated by commas, got {words!r}")
+    return counts
+
+
+@tuners.command("moe")
+def tune_moe(
+    experts: Annotated[int, typer.Option(min=1, help="Experts on this GPU.")],
+    hidden: Annotated[int, typer.Option(min=16, help="Width of the tokens.")],
+    inner: Annotated[int, typer.Option(min=16, help="Width between the two projections.")],
+    topk: Annotated[int, typer.Option(min=1, help="Experts of each token.")],
+    dtype: Annotated[TunedDtype, typer.Option(help="Of the weights.")] = TunedDtype.bf16,
+    tokens: Annotated[
+        str, typer.Option(callback=lambda words: words and token_counts(words) and words, help="For example 1,8,64.")
+    ] = "",
+    out: Annotated[Path | None, typer.Option(help="The file to write; by default the user's file of this GPU.")] = None,
+) -> None:
+    """Time the valid variants of fused_experts for a layer, and remember the fastest for each number of tokens."""
+    from kestrel_moe import tune
+
+    counts = token_counts(tokens) if tokens else tune.TOKENS
+    try:
+        tune.run(tune.Request(experts, hidden, inner, topk, dtype.value, counts, out))
+    except tune.TuneError as error:
+        print(f"error: tune moe: {error}", file=sys.stderr)
+        raise typer.Exit(2) from None
 
 
 def main() -> None:

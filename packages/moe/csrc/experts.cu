@@ -7,6 +7,7 @@
 
 #include <algorithm>
 
+#include "experts_checks.h"
 #include "experts_launch.h"
 #include "shared_limit.h"
 
@@ -19,13 +20,17 @@ using Tile16 = ExpertsTile<2, 1, 8, 6, 2>;
 using Tile32 = ExpertsTile<4, 2, 8, 3, 2>;
 using Tile32Fp8 = ExpertsTile<4, 1, 8, 5, 2>;
 using Tile64 = ExpertsTile<8, 4, 4, 2, 2>;
+using Tile8Quantised = ExpertsTile<1, 1, 8, 5, 2, /*FOR_SMALL=*/false, Rows::quantised_here>;
 using Tile8Small = ExpertsTile<1, 1, 8, 5, 1, /*FOR_SMALL=*/true>;
 using Tile16Small = ExpertsTile<2, 1, 8, 5, 1, /*FOR_SMALL=*/true>;
 using Tile32Small = ExpertsTile<4, 2, 8, 2, 1, /*FOR_SMALL=*/true>;
 using Tile32Fp8Small = ExpertsTile<4, 1, 8, 4, 1, /*FOR_SMALL=*/true>;
+using Tile8QuantisedSmall = ExpertsTile<1, 1, 8, 4, 1, /*FOR_SMALL=*/true, Rows::quantised_here>;
 
 constexpr int kMuchSharedMemory = 160 * 1024;  // GPUs allow a CTA at least this much shared memory, or 99 KB
 constexpr int64_t kTokensSummedByDown = 2;     // for more tokens a separate sum kernel is faster
+
+int64_t scale_blocks(int64_t columns) { return (columns + kScaleBlock - 1) / kScaleBlock; }
 
 // Byte offsets of the parts of the scratch memory of fused_experts.
 struct ExpertsScratch {
@@ -42,15 +47,17 @@ struct ExpertsScratch {
     arrivals = take(width / 16 * 4);
     if (!fp8) return;
     x_codes = take(tokens * width);
-    x_scale = take(tokens * 4);
+    x_scale = take(tokens * scale_blocks(width) * 4);
     codes = take(pairs * inner);
-    scale = take(pairs * 4);
+    scale = take(pairs * scale_blocks(inner) * 4);
   }
 };
 
 int64_t fused_experts_scratch(int64_t tokens, int64_t pairs, int64_t inner, int64_t width, bool fp8) {
   return ExpertsScratch(tokens, pairs, inner, width, fp8).bytes;
 }
+
+int64_t multiprocessors(DLDevice device) { return device_attribute(cudaDevAttrMultiProcessorCount, device.device_id); }
 
 template <typename W, Projection PROJECTION, bool IN_KERNEL, typename Tile>
 void launch_experts(const ExpertsParams& p, int64_t tiles, DLDevice device) {
@@ -59,9 +66,10 @@ void launch_experts(const ExpertsParams& p, int64_t tiles, DLDevice device) {
   raise_shared_limit<kernel, Tile::shared_bytes>(device);
   const int64_t items = tiles * ((p.outputs + channels - 1) / channels);
   if (items > kLargest) unsupported("more than 2^30 tiles of tokens and outputs");
-  const int64_t wave = int64_t{Tile::ctas_per_sm} * device_attribute(cudaDevAttrMultiProcessorCount, device.device_id);
+  const int64_t wave = Tile::ctas_per_sm * multiprocessors(device);
+  const int unused = Tile::quantises ? kWidthQuantised / kScaleBlock - static_cast<int>(scale_blocks(p.width)) : 0;
   launch_pdl(kernel, dim3(static_cast<unsigned>(std::clamp<int64_t>(items, 1, wave))), dim3(Tile::threads), device, p,
-             Tile::shared_bytes);
+             Tile::shared_bytes - unused * Tile::x_bytes);
 }
 
 template <typename W, Projection PROJECTION, bool IN_KERNEL, typename Tile, typename Small>
@@ -74,9 +82,17 @@ void launch_fitting(const ExpertsParams& p, int64_t tiles, DLDevice device) {
   }
 }
 
+// Whether the kernels quantise the rows of x that the CTAs group themselves.
+bool quantises(const ExpertsParams& p) { return p.scale_rank > 0 && p.width <= kWidthQuantised; }
+
 // tokens: of a tile, 8, 16, 32 or 64. IN_KERNEL: see experts_kernel.
 template <typename W, Projection PROJECTION, bool IN_KERNEL>
 void launch_tiles(const ExpertsParams& p, int tokens, int64_t tiles, DLDevice device) {
+  if constexpr (IN_KERNEL && std::is_same_v<W, __nv_fp8_e4m3>) {
+    if (tokens == 8 && quantises(p)) {
+      return launch_fitting<W, PROJECTION, IN_KERNEL, Tile8Quantised, Tile8QuantisedSmall>(p, tiles, device);
+    }
+  }
   if (tokens == 8) return launch_fitting<W, PROJECTION, IN_KERNEL, Tile8, Tile8Small>(p, tiles, device);
   if constexpr (!IN_KERNEL) {
     if (tokens == 16) return launch_fitting<W, PROJECTION, IN_KERNEL, Tile16, Tile16Small>(p, tiles, device);
@@ -137,94 +153,6 @@ bool fits_offsets(int64_t rows, int64_t stride) { return rows * (stride / 16) < 
 // Whether experts_wgmma_kernel covers the call: the device, the block size, and result rows of whole 16-byte packs.
 bool fits_wgmma(const TensorView& out, int64_t row_bytes, int64_t block_size, DLDevice device) {
   return block_size >= kTokensOfWgmma && aligned16(address(out)) && row_bytes % 16 == 0 && has_wgmma(device);
-}
-
-// -- checks -----------------------------------------------------------------------------------------------------------
-
-// A weight [E, N, K] of this dtype.
-void check_weight(const Checks& check, const char* name, const TensorView& weight, DLDataType dtype, int64_t experts,
-                  int64_t outputs, int64_t width) {
-  const int64_t shape[3] = {experts, outputs, width};
-  check.dtype(name, weight, {dtype});
-  check.rank(name, weight, 3, 3);
-  check.last_contiguous(name, weight);
-  check.shape(name, weight, shape, 3);
-  if (weight.size(0) == 0 || weight.size(1) == 0 || weight.size(2) == 0) {
-    check.fail(name, "shape [E, N, K] with each at least 1", "shape " + shape_text(weight.shape().data(), 3));
-  }
-}
-
-// Scales of FP8 weights: [E], [E, N] or [E, ceil(N / 128), ceil(K / 128)].
-void check_weight_scale(const Checks& check, const char* name, const OptionalTensor& scale, const TensorView& weight) {
-  const bool fp8 = same_dtype(weight.dtype(), kFloat8E4M3);
-  if (!scale.has_value()) {
-    if (fp8) check.fail(name, "float32 scales with FP8 weights", "None");
-    return;
-  }
-  if (!fp8) {
-    check.fail(name, "None unless the weights are float8_e4m3fn",
-               "scales with " + dtype_name(weight.dtype()) + " weights");
-  }
-  check.dtype(name, *scale, {kFloat32});
-  check.rank(name, *scale, 1, 3);
-  const int64_t n = weight.size(1), k = weight.size(2);
-  const int64_t outer[2] = {weight.size(0), n}, blocks[3] = {weight.size(0), (n + 127) / 128, (k + 127) / 128};
-  check.shape(name, *scale, (*scale).ndim() == 3 ? blocks : outer, (*scale).ndim());
-}
-
-void check_routing(const Checks& check, const TensorView& topk_ids, const OptionalTensor& topk_weights,
-                   int64_t tokens) {
-  check.dtype("topk_ids", topk_ids, {kInt32});
-  check.rank("topk_ids", topk_ids, 2, 2);
-  check.last_contiguous("topk_ids", topk_ids);
-  const int64_t shape[2] = {tokens, topk_ids.size(1)};
-  check.shape("topk_ids", topk_ids, shape, 2);
-  if (topk_weights.has_value()) {
-    check.dtype("topk_weights", *topk_weights, {kFloat32});
-    check.rank("topk_weights", *topk_weights, 2, 2);
-    check.last_contiguous("topk_weights", *topk_weights);
-    check.shape("topk_weights", *topk_weights, shape, 2);
-  }
-}
-
-// The outputs of moe_align_block_size.
-struct Aligned {
-  OptionalTensor sorted_token_ids, expert_ids, num_tokens_post_pad;
-  int64_t block_size;
-};
-
-void check_aligned(const Checks& check, const Aligned& aligned) {
-  const int64_t one = 1;
-  check.dtype("sorted_token_ids", *aligned.sorted_token_ids, {kInt32});
-  check.rank("sorted_token_ids", *aligned.sorted_token_ids, 1, 1);
-  check.last_contiguous("sorted_token_ids", *aligned.sorted_token_ids);
-  check.dtype("expert_ids", *aligned.expert_ids, {kInt32});
-  check.rank("expert_ids", *aligned.expert_ids, 1, 1);
-  check.last_contiguous("expert_ids", *aligned.expert_ids);
-  check.dtype("num_tokens_post_pad", *aligned.num_tokens_post_pad, {kInt32});
-  check.shape("num_tokens_post_pad", *aligned.num_tokens_post_pad, &one, 1);
-  if (aligned.block_size < 8 || aligned.block_size % 8) unsupported("a block size that is no multiple of 8");
-}
-
-void check_result(const Checks& check, const TensorView& out, DLDataType dtype, std::initializer_list<int64_t> shape) {
-  check.dtype("out", out, {dtype});
-  check.last_contiguous("out", out);
-  check.shape("out", out, shape.begin(), static_cast<int>(shape.size()));
-  check.disjoint("out", out);
-}
-
-// The kernels copy rows 16 bytes at a time.
-void require_packs(const char* name, const TensorView& t) {
-  bool fits = aligned16(address(t));
-  for (int i = 0; i < t.ndim(); ++i) fits = fits && t.size(i) < kLargest;
-  for (int i = 0; i + 1 < t.ndim(); ++i) fits = fits && (t.size(i) < 2 || t.stride(i) * element_bytes(t) % 16 == 0);
-  if (!fits) unsupported(std::string(name) + " with rows that are not aligned to 16 bytes, or a size of 2^30 or more");
-}
-
-void require_sizes(DLDataType dtype, int64_t width, int64_t outputs, int64_t pairs) {
-  if (same_dtype(dtype, kFloat32)) unsupported("float32: tensor cores would round its factors");
-  if (width % 16 || outputs % 16) unsupported("Hd and I that are not multiples of 16");
-  if (pairs > kLargest) unsupported("more than 2^30 (token, choice) pairs");
 }
 
 // -- parameters -------------------------------------------------------------------------------------------------------
@@ -328,7 +256,7 @@ void clear(const TensorView& out, int64_t rows, int64_t row_stride, int64_t colu
 // -- entry points -----------------------------------------------------------------------------------------------------
 
 // With an alignment, block_size is 8, 16, 32 or 64, and on Hopper also 128 and 256 (FP8: 128). Without one the kernels
-// group the pairs, at most 32, and block_size is the token tile.
+// group the pairs, at most 64, and block_size is the token tile.
 void fused_experts(TensorView out, TensorView scratch, TensorView hidden, TensorView w1, TensorView w2,
                    TensorView topk_weights, TensorView topk_ids, OptionalTensor w1_scale, OptionalTensor w2_scale,
                    OptionalTensor expert_map, OptionalTensor sorted_token_ids, OptionalTensor expert_ids,
@@ -395,7 +323,7 @@ void fused_experts(TensorView out, TensorView scratch, TensorView hidden, Tensor
   require_scales(w1_scale, {});
   require_scales(w2_scale, {});
   const bool in_kernel = !sorted_token_ids.has_value();
-  if (in_kernel && pairs > kMaxPairsInKernel) unsupported("more than 32 pairs that are not aligned");
+  if (in_kernel && pairs > kMaxPairsInKernel) unsupported("more than 64 pairs that are not aligned");
   const ExpertsScratch parts(tokens, pairs, inner, width, fp8);
   if (scratch.numel() * element_bytes(scratch) < parts.bytes) unsupported("too little scratch memory");
   char* const memory = address(scratch);
@@ -420,13 +348,10 @@ void fused_experts(TensorView out, TensorView scratch, TensorView hidden, Tensor
   down.partial = floats_at(parts.partial);
   down.routed_early = true;
   up.fp16_result = down.fp16_result = same_dtype(hidden.dtype(), kFloat16);
-  if (fp8) {
-    set_x(&up, memory + parts.x_codes, width, width, floats_at(parts.x_scale));
-    set_x(&down, memory + parts.codes, inner, inner, floats_at(parts.scale));
-  } else {
-    set_x(&up, address(hidden), hidden.stride(0) * 2, width);
-    set_x(&down, up.out, up.out_stride, inner);
-  }
+  set_x(&up, address(hidden), hidden.stride(0) * 2, width);
+  set_x(&down, up.out, up.out_stride, inner);
+  up.x_blocks = up.scale_rank == 3;
+  down.x_blocks = down.scale_rank == 3;
   const int tile = static_cast<int>(block_size);
   int64_t tiles = pairs;
   const bool wgmma = tile >= kTokensOfWgmma && has_wgmma(device);
@@ -449,20 +374,21 @@ void fused_experts(TensorView out, TensorView scratch, TensorView hidden, Tensor
     tiles = set_aligned(&up, aligned, tile);
     set_aligned(&down, aligned, tile);
   }
-  const auto quantise = [&](auto t, const char* x, int64_t x_stride, int64_t rows, int64_t columns, int64_t codes,
-                            int64_t scale) {
-    if (!fp8) return;
+  // Quantises the rows of a projection, unless its kernel does.
+  const auto quantise = [&](auto t, ExpertsParams* p, int64_t rows, int64_t codes, int64_t scale) {
+    if (!fp8 || (in_kernel && quantises(*p))) return;
     ExpertsQuantParams q;
-    q.x = x;
-    q.x_stride = x_stride;
+    q.x = p->x;
+    q.x_stride = p->x_stride;
     q.codes = memory + codes;
     q.scale = floats_at(scale);
-    q.width = static_cast<int>(columns);
-    launch_pdl(experts_quant_kernel<decltype(t)>, dim3(static_cast<unsigned>(rows)), dim3(kQuantThreads), device, q);
+    q.width = p->width;
+    set_x(p, q.codes, q.width, q.width, q.scale, p->x_blocks ? scale_blocks(q.width) : 1);
+    const auto kernel =
+        p->x_blocks ? experts_quant_kernel<decltype(t), true> : experts_quant_kernel<decltype(t), false>;
+    launch_pdl(kernel, dim3(static_cast<unsigned>(rows)), dim3(kQuantThreads), device, q);
   };
-  dispatch_float(hidden, [&](auto t) {
-    quantise(t, address(hidden), hidden.stride(0) * 2, tokens, width, parts.x_codes, parts.x_scale);
-  });
+  dispatch_float(hidden, [&](auto t) { quantise(t, &up, tokens, parts.x_codes, parts.x_scale); });
   const auto launch = [&](const ExpertsParams& p, auto projection) {
     if (!in_kernel) return launch_sorted(p, projection.value, w1.dtype(), wgmma, tile, tiles, device);
     dispatch_weight(w1.dtype(), [&](auto w) {
@@ -470,7 +396,7 @@ void fused_experts(TensorView out, TensorView scratch, TensorView hidden, Tensor
     });
   };
   launch(up, std::integral_constant<Projection, Projection::up>());
-  quantise(float(), up.out, up.out_stride, pairs, inner, parts.codes, parts.scale);
+  quantise(float(), &down, pairs, parts.codes, parts.scale);
   launch(down, std::integral_constant<Projection, Projection::down>());
   if (sums) return;
   ExpertsSumParams sum;

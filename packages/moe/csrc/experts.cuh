@@ -1,28 +1,31 @@
 // Grouped GEMMs of routed experts, memory-bound by the weights: for up to about 60 tokens per expert.
 //
-// mma.sync with weights as operand A (M = weight rows) and tokens as operand B (N = 8), so few tokens waste little. A
-// CTA computes 16 * m_tiles weight rows per warp over all of K. Each stage of its cp.async pipeline holds 128 bytes of
-// every weight row and token. Both operands permute K alike within an instruction, so the 16 bytes that a lane loads
-// feed two instructions (FP8: four, converted exactly to fp16). CTAs are persistent over work items (token tile, row
-// slice), and the pipeline continues across items. Sums are in order of k: a token's result does not depend on its tile
-// or on the other tokens.
+// Weights are operand A (M = weight rows) and tokens operand B (N = 8), so few tokens waste little: mma.sync, or wgmma
+// for FP8 on Hopper. A CTA computes 16 * m_tiles weight rows per warp over all of K. Each stage of its cp.async
+// pipeline holds 128 bytes of every weight row and token. mma.sync permutes K alike in both operands, so the 16 bytes
+// that a lane loads feed two instructions (FP8: four, converted exactly to fp16). CTAs are persistent over work items
+// (token tile, row slice), and the pipeline continues across items. Sums are in order of k: a token's result does not
+// depend on its tile or on the other tokens.
 #pragma once
 
-#include <kestrel/fp8.cuh>
-#include <kestrel/pack.cuh>
 #include <kestrel/pdl.cuh>
 #include <kestrel/ptx/cp_async.cuh>
 #include <kestrel/ptx/shared.cuh>
-#include <kestrel/reduce.cuh>
+#include <kestrel/ptx/wgmma.cuh>
 
-#include "experts_params.cuh"
+#include "experts_pairs.cuh"
+#include "experts_quantiser.cuh"
+#include "experts_rows.cuh"
 
 namespace kestrel::moe {
 
+enum class Rows { as_given, quantised_here };  // of x; quantised rows of a tile stay in shared memory for all of K
+
 // The tile of a CTA and its pipeline. FOR_SMALL: built only for GPUs with 99 KB of shared memory per CTA.
-template <int N_TILES_, int M_TILES_, int WARPS_, int STAGES_, int CTAS_PER_SM_, bool FOR_SMALL_ = false>
+template <int N_TILES_, int M_TILES_, int WARPS_, int STAGES_, int CTAS_PER_SM_, bool FOR_SMALL_ = false,
+          Rows X_ = Rows::as_given>
 struct ExpertsTile {
-  static constexpr bool for_small = FOR_SMALL_;
+  static constexpr bool for_small = FOR_SMALL_, quantises = X_ == Rows::quantised_here;
   static constexpr int n_tiles = N_TILES_;  // of 8 tokens
   static constexpr int m_tiles = M_TILES_;  // of 16 weight rows, per warp
   static constexpr int warps = WARPS_;
@@ -30,9 +33,12 @@ struct ExpertsTile {
   static constexpr int stages = STAGES_;
   static constexpr int ctas_per_sm = CTAS_PER_SM_;
   static constexpr int tokens = 8 * n_tiles;
-  static constexpr int rows = 16 * m_tiles * warps;  // of weights
-  static constexpr int stage_bytes = (rows + tokens) * kLineBytes;
-  static constexpr int shared_bytes = stages * stage_bytes;
+  static constexpr int rows = 16 * m_tiles * warps;    // of weights
+  static constexpr int x_bytes = tokens * kLineBytes;  // of 128 bytes of K
+  static constexpr int stage_bytes = rows * kLineBytes + (quantises ? 0 : x_bytes);
+  static constexpr int alignment = 1024;  // of wgmma's operands
+  static constexpr int shared_bytes =
+      stages * stage_bytes + (quantises ? kWidthQuantised / kLineBytes * x_bytes : 0) + alignment;
   static constexpr int x_copies = (tokens * 8 + threads - 1) / threads;  // of 16 bytes, per thread and stage
 };
 
@@ -64,57 +70,6 @@ __device__ __forceinline__ void mma_16x8x16(float (&c)[4], unsigned a0, unsigned
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
   }
 }
-
-// The index of an expert in the weights on this device, or -1 if it is not here.
-__device__ __forceinline__ int local_expert(const ExpertsParams& p, int id) {
-  if (p.expert_map) id = id >= 0 && id < p.mapped_experts ? p.expert_map[id] : -1;
-  return id >= 0 && id < p.experts ? id : -1;
-}
-
-// Up to 32 (token, choice) pairs, grouped by expert in order of first appearance and split into tiles of TOKENS.
-template <int TOKENS>
-struct PairGroups {
-  int expert[kMaxPairsInKernel];  // of each pair; -1: not on this device
-  int pairs[kMaxPairsInKernel];
-  int tile_expert[kMaxPairsInKernel];
-  int tile_offset[kMaxPairsInKernel];  // of its first pair in `pairs`
-  int tile_count[kMaxPairsInKernel];
-  int tiles;
-
-  // Called by all threads of the CTA. The first warp does the work, one lane per pair.
-  __device__ void build(const ExpertsParams& p) {
-    if (threadIdx.x < kMaxPairsInKernel) {
-      const int pair = threadIdx.x, token = pair / p.choices;
-      const bool exists = pair < p.tokens * p.choices;
-      const int mine = exists ? local_expert(p, p.topk_ids[token * p.ids_stride + (pair - token * p.choices)]) : -1;
-      const unsigned same = __match_any_sync(0xffffffffu, mine);
-      const int leader = __ffs(same) - 1, total = __popc(same), rank = __popc(same & ((1u << pair) - 1));
-      const unsigned leaders = __ballot_sync(0xffffffffu, mine >= 0 && leader == pair);
-      int before_pairs = 0, before_tiles = 0, all_tiles = 0;
-      for (unsigned rest = leaders; rest; rest &= rest - 1) {
-        const int other = __ffs(rest) - 1, pairs_of = __shfl_sync(0xffffffffu, total, other);
-        const int tiles_of = (pairs_of + TOKENS - 1) / TOKENS;
-        if (other < leader) {
-          before_pairs += pairs_of;
-          before_tiles += tiles_of;
-        }
-        all_tiles += tiles_of;
-      }
-      expert[pair] = mine;
-      if (mine >= 0) {
-        pairs[before_pairs + rank] = pair;
-        if (rank % TOKENS == 0) {
-          const int tile = before_tiles + rank / TOKENS;
-          tile_expert[tile] = mine;
-          tile_offset[tile] = before_pairs + rank;
-          tile_count[tile] = min(total - rank, TOKENS);
-        }
-      }
-      if (pair == 0) tiles = all_tiles;
-    }
-    __syncthreads();
-  }
-};
 
 __device__ __forceinline__ float load_cg(const float* p) {
   float v;
@@ -166,6 +121,16 @@ __device__ __forceinline__ void multiply_line(float (&c)[4], const HalfCodes& lo
   }
 }
 
+// Whether products are wgmma's. FP8 mma.sync is emulated on Hopper, by conversions that take as long as the loads.
+template <typename W>
+__device__ constexpr bool multiplies_by_wgmma() {
+#if defined(KESTREL_HAS_WGMMA) && !defined(KESTREL_EXPERTS_MMA_SYNC)
+  return std::is_same_v<W, __nv_fp8_e4m3>;
+#else
+  return false;
+#endif
+}
+
 // Stores an element of the result, in W's type; with FP8 weights in fp16 or bf16, as `fp16_result` says.
 template <typename W>
 __device__ __forceinline__ void store_result(char* row, int64_t column, float value, bool fp16_result) {
@@ -182,14 +147,20 @@ __device__ __forceinline__ void store_result(char* row, int64_t column, float va
 template <typename W, Projection PROJECTION, bool IN_KERNEL, typename Tile>
 __device__ __forceinline__ void multiply_experts(const ExpertsParams& p) {
   constexpr bool up = PROJECTION == Projection::up, fp8 = std::is_same_v<W, __nv_fp8_e4m3>;
+  constexpr bool wgmma = multiplies_by_wgmma<W>();
   constexpr int MT = Tile::m_tiles, NT = Tile::n_tiles, S = Tile::stages;
+  constexpr int G = fp8 || S < 5 ? 1 : 2;  // stages for each barrier
+  static_assert(!wgmma || MT == 1, "a warpgroup's rows are those of its warps in turn");
   constexpr int element = fp8 ? 1 : 2;                       // bytes, of weights and x
   constexpr int rows_of_tile = up ? 8 : 16;                  // output channels of 16 weight rows
   constexpr int channels = rows_of_tile * MT * Tile::warps;  // of a CTA
-  extern __shared__ __align__(128) char memory[];  // [stage][weight rows of each warp, then tokens][128 bytes]
+  extern __shared__ __align__(128) char dynamic[];  // [stage][weight rows of each warp, then tokens][128 bytes]
   __shared__ PairGroups<Tile::tokens> groups;
   __shared__ int item_pairs[2][Tile::tokens];  // of this item and the next
   __shared__ bool is_last;
+  __shared__ float row_scales[Tile::quantises ? Tile::tokens * (kWidthQuantised / kScaleBlock) : 1];
+  __shared__ float stage_scales[fp8 && !Tile::quantises ? S : 1][Tile::tokens];  // of x, with p.x_blocks
+  const uint32_t memory = (ptx::shared_address(dynamic) + Tile::alignment - 1) / Tile::alignment * Tile::alignment;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = lane / 4, quad = lane % 4;
   const int slices = (p.outputs + channels - 1) / channels;
   const int row_bytes = p.width * element;
@@ -223,15 +194,17 @@ __device__ __forceinline__ void multiply_experts(const ExpertsParams& p) {
     return pair < p.tokens * p.choices ? pair : -1;
   };
 
-  // The loads run S - 1 stages ahead of the MMAs, with an item, step and rows of their own. A warp copies four rows of
-  // 128 bytes at a time. The 64-byte halves of odd rows are swapped, so that fragments are read without bank conflicts.
+  // The loads run S - G stages ahead of the MMAs, with an item, step and rows of their own. A warp copies four rows of
+  // 128 bytes at a time. For mma.sync the 64-byte halves of odd rows are swapped, so that fragments are read without
+  // bank conflicts; wgmma has its own swizzle.
   const int copy_row = lane / 8, copy_byte = lane % 8 * 16;
   const uint32_t to_weights =
-      ptx::shared_address(memory) + (warp * MT * 16 + copy_row) * kLineBytes + (copy_byte ^ (copy_row & 1) * 64);
+      memory + (warp * MT * 16 + copy_row) * kLineBytes + (copy_byte ^ (wgmma ? copy_row * 16 : copy_row % 2 * 64));
   int load_item = blockIdx.x, load_step = 0, load_rows = 0;
   const char* load_low = nullptr;
   const char* load_high = nullptr;
   int x_row[Tile::x_copies];
+  [[maybe_unused]] int scale_row = -1;
   const auto seek_item = [&]() {
     if (load_item >= items) return;
     const int tile = load_item / slices, slice = load_item - tile * slices;
@@ -246,6 +219,10 @@ __device__ __forceinline__ void multiply_experts(const ExpertsParams& p) {
       const int pair = n < Tile::tokens ? pair_of(tile, n) : -1;
       x_row[i] = up && pair >= 0 ? pair / p.choices : pair;
     }
+    if (fp8 && !Tile::quantises && p.x_blocks && threadIdx.x < Tile::tokens) {
+      const int pair = pair_of(tile, threadIdx.x);
+      scale_row = up && pair >= 0 ? pair / p.choices : pair;
+    }
   };
   const auto load_weights = [&](int stage) {
     const int byte = load_step * kLineBytes;
@@ -257,22 +234,30 @@ __device__ __forceinline__ void multiply_experts(const ExpertsParams& p) {
       for (int r = 0; r < 8; r += 4) {
         const bool valid = inside && i * rows_of_tile + r < load_rows;
         const int64_t at = valid ? (i * rows_of_tile + r) * p.weight_stride + byte : 0;
-        ptx::cp_async16_or_zero(to + (i * 16 + r) * kLineBytes, valid ? load_low + at : p.weight_low, valid);
-        ptx::cp_async16_or_zero(to + (i * 16 + 8 + r) * kLineBytes, valid ? load_high + at : p.weight_low, valid);
+        const uint32_t to_row = to ^ (wgmma ? r * 16 : 0);
+        ptx::cp_async16_or_zero(to_row + (i * 16 + r) * kLineBytes, valid ? load_low + at : p.weight_low, valid);
+        ptx::cp_async16_or_zero(to_row + (i * 16 + 8 + r) * kLineBytes, valid ? load_high + at : p.weight_low, valid);
       }
     }
   };
   const auto load_x = [&](int stage) {
-    const int byte = load_step * kLineBytes + copy_byte;
-    const bool inside = load_item < items && byte < row_bytes;
+    if constexpr (!Tile::quantises) {
+      const int byte = load_step * kLineBytes + copy_byte;
+      const bool inside = load_item < items && byte < row_bytes;
 #pragma unroll
-    for (int i = 0; i < Tile::x_copies; ++i) {
-      const int n = (threadIdx.x + i * Tile::threads) / 8;
-      const bool valid = inside && x_row[i] >= 0;
-      if (n < Tile::tokens) {
-        ptx::cp_async16_or_zero(ptx::shared_address(memory) + stage * Tile::stage_bytes +
-                                    (Tile::rows + n) * kLineBytes + (copy_byte ^ (n & 1) * 64),
-                                valid ? p.x + x_row[i] * p.x_stride + byte : p.x, valid);
+      for (int i = 0; i < Tile::x_copies; ++i) {
+        const int n = (threadIdx.x + i * Tile::threads) / 8;
+        const bool valid = inside && x_row[i] >= 0;
+        if (n < Tile::tokens) {
+          ptx::cp_async16_or_zero(memory + stage * Tile::stage_bytes + (Tile::rows + n) * kLineBytes +
+                                      (copy_byte ^ (wgmma ? n % 8 * 16 : n % 2 * 64)),
+                                  valid ? p.x + x_row[i] * p.x_stride + byte : p.x, valid);
+        }
+      }
+      if (fp8 && p.x_blocks && threadIdx.x < Tile::tokens) {
+        const bool valid = load_item < items && scale_row >= 0;
+        ptx::cp_async4_or_zero(ptx::shared_address(&stage_scales[fp8 ? stage : 0][threadIdx.x]),
+                               valid ? p.x_scale + scale_row * p.x_scale_stride + load_step : p.x_scale, valid);
       }
     }
     ptx::cp_async_commit();
@@ -285,22 +270,28 @@ __device__ __forceinline__ void multiply_experts(const ExpertsParams& p) {
     }
   };
   seek_item();
+  [[maybe_unused]] RowQuantiser<Tile, up ? 2 : 4> rows;
+  [[maybe_unused]] int quantised = -1;  // the tile whose rows are in shared memory
+  const auto load_rows_of = [&](int tile) {
+    rows.load(p, groups.tile_count[tile], [&](int n) { return up ? pair_of(tile, n) / p.choices : pair_of(tile, n); });
+  };
   if constexpr (up) {
+    if (Tile::quantises && load_item < items) load_rows_of(load_item / slices);  // ahead of the weights
 #pragma unroll 1
-    for (int s = 0; s < S - 1; ++s) {
+    for (int s = 0; s < S - G; ++s) {
       load_weights(s);
       load_x(s);
       next_step();
     }
   } else {  // weights are constant: those of the first item are loaded before the PDL wait
-    const int first = min(S - 1, steps);
+    const int first = min(S - G, steps);
 #pragma unroll 1
     for (; load_step < first; ++load_step) load_weights(load_step);
     load_step = 0;
     if (IN_KERNEL || p.routed_early) pdl_wait();
     pdl_trigger();
 #pragma unroll 1
-    for (int s = 0; s < S - 1; ++s) {
+    for (int s = 0; s < S - G; ++s) {
       if (s >= first) load_weights(s);
       load_x(s);
       next_step();
@@ -318,73 +309,139 @@ __device__ __forceinline__ void multiply_experts(const ExpertsParams& p) {
 
   // Where this lane's fragments lie in a stage: those of the first 64 bytes; those of the second are at address ^ 64.
   const uint32_t fragment = group * kLineBytes + (quad * 16 ^ (group & 1) * 64);
-  const uint32_t from_weights = ptx::shared_address(memory) + warp * MT * 16 * kLineBytes + fragment;
-  const uint32_t from_x = ptx::shared_address(memory) + Tile::rows * kLineBytes + fragment;
+  const uint32_t from_weights = memory + warp * MT * 16 * kLineBytes + fragment;
+  const uint32_t x_codes = memory + S * Tile::stage_bytes;  // of the rows quantised here, [step][token][128 bytes]
+  const auto x_at = [&](int stage, int step) {
+    return Tile::quantises ? x_codes + step * Tile::x_bytes
+                           : memory + stage * Tile::stage_bytes + Tile::rows * kLineBytes;
+  };
   int stage = 0, parity = 0;
   for (int item = blockIdx.x; item < items; item += gridDim.x, parity ^= 1) {
     const int tile = item / slices, slice = item - tile * slices;
     const int64_t expert = max(expert_of(tile), 0);
     const int first_channel = slice * channels + warp * MT * rows_of_tile;
     if (threadIdx.x < Tile::tokens) item_pairs[parity][threadIdx.x] = pair_of(tile, threadIdx.x);
-    float acc[MT][NT][4] = {};
-    for (int step = 0; step < steps; ++step) {
-      ptx::cp_async_wait<S - 2>();
-      __syncthreads();  // all warps see this stage and have finished reading the previous one
-      const int free_stage = stage == 0 ? S - 1 : stage - 1;
-      load_weights(free_stage);
-      load_x(free_stage);
-      next_step();
-      float of_line[fp8 ? MT : 1][fp8 ? NT : 1][4] = {};
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const uint32_t weights = (from_weights + stage * Tile::stage_bytes) ^ half * 64;
-        const uint32_t x = (from_x + stage * Tile::stage_bytes) ^ half * 64;
-        if constexpr (!fp8) {
-          uint4 b[NT];
-#pragma unroll
-          for (int j = 0; j < NT; ++j) b[j] = ptx::load_shared_uint4(x + j * 8 * kLineBytes);
-#pragma unroll
-          for (int i = 0; i < MT; ++i) {
-            const uint4 low = ptx::load_shared_uint4(weights + i * 16 * kLineBytes);
-            const uint4 high = ptx::load_shared_uint4(weights + (i * 16 + 8) * kLineBytes);
-#pragma unroll
-            for (int j = 0; j < NT; ++j) multiply_line(acc[i][j], low, high, b[j], W());
-          }
+    if constexpr (Tile::quantises) {
+      if (tile != quantised) {
+        if (!up || quantised >= 0) load_rows_of(tile);
+        __syncthreads();  // all warps are done with the previous rows
+        if constexpr (!up) {
+          rows.template store<float>(p, x_codes, row_scales, wgmma);
+        } else if (p.fp16_result) {
+          rows.template store<__half>(p, x_codes, row_scales, wgmma);
         } else {
-          HalfCodes low[MT], high[MT];
+          rows.template store<__nv_bfloat16>(p, x_codes, row_scales, wgmma);
+        }
+        quantised = tile;
+      }
+    }
+    float acc[MT][NT][4] = {};
+    for (int start = 0; start < steps; start += G) {
+      const int now = min(G, steps - start), from_stage = stage;
+      if (now == G) {
+        ptx::cp_async_wait<(S - 2 * G > 0 ? S - 2 * G : 0)>();
+      } else {
+        ptx::cp_async_wait<S - G - 1>();
+      }
+      if constexpr (wgmma) ptx::fence_proxy_async();
+      __syncthreads();  // all warps see these stages and have finished reading the previous ones
+      const auto load_ahead = [&]() {
+#pragma unroll
+        for (int i = 0; i < G; ++i) {
+          if (i >= now) break;
+          int free_stage = from_stage + S - G + i;
+          if (free_stage >= S) free_stage -= S;
+          load_weights(free_stage);
+          load_x(free_stage);
+          next_step();
+        }
+      };
+#pragma unroll
+      for (int u = 0; u < G; ++u) {
+        if (u >= now) break;
+        const int step = start + u;
+        float of_line[fp8 ? MT : 1][fp8 ? NT : 1][4] = {};
+        if constexpr (wgmma) {
+          float d[4 * NT];
+          const uint64_t a = ptx::wgmma_descriptor(memory + stage * Tile::stage_bytes + warp / 4 * 64 * kLineBytes);
+          const uint64_t b = ptx::wgmma_descriptor(x_at(stage, step));
+          ptx::wgmma_fence_registers(d);
+          ptx::wgmma_fence();
+#pragma unroll
+          for (int k = 0; k < 4; ++k) ptx::wgmma<W, 8 * NT>(d, a + 2 * k, b + 2 * k, k > 0);
+          ptx::wgmma_commit();
+          if (u == 0) load_ahead();
+          ptx::wgmma_wait<0>();
+          ptx::wgmma_fence_registers(d);
+#pragma unroll
+          for (int i = 0; i < 4 * NT; ++i) of_line[0][i / 4][i % 4] = d[i];
+        } else {
+          if (u == 0) load_ahead();
+        }
+#pragma unroll
+        for (int half = 0; half < (wgmma ? 0 : 2); ++half) {
+          const uint32_t weights = (from_weights + stage * Tile::stage_bytes) ^ half * 64;
+          const uint32_t x = (x_at(stage, step) + fragment) ^ half * 64;
+          if constexpr (!fp8) {
+            uint4 b[NT];
+#pragma unroll
+            for (int j = 0; j < NT; ++j) b[j] = ptx::load_shared_uint4(x + j * 8 * kLineBytes);
+#pragma unroll
+            for (int i = 0; i < MT; ++i) {
+              const uint4 low = ptx::load_shared_uint4(weights + i * 16 * kLineBytes);
+              const uint4 high = ptx::load_shared_uint4(weights + (i * 16 + 8) * kLineBytes);
+#pragma unroll
+              for (int j = 0; j < NT; ++j) multiply_line(acc[i][j], low, high, b[j], W());
+            }
+          } else {
+            HalfCodes low[MT], high[MT];
+#pragma unroll
+            for (int i = 0; i < MT; ++i) {
+              low[i] = HalfCodes(ptx::load_shared_uint4(weights + i * 16 * kLineBytes));
+              high[i] = HalfCodes(ptx::load_shared_uint4(weights + (i * 16 + 8) * kLineBytes));
+            }
+#pragma unroll
+            for (int j = 0; j < NT; ++j) {
+              const HalfCodes b(ptx::load_shared_uint4(x + j * 8 * kLineBytes));
+#pragma unroll
+              for (int i = 0; i < MT; ++i) multiply_line(of_line[i][j], low[i], high[i], b);
+            }
+          }
+        }
+        if constexpr (fp8) {
 #pragma unroll
           for (int i = 0; i < MT; ++i) {
-            low[i] = HalfCodes(ptx::load_shared_uint4(weights + i * 16 * kLineBytes));
-            high[i] = HalfCodes(ptx::load_shared_uint4(weights + (i * 16 + 8) * kLineBytes));
-          }
+            float low = 1.f, high = 1.f;
+            if (p.scale_rank == 3) {
+              const int channel = min(first_channel + i * rows_of_tile, p.outputs - 1);
+              const int row_low = channel / kScaleBlock;
+              const int row_high = up && !p.split_scales ? (channel + p.outputs) / kScaleBlock : row_low;
+              const int64_t at = expert * p.scale_expert_stride + step;
+              low = p.weight_scale_low[at + row_low * p.scale_row_stride];
+              high = up ? p.weight_scale_high[at + row_high * p.scale_row_stride] : low;
+            }
+            if (p.x_blocks) {
 #pragma unroll
-          for (int j = 0; j < NT; ++j) {
-            const HalfCodes b(ptx::load_shared_uint4(x + j * 8 * kLineBytes));
+              for (int j = 0; j < NT; ++j) {
 #pragma unroll
-            for (int i = 0; i < MT; ++i) multiply_line(of_line[i][j], low[i], high[i], b);
+                for (int c = 0; c < 4; ++c) {
+                  const int n = j * 8 + 2 * quad + c % 2;
+                  const float x_scale = Tile::quantises ? row_scales[n * (kWidthQuantised / kScaleBlock) + step]
+                                                        : stage_scales[Tile::quantises ? 0 : stage][n];
+                  acc[i][j][c] = fmaf(of_line[i][j][c] * x_scale, c < 2 ? low : high, acc[i][j][c]);
+                }
+              }
+            } else {
+#pragma unroll
+              for (int j = 0; j < NT; ++j) {
+#pragma unroll
+                for (int c = 0; c < 4; ++c) acc[i][j][c] = fmaf(of_line[i][j][c], c < 2 ? low : high, acc[i][j][c]);
+              }
+            }
           }
         }
+        if (++stage == S) stage = 0;
       }
-      if constexpr (fp8) {
-#pragma unroll
-        for (int i = 0; i < MT; ++i) {
-          float low = 1.f, high = 1.f;
-          if (p.scale_rank == 3) {
-            const int channel = min(first_channel + i * rows_of_tile, p.outputs - 1);
-            const int row_low = channel / kScaleBlock;
-            const int row_high = up && !p.split_scales ? (channel + p.outputs) / kScaleBlock : row_low;
-            const int64_t at = expert * p.scale_expert_stride + step;
-            low = p.weight_scale_low[at + row_low * p.scale_row_stride];
-            high = up ? p.weight_scale_high[at + row_high * p.scale_row_stride] : low;
-          }
-#pragma unroll
-          for (int j = 0; j < NT; ++j) {
-#pragma unroll
-            for (int c = 0; c < 4; ++c) acc[i][j][c] = fmaf(of_line[i][j][c], c < 2 ? low : high, acc[i][j][c]);
-          }
-        }
-      }
-      if (++stage == S) stage = 0;
     }
 
 #pragma unroll
@@ -404,9 +461,12 @@ __device__ __forceinline__ void multiply_experts(const ExpertsParams& p) {
               low *= p.weight_scale_low[at];
               high *= p.weight_scale_high[at];
             }
-            const float x_scale = p.x_scale[(up ? token : pair) * p.x_scale_stride];
-            low *= x_scale;
-            high *= x_scale;
+            if (!p.x_blocks) {
+              const float x_scale = Tile::quantises ? row_scales[Tile::quantises ? j * 8 + 2 * quad + c : 0]
+                                                    : p.x_scale[(up ? token : pair) * p.x_scale_stride];
+              low *= x_scale;
+              high *= x_scale;
+            }
           }
           if constexpr (up) {
             char* row = p.out + pair * p.out_stride;
@@ -462,97 +522,6 @@ template <typename W, Projection PROJECTION, bool IN_KERNEL, typename Tile>
 __global__ void __launch_bounds__(Tile::threads, Tile::ctas_per_sm)
     experts_kernel(const __grid_constant__ ExpertsParams p) {
   if constexpr (is_built<Tile>()) multiply_experts<W, PROJECTION, IN_KERNEL, Tile>(p);
-}
-
-// Quantises rows to FP8 with one scale per row, with the codes of fp8_quant. A CTA reads one row twice.
-struct ExpertsQuantParams {
-  const char* x = nullptr;
-  char* codes = nullptr;
-  float* scale = nullptr;
-  int64_t x_stride = 0;  // bytes
-  int width = 0;         // a multiple of 16
-};
-
-constexpr int kQuantThreads = 256;
-
-template <typename T>
-__global__ void __launch_bounds__(kQuantThreads) experts_quant_kernel(const __grid_constant__ ExpertsQuantParams p) {
-  constexpr int size = Pack<T>::size;
-  __shared__ float memory[kQuantThreads / 32];
-  const char* row = p.x + blockIdx.x * p.x_stride;
-  pdl_wait();
-  pdl_trigger();
-  float largest = 0.f;
-  for (int k = threadIdx.x * size; k < p.width; k += kQuantThreads * size) {
-    Pack<T> pack;
-    float values[size];
-    pack.bits = load16(row + int64_t{k} * sizeof(T));
-    pack.unpack(values);
-#pragma unroll
-    for (int i = 0; i < size; ++i) largest = fmaxf(largest, finite_magnitude(values[i]));
-  }
-  const float scale = fp8_scale(block_max<kQuantThreads / 32>(largest, memory)), inverse = __frcp_rn(scale);
-  if (threadIdx.x == 0) p.scale[blockIdx.x] = scale;
-  uint32_t* codes = reinterpret_cast<uint32_t*>(p.codes + int64_t{blockIdx.x} * p.width);
-  for (int k = threadIdx.x * size; k < p.width; k += kQuantThreads * size) {
-    Pack<T> pack;
-    float v[size];
-    pack.bits = load16(row + int64_t{k} * sizeof(T));
-    pack.unpack(v);
-#pragma unroll
-    for (int i = 0; i < size; ++i) v[i] = fp8_quotient(v[i], scale, inverse);
-#pragma unroll
-    for (int i = 0; i < size; i += 4) codes[(k + i) / 4] = to_fp8x4(v[i], v[i + 1], v[i + 2], v[i + 3]);
-  }
-}
-
-// Sums the choices of each token in order. Rows of S [T * choices, N] are weighted already; with `positions` they are
-// sorted by expert and weighted here. Rows of experts that are not on this device are skipped.
-struct ExpertsSumParams {
-  const char* rows = nullptr;
-  char* out = nullptr;
-  const int* topk_ids = nullptr;
-  const int* expert_map = nullptr;
-  const int* positions = nullptr;  // of each pair in `rows`, -1: none
-  const float* topk_weights = nullptr;
-  int64_t out_stride = 0, ids_stride = 0, topk_weights_stride = 0;
-  int choices = 0, experts = 0, mapped_experts = 0, outputs = 0, ctas_per_token = 0;
-};
-
-constexpr int kSumThreads = 128;
-
-template <typename T, typename S>
-__global__ void __launch_bounds__(kSumThreads) experts_sum_kernel(const __grid_constant__ ExpertsSumParams p) {
-  constexpr int size = Pack<S>::size;
-  const int token = blockIdx.x / p.ctas_per_token;
-  const int first = ((blockIdx.x - token * p.ctas_per_token) * kSumThreads + threadIdx.x) * size;
-  pdl_wait();
-  pdl_trigger();
-  if (first >= p.outputs) return;
-  float total[size] = {};
-#pragma unroll 4
-  for (int j = 0; j < p.choices; ++j) {
-    int64_t row = int64_t{token} * p.choices + j;
-    float weight = 1.f;
-    if (p.positions) {
-      row = p.positions[row];
-      weight = p.topk_weights[token * p.topk_weights_stride + j];
-    } else {
-      int id = p.topk_ids[token * p.ids_stride + j];
-      if (p.expert_map) id = id >= 0 && id < p.mapped_experts ? p.expert_map[id] : -1;
-      if (id < 0 || id >= p.experts) row = -1;
-    }
-    if (row < 0) continue;
-    Pack<S> pack;
-    float values[size];
-    pack.bits = load16_streamed(p.rows + (row * p.outputs + first) * sizeof(S));
-    pack.unpack(values);
-#pragma unroll
-    for (int i = 0; i < size; ++i) total[i] += p.positions ? weight * values[i] : values[i];
-  }
-  T* out = reinterpret_cast<T*>(p.out + token * p.out_stride) + first;
-#pragma unroll
-  for (int i = 0; i < size; ++i) out[i] = from_float<T>(total[i]);
 }
 
 }  // namespace kestrel::moe

@@ -7,9 +7,10 @@
 
 namespace kestrel::moe {
 
-constexpr int kMaxPairsInKernel = 32;  // the most (token, choice) pairs that each CTA groups by expert itself
+constexpr int kMaxPairsInKernel = 64;  // the most (token, choice) pairs that each CTA groups by expert itself
 constexpr int kLineBytes = 128;        // bytes of K per row and pipeline stage: 64 elements of 16 bits, 128 of FP8
 constexpr int kScaleBlock = 128;       // rows and columns of a weight that share a block scale
+constexpr int kWidthQuantised = 3072;  // the longest rows that the CTAs of a projection quantise themselves
 
 enum class Projection { up, down };
 enum class Gate { none, gelu_residual, silu_and_mul, gelu_and_mul };  // none: both halves are written as they are
@@ -39,10 +40,11 @@ struct ExpertsParams {
   bool routed_early = false;  // down: the launch just before has not written the routing or the alignment
   Gate gate = Gate::none;
   // FP8
-  const float* x_scale = nullptr;           // [rows of x] or [rows of x, ceil(K / 128)]; null where x is quantised here
+  const float* x_scale = nullptr;           // of the rows of x; unused where the kernel quantises them
   const float* weight_scale_low = nullptr;  // [E], [E, N] or [E, ceil(N / 128), ceil(K / 128)]
   const float* weight_scale_high = nullptr;
   int scale_rank = 0;
+  bool x_blocks = false;  // x has a scale per row and 128 columns, not one per row
   bool fp16_result = false;
   bool split_scales = false;  // up: two weights with scales of their own, not two halves of one
   int64_t scale_expert_stride = 0, scale_row_stride = 0, x_scale_stride = 0;  // elements

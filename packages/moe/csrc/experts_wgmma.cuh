@@ -83,6 +83,7 @@ __global__ void __launch_bounds__(Tile::threads, 1) experts_wgmma_kernel(const _
   __shared__ uint64_t full[S], empty[S];
   __shared__ int pair_of_token[Tile::tokens];
   __shared__ float factor_of_token[Tile::tokens];
+  __shared__ float stage_scales[fp8 ? S : 1][Tile::tokens];  // of x, with p.x_blocks
   const uint32_t ring = (ptx::shared_address(dynamic) + Tile::alignment - 1) / Tile::alignment * Tile::alignment;
   const int slices = (p.outputs + channels - 1) / channels, pairs = p.tokens * p.choices;
   const int row_bytes = p.width * element, steps = (row_bytes + kLineBytes - 1) / kLineBytes;
@@ -191,12 +192,30 @@ __global__ void __launch_bounds__(Tile::threads, 1) experts_wgmma_kernel(const _
         const int pair = pair_at(at.tile, i * rows_at_once + row);
         x_row[i] = pair < 0 ? kNoRow : static_cast<uint32_t>((up ? pair / p.choices : pair) * (p.x_stride / 16));
       }
+      constexpr int scale_copies = (Tile::tokens + Tile::producers - 1) / Tile::producers;
+      [[maybe_unused]] int scale_row[scale_copies];
+      if (fp8 && p.x_blocks) {
+#pragma unroll
+        for (int i = 0; i < scale_copies; ++i) {
+          const int n = threadIdx.x + i * Tile::producers, pair = n < used ? pair_at(at.tile, n) : -1;
+          scale_row[i] = up && pair >= 0 ? pair / p.choices : pair;
+        }
+      }
       for (int step = 0; step < steps; ++step) {
         ptx::mbarrier_wait(empty + stage, phase ^ 1);
         with_copy(step, [&](const auto& copy) {
           if (step >= loaded) copy_weights(stage, copy);
           copy_x(stage, copy);
         });
+        if (fp8 && p.x_blocks) {
+#pragma unroll
+          for (int i = 0; i < scale_copies; ++i) {
+            if (scale_row[i] < 0) continue;
+            ptx::cp_async4_or_zero(
+                ptx::shared_address(&stage_scales[fp8 ? stage : 0][threadIdx.x + i * Tile::producers]),
+                p.x_scale + scale_row[i] * p.x_scale_stride + step, /*valid=*/true);
+          }
+        }
         weights += kLineBytes;
         x += kLineBytes;
         ptx::mbarrier_arrive_after_copies(full + stage);
@@ -222,7 +241,7 @@ __global__ void __launch_bounds__(Tile::threads, 1) experts_wgmma_kernel(const _
     for (int n = thread; n < used; n += Tile::consumers) {
       const int pair = pair_at(at.tile, n), token = pair / p.choices;
       float factor = 1.f;
-      if (pair >= 0 && fp8) factor = p.x_scale[(up ? token : pair) * p.x_scale_stride];
+      if (pair >= 0 && fp8 && !p.x_blocks) factor = p.x_scale[(up ? token : pair) * p.x_scale_stride];
       if (pair >= 0 && !up) factor *= p.topk_weights[token * p.topk_weights_stride + (pair - token * p.choices)];
       pair_of_token[n] = pair;
       factor_of_token[n] = factor;
@@ -264,9 +283,22 @@ __global__ void __launch_bounds__(Tile::threads, 1) experts_wgmma_kernel(const _
           const float low = low_scales ? low_scales[step] : 1.f, high = high_scales ? high_scales[step] : 1.f;
           ptx::wgmma_wait<0>();
           ptx::wgmma_fence_registers(of_line);
-          if (thread % 128 == 0) ptx::mbarrier_arrive(empty + stage);
+          if (p.x_blocks) {
 #pragma unroll
-          for (int i = 0; i < N / 2; ++i) acc[i] = fmaf(of_line[i], i % 4 < 2 ? low : high, acc[i]);
+            for (int i = 0; i < N / 2; i += 4) {
+              const float2 x_scale = *reinterpret_cast<const float2*>(&stage_scales[stage][i * 2 + 2 * quad]);
+#pragma unroll
+              for (int c = 0; c < 4; ++c) {
+                acc[i + c] = fmaf(of_line[i + c] * (c % 2 ? x_scale.y : x_scale.x), c < 2 ? low : high, acc[i + c]);
+              }
+            }
+            named_barrier(2 + warpgroup, 128);  // all have read the scales
+          }
+          if (thread % 128 == 0) ptx::mbarrier_arrive(empty + stage);
+          if (!p.x_blocks) {
+#pragma unroll
+            for (int i = 0; i < N / 2; ++i) acc[i] = fmaf(of_line[i], i % 4 < 2 ? low : high, acc[i]);
+          }
         } else {
           ptx::wgmma_fence_registers(acc);
           ptx::wgmma_fence();

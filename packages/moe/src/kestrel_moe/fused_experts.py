@@ -9,15 +9,10 @@ import torch.nn.functional as F
 
 from kestrel_runtime import Binary, check, empty, kernel_op
 
-from . import reference_experts
+from . import reference_experts, variants
 from ._checks import check_out
 
 _kernels = Binary("kestrel_moe")
-_PAIRS_IN_KERNEL = 32  # up to so many pairs the kernels group by expert themselves
-_TILE_IN_KERNEL = 8  # tokens of a tile then
-_ROWS_OF_WGMMA = 9.75  # pairs for each expert, above which its tiles of 64 tokens are faster
-_ROWS_OF_GROUPED_MM = 192  # pairs per expert from which torch.nn.functional.grouped_mm is faster, on Hopper
-
 ACTIVATIONS = ("gelu_residual", "silu_and_mul", "gelu_and_mul")
 
 
@@ -110,28 +105,8 @@ def _shape_fused_experts(
     return torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device)
 
 
-@functools.cache
-def tile_tokens(pairs: int, experts: int, fp8: bool, wgmma: bool) -> int:
-    """Tokens of a tile. Each tile reads its expert's weights, so few experts should have more than one tile."""
-    rows = pairs / experts
-    if rows <= _ROWS_OF_WGMMA:
-        return 8 if rows + 2 * rows**0.5 <= 8 else 16
-    if wgmma:
-        return 64 if rows <= 48 else 128 if rows <= 112 or fp8 else 256
-    return 64 if rows > 128 and not fp8 else 32
-
-
-@functools.cache
-def _is_hopper(device: int) -> bool:
-    return torch.cuda.get_device_capability(device) == (9, 0)
-
-
-def _grouped_mm_is_faster(hidden: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, pairs: int) -> bool:
-    """Whether the layer is compute-bound and grouped_mm covers it: it is then faster than the kernels here."""
-    experts, width, inner = w2.shape
-    many = pairs > _ROWS_OF_GROUPED_MM * experts and hidden.dtype == w1.dtype == torch.bfloat16
-    covered = width % 16 == inner % 16 == 0 and experts < 1024 and hasattr(F, "grouped_mm")
-    return many and covered and all(w.is_contiguous() and w.data_ptr() % 16 == 0 for w in (w1, w2))
+def _fits_grouped_mm(w1: torch.Tensor, w2: torch.Tensor) -> bool:
+    return all(w.is_contiguous() and w.data_ptr() % 16 == 0 for w in (w1, w2))
 
 
 def _through_grouped_mm(
@@ -197,7 +172,8 @@ def fused_experts(
     activation: "gelu_residual", "silu_and_mul" or "gelu_and_mul", of the two halves of the up projection.
     w1_scale, w2_scale: float32, one per expert [E], per output [E, 2I] and [E, Hd], or per 128 x 128 tile
         [E, ceil(N/128), ceil(K/128)], told apart by shape; weight = code * scale. The activations are then quantised to
-        FP8 with one dynamic scale per row (fp8_quant), the hidden layer from float32.
+        FP8 with one dynamic scale per row, or with tiles one per row and 128 columns (fp8_quant), the hidden layer from
+        float32.
     expert_map: int32 [experts of all devices], the index in w1 of each expert, or -1 if another device holds it. Ids
         are then indices into the map, and choices mapped to -1 are skipped.
     Accumulated in float32; the hidden layer is rounded once (to hidden's dtype, or FP8), the result once, after the sum
@@ -208,7 +184,8 @@ def fused_experts(
     sum in order of k, so a row is the same bit for bit for every T. On an H100 or H200 that holds in each of two
     ranges: up to 9.75 pairs for each expert (or 32 pairs in all), and above, where bf16 results of each expert are
     rounded before the sum over j. From 192 pairs for each expert on, bf16 layers without ``expert_map`` go through
-    torch.nn.functional.grouped_mm there, and each T is a range of its own. By reference on a CPU, a row is the same bit
+    torch.nn.functional.grouped_mm there, and each T is a range of its own. Layers that `kestrel-kernels tune moe` has
+    tuned on this GPU have the borders that its file says. By reference on a CPU, a row is the same bit
     for bit up to T = 16, and beyond it within each of these ranges of T*K/E: below 1, from a power of two up to the
     next, from 64 on.
 
@@ -223,6 +200,27 @@ def fused_experts(
     >>> round(fused_experts(hidden, w1, w2, weights, ids, activation="silu_and_mul").item(), 4)
     26.4239
     """
+    choice = (hidden.get_device(), hidden.shape[0], topk_ids.shape[1], w2.shape, w2.dtype, expert_map is not None)
+    variant = variants.for_call(*choice, grouped_mm=True)
+    if variant.path == variants.GROUPED_MM and not _fits_grouped_mm(w1, w2):
+        variant = variants.for_call(*choice, grouped_mm=False)
+    return by_variant(variant, hidden, w1, w2, topk_weights, topk_ids, activation, w1_scale, w2_scale, expert_map, out)
+
+
+def by_variant(
+    variant: variants.Variant,
+    hidden: torch.Tensor,
+    w1: torch.Tensor,
+    w2: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    activation: str = "gelu_residual",
+    w1_scale: torch.Tensor | None = None,
+    w2_scale: torch.Tensor | None = None,
+    expert_map: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Launches :func:`fused_experts` by a variant that is valid for it."""
     tokens, width = hidden.shape
     experts, pairs, fp8 = w1.shape[0], topk_ids.numel(), w1_scale is not None
     if topk_ids.dtype == torch.int64:
@@ -231,18 +229,16 @@ def fused_experts(
         out = empty(hidden, hidden.dtype, tokens, width)
     scratch = empty(hidden, torch.uint8, _scratch_bytes(tokens, pairs, w1.shape[1] // 2, width, fp8))
     layer = (out, scratch, hidden, w1, w2, topk_weights, topk_ids, w1_scale, w2_scale, expert_map)
-    if pairs <= _PAIRS_IN_KERNEL:
-        _kernels.fused_experts(*layer, None, None, None, _TILE_IN_KERNEL, activation)
+    if variant.path == variants.IN_KERNEL:
+        _kernels.fused_experts(*layer, None, None, None, variant.tile, activation)
         return out
-    hopper = _is_hopper(hidden.get_device())
     mapped = experts if expert_map is None else expert_map.shape[0]
-    grouped_mm = hopper and expert_map is None and not fp8 and _grouped_mm_is_faster(hidden, w1, w2, pairs)
-    if grouped_mm or mapped == 0:  # without the entry point, which checks other calls
+    if variant.path == variants.GROUPED_MM or mapped == 0:  # without the entry point, which checks other calls
         _check_fused_experts(hidden, w1, w2, topk_weights, topk_ids, activation, w1_scale, w2_scale, expert_map, out)
         if mapped == 0:
             return out.zero_()
         return _through_grouped_mm(out, hidden, w1, w2, topk_weights, topk_ids, activation)
-    tile = tile_tokens(pairs, experts, fp8, hopper)
+    tile = variant.tile
     blocks = reference_experts.most_blocks(pairs, mapped, tile)
     aligned = [empty(hidden, torch.int32, size) for size in (blocks * tile, blocks, 1)]
     _kernels.moe_align_block_size(topk_ids, mapped, tile, *aligned, expert_map)

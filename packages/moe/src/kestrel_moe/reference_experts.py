@@ -290,9 +290,15 @@ def fused_experts(
 
 
 def _operand(x: torch.Tensor, weight_scale: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """x as the left operand of a product: float32 as it is, or FP8 codes (as float32) with one scale per row."""
+    """x as the left operand of a product: float32 as it is, or FP8 codes (as float32) with one scale per row.
+
+    With block scales x has a scale per row and 128 columns, which its values here include.
+    """
     if weight_scale is None:
         return x.float(), None
+    if weight_scale.ndim == 3:
+        codes, scale = fp8_quant(x, granularity="group", group_size=128)
+        return codes.float() * scale.repeat_interleave(128, dim=1)[:, : x.shape[1]], None
     codes, scale = fp8_quant(x)
     return codes.float(), scale
 

@@ -1,4 +1,5 @@
-// Asynchronous copies of 16 bytes from global to shared memory (sm_80), past L1. Both addresses are multiples of 16.
+// Asynchronous copies from global to shared memory (sm_80): of 16 bytes past L1, or of 4. Both addresses are multiples
+// of the size.
 #pragma once
 
 #include <cstdint>
@@ -12,6 +13,12 @@ __device__ __forceinline__ void cp_async16(uint32_t shared, const void* global) 
 // Writes zeros and reads nothing where `valid` is false.
 __device__ __forceinline__ void cp_async16_or_zero(uint32_t shared, const void* global, bool valid) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(valid ? 16 : 0)
+               : "memory");
+}
+
+// The same with 4 bytes, which pass through L1.
+__device__ __forceinline__ void cp_async4_or_zero(uint32_t shared, const void* global, bool valid) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared), "l"(global), "r"(valid ? 4 : 0)
                : "memory");
 }
 

@@ -92,6 +92,14 @@ __device__ __forceinline__ void wgmma(float (&d)[SIZE], uint64_t a, uint64_t b, 
   } else {                                                                           \
     KESTREL_WGMMA(n, "32", "e4m3", list, a_at, b_at, add_at, "", __VA_ARGS__);       \
   }
+#define KESTREL_NAMES_8 "%0, %1, %2, %3"
+#define KESTREL_REGISTERS_8 "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+#define KESTREL_NAMES_16 KESTREL_NAMES_8 ", %4, %5, %6, %7"
+#define KESTREL_REGISTERS_16 KESTREL_REGISTERS_8, "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7])
+#define KESTREL_NAMES_32 KESTREL_NAMES_16 ", %8, %9, %10, %11, %12, %13, %14, %15"
+#define KESTREL_REGISTERS_32                                                                                     \
+  KESTREL_REGISTERS_16, "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), \
+      "+f"(d[15])
 #define KESTREL_NAMES_0                                                    \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
   "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
@@ -124,7 +132,13 @@ __device__ __forceinline__ void wgmma(float (&d)[SIZE], uint64_t a, uint64_t b, 
       "+f"(d[104]), "+f"(d[105]), "+f"(d[106]), "+f"(d[107]), "+f"(d[108]), "+f"(d[109]), "+f"(d[110]), "+f"(d[111]), \
       "+f"(d[112]), "+f"(d[113]), "+f"(d[114]), "+f"(d[115]), "+f"(d[116]), "+f"(d[117]), "+f"(d[118]), "+f"(d[119]), \
       "+f"(d[120]), "+f"(d[121]), "+f"(d[122]), "+f"(d[123]), "+f"(d[124]), "+f"(d[125]), "+f"(d[126]), "+f"(d[127])
-  if constexpr (N == 64) {
+  if constexpr (N == 8) {
+    KESTREL_WGMMA_TYPES("8", KESTREL_NAMES_8, "%4", "%5", "%6", KESTREL_REGISTERS_8)
+  } else if constexpr (N == 16) {
+    KESTREL_WGMMA_TYPES("16", KESTREL_NAMES_16, "%8", "%9", "%10", KESTREL_REGISTERS_16)
+  } else if constexpr (N == 32) {
+    KESTREL_WGMMA_TYPES("32", KESTREL_NAMES_32, "%16", "%17", "%18", KESTREL_REGISTERS_32)
+  } else if constexpr (N == 64) {
     KESTREL_WGMMA_TYPES("64", KESTREL_NAMES_0, "%32", "%33", "%34", KESTREL_REGISTERS_0)
   } else if constexpr (N == 128) {
     KESTREL_WGMMA_TYPES("128", KESTREL_NAMES_0 ", " KESTREL_NAMES_1, "%64", "%65", "%66", KESTREL_REGISTERS_0,
@@ -137,8 +151,14 @@ __device__ __forceinline__ void wgmma(float (&d)[SIZE], uint64_t a, uint64_t b, 
                         "%129", "%130", KESTREL_REGISTERS_0, KESTREL_REGISTERS_1, KESTREL_REGISTERS_2,
                         KESTREL_REGISTERS_3)
   } else {
-    static_assert(N == 0, "N is 64, 128, 192 or 256");
+    static_assert(N == 0, "N is 8, 16, 32, 64, 128, 192 or 256");
   }
+#undef KESTREL_NAMES_8
+#undef KESTREL_REGISTERS_8
+#undef KESTREL_NAMES_16
+#undef KESTREL_REGISTERS_16
+#undef KESTREL_NAMES_32
+#undef KESTREL_REGISTERS_32
 #undef KESTREL_NAMES_0
 #undef KESTREL_REGISTERS_0
 #undef KESTREL_NAMES_1

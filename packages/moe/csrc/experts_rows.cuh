@@ -1,0 +1,142 @@
+// Row kernels around the grouped GEMMs of routed experts: quantisation to FP8, and the sum over choices.
+#pragma once
+
+#include <kestrel/fp8.cuh>
+#include <kestrel/pack.cuh>
+#include <kestrel/pdl.cuh>
+#include <kestrel/reduce.cuh>
+
+#include "experts_params.cuh"
+
+namespace kestrel::moe {
+
+// Quantises rows to FP8 with one scale per row, or per row and 128 columns, with the codes of fp8_quant.
+struct ExpertsQuantParams {
+  const char* x = nullptr;
+  char* codes = nullptr;
+  float* scale = nullptr;  // [rows, scales of a row]
+  int64_t x_stride = 0;    // bytes
+  int width = 0;           // a multiple of 16
+};
+
+constexpr int kQuantThreads = 256;
+
+// Eight or four codes of a pack.
+template <typename T>
+struct PackCodes {
+  static constexpr int size = Pack<T>::size;
+  uint32_t words[size / 4];
+
+  __device__ __forceinline__ PackCodes(Pack<T> pack, float scale, float inverse) {
+    float v[size];
+    pack.unpack(v);
+#pragma unroll
+    for (int i = 0; i < size; ++i) v[i] = fp8_quotient(v[i], scale, inverse);
+#pragma unroll
+    for (int i = 0; i < size; i += 4) words[i / 4] = to_fp8x4(v[i], v[i + 1], v[i + 2], v[i + 3]);
+  }
+};
+
+template <typename T>
+__device__ __forceinline__ float largest_magnitude(Pack<T> pack) {
+  float values[Pack<T>::size], largest = 0.f;
+  pack.unpack(values);
+#pragma unroll
+  for (int i = 0; i < Pack<T>::size; ++i) largest = fmaxf(largest, finite_magnitude(values[i]));
+  return largest;
+}
+
+// A CTA reads one row, twice unless BLOCKS.
+template <typename T, bool BLOCKS>
+__global__ void __launch_bounds__(kQuantThreads) experts_quant_kernel(const __grid_constant__ ExpertsQuantParams p) {
+  constexpr int size = Pack<T>::size;
+  __shared__ float memory[kQuantThreads / 32];
+  const char* row = p.x + blockIdx.x * p.x_stride;
+  uint32_t* codes = reinterpret_cast<uint32_t*>(p.codes + int64_t{blockIdx.x} * p.width);
+  Pack<T> pack;
+  const auto load = [&](int k) { pack.bits = load16(row + int64_t{k} * sizeof(T)); };
+  const auto store = [&](int k, float scale) {
+    const PackCodes<T> encoded(pack, scale, __frcp_rn(scale));
+#pragma unroll
+    for (int i = 0; i < size / 4; ++i) codes[k / 4 + i] = encoded.words[i];
+  };
+  pdl_wait();
+  pdl_trigger();
+  if constexpr (BLOCKS) {
+    const int blocks = (p.width + kScaleBlock - 1) / kScaleBlock;
+    for (int first = 0; first < blocks * kScaleBlock; first += kQuantThreads * size) {
+      const int k = first + threadIdx.x * size;
+      float largest = 0.f;
+      if (k < p.width) {
+        load(k);
+        largest = largest_magnitude(pack);
+      }
+      const float scale = fp8_scale(warp_max<kScaleBlock / size>(largest));
+      if (k < p.width) store(k, scale);
+      if (k % kScaleBlock == 0 && k < p.width) p.scale[int64_t{blockIdx.x} * blocks + k / kScaleBlock] = scale;
+    }
+  } else {
+    float largest = 0.f;
+    for (int k = threadIdx.x * size; k < p.width; k += kQuantThreads * size) {
+      load(k);
+      largest = fmaxf(largest, largest_magnitude(pack));
+    }
+    const float scale = fp8_scale(block_max<kQuantThreads / 32>(largest, memory));
+    if (threadIdx.x == 0) p.scale[blockIdx.x] = scale;
+    for (int k = threadIdx.x * size; k < p.width; k += kQuantThreads * size) {
+      load(k);
+      store(k, scale);
+    }
+  }
+}
+
+// Sums the choices of each token in order. Rows of S [T * choices, N] are weighted already; with `positions` they are
+// sorted by expert and weighted here. Rows of experts that are not on this device are skipped.
+struct ExpertsSumParams {
+  const char* rows = nullptr;
+  char* out = nullptr;
+  const int* topk_ids = nullptr;
+  const int* expert_map = nullptr;
+  const int* positions = nullptr;  // of each pair in `rows`, -1: none
+  const float* topk_weights = nullptr;
+  int64_t out_stride = 0, ids_stride = 0, topk_weights_stride = 0;
+  int choices = 0, experts = 0, mapped_experts = 0, outputs = 0, ctas_per_token = 0;
+};
+
+constexpr int kSumThreads = 128;
+
+template <typename T, typename S>
+__global__ void __launch_bounds__(kSumThreads) experts_sum_kernel(const __grid_constant__ ExpertsSumParams p) {
+  constexpr int size = Pack<S>::size;
+  const int token = blockIdx.x / p.ctas_per_token;
+  const int first = ((blockIdx.x - token * p.ctas_per_token) * kSumThreads + threadIdx.x) * size;
+  pdl_wait();
+  pdl_trigger();
+  if (first >= p.outputs) return;
+  float total[size] = {};
+#pragma unroll 4
+  for (int j = 0; j < p.choices; ++j) {
+    int64_t row = int64_t{token} * p.choices + j;
+    float weight = 1.f;
+    if (p.positions) {
+      row = p.positions[row];
+      weight = p.topk_weights[token * p.topk_weights_stride + j];
+    } else {
+      int id = p.topk_ids[token * p.ids_stride + j];
+      if (p.expert_map) id = id >= 0 && id < p.mapped_experts ? p.expert_map[id] : -1;
+      if (id < 0 || id >= p.experts) row = -1;
+    }
+    if (row < 0) continue;
+    Pack<S> pack;
+    float values[size];
+    pack.bits = load16_streamed(p.rows + (row * p.outputs + first) * sizeof(S));
+    pack.unpack(values);
+#pragma unroll
+    for (int i = 0; i < size; ++i) total[i] += p.positions ? weight * values[i] : values[i];
+  }
+  T* out = reinterpret_cast<T*>(p.out + token * p.out_stride) + first;
+#pragma unroll
+  for (int i = 0; i < size; ++i) out[i] = from_float<T>(total[i]);
+}
+
+}  // namespace kestrel::moe

@@ -1,0 +1,151 @@
+"""Which kernels run a layer of routed experts: the variants, when each is valid, and which one is chosen.
+
+A variant is a path and the tokens of a tile. ``kestrel-kernels tune moe`` times the valid ones and writes the fastest
+into a file of the GPU (:mod:`kestrel_moe.tuned`). Without an entry for a layer, :func:`by_rule` chooses.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from . import tuned
+
+PAIRS_IN_KERNEL = 64  # up to so many (token, choice) pairs the kernels can group by expert themselves
+_FEW_PAIRS = 32  # up to so many they do for any number of experts
+_ROWS_OF_LARGE_TILES = 9.75  # pairs for each expert, above which tiles of 64 tokens are faster on Hopper
+_ROWS_OF_GROUPED_MM = 192  # pairs for each expert from which torch.nn.functional.grouped_mm is faster
+
+IN_KERNEL, ALIGNED, GROUPED_MM = "in_kernel", "aligned", "grouped_mm"
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What the choice depends on."""
+
+    tokens: int
+    experts: int
+    choices: int
+    width: int
+    inner: int
+    dtype: str
+    """Of the weights: "bf16", "fp16" or "fp8"."""
+    hopper: bool
+    """Whether the GPU has wgmma."""
+    mapped: bool = False
+    """Whether an expert_map is given."""
+
+    @property
+    def pairs(self) -> int:
+        return self.tokens * self.choices
+
+    @property
+    def sizes(self) -> str:
+        """The key of the layer in a tuned file.
+
+        >>> Layer(4, 64, 8, 2048, 1024, "bf16", hopper=True).sizes
+        'E64 k8 h2048 i1024 bf16'
+        """
+        return f"E{self.experts} k{self.choices} h{self.width} i{self.inner} {self.dtype}"
+
+
+@dataclass(frozen=True)
+class Variant:
+    path: str
+    """"in_kernel": the kernels group the pairs themselves. "aligned": after moe_align_block_size. "grouped_mm"."""
+    tile: int = 0
+    """Tokens of a tile; 0 for grouped_mm."""
+
+    def __str__(self) -> str:
+        """
+        >>> str(Variant("aligned", 64)), str(Variant("grouped_mm"))
+        ('aligned 64', 'grouped_mm')
+        """
+        return f"{self.path} {self.tile}" if self.tile else self.path
+
+
+VARIANTS = (
+    Variant(IN_KERNEL, 8),
+    *(Variant(ALIGNED, tile) for tile in (8, 16, 32, 64, 128, 256)),
+    Variant(GROUPED_MM),
+)
+
+
+def is_valid(variant: Variant, layer: Layer) -> bool:
+    """Whether the variant covers the layer. The tuner and the choice both ask here.
+
+    >>> layer = Layer(8, 64, 8, 2048, 1024, "fp8", hopper=False)
+    >>> [str(variant) for variant in VARIANTS if is_valid(variant, layer)]
+    ['in_kernel 8', 'aligned 8', 'aligned 16', 'aligned 32']
+    """
+    if variant not in VARIANTS:
+        return False
+    if variant.path == IN_KERNEL:
+        return layer.pairs <= PAIRS_IN_KERNEL
+    if variant.path == GROUPED_MM:
+        covered = layer.width % 16 == layer.inner % 16 == 0 and layer.experts < 1024 and not layer.mapped
+        return layer.hopper and layer.dtype == "bf16" and covered and hasattr(F, "grouped_mm")
+    if variant.tile == 64:  # wgmma on Hopper, elsewhere mma.sync
+        return layer.hopper or layer.dtype != "fp8"
+    return variant.tile < 64 or (layer.hopper and (variant.tile == 128 or layer.dtype != "fp8"))
+
+
+def valid_variants(layer: Layer) -> Iterator[Variant]:
+    return (variant for variant in VARIANTS if is_valid(variant, layer))
+
+
+def by_rule(layer: Layer) -> Variant:
+    """The choice without measurements, from the pairs of each expert.
+
+    A tile reads its expert's weights, so few experts should have more than one tile.
+    """
+    rows = layer.pairs / layer.experts
+    if layer.pairs <= _FEW_PAIRS:
+        return Variant(IN_KERNEL, 8)
+    if rows <= _ROWS_OF_LARGE_TILES:
+        return Variant(ALIGNED, 8 if rows + 2 * rows**0.5 <= 8 else 16)
+    if not layer.hopper:
+        return Variant(ALIGNED, 64 if rows > 128 and layer.dtype != "fp8" else 32)
+    if rows > _ROWS_OF_GROUPED_MM and is_valid(Variant(GROUPED_MM), layer):
+        return Variant(GROUPED_MM)
+    return Variant(ALIGNED, 64 if rows <= 48 else 128 if rows <= 112 or layer.dtype == "fp8" else 256)
+
+
+def choose(layer: Layer, entries: tuned.Entries, *, grouped_mm: bool = True) -> Variant:
+    """The tuned variant of the nearest number of tokens if it is valid here, else that of the rule.
+
+    grouped_mm: whether the call's tensors are as grouped_mm needs them.
+    """
+    name = tuned.nearest(entries.get(layer.sizes, {}), layer.tokens)
+    chosen = _named(name) if name is not None else None
+    if chosen is None or not is_valid(chosen, layer):
+        chosen = by_rule(layer)
+    if chosen.path == GROUPED_MM and not grouped_mm:
+        return Variant(ALIGNED, 256)
+    return chosen
+
+
+def _named(name: str) -> Variant | None:
+    return next((variant for variant in VARIANTS if str(variant) == name), None)
+
+
+_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float8_e4m3fn: "fp8"}
+
+
+@functools.cache
+def _is_hopper(device: int) -> bool:
+    return torch.cuda.get_device_capability(device) == (9, 0)
+
+
+@functools.cache
+def for_call(
+    device: int, tokens: int, choices: int, w2: torch.Size, dtype: torch.dtype, mapped: bool, grouped_mm: bool
+) -> Variant:
+    """The choice on this GPU for weights w2 of shape [E, Hd, I] and this dtype."""
+    experts, width, inner = w2
+    layer = Layer(tokens, experts, choices, width, inner, _DTYPES.get(dtype, "other"), _is_hopper(device), mapped)
+    return choose(layer, tuned.of_gpu(torch.cuda.get_device_name(device)), grouped_mm=grouped_mm)

@@ -1,0 +1,188 @@
+"""Variants of routed experts: which are valid, which is chosen, and the files that the tuner writes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from kestrel_moe import tune, tuned, variants
+from kestrel_moe.variants import Layer, Variant
+
+SIZES = [(64, 8, 2048, 1024), (8, 2, 4096, 14336), (128, 8, 2048, 768), (256, 8, 7168, 2048), (128, 4, 2880, 2880)]
+
+
+def layer(tokens: int = 8, dtype: str = "bf16", hopper: bool = True, sizes: tuple[int, ...] = SIZES[0]) -> Layer:
+    experts, choices, width, inner = sizes
+    return Layer(tokens, experts, choices, width, inner, dtype, hopper)
+
+
+@pytest.mark.parametrize("hopper", [True, False], ids=["hopper", "other"])
+@pytest.mark.parametrize("dtype", tune.DTYPES)
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_the_rule_chooses_a_valid_variant(sizes: tuple[int, ...], dtype: str, hopper: bool) -> None:
+    cases = [layer(tokens, dtype, hopper, sizes) for tokens in (*range(1, 80), 100, 256, 740, 2048, 16384, 10**6)]
+    wrong = [case for case in cases if not variants.is_valid(variants.by_rule(case), case)]
+    assert not wrong, wrong[:3]
+
+
+@pytest.mark.parametrize(
+    ("path", "tile", "case"),
+    [
+        ("in_kernel", 8, layer(9)),
+        ("in_kernel", 16, layer(1)),
+        ("aligned", 0, layer()),
+        ("aligned", 64, layer(dtype="fp8", hopper=False)),
+        ("aligned", 128, layer(hopper=False)),
+        ("grouped_mm", 0, layer(hopper=False)),
+        ("grouped_mm", 0, layer(dtype="fp16")),
+        ("grouped_mm", 0, layer(sizes=(1024, 8, 2048, 1024))),
+        ("other", 8, layer()),
+    ],
+    ids=str,
+)
+def test_what_no_kernel_covers_is_not_valid(path: str, tile: int, case: Layer) -> None:
+    assert not variants.is_valid(Variant(path, tile), case)
+
+
+def test_a_tuned_variant_is_chosen_where_it_is_valid() -> None:
+    entries = {layer().sizes: {1: "in_kernel 8", 8: "aligned 16", 4096: "grouped_mm", 16384: "no such name"}}
+    assert variants.choose(layer(8), entries) == Variant("aligned", 16)
+    assert variants.choose(layer(10), entries) == Variant("aligned", 16)
+    assert variants.choose(layer(4096), entries) == Variant("grouped_mm")
+    assert variants.choose(layer(4096), entries, grouped_mm=False).path == "aligned"
+    for case in (layer(4096, hopper=False), layer(16384), layer(64), layer(8, "fp8"), layer(8, sizes=SIZES[1])):
+        assert variants.choose(case, entries) == variants.by_rule(case)
+
+
+def test_a_tuned_variant_is_not_stretched_beyond_its_pairs() -> None:
+    entries = {layer().sizes: {8: "in_kernel 8"}}
+    assert variants.choose(layer(8), entries).path == "in_kernel"
+    assert variants.choose(layer(9), entries) == variants.by_rule(layer(9))
+
+
+FOUND = [
+    tune.Found(1, {"in_kernel 8": 30.0, "aligned 8": 40.0}, "in_kernel 8"),
+    tune.Found(16, {"aligned 8": 179.8, "aligned 16": 180.0}, "aligned 16"),
+    tune.Found(64, {"aligned 16": 220.0, "aligned 32": 200.0}, "aligned 16"),
+]
+
+
+def test_a_file_holds_gpu_date_revision_and_figures_and_reads_back(tmp_path: Path) -> None:
+    path = tmp_path / "new" / tuned.file_name("NVIDIA H200")
+    name = layer().sizes
+    tuned.write(path, "NVIDIA H200", name, tune.entry(FOUND))
+    tuned.write(path, "NVIDIA H200", "E8 k2 h64 i32 fp8", tune.entry(FOUND[:1]))
+    found = tuned.read(path)
+    assert found["gpu"] == "NVIDIA H200"
+    assert {"date", "revision", "tokens"} <= set(found["layers"][name])
+    assert found["layers"][name]["tokens"]["64"]["us"] == {"aligned 16": 220.0, "aligned 32": 200.0}
+    assert tuned.entries(found)[name] == {1: "in_kernel 8", 16: "aligned 16", 64: "aligned 32"}
+    assert tuned.entries(found)["E8 k2 h64 i32 fp8"] == {1: "in_kernel 8"}
+    tuned.write(path, "NVIDIA H200", name, tune.entry([tune.Found(2, {"aligned 8": 1.0}, "aligned 8")]))
+    assert list(tuned.entries(tuned.read(path))[name]) == [1, 2, 16, 64]
+    assert [each.name for each in path.parent.iterdir()] == [path.name]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{",
+        "[]",
+        '{"format": 2, "gpu": "x", "layers": {}}',
+        '{"format": 1, "layers": {}}',
+        '{"format": 1, "gpu": "x", "layers": []}',
+        '{"format": 1, "gpu": "x", "layers": {"E1": {}}}',
+        '{"format": 1, "gpu": "x", "layers": {"E1": {"tokens": {"one": {"variant": "aligned 8"}}}}}',
+        '{"format": 1, "gpu": "x", "layers": {"E1": {"tokens": {"1": {"variant": 8}}}}}',
+    ],
+)
+def test_a_broken_file_is_named_in_the_error(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "x.json"
+    path.write_text(text)
+    with pytest.raises(tuned.TunedFileError, match=r"x\.json: expected"):
+        tuned.read(path)
+
+
+def test_a_file_of_another_gpu_is_not_written_into(tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    tuned.write(path, "NVIDIA H200", "E1", tune.entry(FOUND))
+    with pytest.raises(tuned.TunedFileError, match="NVIDIA H100"):
+        tuned.write(path, "NVIDIA H100", "E1", tune.entry(FOUND))
+
+
+def test_the_users_layers_replace_the_packaged_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    packaged, user = tmp_path / "packaged", tmp_path / "user"
+    monkeypatch.setattr(tuned, "PACKAGED", packaged)
+    monkeypatch.setenv("KESTREL_TUNED", str(user))
+    for name in ("a", "b"):
+        tuned.write(packaged / "h200.json", "NVIDIA H200", name, tune.entry(FOUND))
+    tuned.write(user / "h200.json", "NVIDIA H200", "b", tune.entry(FOUND[:1]))
+    tuned.of_gpu.cache_clear()
+    try:
+        got = tuned.of_gpu("NVIDIA H200")
+        assert {name: list(tokens) for name, tokens in got.items()} == {"a": [1, 16, 64], "b": [1]}
+        (user / "h200.json").write_text("{")
+        tuned.of_gpu.cache_clear()
+        with pytest.warns(UserWarning, match=r"h200\.json: expected JSON"):
+            got = tuned.of_gpu("NVIDIA H200")
+        assert {name: list(tokens) for name, tokens in got.items()} == {"a": [1, 16, 64], "b": [1, 16, 64]}
+        assert tuned.of_gpu("NVIDIA H100") == {}
+    finally:
+        tuned.of_gpu.cache_clear()
+
+
+def test_packaged_files_are_valid_and_name_variants() -> None:
+    names = {str(variant) for variant in variants.VARIANTS}
+    for path in tuned.PACKAGED.glob("*.json"):
+        found = tuned.read(path)
+        assert tuned.file_name(found["gpu"]) == path.name
+        assert {variant for tokens in tuned.entries(found).values() for variant in tokens.values()} <= names
+
+
+def test_the_table_shows_the_gains() -> None:
+    assert [(row[3], row[5]) for row in tune.table(FOUND)] == [
+        ("in_kernel 8", "0.0%"),
+        ("aligned 16", "0.0%"),
+        ("aligned 32", "10.0%"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("request_", "word"),
+    [
+        (tune.Request(0, 64, 64, 1), "experts"),
+        (tune.Request(8, 40, 64, 1), "hidden"),
+        (tune.Request(8, 64, 40, 1), "inner"),
+        (tune.Request(8, 64, 64, 9), "topk"),
+        (tune.Request(8, 64, 64, 2, "int8"), "dtype"),
+        (tune.Request(8, 64, 64, 2, tokens=(1, 0)), "tokens"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_request_that_no_kernel_takes_is_refused(request_: tune.Request, word: str) -> None:
+    with pytest.raises(tune.TuneError, match=f"^{word}: expected"):
+        tune.run(request_)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for a machine without a GPU")
+def test_without_a_gpu_the_search_says_so() -> None:
+    with pytest.raises(tune.TuneError, match="GPU"):
+        tune.run(tune.Request(8, 64, 64, 2))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", tune.DTYPES)
+def test_a_search_writes_the_fastest_variants(tmp_path: Path, dtype: str) -> None:
+    out = tmp_path / "tuned.json"
+    tune.run(tune.Request(16, 256, 128, 4, dtype, (1, 40), out))
+    found = json.loads(out.read_text())
+    [tokens] = [each["tokens"] for each in found["layers"].values()]
+    assert list(tokens) == ["1", "40"]
+    for count, entry in tokens.items():
+        hopper = torch.cuda.get_device_capability() == (9, 0)
+        case = Layer(int(count), 16, 4, 256, 128, dtype, hopper)
+        assert set(entry["us"]) == {str(variant) for variant in variants.valid_variants(case)}
+        assert entry["variant"] in entry["us"]
