@@ -73,14 +73,18 @@ def build_object(family: Family, output: Path, archs: tuple[str, ...], keep: Pat
 
 def function_names(family: Family, archs: tuple[str, ...]) -> list[str]:
     """The entry points that a build has. Does not import the DSL."""
-    names = worker.load_variants(family.source, family.package) if family.has_kernels else {}
-    return sorted(f"{name}_sm{arch}" for name in names for arch in archs)
+    return sorted(f"{name}_sm{arch}" for name, arch in _jobs(family, archs)) if family.has_kernels else []
+
+
+def _jobs(family: Family, archs: tuple[str, ...]) -> list[tuple[str, str]]:
+    """Variants and the architectures to compile them for: all, but for a variant that lists its own in ``archs``."""
+    variants = worker.load_variants(family.source, family.package)
+    return [(name, arch) for name, v in variants.items() for arch in archs if arch in getattr(v, "archs", archs)]
 
 
 def _compile(family: Family, archs: tuple[str, ...], objects: Path, keep: Path | None) -> list[str]:
     """Compile every variant for every architecture in one process per CPU, MAX_PROCESSES at most."""
-    names = list(worker.load_variants(family.source, family.package))
-    jobs = [(name, arch) for name in names for arch in archs]
+    jobs = _jobs(family, archs)
     count = min(len(os.sched_getaffinity(0)), MAX_PROCESSES, len(jobs))
     shares = [jobs[first::count] for first in range(count)]
     # A build gives the same binary with and without a GPU, so the GPU is hidden.

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kestrel_attention import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
-from kestrel_attention.kernels.variants import PREFILL, prefilling
+from kestrel_attention.kernels.variants import PREFILL, PREFILL_HOPPER, HopperPrefillVariant, PrefillVariant, prefilling
 from kestrel_attention.prefill_plan import PrefillProblem, plan_prefill, section_heads
 from kestrel_runtime import UnsupportedError
 
@@ -109,6 +109,35 @@ def test_a_head_dimension_takes_the_smallest_kernel_that_holds_it(head_dim, cach
 def test_other_head_dimensions_have_no_kernel(head_dim, cache):
     with pytest.raises(UnsupportedError, match=f"heads of {head_dim}"):
         plan_prefill(problem(head_dim=head_dim, cache=cache))
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("cache", ["same", "e4m3", "e5m2"])
+@pytest.mark.parametrize("head_dim", range(16, 257, 16))
+def test_hopper_has_a_kernel_for_every_head_dimension_of_the_portable_one(head_dim, cache, dtype):
+    portable, variant = (
+        plan_prefill(problem(head_dim=head_dim, dtype=dtype, cache=cache, hopper=hopper)).variant
+        for hopper in (False, True)
+    )
+    assert isinstance(portable, PrefillVariant)
+    assert isinstance(variant, HopperPrefillVariant)
+    assert (variant.dtype, variant.cache, variant.head_dim) == (portable.dtype, portable.cache, portable.head_dim)
+
+
+def test_a_batch_of_any_size_takes_the_same_hopper_kernel():
+    of_batches = {plan_prefill(problem(batch=batch, hopper=True)).variant for batch in (1, 2, 64, 5000)}
+    assert len(of_batches) == 1
+
+
+@pytest.mark.parametrize("variant", PREFILL_HOPPER, ids=lambda v: v.name)
+def test_hopper_kernels_fit_registers_and_shared_memory(variant):
+    stored = 2 if variant.cache == "same" else 1
+    queries = variant.query_buffers * variant.consumers * 64 * variant.head_dim * 2
+    stages = 2 * variant.num_stages * variant.key_tile * variant.head_dim * 2
+    codes = 2 * variant.key_tile * variant.head_dim * (2 - stored)
+    assert queries + stages + codes + 2048 <= 227 * 1024
+    registers = 128 * (variant.producer_registers + variant.consumers * variant.consumer_registers)
+    assert registers <= 65536
 
 
 @pytest.mark.parametrize("how", [{"batch": 65536}, {"max_keys": 2**29 + 1}, {"heads": 131072, "kv_heads": 131072}])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 from typing import Any
 
@@ -10,11 +11,31 @@ import torch
 from decode_oracle import same_bits
 from prefill_oracle import assert_exact, exact_attention, of_sequence
 
-from kestrel_attention import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
+from kestrel_attention import (
+    decode,
+    flash_attn_func,
+    flash_attn_varlen_func,
+    flash_attn_with_kvcache,
+    hot_calls,
+    prefill,
+)
 from kestrel_runtime import backend
 from kestrel_runtime.testing import graph_replay
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("kernels_only")]
+
+
+@pytest.fixture(params=["hopper", "portable"], autouse=True)
+def each_kernel(request, monkeypatch):
+    """On Hopper every test runs with its kernel, and with the one of all other GPUs."""
+    if request.param == "hopper" and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("this GPU has no kernel of its own")
+    monkeypatch.setattr(prefill, "USE_HOPPER", request.param == "hopper")
+    for plans in (prefill.dense_launches, prefill.packed_launches, decode.launches):
+        plans.clear()
+    caches = importlib.import_module("kestrel_attention.flash_attn_with_kvcache")
+    monkeypatch.setattr(caches, "_hot_calls", hot_calls.HotCalls())
+
 
 DTYPES = [torch.bfloat16, torch.float16]
 SIZES = [64, 72, 80, 96, 128, 192, 256]

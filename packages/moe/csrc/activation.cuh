@@ -5,6 +5,8 @@
 #include <kestrel/pack.cuh>
 #include <kestrel/ptx/math.cuh>
 
+#include "linear_activation.h"
+
 namespace kestrel::moe {
 
 enum class Activation { gelu, gelu_tanh, silu };
@@ -50,6 +52,13 @@ __device__ __forceinline__ float activate(float h) {
     if constexpr (activation == Activation::gelu) return times_normal_cdf(h);
     return times_sigmoid(h, activation == Activation::silu ? h : slope);
   }
+}
+
+// The activation of a dense layer.
+template <typename T>
+__device__ __forceinline__ float activate(float h, LinearActivation activation) {
+  if (activation == LinearActivation::gelu_tanh) return activate<Activation::gelu_tanh, T>(h);
+  return activation == LinearActivation::gelu ? activate<Activation::gelu, T>(h) : h;
 }
 
 // h <- activation(h) * (g + gate_offset), for a pack.

@@ -5,16 +5,27 @@
 #include <kestrel/tensor.h>
 #include <tvm/ffi/function.h>
 
+#include "dense_launch.h"
 #include "gemv.cuh"
 
 namespace kestrel::moe {
 
+void launch_few_tokens(const LinearParams& p, DLDataType dtype, DLDevice device) {
+  if (p.tokens > kGemvTokens) unsupported("more than 4 tokens");
+  if (same_dtype(dtype, kBFloat16)) {
+    launch_gemv<__nv_bfloat16>(p, device);
+  } else if (same_dtype(dtype, kFloat16)) {
+    launch_gemv<__half>(p, device);
+  } else {
+    launch_gemv<float>(p, device);
+  }
+}
+
 void gemv(TensorView out, TensorView x, TensorView weight, OptionalTensor bias) {
   LinearParams p;
   if (!prepare_linear(Checks("gemv"), out, x.dtype(), x, weight, bias, &p)) return;
-  if (p.tokens > kGemvTokens) unsupported("more than 4 tokens");
   const DeviceGuard guard(x.device().device_id);
-  dispatch_float(x, [&](auto t) { launch_gemv<decltype(t)>(p, x.device()); });
+  launch_few_tokens(p, x.dtype(), x.device());
 }
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(gemv, gemv);

@@ -1,4 +1,5 @@
-// The kernel of gemv, and of router_gemm in float32: x [T, K] times weight [N, K] transposed, plus a bias.
+// The kernel of gemv, of router_gemm in float32 and of dense layers for few tokens: x [T, K] times weight [N, K]
+// transposed, plus a bias, an activation and a residual.
 //
 // Work: a CTA has four rows of the weight; its threads stride over K in packs of 16 bytes, two packs of each row in
 // flight, the first before the PDL wait (the weight is constant). Each thread adds in float32 in the order of k, then
@@ -11,6 +12,7 @@
 
 #include <algorithm>
 
+#include "activation.cuh"
 #include "linear.h"
 
 namespace kestrel::moe {
@@ -100,6 +102,10 @@ __global__ void __launch_bounds__(kGemvThreads, kGemvCtasPerSm<T, TOKENS>)
     float total = warp_sums[0][r][t];
     for (int w = 1; w < blockDim.x / 32; ++w) total += warp_sums[w][r][t];
     if (p.bias) total += to_float(reinterpret_cast<const T*>(p.bias)[row]);
+    total = activate<T>(total, p.activation);
+    if (p.residual) {
+      total += to_float(reinterpret_cast<const T*>(p.residual + (first_token + t) * p.residual_stride)[row]);
+    }
     reinterpret_cast<T*>(p.out + (first_token + t) * p.out_stride)[row] = from_float<T>(total);
   }
 }

@@ -312,6 +312,8 @@ CALLS: dict[str, tuple[Callable[..., object], tuple[tuple[int, ...], ...]]] = {
     "moe_sum": (kestrel_moe.moe_sum, ((40, 8, 512),)),
     "gemv": (kestrel_moe.gemv, ((4, 512), (64, 512), (64,))),
     "router_gemm": (kestrel_moe.router_gemm, ((40, 2048), (64, 2048))),
+    "fused_linear_residual": (kestrel_moe.fused_linear_residual, ((40, 512), (64, 512), (64,), (40, 64))),
+    "fused_mlp": (kestrel_moe.fused_mlp, ((200, 512), (320, 512), (320,), (512, 320), (512,), (200, 512))),
 }
 EACH_CALL = pytest.mark.parametrize("name", CALLS)
 

@@ -361,6 +361,7 @@ def fake_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: H200)
     monkeypatch.setattr(torch.cuda, "get_device_properties", Properties)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 0)
     monkeypatch.setattr(command, "environment", lambda revision: {**ENVIRONMENT, "git": revision})
     monkeypatch.setattr(rows, "time_candidates", time_candidates)
     monkeypatch.setattr(rows, "host_us", lambda calls, arguments: {name: Figures(7.0, 7.0, 7.0) for name in calls})

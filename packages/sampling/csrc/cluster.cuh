@@ -80,6 +80,8 @@ struct Cluster {
   __device__ __forceinline__ void arrive() const {
     if (size > 1) ptx::cluster_arrive_relaxed();
   }
+  // Also publishes this block's shared memory to the blocks that wait().
+  __device__ __forceinline__ void arrive_release() const { size > 1 ? ptx::cluster_arrive() : __syncthreads(); }
   __device__ __forceinline__ void wait() const {
     if (size > 1) ptx::cluster_wait_unaligned();
   }

@@ -109,8 +109,6 @@ struct WeightFn {
     if constexpr (logits) {
       const float steps = (top - v) * slope * 32.f;
       return steps < static_cast<float>(last) ? static_cast<int>(steps) : last;
-    } else if constexpr (kind == Kind::scores) {
-      return min((static_cast<u32>(order_key(top)) - static_cast<u32>(order_key(v))) >> 18, static_cast<u32>(last));
     } else {
       return v > 0.f ? max(0, min((anchor - __float_as_int(v)) >> 18, last)) : last;
     }
@@ -118,10 +116,6 @@ struct WeightFn {
   // The approximate lower end of a bin, and the weight of an element in it.
   __device__ __forceinline__ float bin_end(int bin) const {
     if constexpr (logits) return top - __fdividef(static_cast<float>(bin + 1) * 0.03125f, slope);
-    if constexpr (kind == Kind::scores) {
-      const int64_t end = int64_t{order_key(top)} - (int64_t{bin + 1} << 18) + 1;
-      return from_order_key(static_cast<int>(max(end, int64_t{order_key(-INFINITY)})));
-    }
     return __int_as_float(anchor - ((bin + 1) << 18) + 1);
   }
   __device__ __forceinline__ float bin_weight(int bin) const {

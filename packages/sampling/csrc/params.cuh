@@ -6,7 +6,7 @@
 namespace kestrel::sampling {
 
 constexpr u64 kQ32One = u64{1} << 32;  // a top-p of 1 in parts of 2^32
-constexpr int kMaxSmallK = 128;        // the largest k of small_k_rows.cuh and short_rows.cuh
+constexpr int kMaxSmallK = 128;        // the largest k of short_rows.cuh
 constexpr int kShortRow = 4096;        // the longest row of short_rows.cuh
 constexpr int kProposals = 4;          // ids drawn in one round of rejection sampling
 
@@ -45,9 +45,10 @@ struct Params {
   int cluster_size = 1;
   int elements_per_warp = 0;
   int list_capacity = 0;
-  bool copy_to_smem = false;   // rejection_rows: a block copies its elements to shared memory
-  bool joint = false;          // top-p counts the mass of the row, not of what top-k keeps
-  bool deferred_only = false;  // threshold_rows: only rows that small_k_rows deferred, or with a larger k
+  bool copy_to_smem = false;  // rejection_rows: a block copies its elements to shared memory
+  bool joint = false;         // top-p counts the mass of the row, not of what top-k keeps
+  int largest_other_k = 0;    // threshold_rows: if not 0, only rows with a larger k
+  int max_top_k = 0;          // top_k_draw: see TopKLayout
   PerRow<float> temperature, top_p, min_p;
   CountPerRow top_k;
   PerRow<int64_t> seed;

@@ -2,8 +2,8 @@
 //
 // short_rows.cuh      ids from rows of up to 4096 elements, k up to 128
 // rejection_rows.cuh  ids from longer rows without top-k
-// small_k_rows.cuh    ids from longer rows, k up to 128
-// threshold_rows.cuh  larger k, the rows that small_k_rows.cuh defers, softmax and renormalisation
+// top_k_draw.cuh      ids from longer rows, k up to 1024
+// threshold_rows.cuh  larger k, softmax and renormalisation
 // topk_rows.cuh       the k largest of a row, sorted
 // All compute what reference_sampling.py does, integer for integer: ids do not depend on the split of a row.
 
@@ -22,8 +22,8 @@
 
 #include "rejection_rows.cuh"
 #include "short_rows.cuh"
-#include "small_k_rows.cuh"
 #include "threshold_rows.cuh"
+#include "top_k_draw.cuh"
 #include "topk_rows.cuh"
 
 namespace kestrel::sampling {
@@ -65,7 +65,7 @@ size_t max_smem_bytes(DLDevice device) {
   return device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device.device_id);
 }
 
-// Of threshold_rows and topk_rows.
+// Of threshold_rows.
 size_t search_smem_bytes(int length, int cluster_size, int threads, Storage storage) {
   const int warps = threads / 32;
   const int row_elements = storage == Storage::shared ? elements_per_warp(length, cluster_size * warps, 8) * warps : 0;
@@ -137,12 +137,20 @@ RejectionSplit split_for_rejection(const Params& params, DLDevice device, bool f
                     /*copy_to_smem=*/false);
 }
 
-Split split_for_small_k(int64_t rows, DLDevice device, SplitRequest request) {
-  int cluster_size = request.cluster_size;
-  if (!cluster_size) cluster_size = rows * 8 <= num_sms(device) ? 8 : rows <= num_sms(device) / 3 ? 4 : 2;
+// Of top_k_draw and topk_rows. Few rows: clusters on half of the multiprocessors, so that the next launch finds space.
+// Many rows: blocks that share multiprocessors.
+Split split_for_top_k(int length, int64_t rows, int max_top_k, DLDevice device, SplitRequest request) {
+  const int64_t sms = num_sms(device);
+  auto [cluster_size, threads] = request;
+  if (!cluster_size) {
+    cluster_size = 8;
+    while (cluster_size > 1 && 2 * rows * cluster_size > sms) cluster_size /= 2;
+  }
   if (!has_clusters(device)) cluster_size = 1;
-  const int warps = cluster_size * kSmallKThreads / 32;
-  return {cluster_size, kSmallKThreads, false, sizeof(SmallKScratch) + ClusterExchange::bytes(warps)};
+  if (!threads) threads = rows <= 2 * sms ? kMaxSelectThreads : kSelectThreads;
+  threads = threads < kMaxSelectThreads ? kSelectThreads : kMaxSelectThreads;
+  const size_t bytes = sizeof(TopKScratch) + TopKLayout(length, max_top_k).bytes();
+  return {cluster_size, threads, false, bytes};
 }
 
 // Raises the limit of a kernel's shared memory, once per device.
@@ -158,12 +166,18 @@ void allow_shared_memory(DLDevice device) {
 }
 
 template <auto kernel, typename P>
-void launch_clusters(P params, int64_t rows, const Split& split, int unit, DLDevice device) {
+void launch_split(P params, int64_t rows, const Split& split, DLDevice device) {
   params.cluster_size = split.cluster_size;
-  params.elements_per_warp = elements_per_warp(params.length, split.cluster_size * split.threads / 32, unit);
   allow_shared_memory<kernel>(device);
   launch_pdl(kernel, dim3(static_cast<unsigned>(rows * split.cluster_size)), dim3(split.threads), device, params,
              split.smem_bytes, split.cluster_size);
+}
+
+// For kernels that read a contiguous slice per warp, a multiple of `unit`.
+template <auto kernel>
+void launch_slices(Params params, const Split& split, int unit, DLDevice device) {
+  params.elements_per_warp = elements_per_warp(params.length, split.cluster_size * split.threads / 32, unit);
+  launch_split<kernel>(params, params.num_rows, split, device);
 }
 
 template <Kind kind>
@@ -179,16 +193,16 @@ void launch_rejection_rows(Params params, DLDevice device, SplitRequest request)
   params.copy_to_smem = split.in_smem;
   constexpr int unit = kChunkTiles * kTile;
   if (split.first_pass == FirstPass::windowed) {
-    launch_clusters<rejection_rows<kind, FirstPass::windowed>>(params, params.num_rows, split, unit, device);
+    launch_slices<rejection_rows<kind, FirstPass::windowed>>(params, split, unit, device);
   } else {
-    launch_clusters<rejection_rows<kind, FirstPass::plain>>(params, params.num_rows, split, unit, device);
+    launch_slices<rejection_rows<kind, FirstPass::plain>>(params, split, unit, device);
   }
 }
 
 template <Kind kind>
-void launch_small_k_rows(const Params& params, DLDevice device, SplitRequest request) {
-  const Split split = split_for_small_k(params.num_rows, device, request);
-  launch_clusters<small_k_rows<kind>>(params, params.num_rows, split, 4 * kTile, device);
+void launch_top_k_draw(const Params& params, DLDevice device, SplitRequest request) {
+  const Split split = split_for_top_k(params.length, params.num_rows, params.max_top_k, device, request);
+  launch_split<top_k_draw<kind>>(params, params.num_rows, split, device);
 }
 
 template <Kind kind>
@@ -196,40 +210,35 @@ void launch_threshold_rows(Params params, DLDevice device, SplitRequest request)
   const Split split = split_for_search(params.length, params.num_rows, device, request);
   params.list_capacity = static_cast<int>(candidate_bytes(split.threads) / sizeof(float));
   if (split.in_smem) {
-    launch_clusters<threshold_rows<kind, Storage::shared>>(params, params.num_rows, split, 8, device);
+    launch_slices<threshold_rows<kind, Storage::shared>>(params, split, 8, device);
   } else {
-    launch_clusters<threshold_rows<kind, Storage::global>>(params, params.num_rows, split, 8, device);
+    launch_slices<threshold_rows<kind, Storage::global>>(params, split, 8, device);
   }
 }
 
 // The kernels of a call. If top-k is a tensor with one value per row, all kernels of a line run, and each draws only
 // the rows of its column:
 //
-//   rows            no top-k        k <= 128                        k > 128
-//   length <= 4096  short_rows      short_rows                      threshold_rows
-//   longer          rejection_rows  small_k_rows, threshold_rows    threshold_rows
-//   probabilities   threshold_rows  threshold_rows                  threshold_rows
+//   rows            no top-k        k <= 128        k <= 1024       k > 1024
+//   length <= 4096  short_rows      short_rows      threshold_rows  threshold_rows
+//   longer          rejection_rows  top_k_draw      top_k_draw      threshold_rows
+//   probabilities   threshold_rows  threshold_rows  threshold_rows  threshold_rows
 template <Kind kind>
-void launch_kind(const Params& params, DLDevice device, SplitRequest request) {
+void launch_kind(Params params, DLDevice device, SplitRequest request) {
   const CountPerRow& k = params.top_k;
   if (!params.ids) return launch_threshold_rows<kind>(params, device, request);
   const bool any_k = k.values != nullptr;  // all columns of the table
   const bool no_top_k = any_k || k.value <= 0 || k.value >= params.length;
-  const bool small_k = any_k || k.value <= kMaxSmallK;
-  const bool only_no_top_k = !any_k && no_top_k;
   if (params.length <= kShortRow) {
-    if (no_top_k || small_k) launch_short_rows<kind>(params, device);
-    if (!any_k && (no_top_k || small_k)) return;
+    params.largest_other_k = kMaxSmallK;
+    if (no_top_k || k.value <= kMaxSmallK) launch_short_rows<kind>(params, device);
   } else {
     if (no_top_k) launch_rejection_rows<kind>(params, device, request);
-    if (only_no_top_k) return;
-    if (small_k) launch_small_k_rows<kind>(params, device, request);
+    params.max_top_k = !any_k && k.value <= kMaxRankedK ? kMaxRankedK : kMaxK;
+    params.largest_other_k = kMaxK;
+    if (any_k || (!no_top_k && k.value <= kMaxK)) launch_top_k_draw<kind>(params, device, request);
   }
-  Params deferred = params;
-  deferred.deferred_only = small_k;
-  // Few rows are deferred. Most blocks exit at once, so one block per row is cheaper than a cluster.
-  if (small_k && !request.cluster_size && params.num_rows * int64_t{8} > num_sms(device)) request.cluster_size = 1;
-  launch_threshold_rows<kind>(deferred, device, request);
+  if (any_k || (!no_top_k && k.value > params.largest_other_k)) launch_threshold_rows<kind>(params, device, request);
 }
 
 void launch(Params params, const TensorView& rows, bool logits, SplitRequest request) {
@@ -383,22 +392,21 @@ void topk_rows_entry(TensorView scores, TensorView values, TensorView indices, b
   }
   check_devices(check, "scores", scores, {{"values", values}, {"indices", indices}});
   if (rows == 0) return;
-  if (k > kMaxK || rows > (1 << 27) || scores.size(1) > (1 << 30)) unsupported("kernels cover k up to 1024");
   const DLDevice device = scores.device();
-  const DeviceGuard guard(device.device_id);
   TopKParams p;
+  p.max_top_k = k <= kMaxRankedK ? kMaxRankedK : kMaxK;
+  if (k > kMaxK || rows > (1 << 27) || scores.size(1) > (1 << 30)) unsupported("kernels cover k up to 1024");
+  p.length = static_cast<int>(scores.size(1));
+  const Split split = split_for_top_k(p.length, rows, p.max_top_k, device, {});
+  const DeviceGuard guard(device.device_id);
   p.rows = address(scores);
   p.row_bytes = scores.stride(0) * element_bytes(scores);
   p.dtype = row_dtype(scores);
-  p.length = static_cast<int>(scores.size(1));
-  const Split split = split_for_search(p.length, rows, device, {0, kSortThreads});
-  p.list_capacity = static_cast<int>(candidate_bytes(split.threads) / sizeof(float));
   p.k = static_cast<int>(k);
   p.softmax = softmax;
   p.values = address(values);
   p.indices = reinterpret_cast<int*>(address(indices));
-  split.in_smem ? launch_clusters<topk_rows<Storage::shared>>(p, rows, split, 8, device)
-                : launch_clusters<topk_rows<Storage::global>>(p, rows, split, 8, device);
+  launch_split<topk_rows>(p, rows, split, device);
 }
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(sample, sample);

@@ -243,10 +243,7 @@ __global__ void __launch_bounds__(kShortThreads, 1) short_rows(const __grid_cons
   const u64 q32 = top_p_q32(p.top_p.at(row_idx));
   const int64_t top_k = p.top_k.at(row_idx);
   const bool has_top_k = top_k > 0 && top_k < p.length;
-  if (has_top_k && top_k > kMaxSmallK) {  // threshold_rows.cuh draws this row
-    if (threadIdx.x == 0) p.ids[row_idx] = -1;
-    return;
-  }
+  if (has_top_k && top_k > kMaxSmallK) return;  // threshold_rows.cuh draws this row
   const bool greedy = (logits && temperature <= 0.f) || (has_top_k ? top_k == 1 : q32 == 0);
   if (is_rng_thread) random_words(seed, offset, 0, scratch.words);
 

@@ -1,5 +1,4 @@
-// Ids or probabilities by a threshold search: larger k than small_k_rows.cuh covers, the rows that it defers, softmax
-// and renormalisation.
+// Ids or probabilities by a threshold search: larger k than the other kernels cover, softmax and renormalisation.
 //
 // A cluster processes a row and holds it as float32 in shared memory where that is large enough.
 #pragma once
@@ -114,8 +113,7 @@ __global__ void __launch_bounds__(kSearchThreads, 1) threshold_rows(const __grid
   const float temperature = logits ? p.temperature.at(row_idx) : 1.f;
   const float min_p = p.min_p.at(row_idx), top_p = p.top_p.at(row_idx);
   const int64_t top_k = p.top_k.at(row_idx);
-  if (p.deferred_only && (top_k <= 0 || top_k >= p.length || (top_k <= kMaxSmallK && p.ids[row_idx] >= 0)))
-    return cluster.wait();
+  if (p.largest_other_k > 0 && (top_k <= p.largest_other_k || top_k >= p.length)) return cluster.wait();
   const bool draws = p.ids && threadIdx.x == blockDim.x - 32;
   const u64 seed = draws ? p.seed.at(row_idx) : 0, offset = draws ? p.offset.at(row_idx) : 0;
 

@@ -38,6 +38,7 @@ OPS: dict[str, Callable[..., Any]] = {
     "top_k": lambda probs, **key: top_k_sampling_from_probs(probs, 50, **key),
     "top_k_1": lambda probs, **key: top_k_sampling_from_probs(probs, 1, **key),
     "both": lambda probs, **key: top_k_top_p_sampling_from_probs(probs, 50, 0.9, **key),
+    "both_1000": lambda probs, **key: top_k_top_p_sampling_from_probs(probs, 1000, 0.9, **key),
     "many": lambda probs, **key: top_k_top_p_sampling_from_probs(probs, 9000, 0.8, **key),
     "joint": lambda probs, **key: top_k_top_p_sampling_from_probs(probs, 50, 0.3, filter_apply_order="joint", **key),
     "min_p": lambda probs, **key: min_p_sampling_from_probs(probs, 0.05, **key),
@@ -194,6 +195,9 @@ ODD_ROWS: dict[str, Callable[[int], torch.Tensor]] = {
     "negative entries": lambda width: normal(2, width, 1),
     "one entry": lambda width: torch.nn.functional.one_hot(torch.tensor([0, width - 1]), width).float(),
     "outside": lambda width: torch.cat((distributions(1, width), torch.zeros(1, width, device="cuda"))),
+    "one above equal ones": lambda width: torch.nn.functional.one_hot(torch.tensor([0, width - 1]), width) + 1e-9,
+    "few values": lambda width: normal(2, width, 1).round().abs(),
+    "few with mass": lambda width: distributions(2, width) * (torch.arange(width, device="cuda") % 300 == 0),
     "wide range": lambda width: torch.exp2(-torch.arange(width).float() * 100 / width).flip(0).repeat(2, 1),
 }
 
@@ -209,6 +213,13 @@ def test_odd_rows_draw_the_ids_of_the_reference(op: str, kind: str, width: int) 
 @pytest.mark.parametrize("op", ["none", "top_p", "top_p_0.1"])
 def test_many_odd_rows_draw_the_ids_of_the_reference(op: str, kind: str) -> None:
     assert_draws_as_the_reference(OPS[op], ODD_ROWS[kind](60000).repeat(80, 1).cuda())
+
+
+@pytest.mark.parametrize("kind", ["equal", "one above equal ones", "few values", "wide range"])
+@pytest.mark.parametrize("op", ["both", "both_1000", "joint"])
+def test_rows_longer_than_a_vocabulary_draw_the_ids_of_the_reference(op: str, kind: str) -> None:
+    for width in (262_144, 262_145, 1_100_000):
+        assert_draws_as_the_reference(OPS[op], ODD_ROWS[kind](width).cuda())
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -330,6 +341,7 @@ LOGITS: list[dict[str, Any]] = [
     {"temperature": 1.7, "top_p": 0.8},
     {"min_p": 0.1},
     {"min_p": 0.01, "top_k": 300, "top_p": 0.95},
+    {"top_k": 50, "top_p": 0.7, "filter_apply_order": "joint"},
     {"min_p": 0.01, "top_k": 300, "top_p": 0.6, "filter_apply_order": "joint"},
     {"temperature": 1e30},
     {"temperature": 1e-30, "top_p": 0.5},

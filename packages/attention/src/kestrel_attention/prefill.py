@@ -6,6 +6,7 @@ A call is planned once for each form of its arguments, as in decode.py.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +21,8 @@ from .prefill_plan import PrefillProblem, plan_prefill
 
 _binary = Binary("kestrel_attention")
 _NAMES = dict(zip((torch.bfloat16, torch.float16), DTYPES, strict=True))
+USE_HOPPER = True
+"""False: the portable kernel runs on Hopper too, for its tests."""
 _CODES = {torch.float8_e4m3fn: "e4m3", torch.uint8: "e4m3", torch.float8_e5m2: "e5m2"}
 
 Scales = tuple["torch.Tensor | None", "torch.Tensor | None", "torch.Tensor | None"]
@@ -49,7 +52,7 @@ packed_launches: Plans[Callable[..., tuple[torch.Tensor, torch.Tensor]]] = Plans
 
 def _attend(problem: PrefillProblem, device: torch.device) -> Attend:
     """The kernel of a problem."""
-    plan = plan_prefill(problem)
+    plan = plan_prefill(replace(problem, hopper=USE_HOPPER and _binary.arch(device) == "sm90a"))
     kernel = _binary.kernel(plan.variant, device)
     scalars, batch, codes = plan.scalars, problem.batch, problem.cache != "same"
     no_int, no_float = _unused(torch.int32, device), _unused(torch.float32, device)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from kestrel_runtime import UnsupportedError
 
 from .kernels.parameters import PrefillScalars
-from .kernels.variants import PrefillVariant, prefilling
+from .kernels.variants import HopperPrefillVariant, PrefillVariant, prefilling, prefilling_on_hopper
 from .plan import MAX_GRID, MAX_KEYS, MIN_SOFTCAP, MULTIPROCESSORS, UNBOUNDED, page_divisor
 
 LARGE_BLOCK = 128  # queries of a thread block of the kernels that are not for short calls
@@ -52,13 +52,15 @@ class PrefillProblem:
     """0: no scale; 1: one for all heads; 2: one for each."""
     k_scale_heads: int = 0
     v_scale_heads: int = 0
+    hopper: bool = False
+    """The GPU has warpgroup matrix products."""
 
 
 @dataclass(frozen=True)
 class PrefillPlan:
     """What follows from a problem."""
 
-    variant: PrefillVariant
+    variant: PrefillVariant | HopperPrefillVariant
     scalars: PrefillScalars
 
 
@@ -67,7 +69,10 @@ def plan_prefill(problem: PrefillProblem) -> PrefillPlan:
     cache, unit = ("same", 8) if problem.cache == "same" else ("fp8", 16)
     blocks = problem.batch * problem.heads * -(-problem.max_queries // LARGE_BLOCK)
     short = blocks <= 2 * MULTIPROCESSORS
-    variant = prefilling(problem.dtype, cache, problem.head_dim, short) if problem.head_dim % unit == 0 else None
+    case = problem.dtype, cache, problem.head_dim
+    variant: PrefillVariant | HopperPrefillVariant | None = None
+    if problem.head_dim % unit == 0:
+        variant = (prefilling_on_hopper(*case) if problem.hopper else None) or prefilling(*case, short)
     if variant is None:
         raise UnsupportedError(f"no kernel for many queries with heads of {problem.head_dim} over {problem.cache} keys")
     if problem.max_keys > MAX_KEYS or problem.max_queries > MAX_KEYS:
@@ -75,7 +80,7 @@ def plan_prefill(problem: PrefillProblem) -> PrefillPlan:
     section = section_heads(problem)
     if problem.batch > MAX_GRID or problem.heads // section > MAX_GRID:
         raise UnsupportedError(f"kernels cover up to {MAX_GRID} sequences and heads")
-    if problem.max_queries * section >= 2**31:
+    if problem.max_queries * (section if not problem.hopper else problem.heads * problem.batch) >= 2**31:
         raise UnsupportedError("too many queries for one call")
 
     multiplier, shift = page_divisor(problem.page_size)
@@ -108,6 +113,7 @@ def plan_prefill(problem: PrefillProblem) -> PrefillPlan:
         k_scale_heads=problem.k_scale_heads,
         v_scale_heads=problem.v_scale_heads,
         codes_are_e5m2=int(problem.cache == "e5m2"),
+        max_blocks=MULTIPROCESSORS,
     )
     return PrefillPlan(variant, scalars)
 

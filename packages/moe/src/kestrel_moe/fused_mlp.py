@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from kestrel_runtime import check, kernel_op
+from kestrel_runtime import UnsupportedError, check, empty, kernel_op
 
 from . import reference
 from ._checks import check_like, check_linear, check_out, check_vector
+from ._dense import by_vendor, choose, kernels, prepared
+from ._rows import written
 
 
 def _check_fused_mlp(
@@ -33,7 +35,7 @@ def _check_fused_mlp(
     check_out(op, out, (*x.shape[:-1], width), x)
 
 
-@kernel_op(reference=reference.fused_mlp, check=_check_fused_mlp, out_may_be=("residual",))
+@kernel_op(reference=reference.fused_mlp, check=_check_fused_mlp, kernel="cuda", out_may_be=("residual",))
 def fused_mlp(
     x: torch.Tensor,
     w1: torch.Tensor,
@@ -54,8 +56,8 @@ def fused_mlp(
     the result once.
 
     Returns [..., M] in x's dtype, in ``out`` if it is given; ``out`` may be ``residual`` but not ``x``.
-    The reference promises a row bit for bit only among calls of one number of rows T: the order of summation of the
-    matrix products may depend on T.
+    Each layer runs as :func:`fused_linear_residual` does. A row is the same bit for bit only among calls of one number
+    of rows T: the order of summation of the matrix products may depend on T.
 
     Raises ValueError or TypeError for a wrong dtype, rank, shape or device, or an unknown ``activation``.
     Semantics: torch.nn.functional.linear and gelu.
@@ -64,3 +66,20 @@ def fused_mlp(
     >>> fused_mlp(x, 10 * torch.eye(2), None, torch.eye(2), torch.tensor([0.5, 0.5]), residual=x).tolist()
     [[11.5, 22.5]]
     """
+
+    def check_all() -> None:
+        _check_fused_mlp(x, w1, b1, w2, b2, residual, activation, out)
+
+    if x.ndim < 2:
+        check_all()
+    rows, more, result, into = prepared(x, w2.shape[0], residual, out, check_all)
+    hidden = empty(x, x.dtype, rows.shape[0], w1.shape[0])
+    plans = (*choose(rows, *w1.shape), *choose(rows, *w2.shape))
+    try:
+        launched = kernels.fused_mlp(into, hidden, rows, w1, b1, w2, b2, more, activation, *plans)
+    except UnsupportedError:  # rows that are not aligned
+        launched = False
+    if not launched:
+        by_vendor(rows, w1, b1, None, activation, out=hidden)
+        by_vendor(hidden, w2, b2, more, out=into)
+    return written(into, result)

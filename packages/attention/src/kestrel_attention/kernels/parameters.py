@@ -210,3 +210,4 @@ class PrefillScalars(NamedTuple):
     k_scale_heads: i32
     v_scale_heads: i32
     codes_are_e5m2: i32  # of keys and values of 8 bits; else they are e4m3
+    max_blocks: i32  # thread blocks of a persistent kernel

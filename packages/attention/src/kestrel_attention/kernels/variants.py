@@ -208,6 +208,51 @@ class PrefillVariant:
         return kernel, kernel.arguments()
 
 
+@dataclass(frozen=True)
+class HopperPrefillVariant:
+    """Attention of many queries with warpgroup matrix products (prefill_hopper.py), for heads of up to ``head_dim``."""
+
+    dtype: str
+    head_dim: int
+    cache: str = "same"  # as the dtype, or "fp8": e4m3 and e5m2
+    key_tile: int = 128
+    consumers: int = 2
+    """Warpgroups that multiply, of 64 queries each."""
+    num_stages: int = 2
+    query_buffers: int = 2
+    ping_pong: bool = False
+    producer_registers: int = 56
+    consumer_registers: int = 224
+    vector_loads: bool = False
+    archs: tuple[str, ...] = ("90a",)
+    """Architectures that have the kernel."""
+
+    @property
+    def name(self) -> str:
+        return f"prefill_{self.dtype}_{self.cache}_hopper_d{self.head_dim}"
+
+    def kernel(self, arch: str) -> tuple[Any, tuple[Any, ...]]:
+        """The kernel object and the arguments to compile it with."""
+        from .prefill_hopper import PrefillHopper
+
+        kernel = PrefillHopper(
+            dtype=numeric_type(self.dtype),
+            head_dim=self.head_dim,
+            key_tile=self.key_tile,
+            warps=4,
+            row_tiles=1,
+            num_stages=self.num_stages,
+            pdl=supports_pdl(arch),
+            codes=self.cache == "fp8",
+            consumers=self.consumers,
+            query_buffers=self.query_buffers,
+            ping_pong=self.ping_pong,
+            producer_registers=self.producer_registers,
+            consumer_registers=self.consumer_registers,
+        )
+        return kernel, kernel.arguments()
+
+
 def numeric_type(dtype: str) -> Any:
     """The DSL's type of this name; kernels for EITHER see 16-bit elements as bf16."""
     from kestrel_runtime.cute_dsl import numeric
@@ -265,8 +310,34 @@ PREFILL = tuple(
     )
 )
 
+PREFILL_HOPPER = tuple(
+    variant
+    for dtype in DTYPES
+    for variant in (
+        HopperPrefillVariant(dtype, 64, num_stages=3),
+        HopperPrefillVariant(dtype, 80),
+        HopperPrefillVariant(dtype, 96),
+        HopperPrefillVariant(dtype, 128),
+        HopperPrefillVariant(dtype, 64, "fp8"),
+        HopperPrefillVariant(dtype, 128, "fp8"),
+        *(
+            HopperPrefillVariant(
+                dtype, 256, cache, key_tile=64, query_buffers=1, producer_registers=40, consumer_registers=232
+            )
+            for cache in ("same", "fp8")
+        ),
+    )
+)
+
 VARIANTS: tuple[
-    DecodeVariant | CombineVariant | AppendVariant | TauTailVariant | MergeVariant | PrefillVariant, ...
+    DecodeVariant
+    | CombineVariant
+    | AppendVariant
+    | TauTailVariant
+    | MergeVariant
+    | PrefillVariant
+    | HopperPrefillVariant,
+    ...,
 ] = (
     *(variant for dtype in DTYPES for variant in _decode_variants(dtype)),
     *QUANTISED,
@@ -275,6 +346,7 @@ VARIANTS: tuple[
     *(AppendVariant(EITHER, cache) for cache in ("e5m2", "int8", "int4")),
     *(TauTailVariant(dtype, table) for dtype in (*DTYPES, "fp32") for table in sorted({dtype, "fp32"})),
     *PREFILL,
+    *PREFILL_HOPPER,
     *(MergeVariant(dtype) for dtype in (*DTYPES, "fp32")),
 )
 
@@ -293,6 +365,12 @@ def prefilling(dtype: str, cache: str, head_dim: int, short: bool = False) -> Pr
     """The compiled prefill variant for a head dimension, or None. cache: "same" or "fp8"; short: see PrefillVariant."""
     fitting = [v for v in PREFILL if v.dtype == dtype and v.cache == cache and v.head_dim >= head_dim]
     return min(fitting, key=lambda v: (v.head_dim, v.short != short), default=None)
+
+
+def prefilling_on_hopper(dtype: str, cache: str, head_dim: int) -> HopperPrefillVariant | None:
+    """The compiled variant with warpgroup matrix products for a head dimension, or None."""
+    fitting = [v for v in PREFILL_HOPPER if v.dtype == dtype and v.cache == cache and v.head_dim >= head_dim]
+    return min(fitting, key=lambda v: v.head_dim, default=None)
 
 
 def compilable(dtype: str, cache: str, head_dim: int) -> tuple[DecodeVariant, ...]:

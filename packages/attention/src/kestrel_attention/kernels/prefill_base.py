@@ -1,0 +1,438 @@
+"""What both prefill kernels share: which queries and keys a thread block has, and what a warp does with its scores.
+
+A warp holds 16 queries a row tile. Element 4 n + 2 r + e of its lane 4 g + t is that of row g + 8 r and column
+8 n + 2 t + e. Columns are keys (scores, weights) or dims (results). Both mma.sync and wgmma have this layout.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, Uint32, Uint64
+
+from kestrel_runtime.cute_dsl import arguments, numeric, parameters, ptx
+
+from . import scores
+from .parameters import PrefillScalars, PrefillTensors
+from .scores import LOG2_E
+
+
+class Keys(NamedTuple):
+    """Where a sequence's keys and values lie."""
+
+    table: Int64  # address of its row of the block table
+    table_stride: Int64
+    table_width: Int32
+    has_block_table: Int32
+    block: Int32  # that holds all keys where there is no table
+    first_slot: Int32  # of its first key there
+    num_blocks: Int32
+    page_size: Int32
+    multiplier: Uint32  # key // page_size is key * multiplier >> shift
+    shift: Int32
+    held: Int32  # keys that exist
+    strides: Any  # of blocks and slots of K, of blocks and slots of V, in 16 bytes
+    key_base: Int64  # address of the KV head
+    value_base: Int64
+    head_dim: Int32
+
+
+class Visible(NamedTuple):
+    """Which keys the rows of a warp see."""
+
+    first: Int32  # all rows see the keys from first to last - 1, where these exist
+    last: Int32
+    prefix: Int32  # and those below it
+    end: Int32  # no row sees a key from here on
+    position: Int32  # of the warp's row 0
+    held: Int32
+
+
+class Scales(NamedTuple):
+    """What a head's products are multiplied with."""
+
+    query_signs: Uint32  # flips the signs of two queries
+    softmax_scale: Float32  # positive, with the scales of FP8 queries and keys; with a soft cap, times 2 / softcap
+    v_scale: Float32
+
+
+class Work(NamedTuple):
+    """A block of queries and the tiles of keys that any of them sees. All fields are 32 bits."""
+
+    num_tiles: Int32  # of keys; negative: there is no more work
+    prefix_tiles: Int32
+    gap: Int32  # tile n >= prefix_tiles has the keys from key_tile (n + gap) on
+    rows: Int32
+    position: Int32  # of the first row
+    held: Int32  # keys that exist
+    prefix: Int32  # keys below it are seen by all rows
+    out_block: Int32
+    out_row: Int32
+    head: Int32
+    softmax_scale: Float32  # as in Scales
+    query_signs: Uint32
+    v_scale: Float32
+
+
+@dataclass(frozen=True)
+class PrefillBase:
+    """What a compiled variant of either kernel has."""
+
+    dtype: type[cutlass.Numeric]  # BFloat16 or Float16
+    head_dim: int  # that is computed, a multiple of 16; a smaller one is padded
+    key_tile: int  # keys of a tile
+    warps: int  # that load a tile of keys
+    row_tiles: int  # of 16 rows, of a warp
+    num_stages: int
+    pdl: bool
+    codes: bool  # keys and values are FP8 codes, which become the dtype on their way to the matrix products
+
+    # -- sizes ----------------------------------------------------------------------------------------------------
+
+    @property
+    def warp_rows(self) -> int:
+        return 16 * self.row_tiles
+
+    @property
+    def units(self) -> int:
+        """Of 16 bytes, in a row."""
+        return self.head_dim // 8
+
+    @property
+    def row_bytes(self) -> int:
+        return 2 * self.head_dim
+
+    @property
+    def loaded_rows(self) -> int:
+        """Of a tile of keys, by one warp."""
+        return self.key_tile // self.warps
+
+    @property
+    def tile_bytes(self) -> int:
+        return self.key_tile * self.row_bytes
+
+    @property
+    def stored_bytes(self) -> int:
+        """Of an element of keys and values in memory."""
+        return 1 if self.codes else 2
+
+    @property
+    def stored_units(self) -> int:
+        """Of 16 bytes, in a row of keys or values in memory and in a stage."""
+        return self.units // 2 if self.codes else self.units
+
+    @property
+    def swizzle_mask(self) -> int:
+        """The bits of a unit that the swizzle changes: rows that are read together hit 32 banks."""
+        return {0: 7, 4: 3}.get(self.units % 8, 1)
+
+    # -- host -----------------------------------------------------------------------------------------------------
+
+    def arguments(self) -> tuple[Any, ...]:
+        """Arguments to compile with: PrefillTensors, PrefillScalars, and the stream."""
+        head_dim, heads, kv_heads = (cute.sym_int() for _ in range(3))
+        blocks, queries, kv_blocks, page = (cute.sym_int() for _ in range(4))
+        stored, unit = (cutlass.Uint8, 16) if self.codes else (self.dtype, 8)
+        mK, mV = (arguments.strided(stored, kv_blocks, page, kv_heads, head_dim, unit=unit) for _ in range(2))
+        starts, lengths, prefix = ([arguments.any_strides(Int32, cute.sym_int()) for _ in range(2)] for _ in range(3))
+        tensors = PrefillTensors(
+            mQ=arguments.strided(self.dtype, blocks, queries, heads, head_dim, unit=8),
+            mK=mK,
+            mV=mV,
+            mStartQ=starts[0],
+            mStartK=starts[1],
+            mLengths=lengths[0],
+            mTable=arguments.any_strides(Int32, cute.sym_int(), cute.sym_int()),
+            mPrefix=prefix[0],
+            mSinks=arguments.any_strides(Float32, cute.sym_int()),
+            mQScale=arguments.any_strides(Float32, cute.sym_int()),
+            mKScale=arguments.any_strides(Float32, cute.sym_int()),
+            mVScale=arguments.any_strides(Float32, cute.sym_int()),
+            mOut=arguments.strided(self.dtype, blocks, queries, heads, head_dim, unit=8),
+            mLse=arguments.contiguous(Float32, blocks, heads, queries, align=None),
+        )
+        return (*tensors, *parameters.compile_time(PrefillScalars), Int32(1), arguments.torch_stream())
+
+    # -- what a thread block has ------------------------------------------------------------------------------------
+
+    @cute.jit
+    def keys_of(self, tensors: PrefillTensors, scalars: PrefillScalars, sequence, kv_head):
+        """The keys of a sequence, and the position behind the last."""
+        mQ, mK, mV = tensors.mQ, tensors.mK, tensors.mV
+        length = scalars.max_keys
+        block, first_slot, page_size = sequence, Int32(0), mK.shape[1]
+        held = scalars.max_keys
+        if scalars.key_starts != 0:
+            start = tensors.mStartK[sequence]
+            length = tensors.mStartK[sequence + 1] - start
+            if scalars.key_starts == 1:
+                block, first_slot = Int32(0), start
+                held = cutlass.min(held, page_size - start)
+        if scalars.has_lengths != 0:
+            given = tensors.mLengths[sequence]
+            if scalars.key_starts == 1:
+                given = cutlass.min(given, length)
+            appended = scalars.appended
+            length = cutlass.select_(given < 0, given, cutlass.min(given, 0x7FFFFFFF - appended) + appended)
+        held = cutlass.max(cutlass.min(held, length), 0)
+        if first_slot < 0:
+            held = Int32(0)
+        element = cutlass.const_expr(self.stored_bytes)
+        strides = [Uint32(mX.stride[i] // (16 // element)) for mX in (mK, mV) for i in range(2)]
+        head_bytes = element * Int64(kv_head)
+        keys = Keys(
+            table=tensors.mTable.iterator.toint() + 4 * Int64(sequence) * tensors.mTable.stride[0],
+            table_stride=tensors.mTable.stride[1],
+            table_width=tensors.mTable.shape[1],
+            has_block_table=scalars.has_block_table,
+            block=block,
+            first_slot=first_slot,
+            num_blocks=mK.shape[0],
+            page_size=page_size,
+            multiplier=scalars.page_multiplier,
+            shift=scalars.page_shift,
+            held=held,
+            strides=strides,
+            key_base=mK.iterator.toint() + head_bytes * mK.stride[2],
+            value_base=mV.iterator.toint() + head_bytes * mV.stride[2],
+            head_dim=mQ.shape[3],
+        )
+        return keys, length
+
+    @cute.jit
+    def work_of(self, tensors, scalars, sequence, head, kv_head, row_block, keys: Keys, length):
+        """The work of a block of rows, and the address of its first row."""
+        mQ = tensors.mQ
+        query_block, first_query, num_queries = sequence, Int32(0), scalars.max_queries
+        if scalars.packed_queries != 0:
+            query_block = Int32(0)
+            first_query = tensors.mStartQ[sequence]
+            num_queries = tensors.mStartQ[sequence + 1] - first_query
+        num_rows = cutlass.min(num_queries, cutlass.min(scalars.max_queries, mQ.shape[1] - first_query))
+        if first_query < 0:
+            num_rows = Int32(0)
+        held = keys.held
+        prefix = scalars.prefix_len
+        if scalars.has_prefix_lens != 0:
+            prefix = tensors.mPrefix[sequence]
+        prefix = cutlass.max(cutlass.min(prefix, held), 0)
+        first_row = row_block * self.block_rows
+        query = Int64(query_block) * mQ.stride[0] + Int64(first_query + first_row) * mQ.stride[1]
+        query = mQ.iterator.toint() + 2 * (query + Int64(head) * mQ.stride[2])
+        rows = cutlass.min(num_rows - first_row, self.block_rows)
+        position = length - num_queries + first_row
+        start, _ = scores.window(position, scalars, held)
+        _, end = scores.window(position + rows - 1, scalars, held)
+        prefix_tiles = (prefix + self.key_tile - 1) // self.key_tile
+        start_tile = cutlass.max(start // self.key_tile, prefix_tiles)
+        num_tiles = prefix_tiles + cutlass.max((end + self.key_tile - 1) // self.key_tile - start_tile, 0)
+        of_head = self.scales(tensors, scalars, head, kv_head)
+        work = Work(
+            num_tiles=num_tiles,
+            prefix_tiles=prefix_tiles,
+            gap=start_tile - prefix_tiles,
+            rows=rows,
+            position=position,
+            held=held,
+            prefix=prefix,
+            out_block=query_block,
+            out_row=first_query + first_row,
+            head=head,
+            softmax_scale=of_head.softmax_scale,
+            query_signs=of_head.query_signs,
+            v_scale=of_head.v_scale,
+        )
+        return work, query
+
+    @cute.jit
+    def tile_at(self, work: Work, n):
+        return n + cutlass.select_(n < work.prefix_tiles, Int32(0), work.gap)
+
+    @cute.jit
+    def scales(self, tensors: PrefillTensors, scalars: PrefillScalars, head, kv_head):
+        """The scales of a head."""
+        signs, softmax_scale, v_scale = scalars.query_signs, scalars.softmax_scale, Float32(1.0)
+        if cutlass.const_expr(self.codes):
+            product = Float32(1.0)
+            if scalars.q_scale_heads > 0:
+                product *= tensors.mQScale[cutlass.select_(scalars.q_scale_heads > 1, head, Int32(0))]
+            if scalars.k_scale_heads > 0:
+                product *= tensors.mKScale[cutlass.select_(scalars.k_scale_heads > 1, kv_head, Int32(0))]
+            if scalars.v_scale_heads > 0:
+                v_scale = tensors.mVScale[cutlass.select_(scalars.v_scale_heads > 1, kv_head, Int32(0))]
+            signs = signs ^ cutlass.select_(product < 0.0, Uint32(0x80008000), Uint32(0))
+            softmax_scale = ptx.fmax(
+                softmax_scale * cutlass.select_(product < 0.0, -product, product), Float32(2.0**-126)
+            )
+        return Scales(signs, softmax_scale, v_scale)
+
+    @cute.jit
+    def clear_rows(self, tensors: PrefillTensors, first, end, head, tid):
+        """Zeros, and an LSE of -inf, for packed rows first to end - 1 of a head."""
+        mOut = tensors.mOut
+        row = first
+        while row < end:
+            address = mOut.iterator.toint() + 2 * (Int64(row) * mOut.stride[1] + Int64(head) * mOut.stride[2])
+            if 8 * tid < mOut.shape[3]:
+                ptx.store_global(address + 16 * tid, [Uint32(0)] * 4)
+            if tid == 0:
+                tensors.mLse[0, head, row] = -Float32.inf
+            row += 1
+
+    @cute.jit
+    def clear_around(self, tensors, scalars, sequence, batch, head, thread):
+        """Clear rows that no sequence has: before the first, after this one."""
+        total = tensors.mQ.shape[1]
+        first_query = tensors.mStartQ[sequence]
+        num_queries = tensors.mStartQ[sequence + 1] - first_query
+        num_rows = cutlass.min(num_queries, cutlass.min(scalars.max_queries, total - first_query))
+        if first_query < 0:
+            num_rows = Int32(0)
+        if sequence == 0:
+            self.clear_rows(tensors, Int32(0), cutlass.min(first_query, total), head, thread)
+        behind = total
+        if sequence + 1 < batch:
+            behind = cutlass.min(first_query + num_queries, total)
+        from_row = cutlass.max(first_query, 0) + cutlass.max(num_rows, 0)
+        self.clear_rows(tensors, from_row, behind, head, thread)
+
+    # -- keys -----------------------------------------------------------------------------------------------------
+
+    @cute.jit
+    def entry_and_slot(self, keys: Keys, key: Int32):
+        """The table entry of a key and its slot in the page; exact for keys below 2^31."""
+        entry = Uint32((Uint64(Uint32(key)) * Uint64(keys.multiplier)) >> Uint64(keys.shift))
+        return entry, Uint32(key) - entry * Uint32(keys.page_size)
+
+    @cute.jit
+    def look_up(self, rPage, keys: Keys, tile, warp, lane):
+        """Start loading the block of the key of a tile that a lane looks up; -1 where there is none."""
+        key = tile * self.key_tile + warp * self.loaded_rows + lane % self.loaded_rows
+        if keys.has_block_table != 0:
+            entry, _ = self.entry_and_slot(keys, key)
+            exists = key < keys.held and Int32(entry) < keys.table_width
+            rPage[0] = Int32(ptx.load_global_if(exists, keys.table + 4 * Int64(entry) * keys.table_stride, -1))
+        else:
+            rPage[0] = cutlass.select_(key < keys.held, keys.block, Int32(-1))
+
+    @cute.jit
+    def from_f16(self, pair: Uint32) -> Uint32:
+        """Two f16 as the dtype, where it holds them."""
+        if cutlass.const_expr(self.dtype is cutlass.Float16):
+            return pair
+        else:
+            low, high = ptx.unpack_f32x2(pair, "f16")
+            return ptx.pack_f32x2(low, high, "bf16")
+
+    # -- scores ---------------------------------------------------------------------------------------------------
+
+    @cute.jit
+    def cap(self, rScore, softcap: Float32, softmax_scale: Float32):
+        """The soft cap. Eight scores an iteration, and then the scores rotate: few registers are in use at once."""
+        count = cutlass.const_expr(self.row_tiles * self.key_tile // 2)
+        base2_cap, scale = softcap * LOG2_E, softmax_scale * LOG2_E
+        iterations = ptx.opaque(cutlass.select_(softcap > 0.0, Int32(count // 8), Int32(0)))
+        for _ in cutlass.range(iterations, unroll=1):
+            capped = [scores.soft_cap_inline(rScore[i] * scale, base2_cap) for i in range(8)]
+            for i in cutlass.range_constexpr(count - 8):
+                rScore[i] = rScore[i + 8]
+            for i in cutlass.range_constexpr(8):
+                rScore[count - 8 + i] = capped[i]
+
+    @cute.jit
+    def mask(self, rScore, sExists: Int32, visible: Visible, scalars, first_key, lane):
+        """-inf for keys of a tile that do not exist or that a row does not see."""
+        words = [ptx.load_shared(sExists + 4 * i, 1)[0] for i in range(self.warps)]
+        per_word = cutlass.const_expr(32 // self.loaded_rows)
+        exists, all_exist = [], Uint32(0xFFFFFFFF)
+        for h in cutlass.range_constexpr(self.key_tile // 32):
+            word = words[h * per_word]
+            for i in cutlass.range_constexpr(per_word - 1):
+                word = word | (words[h * per_word + i + 1] << ((i + 1) * self.loaded_rows))
+            exists.append(word)
+            all_exist = all_exist & word
+        unseen = first_key < visible.first or first_key + self.key_tile > visible.last
+        unseen = unseen and first_key + self.key_tile > visible.prefix
+        for zero in cutlass.range(once_if(unseen or all_exist != 0xFFFFFFFF), unroll=1):
+            g, t = lane // 4, lane % 4
+            before = first_key + 2 * t + zero  # what follows is not computed ahead, in registers
+            for r in cutlass.range_constexpr(2 * self.row_tiles):
+                first, last = scores.window(visible.position + zero + (g + 8 * r), scalars, visible.held)
+                for h in cutlass.range_constexpr(self.key_tile // 32):
+                    base = before + 32 * h
+                    seen = bits_below(last - base) & ~bits_below(first - base) | bits_below(visible.prefix - base)
+                    seen = seen & (exists[h] >> Uint32(2 * t + zero))
+                    for n in cutlass.range_constexpr(4):
+                        for e in cutlass.range_constexpr(2):
+                            at = cutlass.const_expr(4 * (r // 2 * self.key_tile // 8 + 4 * h + n) + r % 2 * 2 + e)
+                            bit = cutlass.const_expr(1 << (8 * n + e))
+                            rScore[at] = cutlass.select_((seen & bit) != 0, rScore[at], -Float32.inf)
+
+    # -- epilogue -------------------------------------------------------------------------------------------------
+
+    def swizzle(self, row):
+        """The XOR of a row's units in shared memory."""
+        return {7: row & 7, 3: row >> 1 & 3, 1: row >> 2 & 1}[self.swizzle_mask]
+
+    @cute.jit
+    def epilogue(self, tensors, scalars, v_scale, rOut, rMax, rSum, scale, shared: Int32, rows, at_out, warp, lane):
+        """Store the LSE and, through shared memory, the normalised rows."""
+        kind = cutlass.const_expr(numeric.ptx_name(self.dtype))
+        mOut = tensors.mOut
+        block, first_row, head = at_out
+        g, t = lane // 4, lane % 4
+        shared = shared + warp * (self.warp_rows * self.row_bytes)
+        sink = -Float32.inf
+        if scalars.has_sinks != 0:
+            sink = tensors.mSinks[head] * LOG2_E
+        for r in cutlass.range_constexpr(2 * self.row_tiles):
+            total = rSum[r]
+            total += cute.arch.shuffle_sync_bfly(total, 1)
+            total += cute.arch.shuffle_sync_bfly(total, 2)
+            base = cutlass.select_(rMax[r] == -Float32.inf, Float32(0.0), rMax[r] * scale)
+            share = Float32(1.0)
+            if scalars.has_sinks != 0:
+                highest = cutlass.select_(rMax[r] == -Float32.inf, sink, ptx.fmax(base, sink))
+                highest = cutlass.select_(highest == -Float32.inf, Float32(0.0), highest)
+                share = ptx.exp2_approx(base - highest)
+                total = total * share + ptx.exp2_approx(sink - highest)
+                base = highest
+            factor = cutlass.select_(total == 0.0, Float32(0.0), v_scale * (share / total))
+            row = g + 8 * r
+            warp_row = warp * self.warp_rows + row
+            if t == 0 and warp_row < rows:
+                tensors.mLse[block, head, first_row + warp_row] = (base + ptx.log2_approx(total)) * (1.0 / LOG2_E)
+            for n in cutlass.range_constexpr(self.head_dim // 8):
+                at = cutlass.const_expr(4 * (r // 2 * self.head_dim // 8 + n) + r % 2 * 2)
+                word = ptx.pack_f32x2(rOut[at] * factor, rOut[at + 1] * factor, kind)
+                ptx.store_shared(shared + row * self.row_bytes + (n ^ self.swizzle(row)) * 16 + 4 * t, [word])
+        cute.arch.sync_warp()
+        base_row = Int64(block) * mOut.stride[0] + Int64(head) * mOut.stride[2]
+        count = cutlass.const_expr(self.warp_rows * self.units)
+        for i in cutlass.range_constexpr(-(-count // 32)):
+            index = lane + 32 * i
+            row, unit = index // self.units, index % self.units
+            warp_row = warp * self.warp_rows + row
+            if warp_row < rows and 8 * unit < mOut.shape[3]:
+                words = ptx.load_shared(shared + row * self.row_bytes + (unit ^ self.swizzle(row)) * 16, 4)
+                to = base_row + Int64(first_row + warp_row) * mOut.stride[1] + 8 * unit
+                ptx.store_global(mOut.iterator.toint() + 2 * to, words)
+
+
+def once_if(condition) -> Int32:
+    """How often a loop runs that stands for a branch, which the compiler would turn into predicated instructions."""
+    return ptx.opaque(cutlass.select_(condition, Int32(1), Int32(0)))
+
+
+def bits_below(count: Int32) -> Uint32:
+    """The lowest ``count`` bits: none of a negative count, all from 32 on."""
+    some = (Uint32(1) << Uint32(count & 31)) - 1
+    return cutlass.select_(count < 0, Uint32(0), cutlass.select_(count > 31, Uint32(0xFFFFFFFF), some))
+
+
+def divide(a: Int32, b: Int32) -> Int32:
+    """a // b of non-negative integers."""
+    return ptx.div_u32(Uint32(a), Uint32(b)).to(Int32)

@@ -1,0 +1,312 @@
+"""Attention of many queries on Hopper: warp-specialised, with warpgroup matrix products (wgmma).
+
+A thread block takes 64 queries a consumer warpgroup of one head, and visits the tiles of keys that any of them sees.
+The producer warpgroup gathers keys and values by cp.async into pipeline stages of their own. A consumer multiplies
+queries with the next tile's keys, and the weights of the last tile, in registers, with its values, while it computes
+the softmax in between (FlashAttention-3, arXiv 2407.08608). Thread blocks are persistent, longest rows first. A row's
+result does not depend on the tile that it is in.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Uint32
+
+from kestrel_runtime.cute_dsl import hopper, numeric, pdl, ptx
+
+from . import scores
+from .parameters import PrefillScalars, PrefillTensors
+from .prefill_base import Visible, Work, once_if
+from .prefill_hopper_producer import PRODUCERS, WARPGROUP_ROWS, WORK_BYTES, WORK_TYPES, HopperProducer, Pipe
+from .scores import LOG2_E, RESCALE_SLACK
+
+
+@dataclass(frozen=True)
+class PrefillHopper(HopperProducer):
+    """One compiled variant."""
+
+    # -- host -----------------------------------------------------------------------------------------------------
+
+    @cute.jit
+    def __call__(self, *given):
+        num_tensors = cutlass.const_expr(len(PrefillTensors._fields))
+        tensors, scalars = PrefillTensors(*given[:num_tensors]), PrefillScalars(*given[num_tensors:-2])
+        batch = given[-2]
+        heads = tensors.mQ.shape[2]
+        row_blocks = cute.ceil_div(scalars.max_queries, self.block_rows)
+        count = row_blocks * heads * batch
+        self.kernel(tensors, scalars, row_blocks, batch, count).launch(
+            grid=[cutlass.min(count, scalars.max_blocks), 1, 1],
+            block=[self.threads, 1, 1],
+            stream=given[-1],
+            min_blocks_per_mp=1,
+            smem=self.shared_bytes,
+            use_pdl=self.pdl,
+        )
+
+    # -- device ---------------------------------------------------------------------------------------------------
+
+    @cute.kernel
+    def kernel(self, tensors: PrefillTensors, scalars: PrefillScalars, row_blocks: Int32, batch: Int32, count: Int32):
+        tid, _, _ = cute.arch.thread_idx()
+        first, _, _ = cute.arch.block_idx()
+        step, _, _ = cute.arch.grid_dim()
+        shared = Int32(cute.arch.get_dyn_smem(Float32, alignment=1024).toint())
+        buffers, stages = cutlass.const_expr((self.query_buffers, self.num_stages))
+        words = cutlass.const_expr(4 * buffers + 8 * stages + 2 * stages * self.warps + buffers * WORK_BYTES // 4)
+        works = Int32(cute.arch.alloc_smem(Uint32, words, alignment=16).toint())
+        exists = works + buffers * WORK_BYTES
+        barriers = exists + 8 * stages * self.warps
+        of_keys = barriers + 16 * buffers
+        keys = shared + buffers * self.buffer_bytes
+        pipe = Pipe(
+            queries=shared,
+            keys=keys,
+            values=keys + stages * self.tile_bytes,
+            queries_full=barriers,
+            queries_empty=barriers + 8 * buffers,
+            keys_full=of_keys,
+            keys_empty=of_keys + 8 * stages,
+            values_full=of_keys + 16 * stages,
+            values_empty=of_keys + 24 * stages,
+            codes=keys + 2 * stages * self.tile_bytes,
+            exists=exists,
+            works=works,
+        )
+        if tid == 0:
+            for i in cutlass.range_constexpr(buffers):
+                hopper.mbarrier_init(pipe.queries_full + 8 * i, PRODUCERS + 1)
+                hopper.mbarrier_init(pipe.queries_empty + 8 * i, 4 * self.consumers)
+            for i in cutlass.range_constexpr(stages):
+                hopper.mbarrier_init(pipe.keys_full + 8 * i, PRODUCERS + self.warps)
+                hopper.mbarrier_init(pipe.values_full + 8 * i, PRODUCERS)
+                hopper.mbarrier_init(pipe.keys_empty + 8 * i, 4 * self.consumers)
+                hopper.mbarrier_init(pipe.values_empty + 8 * i, 4 * self.consumers)
+            cute.arch.mbarrier_init_fence()
+        if cutlass.const_expr(self.pdl):
+            pdl.wait()
+            pdl.trigger()
+        cute.arch.sync_threads()
+        warpgroup = cute.arch.make_warp_uniform(tid // 128)
+        if warpgroup == 0:
+            hopper.registers_down(self.producer_registers)
+            self.produce(tensors, scalars, pipe, row_blocks, batch, first, step, count)
+        else:
+            hopper.registers_up(self.consumer_registers)
+            self.consume(tensors, scalars, pipe, warpgroup - 1)
+
+    @cute.jit
+    def read_work(self, address: Int32):
+        fields = []
+        for i in cutlass.range_constexpr(len(Work._fields)):
+            kind = WORK_TYPES[Work._fields[i]]
+            word = Int32(ptx.load_shared(address + 4 * i, 1)[0])
+            if cutlass.const_expr(kind is Float32):
+                fields.append(ptx.int_as_float(word))
+            else:
+                fields.append(kind(cute.arch.make_warp_uniform(word)))
+        return Work(*fields)
+
+    # -- consumers ------------------------------------------------------------------------------------------------
+
+    @cute.jit
+    def consume(self, tensors, scalars, pipe: Pipe, warpgroup):
+        tid, _, _ = cute.arch.thread_idx()
+        lane, warp = tid % 32, cute.arch.make_warp_uniform(tid % 128 // 32)
+        rOut = cute.make_rmem_tensor(self.head_dim // 2, Float32)
+        rMax = cute.make_rmem_tensor(2, Float32)
+        rSum = cute.make_rmem_tensor(2, Float32)
+        if cutlass.const_expr(self.ping_pong):  # the first warpgroup multiplies first
+            for _ in cutlass.range(once_if(warpgroup == self.consumers - 1), unroll=1):
+                hopper.named_barrier_arrive(Int32(4), 256)
+        used = Int32(0)
+        works = Int32(0)
+        hopper.mbarrier_wait(pipe.queries_full, Int32(0))
+        work = self.read_work(pipe.works)
+        num_tiles = work.num_tiles
+        while num_tiles >= 0:
+            buffer = works % self.query_buffers
+            work = self.read_work(pipe.works + buffer * WORK_BYTES)
+            sQ = pipe.queries + buffer * self.buffer_bytes + warpgroup * self.query_bytes
+            self.flip_signs(sQ, work.query_signs, warpgroup)
+            hopper.fence_proxy_async()
+            scale = cutlass.select_(scalars.softcap > 0.0, Float32(1.0), work.softmax_scale * LOG2_E)
+            rOut.fill(0.0)
+            rMax.fill(-Float32.inf)
+            rSum.fill(0.0)
+            if num_tiles > 0:
+                warp_position = work.position + warpgroup * WARPGROUP_ROWS + warp * 16
+                _, all_last = scores.window(warp_position, scalars, work.held)
+                all_first, _ = scores.window(warp_position + 15, scalars, work.held)
+                visible = Visible(all_first, all_last, work.prefix, Int32(0), warp_position, work.held)
+                self.main_loop(pipe, scalars, work, visible, sQ, used, scale, rOut, rMax, rSum, lane, warpgroup)
+                used += num_tiles
+            hopper.named_barrier(1 + warpgroup, 128)
+            row = warpgroup * WARPGROUP_ROWS
+            at_out = (work.out_block, work.out_row + row, work.head)
+            rows = work.rows - row
+            self.epilogue(tensors, scalars, work.v_scale, rOut, rMax, rSum, scale, sQ, rows, at_out, warp, lane)
+            cute.arch.sync_warp()
+            self.release(pipe.queries_empty, buffer, lane)
+            works += 1
+            buffer = works % self.query_buffers
+            hopper.mbarrier_wait(pipe.queries_full + 8 * buffer, works // self.query_buffers & 1)
+            num_tiles = Int32(ptx.load_shared(pipe.works + buffer * WORK_BYTES, 1)[0])
+            num_tiles = cute.arch.make_warp_uniform(num_tiles)
+
+    @cute.jit
+    def flip_signs(self, sQ: Int32, signs: Uint32, warpgroup):
+        """Negate the queries of a warpgroup where the scale is negative."""
+        thread = cute.arch.thread_idx()[0] % 128
+        for _ in cutlass.range(once_if(signs != 0), unroll=1):
+            for i in cutlass.range_constexpr(self.query_bytes // (16 * 128)):
+                to = sQ + 16 * (thread + 128 * i)
+                ptx.store_shared(to, [word ^ signs for word in ptx.load_shared(to, 4)])
+            hopper.fence_proxy_async()
+            hopper.named_barrier(1 + warpgroup, 128)
+
+    @cute.jit
+    def main_loop(self, pipe, scalars, work, visible, sQ, used, scale, rOut, rMax, rSum, lane, warpgroup):
+        rScore = cute.make_rmem_tensor(self.key_tile // 2, Float32)
+        rP = cute.make_rmem_tensor(self.key_tile // 4, Uint32)
+        rFactor = cute.make_rmem_tensor(2, Float32)
+        stage, parity = used % self.num_stages, used // self.num_stages & 1
+        hopper.mbarrier_wait(pipe.keys_full + 8 * stage, parity)
+        self.fence_copies()
+        self.start_scores(sQ, pipe.keys + stage * self.tile_bytes, rScore)
+        hopper.wgmma_wait(0)
+        self.order(rScore)
+        self.release(pipe.keys_empty, stage, lane)
+        tile = self.tile_at(work, Int32(0))
+        self.weigh(pipe, scalars, visible, work, rScore, rMax, rSum, rFactor, scale, tile, used, lane)
+        self.pack(rScore, rP)
+        n = Int32(1)
+        while n < work.num_tiles:
+            last_stage, last_parity = stage, parity
+            at = used + n
+            stage, parity = at % self.num_stages, at // self.num_stages & 1
+            hopper.mbarrier_wait(pipe.keys_full + 8 * stage, parity)
+            if cutlass.const_expr(self.ping_pong):
+                hopper.named_barrier(4 + warpgroup, 256)
+            self.fence_copies()
+            self.start_scores(sQ, pipe.keys + stage * self.tile_bytes, rScore)
+            hopper.mbarrier_wait(pipe.values_full + 8 * last_stage, last_parity)
+            self.fence_copies()
+            self.start_output(pipe.values + last_stage * self.tile_bytes, rP, rOut)
+            if cutlass.const_expr(self.ping_pong):
+                following = cutlass.select_(warpgroup == self.consumers - 1, Int32(0), warpgroup + 1)
+                hopper.named_barrier_arrive(4 + following, 256)
+            hopper.wgmma_wait(1)
+            self.order(rScore)
+            self.release(pipe.keys_empty, stage, lane)
+            self.weigh(
+                pipe, scalars, visible, work, rScore, rMax, rSum, rFactor, scale, self.tile_at(work, n), at, lane
+            )
+            hopper.never(rSum[0] + rSum[1])  # keeps the wait behind the weights
+            hopper.wgmma_wait(0)
+            self.order(rOut)
+            self.release(pipe.values_empty, last_stage, lane)
+            self.rescale(rOut, rFactor)
+            self.pack(rScore, rP)
+            n += 1
+        hopper.mbarrier_wait(pipe.values_full + 8 * stage, parity)
+        self.fence_copies()
+        self.start_output(pipe.values + stage * self.tile_bytes, rP, rOut)
+        hopper.wgmma_wait(0)
+        self.order(rOut)
+        self.release(pipe.values_empty, stage, lane)
+
+    @cute.jit
+    def fence_copies(self):
+        """Make what the producer has copied visible to matrix products; of codes it does so itself."""
+        if cutlass.const_expr(not self.codes):
+            hopper.fence_proxy_async()
+
+    @cute.jit
+    def release(self, barriers: Int32, stage, lane):
+        if lane == 0:
+            hopper.mbarrier_arrive(barriers + 8 * stage)
+
+    @cute.jit
+    def order(self, registers):
+        """What uses these registers is not computed before this point."""
+        count = cutlass.const_expr(cute.size(registers))
+        found = hopper.ordered([registers[i] for i in range(count)])
+        for i in cutlass.range_constexpr(count):
+            registers[i] = found[i]
+
+    @cute.jit
+    def start_scores(self, sQ: Int32, sK: Int32, rScore):
+        kind = cutlass.const_expr(numeric.ptx_name(self.dtype))
+        count = cutlass.const_expr(self.key_tile // 2)
+        of_queries = hopper.descriptor(sQ, self.block_bytes, 0)
+        of_keys = hopper.descriptor(sK, self.block_bytes, 0)
+        steps = cutlass.const_expr(self.block_bytes // 32)  # of a column block
+        hopper.wgmma_fence()
+        found = None
+        for k in cutlass.range_constexpr(self.head_dim // 16):
+            a = of_queries + (k // steps * (WARPGROUP_ROWS * self.block_bytes) + k % steps * 32) // 16
+            b = of_keys + (k // steps * (self.key_tile * self.block_bytes) + k % steps * 32) // 16
+            found = hopper.wgmma(found, count, a, b, kind)
+        hopper.wgmma_commit()
+        for i in cutlass.range_constexpr(count):
+            rScore[i] = found[i]
+
+    @cute.jit
+    def start_output(self, sV: Int32, rP, rOut):
+        kind = cutlass.const_expr(numeric.ptx_name(self.dtype))
+        count = cutlass.const_expr(self.head_dim // 2)
+        of_values = hopper.descriptor(sV, self.block_bytes, self.key_tile * self.block_bytes)
+        hopper.wgmma_fence()
+        found = [rOut[i] for i in range(count)]
+        for k in cutlass.range_constexpr(self.key_tile // 16):
+            a = [rP[4 * k + i] for i in range(4)]
+            found = hopper.wgmma_transposed(found, count, a, of_values + k * self.block_bytes, kind)
+        hopper.wgmma_commit()
+        for i in cutlass.range_constexpr(count):
+            rOut[i] = found[i]
+
+    @cute.jit
+    def pack(self, rScore, rP):
+        kind = cutlass.const_expr(numeric.ptx_name(self.dtype))
+        for i in cutlass.range_constexpr(self.key_tile // 4):
+            rP[i] = ptx.pack_f32x2(rScore[2 * i], rScore[2 * i + 1], kind)
+
+    @cute.jit
+    def weigh(self, pipe, scalars, visible, work, rScore, rMax, rSum, rFactor, scale, tile, at, lane):
+        """Scores become weights exp2(scale (score - base)); rFactor: what the sums before are multiplied with."""
+        self.cap(rScore, scalars.softcap, work.softmax_scale)
+        exists = pipe.exists + 4 * self.warps * (at % (2 * self.num_stages))
+        self.mask(rScore, exists, visible, scalars, tile * self.key_tile, lane)
+        for r in cutlass.range_constexpr(2):
+            some = [rMax[r], rMax[r]]
+            for n in cutlass.range_constexpr(self.key_tile // 8):
+                i = cutlass.const_expr(4 * n + 2 * r)
+                some[n % 2] = ptx.fmax(some[n % 2], ptx.fmax(rScore[i], rScore[i + 1]))
+            highest = ptx.fmax(some[0], some[1])
+            highest = ptx.fmax(highest, cute.arch.shuffle_sync_bfly(highest, 1))
+            highest = ptx.fmax(highest, cute.arch.shuffle_sync_bfly(highest, 2))
+            exceed = (highest - rMax[r]) * scale > RESCALE_SLACK
+            factor = ptx.exp2_approx((rMax[r] - highest) * scale)
+            factor = cutlass.select_(exceed, factor, Float32(1.0))
+            rMax[r] = cutlass.select_(exceed, highest, rMax[r])
+            rFactor[r] = factor
+            base = cutlass.select_(rMax[r] == -Float32.inf, Float32(0.0), -(rMax[r] * scale))
+            sums = [rSum[r] * factor, Float32(0.0)]
+            for n in cutlass.range_constexpr(self.key_tile // 8):
+                for e in cutlass.range_constexpr(2):
+                    i = cutlass.const_expr(4 * n + 2 * r + e)
+                    weight = ptx.exp2_approx(ptx.fma(rScore[i], scale, base))
+                    sums[e] += weight
+                    rScore[i] = weight
+            rSum[r] = sums[0] + sums[1]
+
+    @cute.jit
+    def rescale(self, rOut, rFactor):
+        needed = cute.arch.vote_any_sync(rFactor[0] != 1.0 or rFactor[1] != 1.0)
+        for _ in cutlass.range(once_if(needed), unroll=1):
+            for i in cutlass.range_constexpr(self.head_dim // 2):
+                rOut[i] *= rFactor[i // 2 % 2]

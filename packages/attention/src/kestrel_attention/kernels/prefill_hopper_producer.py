@@ -1,0 +1,323 @@
+"""The producer warpgroup of prefill_hopper.py: describes the work, and loads queries, keys and values.
+
+Lanes look up the pages of the rows that they load, so any page size and any strides cost the same. cp.async copies are
+signalled by mbarriers. FP8 codes are copied to memory of the thread that turns them into the dtype, exactly, on their
+way to a pipeline stage.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple, get_type_hints
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, Uint32
+
+from kestrel_runtime.cute_dsl import hopper, ptx
+
+from .formats import E4m3, E5m2
+from .parameters import PrefillScalars
+from .prefill_base import Keys, PrefillBase, Work, divide
+
+PRODUCERS = 128  # threads
+WARPGROUP_ROWS = 64
+
+
+class Pipe(NamedTuple):
+    """Addresses in shared memory. Barriers are mbarriers, one of each buffer or stage."""
+
+    queries: Int32
+    keys: Int32
+    values: Int32
+    queries_full: Int32
+    queries_empty: Int32
+    keys_full: Int32
+    keys_empty: Int32
+    values_full: Int32
+    values_empty: Int32
+    codes: Int32  # FP8 keys and, behind them, values of the tile that is loaded next
+    exists: Int32  # words with a bit for each key of a tile, of twice as many tiles as stages
+    works: Int32  # a Work of each buffer of queries
+
+
+class Located(NamedTuple):
+    """Of a tile: offsets of a lane's key and value in 16 bytes, and a bit for each of the warp's keys that exists."""
+
+    key: Uint32
+    value: Uint32
+    exists: Uint32
+
+
+WORK_TYPES = get_type_hints(Work)
+WORK_BYTES = 64
+
+
+@dataclass(frozen=True)
+class HopperProducer(PrefillBase):
+    """The producer, of four ``warps``, and what it shares with the consumers."""
+
+    consumers: int = 2  # warpgroups
+    query_buffers: int = 2
+    producer_registers: int = 56
+    consumer_registers: int = 224
+    ping_pong: bool = False
+
+    @property
+    def block_rows(self) -> int:
+        return WARPGROUP_ROWS * self.consumers
+
+    @property
+    def block_bytes(self) -> int:
+        """Of a row of a column block."""
+        return next(width for width in (128, 64, 32) if self.row_bytes % width == 0)
+
+    @property
+    def block_units(self) -> int:
+        return self.block_bytes // 16
+
+    @property
+    def query_bytes(self) -> int:
+        """Of a warpgroup."""
+        return WARPGROUP_ROWS * self.row_bytes
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Of the queries of a thread block."""
+        return self.consumers * self.query_bytes
+
+    @property
+    def shared_bytes(self) -> int:
+        codes = self.tile_bytes if self.codes else 0  # half as many bytes of keys, and of values
+        return self.query_buffers * self.buffer_bytes + 2 * self.num_stages * self.tile_bytes + codes
+
+    @property
+    def threads(self) -> int:
+        return PRODUCERS + 128 * self.consumers
+
+    @cute.jit
+    def place(self, scalars: PrefillScalars, row_blocks, heads, index):
+        """The sequence, head and block of rows of a tile: rows of a section of heads together, longest first."""
+        section_blocks = scalars.section_heads * row_blocks
+        section = divide(index, section_blocks)
+        in_section = index - section * section_blocks
+        sections = divide(heads, scalars.section_heads)
+        sequence = divide(section, sections)
+        longest_first = divide(in_section, scalars.section_heads)
+        head = (section - sequence * sections) * scalars.section_heads
+        head = head + in_section - longest_first * scalars.section_heads
+        return sequence, head, row_blocks - 1 - longest_first
+
+    @cute.jit
+    def write_work(self, address: Int32, work: Work):
+        for i in cutlass.range_constexpr(len(Work._fields)):
+            kind = WORK_TYPES[Work._fields[i]]
+            word = ptx.float_as_int(work[i]) if cutlass.const_expr(kind is Float32) else work[i]
+            ptx.store_shared(address + 4 * i, [Uint32(word)])
+
+    # -- queries --------------------------------------------------------------------------------------------------
+
+    @cute.jit
+    def produce(self, tensors, scalars, pipe: Pipe, row_blocks, batch, first, step, count):
+        tid, _, _ = cute.arch.thread_idx()
+        lane, warp = tid % 32, cute.arch.make_warp_uniform(tid // 32)
+        rPage = cute.make_rmem_tensor(1, Int32)
+        loaded = Int32(0)
+        works = Int32(0)
+        index = first
+        while index < count:
+            sequence, head, row_block = self.place(scalars, row_blocks, tensors.mQ.shape[2], index)
+            kv_head = divide(head, scalars.group_size)
+            keys, length = self.keys_of(tensors, scalars, sequence, kv_head)
+            work, query = self.work_of(tensors, scalars, sequence, head, kv_head, row_block, keys, length)
+            if work.rows > 0:
+                if work.num_tiles > 0:
+                    self.look_up(rPage, keys, self.tile_at(work, Int32(0)), warp, lane)
+                buffer, parity = works % self.query_buffers, (works // self.query_buffers & 1) ^ 1
+                hopper.mbarrier_wait(pipe.queries_empty + 8 * buffer, parity)
+                if tid == 0:
+                    self.write_work(pipe.works + buffer * WORK_BYTES, work)
+                    hopper.mbarrier_arrive(pipe.queries_full + 8 * buffer)
+                self.load_block(tensors.mQ, pipe.queries + buffer * self.buffer_bytes, query, work.rows, tid)
+                hopper.mbarrier_arrive_after_copies(pipe.queries_full + 8 * buffer)
+                works += 1
+                if cutlass.const_expr(self.codes):
+                    self.produce_codes(pipe, scalars, keys, work, rPage, loaded, warp, lane)
+                else:
+                    self.produce_rows(pipe, keys, work, rPage, loaded, warp, lane)
+                loaded += work.num_tiles
+            if scalars.packed_queries != 0 and row_block == 0:
+                self.clear_around(tensors, scalars, sequence, batch, head, tid)
+            index += step
+        buffer, parity = works % self.query_buffers, (works // self.query_buffers & 1) ^ 1
+        hopper.mbarrier_wait(pipe.queries_empty + 8 * buffer, parity)
+        if tid == 0:
+            ptx.store_shared(pipe.works + buffer * WORK_BYTES, [Uint32(0xFFFFFFFF)])
+            hopper.mbarrier_arrive(pipe.queries_full + 8 * buffer)
+        hopper.mbarrier_arrive_after_copies(pipe.queries_full + 8 * buffer)
+        ptx.cp_async_wait(0)
+
+    @cute.jit
+    def load_block(self, mQ, sQ: Int32, query: Int64, rows, tid):
+        """Start loading queries; zeros past the last row and the last dim."""
+        count = cutlass.const_expr(self.block_rows * self.units)
+        tid = ptx.opaque(tid)  # addresses are computed for each block, and take no registers in between
+        for i in cutlass.range_constexpr(count // PRODUCERS):
+            at = tid + i * PRODUCERS
+            row, unit = at // self.units, at % self.units
+            exists = row < rows and 8 * unit < mQ.shape[3]
+            source = query + 2 * Int64(cutlass.min(row, rows - 1)) * mQ.stride[1] + 16 * unit
+            to = sQ + row // WARPGROUP_ROWS * self.query_bytes
+            to = to + self.place_of(WARPGROUP_ROWS, row % WARPGROUP_ROWS, unit)
+            ptx.cp_async(to, source, 16, cutlass.select_(exists, Int32(16), Int32(0)))
+
+    # -- keys and values ------------------------------------------------------------------------------------------
+
+    @cute.jit
+    def produce_rows(self, pipe: Pipe, keys: Keys, work: Work, rPage, loaded, warp, lane):
+        """Load the tiles of a work. The page of the first one's key of each lane is in rPage."""
+        n = Int32(0)
+        while n < work.num_tiles:
+            at = loaded + n
+            stage, parity = at % self.num_stages, (at // self.num_stages & 1) ^ 1
+            found = self.locate(keys, rPage, self.tile_at(work, n), warp, lane)
+            hopper.mbarrier_wait(pipe.keys_empty + 8 * stage, parity)
+            self.tell_exists(pipe, at, stage, found.exists, warp, lane)
+            self.load_rows(
+                keys, pipe.keys + stage * self.tile_bytes, keys.key_base, found.key, found.exists, warp, lane
+            )
+            hopper.mbarrier_arrive_after_copies(pipe.keys_full + 8 * stage)
+            hopper.mbarrier_wait(pipe.values_empty + 8 * stage, parity)
+            to = pipe.values + stage * self.tile_bytes
+            self.load_rows(keys, to, keys.value_base, found.value, found.exists, warp, lane)
+            hopper.mbarrier_arrive_after_copies(pipe.values_full + 8 * stage)
+            if n + 1 < work.num_tiles:
+                self.look_up(rPage, keys, self.tile_at(work, n + 1), warp, lane)
+            n += 1
+
+    @cute.jit
+    def produce_codes(self, pipe: Pipe, scalars, keys: Keys, work: Work, rPage, loaded, warp, lane):
+        """The same for codes: a thread copies some of a tile ahead, and writes them as the dtype to the stage."""
+        of_values = cutlass.const_expr(self.tile_bytes // 2)
+        found = self.locate(keys, rPage, self.tile_at(work, Int32(0)), warp, lane)
+        if work.num_tiles > 0:
+            self.copy_codes(keys, pipe.codes, keys.key_base, found.key, found.exists, warp, lane)
+            self.copy_codes(keys, pipe.codes + of_values, keys.value_base, found.value, found.exists, warp, lane)
+            if work.num_tiles > 1:
+                self.look_up(rPage, keys, self.tile_at(work, Int32(1)), warp, lane)
+        exists = found.exists
+        n = Int32(0)
+        while n < work.num_tiles:
+            at = loaded + n
+            stage, parity = at % self.num_stages, (at // self.num_stages & 1) ^ 1
+            found = self.locate(keys, rPage, self.tile_at(work, n + 1), warp, lane)
+            following = Uint32(cutlass.select_(n + 1 < work.num_tiles, found.exists, Uint32(0)))
+            ptx.cp_async_wait(1)
+            hopper.mbarrier_wait(pipe.keys_empty + 8 * stage, parity)
+            self.tell_exists(pipe, at, stage, exists, warp, lane)
+            self.decode_codes(scalars, pipe.codes, pipe.keys + stage * self.tile_bytes, warp, lane)
+            hopper.mbarrier_arrive(pipe.keys_full + 8 * stage)
+            self.copy_codes(keys, pipe.codes, keys.key_base, found.key, following, warp, lane)
+            ptx.cp_async_wait(1)
+            hopper.mbarrier_wait(pipe.values_empty + 8 * stage, parity)
+            self.decode_codes(scalars, pipe.codes + of_values, pipe.values + stage * self.tile_bytes, warp, lane)
+            hopper.mbarrier_arrive(pipe.values_full + 8 * stage)
+            self.copy_codes(keys, pipe.codes + of_values, keys.value_base, found.value, following, warp, lane)
+            if n + 2 < work.num_tiles:
+                self.look_up(rPage, keys, self.tile_at(work, n + 2), warp, lane)
+            exists = following
+            n += 1
+
+    @cute.jit
+    def locate(self, keys: Keys, rPage, tile, warp, lane):
+        """Where a lane's key of a tile lies, and which of the warp's keys exist."""
+        key = tile * self.key_tile + warp * self.loaded_rows + lane % self.loaded_rows
+        slot = Uint32(key + keys.first_slot)
+        if keys.has_block_table != 0:
+            _, slot = self.entry_and_slot(keys, key)
+        exists = rPage[0] >= 0 and rPage[0] < keys.num_blocks
+        block = cutlass.select_(exists, Uint32(rPage[0]), Uint32(0))
+        slot = cutlass.select_(exists, slot, Uint32(0))
+        bits = Uint32(cute.arch.vote_ballot_sync(exists)) & Uint32((1 << self.loaded_rows) - 1)
+        key_offset = block * keys.strides[0] + slot * keys.strides[1]
+        return Located(key_offset, block * keys.strides[2] + slot * keys.strides[3], bits)
+
+    @cute.jit
+    def tell_exists(self, pipe: Pipe, at, stage, exists: Uint32, warp, lane):
+        if lane == 0:
+            ring = at % (2 * self.num_stages)
+            ptx.store_shared(pipe.exists + 4 * (ring * self.warps + warp), [exists])
+            hopper.mbarrier_arrive(pipe.keys_full + 8 * stage)
+
+    @cute.jit
+    def copy_codes(self, keys: Keys, to: Int32, base, offset, exists, warp, lane):
+        """Start copying the codes of the warp's rows to where decode_codes of the same thread reads them."""
+        lanes = cutlass.const_expr(self.stored_units)  # of a row, a power of two
+        lane = ptx.opaque(lane)
+        row, unit = lane // lanes, lane % lanes
+        wanted = cutlass.select_(16 * unit < keys.head_dim, exists >> Uint32(row), Uint32(0))
+        to = to + (warp * 32 + lane) * 16
+        for i in cutlass.range_constexpr(self.loaded_rows * lanes // 32):
+            more = cutlass.const_expr(i * (32 // lanes))
+            source = base + 16 * unit + Int64(cute.arch.shuffle_sync(offset, row + more)) * 16
+            valid = cutlass.select_((wanted & (1 << more)) != 0, Int32(16), Int32(0))
+            ptx.cp_async(to + i * (16 * PRODUCERS), source, 16, valid)
+        ptx.cp_async_commit()
+
+    @cute.jit
+    def decode_codes(self, scalars, codes: Int32, to: Int32, warp, lane):
+        """The copied codes as the dtype, exactly."""
+        if scalars.codes_are_e5m2 != 0:
+            self.decode_all(codes, to, E5m2(), warp, lane)
+        else:
+            self.decode_all(codes, to, E4m3(False), warp, lane)
+        hopper.fence_proxy_async()
+
+    @cute.jit
+    def decode_all(self, codes: Int32, to: Int32, of: cutlass.Constexpr, warp, lane):
+        lanes = cutlass.const_expr(self.stored_units)
+        lane = ptx.opaque(lane)
+        row, unit = lane // lanes, lane % lanes
+        codes = codes + (warp * 32 + lane) * 16
+        second = unit >> 2 & 1  # lanes that store together hit 32 banks
+        one = to + self.place_of(self.key_tile, warp * self.loaded_rows + row, 2 * unit + second)
+        for i in cutlass.range_constexpr(self.loaded_rows * lanes // 32):
+            more = cutlass.const_expr(i * (32 // lanes))
+            swizzle = cutlass.const_expr(16 * hopper.swizzle(self.block_bytes, more))
+            halves = []
+            for word in ptx.load_shared(codes + i * (16 * PRODUCERS), 4):
+                for pair in of.to_f16(word):
+                    halves.append(self.from_f16(pair))
+            there = (one ^ swizzle) + more * self.block_bytes
+            low = [cutlass.select_(second != 0, halves[4 + k], halves[k]) for k in range(4)]
+            high = [cutlass.select_(second != 0, halves[k], halves[4 + k]) for k in range(4)]
+            ptx.store_shared(there, low)
+            ptx.store_shared(there ^ 16, high)
+
+    @cute.jit
+    def place_of(self, tile_rows: cutlass.Constexpr, row, unit):
+        """Offset of 16 bytes of a row in a tile."""
+        block, of_block = unit // self.block_units, unit % self.block_units
+        swizzled = of_block ^ hopper.swizzle(self.block_bytes, row)
+        return (block * tile_rows + row) * self.block_bytes + swizzled * 16
+
+    @cute.jit
+    def load_rows(self, keys: Keys, to: Int32, base, offset, exists, warp, lane):
+        """Start loading the warp's rows of a tile; zeros for those that do not exist."""
+        units = cutlass.const_expr(self.units)
+        lanes = cutlass.const_expr(1 << (units - 1).bit_length())  # of a row; those past its end load nothing
+        lane = ptx.opaque(lane)  # addresses are computed for each tile, and take no registers in between
+        row, unit = lane // lanes, lane % lanes
+        wanted = cutlass.select_(8 * unit < keys.head_dim, exists >> Uint32(row), Uint32(0))
+        to = to + self.place_of(self.key_tile, warp * self.loaded_rows + row, unit)
+        for i in cutlass.range_constexpr(self.loaded_rows * lanes // 32):
+            more = cutlass.const_expr(i * (32 // lanes))  # has no bit of row: the swizzle of both is that of each
+            swizzle = cutlass.const_expr(16 * hopper.swizzle(self.block_bytes, more))
+            source = base + 16 * unit + Int64(cute.arch.shuffle_sync(offset, row + more)) * 16
+            valid = cutlass.select_((wanted & (1 << more)) != 0, Int32(16), Int32(0))
+            there = (to ^ swizzle) + more * self.block_bytes
+            if cutlass.const_expr(lanes == units):
+                ptx.cp_async(there, source, 16, valid)
+            else:
+                if unit < units:
+                    ptx.cp_async(there, source, 16, valid)

@@ -1,0 +1,118 @@
+// Launches of dense_wgmma_kernel. The caller chooses the tile and the cluster (src/kestrel_moe/_dense.py).
+#include "dense_wgmma.cuh"
+
+#include <kestrel/launch.h>
+#include <kestrel/tensor.h>
+#include <kestrel/tensor_map.h>
+
+#include <algorithm>
+#include <atomic>
+
+#include "dense_launch.h"
+#include "shared_limit.h"
+
+namespace kestrel::moe {
+
+constexpr int kMaxCluster = 8;
+constexpr int kMaxDevices = 64;
+
+// How many clusters of `config` the current device runs at a time. The query takes longer than a launch, so its result
+// is kept for each kernel, device and size of a cluster.
+template <auto KERNEL>
+int resident_clusters(const cudaLaunchConfig_t& config, int cluster, DLDevice device) {
+  static std::atomic<int> known[kMaxDevices][kMaxCluster + 1];
+  const int id = device.device_id;
+  if (id < kMaxDevices) {
+    const int count = known[id][cluster].load(std::memory_order_relaxed);
+    if (count > 0) return count;
+  }
+  int count = 0;
+  check_cuda(cudaOccupancyMaxActiveClusters(&count, KERNEL, &config), "cudaOccupancyMaxActiveClusters");
+  count = std::max(count, 1);
+  if (id < kMaxDevices) known[id][cluster].store(count, std::memory_order_relaxed);
+  return count;
+}
+
+template <typename T, typename Tile>
+void launch(const LinearParams& linear, ClusterShape cluster, DLDevice device) {
+  constexpr auto kernel = dense_wgmma_kernel<T, Tile>;
+  constexpr bool bf16 = std::is_same_v<T, __nv_bfloat16>;
+  const auto divide_up = [](int64_t a, int64_t b) { return static_cast<int>((a + b - 1) / b); };
+  DenseParams p;
+  p.x = matrix_map(linear.x, bf16, linear.tokens, linear.width, linear.x_stride, Tile::rows / cluster.columns);
+  p.weight =
+      matrix_map(linear.weight, bf16, linear.outputs, linear.width, linear.weight_stride, Tile::columns / cluster.rows);
+  p.out = matrix_map(linear.out, bf16, linear.tokens, linear.outputs, linear.out_stride, 64);
+  p.has_residual = linear.residual != nullptr;
+  p.residual = p.has_residual
+                   ? matrix_map(linear.residual, bf16, linear.tokens, linear.outputs, linear.residual_stride, 64)
+                   : p.out;
+  p.bias = linear.bias;
+  p.outputs = linear.outputs;
+  p.steps = divide_up(linear.width, 64);
+  p.row_tiles = divide_up(linear.tokens, int64_t{Tile::rows} * cluster.rows);
+  p.column_tiles = divide_up(linear.outputs, int64_t{Tile::columns} * cluster.columns);
+  p.cluster = cluster;
+  p.activation = linear.activation;
+  const int64_t tiles = int64_t{p.row_tiles} * p.column_tiles;
+  if (tiles > kMaxSize / kMaxCluster) unsupported("more than 2^27 tiles");
+  if (cluster.splits > std::min(p.steps, 2)) unsupported("so many parts of K");
+
+  raise_shared_limit<kernel, Tile::shared_bytes>(device);
+  const int size = cluster.size();
+  int64_t clusters = tiles;
+  if (cluster.splits == 1) {  // persistent
+    cudaLaunchAttribute attribute{};
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim = {static_cast<unsigned>(size), 1, 1};
+    cudaLaunchConfig_t config{};
+    config.gridDim = dim3(size);
+    config.blockDim = dim3(Tile::threads);
+    config.dynamicSmemBytes = Tile::shared_bytes;
+    config.attrs = &attribute;
+    config.numAttrs = 1;
+    clusters = std::min<int64_t>(tiles, resident_clusters<kernel>(config, size, device));
+  }
+  launch_pdl(kernel, dim3(static_cast<unsigned>(clusters * size)), dim3(Tile::threads), device, p, Tile::shared_bytes,
+             size);
+}
+
+template <typename T>
+void launch_tile(const LinearParams& p, const DensePlan& plan, DLDevice device) {
+  const ClusterShape cluster = plan.cluster;
+  if (plan.ping_pong && plan.columns == 192 && cluster.splits == 1) {
+    return launch<T, DenseTile<192, Schedule::ping_pong>>(p, cluster, device);
+  }
+  if (!plan.ping_pong) {
+    if (plan.columns == 64) return launch<T, DenseTile<64, Schedule::cooperative>>(p, cluster, device);
+    if (plan.columns == 128) return launch<T, DenseTile<128, Schedule::cooperative>>(p, cluster, device);
+    if (plan.columns == 256) return launch<T, DenseTile<256, Schedule::cooperative>>(p, cluster, device);
+  }
+  unsupported("tiles of " + std::to_string(plan.columns) + " columns");
+}
+
+void launch_dense_wgmma(const LinearParams& p, const DensePlan& plan, DLDataType dtype, DLDevice device) {
+  if (device_attribute(cudaDevAttrComputeCapabilityMajor, device.device_id) != 9 ||
+      device_attribute(cudaDevAttrComputeCapabilityMinor, device.device_id) != 0) {
+    unsupported("a GPU other than sm_90");
+  }
+  if (p.width == 0) unsupported("K = 0");
+  const auto aligned = [](const char* rows, int64_t stride, int count, int64_t bytes) {
+    return aligned16(rows) && (count == 1 || (stride % 16 == 0 && stride >= bytes));
+  };
+  const int64_t in_bytes = int64_t{p.width} * 2, out_bytes = int64_t{p.outputs} * 2;
+  if (!aligned(p.x, p.x_stride, p.tokens, in_bytes) || !aligned(p.weight, p.weight_stride, p.outputs, in_bytes) ||
+      !aligned(p.out, p.out_stride, p.tokens, out_bytes) ||
+      !aligned(p.residual, p.residual_stride, p.tokens, p.residual == nullptr ? 0 : out_bytes)) {
+    unsupported("rows that are not aligned to 16 bytes, or overlap");
+  }
+  if (same_dtype(dtype, kBFloat16)) {
+    launch_tile<__nv_bfloat16>(p, plan, device);
+  } else if (same_dtype(dtype, kFloat16)) {
+    launch_tile<__half>(p, plan, device);
+  } else {
+    unsupported("float32");
+  }
+}
+
+}  // namespace kestrel::moe

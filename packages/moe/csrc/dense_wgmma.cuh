@@ -1,0 +1,342 @@
+// A dense layer on Hopper: activation(x W' + bias) + residual, warp-specialised, for more than a few tokens.
+//
+// A tile is 128 tokens by COLUMNS outputs. One thread of the producer warpgroup loads 64 columns of K per stage (TMA);
+// CTAs of a cluster multicast the operand that they share. Two consumer warpgroups multiply (wgmma): `cooperative`, 64
+// tokens of each tile; `ping_pong`, every other tile, so that one's epilogue overlaps the other's products. The
+// epilogue passes 64 x 64 results through shared memory, where the residual arrives by TMA, and stores them by TMA.
+// Split-K: the two CTAs of a pair exchange half of their sums through DSMEM, and each finishes 64 tokens. CTAs are
+// persistent.
+#pragma once
+
+#include <kestrel/pack.cuh>
+#include <kestrel/pdl.cuh>
+#include <kestrel/ptx/cluster.cuh>
+#include <kestrel/ptx/matrix.cuh>
+#include <kestrel/ptx/mbarrier.cuh>
+#include <kestrel/ptx/shared.cuh>
+#include <kestrel/ptx/tma.cuh>
+#include <kestrel/ptx/wgmma.cuh>
+
+#include "activation.cuh"
+#include "dense_params.cuh"
+
+namespace kestrel::moe {
+
+enum class Schedule { cooperative, ping_pong };
+
+template <int COLUMNS_, Schedule SCHEDULE_>
+struct DenseTile {
+  static constexpr Schedule schedule = SCHEDULE_;
+  static constexpr int rows = 128, columns = COLUMNS_;
+  static constexpr int blocks = schedule == Schedule::ping_pong ? 2 : 1;  // of 64 rows, for a consumer warpgroup
+  static constexpr int stages = columns == 64 ? 8 : columns == 128 ? 6 : 4;
+  static constexpr int line_bytes = 128;  // 64 elements of K
+  static constexpr int stage_bytes = (rows + columns) * line_bytes;
+  static constexpr int pass = 64;  // columns of an epilogue pass
+  static constexpr int pass_bytes = 64 * pass * 2;
+  static constexpr int alignment = 1024;
+  static constexpr int shared_bytes = stages * stage_bytes + 4 * pass_bytes + alignment;
+  static constexpr int producers = 128, consumers = 256, threads = producers + consumers;
+};
+
+constexpr int kRasterRows = 8;  // row tiles of clusters that run through all columns together, for reuse in L2
+
+// Where a CTA works: its place in the cluster, and the tiles that its cluster computes.
+struct DensePlace {
+  int row, column, split;  // in the cluster
+  int first_rank;          // of the CTAs with this `split`
+  int cluster, clusters;
+
+  __device__ __forceinline__ explicit DensePlace(const DenseParams& p) {
+    const int size = p.cluster.size(), rank = blockIdx.x % size, group = p.cluster.rows * p.cluster.columns;
+    cluster = blockIdx.x / size;
+    clusters = gridDim.x / size;
+    split = rank / group;
+    first_rank = split * group;
+    column = (rank - first_rank) / p.cluster.rows;
+    row = rank - first_rank - column * p.cluster.rows;
+  }
+
+  __device__ __forceinline__ int rank_of(const DenseParams& p, int at_row, int at_column) const {
+    return first_rank + at_column * p.cluster.rows + at_row;
+  }
+};
+
+// The tile of a CTA within tile `tile` of its cluster.
+template <typename Tile>
+struct DenseItem {
+  int row, column;  // of the result
+
+  __device__ __forceinline__ DenseItem(const DenseParams& p, const DensePlace& place, int tile) {
+    const int first = tile / (kRasterRows * p.column_tiles) * kRasterRows, rest = tile - first * p.column_tiles;
+    const int rows_here = min(kRasterRows, p.row_tiles - first);
+    const int column_tile = rest / rows_here, row_tile = first + rest - column_tile * rows_here;
+    row = (row_tile * p.cluster.rows + place.row) * Tile::rows;
+    column = (column_tile * p.cluster.columns + place.column) * Tile::columns;
+  }
+};
+
+// One thread loads all stages of all tiles.
+template <typename Tile>
+__device__ __forceinline__ void dense_produce(const DenseParams& p, const DensePlace& place, uint32_t ring,
+                                              uint64_t* full, uint64_t* empty, int first_step, int steps) {
+  const int tiles = p.row_tiles * p.column_tiles;
+  const int x_rows = Tile::rows / p.cluster.columns, weight_rows = Tile::columns / p.cluster.rows;
+  uint16_t x_ranks = 0, weight_ranks = 0;
+  for (int c = 0; c < p.cluster.columns; ++c) x_ranks |= 1 << place.rank_of(p, place.row, c);
+  for (int r = 0; r < p.cluster.rows; ++r) weight_ranks |= 1 << place.rank_of(p, r, place.column);
+  const uint32_t x_at = ring + place.column * x_rows * Tile::line_bytes;
+  const uint32_t weight_at = ring + (Tile::rows + place.row * weight_rows) * Tile::line_bytes;
+  const auto load_x = [&](int stage, int row, int step) {
+    const uint32_t to = x_at + stage * Tile::stage_bytes;
+    const int k = (first_step + step) * 64, from = row + place.column * x_rows;
+    if (p.cluster.columns > 1) {
+      ptx::tma_load_multicast(to, p.x, k, from, full + stage, x_ranks);
+    } else {
+      ptx::tma_load(to, p.x, k, from, full + stage);
+    }
+  };
+  const auto load_weight = [&](int stage, int column, int step) {
+    const uint32_t to = weight_at + stage * Tile::stage_bytes;
+    const int k = (first_step + step) * 64, from = column + place.row * weight_rows;
+    if (p.cluster.rows > 1) {
+      ptx::tma_load_multicast(to, p.weight, k, from, full + stage, weight_ranks);
+    } else {
+      ptx::tma_load(to, p.weight, k, from, full + stage);
+    }
+  };
+  ptx::prefetch_tensor_map(p.weight);
+  ptx::prefetch_tensor_map(p.x);
+  int ahead = 0;  // stages whose weights, which are constant, are loaded before the PDL wait
+  if (place.cluster < tiles) {
+    const DenseItem<Tile> item(p, place, place.cluster);
+    for (ahead = 0; ahead < min(Tile::stages, steps); ++ahead) {
+      ptx::mbarrier_arrive_expect_tx(full + ahead, Tile::stage_bytes);
+      load_weight(ahead, item.column, ahead);
+    }
+  }
+  pdl_wait();
+  pdl_trigger();
+  int stage = 0, phase = 0;
+  for (int tile = place.cluster; tile < tiles; tile += place.clusters) {
+    const DenseItem<Tile> item(p, place, tile);
+    for (int step = 0; step < steps; ++step) {
+      if (step >= ahead) {
+        ptx::mbarrier_wait(empty + stage, phase ^ 1);
+        ptx::mbarrier_arrive_expect_tx(full + stage, Tile::stage_bytes);
+        load_weight(stage, item.column, step);
+      }
+      load_x(stage, item.row, step);
+      if (++stage == Tile::stages) {
+        stage = 0;
+        phase ^= 1;
+      }
+    }
+    ahead = 0;
+  }
+}
+
+template <typename T, typename Tile>
+__global__ void __launch_bounds__(Tile::threads, 1) dense_wgmma_kernel(const __grid_constant__ DenseParams p) {
+#ifdef KESTREL_HAS_WGMMA
+  constexpr bool ping_pong = Tile::schedule == Schedule::ping_pong;
+  constexpr int S = Tile::stages, N = Tile::columns, kPasses = N / Tile::pass;
+  extern __shared__ char dynamic[];
+  __shared__ uint64_t full[S], empty[S], residual_full[2][2], multiplied[2];
+  __shared__ T bias_of[2][N];  // one for each consumer warpgroup
+  const uint32_t ring = (ptx::shared_address(dynamic) + Tile::alignment - 1) / Tile::alignment * Tile::alignment;
+  const DensePlace place(p);
+  const int steps_per_split = (p.steps + p.cluster.splits - 1) / p.cluster.splits;
+  const int first_step = place.split * steps_per_split, steps = min(steps_per_split, p.steps - first_step);
+  const int tiles = p.row_tiles * p.column_tiles;
+  const int partners = p.cluster.rows + p.cluster.columns - 1;  // CTAs that load for this one, itself included
+  const bool clustered = p.cluster.size() > 1;
+  if (threadIdx.x == 0) {
+    for (int s = 0; s < S; ++s) {
+      ptx::mbarrier_init(full + s, 1);
+      ptx::mbarrier_init(empty + s, partners * (ping_pong ? 1 : 2));
+    }
+    for (int i = 0; i < 4; ++i) ptx::mbarrier_init(&residual_full[i / 2][i % 2], 1);
+    for (int w = 0; w < 2; ++w) ptx::mbarrier_init(multiplied + w, 1);
+    ptx::fence_mbarrier_init();
+  }
+  __syncthreads();
+  if (clustered) {
+    ptx::cluster_arrive_relaxed();
+    ptx::cluster_wait();
+  }
+
+  if (threadIdx.x < Tile::producers) {
+    ptx::reduce_registers<24>();
+    if (threadIdx.x == 0) dense_produce<Tile>(p, place, ring, full, empty, first_step, steps);
+    __syncwarp();
+    if (p.cluster.splits > 1) {
+      ptx::cluster_sync();
+      ptx::cluster_sync();
+    }
+    if (clustered) {  // no CTA exits while others still load or arrive there
+      ptx::cluster_arrive_relaxed();
+      ptx::cluster_wait();
+    }
+    return;
+  }
+
+  ptx::raise_registers<240>();
+  pdl_wait();
+  pdl_trigger();
+  const int warpgroup = threadIdx.x / 128 - 1, thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
+  const uint32_t passes_at = ring + S * Tile::stage_bytes + warpgroup * 2 * Tile::pass_bytes;
+  const int row_of_warpgroup = ping_pong ? 0 : warpgroup * 64;
+  // Thread t arrives at the t-th CTA that loads for this one: the CTAs of its column, then the others of its row.
+  uint32_t empty_there = 0;
+  if (thread < partners) {
+    const int other = thread - p.cluster.rows + (thread - p.cluster.rows >= place.column ? 1 : 0);
+    const int rank =
+        thread < p.cluster.rows ? place.rank_of(p, thread, place.column) : place.rank_of(p, place.row, other);
+    empty_there = ptx::map_shared(ptx::shared_address(empty), rank);
+  }
+  const auto release = [&](int stage) {
+    if (thread < partners) ptx::mbarrier_arrive_remote(empty_there + stage * 8);
+  };
+  const auto load_residual = [&](const DenseItem<Tile>& item, int pass, int count) {
+    const int block = pass / kPasses, at = count % 2;
+    ptx::mbarrier_arrive_expect_tx(&residual_full[warpgroup][at], Tile::pass_bytes);
+    ptx::tma_load(passes_at + at * Tile::pass_bytes, p.residual, item.column + pass % kPasses * Tile::pass,
+                  item.row + row_of_warpgroup + block * 64, &residual_full[warpgroup][at]);
+  };
+  int stage = 0, phase = 0, count = 0;  // count: epilogue passes of this warpgroup
+  int turn = 0;
+  for (int tile = place.cluster; tile < tiles; tile += place.clusters, ++turn) {
+    if (ping_pong && turn % 2 != warpgroup) {  // the other warpgroup's tile
+      const int after = stage + steps;
+      stage = after % S;
+      phase ^= after / S & 1;
+      continue;
+    }
+    const DenseItem<Tile> item(p, place, tile);
+    for (int n = thread; n < N; n += 128) {
+      const bool inside = p.bias != nullptr && item.column + n < p.outputs;
+      bias_of[warpgroup][n] = inside ? reinterpret_cast<const T*>(p.bias)[item.column + n] : from_float<T>(0.f);
+    }
+    const bool finishes = p.cluster.splits == 1 || place.split == warpgroup;
+    if (p.has_residual && finishes && thread == 0) {
+      ptx::bulk_wait_read<0>();
+      load_residual(item, 0, count);
+      if (Tile::blocks * kPasses > 1) load_residual(item, 1, count + 1);
+    }
+
+    // The parity of `full` says which tile a stage holds only after the other warpgroup's tile has left the pipeline.
+    if (ping_pong && turn > 0) ptx::mbarrier_wait(multiplied + (warpgroup ^ 1), (turn - 1) / 2 % 2);
+    float acc[Tile::blocks][N / 2];
+    int previous = 0;
+    for (int step = 0; step < steps; ++step) {
+      ptx::mbarrier_wait(full + stage, phase);
+      const uint32_t here = ring + stage * Tile::stage_bytes;
+      const uint64_t a = ptx::wgmma_descriptor(here + row_of_warpgroup * Tile::line_bytes);
+      const uint64_t b = ptx::wgmma_descriptor(here + Tile::rows * Tile::line_bytes);
+#pragma unroll
+      for (int m = 0; m < Tile::blocks; ++m) ptx::wgmma_fence_registers(acc[m]);
+      ptx::wgmma_fence();
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+#pragma unroll
+        for (int m = 0; m < Tile::blocks; ++m) {
+          ptx::wgmma<T, N>(acc[m], a + 2 * k + m * (64 * Tile::line_bytes / 16), b + 2 * k, step + k > 0);
+        }
+      }
+      ptx::wgmma_commit();
+      ptx::wgmma_wait<1>();  // the previous stage has been read
+      if (step > 0) release(previous);
+      previous = stage;
+      if (++stage == S) {
+        stage = 0;
+        phase ^= 1;
+      }
+    }
+    if (ping_pong && thread == 0) ptx::mbarrier_arrive(multiplied + warpgroup);
+    ptx::wgmma_wait<0>();
+#pragma unroll
+    for (int m = 0; m < Tile::blocks; ++m) ptx::wgmma_fence_registers(acc[m]);
+    release(previous);
+
+    if constexpr (!ping_pong) {
+      if (p.cluster.splits > 1) {  // one tile for a cluster: the ring is free
+        ptx::cluster_sync();
+        float4* const sums = reinterpret_cast<float4*>(__cvta_shared_to_generic(ring)) + thread;
+        if (!finishes) {
+          const int group = p.cluster.rows * p.cluster.columns;
+          const int rank = blockIdx.x % p.cluster.size() + (place.split == 0 ? group : -group);
+          float4* const there = ptx::map_shared(sums, rank);
+#pragma unroll
+          for (int i = 0; i < N / 2; i += 4) {
+            there[i * 32] = make_float4(acc[0][i], acc[0][i + 1], acc[0][i + 2], acc[0][i + 3]);
+          }
+        }
+        ptx::cluster_sync();
+        if (!finishes) continue;
+#pragma unroll
+        for (int i = 0; i < N / 2; i += 4) {  // a sum of two terms is the same in either order
+          const float4 other = sums[i * 32];
+          acc[0][i] += other.x;
+          acc[0][i + 1] += other.y;
+          acc[0][i + 2] += other.z;
+          acc[0][i + 3] += other.w;
+        }
+      }
+    }
+
+    const int row_of_lane = warp * 16 + lane % 16;
+#pragma unroll
+    for (int pass = 0; pass < Tile::blocks * kPasses; ++pass, ++count) {
+      const uint32_t buffer = passes_at + count % 2 * Tile::pass_bytes;
+      if (!p.has_residual && thread == 0) ptx::bulk_wait_read<1>();  // the buffer's last store has read it
+      ptx::named_barrier(1 + warpgroup, 128);
+      if (p.has_residual) ptx::mbarrier_wait(&residual_full[warpgroup][count % 2], count / 2 % 2);
+      const auto finish = [&](auto activation) {
+#pragma unroll
+        for (int j = 0; j < Tile::pass / 8; j += 2) {  // two groups of eight columns
+          const uint32_t at = buffer + row_of_lane * 128 + ((j + lane / 16) ^ row_of_lane % 8) * 16;
+          unsigned matrices[4] = {0, 0, 0, 0};
+          if (p.has_residual) ptx::load_matrices(at, matrices);
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            const float* const sums = acc[pass / kPasses] + pass % kPasses * 32 + 4 * (j + i / 2) + i % 2 * 2;
+            const int column = pass % kPasses * Tile::pass + (j + i / 2) * 8 + lane % 4 * 2;
+            const float2 bias = ptx::unpack_pair<T>(*reinterpret_cast<const unsigned*>(bias_of[warpgroup] + column));
+            const float2 residual = ptx::unpack_pair<T>(matrices[i]);
+            const float low = activation(sums[0] + bias.x), high = activation(sums[1] + bias.y);
+            matrices[i] = ptx::pack_pair<T>(make_float2(low + residual.x, high + residual.y));
+          }
+          ptx::store_matrices(at, matrices);
+        }
+      };
+      if (p.activation == LinearActivation::none) {
+        finish([](float h) { return h; });
+      } else if (p.activation == LinearActivation::gelu_tanh) {
+        finish([](float h) { return activate<Activation::gelu_tanh, T>(h); });
+      } else {
+        finish([](float h) { return activate<Activation::gelu, T>(h); });
+      }
+      ptx::fence_proxy_async();
+      ptx::named_barrier(1 + warpgroup, 128);
+      if (thread == 0) {
+        ptx::tma_store(p.out, item.column + pass % kPasses * Tile::pass,
+                       item.row + row_of_warpgroup + pass / kPasses * 64, buffer);
+        ptx::bulk_commit();
+        if (p.has_residual && pass + 2 < Tile::blocks * kPasses) {
+          ptx::bulk_wait_read<0>();
+          load_residual(item, pass + 2, count + 2);
+        }
+      }
+    }
+  }
+  if (thread == 0) ptx::bulk_wait();
+  __syncwarp();
+  if (clustered) {
+    ptx::cluster_arrive_relaxed();
+    ptx::cluster_wait();
+  }
+#endif
+}
+
+}  // namespace kestrel::moe

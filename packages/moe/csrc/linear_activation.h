@@ -1,0 +1,8 @@
+// The activations of dense layers.
+#pragma once
+
+namespace kestrel::moe {
+
+enum class LinearActivation { none, gelu_tanh, gelu };
+
+}  // namespace kestrel::moe

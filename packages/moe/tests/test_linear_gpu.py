@@ -1,0 +1,173 @@
+"""fused_linear_residual and fused_mlp on a GPU, with every kernel: against float64, in bounds, repeatable."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import kestrel_moe
+from kestrel_moe import _dense
+from kestrel_moe._dense import Plan
+from kestrel_runtime.testing import assert_close_to_f64, canary
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("kernels_only")]
+
+HALVES = (torch.bfloat16, torch.float16)
+DTYPES = (*HALVES, torch.float32)
+TILES = (Plan(64), Plan(128), Plan(256), Plan(192, True))
+CLUSTERS = (
+    (1, 1, 1),
+    (2, 1, 1),
+    (1, 2, 1),
+    (2, 2, 1),
+    (4, 1, 1),
+    (1, 4, 1),
+    (1, 1, 2),
+    (2, 1, 2),
+    (1, 2, 2),
+    (2, 2, 2),
+)
+PLANS = [
+    tile._replace(cluster_rows=rows, cluster_columns=columns, splits=splits)
+    for tile in TILES
+    for rows, columns, splits in CLUSTERS
+    if not (tile.ping_pong and splits > 1)
+]
+# One CTA's tile and less; more tiles than CTAs; K of one step and of many; ends of K and N within a tile.
+SIZES = [(5, 8, 8), (129, 200, 200), (300, 4304, 72), (729, 1152, 1152), (1000, 1000, 4304), (2900, 1160, 1000)]
+Tensor = torch.Tensor
+
+
+def random(*shape: int, dtype: torch.dtype = torch.bfloat16, scale: float = 1.0, seed: int = 0) -> Tensor:
+    generator = torch.Generator("cuda").manual_seed(seed + sum(shape))
+    return (scale * torch.randn(shape, generator=generator, device="cuda")).to(dtype)
+
+
+def layer(tokens: int, width: int, outputs: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    weight = random(outputs, width, dtype=dtype, scale=max(width, 1) ** -0.5, seed=1)
+    return (
+        random(tokens, width, dtype=dtype),
+        weight,
+        random(outputs, dtype=dtype, seed=2),
+        random(tokens, outputs, dtype=dtype, seed=3),
+    )
+
+
+def gelu(h: Tensor, activation: str) -> Tensor:
+    return F.gelu(h, approximate="tanh" if activation == "gelu_tanh" else "none")
+
+
+def of_layers(args: tuple[Tensor | None, ...], activation: str) -> Tensor:
+    x, w1, b1, w2, b2, residual = args
+    y = F.linear(gelu(F.linear(x, w1, b1), activation), w2, b2)
+    return y if residual is None else y + residual
+
+
+def double(args: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+    return tuple(None if a is None else a.double() for a in args)
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_every_tile_and_cluster_is_as_accurate_as_torch(
+    dtype: torch.dtype, plan: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_dense, "choose_tile", lambda tokens, outputs, width: plan)
+    for tokens, outputs, width in SIZES:
+        if plan.splits > 1 and width <= 64:
+            continue
+        x, weight, bias, residual = layer(tokens, width, outputs, dtype)
+        exact = F.linear(x.double(), weight.double(), bias.double()) + residual.double()
+        out, assert_intact = canary((tokens, outputs), dtype, "cuda")
+        kestrel_moe.fused_linear_residual(x, weight, bias, residual, out=out)
+        assert_intact()
+        assert_close_to_f64(out, exact, F.linear(x, weight, bias) + residual)
+        assert torch.equal(kestrel_moe.fused_linear_residual(x, weight, bias, residual), out)
+        kestrel_moe.fused_linear_residual(x, weight, bias, residual, out=residual)
+        assert torch.equal(residual, out)
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 2, 3, 4, 5, 16, 33, 64, 129, 257, 1030])
+@pytest.mark.parametrize(("width", "inner"), [(8, 8), (40, 24), (33, 7), (1152, 4304), (2048, 512), (72, 1000)])
+@pytest.mark.parametrize("activation", ["gelu_tanh", "gelu"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_an_mlp_is_as_accurate_as_torch(
+    dtype: torch.dtype, activation: str, width: int, inner: int, tokens: int
+) -> None:
+    x, w1, b1, _ = layer(tokens, width, inner, dtype)
+    _, w2, b2, residual = layer(tokens, inner, width, dtype)
+    for args in ((x, w1, b1, w2, b2, residual), (x, w1, None, w2, None, None), (x, w1, None, w2, b2, residual)):
+        out, assert_intact = canary((tokens, width), dtype, "cuda")
+        assert kestrel_moe.fused_mlp(*args, activation=activation, out=out) is out
+        assert_intact()
+        baseline = of_layers(args, activation)
+        if dtype == torch.float32:  # the order of sums decides
+            bound = (inner + width) * 2.0**-22
+            torch.testing.assert_close(out, of_layers(double(args), activation).float(), rtol=bound, atol=bound)
+        else:
+            assert_close_to_f64(out, of_layers(double(args), activation), baseline)
+        assert torch.equal(kestrel_moe.fused_mlp(*args, activation=activation), out)
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 40, 300])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_strided_rows_and_rows_that_are_not_aligned(dtype: torch.dtype, tokens: int) -> None:
+    x, weight = random(2 * tokens, 600, dtype=dtype), random(3 * 64, 600, dtype=dtype, scale=0.05, seed=1)
+    residual = random(tokens, 200, dtype=dtype, seed=2)
+    for start in (0, 8, 3):  # from 3 on nothing is aligned
+        views = x[::2, start : start + 512], weight[::3, start : start + 512], None, residual[:, start : start + 64]
+        expected = kestrel_moe.fused_linear_residual(*(None if v is None else v.contiguous() for v in views))
+        wide, assert_intact = canary((tokens, 100), dtype, "cuda")
+        out = wide[:, start : start + 64]
+        kestrel_moe.fused_linear_residual(*views, out=out)
+        assert_intact()
+        assert bool(wide[:, :start].isnan().all())
+        assert bool(wide[:, start + 64 :].isnan().all())
+        exact = F.linear(views[0].double(), views[1].double()) + views[3].double()
+        torch.testing.assert_close(out.double(), exact, rtol=2**-7, atol=2**-5)
+        if start != 3:
+            assert torch.equal(out, expected)
+
+
+def test_leading_dimensions_and_one_row_for_all_tokens() -> None:
+    x, weight, bias, residual = layer(6 * 20, 512, 64, torch.bfloat16)
+    expected = kestrel_moe.fused_linear_residual(x, weight, bias, residual)
+    for shape in ((6, 20), (2, 3, 20)):
+        got = kestrel_moe.fused_linear_residual(x.view(*shape, 512), weight, bias, residual.view(*shape, 64))
+        assert torch.equal(got, expected.view(*shape, 64))
+    swapped = x.view(6, 20, 512).transpose(0, 1), residual.view(6, 20, 64).transpose(0, 1)
+    assert torch.equal(
+        kestrel_moe.fused_linear_residual(swapped[0], weight, bias, swapped[1]),
+        expected.view(6, 20, 64).transpose(0, 1),
+    )
+    row = kestrel_moe.fused_linear_residual(x[:1].expand(30, 512), weight, bias, residual[:1].expand(30, 64))
+    assert bool((row == row[0]).all())
+
+
+@pytest.mark.parametrize("tokens", [3, 100, 800])
+def test_nan_and_inf_of_a_token_stay_in_its_row(tokens: int) -> None:
+    x, w1, b1, _ = layer(tokens, 512, 1024, torch.bfloat16)
+    _, w2, b2, residual = layer(tokens, 1024, 512, torch.bfloat16)
+    clean = kestrel_moe.fused_mlp(x, w1, b1, w2, b2, residual)
+    x[1, 511], x[2, :] = float("nan"), float("inf")
+    got = kestrel_moe.fused_mlp(x, w1, b1, w2, b2, residual)
+    assert bool(got[1].isnan().all())
+    assert not bool(got[2].isfinite().any())
+    assert torch.equal(got[3:], clean[3:])
+    assert torch.equal(got[0], clean[0])
+
+
+@pytest.mark.parametrize("overlap", ["x", "residual"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_a_result_that_overlaps_an_input_is_refused(dtype: torch.dtype, overlap: str) -> None:
+    x, w1, b1, _ = layer(40, 64, 64, dtype)
+    shared = random(41, 64, dtype=dtype)
+    args: dict[str, Any] = {"x": x, "w1": w1, "b1": b1, "w2": w1, "b2": b1, "residual": x.clone()}
+    args[overlap] = shared[:40]
+    before = shared.clone()
+    with pytest.raises(ValueError, match=f"shares no memory with '{overlap}'"):
+        kestrel_moe.fused_mlp(**args, out=shared[1:])
+    assert torch.equal(shared, before)

@@ -1,0 +1,158 @@
+// One id per row for top-k with k up to 1024, optionally followed by top-p, in rows of more than 4096 elements.
+//
+// A cluster reads the row and its first block selects the k largest elements (top_k_candidates.cuh), whose masses give
+// what top-p keeps and the id. If top-p counts the mass of the whole row (joint), the cluster reads the row once more.
+#pragma once
+
+#include "params.cuh"
+#include "top_k_candidates.cuh"
+
+namespace kestrel::sampling {
+
+// The mass of the row, by the cluster.
+template <Kind kind>
+__device__ __forceinline__ void sum_row(const TopKSelector<kind>& selector, const WeightFn<kind>& weight_fn,
+                                        float factor) {
+  const Cluster& cluster = selector.cluster;
+  const TopKRow<kind>& row = selector.row;
+  MassSum sum;
+  const int size = 1 << row.pack_bits;
+#pragma unroll 2
+  for (int i = (cluster.warp * 32 + cluster.lane) * size; i < row.length; i += cluster.num_warps * 32 * size) {
+    float v[8];
+    row.load(i, v);
+    float x[8];
+#pragma unroll
+    for (int e = 0; e < 8; ++e) x[e] = e < size ? weight_fn.scaled(v[e] * factor) : 0.f;
+    sum.add(x);
+  }
+  const u64 of_warp = warp_sum(sum.value());
+  if (cluster.lane == 0) {
+    atomicAdd(reinterpret_cast<unsigned long long*>(&cluster.map_shared(selector.scratch, 0)->row_mass), of_warp);
+  }
+  cluster.sync();
+}
+
+// What top-p keeps of the k largest, and the point of their mass that is drawn. By the first warp.
+__device__ __forceinline__ void keep_top_p(TopKScratch* scratch, const u64* masses, int k, u64 row_mass, u64 q32) {
+  const int lane = threadIdx.x, per_lane = (k + 31) / 32, end = min(k, (lane + 1) * per_lane);
+  u64 sum = 0;
+  for (int n = lane * per_lane; n < end; ++n) sum += masses[n];
+  const u64 up_to = warp_inclusive_sum(sum, lane);
+  const u64 all = row_mass ? row_mass : __shfl_sync(kAllLanes, up_to, 31);
+  const u64 goal = max(u64{1}, scale_q32(all, q32));
+  u64 before = up_to - sum, kept_mass = 0;
+  u32 kept = 0;
+  for (int n = lane * per_lane; n < end; ++n) {
+    const u64 mass = masses[n];
+    if (before < goal) ++kept, kept_mass += mass;
+    before += mass;
+  }
+  kept = __reduce_add_sync(kAllLanes, kept), kept_mass = warp_sum(kept_mass);
+  if (lane == 0)
+    scratch->num_kept = static_cast<int>(kept), scratch->point = scale_q32(kept_mass, scratch->random_word);
+}
+
+// The id at whose mass the prefix sum, in the order of ids, exceeds the point; by one thread. Few ids: every one is
+// compared with all others.
+template <typename Write>
+__device__ __forceinline__ void draw_by_pairs(const u64* keys, const u64* masses, int kept, u64 point, Write write) {
+  constexpr int kLanes = 4;  // per id
+#pragma unroll 1
+  for (int base = 0; base < kept; base += blockDim.x / kLanes) {
+    const int own = base + threadIdx.x / kLanes;
+    const u32 id = static_cast<u32>(keys[min(own, kept - 1)]);  // descending with the index
+    u64 before = 0;
+#pragma unroll 4
+    for (int other = threadIdx.x % kLanes; other < kept; other += kLanes)
+      before += static_cast<u32>(keys[other]) > id ? masses[other] : 0;
+#pragma unroll
+    for (int distance = 1; distance < kLanes; distance *= 2) before += __shfl_xor_sync(kAllLanes, before, distance);
+    if (threadIdx.x % kLanes == 0 && own < kept && point >= before && point - before < masses[own]) write(keys[own]);
+  }
+}
+
+// Many ids: sorted. `keys` is overwritten.
+template <typename Write>
+__device__ __forceinline__ void draw_by_sort(u64* keys, const u64* masses, int kept, u64 point, Write write) {
+  for (int n = threadIdx.x; n < kept; n += blockDim.x)
+    keys[n] = static_cast<u64>(static_cast<u32>(keys[n])) << 32 | static_cast<u32>(n);
+  sort_descending(keys, kept);
+  __syncthreads();
+  if (threadIdx.x >= 32) return;
+  const int lane = threadIdx.x, per_lane = (kept + 31) / 32, end = min(kept, (lane + 1) * per_lane);
+  u64 sum = 0;
+  for (int n = lane * per_lane; n < end; ++n) sum += masses[static_cast<u32>(keys[n])];
+  u64 before = warp_inclusive_sum(sum, lane) - sum;
+  for (int n = lane * per_lane; n < end; ++n) {
+    const u64 mass = masses[static_cast<u32>(keys[n])];
+    if (point >= before && point - before < mass) write(keys[n] >> 32);
+    before += mass;
+  }
+}
+
+template <Kind kind>
+__global__ void __launch_bounds__(kMaxSelectThreads, kTopKBlocksPerSm) top_k_draw(const __grid_constant__ Params p) {
+  constexpr bool logits = kind == Kind::logits;
+  const Cluster cluster(p.cluster_size);
+  const int64_t row_idx = cluster.row_idx();
+  TopKScratch* const scratch = reinterpret_cast<TopKScratch*>(dynamic_shared_memory());
+  const TopKLayout layout(p.length, p.max_top_k);
+  const TopKRow<kind> row(p.rows + row_idx * p.row_bytes, p.dtype, p.length, layout.chunk_bits);
+  const TopKSelector<kind> selector = {cluster, row, scratch, reinterpret_cast<char*>(scratch + 1), layout};
+  selector.init();
+  cluster.arrive_release();
+  pdl_wait();
+  pdl_trigger();
+  const float temperature = logits ? p.temperature.at(row_idx) : 1.f;
+  const int64_t wanted = p.top_k.at(row_idx);
+  if (wanted <= 0 || wanted > kMaxK || wanted >= p.length) return cluster.wait();  // another kernel draws this row
+  int k = logits && temperature <= 0.f ? 1 : static_cast<int>(wanted);
+  const bool is_rng_thread = cluster.block_rank == 0 && threadIdx.x == blockDim.x - 32;
+  const u64 seed = is_rng_thread ? p.seed.at(row_idx) : 0, offset = is_rng_thread ? p.offset.at(row_idx) : 0;
+  selector.read_row(k);
+  if (is_rng_thread) scratch->random_word = random_word(seed, offset);
+  const float min_p = p.min_p.at(row_idx);
+  const u64 q32 = top_p_q32(p.top_p.at(row_idx));
+
+  const bool joint = p.joint && q32 < kQ32One;
+  TopKRange range = {};
+  if (cluster.block_rank == 0) range = selector.receive();
+  if (joint) {
+    if (cluster.block_rank == 0) scratch->largest = range.largest;
+    cluster.sync();
+    range.largest = cluster.map_shared(scratch, 0)->largest;
+  } else if (cluster.block_rank != 0) {
+    return;
+  }
+  WeightFn<kind> weight_fn;
+  weight_fn.top =
+      range.largest == TopKRow<kind>::kNan ? not_a_number() : row.value(static_cast<u64>(range.largest) << 32);
+  const bool valid = weight_fn.top > (logits ? -INFINITY : 0.f) && weight_fn.top < INFINITY && !isnan(temperature);
+  const float factor = !logits && weight_fn.top < 0x1p-60f ? 0x1p64f : 1.f;
+  if constexpr (logits) weight_fn.set_temperature(temperature <= 0.f ? 1.f : temperature);
+  weight_fn.least = logits ? clamp_min_p(min_p) : __fmul_rn(clamp_min_p(min_p), weight_fn.top) * factor;
+  weight_fn.top *= factor;
+  weight_fn.set_scale(p.length);
+  if (joint) sum_row(selector, weight_fn, factor);
+  if (cluster.block_rank != 0) return;
+  if (!valid) {
+    if (threadIdx.x == 0) p.ids[row_idx] = 0, p.valid[row_idx] = false;
+    return;
+  }
+  const int count = selector.collect(k, range);
+  k = min(k, count);
+  u64* const masses = selector.masses();
+  const u64* const keys = selector.order(
+      count, k, [&](int place, u64 key) { masses[place] = mass_of(weight_fn.scaled(row.value(key) * factor)); });
+  if (threadIdx.x < 32) keep_top_p(scratch, masses, k, joint ? scratch->row_mass : 0, q32);
+  __syncthreads();
+  const auto write = [&](u64 key) { p.ids[row_idx] = row.index(key), p.valid[row_idx] = true; };
+  if (scratch->num_kept <= kMaxRankedK) {
+    draw_by_pairs(keys, masses, scratch->num_kept, scratch->point, write);
+  } else {
+    draw_by_sort(selector.candidates(), masses, scratch->num_kept, scratch->point, write);
+  }
+}
+
+}  // namespace kestrel::sampling

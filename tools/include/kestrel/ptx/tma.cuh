@@ -1,0 +1,80 @@
+// Bulk tensor copies (TMA, sm_90) of boxes of a matrix between global and shared memory. Tensor maps come from
+// kestrel/tensor_map.h and are kernel parameters (__grid_constant__). Before sm_90 every function is empty.
+#pragma once
+
+#include <cuda.h>
+#include <kestrel/ptx/shared.cuh>
+
+#include <cstdint>
+
+namespace kestrel::ptx {
+
+__device__ __forceinline__ void prefetch_tensor_map(const CUtensorMap& map) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
+#endif
+}
+
+// Loads the box at (column, row). The mbarrier counts its bytes, including those of the part outside the matrix.
+__device__ __forceinline__ void tma_load(uint32_t shared, const CUtensorMap& map, int column, int row,
+                                         uint64_t* barrier) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(
+          shared),
+      "l"(&map), "r"(column), "r"(row), "r"(shared_address(barrier))
+      : "memory");
+#endif
+}
+
+// The same into every CTA of the cluster whose rank is in `ranks`, at the same addresses, with the same mbarrier there.
+__device__ __forceinline__ void tma_load_multicast(uint32_t shared, const CUtensorMap& map, int column, int row,
+                                                   uint64_t* barrier, uint16_t ranks) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%2, "
+      "%3}], [%4], %5;" ::"r"(shared),
+      "l"(&map), "r"(column), "r"(row), "r"(shared_address(barrier)), "h"(ranks)
+      : "memory");
+#endif
+}
+
+// Stores the box at (column, row) as part of this thread's current bulk group.
+__device__ __forceinline__ void tma_store(const CUtensorMap& map, int column, int row, uint32_t shared) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], [%3];" ::"l"(&map), "r"(column),
+               "r"(row), "r"(shared)
+               : "memory");
+#endif
+}
+
+__device__ __forceinline__ void bulk_commit() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+#endif
+}
+
+// Waits until at most `pending` of this thread's last bulk groups still have to read shared memory.
+template <int pending>
+__device__ __forceinline__ void bulk_wait_read() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(pending) : "memory");
+#endif
+}
+
+// Waits until this thread's bulk groups are complete.
+__device__ __forceinline__ void bulk_wait() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+#endif
+}
+
+// One arrival on an mbarrier at a DSMEM address (map_shared). It releases at the scope of the CTA: enough to free a
+// pipeline stage that only wgmma has read. At the scope of the cluster it would be a fence of the whole GPU.
+__device__ __forceinline__ void mbarrier_arrive_remote(uint32_t barrier) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
+#endif
+}
+
+}  // namespace kestrel::ptx
