@@ -83,8 +83,7 @@ def test_decoding_repeats_eagerly_and_in_a_graph_and_its_kernels_run(temperature
     assert first == list(generate(model, prompts, 40, Sampling(temperature, seed=1), graph=True)), (
         "a replayed step is the same step"
     )
-    without = {"kestrel_moe.fused_experts", "kestrel_attention.flash_attn_varlen_func"}
-    assert {op for op, served in counts.items() if served["reference"]} <= without, "what has no kernel yet"
+    assert not {op for op, served in counts.items() if served["reference"]}, "every op of the demo runs as a kernel"
     assert counts["kestrel_attention.flash_attn_with_kvcache"]["kernel"] > 0
 
 
