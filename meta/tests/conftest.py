@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import sys
 from collections.abc import Callable, Sequence
@@ -167,3 +168,59 @@ def tiny_transformer() -> Callable[..., torch.nn.Module]:
         return model
 
     return make
+
+
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+
+
+def nibbles(values: Tensor, order: Sequence[int] = range(8)) -> Tensor:
+    """Words of eight neighbours of the last dimension, lowest nibble first."""
+    words = values.long().unflatten(-1, (-1, 8))[..., list(order)]
+    packed = sum(words[..., i] << (4 * i) for i in range(8))
+    return torch.where(packed >= 2**31, packed - 2**32, packed).to(torch.int32)
+
+
+@pytest.fixture(scope="session")
+def w4_checkpoint() -> Callable[..., None]:
+    """Writes a model with random 4-bit weights in groups of 32 columns, as GPTQ and AWQ checkpoints are stored."""
+    from safetensors.torch import save_file
+
+    group = 32
+
+    def write(
+        model: torch.nn.Module,
+        folder: Path,
+        method: str,
+        *,
+        order: str | None = None,
+        symmetric: bool = False,
+        **changes: object,
+    ) -> None:
+        """Write the model with random 4-bit weights, and put their values into it."""
+        random = torch.Generator().manual_seed(3)
+        tensors, linears = {}, {n: m for n, m in model.named_modules() if type(m) is torch.nn.Linear and n != "lm_head"}
+        for name, linear in linears.items():
+            rows, columns = linear.weight.shape
+            codes = torch.randint(16, (columns, rows), generator=random)
+            zeros = torch.randint(1, 16, (columns // group, rows), generator=random)
+            zeros = torch.full_like(zeros, 8) if symmetric else zeros
+            scales = torch.rand(columns // group, rows, generator=random) / 16
+            groups = torch.arange(columns) // group
+            if order is not None:
+                groups = groups[torch.randperm(columns, generator=torch.Generator().manual_seed(columns))]
+            linear.weight.data = ((codes - zeros[groups]) * scales[groups]).t().contiguous()
+            if method == "awq":
+                tensors |= {f"{name}.qweight": nibbles(codes, AWQ_ORDER), f"{name}.qzeros": nibbles(zeros, AWQ_ORDER)}
+            else:
+                less = int(changes.get("checkpoint_format", "gptq") == "gptq")
+                tensors[f"{name}.qweight"] = nibbles(codes.t()).t().contiguous()
+                tensors |= {f"{name}.qzeros": nibbles(zeros - less), f"{name}.g_idx": groups.int()}
+            tensors[f"{name}.scales"] = scales
+        kept = {f"{name}.weight" for name in linears}
+        tensors |= {name: x.contiguous() for name, x in model.state_dict().items() if name not in kept}
+        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+        config = model.config.to_dict()
+        found = {"quant_method": method, "bits": 4, "group_size": group, "desc_act": order is not None, **changes}
+        (folder / "config.json").write_text(json.dumps({**config, "quantization_config": found}))
+
+    return write

@@ -71,6 +71,15 @@ def test_replayed_steps_draw_what_eager_steps_draw(make, prompt, family, kind):
     assert torch.equal(generate(model, *prompt, eos_token_id=[], **settings), eager)
 
 
+def test_replayed_steps_of_4_bit_layers_draw_what_eager_steps_draw(make, prompt):
+    model = make("llama")
+    assert integration.quantize(model, group_size=64)
+    assert integration.apply(model).left == []
+    settings = {"max_new_tokens": 12, "do_sample": True, "top_k": 30, "seed": 3, "eos_token_id": []}
+    eager = generate(model, *prompt, cuda_graph=False, **settings)
+    assert torch.equal(generate(model, *prompt, **settings), eager)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_graph_serves_many_calls(make, prompt, kind):
     model = make("llama")

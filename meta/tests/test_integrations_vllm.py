@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -60,12 +61,13 @@ def prompts():
     return [torch.randint(1, 128, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (5, 100, 33)]
 
 
-def rehearse(path, **changes):
-    """What vLLM writes, in a process of its own."""
+def rehearse(path, disabled="", **changes):
+    """What vLLM writes, in a process of its own, without the linear kernels that are disabled."""
     asked = {"model": str(path), "dtype": "float32", "kv_cache": "auto", "block_size": 32, "prompts": prompts()}
     asked |= {"new": NEW, "parts": "all", **changes}
     command = [sys.executable, str(Path(__file__).with_name("vllm_rehearsal.py")), json.dumps(asked)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    environment = {**os.environ, "VLLM_DISABLED_KERNELS": disabled}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout.strip().splitlines()[-1])
 
@@ -104,3 +106,20 @@ def test_an_fp8_cache_stays_near_exact_keys(make):
         for prompt, tokens, given in zip(prompts(), found["tokens"], found["logprobs"], strict=True)
     ]
     assert 0 < float(torch.cat(apart).mean()) < 0.2
+
+
+@needs_vllm
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [("gptq", {"symmetric": True, "sym": True}), ("awq", {"zero_point": True, "version": "gemm"})],
+    ids=["gptq", "awq"],
+)
+def test_a_4_bit_checkpoint_runs_our_linear_kernel(tiny_transformer, w4_checkpoint, tmp_path, method, options):
+    model = tiny_transformer("llama", **SIZES, architectures=["LlamaForCausalLM"])
+    w4_checkpoint(model, tmp_path, method, **options)
+    others = "Dynamic4bitLinearKernel,ZentorchWNA16LinearKernel,CPUWNA16LinearKernel"
+    found = rehearse(tmp_path, others, dtype="float16", parts="all")
+    assert "kestrel_quant.w4a16_linear" in found["ops"]
+    for prompt, tokens, given in zip(prompts(), found["tokens"], found["logprobs"], strict=True):
+        exact, _ = logprobs(model, prompt, tokens)
+        assert float((exact - torch.tensor(given)).abs().max()) < 0.05

@@ -7,7 +7,6 @@ import json
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from kestrel_kernels.integrations import transformers as integration
 from kestrel_kernels.integrations.transformers import W4Config, generate, load_w4, quantize, w4
@@ -17,7 +16,6 @@ SIZES = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
 GROUP = 32
 FAMILIES = ["llama", "qwen2", "qwen3", "mistral", "gemma2", "phi3"]
 ROUNDING = {"rtol": 0, "atol": 3e-5}
-AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 IDS = torch.randint(1, 64, (2, 9), generator=torch.Generator().manual_seed(0))
 
 
@@ -82,41 +80,6 @@ def test_a_checkpoint_is_quantised_while_it_is_loaded(make, tmp_path, family):
         loaded.save_pretrained(tmp_path / "again")
 
 
-def nibbles(values, order=range(8)):
-    """Words of eight neighbours of the last dimension, lowest nibble first."""
-    words = values.long().unflatten(-1, (-1, 8))[..., list(order)]
-    packed = sum(words[..., i] << (4 * i) for i in range(8))
-    return torch.where(packed >= 2**31, packed - 2**32, packed).to(torch.int32)
-
-
-def checkpoint(model, folder, method, *, order=None, **changes):
-    """Write the model with random 4-bit weights, and put their values into it."""
-    random = torch.Generator().manual_seed(3)
-    tensors, linears = {}, {n: m for n, m in model.named_modules() if type(m) is torch.nn.Linear and n != "lm_head"}
-    for name, linear in linears.items():
-        rows, columns = linear.weight.shape
-        codes = torch.randint(16, (columns, rows), generator=random)
-        zeros = torch.randint(1, 16, (columns // GROUP, rows), generator=random)
-        scales = torch.rand(columns // GROUP, rows, generator=random) / 16
-        groups = torch.arange(columns) // GROUP
-        if order is not None:
-            groups = groups[torch.randperm(columns, generator=torch.Generator().manual_seed(columns))]
-        linear.weight.data = ((codes - zeros[groups]) * scales[groups]).t().contiguous()
-        if method == "awq":
-            tensors |= {f"{name}.qweight": nibbles(codes, AWQ_ORDER), f"{name}.qzeros": nibbles(zeros, AWQ_ORDER)}
-        else:
-            less = int(changes.get("checkpoint_format", "gptq") == "gptq")
-            tensors[f"{name}.qweight"] = nibbles(codes.t()).t().contiguous()
-            tensors |= {f"{name}.qzeros": nibbles(zeros - less), f"{name}.g_idx": groups.int()}
-        tensors[f"{name}.scales"] = scales
-    kept = {f"{name}.weight" for name in linears}
-    tensors |= {name: x.contiguous() for name, x in model.state_dict().items() if name not in kept}
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    config = model.config.to_dict()
-    found = {"quant_method": method, "bits": 4, "group_size": GROUP, "desc_act": order is not None, **changes}
-    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": found}))
-
-
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
 @pytest.mark.parametrize(
     ("method", "options"),
@@ -128,9 +91,9 @@ def checkpoint(model, folder, method, *, order=None, **changes):
     ],
     ids=["gptq", "gptq_v2", "activation order", "awq"],
 )
-def test_a_4_bit_checkpoint_gives_the_logits_of_its_values(make, tmp_path, family, method, options):
+def test_a_4_bit_checkpoint_gives_the_logits_of_its_values(make, w4_checkpoint, tmp_path, family, method, options):
     model = make(family)
-    checkpoint(model, tmp_path, method, **options)
+    w4_checkpoint(model, tmp_path, method, **options)
     loaded = load_w4(tmp_path, dtype=torch.float32, attn_implementation="eager")
     torch.testing.assert_close(logits(loaded), logits(model), rtol=1e-4, atol=1e-4)
     assert integration.apply(loaded).left == []
@@ -194,9 +157,9 @@ def test_other_checkpoints_are_refused(make, tmp_path, found, message):
         load_w4(tmp_path)
 
 
-def test_a_checkpoint_without_some_weights_is_refused(make, tmp_path):
+def test_a_checkpoint_without_some_weights_is_refused(make, w4_checkpoint, tmp_path):
     model = make()
-    checkpoint(model, tmp_path, "gptq", modules_to_not_convert=["k_proj"])
+    w4_checkpoint(model, tmp_path, "gptq", modules_to_not_convert=["k_proj"])
     loaded = json.loads((tmp_path / "config.json").read_text())
     del loaded["quantization_config"]["modules_to_not_convert"]
     model.save_pretrained(tmp_path)  # weights in full

@@ -13,7 +13,7 @@ TESTED = ((0, 33), (0, 33))
 """The first and the last release series of vLLM that the rehearsal ran with."""
 VARIABLE = "KESTREL_VLLM"
 BACKEND = "KESTREL"
-PARTS = ("norms", "activations", "rotary", "experts")
+PARTS = ("norms", "activations", "rotary", "experts", "w4")
 
 _log = logging.getLogger(__name__)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Iterable
 from typing import Any
@@ -137,8 +138,15 @@ class KestrelFusedMoEMethod(UnquantizedFusedMoEMethod):
     forward_cuda = forward_cpu = forward_native
 
 
+@functools.cache
+def _register_linear() -> str:
+    from . import linear
+
+    return linear.register()
+
+
 def register(parts: Iterable[str]) -> list[str]:
-    """Replace the layers of these parts, for models made from now on. Returns the names of vLLM's classes."""
+    """Replace the layers of these parts, for models made from now on. Returns the names of what was registered."""
     classes: dict[str, list[tuple[type, type]]] = {
         "norms": [(RMSNorm, KestrelRMSNorm), (GemmaRMSNorm, KestrelGemmaRMSNorm)],
         "activations": [(SiluAndMul, KestrelSiluAndMul), (GeluAndMul, KestrelGeluAndMul)],
@@ -147,7 +155,9 @@ def register(parts: Iterable[str]) -> list[str]:
     }
     replaced = []
     for part in parts:
-        for theirs, ours in classes[part]:
+        if part == "w4":
+            replaced.append(_register_linear())
+        for theirs, ours in classes.get(part, []):
             name = theirs.__name__
             if name not in op_registry_oot:
                 CustomOp.register_oot(ours, name=name)
