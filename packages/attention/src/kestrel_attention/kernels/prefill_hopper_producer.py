@@ -228,6 +228,7 @@ class HopperProducer(PrefillBase):
         """The same for codes: a thread copies some of a tile ahead, and writes them as the dtype to the stage."""
         of_values = cutlass.const_expr(self.tile_bytes // 2)
         found = self.locate(keys, rPage, self.tile_at(work, Int32(0)), warp, lane)
+        ptx.cp_async_wait(0)  # the last copies of the work before write the same memory
         if work.num_tiles > 0:
             self.copy_codes(keys, pipe.codes, keys.key_base, found.key, found.exists, warp, lane)
             self.copy_codes(keys, pipe.codes + of_values, keys.value_base, found.value, found.exists, warp, lane)
