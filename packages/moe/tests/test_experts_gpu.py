@@ -17,6 +17,8 @@ from kestrel_moe import (
     moe_align_block_size,
     reference_experts,
 )
+from kestrel_moe.fused_experts import by_variant
+from kestrel_moe.variants import ALIGNED, IN_KERNEL, Variant
 from kestrel_quant import fp8_quant
 from kestrel_runtime import UnsupportedError, backend
 from kestrel_runtime.testing import assert_close_to_f64, assert_runs_repeat, assert_same_bits, canary, graph_replay
@@ -353,6 +355,20 @@ def test_a_token_of_an_fp8_layer_does_not_depend_on_the_others(width: int, inner
     for tokens in (1, 2, 3, 8, 9, 16, 17):
         part = fused_experts(hidden[:tokens], w1, w2, weights[:tokens], ids[:tokens], **scales)
         assert_same_bits(part, whole[:tokens], f"{tokens} tokens")
+
+
+@pytest.mark.parametrize("form", ["bf16", *FORMS])
+@pytest.mark.parametrize("tokens", [1, 5, 16])
+def test_variants_for_few_tokens_give_the_same_bits(tokens: int, form: str) -> None:
+    hidden, w1, w2, weights, ids = layer(tokens, 16, 4, 512, 272)
+    scales = {}
+    if form != "bf16":
+        (w1, w1_scale, _), (w2, w2_scale, _) = (quantised(w, form) for w in (w1, w2))
+        scales = {"w1_scale": w1_scale, "w2_scale": w2_scale}
+    want = by_variant(Variant(IN_KERNEL, 8), hidden, w1, w2, weights, ids, **scales)
+    for tile in (8, 16):
+        got = by_variant(Variant(ALIGNED, tile), hidden, w1, w2, weights, ids, **scales)
+        assert_same_bits(got, want, f"tiles of {tile}")
 
 
 # -- the two products of their own ------------------------------------------------------------------------------------
