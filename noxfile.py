@@ -191,7 +191,7 @@ def wheels(session: nox.Session) -> None:
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """ruff, clang-format, mypy on runtime and meta, the READMEs' tables; `-- --write` mends what it can."""
+    """ruff, clang-format, mypy on runtime and meta, the READMEs' tables; `-- --write` fixes what it can."""
     write = "--write" in session.posargs
     tools, third_party = Environment(session, "lint"), Environment(session, "test")
     tools.install(*MATRIX["lint_tools"])
@@ -261,7 +261,7 @@ def results(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def engines(session: nox.Session) -> None:
-    """The plugins in the real vLLM, beside SGLang's classes, and continuous batching, on the CPU; downloads 1 GB."""
+    """The plugins on the CPU: in vLLM, against SGLang's classes, and continuous batching; downloads 1 GB."""
     environment = installed(session, list(PACKAGES), [], *MATRIX["test_tools"])
     for engine, test in (("vllm", "vllm"), ("sglang", "sglang"), ("transformers", "batching")):
         listed = (ROOT / "ci" / f"{engine}.txt").read_text().splitlines()

@@ -17,7 +17,7 @@ namespace kestrel::moe {
 
 constexpr int kEpilogueThreads = 256;
 
-// One row and `count` elements from `first` on. x is the product.
+// A thread computes COUNT elements of a row. p.x is the product.
 template <typename T, int COUNT>
 __global__ void __launch_bounds__(kEpilogueThreads) linear_epilogue_kernel(const __grid_constant__ LinearParams p) {
   const int groups = (p.outputs + COUNT - 1) / COUNT;  // of a row
@@ -87,8 +87,8 @@ void launch_layer(const LinearParams& p, const DensePlan& plan, const TensorView
   }
 }
 
-// Returns whether the plan has a kernel, which is launched. The op always has a residual and never an activation:
-// either one is for benchmarks of a layer of fused_mlp. The last five arguments are a DensePlan.
+// Launches the plan's kernel; returns false if it has none. The op has a residual and no activation; a benchmark
+// of one layer of fused_mlp may have an activation or no residual. The last five arguments are a DensePlan.
 bool fused_linear_residual(TensorView out, TensorView x, TensorView weight, OptionalTensor bias,
                            OptionalTensor residual, AnyView activation, AnyView kernel, AnyView columns,
                            AnyView cluster_rows, AnyView cluster_columns, AnyView splits) {
@@ -114,7 +114,7 @@ bool fused_linear_residual(TensorView out, TensorView x, TensorView weight, Opti
   return true;
 }
 
-// Returns how many layers are launched: those before the first one without a kernel. hidden: scratch [T, I]. The last
+// Launches the layers up to the first without a kernel, and returns their number. hidden: scratch [T, I]. The last
 // ten arguments are the DensePlans of both layers.
 int64_t fused_mlp(TensorView out, TensorView hidden, TensorView x, TensorView w1, OptionalTensor b1, TensorView w2,
                   OptionalTensor b2, OptionalTensor residual, AnyView activation, AnyView kernel, AnyView columns,

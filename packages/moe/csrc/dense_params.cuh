@@ -18,7 +18,7 @@ struct ClusterShape {
 };
 
 struct DenseParams {
-  CUtensorMap x, weight, residual, out;  // boxes of a CTA's share of a stage; of 64 x 64 results
+  CUtensorMap x, weight, residual, out;  // x, weight: boxes of a CTA's part of a stage; else 64 x 64
   const char* bias = nullptr;
   bool has_residual = false;
   int outputs = 0, steps = 0;           // N, and K in steps of 64

@@ -1,5 +1,4 @@
-// A dense layer on Hopper that streams its weight: activation(x W' + bias) + residual, for a few to some hundred
-// tokens.
+// A dense layer on Hopper that streams its weight: activation(x W' + bias) + residual, for up to 64 tokens.
 //
 // A tile is 128 outputs by 64 tokens; the CTAs of a cluster each sum a part of K. One producer thread loads 64 columns
 // of K per stage (TMA), the first stages of the weight before the PDL wait. Two consumer warpgroups multiply 64 weight
@@ -33,7 +32,7 @@ struct StreamTile {
   static constexpr int max_splits = 8;
 };
 static_assert(StreamTile::tokens * StreamTile::sums_stride * 4 <= StreamTile::stages * StreamTile::stage_bytes,
-              "the sums take the place of the stages");
+              "the sums reuse the memory of the stages");
 
 struct DenseStreamParams {
   CUtensorMap x, weight;  // boxes of 64 tokens and of 128 outputs
@@ -119,7 +118,7 @@ __global__ void __launch_bounds__(StreamTile::threads, 1)
   pdl_wait();
   pdl_trigger();
 
-  // This CTA's sums, in the place of the stages, as [token][output].
+  // This CTA's sums [token][output], in the memory of the pipeline stages.
   float* const sums = static_cast<float*>(__cvta_shared_to_generic(ring));
   ptx::named_barrier(1, Tile::consumers);  // both warpgroups have read all stages
 #pragma unroll

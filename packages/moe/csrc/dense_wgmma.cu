@@ -18,10 +18,10 @@ namespace kestrel::moe {
 constexpr int kMaxCluster = 8;
 constexpr int kMaxDevices = 64;
 
-// How many clusters of `config` the current device runs at a time. The query takes longer than a launch, so its result
-// is kept for each kernel, device and size of a cluster.
+// The most clusters of `config` that the current device runs at once. The query takes longer than a launch, so its
+// result is cached for each kernel, device and cluster size.
 template <auto KERNEL>
-int resident_clusters(const cudaLaunchConfig_t& config, int cluster, DLDevice device) {
+int max_active_clusters(const cudaLaunchConfig_t& config, int cluster, DLDevice device) {
   static std::atomic<int> known[kMaxDevices][kMaxCluster + 1];
   const int id = device.device_id;
   if (id < kMaxDevices) {
@@ -58,7 +58,7 @@ void launch(const LinearParams& linear, ClusterShape cluster, DLDevice device) {
   p.activation = linear.activation;
   const int64_t tiles = int64_t{p.row_tiles} * p.column_tiles;
   if (tiles > kMaxSize / kMaxCluster) unsupported("more than 2^27 tiles");
-  if (cluster.splits > std::min(p.steps, 2)) unsupported("so many parts of K");
+  if (cluster.splits > std::min(p.steps, 2)) unsupported("more splits than steps of K");
 
   raise_shared_limit<kernel, Tile::shared_bytes>(device);
   const int size = cluster.size();
@@ -73,7 +73,7 @@ void launch(const LinearParams& linear, ClusterShape cluster, DLDevice device) {
     config.dynamicSmemBytes = Tile::shared_bytes;
     config.attrs = &attribute;
     config.numAttrs = 1;
-    clusters = std::min<int64_t>(tiles, resident_clusters<kernel>(config, size, device));
+    clusters = std::min<int64_t>(tiles, max_active_clusters<kernel>(config, size, device));
   }
   launch_pdl(kernel, dim3(static_cast<unsigned>(clusters * size)), dim3(Tile::threads), device, p, Tile::shared_bytes,
              size);
@@ -106,7 +106,8 @@ void launch_tile(const LinearParams& p, const DensePlan& plan, DLDevice device) 
   }
   const ClusterShape cluster = plan.cluster;
   const auto divides = [](int ctas) { return ctas == 1 || ctas == 2 || ctas == 4; };
-  if (!divides(cluster.rows) || !divides(cluster.columns) || cluster.splits > 2) unsupported("such clusters");
+  if (!divides(cluster.rows) || !divides(cluster.columns) || cluster.splits > 2)
+    unsupported("cluster shapes that do not divide a tile, or more than 2 splits of K");
   if (plan.kernel == DenseKernel::ping_pong) {
     if (plan.columns == 192 && cluster.splits == 1) {
       return launch<T, DenseTile<192, Schedule::ping_pong>>(p, cluster, device);

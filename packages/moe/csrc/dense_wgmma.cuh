@@ -39,9 +39,9 @@ struct DenseTile {
   static constexpr int producers = 128, consumers = 256, threads = producers + consumers;
 };
 
-constexpr int kRasterRows = 8;  // row tiles of clusters that run through all columns together, for reuse in L2
+constexpr int kRasterRows = 8;  // rasterisation: so many row tiles pass over all column tiles together, for reuse in L2
 
-// Where a CTA works: its place in the cluster, and the tiles that its cluster computes.
+// The position of a CTA in its cluster, and the index and number of the clusters.
 struct DensePlace {
   int row, column, split;  // in the cluster
   int first_rank;          // of the CTAs with this `split`
@@ -62,7 +62,7 @@ struct DensePlace {
   }
 };
 
-// The tile of a CTA within tile `tile` of its cluster.
+// The origin, in the result, of a CTA's tile within tile `tile` of its cluster.
 template <typename Tile>
 struct DenseItem {
   int row, column;  // of the result
@@ -76,7 +76,7 @@ struct DenseItem {
   }
 };
 
-// One thread loads all stages of all tiles.
+// The producer thread: loads x and the weight of all tiles of this CTA.
 template <typename Tile>
 __device__ __forceinline__ void dense_produce(const DenseParams& p, const DensePlace& place, uint32_t ring,
                                               uint64_t* full, uint64_t* empty, int first_step, int steps) {
@@ -282,7 +282,7 @@ __global__ void __launch_bounds__(Tile::threads, 1) dense_wgmma_kernel(const __g
         ptx::cluster_sync();
         if (!finishes) continue;
 #pragma unroll
-        for (int i = 0; i < N / 2; i += 4) {  // a sum of two terms is the same in either order
+        for (int i = 0; i < N / 2; i += 4) {  // the same bits in either order of two terms
           const float4 other = sums[i * 32];
           acc[0][i] += other.x;
           acc[0][i + 1] += other.y;

@@ -13,7 +13,7 @@ namespace kestrel::moe {
 constexpr int64_t kMaxSize = int64_t{1} << 30;  // sizes are int in the kernels
 constexpr int64_t kMaxTokens = 65535 * 4;       // the grid of gemv_kernel
 
-// Checks one layer but for its result, devices and overlaps.
+// Checks the weight and bias of one layer, but not their devices and overlaps.
 inline void check_operands(const Checks& check, const TensorView& x, const char* weight_name, const TensorView& weight,
                            const char* bias_name, const OptionalTensor& bias, int64_t width) {
   check.dtype(weight_name, weight, {kBFloat16, kFloat16, kFloat32});

@@ -14,8 +14,8 @@ namespace kestrel::norm {
 
 constexpr int kLinearTokens = 32;
 
-// Raises the limit of dynamic shared memory of KERNEL to what the device has beside its static part, once
-// per device. Returns that.
+// Raises the limit of dynamic shared memory of KERNEL to what the device has beside the static part, once per device.
+// Returns the limit.
 template <auto KERNEL>
 int raise_shared_limit(DLDevice device) {
   static std::atomic<int> limits[64];
@@ -45,7 +45,7 @@ bool launch_linear(LinearParams p, DLDevice device) {
   const int most = clusters ? std::min(kMaxSlices, p.blocks) : 1;
   // Two CTAs per SM, of this launch or of the next one, leave no gap between launches.
   const int half = (device_attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor, device.device_id) - 2048) / 2 - 64;
-  const int room = sms * 7 / 4;  // for CTAs at two per SM, where clusters leave some of them free
+  const int room = sms * 7 / 4;  // CTAs at two per SM; clusters leave some SMs free
   int slices = 1;
   while (2 * slices <= most) {
     const bool too_few = Tile::min_ctas == 2 ? 2 * slices * p.tiles <= room : slices * p.tiles < sms * 3 / 4;

@@ -1,11 +1,11 @@
 // y = rms_norm(x) W' for at most 32 rows of x: one launch that reads the weight once.
 //
-// Weight rows are the 16 rows of mma.sync, tokens its 8 columns. A CTA has 128 rows of W and a slice of K; the CTAs of a
-// cluster have the slices of the same rows. A slice of x times the norm's weight stays in shared memory; sums of squares
-// and of products go to the CTA that owns the rows, which adds the slices in order and scales by rstd. Each warp streams
-// its own 32 rows through a ring of its own (cp.async), so the main loop has no barrier, and the ring fills before the
-// PDL wait. The k of a product are renumbered so that a lane's eight k are neighbours: one load of 16 bytes is a row's
-// part of two products.
+// Weight rows are the 16 rows of mma.sync, tokens its 8 columns. A CTA has 128 rows of W and a slice of K; the CTAs of
+// a cluster share the rows and divide K. A slice of x times the norm's weight stays in shared memory; sums of squares
+// and of products go to the CTA that owns the rows, which adds the slices in order and scales by rstd. Each warp
+// streams its own 32 rows through a ring of its own (cp.async), so the main loop has no barrier, and the ring fills
+// before the PDL wait. K is permuted alike in both operands so that a lane's eight k are neighbours: one load of 16
+// bytes feeds two MMAs.
 #pragma once
 
 #include <kestrel/pack.cuh>
@@ -350,7 +350,7 @@ __global__ void __launch_bounds__(kLinearThreads, LinearTile<TOKEN_TILES>::min_c
       from_x += kWarpsOfK * Tile::tokens * kLine;
     }
 
-    // The tile before is added up first: meanwhile its sums have arrived. No CTA sends sums of a tile before all its
+    // The previous tile is added up first: its sums have arrived meanwhile. No CTA sends sums of a tile before all its
     // threads have read those of two tiles back, which the next ones replace.
     if (count > 0) {
       add_up();

@@ -137,8 +137,8 @@ RejectionSplit split_for_rejection(const Params& params, DLDevice device, bool f
                     /*copy_to_smem=*/false);
 }
 
-// Of top_k_draw and topk_rows. Eight blocks a row only on half of the multiprocessors, so that the next launch finds
-// space. Rows that make several waves are split too, which shortens the last one.
+// Of top_k_draw and topk_rows. Eight blocks per row only if they fill at most half of the SMs, so that the next launch
+// starts beside them. Rows of several waves are split too, which shortens the last wave.
 Split split_for_top_k(int length, int64_t rows, int max_top_k, DLDevice device, SplitRequest request) {
   const int64_t sms = num_sms(device);
   auto [cluster_size, threads] = request;

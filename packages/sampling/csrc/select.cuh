@@ -41,7 +41,7 @@ __device__ __forceinline__ u64 warp_max(u64 v) {
   return static_cast<u64>(high) << 32 | low;
 }
 
-// The place of a lane's `n` entries, at most 15, in a list, which grows by those of all lanes.
+// Appends `n` entries per lane, at most 15, to a list of `*size` entries. Returns the position of this lane's first.
 __device__ __forceinline__ u32 append_place(u32* size, u32 n, int lane) {
   const u32 some = __ballot_sync(kAllLanes, n > 0), below = (1u << lane) - 1;
   if (some == 0) return 0;
@@ -63,7 +63,7 @@ __device__ __forceinline__ u32 append_place(u32* size, u32 n, int lane) {
 // all bins. Call it after a barrier.
 __device__ __forceinline__ Bin find_bin(SelectScratch* scratch, u32 above, u32 k) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-  // From the highest bin on, two a thread.
+  // Two bins per thread, the highest first.
   u32 upper = 0, lower = 0, up_to = 0;
   if (threadIdx.x < kSelectThreads) {
 #pragma unroll
@@ -98,8 +98,8 @@ __device__ __forceinline__ Bin find_bin(SelectScratch* scratch, u32 above, u32 k
 
 // Keys have a value in their upper half and an order among equal values, at most `last`, in their lower half.
 //
-// A key L such that at least k keys reach it (all of [low, high], if there are fewer), and at most `limit`, among them
-// `above` keys that exceed high. No more than limit - k keys may be equal. for_each(visit) visits this thread's keys.
+// Returns a key that at least k (all of [low, high], if fewer) and at most `limit` keys reach, counting the `above`
+// keys that exceed high. At most limit - k keys may be equal. for_each(visit) visits this thread's keys.
 template <typename Items>
 __device__ __forceinline__ u64 select(SelectScratch* scratch, u64 low, u64 high, u32 last, u32 above, u32 k, u32 limit,
                                       const Items& for_each) {

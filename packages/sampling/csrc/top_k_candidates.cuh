@@ -37,8 +37,8 @@ struct TopKLayout {
     while ((length - 1) >> chunk_bits >= 256) ++chunk_bits;
     num_chunks = ((length - 1) >> chunk_bits) + 1;
   }
-  // Candidates, their masses, the k of them in order or the masses before them; the selected groups; the largest
-  // element of each group.
+  // Byte offsets: candidates at 0, their masses, the sorted candidates or prefix sums of masses, the selected groups,
+  // the largest element of each group.
   __host__ __device__ size_t masses() const { return sizeof(u64) * max_candidates; }
   __host__ __device__ size_t ranked() const { return 2 * masses(); }
   __host__ __device__ size_t groups() const { return ranked() + sizeof(u64) * kMaxRanked; }
@@ -184,8 +184,8 @@ struct TopKRow {
     return most;
   }
 
-  // f(keys of four elements, their indices) for the listed groups, with all lanes of a warp together. Indices past the
-  // row are no elements.
+  // Calls f(keys, indices) for the elements of the given groups, four at a time, with all lanes of a warp together.
+  // Indices past the row are padding.
   template <typename F>
   __device__ __forceinline__ void for_each_four(const u32* groups, int num_groups, F f) const {
     const int fours_bits = chunk_bits - 7;  // of a group, as a power of two
@@ -250,11 +250,12 @@ struct TopKSelector {
     }
   }
 
-  // The pass over the row, by the cluster. The first block receives the largest element of every group, and of each
-  // warp the largest of all and the smallest maximum of segments that cover k groups. Includes the cluster's wait().
+  // The pass over the row, by the cluster. The first block receives the largest element of every group, and from each
+  // warp a TopKRange. Includes the cluster's wait().
   __device__ __forceinline__ void read_row(int k) const {
     const int full_chunks = row.length >> row.chunk_bits;
-    // k lanes or more are in different segments, if there are enough.
+    // Lanes per segment, so few that there are at least k segments: the smallest of their maxima is then a lower bound
+    // of the k-th largest maximum of a group.
     int segment_bits = 5;
     while (segment_bits > 0 && full_chunks << (5 - segment_bits) < k) --segment_bits;
     const u32 to = ptx::map_shared(ptx::shared_address(maxima()), 0),
@@ -314,9 +315,8 @@ struct TopKSelector {
     return {__reduce_min_sync(kAllLanes, range.least), __reduce_max_sync(kAllLanes, range.largest)};
   }
 
-  // Collects the k largest elements (or all with mass, if these are fewer) and perhaps
-  // some more, and returns their number.
-  // write(place, key) is called for each.
+  // Collects the k largest elements (all elements with mass, if fewer) and possibly more, up to max_candidates. Calls
+  // write(place, key) for each and returns their number.
   template <typename Write>
   __device__ __forceinline__ int collect(int k, const TopKRange& range, Write write) const {
     const u32 max_groups = k + k / 8 + 32;
@@ -370,7 +370,7 @@ struct TopKSelector {
     // Of the elements equal to the smallest of these maxima, those up to the last chunk of an equal maximum suffice.
     const int last_chunk = layout.num_chunks - 1 - static_cast<int>(static_cast<u32>(low));
     low = low >> 32 << 32 | static_cast<u32>(max(0, row.length - ((last_chunk + 1) << layout.chunk_bits)));
-    // A second time if too many elements are equal or nearly equal.
+    // The second iteration is rare: it runs if too many elements are equal or nearly equal.
 #pragma unroll 1
     for (;;) {
       const int count = append(low, num_groups, write);
@@ -393,7 +393,7 @@ struct TopKSelector {
     }
   }
 
-  // Lists the elements of the groups that reach `low`, as far as there is space. Returns their number.
+  // Appends the elements of the groups that reach `low` to the candidates, as far as they fit. Returns their number.
   template <typename Write>
   __device__ __forceinline__ int append(u64 low, int num_groups, Write write) const {
     u32 num_larger = 0;

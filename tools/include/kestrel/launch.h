@@ -59,8 +59,8 @@ inline void check_launch(cudaError_t error, DLDevice device) {
 // Launches kernel(params) with programmatic dependent launch: the kernel must call pdl_wait() (pdl.cuh) before it
 // accesses anything that is not constant. GPUs before sm_90 get a plain launch. shared_bytes: dynamic shared memory;
 // above 48 KB the caller must raise the kernel's limit first. cluster: blocks per cluster, used from sm_90 on.
-// balanced: the scheduling policy of clusters is load balancing. By default, blocks may share a multiprocessor while
-// others are idle.
+// balanced: use the load-balancing scheduling policy for clusters. By default the blocks of a cluster may share an SM
+// while other SMs are idle.
 template <typename Params>
 void launch_pdl(void (*kernel)(Params), dim3 grid, dim3 block, DLDevice device, const Params& params,
                 size_t shared_bytes = 0, unsigned cluster = 1, bool balanced = false) {

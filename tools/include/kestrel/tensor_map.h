@@ -1,4 +1,4 @@
-// Tensor maps: what bulk tensor copies (TMA, sm_90) take to find a matrix in global memory.
+// Tensor maps: the descriptors of matrices in global memory for bulk tensor copies (TMA, sm_90).
 //
 // The driver function that encodes them is looked up at the first call, so no library needs libcuda to load.
 #pragma once

@@ -67,7 +67,7 @@ class Step:
 
 
 def linear(x: Tensor, layer: Linear) -> Tensor:
-    """A linear layer; one token on a GPU by the kernel for few tokens."""
+    """A linear layer; on a GPU one token runs gemv."""
     if isinstance(layer.weight, W4Weight):
         return w4a16_linear(x, layer.weight, layer.bias)
     product = gemv if x.is_cuda and x.shape[0] == 1 else F.linear
@@ -115,14 +115,14 @@ class Decoder:
         return linear(self._norm(x, added, self.weights.norm), self.weights.head)
 
     def _norm(self, x: Tensor, added: Tensor | None, norm: Norm) -> Tensor:
-        """The norm of x; of x + added where there is something to add, which then is written to x."""
+        """The norm of x, or of x + added, which is then also written to x."""
         if added is None:
             return layer_norm(x, norm.weight, norm.bias, self.config.eps)
         fused_add_layer_norm(added, x, norm.weight, norm.bias, self.config.eps)
         return added
 
     def _attention(self, index: int, layer: Layer, normed: Tensor, step: Step) -> Tensor:
-        """What the heads attend to, [T, H * D]."""
+        """The results of all heads, [T, H * D]."""
         config = self.config
         heads, kv_heads, size = config.heads, config.kv_heads, config.head_size
         qkv = linear(normed, layer.qkv)

@@ -15,7 +15,7 @@ _OURS = ("#0072B2", "#56B4E9", "#009E73", "#E69F00", "#D55E00", "#CC79A7", "#F0E
 
 
 def digest(figures: dict[str, Any]) -> str:
-    """Of all rows: a plot contains the digest of what it shows."""
+    """A digest of all rows. A plot contains it, so that a stale plot is detected."""
     rows = {name: found["rows"] for name, found in sorted(figures.items())}
     return hashlib.sha256(json.dumps(rows, sort_keys=True).encode()).hexdigest()[:16]
 

@@ -91,7 +91,7 @@ class DecodePlan:
 
     variant: DecodeVariant
     combine: CombineVariant | None
-    """None where no sequence can have more splits than a block joins."""
+    """None where no sequence can have more splits than a block combines."""
     append: AppendVariant | None
     scalars: DecodeScalars
     combine_scalars: CombineScalars

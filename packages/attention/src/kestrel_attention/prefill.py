@@ -22,7 +22,7 @@ from .prefill_plan import PrefillProblem, plan_prefill
 _binary = Binary("kestrel_attention")
 _NAMES = dict(zip((torch.bfloat16, torch.float16), DTYPES, strict=True))
 USE_HOPPER = True
-"""False: the portable kernel runs on Hopper too, for its tests."""
+"""Tests set False, to run the portable kernel on Hopper."""
 _CODES = {torch.float8_e4m3fn: "e4m3", torch.uint8: "e4m3", torch.float8_e5m2: "e5m2"}
 
 Scales = tuple["torch.Tensor | None", "torch.Tensor | None", "torch.Tensor | None"]
@@ -170,7 +170,8 @@ def make_dense(
         out = torch.empty((batch, queries, heads, head_dim), dtype=q.dtype, device=q.device)
         lse = torch.empty((batch, heads, queries), dtype=torch.float32, device=q.device)
         if attend is not None:
-            given = Given(None, None, None, None, prefix_lens, sinks, *scales)
+            q_scale, k_scale, v_scale = scales
+            given = Given(prefix_lens=prefix_lens, sinks=sinks, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)
             attend(q, _aligned(k), _aligned(v), given, out, lse)
         return out, lse
 
@@ -357,7 +358,14 @@ def make_cached(
             of_heads = [no_float if scale is None else scale for scale in (k_scale, v_scale)]
             append(*rows, k_cache, v_cache, cache_seqlens, table, *of_heads, *append_scalars)
         if attend is not None:
-            given = Given(None, None, cache_seqlens, block_table, prefix_lens, sinks, None, k_scale, v_scale)
+            given = Given(
+                lengths=cache_seqlens,
+                block_table=block_table,
+                prefix_lens=prefix_lens,
+                sinks=sinks,
+                k_scale=k_scale,
+                v_scale=v_scale,
+            )
             attend(q, k_cache, v_cache, given, out, unread_lse if lse is None else lse)
         return (out if destination is None else destination.copy_(out)), lse
 

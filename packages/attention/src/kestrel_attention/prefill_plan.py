@@ -12,8 +12,8 @@ from .kernels.variants import HopperPrefillVariant, PrefillVariant, prefilling, 
 from .plan import MAX_GRID, MAX_KEYS, MIN_SOFTCAP, MULTIPROCESSORS, UNBOUNDED, page_divisor
 
 MAX_SPLITS = 16
-LONG_WAVES = 6  # of thread blocks of LARGE_BLOCK queries, from which on larger ones pay
-GRID_WAVES = 2  # up to so many, the GPU schedules thread blocks better than a persistent kernel does
+LONG_WAVES = 6  # of blocks of LARGE_BLOCK queries, from which on larger blocks are faster
+GRID_WAVES = 2  # up to this many, a grid of one block per tile is faster than a persistent one
 LARGE_BLOCK = 128  # queries of a thread block of the kernels that are not for short calls
 SECTION_BYTES = 20 * 2**20  # of keys and values that blocks share in L2 at a time
 MIN_SCALE, MAX_SCALE = 2.0**-126, 2.0**126  # a smaller scale is 0, with which hidden scores would be NaN
@@ -21,13 +21,13 @@ MIN_SCALE, MAX_SCALE = 2.0**-126, 2.0**126  # a smaller scale is 0, with which h
 
 @dataclass(frozen=True)
 class PrefillProblem:
-    """What a prefill call is, in numbers."""
+    """A prefill call in numbers."""
 
     batch: int
     max_queries: int
     """Of a sequence."""
     max_keys: int
-    """Of a sequence: longer ones are cut."""
+    """Of a sequence; keys beyond it are ignored."""
     heads: int
     kv_heads: int
     head_dim: int
@@ -57,17 +57,17 @@ class PrefillProblem:
     k_scale_heads: int = 0
     v_scale_heads: int = 0
     hopper: bool = False
-    """The GPU has warpgroup matrix products."""
+    """Whether the GPU has wgmma (sm_90a)."""
 
 
 @dataclass(frozen=True)
 class PrefillPlan:
-    """What follows from a problem."""
+    """The kernel and the arguments of a problem."""
 
     variant: PrefillVariant | HopperPrefillVariant
     scalars: PrefillScalars
     combine: PrefillCombineScalars
-    """Of the kernel that joins splits, where scalars.num_splits > 1."""
+    """Arguments of the combine kernel, which runs where scalars.num_splits > 1."""
 
 
 def plan_prefill(problem: PrefillProblem) -> PrefillPlan:
@@ -132,9 +132,9 @@ def plan_prefill(problem: PrefillProblem) -> PrefillPlan:
 
 
 def split_limit(problem: PrefillProblem) -> int:
-    """Splits of a block of rows, so that one sequence fills the GPU; whatever the rest of its batch.
+    """The most splits of a block of rows: enough that one sequence fills the GPU, whatever its batch.
 
-    Packed sequences are not split: the number of queries of each is not known here.
+    Packed sequences are not split: the number of queries of each is unknown on the host.
     """
     if not problem.hopper or problem.packed_queries:
         return 1
@@ -143,7 +143,7 @@ def split_limit(problem: PrefillProblem) -> int:
 
 
 def section_heads(problem: PrefillProblem) -> int:
-    """Query heads that run together: those of as many KV heads as L2 holds, but a divisor of their number."""
+    """Query heads that run together: those of as many KV heads as fit into L2, a divisor of their number."""
     head_bytes = 4 * max(1, problem.max_keys) * problem.head_dim
     most = max(1, SECTION_BYTES // head_bytes)
     together = max(n for n in range(1, problem.kv_heads + 1) if problem.kv_heads % n == 0 and n <= most)

@@ -20,8 +20,8 @@ from kestrel_runtime import Binary, empty
 from ._rows import as_rows
 
 kernels = Binary("kestrel_moe")
-_FEW_TOKENS = 4
-_FEW_ELEMENTS = 2**24  # of the weight, for more than one token
+FEW_TOKENS = 4
+FEW_ELEMENTS = 2**24  # of the weight, for more than one token
 _FEW_OUTPUTS = 4096  # for more than one token
 _STREAM_TOKENS = 64
 _MOST_TOKENS = 262140
@@ -34,7 +34,7 @@ class Kernel(IntEnum):
     FEW_TOKENS = 1  # gemv's
     STREAM = 2  # tiles of 128 outputs by 64 tokens
     COOPERATIVE = 3  # tiles of 128 tokens by `columns` outputs
-    PING_PONG = 4  # the same, two of them in turn
+    PING_PONG = 4  # the same; the consumer warpgroups compute tiles in turn
 
 
 class Plan(NamedTuple):
@@ -51,10 +51,10 @@ _FEW, _VENDOR = Plan(Kernel.FEW_TOKENS), Plan(Kernel.VENDOR)
 
 _TILES = (*(Plan(Kernel.COOPERATIVE, columns) for columns in (64, 128, 256)), Plan(Kernel.PING_PONG, 192))
 _CLUSTERS = ((1, 1, 1), (2, 1, 1), (4, 1, 1), (2, 2, 1), (1, 1, 2), (2, 1, 2))
-_RESIDENT = {1: 132, 2: 66, 4: 30}  # clusters of so many CTAs that run at a time
-_STREAM_CLUSTERS = ((5, 16), (4, 28), (3, 32), (2, 66), (1, 1))
-_SMALL_WEIGHT, _LARGE_WEIGHT = 2**23, 2**25
-_FLOPS = 9.6e8  # of all SMs in a microsecond, with tiles of 128x256
+_ACTIVE_CLUSTERS = {1: 132, 2: 66, 4: 30}  # that run at once on an H200, by CTAs per cluster
+_STREAM_CLUSTERS = ((5, 16), (4, 28), (3, 32), (2, 66), (1, 1))  # CTAs per cluster; clusters that run at once
+_SMALL_WEIGHT, _LARGE_WEIGHT = 2**23, 2**25  # elements
+_FLOPS = 9.6e8  # per microsecond of the whole GPU, with tiles of 128x256
 # Microseconds on an H200 (EXPERIMENTS.md):
 _STEP = {64: 0.23, 128: 0.32, 192: 0.555, 256: 0.575}  # 64 elements of K, by columns of the tile
 _L2_BYTES, _LONG_STEPS = 7.5e6, 32  # that all CTAs load, at most, in a long loop over K
@@ -63,11 +63,11 @@ _CLUSTER, _EXCHANGE, _LAUNCH = 0.8, 0.008, 2.7  # _EXCHANGE: a column's halves o
 
 
 def _estimate(tokens: int, outputs: int, width: int, plan: Plan) -> float:
-    """About the microseconds of a layer with this plan."""
+    """The estimated time of a layer with this plan, in microseconds."""
     size = plan.cluster_rows * plan.cluster_columns * plan.splits
     rows = -(-tokens // (128 * plan.cluster_rows))
     clusters = rows * -(-outputs // (plan.columns * plan.cluster_columns))
-    running = min(clusters, _RESIDENT[size])
+    running = min(clusters, _ACTIVE_CLUSTERS[size])
     if plan.splits > 1 and clusters > running:
         return float("inf")
     bytes_of_step = 128 * (128 / plan.cluster_columns + plan.columns / plan.cluster_rows)
@@ -82,7 +82,7 @@ def _estimate(tokens: int, outputs: int, width: int, plan: Plan) -> float:
 
 @functools.cache
 def choose_tile(tokens: int, outputs: int, width: int) -> Plan:
-    """The wgmma tile with the shortest makespan."""
+    """The wgmma tile with the shortest estimated time."""
     plans = [
         tile._replace(cluster_rows=rows, cluster_columns=columns, splits=splits)
         for tile in _TILES
@@ -93,7 +93,7 @@ def choose_tile(tokens: int, outputs: int, width: int) -> Plan:
 
 
 def _choose_stream(tokens: int, outputs: int, width: int) -> Plan:
-    """The plan for up to 64 tokens: K in as many parts as clusters of that many CTAs fit the GPU."""
+    """The plan for up to 64 tokens: the most splits of K whose clusters all run at once."""
     tiles, steps = -(-outputs // 128), -(-width // 64)
     splits = next(s for s, clusters in _STREAM_CLUSTERS if s == 1 or (tiles <= clusters and steps >= 4 * s))
     vendor = outputs * width > _LARGE_WEIGHT or (splits == 3 and tokens > 16)
@@ -102,7 +102,7 @@ def _choose_stream(tokens: int, outputs: int, width: int) -> Plan:
 
 @functools.cache
 def choose_on_hopper(tokens: int, outputs: int, width: int) -> Plan:
-    """The plan of aligned 16-bit layers, for more tokens than gemv's kernel takes; by figures of EXPERIMENTS.md."""
+    """The plan of aligned 16-bit layers, for more tokens than gemv's kernel takes; measured in EXPERIMENTS.md."""
     if tokens <= _STREAM_TOKENS:
         return _choose_stream(tokens, outputs, width)
     if tokens < 128 and outputs * width > _SMALL_WEIGHT:
@@ -111,7 +111,7 @@ def choose_on_hopper(tokens: int, outputs: int, width: int) -> Plan:
         return _VENDOR
     plan = choose_tile(tokens, outputs, width)
     busy = 2 * tokens * outputs * width / _FLOPS
-    idle = busy < 0.45 * (_estimate(tokens, outputs, width, plan) - _LAUNCH)  # tiles that do not fit the GPU well
+    idle = busy < 0.45 * (_estimate(tokens, outputs, width, plan) - _LAUNCH)  # a poor fit: an incomplete last wave
     return _VENDOR if idle and busy > 4 else plan
 
 
@@ -121,9 +121,9 @@ def _is_hopper(device: int) -> bool:
 
 
 def choose(x: torch.Tensor, outputs: int, width: int) -> Plan:
-    """The plan of a layer for tokens like those of ``x``. Kernels refuse rows that are not aligned."""
+    """The plan of a layer for x [T, K]. Kernels refuse rows that are not aligned to 16 bytes."""
     tokens = x.shape[0]
-    if tokens <= 1 or (tokens <= _FEW_TOKENS and outputs <= _FEW_OUTPUTS and outputs * width <= _FEW_ELEMENTS):
+    if tokens <= 1 or (tokens <= FEW_TOKENS and outputs <= _FEW_OUTPUTS and outputs * width <= FEW_ELEMENTS):
         return _FEW if width * x.element_size() % 16 == 0 else _VENDOR
     if (width | outputs) % 8 or width == 0 or tokens > _MOST_TOKENS or x.element_size() != 2:
         return _VENDOR
@@ -160,7 +160,7 @@ def prepared(
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor]:
     """x and the residual as [T, K] and [T, N], the result [..., N], and the tensor [T, N] that a kernel writes.
 
-    ``check`` raises for errors that the 2-D tensors do not show.
+    ``check`` raises for errors that are invisible after flattening to two dimensions.
     """
     if out is None:
         out = empty(x, x.dtype, *x.shape[:-1], outputs)

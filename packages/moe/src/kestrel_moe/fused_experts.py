@@ -184,10 +184,10 @@ def fused_experts(
     sum in order of k, so a row is the same bit for bit for every T. On an H100 or H200 that holds in each of two
     ranges: up to 9.75 pairs for each expert (or 32 pairs in all), and above, where bf16 results of each expert are
     rounded before the sum over j. From 192 pairs for each expert on, bf16 layers without ``expert_map`` go through
-    torch.nn.functional.grouped_mm there, and each T is a range of its own. Layers that `kestrel-kernels tune moe` has
-    tuned on this GPU have the borders that its file says. By reference on a CPU, a row is the same bit
-    for bit up to T = 16, and beyond it within each of these ranges of T*K/E: below 1, from a power of two up to the
-    next, from 64 on.
+    torch.nn.functional.grouped_mm there, and each T is a range of its own. For layers tuned on this GPU by
+    `kestrel-kernels tune moe`, the tuned file gives the ranges. By reference on a CPU, a row is the same bit for bit up
+    to T = 16, and beyond it within each of these ranges of T*K/E: below 1, from a power of two up to the next, from 64
+    on.
 
     Raises ValueError or TypeError for a wrong dtype, rank, shape or device, an unknown ``activation``, FP8 weights
     without scales or scales without FP8 weights.
@@ -220,7 +220,7 @@ def by_variant(
     expert_map: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Launches :func:`fused_experts` by a variant that is valid for it."""
+    """Run :func:`fused_experts`, with its arguments, by a variant that is valid for them."""
     tokens, width = hidden.shape
     experts, pairs, fp8 = w1.shape[0], topk_ids.numel(), w1_scale is not None
     if topk_ids.dtype == torch.int64:

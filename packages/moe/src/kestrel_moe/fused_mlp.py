@@ -56,8 +56,8 @@ def fused_mlp(
     the result once.
 
     Returns [..., M] in x's dtype, in ``out`` if it is given; ``out`` may be ``residual`` but not ``x``.
-    Each layer runs as :func:`fused_linear_residual` does. A row is the same bit for bit only among calls of one number
-    of rows T: the order of summation of the matrix products may depend on T.
+    Each layer runs as :func:`fused_linear_residual` does. Results are bit-identical between calls with the same number
+    of rows T; the order of summation may depend on T.
 
     Raises ValueError or TypeError for a wrong dtype, rank, shape or device, or an unknown ``activation``.
     Semantics: torch.nn.functional.linear and gelu.

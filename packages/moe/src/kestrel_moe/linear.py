@@ -8,13 +8,11 @@ from kestrel_runtime import Binary, UnsupportedError, check, empty, kernel_op
 
 from . import reference
 from ._checks import check_like, check_linear, check_out, check_vector
-from ._dense import by_vendor, choose, prepared
+from ._dense import FEW_ELEMENTS, FEW_TOKENS, by_vendor, choose, prepared
 from ._rows import as_rows, written
 
 _kernels = Binary("kestrel_moe")
 # The largest cases of the kernels. Beyond them the vendor's GEMM is as fast or faster (EXPERIMENTS.md).
-_GEMV_TOKENS = 4
-_GEMV_ELEMENTS = 2**24  # of the weight, for more than one token
 _ROUTER_EXPERTS = 1024  # for more than one token
 _ROUTER_CTAS = 256
 _ROUTER_TOKENS_FLOAT32 = 64
@@ -89,10 +87,10 @@ def fused_linear_residual(
     *Constant*: weight, bias. Accumulated in float32, rounded once.
 
     Returns [..., N] in x's dtype, in ``out`` if it is given; ``out`` may be ``residual`` but not ``x``.
-    The kernels take aligned rows: of one token, of 2 to 4 with N up to 4096, and in 16 bits on an H100 or H200 of more
-    where they are faster than the vendor's GEMM. Others take that, rounded to x's dtype, and a kernel that adds the
-    residual. A row is the same bit for bit only among calls of one number of rows T: the order of summation of the
-    matrix product may depend on T.
+    Kernels cover aligned rows: one token, 2 to 4 tokens with N up to 4096, and more in 16 bits on an H100 or H200 where
+    they are faster than the vendor's GEMM. Other cases run the vendor's GEMM, rounded to x's dtype, and a kernel that
+    adds the residual. Results are bit-identical between calls with the same number of rows T; the order of summation
+    may depend on T.
 
     Raises ValueError or TypeError for a wrong dtype, rank, shape or device. Semantics: torch.nn.functional.linear.
 
@@ -144,7 +142,7 @@ def gemv(
     """
     rows, result, into = _prepared("gemv", x, weight, out, x.dtype)
     tokens = rows.shape[0]
-    if tokens > 1 and (tokens > _GEMV_TOKENS or weight.numel() > _GEMV_ELEMENTS):
+    if tokens > 1 and (tokens > FEW_TOKENS or weight.numel() > FEW_ELEMENTS):
         _check_gemv(x, weight, bias, out)
         if bias is None:
             torch.mm(rows, weight.T, out=into)

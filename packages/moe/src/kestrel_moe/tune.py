@@ -24,7 +24,7 @@ DTYPES = ("bf16", "fp16", "fp8")
 TOKENS = tuple(2**i for i in range(15))  # 1 to 16384
 REPLAYS = 7
 _SETS = 8  # of tokens and routing, in turn
-_CLEARLY = 0.005  # a variant replaces that of the rule if it is faster by more than this part
+_CLEARLY = 0.005  # a variant replaces the built-in choice if it is faster by more than this fraction
 
 Progress = Callable[[str], None]
 
@@ -82,14 +82,14 @@ class Found:
 
     @property
     def best(self) -> str:
-        """The fastest variant; that of the rule unless another one is clearly faster."""
+        """The fastest variant; the built-in choice unless another one is clearly faster."""
         fastest = min(self.us, key=lambda name: self.us[name])
         kept = self.rule in self.us and self.us[self.rule] <= self.us[fastest] * (1 + _CLEARLY)
         return self.rule if kept else fastest
 
     @property
     def gain(self) -> float | None:
-        """How much faster than by the rule, as a part; None if the rule's variant failed.
+        """The speedup over the built-in choice, as a fraction; None if that variant failed.
 
         >>> Found(8, {"aligned 8": 110.0, "in_kernel 8": 100.0}, "aligned 8").gain
         0.1

@@ -100,7 +100,7 @@ def entries(found: Mapping[str, Any]) -> Entries:
 
 @functools.cache
 def of_gpu(gpu: str) -> Entries:
-    """What is tuned for this GPU, read once per process. A broken file is reported by a warning and left out."""
+    """What is tuned for this GPU, read once per process. A broken file is ignored with a warning."""
     merged: dict[str, Mapping[int, str]] = {}
     for folder in (PACKAGED, user_folder()):
         path = folder / file_name(gpu)

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 
 from . import tuned
 
-PAIRS_IN_KERNEL = 64  # up to so many (token, choice) pairs the kernels can group by expert themselves
-_FEW_PAIRS = 32  # up to so many they do for any number of experts
+PAIRS_IN_KERNEL = 64  # the most (token, choice) pairs that the kernels can group by expert themselves
+_FEW_PAIRS = 32  # up to this many pairs they group for any number of experts
 _ROWS_OF_LARGE_TILES = 9.75  # pairs for each expert, above which tiles of 64 tokens are faster on Hopper
 _ROWS_OF_GROUPED_MM = 192  # pairs for each expert from which torch.nn.functional.grouped_mm is faster
 
@@ -76,7 +76,7 @@ VARIANTS = (
 
 
 def is_valid(variant: Variant, layer: Layer) -> bool:
-    """Whether the variant covers the layer. The tuner and the choice both ask here.
+    """Whether the variant covers the layer. Used by the tuner and by the choice of a call.
 
     >>> layer = Layer(8, 64, 8, 2048, 1024, "fp8", hopper=False)
     >>> [str(variant) for variant in VARIANTS if is_valid(variant, layer)]
@@ -99,9 +99,9 @@ def valid_variants(layer: Layer) -> Iterator[Variant]:
 
 
 def by_rule(layer: Layer) -> Variant:
-    """The choice without measurements, from the pairs of each expert.
+    """The built-in choice, a function of the mean number of pairs per expert.
 
-    A tile reads its expert's weights, so few experts should have more than one tile.
+    Each tile reads the weights of its expert, so most experts should have one tile.
     """
     rows = layer.pairs / layer.experts
     if layer.pairs <= _FEW_PAIRS:
@@ -118,7 +118,7 @@ def by_rule(layer: Layer) -> Variant:
 def choose(layer: Layer, entries: tuned.Entries, *, grouped_mm: bool = True) -> Variant:
     """The tuned variant of the nearest number of tokens if it is valid here, else that of the rule.
 
-    grouped_mm: whether the call's tensors are as grouped_mm needs them.
+    grouped_mm: whether the call's tensors have the alignment and strides that grouped_mm needs.
     """
     name = tuned.nearest(entries.get(layer.sizes, {}), layer.tokens)
     chosen = _named(name) if name is not None else None

@@ -18,7 +18,7 @@ __device__ __forceinline__ void load_matrices(uint32_t address, unsigned (&m)[4]
                : "memory");
 }
 
-// stmatrix, the inverse of load_matrices (sm_90). Empty before.
+// stmatrix (sm_90), the inverse of load_matrices. Empty before sm_90.
 __device__ __forceinline__ void store_matrices(uint32_t address, const unsigned (&m)[4]) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(m[0]), "r"(m[1]),

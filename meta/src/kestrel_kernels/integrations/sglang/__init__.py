@@ -9,14 +9,14 @@ import logging
 from typing import Any
 
 TESTED = ((0, 5, 23), (0, 5, 23))
-"""The first and the last version of SGLang that the rehearsal ran with."""
+"""The first and the last version of SGLang that are tested."""
 BACKEND = "kestrel"
 
 _log = logging.getLogger(__name__)
 
 
 def register() -> None:
-    """Enter both backends into SGLang's registries; may be called again. SGLang's defaults stay."""
+    """Register both backends with SGLang. Idempotent; SGLang's defaults stay."""
     import sglang
     from sglang.srt.arg_groups.choices import ATTENTION_BACKEND_CHOICES, add_attention_backend_choices
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
@@ -25,7 +25,7 @@ def register() -> None:
     found = tuple(int(part) for part in sglang.__version__.split(".")[:3] if part.isdigit())
     if not TESTED[0] <= found <= TESTED[1]:
         first, last = (".".join(map(str, version)) for version in TESTED)
-        _log.warning("kestrel-kernels is rehearsed with SGLang %s to %s, found %s", first, last, sglang.__version__)
+        _log.warning("kestrel-kernels is tested with SGLang %s to %s, found %s", first, last, sglang.__version__)
     if BACKEND not in ATTENTION_BACKEND_CHOICES:
         add_attention_backend_choices([BACKEND])
         register_attention_backend(BACKEND)(_attention)

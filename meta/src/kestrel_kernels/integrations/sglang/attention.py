@@ -55,11 +55,11 @@ class KestrelAttention(AttentionBackend):
         self.requests = runner.req_to_token_pool
         self.page_size = runner.page_size
         self.max_pages = -(-runner.model_config.context_len // self.page_size)
-        self.of_graphs: Metadata | None = None
+        self.graph_metadata: Metadata | None = None
         self.forward_metadata: Metadata | None = None
 
     def _table(self, batch: Any) -> Tensor:
-        """The pages of each request, int32 [B, pages]; entries behind its length say nothing."""
+        """The pages of each request, int32 [B, pages]; entries past its length are undefined."""
         slots: Tensor = self.requests.req_to_token[batch.req_pool_indices, :: self.page_size]
         return slots.div(self.page_size, rounding_mode="floor").to(torch.int32)
 
@@ -80,13 +80,13 @@ class KestrelAttention(AttentionBackend):
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         device = self.requests.req_to_token.device
         table = torch.zeros(max_bs, self.max_pages, dtype=torch.int32, device=device)
-        self.of_graphs = Metadata(torch.zeros(max_bs, dtype=torch.int32, device=device), table)
+        self.graph_metadata = Metadata(torch.zeros(max_bs, dtype=torch.int32, device=device), table)
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
-        """Fill the tensors that a graph holds; sequences of length 0 give zeros."""
-        if not forward_batch.forward_mode.is_decode_or_idle() or self.of_graphs is None:
+        """Fill the tensors that a CUDA graph has captured; sequences of length 0 give zeros."""
+        if not forward_batch.forward_mode.is_decode_or_idle() or self.graph_metadata is None:
             raise NotImplementedError("kestrel attention: CUDA graphs: expected decoding, got another mode")
-        count, held = forward_batch.batch_size, self.of_graphs
+        count, held = forward_batch.batch_size, self.graph_metadata
         table = self._table(forward_batch)[:count, : self.max_pages]
         held.lengths[:count].copy_(forward_batch.seq_lens[:count])
         held.block_table[:count, : table.shape[1]].copy_(table)
@@ -127,7 +127,7 @@ class KestrelAttention(AttentionBackend):
         return out.view(len(query), -1)
 
     def _begin(self, layer: Any, more: dict[str, Any]) -> tuple[Metadata, tuple[Tensor, Tensor, dict[str, Any]]]:
-        """The batch; keys and values as pages [blocks, P, Hk, D], and the options of both ops."""
+        """The batch, keys and values as pages [blocks, P, Hk, D], and the options of both attention ops."""
         unknown = {name for name, value in more.items() if value is not None} - {"sinks"}
         if unknown or layer.is_cross_attention or layer.attn_type != AttentionType.DECODER or layer.use_irope:
             raise NotImplementedError(f"kestrel attention: expected decoder attention, got {sorted(unknown)}, {layer}")

@@ -1,4 +1,4 @@
-"""Attention of many new tokens: the prefill kernels where they serve a call, else PyTorch's."""
+"""Attention of many new tokens: the prefill kernels where they support the call, else PyTorch's."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ _MAX_HEAD_DIM = 256
 
 @dataclasses.dataclass(frozen=True)
 class Packing:
-    """The tokens of padded rows [B, S], packed: `rows` int64 [T] of B * S, `starts` int32 [B + 1], the longest row.
+    """The tokens of padded rows [B, S], packed.
 
+    rows: int64 [T], their indices in B * S. starts: int32 [B + 1]. longest: tokens of the longest row.
     has_gaps: whether padding lies between tokens of a row.
     """
 
@@ -28,7 +29,7 @@ class Packing:
 
     @classmethod
     def of(cls, valid: Tensor) -> Packing:
-        """valid: bool [B, S], False for padding. Reads it on the host."""
+        """valid: bool [B, S], False for padding. Synchronises: the host reads the lengths."""
         lengths = valid.sum(1)
         starts = F.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
         runs = (valid & ~F.pad(valid[:, :-1], (1, 0))).sum(1)
@@ -66,9 +67,10 @@ class Scores:
 
 
 def serves(query: Tensor, *keys: Tensor) -> bool:
-    """Whether the prefill kernels take this query [..., D] over such keys and values. On a CPU references run.
+    """Whether the ops of kestrel_attention run for this query [..., D] over these keys and values.
 
-    On a GPU PyTorch's attention is faster than the reference.
+    On a GPU they run where a kernel covers the case: PyTorch's attention is faster than a reference. On a CPU they run
+    always.
     """
     if any(x.requires_grad for x in (query, *keys)):
         return False

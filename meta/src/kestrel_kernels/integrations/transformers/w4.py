@@ -130,7 +130,7 @@ class W4Linear(nn.Module):
 class Fused:
     """Several W4Linear of one input as one: their codes become rows of one tensor; scales are copied.
 
-    As the class of this name for ordinary layers, whose interface it has.
+    It has the interface of ``modules.Fused``, which is for ordinary linear layers.
     """
 
     def __init__(self, owner: Any, names: Sequence[str]) -> None:
@@ -140,7 +140,7 @@ class Fused:
         self._fuse()
 
     def holds(self) -> bool:
-        """Whether the owner still has these layers, and nothing watches or wraps them."""
+        """Whether the owner still has these layers, without hooks or wrappers."""
         pairs = zip(self.names, self.linears, strict=True)
         return all(getattr(self.owner, name) is linear and is_w4(linear) for name, linear in pairs)
 
@@ -313,7 +313,7 @@ class Quantizer(HfQuantizer):
             else:
                 layer.weight = linear.weight
             model.set_submodule(name, layer)
-        if self.pre_quantized and not config.desc_act:  # where it says nothing
+        if self.pre_quantized and not config.desc_act:  # g_idx is then the order of the columns
             ignored = set(model._keys_to_ignore_on_load_unexpected or ())
             model._keys_to_ignore_on_load_unexpected = ignored | {r"\.g_idx$"}
         return model
@@ -399,7 +399,7 @@ def _convert(name: str, layer: W4Linear, config: W4Config) -> None:
 
 
 def register() -> None:
-    """Enter the quantizer into transformers' registries, once. Nothing uses it before a config names it."""
+    """Register the quantizer with transformers, once. Nothing uses it before a config names it."""
     global _is_registered
     with _lock:
         if not _is_registered:

@@ -10,7 +10,7 @@ import logging
 import os
 
 TESTED = ((0, 33), (0, 33))
-"""The first and the last release series of vLLM that the rehearsal ran with."""
+"""The first and the last release series of vLLM that are tested."""
 VARIABLE = "KESTREL_VLLM"
 BACKEND = "KESTREL"
 PARTS = ("norms", "activations", "rotary", "experts", "w4")
@@ -31,9 +31,9 @@ def parts_of(text: str) -> tuple[str, ...]:
 
 
 def register() -> None:
-    """Enter names into vLLM's registries; may be called again. vLLM's defaults stay.
+    """Register the backend, and the layers that KESTREL_VLLM names, with vLLM. Idempotent; vLLM's defaults stay.
 
-    Raises ValueError if the environment variable KESTREL_VLLM names a part that there is not.
+    Raises ValueError if KESTREL_VLLM names an unknown part.
     """
     parts = parts_of(os.environ.get(VARIABLE, ""))
     import vllm
@@ -42,7 +42,7 @@ def register() -> None:
     found = tuple(int(part) for part in vllm.__version__.split(".")[:2] if part.isdigit())
     if not TESTED[0] <= found <= TESTED[1]:
         first, last = (".".join(map(str, version)) for version in TESTED)
-        _log.warning("kestrel-kernels is rehearsed with vLLM %s to %s, found %s", first, last, vllm.__version__)
+        _log.warning("kestrel-kernels is tested with vLLM %s to %s, found %s", first, last, vllm.__version__)
     if BACKEND not in AttentionBackendEnum.__members__:
         register_backend(BACKEND, "kestrel_kernels.integrations.vllm.attention.KestrelBackend")
     if parts:

@@ -32,8 +32,9 @@ _QUERIES, _KEYS = 256, 4096
 class Metadata:
     """One batch, the sequences with one new token first.
 
-    tokens: of the batch, without padding. decodes: sequences with one new token. starts: int32, where the tokens of
-    each other sequence begin, counted from the first of them. lengths: int32 [B], new tokens included.
+    tokens: number of tokens, without padding. decodes: number of sequences with one new token. starts: int32
+    [B - decodes + 1], offsets of the other sequences' tokens, from the first of them on. lengths: int32 [B], new tokens
+    included. block_table: int32 [B, pages]. max_queries, max_keys: bounds of the lengths.
     """
 
     tokens: int
@@ -109,7 +110,7 @@ class KestrelBackend(AttentionBackend):
 
     @classmethod
     def supports_combination(cls, head_size: int, dtype: Any, kv_cache_dtype: Any, *others: Any, **more: Any) -> Any:
-        """The reason why these do not go together, or None."""
+        """Why this combination is unsupported, or None."""
         if kv_cache_dtype in _FP8 and head_size % 16:
             return f"an FP8 cache needs heads of a multiple of 16, got {head_size}"
         return None
@@ -179,7 +180,7 @@ class Impl(AttentionImpl[Metadata]):
         output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
-        """query, output: [T, H, D]; keys and values are in the cache. metadata None: vLLM measures memory."""
+        """query, output: [T, H, D]; keys and values are in the cache. attn_metadata None: vLLM profiles memory."""
         if output_scale is not None or output_block_scale is not None:
             raise NotImplementedError(f"{BACKEND}: output_scale: expected None, got a scale")
         if attn_metadata is None:

@@ -29,7 +29,7 @@ _TABLES = {
     "dynamic_ntk_scaling_rope": "DynamicNTKScalingRotaryEmbedding",
     "yarn_scaling_rope": "YaRNScalingRotaryEmbedding",
 }
-"""Modules and classes that differ in their table of angles alone."""
+"""Rotary embeddings, by module, that differ only in their cos/sin table."""
 _ACTIVATIONS = {MoEActivation.SILU: "silu_and_mul", MoEActivation.GELU: "gelu_and_mul"}
 
 
@@ -101,7 +101,7 @@ def _rotary(kind: type[RotaryEmbedding]) -> type[RotaryEmbedding]:
 
 
 class KestrelFusedMoEMethod(UnquantizedFusedMoEMethod):
-    """Routed experts by `fused_experts`; layers that it does not serve keep vLLM's way."""
+    """Routed experts by `fused_experts`; unsupported layers keep vLLM's implementation."""
 
     is_ours = False
 
@@ -146,7 +146,7 @@ def _register_linear() -> str:
 
 
 def register(parts: Iterable[str]) -> list[str]:
-    """Replace the layers of these parts, for models made from now on. Returns the names of what was registered."""
+    """Replace the layers of these parts, for models made from now on. Returns their names."""
     classes: dict[str, list[tuple[type, type]]] = {
         "norms": [(RMSNorm, KestrelRMSNorm), (GemmaRMSNorm, KestrelGemmaRMSNorm)],
         "activations": [(SiluAndMul, KestrelSiluAndMul), (GeluAndMul, KestrelGeluAndMul)],

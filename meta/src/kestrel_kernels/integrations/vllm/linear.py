@@ -24,7 +24,7 @@ class KestrelW4A16LinearKernel(MPLinearKernel):
 
     @classmethod
     def can_implement(cls, c: MPLinearLayerConfig) -> tuple[bool, str | None]:
-        """Whether this kernel serves the layer, and else why not."""
+        """Whether this kernel supports the layer; if not, why."""
         columns, rows = c.partition_weight_shape
         group = columns if c.group_size == -1 else c.group_size
         if c.weight_type not in (scalar_types.uint4b8, scalar_types.uint4):
@@ -32,7 +32,7 @@ class KestrelW4A16LinearKernel(MPLinearKernel):
         if c.zero_points != (c.weight_type == scalar_types.uint4):
             return False, f"expected zero points with {scalar_types.uint4} alone"
         if c.act_type not in (torch.bfloat16, torch.float16, torch.float32):
-            return False, f"expected activations in 16 bits, got {c.act_type}"
+            return False, f"expected bf16, fp16 or float32 activations, got {c.act_type}"
         if columns % 8 or rows % 8 or group % 2 or columns % group:
             return False, f"expected multiples of 8 and whole groups, got {columns} x {rows} in groups of {group}"
         return True, None

@@ -1,10 +1,10 @@
 """Attention of many queries, for prompts: dense, packed, and over paged or contiguous caches; compute-bound.
 
-A thread block takes a tile of queries of one head, 16 or 32 rows a warp, and visits the tiles of 64 keys that any of
-them sees. cp.async fills one pipeline stage of keys and values while mma.sync works on the other; the lanes of a warp
-look up the pages of the rows that it loads. Scores, weights and sums stay in registers (FlashAttention-2, arXiv
-2307.08691). Blocks with most keys start first. A row's result does not depend on the tile that it is in: a tile whose
-keys it does not see leaves its sums as they are.
+A thread block processes a tile of queries of one head, 16 or 32 rows per warp, and visits the tiles of 64 keys that
+any of them sees. cp.async fills one pipeline stage of keys and values while mma.sync works on the other; the lanes of a
+warp look up the pages of the rows that it loads. Scores, weights and sums stay in registers (FlashAttention-2, arXiv
+2307.08691). Blocks with the most keys start first. A row's result does not depend on its tile: a tile whose keys the
+row does not see leaves its sums unchanged.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kestrel_runtime.cute_dsl import numeric, pdl, ptx
 from . import scores
 from .formats import E4m3, E5m2
 from .parameters import PrefillScalars, PrefillTensors
-from .prefill_base import Keys, PrefillBase, Visible, Work, divide, once_if
+from .prefill_base import Keys, OutputRows, PrefillBase, Visible, Work, divide, once_if
 from .scores import LOG2_E, RESCALE_SLACK
 
 
@@ -106,7 +106,7 @@ class Prefill(PrefillBase):
 
     @cute.jit
     def attend(self, tensors, scalars, keys: Keys, work: Work, query: Int64):
-        """One block. query: address of its first row."""
+        """Attention of one block of rows. query: the address of its first row."""
         tid, _, _ = cute.arch.thread_idx()
         lane, warp = tid % 32, cute.arch.make_warp_uniform(tid // 32)
         held, prefix, prefix_tiles, gap, num_tiles = keys.held, work.prefix, work.prefix_tiles, work.gap, work.num_tiles
@@ -188,7 +188,7 @@ class Prefill(PrefillBase):
         if cutlass.const_expr(not self.codes):  # the number of the warp takes no register in the main loop
             tid = ptx.opaque(tid)
             lane, warp = tid % 32, cute.arch.make_warp_uniform(tid // 32)
-        at_out = (work.out_block, work.out_row, work.head)
+        at_out = OutputRows(block=work.out_block, first_row=work.out_row, head=work.head)
         self.epilogue(tensors, scalars, work.v_scale, rOut, rMax, rSum, scale, shared, work.rows, at_out, warp, lane)
 
     # -- loads ----------------------------------------------------------------------------------------------------
@@ -216,28 +216,19 @@ class Prefill(PrefillBase):
 
         sExists: a word of each warp, with a bit for each of its rows.
         """
-        key = tile * self.key_tile + warp * self.loaded_rows + lane % self.loaded_rows
-        slot = Uint32(key + keys.first_slot)
-        if keys.has_block_table != 0:
-            _, slot = self.entry_and_slot(keys, key)
-        exists = rPage[0] >= 0 and rPage[0] < keys.num_blocks
-        block = cutlass.select_(exists, Uint32(rPage[0]), Uint32(0))
-        slot = cutlass.select_(exists, slot, Uint32(0))
-        key_offset = block * keys.strides[0] + slot * keys.strides[1]
-        value_offset = block * keys.strides[2] + slot * keys.strides[3]
-        bits = Uint32(cute.arch.vote_ballot_sync(exists)) & cutlass.const_expr((1 << self.loaded_rows) - 1)
+        found = self.locate(keys, rPage, tile, warp, lane)
         if lane == 0:
-            ptx.store_shared(sExists + 4 * warp, [bits])
+            ptx.store_shared(sExists + 4 * warp, [found.exists])
         units, row_bytes = cutlass.const_expr((self.stored_units, 16 * self.stored_units))
         lanes = cutlass.const_expr(1 << (units - 1).bit_length())  # of a row; those past its end load nothing
         lane = ptx.opaque(lane)  # addresses are computed for each tile, and take no registers in between
         row, unit = lane // lanes, lane % lanes
-        wanted = cutlass.select_(16 // self.stored_bytes * unit < keys.head_dim, bits >> Uint32(row), Uint32(0))
+        wanted = cutlass.select_(16 // self.stored_bytes * unit < keys.head_dim, found.exists >> Uint32(row), Uint32(0))
         to = stage + (warp * self.loaded_rows + row) * row_bytes
         swizzled = unit if cutlass.const_expr(self.codes) else unit ^ self.swizzle(row)
         for of_values in cutlass.range_constexpr(2):
             base = (keys.value_base if cutlass.const_expr(of_values) else keys.key_base) + 16 * unit
-            offset = value_offset if cutlass.const_expr(of_values) else key_offset
+            offset = found.value if cutlass.const_expr(of_values) else found.key
             for i in cutlass.range_constexpr(self.loaded_rows * lanes // 32):
                 more = cutlass.const_expr(i * (32 // lanes))  # has no bit of row: the swizzle of both is that of each
                 swizzle = cutlass.const_expr(0 if self.codes else self.swizzle(more))
@@ -253,7 +244,7 @@ class Prefill(PrefillBase):
 
     @cute.jit
     def decode_tile(self, stage: Int32, tile: Int32, e5m2: Int32, warp, lane):
-        """The codes of a stage as the dtype, exactly; each warp takes the rows that it has loaded."""
+        """Convert the codes of a stage to the dtype, exactly; each warp converts the rows that it has loaded."""
         if e5m2 != 0:
             self.decode_rows(stage, tile, E5m2(), warp, lane)
         else:
@@ -351,7 +342,7 @@ class Prefill(PrefillBase):
 
     @cute.jit
     def softmax(self, rScore, rMax, rSum, rOut, scale: Float32):
-        """Scores become weights exp2(scale (score - base)), where the base is near the largest score so far."""
+        """Turn scores into weights exp2(scale (score - base)); the base is near the largest score so far."""
         rows = cutlass.const_expr(2 * self.row_tiles)
         largest, exceeds = [], []
         for r in cutlass.range_constexpr(rows):

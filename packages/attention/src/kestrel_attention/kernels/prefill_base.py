@@ -1,6 +1,6 @@
-"""What both prefill kernels share: which queries and keys a thread block has, and what a warp does with its scores.
+"""Shared by both prefill kernels: the queries and keys of a thread block, masking, and the epilogue.
 
-A warp holds 16 queries a row tile. Element 4 n + 2 r + e of its lane 4 g + t is that of row g + 8 r and column
+A warp holds 16 queries per row tile. Element 4 n + 2 r + e of its lane 4 g + t is that of row g + 8 r and column
 8 n + 2 t + e. Columns are keys (scores, weights) or dims (results). Both mma.sync and wgmma have this layout.
 """
 
@@ -21,7 +21,7 @@ from .scores import LOG2_E
 
 
 class Keys(NamedTuple):
-    """Where a sequence's keys and values lie."""
+    """Where the keys and values of a sequence are in memory."""
 
     table: Int64  # address of its row of the block table
     table_stride: Int64
@@ -34,7 +34,7 @@ class Keys(NamedTuple):
     multiplier: Uint32  # key // page_size is key * multiplier >> shift
     shift: Int32
     held: Int32  # keys that exist
-    strides: Any  # of blocks and slots of K, of blocks and slots of V, in 16 bytes
+    strides: Any  # of blocks and slots of K, then of V, in units of 16 bytes
     key_base: Int64  # address of the KV head
     value_base: Int64
     head_dim: Int32
@@ -52,7 +52,7 @@ class Visible(NamedTuple):
 
 
 class Scales(NamedTuple):
-    """What a head's products are multiplied with."""
+    """The scales of a head."""
 
     query_signs: Uint32  # flips the signs of two queries
     softmax_scale: Float32  # positive, with the scales of FP8 queries and keys; with a soft cap, times 2 / softcap
@@ -79,9 +79,25 @@ class Work(NamedTuple):
     v_scale: Float32
 
 
+class Located(NamedTuple):
+    """Offsets of a lane's key and value of a tile, in units of 16 bytes; a bit for each key of the warp that exists."""
+
+    key: Uint32
+    value: Uint32
+    exists: Uint32
+
+
+class OutputRows(NamedTuple):
+    """Where in the output the rows of a block or warpgroup start."""
+
+    block: Int32
+    first_row: Int32
+    head: Int32
+
+
 @dataclass(frozen=True)
 class PrefillBase:
-    """What a compiled variant of either kernel has."""
+    """The compile-time parameters of both kernels."""
 
     dtype: type[cutlass.Numeric]  # BFloat16 or Float16
     head_dim: int  # that is computed, a multiple of 16; a smaller one is padded
@@ -100,7 +116,7 @@ class PrefillBase:
 
     @property
     def units(self) -> int:
-        """Of 16 bytes, in a row."""
+        """Vectors of 16 bytes in a row."""
         return self.head_dim // 8
 
     @property
@@ -109,7 +125,7 @@ class PrefillBase:
 
     @property
     def loaded_rows(self) -> int:
-        """Of a tile of keys, by one warp."""
+        """Rows of a key tile that one warp loads."""
         return self.key_tile // self.warps
 
     @property
@@ -118,17 +134,17 @@ class PrefillBase:
 
     @property
     def stored_bytes(self) -> int:
-        """Of an element of keys and values in memory."""
+        """Bytes of an element of keys and values in memory."""
         return 1 if self.codes else 2
 
     @property
     def stored_units(self) -> int:
-        """Of 16 bytes, in a row of keys or values in memory and in a stage."""
+        """Vectors of 16 bytes in a row of keys or values, in memory and in a stage."""
         return self.units // 2 if self.codes else self.units
 
     @property
     def swizzle_mask(self) -> int:
-        """The bits of a unit that the swizzle changes: rows that are read together hit 32 banks."""
+        """The bits of a vector's index that the swizzle changes, so that rows read together hit all 32 banks."""
         return {0: 7, 4: 3}.get(self.units % 8, 1)
 
     # -- host -----------------------------------------------------------------------------------------------------
@@ -161,7 +177,7 @@ class PrefillBase:
         )
         return (*tensors, *parameters.compile_time(PrefillScalars), Int32(1), arguments.torch_stream())
 
-    # -- what a thread block has ------------------------------------------------------------------------------------
+    # -- the work of a thread block ---------------------------------------------------------------------------------
 
     @cute.jit
     def keys_of(self, tensors: PrefillTensors, scalars: PrefillScalars, sequence, kv_head):
@@ -279,7 +295,7 @@ class PrefillBase:
 
     @cute.jit
     def clear_rows(self, tensors: PrefillTensors, first, end, head, tid):
-        """Zeros, and an LSE of -inf, for packed rows first to end - 1 of a head."""
+        """Store zeros, and an LSE of -inf, for packed rows first to end - 1 of a head."""
         mOut = tensors.mOut
         row = first
         while row < end:
@@ -292,7 +308,7 @@ class PrefillBase:
 
     @cute.jit
     def clear_around(self, tensors, scalars, sequence, batch, head, thread):
-        """Clear rows that no sequence has: before the first, after this one."""
+        """Clear the packed rows between sequences: before the first one, and behind this one."""
         total = tensors.mQ.shape[1]
         first_query = tensors.mStartQ[sequence]
         num_queries = tensors.mStartQ[sequence + 1] - first_query
@@ -317,7 +333,7 @@ class PrefillBase:
 
     @cute.jit
     def look_up(self, rPage, keys: Keys, tile, warp, lane):
-        """Start loading the block of the key of a tile that a lane looks up; -1 where there is none."""
+        """Start loading the block number of this lane's key of a tile; -1 where there is none."""
         key = tile * self.key_tile + warp * self.loaded_rows + lane % self.loaded_rows
         if keys.has_block_table != 0:
             entry, _ = self.entry_and_slot(keys, key)
@@ -325,6 +341,20 @@ class PrefillBase:
             rPage[0] = Int32(ptx.load_global_if(exists, keys.table + 4 * Int64(entry) * keys.table_stride, -1))
         else:
             rPage[0] = cutlass.select_(key < keys.held, keys.block, Int32(-1))
+
+    @cute.jit
+    def locate(self, keys: Keys, rPage, tile, warp, lane):
+        """Where a lane's key of a tile lies, and which of the warp's keys exist."""
+        key = tile * self.key_tile + warp * self.loaded_rows + lane % self.loaded_rows
+        slot = Uint32(key + keys.first_slot)
+        if keys.has_block_table != 0:
+            _, slot = self.entry_and_slot(keys, key)
+        exists = rPage[0] >= 0 and rPage[0] < keys.num_blocks
+        block = cutlass.select_(exists, Uint32(rPage[0]), Uint32(0))
+        slot = cutlass.select_(exists, slot, Uint32(0))
+        bits = Uint32(cute.arch.vote_ballot_sync(exists)) & Uint32((1 << self.loaded_rows) - 1)
+        key_offset = block * keys.strides[0] + slot * keys.strides[1]
+        return Located(key_offset, block * keys.strides[2] + slot * keys.strides[3], bits)
 
     @cute.jit
     def from_f16(self, pair: Uint32) -> Uint32:
@@ -339,7 +369,7 @@ class PrefillBase:
 
     @cute.jit
     def cap(self, rScore, softcap: Float32, softmax_scale: Float32):
-        """The soft cap. Eight scores an iteration, and then the scores rotate: few registers are in use at once."""
+        """Apply the soft cap, eight scores per iteration; the scores rotate, so that few registers are live at once."""
         count = cutlass.const_expr(self.row_tiles * self.key_tile // 2)
         base2_cap, scale = softcap * LOG2_E, softmax_scale * LOG2_E
         iterations = ptx.opaque(cutlass.select_(softcap > 0.0, Int32(count // 8), Int32(0)))
@@ -352,7 +382,7 @@ class PrefillBase:
 
     @cute.jit
     def mask(self, rScore, sExists: Int32, visible: Visible, scalars, first_key, lane):
-        """-inf for keys of a tile that do not exist or that a row does not see."""
+        """Set the scores of keys that do not exist, or that a row does not see, to -inf."""
         words = [ptx.load_shared(sExists + 4 * i, 1)[0] for i in range(self.warps)]
         per_word = cutlass.const_expr(32 // self.loaded_rows)
         exists, all_exist = [], Uint32(0xFFFFFFFF)
@@ -386,11 +416,13 @@ class PrefillBase:
         return {7: row & 7, 3: row >> 1 & 3, 1: row >> 2 & 1}[self.swizzle_mask]
 
     @cute.jit
-    def epilogue(self, tensors, scalars, v_scale, rOut, rMax, rSum, scale, shared: Int32, rows, at_out, warp, lane):
+    def epilogue(
+        self, tensors, scalars, v_scale, rOut, rMax, rSum, scale, shared: Int32, rows, at_out: OutputRows, warp, lane
+    ):
         """Store the LSE and, through shared memory, the normalised rows."""
         kind = cutlass.const_expr(numeric.ptx_name(self.dtype))
         mOut = tensors.mOut
-        block, first_row, head = at_out
+        block, first_row, head = at_out.block, at_out.first_row, at_out.head
         g, t = lane // 4, lane % 4
         shared = shared + warp * (self.warp_rows * self.row_bytes)
         sink = -Float32.inf
@@ -431,7 +463,7 @@ class PrefillBase:
 
 
 def once_if(condition) -> Int32:
-    """How often a loop runs that stands for a branch, which the compiler would turn into predicated instructions."""
+    """The trip count, 0 or 1, of a loop that replaces a branch: the compiler would predicate a branch."""
     return ptx.opaque(cutlass.select_(condition, Int32(1), Int32(0)))
 
 

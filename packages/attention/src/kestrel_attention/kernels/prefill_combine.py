@@ -1,7 +1,7 @@
 """The combine kernel of prefill's split-KV: out = sum of exp(lse_s - lse) out_s, over the splits s of a row in order.
 
-Launched behind prefill_hopper.py where a block of rows may have several splits. A warp takes a row of a head. Where a
-block has one split its rows are final. Sinks join here, as one more term of the denominator.
+Launched after prefill_hopper.py where a block of rows may have several splits. One warp per row and head. Rows of a
+block with one split are final already. Sinks are added here, as one more term of the denominator.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .parameters import PrefillCombineScalars, PrefillCombineTensors
 from .scores import LOG2_E
 
 WARPS = 4
-DIMS = 128  # that a warp takes at once: four of each lane
+DIMS = 128  # per iteration of a warp: four per lane
 
 
 @dataclass(frozen=True)

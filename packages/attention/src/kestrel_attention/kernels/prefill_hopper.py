@@ -1,10 +1,9 @@
 """Attention of many queries on Hopper: warp-specialised, with warpgroup matrix products (wgmma).
 
-A thread block takes 64 queries a consumer warpgroup of one head, and visits the tiles of keys that any of them sees.
-The producer warpgroup gathers keys and values by cp.async into pipeline stages of their own. A consumer starts the
-products of queries with the next tile's keys together with those of the last tile's weights, in registers, with its
-values (FlashAttention-3, arXiv 2407.08608). Long calls have persistent thread blocks. Rows with most keys start first.
-A row's result does not depend on the tile that it is in.
+A thread block processes 64 queries of one head per consumer warpgroup, and visits the tiles of keys that any of them
+sees. The producer warpgroup gathers keys and values by cp.async into separate pipeline stages. A consumer issues Q K'
+of one tile together with P V of the previous tile, P in registers (FlashAttention-3, arXiv 2407.08608). Long calls have
+persistent thread blocks. Row blocks with the most keys start first. A row's result does not depend on its tile.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from kestrel_runtime.cute_dsl import hopper, numeric, pdl, ptx
 
 from . import scores
 from .parameters import PrefillScalars, PrefillTensors
-from .prefill_base import Visible, Work, once_if
+from .prefill_base import OutputRows, Visible, Work, once_if
 from .prefill_hopper_producer import PRODUCERS, WARPGROUP_ROWS, WORK_BYTES, WORK_TYPES, HopperProducer, Pipe
 from .scores import LOG2_E, RESCALE_SLACK
 
@@ -143,7 +142,7 @@ class PrefillHopper(HopperProducer):
                 used += num_tiles
             hopper.named_barrier(1 + warpgroup, 128)
             row = warpgroup * WARPGROUP_ROWS
-            at_out = (work.out_block, work.out_row + row, work.head)
+            at_out = OutputRows(block=work.out_block, first_row=work.out_row + row, head=work.head)
             rows = work.rows - row
             if work.partial < 0:
                 self.epilogue(tensors, scalars, work.v_scale, rOut, rMax, rSum, scale, sQ, rows, at_out, warp, lane)
@@ -203,7 +202,7 @@ class PrefillHopper(HopperProducer):
         self.order(rScore)
         self.release(pipe.keys_empty, stage, lane)
         tile = self.tile_at(work, Int32(0))
-        self.weigh(pipe, scalars, visible, work, rScore, rMax, rSum, rFactor, scale, tile, used, lane)
+        self.softmax(pipe, scalars, visible, work, rScore, rMax, rSum, rFactor, scale, tile, used, lane)
         self.pack(rScore, rP)
         n = Int32(1)
         while n < work.num_tiles:
@@ -219,7 +218,7 @@ class PrefillHopper(HopperProducer):
             hopper.wgmma_wait(1)
             self.order(rScore)
             self.release(pipe.keys_empty, stage, lane)
-            self.weigh(
+            self.softmax(
                 pipe, scalars, visible, work, rScore, rMax, rSum, rFactor, scale, self.tile_at(work, n), at, lane
             )
             hopper.wgmma_wait(0)
@@ -237,7 +236,7 @@ class PrefillHopper(HopperProducer):
 
     @cute.jit
     def fence_copies(self):
-        """Make what the producer has copied visible to matrix products; of codes it does so itself."""
+        """Make the producer's cp.async copies visible to wgmma. For FP8 codes the producer does so itself."""
         if cutlass.const_expr(not self.codes):
             hopper.fence_proxy_async()
 
@@ -248,7 +247,7 @@ class PrefillHopper(HopperProducer):
 
     @cute.jit
     def order(self, registers):
-        """What uses these registers is not computed before this point."""
+        """Keep the compiler from moving uses of these registers above this point."""
         count = cutlass.const_expr(cute.size(registers))
         found = hopper.ordered([registers[i] for i in range(count)])
         for i in cutlass.range_constexpr(count):
@@ -292,8 +291,8 @@ class PrefillHopper(HopperProducer):
             rP[i] = ptx.pack_f32x2(rScore[2 * i], rScore[2 * i + 1], kind)
 
     @cute.jit
-    def weigh(self, pipe, scalars, visible, work, rScore, rMax, rSum, rFactor, scale, tile, at, lane):
-        """Scores become weights exp2(scale (score - base)); rFactor: what the sums before are multiplied with."""
+    def softmax(self, pipe, scalars, visible, work, rScore, rMax, rSum, rFactor, scale, tile, at, lane):
+        """Turn scores into weights exp2(scale (score - base)); rFactor rescales the previous sums and results."""
         self.cap(rScore, scalars.softcap, work.softmax_scale)
         exists = pipe.exists + 4 * self.warps * (at % (2 * self.num_stages))
         self.mask(rScore, exists, visible, scalars, tile * self.key_tile, lane)

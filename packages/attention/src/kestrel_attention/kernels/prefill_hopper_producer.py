@@ -1,8 +1,8 @@
-"""The producer warpgroup of prefill_hopper.py: describes the work, and loads queries, keys and values.
+"""The producer warpgroup of prefill_hopper.py: schedules work items, and loads queries, keys and values.
 
-Lanes look up the pages of the rows that they load, so any page size and any strides cost the same. cp.async copies are
-signalled by mbarriers. FP8 codes are copied to memory of the thread that turns them into the dtype, exactly, on their
-way to a pipeline stage.
+Lanes look up the pages of the rows that they load, so any page size and any strides cost the same. cp.async copies
+arrive at mbarriers. FP8 codes are copied to a staging buffer; the thread that copied them converts them, exactly, into
+a pipeline stage.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ WARPGROUP_ROWS = 64
 
 
 class Pipe(NamedTuple):
-    """Addresses in shared memory. Barriers are mbarriers, one of each buffer or stage."""
+    """Addresses in shared memory. Barriers are mbarriers, one per buffer or stage."""
 
     queries: Int32
     keys: Int32
@@ -37,26 +37,18 @@ class Pipe(NamedTuple):
     keys_empty: Int32
     values_full: Int32
     values_empty: Int32
-    codes: Int32  # FP8 keys and, behind them, values of the tile that is loaded next
+    codes: Int32  # FP8 keys, then values, of the next tile
     exists: Int32  # words with a bit for each key of a tile, of twice as many tiles as stages
-    works: Int32  # a Work of each buffer of queries
+    works: Int32  # a Work per buffer of queries
 
 
 class Place(NamedTuple):
-    """What an index of work stands for."""
+    """The coordinates of a work index."""
 
     sequence: Int32
     head: Int32
     row_block: Int32
     split: Int32
-
-
-class Located(NamedTuple):
-    """Of a tile: offsets of a lane's key and value in 16 bytes, and a bit for each of the warp's keys that exists."""
-
-    key: Uint32
-    value: Uint32
-    exists: Uint32
 
 
 WORK_TYPES = get_type_hints(Work)
@@ -78,7 +70,7 @@ class HopperProducer(PrefillBase):
 
     @property
     def block_bytes(self) -> int:
-        """Of a row of a column block."""
+        """Bytes of a row of a column block."""
         return next(width for width in (128, 64, 32) if self.row_bytes % width == 0)
 
     @property
@@ -87,12 +79,12 @@ class HopperProducer(PrefillBase):
 
     @property
     def query_bytes(self) -> int:
-        """Of a warpgroup."""
+        """Bytes of the queries of a warpgroup."""
         return WARPGROUP_ROWS * self.row_bytes
 
     @property
     def buffer_bytes(self) -> int:
-        """Of the queries of a thread block."""
+        """Bytes of the queries of a thread block."""
         return self.consumers * self.query_bytes
 
     @property
@@ -106,7 +98,7 @@ class HopperProducer(PrefillBase):
 
     @cute.jit
     def place(self, scalars: PrefillScalars, row_blocks, heads, index):
-        """The sequence, head and block of rows of a tile: rows of a section of heads together, longest first."""
+        """The coordinates of a work index: section of heads by section, row blocks with the most keys first."""
         section_blocks = scalars.section_heads * row_blocks * scalars.num_splits
         section = divide(index, section_blocks)
         in_section = index - section * section_blocks
@@ -120,7 +112,7 @@ class HopperProducer(PrefillBase):
 
     @cute.jit
     def split(self, tensors, scalars, at: Place, row_blocks, work: Work):
-        """A split of the tiles of a work, which has no rows where it has no such split."""
+        """The part of a work item in split ``at.split``; 0 rows if the item has fewer splits."""
         each = cutlass.max((work.num_tiles + scalars.split_limit - 1) // scalars.split_limit, MIN_SPLIT_TILES)
         num_splits = cutlass.max((work.num_tiles + each - 1) // each, 1)
         first = at.split * each
@@ -203,14 +195,14 @@ class HopperProducer(PrefillBase):
 
     @cute.jit
     def produce_rows(self, pipe: Pipe, keys: Keys, work: Work, rPage, loaded, warp, lane):
-        """Load the tiles of a work. The page of the first one's key of each lane is in rPage."""
+        """Load the tiles of a work item. rPage holds the page of each lane's key of the first tile."""
         n = Int32(0)
         while n < work.num_tiles:
             at = loaded + n
             stage, parity = at % self.num_stages, (at // self.num_stages & 1) ^ 1
             found = self.locate(keys, rPage, self.tile_at(work, n), warp, lane)
             hopper.mbarrier_wait(pipe.keys_empty + 8 * stage, parity)
-            self.tell_exists(pipe, at, stage, found.exists, warp, lane)
+            self.publish_exists(pipe, at, stage, found.exists, warp, lane)
             self.load_rows(
                 keys, pipe.keys + stage * self.tile_bytes, keys.key_base, found.key, found.exists, warp, lane
             )
@@ -225,7 +217,7 @@ class HopperProducer(PrefillBase):
 
     @cute.jit
     def produce_codes(self, pipe: Pipe, scalars, keys: Keys, work: Work, rPage, loaded, warp, lane):
-        """The same for codes: a thread copies some of a tile ahead, and writes them as the dtype to the stage."""
+        """The same for FP8 codes: a thread copies codes one tile ahead, and converts them into the stage."""
         of_values = cutlass.const_expr(self.tile_bytes // 2)
         found = self.locate(keys, rPage, self.tile_at(work, Int32(0)), warp, lane)
         ptx.cp_async_wait(0)  # the last copies of the work before write the same memory
@@ -243,7 +235,7 @@ class HopperProducer(PrefillBase):
             following = Uint32(cutlass.select_(n + 1 < work.num_tiles, found.exists, Uint32(0)))
             ptx.cp_async_wait(1)
             hopper.mbarrier_wait(pipe.keys_empty + 8 * stage, parity)
-            self.tell_exists(pipe, at, stage, exists, warp, lane)
+            self.publish_exists(pipe, at, stage, exists, warp, lane)
             self.decode_codes(scalars, pipe.codes, pipe.keys + stage * self.tile_bytes, warp, lane)
             hopper.mbarrier_arrive(pipe.keys_full + 8 * stage)
             self.copy_codes(keys, pipe.codes, keys.key_base, found.key, following, warp, lane)
@@ -258,21 +250,8 @@ class HopperProducer(PrefillBase):
             n += 1
 
     @cute.jit
-    def locate(self, keys: Keys, rPage, tile, warp, lane):
-        """Where a lane's key of a tile lies, and which of the warp's keys exist."""
-        key = tile * self.key_tile + warp * self.loaded_rows + lane % self.loaded_rows
-        slot = Uint32(key + keys.first_slot)
-        if keys.has_block_table != 0:
-            _, slot = self.entry_and_slot(keys, key)
-        exists = rPage[0] >= 0 and rPage[0] < keys.num_blocks
-        block = cutlass.select_(exists, Uint32(rPage[0]), Uint32(0))
-        slot = cutlass.select_(exists, slot, Uint32(0))
-        bits = Uint32(cute.arch.vote_ballot_sync(exists)) & Uint32((1 << self.loaded_rows) - 1)
-        key_offset = block * keys.strides[0] + slot * keys.strides[1]
-        return Located(key_offset, block * keys.strides[2] + slot * keys.strides[3], bits)
-
-    @cute.jit
-    def tell_exists(self, pipe: Pipe, at, stage, exists: Uint32, warp, lane):
+    def publish_exists(self, pipe: Pipe, at, stage, exists: Uint32, warp, lane):
+        """Store which of the warp's keys exist, and arrive at the stage's barrier."""
         if lane == 0:
             ring = at % (2 * self.num_stages)
             ptx.store_shared(pipe.exists + 4 * (ring * self.warps + warp), [exists])
@@ -280,7 +259,7 @@ class HopperProducer(PrefillBase):
 
     @cute.jit
     def copy_codes(self, keys: Keys, to: Int32, base, offset, exists, warp, lane):
-        """Start copying the codes of the warp's rows to where decode_codes of the same thread reads them."""
+        """Start copying the codes of the warp's rows to where the same thread reads them in decode_codes."""
         lanes = cutlass.const_expr(self.stored_units)  # of a row, a power of two
         lane = ptx.opaque(lane)
         row, unit = lane // lanes, lane % lanes
@@ -295,7 +274,7 @@ class HopperProducer(PrefillBase):
 
     @cute.jit
     def decode_codes(self, scalars, codes: Int32, to: Int32, warp, lane):
-        """The copied codes as the dtype, exactly."""
+        """Convert the copied codes to the dtype, exactly, into a stage."""
         if scalars.codes_are_e5m2 != 0:
             self.decode_all(codes, to, E5m2(), warp, lane)
         else:

@@ -79,7 +79,7 @@ class DecodeVariant:
 
 @dataclass(frozen=True)
 class CombineVariant:
-    """Joins the splits of long sequences (combine.py), for any head dimension up to 512."""
+    """Combines the splits of long sequences (combine.py), for any head dimension up to 512."""
 
     dtype: str
     warps: int
@@ -170,7 +170,7 @@ class PrefillVariant:
     dtype: str
     head_dim: int
     row_tiles: int
-    """Of 16 queries, of a warp; one on architectures where two do not fit the registers."""
+    """Row tiles of 16 queries per warp; one on architectures where two do not fit the registers."""
     cache: str = "same"  # as the dtype, or "fp8": e4m3 and e5m2
     queries_in_registers: bool = True
     key_tile: int = 64
@@ -178,7 +178,7 @@ class PrefillVariant:
     num_stages: int = 2
     ctas_per_sm: int = 2
     short: bool = False
-    """For calls with few queries in all: more and smaller thread blocks, the same bits."""
+    """For calls with few queries in total: more and smaller thread blocks, bit-identical results."""
     vector_loads: bool = False
 
     @property
@@ -190,7 +190,7 @@ class PrefillVariant:
         from .prefill import Prefill
 
         one_tile = capability(arch) >= 100 and self.head_dim in (64, 128)
-        # These have 227 KB of shared memory for a block, others at least 99.
+        # These allow a block 227 KB of shared memory, others at least 99.
         large = capability(arch) in (90, 100) and self.head_dim > 128 and self.cache == "same"
         kernel = Prefill(
             dtype=numeric_type(self.dtype),
@@ -217,16 +217,16 @@ class HopperPrefillVariant:
     cache: str = "same"  # as the dtype, or "fp8": e4m3 and e5m2
     key_tile: int = 128
     consumers: int = 2
-    """Warpgroups that multiply, of 64 queries each."""
+    """Consumer warpgroups, of 64 queries each."""
     num_stages: int = 2
     query_buffers: int = 2
     producer_registers: int = 56
     consumer_registers: int = 224
     long: bool = False
-    """For calls of many thread blocks: larger ones, the same bits."""
+    """For calls of many thread blocks: larger blocks, bit-identical results."""
     vector_loads: bool = False
     archs: tuple[str, ...] = ("90a",)
-    """Architectures that have the kernel."""
+    """Architectures that the kernel is compiled for."""
 
     @property
     def name(self) -> str:
@@ -260,7 +260,7 @@ class HopperPrefillVariant:
 
 @dataclass(frozen=True)
 class PrefillCombineVariant:
-    """Joins the splits of prefill_hopper.py (prefill_combine.py)."""
+    """Combines the splits of prefill_hopper.py (prefill_combine.py)."""
 
     dtype: str
     vector_loads: bool = True

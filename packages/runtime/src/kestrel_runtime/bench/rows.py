@@ -18,7 +18,7 @@ from .timer import REPLAYS, Timed, empty_launch, host_us, time_candidates
 
 LONGEST_FOR_HOST_US = 30.0  # beyond it the launch queue, not the host, limits calls in a row
 
-CLEARED_BYTES_PER_SECOND = 2e11  # by the driver, of memory that is given back; an H200 does twice that
+CLEARED_BYTES_PER_SECOND = 2e11  # at least, by the driver, of freed device memory
 
 EMPTY = "empty"
 
@@ -52,11 +52,11 @@ def measure(
     for shape, target in benchmark.targets.items():
         if shapes is None or shape in shapes:
             yield _measure_shape(benchmark, shape, target, candidates, replays)
-            _give_memory_back()
+            _free_cached_memory()
 
 
-def _give_memory_back() -> None:
-    """Free what the caching allocator holds, and wait while the driver clears it: that takes bandwidth."""
+def _free_cached_memory() -> None:
+    """Free what the caching allocator holds, and wait while the driver clears it, which takes bandwidth."""
     held = torch.cuda.memory_reserved()
     torch.cuda.empty_cache()
     time.sleep((held - torch.cuda.memory_reserved()) / CLEARED_BYTES_PER_SECOND)

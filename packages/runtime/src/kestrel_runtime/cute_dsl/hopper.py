@@ -2,7 +2,7 @@
 """Hopper's warpgroup matrix products, mbarriers and register reallocation as single PTX instructions (sm_90a).
 
 Shared memory is addressed by 32-bit addresses. Matrix operands there are column blocks: rows of ``block_bytes`` (32, 64
-or 128), in the swizzle of that many bytes, a block behind the other.
+or 128), swizzled over that many bytes, one block after the other.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def wgmma_fence(*, loc=None, ip=None) -> None:
 
 @dsl_user_op
 def wgmma_commit(*, loc=None, ip=None) -> None:
-    """Make a group of the matrix products since the last commit."""
+    """Commit the matrix products since the last commit as one group."""
     assemble("wgmma.commit_group.sync.aligned;", "~{memory}", [], [], True, loc, ip)
 
 
@@ -82,7 +82,7 @@ def wgmma_wait(pending: cutlass.Constexpr, *, loc=None, ip=None) -> None:
 
 @dsl_user_op
 def ordered(values, *, loc=None, ip=None):
-    """The same floats; what uses them is not computed before this point."""
+    """The same floats. The compiler moves no use of the results above this point."""
     count = len(values)
     constraints = ["=f"] * count + [str(i) for i in range(count)]
     results = assemble("", ",".join(constraints), [Float32(x) for x in values], [T.f32()] * count, True, loc, ip)
@@ -97,44 +97,44 @@ def fence_proxy_async(*, loc=None, ip=None) -> None:
 
 @dsl_user_op
 def registers_down(count: cutlass.Constexpr, *, loc=None, ip=None) -> None:
-    """Leave each thread of this warpgroup so many registers."""
+    """Reduce the registers of each thread of this warpgroup to ``count``."""
     assemble(f"setmaxnreg.dec.sync.aligned.u32 {count};", "", [], [], True, loc, ip)
 
 
 @dsl_user_op
 def registers_up(count: cutlass.Constexpr, *, loc=None, ip=None) -> None:
-    """Give each thread of this warpgroup so many registers."""
+    """Raise the registers of each thread of this warpgroup to ``count``."""
     assemble(f"setmaxnreg.inc.sync.aligned.u32 {count};", "", [], [], True, loc, ip)
 
 
 @dsl_user_op
 def named_barrier(barrier: Int32, threads: cutlass.Constexpr, *, loc=None, ip=None) -> None:
-    """Wait until so many threads have arrived at a barrier; barrier 0 is that of the thread block."""
+    """Wait until ``threads`` threads have arrived at a barrier; barrier 0 is that of the thread block."""
     assemble(f"bar.sync $0, {threads};", "r,~{memory}", [Int32(barrier)], [], True, loc, ip)
 
 
 @dsl_user_op
 def mbarrier_init(address: Int32, arrivals: cutlass.Constexpr, *, loc=None, ip=None) -> None:
-    """An mbarrier of 8 bytes whose phase ends with so many arrivals."""
+    """Initialise an mbarrier (8 bytes) whose phases complete after ``arrivals`` arrivals."""
     text = f"mbarrier.init.shared::cta.b64 [$0], {arrivals};"
     assemble(text, "r,~{memory}", [Int32(address)], [], True, loc, ip)
 
 
 @dsl_user_op
 def mbarrier_arrive(address: Int32, *, loc=None, ip=None) -> None:
-    """One arrival."""
+    """Arrive once."""
     assemble("mbarrier.arrive.shared::cta.b64 _, [$0];", "r,~{memory}", [Int32(address)], [], True, loc, ip)
 
 
 @dsl_user_op
 def mbarrier_arrive_after_copies(address: Int32, *, loc=None, ip=None) -> None:
-    """One arrival when all cp.async copies that this thread has issued are complete."""
+    """Arrive once, when all cp.async copies that this thread has issued are complete."""
     text = "cp.async.mbarrier.arrive.noinc.shared::cta.b64 [$0];"
     assemble(text, "r,~{memory}", [Int32(address)], [], True, loc, ip)
 
 
 @dsl_user_op
 def mbarrier_wait(address: Int32, parity: Int32, *, loc=None, ip=None) -> None:
-    """Wait until the phase of this parity has ended."""
+    """Wait until the phase of this parity has completed."""
     text = "{.reg .pred p; WAIT: mbarrier.try_wait.parity.shared::cta.b64 p, [$0], $1; @p bra DONE; bra WAIT; DONE: }"
     assemble(text, "r,r,~{memory}", [Int32(address), Int32(parity)], [], True, loc, ip)

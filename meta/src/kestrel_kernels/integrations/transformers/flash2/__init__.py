@@ -1,4 +1,4 @@
-"""What transformers' continuous batching calls, under flash-attn's names: a local kernel, see ../batching.py."""
+"""flash-attn's functions as transformers' continuous batching calls them: a local kernel (../batching.py)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _QUERIES, _KEYS = 256, 4096
 
 def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, **options: Any) -> Tensor:
     """q [B, Sq, H, D], k and v [B, Sk, Hk, D]; returns [B, Sq, H, D]."""
-    return _alone(_dense(q, k, v, **_options(dropout_p, options)))
+    return _tensor(_dense(q, k, v, **_options(dropout_p, options)))
 
 
 def flash_attn_varlen_func(
@@ -31,9 +31,9 @@ def flash_attn_varlen_func(
     dropout_p: float = 0.0,
     **options: Any,
 ) -> Tensor:
-    """q [T, H, D], k and v [Tk, Hk, D], packed; returns [T, H, D]. Rows behind the last sequence are 0."""
+    """q [T, H, D], k and v [Tk, Hk, D], packed; returns [T, H, D]. Rows past the last sequence are 0."""
     bounds = -(-int(max_seqlen_q) // _QUERIES) * _QUERIES, -(-int(max_seqlen_k) // _KEYS) * _KEYS
-    return _alone(_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, *bounds, **_options(dropout_p, options)))
+    return _tensor(_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, *bounds, **_options(dropout_p, options)))
 
 
 def flash_attn_with_kvcache(
@@ -52,7 +52,7 @@ def flash_attn_with_kvcache(
     """
     assert cache_seqlens is not None
     given = {"cache_seqlens": cache_seqlens.to(torch.int32), "block_table": block_table, **_options(0.0, options)}
-    return _alone(_cached(q, k_cache, v_cache, k, v, **given))
+    return _tensor(_cached(q, k_cache, v_cache, k, v, **given))
 
 
 def _options(dropout: float, given: dict[str, Any]) -> dict[str, Any]:
@@ -67,6 +67,6 @@ def _options(dropout: float, given: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in renamed.items() if name in known}
 
 
-def _alone(found: Any) -> Tensor:
+def _tensor(found: Any) -> Tensor:
     assert isinstance(found, Tensor)
     return found
