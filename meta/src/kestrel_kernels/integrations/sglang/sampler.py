@@ -14,8 +14,8 @@ from kestrel_sampling import sample_from_logits
 class KestrelSampler(Sampler):
     """Draws from logits, without writing probabilities unless log-probabilities are requested.
 
-    min-p is applied first, then top-k and top-p to the remaining entries. A request with a seed draws with that seed and
-    its position, so its tokens do not depend on the batch; others draw from torch's generator.
+    min-p is applied first, then top-k and top-p to the remaining entries. A request with a seed draws with that seed
+    and its position, so its tokens do not depend on the batch; others draw from torch's generator.
     """
 
     def forward(
