@@ -53,8 +53,10 @@ def rms_norm_linear(
 
     Returns a new contiguous tensor [..., M] of x's dtype, or ``out``: products accumulated in float32, rounded once.
     Up to 32 rows of bf16 or fp16 run in one launch that reads the weight once, where N is a multiple of 8, rows are
-    aligned to 16 bytes and the rows of x fit into the shared memory of a cluster. Other calls run the kernel of
-    :func:`kestrel_norm.rms_norm`, then torch.mm. A row may depend on its batch by the rounding of the matrix product.
+    aligned to 16 bytes and x fits into the shared memory of a cluster. There x times norm_weight is rounded, and the
+    row's scale multiplies the sums, in float32. Other calls, and those of more than 8 rows with a large weight, run the
+    kernel of :func:`kestrel_norm.rms_norm`, then torch.mm. A row may depend on its batch by the rounding of the matrix
+    product.
     Raises TypeError for a wrong dtype, ValueError for a wrong shape, stride, range or device.
     Semantics: torch.nn.functional.rms_norm, then torch.nn.functional.linear.
 
