@@ -45,17 +45,17 @@ bool launch_linear(LinearParams p, DLDevice device) {
   const int most = clusters ? std::min(kMaxSlices, p.blocks) : 1;
   // Two CTAs per SM, of this launch or of the next one, leave no gap between launches.
   const int half = (device_attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor, device.device_id) - 2048) / 2 - 64;
-  const int room = sms * 7 / 4;  // CTAs at two per SM; clusters leave some SMs free
+  const int max_ctas = sms * 7 / 4;  // CTAs at two per SM; clusters leave some SMs free
   int slices = 1;
   while (2 * slices <= most) {
-    const bool too_few = Tile::min_ctas == 2 ? 2 * slices * p.tiles <= room : slices * p.tiles < sms * 3 / 4;
+    const bool too_few = Tile::min_ctas == 2 ? 2 * slices * p.tiles <= max_ctas : slices * p.tiles < sms * 3 / 4;
     if (!too_few && slices >= (TOKEN_TILES == 1 ? 2 : 4) && bytes(slices, 1) <= limit) break;
     slices *= 2;
   }
   const bool two_per_sm = bytes(slices, 1) <= half;
   int groups = p.tiles;
   p.buffers = 1;
-  if (p.tiles * slices > (two_per_sm ? room : sms)) {
+  if (p.tiles * slices > (two_per_sm ? max_ctas : sms)) {
     // The vendor's product is faster.
     if (TOKEN_TILES == 4 || (TOKEN_TILES == 2 && p.width > 4096)) return false;
     p.buffers = 2;

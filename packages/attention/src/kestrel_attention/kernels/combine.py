@@ -1,8 +1,8 @@
 """The combine kernel of split-KV: out = sum of exp(lse_s - lse) out_s, over the splits s of a row in order.
 
-Launched behind decode.py where a sequence may have several splits. A block takes 128 dims of a row; a warp loads eight
-adjacent splits at once, and several warps join in shared memory in a fixed order. Partial results were written just
-before and are in L2, so latency counts: addresses are computed before the wait for decode.py, and splits are loaded
+Launched after decode.py where a sequence may have several splits. A block processes 128 dims of a row. A warp loads
+eight adjacent splits at once; several warps combine theirs in shared memory, in a fixed order. Partial results are
+still in L2, so the kernel is latency-bound: addresses are computed before the wait for decode.py, and splits are loaded
 before their number is known.
 """
 
@@ -98,7 +98,7 @@ class Combine:
         if num_splits > 1:
             rOut = cute.make_rmem_tensor(4, Float32)
             rSum = cute.make_rmem_tensor(2, Float32)
-            self.join(rOut, rSum, lses, partials, warp * COMBINE_SPLITS, num_splits)
+            self.combine_range(rOut, rSum, lses, partials, warp * COMBINE_SPLITS, num_splits)
             if cutlass.const_expr(self.warps > 1):
                 for split in cutlass.range(warp + self.warps * COMBINE_SPLITS, num_splits, self.warps, unroll=1):
                     lse = ptx.int_as_float(Int32(ptx.load_global(lse_address + split * lse_stride, 1)[0]))
@@ -119,7 +119,7 @@ class Combine:
                     tensors.mLse[sequence, head, query] = base + ptx.log2_approx(total) * (1.0 / LOG2_E)
 
     @cute.jit
-    def join(self, rOut, rSum, lses, partials, first_split: Int32, num_splits: Int32):
+    def combine_range(self, rOut, rSum, lses, partials, first_split: Int32, num_splits: Int32):
         """Sums over COMBINE_SPLITS splits with weights relative to the base rSum[0]; rSum[1] is the sum of weights."""
         scores = []
         largest = -Float32.inf
@@ -142,7 +142,7 @@ class Combine:
 
     @cute.jit
     def add(self, rOut, rSum, rMore, rMoreSum):
-        """Add joined splits to joined splits. Where there are none, base and sum of weights are 0."""
+        """Add one range of combined splits to another. For an empty range, base and sum of weights are 0."""
         own, more = [cutlass.select_(x[1] == 0.0, -Float32.inf, x[0]) for x in (rSum, rMoreSum)]
         largest = ptx.fmax(own, more)
         base = cutlass.select_(largest == -Float32.inf, Float32(0.0), largest)

@@ -1,9 +1,10 @@
 """The INT4 cache format after KIVI: keys quantised per channel over a page of 64, values per token.
 
-A step takes the 64 keys of a page. K: the code is a subnormal f16; every other code stands four bits higher and meets a
-sixteenth of the query. A channel's scale is multiplied into the queries once a page; the product of its zero with these
-is what scores start from. V: subnormals too, read from shared memory transposed, so that a register holds two keys.
-Sums of the codes that stand four bits higher are scaled down at the end, where zeros times weights are subtracted.
+A step processes the 64 keys of a page. K: the code is a subnormal f16; every other code stands four bits higher and is
+multiplied by a sixteenth of the query. A channel's scale is multiplied into the queries once a page; the product of its
+zero with these is what scores start from. V: subnormals too, read from shared memory transposed, so that a register
+holds two keys. Sums of the codes that stand four bits higher are scaled down at the end, where zeros times weights are
+subtracted.
 """
 
 from __future__ import annotations
