@@ -287,6 +287,7 @@ def recorded_calls() -> Iterator[dict[str, list[tuple[Callable[..., Any], tuple[
     functional = model.F
     replaced = [(module, name, found) for module in (generate, model, stores) for name, found in vars(module).items()]
     replaced = [each for each in replaced if str(getattr(each[2], "__module__", "")).split(".")[0] in FAMILIES]
+    replaced = [each for each in replaced if not isinstance(each[2], type)]
     try:
         for module, name, found in replaced:
             setattr(module, name, recorder(name, found))
