@@ -13,7 +13,6 @@ from pathlib import Path
 
 import nox
 from workspace import (
-    ARCHS,
     BUILD_ENVIRONMENT,
     CACHE,
     MATRIX,
@@ -83,20 +82,17 @@ def pack(wheel: Path) -> None:
 def rebuild(session: nox.Session, tools: Environment, wheels: Sequence[Wheel]) -> None:
     """Every wheel with a binary comes out byte-identical from its sdist alone, built in another folder.
 
-    Those named in the matrix are built in isolation, as pip does it (with nothing but what their pyproject requires),
-    and for every architecture; the others for few, so that the session takes no hour.
+    Those named in the matrix are built in isolation, as pip does it (with nothing but what their pyproject requires).
+    All are built for few architectures, so that the session takes no hour.
     """
     binaries = sorted((each for each in wheels if has_binary(each.path)), key=lambda each: -each.path.stat().st_size)
-    ready = build_environment(session, [wheel.package for wheel in binaries])
-    others = [wheel.package for wheel in binaries if wheel.package.name not in MATRIX["isolated"]]
-    few = build_wheels(session, others, MATRIX["rebuilt_for"])
-    first_of = {wheel.package.name: wheel for wheel in few}
+    packages, archs = [wheel.package for wheel in binaries], MATRIX["rebuilt_for"]
+    ready = build_environment(session, packages)
+    first_builds = build_wheels(session, packages, archs)
     (again := Path(session.create_tmp()) / "again").mkdir(exist_ok=True)
 
     def rebuilt(wheel: Wheel) -> None:
         isolated = wheel.package.name in MATRIX["isolated"]
-        archs = ARCHS if isolated else MATRIX["rebuilt_for"]
-        first = wheel if isolated else first_of[wheel.package.name]
         folder = again / wheel.package.name
         shutil.rmtree(folder, ignore_errors=True)
         variables: dict[str, str | None] = {**BUILD_ENVIRONMENT, "KESTREL_ARCHS": ";".join(archs)}
@@ -110,12 +106,12 @@ def rebuild(session: nox.Session, tools: Environment, wheels: Sequence[Wheel]) -
         else:
             ready.run(*command, "--wheel", "--no-isolation", sources, env=variables, silent=True)
         (copy,) = folder.glob("*.whl")
-        if not filecmp.cmp(copy, first.path, shallow=False):
-            session.error(f"{first.path.name} differs when built again: {differences(first.path, copy)}")
-        how = "in isolation, " if isolated else f"for sm_{' sm_'.join(archs)} "
-        session.log(f"{first.path.name}: byte-identical when built {how}from its sdist")
+        if not filecmp.cmp(copy, wheel.path, shallow=False):
+            session.error(f"{wheel.path.name} differs when built again: {differences(wheel.path, copy)}")
+        how = "in isolation " if isolated else ""
+        session.log(f"{wheel.path.name}: byte-identical when built {how}for sm_{' sm_'.join(archs)} from its sdist")
 
-    in_parallel(rebuilt, binaries)
+    in_parallel(rebuilt, first_builds)
 
 
 def differences(one: Path, other: Path) -> str:
