@@ -137,7 +137,7 @@ def _check_process_logits(
         check.shape(_OP, "bitmask", bitmask, (logits.shape[0], (logits.shape[1] + 31) // 32))
         check.same(_OP, "device", logits=logits, bitmask=bitmask)
     if out is not None:
-        check.tensor(_OP, "out", out, dtype={torch.float32, logits.dtype}, last_contiguous=True)
+        check.tensor(_OP, "out", out, dtype=tuple(dict.fromkeys((torch.float32, logits.dtype))), last_contiguous=True)
         check.shape(_OP, "out", out, tuple(logits.shape))
         check.disjoint(_OP, "out", out)
         check.same(_OP, "device", logits=logits, out=out)
