@@ -129,7 +129,7 @@ def test_hopper_has_a_kernel_for_every_head_dimension_of_the_portable_one(head_d
 )
 def test_long_calls_are_persistent_where_queries_have_two_buffers(batch, head_dim, persistent):
     scalars = plan_prefill(problem(batch=batch, head_dim=head_dim, hopper=True)).scalars
-    assert (scalars.max_blocks == 132) == persistent
+    assert scalars.max_blocks == (132 if persistent else 2**31 - 1)
 
 
 @pytest.mark.parametrize(("batch", "long"), [(197, False), (198, True)])
@@ -243,6 +243,11 @@ def test_heads_run_together_as_far_as_l2_holds_their_keys(keys, heads):
     found = section_heads(problem(max_keys=keys, heads=32, kv_heads=8, head_dim=64))
     assert 32 % found == 0
     assert found == heads
+
+
+def test_heads_that_run_together_divide_all_heads():
+    """L2 holds the keys of four of six KV heads, which have two query heads each."""
+    assert section_heads(problem(max_keys=20_000, heads=12, kv_heads=6, head_dim=64)) == 2 * 3
 
 
 @pytest.mark.parametrize(("scale", "signs"), [(None, 0), (0.5, 0), (-0.5, 0x80008000), (0.0, 0)])

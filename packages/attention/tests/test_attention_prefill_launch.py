@@ -476,6 +476,13 @@ def test_splits_have_scratch_memory_for_every_row_and_are_combined(hopper, with_
         assert combine["mSinks"].dtype == torch.float32
 
 
+@pytest.mark.parametrize(("arch", "kernel"), [("sm80", "d64_short"), ("sm100f", "d64_short"), ("sm90a", "hopper_d64")])
+def test_hopper_alone_runs_its_kernels(monkeypatch, arch, kernel):
+    recorder = recording(monkeypatch, arch)
+    dense()
+    assert [name for name, _ in recorder.calls] == [f"prefill_bf16_same_{kernel}"]
+
+
 def test_tests_can_choose_the_portable_kernel_on_hopper(hopper, monkeypatch):
     monkeypatch.setattr(prefill, "USE_HOPPER", False)
     dense(q=half(1, 40, 2, 64), k=half(1, 2000, 1, 64), v=half(1, 2000, 1, 64))
