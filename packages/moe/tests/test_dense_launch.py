@@ -157,6 +157,83 @@ def test_an_mlp_writes_over_its_residual(kernels: Callable[[Any], Kernels]) -> N
         torch.testing.assert_close(residual, want, rtol=1e-5, atol=1e-4)
 
 
+# -- gemv and router_gemm ---------------------------------------------------------------------------------------------
+
+
+class Products:
+    """In place of the binary: the entry points of gemv and router_gemm."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def gemv(self, out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+        self.calls.append("gemv")
+        assert x.ndim == out.ndim == 2
+        out.copy_(F.linear(x.double(), weight.double(), None if bias is None else bias.double()))
+
+    def router_gemm(self, out: Tensor, x: Tensor, weight: Tensor) -> None:
+        self.calls.append("router_gemm")
+        assert x.ndim == out.ndim == 2
+        out.copy_(F.linear(x.double(), weight.double()))
+
+    def mm(self, a: Tensor, b: Tensor, *, out_dtype: torch.dtype | None = None, out: Tensor | None = None) -> Tensor:
+        """torch.mm, which has no out_dtype on a CPU."""
+        self.calls.append("mm" if out_dtype is None else f"mm in {out_dtype}")
+        product = (a.double() @ b.double()).to(out_dtype or a.dtype)
+        return product if out is None else out.copy_(product)
+
+
+@pytest.fixture
+def products(monkeypatch: pytest.MonkeyPatch) -> Products:
+    made = Products()
+    monkeypatch.setattr(linear, "_kernels", made)
+    monkeypatch.setattr(torch, "mm", made.mm)
+    return made
+
+
+@pytest.mark.parametrize("leading", [(), (4,), (1, 1), (2, 2), (5,), (2, 3)])
+@pytest.mark.parametrize("with_bias", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_gemv_takes_any_leading_dimensions_and_is_rounded_once(
+    products: Products, dtype: torch.dtype, with_bias: bool, leading: tuple[int, ...]
+) -> None:
+    x, weight, bias = whole(*leading, 40).to(dtype), whole(24, 40).to(dtype), whole(24).to(dtype) if with_bias else None
+    buffer = torch.full((*leading, 30), float("nan"), dtype=dtype)
+    out = buffer[..., 3:27]
+    assert linear.gemv.kernel_op.launch(x, weight, bias, out=out) is out
+    exact = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
+    assert torch.equal(out, exact.to(dtype))
+    assert bool(buffer[..., :3].isnan().all() and buffer[..., 27:].isnan().all())
+    assert torch.equal(linear.gemv.kernel_op.launch(x, weight, bias), exact.to(dtype))
+    in_bf16 = "mm in torch.float32" if with_bias else "mm"  # the vendor's epilogue may round before it adds the bias
+    vendor = {torch.bfloat16: [in_bf16], torch.float32: [] if with_bias else ["mm"]}[dtype]
+    assert products.calls == 2 * (["gemv"] if x.shape[:-1].numel() <= 4 else vendor)
+
+
+@pytest.mark.parametrize(("tokens", "outputs", "kernel"), [(2, 4096, True), (2, 4097, False), (1, 4097, True)])
+def test_gemv_of_several_tokens_leaves_large_weights_to_the_vendor(
+    products: Products, tokens: int, outputs: int, kernel: bool
+) -> None:
+    linear.gemv.kernel_op.launch(torch.zeros(tokens, 4096), torch.zeros(1, 4096).expand(outputs, 4096))
+    assert products.calls == ["gemv" if kernel else "mm"]
+
+
+@pytest.mark.parametrize("leading", [(), (64,), (65,), (2, 32), (5, 13)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_router_logits_are_float32_for_any_leading_dimensions(
+    products: Products, dtype: torch.dtype, leading: tuple[int, ...]
+) -> None:
+    x, weight = whole(*leading, 40).to(dtype), whole(1025, 40).to(dtype)
+    got = linear.router_gemm.kernel_op.launch(x, weight)
+    assert got.dtype == torch.float32
+    assert torch.equal(got, F.linear(x.float(), weight.float()))
+    tokens = x.shape[:-1].numel()
+    if tokens <= (64 if dtype == torch.float32 else 1):
+        assert products.calls == ["router_gemm"]
+    else:
+        assert products.calls == ["mm" if dtype == torch.float32 else "mm in torch.float32"]
+
+
 # -- the plan ---------------------------------------------------------------------------------------------------------
 
 
