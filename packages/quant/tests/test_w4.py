@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import FrozenInstanceError
+from dataclasses import FrozenInstanceError, replace
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._subclasses import FakeTensorMode
 
 from kestrel_quant import W4Weight, pack_w4, w4_from_awq, w4_from_gptq, w4a16_linear
 from kestrel_quant._w4_layout import pack_codes, unpack_codes
@@ -270,3 +271,43 @@ def test_a_converted_checkpoint_multiplies_like_its_weight_in_another_dtype() ->
     _, exact = dequantised(codes, scales, zeros, torch.arange(64) // 32)
     x = torch.randn(5, 64)
     assert_rounded_sum(w4a16_linear(x, packed), x.double() @ exact.T, x, exact)
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_the_largest_finite_values_stay_finite(dtype: torch.dtype, symmetric: bool) -> None:
+    largest = torch.finfo(dtype).max
+    weight = torch.linspace(-1, 1, 64).mul(largest).repeat(40, 1)
+    weight *= torch.linspace(0.5, 1, 40)[:, None]  # rows of many scales, some of which are rounded up
+    weight[:, 63] = largest
+    packed = pack_w4(weight.to(dtype), 64, symmetric=symmetric)
+    value = packed.dequantize()
+    assert bool(value.isfinite().all())
+    error = (value.double() - weight.to(dtype).double()).abs()
+    assert bool((error <= 1.01 * packed.scales.double().t()).all())  # half a step; a whole one where that overflows
+
+
+@pytest.mark.parametrize("part", ["scales", "zeros", "permutation"])
+def test_a_weight_on_two_devices_is_refused(part: str) -> None:
+    w = pack_w4(torch.randn(8, 32), 16, symmetric=False)
+    value = torch.arange(32) if part == "permutation" else getattr(w, part)
+    with pytest.raises(ValueError, match="w4a16_linear: argument 'w': expected device cpu as x has, got meta"):
+        w4a16_linear(torch.randn(2, 32), replace(w, **{part: value.to("meta")}))
+
+
+@pytest.mark.parametrize("group_size", [16.0, True, None, "16", -16, 2**70], ids=repr)
+def test_a_weight_with_a_wrong_group_size_is_refused(group_size: object) -> None:
+    w = replace(pack_w4(torch.randn(8, 32), 16), group_size=group_size)
+    with pytest.raises((TypeError, ValueError), match=r"w4a16_linear: argument 'w.group_size': expected an integer"):
+        w4a16_linear(torch.randn(2, 32), w)
+
+
+@pytest.mark.parametrize("device", [torch.float16, None, True], ids=repr)
+def test_a_weight_moves_to_devices_alone(device: object) -> None:
+    with pytest.raises(TypeError, match=r"W4Weight.to: argument 'device': expected a device, got "):
+        pack_w4(torch.randn(8, 32), 16).to(device)
+
+
+def test_a_fake_weight_is_not_packed() -> None:
+    with FakeTensorMode(), pytest.raises(ValueError, match="pack_w4: argument 'weight': .* got a fake tensor"):
+        pack_w4(torch.randn(8, 32), 16)
