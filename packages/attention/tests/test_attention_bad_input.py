@@ -474,3 +474,16 @@ def test_tensors_that_require_grad_are_refused():
         flash_attn_func(q, q, q)
     with torch.no_grad():
         assert flash_attn_func(q, q, q).shape == q.shape
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "out"])
+def test_tensors_without_an_address_are_named_beside_out(name):
+    call = {each: torch.zeros(1, 2, 1, 8) for each in ("q", "k", "v", "out")}
+    with pytest.raises(ValueError, match=f"flash_attn_func: argument '{name}': expected a strided tensor"):
+        flash_attn_func(**{**call, name: call[name].to_sparse()})
+
+    def attention(x):
+        return flash_attn_func(**{**call, name: x})
+
+    with pytest.raises(ValueError, match=f"flash_attn_func: argument '{name}': .*autograd"):
+        torch.func.grad(lambda x: attention(x).sum())(call[name])

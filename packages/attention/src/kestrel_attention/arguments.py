@@ -41,7 +41,7 @@ def window(op: str, window_size: Sequence[int]) -> tuple[int, int]:
     try:
         left, right = window_size
     except (TypeError, ValueError):
-        check.fail(op, "window_size", "a pair (left, right)", repr(window_size), TypeError)
+        check.fail(op, "window_size", "a pair (left, right)", check.shown(window_size), TypeError)
     return left, right
 
 

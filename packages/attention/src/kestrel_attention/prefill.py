@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -43,8 +44,11 @@ class Given(NamedTuple):
     v_scale: torch.Tensor | None = None
 
 
-Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Given, torch.Tensor, Any], None]
-"""(q, k, v, given, out, lse): runs the kernel. All of 4 dimensions as a cache, LSE of 3."""
+Attend = Callable[..., None]
+"""(q, k, v, given, out, lse, append=None): runs the kernel. All of 4 dimensions as a cache, LSE of 3.
+
+append: is called before the kernel, when all memory is allocated.
+"""
 
 dense_launches: Plans[Callable[..., tuple[torch.Tensor, torch.Tensor]]] = Plans()
 packed_launches: Plans[Callable[..., tuple[torch.Tensor, torch.Tensor]]] = Plans()
@@ -64,21 +68,31 @@ def _attend(problem: PrefillProblem, device: torch.device) -> Attend:
     no_table = _unused(torch.int32, device, 2)
     absent = Given(no_int, no_int, no_int, no_table, no_int, no_float, no_float, no_float, no_float)
 
-    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, given: Given, out: torch.Tensor, lse: Any) -> None:
+    def attend(
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        given: Given,
+        out: torch.Tensor,
+        lse: Any,
+        append: Callable[[], None] | None = None,
+    ) -> None:
         if given.sinks is not None:
             given = given._replace(sinks=given.sinks.float())
         if codes:
             k, v = k.view(torch.uint8), v.view(torch.uint8)
         tensors = [x if y is None else y for x, y in zip(absent, given, strict=True)]
-        if combine is None:
-            kernel(q, k, v, *tensors, out, lse, no_float, no_float, no_int, *scalars, batch)
-            return
-        partial_out = torch.empty(rows * problem.head_dim, dtype=torch.float32, device=device)
-        partial_lse = torch.empty(rows, dtype=torch.float32, device=device)
-        splits = torch.empty(batch * problem.heads * row_blocks, dtype=torch.int32, device=device)
-        partial = (partial_out, partial_lse, splits)
-        kernel(q, k, v, *tensors, out, lse, *partial, *scalars, batch)
-        combine(out, lse, *partial, no_float if given.sinks is None else given.sinks, *plan.combine)
+        scratch = (no_float, no_float, no_int)
+        if combine is not None:
+            partial_out = torch.empty(rows * problem.head_dim, dtype=torch.float32, device=device)
+            partial_lse = torch.empty(rows, dtype=torch.float32, device=device)
+            splits = torch.empty(batch * problem.heads * row_blocks, dtype=torch.int32, device=device)
+            scratch = (partial_out, partial_lse, splits)
+        if append is not None:
+            append()
+        kernel(q, k, v, *tensors, out, lse, *scratch, *scalars, batch)
+        if combine is not None:
+            combine(out, lse, *scratch, no_float if given.sinks is None else given.sinks, *plan.combine)
 
     return attend
 
@@ -314,7 +328,7 @@ def make_cached(
     _refuse_uncovered_strides("same", (k_cache, v_cache), ())
     attend = _attend(problem, q.device) if q.numel() else None
     appender = "append_half_e5m2" if cache == "e5m2" else f"append_{name}_{cache}"
-    append = _binary.kernel(NAMED[appender], q.device) if new and new[0].numel() else None
+    append_rows = _binary.kernel(NAMED[appender], q.device) if new and new[0].numel() else None
     heads_of_scales = (problem.k_scale_heads, problem.v_scale_heads)
     append_scalars = AppendScalars(int(block_table is not None), *heads_of_scales, int(name == "bf16"))
     lse_sizes, dtype = (batch, heads, queries), q.dtype
@@ -351,12 +365,13 @@ def make_cached(
         q, rows = _aligned(q), [_aligned(x) for x in new]
         if cache == "e5m2":  # whose append kernel takes rows of both dtypes as bf16
             rows = [x.view(torch.bfloat16) for x in rows]
-        if append is not None:  # all memory is allocated by now: a call that fails has written nothing
+        append = None
+        if append_rows is not None:
             if k_cache.data_ptr() == v_cache.data_ptr():
                 raise ValueError("K and V are appended to the same memory")
             table = no_table if block_table is None else block_table
             of_heads = [no_float if scale is None else scale for scale in (k_scale, v_scale)]
-            append(*rows, k_cache, v_cache, cache_seqlens, table, *of_heads, *append_scalars)
+            append = partial(append_rows, *rows, k_cache, v_cache, cache_seqlens, table, *of_heads, *append_scalars)
         if attend is not None:
             given = Given(
                 lengths=cache_seqlens,
@@ -366,7 +381,9 @@ def make_cached(
                 k_scale=k_scale,
                 v_scale=v_scale,
             )
-            attend(q, k_cache, v_cache, given, out, unread_lse if lse is None else lse)
+            attend(q, k_cache, v_cache, given, out, unread_lse if lse is None else lse, append)
+        elif append is not None:
+            append()
         return (out if destination is None else destination.copy_(out)), lse
 
     return launch
