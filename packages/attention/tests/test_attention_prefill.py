@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from kestrel_attention import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache, prefill
+from kestrel_attention.arguments import Dense, Packed
 from kestrel_attention.kernels.variants import PREFILL, PREFILL_HOPPER, HopperPrefillVariant, PrefillVariant, prefilling
 from kestrel_attention.prefill_plan import PrefillProblem, plan_prefill, section_heads
 from kestrel_runtime import UnsupportedError
@@ -279,13 +280,12 @@ def test_no_kernel_is_larger_than_its_head_dimension_needs():
 def test_keys_and_values_beyond_32_bit_offsets_are_refused(far_one):
     near = torch.empty(2, 256, 1, 64, dtype=torch.bfloat16, device="meta")
     far = torch.empty_strided((2, 256, 1, 64), (2**35, 64, 64, 1), dtype=torch.bfloat16, device="meta")
-    given = {"key": None, "q": near, "softmax_scale": None, "causal": False, "window_left": -1, "window_right": -1}
-    given |= {"softcap": 0.0, "prefix_len": 0, "prefix_lens": None, "scales": (None, None, None), "sinks": None}
+    numbers = (None, False, -1, -1, 0.0, 0, None)
+    keys = {"k": near, "v": near} | {far_one: far}
     with pytest.raises(UnsupportedError, match="64 GB"):
-        prefill.make_dense(**given | {"k": near, "v": near} | {far_one: far})
+        prefill.make_dense(None, near, **keys, given=Dense.of(*numbers, None, None, None))
 
     starts = torch.empty(2, dtype=torch.int32, device="meta")
-    given |= {"q": near[0], "cu_seqlens_q": starts, "cu_seqlens_k": starts, "max_seqlen_q": 2, "max_seqlen_k": 2}
-    given |= {"block_table": None, "seqused_k": None}
+    given = Packed.of(starts, starts, 2, 2, *numbers, None, None, None, None, None)
     with pytest.raises(UnsupportedError, match="64 GB"):
-        prefill.make_packed(**given | {"k": near[:, 0], "v": near[:, 0]} | {far_one: far[:, 0]})
+        prefill.make_packed(None, near[0], **{name: x[:, 0] for name, x in keys.items()}, given=given)

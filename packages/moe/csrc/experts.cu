@@ -9,7 +9,6 @@
 
 #include "experts_checks.h"
 #include "experts_launch.h"
-#include "shared_limit.h"
 
 namespace kestrel::moe {
 

@@ -17,7 +17,6 @@
 #include "exchange.cuh"
 #include "gemv.cuh"
 #include "linear.h"
-#include "shared_limit.h"
 
 namespace kestrel::moe {
 

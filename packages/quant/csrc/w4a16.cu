@@ -7,7 +7,6 @@
 #include <tvm/ffi/function.h>
 
 #include <algorithm>
-#include <atomic>
 #include <limits>
 
 namespace kestrel::quant {
@@ -68,18 +67,6 @@ void require_covered(const W4Params& p, const TensorView& scales) {
 }
 
 // -- launches ---------------------------------------------------------------------------------------------------------
-
-// Raises the limit of dynamic shared memory of KERNEL to what the device has, once per device. Returns that.
-template <auto KERNEL>
-int raise_shared_limit(DLDevice device) {
-  static std::atomic<int> limits[64];
-  const int id = device.device_id;
-  if (id < 64 && limits[id].load(std::memory_order_relaxed)) return limits[id].load(std::memory_order_relaxed);
-  const int limit = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, id);
-  check_launch(cudaFuncSetAttribute(KERNEL, cudaFuncAttributeMaxDynamicSharedMemorySize, limit), device);
-  if (id < 64) limits[id].store(limit, std::memory_order_relaxed);
-  return limit;
-}
 
 // Largest: the tile with the most tokens among those whose results are to be the same, bit for bit.
 template <typename T, int GROUP, typename Tile, typename Largest>
