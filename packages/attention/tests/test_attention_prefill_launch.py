@@ -215,6 +215,35 @@ def test_rows_at_an_unaligned_address_are_copied(recorder, packs, name, offset):
     assert (used.data_ptr() == x.data_ptr()) == (offset != 1)
 
 
+def test_codes_at_an_odd_address_are_copied(recorder):
+    codes = torch.randint(0, 100, (2 * 50 * 2 * 64 + 1,), dtype=torch.uint8).view(torch.float8_e4m3fn)
+    k, v = codes[1:].view(2, 50, 2, 64), codes[:-1].view(2, 50, 2, 64)
+    dense(k=k, v=v)
+    given = recorder.prefill
+    assert given["mK"].data_ptr() % 16 == 0
+    assert torch.equal(given["mK"], k.view(torch.uint8))
+    assert same_memory(given["mV"], v)
+
+
+def test_no_keys_run_by_reference(recorder):
+    for call, leading in ((dense, (2, 0)), (packed, (0,))):
+        with pytest.raises(UnsupportedError, match="there are no keys"):
+            call(k=half(*leading, 2, 64), v=half(*leading, 2, 64))
+    assert recorder.calls == []
+
+
+@pytest.mark.parametrize(("dtype", "unit"), [(torch.bfloat16, 8), (torch.float8_e4m3fn, 16)])
+@pytest.mark.parametrize("name", ["k", "v"])
+def test_offsets_of_keys_are_32_bit_numbers_of_16_bytes(dtype, unit, name):
+    def far(stride: int) -> torch.Tensor:
+        return torch.empty_strided((2, 256, 2, 64), (stride, 128, 64, 1), dtype=dtype, device="meta")
+
+    near, first_beyond = {"k": far(2**15), "v": far(2**15)}, 2**32 * unit - 255 * 128
+    prefill._refuse_uncovered_keys(**near | {name: far(first_beyond - unit)})
+    with pytest.raises(UnsupportedError, match="64 GB"):
+        prefill._refuse_uncovered_keys(**near | {name: far(first_beyond)})
+
+
 def test_queries_of_no_row_launch_nothing(recorder):
     out, lse = dense(q=half(2, 0, 4, 64))
     assert (out.shape, lse.shape) == ((2, 0, 4, 64), (2, 4, 0))
@@ -568,4 +597,6 @@ def test_float32_has_no_kernel(recorder, call):
     q, k = (torch.zeros(*leading, heads, 64) for leading, heads in zip(sizes, (4, 2), strict=True))
     with pytest.raises(UnsupportedError, match="bf16, fp16 and FP8"):
         call(q=q, k=k, v=k)
+    with pytest.raises(UnsupportedError, match="bf16, fp16 and FP8"):
+        call(q=q, k=k.to(torch.float8_e4m3fn), v=k.to(torch.float8_e4m3fn))
     assert recorder.calls == []

@@ -148,6 +148,13 @@ def test_layers_of_an_mlp_without_a_kernel_are_the_vendor_s_products(
     assert made.calls[0] == ("fused_mlp", (*plans[0], *plans[1]))
 
 
+def test_an_mlp_of_one_dimension_is_refused_before_a_launch(kernels: Callable[[Any], Kernels]) -> None:
+    made = kernels(2)
+    with pytest.raises(ValueError, match="fused_mlp: argument 'x': expected at least 2 dimensions"):
+        fused_mlp.kernel_op.launch(whole(12), whole(20, 12), None, whole(16, 20), None)
+    assert made.calls == []
+
+
 def test_an_mlp_writes_over_its_residual(kernels: Callable[[Any], Kernels]) -> None:
     for covered in (2, 1, 0):
         kernels(covered)

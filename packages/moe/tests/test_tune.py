@@ -177,12 +177,21 @@ def test_a_file_that_cannot_be_written_is_refused_before_the_search(
         tune.run(tune.Request(64, 2048, 1024, 8, out=out))
 
 
-def test_packaged_files_are_valid_and_name_variants() -> None:
+def unknown_variants(path: Path) -> set[str]:
+    """Of a file, which must be named after its GPU."""
+    found = tuned.read(path)
+    assert tuned.file_name(found["gpu"]) == path.name
     names = {str(variant) for variant in variants.VARIANTS}
-    for path in tuned.PACKAGED.glob("*.json"):
-        found = tuned.read(path)
-        assert tuned.file_name(found["gpu"]) == path.name
-        assert {variant for tokens in tuned.entries(found).values() for variant in tokens.values()} <= names
+    return {variant for tokens in tuned.entries(found).values() for variant in tokens.values()} - names
+
+
+def test_files_that_ship_name_variants_and_no_other_file_passes(tmp_path: Path) -> None:
+    assert all(unknown_variants(path) == set() for path in tuned.PACKAGED.glob("*.json"))
+    path = tmp_path / "h200.json"
+    tuned.write(path, "NVIDIA H200", "E1", tune.entry([tune.Found(1, {"aligned 7": 1.0}, "aligned 7")]))
+    assert unknown_variants(path) == {"aligned 7"}
+    with pytest.raises(AssertionError):
+        unknown_variants(path.rename(tmp_path / "h100.json"))
 
 
 def test_the_table_shows_the_gains() -> None:
