@@ -1,9 +1,12 @@
 """Choosing tokens and experts: top-k and sampling. See README.md for the ops."""
 
+from .chain_speculative_sampling import chain_speculative_sampling
 from .min_p_sampling import min_p_sampling_from_probs
 from .probabilities import softmax, top_k_renorm_probs, top_p_renorm_probs
+from .process_logits import process_logits
 from .sample_from_logits import sample_from_logits
 from .sampling_from_probs import sampling_from_probs
+from .token_logprobs import TokenLogprobs, token_logprobs
 from .top_k_sampling import top_k_sampling_from_probs, top_k_top_p_sampling_from_probs
 from .top_p_sampling import top_p_sampling_from_probs
 from .topk import topk_fwd
@@ -11,10 +14,14 @@ from .topk import topk_fwd
 __version__ = "0.1.0"
 
 __all__ = [
+    "TokenLogprobs",
+    "chain_speculative_sampling",
     "min_p_sampling_from_probs",
+    "process_logits",
     "sample_from_logits",
     "sampling_from_probs",
     "softmax",
+    "token_logprobs",
     "top_k_renorm_probs",
     "top_k_sampling_from_probs",
     "top_k_top_p_sampling_from_probs",

@@ -223,12 +223,7 @@ def filtered_draw(
     joint: bool = False,
 ) -> Draw:
     """One id per row from what the filters keep. Unless joint, top-p counts the mass that top-k left."""
-    order, sorted_mass = descending(order_by, mass)
-    kept = torch.ones_like(sorted_mass, dtype=torch.bool) if top_k is None else keep_top_k(order, top_k)
-    counted = ~kept.all(1, keepdim=True)
-    if top_p is not None:
-        kept = kept & keep_top_p(sorted_mass if joint else torch.where(kept, sorted_mass, 0), top_p)
-    kept = unsorted(kept, order)
+    order, kept, counted = keep_filtered(order_by, mass, top_k, top_p, joint)
     remaining = torch.where(counted & ~kept, 0, mass)
     words = random_words(keys, mass)
     if top_p is None:
@@ -251,6 +246,22 @@ def filtered_draw(
         remaining = torch.where(pending & (place >= first), 0, remaining)
         words = random_words(keys, mass, round_)
     raise AssertionError("the first entry is kept")
+
+
+def keep_filtered(
+    order_by: torch.Tensor,
+    mass: torch.Tensor,
+    top_k: torch.Tensor | None,
+    top_p: torch.Tensor | None,
+    joint: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The descending order, the ids that top-k and top-p keep, and the rows [B, 1] in which top-k dropped any."""
+    order, sorted_mass = descending(order_by, mass)
+    kept = torch.ones_like(sorted_mass, dtype=torch.bool) if top_k is None else keep_top_k(order, top_k)
+    counted = ~kept.all(1, keepdim=True)
+    if top_p is not None:
+        kept = kept & keep_top_p(sorted_mass if joint else torch.where(kept, sorted_mass, 0), top_p)
+    return order, unsorted(kept, order), counted
 
 
 def keep_top_k(order: torch.Tensor, top_k: torch.Tensor) -> torch.Tensor:
@@ -313,10 +324,10 @@ def draw(mass: torch.Tensor, valid: torch.Tensor, word: torch.Tensor) -> tuple[t
     return torch.where(valid, ids, 0).to(torch.int32), valid
 
 
-def random_words(keys: Keys, rows: torch.Tensor, round_: int = 0) -> torch.Tensor:
+def random_words(keys: Keys, rows: torch.Tensor, round_: int | torch.Tensor = 0) -> torch.Tensor:
     """The four 32-bit words of Philox4x32-10 with key = seed and counter = (offset, round), int64 [B, 1, 4].
 
-    [1, 1, 4] where all rows have one seed and one offset.
+    [1, 1, 4] where all rows have one seed and one offset. With a tensor of n rounds [B, n, 4].
     """
     seeds = per_row(keys.seed, keys.seed_value, rows.device)
     offsets = per_row(keys.offset, keys.offset_value, rows.device)
@@ -324,7 +335,7 @@ def random_words(keys: Keys, rows: torch.Tensor, round_: int = 0) -> torch.Tenso
         offsets = offsets + keys.offset_stride * torch.arange(rows.shape[0], device=rows.device)[:, None]
     key, counter = torch.broadcast_tensors(seeds, offsets)
     zero = torch.zeros_like(counter)
-    words = (counter & _WORD, (counter >> 32) & _WORD, zero + round_, zero)
+    words = torch.broadcast_tensors(counter & _WORD, (counter >> 32) & _WORD, zero + round_, zero)
     return philox4x32(torch.stack((key & _WORD, (key >> 32) & _WORD), dim=-1), torch.stack(words, dim=-1))
 
 

@@ -1,0 +1,174 @@
+"""Penalties, bias and allowed tokens: what an engine does to logits before it samples."""
+
+from __future__ import annotations
+
+import torch
+
+from kestrel_runtime import UnsupportedError, check, kernel_op
+
+from . import reference_logits
+from ._parameters import check_parameter, check_probs, number_or_tensor
+
+_OP = "process_logits"
+_NEUTRAL = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+
+
+def process_logits(
+    logits: torch.Tensor,
+    *,
+    token_ids: torch.Tensor | None = None,
+    lengths: torch.Tensor | None = None,
+    prompt_lengths: torch.Tensor | None = None,
+    repetition_penalty: float | torch.Tensor = 1.0,
+    presence_penalty: float | torch.Tensor = 0.0,
+    frequency_penalty: float | torch.Tensor = 0.0,
+    bias_ids: torch.Tensor | None = None,
+    bias_values: torch.Tensor | None = None,
+    bitmask: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Apply logit bias, repetition, frequency and presence penalties and an allowed-token bitmask to logits.
+
+    The steps run in this order, each rounded to float32:
+
+    1. bias: ``logit + sum of the token's bias_values``, the sum in float64.
+    2. repetition: a token of the history gets ``logit / penalty`` if its logit is positive, else ``logit * penalty``.
+    3. frequency: ``logit - penalty * count``, the count in the output tokens.
+    4. presence: ``logit - penalty`` for every token of the output.
+    5. bitmask: -inf for every token whose bit is 0, whatever the steps before gave.
+
+    logits: [B, V] float32, bf16 or fp16, any row stride.
+    token_ids: int32 or int64 [B, L], any row stride: prompt and output tokens of each row, needed by the penalties.
+        Ids below 0 or not below V are ignored.
+    lengths: int32 or int64 [B] (or [1]): the history is ``token_ids[b, :lengths[b]]``; None: all L.
+    prompt_lengths: int32 or int64 [B] (or [1]): the first of them are the prompt, whose tokens only the repetition
+        penalty counts; None: all are output.
+    repetition_penalty: a number > 0, or float32 [B] (or [1]); 1 is off. presence_penalty, frequency_penalty: a number,
+        or float32 [B] (or [1]); 0 is off. Numbers are rounded to float32.
+    bias_ids, bias_values: int32 or int64 [B, N] and float32 [B, N], any row stride: tokens and what is added to their
+        logits. A token may occur more than once; ids outside the vocabulary are ignored.
+    bitmask: int32 [B, ceil(V / 32)], any row stride: token i is allowed if bit i % 32 of word i // 32 is 1, as xgrammar
+        and llguidance write it. A row of -1 allows every token.
+
+    Returns float32 [B, V], in ``out`` if it is given (float32 or the dtype of logits, rounded once more; it may be
+    ``logits``). A row without an allowed token becomes -inf; sample_from_logits then gives id 0 and valid False.
+    Nothing is read on the host. There is no kernel yet: CUDA tensors run the PyTorch reference.
+
+    Raises ValueError or TypeError for a wrong dtype, rank, shape or device, a penalty without token_ids, bias_ids
+    without bias_values, and a repetition penalty that is not positive.
+    Semantics: vLLM's sampler; transformers' RepetitionPenaltyLogitsProcessor; xgrammar's apply_token_bitmask_inplace.
+
+    >>> logits, history = torch.tensor([[2.0, -1.0, 4.0, 0.5]]), torch.tensor([[0, 1, 1]])
+    >>> process_logits(logits, token_ids=history, repetition_penalty=2.0).tolist()
+    [[1.0, -2.0, 4.0, 0.5]]
+    >>> allowed = torch.tensor([[0b0111]], dtype=torch.int32)
+    >>> process_logits(logits, token_ids=history, frequency_penalty=0.5, bitmask=allowed).tolist()
+    [[1.5, -2.0, 4.0, -inf]]
+    """
+    penalties = {
+        "repetition_penalty": repetition_penalty,
+        "presence_penalty": presence_penalty,
+        "frequency_penalty": frequency_penalty,
+    }
+    if not isinstance(repetition_penalty, torch.Tensor):
+        check.number(_OP, "repetition_penalty", repetition_penalty, above=0)
+    numbers = {name: number_or_tensor(_OP, name, value) for name, value in penalties.items()}
+    if token_ids is None:
+        for name, (tensor, number) in numbers.items():
+            if tensor is not None or number != _NEUTRAL[name]:
+                check.fail(_OP, "token_ids", f"a tensor with a {name}", "None")
+    return _process_logits(
+        logits,
+        token_ids,
+        lengths,
+        prompt_lengths,
+        *numbers["repetition_penalty"],
+        *numbers["presence_penalty"],
+        *numbers["frequency_penalty"],
+        bias_ids,
+        bias_values,
+        bitmask,
+        out=out,
+    )
+
+
+def _check_ids(name: str, ids: torch.Tensor, logits: torch.Tensor) -> None:
+    check.tensor(_OP, name, ids, dtype=check.INTEGERS, ndim=2, last_contiguous=True)
+    check.shape(_OP, name, ids, (logits.shape[0], None))
+    check.same(_OP, "device", logits=logits, **{name: ids})
+
+
+def _check_process_logits(
+    logits: torch.Tensor,
+    token_ids: torch.Tensor | None,
+    lengths: torch.Tensor | None,
+    prompt_lengths: torch.Tensor | None,
+    repetition_penalty: torch.Tensor | None,
+    repetition_penalty_value: float,
+    presence_penalty: torch.Tensor | None,
+    presence_penalty_value: float,
+    frequency_penalty: torch.Tensor | None,
+    frequency_penalty_value: float,
+    bias_ids: torch.Tensor | None,
+    bias_values: torch.Tensor | None,
+    bitmask: torch.Tensor | None,
+    out: torch.Tensor | None = None,
+) -> None:
+    check_probs(_OP, logits, "logits")
+    if token_ids is not None:
+        _check_ids("token_ids", token_ids, logits)
+    for name, value in (("lengths", lengths), ("prompt_lengths", prompt_lengths)):
+        if value is not None and token_ids is None:
+            check.fail(_OP, name, "None without token_ids", "a tensor")
+        check_parameter(_OP, name, value, logits, *check.INTEGERS, rows_name="logits")
+    check_parameter(_OP, "repetition_penalty", repetition_penalty, logits, torch.float32, rows_name="logits")
+    check_parameter(_OP, "presence_penalty", presence_penalty, logits, torch.float32, rows_name="logits")
+    check_parameter(_OP, "frequency_penalty", frequency_penalty, logits, torch.float32, rows_name="logits")
+    if (bias_ids is None) != (bias_values is None):
+        missing, given = ("bias_ids", "bias_values") if bias_ids is None else ("bias_values", "bias_ids")
+        check.fail(_OP, missing, f"a tensor with {given}", "None")
+    if bias_ids is not None and bias_values is not None:
+        _check_ids("bias_ids", bias_ids, logits)
+        check.tensor(_OP, "bias_values", bias_values, dtype=torch.float32, ndim=2, last_contiguous=True)
+        check.shape(_OP, "bias_values", bias_values, tuple(bias_ids.shape))
+        check.same(_OP, "device", logits=logits, bias_values=bias_values)
+    if bitmask is not None:
+        check.tensor(_OP, "bitmask", bitmask, dtype=torch.int32, ndim=2, last_contiguous=True)
+        check.shape(_OP, "bitmask", bitmask, (logits.shape[0], (logits.shape[1] + 31) // 32))
+        check.same(_OP, "device", logits=logits, bitmask=bitmask)
+    if out is not None:
+        check.tensor(_OP, "out", out, dtype={torch.float32, logits.dtype}, last_contiguous=True)
+        check.shape(_OP, "out", out, tuple(logits.shape))
+        check.disjoint(_OP, "out", out)
+        check.same(_OP, "device", logits=logits, out=out)
+
+
+def _shape_of_logits(logits: torch.Tensor, *_parameters: object) -> torch.Tensor:
+    return torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
+
+
+@kernel_op(
+    reference=reference_logits.process_logits,
+    check=_check_process_logits,
+    out_may_be=("logits",),
+    shape=_shape_of_logits,
+)
+def _process_logits(
+    logits: torch.Tensor,
+    token_ids: torch.Tensor | None,
+    lengths: torch.Tensor | None,
+    prompt_lengths: torch.Tensor | None,
+    repetition_penalty: torch.Tensor | None,
+    repetition_penalty_value: float,
+    presence_penalty: torch.Tensor | None,
+    presence_penalty_value: float,
+    frequency_penalty: torch.Tensor | None,
+    frequency_penalty_value: float,
+    bias_ids: torch.Tensor | None,
+    bias_values: torch.Tensor | None,
+    bitmask: torch.Tensor | None,
+    *,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Each penalty as a tensor, or None and a number."""
+    raise UnsupportedError("no kernel yet")
