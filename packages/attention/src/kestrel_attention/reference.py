@@ -1,7 +1,8 @@
 """The attention ops in plain PyTorch: the specification of the kernels.
 
-Every op brings its queries, keys and values into one padded form and calls :func:`attend`. Nothing reads a value on
-the host, so every reference can be captured in a CUDA graph. How a paged cache is addressed is shared with
+Every op brings its queries, keys and values into one padded form and calls :func:`attend`. Nothing reads a CUDA tensor
+on the host, so every reference can be captured in a CUDA graph. On a CPU sequences of different lengths are read one at
+a time, so that short ones need no padding to the longest. How a paged cache is addressed is shared with
 kestrel_kvcache, and lives in kestrel_runtime.paged_cache.
 """
 
@@ -11,6 +12,7 @@ from typing import Any
 
 import torch
 
+from kestrel_runtime import check
 from kestrel_runtime.paged_cache import (
     as_bytes,
     as_fp8,
@@ -157,6 +159,48 @@ def flash_attn_with_kvcache(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, *rest: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     given = Paged(*rest)
+    if not _on_host(q) or q.shape[0] == 0:
+        return _over_cache(q, k_cache, v_cache, given)
+    parts = [
+        _over_cache(q[b : b + 1], *_of_sequence(k_cache, v_cache, given, b, length))
+        for b, length in enumerate(given.cache_seqlens.tolist())
+    ]
+    out, lse = zip(*parts, strict=True)
+    return torch.cat(out), torch.cat(lse)
+
+
+def _of_sequence(
+    k_cache: torch.Tensor, v_cache: torch.Tensor, given: Paged, b: int, length: int
+) -> tuple[torch.Tensor, torch.Tensor, Paged]:
+    """The arguments of sequence b alone, with the pages that its length needs."""
+    one = slice(b, b + 1)
+    table = given.block_table
+    changed: dict[str, Any] = {}
+    if table is None:
+        keys = slice(None) if given.k_zero is not None else slice(0, max(length, 1))  # INT4 has whole pages
+        k_cache, v_cache = k_cache[one, keys], v_cache[one, keys]
+        per_block = [name for name in ("k_scale", "v_scale", "k_zero", "v_zero") if _rank(getattr(given, name)) == 3]
+        changed = {name: getattr(given, name)[one, keys] for name in per_block}
+    else:
+        changed["block_table"] = table[one, : _round_up(max(length, 0), k_cache.shape[1]) // k_cache.shape[1]]
+    for name in ("cache_seqlens", "seq_ids", "prefix_lens"):
+        if getattr(given, name) is not None:
+            changed[name] = getattr(given, name)[one]
+    return k_cache, v_cache, given._replace(**changed)
+
+
+def _on_host(q: torch.Tensor) -> bool:
+    """Whether lengths may be read here."""
+    return q.is_cpu and check.has_memory(q)
+
+
+def _rank(x: torch.Tensor | None) -> int:
+    return 0 if x is None else x.ndim
+
+
+def _over_cache(
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, given: Paged
+) -> tuple[torch.Tensor, torch.Tensor]:
     scales = given[2:8]
     lengths = without_padding(given.cache_seqlens, given.k_tail, given.seq_ids)
     k, v = read_cache(k_cache, v_cache, given.block_table, lengths, *scales)
@@ -317,10 +361,54 @@ def flash_attn_varlen_func(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     total, heads, _ = q.shape
     batch = cu_seqlens_q.shape[0] - 1
-    dtype = _out_dtype(q)
+    out = q.new_zeros(q.shape, dtype=_out_dtype(q))
+    lse = q.new_full((heads, total), float("-inf"), dtype=torch.float32)
     if total == 0 or batch == 0 or max_seqlen_q == 0:
-        return q.new_zeros(q.shape, dtype=dtype), q.new_full((heads, total), float("-inf"), dtype=torch.float32)
+        return out, lse
 
+    scores = (softmax_scale, causal, (window_left, window_right), softcap, prefix_len, sinks)
+    scales = (q_scale, k_scale, v_scale)
+    if not _on_host(q):
+        bounds = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+        return _packed(q, k, v, *bounds, prefix_lens, block_table, seqused_k, scales, *scores)
+    starts_q = cu_seqlens_q.tolist()
+    starts_k = None if cu_seqlens_k is None else cu_seqlens_k.tolist()
+    for b in range(batch):
+        rows, one = slice(*starts_q[b : b + 2]), slice(b, b + 1)
+        if q[rows].shape[0] == 0:
+            continue
+        keys = slice(None) if block_table is not None else slice(*starts_k[b : b + 2])
+        held = starts_k[b + 1] - starts_k[b] if seqused_k is None else int(seqused_k[b])
+        of_q = cu_seqlens_q[b : b + 2] - starts_q[b]
+        of_k = None if starts_k is None else cu_seqlens_k[b : b + 2] - starts_k[b]
+        bounds = (of_q, of_k, max_seqlen_q, min(max_seqlen_k, max(held, 0)))
+        own = (None if x is None else x[one] for x in (prefix_lens, block_table, seqused_k))
+        out[rows], lse[:, rows] = _packed(q[rows], k[keys], v[keys], *bounds, *own, scales, *scores)
+    return out, lse
+
+
+def _packed(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    prefix_lens: torch.Tensor | None,
+    block_table: torch.Tensor | None,
+    seqused_k: torch.Tensor | None,
+    scales: tuple[torch.Tensor | None, ...],
+    softmax_scale: float | None,
+    causal: bool,
+    window: tuple[int, int],
+    softcap: float,
+    prefix_len: int,
+    sinks: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sequences padded to the longest, and back."""
+    total, batch = q.shape[0], cu_seqlens_q.shape[0] - 1
+    q_scale, k_scale, v_scale = scales
     max_seqlen_q = min(max_seqlen_q, total)  # bounds may be far above what the tensors hold
     lengths_q = cu_seqlens_q.diff()
     lengths_k = cu_seqlens_k.diff() if seqused_k is None else seqused_k
@@ -344,7 +432,7 @@ def flash_attn_varlen_func(
         lengths_k - lengths_q,
         softmax_scale,
         causal,
-        (window_left, window_right),
+        window,
         softcap,
         prefix_len if prefix_lens is None else prefix_lens,
         sinks,
@@ -357,7 +445,7 @@ def flash_attn_varlen_func(
     index = index.clamp(0, max_seqlen_q - 1)
     packed = torch.where(owned[:, None, None], out[sequence, index], 0.0)
     packed_lse = torch.where(owned, lse[sequence, :, index].T, float("-inf"))
-    return packed.to(dtype), packed_lse
+    return packed.to(_out_dtype(q)), packed_lse
 
 
 def _unpack(x: torch.Tensor, cu_seqlens: torch.Tensor, longest: int) -> torch.Tensor:
