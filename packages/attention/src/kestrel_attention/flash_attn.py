@@ -67,7 +67,11 @@ def flash_attn_func(
     op = "flash_attn_func"
     left, right = arguments.window(op, window_size)
     length, lengths = arguments.prefix(op, prefix_len)
-    arguments.check_result(op, return_lse, out, q, k=k, v=v)
+    others = {}
+    if out is not None:
+        others = {"k": k, "v": v, "q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
+        others |= {"prefix_len": prefix_len, "sinks": sinks}
+    arguments.check_result(op, return_lse, out, q, **others)
     result, lse = _flash_attn_func(
         q, k, v, softmax_scale, causal, left, right, softcap, length, lengths, q_scale, k_scale, v_scale, sinks
     )
@@ -130,7 +134,12 @@ def flash_attn_varlen_func(
     op = "flash_attn_varlen_func"
     left, right = arguments.window(op, window_size)
     length, lengths = arguments.prefix(op, prefix_len)
-    arguments.check_result(op, return_lse, out, q, k=k, v=v)
+    others = {}
+    if out is not None:
+        others = {"k": k, "v": v, "q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
+        others |= {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "seqused_k": seqused_k}
+        others |= {"block_table": block_table, "prefix_len": prefix_len, "sinks": sinks}
+    arguments.check_result(op, return_lse, out, q, **others)
     result, lse = _flash_attn_varlen_func(
         q,
         k,

@@ -163,8 +163,10 @@ def flash_attn_with_kvcache(
     left, right = arguments.window(_OP, window_size)
     length, lengths = (0, None) if prefix_len is None else arguments.prefix(_OP, prefix_len)
     if out is not None or type(return_lse) is not bool:
-        written = {"k_cache": k_cache, "v_cache": v_cache, "k": k, "v": v, "k_scale": k_scale, "v_scale": v_scale}
-        arguments.check_result(_OP, return_lse, out, q, **written, k_zero=k_zero, v_zero=v_zero, k_tail=k_tail)
+        others = {"k_cache": k_cache, "v_cache": v_cache, "k": k, "v": v, "k_scale": k_scale, "v_scale": v_scale}
+        others |= {"k_zero": k_zero, "v_zero": v_zero, "k_tail": k_tail, "seq_ids": seq_ids, "sinks": sinks}
+        others |= {"cache_seqlens": cache_seqlens, "block_table": block_table, "prefix_len": prefix_len}
+        arguments.check_result(_OP, return_lse, out, q, **others)
     scores = (softmax_scale, causal, left, right, softcap, length, lengths, num_splits, sinks)
     cache = (cache_seqlens, block_table, k_scale, v_scale)
     int4 = (k_zero, v_zero, k_tail, seq_ids)

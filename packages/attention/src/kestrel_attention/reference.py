@@ -1,7 +1,8 @@
 """The attention ops in plain PyTorch: the specification of the kernels.
 
-Every op brings its queries, keys and values into one padded form and calls :func:`attend`. Nothing reads a value on
-the host, so every reference can be captured in a CUDA graph. How a paged cache is addressed is shared with
+Every op brings its queries, keys and values into one padded form and calls :func:`attend`. Nothing reads a CUDA tensor
+on the host, so every reference can be captured in a CUDA graph. On a CPU sequences of different lengths are read one at
+a time, so that short ones need no padding to the longest. How a paged cache is addressed is shared with
 kestrel_kvcache, and lives in kestrel_runtime.paged_cache.
 """
 
@@ -11,6 +12,7 @@ from typing import Any
 
 import torch
 
+from kestrel_runtime import check
 from kestrel_runtime.paged_cache import (
     as_bytes,
     as_fp8,
@@ -171,6 +173,47 @@ def flash_attn_with_kvcache_append_int(
 def _attend_to_cache(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, given: Cached
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    if not _on_host(q) or q.shape[0] == 0:
+        return _attend_padded(q, k_cache, v_cache, given)
+    parts = [
+        _attend_padded(q[b : b + 1], *_of_sequence(k_cache, v_cache, given, b, length))
+        for b, length in enumerate(given.cache_seqlens.tolist())
+    ]
+    out, lse = zip(*parts, strict=True)
+    return torch.cat(out), torch.cat(lse)
+
+
+def _of_sequence(
+    k_cache: torch.Tensor, v_cache: torch.Tensor, given: Cached, b: int, length: int
+) -> tuple[torch.Tensor, torch.Tensor, Cached]:
+    """The arguments of sequence b alone, with the pages that its length needs."""
+    one, codes, table = slice(b, b + 1), given.codes, given.block_table
+    if table is None:
+        keys = slice(None) if codes.k_zero is not None else slice(0, max(length, 1))  # INT4 has whole pages
+        k_cache, v_cache = k_cache[one, keys], v_cache[one, keys]
+        of_keys = {name: x for name, x in codes._asdict().items() if x is not None and x.ndim == 3}
+        codes = codes._replace(**{name: x[one, keys] for name, x in of_keys.items()})
+    else:
+        table = table[one, : _round_up(max(length, 0), k_cache.shape[1]) // k_cache.shape[1]]
+    if codes.seq_ids is not None:
+        codes = codes._replace(seq_ids=codes.seq_ids[one])
+    scores, lengths = _scores_of(given.scores, b), given.cache_seqlens[one]
+    return k_cache, v_cache, given._replace(cache_seqlens=lengths, block_table=table, codes=codes, scores=scores)
+
+
+def _scores_of(scores: Scores, b: int) -> Scores:
+    """Those of sequence b."""
+    return scores if scores.prefix_lens is None else scores._replace(prefix_lens=scores.prefix_lens[b : b + 1])
+
+
+def _on_host(q: torch.Tensor) -> bool:
+    """Whether lengths may be read here."""
+    return q.is_cpu and check.has_memory(q)
+
+
+def _attend_padded(
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, given: Cached
+) -> tuple[torch.Tensor, torch.Tensor]:
     lengths = without_padding(given.cache_seqlens, given.codes.k_tail, given.codes.seq_ids)
     k, v = read_cache(k_cache, v_cache, given.block_table, lengths, *given.codes)
     present = keys_present(lengths, given.block_table, *k_cache.shape[:2])
@@ -234,14 +277,42 @@ def flash_attn_varlen_func(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     given = Packed.of(*rest)
-    cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k = given[:4]
-    scales = given.scales
+    cu_seqlens_q, cu_seqlens_k = given.cu_seqlens_q, given.cu_seqlens_k
     total, heads, _ = q.shape
     batch = cu_seqlens_q.shape[0] - 1
-    dtype = _out_dtype(q)
-    if total == 0 or batch == 0 or max_seqlen_q == 0:
-        return q.new_zeros(q.shape, dtype=dtype), q.new_full((heads, total), float("-inf"), dtype=torch.float32)
+    out = q.new_zeros(q.shape, dtype=_out_dtype(q))
+    lse = q.new_full((heads, total), float("-inf"), dtype=torch.float32)
+    if total == 0 or batch == 0 or given.max_seqlen_q == 0:
+        return out, lse
+    if not _on_host(q):
+        return _attend_packed(q, k, v, given)
 
+    starts_q = cu_seqlens_q.tolist()
+    starts_k = None if cu_seqlens_k is None else cu_seqlens_k.tolist()
+    for b in range(batch):
+        rows, one = slice(*starts_q[b : b + 2]), slice(b, b + 1)
+        if q[rows].shape[0] == 0:
+            continue
+        keys = slice(None) if given.block_table is not None else slice(*starts_k[b : b + 2])
+        held = starts_k[b + 1] - starts_k[b] if given.seqused_k is None else int(given.seqused_k[b])
+        alone = given._replace(
+            cu_seqlens_q=cu_seqlens_q[b : b + 2] - starts_q[b],
+            cu_seqlens_k=None if starts_k is None else cu_seqlens_k[b : b + 2] - starts_k[b],
+            max_seqlen_k=min(given.max_seqlen_k, max(held, 0)),
+            scores=_scores_of(given.scores, b),
+            block_table=None if given.block_table is None else given.block_table[one],
+            seqused_k=None if given.seqused_k is None else given.seqused_k[one],
+        )
+        out[rows], lse[:, rows] = _attend_packed(q[rows], k[keys], v[keys], alone)
+    return out, lse
+
+
+def _attend_packed(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, given: Packed
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sequences padded to the longest, and back."""
+    cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k = given[:4]
+    scales, total, batch = given.scales, q.shape[0], cu_seqlens_q.shape[0] - 1
     max_seqlen_q = min(max_seqlen_q, total)  # bounds may be far above what the tensors hold
     lengths_q = cu_seqlens_q.diff()
     lengths_k = cu_seqlens_k.diff() if given.seqused_k is None else given.seqused_k
@@ -268,7 +339,7 @@ def flash_attn_varlen_func(
     index = index.clamp(0, max_seqlen_q - 1)
     packed = torch.where(owned[:, None, None], out[sequence, index], 0.0)
     packed_lse = torch.where(owned, lse[sequence, :, index].T, float("-inf"))
-    return packed.to(dtype), packed_lse
+    return packed.to(_out_dtype(q)), packed_lse
 
 
 def _unpack(x: torch.Tensor, cu_seqlens: torch.Tensor, longest: int) -> torch.Tensor:
