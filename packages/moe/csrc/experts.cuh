@@ -411,8 +411,8 @@ __device__ __forceinline__ void multiply_experts(const ExpertsParams& p) {
         }
       }
     }
-    if (IN_KERNEL && !up &&
-        p.arrivals) {  // the last CTA that stores an item of a slice sums all tokens' choices, in order
+    // The last CTA that stores an item of a slice sums the choices of every token, in order.
+    if (IN_KERNEL && !up && p.arrivals) {
       __threadfence();
       __syncthreads();
       if (threadIdx.x == 0) is_last = atomicAdd(p.arrivals + slice, 1u) == static_cast<unsigned>(tiles - 1);
