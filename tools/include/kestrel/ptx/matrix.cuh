@@ -27,6 +27,15 @@ __device__ __forceinline__ void store_matrices(uint32_t address, const unsigned 
 #endif
 }
 
+// The same of the transposed matrices.
+__device__ __forceinline__ void store_matrices_transposed(uint32_t address, const unsigned (&m)[4]) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(m[0]),
+               "r"(m[1]), "r"(m[2]), "r"(m[3])
+               : "memory");
+#endif
+}
+
 // A pair of 16-bit elements from two floats, the first one in the low half; and back.
 template <typename T>
 __device__ __forceinline__ unsigned pack_pair(float2 pair) {
