@@ -103,3 +103,32 @@ def test_a_reset_cache_forgets_where_padding_was(model):
     torch.testing.assert_close(logits(model, cache, ids), logits(model, None, ids), **ROUNDING)
     cache.crop(4)  # refused while padding lies before the tenth token
     assert cache.lengths.tolist() == [4, 4]
+
+
+LONG = [*((kind, served) for kind in ("int8", "int4") for served in (True, False)), ("auto", False), ("fp8", False)]
+FLIPPED = {"auto": 1e-4, "fp8": 0.02, "int8": 0.005, "int4": 0.05}
+"""The relative error of logits where another order of sums moves some values to the next code."""
+
+
+@pytest.mark.parametrize(("kind", "served"), LONG)
+@pytest.mark.parametrize("family", ["mistral", "gemma2"])
+def test_a_long_second_prompt_sees_what_single_tokens_see(tiny_transformer, monkeypatch, family, kind, served):
+    """Over pages that prefill kernels do not read, and where no kernel covers the call, keys are gathered."""
+    monkeypatch.setattr("kestrel_kernels.integrations.transformers.cache.serves", lambda *_: served)
+    model = tiny_transformer(family)
+    integration.apply(model)
+    ids = ids_of(2, 27)
+    mask = torch.ones_like(ids)
+    mask[0, :3], mask[1, 12:15] = 0, 0
+    positions, found = (mask.cumsum(1) - 1).clamp(min=0), []
+    for sizes in ([8, 1, 18], [8, *[1] * 19]):
+        cache, start, parts = KestrelCache(model.config, kv_cache=kind, max_tokens=27), 0, []
+        for size in sizes:
+            stop = start + size
+            given = {"attention_mask": mask[:, :stop], "position_ids": positions[:, start:stop]}
+            with torch.no_grad():
+                parts.append(model(ids[:, start:stop], past_key_values=cache, use_cache=True, **given).logits)
+            start = stop
+        assert cache.lengths.tolist() == mask.sum(1).tolist()
+        found.append(torch.cat(parts, 1)[mask.bool()])
+    assert (found[0] - found[1]).norm() <= FLIPPED[kind] * found[1].norm()
