@@ -342,6 +342,8 @@ def test_a_call_over_a_cache_gives_the_kernel_its_tensors_and_sizes(recorder):
     assert all(given[name] is x for name, x in tensors.items())
     assert same_memory(given["mLse"], lse)
     assert (out.shape, lse.shape) == (q.shape, (2, 4, 40))
+    assert out.is_contiguous()
+    assert lse.is_contiguous()
     assert flags(given) == {"has_lengths": 1, "has_block_table": 1}
     sizes = {"max_queries": 40, "max_keys": 48, "appended": 0, "group_size": 2, "batch": 2, "window_right": 0}
     assert {name: given[name] for name in sizes} == sizes
@@ -394,6 +396,7 @@ def test_new_rows_are_appended_before_the_kernel_reads_them(recorder, storage, k
         assert same_memory(append[field], x), field
     assert append["mLengths"] is lengths
     assert (append["mTable"] is table) is paged
+    assert append["mTable"] is not None
     assert append["mNewK"].dtype == append["mNewV"].dtype == rows
     heads = (2, 1) if scales else (0, 0)
     assert tuple(append[x] for x in AppendScalars._fields) == (int(paged), *heads, 1)
@@ -442,6 +445,21 @@ def test_a_cache_at_an_unaligned_address_runs_by_reference(recorder):
             with pytest.raises(UnsupportedError, match="16 bytes"):
                 cached(**{name: base}, **new)
     assert recorder.calls == []
+
+
+@pytest.mark.parametrize("name", ["k_cache", "v_cache"])
+def test_a_cache_of_codes_at_an_odd_address_runs_by_reference(recorder, name):
+    codes = torch.zeros(6 * 16 * 2 * 64 + 1, dtype=torch.uint8)
+    caches = {"k_cache": codes[:-1].view(6, 16, 2, 64), "v_cache": codes[:-1].view(6, 16, 2, 64)}
+    with pytest.raises(UnsupportedError, match="16 bytes"):
+        cached(**caches | {name: codes[1:].view(6, 16, 2, 64)})
+    assert recorder.calls == []
+
+
+def test_what_shapes_the_scores_reaches_the_kernel_over_a_cache(recorder):
+    how = {"softmax_scale": 0.5, "window_left": 3, "window_right": 4, "softcap": 2.0, "prefix_len": 6}
+    cached(**how)
+    assert {name: recorder.prefill[name] for name in how} == how
 
 
 def launch_over_a_cache(**more: Any) -> tuple[Any, tuple[torch.Tensor, Any]]:

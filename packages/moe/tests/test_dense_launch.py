@@ -148,6 +148,28 @@ def test_layers_of_an_mlp_without_a_kernel_are_the_vendor_s_products(
     assert made.calls[0] == ("fused_mlp", (*plans[0], *plans[1]))
 
 
+def test_each_layer_is_launched_by_the_plan_of_its_own_sizes(
+    kernels: Callable[[Any], Kernels], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plans = {
+        (6, 12, 20, 12): Plan(Kernel.COOPERATIVE, 128, 2, 1, 2),
+        (6, 20, 16, 20): Plan(Kernel.STREAM, splits=5),
+    }
+    made = kernels(2)
+
+    def choose(x: Tensor, outputs: int, width: int) -> Plan:
+        return plans[(*x.shape, outputs, width)]
+
+    for module in (linear, importlib.import_module("kestrel_moe.fused_mlp")):
+        monkeypatch.setattr(module, "choose", choose)
+    fused_mlp.kernel_op.launch(whole(2, 3, 12), whole(20, 12), None, whole(16, 20), None)
+    fused_linear_residual.kernel_op.launch(whole(6, 12), whole(20, 12), None, whole(6, 20))
+    assert made.calls == [
+        ("fused_mlp", (3, 128, 2, 1, 2, 2, 0, 1, 1, 5)),
+        ("fused_linear_residual", (3, 128, 2, 1, 2)),
+    ]
+
+
 def test_an_mlp_of_one_dimension_is_refused_before_a_launch(kernels: Callable[[Any], Kernels]) -> None:
     made = kernels(2)
     with pytest.raises(ValueError, match="fused_mlp: argument 'x': expected at least 2 dimensions"):
