@@ -9,8 +9,8 @@
 #include <kestrel/pack.cuh>
 #include <kestrel/pdl.cuh>
 #include <kestrel/ptx/cluster.cuh>
-#include <kestrel/ptx/matrix.cuh>
 #include <kestrel/ptx/mbarrier.cuh>
+#include <kestrel/ptx/named_barrier.cuh>
 #include <kestrel/ptx/shared.cuh>
 #include <kestrel/ptx/tma.cuh>
 #include <kestrel/ptx/wgmma.cuh>

@@ -13,6 +13,7 @@
 #include <kestrel/ptx/cp_async.cuh>
 #include <kestrel/ptx/matrix.cuh>
 #include <kestrel/ptx/mbarrier.cuh>
+#include <kestrel/ptx/named_barrier.cuh>
 #include <kestrel/ptx/shared.cuh>
 #include <kestrel/ptx/wgmma.cuh>
 

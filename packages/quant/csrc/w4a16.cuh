@@ -16,6 +16,7 @@
 #include <kestrel/ptx/cluster.cuh>
 #include <kestrel/ptx/cp_async.cuh>
 #include <kestrel/ptx/mma.cuh>
+#include <kestrel/ptx/named_barrier.cuh>
 #include <kestrel/ptx/shared.cuh>
 #include <type_traits>
 
@@ -296,9 +297,8 @@ __global__ void __launch_bounds__(Tile::threads* Tile::parts, Tile::min_ctas)
   uint32_t at = 0, free_stage = (S - 1) * Stage::bytes;
   for (int step = first_step; step < last_step; ++step) {
     ptx::cp_async_wait<S - 2>();
-    // The stage is there for all warps of this slice of K, and all are done with the one before. Barrier 0 is that of
-    // __syncthreads().
-    asm volatile("bar.sync %0, %1;" ::"r"(part_of_cta + 1), "n"(Tile::threads) : "memory");
+    // The stage is there for all warps of this slice of K, and all are done with the one before.
+    ptx::named_barrier(1 + part_of_cta, Tile::threads);
     if (step + S - 1 < last_step) {
       load_weights(free_stage);
 #pragma unroll

@@ -1,4 +1,4 @@
-// 8 x 8 matrices of 16-bit elements between shared memory and registers, and barriers of some of a CTA's threads.
+// 8 x 8 matrices of 16-bit elements between shared memory and registers, and pairs of such elements.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -55,11 +55,6 @@ __device__ __forceinline__ float2 unpack_pair(unsigned pair) {
   } else {
     return make_float2(__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u));
   }
-}
-
-// bar.sync over `threads` threads. Barrier 0 is that of __syncthreads().
-__device__ __forceinline__ void named_barrier(int barrier, int threads) {
-  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
 }  // namespace kestrel::ptx
