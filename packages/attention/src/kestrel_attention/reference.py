@@ -67,19 +67,19 @@ def attend(
     rows = (q * scale).unflatten(2, out.shape[1:3]).permute(0, 2, 3, 1, 4)  # [B, Hk, H/Hk, Sq, D]
     present = torch.nn.functional.pad(present, (0, _round_up(keys, _KEYS) - keys))
     position = first[:, None, None] + torch.arange(queries, device=q.device)[:, None]  # [B, Sq, 1]
-    prefix = prefix[:, None, None] if isinstance(prefix, torch.Tensor) else prefix
     left, right = window[0], 0 if causal else window[1]
-    visible = _visible(present[:, None], position, left, right, prefix)
     if sinks is not None:
         sinks = sinks.float().unflatten(0, out.shape[1:3])[..., None, None]  # [Hk, H/Hk, 1, 1]
         lse = lse.maximum(sinks[..., 0])
 
     for b in range(batch if keys > 0 else 0):
         k_blocks, v_blocks = _blocks(k[b], present[b]), _blocks(v[b], present[b])
+        always = prefix[b] if isinstance(prefix, torch.Tensor) else prefix
         for start in range(0, queries, _QUERIES):
             chunk = slice(start, start + _QUERIES)
+            visible = _visible(present[b], position[b, chunk], left, right, always)
             out[b, :, :, chunk], lse[b, :, :, chunk] = _attend_chunk(
-                rows[b, :, :, chunk], k_blocks, v_blocks, visible[b, chunk], softcap, sinks
+                rows[b, :, :, chunk], k_blocks, v_blocks, visible, softcap, sinks
             )
     return out.permute(0, 3, 1, 2, 4).flatten(2, 3), lse.flatten(1, 2)
 
@@ -132,9 +132,12 @@ def _round_up(count: int, multiple: int) -> int:
 def _visible(
     present: torch.Tensor, position: torch.Tensor, left: int, right: int, prefix: torch.Tensor | int
 ) -> torch.Tensor:
-    """Which keys each query sees, bool [B, Sq, L]: those in its window (-1 is unbounded) or below the prefix."""
+    """Which keys each query sees, bool [N, L]: those in its window (-1 is unbounded) or below the prefix.
+
+    present: bool [L]. position: integers [N, 1].
+    """
     if left < 0 and right < 0:
-        return present.expand(-1, position.shape[1], -1)
+        return present.expand(position.shape[0], -1)
     left, right = min(left, _FAR), min(right, _FAR)
     key = torch.arange(present.shape[-1], device=present.device)
     inside = key <= position + right if right >= 0 else key >= position - left
