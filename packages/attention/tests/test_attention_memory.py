@@ -101,3 +101,10 @@ def test_a_table_wider_than_its_sequences_costs_no_memory() -> None:
     with LargestTensor() as largest:
         reference.flash_attn_with_kvcache(q, cache, cache, ints(20, 7), table, *[None] * 6, *numbers)
     assert largest.bytes < 8 * cache.untyped_storage().nbytes()  # gathered in whole, K is 100 times as large
+
+
+def test_memory_grows_with_the_keys_and_not_with_their_square() -> None:
+    q = torch.zeros(1, 2048, 1, 8)
+    with LargestTensor() as largest:
+        reference.flash_attn_func(q, q, q, None, True, 64, -1, 0.0, 0, *[None] * 5)
+    assert largest.bytes <= 32 * 2048 * 8  # a square of bools is 8 times as large

@@ -99,6 +99,24 @@ def test_router_logits_of_too_many_tokens_or_experts_are_the_vendor_s_product(
     assert took == ["kernel", "kernel", "kernel", "vendor"]
 
 
+@pytest.mark.parametrize("name", ["x", "weight", "bias"])
+def test_the_vendor_s_product_gets_no_out_that_overlaps(name: str) -> None:
+    """Launches run on CPU tensors here: the products are torch's."""
+    given = {"x": torch.zeros(70, 16), "weight": torch.zeros(16, 16), "bias": torch.zeros(16)}
+    memory = torch.zeros(140 * 16)
+    out = memory[: 70 * 16].view(70, 16)
+    refused = f": argument 'out': .* shares no memory with '{name}', got tensors that overlap"
+    gemv.kernel_op.launch(**given, out=out)
+    overlapping = {**given, name: memory[8 : 8 + given[name].numel()].view_as(given[name])}
+    with pytest.raises(ValueError, match="gemv" + refused):
+        gemv.kernel_op.launch(**overlapping, out=out)
+    del given["bias"], overlapping["bias"]
+    if name != "bias":
+        router_gemm.kernel_op.launch(**given, out=out)
+        with pytest.raises(ValueError, match="router_gemm" + refused):
+            router_gemm.kernel_op.launch(**overlapping, out=out)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("choices", [0, 1, 2, 8, 11])
 @pytest.mark.parametrize("tokens", [0, 1, 16, 257])

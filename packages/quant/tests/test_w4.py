@@ -12,7 +12,7 @@ from torch._subclasses import FakeTensorMode
 
 from kestrel_quant import W4Weight, pack_w4, w4_from_awq, w4_from_gptq, w4a16_linear
 from kestrel_quant._w4_layout import pack_codes, unpack_codes
-from kestrel_quant.w4a16 import from_codes
+from kestrel_quant.w4a16 import _w4a16_linear, from_codes
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -361,3 +361,14 @@ def test_a_weight_moves_to_devices_alone(device: object) -> None:
 def test_a_fake_weight_is_not_packed() -> None:
     with FakeTensorMode(), pytest.raises(ValueError, match="pack_w4: argument 'weight': .* got a fake tensor"):
         pack_w4(torch.randn(8, 32), 16)
+
+
+@pytest.mark.parametrize("name", ["x", "bias"])
+def test_the_vendor_s_product_gets_no_out_that_overlaps(name: str) -> None:
+    """The launch refuses it before it dequantises the weight, so CPU tensors will do."""
+    w = pack_w4(torch.randn(32, 32), 16)
+    out = torch.zeros(200, 32)
+    given = {"x": torch.zeros(200, 32), "bias": torch.zeros(32)}
+    given[name] = out if name == "x" else out[3]
+    with pytest.raises(ValueError, match=f"w4a16_linear: argument 'out': .* shares no memory with '{name}'"):
+        _w4a16_linear.kernel_op.launch(given["x"], w.codes, w.scales, None, None, 16, given["bias"], out=out)

@@ -62,17 +62,18 @@ def attend(
     rows = (q * scale).unflatten(2, out.shape[1:3]).permute(0, 2, 3, 1, 4)  # [B, Hk, H/Hk, Sq, D]
     present = torch.nn.functional.pad(present, (0, _round_up(keys, _KEYS) - keys))
     position = first[:, None, None] + torch.arange(queries, device=q.device)[:, None]  # [B, Sq, 1]
-    visible = _visible(present[:, None], position, scores)
     if sinks is not None:
         sinks = sinks.float().unflatten(0, out.shape[1:3])[..., None, None]  # [Hk, H/Hk, 1, 1]
         lse = lse.maximum(sinks[..., 0])
 
     for b in range(batch if keys > 0 else 0):
         k_blocks, v_blocks = _blocks(k[b], present[b]), _blocks(v[b], present[b])
+        own = _scores_of(scores, b)
         for start in range(0, queries, _QUERIES):
             chunk = slice(start, start + _QUERIES)
+            visible = _visible(present[b], position[b, chunk], own)
             out[b, :, :, chunk], lse[b, :, :, chunk] = _attend_chunk(
-                rows[b, :, :, chunk], k_blocks, v_blocks, visible[b, chunk], scores.softcap, sinks
+                rows[b, :, :, chunk], k_blocks, v_blocks, visible, scores.softcap, sinks
             )
     return out.permute(0, 3, 1, 2, 4).flatten(2, 3), lse.flatten(1, 2)
 
@@ -123,17 +124,19 @@ def _round_up(count: int, multiple: int) -> int:
 
 
 def _visible(present: torch.Tensor, position: torch.Tensor, scores: Scores) -> torch.Tensor:
-    """Which keys each query sees, bool [B, Sq, L]: those in its window (-1 is unbounded) or below the prefix."""
+    """Which keys each query of a sequence sees, bool [N, L]: those in its window (-1 is unbounded) or below the prefix.
+
+    present: bool [L]. position: integers [N, 1].
+    """
     left, right = scores.window_left, 0 if scores.causal else scores.window_right
     if left < 0 and right < 0:
-        return present.expand(-1, position.shape[1], -1)
+        return present.expand(position.shape[0], -1)
     left, right = min(left, _FAR), min(right, _FAR)
     key = torch.arange(present.shape[-1], device=present.device)
     inside = key <= position + right if right >= 0 else key >= position - left
     if left >= 0 and right >= 0:
         inside = inside & (key >= position - left)
-    prefix = scores.prefix[:, None, None] if isinstance(scores.prefix, torch.Tensor) else scores.prefix
-    return present & (inside | (key < prefix))
+    return present & (inside | (key < scores.prefix))
 
 
 def _decode(x: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:

@@ -231,7 +231,9 @@ def _w4a16_linear(
     tokens = x.shape[0] if x.ndim == 2 else x.shape[:-1].numel()
     if x.ndim != 2 or tokens > _TOKENS_OF_KERNEL or permutation is not None:
         _check_w4a16_linear(x, codes, scales, zeros, permutation, group_size, bias, out)
-        check.no_overlap("w4a16_linear", "out", result, "x", x)
+        for name, part in (("x", x), ("bias", bias), ("w", codes), ("w", scales), ("w", zeros)):
+            if out is not None and part is not None:
+                check.no_overlap("w4a16_linear", "out", out, name, part)
         if permutation is not None:
             x = x.index_select(-1, permutation)
         x, into = x.reshape(tokens, x.shape[-1]), result.reshape(tokens, rows)
