@@ -28,6 +28,8 @@ from workspace import (
 )
 
 RELEASE = ROOT / "dist" / "release"
+# A GPU instruction has 16 bytes: contexts of LZMA by position in an instruction save 3 % against the plain preset.
+XZ_FILTERS = [{"id": lzma.FILTER_LZMA2, "preset": 9, "lc": 0, "lp": 4, "pb": 4}]
 NOT_OURS = ("libtvm_ffi.so", "libcute_dsl_runtime.so")  # found beside other installed packages, never copied in
 
 
@@ -63,7 +65,7 @@ def pack(wheel: Path) -> None:
     changed = {}
     for info in list(members):
         if info.filename.endswith(".so"):
-            content = lzma.compress(members.pop(info), preset=9)
+            content = lzma.compress(members.pop(info), filters=XZ_FILTERS)
             changed[info.filename] = info.filename = f"{info.filename}.xz"
             members[info] = content
     (record,) = (info for info in members if info.filename.endswith(".dist-info/RECORD"))

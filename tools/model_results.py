@@ -417,7 +417,10 @@ def engine_table(name: str, found: Json) -> str:
     ]
     for row in found["rows"]:
         way, memory = ENGINE_WAYS[row["way"]], f"{row['peak_gib']:.1f} GiB" if row["peak_gib"] else ""
-        figures = f"{row['tokens_per_second']:.0f} | {row['first_ms']:.0f} ms | {memory}"
+        if "error" in row:
+            figures = f"failed ({row['error'].split(':')[0]}) | | "
+        else:
+            figures = f"{row['tokens_per_second']:.0f} | {row['first_ms']:.0f} ms | {memory}"
         weights = {"w4": "4 bits"}.get(row.get("weights", "bf16"), "bf16")
         lines.append(f"| {way} | {weights} | {NAMES[row['kv_cache']]} | {row['batch']} | {figures} |")
     return "\n".join(lines) + "\n"

@@ -12,11 +12,14 @@ of the rows it was drawn from.
 from __future__ import annotations
 
 import argparse
+import ast
+import functools
 import hashlib
+import inspect
 import json
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from kestrel_runtime.bench.definition import kind_of
@@ -66,9 +69,22 @@ def plot_path(results: Path, op: str) -> Path:
 
 def digest(rows: Sequence[Row]) -> str:
     """A digest of the data that a plot shows and of the code that draws it."""
+    candidates = list(dict.fromkeys(row.candidate for row in rows))
+    colours = [_colour(candidate, candidates) for candidate in candidates]
     shown = [{name: getattr(row, name) for name in SHOWN} for row in rows]
-    drawing = Path(__file__).read_text(encoding="utf-8").partition("# -- plots")[2]
-    return hashlib.sha256((json.dumps(shown) + drawing).encode()).hexdigest()[:16]
+    return hashlib.sha256((json.dumps([shown, colours]) + _code(draw)).encode()).hexdigest()[:16]
+
+
+@functools.cache
+def _code(function: Callable[..., object]) -> str:
+    """The source lines of a function without its docstring and its comments: the same for all versions of Python."""
+    source = inspect.getsource(function)
+    [tree] = ast.parse(source).body
+    assert isinstance(tree, ast.FunctionDef)
+    docstring = tree.body[0] if ast.get_docstring(tree) is not None else None
+    prose = range(docstring.lineno, (docstring.end_lineno or 0) + 1) if docstring else ()
+    lines = enumerate(source.splitlines(), start=1)
+    return "\n".join(line for i, line in lines if i not in prose and not line.strip().startswith("#"))
 
 
 # -- tables ------------------------------------------------------------------------------------------------------------

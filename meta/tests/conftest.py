@@ -133,6 +133,7 @@ FAMILIES = {
     "mixtral": {"num_local_experts": 4},
     "gemma2": {"head_dim": 16, "sliding_window": 5, "query_pre_attn_scalar": 16, "attn_logit_softcapping": 0.5},
     "gemma3_text": {"head_dim": 16, "sliding_window": 5, "query_pre_attn_scalar": 16},
+    "phi": {"qk_layernorm": True},
     "phi3": {"pad_token_id": 0},
 }
 """Model families that integrations.transformers knows, with the settings of a tiny one."""

@@ -41,6 +41,7 @@ REFUSED = {
     "a-layer-without-sizes": ["tune", "moe", "--experts", "8"],
     "no-such-dtype-to-tune": [*TUNE, "--dtype", "int3"],
     "no-token-counts": [*TUNE, "--tokens", "1,x"],
+    "token-counts-of-many-digits": [*TUNE, "--tokens", "9" * 5000],
     "no-such-preset": ["generate", "--preset", "huge"],
     "no-such-model": ["generate", "--model", "missing.pt"],
     "no-such-dtype": ["generate", "--dtype", "float64"],

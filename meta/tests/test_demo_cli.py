@@ -83,6 +83,8 @@ def test_every_way_to_store_and_to_draw(options):
         (["--device", "tpu9"], "--device: expected cpu, cuda or cuda:N, got 'tpu9'"),
         (["--device", "meta"], "--device: expected cpu, cuda or cuda:N, got 'meta'"),
         (["--device", "cuda:99"], "--device: expected one of"),
+        (["--device", "cuda:255"], "--device: expected one of"),
+        (["--device", "cuda:999"], "--device: expected one of"),
     ],
 )
 def test_a_wrong_request_gives_one_line_and_no_text(arguments, message):

@@ -14,7 +14,8 @@ from kestrel_kernels.integrations.transformers import patch
 IDS = torch.tensor([[5, 9, 33, 2, 17, 40, 8, 1, 63, 12, 7], [3, 3, 60, 21, 4, 11, 50, 6, 30, 29, 44]])
 MASK = torch.ones_like(IDS)
 MASK[1, :4] = 0
-FAMILIES = ["llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "mixtral", "gemma2", "gemma3_text", "phi3"]
+FAMILIES = ["llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "mixtral", "gemma2", "gemma3_text", "phi", "phi3"]
+LEFT = {"phi": {"2 PhiMLP (without a gate)", "7 LayerNorm (torch's own)"}}
 ROUNDING = {"rtol": 0, "atol": 3e-5}
 """float32 logits of order 1 after two layers: some hundred roundings of 2^-24, with room."""
 
@@ -30,7 +31,7 @@ def test_logits_stay_for_prompts_with_and_without_padding(tiny_transformer, fami
     model = tiny_transformer(family)
     whole, padded = logits(model, None), logits(model)
     report = integration.apply(model)
-    assert report.left == []
+    assert set(report.left) == LEFT.get(family, set())
     torch.testing.assert_close(logits(model, None), whole, **ROUNDING)
     torch.testing.assert_close(logits(model), padded, **ROUNDING)
 

@@ -78,6 +78,51 @@ def test_weights_of_4_bits_have_rows_behind_those_of_bf16(tmp_path):
     assert all(f">{plot.label(row)}<" in drawn for row in found["rows"])
 
 
+def test_a_way_that_fails_is_a_row_that_says_why(tiny, tmp_path, monkeypatch):
+    from transformers import LlamaForCausalLM
+
+    own = LlamaForCausalLM.generate
+
+    def no_compiler(model, ids, cache_implementation=None, **options):
+        if cache_implementation == "static" and len(ids) == 16:
+            raise RuntimeError("no C compiler\nsecond line")
+        return own(model, ids, cache_implementation=cache_implementation, **options)
+
+    def no_weights(model):
+        raise ValueError("quantize: no group fits")
+
+    monkeypatch.setattr(LlamaForCausalLM, "generate", no_compiler)
+    monkeypatch.setattr("kestrel_kernels.integrations.transformers.quantize", no_weights)
+    out, drawn = tmp_path / "figures.json", tmp_path / "plot.svg"
+    done = run(
+        *("--config", tiny, "--ways", "static", "kestrel", "--batch", 2, 16, "--weights", "bf16", "w4", "--layers", 1),
+        *("--prompt", 3, "--new-tokens", 10, "--once", "--out", out, "--plot", drawn),
+    )
+    assert done.exit_code == 0, done.output
+    [found] = json.loads(out.read_text()).values()
+    rows = {(row["way"], row["weights"], row["batch"]): row for row in found["rows"]}
+    failed = {key: row["error"] for key, row in rows.items() if "error" in row}
+    assert failed == {
+        ("static", "bf16", 16): "RuntimeError: no C compiler",
+        ("kestrel", "w4", 2): "ValueError: quantize: no group fits",
+        ("kestrel", "w4", 16): "ValueError: quantize: no group fits",
+    }
+    assert all(row["tokens_per_second"] is None for row in rows.values() if "error" in row)
+    assert rows["static", "bf16", 2]["tokens_per_second"] > 0
+    assert not rows["static", "bf16", 2]["compiled"]  # transformers compiles on GPUs alone
+    assert rows["kestrel", "bf16", 16]["tokens_per_second"] > 0
+    assert re.search("static +bf16 +auto +16   failed: RuntimeError: no C compiler\n", done.stdout)
+    assert "transformers, static, compiled" in drawn.read_text()
+
+
+def test_a_failed_row_has_its_line_in_the_table(model_results):
+    row = {"way": "static", "weights": "bf16", "batch": 16, "kv_cache": "auto"}
+    row |= {"tokens_per_second": None, "first_ms": None, "peak_gib": None, "error": "RuntimeError: no C compiler"}
+    found = {"layers": None, "new_tokens": 64, "rows": [row], "environment": {"gpu": None}}
+    table = model_results.engine_table("llama, prompt 3", found)
+    assert "| transformers, static cache, compiled | bf16 | bf16 | 16 | failed (RuntimeError) | |  |" in table
+
+
 @pytest.mark.parametrize("name", bench.CONFIGS)
 def test_a_named_configuration_is_one_that_every_way_takes(name):
     from transformers import AutoConfig

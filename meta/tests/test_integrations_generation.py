@@ -8,7 +8,7 @@ import torch
 from kestrel_kernels.integrations import transformers as integration
 from kestrel_kernels.integrations.transformers import KestrelCache, generate, generation
 
-FAMILIES = ["llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "mixtral", "gemma2", "gemma3_text", "phi3"]
+FAMILIES = ["llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "mixtral", "gemma2", "gemma3_text", "phi", "phi3"]
 IDS = torch.tensor([[5, 9, 33, 2, 17, 40, 8], [3, 3, 60, 21, 4, 11, 50], [1, 2, 3, 4, 5, 6, 7]])
 MASK = torch.ones_like(IDS)
 MASK[1, :4], MASK[2, :6] = 0, 0
@@ -251,7 +251,7 @@ def test_an_unknown_argument_is_named(make):
 
 
 def test_ids_of_another_form_are_named(make):
-    with pytest.raises(ValueError, match=r"input_ids: expected int64 \[B, S\], got torch.int64 \(7,\)"):
+    with pytest.raises(ValueError, match=r"input_ids: expected int64 \[B, S\], not empty, got torch.int64 \(7,\)"):
         generate(make("llama"), IDS[0], **NEW)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -106,6 +107,75 @@ def test_an_fp8_cache_stays_near_exact_keys(make):
         for prompt, tokens, given in zip(prompts(), found["tokens"], found["logprobs"], strict=True)
     ]
     assert 0 < float(torch.cat(apart).mean()) < 0.2
+
+
+@needs_vllm
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_an_int8_cache_stays_nearer_to_exact_keys(tiny_transformer, tmp_path, family):
+    model = tiny_transformer(family, **{**SIZES, **FAMILIES[family], "head_dim": 64})
+    model.save_pretrained(tmp_path)
+    found = rehearse(tmp_path, kv_cache="int8_per_token_head", parts="rotary")
+    assert {"int8_cache_write", "gather_cache", "flash_attn_with_kvcache"} <= {op.split(".")[1] for op in found["ops"]}
+    apart = [
+        (logprobs(model, prompt, tokens)[0] - torch.tensor(given)).abs()
+        for prompt, tokens, given in zip(prompts(), found["tokens"], found["logprobs"], strict=True)
+    ]
+    assert 1e-5 < float(torch.cat(apart).mean()) < 0.01
+
+
+def page_views(order, blocks=3, layers=2, heads=2, page=16, size=64):
+    """vLLM's views [B, H, N, C] of INT8 pages, one for each layer, in memory of this order of [L, B, H, N, C]."""
+    shape = (layers, blocks, heads, page, 2 * size + 8)
+    memory = torch.zeros([shape[axis] for axis in order], dtype=torch.int8)
+    return memory, memory.permute([order.index(axis) for axis in range(5)])
+
+
+@needs_vllm
+@pytest.mark.parametrize("name", ["LBNHC", "LBHNC", "BLNHC", "BLHNC"])
+def test_the_sections_of_int8_pages_cover_every_byte_once(name):
+    from vllm.v1.kv_cache_layout import KVCacheLayout
+
+    from kestrel_kernels.integrations.vllm.attention import KestrelBackend, int8_sections
+
+    layout = KVCacheLayout[name]
+    assert layout.is_block_compact
+    assert layout in KestrelBackend.supported_kv_cache_layouts()
+    memory, layers = page_views(layout.stride_order)
+    for view in layers:
+        keys, values, scales = int8_sections(view, 64)
+        for x in (keys, values, *scales.values()):
+            assert x.shape[:3] == (3, 16, 2)
+            assert x.data_ptr() % 16 == x.stride(0) * x.element_size() % 16 == 0
+            codes = x if x.dtype == torch.int8 else x.view(torch.int8)
+            codes += 1
+    assert memory.eq(1).all()
+
+
+@needs_vllm
+def test_int8_pages_in_pieces_are_refused():
+    from vllm.v1.kv_cache_layout import KVCacheLayout
+
+    from kestrel_kernels.integrations.vllm.attention import KestrelBackend, int8_sections
+
+    _, layers = page_views(KVCacheLayout.BHLNC.stride_order)
+    with pytest.raises(ValueError, match=r"KESTREL: kv_cache: expected pages \[2, 16, 136\] of one run of bytes"):
+        int8_sections(layers[0], 64)
+    reason = KestrelBackend.supports_combination(80, torch.bfloat16, "int8_per_token_head")
+    assert reason == "an INT8 cache needs heads of 64, 128 or 256, got 80"
+    assert KestrelBackend.supports_combination(128, torch.bfloat16, "int8_per_token_head", has_sink=True)
+    assert KestrelBackend.supports_combination(128, torch.bfloat16, "int8_per_token_head") is None
+
+
+@needs_vllm
+def test_the_recipe_runs_as_it_stands_in_engines_md(tmp_path):
+    page = (Path(__file__).resolve().parents[1] / "ENGINES.md").read_text(encoding="utf-8")
+    [code] = [code for code in re.findall(r"^```python\n(.*?)^```$", page, re.M | re.S) if "from vllm" in code]
+    command = [sys.executable, str(Path(__file__).with_name("vllm_rehearsal.py")), json.dumps({"recipe": code})]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = json.loads(done.stdout.strip().splitlines()[-1])
+    assert len(found["tokens"]) == 8
+    assert {"kestrel_kvcache.int8_cache_write", "kestrel_norm.fused_add_rms_norm"} <= set(found["ops"])
 
 
 @needs_vllm

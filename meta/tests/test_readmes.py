@@ -24,6 +24,7 @@ EXAMPLES = [
     for path in READMES
     for number, code in enumerate(examples(path))
     if "@kernel_op" not in code  # how an op is written, not how one is called
+    and "from vllm import" not in code  # test_integrations_vllm.py runs it
 ]
 
 
@@ -46,8 +47,15 @@ def test_an_example_runs(code):
     run(code)
 
 
+def test_the_recipe_for_a_conversation_reads_every_token_once():
+    [code] = [code for code in examples(ENGINES) if "quantize(model)" in code]
+    found = run(code)
+    assert found["tokens"].shape == (1, 12 + 3 * 15)
+    assert found["cache"].lengths.tolist() == [12 + 3 * 15 - 6]  # all but the last answer's last token and a question
+
+
 def test_the_recipe_for_transformers_generates_and_restores():
-    [code] = [code for code in examples(ENGINES) if "LlamaForCausalLM" in code]
+    [code] = [code for code in examples(ENGINES) if "restore" in code]
     found = run(code)
     assert found["tokens"].shape == (2, 32)
     assert found["more"].shape[0] == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 from pathlib import Path
 
@@ -169,3 +170,34 @@ def test_rows_of_a_run_elsewhere_are_taken_with_the_revision_they_lack(results, 
     assert [each.shape for each in taken.rows] == ["740x2048"]
     assert [each["git"] for each in taken.environments] == ["fedcba"]
     assert "740x2048" in (package / "README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("edit", "same"),
+    [
+        ("nothing", True),
+        ("the prose of the module", True),
+        ("the docstring of draw", True),
+        ("a colour that no plot shows", True),
+        ("a colour", False),
+        ("draw", False),
+    ],
+)
+def test_a_plot_is_stale_when_its_drawing_changes_and_not_when_prose_does(results, tmp_path, edit, same):
+    source = (TOOLS / "results.py").read_text()
+    old, new = {
+        "nothing": ("", ""),
+        "the prose of the module": ("# -- the command", "# another comment\n# -- the command"),
+        "the docstring of draw": ('"""Two rows of bars, a group', '"""Bars\n\n    in rows, a group'),
+        "a colour that no plot shows": ('"flashinfer": "#E69F00"', '"flashinfer": "#000000"'),
+        "a colour": ('"torch": "#8C8C8C"', '"torch": "#000000"'),
+        "draw": ('set_yscale("log")', 'set_yscale("linear")'),
+    }[edit]
+    assert source.count(old) == 1 or edit == "nothing"
+    file = tmp_path / "edited_results.py"
+    file.write_text(source.replace(old, new) if old else source)
+    spec = importlib.util.spec_from_file_location("edited_results", file)
+    edited = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(edited)
+    rows = [row("1x2048", "kestrel", 1.2), row("1x2048", "torch", 2.85)]
+    assert (edited.digest(rows) == results.digest(rows)) is same

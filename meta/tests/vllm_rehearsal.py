@@ -1,6 +1,8 @@
-"""vLLM on the CPU with the backend KESTREL: greedy tokens of a checkpoint. Run by test_integrations_vllm.py.
+"""vLLM on the CPU with the backend KESTREL: greedy tokens of a checkpoint, or a recipe of ENGINES.md.
 
-vLLM's wheel is built for CUDA, so three of its C++ functions for the CPU are stand-ins here, and the platform's only
+Run by test_integrations_vllm.py.
+
+vLLM's wheel is built for CUDA, so four of its C++ functions for the CPU are stand-ins here, and the platform's only
 backend is replaced by KESTREL.
 """
 
@@ -20,6 +22,7 @@ SETTINGS = {
     "VLLM_LOGGING_LEVEL": "WARNING",
     "HF_HUB_OFFLINE": "1",
     "TORCHDYNAMO_DISABLE": "1",
+    "VLLM_USE_AOT_COMPILE": "0",
 }
 
 
@@ -31,6 +34,7 @@ def stand_in() -> None:
     library.define("init_cpu_memory_env(int[] nodes) -> ()")
     library.define("compute_slot_mapping_kernel_impl(Tensor s, Tensor p, Tensor t, Tensor(a!) m, int size) -> ()")
     library.define("greedy_argmax(Tensor logits) -> Tensor")
+    library.define("fused_gumbel_argmax(Tensor logits, Tensor seeds) -> Tensor")
 
     def slots(starts, positions, table, mapping, size):
         for row in range(len(starts) - 1):
@@ -42,21 +46,40 @@ def stand_in() -> None:
     library.impl("init_cpu_memory_env", lambda nodes: None, "CompositeExplicitAutograd")
     library.impl("compute_slot_mapping_kernel_impl", slots, "CPU")
     library.impl("greedy_argmax", lambda logits: logits.argmax(-1), "CPU")
+    library.impl("fused_gumbel_argmax", lambda logits, seeds: logits.argmax(-1), "CPU")  # in vLLM's warm-up alone
     stand_in.library = library
 
 
-def main(asked: dict) -> dict:
-    os.environ.update(SETTINGS, KESTREL_VLLM=asked["parts"])
+def prepare(parts: str) -> None:
+    os.environ.update(SETTINGS, KESTREL_VLLM=parts)
     stand_in()
-    from vllm import LLM, SamplingParams
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     from kestrel_kernels.integrations import vllm as integration
-    from kestrel_runtime import trace
 
     integration.register()
     integration.register()  # vLLM may load plugins several times
     register_backend(AttentionBackendEnum.CPU_ATTN, AttentionBackendEnum["KESTREL"].get_path())
+
+
+def recipe(code: str) -> dict:
+    prepare("all")
+    from kestrel_runtime import trace
+
+    names: dict = {}
+    with trace() as counts:
+        exec(compile(code, "ENGINES.md", "exec"), names)
+    return {"tokens": names["tokens"], "ops": sorted(op for op, served in counts.items() if any(served.values()))}
+
+
+def main(asked: dict) -> dict:
+    if "recipe" in asked:
+        return recipe(asked["recipe"])
+    prepare(asked["parts"])
+    from vllm import LLM, SamplingParams
+
+    from kestrel_runtime import trace
+
     llm = LLM(
         asked["model"],
         dtype=asked["dtype"],

@@ -97,10 +97,12 @@ class TunedDtype(str, enum.Enum):
 
 
 def token_counts(words: str) -> list[int]:
-    """Numbers of at least 1, separated by commas."""
-    counts = [int(word) if word.strip().isdecimal() else 0 for word in words.split(",")]
-    if not all(counts):
-        raise typer.BadParameter(f"expected numbers of at least 1, separated by commas, got {words!r}")
+    """Numbers of 1 to 2**31 - 1, separated by commas."""
+    given = [word.strip() for word in words.split(",")]
+    counts = [int(word) if word.isdecimal() and len(word) <= 10 else 0 for word in given]
+    if not all(0 < count < 2**31 for count in counts):
+        shown = repr(words if len(words) <= 80 else words[:77] + "...")
+        raise typer.BadParameter(f"expected numbers of at least 1, below 2**31, separated by commas, got {shown}")
     return counts
 
 

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-import prefill_shapes
-from prefill_shapes import Shape
+from prefill_shapes import Dtypes, candidates, operations, result
+
+__all__ = ["TARGETS", "candidates", "make", "operations", "result", "set_bytes", "traffic"]
 
 TARGETS = {
     "b1 s740 32/32 d64 p1": 8.8,
@@ -44,27 +43,5 @@ TARGETS = {
     "b2 s4096 16/8 d256 p16 softcap50": 490.0,
     "b1 s8192 16/8 d256 p16 w1024": 235.0,
 }
-
-
-def make(shape: str, count: int) -> list[tuple[Any, ...]]:
-    return prefill_shapes.make(shape, count, torch.bfloat16, torch.bfloat16)
-
-
-def set_bytes(shape: str) -> int:
-    return traffic(shape)
-
-
-def traffic(shape: str) -> int:
-    return Shape.parse(shape).traffic(2, 2)
-
-
-def operations(shape: str) -> int:
-    return Shape.parse(shape).operations()
-
-
-def result(_: tuple[Any, ...], returned: torch.Tensor) -> list[torch.Tensor]:
-    return [returned]
-
-
-def candidates() -> dict[str, Callable[..., object]]:
-    return prefill_shapes.candidates()
+_dtypes = Dtypes(queries=torch.bfloat16, keys=torch.bfloat16)
+make, traffic, set_bytes = _dtypes.make, _dtypes.traffic, _dtypes.traffic

@@ -1,4 +1,4 @@
-"""What prefill_bf16.py, prefill_fp8kv.py and prefill_fp8.py share: shapes by name, their tensors, candidates.
+"""What prefill_bf16.py, prefill_fp8kv.py and prefill_fp8.py share: all parts of a definition but the targets.
 
 A name is "b<batch> s<tokens> <heads>/<KV heads> d<head size>", or "sq<queries> kv<keys>" for a chunk over a longer
 cache; causal unless it says full. "p<page>": keys lie scattered over the pages of a cache; else they are dense. torch
@@ -53,41 +53,57 @@ class Shape:
         most = self.keys if self.window < 0 else self.window + 1
         return sum(max(min(first + i, most), self.prefix) for i in range(self.queries))
 
-    def traffic(self, query_bytes: int, key_bytes: int) -> int:
+
+@dataclass(frozen=True)
+class Dtypes:
+    """What a benchmark stores its queries and its keys and values in, and the parts of a definition that follow."""
+
+    queries: torch.dtype
+    keys: torch.dtype
+
+    def traffic(self, name: str) -> int:
         """Queries, keys and values once, results in bf16."""
-        queries = self.queries * self.heads * (query_bytes + 2)
-        return self.batch * self.size * (queries + 2 * key_bytes * self.keys * self.kv_heads)
+        s = Shape.parse(name)
+        queries = s.queries * s.heads * (self.queries.itemsize + 2)
+        return s.batch * s.size * (queries + 2 * self.keys.itemsize * s.keys * s.kv_heads)
 
-    def operations(self) -> int:
-        return 4 * self.batch * self.heads * self.size * self.visible
+    def make(self, name: str, count: int) -> list[tuple[Any, ...]]:
+        """Sets of (shape, q, keys and values dense in bf16, caches or dense, starts, lengths, table)."""
+        s = Shape.parse(name)
+        sets = []
+        for _ in range(count):
+            q = torch.randn(s.batch, s.queries, s.heads, s.size, dtype=torch.bfloat16, device="cuda").to(self.queries)
+            stored, dense = [], []
+            table = lengths = None
+            if s.page:
+                pages = -(-s.keys // s.page)
+                table = torch.randperm(s.batch * pages, device="cuda").int().view(s.batch, pages)
+                lengths = torch.full((s.batch,), s.keys, dtype=torch.int32, device="cuda")
+            for _ in range(2):
+                x = torch.randn(s.batch, s.keys, s.kv_heads, s.size, dtype=torch.bfloat16, device="cuda").to(self.keys)
+                dense.append(x.bfloat16())
+                if table is not None:
+                    padded = torch.zeros(
+                        s.batch, table.shape[1] * s.page, s.kv_heads, s.size, dtype=self.keys, device="cuda"
+                    )
+                    padded[:, : s.keys] = x
+                    cache = torch.empty(table.numel(), s.page, s.kv_heads, s.size, dtype=self.keys, device="cuda")
+                    of_integers = {1: torch.uint8, 2: torch.int16}[x.element_size()]
+                    cache.view(of_integers)[table.long().flatten()] = padded.view(of_integers).view(cache.shape)
+                    x = cache
+                stored.append(x)
+            starts = torch.arange(s.batch + 1, dtype=torch.int32, device="cuda") * s.queries
+            sets.append((s, q, dense, stored, starts, lengths, table))
+        return sets
 
 
-def make(name: str, count: int, queries_in: torch.dtype, keys_in: torch.dtype) -> list[tuple[Any, ...]]:
-    """Sets of (shape, q, keys and values dense in bf16, caches or dense, starts, lengths, table)."""
+def operations(name: str) -> int:
     s = Shape.parse(name)
-    sets = []
-    for _ in range(count):
-        q = torch.randn(s.batch, s.queries, s.heads, s.size, dtype=torch.bfloat16, device="cuda").to(queries_in)
-        stored, dense = [], []
-        table = lengths = None
-        if s.page:
-            pages = -(-s.keys // s.page)
-            table = torch.randperm(s.batch * pages, device="cuda").int().view(s.batch, pages)
-            lengths = torch.full((s.batch,), s.keys, dtype=torch.int32, device="cuda")
-        for _ in range(2):
-            x = torch.randn(s.batch, s.keys, s.kv_heads, s.size, dtype=torch.bfloat16, device="cuda").to(keys_in)
-            dense.append(x.bfloat16())
-            if table is not None:
-                padded = torch.zeros(s.batch, table.shape[1] * s.page, s.kv_heads, s.size, dtype=keys_in, device="cuda")
-                padded[:, : s.keys] = x
-                cache = torch.empty(table.numel(), s.page, s.kv_heads, s.size, dtype=keys_in, device="cuda")
-                of_integers = {1: torch.uint8, 2: torch.int16}[x.element_size()]
-                cache.view(of_integers)[table.long().flatten()] = padded.view(of_integers).view(cache.shape)
-                x = cache
-            stored.append(x)
-        starts = torch.arange(s.batch + 1, dtype=torch.int32, device="cuda") * s.queries
-        sets.append((s, q, dense, stored, starts, lengths, table))
-    return sets
+    return 4 * s.batch * s.heads * s.size * s.visible
+
+
+def result(_: tuple[Any, ...], returned: torch.Tensor) -> list[torch.Tensor]:
+    return [returned]
 
 
 def candidates() -> dict[str, Callable[..., object]]:

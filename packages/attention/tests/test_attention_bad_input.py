@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -474,3 +475,52 @@ def test_tensors_that_require_grad_are_refused():
         flash_attn_func(q, q, q)
     with torch.no_grad():
         assert flash_attn_func(q, q, q).shape == q.shape
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "out"])
+def test_tensors_without_an_address_are_named_beside_out(name):
+    call = {each: torch.zeros(1, 2, 1, 8) for each in ("q", "k", "v", "out")}
+    with pytest.raises(ValueError, match=f"flash_attn_func: argument '{name}': expected a strided tensor"):
+        flash_attn_func(**{**call, name: call[name].to_sparse()})
+
+    def attention(x):
+        return flash_attn_func(**{**call, name: x})
+
+    with pytest.raises(ValueError, match=f"flash_attn_func: argument '{name}': .*autograd"):
+        torch.func.grad(lambda x: attention(x).sum())(call[name])
+
+
+OUT_OVERLAPS = {
+    "flash_attn_func": {"prefix_len": ((2,), torch.int32), "sinks": ((4,), torch.float32)},
+    "flash_attn_varlen_func": {
+        **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), ((3,), torch.int32)),
+        **dict.fromkeys(("seqused_k", "prefix_len"), ((2,), torch.int32)),
+        "sinks": ((4,), torch.float32),
+    },
+    "flash_attn_with_kvcache": {
+        **dict.fromkeys(("cache_seqlens", "prefix_len"), ((2,), torch.int32)),
+        "block_table": ((2, 2), torch.int32),
+        "sinks": ((4,), torch.float32),
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("op", "name"), [(op, name) for op, names in OUT_OVERLAPS.items() for name in names], ids=lambda x: x
+)
+def test_out_overlaps_no_argument_but_q(op, name):
+    function = getattr(kestrel_attention, op)
+    call = {each: torch.zeros(shape, dtype=dtype) for each, (shape, dtype) in OUT_OVERLAPS[op].items()}
+    lead = (6,) if op == "flash_attn_varlen_func" else (2, 3)
+    q, out = torch.zeros(2, *lead, 4, 8)
+    if op == "flash_attn_with_kvcache":
+        call |= {"k_cache": torch.zeros(4, 2, 2, 8), "v_cache": torch.zeros(4, 2, 2, 8)}
+    else:
+        call |= {"k": torch.zeros(*lead, 2, 8), "v": torch.zeros(*lead, 2, 8)}
+    if op == "flash_attn_varlen_func":
+        call |= {"max_seqlen_q": 3, "max_seqlen_k": 3}
+    function(q=q, **call, out=out)
+    shape, dtype = OUT_OVERLAPS[op][name]
+    call[name] = out.view(-1).view(dtype)[5 : 5 + math.prod(shape)].view(shape)
+    with pytest.raises(ValueError, match=f"{op}: argument 'out': .* shares no memory with '{name}', got tensors"):
+        function(q=q, **call, out=out)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from kestrel_attention import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache, prefill
+from kestrel_attention.arguments import Dense, Packed
 from kestrel_attention.kernels.variants import PREFILL, PREFILL_HOPPER, HopperPrefillVariant, PrefillVariant, prefilling
 from kestrel_attention.prefill_plan import PrefillProblem, plan_prefill, section_heads
 from kestrel_runtime import UnsupportedError
@@ -129,7 +130,14 @@ def test_hopper_has_a_kernel_for_every_head_dimension_of_the_portable_one(head_d
 )
 def test_long_calls_are_persistent_where_queries_have_two_buffers(batch, head_dim, persistent):
     scalars = plan_prefill(problem(batch=batch, head_dim=head_dim, hopper=True)).scalars
-    assert (scalars.max_blocks == 132) == persistent
+    assert scalars.max_blocks == (132 if persistent else 2**31 - 1)
+
+
+@pytest.mark.parametrize(("batch", "long"), [(197, False), (198, True)])
+def test_six_waves_of_blocks_are_a_long_call(batch, long):
+    """Where one block after another fills the GPU; calls of few heads are split instead."""
+    assert plan_prefill(problem(batch=batch, max_queries=128 * 33, heads=4, hopper=True)).variant.long
+    assert plan_prefill(problem(batch=batch, packed_queries=True, hopper=True)).variant.long is long
 
 
 @pytest.mark.parametrize("heads", [4, 200])
@@ -176,11 +184,71 @@ def test_more_than_a_grid_holds_is_refused(how):
         plan_prefill(problem(**{"max_keys": 2**20} | how))
 
 
+@pytest.mark.parametrize(
+    ("how", "fits"),
+    [
+        ({"batch": 65535}, True),
+        ({"max_keys": 2**29}, True),
+        ({"max_queries": 2**29 + 1, "heads": 2}, False),
+        ({"max_queries": 2**29 - 1}, True),  # four heads of both KV heads run together
+        ({"max_queries": 2**29}, False),
+        ({"heads": 65535, "kv_heads": 65535, "max_keys": 2**16}, True),
+        ({"heads": 65536, "kv_heads": 65536, "max_keys": 2**16}, False),
+        ({"heads": 65536, "kv_heads": 65536, "max_keys": 2**15}, True),  # two run together
+        ({"max_queries": 2**22, "batch": 2**7 - 1, "hopper": True}, True),
+        ({"max_queries": 2**22, "batch": 2**7, "hopper": True}, False),
+        ({"max_queries": 2**22, "batch": 2**7}, True),
+    ],
+    ids=str,
+)
+def test_calls_at_the_limits_of_32_bit_numbers_and_grids(how, fits):
+    if fits:
+        assert plan_prefill(problem(**how)).scalars.num_splits >= 1
+    else:
+        with pytest.raises(UnsupportedError):
+            plan_prefill(problem(**how))
+
+
+def test_blocks_of_the_combine_kernel_are_those_of_the_kernel_that_split():
+    for head_dim in range(16, 257, 16):
+        for batch, queries, heads in ((1, 40, 2), (300, 128, 2), (5000, 100, 20), (1, 1000, 8)):
+            sizes = {"batch": batch, "max_queries": queries, "max_keys": 8192, "heads": heads, "head_dim": head_dim}
+            plan = plan_prefill(problem(**sizes, hopper=True))
+            assert plan.scalars.num_splits > 1
+            assert plan.combine.block_rows == plan.variant.block_rows
+
+
+@pytest.mark.parametrize(
+    ("softcap", "scale", "expected"),
+    [
+        (0.0, 2.0**-130, 2.0**-126),
+        (0.0, 2.0**130, 2.0**126),
+        (0.0, 2.0**-126, 2.0**-126),
+        (8.0, 0.5, 0.125),
+        (2.0**-50, 2.0**-41, 1.0),  # a smaller soft cap has no finite reciprocal
+    ],
+)
+def test_scores_are_scaled_by_a_normal_number(softcap, scale, expected):
+    assert plan_prefill(problem(softcap=softcap, softmax_scale=scale)).scalars.softmax_scale == expected
+
+
+@pytest.mark.parametrize("name", ["window_left", "window_right", "prefix_len"])
+def test_windows_and_prefixes_that_do_not_end_stay_in_32_bits(name):
+    unbounded = 2**30 if name == "prefix_len" else -1
+    for value, expected in ((2**30 - 1, 2**30 - 1), (2**30, 2**30), (2**30 + 1, unbounded), (2**40, unbounded)):
+        assert getattr(plan_prefill(problem(**{name: value})).scalars, name) == expected
+
+
 @pytest.mark.parametrize(("keys", "heads"), [(100, 32), (10**4, 8 * 4), (50_000, 4), (10**6, 4)])
 def test_heads_run_together_as_far_as_l2_holds_their_keys(keys, heads):
     found = section_heads(problem(max_keys=keys, heads=32, kv_heads=8, head_dim=64))
     assert 32 % found == 0
     assert found == heads
+
+
+def test_heads_that_run_together_divide_all_heads():
+    """L2 holds the keys of four of six KV heads, which have two query heads each."""
+    assert section_heads(problem(max_keys=20_000, heads=12, kv_heads=6, head_dim=64)) == 2 * 3
 
 
 @pytest.mark.parametrize(("scale", "signs"), [(None, 0), (0.5, 0), (-0.5, 0x80008000), (0.0, 0)])
@@ -196,7 +264,9 @@ def test_a_causal_mask_is_a_window_that_ends_at_the_query():
     assert (scalars.window_left, scalars.window_right) == (-1, 0)
 
 
-@pytest.mark.parametrize(("batch", "queries", "short"), [(1, 740, True), (8, 1024, True), (9, 1024, False)])
+@pytest.mark.parametrize(
+    ("batch", "queries", "short"), [(1, 740, True), (66, 128, True), (66, 129, False), (67, 100, False)]
+)
 def test_calls_of_few_blocks_take_small_ones(batch, queries, short):
     assert plan_prefill(problem(batch=batch, max_queries=queries)).variant.short == short
 
@@ -210,13 +280,12 @@ def test_no_kernel_is_larger_than_its_head_dimension_needs():
 def test_keys_and_values_beyond_32_bit_offsets_are_refused(far_one):
     near = torch.empty(2, 256, 1, 64, dtype=torch.bfloat16, device="meta")
     far = torch.empty_strided((2, 256, 1, 64), (2**35, 64, 64, 1), dtype=torch.bfloat16, device="meta")
-    given = {"key": None, "q": near, "softmax_scale": None, "causal": False, "window_left": -1, "window_right": -1}
-    given |= {"softcap": 0.0, "prefix_len": 0, "prefix_lens": None, "scales": (None, None, None), "sinks": None}
+    numbers = (None, False, -1, -1, 0.0, 0, None)
+    keys = {"k": near, "v": near} | {far_one: far}
     with pytest.raises(UnsupportedError, match="64 GB"):
-        prefill.make_dense(**given | {"k": near, "v": near} | {far_one: far})
+        prefill.make_dense(None, near, **keys, given=Dense.of(*numbers, None, None, None))
 
     starts = torch.empty(2, dtype=torch.int32, device="meta")
-    given |= {"q": near[0], "cu_seqlens_q": starts, "cu_seqlens_k": starts, "max_seqlen_q": 2, "max_seqlen_k": 2}
-    given |= {"block_table": None, "seqused_k": None}
+    given = Packed.of(starts, starts, 2, 2, *numbers, None, None, None, None, None)
     with pytest.raises(UnsupportedError, match="64 GB"):
-        prefill.make_packed(**given | {"k": near[:, 0], "v": near[:, 0]} | {far_one: far[:, 0]})
+        prefill.make_packed(None, near[0], **{name: x[:, 0] for name, x in keys.items()}, given=given)

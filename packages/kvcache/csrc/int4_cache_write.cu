@@ -64,8 +64,8 @@ struct Int4Params {
   }
 };
 
-constexpr int kPageMask =
-    kInt4Page - 1;             // slot & kPageMask: the row in its page; slot | kPageMask: the last slot of the page
+// slot & kPageMask: the row in its page; slot | kPageMask: the last slot of the page.
+constexpr int kPageMask = kInt4Page - 1;
 constexpr int kThreads = 128;  // per block of write_values
 
 // -- finished pages of keys -------------------------------------------------------------------------------------------
@@ -95,6 +95,7 @@ __global__ void __launch_bounds__(kPageThreads, 2) write_pages(const __grid_cons
   pdl_wait();
   pdl_trigger();
 
+  // The tokens of this block that fill the last row of a page.
   if (threadIdx.x < kTokensPerBlock) {
     const int token = first_token + threadIdx.x;
     const int64_t slot = token < p.work.tokens ? p.slot(token) : -1;
@@ -107,9 +108,11 @@ __global__ void __launch_bounds__(kPageThreads, 2) write_pages(const __grid_cons
   for (unsigned remaining = page_ends; remaining != 0; remaining &= remaining - 1) {  // uniform in the block
     const int last = __ffs(remaining) - 1;
     const int64_t page = slots[last] / kInt4Page;
+    // Where each row of the page is: the tokens before the last one, if they come in order; else all tokens are
+    // searched.
     bool missing = false;
     if (threadIdx.x < kInt4Page) {
-      const int expected = first_token + last - (kPageMask - static_cast<int>(threadIdx.x));  // if tokens come in order
+      const int expected = first_token + last - (kPageMask - static_cast<int>(threadIdx.x));
       missing = expected < 0 || p.slot(expected) != page * kInt4Page + threadIdx.x;
       source[threadIdx.x] = missing ? -1 : expected;
     }
@@ -120,6 +123,7 @@ __global__ void __launch_bounds__(kPageThreads, 2) write_pages(const __grid_cons
       __syncthreads();
     }
 
+    // Two rows of keys per thread, and the range of each channel.
     Pack<T> keys[2] = {};
     if (has_pack) {
       const auto address = [&](int of_row) {
@@ -142,8 +146,8 @@ __global__ void __launch_bounds__(kPageThreads, 2) write_pages(const __grid_cons
       if (threadIdx.x % 32 < kPagePacks) ranges[threadIdx.x / 32][i * kPagePacks + column] = range;
     }
     __syncthreads();
-    if (threadIdx.x <
-        channels) {  // one channel per thread; kPageThreads is a multiple of kPagePacks, so `column` applies
+    // Scale and zero of each channel, a thread each; kPageThreads is a multiple of kPagePacks, so `column` applies.
+    if (threadIdx.x < channels) {
       MinMax range = ranges[0][threadIdx.x];
 #pragma unroll
       for (int w = 1; w < warps; ++w) range = MinMax::merge(range, ranges[w][threadIdx.x]);
@@ -156,6 +160,7 @@ __global__ void __launch_bounds__(kPageThreads, 2) write_pages(const __grid_cons
       }
     }
     __syncthreads();
+    // The codes.
     uint32_t words[2][1] = {};
 #pragma unroll
     for (int i = 0; i < size; ++i) {

@@ -3,11 +3,24 @@
 from __future__ import annotations
 
 import random as random_numbers
-from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
 import torch
+from gpu_buffers import (
+    FLOATS,
+    LAYOUTS,
+    Int4,
+    assert_as_reference,
+    caches,
+    expect,
+    memory,
+    random,
+    some_slots,
+    text_of,
+    twins,
+    whole,
+)
 
 from kestrel_kvcache import (
     gather_cache,
@@ -22,104 +35,7 @@ from kestrel_runtime.testing import RandomCase, compare_at_random
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("kernels_only")]
 
-FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 FP8 = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
-LAYOUTS = ("NHD", "HND", "halves", "layers", "unequal", "odd base")
-
-
-comparisons: list[tuple[str, torch.Tensor]] = []
-"""What each comparison of a test was of, and whether it failed. They are read once, when the test ends: reading one
-waits for the GPU."""
-
-
-def expect(what: str, differs: torch.Tensor) -> None:
-    comparisons.append((what, differs))
-
-
-@pytest.fixture(autouse=True)
-def _compared() -> Iterator[None]:
-    comparisons.clear()
-    yield
-    failed = torch.stack([differs for _, differs in comparisons]).nonzero().flatten().tolist() if comparisons else []
-    assert not failed, f"{len(failed)} of {len(comparisons)} differ: {[comparisons[i][0] for i in failed[:5]]}"
-
-
-def text_of(values: Iterable[Any]) -> str:
-    """Arguments for the message of a failed comparison."""
-    texts = (f"{x.dtype}{list(x.shape)}" if isinstance(x, torch.Tensor) else repr(x) for x in values)
-    return ", ".join(texts).replace("torch.", "")
-
-
-def random(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> torch.Tensor:
-    generator = torch.Generator("cuda").manual_seed(seed)
-    return (torch.randn(shape, generator=generator, device="cuda") * 3).to(dtype)
-
-
-def memory(*shape: int, dtype: torch.dtype) -> torch.Tensor:
-    """Bytes of 0x7F, which no test writes, with 64 elements before and 64 behind in the same storage."""
-    count = torch.Size(shape).numel()
-    buffer = torch.full(((count + 128) * dtype.itemsize,), 0x7F, dtype=torch.uint8, device="cuda")
-    return buffer.view(dtype)[64 : 64 + count].view(shape)
-
-
-def caches(layout: str, blocks: int, page: int, heads: int, size: int, dtype: torch.dtype) -> list[torch.Tensor]:
-    """K and V [blocks, page, heads, size]."""
-    if layout == "HND":
-        return [memory(blocks, heads, page, size, dtype=dtype).transpose(1, 2) for _ in range(2)]
-    if layout == "halves":
-        return list(memory(blocks, page, heads, 2 * size, dtype=dtype).split(size, dim=-1))
-    if layout == "layers":
-        layers = memory(blocks, 3, 2, page, heads, size, dtype=dtype)
-        return [layers[:, 1, 0], layers[:, 1, 1]]
-    if layout == "unequal":
-        wide = memory(blocks, page, heads + 1, size + 8, dtype=dtype)[:, :, :heads, :size]
-        return [wide, memory(blocks, heads, page, size, dtype=dtype).transpose(1, 2)]
-    if layout == "odd base":
-        flat = memory(2, blocks * page * heads * size + 1, dtype=dtype)
-        return [one[1:].view(blocks, page, heads, size) for one in flat]
-    return [memory(blocks, page, heads, size, dtype=dtype) for _ in range(2)]
-
-
-def some_slots(tokens: int, count: int, dtype: torch.dtype = torch.int64, seed: int = 0) -> torch.Tensor:
-    """Distinct slots below count, with padding and slots past the end between them."""
-    slots = torch.randperm(count, generator=torch.Generator("cuda").manual_seed(seed), device="cuda")[:tokens]
-    slots[1::5] = -1
-    slots[3::7] = count + 3
-    if dtype == torch.int64:
-        slots[5::11] = 2**40 + count // 2
-    return slots.to(dtype)
-
-
-def twins(*args: Any) -> list[Any]:
-    """The arguments over copies of their whole storages: views of one buffer stay views of one buffer."""
-    storages: dict[int, torch.UntypedStorage] = {}
-
-    def twin(x: Any) -> Any:
-        if not isinstance(x, torch.Tensor):
-            return x
-        storage = x.untyped_storage()
-        if storage.data_ptr() not in storages:
-            storages[storage.data_ptr()] = storage.clone()
-        empty = torch.empty(0, dtype=x.dtype, device=x.device)
-        return empty.set_(storages[storage.data_ptr()], x.storage_offset(), x.shape, x.stride())
-
-    return [twin(x) for x in args]
-
-
-def whole(x: torch.Tensor) -> torch.Tensor:
-    """Every byte of the storage behind a tensor."""
-    return torch.empty(0, dtype=torch.uint8, device=x.device).set_(x.untyped_storage())
-
-
-def assert_as_reference(op: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-    """Run the kernel and the reference on equal buffers; no byte may differ, inside the tensors or around them."""
-    ours, wanted = twins(*args, *kwargs.values()), twins(*args, *kwargs.values())
-    for values, function in ((ours, op), (wanted, getattr(reference, op.__name__))):
-        positional, named = values[: len(args)], values[len(args) :]
-        function(*positional, **dict(zip(kwargs, named, strict=True)))
-    for i, (a, b) in enumerate(zip(ours, wanted, strict=True)):
-        if isinstance(a, torch.Tensor):
-            expect(f"argument {i} of {op.__name__}({text_of(ours)})", (whole(a) != whole(b)).any())
 
 
 # -- reshape_and_cache ------------------------------------------------------------------------------------------------
@@ -393,35 +309,6 @@ def test_int8_keeps_nan_in_its_head() -> None:
 # -- int4_cache_write -------------------------------------------------------------------------------------------------
 
 
-class Int4:
-    """An INT4 cache of some sequences with pages in random order, and how long each sequence is."""
-
-    def __init__(self, pages: int, sequences: int, heads: int, size: int, dtype: torch.dtype, layout: str) -> None:
-        blocks = pages * sequences
-        self.heads, self.size, self.dtype = heads, size, dtype
-        of_pages = [memory(blocks, heads + 1, size + 8, dtype=torch.float16)[:, :heads, :size] for _ in range(2)]
-        of_tokens = [memory(blocks, 64, heads, dtype=torch.float16) for _ in range(2)]
-        tail = memory(sequences, heads, 64, size, dtype=dtype).transpose(1, 2)
-        self.tensors = [*caches(layout, blocks, 64, heads, size // 2, torch.uint8), *of_pages, *of_tokens, tail]
-        self.table = torch.randperm(blocks, generator=torch.Generator().manual_seed(1)).view(sequences, pages)
-        self.lengths = [0] * sequences
-
-    def call(self, counts: dict[int, int], *, shuffle: bool, wide: bool) -> tuple[torch.Tensor, ...]:
-        """Arguments that append so many tokens to each of these sequences, with padding among them."""
-        slots, sequences = [-1, 5, 64 * self.table.numel()], [0, -1, 0]
-        for s, count in counts.items():
-            places = range(self.lengths[s], self.lengths[s] + count)
-            slots += [int(self.table[s, i // 64]) * 64 + i % 64 for i in places]
-            sequences += [s] * count
-            self.lengths[s] += count
-        order = torch.randperm(len(slots)) if shuffle else torch.arange(len(slots))
-        index = torch.int64 if wide else torch.int32
-        ids = [torch.tensor(x)[order].to("cuda", index) for x in (slots, sequences)]
-        seed = sum(self.lengths)
-        rows = [random(len(slots) + 2, self.heads, self.size, dtype=self.dtype, seed=seed + i) for i in range(2)]
-        return (*rows, *self.tensors, *ids)
-
-
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_int4_pages_and_tails_grow_as_those_of_the_reference(dtype: torch.dtype, layout: str) -> None:
@@ -477,75 +364,6 @@ def test_int4_of_so_many_tokens_that_a_lane_writes_several_packs(heads: int, siz
     cache = Int4(130, 2, heads, size, dtype, "NHD")
     call = cache.call({0: 2050, 1: 6100}, shuffle=False, wide=True)
     assert_as_reference(int4_cache_write, *call)
-
-
-# -- gather_cache -----------------------------------------------------------------------------------------------------
-
-
-def assert_gathered(*args: Any, **kwargs: Any) -> None:
-    out = FLOATS[len(comparisons) % 3]
-    what = f"gather_cache({text_of((*args, *kwargs.values()))}, dtype={out})"
-    got = gather_cache(*args, dtype=out, **kwargs)
-    want = reference.gather_cache(*args, dtype=out, **kwargs)
-    for a, b in zip(got, want, strict=True):
-        assert a.is_contiguous()
-        assert a.dtype == out
-        expect(what, ((a != b) & ~(a.isnan() & b.isnan())).any())
-
-
-def page_table(blocks: int, pages: int) -> torch.Tensor:
-    """Pages in random order, one of them negative and one past the end."""
-    table = torch.randint(0, blocks, (pages,), generator=torch.Generator().manual_seed(pages)).int()
-    table[2::5], table[3::7] = -1, blocks
-    return table.cuda()
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("kind", [*FLOATS, torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8], ids=str)
-def test_sequences_are_gathered_from_every_layout(kind: torch.dtype, layout: str) -> None:
-    for heads, size in ((8, 64), (1, 128), (3, 72), (2, 65)):
-        for page, length in ((1, 1), (16, 54), (64, 512), (3, 100), (256, 700), (16, 0)):
-            cache = caches(layout, 12, page, heads, size, kind)
-            for one in cache:
-                values = random(*one.shape, dtype=torch.float32)
-                one.copy_(values.to(torch.uint8) if kind in (torch.uint8, torch.int8) else values.to(kind))
-            scales: dict[str, torch.Tensor] = {}
-            if kind == torch.int8:
-                scales = {name: random(12, page, heads, dtype=torch.float32) for name in ("k_scale", "v_scale")}
-            elif kind.itemsize == 1 and length % 4:
-                scales = {"k_scale": torch.rand(1).cuda(), "v_scale": torch.rand(heads).cuda()}
-            pages = max(1, length // page - 1)  # the last tokens have no entry in the table
-            assert_gathered(*cache, page_table(12, pages), length, **scales)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_int4_sequences_are_gathered_with_their_tail(dtype: torch.dtype, layout: str) -> None:
-    for heads, size in ((8, 64), (3, 72), (2, 66)):
-        cache = Int4(4, 3, heads, size, dtype, layout)
-        int4_cache_write(*cache.call({0: 54, 1: 200, 2: 128}, shuffle=True, wide=True))
-        names = ("k_scale", "k_zero", "v_scale", "v_zero", "k_tail")
-        scales = dict(zip(names, cache.tensors[2:], strict=True))
-        for sequence, length in ((0, 54), (1, 200), (2, 128), (0, 0), (1, 1), (-1, 54), (3, 54)):
-            ids = torch.tensor([sequence], dtype=torch.int32, device="cuda")
-            table = cache.table[sequence % 3].int().cuda()
-            assert_gathered(*cache.tensors[:2], table, length, **scales, seq_ids=ids)
-
-
-def test_int4_sequences_that_share_pages_are_gathered_each_with_its_own_tail() -> None:
-    """A second sequence begins with two full pages of the first, as after a common prompt."""
-    for dtype in FLOATS:
-        cache = Int4(4, 2, 4, 64, dtype, "NHD")
-        int4_cache_write(*cache.call({0: 150}, shuffle=False, wide=True))
-        cache.table[1, :2] = cache.table[0, :2]
-        cache.lengths[1] = 128
-        args = cache.call({1: 40}, shuffle=False, wide=False)
-        assert_as_reference(int4_cache_write, *args)
-        int4_cache_write(*args)
-        scales = dict(zip(("k_scale", "k_zero", "v_scale", "v_zero", "k_tail"), cache.tensors[2:], strict=True))
-        for sequence, length in ((0, 150), (1, 168), (1, 128), (0, 130)):
-            ids = torch.tensor([sequence], dtype=torch.int32, device="cuda")
-            assert_gathered(*cache.tensors[:2], cache.table[sequence].int().cuda(), length, **scales, seq_ids=ids)
 
 
 # -- addresses past 2^31 ----------------------------------------------------------------------------------------------

@@ -10,7 +10,6 @@
 
 #include "align_cluster.cuh"
 #include "align_independent.cuh"
-#include "shared_limit.h"
 
 namespace kestrel::moe {
 

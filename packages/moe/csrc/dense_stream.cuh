@@ -9,8 +9,8 @@
 #include <kestrel/pack.cuh>
 #include <kestrel/pdl.cuh>
 #include <kestrel/ptx/cluster.cuh>
-#include <kestrel/ptx/matrix.cuh>
 #include <kestrel/ptx/mbarrier.cuh>
+#include <kestrel/ptx/named_barrier.cuh>
 #include <kestrel/ptx/shared.cuh>
 #include <kestrel/ptx/tma.cuh>
 #include <kestrel/ptx/wgmma.cuh>
@@ -65,6 +65,8 @@ __global__ void __launch_bounds__(StreamTile::threads, 1)
   }
   __syncthreads();
 
+  // -- the producer warp: one thread loads; full[stage] counts its bytes --
+
   if (threadIdx.x >= Tile::consumers) {
     if (threadIdx.x == Tile::consumers) {
       const auto load_weight = [&](int stage, int step) {
@@ -94,6 +96,8 @@ __global__ void __launch_bounds__(StreamTile::threads, 1)
     }
     return;
   }
+
+  // -- the consumer warpgroups: 64 outputs each; one arrival of each frees a stage --
 
   const int warpgroup = threadIdx.x / 128, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   float acc[Tile::tokens / 2];
@@ -131,6 +135,8 @@ __global__ void __launch_bounds__(StreamTile::threads, 1)
   } else {
     ptx::named_barrier(1, Tile::consumers);
   }
+
+  // -- epilogue: the CTAs of the cluster divide the packs of the tile --
 
   constexpr int size = Pack<T>::size, packs = Tile::outputs / size;
   const LinearParams& layer = p.layer;

@@ -11,7 +11,6 @@
 #include <atomic>
 
 #include "dense_launch.h"
-#include "shared_limit.h"
 
 namespace kestrel::moe {
 

@@ -13,6 +13,7 @@
 #include <kestrel/ptx/cluster.cuh>
 #include <kestrel/ptx/matrix.cuh>
 #include <kestrel/ptx/mbarrier.cuh>
+#include <kestrel/ptx/named_barrier.cuh>
 #include <kestrel/ptx/shared.cuh>
 #include <kestrel/ptx/tma.cuh>
 #include <kestrel/ptx/wgmma.cuh>
@@ -143,6 +144,12 @@ __device__ __forceinline__ void dense_produce(const DenseParams& p, const DenseP
   }
 }
 
+// What waits for what:
+//   full[stage]       the producer's arrival, and the bytes of x and of the weight, which other CTAs may send
+//   empty[stage]      the consumers of every CTA that this one's loads go to: two warpgroups each, one in ping-pong
+//   residual_full     [warpgroup][buffer]: the bytes of the residual of an epilogue pass
+//   multiplied        [warpgroup], in ping-pong: its tile has left the pipeline
+//   named barriers 1 and 2, one per warpgroup, twice per epilogue pass: its buffer is free; its results are there
 template <typename T, typename Tile>
 __global__ void __launch_bounds__(Tile::threads, 1) dense_wgmma_kernel(const __grid_constant__ DenseParams p) {
 #ifdef KESTREL_HAS_WGMMA
@@ -173,6 +180,8 @@ __global__ void __launch_bounds__(Tile::threads, 1) dense_wgmma_kernel(const __g
     ptx::cluster_wait();
   }
 
+  // -- the producer warpgroup: one thread loads --
+
   if (threadIdx.x < Tile::producers) {
     ptx::reduce_registers<24>();
     if (threadIdx.x == 0) dense_produce<Tile>(p, place, ring, full, empty, first_step, steps);
@@ -187,6 +196,8 @@ __global__ void __launch_bounds__(Tile::threads, 1) dense_wgmma_kernel(const __g
     }
     return;
   }
+
+  // -- the consumer warpgroups --
 
   ptx::raise_registers<240>();
   pdl_wait();
@@ -232,6 +243,8 @@ __global__ void __launch_bounds__(Tile::threads, 1) dense_wgmma_kernel(const __g
       if (Tile::blocks * kPasses > 1) load_residual(item, 1, count + 1);
     }
 
+    // -- main loop --
+    //
     // The parity of `full` says which tile a stage holds only after the other warpgroup's tile has left the pipeline.
     if (ping_pong && turn > 0) ptx::mbarrier_wait(multiplied + (warpgroup ^ 1), (turn - 1) / 2 % 2);
     float acc[Tile::blocks][N / 2];
@@ -266,6 +279,8 @@ __global__ void __launch_bounds__(Tile::threads, 1) dense_wgmma_kernel(const __g
     for (int m = 0; m < Tile::blocks; ++m) ptx::wgmma_fence_registers(acc[m]);
     release(previous);
 
+    // -- split-K: the sums of the tokens that the other CTA finishes go to it, in the memory of the ring --
+
     if constexpr (!ping_pong) {
       if (p.cluster.splits > 1) {  // one tile for a cluster: the ring is free
         ptx::cluster_sync();
@@ -292,7 +307,9 @@ __global__ void __launch_bounds__(Tile::threads, 1) dense_wgmma_kernel(const __g
       }
     }
 
-    const int row_of_lane = warp * 16 + lane % 16;
+    // -- epilogue, in passes of 64 tokens x 64 columns --
+
+    const int row_of_lane = warp * 16 + lane % 16;  // that the lane addresses for ldmatrix and stmatrix
 #pragma unroll
     for (int pass = 0; pass < Tile::blocks * kPasses; ++pass, ++count) {
       const uint32_t buffer = passes_at + count % 2 * Tile::pass_bytes;

@@ -9,12 +9,12 @@
 
 #include "experts_checks.h"
 #include "experts_launch.h"
-#include "shared_limit.h"
 
 namespace kestrel::moe {
 
 // The table: tokens of a tile -> tile of a CTA. Two CTAs fill the shared memory of an SM with bytes in flight. More
 // tokens take more weight rows, so that x is read less often.
+// Arguments: tiles of 8 tokens, of 16 weight rows per warp, warps, stages, CTAs per SM.
 using Tile8 = ExpertsTile<1, 1, 8, 6, 2>;
 using Tile16 = ExpertsTile<2, 1, 8, 6, 2>;
 using Tile32 = ExpertsTile<4, 2, 8, 3, 2>;
@@ -61,7 +61,7 @@ int64_t multiprocessors(DLDevice device) { return device_attribute(cudaDevAttrMu
 
 template <typename W, Projection PROJECTION, bool IN_KERNEL, typename Tile>
 void launch_experts(const ExpertsParams& p, int64_t tiles, DLDevice device) {
-  constexpr int channels = (PROJECTION == Projection::up ? 8 : 16) * Tile::m_tiles * Tile::warps;
+  constexpr int channels = ExpertsConfig<W, PROJECTION, Tile>::channels;
   constexpr auto kernel = experts_kernel<W, PROJECTION, IN_KERNEL, Tile>;
   raise_shared_limit<kernel, Tile::shared_bytes>(device);
   const int64_t items = tiles * ((p.outputs + channels - 1) / channels);

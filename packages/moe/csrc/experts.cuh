@@ -2,10 +2,10 @@
 //
 // Weights are operand A (M = weight rows) and tokens operand B (N = 8), so few tokens waste little: mma.sync, or wgmma
 // for FP8 on Hopper. A CTA computes 16 * m_tiles weight rows per warp over all of K. Each stage of its cp.async
-// pipeline holds 128 bytes of every weight row and token. mma.sync permutes K alike in both operands, so the 16 bytes
-// that a lane loads feed two instructions (FP8: four, converted exactly to fp16). CTAs are persistent over work items
-// (token tile, row slice), and the pipeline continues across items. Sums are in order of k: a token's result does not
-// depend on its tile or on the other tokens.
+// pipeline holds 128 bytes of every weight row and token. CTAs are persistent over work items (token tile, row slice),
+// and the pipeline continues across items. Sums are in order of k: a token's result does not depend on its tile or on
+// the other tokens. The up projection interleaves eight rows of each half of w1 in 16 weight rows, so that a lane holds
+// both halves of a channel.
 #pragma once
 
 #include <kestrel/pdl.cuh>
@@ -13,123 +13,13 @@
 #include <kestrel/ptx/shared.cuh>
 #include <kestrel/ptx/wgmma.cuh>
 
+#include "experts_mma.cuh"
 #include "experts_pairs.cuh"
 #include "experts_quantiser.cuh"
 #include "experts_rows.cuh"
+#include "experts_tile.cuh"
 
 namespace kestrel::moe {
-
-enum class Rows { as_given, quantised_here };  // of x; quantised rows of a tile stay in shared memory for all of K
-
-// The tile of a CTA and its pipeline. FOR_SMALL: built only for GPUs with 99 KB of shared memory per CTA.
-template <int N_TILES_, int M_TILES_, int WARPS_, int STAGES_, int CTAS_PER_SM_, bool FOR_SMALL_ = false,
-          Rows X_ = Rows::as_given>
-struct ExpertsTile {
-  static constexpr bool for_small = FOR_SMALL_, quantises = X_ == Rows::quantised_here;
-  static constexpr int n_tiles = N_TILES_;  // of 8 tokens
-  static constexpr int m_tiles = M_TILES_;  // of 16 weight rows, per warp
-  static constexpr int warps = WARPS_;
-  static constexpr int threads = 32 * warps;
-  static constexpr int stages = STAGES_;
-  static constexpr int ctas_per_sm = CTAS_PER_SM_;
-  static constexpr int tokens = 8 * n_tiles;
-  static constexpr int rows = 16 * m_tiles * warps;    // of weights
-  static constexpr int x_bytes = tokens * kLineBytes;  // of 128 bytes of K
-  static constexpr int stage_bytes = rows * kLineBytes + (quantises ? 0 : x_bytes);
-  static constexpr int alignment = 1024;  // of wgmma's operands
-  static constexpr int shared_bytes =
-      stages * stage_bytes + (quantises ? kWidthQuantised / kLineBytes * x_bytes : 0) + alignment;
-  static constexpr int x_copies = (tokens * 8 + threads - 1) / threads;  // of 16 bytes, per thread and stage
-};
-
-constexpr int kSmallSharedBytes = 96 * 1024;  // dynamic, for a CTA of sm_86, sm_89 and sm_120
-
-// Whether the architecture that is compiled for can run a kernel with this tile.
-template <typename Tile>
-__device__ constexpr bool is_built() {
-#ifdef __CUDA_ARCH__
-  constexpr bool small = __CUDA_ARCH__ == 860 || __CUDA_ARCH__ == 890 || __CUDA_ARCH__ >= 1200;
-  return small ? Tile::shared_bytes <= kSmallSharedBytes : !Tile::for_small;
-#else
-  return true;
-#endif
-}
-
-template <typename T>
-__device__ __forceinline__ void mma_16x8x16(float (&c)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3,
-                                            unsigned b0, unsigned b1) {
-  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, "
-        "%2, %3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-  } else {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, "
-        "%3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-  }
-}
-
-__device__ __forceinline__ float load_cg(const float* p) {
-  float v;
-  asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(v) : "l"(p) : "memory");
-  return v;
-}
-
-// c += 16 bytes of K per lane of two weight rows, eight apart, times 16 bytes of a token.
-__device__ __forceinline__ void multiply_line(float (&c)[4], uint4 low, uint4 high, uint4 b, __nv_bfloat16) {
-  mma_16x8x16<__nv_bfloat16>(c, low.x, high.x, low.y, high.y, b.x, b.y);
-  mma_16x8x16<__nv_bfloat16>(c, low.z, high.z, low.w, high.w, b.z, b.w);
-}
-
-__device__ __forceinline__ void multiply_line(float (&c)[4], uint4 low, uint4 high, uint4 b, __half) {
-  mma_16x8x16<__half>(c, low.x, high.x, low.y, high.y, b.x, b.y);
-  mma_16x8x16<__half>(c, low.z, high.z, low.w, high.w, b.z, b.w);
-}
-
-// Sixteen e4m3 codes, converted exactly to fp16.
-struct HalfCodes {
-  unsigned pairs[8];
-
-  HalfCodes() = default;
-
-  __device__ __forceinline__ explicit HalfCodes(uint4 codes) {
-    const unsigned words[4] = {codes.x, codes.y, codes.z, codes.w};
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const auto codes_of_pair = static_cast<uint16_t>(words[i] >> (16 * h));
-#if __CUDA_ARCH__ >= 890
-        asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(pairs[2 * i + h]) : "h"(codes_of_pair));
-#else
-        const __half2_raw raw = __nv_cvt_fp8x2_to_halfraw2(codes_of_pair, __NV_E4M3);
-        pairs[2 * i + h] = raw.x | static_cast<unsigned>(raw.y) << 16;
-#endif
-      }
-    }
-  }
-};
-
-__device__ __forceinline__ void multiply_line(float (&c)[4], const HalfCodes& low, const HalfCodes& high,
-                                              const HalfCodes& b) {
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    mma_16x8x16<__half>(c, low.pairs[2 * i], high.pairs[2 * i], low.pairs[2 * i + 1], high.pairs[2 * i + 1],
-                        b.pairs[2 * i], b.pairs[2 * i + 1]);
-  }
-}
-
-// Whether products are wgmma's. FP8 mma.sync is emulated on Hopper, by conversions that take as long as the loads.
-template <typename W>
-__device__ constexpr bool multiplies_by_wgmma() {
-#if defined(KESTREL_HAS_WGMMA) && !defined(KESTREL_EXPERTS_MMA_SYNC)
-  return std::is_same_v<W, __nv_fp8_e4m3>;
-#else
-  return false;
-#endif
-}
 
 // Stores an element of the result, in W's type; with FP8 weights in fp16 or bf16, as `fp16_result` says.
 template <typename W>
@@ -141,30 +31,53 @@ __device__ __forceinline__ void store_result(char* row, int64_t column, float va
   }
 }
 
+// From L2, where the other CTAs' stores are.
+__device__ __forceinline__ float load_cg(const float* p) {
+  float v;
+  asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(v) : "l"(p) : "memory");
+  return v;
+}
+
+// FP8: the block scales of the 16 weight rows from channel `first_channel` on, for 128 columns of K: of MMA rows 0 to 7
+// and 8 to 15. (up: halves of w1; down: 16 rows lie in one block.)
+template <typename Config>
+__device__ __forceinline__ void load_block_scales(const ExpertsParams& p, int64_t expert, int first_channel, int step,
+                                                  float& low, float& high) {
+  const int channel = min(first_channel, p.outputs - 1);
+  const int row_low = channel / kScaleBlock;
+  const int row_high = Config::up && !p.split_scales ? (channel + p.outputs) / kScaleBlock : row_low;
+  const int64_t at = expert * p.scale_expert_stride + step;
+  low = p.weight_scale_low[at + row_low * p.scale_row_stride];
+  high = Config::up ? p.weight_scale_high[at + row_high * p.scale_row_stride] : low;
+}
+
 // W: the element type of weights and x. With FP8 each stage's product is scaled (by block scales, else by 1) before it
 // is added to the accumulator. IN_KERNEL: every CTA groups the pairs by expert itself, and with `arrivals` the last CTA
 // of a row slice sums the choices; otherwise the pairs are aligned.
 template <typename W, Projection PROJECTION, bool IN_KERNEL, typename Tile>
 __device__ __forceinline__ void multiply_experts(const ExpertsParams& p) {
+  using Config = ExpertsConfig<W, PROJECTION, Tile>;
   constexpr bool up = PROJECTION == Projection::up, fp8 = std::is_same_v<W, __nv_fp8_e4m3>;
-  constexpr bool wgmma = multiplies_by_wgmma<W>();
+  constexpr bool wgmma = Config::wgmma;
   constexpr int MT = Tile::m_tiles, NT = Tile::n_tiles, S = Tile::stages;
-  constexpr int G = fp8 || S < 5 ? 1 : 2;  // stages for each barrier
-  static_assert(!wgmma || MT == 1, "a warpgroup's rows are those of its warps in turn");
-  constexpr int element = fp8 ? 1 : 2;                       // bytes, of weights and x
-  constexpr int rows_of_tile = up ? 8 : 16;                  // output channels of 16 weight rows
-  constexpr int channels = rows_of_tile * MT * Tile::warps;  // of a CTA
-  extern __shared__ __align__(128) char dynamic[];  // [stage][weight rows of each warp, then tokens][128 bytes]
+  constexpr int G = fp8 || S < 5 ? 1 : 2;           // stages for each barrier
+  constexpr int element = fp8 ? 1 : 2;              // bytes, of weights and x
+  constexpr int m_tile_channels = up ? 8 : 16;      // output channels of 16 weight rows
+  constexpr int channels = Config::channels;        // of a CTA
+  extern __shared__ __align__(128) char dynamic[];  // from `memory` on: stages, then the rows that the kernel quantises
   __shared__ PairGroups<Tile::tokens> groups;
   __shared__ int item_pairs[2][Tile::tokens];  // of this item and the next
-  __shared__ bool is_last;
+  __shared__ bool is_last;                     // this CTA is the last one of its slice
   __shared__ float row_scales[Tile::quantises ? Tile::tokens * (kWidthQuantised / kScaleBlock) : 1];
   __shared__ float stage_scales[fp8 && !Tile::quantises ? S : 1][Tile::tokens];  // of x, with p.x_blocks
   const uint32_t memory = (ptx::shared_address(dynamic) + Tile::alignment - 1) / Tile::alignment * Tile::alignment;
+  // Lane 4 * group + quad holds sums of weight rows group and group + 8, columns 2 * quad and the next one.
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = lane / 4, quad = lane % 4;
   const int slices = (p.outputs + channels - 1) / channels;
   const int row_bytes = p.width * element;
   const int steps = (row_bytes + kLineBytes - 1) / kLineBytes;  // of an item
+
+  // -- token tiles --
 
   if constexpr (up) {  // the launch just before may have written the routing
     pdl_wait();
@@ -183,33 +96,35 @@ __device__ __forceinline__ void multiply_experts(const ExpertsParams& p) {
   if (up && p.arrivals && blockIdx.x == 0) {
     for (int i = threadIdx.x; i < p.arrival_slices; i += Tile::threads) p.arrivals[i] = 0;
   }
-  const auto expert_of = [&](int tile) {
+  const auto expert_of = [&](int tile) {  // -1: not on this device
     const int expert = IN_KERNEL ? groups.tile_expert[tile] : p.tile_experts[tile / p.tiles_of_block];
     return expert < p.experts ? expert : -1;
   };
-  const auto pair_of = [&](int tile, int n) {  // -1: none
+  const auto pair_of = [&](int tile, int n) {  // of column n; -1: none
     if constexpr (IN_KERNEL) return n < groups.tile_count[tile] ? groups.pairs[groups.tile_offset[tile] + n] : -1;
     const int at = tile * Tile::tokens + n;
     const int pair = at < p.sorted_length && expert_of(tile) >= 0 ? p.sorted_pairs[at] : -1;
     return pair < p.tokens * p.choices ? pair : -1;
   };
 
-  // The loads run S - G stages ahead of the MMAs, with an item, step and rows of their own. A warp copies four rows of
-  // 128 bytes at a time. For mma.sync the 64-byte halves of odd rows are swapped, so that fragments are read without
-  // bank conflicts; wgmma has its own swizzle.
+  // -- loads: S - G stages ahead of the MMAs, with an item and a step of their own --
+  //
+  // A warp copies four rows of 128 bytes at a time. For mma.sync the 64-byte halves of odd rows are swapped, so that
+  // fragments are read without bank conflicts; wgmma has its own swizzle. What does not exist becomes zeros.
   const int copy_row = lane / 8, copy_byte = lane % 8 * 16;
   const uint32_t to_weights =
       memory + (warp * MT * 16 + copy_row) * kLineBytes + (copy_byte ^ (wgmma ? copy_row * 16 : copy_row % 2 * 64));
-  int load_item = blockIdx.x, load_step = 0, load_rows = 0;
+  int load_item = blockIdx.x, load_step = 0;
+  int load_rows = 0;  // output rows from this thread's first one on
   const char* load_low = nullptr;
   const char* load_high = nullptr;
-  int x_row[Tile::x_copies];
+  int x_row[Tile::x_copies];  // of x, -1: none
   [[maybe_unused]] int scale_row = -1;
   const auto seek_item = [&]() {
     if (load_item >= items) return;
     const int tile = load_item / slices, slice = load_item - tile * slices;
     const int64_t expert = max(expert_of(tile), 0);
-    const int row = slice * channels + warp * MT * rows_of_tile + copy_row;
+    const int row = slice * channels + warp * MT * m_tile_channels + copy_row;
     load_rows = p.outputs - row;
     load_low = p.weight_low + expert * p.expert_stride_low + row * p.weight_stride + copy_byte;
     load_high = p.weight_high + expert * p.expert_stride_high + row * p.weight_stride + copy_byte;
@@ -232,15 +147,15 @@ __device__ __forceinline__ void multiply_experts(const ExpertsParams& p) {
     for (int i = 0; i < MT; ++i) {
 #pragma unroll
       for (int r = 0; r < 8; r += 4) {
-        const bool valid = inside && i * rows_of_tile + r < load_rows;
-        const int64_t at = valid ? (i * rows_of_tile + r) * p.weight_stride + byte : 0;
+        const bool valid = inside && i * m_tile_channels + r < load_rows;
+        const int64_t at = valid ? (i * m_tile_channels + r) * p.weight_stride + byte : 0;
         const uint32_t to_row = to ^ (wgmma ? r * 16 : 0);
         ptx::cp_async16_or_zero(to_row + (i * 16 + r) * kLineBytes, valid ? load_low + at : p.weight_low, valid);
         ptx::cp_async16_or_zero(to_row + (i * 16 + 8 + r) * kLineBytes, valid ? load_high + at : p.weight_low, valid);
       }
     }
   };
-  const auto load_x = [&](int stage) {
+  const auto load_x = [&](int stage) {  // and closes the stage's group of copies
     if constexpr (!Tile::quantises) {
       const int byte = load_step * kLineBytes + copy_byte;
       const bool inside = load_item < items && byte < row_bytes;
@@ -270,6 +185,9 @@ __device__ __forceinline__ void multiply_experts(const ExpertsParams& p) {
     }
   };
   seek_item();
+
+  // -- prologue: the first S - G stages --
+
   [[maybe_unused]] RowQuantiser<Tile, up ? 2 : 4> rows;
   [[maybe_unused]] int quantised = -1;  // the tile whose rows are in shared memory
   const auto load_rows_of = [&](int tile) {
@@ -307,6 +225,8 @@ __device__ __forceinline__ void multiply_experts(const ExpertsParams& p) {
     return;
   }
 
+  // -- main loop over items --
+
   // Where this lane's fragments lie in a stage: those of the first 64 bytes; those of the second are at address ^ 64.
   const uint32_t fragment = group * kLineBytes + (quad * 16 ^ (group & 1) * 64);
   const uint32_t from_weights = memory + warp * MT * 16 * kLineBytes + fragment;
@@ -319,7 +239,8 @@ __device__ __forceinline__ void multiply_experts(const ExpertsParams& p) {
   for (int item = blockIdx.x; item < items; item += gridDim.x, parity ^= 1) {
     const int tile = item / slices, slice = item - tile * slices;
     const int64_t expert = max(expert_of(tile), 0);
-    const int first_channel = slice * channels + warp * MT * rows_of_tile;
+    const int first_channel = slice * channels + warp * MT * m_tile_channels;
+    // Read in the epilogue; two halves, as slow warps may still be in that of the previous item.
     if (threadIdx.x < Tile::tokens) item_pairs[parity][threadIdx.x] = pair_of(tile, threadIdx.x);
     if constexpr (Tile::quantises) {
       if (tile != quantised) {
@@ -337,7 +258,7 @@ __device__ __forceinline__ void multiply_experts(const ExpertsParams& p) {
     }
     float acc[MT][NT][4] = {};
     for (int start = 0; start < steps; start += G) {
-      const int now = min(G, steps - start), from_stage = stage;
+      const int now = min(G, steps - start), from_stage = stage;  // now: stages before the next barrier
       if (now == G) {
         ptx::cp_async_wait<(S - 2 * G > 0 ? S - 2 * G : 0)>();
       } else {
@@ -360,7 +281,7 @@ __device__ __forceinline__ void multiply_experts(const ExpertsParams& p) {
       for (int u = 0; u < G; ++u) {
         if (u >= now) break;
         const int step = start + u;
-        float of_line[fp8 ? MT : 1][fp8 ? NT : 1][4] = {};
+        float product[fp8 ? MT : 1][fp8 ? NT : 1][4] = {};
         if constexpr (wgmma) {
           float d[4 * NT];
           const uint64_t a = ptx::wgmma_descriptor(memory + stage * Tile::stage_bytes + warp / 4 * 64 * kLineBytes);
@@ -374,7 +295,7 @@ __device__ __forceinline__ void multiply_experts(const ExpertsParams& p) {
           ptx::wgmma_wait<0>();
           ptx::wgmma_fence_registers(d);
 #pragma unroll
-          for (int i = 0; i < 4 * NT; ++i) of_line[0][i / 4][i % 4] = d[i];
+          for (int i = 0; i < 4 * NT; ++i) product[0][i / 4][i % 4] = d[i];
         } else {
           if (u == 0) load_ahead();
         }
@@ -391,7 +312,7 @@ __device__ __forceinline__ void multiply_experts(const ExpertsParams& p) {
               const uint4 low = ptx::load_shared_uint4(weights + i * 16 * kLineBytes);
               const uint4 high = ptx::load_shared_uint4(weights + (i * 16 + 8) * kLineBytes);
 #pragma unroll
-              for (int j = 0; j < NT; ++j) multiply_line(acc[i][j], low, high, b[j], W());
+              for (int j = 0; j < NT; ++j) multiply_line<W>(acc[i][j], low, high, b[j]);
             }
           } else {
             HalfCodes low[MT], high[MT];
@@ -404,7 +325,7 @@ __device__ __forceinline__ void multiply_experts(const ExpertsParams& p) {
             for (int j = 0; j < NT; ++j) {
               const HalfCodes b(ptx::load_shared_uint4(x + j * 8 * kLineBytes));
 #pragma unroll
-              for (int i = 0; i < MT; ++i) multiply_line(of_line[i][j], low[i], high[i], b);
+              for (int i = 0; i < MT; ++i) multiply_line(product[i][j], low[i], high[i], b);
             }
           }
         }
@@ -413,12 +334,7 @@ __device__ __forceinline__ void multiply_experts(const ExpertsParams& p) {
           for (int i = 0; i < MT; ++i) {
             float low = 1.f, high = 1.f;
             if (p.scale_rank == 3) {
-              const int channel = min(first_channel + i * rows_of_tile, p.outputs - 1);
-              const int row_low = channel / kScaleBlock;
-              const int row_high = up && !p.split_scales ? (channel + p.outputs) / kScaleBlock : row_low;
-              const int64_t at = expert * p.scale_expert_stride + step;
-              low = p.weight_scale_low[at + row_low * p.scale_row_stride];
-              high = up ? p.weight_scale_high[at + row_high * p.scale_row_stride] : low;
+              load_block_scales<Config>(p, expert, first_channel + i * m_tile_channels, step, low, high);
             }
             if (p.x_blocks) {
 #pragma unroll
@@ -428,14 +344,14 @@ __device__ __forceinline__ void multiply_experts(const ExpertsParams& p) {
                   const int n = j * 8 + 2 * quad + c % 2;
                   const float x_scale = Tile::quantises ? row_scales[n * (kWidthQuantised / kScaleBlock) + step]
                                                         : stage_scales[Tile::quantises ? 0 : stage][n];
-                  acc[i][j][c] = fmaf(of_line[i][j][c] * x_scale, c < 2 ? low : high, acc[i][j][c]);
+                  acc[i][j][c] = fmaf(product[i][j][c] * x_scale, c < 2 ? low : high, acc[i][j][c]);
                 }
               }
             } else {
 #pragma unroll
               for (int j = 0; j < NT; ++j) {
 #pragma unroll
-                for (int c = 0; c < 4; ++c) acc[i][j][c] = fmaf(of_line[i][j][c], c < 2 ? low : high, acc[i][j][c]);
+                for (int c = 0; c < 4; ++c) acc[i][j][c] = fmaf(product[i][j][c], c < 2 ? low : high, acc[i][j][c]);
               }
             }
           }
@@ -444,6 +360,8 @@ __device__ __forceinline__ void multiply_experts(const ExpertsParams& p) {
       }
     }
 
+    // -- epilogue: scale, gate or weight, store --
+
 #pragma unroll
     for (int i = 0; i < MT; ++i) {
 #pragma unroll
@@ -451,7 +369,7 @@ __device__ __forceinline__ void multiply_experts(const ExpertsParams& p) {
 #pragma unroll
         for (int c = 0; c < 2; ++c) {
           const int pair = item_pairs[parity][j * 8 + 2 * quad + c];
-          const int channel = first_channel + i * rows_of_tile + group;
+          const int channel = first_channel + i * m_tile_channels + group;
           const int token = pair / p.choices;
           float low = acc[i][j][c], high = acc[i][j][c + 2];
           if (pair < 0 || channel >= p.outputs) continue;
@@ -493,7 +411,8 @@ __device__ __forceinline__ void multiply_experts(const ExpertsParams& p) {
         }
       }
     }
-    if (IN_KERNEL && !up && p.arrivals) {  // the last CTA of a slice sums the choices of every token, in order
+    // The last CTA that stores an item of a slice sums the choices of every token, in order.
+    if (IN_KERNEL && !up && p.arrivals) {
       __threadfence();
       __syncthreads();
       if (threadIdx.x == 0) is_last = atomicAdd(p.arrivals + slice, 1u) == static_cast<unsigned>(tiles - 1);

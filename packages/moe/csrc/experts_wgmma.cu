@@ -7,7 +7,6 @@
 #include <algorithm>
 
 #include "experts_launch.h"
-#include "shared_limit.h"
 
 namespace kestrel::moe {
 

@@ -11,7 +11,9 @@
 #include <kestrel/pack.cuh>
 #include <kestrel/pdl.cuh>
 #include <kestrel/ptx/cp_async.cuh>
+#include <kestrel/ptx/matrix.cuh>
 #include <kestrel/ptx/mbarrier.cuh>
+#include <kestrel/ptx/named_barrier.cuh>
 #include <kestrel/ptx/shared.cuh>
 #include <kestrel/ptx/wgmma.cuh>
 
@@ -47,32 +49,17 @@ struct WgmmaItem {
   }
 };
 
-// bar.sync over `threads` threads. Barrier 0 is that of __syncthreads().
-__device__ __forceinline__ void named_barrier(int barrier, int threads) {
-  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
-}
-
-// stmatrix of four transposed 8 x 8 matrices of 16-bit elements. Lane i gives the address of row i % 8 of matrix i / 8.
-__device__ __forceinline__ void store_transposed(uint32_t address, const unsigned (&m)[4]) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(m[0]),
-               "r"(m[1]), "r"(m[2]), "r"(m[3])
-               : "memory");
-#endif
-}
-
-template <typename T>
-__device__ __forceinline__ unsigned pack_pair(float low, float high) {
-  if constexpr (std::is_same_v<T, __half>) {
-    const __half2 pair = __floats2half2_rn(low, high);
-    return reinterpret_cast<const unsigned&>(pair);
-  } else {
-    const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
-    return reinterpret_cast<const unsigned&>(pair);
-  }
-}
+// Named barriers; 0 is that of __syncthreads().
+constexpr int kBarrierOfConsumers = 1;
+constexpr int kBarrierOfWarpgroup = 2;  // and 3: one for each consumer warpgroup
 
 // W: the element type of weights and x. R: that of the result, W's own except for FP8.
+//
+// What waits for what:
+//   full[stage]     128 arrivals: each producer thread's, once its copies into the stage are complete
+//   empty[stage]    2 arrivals: one of each consumer warpgroup, once its products have read the stage
+//   kBarrierOfConsumers, per item: pair_of_token and factor_of_token are complete; all have read them
+//   kBarrierOfWarpgroup, per epilogue pass: results are staged; all have read them. FP8: all have read a stage's scales
 template <typename W, typename R, Projection PROJECTION, typename Tile>
 __global__ void __launch_bounds__(Tile::threads, 1) experts_wgmma_kernel(const __grid_constant__ ExpertsParams p) {
 #ifdef KESTREL_HAS_WGMMA
@@ -125,6 +112,8 @@ __global__ void __launch_bounds__(Tile::threads, 1) experts_wgmma_kernel(const _
       phase ^= 1;
     }
   };
+
+  // -- the producer warpgroup: eight threads copy the 128 bytes of a row, sixteen rows at once --
 
   if (threadIdx.x < Tile::producers) {
     ptx::reduce_registers<56>();
@@ -225,6 +214,8 @@ __global__ void __launch_bounds__(Tile::threads, 1) experts_wgmma_kernel(const _
     return;
   }
 
+  // -- the consumer warpgroups: 64 weight rows each --
+
   ptx::raise_registers<224>();
   if (!waited) {
     pdl_wait();
@@ -249,6 +240,7 @@ __global__ void __launch_bounds__(Tile::threads, 1) experts_wgmma_kernel(const _
     // This thread accumulates the two halves of a channel (up) or two channels eight apart (down).
     const int low_channel = at.slice * channels + (warpgroup * 4 + warp) * (up ? 8 : 16) + group;
 
+    // Main loop. acc[4 * j + 2 * r + c]: row group + 8 * r of the warp's 16, column 8 * j + 2 * quad + c.
     float acc[Tile::tokens / 2];
     const auto multiply = [&](auto n_tag) {
       constexpr int N = decltype(n_tag)::value;
@@ -292,7 +284,7 @@ __global__ void __launch_bounds__(Tile::threads, 1) experts_wgmma_kernel(const _
                 acc[i + c] = fmaf(of_line[i + c] * (c % 2 ? x_scale.y : x_scale.x), c < 2 ? low : high, acc[i + c]);
               }
             }
-            named_barrier(2 + warpgroup, 128);  // all have read the scales
+            ptx::named_barrier(kBarrierOfWarpgroup + warpgroup, 128);  // all have read the scales
           }
           if (thread % 128 == 0) ptx::mbarrier_arrive(empty + stage);
           if (!p.x_blocks) {
@@ -329,8 +321,9 @@ __global__ void __launch_bounds__(Tile::threads, 1) experts_wgmma_kernel(const _
         if (used == 256) multiply(std::integral_constant<int, 256>());
       }
     }
-    named_barrier(1, Tile::consumers);  // pair_of_token and factor_of_token are complete
+    ptx::named_barrier(kBarrierOfConsumers, Tile::consumers);  // pair_of_token and factor_of_token are complete
 
+    // Epilogue: in float32 from registers where the next kernel needs float32, else in R through shared memory.
     float low_scale = 1.f, high_scale = 1.f;
     if (fp8 && p.scale_rank < 3) {
       const int64_t low_at = min(low_channel, p.outputs - (up ? 1 : 9)) * p.scale_row_stride;
@@ -351,7 +344,7 @@ __global__ void __launch_bounds__(Tile::threads, 1) experts_wgmma_kernel(const _
             reinterpret_cast<float*>(p.out + pair * p.out_stride)[low_channel] = gated_value(h, g, p.gate);
           }
         }
-        named_barrier(1, Tile::consumers);
+        ptx::named_barrier(kBarrierOfConsumers, Tile::consumers);
         continue;
       }
     }
@@ -369,7 +362,7 @@ __global__ void __launch_bounds__(Tile::threads, 1) experts_wgmma_kernel(const _
             if (low_channel + 8 < p.outputs) row[8] = acc[i + c + 2] * high_scale * factor_of_token[n];
           }
         }
-        named_barrier(1, Tile::consumers);
+        ptx::named_barrier(kBarrierOfConsumers, Tile::consumers);
         continue;
       }
     }
@@ -398,21 +391,22 @@ __global__ void __launch_bounds__(Tile::threads, 1) experts_wgmma_kernel(const _
                 const float g = acc[i + 2] * (fp8 ? high_scale * factor : 1.f);
                 v[c] = halves == 2 ? (half ? g : h) : gated_value(h, g, p.gate);
               }
-              matrices[m] = pack_pair<R>(v[0], v[1]);
+              matrices[m] = ptx::pack_pair<R>(make_float2(v[0], v[1]));
             }
-            store_transposed(address_of(8 * (j + lane / 8) + lane % 8, warp), matrices);
+            ptx::store_matrices_transposed(address_of(8 * (j + lane / 8) + lane % 8, warp), matrices);
           } else {
 #pragma unroll
             for (int m = 0; m < 4; ++m) {
               const int i = first / 2 + 4 * (j + m / 2) + m % 2 * 2, n = first + 8 * (j + m / 2) + 2 * quad;
               const float scale = m % 2 ? high_scale : low_scale;
-              matrices[m] =
-                  pack_pair<R>(acc[i] * scale * factor_of_token[n], acc[i + 1] * scale * factor_of_token[n + 1]);
+              matrices[m] = ptx::pack_pair<R>(
+                  make_float2(acc[i] * scale * factor_of_token[n], acc[i + 1] * scale * factor_of_token[n + 1]));
             }
-            store_transposed(address_of(8 * (j + lane / 16) + lane % 8, 2 * warp + lane / 8 % 2), matrices);
+            ptx::store_matrices_transposed(address_of(8 * (j + lane / 16) + lane % 8, 2 * warp + lane / 8 % 2),
+                                           matrices);
           }
         }
-        named_barrier(2 + warpgroup, 128);
+        ptx::named_barrier(kBarrierOfWarpgroup + warpgroup, 128);
 #pragma unroll
         for (int i = thread % 128; i < Tile::pass * row_packs; i += 128) {
           const int n = i / row_packs, pack = i % row_packs, pair = pair_of_token[first + n];
@@ -421,10 +415,10 @@ __global__ void __launch_bounds__(Tile::threads, 1) experts_wgmma_kernel(const _
           char* const to = p.out + pair * p.out_stride + (int64_t{half} * p.outputs + channel) * 2;
           *reinterpret_cast<uint4*>(to) = ptx::load_shared_uint4(address_of(n, pack));
         }
-        named_barrier(2 + warpgroup, 128);
+        ptx::named_barrier(kBarrierOfWarpgroup + warpgroup, 128);
       }
     }
-    named_barrier(1, Tile::consumers);  // all have read pair_of_token
+    ptx::named_barrier(kBarrierOfConsumers, Tile::consumers);  // all have read pair_of_token
   }
 #endif
 }

@@ -11,19 +11,19 @@
 #include <tvm/ffi/function.h>
 #include <kestrel/pdl.cuh>
 #include <kestrel/ptx/cp_async.cuh>
+#include <kestrel/ptx/mma.cuh>
 
 #include <algorithm>
 
 #include "exchange.cuh"
 #include "gemv.cuh"
 #include "linear.h"
-#include "shared_limit.h"
 
 namespace kestrel::moe {
 
 constexpr int kWarps = 4;
 constexpr int kTileK = 64;
-constexpr int kRowBytes = 128;    // of a k tile: one cache line
+constexpr int kLineBytes = 128;   // of a row of a k tile
 constexpr int kMaxWarpTiles = 3;  // k tiles per warp, unless the cluster has its largest size
 constexpr int kMaxClusterLog2 = 3;
 constexpr int64_t kMaxSmallTileCtas = 256;  // CTAs with tiles of 16 by 16; larger grids use tiles of 32 by 32
@@ -38,28 +38,12 @@ template <int EXPERTS, int TOKENS>
 struct Tile {
   static constexpr int rows = EXPERTS + TOKENS;  // of a k tile
   static constexpr int num_stages = EXPERTS == 16 ? 4 : 2;
-  static constexpr int pitch = EXPERTS + 4;                             // floats; avoids bank conflicts of the epilogue
-  static constexpr int vectors = TOKENS * EXPERTS / 4;                  // of four experts of a token
-  static constexpr int pipeline_bytes = num_stages * rows * kRowBytes;  // of a warp
-  static constexpr int bytes = kWarps * pipeline_bytes + vectors * 16;  // the last part receives partial sums
+  static constexpr int pitch = EXPERTS + 4;             // floats; avoids bank conflicts of the epilogue
+  static constexpr int vectors = TOKENS * EXPERTS / 4;  // of four experts of a token
+  static constexpr int pipeline_bytes = num_stages * rows * kLineBytes;  // of a warp
+  static constexpr int bytes = kWarps * pipeline_bytes + vectors * 16;   // the last part receives partial sums
   static_assert(pitch * TOKENS * 4 <= pipeline_bytes, "the sums of a warp reuse its pipeline");
 };
-
-template <typename T>
-__device__ __forceinline__ void mma_m16n8k16(float (&c)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3,
-                                             unsigned b0, unsigned b1) {
-  if constexpr (std::is_same_v<T, __half>) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, "
-        "%3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-  } else {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, "
-        "%2, %3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-  }
-}
 
 template <typename T, int EXPERTS, int TOKENS>
 __global__ void __launch_bounds__(kWarps * 32, 2) router_gemm_kernel(const __grid_constant__ RouterGemmParams p) {
@@ -77,6 +61,8 @@ __global__ void __launch_bounds__(kWarps * 32, 2) router_gemm_kernel(const __gri
   const int own = min(max(tokens * (EXPERTS / 4) - cta_rank * share, 0), share);
   float4* const partials = reinterpret_cast<float4*>(shared + kWarps * Shape::pipeline_bytes);  // [cluster_size][share]
 
+  // -- loads --
+  //
   // This warp's k tiles. A lane copies 16 bytes of every fourth row; the halves of odd rows are swapped, so that the
   // eight lanes that read two rows below hit different banks.
   const int k_slice = cta_rank * kWarps + warp, k_slices_log2 = p.cluster_log2 + 2;
@@ -84,23 +70,23 @@ __global__ void __launch_bounds__(kWarps * 32, 2) router_gemm_kernel(const __gri
   const int k_tiles = ((k_slice + 1) * p.k_tiles >> k_slices_log2) - begin;
   const int row = lane >> 3, k = begin * kTileK + (lane & 7) * 8;
   const uint32_t pipeline = ptx::shared_address(shared) + warp * Shape::pipeline_bytes;
-  const uint32_t to = pipeline + row * kRowBytes + ((lane & 7) ^ (row & 1) * 4) * 16;
+  const uint32_t to = pipeline + row * kLineBytes + ((lane & 7) ^ (row & 1) * 4) * 16;
   const char* const weight = p.weight + (first_expert + row) * p.weight_stride + int64_t{k} * sizeof(T);
   const char* const x = p.x + (first_token + row) * p.x_stride + int64_t{k} * sizeof(T);
   const auto load_weight = [&](int stage, int k_tile) {
 #pragma unroll
     for (int r = 0; r < EXPERTS; r += 4) {
       const bool valid = row + r < experts && k + k_tile * kTileK < p.width;
-      ptx::cp_async16_or_zero(to + (stage * Shape::rows + r) * kRowBytes,
-                              valid ? weight + r * p.weight_stride + k_tile * kRowBytes : p.weight, valid);
+      ptx::cp_async16_or_zero(to + (stage * Shape::rows + r) * kLineBytes,
+                              valid ? weight + r * p.weight_stride + k_tile * kLineBytes : p.weight, valid);
     }
   };
   const auto load_x = [&](int stage, int k_tile) {
 #pragma unroll
     for (int r = 0; r < TOKENS; r += 4) {
       const bool valid = row + r < tokens && k + k_tile * kTileK < p.width;
-      ptx::cp_async16_or_zero(to + (stage * Shape::rows + EXPERTS + r) * kRowBytes,
-                              valid ? x + r * p.x_stride + k_tile * kRowBytes : p.x, valid);
+      ptx::cp_async16_or_zero(to + (stage * Shape::rows + EXPERTS + r) * kLineBytes,
+                              valid ? x + r * p.x_stride + k_tile * kLineBytes : p.x, valid);
     }
   };
 #pragma unroll
@@ -116,8 +102,11 @@ __global__ void __launch_bounds__(kWarps * 32, 2) router_gemm_kernel(const __gri
     ptx::cp_async_commit();
   }
 
-  // Main loop. The order of k within an instruction does not matter to the sum as long as both operands agree, so the
-  // 16 bytes of a lane feed two instructions.
+  // -- main loop --
+  //
+  // Lane 4 * group + quad holds sums of experts group and group + 8, tokens 2 * quad and the next one. The order of k
+  // within an instruction does not matter to the sum as long as both operands agree, so the 16 bytes of a lane feed two
+  // instructions.
   float sum[M][N][4] = {};
   for (int k_tile = 0, stage = 0; k_tile < k_tiles; ++k_tile) {
     ptx::cp_async_wait<Shape::num_stages - 1>();
@@ -125,19 +114,20 @@ __global__ void __launch_bounds__(kWarps * 32, 2) router_gemm_kernel(const __gri
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const uint32_t from =
-          pipeline + (stage * Shape::rows + group) * kRowBytes + (quad + ((half ^ group) & 1) * 4) * 16;
+          pipeline + (stage * Shape::rows + group) * kLineBytes + (quad + ((half ^ group) & 1) * 4) * 16;
       uint4 w[2 * M], v[N];
 #pragma unroll
-      for (int m = 0; m < 2 * M; ++m) w[m] = ptx::load_shared_uint4(from + m * 8 * kRowBytes);
+      for (int m = 0; m < 2 * M; ++m) w[m] = ptx::load_shared_uint4(from + m * 8 * kLineBytes);
 #pragma unroll
-      for (int n = 0; n < N; ++n) v[n] = ptx::load_shared_uint4(from + (EXPERTS + n * 8) * kRowBytes);
+      for (int n = 0; n < N; ++n) v[n] = ptx::load_shared_uint4(from + (EXPERTS + n * 8) * kLineBytes);
 #pragma unroll
       for (int m = 0; m < M; ++m) {
-        const uint4 upper = w[2 * m], lower = w[2 * m + 1];
+        const uint4 low = w[2 * m], high = w[2 * m + 1];  // rows `group` and `group` + 8
+        const uint32_t first[4] = {low.x, high.x, low.y, high.y}, second[4] = {low.z, high.z, low.w, high.w};
 #pragma unroll
-        for (int n = 0; n < N; ++n) mma_m16n8k16<T>(sum[m][n], upper.x, lower.x, upper.y, lower.y, v[n].x, v[n].y);
+        for (int n = 0; n < N; ++n) ptx::mma_16x8x16(sum[m][n], first, v[n].x, v[n].y, T());
 #pragma unroll
-        for (int n = 0; n < N; ++n) mma_m16n8k16<T>(sum[m][n], upper.z, lower.z, upper.w, lower.w, v[n].z, v[n].w);
+        for (int n = 0; n < N; ++n) ptx::mma_16x8x16(sum[m][n], second, v[n].z, v[n].w, T());
       }
     }
     __syncwarp();
@@ -149,7 +139,10 @@ __global__ void __launch_bounds__(kWarps * 32, 2) router_gemm_kernel(const __gri
     stage = stage + 1 < Shape::num_stages ? stage + 1 : 0;
   }
 
-  // Epilogue. The warps' sums replace their pipelines: [TOKENS][pitch].
+  // -- epilogue --
+  //
+  // The warps' sums replace their pipelines: [TOKENS][pitch]. Each CTA sends the sum over its warps to the CTA that
+  // owns the vector, which adds those of all CTAs in order of rank.
   float* const warp_sums = reinterpret_cast<float*>(shared + warp * Shape::pipeline_bytes);
 #pragma unroll
   for (int m = 0; m < M; ++m) {

@@ -75,6 +75,12 @@ def test_router_logits_are_not_rounded_to_the_input_dtype(tokens: int, dtype: to
         (torch.bfloat16, 768, 7168, 32),
         (torch.bfloat16, 800, 7168, 32),
         (torch.bfloat16, 1025, 64, 1),
+        (torch.bfloat16, 64, 768, 4096),
+        (torch.bfloat16, 64, 776, 2048),
+        (torch.float16, 64, 1536, 2048),
+        (torch.float16, 64, 1544, 1024),
+        (torch.bfloat16, 65, 3072, 32 * 21),
+        (torch.bfloat16, 65, 3080, 32 * 10),
         (torch.float16, 4096, 4096, 1),
         (torch.float16, 0, 8, 8192),
         (torch.float32, 64, 2048, 64),
@@ -91,6 +97,24 @@ def test_router_logits_of_too_many_tokens_or_experts_are_the_vendor_s_product(
         x, weight = torch.empty(tokens, width, dtype=dtype), torch.empty(experts, width, dtype=dtype)
         router_gemm.kernel_op.launch(x, weight)
     assert took == ["kernel", "kernel", "kernel", "vendor"]
+
+
+@pytest.mark.parametrize("name", ["x", "weight", "bias"])
+def test_the_vendor_s_product_gets_no_out_that_overlaps(name: str) -> None:
+    """Launches run on CPU tensors here: the products are torch's."""
+    given = {"x": torch.zeros(70, 16), "weight": torch.zeros(16, 16), "bias": torch.zeros(16)}
+    memory = torch.zeros(140 * 16)
+    out = memory[: 70 * 16].view(70, 16)
+    refused = f": argument 'out': .* shares no memory with '{name}', got tensors that overlap"
+    gemv.kernel_op.launch(**given, out=out)
+    overlapping = {**given, name: memory[8 : 8 + given[name].numel()].view_as(given[name])}
+    with pytest.raises(ValueError, match="gemv" + refused):
+        gemv.kernel_op.launch(**overlapping, out=out)
+    del given["bias"], overlapping["bias"]
+    if name != "bias":
+        router_gemm.kernel_op.launch(**given, out=out)
+        with pytest.raises(ValueError, match="router_gemm" + refused):
+            router_gemm.kernel_op.launch(**overlapping, out=out)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

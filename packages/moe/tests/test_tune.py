@@ -97,7 +97,12 @@ def test_a_file_holds_gpu_date_revision_and_figures_and_reads_back(tmp_path: Pat
         '{"format": 1, "gpu": "x", "layers": {"E1": {}}}',
         '{"format": 1, "gpu": "x", "layers": {"E1": {"tokens": {"one": {"variant": "aligned 8"}}}}}',
         '{"format": 1, "gpu": "x", "layers": {"E1": {"tokens": {"1": {"variant": 8}}}}}',
+        '{"format": 1, "gpu": "x", "layers": {"E1": {"tokens": {"0": {"variant": "aligned 8"}}}}}',
+        '{"format": 1, "gpu": "x", "layers": {"E1": {"tokens": {"2147483648": {"variant": "aligned 8"}}}}}',
+        '{"format": 1, "gpu": "x", "layers": {"E1": {"tokens": {"%s": {"variant": "aligned 8"}}}}}' % ("9" * 5000),
+        "[" * 100_000,
     ],
+    ids=range(12),
 )
 def test_a_broken_file_is_named_in_the_error(tmp_path: Path, text: str) -> None:
     path = tmp_path / "x.json"
@@ -134,12 +139,59 @@ def test_the_users_layers_replace_the_packaged_ones(tmp_path: Path, monkeypatch:
         tuned.of_gpu.cache_clear()
 
 
-def test_packaged_files_are_valid_and_name_variants() -> None:
+def test_without_a_home_only_the_package_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", no_home)
+    for name in ("KESTREL_TUNED", "XDG_CONFIG_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    tuned.of_gpu.cache_clear()
+    try:
+        assert tuned.of_gpu("no such GPU") == {}
+    finally:
+        tuned.of_gpu.cache_clear()
+
+
+@pytest.mark.parametrize("case", ["a folder", "below a file", "no home", "another GPU", "no permission"])
+def test_a_file_that_cannot_be_written_is_refused_before_the_search(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    monkeypatch.setattr(tune, "search", lambda *_: pytest.fail("the search began"))
+    out: Path | None = tmp_path / "h200.json"
+    if case == "a folder":
+        out = tmp_path
+    elif case == "below a file":
+        (tmp_path / "file").touch()
+        out = tmp_path / "file" / "h200.json"
+    elif case == "no home":
+        out = None
+        monkeypatch.setattr(tuned, "user_folder", lambda: (_ for _ in ()).throw(FileNotFoundError("no home")))
+    elif case == "another GPU":
+        tuned.write(tmp_path / "h200.json", "NVIDIA H100", "E1", tune.entry(FOUND))
+    else:
+        monkeypatch.setattr("os.access", lambda *_: False)  # permissions do not bind root
+    with pytest.raises(tune.TuneError):
+        tune.run(tune.Request(64, 2048, 1024, 8, out=out))
+
+
+def unknown_variants(path: Path) -> set[str]:
+    """Of a file, which must be named after its GPU."""
+    found = tuned.read(path)
+    assert tuned.file_name(found["gpu"]) == path.name
     names = {str(variant) for variant in variants.VARIANTS}
-    for path in tuned.PACKAGED.glob("*.json"):
-        found = tuned.read(path)
-        assert tuned.file_name(found["gpu"]) == path.name
-        assert {variant for tokens in tuned.entries(found).values() for variant in tokens.values()} <= names
+    return {variant for tokens in tuned.entries(found).values() for variant in tokens.values()} - names
+
+
+def test_files_that_ship_name_variants_and_no_other_file_passes(tmp_path: Path) -> None:
+    assert all(unknown_variants(path) == set() for path in tuned.PACKAGED.glob("*.json"))
+    path = tmp_path / "h200.json"
+    tuned.write(path, "NVIDIA H200", "E1", tune.entry([tune.Found(1, {"aligned 7": 1.0}, "aligned 7")]))
+    assert unknown_variants(path) == {"aligned 7"}
+    with pytest.raises(AssertionError):
+        unknown_variants(path.rename(tmp_path / "h100.json"))
 
 
 def test_the_table_shows_the_gains() -> None:

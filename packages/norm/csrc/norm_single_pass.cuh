@@ -118,8 +118,8 @@ __global__ void __launch_bounds__(MAX_WARPS == 1 ? 128 : MAX_WARPS * 32)
     const float rstd = rsqrtf(fmaf(sum_sq, inv_n, eps));
 #pragma unroll
     for (int v = 0; v < V; ++v) {
-      if constexpr (S::layer && MAX_WARPS == 1 &&
-                    !S::add) {  // keep the packs live across the reduction, not their floats
+      // Keeps the packs live across the reduction, not their floats.
+      if constexpr (S::layer && MAX_WARPS == 1 && !S::add) {
         uint4& bits = loaded[r][v].bits;
         pin(bits.x), pin(bits.y), pin(bits.z), pin(bits.w);
         loaded[r][v].unpack(x[v]);

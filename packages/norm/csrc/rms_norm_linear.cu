@@ -6,29 +6,12 @@
 #include <tvm/ffi/function.h>
 
 #include <algorithm>
-#include <atomic>
 
 #include "host.h"
 
 namespace kestrel::norm {
 
 constexpr int kLinearTokens = 32;
-
-// Raises the limit of dynamic shared memory of KERNEL to what the device has beside the static part, once per device.
-// Returns the limit.
-template <auto KERNEL>
-int raise_shared_limit(DLDevice device) {
-  static std::atomic<int> limits[64];
-  const int id = device.device_id;
-  if (id < 64 && limits[id].load(std::memory_order_relaxed)) return limits[id].load(std::memory_order_relaxed);
-  cudaFuncAttributes attributes{};
-  check_launch(cudaFuncGetAttributes(&attributes, KERNEL), device);
-  const int limit =
-      device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, id) - static_cast<int>(attributes.sharedSizeBytes);
-  check_launch(cudaFuncSetAttribute(KERNEL, cudaFuncAttributeMaxDynamicSharedMemorySize, limit), device);
-  if (id < 64) limits[id].store(limit, std::memory_order_relaxed);
-  return limit;
-}
 
 // False if a slice of x does not fit into shared memory, or if few SMs would have a tile.
 template <typename T, int TOKEN_TILES>

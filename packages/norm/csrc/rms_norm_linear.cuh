@@ -23,14 +23,15 @@ namespace kestrel::norm {
 
 constexpr int kLinearRows = 128, kLinearThreads = 256, kMaxSlices = 8;
 constexpr int kRowWarps = 4, kWarpsOfK = 2, kRowTiles = 2;  // 4 x 2 warps; a warp has 2 x 16 rows
-constexpr int kLine = 128, kBlockK = 64;                    // a block of K is 64 elements, one line of 128 bytes
+constexpr int kLineBytes = 128, kBlockK = 64;               // a block of K: 64 elements of a row, a line of 128 bytes
 
-struct LinearParams {
+struct LinearParams {  // x [tokens, width], norm_weight [width], weight [outputs, width], out [tokens, outputs]
   const char *x = nullptr, *norm_weight = nullptr, *weight = nullptr;
   char* out = nullptr;
   int64_t x_stride = 0, out_stride = 0;  // bytes
   unsigned weight_stride = 0;
-  int tokens = 0, outputs = 0, width = 0, blocks = 0;
+  int tokens = 0, outputs = 0, width = 0;
+  int blocks = 0;           // of K
   int tiles = 0;            // of 128 rows of the weight
   int slices = 1;           // of K: the CTAs of a cluster
   int buffers = 1;          // for received sums: two where a cluster has several tiles
@@ -43,7 +44,7 @@ struct LinearTile {
   static constexpr int tokens = 8 * TOKEN_TILES;
   static constexpr int row_tiles_per_stage = TOKEN_TILES <= 2 ? 1 : 2;
   static constexpr int stages = TOKEN_TILES == 1 ? 5 : TOKEN_TILES == 2 ? 4 : 3;
-  static constexpr int stage_bytes = row_tiles_per_stage * 16 * kLine;  // of a warp
+  static constexpr int stage_bytes = row_tiles_per_stage * 16 * kLineBytes;  // of a warp
   static constexpr int ring_bytes = stages * stage_bytes;
   static constexpr int rings_bytes = ring_bytes * (kLinearThreads / 32);
   static constexpr int min_ctas = TOKEN_TILES <= 2 ? 2 : 1;
@@ -56,7 +57,7 @@ struct LinearTile {
     return rings_bytes + buffers * sum_bytes + square_bytes + tokens * 4;
   }
   static constexpr int shared_bytes(int blocks_of_slice, int buffers) {
-    return x_at(buffers) + blocks_of_slice * kLine * tokens;
+    return x_at(buffers) + blocks_of_slice * kLineBytes * tokens;
   }
 };
 
@@ -92,7 +93,7 @@ __global__ void __launch_bounds__(kLinearThreads, LinearTile<TOKEN_TILES>::min_c
   const int clusters = gridDim.x / p.slices, row_of_warp = warp % kRowWarps * (16 * kRowTiles);
   const int first_block = static_cast<int>(int64_t{p.blocks} * slice / p.slices);
   const int blocks = static_cast<int>(int64_t{p.blocks} * (slice + 1) / p.slices) - first_block;
-  const int k_warp = warp / kRowWarps;
+  const int k_warp = warp / kRowWarps;                                       // of two, which take every second block of K
   const int blocks_of_warp = (blocks - k_warp + kWarpsOfK - 1) / kWarpsOfK;  // k_warp, k_warp + 2, ...
   const bool remote = p.slices > 1;
   __shared__ uint64_t received[2], received_squares;
@@ -115,13 +116,15 @@ __global__ void __launch_bounds__(kLinearThreads, LinearTile<TOKEN_TILES>::min_c
   float* const token_scale = squares + Tile::square_bytes / 4;
   char* const x = memory + Tile::x_at(p.buffers);  // [block][token][line]
   const int packs = blocks * 8;                    // of a row of the slice
-  const int64_t first_byte = int64_t{first_block} * kLine;
+  const int64_t first_byte = int64_t{first_block} * kLineBytes;
   const int packs_left = p.width / 8 - first_block * 8;  // that exist
 
+  // -- loads of the weight --
+  //
   // A warp copies a line of 128 bytes with eight lanes: four rows at a time. Rows past the last are copies of it.
   const uint32_t ring = ptx::shared_address(memory + warp * Tile::ring_bytes);
   const int line = lane / 8, chunk = lane % 8;
-  const uint32_t copy_to = ring + line * kLine + chunk_offset(line, chunk);
+  const uint32_t copy_to = ring + line * kLineBytes + chunk_offset(line, chunk);
   unsigned row_offset[kRowTiles][4];
   const char* copy_from = nullptr;
   int packs_from_copy = 0;  // of the row, from copy_from on
@@ -134,7 +137,7 @@ __global__ void __launch_bounds__(kLinearThreads, LinearTile<TOKEN_TILES>::min_c
 #pragma unroll
       for (int c = 0; c < 4; ++c) row_offset[i][c] = min(row_of_warp + i * 16 + c * 4 + line, last) * p.weight_stride;
     }
-    copy_from = p.weight + int64_t{row} * p.weight_stride + first_byte + k_warp * kLine + chunk * 16;
+    copy_from = p.weight + int64_t{row} * p.weight_stride + first_byte + k_warp * kLineBytes + chunk * 16;
     packs_from_copy = packs_left - k_warp * 8 - chunk;
     blocks_to_copy = blocks_of_warp;
   };
@@ -145,12 +148,12 @@ __global__ void __launch_bounds__(kLinearThreads, LinearTile<TOKEN_TILES>::min_c
       for (int i = 0; i < MS; ++i) {
 #pragma unroll
         for (int c = 0; c < 4; ++c) {
-          ptx::cp_async16_or_zero(copy_to + stage + (i * 16 + c * 4) * kLine,
+          ptx::cp_async16_or_zero(copy_to + stage + (i * 16 + c * 4) * kLineBytes,
                                   copy_from + row_offset[of_block * MS + i][c], packs_from_copy > 0);
         }
       }
       if (of_block == kStages - 1) {
-        copy_from += kWarpsOfK * kLine;
+        copy_from += kWarpsOfK * kLineBytes;
         packs_from_copy -= kWarpsOfK * 8;
         if (--blocks_to_copy == 0) {
           copy_tile += clusters;
@@ -160,6 +163,9 @@ __global__ void __launch_bounds__(kLinearThreads, LinearTile<TOKEN_TILES>::min_c
     }
     ptx::cp_async_commit();
   };
+
+  // -- prologue: fills the ring, prefetches x, waits --
+
 #pragma unroll
   for (int s = 0; s < S; ++s) copy_stage(s * Tile::stage_bytes, s % kStages);
 #pragma unroll
@@ -184,11 +190,13 @@ __global__ void __launch_bounds__(kLinearThreads, LinearTile<TOKEN_TILES>::min_c
   pdl_wait();
   pdl_trigger();
 
+  // -- x --
+  //
   // The slice of x times the norm's weight, rounded, and its sums of squares: a warp per token. In fp16 the slice is
   // scaled by a power of two first, so that products neither overflow nor lose bits.
   constexpr bool kScaled = std::is_same_v<T, __half>;
   const auto place = [&](int pack, int token) {
-    return reinterpret_cast<uint4*>(x + (pack / 8 * Tile::tokens + token) * kLine + chunk_offset(token, pack % 8));
+    return reinterpret_cast<uint4*>(x + (pack / 8 * Tile::tokens + token) * kLineBytes + chunk_offset(token, pack % 8));
   };
   const auto weighted = [&](const Pack<T>& v, const Pack<T>& by, float scale) {
     float f[8], w[8];
@@ -271,7 +279,9 @@ __global__ void __launch_bounds__(kLinearThreads, LinearTile<TOKEN_TILES>::min_c
   }
   __syncthreads();
 
-  const uint32_t from_ring = ring + group * kLine;
+  // -- the sums of a tile: sent to the CTAs that own its rows, which add them up one tile later --
+
+  const uint32_t from_ring = ring + group * kLineBytes;
   const int halves[2] = {chunk_offset(group, quad), chunk_offset(group, quad + 4)};
   const int rows_of_cta = kLinearRows / p.slices, pairs = rows_of_cta / 2;
   uint32_t stage = 0;
@@ -311,9 +321,12 @@ __global__ void __launch_bounds__(kLinearThreads, LinearTile<TOKEN_TILES>::min_c
       }
     }
   };
+
+  // -- main loop over tiles --
+
   for (int tile = first_tile; tile < p.tiles; tile += clusters) {
     float acc[kRowTiles][NT][4] = {};
-    uint32_t from_x = ptx::shared_address(x) + (k_warp * Tile::tokens + group) * kLine;
+    uint32_t from_x = ptx::shared_address(x) + (k_warp * Tile::tokens + group) * kLineBytes;
     for (int block = 0; block < blocks_of_warp; ++block) {
 #pragma unroll
       for (int of_block = 0; of_block < kStages; ++of_block) {
@@ -324,8 +337,8 @@ __global__ void __launch_bounds__(kLinearThreads, LinearTile<TOKEN_TILES>::min_c
         for (int i = 0; i < MS; ++i) {
 #pragma unroll
           for (int h = 0; h < 2; ++h) {
-            low[i][h] = ptx::load_shared_uint4(from_ring + stage + i * 16 * kLine + halves[h]);
-            high[i][h] = ptx::load_shared_uint4(from_ring + stage + (i * 16 + 8) * kLine + halves[h]);
+            low[i][h] = ptx::load_shared_uint4(from_ring + stage + i * 16 * kLineBytes + halves[h]);
+            high[i][h] = ptx::load_shared_uint4(from_ring + stage + (i * 16 + 8) * kLineBytes + halves[h]);
           }
         }
         __syncwarp();
@@ -335,7 +348,7 @@ __global__ void __launch_bounds__(kLinearThreads, LinearTile<TOKEN_TILES>::min_c
         for (int h = 0; h < 2; ++h) {
           uint4 b[NT];
 #pragma unroll
-          for (int j = 0; j < NT; ++j) b[j] = ptx::load_shared_uint4(from_x + j * 8 * kLine + halves[h]);
+          for (int j = 0; j < NT; ++j) b[j] = ptx::load_shared_uint4(from_x + j * 8 * kLineBytes + halves[h]);
 #pragma unroll
           for (int i = 0; i < MS; ++i) {
             const uint4 l = low[i][h], u = high[i][h];
@@ -347,7 +360,7 @@ __global__ void __launch_bounds__(kLinearThreads, LinearTile<TOKEN_TILES>::min_c
           }
         }
       }
-      from_x += kWarpsOfK * Tile::tokens * kLine;
+      from_x += kWarpsOfK * Tile::tokens * kLineBytes;
     }
 
     // The previous tile is added up first: its sums have arrived meanwhile. No CTA sends sums of a tile before all its

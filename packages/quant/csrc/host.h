@@ -250,8 +250,6 @@ void quant_static(Params p, int64_t rows, DLDevice device) {
   });
 }
 
-constexpr int kCachedDevices = 64;  // devices whose occupancy is cached
-
 // How many blocks of a kernel are resident at once on the whole GPU. The first call also raises the kernel's limit of
 // shared memory. cache: blocks per SM, by device.
 template <typename Kernel>

@@ -93,6 +93,7 @@ __global__ void __launch_bounds__(kTensorWarps * 32, kTensorBlocksPerSM)
   pdl_wait();
   pdl_trigger();
 
+  // The maximum: tiles in registers, tiles in shared memory, tiles that are read twice.
   if constexpr (kPacked) {
 #pragma unroll
     for (int i = 0; i < kRegisterTiles; ++i) {
@@ -140,6 +141,7 @@ __global__ void __launch_bounds__(kTensorWarps * 32, kTensorBlocksPerSM)
   if (blockIdx.x == 0 && threadIdx.x == 0) *p.scales = scale;
   const DivisorOf<T> divisor(scale);
 
+  // The codes, in the same order.
   if constexpr (kPacked) {
 #pragma unroll
     for (int i = 0; i < kRegisterTiles; ++i) {

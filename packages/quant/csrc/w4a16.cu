@@ -7,7 +7,6 @@
 #include <tvm/ffi/function.h>
 
 #include <algorithm>
-#include <atomic>
 #include <limits>
 
 namespace kestrel::quant {
@@ -15,7 +14,8 @@ namespace kestrel::quant {
 constexpr DLDataType kInt16{kDLInt, 16, 1};
 constexpr int kMaxTokens = 128;
 
-// Rows of a CTA so that every SM has a CTA, or nearly so.
+// Rows of a CTA so that every SM has a CTA, or nearly so. Arguments: tiles of 8 tokens, of 16 rows per warp, warps of a
+// slice of K, stages, the most slices of K.
 using Tile8Rows32 = W4Tile<1, 1, 2, 3, 8>;
 using Tile8Rows64 = W4Tile<1, 2, 2, 3, 8>;
 using Tile8Rows128 = W4Tile<1, 2, 4, 3, 4>;
@@ -69,37 +69,25 @@ void require_covered(const W4Params& p, const TensorView& scales) {
 
 // -- launches ---------------------------------------------------------------------------------------------------------
 
-// Raises the limit of dynamic shared memory of KERNEL to what the device has, once per device. Returns that.
-template <auto KERNEL>
-int raise_shared_limit(DLDevice device) {
-  static std::atomic<int> limits[64];
-  const int id = device.device_id;
-  if (id < 64 && limits[id].load(std::memory_order_relaxed)) return limits[id].load(std::memory_order_relaxed);
-  const int limit = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, id);
-  check_launch(cudaFuncSetAttribute(KERNEL, cudaFuncAttributeMaxDynamicSharedMemorySize, limit), device);
-  if (id < 64) limits[id].store(limit, std::memory_order_relaxed);
-  return limit;
-}
-
 // Largest: the tile with the most tokens among those whose results are to be the same, bit for bit.
 template <typename T, int GROUP, typename Tile, typename Largest>
 void launch_tile(W4Params p, DLDevice device) {
   constexpr int bytes = W4Stage<Tile, GROUP>::shared_bytes;
   constexpr auto kernel = w4a16_kernel<T, GROUP, Tile>;
   const int limit = raise_shared_limit<kernel>(device);
-  const int slices = (p.outputs + Tile::rows - 1) / Tile::rows, tiles = (p.tokens + Tile::tokens - 1) / Tile::tokens;
+  const int row_tiles = (p.outputs + Tile::rows - 1) / Tile::rows, tiles = (p.tokens + Tile::tokens - 1) / Tile::tokens;
   const int sms = device_attribute(cudaDevAttrMultiProcessorCount, device.device_id);
   p.parts = std::min({Tile::parts, p.steps, limit / W4Stage<Largest, GROUP>::shared_bytes});
-  p.splits = std::max(1, std::min({sms / (slices * tiles), kMaxSplits, p.steps / p.parts}));
+  p.splits = std::max(1, std::min({sms / (row_tiles * tiles), kMaxSplits, p.steps / p.parts}));
   // Clusters of more than two CTAs leave SMs of a GPC free: they fill the GPU in two waves.
   const int major = device_attribute(cudaDevAttrComputeCapabilityMajor, device.device_id);
-  const bool clusters = major >= 9 && (p.splits <= 2 || slices * tiles * p.splits <= sms * 3 / 4);
+  const bool clusters = major >= 9 && (p.splits <= 2 || row_tiles * tiles * p.splits <= sms * 3 / 4);
   if (clusters || p.splits == 1) {
     p.partial = nullptr;
   } else if (!p.partial) {
     p.splits = major >= 9 ? 2 : 1;
   }
-  launch_pdl(kernel, dim3(slices * p.splits, tiles), dim3(Tile::threads * p.parts), device, p, bytes * p.parts,
+  launch_pdl(kernel, dim3(row_tiles * p.splits, tiles), dim3(Tile::threads * p.parts), device, p, bytes * p.parts,
              p.partial ? 1 : p.splits);
   if (!p.partial) return;
   const int64_t packs = int64_t{p.tokens} * (p.outputs / 4);

@@ -1,12 +1,11 @@
 // x [T, K] times a weight [N, K] of 4-bit codes, transposed, for few tokens: the codes' bytes decide.
 //
 // Codes are the 16 rows of mma.sync, tokens its 8 columns. The packed layout [N / 16, K / 64, 32 lanes, 16 bytes] is
-// that of the instruction: 16 bytes of a lane are its fragments of four products, and no lane needs those of
-// another. The warps of a CTA have slices of K; those of one slice share a ring in shared memory (cp.async), in
-// steps of 128 k. Codes become small integers in 16 bits by mantissa bits, exactly. Their products with x are added
-// in float32 over a group and then scaled. Slices of K are added in order, in shared memory, then over a cluster or
-// by a second kernel: the order depends on N, K, the range of T and the GPU alone, so a token's result does not
-// depend on other tokens.
+// that of the instruction: 16 bytes of a lane are its fragments of four products, and no lane needs those of another.
+// The warps of a CTA have slices of K; those of one slice share a ring of pipeline stages (cp.async) of 128 k. Codes
+// become small integers in 16 bits by mantissa bits, exactly. Their products with x are added in float32 over a group
+// and then scaled. Slices of K are added in order, in shared memory, then over a cluster or by a second kernel: the
+// order depends on N, K, the range of T and the GPU alone, so a token's result does not depend on other tokens.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -17,6 +16,7 @@
 #include <kestrel/ptx/cluster.cuh>
 #include <kestrel/ptx/cp_async.cuh>
 #include <kestrel/ptx/mma.cuh>
+#include <kestrel/ptx/named_barrier.cuh>
 #include <kestrel/ptx/shared.cuh>
 #include <type_traits>
 
@@ -38,13 +38,14 @@ struct W4Params {
   float* partial = nullptr;              // [splits, T, N], where a second kernel adds up; else null
   int64_t x_stride = 0, out_stride = 0;  // bytes
   int tokens = 0, outputs = 0, width = 0;
-  int groups = 0, group = 0, steps_per_group = 1;
-  int blocks = 0, steps = 0;
+  int groups = 0, group = 0;  // of K that share a scale: their number and size
+  int steps_per_group = 1;    // for groups of 128 k and more
+  int blocks = 0, steps = 0;  // of K: of kBlock and kStep elements
   int splits = 1, parts = 1;  // CTAs that share K, and slices of K of a CTA
   bool packed_out = false;    // four elements of out are 8 aligned bytes
 };
 
-// How a CTA is cut.
+// The rows and tokens of a CTA, and its warps.
 template <int N_TILES_, int M_TILES_, int WARPS_, int STAGES_, int PARTS_, int MIN_CTAS_ = 1>
 struct W4Tile {
   static constexpr int n_tiles = N_TILES_;  // of 8 tokens
@@ -62,6 +63,8 @@ struct W4Tile {
   static constexpr int x_copies = (tokens * 2 * kLineBytes / 16 + threads - 1) / threads;  // a thread and stage
 };
 
+// A pipeline stage: offsets in bytes of [m tile][block][lane][16 bytes] of codes, [block][token][128 bytes] of x, and
+// [group][row] of scales and zeros.
 template <typename Tile, int GROUP>
 struct W4Stage {
   static constexpr int rows = Tile::rows;
@@ -182,13 +185,15 @@ __global__ void __launch_bounds__(Tile::threads* Tile::parts, Tile::min_ctas)
   char* const memory = all_memory + part_of_cta * Stage::ring_bytes;  // the ring of this slice of K
   const uint32_t shared = ptx::shared_address(memory);
   const int warp = thread / 32, lane = thread % 32, group = lane / 4, quad = lane % 4;
-  const int slice = blockIdx.x / p.splits, split = blockIdx.x - slice * p.splits;
-  const int first_row = slice * Tile::rows, first_token = blockIdx.y * Tile::tokens;
+  const int row_tile = blockIdx.x / p.splits, split = blockIdx.x - row_tile * p.splits;
+  const int first_row = row_tile * Tile::rows, first_token = blockIdx.y * Tile::tokens;
   const int tokens = min(p.tokens - first_token, Tile::tokens);
   const int k_slices = p.splits * p.parts, k_slice = split * p.parts + part_of_cta;
   const int first_step = static_cast<int>(int64_t{p.steps} * k_slice / k_slices);
   const int last_step = static_cast<int>(int64_t{p.steps} * (k_slice + 1) / k_slices);
 
+  // -- loads --
+  //
   // Codes: this warp's 16-row tiles; a lane copies what it reads itself. What does not exist is not copied: any
   // codes are finite, x is 0 where K has ended, and rows past N are not stored.
   const int first_tile = first_row / 16 + warp * MT;
@@ -246,6 +251,8 @@ __global__ void __launch_bounds__(Tile::threads* Tile::parts, Tile::min_ctas)
   const char* x_at = p.x + (first_token + x_token) * p.x_stride + int64_t{first_step} * (kStep * 2) + x_byte;
   int x_left = p.width * 2 - first_step * (kStep * 2) - x_byte;  // bytes of the row from x_at on
 
+  // -- prologue: S - 1 stages, the weights before the PDL wait --
+
 #pragma unroll
   for (int s = 0; s < S - 1; ++s) {
     load_weights(s * Stage::bytes);
@@ -277,6 +284,11 @@ __global__ void __launch_bounds__(Tile::threads* Tile::parts, Tile::min_ctas)
   x_at += (S - 1) * kStep * 2;
   x_left -= (S - 1) * kStep * 2;
 
+  // -- main loop --
+  //
+  // Lane 4 * group + quad holds sums of rows group and group + 8 of an m tile, tokens 2 * quad and the next one of an n
+  // tile. With Tile::sums_x an MMA with ones sums x, so that base + zero can be taken away from the products
+  // afterwards.
   float acc[MT][NT][4] = {};
   const uint32_t from_x = shared + Stage::x + group * kLineBytes + (quad * 16 ^ (group & 1) * 64);
   const uint32_t from_x_halves[2] = {from_x, from_x ^ 64};
@@ -285,8 +297,8 @@ __global__ void __launch_bounds__(Tile::threads* Tile::parts, Tile::min_ctas)
   uint32_t at = 0, free_stage = (S - 1) * Stage::bytes;
   for (int step = first_step; step < last_step; ++step) {
     ptx::cp_async_wait<S - 2>();
-    // The stage is there for all, and all are done with the one before.
-    asm volatile("bar.sync %0, %1;" ::"r"(part_of_cta + 1), "n"(Tile::threads) : "memory");
+    // The stage is there for all warps of this slice of K, and all are done with the one before.
+    ptx::named_barrier(1 + part_of_cta, Tile::threads);
     if (step + S - 1 < last_step) {
       load_weights(free_stage);
 #pragma unroll
@@ -308,7 +320,7 @@ __global__ void __launch_bounds__(Tile::threads* Tile::parts, Tile::min_ctas)
       uint4 words[MT];
 #pragma unroll
       for (int g = 0; g < kGroups; ++g) {
-        float part[MT][NT][4] = {}, x_sum[NT][4] = {};
+        float product[MT][NT][4] = {}, x_sum[NT][4] = {};
         float scale[MT][2], offset[MT][2];
         uint32_t minus_offset[MT][2];
 #pragma unroll
@@ -351,7 +363,7 @@ __global__ void __launch_bounds__(Tile::threads* Tile::parts, Tile::min_ctas)
               const uint32_t low = w ? b[j].z : b[j].x, high = w ? b[j].w : b[j].y;
               if constexpr (Tile::sums_x) ptx::mma_16x8x16(x_sum[j], ones, low, high, T());
 #pragma unroll
-              for (int i = 0; i < MT; ++i) ptx::mma_16x8x16(part[i][j], a[i][w], low, high, T());
+              for (int i = 0; i < MT; ++i) ptx::mma_16x8x16(product[i][j], a[i][w], low, high, T());
             }
           }
         }
@@ -361,7 +373,7 @@ __global__ void __launch_bounds__(Tile::threads* Tile::parts, Tile::min_ctas)
           for (int j = 0; j < NT; ++j) {
 #pragma unroll
             for (int c = 0; c < 4; ++c) {
-              float value = part[i][j][c];
+              float value = product[i][j][c];
               if constexpr (Tile::sums_x) value = fmaf(-offset[i][c / 2], x_sum[j][c % 2], value);
               acc[i][j][c] = fmaf(value, scale[i][c / 2], acc[i][j][c]);
             }
@@ -373,8 +385,10 @@ __global__ void __launch_bounds__(Tile::threads* Tile::parts, Tile::min_ctas)
     at = at == (S - 1) * Stage::bytes ? 0 : at + Stage::bytes;
   }
 
-  // The sums of a slice of K, [tokens][rows]; then those of the slices of a CTA in order, then those of its
-  // cluster.
+  // -- epilogue --
+  //
+  // The sums of each slice of K, [slice][token][row], replace the rings. They are added in order over the slices of the
+  // CTA, then over its cluster or, through p.partial, by w4a16_sum_kernel.
   ptx::cp_async_wait_all();
   __syncthreads();
   constexpr int pitch = Stage::sum_pitch, row_packs = Tile::rows / 4;

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -55,6 +56,8 @@ BAD_INPUTS = {
         BadInput("no columns", "x", call(X[:, :0]), ValueError, "column"),
         BadInput("unknown granularity", "granularity", call(X, granularity="column"), ValueError, "'row'"),
         BadInput("unknown with scale", "granularity", call(X, SCALE, granularity="column"), ValueError, "'row'"),
+        BadInput("an array", "granularity", call(X, granularity=np.ones(2)), ValueError, "array"),
+        BadInput("an array with scale", "granularity", call(X, SCALE, granularity=np.ones(2)), ValueError, "array"),
         BadInput("group of 0", "group_size", call(X, granularity="group", group_size=0), ValueError, ">= 1"),
         BadInput("fractional group", "group_size", call(X, granularity="group", group_size=1.5), TypeError, "integer"),
         BadInput("number as bound", "scale_ub", call(X, scale_ub=3.0), TypeError, "tensor"),

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
-from dataclasses import FrozenInstanceError
+from dataclasses import FrozenInstanceError, replace
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._subclasses import FakeTensorMode
 
 from kestrel_quant import W4Weight, pack_w4, w4_from_awq, w4_from_gptq, w4a16_linear
 from kestrel_quant._w4_layout import pack_codes, unpack_codes
+from kestrel_quant.w4a16 import _w4a16_linear, from_codes
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -149,6 +151,36 @@ def test_a_packed_weight_is_frozen_and_moves() -> None:
     assert moved.shape == packed.shape
 
 
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("zeros", [False, True])
+@pytest.mark.parametrize("permuted", [False, True])
+def test_every_part_of_a_weight_moves(permuted: bool, zeros: bool, device: str) -> None:
+    parts = {"zeros": torch.randint(0, 16, (4, 2)) if zeros else None}
+    parts["permutation"] = torch.tensor([3, 1, 2, 0, 7, 6, 5, 4]) if permuted else None
+    packed = from_codes(torch.randint(0, 16, (4, 8)), torch.rand(4, 2), 4, **parts)
+    moved = packed.to(device)
+    assert (moved.shape, moved.group_size) == ((4, 8), 4)
+    for name in ("codes", "scales", "zeros", "permutation"):
+        old, new = getattr(packed, name), getattr(moved, name)
+        assert (new is None) == (old is None), name
+        if old is not None:
+            assert (new.shape, new.dtype, new.device.type) == (old.shape, old.dtype, device), name
+    if device == "cpu":
+        assert torch.equal(moved.dequantize(), packed.dequantize())
+
+
+def test_groups_have_128_columns_unless_told() -> None:
+    assert pack_w4(weight(4, 256, torch.float32)).group_size == 128
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_weight_that_is_not_finite_is_refused(value: float) -> None:
+    broken = weight(4, 8, torch.float32)
+    broken[3, 7] = value
+    with pytest.raises(ValueError, match="pack_w4: argument 'weight': expected finite values"):
+        pack_w4(broken, 4)
+
+
 # ---- checkpoints -----------------------------------------------------------------------------------------------------
 
 
@@ -214,6 +246,7 @@ def test_gptq_checkpoints_keep_their_values(columns: int, group: int, version: s
     qzeros = None if version == "none" else gptq_zeros(stored)
     packed = w4_from_gptq(gptq_words(codes), scales, qzeros, g_idx, **options)  # type: ignore[arg-type]
     assert packed.shape == (24, columns)
+    assert packed.permutation is None
     assert packed.group_size == group
     assert torch.equal(packed.dequantize(), dequantised(codes, scales, zeros, g_idx)[0])
 
@@ -264,9 +297,78 @@ def test_groups_of_unequal_sizes_are_named() -> None:
         w4_from_gptq(gptq_words(codes), scales, None, g_idx)
 
 
+@pytest.mark.parametrize("rows", [9, 15, 17])
+def test_zero_points_of_rows_that_do_not_fill_a_word_are_kept(rows: int) -> None:
+    codes, scales, zeros = checkpoint(32, rows, 16, torch.float16)
+    filled = F.pad(zeros, (0, -rows % 8), value=1)
+    packed = w4_from_gptq(gptq_words(codes), scales, gptq_zeros(filled - 1))
+    assert torch.equal(packed.dequantize(), dequantised(codes, scales, zeros, torch.arange(32) // 16)[0])
+
+
+@pytest.mark.parametrize("dtype", [None, *DTYPES])
+def test_checkpoints_take_the_dtype_that_is_asked_for(dtype: torch.dtype | None) -> None:
+    codes, scales, zeros = checkpoint(64, 24, 32, torch.float16)
+    for packed in (
+        w4_from_gptq(gptq_words(codes), scales, gptq_zeros(zeros - 1), dtype=dtype),
+        w4_from_awq(awq_words(codes), scales, awq_words(zeros), dtype=dtype),
+    ):
+        assert packed.dtype == packed.dequantize().dtype == (dtype or torch.float16)
+
+
 def test_a_converted_checkpoint_multiplies_like_its_weight_in_another_dtype() -> None:
     codes, scales, zeros = checkpoint(64, 24, 32, torch.float16)
     packed = w4_from_gptq(gptq_words(codes), scales, gptq_zeros(zeros - 1), dtype=torch.float32)
     _, exact = dequantised(codes, scales, zeros, torch.arange(64) // 32)
     x = torch.randn(5, 64)
     assert_rounded_sum(w4a16_linear(x, packed), x.double() @ exact.T, x, exact)
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_the_largest_finite_values_stay_finite(dtype: torch.dtype, symmetric: bool) -> None:
+    largest = torch.finfo(dtype).max
+    weight = torch.linspace(-1, 1, 64).mul(largest).repeat(40, 1)
+    weight *= torch.linspace(0.5, 1, 40)[:, None]  # rows of many scales, some of which are rounded up
+    weight[:, 63] = largest
+    packed = pack_w4(weight.to(dtype), 64, symmetric=symmetric)
+    value = packed.dequantize()
+    assert bool(value.isfinite().all())
+    error = (value.double() - weight.to(dtype).double()).abs()
+    assert bool((error <= 1.01 * packed.scales.double().t()).all())  # half a step; a whole one where that overflows
+
+
+@pytest.mark.parametrize("part", ["scales", "zeros", "permutation"])
+def test_a_weight_on_two_devices_is_refused(part: str) -> None:
+    w = pack_w4(torch.randn(8, 32), 16, symmetric=False)
+    value = torch.arange(32) if part == "permutation" else getattr(w, part)
+    with pytest.raises(ValueError, match="w4a16_linear: argument 'w': expected device cpu as x has, got meta"):
+        w4a16_linear(torch.randn(2, 32), replace(w, **{part: value.to("meta")}))
+
+
+@pytest.mark.parametrize("group_size", [16.0, True, None, "16", -16, 2**70], ids=repr)
+def test_a_weight_with_a_wrong_group_size_is_refused(group_size: object) -> None:
+    w = replace(pack_w4(torch.randn(8, 32), 16), group_size=group_size)
+    with pytest.raises((TypeError, ValueError), match=r"w4a16_linear: argument 'w.group_size': expected an integer"):
+        w4a16_linear(torch.randn(2, 32), w)
+
+
+@pytest.mark.parametrize("device", [torch.float16, None, True], ids=repr)
+def test_a_weight_moves_to_devices_alone(device: object) -> None:
+    with pytest.raises(TypeError, match=r"W4Weight.to: argument 'device': expected a device, got "):
+        pack_w4(torch.randn(8, 32), 16).to(device)
+
+
+def test_a_fake_weight_is_not_packed() -> None:
+    with FakeTensorMode(), pytest.raises(ValueError, match="pack_w4: argument 'weight': .* got a fake tensor"):
+        pack_w4(torch.randn(8, 32), 16)
+
+
+@pytest.mark.parametrize("name", ["x", "bias"])
+def test_the_vendor_s_product_gets_no_out_that_overlaps(name: str) -> None:
+    """The launch refuses it before it dequantises the weight, so CPU tensors will do."""
+    w = pack_w4(torch.randn(32, 32), 16)
+    out = torch.zeros(200, 32)
+    given = {"x": torch.zeros(200, 32), "bias": torch.zeros(32)}
+    given[name] = out if name == "x" else out[3]
+    with pytest.raises(ValueError, match=f"w4a16_linear: argument 'out': .* shares no memory with '{name}'"):
+        _w4a16_linear.kernel_op.launch(given["x"], w.codes, w.scales, None, None, 16, given["bias"], out=out)

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -190,6 +191,44 @@ def test_flag_check_accepts_bools_alone(value: object) -> None:
     check.flag("op", "inverse", False)
 
 
+class Incomparable:
+    """Refuses to be compared or shown."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __eq__(self, other: object) -> bool:
+        raise RuntimeError
+
+    def __repr__(self) -> str:
+        raise RuntimeError
+
+
+@pytest.mark.parametrize(
+    ("value", "got"),
+    [
+        ("other", "'other'"),
+        (np.ones(3), "array"),
+        (torch.ones(3, 16), r"a Tensor of shape \(3, 16\)$"),
+        (torch.tensor(1.0), r"a Tensor of shape \(\)$"),
+        (Incomparable(), "a Incomparable$"),
+        ("x" * 5000, r"'x{76}\.\.\.$"),
+        (["row"], "\\['row'\\]"),
+        (None, "None"),
+    ],
+    ids=["text", "array", "tensor", "scalar", "incomparable", "long", "list", "none"],
+)
+def test_choice_refuses_values_of_any_type_in_few_words(value: object, got: str) -> None:
+    with pytest.raises(ValueError, match=rf"^op: argument 'mode': expected one of 'row', 'tensor', got {got}"):
+        check.choice("op", "mode", value, ("row", "tensor"))
+    check.choice("op", "mode", "row", ("row", "tensor"))
+
+
+@pytest.mark.parametrize("value", [torch.ones(3, 16), torch.empty(9, device="meta"), [0] * 1000, -(10**5000)], ids=type)
+def test_number_check_shows_any_value_in_few_words(value: object) -> None:
+    with pytest.raises((TypeError, ValueError), match="op: argument 'n': expected .*, got .{1,90}$"):
+        check.number("op", "n", value, integer=True, minimum=0)
+
+
 def test_disjoint_refuses_elements_that_share_memory() -> None:
     check.disjoint("op", "x", torch.zeros(1, 3).expand(1, 3))
     with pytest.raises(ValueError, match=r"'x': expected a tensor to write .*, got strides \(0, 1\)"):
@@ -251,6 +290,10 @@ def test_tensors_without_addresses_never_overlap() -> None:
     for tensor in (fake, meta, torch.empty(4).as_subclass(type("Sub", (torch.Tensor,), {}))):
         assert not check.has_memory(tensor)
         check.no_overlap("op", "a", tensor, "b", tensor)
+    sparse = torch.ones(4).to_sparse()
+    assert not check.has_memory(sparse)
+    check.no_overlap("op", "a", torch.empty(4), "b", sparse)
+    torch.func.vmap(lambda x: check.no_overlap("op", "a", x, "b", x) or x)(torch.empty(2, 4))  # batched: one type
     assert check.has_memory(torch.empty(4))
     assert check.has_memory(torch.nn.Parameter(torch.empty(4)))
 

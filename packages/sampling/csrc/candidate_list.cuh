@@ -121,7 +121,7 @@ struct CandidateList {
   __device__ __forceinline__ Threshold find_threshold(const int (&key)[kCandidatesPerThread], Range range, u64 goal,
                                                       u32 num_in_range) {
     range = narrow<measure>(key, range, goal, num_in_range);
-    // The remaining candidates overwrite the bins, which are no longer needed.
+    // The remaining candidates overwrite the bins, which are free by then.
     if (threadIdx.x == 0) scratch->num_warp_candidates = 0;
     __syncthreads();
     float* candidates = reinterpret_cast<float*>(scratch->bins);

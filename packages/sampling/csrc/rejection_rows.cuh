@@ -423,6 +423,10 @@ __global__ void __launch_bounds__(first_pass == FirstPass::windowed ? kWindowedT
     weight_fn.set_scale(p.length);
   }
 
+  // The rounds. An iteration of the outer loop exchanges the masses of what remains. With n == kProposals it then draws
+  // four proposals from them; with n < kProposals these masses are those of what precedes proposal n, which they
+  // decide. The inner loop goes over the undecided proposals, and stops for exact masses where float sums do not
+  // decide.
   const bool unfiltered = greedy || q32 == kQ32One;  // the first proposal is accepted
   u64 goal = 0;
   int n = kProposals;           // the proposal that is checked

@@ -13,7 +13,6 @@
 #include <tvm/ffi/function.h>
 
 #include <algorithm>
-#include <atomic>
 #include <cstdint>
 #include <cstdlib>
 #include <initializer_list>
@@ -151,22 +150,10 @@ Split split_for_top_k(int length, int64_t rows, int max_top_k, DLDevice device, 
   return {cluster_size, threads, false, bytes};
 }
 
-// Raises the limit of a kernel's shared memory, once per device.
-template <auto kernel>
-void allow_shared_memory(DLDevice device) {
-  static std::atomic<uint64_t> done{0};
-  const uint64_t bit = uint64_t{1} << (device.device_id & 63);
-  if (done.load(std::memory_order_relaxed) & bit) return;
-  const int max_bytes = static_cast<int>(max_smem_bytes(device));
-  check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, max_bytes),
-             "cudaFuncSetAttribute");
-  done.fetch_or(bit);
-}
-
 template <auto kernel, typename P>
 void launch_split(P params, int64_t rows, const Split& split, DLDevice device, bool balanced = false) {
   params.cluster_size = split.cluster_size;
-  allow_shared_memory<kernel>(device);
+  raise_shared_limit<kernel>(device);
   launch_pdl(kernel, dim3(static_cast<unsigned>(rows * split.cluster_size)), dim3(split.threads), device, params,
              split.smem_bytes, split.cluster_size, balanced);
 }

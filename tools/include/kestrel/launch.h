@@ -1,10 +1,11 @@
-// Launching a kernel: the tensor's device, the caller's stream, programmatic dependent launch.
+// Launching a kernel: the tensor's device, the caller's stream, shared memory, programmatic dependent launch.
 #pragma once
 
 #include <cuda_runtime.h>
 #include <kestrel/check.h>
 #include <tvm/ffi/extra/c_env_api.h>
 
+#include <atomic>
 #include <string>
 
 namespace kestrel {
@@ -56,11 +57,35 @@ inline void check_launch(cudaError_t error, DLDevice device) {
   check_cuda(error, "kernel launch");
 }
 
+constexpr int kCachedDevices = 64;              // devices for which a function keeps what CUDA has answered
+constexpr int kDefaultSharedBytes = 48 * 1024;  // dynamic shared memory that every kernel may be launched with
+
+// Raises KERNEL's limit of dynamic shared memory, and returns it. device: the current one. The limit is BYTES or, by
+// default, what the device has beside the kernel's static shared memory. CUDA is called once per device.
+template <auto KERNEL, int BYTES = 0>
+int raise_shared_limit(DLDevice device) {
+  static_assert(BYTES == 0 || BYTES > kDefaultSharedBytes, "a launch may use that much without raising the limit");
+  static std::atomic<int> limits[kCachedDevices];
+  const int id = device.device_id;
+  int limit = id < kCachedDevices ? limits[id].load(std::memory_order_relaxed) : 0;
+  if (limit) return limit;
+  limit = BYTES;
+  if (!limit) {
+    cudaFuncAttributes attributes{};
+    check_launch(cudaFuncGetAttributes(&attributes, KERNEL), device);
+    const int device_limit = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, id);
+    limit = device_limit - static_cast<int>(attributes.sharedSizeBytes);
+  }
+  check_launch(cudaFuncSetAttribute(KERNEL, cudaFuncAttributeMaxDynamicSharedMemorySize, limit), device);
+  if (id < kCachedDevices) limits[id].store(limit, std::memory_order_relaxed);
+  return limit;
+}
+
 // Launches kernel(params) with programmatic dependent launch: the kernel must call pdl_wait() (pdl.cuh) before it
 // accesses anything that is not constant. GPUs before sm_90 get a plain launch. shared_bytes: dynamic shared memory;
-// above 48 KB the caller must raise the kernel's limit first. cluster: blocks per cluster, used from sm_90 on.
-// balanced: use the load-balancing scheduling policy for clusters. By default the blocks of a cluster may share an SM
-// while other SMs are idle.
+// above kDefaultSharedBytes the caller must raise the kernel's limit first. cluster: blocks per cluster, used from
+// sm_90 on. balanced: use the load-balancing scheduling policy for clusters. By default the blocks of a cluster may
+// share an SM while other SMs are idle.
 template <typename Params>
 void launch_pdl(void (*kernel)(Params), dim3 grid, dim3 block, DLDevice device, const Params& params,
                 size_t shared_bytes = 0, unsigned cluster = 1, bool balanced = false) {

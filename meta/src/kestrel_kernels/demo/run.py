@@ -27,10 +27,10 @@ def torch_device(name: str | None) -> torch.device:
     """The device of --device; without a name, a GPU if there is one."""
     if name is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    device = torch.device(name)
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+    kind, _, index = name.partition(":")  # torch.device wraps an index beyond 127
+    if kind == "cuda" and int(index or 0) >= torch.cuda.device_count():
         raise DemoError(f"--device: expected one of {torch.cuda.device_count()} GPUs here, got {name!r}")
-    return device
+    return torch.device(name)
 
 
 def run(request: Request, out: TextIO, remarks: TextIO) -> None:

@@ -31,24 +31,26 @@ def label(row: dict[str, Any]) -> str:
 
 
 def draw(figures: dict[str, Any], path: Path) -> None:
-    """Write an SVG. figures: entries of the command's JSON by name. Needs matplotlib."""
+    """Write an SVG. figures: entries of the command's JSON by name; rows that failed have no bar. Needs matplotlib."""
     import matplotlib
 
     matplotlib.use("svg")
     matplotlib.rcParams.update({"svg.hashsalt": "kestrel", "svg.fonttype": "none", "font.size": 9})
     from matplotlib import pyplot
 
-    labels = list(dict.fromkeys(label(row) for found in figures.values() for row in found["rows"]))
-    ways = {label(row): row["way"] for found in figures.values() for row in found["rows"]}
+    description = f"rows {digest(figures)}"
+    figures = {name: [row for row in found["rows"] if "error" not in row] for name, found in figures.items()}
+    labels = list(dict.fromkeys(label(row) for rows in figures.values() for row in rows))
+    ways = {label(row): row["way"] for rows in figures.values() for row in rows}
     ours = [name for name in labels if ways[name] == "kestrel"]
     sizes = (7.5, 2.4 * len(figures))
     figure, panels = pyplot.subplots(len(figures), 1, figsize=sizes, squeeze=False, layout="constrained")
-    for [panel], (name, found) in zip(panels, sorted(figures.items()), strict=True):
-        batches = sorted({row["batch"] for row in found["rows"]})
-        shown = [each for each in labels if any(label(row) == each for row in found["rows"])]
-        bar = 0.85 / len(shown)
+    for [panel], (name, rows) in zip(panels, sorted(figures.items()), strict=True):
+        batches = sorted({row["batch"] for row in rows})
+        shown = [each for each in labels if any(label(row) == each for row in rows)]
+        bar = 0.85 / max(len(shown), 1)
         for index, each in enumerate(shown):
-            rates = {row["batch"]: row["tokens_per_second"] for row in found["rows"] if label(row) == each}
+            rates = {row["batch"]: row["tokens_per_second"] for row in rows if label(row) == each}
             places = [place + (index - (len(shown) - 1) / 2) * bar for place in range(len(batches))]
             colour = _COLOURS.get(ways[each]) or _OURS[ours.index(each) % len(_OURS)]
             bars = panel.bar(places, [rates.get(batch, 0.0) for batch in batches], bar, color=colour, label=each)
@@ -60,7 +62,7 @@ def draw(figures: dict[str, Any], path: Path) -> None:
         panel.set_title(name, loc="left")
         panel.spines[["top", "right"]].set_visible(False)
         panel.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=6, frameon=False)
-    figure.savefig(path, metadata={"Date": None, "Description": f"rows {digest(figures)}"})
+    figure.savefig(path, metadata={"Date": None, "Description": description})
     pyplot.close(figure)
     tidy = "\n".join(line.rstrip() for line in path.read_text(encoding="utf-8").splitlines())
     path.write_text(f"{tidy}\n", encoding="utf-8")

@@ -14,17 +14,9 @@ _LARGEST = torch.finfo(torch.float32).max
 Tensors = Mapping[str, Any]  # by the names they have as arguments; None where one is missing
 
 
-class Paged(NamedTuple):
-    """The arguments of attention over a cache after q and the cache, in the order of its torch op."""
+class Scores(NamedTuple):
+    """What shapes the scores, in the order of every torch op."""
 
-    cache_seqlens: torch.Tensor
-    block_table: torch.Tensor | None
-    k_scale: torch.Tensor | None
-    v_scale: torch.Tensor | None
-    k_zero: torch.Tensor | None
-    v_zero: torch.Tensor | None
-    k_tail: torch.Tensor | None
-    seq_ids: torch.Tensor | None
     softmax_scale: float | None
     causal: bool
     window_left: int
@@ -32,8 +24,95 @@ class Paged(NamedTuple):
     softcap: float
     prefix_len: int
     prefix_lens: torch.Tensor | None
+
+    @property
+    def prefix(self) -> torch.Tensor | int:
+        """Keys that all queries see, of all sequences or of each."""
+        return self.prefix_len if self.prefix_lens is None else self.prefix_lens
+
+    def of_problem(self) -> dict[str, Any]:
+        """The fields of a DecodeProblem or PrefillProblem."""
+        fields = self._asdict()
+        return fields | {"has_prefix_lens": fields.pop("prefix_lens") is not None}
+
+
+class Scales(NamedTuple):
+    """Scales of FP8 queries, keys and values; None is 1."""
+
+    q_scale: torch.Tensor | None
+    k_scale: torch.Tensor | None
+    v_scale: torch.Tensor | None
+
+
+class Codes(NamedTuple):
+    """What comes with a cache of codes: scales, and for INT4 the other four."""
+
+    k_scale: torch.Tensor | None
+    v_scale: torch.Tensor | None
+    k_zero: torch.Tensor | None = None
+    v_zero: torch.Tensor | None = None
+    k_tail: torch.Tensor | None = None
+    seq_ids: torch.Tensor | None = None
+
+    def split(self, k_cache: torch.Tensor) -> tuple[tuple[Any, Any], tuple[Any, ...]]:
+        """The scales of an FP8 cache, and the tensors of an INT8 or INT4 cache in the kernels' order.
+
+        No cache has both.
+        """
+        if self.k_tail is not None:
+            return (None, None), (self.k_scale, self.k_zero, self.v_scale, self.v_zero, self.k_tail, self.seq_ids)
+        if k_cache.dtype is torch.int8:
+            return (None, None), (self.k_scale, self.v_scale)
+        return (self.k_scale, self.v_scale), ()
+
+
+class Dense(NamedTuple):
+    """The arguments of flash_attn_func after q, k and v."""
+
+    scores: Scores
+    scales: Scales
+    sinks: torch.Tensor | None = None
+
+    @classmethod
+    def of(cls, *given: Any) -> Dense:
+        """From the arguments of the torch op, in its order."""
+        return cls(Scores(*given[:7]), Scales(*given[7:10]), *given[10:])
+
+
+class Packed(NamedTuple):
+    """The arguments of flash_attn_varlen_func after q, k and v."""
+
+    cu_seqlens_q: torch.Tensor
+    cu_seqlens_k: torch.Tensor | None
+    max_seqlen_q: int
+    max_seqlen_k: int
+    scores: Scores
+    scales: Scales
+    block_table: torch.Tensor | None
+    seqused_k: torch.Tensor | None
+    sinks: torch.Tensor | None = None
+
+    @classmethod
+    def of(cls, *given: Any) -> Packed:
+        """From the arguments of the torch op, in its order."""
+        return cls(*given[:4], Scores(*given[4:11]), Scales(*given[11:14]), *given[14:])
+
+
+class Cached(NamedTuple):
+    """The arguments of attention over a cache after q, the cache, and what is appended."""
+
+    cache_seqlens: torch.Tensor
+    block_table: torch.Tensor | None
+    codes: Codes
+    scores: Scores
     num_splits: int
     sinks: torch.Tensor | None = None
+
+    @classmethod
+    def of(cls, *given: Any, codes: int = 6) -> Cached:
+        """From the arguments of a torch op, in its order. codes: how many of them belong to Codes."""
+        first = 2 + codes  # of the scores
+        return cls(*given[:2], Codes(*given[2:first]), Scores(*given[first : first + 7]), *given[first + 7 :])
 
 
 def window(op: str, window_size: Sequence[int]) -> tuple[int, int]:
@@ -41,7 +120,7 @@ def window(op: str, window_size: Sequence[int]) -> tuple[int, int]:
     try:
         left, right = window_size
     except (TypeError, ValueError):
-        check.fail(op, "window_size", "a pair (left, right)", repr(window_size), TypeError)
+        check.fail(op, "window_size", "a pair (left, right)", check.shown(window_size), TypeError)
     return left, right
 
 
@@ -90,28 +169,18 @@ def deliver(
     return (result, lse) if return_lse else result
 
 
-def check_scores(
-    op: str,
-    batch: int,
-    softmax_scale: float | None,
-    causal: bool,
-    window_left: int,
-    window_right: int,
-    softcap: float,
-    prefix_len: int,
-    prefix_lens: torch.Tensor | None,
-) -> None:
+def check_scores(op: str, batch: int, scores: Scores) -> None:
     """Checks of the arguments that shape the scores."""
-    if softmax_scale is not None:
-        _check_finite(op, "softmax_scale", softmax_scale)
-    check.flag(op, "causal", causal)
-    check.number(op, "window_size", window_left, integer=True, minimum=-1)
-    check.number(op, "window_size", window_right, integer=True, minimum=-1)
-    _check_finite(op, "softcap", softcap, minimum=0.0)
-    check.number(op, "prefix_len", prefix_len, integer=True, minimum=0)
-    if prefix_lens is not None:
-        check.tensor(op, "prefix_len", prefix_lens, dtype=torch.int32, ndim=1, last_contiguous=True)
-        check.shape(op, "prefix_len", prefix_lens, (batch,))
+    if scores.softmax_scale is not None:
+        _check_finite(op, "softmax_scale", scores.softmax_scale)
+    check.flag(op, "causal", scores.causal)
+    check.number(op, "window_size", scores.window_left, integer=True, minimum=-1)
+    check.number(op, "window_size", scores.window_right, integer=True, minimum=-1)
+    _check_finite(op, "softcap", scores.softcap, minimum=0.0)
+    check.number(op, "prefix_len", scores.prefix_len, integer=True, minimum=0)
+    if scores.prefix_lens is not None:
+        check.tensor(op, "prefix_len", scores.prefix_lens, dtype=torch.int32, ndim=1, last_contiguous=True)
+        check.shape(op, "prefix_len", scores.prefix_lens, (batch,))
 
 
 def _check_finite(op: str, name: str, value: float, **bounds: float) -> None:

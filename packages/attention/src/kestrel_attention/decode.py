@@ -13,6 +13,7 @@ import torch
 
 from kestrel_runtime import Binary, UnsupportedError, allocator
 
+from .arguments import Cached
 from .kernels.variants import DTYPES
 from .plan import DecodePlan, DecodeProblem, plan_decode, serves_both_dtypes, variants_of
 from .plans import Plans
@@ -23,37 +24,22 @@ _CODES = {torch.float8_e4m3fn: "e4m3", torch.uint8: "e4m3", torch.float8_e5m2: "
 _UNALIGNED = "kernels take caches whose rows are aligned to 16 bytes"
 
 Launch = Callable[..., tuple[torch.Tensor, "torch.Tensor | None"]]
-"""(q, k_cache, v_cache, cache_seqlens, block_table, k_scale, v_scale, prefix_lens, new, integers, out, want_lse, sinks)
--> (out, lse), or (out, None) where no LSE is wanted.
+"""(q, k_cache, v_cache, cache_seqlens, block_table, *, k_scale, v_scale, prefix_lens, new, integers, out, want_lse,
+sinks) -> (out, lse), or (out, None) where no LSE is wanted.
 
-new: k and v to append, or nothing. integers: of an INT8 cache (k_scale, v_scale), of an INT4 cache (k_scale, k_zero,
-v_scale, v_zero, k_tail, seq_ids), of others nothing; with integers k_scale and v_scale are None.
+new: k and v to append, or nothing. k_scale, v_scale, integers: as Codes.split has them.
 """
 
 launches: Plans[Launch] = Plans()
 
 
 def problem_of(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    block_table: torch.Tensor | None,
-    k_scale: torch.Tensor | None,
-    v_scale: torch.Tensor | None,
-    softmax_scale: float | None,
-    causal: bool,
-    window_left: int,
-    window_right: int,
-    softcap: float,
-    prefix_len: int,
-    prefix_lens: torch.Tensor | None,
-    num_splits: int,
-    appends: bool = False,
-    integers: Sequence[torch.Tensor] = (),
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, given: Cached, *, appends: bool = False
 ) -> DecodeProblem:
     """The problem of checked arguments; raises UnsupportedError for tensors that no kernel covers."""
     if q.dtype not in _NAMES:
         raise UnsupportedError("kernels cover bf16 and fp16 queries")
+    (k_scale, v_scale), integers = given.codes.split(k_cache)
     cache = "int4" if len(integers) > 2 else _CODES.get(k_cache.dtype, "same")
     if cache == "same" and k_cache.dtype != q.dtype:
         raise UnsupportedError("kernels cover caches of the queries' dtype and of codes")
@@ -65,20 +51,14 @@ def problem_of(
         kv_heads=k_cache.shape[2],
         head_dim=head_dim,
         page_size=k_cache.shape[1],
-        pages=None if block_table is None else block_table.shape[1],
+        pages=None if given.block_table is None else given.block_table.shape[1],
         dtype=_NAMES[q.dtype],
         cache=cache,
-        softmax_scale=softmax_scale,
-        causal=causal,
-        window_left=window_left,
-        window_right=window_right,
-        softcap=softcap,
-        prefix_len=prefix_len,
-        has_prefix_lens=prefix_lens is not None,
-        num_splits=num_splits,
+        num_splits=given.num_splits,
         k_scale_heads=0 if k_scale is None else 1 + (k_scale.shape[0] > 1),
         v_scale_heads=0 if v_scale is None else 1 + (v_scale.shape[0] > 1),
         appends=appends,
+        **given.scores.of_problem(),
     )
     variants_of(problem)
     _refuse_uncovered_strides(cache, (k_cache, v_cache), integers)
@@ -159,6 +139,7 @@ def _bound(
         v_cache: torch.Tensor,
         cache_seqlens: torch.Tensor,
         block_table: torch.Tensor | None,
+        *,
         k_scale: torch.Tensor | None,
         v_scale: torch.Tensor | None,
         prefix_lens: torch.Tensor | None,

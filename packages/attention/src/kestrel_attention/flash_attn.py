@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from kestrel_runtime import check, kernel_op
 from kestrel_runtime.paged_cache import as_fp8
 
 from . import arguments, prefill, reference
+from .arguments import Dense, Packed, Scales
 from .plans import form
 
 _INPUTS = (*check.FLOATS, *arguments.FP8)
@@ -64,7 +67,11 @@ def flash_attn_func(
     op = "flash_attn_func"
     left, right = arguments.window(op, window_size)
     length, lengths = arguments.prefix(op, prefix_len)
-    arguments.check_result(op, return_lse, out, q, k=k, v=v)
+    others = {}
+    if out is not None:
+        others = {"k": k, "v": v, "q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
+        others |= {"prefix_len": prefix_len, "sinks": sinks}
+    arguments.check_result(op, return_lse, out, q, **others)
     result, lse = _flash_attn_func(
         q, k, v, softmax_scale, causal, left, right, softcap, length, lengths, q_scale, k_scale, v_scale, sinks
     )
@@ -127,7 +134,12 @@ def flash_attn_varlen_func(
     op = "flash_attn_varlen_func"
     left, right = arguments.window(op, window_size)
     length, lengths = arguments.prefix(op, prefix_len)
-    arguments.check_result(op, return_lse, out, q, k=k, v=v)
+    others = {}
+    if out is not None:
+        others = {"k": k, "v": v, "q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
+        others |= {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "seqused_k": seqused_k}
+        others |= {"block_table": block_table, "prefix_len": prefix_len, "sinks": sinks}
+    arguments.check_result(op, return_lse, out, q, **others)
     result, lse = _flash_attn_varlen_func(
         q,
         k,
@@ -163,105 +175,56 @@ def _check_inputs(op: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ra
     arguments.check_groups(op, q, k.shape[-2])
 
 
-def _check_scales(
-    op: str,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    q_scale: torch.Tensor | None,
-    k_scale: torch.Tensor | None,
-    v_scale: torch.Tensor | None,
-) -> None:
+def _check_scales(op: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scales: Scales) -> None:
     if q.dtype in arguments.FP8:
         check.same(op, "dtype", q=q, k=as_fp8(k))
-    arguments.check_scale(op, "q_scale", q_scale, q, q.shape[-2])
-    arguments.check_scale(op, "k_scale", k_scale, k, k.shape[-2])
-    arguments.check_scale(op, "v_scale", v_scale, v, v.shape[-2])
+    arguments.check_scale(op, "q_scale", scales.q_scale, q, q.shape[-2])
+    arguments.check_scale(op, "k_scale", scales.k_scale, k, k.shape[-2])
+    arguments.check_scale(op, "v_scale", scales.v_scale, v, v.shape[-2])
 
 
-def _check_dense(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    softmax_scale: float | None,
-    causal: bool,
-    window_left: int,
-    window_right: int,
-    softcap: float,
-    prefix_len: int,
-    prefix_lens: torch.Tensor | None,
-    q_scale: torch.Tensor | None,
-    k_scale: torch.Tensor | None,
-    v_scale: torch.Tensor | None,
-    sinks: torch.Tensor | None = None,
-) -> None:
-    op = "flash_attn_func"
+def _check_dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> None:
+    op, given = "flash_attn_func", Dense.of(*rest)
     check.tensor(op, "q", q, dtype=_INPUTS, ndim=4, last_contiguous=True)
     _check_inputs(op, q, k, v, 4)
     check.shape(op, "k", k, (q.shape[0], None, None, q.shape[3]))
-    _check_scales(op, q, k, v, q_scale, k_scale, v_scale)
-    arguments.check_scores(
-        op, q.shape[0], softmax_scale, causal, window_left, window_right, softcap, prefix_len, prefix_lens
-    )
-    arguments.check_sinks(op, q, sinks)
-    scales = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
-    check.same(op, "device", q=q, k=k, v=v, **scales, prefix_len=prefix_lens, sinks=sinks)
+    _check_scales(op, q, k, v, given.scales)
+    arguments.check_scores(op, q.shape[0], given.scores)
+    arguments.check_sinks(op, q, given.sinks)
+    others = {**given.scales._asdict(), "prefix_len": given.scores.prefix_lens, "sinks": given.sinks}
+    check.same(op, "device", q=q, k=k, v=v, **others)
 
 
-def _check_varlen(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor | None,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    softmax_scale: float | None,
-    causal: bool,
-    window_left: int,
-    window_right: int,
-    softcap: float,
-    prefix_len: int,
-    prefix_lens: torch.Tensor | None,
-    q_scale: torch.Tensor | None,
-    k_scale: torch.Tensor | None,
-    v_scale: torch.Tensor | None,
-    block_table: torch.Tensor | None,
-    seqused_k: torch.Tensor | None,
-    sinks: torch.Tensor | None = None,
-) -> None:
-    op = "flash_attn_varlen_func"
+def _check_varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> None:
+    op, given = "flash_attn_varlen_func", Packed.of(*rest)
+    cu_seqlens_q, cu_seqlens_k = given.cu_seqlens_q, given.cu_seqlens_k
     check.tensor(op, "q", q, dtype=_INPUTS, ndim=3, last_contiguous=True)
     check.tensor(op, "cu_seqlens_q", cu_seqlens_q, dtype=torch.int32, ndim=1)
     if cu_seqlens_q.shape[0] < 1:
         check.fail(op, "cu_seqlens_q", "at least 1 element (B + 1)", 0)
     batch = cu_seqlens_q.shape[0] - 1
-    if block_table is None:
+    if given.block_table is None:
         _check_inputs(op, q, k, v, 3)
         check.tensor(op, "cu_seqlens_k", cu_seqlens_k, dtype=torch.int32, ndim=1)
     else:
         arguments.check_cache(op, q, {"k": k, "v": v})
-        arguments.check_table(op, "k", k, block_table, batch)
-        if cu_seqlens_k is None and seqused_k is None:
+        arguments.check_table(op, "k", k, given.block_table, batch)
+        if cu_seqlens_k is None and given.seqused_k is None:
             check.fail(op, "seqused_k", "a tensor, as block_table is given and cu_seqlens_k is None", "None", TypeError)
     if cu_seqlens_k is not None:
         check.tensor(op, "cu_seqlens_k", cu_seqlens_k, dtype=torch.int32, ndim=1)
         check.shape(op, "cu_seqlens_k", cu_seqlens_k, (batch + 1,))
-    if seqused_k is not None:
-        check.tensor(op, "seqused_k", seqused_k, dtype=torch.int32, ndim=1)
-        check.shape(op, "seqused_k", seqused_k, (batch,))
-    _check_scales(op, q, k, v, q_scale, k_scale, v_scale)
-    check.number(op, "max_seqlen_q", max_seqlen_q, integer=True, minimum=0)
-    check.number(op, "max_seqlen_k", max_seqlen_k, integer=True, minimum=0)
-    arguments.check_scores(
-        op, batch, softmax_scale, causal, window_left, window_right, softcap, prefix_len, prefix_lens
-    )
-    lengths = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "seqused_k": seqused_k}
-    arguments.check_sinks(op, q, sinks)
-    scales = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
-    check.same(
-        op, "device", q=q, k=k, v=v, **lengths, block_table=block_table, **scales, prefix_len=prefix_lens, sinks=sinks
-    )
+    if given.seqused_k is not None:
+        check.tensor(op, "seqused_k", given.seqused_k, dtype=torch.int32, ndim=1)
+        check.shape(op, "seqused_k", given.seqused_k, (batch,))
+    _check_scales(op, q, k, v, given.scales)
+    check.number(op, "max_seqlen_q", given.max_seqlen_q, integer=True, minimum=0)
+    check.number(op, "max_seqlen_k", given.max_seqlen_k, integer=True, minimum=0)
+    arguments.check_scores(op, batch, given.scores)
+    arguments.check_sinks(op, q, given.sinks)
+    lengths = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "seqused_k": given.seqused_k}
+    others = {**given.scales._asdict(), "prefix_len": given.scores.prefix_lens, "sinks": given.sinks}
+    check.same(op, "device", q=q, k=k, v=v, **lengths, block_table=given.block_table, **others)
 
 
 @kernel_op(reference=reference.flash_attn_func, check=_check_dense, shape=reference.padded_shapes, kernel="cute")
@@ -283,12 +246,16 @@ def _flash_attn_func(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """:func:`flash_attn_func` with simple arguments: (out, lse)."""
     numbers = (softmax_scale, causal, window_left, window_right, softcap, prefix_len)
-    key = (form(q, k, v, prefix_lens, q_scale, k_scale, v_scale, sinks), numbers, *map(type, numbers))
-    launch, scales = prefill.dense_launches.get(key), (q_scale, k_scale, v_scale)
+    scales = (q_scale, k_scale, v_scale)
+    of_scales = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
+    tensors = prefill.Tensors(prefix_lens=prefix_lens, sinks=sinks, **of_scales)
+    key = (form(q, k, v, *tensors), numbers, *map(type, numbers))
+    launch = prefill.dense_launches.get(key)
     if launch is None:
-        _check_dense(q, k, v, *numbers, prefix_lens, *scales, sinks)
-        launch = prefill.make_dense(key, q, k, v, *numbers, prefix_lens, scales, sinks)
-    return launch(q, k, v, prefix_lens, scales, sinks)
+        given = (*numbers, prefix_lens, *scales, sinks)
+        _check_dense(q, k, v, *given)
+        launch = prefill.make_dense(key, q, k, v, Dense.of(*given))
+    return launch(q, k, v, tensors)
 
 
 @kernel_op(
@@ -317,14 +284,13 @@ def _flash_attn_varlen_func(
     sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """:func:`flash_attn_varlen_func` with simple arguments: (out, lse)."""
-    bounds = (max_seqlen_q, max_seqlen_k)
-    numbers = (softmax_scale, causal, window_left, window_right, softcap, prefix_len)
-    lengths, scales = (cu_seqlens_q, cu_seqlens_k), (q_scale, k_scale, v_scale)
-    tensors = form(q, k, v, *lengths, prefix_lens, *scales, block_table, seqused_k, sinks)
-    key = (tensors, bounds, numbers, *map(type, bounds), *map(type, numbers))
+    numbers = (max_seqlen_q, max_seqlen_k, softmax_scale, causal, window_left, window_right, softcap, prefix_len)
+    scales = (q_scale, k_scale, v_scale)
+    tensors = prefill.Tensors(cu_seqlens_q, cu_seqlens_k, seqused_k, block_table, prefix_lens, sinks, *scales)
+    key = (form(q, k, v, *tensors), numbers, *map(type, numbers))
     launch = prefill.packed_launches.get(key)
     if launch is None:
-        paging = (block_table, seqused_k, sinks)
-        _check_varlen(q, k, v, *lengths, *bounds, *numbers, prefix_lens, *scales, *paging)
-        launch = prefill.make_packed(key, q, k, v, *lengths, *bounds, *numbers, prefix_lens, scales, *paging)
-    return launch(q, k, v, *lengths, prefix_lens, scales, block_table, seqused_k, sinks)
+        given = (cu_seqlens_q, cu_seqlens_k, *numbers, prefix_lens, *scales, block_table, seqused_k, sinks)
+        _check_varlen(q, k, v, *given)
+        launch = prefill.make_packed(key, q, k, v, Packed.of(*given))
+    return launch(q, k, v, tensors)

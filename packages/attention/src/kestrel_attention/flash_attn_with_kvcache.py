@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ import torch
 from kestrel_runtime import UnsupportedError, check, kernel_op
 
 from . import arguments, decode, hot_calls, prefill, reference
+from .arguments import Cached, Codes, Scores
 from .plan import MAX_QUERIES
 from .plans import form
 
@@ -133,12 +135,26 @@ def flash_attn_with_kvcache(
             hot = None
     if launch is not None and type(return_lse) is bool:
         new = () if k is None else (k, v)
-        with_cache = _integers(k_cache, k_scale, v_scale, k_zero, v_zero, k_tail, seq_ids)
-        of_heads = (None, None) if with_cache else (k_scale, v_scale)
-        lengths = prefix_len if prefix is _TENSOR else None
+        k_heads, v_heads, integers = k_scale, v_scale, ()
+        if k_tail is not None or k_cache.dtype is torch.int8:
+            codes = Codes(k_scale, v_scale, k_zero, v_zero, k_tail, seq_ids)
+            (k_heads, v_heads), integers = codes.split(k_cache)
         try:
-            cache = (k_cache, v_cache, cache_seqlens, block_table)
-            result = launch(q, *cache, *of_heads, lengths, new, with_cache, out, return_lse, sinks)
+            result = launch(  # without * or **, which take longer
+                q,
+                k_cache,
+                v_cache,
+                cache_seqlens,
+                block_table,
+                k_scale=k_heads,
+                v_scale=v_heads,
+                prefix_lens=prefix_len if prefix is _TENSOR else None,
+                new=new,
+                integers=integers,
+                out=out,
+                want_lse=return_lse,
+                sinks=sinks,
+            )
         except Exception:  # the checks below name the mistake, or the reference runs
             pass
         else:
@@ -147,8 +163,10 @@ def flash_attn_with_kvcache(
     left, right = arguments.window(_OP, window_size)
     length, lengths = (0, None) if prefix_len is None else arguments.prefix(_OP, prefix_len)
     if out is not None or type(return_lse) is not bool:
-        written = {"k_cache": k_cache, "v_cache": v_cache, "k": k, "v": v, "k_scale": k_scale, "v_scale": v_scale}
-        arguments.check_result(_OP, return_lse, out, q, **written, k_zero=k_zero, v_zero=v_zero, k_tail=k_tail)
+        others = {"k_cache": k_cache, "v_cache": v_cache, "k": k, "v": v, "k_scale": k_scale, "v_scale": v_scale}
+        others |= {"k_zero": k_zero, "v_zero": v_zero, "k_tail": k_tail, "seq_ids": seq_ids, "sinks": sinks}
+        others |= {"cache_seqlens": cache_seqlens, "block_table": block_table, "prefix_len": prefix_len}
+        arguments.check_result(_OP, return_lse, out, q, **others)
     scores = (softmax_scale, causal, left, right, softcap, length, lengths, num_splits, sinks)
     cache = (cache_seqlens, block_table, k_scale, v_scale)
     int4 = (k_zero, v_zero, k_tail, seq_ids)
@@ -169,31 +187,29 @@ def flash_attn_with_kvcache(
     return arguments.deliver(out, result, lse, return_lse)
 
 
-def _check(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, *rest: Any) -> None:
-    given = arguments.Paged(*rest)
+def _check(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, given: Cached) -> None:
+    codes = given.codes
     check.tensor(_OP, "q", q, dtype=check.FLOATS, ndim=4, last_contiguous=True)
     batch = q.shape[0]
     caches = {"k_cache": k_cache, "v_cache": v_cache}
-    scales = {name: getattr(given, name) for name in ("k_scale", "v_scale")}
-    int4 = {name: getattr(given, name) for name in ("k_zero", "v_zero", "k_tail", "seq_ids")}
+    scales = {name: getattr(codes, name) for name in ("k_scale", "v_scale")}
+    int4 = {name: getattr(codes, name) for name in ("k_zero", "v_zero", "k_tail", "seq_ids")}
     if any(x is not None for x in int4.values()):
         arguments.check_int4_cache(_OP, q, caches, scales | int4)
     elif isinstance(k_cache, torch.Tensor) and k_cache.dtype == torch.int8:
         arguments.check_int8_cache(_OP, q, caches, scales)
     else:
         arguments.check_cache(_OP, q, caches)
-        arguments.check_scale(_OP, "k_scale", given.k_scale, k_cache, k_cache.shape[2])
-        arguments.check_scale(_OP, "v_scale", given.v_scale, v_cache, v_cache.shape[2])
+        arguments.check_scale(_OP, "k_scale", codes.k_scale, k_cache, k_cache.shape[2])
+        arguments.check_scale(_OP, "v_scale", codes.v_scale, v_cache, v_cache.shape[2])
     arguments.check_table(_OP, "k_cache", k_cache, given.block_table, batch)
     check.tensor(_OP, "cache_seqlens", given.cache_seqlens, dtype=torch.int32, ndim=1, last_contiguous=True)
     check.shape(_OP, "cache_seqlens", given.cache_seqlens, (batch,))
-    arguments.check_scores(_OP, batch, *given[8:15])
+    arguments.check_scores(_OP, batch, given.scores)
     check.number(_OP, "num_splits", given.num_splits, integer=True, minimum=0)
     arguments.check_sinks(_OP, q, given.sinks)
-    lengths = {"cache_seqlens": given.cache_seqlens, "block_table": given.block_table}
-    check.same(
-        _OP, "device", q=q, **caches, **lengths, **scales, **int4, prefix_len=given.prefix_lens, sinks=given.sinks
-    )
+    others = {"cache_seqlens": given.cache_seqlens, "block_table": given.block_table, **codes._asdict()}
+    check.same(_OP, "device", q=q, **caches, **others, prefix_len=given.scores.prefix_lens, sinks=given.sinks)
 
 
 def _check_new(q: torch.Tensor, k_cache: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
@@ -205,40 +221,25 @@ def _check_new(q: torch.Tensor, k_cache: torch.Tensor, k: torch.Tensor, v: torch
 
 
 def _check_append(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cache_seqlens: torch.Tensor,
-    block_table: torch.Tensor | None,
-    k_scale: torch.Tensor | None,
-    v_scale: torch.Tensor | None,
-    *scores: Any,
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, k: torch.Tensor, v: torch.Tensor, given: Cached
 ) -> None:
     if isinstance(k_cache, torch.Tensor) and k_cache.dtype == torch.int8:
         check.fail(_OP, "k_cache", "values or FP8 (torch.ops: ..._append_int is for INT8)", "int8", TypeError)
-    _check(q, k_cache, v_cache, cache_seqlens, block_table, k_scale, v_scale, None, None, None, None, *scores)
+    _check(q, k_cache, v_cache, given)
     _check_new(q, k_cache, k, v)
     _check_written(k_cache=k_cache, v_cache=v_cache)
 
 
 def _check_append_int(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *rest: Any,
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, k: torch.Tensor, v: torch.Tensor, given: Cached
 ) -> None:
     check.tensor(_OP, "k_cache", k_cache, dtype=(torch.int8, torch.uint8))
-    _check(q, k_cache, v_cache, *rest)
-    if k_cache.dtype == torch.uint8 and rest[6] is None:
+    _check(q, k_cache, v_cache, given)
+    if k_cache.dtype == torch.uint8 and given.codes.k_tail is None:
         check.fail(_OP, "k_tail", "a tensor, as for every INT4 cache", "None", TypeError)
     _check_new(q, k_cache, k, v)
-    k_scale, v_scale, k_zero, v_zero, k_tail = rest[2:7]
-    _check_written(k_cache=k_cache, v_cache=v_cache, k_scale=k_scale, v_scale=v_scale)
-    _check_written(k_zero=k_zero, v_zero=v_zero, k_tail=k_tail)
+    written = given.codes._replace(seq_ids=None)
+    _check_written(k_cache=k_cache, v_cache=v_cache, **written._asdict())
 
 
 def _check_written(**tensors: torch.Tensor | None) -> None:
@@ -248,25 +249,70 @@ def _check_written(**tensors: torch.Tensor | None) -> None:
             check.disjoint(_OP, name, x)
 
 
-def _key(
+def _run(
+    check_call: Callable[..., None],
     q: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
-    cache_seqlens: torch.Tensor,
-    block_table: torch.Tensor | None,
-    scores: tuple[Any, ...],
-    *others: torch.Tensor | None,
-) -> tuple[Any, ...]:
-    """What the checks and the plan of a call depend on, unless the entry point of the kernel that runs first checks it.
+    new: tuple[torch.Tensor, ...],
+    given: Cached,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Launch a call; the first of a form is checked and planned. new: k and v to append, or nothing.
 
-    scores: the numbers that shape the scores, with their types.
+    The key holds what the checks and the plan depend on, unless the entry point of the kernel that runs first checks
+    it.
     """
-    table = None if block_table is None else (block_table.shape, block_table.stride())
-    cache = k_cache.shape, k_cache.dtype, k_cache.stride(), v_cache.stride()
-    return (q.shape, q.stride(), q.dtype, q.get_device(), cache, cache_seqlens.stride(), table, scores, form(*others))
+    scores, table = given.scores, given.block_table
+    numbers = (*scores[:-1], given.num_splits)
+    cache = (k_cache.shape, k_cache.dtype, k_cache.stride(), v_cache.stride())
+    paging = (given.cache_seqlens.stride(), None if table is None else (table.shape, table.stride()))
+    tensors = form(q, *new, *given.codes, scores.prefix_lens, given.sinks)
+    key = (check_call, tensors, cache, paging, numbers, *map(type, numbers))
+    launch = decode.launches.get(key)
+    if launch is None:
+        check_call(q, k_cache, v_cache, *new, given)
+        launch = _make_launch(key, q, k_cache, v_cache, new, given)
+    (k_scale, v_scale), integers = given.codes.split(k_cache)
+    result = launch(
+        q,
+        k_cache,
+        v_cache,
+        given.cache_seqlens,
+        table,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        prefix_lens=scores.prefix_lens,
+        new=new,
+        integers=integers,
+        sinks=given.sinks,
+    )
+    hot_calls.ran(launch)
+    return result
 
 
-@kernel_op(reference=reference.flash_attn_with_kvcache, check=_check, shape=reference.padded_shapes, kernel="cute")
+def _make_launch(
+    key: Any,
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    new: tuple[torch.Tensor, ...],
+    given: Cached,
+) -> decode.Launch:
+    """The launch of checked arguments, kept under ``key``."""
+    if given.sinks is None and q.shape[1] <= MAX_QUERIES:
+        problem = decode.problem_of(q, k_cache, v_cache, given, appends=bool(new))
+        return decode.make_launch(key, problem, q, new)
+    if given.codes.split(k_cache)[1]:
+        raise UnsupportedError(f"kernels over INT8 and INT4 caches cover up to {MAX_QUERIES} queries, without sinks")
+    return decode.launches.keep(key, prefill.make_cached(q, k_cache, v_cache, new, given))
+
+
+@kernel_op(
+    reference=reference.flash_attn_with_kvcache,
+    check=lambda q, k_cache, v_cache, *rest: _check(q, k_cache, v_cache, Cached.of(*rest)),
+    shape=reference.padded_shapes,
+    kernel="cute",
+)
 def _flash_attn_with_kvcache(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -290,68 +336,15 @@ def _flash_attn_with_kvcache(
     sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """:func:`flash_attn_with_kvcache` that only reads the cache: (out, lse)."""
-    numbers = (softmax_scale, causal, window_left, window_right, softcap, prefix_len, num_splits)
-    scores = (*numbers, *map(type, numbers))
-    integers = _integers(k_cache, k_scale, v_scale, k_zero, v_zero, k_tail, seq_ids)
-    if integers or not k_scale is v_scale is prefix_lens is k_zero is v_zero is seq_ids is sinks is None:
-        others = (k_scale, v_scale, prefix_lens, k_zero, v_zero, k_tail, seq_ids, sinks)
-        key = _key(q, k_cache, v_cache, cache_seqlens, block_table, scores, *others)
-    else:
-        key = _key(q, k_cache, v_cache, cache_seqlens, block_table, scores)
-    launch = decode.launches.get(key)
-    of_heads = (None, None) if integers else (k_scale, v_scale)
-    if launch is None:
-        scores = (*numbers[:-1], prefix_lens, num_splits, sinks)
-        cache = (k_cache, v_cache, cache_seqlens, block_table)
-        _check(q, *cache, k_scale, v_scale, k_zero, v_zero, k_tail, seq_ids, *scores)
-        launch = _make_launch(key, q, k_cache, v_cache, block_table, of_heads, scores, (), integers)
-    result = launch(q, k_cache, v_cache, cache_seqlens, block_table, *of_heads, prefix_lens, (), integers, sinks=sinks)
-    hot_calls.ran(launch)
-    return result
-
-
-def _make_launch(
-    key: Any,
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    block_table: torch.Tensor | None,
-    scales: tuple[torch.Tensor | None, torch.Tensor | None],
-    scores: tuple[Any, ...],
-    new: tuple[torch.Tensor, ...],
-    integers: tuple[Any, ...] = (),
-) -> decode.Launch:
-    """The launch of checked arguments, kept under ``key``. scores: from softmax_scale on. new: k and v to append."""
-    *scores_of_decode, sinks = scores
-    if sinks is None and q.shape[1] <= MAX_QUERIES:
-        given = (*scales, *scores_of_decode)
-        problem = decode.problem_of(q, k_cache, v_cache, block_table, *given, appends=bool(new), integers=integers)
-        return decode.make_launch(key, problem, q, new)
-    if integers:
-        raise UnsupportedError(f"kernels over INT8 and INT4 caches cover up to {MAX_QUERIES} queries, without sinks")
-    *numbers, _ = scores_of_decode  # a sequence is not split
-    launch = prefill.make_cached(q, k_cache, v_cache, block_table, *scales, *numbers, sinks, new)
-    return decode.launches.keep(key, launch)
-
-
-def _integers(
-    k_cache: torch.Tensor,
-    k_scale: torch.Tensor | None,
-    v_scale: torch.Tensor | None,
-    k_zero: torch.Tensor | None,
-    v_zero: torch.Tensor | None,
-    k_tail: torch.Tensor | None,
-    seq_ids: torch.Tensor | None,
-) -> tuple[Any, ...]:
-    """What comes with an INT4 or INT8 cache, in the kernels' order; nothing for other caches."""
-    if k_tail is not None:
-        return (k_scale, k_zero, v_scale, v_zero, k_tail, seq_ids)
-    return (k_scale, v_scale) if k_cache.dtype is torch.int8 else ()
+    codes = Codes(k_scale, v_scale, k_zero, v_zero, k_tail, seq_ids)
+    scores = Scores(softmax_scale, causal, window_left, window_right, softcap, prefix_len, prefix_lens)
+    given = Cached(cache_seqlens, block_table, codes, scores, num_splits, sinks)
+    return _run(_check, q, k_cache, v_cache, (), given)
 
 
 @kernel_op(
     reference=reference.flash_attn_with_kvcache_append,
-    check=_check_append,
+    check=lambda q, k_cache, v_cache, k, v, *rest: _check_append(q, k_cache, v_cache, k, v, Cached.of(*rest, codes=2)),
     shape=reference.padded_shapes,
     mutates=("k_cache", "v_cache"),
     kernel="cute",
@@ -378,23 +371,15 @@ def _flash_attn_with_kvcache_append(
     sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """:func:`flash_attn_with_kvcache` that first appends k and v, as they are or as FP8, in place: (out, lse)."""
-    numbers = (softmax_scale, causal, window_left, window_right, softcap, prefix_len, num_splits)
-    scores = (*numbers, *map(type, numbers))
-    key = _key(q, k_cache, v_cache, cache_seqlens, block_table, scores, k, v, k_scale, v_scale, prefix_lens, sinks)
-    launch = decode.launches.get(key)
-    if launch is None:
-        scores = (*numbers[:-1], prefix_lens, num_splits, sinks)
-        cache = (k_cache, v_cache, cache_seqlens, block_table, k_scale, v_scale)
-        _check_append(q, k_cache, v_cache, k, v, *cache[2:], *scores)
-        launch = _make_launch(key, q, k_cache, v_cache, block_table, (k_scale, v_scale), scores, (k, v))
-    result = launch(q, k_cache, v_cache, cache_seqlens, block_table, k_scale, v_scale, prefix_lens, (k, v), sinks=sinks)
-    hot_calls.ran(launch)
-    return result
+    codes = Codes(k_scale, v_scale)
+    scores = Scores(softmax_scale, causal, window_left, window_right, softcap, prefix_len, prefix_lens)
+    given = Cached(cache_seqlens, block_table, codes, scores, num_splits, sinks)
+    return _run(_check_append, q, k_cache, v_cache, (k, v), given)
 
 
 @kernel_op(
     reference=reference.flash_attn_with_kvcache_append_int,
-    check=_check_append_int,
+    check=lambda q, k_cache, v_cache, k, v, *rest: _check_append_int(q, k_cache, v_cache, k, v, Cached.of(*rest)),
     shape=reference.padded_shapes,
     mutates=("k_cache", "v_cache", "k_scale", "v_scale", "k_zero", "v_zero", "k_tail"),
     kernel="cute",
@@ -425,16 +410,7 @@ def _flash_attn_with_kvcache_append_int(
     sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """:func:`flash_attn_with_kvcache` that first appends k and v as INT8 or INT4, with scales, in place: (out, lse)."""
-    numbers = (softmax_scale, causal, window_left, window_right, softcap, prefix_len, num_splits)
-    scores = (*numbers, *map(type, numbers))
-    given = (k_scale, v_scale, k_zero, v_zero, k_tail, seq_ids)
-    key = _key(q, k_cache, v_cache, cache_seqlens, block_table, scores, k, v, *given, prefix_lens, sinks)
-    launch, integers = decode.launches.get(key), _integers(k_cache, *given)
-    if launch is None:
-        scores = (*numbers[:-1], prefix_lens, num_splits, sinks)
-        _check_append_int(q, k_cache, v_cache, k, v, cache_seqlens, block_table, *given, *scores)
-        launch = _make_launch(key, q, k_cache, v_cache, block_table, (None, None), scores, (k, v), integers)
-    cache = (k_cache, v_cache, cache_seqlens, block_table)
-    result = launch(q, *cache, None, None, prefix_lens, (k, v), integers, sinks=sinks)
-    hot_calls.ran(launch)
-    return result
+    codes = Codes(k_scale, v_scale, k_zero, v_zero, k_tail, seq_ids)
+    scores = Scores(softmax_scale, causal, window_left, window_right, softcap, prefix_len, prefix_lens)
+    given = Cached(cache_seqlens, block_table, codes, scores, num_splits, sinks)
+    return _run(_check_append_int, q, k_cache, v_cache, (k, v), given)

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
 from kestrel_runtime import Binary, UnsupportedError, allocator
 
+from .arguments import Cached, Dense, Packed, Scales, Scores
 from .decode import _UNALIGNED, Launch, _refuse_uncovered_strides, _unread, _unused
 from .kernels.parameters import AppendScalars
 from .kernels.variants import DTYPES, NAMED
@@ -25,12 +27,9 @@ USE_HOPPER = True
 """Tests set False, to run the portable kernel on Hopper."""
 _CODES = {torch.float8_e4m3fn: "e4m3", torch.uint8: "e4m3", torch.float8_e5m2: "e5m2"}
 
-Scales = tuple["torch.Tensor | None", "torch.Tensor | None", "torch.Tensor | None"]
-"""q_scale, k_scale, v_scale."""
 
-
-class Given(NamedTuple):
-    """What the kernel reads beside q, k and v; None for a tensor that a call does not have."""
+class Tensors(NamedTuple):
+    """What the kernel reads beside q, k and v, in its order; None for a tensor that a call does not have."""
 
     starts_q: torch.Tensor | None = None
     starts_k: torch.Tensor | None = None
@@ -43,11 +42,16 @@ class Given(NamedTuple):
     v_scale: torch.Tensor | None = None
 
 
-Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Given, torch.Tensor, Any], None]
-"""(q, k, v, given, out, lse): runs the kernel. All of 4 dimensions as a cache, LSE of 3."""
+Attend = Callable[..., None]
+"""(q, k, v, tensors, out, lse, append=None): runs the kernel. All of 4 dimensions as a cache, LSE of 3.
 
-dense_launches: Plans[Callable[..., tuple[torch.Tensor, torch.Tensor]]] = Plans()
-packed_launches: Plans[Callable[..., tuple[torch.Tensor, torch.Tensor]]] = Plans()
+append: is called before the kernel, when all memory is allocated.
+"""
+PrefillLaunch = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Tensors], tuple[torch.Tensor, torch.Tensor]]
+"""(q, k, v, tensors) -> (out, lse), of dense or packed keys."""
+
+dense_launches: Plans[PrefillLaunch] = Plans()
+packed_launches: Plans[PrefillLaunch] = Plans()
 
 
 def _attend(problem: PrefillProblem, device: torch.device) -> Attend:
@@ -62,36 +66,49 @@ def _attend(problem: PrefillProblem, device: torch.device) -> Attend:
         combine = _binary.kernel(NAMED[f"prefill_combine_{problem.dtype}"], device)
     no_int, no_float = _unused(torch.int32, device), _unused(torch.float32, device)
     no_table = _unused(torch.int32, device, 2)
-    absent = Given(no_int, no_int, no_int, no_table, no_int, no_float, no_float, no_float, no_float)
+    absent = Tensors(no_int, no_int, no_int, no_table, no_int, no_float, no_float, no_float, no_float)
 
-    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, given: Given, out: torch.Tensor, lse: Any) -> None:
+    def attend(
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        given: Tensors,
+        out: torch.Tensor,
+        lse: Any,
+        append: Callable[[], None] | None = None,
+    ) -> None:
         if given.sinks is not None:
             given = given._replace(sinks=given.sinks.float())
         if codes:
             k, v = k.view(torch.uint8), v.view(torch.uint8)
         tensors = [x if y is None else y for x, y in zip(absent, given, strict=True)]
-        if combine is None:
-            kernel(q, k, v, *tensors, out, lse, no_float, no_float, no_int, *scalars, batch)
-            return
-        partial_out = torch.empty(rows * problem.head_dim, dtype=torch.float32, device=device)
-        partial_lse = torch.empty(rows, dtype=torch.float32, device=device)
-        splits = torch.empty(batch * problem.heads * row_blocks, dtype=torch.int32, device=device)
-        partial = (partial_out, partial_lse, splits)
-        kernel(q, k, v, *tensors, out, lse, *partial, *scalars, batch)
-        combine(out, lse, *partial, no_float if given.sinks is None else given.sinks, *plan.combine)
+        scratch = (no_float, no_float, no_int)
+        if combine is not None:
+            partial_out = torch.empty(rows * problem.head_dim, dtype=torch.float32, device=device)
+            partial_lse = torch.empty(rows, dtype=torch.float32, device=device)
+            splits = torch.empty(batch * problem.heads * row_blocks, dtype=torch.int32, device=device)
+            scratch = (partial_out, partial_lse, splits)
+        if append is not None:
+            append()
+        kernel(q, k, v, *tensors, out, lse, *scratch, *scalars, batch)
+        if combine is not None:
+            combine(out, lse, *scratch, no_float if given.sinks is None else given.sinks, *plan.combine)
 
     return attend
 
 
-def _kind(q: torch.Tensor, k: torch.Tensor, scales: Scales) -> dict[str, Any]:
-    """The fields of a problem that say what its elements are. Raises UnsupportedError where no kernel covers them."""
+def _fields(
+    q: torch.Tensor, k: torch.Tensor, scales: Scales, scores: Scores, sinks: torch.Tensor | None
+) -> dict[str, Any]:
+    """Fields of a problem, however its keys lie. Raises UnsupportedError where no kernel covers them."""
     cache = "same" if k.dtype == q.dtype and q.dtype in _NAMES else _CODES.get(k.dtype)
     dtype = _NAMES.get(torch.bfloat16 if q.element_size() == 1 else q.dtype)
     if cache is None or dtype is None:
         raise UnsupportedError("kernels for many queries cover bf16, fp16 and FP8, with keys of the same dtype or FP8")
-    heads = (0 if scale is None else 1 + (scale.shape[0] > 1) for scale in scales)
-    names = ("q_scale_heads", "k_scale_heads", "v_scale_heads")
-    return {"dtype": dtype, "cache": cache, **dict(zip(names, heads, strict=True))}
+    fields = {"heads": q.shape[-2], "kv_heads": k.shape[-2], "head_dim": q.shape[-1], "dtype": dtype, "cache": cache}
+    for name, scale in scales._asdict().items():
+        fields[f"{name}_heads"] = 0 if scale is None else 1 + (scale.shape[0] > 1)
+    return fields | scores.of_problem() | {"has_sinks": sinks is not None}
 
 
 def _aligned(x: torch.Tensor) -> torch.Tensor:
@@ -120,115 +137,49 @@ def _refuse_uncovered_keys(k: torch.Tensor, v: torch.Tensor) -> None:
 # -- dense and packed -------------------------------------------------------------------------------------------------
 
 
-def make_dense(
-    key: Any,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    softmax_scale: float | None,
-    causal: bool,
-    window_left: int,
-    window_right: int,
-    softcap: float,
-    prefix_len: int,
-    prefix_lens: torch.Tensor | None,
-    scales: Scales,
-    sinks: torch.Tensor | None,
-) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
-    """The launch of flash_attn_func, of (q, k, v, prefix_lens, scales, sinks), kept under ``key``."""
+def make_dense(key: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, given: Dense) -> PrefillLaunch:
+    """The launch of flash_attn_func, kept under ``key``."""
     batch, queries, heads, head_dim = q.shape
     problem = PrefillProblem(
         batch=batch,
         max_queries=queries,
         max_keys=k.shape[1],
-        heads=heads,
-        kv_heads=k.shape[2],
-        head_dim=head_dim,
         page_size=max(1, k.shape[1]),
-        **_kind(q, k, scales),
-        softmax_scale=softmax_scale,
-        causal=causal,
-        window_left=window_left,
-        window_right=window_right,
-        softcap=softcap,
-        prefix_len=prefix_len,
-        has_prefix_lens=prefix_lens is not None,
-        has_sinks=sinks is not None,
+        **_fields(q, k, given.scales, given.scores, given.sinks),
     )
     _refuse_uncovered_keys(k, v)
     attend = _attend(problem, q.device) if q.numel() else None
 
     def launch(
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        prefix_lens: torch.Tensor | None,
-        scales: Scales,
-        sinks: torch.Tensor | None,
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tensors: Tensors
     ) -> tuple[torch.Tensor, torch.Tensor]:
         q = _queries(q)
         out = torch.empty((batch, queries, heads, head_dim), dtype=q.dtype, device=q.device)
         lse = torch.empty((batch, heads, queries), dtype=torch.float32, device=q.device)
         if attend is not None:
-            q_scale, k_scale, v_scale = scales
-            given = Given(prefix_lens=prefix_lens, sinks=sinks, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)
-            attend(q, _aligned(k), _aligned(v), given, out, lse)
+            attend(q, _aligned(k), _aligned(v), tensors, out, lse)
         return out, lse
 
     return dense_launches.keep(key, launch)
 
 
-def make_packed(
-    key: Any,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor | None,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    softmax_scale: float | None,
-    causal: bool,
-    window_left: int,
-    window_right: int,
-    softcap: float,
-    prefix_len: int,
-    prefix_lens: torch.Tensor | None,
-    scales: Scales,
-    block_table: torch.Tensor | None,
-    seqused_k: torch.Tensor | None,
-    sinks: torch.Tensor | None,
-) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
-    """The launch of flash_attn_varlen_func, kept under ``key``.
-
-    Of (q, k, v, cu_seqlens_q, cu_seqlens_k, prefix_lens, scales, block_table, seqused_k, sinks).
-    """
+def make_packed(key: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, given: Packed) -> PrefillLaunch:
+    """The launch of flash_attn_varlen_func, kept under ``key``."""
     total, heads, head_dim = q.shape
-    batch = cu_seqlens_q.shape[0] - 1
-    paged = block_table is not None
-    slots, kv_heads = k.shape[1:3] if paged else k.shape[:2]
-    held = block_table.shape[1] * slots if block_table is not None else slots
+    batch = given.cu_seqlens_q.shape[0] - 1
+    paged = given.block_table is not None
+    slots = k.shape[1] if paged else k.shape[0]
+    held = slots if given.block_table is None else given.block_table.shape[1] * slots
     problem = PrefillProblem(
         batch=batch,
-        max_queries=min(max_seqlen_q, total),
-        max_keys=min(max_seqlen_k, held),
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
+        max_queries=min(given.max_seqlen_q, total),
+        max_keys=min(given.max_seqlen_k, held),
         page_size=max(1, slots),
-        **_kind(q, k, scales),
         packed_queries=True,
-        key_starts=(2 if paged else 1) if not paged or seqused_k is None else 0,
-        has_lengths=seqused_k is not None,
+        key_starts=(2 if paged else 1) if not paged or given.seqused_k is None else 0,
+        has_lengths=given.seqused_k is not None,
         has_block_table=paged,
-        softmax_scale=softmax_scale,
-        causal=causal,
-        window_left=window_left,
-        window_right=window_right,
-        softcap=softcap,
-        prefix_len=prefix_len,
-        has_prefix_lens=prefix_lens is not None,
-        has_sinks=sinks is not None,
+        **_fields(q, k, given.scales, given.scores, given.sinks),
     )
     if paged:
         _refuse_uncovered_strides("same", (k, v), ())
@@ -237,16 +188,7 @@ def make_packed(
     attend = _attend(problem, q.device) if q.numel() and problem.batch and problem.max_queries else None
 
     def launch(
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        cu_seqlens_q: torch.Tensor,
-        cu_seqlens_k: torch.Tensor | None,
-        prefix_lens: torch.Tensor | None,
-        scales: Scales,
-        block_table: torch.Tensor | None,
-        seqused_k: torch.Tensor | None,
-        sinks: torch.Tensor | None,
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tensors: Tensors
     ) -> tuple[torch.Tensor, torch.Tensor]:
         q = _queries(q)
         if attend is None:
@@ -254,12 +196,11 @@ def make_packed(
             return out, torch.full((heads, total), float("-inf"), dtype=torch.float32, device=q.device)
         out = torch.empty((total, heads, head_dim), dtype=q.dtype, device=q.device)
         lse = torch.empty((heads, total), dtype=torch.float32, device=q.device)
-        if block_table is None:
+        if not paged:
             k, v = _aligned(k).unsqueeze(0), _aligned(v).unsqueeze(0)
         elif (k.data_ptr() | v.data_ptr()) & 15:
             raise UnsupportedError(_UNALIGNED)
-        given = Given(cu_seqlens_q, cu_seqlens_k, seqused_k, block_table, prefix_lens, sinks, *scales)
-        attend(q.unsqueeze(0), k, v, given, out.unsqueeze(0), lse.unsqueeze(0))
+        attend(q.unsqueeze(0), k, v, tensors, out.unsqueeze(0), lse.unsqueeze(0))
         return out, lse
 
     return packed_launches.keep(key, launch)
@@ -269,54 +210,29 @@ def make_packed(
 
 
 def make_cached(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    block_table: torch.Tensor | None,
-    k_scale: torch.Tensor | None,
-    v_scale: torch.Tensor | None,
-    softmax_scale: float | None,
-    causal: bool,
-    window_left: int,
-    window_right: int,
-    softcap: float,
-    prefix_len: int,
-    prefix_lens: torch.Tensor | None,
-    sinks: torch.Tensor | None,
-    new: Sequence[torch.Tensor],
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, new: Sequence[torch.Tensor], given: Cached
 ) -> Launch:
-    """A launch as decode.py makes them, for more queries than it covers."""
-    kind = _kind(q, k_cache, (None, k_scale, v_scale))
-    name, cache = kind["dtype"], kind["cache"]
+    """A launch as decode.py makes them, for more queries than it covers. A sequence is not split."""
+    scales = Scales(None, given.codes.k_scale, given.codes.v_scale)
     batch, queries, heads, head_dim = q.shape
-    page_size = k_cache.shape[1]
+    page_size, paged = k_cache.shape[1], given.block_table is not None
     problem = PrefillProblem(
         batch=batch,
         max_queries=queries,
-        max_keys=page_size * (1 if block_table is None else block_table.shape[1]),
-        heads=heads,
-        kv_heads=k_cache.shape[2],
-        head_dim=head_dim,
+        max_keys=page_size * (1 if given.block_table is None else given.block_table.shape[1]),
         page_size=page_size,
-        **kind,
         has_lengths=True,
-        has_block_table=block_table is not None,
+        has_block_table=paged,
         appended=queries if new else 0,
-        softmax_scale=softmax_scale,
-        causal=causal,
-        window_left=window_left,
-        window_right=window_right,
-        softcap=softcap,
-        prefix_len=prefix_len,
-        has_prefix_lens=prefix_lens is not None,
-        has_sinks=sinks is not None,
+        **_fields(q, k_cache, scales, given.scores, given.sinks),
     )
     _refuse_uncovered_strides("same", (k_cache, v_cache), ())
     attend = _attend(problem, q.device) if q.numel() else None
-    appender = "append_half_e5m2" if cache == "e5m2" else f"append_{name}_{cache}"
-    append = _binary.kernel(NAMED[appender], q.device) if new and new[0].numel() else None
+    cache = problem.cache
+    appender = "append_half_e5m2" if cache == "e5m2" else f"append_{problem.dtype}_{cache}"
+    append_rows = _binary.kernel(NAMED[appender], q.device) if new and new[0].numel() else None
     heads_of_scales = (problem.k_scale_heads, problem.v_scale_heads)
-    append_scalars = AppendScalars(int(block_table is not None), *heads_of_scales, int(name == "bf16"))
+    append_scalars = AppendScalars(int(paged), *heads_of_scales, int(problem.dtype == "bf16"))
     lse_sizes, dtype = (batch, heads, queries), q.dtype
     unread_lse = _unread(lse_sizes, q.device)
     no_float, no_table = _unused(torch.float32, q.device), _unused(torch.int32, q.device, 2)
@@ -328,6 +244,7 @@ def make_cached(
         v_cache: torch.Tensor,
         cache_seqlens: torch.Tensor,
         block_table: torch.Tensor | None,
+        *,
         k_scale: torch.Tensor | None,
         v_scale: torch.Tensor | None,
         prefix_lens: torch.Tensor | None,
@@ -351,14 +268,15 @@ def make_cached(
         q, rows = _aligned(q), [_aligned(x) for x in new]
         if cache == "e5m2":  # whose append kernel takes rows of both dtypes as bf16
             rows = [x.view(torch.bfloat16) for x in rows]
-        if append is not None:  # all memory is allocated by now: a call that fails has written nothing
+        append = None
+        if append_rows is not None:
             if k_cache.data_ptr() == v_cache.data_ptr():
                 raise ValueError("K and V are appended to the same memory")
             table = no_table if block_table is None else block_table
             of_heads = [no_float if scale is None else scale for scale in (k_scale, v_scale)]
-            append(*rows, k_cache, v_cache, cache_seqlens, table, *of_heads, *append_scalars)
+            append = partial(append_rows, *rows, k_cache, v_cache, cache_seqlens, table, *of_heads, *append_scalars)
         if attend is not None:
-            given = Given(
+            tensors = Tensors(
                 lengths=cache_seqlens,
                 block_table=block_table,
                 prefix_lens=prefix_lens,
@@ -366,7 +284,9 @@ def make_cached(
                 k_scale=k_scale,
                 v_scale=v_scale,
             )
-            attend(q, k_cache, v_cache, given, out, unread_lse if lse is None else lse)
+            attend(q, k_cache, v_cache, tensors, out, unread_lse if lse is None else lse, append)
+        elif append is not None:
+            append()
         return (out if destination is None else destination.copy_(out)), lse
 
     return launch

@@ -1,7 +1,8 @@
 """The attention ops in plain PyTorch: the specification of the kernels.
 
-Every op brings its queries, keys and values into one padded form and calls :func:`attend`. Nothing reads a value on
-the host, so every reference can be captured in a CUDA graph. How a paged cache is addressed is shared with
+Every op brings its queries, keys and values into one padded form and calls :func:`attend`. Nothing reads a CUDA tensor
+on the host, so every reference can be captured in a CUDA graph. On a CPU sequences of different lengths are read one at
+a time, so that short ones need no padding to the longest. How a paged cache is addressed is shared with
 kestrel_kvcache, and lives in kestrel_runtime.paged_cache.
 """
 
@@ -11,6 +12,7 @@ from typing import Any
 
 import torch
 
+from kestrel_runtime import check
 from kestrel_runtime.paged_cache import (
     as_bytes,
     as_fp8,
@@ -25,7 +27,7 @@ from kestrel_runtime.paged_cache import (
     write_rows,
 )
 
-from .arguments import Paged
+from .arguments import Cached, Dense, Packed, Scores
 
 _KEYS = 256  # of one block
 _QUERIES = 32  # of one chunk: a row of scores per head and query is in memory at once, for all keys
@@ -38,11 +40,7 @@ def attend(
     v: torch.Tensor,
     present: torch.Tensor,
     first: torch.Tensor,
-    softmax_scale: float | None,
-    causal: bool,
-    window: tuple[int, int],
-    softcap: float,
-    prefix: torch.Tensor | int,
+    scores: Scores,
     sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention in float32 over padded sequences: out [B, Sq, H, D] and its log-sum-exp [B, H, Sq].
@@ -50,7 +48,6 @@ def attend(
     q: [B, Sq, H, D]. k, v: [B, L, Hk, D]; query head h reads KV head h // (H / Hk).
     present: bool [B, L], which keys exist; what the others hold has no effect.
     first: integers [B], the key position at which query 0 of each sequence stands.
-    prefix: keys below it (one number, or integers [B]) are visible whatever causal and window say.
     sinks: [H], a logit of each head that counts in the sum of exponentials, without a value.
 
     A row is the same, bit for bit, whatever the batch around it and whatever L. Sums and matrix products of other
@@ -61,23 +58,22 @@ def attend(
     keys, kv_heads = k.shape[1:3]
     out = q.new_zeros(batch, kv_heads, heads // kv_heads, queries, size)
     lse = q.new_full(out.shape[:-1], float("-inf"))
-    scale = size**-0.5 if softmax_scale is None else softmax_scale
+    scale = size**-0.5 if scores.softmax_scale is None else scores.softmax_scale
     rows = (q * scale).unflatten(2, out.shape[1:3]).permute(0, 2, 3, 1, 4)  # [B, Hk, H/Hk, Sq, D]
     present = torch.nn.functional.pad(present, (0, _round_up(keys, _KEYS) - keys))
     position = first[:, None, None] + torch.arange(queries, device=q.device)[:, None]  # [B, Sq, 1]
-    prefix = prefix[:, None, None] if isinstance(prefix, torch.Tensor) else prefix
-    left, right = window[0], 0 if causal else window[1]
-    visible = _visible(present[:, None], position, left, right, prefix)
     if sinks is not None:
         sinks = sinks.float().unflatten(0, out.shape[1:3])[..., None, None]  # [Hk, H/Hk, 1, 1]
         lse = lse.maximum(sinks[..., 0])
 
     for b in range(batch if keys > 0 else 0):
         k_blocks, v_blocks = _blocks(k[b], present[b]), _blocks(v[b], present[b])
+        own = _scores_of(scores, b)
         for start in range(0, queries, _QUERIES):
             chunk = slice(start, start + _QUERIES)
+            visible = _visible(present[b], position[b, chunk], own)
             out[b, :, :, chunk], lse[b, :, :, chunk] = _attend_chunk(
-                rows[b, :, :, chunk], k_blocks, v_blocks, visible[b, chunk], softcap, sinks
+                rows[b, :, :, chunk], k_blocks, v_blocks, visible, scores.softcap, sinks
             )
     return out.permute(0, 3, 1, 2, 4).flatten(2, 3), lse.flatten(1, 2)
 
@@ -127,18 +123,20 @@ def _round_up(count: int, multiple: int) -> int:
     return -(-count // multiple) * multiple
 
 
-def _visible(
-    present: torch.Tensor, position: torch.Tensor, left: int, right: int, prefix: torch.Tensor | int
-) -> torch.Tensor:
-    """Which keys each query sees, bool [B, Sq, L]: those in its window (-1 is unbounded) or below the prefix."""
+def _visible(present: torch.Tensor, position: torch.Tensor, scores: Scores) -> torch.Tensor:
+    """Which keys each query of a sequence sees, bool [N, L]: those in its window (-1 is unbounded) or below the prefix.
+
+    present: bool [L]. position: integers [N, 1].
+    """
+    left, right = scores.window_left, 0 if scores.causal else scores.window_right
     if left < 0 and right < 0:
-        return present.expand(-1, position.shape[1], -1)
+        return present.expand(position.shape[0], -1)
     left, right = min(left, _FAR), min(right, _FAR)
     key = torch.arange(present.shape[-1], device=present.device)
     inside = key <= position + right if right >= 0 else key >= position - left
     if left >= 0 and right >= 0:
         inside = inside & (key >= position - left)
-    return present & (inside | (key < prefix))
+    return present & (inside | (key < scores.prefix))
 
 
 def _decode(x: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
@@ -156,93 +154,101 @@ def _out_dtype(q: torch.Tensor) -> torch.dtype:
 def flash_attn_with_kvcache(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, *rest: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    given = Paged(*rest)
-    scales = given[2:8]
-    lengths = without_padding(given.cache_seqlens, given.k_tail, given.seq_ids)
-    k, v = read_cache(k_cache, v_cache, given.block_table, lengths, *scales)
-    out, lse = attend(
-        q.float(),
-        k,
-        v,
-        keys_present(lengths, given.block_table, *k_cache.shape[:2]),
-        lengths - q.shape[1],
-        given.softmax_scale,
-        given.causal,
-        (given.window_left, given.window_right),
-        given.softcap,
-        given.prefix_len if given.prefix_lens is None else given.prefix_lens,
-        given.sinks,
-    )
-    return out.to(q.dtype), lse
+    return _attend_to_cache(q, k_cache, v_cache, Cached.of(*rest))
 
 
 def flash_attn_with_kvcache_append(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cache_seqlens: torch.Tensor,
-    block_table: torch.Tensor | None,
-    k_scale: torch.Tensor | None,
-    v_scale: torch.Tensor | None,
-    *scores: Any,
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    lengths = append(k_cache, v_cache, k, v, cache_seqlens, block_table, k_scale, v_scale)
-    scales = k_scale, v_scale, None, None, None, None
-    return flash_attn_with_kvcache(q, k_cache, v_cache, lengths, block_table, *scales, *scores)
+    given = Cached.of(*rest, codes=2)
+    lengths = append(k_cache, v_cache, k, v, given)
+    return _attend_to_cache(q, k_cache, v_cache, given._replace(cache_seqlens=lengths))
 
 
 def flash_attn_with_kvcache_append_int(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    given = Paged(*rest)
-    lengths = append_int(k_cache, v_cache, k, v, *given[:8])
-    return flash_attn_with_kvcache(q, k_cache, v_cache, *given._replace(cache_seqlens=lengths))
+    given = Cached.of(*rest)
+    lengths = append_int(k_cache, v_cache, k, v, given)
+    return _attend_to_cache(q, k_cache, v_cache, given._replace(cache_seqlens=lengths))
+
+
+def _attend_to_cache(
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, given: Cached
+) -> tuple[torch.Tensor, torch.Tensor]:
+    if not _on_host(q) or q.shape[0] == 0:
+        return _attend_padded(q, k_cache, v_cache, given)
+    parts = [
+        _attend_padded(q[b : b + 1], *_of_sequence(k_cache, v_cache, given, b, length))
+        for b, length in enumerate(given.cache_seqlens.tolist())
+    ]
+    out, lse = zip(*parts, strict=True)
+    return torch.cat(out), torch.cat(lse)
+
+
+def _of_sequence(
+    k_cache: torch.Tensor, v_cache: torch.Tensor, given: Cached, b: int, length: int
+) -> tuple[torch.Tensor, torch.Tensor, Cached]:
+    """The arguments of sequence b alone, with the pages that its length needs."""
+    one, codes, table = slice(b, b + 1), given.codes, given.block_table
+    if table is None:
+        keys = slice(None) if codes.k_zero is not None else slice(0, max(length, 1))  # INT4 has whole pages
+        k_cache, v_cache = k_cache[one, keys], v_cache[one, keys]
+        of_keys = {name: x for name, x in codes._asdict().items() if x is not None and x.ndim == 3}
+        codes = codes._replace(**{name: x[one, keys] for name, x in of_keys.items()})
+    else:
+        table = table[one, : _round_up(max(length, 0), k_cache.shape[1]) // k_cache.shape[1]]
+    if codes.seq_ids is not None:
+        codes = codes._replace(seq_ids=codes.seq_ids[one])
+    scores, lengths = _scores_of(given.scores, b), given.cache_seqlens[one]
+    return k_cache, v_cache, given._replace(cache_seqlens=lengths, block_table=table, codes=codes, scores=scores)
+
+
+def _scores_of(scores: Scores, b: int) -> Scores:
+    """Those of sequence b."""
+    return scores if scores.prefix_lens is None else scores._replace(prefix_lens=scores.prefix_lens[b : b + 1])
+
+
+def _on_host(q: torch.Tensor) -> bool:
+    """Whether lengths may be read here."""
+    return q.is_cpu and check.has_memory(q)
+
+
+def _attend_padded(
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, given: Cached
+) -> tuple[torch.Tensor, torch.Tensor]:
+    lengths = without_padding(given.cache_seqlens, given.codes.k_tail, given.codes.seq_ids)
+    k, v = read_cache(k_cache, v_cache, given.block_table, lengths, *given.codes)
+    present = keys_present(lengths, given.block_table, *k_cache.shape[:2])
+    out, lse = attend(q.float(), k, v, present, lengths - q.shape[1], given.scores, given.sinks)
+    return out.to(q.dtype), lse
 
 
 def append(
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cache_seqlens: torch.Tensor,
-    block_table: torch.Tensor | None,
-    k_scale: torch.Tensor | None,
-    v_scale: torch.Tensor | None,
+    k_cache: torch.Tensor, v_cache: torch.Tensor, k: torch.Tensor, v: torch.Tensor, given: Cached
 ) -> torch.Tensor:
     """Write new keys and values into a cache of values or FP8, in place; the new lengths."""
-    slots, lengths = _append_at(cache_seqlens, k.shape[1], block_table, k_cache.shape[1])
-    for new, cache, scale in ((k, k_cache, k_scale), (v, v_cache, v_scale)):
+    slots, lengths = _append_at(given.cache_seqlens, k.shape[1], given.block_table, k_cache.shape[1])
+    for new, cache, scale in ((k, k_cache, given.codes.k_scale), (v, v_cache, given.codes.v_scale)):
         cache, rows = as_fp8(cache), new.flatten(0, 1)
         write_rows(cache, slots, rows if cache.dtype == rows.dtype else encode_fp8(rows, scale, cache.dtype))
     return lengths
 
 
 def append_int(
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cache_seqlens: torch.Tensor,
-    block_table: torch.Tensor | None,
-    k_scale: torch.Tensor,
-    v_scale: torch.Tensor,
-    k_zero: torch.Tensor | None,
-    v_zero: torch.Tensor | None,
-    k_tail: torch.Tensor | None,
-    seq_ids: torch.Tensor | None,
+    k_cache: torch.Tensor, v_cache: torch.Tensor, k: torch.Tensor, v: torch.Tensor, given: Cached
 ) -> torch.Tensor:
     """Write new keys and values into a cache of INT8 or INT4, with their scales, in place; the new lengths."""
-    cache_seqlens = without_padding(cache_seqlens, k_tail, seq_ids)
-    slots, lengths = _append_at(cache_seqlens, k.shape[1], block_table, k_cache.shape[1])
+    codes = given.codes
+    cache_seqlens = without_padding(given.cache_seqlens, codes.k_tail, codes.seq_ids)
+    slots, lengths = _append_at(cache_seqlens, k.shape[1], given.block_table, k_cache.shape[1])
     keys, values = k.flatten(0, 1), v.flatten(0, 1)
-    if seq_ids is None:
-        write_int8(k_cache, k_scale, slots, keys)
-        write_int8(v_cache, v_scale, slots, values)
+    if codes.seq_ids is None:
+        write_int8(k_cache, codes.k_scale, slots, keys)
+        write_int8(v_cache, codes.v_scale, slots, values)
     else:
-        caches = k_cache, v_cache, k_scale, k_zero, v_scale, v_zero, k_tail
-        write_int4(keys, values, *caches, slots, seq_ids.repeat_interleave(k.shape[1]))
+        caches = k_cache, v_cache, codes.k_scale, codes.k_zero, codes.v_scale, codes.v_zero, codes.k_tail
+        write_int4(keys, values, *caches, slots, codes.seq_ids.repeat_interleave(k.shape[1]))
     return lengths
 
 
@@ -260,95 +266,74 @@ def _append_at(
 # -- dense and packed -------------------------------------------------------------------------------------------------
 
 
-def flash_attn_func(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    softmax_scale: float | None,
-    causal: bool,
-    window_left: int,
-    window_right: int,
-    softcap: float,
-    prefix_len: int,
-    prefix_lens: torch.Tensor | None,
-    q_scale: torch.Tensor | None,
-    k_scale: torch.Tensor | None,
-    v_scale: torch.Tensor | None,
-    sinks: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def flash_attn_func(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    given = Dense.of(*rest)
     batch, keys = k.shape[:2]
-    out, lse = attend(
-        _decode(q, q_scale),
-        _decode(k, k_scale),
-        _decode(v, v_scale),
-        torch.ones(batch, keys, dtype=torch.bool, device=q.device),
-        torch.full((batch,), keys - q.shape[1], device=q.device),
-        softmax_scale,
-        causal,
-        (window_left, window_right),
-        softcap,
-        prefix_len if prefix_lens is None else prefix_lens,
-        sinks,
-    )
+    decoded = [_decode(x, scale) for x, scale in zip((q, k, v), given.scales, strict=True)]
+    present = torch.ones(batch, keys, dtype=torch.bool, device=q.device)
+    first = torch.full((batch,), keys - q.shape[1], device=q.device)
+    out, lse = attend(*decoded, present, first, given.scores, given.sinks)
     return out.to(_out_dtype(q)), lse
 
 
 def flash_attn_varlen_func(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor | None,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    softmax_scale: float | None,
-    causal: bool,
-    window_left: int,
-    window_right: int,
-    softcap: float,
-    prefix_len: int,
-    prefix_lens: torch.Tensor | None,
-    q_scale: torch.Tensor | None,
-    k_scale: torch.Tensor | None,
-    v_scale: torch.Tensor | None,
-    block_table: torch.Tensor | None,
-    seqused_k: torch.Tensor | None,
-    sinks: torch.Tensor | None = None,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    given = Packed.of(*rest)
+    cu_seqlens_q, cu_seqlens_k = given.cu_seqlens_q, given.cu_seqlens_k
     total, heads, _ = q.shape
     batch = cu_seqlens_q.shape[0] - 1
-    dtype = _out_dtype(q)
-    if total == 0 or batch == 0 or max_seqlen_q == 0:
-        return q.new_zeros(q.shape, dtype=dtype), q.new_full((heads, total), float("-inf"), dtype=torch.float32)
+    out = q.new_zeros(q.shape, dtype=_out_dtype(q))
+    lse = q.new_full((heads, total), float("-inf"), dtype=torch.float32)
+    if total == 0 or batch == 0 or given.max_seqlen_q == 0:
+        return out, lse
+    if not _on_host(q):
+        return _attend_packed(q, k, v, given)
 
+    starts_q = cu_seqlens_q.tolist()
+    starts_k = None if cu_seqlens_k is None else cu_seqlens_k.tolist()
+    for b in range(batch):
+        rows, one = slice(*starts_q[b : b + 2]), slice(b, b + 1)
+        if q[rows].shape[0] == 0:
+            continue
+        keys = slice(None) if given.block_table is not None else slice(*starts_k[b : b + 2])
+        held = starts_k[b + 1] - starts_k[b] if given.seqused_k is None else int(given.seqused_k[b])
+        alone = given._replace(
+            cu_seqlens_q=cu_seqlens_q[b : b + 2] - starts_q[b],
+            cu_seqlens_k=None if starts_k is None else cu_seqlens_k[b : b + 2] - starts_k[b],
+            max_seqlen_k=min(given.max_seqlen_k, max(held, 0)),
+            scores=_scores_of(given.scores, b),
+            block_table=None if given.block_table is None else given.block_table[one],
+            seqused_k=None if given.seqused_k is None else given.seqused_k[one],
+        )
+        out[rows], lse[:, rows] = _attend_packed(q[rows], k[keys], v[keys], alone)
+    return out, lse
+
+
+def _attend_packed(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, given: Packed
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sequences padded to the longest, and back."""
+    cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k = given[:4]
+    scales, total, batch = given.scales, q.shape[0], cu_seqlens_q.shape[0] - 1
     max_seqlen_q = min(max_seqlen_q, total)  # bounds may be far above what the tensors hold
     lengths_q = cu_seqlens_q.diff()
-    lengths_k = cu_seqlens_k.diff() if seqused_k is None else seqused_k
-    if block_table is None:
+    lengths_k = cu_seqlens_k.diff() if given.seqused_k is None else given.seqused_k
+    if given.block_table is None:
         max_seqlen_k = min(max_seqlen_k, k.shape[0])
         lengths_k = torch.minimum(lengths_k, cu_seqlens_k.diff())
         present = torch.arange(max_seqlen_k, device=q.device) < lengths_k[:, None]
-        k = _decode(_unpack(k, cu_seqlens_k, max_seqlen_k), k_scale)
-        v = _decode(_unpack(v, cu_seqlens_k, max_seqlen_k), v_scale)
+        k = _decode(_unpack(k, cu_seqlens_k, max_seqlen_k), scales.k_scale)
+        v = _decode(_unpack(v, cu_seqlens_k, max_seqlen_k), scales.v_scale)
     else:
-        table = block_table[:, : -(-max_seqlen_k // k.shape[1])]
+        table = given.block_table[:, : -(-max_seqlen_k // k.shape[1])]
         held = lengths_k.clamp(max=min(max_seqlen_k, 2**31 - 1))
         present = keys_present(held, table, *k.shape[:2])
-        k, v = read_cache(k, v, table, held, k_scale, v_scale)
+        k, v = read_cache(k, v, table, held, scales.k_scale, scales.v_scale)
 
-    out, lse = attend(
-        _decode(_unpack(q, cu_seqlens_q, _round_up(max_seqlen_q, _QUERIES)), q_scale),  # whole chunks, see attend
-        k,
-        v,
-        present,
-        lengths_k - lengths_q,
-        softmax_scale,
-        causal,
-        (window_left, window_right),
-        softcap,
-        prefix_len if prefix_lens is None else prefix_lens,
-        sinks,
-    )
+    rows = _unpack(q, cu_seqlens_q, _round_up(max_seqlen_q, _QUERIES))  # whole chunks, see attend
+    first = lengths_k - lengths_q
+    out, lse = attend(_decode(rows, scales.q_scale), k, v, present, first, given.scores, given.sinks)
     # Back to packed rows; those that belong to no sequence stay 0 and -inf.
     token = torch.arange(total, device=q.device, dtype=cu_seqlens_q.dtype)
     sequence = (torch.searchsorted(cu_seqlens_q, token, right=True) - 1).clamp(0, batch - 1)
@@ -357,7 +342,7 @@ def flash_attn_varlen_func(
     index = index.clamp(0, max_seqlen_q - 1)
     packed = torch.where(owned[:, None, None], out[sequence, index], 0.0)
     packed_lse = torch.where(owned, lse[sequence, :, index].T, float("-inf"))
-    return packed.to(dtype), packed_lse
+    return packed.to(_out_dtype(q)), packed_lse
 
 
 def _unpack(x: torch.Tensor, cu_seqlens: torch.Tensor, longest: int) -> torch.Tensor:

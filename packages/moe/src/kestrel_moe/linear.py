@@ -51,6 +51,13 @@ def _check_input(op: str, x: torch.Tensor) -> None:
         check.fail(op, "x", "at least 1 dimension [..., K]", f"shape {tuple(x.shape)}")
 
 
+def _check_overlaps(op: str, out: torch.Tensor | None, **others: torch.Tensor | None) -> None:
+    """``out`` shares no memory with the others; for calls of the vendor's product, which does not look."""
+    for name, other in others.items():
+        if out is not None and other is not None:
+            check.no_overlap(op, "out", out, name, other)
+
+
 def _check_fused_linear_residual(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -145,6 +152,7 @@ def gemv(
     tokens = rows.shape[0]
     if tokens > 1 and (tokens > FEW_TOKENS or weight.numel() > FEW_ELEMENTS):
         _check_gemv(x, weight, bias, out)
+        _check_overlaps("gemv", out, x=x, weight=weight, bias=bias)
         if bias is None:
             torch.mm(rows, weight.T, out=into)
         elif x.dtype == torch.float32:
@@ -186,6 +194,7 @@ def router_gemm(x: torch.Tensor, weight: torch.Tensor, *, out: torch.Tensor | No
     tokens = rows.shape[0]
     if tokens > 1 and weight.ndim == 2 and tokens > _max_router_tokens(x.dtype, *weight.shape):
         _check_router_gemm(x, weight, out)
+        _check_overlaps("router_gemm", out, x=x, weight=weight)
         if x.dtype == torch.float32:
             torch.mm(rows, weight.T, out=into)
         else:

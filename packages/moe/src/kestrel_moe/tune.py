@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import functools
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -208,10 +209,13 @@ def run(request: Request) -> Path:
     if not torch.cuda.is_available():
         raise TuneError("tune needs a CUDA GPU, and PyTorch finds none here")
     gpu = torch.cuda.get_device_name()
-    path = request.out or tuned.user_folder() / tuned.file_name(gpu)
     try:
+        path = request.out or tuned.user_folder() / tuned.file_name(gpu)
         if path.exists() and tuned.read(path)["gpu"] != gpu:
             raise TuneError(f"{path}: expected a file of {gpu}")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if not os.access(path.parent, os.W_OK):
+            raise TuneError(f"{path.parent}: expected a folder that can be written")
     except (OSError, tuned.TunedFileError) as error:
         raise TuneError(str(error)) from None
     found: list[Found] = []

@@ -32,10 +32,13 @@ class TunedFileError(ValueError):
 
 
 def user_folder() -> Path:
-    """$KESTREL_TUNED, or kestrel-kernels/moe in the user's folder of configurations."""
+    """$KESTREL_TUNED, or kestrel-kernels/moe in the user's folder of configurations. Raises OSError without a home."""
     if os.environ.get("KESTREL_TUNED"):
         return Path(os.environ["KESTREL_TUNED"])
-    base = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
+    try:
+        base = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
+    except RuntimeError as error:  # no HOME, and a user without an entry, as in containers
+        raise FileNotFoundError(f"{error} Name a folder in KESTREL_TUNED.") from None
     return Path(base) / "kestrel-kernels" / "moe"
 
 
@@ -57,7 +60,7 @@ def read(path: Path) -> dict[str, Any]:
 
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise TunedFileError(f"{path}: expected JSON: {error}") from None
     expect(isinstance(found, dict) and found.get("format") == FORMAT, f'an object with "format": {FORMAT}')
     expect(isinstance(found.get("gpu"), str), 'the name of the GPU in "gpu"')
@@ -65,7 +68,8 @@ def read(path: Path) -> dict[str, Any]:
     for name, layer in found["layers"].items():
         expect(isinstance(layer, dict) and isinstance(layer.get("tokens"), dict), f'an object in "tokens" of {name!r}')
         for tokens, entry in layer["tokens"].items():
-            expect(tokens.isdecimal(), f"numbers of tokens in {name!r}, got {tokens!r}")
+            counted = tokens.isdecimal() and len(tokens) <= 10 and 0 < int(tokens) < 2**31
+            expect(counted, f"numbers of tokens, 1 to 2**31 - 1, in {name!r}, got {tokens[:20]!r}")
             known = isinstance(entry, dict) and isinstance(entry.get("variant"), str)
             expect(known, f'a name in "variant" of {name!r}, {tokens} tokens')
     return found
@@ -102,10 +106,9 @@ def entries(found: Mapping[str, Any]) -> Entries:
 def of_gpu(gpu: str) -> Entries:
     """What is tuned for this GPU, read once per process. A broken file is ignored with a warning."""
     merged: dict[str, Mapping[int, str]] = {}
-    for folder in (PACKAGED, user_folder()):
-        path = folder / file_name(gpu)
+    for in_package in (True, False):
         try:
-            found = read(path)
+            found = read((PACKAGED if in_package else user_folder()) / file_name(gpu))
         except TunedFileError as error:
             warnings.warn(str(error), stacklevel=2)
             continue

@@ -58,13 +58,13 @@ def fp8_quant(
     if scale is None:
         q, scales = _fp8_quant(x, granularity, group_size, scale_ub, True)
         return q, scales[:, : x.shape[0]].t()
+    check.choice("fp8_quant", "granularity", granularity, _GRANULARITIES)
     if granularity == "group":
         check.fail("fp8_quant", "granularity", "'row' or 'tensor' with a given scale", repr(granularity))
     if scale_ub is not None:
         check.fail("fp8_quant", "scale_ub", "None with a given scale", "a bound")
     if column_major_scales:
         check.fail("fp8_quant", "column_major_scales", "False with a given scale", True)
-    check.choice("fp8_quant", "granularity", granularity, _GRANULARITIES)
     return _fp8_quant_static(x, scale), scale
 
 

@@ -6,6 +6,7 @@ import functools
 from dataclasses import dataclass
 
 import torch
+from torch._subclasses.fake_tensor import is_fake
 
 from kestrel_runtime import check, empty, kernel_op
 
@@ -49,8 +50,10 @@ class W4Weight:
         """Where the codes are."""
         return self.codes.device
 
-    def to(self, device: torch.device | str) -> W4Weight:
-        """The same weight on another device."""
+    def to(self, device: torch.device | str | int) -> W4Weight:
+        """The same weight on another device. Raises TypeError for what names no device, such as a dtype."""
+        if isinstance(device, bool) or not isinstance(device, (torch.device, str, int)):
+            check.fail("W4Weight.to", "device", "a device", check.shown(device), TypeError)
         zeros = None if self.zeros is None else self.zeros.to(device)
         permutation = None if self.permutation is None else self.permutation.to(device)
         codes, scales = self.codes.to(device), self.scales.to(device)
@@ -73,6 +76,7 @@ def pack_w4(weight: torch.Tensor, group_size: int = 128, *, symmetric: bool = Tr
     symmetric: the scale is the largest magnitude of the group / 7, rounded to weight's dtype (1 where that is zero);
     codes are -7..7, rounded half to even. Otherwise the scale is the distance from the smallest to the largest value,
     zero among them, / 15; the zero point is round(-smallest / scale), codes are 0..15, value = (code - zero) * scale.
+    A code whose value would overflow weight's dtype is the next one towards zero.
 
     Returns a :class:`W4Weight` on weight's device, for activations of weight's dtype. This is done once, at load: it
     reads the weight on the host to refuse values that are not finite.
@@ -104,7 +108,9 @@ def pack_w4(weight: torch.Tensor, group_size: int = 128, *, symmetric: bool = Tr
         scales = reference.quotient(largest, 15) - reference.quotient(smallest, 15)  # their difference may overflow
     scales = scales.to(weight.dtype)
     scales = torch.where(scales > 0, scales, 1.0)
-    codes = (groups / scales.float().unsqueeze(2)).round()
+    steps = scales.float().unsqueeze(2)
+    codes = (groups / steps).round()
+    codes = torch.where((codes * steps).to(weight.dtype).isinf(), codes - codes.sign(), codes)  # scales are rounded
     if smallest is None:
         return from_codes(codes.clamp(-7, 7).view(rows, columns) + 8, scales, group_size)
     zeros = (-smallest / scales.float()).round().clamp(0, 15)
@@ -127,8 +133,9 @@ def from_codes(
 def check_readable(op: str, **tensors: torch.Tensor) -> None:
     """The tensors have values, which packing reads on the host."""
     for name, value in tensors.items():
-        if value.is_meta:
-            check.fail(op, name, "a tensor with values, which packing reads", "device meta")
+        if value.is_meta or is_fake(value):
+            got = "device meta" if value.is_meta else "a fake tensor"
+            check.fail(op, name, "a tensor with values, which packing reads", got)
 
 
 def check_group(op: str, columns: int, group_size: int) -> None:
@@ -178,6 +185,7 @@ def _check_w4a16_linear(
     op = "w4a16_linear"
     check.tensor(op, "x", x, dtype=check.FLOATS, last_contiguous=True)
     check.tensor(op, "w", scales, dtype=check.FLOATS, ndim=2)
+    check.number(op, "w.group_size", group_size, integer=True, minimum=2)
     rows, columns = scales.shape[1], scales.shape[0] * group_size
     if x.ndim == 0 or x.shape[-1] != columns:
         check.fail(op, "x", f"a last dimension of {columns}, as the weight has", f"shape {tuple(x.shape)}")
@@ -193,7 +201,9 @@ def _check_w4a16_linear(
     if bias is not None:
         check.tensor(op, "bias", bias, dtype=x.dtype, last_contiguous=True)
         check.shape(op, "bias", bias, (rows,))
-    check.same(op, "device", x=x, w=codes, bias=bias)
+    for part in (codes, scales, zeros, permutation):
+        check.same(op, "device", x=x, w=part)
+    check.same(op, "device", x=x, bias=bias)
     if out is not None:
         check.tensor(op, "out", out, dtype=x.dtype, last_contiguous=True)
         check.shape(op, "out", out, (*x.shape[:-1], rows))
@@ -221,7 +231,9 @@ def _w4a16_linear(
     tokens = x.shape[0] if x.ndim == 2 else x.shape[:-1].numel()
     if x.ndim != 2 or tokens > _TOKENS_OF_KERNEL or permutation is not None:
         _check_w4a16_linear(x, codes, scales, zeros, permutation, group_size, bias, out)
-        check.no_overlap("w4a16_linear", "out", result, "x", x)
+        for name, part in (("x", x), ("bias", bias), ("w", codes), ("w", scales), ("w", zeros)):
+            if out is not None and part is not None:
+                check.no_overlap("w4a16_linear", "out", out, name, part)
         if permutation is not None:
             x = x.index_select(-1, permutation)
         x, into = x.reshape(tokens, x.shape[-1]), result.reshape(tokens, rows)

@@ -101,7 +101,7 @@ def _check_device(device: object) -> None:
     except Exception as error:  # of which kind depends on the build of torch
         kind = TypeError if isinstance(error, TypeError) else ValueError
         reason = str(error).partition("\n")[0].partition(". ")[0]
-        check.fail(_OP, "device", "a device that torch can allocate on", f"{device!r} ({reason})", kind)
+        check.fail(_OP, "device", "a device that torch can allocate on", f"{check.shown(device)} ({reason})", kind)
 
 
 def _parse(scaling: Mapping[str, Any] | None, base: float) -> tuple[str, dict[str, Any]]:
@@ -112,7 +112,7 @@ def _parse(scaling: Mapping[str, Any] | None, base: float) -> tuple[str, dict[st
         check.fail(_OP, "scaling", "a dict or None", type(scaling).__name__, TypeError)
     rope_type = scaling.get("rope_type", scaling.get("type", "default"))
     if not isinstance(rope_type, str):
-        check.fail(_OP, "scaling", "a rope_type that is a string", repr(rope_type), TypeError)
+        check.fail(_OP, "scaling", "a rope_type that is a string", check.shown(rope_type), TypeError)
     if rope_type not in _KEYS:
         check.fail(_OP, "scaling", "a rope_type of " + ", ".join(map(repr, _KEYS)), repr(rope_type))
     required, optional = _KEYS[rope_type]

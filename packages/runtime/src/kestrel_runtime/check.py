@@ -14,10 +14,31 @@ FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 INTEGERS = (torch.int32, torch.int64)
 
 _is_compiling = torch.compiler.is_dynamo_compiling
+_is_transformed = torch._C._functorch.is_functorch_wrapped_tensor
+_LONGEST_TEXT = 80
+
+
+def shown(value: object) -> str:
+    """``value`` in a message: its repr, shortened; of a tensor its type and shape, as values may not be readable.
+
+    >>> shown("row"), shown([0] * 100)[-8:], shown(torch.zeros(2, 3))
+    ("'row'", ' 0, 0...', 'a Tensor of shape (2, 3)')
+    """
+    if isinstance(value, torch.Tensor):
+        return f"a {type(value).__name__} of shape {_shape_text(value.shape)}"
+    if isinstance(value, int) and value.bit_length() > 64:  # repr refuses thousands of digits
+        return f"an integer of {value.bit_length()} bits"
+    try:
+        text = repr(value)
+    except Exception:  # of any kind: the type is the caller's
+        text = f"a {type(value).__name__}"
+    return text if len(text) <= _LONGEST_TEXT else text[: _LONGEST_TEXT - 3] + "..."
 
 
 def fail(op: str, name: str, expected: str, got: object, kind: type[Exception] = ValueError) -> NoReturn:
     """Raise ``kind`` with the wording that all checks share."""
+    if isinstance(got, (int, torch.Tensor)):
+        got = shown(got)
     raise kind(f"{op}: argument '{name}': expected {expected}, got {got}")
 
 
@@ -120,8 +141,17 @@ def _is_columns_of(part: torch.Tensor, whole: torch.Tensor) -> bool:
 
 
 def has_memory(value: torch.Tensor) -> bool:
-    """Whether the addresses of ``value`` are known: it is neither fake, nor meta, nor wrapped, nor being compiled."""
-    return type(value) in (torch.Tensor, torch.nn.Parameter) and value.device.type in ("cpu", "cuda")
+    """Whether the addresses of ``value`` are known.
+
+    They are not for tensors that are fake, meta, sparse, wrapped by a subclass or a transform (torch.func), or being
+    compiled.
+    """
+    return (
+        type(value) in (torch.Tensor, torch.nn.Parameter)
+        and value.device.type in ("cpu", "cuda")
+        and value.layout == torch.strided
+        and not _is_transformed(value)
+    )
 
 
 def _shares_memory_within(x: torch.Tensor) -> bool:
@@ -221,7 +251,8 @@ def number(
     kinds = (int, torch.SymInt) if integer else (int, float, torch.SymInt, torch.SymFloat)
     wanted = "an integer" if integer else "a number"
     if isinstance(value, bool) or not isinstance(value, kinds):
-        fail(op, name, wanted, f"{type(value).__name__} {value!r}", TypeError)
+        got = shown(value) if isinstance(value, torch.Tensor) else f"{type(value).__name__} {shown(value)}"
+        fail(op, name, wanted, got, TypeError)
     if value != value:  # nan; math.isnan breaks the graph of torch.compile
         fail(op, name, wanted, "nan")
     if minimum is not None and value < minimum:
@@ -244,5 +275,6 @@ def flag(op: str, name: str, value: object) -> None:
 
 def choice(op: str, name: str, value: object, allowed: Sequence[object]) -> None:
     """``value`` is one of ``allowed``."""
-    if value not in allowed:
-        fail(op, name, "one of " + ", ".join(map(repr, allowed)), repr(value))
+    kinds = (*{type(each) for each in allowed}, torch.SymInt)
+    if not isinstance(value, kinds) or value not in allowed:  # arrays and tensors compare by elements
+        fail(op, name, "one of " + ", ".join(map(repr, allowed)), shown(value))

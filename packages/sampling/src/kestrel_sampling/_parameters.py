@@ -53,7 +53,7 @@ def count_or_tensor(op: str, name: str, value: int | torch.Tensor) -> tuple[torc
 
 def is_joint(op: str, filter_apply_order: str) -> bool:
     """Whether top-k and top-p both apply to the whole row."""
-    if filter_apply_order == "top_k_first":
+    if isinstance(filter_apply_order, str) and filter_apply_order == "top_k_first":
         return False
     check.choice(op, "filter_apply_order", filter_apply_order, ("top_k_first", "joint"))
     return True
@@ -106,7 +106,7 @@ def keys(
                 )
     if seed is None:
         if offset is not None:
-            check.fail(op, "offset", "None without a seed", offset)
+            check.fail(op, "offset", "None without a seed", check.shown(offset))
         return _keys_from_generator(op, probs, generator, compiling)
     if generator is not None:
         check.fail(op, "generator", "None with a seed", "a generator")

@@ -1,4 +1,4 @@
-// 8 x 8 matrices of 16-bit elements between shared memory and registers, and barriers of some of a CTA's threads.
+// 8 x 8 matrices of 16-bit elements between shared memory and registers, and pairs of such elements.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -27,6 +27,15 @@ __device__ __forceinline__ void store_matrices(uint32_t address, const unsigned 
 #endif
 }
 
+// The same of the transposed matrices.
+__device__ __forceinline__ void store_matrices_transposed(uint32_t address, const unsigned (&m)[4]) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(m[0]),
+               "r"(m[1]), "r"(m[2]), "r"(m[3])
+               : "memory");
+#endif
+}
+
 // A pair of 16-bit elements from two floats, the first one in the low half; and back.
 template <typename T>
 __device__ __forceinline__ unsigned pack_pair(float2 pair) {
@@ -46,11 +55,6 @@ __device__ __forceinline__ float2 unpack_pair(unsigned pair) {
   } else {
     return make_float2(__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u));
   }
-}
-
-// bar.sync over `threads` threads. Barrier 0 is that of __syncthreads().
-__device__ __forceinline__ void named_barrier(int barrier, int threads) {
-  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
 }  // namespace kestrel::ptx

@@ -10,6 +10,7 @@
 #include <cuda_fp8.h>
 
 #include <cstdint>
+#include <type_traits>
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 #define KESTREL_HAS_WGMMA 1
@@ -79,6 +80,8 @@ template <typename T, int N, int SIZE>
 __device__ __forceinline__ void wgmma(float (&d)[SIZE], uint64_t a, uint64_t b, bool add) {
   static_assert(N / 2 <= SIZE, "64 * N elements are N / 2 a thread");
 #ifdef KESTREL_HAS_WGMMA
+// An asm statement spells out its operands. NAMES_n and REGISTERS_n, for N = 8, 16 and 32, list the N / 2 registers of
+// d; NAMES_0 to NAMES_3 and REGISTERS_0 to REGISTERS_3 are groups of 32 registers, of which larger N take N / 64.
 #define KESTREL_WGMMA(n, k, type, list, a_at, b_at, add_at, tail, ...)                                      \
   asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " add_at ", 0;\nwgmma.mma_async.sync.aligned.m64n" n "k" k \
                ".f32." type "." type " {" list "}, " a_at ", " b_at ", p, 1, 1" tail ";\n}"                 \

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import functools
 import gc
 import json
 import sys
@@ -134,6 +135,14 @@ def timed(run: Callable[[Clock], Any], batch: int, device: torch.device) -> dict
     }
 
 
+def failed(error: Exception) -> dict[str, Any]:
+    """The figures of a candidate that failed: none, and the first line of the reason."""
+    lines = str(error).strip().splitlines() or [""]
+    return dict.fromkeys(("tokens_per_second", "first_ms", "peak_gib")) | {
+        "error": f"{type(error).__name__}: {lines[0]}"
+    }
+
+
 def rows_of(model: Any, options: argparse.Namespace, device: torch.device) -> list[dict[str, Any]]:
     from . import apply, generate, quantize, restore
 
@@ -142,9 +151,15 @@ def rows_of(model: Any, options: argparse.Namespace, device: torch.device) -> li
 
     def measure(way: str, weights: str, kv_cache: str, batch: int, run: Callable[[Tensor, Clock], Any]) -> None:
         ids = torch.randint(1, vocabulary, (batch, options.prompt), device=device)
-        if not options.once:
-            timed(lambda clock: run(ids, clock), batch, device)  # compiles, and sets up on first use
-        found = timed(lambda clock: run(ids, clock), batch, device)
+        found: dict[str, Any]
+        try:
+            if not options.once:
+                timed(lambda clock: run(ids, clock), batch, device)  # compiles, and sets up on first use
+            found = timed(lambda clock: run(ids, clock), batch, device)
+        except Exception as error:
+            found = failed(error)
+        if way == "static":
+            found["compiled"] = hasattr(model, "_compiled_call")
         rows.append({"way": way, "weights": weights, "batch": batch, "kv_cache": kv_cache, **found})
         print(line(rows[-1]), flush=True)
 
@@ -170,14 +185,22 @@ def rows_of(model: Any, options: argparse.Namespace, device: torch.device) -> li
                 ),
             )
     for weights in options.weights if "kestrel" in options.ways else ():
-        if weights == "w4":
-            quantize(model)
-        print(apply(model), file=sys.stderr)
+        failure: Exception | None = None
+        try:
+            if weights == "w4":
+                quantize(model)
+            print(apply(model), file=sys.stderr)
+        except Exception as error:
+            failure = error
+
+        def run(ids: Tensor, clock: Clock, failure: Exception | None = failure, **settings: Any) -> None:
+            if failure is not None:
+                raise failure
+            generate(model, ids, streamer=clock, max_new_tokens=new, do_sample=False, eos_token_id=[], **settings)
+
         for batch in options.batch:
             for kv_cache in options.kv_cache:
-                settings = {"max_new_tokens": new, "do_sample": False, "eos_token_id": [], "kv_cache": kv_cache}
-                run = lambda ids, clock: generate(model, ids, streamer=clock, **settings)  # noqa: E731, B023
-                measure("kestrel", weights, kv_cache, batch, run)
+                measure("kestrel", weights, kv_cache, batch, functools.partial(run, kv_cache=kv_cache))
         restore(model)
     return rows
 
@@ -187,10 +210,13 @@ def line(row: dict[str, Any] | None) -> str:
     if row is None:
         names = f"{'way':<10}{'weights':<9}{'KV cache':<10}{'batch':>5}"
         return f"{names}{'tokens/s':>12}{'first token':>14}{'peak memory':>14}"
+    name = f"{row['way']:<10}{row['weights']:<9}{row['kv_cache']:<10}{row['batch']:>5}"
+    if "error" in row:
+        return f"{name}   failed: {row['error']}"
     memory = "" if row["peak_gib"] is None else f"{row['peak_gib']:.1f} GiB"
     first = f"{row['first_ms']:.0f} ms"
-    name = f"{row['way']:<10}{row['weights']:<9}{row['kv_cache']:<10}{row['batch']:>5}"
-    return f"{name}{row['tokens_per_second']:>12.1f}{first:>14}{memory:>14}"
+    note = "" if row.get("compiled", True) else "   (not compiled: transformers compiles on GPUs alone)"
+    return f"{name}{row['tokens_per_second']:>12.1f}{first:>14}{memory:>14}{note}"
 
 
 def machine(device: torch.device, revision: str | None) -> dict[str, Any]:

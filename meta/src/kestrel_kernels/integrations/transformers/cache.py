@@ -16,7 +16,7 @@ from kestrel_kvcache import gather_cache, rotary_and_cache
 
 from .formats import FORMATS, INT4_PAGE, Pages
 from .masks import Mask
-from .prompts import Packing, Scores, causal_attention, dense_attention, serves
+from .prompts import DTYPES, Packing, Scores, causal_attention, dense_attention, serves
 
 _APPEND_QUERIES = 16
 """The most new tokens per sequence that decode kernels take; longer inputs are written, then attended to densely."""
@@ -211,9 +211,10 @@ class KestrelCache(Cache):
             if self._lengths is None:
                 rows = self._rows = self._rows or batch
                 n = self.pages_per_sequence
-                self._lengths = torch.zeros(rows, dtype=torch.int32, device=device)
-                self._table = torch.arange(rows * n, dtype=torch.int32, device=device).view(rows, n)
-                self._numbers = torch.arange(rows, dtype=torch.int32, device=device)
+                with torch.inference_mode(False):  # so that calls with and without it can share the cache
+                    self._lengths = torch.zeros(rows, dtype=torch.int32, device=device)
+                    self._table = torch.arange(rows * n, dtype=torch.int32, device=device).view(rows, n)
+                    self._numbers = torch.arange(rows, dtype=torch.int32, device=device)
             if batch > self._lengths.numel():
                 raise ValueError(f"KestrelCache: max_batch: expected at least {batch}, got {self._lengths.numel()}")
             self._batch = batch
@@ -292,7 +293,8 @@ class KestrelLayer(CacheLayerMixin):
             assert cache._lengths is not None
             rows = cache._lengths.numel()
             blocks, dtype, device = rows * cache.pages_per_sequence, key_states.dtype, key_states.device
-            self.pages = FORMATS[cache.kv_cache](blocks, cache.page_size, heads, size, rows, dtype, device)
+            with torch.inference_mode(False):
+                self.pages = FORMATS[cache.kv_cache](blocks, cache.page_size, heads, size, rows, dtype, device)
             self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -311,6 +313,17 @@ class KestrelLayer(CacheLayerMixin):
             raise RuntimeError(
                 "KestrelCache: expected a model after apply(model, attention=True), got another attention function"
             )
+        if self.index == 0:
+            stopped = next((layer.index for layer in self.cache._pages if layer.seen != self.seen), None)
+            if stopped is not None:
+                raise RuntimeError(
+                    f"KestrelCache: expected a last forward pass through all layers, got one that failed before layer "
+                    f"{stopped} had its tokens (reset() starts anew)"
+                )
+        if key_states.dtype not in DTYPES:
+            raise ValueError(f"KestrelCache: keys: expected bfloat16, float16 or float32, got {key_states.dtype}")
+        if key_states.requires_grad or value_states.requires_grad:
+            raise ValueError("KestrelCache: keys: expected torch.no_grad(), as there is no autograd, got gradients")
         count = self.seen + key_states.shape[2]
         if count > self.cache.max_tokens:
             raise ValueError(

@@ -45,8 +45,16 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "logits_processor": (None, []),
     "stop_strings": (None,),
     "max_time": (None,),
+    "encoder_repetition_penalty": (None, 1.0),
+    "token_healing": (None, False),
+    "dola_layers": (None,),
+    "return_dict_in_generate": (None, False),
 }
 """Settings of transformers that have no counterpart here, with the values at which they do nothing."""
+
+
+_TOP_K = 50
+"""transformers draws from so many tokens where nobody says how many."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,7 +203,8 @@ def decoding_of(model: Any, cache: KestrelCache, batch: int, sampling: Sampling,
     weights = tuple(x.data_ptr() for x in (*model.parameters(), *model.buffers()))  # 4-bit weights are buffers
     key = (id(model), weights, owns_residuals(model), batch, sampling, tuple(eos), pad)
     if cache.decoding is None or cache.decoding[0] != key:
-        cache.decoding = key, Decoding(model, cache, batch, sampling, eos=eos, pad=pad)
+        with torch.inference_mode(False):  # so that later calls without it can change its tensors
+            cache.decoding = key, Decoding(model, cache, batch, sampling, eos=eos, pad=pad)
     found = cache.decoding[1]
     assert isinstance(found, Decoding)
     return found
@@ -259,7 +268,8 @@ def generate(
     model: a causal language model after :func:`apply`. input_ids: int64 [B, S]. attention_mask: [B, S], 0 for padding,
     which is on the left.
     max_new_tokens, do_sample, temperature, top_k, top_p, min_p, repetition_penalty, eos_token_id, pad_token_id: as in
-        transformers, by default the model's generation_config. min_p drops before top-k and top-p.
+        transformers, by default the model's generation_config, then transformers' defaults: top_k is 50, and 0 turns it
+        off. min_p drops before top-k and top-p. The penalty does not count padding.
     seed: sequence b draws with ``seed + b``, whatever the batch; by default from torch's generator.
     streamer: gets prompt and tokens on the CPU, as transformers calls it. stopping_criteria: callables of (ids, None).
     kv_cache, page_size: of the :class:`KestrelCache` that is made; or past_key_values, whose tokens come first in
@@ -282,11 +292,18 @@ def generate(
     torch.Size([1, 7])
     """
     if not is_applied(model):
-        raise ValueError("generate: model: expected one after apply(model, attention=True), got an unchanged one")
-    config = model.generation_config
+        raise ValueError(
+            "generate: model: expected one after apply(model, attention=True), got an unchanged one, "
+            "or one with another attention implementation since"
+        )
+    config = getattr(model, "generation_config", None)
+    if config is None:
+        raise ValueError(f"generate: model: expected a model with a language head, got {type(model).__name__}")
     _check_settings(config, settings)
-    if input_ids.ndim != 2 or input_ids.dtype != torch.int64 or input_ids.shape[1] == 0:
-        raise ValueError(f"generate: input_ids: expected int64 [B, S], got {input_ids.dtype} {tuple(input_ids.shape)}")
+    if input_ids.ndim != 2 or input_ids.dtype != torch.int64 or input_ids.numel() == 0:
+        raise ValueError(
+            f"generate: input_ids: expected int64 [B, S], not empty, got {input_ids.dtype} {tuple(input_ids.shape)}"
+        )
     if attention_mask is not None:
         if attention_mask.shape != input_ids.shape:
             raise ValueError(
@@ -303,6 +320,8 @@ def generate(
         raise ValueError(f"generate: max_new_tokens: expected a positive integer, got {new}")
     eos = _tokens(eos_token_id if eos_token_id is not None else config.eos_token_id)
     pad = next((token for token in (pad_token_id, config.pad_token_id, *eos) if token is not None), 0)
+    if pad < 0 and eos and len(input_ids) > 1:
+        raise ValueError(f"generate: pad_token_id: expected a token for rows that end early, got {pad}")
     sampling = _sampling(config, do_sample, temperature, top_k, top_p, min_p, repetition_penalty)
     seed = int(torch.randint(2**62, ())) if seed is None and sampling.temperature else seed or 0
     cache = past_key_values
@@ -399,7 +418,7 @@ def _sampling(
         raise ValueError(f"generate: temperature: expected a positive number (or do_sample=False), got {heat}")
     return Sampling(
         temperature=float(heat),
-        top_k=int(value(top_k, "top_k", 0)),
+        top_k=int(value(top_k, "top_k", _TOP_K)),
         top_p=float(value(top_p, "top_p", 1.0)),
         min_p=float(value(min_p, "min_p", 0.0)),
         repetition_penalty=float(penalty),

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .prompts import Packing, Scores, causal_attention, dense_attention, serves
+from .prompts import Packing, Scores, attention_with_weights, causal_attention, dense_attention, serves
 
 NAME = "kestrel"
 
@@ -17,6 +17,9 @@ class Mask:
 
     rows: bool [B, keys], False for padding; None if there is none.
     """
+
+    ndim = 4
+    """`generate` makes the masks of a static cache ahead, and treats them as dense ones: see `contiguous` too."""
 
     def __init__(self, rows: Tensor | None, arguments: dict[str, Any]) -> None:
         self.rows = rows
@@ -46,6 +49,9 @@ class Mask:
         packing = self.packing(count)
         return packing is None or not packing.has_gaps or window is None or window >= count
 
+    def contiguous(self) -> Mask:
+        return self
+
     def packing(self, count: int) -> Packing | None:
         """The first `count` tokens that are not padding; None if there is no padding. Reads the mask once."""
         if self._packing_of != count:
@@ -63,9 +69,17 @@ class Mask:
         return self._dense
 
 
-def make_mask(**arguments: Any) -> Mask:
-    """The mask function: keeps its arguments."""
-    return Mask(arguments.get("attention_mask"), arguments)
+def make_mask(**arguments: Any) -> Mask | Tensor | None:
+    """The mask function: keeps its arguments. Of a static cache, which counts on the device, a dense mask."""
+    made = arguments.get("attention_mask")
+    if isinstance(made, Mask):
+        return made
+    if isinstance(arguments.get("q_offset"), Tensor):
+        from transformers.masking_utils import sdpa_mask
+
+        dense: Tensor | None = sdpa_mask(**arguments)
+        return dense
+    return Mask(made, arguments)
 
 
 def attention(
@@ -81,18 +95,26 @@ def attention(
     s_aux: Tensor | None = None,
     is_causal: bool | None = None,
     **kwargs: Any,
-) -> tuple[Tensor, None]:
+) -> tuple[Tensor, Tensor | None]:
     """The attention function: over a KestrelCache's pages in place, else dense as transformers' "sdpa" does it.
 
-    query: [B, H, q, D]; key, value: [B, Hk, k, D]. Returns ([B, q, H, D], None).
+    query: [B, H, q, D]; key, value: [B, Hk, k, D]. Returns [B, q, H, D], and None or, where the model is asked for
+    attentions, the weights [B, H, q, k].
     """
+    layer = getattr(key, "_kestrel_layer", None)
+    if layer is not None:
+        layer.pending = False  # this call serves it or raises
     if s_aux is not None:
         raise ValueError("kestrel attention: s_aux: expected None, got attention sinks")
     if dropout:
         raise ValueError(f"kestrel attention: dropout: expected 0 (an inference library), got {dropout}")
     is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     scores = Scores(scaling, sliding_window, softcap)
-    layer = getattr(key, "_kestrel_layer", None)
+    if wants_weights(module, kwargs):
+        if layer is not None:
+            raise ValueError("kestrel attention: output_attentions: expected False with a KestrelCache, got True")
+        visible = attention_mask.dense() if isinstance(attention_mask, Mask) else attention_mask
+        return attention_with_weights(query, key, value, visible, scores, causal=is_causal)
     if layer is None:
         if not isinstance(attention_mask, Mask):
             return dense_attention(query, key, value, attention_mask, scores, causal=is_causal), None
@@ -109,6 +131,11 @@ def attention(
             f"got shape {tuple(attention_mask.shape)}"
         )
     return layer.attend(query, key, value, attention_mask, scores), None
+
+
+def wants_weights(module: Any, arguments: dict[str, Any]) -> bool:
+    """Whether a forward pass is asked for attention weights, by its arguments or the model's config."""
+    return bool(arguments.get("output_attentions", getattr(module.config, "output_attentions", False)))
 
 
 def register() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -17,8 +18,8 @@ from kestrel_rope import rotary_embedding
 
 from . import w4
 from .cache import KestrelCache, KestrelLayer
-from .masks import NAME, Mask
-from .prompts import Scores
+from .masks import NAME, Mask, wants_weights
+from .prompts import DTYPES, Scores
 
 _local = threading.local()
 
@@ -36,7 +37,10 @@ def in_place() -> Iterator[None]:
         _local.in_place = before
 
 
-def _needs_gradient(module: Any, x: Tensor) -> bool:
+def _keeps_its_own(module: Any, x: Tensor) -> bool:
+    """Whether a module runs as transformers wrote it: gradients flow, or no op here takes the dtype of x."""
+    if x.dtype not in DTYPES:
+        return True
     return torch.is_grad_enabled() and (x.requires_grad or any(p.requires_grad for p in module.parameters()))
 
 
@@ -98,30 +102,31 @@ class Fused:
             return "only some have a bias"
         return None
 
-    def _fuse(self) -> None:
-        self.weight = self._join([linear.weight for linear in self.linears])
-        has_bias = self.linears[0].bias is not None
-        self.bias = self._join([linear.bias for linear in self.linears]) if has_bias else None
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the joined tensors: a copy of the model joins its own parameters at its first call."""
+        return {**vars(self), "weight": None, "bias": None}
 
-    @staticmethod
-    def _join(parameters: Sequence[nn.Parameter]) -> Tensor:
-        with torch.inference_mode(False), torch.no_grad():
-            joined = torch.cat([p.data for p in parameters])
-        for p, rows in zip(parameters, joined.split([len(p) for p in parameters]), strict=True):
-            p.data = rows
-        return joined
+    def _fuse(self) -> None:
+        weights, biases = self._parameters()
+        with torch.inference_mode(False), torch.no_grad():  # all memory first: a failure changes nothing
+            self.weight = torch.cat([p.data for p in weights])
+            self.bias = torch.cat([p.data for p in biases]) if biases else None
+        for parameters, joined in ((weights, self.weight), (biases, self.bias)):
+            if joined is not None:
+                for p, rows in zip(parameters, joined.split([len(p) for p in parameters]), strict=True):
+                    p.data = rows
+
+    def _parameters(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+        biases = [linear.bias for linear in self.linears if linear.bias is not None]
+        return [linear.weight for linear in self.linears], biases
 
     def _is_current(self) -> bool:
-        start = self.weight.data_ptr()
-        for linear in self.linears:
-            weight = linear.weight
-            if weight.data_ptr() != start or weight.dtype != self.weight.dtype:
-                return False
-            start += weight.numel() * weight.element_size()
-        biases = [linear.bias for linear in self.linears]
-        return self.bias is None or (biases[0] is not None and biases[0].data_ptr() == self.bias.data_ptr())
+        weights, biases = self._parameters()
+        return _are_rows(weights, self.weight) and _are_rows(biases, self.bias)
 
     def __call__(self, x: Tensor) -> Tensor:
+        if torch.compiler.is_compiling():  # where memory lies cannot be traced
+            return torch.cat([linear(x) for linear in self.linears], -1)
         if not self._is_current():
             self._fuse()
         if is_one_row(x):
@@ -136,12 +141,34 @@ class Fused:
                 linear.bias.data = linear.bias.data.clone()
 
 
-class Norm:
+def _are_rows(parameters: Sequence[nn.Parameter], joined: Tensor | None) -> bool:
+    """Whether these are the rows of the joined tensor, in its memory; none at all have no tensor."""
+    if joined is None or not parameters:
+        return joined is None and not parameters
+    start = joined.data_ptr()
+    for p in parameters:
+        if p.data_ptr() != start or p.dtype != joined.dtype:
+            return False
+        start += p.numel() * p.element_size()
+    return start == joined.data_ptr() + joined.numel() * joined.element_size()
+
+
+class Changed:
+    """The forward function of a module that `apply` changed."""
+
+    def __init__(self, module: Any) -> None:
+        self.module = module
+
+    def original(self, *args: Any, **kwargs: Any) -> Any:
+        """The forward function of the module's class."""
+        return type(self.module).forward(self.module, *args, **kwargs)
+
+
+class Norm(Changed):
     """RMSNorm. weight_bias 1 is Gemma's form."""
 
     def __init__(self, module: Any, weight_bias: float) -> None:
-        self.module = module
-        self.original: Callable[..., Any] = module.forward
+        super().__init__(module)
         self.weight_bias = weight_bias
         self.eps = module.variance_epsilon if hasattr(module, "variance_epsilon") else module.eps
 
@@ -152,7 +179,7 @@ class Norm:
             return self.add(hidden_states, residual)
         weight = self.module.weight
         is_taken = weight.dtype == hidden_states.dtype and 2 <= hidden_states.ndim <= 4
-        if not is_taken or _needs_gradient(self.module, hidden_states):
+        if not is_taken or _keeps_its_own(self.module, hidden_states):
             return _tensor(self.original(hidden_states))
         if hidden_states.stride(-1) != 1:
             hidden_states = hidden_states.contiguous()
@@ -164,17 +191,16 @@ class Norm:
         return x
 
 
-class MLP:
+class MLP(Changed):
     """down(act(gate(x)) * up(x)), gate and up in one product. gate_up None: the module has one layer for both."""
 
     def __init__(self, module: Any, gate_up: Fused | w4.Fused | None, act: Callable[[Tensor], Tensor]) -> None:
-        self.module = module
-        self.original: Callable[..., Any] = module.forward
+        super().__init__(module)
         self.gate_up = gate_up
         self.act = act
 
     def __call__(self, x: Tensor) -> Tensor:
-        if _needs_gradient(self.module, x) or (self.gate_up is not None and not self.gate_up.holds()):
+        if _keeps_its_own(self.module, x) or (self.gate_up is not None and not self.gate_up.holds()):
             return _tensor(self.original(x))
         gate_up = project(self.module.gate_up_proj, x) if self.gate_up is None else self.gate_up(x)
         return project(self.module.down_proj, self.act(gate_up))
@@ -185,19 +211,21 @@ def activation(name: str) -> Callable[[Tensor], Tensor] | None:
     if name in ("silu", "swish"):
         return silu_and_mul
     if name in ("gelu_pytorch_tanh", "gelu_new"):
-        return lambda x: gelu_and_mul(x, approximate="tanh")
+        return functools.partial(gelu_and_mul, approximate="tanh")
     return gelu_and_mul if name == "gelu" else None
 
 
-class Attention:
+class Attention(Changed):
     """Q, K and V in one product, rotation in place, then the attention function that the config names."""
 
     def __init__(self, module: Any, qkv: Fused | w4.Fused | None, options: Callable[[Any], dict[str, Any]]) -> None:
-        self.module = module
-        self.original: Callable[..., Any] = module.forward
+        super().__init__(module)
         self.qkv = qkv
         self.options = options
         self.eager = sys.modules[type(module).__module__].eager_attention_forward
+        pairs = (("q_norm", "k_norm"), ("q_layernorm", "k_layernorm"))
+        self.norms = next((pair for pair in pairs if hasattr(module, pair[0])), None)
+        self.out = "o_proj" if hasattr(module, "o_proj") else "dense"
 
     def __call__(
         self,
@@ -211,7 +239,7 @@ class Attention:
 
         module = self.module
         is_changed = self.qkv is not None and not self.qkv.holds()
-        if _needs_gradient(module, hidden_states) or position_embeddings is None or module.training or is_changed:
+        if _keeps_its_own(module, hidden_states) or position_embeddings is None or module.training or is_changed:
             names = {"position_embeddings": position_embeddings, "attention_mask": attention_mask}
             return self.original(hidden_states, **names, past_key_values=past_key_values, **kwargs)
         options, turned = self.options(module), rotation(*position_embeddings, hidden_states.shape[0])
@@ -220,13 +248,13 @@ class Attention:
         kv_heads = qkv.shape[-1] // size // (module.num_key_value_groups + 2)
         heads = qkv.view(*rows, -1, size).split([kv_heads * module.num_key_value_groups, kv_heads, kv_heads], dim=-2)
         query, key, value = heads
-        if hasattr(module, "q_norm"):
-            query, key = module.q_norm(query), module.k_norm(key)
+        if self.norms is not None:
+            query, key = (getattr(module, name)(x) for name, x in zip(self.norms, (query, key), strict=True))
         layer = self._decoding_layer(past_key_values, attention_mask, query)
-        if layer is not None:
+        if layer is not None and not wants_weights(module, kwargs):
             scores = Scores(module.scaling, options.get("sliding_window"), options.get("softcap"))
             out = layer.decode(query, key, value, turned, attention_mask, scores)
-            return project(module.o_proj, out.view(*rows, -1)), None
+            return project(getattr(module, self.out), out.view(*rows, -1)), None
         rotary_embedding(turned[0], query, key, size, turned[1])
         query, key, value = (x.transpose(1, 2) for x in (query, key, value))
         if past_key_values is not None:
@@ -235,7 +263,7 @@ class Attention:
         out, weights = attend(
             module, query, key, value, attention_mask, dropout=0.0, scaling=module.scaling, **options, **kwargs
         )
-        return project(module.o_proj, out.reshape(*rows, -1)), weights
+        return project(getattr(module, self.out), out.reshape(*rows, -1)), weights
 
     def _decoding_layer(self, cache: Any, mask: Any, query: Tensor) -> KestrelLayer | None:
         """The cache's layer that takes one new token of each sequence before its rotation, if there is one."""
@@ -260,12 +288,11 @@ def rotation(cos: Tensor, sin: Tensor, batch: int) -> tuple[Tensor, Tensor]:
     return found
 
 
-class Layer:
+class Layer(Changed):
     """A decoder layer. `sandwich`: Gemma's form, with a norm before and after attention and feed-forward."""
 
     def __init__(self, module: Any, *, sandwich: bool) -> None:
-        self.module = module
-        self.original: Callable[..., Any] = module.forward
+        super().__init__(module)
         self.sandwich = sandwich
 
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -292,7 +319,7 @@ class Layer:
         return _tensor(x)
 
 
-class Router:
+class Router(Changed):
     """Router of a layer of experts: a linear layer, then softmax and top-k in one kernel.
 
     rounds: the module rounds its weights to the dtype of the logits. Weights and ids for the experts function of this
@@ -300,15 +327,14 @@ class Router:
     """
 
     def __init__(self, module: Any, config: Any, *, renormalize: bool, rounds: bool) -> None:
-        self.module = module
-        self.original: Callable[..., Any] = module.forward
+        super().__init__(module)
         self.config = config
         self.renormalize = renormalize
         self.rounds = rounds
 
     def __call__(self, hidden_states: Tensor) -> Any:
         module = self.module
-        if _needs_gradient(module, hidden_states):
+        if _keeps_its_own(module, hidden_states):
             return self.original(hidden_states)
         x = hidden_states.reshape(-1, hidden_states.shape[-1])
         logits = gemv(x, module.weight) if is_one_row(x) else nn.functional.linear(x, module.weight)
@@ -324,7 +350,7 @@ def experts_function(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_
 
     gated = activation(self.config.hidden_act) if hasattr(self.config, "hidden_act") else None
     fits = self.has_gate and self.is_concatenated and not self.is_transposed and not self.has_bias
-    if not fits or gated not in (silu_and_mul, gelu_and_mul) or _needs_gradient(self, hidden_states):
+    if not fits or gated not in (silu_and_mul, gelu_and_mul) or _keeps_its_own(self, hidden_states):
         return batched_mm_experts_forward(self, hidden_states, top_k_index, top_k_weights)
     return fused_experts(
         hidden_states,

@@ -12,6 +12,7 @@ from torch import nn
 
 from . import masks, w4
 from .modules import MLP, Attention, Fused, Layer, Norm, Router, activation, experts_function
+from .prompts import DTYPES
 
 TESTED = ((5, 17), (5, 23))
 """The first and the last release series of transformers that the tests ran with."""
@@ -34,6 +35,10 @@ class Report:
     def __str__(self) -> str:
         done = ", ".join(f"{count} {name}" for name, count in self.replaced.items()) or "nothing"
         return f"kestrel-kernels: replaced {done}; left: {', '.join(self.left) or 'nothing'}"
+
+
+def _no_options(module: Any) -> dict[str, Any]:
+    return {}
 
 
 def _window_of_config(module: Any) -> dict[str, Any]:
@@ -59,12 +64,13 @@ class Family:
 
 
 _FAMILIES = {
-    "llama": Family("Llama", lambda module: {}),
+    "llama": Family("Llama", _no_options),
     "qwen2": Family("Qwen2", _window_of_module),
     "qwen3": Family("Qwen3", _window_of_module),
     "qwen3_moe": Family("Qwen3Moe", _window_of_module),
     "mistral": Family("Mistral", _window_of_config),
     "mixtral": Family("Mixtral", _window_of_config),
+    "phi": Family("Phi", _no_options),
     "phi3": Family("Phi3", _window_of_config),
     "gemma2": Family("Gemma2", _window_and_softcap, 1.0, sandwich=True),
     "gemma3": Family("Gemma3", _window_of_module, 1.0, sandwich=True),
@@ -113,11 +119,16 @@ class _Applied:
     def leave(self, module: Any, reason: str) -> None:
         self.left[f"{type(module).__name__} ({reason})"] += 1
 
-    def set(self, config: Any, name: str, value: str) -> None:
-        """Set a property of a transformers config whose value is stored as `<name>_internal`."""
+    def set(self, config: Any, name: str) -> None:
+        """Name this library in a property of a transformers config whose value is stored as `<name>_internal`.
+
+        A config that names it already belongs to another changed model too, whose `restore` sets it back.
+        """
         stored = f"{name}_internal"
-        self.settings.append((config, stored, getattr(config, stored)))
-        setattr(config, stored, value)
+        found = getattr(config, stored)
+        if found != masks.NAME:
+            self.settings.append((config, stored, found))
+            setattr(config, stored, masks.NAME)
 
     def undo(self) -> None:
         for module in self.modules:
@@ -125,7 +136,13 @@ class _Applied:
         for fused in self.fused:
             fused.split()
         for config, name, value in reversed(self.settings):
-            setattr(config, name, value)
+            if getattr(config, name) == masks.NAME:  # not what the caller chose later
+                setattr(config, name, value)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Of a pickled model: the process that loads it needs the functions that its config names."""
+        self.__dict__.update(state)
+        register()
 
     def report(self) -> Report:
         return Report(dict(self.replaced), [f"{count} {reason}" for reason, count in self.left.items()])
@@ -142,8 +159,8 @@ def apply(
 ) -> Report:
     """Run the parts of a transformers model on these kernels, through instances and public registries alone.
 
-    Knows Llama, Qwen2 and 2.5, Qwen3, Qwen3-MoE, Mistral, Mixtral, Gemma 2 and 3 (text) and Phi3. Other modules stay as
-    they are, and the report names them.
+    Knows Llama, Qwen2 and 2.5, Qwen3, Qwen3-MoE, Mistral, Mixtral, Gemma 2 and 3 (text), Phi (its attention) and Phi3.
+    Other modules stay as they are, and the report names them.
 
     norms: RMSNorm, and its fusion with the addition before it.
     rotary: the attention modules: Q, K and V in one product, rotation in place.
@@ -169,33 +186,50 @@ def apply(
     check_version()
     restore(model)
     applied = _Applied(model.config.get_text_config())
+    try:
+        _change(applied, model, norms=norms, rotary=rotary, mlp=mlp, experts=experts, attention=attention)
+    except BaseException:
+        applied.undo()
+        raise
+    model.__dict__[_STATE] = applied
+    return applied.report()
+
+
+def _change(
+    applied: _Applied, model: Any, *, norms: bool, rotary: bool, mlp: bool, experts: bool, attention: bool
+) -> None:
     chosen = {"RMSNorm": norms, "DecoderLayer": norms, "Attention": rotary, "MLP": mlp, "TopKRouter": experts}
     for module in model.modules():
         family = _family(module)
         if family is None:
             if _is_of_interest(module):
                 applied.leave(module, "unknown")
+            elif norms and type(module) is nn.LayerNorm:
+                applied.leave(module, "torch's own")
         elif chosen.get(part := type(module).__name__[len(family.prefix) :]):
             _PATCHES[part](applied, module, family)
     if attention:
         _set_function(applied, model, "Attention", "_attn_implementation", "attention function")
     if experts:
         _set_function(applied, model, "Experts", "_experts_implementation", "experts function")
-    model.__dict__[_STATE] = applied
-    return applied.report()
 
 
 def restore(model: Any) -> None:
-    """Undo `apply`: every module, parameter and setting is as before. Does nothing to other models."""
+    """Undo `apply`: every module, parameter and setting is as before. Does nothing to other models.
+
+    An attention or experts implementation that was chosen since then stays.
+    """
     applied = model.__dict__.pop(_STATE, None)
     if applied is not None:
         applied.undo()
 
 
 def is_applied(model: Any) -> bool:
-    """Whether `apply` changed this model, with the attention function that a KestrelCache needs."""
+    """Whether `apply` changed this model and it still has the attention function that a KestrelCache needs."""
     applied = model.__dict__.get(_STATE)
-    return applied is not None and applied.replaced["attention function"] > 0
+    if applied is None or applied.replaced["attention function"] == 0:
+        return False
+    return bool(applied.config._attn_implementation == masks.NAME)
 
 
 def owns_residuals(model: Any) -> bool:
@@ -208,7 +242,7 @@ def owns_residuals(model: Any) -> bool:
         isinstance(norm.__dict__.get("forward"), Norm) and norm.weight.dtype == model.dtype for norm in norms
     )
     watched = any(module._forward_hooks or module._forward_pre_hooks for module in (*layers, *norms))
-    return bool(layers) and whole and not watched and not model.training
+    return bool(layers) and whole and not watched and not model.training and model.dtype in DTYPES
 
 
 def _family(module: Any) -> Family | None:
@@ -232,13 +266,16 @@ def _patch_norm(applied: _Applied, module: Any, family: Family) -> None:
 
 
 def _patch_layer(applied: _Applied, module: Any, family: Family) -> None:
-    applied.patch(module, Layer(module, sandwich=family.sandwich))
+    if hasattr(module, "post_attention_layernorm"):  # Phi's has one norm, for attention and feed-forward
+        applied.patch(module, Layer(module, sandwich=family.sandwich))
 
 
 def _patch_mlp(applied: _Applied, module: Any, family: Family) -> None:
     config = module.config
     act = activation(getattr(config, "hidden_act", None) or config.hidden_activation)
-    if act is None:
+    if hasattr(module, "fc1"):
+        applied.leave(module, "without a gate")
+    elif act is None:
         applied.leave(module, "activation without a gated form")
     elif hasattr(module, "gate_up_proj"):
         applied.patch(module, MLP(module, None, act))
@@ -285,13 +322,18 @@ def _set_function(applied: _Applied, model: Any, part: str, setting: str, name: 
     owners = [module for module in model.modules() if (family := _family(module)) and _is_part(module, family, part)]
     if not owners:
         return
+    register()
+    for config in {id(module.config): module.config for module in owners}.values():
+        applied.set(config, setting)
+    applied.replaced[name] += 1
+
+
+def register() -> None:
+    """Enter the attention, mask and experts functions into transformers' registries; nothing uses them by itself."""
     from transformers.integrations.moe import ExpertsInterface
 
     masks.register()
     ExpertsInterface.register(masks.NAME, experts_function)
-    for config in {id(module.config): module.config for module in owners}.values():
-        applied.set(config, setting, masks.NAME)
-    applied.replaced[name] += 1
 
 
 def _is_part(module: Any, family: Family, part: str) -> bool:

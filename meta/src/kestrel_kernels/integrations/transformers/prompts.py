@@ -11,6 +11,8 @@ from torch import Tensor
 
 from kestrel_attention import flash_attn_func, flash_attn_varlen_func
 
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+"""What the ops of this library compute in."""
 _MAX_HEAD_DIM = 256
 
 
@@ -72,7 +74,7 @@ def serves(query: Tensor, *keys: Tensor) -> bool:
     On a GPU they run where a kernel covers the case: PyTorch's attention is faster than a reference. On a CPU they run
     always.
     """
-    if any(x.requires_grad for x in (query, *keys)):
+    if any(x.requires_grad for x in (query, *keys)) or query.dtype not in DTYPES:
         return False
     if not query.is_cuda:
         return True
@@ -106,25 +108,35 @@ def dense_attention(
     are several queries and `causal` says so, else everything.
     """
     groups = query.shape[1] // key.shape[1]
+    if scores.softcap:
+        return attention_with_weights(query, key, value, visible, scores, causal=causal)[0]
     causal = causal and visible is None and query.shape[2] > 1
-    if not scores.softcap:
-        if groups > 1 and (visible is not None or not query.is_cuda or query.shape[-1] > 256):
-            key, value, groups = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1), 1
-        if causal and key.shape[2] > query.shape[2]:  # the rest of a static cache is empty
-            key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
-        out = F.scaled_dot_product_attention(
-            query, key, value, attn_mask=visible, scale=scores.scale, is_causal=causal, enable_gqa=groups > 1
-        )
-        return out.transpose(1, 2).contiguous()
+    if groups > 1 and (visible is not None or not query.is_cuda or query.shape[-1] > 256):
+        key, value, groups = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1), 1
+    if causal and key.shape[2] > query.shape[2]:  # the rest of a static cache is empty
+        key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
+    out = F.scaled_dot_product_attention(
+        query, key, value, attn_mask=visible, scale=scores.scale, is_causal=causal, enable_gqa=groups > 1
+    )
+    return out.transpose(1, 2).contiguous()
+
+
+def attention_with_weights(
+    query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None, scores: Scores, *, causal: bool = True
+) -> tuple[Tensor, Tensor]:
+    """As `dense_attention`, with softcap, and the weights [B, H, q, k]."""
+    groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     products = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scores.scale is None else scores.scale)
-    products = (products / scores.softcap).tanh() * scores.softcap
-    if causal:
+    if scores.softcap:
+        products = (products / scores.softcap).tanh() * scores.softcap
+    if causal and visible is None and query.shape[2] > 1:
         visible = torch.ones(products.shape[-2:], dtype=torch.bool, device=products.device).tril()
     if visible is not None:
         if visible.dtype == torch.bool:
-            products = products.masked_fill(~visible, torch.finfo(products.dtype).min)
+            least = max(torch.finfo(products.dtype).min, torch.finfo(torch.float32).min)  # finite in the softmax
+            products = products.masked_fill(~visible, least)
         else:
             products = products + visible
     weights = products.softmax(-1, dtype=torch.float32).to(query.dtype)
-    return (weights @ value).transpose(1, 2).contiguous()
+    return (weights @ value).transpose(1, 2).contiguous(), weights

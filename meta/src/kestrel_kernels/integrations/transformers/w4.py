@@ -128,7 +128,7 @@ class W4Linear(nn.Module):
 
 
 class Fused:
-    """Several W4Linear of one input as one: their codes become rows of one tensor; scales are copied.
+    """Several W4Linear of one input as one: their codes become rows of one tensor; scales are copied, and followed.
 
     It has the interface of ``modules.Fused``, which is for ordinary linear layers.
     """
@@ -137,6 +137,7 @@ class Fused:
         self.owner = owner
         self.names = names
         self.linears: list[W4Linear] = [getattr(owner, name) for name in names]
+        self.weight: W4Weight | None = None
         self._fuse()
 
     def holds(self) -> bool:
@@ -163,23 +164,40 @@ class Fused:
 
     def _fuse(self) -> None:
         weights = [linear.packed for linear in self.linears]
+        scales, zeros, self.bias = self._copies(weights)
         with torch.inference_mode(False), torch.no_grad():
             codes = torch.cat([x.codes for x in weights])
-            scales = torch.cat([x.scales for x in weights], 1)
+        for linear, rows in zip(self.linears, codes.split([len(x.codes) for x in weights]), strict=True):
+            linear.codes = rows
+        first, rows = weights[0], sum(x.shape[0] for x in weights)
+        self.weight = W4Weight(codes, scales, (rows, first.shape[1]), first.group_size, zeros, first.permutation)
+        self._copied = self._sources()
+
+    def _copies(self, weights: Sequence[W4Weight]) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Scales, zero points and biases of all layers, joined."""
+        with torch.inference_mode(False), torch.no_grad():
             zeros = None
             if any(x.zeros is not None for x in weights):
                 filled = [
                     torch.full_like(x.scales, 8, dtype=torch.int16) if x.zeros is None else x.zeros for x in weights
                 ]
                 zeros = torch.cat(filled, 1)
-            biases = [linear.bias for linear in self.linears if linear.bias is not None]
-            self.bias = torch.cat([bias.data for bias in biases]) if biases else None
-        for linear, rows in zip(self.linears, codes.split([len(x.codes) for x in weights]), strict=True):
-            linear.codes = rows
-        first, rows = weights[0], sum(x.shape[0] for x in weights)
-        self.weight = W4Weight(codes, scales, (rows, first.shape[1]), first.group_size, zeros, first.permutation)
+            biases = [linear.bias.data for linear in self.linears if linear.bias is not None]
+            return torch.cat([x.scales for x in weights], 1), zeros, torch.cat(biases) if biases else None
 
-    def _is_current(self) -> bool:
+    def _sources(self) -> list[tuple[int, int]]:
+        """Where the tensors that are copied lie, and how often they were changed."""
+        found = [x for linear in self.linears for x in (linear.scales, linear.zeros, linear.bias) if x is not None]
+        return [(x.data_ptr(), 0 if x.is_inference() else x._version) for x in found]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the joined tensors: a copy of the model joins its own at its first call."""
+        return {**vars(self), "weight": None, "bias": None}
+
+    def _has_codes(self) -> bool:
+        """Whether the layers' codes are still rows of the joined ones, in their memory."""
+        if self.weight is None:
+            return False
         start = self.weight.codes.data_ptr()
         for linear in self.linears:
             codes, scales = linear.codes, linear.scales
@@ -188,9 +206,26 @@ class Fused:
             start += codes.numel() * codes.element_size()
         return True
 
-    def __call__(self, x: Tensor) -> Tensor:
-        if not self._is_current():
+    def _refresh(self) -> None:
+        """Follow what was done to the layers since: moved or replaced codes, other scales in place."""
+        if not self._has_codes():
             self._fuse()
+            return
+        sources = self._sources()
+        if sources == self._copied:
+            return
+        assert self.weight is not None
+        held = (self.weight.scales, self.weight.zeros, self.bias)
+        for old, new in zip(held, self._copies([linear.packed for linear in self.linears]), strict=True):
+            if old is not None and new is not None:
+                old.copy_(new)  # in place: a CUDA graph may hold it
+        self._copied = sources
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if torch.compiler.is_compiling():  # where memory lies cannot be traced
+            return torch.cat([linear(x) for linear in self.linears], -1)
+        self._refresh()
+        assert self.weight is not None
         return w4a16_linear(x, self.weight, self.bias)
 
     def split(self) -> None:

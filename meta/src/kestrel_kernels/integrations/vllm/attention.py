@@ -1,12 +1,14 @@
-"""The attention backend KESTREL of vLLM: decode and prefill kernels over vLLM's own pages, bf16, fp16 and FP8."""
+"""The attention backend KESTREL of vLLM: decode and prefill kernels over vLLM's own pages, bf16, fp16, FP8 and INT8."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from vllm.config import get_current_vllm_config_or_none
 from vllm.v1.attention.backend import (
     AttentionBackend,
     AttentionCGSupport,
@@ -17,13 +19,17 @@ from vllm.v1.attention.backend import (
     MultipleOf,
 )
 from vllm.v1.attention.backends.utils import split_decodes_and_prefills
+from vllm.v1.kv_cache_interface import KVQuantMode
+from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from kestrel_attention import flash_attn_varlen_func, flash_attn_with_kvcache
-from kestrel_kvcache import reshape_and_cache
+from kestrel_kvcache import gather_cache, int8_cache_write, reshape_and_cache
 
 from . import BACKEND
 
 _FP8 = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+INT8 = "int8_per_token_head"
+_INT8_HEADS = (64, 128, 256)
 _QUERIES, _KEYS = 256, 4096
 """Bounds of lengths are rounded up to multiples of these, so that calls of many lengths share few plans."""
 
@@ -35,6 +41,7 @@ class Metadata:
     tokens: number of tokens, without padding. decodes: number of sequences with one new token. starts: int32
     [B - decodes + 1], offsets of the other sequences' tokens, from the first of them on. lengths: int32 [B], new tokens
     included. block_table: int32 [B, pages]. max_queries, max_keys: bounds of the lengths.
+    prompts: lengths of the other sequences on the host, with an INT8 cache. key_starts: int32, their offsets.
     """
 
     tokens: int
@@ -44,6 +51,8 @@ class Metadata:
     block_table: Tensor
     max_queries: int
     max_keys: int
+    prompts: list[int] | None = None
+    key_starts: Tensor | None = None
 
 
 class Builder(AttentionMetadataBuilder[Metadata]):
@@ -62,6 +71,12 @@ class Builder(AttentionMetadataBuilder[Metadata]):
         if batch.causal is not True:
             raise ValueError(f"{BACKEND}: causal: expected True, got {batch.causal}")
         decodes, prefills, decode_tokens, _ = split_decodes_and_prefills(batch, decode_threshold=1)
+        prompts, key_starts = None, None
+        if prefills and self.kv_cache_spec.kv_quant_mode.is_per_token_head:
+            known = batch.seq_lens_cpu_upper_bound  # exact for these sequences
+            prompts = (batch.seq_lens if known is None else known)[decodes : decodes + prefills].tolist()
+            ends = list(itertools.accumulate(prompts, initial=0))
+            key_starts = torch.tensor(ends, dtype=torch.int32, device=batch.seq_lens.device)
         return Metadata(
             tokens=batch.num_actual_tokens,
             decodes=decodes,
@@ -70,6 +85,8 @@ class Builder(AttentionMetadataBuilder[Metadata]):
             block_table=batch.block_table_tensor,
             max_queries=_rounded(batch.max_query_len, _QUERIES),
             max_keys=_rounded(batch.max_seq_len, _KEYS),
+            prompts=prompts,
+            key_starts=key_starts,
         )
 
 
@@ -78,7 +95,7 @@ class KestrelBackend(AttentionBackend):
 
     forward_includes_kv_cache_update = False
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16]
-    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "float16", "bfloat16", *_FP8]
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "float16", "bfloat16", *_FP8, INT8]
 
     @staticmethod
     def get_name() -> str:
@@ -109,10 +126,39 @@ class KestrelBackend(AttentionBackend):
         return True
 
     @classmethod
-    def supports_combination(cls, head_size: int, dtype: Any, kv_cache_dtype: Any, *others: Any, **more: Any) -> Any:
+    def customize_spec(cls, spec: Any) -> Any:
+        """An INT8 page has two codes of each channel and two float32 scales for each token and head."""
+        if spec.kv_quant_mode is not KVQuantMode.INT8_PER_TOKEN_HEAD or spec.state_content_bytes is not None:
+            return spec
+        return dataclasses.replace(spec, state_content_bytes=2 * spec.head_size + 8)
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...] | None:
+        """Any, but with an INT8 cache those whose pages are one run of bytes."""
+        config = get_current_vllm_config_or_none()
+        if config is not None and config.cache_config.cache_dtype != INT8:
+            return None
+        return KVCacheLayout.LBNHC, KVCacheLayout.LBHNC, KVCacheLayout.BLNHC, KVCacheLayout.BLHNC
+
+    @classmethod
+    def supports_combination(
+        cls,
+        head_size: int,
+        dtype: Any,
+        kv_cache_dtype: Any,
+        block_size: int | None = None,
+        use_mla: bool = False,
+        has_sink: bool = False,
+        *others: Any,
+        **more: Any,
+    ) -> Any:
         """Why this combination is unsupported, or None."""
         if kv_cache_dtype in _FP8 and head_size % 16:
             return f"an FP8 cache needs heads of a multiple of 16, got {head_size}"
+        if kv_cache_dtype == INT8 and head_size not in _INT8_HEADS:
+            return f"an INT8 cache needs heads of 64, 128 or 256, got {head_size}"
+        if kv_cache_dtype == INT8 and has_sink:
+            return "an INT8 cache has no kernels with sinks"
         return None
 
 
@@ -153,6 +199,8 @@ class Impl(AttentionImpl[Metadata]):
 
     def _cache(self, layer: Any, kv_cache: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
         """Keys and values [blocks, P, Hk, D] of vLLM's [blocks, Hk, P, 2 D], and their scales."""
+        if self.kv_cache_dtype == INT8:
+            return int8_sections(kv_cache, self.head_size)
         keys, values = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)
         codes = _FP8.get(self.kv_cache_dtype)
         if codes is None:
@@ -165,6 +213,9 @@ class Impl(AttentionImpl[Metadata]):
     ) -> None:
         """Store key and value [T, Hk, D] in the slots; rows past them are padding."""
         keys, values, scales = self._cache(layer, kv_cache)
+        if self.kv_cache_dtype == INT8:
+            int8_cache_write(key, value, keys, values, scales["k_scale"], scales["v_scale"], slot_mapping)
+            return
         kind = self.kv_cache_dtype if self.kv_cache_dtype in _FP8 else "auto"
         reshape_and_cache(key, value, keys, values, slot_mapping, kind, **scales)
 
@@ -197,7 +248,9 @@ class Impl(AttentionImpl[Metadata]):
                 **scales,
                 **self.scores,
             )
-        if batch.starts is not None:
+        if batch.prompts is not None:
+            self._prefill_over_int8(query, batch, keys, values, scales, output)
+        elif batch.starts is not None:
             flash_attn_varlen_func(
                 query[decodes : batch.tokens],
                 keys,
@@ -213,6 +266,56 @@ class Impl(AttentionImpl[Metadata]):
                 **self.scores,
             )
         return output
+
+    def _prefill_over_int8(
+        self,
+        query: Tensor,
+        batch: Metadata,
+        keys: Tensor,
+        values: Tensor,
+        scales: dict[str, Tensor],
+        output: Tensor,
+    ) -> None:
+        """Prefill kernels do not read INT8 pages: the keys of each sequence are gathered first, as values."""
+        assert batch.prompts is not None
+        tables = batch.block_table[batch.decodes :]
+        gathered = [
+            gather_cache(keys, values, table, length, dtype=query.dtype, **scales)
+            for table, length in zip(tables, batch.prompts, strict=False)
+        ]
+        k, v = (torch.cat(parts) for parts in zip(*gathered, strict=True))
+        new = slice(batch.decodes, batch.tokens)
+        bounds = batch.max_queries, batch.max_keys
+        flash_attn_varlen_func(
+            query[new], k, v, batch.starts, batch.key_starts, *bounds, out=output[new], **self.scores
+        )
+
+
+def int8_sections(kv_cache: Tensor, size: int) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Keys and values int8 [blocks, P, Hk, D] and their float32 scales [blocks, P, Hk].
+
+    kv_cache: vLLM's pages [blocks, Hk, P, 2 D + 8]. The bytes of a page, one run, are cut into four sections: codes of
+    keys, codes of values, scales of keys, scales of values. Each starts at a multiple of 16 bytes, as P is one.
+    """
+    blocks, heads, page, width = kv_cache.shape
+    cells = heads * page
+    if width * kv_cache.element_size() != 2 * size + 8 or kv_cache[0].numel() != _run(kv_cache[0]):
+        raise ValueError(
+            f"{BACKEND}: kv_cache: expected pages [{heads}, {page}, {2 * size + 8}] of one run of bytes, "
+            f"got {tuple(kv_cache.shape)} with strides {kv_cache.stride()}"
+        )
+    step, start = kv_cache.stride(0), kv_cache.storage_offset()
+    places = range(start, start + 2 * cells * size, cells * size)
+    strides = (step, heads * size, size, 1)
+    keys, values = (kv_cache.as_strided((blocks, page, heads, size), strides, place) for place in places)
+    floats = kv_cache.as_strided((blocks, 8 * cells), (step, 1), start + 2 * cells * size).view(torch.float32)
+    k_scale, v_scale = floats.view(blocks, 2, page, heads).unbind(1)
+    return keys, values, {"k_scale": k_scale, "v_scale": v_scale}
+
+
+def _run(page: Tensor) -> int:
+    """How many elements lie between the first and the last of a page, both included."""
+    return 1 + sum((length - 1) * stride for length, stride in zip(page.shape, page.stride(), strict=True))
 
 
 def _rounded(length: int, unit: int) -> int:

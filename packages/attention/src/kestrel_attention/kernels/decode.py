@@ -54,6 +54,33 @@ class Split(NamedTuple):
     num_tiles: Int32
 
 
+class SeenKeys(NamedTuple):
+    """The keys of a sequence that the rows of a block see: those from start to end - 1, or a part of them."""
+
+    held: Int32  # keys that the pages hold
+    prefix: Int32  # all rows see the keys below it,
+    all_first: Int32  # and those from all_first to all_last - 1
+    all_last: Int32
+    oldest: Int32  # the position of query 0
+    start: Int32
+    end: Int32
+
+
+class Scoring(NamedTuple):
+    """How products of queries and keys become base-2 scores, but for the queries' own scales."""
+
+    sVisible: cute.Tensor  # laid out by VisibleWords
+    scale: Float32
+    softcap: Float32  # 0: none
+
+
+class TailSource(NamedTuple):
+    """What the scores of an unfinished page are computed from."""
+
+    row: Any  # what the format's tail_of returns; None without a tail
+    query_address: Int64
+
+
 class Loads(NamedTuple):
     """What the main loop loads, and where from and to."""
 
@@ -172,21 +199,7 @@ class Decode(DecodeEpilogue):
         row_block += first_row // BLOCK_ROWS * mK.shape[2] + kv_head
         rows = Rows(sequence, kv_head, first_row, num_rows, group_size, scalars.inverse_group_size)
         # Loads that do not depend on the length come first: the queries, and the pages that a full sequence starts at.
-        units = cutlass.const_expr(128 // mK.element_type.width)  # elements in 16 bytes, the unit of offsets
-        strides = [Uint32(mX.stride[i] // units) for mX in (mK, mV) for i in range(2)]
-        pages = Pages(
-            table=tensors.mTable.iterator.toint() + 4 * Int64(sequence) * tensors.mTable.stride[0],
-            table_stride=tensors.mTable.stride[1],
-            sequence=sequence,
-            has_block_table=scalars.has_block_table,
-            num_blocks=mK.shape[0],
-            page_size=mK.shape[1],
-            multiplier=scalars.page_multiplier,
-            shift=scalars.page_shift,
-            key_strides=strides[:2],
-            value_strides=strides[2:],
-            scales=self.tiles.format.scale_addresses(extra, self.tiles, kv_head, lane),
-        )
+        pages = self.pages_of(tensors, scalars, extra, sequence, kv_head, lane)
         base = self.tiles.cache_base(mK, mV, extra, kv_head, lane)
         length_address = tensors.mLengths.iterator.toint() + 4 * Int64(sequence) * tensors.mLengths.stride[0]
         expected_start = scalars.expected_start + split_idx * scalars.expected_split_keys
@@ -198,18 +211,7 @@ class Decode(DecodeEpilogue):
         entries = [self.table_entries(pages, expected_start, tile_idx + i * step, lane) for i in range(steps)]
         query_address = self.query_address(mQ, rows, lane)
         if cutlass.const_expr(self.pdl):
-            ready = length_address | query_address
-            for i in cutlass.range_constexpr(steps):
-                for _, entry_address in entries[i]:
-                    ready = ready | entry_address
-            if warp == 0:
-                ptx.prefetch_l2(query_address)
-                if lane == 0:
-                    ptx.prefetch_l2(length_address)
-            if scalars.has_block_table != 0 and entries[0][0][0] < scalars.capacity:
-                ptx.prefetch_l2(entries[0][0][1])
-            pdl.wait_after(ready)
-            pdl.trigger()
+            self.wait_and_trigger(scalars, length_address, query_address, entries, warp, lane)
         length = Int32(ptx.load_global(length_address, 1)[0])
         for i in cutlass.range_constexpr(steps):
             self.load_pages(rPages[i], pages, entries[i], scalars.capacity)
@@ -221,20 +223,9 @@ class Decode(DecodeEpilogue):
         if cutlass.const_expr(self.tiles.format.tail):
             length, tail_row = self.tiles.format.tail_of(extra, sequence, kv_head, length, scalars.appended)
 
-        # The keys that any row of the block sees, from start to end - 1, and of these the block's split.
-        appended = scalars.appended
-        length = cutlass.select_(length < 0, Int32(0), cutlass.min(length, 0x7FFFFFFF - appended) + appended)
-        held = cutlass.min(length, scalars.capacity)
-        prefix = cutlass.min(prefix, held)
-        oldest = length - queries  # the position of query 0
-        start, all_last = scores.window(oldest + self.query_of(first_row, rows), scalars, held)
-        all_first, end = scores.window(oldest + self.query_of(first_row + num_rows - 1, rows), scalars, held)
-        if prefix > 0:
-            start = Int32(0)
-            end = cutlass.max(end, prefix)
+        seen = self.seen_keys(scalars, rows, length, prefix, queries)
+        start, end = seen.start, seen.end
         granularity = cutlass.const_expr(self.tiles.format.split_granularity)
-        if cutlass.const_expr(granularity > TILE_KEYS):
-            start = start // granularity * granularity
         visited = cutlass.max(end - start, 0)
         keys = cutlass.max(visited, 1)  # of a split
         if scalars.num_splits > 1:
@@ -259,17 +250,8 @@ class Decode(DecodeEpilogue):
                 tensors.mNumSplits[row_block] = num_splits
             words = cutlass.const_expr(VisibleWords.COUNT)
             sVisible = cute.make_tensor(cute.arch.alloc_smem(Int32, words, alignment=16), words)
-            if tid < BLOCK_ROWS:
-                row = cutlass.min(first_row + tid, queries * group_size - 1)
-                first, last = scores.window(oldest + self.query_of(row, rows), scalars, held)
-                sVisible[VisibleWords.ROWS + 2 * tid] = first
-                sVisible[VisibleWords.ROWS + 2 * tid + 1] = last
-                if tid == 0:
-                    sVisible[VisibleWords.FIRST] = all_first
-                    sVisible[VisibleWords.LAST] = all_last
-                    sVisible[VisibleWords.PREFIX] = prefix
-                    sVisible[VisibleWords.NUM_SPLITS] = num_splits
-                    sVisible[VisibleWords.PARTIAL] = row_block * scalars.num_splits + split_idx
+            all_rows = queries * group_size
+            self.write_visible(sVisible, scalars, rows, seen, all_rows, num_splits, row_block, split_idx, tid)
             k_scale = Float32(1.0)
             if scalars.k_scale_heads > 0:
                 k_scale = tensors.mKScale[cutlass.select_(scalars.k_scale_heads > 1, kv_head, Int32(0))]
@@ -283,20 +265,112 @@ class Decode(DecodeEpilogue):
                 scalars.v_scale_heads,
             )
             loads = Loads(shared, stages, rPages, rOffsets, pages, base, split)
-            scoring, tail_source = (sVisible, scale, softcap), (tail_row, query_address)
+            scoring, tail_source = Scoring(sVisible, scale, softcap), TailSource(tail_row, query_address)
             self.attend(rQ, loads, rows, scoring, results, extra, tail_source, warp, lane)
 
     @cute.jit
-    def attend(self, rQ, loads: Loads, rows: Rows, scoring, results: Results, extra, tail_source, warp, lane):
-        """The rows of a block over one split. scoring: sVisible, the scale of scores, the soft cap."""
-        sVisible, scale, softcap = scoring
+    def pages_of(self, tensors: DecodeTensors, scalars: DecodeScalars, extra, sequence, kv_head, lane):
+        mK, mV = tensors.mK, tensors.mV
+        units = cutlass.const_expr(128 // mK.element_type.width)  # elements in 16 bytes, the unit of offsets
+        strides = [Uint32(mX.stride[i] // units) for mX in (mK, mV) for i in range(2)]
+        return Pages(
+            table=tensors.mTable.iterator.toint() + 4 * Int64(sequence) * tensors.mTable.stride[0],
+            table_stride=tensors.mTable.stride[1],
+            sequence=sequence,
+            has_block_table=scalars.has_block_table,
+            num_blocks=mK.shape[0],
+            page_size=mK.shape[1],
+            multiplier=scalars.page_multiplier,
+            shift=scalars.page_shift,
+            key_strides=strides[:2],
+            value_strides=strides[2:],
+            scales=self.tiles.format.scale_addresses(extra, self.tiles, kv_head, lane),
+        )
+
+    @cute.jit
+    def wait_and_trigger(self, scalars: DecodeScalars, length_address, query_address, entries, warp, lane):
+        """The PDL wait, after all addresses of the first loads are computed and their lines prefetched into L2."""
+        ready = length_address | query_address
+        for i in cutlass.range_constexpr(len(entries)):
+            for _, entry_address in entries[i]:
+                ready = ready | entry_address
+        if warp == 0:
+            ptx.prefetch_l2(query_address)
+            if lane == 0:
+                ptx.prefetch_l2(length_address)
+        if scalars.has_block_table != 0 and entries[0][0][0] < scalars.capacity:
+            ptx.prefetch_l2(entries[0][0][1])
+        pdl.wait_after(ready)
+        pdl.trigger()
+
+    @cute.jit
+    def seen_keys(self, scalars: DecodeScalars, rows: Rows, length, prefix, queries):
+        """The keys that any row of the block sees. length: of the sequence, without the keys that the call appends."""
+        appended = scalars.appended
+        length = cutlass.select_(length < 0, Int32(0), cutlass.min(length, 0x7FFFFFFF - appended) + appended)
+        held = cutlass.min(length, scalars.capacity)
+        prefix = cutlass.min(prefix, held)
+        oldest = length - queries  # the position of query 0
+        start, all_last = scores.window(oldest + self.query_of(rows.first, rows), scalars, held)
+        all_first, end = scores.window(oldest + self.query_of(rows.first + rows.count - 1, rows), scalars, held)
+        if prefix > 0:
+            start = Int32(0)
+            end = cutlass.max(end, prefix)
+        granularity = cutlass.const_expr(self.tiles.format.split_granularity)
+        if cutlass.const_expr(granularity > TILE_KEYS):
+            start = start // granularity * granularity
+        return SeenKeys(held, prefix, all_first, all_last, oldest, start, end)
+
+    @cute.jit
+    def write_visible(
+        self,
+        sVisible,
+        scalars: DecodeScalars,
+        rows: Rows,
+        seen: SeenKeys,
+        all_rows,
+        num_splits,
+        row_block,
+        split_idx,
+        tid,
+    ):
+        """Write VisibleWords. all_rows: queries x heads of the KV head."""
+        if tid < BLOCK_ROWS:
+            row = cutlass.min(rows.first + tid, all_rows - 1)
+            first, last = scores.window(seen.oldest + self.query_of(row, rows), scalars, seen.held)
+            sVisible[VisibleWords.ROWS + 2 * tid] = first
+            sVisible[VisibleWords.ROWS + 2 * tid + 1] = last
+            if tid == 0:
+                sVisible[VisibleWords.FIRST] = seen.all_first
+                sVisible[VisibleWords.LAST] = seen.all_last
+                sVisible[VisibleWords.PREFIX] = seen.prefix
+                sVisible[VisibleWords.NUM_SPLITS] = num_splits
+                sVisible[VisibleWords.PARTIAL] = row_block * scalars.num_splits + split_idx
+
+    @cute.jit
+    def attend(
+        self,
+        rQ,
+        loads: Loads,
+        rows: Rows,
+        scoring: Scoring,
+        results: Results,
+        extra,
+        tail_source: TailSource,
+        warp,
+        lane,
+    ):
+        """The rows of a block over one split."""
+        sVisible = scoring.sVisible
         row_scale = self.convert_queries(rQ, extra)
         row_scales = [cute.arch.shuffle_sync(row_scale, lane % 4 * 8 + 4 * e) for e in range(2)]
-        scales = [scale * row_scale for row_scale in row_scales]
+        scales = [scoring.scale * row_scale for row_scale in row_scales]
         tail = None
         if cutlass.const_expr(self.tiles.format.tail):
             inverse = [ptx.int_as_float((254 << 23) - ptx.float_as_int(row_scale)) for row_scale in row_scales]
-            tail = self.tiles.format.park_tail(*tail_source, inverse, extra.is_bf16, warp, lane)
+            tail = self.tiles.format.park_tail(
+                tail_source.row, tail_source.query_address, inverse, extra.is_bf16, warp, lane
+            )
         sQ = rQ
         if cutlass.const_expr(self.tiles.queries_in_shared):
             words = cute.arch.alloc_smem(Uint32, self.tiles.query_words * 32, alignment=16)
@@ -310,7 +384,7 @@ class Decode(DecodeEpilogue):
         sSum = cute.make_tensor(cute.arch.alloc_smem(Float32, count, alignment=16), count)
         sums = WarpSums(cute.make_tensor(loads.shared, self.shared_bytes // 4), sMax, sSum)
         state = self.tiles.format.step_state(self.tiles, self.warps, warp, lane)
-        self.main_loop(sQ, loads, ScoreScales(sVisible, scales, softcap), sums, rows, state, tail, warp, lane)
+        self.main_loop(sQ, loads, ScoreScales(sVisible, scales, scoring.softcap), sums, rows, state, tail, warp, lane)
         cute.arch.sync_threads()
         num_splits, partial = sVisible[VisibleWords.NUM_SPLITS], sVisible[VisibleWords.PARTIAL]
         self.epilogue(sums, num_splits, partial, rows, results, extra, warp, lane)

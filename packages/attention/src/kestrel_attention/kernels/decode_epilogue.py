@@ -68,7 +68,7 @@ class DecodeEpilogue:
 
     @cute.jit
     def store_warp_sums(self, rOut, rMax, rSum, sums: WarpSums, rows: Rows, warp, lane):
-        """Store the sums of a warp to shared memory, over its stages, which are no longer in use."""
+        """Store the sums of a warp to shared memory, over its stages, which are free by then."""
         g, t = lane // 4, lane % 4
         for odd in cutlass.range_constexpr(2):
             total = rSum[odd]

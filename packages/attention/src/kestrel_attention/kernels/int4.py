@@ -21,7 +21,7 @@ from kestrel_runtime.cute_dsl import ptx
 from .constants import INT4_PAGE, TILE_KEYS
 from .formats import CacheFormat
 from .parameters import Int4Extra
-from .tile import WarpTiles
+from .tile import VisibleWords, WarpTiles
 
 PAGE_INDEX, PAGE_KEYS = range(2)  # the offset words of a step: the page, and its keys with two flags above them
 
@@ -54,7 +54,7 @@ class Tail(NamedTuple):
     is_bf16: Int32
 
 
-class Rows(NamedTuple):
+class HeadRows(NamedTuple):
     """The head's rows of a tensor: address, and strides of pages and tokens in units of its own."""
 
     address: Int64
@@ -63,12 +63,12 @@ class Rows(NamedTuple):
 
 
 class PageBase(NamedTuple):
-    mK: Rows
-    mV: Rows
-    mKeyScale: Rows
-    mKeyZero: Rows
-    mValueScale: Rows
-    mValueZero: Rows
+    mK: HeadRows
+    mV: HeadRows
+    mKeyScale: HeadRows
+    mKeyZero: HeadRows
+    mValueScale: HeadRows
+    mValueZero: HeadRows
 
 
 @dataclass(frozen=True)
@@ -261,12 +261,12 @@ class PageTiles(WarpTiles):
         rows = []
         for mX in (mK, mV):
             strides = [Uint32(mX.stride[i] // 16) for i in range(2)]
-            rows.append(Rows(mX.iterator.toint() + Int64(kv_head) * mX.stride[2], *strides))
+            rows.append(HeadRows(mX.iterator.toint() + Int64(kv_head) * mX.stride[2], *strides))
         for mX in (extra.mKeyScale, extra.mKeyZero):
-            rows.append(Rows(mX.iterator.toint() + 2 * Int64(kv_head) * mX.stride[1], Uint32(mX.stride[0] // 8)))
+            rows.append(HeadRows(mX.iterator.toint() + 2 * Int64(kv_head) * mX.stride[1], Uint32(mX.stride[0] // 8)))
         for mX in (extra.mValueScale, extra.mValueZero):
             strides = [Uint32(mX.stride[i]) for i in range(2)]
-            rows.append(Rows(mX.iterator.toint() + 2 * Int64(kv_head) * mX.stride[2], *strides))
+            rows.append(HeadRows(mX.iterator.toint() + 2 * Int64(kv_head) * mX.stride[2], *strides))
         return PageBase(*rows)
 
     @cute.jit
@@ -316,7 +316,11 @@ class PageTiles(WarpTiles):
     @cute.jit
     def mask(self, rScore, rNow, sVisible, first_key, lane):
         count = rNow[PAGE_KEYS] & 0xFF
-        if count != INT4_PAGE or first_key < sVisible[0] or first_key + INT4_PAGE > sVisible[1]:
+        if (
+            count != INT4_PAGE
+            or first_key < sVisible[VisibleWords.FIRST]
+            or first_key + INT4_PAGE > sVisible[VisibleWords.LAST]
+        ):
             for tile in cutlass.range_constexpr(self.tiles_per_step):
                 exist = cutlass.select_(count != 0, Uint32(0xFFFF), Uint32(0))  # no row sees keys past the last
                 self.mask_tile(tile, rScore, exist, sVisible, first_key + tile * TILE_KEYS, lane)

@@ -1,0 +1,268 @@
+"""What the kernels of a layer of routed experts are given, by each variant, and which variant a call takes."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import kestrel_moe
+from kestrel_moe import moe_align, tuned, variants
+from kestrel_moe.reference_experts import most_blocks
+from kestrel_moe.variants import Variant
+
+module = importlib.import_module("kestrel_moe.fused_experts")
+EXPERTS, WIDTH, INNER = 5, 32, 16
+Tensor = torch.Tensor
+
+
+class Kernels:
+    """In place of the binary: alignment and activations by reference; the layer notes its arguments."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, tuple[Any, ...]]] = []
+
+    def fused_experts_scratch(self, *sizes: Any) -> int:
+        self.calls.append(("scratch", sizes))
+        return 123
+
+    def fused_experts(self, out: Tensor, *given: Any) -> None:
+        self.calls.append(("fused_experts", (out, *given)))
+        out.fill_(7)
+
+    def moe_align_block_size(
+        self, ids: Tensor, experts: int, block: int, order: Tensor, expert_ids: Tensor, length: Tensor, table: Any
+    ) -> None:
+        self.calls.append(("align", (experts, block, table)))
+        kestrel_moe.moe_align_block_size(ids, experts, block, order, expert_ids, length, table)
+
+    def gated(self, out: Tensor, x: Tensor, silu: bool, approximate: str, shift: float) -> None:
+        self.calls.append(("gated", (silu, approximate, shift)))
+        h, g = x.float().chunk(2, dim=-1)
+        out.copy_((F.silu(h) if silu else F.gelu(h, approximate=approximate)) * (g + shift))
+
+    def experts_gather_sum(self, out: Tensor, y: Tensor, positions: Tensor, weights: Tensor, *inputs: Tensor) -> None:
+        self.calls.append(("gather", inputs))
+        assert positions.shape == (weights.numel(),)
+        rows = torch.where((positions >= 0)[:, None], y[positions.clamp(min=0).long()].float(), 0.0)
+        out.copy_((rows.view(*weights.shape, -1) * weights[..., None]).sum(1))
+
+    @property
+    def names(self) -> list[str]:
+        return [name for name, _ in self.calls]
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> Kernels:
+    made = Kernels()
+    monkeypatch.setattr(module, "_kernels", made)
+    module._scratch_bytes.cache_clear()
+    yield made
+    module._scratch_bytes.cache_clear()
+
+
+def layer(tokens: int = 9, choices: int = 3, ids: Tensor | None = None) -> dict[str, Any]:
+    g = torch.Generator().manual_seed(tokens)
+    hidden = torch.randn(tokens, WIDTH, generator=g).bfloat16()
+    w1 = (torch.randn(EXPERTS, 2 * INNER, WIDTH, generator=g) / 6).bfloat16()
+    w2 = (torch.randn(EXPERTS, WIDTH, INNER, generator=g) / 4).bfloat16()
+    weights = torch.rand(tokens, choices, generator=g)
+    if ids is None:
+        ids = torch.rand(tokens, EXPERTS, generator=g).topk(choices).indices.int()
+    return {"hidden": hidden, "w1": w1, "w2": w2, "topk_weights": weights, "topk_ids": ids}
+
+
+# -- by variant -------------------------------------------------------------------------------------------------------
+
+
+def test_kernels_that_group_the_pairs_themselves_are_given_no_blocks(kernels: Kernels) -> None:
+    given = layer(4, 2)
+    out = module.by_variant(Variant("in_kernel", 8), **given, activation="gelu_and_mul")
+    (_, sizes), (_, (into, scratch, *rest)) = kernels.calls
+    assert kernels.names == ["scratch", "fused_experts"]
+    assert sizes == (4, 8, INNER, WIDTH, False)
+    assert into is out
+    assert (scratch.dtype, scratch.numel()) == (torch.uint8, 123)
+    assert rest[:5] == list(given.values())
+    assert rest[5:] == [None, None, None, None, None, None, 8, "gelu_and_mul"]
+    assert (out.shape, out.dtype) == ((4, WIDTH), torch.bfloat16)
+
+
+@pytest.mark.parametrize("tile", [8, 16, 32, 64, 128, 256])
+@pytest.mark.parametrize("tokens", [1, 9, 100])
+def test_blocks_have_room_for_any_routing(kernels: Kernels, tokens: int, tile: int) -> None:
+    given = layer(tokens)
+    module.by_variant(Variant("aligned", tile), **given)
+    (_, aligned), (_, (*_, order, expert_ids, length, last_tile, _)) = kernels.calls[1:]
+    blocks = most_blocks(tokens * 3, EXPERTS, tile)
+    assert aligned == (EXPERTS, tile, None)
+    assert (order.numel(), expert_ids.numel(), length.numel(), last_tile) == (blocks * tile, blocks, 1, tile)
+    assert order.dtype == expert_ids.dtype == length.dtype == torch.int32
+
+
+def test_a_map_gives_the_number_of_experts_to_align(kernels: Kernels) -> None:
+    table = torch.tensor([0, -1, 1, 2, -1, 3, 4], dtype=torch.int32)
+    module.by_variant(Variant("aligned", 16), **layer(), expert_map=table)
+    assert kernels.calls[1][1] == (7, 16, table)
+    assert kernels.calls[2][1][9] is table
+    assert kernels.calls[2][1][11].numel() == most_blocks(27, 7, 16)
+
+
+@pytest.mark.parametrize("path", ["in_kernel", "aligned"])
+def test_scales_of_fp8_weights_are_given_in_order(kernels: Kernels, path: str) -> None:
+    scales = {"w1_scale": torch.ones(EXPERTS), "w2_scale": torch.ones(EXPERTS, WIDTH)}
+    module.by_variant(Variant(path, 8), **layer(2), **scales)
+    assert kernels.calls[0][1] == (2, 6, INNER, WIDTH, True)
+    _, given = kernels.calls[-1]
+    assert (given[7], given[8]) == tuple(scales.values())
+
+
+def test_an_empty_map_gives_zeros(kernels: Kernels) -> None:
+    out = torch.full((9, WIDTH), float("nan")).bfloat16()
+    table = torch.zeros(0, dtype=torch.int32)
+    assert module.by_variant(Variant("aligned", 16), **layer(), expert_map=table, out=out) is out
+    assert not out.any()
+    with pytest.raises(ValueError, match="fused_experts: argument 'out'"):
+        module.by_variant(Variant("aligned", 16), **layer(), expert_map=table, out=out[:, :-1])
+
+
+def test_ids_of_64_bits_keep_what_is_no_expert(kernels: Kernels) -> None:
+    ids = torch.tensor([[0, 2**31, 2**40], [-1, -(2**40), 4]])
+    module.by_variant(Variant("in_kernel", 8), **layer(2, ids=ids))
+    given = kernels.calls[-1][1][6]
+    assert given.dtype == torch.int32
+    assert given.tolist() == [[0, 2**31 - 1, 2**31 - 1], [-1, -1, 4]]
+
+
+@pytest.mark.parametrize("activation", module.ACTIVATIONS)
+@pytest.mark.parametrize("dropped", ["none", "some", "all"])
+def test_grouped_products_are_those_of_each_pair(kernels: Kernels, activation: str, dropped: str) -> None:
+    given = layer(40, 2)
+    if dropped == "some":
+        given["topk_ids"][::3, 0] = -1
+        given["topk_ids"][5] = EXPERTS
+    elif dropped == "all":
+        given["topk_ids"].fill_(-1)
+    got = module.by_variant(Variant("grouped_mm"), **given, activation=activation)
+    want = kestrel_moe.fused_experts(**given, activation=activation)
+    assert kernels.names == ["scratch", "align", "gated", "gather"]
+    assert kernels.calls[1][1] == (EXPERTS, 1, None)
+    largest = want.abs().max().item()
+    torch.testing.assert_close(got.float(), want.float(), rtol=2**-6, atol=2**-7 * largest)
+    inputs = tuple(given[name] for name in ("hidden", "w1", "w2", "topk_ids"))
+    assert all(one is other for one, other in zip(kernels.calls[-1][1], inputs, strict=True))
+    if dropped == "some":
+        assert not got[5].any()
+
+
+def test_grouped_products_check_their_arguments_first(kernels: Kernels) -> None:
+    with pytest.raises(ValueError, match="fused_experts: argument 'topk_ids'"):
+        module.by_variant(Variant("grouped_mm"), **layer() | {"topk_weights": torch.ones(9, 2)})
+    assert kernels.names == ["scratch"]
+
+
+# -- the choice of a call ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[int, str]]:
+    """A GPU with these tuned layers."""
+    entries: dict[str, dict[int, str]] = {}
+    monkeypatch.setattr(variants, "_is_hopper", lambda device: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    monkeypatch.setattr(tuned, "of_gpu", lambda gpu: entries)
+    variants.for_call.cache_clear()
+    yield entries
+    variants.for_call.cache_clear()
+
+
+def chosen(monkeypatch: pytest.MonkeyPatch, **given: Any) -> Variant:
+    ran: list[Any] = []
+    monkeypatch.setattr(module, "by_variant", lambda variant, *rest: ran.append((variant, rest)) or given["hidden"])
+    kestrel_moe.fused_experts.kernel_op.launch(**given)
+    ((variant, rest),) = ran
+    names = (
+        "hidden",
+        "w1",
+        "w2",
+        "topk_weights",
+        "topk_ids",
+        "activation",
+        "w1_scale",
+        "w2_scale",
+        "expert_map",
+        "out",
+    )
+    usual = {"activation": "gelu_residual"}
+    assert all(x is given.get(name) or x == usual.get(name) for name, x in zip(names, rest, strict=True))
+    return variant
+
+
+def test_a_call_takes_the_tuned_variant_of_its_layer(
+    hopper: dict[str, dict[int, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hopper["E5 k3 h32 i16 bf16"] = {9: "aligned 32"}
+    assert chosen(monkeypatch, **layer()) == Variant("aligned", 32)
+    assert chosen(monkeypatch, **layer(8, 2)) == Variant("in_kernel", 8)
+
+
+def test_weights_that_grouped_mm_does_not_take_go_through_the_kernels(
+    hopper: dict[str, dict[int, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hopper["E5 k3 h32 i16 bf16"] = {9: "grouped_mm"}
+    given = layer()
+    assert chosen(monkeypatch, **given) == Variant("grouped_mm")
+    for name in ("w1", "w2"):
+        wide = torch.zeros(*given[name].shape[:-1], given[name].shape[-1] + 8).bfloat16()[..., :-8]
+        moved = torch.zeros(given[name].numel() + 1).bfloat16()[1:].view(given[name].shape)
+        assert wide.shape == moved.shape == given[name].shape
+        for other in (wide, moved):
+            assert chosen(monkeypatch, **given | {name: other}) == Variant("aligned", 256)
+    table = torch.arange(5, dtype=torch.int32)
+    assert chosen(monkeypatch, **given, expert_map=table).path != "grouped_mm"
+
+
+# -- route_and_align --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("tokens", "experts", "launches"),
+    [
+        (1, 64, ["route"]),
+        (16, 128, ["route"]),
+        (17, 64, ["topk", "align"]),
+        (16, 129, ["topk", "align"]),
+        (1, 2048, ["route"]),
+        (1, 2049, ["topk", "align"]),
+    ],
+)
+def test_up_to_16_tokens_and_2048_logits_are_one_launch(
+    monkeypatch: pytest.MonkeyPatch, tokens: int, experts: int, launches: list[str]
+) -> None:
+    done: list[str] = []
+
+    class Entries:
+        def route_and_align(self, weights: Tensor, ids: Tensor, *rest: Any) -> None:
+            order, expert_ids, length, _, k, block, renormalize, bias, table = rest
+            done.append("route")
+            blocks = most_blocks(tokens * 2, experts, 8)
+            assert (weights.shape, ids.shape) == ((tokens, 2), (tokens, 2))
+            assert (order.numel(), expert_ids.numel(), length.numel()) == (8 * blocks, blocks, 1)
+            assert (k, block, renormalize, bias, table) == (2, 8, True, None, None)
+
+        def moe_align_block_size(self, ids: Tensor, count: int, block: int, order: Tensor, *rest: Any) -> None:
+            done.append("align")
+            assert (ids.dtype, count, block) == (torch.int32, experts, 8)
+
+    def topk(logits: Tensor, k: int, renormalize: bool, bias: Any) -> tuple[Tensor, Tensor, None]:
+        done.append("topk")
+        assert (k, renormalize, bias) == (2, True, None)
+        return torch.zeros(tokens, k), torch.zeros(tokens, k, dtype=torch.int32), None
+
+    monkeypatch.setattr(moe_align, "_kernels", Entries())
+    monkeypatch.setattr(moe_align, "launch_topk", topk)
+    kestrel_moe.route_and_align.kernel_op.launch(torch.zeros(tokens, experts), 2, 8, renormalize=True)
+    assert done == launches

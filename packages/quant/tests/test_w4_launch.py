@@ -1,0 +1,159 @@
+"""Which kernels a call of w4a16_linear runs, with what, and with how much scratch memory."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from kestrel_quant import W4Weight, reference
+from kestrel_quant.w4a16 import from_codes
+
+module = importlib.import_module("kestrel_quant.w4a16")
+Tensor = torch.Tensor
+K, N, GROUP = 128, 24, 32
+MOST = 128  # tokens of the kernel
+
+
+class OnGpu(torch.Tensor):
+    """A CPU tensor that says that it is on GPU 3."""
+
+    is_cuda = True
+
+    def get_device(self) -> int:
+        return 3
+
+
+class Kernels:
+    """In place of the binary: entry points that note what they are given, and compute by reference."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, tuple[Any, ...]]] = []
+
+    def w4_dequant(self, out: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None, group: int) -> None:
+        self.calls.append(("dequant", (out, codes, scales, zeros, group)))
+        out.copy_(reference.w4_dequant(codes, scales, zeros, group, out.dtype))
+
+    def w4a16_linear(
+        self, out: Tensor, x: Tensor, codes: Tensor, scales: Tensor, zeros: Any, group: int, bias: Any, partial: Any
+    ) -> None:
+        assert x.ndim == out.ndim == 2
+        self.calls.append(("linear", (codes, scales, zeros, group, bias, partial)))
+        weight = reference.w4_dequant(codes, scales, zeros, group, x.dtype)
+        out.copy_(F.linear(x.double(), weight.double(), None if bias is None else bias.double()))
+
+    @property
+    def names(self) -> list[str]:
+        return [name for name, _ in self.calls]
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> Kernels:
+    made = Kernels()
+    monkeypatch.setattr(module, "kernels", made)
+    monkeypatch.setattr(module, "_has_clusters", lambda device: {3: True}[device])
+
+    def mm(a: Tensor, b: Tensor, *, out_dtype: torch.dtype | None = None, out: Tensor | None = None) -> Tensor:
+        made.calls.append(("mm", (out_dtype,)))
+        product = (a.double() @ b.double()).to(out_dtype or a.dtype)
+        return product if out is None else out.copy_(product)
+
+    monkeypatch.setattr(torch, "mm", mm)  # on a CPU it has no out_dtype
+    return made
+
+
+def packed(zeros: bool = True, permuted: bool = False) -> W4Weight:
+    g = torch.Generator().manual_seed(0)
+    codes = torch.randint(0, 16, (N, K), generator=g)
+    scales = 2.0 ** torch.randint(-2, 3, (N, K // GROUP), generator=g)
+    points = torch.randint(0, 16, (N, K // GROUP), generator=g) if zeros else None
+    order = torch.randperm(K, generator=g) if permuted else None
+    return from_codes(codes, scales.bfloat16(), GROUP, points, order)
+
+
+def launch(x: Tensor, w: W4Weight, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+    parts = (w.codes, w.scales, w.zeros, w.permutation, w.group_size)
+    return module._w4a16_linear.kernel_op.launch(x, *parts, bias, out=out)
+
+
+def activations(*sizes: int) -> Tensor:
+    return torch.randint(-2, 3, sizes).bfloat16()
+
+
+def expected(x: Tensor, w: W4Weight, bias: Tensor | None) -> Tensor:
+    """Exact: whole numbers and powers of two."""
+    return F.linear(x.double(), w.dequantize().double(), None if bias is None else bias.double()).bfloat16()
+
+
+@pytest.mark.parametrize("zeros", [True, False])
+@pytest.mark.parametrize("with_bias", [True, False])
+@pytest.mark.parametrize("permuted", [True, False])
+@pytest.mark.parametrize("leading", [(5,), (), (2, 3), (MOST,), (2, MOST // 2), (MOST + 1,), (2, MOST)])
+def test_every_path_computes_the_layer(
+    kernels: Kernels, leading: tuple[int, ...], permuted: bool, with_bias: bool, zeros: bool
+) -> None:
+    w, x, bias = packed(zeros, permuted), activations(*leading, K), activations(N) if with_bias else None
+    got = launch(x, w, bias)
+    assert torch.equal(got, expected(x, w, bias))
+    assert got.shape == (*leading, N)
+    assert kernels.names == (["linear"] if x.numel() <= MOST * K else ["dequant", "mm"])
+    if with_bias and kernels.names[-1] == "mm":
+        assert kernels.calls[-1][1] == (torch.float32,)  # the vendor's epilogue may round before it adds the bias
+
+
+def test_the_kernel_is_given_the_parts_of_the_weight(kernels: Kernels) -> None:
+    w, bias = packed(), activations(N)
+    launch(activations(5, K), w, bias)
+    ((_, given),) = kernels.calls
+    assert given[:3] == (w.codes, w.scales, w.zeros)
+    assert given[3:] == (GROUP, bias, None)
+    launch(activations(MOST + 1, K), w)
+    scratch, *parts = kernels.calls[1][1]
+    assert (scratch.shape, scratch.dtype) == ((N, K), torch.bfloat16)
+    assert parts == [w.codes, w.scales, w.zeros, GROUP]
+
+
+@pytest.mark.parametrize("leading", [(3, 2), (MOST // 2 + 1, 2)])
+@pytest.mark.parametrize("permuted", [True, False])
+def test_a_result_that_cannot_be_flattened_is_written_where_it_is(
+    kernels: Kernels, permuted: bool, leading: tuple[int, int]
+) -> None:
+    w, x, bias = packed(permuted=permuted), activations(*leading, K), activations(N)
+    buffer = torch.full((leading[1], leading[0], N + 8), float("nan")).bfloat16()
+    out = buffer.transpose(0, 1)[..., 3 : 3 + N]
+    assert launch(x, w, bias, out) is out
+    assert torch.equal(out, expected(x, w, bias))
+    assert bool(buffer[..., :3].isnan().all() and buffer[..., 3 + N :].isnan().all())
+
+
+@pytest.mark.parametrize("clusters", [True, False])
+@pytest.mark.parametrize("tokens", [0, 1, 16, 17, MOST])
+def test_slices_of_k_have_memory_for_their_sums(
+    kernels: Kernels, monkeypatch: pytest.MonkeyPatch, tokens: int, clusters: bool
+) -> None:
+    """Without it the entry point adds the slices up within a cluster, for up to 16 rows."""
+    monkeypatch.setattr(module, "_has_clusters", lambda device: {3: clusters}[device])
+    launch(activations(tokens, K).as_subclass(OnGpu), packed())
+    ((_, (*_, partial)),) = kernels.calls
+    if clusters and tokens <= 16:
+        assert partial is None
+    else:
+        assert (partial.numel(), partial.dtype) == (8 * tokens * N, torch.float32)
+
+
+@pytest.mark.parametrize("permuted", [True, False])
+@pytest.mark.parametrize("leading", [(2, 3), (MOST + 1,)])
+def test_a_bad_argument_is_named_before_a_launch(kernels: Kernels, leading: tuple[int, ...], permuted: bool) -> None:
+    w = packed(permuted=permuted)
+    for wrong in ({"x": activations(*leading, K - 8)}, {"bias": activations(N + 1)}):
+        with pytest.raises(ValueError, match="w4a16_linear: argument"):
+            launch(**{"x": activations(*leading, K), "w": w} | wrong)
+    memory = torch.zeros(400 * K).bfloat16()
+    x = memory[: activations(*leading, K).numel()].view(*leading, K)
+    out = memory[: x.numel() // K * N].view(*leading, N)
+    with pytest.raises(ValueError, match="w4a16_linear: argument 'out': expected a tensor to write"):
+        launch(x, w, out=out)
+    assert kernels.calls == []
