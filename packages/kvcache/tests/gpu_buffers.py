@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from kestrel_kvcache import reference
+from kestrel_runtime.testing import twins
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 LAYOUTS = ("NHD", "HND", "halves", "layers", "unequal", "odd base")
@@ -67,22 +68,6 @@ def some_slots(tokens: int, count: int, dtype: torch.dtype = torch.int64, seed: 
     return slots.to(dtype)
 
 
-def twins(*args: Any) -> list[Any]:
-    """The arguments over copies of their whole storages: views of one buffer stay views of one buffer."""
-    storages: dict[int, torch.UntypedStorage] = {}
-
-    def twin(x: Any) -> Any:
-        if not isinstance(x, torch.Tensor):
-            return x
-        storage = x.untyped_storage()
-        if storage.data_ptr() not in storages:
-            storages[storage.data_ptr()] = storage.clone()
-        empty = torch.empty(0, dtype=x.dtype, device=x.device)
-        return empty.set_(storages[storage.data_ptr()], x.storage_offset(), x.shape, x.stride())
-
-    return [twin(x) for x in args]
-
-
 def whole(x: torch.Tensor) -> torch.Tensor:
     """Every byte of the storage behind a tensor."""
     return torch.empty(0, dtype=torch.uint8, device=x.device).set_(x.untyped_storage())
@@ -90,7 +75,7 @@ def whole(x: torch.Tensor) -> torch.Tensor:
 
 def assert_as_reference(op: Callable[..., None], *args: Any, **kwargs: Any) -> None:
     """Run the kernel and the reference on equal buffers; no byte may differ, inside the tensors or around them."""
-    ours, wanted = twins(*args, *kwargs.values()), twins(*args, *kwargs.values())
+    ours, wanted = twins((*args, *kwargs.values())), twins((*args, *kwargs.values()))
     for values, function in ((ours, op), (wanted, getattr(reference, op.__name__))):
         positional, named = values[: len(args)], values[len(args) :]
         function(*positional, **dict(zip(kwargs, named, strict=True)))

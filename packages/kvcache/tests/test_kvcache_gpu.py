@@ -18,7 +18,6 @@ from gpu_buffers import (
     random,
     some_slots,
     text_of,
-    twins,
     whole,
 )
 
@@ -31,7 +30,7 @@ from kestrel_kvcache import (
     rotary_and_cache,
 )
 from kestrel_runtime import UnsupportedError
-from kestrel_runtime.testing import RandomCase, compare_at_random
+from kestrel_runtime.testing import RandomCase, compare_at_random, twins
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("kernels_only")]
 
@@ -204,7 +203,7 @@ def by_heads(x: torch.Tensor, size: int) -> torch.Tensor:
 
 def assert_rotated_and_cached(call: dict[str, Any], is_neox: bool, offset: int) -> None:
     what = f"rotary_and_cache({text_of(call.values())}, is_neox={is_neox}, rope_dim_offset={offset})"
-    ours, wanted, marks, expected = (dict(zip(call, twins(*call.values()), strict=True)) for _ in range(4))
+    ours, wanted, marks, expected = (dict(zip(call, twins(call.values()), strict=True)) for _ in range(4))
     rotary_and_cache(**ours, is_neox=is_neox, rope_dim_offset=offset)
     reference.rotary_and_cache(**wanted, is_neox=is_neox, rope_dim_offset=offset)
     size, rotary_dim, count = call["head_size"], call["cos_sin_cache"].shape[1], call["cos_sin_cache"].shape[0]

@@ -12,9 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kestrel_norm
-from kestrel_runtime import Binary, UnsupportedError
+from kestrel_runtime import Binary
 from kestrel_runtime.testing import (
     BadInput,
+    assert_launch_agrees,
     assert_refused,
     assert_same_bits,
     assert_works_or_is_named,
@@ -22,6 +23,7 @@ from kestrel_runtime.testing import (
     derived_bad_inputs,
     odd_calls,
     refusal_params,
+    skip_without_binary,
 )
 
 BF16 = torch.bfloat16
@@ -177,27 +179,12 @@ def test_a_written_argument_shares_no_memory(function: Callable[..., Any], case:
 
 @pytest.mark.parametrize(("function", "case", "_path"), refusal_params(OVERLAPS, paths=("launch",)))
 def test_entry_point_refuses_overlaps_in_the_same_words(function: Any, case: BadInput, _path: str) -> None:
-    if not has_binary():
-        pytest.skip("kestrel_norm has no binary here")
-    _, kwargs = case.make()
-    with pytest.raises(ValueError, match="memory") as wanted:
-        function(**kwargs)
-    with pytest.raises(ValueError, match="memory") as got:
-        function.kernel_op.launch(**kwargs)
-    assert str(got.value) == str(wanted.value)
-
-
-def has_binary() -> bool:
-    try:
-        return Binary("kestrel_norm").manifest is not None
-    except UnsupportedError:
-        return False
+    assert_launch_agrees(function, case)
 
 
 @pytest.mark.parametrize("op", kestrel_norm.__all__)
 def test_entry_point_checks_the_device_last(op: str) -> None:
-    if not has_binary():
-        pytest.skip("kestrel_norm has no binary here")
+    skip_without_binary("kestrel_norm")
     function, values = Binary("kestrel_norm").function(op), good_call(op)
     out = values.pop("out", None)
     written = [] if out is None else [out]

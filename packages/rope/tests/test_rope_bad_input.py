@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kestrel_rope
-from kestrel_runtime import Binary, UnsupportedError
 from kestrel_runtime.testing import (
     BadInput,
+    assert_launch_agrees,
     assert_refused,
     assert_rejects,
     assert_same_bits,
@@ -22,6 +22,7 @@ from kestrel_runtime.testing import (
     derived_bad_inputs,
     odd_calls,
     refusal_params,
+    skip_without_binary,
 )
 
 Shape = tuple[int, int, int, int, int]
@@ -165,29 +166,14 @@ def test_a_written_argument_shares_no_memory(function: Callable[..., Any], case:
     assert_refused(function, case, path)
 
 
-def has_binary() -> bool:
-    try:
-        return Binary("kestrel_rope").manifest is not None
-    except UnsupportedError:
-        return False
-
-
 @pytest.mark.parametrize(("function", "case", "_path"), refusal_params(OVERLAPS, paths=("launch",)))
 def test_entry_point_refuses_overlaps_in_the_same_words(function: Any, case: BadInput, _path: str) -> None:
-    if not has_binary():
-        pytest.skip("kestrel_rope has no binary here")
-    _, kwargs = case.make()
-    with pytest.raises(ValueError, match="memory") as wanted:
-        function(**kwargs)
-    with pytest.raises(ValueError, match="memory") as got:
-        function.kernel_op.launch(**kwargs)
-    assert str(got.value) == str(wanted.value)
+    assert_launch_agrees(function, case)
 
 
 @pytest.mark.parametrize("op", OPS)
 def test_entry_point_checks_the_device_last(op: str) -> None:
-    if not has_binary():
-        pytest.skip("kestrel_rope has no binary here")
+    skip_without_binary("kestrel_rope")
     with pytest.raises(ValueError, match=f"{op}: argument 'positions': expected a CUDA tensor, got cpu"):
         OPS[op].kernel_op.launch(**good_call(op))
 

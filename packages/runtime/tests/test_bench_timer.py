@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 import torch
+from bench_rows import H200, row
 
 from kestrel_runtime.bench import (
     Benchmark,
@@ -20,17 +21,6 @@ from kestrel_runtime.bench.agreement import difference, disagreements
 from kestrel_runtime.bench.rows import finish, sets_needed
 from kestrel_runtime.bench.show import rate
 
-H200 = "NVIDIA H200"
-ENVIRONMENT = {
-    "gpu": H200,
-    "driver": "580.1",
-    "clocks": {"sm": "1980 MHz", "memory": "3201 MHz", "sm_max": "1980 MHz"},
-    "versions": {"torch": "2.11.0"},
-    "git": "abc",
-    "empty_us": 0.55,
-    "empty_host_us": 3.0,
-}
-
 
 def benchmark(**changes) -> Benchmark:
     fields = {
@@ -44,10 +34,6 @@ def benchmark(**changes) -> Benchmark:
         "operations": lambda shape: 0,
     }
     return Benchmark(**{**fields, **changes})
-
-
-def row(op="rms_norm", shape="2x4", candidate="kestrel", us=2.0, spread=0.1, **others) -> Row:
-    return Row("norm", op, shape, candidate, us=us, p20=us - spread / 2, p80=us + spread / 2, **others)
 
 
 # -- statistics --------------------------------------------------------------------------------------------------------

@@ -27,6 +27,7 @@ from .contract import (
     OPCHECK_TESTS,
     REFUSAL_PATHS,
     BadInput,
+    assert_launch_agrees,
     assert_refused,
     assert_registered,
     assert_rejects,
@@ -36,6 +37,7 @@ from .contract import (
     odd_calls,
     opcheck,
     refusal_params,
+    skip_without_binary,
 )
 from .launches import assert_waits_for_the_launch_before, graph_replay
 from .plugin import kernels_only, pytest_collection_modifyitems, pytest_configure
@@ -49,6 +51,7 @@ __all__ = [
     "BadInput",
     "RandomCase",
     "assert_close_to_f64",
+    "assert_launch_agrees",
     "assert_refused",
     "assert_registered",
     "assert_rejects",
@@ -72,6 +75,7 @@ __all__ = [
     "pytest_collection_modifyitems",
     "pytest_configure",
     "refusal_params",
+    "skip_without_binary",
     "twins",
     "ulp_distance",
 ]
