@@ -20,7 +20,7 @@ from kestrel_runtime.cute_dsl import numeric, pdl, ptx
 from . import scores
 from .formats import E4m3, E5m2
 from .parameters import PrefillScalars, PrefillTensors
-from .prefill_base import Keys, OutputRows, PrefillBase, Visible, Work, divide, once_if
+from .prefill_base import Keys, OutputRows, PrefillBase, Sums, Visible, Work, divide, once_if
 from .scores import LOG2_E, RESCALE_SLACK
 
 
@@ -109,13 +109,8 @@ class Prefill(PrefillBase):
         """Attention of one block of rows. query: the address of its first row."""
         tid, _, _ = cute.arch.thread_idx()
         lane, warp = tid % 32, cute.arch.make_warp_uniform(tid // 32)
-        held, prefix, prefix_tiles, gap, num_tiles = keys.held, work.prefix, work.prefix_tiles, work.gap, work.num_tiles
-
-        warp_position = work.position + warp * self.warp_rows
-        _, all_last = scores.window(warp_position, scalars, held)
-        all_first, warp_end = scores.window(warp_position + self.warp_rows - 1, scalars, held)
-        visible = Visible(all_first, all_last, prefix, cutlass.max(warp_end, prefix), warp_position, held)
-
+        prefix_tiles, gap, num_tiles = work.prefix_tiles, work.gap, work.num_tiles
+        visible = self.visible_to_warp(scalars, keys, work, warp)
         shared = Int32(cute.arch.get_dyn_smem(Float32, alignment=1024).toint())
         words = cutlass.const_expr(self.num_stages * self.warps)
         sExists = Int32(cute.arch.alloc_smem(Uint32, words, alignment=16).toint())
@@ -123,6 +118,7 @@ class Prefill(PrefillBase):
         rOut = cute.make_rmem_tensor(self.row_tiles * self.head_dim // 2, Float32)
         rMax = cute.make_rmem_tensor(2 * self.row_tiles, Float32)
         rSum = cute.make_rmem_tensor(2 * self.row_tiles, Float32)
+        sums = Sums(rOut, rMax, rSum)
         rScore = cute.make_rmem_tensor(self.row_tiles * self.key_tile // 2, Float32)
         rQ = cute.make_rmem_tensor(self.row_tiles * self.head_dim // 4, Uint32)
         rPage = cute.make_rmem_tensor(1, Int32)
@@ -144,11 +140,7 @@ class Prefill(PrefillBase):
         if cutlass.const_expr(self.queries_in_registers):
             ptx.cp_async_wait(1)
             cute.arch.sync_threads()
-            for k in cutlass.range_constexpr(self.head_dim // 16):
-                for m in cutlass.range_constexpr(self.row_tiles):
-                    words = self.read_queries(sQ, m, k, work.query_signs, warp, lane)
-                    for i in cutlass.range_constexpr(4):
-                        rQ[(k * self.row_tiles + m) * 4 + i] = words[i]
+            self.read_all_queries(sQ, rQ, work.query_signs, warp, lane)
 
         scale = cutlass.select_(scalars.softcap > 0.0, Float32(1.0), work.softmax_scale * LOG2_E)
         stage = Int32(0)
@@ -177,7 +169,7 @@ class Prefill(PrefillBase):
                 self.mma_keys(sQ, sK, rQ, rScore, work.query_signs, warp, lane)
                 self.cap(rScore, scalars.softcap, work.softmax_scale)
                 self.mask(rScore, sExists + stage * (4 * self.warps), visible, scalars, first_key, lane)
-                self.softmax(rScore, rMax, rSum, rOut, scale)
+                self.softmax(rScore, sums, scale)
                 self.mma_values(sK + self.tile_bytes, rScore, rOut, lane)
             tile = next_tile
             next_tile = ptx.opaque(after_next)  # saves registers
@@ -189,7 +181,16 @@ class Prefill(PrefillBase):
             tid = ptx.opaque(tid)
             lane, warp = tid % 32, cute.arch.make_warp_uniform(tid // 32)
         at_out = OutputRows(block=work.out_block, first_row=work.out_row, head=work.head)
-        self.epilogue(tensors, scalars, work.v_scale, rOut, rMax, rSum, scale, shared, work.rows, at_out, warp, lane)
+        self.epilogue(tensors, scalars, work.v_scale, sums, scale, shared, work.rows, at_out, warp, lane)
+
+    @cute.jit
+    def visible_to_warp(self, scalars, keys: Keys, work: Work, warp):
+        """The keys that the rows of a warp see."""
+        held, prefix = keys.held, work.prefix
+        warp_position = work.position + warp * self.warp_rows
+        _, all_last = scores.window(warp_position, scalars, held)
+        all_first, warp_end = scores.window(warp_position + self.warp_rows - 1, scalars, held)
+        return Visible(all_first, all_last, prefix, cutlass.max(warp_end, prefix), warp_position, held)
 
     # -- loads ----------------------------------------------------------------------------------------------------
 
@@ -298,6 +299,15 @@ class Prefill(PrefillBase):
         return [word ^ signs for word in words]
 
     @cute.jit
+    def read_all_queries(self, sQ: Int32, rQ, signs: Uint32, warp, lane):
+        """The A operands of all dims, into registers."""
+        for k in cutlass.range_constexpr(self.head_dim // 16):
+            for m in cutlass.range_constexpr(self.row_tiles):
+                words = self.read_queries(sQ, m, k, signs, warp, lane)
+                for i in cutlass.range_constexpr(4):
+                    rQ[(k * self.row_tiles + m) * 4 + i] = words[i]
+
+    @cute.jit
     def mma_keys(self, sQ: Int32, sK: Int32, rQ, rScore, signs: Uint32, warp, lane):
         """Scores: element 4 (8 m + n) + i is that of row g + i // 2 * 8 of row tile m, key 8 n + 2 t + i % 2."""
         kind = cutlass.const_expr(numeric.ptx_name(self.dtype))
@@ -341,8 +351,9 @@ class Prefill(PrefillBase):
     # -- softmax --------------------------------------------------------------------------------------------------
 
     @cute.jit
-    def softmax(self, rScore, rMax, rSum, rOut, scale: Float32):
+    def softmax(self, rScore, sums: Sums, scale: Float32):
         """Turn scores into weights exp2(scale (score - base)); the base is near the largest score so far."""
+        rOut, rMax, rSum = sums
         rows = cutlass.const_expr(2 * self.row_tiles)
         largest, exceeds = [], []
         for r in cutlass.range_constexpr(rows):

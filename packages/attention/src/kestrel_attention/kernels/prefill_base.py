@@ -95,6 +95,14 @@ class OutputRows(NamedTuple):
     head: Int32
 
 
+class Sums(NamedTuple):
+    """A thread's sums over keys, in registers, laid out as above."""
+
+    rOut: cute.Tensor
+    rMax: cute.Tensor  # of each row, the score that its weights are relative to
+    rSum: cute.Tensor  # of each row's weights
+
+
 @dataclass(frozen=True)
 class PrefillBase:
     """The compile-time parameters of both kernels."""
@@ -417,9 +425,10 @@ class PrefillBase:
 
     @cute.jit
     def epilogue(
-        self, tensors, scalars, v_scale, rOut, rMax, rSum, scale, shared: Int32, rows, at_out: OutputRows, warp, lane
+        self, tensors, scalars, v_scale, sums: Sums, scale, shared: Int32, rows, at_out: OutputRows, warp, lane
     ):
         """Store the LSE and, through shared memory, the normalised rows."""
+        rOut, rMax, rSum = sums
         kind = cutlass.const_expr(numeric.ptx_name(self.dtype))
         mOut = tensors.mOut
         block, first_row, head = at_out.block, at_out.first_row, at_out.head

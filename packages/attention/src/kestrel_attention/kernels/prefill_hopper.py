@@ -18,7 +18,7 @@ from kestrel_runtime.cute_dsl import hopper, numeric, pdl, ptx
 
 from . import scores
 from .parameters import PrefillScalars, PrefillTensors
-from .prefill_base import OutputRows, Visible, Work, once_if
+from .prefill_base import OutputRows, Sums, Visible, Work, once_if
 from .prefill_hopper_producer import PRODUCERS, WARPGROUP_ROWS, WORK_BYTES, WORK_TYPES, HopperProducer, Pipe
 from .scores import LOG2_E, RESCALE_SLACK
 
@@ -53,6 +53,23 @@ class PrefillHopper(HopperProducer):
         tid, _, _ = cute.arch.thread_idx()
         first, _, _ = cute.arch.block_idx()
         step, _, _ = cute.arch.grid_dim()
+        pipe = self.lay_out_shared_memory()
+        if tid == 0:
+            self.init_barriers(pipe)
+        if cutlass.const_expr(self.pdl):
+            pdl.wait()
+            pdl.trigger()
+        cute.arch.sync_threads()
+        warpgroup = cute.arch.make_warp_uniform(tid // 128)
+        if warpgroup == 0:
+            hopper.registers_down(self.producer_registers)
+            self.produce(tensors, scalars, pipe, row_blocks, batch, first, step, count)
+        else:
+            hopper.registers_up(self.consumer_registers)
+            self.consume(tensors, scalars, pipe, warpgroup - 1)
+
+    @cute.jit
+    def lay_out_shared_memory(self) -> Pipe:
         shared = Int32(cute.arch.get_dyn_smem(Float32, alignment=1024).toint())
         buffers, stages = cutlass.const_expr((self.query_buffers, self.num_stages))
         words = cutlass.const_expr(4 * buffers + 8 * stages + 2 * stages * self.warps + buffers * WORK_BYTES // 4)
@@ -61,7 +78,7 @@ class PrefillHopper(HopperProducer):
         barriers = exists + 8 * stages * self.warps
         of_keys = barriers + 16 * buffers
         keys = shared + buffers * self.buffer_bytes
-        pipe = Pipe(
+        return Pipe(
             queries=shared,
             keys=keys,
             values=keys + stages * self.tile_bytes,
@@ -75,27 +92,18 @@ class PrefillHopper(HopperProducer):
             exists=exists,
             works=works,
         )
-        if tid == 0:
-            for i in cutlass.range_constexpr(buffers):
-                hopper.mbarrier_init(pipe.queries_full + 8 * i, PRODUCERS + 1)
-                hopper.mbarrier_init(pipe.queries_empty + 8 * i, 4 * self.consumers)
-            for i in cutlass.range_constexpr(stages):
-                hopper.mbarrier_init(pipe.keys_full + 8 * i, PRODUCERS + self.warps)
-                hopper.mbarrier_init(pipe.values_full + 8 * i, PRODUCERS)
-                hopper.mbarrier_init(pipe.keys_empty + 8 * i, 4 * self.consumers)
-                hopper.mbarrier_init(pipe.values_empty + 8 * i, 4 * self.consumers)
-            cute.arch.mbarrier_init_fence()
-        if cutlass.const_expr(self.pdl):
-            pdl.wait()
-            pdl.trigger()
-        cute.arch.sync_threads()
-        warpgroup = cute.arch.make_warp_uniform(tid // 128)
-        if warpgroup == 0:
-            hopper.registers_down(self.producer_registers)
-            self.produce(tensors, scalars, pipe, row_blocks, batch, first, step, count)
-        else:
-            hopper.registers_up(self.consumer_registers)
-            self.consume(tensors, scalars, pipe, warpgroup - 1)
+
+    @cute.jit
+    def init_barriers(self, pipe: Pipe):
+        for i in cutlass.range_constexpr(self.query_buffers):
+            hopper.mbarrier_init(pipe.queries_full + 8 * i, PRODUCERS + 1)
+            hopper.mbarrier_init(pipe.queries_empty + 8 * i, 4 * self.consumers)
+        for i in cutlass.range_constexpr(self.num_stages):
+            hopper.mbarrier_init(pipe.keys_full + 8 * i, PRODUCERS + self.warps)
+            hopper.mbarrier_init(pipe.values_full + 8 * i, PRODUCERS)
+            hopper.mbarrier_init(pipe.keys_empty + 8 * i, 4 * self.consumers)
+            hopper.mbarrier_init(pipe.values_empty + 8 * i, 4 * self.consumers)
+        cute.arch.mbarrier_init_fence()
 
     @cute.jit
     def read_work(self, address: Int32):
@@ -118,7 +126,8 @@ class PrefillHopper(HopperProducer):
         rOut = cute.make_rmem_tensor(self.head_dim // 2, Float32)
         rMax = cute.make_rmem_tensor(2, Float32)
         rSum = cute.make_rmem_tensor(2, Float32)
-        used = Int32(0)
+        sums = Sums(rOut, rMax, rSum)
+        used = Int32(0)  # tiles of keys so far, which give stage and parity
         works = Int32(0)
         hopper.mbarrier_wait(pipe.queries_full, Int32(0))
         work = self.read_work(pipe.works)
@@ -138,16 +147,16 @@ class PrefillHopper(HopperProducer):
                 _, all_last = scores.window(warp_position, scalars, work.held)
                 all_first, _ = scores.window(warp_position + 15, scalars, work.held)
                 visible = Visible(all_first, all_last, work.prefix, Int32(0), warp_position, work.held)
-                self.main_loop(pipe, scalars, work, visible, sQ, used, scale, rOut, rMax, rSum, lane, warpgroup)
+                self.main_loop(pipe, scalars, work, visible, sQ, used, scale, sums, lane)
                 used += num_tiles
             hopper.named_barrier(1 + warpgroup, 128)
             row = warpgroup * WARPGROUP_ROWS
             at_out = OutputRows(block=work.out_block, first_row=work.out_row + row, head=work.head)
             rows = work.rows - row
             if work.partial < 0:
-                self.epilogue(tensors, scalars, work.v_scale, rOut, rMax, rSum, scale, sQ, rows, at_out, warp, lane)
+                self.epilogue(tensors, scalars, work.v_scale, sums, scale, sQ, rows, at_out, warp, lane)
             else:
-                self.store_partial(tensors, work, rOut, rMax, rSum, scale, row + 16 * warp, lane)
+                self.store_partial(tensors, work, sums, scale, row + 16 * warp, lane)
             cute.arch.sync_warp()
             self.release(pipe.queries_empty, buffer, lane)
             works += 1
@@ -157,8 +166,9 @@ class PrefillHopper(HopperProducer):
             num_tiles = cute.arch.make_warp_uniform(num_tiles)
 
     @cute.jit
-    def store_partial(self, tensors, work: Work, rOut, rMax, rSum, scale, first_row, lane):
+    def store_partial(self, tensors, work: Work, sums: Sums, scale, first_row, lane):
         """Store the normalised rows of a split in float32, and their LSE."""
+        rOut, rMax, rSum = sums
         mQ = tensors.mQ
         g, t = lane // 4, lane % 4
         for r in cutlass.range_constexpr(2):
@@ -190,7 +200,9 @@ class PrefillHopper(HopperProducer):
             hopper.named_barrier(1 + warpgroup, 128)
 
     @cute.jit
-    def main_loop(self, pipe, scalars, work, visible, sQ, used, scale, rOut, rMax, rSum, lane, warpgroup):
+    def main_loop(self, pipe: Pipe, scalars, work: Work, visible: Visible, sQ, used, scale, sums: Sums, lane):
+        """Add the tiles of a work item to sums: S of tile n is computed together with P V of tile n - 1."""
+        rOut = sums.rOut
         rScore = cute.make_rmem_tensor(self.key_tile // 2, Float32)
         rP = cute.make_rmem_tensor(self.key_tile // 4, Uint32)
         rFactor = cute.make_rmem_tensor(2, Float32)
@@ -202,7 +214,7 @@ class PrefillHopper(HopperProducer):
         self.order(rScore)
         self.release(pipe.keys_empty, stage, lane)
         tile = self.tile_at(work, Int32(0))
-        self.softmax(pipe, scalars, visible, work, rScore, rMax, rSum, rFactor, scale, tile, used, lane)
+        self.softmax(pipe, scalars, visible, work, rScore, sums, rFactor, scale, tile, used, lane)
         self.pack(rScore, rP)
         n = Int32(1)
         while n < work.num_tiles:
@@ -218,9 +230,8 @@ class PrefillHopper(HopperProducer):
             hopper.wgmma_wait(1)
             self.order(rScore)
             self.release(pipe.keys_empty, stage, lane)
-            self.softmax(
-                pipe, scalars, visible, work, rScore, rMax, rSum, rFactor, scale, self.tile_at(work, n), at, lane
-            )
+            tile = self.tile_at(work, n)
+            self.softmax(pipe, scalars, visible, work, rScore, sums, rFactor, scale, tile, at, lane)
             hopper.wgmma_wait(0)
             self.order(rOut)
             self.release(pipe.values_empty, last_stage, lane)
@@ -291,8 +302,14 @@ class PrefillHopper(HopperProducer):
             rP[i] = ptx.pack_f32x2(rScore[2 * i], rScore[2 * i + 1], kind)
 
     @cute.jit
-    def softmax(self, pipe, scalars, visible, work, rScore, rMax, rSum, rFactor, scale, tile, at, lane):
-        """Turn scores into weights exp2(scale (score - base)); rFactor rescales the previous sums and results."""
+    def softmax(
+        self, pipe: Pipe, scalars, visible: Visible, work: Work, rScore, sums: Sums, rFactor, scale, tile, at, lane
+    ):
+        """Turn scores into weights exp2(scale (score - base)); rFactor rescales the previous sums and results.
+
+        tile: of keys; at: how many tiles the warpgroup has visited before it.
+        """
+        rMax, rSum = sums.rMax, sums.rSum
         self.cap(rScore, scalars.softcap, work.softmax_scale)
         exists = pipe.exists + 4 * self.warps * (at % (2 * self.num_stages))
         self.mask(rScore, exists, visible, scalars, tile * self.key_tile, lane)
@@ -310,14 +327,14 @@ class PrefillHopper(HopperProducer):
             rMax[r] = cutlass.select_(exceed, highest, rMax[r])
             rFactor[r] = factor
             base = cutlass.select_(rMax[r] == -Float32.inf, Float32(0.0), -(rMax[r] * scale))
-            sums = [rSum[r] * factor, Float32(0.0)]
+            totals = [rSum[r] * factor, Float32(0.0)]
             for n in cutlass.range_constexpr(self.key_tile // 8):
                 for e in cutlass.range_constexpr(2):
                     i = cutlass.const_expr(4 * n + 2 * r + e)
                     weight = ptx.exp2_approx(ptx.fma(rScore[i], scale, base))
-                    sums[e] += weight
+                    totals[e] += weight
                     rScore[i] = weight
-            rSum[r] = sums[0] + sums[1]
+            rSum[r] = totals[0] + totals[1]
 
     @cute.jit
     def rescale(self, rOut, rFactor):

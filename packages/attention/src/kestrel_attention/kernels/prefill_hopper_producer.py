@@ -26,14 +26,17 @@ WARPGROUP_ROWS = 64
 
 
 class Pipe(NamedTuple):
-    """Addresses in shared memory. Barriers are mbarriers, one per buffer or stage."""
+    """Addresses in shared memory. Barriers are mbarriers, one per buffer or stage.
+
+    An empty barrier waits for every consumer warp, a full one for the copies of all producer threads.
+    """
 
     queries: Int32
     keys: Int32
     values: Int32
-    queries_full: Int32
+    queries_full: Int32  # also waits for the Work, an arrival of one thread
     queries_empty: Int32
-    keys_full: Int32
+    keys_full: Int32  # also waits for the words of ``exists``, an arrival of each producer warp
     keys_empty: Int32
     values_full: Int32
     values_empty: Int32
