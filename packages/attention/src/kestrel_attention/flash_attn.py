@@ -48,7 +48,7 @@ def flash_attn_func(
     sinks: float32, bf16 or fp16 [H]: one more logit of each head in the sum of exponentials, without a value. The LSE
         includes it; it is that of a query that sees no key.
     return_lse: also return the natural log of the sum of exponentials, float32 [B, H, Sq].
-    out: where to write the result, of its shape and dtype; may be q. Default: a new tensor.
+    out: where to write the result, of its shape and dtype; may be q, and overlaps nothing else. Default: a new tensor.
 
     Returns out [B, Sq, H, D] in q's dtype (bf16 for FP8), or (out, lse). Accumulation in float32, one rounding. A query
     that sees no key gives 0 and LSE -inf. A NaN or inf in a value may reach all queries of its sequence and KV head,
