@@ -120,15 +120,10 @@ class _Applied:
         self.left[f"{type(module).__name__} ({reason})"] += 1
 
     def set(self, config: Any, name: str) -> None:
-        """Name this library in a property of a transformers config whose value is stored as `<name>_internal`.
-
-        A config that names it already belongs to another changed model too, whose `restore` sets it back.
-        """
+        """Name this library in a property of a transformers config whose value is stored as `<name>_internal`."""
         stored = f"{name}_internal"
-        found = getattr(config, stored)
-        if found != masks.NAME:
-            self.settings.append((config, stored, found))
-            setattr(config, stored, masks.NAME)
+        self.settings.append((config, stored, getattr(config, stored)))
+        setattr(config, stored, masks.NAME)
 
     def undo(self) -> None:
         for module in self.modules:
@@ -136,7 +131,7 @@ class _Applied:
         for fused in self.fused:
             fused.split()
         for config, name, value in reversed(self.settings):
-            if getattr(config, name) == masks.NAME:  # not what the caller chose later
+            if getattr(config, name) == masks.NAME:  # else the caller, or another model's restore, set it since
                 setattr(config, name, value)
 
     def __setstate__(self, state: dict[str, Any]) -> None:

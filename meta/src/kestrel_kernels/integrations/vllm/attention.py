@@ -73,8 +73,9 @@ class Builder(AttentionMetadataBuilder[Metadata]):
         decodes, prefills, decode_tokens, _ = split_decodes_and_prefills(batch, decode_threshold=1)
         prompts, key_starts = None, None
         if prefills and self.kv_cache_spec.kv_quant_mode.is_per_token_head:
-            known = batch.seq_lens_cpu_upper_bound  # exact for these sequences
-            prompts = (batch.seq_lens if known is None else known)[decodes : decodes + prefills].tolist()
+            known = batch.seq_lens_cpu_upper_bound  # exact for these sequences, but for drafts
+            is_known = known is not None and self.vllm_config.speculative_config is None
+            prompts = (known if is_known else batch.seq_lens)[decodes : decodes + prefills].tolist()
             ends = list(itertools.accumulate(prompts, initial=0))
             key_starts = torch.tensor(ends, dtype=torch.int32, device=batch.seq_lens.device)
         return Metadata(
@@ -278,6 +279,7 @@ class Impl(AttentionImpl[Metadata]):
     ) -> None:
         """Prefill kernels do not read INT8 pages: the keys of each sequence are gathered first, as values."""
         assert batch.prompts is not None
+        assert batch.starts is not None
         tables = batch.block_table[batch.decodes :]
         gathered = [
             gather_cache(keys, values, table, length, dtype=query.dtype, **scales)
