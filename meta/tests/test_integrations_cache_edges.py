@@ -132,3 +132,22 @@ def test_a_long_second_prompt_sees_what_single_tokens_see(tiny_transformer, monk
         assert cache.lengths.tolist() == mask.sum(1).tolist()
         found.append(torch.cat(parts, 1)[mask.bool()])
     assert (found[0] - found[1]).norm() <= FLIPPED[kind] * found[1].norm()
+
+
+@pytest.mark.parametrize("left", [False, True])
+def test_crop_refuses_padding_among_single_steps(model, left):
+    ids, mask = ids_of(2, 7), torch.ones(2, 9, dtype=torch.long)
+    mask[0, 0] = 0 if left else 1
+    mask[1, 7] = 0  # the first of two single tokens is padding in one row alone
+    cache = KestrelCache(model.config, max_tokens=20)
+    with torch.no_grad():
+        for start, stop in ((0, 7), (7, 8), (8, 9)):
+            options = {"attention_mask": mask[:, :stop], "position_ids": mask[:, :stop].cumsum(1)[:, start:] - 1}
+            model(ids[:, : stop - start], past_key_values=cache, **options)
+    kept = cache.lengths.tolist()
+    with pytest.raises(ValueError, match="crop: expected sequences without padding among the tokens of single steps"):
+        cache.crop(-1)
+    assert cache.lengths.tolist() == kept
+    cache.batch_select_indices(torch.tensor([0]))  # the row without such padding
+    cache.crop(-1)
+    assert cache.lengths.tolist() == [kept[0] - 1]

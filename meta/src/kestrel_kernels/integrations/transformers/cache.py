@@ -99,6 +99,7 @@ class KestrelCache(Cache):
         self._rows = max_batch
         self._batch: int | None = None
         self._padded_until = 0
+        self._padding: Tensor | int = 0  # tokens of each sequence that were padding, without steps of one token
         self._step: Step | None = None
         self._lengths: Tensor | None = None
         self._table: Tensor | None = None
@@ -146,7 +147,7 @@ class KestrelCache(Cache):
 
     def reset(self) -> None:
         """Forget all sequences; the memory stays."""
-        self._step, self._batch, self._padded_until = None, None, 0
+        self._step, self._batch, self._padded_until, self._padding = None, None, 0, 0
         if self._lengths is not None:
             self._lengths.zero_()
         for layer in self._pages:
@@ -162,6 +163,11 @@ class KestrelCache(Cache):
             raise ValueError(
                 f"KestrelCache: crop: expected at least {self._padded_until} tokens to stay, as padding lies before "
                 f"them, got {seen - removed}"
+            )
+        if removed < seen and not bool((seen - self.lengths == self._padding).all()):
+            raise ValueError(
+                f"KestrelCache: crop: expected sequences without padding among the tokens of single steps, got {seen} "
+                f"tokens with padding, of which {seen - removed} should stay"
             )
         if self.kv_cache == "int4" and seen > removed and bool((self.lengths % INT4_PAGE < removed).any()):
             raise ValueError(
@@ -194,6 +200,8 @@ class KestrelCache(Cache):
                 f"KestrelCache: max_batch: expected at least {batch} sequences, got {self._lengths.numel()}"
             )
         self._lengths[:batch] = self._lengths[indices]
+        if isinstance(self._padding, Tensor):
+            self._padding = self._padding[indices]
         for layer in self._pages:
             if layer.pages is not None:
                 for x in layer.pages.block_tensors:
@@ -240,8 +248,9 @@ class KestrelCache(Cache):
             return Step(start, count, lengths, valid, valid[:, 0].to(torch.int32))
         if bool(valid.all()):
             return Step(start, count, self.lengths, None, count)
-        self._padded_until = start + count
-        return Step(start, count, self.lengths, valid, valid.sum(1, dtype=torch.int32))
+        stored = valid.sum(1, dtype=torch.int32)
+        self._padded_until, self._padding = start + count, self._padding + count - stored
+        return Step(start, count, self.lengths, valid, stored)
 
     def slots(self, step: Step) -> tuple[Tensor, Tensor]:
         """Slots [B * count] of a step's tokens, -1 for padding, and their sequences."""
