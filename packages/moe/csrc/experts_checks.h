@@ -85,6 +85,67 @@ inline void check_result(const Checks& check, const TensorView& out, DLDataType 
   check.disjoint("out", out);
 }
 
+// The arguments of fused_experts that do not come from an alignment. Returns the gate of `activation`.
+inline Gate check_fused_experts(const Checks& check, const TensorView& out, const TensorView& scratch,
+                                const TensorView& hidden, const TensorView& w1, const TensorView& w2,
+                                const TensorView& topk_weights, const TensorView& topk_ids,
+                                const OptionalTensor& w1_scale, const OptionalTensor& w2_scale,
+                                const OptionalTensor& expert_map, const AnyView& activation) {
+  check.dtype("hidden", hidden, {kBFloat16, kFloat16, kFloat32});
+  check.rank("hidden", hidden, 2, 2);
+  check.last_contiguous("hidden", hidden);
+  const int64_t tokens = hidden.size(0), width = hidden.size(1);
+  if (width == 0) {
+    check.fail("hidden", "shape [T, Hd] with Hd at least 1", "shape " + shape_text(hidden.shape().data(), 2));
+  }
+  const int64_t w1_shape[3] = {kAny, kAny, width};
+  check.dtype("w1", w1, {kBFloat16, kFloat16, kFloat32, kFloat8E4M3});
+  check.rank("w1", w1, 3, 3);
+  check.last_contiguous("w1", w1);
+  check.shape("w1", w1, w1_shape, 3);
+  const int64_t experts = w1.size(0), inner = w1.size(1) / 2, w2_shape[3] = {experts, width, inner};
+  if (experts == 0 || inner == 0 || w1.size(1) % 2) {
+    check.fail("w1", "shape [E, 2I, Hd] with E and I at least 1", "shape " + shape_text(w1.shape().data(), 3));
+  }
+  const bool fp8 = same_dtype(w1.dtype(), kFloat8E4M3);
+  if (!fp8) check.same_dtype("w1", w1, "hidden", hidden);
+  check.rank("w2", w2, 3, 3);
+  check.last_contiguous("w2", w2);
+  check.same_dtype("w2", w2, "w1", w1);
+  check.shape("w2", w2, w2_shape, 3);
+  check.dtype("topk_weights", topk_weights, {kFloat32});
+  check.rank("topk_weights", topk_weights, 2, 2);
+  check.last_contiguous("topk_weights", topk_weights);
+  const int64_t pairs_shape[2] = {tokens, topk_weights.size(1)};
+  check.shape("topk_weights", topk_weights, pairs_shape, 2);
+  check.dtype("topk_ids", topk_ids, {kInt32, kInt64});
+  check.rank("topk_ids", topk_ids, 2, 2);
+  check.last_contiguous("topk_ids", topk_ids);
+  check.shape("topk_ids", topk_ids, pairs_shape, 2);
+  const std::string name = check.choice("activation", activation, {"gelu_residual", "silu_and_mul", "gelu_and_mul"});
+  check_weight_scale(check, "w1_scale", w1_scale, w1);
+  check_weight_scale(check, "w2_scale", w2_scale, w2);
+  if (expert_map.has_value()) {
+    check.dtype("expert_map", *expert_map, {kInt32});
+    check.rank("expert_map", *expert_map, 1, 1);
+    check.last_contiguous("expert_map", *expert_map);
+  }
+  check_result(check, out, hidden.dtype(), {tokens, width});
+  check_memory(check, {{"hidden", hidden},
+                       {"w1", w1},
+                       {"w2", w2},
+                       {"topk_weights", topk_weights},
+                       {"topk_ids", topk_ids},
+                       {"w1_scale", w1_scale},
+                       {"w2_scale", w2_scale},
+                       {"expert_map", expert_map},
+                       {"out", out, /*written=*/true},
+                       {"scratch", scratch}});
+  return name == "gelu_residual"  ? Gate::gelu_residual
+         : name == "silu_and_mul" ? Gate::silu_and_mul
+                                  : Gate::gelu_and_mul;
+}
+
 // The kernels copy rows 16 bytes at a time.
 inline void require_packs(const char* name, const TensorView& t) {
   bool fits = aligned16(address(t));

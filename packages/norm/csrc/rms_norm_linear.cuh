@@ -93,7 +93,7 @@ __global__ void __launch_bounds__(kLinearThreads, LinearTile<TOKEN_TILES>::min_c
   const int clusters = gridDim.x / p.slices, row_of_warp = warp % kRowWarps * (16 * kRowTiles);
   const int first_block = static_cast<int>(int64_t{p.blocks} * slice / p.slices);
   const int blocks = static_cast<int>(int64_t{p.blocks} * (slice + 1) / p.slices) - first_block;
-  const int k_warp = warp / kRowWarps;                                       // of two, which take every second block of K
+  const int k_warp = warp / kRowWarps;                                       // of two, each for every second block of K
   const int blocks_of_warp = (blocks - k_warp + kWarpsOfK - 1) / kWarpsOfK;  // k_warp, k_warp + 2, ...
   const bool remote = p.slices > 1;
   __shared__ uint64_t received[2], received_squares;
