@@ -137,6 +137,10 @@ void w4a16_linear(TensorView out, TensorView x, TensorView codes, TensorView sca
     check.shape("bias", *bias, &rows, 1);
     check.last_contiguous("bias", *bias);
   }
+  if (partial.has_value()) {
+    check.dtype("partial", *partial, {kFloat32});
+    check.contiguous("partial", *partial);
+  }
   check.dtype("out", out, {x.dtype()});
   check.shape("out", out, out_shape, 2);
   check.last_contiguous("out", out);
@@ -164,6 +168,7 @@ void w4a16_linear(TensorView out, TensorView x, TensorView codes, TensorView sca
   if (partial.has_value()) {
     if ((*partial).numel() < kMaxSplits * tokens * rows) unsupported("too little scratch memory");
     p.partial = reinterpret_cast<float*>(address(*partial));
+    if (!aligned16(p.partial)) unsupported("scratch memory that is not aligned to 16 bytes");
   }
   same_dtype(x.dtype(), kBFloat16) ? launch_linear<__nv_bfloat16>(p, device) : launch_linear<__half>(p, device);
 }
