@@ -355,7 +355,8 @@ def assert_compiles(function: Callable[[torch.Tensor], list[torch.Tensor]], x: t
 ELSEWHERE = {
     "no tensor", "None", "number as bound", "number as scale", "no scale", "bound elsewhere", "scale elsewhere",
     # refused by the public function, which chooses between two entry points
-    "scale and bound", "scale and group", "scale, column-major", "unknown with scale", "flag as text",
+    "scale and bound", "scale and group", "scale, column-major", "unknown with scale", "flag as text", "an array",
+    "an array with scale",
     # FP8 codes cross as bytes, and the dtype of a result as the result
     "floats", "e5m2", "to integers", "to float64", "out of other dtype",
 }  # fmt: skip
