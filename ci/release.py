@@ -85,7 +85,7 @@ def rebuild(session: nox.Session, tools: Environment, wheels: Sequence[Wheel]) -
     """Every wheel with a binary comes out byte-identical from its sdist alone, built in another folder.
 
     Those named in the matrix are built in isolation, as pip does it (with nothing but what their pyproject requires).
-    All are built for few architectures, so that the session takes no hour.
+    All are built for one architecture, which compiles fastest: what could differ is in names, paths and times.
     """
     binaries = sorted((each for each in wheels if has_binary(each.path)), key=lambda each: -each.path.stat().st_size)
     packages, archs = [wheel.package for wheel in binaries], MATRIX["rebuilt_for"]
