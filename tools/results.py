@@ -23,6 +23,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from kestrel_runtime.bench.definition import kind_of
+from kestrel_runtime.bench.limits import TARGET_GPU
 from kestrel_runtime.bench.report import Environment, Report, Row, file_name
 from kestrel_runtime.bench.show import number, rate
 
@@ -44,7 +45,10 @@ OTHER_COLOURS = ("#56B4E9", "#F0E442", "#A6761D", "#66A61E", "#7570B3", "#E7298A
 
 
 def reports(package: Path) -> list[tuple[Path, Report]]:
-    """The results of a package, one file per GPU. Other JSON files in the folder are records of experiments."""
+    """The results of a package, one file per GPU, the GPU of the targets first.
+
+    Other JSON files in the folder are records of experiments.
+    """
     found = []
     for path in sorted(package.glob("results/*.json")):
         try:
@@ -53,7 +57,7 @@ def reports(package: Path) -> list[tuple[Path, Report]]:
             continue
         if path.name == file_name(report.gpu):
             found.append((path, report))
-    return found
+    return sorted(found, key=lambda each: each[1].gpu != TARGET_GPU)
 
 
 def ops(report: Report) -> dict[str, list[Row]]:

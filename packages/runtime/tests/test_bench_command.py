@@ -206,6 +206,14 @@ def test_a_run_writes_prints_and_records(tmp_path, fake_gpu, capsys):
     assert "RuntimeError: broken" in printed
 
 
+def test_rows_of_another_gpu_than_that_of_the_targets_have_none(tmp_path, fake_gpu, monkeypatch):
+    write_definition(tmp_path, more="def candidates(): return dict.fromkeys(('kestrel', 'torch'), print)\n")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100 80GB HBM3")
+    out = tmp_path / "x.json"
+    assert main(["norm", "--checkout", str(tmp_path), "--out", str(out)]) == 0
+    assert [(each.us, each.target_us) for each in Report.read(out).rows] == [(1.0, None), (4.0, None)]
+
+
 @pytest.fixture
 def three_shapes(tmp_path, fake_gpu):
     """A checkout with an op of three shapes, and a report of it at 5 us."""

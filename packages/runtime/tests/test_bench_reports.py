@@ -130,7 +130,7 @@ def test_the_part_of_one_family_is_a_report_of_its_own():
     ("gpu", "name"),
     [
         (H200, "h200.json"),
-        ("NVIDIA H100 80GB HBM3", "h100_80gb_hbm3.json"),
+        ("NVIDIA H100 80GB HBM3", "h100.json"),
         ("NVIDIA GeForce RTX 4090", "rtx_4090.json"),
     ],
 )

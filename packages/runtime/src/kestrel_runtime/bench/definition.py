@@ -2,7 +2,7 @@
 
 Such a file holds
 
-    TARGETS     {shape name: target in microseconds, or None}
+    TARGETS     {shape name: target in microseconds on an H200, or None}
     make        (shape, count) -> list of `count` tuples of arguments, random, including the tensors to write
     set_bytes   (shape) -> bytes of one tuple that must not be in L2 when the tuple repeats
     traffic     (shape) -> bytes that one call moves: each input once, each output once

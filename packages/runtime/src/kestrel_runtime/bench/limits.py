@@ -22,7 +22,13 @@ class Limit:
 
 LIMITS = {
     "NVIDIA H200": Limit(launch_us=1.05, bytes_per_us=4.3e6, operations_per_us={"bf16": 705e6, "fp8": 1430e6}),
+    "NVIDIA H100 80GB HBM3": Limit(
+        launch_us=1.02, bytes_per_us=3.0e6, operations_per_us={"bf16": 774e6, "fp8": 1439e6}
+    ),
 }
+
+TARGET_GPU = "NVIDIA H200"
+"""The GPU of the targets in the definitions; rows of other GPUs have no target."""
 
 
 def limit_of(gpu: str) -> Limit | None:

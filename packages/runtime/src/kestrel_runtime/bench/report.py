@@ -215,10 +215,10 @@ def slower(rows: Sequence[Row], before: Sequence[Row]) -> list[Slower]:
 def file_name(gpu: str) -> str:
     """The name of a GPU's results file.
 
-    >>> file_name("NVIDIA H200"), file_name("NVIDIA GeForce RTX 4090")
-    ('h200.json', 'rtx_4090.json')
+    >>> file_name("NVIDIA H100 80GB HBM3"), file_name("NVIDIA GeForce RTX 4090")
+    ('h100.json', 'rtx_4090.json')
     """
-    short = re.sub(r"\b(NVIDIA|GeForce|Tesla)\b", "", gpu)
+    short = re.sub(r"\b(NVIDIA|GeForce|Tesla|\d+GB HBM\d\w*)\b", "", gpu)
     return f"{'_'.join(re.findall('[a-z0-9]+', short.lower())) or 'gpu'}.json"
 
 

@@ -12,7 +12,7 @@ import torch
 from ..errors import KestrelFallbackWarning
 from .agreement import disagreements
 from .definition import OURS, Benchmark, Call, Set, forget_compiled, kind_of
-from .limits import limit_of, limit_us
+from .limits import TARGET_GPU, limit_of, limit_us
 from .report import Row
 from .timer import REPLAYS, Timed, empty_launch, host_us, time_candidates
 
@@ -87,6 +87,7 @@ def _measure_shape(
     for name in candidates:
         timed = Timed(None, failed=refused[name]) if name in refused else times[name]
         first = name == next(iter(candidates)) and kind_of(name) == "ours"
+        with_target = first and torch.cuda.get_device_name() == TARGET_GPU
         eager, bare = {"eager": candidates[name]}, _bare(benchmark, first)
         host = _host({**eager, **bare}, sets[0], timed) or (_host(eager, sets[0], timed) if bare else {})
         figures = timed.figures
@@ -103,8 +104,8 @@ def _measure_shape(
             cold=cold,
             sets=len(sets),
             calls=timed.calls,
-            target_us=target if first else None,
-            target_of=benchmark.target_of.get(shape) if first else None,
+            target_us=target if with_target else None,
+            target_of=benchmark.target_of.get(shape) if with_target else None,
             empty_us=empty.us if empty else None,
             host_us=host.get("eager"),
             bare_host_us=host.get("bare"),
