@@ -32,9 +32,10 @@ __device__ __forceinline__ float exp2_poly(float x) {
 constexpr int kTile = 128;  // elements that a warp processes together, four a lane
 
 // The mass of an element is its weight times a power of two, rounded to an integer below 2^43. No sum over a row
-// reaches 2^60. Rows whose largest weight lies in [2^-17, 1] use one common power, so that their masses can be summed
-// before the largest weight is known.
-__device__ __forceinline__ int mass_bits(int length) { return 60 - max(17, 32 - __clz(length)); }
+// reaches 2^60. Rows whose largest weight lies in [2^-length_bits, 1], that is all distributions, use one common power,
+// so that their masses can be summed before the largest weight is known.
+__device__ __forceinline__ int length_bits(int length) { return max(17, 32 - __clz(length)); }
+__device__ __forceinline__ int mass_bits(int length) { return 60 - length_bits(length); }
 
 // What a row holds. Scores are only ordered; they have no weight.
 enum class Kind { probs, logits, scores };
@@ -85,14 +86,16 @@ struct WeightFn {
     return __int_as_float((mass_bits(length) - exponent - 20 + 127) << 23);
   }
   // Whether the common power applies to this row, whose `top` is known and at least 2^-86.
-  __device__ __forceinline__ bool is_common() const { return logits || (top >= 0x1p-17f && top <= 1.f); }
+  __device__ __forceinline__ bool is_common(int length) const {
+    return logits || (top >= __int_as_float((127 - length_bits(length)) << 23) && top <= 1.f);
+  }
   __device__ __forceinline__ void set_common(int length) {
     scale = scale_of(length, 1);
     anchor = __float_as_int(1.f);
   }
   __device__ __forceinline__ void set_scale(int length) {
     set_common(length);
-    if (is_common()) return;
+    if (is_common(length)) return;
     scale = scale_of(length, (__float_as_int(top) >> 23) - 126);  // 2^exponent is above the largest weight
     anchor = __float_as_int(top);
   }

@@ -408,7 +408,7 @@ __global__ void __launch_bounds__(first_pass == FirstPass::windowed ? kWindowedT
     if (first_warp) p.ids[row_idx] = 0, p.valid[row_idx] = false;
     return;
   }
-  bool has_masses = early && weight_fn.is_common();  // of what remains
+  bool has_masses = early && weight_fn.is_common(p.length);  // of what remains
   has_window = has_window && has_masses;
   if (!has_masses) {
     const float least = clamp_min_p(min_p);

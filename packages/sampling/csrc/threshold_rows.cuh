@@ -160,7 +160,7 @@ __global__ void __launch_bounds__(kSearchThreads, 1) threshold_rows(const __grid
     }
   }
   weight_fn.set_scale(p.length);
-  const bool has_histogram = early && weight_fn.is_common();
+  const bool has_histogram = early && weight_fn.is_common(p.length);
   if (early && !has_histogram) {  // the histogram is discarded
     for (int b = threadIdx.x; b < kBins; b += blockDim.x) scratch->bins[b] = 0;
     __syncthreads();

@@ -205,6 +205,13 @@ def test_the_mass_of_a_row_stays_below_2_to_the_60(width: int, largest: float) -
     assert 2**39 <= int(mass[0, 0]) * width < 2**60
 
 
+@pytest.mark.parametrize("width", [2**17 - 1, 2**17, 151_936, 2**18 - 1])
+def test_a_flat_row_has_the_power_of_two_that_every_distribution_has(width: int) -> None:
+    flat, _ = reference_sampling.integer_mass(torch.full((1, width), 1 / width))
+    one_hot, _ = reference_sampling.integer_mass(torch.nn.functional.one_hot(torch.tensor([0]), width).float())
+    assert int(flat[0, 0]) == round(int(one_hot[0, 0]) * float(torch.tensor(1 / width)))
+
+
 def test_top_p_of_a_row_longer_than_2_to_the_18_counts_exactly() -> None:
     kept = top_p_renorm_probs(torch.ones(1, 2**19), 0.75).nonzero()
     assert kept.shape[0] == 2**18 + 2**17

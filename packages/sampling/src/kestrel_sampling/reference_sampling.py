@@ -3,8 +3,8 @@
 Probabilities become integer masses: a row is scaled by a power of two and rounded to nearest, so that no sum over the
 row reaches 2^60. Sums of integers do not depend on their order, so the split of a row changes neither filters nor
 draws. The power is 2^42 if the largest entry lies in [2^-17, 1], as in nearly every row: a kernel can then sum masses
-before it knows the largest entry. Otherwise the power puts the largest entry just below 2^43. For V >= 2^17 both are
-less, by the bits of V beyond 17. Entries below about 2^-43 have no mass.
+before it knows the largest entry. Otherwise the power puts the largest entry just below 2^43. For V >= 2^17 all three
+exponents are less, by the bits of V beyond 17. Entries below about 2^-43 have no mass.
 
 - mass of a row: the sum of these integers; negative entries count as zero.
 - top-p: entries in descending order of probability, ties to the lower id, while the mass before an entry is below
@@ -280,10 +280,10 @@ def integer_mass(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """float32 [B, V] as int64 [B, V] with sums below 2^60, and which rows have a distribution: finite mass, no NaN."""
     largest = weights.amax(dim=1, keepdim=True)  # NaN if the row holds one
     valid = (largest > 0) & (largest < torch.inf)
-    common = (largest >= 2.0**-17) & (largest <= 1)
+    length_bits = max(17, weights.shape[1].bit_length())
+    common = (largest >= 2.0**-length_bits) & (largest <= 1)
     exponent = torch.frexp(torch.where(valid & ~common, largest, 1.0)).exponent
-    bits = 60 - max(17, weights.shape[1].bit_length())
-    power_of_two = ((bits - exponent + 1023).long() << 52).view(torch.float64)
+    power_of_two = ((60 - length_bits - exponent + 1023).long() << 52).view(torch.float64)
     scaled = torch.where(valid & (weights > 0), weights, 0.0).double() * power_of_two
     return scaled.round().long(), valid.squeeze(1)
 
