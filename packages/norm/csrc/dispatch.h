@@ -123,7 +123,8 @@ bool launch_cluster(const Params& p, int packs, Access access, DLDevice device) 
   const bool aligned = access == Access::aligned16 && !p.float_weight;
   const auto kernel = aligned ? norm_cluster<S, tile.packs_per_lane, tile.max_warps, Access::aligned16>
                               : norm_cluster<S, tile.packs_per_lane, tile.max_warps, Access::unaligned>;
-  launch_pdl(kernel, dim3(p.rows * tile.ctas), dim3(32 * tile.warps(packs)), device, p, 0, tile.ctas);
+  launch_pdl(kernel, dim3(p.rows * tile.ctas), dim3(32 * tile.warps(packs)), device, p, 0, tile.ctas,
+             /*balanced=*/true);
   return true;
 }
 
