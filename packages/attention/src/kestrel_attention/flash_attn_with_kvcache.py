@@ -89,7 +89,8 @@ def flash_attn_with_kvcache(
     e5m2 of other D up to 256 are compiled on first use. More queries, and any number with sinks: caches of their dtype
     and FP8 with such D up to 256. Other calls run by reference. A kernel appends k and v bit for
     bit as the reference does; all memory is allocated before it. Limits of kernels: INT4 takes bf16 queries below
-    2^102, and scores lose precision where key scales are below 2^-11; INT8 value scales below 2^-100 lose precision.
+    2^102, and key scales far below the largest of their page and head lose precision; so do INT8 value scales below
+    2^-100.
     Raises TypeError for a wrong dtype or a missing tensor, ValueError for a wrong shape, stride, range or device,
     UnsupportedError for an INT4 cache with pages of other than 64 slots.
     Semantics: ``flash_attn_with_kvcache`` of flash-attn; INT4: Liu et al., "KIVI", arXiv 2402.02750.
