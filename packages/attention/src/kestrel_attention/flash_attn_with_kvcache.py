@@ -126,11 +126,12 @@ def flash_attn_with_kvcache(
             tensors += (out,)
         try:
             left, right = window_size
-            numbers = (softmax_scale, causal, left, right, softcap, num_splits, prefix)
             table = None if block_table is None else block_table.shape  # grows with the sequences
-            given = (table, k is None, v is None, k_scale is None, v_scale is None, v_scale is k_scale, sinks is None)
-            integers = (k_zero is None, v_zero is None, k_tail is None, seq_ids is None)
-            hot = (q.shape, numbers, *map(type, numbers), given, integers, out is None, out is q)
+            numbers = (softmax_scale, causal, left, right, softcap, num_splits, prefix)
+            types = (type(softmax_scale), type(causal), type(left), type(right), type(softcap), type(num_splits))
+            given = (k is None, v is None, k_scale is None, v_scale is None, v_scale is k_scale, sinks is None)
+            more = (k_zero is None, v_zero is None, k_tail is None, seq_ids is None, out is None, out is q)
+            hot = (q.shape, table, numbers, types, type(prefix), given, more)
             launch = _hot_calls.find(hot, tensors)
         except (AttributeError, TypeError, ValueError):  # an argument of another type, which the checks below name
             hot = None
