@@ -2,9 +2,9 @@
 
 A step processes the 64 keys of a page. K: the code is a subnormal f16; every other code stands four bits higher and is
 multiplied by a sixteenth of the query. A channel's scale is multiplied into the queries once a page, times 2^15 where
-all scales of the page are below 2^-7; the product of its zero with these is what scores start from. V: subnormals too, read from shared memory transposed, so that a register
-holds two keys. Sums of the codes that stand four bits higher are scaled down at the end, where zeros times weights are
-subtracted.
+all scales of the page are below 2^-7; the product of its zero with these is what scores start from. V: subnormals too,
+read from shared memory transposed, so that a register holds two keys. Sums of the codes that stand four bits higher are
+scaled down at the end, where zeros times weights are subtracted.
 """
 
 from __future__ import annotations
