@@ -237,7 +237,8 @@ def effective_queries(q: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """What the INT4 kernel multiplies the keys of each page with, over the channel's scale: float64 [pages, Sq, H, D].
 
     It brings a row of queries below 1 by a power of two, divides odd dims by 16, and multiplies with the scales, each
-    step rounded to f16. Products with codes and zeros are exact; sums are float32.
+    step rounded to f16. Scales of a page and head that are all below 2^-7 are multiplied by 2^15 before. Products with
+    codes and zeros are exact; sums are float32.
 
     q: [Sq, H, D]. scales: f16 [pages, Hk, D].
     """
@@ -247,7 +248,8 @@ def effective_queries(q: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     narrow = (q.double() * factor).half()
     narrow[..., 1::2] = (narrow[..., 1::2].float() / 16).half()
     wide = scales.repeat_interleave(q.shape[1] // scales.shape[1], dim=1)[:, None]  # [pages, 1, H, D]
-    product = (narrow.float() * wide.float()).half().double()
+    wide = wide.float() * torch.where(wide.float().abs().amax(-1, keepdim=True) < 2.0**-7, 2.0**15, 1.0)
+    product = (narrow.float() * wide).half().double()
     product[..., 1::2] *= 16
     return torch.where(wide == 0, 0.0, product / wide.double()) / factor
 

@@ -88,6 +88,18 @@ def test_the_int4_kernel_as_emulated_differs_from_one_with_exact_queries():
     assert max(excess(got, exact(call.q[0], call.decoded(0, rounded=False), {}, 0), {})) > 1
 
 
+@pytest.mark.parametrize("power", [0, 4, 8, 12, 16])
+def test_int4_scores_are_as_precise_with_small_key_scales(power):
+    """The rounding of scaled queries to f16 takes 2^-11 of the deviation of scores, also from scales of 2^-20 on."""
+    call = made("int4", 8, 2, 64, PAGE, (1024,), 1, seed=1, device="cpu")
+    call.caches["k_scale"] *= 2.0**-power
+    held = call.decoded(0, rounded=True)
+    pages = held.keys.repeat_interleave(4, dim=1).unflatten(0, (-1, PAGE))
+    want = torch.einsum("qhd,pkhd->hqpk", call.q[0].double(), pages)
+    got = torch.einsum("pqhd,pkhd->hqpk", effective_queries(call.q[0], held.channel_scales), pages)
+    assert float((got - want).std()) <= 2.0**-11 * float(want.std())
+
+
 def faults(held: Decoded, j: int) -> dict[str, Decoded]:
     """One wrong row, or one key too few."""
     keys, values, exists = held.keys.clone(), held.values.clone(), held.exists.clone()

@@ -194,12 +194,24 @@ def test_int4_is_as_accurate_as_attention_over_dequantised_keys(dtype):
     assert_as_accurate_as_attention_over_dequantised_keys(made("int4", 32, 8, 128, 64, (2000, 3000), dtype=dtype))
 
 
-def test_int4_channel_scales_down_to_the_documented_range():
-    """Scales of 2^-12 to 2^-9.7, 2^-10.3 on the root mean square; larger queries give the usual scores."""
-    call = made("int4", 32, 8, 128, 64, (1984, 3008))  # whole pages
-    call.caches["k_scale"] *= 2.0**-8
-    call.q *= 2.0**8
+@pytest.mark.parametrize("power", [4, 8, 12, 16])
+@pytest.mark.parametrize("size", [64, 128])
+def test_int4_is_as_accurate_with_small_channel_scales(power, size):
+    """Scales of 2^-20 to 2^-5.7, from 2^-14 down subnormal; larger queries give the usual scores."""
+    call = made("int4", 32, 8, size, 64, (1984, 3008))  # whole pages
+    call.caches["k_scale"] *= 2.0**-power
+    call.q *= 2.0**power
     assert_as_accurate_as_attention_over_dequantised_keys(call)
+    check(call)
+
+
+@pytest.mark.parametrize("size", [64, 128])
+def test_int4_pages_of_small_and_large_scales_and_tails_mix(size):
+    call = made("int4", 8, 2, size, 64, (1, 54, 300, 1000, 64, 17, 640))
+    call.caches["k_scale"][::2] *= 2.0**-10
+    call.caches["k_scale"][1::4, 1] *= 2.0**-10  # of one head
+    call.q *= 2.0**3
+    call.caches["k_tail"] *= 2.0**-4
     check(call)
 
 

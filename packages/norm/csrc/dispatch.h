@@ -1,12 +1,15 @@
 // From the length, alignment and number of rows to a kernel: the tile tables and the launch.
 //
-//   bases, strides and N are                                  row has a tile   kernel
-//   multiples of 16 bytes                                     yes              norm_single_pass, aligned16
-//   multiples of 8 bytes, 16-bit x and weight, not quantised  yes              norm_single_pass, aligned8
-//   multiples of 16 bytes                                     no               norm_multi_pass, aligned16
-//   anything else                                             either           norm_multi_pass, unaligned
+//   bases, strides and N are                                  row's tile       kernel
+//   multiples of 16 bytes                                     one CTA          norm_single_pass, aligned16
+//   multiples of 8 bytes, 16-bit x and weight, not quantised  one CTA          norm_single_pass, aligned8
+//   multiples of 16 bytes, no float32 weight of 16-bit x      cluster          norm_cluster, aligned16
+//   anything                                                  cluster          norm_cluster, unaligned
+//   multiples of 16 bytes                                     none             norm_multi_pass, aligned16
+//   anything else                                             one CTA or none  norm_multi_pass, unaligned
 //
-// norm_multi_pass has the warps of the row's tile (32 without one), so both kernels sum a row in the same order.
+// A GPU without clusters has no tile of a cluster. norm_multi_pass has the warps of the row's tile (32 without one), so
+// the kernels of a row length sum a row in the same order.
 #pragma once
 
 #include <kestrel/launch.h>
@@ -15,6 +18,7 @@
 #include <type_traits>
 
 #include "host.h"
+#include "norm_cluster.cuh"
 #include "norm_multi_pass.cuh"
 #include "norm_single_pass.cuh"
 
@@ -28,16 +32,18 @@ struct Tile {
   int packs_per_lane;
   int max_warps;                   // 1: a warp per row; otherwise a thread block per row
   int rows_per_block_past_l2 = 1;  // in calls whose rows exceed L2: more loads in flight per thread block
+  int ctas = 1;                    // per row; more than one are a cluster, on GPUs that have them
 
   constexpr int warps(int packs) const {
-    return max_warps == 1 ? 1 : (packs + 32 * packs_per_lane - 1) / (32 * packs_per_lane);
+    const int packs_per_warp = 32 * packs_per_lane * ctas;
+    return max_warps == 1 ? 1 : (packs + packs_per_warp - 1) / packs_per_warp;
   }
 };
 
 // The first line with packs <= max_packs applies.
 // clang-format off
 inline constexpr Tile kLayerNormTiles[] = {
-    // max_packs, packs_per_lane, max_warps, rows_per_block_past_l2
+    // max_packs, packs_per_lane, max_warps, rows_per_block_past_l2, ctas
     {160, 5, 1},
     {256, 2, 4},
     {512, 2, 8},
@@ -50,11 +56,13 @@ inline constexpr Tile kRmsNormTiles[] = {
     {512, 2, 8},
     {1024, 4, 8, 2},
     {4096, 4, 32},
+    {16384, 4, 16, 1, kRowCtas},
 };
 inline constexpr Tile kRmsNormFusedTiles[] = {  // with a residual or a quantised output
     {128, 4, 1},
     {1024, 4, 8},
     {4096, 4, 32},
+    {16384, 4, 16, 1, kRowCtas},
 };
 // clang-format on
 
@@ -96,13 +104,41 @@ void set_cache_hints(Params* p) {
   p->evict_first = !S::add && read > l2;
 }
 
+// Every line holds its longest row.
+template <int count>
+constexpr bool tiles_suffice(const Tile (&tiles)[count]) {
+  for (const Tile& tile : tiles) {
+    if (tile.warps(tile.max_packs) > tile.max_warps) return false;
+    if (tile.max_warps == 1 && tile.max_packs > 32 * tile.packs_per_lane) return false;
+  }
+  return true;
+}
+static_assert(tiles_suffice(kLayerNormTiles) && tiles_suffice(kRmsNormTiles) && tiles_suffice(kRmsNormFusedTiles));
+
+// False on a GPU without clusters.
+template <typename S, int line>
+bool launch_cluster(const Params& p, int packs, Access access, DLDevice device) {
+  constexpr Tile tile = tiles_of<S>()[line];
+  if (device_attribute(cudaDevAttrComputeCapabilityMajor, device.device_id) < 9) return false;
+  const bool aligned = access == Access::aligned16 && !p.float_weight;
+  const auto kernel = aligned ? norm_cluster<S, tile.packs_per_lane, tile.max_warps, Access::aligned16>
+                              : norm_cluster<S, tile.packs_per_lane, tile.max_warps, Access::unaligned>;
+  launch_pdl(kernel, dim3(p.rows * tile.ctas), dim3(32 * tile.warps(packs)), device, p, 0, tile.ctas,
+             /*balanced=*/true);
+  return true;
+}
+
 template <typename S, typename W, Access A, int line>
 bool launch_tile(const Params& p, int packs, DLDevice device) {
   constexpr Tile tile = tiles_of<S>()[line];
   constexpr bool same_weight = std::is_same_v<W, typename S::T>;
   // Four-warp tiles of aligned8 rows use the kernel of eight: partial sums of absent warps are zero.
   constexpr int max_warps = A == Access::aligned8 && tile.max_warps == 4 ? 8 : tile.max_warps;
-  if constexpr (max_warps > 8 && !same_weight) {
+  if constexpr (tile.ctas > 1) {
+    return launch_cluster<S, line>(p, packs, A, device);
+  } else if constexpr (A == Access::unaligned) {
+    return false;
+  } else if constexpr (max_warps > 8 && !same_weight) {
     return false;  // the packs of a float32 weight exceed the registers of a thread
   } else if constexpr (max_warps == 1) {
     const auto kernel = norm_single_pass<S, W, tile.packs_per_lane, max_warps, A>;
@@ -123,9 +159,9 @@ bool launch_tile(const Params& p, int packs, DLDevice device) {
   }
 }
 
-// False if the row has no tile.
+// False if norm_multi_pass has to compute the rows.
 template <typename S, typename W, Access A>
-bool launch_single_pass(const Params& p, int packs, DLDevice device) {
+bool launch_in_registers(const Params& p, int packs, DLDevice device) {
   return with_tile<S>(packs, [&](auto line) { return launch_tile<S, W, A, line>(p, packs, device); });
 }
 
@@ -134,7 +170,8 @@ void launch_multi_pass(Params p, int packs, DLDevice device) {
   constexpr int64_t most_smem = 47 * 1024;  // with the static part below 48 KB, which needs no attribute
   int warps = kMultiPassMaxWarps;
   with_tile<S>(packs, [&](auto line) {
-    warps = tiles_of<S>()[line].warps(packs);
+    constexpr Tile tile = tiles_of<S>()[line];
+    if (tile.ctas == 1) warps = tile.warps(packs);
     return true;
   });
   const int rows_per_block = warps == 1 ? kWarpRowsPerBlock : 1;
@@ -158,16 +195,17 @@ void launch(Params p, const RowShape& shape, DLDevice device) {
   if (aligned(16)) {
     if constexpr (!S::layer && sizeof(T) == 2) {
       if (p.float_weight) {
-        if (launch_single_pass<S, float, Access::aligned16>(p, packs, device)) return;
+        if (launch_in_registers<S, float, Access::aligned16>(p, packs, device)) return;
         return launch_multi_pass<S, Access::aligned16>(p, packs, device);
       }
     }
-    if (launch_single_pass<S, T, Access::aligned16>(p, packs, device)) return;
+    if (launch_in_registers<S, T, Access::aligned16>(p, packs, device)) return;
     return launch_multi_pass<S, Access::aligned16>(p, packs, device);
   }
   if constexpr (!S::Output::quantised && sizeof(T) == 2) {
-    if (aligned(8) && !p.float_weight && launch_single_pass<S, T, Access::aligned8>(p, packs, device)) return;
+    if (aligned(8) && !p.float_weight && launch_in_registers<S, T, Access::aligned8>(p, packs, device)) return;
   }
+  if (launch_in_registers<S, T, Access::unaligned>(p, packs, device)) return;
   launch_multi_pass<S, Access::unaligned>(p, packs, device);
 }
 

@@ -1,5 +1,6 @@
-// rms_norm and fused_add_rms_norm: entry points.
+// rms_norm and fused_add_rms_norm: entry points; the tile of a row.
 
+#include <tvm/ffi/container/array.h>
 #include <tvm/ffi/function.h>
 
 #include "dispatch.h"
@@ -40,7 +41,24 @@ void fused_add_rms_norm(TensorView x, TensorView residual, OptionalTensor weight
   launch<Norm::rms, Residual::add, OutputSame>(p, shape, x);
 }
 
+// Packs per lane, warps per CTA and CTAs per row for rows of that many packs; empty without a tile. For tests.
+tvm::ffi::Array<int64_t> rms_norm_tile(int64_t packs, bool fused) {
+  tvm::ffi::Array<int64_t> found;
+  const auto find = [&](auto spec) {
+    using S = decltype(spec);
+    with_tile<S>(static_cast<int>(packs), [&](auto line) {
+      constexpr Tile tile = tiles_of<S>()[line];
+      found = {tile.packs_per_lane, tile.warps(static_cast<int>(packs)), tile.ctas};
+      return true;
+    });
+  };
+  fused ? find(Spec<Norm::rms, Residual::add, OutputSame, float>())
+        : find(Spec<Norm::rms, Residual::none, OutputSame, float>());
+  return found;
+}
+
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(rms_norm, rms_norm);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(fused_add_rms_norm, fused_add_rms_norm);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(rms_norm_tile, rms_norm_tile);
 
 }  // namespace kestrel::norm

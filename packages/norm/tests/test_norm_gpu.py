@@ -33,7 +33,8 @@ FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 # Both sides of every line of the tile tables (in packs of 8 and of 4 elements), whole and broken packs, very long rows.
 SIZES = (1, 7, 8, 12, 66, 127, 128, 256, 264, 513, 896, 1024, 1026, 1152, 1156, 1280, 1288, 1536, 2048, 2056, 3072)
 SIZES += (1001, 4096, 4100, 4101, 4104)
-LONG_SIZES = (5120, 8191, 8192, 8200, 16384, 16392, 18944, 23999, 32768, 32776, 50000, 50001, 131072)
+LONG_SIZES = (5120, 8191, 8192, 8200, 16384, 16388, 16392, 18944, 23999, 32768, 32776, 40004, 50000, 50001, 65536)
+LONG_SIZES += (65540, 131072, 131080)
 every_dtype = pytest.mark.parametrize("dtype", FLOATS, ids=str)
 every_size = pytest.mark.parametrize("n", SIZES + LONG_SIZES)
 OPS = ("layer_norm", "fused_add_layer_norm", "rms_norm", "fused_add_rms_norm")
@@ -155,7 +156,7 @@ def test_no_rows_and_no_columns(op: str, shape: tuple[int, ...]) -> None:
     assert run(op, random(*shape), random(shape[-1]), random(shape[-1]))[0].shape == shape
 
 
-CANARY_SIZES = pytest.mark.parametrize("n", [7, 12, 66, 1001, 1152, 2048, 2052, 2056, 5000, 8192, 40000])
+CANARY_SIZES = pytest.mark.parametrize("n", [7, 12, 66, 1001, 1152, 2048, 2052, 2056, 5000, 8192, 40000, 40003])
 
 
 @CANARY_SIZES
@@ -179,14 +180,14 @@ def test_nothing_is_written_around_x_and_residual(op: str, n: int) -> None:
     assert_intact()
 
 
-@pytest.mark.parametrize(("low", "high"), [(8, 2056), (3, 2051)])
+@pytest.mark.parametrize(("low", "high"), [(8, 2056), (3, 2051), (8, 40008), (3, 40003)])
 @pytest.mark.parametrize("op", OPS)
 def test_columns_of_a_wider_buffer_in_place_leave_the_rest(op: str, low: int, high: int) -> None:
-    wide = random(16, 2060)
+    wide = random(16, high + 4)
     before, x = wide.clone(), wide[:, low:high]
-    weight = random(2048, seed=1)
+    weight = random(high - low, seed=1)
     if op.startswith("fused"):
-        residual = random(16, 2048, seed=3)
+        residual = random(16, high - low, seed=3)
         want, want_residual = launch(op, x.clone(), residual.clone(), weight)
         launch(op, x, residual, weight)
         assert torch.equal(residual, want_residual)
@@ -199,7 +200,7 @@ def test_columns_of_a_wider_buffer_in_place_leave_the_rest(op: str, low: int, hi
 
 
 @every_dtype
-@pytest.mark.parametrize("n", [64, 1001, 1152, 1156, 2048, 2052, 4096, 8188, 8192, 18944, 20000, 32768])
+@pytest.mark.parametrize("n", [64, 1001, 1152, 1156, 2048, 2052, 4096, 8188, 8192, 18944, 20000, 32768, 40001, 65536])
 @pytest.mark.parametrize("op", OPS + FP8_OPS)
 def test_a_row_does_not_depend_on_batch_alignment_or_strides(op: str, n: int, dtype: torch.dtype) -> None:
     t = 700 if n < 10_000 else 140
@@ -214,9 +215,10 @@ def test_a_row_does_not_depend_on_batch_alignment_or_strides(op: str, n: int, dt
         assert_equal(got, whole, f"moved by {by} elements")
 
 
+@pytest.mark.parametrize("n", [2048, 65536])
 @pytest.mark.parametrize("op", OPS + FP8_OPS)
-def test_runs_repeat(op: str) -> None:
-    x, weight, bias = random(700, 2048), random(2048, seed=1), random(2048, seed=2)
+def test_runs_repeat(op: str, n: int) -> None:
+    x, weight, bias = random(700, n), random(n, seed=1), random(n, seed=2)
     assert_runs_repeat(lambda x: run(op, x, weight, bias), x)
 
 
@@ -281,7 +283,7 @@ def test_more_than_two_to_the_31_elements() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("n", [66, 896, 2048, 8192, 20000])
+@pytest.mark.parametrize("n", [66, 896, 2048, 8192, 20000, 40000, 40001])
 def test_float32_weight_and_weight_bias(dtype: torch.dtype, n: int) -> None:
     x, weight = random(33, n, dtype=dtype), random(n, dtype=torch.float32, seed=1) * 1e-3
     for w in (weight, weight.to(dtype)):
@@ -298,7 +300,7 @@ def test_float32_weight_and_weight_bias(dtype: torch.dtype, n: int) -> None:
 
 
 @every_dtype
-@pytest.mark.parametrize("n", [64, 1152, 2048, 30000])
+@pytest.mark.parametrize("n", [64, 1152, 2048, 30000, 65536])
 @pytest.mark.parametrize("op", OPS)
 def test_special_rows(op: str, n: int, dtype: torch.dtype) -> None:
     x = random(8, n, dtype=dtype)
@@ -316,7 +318,7 @@ def test_special_rows(op: str, n: int, dtype: torch.dtype) -> None:
     torch.testing.assert_close(got[clean], want.to(dtype)[clean], rtol=max(2 * eps, 3e-6), atol=8e-6)
 
 
-@pytest.mark.parametrize("n", [1152, 2048, 30000])
+@pytest.mark.parametrize("n", [1152, 2048, 30000, 65536])
 @pytest.mark.parametrize("op", OPS + FP8_OPS)
 def test_a_graph_replays_with_new_contents(op: str, n: int) -> None:
     bounds = torch.tensor([[2.0], [0.5]], device="cuda")
@@ -355,14 +357,15 @@ WRITTEN = [(op, name) for op, name in WRITTEN if name == "x" or (name == "residu
 WRITTEN.remove(("rms_norm_fp8", "residual"))
 
 
+@pytest.mark.parametrize("n", [1024, 40000])
 @pytest.mark.parametrize(("op", "name"), WRITTEN)
-def test_an_input_written_by_the_launch_just_before_is_read_after_the_wait(op: str, name: str) -> None:
+def test_an_input_written_by_the_launch_just_before_is_read_after_the_wait(op: str, name: str, n: int) -> None:
     """A slow launch writes the input in its last rows, and the op follows at once."""
-    n, contents = 1024, 7
-    sources = [random(2048, n, seed=seed) * (seed + 1) for seed in range(contents)]
+    t, contents = 2**21 // n, 7
+    sources = [random(t, n, seed=seed) * (seed + 1) for seed in range(contents)]
     weight, bias, fixed = random(n, seed=20), random(n, seed=21), random(2, 4, n, seed=22)
     rows = torch.empty_like(sources[0])
-    codes, scales = torch.empty_like(rows, dtype=torch.float8_e4m3fn), torch.empty(2048, 1, device="cuda")
+    codes, scales = torch.empty_like(rows, dtype=torch.float8_e4m3fn), torch.empty(t, 1, device="cuda")
     x, residual = fixed.clone()
     arguments = {"x": x, "residual": residual, "scale_ub": None}
     arguments[name] = scales[-1] if name == "scale_ub" else rows[-4:]
@@ -444,7 +447,7 @@ def test_fp8_is_the_float32_norm_quantised(n: int, bound: float | None) -> None:
 
 
 @every_dtype
-@pytest.mark.parametrize("n", [7, 66, 1001, 1152, 2048, 2056, 5000, 8192, 18944, 40000])
+@pytest.mark.parametrize("n", [7, 66, 1001, 1152, 2048, 2056, 5000, 8192, 18944, 40000, 40003])
 @pytest.mark.parametrize("offset", [0, 1])
 def test_codes_and_scales_are_written_and_nothing_around_them(n: int, dtype: torch.dtype, offset: int) -> None:
     """With offset 1, codes begin at an odd address."""
@@ -478,10 +481,23 @@ def test_special_rows_in_fp8(n: int, dtype: torch.dtype) -> None:
     assert kestrel_norm.rms_norm_fp8(x, scale_ub=nan)[1].isnan().all()
 
 
+@pytest.mark.parametrize("n", [2048, 18944, 32768, 65536, 65540])
+def test_products_that_overflow_have_the_largest_code_and_leave_the_scale(n: int) -> None:
+    """The scale is that of the largest finite magnitude; the infinite element lies in one part of the row."""
+    x, weight = random(4, n, dtype=torch.float32), torch.ones(n, device="cuda")
+    x[:, n // 2], weight[n // 2] = 30, torch.finfo(torch.float32).max
+    q, scale = kestrel_norm.rms_norm_fp8(x, weight)
+    want_q, want_scale = reference.rms_norm_fp8(x, weight)
+    torch.testing.assert_close(scale, want_scale, rtol=2e-6, atol=0)
+    assert bool((scale < 1).all())
+    assert bool((q[:, n // 2].float() == 448).all())
+    assert int(fp8_code_distance(q, want_q).max()) <= 1
+
+
 def draw_case(rng: random_numbers.Random) -> RandomCase:
     """A call of any op: shape, strides, alignment, dtypes, options and a distribution at random."""
     op = rng.choice(OPS + FP8_OPS)
-    n = rng.choice([rng.randint(1, 300), 8 * rng.randint(1, 300), rng.randint(1, 40_000)])
+    n = rng.choice([rng.randint(1, 300), 8 * rng.randint(1, 300), rng.randint(1, 40_000), rng.randint(32_769, 140_000)])
     leading = [rng.randint(1, 6) for _ in range(rng.randint(1, 3))]
     leading[0] = max(1, min(leading[0] * rng.choice([1, 40]), 2**21 // n))
     dtype = rng.choice(FLOATS)

@@ -131,7 +131,9 @@ def _bound(
     both_dtypes = serves_both_dtypes(plan.variant)
     scalars_after = (int(problem.dtype == "bf16"),) if both_dtypes else ()
     as_bf16 = both_dtypes and dtype == torch.float16
-    copies_q, *copies_new = copied
+    scalars_at_once = (*scalars, *scalars_after)
+    copies_q, copies_k, copies_v = copied
+    may_be_bytes = problem.cache == "e4m3"
 
     def launch(
         q: torch.Tensor,
@@ -160,13 +162,14 @@ def _bound(
         lse_target = unread_lse if lse is None else lse
         if attend is None and append is None:
             return (out if destination is None else destination), lse
-        addresses = k_cache.data_ptr() | v_cache.data_ptr()
+        k_address, v_address = k_cache.data_ptr(), v_cache.data_ptr()
+        addresses = k_address | v_address
         if len(integers) > 2:
             for x in _loaded_as_vectors(integers):
                 addresses |= x.data_ptr()
         if addresses & 15:
             raise UnsupportedError(_UNALIGNED)
-        if k_cache.dtype is torch.uint8 and not integers:
+        if may_be_bytes and k_cache.dtype is torch.uint8:
             k_cache, v_cache = k_cache.view(torch.float8_e4m3fn), v_cache.view(torch.float8_e4m3fn)
         if combine is None:
             partial_out, partial_lse, num_splits = no_float, no_float, no_int
@@ -185,14 +188,17 @@ def _bound(
         k_scale = no_float if k_scale is None else k_scale
         v_scale = no_float if v_scale is None else v_scale
         if append is not None:  # all memory is allocated by now: a call that fails has written nothing
-            if k_cache.data_ptr() == v_cache.data_ptr():
+            if k_address == v_address:
                 raise ValueError("K and V are appended to the same memory")
-            rows = [
-                x.clone(memory_format=torch.contiguous_format) if copies or x.data_ptr() & 15 else x
-                for x, copies in zip(new, copies_new, strict=True)
-            ]
-            scales = integers or (k_scale, v_scale)
-            append(*rows, k_cache, v_cache, cache_seqlens, table, *scales, *append_scalars)
+            k, v = new
+            if copies_k or k.data_ptr() & 15:
+                k = k.clone(memory_format=torch.contiguous_format)
+            if copies_v or v.data_ptr() & 15:
+                v = v.clone(memory_format=torch.contiguous_format)
+            if integers:
+                append(k, v, k_cache, v_cache, cache_seqlens, table, *integers, *append_scalars)
+            else:
+                append(k, v, k_cache, v_cache, cache_seqlens, table, k_scale, v_scale, *append_scalars)
         if attend is not None:
             attend(
                 q,
@@ -208,9 +214,7 @@ def _bound(
                 partial_out,
                 partial_lse,
                 num_splits,
-                *scalars,
-                *integers,
-                *scalars_after,
+                *((*scalars, *integers, *scalars_after) if integers else scalars_at_once),
             )
         if combine is not None:
             combine(out, lse_target, partial_out, partial_lse, num_splits, *combine_scalars)

@@ -89,7 +89,8 @@ def flash_attn_with_kvcache(
     e5m2 of other D up to 256 are compiled on first use. More queries, and any number with sinks: caches of their dtype
     and FP8 with such D up to 256. Other calls run by reference. A kernel appends k and v bit for
     bit as the reference does; all memory is allocated before it. Limits of kernels: INT4 takes bf16 queries below
-    2^102, and scores lose precision where key scales are below 2^-11; INT8 value scales below 2^-100 lose precision.
+    2^102, and key scales far below the largest of their page and head lose precision; so do INT8 value scales below
+    2^-100.
     Raises TypeError for a wrong dtype or a missing tensor, ValueError for a wrong shape, stride, range or device,
     UnsupportedError for an INT4 cache with pages of other than 64 slots.
     Semantics: ``flash_attn_with_kvcache`` of flash-attn; INT4: Liu et al., "KIVI", arXiv 2402.02750.
@@ -125,11 +126,12 @@ def flash_attn_with_kvcache(
             tensors += (out,)
         try:
             left, right = window_size
-            numbers = (softmax_scale, causal, left, right, softcap, num_splits, prefix)
             table = None if block_table is None else block_table.shape  # grows with the sequences
-            given = (table, k is None, v is None, k_scale is None, v_scale is None, v_scale is k_scale, sinks is None)
-            integers = (k_zero is None, v_zero is None, k_tail is None, seq_ids is None)
-            hot = (q.shape, numbers, *map(type, numbers), given, integers, out is None, out is q)
+            numbers = (softmax_scale, causal, left, right, softcap, num_splits, prefix)
+            types = (type(softmax_scale), type(causal), type(left), type(right), type(softcap), type(num_splits))
+            given = (k is None, v is None, k_scale is None, v_scale is None, v_scale is k_scale, sinks is None)
+            more = (k_zero is None, v_zero is None, k_tail is None, seq_ids is None, out is None, out is q)
+            hot = (q.shape, table, numbers, types, type(prefix), given, more)
             launch = _hot_calls.find(hot, tensors)
         except (AttributeError, TypeError, ValueError):  # an argument of another type, which the checks below name
             hot = None

@@ -428,7 +428,13 @@ class Decode(DecodeEpilogue):
             self.locate_keys(rNextPages, rOffsets[steps_ahead], pages, split, next_tile, lane)
             entries = self.table_entries(pages, split.start, tile_idx + (steps_ahead + 1) * tiles.step_tiles, lane)
             self.load_pages(rNextPages, pages, entries, split.end)
-            sStepQ = tiles.format.scale_queries(tiles, sQ, stage_ptr, rStart, state)
+            sStepQ, page_scale = tiles.format.scale_queries(tiles, sQ, stage_ptr, rStart, state)
+            step_scoring = scoring
+            if cutlass.const_expr(page_scale is not None):
+                if cutlass.const_expr(tail is not None):  # whose scores have no such factor
+                    in_tail = split.start + tile_idx * TILE_KEYS >= tail.first_key
+                    page_scale = cutlass.select_(in_tail, Float32(1.0), page_scale)
+                step_scoring = scoring._replace(scales=[scale * page_scale for scale in scoring.scales])
             for i in cutlass.range_constexpr(4 * tiles.tiles_per_step):
                 rScore[i] = rStart[i % 2]
             for slice_idx in cutlass.range_constexpr(slices_per_step):
@@ -441,7 +447,7 @@ class Decode(DecodeEpilogue):
                 else:
                     if cutlass.const_expr(slice_idx == tiles.slices):
                         tiles.softmax_step(
-                            rScore, rOffsets[0], rMax, rSum, rOut, scoring, split.start, tile_idx, stage_ptr, lane
+                            rScore, rOffsets[0], rMax, rSum, rOut, step_scoring, split.start, tile_idx, stage_ptr, lane
                         )
                     value_slice = cutlass.const_expr(slice_idx - tiles.slices)
                     tiles.mma_values(value_slice, stage_ptr, rScore, rOffsets[0], rOut, tile_idx, split.num_tiles, lane)

@@ -64,8 +64,8 @@ class CacheFormat:
         return None
 
     def scale_queries(self, tiles, sQ, stage_ptr, rStart, state):
-        """The queries for the keys of a step, and the value that scores start from."""
-        return sQ
+        """The queries for the keys of a step and a power of two that their scores lack; writes rStart."""
+        return sQ, None
 
     def load_scales(self, rOffset, at, addresses, exists, block, offset) -> None:
         """Start loading the scales of a key into ``scale_words`` registers; ones where there is no key."""

@@ -1,10 +1,10 @@
 """The INT4 cache format after KIVI: keys quantised per channel over a page of 64, values per token.
 
 A step processes the 64 keys of a page. K: the code is a subnormal f16; every other code stands four bits higher and is
-multiplied by a sixteenth of the query. A channel's scale is multiplied into the queries once a page; the product of its
-zero with these is what scores start from. V: subnormals too, read from shared memory transposed, so that a register
-holds two keys. Sums of the codes that stand four bits higher are scaled down at the end, where zeros times weights are
-subtracted.
+multiplied by a sixteenth of the query. A channel's scale is multiplied into the queries once a page, times 2^15 where
+all scales of the page are below 2^-7; the product of its zero with these is what scores start from. V: subnormals too,
+read from shared memory transposed, so that a register holds two keys. Sums of the codes that stand four bits higher are
+scaled down at the end, where zeros times weights are subtracted.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from .formats import CacheFormat
 from .parameters import Int4Extra
 from .tile import VisibleWords, WarpTiles
 
+LARGE_SCALES = 0x60006000  # bits of two f16 of which one is set from 2^-7 on
 PAGE_INDEX, PAGE_KEYS = range(2)  # the offset words of a step: the page, and its keys with two flags above them
 
 
@@ -139,6 +140,10 @@ class Int4(CacheFormat):
         cute.arch.sync_warp()
         raw = stage_ptr + INT4_PAGE * tiles.row_bytes + cute.arch.lane_idx() % (2 * groups) * 16
         pairs = self.nibble_pairs(ptx.load_shared(raw, 4))
+        large = ((pairs[0] | pairs[1] | pairs[2] | pairs[3]) & LARGE_SCALES) != 0
+        small_page = not cute.arch.vote_any_sync(state.writes_scales and large)
+        raised = cutlass.select_(state.writes_scales and small_page, Uint32(0x78007800), Uint32(0x3C003C00))
+        pairs = [ptx.packed("mul.rn.f16x2", pair, raised) for pair in pairs]
         even = [sixteenth(pairs[2 * k]) for k in range(2)]
         if state.writes_scales:
             ptx.store_shared(state.write_ptr, pairs)
@@ -160,7 +165,7 @@ class Int4(CacheFormat):
                 starts[chain] = ptx.mma_m16n8k16(zeros, b, starts[chain], "f16")
         for e in cutlass.range_constexpr(2):
             rStart[e] = (starts[0][e] + starts[1][e] + (starts[2][e] + starts[3][e])) * -(2.0**-20)
-        return state.rScaled
+        return state.rScaled, cutlass.select_(small_page, Float32(2.0**-15), Float32(1.0))
 
     # -- the unfinished page --------------------------------------------------------------------------------------
 
