@@ -6,6 +6,7 @@
 #include <tvm/ffi/function.h>
 
 #include <algorithm>
+#include <cstdlib>
 
 #include "experts_checks.h"
 #include "experts_launch.h"
@@ -131,6 +132,11 @@ void launch_sum(ExpertsSumParams p, DLDataType result, int64_t tokens, DLDevice 
 // Launches a projection of aligned pairs, in token tiles of `tokens`; by experts_wgmma_kernel if `wgmma`.
 void launch_sorted(const ExpertsParams& p, Projection projection, DLDataType weight, bool wgmma, int tokens,
                    int64_t tiles, DLDevice device) {
+  const char* const tma = std::getenv("KX_TMA");
+  const int kind = tma ? std::atoi(tma) : 1;
+  if (wgmma && kind && tokens <= 128) {
+    return launch_experts_tma(p, projection, weight, tokens, kind == 2, tiles, device);
+  }
   if (wgmma) return launch_experts_wgmma(p, projection, weight, tokens, tiles, device);
   dispatch_weight(weight, [&](auto w) {
     if (projection == Projection::up) {

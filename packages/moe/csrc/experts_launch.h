@@ -21,4 +21,8 @@ bool has_wgmma(DLDevice device);
 void launch_experts_wgmma(const ExpertsParams& p, Projection projection, DLDataType weight, int tokens, int64_t tiles,
                           DLDevice device);
 
+// The same by experts_tma_kernel, in tiles of 64 or 128 tokens. cluster: two CTAs share the weights of two tiles.
+void launch_experts_tma(const ExpertsParams& p, Projection projection, DLDataType weight, int tokens, bool cluster,
+                        int64_t tiles, DLDevice device);
+
 }  // namespace kestrel::moe

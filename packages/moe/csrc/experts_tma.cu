@@ -1,0 +1,80 @@
+// Launches of experts_tma_kernel.
+#include "experts_tma.cuh"
+
+#include <kestrel/launch.h>
+#include <kestrel/tensor.h>
+#include <kestrel/tensor_map.h>
+
+#include <algorithm>
+#include <cstdlib>
+
+#include "experts_launch.h"
+
+namespace kestrel::moe {
+
+template <typename W>
+constexpr CUtensorMapDataType map_type() {
+  if (std::is_same_v<W, __nv_bfloat16>) return CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+  return std::is_same_v<W, __half> ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_UINT8;
+}
+
+template <typename W, typename R, Projection PROJECTION, int TOKENS, int CLUSTER>
+void launch_tma(const ExpertsParams& p, int64_t tiles, DLDevice device) {
+  using Tile = TmaTile<TOKENS, CLUSTER>;
+  constexpr bool up = PROJECTION == Projection::up;
+  constexpr int channels = up ? Tile::half_rows : Tile::rows;
+  constexpr auto kernel = experts_tma_kernel<W, R, PROJECTION, Tile>;
+  raise_shared_limit<kernel, Tile::shared_bytes>(device);
+  const int64_t items = (tiles + CLUSTER - 1) / CLUSTER * ((p.outputs + channels - 1) / channels);
+  if (items > kLargest / CLUSTER) unsupported("more than 2^30 tiles of tokens and outputs");
+  TmaParams params;
+  const auto map = [&](const char* weight, int64_t expert_stride) {
+    return grouped_rows_map(weight, map_type<W>(), sizeof(W), p.experts, p.outputs, p.width, expert_stride,
+                            p.weight_stride, Tile::half_groups);
+  };
+  params.low = map(p.weight_low, p.expert_stride_low);
+  params.high = up ? map(p.weight_high, p.expert_stride_high) : params.low;
+  params.p = p;
+  const auto number = [](const char* name) {
+    const char* const text = std::getenv(name);
+    return text ? std::atoi(text) : 0;
+  };
+  params.lag = number("KX_LAG");
+  params.diag = number("KX_DIAG");
+  const int64_t wave = device_attribute(cudaDevAttrMultiProcessorCount, device.device_id) / CLUSTER;
+  launch_pdl(kernel, dim3(static_cast<unsigned>(std::clamp<int64_t>(items, 1, wave) * CLUSTER)), dim3(Tile::threads),
+             device, params, Tile::shared_bytes, CLUSTER);
+}
+
+template <typename W, typename R, int TOKENS, int CLUSTER>
+void launch_tma_projection(const ExpertsParams& p, Projection projection, int64_t tiles, DLDevice device) {
+  if (projection == Projection::up) {
+    launch_tma<W, R, Projection::up, TOKENS, CLUSTER>(p, tiles, device);
+  } else {
+    launch_tma<W, R, Projection::down, TOKENS, CLUSTER>(p, tiles, device);
+  }
+}
+
+template <typename W, typename R>
+void launch_tma_tile(const ExpertsParams& p, Projection projection, int tokens, bool cluster, int64_t tiles,
+                     DLDevice device) {
+  if (tokens == 64) return launch_tma_projection<W, R, 64, 1>(p, projection, tiles, device);
+  if (tokens == 128 && cluster) return launch_tma_projection<W, R, 128, 2>(p, projection, tiles, device);
+  if (tokens == 128) return launch_tma_projection<W, R, 128, 1>(p, projection, tiles, device);
+  unsupported("token tiles of " + std::to_string(tokens));
+}
+
+void launch_experts_tma(const ExpertsParams& p, Projection projection, DLDataType weight, int tokens, bool cluster,
+                        int64_t tiles, DLDevice device) {
+  if (same_dtype(weight, kBFloat16)) {
+    launch_tma_tile<__nv_bfloat16, __nv_bfloat16>(p, projection, tokens, cluster, tiles, device);
+  } else if (same_dtype(weight, kFloat16)) {
+    launch_tma_tile<__half, __half>(p, projection, tokens, cluster, tiles, device);
+  } else if (p.fp16_result) {
+    launch_tma_tile<__nv_fp8_e4m3, __half>(p, projection, tokens, cluster, tiles, device);
+  } else {
+    launch_tma_tile<__nv_fp8_e4m3, __nv_bfloat16>(p, projection, tokens, cluster, tiles, device);
+  }
+}
+
+}  // namespace kestrel::moe
