@@ -317,6 +317,7 @@ void fused_experts(TensorView out, TensorView scratch, TensorView hidden, Tensor
                  fits_offsets(pairs, down.x_stride) && fits_offsets(width, down.weight_stride))) {
     unsupported("rows of a tensor that lie 64 GiB apart");
   }
+  up.routed_early = fp8 && wgmma;  // the launch before it quantises x
   const bool rounds = wgmma && !down.fp16_result;  // results of experts, before they are summed; fp16 could overflow
   if (rounds) {
     down.out = memory + parts.partial;
@@ -341,10 +342,18 @@ void fused_experts(TensorView out, TensorView scratch, TensorView hidden, Tensor
     q.codes = memory + codes;
     q.scale = floats_at(scale);
     q.width = p->width;
+    q.rows = rows;
+    // A warp for each row, more for long rows and for few of them.
+    const int64_t packs = q.width / Pack<decltype(t)>::size, enough = 2 * kQuantWarps * multiprocessors(device);
+    while (q.row_warps < kQuantWarps && (packs > kQuantPacks * 32 * q.row_warps || rows * q.row_warps < enough)) {
+      q.row_warps *= 2;
+    }
     set_x(p, q.codes, q.width, q.width, q.scale, p->x_blocks ? scale_blocks(q.width) : 1);
     const auto kernel =
         p->x_blocks ? experts_quant_kernel<decltype(t), true> : experts_quant_kernel<decltype(t), false>;
-    launch_pdl(kernel, dim3(static_cast<unsigned>(rows)), dim3(kQuantThreads), device, q);
+    const int64_t rows_of_cta = kQuantWarps / q.row_warps;
+    launch_pdl(kernel, dim3(static_cast<unsigned>((rows + rows_of_cta - 1) / rows_of_cta)), dim3(kQuantThreads), device,
+               q);
   };
   dispatch_float(hidden, [&](auto t) { quantise(t, &up, tokens, parts.x_codes, parts.x_scale); });
   const auto launch = [&](const ExpertsParams& p, auto projection) {

@@ -16,10 +16,13 @@ struct ExpertsQuantParams {
   char* codes = nullptr;
   float* scale = nullptr;  // [rows, scales of a row]
   int64_t x_stride = 0;    // bytes
-  int width = 0;           // a multiple of 16
+  int64_t rows = 0;
+  int width = 0;      // a multiple of 16
+  int row_warps = 1;  // warps of a row: 1, 2, 4 or 8
 };
 
-constexpr int kQuantThreads = 256;
+constexpr int kQuantThreads = 256, kQuantWarps = kQuantThreads / 32;
+constexpr int kQuantPacks = 8;  // of a row that a thread keeps in registers; longer rows are read twice
 
 // Eight or four codes of a pack.
 template <typename T>
@@ -46,47 +49,66 @@ __device__ __forceinline__ float largest_magnitude(Pack<T> pack) {
   return largest;
 }
 
-// A CTA reads one row, twice unless BLOCKS.
 template <typename T, bool BLOCKS>
 __global__ void __launch_bounds__(kQuantThreads) experts_quant_kernel(const __grid_constant__ ExpertsQuantParams p) {
   constexpr int size = Pack<T>::size;
-  __shared__ float memory[kQuantThreads / 32];
-  const char* row = p.x + blockIdx.x * p.x_stride;
-  uint32_t* codes = reinterpret_cast<uint32_t*>(p.codes + int64_t{blockIdx.x} * p.width);
-  Pack<T> pack;
-  const auto load = [&](int k) { pack.bits = load16(row + int64_t{k} * sizeof(T)); };
-  const auto store = [&](int k, float scale) {
+  __shared__ float memory[kQuantWarps];
+  const int warp = threadIdx.x / 32, first_warp = warp / p.row_warps * p.row_warps, lane = threadIdx.x % 32;
+  const int64_t row = int64_t{blockIdx.x} * (kQuantWarps / p.row_warps) + warp / p.row_warps;
+  const int width = row < p.rows ? p.width : 0;
+  const char* const x = p.x + row * p.x_stride;
+  uint32_t* const codes = reinterpret_cast<uint32_t*>(p.codes + row * p.width);
+  const int warp_start = (warp - first_warp) * 32 * size, stride = p.row_warps * 32 * size;
+  Pack<T> kept[kQuantPacks];
+  pdl_wait();
+  pdl_trigger();
+#pragma unroll
+  for (int i = 0; i < kQuantPacks; ++i) {
+    const int k = warp_start + i * stride + lane * size;
+    if (k < width) kept[i].bits = load16(x + int64_t{k} * sizeof(T));
+  }
+  // Calls use(k, pack) for this thread's packs, in all lanes of a warp alike, also past the end of the row.
+  const auto each_pack = [&](const auto& use) {
+#pragma unroll
+    for (int i = 0; i < kQuantPacks; ++i) {
+      const int start = warp_start + i * stride;
+      if (start < width) use(start + lane * size, kept[i]);
+    }
+    for (int start = warp_start + kQuantPacks * stride; start < width; start += stride) {
+      const int k = start + lane * size;
+      Pack<T> pack;
+      if (k < width) pack.bits = load16(x + int64_t{k} * sizeof(T));
+      use(k, pack);
+    }
+  };
+  const auto store = [&](int k, Pack<T> pack, float scale) {
     const PackCodes<T> encoded(pack, scale, __frcp_rn(scale));
 #pragma unroll
     for (int i = 0; i < size / 4; ++i) codes[k / 4 + i] = encoded.words[i];
   };
-  pdl_wait();
-  pdl_trigger();
   if constexpr (BLOCKS) {
     const int blocks = (p.width + kScaleBlock - 1) / kScaleBlock;
-    for (int first = 0; first < blocks * kScaleBlock; first += kQuantThreads * size) {
-      const int k = first + threadIdx.x * size;
-      float largest = 0.f;
-      if (k < p.width) {
-        load(k);
-        largest = largest_magnitude(pack);
-      }
-      const float scale = fp8_scale(warp_max<kScaleBlock / size>(largest));
-      if (k < p.width) store(k, scale);
-      if (k % kScaleBlock == 0 && k < p.width) p.scale[int64_t{blockIdx.x} * blocks + k / kScaleBlock] = scale;
-    }
+    each_pack([&](int k, Pack<T> pack) {
+      const float scale = fp8_scale(warp_max<kScaleBlock / size>(k < width ? largest_magnitude(pack) : 0.f));
+      if (k < width) store(k, pack, scale);
+      if (k % kScaleBlock == 0 && k < width) p.scale[row * blocks + k / kScaleBlock] = scale;
+    });
   } else {
     float largest = 0.f;
-    for (int k = threadIdx.x * size; k < p.width; k += kQuantThreads * size) {
-      load(k);
-      largest = fmaxf(largest, largest_magnitude(pack));
+    each_pack([&](int k, Pack<T> pack) {
+      if (k < width) largest = fmaxf(largest, largest_magnitude(pack));
+    });
+    largest = warp_max(largest);
+    if (p.row_warps > 1) {
+      if (lane == 0) memory[warp] = largest;
+      __syncthreads();
+      for (int i = 0; i < p.row_warps; ++i) largest = fmaxf(largest, memory[first_warp + i]);
     }
-    const float scale = fp8_scale(block_max<kQuantThreads / 32>(largest, memory));
-    if (threadIdx.x == 0) p.scale[blockIdx.x] = scale;
-    for (int k = threadIdx.x * size; k < p.width; k += kQuantThreads * size) {
-      load(k);
-      store(k, scale);
-    }
+    const float scale = fp8_scale(largest);
+    if (warp == first_warp && lane == 0 && width) p.scale[row] = scale;
+    each_pack([&](int k, Pack<T> pack) {
+      if (k < width) store(k, pack, scale);
+    });
   }
 }
 

@@ -55,6 +55,19 @@ struct TmaSlot {
   bool shared;           // by the cluster: each CTA loads half of the weights
 };
 
+// Stores without a branch, so that the instructions of several results interleave.
+__device__ __forceinline__ void store_if(bool condition, char* to, unsigned v) {
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %2, 0;\n@p st.global.b32 [%0], %1;\n}" ::"l"(to), "r"(v),
+               "r"(static_cast<int>(condition))
+               : "memory");
+}
+
+__device__ __forceinline__ void store_if(bool condition, char* to, float2 v) {
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %3, 0;\n@p st.global.v2.f32 [%0], {%1, %2};\n}" ::"l"(to),
+               "f"(v.x), "f"(v.y), "r"(static_cast<int>(condition))
+               : "memory");
+}
+
 // What waits for what:
 //   slot_full[slot]   32 arrivals: the lanes of the scheduling warp
 //   slot_empty[slot]  8 arrivals: the consumer warps, after the epilogue
@@ -407,67 +420,73 @@ __global__ void __launch_bounds__(Tile::threads, 1) experts_tma_kernel(const __g
       }
 
       // Epilogue.
-      const auto store_tile = [&](auto silu) {
-        constexpr Gate gate = decltype(silu)::value;
+      const auto store_tile = [&](auto gate_tag, auto float_tag) {
+        constexpr bool to_float = decltype(float_tag)::value;
+        constexpr Gate gate = decltype(gate_tag)::value;
 #pragma unroll
-        for (int j = 0; j < Tile::tokens / 8; ++j) {
-          if (8 * j >= used || (params.diag & 1)) break;
-          const int2 pair_of = *reinterpret_cast<const int2*>(&at.pair[8 * j + 2 * quad]);
-          const float2 factor_of = *reinterpret_cast<const float2*>(&at.factor[8 * j + 2 * quad]);
+        for (int first = 0; first < Tile::tokens; first += 32) {
+          if (first >= used || (params.diag & 1)) break;
 #pragma unroll
-          for (int c = 0; c < 2; ++c) {
-            const int pair = c ? pair_of.y : pair_of.x;
-            const float factor = c ? factor_of.y : factor_of.x;
-            if (pair < 0) continue;
-            float v[2][2];
+          for (int j = first / 8; j < first / 8 + 4; ++j) {
+            const int2 pair_of = *reinterpret_cast<const int2*>(&at.pair[8 * j + 2 * quad]);
+            const float2 factor_of = *reinterpret_cast<const float2*>(&at.factor[8 * j + 2 * quad]);
 #pragma unroll
-            for (int b = 0; b < 2; ++b) {
-#pragma unroll
-              for (int r = 0; r < 2; ++r) {
-                v[b][r] = acc[b][4 * j + 2 * r + c];
-                if (fp8 || !up) v[b][r] *= scale[b][r] * factor;
-              }
-            }
-            char* const row = p.out + pair * p.out_stride;
-            if constexpr (up && gate != Gate::none) {
-              if (channel[0] >= p.outputs) continue;
-              const float2 result = make_float2(gated_value(v[0][0], v[1][0], gate), gated_value(v[0][1], v[1][1], gate));
-              const int first = channel[0] + 2 * group;
-              if constexpr (fp8) {  // the next kernel quantises it
-                *reinterpret_cast<float2*>(row + first * 4) = result;
-              } else {
-                *reinterpret_cast<unsigned*>(row + first * 2) = ptx::pack_pair<R>(result);
-              }
-            } else {
+            for (int c = 0; c < 2; ++c) {
+              const int pair = c ? pair_of.y : pair_of.x;
+              const float factor = c ? factor_of.y : factor_of.x;
+              float2 v[2];  // of the two blocks
 #pragma unroll
               for (int b = 0; b < 2; ++b) {
-                if (channel[b] >= p.outputs) continue;
-                const int first = channel[b] + 2 * group;
-                const float2 result = make_float2(v[b][0], v[b][1]);
-                if constexpr (!up && std::is_same_v<R, __half>) {
-                  // Terms of the sum over choices may exceed fp16 where the sum does not.
-                  if (p.partial) {
-                    *reinterpret_cast<float2*>(p.partial + int64_t{pair} * p.outputs + first) = result;
-                    continue;
+                v[b] = make_float2(acc[b][4 * j + c], acc[b][4 * j + 2 + c]);
+                if (fp8 || !up) {
+                  v[b].x = v[b].x * scale[b][0] * factor;
+                  v[b].y = v[b].y * scale[b][1] * factor;
+                }
+              }
+              char* const row = p.out + pair * p.out_stride;
+              if constexpr (up && gate != Gate::none) {
+                const float2 result = make_float2(gated_value(v[0].x, v[1].x, gate), gated_value(v[0].y, v[1].y, gate));
+                const int at_channel = channel[0] + 2 * group;
+                const bool valid = pair >= 0 && channel[0] < p.outputs;
+                if constexpr (fp8) {  // the next kernel quantises it
+                  store_if(valid, row + at_channel * 4, result);
+                } else {
+                  store_if(valid, row + at_channel * 2, ptx::pack_pair<R>(result));
+                }
+              } else {
+#pragma unroll
+                for (int b = 0; b < 2; ++b) {
+                  const int at_channel = channel[b] + 2 * group;
+                  const bool valid = pair >= 0 && channel[b] < p.outputs;
+                  if constexpr (to_float) {
+                    store_if(valid, reinterpret_cast<char*>(p.partial + int64_t{pair} * p.outputs + at_channel), v[b]);
+                  } else {
+                    store_if(valid, row + (int64_t{up ? b : 0} * p.outputs + at_channel) * 2,
+                             ptx::pack_pair<R>(v[b]));
                   }
                 }
-                *reinterpret_cast<unsigned*>(row + (int64_t{up ? b : 0} * p.outputs + first) * 2) =
-                    ptx::pack_pair<R>(result);
               }
             }
           }
         }
       };
+      const auto store_gated = [&](auto gate_tag) { store_tile(gate_tag, std::false_type()); };
       if constexpr (!up) {
-        store_tile(std::integral_constant<Gate, Gate::none>());
+        constexpr std::integral_constant<Gate, Gate::none> none;
+        // Terms of the sum over choices may exceed fp16 where the sum does not.
+        if (std::is_same_v<R, __half> && p.partial) {
+          if constexpr (std::is_same_v<R, __half>) store_tile(none, std::true_type());
+        } else {
+          store_tile(none, std::false_type());
+        }
       } else if (p.gate == Gate::silu_and_mul) {
-        store_tile(std::integral_constant<Gate, Gate::silu_and_mul>());
+        store_gated(std::integral_constant<Gate, Gate::silu_and_mul>());
       } else if (p.gate == Gate::gelu_and_mul) {
-        store_tile(std::integral_constant<Gate, Gate::gelu_and_mul>());
+        store_gated(std::integral_constant<Gate, Gate::gelu_and_mul>());
       } else if (p.gate == Gate::gelu_residual) {
-        store_tile(std::integral_constant<Gate, Gate::gelu_residual>());
+        store_gated(std::integral_constant<Gate, Gate::gelu_residual>());
       } else {
-        store_tile(std::integral_constant<Gate, Gate::none>());
+        store_gated(std::integral_constant<Gate, Gate::none>());
       }
       __syncwarp();
       if (lane == 0) ptx::mbarrier_arrive(slot_empty + slot);
