@@ -134,7 +134,7 @@ void launch_sorted(const ExpertsParams& p, Projection projection, DLDataType wei
                    int64_t tiles, DLDevice device) {
   const char* const tma = std::getenv("KX_TMA");
   const int kind = tma ? std::atoi(tma) : 1;
-  if (wgmma && kind && tokens <= 128) {
+  if (wgmma && kind && tokens <= 192) {
     return launch_experts_tma(p, projection, weight, tokens, kind == 2, tiles, device);
   }
   if (wgmma) return launch_experts_wgmma(p, projection, weight, tokens, tiles, device);

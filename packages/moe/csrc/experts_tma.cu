@@ -29,11 +29,13 @@ void launch_tma(const ExpertsParams& p, int64_t tiles, DLDevice device) {
   if (items > kLargest / CLUSTER) unsupported("more than 2^30 tiles of tokens and outputs");
   TmaParams params;
   const auto map = [&](const char* weight, int64_t expert_stride) {
-    return grouped_rows_map(weight, map_type<W>(), sizeof(W), p.experts, p.outputs, p.width, expert_stride,
-                            p.weight_stride, Tile::half_groups);
+    return grouped_rows_map(weight, map_type<W>(), sizeof(W), expert_stride ? p.experts : 1, p.outputs, p.width,
+                            expert_stride, p.weight_stride, Tile::half_groups);
   };
   params.low = map(p.weight_low, p.expert_stride_low);
   params.high = up ? map(p.weight_high, p.expert_stride_high) : params.low;
+  params.low_step = p.expert_stride_low != 0;
+  params.high_step = p.expert_stride_high != 0;
   params.p = p;
   const auto number = [](const char* name) {
     const char* const text = std::getenv(name);
@@ -61,6 +63,10 @@ void launch_tma_tile(const ExpertsParams& p, Projection projection, int tokens, 
   if (tokens == 64) return launch_tma_projection<W, R, 64, 1>(p, projection, tiles, device);
   if (tokens == 128 && cluster) return launch_tma_projection<W, R, 128, 2>(p, projection, tiles, device);
   if (tokens == 128) return launch_tma_projection<W, R, 128, 1>(p, projection, tiles, device);
+  if constexpr (!std::is_same_v<W, __nv_fp8_e4m3>) {
+    if (tokens == 192 && cluster) return launch_tma_projection<W, R, 192, 2>(p, projection, tiles, device);
+    if (tokens == 192) return launch_tma_projection<W, R, 192, 1>(p, projection, tiles, device);
+  }
   unsupported("token tiles of " + std::to_string(tokens));
 }
 

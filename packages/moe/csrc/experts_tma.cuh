@@ -27,6 +27,7 @@ namespace kestrel::moe {
 struct TmaParams {
   CUtensorMap low, high;  // of the weights: up: the halves of w1; down: w2 twice
   ExpertsParams p;
+  int low_step, high_step;  // of the expert's coordinate: 1, or 0 if all experts share one weight
   int lag;  // steps by which the second consumer warpgroup starts later
   int diag;
 };
@@ -36,7 +37,7 @@ struct TmaTile {
   static constexpr int tokens = TOKENS_, cluster = CLUSTER_;
   static constexpr int rows = 256, half_rows = 128, half_groups = half_rows / 16;  // of weights
   static constexpr int weight_bytes = rows * kLineBytes, stage_bytes = (rows + tokens) * kLineBytes;
-  static constexpr int stages = tokens == 64 ? 5 : 4;
+  static constexpr int stages = tokens == 64 ? 5 : tokens == 128 ? 4 : 3;
   static constexpr int slots = 3;
   static constexpr int alignment = 1024;
   static constexpr int shared_bytes = stages * stage_bytes + alignment;
@@ -141,12 +142,13 @@ __global__ void __launch_bounds__(Tile::threads, 1) experts_tma_kernel(const __g
           ptx::mbarrier_arrive_expect_tx(barrier, Tile::weight_bytes);
           if (C > 1 && shared) {
             ptx::tma_load_grouped_multicast(to + rank * Tile::half_rows * kLineBytes, rank ? params.high : params.low,
-                                            k, group + (up ? 0 : rank * Tile::half_groups), expert, barrier,
+                                            k, group + (up ? 0 : rank * Tile::half_groups),
+                                            expert * (rank ? params.high_step : params.low_step), barrier,
                                             (1 << C) - 1);
           } else {
-            ptx::tma_load_grouped(to, params.low, k, group, expert, barrier);
+            ptx::tma_load_grouped(to, params.low, k, group, expert * params.low_step, barrier);
             ptx::tma_load_grouped(to + Tile::half_rows * kLineBytes, params.high, k,
-                                  group + (up ? 0 : Tile::half_groups), expert, barrier);
+                                  group + (up ? 0 : Tile::half_groups), expert * params.high_step, barrier);
           }
         };
         int ahead = 0;  // steps whose weights, which are constant, are loaded before the PDL wait
@@ -414,6 +416,8 @@ __global__ void __launch_bounds__(Tile::threads, 1) experts_tma_kernel(const __g
       } else {
         if (used <= 64) {
           multiply(std::integral_constant<int, 64>());
+        } else if (Tile::tokens > 128 && used <= 128) {
+          if constexpr (Tile::tokens > 128) multiply(std::integral_constant<int, 128>());
         } else {
           multiply(std::integral_constant<int, Tile::tokens>());
         }

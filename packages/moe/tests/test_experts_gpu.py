@@ -26,6 +26,7 @@ from kestrel_runtime.testing import assert_close_to_f64, assert_runs_repeat, ass
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("kernels_only")]
 
 HALF = [torch.bfloat16, torch.float16]
+TILES_OF_MANY = [64, 128]
 ACTIVATIONS = ["gelu_residual", "silu_and_mul", "gelu_and_mul"]
 Ids = Callable[[int, int, int], torch.Tensor]
 
@@ -369,6 +370,89 @@ def test_variants_for_few_tokens_give_the_same_bits(tokens: int, form: str) -> N
     for tile in (8, 16):
         got = by_variant(Variant(ALIGNED, tile), hidden, w1, w2, weights, ids, **scales)
         assert_same_bits(got, want, f"tiles of {tile}")
+
+
+# -- tiles of many tokens -----------------------------------------------------------------------------------------------
+
+
+def ids_of_sizes(*sizes: int) -> Ids:
+    """So many pairs for each expert."""
+
+    def ids(tokens: int, experts: int, choices: int) -> torch.Tensor:
+        flat = torch.cat([torch.full((size,), expert) for expert, size in enumerate(sizes)])
+        assert flat.numel() == tokens * choices
+        return flat[torch.randperm(flat.numel())].view(tokens, choices)
+
+    return ids
+
+
+SIZES_OF_EXPERTS = [
+    (0, 1, 63, 64, 65, 127, 128, 129, 255, 256, 257, 215),
+    (1560,),
+    (0, 0, 1559, 1),
+]
+
+
+@pytest.mark.parametrize("form", ["bf16", "fp16", *FORMS])
+@pytest.mark.parametrize("sizes", SIZES_OF_EXPERTS, ids=["around tiles", "one", "last"])
+@pytest.mark.parametrize(("width", "inner"), [(272, 144), (528, 80), (16, 400)])
+def test_tiles_of_many_tokens_give_the_same_bits_for_each_count(
+    width: int, inner: int, sizes: tuple[int, ...], form: str
+) -> None:
+    """Experts with a token more or less than a tile, and K, Hd and I that end within a tile."""
+    dtype = torch.float16 if form == "fp16" else torch.bfloat16
+    args = layer(520, len(sizes), 3, width, inner, dtype, ids_of_sizes(*sizes))
+    if form in FORMS:
+        hidden, w1, w2, weights, ids = args
+        (w1, w1_scale, _), (w2, w2_scale, _) = (quantised(w, form) for w in (w1, w2))
+        args, scales = (hidden, w1, w2, weights, ids), {"w1_scale": w1_scale, "w2_scale": w2_scale}
+        with backend("reference"):
+            want = fused_experts(*args, **scales)
+        # As in test_fp8_layers_equal_a_model_of_the_same_quantisation.
+        limit = 2**-8 + 2**-3 * 2**-4.5
+    else:
+        scales = {}
+        want = composed(*args[:4], args[4].long(), "gelu_residual", torch.float64)
+        limit = 2**-7 if form == "bf16" else 2**-10
+    first = None
+    for tile in TILES_OF_MANY:
+        got = by_variant(Variant(ALIGNED, tile), *args, **scales)
+        assert (got.double() - want.double()).norm() < limit * want.double().norm(), f"tiles of {tile}"
+        first = got if first is None else first
+        assert_same_bits(got, first, f"tiles of {tile}")
+
+
+@pytest.mark.parametrize("form", ["bf16", "channel"])
+@pytest.mark.parametrize("tile", TILES_OF_MANY)
+def test_no_tile_reads_beyond_the_rows_of_an_expert(tile: int, form: str) -> None:
+    """NaN around the weights of each expert and around the rows of x, and experts of other sizes in the batch."""
+    width, inner, experts = 272, 144, 3
+    hidden, w1, w2, weights, ids = layer(400, experts, 2, width, inner)
+    scales = {}
+    if form != "bf16":
+        (w1, w1_scale, _), (w2, w2_scale, _) = (quantised(w, form) for w in (w1, w2))
+        scales = {"w1_scale": w1_scale, "w2_scale": w2_scale}
+
+    def surrounded(t: torch.Tensor) -> torch.Tensor:
+        shape = (*(n + 2 for n in t.shape[:-1]), t.shape[-1] + 32)
+        wide = torch.full(shape, float("nan"), device="cuda").to(t.dtype)
+        inside = tuple(slice(1, n + 1) for n in t.shape[:-1])
+        view = wide[inside][..., 16:-16]
+        return view.copy_(t)
+
+    want = by_variant(Variant(ALIGNED, tile), hidden, w1, w2, weights, ids, **scales)
+    got = by_variant(Variant(ALIGNED, tile), surrounded(hidden), surrounded(w1), surrounded(w2), weights, ids, **scales)
+    assert_same_bits(got, want, "among NaN")
+    assert bool(got.isfinite().all())
+
+
+@pytest.mark.parametrize("tile", TILES_OF_MANY)
+def test_experts_may_share_one_weight(tile: int) -> None:
+    hidden, w1, w2, weights, ids = layer(300, 4, 2, 256, 128)
+    w1, w2 = w1[:1].expand(4, -1, -1), w2[:1].expand(4, -1, -1)
+    got = by_variant(Variant(ALIGNED, tile), hidden, w1, w2, weights, ids)
+    want = by_variant(Variant(ALIGNED, tile), hidden, w1.contiguous(), w2.contiguous(), weights, ids)
+    assert_same_bits(got, want, "expanded weights")
 
 
 # -- the two products of their own ------------------------------------------------------------------------------------
