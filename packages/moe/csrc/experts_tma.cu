@@ -28,9 +28,11 @@ void launch_tma(const ExpertsParams& p, int64_t tiles, DLDevice device) {
   const int64_t items = (tiles + CLUSTER - 1) / CLUSTER * ((p.outputs + channels - 1) / channels);
   if (items > kLargest / CLUSTER) unsupported("more than 2^30 tiles of tokens and outputs");
   TmaParams params;
+  params.floats = up ? sizeof(W) == 1 && p.gate != Gate::none : std::is_same_v<R, __half> && p.partial != nullptr;
+  const RowOrder order = params.floats ? RowOrder::even_first : RowOrder::ascending;
   const auto map = [&](const char* weight, int64_t expert_stride) {
     return grouped_rows_map(weight, map_type<W>(), sizeof(W), expert_stride ? p.experts : 1, p.outputs, p.width,
-                            expert_stride, p.weight_stride, Tile::half_groups);
+                            expert_stride, p.weight_stride, Tile::half_groups, order);
   };
   params.low = map(p.weight_low, p.expert_stride_low);
   params.high = up ? map(p.weight_high, p.expert_stride_high) : params.low;
@@ -41,7 +43,6 @@ void launch_tma(const ExpertsParams& p, int64_t tiles, DLDevice device) {
     const char* const text = std::getenv(name);
     return text ? std::atoi(text) : 0;
   };
-  params.lag = number("KX_LAG");
   params.diag = number("KX_DIAG");
   const int64_t wave = device_attribute(cudaDevAttrMultiProcessorCount, device.device_id) / CLUSTER;
   launch_pdl(kernel, dim3(static_cast<unsigned>(std::clamp<int64_t>(items, 1, wave) * CLUSTER)), dim3(Tile::threads),

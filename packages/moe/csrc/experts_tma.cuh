@@ -28,7 +28,7 @@ struct TmaParams {
   CUtensorMap low, high;  // of the weights: up: the halves of w1; down: w2 twice
   ExpertsParams p;
   int low_step, high_step;  // of the expert's coordinate: 1, or 0 if all experts share one weight
-  int lag;  // steps by which the second consumer warpgroup starts later
+  bool floats;              // results are float32, and the rows of the weights in shared memory even_first
   int diag;
 };
 
@@ -39,8 +39,10 @@ struct TmaTile {
   static constexpr int weight_bytes = rows * kLineBytes, stage_bytes = (rows + tokens) * kLineBytes;
   static constexpr int stages = tokens == 64 ? 5 : tokens == 128 ? 4 : 3;
   static constexpr int slots = 3;
+  static constexpr int pass = 64;                       // tokens per pass of the epilogue
+  static constexpr int result_bytes = pass * 64 * 2;    // of a warpgroup: 64 channels
   static constexpr int alignment = 1024;
-  static constexpr int shared_bytes = stages * stage_bytes + alignment;
+  static constexpr int shared_bytes = stages * stage_bytes + 2 * result_bytes + alignment;
   static constexpr int gatherers = 64;
   static constexpr int producers = 128, consumers = 256, threads = producers + consumers;
 };
@@ -56,13 +58,7 @@ struct TmaSlot {
   bool shared;           // by the cluster: each CTA loads half of the weights
 };
 
-// Stores without a branch, so that the instructions of several results interleave.
-__device__ __forceinline__ void store_if(bool condition, char* to, unsigned v) {
-  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %2, 0;\n@p st.global.b32 [%0], %1;\n}" ::"l"(to), "r"(v),
-               "r"(static_cast<int>(condition))
-               : "memory");
-}
-
+// A store without a branch, so that the instructions of several results interleave.
 __device__ __forceinline__ void store_if(bool condition, char* to, float2 v) {
   asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %3, 0;\n@p st.global.v2.f32 [%0], {%1, %2};\n}" ::"l"(to),
                "f"(v.x), "f"(v.y), "r"(static_cast<int>(condition))
@@ -74,7 +70,7 @@ __device__ __forceinline__ void store_if(bool condition, char* to, float2 v) {
 //   slot_empty[slot]  8 arrivals: the consumer warps, after the epilogue
 //   full[stage]       the gathering threads' copies; the TMA thread's arrival and its bytes
 //   empty[stage]      the consumer warps of the cluster, once their products have read the stage
-//   first_steps       the first consumer warpgroup has done `lag` steps
+//   named barriers 2 and 3, one per warpgroup, twice per pass of the epilogue: results are staged; all have read them
 template <typename W, typename R, Projection PROJECTION, typename Tile>
 __global__ void __launch_bounds__(Tile::threads, 1) experts_tma_kernel(const __grid_constant__ TmaParams params) {
 #ifdef KESTREL_HAS_WGMMA
@@ -84,7 +80,7 @@ __global__ void __launch_bounds__(Tile::threads, 1) experts_tma_kernel(const __g
   const ExpertsParams& p = params.p;
   extern __shared__ char dynamic[];
   __shared__ TmaSlot<Tile::tokens> slots[kSlots];
-  __shared__ uint64_t full[S], empty[S], slot_full[kSlots], slot_empty[kSlots], first_steps;
+  __shared__ uint64_t full[S], empty[S], slot_full[kSlots], slot_empty[kSlots];
   __shared__ float stage_scales[fp8 ? S : 1][Tile::tokens];  // of x, with p.x_blocks
   const uint32_t ring = (ptx::shared_address(dynamic) + Tile::alignment - 1) / Tile::alignment * Tile::alignment;
   const int slices = (p.outputs + channels - 1) / channels;
@@ -100,7 +96,6 @@ __global__ void __launch_bounds__(Tile::threads, 1) experts_tma_kernel(const __g
       ptx::mbarrier_init(slot_full + s, 32);
       ptx::mbarrier_init(slot_empty + s, 8);
     }
-    ptx::mbarrier_init(&first_steps, 1);
     ptx::fence_mbarrier_init();
   }
   __syncthreads();
@@ -246,13 +241,15 @@ __global__ void __launch_bounds__(Tile::threads, 1) experts_tma_kernel(const __g
           const uint32_t here = to + stage * Tile::stage_bytes;
           const bool inside = step * kLineBytes + pack * 16 < row_bytes;
 #pragma unroll
-          for (int first = 0; first < Tile::tokens; first += 32) {
+          for (int first = 0; first < Tile::tokens; first += 64) {
             if (first >= used || (params.diag & 2)) break;
+            uint32_t offset[8];
 #pragma unroll
-            for (int i = first; i < first + 32; i += 8) {
-              const uint32_t offset = from.row[i + row];
-              if (offset == kNoRow) continue;  // the epilogue skips this column
-              ptx::cp_async16_or_zero(here + i * kLineBytes, inside ? x + uint64_t{offset} * 16 : p.x, inside);
+            for (int i = 0; i < 8; ++i) offset[i] = from.row[first + 8 * i + row];
+#pragma unroll
+            for (int i = 0; i < 8; ++i) {  // the epilogue skips the columns of no row
+              ptx::cp_async16_if(offset[i] != kNoRow, here + (first + 8 * i) * kLineBytes, x + uint64_t{offset[i]} * 16,
+                                 inside ? 16 : 0);
             }
           }
           if (fp8 && p.x_blocks) {
@@ -287,8 +284,7 @@ __global__ void __launch_bounds__(Tile::threads, 1) experts_tma_kernel(const __g
         if (lane < C) ptx::mbarrier_arrive_remote(ptx::map_shared(ptx::shared_address(empty + of_stage), lane));
       }
     };
-    int lag = params.lag > 0 ? min(params.lag, steps) : -1;
-    bool late = warpgroup == 1 && lag > 0;
+    const uint32_t results = ring + S * Tile::stage_bytes + warpgroup * Tile::result_bytes;
     while (true) {
       ptx::mbarrier_wait(slot_full + slot, slot_phase);
       const TmaSlot<Tile::tokens>& at = slots[slot];
@@ -301,11 +297,7 @@ __global__ void __launch_bounds__(Tile::threads, 1) experts_tma_kernel(const __g
       for (int b = 0; b < 2; ++b) {
         channel[b] = at.slice * channels + warpgroup * (up ? 64 : 128) + (up ? 0 : 64 * b) + slab;
       }
-      if (late) {
-        ptx::mbarrier_wait(&first_steps, 0);
-        late = false;
-      }
-      float scale[2][2] = {{1.f, 1.f}, {1.f, 1.f}};  // of [block][neighbouring channel]
+      float scale[2][2] = {{1.f, 1.f}, {1.f, 1.f}};  // of [block][channel of this thread]
       if (fp8 && p.scale_rank < 3) {
 #pragma unroll
         for (int b = 0; b < 2; ++b) {
@@ -313,21 +305,16 @@ __global__ void __launch_bounds__(Tile::threads, 1) experts_tma_kernel(const __g
                                       expert * p.scale_expert_stride;
 #pragma unroll
           for (int r = 0; r < 2; ++r) {
-            scale[b][r] = scales[min(channel[b] + 2 * group + r, p.outputs - 1) * p.scale_row_stride];
+            scale[b][r] = scales[min(channel[b] + (params.floats ? 2 * group + r : group + 8 * r), p.outputs - 1) *
+                                 p.scale_row_stride];
           }
         }
       }
 
-      // Main loop. acc[block][4 * j + 2 * r + c]: channel 2 * group + r of the warp's 16, token 8 * j + 2 * quad + c.
+      // Main loop. acc[block][4 * j + 2 * r + c]: row group + 8 * r of the warp's 16, token 8 * j + 2 * quad + c.
       float acc[2][Tile::tokens / 2];
       const uint32_t block_bytes = (up ? Tile::half_rows : 64) * kLineBytes;
       const uint32_t my_rows = ring + warpgroup * (up ? 64 : 128) * kLineBytes;
-      const auto count_step = [&](int step) {
-        if (step + 1 == lag && warpgroup == 0) {
-          if (threadIdx.x == Tile::producers) ptx::mbarrier_arrive(&first_steps);
-          lag = -1;
-        }
-      };
       const auto multiply = [&](auto n_tag) {
         constexpr int N = decltype(n_tag)::value;
         if constexpr (fp8) {
@@ -373,12 +360,11 @@ __global__ void __launch_bounds__(Tile::threads, 1) experts_tma_kernel(const __g
                   }
                 }
                 if (b == 1) release(stage);
-              } else {
+              } else if (!(params.diag & 4)) {
 #pragma unroll
                 for (int i = 0; i < N / 2; ++i) acc[b][i] = fmaf(of_line[i], block_scale, acc[b][i]);
               }
             }
-            count_step(step);
             next_stage();
           }
         } else {
@@ -402,7 +388,6 @@ __global__ void __launch_bounds__(Tile::threads, 1) experts_tma_kernel(const __g
             ptx::wgmma_wait<1>();  // the previous stage has been read
             if (previous >= 0) release(previous);
             previous = stage;
-            count_step(step);
             next_stage();
           }
           ptx::wgmma_wait<0>();
@@ -424,73 +409,88 @@ __global__ void __launch_bounds__(Tile::threads, 1) experts_tma_kernel(const __g
       }
 
       // Epilogue.
-      const auto store_tile = [&](auto gate_tag, auto float_tag) {
-        constexpr bool to_float = decltype(float_tag)::value;
-        constexpr Gate gate = decltype(gate_tag)::value;
+      const auto scaled = [&](int b, int i, float factor) {
+        return fp8 || !up ? acc[b][i] * scale[b][i % 4 / 2] * factor : acc[b][i];
+      };
+      // 16-bit results: 64 channels at a time through shared memory, whose packs are swizzled against bank conflicts.
+      const auto store_block = [&](int b, const auto& value, int64_t offset) {
+        const auto address_of = [&](int n, int pack) { return results + n * kLineBytes + (pack ^ n % 8) * 16; };
+        const int first_channel = channel[b] - slab;
+#pragma unroll
+        for (int first = 0; first < Tile::tokens; first += Tile::pass) {
+          if (first >= used || (params.diag & 1)) break;
+#pragma unroll
+          for (int j = first / 8; j < (first + Tile::pass) / 8; j += 2) {
+            unsigned matrices[4];
+#pragma unroll
+            for (int m = 0; m < 4; ++m) {
+              const int i = 4 * (j + m / 2) + m % 2 * 2;
+              const float2 factor = *reinterpret_cast<const float2*>(&at.factor[8 * (j + m / 2) + 2 * quad]);
+              matrices[m] = ptx::pack_pair<R>(make_float2(value(i, factor.x), value(i + 1, factor.y)));
+            }
+            const int n = 8 * (j + lane / 16) - first + lane % 8;
+            ptx::store_matrices_transposed(address_of(n, slab / 8 + lane / 8 % 2), matrices);
+          }
+          ptx::named_barrier(kBarrierOfWarpgroup + warpgroup, 128);
+#pragma unroll
+          for (int i = threadIdx.x % 128; i < Tile::pass * 8; i += 128) {
+            const int n = i / 8, pack = i % 8, pair = at.pair[first + n], at_channel = first_channel + pack * 8;
+            if (pair < 0 || at_channel >= p.outputs) continue;
+            *reinterpret_cast<uint4*>(p.out + pair * p.out_stride + (offset + at_channel) * 2) =
+                ptx::load_shared_uint4(address_of(n, pack));
+          }
+          ptx::named_barrier(kBarrierOfWarpgroup + warpgroup, 128);
+        }
+      };
+      // float32 results: 8 bytes from registers.
+      const auto store_floats = [&](int b, const auto& value, char* out, int64_t stride) {
+        const int64_t at_channel = (channel[b] + 2 * group) * int64_t{4};
 #pragma unroll
         for (int first = 0; first < Tile::tokens; first += 32) {
           if (first >= used || (params.diag & 1)) break;
 #pragma unroll
           for (int j = first / 8; j < first / 8 + 4; ++j) {
-            const int2 pair_of = *reinterpret_cast<const int2*>(&at.pair[8 * j + 2 * quad]);
-            const float2 factor_of = *reinterpret_cast<const float2*>(&at.factor[8 * j + 2 * quad]);
+            const int2 pairs = *reinterpret_cast<const int2*>(&at.pair[8 * j + 2 * quad]);
+            const float2 factors = *reinterpret_cast<const float2*>(&at.factor[8 * j + 2 * quad]);
 #pragma unroll
             for (int c = 0; c < 2; ++c) {
-              const int pair = c ? pair_of.y : pair_of.x;
-              const float factor = c ? factor_of.y : factor_of.x;
-              float2 v[2];  // of the two blocks
-#pragma unroll
-              for (int b = 0; b < 2; ++b) {
-                v[b] = make_float2(acc[b][4 * j + c], acc[b][4 * j + 2 + c]);
-                if (fp8 || !up) {
-                  v[b].x = v[b].x * scale[b][0] * factor;
-                  v[b].y = v[b].y * scale[b][1] * factor;
-                }
-              }
-              char* const row = p.out + pair * p.out_stride;
-              if constexpr (up && gate != Gate::none) {
-                const float2 result = make_float2(gated_value(v[0].x, v[1].x, gate), gated_value(v[0].y, v[1].y, gate));
-                const int at_channel = channel[0] + 2 * group;
-                const bool valid = pair >= 0 && channel[0] < p.outputs;
-                if constexpr (fp8) {  // the next kernel quantises it
-                  store_if(valid, row + at_channel * 4, result);
-                } else {
-                  store_if(valid, row + at_channel * 2, ptx::pack_pair<R>(result));
-                }
-              } else {
-#pragma unroll
-                for (int b = 0; b < 2; ++b) {
-                  const int at_channel = channel[b] + 2 * group;
-                  const bool valid = pair >= 0 && channel[b] < p.outputs;
-                  if constexpr (to_float) {
-                    store_if(valid, reinterpret_cast<char*>(p.partial + int64_t{pair} * p.outputs + at_channel), v[b]);
-                  } else {
-                    store_if(valid, row + (int64_t{up ? b : 0} * p.outputs + at_channel) * 2,
-                             ptx::pack_pair<R>(v[b]));
-                  }
-                }
-              }
+              const int pair = c ? pairs.y : pairs.x;
+              const float factor = c ? factors.y : factors.x;
+              store_if(pair >= 0 && channel[b] < p.outputs, out + pair * stride + at_channel,
+                       make_float2(value(4 * j + c, factor), value(4 * j + 2 + c, factor)));
             }
           }
         }
       };
-      const auto store_gated = [&](auto gate_tag) { store_tile(gate_tag, std::false_type()); };
-      if constexpr (!up) {
-        constexpr std::integral_constant<Gate, Gate::none> none;
-        // Terms of the sum over choices may exceed fp16 where the sum does not.
-        if (std::is_same_v<R, __half> && p.partial) {
-          if constexpr (std::is_same_v<R, __half>) store_tile(none, std::true_type());
+      const auto store_gated = [&](auto gate_tag) {
+        const auto value = [&](int i, float factor) {
+          return gated_value(scaled(0, i, factor), scaled(1, i, factor), decltype(gate_tag)::value);
+        };
+        if constexpr (fp8) {  // the next kernel quantises them
+          store_floats(0, value, p.out, p.out_stride);
         } else {
-          store_tile(none, std::false_type());
+          store_block(0, value, 0);
         }
-      } else if (p.gate == Gate::silu_and_mul) {
+      };
+      if (up && p.gate == Gate::silu_and_mul) {
         store_gated(std::integral_constant<Gate, Gate::silu_and_mul>());
-      } else if (p.gate == Gate::gelu_and_mul) {
+      } else if (up && p.gate == Gate::gelu_and_mul) {
         store_gated(std::integral_constant<Gate, Gate::gelu_and_mul>());
-      } else if (p.gate == Gate::gelu_residual) {
+      } else if (up && p.gate == Gate::gelu_residual) {
         store_gated(std::integral_constant<Gate, Gate::gelu_residual>());
       } else {
-        store_gated(std::integral_constant<Gate, Gate::none>());
+#pragma unroll
+        for (int b = 0; b < 2; ++b) {
+          const auto value = [&](int i, float factor) { return scaled(b, i, factor); };
+          if constexpr (!up && std::is_same_v<R, __half>) {
+            // Terms of the sum over choices may exceed fp16 where the sum does not.
+            if (p.partial) {
+              store_floats(b, value, reinterpret_cast<char*>(p.partial), int64_t{p.outputs} * 4);
+              continue;
+            }
+          }
+          store_block(b, value, up && b ? p.outputs : 0);
+        }
       }
       __syncwarp();
       if (lane == 0) ptx::mbarrier_arrive(slot_empty + slot);

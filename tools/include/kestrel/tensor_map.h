@@ -52,15 +52,19 @@ inline CUtensorMap matrix_map(const void* address, bool bf16, int64_t rows, int6
                     box);
 }
 
+// The order of 16 rows in shared memory. `even_first`: in a wgmma operand a thread then holds two neighbouring rows.
+enum class RowOrder { ascending, even_first };
+
 // The map of matrices [outer, rows, columns], whose rows are grouped by 16. A box holds `groups` groups by 128 bytes of
-// the columns, and within a group the eight even rows come before the eight odd rows: in a wgmma operand a thread then
-// holds two neighbouring rows.
+// the columns.
 inline CUtensorMap grouped_rows_map(const void* address, CUtensorMapDataType type, int element_bytes, int64_t outer,
                                     int64_t rows, int64_t columns, int64_t outer_stride, int64_t row_stride,
-                                    int groups) {
+                                    int groups, RowOrder order) {
   const auto size = [](int64_t value) { return static_cast<cuuint64_t>(value); };
+  const bool even_first = order == RowOrder::even_first;
   const cuuint64_t sizes[5] = {size(columns), 8, 2, size(rows / 16), size(outer)};
-  const cuuint64_t strides[4] = {size(2 * row_stride), size(row_stride), size(16 * row_stride),
+  const cuuint64_t strides[4] = {size(even_first ? 2 * row_stride : row_stride),
+                                 size(even_first ? row_stride : 8 * row_stride), size(16 * row_stride),
                                  size(outer > 1 ? outer_stride : 16 * row_stride)};
   const cuuint32_t box[5] = {static_cast<cuuint32_t>(128 / element_bytes), 8, 2, static_cast<cuuint32_t>(groups), 1};
   return encode_map(address, type, sizes, strides, box);
