@@ -50,7 +50,7 @@ __device__ __forceinline__ float largest_magnitude(Pack<T> pack) {
 }
 
 template <typename T, bool BLOCKS>
-__global__ void __launch_bounds__(kQuantThreads) experts_quant_kernel(const __grid_constant__ ExpertsQuantParams p) {
+__global__ void __launch_bounds__(kQuantThreads, 4) experts_quant_kernel(const __grid_constant__ ExpertsQuantParams p) {
   constexpr int size = Pack<T>::size;
   __shared__ float memory[kQuantWarps];
   const int warp = threadIdx.x / 32, first_warp = warp / p.row_warps * p.row_warps, lane = threadIdx.x % 32;
@@ -134,31 +134,57 @@ __global__ void __launch_bounds__(kSumThreads) experts_sum_kernel(const __grid_c
   const int first = ((blockIdx.x - token * p.ctas_per_token) * kSumThreads + threadIdx.x) * size;
   pdl_wait();
   pdl_trigger();
-  if (first >= p.outputs) return;
+  const bool inside = first < p.outputs;
   float total[size] = {};
-#pragma unroll 4
-  for (int j = 0; j < p.choices; ++j) {
-    int64_t row = int64_t{token} * p.choices + j;
-    float weight = 1.f;
-    if (p.positions) {
-      row = p.positions[row];
-      weight = p.topk_weights[token * p.topk_weights_stride + j];
-    } else {
-      int id = p.topk_ids[token * p.ids_stride + j];
-      if (p.expert_map) id = id >= 0 && id < p.mapped_experts ? p.expert_map[id] : -1;
-      if (id < 0 || id >= p.experts) row = -1;
+  constexpr int batch = 8;  // choices whose rows are loaded at once; lane j % 8 of a warp looks up choice j
+  for (int first_choice = 0; first_choice < p.choices; first_choice += batch) {
+    const int choice = first_choice + threadIdx.x % batch;
+    int my_row = -1;
+    float my_weight = 1.f;
+    if (choice < p.choices) {
+      if (p.positions) {
+        my_row = p.positions[token * p.choices + choice];
+        my_weight = p.topk_weights[token * p.topk_weights_stride + choice];
+      } else {
+        int id = p.topk_ids[token * p.ids_stride + choice];
+        if (p.expert_map) id = id >= 0 && id < p.mapped_experts ? p.expert_map[id] : -1;
+        my_row = id >= 0 && id < p.experts ? token * p.choices + choice : -1;
+      }
     }
-    if (row < 0) continue;
-    Pack<S> pack;
-    float values[size];
-    pack.bits = load16_streamed(p.rows + (row * p.outputs + first) * sizeof(S));
-    pack.unpack(values);
+    int row[batch];
+    float weight[batch];
+    Pack<S> packs[batch];
 #pragma unroll
-    for (int i = 0; i < size; ++i) total[i] += p.positions ? weight * values[i] : values[i];
+    for (int j = 0; j < batch; ++j) {
+      row[j] = __shfl_sync(0xffffffffu, my_row, j);
+      weight[j] = __shfl_sync(0xffffffffu, my_weight, j);
+      if (inside && row[j] >= 0) {
+        packs[j].bits = load16_streamed(p.rows + (int64_t{row[j]} * p.outputs + first) * static_cast<int>(sizeof(S)));
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < batch; ++j) {
+      float values[size];
+      packs[j].unpack(values);
+      if (row[j] < 0) continue;
+#pragma unroll
+      for (int i = 0; i < size; ++i) total[i] += p.positions ? weight[j] * values[i] : values[i];
+    }
   }
-  T* out = reinterpret_cast<T*>(p.out + token * p.out_stride) + first;
+  if (!inside) return;
+  T* const out = reinterpret_cast<T*>(p.out + token * p.out_stride) + first;
+  struct alignas(size * sizeof(T)) Result {
+    T elements[size];
+  };
+  Result result;
 #pragma unroll
-  for (int i = 0; i < size; ++i) out[i] = from_float<T>(total[i]);
+  for (int i = 0; i < size; ++i) result.elements[i] = from_float<T>(total[i]);
+  if (reinterpret_cast<uintptr_t>(out) % sizeof(Result) == 0) {
+    *reinterpret_cast<Result*>(out) = result;
+  } else {  // rows of `out` have any stride
+#pragma unroll
+    for (int i = 0; i < size; ++i) out[i] = result.elements[i];
+  }
 }
 
 }  // namespace kestrel::moe
