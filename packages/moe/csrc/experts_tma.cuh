@@ -1,11 +1,10 @@
 // Grouped GEMMs of routed experts on Hopper, warp-specialised, with weights loaded by TMA.
 //
-// A tile is 256 weight rows (up: 128 of each half of w1) by TOKENS tokens of one expert. In the producer warpgroup one
-// warp schedules: it writes the pairs, factors and rows of each tile into a slot of shared memory. One thread loads
-// weights by TMA, two warps gather rows of x by cp.async. Each of two consumer warpgroups multiplies 128 weight rows and
-// stores its results from registers: even rows of a group of 16 come before odd ones in shared memory (tensor_map.h),
-// so a thread holds neighbouring channels. The warpgroups do not wait for each other: one's epilogue overlaps the
-// other's products. CTAs are persistent; the two CTAs of a cluster multicast the weights of two token tiles.
+// A tile is 256 weight rows (up: 128 of each half of w1) by TOKENS tokens of one expert. One warp schedules: it writes
+// the pairs, factors and rows of x of each tile into a slot of shared memory. One thread loads weights by TMA, two
+// warps gather rows of x by cp.async. Two consumer warpgroups multiply 128 weight rows each, without waiting for each
+// other. FP8 products are added to a second accumulator every 128 elements of K. CTAs are persistent; the two CTAs of a
+// cluster multicast the weights of two token tiles.
 #pragma once
 
 #include <kestrel/fp8.cuh>
@@ -20,16 +19,33 @@
 #include <kestrel/ptx/tma.cuh>
 #include <kestrel/ptx/wgmma.cuh>
 
-#include "experts_wgmma.cuh"
+#include "experts_params.cuh"
 
 namespace kestrel::moe {
+
+constexpr int kRasterTiles = 8;           // token tiles, in clusters pairs of them, that run through all row slices
+constexpr uint32_t kNoRow = 0xffffffffu;  // of a column that pads a tile
+
+// Work item -> token tile and slice of weight rows.
+struct TmaItem {
+  int tile, slice;
+
+  __device__ __forceinline__ TmaItem(int item, int tiles, int slices) {
+    const int first = item / (kRasterTiles * slices) * kRasterTiles, rest = item - first * slices;
+    const int tiles_here = min(kRasterTiles, tiles - first);
+    slice = rest / tiles_here;
+    tile = first + rest - slice * tiles_here;
+  }
+};
+
+// Named barriers; 0 is that of __syncthreads().
+constexpr int kBarrierOfWarpgroup = 2;  // and 3: one for each consumer warpgroup
 
 struct TmaParams {
   CUtensorMap low, high;  // of the weights: up: the halves of w1; down: w2 twice
   ExpertsParams p;
   int low_step, high_step;  // of the expert's coordinate: 1, or 0 if all experts share one weight
   bool floats;              // results are float32, and the rows of the weights in shared memory even_first
-  int diag;
 };
 
 template <int TOKENS_, int CLUSTER_>
@@ -39,8 +55,8 @@ struct TmaTile {
   static constexpr int weight_bytes = rows * kLineBytes, stage_bytes = (rows + tokens) * kLineBytes;
   static constexpr int stages = tokens == 64 ? 5 : tokens == 128 ? 4 : 3;
   static constexpr int slots = 3;
-  static constexpr int pass = 64;                       // tokens per pass of the epilogue
-  static constexpr int result_bytes = pass * 64 * 2;    // of a warpgroup: 64 channels
+  static constexpr int pass = 64;                     // tokens per pass of the epilogue
+  static constexpr int result_bytes = pass * 64 * 2;  // of a warpgroup: 64 channels
   static constexpr int alignment = 1024;
   static constexpr int shared_bytes = stages * stage_bytes + 2 * result_bytes + alignment;
   static constexpr int gatherers = 64;
@@ -60,8 +76,8 @@ struct TmaSlot {
 
 // A store without a branch, so that the instructions of several results interleave.
 __device__ __forceinline__ void store_if(bool condition, char* to, float2 v) {
-  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %3, 0;\n@p st.global.v2.f32 [%0], {%1, %2};\n}" ::"l"(to),
-               "f"(v.x), "f"(v.y), "r"(static_cast<int>(condition))
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %3, 0;\n@p st.global.v2.f32 [%0], {%1, %2};\n}" ::"l"(to), "f"(v.x),
+               "f"(v.y), "r"(static_cast<int>(condition))
                : "memory");
 }
 
@@ -149,7 +165,7 @@ __global__ void __launch_bounds__(Tile::threads, 1) experts_tma_kernel(const __g
         int ahead = 0;  // steps whose weights, which are constant, are loaded before the PDL wait
         if (C == 1 && early) {
           const int tiles = tile_count();
-          const WgmmaItem at(blockIdx.x, tiles, slices);
+          const TmaItem at(blockIdx.x, tiles, slices);
           const int expert = static_cast<int>(blockIdx.x) < tiles * slices ? expert_of(at.tile, tiles) : -1;
           if (expert >= 0) {
             ahead = min(steps, S);
@@ -182,7 +198,7 @@ __global__ void __launch_bounds__(Tile::threads, 1) experts_tma_kernel(const __g
       pdl_trigger();
       const int groups = (tiles + C - 1) / C;  // of tiles that a cluster takes
       for (int item = blockIdx.x / C; item < groups * slices; item += gridDim.x / C) {
-        const WgmmaItem at(item, groups, slices);
+        const TmaItem at(item, groups, slices);
         const int tile = at.tile * C + rank;
         int expert = expert_of(tile, tiles);
         bool shared = false, mine = expert >= 0;
@@ -242,7 +258,7 @@ __global__ void __launch_bounds__(Tile::threads, 1) experts_tma_kernel(const __g
           const bool inside = step * kLineBytes + pack * 16 < row_bytes;
 #pragma unroll
           for (int first = 0; first < Tile::tokens; first += 64) {
-            if (first >= used || (params.diag & 2)) break;
+            if (first >= used) break;
             uint32_t offset[8];
 #pragma unroll
             for (int i = 0; i < 8; ++i) offset[i] = from.row[first + 8 * i + row];
@@ -301,8 +317,8 @@ __global__ void __launch_bounds__(Tile::threads, 1) experts_tma_kernel(const __g
       if (fp8 && p.scale_rank < 3) {
 #pragma unroll
         for (int b = 0; b < 2; ++b) {
-          const float* const scales = (up && b ? p.weight_scale_high : p.weight_scale_low) +
-                                      expert * p.scale_expert_stride;
+          const float* const scales =
+              (up && b ? p.weight_scale_high : p.weight_scale_low) + expert * p.scale_expert_stride;
 #pragma unroll
           for (int r = 0; r < 2; ++r) {
             scale[b][r] = scales[min(channel[b] + (params.floats ? 2 * group + r : group + 8 * r), p.outputs - 1) *
@@ -324,8 +340,8 @@ __global__ void __launch_bounds__(Tile::threads, 1) experts_tma_kernel(const __g
             for (int b = 0; b < 2; ++b) {
               const int row = min(channel[b], p.outputs - 1);
               const int scale_row = (row + (up && b && !p.split_scales ? p.outputs : 0)) / kScaleBlock;
-              block_scales[b] = (up && b ? p.weight_scale_high : p.weight_scale_low) +
-                                expert * p.scale_expert_stride + scale_row * p.scale_row_stride;
+              block_scales[b] = (up && b ? p.weight_scale_high : p.weight_scale_low) + expert * p.scale_expert_stride +
+                                scale_row * p.scale_row_stride;
             }
           }
 #pragma unroll
@@ -360,7 +376,7 @@ __global__ void __launch_bounds__(Tile::threads, 1) experts_tma_kernel(const __g
                   }
                 }
                 if (b == 1) release(stage);
-              } else if (!(params.diag & 4)) {
+              } else {
 #pragma unroll
                 for (int i = 0; i < N / 2; ++i) acc[b][i] = fmaf(of_line[i], block_scale, acc[b][i]);
               }
@@ -418,7 +434,7 @@ __global__ void __launch_bounds__(Tile::threads, 1) experts_tma_kernel(const __g
         const int first_channel = channel[b] - slab;
 #pragma unroll
         for (int first = 0; first < Tile::tokens; first += Tile::pass) {
-          if (first >= used || (params.diag & 1)) break;
+          if (first >= used) break;
 #pragma unroll
           for (int j = first / 8; j < (first + Tile::pass) / 8; j += 2) {
             unsigned matrices[4];
@@ -447,7 +463,7 @@ __global__ void __launch_bounds__(Tile::threads, 1) experts_tma_kernel(const __g
         const int64_t at_channel = (channel[b] + 2 * group) * int64_t{4};
 #pragma unroll
         for (int first = 0; first < Tile::tokens; first += 32) {
-          if (first >= used || (params.diag & 1)) break;
+          if (first >= used) break;
 #pragma unroll
           for (int j = first / 8; j < first / 8 + 4; ++j) {
             const int2 pairs = *reinterpret_cast<const int2*>(&at.pair[8 * j + 2 * quad]);

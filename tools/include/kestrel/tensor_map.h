@@ -58,8 +58,8 @@ enum class RowOrder { ascending, even_first };
 // The map of matrices [outer, rows, columns], whose rows are grouped by 16. A box holds `groups` groups by 128 bytes of
 // the columns.
 inline CUtensorMap grouped_rows_map(const void* address, CUtensorMapDataType type, int element_bytes, int64_t outer,
-                                    int64_t rows, int64_t columns, int64_t outer_stride, int64_t row_stride,
-                                    int groups, RowOrder order) {
+                                    int64_t rows, int64_t columns, int64_t outer_stride, int64_t row_stride, int groups,
+                                    RowOrder order) {
   const auto size = [](int64_t value) { return static_cast<cuuint64_t>(value); };
   const bool even_first = order == RowOrder::even_first;
   const cuuint64_t sizes[5] = {size(columns), 8, 2, size(rows / 16), size(outer)};
