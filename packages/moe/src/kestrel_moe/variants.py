@@ -18,7 +18,7 @@ from . import tuned
 PAIRS_IN_KERNEL = 64  # the most (token, choice) pairs that the kernels can group by expert themselves
 _FEW_PAIRS = 32  # up to this many pairs they group for any number of experts
 _ROWS_OF_LARGE_TILES = 9.75  # pairs for each expert, above which tiles of 64 tokens are faster on Hopper
-_ROWS_OF_CLUSTERS = 168  # pairs for each expert, above which it pays that two tiles share the weights, with 16 bits
+_ROWS_OF_CLUSTERS = 112  # pairs for each expert, above which it pays that two tiles share the weights, with 16 bits
 # torch.nn.functional.grouped_mm is faster from so many pairs for each expert on, if Hd * I / (Hd + I) is at least so
 # large: products for each element that is gathered, activated and summed by kernels of their own.
 _ROWS_OF_GROUPED_MM, _PRODUCTS_OF_GROUPED_MM = 512, 2048
@@ -120,9 +120,10 @@ def by_rule(layer: Layer) -> Variant:
     products = layer.width * layer.inner / (layer.width + layer.inner)
     if rows > _ROWS_OF_GROUPED_MM and products >= _PRODUCTS_OF_GROUPED_MM and is_valid(Variant(GROUPED_MM), layer):
         return Variant(GROUPED_MM)
-    if rows <= 48 or layer.dtype == "fp8":
-        return Variant(ALIGNED, 64 if rows <= 48 else 128)
-    return Variant(ALIGNED, 128 if rows <= 112 else 192) if rows <= _ROWS_OF_CLUSTERS else Variant(CLUSTERED, 128)
+    if rows <= 48:
+        return Variant(ALIGNED, 64)
+    clustered = rows > _ROWS_OF_CLUSTERS and layer.dtype != "fp8"
+    return Variant(CLUSTERED, 128) if clustered else Variant(ALIGNED, 128)
 
 
 def choose(layer: Layer, entries: tuned.Entries, *, grouped_mm: bool = True) -> Variant:
