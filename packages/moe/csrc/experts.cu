@@ -128,10 +128,11 @@ void launch_sum(ExpertsSumParams p, DLDataType result, int64_t tokens, DLDevice 
   launch_pdl(kernel, dim3(static_cast<unsigned>(tokens * p.ctas_per_token)), dim3(kSumThreads), device, p);
 }
 
-// Launches a projection of aligned pairs, in token tiles of `tokens`; by experts_wgmma_kernel if `wgmma`.
+// Launches a projection of aligned pairs, in token tiles of `tokens`; by experts_tma_kernel if `wgmma`.
 void launch_sorted(const ExpertsParams& p, Projection projection, DLDataType weight, bool wgmma, int tokens,
-                   int64_t tiles, DLDevice device) {
-  if (wgmma) return launch_experts_wgmma(p, projection, weight, tokens, tiles, device);
+                   int cluster, int64_t tiles, DLDevice device) {
+  if (wgmma) return launch_experts_tma(p, projection, weight, tokens, cluster, tiles, device);
+  if (cluster != 1) unsupported("clusters of tiles without wgmma");
   dispatch_weight(weight, [&](auto w) {
     if (projection == Projection::up) {
       launch_tiles<decltype(w), Projection::up, /*IN_KERNEL=*/false>(p, tokens, tiles, device);
@@ -141,18 +142,19 @@ void launch_sorted(const ExpertsParams& p, Projection projection, DLDataType wei
   });
 }
 
-// Tokens of a tile for alignment blocks of this size, in which any pair may be missing: the larger wgmma tiles skip
-// groups of 64 tokens whose first pair is missing.
+// Tokens of a tile for alignment blocks of this size.
 int tile_of_block(int64_t block_size, DLDataType weight, bool wgmma) {
-  return static_cast<int>(std::min<int64_t>(block_size, same_dtype(weight, kFloat8E4M3) && !wgmma ? 32 : 64));
+  if (wgmma) return block_size % 128 ? 64 : 128;
+  return static_cast<int>(std::min<int64_t>(block_size, same_dtype(weight, kFloat8E4M3) ? 32 : 64));
 }
 
-// Whether the rows fit into the 32-bit row offsets of experts_wgmma_kernel, in packs of 16 bytes.
+// Whether the rows fit into the 32-bit row offsets of experts_tma_kernel, in packs of 16 bytes.
 bool fits_offsets(int64_t rows, int64_t stride) { return rows * (stride / 16) < int64_t{0xffffffff}; }
 
-// Whether experts_wgmma_kernel covers the call: the device, the block size, and result rows of whole 16-byte packs.
+// Whether experts_tma_kernel covers the call: the device, the block size, and result rows of whole 16-byte packs.
 bool fits_wgmma(const TensorView& out, int64_t row_bytes, int64_t block_size, DLDevice device) {
-  return block_size >= kTokensOfWgmma && aligned16(address(out)) && row_bytes % 16 == 0 && has_wgmma(device);
+  return block_size >= kTokensOfWgmma && block_size % kTokensOfWgmma == 0 && aligned16(address(out)) &&
+         row_bytes % 16 == 0 && has_wgmma(device);
 }
 
 // -- parameters -------------------------------------------------------------------------------------------------------
@@ -255,12 +257,13 @@ void clear(const TensorView& out, int64_t rows, int64_t row_stride, int64_t colu
 
 // -- entry points -----------------------------------------------------------------------------------------------------
 
-// With an alignment, block_size is 8, 16, 32 or 64, and on Hopper also 128 and 256 (FP8: 128). Without one the kernels
-// group the pairs, at most 64, and block_size is the token tile.
+// With an alignment, block_size is 8, 16, 32 or 64, and on Hopper also 128 and 192 (FP8: 128). Without one the kernels
+// group the pairs, at most 64, and block_size is the token tile. cluster: 1, or with blocks of 128 also 2, the CTAs
+// that share weights (Hopper, 16 bits).
 void fused_experts(TensorView out, TensorView scratch, TensorView hidden, TensorView w1, TensorView w2,
                    TensorView topk_weights, TensorView topk_ids, OptionalTensor w1_scale, OptionalTensor w2_scale,
                    OptionalTensor expert_map, OptionalTensor sorted_token_ids, OptionalTensor expert_ids,
-                   OptionalTensor num_tokens_post_pad, int64_t block_size, AnyView activation) {
+                   OptionalTensor num_tokens_post_pad, int64_t block_size, int64_t cluster, AnyView activation) {
   const Checks check("fused_experts");
   const Gate gate = check_fused_experts(check, out, scratch, hidden, w1, w2, topk_weights, topk_ids, w1_scale, w2_scale,
                                         expert_map, activation);
@@ -307,10 +310,10 @@ void fused_experts(TensorView out, TensorView scratch, TensorView hidden, Tensor
   const int tile = static_cast<int>(block_size);
   int64_t tiles = pairs;
   const bool wgmma = tile >= kTokensOfWgmma && has_wgmma(device);
-  if (wgmma && !(fits_offsets(tokens, up.x_stride) && fits_offsets(inner, up.weight_stride) &&
-                 fits_offsets(pairs, down.x_stride) && fits_offsets(width, down.weight_stride))) {
+  if (wgmma && !(fits_offsets(tokens, up.x_stride) && fits_offsets(pairs, down.x_stride))) {
     unsupported("rows of a tensor that lie 64 GiB apart");
   }
+  up.routed_early = fp8 && wgmma;                  // the launch before it quantises x
   const bool rounds = wgmma && !down.fp16_result;  // results of experts, before they are summed; fp16 could overflow
   if (rounds) {
     down.out = memory + parts.partial;
@@ -335,14 +338,24 @@ void fused_experts(TensorView out, TensorView scratch, TensorView hidden, Tensor
     q.codes = memory + codes;
     q.scale = floats_at(scale);
     q.width = p->width;
+    q.rows = rows;
+    // A warp for each row, more for long rows and for few of them.
+    const int64_t packs = q.width / Pack<decltype(t)>::size, enough = 2 * kQuantWarps * multiprocessors(device);
+    while (q.row_warps < kQuantWarps && (packs > kQuantPacks * 32 * q.row_warps || rows * q.row_warps < enough)) {
+      q.row_warps *= 2;
+    }
     set_x(p, q.codes, q.width, q.width, q.scale, p->x_blocks ? scale_blocks(q.width) : 1);
     const auto kernel =
         p->x_blocks ? experts_quant_kernel<decltype(t), true> : experts_quant_kernel<decltype(t), false>;
-    launch_pdl(kernel, dim3(static_cast<unsigned>(rows)), dim3(kQuantThreads), device, q);
+    const int64_t rows_of_cta = kQuantWarps / q.row_warps;
+    launch_pdl(kernel, dim3(static_cast<unsigned>((rows + rows_of_cta - 1) / rows_of_cta)), dim3(kQuantThreads), device,
+               q);
   };
   dispatch_float(hidden, [&](auto t) { quantise(t, &up, tokens, parts.x_codes, parts.x_scale); });
   const auto launch = [&](const ExpertsParams& p, auto projection) {
-    if (!in_kernel) return launch_sorted(p, projection.value, w1.dtype(), wgmma, tile, tiles, device);
+    if (!in_kernel) {
+      return launch_sorted(p, projection.value, w1.dtype(), wgmma, tile, static_cast<int>(cluster), tiles, device);
+    }
     dispatch_weight(w1.dtype(), [&](auto w) {
       launch_tiles<decltype(w), projection.value, /*IN_KERNEL=*/true>(p, tile, tiles, device);
     });
@@ -470,13 +483,12 @@ void invoke_moe_up(TensorView out, TensorView x, OptionalTensor x_scale, TensorV
   set_up_weight(&p, w1, w1_scale, w2, w2_scale);
   p.out = address(out);
   p.out_stride = out.stride(0) * 2;
-  const bool wgmma = fits_wgmma(out, p.out_stride, block_size, x.device()) && fits_offsets(x.size(0), p.x_stride) &&
-                     fits_offsets(p.outputs, p.weight_stride);
+  const bool wgmma = fits_wgmma(out, p.out_stride, block_size, x.device()) && fits_offsets(x.size(0), p.x_stride);
   const int tile = tile_of_block(block_size, x.dtype(), wgmma);
   const int64_t tiles = set_aligned(&p, aligned, tile);
   const DeviceGuard guard(x.device().device_id);
   clear(out, pairs, pairs > 1 ? out.stride(0) : columns, columns, x.device());
-  launch_sorted(p, Projection::up, x.dtype(), wgmma, tile, tiles, x.device());
+  launch_sorted(p, Projection::up, x.dtype(), wgmma, tile, /*cluster=*/1, tiles, x.device());
 }
 
 void invoke_moe_down(TensorView out, TensorView x, OptionalTensor x_scale, TensorView w3, OptionalTensor w3_scale,
@@ -531,13 +543,12 @@ void invoke_moe_down(TensorView out, TensorView x, OptionalTensor x_scale, Tenso
   set_down_weight(&p, w3, w3_scale);
   p.out = address(out);
   p.out_stride = (choices > 1 ? out.stride(1) : out.stride(0)) * 2;
-  const bool wgmma = fits_wgmma(out, p.out_stride, block_size, x.device()) && fits_offsets(x.size(0), p.x_stride) &&
-                     fits_offsets(p.outputs, p.weight_stride);
+  const bool wgmma = fits_wgmma(out, p.out_stride, block_size, x.device()) && fits_offsets(x.size(0), p.x_stride);
   const int tile = tile_of_block(block_size, x.dtype(), wgmma);
   const int64_t tiles = set_aligned(&p, aligned, tile);
   const DeviceGuard guard(x.device().device_id);
   clear(out, pairs, pairs > 1 ? p.out_stride / 2 : w3.size(1), w3.size(1), x.device());
-  launch_sorted(p, Projection::down, x.dtype(), wgmma, tile, tiles, x.device());
+  launch_sorted(p, Projection::down, x.dtype(), wgmma, tile, /*cluster=*/1, tiles, x.device());
 }
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(experts_gather_sum, experts_gather_sum);

@@ -16,10 +16,13 @@ struct ExpertsQuantParams {
   char* codes = nullptr;
   float* scale = nullptr;  // [rows, scales of a row]
   int64_t x_stride = 0;    // bytes
-  int width = 0;           // a multiple of 16
+  int64_t rows = 0;
+  int width = 0;      // a multiple of 16
+  int row_warps = 1;  // warps of a row: 1, 2, 4 or 8
 };
 
-constexpr int kQuantThreads = 256;
+constexpr int kQuantThreads = 256, kQuantWarps = kQuantThreads / 32;
+constexpr int kQuantPacks = 8;  // of a row that a thread keeps in registers; longer rows are read twice
 
 // Eight or four codes of a pack.
 template <typename T>
@@ -46,47 +49,66 @@ __device__ __forceinline__ float largest_magnitude(Pack<T> pack) {
   return largest;
 }
 
-// A CTA reads one row, twice unless BLOCKS.
 template <typename T, bool BLOCKS>
-__global__ void __launch_bounds__(kQuantThreads) experts_quant_kernel(const __grid_constant__ ExpertsQuantParams p) {
+__global__ void __launch_bounds__(kQuantThreads, 4) experts_quant_kernel(const __grid_constant__ ExpertsQuantParams p) {
   constexpr int size = Pack<T>::size;
-  __shared__ float memory[kQuantThreads / 32];
-  const char* row = p.x + blockIdx.x * p.x_stride;
-  uint32_t* codes = reinterpret_cast<uint32_t*>(p.codes + int64_t{blockIdx.x} * p.width);
-  Pack<T> pack;
-  const auto load = [&](int k) { pack.bits = load16(row + int64_t{k} * sizeof(T)); };
-  const auto store = [&](int k, float scale) {
+  __shared__ float memory[kQuantWarps];
+  const int warp = threadIdx.x / 32, first_warp = warp / p.row_warps * p.row_warps, lane = threadIdx.x % 32;
+  const int64_t row = int64_t{blockIdx.x} * (kQuantWarps / p.row_warps) + warp / p.row_warps;
+  const int width = row < p.rows ? p.width : 0;
+  const char* const x = p.x + row * p.x_stride;
+  uint32_t* const codes = reinterpret_cast<uint32_t*>(p.codes + row * p.width);
+  const int warp_start = (warp - first_warp) * 32 * size, stride = p.row_warps * 32 * size;
+  Pack<T> kept[kQuantPacks];
+  pdl_wait();
+  pdl_trigger();
+#pragma unroll
+  for (int i = 0; i < kQuantPacks; ++i) {
+    const int k = warp_start + i * stride + lane * size;
+    if (k < width) kept[i].bits = load16(x + int64_t{k} * sizeof(T));
+  }
+  // Calls use(k, pack) for this thread's packs, in all lanes of a warp alike, also past the end of the row.
+  const auto each_pack = [&](const auto& use) {
+#pragma unroll
+    for (int i = 0; i < kQuantPacks; ++i) {
+      const int start = warp_start + i * stride;
+      if (start < width) use(start + lane * size, kept[i]);
+    }
+    for (int start = warp_start + kQuantPacks * stride; start < width; start += stride) {
+      const int k = start + lane * size;
+      Pack<T> pack;
+      if (k < width) pack.bits = load16(x + int64_t{k} * sizeof(T));
+      use(k, pack);
+    }
+  };
+  const auto store = [&](int k, Pack<T> pack, float scale) {
     const PackCodes<T> encoded(pack, scale, __frcp_rn(scale));
 #pragma unroll
     for (int i = 0; i < size / 4; ++i) codes[k / 4 + i] = encoded.words[i];
   };
-  pdl_wait();
-  pdl_trigger();
   if constexpr (BLOCKS) {
     const int blocks = (p.width + kScaleBlock - 1) / kScaleBlock;
-    for (int first = 0; first < blocks * kScaleBlock; first += kQuantThreads * size) {
-      const int k = first + threadIdx.x * size;
-      float largest = 0.f;
-      if (k < p.width) {
-        load(k);
-        largest = largest_magnitude(pack);
-      }
-      const float scale = fp8_scale(warp_max<kScaleBlock / size>(largest));
-      if (k < p.width) store(k, scale);
-      if (k % kScaleBlock == 0 && k < p.width) p.scale[int64_t{blockIdx.x} * blocks + k / kScaleBlock] = scale;
-    }
+    each_pack([&](int k, Pack<T> pack) {
+      const float scale = fp8_scale(warp_max<kScaleBlock / size>(k < width ? largest_magnitude(pack) : 0.f));
+      if (k < width) store(k, pack, scale);
+      if (k % kScaleBlock == 0 && k < width) p.scale[row * blocks + k / kScaleBlock] = scale;
+    });
   } else {
     float largest = 0.f;
-    for (int k = threadIdx.x * size; k < p.width; k += kQuantThreads * size) {
-      load(k);
-      largest = fmaxf(largest, largest_magnitude(pack));
+    each_pack([&](int k, Pack<T> pack) {
+      if (k < width) largest = fmaxf(largest, largest_magnitude(pack));
+    });
+    largest = warp_max(largest);
+    if (p.row_warps > 1) {
+      if (lane == 0) memory[warp] = largest;
+      __syncthreads();
+      for (int i = 0; i < p.row_warps; ++i) largest = fmaxf(largest, memory[first_warp + i]);
     }
-    const float scale = fp8_scale(block_max<kQuantThreads / 32>(largest, memory));
-    if (threadIdx.x == 0) p.scale[blockIdx.x] = scale;
-    for (int k = threadIdx.x * size; k < p.width; k += kQuantThreads * size) {
-      load(k);
-      store(k, scale);
-    }
+    const float scale = fp8_scale(largest);
+    if (warp == first_warp && lane == 0 && width) p.scale[row] = scale;
+    each_pack([&](int k, Pack<T> pack) {
+      if (k < width) store(k, pack, scale);
+    });
   }
 }
 
@@ -112,31 +134,57 @@ __global__ void __launch_bounds__(kSumThreads) experts_sum_kernel(const __grid_c
   const int first = ((blockIdx.x - token * p.ctas_per_token) * kSumThreads + threadIdx.x) * size;
   pdl_wait();
   pdl_trigger();
-  if (first >= p.outputs) return;
+  const bool inside = first < p.outputs;
   float total[size] = {};
-#pragma unroll 4
-  for (int j = 0; j < p.choices; ++j) {
-    int64_t row = int64_t{token} * p.choices + j;
-    float weight = 1.f;
-    if (p.positions) {
-      row = p.positions[row];
-      weight = p.topk_weights[token * p.topk_weights_stride + j];
-    } else {
-      int id = p.topk_ids[token * p.ids_stride + j];
-      if (p.expert_map) id = id >= 0 && id < p.mapped_experts ? p.expert_map[id] : -1;
-      if (id < 0 || id >= p.experts) row = -1;
+  constexpr int batch = 8;  // choices whose rows are loaded at once; lane j % 8 of a warp looks up choice j
+  for (int first_choice = 0; first_choice < p.choices; first_choice += batch) {
+    const int choice = first_choice + threadIdx.x % batch;
+    int my_row = -1;
+    float my_weight = 1.f;
+    if (choice < p.choices) {
+      if (p.positions) {
+        my_row = p.positions[token * p.choices + choice];
+        my_weight = p.topk_weights[token * p.topk_weights_stride + choice];
+      } else {
+        int id = p.topk_ids[token * p.ids_stride + choice];
+        if (p.expert_map) id = id >= 0 && id < p.mapped_experts ? p.expert_map[id] : -1;
+        my_row = id >= 0 && id < p.experts ? token * p.choices + choice : -1;
+      }
     }
-    if (row < 0) continue;
-    Pack<S> pack;
-    float values[size];
-    pack.bits = load16_streamed(p.rows + (row * p.outputs + first) * sizeof(S));
-    pack.unpack(values);
+    int row[batch];
+    float weight[batch];
+    Pack<S> packs[batch];
 #pragma unroll
-    for (int i = 0; i < size; ++i) total[i] += p.positions ? weight * values[i] : values[i];
+    for (int j = 0; j < batch; ++j) {
+      row[j] = __shfl_sync(0xffffffffu, my_row, j);
+      weight[j] = __shfl_sync(0xffffffffu, my_weight, j);
+      if (inside && row[j] >= 0) {
+        packs[j].bits = load16_streamed(p.rows + (int64_t{row[j]} * p.outputs + first) * static_cast<int>(sizeof(S)));
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < batch; ++j) {
+      float values[size];
+      packs[j].unpack(values);
+      if (row[j] < 0) continue;
+#pragma unroll
+      for (int i = 0; i < size; ++i) total[i] += p.positions ? weight[j] * values[i] : values[i];
+    }
   }
-  T* out = reinterpret_cast<T*>(p.out + token * p.out_stride) + first;
+  if (!inside) return;
+  T* const out = reinterpret_cast<T*>(p.out + token * p.out_stride) + first;
+  struct alignas(size * sizeof(T)) Result {
+    T elements[size];
+  };
+  Result result;
 #pragma unroll
-  for (int i = 0; i < size; ++i) out[i] = from_float<T>(total[i]);
+  for (int i = 0; i < size; ++i) result.elements[i] = from_float<T>(total[i]);
+  if (reinterpret_cast<uintptr_t>(out) % sizeof(Result) == 0) {
+    *reinterpret_cast<Result*>(out) = result;
+  } else {  // rows of `out` have any stride
+#pragma unroll
+    for (int i = 0; i < size; ++i) out[i] = result.elements[i];
+  }
 }
 
 }  // namespace kestrel::moe

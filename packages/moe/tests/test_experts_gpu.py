@@ -18,7 +18,7 @@ from kestrel_moe import (
     reference_experts,
 )
 from kestrel_moe.fused_experts import by_variant
-from kestrel_moe.variants import ALIGNED, IN_KERNEL, Variant
+from kestrel_moe.variants import ALIGNED, CLUSTERED, IN_KERNEL, Variant
 from kestrel_quant import fp8_quant
 from kestrel_runtime import UnsupportedError, backend
 from kestrel_runtime.testing import assert_close_to_f64, assert_runs_repeat, assert_same_bits, canary, graph_replay
@@ -26,6 +26,7 @@ from kestrel_runtime.testing import assert_close_to_f64, assert_runs_repeat, ass
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("kernels_only")]
 
 HALF = [torch.bfloat16, torch.float16]
+MANY = [Variant(ALIGNED, 64), Variant(ALIGNED, 128), Variant(ALIGNED, 192), Variant(CLUSTERED, 128)]
 ACTIVATIONS = ["gelu_residual", "silu_and_mul", "gelu_and_mul"]
 Ids = Callable[[int, int, int], torch.Tensor]
 
@@ -369,6 +370,103 @@ def test_variants_for_few_tokens_give_the_same_bits(tokens: int, form: str) -> N
     for tile in (8, 16):
         got = by_variant(Variant(ALIGNED, tile), hidden, w1, w2, weights, ids, **scales)
         assert_same_bits(got, want, f"tiles of {tile}")
+
+
+# -- tiles of many tokens ----------------------------------------------------------------------------------------------
+
+
+def ids_of_sizes(*sizes: int) -> Ids:
+    """So many pairs for each expert."""
+
+    def ids(tokens: int, experts: int, choices: int) -> torch.Tensor:
+        flat = torch.cat([torch.full((size,), expert) for expert, size in enumerate(sizes)])
+        assert flat.numel() == tokens * choices
+        return flat[torch.randperm(flat.numel())].view(tokens, choices)
+
+    return ids
+
+
+SIZES_OF_EXPERTS = [
+    (0, 1, 63, 64, 65, 127, 128, 129, 255, 256, 257, 215),
+    (1560,),
+    (0, 0, 1559, 1),
+]
+
+
+@pytest.mark.parametrize("form", ["bf16", "fp16", *FORMS])
+@pytest.mark.parametrize("sizes", SIZES_OF_EXPERTS, ids=["around tiles", "one", "last"])
+@pytest.mark.parametrize(("width", "inner"), [(272, 144), (528, 80), (16, 400)])
+def test_tiles_of_many_tokens_give_the_same_bits_for_each_count(
+    width: int, inner: int, sizes: tuple[int, ...], form: str
+) -> None:
+    """Experts with a token more or less than a tile, and K, Hd and I that end within a tile."""
+    dtype = torch.float16 if form == "fp16" else torch.bfloat16
+    args = layer(520, len(sizes), 3, width, inner, dtype, ids_of_sizes(*sizes))
+    if form in FORMS:
+        hidden, w1, w2, weights, ids = args
+        (w1, w1_scale, _), (w2, w2_scale, _) = (quantised(w, form) for w in (w1, w2))
+        args, scales = (hidden, w1, w2, weights, ids), {"w1_scale": w1_scale, "w2_scale": w2_scale}
+        with backend("reference"):
+            want = fused_experts(*args, **scales)
+        # As in test_fp8_layers_equal_a_model_of_the_same_quantisation.
+        limit = 2**-8 + 2**-3 * 2**-4.5
+    else:
+        scales = {}
+        want = composed(*args[:4], args[4].long(), "gelu_residual", torch.float64)
+        limit = 2**-7 if form == "bf16" else 2**-10
+    first = None
+    for variant in MANY[: 2 if form in FORMS else None]:
+        got = by_variant(variant, *args, **scales)
+        assert (got.double() - want.double()).norm() < limit * want.double().norm(), str(variant)
+        first = got if first is None else first
+        assert_same_bits(got, first, str(variant))
+
+
+@pytest.mark.parametrize(
+    ("variant", "form"), [*((v, "bf16") for v in MANY), *((v, "channel") for v in MANY[:2])], ids=str
+)
+def test_no_tile_reads_beyond_the_rows_of_an_expert(variant: Variant, form: str) -> None:
+    """NaN around the weights of each expert and around the rows of x, and experts of other sizes in the batch."""
+    width, inner, experts = 272, 144, 3
+    hidden, w1, w2, weights, ids = layer(400, experts, 2, width, inner)
+    scales = {}
+    if form != "bf16":
+        (w1, w1_scale, _), (w2, w2_scale, _) = (quantised(w, form) for w in (w1, w2))
+        scales = {"w1_scale": w1_scale, "w2_scale": w2_scale}
+
+    def surrounded(t: torch.Tensor) -> torch.Tensor:
+        shape = (*(n + 2 for n in t.shape[:-1]), t.shape[-1] + 32)
+        wide = torch.full(shape, float("nan"), device="cuda").to(t.dtype)
+        inside = tuple(slice(1, n + 1) for n in t.shape[:-1])
+        view = wide[inside][..., 16:-16]
+        return view.copy_(t)
+
+    want = by_variant(variant, hidden, w1, w2, weights, ids, **scales)
+    got = by_variant(variant, surrounded(hidden), surrounded(w1), surrounded(w2), weights, ids, **scales)
+    assert_same_bits(got, want, "among NaN")
+    assert bool(got.isfinite().all())
+
+
+@pytest.mark.parametrize("variant", MANY, ids=str)
+def test_experts_may_share_one_weight(variant: Variant) -> None:
+    hidden, w1, w2, weights, ids = layer(300, 4, 2, 256, 128)
+    w1, w2 = w1[:1].expand(4, -1, -1), w2[:1].expand(4, -1, -1)
+    got = by_variant(variant, hidden, w1, w2, weights, ids)
+    want = by_variant(variant, hidden, w1.contiguous(), w2.contiguous(), weights, ids)
+    assert_same_bits(got, want, "expanded weights")
+
+
+@pytest.mark.parametrize("routing", ODD_ROUTINGS)
+@pytest.mark.parametrize("variant", MANY, ids=str)
+def test_every_variant_for_many_tokens_takes_any_routing(variant: Variant, routing: str) -> None:
+    """Blocks of no expert, a cluster with one tile, and experts of other devices."""
+    args = layer(300, 8, 4, 256, 128, ids=ODD_ROUTINGS[routing])
+    expert_map = torch.tensor([3, -1, 1, 7, -1, 0, 2, 6], dtype=torch.int32, device="cuda")
+    for mapped in (None, expert_map):
+        local = reference_experts.local_experts(args[4], 8, mapped)
+        exact = composed(*args[:4], local, "gelu_residual", torch.float64)
+        got = by_variant(variant, *args, expert_map=mapped)
+        assert (got.double() - exact).norm() <= 2**-7 * exact.norm()
 
 
 # -- the two products of their own ------------------------------------------------------------------------------------

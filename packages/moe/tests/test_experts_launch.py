@@ -87,20 +87,28 @@ def test_kernels_that_group_the_pairs_themselves_are_given_no_blocks(kernels: Ke
     assert into is out
     assert (scratch.dtype, scratch.numel()) == (torch.uint8, 123)
     assert rest[:5] == list(given.values())
-    assert rest[5:] == [None, None, None, None, None, None, 8, "gelu_and_mul"]
+    assert rest[5:] == [None, None, None, None, None, None, 8, 1, "gelu_and_mul"]
     assert (out.shape, out.dtype) == ((4, WIDTH), torch.bfloat16)
 
 
-@pytest.mark.parametrize("tile", [8, 16, 32, 64, 128, 256])
+@pytest.mark.parametrize("tile", [8, 16, 32, 64, 128, 192])
 @pytest.mark.parametrize("tokens", [1, 9, 100])
 def test_blocks_have_room_for_any_routing(kernels: Kernels, tokens: int, tile: int) -> None:
     given = layer(tokens)
     module.by_variant(Variant("aligned", tile), **given)
-    (_, aligned), (_, (*_, order, expert_ids, length, last_tile, _)) = kernels.calls[1:]
+    (_, aligned), (_, (*_, order, expert_ids, length, last_tile, cluster, _)) = kernels.calls[1:]
     blocks = most_blocks(tokens * 3, EXPERTS, tile)
     assert aligned == (EXPERTS, tile, None)
     assert (order.numel(), expert_ids.numel(), length.numel(), last_tile) == (blocks * tile, blocks, 1, tile)
+    assert cluster == 1
     assert order.dtype == expert_ids.dtype == length.dtype == torch.int32
+
+
+def test_two_ctas_share_weights_with_blocks_of_128(kernels: Kernels) -> None:
+    module.by_variant(Variant("clustered", 128), **layer())
+    assert kernels.calls[1][1] == (EXPERTS, 128, None)
+    *_, block_size, cluster, _ = kernels.calls[2][1]
+    assert (block_size, cluster) == (128, 2)
 
 
 def test_a_map_gives_the_number_of_experts_to_align(kernels: Kernels) -> None:
@@ -220,7 +228,7 @@ def test_weights_that_grouped_mm_does_not_take_go_through_the_kernels(
         moved = torch.zeros(given[name].numel() + 1).bfloat16()[1:].view(given[name].shape)
         assert wide.shape == moved.shape == given[name].shape
         for other in (wide, moved):
-            assert chosen(monkeypatch, **given | {name: other}) == Variant("aligned", 256)
+            assert chosen(monkeypatch, **given | {name: other}) == Variant("clustered", 128)
     table = torch.arange(5, dtype=torch.int32)
     assert chosen(monkeypatch, **given, expert_map=table).path != "grouped_mm"
 

@@ -36,6 +36,10 @@ def test_the_rule_chooses_a_valid_variant(sizes: tuple[int, ...], dtype: str, ho
         ("aligned", 0, layer()),
         ("aligned", 64, layer(dtype="fp8", hopper=False)),
         ("aligned", 128, layer(hopper=False)),
+        ("aligned", 192, layer(dtype="fp8")),
+        ("clustered", 128, layer(dtype="fp8")),
+        ("clustered", 128, layer(hopper=False)),
+        ("clustered", 64, layer()),
         ("grouped_mm", 0, layer(hopper=False)),
         ("grouped_mm", 0, layer(dtype="fp16")),
         ("grouped_mm", 0, layer(sizes=(1024, 8, 2048, 1024))),
@@ -52,7 +56,7 @@ def test_a_tuned_variant_is_chosen_where_it_is_valid() -> None:
     assert variants.choose(layer(8), entries) == Variant("aligned", 16)
     assert variants.choose(layer(10), entries) == Variant("aligned", 16)
     assert variants.choose(layer(4096), entries) == Variant("grouped_mm")
-    assert variants.choose(layer(4096), entries, grouped_mm=False).path == "aligned"
+    assert variants.choose(layer(4096), entries, grouped_mm=False).path == "clustered"
     for case in (layer(4096, hopper=False), layer(16384), layer(64), layer(8, "fp8"), layer(8, sizes=SIZES[1])):
         assert variants.choose(case, entries) == variants.by_rule(case)
 

@@ -183,11 +183,11 @@ def fused_experts(
     the host. The kernels take bf16 and fp16 with Hd and I that are multiples of 16 and rows aligned to 16 bytes. They
     sum in order of k, so a row is the same bit for bit for every T. On an H100 or H200 that holds in each of two
     ranges: up to 9.75 pairs for each expert (or 32 pairs in all), and above, where bf16 results of each expert are
-    rounded before the sum over j. From 192 pairs for each expert on, bf16 layers without ``expert_map`` go through
-    torch.nn.functional.grouped_mm there, and each T is a range of its own. For layers tuned on this GPU by
-    `kestrel-kernels tune moe`, the tuned file gives the ranges. By reference on a CPU, a row is the same bit for bit up
-    to T = 16, and beyond it within each of these ranges of T*K/E: below 1, from a power of two up to the next, from 64
-    on.
+    rounded before the sum over j. From 512 pairs for each expert on, bf16 layers with Hd * I / (Hd + I) of at least
+    2048 and without ``expert_map`` go through torch.nn.functional.grouped_mm there, and each T is a range of its own.
+    For layers tuned on this GPU by `kestrel-kernels tune moe`, the tuned file gives the ranges. By reference on a CPU,
+    a row is the same bit for bit up to T = 16, and beyond it within each of these ranges of T*K/E: below 1, from a
+    power of two up to the next, from 64 on.
 
     Raises ValueError or TypeError for a wrong dtype, rank, shape or device, an unknown ``activation``, FP8 weights
     without scales or scales without FP8 weights.
@@ -230,7 +230,7 @@ def by_variant(
     scratch = empty(hidden, torch.uint8, _scratch_bytes(tokens, pairs, w1.shape[1] // 2, width, fp8))
     layer = (out, scratch, hidden, w1, w2, topk_weights, topk_ids, w1_scale, w2_scale, expert_map)
     if variant.path == variants.IN_KERNEL:
-        _kernels.fused_experts(*layer, None, None, None, variant.tile, activation)
+        _kernels.fused_experts(*layer, None, None, None, variant.tile, 1, activation)
         return out
     mapped = experts if expert_map is None else expert_map.shape[0]
     if variant.path == variants.GROUPED_MM or mapped == 0:  # without the entry point, which checks other calls
@@ -242,5 +242,5 @@ def by_variant(
     blocks = reference_experts.most_blocks(pairs, mapped, tile)
     aligned = [empty(hidden, torch.int32, size) for size in (blocks * tile, blocks, 1)]
     _kernels.moe_align_block_size(topk_ids, mapped, tile, *aligned, expert_map)
-    _kernels.fused_experts(*layer, *aligned, tile, activation)
+    _kernels.fused_experts(*layer, *aligned, tile, 2 if variant.path == variants.CLUSTERED else 1, activation)
     return out

@@ -18,9 +18,12 @@ from . import tuned
 PAIRS_IN_KERNEL = 64  # the most (token, choice) pairs that the kernels can group by expert themselves
 _FEW_PAIRS = 32  # up to this many pairs they group for any number of experts
 _ROWS_OF_LARGE_TILES = 9.75  # pairs for each expert, above which tiles of 64 tokens are faster on Hopper
-_ROWS_OF_GROUPED_MM = 192  # pairs for each expert from which torch.nn.functional.grouped_mm is faster
+_ROWS_OF_CLUSTERS = 112  # pairs for each expert, above which it pays that two tiles share the weights, with 16 bits
+# torch.nn.functional.grouped_mm is faster from so many pairs for each expert on, if Hd * I / (Hd + I) is at least so
+# large: products for each element that is gathered, activated and summed by kernels of their own.
+_ROWS_OF_GROUPED_MM, _PRODUCTS_OF_GROUPED_MM = 512, 2048
 
-IN_KERNEL, ALIGNED, GROUPED_MM = "in_kernel", "aligned", "grouped_mm"
+IN_KERNEL, ALIGNED, CLUSTERED, GROUPED_MM = "in_kernel", "aligned", "clustered", "grouped_mm"
 
 
 @dataclass(frozen=True)
@@ -56,7 +59,8 @@ class Layer:
 @dataclass(frozen=True)
 class Variant:
     path: str
-    """"in_kernel": the kernels group the pairs themselves. "aligned": after moe_align_block_size. "grouped_mm"."""
+    """How the pairs are grouped: "in_kernel", "aligned" or "clustered" (after moe_align_block_size; in the latter two
+    CTAs of a cluster share the weights of their tiles), or "grouped_mm"."""
     tile: int = 0
     """Tokens of a tile; 0 for grouped_mm."""
 
@@ -70,7 +74,8 @@ class Variant:
 
 VARIANTS = (
     Variant(IN_KERNEL, 8),
-    *(Variant(ALIGNED, tile) for tile in (8, 16, 32, 64, 128, 256)),
+    *(Variant(ALIGNED, tile) for tile in (8, 16, 32, 64, 128, 192)),
+    Variant(CLUSTERED, 128),
     Variant(GROUPED_MM),
 )
 
@@ -89,9 +94,11 @@ def is_valid(variant: Variant, layer: Layer) -> bool:
     if variant.path == GROUPED_MM:
         covered = layer.width % 16 == layer.inner % 16 == 0 and layer.experts < 1024 and not layer.mapped
         return layer.hopper and layer.dtype == "bf16" and covered and hasattr(F, "grouped_mm")
+    if variant.path == CLUSTERED or variant.tile == 192:
+        return layer.hopper and layer.dtype != "fp8"
     if variant.tile == 64:  # wgmma on Hopper, elsewhere mma.sync
         return layer.hopper or layer.dtype != "fp8"
-    return variant.tile < 64 or (layer.hopper and (variant.tile == 128 or layer.dtype != "fp8"))
+    return variant.tile < 64 or layer.hopper
 
 
 def valid_variants(layer: Layer) -> Iterator[Variant]:
@@ -110,9 +117,13 @@ def by_rule(layer: Layer) -> Variant:
         return Variant(ALIGNED, 8 if rows + 2 * rows**0.5 <= 8 else 16)
     if not layer.hopper:
         return Variant(ALIGNED, 64 if rows > 128 and layer.dtype != "fp8" else 32)
-    if rows > _ROWS_OF_GROUPED_MM and is_valid(Variant(GROUPED_MM), layer):
+    products = layer.width * layer.inner / (layer.width + layer.inner)
+    if rows > _ROWS_OF_GROUPED_MM and products >= _PRODUCTS_OF_GROUPED_MM and is_valid(Variant(GROUPED_MM), layer):
         return Variant(GROUPED_MM)
-    return Variant(ALIGNED, 64 if rows <= 48 else 128 if rows <= 112 or layer.dtype == "fp8" else 256)
+    if rows <= 48:
+        return Variant(ALIGNED, 64)
+    clustered = rows > _ROWS_OF_CLUSTERS and layer.dtype != "fp8"
+    return Variant(CLUSTERED, 128) if clustered else Variant(ALIGNED, 128)
 
 
 def choose(layer: Layer, entries: tuned.Entries, *, grouped_mm: bool = True) -> Variant:
@@ -125,7 +136,7 @@ def choose(layer: Layer, entries: tuned.Entries, *, grouped_mm: bool = True) -> 
     if chosen is None or not is_valid(chosen, layer):
         chosen = by_rule(layer)
     if chosen.path == GROUPED_MM and not grouped_mm:
-        return Variant(ALIGNED, 256)
+        return Variant(CLUSTERED, 128)
     return chosen
 
 

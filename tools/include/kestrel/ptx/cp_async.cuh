@@ -17,6 +17,14 @@ __device__ __forceinline__ void cp_async16_or_zero(uint32_t shared, const void* 
 }
 
 // The same with 4 bytes, which pass through L1.
+// Copies `bytes` bytes, 0 to 16, and zeros up to 16; copies nothing unless `condition`. There is no branch.
+__device__ __forceinline__ void cp_async16_if(bool condition, uint32_t shared, const void* global, int bytes) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %3, 0;\n@p cp.async.cg.shared.global [%0], [%1], 16, %2;\n}" ::"r"(shared),
+      "l"(global), "r"(bytes), "r"(static_cast<int>(condition))
+      : "memory");
+}
+
 __device__ __forceinline__ void cp_async4_or_zero(uint32_t shared, const void* global, bool valid) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared), "l"(global), "r"(valid ? 4 : 0)
                : "memory");

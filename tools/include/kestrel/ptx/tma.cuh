@@ -39,6 +39,29 @@ __device__ __forceinline__ void tma_load_multicast(uint32_t shared, const CUtens
 #endif
 }
 
+// Loads the box at coordinates (k, 0, 0, group, outer) of a map of five dimensions; see kestrel/tensor_map.h.
+__device__ __forceinline__ void tma_load_grouped(uint32_t shared, const CUtensorMap& map, int k, int group, int outer,
+                                                 uint64_t* barrier) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %5, %5, %3, %4}], "
+      "[%6];" ::"r"(shared),
+      "l"(&map), "r"(k), "r"(group), "r"(outer), "r"(0), "r"(shared_address(barrier))
+      : "memory");
+#endif
+}
+
+__device__ __forceinline__ void tma_load_grouped_multicast(uint32_t shared, const CUtensorMap& map, int k, int group,
+                                                           int outer, uint64_t* barrier, uint16_t ranks) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%2, "
+      "%5, %5, %3, %4}], [%6], %7;" ::"r"(shared),
+      "l"(&map), "r"(k), "r"(group), "r"(outer), "r"(0), "r"(shared_address(barrier)), "h"(ranks)
+      : "memory");
+#endif
+}
+
 // Stores the box at (column, row) as part of this thread's current bulk group.
 __device__ __forceinline__ void tma_store(const CUtensorMap& map, int column, int row, uint32_t shared) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900

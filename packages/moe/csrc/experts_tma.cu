@@ -1,0 +1,90 @@
+// Launches of experts_tma_kernel.
+#include "experts_tma.cuh"
+
+#include <kestrel/launch.h>
+#include <kestrel/tensor.h>
+#include <kestrel/tensor_map.h>
+
+#include <algorithm>
+
+#include "experts_launch.h"
+
+namespace kestrel::moe {
+
+bool has_wgmma(DLDevice device) {
+  return device_attribute(cudaDevAttrComputeCapabilityMajor, device.device_id) == 9 &&
+         device_attribute(cudaDevAttrComputeCapabilityMinor, device.device_id) == 0;
+}
+
+template <typename W>
+constexpr CUtensorMapDataType map_type() {
+  if (std::is_same_v<W, __nv_bfloat16>) return CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+  return std::is_same_v<W, __half> ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_UINT8;
+}
+
+template <typename W, typename R, Projection PROJECTION, int TOKENS, int CLUSTER>
+void launch(const ExpertsParams& p, int64_t tiles, DLDevice device) {
+  using Tile = TmaTile<TOKENS, CLUSTER>;
+  constexpr bool up = PROJECTION == Projection::up;
+  constexpr int channels = up ? Tile::half_rows : Tile::rows;
+  constexpr auto kernel = experts_tma_kernel<W, R, PROJECTION, Tile>;
+  raise_shared_limit<kernel, Tile::shared_bytes>(device);
+  const int64_t items = (tiles + CLUSTER - 1) / CLUSTER * ((p.outputs + channels - 1) / channels);
+  if (items > kLargest / CLUSTER) unsupported("more than 2^30 tiles of tokens and outputs");
+  constexpr int64_t stride_limit = int64_t{1} << 40;  // of a tensor map
+  if (p.weight_stride <= 0 || p.weight_stride >= stride_limit / 16 || p.expert_stride_low >= stride_limit ||
+      p.expert_stride_high >= stride_limit) {
+    unsupported("weights with rows that coincide, or lie 64 GiB apart");
+  }
+  TmaParams params;
+  params.floats = up ? sizeof(W) == 1 && p.gate != Gate::none : std::is_same_v<R, __half> && p.partial != nullptr;
+  const RowOrder order = params.floats ? RowOrder::even_first : RowOrder::ascending;
+  const auto map = [&](const char* weight, int64_t expert_stride) {
+    return grouped_rows_map(weight, map_type<W>(), sizeof(W), expert_stride ? p.experts : 1, p.outputs, p.width,
+                            expert_stride, p.weight_stride, Tile::half_groups, order);
+  };
+  params.low = map(p.weight_low, p.expert_stride_low);
+  params.high = up ? map(p.weight_high, p.expert_stride_high) : params.low;
+  params.low_step = p.expert_stride_low != 0;
+  params.high_step = p.expert_stride_high != 0;
+  params.p = p;
+  const int64_t wave = device_attribute(cudaDevAttrMultiProcessorCount, device.device_id) / CLUSTER;
+  launch_pdl(kernel, dim3(static_cast<unsigned>(std::clamp<int64_t>(items, 1, wave) * CLUSTER)), dim3(Tile::threads),
+             device, params, Tile::shared_bytes, CLUSTER);
+}
+
+template <typename W, typename R, int TOKENS, int CLUSTER>
+void launch_projection(const ExpertsParams& p, Projection projection, int64_t tiles, DLDevice device) {
+  if (projection == Projection::up) {
+    launch<W, R, Projection::up, TOKENS, CLUSTER>(p, tiles, device);
+  } else {
+    launch<W, R, Projection::down, TOKENS, CLUSTER>(p, tiles, device);
+  }
+}
+
+template <typename W, typename R>
+void launch_tile(const ExpertsParams& p, Projection projection, int tokens, int cluster, int64_t tiles,
+                 DLDevice device) {
+  if (cluster == 1 && tokens == 64) return launch_projection<W, R, 64, 1>(p, projection, tiles, device);
+  if (cluster == 1 && tokens == 128) return launch_projection<W, R, 128, 1>(p, projection, tiles, device);
+  if constexpr (!std::is_same_v<W, __nv_fp8_e4m3>) {  // FP8: two accumulators are too many registers, clusters no gain
+    if (cluster == 1 && tokens == 192) return launch_projection<W, R, 192, 1>(p, projection, tiles, device);
+    if (cluster == 2 && tokens == 128) return launch_projection<W, R, 128, 2>(p, projection, tiles, device);
+  }
+  unsupported("token tiles of " + std::to_string(tokens) + " in clusters of " + std::to_string(cluster));
+}
+
+void launch_experts_tma(const ExpertsParams& p, Projection projection, DLDataType weight, int tokens, int cluster,
+                        int64_t tiles, DLDevice device) {
+  if (same_dtype(weight, kBFloat16)) {
+    launch_tile<__nv_bfloat16, __nv_bfloat16>(p, projection, tokens, cluster, tiles, device);
+  } else if (same_dtype(weight, kFloat16)) {
+    launch_tile<__half, __half>(p, projection, tokens, cluster, tiles, device);
+  } else if (p.fp16_result) {
+    launch_tile<__nv_fp8_e4m3, __half>(p, projection, tokens, cluster, tiles, device);
+  } else {
+    launch_tile<__nv_fp8_e4m3, __nv_bfloat16>(p, projection, tokens, cluster, tiles, device);
+  }
+}
+
+}  // namespace kestrel::moe
