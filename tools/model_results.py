@@ -33,6 +33,8 @@ ENGINE_WAYS = {
     "kestrel": "this library",
     "dynamic": "transformers, dynamic cache",
     "static": "transformers, static cache, compiled",
+    "vllm": "vLLM, FlashAttention 3",
+    "vllm_kestrel": "vLLM, `KESTREL` and all layers",
 }
 RESULTS = ROOT / "meta" / "results"
 BEGIN, END = "<!-- model: written by tools/model_results.py -->\n", "<!-- end of model -->\n"

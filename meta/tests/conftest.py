@@ -44,6 +44,11 @@ def model_results() -> ModuleType:
 
 
 @pytest.fixture(scope="session")
+def vllm_results() -> ModuleType:
+    return _tool("vllm_results")
+
+
+@pytest.fixture(scope="session")
 def plain(plain_model):
     """The plain torch module with the trained weights, float32 on the CPU."""
     from kestrel_kernels.demo.weights import TINY_FILE

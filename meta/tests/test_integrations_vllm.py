@@ -45,6 +45,23 @@ def test_the_entry_point_is_a_function():
     assert not found or found[0].load() is integration.register  # none where the package runs from its sources
 
 
+def test_tokens_are_compared_up_to_the_first_that_differs(vllm_results):
+    own = [{"tokens": [4, 5, 6], "leads": [1.0, 0.1, 2.0]}, {"tokens": [7, 8, 9], "leads": [0.5, 0.6, 0.7]}]
+    ours = [{"tokens": [4, 3, 6], "leads": [1.0, 0.2, 2.0]}, own[1]]
+    assert vllm_results.compare(own, ours) == {"compared": 5, "equal": 4, "leads_where_apart": [0.1]}
+    assert vllm_results.compare(own, own) == {"compared": 6, "equal": 6, "leads_where_apart": []}
+
+
+def test_the_model_that_is_written_loads_in_transformers(vllm_results, monkeypatch, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    small = {"hidden_size": 64, "intermediate_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
+    monkeypatch.setattr(vllm_results, "SHAPE", {**vllm_results.SHAPE, **small, "head_dim": 16, "vocab_size": 100})
+    vllm_results.make_model(tmp_path, 2, weights=True)
+    model, found = transformers.LlamaForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(found.values())
+    assert model.dtype == torch.bfloat16
+
+
 @pytest.fixture
 def make(tiny_transformer, tmp_path):
     """Makes a model, and saves it to a folder."""

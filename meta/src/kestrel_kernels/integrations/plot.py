@@ -7,10 +7,17 @@ import json
 from pathlib import Path
 from typing import Any
 
-WAYS = {"kestrel": "this library", "dynamic": "transformers, dynamic cache", "static": "transformers, static, compiled"}
+WAYS = {
+    "kestrel": "this library",
+    "dynamic": "transformers, dynamic cache",
+    "static": "transformers, static, compiled",
+    "vllm_kestrel": "vLLM with this library",
+    "vllm": "vLLM",
+}
 WEIGHTS = {"bf16": "", "w4": ", 4-bit weights"}
 CACHES = {"auto": "bf16", "fp8": "FP8", "int8": "INT8", "int4": "INT4"}
-_COLOURS = {"dynamic": "#8C8C8C", "static": "#4D4D4D"}
+_COLOURS = {"dynamic": "#8C8C8C", "static": "#4D4D4D", "vllm": "#8C8C8C"}
+_WITH_CACHES = ("kestrel", "vllm_kestrel", "vllm")
 _OURS = ("#0072B2", "#56B4E9", "#009E73", "#E69F00", "#D55E00", "#CC79A7", "#F0E442", "#7570B3")
 
 
@@ -25,9 +32,11 @@ def label(row: dict[str, Any]) -> str:
 
     >>> label({"way": "kestrel", "weights": "w4", "kv_cache": "int8"})
     'this library, 4-bit weights, INT8 cache'
+    >>> label({"way": "vllm", "kv_cache": "fp8"})
+    'vLLM, FP8 cache'
     """
     weights, cache = WEIGHTS[row.get("weights", "bf16")], row["kv_cache"]
-    return WAYS[row["way"]] + weights + (f", {CACHES[cache]} cache" if row["way"] == "kestrel" else "")
+    return WAYS[row["way"]] + weights + (f", {CACHES[cache]} cache" if row["way"] in _WITH_CACHES else "")
 
 
 def draw(figures: dict[str, Any], path: Path) -> None:
@@ -42,7 +51,7 @@ def draw(figures: dict[str, Any], path: Path) -> None:
     figures = {name: [row for row in found["rows"] if "error" not in row] for name, found in figures.items()}
     labels = list(dict.fromkeys(label(row) for rows in figures.values() for row in rows))
     ways = {label(row): row["way"] for rows in figures.values() for row in rows}
-    ours = [name for name in labels if ways[name] == "kestrel"]
+    ours = [name for name in labels if ways[name] not in _COLOURS]
     sizes = (7.5, 2.4 * len(figures))
     figure, panels = pyplot.subplots(len(figures), 1, figsize=sizes, squeeze=False, layout="constrained")
     for [panel], (name, rows) in zip(panels, sorted(figures.items()), strict=True):
