@@ -9,11 +9,12 @@ import torch
 
 
 class Exact(NamedTuple):
-    """Of one sequence: out and bound [Lq, H, D], lse [H, Lq], in float64."""
+    """Of one sequence: out and bound [Lq, H, D], lse and its bound [H, Lq], in float64."""
 
     out: torch.Tensor
     lse: torch.Tensor
     bound: torch.Tensor
+    lse_bound: torch.Tensor
 
 
 def exact_attention(
@@ -38,12 +39,77 @@ def exact_attention(
     """
     dtype = dtype or q.dtype
     unit = torch.finfo(dtype).eps / 2
+    how = {"causal": causal, "window_size": window_size, "softcap": softcap, "prefix_len": prefix_len}
+    scores, v = _scores(q, k, v, softmax_scale=softmax_scale, exists=exists, keys=keys, **how)
+    weights, lse = _weights(scores, sinks)
+    out = torch.einsum("hqk,khd->qhd", weights, v)
+    terms = torch.einsum("hqk,khd->qhd", weights, v.abs())
+    bound = unit * out.abs() + (unit + 2**-17) * terms + torch.finfo(dtype).tiny
+    return Exact(out, lse, bound, 2**-18 * (1 + lse.abs()))
+
+
+def fp8_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    sinks: torch.Tensor | None = None,
+    rounded: bool = True,
+    **how: Any,
+) -> Exact:
+    """The same of e4m3 matrix products; q, k and v hold the values of codes, and results are bf16.
+
+    rounded: weights are rounded as in the kernel, to e4m3 relative to 2^-8 times the largest one of the tiles so far.
+    The bound is that of one weight that takes the other code, as wgmma keeps some 14 bits of its score. Else weights
+    are exact, as in a call that splits keys, and the bound is that of all roundings.
+    """
+    scores, v = _scores(q, k, v, **how)
+    weights, lse = _weights(scores, sinks)
+    of_score, _ = _scores(q.abs(), k.abs(), v, **how | {"softcap": 0.0, "softmax_scale": abs(_scale(q, **how))})
+    of_score = of_score.amax(-1).clamp(min=0) if len(k) else lse.new_zeros(lse.shape)
+    used = _rounded_to_e4m3(scores, lse) if rounded else weights
+    out = torch.einsum("hqk,khd->qhd", used, v)
+    terms = torch.einsum("hqk,khd->qhd", weights, v.abs())
+    spread = torch.einsum("hqk,khd->qhd", weights**2, v**2).sqrt()
+    unit = torch.finfo(torch.bfloat16).eps / 2
+    bound = unit * (out.abs() + terms) + (2**-3 if rounded else 2**-2) * spread + torch.finfo(torch.bfloat16).tiny
+    return Exact(out, lse, bound, 2**-12 * of_score + 2**-18 * (1 + lse.abs()))
+
+
+def _rounded_to_e4m3(scores: torch.Tensor, lse: torch.Tensor, key_tile: int = 128) -> torch.Tensor:
+    """Normalised weights after their rounding."""
+    keys = scores.shape[-1]
+    tiles = torch.nn.functional.pad(scores, (0, -keys % key_tile), value=-math.inf).unflatten(-1, (-1, key_tile))
+    base = tiles.amax(-1, keepdim=True).cummax(-2).values
+    base = torch.where(base == -math.inf, 0.0, base)
+    codes = (256 * torch.exp(tiles - base)).float().to(torch.float8_e4m3fn).double() / 256
+    total = torch.where(lse == -math.inf, 0.0, lse)[..., None, None]
+    return (codes * torch.exp(base - total)).flatten(-2)[..., :keys]
+
+
+def _scale(q: torch.Tensor, softmax_scale: float | None = None, **_: Any) -> float:
+    return q.shape[2] ** -0.5 if softmax_scale is None else softmax_scale
+
+
+def _scores(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    prefix_len: int = 0,
+    exists: torch.Tensor | None = None,
+    keys: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scores [H, Lq, L], -inf for keys that a query does not see, and v for each query head."""
     heads, kv_heads = q.shape[1], k.shape[1]
     if exists is None:
         exists = torch.ones(len(k), dtype=torch.bool, device=q.device)
     k, v = (torch.where(exists[:, None, None], x, 0).double().repeat_interleave(heads // kv_heads, 1) for x in (k, v))
-    scale = q.shape[2] ** -0.5 if softmax_scale is None else softmax_scale
-    scores = torch.einsum("qhd,khd->hqk", q.double(), k) * scale
+    scores = torch.einsum("qhd,khd->hqk", q.double(), k) * _scale(q, softmax_scale)
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
     at = torch.arange(len(k), device=q.device)
@@ -55,14 +121,16 @@ def exact_attention(
     if right >= 0:
         seen &= at <= position + right
     seen = (seen | (at < prefix_len)) & exists
-    scores = torch.where(seen, scores, -math.inf)
+    return torch.where(seen, scores, -math.inf), v
+
+
+def _weights(scores: torch.Tensor, sinks: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Normalised weights, and the LSE."""
+    keys = scores.shape[-1]
     if sinks is not None:
-        scores = torch.cat((scores, sinks.double()[:, None, None].expand(-1, len(q), 1)), dim=-1)
+        scores = torch.cat((scores, sinks.double()[:, None, None].expand(-1, scores.shape[1], 1)), dim=-1)
     lse = scores.logsumexp(-1) if scores.shape[-1] else scores.new_full(scores.shape[:2], -math.inf)
-    weights = torch.exp(scores - torch.where(lse == -math.inf, 0.0, lse)[..., None])[..., : len(k)]
-    out = torch.einsum("hqk,khd->qhd", weights, v)
-    terms = torch.einsum("hqk,khd->qhd", weights, v.abs())
-    return Exact(out, lse, unit * out.abs() + (unit + 2**-17) * terms + torch.finfo(dtype).tiny)
+    return torch.exp(scores - torch.where(lse == -math.inf, 0.0, lse)[..., None])[..., :keys], lse
 
 
 def assert_exact(out: torch.Tensor, lse: torch.Tensor, exact: Exact) -> None:
@@ -73,7 +141,7 @@ def assert_exact(out: torch.Tensor, lse: torch.Tensor, exact: Exact) -> None:
     empty = exact.lse == -math.inf
     assert torch.equal(lse == -math.inf, empty)
     error = (lse.double() - exact.lse)[~empty].abs()
-    assert bool((error <= 2**-18 * (1 + exact.lse[~empty].abs())).all()), f"the LSE is off by {float(error.max()):.2e}"
+    assert bool((error <= exact.lse_bound[~empty]).all()), f"the LSE is off by {float(error.max()):.2e}"
 
 
 def of_sequence(how: dict[str, Any], b: int) -> dict[str, Any]:

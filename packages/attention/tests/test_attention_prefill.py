@@ -10,7 +10,15 @@ import torch
 
 from kestrel_attention import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache, prefill
 from kestrel_attention.arguments import Dense, Packed
-from kestrel_attention.kernels.variants import PREFILL, PREFILL_HOPPER, HopperPrefillVariant, PrefillVariant, prefilling
+from kestrel_attention.kernels.variants import (
+    PREFILL,
+    PREFILL_FP8,
+    PREFILL_HOPPER,
+    Fp8PrefillVariant,
+    HopperPrefillVariant,
+    PrefillVariant,
+    prefilling,
+)
 from kestrel_attention.prefill_plan import PrefillProblem, plan_prefill, section_heads
 from kestrel_runtime import UnsupportedError
 
@@ -125,6 +133,18 @@ def test_hopper_has_a_kernel_for_every_head_dimension_of_the_portable_one(head_d
     assert (variant.dtype, variant.cache, variant.head_dim) == (portable.dtype, portable.cache, portable.head_dim)
 
 
+@pytest.mark.parametrize("head_dim", range(16, 257, 16))
+def test_fp8_queries_and_keys_take_fp8_products_on_hopper(head_dim):
+    given = {"head_dim": head_dim, "cache": "e4m3", "fp8_queries": True}
+    variant = plan_prefill(problem(**given, hopper=True)).variant
+    covered = [v.head_dim for v in PREFILL_FP8 if v.head_dim >= head_dim]
+    assert isinstance(variant, Fp8PrefillVariant) == bool(covered)
+    assert variant.head_dim == min(covered, default=256)
+    others = ({"hopper": False}, {"cache": "e5m2"}, {"fp8_queries": False})
+    for other in others:
+        assert not isinstance(plan_prefill(problem(**given | {"hopper": True} | other)).variant, Fp8PrefillVariant)
+
+
 @pytest.mark.parametrize(
     ("batch", "head_dim", "persistent"), [(1, 128, False), (66, 128, False), (67, 128, True), (1000, 256, False)]
 )
@@ -176,6 +196,16 @@ def test_hopper_kernels_fit_registers_and_shared_memory(variant):
     assert queries + stages + codes + 2048 <= 227 * 1024
     registers = 128 * (variant.producer_registers + variant.consumers * variant.consumer_registers)
     assert registers <= 65536
+
+
+@pytest.mark.parametrize("variant", PREFILL_FP8, ids=lambda v: v.name)
+def test_fp8_kernels_fit_registers_and_shared_memory(variant):
+    queries = variant.query_buffers * variant.consumers * 64 * variant.head_dim
+    tiles = (2 * variant.num_stages + variant.staging) * variant.key_tile * variant.head_dim
+    assert queries + tiles + 2048 <= 227 * 1024
+    assert variant.key_tile == 4 * 32  # a producer warp transposes 32 keys
+    assert 1 <= variant.staging - 1 <= variant.num_stages  # values lag behind keys by so many tiles
+    assert 128 * (variant.producer_registers + variant.consumers * variant.consumer_registers) <= 65536
 
 
 @pytest.mark.parametrize("how", [{"batch": 65536}, {"max_keys": 2**29 + 1}, {"heads": 131072, "kv_heads": 131072}])

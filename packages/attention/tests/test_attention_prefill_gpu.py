@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from decode_oracle import same_bits
-from prefill_oracle import assert_exact, exact_attention, of_sequence
+from prefill_oracle import assert_exact, exact_attention, fp8_attention, of_sequence
 
 from kestrel_attention import (
     decode,
@@ -235,7 +235,8 @@ def test_rows_of_no_sequence_and_past_the_bounds_are_zero():
         assert bool((lse[:, rows] == -math.inf).all())
     exists = torch.arange(280, device="cuda") < 150
     exact = exact_attention(q[100:380], k[100:380], v[100:380], causal=True, exists=exists)
-    assert_exact(out[100:300], lse[:, 100:300], type(exact)(exact.out[:200], exact.lse[:, :200], exact.bound[:200]))
+    first = type(exact)(exact.out[:200], exact.lse[:, :200], exact.bound[:200], exact.lse_bound[:, :200])
+    assert_exact(out[100:300], lse[:, 100:300], first)
 
 
 def test_three_hundred_sequences_are_those_of_a_loop():
@@ -289,8 +290,109 @@ def test_codes_count_as_their_value_times_their_scale(size, per_head, queries_in
         for x, given in {"q": q.float(), "k": k.float(), "v": v.float()}.items()
     }
     for b in range(2):
-        exact = exact_attention(*(values[x][b] for x in "qkv"), causal=True, dtype=dtype)
+        given = [values[x][b] for x in "qkv"]
+        if queries_in == "FP8" and fp8_products(storage, size):
+            exact = fp8_attention(*given, causal=True)
+        else:
+            exact = exact_attention(*given, causal=True, dtype=dtype)
         assert_exact(out[b], lse[b], exact)
+
+
+def fp8_products(storage: torch.dtype, size: int) -> bool:
+    """Whether queries, keys and values of a dtype are multiplied as they are."""
+    return prefill.USE_HOPPER and storage == torch.float8_e4m3fn and size <= 128
+
+
+def only_fp8_products() -> None:
+    if not prefill.USE_HOPPER:
+        pytest.skip("the portable kernel computes in bf16")
+
+
+def e4m3(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, device="cuda").to(torch.float8_e4m3fn)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("size", [16, 64, 80, 128])
+def test_fp8_products_of_packed_sequences_are_those_of_float64(size, name):
+    only_fp8_products()
+    torch.manual_seed(0)
+    queries, keys = ([pair[i] for pair in LENGTHS] for i in range(2))
+    q, k, v = (e4m3(sum(lengths), heads, size) for lengths, heads in ((queries, 4), (keys, 2), (keys, 2)))
+    starts_q, starts_k = starts_of(queries), starts_of(keys)
+    how = scores(len(LENGTHS), 4)[name]
+    out, lse = flash_attn_varlen_func(q, k, v, starts_q, starts_k, 2048, 2048, **how, return_lse=True)
+    for b in range(len(LENGTHS)):
+        rows, of_keys = (slice(int(starts[b]), int(starts[b + 1])) for starts in (starts_q, starts_k))
+        given = q[rows].float(), k[of_keys].float(), v[of_keys].float()
+        assert_exact(out[rows], lse[:, rows], fp8_attention(*given, **of_sequence(how, b)))
+
+
+@pytest.mark.parametrize("values", ["normal", "positive"])
+@pytest.mark.parametrize("scale", [None, 0.005])
+@pytest.mark.parametrize("size", [64, 128])
+def test_fp8_products_lose_nothing_over_many_keys(size, scale, values):
+    """wgmma keeps some 14 bits of FP8 sums; over 16384 keys of one sign a quarter of the result would be lost."""
+    only_fp8_products()
+    torch.manual_seed(0)
+    q, k, v = e4m3(200, 2, size), e4m3(16384, 1, size), e4m3(16384, 1, size)
+    if values == "positive":
+        v = v.float().abs().to(torch.float8_e4m3fn)
+    starts = [ints([0, n]) for n in (200, 16384)]
+    out, lse = flash_attn_varlen_func(q, k, v, *starts, 200, 16384, softmax_scale=scale, return_lse=True)
+    exact = fp8_attention(q.float(), k.float(), v.float(), softmax_scale=scale)
+    assert_exact(out, lse, exact)
+    error = (out.double() - exact.out).norm() / exact.out.norm()
+    assert float(error) <= 2**-6, "more than some weights of the other code: 64 missing keys would give 2^-4"
+
+
+@pytest.mark.parametrize("queries", [17, 128])
+@pytest.mark.parametrize("size", [64, 128])
+def test_fp8_products_of_split_keys_are_those_of_float64(size, queries):
+    torch.manual_seed(0)
+    q, k, v = e4m3(2, queries, 4, size), e4m3(2, 5000, 2, size), e4m3(2, 5000, 2, size)
+    out, lse = flash_attn_func(q, k, v, causal=True, return_lse=True)
+    for b in range(2):
+        given = q[b].float(), k[b].float(), v[b].float()
+        assert_exact(out[b], lse[b], fp8_attention(*given, causal=True, rounded=False))
+
+
+@pytest.mark.parametrize("queries", [200, 700])
+def test_fp8_batches_that_take_larger_thread_blocks_give_the_same_bits(queries):
+    torch.manual_seed(0)
+    q, k, v = (e4m3(16, queries, heads, 64) for heads in (36, 4, 4))
+    how = {"causal": True, "return_lse": True}
+    large = flash_attn_func(q, k, v, **how)
+    for b in (0, 15):
+        one = slice(b, b + 1)
+        assert same_bits(flash_attn_func(q[one], k[one], v[one], **how), tuple(x[one] for x in large))
+
+
+@pytest.mark.parametrize("storage", [torch.float8_e4m3fn, torch.uint8], ids=str)
+@pytest.mark.parametrize("page", [1, 7, 16, 64])
+@pytest.mark.parametrize("size", [64, 128])
+def test_fp8_pages_and_batches_give_the_bits_of_packed_keys(size, page, storage):
+    torch.manual_seed(0)
+    lengths, queries = [300, 1000, 54, 17, 129], 70
+    q, k, v = e4m3(len(lengths) * queries, 4, size), e4m3(sum(lengths), 2, size), e4m3(sum(lengths), 2, size)
+    starts_q, starts_k = starts_of([queries] * len(lengths)), starts_of(lengths)
+    how = {"causal": True, "return_lse": True}
+    out, lse = flash_attn_varlen_func(q, k, v, starts_q, starts_k, queries, 1000, **how)
+    columns = -(-1000 // page) + 1
+    table = torch.randperm(len(lengths) * columns).view(len(lengths), columns)
+    caches = [torch.full((table.numel(), page, 2, size), 0x7F, dtype=torch.uint8) for _ in range(2)]  # NaN
+    for b, length in enumerate(lengths):
+        at = torch.arange(length)
+        rows = slice(int(starts_k[b]), int(starts_k[b + 1]))
+        for cache, x in zip(caches, (k, v), strict=True):
+            cache[table[b, at // page], at % page] = x[rows].view(torch.uint8).cpu()
+    paged = [cache.cuda().view(storage) for cache in caches]
+    given = {"block_table": table.int().cuda(), "seqused_k": ints(lengths)}
+    assert same_bits(flash_attn_varlen_func(q, *paged, starts_q, None, queries, 1000, **given, **how), (out, lse))
+    for b, length in enumerate(lengths):
+        rows, keys = slice(b * queries, (b + 1) * queries), slice(int(starts_k[b]), int(starts_k[b + 1]))
+        alone = q[rows].clone(), k[keys].clone(), v[keys].clone(), ints([0, queries]), ints([0, length]), queries, 4000
+        assert same_bits(flash_attn_varlen_func(*alone, **how), (out[rows], lse[:, rows].contiguous()))
 
 
 @pytest.mark.parametrize("page", [1, 16])

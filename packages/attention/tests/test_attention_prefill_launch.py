@@ -76,6 +76,30 @@ def test_an_optional_tensor_reaches_its_place_and_is_announced(recorder, name, f
     assert not any(isinstance(given[other], torch.Tensor) for other in optional - {field})
 
 
+@pytest.mark.parametrize("call", ["dense", "packed"])
+def test_fp8_products_read_queries_keys_and_values_as_bytes(hopper, call):
+    q, k, v = (half(*sizes).to(torch.float8_e4m3fn) for sizes in ((2, 40, 4, 64), (2, 40, 2, 64), (2, 40, 2, 64)))
+    if call == "dense":
+        out, _ = dense(q=q, k=k, v=v)
+    else:
+        out, _ = packed(**{x: y.flatten(0, 1) for x, y in {"q": q, "k": k, "v": v}.items()})
+    given = next(given for name, given in hopper.calls if name == "prefill_bf16_e4m3_hopper_d64")
+    for name, x in {"mQ": q, "mK": k, "mV": v}.items():
+        assert given[name].dtype == torch.uint8
+        assert same_memory(given[name], x)
+    assert out.dtype == given["mOut"].dtype == torch.bfloat16
+
+
+def test_fp8_queries_at_an_odd_address_are_copied(hopper):
+    codes = torch.randint(0, 100, (2 * 40 * 4 * 64 + 1,), dtype=torch.uint8)
+    q = codes[1:].view(torch.float8_e4m3fn).view(2, 40, 4, 64)
+    k = half(2, 50, 2, 64).to(torch.float8_e4m3fn)
+    dense(q=q, k=k, v=k)
+    given = next(given for name, given in hopper.calls if name == "prefill_bf16_e4m3_hopper_d64")
+    assert given["mQ"].data_ptr() % 16 == 0
+    assert torch.equal(given["mQ"], q.view(torch.uint8))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_the_sinks_of_a_16_bit_model_are_given_in_float32(recorder, dtype):
     sinks = torch.tensor([0.5, -2.0, 0.0, 3.0], dtype=dtype)

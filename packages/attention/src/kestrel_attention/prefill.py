@@ -17,7 +17,7 @@ from kestrel_runtime import Binary, UnsupportedError, allocator
 from .arguments import Cached, Dense, Packed, Scales, Scores
 from .decode import _UNALIGNED, Launch, _refuse_uncovered_strides, _unread, _unused
 from .kernels.parameters import AppendScalars
-from .kernels.variants import DTYPES, NAMED
+from .kernels.variants import DTYPES, NAMED, Fp8PrefillVariant
 from .plans import Plans
 from .prefill_plan import PrefillProblem, plan_prefill
 
@@ -59,6 +59,7 @@ def _attend(problem: PrefillProblem, device: torch.device) -> Attend:
     plan = plan_prefill(replace(problem, hopper=USE_HOPPER and _binary.arch(device) == "sm90a"))
     kernel = _binary.kernel(plan.variant, device)
     scalars, batch, codes = plan.scalars, problem.batch, problem.cache != "same"
+    fp8_products = isinstance(plan.variant, Fp8PrefillVariant)
     num_splits, row_blocks = scalars.num_splits, -(-problem.max_queries // plan.combine.block_rows)
     rows = num_splits * batch * problem.max_queries * problem.heads
     combine = None
@@ -81,6 +82,7 @@ def _attend(problem: PrefillProblem, device: torch.device) -> Attend:
             given = given._replace(sinks=given.sinks.float())
         if codes:
             k, v = k.view(torch.uint8), v.view(torch.uint8)
+        q = _aligned(q).view(torch.uint8) if fp8_products else _queries(q)
         tensors = [x if y is None else y for x, y in zip(absent, given, strict=True)]
         scratch = (no_float, no_float, no_int)
         if combine is not None:
@@ -106,6 +108,7 @@ def _fields(
     if cache is None or dtype is None:
         raise UnsupportedError("kernels for many queries cover bf16, fp16 and FP8, with keys of the same dtype or FP8")
     fields = {"heads": q.shape[-2], "kv_heads": k.shape[-2], "head_dim": q.shape[-1], "dtype": dtype, "cache": cache}
+    fields["fp8_queries"] = q.element_size() == 1
     for name, scale in scales._asdict().items():
         fields[f"{name}_heads"] = 0 if scale is None else 1 + (scale.shape[0] > 1)
     return fields | scores.of_problem() | {"has_sinks": sinks is not None}
@@ -117,6 +120,10 @@ def _aligned(x: torch.Tensor) -> torch.Tensor:
     if x.data_ptr() & 15 or any(stride % unit for stride in x.stride()[:-1]):
         return x.clone(memory_format=torch.contiguous_format)
     return x
+
+
+def _result_dtype(q: torch.Tensor) -> torch.dtype:
+    return torch.bfloat16 if q.element_size() == 1 else q.dtype
 
 
 def _queries(q: torch.Tensor) -> torch.Tensor:
@@ -153,8 +160,7 @@ def make_dense(key: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, give
     def launch(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tensors: Tensors
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        q = _queries(q)
-        out = torch.empty((batch, queries, heads, head_dim), dtype=q.dtype, device=q.device)
+        out = torch.empty((batch, queries, heads, head_dim), dtype=_result_dtype(q), device=q.device)
         lse = torch.empty((batch, heads, queries), dtype=torch.float32, device=q.device)
         if attend is not None:
             attend(q, _aligned(k), _aligned(v), tensors, out, lse)
@@ -190,11 +196,11 @@ def make_packed(key: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, giv
     def launch(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tensors: Tensors
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        q = _queries(q)
+        dtype = _result_dtype(q)
         if attend is None:
-            out = torch.zeros((total, heads, head_dim), dtype=q.dtype, device=q.device)
+            out = torch.zeros((total, heads, head_dim), dtype=dtype, device=q.device)
             return out, torch.full((heads, total), float("-inf"), dtype=torch.float32, device=q.device)
-        out = torch.empty((total, heads, head_dim), dtype=q.dtype, device=q.device)
+        out = torch.empty((total, heads, head_dim), dtype=dtype, device=q.device)
         lse = torch.empty((heads, total), dtype=torch.float32, device=q.device)
         if not paged:
             k, v = _aligned(k).unsqueeze(0), _aligned(v).unsqueeze(0)
@@ -265,7 +271,7 @@ def make_cached(
             raise UnsupportedError(_UNALIGNED)
         if k_cache.dtype is torch.uint8:
             k_cache, v_cache = k_cache.view(torch.float8_e4m3fn), v_cache.view(torch.float8_e4m3fn)
-        q, rows = _aligned(q), [_aligned(x) for x in new]
+        rows = [_aligned(x) for x in new]
         if cache == "e5m2":  # whose append kernel takes rows of both dtypes as bf16
             rows = [x.view(torch.bfloat16) for x in rows]
         append = None

@@ -8,7 +8,7 @@ from kestrel_runtime import UnsupportedError
 
 from .kernels.constants import MIN_SPLIT_TILES
 from .kernels.parameters import PrefillCombineScalars, PrefillScalars
-from .kernels.variants import HopperPrefillVariant, PrefillVariant, prefilling, prefilling_on_hopper
+from .kernels.variants import HopperPrefillVariant, PrefillVariant, prefilling, prefilling_in_fp8, prefilling_on_hopper
 from .plan import MAX_GRID, MAX_KEYS, MIN_SOFTCAP, MULTIPROCESSORS, UNBOUNDED, page_divisor
 
 MAX_SPLITS = 16
@@ -34,9 +34,11 @@ class PrefillProblem:
     page_size: int
     """Slots of a block of the keys, paged or not."""
     dtype: str
-    """"bf16" or "fp16"; FP8 queries become bf16."""
+    """"bf16" or "fp16", of the result."""
     cache: str = "same"
     """Keys and values: "same" as the dtype, "e4m3" or "e5m2"."""
+    fp8_queries: bool = False
+    """Queries of the dtype of the keys. They become bf16 where no kernel computes with them."""
     packed_queries: bool = False
     key_starts: int = 0
     """1: keys are packed; 2: cu_seqlens_k gives lengths alone; 0: there is none."""
@@ -80,7 +82,11 @@ def plan_prefill(problem: PrefillProblem) -> PrefillPlan:
     variant: PrefillVariant | HopperPrefillVariant | None = None
     if problem.head_dim % unit == 0:
         long = limit == 1 and blocks >= LONG_WAVES * MULTIPROCESSORS  # splits depend on the size of a block
-        variant = (prefilling_on_hopper(*case, long) if problem.hopper else None) or prefilling(*case, short)
+        if problem.hopper and problem.fp8_queries and problem.cache == "e4m3":
+            variant = prefilling_in_fp8(problem.head_dim, long)
+        if problem.hopper and variant is None:
+            variant = prefilling_on_hopper(*case, long)
+        variant = variant or prefilling(*case, short)
     if variant is None:
         raise UnsupportedError(f"no kernel for many queries with heads of {problem.head_dim} over {problem.cache} keys")
     if problem.max_keys > MAX_KEYS or problem.max_queries > MAX_KEYS:

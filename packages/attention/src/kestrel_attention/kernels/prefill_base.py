@@ -17,7 +17,7 @@ from kestrel_runtime.cute_dsl import arguments, numeric, parameters, ptx
 
 from . import scores
 from .parameters import PrefillScalars, PrefillTensors
-from .scores import LOG2_E
+from .scores import LOG2_E, RESCALE_SLACK
 
 
 class Keys(NamedTuple):
@@ -114,7 +114,7 @@ class PrefillBase:
     row_tiles: int  # of 16 rows, of a warp
     num_stages: int
     pdl: bool
-    codes: bool  # keys and values are FP8 codes, which become the dtype on their way to the matrix products
+    codes: bool  # keys and values are FP8 codes; they become the dtype for its matrix products
 
     # -- sizes ----------------------------------------------------------------------------------------------------
 
@@ -123,13 +123,37 @@ class PrefillBase:
         return 16 * self.row_tiles
 
     @property
+    def element_bytes(self) -> int:
+        """Of the operands of the matrix products."""
+        return 2
+
+    @property
+    def unit_dims(self) -> int:
+        return 16 // self.element_bytes
+
+    @property
     def units(self) -> int:
         """Vectors of 16 bytes in a row."""
-        return self.head_dim // 8
+        return self.head_dim // self.unit_dims
 
     @property
     def row_bytes(self) -> int:
-        return 2 * self.head_dim
+        return self.element_bytes * self.head_dim
+
+    @property
+    def query_type(self) -> type[cutlass.Numeric]:
+        """Of queries in memory."""
+        return self.dtype
+
+    @property
+    def rescale_slack(self) -> float:
+        """A weight may exceed its largest value so far by so many powers of two before the sums are rescaled."""
+        return RESCALE_SLACK
+
+    @property
+    def weight_exponent(self) -> float:
+        """Weights are 2 to this times exp2(scale (score - base))."""
+        return 0.0
 
     @property
     def loaded_rows(self) -> int:
@@ -165,7 +189,7 @@ class PrefillBase:
         mK, mV = (arguments.strided(stored, kv_blocks, page, kv_heads, head_dim, unit=unit) for _ in range(2))
         starts, lengths, prefix = ([arguments.any_strides(Int32, cute.sym_int()) for _ in range(2)] for _ in range(3))
         tensors = PrefillTensors(
-            mQ=arguments.strided(self.dtype, blocks, queries, heads, head_dim, unit=8),
+            mQ=arguments.strided(self.query_type, blocks, queries, heads, head_dim, unit=self.unit_dims),
             mK=mK,
             mV=mV,
             mStartQ=starts[0],
@@ -250,7 +274,7 @@ class PrefillBase:
         prefix = cutlass.max(cutlass.min(prefix, held), 0)
         first_row = row_block * self.block_rows
         query = Int64(query_block) * mQ.stride[0] + Int64(first_query + first_row) * mQ.stride[1]
-        query = mQ.iterator.toint() + 2 * (query + Int64(head) * mQ.stride[2])
+        query = mQ.iterator.toint() + self.element_bytes * (query + Int64(head) * mQ.stride[2])
         rows = cutlass.min(num_rows - first_row, self.block_rows)
         position = length - num_queries + first_row
         start, _ = scores.window(position, scalars, held)
@@ -424,6 +448,37 @@ class PrefillBase:
         return {7: row & 7, 3: row >> 1 & 3, 1: row >> 2 & 1}[self.swizzle_mask]
 
     @cute.jit
+    def sink_of(self, tensors, scalars, head):
+        """The sink of a head, a power of two; -inf where there is none."""
+        sink = -Float32.inf
+        if scalars.has_sinks != 0:
+            sink = tensors.mSinks[head] * LOG2_E
+        return sink
+
+    @cute.jit
+    def log2_unit(self, largest, scale):
+        """The binary logarithm of the unit of a row's sums."""
+        return cutlass.select_(largest == -Float32.inf, Float32(0.0), largest * scale - self.weight_exponent)
+
+    @cute.jit
+    def finish_row(self, tensors, scalars, v_scale, largest, total, scale, sink, to_lse, block, head, row):
+        """Store the LSE of a row where ``to_lse``; the factor that makes results of its sums."""
+        total += cute.arch.shuffle_sync_bfly(total, 1)
+        total += cute.arch.shuffle_sync_bfly(total, 2)
+        base = self.log2_unit(largest, scale)
+        share = Float32(1.0)
+        if scalars.has_sinks != 0:
+            highest = cutlass.select_(largest == -Float32.inf, sink, ptx.fmax(base, sink))
+            highest = cutlass.select_(highest == -Float32.inf, Float32(0.0), highest)
+            share = ptx.exp2_approx(base - highest)
+            total = total * share + ptx.exp2_approx(sink - highest)
+            base = highest
+        factor = cutlass.select_(total == 0.0, Float32(0.0), v_scale * (share / total))
+        if to_lse:
+            tensors.mLse[block, head, row] = (base + ptx.log2_approx(total)) * (1.0 / LOG2_E)
+        return factor
+
+    @cute.jit
     def epilogue(
         self, tensors, scalars, v_scale, sums: Sums, scale, shared: Int32, rows, at_out: OutputRows, warp, lane
     ):
@@ -434,26 +489,14 @@ class PrefillBase:
         block, first_row, head = at_out.block, at_out.first_row, at_out.head
         g, t = lane // 4, lane % 4
         shared = shared + warp * (self.warp_rows * self.row_bytes)
-        sink = -Float32.inf
-        if scalars.has_sinks != 0:
-            sink = tensors.mSinks[head] * LOG2_E
+        sink = self.sink_of(tensors, scalars, head)
         for r in cutlass.range_constexpr(2 * self.row_tiles):
-            total = rSum[r]
-            total += cute.arch.shuffle_sync_bfly(total, 1)
-            total += cute.arch.shuffle_sync_bfly(total, 2)
-            base = cutlass.select_(rMax[r] == -Float32.inf, Float32(0.0), rMax[r] * scale)
-            share = Float32(1.0)
-            if scalars.has_sinks != 0:
-                highest = cutlass.select_(rMax[r] == -Float32.inf, sink, ptx.fmax(base, sink))
-                highest = cutlass.select_(highest == -Float32.inf, Float32(0.0), highest)
-                share = ptx.exp2_approx(base - highest)
-                total = total * share + ptx.exp2_approx(sink - highest)
-                base = highest
-            factor = cutlass.select_(total == 0.0, Float32(0.0), v_scale * (share / total))
             row = g + 8 * r
             warp_row = warp * self.warp_rows + row
-            if t == 0 and warp_row < rows:
-                tensors.mLse[block, head, first_row + warp_row] = (base + ptx.log2_approx(total)) * (1.0 / LOG2_E)
+            to_lse = t == 0 and warp_row < rows
+            factor = self.finish_row(
+                tensors, scalars, v_scale, rMax[r], rSum[r], scale, sink, to_lse, block, head, first_row + warp_row
+            )
             for n in cutlass.range_constexpr(self.head_dim // 8):
                 at = cutlass.const_expr(4 * (r // 2 * self.head_dim // 8 + n) + r % 2 * 2)
                 word = ptx.pack_f32x2(rOut[at] * factor, rOut[at + 1] * factor, kind)

@@ -20,7 +20,7 @@ from . import scores
 from .parameters import PrefillScalars, PrefillTensors
 from .prefill_base import OutputRows, Sums, Visible, Work, once_if
 from .prefill_hopper_producer import PRODUCERS, WARPGROUP_ROWS, WORK_BYTES, WORK_TYPES, HopperProducer, Pipe
-from .scores import LOG2_E, RESCALE_SLACK
+from .scores import LOG2_E
 
 
 @dataclass(frozen=True)
@@ -175,18 +175,22 @@ class PrefillHopper(HopperProducer):
             total = rSum[r]
             total += cute.arch.shuffle_sync_bfly(total, 1)
             total += cute.arch.shuffle_sync_bfly(total, 2)
-            base = cutlass.select_(rMax[r] == -Float32.inf, Float32(0.0), rMax[r] * scale)
+            base = self.log2_unit(rMax[r], scale)
             factor = cutlass.select_(total == 0.0, Float32(0.0), work.v_scale / total)
             row = first_row + g + 8 * r
             at = (Int64(work.partial) * mQ.shape[1] + work.out_row + row) * mQ.shape[2] + work.head
-            to = tensors.mPartialOut.iterator.toint() + 4 * (at * mQ.shape[3] + 2 * t)
+            to = tensors.mPartialOut.iterator.toint() + 4 * at * mQ.shape[3]
             if row < work.rows:
                 if t == 0:
                     tensors.mPartialLse[at] = (base + ptx.log2_approx(total)) * (1.0 / LOG2_E)
-                for n in cutlass.range_constexpr(self.head_dim // 8):
-                    if 8 * n < mQ.shape[3]:
-                        pair = [ptx.float_as_int(rOut[4 * n + 2 * r + e] * factor) for e in range(2)]
-                        ptx.store_global(to + 32 * n, pair)
+                self.store_partial_row(to, rOut, r, factor, mQ.shape[3], t)
+
+    @cute.jit
+    def store_partial_row(self, to: Int64, rOut, r: cutlass.Constexpr, factor, head_dim, t):
+        for n in cutlass.range_constexpr(self.head_dim // 8):
+            if 8 * n < head_dim:
+                pair = [ptx.float_as_int(rOut[4 * n + 2 * r + e] * factor) for e in range(2)]
+                ptx.store_global(to + 8 * t + 32 * n, pair)
 
     @cute.jit
     def flip_signs(self, sQ: Int32, signs: Uint32, warpgroup):
@@ -309,7 +313,15 @@ class PrefillHopper(HopperProducer):
 
         tile: of keys; at: how many tiles the warpgroup has visited before it.
         """
-        rMax, rSum = sums.rMax, sums.rSum
+        self.rebase(pipe, scalars, visible, work, rScore, sums, rFactor, scale, tile, at, lane)
+        self.weigh(rScore, sums, rFactor, scale)
+
+    @cute.jit
+    def rebase(
+        self, pipe: Pipe, scalars, visible: Visible, work: Work, rScore, sums: Sums, rFactor, scale, tile, at, lane
+    ):
+        """The first half of softmax: mask scores, and update the base."""
+        rMax = sums.rMax
         self.cap(rScore, scalars.softcap, work.softmax_scale)
         exists = pipe.exists + 4 * self.warps * (at % (2 * self.num_stages))
         self.mask(rScore, exists, visible, scalars, tile * self.key_tile, lane)
@@ -321,13 +333,18 @@ class PrefillHopper(HopperProducer):
             highest = ptx.fmax(some[0], some[1])
             highest = ptx.fmax(highest, cute.arch.shuffle_sync_bfly(highest, 1))
             highest = ptx.fmax(highest, cute.arch.shuffle_sync_bfly(highest, 2))
-            exceed = (highest - rMax[r]) * scale > RESCALE_SLACK
+            exceed = (highest - rMax[r]) * scale > self.rescale_slack
             factor = ptx.exp2_approx((rMax[r] - highest) * scale)
-            factor = cutlass.select_(exceed, factor, Float32(1.0))
+            rFactor[r] = cutlass.select_(exceed, factor, Float32(1.0))
             rMax[r] = cutlass.select_(exceed, highest, rMax[r])
-            rFactor[r] = factor
-            base = cutlass.select_(rMax[r] == -Float32.inf, Float32(0.0), -(rMax[r] * scale))
-            totals = [rSum[r] * factor, Float32(0.0)]
+
+    @cute.jit
+    def weigh(self, rScore, sums: Sums, rFactor, scale):
+        """The second half: scores become weights, and are added to the sums."""
+        rMax, rSum = sums.rMax, sums.rSum
+        for r in cutlass.range_constexpr(2):
+            base = -self.log2_unit(rMax[r], scale)
+            totals = [rSum[r] * rFactor[r], Float32(0.0)]
             for n in cutlass.range_constexpr(self.key_tile // 8):
                 for e in cutlass.range_constexpr(2):
                     i = cutlass.const_expr(4 * n + 2 * r + e)

@@ -188,8 +188,8 @@ class HopperProducer(PrefillBase):
         for i in cutlass.range_constexpr(count // PRODUCERS):
             at = tid + i * PRODUCERS
             row, unit = at // self.units, at % self.units
-            exists = row < rows and 8 * unit < mQ.shape[3]
-            source = query + 2 * Int64(cutlass.min(row, rows - 1)) * mQ.stride[1] + 16 * unit
+            exists = row < rows and self.unit_dims * unit < mQ.shape[3]
+            source = query + self.element_bytes * Int64(cutlass.min(row, rows - 1)) * mQ.stride[1] + 16 * unit
             to = sQ + row // WARPGROUP_ROWS * self.query_bytes
             to = to + self.place_of(WARPGROUP_ROWS, row % WARPGROUP_ROWS, unit)
             ptx.cp_async(to, source, 16, cutlass.select_(exists, Int32(16), Int32(0)))
@@ -319,7 +319,7 @@ class HopperProducer(PrefillBase):
         lanes = cutlass.const_expr(1 << (units - 1).bit_length())  # of a row; those past its end load nothing
         lane = ptx.opaque(lane)  # addresses are computed for each tile, and take no registers in between
         row, unit = lane // lanes, lane % lanes
-        wanted = cutlass.select_(8 * unit < keys.head_dim, exists >> Uint32(row), Uint32(0))
+        wanted = cutlass.select_(self.unit_dims * unit < keys.head_dim, exists >> Uint32(row), Uint32(0))
         to = to + self.place_of(self.key_tile, warp * self.loaded_rows + row, unit)
         for i in cutlass.range_constexpr(self.loaded_rows * lanes // 32):
             more = cutlass.const_expr(i * (32 // lanes))  # has no bit of row: the swizzle of both is that of each

@@ -259,6 +259,40 @@ class HopperPrefillVariant:
 
 
 @dataclass(frozen=True)
+class Fp8PrefillVariant(HopperPrefillVariant):
+    """The same for e4m3 queries, keys and values, with e4m3 matrix products (prefill_fp8.py)."""
+
+    staging: int = 2
+    output_parts: int = 1
+
+    @property
+    def name(self) -> str:
+        return f"prefill_{self.dtype}_e4m3_hopper_d{self.head_dim}{'_long' if self.long else ''}"
+
+    def kernel(self, arch: str) -> tuple[Any, tuple[Any, ...]]:
+        """The kernel object and the arguments to compile it with."""
+        from .prefill_fp8 import PrefillFp8
+
+        kernel = PrefillFp8(
+            dtype=numeric_type(self.dtype),
+            head_dim=self.head_dim,
+            key_tile=self.key_tile,
+            warps=4,
+            row_tiles=1,
+            num_stages=self.num_stages,
+            pdl=supports_pdl(arch),
+            codes=True,
+            consumers=self.consumers,
+            query_buffers=self.query_buffers,
+            producer_registers=self.producer_registers,
+            consumer_registers=self.consumer_registers,
+            staging=self.staging,
+            output_parts=self.output_parts,
+        )
+        return kernel, kernel.arguments()
+
+
+@dataclass(frozen=True)
 class PrefillCombineVariant:
     """Combines the splits of prefill_hopper.py (prefill_combine.py)."""
 
@@ -357,6 +391,23 @@ PREFILL_HOPPER = tuple(
     )
 )
 
+PREFILL_FP8 = (
+    Fp8PrefillVariant("bf16", 64, "e4m3", num_stages=4, staging=3),
+    Fp8PrefillVariant(
+        "bf16",
+        64,
+        "e4m3",
+        num_stages=4,
+        staging=3,
+        output_parts=2,
+        consumers=3,
+        producer_registers=32,
+        consumer_registers=160,
+        long=True,
+    ),
+    Fp8PrefillVariant("bf16", 128, "e4m3", num_stages=4, staging=3, output_parts=2),
+)
+
 VARIANTS: tuple[
     DecodeVariant
     | CombineVariant
@@ -376,6 +427,7 @@ VARIANTS: tuple[
     *(TauTailVariant(dtype, table) for dtype in (*DTYPES, "fp32") for table in sorted({dtype, "fp32"})),
     *PREFILL,
     *PREFILL_HOPPER,
+    *PREFILL_FP8,
     *(PrefillCombineVariant(dtype) for dtype in DTYPES),
     *(MergeVariant(dtype) for dtype in (*DTYPES, "fp32")),
 )
@@ -400,6 +452,12 @@ def prefilling(dtype: str, cache: str, head_dim: int, short: bool = False) -> Pr
 def prefilling_on_hopper(dtype: str, cache: str, head_dim: int, long: bool = False) -> HopperPrefillVariant | None:
     """The compiled variant with warpgroup matrix products for a head dimension, or None. long: see the variant."""
     fitting = [v for v in PREFILL_HOPPER if v.dtype == dtype and v.cache == cache and v.head_dim >= head_dim]
+    return min(fitting, key=lambda v: (v.head_dim, v.long != long), default=None)
+
+
+def prefilling_in_fp8(head_dim: int, long: bool = False) -> Fp8PrefillVariant | None:
+    """The compiled variant with e4m3 matrix products for a head dimension, or None. long: see HopperPrefillVariant."""
+    fitting = [v for v in PREFILL_FP8 if v.head_dim >= head_dim]
     return min(fitting, key=lambda v: (v.head_dim, v.long != long), default=None)
 
 

@@ -29,7 +29,7 @@ def descriptor(address: Int32, block_bytes: int, block_stride: int) -> Int64:
 
 
 def _wgmma(d, count, a, b, kind, transposed_b, loc, ip):
-    """One wgmma of 64 rows, 2 ``count`` columns and 16 elements of K; d None: the products alone."""
+    """One wgmma of 64 rows, 2 ``count`` columns and 32 bytes of K; d None: the products alone."""
     registers = ", ".join(f"${i}" for i in range(count))
     first = 2 * count if d is not None else count
     in_shared = not isinstance(a, (list, tuple))
@@ -39,10 +39,12 @@ def _wgmma(d, count, a, b, kind, transposed_b, loc, ip):
         a_text = "{" + ", ".join(f"${first + i}" for i in range(4)) + "}"
         operands, constraints, after = [Uint32(x) for x in a], ["r"] * 4, ""
     b_text = f"${first + len(operands)}"
+    of_bytes = kind in ("e4m3", "e5m2")  # whose operands are always K-major
+    elements, majors = (32, "") if of_bytes else (16, f"{after}, {int(transposed_b)}")
     text = (
         f"{{.reg .pred p; setp.ne.b32 p, {int(d is not None)}, 0; "
-        f"wgmma.mma_async.sync.aligned.m64n{2 * count}k16.f32.{kind}.{kind} "
-        f"{{{registers}}}, {a_text}, {b_text}, p, 1, 1{after}, {int(transposed_b)};}}"
+        f"wgmma.mma_async.sync.aligned.m64n{2 * count}k{elements}.f32.{kind}.{kind} "
+        f"{{{registers}}}, {a_text}, {b_text}, p, 1, 1{majors};}}"
     )
     tied = [] if d is None else [Float32(x) for x in d]
     constraints = ["=f"] * count + [str(i) for i in range(len(tied))] + constraints + ["l"]

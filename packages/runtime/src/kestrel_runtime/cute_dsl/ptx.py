@@ -142,6 +142,17 @@ def ldmatrix_x4_trans(address: Int32, *, loc=None, ip=None):
     return [Uint32(value) for value in found]
 
 
+@dsl_user_op
+def stmatrix_x4(address: Int32, words, *, loc=None, ip=None) -> None:
+    """Four 8 x 8 matrices of 16-bit elements to shared memory; lane l addresses row l % 8 of matrix l // 8.
+
+    Lane (g, t) = 4 g + t holds row g of each matrix, columns 2t and 2t + 1. Needs sm_90.
+    """
+    text = "stmatrix.sync.aligned.m8n8.x4.shared.b16 [$0], {$1, $2, $3, $4};"
+    operands = [Int32(address), *(Uint32(x) for x in words)]
+    assemble(text, "r,r,r,r,r,~{memory}", operands, [], True, loc, ip)
+
+
 # -- matrices in registers --------------------------------------------------------------------------------------------
 
 
@@ -233,6 +244,15 @@ def pack_fp8(low: Float32, high: Float32, kind: cutlass.Constexpr, *, loc=None, 
     """Two float32 as e4m3 or e5m2 codes (``kind``) in the low 16 bits, saturating; NaN stays NaN. Needs sm_89."""
     text = f"{{.reg .b16 p; cvt.rn.satfinite.{kind}x2.f32 p, $2, $1; cvt.u32.u16 $0, p;}}"
     return Uint32(assemble(text, "=r,f,f", [Float32(low), Float32(high)], [T.i32()], False, loc, ip)[0])
+
+
+@dsl_user_op
+def pack_e4m3x4(a: Float32, b: Float32, c: Float32, d: Float32, *, loc=None, ip=None) -> Uint32:
+    """Four float32 as e4m3 codes, the first in the lowest byte, saturating; NaN stays NaN. Needs sm_89."""
+    text = "{.reg .b16 l, h; cvt.rn.satfinite.e4m3x2.f32 l, $2, $1; cvt.rn.satfinite.e4m3x2.f32 h, $4, $3; "
+    text += "mov.b32 $0, {l, h};}"
+    operands = [Float32(x) for x in (a, b, c, d)]
+    return Uint32(assemble(text, "=r,f,f,f,f", operands, [T.i32()], False, loc, ip)[0])
 
 
 @dsl_user_op
