@@ -202,6 +202,52 @@ def test_a_sequence_does_not_depend_on_its_batch(heads, kv_heads, size, kind):
         assert same(call.alone(b).run(), (out[b : b + 1], lse[b : b + 1]))
 
 
+# Query heads, KV heads and queries of calls whose rows of a KV head, in brackets, do not fit into a block of 8.
+MANY_ROWS = [
+    pytest.param(8, 2, 3, id="3x4 rows"),
+    pytest.param(16, 4, 4, id="4x4 rows"),
+    pytest.param(3, 1, 6, id="6x3 rows"),
+    pytest.param(16, 2, 3, id="3x8 rows"),
+    pytest.param(8, 2, 8, id="8x4 rows"),
+    pytest.param(10, 2, 8, id="8x5 rows"),
+    pytest.param(16, 2, 16, id="16x8 rows"),
+    pytest.param(3, 3, 9, id="9x1 rows"),
+]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("size", [64, 128])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("heads", "kv_heads", "queries"), MANY_ROWS)
+def test_many_rows_of_a_kv_head(heads, kv_heads, queries, dtype, size, kind):
+    call = made(kind, heads, kv_heads, size, 16, (0, 1, 54, 300, -1, 2100, queries - 1), queries, dtype=dtype)
+    for how in ({}, {"causal": True}, {"causal": True, "window_size": (70, -1), "softcap": 2.0, "prefix_len": 20}):
+        check(call, **how)
+    check(call, causal=True, num_splits=7)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("size", [64, 128])
+@pytest.mark.parametrize(("heads", "kv_heads", "queries"), MANY_ROWS)
+def test_many_rows_do_not_depend_on_their_batch(heads, kv_heads, queries, size, kind):
+    call = made(kind, heads, kv_heads, size, 16, (5000, 1, 700, 2100, 0), queries)
+    out, lse = call.run(causal=True)
+    for b in range(len(call.lengths)):
+        assert same(call.alone(b).run(causal=True), (out[b : b + 1], lse[b : b + 1]))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("size", [64, 128])
+def test_nan_in_a_query_stays_with_its_row_of_many(size, kind):
+    call = made(kind, 16, 2, size, 16, (300, 90), 4)
+    want, want_lse = call.run(causal=True)
+    call.q[0, 2, 5, 3] = math.nan
+    got, got_lse = call.run(causal=True)
+    assert bool(got[0, 2, 5].isnan().all())
+    got[0, 2, 5], got_lse[0, 5, 2] = want[0, 2, 5], want_lse[0, 5, 2]
+    torch.testing.assert_close((got, got_lse), (want, want_lse), rtol=2**-7, atol=1e-5)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_block_that_combines_its_own_splits_gives_the_bits_of_the_combine_kernel(kind):
     """Three sequences of 32 heads are 96 blocks, which combine their splits; one alone has a block for each split."""

@@ -30,13 +30,14 @@ def problem(**how: Any) -> DecodeProblem:
 # -- the split rule ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("row_blocks", "max_splits"), [(1, 128), (2, 64), (3, 42), (8, 16), (128, 1), (10**5, 1)])
+@pytest.mark.parametrize(("thread_blocks", "max_splits"), [(1, 128), (2, 64), (3, 42), (8, 16), (128, 1), (10**5, 1)])
 @pytest.mark.parametrize("cache", KINDS)
-def test_one_sequence_has_up_to_128_thread_blocks(cache, row_blocks, max_splits):
+def test_one_sequence_has_up_to_128_thread_blocks(cache, thread_blocks, max_splits):
     """Twice as many where four-warp blocks of 128 dims fill the GPU in two waves."""
     for head_dim in (64, 128, 256, 512):
         waves = 2 if cache == "same" and head_dim == 128 else 1
-        assert split_rule(0, head_dim, cache, row_blocks).max_splits == waves * max_splits, head_dim
+        assert split_rule(0, head_dim, cache, thread_blocks).max_splits == waves * max_splits, head_dim
+    assert split_rule(0, 128, cache, thread_blocks, wide=True).max_splits == 2 * max_splits
 
 
 @pytest.mark.parametrize("cache", KINDS)
@@ -313,6 +314,27 @@ def test_one_warp_combines_up_to_eight_splits(dtype, num_splits, warps):
     assert plan.combine_scalars == (12, num_splits)
     assert plan.row_blocks == 4  # two blocks of rows for each KV head
     assert plan.partial_rows == 4 * num_splits * 8
+
+
+@pytest.mark.parametrize("cache", ["same", "e4m3"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(
+    ("heads", "queries", "rows", "blocks"),
+    [(8, 1, 8, 1), (20, 1, 8, 3), (4, 2, 8, 1), (1, 16, 8, 2), (4, 4, 16, 1), (6, 3, 32, 1), (8, 5, 32, 2)],
+)
+def test_a_block_takes_up_to_32_rows_of_several_queries(heads, queries, rows, blocks, head_dim, cache):
+    """So that keys and values are read once; of one query or one head 8."""
+    plan = plan_decode(problem(heads=heads, queries=queries, head_dim=head_dim, cache=cache, pages=2000, batch=3))
+    assert plan.variant.rows == rows
+    assert plan.row_blocks == 3 * -(-heads * queries // 8)  # partial results are stored in blocks of 8 rows
+    assert plan.partial_rows == plan.row_blocks * 8 * plan.scalars.num_splits
+    rule = SplitRule(*(getattr(plan.scalars, name) for name in SplitRule._fields))
+    assert rule == split_rule(0, head_dim, cache, blocks, wide=rows > 8)
+
+
+@pytest.mark.parametrize("cache", ["e5m2", "int8", "int4"])
+def test_blocks_over_other_caches_take_8_rows(cache):
+    assert plan_decode(problem(heads=8, queries=4, head_dim=128, cache=cache)).variant.rows == 8
 
 
 @pytest.mark.parametrize("cache", KINDS)

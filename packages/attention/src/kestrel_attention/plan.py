@@ -22,6 +22,7 @@ from .kernels.variants import (
     TauTailVariant,
     compilable,
     covering,
+    covering_wide,
 )
 
 MAX_QUERIES = 16  # of a sequence; more are prefill
@@ -76,9 +77,14 @@ class DecodeProblem:
         return self.page_size * (1 if self.pages is None else self.pages)
 
     @property
+    def rows(self) -> int:
+        """Of a KV head of a sequence: queries x query heads."""
+        return self.queries * self.group_size
+
+    @property
     def row_blocks(self) -> int:
-        """Thread blocks that a sequence of one split takes: 8 rows of one KV head each."""
-        return self.kv_heads * -(-self.queries * self.group_size // BLOCK_ROWS)
+        """Blocks of 8 rows of one KV head each, of a sequence."""
+        return self.kv_heads * -(-self.rows // BLOCK_ROWS)
 
     @property
     def split_granularity(self) -> int:
@@ -102,17 +108,20 @@ class DecodePlan:
     """Of all sequences."""
 
 
-def split_rule(num_splits: int, head_dim: int, cache: str, row_blocks: int) -> SplitRule:
-    """The split rule of a call. num_splits: as the caller gave it. row_blocks: of a sequence with one split."""
+def split_rule(num_splits: int, head_dim: int, cache: str, thread_blocks: int, wide: bool = False) -> SplitRule:
+    """The split rule of a call.
+
+    num_splits: as the caller gave it. thread_blocks: of a sequence with one split. wide: of more than 8 rows each.
+    """
     if num_splits > 0:
         keys = INT4_PAGE if cache == "int4" else TILE_KEYS
         return SplitRule(keys, keys, 0, keys, min(num_splits, MAX_SPLITS))
-    max_splits = max(1, 128 // max(1, row_blocks))
+    max_splits = max(1, 128 // max(1, thread_blocks))
     if head_dim > 256:
         return SplitRule(512, 512, 8192, 256, max_splits)
     if head_dim > 128:
         return SplitRule(272, 272, 2176, 1024 if cache == "same" else 272, max_splits)
-    if head_dim > 64 and cache == "same":
+    if head_dim > 64 and (cache == "same" or wide):  # four warps
         return SplitRule(1024, 1024, 8192, 512, 2 * max_splits)
     if head_dim <= 64 and cache != "int4":
         return SplitRule(512, 192, 768, 256, max_splits)
@@ -126,7 +135,10 @@ def page_divisor(page_size: int) -> tuple[int, int]:
 
 
 def variants_of(problem: DecodeProblem) -> tuple[DecodeVariant, ...]:
-    """The kernels for a problem, fewest warps first; their results are equal."""
+    """The kernels for a problem, fewest warps first; their results are equal.
+
+    Wide kernels serve several queries of several heads. Without groups, short sequences gain from more thread blocks.
+    """
     if problem.queries > MAX_QUERIES:
         raise UnsupportedError(f"kernels cover up to {MAX_QUERIES} queries of a sequence")
     if problem.cache == "int4" and problem.page_size != INT4_PAGE:
@@ -134,6 +146,8 @@ def variants_of(problem: DecodeProblem) -> tuple[DecodeVariant, ...]:
     case = problem.dtype, problem.cache, problem.head_dim
     aligned = problem.head_dim % (8 if problem.cache == "same" else 16) == 0
     variants = (covering(*case) or compilable(*case)) if aligned else ()
+    if problem.queries > 1 and problem.group_size > 1 and problem.rows > BLOCK_ROWS:
+        variants = covering_wide(*case, problem.rows) or variants
     if not variants:
         raise UnsupportedError(f"no kernel for heads of {problem.head_dim} over a cache of {problem.cache}")
     return variants
@@ -145,8 +159,9 @@ def plan_decode(problem: DecodeProblem) -> DecodePlan:
     capacity, queries = problem.capacity, problem.queries
     if capacity > MAX_KEYS:
         raise UnsupportedError(f"kernels cover sequences of up to {MAX_KEYS} keys")
-    row_blocks = max(1, problem.row_blocks)
-    rule = split_rule(problem.num_splits, problem.head_dim, problem.cache, row_blocks)
+    thread_blocks = -(-problem.rows // variants[0].rows)  # of a KV head of a sequence with one split
+    wide = variants[0].rows > BLOCK_ROWS
+    rule = split_rule(problem.num_splits, problem.head_dim, problem.cache, problem.kv_heads * thread_blocks, wide)
     granularity = problem.split_granularity
     left = -1 if problem.window_left > UNBOUNDED else problem.window_left
     right = -1 if problem.window_right > UNBOUNDED else problem.window_right
@@ -158,7 +173,7 @@ def plan_decode(problem: DecodeProblem) -> DecodePlan:
         slack = granularity - 1 if granularity > TILE_KEYS else 0  # the start is rounded down
         longest = min(longest, left + right + queries + slack)
     num_splits = rule.num_splits(longest)
-    if num_splits * row_blocks // problem.kv_heads > MAX_GRID or problem.batch > MAX_GRID:
+    if num_splits * thread_blocks > MAX_GRID or problem.batch > MAX_GRID:
         raise UnsupportedError(f"kernels cover up to {MAX_GRID} sequences and splits")
     expected_start = 0
     if left >= 0 and longest < capacity:
@@ -167,7 +182,7 @@ def plan_decode(problem: DecodeProblem) -> DecodePlan:
             expected_start = expected_start // granularity * granularity
     expected_split_keys = rule.keys(min(capacity - expected_start, longest), granularity)
 
-    blocks = problem.batch * row_blocks
+    blocks = problem.batch * max(1, problem.row_blocks)
     variant = variants[0]
     for joining in variants[1:]:
         if 1 < num_splits <= joining.splits_per_block and MULTIPROCESSORS // 2 < blocks <= MULTIPROCESSORS:

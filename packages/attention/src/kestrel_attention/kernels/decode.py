@@ -1,11 +1,11 @@
 """Split-KV attention of few queries over a KV cache, for decoding: memory-bound, so it is built around loads.
 
 A thread block processes up to 8 rows (queries x heads of one KV head) of one sequence over one split of its keys
-(splits.py). The warps of a split stream tiles of 16 keys, in turn, through private pipeline stages (tile.py). They do
-not synchronise before the end, where their sums are added in order through shared memory. A sequence of one split is
-then complete; of several, combine.py combines the normalised partial results. Where a launch has about as many
-sequences as the GPU has SMs, a block processes all splits of a sequence, a group of warps each, and combines them
-itself, with the same bits.
+(splits.py); a wide one several such row blocks, for which it reads the keys once. The warps of a split stream tiles of
+16 keys, in turn, through private pipeline stages (tile.py). They do not synchronise before the end, where their sums
+are added in order through shared memory. A sequence of one split is then complete; of several, combine.py combines the
+normalised partial results. Where a launch has about as many sequences as the GPU has SMs, a block processes all splits
+of a sequence, a group of warps each, and combines them itself, with the same bits.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class SeenKeys(NamedTuple):
 class Scoring(NamedTuple):
     """How products of queries and keys become base-2 scores, but for the queries' own scales."""
 
-    sVisible: cute.Tensor  # laid out by VisibleWords
+    sVisible: cute.Tensor  # of each row block, laid out by VisibleWords
     scale: Float32
     softcap: Float32  # 0: none
 
@@ -108,6 +108,10 @@ class Decode(DecodeEpilogue):
         return self.splits_per_block * self.tiles.warps
 
     @property
+    def block_rows(self) -> int:
+        return BLOCK_ROWS * self.tiles.row_blocks
+
+    @property
     def shared_bytes(self) -> int:
         """The stages of the warps; after the main loop, their sums."""
         return self.warps * self.tiles.warp_bytes
@@ -116,8 +120,8 @@ class Decode(DecodeEpilogue):
     def shared_carveout(self) -> int:
         """Percent of a multiprocessor's 228 KB that its CTAs need as shared memory; the rest is L1."""
         tiles = self.tiles
-        block = 2048 + self.shared_bytes + self.warps * 2 * BLOCK_ROWS * 4
-        block += tiles.queries_in_shared * tiles.query_words * 128
+        block = 2048 + self.shared_bytes + self.warps * 2 * self.block_rows * 4
+        block += tiles.row_blocks * tiles.queries_in_shared * tiles.query_words * 128
         return min(100, -(-100 * self.ctas_per_sm * block // (228 * 1024)))
 
     # -- host -----------------------------------------------------------------------------------------------------
@@ -167,7 +171,7 @@ class Decode(DecodeEpilogue):
         if cutlass.const_expr(self.tiles.format.extra is not None):
             extra = self.tiles.format.extra(*given[num_known:-1])
         batch, queries, _, _ = tensors.mQ.shape
-        blocks = cute.ceil_div(queries * scalars.group_size, BLOCK_ROWS)
+        blocks = cute.ceil_div(queries * scalars.group_size, self.block_rows)
         self.kernel(tensors, scalars, extra).launch(
             grid=[tensors.mK.shape[2], blocks if self.splits_per_block > 1 else scalars.num_splits * blocks, batch],
             block=[32 * self.warps, 1, 1],
@@ -191,10 +195,10 @@ class Decode(DecodeEpilogue):
         if cutlass.const_expr(self.splits_per_block > 1):
             first_row = split_idx * BLOCK_ROWS
             split_idx = warp // self.tiles.warps
-        elif queries * group_size > BLOCK_ROWS:
-            first_row = (Uint32(split_idx) // Uint32(scalars.num_splits)).to(Int32) * BLOCK_ROWS
+        elif queries * group_size > self.block_rows:
+            first_row = (Uint32(split_idx) // Uint32(scalars.num_splits)).to(Int32) * self.block_rows
             split_idx = (Uint32(split_idx) % Uint32(scalars.num_splits)).to(Int32)
-        num_rows = cutlass.min(queries * group_size - first_row, BLOCK_ROWS)
+        num_rows = cutlass.min(queries * group_size - first_row, self.block_rows)
         row_block = sequence * (mK.shape[2] * ((queries * group_size + BLOCK_ROWS - 1) // BLOCK_ROWS))
         row_block += first_row // BLOCK_ROWS * mK.shape[2] + kv_head
         rows = Rows(sequence, kv_head, first_row, num_rows, group_size, scalars.inverse_group_size)
@@ -206,19 +210,21 @@ class Decode(DecodeEpilogue):
         tile_idx = warp % self.tiles.warps * self.tiles.warp_stride
         steps = cutlass.const_expr(self.tiles.steps_ahead + 1)
         rPages = [cute.make_rmem_tensor(self.tiles.lookups, Int32) for _ in range(steps)]
-        rQ = cute.make_rmem_tensor(self.tiles.query_words, Uint32)
+        parts = [self.row_block_of(rows, j) for j in range(self.tiles.row_blocks)]
+        rQ = [cute.make_rmem_tensor(self.tiles.query_words, Uint32) for _ in parts]
         step = cutlass.const_expr(self.tiles.step_tiles)
         entries = [self.table_entries(pages, expected_start, tile_idx + i * step, lane) for i in range(steps)]
-        query_address = self.query_address(mQ, rows, lane)
+        query_addresses = [self.query_address(mQ, part, lane) for part in parts]
         if cutlass.const_expr(self.pdl):
-            self.wait_and_trigger(scalars, length_address, query_address, entries, warp, lane)
+            self.wait_and_trigger(scalars, length_address, query_addresses, entries, warp, lane)
         length = Int32(ptx.load_global(length_address, 1)[0])
         for i in cutlass.range_constexpr(steps):
             self.load_pages(rPages[i], pages, entries[i], scalars.capacity)
         prefix = scalars.prefix_len
         if scalars.has_prefix_lens != 0:
             prefix = tensors.mPrefix[sequence]
-        self.load_queries(mQ, rQ, query_address, num_rows, lane)
+        for j in cutlass.range_constexpr(self.tiles.row_blocks):
+            self.load_queries(mQ, rQ[j], query_addresses[j], parts[j].count, lane)
         tail_row = None
         if cutlass.const_expr(self.tiles.format.tail):
             length, tail_row = self.tiles.format.tail_of(extra, sequence, kv_head, length, scalars.appended)
@@ -246,12 +252,17 @@ class Decode(DecodeEpilogue):
             num_splits = Int32(1)
             if visited > keys:
                 num_splits = divide(visited + keys - 1, keys)
-            if split_idx == 0 and tid == 0 and scalars.num_splits > self.splits_per_block:
-                tensors.mNumSplits[row_block] = num_splits
-            words = cutlass.const_expr(VisibleWords.COUNT)
+            if cutlass.const_expr(self.tiles.row_blocks == 1):
+                if split_idx == 0 and tid == 0 and scalars.num_splits > self.splits_per_block:
+                    tensors.mNumSplits[row_block] = num_splits
+            else:
+                if split_idx == 0 and tid * BLOCK_ROWS < num_rows and scalars.num_splits > 1:
+                    tensors.mNumSplits[row_block + tid * mK.shape[2]] = num_splits
+            words = cutlass.const_expr(VisibleWords.COUNT * self.tiles.row_blocks)
             sVisible = cute.make_tensor(cute.arch.alloc_smem(Int32, words, alignment=16), words)
-            all_rows = queries * group_size
-            self.write_visible(sVisible, scalars, rows, seen, all_rows, num_splits, row_block, split_idx, tid)
+            all_rows, partial = queries * group_size, row_block * scalars.num_splits + split_idx
+            partial_stride = mK.shape[2] * scalars.num_splits
+            self.write_visible(sVisible, scalars, rows, seen, all_rows, num_splits, partial, partial_stride, tid)
             k_scale = Float32(1.0)
             if scalars.k_scale_heads > 0:
                 k_scale = tensors.mKScale[cutlass.select_(scalars.k_scale_heads > 1, kv_head, Int32(0))]
@@ -265,8 +276,17 @@ class Decode(DecodeEpilogue):
                 scalars.v_scale_heads,
             )
             loads = Loads(shared, stages, rPages, rOffsets, pages, base, split)
-            scoring, tail_source = Scoring(sVisible, scale, softcap), TailSource(tail_row, query_address)
+            scoring, tail_source = Scoring(sVisible, scale, softcap), TailSource(tail_row, query_addresses[0])
             self.attend(rQ, loads, rows, scoring, results, extra, tail_source, warp, lane)
+
+    @cute.jit
+    def row_block_of(self, rows: Rows, j):
+        """The rows of row block j of a thread block: BLOCK_ROWS, or fewer."""
+        if cutlass.const_expr(self.tiles.row_blocks == 1):
+            return rows
+        else:
+            count = cutlass.max(cutlass.min(rows.count - j * BLOCK_ROWS, BLOCK_ROWS), 0)
+            return rows._replace(first=rows.first + j * BLOCK_ROWS, count=count)
 
     @cute.jit
     def pages_of(self, tensors: DecodeTensors, scalars: DecodeScalars, extra, sequence, kv_head, lane):
@@ -288,14 +308,17 @@ class Decode(DecodeEpilogue):
         )
 
     @cute.jit
-    def wait_and_trigger(self, scalars: DecodeScalars, length_address, query_address, entries, warp, lane):
+    def wait_and_trigger(self, scalars: DecodeScalars, length_address, query_addresses, entries, warp, lane):
         """The PDL wait, after all addresses of the first loads are computed and their lines prefetched into L2."""
-        ready = length_address | query_address
+        ready = length_address
+        for address in query_addresses:
+            ready = ready | address
         for i in cutlass.range_constexpr(len(entries)):
             for _, entry_address in entries[i]:
                 ready = ready | entry_address
         if warp == 0:
-            ptx.prefetch_l2(query_address)
+            for address in query_addresses:
+                ptx.prefetch_l2(address)
             if lane == 0:
                 ptx.prefetch_l2(length_address)
         if scalars.has_block_table != 0 and entries[0][0][0] < scalars.capacity:
@@ -330,22 +353,27 @@ class Decode(DecodeEpilogue):
         seen: SeenKeys,
         all_rows,
         num_splits,
-        row_block,
-        split_idx,
+        partial,
+        partial_stride,
         tid,
     ):
-        """Write VisibleWords. all_rows: queries x heads of the KV head."""
-        if tid < BLOCK_ROWS:
+        """Write VisibleWords of each row block. all_rows: queries x heads of the KV head."""
+        if tid < self.block_rows:
             row = cutlass.min(rows.first + tid, all_rows - 1)
             first, last = scores.window(seen.oldest + self.query_of(row, rows), scalars, seen.held)
-            sVisible[VisibleWords.ROWS + 2 * tid] = first
-            sVisible[VisibleWords.ROWS + 2 * tid + 1] = last
+            at, row_block = Int32(0), Int32(0)
+            if cutlass.const_expr(self.tiles.row_blocks > 1):
+                row_block = tid // BLOCK_ROWS
+                at = row_block * VisibleWords.COUNT
+                tid = tid % BLOCK_ROWS
+            sVisible[at + VisibleWords.ROWS + 2 * tid] = first
+            sVisible[at + VisibleWords.ROWS + 2 * tid + 1] = last
             if tid == 0:
-                sVisible[VisibleWords.FIRST] = seen.all_first
-                sVisible[VisibleWords.LAST] = seen.all_last
-                sVisible[VisibleWords.PREFIX] = seen.prefix
-                sVisible[VisibleWords.NUM_SPLITS] = num_splits
-                sVisible[VisibleWords.PARTIAL] = row_block * scalars.num_splits + split_idx
+                sVisible[at + VisibleWords.FIRST] = seen.all_first
+                sVisible[at + VisibleWords.LAST] = seen.all_last
+                sVisible[at + VisibleWords.PREFIX] = seen.prefix
+                sVisible[at + VisibleWords.NUM_SPLITS] = num_splits
+                sVisible[at + VisibleWords.PARTIAL] = partial + row_block * partial_stride
 
     @cute.jit
     def attend(
@@ -361,33 +389,72 @@ class Decode(DecodeEpilogue):
         lane,
     ):
         """The rows of a block over one split."""
-        sVisible = scoring.sVisible
-        row_scale = self.convert_queries(rQ, extra)
-        row_scales = [cute.arch.shuffle_sync(row_scale, lane % 4 * 8 + 4 * e) for e in range(2)]
-        scales = [scoring.scale * row_scale for row_scale in row_scales]
-        tail = None
-        if cutlass.const_expr(self.tiles.format.tail):
-            inverse = [ptx.int_as_float((254 << 23) - ptx.float_as_int(row_scale)) for row_scale in row_scales]
-            tail = self.tiles.format.park_tail(
-                tail_source.row, tail_source.query_address, inverse, extra.is_bf16, warp, lane
-            )
-        sQ = rQ
-        if cutlass.const_expr(self.tiles.queries_in_shared):
-            words = cute.arch.alloc_smem(Uint32, self.tiles.query_words * 32, alignment=16)
-            sQ = cute.make_tensor(words + lane * 4, cute.make_layout((4, self.tiles.query_words // 4), stride=(1, 128)))
-            if warp == 0:
-                for i in cutlass.range_constexpr(self.tiles.query_words // 4):
-                    cute.autovec_copy(cute.local_tile(rQ, (4,), (i,)), sQ[None, i])
+        row_blocks = cutlass.const_expr(self.tiles.row_blocks)
+        given, sQ, tail = [], [], None
+        for j in cutlass.range_constexpr(row_blocks):
+            row_scale = self.convert_queries(rQ[j], extra)
+            row_scales = [cute.arch.shuffle_sync(row_scale, lane % 4 * 8 + 4 * e) for e in range(2)]
+            scales = [scoring.scale * row_scale for row_scale in row_scales]
+            given.append(ScoreScales(self.visible_of(scoring.sVisible, j), scales, scoring.softcap))
+            if cutlass.const_expr(self.tiles.format.tail):
+                inverse = [ptx.int_as_float((254 << 23) - ptx.float_as_int(row_scale)) for row_scale in row_scales]
+                tail = self.tiles.format.park_tail(
+                    tail_source.row, tail_source.query_address, inverse, extra.is_bf16, warp, lane
+                )
+            sQ.append(self.share_queries(rQ[j], j % self.tiles.warps, warp, lane))
         cute.arch.sync_threads()
-        count = cutlass.const_expr(self.warps * BLOCK_ROWS)
+        count = cutlass.const_expr(self.warps * self.block_rows)
         sMax = cute.make_tensor(cute.arch.alloc_smem(Float32, count, alignment=16), count)
         sSum = cute.make_tensor(cute.arch.alloc_smem(Float32, count, alignment=16), count)
         sums = WarpSums(cute.make_tensor(loads.shared, self.shared_bytes // 4), sMax, sSum)
         state = self.tiles.format.step_state(self.tiles, self.warps, warp, lane)
-        self.main_loop(sQ, loads, ScoreScales(sVisible, scales, scoring.softcap), sums, rows, state, tail, warp, lane)
+        self.main_loop(sQ, loads, given, sums, rows, state, tail, warp, lane)
         cute.arch.sync_threads()
+        if cutlass.const_expr(row_blocks == 1):
+            self.store_results(Int32(0), scoring.sVisible, sums, rows, results, extra, warp, lane)
+        else:
+            for j in cutlass.range((rows.count + BLOCK_ROWS - 1) // BLOCK_ROWS, unroll=1):
+                self.store_results(j, scoring.sVisible, sums, rows, results, extra, warp, lane)
+
+    @cute.jit
+    def store_results(self, j, sVisible, sums: WarpSums, rows: Rows, results: Results, extra, warp, lane):
+        """The epilogue of one row block."""
+        sVisible = self.visible_of(sVisible, j)
         num_splits, partial = sVisible[VisibleWords.NUM_SPLITS], sVisible[VisibleWords.PARTIAL]
-        self.epilogue(sums, num_splits, partial, rows, results, extra, warp, lane)
+        own, rows = self.sums_of(sums, j), self.row_block_of(rows, j)
+        self.epilogue(own, num_splits, partial, rows, results, extra, warp, lane)
+
+    @cute.jit
+    def visible_of(self, sVisible, j):
+        """The VisibleWords of row block j."""
+        if cutlass.const_expr(self.tiles.row_blocks == 1):
+            return sVisible
+        else:
+            return cute.make_tensor(sVisible.iterator + j * VisibleWords.COUNT, VisibleWords.COUNT)
+
+    @cute.jit
+    def sums_of(self, sums: WarpSums, j):
+        """The sums of row block j."""
+        if cutlass.const_expr(self.tiles.row_blocks == 1):
+            return sums
+        else:
+            count = cutlass.const_expr(self.warps * BLOCK_ROWS)
+            sMax, sSum = [cute.make_tensor(x.iterator + j * count, count) for x in (sums.sMax, sums.sSum)]
+            sOut = cute.make_tensor(sums.sOut.iterator + j * (self.tiles.sums_bytes // 4), self.shared_bytes // 4)
+            return WarpSums(sOut, sMax, sSum)
+
+    @cute.jit
+    def share_queries(self, rQ, storing_warp: cutlass.Constexpr, warp, lane):
+        """The queries in shared memory where registers do not hold them; the caller synchronises."""
+        if cutlass.const_expr(not self.tiles.queries_in_shared):
+            return rQ
+        else:
+            words = cute.arch.alloc_smem(Uint32, self.tiles.query_words * 32, alignment=16)
+            sQ = cute.make_tensor(words + lane * 4, cute.make_layout((4, self.tiles.query_words // 4), stride=(1, 128)))
+            if warp == storing_warp:
+                for i in cutlass.range_constexpr(self.tiles.query_words // 4):
+                    cute.autovec_copy(cute.local_tile(rQ, (4,), (i,)), sQ[None, i])
+            return sQ
 
     @cute.jit
     def prologue(self, stages, rPages, pages: Pages, base, split: Split, tile_idx, lane):
@@ -404,23 +471,28 @@ class Decode(DecodeEpilogue):
         return rOffsets
 
     @cute.jit
-    def main_loop(self, sQ, loads: Loads, scoring: ScoreScales, sums: WarpSums, rows: Rows, state, tail, warp, lane):
-        """The sums over a warp's tiles. A stage that was used is refilled with the slice ``num_stages`` further on."""
+    def main_loop(self, sQ, loads: Loads, scoring, sums: WarpSums, rows: Rows, state, tail, warp, lane):
+        """The sums over a warp's tiles. A stage that was used is refilled with the slice ``num_stages`` further on.
+
+        sQ, scoring: of each row block.
+        """
         stages, pages, base, split = loads.stages, loads.pages, loads.base, loads.split
         rOffsets = loads.rOffsets
         tiles = self.tiles
         steps_ahead, num_stages, slices_per_step = tiles.steps_ahead, tiles.num_stages, 2 * tiles.slices
-        rOut = cute.make_rmem_tensor(4 * tiles.output_tiles, Float32)
-        rMax = cute.make_rmem_tensor(2, Float32)  # of rows 2t and 2t + 1
-        rSum = cute.make_rmem_tensor(tiles.format.sum_words, Float32)
-        rScore = cute.make_rmem_tensor(4 * tiles.tiles_per_step, Float32)
-        rStart = cute.make_rmem_tensor(2, Float32)
+        row_blocks = range(tiles.row_blocks)
+        rOut = [cute.make_rmem_tensor(4 * tiles.output_tiles, Float32) for _ in row_blocks]
+        rMax = [cute.make_rmem_tensor(2, Float32) for _ in row_blocks]  # of rows 2t and 2t + 1
+        rSum = [cute.make_rmem_tensor(tiles.format.sum_words, Float32) for _ in row_blocks]
+        rScore = [cute.make_rmem_tensor(4 * tiles.tiles_per_step, Float32) for _ in row_blocks]
+        rStart = [cute.make_rmem_tensor(2, Float32) for _ in row_blocks]
         rNextPages = loads.rPages[steps_ahead]
-        rStart.fill(0.0)
-        tiles.format.initial_scores(tiles, sQ, rStart)
-        rOut.fill(0.0)
-        rMax.fill(-Float32.inf)
-        rSum.fill(0.0)
+        for j in cutlass.range_constexpr(tiles.row_blocks):
+            rStart[j].fill(0.0)
+            tiles.format.initial_scores(tiles, sQ[j], rStart[j])
+            rOut[j].fill(0.0)
+            rMax[j].fill(-Float32.inf)
+            rSum[j].fill(0.0)
         stage_ptr = stages
         tile_idx = warp % tiles.warps * tiles.warp_stride
         while tile_idx < split.num_tiles:
@@ -428,22 +500,26 @@ class Decode(DecodeEpilogue):
             self.locate_keys(rNextPages, rOffsets[steps_ahead], pages, split, next_tile, lane)
             entries = self.table_entries(pages, split.start, tile_idx + (steps_ahead + 1) * tiles.step_tiles, lane)
             self.load_pages(rNextPages, pages, entries, split.end)
-            sStepQ, page_scale = tiles.format.scale_queries(tiles, sQ, stage_ptr, rStart, state)
-            step_scoring = scoring
-            if cutlass.const_expr(page_scale is not None):
-                if cutlass.const_expr(tail is not None):  # whose scores have no such factor
-                    in_tail = split.start + tile_idx * TILE_KEYS >= tail.first_key
-                    page_scale = cutlass.select_(in_tail, Float32(1.0), page_scale)
-                step_scoring = scoring._replace(scales=[scale * page_scale for scale in scoring.scales])
-            for i in cutlass.range_constexpr(4 * tiles.tiles_per_step):
-                rScore[i] = rStart[i % 2]
+            sStepQ, step_scoring = [], []
+            for j in cutlass.range_constexpr(tiles.row_blocks):
+                scaled, page_scale = tiles.format.scale_queries(tiles, sQ[j], stage_ptr, rStart[j], state)
+                of_step = scoring[j]
+                if cutlass.const_expr(page_scale is not None):
+                    if cutlass.const_expr(tail is not None):  # whose scores have no such factor
+                        in_tail = split.start + tile_idx * TILE_KEYS >= tail.first_key
+                        page_scale = cutlass.select_(in_tail, Float32(1.0), page_scale)
+                    of_step = of_step._replace(scales=[scale * page_scale for scale in of_step.scales])
+                sStepQ.append(scaled)
+                step_scoring.append(of_step)
+                for i in cutlass.range_constexpr(4 * tiles.tiles_per_step):
+                    rScore[j][i] = rStart[j][i % 2]
             for slice_idx in cutlass.range_constexpr(slices_per_step):
                 ptx.cp_async_wait(num_stages - 1)
                 cute.arch.sync_warp()
                 if cutlass.const_expr(slice_idx < tiles.slices):
                     tiles.mma_keys(slice_idx, stage_ptr, sStepQ, rScore, tile_idx, split.num_tiles, lane)
                     if cutlass.const_expr(tail is not None):
-                        tiles.format.mma_tail(tiles, tail, rScore, split.start + tile_idx * TILE_KEYS, lane)
+                        tiles.format.mma_tail(tiles, tail, rScore[0], split.start + tile_idx * TILE_KEYS, lane)
                 else:
                     if cutlass.const_expr(slice_idx == tiles.slices):
                         tiles.softmax_step(
@@ -461,7 +537,9 @@ class Decode(DecodeEpilogue):
                 for k in cutlass.range_constexpr(tiles.offset_words):
                     rOffsets[i][k] = rOffsets[i + 1][k]
             tile_idx += tiles.step_tiles
-        self.store_warp_sums(rOut, rMax, rSum, sums, rows, warp, lane)
+        for j in cutlass.range_constexpr(tiles.row_blocks):
+            own = self.sums_of(sums, j)
+            self.store_warp_sums(rOut[j], rMax[j], rSum[j], own, self.row_block_of(rows, j), warp, lane)
 
     # -- queries --------------------------------------------------------------------------------------------------
 

@@ -319,7 +319,8 @@ class PageTiles(WarpTiles):
         return [], found
 
     @cute.jit
-    def mask(self, rScore, rNow, sVisible, first_key, lane):
+    def mask(self, rScore, rNow, scoring, first_key, lane):
+        sVisible = scoring[0].sVisible
         count = rNow[PAGE_KEYS] & 0xFF
         if (
             count != INT4_PAGE
@@ -328,14 +329,14 @@ class PageTiles(WarpTiles):
         ):
             for tile in cutlass.range_constexpr(self.tiles_per_step):
                 exist = cutlass.select_(count != 0, Uint32(0xFFFF), Uint32(0))  # no row sees keys past the last
-                self.mask_tile(tile, rScore, exist, sVisible, first_key + tile * TILE_KEYS, lane)
+                self.mask_tile(tile, rScore[0], exist, sVisible, first_key + tile * TILE_KEYS, lane)
 
     @cute.jit
     def mma_values_of_tile(
         self, slice_idx: cutlass.Constexpr, tile: cutlass.Constexpr, stage_ptr, rScore, rNow, rOut, lane
     ):
         """Lane l addresses the row of key l % 16; a word that it receives holds four dims of two keys."""
-        p, rest = self.p_operands(tile, rScore)
+        p, rest = self.p_operands(tile, rScore[0])
         row, column = lane % TILE_KEYS, lane // TILE_KEYS ^ self.row_swizzle(lane % 8)
         for two in cutlass.range_constexpr(self.units // 2):
             at = stage_ptr + (tile * TILE_KEYS + row) * self.row_bytes + (column ^ (2 * two)) * 16
@@ -343,7 +344,7 @@ class PageTiles(WarpTiles):
             for i in cutlass.range_constexpr(4):
                 half = [word >> (8 if i % 2 else 0) for word in words[i // 2 * 2 : i // 2 * 2 + 2]]
                 a = [word & mask for word in half for mask in (0x000F000F, 0x00F000F0)]
-                self.mma_output(a, p, rest, rOut, 16 * two + 4 * i)
+                self.mma_output(a, p, rest, rOut[0], 16 * two + 4 * i)
 
 
 @cute.jit

@@ -71,6 +71,7 @@ class WarpTiles:
     slices: int  # in which the keys (and the values) of a step are loaded, a stage each
     num_stages: int
     two_term_p: bool  # P as the sum of two 16-bit numbers
+    row_blocks: int = 1  # of BLOCK_ROWS rows, for which keys and values are read once
 
     # -- sizes ----------------------------------------------------------------------------------------------------
 
@@ -123,7 +124,12 @@ class WarpTiles:
     @property
     def warp_bytes(self) -> int:
         """Shared memory of a warp: its stages, and after the main loop its sums."""
-        return max(self.num_stages * self.stage_bytes, self.head_dim * BLOCK_ROWS * 4)
+        return max(self.num_stages * self.stage_bytes, self.row_blocks * self.sums_bytes)
+
+    @property
+    def sums_bytes(self) -> int:
+        """Of a row block."""
+        return self.head_dim * BLOCK_ROWS * 4
 
     @property
     def steps_ahead(self) -> int:
@@ -136,7 +142,7 @@ class WarpTiles:
 
     @property
     def queries_in_shared(self) -> bool:
-        return self.head_dim >= (128 if self.format.page_per_step else 256)
+        return self.row_blocks * self.head_dim >= (128 if self.format.page_per_step else 256)
 
     @property
     def lookups(self) -> int:
@@ -260,7 +266,7 @@ class WarpTiles:
 
     @cute.jit
     def mma_keys(self, slice_idx: cutlass.Constexpr, stage_ptr, sQ, rScore, tile_idx, num_tiles, lane):
-        """Add the products of queries with a slice of keys to rScore."""
+        """Add the products of queries with a slice of keys to rScore; both of each row block."""
         if cutlass.const_expr(self.tiles_per_step == 1 or self.format.page_per_step):
             for tile in cutlass.range_constexpr(self.tiles_per_step):
                 self.mma_keys_of_tile(slice_idx, tile, stage_ptr, sQ, rScore, lane)
@@ -276,13 +282,15 @@ class WarpTiles:
         for c in cutlass.range_constexpr(chunks):
             loaded = self.read_keys(stage_ptr, c, tile, lane)
             for two in cutlass.range_constexpr(self.key_products // 2):
-                q = self.four_words(sQ, (slice_idx * chunks + c) * self.key_products // 2 + two)
+                at = cutlass.const_expr((slice_idx * chunks + c) * self.key_products // 2 + two)
+                q = [self.four_words(sQ[j], at) for j in range(self.row_blocks)]
                 for i in cutlass.range_constexpr(2):
                     a = self.format.key_operand(loaded, 0, words, 2 * two + i)
-                    c4 = [rScore[4 * tile + k] for k in range(4)]
-                    sums = ptx.mma_m16n8k16(a, (q[2 * i], q[2 * i + 1]), c4, self.format.kind)
-                    for k in cutlass.range_constexpr(4):
-                        rScore[4 * tile + k] = sums[k]
+                    for j in cutlass.range_constexpr(self.row_blocks):
+                        c4 = [rScore[j][4 * tile + k] for k in range(4)]
+                        sums = ptx.mma_m16n8k16(a, (q[j][2 * i], q[j][2 * i + 1]), c4, self.format.kind)
+                        for k in cutlass.range_constexpr(4):
+                            rScore[j][4 * tile + k] = sums[k]
 
     @cute.jit
     def four_words(self, sQ, i: cutlass.Constexpr):
@@ -297,10 +305,8 @@ class WarpTiles:
     # -- softmax --------------------------------------------------------------------------------------------------
 
     @cute.jit
-    def softmax_step(
-        self, rScore, rNow, rMax, rSum, rOut, scoring: ScoreScales, split_start, tile_idx, stage_ptr, lane
-    ):
-        """Scores become weights exp2(score - base), where the base is near the largest score so far.
+    def softmax_step(self, rScore, rNow, rMax, rSum, rOut, scoring, split_start, tile_idx, stage_ptr, lane):
+        """Scores become weights exp2(score - base), where the base is near the largest score so far; of each row block.
 
         Score i of a tile is that of key g + i // 2 * 8 and row 2t + i % 2.
         """
@@ -308,36 +314,44 @@ class WarpTiles:
         for tile in cutlass.range_constexpr(self.tiles_per_step):
             key_scales, value_scales = self.scales_of(tile, stage_ptr, rNow, lane)
             of_values.append(value_scales)
-            for i in cutlass.range_constexpr(4):
-                rScore[4 * tile + i] *= scoring.scales[i % 2]
-                if cutlass.const_expr(len(key_scales) > 0):
-                    rScore[4 * tile + i] *= key_scales[i // 2]
-        if scoring.softcap > 0.0:
+            for j in cutlass.range_constexpr(self.row_blocks):
+                for i in cutlass.range_constexpr(4):
+                    rScore[j][4 * tile + i] *= scoring[j].scales[i % 2]
+                    if cutlass.const_expr(len(key_scales) > 0):
+                        rScore[j][4 * tile + i] *= key_scales[i // 2]
+        if scoring[0].softcap > 0.0:
+            for j in cutlass.range_constexpr(self.row_blocks):
+                for i in cutlass.range_constexpr(4 * self.tiles_per_step):
+                    rScore[j][i] = soft_cap(rScore[j][i], scoring[0].softcap)
+        self.mask(rScore, rNow, scoring, split_start + tile_idx * TILE_KEYS, lane)
+        largest = [[rMax[j][0], rMax[j][1]] for j in range(self.row_blocks)]
+        rises = False
+        for j in cutlass.range_constexpr(self.row_blocks):
             for i in cutlass.range_constexpr(4 * self.tiles_per_step):
-                rScore[i] = soft_cap(rScore[i], scoring.softcap)
-        self.mask(rScore, rNow, scoring.sVisible, split_start + tile_idx * TILE_KEYS, lane)
-        largest = [rMax[0], rMax[1]]
-        for i in cutlass.range_constexpr(4 * self.tiles_per_step):
-            score = rScore[i]
-            if cutlass.const_expr(len(of_values[i // 4]) > 0):
-                score += self.log2_magnitude(of_values[i // 4][i % 4 // 2][0])
-            largest[i % 2] = ptx.fmax(largest[i % 2], score)
-        if cute.arch.vote_any_sync(largest[0] > rMax[0] + RESCALE_SLACK or largest[1] > rMax[1] + RESCALE_SLACK):
-            self.rescale(largest, rMax, rSum, rOut)
-        base = [cutlass.select_(rMax[e] == -Float32.inf, Float32(0.0), rMax[e]) for e in range(2)]
-        for tile in cutlass.range_constexpr(self.tiles_per_step):
-            value_scales = of_values[tile]
-            if cutlass.const_expr(self.format.page_per_step):  # a second read holds no registers in between
-                _, value_scales = self.scales_of(tile, stage_ptr, rNow, lane)
-            for i in cutlass.range_constexpr(4):
-                weight = ptx.exp2_approx(rScore[4 * tile + i] - base[i % 2])
-                rSum[i % 2] += weight
-                if cutlass.const_expr(len(value_scales) > 0):
-                    value_scale, zero = value_scales[i // 2]
-                    weight = weight * value_scale
-                    if cutlass.const_expr(zero is not None):
-                        rSum[2 + i % 2] += weight * zero
-                rScore[4 * tile + i] = weight
+                score = rScore[j][i]
+                if cutlass.const_expr(len(of_values[i // 4]) > 0):
+                    score += self.log2_magnitude(of_values[i // 4][i % 4 // 2][0])
+                largest[j][i % 2] = ptx.fmax(largest[j][i % 2], score)
+            above = largest[j][0] > rMax[j][0] + RESCALE_SLACK or largest[j][1] > rMax[j][1] + RESCALE_SLACK
+            rises = above if cutlass.const_expr(j == 0) else rises or above
+        if cute.arch.vote_any_sync(rises):
+            for j in cutlass.range_constexpr(self.row_blocks):
+                self.rescale(largest[j], rMax[j], rSum[j], rOut[j])
+        for j in cutlass.range_constexpr(self.row_blocks):
+            base = [cutlass.select_(rMax[j][e] == -Float32.inf, Float32(0.0), rMax[j][e]) for e in range(2)]
+            for tile in cutlass.range_constexpr(self.tiles_per_step):
+                value_scales = of_values[tile]
+                if cutlass.const_expr(self.format.page_per_step):  # a second read holds no registers in between
+                    _, value_scales = self.scales_of(tile, stage_ptr, rNow, lane)
+                for i in cutlass.range_constexpr(4):
+                    weight = ptx.exp2_approx(rScore[j][4 * tile + i] - base[i % 2])
+                    rSum[j][i % 2] += weight
+                    if cutlass.const_expr(len(value_scales) > 0):
+                        value_scale, zero = value_scales[i // 2]
+                        weight = weight * value_scale
+                        if cutlass.const_expr(zero is not None):
+                            rSum[j][2 + i % 2] += weight * zero
+                    rScore[j][4 * tile + i] = weight
 
     @cute.jit
     def scales_of(self, tile: cutlass.Constexpr, stage_ptr, rNow, lane):
@@ -362,8 +376,9 @@ class WarpTiles:
             rMax[e] = highest
 
     @cute.jit
-    def mask(self, rScore, rNow, sVisible, first_key, lane):
+    def mask(self, rScore, rNow, scoring, first_key, lane):
         """-inf for keys of a step that do not exist or that a row does not see; ``first_key``: of the step."""
+        sVisible = scoring[0].sVisible  # all row blocks have the same FIRST and LAST
         for tile in cutlass.range_constexpr(self.tiles_per_step):
             first = first_key + tile * self.tile_stride * TILE_KEYS
             exist = rNow[LOOKUP_WORDS * (tile // 2) + EXISTS] >> (tile % 2 * TILE_KEYS)
@@ -372,7 +387,8 @@ class WarpTiles:
                 or first < sVisible[VisibleWords.FIRST]
                 or first + TILE_KEYS > sVisible[VisibleWords.LAST]
             ):
-                self.mask_tile(tile, rScore, exist, sVisible, first, lane)
+                for j in cutlass.range_constexpr(self.row_blocks):
+                    self.mask_tile(tile, rScore[j], exist, scoring[j].sVisible, first, lane)
 
     @cute.jit
     def mask_tile(self, tile: cutlass.Constexpr, rScore, exist, sVisible, first_key, lane):
@@ -395,7 +411,7 @@ class WarpTiles:
 
     @cute.jit
     def mma_values(self, slice_idx: cutlass.Constexpr, stage_ptr, rScore, rNow, rOut, tile_idx, num_tiles, lane):
-        """Add the weights times a slice of values to rOut."""
+        """Add the weights times a slice of values to rOut; both of each row block."""
         if cutlass.const_expr(self.tiles_per_step == 1 or self.format.page_per_step):  # whose codes are finite
             for tile in cutlass.range_constexpr(self.tiles_per_step):
                 self.mma_values_of_tile(slice_idx, tile, stage_ptr, rScore, rNow, rOut, lane)
@@ -410,7 +426,7 @@ class WarpTiles:
     ):
         words = cutlass.const_expr(self.value_bytes // 4)
         chunks = cutlass.const_expr(self.value_chunks // self.slices)
-        p, rest = self.p_operands(tile, rScore)
+        operands = [self.p_operands(tile, rScore[j]) for j in range(self.row_blocks)]
         for c in cutlass.range_constexpr(chunks):
             rows = self.read_values(stage_ptr, c, tile, lane)
             for w in cutlass.range_constexpr(words):
@@ -418,7 +434,8 @@ class WarpTiles:
                 out = cutlass.const_expr(4 * dims)
                 for i in cutlass.range_constexpr(self.value_products):
                     a = self.format.value_operand([rows[key][w] for key in range(4)], i)
-                    self.mma_output(a, p, rest, rOut, out + 4 * i)
+                    for j in cutlass.range_constexpr(self.row_blocks):
+                        self.mma_output(a, *operands[j], rOut[j], out + 4 * i)
 
     @cute.jit
     def p_operands(self, tile: cutlass.Constexpr, rScore):

@@ -7,7 +7,7 @@ from typing import Any
 
 from kestrel_runtime.cute_dsl.variants import capability, supports_pdl
 
-from .constants import COMBINE_WARPS, TILE_KEYS
+from .constants import BLOCK_ROWS, COMBINE_WARPS, TILE_KEYS
 
 DTYPES = ("bf16", "fp16")
 EITHER = "half"  # bf16 or fp16, selected by an argument
@@ -29,12 +29,20 @@ class DecodeVariant:
     splits_per_block: int = 1
     ctas_per_sm: int = 3
     two_term_p: bool = True
+    row_blocks: int = 1
+    """Of BLOCK_ROWS rows, for which a thread block reads keys and values once."""
     vector_loads: bool = True
 
     @property
     def name(self) -> str:
         warps = self.splits_per_block * self.warps
-        return f"decode_{self.dtype}_{self.cache}_d{self.head_dim}{'p' if self.padded else ''}_w{warps}"
+        rows = f"_r{self.rows}" if self.row_blocks > 1 else ""
+        return f"decode_{self.dtype}_{self.cache}_d{self.head_dim}{'p' if self.padded else ''}_w{warps}{rows}"
+
+    @property
+    def rows(self) -> int:
+        """Of a thread block: queries x query heads of one KV head."""
+        return self.row_blocks * BLOCK_ROWS
 
     def stages_in(self, shared_bytes: int, warps: int, slices: int) -> int:
         """How many stages of a warp fit into so much shared memory."""
@@ -72,6 +80,7 @@ class DecodeVariant:
             slices=slices,
             num_stages=num_stages,
             two_term_p=self.two_term_p,
+            row_blocks=self.row_blocks,
         )
         kernel = Decode(dtype, self.splits_per_block, tiles, ctas_per_sm, supports_pdl(arch))
         return kernel, kernel.arguments(self.cache)
@@ -353,6 +362,19 @@ QUANTISED = (
     DecodeVariant(EITHER, "e5m2", 128, False, warps=8, tiles_per_step=1, num_stages=4, ctas_per_sm=2),
 )
 
+# 255 registers allow two CTAs per SM of four warps. d64 with 16 rows takes fewer.
+WIDE = tuple(
+    DecodeVariant(dtype, cache, head_dim, False, row_blocks=row_blocks, **fields)
+    for dtype in DTYPES
+    for row_blocks in (2, 4)
+    for cache, head_dim, fields in (
+        ("same", 64, {"warps": 4, "tiles_per_step": 1, "num_stages": 6, "ctas_per_sm": 3 if row_blocks == 2 else 2}),
+        ("same", 128, {"warps": 4, "tiles_per_step": 1, "num_stages": 4, "ctas_per_sm": 2}),
+        ("e4m3", 64, {"warps": 4, "tiles_per_step": 2, "num_stages": 4, "ctas_per_sm": 3 if row_blocks == 2 else 2}),
+        ("e4m3", 128, {"warps": 4, "tiles_per_step": 1, "num_stages": 8, "ctas_per_sm": 2}),
+    )
+)
+
 PREFILL = tuple(
     variant
     for dtype in DTYPES
@@ -421,6 +443,7 @@ VARIANTS: tuple[
 ] = (
     *(variant for dtype in DTYPES for variant in _decode_variants(dtype)),
     *QUANTISED,
+    *WIDE,
     *(CombineVariant(dtype, warps) for dtype in DTYPES for warps in (1, COMBINE_WARPS)),
     *(AppendVariant(dtype, cache) for dtype in DTYPES for cache in ("same", "e4m3")),
     *(AppendVariant(EITHER, cache) for cache in ("e5m2", "int8", "int4")),
@@ -439,8 +462,15 @@ NAMED = {variant.name: variant for variant in VARIANTS}
 def covering(dtype: str, cache: str, head_dim: int) -> tuple[DecodeVariant, ...]:
     """The compiled decode variants for a head dimension, fewest warps first; their results are equal."""
     fitting = [v for v in VARIANTS if isinstance(v, DecodeVariant) and v.dtype in (dtype, EITHER) and v.cache == cache]
+    fitting = [v for v in fitting if v.row_blocks == 1]
     exact = tuple(v for v in fitting if v.head_dim == head_dim and not v.padded)
     return exact or tuple(v for v in fitting if v.padded and head_dim < v.head_dim)[:1]
+
+
+def covering_wide(dtype: str, cache: str, head_dim: int, rows: int) -> tuple[DecodeVariant, ...]:
+    """The compiled decode variant for more than BLOCK_ROWS rows of a KV head: the narrowest that takes all at once."""
+    fitting = [v for v in WIDE if (v.dtype, v.cache, v.head_dim) == (dtype, cache, head_dim)]
+    return tuple(sorted(fitting, key=lambda v: (v.rows < rows, v.rows if v.rows >= rows else -v.rows))[:1])
 
 
 def prefilling(dtype: str, cache: str, head_dim: int, short: bool = False) -> PrefillVariant | None:
