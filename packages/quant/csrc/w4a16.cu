@@ -1,8 +1,7 @@
 // w4a16_linear for few tokens, and the weight itself for more: checks, parameters, the choice of a tile.
 
-#include "w4a16.cuh"
+#include "w4a16_launch.h"
 
-#include <kestrel/launch.h>
 #include <kestrel/tensor.h>
 #include <tvm/ffi/function.h>
 
@@ -12,7 +11,8 @@
 namespace kestrel::quant {
 
 constexpr DLDataType kInt16{kDLInt, 16, 1};
-constexpr int kMaxTokens = 128;
+constexpr int kMaxTokens = 128;           // of w4a16_kernel
+constexpr int64_t kMaxPartial = 1 << 23;  // floats for sums: slices of K times tiles are at most 256 SMs
 
 // Rows of a CTA so that every SM has a CTA, or nearly so. Arguments: tiles of 8 tokens, of 16 rows per warp, warps of a
 // slice of K, stages, the most slices of K.
@@ -79,20 +79,7 @@ void launch_tile(W4Params p, DLDevice device) {
   const int sms = device_attribute(cudaDevAttrMultiProcessorCount, device.device_id);
   p.parts = std::min({Tile::parts, p.steps, limit / W4Stage<Largest, GROUP>::shared_bytes});
   p.splits = std::max(1, std::min({sms / (row_tiles * tiles), kMaxSplits, p.steps / p.parts}));
-  // Clusters of more than two CTAs leave SMs of a GPC free: they fill the GPU in two waves.
-  const int major = device_attribute(cudaDevAttrComputeCapabilityMajor, device.device_id);
-  const bool clusters = major >= 9 && (p.splits <= 2 || row_tiles * tiles * p.splits <= sms * 3 / 4);
-  if (clusters || p.splits == 1) {
-    p.partial = nullptr;
-  } else if (!p.partial) {
-    p.splits = major >= 9 ? 2 : 1;
-  }
-  launch_pdl(kernel, dim3(row_tiles * p.splits, tiles), dim3(Tile::threads * p.parts), device, p, bytes * p.parts,
-             p.partial ? 1 : p.splits);
-  if (!p.partial) return;
-  const int64_t packs = int64_t{p.tokens} * (p.outputs / 4);
-  launch_pdl(w4a16_sum_kernel<T>, dim3(static_cast<unsigned>((packs + kW4SumThreads - 1) / kW4SumThreads)),
-             dim3(kW4SumThreads), device, p);
+  launch_slices<T>(kernel, p, row_tiles, tiles, Tile::threads * p.parts, bytes * p.parts, device);
 }
 
 template <typename T, int GROUP>
@@ -120,9 +107,15 @@ void launch_linear(const W4Params& p, DLDevice device) {
   launch_group<T, 128>(p, device);
 }
 
-// x: [T, K], T at most 128. partial: float32 [8 * T * N] or None: then K is cut only as far as clusters go.
+bool has_wgmma(DLDevice device) {
+  return device_attribute(cudaDevAttrComputeCapabilityMajor, device.device_id) == 9 &&
+         device_attribute(cudaDevAttrComputeCapabilityMinor, device.device_id) == 0;
+}
+
+// x: [T, K], T at most 128. scratch: float32, [8 * T * N] or kMaxPartial if that is less; or None: then K is cut only as
+// far as clusters go. With T * ceil(K / 64) * 32 more floats, for x, w4a16_wgmma_kernel runs on sm_90, for any T.
 void w4a16_linear(TensorView out, TensorView x, TensorView codes, TensorView scales, OptionalTensor zeros,
-                  int64_t group_size, OptionalTensor bias, OptionalTensor partial) {
+                  int64_t group_size, OptionalTensor bias, OptionalTensor scratch) {
   const Checks check("w4a16_linear");
   check.dtype("x", x, {kBFloat16, kFloat16, kFloat32});
   check.rank("x", x, 2, 2);
@@ -137,9 +130,9 @@ void w4a16_linear(TensorView out, TensorView x, TensorView codes, TensorView sca
     check.shape("bias", *bias, &rows, 1);
     check.last_contiguous("bias", *bias);
   }
-  if (partial.has_value()) {
-    check.dtype("partial", *partial, {kFloat32});
-    check.contiguous("partial", *partial);
+  if (scratch.has_value()) {
+    check.dtype("scratch", *scratch, {kFloat32});
+    check.contiguous("scratch", *scratch);
   }
   check.dtype("out", out, {x.dtype()});
   check.shape("out", out, out_shape, 2);
@@ -151,10 +144,9 @@ void w4a16_linear(TensorView out, TensorView x, TensorView codes, TensorView sca
                        {"w", zeros},
                        {"bias", bias},
                        {"out", out, /*written=*/true},
-                       {"partial", partial}});
+                       {"scratch", scratch}});
   if (tokens == 0 || rows == 0) return;
   require_covered(p, scales);
-  if (tokens > kMaxTokens) unsupported("more than 128 tokens");
   p.x = address(x);
   p.bias = address(bias);
   p.out = address(out);
@@ -165,11 +157,16 @@ void w4a16_linear(TensorView out, TensorView x, TensorView codes, TensorView sca
   if (!aligned16(p.x) || (tokens > 1 && p.x_stride % 16)) unsupported("rows of x that are not aligned to 16 bytes");
   const DLDevice device = x.device();
   const DeviceGuard guard(device.device_id);
-  if (partial.has_value()) {
-    if ((*partial).numel() < kMaxSplits * tokens * rows) unsupported("too little scratch memory");
-    p.partial = reinterpret_cast<float*>(address(*partial));
-    if (!aligned16(p.partial)) unsupported("scratch memory that is not aligned to 16 bytes");
+  const int64_t floats = std::min(kMaxSplits * tokens * rows, kMaxPartial), x_floats = tokens * p.blocks * kBlock / 2;
+  const bool wide = scratch.has_value() && (*scratch).numel() >= floats + x_floats && has_wgmma(device);
+  if (tokens > kMaxTokens && !wide) unsupported("more than 128 tokens");
+  if (scratch.has_value()) {
+    if ((*scratch).numel() < floats) unsupported("too little scratch memory");
+    p.renumbered = address(*scratch);
+    if (!aligned16(p.renumbered)) unsupported("scratch memory that is not aligned to 16 bytes");
+    p.partial = reinterpret_cast<float*>(p.renumbered) + (wide ? x_floats : 0);
   }
+  if (wide) return launch_w4a16_wgmma(p, x.dtype(), device);
   same_dtype(x.dtype(), kBFloat16) ? launch_linear<__nv_bfloat16>(p, device) : launch_linear<__half>(p, device);
 }
 

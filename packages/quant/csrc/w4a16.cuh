@@ -36,12 +36,15 @@ struct W4Params {
   const char* bias = nullptr;            // [N]
   char* out = nullptr;                   // [T, N]
   float* partial = nullptr;              // [splits, T, N], where a second kernel adds up; else null
+  char* renumbered = nullptr;            // x for w4a16_wgmma_kernel, [T, blocks * 64]
   int64_t x_stride = 0, out_stride = 0;  // bytes
   int tokens = 0, outputs = 0, width = 0;
   int groups = 0, group = 0;  // of K that share a scale: their number and size
   int steps_per_group = 1;    // for groups of 128 k and more
   int blocks = 0, steps = 0;  // of K: of kBlock and kStep elements
   int splits = 1, parts = 1;  // CTAs that share K, and slices of K of a CTA
+  int cluster = 1;            // the same, where they are a cluster; else 1
+  int stages = 0;             // of the ring of w4a16_wgmma_kernel
   bool packed_out = false;    // four elements of out are 8 aligned bytes
 };
 
@@ -122,6 +125,20 @@ struct Decoder {
   }
 };
 
+// Two elements times two others, rounded.
+template <typename T>
+__device__ __forceinline__ uint32_t times(uint32_t a, uint32_t b) {
+  uint32_t d = 0;
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  } else {
+    asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  }
+#endif
+  return d;
+}
+
 template <typename T>
 __device__ __forceinline__ float widen(uint32_t bits) {
   if constexpr (std::is_same_v<T, __nv_bfloat16>) return __uint_as_float(bits << 16);
@@ -172,6 +189,60 @@ __device__ __forceinline__ void store_sums(const W4Params& p, int token, int row
 #pragma unroll
     for (int i = 0; i < 4; ++i) reinterpret_cast<unsigned short*>(to)[i] = static_cast<unsigned short>(bits[i]);
   }
+}
+
+// A CTA's sums in shared memory, [slice of K][token][row], and their place in the result.
+struct W4Sums {
+  float* at;
+  int pitch, slice;  // floats from one token to the next, from one slice of K to the next
+  int first_row, first_token, tokens, split;
+};
+
+// Adds up the slices of K: those of the CTA, then those of its cluster, into the result; or writes the CTA's sums for
+// w4a16_sum_kernel. All threads of the CTA that count among `threads` see the sums; those of a cluster all call this.
+template <typename T, int ROWS>
+__device__ __forceinline__ void finish_sums(const W4Params& p, const W4Sums& sums, int thread, int threads) {
+  constexpr int row_packs = ROWS / 4;
+  const int packs = sums.tokens * row_packs;  // of four rows
+  const auto finish = [&](int token, int row, float4 sum) {
+    if (sums.first_row + row >= p.outputs) return;
+    if (p.partial) {
+      const int64_t of = int64_t{sums.split} * p.tokens + sums.first_token + token;
+      *reinterpret_cast<float4*>(p.partial + of * p.outputs + sums.first_row + row) = sum;
+    } else {
+      store_sums<T>(p, sums.first_token + token, sums.first_row + row, sum);
+    }
+  };
+  for (int pack = thread; pack < packs; pack += threads) {
+    const int token = pack / row_packs, row = pack % row_packs * 4;
+    float* const from = sums.at + token * sums.pitch + row;
+    float4 sum = *reinterpret_cast<const float4*>(from);
+    for (int k = 1; k < p.parts; ++k) sum = added(sum, *reinterpret_cast<const float4*>(from + k * sums.slice));
+    if (p.cluster > 1) {
+      *reinterpret_cast<float4*>(from) = sum;
+    } else {
+      finish(token, row, sum);
+    }
+  }
+  if (p.cluster == 1) return;
+  __syncwarp();
+  ptx::cluster_sync();
+  for (int pack = sums.split % p.cluster * threads + thread; pack < packs; pack += p.cluster * threads) {
+    const int token = pack / row_packs, row = pack % row_packs * 4;
+    const uint32_t address = ptx::shared_address(sums.at + token * sums.pitch + row);
+    float4 sum[kMaxSplits];
+#pragma unroll
+    for (int s = 0; s < kMaxSplits; ++s) {
+      if (s < p.cluster) sum[s] = load_dsmem_float4(ptx::map_shared(address, s));
+    }
+#pragma unroll
+    for (int s = 1; s < kMaxSplits; ++s) {
+      if (s < p.cluster) sum[0] = added(sum[0], sum[s]);
+    }
+    finish(token, row, sum[0]);
+  }
+  __syncwarp();
+  ptx::cluster_sync();  // shared memory stays until all have read it
 }
 
 // GROUP: 32, 64, or 128 for groups that are multiples of 128 or whole rows. N is a multiple of 8.
@@ -391,7 +462,7 @@ __global__ void __launch_bounds__(Tile::threads* Tile::parts, Tile::min_ctas)
   // CTA, then over its cluster or, through p.partial, by w4a16_sum_kernel.
   ptx::cp_async_wait_all();
   __syncthreads();
-  constexpr int pitch = Stage::sum_pitch, row_packs = Tile::rows / 4;
+  constexpr int pitch = Stage::sum_pitch;
   float* const sums = reinterpret_cast<float*>(all_memory);
 #pragma unroll
   for (int i = 0; i < MT; ++i) {
@@ -405,46 +476,9 @@ __global__ void __launch_bounds__(Tile::threads* Tile::parts, Tile::min_ctas)
     }
   }
   __syncthreads();
-  const bool one_cta = p.splits == 1, in_cluster = !one_cta && !p.partial;
-  const int packs = tokens * row_packs;  // of four rows
-  for (int pack = threadIdx.x; pack < packs; pack += blockDim.x) {
-    const int token = pack / row_packs, row = pack % row_packs * 4;
-    float* const from = sums + token * pitch + row;
-    float4 sum = *reinterpret_cast<const float4*>(from);
-    for (int k = 1; k < p.parts; ++k) {
-      sum = added(sum, *reinterpret_cast<const float4*>(from + k * Tile::tokens * pitch));
-    }
-    if (in_cluster) {
-      *reinterpret_cast<float4*>(from) = sum;
-    } else if (first_row + row < p.outputs) {
-      if (one_cta) {
-        store_sums<T>(p, first_token + token, first_row + row, sum);
-      } else {
-        float* const to = p.partial + (int64_t{split} * p.tokens + first_token + token) * p.outputs + first_row + row;
-        *reinterpret_cast<float4*>(to) = sum;
-      }
-    }
-  }
-  if (!in_cluster) return;
-  __syncwarp();
-  ptx::cluster_sync();
-  for (int pack = split * blockDim.x + threadIdx.x; pack < packs; pack += p.splits * blockDim.x) {
-    const int token = pack / row_packs, row = pack % row_packs * 4;
-    if (first_row + row >= p.outputs) continue;
-    const uint32_t address = ptx::shared_address(sums + token * pitch + row);
-    float4 sum[kMaxSplits];
-#pragma unroll
-    for (int s = 0; s < kMaxSplits; ++s) {
-      if (s < p.splits) sum[s] = load_dsmem_float4(ptx::map_shared(address, s));
-    }
-#pragma unroll
-    for (int s = 1; s < kMaxSplits; ++s) {
-      if (s < p.splits) sum[0] = added(sum[0], sum[s]);
-    }
-    store_sums<T>(p, first_token + token, first_row + row, sum[0]);
-  }
-  __syncwarp();
-  ptx::cluster_sync();  // shared memory stays until all have read it
+  const int threads = static_cast<int>(blockDim.x);
+  finish_sums<T, Tile::rows>(p, {sums, pitch, Tile::tokens * pitch, first_row, first_token, tokens, split},
+                             static_cast<int>(threadIdx.x), threads);
 }
 
 constexpr int kW4SumThreads = 128;
@@ -458,10 +492,17 @@ __global__ void __launch_bounds__(kW4SumThreads) w4a16_sum_kernel(const __grid_c
   const int64_t pack = int64_t{blockIdx.x} * kW4SumThreads + threadIdx.x;
   if (pack >= int64_t{p.tokens} * packs_of_token) return;
   const int token = static_cast<int>(pack / packs_of_token), row = static_cast<int>(pack % packs_of_token) * 4;
-  float4 sum{};
-  for (int s = 0; s < p.splits; ++s) {
-    const float4 v = *reinterpret_cast<const float4*>(p.partial + (int64_t{s} * p.tokens + token) * p.outputs + row);
-    sum = s == 0 ? v : added(sum, v);
+  float4 slices[kMaxSplits];
+#pragma unroll
+  for (int s = 0; s < kMaxSplits; ++s) {
+    if (s < p.splits) {
+      slices[s] = *reinterpret_cast<const float4*>(p.partial + (int64_t{s} * p.tokens + token) * p.outputs + row);
+    }
+  }
+  float4 sum = slices[0];
+#pragma unroll
+  for (int s = 1; s < kMaxSplits; ++s) {
+    if (s < p.splits) sum = added(sum, slices[s]);
   }
   store_sums<T>(p, token, row, sum);
 }

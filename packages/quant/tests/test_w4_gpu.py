@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 
 import pytest
@@ -36,8 +37,25 @@ SHAPES = [
     (4096, 4096, 128),
     (14336, 512, 128),
 ]
-TOKENS = (1, 2, 7, 8, 9, 16, 17, 32, 33, 64, 65, 128, 129, 300)
-SAME_BITS = (range(1, 17), range(17, 65), range(65, 129))
+TOKENS = (1, 2, 7, 8, 9, 16, 17, 32, 33, 64, 65, 128, 129, 256, 300)
+
+
+module = importlib.import_module("kestrel_quant.w4a16")
+
+
+@pytest.fixture(autouse=True, params=["small weights", "large weights"])
+def wgmma(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether the kernel for large weights runs: on sm_90, here for weights of any size."""
+    if request.param == "small weights":
+        return False
+    monkeypatch.setattr(module, "_WGMMA_WEIGHT", 0)
+    return torch.cuda.get_device_capability() == (9, 0)
+
+
+def ranges_of_same_bits(wgmma: bool) -> list[range]:
+    if wgmma:
+        return [range(1, 17), range(17, 33), range(33, 65), range(65, 129), range(129, 257)]
+    return [range(1, 17), range(17, 65), range(65, 129)]
 
 
 def weight(n: int, k: int, group: int, dtype: torch.dtype, symmetric: bool = True) -> W4Weight:
@@ -70,34 +88,35 @@ def test_linear_is_as_close_as_torch(n: int, k: int, group: int, dtype: torch.dt
 
 
 @pytest.mark.parametrize("group", [32, 64, 128])
-def test_within_a_range_of_tokens_a_row_is_the_same(group: int) -> None:
-    w, x = weight(1024, 2048, group, torch.bfloat16, symmetric=False), random(128, 2048)
-    for tokens in SAME_BITS:
+def test_within_a_range_of_tokens_a_row_is_the_same(group: int, wgmma: bool) -> None:
+    w, x = weight(1024, 2048, group, torch.bfloat16, symmetric=False), random(256, 2048)
+    for tokens in ranges_of_same_bits(wgmma):
         want = w4a16_linear(x[: tokens[-1]], w)
-        for t in tokens:
+        for t in tokens[:: 1 if len(tokens) < 100 else 9]:
             assert_same_bits(w4a16_linear(x[:t], w), want[:t], f"{t} tokens")
             assert_same_bits(w4a16_linear(x[tokens[-1] - t : tokens[-1]], w), want[-t:], f"the last {t} tokens")
 
 
-@pytest.mark.parametrize("tokens", [1, 16, 64, 130, 300])
+@pytest.mark.parametrize("tokens", [1, 16, 32, 64, 100, 130, 300])
 def test_runs_repeat(tokens: int) -> None:
     w, x = weight(4096, 4096, 128, torch.bfloat16), random(tokens, 4096)
     assert_runs_repeat(w4a16_linear, x, w, runs=5)
 
 
-def test_scratch_memory_may_hold_anything_and_is_not_left() -> None:
+def test_scratch_memory_may_hold_anything_and_is_not_left(wgmma: bool) -> None:
     w, x = weight(4096, 4096, 128, torch.bfloat16), random(33, 4096)
     want = w4a16_linear(x, w)
     out, out_intact = canary((33, 4096), torch.bfloat16, "cuda")
-    partial, intact = canary((8 * 33 * 4096,), torch.float32, "cuda")
-    kernels.w4a16_linear(out, x, w.codes, w.scales, w.zeros, w.group_size, None, partial)
+    scratch, intact = canary((8 * 33 * 4096 + (33 * 2048 if wgmma else 0),), torch.float32, "cuda")
+    kernels.w4a16_linear(out, x, w.codes, w.scales, w.zeros, w.group_size, None, scratch)
     assert_same_bits(out, want)
     out_intact()
     intact()
 
 
-def test_a_nan_stays_in_its_row() -> None:
-    w, x = weight(264, 1024, 128, torch.bfloat16), random(20, 1024)
+@pytest.mark.parametrize("tokens", [20, 40, 150])
+def test_a_nan_stays_in_its_row(tokens: int) -> None:
+    w, x = weight(264, 1024, 128, torch.bfloat16), random(tokens, 1024)
     want = w4a16_linear(x, w)
     x[3, 700] = torch.nan
     got = w4a16_linear(x, w)
@@ -118,7 +137,16 @@ def test_views_leading_dimensions_and_unaligned_results() -> None:
     assert_intact()
 
 
-@pytest.mark.parametrize("tokens", [1, 64, 300])
+@pytest.mark.parametrize("tokens", [33, 64, 129, 200])
+def test_rows_of_x_may_overlap_or_lie_apart(tokens: int) -> None:
+    w, row = weight(264, 1088, 64, torch.float16, symmetric=False), random(1088, dtype=torch.float16)
+    want = w4a16_linear(row.repeat(tokens, 1), w)
+    assert_same_bits(w4a16_linear(row.expand(tokens, 1088), w), want)
+    wide = random(tokens, 1096, dtype=torch.float16)[:, 8:]
+    assert_same_bits(w4a16_linear(wide, w), w4a16_linear(wide.contiguous(), w))
+
+
+@pytest.mark.parametrize("tokens", [1, 64, 200, 300])
 def test_an_activation_order_permutes_the_columns(tokens: int) -> None:
     w, x = weight(264, 1024, 128, torch.bfloat16), random(tokens, 1024)
     order = torch.randperm(1024, device="cuda")
@@ -127,7 +155,7 @@ def test_an_activation_order_permutes_the_columns(tokens: int) -> None:
     assert_same_bits(permuted.dequantize()[:, order], w.dequantize())
 
 
-@pytest.mark.parametrize("tokens", [4, 300])
+@pytest.mark.parametrize("tokens", [4, 64, 300])
 def test_a_replayed_graph_sees_new_values(tokens: int) -> None:
     w = weight(1024, 2048, 128, torch.bfloat16)
     x, new = random(tokens, 2048), random(tokens, 2048, seed=1)
@@ -135,9 +163,10 @@ def test_a_replayed_graph_sees_new_values(tokens: int) -> None:
     assert_same_bits(got, w4a16_linear(new, w))
 
 
-def test_x_is_read_after_the_launch_before() -> None:
+@pytest.mark.parametrize("tokens", [8, 64, 200])
+def test_x_is_read_after_the_launch_before(tokens: int) -> None:
     up, down = weight(2048, 1024, 128, torch.bfloat16), weight(1024, 2048, 128, torch.bfloat16)
-    inputs = [random(8, 1024, seed=seed) for seed in range(2)]
+    inputs = [random(tokens, 1024, seed=seed) for seed in range(2)]
 
     def chain(i: int, between: Callable[[], None]) -> tuple[torch.Tensor, ...]:
         first = w4a16_linear(inputs[i], up)

@@ -54,7 +54,7 @@ class Kernels:
 def kernels(monkeypatch: pytest.MonkeyPatch) -> Kernels:
     made = Kernels()
     monkeypatch.setattr(module, "kernels", made)
-    monkeypatch.setattr(module, "_has_clusters", lambda device: {3: True}[device])
+    monkeypatch.setattr(module, "_capability", lambda device: {3: (9, 0)}[device])
 
     def mm(a: Tensor, b: Tensor, *, out_dtype: torch.dtype | None = None, out: Tensor | None = None) -> Tensor:
         made.calls.append(("mm", (out_dtype,)))
@@ -129,19 +129,31 @@ def test_a_result_that_cannot_be_flattened_is_written_where_it_is(
     assert bool(buffer[..., :3].isnan().all() and buffer[..., 3 + N :].isnan().all())
 
 
-@pytest.mark.parametrize("clusters", [True, False])
-@pytest.mark.parametrize("tokens", [0, 1, 16, 17, MOST])
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0), (10, 0)])
+@pytest.mark.parametrize("tokens", [0, 1, 16, 17, MOST, 200, 256])
 def test_slices_of_k_have_memory_for_their_sums(
-    kernels: Kernels, monkeypatch: pytest.MonkeyPatch, tokens: int, clusters: bool
+    kernels: Kernels, monkeypatch: pytest.MonkeyPatch, tokens: int, capability: tuple[int, int]
 ) -> None:
     """Without it the entry point adds the slices up within a cluster, for up to 16 rows."""
-    monkeypatch.setattr(module, "_has_clusters", lambda device: {3: clusters}[device])
+    monkeypatch.setattr(module, "_capability", lambda device: {3: capability}[device])
+    monkeypatch.setattr(module, "_WGMMA_WEIGHT", N * K)
     launch(activations(tokens, K).as_subclass(OnGpu), packed())
-    ((_, (*_, partial)),) = kernels.calls
-    if clusters and tokens <= 16:
-        assert partial is None
+    if tokens > MOST and capability != (9, 0):
+        assert kernels.names == ["dequant", "mm"]
+        return
+    ((_, (*_, scratch)),) = kernels.calls
+    if capability >= (9, 0) and tokens <= 16:
+        assert scratch is None
     else:
-        assert (partial.numel(), partial.dtype) == (8 * tokens * N, torch.float32)
+        x_floats = tokens * K // 2 if capability == (9, 0) and tokens > 32 else 0
+        assert (scratch.numel(), scratch.dtype) == (8 * tokens * N + x_floats, torch.float32)
+
+
+def test_the_memory_for_sums_is_bounded(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_MOST_PARTIAL", 1000)
+    launch(activations(64, K).as_subclass(OnGpu), packed())
+    ((_, (*_, scratch)),) = kernels.calls
+    assert scratch.numel() == 1000
 
 
 @pytest.mark.parametrize("permuted", [True, False])

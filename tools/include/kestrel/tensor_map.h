@@ -24,18 +24,19 @@ inline EncodeTiled find_encode_tiled() {
 
 constexpr int kMapColumns = 64;  // of a box: 128 bytes, the span of the swizzle
 
-// A map in the 128-byte swizzle. Strides, in bytes, are those of all dimensions but the innermost. Loads fill what lies
-// outside with zeros, stores skip it. The address and the strides are multiples of 16.
+// A map, by default in the 128-byte swizzle. Strides, in bytes, are those of all dimensions but the innermost. Loads
+// fill what lies outside with zeros, stores skip it. The address and the strides are multiples of 16.
 template <int RANK>
 CUtensorMap encode_map(const void* address, CUtensorMapDataType type, const cuuint64_t (&sizes)[RANK],
-                       const cuuint64_t (&strides)[RANK - 1], const cuuint32_t (&box)[RANK]) {
+                       const cuuint64_t (&strides)[RANK - 1], const cuuint32_t (&box)[RANK],
+                       CUtensorMapSwizzle swizzle = CU_TENSOR_MAP_SWIZZLE_128B) {
   static const EncodeTiled encode = find_encode_tiled();
   CUtensorMap map;
   cuuint32_t steps[RANK];
   for (cuuint32_t& step : steps) step = 1;
   const CUresult error =
       encode(&map, type, RANK, const_cast<void*>(address), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-             CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+             swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (error != CUDA_SUCCESS) {
     raise("RuntimeError", "cuTensorMapEncodeTiled: error " + std::to_string(static_cast<int>(error)));
   }

@@ -15,8 +15,11 @@ from ._launch import kernels
 from ._w4_layout import COLUMNS, ROWS, pack_codes
 
 _TOKENS_OF_KERNEL = 128  # beyond them the weight in 16 bits and the vendor's GEMM are as fast or faster
+_WGMMA_TOKENS = range(33, 257)  # on sm_90 these are for the wgmma kernel, where a weight has _WGMMA_WEIGHT elements
+_WGMMA_WEIGHT = 1 << 25
 _TOKENS_OF_CLUSTERS = 16  # beyond them slices of K may be added up by a second kernel
 _SPLITS = 8  # the most slices of K
+_MOST_PARTIAL = 1 << 23  # floats for the sums of slices, whatever their number
 
 
 @dataclass(frozen=True, eq=False)
@@ -155,11 +158,13 @@ def w4a16_linear(
     The weight is (code - zero) * scale, exact; accumulated in float32, rounded once.
 
     Returns [..., N] in x's dtype, in ``out`` if it is given; ``out`` may not overlap ``x``.
-    The kernel takes bf16 and fp16, T up to 128, N and K that are multiples of 8, and groups of 32, 64, multiples of 128
-    or whole rows. There a row is the same bit for bit within each range of T: 1 to 16, 17 to 64, 65 to 128. Up to 16
-    rows, an inf in a row of x may give NaN in that row of the result. More rows take the vendor's GEMM: the weight is
-    first written in x's dtype, each element rounded once, into N * K * 2 bytes of scratch memory. There and by
-    reference a row may differ by rounding from one T to another; for a fixed T it does not depend on the other rows.
+    The kernels take bf16 and fp16, T up to 128, N and K that are multiples of 8, and groups of 32, 64, multiples of 128
+    or whole rows. On an H100 or H200 they take T up to 256 where N * K is 2^25 or more. There a row is the same bit for
+    bit within each range of T: 1 to 16, 17 to 64, 65 to 128; for those large weights 1 to 16, 17 to 32, 33 to 64, 65 to
+    128, 129 to 256. Up to 16 rows, an inf in a row of x may give NaN in that row of the result. Past 128 rows each
+    weight is rounded once to x's dtype. More rows take the vendor's GEMM: the weight is first written in x's dtype,
+    into N * K * 2 bytes of scratch memory. There and by reference a row may differ by rounding from one T to another;
+    for a fixed T it does not depend on the other rows.
 
     Raises ValueError or TypeError for a wrong dtype, shape or device. Semantics: Marlin, Frantar et al. 2024.
 
@@ -229,7 +234,10 @@ def _w4a16_linear(
     rows = scales.shape[1]
     result = into = empty(x, x.dtype, *x.shape[:-1], rows) if out is None else out
     tokens = x.shape[0] if x.ndim == 2 else x.shape[:-1].numel()
-    if x.ndim != 2 or tokens > _TOKENS_OF_KERNEL or permutation is not None:
+    capability = _capability(x.get_device()) if x.is_cuda else (0, 0)
+    wgmma = capability == (9, 0) and tokens in _WGMMA_TOKENS and rows * x.shape[-1] >= _WGMMA_WEIGHT
+    by_kernel = wgmma or tokens <= _TOKENS_OF_KERNEL
+    if x.ndim != 2 or not by_kernel or permutation is not None:
         _check_w4a16_linear(x, codes, scales, zeros, permutation, group_size, bias, out)
         for name, part in (("x", x), ("bias", bias), ("w", codes), ("w", scales), ("w", zeros)):
             if out is not None and part is not None:
@@ -237,7 +245,7 @@ def _w4a16_linear(
         if permutation is not None:
             x = x.index_select(-1, permutation)
         x, into = x.reshape(tokens, x.shape[-1]), result.reshape(tokens, rows)
-    if tokens > _TOKENS_OF_KERNEL:
+    if not by_kernel:
         weight = empty(x, x.dtype, rows, x.shape[1])
         kernels.w4_dequant(weight, codes, scales, zeros, group_size)
         if bias is None:
@@ -245,15 +253,18 @@ def _w4a16_linear(
         else:  # the vendor's epilogue may round before it adds the bias
             torch.add(torch.mm(x, weight.T, out_dtype=torch.float32), bias, out=into)
     else:
-        partial = None
-        if x.is_cuda and (tokens > _TOKENS_OF_CLUSTERS or not _has_clusters(x.get_device())):
-            partial = empty(x, torch.float32, _SPLITS * tokens * rows)
-        kernels.w4a16_linear(into, x, codes, scales, zeros, group_size, bias, partial)
+        scratch = None
+        if x.is_cuda and (tokens > _TOKENS_OF_CLUSTERS or capability < (9, 0)):
+            floats = min(_SPLITS * tokens * rows, _MOST_PARTIAL)
+            if wgmma:  # what the entry point chooses the kernel by
+                floats += tokens * codes.shape[1] * (COLUMNS // 2)  # x, renumbered
+            scratch = empty(x, torch.float32, floats)
+        kernels.w4a16_linear(into, x, codes, scales, zeros, group_size, bias, scratch)
     if into.data_ptr() != result.data_ptr():
         result.copy_(into.view(result.shape))
     return result
 
 
 @functools.cache
-def _has_clusters(device: int) -> bool:
-    return torch.cuda.get_device_capability(device)[0] >= 9
+def _capability(device: int) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)

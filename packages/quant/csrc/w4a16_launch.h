@@ -1,0 +1,34 @@
+// The launch of a kernel whose CTAs share K, for w4a16.cu and w4a16_wgmma.cu.
+#pragma once
+
+#include <kestrel/launch.h>
+
+#include "w4a16.cuh"
+
+namespace kestrel::quant {
+
+// p.splits: as many as there can be. Their sums are added up over a cluster or, with p.partial, by a second kernel.
+template <typename T, typename Params>
+void launch_slices(void (*kernel)(Params), Params p, int row_tiles, int token_tiles, int threads, int shared_bytes,
+                   DLDevice device) {
+  const int sms = device_attribute(cudaDevAttrMultiProcessorCount, device.device_id);
+  // Clusters of more than two CTAs leave SMs of a GPC free: they fill the GPU in two waves.
+  const int major = device_attribute(cudaDevAttrComputeCapabilityMajor, device.device_id);
+  const bool clusters = major >= 9 && (p.splits <= 2 || row_tiles * token_tiles * p.splits <= sms * 3 / 4);
+  if (clusters || p.splits == 1) {
+    p.partial = nullptr;
+  } else if (!p.partial) {
+    p.splits = major >= 9 ? 2 : 1;
+  }
+  p.cluster = p.partial ? 1 : p.splits;
+  launch_pdl(kernel, dim3(row_tiles * p.splits, token_tiles), dim3(threads), device, p, shared_bytes, p.cluster);
+  if (!p.partial) return;
+  const int64_t packs = int64_t{p.tokens} * (p.outputs / 4);
+  launch_pdl(w4a16_sum_kernel<T>, dim3(static_cast<unsigned>((packs + kW4SumThreads - 1) / kW4SumThreads)),
+             dim3(kW4SumThreads), device, static_cast<const W4Params&>(p));
+}
+
+// Launches w4a16_wgmma_kernel, on sm_90.
+void launch_w4a16_wgmma(const W4Params& p, DLDataType dtype, DLDevice device);
+
+}  // namespace kestrel::quant
