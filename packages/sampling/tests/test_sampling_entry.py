@@ -61,7 +61,7 @@ def test_a_draw_refuses_as_its_check_does(name: str) -> None:
     )  # fmt: skip
     ids, valid = torch.empty(3, dtype=torch.int32), torch.empty(3, dtype=torch.bool)
     entered = message_of(
-        lambda: _launch._binary.sample(
+        lambda: _launch.binary.sample(
             "sample_from_logits", ids, valid, a["logits"], True, a["temperature"], 1.0, a["top_k"], 0, a["top_p"], 1.0,
             a["min_p"], 0.0, False, a["seed"], 0, a["offset"], 0, a["offset_stride"], 0, 0,
         )
@@ -111,17 +111,17 @@ def test_a_split_that_no_kernel_has_is_refused(split: tuple[int, int]) -> None:
     with pytest.raises(ValueError, match=r"op: argument '(blocks|threads)': expected .*, got"):
         _launch.draw("op", ROWS, Keys(None, 1, None, 0), blocks=split[0], threads=split[1])
     with pytest.raises(ValueError, match=r"op: argument '(blocks|threads)': expected .*, got"):
-        _launch._binary.probabilities("op", ROWS, ROWS, False, None, 1.0, None, 0, None, 1.0, *split)
+        _launch.binary.probabilities("op", ROWS, ROWS, False, None, 1.0, None, 0, None, 1.0, *split)
 
 
 @pytest.mark.parametrize("scores", [ROWS.double(), ROWS[:, ::2]])
 def test_top_k_of_long_rows_refuses_as_its_check_does(scores: torch.Tensor) -> None:
     values, indices = torch.empty(3, 2, dtype=scores.dtype), torch.empty(3, 2, dtype=torch.int32)
-    entered = message_of(lambda: _launch._binary.topk_rows(scores, values, indices, False))
+    entered = message_of(lambda: _launch.binary.topk_rows(scores, values, indices, False))
     assert entered == message_of(lambda: _check_topk_fwd(scores, 2))
 
 
 def test_top_k_refuses_more_than_there_are() -> None:
     values, indices = torch.empty(3, 9), torch.empty(3, 9, dtype=torch.int32)
-    entered = message_of(lambda: _launch._binary.topk_rows(ROWS, values, indices, False))
+    entered = message_of(lambda: _launch.binary.topk_rows(ROWS, values, indices, False))
     assert entered == message_of(lambda: _check_topk_fwd(ROWS, 9))

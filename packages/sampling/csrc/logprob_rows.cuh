@@ -1,0 +1,405 @@
+// Log-probabilities and ranks: of one token per row and of the n most probable, for top-k up to 1024 or no filter.
+//
+// A cluster reads the row once, as for top-k (top_k_candidates.cuh). Of every group of 32 elements the first block
+// receives the largest, and the sum of exponentials relative to it, split into the elements equal to it (an integer)
+// and the rest. So a log-probability near 0 keeps its relative precision, and a result does not depend on how the row
+// is split. The elements before the token in descending order are counted in the same pass. With top-k the sum is that
+// of the selected elements, in float64. threshold_logprobs then corrects rows with other filters.
+#pragma once
+
+#include <cfloat>
+
+#include "threshold_rows.cuh"
+#include "top_k_draw.cuh"
+
+namespace kestrel::sampling {
+
+struct LogprobParams : Params {
+  const char* tokens = nullptr;
+  bool tokens_are_int64 = false;
+  int top_n = 0;
+  float* logprobs = nullptr;
+  int* ranks = nullptr;
+  int* top_ids = nullptr;
+  float* top_logprobs = nullptr;
+};
+
+// The parameters of a row, as token_logprobs takes them.
+struct LogprobRow {
+  float temperature;  // 1 instead of 0 and below
+  float min_p;
+  u64 q32;  // top-p in parts of 2^32
+  int k;    // 0: off
+  int token;
+  bool has_token;  // in the vocabulary
+  __device__ __forceinline__ LogprobRow(const LogprobParams& p, int64_t row)
+      : temperature(p.temperature.at(row)),
+        min_p(clamp_min_p(p.min_p.at(row))),
+        q32(top_p_q32(p.top_p.at(row))) {
+    const int64_t wanted = p.top_k.at(row);
+    k = wanted > 0 && wanted < p.length ? static_cast<int>(wanted) : 0;
+    if (temperature <= 0.f) temperature = 1.f, k = 1;
+    const int64_t id = p.tokens_are_int64 ? reinterpret_cast<const int64_t*>(p.tokens)[row]
+                                          : reinterpret_cast<const int*>(p.tokens)[row];
+    has_token = id >= 0 && id < p.length;
+    token = has_token ? static_cast<int>(id) : 0;
+  }
+  __device__ __forceinline__ bool selects() const { return k > 0 && k <= kMaxK; }
+  // Whether logprob_rows covers the row; else threshold_logprobs does.
+  __device__ __forceinline__ bool is_covered() const {
+    return selects() || (k == 0 && q32 == kQ32One && !(min_p > 0.f));
+  }
+};
+
+// Of the elements of a group, the largest; those equal to it; the sum of the exponentials of the others, relative to it.
+struct GroupSum {
+  float most = not_a_number(), rest = 0.f, equal = 0.f;
+  __device__ __forceinline__ u64 bits() const {
+    return __float_as_uint(rest) | static_cast<u64>(__float_as_uint(equal)) << 32;
+  }
+};
+
+struct LogprobReader {
+  const TopKRow<Kind::scores>& row;
+  float slope, slope_rest;  // not 0: -inf has weight 0
+  int token;
+  float of_token;
+  u32 before = 0;  // elements before the token in descending order
+
+  __device__ __forceinline__ float weight(float below) const {
+    return ptx::ex2_approx_ftz(__fmaf_rn(below, slope_rest, __fmul_rn(below, slope)));
+  }
+
+  // Of 32 elements, of which those past the row are -inf; index(e) is that of element e in the row.
+  template <typename Value, typename Index>
+  __device__ __forceinline__ GroupSum sum(int begin, Value value, Index index) {
+    float most = value(0);
+#pragma unroll
+    for (int e = 1; e < kGroup; ++e) most = fmaxf(most, value(e));
+    const float base = fabsf(most) < INFINITY ? most : 0.f;
+    // Equal elements before the token count too.
+    const float from = begin + kTileOfGroups <= token ? of_token : from_order_key(order_key(of_token) + 1);
+    float rest[2] = {};
+    u32 equal = 0;
+#pragma unroll
+    for (int e = 0; e < kGroup; ++e) {
+      const float v = value(e);
+      const float w = weight(v - base);
+      if (v == most) {
+        ++equal;
+      } else {
+        rest[e & 1] += w;
+      }
+      before += v >= from;
+    }
+    if (begin <= token && token < begin + kTileOfGroups) {
+#pragma unroll
+      for (int e = 0; e < kGroup; ++e) before += value(e) == of_token && index(e) < token;
+    }
+    return {most, rest[0] + rest[1], static_cast<float>(equal)};
+  }
+  // Rows longer than a vocabulary have groups of more than 32 elements.
+  __device__ __forceinline__ void merge(GroupSum& a, GroupSum b) const {
+    if (!(a.most >= b.most)) {
+      const GroupSum larger = b;
+      b = a, a = larger;
+    }
+    if (isnan(b.most)) {  // empty, or of NaN alone
+      a.rest += b.rest;
+    } else if (a.most == b.most) {
+      a.rest += b.rest, a.equal += b.equal;
+    } else if (b.most > -INFINITY) {
+      a.rest += (b.rest + b.equal) * weight(b.most - a.most);
+    } else {
+      a.rest += b.rest;  // 0 or NaN
+    }
+  }
+
+  template <typename T>
+  __device__ __forceinline__ GroupSum sum_packs(int begin, int lane) {
+    constexpr int size = Pack<T>::size, loads = kGroup / size;
+    Pack<T> pack[loads];
+#pragma unroll
+    for (int u = 0; u < loads; ++u)
+      pack[u].bits = load16_streamed(row.row + int64_t{begin + (u * 32 + lane) * size} * sizeof(T));
+    float v[kGroup];
+#pragma unroll
+    for (int u = 0; u < loads; ++u) {
+      float some[size];
+      pack[u].unpack(some);
+#pragma unroll
+      for (int e = 0; e < size; ++e) v[u * size + e] = some[e];
+    }
+    return sum(
+        begin, [&](int e) { return v[e]; },
+        [&](int e) { return begin + (e / size * 32 + lane) * size + e % size; });
+  }
+
+  // This lane's group of the chunk.
+  __device__ __forceinline__ GroupSum read(int chunk, int lane) {
+    GroupSum group;
+    const int end = min((chunk + 1) << row.chunk_bits, row.length);
+#pragma unroll 1
+    for (int begin = chunk << row.chunk_bits; begin < end; begin += kTileOfGroups) {
+      if (row.pack_bits != 0 && begin + kTileOfGroups <= row.length) {
+        merge(group, row.dtype == kRowFloat32   ? sum_packs<float>(begin, lane)
+                     : row.dtype == kRowFloat16 ? sum_packs<__half>(begin, lane)
+                                                : sum_packs<__nv_bfloat16>(begin, lane));
+        continue;
+      }
+      // The elements that group_max() takes for this group.
+      const int bits = row.pack_bits;
+      const auto index = [&](int e) { return begin + (((e >> bits) * 32 + lane) << bits) + (e & ((1 << bits) - 1)); };
+      float v[kGroup], most = not_a_number();
+      bool some = false;
+#pragma unroll
+      for (int e = 0; e < kGroup; ++e) {
+        const bool is_element = index(e) < row.length;
+        v[e] = is_element ? row.element(index(e)) : -INFINITY;
+        if (is_element) most = fmaxf(most, v[e]), some = true;
+      }
+      if (!some) continue;
+      GroupSum of_tile = sum(begin, [&](int e) { return v[e]; }, index);
+      of_tile.most = most;
+      merge(group, of_tile);
+    }
+    return group;
+  }
+};
+
+// Beside TopKScratch.
+struct alignas(16) LogprobScratch {
+  u64 before[kMaxTopKWarps];  // the elements before the token, by warp of the cluster
+  double warp_sums[kMaxSelectThreads / 32];
+};
+
+// The sum over the block, in an order that depends on nothing but the number of threads.
+__device__ __forceinline__ double block_sum(double v, double* warp_sums) {
+#pragma unroll
+  for (int other = 16; other > 0; other /= 2) v += __shfl_xor_sync(kAllLanes, v, other);
+  __syncthreads();
+  if (threadIdx.x % 32 == 0) warp_sums[threadIdx.x / 32] = v;
+  __syncthreads();
+  double sum = 0.;
+  for (int warp = 0; warp < static_cast<int>(blockDim.x) / 32; ++warp) sum += warp_sums[warp];
+  return sum;
+}
+
+// The results of a row that is not one.
+__device__ __forceinline__ void write_no_logprobs(const LogprobParams& p, int64_t row_idx, bool has_token) {
+  if (threadIdx.x == 0) {
+    p.logprobs[row_idx] = has_token ? not_a_number() : -INFINITY;
+    p.ranks[row_idx] = 0;
+  }
+  for (int n = threadIdx.x; n < p.top_n; n += blockDim.x) p.top_logprobs[row_idx * p.top_n + n] = not_a_number();
+}
+
+__global__ void __launch_bounds__(kMaxSelectThreads, 1) logprob_rows(const __grid_constant__ LogprobParams p) {
+  using Row = TopKRow<Kind::scores>;
+  const Cluster cluster(p.cluster_size);
+  const int64_t row_idx = cluster.row_idx();
+  TopKScratch* const scratch = reinterpret_cast<TopKScratch*>(dynamic_shared_memory());
+  LogprobScratch* const sums = reinterpret_cast<LogprobScratch*>(scratch + 1);
+  const TopKLayout layout(p.length, p.max_top_k);
+  const Row row(p.rows + row_idx * p.row_bytes, p.dtype, p.length, layout.chunk_bits);
+  char* const memory = reinterpret_cast<char*>(sums + 1);
+  u64* const group_sums = reinterpret_cast<u64*>(memory + layout.bytes());
+  const TopKSelector<Kind::scores> selector = {cluster, row, scratch, memory, layout};
+  selector.init();
+  cluster.arrive_release();
+  pdl_wait();
+  pdl_trigger();
+  const LogprobRow params(p, row_idx);
+  WeightFn<Kind::logits> weight_fn;
+  weight_fn.set_temperature(params.temperature);
+  const int k = params.selects() ? params.k : 0, selected = max(k, p.top_n);
+  {
+    LogprobReader reader = {row, weight_fn.slope, fmaxf(weight_fn.slope_rest, FLT_MIN), params.token,
+                            row.element(params.token) + 0.f};
+    const u32 received = ptx::map_shared(ptx::shared_address(&scratch->received), 0);
+    const u32 sums_to = ptx::map_shared(ptx::shared_address(group_sums), 0);
+    GroupSum group;
+    selector.read_row(
+        selected,
+        [&](int chunk) {
+          group = reader.read(chunk, cluster.lane);
+          return Row::key(group.most);
+        },
+        [&](int index) {
+          if (cluster.size > 1) {
+            ptx::store_async(sums_to + 8 * index, group.bits(), received);
+          } else {
+            group_sums[index] = group.bits();
+          }
+        });
+    const u64 before = __reduce_add_sync(kAllLanes, reader.before);
+    if (cluster.lane == 0) {
+      if (cluster.size > 1) {
+        ptx::store_async(ptx::map_shared(ptx::shared_address(&sums->before[cluster.warp]), 0), before, received);
+      } else {
+        sums->before[cluster.warp] = before;
+      }
+    }
+  }
+  const bool joint = k > 0 && p.joint && params.q32 < kQ32One;
+  TopKRange range = {};
+  if (cluster.block_rank == 0) range = selector.receive(256 * layout.num_chunks + 8 * cluster.num_warps);
+  if (joint) {
+    if (cluster.block_rank == 0) scratch->largest = range.largest;
+    cluster.sync();
+    range.largest = cluster.map_shared(scratch, 0)->largest;
+  } else if (cluster.block_rank != 0) {
+    return;
+  }
+  const float top = Row::value(static_cast<u64>(range.largest) << 32);
+  weight_fn.top = top;
+  weight_fn.least = params.min_p;
+  weight_fn.set_scale(p.length);
+  if (joint) sum_row(selector, weight_fn, 1.f);
+  if (cluster.block_rank != 0) return;
+
+  // The sum of the row: NaN if it holds one.
+  double equal = 0., rest = 0.;
+  for (int g = threadIdx.x; g < 32 * layout.num_chunks; g += blockDim.x) {
+    const u32 key = selector.maxima()[g];
+    const float of_rest = __uint_as_float(static_cast<u32>(group_sums[g])),
+                of_equal = __uint_as_float(static_cast<u32>(group_sums[g] >> 32));
+    if (key == range.largest) {
+      equal += of_equal, rest += of_rest;
+    } else if (key == Row::kNan) {
+      rest += of_rest;
+    } else {
+      rest += (static_cast<double>(of_rest) + of_equal) *
+              weight_fn.accurate_weight(Row::value(static_cast<u64>(key) << 32));
+    }
+  }
+  equal = block_sum(equal, sums->warp_sums);
+  rest = block_sum(rest, sums->warp_sums);
+  u32 before = 0;
+  for (int warp = cluster.lane; warp < cluster.num_warps; warp += 32) before += static_cast<u32>(sums->before[warp]);
+  before = __reduce_add_sync(kAllLanes, before);
+
+  const u64* keys = selector.candidates();
+  int count = 0;
+  if (selected > 0) {
+    count = selector.collect(selected, range, [](u32, u64) {});
+    if (selector.ranks()) {
+      u64* const ranked = selector.ranked();
+      rank_keys(selector.candidates(), count, selected, [&](int place, u64 key) { ranked[place] = key; });
+      keys = ranked;
+      __syncthreads();
+    } else {
+      sort_descending(selector.candidates(), count);
+    }
+    for (int n = threadIdx.x; n < p.top_n; n += blockDim.x) p.top_ids[row_idx * p.top_n + n] = row.index(keys[n]);
+  }
+  if (!(fabsf(top) < INFINITY) || isnan(rest) || isnan(params.temperature)) {
+    write_no_logprobs(p, row_idx, params.has_token);
+    return;
+  }
+
+  const double temperature = params.temperature;
+  const auto exponent = [&](float v) {
+    return v > -INFINITY ? (static_cast<double>(v) - top) / temperature : static_cast<double>(-INFINITY);
+  };
+  int kept = p.length;  // of the elements in descending order
+  if (k > 0) {
+    u64* const masses = selector.masses();
+    int reach = 0;
+    for (int n = threadIdx.x; n < k; n += blockDim.x) {
+      const float v = Row::value(keys[n]);
+      masses[n] = mass_of(weight_fn.scaled(v));
+      reach += !(params.min_p > 0.f) || weight_fn.weight(v) >= params.min_p;
+    }
+    kept = __syncthreads_count(reach > 0);
+    // More than one element per thread where k exceeds the number of threads.
+    if (k > static_cast<int>(blockDim.x)) kept += __syncthreads_count(reach > 1);
+    if (params.q32 < kQ32One) {
+      if (threadIdx.x == 0) scratch->random_word = 0;
+      if (threadIdx.x < 32) {
+        __syncwarp();
+        keep_top_p(scratch, masses, k, joint ? scratch->row_mass : 0, params.q32);
+      }
+      __syncthreads();
+      kept = min(kept, scratch->num_kept);
+    }
+    kept = max(kept, 1);
+    double sum = 0.;
+    for (int n = threadIdx.x; n < kept; n += blockDim.x) {
+      if (keys[n] >> 32 == range.largest) continue;
+      sum += exp(exponent(Row::value(keys[n])));
+    }
+    int same = 0;
+    for (int n = threadIdx.x; n < kept; n += blockDim.x) same += keys[n] >> 32 == range.largest;
+    rest = block_sum(sum, sums->warp_sums);
+    equal = block_sum(same, sums->warp_sums);
+  }
+  const double log_sum = log1p(equal - 1. + rest);
+  if (threadIdx.x == 0) {
+    const float logprob = static_cast<float>(exponent(row.element(params.token)) - log_sum);
+    p.logprobs[row_idx] = params.has_token && static_cast<int>(before) < kept ? logprob : -INFINITY;
+    p.ranks[row_idx] = params.has_token ? static_cast<int>(before) + 1 : 0;
+  }
+  for (int n = threadIdx.x; n < p.top_n; n += blockDim.x) {
+    p.top_logprobs[row_idx * p.top_n + n] =
+        n < kept ? static_cast<float>(exponent(Row::value(keys[n])) - log_sum) : -INFINITY;
+  }
+}
+
+// The log-probabilities of rows that logprob_rows does not cover, after it has written ids and ranks: a threshold search
+// finds what the filters keep (threshold_rows.cuh).
+template <Storage storage>
+__global__ void __launch_bounds__(kSearchThreads, 1) threshold_logprobs(const __grid_constant__ LogprobParams p) {
+  const Cluster cluster(p.cluster_size);
+  cluster.arrive();
+  const int64_t row_idx = cluster.row_idx();
+  char* memory = dynamic_shared_memory();
+  SearchScratch* scratch = reinterpret_cast<SearchScratch*>(memory);
+  ClusterExchange exchange = {reinterpret_cast<u64*>(memory + sizeof(SearchScratch)), 0};
+  float* candidates =
+      reinterpret_cast<float*>(memory + sizeof(SearchScratch) + ClusterExchange::bytes(cluster.num_warps));
+  Float32Slice<storage> slice(p.rows + row_idx * p.row_bytes, p.dtype, p.length, p.elements_per_warp, cluster,
+                              candidates + p.list_capacity);
+  for (int b = threadIdx.x; b < kBins; b += blockDim.x) scratch->bins[b] = 0;
+  if (threadIdx.x < 2) scratch->num_candidates[threadIdx.x] = 0;
+  __syncthreads();
+  pdl_wait();
+  pdl_trigger();
+  const LogprobRow params(p, row_idx);
+  if (params.is_covered()) return cluster.wait();
+  WeightFn<Kind::logits> weight_fn;
+  weight_fn.set_common(p.length);
+  ThresholdSearch<Kind::logits, storage> search = {cluster, slice,      weight_fn,      exchange,
+                                                   scratch, candidates, p.list_capacity};
+  float most = -INFINITY;
+  slice.read(cluster.lane, [&](const auto& v) {
+#pragma unroll
+    for (int e = 0; e < static_cast<int>(sizeof(v) / sizeof(float)); ++e) most = ptx::max_nan(most, v[e]);
+  });
+  const int largest = __reduce_max_sync(kAllLanes, isnan(most) ? INT32_MAX : order_key(most));
+  cluster.wait();
+  exchange.broadcast(cluster, 0, static_cast<u32>(largest));
+  exchange.sync(cluster);
+  weight_fn.top = from_order_key(exchange.max(cluster, 0));
+  if (!(fabsf(weight_fn.top) < INFINITY) || isnan(params.temperature)) return;  // as logprob_rows has written
+  weight_fn.set_temperature(params.temperature);
+  weight_fn.least = params.min_p;
+  weight_fn.set_scale(p.length);
+  const KeptSet kept = filter(search, {params.k, params.q32, p.joint}, /*has_histogram=*/false, 0);
+  auto mass = search.template mass_of_kept<Precision::accurate>(kept);
+  const double sum = static_cast<double>(search.total(mass)) / (1048576. * static_cast<double>(weight_fn.scale));
+  if (cluster.block_rank != 0) return;
+  const double log_sum = log(sum), top = weight_fn.top, temperature = params.temperature;
+  const auto logprob = [&](int id) {
+    const float v = slice.element(id);
+    const bool stays = kept.has(v, id) && v > -INFINITY && (!(params.min_p > 0.f) || weight_fn.weight(v) >= params.min_p);
+    return stays ? static_cast<float>((static_cast<double>(v) - top) / temperature - log_sum) : -INFINITY;
+  };
+  if (threadIdx.x == 0 && params.has_token) p.logprobs[row_idx] = logprob(params.token);
+  for (int n = threadIdx.x; n < p.top_n; n += blockDim.x) {
+    const int64_t to = row_idx * p.top_n + n;
+    p.top_logprobs[to] = logprob(p.top_ids[to]);
+  }
+}
+
+}  // namespace kestrel::sampling
