@@ -139,7 +139,7 @@ __global__ void __launch_bounds__(kChainThreads, 1)
     float most = -INFINITY;
     group_mass = 0;
     GroupMasses groups(cluster.lane, row.target.chunks_per_group);
-    row.for_each<kChainTiles>(begin, end, [&](const float(&v)[4 * kChainTiles], int) {
+    row.for_each<kChainTiles>(begin, end, [&](const float (&v)[4 * kChainTiles], int) {
       MassSum sum;
       float x[4 * kChainTiles];
 #pragma unroll
@@ -151,9 +151,8 @@ __global__ void __launch_bounds__(kChainThreads, 1)
       sum.add(x);
       groups.add(group_mass, warp_sum(sum.value()));
     });
-    exchange.broadcast(
-        cluster, 0,
-        static_cast<u32>(__reduce_max_sync(kAllLanes, isnan(most) ? INT32_MAX : order_key(most + 0.f))));
+    exchange.broadcast(cluster, 0,
+                       static_cast<u32>(__reduce_max_sync(kAllLanes, isnan(most) ? INT32_MAX : order_key(most + 0.f))));
     exchange.broadcast(cluster, 1, warp_sum(group_mass));
     exchange.sync(cluster);
     if (scaled) break;
@@ -190,7 +189,7 @@ __global__ void __launch_bounds__(kChainThreads, 1)
   const int first = begin + group * row.target.chunks_per_group * Slice::chunk;
   bool found = false;
   row.for_each<1>(first, min(end, first + row.target.chunks_per_group * Slice::chunk),
-                  [&](const float(&v)[4], int base) {
+                  [&](const float (&v)[4], int base) {
                     u64 each[4];
 #pragma unroll
                     for (int e = 0; e < 4; ++e)

@@ -67,7 +67,7 @@ inline CountPerRow count_per_row(const Checks& check, const char* name, const Op
 }
 
 inline OffsetPerRow offset_per_row(const Checks& check, const OptionalTensor& offset, int64_t value, int64_t stride,
-                            const char* rows_name, const TensorView& rows) {
+                                   const char* rows_name, const TensorView& rows) {
   OffsetPerRow parameter;
   static_cast<PerRow<int64_t>&>(parameter) = per_row(check, "offset", offset, value, rows_name, rows, {kInt64});
   if (stride != 0 && stride != 1) check.fail("offset_stride", "0 or 1", std::to_string(stride));
@@ -76,7 +76,7 @@ inline OffsetPerRow offset_per_row(const Checks& check, const OptionalTensor& of
 }
 
 inline void check_result(const Checks& check, const char* name, const TensorView& t, const TensorView& rows,
-                  DLDataType dtype) {
+                         DLDataType dtype) {
   check.dtype(name, t, {dtype});
   const int64_t count = rows.size(0);
   check.shape(name, t, &count, 1);

@@ -33,9 +33,7 @@ struct LogprobRow {
   int token;
   bool has_token;  // in the vocabulary
   __device__ __forceinline__ LogprobRow(const LogprobParams& p, int64_t row)
-      : temperature(p.temperature.at(row)),
-        min_p(clamp_min_p(p.min_p.at(row))),
-        q32(top_p_q32(p.top_p.at(row))) {
+      : temperature(p.temperature.at(row)), min_p(clamp_min_p(p.min_p.at(row))), q32(top_p_q32(p.top_p.at(row))) {
     const int64_t wanted = p.top_k.at(row);
     k = wanted > 0 && wanted < p.length ? static_cast<int>(wanted) : 0;
     if (temperature <= 0.f) temperature = 1.f, k = 1;
@@ -51,7 +49,8 @@ struct LogprobRow {
   }
 };
 
-// Of the elements of a group, the largest; those equal to it; the sum of the exponentials of the others, relative to it.
+// Of the elements of a group, the largest; those equal to it; the sum of the exponentials of the others, relative to
+// it.
 struct GroupSum {
   float most = not_a_number(), rest = 0.f, equal = 0.f;
   __device__ __forceinline__ u64 bits() const {
@@ -131,8 +130,7 @@ struct LogprobReader {
       for (int e = 0; e < size; ++e) v[u * size + e] = some[e];
     }
     return sum(
-        begin, [&](int e) { return v[e]; },
-        [&](int e) { return begin + (e / size * 32 + lane) * size + e % size; });
+        begin, [&](int e) { return v[e]; }, [&](int e) { return begin + (e / size * 32 + lane) * size + e % size; });
   }
 
   // This lane's group of the chunk.
@@ -346,8 +344,8 @@ __global__ void __launch_bounds__(kMaxSelectThreads, 1) logprob_rows(const __gri
   }
 }
 
-// The log-probabilities of rows that logprob_rows does not cover, after it has written ids and ranks: a threshold search
-// finds what the filters keep (threshold_rows.cuh).
+// The log-probabilities of rows that logprob_rows does not cover, after it has written ids and ranks: a threshold
+// search finds what the filters keep (threshold_rows.cuh).
 template <Storage storage>
 __global__ void __launch_bounds__(kSearchThreads, 1) threshold_logprobs(const __grid_constant__ LogprobParams p) {
   const Cluster cluster(p.cluster_size);
@@ -392,7 +390,8 @@ __global__ void __launch_bounds__(kSearchThreads, 1) threshold_logprobs(const __
   const double log_sum = log(sum), top = weight_fn.top, temperature = params.temperature;
   const auto logprob = [&](int id) {
     const float v = slice.element(id);
-    const bool stays = kept.has(v, id) && v > -INFINITY && (!(params.min_p > 0.f) || weight_fn.weight(v) >= params.min_p);
+    const bool stays =
+        kept.has(v, id) && v > -INFINITY && (!(params.min_p > 0.f) || weight_fn.weight(v) >= params.min_p);
     return stays ? static_cast<float>((static_cast<double>(v) - top) / temperature - log_sum) : -INFINITY;
   };
   if (threadIdx.x == 0 && params.has_token) p.logprobs[row_idx] = logprob(params.token);

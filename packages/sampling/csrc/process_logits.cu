@@ -251,8 +251,8 @@ IdRows id_rows(const Checks& check, const char* name, const TensorView& ids, con
   const int64_t shape[2] = {logits.size(0), kAny};
   check.shape(name, ids, shape, 2);
   check.same_device(name, ids, "logits", logits);
-  return {address(ids), ids.stride(0) * element_bytes(ids),
-          static_cast<int>(std::min(ids.size(1), int64_t{INT32_MAX})), ids.dtype().bits == 64};
+  return {address(ids), ids.stride(0) * element_bytes(ids), static_cast<int>(std::min(ids.size(1), int64_t{INT32_MAX})),
+          ids.dtype().bits == 64};
 }
 
 void process_logits(TensorView out, TensorView logits, OptionalTensor token_ids, OptionalTensor lengths,
@@ -313,16 +313,16 @@ void process_logits(TensorView out, TensorView logits, OptionalTensor token_ids,
   check.disjoint("out", out);
   check.same_device("out", out, "logits", logits);
   check.no_overlap("out", out, "logits", logits, /*may_be_same=*/true);
-  for (const auto& [name, tensor] : std::initializer_list<std::pair<const char*, const OptionalTensor&>>{
-           {"token_ids", token_ids},
-           {"lengths", lengths},
-           {"prompt_lengths", prompt_lengths},
-           {"repetition_penalty", repetition_penalty},
-           {"presence_penalty", presence_penalty},
-           {"frequency_penalty", frequency_penalty},
-           {"bias_ids", bias_ids},
-           {"bias_values", bias_values},
-           {"bitmask", bitmask}}) {
+  for (const auto& [name, tensor] :
+       std::initializer_list<std::pair<const char*, const OptionalTensor&>>{{"token_ids", token_ids},
+                                                                            {"lengths", lengths},
+                                                                            {"prompt_lengths", prompt_lengths},
+                                                                            {"repetition_penalty", repetition_penalty},
+                                                                            {"presence_penalty", presence_penalty},
+                                                                            {"frequency_penalty", frequency_penalty},
+                                                                            {"bias_ids", bias_ids},
+                                                                            {"bias_values", bias_values},
+                                                                            {"bitmask", bitmask}}) {
     check.no_overlap("out", out, name, tensor);
   }
   check.cuda("logits", logits);

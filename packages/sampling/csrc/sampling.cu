@@ -146,7 +146,8 @@ void launch(Params params, const TensorView& rows, bool logits, SplitRequest req
          : launch_kind<Kind::probs>(params, rows.device(), request);
 }
 
-// ---- the entry points ------------------------------------------------------------------------------------------------
+// ---- the entry points
+// ------------------------------------------------------------------------------------------------
 
 SplitRequest checked_split(const Checks& check, int64_t blocks, int64_t threads) {
   if (blocks < 0 || blocks > 8 || (blocks & (blocks - 1)) != 0) {

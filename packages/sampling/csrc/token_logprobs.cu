@@ -62,9 +62,8 @@ void token_logprobs(TensorView logprobs, TensorView ranks, TensorView top_ids, T
     check.shape(name, t, shape, 2);
     check.contiguous(name, t);
   }
-  check_devices(
-      check, "logits", logits,
-      {{"logprobs", logprobs}, {"ranks", ranks}, {"top_ids", top_ids}, {"top_logprobs", top_logprobs}});
+  check_devices(check, "logits", logits,
+                {{"logprobs", logprobs}, {"ranks", ranks}, {"top_ids", top_ids}, {"top_logprobs", top_logprobs}});
   if (rows == 0) return;
   if (rows > (1 << 27) || logits.size(1) > (1 << 30)) unsupported("more than 2^27 rows, or rows of more than 2^30");
   if (top_n > kMaxK) unsupported("kernels cover top_n up to 1024");

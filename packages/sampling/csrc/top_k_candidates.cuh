@@ -253,8 +253,7 @@ struct TopKSelector {
   // The pass over the row, by the cluster. The first block receives the largest element of every group, and from each
   // warp a TopKRange. Includes the cluster's wait().
   __device__ __forceinline__ void read_row(int k) const {
-    read_row(
-        k, [&](int chunk) { return row.group_max(chunk, cluster.lane); }, [](int) {});
+    read_row(k, [&](int chunk) { return row.group_max(chunk, cluster.lane); }, [](int) {});
   }
   // The same. read(chunk) returns the key of the largest element of this lane's group, send(group) may send more of it.
   template <typename Read, typename Send>
@@ -308,7 +307,8 @@ struct TopKSelector {
   __device__ __forceinline__ TopKRange receive(int more_bytes = 0) const {
     if (cluster.size > 1) {
       if (threadIdx.x == 0)
-        ptx::mbarrier_arrive_expect_tx(&scratch->received, 128 * layout.num_chunks + 8 * cluster.num_warps + more_bytes);
+        ptx::mbarrier_arrive_expect_tx(&scratch->received,
+                                       128 * layout.num_chunks + 8 * cluster.num_warps + more_bytes);
       ptx::mbarrier_wait_cluster(&scratch->received, 0);
     } else {
       __syncthreads();

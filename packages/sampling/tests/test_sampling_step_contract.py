@@ -257,7 +257,7 @@ def test_the_references_read_nothing_on_the_host() -> None:
 
 
 @pytest.mark.parametrize("function", GOOD, ids=lambda f: f.__name__)
-def test_the_kernel_backend_refuses_what_has_no_kernel(function: Callable[..., Any]) -> None:
+def test_the_kernel_backend_refuses_cpu_tensors(function: Callable[..., Any]) -> None:
     with backend("kernel"), pytest.raises(UnsupportedError, match=function.__name__):
         function(**own(GOOD[function]))
     with warnings.catch_warnings():

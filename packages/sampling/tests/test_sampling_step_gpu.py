@@ -1,4 +1,4 @@
-"""On a GPU the ops around the draw give what their references give: bit for bit, but for the sums of log-probabilities."""
+"""On a GPU the ops around the draw give what their references give, bit for bit but for sums of log-probabilities."""
 
 from __future__ import annotations
 
@@ -149,9 +149,7 @@ def test_processing_repeats_and_does_not_depend_on_the_batch() -> None:
 
 def test_a_replayed_graph_processes_new_logits_and_histories() -> None:
     names = list(penalties(3, 4100, 60) | mask_of(3, 4100))
-    first, second = (
-        [normal(3, 4100, n), *(penalties(3, 4100, 60) | mask_of(3, 4100)).values()] for n in (1, 2)
-    )
+    first, second = ([normal(3, 4100, n), *(penalties(3, 4100, 60) | mask_of(3, 4100)).values()] for n in (1, 2))
     second[1] = second[1].flip(1)
     run = lambda logits, *values: process_logits(logits, **dict(zip(names, values, strict=True)))  # noqa: E731
     assert_same_bits(graph_replay(run, first, [x.clone() for x in second]), run(*second))
@@ -165,7 +163,7 @@ ROWS: dict[str, Callable[[int, int], torch.Tensor]] = {
     "sharp": lambda rows, width: normal(rows, width, 3, 30.0),
     "large": lambda rows, width: 1e4 + normal(rows, width, 4),
     "equal": lambda rows, width: torch.full((rows, width), -3.5, device="cuda"),
-    "sure": lambda rows, width: torch.where(torch.arange(width, device="cuda") == width // 2, 30.0, normal(rows, width, 5)),
+    "sure": lambda rows, width: normal(rows, width, 5) + 40 * (torch.arange(width, device="cuda") == width // 2),
     "ties": lambda rows, width: normal(rows, width, 6).round(),
     "masked": lambda rows, width: torch.where(normal(rows, width, 7) > 7, normal(rows, width, 8), -INF),
 }
@@ -299,7 +297,7 @@ def test_replayed_graphs_see_new_logits_and_tokens() -> None:
         assert_same_bits(graph_replay(run, first, [x.clone() for x in second]), run(*second))
 
 
-# ---- chain_speculative_sampling ---------------------------------------------------------------------------------------
+# ---- chain_speculative_sampling --------------------------------------------------------------------------------------
 
 
 def chain(rows: int, steps: int, width: int, likeness: float = 1.0, sharpness: float = 2.0) -> tuple[torch.Tensor, ...]:

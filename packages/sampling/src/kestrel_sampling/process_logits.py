@@ -53,8 +53,7 @@ def process_logits(
 
     Returns float32 [B, V], in ``out`` if it is given (float32 or the dtype of logits, rounded once more; it may be
     ``logits``). A row without an allowed token becomes -inf; sample_from_logits then gives id 0 and valid False.
-    Nothing is read on the host. In place, kernels touch only the logits that change. They cover up to 4096 biases a row;
-    more run by reference.
+    Nothing is read on the host. In place, the kernel touches only what changes. It covers up to 4096 biases a row.
 
     Raises ValueError or TypeError for a wrong dtype, rank, shape or device, a penalty without token_ids, bias_ids
     without bias_values, and a repetition penalty that is not positive.
