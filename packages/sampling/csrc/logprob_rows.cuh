@@ -15,8 +15,9 @@
 namespace kestrel::sampling {
 
 struct LogprobParams : Params {
-  const char* tokens = nullptr;
+  const char* tokens = nullptr;  // or null: those that are drawn
   bool tokens_are_int64 = false;
+  bool raw = false;  // log-probabilities before temperature and filters
   int top_n = 0;
   float* logprobs = nullptr;
   int* ranks = nullptr;
@@ -37,10 +38,12 @@ struct LogprobRow {
     const int64_t wanted = p.top_k.at(row);
     k = wanted > 0 && wanted < p.length ? static_cast<int>(wanted) : 0;
     if (temperature <= 0.f) temperature = 1.f, k = 1;
+    token = 0, has_token = false;
+    if (!p.tokens) return;
     const int64_t id = p.tokens_are_int64 ? reinterpret_cast<const int64_t*>(p.tokens)[row]
                                           : reinterpret_cast<const int*>(p.tokens)[row];
     has_token = id >= 0 && id < p.length;
-    token = has_token ? static_cast<int>(id) : 0;
+    if (has_token) token = static_cast<int>(id);
   }
   __device__ __forceinline__ bool selects() const { return k > 0 && k <= kMaxK; }
   // Whether logprob_rows covers the row; else threshold_logprobs does.
@@ -58,46 +61,108 @@ struct GroupSum {
   }
 };
 
+constexpr int kPart = 16;  // elements of a group that a lane loads together, while it sums those before
+constexpr int kTileOfParts = 32 * kPart;
+
+// The elements of this lane's groups, and what is summed of them.
+template <bool counts>
 struct LogprobReader {
   const TopKRow<Kind::scores>& row;
   float slope, slope_rest;  // not 0: -inf has weight 0
   int token;
   float of_token;
   u32 before = 0;  // elements before the token in descending order
+  uint4 raw[kPart / 4] = {};
 
   __device__ __forceinline__ float weight(float below) const {
     return ptx::ex2_approx_ftz(__fmaf_rn(below, slope_rest, __fmul_rn(below, slope)));
   }
 
-  // Of 32 elements, of which those past the row are -inf; index(e) is that of element e in the row.
-  template <typename Value, typename Index>
-  __device__ __forceinline__ GroupSum sum(int begin, Value value, Index index) {
-    float most = value(0);
+  // Starts the loads of a part of a group; none past the row.
+  __device__ __forceinline__ void load(int begin, int lane) {
+    const int size = 1 << row.pack_bits;
 #pragma unroll
-    for (int e = 1; e < kGroup; ++e) most = fmaxf(most, value(e));
+    for (int u = 0; u < kPart / 4; ++u) {
+      const int i = begin + (u * 32 + lane) * size;
+      if (row.pack_bits != 0 && u * size < kPart && i + size <= row.length)
+        raw[u] = load16_streamed(row.row + (static_cast<int64_t>(i) << (4 - row.pack_bits)));
+    }
+  }
+  // The elements of the part; those past the row are -inf.
+  __device__ __forceinline__ void take(int begin, int lane, float (&v)[kPart]) const {
+    if (row.dtype == kRowFloat32) {
+      take_as<float>(begin, lane, v);
+    } else if (row.dtype == kRowFloat16) {
+      take_as<__half>(begin, lane, v);
+    } else {
+      take_as<__nv_bfloat16>(begin, lane, v);
+    }
+  }
+  template <typename T>
+  __device__ __forceinline__ void take_as(int begin, int lane, float (&v)[kPart]) const {
+    constexpr int size = Pack<T>::size;
+    const T* const from = reinterpret_cast<const T*>(row.row);
+    if (row.pack_bits == 0) {
+      T some[kPart];
+#pragma unroll
+      for (int e = 0; e < kPart; ++e) {
+        const int i = begin + 32 * e + lane;
+        some[e] = i < row.length ? from[i] : from_float<T>(-INFINITY);
+      }
+#pragma unroll
+      for (int e = 0; e < kPart; ++e) v[e] = to_float(some[e]);
+      return;
+    }
+#pragma unroll
+    for (int u = 0; u < kPart / size; ++u) {
+      float some[size];
+      Pack<T>{raw[u]}.unpack(some);
+#pragma unroll
+      for (int e = 0; e < size; ++e) v[u * size + e] = some[e];
+    }
+    if (begin + kTileOfParts <= row.length) return;
+#pragma unroll
+    for (int u = 0; u < kPart / size; ++u) {
+      const int i = begin + (u * 32 + lane) * size;
+      if (i + size <= row.length) continue;
+#pragma unroll
+      for (int e = 0; e < size; ++e) v[u * size + e] = i + e < row.length ? to_float(from[i + e]) : -INFINITY;
+    }
+  }
+
+  __device__ __forceinline__ GroupSum sum(int begin, int lane, const float (&v)[kPart]) {
+    float most = v[0];
+#pragma unroll
+    for (int e = 1; e < kPart; ++e) most = fmaxf(most, v[e]);
     const float base = fabsf(most) < INFINITY ? most : 0.f;
     // Equal elements before the token count too.
-    const float from = begin + kTileOfGroups <= token ? of_token : from_order_key(order_key(of_token) + 1);
+    const float from = begin + kTileOfParts <= token ? of_token : from_order_key(order_key(of_token) + 1);
     float rest[2] = {};
     u32 equal = 0;
 #pragma unroll
-    for (int e = 0; e < kGroup; ++e) {
-      const float v = value(e);
-      const float w = weight(v - base);
-      if (v == most) {
+    for (int e = 0; e < kPart; ++e) {
+      const float w = weight(v[e] - base);
+      if (v[e] == most) {
         ++equal;
       } else {
         rest[e & 1] += w;
       }
-      before += v >= from;
+      if constexpr (counts) before += v[e] >= from;
     }
-    if (begin <= token && token < begin + kTileOfGroups) {
+    if (counts && begin <= token && token < begin + kTileOfParts) {
+      const int bits = row.pack_bits, place = token - begin - (lane << bits);
 #pragma unroll
-      for (int e = 0; e < kGroup; ++e) before += value(e) == of_token && index(e) < token;
+      for (int e = 0; e < kPart; ++e)
+        before += v[e] == of_token && ((e >> bits) << (bits + 5)) + (e & ((1 << bits) - 1)) < place;
+    }
+    if (begin + kTileOfParts > row.length) {
+      // Without a number among the elements that are not past the row there is no largest.
+      const int bits = row.pack_bits, left = max(row.length - begin - (lane << bits), 0);
+      const int elements = ((left >> (bits + 5)) << bits) + min(left & ((32 << bits) - 1), 1 << bits);
+      if (most == -INFINITY && static_cast<int>(equal) == kPart - elements) most = not_a_number();
     }
     return {most, rest[0] + rest[1], static_cast<float>(equal)};
   }
-  // Rows longer than a vocabulary have groups of more than 32 elements.
   __device__ __forceinline__ void merge(GroupSum& a, GroupSum b) const {
     if (!(a.most >= b.most)) {
       const GroupSum larger = b;
@@ -114,52 +179,17 @@ struct LogprobReader {
     }
   }
 
-  template <typename T>
-  __device__ __forceinline__ GroupSum sum_packs(int begin, int lane) {
-    constexpr int size = Pack<T>::size, loads = kGroup / size;
-    Pack<T> pack[loads];
-#pragma unroll
-    for (int u = 0; u < loads; ++u)
-      pack[u].bits = load16_streamed(row.row + int64_t{begin + (u * 32 + lane) * size} * sizeof(T));
-    float v[kGroup];
-#pragma unroll
-    for (int u = 0; u < loads; ++u) {
-      float some[size];
-      pack[u].unpack(some);
-#pragma unroll
-      for (int e = 0; e < size; ++e) v[u * size + e] = some[e];
-    }
-    return sum(
-        begin, [&](int e) { return v[e]; }, [&](int e) { return begin + (e / size * 32 + lane) * size + e % size; });
-  }
-
-  // This lane's group of the chunk.
-  __device__ __forceinline__ GroupSum read(int chunk, int lane) {
-    GroupSum group;
+  // This lane's group of the chunk, whose first part is being loaded; starts the loads of the next chunk of the warp.
+  __device__ __forceinline__ GroupSum read(int chunk, int next_chunk, int lane) {
     const int end = min((chunk + 1) << row.chunk_bits, row.length);
+    GroupSum group;
 #pragma unroll 1
-    for (int begin = chunk << row.chunk_bits; begin < end; begin += kTileOfGroups) {
-      if (row.pack_bits != 0 && begin + kTileOfGroups <= row.length) {
-        merge(group, row.dtype == kRowFloat32   ? sum_packs<float>(begin, lane)
-                     : row.dtype == kRowFloat16 ? sum_packs<__half>(begin, lane)
-                                                : sum_packs<__nv_bfloat16>(begin, lane));
-        continue;
-      }
-      // The elements that group_max() takes for this group.
-      const int bits = row.pack_bits;
-      const auto index = [&](int e) { return begin + (((e >> bits) * 32 + lane) << bits) + (e & ((1 << bits) - 1)); };
-      float v[kGroup], most = not_a_number();
-      bool some = false;
-#pragma unroll
-      for (int e = 0; e < kGroup; ++e) {
-        const bool is_element = index(e) < row.length;
-        v[e] = is_element ? row.element(index(e)) : -INFINITY;
-        if (is_element) most = fmaxf(most, v[e]), some = true;
-      }
-      if (!some) continue;
-      GroupSum of_tile = sum(begin, [&](int e) { return v[e]; }, index);
-      of_tile.most = most;
-      merge(group, of_tile);
+    for (int begin = chunk << row.chunk_bits; begin < end; begin += kTileOfParts) {
+      float v[kPart];
+      take(begin, lane, v);
+      const int64_t next = begin + kTileOfParts < end ? begin + kTileOfParts : int64_t{next_chunk} << row.chunk_bits;
+      if (next < row.length) load(static_cast<int>(next), lane);
+      merge(group, sum(begin, lane, v));
     }
     return group;
   }
@@ -192,6 +222,26 @@ __device__ __forceinline__ void write_no_logprobs(const LogprobParams& p, int64_
   for (int n = threadIdx.x; n < p.top_n; n += blockDim.x) p.top_logprobs[row_idx * p.top_n + n] = not_a_number();
 }
 
+// Finds the one of `num` entries, of different ids, in which the point of their mass in the order of ids lies. The block
+// calls found(n) in one thread.
+template <typename Id, typename Found>
+__device__ __forceinline__ void locate_point(const u64* masses, int num, u64 point, Id id, Found found) {
+  constexpr int kLanes = 8;  // per entry
+  const int lane = threadIdx.x % kLanes, entries = blockDim.x / kLanes;
+#pragma unroll 1
+  for (int base = 0; base < num; base += entries) {
+    const int own = base + threadIdx.x / kLanes, own_id = id(min(own, num - 1));
+    u64 before = 0;
+#pragma unroll 4
+    for (int other = lane; other < num; other += kLanes) before += id(other) < own_id ? masses[other] : 0;
+#pragma unroll
+    for (int distance = 1; distance < kLanes; distance *= 2) before += __shfl_xor_sync(kAllLanes, before, distance);
+    if (lane == 0 && own < num && point >= before && point - before < masses[own]) found(own);
+  }
+}
+
+// draws: the token is drawn as top_k_draw does; all rows have a top-k.
+template <bool draws>
 __global__ void __launch_bounds__(kMaxSelectThreads, 1) logprob_rows(const __grid_constant__ LogprobParams p) {
   using Row = TopKRow<Kind::scores>;
   const Cluster cluster(p.cluster_size);
@@ -207,20 +257,24 @@ __global__ void __launch_bounds__(kMaxSelectThreads, 1) logprob_rows(const __gri
   cluster.arrive_release();
   pdl_wait();
   pdl_trigger();
-  const LogprobRow params(p, row_idx);
-  WeightFn<Kind::logits> weight_fn;
-  weight_fn.set_temperature(params.temperature);
-  const int k = params.selects() ? params.k : 0, selected = max(k, p.top_n);
+  WeightFn<Kind::logits> sum_fn;
+  int k, selected;
   {
-    LogprobReader reader = {row, weight_fn.slope, fmaxf(weight_fn.slope_rest, FLT_MIN), params.token,
-                            row.element(params.token) + 0.f};
+    const LogprobRow params(p, row_idx);
+    k = params.selects() ? params.k : 0, selected = max(k, p.top_n);
+    LogprobReader<!draws> reader = {row, 0.f, 0.f, 0, 0.f};
+    reader.load(cluster.warp << row.chunk_bits, cluster.lane);
+    // While the loads are in flight:
+    sum_fn.set_temperature(draws && p.raw ? 1.f : params.temperature);
+    reader.slope = sum_fn.slope, reader.slope_rest = fmaxf(sum_fn.slope_rest, FLT_MIN);
+    if constexpr (!draws) reader.token = params.token, reader.of_token = row.element(params.token) + 0.f;
     const u32 received = ptx::map_shared(ptx::shared_address(&scratch->received), 0);
     const u32 sums_to = ptx::map_shared(ptx::shared_address(group_sums), 0);
     GroupSum group;
     selector.read_row(
         selected,
         [&](int chunk) {
-          group = reader.read(chunk, cluster.lane);
+          group = reader.read(chunk, chunk + cluster.num_warps, cluster.lane);
           return Row::key(group.most);
         },
         [&](int index) {
@@ -230,8 +284,8 @@ __global__ void __launch_bounds__(kMaxSelectThreads, 1) logprob_rows(const __gri
             group_sums[index] = group.bits();
           }
         });
-    const u64 before = __reduce_add_sync(kAllLanes, reader.before);
-    if (cluster.lane == 0) {
+    const u64 before = draws ? 0 : __reduce_add_sync(kAllLanes, reader.before);
+    if (!draws && cluster.lane == 0) {
       if (cluster.size > 1) {
         ptx::store_async(ptx::map_shared(ptx::shared_address(&sums->before[cluster.warp]), 0), before, received);
       } else {
@@ -239,9 +293,13 @@ __global__ void __launch_bounds__(kMaxSelectThreads, 1) logprob_rows(const __gri
       }
     }
   }
+  const LogprobRow params(p, row_idx);  // loaded again to save registers
+  const float temperature = draws && p.raw ? 1.f : params.temperature;  // of the log-probabilities
+  if (draws && cluster.block_rank == 0 && threadIdx.x == blockDim.x - 32)
+    scratch->random_word = random_word(p.seed.at(row_idx), p.offset.at(row_idx));
   const bool joint = k > 0 && p.joint && params.q32 < kQ32One;
   TopKRange range = {};
-  if (cluster.block_rank == 0) range = selector.receive(256 * layout.num_chunks + 8 * cluster.num_warps);
+  if (cluster.block_rank == 0) range = selector.receive(256 * layout.num_chunks + (draws ? 0 : 8 * cluster.num_warps));
   if (joint) {
     if (cluster.block_rank == 0) scratch->largest = range.largest;
     cluster.sync();
@@ -250,7 +308,10 @@ __global__ void __launch_bounds__(kMaxSelectThreads, 1) logprob_rows(const __gri
     return;
   }
   const float top = Row::value(static_cast<u64>(range.largest) << 32);
-  weight_fn.top = top;
+  WeightFn<Kind::logits> weight_fn;
+  weight_fn.set_temperature(params.temperature);
+  sum_fn.set_temperature(temperature);
+  weight_fn.top = sum_fn.top = top;
   weight_fn.least = params.min_p;
   weight_fn.set_scale(p.length);
   if (joint) sum_row(selector, weight_fn, 1.f);
@@ -268,14 +329,17 @@ __global__ void __launch_bounds__(kMaxSelectThreads, 1) logprob_rows(const __gri
       rest += of_rest;
     } else {
       rest += (static_cast<double>(of_rest) + of_equal) *
-              weight_fn.accurate_weight(Row::value(static_cast<u64>(key) << 32));
+              sum_fn.accurate_weight(Row::value(static_cast<u64>(key) << 32));
     }
   }
   equal = block_sum(equal, sums->warp_sums);
   rest = block_sum(rest, sums->warp_sums);
-  u32 before = 0;
-  for (int warp = cluster.lane; warp < cluster.num_warps; warp += 32) before += static_cast<u32>(sums->before[warp]);
-  before = __reduce_add_sync(kAllLanes, before);
+  int rank = 0;  // of the token, from 0
+  if constexpr (!draws) {
+    u32 before = 0;
+    for (int warp = cluster.lane; warp < cluster.num_warps; warp += 32) before += static_cast<u32>(sums->before[warp]);
+    rank = static_cast<int>(__reduce_add_sync(kAllLanes, before));
+  }
 
   const u64* keys = selector.candidates();
   int count = 0;
@@ -292,13 +356,14 @@ __global__ void __launch_bounds__(kMaxSelectThreads, 1) logprob_rows(const __gri
     for (int n = threadIdx.x; n < p.top_n; n += blockDim.x) p.top_ids[row_idx * p.top_n + n] = row.index(keys[n]);
   }
   if (!(fabsf(top) < INFINITY) || isnan(rest) || isnan(params.temperature)) {
-    write_no_logprobs(p, row_idx, params.has_token);
+    if (draws && threadIdx.x == 0) p.ids[row_idx] = 0, p.valid[row_idx] = false;
+    write_no_logprobs(p, row_idx, draws || params.has_token);
     return;
   }
 
-  const double temperature = params.temperature;
   const auto exponent = [&](float v) {
-    return v > -INFINITY ? (static_cast<double>(v) - top) / temperature : static_cast<double>(-INFINITY);
+    return v > -INFINITY ? (static_cast<double>(v) - top) / static_cast<double>(temperature)
+                         : static_cast<double>(-INFINITY);
   };
   int kept = p.length;  // of the elements in descending order
   if (k > 0) {
@@ -312,31 +377,44 @@ __global__ void __launch_bounds__(kMaxSelectThreads, 1) logprob_rows(const __gri
     kept = __syncthreads_count(reach > 0);
     // More than one element per thread where k exceeds the number of threads.
     if (k > static_cast<int>(blockDim.x)) kept += __syncthreads_count(reach > 1);
-    if (params.q32 < kQ32One) {
-      if (threadIdx.x == 0) scratch->random_word = 0;
-      if (threadIdx.x < 32) {
-        __syncwarp();
-        keep_top_p(scratch, masses, k, joint ? scratch->row_mass : 0, params.q32);
-      }
+    if (draws || params.q32 < kQ32One) {
+      if (!draws && threadIdx.x == 0) scratch->random_word = 0;  // no point is drawn
+      __syncwarp();
+      if (threadIdx.x < 32) keep_top_p(scratch, masses, k, joint ? scratch->row_mass : 0, params.q32);
       __syncthreads();
-      kept = min(kept, scratch->num_kept);
     }
+    if (params.q32 < kQ32One) kept = min(kept, scratch->num_kept);
     kept = max(kept, 1);
-    double sum = 0.;
-    for (int n = threadIdx.x; n < kept; n += blockDim.x) {
-      if (keys[n] >> 32 == range.largest) continue;
-      sum += exp(exponent(Row::value(keys[n])));
+    if constexpr (draws) {
+      locate_point(
+          masses, scratch->num_kept, scratch->point, [&](int n) { return row.index(keys[n]); },
+          [&](int n) { scratch->drawn = n; });
+      __syncthreads();
+      rank = scratch->drawn;
     }
-    int same = 0;
-    for (int n = threadIdx.x; n < kept; n += blockDim.x) same += keys[n] >> 32 == range.largest;
-    rest = block_sum(sum, sums->warp_sums);
-    equal = block_sum(same, sums->warp_sums);
+    if (draws && p.raw) {
+      kept = p.length;
+    } else {
+      double sum = 0., same = 0.;
+      for (int n = threadIdx.x; n < kept; n += blockDim.x) {
+        if (keys[n] >> 32 == range.largest) {
+          same += 1.;
+        } else {
+          sum += exp(exponent(Row::value(keys[n])));
+        }
+      }
+      rest = block_sum(sum, sums->warp_sums);
+      equal = block_sum(same, sums->warp_sums);
+    }
   }
   const double log_sum = log1p(equal - 1. + rest);
   if (threadIdx.x == 0) {
-    const float logprob = static_cast<float>(exponent(row.element(params.token)) - log_sum);
-    p.logprobs[row_idx] = params.has_token && static_cast<int>(before) < kept ? logprob : -INFINITY;
-    p.ranks[row_idx] = params.has_token ? static_cast<int>(before) + 1 : 0;
+    const int token = draws ? row.index(keys[rank]) : params.token;
+    const bool has_token = draws || params.has_token;
+    const float logprob = static_cast<float>(exponent(row.element(token)) - log_sum);
+    p.logprobs[row_idx] = has_token && rank < kept ? logprob : -INFINITY;
+    p.ranks[row_idx] = has_token ? rank + 1 : 0;
+    if (draws) p.ids[row_idx] = token, p.valid[row_idx] = true;
   }
   for (int n = threadIdx.x; n < p.top_n; n += blockDim.x) {
     p.top_logprobs[row_idx * p.top_n + n] =

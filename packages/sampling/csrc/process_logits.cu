@@ -1,9 +1,10 @@
-// Bias, penalties and an allowed-token bitmask on rows of logits: [B, V] in one launch.
+// Bias, penalties and an allowed-token bitmask on rows of logits: [B, V].
 //
-// A block processes a tile of a row's vocabulary. It counts in shared memory how often the history names each token of
-// the tile, with integer atomics, so that the result does not depend on their order. It then writes the tokens that
-// history and bias name one by one, and the others in packs of 16 bytes. In place, of the others only packs with a
-// masked token are read and written.
+// Blocks have two roles. Some convert the row and write -inf where the bitmask says so; in place they write the masked
+// tokens alone. The others write the allowed tokens that history and bias name, one block per row: they count in a hash
+// table in shared memory, or, for a long history, in an array of the tokens of a part of the vocabulary. Counts are
+// integer atomics, so the result does not depend on their order. In place no token belongs to both roles, and one launch
+// has both; otherwise the second role follows in a launch of its own.
 
 #include <tvm/ffi/function.h>
 
@@ -16,10 +17,13 @@
 namespace kestrel::sampling {
 
 constexpr int kProcessThreads = 512;
-constexpr int kMinTile = 2048, kMaxTile = 32768;  // tokens; a multiple of 32, so that no mask word is shared
-constexpr int64_t kMaxBiases = 4096;              // of a row: equal ids are found by comparing
+constexpr int kPacks = 4;                // that a thread loads together
+constexpr int kMaxHashed = 4096;         // ids of a row
+constexpr int kPart = 32768;             // tokens of a block, where there are more ids
+constexpr int64_t kMaxBiases = 4096;     // of a row: equal ids are found by comparing
+constexpr u32 kNoToken = ~u32{0};        // of an empty slot, and an id outside the vocabulary
 
-// What shared memory holds of a token, not 0 if history or bias names it: flags, and how often it is in the output.
+// What a slot holds: flags, and how often the token is in the output.
 constexpr u32 kInPrompt = 1u << 31;
 constexpr u32 kBiased = 1u << 30;    // in bias_ids,
 constexpr u32 kRepeated = 1u << 29;  // more than once
@@ -38,8 +42,12 @@ struct ProcessParams {
   const char* logits = nullptr;
   char* out = nullptr;
   int64_t logits_row_bytes = 0, out_row_bytes = 0;
-  int width = 0, tile = 0, tiles = 0;  // of a row
-  bool in_place = false;               // out is logits: what does not change is not written
+  int width = 0;
+  bool in_place = false;     // out is logits
+  int parts = 0;             // blocks of a row that write named tokens,
+  int hash_bits = 0;         // log2 of the slots of their hash table; 0: a slot for each token of the part
+  unsigned named_blocks = 0;  // all of them, the first of the grid
+  int tiles = 0;             // blocks of a row that convert
   IdRows history, bias;
   CountPerRow lengths, prompt_lengths;
   PerRow<float> repetition, presence, frequency;
@@ -49,199 +57,275 @@ struct ProcessParams {
   int64_t bitmask_row_bytes = 0;
 };
 
-// The tile of a block: its first token, and their number.
-struct Tile {
-  int64_t row;
-  int begin, size;
-};
-
-// The position in the tile of a token, or of none (at least `size`).
-__device__ __forceinline__ u32 place_in_tile(const char* ids, bool is_int64, int i, const Tile& tile) {
-  const u32 begin = static_cast<u32>(tile.begin);
-  if (!is_int64) return reinterpret_cast<const u32*>(ids)[i] - begin;
-  return static_cast<u32>(min(reinterpret_cast<const u64*>(ids)[i] - begin, u64{~0u}));
-}
-
 struct Penalties {
   float repetition, presence, frequency;
   // Every step is rounded to float32. A token of the output is one of the history.
-  __device__ __forceinline__ float apply(float v, u32 token) const {
-    if (token & (kInPrompt | kCount)) v = v > 0.f ? __fdiv_rn(v, repetition) : __fmul_rn(v, repetition);
-    const u32 count = token & kCount;
+  __device__ __forceinline__ float apply(float v, u32 slot) const {
+    if (slot & (kInPrompt | kCount)) v = v > 0.f ? __fdiv_rn(v, repetition) : __fmul_rn(v, repetition);
+    const u32 count = slot & kCount;
     if (count > 0) v = __fsub_rn(__fsub_rn(v, __fmul_rn(frequency, __uint2float_rn(count))), presence);
     return v;
   }
 };
 
-// visit(place) for each token of the first `length` ids, by all threads.
-template <typename Visit>
-__device__ __forceinline__ void for_each_id(const IdRows& rows, int length, const Tile& tile, Visit visit) {
-  const char* const ids = rows.ids + tile.row * rows.row_bytes;
-#pragma unroll 4
-  for (int i = threadIdx.x; i < length; i += blockDim.x) {
-    const u32 place = place_in_tile(ids, rows.is_int64, i, tile);
-    if (place < static_cast<u32>(tile.size)) visit(i, place);
-  }
-}
-
-// The logits of a tile, where they go, and the words of its bitmask.
+// The logits of a row, where they go, and its bitmask.
 template <typename In, typename Out>
-struct TileRows {
+struct LogitRow {
   const In* logits;
   Out* out;
   const u32* mask;  // or null
+  int width;
 
-  __device__ __forceinline__ TileRows(const ProcessParams& p, const Tile& tile)
-      : logits(reinterpret_cast<const In*>(p.logits + tile.row * p.logits_row_bytes) + tile.begin),
-        out(reinterpret_cast<Out*>(p.out + tile.row * p.out_row_bytes) + tile.begin),
-        mask(p.bitmask ? reinterpret_cast<const u32*>(p.bitmask + tile.row * p.bitmask_row_bytes) + tile.begin / 32
-                       : nullptr) {}
+  __device__ __forceinline__ LogitRow(const ProcessParams& p, int64_t row)
+      : logits(reinterpret_cast<const In*>(p.logits + row * p.logits_row_bytes)),
+        out(reinterpret_cast<Out*>(p.out + row * p.out_row_bytes)),
+        mask(p.bitmask ? reinterpret_cast<const u32*>(p.bitmask + row * p.bitmask_row_bytes) : nullptr),
+        width(p.width) {}
 
-  __device__ __forceinline__ void write(u32 place, float v) const {
-    const bool allowed = !mask || (mask[place / 32] >> (place % 32) & 1);
-    out[place] = from_float<Out>(allowed ? v : -INFINITY);
-  }
+  __device__ __forceinline__ bool allows(u32 token) const { return !mask || (mask[token / 32] >> (token % 32) & 1); }
 
-  // The tokens that neither history nor bias names: converted and masked, a pack of 16 bytes of logits at a time. If
-  // only changes count, packs without a masked token are skipped. tokens: null where there are no such names.
-  __device__ __forceinline__ void convert(const u32* tokens, int size, bool only_changes) const {
-    constexpr int kPack = Pack<In>::size, kPacks = 4;  // loaded together
+  // A pack of 16 bytes of logits per thread and load: converted, and masked.
+  __device__ __forceinline__ void convert(int tile) const {
+    constexpr int kPack = Pack<In>::size;
     constexpr u32 kAll = (1u << kPack) - 1;
     const bool vectorized = (reinterpret_cast<uintptr_t>(logits) | reinterpret_cast<uintptr_t>(out)) % 16 == 0;
-#pragma unroll 1
-    for (int base = static_cast<int>(threadIdx.x) * kPack; base < size; base += kPacks * kProcessThreads * kPack) {
-      u32 allowed[kPacks];
-      Pack<In> pack[kPacks];
+    const int first = (tile * kPacks * kProcessThreads + static_cast<int>(threadIdx.x)) * kPack;
+    u32 allowed[kPacks];
+    Pack<In> pack[kPacks];
 #pragma unroll
-      for (int n = 0; n < kPacks; ++n) {
-        const int i = base + n * kProcessThreads * kPack;
-        allowed[n] = kAll;
-        pack[n].bits = make_uint4(0, 0, 0, 0);
-        if (mask && i < size) allowed[n] = mask[i / 32] >> (i % 32) & kAll;
-        if (vectorized && i + kPack <= size && allowed[n] != 0 && !(only_changes && allowed[n] == kAll))
-          pack[n].bits = load16(logits + i);
+    for (int n = 0; n < kPacks; ++n) {
+      const int i = first + n * kProcessThreads * kPack;
+      allowed[n] = kAll;
+      if (mask && i < width) allowed[n] = mask[i / 32] >> (i % 32) & kAll;
+      if (vectorized && i + kPack <= width) pack[n].bits = load16_streamed(logits + i);
+    }
+#pragma unroll
+    for (int n = 0; n < kPacks; ++n) {
+      const int i = first + n * kProcessThreads * kPack;
+      if (i >= width) break;
+      if (!vectorized || i + kPack > width) {
+#pragma unroll 1
+        for (int e = 0; e < min(kPack, width - i); ++e)
+          out[i + e] = from_float<Out>(allowed[n] >> e & 1 ? to_float(logits[i + e]) : -INFINITY);
+        continue;
       }
+      float v[kPack];
+      pack[n].unpack(v);
 #pragma unroll
-      for (int n = 0; n < kPacks; ++n) {
-        const int i = base + n * kProcessThreads * kPack;
-        if (i >= size || (only_changes && allowed[n] == kAll)) continue;
-        u32 unnamed = i + kPack <= size ? kAll : (1u << (size - i)) - 1;
-        if (tokens) {
+      for (int e = 0; e < kPack; ++e) v[e] = allowed[n] >> e & 1 ? v[e] : -INFINITY;
+      if constexpr (sizeof(Out) == sizeof(In)) {
+        Pack<Out> result;
+        result.pack(v);
+        store16(out + i, result.bits);
+      } else {
 #pragma unroll
-          for (int e = 0; e < kPack; ++e) unnamed &= ~(static_cast<u32>(tokens[i + e] != 0) << e);
-        }
-        if (!vectorized || unnamed != kAll) {
-#pragma unroll 1
-          for (int e = 0; e < kPack; ++e) {
-            if (unnamed >> e & 1)
-              out[i + e] = from_float<Out>(allowed[n] >> e & 1 ? to_float(logits[i + e]) : -INFINITY);
-          }
-          continue;
-        }
-        float v[kPack];
-        pack[n].unpack(v);
-#pragma unroll
-        for (int e = 0; e < kPack; ++e) v[e] = allowed[n] >> e & 1 ? v[e] : -INFINITY;
-        if constexpr (sizeof(Out) == sizeof(In)) {
+        for (int e = 0; e < kPack; e += 4) {
+          const float four[4] = {v[e], v[e + 1], v[e + 2], v[e + 3]};
           Pack<Out> result;
-          result.pack(v);
-          store16(out + i, result.bits);
-        } else {
-#pragma unroll
-          for (int e = 0; e < kPack; e += 4) {
-            const float four[4] = {v[e], v[e + 1], v[e + 2], v[e + 3]};
-            Pack<Out> result;
-            result.pack(four);
-            store16(out + i + e, result.bits);
-          }
+          result.pack(four);
+          store16(out + i + e, result.bits);
         }
       }
     }
   }
+
+  // -inf for masked tokens: a warp loads 32 words and writes the tokens of one after the other.
+  __device__ __forceinline__ void write_masked(int tile) const {
+    const int lane = threadIdx.x % 32, words = (width + 31) / 32;
+    const int first = (tile * kProcessThreads + static_cast<int>(threadIdx.x)) / 32 * 32;
+    const u32 own = first + lane < words ? ~mask[first + lane] : 0;
+    for (u32 some = __ballot_sync(kAllLanes, own != 0); some != 0; some &= some - 1) {
+      const int word = __ffs(some) - 1, token = (first + word) * 32 + lane;
+      if ((__shfl_sync(kAllLanes, own, word) >> lane & 1) && token < width) out[token] = from_float<Out>(-INFINITY);
+    }
+  }
 };
 
-template <typename In, typename Out>
-__global__ void __launch_bounds__(kProcessThreads) process_logits_kernel(const __grid_constant__ ProcessParams p) {
-  u32* const tokens = reinterpret_cast<u32*>(dynamic_shared_memory());
-  const int tile_idx = blockIdx.x % p.tiles;
-  const Tile tile = {blockIdx.x / p.tiles, tile_idx * p.tile, min(p.tile, p.width - tile_idx * p.tile)};
-  const TileRows<In, Out> rows(p, tile);
-  const bool has_history = p.history.ids != nullptr, has_bias = p.bias.ids != nullptr, names = has_history || has_bias;
-  if (names) {
-    // Past the end of the tile too: packs are read whole.
-    for (int i = threadIdx.x; i < (tile.size + 7) / 8 * 2; i += kProcessThreads)
-      reinterpret_cast<uint4*>(tokens)[i] = make_uint4(0, 0, 0, 0);
-    __syncthreads();
+// The slots of the tokens that a block writes.
+struct Slots {
+  u32* slots;   // flags and counts
+  u32* tokens;  // of each slot; null: a slot for each token of the part
+  int hash_bits;
+  u32 begin, size;  // of the part
+
+  // The place of an id in the part, or kNoToken.
+  __device__ __forceinline__ u32 place(const char* ids, bool is_int64, int i) const {
+    u32 place;
+    if (is_int64) {
+      place = static_cast<u32>(min(reinterpret_cast<const u64*>(ids)[i] - begin, u64{kNoToken}));
+    } else {
+      place = reinterpret_cast<const u32*>(ids)[i] - begin;
+    }
+    return place < size ? place : kNoToken;
   }
+  template <bool inserts>
+  __device__ __forceinline__ u32* slot(u32 place) const {
+    if (!tokens) return slots + place;
+    u32 at = place * 0x9e3779b1u >> (32 - hash_bits);
+    // At most half of the slots are taken.
+    for (;; at = (at + 1) & ((1u << hash_bits) - 1)) {
+      const u32 there = inserts ? atomicCAS(tokens + at, kNoToken, place) : tokens[at];
+      if (there == place || (inserts && there == kNoToken)) return slots + at;
+    }
+  }
+};
+
+// visit(indices, places) for kPacks of the first `length` ids at a time; places are kNoToken where there is nothing.
+template <typename Visit>
+__device__ __forceinline__ void for_each_id(const Slots& slots, const IdRows& rows, int64_t row, int length,
+                                            Visit visit) {
+  const char* const ids = rows.ids + row * rows.row_bytes;
+#pragma unroll 1
+  for (int base = threadIdx.x; base < length; base += kPacks * kProcessThreads) {
+    u32 places[kPacks];
+#pragma unroll
+    for (int n = 0; n < kPacks; ++n) {
+      const int i = base + n * kProcessThreads;
+      places[n] = i < length ? slots.place(ids, rows.is_int64, i) : kNoToken;
+    }
+    visit(base, places);
+  }
+}
+
+// Writes the tokens that history and bias name, if they are allowed.
+template <typename In, typename Out>
+__device__ __forceinline__ void write_named(const ProcessParams& p) {
+  u32* const memory = reinterpret_cast<u32*>(dynamic_shared_memory());
+  const int64_t row_idx = blockIdx.x / p.parts;
+  const int part = static_cast<int>(blockIdx.x % p.parts);
+  const u32 begin = p.hash_bits ? 0 : part * kPart, size = p.hash_bits ? p.width : min(kPart, p.width - part * kPart);
+  const u32 num_slots = p.hash_bits ? 1u << p.hash_bits : (size + 3) / 4 * 4;
+  const Slots slots = {memory, p.hash_bits ? memory + num_slots : nullptr, p.hash_bits, begin, size};
+  for (u32 i = threadIdx.x; i < num_slots / 4; i += kProcessThreads) {
+    reinterpret_cast<uint4*>(memory)[i] = make_uint4(0, 0, 0, 0);
+    if (slots.tokens)
+      reinterpret_cast<uint4*>(slots.tokens)[i] = make_uint4(kNoToken, kNoToken, kNoToken, kNoToken);
+  }
+  __syncthreads();
   pdl_wait();
   pdl_trigger();
+  const LogitRow<In, Out> row(p, row_idx);
   Penalties penalties = {1.f, 0.f, 0.f};
   int length = 0;
-  if (has_history) {
-    penalties = {p.repetition.at(tile.row), p.presence.at(tile.row), p.frequency.at(tile.row)};
-    length = static_cast<int>(max(int64_t{0}, min(p.lengths.at(tile.row), int64_t{p.history.length})));
-    const int64_t prompt = p.prompt_lengths.at(tile.row);
-    for_each_id(p.history, length, tile, [&](int i, u32 place) {
-      if (i < prompt) {
-        atomicOr(tokens + place, kInPrompt);
-      } else {
-        atomicAdd(tokens + place, 1u);
+  if (p.history.ids) {
+    penalties = {p.repetition.at(row_idx), p.presence.at(row_idx), p.frequency.at(row_idx)};
+    length = static_cast<int>(max(int64_t{0}, min(p.lengths.at(row_idx), int64_t{p.history.length})));
+    const int64_t prompt = p.prompt_lengths.at(row_idx);
+    for_each_id(slots, p.history, row_idx, length, [&](int base, const u32(&places)[kPacks]) {
+#pragma unroll
+      for (int n = 0; n < kPacks; ++n) {
+        if (places[n] == kNoToken) continue;
+        u32* const slot = slots.slot<true>(places[n]);
+        if (base + n * kProcessThreads < prompt) {
+          atomicOr(slot, kInPrompt);
+        } else {
+          atomicAdd(slot, 1u);
+        }
       }
     });
   }
-  if (has_bias) {
-    for_each_id(p.bias, p.bias.length, tile, [&](int, u32 place) {
-      if (atomicOr(tokens + place, kBiased) & kBiased) atomicOr(tokens + place, kRepeated);
+  if (p.bias.ids) {
+    for_each_id(slots, p.bias, row_idx, p.bias.length, [&](int, const u32(&places)[kPacks]) {
+#pragma unroll
+      for (int n = 0; n < kPacks; ++n) {
+        if (places[n] == kNoToken) continue;
+        u32* const slot = slots.slot<true>(places[n]);
+        if (atomicOr(slot, kBiased) & kBiased) atomicOr(slot, kRepeated);
+      }
     });
   }
-  if (names) __syncthreads();
-  if (has_bias) {
-    const char* const ids = p.bias.ids + tile.row * p.bias.row_bytes;
-    const float* const values = reinterpret_cast<const float*>(p.bias_values + tile.row * p.bias_values_row_bytes);
-    for_each_id(p.bias, p.bias.length, tile, [&](int i, u32 place) {
-      const u32 token = tokens[place];
+  __syncthreads();
+  if (p.bias.ids) {
+    const char* const ids = p.bias.ids + row_idx * p.bias.row_bytes;
+    const float* const values = reinterpret_cast<const float*>(p.bias_values + row_idx * p.bias_values_row_bytes);
+    for (int i = threadIdx.x; i < p.bias.length; i += kProcessThreads) {
+      const u32 place = slots.place(ids, p.bias.is_int64, i);
+      if (place == kNoToken) continue;
+      const u32 slot = *slots.slot<false>(place);
       double sum = values[i];
-      if (token & kRepeated) {  // the first entry of a token adds the others, in their order
-        for (int j = 0; j < i; ++j) {
-          if (place_in_tile(ids, p.bias.is_int64, j, tile) == place) return;
-        }
-        for (int j = i + 1; j < p.bias.length; ++j) {
-          if (place_in_tile(ids, p.bias.is_int64, j, tile) == place) sum += static_cast<double>(values[j]);
+      if (slot & kRepeated) {  // the first entry of a token adds the others, in their order
+        int other = 0;
+        while (other < i && slots.place(ids, p.bias.is_int64, other) != place) ++other;
+        if (other < i) continue;
+        for (other = i + 1; other < p.bias.length; ++other) {
+          if (slots.place(ids, p.bias.is_int64, other) == place) sum += static_cast<double>(values[other]);
         }
       }
-      const float biased = static_cast<float>(static_cast<double>(to_float(rows.logits[place])) + sum);
-      rows.write(place, penalties.apply(biased, token));
-    });
+      const u32 token = begin + place;
+      const float biased = static_cast<float>(static_cast<double>(to_float(row.logits[token])) + sum);
+      if (row.allows(token)) row.out[token] = from_float<Out>(penalties.apply(biased, slot));
+    }
   }
-  // The first thread that finds a token writes it. kDone leaves the counts as they are.
-  for_each_id(p.history, length, tile, [&](int, u32 place) {
-    const u32 token = atomicOr(tokens + place, kDone);
-    if (!(token & (kDone | kBiased))) rows.write(place, penalties.apply(to_float(rows.logits[place]), token));
+  for_each_id(slots, p.history, row_idx, length, [&](int, const u32(&places)[kPacks]) {
+    u32 found[kPacks];
+    bool takes[kPacks];
+    In logits[kPacks];
+#pragma unroll
+    for (int n = 0; n < kPacks; ++n) {
+      // The first thread that finds a token writes it. kDone leaves the counts as they are.
+      found[n] = places[n] != kNoToken ? atomicOr(slots.slot<false>(places[n]), kDone) : kDone;
+    }
+#pragma unroll
+    for (int n = 0; n < kPacks; ++n) {
+      takes[n] = !(found[n] & (kDone | kBiased));
+      if (takes[n]) logits[n] = row.logits[begin + places[n]], takes[n] = row.allows(begin + places[n]);
+    }
+#pragma unroll
+    for (int n = 0; n < kPacks; ++n) {
+      if (takes[n]) row.out[begin + places[n]] = from_float<Out>(penalties.apply(to_float(logits[n]), found[n]));
+    }
   });
-  if (!p.in_place || p.bitmask) rows.convert(names ? tokens : nullptr, tile.size, p.in_place);
+}
+
+template <typename In, typename Out>
+__global__ void __launch_bounds__(kProcessThreads, 2) process_logits_kernel(const __grid_constant__ ProcessParams p) {
+  if (blockIdx.x < p.named_blocks) {
+    write_named<In, Out>(p);
+    return;
+  }
+  const unsigned block = blockIdx.x - p.named_blocks;
+  pdl_wait();
+  pdl_trigger();
+  const LogitRow<In, Out> row(p, block / p.tiles);
+  const int tile = static_cast<int>(block % p.tiles);
+  if (p.in_place) {
+    row.write_masked(tile);
+  } else {
+    row.convert(tile);
+  }
 }
 
 // ---- the host -------------------------------------------------------------------------------------------------------
 
-// The tokens of a block: few where the rows are few, many where the history is long, as each block reads all of it.
-int tile_of(int64_t rows, int width, int history_bytes, int64_t sms) {
-  const auto blocks = [&](int tile) { return rows * ((width + tile - 1) / tile); };
-  int tile = 8192;
-  while (tile > kMinTile && blocks(tile) < 2 * sms) tile /= 2;
-  while (tile < kMaxTile && history_bytes > 4 * tile && blocks(2 * tile) >= sms) tile *= 2;
-  return tile;
-}
-
 template <typename In, typename Out>
 void launch(ProcessParams p, int64_t rows, DLDevice device) {
-  const bool counts = p.history.ids || p.bias.ids;
-  p.tile = tile_of(rows, p.width, p.history.ids ? p.history.length * (p.history.is_int64 ? 8 : 4) : 0, num_sms(device));
-  p.tiles = (p.width + p.tile - 1) / p.tile;
-  const size_t bytes = counts ? p.tile * sizeof(u32) : 0;
-  if (rows * p.tiles >= int64_t{1} << 31) unsupported("more than 2^31 tiles of rows");
-  if (bytes > kDefaultSharedBytes) raise_shared_limit<process_logits_kernel<In, Out>>(device);
-  launch_pdl(process_logits_kernel<In, Out>, dim3(static_cast<unsigned>(rows * p.tiles)), dim3(kProcessThreads), device,
-             p, bytes);
+  constexpr auto kernel = process_logits_kernel<In, Out>;
+  const int ids = p.history.length + p.bias.length;
+  const int tile = p.in_place ? kProcessThreads * 32 : kPacks * kProcessThreads * Pack<In>::size;
+  p.tiles = p.in_place && !p.bitmask ? 0 : (p.width + tile - 1) / tile;
+  size_t bytes = 0;
+  if (ids > 0) {
+    p.parts = ids <= kMaxHashed ? 1 : (p.width + kPart - 1) / kPart;
+    if (ids <= kMaxHashed) {
+      p.hash_bits = 6;
+      while (1 << p.hash_bits < 2 * std::min(ids, p.width)) ++p.hash_bits;
+    }
+    bytes = p.hash_bits ? size_t{8} << p.hash_bits : sizeof(u32) * kPart;
+  }
+  const int64_t named = rows * p.parts, others = rows * p.tiles;
+  if (named + others >= int64_t{1} << 31) unsupported("more than 2^31 blocks");
+  if (bytes > kDefaultSharedBytes) raise_shared_limit<kernel>(device);
+  const auto launch_blocks = [&](int64_t first, int64_t second, size_t shared_bytes) {
+    p.named_blocks = static_cast<unsigned>(first);
+    if (first + second == 0) return;
+    launch_pdl(kernel, dim3(static_cast<unsigned>(first + second)), dim3(kProcessThreads), device, p, shared_bytes);
+  };
+  if (p.in_place) {
+    launch_blocks(named, others, bytes);
+  } else {
+    launch_blocks(0, others, 0);
+    launch_blocks(named, 0, bytes);
+  }
 }
 
 IdRows id_rows(const Checks& check, const char* name, const TensorView& ids, const TensorView& logits) {

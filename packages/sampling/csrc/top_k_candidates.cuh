@@ -60,6 +60,7 @@ struct alignas(16) TopKScratch {
   u64 kept_mass;  // of what top-k keeps
   u64 row_mass;
   float softmax_sum;
+  int drawn;  // the place of the drawn element in descending order
 };
 
 // Keys of values: a lower bound of the k-th largest maximum of a group, and the largest element.

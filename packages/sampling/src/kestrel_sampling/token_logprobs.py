@@ -135,12 +135,22 @@ def _token_logprobs(
     joint: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Each parameter as a tensor, or None and a number."""
-    allocate, rows = allocator(logits), logits.shape[0]
-    logprobs, ranks = allocate((rows,), (1,), torch.float32), allocate((rows,), (1,), torch.int32)
-    top_ids = allocate((rows, top_n), (top_n, 1), torch.int32)
-    top_logprobs = allocate((rows, top_n), (top_n, 1), torch.float32)
+    results = logprob_tensors(logits, top_n)
     binary.token_logprobs(
-        logprobs, ranks, top_ids, top_logprobs, logits, ids, temperature, temperature_value, top_k, top_k_value,
-        top_p, top_p_value, min_p, min_p_value, joint,
+        *results, logits, ids, temperature, temperature_value, top_k, top_k_value, top_p, top_p_value, min_p,
+        min_p_value, joint,
     )  # fmt: skip
-    return logprobs, ranks, top_ids, top_logprobs
+    return results
+
+
+def logprob_tensors(
+    logits: torch.Tensor, top_n: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Uninitialised logprobs, ranks, top_ids and top_logprobs."""
+    allocate, rows = allocator(logits), logits.shape[0]
+    return (
+        allocate((rows,), (1,), torch.float32),
+        allocate((rows,), (1,), torch.int32),
+        allocate((rows, top_n), (top_n, 1), torch.int32),
+        allocate((rows, top_n), (top_n, 1), torch.float32),
+    )
