@@ -222,8 +222,8 @@ __device__ __forceinline__ void write_no_logprobs(const LogprobParams& p, int64_
   for (int n = threadIdx.x; n < p.top_n; n += blockDim.x) p.top_logprobs[row_idx * p.top_n + n] = not_a_number();
 }
 
-// Finds the one of `num` entries, of different ids, in which the point of their mass in the order of ids lies. The block
-// calls found(n) in one thread.
+// Finds the one of `num` entries, of different ids, in which the point of their mass in the order of ids lies. The
+// block calls found(n) in one thread.
 template <typename Id, typename Found>
 __device__ __forceinline__ void locate_point(const u64* masses, int num, u64 point, Id id, Found found) {
   constexpr int kLanes = 8;  // per entry
@@ -293,7 +293,7 @@ __global__ void __launch_bounds__(kMaxSelectThreads, 1) logprob_rows(const __gri
       }
     }
   }
-  const LogprobRow params(p, row_idx);  // loaded again to save registers
+  const LogprobRow params(p, row_idx);                                  // loaded again to save registers
   const float temperature = draws && p.raw ? 1.f : params.temperature;  // of the log-probabilities
   if (draws && cluster.block_rank == 0 && threadIdx.x == blockDim.x - 32)
     scratch->random_word = random_word(p.seed.at(row_idx), p.offset.at(row_idx));
@@ -328,8 +328,8 @@ __global__ void __launch_bounds__(kMaxSelectThreads, 1) logprob_rows(const __gri
     } else if (key == Row::kNan) {
       rest += of_rest;
     } else {
-      rest += (static_cast<double>(of_rest) + of_equal) *
-              sum_fn.accurate_weight(Row::value(static_cast<u64>(key) << 32));
+      rest +=
+          (static_cast<double>(of_rest) + of_equal) * sum_fn.accurate_weight(Row::value(static_cast<u64>(key) << 32));
     }
   }
   equal = block_sum(equal, sums->warp_sums);

@@ -3,8 +3,8 @@
 // Blocks have two roles. Some convert the row and write -inf where the bitmask says so; in place they write the masked
 // tokens alone. The others write the allowed tokens that history and bias name, one block per row: they count in a hash
 // table in shared memory, or, for a long history, in an array of the tokens of a part of the vocabulary. Counts are
-// integer atomics, so the result does not depend on their order. In place no token belongs to both roles, and one launch
-// has both; otherwise the second role follows in a launch of its own.
+// integer atomics, so the result does not depend on their order. In place no token belongs to both roles, and one
+// launch has both; otherwise the second role follows in a launch of its own.
 
 #include <tvm/ffi/function.h>
 
@@ -17,11 +17,11 @@
 namespace kestrel::sampling {
 
 constexpr int kProcessThreads = 512;
-constexpr int kPacks = 4;                // that a thread loads together
-constexpr int kMaxHashed = 4096;         // ids of a row
-constexpr int kPart = 32768;             // tokens of a block, where there are more ids
-constexpr int64_t kMaxBiases = 4096;     // of a row: equal ids are found by comparing
-constexpr u32 kNoToken = ~u32{0};        // of an empty slot, and an id outside the vocabulary
+constexpr int kPacks = 4;             // that a thread loads together
+constexpr int kMaxHashed = 4096;      // ids of a row
+constexpr int kPart = 32768;          // tokens of a block, where there are more ids
+constexpr int64_t kMaxBiases = 4096;  // of a row: equal ids are found by comparing
+constexpr u32 kNoToken = ~u32{0};     // of an empty slot, and an id outside the vocabulary
 
 // What a slot holds: flags, and how often the token is in the output.
 constexpr u32 kInPrompt = 1u << 31;
@@ -43,11 +43,11 @@ struct ProcessParams {
   char* out = nullptr;
   int64_t logits_row_bytes = 0, out_row_bytes = 0;
   int width = 0;
-  bool in_place = false;     // out is logits
-  int parts = 0;             // blocks of a row that write named tokens,
-  int hash_bits = 0;         // log2 of the slots of their hash table; 0: a slot for each token of the part
+  bool in_place = false;      // out is logits
+  int parts = 0;              // blocks of a row that write named tokens,
+  int hash_bits = 0;          // log2 of the slots of their hash table; 0: a slot for each token of the part
   unsigned named_blocks = 0;  // all of them, the first of the grid
-  int tiles = 0;             // blocks of a row that convert
+  int tiles = 0;              // blocks of a row that convert
   IdRows history, bias;
   CountPerRow lengths, prompt_lengths;
   PerRow<float> repetition, presence, frequency;
@@ -198,8 +198,7 @@ __device__ __forceinline__ void write_named(const ProcessParams& p) {
   const Slots slots = {memory, p.hash_bits ? memory + num_slots : nullptr, p.hash_bits, begin, size};
   for (u32 i = threadIdx.x; i < num_slots / 4; i += kProcessThreads) {
     reinterpret_cast<uint4*>(memory)[i] = make_uint4(0, 0, 0, 0);
-    if (slots.tokens)
-      reinterpret_cast<uint4*>(slots.tokens)[i] = make_uint4(kNoToken, kNoToken, kNoToken, kNoToken);
+    if (slots.tokens) reinterpret_cast<uint4*>(slots.tokens)[i] = make_uint4(kNoToken, kNoToken, kNoToken, kNoToken);
   }
   __syncthreads();
   pdl_wait();

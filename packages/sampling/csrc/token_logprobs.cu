@@ -1,5 +1,5 @@
-// The entry points of token_logprobs and sample_with_logprobs: logprob_rows for every call, then threshold_logprobs where
-// a filter may need it.
+// The entry points of token_logprobs and sample_with_logprobs: logprob_rows for every call, then threshold_logprobs
+// where a filter may need it.
 
 #include <tvm/ffi/function.h>
 

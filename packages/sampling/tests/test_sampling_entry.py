@@ -23,6 +23,7 @@ from kestrel_sampling.chain_speculative_sampling import _chain_speculative_sampl
 from kestrel_sampling.probabilities import _check_softmax
 from kestrel_sampling.process_logits import _process_logits
 from kestrel_sampling.sample_from_logits import _check_sample_from_logits
+from kestrel_sampling.sample_with_logprobs import _sample_with_logprobs
 from kestrel_sampling.token_logprobs import _token_logprobs
 from kestrel_sampling.topk import _check_topk_fwd
 
@@ -153,18 +154,24 @@ LOGPROBS: dict[str, Any] = {
     "logits": ROWS, "ids": LONGS, "top_n": 2, "temperature": ONES, "temperature_value": 0.0, "top_k": LONGS,
     "top_k_value": 0, "top_p": ONES, "top_p_value": 0.0, "min_p": None, "min_p_value": 0.1, "joint": False,
 }  # fmt: skip
+DRAWN: dict[str, Any] = {
+    "logits": ROWS, "temperature": ONES, "temperature_value": 0.0, "top_k": None, "top_k_value": 3, "top_p": ONES,
+    "top_p_value": 0.0, "min_p": None, "min_p_value": 0.1, "joint": False, "top_n": 2, "processed": True,
+    "seed": LONGS, "seed_value": 0, "offset": None, "offset_value": 3, "offset_stride": 1,
+}  # fmt: skip
 CHAIN: dict[str, Any] = {
     "draft_probs": CHAINS[:, :2], "draft_token_ids": HISTORY[:, :2], "target_probs": CHAINS.half(),
     "maybe_output_accepted_token_num": ZEROS[0], "maybe_output_emitted_draft_token_num": ZEROS[1], "seed": LONGS,
     "seed_value": 0, "offset": None, "offset_value": 3, "offset_stride": 1,
 }  # fmt: skip
-process, logprobs, chain = map(cases_of, (PROCESS, LOGPROBS, CHAIN))
+process, logprobs, drawn, chain = map(cases_of, (PROCESS, LOGPROBS, DRAWN, CHAIN))
 
 
 def derived(function: Callable[..., Any], kwargs: dict[str, Any]) -> list[BadInput]:
     """Without those of numbers and flags, which the public function checks."""
     cases = derived_bad_inputs(function, (), kwargs)
-    return [case for case in cases if case.argument != "joint" and not case.argument.endswith("_value")]
+    unchecked = ("joint", "processed")
+    return [case for case in cases if case.argument not in unchecked and not case.argument.endswith("_value")]
 
 
 ACCEPTED, EMITTED = "maybe_output_accepted_token_num", "maybe_output_emitted_draft_token_num"
@@ -191,6 +198,14 @@ REFUSED: dict[Callable[..., Any], list[BadInput]] = {
         logprobs("more than there are", "top_n", 9, fragment="<= 8"),
         logprobs("k in float", "top_k", ONES, TypeError, "int32"),
         *derived(_token_logprobs, LOGPROBS),
+    ],
+    _sample_with_logprobs: [
+        drawn("no entries", "logits", ROWS[:, :0], fragment="entry"),
+        drawn("more than there are", "top_n", 9, fragment="<= 8"),
+        drawn("int32 seeds", "seed", ZEROS[0], TypeError, "int64"),
+        drawn("a p too many", "top_p", torch.rand(4), fragment="(3,)"),
+        drawn("an offset stride of two", "offset_stride", 2, fragment="0 or 1"),
+        *derived(_sample_with_logprobs, DRAWN),
     ],
     _chain_speculative_sampling: [
         chain("as many as draft tokens", "target_probs", CHAINS[:, :2], fragment="(3, 3, any)"),

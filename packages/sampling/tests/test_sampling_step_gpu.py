@@ -24,6 +24,7 @@ from kestrel_sampling import (
     chain_speculative_sampling,
     process_logits,
     sample_from_logits,
+    sample_with_logprobs,
     sampling_from_probs,
     token_logprobs,
 )
@@ -32,12 +33,6 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("kernels_only")]
 
 INF, NAN = math.inf, math.nan
 SHAPES = [(1, 1), (3, 7), (4, 111), (3, 1024), (5, 4097), (2, 51200), (3, 128257), (2, 151936), (1, 262144)]
-
-
-def assert_as_the_reference(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    got = op(*args, **kwargs)
-    assert_same_bits(got, by_reference(op, *args, **kwargs), any_nan=True)
-    return got
 
 
 # ---- process_logits --------------------------------------------------------------------------------------------------
@@ -295,6 +290,57 @@ def test_replayed_graphs_see_new_logits_and_tokens() -> None:
         first, second = ([normal(3, 9000, n), integers(0, 9000, 3, seed=n)] for n in (1, 2))
         run = lambda logits, ids: tuple(token_logprobs(logits, ids, 4, **options))  # noqa: B023, E731
         assert_same_bits(graph_replay(run, first, [x.clone() for x in second]), run(*second))
+
+
+# ---- sample_with_logprobs --------------------------------------------------------------------------------------------
+
+
+def assert_draws_with_logprobs_as_the_reference(logits: torch.Tensor, **given: Any) -> None:
+    got = sample_with_logprobs(logits, **given)
+    want = by_reference(sample_with_logprobs, logits, **given)
+    assert_same_bits(tuple(got[:2]), tuple(want[:2]))
+    assert_close_logprobs(got, want)
+
+
+@pytest.mark.parametrize("processed", [False, True])
+@pytest.mark.parametrize("rows_of", ROWS)
+@pytest.mark.parametrize(("rows", "width"), SHAPES)
+@pytest.mark.parametrize("options", FILTERS)
+def test_draws_with_log_probabilities_are_those_of_the_reference(
+    options: str, rows: int, width: int, rows_of: str, processed: bool
+) -> None:
+    key = {"seed": torch.arange(rows, device="cuda"), "offset": torch.arange(rows, device="cuda") * 3}
+    assert_draws_with_logprobs_as_the_reference(
+        ROWS[rows_of](rows, width), **FILTERS[options], processed=processed, top_n=min(width, 6), **key
+    )
+
+
+@pytest.mark.parametrize("k", [1, 2, 31, 128, 129, 700, 1024])
+@pytest.mark.parametrize("order", ["top_k_first", "joint"])
+def test_draws_with_log_probabilities_from_any_top_k(order: str, k: int) -> None:
+    for rows, width in ((300, 2000), (64, 20000), (3, 151936)):
+        logits = normal(rows, width, k)
+        logits[0, 3], logits[1] = NAN, -INF
+        logits[2, ::2] = 2.0
+        given: dict[str, Any] = {"top_k": k, "min_p": 1e-3, "filter_apply_order": order, "seed": 4, "top_n": 3}
+        top_p = 0.5 + torch.arange(rows, device="cuda") / rows
+        given["temperature"] = torch.where(torch.arange(rows, device="cuda") % 7 == 6, 0.0, 0.9)
+        for processed in (False, True):
+            offset = torch.arange(rows, device="cuda")
+            assert_draws_with_logprobs_as_the_reference(
+                logits, **given, top_p=top_p, offset=offset, processed=processed
+            )
+            ids = sample_with_logprobs(logits, **given, top_p=top_p, offset=offset, processed=processed).ids
+            same = {name: value for name, value in given.items() if name != "top_n"}
+            assert_same_bits(ids, sample_from_logits(logits, **same, top_p=top_p, offset=offset))
+
+
+def test_a_replayed_graph_draws_with_new_keys() -> None:
+    first, second = ([normal(5, 9000, n), integers(0, 99, 5, seed=n), integers(0, 99, 5, seed=n + 1)] for n in (1, 3))
+    run = lambda logits, seed, offset: tuple(  # noqa: E731
+        sample_with_logprobs(logits, 0.8, 40, 0.9, top_n=2, seed=seed, offset=offset)
+    )
+    assert_same_bits(graph_replay(run, first, [x.clone() for x in second]), run(*second))
 
 
 # ---- chain_speculative_sampling --------------------------------------------------------------------------------------

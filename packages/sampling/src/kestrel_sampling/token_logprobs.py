@@ -143,9 +143,7 @@ def _token_logprobs(
     return results
 
 
-def logprob_tensors(
-    logits: torch.Tensor, top_n: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def logprob_tensors(logits: torch.Tensor, top_n: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Uninitialised logprobs, ranks, top_ids and top_logprobs."""
     allocate, rows = allocator(logits), logits.shape[0]
     return (
