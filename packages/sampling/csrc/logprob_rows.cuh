@@ -61,7 +61,8 @@ struct GroupSum {
   }
 };
 
-constexpr int kPart = 16;  // elements of a group that a lane loads together, while it sums those before
+constexpr int kPart = 16;  // elements of a group that a lane sums together, while it loads those of the next chunk
+constexpr int kParts = kGroup / kPart;
 constexpr int kTileOfParts = 32 * kPart;
 
 // The elements of this lane's groups, and what is summed of them.
@@ -72,14 +73,14 @@ struct LogprobReader {
   int token;
   float of_token;
   u32 before = 0;  // elements before the token in descending order
-  uint4 raw[kPart / 4] = {};
+  uint4 loaded[kParts][kPart / 4] = {};
 
   __device__ __forceinline__ float weight(float below) const {
     return ptx::ex2_approx_ftz(__fmaf_rn(below, slope_rest, __fmul_rn(below, slope)));
   }
 
   // Starts the loads of a part of a group; none past the row.
-  __device__ __forceinline__ void load(int begin, int lane) {
+  __device__ __forceinline__ void load(int begin, int lane, uint4 (&raw)[kPart / 4]) const {
     const int size = 1 << row.pack_bits;
 #pragma unroll
     for (int u = 0; u < kPart / 4; ++u) {
@@ -89,17 +90,17 @@ struct LogprobReader {
     }
   }
   // The elements of the part; those past the row are -inf.
-  __device__ __forceinline__ void take(int begin, int lane, float (&v)[kPart]) const {
+  __device__ __forceinline__ void take(int begin, int lane, const uint4 (&raw)[kPart / 4], float (&v)[kPart]) const {
     if (row.dtype == kRowFloat32) {
-      take_as<float>(begin, lane, v);
+      take_as<float>(begin, lane, raw, v);
     } else if (row.dtype == kRowFloat16) {
-      take_as<__half>(begin, lane, v);
+      take_as<__half>(begin, lane, raw, v);
     } else {
-      take_as<__nv_bfloat16>(begin, lane, v);
+      take_as<__nv_bfloat16>(begin, lane, raw, v);
     }
   }
   template <typename T>
-  __device__ __forceinline__ void take_as(int begin, int lane, float (&v)[kPart]) const {
+  __device__ __forceinline__ void take_as(int begin, int lane, const uint4 (&raw)[kPart / 4], float (&v)[kPart]) const {
     constexpr int size = Pack<T>::size;
     const T* const from = reinterpret_cast<const T*>(row.row);
     if (row.pack_bits == 0) {
@@ -179,17 +180,26 @@ struct LogprobReader {
     }
   }
 
-  // This lane's group of the chunk, whose first part is being loaded; starts the loads of the next chunk of the warp.
+  // Starts the loads of the first 32 elements of a chunk.
+  __device__ __forceinline__ void start(int chunk, int lane) {
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) load((chunk << row.chunk_bits) + part * kTileOfParts, lane, loaded[part]);
+  }
+  // This lane's group of the chunk, whose first elements are being loaded; starts the next chunk of the warp.
   __device__ __forceinline__ GroupSum read(int chunk, int next_chunk, int lane) {
     const int end = min((chunk + 1) << row.chunk_bits, row.length);
     GroupSum group;
 #pragma unroll 1
-    for (int begin = chunk << row.chunk_bits; begin < end; begin += kTileOfParts) {
-      float v[kPart];
-      take(begin, lane, v);
-      const int64_t next = begin + kTileOfParts < end ? begin + kTileOfParts : int64_t{next_chunk} << row.chunk_bits;
-      if (next < row.length) load(static_cast<int>(next), lane);
-      merge(group, sum(begin, lane, v));
+    for (int begin = chunk << row.chunk_bits; begin < end; begin += kTileOfGroups) {
+      const int64_t next = begin + kTileOfGroups < end ? begin + kTileOfGroups : int64_t{next_chunk} << row.chunk_bits;
+#pragma unroll
+      for (int part = 0; part < kParts; ++part) {
+        const int offset = part * kTileOfParts;
+        float v[kPart];
+        take(begin + offset, lane, loaded[part], v);
+        if (next < row.length) load(static_cast<int>(next) + offset, lane, loaded[part]);
+        merge(group, sum(begin + offset, lane, v));
+      }
     }
     return group;
   }
@@ -263,7 +273,7 @@ __global__ void __launch_bounds__(kMaxSelectThreads, 1) logprob_rows(const __gri
     const LogprobRow params(p, row_idx);
     k = params.selects() ? params.k : 0, selected = max(k, p.top_n);
     LogprobReader<!draws> reader = {row, 0.f, 0.f, 0, 0.f};
-    reader.load(cluster.warp << row.chunk_bits, cluster.lane);
+    reader.start(cluster.warp, cluster.lane);
     // While the loads are in flight:
     sum_fn.set_temperature(draws && p.raw ? 1.f : params.temperature);
     reader.slope = sum_fn.slope, reader.slope_rest = fmaxf(sum_fn.slope_rest, FLT_MIN);
