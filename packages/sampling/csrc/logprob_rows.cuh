@@ -165,7 +165,7 @@ struct LogprobReader {
     return {most, rest[0] + rest[1], static_cast<float>(equal)};
   }
   __device__ __forceinline__ void merge(GroupSum& a, GroupSum b) const {
-    if (!(a.most >= b.most)) {
+    if (isnan(a.most) || b.most > a.most) {
       const GroupSum larger = b;
       b = a, a = larger;
     }
