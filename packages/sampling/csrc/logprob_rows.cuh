@@ -208,19 +208,27 @@ struct LogprobReader {
 // Beside TopKScratch.
 struct alignas(16) LogprobScratch {
   u64 before[kMaxTopKWarps];  // the elements before the token, by warp of the cluster
-  double warp_sums[kMaxSelectThreads / 32];
+  double2 warp_sums[kMaxSelectThreads / 32];
+  // Of few candidates: the mass of those before each in descending order, and its place.
+  u64 mass_before[kMaxRanked];
+  int place[kMaxRanked];
+  int num_kept, num_reaching;  // by top-p and by min-p
 };
 
-// The sum over the block, in an order that depends on nothing but the number of threads.
-__device__ __forceinline__ double block_sum(double v, double* warp_sums) {
+// The sums over the block, in an order that depends on nothing but the number of threads.
+__device__ __forceinline__ double2 block_sums(double2 v, double2* warp_sums) {
 #pragma unroll
-  for (int other = 16; other > 0; other /= 2) v += __shfl_xor_sync(kAllLanes, v, other);
+  for (int other = 16; other > 0; other /= 2) {
+    v.x += __shfl_xor_sync(kAllLanes, v.x, other);
+    v.y += __shfl_xor_sync(kAllLanes, v.y, other);
+  }
   __syncthreads();
   if (threadIdx.x % 32 == 0) warp_sums[threadIdx.x / 32] = v;
   __syncthreads();
-  double sum = 0.;
-  for (int warp = 0; warp < static_cast<int>(blockDim.x) / 32; ++warp) sum += warp_sums[warp];
-  return sum;
+  double2 sums = {0., 0.};
+  for (int warp = 0; warp < static_cast<int>(blockDim.x) / 32; ++warp)
+    sums.x += warp_sums[warp].x, sums.y += warp_sums[warp].y;
+  return sums;
 }
 
 // The results of a row that is not one.
@@ -230,6 +238,66 @@ __device__ __forceinline__ void write_no_logprobs(const LogprobParams& p, int64_
     p.ranks[row_idx] = 0;
   }
   for (int n = threadIdx.x; n < p.top_n; n += blockDim.x) p.top_logprobs[row_idx * p.top_n + n] = not_a_number();
+}
+
+// Few candidates, compared with one another as in draw_by_pairs: the first `selected` in descending order go to
+// `ranked`. Sets scratch->drawn, the place of the drawn one, and how many of the first k top-p and min-p keep.
+// row_mass: 0 unless top-p counts it. reaches(key): whether min-p keeps it.
+template <typename Reaches>
+__device__ __forceinline__ void rank_and_draw(TopKScratch* scratch, LogprobScratch* own_scratch, const u64* keys,
+                                              const u64* masses, u64* ranked, int count, int selected, int k,
+                                              u64 row_mass, u64 q32, Reaches reaches) {
+  constexpr int kLanes = 8;  // per candidate
+  const int lane = threadIdx.x % kLanes, candidates = blockDim.x / kLanes;
+  u64* const before = own_scratch->mass_before;
+#pragma unroll 1
+  for (int base = 0; base < count; base += candidates) {
+    const int own = base + threadIdx.x / kLanes;
+    const u64 key = keys[min(own, count - 1)];
+    int place = 0;
+    u64 mass = 0;
+#pragma unroll 4
+    for (int other = lane; other < count; other += kLanes) {
+      const bool is_larger = keys[other] > key;
+      place += is_larger, mass += is_larger ? masses[other] : 0;
+    }
+#pragma unroll
+    for (int distance = 1; distance < kLanes; distance *= 2) {
+      place += __shfl_xor_sync(kAllLanes, place, distance);
+      mass += __shfl_xor_sync(kAllLanes, mass, distance);
+    }
+    if (lane == 0 && own < count) {
+      before[own] = place < k ? mass : ~u64{0};
+      own_scratch->place[own] = place;
+      if (place < selected) ranked[place] = key;
+      if (place == k - 1) scratch->kept_mass = mass + masses[own];
+      if (place < k && reaches(key)) atomicAdd(&own_scratch->num_reaching, 1);
+    }
+  }
+  __syncthreads();
+  const u64 goal = max(u64{1}, scale_q32(row_mass ? row_mass : scratch->kept_mass, q32));
+#pragma unroll 1
+  for (int base = 0; base < count; base += candidates) {
+    const int own = min(base + static_cast<int>(threadIdx.x) / kLanes, count - 1);
+    const u64 key = keys[own];
+    u64 all = 0, mass = 0;
+#pragma unroll 4
+    for (int other = lane; other < count; other += kLanes) {
+      const u64 of_other = before[other] < goal ? masses[other] : 0;
+      all += of_other;
+      mass += static_cast<u32>(keys[other]) > static_cast<u32>(key) ? of_other : 0;  // a lower id
+    }
+#pragma unroll
+    for (int distance = 1; distance < kLanes; distance *= 2) {
+      all += __shfl_xor_sync(kAllLanes, all, distance);
+      mass += __shfl_xor_sync(kAllLanes, mass, distance);
+    }
+    const u64 point = scale_q32(all, scratch->random_word);
+    if (lane != 0 || base + static_cast<int>(threadIdx.x) / kLanes >= count || before[own] >= goal) continue;
+    atomicAdd(&own_scratch->num_kept, 1);
+    if (point >= mass && point - mass < masses[own]) scratch->drawn = own_scratch->place[own];
+  }
+  __syncthreads();
 }
 
 // Finds the one of `num` entries, of different ids, in which the point of their mass in the order of ids lies. The
@@ -264,6 +332,7 @@ __global__ void __launch_bounds__(kMaxSelectThreads, 1) logprob_rows(const __gri
   u64* const group_sums = reinterpret_cast<u64*>(memory + layout.bytes());
   const TopKSelector<Kind::scores> selector = {cluster, row, scratch, memory, layout};
   selector.init();
+  if (threadIdx.x == 0) sums->num_kept = sums->num_reaching = 0;
   cluster.arrive_release();
   pdl_wait();
   pdl_trigger();
@@ -327,6 +396,7 @@ __global__ void __launch_bounds__(kMaxSelectThreads, 1) logprob_rows(const __gri
   if (joint) sum_row(selector, weight_fn, 1.f);
   if (cluster.block_rank != 0) return;
 
+  float of_token = draws ? 0.f : row.element(params.token);
   // The sum of the row: NaN if it holds one.
   double equal = 0., rest = 0.;
   for (int g = threadIdx.x; g < 32 * layout.num_chunks; g += blockDim.x) {
@@ -342,8 +412,9 @@ __global__ void __launch_bounds__(kMaxSelectThreads, 1) logprob_rows(const __gri
           (static_cast<double>(of_rest) + of_equal) * sum_fn.accurate_weight(Row::value(static_cast<u64>(key) << 32));
     }
   }
-  equal = block_sum(equal, sums->warp_sums);
-  rest = block_sum(rest, sums->warp_sums);
+  const double2 of_row = block_sums({equal, rest}, sums->warp_sums);
+  equal = of_row.x, rest = of_row.y;
+  const bool is_valid = fabsf(top) < INFINITY && !isnan(rest) && !isnan(params.temperature);
   int rank = 0;  // of the token, from 0
   if constexpr (!draws) {
     u32 before = 0;
@@ -354,9 +425,17 @@ __global__ void __launch_bounds__(kMaxSelectThreads, 1) logprob_rows(const __gri
   const u64* keys = selector.candidates();
   int count = 0;
   if (selected > 0) {
-    count = selector.collect(selected, range, [](u32, u64) {});
-    if (selector.ranks()) {
-      u64* const ranked = selector.ranked();
+    u64* const ranked = selector.ranked();
+    count = selector.collect(selected, range, [&](u32 n, u64 key) {
+      if (draws && selector.ranks()) selector.masses()[n] = mass_of(weight_fn.scaled(Row::value(key)));
+    });
+    if (draws && selector.ranks() && is_valid) {
+      keys = ranked;
+      rank_and_draw(scratch, sums, selector.candidates(), selector.masses(), ranked, count, selected, k,
+                    joint ? scratch->row_mass : 0, params.q32, [&](u64 key) {
+                      return !(params.min_p > 0.f) || weight_fn.weight(Row::value(key)) >= params.min_p;
+                    });
+    } else if (selector.ranks()) {
       rank_keys(selector.candidates(), count, selected, [&](int place, u64 key) { ranked[place] = key; });
       keys = ranked;
       __syncthreads();
@@ -365,7 +444,7 @@ __global__ void __launch_bounds__(kMaxSelectThreads, 1) logprob_rows(const __gri
     }
     for (int n = threadIdx.x; n < p.top_n; n += blockDim.x) p.top_ids[row_idx * p.top_n + n] = row.index(keys[n]);
   }
-  if (!(fabsf(top) < INFINITY) || isnan(rest) || isnan(params.temperature)) {
+  if (!is_valid) {
     if (draws && threadIdx.x == 0) p.ids[row_idx] = 0, p.valid[row_idx] = false;
     write_no_logprobs(p, row_idx, draws || params.has_token);
     return;
@@ -376,7 +455,12 @@ __global__ void __launch_bounds__(kMaxSelectThreads, 1) logprob_rows(const __gri
                          : static_cast<double>(-INFINITY);
   };
   int kept = p.length;  // of the elements in descending order
-  if (k > 0) {
+  if (draws && selector.ranks()) {
+    kept = sums->num_reaching;
+    if (params.q32 < kQ32One) kept = min(kept, sums->num_kept);
+    kept = max(kept, 1);
+    rank = scratch->drawn;
+  } else if (k > 0) {
     u64* const masses = selector.masses();
     int reach = 0;
     for (int n = threadIdx.x; n < k; n += blockDim.x) {
@@ -402,26 +486,27 @@ __global__ void __launch_bounds__(kMaxSelectThreads, 1) logprob_rows(const __gri
       __syncthreads();
       rank = scratch->drawn;
     }
-    if (draws && p.raw) {
-      kept = p.length;
-    } else {
-      double sum = 0., same = 0.;
-      for (int n = threadIdx.x; n < kept; n += blockDim.x) {
-        if (keys[n] >> 32 == range.largest) {
-          same += 1.;
-        } else {
-          sum += exp(exponent(Row::value(keys[n])));
-        }
+  }
+  if (draws && p.raw) {
+    kept = p.length;
+  } else if (k > 0) {
+    double2 of_kept = {0., 0.};
+    for (int n = threadIdx.x; n < kept; n += blockDim.x) {
+      if (keys[n] >> 32 == range.largest) {
+        of_kept.x += 1.;
+      } else {
+        of_kept.y += exp(exponent(Row::value(keys[n])));
       }
-      rest = block_sum(sum, sums->warp_sums);
-      equal = block_sum(same, sums->warp_sums);
     }
+    of_kept = block_sums(of_kept, sums->warp_sums);
+    equal = of_kept.x, rest = of_kept.y;
   }
   const double log_sum = log1p(equal - 1. + rest);
   if (threadIdx.x == 0) {
     const int token = draws ? row.index(keys[rank]) : params.token;
     const bool has_token = draws || params.has_token;
-    const float logprob = static_cast<float>(exponent(row.element(token)) - log_sum);
+    if constexpr (draws) of_token = Row::value(keys[rank]);
+    const float logprob = static_cast<float>(exponent(of_token) - log_sum);
     p.logprobs[row_idx] = has_token && rank < kept ? logprob : -INFINITY;
     p.ranks[row_idx] = has_token ? rank + 1 : 0;
     if (draws) p.ids[row_idx] = token, p.valid[row_idx] = true;

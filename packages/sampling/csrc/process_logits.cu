@@ -17,9 +17,10 @@
 namespace kestrel::sampling {
 
 constexpr int kProcessThreads = 512;
-constexpr int kPacks = 4;             // that a thread loads together
+constexpr int kPacks = 4;             // that a thread loads together,
+constexpr int kIds = 4;               // and ids of the history
 constexpr int kMaxHashed = 4096;      // ids of a row
-constexpr int kPart = 32768;          // tokens of a block, where there are more ids
+constexpr int kPart = 16384;          // tokens of a block, where there are more ids
 constexpr int64_t kMaxBiases = 4096;  // of a row: equal ids are found by comparing
 constexpr u32 kNoToken = ~u32{0};     // of an empty slot, and an id outside the vocabulary
 
@@ -83,6 +84,8 @@ struct LogitRow {
         width(p.width) {}
 
   __device__ __forceinline__ bool allows(u32 token) const { return !mask || (mask[token / 32] >> (token % 32) & 1); }
+
+  __device__ __forceinline__ void write(u32 token, float v) const { out[token] = from_float<Out>(v); }
 
   // A pack of 16 bytes of logits per thread and load: converted, and masked.
   __device__ __forceinline__ void convert(int tile) const {
@@ -168,112 +171,167 @@ struct Slots {
       if (there == place || (inserts && there == kNoToken)) return slots + at;
     }
   }
+
+  // Whether the history alone names the token of a slot, which is in the part.
+  __device__ __forceinline__ bool is_named(u32 at) const {
+    return at < size && slots[at] != 0 && !(slots[at] & kBiased);
+  }
 };
 
-// visit(indices, places) for kPacks of the first `length` ids at a time; places are kNoToken where there is nothing.
-template <typename Visit>
-__device__ __forceinline__ void for_each_id(const Slots& slots, const IdRows& rows, int64_t row, int length,
-                                            Visit visit) {
-  const char* const ids = rows.ids + row * rows.row_bytes;
-#pragma unroll 1
-  for (int base = threadIdx.x; base < length; base += kPacks * kProcessThreads) {
-    u32 places[kPacks];
+// kIds ids of the history per thread, kProcessThreads apart, from `base` on. Their slots and logits are loaded once.
+template <typename In>
+struct HistoryBatch {
+  u32 places[kIds];  // kNoToken where there is nothing to write
+  u32* slots[kIds];
+  In logits[kIds];
+
+  // The ids, also those past the length of the row, which need not be known yet.
+  __device__ __forceinline__ void load(const Slots& part, const IdRows& rows, int64_t row, int base) {
+    const char* const ids = rows.ids + row * rows.row_bytes;
 #pragma unroll
-    for (int n = 0; n < kPacks; ++n) {
+    for (int n = 0; n < kIds; ++n) {
       const int i = base + n * kProcessThreads;
-      places[n] = i < length ? slots.place(ids, rows.is_int64, i) : kNoToken;
+      places[n] = i < rows.length ? part.place(ids, rows.is_int64, i) : kNoToken;
     }
-    visit(base, places);
   }
-}
+  template <typename Row>
+  __device__ __forceinline__ void load_logits(const Slots& part, const Row& row) {
+#pragma unroll
+    for (int n = 0; n < kIds; ++n) {
+      if (places[n] != kNoToken) logits[n] = row.logits[part.begin + places[n]];
+    }
+  }
+  template <bool inserts>
+  __device__ __forceinline__ void find(const Slots& part, int base, int length) {
+#pragma unroll
+    for (int n = 0; n < kIds; ++n) {
+      if (base + n * kProcessThreads >= length) places[n] = kNoToken;
+      if (places[n] != kNoToken) slots[n] = part.slot<inserts>(places[n]);
+    }
+  }
+  __device__ __forceinline__ void count(int base, int64_t prompt) const {
+#pragma unroll
+    for (int n = 0; n < kIds; ++n) {
+      if (places[n] == kNoToken) continue;
+      if (base + n * kProcessThreads < prompt) {
+        atomicOr(slots[n], kInPrompt);
+      } else {
+        atomicAdd(slots[n], 1u);
+      }
+    }
+  }
+  // The first thread that finds a token writes it. kDone leaves the counts as they are.
+  template <typename Row>
+  __device__ __forceinline__ void write(const Slots& part, const Row& row, const Penalties& penalties) const {
+    u32 found[kIds];
+#pragma unroll
+    for (int n = 0; n < kIds; ++n) {
+      found[n] = places[n] != kNoToken ? atomicOr(slots[n], kDone) : kDone;
+      if (!(found[n] & kDone) && !row.allows(part.begin + places[n])) found[n] = kDone;
+    }
+#pragma unroll
+    for (int n = 0; n < kIds; ++n) {
+      if (!(found[n] & (kDone | kBiased)))
+        row.write(part.begin + places[n], penalties.apply(to_float(logits[n]), found[n]));
+    }
+  }
+};
 
 // Writes the tokens that history and bias name, if they are allowed.
 template <typename In, typename Out>
 __device__ __forceinline__ void write_named(const ProcessParams& p) {
   u32* const memory = reinterpret_cast<u32*>(dynamic_shared_memory());
   const int64_t row_idx = blockIdx.x / p.parts;
-  const int part = static_cast<int>(blockIdx.x % p.parts);
-  const u32 begin = p.hash_bits ? 0 : part * kPart, size = p.hash_bits ? p.width : min(kPart, p.width - part * kPart);
+  const int part_idx = static_cast<int>(blockIdx.x % p.parts);
+  const u32 begin = p.hash_bits ? 0 : part_idx * kPart;
+  const u32 size = p.hash_bits ? p.width : min(kPart, p.width - part_idx * kPart);
   const u32 num_slots = p.hash_bits ? 1u << p.hash_bits : (size + 3) / 4 * 4;
-  const Slots slots = {memory, p.hash_bits ? memory + num_slots : nullptr, p.hash_bits, begin, size};
+  const Slots part = {memory, p.hash_bits ? memory + num_slots : nullptr, p.hash_bits, begin, size};
   for (u32 i = threadIdx.x; i < num_slots / 4; i += kProcessThreads) {
     reinterpret_cast<uint4*>(memory)[i] = make_uint4(0, 0, 0, 0);
-    if (slots.tokens) reinterpret_cast<uint4*>(slots.tokens)[i] = make_uint4(kNoToken, kNoToken, kNoToken, kNoToken);
+    if (part.tokens) reinterpret_cast<uint4*>(part.tokens)[i] = make_uint4(kNoToken, kNoToken, kNoToken, kNoToken);
   }
   __syncthreads();
   pdl_wait();
   pdl_trigger();
   const LogitRow<In, Out> row(p, row_idx);
+  constexpr int kBatch = kIds * kProcessThreads;
+  // The first batch stays in registers. Its ids are loaded together with the parameters of the row.
+  HistoryBatch<In> first;
+  first.load(part, p.history, row_idx, threadIdx.x);
   Penalties penalties = {1.f, 0.f, 0.f};
   int length = 0;
   if (p.history.ids) {
+    const int64_t of_row = p.lengths.at(row_idx), prompt = p.prompt_lengths.at(row_idx);
     penalties = {p.repetition.at(row_idx), p.presence.at(row_idx), p.frequency.at(row_idx)};
-    length = static_cast<int>(max(int64_t{0}, min(p.lengths.at(row_idx), int64_t{p.history.length})));
-    const int64_t prompt = p.prompt_lengths.at(row_idx);
-    for_each_id(slots, p.history, row_idx, length, [&](int base, const u32(&places)[kPacks]) {
-#pragma unroll
-      for (int n = 0; n < kPacks; ++n) {
-        if (places[n] == kNoToken) continue;
-        u32* const slot = slots.slot<true>(places[n]);
-        if (base + n * kProcessThreads < prompt) {
-          atomicOr(slot, kInPrompt);
-        } else {
-          atomicAdd(slot, 1u);
-        }
-      }
-    });
+    length = static_cast<int>(max(int64_t{0}, min(of_row, int64_t{p.history.length})));
+    first.load_logits(part, row);
+    first.template find<true>(part, threadIdx.x, length);
+    first.count(threadIdx.x, prompt);
+#pragma unroll 1
+    for (int base = kBatch + threadIdx.x; base < length; base += kBatch) {
+      HistoryBatch<In> batch;
+      batch.load(part, p.history, row_idx, base);
+      batch.template find<true>(part, base, length);
+      batch.count(base, prompt);
+    }
   }
-  if (p.bias.ids) {
-    for_each_id(slots, p.bias, row_idx, p.bias.length, [&](int, const u32(&places)[kPacks]) {
-#pragma unroll
-      for (int n = 0; n < kPacks; ++n) {
-        if (places[n] == kNoToken) continue;
-        u32* const slot = slots.slot<true>(places[n]);
-        if (atomicOr(slot, kBiased) & kBiased) atomicOr(slot, kRepeated);
-      }
-    });
-  }
-  __syncthreads();
   if (p.bias.ids) {
     const char* const ids = p.bias.ids + row_idx * p.bias.row_bytes;
     const float* const values = reinterpret_cast<const float*>(p.bias_values + row_idx * p.bias_values_row_bytes);
     for (int i = threadIdx.x; i < p.bias.length; i += kProcessThreads) {
-      const u32 place = slots.place(ids, p.bias.is_int64, i);
+      const u32 place = part.place(ids, p.bias.is_int64, i);
       if (place == kNoToken) continue;
-      const u32 slot = *slots.slot<false>(place);
+      u32* const slot = part.slot<true>(place);
+      if (atomicOr(slot, kBiased) & kBiased) atomicOr(slot, kRepeated);
+    }
+    __syncthreads();
+    for (int i = threadIdx.x; i < p.bias.length; i += kProcessThreads) {
+      const u32 place = part.place(ids, p.bias.is_int64, i);
+      if (place == kNoToken) continue;
+      const u32 slot = *part.slot<false>(place);
       double sum = values[i];
       if (slot & kRepeated) {  // the first entry of a token adds the others, in their order
         int other = 0;
-        while (other < i && slots.place(ids, p.bias.is_int64, other) != place) ++other;
+        while (other < i && part.place(ids, p.bias.is_int64, other) != place) ++other;
         if (other < i) continue;
         for (other = i + 1; other < p.bias.length; ++other) {
-          if (slots.place(ids, p.bias.is_int64, other) == place) sum += static_cast<double>(values[other]);
+          if (part.place(ids, p.bias.is_int64, other) == place) sum += static_cast<double>(values[other]);
         }
       }
       const u32 token = begin + place;
       const float biased = static_cast<float>(static_cast<double>(to_float(row.logits[token])) + sum);
-      if (row.allows(token)) row.out[token] = from_float<Out>(penalties.apply(biased, slot));
+      if (row.allows(token)) row.write(token, penalties.apply(biased, slot));
     }
   }
-  for_each_id(slots, p.history, row_idx, length, [&](int, const u32(&places)[kPacks]) {
-    u32 found[kPacks];
-    bool takes[kPacks];
-    In logits[kPacks];
+  __syncthreads();
+  if (!part.tokens) {
+#pragma unroll 1
+    for (u32 base = threadIdx.x; base < size; base += kIds * kProcessThreads) {
+      In logits[kIds];
 #pragma unroll
-    for (int n = 0; n < kPacks; ++n) {
-      // The first thread that finds a token writes it. kDone leaves the counts as they are.
-      found[n] = places[n] != kNoToken ? atomicOr(slots.slot<false>(places[n]), kDone) : kDone;
-    }
+      for (int n = 0; n < kIds; ++n) {
+        const u32 at = base + n * kProcessThreads;
+        if (part.is_named(at)) logits[n] = row.logits[begin + at];
+      }
 #pragma unroll
-    for (int n = 0; n < kPacks; ++n) {
-      takes[n] = !(found[n] & (kDone | kBiased));
-      if (takes[n]) logits[n] = row.logits[begin + places[n]], takes[n] = row.allows(begin + places[n]);
+      for (int n = 0; n < kIds; ++n) {
+        const u32 at = base + n * kProcessThreads;
+        if (part.is_named(at) && row.allows(begin + at))
+          row.write(begin + at, penalties.apply(to_float(logits[n]), part.slots[at]));
+      }
     }
-#pragma unroll
-    for (int n = 0; n < kPacks; ++n) {
-      if (takes[n]) row.out[begin + places[n]] = from_float<Out>(penalties.apply(to_float(logits[n]), found[n]));
-    }
-  });
+    return;
+  }
+  first.write(part, row, penalties);
+#pragma unroll 1
+  for (int base = kBatch + threadIdx.x; base < length; base += kBatch) {
+    HistoryBatch<In> batch;
+    batch.load(part, p.history, row_idx, base);
+    batch.load_logits(part, row);
+    batch.template find<false>(part, base, length);
+    batch.write(part, row, penalties);
+  }
 }
 
 template <typename In, typename Out>
