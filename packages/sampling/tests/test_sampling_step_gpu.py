@@ -303,8 +303,8 @@ def assert_draws_with_logprobs_as_the_reference(logits: torch.Tensor, **given: A
 
 
 @pytest.mark.parametrize("processed", [False, True])
-@pytest.mark.parametrize("rows_of", ROWS)
-@pytest.mark.parametrize(("rows", "width"), SHAPES)
+@pytest.mark.parametrize("rows_of", ["normal", "sharp", "ties", "masked"])
+@pytest.mark.parametrize(("rows", "width"), [(3, 7), (4, 111), (5, 4097), (3, 128257), (2, 151936)])
 @pytest.mark.parametrize("options", FILTERS)
 def test_draws_with_log_probabilities_are_those_of_the_reference(
     options: str, rows: int, width: int, rows_of: str, processed: bool
