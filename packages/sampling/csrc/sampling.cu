@@ -7,20 +7,17 @@
 // topk_rows.cuh       the k largest of a row, sorted
 // All compute what reference_sampling.py does, integer for integer: ids do not depend on the split of a row.
 
-#include <kestrel/check.h>
-#include <kestrel/launch.h>
-#include <kestrel/tensor.h>
 #include <tvm/ffi/function.h>
 
 #include <algorithm>
 #include <cstdint>
-#include <cstdlib>
-#include <initializer_list>
 #include <string>
 #include <tuple>
 
+#include "entry.h"
 #include "rejection_rows.cuh"
 #include "short_rows.cuh"
+#include "split.h"
 #include "threshold_rows.cuh"
 #include "top_k_draw.cuh"
 #include "topk_rows.cuh"
@@ -28,68 +25,6 @@
 namespace kestrel::sampling {
 
 // ---- the host -------------------------------------------------------------------------------------------------------
-
-constexpr DLDataType kBool{kDLBool, 8, 1};
-
-int row_dtype(const TensorView& rows) {
-  if (same_dtype(rows.dtype(), kFloat32)) return kRowFloat32;
-  return same_dtype(rows.dtype(), kFloat16) ? kRowFloat16 : kRowBFloat16;
-}
-
-// How a row is split: the blocks of its cluster, their threads, and whether they hold the row in shared memory.
-struct Split {
-  int cluster_size, threads;
-  bool in_smem;
-  size_t smem_bytes;
-};
-
-// A split given by the caller, for experiments; 0 leaves the choice to the host. Ids do not depend on it.
-struct SplitRequest {
-  int cluster_size = 0, threads = 0;
-};
-
-size_t candidate_bytes(int threads) { return kCandidatesPerThread * threads * sizeof(float); }
-
-int elements_per_warp(int length, int warps, int unit) {
-  return ((length + warps - 1) / warps + unit - 1) / unit * unit;
-}
-
-bool has_clusters(DLDevice device) {
-  return device_attribute(cudaDevAttrComputeCapabilityMajor, device.device_id) >= 9;
-}
-
-int64_t num_sms(DLDevice device) { return device_attribute(cudaDevAttrMultiProcessorCount, device.device_id); }
-
-size_t max_smem_bytes(DLDevice device) {
-  return device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device.device_id);
-}
-
-// Of threshold_rows.
-size_t search_smem_bytes(int length, int cluster_size, int threads, Storage storage) {
-  const int warps = threads / 32;
-  const int row_elements = storage == Storage::shared ? elements_per_warp(length, cluster_size * warps, 8) * warps : 0;
-  return sizeof(SearchScratch) + ClusterExchange::bytes(cluster_size * warps) + candidate_bytes(threads) +
-         row_elements * sizeof(float);
-}
-
-Split split_for_search(int length, int64_t rows, DLDevice device, SplitRequest request) {
-  const size_t max_bytes = max_smem_bytes(device);
-  auto [cluster_size, threads] = request;
-  if (!has_clusters(device)) cluster_size = 1;
-  if (length <= kShortRow) {
-    if (!cluster_size) cluster_size = 1;
-    if (!threads) threads = std::min(kSearchThreads, (length + 127) / 128 * 32);
-  }
-  // Few rows: clusters of eight blocks. Many rows: one block each if that can hold a row.
-  const bool few = rows * 8 <= num_sms(device);
-  const bool fits = search_smem_bytes(length, 1, kSearchThreads, Storage::shared) <= max_bytes;
-  if (!cluster_size) cluster_size = !few && fits ? 1 : 8;
-  if (!threads) threads = kSearchThreads;
-  threads = std::clamp(threads, kHistogramThreads, kSearchThreads);
-  const bool in_smem = search_smem_bytes(length, cluster_size, threads, Storage::shared) <= max_bytes;
-  const Storage storage = in_smem ? Storage::shared : Storage::global;
-  return {cluster_size, threads, in_smem, search_smem_bytes(length, cluster_size, threads, storage)};
-}
 
 struct RejectionSplit : Split {
   FirstPass first_pass;
@@ -134,35 +69,6 @@ RejectionSplit split_for_rejection(const Params& params, DLDevice device, bool f
                                       : 1,
                     kWindowedThreads,
                     /*copy_to_smem=*/false);
-}
-
-// Of top_k_draw and topk_rows. Eight blocks per row only if they fill at most half of the SMs, so that the next launch
-// starts beside them. Rows of several waves are split too, which shortens the last wave.
-Split split_for_top_k(int length, int64_t rows, int max_top_k, DLDevice device, SplitRequest request) {
-  const int64_t sms = num_sms(device);
-  auto [cluster_size, threads] = request;
-  if (!cluster_size) {
-    cluster_size = 2 * 8 * rows <= sms ? 8 : 4 * rows <= sms ? 4 : 2 * rows <= sms || rows > 2 * sms ? 2 : 1;
-  }
-  if (!has_clusters(device)) cluster_size = 1;
-  threads = threads && threads < kMaxSelectThreads ? kSelectThreads : kMaxSelectThreads;
-  const size_t bytes = sizeof(TopKScratch) + TopKLayout(length, max_top_k).bytes();
-  return {cluster_size, threads, false, bytes};
-}
-
-template <auto kernel, typename P>
-void launch_split(P params, int64_t rows, const Split& split, DLDevice device, bool balanced = false) {
-  params.cluster_size = split.cluster_size;
-  raise_shared_limit<kernel>(device);
-  launch_pdl(kernel, dim3(static_cast<unsigned>(rows * split.cluster_size)), dim3(split.threads), device, params,
-             split.smem_bytes, split.cluster_size, balanced);
-}
-
-// For kernels that read a contiguous slice per warp, a multiple of `unit`.
-template <auto kernel>
-void launch_slices(Params params, const Split& split, int unit, DLDevice device) {
-  params.elements_per_warp = elements_per_warp(params.length, split.cluster_size * split.threads / 32, unit);
-  launch_split<kernel>(params, params.num_rows, split, device);
 }
 
 template <Kind kind>
@@ -240,57 +146,8 @@ void launch(Params params, const TensorView& rows, bool logits, SplitRequest req
          : launch_kind<Kind::probs>(params, rows.device(), request);
 }
 
-// ---- checks, in the order and with the words of the Python ones -----------------------------------------------------
-
-void check_rows(const Checks& check, const char* name, const TensorView& rows) {
-  check.dtype(name, rows, {kBFloat16, kFloat16, kFloat32});
-  check.rank(name, rows, 2, 2);
-  check.last_contiguous(name, rows);
-  if (rows.size(1) == 0) check.fail(name, "at least one entry per row", "shape " + shape_text(rows.shape().data(), 2));
-}
-
-template <typename N>
-PerRow<N> per_row(const Checks& check, const char* name, const OptionalTensor& values, N value, const char* rows_name,
-                  const TensorView& rows, std::initializer_list<DLDataType> dtypes) {
-  PerRow<N> parameter;
-  parameter.value = value;
-  if (!values.has_value()) return parameter;
-  const TensorView t = *values;
-  check.dtype(name, t, dtypes);
-  check.rank(name, t, 1, 1);
-  check.last_contiguous(name, t);
-  const int64_t wanted = t.size(0) == 1 ? 1 : rows.size(0);
-  check.shape(name, t, &wanted, 1);
-  check.same_device(name, t, rows_name, rows);
-  parameter.values = address(t);
-  parameter.stride = t.size(0) == 1 ? 0 : 1;
-  return parameter;
-}
-
-CountPerRow count_per_row(const Checks& check, const OptionalTensor& top_k, int64_t value, const char* rows_name,
-                          const TensorView& rows) {
-  CountPerRow parameter;
-  static_cast<PerRow<int64_t>&>(parameter) = per_row(check, "top_k", top_k, value, rows_name, rows, {kInt32, kInt64});
-  parameter.is_int64 = !top_k.has_value() || (*top_k).dtype().bits == 64;
-  return parameter;
-}
-
-OffsetPerRow offset_per_row(const Checks& check, const OptionalTensor& offset, int64_t value, int64_t stride,
-                            const char* rows_name, const TensorView& rows) {
-  OffsetPerRow parameter;
-  static_cast<PerRow<int64_t>&>(parameter) = per_row(check, "offset", offset, value, rows_name, rows, {kInt64});
-  if (stride != 0 && stride != 1) check.fail("offset_stride", "0 or 1", std::to_string(stride));
-  if (!offset.has_value()) parameter.stride = static_cast<int>(stride);
-  return parameter;
-}
-
-void check_result(const Checks& check, const char* name, const TensorView& t, const TensorView& rows,
-                  DLDataType dtype) {
-  check.dtype(name, t, {dtype});
-  const int64_t count = rows.size(0);
-  check.shape(name, t, &count, 1);
-  check.last_contiguous(name, t);
-}
+// ---- the entry points
+// ------------------------------------------------------------------------------------------------
 
 SplitRequest checked_split(const Checks& check, int64_t blocks, int64_t threads) {
   if (blocks < 0 || blocks > 8 || (blocks & (blocks - 1)) != 0) {
@@ -315,7 +172,7 @@ void sample(tvm::ffi::String op, TensorView ids, TensorView valid, TensorView ro
   Params p;
   p.temperature =
       per_row(check, "temperature", temperature, static_cast<float>(temperature_value), name, rows, {kFloat32});
-  p.top_k = count_per_row(check, top_k, top_k_value, name, rows);
+  p.top_k = count_per_row(check, "top_k", top_k, top_k_value, name, rows);
   p.top_p = per_row(check, "top_p", top_p, static_cast<float>(top_p_value), name, rows, {kFloat32});
   p.min_p = per_row(check, "min_p", min_p, static_cast<float>(min_p_value), name, rows, {kFloat32});
   p.seed = per_row(check, "seed", seed, seed_value, name, rows, {kInt64});
@@ -340,7 +197,7 @@ void probabilities(tvm::ffi::String op, TensorView out, TensorView rows, bool lo
   Params p;
   p.temperature =
       per_row(check, "temperature", temperature, static_cast<float>(temperature_value), name, rows, {kFloat32});
-  p.top_k = count_per_row(check, top_k, top_k_value, name, rows);
+  p.top_k = count_per_row(check, "top_k", top_k, top_k_value, name, rows);
   p.top_p = per_row(check, "top_p", top_p, static_cast<float>(top_p_value), name, rows, {kFloat32});
   check.dtype("out", out, {kFloat32});
   check.last_contiguous("out", out);

@@ -60,6 +60,7 @@ struct alignas(16) TopKScratch {
   u64 kept_mass;  // of what top-k keeps
   u64 row_mass;
   float softmax_sum;
+  int drawn;  // the place of the drawn element in descending order
 };
 
 // Keys of values: a lower bound of the k-th largest maximum of a group, and the largest element.
@@ -253,6 +254,11 @@ struct TopKSelector {
   // The pass over the row, by the cluster. The first block receives the largest element of every group, and from each
   // warp a TopKRange. Includes the cluster's wait().
   __device__ __forceinline__ void read_row(int k) const {
+    read_row(k, [&](int chunk) { return row.group_max(chunk, cluster.lane); }, [](int) {});
+  }
+  // The same. read(chunk) returns the key of the largest element of this lane's group, send(group) may send more of it.
+  template <typename Read, typename Send>
+  __device__ __forceinline__ void read_row(int k, Read read, Send send) const {
     const int full_chunks = row.length >> row.chunk_bits;
     // Lanes per segment, so few that there are at least k segments: the smallest of their maxima is then a lower bound
     // of the k-th largest maximum of a group.
@@ -265,7 +271,7 @@ struct TopKSelector {
     bool first = true;
 #pragma unroll 1
     for (int chunk = cluster.warp; first || chunk < layout.num_chunks; chunk += cluster.num_warps) {
-      const u32 own = chunk < layout.num_chunks ? row.group_max(chunk, cluster.lane) : 0;
+      const u32 own = chunk < layout.num_chunks ? read(chunk) : 0;
       if (first) cluster.wait();
       first = false;
       if (chunk >= layout.num_chunks) break;
@@ -275,6 +281,7 @@ struct TopKSelector {
       } else {
         maxima()[group] = own;
       }
+      send(group);
       const u32 of_chunk = __reduce_max_sync(kAllLanes, own);
       most = max(most, of_chunk);
       if (chunk >= full_chunks) continue;
@@ -297,11 +304,12 @@ struct TopKSelector {
     }
   }
 
-  // The rest is by the first block. Waits for what read_row() sends.
-  __device__ __forceinline__ TopKRange receive() const {
+  // The rest is by the first block. Waits for what read_row() sends, and for `more_bytes`.
+  __device__ __forceinline__ TopKRange receive(int more_bytes = 0) const {
     if (cluster.size > 1) {
       if (threadIdx.x == 0)
-        ptx::mbarrier_arrive_expect_tx(&scratch->received, 128 * layout.num_chunks + 8 * cluster.num_warps);
+        ptx::mbarrier_arrive_expect_tx(&scratch->received,
+                                       128 * layout.num_chunks + 8 * cluster.num_warps + more_bytes);
       ptx::mbarrier_wait_cluster(&scratch->received, 0);
     } else {
       __syncthreads();

@@ -10,8 +10,8 @@
 namespace kestrel::sampling {
 
 // The mass of the row, by the cluster.
-template <Kind kind>
-__device__ __forceinline__ void sum_row(const TopKSelector<kind>& selector, const WeightFn<kind>& weight_fn,
+template <Kind kind, Kind weight_kind>
+__device__ __forceinline__ void sum_row(const TopKSelector<kind>& selector, const WeightFn<weight_kind>& weight_fn,
                                         float factor) {
   const Cluster& cluster = selector.cluster;
   const TopKRow<kind>& row = selector.row;

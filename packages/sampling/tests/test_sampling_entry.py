@@ -9,10 +9,22 @@ import pytest
 import torch
 
 from kestrel_runtime import Binary
+from kestrel_runtime.testing import (
+    BadInput,
+    assert_launch_agrees,
+    assert_refused,
+    cases_of,
+    derived_bad_inputs,
+    refusal_params,
+)
 from kestrel_sampling import _launch, softmax, top_k_renorm_probs, top_p_renorm_probs
 from kestrel_sampling._parameters import Keys
+from kestrel_sampling.chain_speculative_sampling import _chain_speculative_sampling
 from kestrel_sampling.probabilities import _check_softmax
+from kestrel_sampling.process_logits import _process_logits
 from kestrel_sampling.sample_from_logits import _check_sample_from_logits
+from kestrel_sampling.sample_with_logprobs import _sample_with_logprobs
+from kestrel_sampling.token_logprobs import _token_logprobs
 from kestrel_sampling.topk import _check_topk_fwd
 
 pytestmark = pytest.mark.skipif(Binary("kestrel_sampling").manifest is None, reason="needs the built binary")
@@ -61,7 +73,7 @@ def test_a_draw_refuses_as_its_check_does(name: str) -> None:
     )  # fmt: skip
     ids, valid = torch.empty(3, dtype=torch.int32), torch.empty(3, dtype=torch.bool)
     entered = message_of(
-        lambda: _launch._binary.sample(
+        lambda: _launch.binary.sample(
             "sample_from_logits", ids, valid, a["logits"], True, a["temperature"], 1.0, a["top_k"], 0, a["top_p"], 1.0,
             a["min_p"], 0.0, False, a["seed"], 0, a["offset"], 0, a["offset_stride"], 0, 0,
         )
@@ -111,17 +123,119 @@ def test_a_split_that_no_kernel_has_is_refused(split: tuple[int, int]) -> None:
     with pytest.raises(ValueError, match=r"op: argument '(blocks|threads)': expected .*, got"):
         _launch.draw("op", ROWS, Keys(None, 1, None, 0), blocks=split[0], threads=split[1])
     with pytest.raises(ValueError, match=r"op: argument '(blocks|threads)': expected .*, got"):
-        _launch._binary.probabilities("op", ROWS, ROWS, False, None, 1.0, None, 0, None, 1.0, *split)
+        _launch.binary.probabilities("op", ROWS, ROWS, False, None, 1.0, None, 0, None, 1.0, *split)
 
 
 @pytest.mark.parametrize("scores", [ROWS.double(), ROWS[:, ::2]])
 def test_top_k_of_long_rows_refuses_as_its_check_does(scores: torch.Tensor) -> None:
     values, indices = torch.empty(3, 2, dtype=scores.dtype), torch.empty(3, 2, dtype=torch.int32)
-    entered = message_of(lambda: _launch._binary.topk_rows(scores, values, indices, False))
+    entered = message_of(lambda: _launch.binary.topk_rows(scores, values, indices, False))
     assert entered == message_of(lambda: _check_topk_fwd(scores, 2))
 
 
 def test_top_k_refuses_more_than_there_are() -> None:
     values, indices = torch.empty(3, 9), torch.empty(3, 9, dtype=torch.int32)
-    entered = message_of(lambda: _launch._binary.topk_rows(ROWS, values, indices, False))
+    entered = message_of(lambda: _launch.binary.topk_rows(ROWS, values, indices, False))
     assert entered == message_of(lambda: _check_topk_fwd(ROWS, 9))
+
+
+# ---- the ops around the draw -----------------------------------------------------------------------------------------
+
+HISTORY, VALUES, MASK = torch.arange(12).view(3, 4), torch.ones(3, 4), torch.full((3, 1), -1, dtype=torch.int32)
+ONES, CHAINS = torch.ones(3), torch.softmax(torch.rand(3, 3, 8), -1)
+ZEROS = torch.zeros(2, 3, dtype=torch.int32)
+PROCESS: dict[str, Any] = {
+    "logits": ROWS, "token_ids": HISTORY, "lengths": LONGS, "prompt_lengths": LONGS.int(), "repetition_penalty": ONES,
+    "repetition_penalty_value": 0.0, "presence_penalty": None, "presence_penalty_value": 0.5, "frequency_penalty": ONES,
+    "frequency_penalty_value": 0.0, "bias_ids": HISTORY.int(), "bias_values": VALUES, "bitmask": MASK,
+    "out": torch.empty(3, 8),
+}  # fmt: skip
+LOGPROBS: dict[str, Any] = {
+    "logits": ROWS, "ids": LONGS, "top_n": 2, "temperature": ONES, "temperature_value": 0.0, "top_k": LONGS,
+    "top_k_value": 0, "top_p": ONES, "top_p_value": 0.0, "min_p": None, "min_p_value": 0.1, "joint": False,
+}  # fmt: skip
+DRAWN: dict[str, Any] = {
+    "logits": ROWS, "temperature": ONES, "temperature_value": 0.0, "top_k": None, "top_k_value": 3, "top_p": ONES,
+    "top_p_value": 0.0, "min_p": None, "min_p_value": 0.1, "joint": False, "top_n": 2, "processed": True,
+    "seed": LONGS, "seed_value": 0, "offset": None, "offset_value": 3, "offset_stride": 1,
+}  # fmt: skip
+CHAIN: dict[str, Any] = {
+    "draft_probs": CHAINS[:, :2], "draft_token_ids": HISTORY[:, :2], "target_probs": CHAINS.half(),
+    "maybe_output_accepted_token_num": ZEROS[0], "maybe_output_emitted_draft_token_num": ZEROS[1], "seed": LONGS,
+    "seed_value": 0, "offset": None, "offset_value": 3, "offset_stride": 1,
+}  # fmt: skip
+process, logprobs, drawn, chain = map(cases_of, (PROCESS, LOGPROBS, DRAWN, CHAIN))
+
+
+def derived(function: Callable[..., Any], kwargs: dict[str, Any]) -> list[BadInput]:
+    """Without those of numbers and flags, which the public function checks."""
+    cases = derived_bad_inputs(function, (), kwargs)
+    unchecked = ("joint", "processed")
+    return [case for case in cases if case.argument not in unchecked and not case.argument.endswith("_value")]
+
+
+ACCEPTED, EMITTED = "maybe_output_accepted_token_num", "maybe_output_emitted_draft_token_num"
+REFUSED: dict[Callable[..., Any], list[BadInput]] = {
+    _process_logits: [
+        process("no entries", "logits", ROWS[:, :0], fragment="entry"),
+        process("ids of others", "token_ids", HISTORY[:2], fragment="(3, any)"),
+        process("lengths alone", "lengths", LONGS, token_ids=None),
+        process("prompts alone", "prompt_lengths", LONGS, token_ids=None, lengths=None),
+        process("a penalty too few", "presence_penalty", ONES[:2], fragment="(3,)"),
+        process("bias without values", "bias_values", None, fragment="bias_ids"),
+        process("bias without ids", "bias_ids", None, fragment="bias_values"),
+        process("another number of values", "bias_values", VALUES[:, :3], fragment="(3, 4)"),
+        process("a word too many", "bitmask", MASK.expand(3, 2).contiguous(), fragment="(3, 1)"),
+        process("int64 words", "bitmask", MASK.long(), TypeError, "int32"),
+        process("bf16 out of float32", "out", torch.empty(3, 8).bfloat16(), TypeError, "float32"),
+        process("fp16 out of bf16", "out", torch.empty(3, 8).half(), TypeError, "bfloat16", logits=ROWS.bfloat16()),
+        process("one row for all", "out", torch.empty(8).expand(3, 8), fragment="share memory"),
+        *derived(_process_logits, PROCESS),
+    ],
+    _token_logprobs: [
+        logprobs("float ids", "ids", ONES, TypeError, "int32 or int64"),
+        logprobs("ids of others", "ids", LONGS[:2], fragment="(3,)"),
+        logprobs("more than there are", "top_n", 9, fragment="<= 8"),
+        logprobs("k in float", "top_k", ONES, TypeError, "int32"),
+        *derived(_token_logprobs, LOGPROBS),
+    ],
+    _sample_with_logprobs: [
+        drawn("no entries", "logits", ROWS[:, :0], fragment="entry"),
+        drawn("more than there are", "top_n", 9, fragment="<= 8"),
+        drawn("int32 seeds", "seed", ZEROS[0], TypeError, "int64"),
+        drawn("a p too many", "top_p", torch.rand(4), fragment="(3,)"),
+        drawn("an offset stride of two", "offset_stride", 2, fragment="0 or 1"),
+        *derived(_sample_with_logprobs, DRAWN),
+    ],
+    _chain_speculative_sampling: [
+        chain("as many as draft tokens", "target_probs", CHAINS[:, :2], fragment="(3, 3, any)"),
+        chain("no entries", "target_probs", CHAINS[:, :, :0], fragment="at least one"),
+        chain("draft of another width", "draft_probs", CHAINS[:, :2, :7], fragment="(3, 2, 8)"),
+        chain("int64 counts", ACCEPTED, LONGS, TypeError, "int32"),
+        chain("counts of others", EMITTED, ZEROS[0, :2], fragment="(3,)"),
+        chain("int32 seeds", "seed", ZEROS[0], TypeError, "int64"),
+        chain("an offset stride of two", "offset_stride", 2, fragment="0 or 1"),
+        *derived(_chain_speculative_sampling, CHAIN),
+    ],
+}
+
+
+@pytest.mark.parametrize(("function", "case", "path"), refusal_params(REFUSED, ("check", "launch")))
+def test_the_ops_around_the_draw_refuse_as_their_checks_do(
+    function: Callable[..., Any], case: BadInput, path: str
+) -> None:
+    assert_refused(function, case, path)
+
+
+BUFFER = torch.zeros(4, 8)
+OVERLAPS: list[tuple[Callable[..., Any], BadInput]] = [
+    (_process_logits, process("a row later", "out", BUFFER[1:], logits=BUFFER[:3])),
+    (_process_logits, process("over the bias", "out", BUFFER[1:], bias_values=BUFFER[:3, :4])),
+    (_process_logits, process("over a penalty", "out", BUFFER[1:], repetition_penalty=BUFFER[2, :3])),
+    (_chain_speculative_sampling, chain("the same counts twice", EMITTED, ZEROS[0])),
+]
+
+
+@pytest.mark.parametrize(("function", "case"), [pytest.param(f, case, id=case.name) for f, case in OVERLAPS])
+def test_the_ops_around_the_draw_refuse_overlaps(function: Callable[..., Any], case: BadInput) -> None:
+    assert_launch_agrees(function, case)

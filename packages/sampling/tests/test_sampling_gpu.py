@@ -279,7 +279,7 @@ def test_nothing_is_written_around_the_results(rows: int, width: int) -> None:
     valid, valid_intact = canary((rows,), torch.bool, "cuda")
     seed, offset = keys(rows).values()
     arguments = (None, 1.0, None, 20, None, 0.9, None, 0.0, False, seed, 0, offset, 0, 0, 0, 0)
-    _launch._binary.sample("op", ids, valid, probs, False, *arguments)
+    _launch.binary.sample("op", ids, valid, probs, False, *arguments)
     assert torch.equal(ids, top_k_top_p_sampling_from_probs(probs, 20, 0.9, seed=seed, offset=offset))
     ids_intact(), valid_intact()
 

@@ -23,7 +23,14 @@ from kestrel_runtime.testing import (
     odd_calls,
     opcheck,
 )
-from kestrel_sampling import chain_speculative_sampling, process_logits, sample_from_logits, softmax, token_logprobs
+from kestrel_sampling import (
+    chain_speculative_sampling,
+    process_logits,
+    sample_from_logits,
+    sample_with_logprobs,
+    softmax,
+    token_logprobs,
+)
 
 LOGITS = torch.randn(3, 40, generator=torch.Generator().manual_seed(0))
 PER_ROW = torch.tensor([0.5, 1.0, 2.0])
@@ -47,9 +54,14 @@ CHAIN: dict[str, Any] = {
     "maybe_output_accepted_token_num": ZEROS, "maybe_output_emitted_draft_token_num": ZEROS + 1,
     "generator": None, "seed": COUNTS, "offset": 3, "return_valid": True,
 }  # fmt: skip
+DRAWN: dict[str, Any] = {
+    "logits": LOGITS, "temperature": PER_ROW, "top_k": COUNTS, "top_p": 0.9, "min_p": PER_ROW, "top_n": 5,
+    "processed": True, "filter_apply_order": "joint", "generator": None, "seed": COUNTS, "offset": 3,
+}  # fmt: skip
 GOOD: dict[Callable[..., Any], dict[str, Any]] = {
     process_logits: PROCESS,
     token_logprobs: LOGPROBS,
+    sample_with_logprobs: DRAWN,
     chain_speculative_sampling: CHAIN,
 }
 
@@ -58,7 +70,7 @@ def own(kwargs: dict[str, Any]) -> dict[str, Any]:
     return {name: value.clone() if torch.is_tensor(value) else value for name, value in kwargs.items()}
 
 
-process, logprobs, chain = (cases_of(kwargs) for kwargs in GOOD.values())
+process, logprobs, drawn, chain = (cases_of(kwargs) for kwargs in GOOD.values())
 ACCEPTED, EMITTED = "maybe_output_accepted_token_num", "maybe_output_emitted_draft_token_num"
 BAD: dict[Callable[..., Any], list[BadInput]] = {
     process_logits: [
@@ -117,6 +129,17 @@ BAD: dict[Callable[..., Any], list[BadInput]] = {
         logprobs("p for others", "top_p", PER_ROW[:2], fragment="(3,)"),
         logprobs("nan", "min_p", float("nan"), fragment="nan"),
         logprobs("unknown order", "filter_apply_order", "k", fragment="'joint'"),
+    ],
+    sample_with_logprobs: [
+        drawn("float64", "logits", LOGITS.double(), TypeError, "float64"),
+        drawn("one dimension", "logits", LOGITS[0], fragment="2-D"),
+        drawn("more than there are", "top_n", 41, fragment="<= 40"),
+        drawn("negative", "top_n", -1, fragment=">= 0"),
+        drawn("below zero", "temperature", -1.0, fragment=">= 0"),
+        drawn("a number", "processed", 1, TypeError, "True or False"),
+        drawn("p for others", "top_p", PER_ROW[:2], fragment="(3,)"),
+        drawn("int32 seeds", "seed", ZEROS, TypeError, "int64"),
+        drawn("unknown order", "filter_apply_order", "k", fragment="'joint'"),
     ],
     chain_speculative_sampling: [
         chain("float64", "target_probs", PROBS.double(), TypeError, "float64"),
@@ -183,6 +206,8 @@ REGISTERED: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
     ("process_logits", (WIDE, IDS.int(), None, LAST[:1], *NEUTRAL, None, None, WORDS), {"out": torch.empty(4, 40)}),
     ("token_logprobs", (WIDE.bfloat16(), FIRST, 5, ROWS, 0.0, None, 9, None, 0.9, ROWS, 0.0, True), {}),
     ("token_logprobs", (WIDE, LAST, 0, None, 1.0, FIRST, 0, ROWS, 0.0, None, 0.0, False), {}),
+    ("sample_with_logprobs", (WIDE, ROWS, 0.0, None, 9, None, 0.9, ROWS, 0.0, True, 3, True, *KEY), {}),
+    ("sample_with_logprobs", (WIDE.half(), None, 0.5, FIRST, 0, ROWS, 0.0, None, 0.0, False, 0, False, *KEY), {}),
     ("chain_speculative_sampling", (CHAINS[:, 1:].half(), IDS[:, :2], CHAINS, *TOTALS, *KEY), {}),
     ("chain_speculative_sampling", (None, IDS[:, :2].int(), CHAINS.bfloat16(), *TOTALS, *KEY), {}),
 ]
@@ -204,8 +229,9 @@ def step(logits: torch.Tensor, history: torch.Tensor, lengths: torch.Tensor, mas
     ids, valid = sample_from_logits(processed, 0.8, 10, seed=lengths, return_valid=True)
     found = token_logprobs(logits, ids, 2)
     target = softmax(processed, 0.8)[:, None].expand(-1, 3, -1)
+    both = sample_with_logprobs(processed, 0.8, 10, top_n=2, seed=lengths)
     chained = chain_speculative_sampling(None, history[:, :2], target, seed=lengths, offset=1)
-    return [processed, ids, valid, *found, *token_logprobs(processed, ids, 3, 0.8, 10), *chained]
+    return [processed, ids, valid, *found, *token_logprobs(processed, ids, 3, 0.8, 10), *both, *chained]
 
 
 def test_a_step_compiles_into_one_graph() -> None:
@@ -231,11 +257,11 @@ def test_nothing_is_read_on_the_host() -> None:
         processed, *_ = results = step(*args)
         draft = mode.from_tensor(PROBS)
         chain_speculative_sampling(draft[:, :2], args[1][:, :2], draft, seed=args[2], offset=args[2])
-        for name, given in (("process_logits", PROCESS), ("token_logprobs", LOGPROBS)):
+        for name, given in (("process_logits", PROCESS), ("token_logprobs", LOGPROBS), ("sample_with_logprobs", DRAWN)):
             fake = {k: mode.from_tensor(v) if torch.is_tensor(v) else v for k, v in given.items()}
             getattr(kestrel_sampling, name)(**fake)
     assert processed.shape == (3, 40)
-    assert len(results) == 14
+    assert len(results) == 20
 
 
 def test_the_references_read_nothing_on_the_host() -> None:
@@ -257,7 +283,7 @@ def test_the_references_read_nothing_on_the_host() -> None:
 
 
 @pytest.mark.parametrize("function", GOOD, ids=lambda f: f.__name__)
-def test_the_kernel_backend_refuses_what_has_no_kernel(function: Callable[..., Any]) -> None:
+def test_the_kernel_backend_refuses_cpu_tensors(function: Callable[..., Any]) -> None:
     with backend("kernel"), pytest.raises(UnsupportedError, match=function.__name__):
         function(**own(GOOD[function]))
     with warnings.catch_warnings():

@@ -10,7 +10,7 @@ import torch
 from sampling_oracle import DTYPES, FILTERS, assert_follows, kept_by_hand
 
 from kestrel_runtime.testing import assert_same_bits
-from kestrel_sampling import sample_from_logits, softmax, token_logprobs, topk_fwd
+from kestrel_sampling import sample_from_logits, sample_with_logprobs, softmax, token_logprobs, topk_fwd
 
 INF, NAN = math.inf, math.nan
 
@@ -147,3 +147,32 @@ def test_views_give_the_same_and_are_not_written() -> None:
     ):  # fmt: skip
         assert_same_bits(got, want)
     assert torch.equal(buffer, before)
+
+
+# ---- sample_with_logprobs --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", FILTERS, ids=str)
+@pytest.mark.parametrize("processed", [False, True])
+def test_a_draw_with_log_probabilities_is_the_draw_and_its_log_probabilities(
+    options: dict[str, Any], processed: bool
+) -> None:
+    logits, given = logits_of(40, 90), {"temperature": 0.7, **sampler_options(options)}
+    logits[3], logits[4, 5] = -INF, NAN
+    key = {"seed": torch.arange(40), "offset": 7}
+    drawn = sample_with_logprobs(logits, top_n=4, processed=processed, **given, **key)
+    ids, valid = sample_from_logits(logits, **given, **key, return_valid=True)
+    assert_same_bits(tuple(drawn[:2]), (ids, valid))
+    assert valid.tolist() == [row not in (3, 4) for row in range(40)]
+    assert_same_bits(tuple(drawn[2:]), tuple(token_logprobs(logits, ids, 4, **(given if processed else {}))))
+    assert bool((drawn.logprobs[valid] > -INF).all())
+
+
+def test_a_row_whose_temperature_is_nan_is_not_valid() -> None:
+    for processed in (False, True):
+        drawn = sample_with_logprobs(
+            torch.zeros(2, 5), torch.tensor([NAN, 1.0]), top_n=1, processed=processed, seed=torch.tensor([3])
+        )
+        assert drawn.valid.tolist() == [False, True]
+        assert drawn.logprobs.isnan().tolist() == drawn.top_logprobs.isnan()[:, 0].tolist() == [True, False]
+        assert drawn.ranks.tolist() == [0, drawn.ids[1] + 1]

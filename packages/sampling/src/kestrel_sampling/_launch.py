@@ -8,7 +8,7 @@ from kestrel_runtime import Binary, allocator, empty
 
 from ._parameters import Keys
 
-_binary = Binary("kestrel_sampling")
+binary = Binary("kestrel_sampling")
 _NONE = (None, 0)  # top-k off
 _ONE = (None, 1.0)  # top-p off, temperature 1
 _ZERO = (None, 0.0)  # min-p off
@@ -35,7 +35,7 @@ def draw(
     """
     allocate, shape = allocator(rows), (rows.shape[0],)
     ids, valid = allocate(shape, (1,), torch.int32), allocate(shape, (1,), torch.bool)
-    _binary.sample(
+    binary.sample(
         op, ids, valid, rows, logits, *temperature, *top_k, *top_p, *min_p, joint, *keys, blocks, threads
     )  # fmt: skip
     return ids, valid
@@ -54,5 +54,5 @@ def probabilities(
     """float32 like ``rows``, in ``out`` if it is given."""
     if out is None:
         out = empty(rows, torch.float32, *rows.shape)
-    _binary.probabilities(op, out, rows, logits, *temperature, *top_k, *top_p, 0, 0)
+    binary.probabilities(op, out, rows, logits, *temperature, *top_k, *top_p, 0, 0)
     return out

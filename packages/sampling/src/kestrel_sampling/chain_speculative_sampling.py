@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from kestrel_runtime import UnsupportedError, check, kernel_op
+from kestrel_runtime import allocator, check, kernel_op
 
 from . import reference_speculative
+from ._launch import binary
 from ._parameters import check_keys, keys
 
 _OP = "chain_speculative_sampling"
@@ -48,7 +49,7 @@ def chain_speculative_sampling(
     failure included. emitted: int32 [B], draft tokens in ids; the drawn one is not counted. If the distribution that
     the last token is drawn from holds NaN or +inf, or has no mass, that token is 0 and valid False. A row depends on
     its own probabilities, seed and offset only.
-    Nothing is read on the host. There is no kernel yet: CUDA tensors run the PyTorch reference.
+    Nothing is read on the host.
 
     Raises ValueError or TypeError for a wrong dtype, rank, shape or device, counts that share memory, and as
     top_p_sampling_from_probs does for seed, offset and generator.
@@ -116,6 +117,7 @@ def _shape_of_chain(
 @kernel_op(
     reference=reference_speculative.chain_speculative_sampling,
     check=_check_chain_speculative_sampling,
+    kernel="cuda",
     mutates=(_ACCEPTED, _EMITTED),
     shape=_shape_of_chain,
 )
@@ -132,4 +134,10 @@ def _chain_speculative_sampling(
     offset_stride: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Counts to add to, and each key as a tensor, or None and a number."""
-    raise UnsupportedError("no kernel yet")
+    allocate, (rows, places) = allocator(target_probs), target_probs.shape[:2]
+    ids, valid = allocate((rows, places), (places, 1), torch.int32), allocate((rows,), (1,), torch.bool)
+    binary.chain_speculative_sampling(
+        ids, valid, draft_probs, draft_token_ids, target_probs, maybe_output_accepted_token_num,
+        maybe_output_emitted_draft_token_num, seed, seed_value, offset, offset_value, offset_stride,
+    )  # fmt: skip
+    return ids, valid

@@ -92,6 +92,36 @@ def token_logprobs(
     return chosen.squeeze(1), ranks, top_ids, every.gather(1, top_ids.long())
 
 
+def sample_with_logprobs(
+    logits: torch.Tensor,
+    temperature: torch.Tensor | None,
+    temperature_value: float,
+    top_k: torch.Tensor | None,
+    top_k_value: int,
+    top_p: torch.Tensor | None,
+    top_p_value: float,
+    min_p: torch.Tensor | None,
+    min_p_value: float,
+    joint: bool,
+    top_n: int,
+    processed: bool,
+    seed: torch.Tensor | None,
+    seed_value: int,
+    offset: torch.Tensor | None,
+    offset_value: int,
+    offset_stride: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The draw of sample_from_logits, then the log-probabilities of what it draws; NaN for a row that is not valid."""
+    filters = (temperature, temperature_value, top_k, top_k_value, top_p, top_p_value, min_p, min_p_value, joint)
+    ids, valid = reference_sampling.sample_from_logits(
+        logits, *filters, seed, seed_value, offset, offset_value, offset_stride
+    )
+    given = filters if processed else (None, 1.0, None, 0, None, 1.0, None, 0.0, False)
+    logprobs, ranks, top_ids, top_logprobs = token_logprobs(logits, ids, top_n, *given)
+    logprobs, ranks = torch.where(valid, logprobs, torch.nan), torch.where(valid, ranks, 0)
+    return ids, valid, logprobs, ranks, top_ids, torch.where(valid[:, None], top_logprobs, torch.nan)
+
+
 # ---- parts -----------------------------------------------------------------------------------------------------------
 
 

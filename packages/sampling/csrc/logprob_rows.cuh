@@ -1,0 +1,577 @@
+// Log-probabilities and ranks: of one token per row and of the n most probable, for top-k up to 1024 or no filter.
+//
+// A cluster reads the row once, as for top-k (top_k_candidates.cuh). Of every group of 32 elements the first block
+// receives the largest, and the sum of exponentials relative to it, split into the elements equal to it (an integer)
+// and the rest. So a log-probability near 0 keeps its relative precision, and a result does not depend on how the row
+// is split. The elements before the token in descending order are counted in the same pass. With top-k the sum is that
+// of the selected elements, in float64. threshold_logprobs then corrects rows with other filters.
+#pragma once
+
+#include <cfloat>
+
+#include "threshold_rows.cuh"
+#include "top_k_draw.cuh"
+
+namespace kestrel::sampling {
+
+struct LogprobParams : Params {
+  const char* tokens = nullptr;  // or null: those that are drawn
+  bool tokens_are_int64 = false;
+  bool raw = false;  // log-probabilities before temperature and filters
+  int top_n = 0;
+  float* logprobs = nullptr;
+  int* ranks = nullptr;
+  int* top_ids = nullptr;
+  float* top_logprobs = nullptr;
+};
+
+// The parameters of a row, as token_logprobs takes them.
+struct LogprobRow {
+  float temperature;  // 1 instead of 0 and below
+  float min_p;
+  u64 q32;  // top-p in parts of 2^32
+  int k;    // 0: off
+  int token;
+  bool has_token;  // in the vocabulary
+  __device__ __forceinline__ LogprobRow(const LogprobParams& p, int64_t row)
+      : temperature(p.temperature.at(row)), min_p(clamp_min_p(p.min_p.at(row))), q32(top_p_q32(p.top_p.at(row))) {
+    const int64_t wanted = p.top_k.at(row);
+    k = wanted > 0 && wanted < p.length ? static_cast<int>(wanted) : 0;
+    if (temperature <= 0.f) temperature = 1.f, k = 1;
+    token = 0, has_token = false;
+    if (!p.tokens) return;
+    const int64_t id = p.tokens_are_int64 ? reinterpret_cast<const int64_t*>(p.tokens)[row]
+                                          : reinterpret_cast<const int*>(p.tokens)[row];
+    has_token = id >= 0 && id < p.length;
+    if (has_token) token = static_cast<int>(id);
+  }
+  __device__ __forceinline__ bool selects() const { return k > 0 && k <= kMaxK; }
+  // Whether logprob_rows covers the row; else threshold_logprobs does.
+  __device__ __forceinline__ bool is_covered() const {
+    return selects() || (k == 0 && q32 == kQ32One && !(min_p > 0.f));
+  }
+};
+
+// Of the elements of a group, the largest; those equal to it; the sum of the exponentials of the others, relative to
+// it.
+struct GroupSum {
+  float most = not_a_number(), rest = 0.f, equal = 0.f;
+  __device__ __forceinline__ u64 bits() const {
+    return __float_as_uint(rest) | static_cast<u64>(__float_as_uint(equal)) << 32;
+  }
+};
+
+constexpr int kPart = 16;  // elements of a group that a lane sums together, while it loads those of the next chunk
+constexpr int kParts = kGroup / kPart;
+constexpr int kTileOfParts = 32 * kPart;
+
+// The elements of this lane's groups, and what is summed of them.
+template <bool counts>
+struct LogprobReader {
+  const TopKRow<Kind::scores>& row;
+  float slope, slope_rest;  // not 0: -inf has weight 0
+  int token;
+  float of_token;
+  u32 before = 0;  // elements before the token in descending order
+  uint4 loaded[kParts][kPart / 4] = {};
+
+  __device__ __forceinline__ float weight(float below) const {
+    return ptx::ex2_approx_ftz(__fmaf_rn(below, slope_rest, __fmul_rn(below, slope)));
+  }
+
+  // Starts the loads of a part of a group; none past the row.
+  __device__ __forceinline__ void load(int begin, int lane, uint4 (&raw)[kPart / 4]) const {
+    const int size = 1 << row.pack_bits;
+#pragma unroll
+    for (int u = 0; u < kPart / 4; ++u) {
+      const int i = begin + (u * 32 + lane) * size;
+      if (row.pack_bits != 0 && u * size < kPart && i + size <= row.length)
+        raw[u] = load16_streamed(row.row + (static_cast<int64_t>(i) << (4 - row.pack_bits)));
+    }
+  }
+  // The elements of the part; those past the row are -inf.
+  __device__ __forceinline__ void take(int begin, int lane, const uint4 (&raw)[kPart / 4], float (&v)[kPart]) const {
+    if (row.dtype == kRowFloat32) {
+      take_as<float>(begin, lane, raw, v);
+    } else if (row.dtype == kRowFloat16) {
+      take_as<__half>(begin, lane, raw, v);
+    } else {
+      take_as<__nv_bfloat16>(begin, lane, raw, v);
+    }
+  }
+  template <typename T>
+  __device__ __forceinline__ void take_as(int begin, int lane, const uint4 (&raw)[kPart / 4], float (&v)[kPart]) const {
+    constexpr int size = Pack<T>::size;
+    const T* const from = reinterpret_cast<const T*>(row.row);
+    if (row.pack_bits == 0) {
+      T some[kPart];
+#pragma unroll
+      for (int e = 0; e < kPart; ++e) {
+        const int i = begin + 32 * e + lane;
+        some[e] = i < row.length ? from[i] : from_float<T>(-INFINITY);
+      }
+#pragma unroll
+      for (int e = 0; e < kPart; ++e) v[e] = to_float(some[e]);
+      return;
+    }
+#pragma unroll
+    for (int u = 0; u < kPart / size; ++u) {
+      float some[size];
+      Pack<T>{raw[u]}.unpack(some);
+#pragma unroll
+      for (int e = 0; e < size; ++e) v[u * size + e] = some[e];
+    }
+    if (begin + kTileOfParts <= row.length) return;
+#pragma unroll
+    for (int u = 0; u < kPart / size; ++u) {
+      const int i = begin + (u * 32 + lane) * size;
+      if (i + size <= row.length) continue;
+#pragma unroll
+      for (int e = 0; e < size; ++e) v[u * size + e] = i + e < row.length ? to_float(from[i + e]) : -INFINITY;
+    }
+  }
+
+  __device__ __forceinline__ GroupSum sum(int begin, int lane, const float (&v)[kPart]) {
+    float most = v[0];
+#pragma unroll
+    for (int e = 1; e < kPart; ++e) most = fmaxf(most, v[e]);
+    const float base = fabsf(most) < INFINITY ? most : 0.f;
+    // Equal elements before the token count too.
+    const float from = begin + kTileOfParts <= token ? of_token : from_order_key(order_key(of_token) + 1);
+    float rest[2] = {};
+    u32 equal = 0;
+#pragma unroll
+    for (int e = 0; e < kPart; ++e) {
+      const float w = weight(v[e] - base);
+      if (v[e] == most) {
+        ++equal;
+      } else {
+        rest[e & 1] += w;
+      }
+      if constexpr (counts) before += v[e] >= from;
+    }
+    if (counts && begin <= token && token < begin + kTileOfParts) {
+      const int bits = row.pack_bits, place = token - begin - (lane << bits);
+#pragma unroll
+      for (int e = 0; e < kPart; ++e)
+        before += v[e] == of_token && ((e >> bits) << (bits + 5)) + (e & ((1 << bits) - 1)) < place;
+    }
+    if (begin + kTileOfParts > row.length) {
+      // Without a number among the elements that are not past the row there is no largest.
+      const int bits = row.pack_bits, left = max(row.length - begin - (lane << bits), 0);
+      const int elements = ((left >> (bits + 5)) << bits) + min(left & ((32 << bits) - 1), 1 << bits);
+      if (most == -INFINITY && static_cast<int>(equal) == kPart - elements) most = not_a_number();
+    }
+    return {most, rest[0] + rest[1], static_cast<float>(equal)};
+  }
+  __device__ __forceinline__ void merge(GroupSum& a, GroupSum b) const {
+    if (isnan(a.most) || b.most > a.most) {
+      const GroupSum larger = b;
+      b = a, a = larger;
+    }
+    if (isnan(b.most)) {  // empty, or of NaN alone
+      a.rest += b.rest;
+    } else if (a.most == b.most) {
+      a.rest += b.rest, a.equal += b.equal;
+    } else if (b.most > -INFINITY) {
+      a.rest += (b.rest + b.equal) * weight(b.most - a.most);
+    } else {
+      a.rest += b.rest;  // 0 or NaN
+    }
+  }
+
+  // Starts the loads of the first 32 elements of a chunk.
+  __device__ __forceinline__ void start(int chunk, int lane) {
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) load((chunk << row.chunk_bits) + part * kTileOfParts, lane, loaded[part]);
+  }
+  // This lane's group of the chunk, whose first elements are being loaded; starts the next chunk of the warp.
+  __device__ __forceinline__ GroupSum read(int chunk, int next_chunk, int lane) {
+    const int end = min((chunk + 1) << row.chunk_bits, row.length);
+    GroupSum group;
+#pragma unroll 1
+    for (int begin = chunk << row.chunk_bits; begin < end; begin += kTileOfGroups) {
+      const int64_t next = begin + kTileOfGroups < end ? begin + kTileOfGroups : int64_t{next_chunk} << row.chunk_bits;
+#pragma unroll
+      for (int part = 0; part < kParts; ++part) {
+        const int offset = part * kTileOfParts;
+        float v[kPart];
+        take(begin + offset, lane, loaded[part], v);
+        if (next < row.length) load(static_cast<int>(next) + offset, lane, loaded[part]);
+        merge(group, sum(begin + offset, lane, v));
+      }
+    }
+    return group;
+  }
+};
+
+// Beside TopKScratch.
+struct alignas(16) LogprobScratch {
+  u64 before[kMaxTopKWarps];  // the elements before the token, by warp of the cluster
+  double2 warp_sums[kMaxSelectThreads / 32];
+  // Of few candidates: the mass of those before each in descending order, and its place.
+  u64 mass_before[kMaxRanked];
+  int place[kMaxRanked];
+  int num_kept, num_reaching;  // by top-p and by min-p
+};
+
+// The sums over the block, in an order that depends on nothing but the number of threads.
+__device__ __forceinline__ double2 block_sums(double2 v, double2* warp_sums) {
+#pragma unroll
+  for (int other = 16; other > 0; other /= 2) {
+    v.x += __shfl_xor_sync(kAllLanes, v.x, other);
+    v.y += __shfl_xor_sync(kAllLanes, v.y, other);
+  }
+  __syncthreads();
+  if (threadIdx.x % 32 == 0) warp_sums[threadIdx.x / 32] = v;
+  __syncthreads();
+  double2 sums = {0., 0.};
+  for (int warp = 0; warp < static_cast<int>(blockDim.x) / 32; ++warp)
+    sums.x += warp_sums[warp].x, sums.y += warp_sums[warp].y;
+  return sums;
+}
+
+// The results of a row that is not one.
+__device__ __forceinline__ void write_no_logprobs(const LogprobParams& p, int64_t row_idx, bool has_token) {
+  if (threadIdx.x == 0) {
+    p.logprobs[row_idx] = has_token ? not_a_number() : -INFINITY;
+    p.ranks[row_idx] = 0;
+  }
+  for (int n = threadIdx.x; n < p.top_n; n += blockDim.x) p.top_logprobs[row_idx * p.top_n + n] = not_a_number();
+}
+
+// Few candidates, compared with one another as in draw_by_pairs: the first `selected` in descending order go to
+// `ranked`. Sets scratch->drawn, the place of the drawn one, and how many of the first k top-p and min-p keep.
+// row_mass: 0 unless top-p counts it. reaches(key): whether min-p keeps it.
+template <typename Reaches>
+__device__ __forceinline__ void rank_and_draw(TopKScratch* scratch, LogprobScratch* own_scratch, const u64* keys,
+                                              const u64* masses, u64* ranked, int count, int selected, int k,
+                                              u64 row_mass, u64 q32, Reaches reaches) {
+  constexpr int kLanes = 8;  // per candidate
+  const int lane = threadIdx.x % kLanes, candidates = blockDim.x / kLanes;
+  u64* const before = own_scratch->mass_before;
+#pragma unroll 1
+  for (int base = 0; base < count; base += candidates) {
+    const int own = base + threadIdx.x / kLanes;
+    const u64 key = keys[min(own, count - 1)];
+    int place = 0;
+    u64 mass = 0;
+#pragma unroll 4
+    for (int other = lane; other < count; other += kLanes) {
+      const bool is_larger = keys[other] > key;
+      place += is_larger, mass += is_larger ? masses[other] : 0;
+    }
+#pragma unroll
+    for (int distance = 1; distance < kLanes; distance *= 2) {
+      place += __shfl_xor_sync(kAllLanes, place, distance);
+      mass += __shfl_xor_sync(kAllLanes, mass, distance);
+    }
+    if (lane == 0 && own < count) {
+      before[own] = place < k ? mass : ~u64{0};
+      own_scratch->place[own] = place;
+      if (place < selected) ranked[place] = key;
+      if (place == k - 1) scratch->kept_mass = mass + masses[own];
+      if (place < k && reaches(key)) atomicAdd(&own_scratch->num_reaching, 1);
+    }
+  }
+  __syncthreads();
+  const u64 goal = max(u64{1}, scale_q32(row_mass ? row_mass : scratch->kept_mass, q32));
+#pragma unroll 1
+  for (int base = 0; base < count; base += candidates) {
+    const int own = min(base + static_cast<int>(threadIdx.x) / kLanes, count - 1);
+    const u64 key = keys[own];
+    u64 all = 0, mass = 0;
+#pragma unroll 4
+    for (int other = lane; other < count; other += kLanes) {
+      const u64 of_other = before[other] < goal ? masses[other] : 0;
+      all += of_other;
+      mass += static_cast<u32>(keys[other]) > static_cast<u32>(key) ? of_other : 0;  // a lower id
+    }
+#pragma unroll
+    for (int distance = 1; distance < kLanes; distance *= 2) {
+      all += __shfl_xor_sync(kAllLanes, all, distance);
+      mass += __shfl_xor_sync(kAllLanes, mass, distance);
+    }
+    const u64 point = scale_q32(all, scratch->random_word);
+    if (lane != 0 || base + static_cast<int>(threadIdx.x) / kLanes >= count || before[own] >= goal) continue;
+    atomicAdd(&own_scratch->num_kept, 1);
+    if (point >= mass && point - mass < masses[own]) scratch->drawn = own_scratch->place[own];
+  }
+  __syncthreads();
+}
+
+// Finds the one of `num` entries, of different ids, in which the point of their mass in the order of ids lies. The
+// block calls found(n) in one thread.
+template <typename Id, typename Found>
+__device__ __forceinline__ void locate_point(const u64* masses, int num, u64 point, Id id, Found found) {
+  constexpr int kLanes = 8;  // per entry
+  const int lane = threadIdx.x % kLanes, entries = blockDim.x / kLanes;
+#pragma unroll 1
+  for (int base = 0; base < num; base += entries) {
+    const int own = base + threadIdx.x / kLanes, own_id = id(min(own, num - 1));
+    u64 before = 0;
+#pragma unroll 4
+    for (int other = lane; other < num; other += kLanes) before += id(other) < own_id ? masses[other] : 0;
+#pragma unroll
+    for (int distance = 1; distance < kLanes; distance *= 2) before += __shfl_xor_sync(kAllLanes, before, distance);
+    if (lane == 0 && own < num && point >= before && point - before < masses[own]) found(own);
+  }
+}
+
+// draws: the token is drawn as top_k_draw does; all rows have a top-k.
+template <bool draws>
+__global__ void __launch_bounds__(kMaxSelectThreads, 1) logprob_rows(const __grid_constant__ LogprobParams p) {
+  using Row = TopKRow<Kind::scores>;
+  const Cluster cluster(p.cluster_size);
+  const int64_t row_idx = cluster.row_idx();
+  TopKScratch* const scratch = reinterpret_cast<TopKScratch*>(dynamic_shared_memory());
+  LogprobScratch* const sums = reinterpret_cast<LogprobScratch*>(scratch + 1);
+  const TopKLayout layout(p.length, p.max_top_k);
+  const Row row(p.rows + row_idx * p.row_bytes, p.dtype, p.length, layout.chunk_bits);
+  char* const memory = reinterpret_cast<char*>(sums + 1);
+  u64* const group_sums = reinterpret_cast<u64*>(memory + layout.bytes());
+  const TopKSelector<Kind::scores> selector = {cluster, row, scratch, memory, layout};
+  selector.init();
+  if (threadIdx.x == 0) sums->num_kept = sums->num_reaching = 0;
+  cluster.arrive_release();
+  pdl_wait();
+  pdl_trigger();
+  WeightFn<Kind::logits> sum_fn;
+  int k, selected;
+  {
+    const LogprobRow params(p, row_idx);
+    k = params.selects() ? params.k : 0, selected = max(k, p.top_n);
+    LogprobReader<!draws> reader = {row, 0.f, 0.f, 0, 0.f};
+    reader.start(cluster.warp, cluster.lane);
+    // While the loads are in flight:
+    sum_fn.set_temperature(draws && p.raw ? 1.f : params.temperature);
+    reader.slope = sum_fn.slope, reader.slope_rest = fmaxf(sum_fn.slope_rest, FLT_MIN);
+    if constexpr (!draws) reader.token = params.token, reader.of_token = row.element(params.token) + 0.f;
+    const u32 received = ptx::map_shared(ptx::shared_address(&scratch->received), 0);
+    const u32 sums_to = ptx::map_shared(ptx::shared_address(group_sums), 0);
+    GroupSum group;
+    selector.read_row(
+        selected,
+        [&](int chunk) {
+          group = reader.read(chunk, chunk + cluster.num_warps, cluster.lane);
+          return Row::key(group.most);
+        },
+        [&](int index) {
+          if (cluster.size > 1) {
+            ptx::store_async(sums_to + 8 * index, group.bits(), received);
+          } else {
+            group_sums[index] = group.bits();
+          }
+        });
+    const u64 before = draws ? 0 : __reduce_add_sync(kAllLanes, reader.before);
+    if (!draws && cluster.lane == 0) {
+      if (cluster.size > 1) {
+        ptx::store_async(ptx::map_shared(ptx::shared_address(&sums->before[cluster.warp]), 0), before, received);
+      } else {
+        sums->before[cluster.warp] = before;
+      }
+    }
+  }
+  const LogprobRow params(p, row_idx);                                  // loaded again to save registers
+  const float temperature = draws && p.raw ? 1.f : params.temperature;  // of the log-probabilities
+  if (draws && cluster.block_rank == 0 && threadIdx.x == blockDim.x - 32)
+    scratch->random_word = random_word(p.seed.at(row_idx), p.offset.at(row_idx));
+  const bool joint = k > 0 && p.joint && params.q32 < kQ32One;
+  TopKRange range = {};
+  if (cluster.block_rank == 0) range = selector.receive(256 * layout.num_chunks + (draws ? 0 : 8 * cluster.num_warps));
+  if (joint) {
+    if (cluster.block_rank == 0) scratch->largest = range.largest;
+    cluster.sync();
+    range.largest = cluster.map_shared(scratch, 0)->largest;
+  } else if (cluster.block_rank != 0) {
+    return;
+  }
+  const float top = Row::value(static_cast<u64>(range.largest) << 32);
+  WeightFn<Kind::logits> weight_fn;
+  weight_fn.set_temperature(params.temperature);
+  sum_fn.set_temperature(temperature);
+  weight_fn.top = sum_fn.top = top;
+  weight_fn.least = params.min_p;
+  weight_fn.set_scale(p.length);
+  if (joint) sum_row(selector, weight_fn, 1.f);
+  if (cluster.block_rank != 0) return;
+
+  float of_token = draws ? 0.f : row.element(params.token);
+  // The sum of the row: NaN if it holds one.
+  double equal = 0., rest = 0.;
+  for (int g = threadIdx.x; g < 32 * layout.num_chunks; g += blockDim.x) {
+    const u32 key = selector.maxima()[g];
+    const float of_rest = __uint_as_float(static_cast<u32>(group_sums[g])),
+                of_equal = __uint_as_float(static_cast<u32>(group_sums[g] >> 32));
+    if (key == range.largest) {
+      equal += of_equal, rest += of_rest;
+    } else if (key == Row::kNan) {
+      rest += of_rest;
+    } else {
+      rest +=
+          (static_cast<double>(of_rest) + of_equal) * sum_fn.accurate_weight(Row::value(static_cast<u64>(key) << 32));
+    }
+  }
+  const double2 of_row = block_sums({equal, rest}, sums->warp_sums);
+  equal = of_row.x, rest = of_row.y;
+  const bool is_valid = fabsf(top) < INFINITY && !isnan(rest) && !isnan(params.temperature);
+  int rank = 0;  // of the token, from 0
+  if constexpr (!draws) {
+    u32 before = 0;
+    for (int warp = cluster.lane; warp < cluster.num_warps; warp += 32) before += static_cast<u32>(sums->before[warp]);
+    rank = static_cast<int>(__reduce_add_sync(kAllLanes, before));
+  }
+
+  const u64* keys = selector.candidates();
+  int count = 0;
+  if (selected > 0) {
+    u64* const ranked = selector.ranked();
+    count = selector.collect(selected, range, [&](u32 n, u64 key) {
+      if (draws && selector.ranks()) selector.masses()[n] = mass_of(weight_fn.scaled(Row::value(key)));
+    });
+    if (draws && selector.ranks() && is_valid) {
+      keys = ranked;
+      rank_and_draw(scratch, sums, selector.candidates(), selector.masses(), ranked, count, selected, k,
+                    joint ? scratch->row_mass : 0, params.q32, [&](u64 key) {
+                      return !(params.min_p > 0.f) || weight_fn.weight(Row::value(key)) >= params.min_p;
+                    });
+    } else if (selector.ranks()) {
+      rank_keys(selector.candidates(), count, selected, [&](int place, u64 key) { ranked[place] = key; });
+      keys = ranked;
+      __syncthreads();
+    } else {
+      sort_descending(selector.candidates(), count);
+    }
+    for (int n = threadIdx.x; n < p.top_n; n += blockDim.x) p.top_ids[row_idx * p.top_n + n] = row.index(keys[n]);
+  }
+  if (!is_valid) {
+    if (draws && threadIdx.x == 0) p.ids[row_idx] = 0, p.valid[row_idx] = false;
+    write_no_logprobs(p, row_idx, draws || params.has_token);
+    return;
+  }
+
+  const auto exponent = [&](float v) {
+    return v > -INFINITY ? (static_cast<double>(v) - top) / static_cast<double>(temperature)
+                         : static_cast<double>(-INFINITY);
+  };
+  int kept = p.length;  // of the elements in descending order
+  if (draws && selector.ranks()) {
+    kept = sums->num_reaching;
+    if (params.q32 < kQ32One) kept = min(kept, sums->num_kept);
+    kept = max(kept, 1);
+    rank = scratch->drawn;
+  } else if (k > 0) {
+    u64* const masses = selector.masses();
+    int reach = 0;
+    for (int n = threadIdx.x; n < k; n += blockDim.x) {
+      const float v = Row::value(keys[n]);
+      masses[n] = mass_of(weight_fn.scaled(v));
+      reach += !(params.min_p > 0.f) || weight_fn.weight(v) >= params.min_p;
+    }
+    kept = __syncthreads_count(reach > 0);
+    // More than one element per thread where k exceeds the number of threads.
+    if (k > static_cast<int>(blockDim.x)) kept += __syncthreads_count(reach > 1);
+    if (draws || params.q32 < kQ32One) {
+      if (!draws && threadIdx.x == 0) scratch->random_word = 0;  // no point is drawn
+      __syncwarp();
+      if (threadIdx.x < 32) keep_top_p(scratch, masses, k, joint ? scratch->row_mass : 0, params.q32);
+      __syncthreads();
+    }
+    if (params.q32 < kQ32One) kept = min(kept, scratch->num_kept);
+    kept = max(kept, 1);
+    if constexpr (draws) {
+      locate_point(
+          masses, scratch->num_kept, scratch->point, [&](int n) { return row.index(keys[n]); },
+          [&](int n) { scratch->drawn = n; });
+      __syncthreads();
+      rank = scratch->drawn;
+    }
+  }
+  if (draws && p.raw) {
+    kept = p.length;
+  } else if (k > 0) {
+    double2 of_kept = {0., 0.};
+    for (int n = threadIdx.x; n < kept; n += blockDim.x) {
+      if (keys[n] >> 32 == range.largest) {
+        of_kept.x += 1.;
+      } else {
+        of_kept.y += exp(exponent(Row::value(keys[n])));
+      }
+    }
+    of_kept = block_sums(of_kept, sums->warp_sums);
+    equal = of_kept.x, rest = of_kept.y;
+  }
+  const double log_sum = log1p(equal - 1. + rest);
+  if (threadIdx.x == 0) {
+    const int token = draws ? row.index(keys[rank]) : params.token;
+    const bool has_token = draws || params.has_token;
+    if constexpr (draws) of_token = Row::value(keys[rank]);
+    const float logprob = static_cast<float>(exponent(of_token) - log_sum);
+    p.logprobs[row_idx] = has_token && rank < kept ? logprob : -INFINITY;
+    p.ranks[row_idx] = has_token ? rank + 1 : 0;
+    if (draws) p.ids[row_idx] = token, p.valid[row_idx] = true;
+  }
+  for (int n = threadIdx.x; n < p.top_n; n += blockDim.x) {
+    p.top_logprobs[row_idx * p.top_n + n] =
+        n < kept ? static_cast<float>(exponent(Row::value(keys[n])) - log_sum) : -INFINITY;
+  }
+}
+
+// The log-probabilities of rows that logprob_rows does not cover, after it has written ids and ranks: a threshold
+// search finds what the filters keep (threshold_rows.cuh).
+template <Storage storage>
+__global__ void __launch_bounds__(kSearchThreads, 1) threshold_logprobs(const __grid_constant__ LogprobParams p) {
+  const Cluster cluster(p.cluster_size);
+  cluster.arrive();
+  const int64_t row_idx = cluster.row_idx();
+  char* memory = dynamic_shared_memory();
+  SearchScratch* scratch = reinterpret_cast<SearchScratch*>(memory);
+  ClusterExchange exchange = {reinterpret_cast<u64*>(memory + sizeof(SearchScratch)), 0};
+  float* candidates =
+      reinterpret_cast<float*>(memory + sizeof(SearchScratch) + ClusterExchange::bytes(cluster.num_warps));
+  Float32Slice<storage> slice(p.rows + row_idx * p.row_bytes, p.dtype, p.length, p.elements_per_warp, cluster,
+                              candidates + p.list_capacity);
+  for (int b = threadIdx.x; b < kBins; b += blockDim.x) scratch->bins[b] = 0;
+  if (threadIdx.x < 2) scratch->num_candidates[threadIdx.x] = 0;
+  __syncthreads();
+  pdl_wait();
+  pdl_trigger();
+  const LogprobRow params(p, row_idx);
+  if (params.is_covered()) return cluster.wait();
+  WeightFn<Kind::logits> weight_fn;
+  weight_fn.set_common(p.length);
+  ThresholdSearch<Kind::logits, storage> search = {cluster, slice,      weight_fn,      exchange,
+                                                   scratch, candidates, p.list_capacity};
+  float most = -INFINITY;
+  slice.read(cluster.lane, [&](const auto& v) {
+#pragma unroll
+    for (int e = 0; e < static_cast<int>(sizeof(v) / sizeof(float)); ++e) most = ptx::max_nan(most, v[e]);
+  });
+  const int largest = __reduce_max_sync(kAllLanes, isnan(most) ? INT32_MAX : order_key(most));
+  cluster.wait();
+  exchange.broadcast(cluster, 0, static_cast<u32>(largest));
+  exchange.sync(cluster);
+  weight_fn.top = from_order_key(exchange.max(cluster, 0));
+  if (!(fabsf(weight_fn.top) < INFINITY) || isnan(params.temperature)) return;  // as logprob_rows has written
+  weight_fn.set_temperature(params.temperature);
+  weight_fn.least = params.min_p;
+  weight_fn.set_scale(p.length);
+  const KeptSet kept = filter(search, {params.k, params.q32, p.joint}, /*has_histogram=*/false, 0);
+  auto mass = search.template mass_of_kept<Precision::accurate>(kept);
+  const double sum = static_cast<double>(search.total(mass)) / (1048576. * static_cast<double>(weight_fn.scale));
+  if (cluster.block_rank != 0) return;
+  const double log_sum = log(sum), top = weight_fn.top, temperature = params.temperature;
+  const auto logprob = [&](int id) {
+    const float v = slice.element(id);
+    const bool stays =
+        kept.has(v, id) && v > -INFINITY && (!(params.min_p > 0.f) || weight_fn.weight(v) >= params.min_p);
+    return stays ? static_cast<float>((static_cast<double>(v) - top) / temperature - log_sum) : -INFINITY;
+  };
+  if (threadIdx.x == 0 && params.has_token) p.logprobs[row_idx] = logprob(params.token);
+  for (int n = threadIdx.x; n < p.top_n; n += blockDim.x) {
+    const int64_t to = row_idx * p.top_n + n;
+    p.top_logprobs[to] = logprob(p.top_ids[to]);
+  }
+}
+
+}  // namespace kestrel::sampling

@@ -1,0 +1,165 @@
+// The entry points of token_logprobs and sample_with_logprobs: logprob_rows for every call, then threshold_logprobs
+// where a filter may need it.
+
+#include <tvm/ffi/function.h>
+
+#include <algorithm>
+#include <string>
+#include <tuple>
+
+#include "logprob_rows.cuh"
+#include "split.h"
+
+namespace kestrel::sampling {
+
+template <bool draws>
+void launch_rows(LogprobParams& p, int64_t largest_k, DLDevice device) {
+  p.max_top_k = std::max<int64_t>(p.top_n, largest_k) <= kMaxRankedK ? kMaxRankedK : kMaxK;
+  Split split = split_for_top_k(p.length, p.num_rows, p.max_top_k, device, {});
+  split.smem_bytes += sizeof(LogprobScratch) + 256 * TopKLayout(p.length, p.max_top_k).num_chunks;
+  launch_split<logprob_rows<draws>>(p, p.num_rows, split, device, /*balanced=*/true);
+}
+
+void launch(LogprobParams p, DLDevice device) {
+  const CountPerRow& k = p.top_k;
+  const bool any_k = k.values != nullptr, has_k = !any_k && k.value > 0 && k.value < p.length;
+  launch_rows<false>(p, any_k ? kMaxK : has_k ? std::min<int64_t>(k.value, kMaxK) : 1, device);
+  const bool has_p = p.top_p.values || p.top_p.value < 1.f || p.min_p.values || p.min_p.value > 0.f;
+  if (!any_k && (has_k ? k.value <= kMaxK : !has_p)) return;
+  const Split search = split_for_search(p.length, p.num_rows, device, {});
+  p.list_capacity = static_cast<int>(candidate_bytes(search.threads) / sizeof(float));
+  if (search.in_smem) {
+    launch_slices<threshold_logprobs<Storage::shared>>(p, search, 8, device);
+  } else {
+    launch_slices<threshold_logprobs<Storage::global>>(p, search, 8, device);
+  }
+}
+
+// ---- the entry points: results [rows], and top_ids and top_logprobs [rows, top_n], contiguous -----------------------
+
+struct FilterArguments {
+  OptionalTensor temperature;
+  double temperature_value;
+  OptionalTensor top_k;
+  int64_t top_k_value;
+  OptionalTensor top_p;
+  double top_p_value;
+  OptionalTensor min_p;
+  double min_p_value;
+};
+
+void set_filters(const Checks& check, LogprobParams& p, const TensorView& logits, const FilterArguments& f) {
+  const auto number = [&](const char* name, const OptionalTensor& values, double value) {
+    return per_row(check, name, values, static_cast<float>(value), "logits", logits, {kFloat32});
+  };
+  p.temperature = number("temperature", f.temperature, f.temperature_value);
+  p.top_k = count_per_row(check, "top_k", f.top_k, f.top_k_value, "logits", logits);
+  p.top_p = number("top_p", f.top_p, f.top_p_value);
+  p.min_p = number("min_p", f.min_p, f.min_p_value);
+}
+
+void check_top_n(const Checks& check, const TensorView& top_ids, const TensorView& logits) {
+  check.rank("top_ids", top_ids, 2, 2);
+  if (top_ids.size(1) > logits.size(1)) {
+    check.fail("top_n", "an integer <= " + std::to_string(logits.size(1)), std::to_string(top_ids.size(1)));
+  }
+}
+
+struct Results {
+  TensorView logprobs, ranks, top_ids, top_logprobs;
+};
+
+void set_results(const Checks& check, LogprobParams& p, const TensorView& logits, const Results& r) {
+  const int64_t shape[2] = {logits.size(0), r.top_ids.size(1)};
+  check_result(check, "logprobs", r.logprobs, logits, kFloat32);
+  check_result(check, "ranks", r.ranks, logits, kInt32);
+  for (const auto& [name, t, dtype] :
+       {std::tuple{"top_ids", r.top_ids, kInt32}, std::tuple{"top_logprobs", r.top_logprobs, kFloat32}}) {
+    check.dtype(name, t, {dtype});
+    check.shape(name, t, shape, 2);
+    check.contiguous(name, t);
+  }
+  check_devices(
+      check, "logits", logits,
+      {{"logprobs", r.logprobs}, {"ranks", r.ranks}, {"top_ids", r.top_ids}, {"top_logprobs", r.top_logprobs}});
+  p.top_n = static_cast<int>(shape[1]);
+  p.logprobs = reinterpret_cast<float*>(address(r.logprobs));
+  p.ranks = reinterpret_cast<int*>(address(r.ranks));
+  p.top_ids = reinterpret_cast<int*>(address(r.top_ids));
+  p.top_logprobs = reinterpret_cast<float*>(address(r.top_logprobs));
+}
+
+void set_rows(LogprobParams& p, const TensorView& logits) {
+  if (logits.size(0) > (1 << 27) || logits.size(1) > (1 << 30)) {
+    unsupported("more than 2^27 rows, or rows of more than 2^30");
+  }
+  if (p.top_n > kMaxK) unsupported("kernels cover top_n up to 1024");
+  p.rows = address(logits);
+  p.row_bytes = logits.stride(0) * element_bytes(logits);
+  p.num_rows = static_cast<int>(logits.size(0));
+  p.dtype = row_dtype(logits);
+  p.length = static_cast<int>(logits.size(1));
+}
+
+void token_logprobs(TensorView logprobs, TensorView ranks, TensorView top_ids, TensorView top_logprobs,
+                    TensorView logits, TensorView ids, OptionalTensor temperature, double temperature_value,
+                    OptionalTensor top_k, int64_t top_k_value, OptionalTensor top_p, double top_p_value,
+                    OptionalTensor min_p, double min_p_value, bool joint) {
+  const Checks check("token_logprobs");
+  LogprobParams p;
+  check_rows(check, "logits", logits);
+  const int64_t rows = logits.size(0);
+  check.dtype("ids", ids, {kInt32, kInt64});
+  check.rank("ids", ids, 1, 1);
+  check.last_contiguous("ids", ids);
+  check.shape("ids", ids, &rows, 1);
+  check.same_device("ids", ids, "logits", logits);
+  check_top_n(check, top_ids, logits);
+  set_filters(check, p, logits,
+              {temperature, temperature_value, top_k, top_k_value, top_p, top_p_value, min_p, min_p_value});
+  set_results(check, p, logits, {logprobs, ranks, top_ids, top_logprobs});
+  if (rows == 0) return;
+  set_rows(p, logits);
+  p.joint = joint;
+  p.tokens = address(ids);
+  p.tokens_are_int64 = ids.dtype().bits == 64;
+  const DeviceGuard guard(logits.device().device_id);
+  launch(p, logits.device());
+}
+
+// For calls with a number from 1 to 1024 as top-k. raw: log-probabilities before temperature and filters.
+void sample_with_logprobs(TensorView ids, TensorView valid, TensorView logprobs, TensorView ranks, TensorView top_ids,
+                          TensorView top_logprobs, TensorView logits, OptionalTensor temperature,
+                          double temperature_value, OptionalTensor top_k, int64_t top_k_value, OptionalTensor top_p,
+                          double top_p_value, OptionalTensor min_p, double min_p_value, bool joint, bool raw,
+                          OptionalTensor seed, int64_t seed_value, OptionalTensor offset, int64_t offset_value,
+                          int64_t offset_stride) {
+  const Checks check("sample_with_logprobs");
+  LogprobParams p;
+  check_rows(check, "logits", logits);
+  set_filters(check, p, logits,
+              {temperature, temperature_value, top_k, top_k_value, top_p, top_p_value, min_p, min_p_value});
+  check_top_n(check, top_ids, logits);
+  p.seed = per_row(check, "seed", seed, seed_value, "logits", logits, {kInt64});
+  p.offset = offset_per_row(check, offset, offset_value, offset_stride, "logits", logits);
+  check_result(check, "ids", ids, logits, kInt32);
+  check_result(check, "valid", valid, logits, kBool);
+  check_devices(check, "logits", logits, {{"ids", ids}, {"valid", valid}});
+  set_results(check, p, logits, {logprobs, ranks, top_ids, top_logprobs});
+  if (logits.size(0) == 0) return;
+  set_rows(p, logits);
+  if (top_k.has_value() || top_k_value < 1 || top_k_value > kMaxK || top_k_value >= p.length) {
+    unsupported("one launch needs a number as top_k, from 1 to 1024 and less than V");
+  }
+  p.joint = joint;
+  p.raw = raw;
+  p.ids = reinterpret_cast<int*>(address(ids));
+  p.valid = reinterpret_cast<bool*>(address(valid));
+  const DeviceGuard guard(logits.device().device_id);
+  launch_rows<true>(p, top_k_value, logits.device());
+}
+
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(token_logprobs, token_logprobs);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(sample_with_logprobs, sample_with_logprobs);
+
+}  // namespace kestrel::sampling

@@ -1,0 +1,194 @@
+"""A draw and its log-probabilities in one launch."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import torch
+
+from kestrel_runtime import allocator, check, kernel_op
+
+from . import _launch, reference_logits
+from ._parameters import (
+    Keys,
+    check_keys,
+    check_parameter,
+    check_probs,
+    count_or_tensor,
+    is_joint,
+    keys,
+    number_or_tensor,
+)
+from .token_logprobs import logprob_tensors
+
+_OP = "sample_with_logprobs"
+_LARGEST_K = 1024  # of the kernel that draws
+_NO_FILTERS = (None, 1.0, None, 0, None, 1.0, None, 0.0, False)
+
+
+class SampledLogprobs(NamedTuple):
+    """What :func:`sample_with_logprobs` returns, for B rows and the n most probable tokens."""
+
+    ids: torch.Tensor
+    """int32 [B]: the drawn tokens."""
+    valid: torch.Tensor
+    """bool [B]: whether the row has a distribution."""
+    logprobs: torch.Tensor
+    """float32 [B]: of the drawn tokens."""
+    ranks: torch.Tensor
+    """int32 [B]: their places in descending order of the logits, from 1."""
+    top_ids: torch.Tensor
+    """int32 [B, n]: the tokens with the largest logits."""
+    top_logprobs: torch.Tensor
+    """float32 [B, n]: of those."""
+
+
+def sample_with_logprobs(
+    logits: torch.Tensor,
+    temperature: float | torch.Tensor = 1.0,
+    top_k: int | torch.Tensor = 0,
+    top_p: float | torch.Tensor = 1.0,
+    min_p: float | torch.Tensor = 0.0,
+    *,
+    top_n: int = 0,
+    processed: bool = False,
+    filter_apply_order: Literal["top_k_first", "joint"] = "top_k_first",
+    generator: torch.Generator | None = None,
+    seed: int | torch.Tensor | None = None,
+    offset: int | torch.Tensor | None = None,
+) -> SampledLogprobs:
+    """Draw one id per row of logits, with its log-probability and rank and the ``top_n`` most probable tokens.
+
+    The draw is that of :func:`sample_from_logits` with the same arguments, id for id. The rest is what
+    :func:`token_logprobs` gives for the drawn ids: of the logits as they are, or, if ``processed``, of the distribution
+    that is drawn from. With a number from 1 to 1024 as ``top_k`` a row is read once, in one launch; other calls take
+    the launches of both ops.
+
+    logits: [B, V] float32, bf16 or fp16, any row stride. temperature, top_k, top_p, min_p, filter_apply_order, seed,
+    offset, generator: as in :func:`sample_from_logits`. top_n: 0 to V.
+
+    Returns a :class:`SampledLogprobs`. A row that is not valid has id 0, rank 0 and NaN. Nothing is read on the host.
+
+    Raises ValueError or TypeError as the two ops do. Semantics: vLLM's sampler with logprobs.
+
+    >>> drawn = sample_with_logprobs(torch.tensor([[1.0, 3.0, 3.0]]), 0.0, 1, top_n=2, processed=True)
+    >>> drawn.ids.tolist(), drawn.logprobs.tolist(), drawn.top_ids.tolist(), drawn.top_logprobs.tolist()
+    ([1], [0.0], [[1, 2]], [[0.0, -inf]])
+    """
+    check.number(_OP, "top_n", top_n, integer=True, minimum=0)
+    check.flag(_OP, "processed", processed)
+    keyed = keys(_OP, logits, generator, seed, offset, True, name="logits")
+    if not isinstance(temperature, torch.Tensor):
+        check.number(_OP, "temperature", temperature, minimum=0)
+    return SampledLogprobs(
+        *_sample_with_logprobs(
+            logits,
+            *number_or_tensor(_OP, "temperature", temperature),
+            *count_or_tensor(_OP, "top_k", top_k),
+            *number_or_tensor(_OP, "top_p", top_p),
+            *number_or_tensor(_OP, "min_p", min_p),
+            is_joint(_OP, filter_apply_order),
+            top_n,
+            processed,
+            *keyed,
+        )
+    )
+
+
+def _check_sample_with_logprobs(
+    logits: torch.Tensor,
+    temperature: torch.Tensor | None,
+    temperature_value: float,
+    top_k: torch.Tensor | None,
+    top_k_value: int,
+    top_p: torch.Tensor | None,
+    top_p_value: float,
+    min_p: torch.Tensor | None,
+    min_p_value: float,
+    joint: bool,
+    top_n: int,
+    processed: bool,
+    seed: torch.Tensor | None,
+    seed_value: int,
+    offset: torch.Tensor | None,
+    offset_value: int,
+    offset_stride: int,
+) -> None:
+    check_probs(_OP, logits, "logits")
+    check_parameter(_OP, "temperature", temperature, logits, torch.float32, rows_name="logits")
+    check_parameter(_OP, "top_k", top_k, logits, *check.INTEGERS, rows_name="logits")
+    check_parameter(_OP, "top_p", top_p, logits, torch.float32, rows_name="logits")
+    check_parameter(_OP, "min_p", min_p, logits, torch.float32, rows_name="logits")
+    check.number(_OP, "top_n", top_n, integer=True, minimum=0, maximum=logits.shape[1])
+    check_keys(_OP, logits, seed, offset, offset_stride, "logits")
+
+
+def _shape_of_sampled_logprobs(
+    logits: torch.Tensor,
+    temperature: torch.Tensor | None,
+    temperature_value: float,
+    top_k: torch.Tensor | None,
+    top_k_value: int,
+    top_p: torch.Tensor | None,
+    top_p_value: float,
+    min_p: torch.Tensor | None,
+    min_p_value: float,
+    joint: bool,
+    top_n: int,
+    *_parameters: object,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    rows, device = logits.shape[0], logits.device
+    return (
+        torch.empty(rows, dtype=torch.int32, device=device),
+        torch.empty(rows, dtype=torch.bool, device=device),
+        torch.empty(rows, dtype=torch.float32, device=device),
+        torch.empty(rows, dtype=torch.int32, device=device),
+        torch.empty(rows, top_n, dtype=torch.int32, device=device),
+        torch.empty(rows, top_n, dtype=torch.float32, device=device),
+    )
+
+
+@kernel_op(
+    reference=reference_logits.sample_with_logprobs,
+    check=_check_sample_with_logprobs,
+    kernel="cuda",
+    shape=_shape_of_sampled_logprobs,
+)
+def _sample_with_logprobs(
+    logits: torch.Tensor,
+    temperature: torch.Tensor | None,
+    temperature_value: float,
+    top_k: torch.Tensor | None,
+    top_k_value: int,
+    top_p: torch.Tensor | None,
+    top_p_value: float,
+    min_p: torch.Tensor | None,
+    min_p_value: float,
+    joint: bool,
+    top_n: int,
+    processed: bool,
+    seed: torch.Tensor | None,
+    seed_value: int,
+    offset: torch.Tensor | None,
+    offset_value: int,
+    offset_stride: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Each parameter as a tensor, or None and a number."""
+    key = Keys(seed, seed_value, offset, offset_value, offset_stride)
+    results = logprob_tensors(logits, top_n)
+    filters = (temperature, temperature_value, top_k, top_k_value, top_p, top_p_value, min_p, min_p_value, joint)
+    if top_k is None and 0 < top_k_value <= _LARGEST_K and top_k_value < logits.shape[1]:
+        allocate, rows = allocator(logits), logits.shape[0]
+        ids, valid = allocate((rows,), (1,), torch.int32), allocate((rows,), (1,), torch.bool)
+        _launch.binary.sample_with_logprobs(ids, valid, *results, logits, *filters, not processed, *key)
+        return ids, valid, *results
+    ids, valid = _launch.draw(
+        _OP, logits, key, logits=True, temperature=(temperature, temperature_value), top_k=(top_k, top_k_value),
+        top_p=(top_p, top_p_value), min_p=(min_p, min_p_value), joint=joint,
+    )  # fmt: skip
+    _launch.binary.token_logprobs(*results, logits, ids, *(filters if processed else _NO_FILTERS))
+    if temperature is not None and not processed:  # which may be NaN
+        results[0].masked_fill_(~valid, torch.nan)
+        results[1].masked_fill_(~valid, 0)
+        results[3].masked_fill_(~valid[:, None], torch.nan)
+    return ids, valid, *results
