@@ -162,7 +162,7 @@ __global__ void __launch_bounds__(kChainThreads, 1)
       row.removed = -1;
       continue;
     }
-    if (!(weight_fn.top > 0.f && weight_fn.top < INFINITY) || weight_fn.is_common()) break;
+    if (!(weight_fn.top > 0.f && weight_fn.top < INFINITY) || weight_fn.is_common(p.length)) break;
     if (weight_fn.top < 0x1p-60f) factor = 0x1p64f, weight_fn.top *= factor;
     weight_fn.set_scale(p.length);
     scaled = true;
