@@ -490,6 +490,16 @@ def test_new_keys_are_appended_and_attended_to(paged, size, dtype):
     assert same_bits(again, (out, lse))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
+def test_rows_without_keys_have_their_sink_as_lse_however_small(dtype):
+    q, k, v = (random(1, length, heads, 64, dtype=torch.bfloat16).to(dtype) for length, heads in ((70, 4), (6, 2), (6, 2)))
+    sinks = torch.tensor([-88.0, -100.0, -65504.0, 3.0], device="cuda")
+    out, lse = flash_attn_func(q, k, v, causal=True, sinks=sinks, return_lse=True)
+    assert not out[:, :64].any()
+    torch.testing.assert_close(lse[0, :, :64], sinks[:, None].expand(4, 64), rtol=1e-6, atol=1e-6)
+    assert out.isfinite().all()
+
+
 @pytest.mark.parametrize("queries", [1, 5, 40])
 def test_few_queries_with_sinks_run_as_kernels(queries):
     lengths = [300, 0, 54]

@@ -76,10 +76,15 @@ struct WeightFn {
   }
 
   // mass / 2^20, not rounded; 0 for elements without mass, negative numbers and NaN.
+  // The fast weight decides what has mass, as in the draw.
   template <Precision precision = Precision::fast>
   __device__ __forceinline__ float scaled(float v) const {
-    const float w = precision == Precision::accurate ? accurate_weight(v) : weight(v);
-    return w >= least ? w * scale : 0.f;
+    if constexpr (precision == Precision::accurate) {
+      return least > 0.f && !(weight(v) >= least) ? 0.f : accurate_weight(v) * scale;
+    } else {
+      const float w = weight(v);
+      return w >= least ? w * scale : 0.f;
+    }
   }
 
   static __device__ __forceinline__ float scale_of(int length, int exponent) {

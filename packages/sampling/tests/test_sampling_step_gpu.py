@@ -258,6 +258,17 @@ def test_odd_rows_and_tokens_are_those_of_the_reference(options: str, width: int
         assert_close_logprobs(got, by_reference(token_logprobs, logits, ids, n, **FILTERS[options]))
 
 
+@pytest.mark.parametrize(("logit", "min_p"), [(-5.75, 0.00318278023), (-8.3125, 0.00024542975)])
+def test_probabilities_at_the_edge_of_min_p_sum_to_one(logit: float, min_p: float) -> None:
+    """A token that min-p keeps counts in the sum, and one that it drops does not, to the last bit of its weight."""
+    row = torch.tensor([[0.0] + [logit] * 1000], device="cuda")
+    edge = torch.tensor(min_p).view(torch.int32) + torch.arange(-8, 9, dtype=torch.int32)
+    for value in edge.view(torch.float32).tolist():
+        ids = torch.zeros(1, dtype=torch.int64, device="cuda")
+        logprobs = token_logprobs(row, ids, 1001, min_p=value)[3]
+        assert float(logprobs.double().exp().sum()) == pytest.approx(1, abs=1e-4), value
+
+
 def test_log_probabilities_near_zero_keep_their_relative_precision() -> None:
     logits = torch.full((4, 50000), -60.0, device="cuda")
     logits[:, 77] = torch.tensor([-40.0, -35.0, -30.0, -25.0], device="cuda")

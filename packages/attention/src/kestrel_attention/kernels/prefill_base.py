@@ -470,7 +470,7 @@ class PrefillBase:
         if scalars.has_sinks != 0:
             highest = cutlass.select_(largest == -Float32.inf, sink, ptx.fmax(base, sink))
             highest = cutlass.select_(highest == -Float32.inf, Float32(0.0), highest)
-            share = ptx.exp2_approx(base - highest)
+            share = cutlass.select_(largest == -Float32.inf, Float32(0.0), ptx.exp2_approx(base - highest))
             total = total * share + ptx.exp2_approx(sink - highest)
             base = highest
         factor = cutlass.select_(total == 0.0, Float32(0.0), v_scale * (share / total))
