@@ -492,7 +492,8 @@ def test_new_keys_are_appended_and_attended_to(paged, size, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
 def test_rows_without_keys_have_their_sink_as_lse_however_small(dtype):
-    q, k, v = (random(1, length, heads, 64, dtype=torch.bfloat16).to(dtype) for length, heads in ((70, 4), (6, 2), (6, 2)))
+    sizes = ((70, 4), (6, 2), (6, 2))
+    q, k, v = (random(1, length, heads, 64, dtype=torch.bfloat16).to(dtype) for length, heads in sizes)
     sinks = torch.tensor([-88.0, -100.0, -65504.0, 3.0], device="cuda")
     out, lse = flash_attn_func(q, k, v, causal=True, sinks=sinks, return_lse=True)
     assert not out[:, :64].any()
