@@ -6,6 +6,7 @@
 //   multiples of 16 bytes, no float32 weight of 16-bit x      cluster          norm_cluster, aligned16
 //   anything                                                  cluster          norm_cluster, unaligned
 //   multiples of 16 bytes                                     none             norm_multi_pass, aligned16
+//   multiples of 16 bytes, float32 weight, > 1024 packs       one CTA          norm_multi_pass, aligned16
 //   anything else                                             one CTA or none  norm_multi_pass, unaligned
 //
 // A GPU without clusters has no tile of a cluster. norm_multi_pass has the warps of the row's tile (32 without one), so

@@ -112,8 +112,9 @@ bool has_wgmma(DLDevice device) {
          device_attribute(cudaDevAttrComputeCapabilityMinor, device.device_id) == 0;
 }
 
-// x: [T, K], T at most 128. scratch: float32, [8 * T * N] or kMaxPartial if that is less; or None: then K is cut only
-// as far as clusters go. With T * ceil(K / 64) * 32 more floats, for x, w4a16_wgmma_kernel runs on sm_90, for any T.
+// x: [T, K]. scratch: float32, [8 * T * N] or kMaxPartial if that is less; or None: then K is cut only as far as
+// clusters go. T is at most 128. With T * ceil(K / 64) * 32 more floats, for x, w4a16_wgmma_kernel runs on sm_90
+// instead, for any T.
 void w4a16_linear(TensorView out, TensorView x, TensorView codes, TensorView scales, OptionalTensor zeros,
                   int64_t group_size, OptionalTensor bias, OptionalTensor scratch) {
   const Checks check("w4a16_linear");

@@ -149,6 +149,17 @@ def test_slices_of_k_have_memory_for_their_sums(
         assert (scratch.numel(), scratch.dtype) == (8 * tokens * N + x_floats, torch.float32)
 
 
+@pytest.mark.parametrize(("offset", "pad"), [(0, 1), (1, 7), (1, 0)])
+def test_many_rows_of_any_alignment_take_the_vendors_gemm(
+    kernels: Kernels, monkeypatch: pytest.MonkeyPatch, offset: int, pad: int
+) -> None:
+    monkeypatch.setattr(module, "_WGMMA_WEIGHT", N * K)
+    x, w = activations(200 * (K + pad) + offset)[offset:].as_strided((200, K), (K + pad, 1)), packed()
+    out = launch(x.as_subclass(OnGpu), w)
+    assert kernels.names == ["dequant", "mm"]
+    assert torch.equal(out, expected(x, w, None))
+
+
 def test_the_memory_for_sums_is_bounded(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_MOST_PARTIAL", 1000)
     launch(activations(64, K).as_subclass(OnGpu), packed())

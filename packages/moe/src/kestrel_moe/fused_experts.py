@@ -183,7 +183,7 @@ def fused_experts(
     the host. The kernels take bf16 and fp16 with Hd and I that are multiples of 16 and rows aligned to 16 bytes. They
     sum in order of k, so a row is the same bit for bit for every T. On an H100 or H200 that holds in each of two
     ranges: up to 9.75 pairs for each expert (or 32 pairs in all), and above, where bf16 results of each expert are
-    rounded before the sum over j. From 512 pairs for each expert on, bf16 layers with Hd * I / (Hd + I) of at least
+    rounded before the sum over j. Above 512 pairs for each expert, bf16 layers with Hd * I / (Hd + I) of at least
     2048 and without ``expert_map`` go through torch.nn.functional.grouped_mm there, and each T is a range of its own.
     For layers tuned on this GPU by `kestrel-kernels tune moe`, the tuned file gives the ranges. By reference on a CPU,
     a row is the same bit for bit up to T = 16, and beyond it within each of these ranges of T*K/E: below 1, from a

@@ -159,9 +159,9 @@ def w4a16_linear(
 
     Returns [..., N] in x's dtype, in ``out`` if it is given; ``out`` may not overlap ``x``.
     The kernels take bf16 and fp16, T up to 128, N and K that are multiples of 8, and groups of 32, 64, multiples of 128
-    or whole rows. On an H100 or H200 they take T up to 256 where N * K is 2^25 or more. There a row is the same bit for
-    bit within each range of T: 1 to 16, 17 to 64, 65 to 128; for those large weights 1 to 16, 17 to 32, 33 to 64, 65 to
-    128, 129 to 256. Up to 16 rows, an inf in a row of x may give NaN in that row of the result. Past 128 rows each
+    or whole rows. On an H100 or H200 they take T up to 256 where N * K is 2^25 or more and rows of x are aligned to 16
+    bytes. There a row is the same bit for bit within each range of T: 1 to 16, 17 to 64, 65 to 128; for those large
+    weights 1 to 16, 17 to 32, 33 to 64, 65 to 128, 129 to 256. Up to 16 rows, an inf in a row of x may give NaN in that row of the result. Past 128 rows each
     weight is rounded once to x's dtype. More rows take the vendor's GEMM: the weight is first written in x's dtype,
     into N * K * 2 bytes of scratch memory. There and by reference a row may differ by rounding from one T to another;
     for a fixed T it does not depend on the other rows.
@@ -236,6 +236,8 @@ def _w4a16_linear(
     tokens = x.shape[0] if x.ndim == 2 else x.shape[:-1].numel()
     capability = _capability(x.get_device()) if x.is_cuda else (0, 0)
     wgmma = capability == (9, 0) and tokens in _WGMMA_TOKENS and rows * x.shape[-1] >= _WGMMA_WEIGHT
+    if wgmma and tokens > _TOKENS_OF_KERNEL:  # the vendor's GEMM takes rows of any alignment
+        wgmma = x.data_ptr() % 16 == 0 and all(stride % 8 == 0 for stride in x.stride()[:-1])
     by_kernel = wgmma or tokens <= _TOKENS_OF_KERNEL
     if x.ndim != 2 or not by_kernel or permutation is not None:
         _check_w4a16_linear(x, codes, scales, zeros, permutation, group_size, bias, out)

@@ -61,8 +61,8 @@ def sample_with_logprobs(
 
     The draw is that of :func:`sample_from_logits` with the same arguments, id for id. The rest is what
     :func:`token_logprobs` gives for the drawn ids: of the logits as they are, or, if ``processed``, of the distribution
-    that is drawn from. With a number from 1 to 1024 as ``top_k`` a row is read once, in one launch; other calls take
-    the launches of both ops.
+    that is drawn from. With a number from 1 to 1024 below V as ``top_k`` a row is read once, in one launch (twice for
+    a joint top-p); other calls take the launches of both ops.
 
     logits: [B, V] float32, bf16 or fp16, any row stride. temperature, top_k, top_p, min_p, filter_apply_order, seed,
     offset, generator: as in :func:`sample_from_logits`. top_n: 0 to V.

@@ -16,7 +16,6 @@ __device__ __forceinline__ void cp_async16_or_zero(uint32_t shared, const void* 
                : "memory");
 }
 
-// The same with 4 bytes, which pass through L1.
 // Copies `bytes` bytes, 0 to 16, and zeros up to 16; copies nothing unless `condition`. There is no branch.
 __device__ __forceinline__ void cp_async16_if(bool condition, uint32_t shared, const void* global, int bytes) {
   asm volatile(
@@ -25,6 +24,7 @@ __device__ __forceinline__ void cp_async16_if(bool condition, uint32_t shared, c
       : "memory");
 }
 
+// As cp_async16_or_zero with 4 bytes, which pass through L1.
 __device__ __forceinline__ void cp_async4_or_zero(uint32_t shared, const void* global, bool valid) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared), "l"(global), "r"(valid ? 4 : 0)
                : "memory");
