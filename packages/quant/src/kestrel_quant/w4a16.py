@@ -161,10 +161,10 @@ def w4a16_linear(
     The kernels take bf16 and fp16, T up to 128, N and K that are multiples of 8, and groups of 32, 64, multiples of 128
     or whole rows. On an H100 or H200 they take T up to 256 where N * K is 2^25 or more and rows of x are aligned to 16
     bytes. There a row is the same bit for bit within each range of T: 1 to 16, 17 to 64, 65 to 128; for those large
-    weights 1 to 16, 17 to 32, 33 to 64, 65 to 128, 129 to 256. Up to 16 rows, an inf in a row of x may give NaN in that row of the result. Past 128 rows each
-    weight is rounded once to x's dtype. More rows take the vendor's GEMM: the weight is first written in x's dtype,
-    into N * K * 2 bytes of scratch memory. There and by reference a row may differ by rounding from one T to another;
-    for a fixed T it does not depend on the other rows.
+    weights 1 to 16, 17 to 32, 33 to 64, 65 to 128, 129 to 256. Up to 16 rows, an inf in a row of x may give NaN in that
+    row of the result. Past 128 rows each weight is rounded once to x's dtype. More rows take the vendor's GEMM: the
+    weight is first written in x's dtype, into N * K * 2 bytes of scratch memory. There and by reference a row may
+    differ by rounding from one T to another; for a fixed T it does not depend on the other rows.
 
     Raises ValueError or TypeError for a wrong dtype, shape or device. Semantics: Marlin, Frantar et al. 2024.
 
