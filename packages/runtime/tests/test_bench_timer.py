@@ -328,7 +328,7 @@ def test_the_limit_counts_the_launches_an_op_needs():
     assert limit_us(limit_of(H200), 51200 * 4, 0, launches=2) == pytest.approx(2.15, abs=0.01)
 
 
-@pytest.mark.parametrize("gpu", ["NVIDIA H100 80GB HBM3", "some other GPU"])
+@pytest.mark.parametrize("gpu", ["NVIDIA H100 PCIe", "some other GPU"])
 def test_a_gpu_that_was_not_measured_has_no_limit(gpu):
     assert limit_us(limit_of(gpu), 1000, 0) is None
     assert finish(benchmark(), row(), gpu).fraction is None
