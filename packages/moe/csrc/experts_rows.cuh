@@ -49,8 +49,15 @@ __device__ __forceinline__ float largest_magnitude(Pack<T> pack) {
   return largest;
 }
 
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
+constexpr int kQuantBlocksPerSm = 3;  // ptxas spills with the registers of four
+#else
+constexpr int kQuantBlocksPerSm = 4;
+#endif
+
 template <typename T, bool BLOCKS>
-__global__ void __launch_bounds__(kQuantThreads, 4) experts_quant_kernel(const __grid_constant__ ExpertsQuantParams p) {
+__global__ void __launch_bounds__(kQuantThreads, kQuantBlocksPerSm)
+    experts_quant_kernel(const __grid_constant__ ExpertsQuantParams p) {
   constexpr int size = Pack<T>::size;
   __shared__ float memory[kQuantWarps];
   const int warp = threadIdx.x / 32, first_warp = warp / p.row_warps * p.row_warps, lane = threadIdx.x % 32;

@@ -1,7 +1,7 @@
 // wgmma (see wgmma.cuh) with operand a in registers: d [64, N] += a [64, 16] times b [N, 16] transposed.
 //
-// Lane 4 * g + q of warp w of the warpgroup holds a at rows 16 * w + g + 8 * r and k = 8 * p + 2 * q and the next one in
-// a[2 * p + r], as for mma.m16n8k16. The registers may be written again after wgmma_wait().
+// Lane 4 * g + q of warp w of the warpgroup holds a at rows 16 * w + g + 8 * r and k = 8 * p + 2 * q and the next one
+// in a[2 * p + r], as for mma.m16n8k16. The registers may be written again after wgmma_wait().
 #pragma once
 
 #include <kestrel/ptx/wgmma.cuh>
@@ -22,26 +22,47 @@ __device__ __forceinline__ void wgmma_registers(float (&d)[SIZE], uint32_t a0, u
   static_assert(N / 2 <= SIZE, "64 * N elements are N / 2 a thread");
 #ifdef KESTREL_HAS_WGMMA
 // NAMES_n and REGISTERS_n list the N / 2 registers of d.
-#define KESTREL_WGMMA(n, type, list, a_at, b_at, add_at, ...)                                                       \
+#define KESTREL_WGMMA(n, type, list, a_at, b_at, add_at, ...)                                                         \
   asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " add_at ", 0;\nwgmma.mma_async.sync.aligned.m64n" n "k16.f32." type \
-               "." type " {" list "}, {" a_at "}, " b_at ", p, 1, 1, 0;\n}"                                          \
-               : __VA_ARGS__                                                                                        \
+               "." type " {" list "}, {" a_at "}, " b_at ", p, 1, 1, 0;\n}"                                           \
+               : __VA_ARGS__                                                                                          \
                : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "r"(static_cast<int>(add)))
-#define KESTREL_WGMMA_TYPES(n, list, a_at, b_at, add_at, ...)             \
-  if constexpr (std::is_same_v<T, __nv_bfloat16>) {                       \
-    KESTREL_WGMMA(n, "bf16", list, a_at, b_at, add_at, __VA_ARGS__);      \
-  } else {                                                                \
-    static_assert(std::is_same_v<T, __half>, "T is bf16 or fp16");        \
-    KESTREL_WGMMA(n, "f16", list, a_at, b_at, add_at, __VA_ARGS__);       \
+#define KESTREL_WGMMA_TYPES(n, list, a_at, b_at, add_at, ...)        \
+  if constexpr (std::is_same_v<T, __nv_bfloat16>) {                  \
+    KESTREL_WGMMA(n, "bf16", list, a_at, b_at, add_at, __VA_ARGS__); \
+  } else {                                                           \
+    static_assert(std::is_same_v<T, __half>, "T is bf16 or fp16");   \
+    KESTREL_WGMMA(n, "f16", list, a_at, b_at, add_at, __VA_ARGS__);  \
   }
 #define KESTREL_NAMES_16 "%0, %1, %2, %3, %4, %5, %6, %7"
-#define KESTREL_REGISTERS_16 "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7])
-#define KESTREL_NAMES_32 KESTREL_NAMES_16 ", " "%8, %9, %10, %11, %12, %13, %14, %15"
-#define KESTREL_REGISTERS_32 KESTREL_REGISTERS_16, "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15])
-#define KESTREL_NAMES_64 KESTREL_NAMES_32 ", " "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-#define KESTREL_REGISTERS_64 KESTREL_REGISTERS_32, "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
-#define KESTREL_NAMES_128 KESTREL_NAMES_64 ", " "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-#define KESTREL_REGISTERS_128 KESTREL_REGISTERS_64, "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]), "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
+#define KESTREL_REGISTERS_16 \
+  "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7])
+#define KESTREL_NAMES_32 \
+  KESTREL_NAMES_16       \
+      ", "               \
+      "%8, %9, %10, %11, %12, %13, %14, %15"
+#define KESTREL_REGISTERS_32                                                                                     \
+  KESTREL_REGISTERS_16, "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), \
+      "+f"(d[15])
+#define KESTREL_NAMES_64 \
+  KESTREL_NAMES_32       \
+      ", "               \
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define KESTREL_REGISTERS_64                                                                                       \
+  KESTREL_REGISTERS_32, "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), \
+      "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]),      \
+      "+f"(d[31])
+#define KESTREL_NAMES_128                                                                                              \
+  KESTREL_NAMES_64                                                                                                     \
+      ", "                                                                                                             \
+      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, " \
+      "%54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define KESTREL_REGISTERS_128                                                                                      \
+  KESTREL_REGISTERS_64, "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), \
+      "+f"(d[39]), "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]),      \
+      "+f"(d[47]), "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]),      \
+      "+f"(d[55]), "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]),      \
+      "+f"(d[63])
   if constexpr (N == 16) {
     KESTREL_WGMMA_TYPES("16", KESTREL_NAMES_16, "%8, %9, %10, %11", "%12", "%13", KESTREL_REGISTERS_16)
   } else if constexpr (N == 32) {
