@@ -24,10 +24,12 @@ struct W4WideTile {
   static constexpr int tokens = TOKENS_, group = GROUP_, rows = 256;
   static constexpr Scaled scaled = SCALED_;
   static constexpr int blocks = tokens > 64 ? 2 : 1;  // of 64 rows, of a consumer warpgroup
-  static constexpr int warpgroups = 4 / blocks, consumers = 128 * warpgroups, producers = 128, threads = consumers + producers;
+  static constexpr int warpgroups = 4 / blocks, consumers = 128 * warpgroups, producers = 128,
+                       threads = consumers + producers;
   static constexpr int groups = kStep / group;
   static constexpr int producer_registers = blocks == 1 ? 32 : 40, consumer_registers = blocks == 1 ? 112 : 224;
-  static constexpr int code_bytes = rows * kStep / 2, block_bytes = tokens * kLineBytes, scale_bytes = groups * rows * 2;
+  static constexpr int code_bytes = rows * kStep / 2, block_bytes = tokens * kLineBytes,
+                       scale_bytes = groups * rows * 2;
   static constexpr int x = code_bytes, scales = x + 2 * block_bytes, zeros = scales + scale_bytes;
   static constexpr int bytes = zeros + scale_bytes;
   static constexpr int alignment = 1024, max_stages = 12;
@@ -48,7 +50,8 @@ template <typename Tile>
 __device__ __forceinline__ void load_weights(const W4WideParams& p, uint32_t to, uint64_t* full, int step,
                                              int first_row) {
   const int group = Tile::group == 128 ? step / p.steps_per_group : step * Tile::groups;
-  ptx::mbarrier_arrive_expect_tx(full, Tile::code_bytes + 2 * Tile::block_bytes + Tile::scale_bytes * (p.zeros ? 2 : 1));
+  ptx::mbarrier_arrive_expect_tx(full,
+                                 Tile::code_bytes + 2 * Tile::block_bytes + Tile::scale_bytes * (p.zeros ? 2 : 1));
   ptx::tma_load(to, p.code_map, step * (2 * kBlockBytes / 8), first_row / 16, full);
   ptx::tma_load(to + Tile::scales, p.scale_map, first_row, group, full);
   if (p.zeros) ptx::tma_load(to + Tile::zeros, p.zero_map, first_row, group, full);
@@ -56,8 +59,8 @@ __device__ __forceinline__ void load_weights(const W4WideParams& p, uint32_t to,
 
 constexpr int kRenumberThreads = 128;
 
-// x in the order of k of A's fragments: the 16 words of 32 columns transposed as a 4 x 4 matrix. A thread has 32 columns
-// of a token; p.renumbered is [T, blocks * 64], 0 where K has ended.
+// x in the order of k of A's fragments: the 16 words of 32 columns transposed as a 4 x 4 matrix. A thread has 32
+// columns of a token; p.renumbered is [T, blocks * 64], 0 where K has ended.
 __global__ void __launch_bounds__(kRenumberThreads) w4_renumber_kernel(const __grid_constant__ W4Params p) {
   pdl_wait();
   pdl_trigger();
@@ -114,7 +117,8 @@ __global__ void __launch_bounds__(Tile::threads, 1) w4a16_wgmma_kernel(const __g
         }
       };
       const int ahead = min(p.stages, steps);
-      for (int s = 0; s < ahead; ++s) load_weights<Tile>(p, ring + s * Tile::bytes, full + s, first_step + s, first_row);
+      for (int s = 0; s < ahead; ++s)
+        load_weights<Tile>(p, ring + s * Tile::bytes, full + s, first_step + s, first_row);
       pdl_wait();
       pdl_trigger();
       for (int s = 0; s < ahead; ++s) load_x(s, s);
@@ -142,7 +146,8 @@ __global__ void __launch_bounds__(Tile::threads, 1) w4a16_wgmma_kernel(const __g
 
   // -- main loop --
   //
-  // Turns of 32 k and 64 rows: two products. The fragments of a turn are decoded while the products of the last one run.
+  // Turns of 32 k and 64 rows: two products. The fragments of a turn are decoded while the products of the last one
+  // run.
   constexpr int M = Tile::blocks;
   float acc[M][N / 2] = {}, product[kSums ? N / 2 : 1] = {};
   uint32_t a[2][8] = {};
@@ -174,7 +179,7 @@ __global__ void __launch_bounds__(Tile::threads, 1) w4a16_wgmma_kernel(const __g
           minus_offset[m][r] = Decoder<T>::minus_offset(zero);
         }
       }
-      uint32_t(&f)[8] = a[turn % 2];
+      uint32_t (&f)[8] = a[turn % 2];
       ptx::wgmma_wait<1>();  // those that read f are done
       ptx::wgmma_fence_registers(f);
       if (!kSums && turn == 1 && left < steps) release(previous);
