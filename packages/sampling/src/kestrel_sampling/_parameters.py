@@ -180,3 +180,18 @@ def check_keys(
     check_parameter(op, "offset", offset, rows, torch.int64, rows_name=rows_name)
     if offset_stride not in (0, 1):
         check.fail(op, "offset_stride", "0 or 1", offset_stride)
+
+
+def check_filters(
+    op: str,
+    logits: torch.Tensor,
+    temperature: torch.Tensor | None,
+    top_k: torch.Tensor | None,
+    top_p: torch.Tensor | None,
+    min_p: torch.Tensor | None,
+) -> None:
+    """Check what filters rows of logits."""
+    check_parameter(op, "temperature", temperature, logits, torch.float32, rows_name="logits")
+    check_parameter(op, "top_k", top_k, logits, *check.INTEGERS, rows_name="logits")
+    check_parameter(op, "top_p", top_p, logits, torch.float32, rows_name="logits")
+    check_parameter(op, "min_p", min_p, logits, torch.float32, rows_name="logits")

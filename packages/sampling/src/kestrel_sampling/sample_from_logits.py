@@ -11,8 +11,8 @@ from kestrel_runtime import check, kernel_op
 from . import _launch, reference_sampling
 from ._parameters import (
     Keys,
+    check_filters,
     check_keys,
-    check_parameter,
     check_probs,
     count_or_tensor,
     is_joint,
@@ -91,10 +91,7 @@ def _check_sample_from_logits(
 ) -> None:
     op = "sample_from_logits"
     check_probs(op, logits, "logits")
-    check_parameter(op, "temperature", temperature, logits, torch.float32, rows_name="logits")
-    check_parameter(op, "top_k", top_k, logits, torch.int32, torch.int64, rows_name="logits")
-    check_parameter(op, "top_p", top_p, logits, torch.float32, rows_name="logits")
-    check_parameter(op, "min_p", min_p, logits, torch.float32, rows_name="logits")
+    check_filters(op, logits, temperature, top_k, top_p, min_p)
     check_keys(op, logits, seed, offset, offset_stride, "logits")
 
 

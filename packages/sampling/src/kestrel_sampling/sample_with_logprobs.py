@@ -11,15 +11,16 @@ from kestrel_runtime import allocator, check, kernel_op
 from . import _launch, reference_logits
 from ._parameters import (
     Keys,
+    check_filters,
     check_keys,
-    check_parameter,
     check_probs,
     count_or_tensor,
     is_joint,
     keys,
     number_or_tensor,
+    shape_of_draw,
 )
-from .token_logprobs import logprob_tensors
+from .token_logprobs import logprob_tensors, shape_of_logprobs
 
 _OP = "sample_with_logprobs"
 _LARGEST_K = 1024  # of the kernel that draws
@@ -115,10 +116,7 @@ def _check_sample_with_logprobs(
     offset_stride: int,
 ) -> None:
     check_probs(_OP, logits, "logits")
-    check_parameter(_OP, "temperature", temperature, logits, torch.float32, rows_name="logits")
-    check_parameter(_OP, "top_k", top_k, logits, *check.INTEGERS, rows_name="logits")
-    check_parameter(_OP, "top_p", top_p, logits, torch.float32, rows_name="logits")
-    check_parameter(_OP, "min_p", min_p, logits, torch.float32, rows_name="logits")
+    check_filters(_OP, logits, temperature, top_k, top_p, min_p)
     check.number(_OP, "top_n", top_n, integer=True, minimum=0, maximum=logits.shape[1])
     check_keys(_OP, logits, seed, offset, offset_stride, "logits")
 
@@ -137,15 +135,8 @@ def _shape_of_sampled_logprobs(
     top_n: int,
     *_parameters: object,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    rows, device = logits.shape[0], logits.device
-    return (
-        torch.empty(rows, dtype=torch.int32, device=device),
-        torch.empty(rows, dtype=torch.bool, device=device),
-        torch.empty(rows, dtype=torch.float32, device=device),
-        torch.empty(rows, dtype=torch.int32, device=device),
-        torch.empty(rows, top_n, dtype=torch.int32, device=device),
-        torch.empty(rows, top_n, dtype=torch.float32, device=device),
-    )
+    ids, valid = shape_of_draw(logits)
+    return ids, valid, *shape_of_logprobs(logits, ids, top_n)
 
 
 @kernel_op(

@@ -10,7 +10,7 @@ from kestrel_runtime import allocator, check, kernel_op
 
 from . import reference_logits
 from ._launch import binary
-from ._parameters import check_parameter, check_probs, count_or_tensor, is_joint, number_or_tensor
+from ._parameters import check_filters, check_probs, count_or_tensor, is_joint, number_or_tensor
 
 _OP = "token_logprobs"
 
@@ -99,13 +99,10 @@ def _check_token_logprobs(
     check.shape(_OP, "ids", ids, logits.shape[:1])
     check.same(_OP, "device", logits=logits, ids=ids)
     check.number(_OP, "top_n", top_n, integer=True, minimum=0, maximum=logits.shape[1])
-    check_parameter(_OP, "temperature", temperature, logits, torch.float32, rows_name="logits")
-    check_parameter(_OP, "top_k", top_k, logits, *check.INTEGERS, rows_name="logits")
-    check_parameter(_OP, "top_p", top_p, logits, torch.float32, rows_name="logits")
-    check_parameter(_OP, "min_p", min_p, logits, torch.float32, rows_name="logits")
+    check_filters(_OP, logits, temperature, top_k, top_p, min_p)
 
 
-def _shape_of_logprobs(
+def shape_of_logprobs(
     logits: torch.Tensor, ids: torch.Tensor, top_n: int, *_parameters: object
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     rows, device = logits.shape[0], logits.device
@@ -118,7 +115,7 @@ def _shape_of_logprobs(
 
 
 @kernel_op(
-    reference=reference_logits.token_logprobs, check=_check_token_logprobs, kernel="cuda", shape=_shape_of_logprobs
+    reference=reference_logits.token_logprobs, check=_check_token_logprobs, kernel="cuda", shape=shape_of_logprobs
 )
 def _token_logprobs(
     logits: torch.Tensor,
