@@ -1,7 +1,7 @@
 """Lists the kernels of a shared library: their architecture, resources, and number of wide loads.
 
-nvcc puts its (compressed) cubins into a section that cuobjdump reads. CuTe's compiler puts them into the data section
-as plain ELF files. These are found by their header and passed to cuobjdump one by one.
+nvcc puts its cubins, compressed or not, into the section .nv_fatbin, which cuobjdump reads. CuTe's compiler puts them
+into a data section as plain ELF files. These are found by their header and passed to cuobjdump one by one.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+
+from elftools.elf.elffile import ELFFile
 
 MAGIC = b"\x7fELF\x02\x01"
 MACHINE_CUDA = 190
@@ -37,19 +39,31 @@ class Kernel:
 def kernels(library: Path, cuobjdump: Path) -> list[Kernel]:
     """Every kernel of a library."""
     with tempfile.TemporaryDirectory() as folder:
-        files = [library] if b".nv_fatbin" in library.read_bytes() else []
-        for number, cubin in enumerate(embedded_cubins(library.read_bytes())):
+        data = library.read_bytes()
+        fatbin = fatbin_range(library)
+        files = [library] if fatbin else []
+        for number, cubin in enumerate(embedded_cubins(data, outside=fatbin)):
             files.append(Path(folder, f"{number}.cubin"))
             files[-1].write_bytes(cubin)
         with ThreadPoolExecutor(2) as pool:
             found = [kernel for each in pool.map(lambda file: _kernels_of(file, cuobjdump), files) for kernel in each]
-    return list(dict.fromkeys(found))  # an uncompressed cubin of nvcc is found in both ways
+    return list(dict.fromkeys(found))
 
 
-def embedded_cubins(data: bytes) -> Iterator[bytes]:
-    """The complete CUDA ELF files inside `data`."""
+def fatbin_range(library: Path) -> range:
+    """The offsets of the section .nv_fatbin, whose cubins cuobjdump finds in the library itself."""
+    with library.open("rb") as file:
+        section = ELFFile(file).get_section_by_name(".nv_fatbin")
+        return range(section["sh_offset"], section["sh_offset"] + section["sh_size"]) if section else range(0)
+
+
+def embedded_cubins(data: bytes, outside: range = range(0)) -> Iterator[bytes]:
+    """The complete CUDA ELF files inside `data` that do not begin in the range `outside`."""
     position = data.find(MAGIC)
     while position >= 0:
+        if position in outside:
+            position = data.find(MAGIC, outside.stop)
+            continue
         (machine,) = struct.unpack_from("<H", data, position + 18)
         if machine == MACHINE_CUDA:
             programs, sections = struct.unpack_from("<QQ", data, position + 32)
