@@ -17,8 +17,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from elftools.elf.elffile import ELFFile
-
 MAGIC = b"\x7fELF\x02\x01"
 MACHINE_CUDA = 190
 WIDE_LOAD = re.compile(r"\b(?:LDG|LDGSTS|UBLKCP)\S*\.(?:128|256)\b|\bUBLKCP\b|\bUTMALDG\b")
@@ -40,7 +38,7 @@ def kernels(library: Path, cuobjdump: Path) -> list[Kernel]:
     """Every kernel of a library."""
     with tempfile.TemporaryDirectory() as folder:
         data = library.read_bytes()
-        fatbin = fatbin_range(library)
+        fatbin = fatbin_range(data)
         files = [library] if fatbin else []
         for number, cubin in enumerate(embedded_cubins(data, outside=fatbin)):
             files.append(Path(folder, f"{number}.cubin"))
@@ -50,11 +48,16 @@ def kernels(library: Path, cuobjdump: Path) -> list[Kernel]:
     return list(dict.fromkeys(found))
 
 
-def fatbin_range(library: Path) -> range:
-    """The offsets of the section .nv_fatbin, whose cubins cuobjdump finds in the library itself."""
-    with library.open("rb") as file:
-        section = ELFFile(file).get_section_by_name(".nv_fatbin")
-        return range(section["sh_offset"], section["sh_offset"] + section["sh_size"]) if section else range(0)
+def fatbin_range(data: bytes) -> range:
+    """The offsets of a library's section .nv_fatbin, whose cubins cuobjdump finds in the library itself."""
+    (table,) = struct.unpack_from("<Q", data, 0x28)
+    size, count, names = struct.unpack_from("<HHH", data, 0x3A)
+    # name, type, flags, address, offset, size
+    headers = [struct.unpack_from("<IIQQQQ", data, table + size * i) for i in range(count)]
+    for name, _, _, _, offset, length in headers:
+        if data.startswith(b".nv_fatbin\0", headers[names][4] + name):
+            return range(offset, offset + length)
+    return range(0)
 
 
 def embedded_cubins(data: bytes, outside: range = range(0)) -> Iterator[bytes]:
