@@ -7,6 +7,7 @@ import filecmp
 import hashlib
 import lzma
 import shutil
+import sys
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,9 +28,13 @@ from workspace import (
     in_parallel,
 )
 
+sys.path.insert(0, str(ROOT / "tools" / "wheel_checks"))
+from machine_code import section_range
+
 RELEASE = ROOT / "dist" / "release"
 # A GPU instruction has 16 bytes: contexts of LZMA by position in an instruction save 3 % against the plain preset.
-XZ_FILTERS = [{"id": lzma.FILTER_LZMA2, "preset": 9, "lc": 0, "lp": 4, "pb": 4}]
+GPU_CODE = [{"id": lzma.FILTER_LZMA2, "preset": 9, "lc": 0, "lp": 4, "pb": 4}]
+HOST_CODE = [{"id": lzma.FILTER_X86}, {"id": lzma.FILTER_LZMA2, "preset": 9}]
 NOT_OURS = ("libtvm_ffi.so", "libcute_dsl_runtime.so")  # found beside other installed packages, never copied in
 
 
@@ -65,7 +70,7 @@ def pack(wheel: Path) -> None:
     changed = {}
     for info in list(members):
         if info.filename.endswith(".so"):
-            content = lzma.compress(members.pop(info), filters=XZ_FILTERS)
+            content = compressed(members.pop(info))
             changed[info.filename] = info.filename = f"{info.filename}.xz"
             members[info] = content
     (record,) = (info for info in members if info.filename.endswith(".dist-info/RECORD"))
@@ -79,6 +84,14 @@ def pack(wheel: Path) -> None:
         for info, content in sorted(members.items(), key=lambda item: (item[0] is record, item[0].filename)):
             info.compress_type = zipfile.ZIP_STORED if info.filename.endswith(".xz") else zipfile.ZIP_DEFLATED
             archive.writestr(info, content)
+
+
+def compressed(library: bytes) -> bytes:
+    """A library as three xz streams in a row, of which the section .text has the filters of host code."""
+    host = section_range(library, b".text")
+    parts = [(slice(0, host.start), GPU_CODE), (slice(host.start, host.stop), HOST_CODE)]
+    parts.append((slice(host.stop, None), GPU_CODE))
+    return b"".join(lzma.compress(library[part], filters=filters) for part, filters in parts)
 
 
 def rebuild(session: nox.Session, tools: Environment, wheels: Sequence[Wheel]) -> None:

@@ -84,9 +84,22 @@ def cuobjdump(folder: Path, usage: str = USAGE, sass: str = SASS, status: int = 
     return tool
 
 
+def host_library(fatbin: bytes, after: bytes = b"") -> bytes:
+    """A 64-bit ELF file with a section .nv_fatbin, and what lies behind it."""
+    names = b"\0.nv_fatbin\0"
+    content = fatbin + after + names
+    header = bytearray(64)
+    header[:6] = b"\x7fELF\x02\x01"
+    struct.pack_into("<QQ", header, 32, 0, 64 + len(content))
+    struct.pack_into("<HHHHH", header, 54, 56, 0, 64, 2, 0)
+    sections = [(0, 64 + len(fatbin) + len(after), len(names)), (1, 64, len(fatbin))]
+    table = b"".join(struct.pack("<IIQQQQIIQQ", name, 1, 0, 0, at, size, 0, 0, 1, 0) for name, at, size in sections)
+    return bytes(header) + content + table
+
+
 def test_registers_local_memory_and_wide_loads_of_each_kernel_are_read(machine_code, tmp_path):
     library = tmp_path / "x.so"
-    library.write_bytes(b".nv_fatbin")
+    library.write_bytes(host_library(b"cubins"))
     assert machine_code.kernels(library, cuobjdump(tmp_path)) == [
         machine_code.Kernel("80", "first", 32, 0, 0, 2),
         machine_code.Kernel("80", "second", 255, 16, 8, 0),
@@ -96,7 +109,7 @@ def test_registers_local_memory_and_wide_loads_of_each_kernel_are_read(machine_c
 
 def test_a_file_that_cuobjdump_cannot_read_is_no_file_without_kernels(machine_code, tmp_path):
     library = tmp_path / "x.so"
-    library.write_bytes(b".nv_fatbin")
+    library.write_bytes(host_library(b"cubins"))
     with pytest.raises(SystemExit, match="cuobjdump --dump-sass x.so failed"):
         machine_code.kernels(library, cuobjdump(tmp_path, status=1))
 
@@ -115,6 +128,15 @@ def test_cubins_in_a_data_section_are_found_whole(machine_code):
     first, second = elf(190, b"first"), elf(190, b"a second one")
     data = elf(62, b"the library") + first + b"between" + elf(62, b"not CUDA") + second + b"after"
     assert list(machine_code.embedded_cubins(data)) == [first, second]
+
+
+def test_cubins_of_the_section_that_cuobjdump_reads_are_not_found_a_second_time(machine_code):
+    of_nvcc, of_cute = elf(190, b"by nvcc"), elf(190, b"by CuTe's compiler")
+    library = host_library(b"header" + of_nvcc, after=of_cute)
+    section = machine_code.section_range(library, b".nv_fatbin")
+    assert library[section.start : section.stop] == b"header" + of_nvcc
+    assert list(machine_code.embedded_cubins(library, outside=section)) == [of_cute]
+    assert not machine_code.section_range(library, b".text")
 
 
 # -- wheels -----------------------------------------------------------------------------------------------------------

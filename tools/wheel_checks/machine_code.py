@@ -38,7 +38,7 @@ def kernels(library: Path, cuobjdump: Path) -> list[Kernel]:
     """Every kernel of a library."""
     with tempfile.TemporaryDirectory() as folder:
         data = library.read_bytes()
-        fatbin = fatbin_range(data)
+        fatbin = section_range(data, b".nv_fatbin")  # cuobjdump finds its cubins in the library itself
         files = [library] if fatbin else []
         for number, cubin in enumerate(embedded_cubins(data, outside=fatbin)):
             files.append(Path(folder, f"{number}.cubin"))
@@ -48,14 +48,14 @@ def kernels(library: Path, cuobjdump: Path) -> list[Kernel]:
     return list(dict.fromkeys(found))
 
 
-def fatbin_range(data: bytes) -> range:
-    """The offsets of a library's section .nv_fatbin, whose cubins cuobjdump finds in the library itself."""
+def section_range(data: bytes, section: bytes) -> range:
+    """The offsets of a section of a library; empty where it has none."""
     (table,) = struct.unpack_from("<Q", data, 0x28)
     size, count, names = struct.unpack_from("<HHH", data, 0x3A)
     # name, type, flags, address, offset, size
     headers = [struct.unpack_from("<IIQQQQ", data, table + size * i) for i in range(count)]
     for name, _, _, _, offset, length in headers:
-        if data.startswith(b".nv_fatbin\0", headers[names][4] + name):
+        if data.startswith(section + b"\0", headers[names][4] + name):
             return range(offset, offset + length)
     return range(0)
 
