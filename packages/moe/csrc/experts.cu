@@ -284,6 +284,7 @@ void fused_experts(TensorView out, TensorView scratch, TensorView hidden, Tensor
   const ExpertsScratch parts(tokens, pairs, inner, width, fp8);
   if (scratch.numel() * element_bytes(scratch) < parts.bytes) unsupported("too little scratch memory");
   char* const memory = address(scratch);
+  if (reinterpret_cast<uintptr_t>(memory) % 16 != 0) unsupported("scratch memory that is not aligned to 16 bytes");
   const auto floats_at = [&](int64_t offset) { return reinterpret_cast<float*>(memory + offset); };
   const DLDevice device = hidden.device();
   const DeviceGuard guard(device.device_id);

@@ -72,7 +72,6 @@ struct LastRow {
 struct ChainScratch {
   int emitted, accepted;
   u32 words[4];  // of the last position
-  u32 rejects;   // the draft token at the last position exists and is rejected
 };
 
 __global__ void __launch_bounds__(kChainThreads, 1)
@@ -82,7 +81,7 @@ __global__ void __launch_bounds__(kChainThreads, 1)
   cluster.arrive();
   const int64_t row_idx = cluster.row_idx();
   ClusterExchange exchange = {reinterpret_cast<u64*>(dynamic_shared_memory()), 0};
-  if (threadIdx.x == 0) scratch.emitted = p.steps, scratch.accepted = 0, scratch.rejects = 0;
+  if (threadIdx.x == 0) scratch.emitted = p.steps, scratch.accepted = 0;
   __syncthreads();
   pdl_wait();
   pdl_trigger();

@@ -38,7 +38,8 @@ CUtensorMap encode_map(const void* address, CUtensorMapDataType type, const cuui
       encode(&map, type, RANK, const_cast<void*>(address), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
              swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (error != CUDA_SUCCESS) {
-    raise("RuntimeError", "cuTensorMapEncodeTiled: error " + std::to_string(static_cast<int>(error)));
+    unsupported("the driver takes no tensor map: cuTensorMapEncodeTiled, error " +
+                std::to_string(static_cast<int>(error)));
   }
   return map;
 }
