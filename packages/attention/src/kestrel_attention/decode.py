@@ -5,7 +5,6 @@ A call is planned once for each form of its arguments. A later call finds its pl
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,20 +14,13 @@ from kestrel_runtime import Binary, UnsupportedError, allocator
 
 from .arguments import Cached
 from .kernels.variants import DTYPES
+from .launching import UNALIGNED, Launch, loaded_as_vectors, refuse_uncovered_strides, unread, unused
 from .plan import DecodePlan, DecodeProblem, plan_decode, serves_both_dtypes, variants_of
 from .plans import Plans
 
 _binary = Binary("kestrel_attention")
 _NAMES = dict(zip((torch.bfloat16, torch.float16), DTYPES, strict=True))
 _CODES = {torch.float8_e4m3fn: "e4m3", torch.uint8: "e4m3", torch.float8_e5m2: "e5m2", torch.int8: "int8"}
-_UNALIGNED = "kernels take caches whose rows are aligned to 16 bytes"
-
-Launch = Callable[..., tuple[torch.Tensor, "torch.Tensor | None"]]
-"""(q, k_cache, v_cache, cache_seqlens, block_table, *, k_scale, v_scale, prefix_lens, new, integers, out, want_lse,
-sinks) -> (out, lse), or (out, None) where no LSE is wanted.
-
-new: k and v to append, or nothing. k_scale, v_scale, integers: as Codes.split has them.
-"""
 
 launches: Plans[Launch] = Plans()
 
@@ -61,36 +53,8 @@ def problem_of(
         **given.scores.of_problem(),
     )
     variants_of(problem)
-    _refuse_uncovered_strides(cache, (k_cache, v_cache), integers)
+    refuse_uncovered_strides(cache, (k_cache, v_cache), integers)
     return problem
-
-
-def _refuse_uncovered_strides(cache: str, caches: Sequence[torch.Tensor], integers: Sequence[torch.Tensor]) -> None:
-    """Rows are loaded 16 bytes at a time, and offsets are 32-bit numbers of 16 bytes, scales or pages of scales."""
-
-    def reach(x: torch.Tensor, dims: int) -> int:
-        return sum((x.shape[i] - 1) * x.stride(i) for i in range(dims))
-
-    for x in caches:
-        unit = 16 // x.element_size()
-        if any(stride % unit for stride in x.stride()[:3]):
-            raise UnsupportedError(_UNALIGNED)
-        if x.numel() == 0:
-            raise UnsupportedError("the cache has no page")
-        if reach(x, 2) >= 2**32 * unit:
-            raise UnsupportedError("kernels reach 64 GB of cache")
-    of_tokens = (integers[2], integers[3]) if cache == "int4" else integers
-    if cache == "int4" and any(reach(x, 1) >= 2**32 * 8 for x in integers[:2]):
-        raise UnsupportedError("kernels reach 64 GB of scales")
-    if any(reach(x, 2) >= 2**32 for x in of_tokens):
-        raise UnsupportedError("kernels reach 2^32 scales")
-    if any(stride % 8 for x in _loaded_as_vectors(integers) for stride in x.stride()[:-1]):
-        raise UnsupportedError(_UNALIGNED)
-
-
-def _loaded_as_vectors(integers: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """Those of an INT4 cache that are loaded 16 bytes at a time: scales and zeros of channels, and the tail."""
-    return (integers[0], integers[1], integers[4]) if len(integers) > 2 else ()
 
 
 def make_launch(key: Any, problem: DecodeProblem, q: torch.Tensor, new: Sequence[torch.Tensor] = ()) -> Launch:
@@ -123,10 +87,10 @@ def _bound(
     lse_strides = (heads * queries, queries, 1)
     partial_rows, partial_elements = (plan.partial_rows,), (plan.partial_rows * head_dim,)
     row_blocks = (plan.row_blocks,)
-    unread_lse = _unread(lse_sizes, like.device)
+    unread_lse = unread(lse_sizes, like.device)
     # Stand in for tensors that the call does not have. tvm-ffi's tensors cost a call less than torch's.
-    no_float = _unused(torch.float32, like.device)
-    no_int, no_table = _unused(torch.int32, like.device), _unused(torch.int32, like.device, 2)
+    no_float = unused(torch.float32, like.device)
+    no_int, no_table = unused(torch.int32, like.device), unused(torch.int32, like.device, 2)
     scalars, append_scalars, combine_scalars = plan.scalars, plan.append_scalars, plan.combine_scalars
     both_dtypes = serves_both_dtypes(plan.variant)
     scalars_after = (int(problem.dtype == "bf16"),) if both_dtypes else ()
@@ -165,10 +129,10 @@ def _bound(
         k_address, v_address = k_cache.data_ptr(), v_cache.data_ptr()
         addresses = k_address | v_address
         if len(integers) > 2:
-            for x in _loaded_as_vectors(integers):
+            for x in loaded_as_vectors(integers):
                 addresses |= x.data_ptr()
         if addresses & 15:
-            raise UnsupportedError(_UNALIGNED)
+            raise UnsupportedError(UNALIGNED)
         if may_be_bytes and k_cache.dtype is torch.uint8:
             k_cache, v_cache = k_cache.view(torch.float8_e4m3fn), v_cache.view(torch.float8_e4m3fn)
         if combine is None:
@@ -221,27 +185,3 @@ def _bound(
         return (out if destination is None else destination.copy_(out)), lse
 
     return launch
-
-
-_unread_memory: dict[tuple[torch.device, int], torch.Tensor] = {}
-
-
-def _unread(sizes: tuple[int, ...], device: torch.device) -> Any:
-    """A float32 tensor that kernels write and nothing reads.
-
-    Its memory is shared by all calls on any stream, and never freed: a captured graph writes it at each replay.
-    """
-    import tvm_ffi
-
-    elements = 1 << max(0, math.prod(sizes) - 1).bit_length()
-    memory = _unread_memory.get((device, elements))
-    if memory is None:
-        memory = _unread_memory[device, elements] = torch.empty(elements, dtype=torch.float32, device=device)
-    return tvm_ffi.from_dlpack(memory[: math.prod(sizes)].view(sizes))
-
-
-def _unused(dtype: torch.dtype, device: torch.device, rank: int = 1) -> Any:
-    """A tensor that kernels are given and do not read."""
-    import tvm_ffi
-
-    return tvm_ffi.from_dlpack(torch.empty((1,) * rank, dtype=dtype, device=device))

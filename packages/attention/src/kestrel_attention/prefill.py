@@ -15,9 +15,9 @@ import torch
 from kestrel_runtime import Binary, UnsupportedError, allocator
 
 from .arguments import Cached, Dense, Packed, Scales, Scores
-from .decode import _UNALIGNED, Launch, _refuse_uncovered_strides, _unread, _unused
 from .kernels.parameters import AppendScalars
 from .kernels.variants import DTYPES, NAMED, Fp8PrefillVariant
+from .launching import UNALIGNED, Launch, refuse_uncovered_strides, unread, unused
 from .plans import Plans
 from .prefill_plan import PrefillProblem, plan_prefill
 
@@ -65,8 +65,8 @@ def _attend(problem: PrefillProblem, device: torch.device) -> Attend:
     combine = None
     if num_splits > 1:
         combine = _binary.kernel(NAMED[f"prefill_combine_{problem.dtype}"], device)
-    no_int, no_float = _unused(torch.int32, device), _unused(torch.float32, device)
-    no_table = _unused(torch.int32, device, 2)
+    no_int, no_float = unused(torch.int32, device), unused(torch.float32, device)
+    no_table = unused(torch.int32, device, 2)
     absent = Tensors(no_int, no_int, no_int, no_table, no_int, no_float, no_float, no_float, no_float)
 
     def attend(
@@ -188,7 +188,7 @@ def make_packed(key: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, giv
         **_fields(q, k, given.scales, given.scores, given.sinks),
     )
     if paged:
-        _refuse_uncovered_strides("same", (k, v), ())
+        refuse_uncovered_strides("same", (k, v), ())
     else:
         _refuse_uncovered_keys(k, v)
     attend = _attend(problem, q.device) if q.numel() and problem.batch and problem.max_queries else None
@@ -205,7 +205,7 @@ def make_packed(key: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, giv
         if not paged:
             k, v = _aligned(k).unsqueeze(0), _aligned(v).unsqueeze(0)
         elif (k.data_ptr() | v.data_ptr()) & 15:
-            raise UnsupportedError(_UNALIGNED)
+            raise UnsupportedError(UNALIGNED)
         attend(q.unsqueeze(0), k, v, tensors, out.unsqueeze(0), lse.unsqueeze(0))
         return out, lse
 
@@ -232,7 +232,7 @@ def make_cached(
         appended=queries if new else 0,
         **_fields(q, k_cache, scales, given.scores, given.sinks),
     )
-    _refuse_uncovered_strides("same", (k_cache, v_cache), ())
+    refuse_uncovered_strides("same", (k_cache, v_cache), ())
     attend = _attend(problem, q.device) if q.numel() else None
     cache = problem.cache
     appender = "append_half_e5m2" if cache == "e5m2" else f"append_{problem.dtype}_{cache}"
@@ -240,8 +240,8 @@ def make_cached(
     heads_of_scales = (problem.k_scale_heads, problem.v_scale_heads)
     append_scalars = AppendScalars(int(paged), *heads_of_scales, int(problem.dtype == "bf16"))
     lse_sizes, dtype = (batch, heads, queries), q.dtype
-    unread_lse = _unread(lse_sizes, q.device)
-    no_float, no_table = _unused(torch.float32, q.device), _unused(torch.int32, q.device, 2)
+    unread_lse = unread(lse_sizes, q.device)
+    no_float, no_table = unused(torch.float32, q.device), unused(torch.int32, q.device, 2)
     out_strides = (queries * heads * head_dim, heads * head_dim, head_dim, 1)
 
     def launch(
@@ -268,7 +268,7 @@ def make_cached(
             out = empty((batch, queries, heads, head_dim), out_strides, dtype)
         lse = empty(lse_sizes, (heads * queries, queries, 1), torch.float32) if want_lse else None
         if (k_cache.data_ptr() | v_cache.data_ptr()) & 15:
-            raise UnsupportedError(_UNALIGNED)
+            raise UnsupportedError(UNALIGNED)
         if k_cache.dtype is torch.uint8:
             k_cache, v_cache = k_cache.view(torch.float8_e4m3fn), v_cache.view(torch.float8_e4m3fn)
         rows = [_aligned(x) for x in new]
