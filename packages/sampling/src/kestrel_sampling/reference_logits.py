@@ -30,7 +30,9 @@ def process_logits(
     if bias_ids is not None and bias_values is not None:
         index = column_of(bias_ids, width)
         bias = values.new_zeros(values.shape[0], width + 1, dtype=torch.float64)
-        bias = bias.scatter_add_(1, index, bias_values.double())[:, :width]
+        # Unlike scatter_add_, index_put_ adds equal ids in an order that does not change from call to call.
+        rows = torch.arange(values.shape[0], device=device).unsqueeze(1).expand_as(index)
+        bias = bias.index_put_((rows, index), bias_values.double(), accumulate=True)[:, :width]
         values = torch.where(count(index, width) > 0, (values.double() + bias).float(), values)
     if token_ids is not None:
         place = torch.arange(token_ids.shape[1], device=device)
