@@ -19,8 +19,10 @@ from kestrel_runtime.cute_dsl import hopper, numeric, pdl, ptx
 from . import scores
 from .parameters import PrefillScalars, PrefillTensors
 from .prefill_base import OutputRows, Sums, Visible, Work, once_if
-from .prefill_hopper_producer import PRODUCERS, WARPGROUP_ROWS, WORK_BYTES, WORK_TYPES, HopperProducer, Pipe
+from .prefill_hopper_producer import BOX_ROWS, PRODUCERS, WARPGROUP_ROWS, WORK_BYTES, WORK_TYPES, HopperProducer, Pipe
 from .scores import LOG2_E
+
+FIRST_TURN = 8  # named barrier of the first consumer's turn
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,10 @@ class PrefillHopper(HopperProducer):
         heads = tensors.mQ.shape[2]
         row_blocks = cute.ceil_div(scalars.max_queries, self.block_rows)
         count = row_blocks * heads * batch * scalars.num_splits
-        self.kernel(tensors, scalars, row_blocks, batch, count).launch(
+        maps = (None, None)
+        if cutlass.const_expr(self.boxes):
+            maps = (self.tensor_map(tensors.mK), self.tensor_map(tensors.mV))
+        self.kernel(tensors, scalars, *maps, row_blocks, batch, count).launch(
             grid=[cutlass.min(count, scalars.max_blocks), 1, 1],
             block=[self.threads, 1, 1],
             stream=given[-1],
@@ -46,14 +51,36 @@ class PrefillHopper(HopperProducer):
             use_pdl=self.pdl,
         )
 
+    @cute.jit
+    def tensor_map(self, mX):
+        """The tensor map of keys or values, for boxes of BOX_ROWS rows of a column block."""
+        modes = cutlass.const_expr((1, 2, 0))
+        shape = [mX.shape[3], *(mX.shape[i] for i in modes)]
+        strides = [cutlass.select_(mX.shape[i] > 1, mX.stride[i], Int64(mX.stride[i] * 0 + 8)) for i in modes]
+        layout = cute.make_layout(tuple(shape), stride=(1, *strides))
+        box = (self.block_bytes // 2, BOX_ROWS, 1, 1)
+        return hopper.tensor_map(cute.make_tensor(mX.iterator, layout), box, self.block_bytes)
+
     # -- device ---------------------------------------------------------------------------------------------------
 
     @cute.kernel
-    def kernel(self, tensors: PrefillTensors, scalars: PrefillScalars, row_blocks: Int32, batch: Int32, count: Int32):
+    def kernel(
+        self,
+        tensors: PrefillTensors,
+        scalars: PrefillScalars,
+        of_keys: cute.CopyAtom | None,
+        of_values: cute.CopyAtom | None,
+        row_blocks: Int32,
+        batch: Int32,
+        count: Int32,
+    ):
         tid, _, _ = cute.arch.thread_idx()
         first, _, _ = cute.arch.block_idx()
         step, _, _ = cute.arch.grid_dim()
         pipe = self.lay_out_shared_memory()
+        if cutlass.const_expr(self.boxes):
+            key_map, value_map = hopper.tensor_map_address(of_keys), hopper.tensor_map_address(of_values)
+            pipe = pipe._replace(key_map=key_map, value_map=value_map)
         if tid == 0:
             self.init_barriers(pipe)
         if cutlass.const_expr(self.pdl):
@@ -72,7 +99,7 @@ class PrefillHopper(HopperProducer):
     def lay_out_shared_memory(self) -> Pipe:
         shared = Int32(cute.arch.get_dyn_smem(Float32, alignment=1024).toint())
         buffers, stages = cutlass.const_expr((self.query_buffers, self.num_stages))
-        words = cutlass.const_expr(4 * buffers + 8 * stages + 2 * stages * self.warps + buffers * WORK_BYTES // 4)
+        words = cutlass.const_expr(2 + 4 * buffers + 8 * stages + 2 * stages * self.warps + buffers * WORK_BYTES // 4)
         works = Int32(cute.arch.alloc_smem(Uint32, words, alignment=16).toint())
         exists = works + buffers * WORK_BYTES
         barriers = exists + 8 * stages * self.warps
@@ -91,6 +118,9 @@ class PrefillHopper(HopperProducer):
             codes=keys + 2 * stages * self.tile_bytes,
             exists=exists,
             works=works,
+            following=of_keys + 32 * stages,
+            key_map=Int64(0),
+            value_map=Int64(0),
         )
 
     @cute.jit
@@ -99,8 +129,9 @@ class PrefillHopper(HopperProducer):
             hopper.mbarrier_init(pipe.queries_full + 8 * i, PRODUCERS + 1)
             hopper.mbarrier_init(pipe.queries_empty + 8 * i, 4 * self.consumers)
         for i in cutlass.range_constexpr(self.num_stages):
-            hopper.mbarrier_init(pipe.keys_full + 8 * i, PRODUCERS + self.warps)
-            hopper.mbarrier_init(pipe.values_full + 8 * i, PRODUCERS)
+            arrivals = cutlass.const_expr(0 if self.boxes else PRODUCERS)
+            hopper.mbarrier_init(pipe.keys_full + 8 * i, arrivals + self.warps)
+            hopper.mbarrier_init(pipe.values_full + 8 * i, arrivals or self.warps)
             hopper.mbarrier_init(pipe.keys_empty + 8 * i, 4 * self.consumers)
             hopper.mbarrier_init(pipe.values_empty + 8 * i, 4 * self.consumers)
         cute.arch.mbarrier_init_fence()
@@ -129,6 +160,8 @@ class PrefillHopper(HopperProducer):
         sums = Sums(rOut, rMax, rSum)
         used = Int32(0)  # tiles of keys so far, which give stage and parity
         works = Int32(0)
+        if warpgroup == 1:
+            self.give_turn()
         hopper.mbarrier_wait(pipe.queries_full, Int32(0))
         work = self.read_work(pipe.works)
         num_tiles = work.num_tiles
@@ -227,15 +260,22 @@ class PrefillHopper(HopperProducer):
             stage, parity = at % self.num_stages, at // self.num_stages & 1
             hopper.mbarrier_wait(pipe.keys_full + 8 * stage, parity)
             self.fence_copies()
+            self.take_turn()
             self.start_scores(sQ, pipe.keys + stage * self.tile_bytes, rScore)
             hopper.mbarrier_wait(pipe.values_full + 8 * last_stage, last_parity)
             self.fence_copies()
             self.start_output(pipe.values + last_stage * self.tile_bytes, rP, rOut)
+            self.give_turn()
             hopper.wgmma_wait(1)
             self.order(rScore)
             self.release(pipe.keys_empty, stage, lane)
             tile = self.tile_at(work, n)
-            self.softmax(pipe, scalars, visible, work, rScore, sums, rFactor, scale, tile, at, lane)
+            if cutlass.const_expr(self.overlap):
+                self.rebase(pipe, scalars, visible, work, rScore, sums, rFactor, scale, tile, at, lane)
+                for _ in cutlass.range(ptx.opaque(Int32(1)), unroll=1):  # keeps the exponentials ahead of the wait
+                    self.weigh(rScore, sums, rFactor, scale)
+            else:
+                self.softmax(pipe, scalars, visible, work, rScore, sums, rFactor, scale, tile, at, lane)
             hopper.wgmma_wait(0)
             self.order(rOut)
             self.release(pipe.values_empty, last_stage, lane)
@@ -250,9 +290,21 @@ class PrefillHopper(HopperProducer):
         self.release(pipe.values_empty, stage, lane)
 
     @cute.jit
+    def take_turn(self):
+        if cutlass.const_expr(self.turns):
+            hopper.named_barrier(FIRST_TURN + cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // 128) - 1, 256)
+
+    @cute.jit
+    def give_turn(self):
+        """Let the other consumer warpgroup start its products."""
+        if cutlass.const_expr(self.turns):
+            warpgroup = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // 128) - 1
+            hopper.named_barrier_arrive(FIRST_TURN + 1 - warpgroup, 256)
+
+    @cute.jit
     def fence_copies(self):
-        """Make the producer's cp.async copies visible to wgmma. For FP8 codes the producer does so itself."""
-        if cutlass.const_expr(not self.codes):
+        """Make the producer's cp.async copies visible to wgmma. Others are by TMA, or fenced by the producer."""
+        if cutlass.const_expr(not self.codes and not self.boxes):
             hopper.fence_proxy_async()
 
     @cute.jit
