@@ -1,7 +1,7 @@
 """Attention of many queries on Hopper over keys and values that TMA loads (prefill_hopper.py otherwise).
 
-The consumers wait for no fence: TMA writes what it loads for the matrix products, and the producer fences what it copies
-itself. With two buffers of queries a consumer starts the first scores of its next work before it stores results.
+The consumers need no fence: TMA writes what it loads for the matrix products, and the producer fences its own copies.
+With two buffers of queries a consumer starts the first scores of its next work before it stores results.
 """
 
 from __future__ import annotations
