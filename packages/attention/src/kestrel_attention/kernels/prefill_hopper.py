@@ -22,8 +22,6 @@ from .prefill_base import OutputRows, Sums, Visible, Work, once_if
 from .prefill_hopper_producer import BOX_ROWS, PRODUCERS, WARPGROUP_ROWS, WORK_BYTES, WORK_TYPES, HopperProducer, Pipe
 from .scores import LOG2_E
 
-FIRST_TURN = 8  # named barrier of the first consumer's turn
-
 
 @dataclass(frozen=True)
 class PrefillHopper(HopperProducer):
@@ -160,8 +158,6 @@ class PrefillHopper(HopperProducer):
         sums = Sums(rOut, rMax, rSum)
         used = Int32(0)  # tiles of keys so far, which give stage and parity
         works = Int32(0)
-        if warpgroup == 1:
-            self.give_turn()
         hopper.mbarrier_wait(pipe.queries_full, Int32(0))
         work = self.read_work(pipe.works)
         num_tiles = work.num_tiles
@@ -260,12 +256,10 @@ class PrefillHopper(HopperProducer):
             stage, parity = at % self.num_stages, at // self.num_stages & 1
             hopper.mbarrier_wait(pipe.keys_full + 8 * stage, parity)
             self.fence_copies()
-            self.take_turn()
             self.start_scores(sQ, pipe.keys + stage * self.tile_bytes, rScore)
             hopper.mbarrier_wait(pipe.values_full + 8 * last_stage, last_parity)
             self.fence_copies()
             self.start_output(pipe.values + last_stage * self.tile_bytes, rP, rOut)
-            self.give_turn()
             hopper.wgmma_wait(1)
             self.order(rScore)
             self.release(pipe.keys_empty, stage, lane)
@@ -288,18 +282,6 @@ class PrefillHopper(HopperProducer):
         hopper.wgmma_wait(0)
         self.order(rOut)
         self.release(pipe.values_empty, stage, lane)
-
-    @cute.jit
-    def take_turn(self):
-        if cutlass.const_expr(self.turns):
-            hopper.named_barrier(FIRST_TURN + cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // 128) - 1, 256)
-
-    @cute.jit
-    def give_turn(self):
-        """Let the other consumer warpgroup start its products."""
-        if cutlass.const_expr(self.turns):
-            warpgroup = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // 128) - 1
-            hopper.named_barrier_arrive(FIRST_TURN + 1 - warpgroup, 256)
 
     @cute.jit
     def fence_copies(self):

@@ -75,8 +75,6 @@ class HopperProducer(PrefillBase):
     """TMA loads boxes of 16 keys, which follow one another in memory."""
     overlap: bool = False
     """Wait for the products with values behind the exponentials, not ahead of them."""
-    turns: bool = False
-    """Two consumers start their matrix products in turns (ping-pong), so that one computes exponentials meanwhile."""
 
     @property
     def block_rows(self) -> int:

@@ -236,7 +236,6 @@ class HopperPrefillVariant:
     boxes: bool = False
     """For keys of which each 16 follow one another in memory, so that TMA loads them; bit-identical results."""
     overlap: bool = False
-    turns: bool = False
     vector_loads: bool = False
     archs: tuple[str, ...] = ("90a",)
     """Architectures that the kernel is compiled for."""
@@ -271,7 +270,6 @@ class HopperPrefillVariant:
             consumer_registers=self.consumer_registers,
             boxes=self.boxes,
             overlap=self.overlap,
-            turns=self.turns,
         )
         return kernel, kernel.arguments()
 
