@@ -236,6 +236,7 @@ class HopperPrefillVariant:
     boxes: bool = False
     """For keys of which each 16 follow one another in memory, so that TMA loads them; bit-identical results."""
     overlap: bool = False
+    """Wait for the products with values behind the exponentials: faster where the exponentials take as long as they."""
     vector_loads: bool = False
     archs: tuple[str, ...] = ("90a",)
     """Architectures that the kernel is compiled for."""
@@ -252,10 +253,9 @@ class HopperPrefillVariant:
 
     def kernel(self, arch: str) -> tuple[Any, tuple[Any, ...]]:
         """The kernel object and the arguments to compile it with."""
-        from .prefill_boxes import PrefillBoxes
         from .prefill_hopper import PrefillHopper
 
-        kernel = (PrefillBoxes if self.boxes and self.query_buffers > 1 else PrefillHopper)(
+        kernel = PrefillHopper(
             dtype=numeric_type(self.dtype),
             head_dim=self.head_dim,
             key_tile=self.key_tile,
@@ -420,7 +420,7 @@ PREFILL_HOPPER = tuple(
     )
 )
 
-PREFILL_HOPPER += tuple(replace(v, boxes=True) for v in PREFILL_HOPPER if v.cache == "same")
+PREFILL_HOPPER += tuple(replace(v, boxes=True, overlap=v.head_dim == 64) for v in PREFILL_HOPPER if v.cache == "same")
 
 PREFILL_FP8 = (
     Fp8PrefillVariant("bf16", 64, "e4m3", num_stages=4, staging=3),
