@@ -1,7 +1,7 @@
 """Attention of many queries on Hopper: warp-specialised, with warpgroup matrix products (wgmma).
 
 A thread block processes 64 queries of one head per consumer warpgroup, and visits the tiles of keys that any of them
-sees. The producer warpgroup gathers keys and values by cp.async into separate pipeline stages. A consumer issues Q K'
+sees. The producer warpgroup loads keys and values into separate pipeline stages. A consumer issues Q K'
 of one tile together with P V of the previous tile, P in registers (FlashAttention-3, arXiv 2407.08608). Long calls have
 persistent thread blocks. Row blocks with the most keys start first. A row's result does not depend on its tile.
 """
