@@ -160,6 +160,29 @@ def test_six_waves_of_blocks_are_a_long_call(batch, long):
     assert plan_prefill(problem(batch=batch, packed_queries=True, hopper=True)).variant.long is long
 
 
+@pytest.mark.parametrize(
+    ("how", "boxes"),
+    [
+        ({}, True),
+        ({"page_size": 7}, True),
+        ({"has_boxes": False}, False),
+        ({"page_size": 16, "has_block_table": True}, True),
+        ({"page_size": 48, "has_block_table": True}, True),
+        ({"page_size": 1, "has_block_table": True}, False),
+        ({"page_size": 24, "has_block_table": True}, False),
+        ({"cache": "e4m3"}, False),
+        ({"packed_queries": True, "key_starts": 1}, True),
+    ],
+)
+@pytest.mark.parametrize("head_dim", [64, 72, 96, 128, 256])
+def test_tma_loads_keys_of_which_each_16_follow_one_another(head_dim, how, boxes):
+    given = {"head_dim": 80 if head_dim == 72 and "cache" in how else head_dim, "has_boxes": True, "hopper": True}
+    variant = plan_prefill(problem(**given | how)).variant
+    assert isinstance(variant, HopperPrefillVariant)
+    assert variant.boxes is boxes
+    assert not getattr(plan_prefill(problem(**given | how | {"hopper": False})).variant, "boxes", False)
+
+
 @pytest.mark.parametrize("heads", [4, 200])
 def test_a_batch_of_any_size_is_split_alike(heads):
     given = {"max_keys": 8192, "heads": heads, "hopper": True}
@@ -190,8 +213,9 @@ def test_few_queries_are_split_along_their_keys(how, limit, splits):
 @pytest.mark.parametrize("variant", PREFILL_HOPPER, ids=lambda v: v.name)
 def test_hopper_kernels_fit_registers_and_shared_memory(variant):
     stored = 2 if variant.cache == "same" else 1
-    queries = variant.query_buffers * variant.consumers * 64 * variant.head_dim * 2
-    stages = 2 * variant.num_stages * variant.key_tile * variant.head_dim * 2
+    row = -(-variant.head_dim * 2 // 128) * 128  # in column blocks of 128 bytes
+    queries = variant.query_buffers * variant.consumers * 64 * row
+    stages = 2 * variant.num_stages * variant.key_tile * row
     codes = 2 * variant.key_tile * variant.head_dim * (2 - stored)
     assert queries + stages + codes + 2048 <= 227 * 1024
     registers = 128 * (variant.producer_registers + variant.consumers * variant.consumer_registers)

@@ -458,11 +458,26 @@ def test_splits_have_scratch_memory_for_every_row_and_are_combined(hopper, with_
         assert combine["mSinks"].dtype == torch.float32
 
 
-@pytest.mark.parametrize(("arch", "kernel"), [("sm80", "d64_short"), ("sm100f", "d64_short"), ("sm90a", "hopper_d64")])
+@pytest.mark.parametrize(
+    ("arch", "kernel"), [("sm80", "d64_short"), ("sm100f", "d64_short"), ("sm90a", "hopper_d64_boxes")]
+)
 def test_hopper_alone_runs_its_kernels(monkeypatch, arch, kernel):
     recorder = recording(monkeypatch, arch)
     dense()
     assert [name for name, _ in recorder.calls] == [f"prefill_bf16_same_{kernel}"]
+
+
+@pytest.mark.parametrize("strides", ["expanded heads", "expanded batch", "one sequence"])
+def test_tma_needs_strides_that_are_not_zero(hopper, strides):
+    """The stride of a dimension of one element does not count."""
+    k = half(2, 50, 2, 64)
+    if strides == "one sequence":
+        k = half(1, 50, 2, 64).as_strided((1, 50, 2, 64), (0, 128, 64, 1))
+    else:
+        k = k[:1].expand(2, 50, 2, 64) if strides == "expanded batch" else k[:, :, :1].expand(2, 50, 2, 64)
+    dense(q=half(len(k), 40, 4, 64), k=k, v=half(*k.shape))
+    ((name, _),) = hopper.calls
+    assert name.endswith("_boxes") == (strides == "one sequence")
 
 
 def test_tests_can_choose_the_portable_kernel_on_hopper(hopper, monkeypatch):

@@ -100,7 +100,7 @@ def _attend(problem: PrefillProblem, device: torch.device) -> Attend:
 
 
 def _fields(
-    q: torch.Tensor, k: torch.Tensor, scales: Scales, scores: Scores, sinks: torch.Tensor | None
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scales: Scales, scores: Scores, sinks: torch.Tensor | None
 ) -> dict[str, Any]:
     """Fields of a problem, however its keys lie. Raises UnsupportedError where no kernel covers them."""
     cache = "same" if k.dtype == q.dtype and q.dtype in _NAMES else _CODES.get(k.dtype)
@@ -109,6 +109,9 @@ def _fields(
         raise UnsupportedError("kernels for many queries cover bf16, fp16 and FP8, with keys of the same dtype or FP8")
     fields = {"heads": q.shape[-2], "kv_heads": k.shape[-2], "head_dim": q.shape[-1], "dtype": dtype, "cache": cache}
     fields["fp8_queries"] = q.element_size() == 1
+    fields["has_boxes"] = cache == "same" and all(
+        0 < stride < 2**36 for x in (k, v) for size, stride in zip(x.shape, x.stride(), strict=True) if size > 1
+    )
     for name, scale in scales._asdict().items():
         fields[f"{name}_heads"] = 0 if scale is None else 1 + (scale.shape[0] > 1)
     return fields | scores.of_problem() | {"has_sinks": sinks is not None}
@@ -152,7 +155,7 @@ def make_dense(key: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, give
         max_queries=queries,
         max_keys=k.shape[1],
         page_size=max(1, k.shape[1]),
-        **_fields(q, k, given.scales, given.scores, given.sinks),
+        **_fields(q, k, v, given.scales, given.scores, given.sinks),
     )
     _refuse_uncovered_keys(k, v)
     attend = _attend(problem, q.device) if q.numel() else None
@@ -185,7 +188,7 @@ def make_packed(key: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, giv
         key_starts=(2 if paged else 1) if not paged or given.seqused_k is None else 0,
         has_lengths=given.seqused_k is not None,
         has_block_table=paged,
-        **_fields(q, k, given.scales, given.scores, given.sinks),
+        **_fields(q, k, v, given.scales, given.scores, given.sinks),
     )
     if paged:
         refuse_uncovered_strides("same", (k, v), ())
@@ -230,7 +233,7 @@ def make_cached(
         has_lengths=True,
         has_block_table=paged,
         appended=queries if new else 0,
-        **_fields(q, k_cache, scales, given.scores, given.sinks),
+        **_fields(q, k_cache, v_cache, scales, given.scores, given.sinks),
     )
     refuse_uncovered_strides("same", (k_cache, v_cache), ())
     attend = _attend(problem, q.device) if q.numel() else None

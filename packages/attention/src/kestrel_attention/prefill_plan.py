@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from kestrel_runtime import UnsupportedError
 
-from .kernels.constants import MIN_SPLIT_TILES
+from .kernels.constants import BOX_ROWS, MIN_SPLIT_TILES
 from .kernels.parameters import PrefillCombineScalars, PrefillScalars
 from .kernels.variants import HopperPrefillVariant, PrefillVariant, prefilling, prefilling_in_fp8, prefilling_on_hopper
 from .plan import MAX_GRID, MAX_KEYS, MIN_SOFTCAP, MULTIPROCESSORS, UNBOUNDED, page_divisor
@@ -58,6 +58,8 @@ class PrefillProblem:
     """0: no scale; 1: one for all heads; 2: one for each."""
     k_scale_heads: int = 0
     v_scale_heads: int = 0
+    has_boxes: bool = False
+    """Whether TMA can load from the tensors of keys and values, where a page is a multiple of 16 slots."""
     hopper: bool = False
     """Whether the GPU has wgmma (sm_90a)."""
 
@@ -85,7 +87,8 @@ def plan_prefill(problem: PrefillProblem) -> PrefillPlan:
         if problem.hopper and problem.fp8_queries and problem.cache == "e4m3":
             variant = prefilling_in_fp8(problem.head_dim, long)
         if problem.hopper and variant is None:
-            variant = prefilling_on_hopper(*case, long)
+            boxes = problem.has_boxes and (not problem.has_block_table or problem.page_size % BOX_ROWS == 0)
+            variant = prefilling_on_hopper(*case, long, boxes)
         variant = variant or prefilling(*case, short)
     if variant is None:
         raise UnsupportedError(f"no kernel for many queries with heads of {problem.head_dim} over {problem.cache} keys")
@@ -100,12 +103,13 @@ def plan_prefill(problem: PrefillProblem) -> PrefillPlan:
     # A persistent kernel gains by loading the next queries ahead, for which it needs a second buffer.
     ahead = isinstance(variant, HopperPrefillVariant) and variant.query_buffers > 1
     persistent = ahead and blocks > GRID_WAVES * MULTIPROCESSORS
+    left = -1 if problem.window_left > UNBOUNDED else problem.window_left
+    right = -1 if problem.window_right > UNBOUNDED else problem.window_right
+    num_splits = max(1, min(limit, -(-problem.max_keys // (MIN_SPLIT_TILES * variant.key_tile))))
     multiplier, shift = page_divisor(problem.page_size)
     scale = float(problem.head_dim**-0.5 if problem.softmax_scale is None else problem.softmax_scale)
     softcap = max(float(problem.softcap), MIN_SOFTCAP) if problem.softcap else 0.0
     magnitude = abs(scale) * 2 / softcap if softcap else abs(scale)
-    left = -1 if problem.window_left > UNBOUNDED else problem.window_left
-    right = -1 if problem.window_right > UNBOUNDED else problem.window_right
     scalars = PrefillScalars(
         packed_queries=int(problem.packed_queries),
         key_starts=problem.key_starts,
@@ -131,7 +135,7 @@ def plan_prefill(problem: PrefillProblem) -> PrefillPlan:
         v_scale_heads=problem.v_scale_heads,
         codes_are_e5m2=int(problem.cache == "e5m2"),
         max_blocks=MULTIPROCESSORS if persistent else 2**31 - 1,
-        num_splits=max(1, min(limit, -(-problem.max_keys // (MIN_SPLIT_TILES * variant.key_tile)))),
+        num_splits=num_splits,
         split_limit=limit,
     )
     return PrefillPlan(variant, scalars, PrefillCombineScalars(LARGE_BLOCK, int(problem.has_sinks)))

@@ -85,6 +85,8 @@ class Located(NamedTuple):
     key: Uint32
     value: Uint32
     exists: Uint32
+    block: Uint32  # of the lane's key, and its slot there
+    slot: Uint32
 
 
 class OutputRows(NamedTuple):
@@ -386,7 +388,8 @@ class PrefillBase:
         slot = cutlass.select_(exists, slot, Uint32(0))
         bits = Uint32(cute.arch.vote_ballot_sync(exists)) & Uint32((1 << self.loaded_rows) - 1)
         key_offset = block * keys.strides[0] + slot * keys.strides[1]
-        return Located(key_offset, block * keys.strides[2] + slot * keys.strides[3], bits)
+        value_offset = block * keys.strides[2] + slot * keys.strides[3]
+        return Located(key_offset, value_offset, bits, block, slot)
 
     @cute.jit
     def from_f16(self, pair: Uint32) -> Uint32:

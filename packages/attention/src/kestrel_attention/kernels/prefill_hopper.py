@@ -1,7 +1,7 @@
 """Attention of many queries on Hopper: warp-specialised, with warpgroup matrix products (wgmma).
 
 A thread block processes 64 queries of one head per consumer warpgroup, and visits the tiles of keys that any of them
-sees. The producer warpgroup gathers keys and values by cp.async into separate pipeline stages. A consumer issues Q K'
+sees. The producer warpgroup loads keys and values into separate pipeline stages. A consumer issues Q K'
 of one tile together with P V of the previous tile, P in registers (FlashAttention-3, arXiv 2407.08608). Long calls have
 persistent thread blocks. Row blocks with the most keys start first. A row's result does not depend on its tile.
 """
@@ -19,7 +19,7 @@ from kestrel_runtime.cute_dsl import hopper, numeric, pdl, ptx
 from . import scores
 from .parameters import PrefillScalars, PrefillTensors
 from .prefill_base import OutputRows, Sums, Visible, Work, once_if
-from .prefill_hopper_producer import PRODUCERS, WARPGROUP_ROWS, WORK_BYTES, WORK_TYPES, HopperProducer, Pipe
+from .prefill_hopper_producer import BOX_ROWS, PRODUCERS, WARPGROUP_ROWS, WORK_BYTES, WORK_TYPES, HopperProducer, Pipe
 from .scores import LOG2_E
 
 
@@ -37,7 +37,10 @@ class PrefillHopper(HopperProducer):
         heads = tensors.mQ.shape[2]
         row_blocks = cute.ceil_div(scalars.max_queries, self.block_rows)
         count = row_blocks * heads * batch * scalars.num_splits
-        self.kernel(tensors, scalars, row_blocks, batch, count).launch(
+        maps = (None, None)
+        if cutlass.const_expr(self.boxes):
+            maps = (self.tensor_map(tensors.mK), self.tensor_map(tensors.mV))
+        self.kernel(tensors, scalars, *maps, row_blocks, batch, count).launch(
             grid=[cutlass.min(count, scalars.max_blocks), 1, 1],
             block=[self.threads, 1, 1],
             stream=given[-1],
@@ -46,14 +49,36 @@ class PrefillHopper(HopperProducer):
             use_pdl=self.pdl,
         )
 
+    @cute.jit
+    def tensor_map(self, mX):
+        """The tensor map of keys or values, for boxes of BOX_ROWS rows of a column block."""
+        modes = cutlass.const_expr((1, 2, 0))
+        shape = [mX.shape[3], *(mX.shape[i] for i in modes)]
+        strides = [cutlass.select_(mX.shape[i] > 1, mX.stride[i], Int64(mX.stride[i] * 0 + 8)) for i in modes]
+        layout = cute.make_layout(tuple(shape), stride=(1, *strides))
+        box = (self.block_bytes // 2, BOX_ROWS, 1, 1)
+        return hopper.tensor_map(cute.make_tensor(mX.iterator, layout), box, self.block_bytes)
+
     # -- device ---------------------------------------------------------------------------------------------------
 
     @cute.kernel
-    def kernel(self, tensors: PrefillTensors, scalars: PrefillScalars, row_blocks: Int32, batch: Int32, count: Int32):
+    def kernel(
+        self,
+        tensors: PrefillTensors,
+        scalars: PrefillScalars,
+        of_keys: cute.CopyAtom | None,
+        of_values: cute.CopyAtom | None,
+        row_blocks: Int32,
+        batch: Int32,
+        count: Int32,
+    ):
         tid, _, _ = cute.arch.thread_idx()
         first, _, _ = cute.arch.block_idx()
         step, _, _ = cute.arch.grid_dim()
         pipe = self.lay_out_shared_memory()
+        if cutlass.const_expr(self.boxes):
+            key_map, value_map = hopper.tensor_map_address(of_keys), hopper.tensor_map_address(of_values)
+            pipe = pipe._replace(key_map=key_map, value_map=value_map)
         if tid == 0:
             self.init_barriers(pipe)
         if cutlass.const_expr(self.pdl):
@@ -91,6 +116,8 @@ class PrefillHopper(HopperProducer):
             codes=keys + 2 * stages * self.tile_bytes,
             exists=exists,
             works=works,
+            key_map=Int64(0),
+            value_map=Int64(0),
         )
 
     @cute.jit
@@ -99,8 +126,9 @@ class PrefillHopper(HopperProducer):
             hopper.mbarrier_init(pipe.queries_full + 8 * i, PRODUCERS + 1)
             hopper.mbarrier_init(pipe.queries_empty + 8 * i, 4 * self.consumers)
         for i in cutlass.range_constexpr(self.num_stages):
-            hopper.mbarrier_init(pipe.keys_full + 8 * i, PRODUCERS + self.warps)
-            hopper.mbarrier_init(pipe.values_full + 8 * i, PRODUCERS)
+            arrivals = cutlass.const_expr(0 if self.boxes else PRODUCERS)
+            hopper.mbarrier_init(pipe.keys_full + 8 * i, arrivals + self.warps)
+            hopper.mbarrier_init(pipe.values_full + 8 * i, arrivals or self.warps)
             hopper.mbarrier_init(pipe.keys_empty + 8 * i, 4 * self.consumers)
             hopper.mbarrier_init(pipe.values_empty + 8 * i, 4 * self.consumers)
         cute.arch.mbarrier_init_fence()
@@ -235,7 +263,12 @@ class PrefillHopper(HopperProducer):
             self.order(rScore)
             self.release(pipe.keys_empty, stage, lane)
             tile = self.tile_at(work, n)
-            self.softmax(pipe, scalars, visible, work, rScore, sums, rFactor, scale, tile, at, lane)
+            if cutlass.const_expr(self.overlap):
+                self.rebase(pipe, scalars, visible, work, rScore, sums, rFactor, scale, tile, at, lane)
+                for _ in cutlass.range(ptx.opaque(Int32(1)), unroll=1):  # keeps the exponentials ahead of the wait
+                    self.weigh(rScore, sums, rFactor, scale)
+            else:
+                self.softmax(pipe, scalars, visible, work, rScore, sums, rFactor, scale, tile, at, lane)
             hopper.wgmma_wait(0)
             self.order(rOut)
             self.release(pipe.values_empty, last_stage, lane)
@@ -251,8 +284,8 @@ class PrefillHopper(HopperProducer):
 
     @cute.jit
     def fence_copies(self):
-        """Make the producer's cp.async copies visible to wgmma. For FP8 codes the producer does so itself."""
-        if cutlass.const_expr(not self.codes):
+        """Make the producer's cp.async copies visible to wgmma. Others are by TMA, or fenced by the producer."""
+        if cutlass.const_expr(not self.codes and not self.boxes):
             hopper.fence_proxy_async()
 
     @cute.jit

@@ -1,8 +1,9 @@
 """The producer warpgroup of prefill_hopper.py: schedules work items, and loads queries, keys and values.
 
-Lanes look up the pages of the rows that they load, so any page size and any strides cost the same. cp.async copies
-arrive at mbarriers. FP8 codes are copied to a staging buffer; the thread that copied them converts them, exactly, into
-a pipeline stage.
+Each warp loads a quarter of a tile: by TMA, in boxes of 16 keys that follow one another in memory, or by cp.async, for
+which lanes look up the rows that they copy. Only cp.async can put zeros in place of values whose keys do not exist.
+Copies arrive at mbarriers. FP8 codes are copied to a staging buffer; the thread that copied them converts them,
+exactly, into a pipeline stage.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ from cutlass import Float32, Int32, Int64, Uint32
 
 from kestrel_runtime.cute_dsl import hopper, ptx
 
-from .constants import MIN_SPLIT_TILES
+from .constants import BOX_ROWS, MIN_SPLIT_TILES
 from .formats import E4m3, E5m2
 from .parameters import PrefillScalars
-from .prefill_base import Keys, PrefillBase, Work, divide
+from .prefill_base import Keys, Located, PrefillBase, Work, divide
 
 PRODUCERS = 128  # threads
 WARPGROUP_ROWS = 64
@@ -43,6 +44,8 @@ class Pipe(NamedTuple):
     codes: Int32  # FP8 keys, then values, of the next tile
     exists: Int32  # words with a bit for each key of a tile, of twice as many tiles as stages
     works: Int32  # a Work per buffer of queries
+    key_map: Int64  # address of the tensor map of keys, and of values
+    value_map: Int64
 
 
 class Place(NamedTuple):
@@ -66,6 +69,10 @@ class HopperProducer(PrefillBase):
     query_buffers: int = 2
     producer_registers: int = 56
     consumer_registers: int = 224
+    boxes: bool = False
+    """TMA loads boxes of 16 keys, which follow one another in memory."""
+    overlap: bool = False
+    """Wait for the products with values behind the exponentials, not ahead of them."""
 
     @property
     def block_rows(self) -> int:
@@ -74,7 +81,26 @@ class HopperProducer(PrefillBase):
     @property
     def block_bytes(self) -> int:
         """Bytes of a row of a column block."""
-        return next(width for width in (128, 64, 32) if self.row_bytes % width == 0)
+        return max(width for width in (32, 64, 128) if width <= self.row_bytes)
+
+    @property
+    def stored_row_bytes(self) -> int:
+        """Of a row in shared memory: the last column block may be wider than what is left of the row."""
+        return self.row_blocks * self.block_bytes
+
+    @property
+    def tile_bytes(self) -> int:
+        return self.key_tile * self.stored_row_bytes
+
+    @property
+    def row_blocks(self) -> int:
+        """Column blocks of a row."""
+        return -(-self.row_bytes // self.block_bytes)
+
+    @property
+    def all_rows(self) -> int:
+        """A bit for each key that a warp loads."""
+        return (1 << self.loaded_rows) - 1
 
     @property
     def block_units(self) -> int:
@@ -83,7 +109,7 @@ class HopperProducer(PrefillBase):
     @property
     def query_bytes(self) -> int:
         """Bytes of the queries of a warpgroup."""
-        return WARPGROUP_ROWS * self.row_bytes
+        return WARPGROUP_ROWS * self.stored_row_bytes
 
     @property
     def buffer_bytes(self) -> int:
@@ -167,7 +193,7 @@ class HopperProducer(PrefillBase):
                 if cutlass.const_expr(self.codes):
                     self.produce_codes(pipe, scalars, keys, work, rPage, loaded, warp, lane)
                 else:
-                    self.produce_rows(pipe, keys, work, rPage, loaded, warp, lane)
+                    self.produce_rows(pipe, keys, work, kv_head, rPage, loaded, warp, lane)
                 loaded += work.num_tiles
             if scalars.packed_queries != 0 and at.row_block == 0:
                 self.clear_around(tensors, scalars, at.sequence, batch, at.head, tid)
@@ -197,23 +223,39 @@ class HopperProducer(PrefillBase):
     # -- keys and values ------------------------------------------------------------------------------------------
 
     @cute.jit
-    def produce_rows(self, pipe: Pipe, keys: Keys, work: Work, rPage, loaded, warp, lane):
+    def produce_rows(self, pipe: Pipe, keys: Keys, work: Work, kv_head, rPage, loaded, warp, lane):
         """Load the tiles of a work item. rPage holds the page of each lane's key of the first tile."""
         n = Int32(0)
         while n < work.num_tiles:
             at = loaded + n
             stage, parity = at % self.num_stages, (at // self.num_stages & 1) ^ 1
             found = self.locate(keys, rPage, self.tile_at(work, n), warp, lane)
+            to_keys, to_values = pipe.keys + stage * self.tile_bytes, pipe.values + stage * self.tile_bytes
+            keys_full, values_full = pipe.keys_full + 8 * stage, pipe.values_full + 8 * stage
             hopper.mbarrier_wait(pipe.keys_empty + 8 * stage, parity)
-            self.publish_exists(pipe, at, stage, found.exists, warp, lane)
-            self.load_rows(
-                keys, pipe.keys + stage * self.tile_bytes, keys.key_base, found.key, found.exists, warp, lane
-            )
-            hopper.mbarrier_arrive_after_copies(pipe.keys_full + 8 * stage)
+            if cutlass.const_expr(self.boxes):
+                if lane == 0:
+                    self.store_exists(pipe, at, found.exists, warp)
+                box = self.box_of(found, kv_head, lane)
+                self.load_boxes(pipe.key_map, to_keys, box, keys_full, warp, lane)
+            else:
+                self.publish_exists(pipe, at, stage, found.exists, warp, lane)
+                self.load_rows(keys, to_keys, keys.key_base, found.key, found.exists, warp, lane)
+                hopper.mbarrier_arrive_after_copies(keys_full)
             hopper.mbarrier_wait(pipe.values_empty + 8 * stage, parity)
-            to = pipe.values + stage * self.tile_bytes
-            self.load_rows(keys, to, keys.value_base, found.value, found.exists, warp, lane)
-            hopper.mbarrier_arrive_after_copies(pipe.values_full + 8 * stage)
+            if cutlass.const_expr(self.boxes):
+                if found.exists == self.all_rows:
+                    self.load_boxes(pipe.value_map, to_values, box, values_full, warp, lane)
+                else:  # zeros for keys that do not exist
+                    self.load_rows(keys, to_values, keys.value_base, found.value, found.exists, warp, lane)
+                    ptx.cp_async_wait(0)
+                    hopper.fence_proxy_async()
+                    cute.arch.sync_warp()
+                    if lane == 0:
+                        hopper.mbarrier_arrive(values_full)
+            else:
+                self.load_rows(keys, to_values, keys.value_base, found.value, found.exists, warp, lane)
+                hopper.mbarrier_arrive_after_copies(values_full)
             if n + 1 < work.num_tiles:
                 self.look_up(rPage, keys, self.tile_at(work, n + 1), warp, lane)
             n += 1
@@ -253,11 +295,37 @@ class HopperProducer(PrefillBase):
             n += 1
 
     @cute.jit
+    def box_of(self, found: Located, kv_head, lane):
+        """The coordinates of the lane's box of the warp's keys, whatever tensor it is loaded from.
+
+        Lane l loads column block l % row_blocks of 16 rows.
+        """
+        first = lane // self.row_blocks * BOX_ROWS
+        slot = Int32(cute.arch.shuffle_sync(Int32(found.slot), first))
+        block = Int32(cute.arch.shuffle_sync(Int32(found.block), first))
+        return lane % self.row_blocks * (self.block_bytes // 2), slot, kv_head, block
+
+    @cute.jit
+    def load_boxes(self, tensor_map: Int64, to: Int32, box, full: Int32, warp, lane):
+        """Start loading the warp's rows of a tile by TMA, and arrive; ``full`` waits for their bytes too."""
+        first = warp * self.loaded_rows + lane // self.row_blocks * BOX_ROWS
+        to = to + (lane % self.row_blocks * self.key_tile + first) * self.block_bytes
+        if lane == 0:
+            hopper.mbarrier_arrive_expecting(full, Int32(self.loaded_rows * self.stored_row_bytes))
+        cute.arch.sync_warp()
+        if lane < self.loaded_rows // BOX_ROWS * self.row_blocks:
+            hopper.load_box(to, tensor_map, box, full)
+
+    @cute.jit
+    def store_exists(self, pipe: Pipe, at, exists: Uint32, warp):
+        ring = at % (2 * self.num_stages)
+        ptx.store_shared(pipe.exists + 4 * (ring * self.warps + warp), [exists])
+
+    @cute.jit
     def publish_exists(self, pipe: Pipe, at, stage, exists: Uint32, warp, lane):
         """Store which of the warp's keys exist, and arrive at the stage's barrier."""
         if lane == 0:
-            ring = at % (2 * self.num_stages)
-            ptx.store_shared(pipe.exists + 4 * (ring * self.warps + warp), [exists])
+            self.store_exists(pipe, at, exists, warp)
             hopper.mbarrier_arrive(pipe.keys_full + 8 * stage)
 
     @cute.jit

@@ -233,13 +233,18 @@ class HopperPrefillVariant:
     consumer_registers: int = 224
     long: bool = False
     """For calls of many thread blocks: larger blocks, bit-identical results."""
+    boxes: bool = False
+    """For keys of which each 16 follow one another in memory, so that TMA loads them; bit-identical results."""
+    overlap: bool = False
+    """Wait for the products with values behind the exponentials: faster where the exponentials take as long as they."""
     vector_loads: bool = False
     archs: tuple[str, ...] = ("90a",)
     """Architectures that the kernel is compiled for."""
 
     @property
     def name(self) -> str:
-        return f"prefill_{self.dtype}_{self.cache}_hopper_d{self.head_dim}{'_long' if self.long else ''}"
+        long, boxes = "_long" if self.long else "", "_boxes" if self.boxes else ""
+        return f"prefill_{self.dtype}_{self.cache}_hopper_d{self.head_dim}{long}{boxes}"
 
     @property
     def block_rows(self) -> int:
@@ -263,6 +268,8 @@ class HopperPrefillVariant:
             query_buffers=self.query_buffers,
             producer_registers=self.producer_registers,
             consumer_registers=self.consumer_registers,
+            boxes=self.boxes,
+            overlap=self.overlap,
         )
         return kernel, kernel.arguments()
 
@@ -413,6 +420,8 @@ PREFILL_HOPPER = tuple(
     )
 )
 
+PREFILL_HOPPER += tuple(replace(v, boxes=True, overlap=v.head_dim == 64) for v in PREFILL_HOPPER if v.cache == "same")
+
 PREFILL_FP8 = (
     Fp8PrefillVariant("bf16", 64, "e4m3", num_stages=4, staging=3),
     Fp8PrefillVariant(
@@ -479,10 +488,12 @@ def prefilling(dtype: str, cache: str, head_dim: int, short: bool = False) -> Pr
     return min(fitting, key=lambda v: (v.head_dim, v.short != short), default=None)
 
 
-def prefilling_on_hopper(dtype: str, cache: str, head_dim: int, long: bool = False) -> HopperPrefillVariant | None:
-    """The compiled variant with warpgroup matrix products for a head dimension, or None. long: see the variant."""
+def prefilling_on_hopper(
+    dtype: str, cache: str, head_dim: int, long: bool = False, boxes: bool = False
+) -> HopperPrefillVariant | None:
+    """The compiled variant with warpgroup matrix products for a head dimension, or None. long, boxes: see there."""
     fitting = [v for v in PREFILL_HOPPER if v.dtype == dtype and v.cache == cache and v.head_dim >= head_dim]
-    return min(fitting, key=lambda v: (v.head_dim, v.long != long), default=None)
+    return min(fitting, key=lambda v: (v.head_dim, v.long != long, v.boxes != boxes), default=None)
 
 
 def prefilling_in_fp8(head_dim: int, long: bool = False) -> Fp8PrefillVariant | None:

@@ -8,7 +8,11 @@ or 128), swizzled over that many bytes, one block after the other.
 from __future__ import annotations
 
 import cutlass
+import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
+from cutlass._mlir.dialects import cute as _cute_ir
+from cutlass._mlir.dialects import cute_nvgpu
+from cutlass.cute.nvgpu import cpasync
 from cutlass.cutlass_dsl import T, dsl_user_op
 
 from .ptx import assemble
@@ -136,7 +140,53 @@ def mbarrier_arrive_after_copies(address: Int32, *, loc=None, ip=None) -> None:
 
 
 @dsl_user_op
+def mbarrier_arrive_expecting(address: Int32, count: Int32, *, loc=None, ip=None) -> None:
+    """Arrive once; the phase also waits for ``count`` bytes of bulk copies."""
+    text = "mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], $1;"
+    assemble(text, "r,r,~{memory}", [Int32(address), Int32(count)], [], True, loc, ip)
+
+
+@dsl_user_op
 def mbarrier_wait(address: Int32, parity: Int32, *, loc=None, ip=None) -> None:
     """Wait until the phase of this parity has completed."""
     text = "{.reg .pred p; WAIT: mbarrier.try_wait.parity.shared::cta.b64 p, [$0], $1; @p bra DONE; bra WAIT; DONE: }"
     assemble(text, "r,r,~{memory}", [Int32(address), Int32(parity)], [], True, loc, ip)
+
+
+# -- tensor memory access (TMA) ---------------------------------------------------------------------------------------
+
+
+def tensor_map(tensor, box: tuple[int, ...], block_bytes: int):
+    """A TMA atom, made on the host, that copies boxes of a tensor of four dimensions to swizzled column blocks.
+
+    The tensor's first dimension is contiguous, and ``block_bytes`` long in a box; other strides are multiples of 16
+    bytes. load_box() takes coordinates in the order of the dimensions; elements outside the tensor become zeros.
+    """
+    swizzled = cute.make_swizzle({128: 3, 64: 2, 32: 1}[block_bytes], 4, 3)
+    strides, stride = [], 1
+    for size in box:
+        strides.append(stride)
+        stride *= size
+    plain = cute.make_layout(box, stride=tuple(strides))
+    layout = cute.make_composed_layout(swizzled, 0, plain)
+    return cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), tensor, layout, box)[0]
+
+
+@dsl_user_op
+def tensor_map_address(atom, *, loc=None, ip=None) -> Int64:
+    """The address of the tensor map of an atom that is a kernel argument."""
+    executable = cute_nvgpu.atom_make_exec_tma(atom._trait.value, loc=loc, ip=ip)
+    kind = _cute_ir.PtrType.get(cute_nvgpu.TmaDescriptorTiledType.get(), cute.AddressSpace.generic, 64)
+    pointer = cute_nvgpu.get_tma_desc_addr(kind, executable, loc=loc, ip=ip)
+    return pointer.toint()
+
+
+@dsl_user_op
+def load_box(to: Int32, tensor_map: Int64, coordinates, barrier: Int32, *, loc=None, ip=None) -> None:
+    """Start copying a box of four dimensions to shared memory; its bytes arrive at the mbarrier."""
+    text = (
+        "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+        "[$0], [$1, {$2, $3, $4, $5}], [$6];"
+    )
+    operands = [Int32(to), Int64(tensor_map), *(Int32(c) for c in coordinates), Int32(barrier)]
+    assemble(text, "r,l,r,r,r,r,r,~{memory}", operands, [], True, loc, ip)
