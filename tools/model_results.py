@@ -34,6 +34,7 @@ ENGINE_WAYS = {
     "dynamic": "transformers, dynamic cache",
     "static": "transformers, static cache, compiled",
     "vllm": "vLLM, FlashAttention 3",
+    "vllm_attention": "vLLM, `KESTREL` alone",
     "vllm_kestrel": "vLLM, `KESTREL` and all layers",
 }
 RESULTS = ROOT / "meta" / "results"

@@ -4,9 +4,11 @@
     python tools/vllm_results.py tokens --attention KESTREL --replace all > ours.json
     python tools/vllm_results.py compare own.json ours.json
     python tools/vllm_results.py speed --attention KESTREL --replace all --batch 1 16
+    python tools/vllm_results.py profile --attention KESTREL --replace all --batch 16
 
 The model has the layers of Llama 3.1 8B with random weights: 4 of them from a checkpoint that the command writes for
-tokens, all 32 for speed. Decoding runs in full CUDA graphs, and --eager turns them off. It needs vLLM 0.33.
+tokens, all 32 for the rest. --mode graphs decodes in full CUDA graphs and runs prompts eagerly, --mode compiled is
+vLLM's default (torch.compile, graphs of pieces for prompts). It needs vLLM 0.33.
 """
 
 from __future__ import annotations
@@ -38,9 +40,15 @@ SHAPE = {
 }
 LENGTHS = ((5, 100, 33, 700, 1, 3000), (77,), tuple(range(20, 35)))
 """Of the prompts whose tokens are compared, by call."""
-GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4, 8, 16]}
+SIZES = {"cudagraph_capture_sizes": [1, 2, 4, 8, 16]}
+MODES: dict[str, dict[str, Any]] = {
+    "eager": {"enforce_eager": True},
+    "graphs": {"compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", **SIZES}},
+    "compiled": {"compilation_config": {"mode": 3, "cudagraph_mode": "FULL_AND_PIECEWISE", **SIZES}},
+}
 SETTINGS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_FLASHINFER_SAMPLER": "0", "HF_HUB_OFFLINE": "1"}
 FEW = 8  # tokens before those that are timed
+LINES = 30  # of a profile
 
 Json = dict[str, Any]
 
@@ -82,19 +90,18 @@ def engine(folder: Path, options: argparse.Namespace, load_format: str) -> Any:
     os.environ.update(SETTINGS, KESTREL_VLLM=options.replace)
     from vllm import LLM
 
-    more = {} if options.eager else {"compilation_config": GRAPHS}
+    tokens = options.prompt + FEW + options.new
     return LLM(
         str(folder),
         load_format=load_format,
         skip_tokenizer_init=True,
         attention_backend=options.attention,
         kv_cache_dtype=options.kv_cache,
-        enforce_eager=options.eager,
-        max_model_len=4096,
-        max_num_batched_tokens=1024,
+        max_model_len=max(4096, tokens),
+        max_num_batched_tokens=max(1024, min(8192, options.prompt)),
         max_num_seqs=16,
         seed=0,
-        **more,
+        **MODES[options.mode],
     )
 
 
@@ -158,15 +165,32 @@ def speed(llm: Any, batches: list[int], length: int, new: int) -> list[Json]:
     return rows
 
 
+def profiled(llm: Any, batch: int, length: int) -> Json:
+    """Where the time to the first token goes: microseconds by kernel on the GPU, and by call on the host."""
+    from torch.profiler import ProfilerActivity, profile
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, detokenize=False)
+    llm.generate(prompts((length,) * batch, seed=1), sampling, use_tqdm=False)
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as traced:
+        llm.generate(prompts((length,) * batch, seed=2), sampling, use_tqdm=False)
+    found: Json = {"batch": batch}
+    for side, name in (("gpu", "self_device_time_total"), ("host", "self_cpu_time_total")):
+        rows = sorted(traced.key_averages(), key=lambda each: -float(getattr(each, name)))
+        found[f"{side}_us"] = round(sum(getattr(each, name) for each in rows))
+        found[side] = [[each.key[:80], each.count, round(getattr(each, name))] for each in rows[:LINES]]
+    return found
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
-    for name in ("tokens", "speed"):
+    for name in ("tokens", "speed", "profile"):
         command = commands.add_parser(name)
         command.add_argument("--attention", default="KESTREL", help="vLLM's name of the backend")
         command.add_argument("--replace", default="", help="value of KESTREL_VLLM")
         command.add_argument("--kv-cache", default="auto")
-        command.add_argument("--eager", action="store_true")
+        command.add_argument("--mode", choices=MODES, default="graphs")
         command.add_argument("--batch", type=int, nargs="+", default=[1, 16])
         command.add_argument("--prompt", type=int, default=128)
         command.add_argument("--new", type=int, default=256)
@@ -180,7 +204,12 @@ def main(arguments: list[str] | None = None) -> int:
         with tempfile.TemporaryDirectory() as name:
             make_model(Path(name), 4 if of_tokens else 32, weights=of_tokens)
             llm = engine(Path(name), options, "auto" if of_tokens else "dummy")
-            found = tokens(llm) if of_tokens else speed(llm, options.batch, options.prompt, options.new)
+            if of_tokens:
+                found = tokens(llm)
+            elif options.command == "speed":
+                found = speed(llm, options.batch, options.prompt, options.new)
+            else:
+                found = [profiled(llm, batch, options.prompt) for batch in options.batch]
     print(json.dumps(found), flush=True)
     return 0
 

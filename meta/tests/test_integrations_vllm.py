@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -82,7 +83,7 @@ def prompts():
 def rehearse(path, disabled="", **changes):
     """What vLLM writes, in a process of its own, without the linear kernels that are disabled."""
     asked = {"model": str(path), "dtype": "float32", "kv_cache": "auto", "block_size": 32, "prompts": prompts()}
-    asked |= {"new": NEW, "parts": "all", **changes}
+    asked |= {"new": NEW, "parts": "all", "compiled": False, **changes}
     command = [sys.executable, str(Path(__file__).with_name("vllm_rehearsal.py")), json.dumps(asked)]
     environment = {**os.environ, "VLLM_DISABLED_KERNELS": disabled}
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
@@ -112,6 +113,17 @@ def test_vllm_writes_the_greedy_tokens_of_transformers(make, family):
         assert float((exact - torch.tensor(given)).abs().max()) < 1e-3
         own = model.generate(torch.tensor([prompt]), max_new_tokens=NEW, do_sample=False)[0, len(prompt) :]
         assert own.tolist() == tokens or float(lead.min()) < 1e-3  # but for ties
+
+
+@needs_vllm
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on a CPU")
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_compiled_models_write_the_tokens_of_eager_ones(make, family):
+    _, path = make(family)
+    eager, compiled = rehearse(path), rehearse(path, compiled=True)
+    assert compiled["tokens"] == eager["tokens"]
+    assert compiled["ops"] == eager["ops"]
+    assert compiled["classes"] == eager["classes"]
 
 
 @needs_vllm

@@ -21,8 +21,8 @@ SETTINGS = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",
     "HF_HUB_OFFLINE": "1",
-    "TORCHDYNAMO_DISABLE": "1",
     "VLLM_USE_AOT_COMPILE": "0",
+    "VLLM_DISABLE_COMPILE_CACHE": "1",
 }
 
 
@@ -50,8 +50,8 @@ def stand_in() -> None:
     stand_in.library = library
 
 
-def prepare(parts: str) -> None:
-    os.environ.update(SETTINGS, KESTREL_VLLM=parts)
+def prepare(parts: str, compiled: bool = False) -> None:
+    os.environ.update(SETTINGS, KESTREL_VLLM=parts, TORCHDYNAMO_DISABLE="0" if compiled else "1")
     stand_in()
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
@@ -75,7 +75,8 @@ def recipe(code: str) -> dict:
 def main(asked: dict) -> dict:
     if "recipe" in asked:
         return recipe(asked["recipe"])
-    prepare(asked["parts"])
+    compiled = asked["compiled"]
+    prepare(asked["parts"], compiled)
     from vllm import LLM, SamplingParams
 
     from kestrel_runtime import trace
@@ -89,9 +90,10 @@ def main(asked: dict) -> dict:
         max_num_batched_tokens=64,
         max_num_seqs=4,
         skip_tokenizer_init=True,
-        enforce_eager=True,
+        enforce_eager=not compiled,
         enable_prefix_caching=True,
     )
+    assert compiled == (llm.llm_engine.vllm_config.compilation_config.mode != 0)
     sampling = SamplingParams(
         temperature=0.0, max_tokens=asked["new"], ignore_eos=True, detokenize=False, logprobs=1, min_tokens=0
     )

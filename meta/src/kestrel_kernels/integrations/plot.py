@@ -11,13 +11,14 @@ WAYS = {
     "kestrel": "this library",
     "dynamic": "transformers, dynamic cache",
     "static": "transformers, static, compiled",
+    "vllm_attention": "vLLM with this attention",
     "vllm_kestrel": "vLLM with this library",
     "vllm": "vLLM",
 }
 WEIGHTS = {"bf16": "", "w4": ", 4-bit weights"}
 CACHES = {"auto": "bf16", "fp8": "FP8", "int8": "INT8", "int4": "INT4"}
 _COLOURS = {"dynamic": "#8C8C8C", "static": "#4D4D4D", "vllm": "#8C8C8C"}
-_WITH_CACHES = ("kestrel", "vllm_kestrel", "vllm")
+_WITH_CACHES = ("kestrel", "vllm_attention", "vllm_kestrel", "vllm")
 _OURS = ("#0072B2", "#56B4E9", "#009E73", "#E69F00", "#D55E00", "#CC79A7", "#F0E442", "#7570B3")
 
 

@@ -252,8 +252,10 @@ class Impl(AttentionImpl[Metadata]):
         if batch.prompts is not None:
             self._prefill_over_int8(query, batch, keys, values, scales, output)
         elif batch.starts is not None:
-            flash_attn_varlen_func(
-                query[decodes : batch.tokens],
+            new = slice(decodes, batch.tokens)
+            # The op's own out= is a copy too, behind checks of overlap that cost the host more than the launch.
+            output[new] = flash_attn_varlen_func(
+                query[new],
                 keys,
                 values,
                 batch.starts,
@@ -262,7 +264,6 @@ class Impl(AttentionImpl[Metadata]):
                 batch.max_keys,
                 block_table=batch.block_table[decodes:],
                 seqused_k=batch.lengths[decodes:],
-                out=output[decodes : batch.tokens],
                 **scales,
                 **self.scores,
             )
@@ -288,9 +289,7 @@ class Impl(AttentionImpl[Metadata]):
         k, v = (torch.cat(parts) for parts in zip(*gathered, strict=True))
         new = slice(batch.decodes, batch.tokens)
         bounds = batch.max_queries, batch.max_keys
-        flash_attn_varlen_func(
-            query[new], k, v, batch.starts, batch.key_starts, *bounds, out=output[new], **self.scores
-        )
+        output[new] = flash_attn_varlen_func(query[new], k, v, batch.starts, batch.key_starts, *bounds, **self.scores)
 
 
 def int8_sections(kv_cache: Tensor, size: int) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
