@@ -254,7 +254,7 @@ class Impl(AttentionImpl[Metadata]):
         elif batch.starts is not None:
             new = slice(decodes, batch.tokens)
             # The op's own out= is a copy too, behind checks of overlap that cost the host more than the launch.
-            output[new] = flash_attn_varlen_func(
+            attended = flash_attn_varlen_func(
                 query[new],
                 keys,
                 values,
@@ -267,6 +267,8 @@ class Impl(AttentionImpl[Metadata]):
                 **scales,
                 **self.scores,
             )
+            assert isinstance(attended, Tensor)  # without return_lse
+            output[new] = attended
         return output
 
     def _prefill_over_int8(
@@ -289,7 +291,9 @@ class Impl(AttentionImpl[Metadata]):
         k, v = (torch.cat(parts) for parts in zip(*gathered, strict=True))
         new = slice(batch.decodes, batch.tokens)
         bounds = batch.max_queries, batch.max_keys
-        output[new] = flash_attn_varlen_func(query[new], k, v, batch.starts, batch.key_starts, *bounds, **self.scores)
+        attended = flash_attn_varlen_func(query[new], k, v, batch.starts, batch.key_starts, *bounds, **self.scores)
+        assert isinstance(attended, Tensor)
+        output[new] = attended
 
 
 def int8_sections(kv_cache: Tensor, size: int) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
