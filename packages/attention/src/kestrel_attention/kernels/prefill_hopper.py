@@ -54,7 +54,7 @@ class PrefillHopper(HopperProducer):
         """The tensor map of keys or values, for boxes of BOX_ROWS rows of a column block."""
         modes = cutlass.const_expr((1, 2, 0))
         shape = [mX.shape[3], *(mX.shape[i] for i in modes)]
-        strides = [cutlass.select_(mX.shape[i] > 1, mX.stride[i], Int64(mX.stride[i] * 0 + 8)) for i in modes]
+        strides = [cutlass.select_(mX.shape[i] > 1, mX.stride[i], Int64(8)) for i in modes]
         layout = cute.make_layout(tuple(shape), stride=(1, *strides))
         box = (self.block_bytes // 2, BOX_ROWS, 1, 1)
         return hopper.tensor_map(cute.make_tensor(mX.iterator, layout), box, self.block_bytes)
