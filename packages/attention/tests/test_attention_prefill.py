@@ -183,6 +183,26 @@ def test_tma_loads_keys_of_which_each_16_follow_one_another(head_dim, how, boxes
     assert not getattr(plan_prefill(problem(**given | how | {"hopper": False})).variant, "boxes", False)
 
 
+@pytest.mark.parametrize(
+    ("how", "counted"),
+    [
+        ({"causal": True}, True),
+        ({"window_left": 50}, True),
+        ({"packed_queries": True}, True),
+        ({}, False),
+        ({"causal": True, "batch": 131}, False),  # fewer than four waves
+        ({"causal": True, "head_dim": 256}, False),  # not persistent
+        ({"causal": True, "hopper": False}, False),
+    ],
+)
+def test_long_calls_of_unequal_works_count_them(how, counted):
+    given = {"batch": 132, "heads": 200, "max_queries": 128, "max_keys": 4096, "hopper": True}
+    given |= {"heads": 4} if how.get("batch") == 131 else {}
+    plan = plan_prefill(problem(**given | how))
+    assert plan.scalars.has_counter == counted
+    assert not (plan.scalars.has_counter and plan.scalars.num_splits > 1)
+
+
 @pytest.mark.parametrize("heads", [4, 200])
 def test_a_batch_of_any_size_is_split_alike(heads):
     given = {"max_keys": 8192, "heads": heads, "hopper": True}

@@ -528,3 +528,21 @@ def test_a_replayed_graph_sees_other_lengths_tables_and_keys():
     args, fresh = inputs(1, [700, 3]), inputs(2, [64, 513])
     got = graph_replay(call, args, fresh)
     assert same_bits(tuple(got), tuple(call(*fresh)))
+
+
+def test_a_replayed_graph_counts_its_works_from_zero():
+    """Blocks of a long causal call take their work from a counter."""
+
+    def call(q, k, v):
+        first = flash_attn_func(q, k, v, causal=True, return_lse=True)
+        return *first, *flash_attn_func(q, k, v, causal=True, return_lse=True)
+
+    def inputs(seed):
+        torch.manual_seed(seed)
+        return [random(16, 1100, heads, 64, dtype=torch.bfloat16) for heads in (4, 2, 2)]
+
+    fresh = inputs(2)
+    got = graph_replay(call, inputs(1), fresh)
+    want = [flash_attn_func(*(x[b : b + 1] for x in fresh), causal=True, return_lse=True) for b in range(16)]
+    out, lse = (torch.cat(parts) for parts in zip(*want, strict=True))
+    assert same_bits(tuple(got), (out, lse, out, lse))

@@ -480,6 +480,16 @@ def test_tma_needs_strides_that_are_not_zero(hopper, strides):
     assert name.endswith("_boxes") == (strides == "one sequence")
 
 
+def test_a_counter_of_works_starts_at_zero_in_each_call(hopper):
+    for _ in range(2):
+        dense(q=half(1, 6000, 16, 8), k=half(1, 10, 16, 8), v=half(1, 10, 16, 8), causal=True)
+    first, second = (given for _, given in hopper.calls)
+    assert first["has_counter"] == second["has_counter"] == 1
+    assert first["mNumSplits"].tolist() == second["mNumSplits"].tolist() == [0]
+    assert first["mNumSplits"].data_ptr() != second["mNumSplits"].data_ptr()
+    assert first["mNumSplits"].dtype == torch.int32
+
+
 def test_tests_can_choose_the_portable_kernel_on_hopper(hopper, monkeypatch):
     monkeypatch.setattr(prefill, "USE_HOPPER", False)
     dense(q=half(1, 40, 2, 64), k=half(1, 2000, 1, 64), v=half(1, 2000, 1, 64))

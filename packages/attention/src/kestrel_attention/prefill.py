@@ -90,6 +90,8 @@ def _attend(problem: PrefillProblem, device: torch.device) -> Attend:
             partial_lse = torch.empty(rows, dtype=torch.float32, device=device)
             splits = torch.empty(batch * problem.heads * row_blocks, dtype=torch.int32, device=device)
             scratch = (partial_out, partial_lse, splits)
+        elif scalars.has_counter:
+            scratch = (no_float, no_float, torch.zeros(1, dtype=torch.int32, device=device))
         if append is not None:
             append()
         kernel(q, k, v, *tensors, out, lse, *scratch, *scalars, batch)

@@ -13,6 +13,7 @@ from .plan import MAX_GRID, MAX_KEYS, MIN_SOFTCAP, MULTIPROCESSORS, UNBOUNDED, p
 
 MAX_SPLITS = 16
 LONG_WAVES = 6  # of blocks of LARGE_BLOCK queries, from which on larger blocks are faster
+COUNTED_WAVES = 4  # from which on blocks take unequal works when they can: a counter is worth a launch that clears it
 GRID_WAVES = 2  # up to this many, a grid of one block per tile is faster than a persistent one
 LARGE_BLOCK = 128  # queries of a thread block of the kernels that are not for short calls
 SECTION_BYTES = 20 * 2**20  # of keys and values that blocks share in L2 at a time
@@ -106,6 +107,8 @@ def plan_prefill(problem: PrefillProblem) -> PrefillPlan:
     left = -1 if problem.window_left > UNBOUNDED else problem.window_left
     right = -1 if problem.window_right > UNBOUNDED else problem.window_right
     num_splits = max(1, min(limit, -(-problem.max_keys // (MIN_SPLIT_TILES * variant.key_tile))))
+    unequal = problem.causal or left >= 0 or right >= 0 or problem.packed_queries
+    counted = persistent and unequal and num_splits == 1 and blocks >= COUNTED_WAVES * MULTIPROCESSORS
     multiplier, shift = page_divisor(problem.page_size)
     scale = float(problem.head_dim**-0.5 if problem.softmax_scale is None else problem.softmax_scale)
     softcap = max(float(problem.softcap), MIN_SOFTCAP) if problem.softcap else 0.0
@@ -135,6 +138,7 @@ def plan_prefill(problem: PrefillProblem) -> PrefillPlan:
         v_scale_heads=problem.v_scale_heads,
         codes_are_e5m2=int(problem.cache == "e5m2"),
         max_blocks=MULTIPROCESSORS if persistent else 2**31 - 1,
+        has_counter=int(counted),
         num_splits=num_splits,
         split_limit=limit,
     )

@@ -184,7 +184,7 @@ class PrefillTensors(NamedTuple):
     mLse: Tensor
     mPartialOut: Tensor  # of splits: [split, block, row, head, dim]
     mPartialLse: Tensor  # [split, block, row, head]
-    mNumSplits: Tensor  # [block, head, block of rows]
+    mNumSplits: Tensor  # [block, head, block of rows]; with has_counter [1], a zero to count works in
 
 
 class PrefillScalars(NamedTuple):
@@ -214,6 +214,7 @@ class PrefillScalars(NamedTuple):
     v_scale_heads: i32
     codes_are_e5m2: i32  # of keys and values of 8 bits; else they are e4m3
     max_blocks: i32  # thread blocks of a persistent kernel
+    has_counter: i32  # a persistent kernel's blocks take the next work when they can; without splits
     num_splits: i32  # of a block of rows, at most, that the launch has work for; the portable kernel has one
     split_limit: i32  # splits of a block of rows that sees many keys
 

@@ -97,7 +97,7 @@ class PrefillHopper(HopperProducer):
     def lay_out_shared_memory(self) -> Pipe:
         shared = Int32(cute.arch.get_dyn_smem(Float32, alignment=1024).toint())
         buffers, stages = cutlass.const_expr((self.query_buffers, self.num_stages))
-        words = cutlass.const_expr(4 * buffers + 8 * stages + 2 * stages * self.warps + buffers * WORK_BYTES // 4)
+        words = cutlass.const_expr(2 + 4 * buffers + 8 * stages + 2 * stages * self.warps + buffers * WORK_BYTES // 4)
         works = Int32(cute.arch.alloc_smem(Uint32, words, alignment=16).toint())
         exists = works + buffers * WORK_BYTES
         barriers = exists + 8 * stages * self.warps
@@ -116,6 +116,7 @@ class PrefillHopper(HopperProducer):
             codes=keys + 2 * stages * self.tile_bytes,
             exists=exists,
             works=works,
+            following=of_keys + 32 * stages,
             key_map=Int64(0),
             value_map=Int64(0),
         )

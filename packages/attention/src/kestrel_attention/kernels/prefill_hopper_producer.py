@@ -3,7 +3,7 @@
 Each warp loads a quarter of a tile: by TMA, in boxes of 16 keys that follow one another in memory, or by cp.async, for
 which lanes look up the rows that they copy. Only cp.async can put zeros in place of values whose keys do not exist.
 Copies arrive at mbarriers. FP8 codes are copied to a staging buffer; the thread that copied them converts them,
-exactly, into a pipeline stage.
+exactly, into a pipeline stage. Long calls of unequal work count the works that are taken.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from .prefill_base import Keys, Located, PrefillBase, Work, divide
 
 PRODUCERS = 128  # threads
 WARPGROUP_ROWS = 64
+PRODUCER_BARRIER = 7  # a named barrier
 
 
 class Pipe(NamedTuple):
@@ -44,6 +45,7 @@ class Pipe(NamedTuple):
     codes: Int32  # FP8 keys, then values, of the next tile
     exists: Int32  # words with a bit for each key of a tile, of twice as many tiles as stages
     works: Int32  # a Work per buffer of queries
+    following: Int32  # two words for the index of the next work
     key_map: Int64  # address of the tensor map of keys, and of values
     value_map: Int64
 
@@ -173,7 +175,11 @@ class HopperProducer(PrefillBase):
         loaded = Int32(0)
         works = Int32(0)
         index = first
+        visited = Int32(0)
         while index < count:
+            following = index + step
+            if scalars.has_counter != 0 and tid == 0:
+                following = ptx.atomic_add(tensors.mNumSplits.iterator.toint(), Int32(1)) + step
             at = self.place(scalars, row_blocks, tensors.mQ.shape[2], index)
             kv_head = divide(at.head, scalars.group_size)
             keys, length = self.keys_of(tensors, scalars, at.sequence, kv_head)
@@ -197,7 +203,14 @@ class HopperProducer(PrefillBase):
                 loaded += work.num_tiles
             if scalars.packed_queries != 0 and at.row_block == 0:
                 self.clear_around(tensors, scalars, at.sequence, batch, at.head, tid)
-            index += step
+            if scalars.has_counter != 0:  # tid 0 tells the others; two places in turn, so that all have read the last
+                place = pipe.following + 4 * (visited & 1)
+                if tid == 0:
+                    ptx.store_shared(place, [Uint32(following)])
+                hopper.named_barrier(Int32(PRODUCER_BARRIER), PRODUCERS)
+                following = Int32(ptx.load_shared(place, 1)[0])
+                visited += 1
+            index = cute.arch.make_warp_uniform(following)
         buffer, parity = works % self.query_buffers, (works // self.query_buffers & 1) ^ 1
         hopper.mbarrier_wait(pipe.queries_empty + 8 * buffer, parity)
         if tid == 0:

@@ -79,6 +79,14 @@ def store_global_b8(address: Int64, word: Uint32, *, loc=None, ip=None) -> None:
     assemble("st.global.b8 [$0], $1;", "l,r", [Int64(address), Uint32(word)], [], True, loc, ip)
 
 
+@dsl_user_op
+def atomic_add(address: Int64, value: Int32, *, loc=None, ip=None) -> Int32:
+    """Add to a 32-bit integer in global memory, and return what it was."""
+    operands = [Int64(address), Int32(value)]
+    text = "atom.global.add.u32 $0, [$1], $2;"
+    return Int32(assemble(text, "=r,l,r,~{memory}", operands, [T.i32()], True, loc, ip)[0])
+
+
 # -- shared memory ----------------------------------------------------------------------------------------------------
 
 
