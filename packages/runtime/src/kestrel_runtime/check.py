@@ -148,7 +148,7 @@ def has_memory(value: torch.Tensor) -> bool:
     """
     return (
         type(value) in (torch.Tensor, torch.nn.Parameter)
-        and value.device.type in ("cpu", "cuda")
+        and (value.is_cuda or value.is_cpu)
         and value.layout == torch.strided
         and not _is_transformed(value)
     )
@@ -178,23 +178,35 @@ def _shares_memory_within(x: torch.Tensor) -> bool:
 
 
 def _share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
-    if not (has_memory(a) and has_memory(b)) or a.device != b.device or 0 in a.shape or 0 in b.shape:
+    if not (has_memory(a) and has_memory(b)):
+        return False
+    distance, span_a, span_b = a.data_ptr() - b.data_ptr(), span(a), span(b)
+    if distance >= span_b or -distance >= span_a or a.device != b.device or not (span_a and span_b):
         return False
     terms: dict[int, int] = {}
-    first: list[int] = []
-    reaches: list[int] = []
     for x in (a, b):
-        width, reach = x.element_size(), 0
+        width = x.element_size()
         for size, stride in zip(x.shape, x.stride(), strict=True):
             if size > 1 and stride > 0:
-                reach += width * stride * (size - 1)
                 terms[width * stride] = terms.get(width * stride, 1) + size - 1
-        first.append(x.data_ptr())
-        reaches.append(reach)
     # The sum of the terms, plus base, runs over all differences of an address in a and an address in b.
-    base = first[0] - first[1] - reaches[1]
+    base = distance - (span_b - b.element_size())
     low, high = 1 - a.element_size() - base, b.element_size() - 1 - base
     return _has_solution(sorted(terms.items(), reverse=True), low, high)
+
+
+def span(x: torch.Tensor) -> int:
+    """Bytes from the first element of ``x`` to the end of the last one, whatever lies between them; 0 if it is empty.
+
+    >>> span(torch.zeros(4, 8)[:, :3])
+    108
+    """
+    reach = 1
+    for size, stride in zip(x.shape, x.stride(), strict=True):
+        if size == 0:
+            return 0
+        reach += (size - 1) * stride
+    return reach * x.element_size()
 
 
 def _has_solution(terms: list[tuple[int, int]], low: int, high: int, steps: int = 10_000) -> bool:
