@@ -71,6 +71,21 @@ def test_a_tensor_that_requires_grad_is_not_kept(kept: HotCalls) -> None:
     assert kept.find("grad", (x,)) is None
 
 
+def test_a_written_tensor_that_may_touch_another_is_not_found(kept: HotCalls) -> None:
+    memory = torch.zeros(600)
+    x, out = memory[:192].view(4, 6, 8), memory[192:240].view(6, 8)
+    for written in (0, 1):
+        assert kept.find("key", (x, out), written) == "launch"
+        assert kept.find("key", (memory[47:239].view(4, 6, 8), out), written) is None
+        assert kept.find("key", (memory[239:431].view(4, 6, 8), out), written) is None
+        assert kept.find("key", (memory[240:432].view(4, 6, 8), out), written) == "launch"
+
+
+def test_a_form_is_kept_once(kept: HotCalls) -> None:
+    kept.keep("key", (torch.ones(4, 6, 8), torch.ones(6, 8)), "another")
+    assert len(kept._forms["key"]) == 1
+
+
 def test_the_last_forms_of_a_key_stay(kept: HotCalls) -> None:
     xs = [torch.zeros(i + 1) for i in range(hot_calls.MAX_FORMS + 1)]
     for x in xs:
@@ -127,6 +142,15 @@ def test_a_hot_call_writes_out_itself_where_it_is_contiguous(launched: list[tupl
     assert flash_attn_with_kvcache(**given) is given["out"]
     ((_, arguments_given),) = launched
     assert arguments_given[8] is given["out"]
+
+
+def test_a_hot_call_refuses_an_out_on_the_cache(launched: list[tuple[str, tuple[Any, ...]]]) -> None:
+    given = arguments()
+    flash_attn_with_kvcache(**given, out=torch.zeros(3, 1, 4, 64).bfloat16())
+    launched.clear()
+    with pytest.raises(ValueError, match="'out': expected a tensor to write that shares no memory with 'k_cache'"):
+        flash_attn_with_kvcache(**given, out=given["k_cache"].view(-1)[:768].view(3, 1, 4, 64))
+    assert launched == []
 
 
 @pytest.mark.parametrize("name", ["k_scale", "v_scale"])

@@ -9,11 +9,14 @@ import torch
 from kestrel_runtime import check, kernel_op
 from kestrel_runtime.paged_cache import as_fp8
 
-from . import arguments, prefill, reference
+from . import arguments, hot_calls, prefill, reference
 from .arguments import Dense, Packed, Scales
+from .hot_calls import HotCalls
 from .plans import form
 
 _INPUTS = (*check.FLOATS, *arguments.FP8)
+_dense_calls, _packed_calls = HotCalls(), HotCalls()
+_is_compiling = torch.compiler.is_dynamo_compiling
 
 
 def flash_attn_func(
@@ -66,7 +69,23 @@ def flash_attn_func(
     >>> kestrel_attention.flash_attn_func(q, k, v, causal=True)[0, :, 0, 0]  # equal scores: the mean of what is seen
     tensor([1.0000, 1.5000])
     """
-    op = "flash_attn_func"
+    op, hot, launch = "flash_attn_func", None, None
+    if not _is_compiling():
+        prefix = prefix_len if isinstance(prefix_len, torch.Tensor) else None
+        optional = (None, None, None, None, prefix, sinks, q_scale, k_scale, v_scale)
+        numbers = (softmax_scale, causal, softcap, prefix_len if prefix is None else None)
+        try:
+            hot = _form(numbers, window_size, q, k, v, optional, out)
+            launch = _dense_calls.find(*hot)
+        except (AttributeError, TypeError, ValueError):  # an argument of another type, which the checks below name
+            hot = None
+        if launch is not None and type(return_lse) is bool:
+            try:
+                result, lse = launch(q, k, v, optional, out, return_lse)
+            except Exception:  # the checks below name the mistake, or the reference runs
+                pass
+            else:
+                return result if lse is None else (result, lse)
     left, right = arguments.window(op, window_size)
     length, lengths = arguments.prefix(op, prefix_len)
     others = {}
@@ -74,9 +93,12 @@ def flash_attn_func(
         others = {"k": k, "v": v, "q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
         others |= {"prefix_len": prefix_len, "sinks": sinks}
     arguments.check_result(op, return_lse, out, q, **others)
+    hot_calls.taken()  # a launch that this thread made through torch.ops is not this call's
     result, lse = _flash_attn_func(
         q, k, v, softmax_scale, causal, left, right, softcap, length, lengths, q_scale, k_scale, v_scale, sinks
     )
+    if hot is not None and (launch := hot_calls.taken()) is not None:
+        _dense_calls.keep(*hot[:2], launch)
     return arguments.deliver(out, result, lse, return_lse)
 
 
@@ -133,7 +155,23 @@ def flash_attn_varlen_func(
     >>> kestrel_attention.flash_attn_varlen_func(q, k, v, starts, starts, 2, 2)[:, 0, 0]
     tensor([1., 3., 3.])
     """
-    op = "flash_attn_varlen_func"
+    op, hot, launch = "flash_attn_varlen_func", None, None
+    if not _is_compiling():
+        prefix = prefix_len if isinstance(prefix_len, torch.Tensor) else None
+        optional = (cu_seqlens_q, cu_seqlens_k, seqused_k, block_table, prefix, sinks, q_scale, k_scale, v_scale)
+        numbers = (softmax_scale, causal, softcap, prefix_len if prefix is None else None, max_seqlen_q, max_seqlen_k)
+        try:
+            hot = _form(numbers, window_size, q, k, v, optional, out)
+            launch = _packed_calls.find(*hot)
+        except (AttributeError, TypeError, ValueError):  # an argument of another type, which the checks below name
+            hot = None
+        if launch is not None and type(return_lse) is bool:
+            try:
+                result, lse = launch(q, k, v, optional, out, return_lse)
+            except Exception:  # the checks below name the mistake, or the reference runs
+                pass
+            else:
+                return result if lse is None else (result, lse)
     left, right = arguments.window(op, window_size)
     length, lengths = arguments.prefix(op, prefix_len)
     others = {}
@@ -142,6 +180,7 @@ def flash_attn_varlen_func(
         others |= {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "seqused_k": seqused_k}
         others |= {"block_table": block_table, "prefix_len": prefix_len, "sinks": sinks}
     arguments.check_result(op, return_lse, out, q, **others)
+    hot_calls.taken()
     result, lse = _flash_attn_varlen_func(
         q,
         k,
@@ -164,7 +203,41 @@ def flash_attn_varlen_func(
         seqused_k,
         sinks,
     )
+    if hot is not None and (launch := hot_calls.taken()) is not None:
+        _packed_calls.keep(*hot[:2], launch)
     return arguments.deliver(out, result, lse, return_lse)
+
+
+def _form(
+    numbers: tuple[Any, ...],
+    window_size: tuple[int, int],
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    optional: tuple[torch.Tensor | None, ...],
+    out: torch.Tensor | None,
+) -> tuple[Any, list[torch.Tensor], int | None]:
+    """Key, tensors and written tensor of a call, as HotCalls looks it up.
+
+    optional: the fields of prefill.Tensors. Guards never match a tensor that is given twice, so the second of two that
+    are often one is left out: cu_seqlens_k, v_scale and out, which may be q.
+    """
+    starts_q, starts_k, lengths, table, prefix, sinks, q_scale, k_scale, v_scale = optional
+    same = (starts_k is starts_q, v_scale is k_scale, out is q)
+    if same[0]:
+        starts_k = None
+    if same[1]:
+        v_scale = None
+    given = (q, k, v, starts_q, starts_k, lengths, table, prefix, sinks, q_scale, k_scale, v_scale)
+    tensors = [x for x in given if x is not None]
+    written = None
+    if out is not None:
+        written = 0 if same[2] else len(tensors)
+        if not same[2]:
+            tensors.append(out)
+    numbers += (*window_size,)
+    sizes = (q.shape, k.shape, None if table is None else table.shape, written)
+    return (numbers, (*map(type, numbers),), sizes, same, (*[x is None for x in given],)), tensors, written
 
 
 def _check_inputs(op: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rank: int) -> None:
@@ -257,7 +330,7 @@ def _flash_attn_func(
         given = (*numbers, prefix_lens, *scales, sinks)
         _check_dense(q, k, v, *given)
         launch = prefill.make_dense(key, q, k, v, Dense.of(*given))
-    return launch(q, k, v, tensors)
+    return _launched(launch, q, k, v, tensors)
 
 
 @kernel_op(
@@ -295,4 +368,13 @@ def _flash_attn_varlen_func(
         given = (cu_seqlens_q, cu_seqlens_k, *numbers, prefix_lens, *scales, block_table, seqused_k, sinks)
         _check_varlen(q, k, v, *given)
         launch = prefill.make_packed(key, q, k, v, Packed.of(*given))
-    return launch(q, k, v, tensors)
+    return _launched(launch, q, k, v, tensors)
+
+
+def _launched(
+    launch: prefill.PrefillLaunch, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tensors: prefill.Tensors
+) -> tuple[torch.Tensor, torch.Tensor]:
+    out, lse = launch(q, k, v, tensors)
+    assert lse is not None
+    hot_calls.ran(launch)
+    return out, lse

@@ -132,7 +132,8 @@ def flash_attn_with_kvcache(
             given = (k is None, v is None, k_scale is None, v_scale is None, v_scale is k_scale, sinks is None)
             more = (k_zero is None, v_zero is None, k_tail is None, seq_ids is None, out is None, out is q)
             hot = (q.shape, table, numbers, types, type(prefix), given, more)
-            launch = _hot_calls.find(hot, tensors)
+            written = None if out is None else 0 if out is q else len(tensors) - 1
+            launch = _hot_calls.find(hot, tensors, written)
         except (AttributeError, TypeError, ValueError):  # an argument of another type, which the checks below name
             hot = None
     if launch is not None and type(return_lse) is bool:

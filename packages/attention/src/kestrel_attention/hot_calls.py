@@ -14,6 +14,7 @@ import torch
 from torch.autograd import forward_ad
 
 from kestrel_runtime import current_backend
+from kestrel_runtime.check import span
 from kestrel_runtime.registry import _tracers
 
 from .plans import Plans
@@ -34,18 +35,21 @@ class HotCalls:
     """Launches by key; a key holds the numbers of a call, their types, and which optional tensors it has."""
 
     def __init__(self) -> None:
-        self._forms: Plans[list[tuple[Callable[..., bool], Any]]] = Plans()
+        self._forms: Plans[list[tuple[Callable[..., bool], Any, tuple[int, ...]]]] = Plans()
 
-    def find(self, key: Hashable, tensors: Sequence[torch.Tensor]) -> Any:
-        """The launch of a call on plain tensors that were launched in this form before, or None."""
+    def find(self, key: Hashable, tensors: Sequence[torch.Tensor], written: int | None = None) -> Any:
+        """The launch of a call on plain tensors that were launched in this form before, or None.
+
+        written: the index of a tensor that lies apart from all others; where it may touch one, the answer is None.
+        """
         forms = self._forms.get(key)
         if forms is None or _tracers or _dispatch_modes() or _transforms() is not None:
             return None
         if forward_ad._current_level >= 0 or current_backend() == "reference":
             return None
-        for matches, launch in forms:
+        for matches, launch, spans in forms:
             if matches(*tensors):
-                return launch
+                return launch if written is None or _lies_apart(tensors, spans, written) else None
         return None
 
     def keep(self, key: Hashable, tensors: Sequence[torch.Tensor], launch: Any) -> None:
@@ -54,9 +58,22 @@ class HotCalls:
             return
         if len(set(map(id, tensors))) < len(tensors):  # guards never match a tensor that is given twice
             return
+        forms = self._forms.get(key) or []
+        if any(matches(*tensors) for matches, *_ in forms):
+            return
         guards = _TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
-        forms = [*(self._forms.get(key) or ()), (guards.check, launch)]
+        forms = [*forms, (guards.check, launch, tuple(map(span, tensors)))]
         self._forms.keep(key, forms[-MAX_FORMS:])
+
+
+def _lies_apart(tensors: Sequence[torch.Tensor], spans: Sequence[int], written: int) -> bool:
+    """Whether the addresses of one tensor lie outside the range of each other one's."""
+    target = tensors[written]
+    start, size = target.data_ptr(), spans[written]
+    for index, x in enumerate(tensors):  # a loop takes less time than all()
+        if -spans[index] < x.data_ptr() - start < size and index != written:
+            return False
+    return True
 
 
 def ran(launch: Any) -> None:

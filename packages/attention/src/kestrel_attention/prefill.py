@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from kestrel_runtime import Binary, UnsupportedError, allocator
+from kestrel_runtime import Binary, UnsupportedError, allocator, contiguous_strides
 
 from .arguments import Cached, Dense, Packed, Scales, Scores
 from .kernels.parameters import AppendScalars
@@ -42,20 +42,22 @@ class Tensors(NamedTuple):
     v_scale: torch.Tensor | None = None
 
 
+_SINKS = Tensors._fields.index("sinks")
 Attend = Callable[..., None]
 """(q, k, v, tensors, out, lse, append=None): runs the kernel. All of 4 dimensions as a cache, LSE of 3.
 
 append: is called before the kernel, when all memory is allocated.
 """
-PrefillLaunch = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Tensors], tuple[torch.Tensor, torch.Tensor]]
-"""(q, k, v, tensors) -> (out, lse), of dense or packed keys."""
+PrefillLaunch = Callable[..., tuple[torch.Tensor, "torch.Tensor | None"]]
+"""(q, k, v, tensors, out=None, want_lse=True) -> (out, lse) of dense or packed keys; lse None if it is not wanted."""
 
 dense_launches: Plans[PrefillLaunch] = Plans()
 packed_launches: Plans[PrefillLaunch] = Plans()
 
 
-def _attend(problem: PrefillProblem, device: torch.device) -> Attend:
-    """The kernel of a problem."""
+def _attend(problem: PrefillProblem, like: torch.Tensor) -> Attend:
+    """The kernel of a problem. like: the queries, which give device and strides."""
+    device, q_steps = like.device, _steps_are_aligned(like)
     plan = plan_prefill(replace(problem, hopper=USE_HOPPER and _binary.arch(device) == "sm90a"))
     kernel = _binary.kernel(plan.variant, device)
     scalars, batch, codes = plan.scalars, problem.batch, problem.cache != "same"
@@ -73,16 +75,22 @@ def _attend(problem: PrefillProblem, device: torch.device) -> Attend:
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        given: Tensors,
+        given: Sequence[torch.Tensor | None],
         out: torch.Tensor,
         lse: Any,
         append: Callable[[], None] | None = None,
     ) -> None:
-        if given.sinks is not None:
+        if problem.has_sinks:
+            given = Tensors._make(given)
             given = given._replace(sinks=given.sinks.float())
         if codes:
             k, v = k.view(torch.uint8), v.view(torch.uint8)
-        q = _aligned(q).view(torch.uint8) if fp8_products else _queries(q)
+        if fp8_products:
+            q = _aligned(q, q_steps).view(torch.uint8)
+        elif problem.fp8_queries:  # bf16 holds their codes
+            q = q.to(torch.bfloat16, memory_format=torch.contiguous_format)
+        else:
+            q = _aligned(q, q_steps)
         tensors = [x if y is None else y for x, y in zip(absent, given, strict=True)]
         scratch = (no_float, no_float, no_int)
         if combine is not None:
@@ -96,7 +104,7 @@ def _attend(problem: PrefillProblem, device: torch.device) -> Attend:
             append()
         kernel(q, k, v, *tensors, out, lse, *scratch, *scalars, batch)
         if combine is not None:
-            combine(out, lse, *scratch, no_float if given.sinks is None else given.sinks, *plan.combine)
+            combine(out, lse, *scratch, tensors[_SINKS], *plan.combine)
 
     return attend
 
@@ -119,21 +127,34 @@ def _fields(
     return fields | scores.of_problem() | {"has_sinks": sinks is not None}
 
 
-def _aligned(x: torch.Tensor) -> torch.Tensor:
-    """x, or a copy with rows aligned to 16 bytes: kernels load so many at once."""
-    unit = 16 // x.element_size()
-    if x.data_ptr() & 15 or any(stride % unit for stride in x.stride()[:-1]):
-        return x.clone(memory_format=torch.contiguous_format)
-    return x
+def _steps_are_aligned(x: torch.Tensor) -> bool:
+    """Whether all rows of x are aligned to 16 bytes if the first is: kernels load so many at once."""
+    return not any(stride * x.element_size() & 15 for stride in x.stride()[:-1])
 
 
-def _result_dtype(q: torch.Tensor) -> torch.dtype:
-    return torch.bfloat16 if q.element_size() == 1 else q.dtype
+def _aligned(x: torch.Tensor, steps_are_aligned: bool) -> torch.Tensor:
+    """x, or a copy with aligned rows."""
+    if steps_are_aligned and not x.data_ptr() & 15:
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
 
 
-def _queries(q: torch.Tensor) -> torch.Tensor:
-    """Aligned queries; FP8 as bf16, which holds their codes."""
-    return q.to(torch.bfloat16, memory_format=torch.contiguous_format) if q.element_size() == 1 else _aligned(q)
+class _Results:
+    """The results of calls of one form: contiguous tensors, of which the LSE is float32."""
+
+    def __init__(self, q: torch.Tensor, lse_sizes: tuple[int, ...]) -> None:
+        self.dtype = torch.bfloat16 if q.element_size() == 1 else q.dtype
+        self.sizes, self.lse_sizes = tuple(q.shape), lse_sizes
+        self.strides, self.lse_strides = contiguous_strides(self.sizes), contiguous_strides(lse_sizes)
+
+    def empty(
+        self, q: torch.Tensor, out: torch.Tensor | None, want_lse: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Where kernels write: ``out`` if they can, else new memory; and the LSE, or None where it is not wanted."""
+        new = allocator(q)
+        if out is None or out.data_ptr() & 15 or not out.is_contiguous():
+            out = new(self.sizes, self.strides, self.dtype)
+        return out, new(self.lse_sizes, self.lse_strides, torch.float32) if want_lse else None
 
 
 def _refuse_uncovered_keys(k: torch.Tensor, v: torch.Tensor) -> None:
@@ -151,7 +172,7 @@ def _refuse_uncovered_keys(k: torch.Tensor, v: torch.Tensor) -> None:
 
 def make_dense(key: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, given: Dense) -> PrefillLaunch:
     """The launch of flash_attn_func, kept under ``key``."""
-    batch, queries, heads, head_dim = q.shape
+    batch, queries, heads, _ = q.shape
     problem = PrefillProblem(
         batch=batch,
         max_queries=queries,
@@ -160,23 +181,29 @@ def make_dense(key: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, give
         **_fields(q, k, v, given.scales, given.scores, given.sinks),
     )
     _refuse_uncovered_keys(k, v)
-    attend = _attend(problem, q.device) if q.numel() else None
+    attend = _attend(problem, q) if q.numel() else None
+    results, unread_lse = _Results(q, (batch, heads, queries)), unread((batch, heads, queries), q.device)
+    k_steps, v_steps = _steps_are_aligned(k), _steps_are_aligned(v)
 
     def launch(
-        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tensors: Tensors
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        out = torch.empty((batch, queries, heads, head_dim), dtype=_result_dtype(q), device=q.device)
-        lse = torch.empty((batch, heads, queries), dtype=torch.float32, device=q.device)
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        tensors: Sequence[torch.Tensor | None],
+        out: torch.Tensor | None = None,
+        want_lse: bool = True,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        result, lse = results.empty(q, out, want_lse)
         if attend is not None:
-            attend(q, _aligned(k), _aligned(v), tensors, out, lse)
-        return out, lse
+            attend(q, _aligned(k, k_steps), _aligned(v, v_steps), tensors, result, unread_lse if lse is None else lse)
+        return (result if out is None or out is result else out.copy_(result)), lse
 
     return dense_launches.keep(key, launch)
 
 
 def make_packed(key: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, given: Packed) -> PrefillLaunch:
     """The launch of flash_attn_varlen_func, kept under ``key``."""
-    total, heads, head_dim = q.shape
+    total, heads, _ = q.shape
     batch = given.cu_seqlens_q.shape[0] - 1
     paged = given.block_table is not None
     slots = k.shape[1] if paged else k.shape[0]
@@ -196,23 +223,30 @@ def make_packed(key: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, giv
         refuse_uncovered_strides("same", (k, v), ())
     else:
         _refuse_uncovered_keys(k, v)
-    attend = _attend(problem, q.device) if q.numel() and problem.batch and problem.max_queries else None
+    attend = _attend(problem, q) if q.numel() and problem.batch and problem.max_queries else None
+    results, unread_lse = _Results(q, (heads, total)), unread((1, heads, total), q.device)
+    k_steps, v_steps = _steps_are_aligned(k), _steps_are_aligned(v)
 
     def launch(
-        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tensors: Tensors
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        dtype = _result_dtype(q)
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        tensors: Sequence[torch.Tensor | None],
+        out: torch.Tensor | None = None,
+        want_lse: bool = True,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        result, lse = results.empty(q, out, want_lse)
         if attend is None:
-            out = torch.zeros((total, heads, head_dim), dtype=dtype, device=q.device)
-            return out, torch.full((heads, total), float("-inf"), dtype=torch.float32, device=q.device)
-        out = torch.empty((total, heads, head_dim), dtype=dtype, device=q.device)
-        lse = torch.empty((heads, total), dtype=torch.float32, device=q.device)
-        if not paged:
-            k, v = _aligned(k).unsqueeze(0), _aligned(v).unsqueeze(0)
-        elif (k.data_ptr() | v.data_ptr()) & 15:
-            raise UnsupportedError(UNALIGNED)
-        attend(q.unsqueeze(0), k, v, tensors, out.unsqueeze(0), lse.unsqueeze(0))
-        return out, lse
+            result.zero_()
+            if lse is not None:
+                lse.fill_(float("-inf"))
+        else:
+            if not paged:
+                k, v = _aligned(k, k_steps)[None], _aligned(v, v_steps)[None]
+            elif (k.data_ptr() | v.data_ptr()) & 15:
+                raise UnsupportedError(UNALIGNED)
+            attend(q[None], k, v, tensors, result[None], unread_lse if lse is None else lse[None])
+        return (result if out is None or out is result else out.copy_(result)), lse
 
     return packed_launches.keep(key, launch)
 
@@ -225,7 +259,7 @@ def make_cached(
 ) -> Launch:
     """A launch as decode.py makes them, for more queries than it covers. A sequence is not split."""
     scales = Scales(None, given.codes.k_scale, given.codes.v_scale)
-    batch, queries, heads, head_dim = q.shape
+    batch, queries, heads, _ = q.shape
     page_size, paged = k_cache.shape[1], given.block_table is not None
     problem = PrefillProblem(
         batch=batch,
@@ -238,16 +272,15 @@ def make_cached(
         **_fields(q, k_cache, v_cache, scales, given.scores, given.sinks),
     )
     refuse_uncovered_strides("same", (k_cache, v_cache), ())
-    attend = _attend(problem, q.device) if q.numel() else None
+    attend = _attend(problem, q) if q.numel() else None
     cache = problem.cache
     appender = "append_half_e5m2" if cache == "e5m2" else f"append_{problem.dtype}_{cache}"
     append_rows = _binary.kernel(NAMED[appender], q.device) if new and new[0].numel() else None
     heads_of_scales = (problem.k_scale_heads, problem.v_scale_heads)
     append_scalars = AppendScalars(int(paged), *heads_of_scales, int(problem.dtype == "bf16"))
-    lse_sizes, dtype = (batch, heads, queries), q.dtype
-    unread_lse = unread(lse_sizes, q.device)
+    results, unread_lse = _Results(q, (batch, heads, queries)), unread((batch, heads, queries), q.device)
     no_float, no_table = unused(torch.float32, q.device), unused(torch.int32, q.device, 2)
-    out_strides = (queries * heads * head_dim, heads * head_dim, head_dim, 1)
+    new_steps = [_steps_are_aligned(x) for x in new]
 
     def launch(
         q: torch.Tensor,
@@ -265,18 +298,12 @@ def make_cached(
         want_lse: bool = True,
         sinks: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        destination = None
-        if out is not None and (out.data_ptr() & 15 or not out.is_contiguous()):
-            destination, out = out, None
-        empty = allocator(q)
-        if out is None:
-            out = empty((batch, queries, heads, head_dim), out_strides, dtype)
-        lse = empty(lse_sizes, (heads * queries, queries, 1), torch.float32) if want_lse else None
+        result, lse = results.empty(q, out, want_lse)
         if (k_cache.data_ptr() | v_cache.data_ptr()) & 15:
             raise UnsupportedError(UNALIGNED)
         if k_cache.dtype is torch.uint8:
             k_cache, v_cache = k_cache.view(torch.float8_e4m3fn), v_cache.view(torch.float8_e4m3fn)
-        rows = [_aligned(x) for x in new]
+        rows = [_aligned(x, steps) for x, steps in zip(new, new_steps, strict=True)]
         if cache == "e5m2":  # whose append kernel takes rows of both dtypes as bf16
             rows = [x.view(torch.bfloat16) for x in rows]
         append = None
@@ -287,17 +314,10 @@ def make_cached(
             of_heads = [no_float if scale is None else scale for scale in (k_scale, v_scale)]
             append = partial(append_rows, *rows, k_cache, v_cache, cache_seqlens, table, *of_heads, *append_scalars)
         if attend is not None:
-            tensors = Tensors(
-                lengths=cache_seqlens,
-                block_table=block_table,
-                prefix_lens=prefix_lens,
-                sinks=sinks,
-                k_scale=k_scale,
-                v_scale=v_scale,
-            )
-            attend(q, k_cache, v_cache, tensors, out, unread_lse if lse is None else lse, append)
+            tensors = (None, None, cache_seqlens, block_table, prefix_lens, sinks, None, k_scale, v_scale)
+            attend(q, k_cache, v_cache, tensors, result, unread_lse if lse is None else lse, append)
         elif append is not None:
             append()
-        return (out if destination is None else destination.copy_(out)), lse
+        return (result if out is None or out is result else out.copy_(result)), lse
 
     return launch

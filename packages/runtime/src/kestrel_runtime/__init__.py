@@ -1,7 +1,7 @@
 """The parts that every kestrel kernel family shares. README.md lists the modules."""
 
 from . import check
-from .allocation import allocator, empty, empty_strided, leading
+from .allocation import allocator, contiguous_strides, empty, empty_strided, leading
 from .binary import Binary, Manifest, arch_of
 from .errors import KestrelFallbackWarning, UnsupportedError
 from .op import kernel_op, refuse_capture
@@ -20,6 +20,7 @@ __all__ = [
     "arch_of",
     "backend",
     "check",
+    "contiguous_strides",
     "current_backend",
     "empty",
     "empty_strided",

@@ -34,10 +34,19 @@ def empty(like: torch.Tensor, dtype: torch.dtype, *sizes: int) -> torch.Tensor:
         return torch.empty(sizes, dtype=dtype, device=like.device)
     if len(sizes) == 2:
         return _empty_strided(sizes, (sizes[1] or 1, 1), dtype)
+    return _empty_strided(sizes, contiguous_strides(sizes), dtype)
+
+
+def contiguous_strides(sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides of a contiguous tensor.
+
+    >>> contiguous_strides((2, 3, 4))
+    (12, 4, 1)
+    """
     strides = [1] * len(sizes)
     for dim in range(len(sizes) - 1, 0, -1):
         strides[dim - 1] = strides[dim] * (sizes[dim] or 1)
-    return _empty_strided(sizes, tuple(strides), dtype)
+    return tuple(strides)
 
 
 def empty_strided(
