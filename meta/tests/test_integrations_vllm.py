@@ -181,6 +181,25 @@ def test_the_sections_of_int8_pages_cover_every_byte_once(name):
 
 
 @needs_vllm
+def test_views_of_a_cache_are_kept_until_another_cache_or_other_scales_come():
+    from types import SimpleNamespace
+
+    from kestrel_kernels.integrations.vllm.attention import Impl
+
+    impl = Impl(4, 64, 0.1, 2, kv_cache_dtype="fp8")
+    layer = SimpleNamespace(_k_scale=torch.tensor(2.0), _v_scale=torch.tensor(3.0))
+    cache, another = (torch.zeros(3, 2, 16, 128, dtype=torch.uint8) for _ in range(2))
+    keys, _, scales = impl._cache(layer, cache)
+    assert impl._cache(layer, cache)[0] is keys
+    assert impl._cache(layer, another)[0].data_ptr() == another.data_ptr()
+    layer._k_scale.fill_(5.0)
+    assert scales["k_scale"].item() == 5.0
+    layer._k_scale = torch.tensor(7.0)
+    impl.process_weights_after_loading(torch.bfloat16)
+    assert impl._cache(layer, another)[2]["k_scale"].item() == 7.0
+
+
+@needs_vllm
 def test_int8_pages_in_pieces_are_refused():
     from vllm.v1.kv_cache_layout import KVCacheLayout
 

@@ -39,16 +39,19 @@ class Metadata:
     """One batch, the sequences with one new token first.
 
     tokens: number of tokens, without padding. decodes: number of sequences with one new token. starts: int32
-    [B - decodes + 1], offsets of the other sequences' tokens, from the first of them on. lengths: int32 [B], new tokens
-    included. block_table: int32 [B, pages]. max_queries, max_keys: bounds of the lengths.
+    [B - decodes + 1], offsets of the other sequences' tokens, from the first of them on; None if there are none.
+    decode_lengths, prompt_lengths: int32, of both kinds of sequences, new tokens included. decode_table, prompt_table:
+    int32 [sequences, pages]. max_queries, max_keys: bounds of the lengths.
     prompts: lengths of the other sequences on the host, with an INT8 cache. key_starts: int32, their offsets.
     """
 
     tokens: int
     decodes: int
     starts: Tensor | None
-    lengths: Tensor
-    block_table: Tensor
+    decode_lengths: Tensor
+    prompt_lengths: Tensor
+    decode_table: Tensor
+    prompt_table: Tensor
     max_queries: int
     max_keys: int
     prompts: list[int] | None = None
@@ -82,8 +85,10 @@ class Builder(AttentionMetadataBuilder[Metadata]):
             tokens=batch.num_actual_tokens,
             decodes=decodes,
             starts=batch.query_start_loc[decodes:] - decode_tokens if prefills else None,
-            lengths=batch.seq_lens,
-            block_table=batch.block_table_tensor,
+            decode_lengths=batch.seq_lens[:decodes],
+            prompt_lengths=batch.seq_lens[decodes:],
+            decode_table=batch.block_table_tensor[:decodes],
+            prompt_table=batch.block_table_tensor[decodes:],
             max_queries=_rounded(batch.max_query_len, _QUERIES),
             max_keys=_rounded(batch.max_seq_len, _KEYS),
             prompts=prompts,
@@ -197,9 +202,22 @@ class Impl(AttentionImpl[Metadata]):
             "softcap": logits_soft_cap or 0.0,
             "sinks": sinks,
         }
+        self._last_cache: tuple[Tensor, Any] | None = None
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        self._last_cache = None  # scales may be other tensors
 
     def _cache(self, layer: Any, kv_cache: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
-        """Keys and values [blocks, P, Hk, D] of vLLM's [blocks, Hk, P, 2 D], and their scales."""
+        """Keys and values [blocks, P, Hk, D] of vLLM's [blocks, Hk, P, 2 D], and their scales.
+
+        Views of the last cache are kept: they cost the host as much as a launch.
+        """
+        if self._last_cache is None or self._last_cache[0] is not kv_cache:
+            self._last_cache = kv_cache, self._views(layer, kv_cache)
+        found: tuple[Tensor, Tensor, dict[str, Any]] = self._last_cache[1]
+        return found
+
+    def _views(self, layer: Any, kv_cache: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
         if self.kv_cache_dtype == INT8:
             return int8_sections(kv_cache, self.head_size)
         keys, values = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)
@@ -243,32 +261,32 @@ class Impl(AttentionImpl[Metadata]):
                 query[:decodes, None],
                 keys,
                 values,
-                cache_seqlens=batch.lengths[:decodes],
-                block_table=batch.block_table[:decodes],
+                cache_seqlens=batch.decode_lengths,
+                block_table=batch.decode_table,
                 out=output[:decodes, None],
                 **scales,
                 **self.scores,
             )
+        if batch.starts is None:
+            return output
+        new = slice(decodes, batch.tokens)
         if batch.prompts is not None:
-            self._prefill_over_int8(query, batch, keys, values, scales, output)
-        elif batch.starts is not None:
-            new = slice(decodes, batch.tokens)
-            # The op's own out= is a copy too, behind checks of overlap that cost the host more than the launch.
-            attended = flash_attn_varlen_func(
-                query[new],
-                keys,
-                values,
-                batch.starts,
-                None,
-                batch.max_queries,
-                batch.max_keys,
-                block_table=batch.block_table[decodes:],
-                seqused_k=batch.lengths[decodes:],
-                **scales,
-                **self.scores,
-            )
-            assert isinstance(attended, Tensor)  # without return_lse
-            output[new] = attended
+            self._prefill_over_int8(query[new], batch, keys, values, scales, output[new])
+            return output
+        flash_attn_varlen_func(
+            query[new],
+            keys,
+            values,
+            batch.starts,
+            None,
+            batch.max_queries,
+            batch.max_keys,
+            block_table=batch.prompt_table,
+            seqused_k=batch.prompt_lengths,
+            out=output[new],
+            **scales,
+            **self.scores,
+        )
         return output
 
     def _prefill_over_int8(
@@ -282,18 +300,14 @@ class Impl(AttentionImpl[Metadata]):
     ) -> None:
         """Prefill kernels do not read INT8 pages: the keys of each sequence are gathered first, as values."""
         assert batch.prompts is not None
-        assert batch.starts is not None
-        tables = batch.block_table[batch.decodes :]
         gathered = [
             gather_cache(keys, values, table, length, dtype=query.dtype, **scales)
-            for table, length in zip(tables, batch.prompts, strict=False)
+            for table, length in zip(batch.prompt_table, batch.prompts, strict=False)
         ]
         k, v = (torch.cat(parts) for parts in zip(*gathered, strict=True))
-        new = slice(batch.decodes, batch.tokens)
+        assert batch.starts is not None
         bounds = batch.max_queries, batch.max_keys
-        attended = flash_attn_varlen_func(query[new], k, v, batch.starts, batch.key_starts, *bounds, **self.scores)
-        assert isinstance(attended, Tensor)
-        output[new] = attended
+        flash_attn_varlen_func(query, k, v, batch.starts, batch.key_starts, *bounds, out=output, **self.scores)
 
 
 def int8_sections(kv_cache: Tensor, size: int) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
