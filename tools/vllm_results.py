@@ -3,7 +3,7 @@
     python tools/vllm_results.py tokens --attention FLASH_ATTN > own.json
     python tools/vllm_results.py tokens --attention KESTREL --replace all > ours.json
     python tools/vllm_results.py compare own.json ours.json
-    python tools/vllm_results.py speed --attention KESTREL --replace all --batch 1 16
+    python tools/vllm_results.py speed --attention KESTREL --replace all --prompt 128 8000 --batch 1 8
     python tools/vllm_results.py profile --attention KESTREL --replace all --batch 16
 
 The model has the layers of Llama 3.1 8B with random weights: 4 of them from a checkpoint that the command writes for
@@ -14,12 +14,15 @@ vLLM's default (torch.compile, graphs of pieces for prompts). It needs vLLM 0.33
 from __future__ import annotations
 
 import argparse
+import contextlib
+import fcntl
 import json
 import os
 import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +51,7 @@ MODES: dict[str, dict[str, Any]] = {
 }
 SETTINGS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_FLASHINFER_SAMPLER": "0", "HF_HUB_OFFLINE": "1"}
 FEW = 8  # tokens before those that are timed
+TOKENS_OF_A_STEP = 8192  # of prompts; vLLM's default on this GPU is as large or larger
 LINES = 30  # of a profile
 
 Json = dict[str, Any]
@@ -90,7 +94,7 @@ def engine(folder: Path, options: argparse.Namespace, load_format: str) -> Any:
     os.environ.update(SETTINGS, KESTREL_VLLM=options.replace)
     from vllm import LLM
 
-    tokens = options.prompt + FEW + options.new
+    tokens = max(options.prompt) + FEW + options.new
     return LLM(
         str(folder),
         load_format=load_format,
@@ -98,8 +102,9 @@ def engine(folder: Path, options: argparse.Namespace, load_format: str) -> Any:
         attention_backend=options.attention,
         kv_cache_dtype=options.kv_cache,
         max_model_len=max(4096, tokens),
-        max_num_batched_tokens=max(1024, min(8192, options.prompt)),
+        max_num_batched_tokens=TOKENS_OF_A_STEP,
         max_num_seqs=16,
+        kv_cache_memory_bytes=options.kv_bytes,
         seed=0,
         **MODES[options.mode],
     )
@@ -143,6 +148,17 @@ def compare(own: list[Json], ours: list[Json]) -> Json:
     return {"compared": compared, "equal": equal, "leads_where_apart": sorted(leads, reverse=True)}
 
 
+@contextlib.contextmanager
+def alone(lock: Path | None) -> Iterator[None]:
+    """Holds a lock, so that engines that start at the same time are timed one after the other."""
+    if lock is None:
+        yield
+        return
+    with lock.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
 def speed(llm: Any, batches: list[int], length: int, new: int) -> list[Json]:
     """Tokens per second from the ninth on, and milliseconds to the first token of prompts that no cache holds."""
     from vllm import SamplingParams
@@ -161,7 +177,7 @@ def speed(llm: Any, batches: list[int], length: int, new: int) -> list[Json]:
         seconds(asked, FEW)
         times = [seconds(asked, FEW + new) - seconds(asked, FEW) for _ in range(3)]
         rate, first_ms = batch * new / statistics.median(times), 1e3 * statistics.median(first)
-        rows.append({"batch": batch, "tokens_per_second": rate, "first_ms": first_ms})
+        rows.append({"prompt": length, "batch": batch, "tokens_per_second": rate, "first_ms": first_ms})
     return rows
 
 
@@ -192,8 +208,11 @@ def main(arguments: list[str] | None = None) -> int:
         command.add_argument("--kv-cache", default="auto")
         command.add_argument("--mode", choices=MODES, default="graphs")
         command.add_argument("--batch", type=int, nargs="+", default=[1, 16])
-        command.add_argument("--prompt", type=int, default=128)
+        command.add_argument("--prompt", type=int, nargs="+", default=[128])
         command.add_argument("--new", type=int, default=256)
+        command.add_argument("--layers", type=int, help="fewer than 4 for tokens, than 32 for the rest")
+        command.add_argument("--kv-bytes", type=int, help="memory of the KV cache, instead of all that is free")
+        command.add_argument("--lock", type=Path, help="a file; only one of several commands that share it is timed")
     command = commands.add_parser("compare")
     command.add_argument("files", type=Path, nargs=2)
     options = parser.parse_args(arguments)
@@ -202,14 +221,18 @@ def main(arguments: list[str] | None = None) -> int:
     else:
         of_tokens = options.command == "tokens"
         with tempfile.TemporaryDirectory() as name:
-            make_model(Path(name), 4 if of_tokens else 32, weights=of_tokens)
+            make_model(Path(name), options.layers or (4 if of_tokens else 32), weights=of_tokens)
             llm = engine(Path(name), options, "auto" if of_tokens else "dummy")
             if of_tokens:
                 found = tokens(llm)
-            elif options.command == "speed":
-                found = speed(llm, options.batch, options.prompt, options.new)
             else:
-                found = [profiled(llm, batch, options.prompt) for batch in options.batch]
+                with alone(options.lock):
+                    if options.command == "speed":
+                        found = [
+                            row for length in options.prompt for row in speed(llm, options.batch, length, options.new)
+                        ]
+                    else:
+                        found = [profiled(llm, batch, options.prompt[0]) for batch in options.batch]
     print(json.dumps(found), flush=True)
     return 0
 
