@@ -37,7 +37,7 @@ class Step:
     lengths: Tensor
     valid: Tensor | None
     advance: Tensor | int
-    slots: Tensor | None = None
+    slots: tuple[Tensor, Tensor] | None = None
     lengths_after: Tensor | None = None
     _packing: Packing | None = None
 
@@ -254,18 +254,19 @@ class KestrelCache(Cache):
 
     def slots(self, step: Step) -> tuple[Tensor, Tensor]:
         """Slots [B * count] of a step's tokens, -1 for padding, and their sequences."""
-        assert self._numbers is not None
-        batch = step.lengths.numel()
-        numbers = self._numbers[:batch, None].expand(batch, step.count)
         if step.slots is None:
+            assert self._numbers is not None
+            batch = step.lengths.numel()
+            numbers = self._numbers[:batch, None].expand(batch, step.count)
             if step.valid is None:
                 offsets = torch.arange(step.count, device=step.lengths.device)[None]
             else:
                 offsets = step.valid.cumsum(1) - 1
             capacity = self.pages_per_sequence * self.page_size
             slots = numbers.long() * capacity + step.lengths[:, None] + offsets
-            step.slots = (slots if step.valid is None else torch.where(step.valid, slots, -1)).reshape(-1)
-        return step.slots, numbers.reshape(-1).contiguous()
+            slots = slots if step.valid is None else torch.where(step.valid, slots, -1)
+            step.slots = slots.reshape(-1), numbers.reshape(-1).contiguous()
+        return step.slots
 
 
 class KestrelLayer(CacheLayerMixin):

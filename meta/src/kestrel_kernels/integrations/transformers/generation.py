@@ -17,7 +17,7 @@ from kestrel_sampling import sample_from_logits
 
 from .cache import KestrelCache
 from .modules import in_place
-from .patch import is_applied, owns_residuals
+from .patch import is_applied, modules_of, owns_residuals
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "num_beams": (None, 1),
@@ -112,7 +112,15 @@ class Decoding:
     """Steps before the capture: libraries and kernels set up state on first use."""
 
     def __init__(
-        self, model: Any, cache: KestrelCache, batch: int, sampling: Sampling, *, eos: Sequence[int], pad: int
+        self,
+        model: Any,
+        cache: KestrelCache,
+        batch: int,
+        sampling: Sampling,
+        *,
+        eos: Sequence[int],
+        pad: int,
+        in_place: bool,
     ) -> None:
         self.model = model
         self._cache = weakref.ref(cache)  # which holds this object
@@ -122,7 +130,7 @@ class Decoding:
         self.eos = torch.tensor(list(eos), dtype=torch.int64, device=device)
         self.done = torch.zeros(batch, dtype=torch.bool, device=device)
         self.ids, self.positions = (torch.zeros(batch, 1, dtype=torch.int64, device=device) for _ in range(2))
-        self.in_place = owns_residuals(model)
+        self.in_place = in_place
         self.steps = 0
         self.graph: torch.cuda.CUDAGraph | None = None
         self.capturable = device.type == "cuda" and not _reads_positions(model)
@@ -200,11 +208,14 @@ class Decoding:
 
 def decoding_of(model: Any, cache: KestrelCache, batch: int, sampling: Sampling, eos: list[int], pad: int) -> Decoding:
     """The cache's last decoding if it was of the same model, weights in place, and settings; else a new one."""
-    weights = tuple(x.data_ptr() for x in (*model.parameters(), *model.buffers()))  # 4-bit weights are buffers
-    key = (id(model), weights, owns_residuals(model), batch, sampling, tuple(eos), pad)
+    in_place = owns_residuals(model)
+    held = [x for module in modules_of(model) for x in (*module._parameters.values(), *module._buffers.values())]
+    weights = tuple([x.data_ptr() for x in held if x is not None])  # 4-bit weights are buffers
+    key = (id(model), weights, in_place, batch, sampling, tuple(eos), pad)
     if cache.decoding is None or cache.decoding[0] != key:
         with torch.inference_mode(False):  # so that later calls without it can change its tensors
-            cache.decoding = key, Decoding(model, cache, batch, sampling, eos=eos, pad=pad)
+            options: dict[str, Any] = {"eos": eos, "pad": pad, "in_place": in_place}
+            cache.decoding = key, Decoding(model, cache, batch, sampling, **options)
     found = cache.decoding[1]
     assert isinstance(found, Decoding)
     return found
@@ -212,8 +223,8 @@ def decoding_of(model: Any, cache: KestrelCache, batch: int, sampling: Sampling,
 
 def _reads_positions(model: Any) -> bool:
     """Whether rotary embeddings depend on the largest position, which transformers reads on the host."""
-    for module in model.modules():
-        kinds = getattr(module, "rope_type", None)
+    for module in modules_of(model):
+        kinds = module.__dict__.get("rope_type")
         for kind in kinds.values() if isinstance(kinds, dict) else [kinds]:
             if kind in ("dynamic", "longrope"):
                 return True

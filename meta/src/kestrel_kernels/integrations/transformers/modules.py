@@ -51,9 +51,9 @@ def _tensor(x: Any) -> Tensor:
 
 def project(linear: Any, x: Tensor) -> Tensor:
     """A linear layer: for one token on a GPU by `gemv`, else as the module does it."""
-    if is_one_row(x) and is_plain(linear):
-        return gemv(x, linear.weight, linear.bias)
-    return _tensor(linear(x))
+    if not is_plain(linear):
+        return _tensor(linear(x))
+    return (gemv if is_one_row(x) else nn.functional.linear)(x, linear.weight, linear.bias)
 
 
 def is_one_row(x: Tensor) -> bool:
@@ -63,14 +63,10 @@ def is_one_row(x: Tensor) -> bool:
 
 def is_plain(linear: Any) -> bool:
     """Whether this is torch's own linear layer with one ordinary weight, without hooks."""
-    return (
-        type(linear) is nn.Linear
-        and type(linear.weight) is nn.Parameter
-        and linear.weight.device.type != "meta"
-        and "forward" not in linear.__dict__
-        and not linear._forward_hooks
-        and not linear._forward_pre_hooks
-    )
+    if type(linear) is not nn.Linear or "forward" in linear.__dict__:
+        return False
+    weight = linear._parameters.get("weight")  # attributes of modules take longer
+    return type(weight) is nn.Parameter and not (weight.is_meta or linear._forward_hooks or linear._forward_pre_hooks)
 
 
 class Fused:
@@ -87,8 +83,8 @@ class Fused:
 
     def holds(self) -> bool:
         """Whether the owner still has these layers, and nothing watches or wraps them."""
-        pairs = zip(self.names, self.linears, strict=True)
-        return all(getattr(self.owner, name) is linear and is_plain(linear) for name, linear in pairs)
+        held, pairs = self.owner._modules, zip(self.names, self.linears, strict=True)
+        return all(held.get(name) is linear and is_plain(linear) for name, linear in pairs)
 
     @staticmethod
     def refusal(linears: Sequence[Any]) -> str | None:
@@ -117,8 +113,8 @@ class Fused:
                     p.data = rows
 
     def _parameters(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-        biases = [linear.bias for linear in self.linears if linear.bias is not None]
-        return [linear.weight for linear in self.linears], biases
+        weights, biases = ([linear._parameters[name] for linear in self.linears] for name in ("weight", "bias"))
+        return weights, [bias for bias in biases if bias is not None]
 
     def _is_current(self) -> bool:
         weights, biases = self._parameters()

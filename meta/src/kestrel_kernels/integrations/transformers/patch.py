@@ -227,17 +227,29 @@ def is_applied(model: Any) -> bool:
     return bool(applied.config._attn_implementation == masks.NAME)
 
 
+def modules_of(model: nn.Module) -> list[nn.Module]:
+    """All modules, each once; `model.modules()` takes ten times as long, as long as some layers of a forward pass."""
+    found: dict[int, nn.Module] = {}
+    waiting: list[nn.Module] = [model]
+    while waiting:
+        module = waiting.pop()
+        if id(module) not in found:
+            found[id(module)] = module
+            waiting += [child for child in module._modules.values() if child is not None]
+    return list(found.values())
+
+
 def owns_residuals(model: Any) -> bool:
     """Whether a caller that keeps every hidden state to itself may run this model within `in_place`."""
-    layers = [module for module in model.modules() if type(module).__name__.endswith("DecoderLayer")]
-    decoder = model.get_decoder()
+    layers = [module for module in modules_of(model) if type(module).__name__.endswith("DecoderLayer")]
+    decoder, dtype = model.get_decoder(), model.dtype
     norms = [child for layer in layers for name, child in layer.named_children() if name.endswith("layernorm")]
     norms.append(decoder.norm if hasattr(decoder, "norm") else decoder)
     whole = all(isinstance(layer.__dict__.get("forward"), Layer) for layer in layers) and all(
-        isinstance(norm.__dict__.get("forward"), Norm) and norm.weight.dtype == model.dtype for norm in norms
+        isinstance(norm.__dict__.get("forward"), Norm) and norm.weight.dtype == dtype for norm in norms
     )
     watched = any(module._forward_hooks or module._forward_pre_hooks for module in (*layers, *norms))
-    return bool(layers) and whole and not watched and not model.training and model.dtype in DTYPES
+    return bool(layers) and whole and not watched and not model.training and dtype in DTYPES
 
 
 def _family(module: Any) -> Family | None:
