@@ -3,8 +3,8 @@
     python tools/vllm_results.py tokens --attention FLASH_ATTN > own.json
     python tools/vllm_results.py tokens --attention KESTREL --replace all > ours.json
     python tools/vllm_results.py compare own.json ours.json
-    python tools/vllm_results.py speed --attention KESTREL --replace all --prompt 128 8000 --batch 1 8
-    python tools/vllm_results.py profile --attention KESTREL --replace all --batch 16
+    python tools/vllm_results.py speed --attention KESTREL --replace all --shapes 1x128 16x128 8x8000
+    python tools/vllm_results.py profile --attention KESTREL --replace all --shapes 16x128
 
 The model has the layers of Llama 3.1 8B with random weights: 4 of them from a checkpoint that the command writes for
 tokens, all 32 for the rest. --mode graphs decodes in full CUDA graphs and runs prompts eagerly, --mode compiled is
@@ -94,7 +94,7 @@ def engine(folder: Path, options: argparse.Namespace, load_format: str) -> Any:
     os.environ.update(SETTINGS, KESTREL_VLLM=options.replace)
     from vllm import LLM
 
-    tokens = max(options.prompt) + FEW + options.new
+    tokens = max(length for _, length in options.shapes) + FEW + options.new
     return LLM(
         str(folder),
         load_format=load_format,
@@ -149,17 +149,32 @@ def compare(own: list[Json], ours: list[Json]) -> Json:
 
 
 @contextlib.contextmanager
-def alone(lock: Path | None) -> Iterator[None]:
-    """Holds a lock, so that engines that start at the same time are timed one after the other."""
-    if lock is None:
+def in_turn(folder: Path | None, count: int) -> Iterator[None]:
+    """Waits for `count` engines that share a folder to be ready, at most two minutes, then for this one's turn."""
+    if folder is None:
         yield
         return
-    with lock.open("w") as file:
+    folder.mkdir(exist_ok=True)
+    (folder / f"{os.getpid()}.ready").touch()
+    end = time.monotonic() + 120
+    while len(list(folder.glob("*.ready"))) < count and time.monotonic() < end:
+        time.sleep(0.1)
+    with (folder / "lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
-def speed(llm: Any, batches: list[int], length: int, new: int) -> list[Json]:
+def shape(text: str) -> tuple[int, int]:
+    """Sequences and tokens of each prompt.
+
+    >>> shape("16x128")
+    (16, 128)
+    """
+    batch, length = text.split("x")
+    return int(batch), int(length)
+
+
+def speed(llm: Any, shapes: list[tuple[int, int]], new: int) -> list[Json]:
     """Tokens per second from the ninth on, and milliseconds to the first token of prompts that no cache holds."""
     from vllm import SamplingParams
 
@@ -170,7 +185,7 @@ def speed(llm: Any, batches: list[int], length: int, new: int) -> list[Json]:
         return time.perf_counter() - start
 
     rows = []
-    for batch in batches:
+    for batch, length in shapes:
         asked = prompts((length,) * batch)
         seconds(asked, FEW + new)
         first = [seconds(prompts((length,) * batch, seed=1000 * batch + at), 1) for at in range(3)]
@@ -207,12 +222,14 @@ def main(arguments: list[str] | None = None) -> int:
         command.add_argument("--replace", default="", help="value of KESTREL_VLLM")
         command.add_argument("--kv-cache", default="auto")
         command.add_argument("--mode", choices=MODES, default="graphs")
-        command.add_argument("--batch", type=int, nargs="+", default=[1, 16])
-        command.add_argument("--prompt", type=int, nargs="+", default=[128])
+        command.add_argument(
+            "--shapes", type=shape, nargs="+", default=[(1, 128), (16, 128)], help="sequences x prompt tokens"
+        )
         command.add_argument("--new", type=int, default=256)
         command.add_argument("--layers", type=int, help="fewer than 4 for tokens, than 32 for the rest")
         command.add_argument("--kv-bytes", type=int, help="memory of the KV cache, instead of all that is free")
-        command.add_argument("--lock", type=Path, help="a file; only one of several commands that share it is timed")
+        command.add_argument("--turns", type=Path, help="a folder that engines share which start at the same time")
+        command.add_argument("--engines", type=int, default=2, help="how many share it")
     command = commands.add_parser("compare")
     command.add_argument("files", type=Path, nargs=2)
     options = parser.parse_args(arguments)
@@ -226,13 +243,11 @@ def main(arguments: list[str] | None = None) -> int:
             if of_tokens:
                 found = tokens(llm)
             else:
-                with alone(options.lock):
+                with in_turn(options.turns, options.engines):
                     if options.command == "speed":
-                        found = [
-                            row for length in options.prompt for row in speed(llm, options.batch, length, options.new)
-                        ]
+                        found = speed(llm, options.shapes, options.new)
                     else:
-                        found = [profiled(llm, batch, options.prompt[0]) for batch in options.batch]
+                        found = [profiled(llm, *each) for each in options.shapes]
     print(json.dumps(found), flush=True)
     return 0
 
