@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from kestrel_kernels.integrations import transformers as integration
-from kestrel_kernels.integrations.transformers import KestrelCache, generate, generation
+from kestrel_kernels.integrations.transformers import KestrelCache, generate, generation, modules
 
 FAMILIES = ["llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "mixtral", "gemma2", "gemma3_text", "phi", "phi3"]
 IDS = torch.tensor([[5, 9, 33, 2, 17, 40, 8], [3, 3, 60, 21, 4, 11, 50], [1, 2, 3, 4, 5, 6, 7]])
@@ -51,6 +52,43 @@ def test_the_residual_stream_in_place_changes_nothing(make, family, monkeypatch)
     found = generate(model, IDS, MASK, **NEW)
     monkeypatch.setattr(generation, "owns_residuals", lambda model: False)
     assert torch.equal(generate(model, IDS, MASK, **NEW), found)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "phi", "phi3"])
+def test_tables_hold_the_rotation_that_the_module_computes(make, family):
+    model, tables = make(family), {}
+    (module,) = (each for each in model.modules() if type(each).__name__.endswith("RotaryEmbedding"))
+    assert isinstance(module.forward, modules.Rotary)
+    kinds = [(kind,) for kind in module.rope_type] if family == "gemma3_text" else [()]
+    for positions in (torch.tensor([[0, 5, 39], [7, 7, 1]]), torch.tensor([[12], [39]])):
+        x = torch.zeros(2, positions.shape[1], 8, dtype=torch.bfloat16)
+        for kind in kinds:
+            own = module.forward(x, positions, *kind)
+            with modules.tabulated(tables, 40):
+                found = module.forward(x, positions, *kind)
+            for one, other in zip(own, found, strict=True):
+                assert torch.equal(one, other)
+            (places, table), (exact_places, exact) = modules.rotation(*found, 2), modules.rotation(*own, 2)
+            assert torch.equal(table[places], exact[exact_places])
+    assert len(tables) == len(kinds)
+
+
+def test_a_decode_step_launches_few_kernels_outside_its_layers(make):
+    """Those of torch, by its dispatcher, without views and those of linear layers."""
+
+    class Log(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            found.append(func)
+            return func(*args, **(kwargs or {}))
+
+    model = make("llama", num_hidden_layers=1)
+    cache = KestrelCache(model.config, max_tokens=40)
+    generate(model, IDS, MASK, past_key_values=cache, **NEW)
+    found: list = []
+    with torch.inference_mode(), Log():
+        cache.decoding[1].advance()
+    names = [str(func) for func in found if func.namespace == "aten" and not func.is_view]
+    assert len([name for name in names if "linear" not in name and "reshape" not in name]) <= 14, names
 
 
 def test_a_watched_layer_keeps_its_hidden_states(make):

@@ -104,6 +104,7 @@ class KestrelCache(Cache):
         self._lengths: Tensor | None = None
         self._table: Tensor | None = None
         self._numbers: Tensor | None = None
+        self._first_slots: Tensor | None = None
         self.decoding: tuple[Any, Any] | None = None  # of generation.decoding_of
 
     def __deepcopy__(self, memo: dict[int, Any]) -> KestrelCache:
@@ -223,6 +224,7 @@ class KestrelCache(Cache):
                     self._lengths = torch.zeros(rows, dtype=torch.int32, device=device)
                     self._table = torch.arange(rows * n, dtype=torch.int32, device=device).view(rows, n)
                     self._numbers = torch.arange(rows, dtype=torch.int32, device=device)
+                    self._first_slots = self._numbers.long() * (n * self.page_size)
             if batch > self._lengths.numel():
                 raise ValueError(f"KestrelCache: max_batch: expected at least {batch}, got {self._lengths.numel()}")
             self._batch = batch
@@ -256,16 +258,14 @@ class KestrelCache(Cache):
         """Slots [B * count] of a step's tokens, -1 for padding, and their sequences."""
         if step.slots is None:
             assert self._numbers is not None
+            assert self._first_slots is not None
             batch = step.lengths.numel()
-            numbers = self._numbers[:batch, None].expand(batch, step.count)
-            if step.valid is None:
-                offsets = torch.arange(step.count, device=step.lengths.device)[None]
-            else:
-                offsets = step.valid.cumsum(1) - 1
-            capacity = self.pages_per_sequence * self.page_size
-            slots = numbers.long() * capacity + step.lengths[:, None] + offsets
-            slots = slots if step.valid is None else torch.where(step.valid, slots, -1)
-            step.slots = slots.reshape(-1), numbers.reshape(-1).contiguous()
+            numbers, slots = self._numbers[:batch], self._first_slots[:batch] + step.lengths
+            if step.valid is not None:
+                slots = torch.where(step.valid, slots[:, None] + step.valid.cumsum(1) - 1, -1).reshape(-1)
+            elif step.count > 1:
+                slots = (slots[:, None] + torch.arange(step.count, device=slots.device)).reshape(-1)
+            step.slots = slots, numbers if step.count == 1 else numbers.repeat_interleave(step.count)
         return step.slots
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
 import warnings
@@ -16,8 +17,8 @@ from kestrel_runtime import UnsupportedError
 from kestrel_sampling import sample_from_logits
 
 from .cache import KestrelCache
-from .modules import in_place
-from .patch import is_applied, modules_of, owns_residuals
+from .modules import in_place, tabulated
+from .patch import is_applied, modules_of, owns_residuals, reads_positions
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "num_beams": (None, 1),
@@ -75,6 +76,7 @@ class Sampler:
         self.sampling = sampling
         self.seeds = torch.zeros(batch, dtype=torch.int64, device=device)
         self.draw = torch.zeros(1, dtype=torch.int64, device=device)
+        self.none = torch.full((), -1, dtype=torch.int32, device=device)
         self.seen: Tensor | None = None
         if sampling.repetition_penalty != 1.0:
             self.seen = torch.zeros(batch, vocabulary, dtype=torch.bool, device=device)
@@ -99,7 +101,7 @@ class Sampler:
         self.draw.add_(1)
         if self.seen is not None:
             self.seen.scatter_(1, ids.long()[:, None], True)
-        return torch.where(valid, ids, -1)
+        return torch.where(valid, ids, self.none)
 
 
 class Decoding:
@@ -124,8 +126,9 @@ class Decoding:
     ) -> None:
         self.model = model
         self._cache = weakref.ref(cache)  # which holds this object
-        self.pad = pad
         device = model.device
+        self.pad = torch.tensor(pad, dtype=torch.int64, device=device)
+        self.tables: dict[Any, tuple[Tensor, Tensor]] = {}
         self.sampler = Sampler(sampling, batch, model.config.get_text_config().vocab_size, device)
         self.eos = torch.tensor(list(eos), dtype=torch.int64, device=device)
         self.done = torch.zeros(batch, dtype=torch.bool, device=device)
@@ -133,7 +136,7 @@ class Decoding:
         self.in_place = in_place
         self.steps = 0
         self.graph: torch.cuda.CUDAGraph | None = None
-        self.capturable = device.type == "cuda" and not _reads_positions(model)
+        self.capturable = device.type == "cuda" and not any(map(reads_positions, modules_of(model)))
 
     @property
     def cache(self) -> KestrelCache:
@@ -157,10 +160,8 @@ class Decoding:
 
     def _forward(self, ids: Tensor, positions: Tensor, **options: Any) -> Tensor:
         options |= {"position_ids": positions, "past_key_values": self.cache, "use_cache": True}
-        if self.in_place:
-            with in_place():
-                logits = self.model(input_ids=ids, **options).logits[:, -1]
-        else:
+        owned = in_place() if self.in_place else contextlib.nullcontext()
+        with owned, tabulated(self.tables, self.cache.max_tokens + 1):
             logits = self.model(input_ids=ids, **options).logits[:, -1]
         self.cache.settle()
         chosen = self.sampler(logits).long()
@@ -219,16 +220,6 @@ def decoding_of(model: Any, cache: KestrelCache, batch: int, sampling: Sampling,
     found = cache.decoding[1]
     assert isinstance(found, Decoding)
     return found
-
-
-def _reads_positions(model: Any) -> bool:
-    """Whether rotary embeddings depend on the largest position, which transformers reads on the host."""
-    for module in modules_of(model):
-        kinds = module.__dict__.get("rope_type")
-        for kind in kinds.values() if isinstance(kinds, dict) else [kinds]:
-            if kind in ("dynamic", "longrope"):
-                return True
-    return False
 
 
 class Reading:

@@ -37,6 +37,16 @@ def in_place() -> Iterator[None]:
         _local.in_place = before
 
 
+@contextlib.contextmanager
+def tabulated(tables: dict[Any, tuple[Tensor, Tensor]], length: int) -> Iterator[None]:
+    """Within, rotary embeddings of positions below `length` are rows of tables, which are made at their first use."""
+    before, _local.tables = getattr(_local, "tables", None), (tables, length)
+    try:
+        yield
+    finally:
+        _local.tables = before
+
+
 def _keeps_its_own(module: Any, x: Tensor) -> bool:
     """Whether a module runs as transformers wrote it: gradients flow, or no op here takes the dtype of x."""
     if x.dtype not in DTYPES:
@@ -282,6 +292,26 @@ def rotation(cos: Tensor, sin: Tensor, batch: int) -> tuple[Tensor, Tensor]:
         found = positions.contiguous(), table
         cos._kestrel_rotation = found  # type: ignore[attr-defined]
     return found
+
+
+class Rotary(Changed):
+    """Cos and sin of positions [B, S]; within `tabulated` one look-up in place of a dozen kernels."""
+
+    def __call__(self, x: Tensor, position_ids: Tensor, *kind: Any) -> tuple[Tensor, Tensor]:
+        held = getattr(_local, "tables", None)
+        if held is None:
+            cos, sin = self.original(x, position_ids, *kind)
+            return cos, sin
+        tables, length = held
+        key = (id(self.module), x.dtype, *kind)
+        if key not in tables:
+            cos, sin = (each[0] for each in self.original(x, torch.arange(length, device=x.device)[None], *kind))
+            half = cos.shape[-1] // 2
+            tables[key] = torch.cat([cos, sin], -1), torch.cat([cos[:, :half], sin[:, :half]], -1)
+        rows, table = tables[key]
+        cos, sin = nn.functional.embedding(position_ids, rows).chunk(2, -1)
+        cos._kestrel_rotation = position_ids.contiguous(), table  # type: ignore[attr-defined]
+        return cos, sin
 
 
 class Layer(Changed):

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from . import masks, w4
-from .modules import MLP, Attention, Fused, Layer, Norm, Router, activation, experts_function
+from .modules import MLP, Attention, Fused, Layer, Norm, Rotary, Router, activation, experts_function
 from .prompts import DTYPES
 
 TESTED = ((5, 17), (5, 23))
@@ -194,6 +194,7 @@ def _change(
     applied: _Applied, model: Any, *, norms: bool, rotary: bool, mlp: bool, experts: bool, attention: bool
 ) -> None:
     chosen = {"RMSNorm": norms, "DecoderLayer": norms, "Attention": rotary, "MLP": mlp, "TopKRouter": experts}
+    chosen["RotaryEmbedding"] = rotary
     for module in model.modules():
         family = _family(module)
         if family is None:
@@ -299,6 +300,17 @@ def _patch_attention(applied: _Applied, module: Any, family: Family) -> None:
         )
 
 
+def _patch_rotary(applied: _Applied, module: Any, family: Family) -> None:
+    if not reads_positions(module):
+        applied.patch(module, Rotary(module))
+
+
+def reads_positions(module: Any) -> bool:
+    """Whether this is a rotary embedding that depends on the largest position, which transformers reads on the host."""
+    kinds = module.__dict__.get("rope_type")
+    return any(kind in ("dynamic", "longrope") for kind in (kinds.values() if isinstance(kinds, dict) else [kinds]))
+
+
 def _patch_fused(applied: _Applied, module: Any, names: list[str], make: Callable[[Fused | w4.Fused], Any]) -> None:
     linears = [getattr(module, name) for name in names]
     kind = w4.Fused if w4.is_w4(linears[0]) else Fused
@@ -321,6 +333,7 @@ _PATCHES: dict[str, Callable[[_Applied, nn.Module, Family], None]] = {
     "MLP": _patch_mlp,
     "Attention": _patch_attention,
     "TopKRouter": _patch_router,
+    "RotaryEmbedding": _patch_rotary,
 }
 
 
