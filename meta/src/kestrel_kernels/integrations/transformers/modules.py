@@ -297,7 +297,8 @@ def rotation(cos: Tensor, sin: Tensor, batch: int) -> tuple[Tensor, Tensor]:
 class Rotary(Changed):
     """Cos and sin of positions [B, S]; within `tabulated` one look-up in place of a dozen kernels."""
 
-    def __call__(self, x: Tensor, position_ids: Tensor, *kind: Any) -> tuple[Tensor, Tensor]:
+    def __call__(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> tuple[Tensor, Tensor]:
+        kind = () if layer_type is None else (layer_type,)
         held = getattr(_local, "tables", None)
         if held is None:
             cos, sin = self.original(x, position_ids, *kind)
