@@ -122,7 +122,7 @@ def test_compiled_models_write_the_tokens_of_eager_ones(make, family):
     _, path = make(family)
     eager, compiled = rehearse(path), rehearse(path, compiled=True)
     assert compiled["tokens"] == eager["tokens"]
-    assert compiled["ops"] == eager["ops"]
+    assert set(eager["ops"]) - set(compiled["ops"]) == {"kestrel_rope.rotary_embedding"}  # Inductor's own is fused
     assert compiled["classes"] == eager["classes"]
 
 

@@ -88,9 +88,14 @@ class KestrelGeluAndMul(GeluAndMul):
 
 
 def _rotary(kind: type[RotaryEmbedding]) -> type[RotaryEmbedding]:
-    """A subclass of a rotary embedding that rotates in place; the table stays vLLM's."""
+    """A subclass of a rotary embedding that rotates in place; the table stays vLLM's.
+
+    Compiled models keep vLLM's, which Inductor fuses: an op that changes two views of one tensor costs them two copies.
+    """
 
     def forward(self: Any, positions: Tensor, query: Tensor, key: Tensor | None = None) -> Any:
+        if torch.compiler.is_compiling():
+            return kind.forward_native(self, positions, query, key)
         rotary_embedding(
             positions, query, key, self.head_size, self._match_cos_sin_cache_dtype(query), self.is_neox_style
         )
