@@ -12,6 +12,7 @@ import torch
 
 from kestrel_attention import decode, flash_attn_with_kvcache, plans, tau_tail
 from kestrel_attention.arguments import Cached, Codes, Scores
+from kestrel_attention.kernels.variants import NAMED
 from kestrel_attention.plan import DecodeProblem
 from kestrel_attention.plans import Plans, form
 from kestrel_runtime import UnsupportedError
@@ -22,8 +23,12 @@ class Recorder:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.calls: list[tuple[str, tuple[Any, ...]]] = []
+        self.gpu = "sm90a"
         monkeypatch.setattr(decode, "_binary", self)
         monkeypatch.setattr(decode, "launches", type(decode.launches)())
+
+    def arch(self, device: torch.device) -> str:
+        return self.gpu
 
     def numbers(self) -> list[tuple[str, list[float]]]:
         """The calls so far, with their numbers alone; forgets them."""
@@ -113,6 +118,14 @@ def test_a_call_of_another_form_has_a_plan_of_its_own(change, recorder):
     launch_of(**change)
     assert recorder.numbers() == alone
     assert alone != usual or "q" in change
+
+
+@pytest.mark.parametrize(("gpu", "rows"), [("sm90a", "_r16"), ("sm80", ""), ("sm86", ""), ("sm100f", "")])
+def test_wide_kernels_run_where_wheels_hold_them(gpu, rows, recorder):
+    recorder.gpu = gpu
+    launch_of(q=torch.zeros(2, 8, 4, 64).bfloat16())
+    assert [name for name, _ in recorder.calls] == [f"decode_bf16_same_d64_w4{rows}"]
+    assert gpu.removeprefix("sm") in NAMED[recorder.calls[0][0]].archs
 
 
 def unaligned(x: torch.Tensor) -> torch.Tensor:
