@@ -9,11 +9,20 @@ import sys
 import zipfile
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
 pytestmark = pytest.mark.skipif(not TOOLS.exists(), reason="needs the repository")
+
+
+def toml(path: Path) -> dict[str, Any]:
+    if sys.version_info < (3, 11):
+        pytest.skip("needs tomllib")
+    import tomllib
+
+    return tomllib.loads(path.read_text())
 
 
 def load(path: Path, name: str) -> ModuleType:
@@ -173,6 +182,25 @@ def test_kernels_in_plain_cubins_of_an_architecture_are_disassembled_together(ma
     found = [(each.arch, each.name, each.wide_loads) for each in machine_code.kernels(library, tool)]
     assert found == [("90", "a", 1), ("90", "b", 1), ("90", "a", 3), ("90", "b", 0), ("86", "a", 5), ("86", "b", 0)]
     assert sorted(log.read_text().split("\n")) == ["", "SM86 160", "SM90 160"]
+
+
+# -- what the rebuild of one family shows for the others ---------------------------------------------------------------
+
+
+def test_families_of_cuda_kernels_declare_the_same_build():
+    """CI rebuilds one of them byte for byte, from its sdist and in isolation."""
+    declared = {}
+    for path in sorted((TOOLS.parent / "packages").glob("*/pyproject.toml")):
+        project = toml(path)
+        scikit = project.get("tool", {}).get("scikit-build")
+        if scikit:
+            backend, tag = project["build-system"]["requires"], scikit["wheel"]["py-api"]
+            requires = [each for each in scikit["build"]["requires"] if "cutlass" not in each]
+            shared = {to for to in scikit["sdist"]["force-include"].values() if "cute" not in to}
+            declared[path.parent.name] = (backend, tag, requires, shared)
+    assert len(declared) == 6
+    for name, build in declared.items():
+        assert build == declared["rope"], name
 
 
 # -- wheels -----------------------------------------------------------------------------------------------------------

@@ -37,12 +37,13 @@ struct Driver {
   DRIVER_FUNCTION(cuGetErrorString);
   DRIVER_FUNCTION(cuDeviceGetAttribute);
   DRIVER_FUNCTION(cuDevicePrimaryCtxRetain);
-  DRIVER_FUNCTION(cuCtxGetCurrent);
   DRIVER_FUNCTION(cuCtxSetCurrent);
   DRIVER_FUNCTION(cuCtxGetDevice);
+  DRIVER_FUNCTION(cuCtxGetId);
   DRIVER_FUNCTION(cuLibraryLoadData);
   DRIVER_FUNCTION(cuLibraryGetKernel);
   DRIVER_FUNCTION(cuKernelGetAttribute);
+  DRIVER_FUNCTION(cuKernelGetFunction);
   DRIVER_FUNCTION(cuKernelSetAttribute);
   DRIVER_FUNCTION(cuLaunchKernelEx);
   DRIVER_FUNCTION(cuMemsetD2D8Async);
@@ -78,9 +79,17 @@ struct Image {
 };
 
 struct Kernel {
+  // Its function in one context. Contexts are known by numbers that are never given twice.
+  struct Loaded {
+    unsigned long long context;
+    CUfunction function;
+    const Loaded* next;
+  };
+
   Image* image;
   const char* name;
   std::atomic<CUkernel> handle{nullptr};
+  std::atomic<const Loaded*> loaded{nullptr};
 
   Kernel(Image* image, const char* name) : image(image), name(name) {}
 };
@@ -92,18 +101,47 @@ std::unordered_map<const void*, Kernel>& kernels() {
   return registered;
 }
 
-// The kernel of a host function. A handle belongs to no context: driver functions take it in place of a CUfunction.
-cudaError_t find_kernel(const void* function, CUkernel* handle) {
+cudaError_t find_kernel(const void* function, Kernel** kernel, CUkernel* handle) {
   if (driver().state != CUDA_SUCCESS) return error_of(driver().state);
   const auto found = kernels().find(function);
   if (found == kernels().end()) return cudaErrorInvalidDeviceFunction;
-  Kernel& kernel = found->second;
-  *handle = kernel.handle.load(std::memory_order_acquire);
+  *kernel = &found->second;
+  *handle = (*kernel)->handle.load(std::memory_order_acquire);
   if (*handle) return cudaSuccess;
-  CUresult state = kernel.image->load();
-  if (state == CUDA_SUCCESS) state = driver().cuLibraryGetKernel(handle, kernel.image->library, kernel.name);
-  if (state == CUDA_SUCCESS) kernel.handle.store(*handle, std::memory_order_release);
+  CUresult state = (*kernel)->image->load();
+  if (state == CUDA_SUCCESS) state = driver().cuLibraryGetKernel(handle, (*kernel)->image->library, (*kernel)->name);
+  if (state == CUDA_SUCCESS) (*kernel)->handle.store(*handle, std::memory_order_release);
   return error_of(state);
+}
+
+// The kernel of a host function. It belongs to no context; functions of the driver take it in place of a CUfunction.
+cudaError_t find_kernel(const void* function, CUkernel* handle) {
+  Kernel* kernel;
+  return find_kernel(function, &kernel, handle);
+}
+
+// The function of a host function in the current context, which launches faster than the kernel does.
+cudaError_t find_function(const void* function, CUfunction* in_context) {
+  Kernel* kernel;
+  CUkernel handle;
+  const cudaError_t error = find_kernel(function, &kernel, &handle);
+  if (error != cudaSuccess) return error;
+  unsigned long long context;
+  CUresult state = driver().cuCtxGetId(nullptr, &context);
+  if (state != CUDA_SUCCESS) return error_of(state);
+  const Kernel::Loaded* first = kernel->loaded.load(std::memory_order_acquire);
+  for (const Kernel::Loaded* each = first; each; each = each->next) {
+    if (each->context == context) {
+      *in_context = each->function;
+      return cudaSuccess;
+    }
+  }
+  state = driver().cuKernelGetFunction(in_context, handle);
+  if (state != CUDA_SUCCESS) return error_of(state);
+  const auto* added = new Kernel::Loaded{context, *in_context, first};  // for good, as contexts are few
+  if (!kernel->loaded.compare_exchange_strong(first, added, std::memory_order_release))
+    delete added;  // by the next call
+  return cudaSuccess;
 }
 
 CUfunction as_function(CUkernel kernel) { return reinterpret_cast<CUfunction>(kernel); }
@@ -207,11 +245,11 @@ cudaError_t cudaGetDevice(int* device) {
 }
 
 cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* function, void** arguments) {
-  CUkernel kernel;
-  const cudaError_t error = find_kernel(function, &kernel);
+  CUfunction in_context;
+  const cudaError_t error = find_function(function, &in_context);
   if (error != cudaSuccess) return error;
   const CUlaunchConfig same = driver_config(*config);
-  return error_of(driver().cuLaunchKernelEx(&same, as_function(kernel), arguments, nullptr));
+  return error_of(driver().cuLaunchKernelEx(&same, in_context, arguments, nullptr));
 }
 
 cudaError_t cudaFuncSetAttribute(const void* function, cudaFuncAttribute attribute, int value) {
