@@ -11,7 +11,7 @@ import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -36,6 +36,7 @@ from workspace import (
     closure,
     files_under,
     gpu_is_present,
+    in_parallel,
     requirements,
 )
 
@@ -178,14 +179,17 @@ def develop(session: nox.Session) -> None:
 
 @nox.session
 def wheels(session: nox.Session) -> None:
-    """Release wheels of all architectures in dist/release, checked, rebuilt byte for byte, and installed alone."""
+    """Release wheels of all architectures in dist/release, checked, rebuilt byte for byte, and installed alone.
+
+    One family of each kind of build is rebuilt; `-- every` rebuilds all.
+    """
     tools = Environment(session, "wheels")
     tools.install(*MATRIX["wheel_tools"])
     built = build_wheels(session, list(PACKAGES.values()), ARCHS)
     tagged = release.tag(tools, built)
     build_paths = [word for path in (ROOT, Path.home(), tempfile.gettempdir()) for word in ("--path", f"{path}/")]
     tools.run("python", ROOT / "tools" / "wheel_checks", *build_paths, *tagged)
-    release.rebuild(session, tools, built)
+    release.rebuild(session, tools, built, every="every" in session.posargs)
     release.installs_alone(session, tagged)
 
 
@@ -196,7 +200,7 @@ def lint(session: nox.Session) -> None:
     tools, third_party = Environment(session, "lint"), Environment(session, "test")
     tools.install(*MATRIX["lint_tools"])
     third_party.install(*requirements(list(PACKAGES.values())))
-    sources = [name for name in files_under("packages", "tools") if name.endswith((".cu", ".cuh", ".h"))]
+    sources = [name for name in files_under("packages", "tools") if name.endswith((".cpp", ".cu", ".cuh", ".h"))]
 
     def ruff_check() -> None:
         tools.run("ruff", "check", *(["--fix"] if write else []), ".")
@@ -218,14 +222,18 @@ def lint(session: nox.Session) -> None:
         third_party.run("python", "tools/results.py", "--check", env=SOURCE_TREE)
         third_party.run("python", "tools/model_results.py", "tables", "--check", env=SOURCE_TREE)
 
-    failed = []
-    for check in (ruff_check, ruff_format, clang_format, mypy, table_of_ops, tables_of_results):
+    def failed(check: Callable[[], None]) -> bool:
         try:
             check()
         except CommandFailed:
-            failed.append(check.__name__)
-    if failed:
-        session.error(f"failed: {', '.join(failed)}")
+            return True
+        return False
+
+    checks = (mypy, ruff_check, ruff_format, clang_format, table_of_ops, tables_of_results)
+    found = in_parallel(failed, checks, workers=1 if write else 2)  # several write the same files
+    names = [check.__name__ for check, wrong in zip(checks, found, strict=True) if wrong]
+    if names:
+        session.error(f"failed: {', '.join(names)}")
 
 
 @nox.session

@@ -26,6 +26,7 @@ from workspace import (
     build_wheels,
     closure,
     in_parallel,
+    requirements,
 )
 
 sys.path.insert(0, str(ROOT / "tools" / "wheel_checks"))
@@ -33,8 +34,9 @@ from machine_code import section_range
 
 RELEASE = ROOT / "dist" / "release"
 # A GPU instruction has 16 bytes: contexts of LZMA by position in an instruction save 3 % against the plain preset.
-GPU_CODE = [{"id": lzma.FILTER_LZMA2, "preset": 9, "lc": 0, "lp": 4, "pb": 4}]
-HOST_CODE = [{"id": lzma.FILTER_X86}, {"id": lzma.FILTER_LZMA2, "preset": 9}]
+BEST = 9 | lzma.PRESET_EXTREME
+GPU_CODE = [{"id": lzma.FILTER_LZMA2, "preset": BEST, "lc": 0, "lp": 4, "pb": 4}]
+HOST_CODE = [{"id": lzma.FILTER_X86}, {"id": lzma.FILTER_LZMA2, "preset": BEST}]
 NOT_OURS = ("libtvm_ffi.so", "libcute_dsl_runtime.so")  # found beside other installed packages, never copied in
 
 
@@ -47,20 +49,22 @@ def tag(tools: Environment, wheels: Sequence[Wheel]) -> list[Path]:
     """Copies of the wheels in dist/release, those with a binary under the manylinux tag."""
     shutil.rmtree(RELEASE, ignore_errors=True)
     RELEASE.mkdir(parents=True)
-    for wheel in wheels:
-        if has_binary(wheel.path):
-            excluded = [word for name in NOT_OURS for word in ("--exclude", name)]
-            tools.run(
-                *("auditwheel", "repair", "--plat", "manylinux_2_34_x86_64", "--only-plat", *excluded),
-                *("--wheel-dir", RELEASE, wheel.path),
-                env=BUILD_ENVIRONMENT,
-                silent=True,
-            )
-        else:
+    excluded = [word for name in NOT_OURS for word in ("--exclude", name)]
+
+    def release(wheel: Wheel) -> None:
+        if not has_binary(wheel.path):
             shutil.copy(wheel.path, RELEASE)
-    found = sorted(RELEASE.glob("*.whl"))
-    in_parallel(pack, [path for path in found if has_binary(path)])
-    return found
+            return
+        tools.run(
+            *("auditwheel", "repair", "--plat", "manylinux_2_34_x86_64", "--only-plat", *excluded),
+            *("--wheel-dir", RELEASE, wheel.path),
+            env=BUILD_ENVIRONMENT,
+            silent=True,
+        )
+        pack(next(RELEASE.glob(f"{wheel.package.module}-*.whl")))
+
+    in_parallel(release, sorted(wheels, key=lambda wheel: -wheel.path.stat().st_size))
+    return sorted(RELEASE.glob("*.whl"))
 
 
 def pack(wheel: Path) -> None:
@@ -94,13 +98,16 @@ def compressed(library: bytes) -> bytes:
     return b"".join(lzma.compress(library[part], filters=filters) for part, filters in parts)
 
 
-def rebuild(session: nox.Session, tools: Environment, wheels: Sequence[Wheel]) -> None:
-    """Every wheel with a binary comes out byte-identical from its sdist alone, built in another folder.
+def rebuild(session: nox.Session, tools: Environment, wheels: Sequence[Wheel], every: bool = False) -> None:
+    """Wheels with a binary come out byte-identical from their sdists alone, built in another folder.
 
-    Those named in the matrix are built in isolation, as pip does it (with nothing but what their pyproject requires).
-    All are built for one architecture, which compiles fastest: what could differ is in names, paths and times.
+    By default those that the matrix names: one of each kind of build (CUDA C++, CuTe, both). A test checks that the
+    families of a kind declare the same build, and no library may hold the name of a temporary file. Some are built in
+    isolation, as pip does it (with nothing but what their pyproject requires). All are built for one architecture,
+    which compiles fastest: what could differ is in names, paths and times.
     """
-    binaries = sorted((each for each in wheels if has_binary(each.path)), key=lambda each: -each.path.stat().st_size)
+    chosen = [each for each in wheels if has_binary(each.path) and (every or each.package.name in MATRIX["rebuilt"])]
+    binaries = sorted(chosen, key=lambda each: -each.path.stat().st_size)
     packages, archs = [wheel.package for wheel in binaries], MATRIX["rebuilt_for"]
     ready = build_environment(session, packages)
     first_builds = build_wheels(session, packages, archs)
@@ -141,12 +148,13 @@ def differences(one: Path, other: Path) -> str:
 def installs_alone(session: nox.Session, release: Sequence[Path]) -> None:
     """Every wheel installs with nothing but its siblings' wheels, imports, and loads its binary without a GPU.
 
-    torch comes from an environment below, because a copy for each package would cost minutes; everything else that a
-    package needs has to be named by its metadata.
+    torch and what it needs are links to the tests' environment, because a copy for each package would cost minutes;
+    everything else that a package needs has to be named by its metadata.
     """
-    below = Environment(session, "torch")
-    below.install("torch")
-    (site,) = below.path.glob("lib/python*/site-packages")
+    below = Environment(session, "test")
+    below.install(*requirements(list(PACKAGES.values())))
+    site = Path(session.create_tmp()) / "torch"
+    below.run("python", ROOT / "ci" / "link_distribution.py", "torch", site)
     wheel_of = {path.name.split("-")[0]: path for path in release}
 
     def install(package: Package) -> None:

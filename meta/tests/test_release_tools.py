@@ -9,11 +9,20 @@ import sys
 import zipfile
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
 pytestmark = pytest.mark.skipif(not TOOLS.exists(), reason="needs the repository")
+
+
+def toml(path: Path) -> dict[str, Any]:
+    if sys.version_info < (3, 11):
+        pytest.skip("needs tomllib")
+    import tomllib
+
+    return tomllib.loads(path.read_text())
 
 
 def load(path: Path, name: str) -> ModuleType:
@@ -137,6 +146,61 @@ def test_cubins_of_the_section_that_cuobjdump_reads_are_not_found_a_second_time(
     assert library[section.start : section.stop] == b"header" + of_nvcc
     assert list(machine_code.embedded_cubins(library, outside=section)) == [of_cute]
     assert not machine_code.section_range(library, b".text")
+
+
+def cubin(arch: int, **kernels: int) -> bytes:
+    """A plain cubin whose kernels have so many instructions each."""
+    header, content = bytearray(64), bytearray()
+    header[:6] = b"\x7fELF\x02\x01"
+    struct.pack_into("<H", header, 18, 190)
+    struct.pack_into("<I", header, 48, 0x6000004 | arch << 8)
+    names, sections = bytearray(b"\0"), []
+    for name, instructions in kernels.items():
+        sections.append((len(names), 64 + len(content), 16 * instructions))
+        names += f".text.{name}".encode() + b"\0"
+        content += bytes(16 * instructions)
+    sections.append((0, 64 + len(content), len(names)))
+    content += names
+    struct.pack_into("<QQ", header, 32, 0, 64 + len(content))
+    struct.pack_into("<HHHHH", header, 54, 56, 0, 64, len(sections), len(sections) - 1)
+    table = b"".join(struct.pack("<IIQQQQIIQQ", name, 1, 0, 0, at, size, 0, 0, 1, 0) for name, at, size in sections)
+    return bytes(header) + bytes(content) + table
+
+
+def test_kernels_in_plain_cubins_of_an_architecture_are_disassembled_together(machine_code, tmp_path):
+    """nvdisasm gives offsets into the code of all of them; two cubins may have a kernel of one name."""
+    usage = "".join(f" Function {name}:\n  REG:40 STACK:0 SHARED:0 LOCAL:0\n" for name in ("a", "b"))
+    tool = cuobjdump(tmp_path, usage)
+    log, disassembler = tmp_path / "log", tmp_path / "nvdisasm"
+    loads = "".join(f"        /*{16 * i:04x}*/    LDG.E.128 R4, [R2.64] ;\n" for i in (0, 4, 5, 6, 7))
+    (tmp_path / "loads").write_text(loads + "        /*0010*/    LDG.E R4, [R2.64] ;\n")
+    disassembler.write_text(f'#!/bin/sh\necho "$2" $(wc -c < "$5") >> "{log}"\ncat "{tmp_path}/loads"\n')
+    disassembler.chmod(0o755)
+    library = tmp_path / "x.so"
+    between = b"data"
+    library.write_bytes(elf(62, b"") + between.join([cubin(90, a=2, b=3), cubin(90, a=3, b=2), cubin(86, a=9, b=1)]))
+    found = [(each.arch, each.name, each.wide_loads) for each in machine_code.kernels(library, tool)]
+    assert found == [("90", "a", 1), ("90", "b", 1), ("90", "a", 3), ("90", "b", 0), ("86", "a", 5), ("86", "b", 0)]
+    assert sorted(log.read_text().split("\n")) == ["", "SM86 160", "SM90 160"]
+
+
+# -- what the rebuild of one family shows for the others ---------------------------------------------------------------
+
+
+def test_families_of_cuda_kernels_declare_the_same_build():
+    """CI rebuilds one of them byte for byte, from its sdist and in isolation."""
+    declared = {}
+    for path in sorted((TOOLS.parent / "packages").glob("*/pyproject.toml")):
+        project = toml(path)
+        scikit = project.get("tool", {}).get("scikit-build")
+        if scikit:
+            backend, tag = project["build-system"]["requires"], scikit["wheel"]["py-api"]
+            requires = [each for each in scikit["build"]["requires"] if "cutlass" not in each]
+            shared = {to for to in scikit["sdist"]["force-include"].values() if "cute" not in to}
+            declared[path.parent.name] = (backend, tag, requires, shared)
+    assert len(declared) == 6
+    for name, build in declared.items():
+        assert build == declared["rope"], name
 
 
 # -- wheels -----------------------------------------------------------------------------------------------------------

@@ -28,6 +28,7 @@ ALL_ARCHS = json.loads((HERE.parent.parent / "ci" / "matrix.json").read_text())[
 PLATFORM = "manylinux_2_34_x86_64"
 SHOWN = 20  # at most so many problems per wheel
 ALL_TOGETHER = 12 * 10**6  # bytes of all wheels, without the model of the demo
+TEMPORARY = (b"tmpxft_", b"_GLOBAL__N_")  # nvcc's files and anonymous namespaces: each build names them otherwise
 MODEL = "kestrel_kernels/demo/tiny.pt"
 
 
@@ -44,6 +45,8 @@ def binary_problems(folder: Path, package: str, manifest: dict, cuobjdump: Path)
     """The problems of a package's library, and a one-line summary of its content."""
     binary = folder / package / "_lib" / f"{package}.so"
     found = library.problems(binary, manifest["functions"])
+    content = binary.read_bytes()
+    found += [f"holds the name of a temporary file: {name.decode()}" for name in TEMPORARY if name in content]
     kernels = machine_code.kernels(binary, cuobjdump)
     if not kernels:
         return [*found, "holds no kernel"], ""

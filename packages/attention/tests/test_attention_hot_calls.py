@@ -97,7 +97,9 @@ def test_the_last_forms_of_a_key_stay(kept: HotCalls) -> None:
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple[Any, ...]]]:
     """The kernels that run and their arguments, with launches in place of references for CPU tensors."""
     done: list[tuple[str, tuple[Any, ...]]] = []
-    kernels = SimpleNamespace(kernel=lambda variant, device: lambda *given: done.append((variant.name, given)))
+    kernels = SimpleNamespace(
+        kernel=lambda variant, device: lambda *given: done.append((variant.name, given)), arch=lambda device: "sm90a"
+    )
     monkeypatch.setattr(decode, "_binary", kernels)
     monkeypatch.setattr(decode, "launches", type(decode.launches)())
     monkeypatch.setattr(op, "_hot_calls", HotCalls())

@@ -12,6 +12,7 @@ import torch
 
 from kestrel_attention import decode, flash_attn_with_kvcache, plans, tau_tail
 from kestrel_attention.arguments import Cached, Codes, Scores
+from kestrel_attention.kernels.variants import NAMED
 from kestrel_attention.plan import DecodeProblem
 from kestrel_attention.plans import Plans, form
 from kestrel_runtime import UnsupportedError
@@ -22,8 +23,12 @@ class Recorder:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.calls: list[tuple[str, tuple[Any, ...]]] = []
+        self.gpu = "sm90a"
         monkeypatch.setattr(decode, "_binary", self)
         monkeypatch.setattr(decode, "launches", type(decode.launches)())
+
+    def arch(self, device: torch.device) -> str:
+        return self.gpu
 
     def numbers(self) -> list[tuple[str, list[float]]]:
         """The calls so far, with their numbers alone; forgets them."""
@@ -115,6 +120,39 @@ def test_a_call_of_another_form_has_a_plan_of_its_own(change, recorder):
     assert alone != usual or "q" in change
 
 
+@pytest.mark.parametrize(("gpu", "rows"), [("sm90a", "_r16"), ("sm80", ""), ("sm86", ""), ("sm100f", "")])
+def test_wide_kernels_run_where_wheels_hold_them(gpu, rows, recorder):
+    recorder.gpu = gpu
+    launch_of(q=torch.zeros(2, 8, 4, 64).bfloat16())
+    assert [name for name, _ in recorder.calls] == [f"decode_bf16_same_d64_w4{rows}"]
+    assert gpu.removeprefix("sm") in NAMED[recorder.calls[0][0]].archs
+
+
+def unaligned(x: torch.Tensor) -> torch.Tensor:
+    """The same values with heads of a stride that is no multiple of 16 bytes."""
+    return torch.zeros(*x.shape[:-1], 68, dtype=x.dtype)[..., :64].copy_(x)
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        ({"v_cache": unaligned(operands()["v_cache"])}, UnsupportedError),
+        ({"k_cache": unaligned(operands()["k_cache"])}, UnsupportedError),
+        ({"block_table": torch.zeros(3, 2, dtype=torch.int32).t()}, ValueError),
+        ({"cache_seqlens": torch.zeros(4, dtype=torch.int32)[::2]}, ValueError),
+    ],
+    ids=["v_cache", "k_cache", "block_table", "cache_seqlens"],
+)
+def test_strides_that_are_refused_are_refused_after_a_usual_call_too(change, error, recorder):
+    with pytest.raises(error):
+        launch_of(**change)
+    launch_of()
+    count = len(recorder.calls)
+    with pytest.raises(error):
+        launch_of(**change)
+    assert len(recorder.calls) == count > 0
+
+
 @pytest.mark.parametrize(("extra", "copied"), [(0, False), (8, False), (4, True), (3, True)])
 @pytest.mark.parametrize("name", ["q", "k", "v"])
 def test_rows_of_a_stride_that_is_no_multiple_of_16_bytes_are_copied(name, extra, copied, recorder):
@@ -196,6 +234,25 @@ def test_kernels_reach_64_gb_of_int4_scales(name):
         decode.problem_of(q, *caches, codes(last))
 
 
+@pytest.mark.parametrize(("add", "fits"), [(8, True), (4, False)])
+@pytest.mark.parametrize("name", ["k_scale", "k_zero", "k_tail"])
+def test_int4_scales_and_tails_of_unaligned_strides_run_by_reference(name, add, fits):
+    q, table = torch.empty(1, 1, 4, 64, dtype=torch.bfloat16, device="meta"), torch.empty(1, 2, device="meta")
+    caches = [torch.empty(2, 64, 2, 32, dtype=torch.uint8, device="meta")] * 2
+    of_channels, of_tokens = torch.empty(2, 2, 64, device="meta"), torch.empty(2, 64, 2, device="meta")
+    tail = {"k_tail": torch.empty(3, 64, 2, 64, device="meta"), "seq_ids": torch.empty(1, device="meta")}
+    codes = Codes(of_channels, of_tokens, of_channels, of_tokens, **tail)
+    x = getattr(codes, name)
+    strides = (x.stride(0) + add, *x.stride()[1:])
+    codes = codes._replace(**{name: torch.empty_strided(x.shape, strides, dtype=torch.float16, device="meta")})
+    given = arguments(table, *codes)
+    if fits:
+        assert decode.problem_of(q, *caches, given).cache == "int4"
+    else:
+        with pytest.raises(UnsupportedError, match="16 bytes"):
+            decode.problem_of(q, *caches, given)
+
+
 @pytest.mark.parametrize("dim", range(3))
 @pytest.mark.parametrize(("dtype", "unit"), [(torch.bfloat16, 8), (torch.float8_e5m2, 16)])
 def test_caches_of_unaligned_strides_run_by_reference(dtype, unit, dim):
@@ -269,8 +326,8 @@ def test_a_length_near_two_to_the_31_does_not_wrap_with_new_keys(length):
 
 def test_a_form_tells_tensors_apart_by_what_checks_read():
     x = torch.zeros(2, 3, 4)
-    others = (x.transpose(0, 1), x[:1], x.half(), x[..., ::2])
-    assert len({form(x), *map(form, others), form(None), form(x, None)}) == 7
+    others = (x.transpose(0, 1), x[:1], x.half(), x[..., ::2], torch.zeros(2, 4, 3).transpose(1, 2))
+    assert len({form(x), *map(form, others), form(None), form(x, None)}) == 8
     assert form(x, None) == form(torch.ones(2, 3, 4), None)
 
 

@@ -212,8 +212,8 @@ def test_scalars_fit_the_types_of_the_kernel(batch, queries, kv_heads, group, ca
         else:
             low, high = (0, 2**32) if name == "page_multiplier" else (-(2**31), 2**31)
             assert low <= value < high, name
-    grid = plan.scalars.num_splits * plan.row_blocks // (batch * kv_heads)
-    assert max(grid, batch) <= 65535
+    thread_blocks = -(-queries * group // plan.variant.rows)  # of a KV head of a sequence with one split
+    assert max(plan.scalars.num_splits * thread_blocks, batch) <= 65535
     assert plan.partial_rows < 2**31
     if rest["causal"]:
         assert plan.scalars.window_right == 0

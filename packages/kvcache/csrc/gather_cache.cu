@@ -4,7 +4,7 @@
 // no such page. A thread reads 8 elements of a key and of the value; rows share or split blocks of 128 threads. Nothing
 // is constant: the table is prefetched into L2 before the PDL wait, and everything is read after it.
 
-#include <tvm/ffi/function.h>
+#include <kestrel/export.h>
 #include <kestrel/pdl.cuh>
 
 #include "host.h"
@@ -287,6 +287,6 @@ void gather_cache(TensorView key_out, TensorView value_out, TensorView key_cache
   });
 }
 
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(gather_cache, gather_cache);
+KESTREL_EXPORT(gather_cache, gather_cache);
 
 }  // namespace kestrel::kvcache

@@ -7,7 +7,7 @@
 // head, and the keys of unfinished pages to the tail. Nothing is constant: inputs are prefetched into L2 before the PDL
 // wait and read after it.
 
-#include <tvm/ffi/function.h>
+#include <kestrel/export.h>
 #include <kestrel/pdl.cuh>
 
 #include "head_lanes.cuh"
@@ -340,6 +340,6 @@ void int4_cache_write(TensorView key, TensorView value, TensorView key_cache, Te
   });
 }
 
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(int4_cache_write, int4_cache_write);
+KESTREL_EXPORT(int4_cache_write, int4_cache_write);
 
 }  // namespace kestrel::kvcache

@@ -5,7 +5,7 @@
 // beyond the 32nd of a head are read twice. Nothing is constant: rows and slots are prefetched into L2 before the PDL
 // wait, and everything is read after it.
 
-#include <tvm/ffi/function.h>
+#include <kestrel/export.h>
 #include <kestrel/pdl.cuh>
 
 #include "head_lanes.cuh"
@@ -149,6 +149,6 @@ void int8_cache_write(TensorView key, TensorView value, TensorView key_cache, Te
   });
 }
 
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(int8_cache_write, int8_cache_write);
+KESTREL_EXPORT(int8_cache_write, int8_cache_write);
 
 }  // namespace kestrel::kvcache

@@ -5,7 +5,7 @@
 // Nothing is constant, so everything is read after the PDL wait; small calls prefetch rows and slots into L2 before it.
 // The first read of kernel parameters misses the constant cache, so those of write_rows are packed into 96 bytes.
 
-#include <tvm/ffi/function.h>
+#include <kestrel/export.h>
 #include <kestrel/pdl.cuh>
 
 #include <limits>
@@ -243,6 +243,6 @@ void reshape_and_cache(TensorView key, TensorView value, TensorView key_cache, T
   }
 }
 
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(reshape_and_cache, reshape_and_cache);
+KESTREL_EXPORT(reshape_and_cache, reshape_and_cache);
 
 }  // namespace kestrel::kvcache

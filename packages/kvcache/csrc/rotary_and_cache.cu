@@ -6,8 +6,8 @@
 // have up to 128 threads; short rows share a block. Only the table is constant, but the address in it depends on
 // positions: nothing is read before the PDL wait. Rows, positions and slots are prefetched into L2 before it.
 
+#include <kestrel/export.h>
 #include <kestrel/rotary.h>
-#include <tvm/ffi/function.h>
 #include <kestrel/pdl.cuh>
 #include <kestrel/rotary.cuh>
 
@@ -259,6 +259,6 @@ void rotary_and_cache(TensorView positions, TensorView query, TensorView key, Te
   });
 }
 
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(rotary_and_cache, rotary_and_cache);
+KESTREL_EXPORT(rotary_and_cache, rotary_and_cache);
 
 }  // namespace kestrel::kvcache

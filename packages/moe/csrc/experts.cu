@@ -1,9 +1,9 @@
 // Entry points of routed experts: fused_experts, and the GEMMs of invoke_cute_moe_up and invoke_cute_moe_down.
 #include "experts.cuh"
 
+#include <kestrel/export.h>
 #include <kestrel/launch.h>
 #include <kestrel/tensor.h>
-#include <tvm/ffi/function.h>
 
 #include <algorithm>
 
@@ -552,10 +552,10 @@ void invoke_moe_down(TensorView out, TensorView x, OptionalTensor x_scale, Tenso
   launch_sorted(p, Projection::down, x.dtype(), wgmma, tile, /*cluster=*/1, tiles, x.device());
 }
 
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(experts_gather_sum, experts_gather_sum);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(fused_experts, fused_experts);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(fused_experts_scratch, fused_experts_scratch);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(invoke_moe_up, invoke_moe_up);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(invoke_moe_down, invoke_moe_down);
+KESTREL_EXPORT(experts_gather_sum, experts_gather_sum);
+KESTREL_EXPORT(fused_experts, fused_experts);
+KESTREL_EXPORT(fused_experts_scratch, fused_experts_scratch);
+KESTREL_EXPORT(invoke_moe_up, invoke_moe_up);
+KESTREL_EXPORT(invoke_moe_down, invoke_moe_down);
 
 }  // namespace kestrel::moe

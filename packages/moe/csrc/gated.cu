@@ -6,9 +6,9 @@
 // Work: plain, one thread per pack of 16 bytes of the result. FP8, one CTA per row: activated packs stay in registers,
 // the CTA reduces the largest magnitude, then writes the codes; rows that are too long or not aligned are read and
 // activated twice. Few rows are prefetched into L2 before the PDL wait, many are not (enum Access).
+#include <kestrel/export.h>
 #include <kestrel/launch.h>
 #include <kestrel/tensor.h>
-#include <tvm/ffi/function.h>
 #include <kestrel/fp8.cuh>
 #include <kestrel/pdl.cuh>
 #include <kestrel/reduce.cuh>
@@ -304,7 +304,7 @@ void gated_fp8(TensorView codes, TensorView scale, TensorView x, bool silu, std:
   });
 }
 
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(gated, gated);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(gated_fp8, gated_fp8);
+KESTREL_EXPORT(gated, gated);
+KESTREL_EXPORT(gated_fp8, gated_fp8);
 
 }  // namespace kestrel::moe

@@ -2,8 +2,8 @@
 //
 // For weights of 4096x4096 and larger. Memory-bound by one read of the weight: whole cache lines, and enough of them in
 // flight (gemv.cuh).
+#include <kestrel/export.h>
 #include <kestrel/tensor.h>
-#include <tvm/ffi/function.h>
 
 #include "dense_launch.h"
 #include "gemv.cuh"
@@ -28,6 +28,6 @@ void gemv(TensorView out, TensorView x, TensorView weight, OptionalTensor bias) 
   launch_few_tokens(p, x.dtype(), x.device());
 }
 
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(gemv, gemv);
+KESTREL_EXPORT(gemv, gemv);
 
 }  // namespace kestrel::moe

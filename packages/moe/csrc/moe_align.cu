@@ -6,8 +6,8 @@
 // Work: few pairs and experts take up to 32 CTAs that exchange nothing (align_independent.cuh). Others take a cluster
 // of 16 or 8 CTAs, or one CTA: up to 1024 pairs, and always before sm_90 (align_cluster.cuh). AlignCall::launch is the
 // table. moe_lora_align_block_size launches as many CTAs for each adapter.
+#include <kestrel/export.h>
 #include <kestrel/launch.h>
-#include <tvm/ffi/function.h>
 #include <kestrel/pdl.cuh>
 
 #include "align_host.h"
@@ -255,7 +255,7 @@ void moe_lora_align_block_size(TensorView topk_ids, TensorView token_lora_mappin
               static_cast<unsigned>(adapters));
 }
 
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(moe_align_block_size, moe_align_block_size);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(moe_lora_align_block_size, moe_lora_align_block_size);
+KESTREL_EXPORT(moe_align_block_size, moe_align_block_size);
+KESTREL_EXPORT(moe_lora_align_block_size, moe_lora_align_block_size);
 
 }  // namespace kestrel::moe

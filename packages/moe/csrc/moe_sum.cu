@@ -5,9 +5,9 @@
 // Work: one thread per pack of 16 bytes of the result. It loads up to eight of its K packs before it adds the first;
 // the order of additions is that of k, so a row does not depend on the batch. K = 8 is compiled separately. Nothing is
 // prefetched before the PDL wait: that would load each line twice.
+#include <kestrel/export.h>
 #include <kestrel/launch.h>
 #include <kestrel/tensor.h>
-#include <tvm/ffi/function.h>
 #include <kestrel/pack.cuh>
 #include <kestrel/pdl.cuh>
 
@@ -117,6 +117,6 @@ void moe_sum(TensorView out, TensorView x) {
   });
 }
 
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(moe_sum, moe_sum);
+KESTREL_EXPORT(moe_sum, moe_sum);
 
 }  // namespace kestrel::moe

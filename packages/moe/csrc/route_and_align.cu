@@ -5,8 +5,8 @@
 //
 // Work: up to 32 CTAs that exchange nothing. Each routes all rows, one warp per row (topk.cuh), keeps the ids in shared
 // memory and aligns its share of the pairs (align_independent.cuh). CTA 0 writes weights and ids.
+#include <kestrel/export.h>
 #include <kestrel/launch.h>
-#include <tvm/ffi/function.h>
 #include <kestrel/pdl.cuh>
 
 #include <algorithm>
@@ -101,6 +101,6 @@ void route_and_align(TensorView weights, TensorView ids, TensorView sorted_token
   });
 }
 
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(route_and_align, route_and_align);
+KESTREL_EXPORT(route_and_align, route_and_align);
 
 }  // namespace kestrel::moe

@@ -8,7 +8,7 @@
 // Partial sums are added in order of warp and of CTA rank, through distributed shared memory. The split depends on K
 // alone, so a token's result does not depend on T or on its tile. Before sm_90 a cluster is one CTA. Float32 inputs,
 // which tensor cores would round, take the kernel of gemv.
-#include <tvm/ffi/function.h>
+#include <kestrel/export.h>
 #include <kestrel/pdl.cuh>
 #include <kestrel/ptx/cp_async.cuh>
 #include <kestrel/ptx/mma.cuh>
@@ -231,6 +231,6 @@ void router_gemm(TensorView out, TensorView x, TensorView weight) {
   dispatch_float(x, [&](auto t) { launch_router<decltype(t)>(p, device); });
 }
 
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(router_gemm, router_gemm);
+KESTREL_EXPORT(router_gemm, router_gemm);
 
 }  // namespace kestrel::moe

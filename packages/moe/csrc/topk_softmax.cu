@@ -6,8 +6,8 @@
 // Work: one warp per row of up to 512 experts (topk.cuh). A CTA counts in shared memory. A single CTA stores its
 // counts; several add theirs with integer atomics, after the first CTA to arrive has zeroed the counts
 // (CountsHandshake). One more warp per CTA does the handshake while the others route.
+#include <kestrel/export.h>
 #include <kestrel/launch.h>
-#include <tvm/ffi/function.h>
 #include <kestrel/pdl.cuh>
 
 #include <algorithm>
@@ -173,6 +173,6 @@ void topk_softmax(TensorView weights, TensorView ids, TensorView counts, TensorV
   });
 }
 
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(topk_softmax, topk_softmax);
+KESTREL_EXPORT(topk_softmax, topk_softmax);
 
 }  // namespace kestrel::moe

@@ -1,16 +1,4 @@
 // From the length, alignment and number of rows to a kernel: the tile tables and the launch.
-//
-//   bases, strides and N are                                  row's tile       kernel
-//   multiples of 16 bytes                                     one CTA          norm_single_pass, aligned16
-//   multiples of 8 bytes, 16-bit x and weight, not quantised  one CTA          norm_single_pass, aligned8
-//   multiples of 16 bytes, no float32 weight of 16-bit x      cluster          norm_cluster, aligned16
-//   anything                                                  cluster          norm_cluster, unaligned
-//   multiples of 16 bytes                                     none             norm_multi_pass, aligned16
-//   multiples of 16 bytes, float32 weight, > 1024 packs       one CTA          norm_multi_pass, aligned16
-//   anything else                                             one CTA or none  norm_multi_pass, unaligned
-//
-// A GPU without clusters has no tile of a cluster. norm_multi_pass has the warps of the row's tile (32 without one), so
-// the kernels of a row length sum a row in the same order.
 #pragma once
 
 #include <kestrel/launch.h>
@@ -24,6 +12,20 @@
 #include "norm_single_pass.cuh"
 
 namespace kestrel::norm {
+
+// The kernel of a call:
+//
+//   bases, strides and N are                                  row's tile       kernel
+//   multiples of 16 bytes                                     one CTA          norm_single_pass, aligned16
+//   multiples of 8 bytes, 16-bit x and weight, not quantised  one CTA          norm_single_pass, aligned8
+//   multiples of 16 bytes, no float32 weight of 16-bit x      cluster          norm_cluster, aligned16
+//   anything                                                  cluster          norm_cluster, unaligned
+//   multiples of 16 bytes                                     none             norm_multi_pass, aligned16
+//   multiples of 16 bytes, float32 weight, > 1024 packs       one CTA          norm_multi_pass, aligned16
+//   anything else                                             one CTA or none  norm_multi_pass, unaligned
+//
+// A GPU without clusters has no tile of a cluster. norm_multi_pass has the warps of the row's tile (32 without one), so
+// the kernels of a row length sum a row in the same order.
 
 constexpr int kWarpRowsPerBlock = 4;  // rows of a thread block whose rows have one warp each
 

@@ -1,6 +1,6 @@
 // layer_norm and fused_add_layer_norm: entry points.
 
-#include <tvm/ffi/function.h>
+#include <kestrel/export.h>
 
 #include "dispatch.h"
 
@@ -48,7 +48,7 @@ void fused_add_layer_norm(TensorView x, TensorView residual, OptionalTensor weig
   launch<Norm::layer, Residual::add, OutputSame>(p, shape, x);
 }
 
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(layer_norm, layer_norm);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(fused_add_layer_norm, fused_add_layer_norm);
+KESTREL_EXPORT(layer_norm, layer_norm);
+KESTREL_EXPORT(fused_add_layer_norm, fused_add_layer_norm);
 
 }  // namespace kestrel::norm

@@ -1,7 +1,7 @@
 // rms_norm and fused_add_rms_norm: entry points; the tile of a row.
 
+#include <kestrel/export.h>
 #include <tvm/ffi/container/array.h>
-#include <tvm/ffi/function.h>
 
 #include "dispatch.h"
 
@@ -57,8 +57,8 @@ tvm::ffi::Array<int64_t> rms_norm_tile(int64_t packs, bool fused) {
   return found;
 }
 
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(rms_norm, rms_norm);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(fused_add_rms_norm, fused_add_rms_norm);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(rms_norm_tile, rms_norm_tile);
+KESTREL_EXPORT(rms_norm, rms_norm);
+KESTREL_EXPORT(fused_add_rms_norm, fused_add_rms_norm);
+KESTREL_EXPORT(rms_norm_tile, rms_norm_tile);
 
 }  // namespace kestrel::norm

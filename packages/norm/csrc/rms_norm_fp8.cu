@@ -1,6 +1,6 @@
 // rms_norm_fp8 and fused_add_rms_norm_fp8: entry points.
 
-#include <tvm/ffi/function.h>
+#include <kestrel/export.h>
 
 #include "dispatch.h"
 
@@ -63,7 +63,7 @@ void fused_add_rms_norm_fp8(TensorView q, TensorView scale, TensorView x, Tensor
   launch_fp8<Residual::add>(q, scale, x, &residual, weight, eps, weight_bias, scale_ub);
 }
 
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(rms_norm_fp8, rms_norm_fp8);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(fused_add_rms_norm_fp8, fused_add_rms_norm_fp8);
+KESTREL_EXPORT(rms_norm_fp8, rms_norm_fp8);
+KESTREL_EXPORT(fused_add_rms_norm_fp8, fused_add_rms_norm_fp8);
 
 }  // namespace kestrel::norm

@@ -1,6 +1,6 @@
 // fp8_quant, fp8_quant_static and fp8_dequant: the bindings for FP8 e4m3fn codes.
 
-#include <tvm/ffi/function.h>
+#include <kestrel/export.h>
 
 #include "host.h"
 
@@ -82,8 +82,8 @@ void fp8_dequant(TensorView out, TensorView q, TensorView scale, AnyView group_s
   dispatch_float(out, [&](auto t) { dequant<Fp8, decltype(t)>(p, rows, group, q.device()); });
 }
 
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(fp8_quant, fp8_quant);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(fp8_quant_static, fp8_quant_static);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(fp8_dequant, fp8_dequant);
+KESTREL_EXPORT(fp8_quant, fp8_quant);
+KESTREL_EXPORT(fp8_quant_static, fp8_quant_static);
+KESTREL_EXPORT(fp8_dequant, fp8_dequant);
 
 }  // namespace kestrel::quant

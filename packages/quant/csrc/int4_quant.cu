@@ -1,6 +1,6 @@
 // int4_quant and int4_dequant: the bindings for symmetric INT4 codes, two to a byte.
 
-#include <tvm/ffi/function.h>
+#include <kestrel/export.h>
 
 #include "host.h"
 
@@ -47,7 +47,7 @@ void int4_dequant(TensorView out, TensorView q, TensorView scale, AnyView group_
   dispatch_float(out, [&](auto t) { dequant<Int4, decltype(t)>(p, rows, group, q.device()); });
 }
 
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(int4_quant, int4_quant);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(int4_dequant, int4_dequant);
+KESTREL_EXPORT(int4_quant, int4_quant);
+KESTREL_EXPORT(int4_dequant, int4_dequant);
 
 }  // namespace kestrel::quant

@@ -1,6 +1,6 @@
 // int8_quant and int8_dequant: the bindings for symmetric INT8 codes.
 
-#include <tvm/ffi/function.h>
+#include <kestrel/export.h>
 
 #include "host.h"
 
@@ -49,7 +49,7 @@ void int8_dequant(TensorView out, TensorView q, TensorView scale) {
   dispatch_float(out, [&](auto t) { dequant<Int8, decltype(t)>(p, rows, n, q.device()); });
 }
 
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(int8_quant, int8_quant);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(int8_dequant, int8_dequant);
+KESTREL_EXPORT(int8_quant, int8_quant);
+KESTREL_EXPORT(int8_dequant, int8_dequant);
 
 }  // namespace kestrel::quant

@@ -2,8 +2,8 @@
 
 #include "w4a16_launch.h"
 
+#include <kestrel/export.h>
 #include <kestrel/tensor.h>
-#include <tvm/ffi/function.h>
 
 #include <algorithm>
 #include <limits>
@@ -195,7 +195,7 @@ void w4_dequant(TensorView out, TensorView codes, TensorView scales, OptionalTen
              dim3(static_cast<unsigned>(ctas)), dim3(32 * kW4DequantWarps), device, p);
 }
 
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(w4a16_linear, w4a16_linear);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(w4_dequant, w4_dequant);
+KESTREL_EXPORT(w4a16_linear, w4a16_linear);
+KESTREL_EXPORT(w4_dequant, w4_dequant);
 
 }  // namespace kestrel::quant

@@ -1,6 +1,6 @@
 // multimodal_rotary_embedding: entry point, three positions per row.
 
-#include <tvm/ffi/function.h>
+#include <kestrel/export.h>
 
 #include "host.h"
 
@@ -58,6 +58,6 @@ void multimodal_rotary_embedding(TensorView positions, TensorView query, Optiona
   launch<Positions::per_axis>(call, query, table);
 }
 
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(multimodal_rotary_embedding, multimodal_rotary_embedding);
+KESTREL_EXPORT(multimodal_rotary_embedding, multimodal_rotary_embedding);
 
 }  // namespace kestrel::rope

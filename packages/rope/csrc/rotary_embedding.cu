@@ -1,6 +1,6 @@
 // rotary_embedding: entry point, one position per row.
 
-#include <tvm/ffi/function.h>
+#include <kestrel/export.h>
 
 #include "host.h"
 
@@ -24,6 +24,6 @@ void rotary_embedding(TensorView positions, TensorView query, OptionalTensor key
   if (prepare(positions, 0, query, key, size, offset, table, &call)) launch<Positions::one>(call, query, table);
 }
 
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(rotary_embedding, rotary_embedding);
+KESTREL_EXPORT(rotary_embedding, rotary_embedding);
 
 }  // namespace kestrel::rope

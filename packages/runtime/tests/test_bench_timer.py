@@ -12,10 +12,12 @@ from kestrel_runtime.bench import (
     Benchmark,
     Figures,
     Row,
+    host_us,
     limit_of,
     limit_us,
     summarise,
     time_candidates,
+    timer,
 )
 from kestrel_runtime.bench.agreement import difference, disagreements
 from kestrel_runtime.bench.rows import finish, sets_needed
@@ -48,6 +50,15 @@ def test_a_figure_is_the_median_and_ignores_outliers():
 def test_percentiles_bracket_the_middle_of_many_samples():
     found = summarise([float(i) for i in range(1, 100)])
     assert (found.us, found.p20, found.p80) == (50.0, 20.0, 80.0)
+
+
+def test_host_time_is_that_of_one_call_in_microseconds(monkeypatch):
+    clock = itertools.count(0, 1e-6)  # each look takes a microsecond
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(timer.time, "perf_counter", lambda: next(clock))
+    found = host_us({"three looks": lambda x: [next(clock) for _ in range(3)], "none": lambda x: None}, (1,))
+    assert found["three looks"].us == pytest.approx(3, rel=0.05)
+    assert found["none"].us < 0.05
 
 
 def test_one_sample_has_no_spread():

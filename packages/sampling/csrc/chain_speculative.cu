@@ -4,7 +4,7 @@
 // positive part of target - draft, or from the target: each warp sums the masses of a contiguous slice of the row, in
 // up to 32 groups, and the warp whose slice has the drawn point reads one group again (reference_speculative.py).
 
-#include <tvm/ffi/function.h>
+#include <kestrel/export.h>
 
 #include <algorithm>
 #include <string>
@@ -309,6 +309,6 @@ void chain_speculative_sampling(TensorView ids, TensorView valid, OptionalTensor
   launch(p, rows, target_probs.device());
 }
 
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(chain_speculative_sampling, chain_speculative_sampling);
+KESTREL_EXPORT(chain_speculative_sampling, chain_speculative_sampling);
 
 }  // namespace kestrel::sampling

@@ -6,7 +6,7 @@
 // integer atomics, so the result does not depend on their order. In place no token belongs to both roles, and one
 // launch has both; otherwise the second role follows in a launch of its own.
 
-#include <tvm/ffi/function.h>
+#include <kestrel/export.h>
 
 #include <kestrel/pack.cuh>
 #include <kestrel/pdl.cuh>
@@ -491,6 +491,6 @@ void process_logits(TensorView out, TensorView logits, OptionalTensor token_ids,
   });
 }
 
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(process_logits, process_logits);
+KESTREL_EXPORT(process_logits, process_logits);
 
 }  // namespace kestrel::sampling

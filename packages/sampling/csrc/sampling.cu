@@ -7,7 +7,7 @@
 // topk_rows.cuh       the k largest of a row, sorted
 // All compute what reference_sampling.py does, integer for integer: ids do not depend on the split of a row.
 
-#include <tvm/ffi/function.h>
+#include <kestrel/export.h>
 
 #include <algorithm>
 #include <cstdint>
@@ -251,8 +251,8 @@ void topk_rows_entry(TensorView scores, TensorView values, TensorView indices, b
   launch_split<topk_rows>(p, rows, split, device, /*balanced=*/true);
 }
 
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(sample, sample);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(probabilities, probabilities);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(topk_rows, topk_rows_entry);
+KESTREL_EXPORT(sample, sample);
+KESTREL_EXPORT(probabilities, probabilities);
+KESTREL_EXPORT(topk_rows, topk_rows_entry);
 
 }  // namespace kestrel::sampling

@@ -1,7 +1,7 @@
 // The entry points of token_logprobs and sample_with_logprobs: logprob_rows for every call, then threshold_logprobs
 // where a filter may need it.
 
-#include <tvm/ffi/function.h>
+#include <kestrel/export.h>
 
 #include <algorithm>
 #include <string>
@@ -160,7 +160,7 @@ void sample_with_logprobs(TensorView ids, TensorView valid, TensorView logprobs,
   launch_rows<true>(p, top_k_value, logits.device());
 }
 
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(token_logprobs, token_logprobs);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(sample_with_logprobs, sample_with_logprobs);
+KESTREL_EXPORT(token_logprobs, token_logprobs);
+KESTREL_EXPORT(sample_with_logprobs, sample_with_logprobs);
 
 }  // namespace kestrel::sampling

@@ -6,6 +6,7 @@ A call is planned once for each form of its arguments. A later call finds its pl
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ import torch
 from kestrel_runtime import Binary, UnsupportedError, allocator
 
 from .arguments import Cached
-from .kernels.variants import DTYPES
+from .kernels.variants import DTYPES, WIDE_ARCHS
 from .launching import UNALIGNED, Launch, loaded_as_vectors, refuse_uncovered_strides, unread, unused
 from .plan import DecodePlan, DecodeProblem, plan_decode, serves_both_dtypes, variants_of
 from .plans import Plans
@@ -59,12 +60,20 @@ def problem_of(
 
 def make_launch(key: Any, problem: DecodeProblem, q: torch.Tensor, new: Sequence[torch.Tensor] = ()) -> Launch:
     """The launch of a problem, kept under ``key``. q, new: give device and strides."""
-    plan, device = plan_decode(problem), q.device
+    device = q.device
+    plan = plan_decode(replace(problem, has_wide_kernels=_has_wide_kernels(device)))
     attend = _binary.kernel(plan.variant, device) if q.numel() else None
     append = _binary.kernel(plan.append, device) if plan.append is not None and new[0].numel() else None
     combine = _binary.kernel(plan.combine, device) if plan.combine is not None and q.numel() else None
     copied = [any(stride % 8 for stride in x.stride()[:-1]) for x in (q, *(new or (q, q)))]
     return launches.keep(key, _bound(plan, problem, q, attend, append, combine, copied))
+
+
+def _has_wide_kernels(device: torch.device) -> bool:
+    try:
+        return _binary.arch(device).removeprefix("sm") in WIDE_ARCHS
+    except UnsupportedError:  # without a binary for the GPU, kernels may still be compiled on first use
+        return False
 
 
 def _bound(

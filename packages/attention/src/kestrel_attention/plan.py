@@ -66,6 +66,8 @@ class DecodeProblem:
     """0: no scale; 1: one for all heads; 2: one for each."""
     v_scale_heads: int = 0
     appends: bool = False
+    has_wide_kernels: bool = True
+    """Whether wheels hold kernels of several row blocks for the GPU."""
 
     @property
     def group_size(self) -> int:
@@ -146,7 +148,7 @@ def variants_of(problem: DecodeProblem) -> tuple[DecodeVariant, ...]:
     case = problem.dtype, problem.cache, problem.head_dim
     aligned = problem.head_dim % (8 if problem.cache == "same" else 16) == 0
     variants = (covering(*case) or compilable(*case)) if aligned else ()
-    if problem.queries > 1 and problem.group_size > 1 and problem.rows > BLOCK_ROWS:
+    if problem.has_wide_kernels and problem.queries > 1 and problem.group_size > 1 and problem.rows > BLOCK_ROWS:
         variants = covering_wide(*case, problem.rows) or variants
     if not variants:
         raise UnsupportedError(f"no kernel for heads of {problem.head_dim} over a cache of {problem.cache}")

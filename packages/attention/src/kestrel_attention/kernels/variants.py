@@ -9,6 +9,8 @@ from kestrel_runtime.cute_dsl.variants import capability, supports_pdl
 
 from .constants import BLOCK_ROWS, COMBINE_WARPS, TILE_KEYS
 
+ARCHS = ("80", "86", "89", "90a", "100f", "120f")
+WIDE_ARCHS = ("90a",)  # where kernels of several row blocks were measured; other wheels would grow by a tenth
 DTYPES = ("bf16", "fp16")
 EITHER = "half"  # bf16 or fp16, selected by an argument
 
@@ -32,6 +34,7 @@ class DecodeVariant:
     row_blocks: int = 1
     """Of BLOCK_ROWS rows, for which a thread block reads keys and values once."""
     vector_loads: bool = True
+    archs: tuple[str, ...] = ARCHS
 
     @property
     def name(self) -> str:
@@ -371,7 +374,7 @@ QUANTISED = (
 
 # 255 registers allow two CTAs per SM of four warps. d64 with 16 rows takes fewer.
 WIDE = tuple(
-    DecodeVariant(dtype, cache, head_dim, False, row_blocks=row_blocks, **fields)
+    DecodeVariant(dtype, cache, head_dim, False, row_blocks=row_blocks, archs=WIDE_ARCHS, **fields)
     for dtype in DTYPES
     for row_blocks in (2, 4)
     for cache, head_dim, fields in (
