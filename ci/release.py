@@ -153,7 +153,7 @@ def installs_alone(session: nox.Session, release: Sequence[Path]) -> None:
     """
     below = Environment(session, "test")
     below.install(*requirements(list(PACKAGES.values())))
-    site = Path(session.create_tmp()) / "torch"
+    site = (Path(session.create_tmp()) / "torch").resolve()
     below.run("python", ROOT / "ci" / "link_distribution.py", "torch", site)
     wheel_of = {path.name.split("-")[0]: path for path in release}
 
