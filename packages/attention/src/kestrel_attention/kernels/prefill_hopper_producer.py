@@ -73,8 +73,8 @@ class HopperProducer(PrefillBase):
     consumer_registers: int = 224
     boxes: bool = False
     """TMA loads boxes of 16 keys, which follow one another in memory."""
-    overlap: bool = False
-    """Wait for the products with values behind the exponentials, not ahead of them."""
+    turns: bool = False
+    """Consumer warpgroups start their products in turn, so that one multiplies while another computes weights."""
 
     @property
     def block_rows(self) -> int:
