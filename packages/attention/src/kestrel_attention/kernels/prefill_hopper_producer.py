@@ -261,6 +261,7 @@ class HopperProducer(PrefillBase):
                     self.load_boxes(pipe.value_map, to_values, box, values_full, warp, lane)
                 else:  # zeros for keys that do not exist
                     self.load_rows(keys, to_values, keys.value_base, found.value, found.exists, warp, lane)
+                    ptx.cp_async_commit()
                     ptx.cp_async_wait(0)
                     hopper.fence_proxy_async()
                     cute.arch.sync_warp()
