@@ -1,9 +1,10 @@
 """Attention of many queries on Hopper: warp-specialised, with warpgroup matrix products (wgmma).
 
 A thread block processes 64 queries of one head per consumer warpgroup, and visits the tiles of keys that any of them
-sees. The producer warpgroup loads keys and values into separate pipeline stages. A consumer issues Q K'
-of one tile together with P V of the previous tile, P in registers (FlashAttention-3, arXiv 2407.08608). Long calls have
-persistent thread blocks. Row blocks with the most keys start first. A row's result does not depend on its tile.
+sees. The producer warpgroup loads keys and values into separate pipeline stages. A consumer starts Q K' of one tile
+together with P V of the previous tile, P in registers; consumers do that in turn, so that one multiplies while another
+computes weights (FlashAttention-3, arXiv 2407.08608). Long calls have persistent thread blocks. Row blocks with the
+most keys start first. A row's result does not depend on its tile.
 """
 
 from __future__ import annotations
@@ -288,9 +289,12 @@ class PrefillHopper(HopperProducer):
             hopper.wgmma_wait(0)
             self.order(rOut)
             self.release(pipe.values_empty, last_stage, lane)
+            if cutlass.const_expr(self.head_dim > 128):
+                self.rescale(rOut, rFactor)
             self.weigh(rScore, sums, rFactor, scale)
             self.pack(rScore, rP)
-            self.rescale(rOut, rFactor)
+            if cutlass.const_expr(self.head_dim <= 128):
+                self.rescale(rOut, rFactor)
             n += 1
         hopper.mbarrier_wait(pipe.values_full + 8 * stage, parity)
         self.fence_copies()
