@@ -163,6 +163,22 @@ def test_slices_of_a_fused_qkv_give_the_bits_of_contiguous_tensors(size):
     assert same_bits(flash_attn_varlen_func(*odd, starts, starts, 400, 400, return_lse=True), want)
 
 
+@pytest.mark.parametrize("size", [64, 80, 128, 256])
+def test_values_that_arrive_late_are_waited_for(size):
+    """A tile that keys do not fill, with values in as many memory pages as there are keys, out of L2."""
+    torch.manual_seed(0)
+    keys, heads = 20, torch.cuda.get_device_properties().multi_processor_count
+    q, k, v = (random(1, length, heads, size, dtype=torch.bfloat16) for length in (128, keys, keys))
+    memory = torch.empty(keys * 2**24, dtype=torch.bfloat16, device="cuda")
+    far = memory.as_strided(v.shape, (0, 2**24, size, 1)).copy_(v)
+    want = flash_attn_func(q, k, v, return_lse=True)
+    assert_exact(want[0][0], want[1][0], exact_attention(q[0], k[0], v[0]))
+    others = torch.empty(2**28, dtype=torch.uint8, device="cuda")
+    for _ in range(10):
+        others.zero_()
+        assert same_bits(flash_attn_func(q, k, far, return_lse=True), want)
+
+
 @pytest.mark.parametrize("name", ["full", "causal", "window", "soft cap", "sinks"])
 def test_a_batch_of_any_size_gives_the_same_bits(name):
     torch.manual_seed(0)

@@ -1,9 +1,10 @@
 """Attention of many queries on Hopper: warp-specialised, with warpgroup matrix products (wgmma).
 
 A thread block processes 64 queries of one head per consumer warpgroup, and visits the tiles of keys that any of them
-sees. The producer warpgroup loads keys and values into separate pipeline stages. A consumer issues Q K'
-of one tile together with P V of the previous tile, P in registers (FlashAttention-3, arXiv 2407.08608). Long calls have
-persistent thread blocks. Row blocks with the most keys start first. A row's result does not depend on its tile.
+sees. The producer warpgroup loads keys and values into separate pipeline stages. A consumer starts Q K' of one tile
+together with P V of the previous tile, P in registers; consumers do that in turn, so that one multiplies while another
+computes weights (FlashAttention-3, arXiv 2407.08608). Long calls have persistent thread blocks. Row blocks with the
+most keys start first. A row's result does not depend on its tile.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from .parameters import PrefillScalars, PrefillTensors
 from .prefill_base import OutputRows, Sums, Visible, Work, once_if
 from .prefill_hopper_producer import BOX_ROWS, PRODUCERS, WARPGROUP_ROWS, WORK_BYTES, WORK_TYPES, HopperProducer, Pipe
 from .scores import LOG2_E
+
+TURN_BARRIER = 8  # the first of the named barriers for turns, one for each consumer warpgroup
 
 
 @dataclass(frozen=True)
@@ -158,6 +161,8 @@ class PrefillHopper(HopperProducer):
         sums = Sums(rOut, rMax, rSum)
         used = Int32(0)  # tiles of keys so far, which give stage and parity
         works = Int32(0)
+        if warpgroup == self.consumers - 1:
+            self.pass_turn(warpgroup)  # the first warpgroup starts
         hopper.mbarrier_wait(pipe.queries_full, Int32(0))
         work = self.read_work(pipe.works)
         num_tiles = work.num_tiles
@@ -193,6 +198,8 @@ class PrefillHopper(HopperProducer):
             hopper.mbarrier_wait(pipe.queries_full + 8 * buffer, works // self.query_buffers & 1)
             num_tiles = Int32(ptx.load_shared(pipe.works + buffer * WORK_BYTES, 1)[0])
             num_tiles = cute.arch.make_warp_uniform(num_tiles)
+        if warpgroup == 0:
+            self.take_turn(warpgroup)  # which the last warpgroup has passed on
 
     @cute.jit
     def store_partial(self, tensors, work: Work, sums: Sums, scale, first_row, lane):
@@ -234,20 +241,29 @@ class PrefillHopper(HopperProducer):
 
     @cute.jit
     def main_loop(self, pipe: Pipe, scalars, work: Work, visible: Visible, sQ, used, scale, sums: Sums, lane):
-        """Add the tiles of a work item to sums: S of tile n is computed together with P V of tile n - 1."""
+        """Add the tiles of a work item to sums: S of tile n is computed together with P V of tile n - 1.
+
+        What a thread computes for one tile is a chain, about as long as the products. So nothing is in it that can be
+        known earlier (``rare``) or fits into the gaps of the exponentials (pack).
+        """
         rOut = sums.rOut
         rScore = cute.make_rmem_tensor(self.key_tile // 2, Float32)
         rP = cute.make_rmem_tensor(self.key_tile // 4, Uint32)
         rFactor = cute.make_rmem_tensor(2, Float32)
+        warpgroup = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // 128) - 1
         stage, parity = used % self.num_stages, used // self.num_stages & 1
         hopper.mbarrier_wait(pipe.keys_full + 8 * stage, parity)
         self.fence_copies()
         self.start_scores(sQ, pipe.keys + stage * self.tile_bytes, rScore)
+        tile = self.tile_at(work, Int32(0))
+        rare = self.changes_scores(pipe, scalars, visible, tile, used, lane)
         hopper.wgmma_wait(0)
         self.order(rScore)
         self.release(pipe.keys_empty, stage, lane)
-        tile = self.tile_at(work, Int32(0))
-        self.softmax(pipe, scalars, visible, work, rScore, sums, rFactor, scale, tile, used, lane)
+        for _ in cutlass.range(rare, unroll=1):
+            self.change_scores(pipe, scalars, visible, work, rScore, tile, used, lane)
+        self.update_base(rScore, sums, rFactor, scale)
+        self.weigh(rScore, sums, rFactor, scale)
         self.pack(rScore, rP)
         n = Int32(1)
         while n < work.num_tiles:
@@ -256,25 +272,29 @@ class PrefillHopper(HopperProducer):
             stage, parity = at % self.num_stages, at // self.num_stages & 1
             hopper.mbarrier_wait(pipe.keys_full + 8 * stage, parity)
             self.fence_copies()
+            self.take_turn(warpgroup)
             self.start_scores(sQ, pipe.keys + stage * self.tile_bytes, rScore)
+            tile = self.tile_at(work, n)
+            rare = self.changes_scores(pipe, scalars, visible, tile, at, lane)
             hopper.mbarrier_wait(pipe.values_full + 8 * last_stage, last_parity)
             self.fence_copies()
             self.start_output(pipe.values + last_stage * self.tile_bytes, rP, rOut)
+            self.pass_turn(warpgroup)
             hopper.wgmma_wait(1)
             self.order(rScore)
             self.release(pipe.keys_empty, stage, lane)
-            tile = self.tile_at(work, n)
-            if cutlass.const_expr(self.overlap):
-                self.rebase(pipe, scalars, visible, work, rScore, sums, rFactor, scale, tile, at, lane)
-                for _ in cutlass.range(ptx.opaque(Int32(1)), unroll=1):  # keeps the exponentials ahead of the wait
-                    self.weigh(rScore, sums, rFactor, scale)
-            else:
-                self.softmax(pipe, scalars, visible, work, rScore, sums, rFactor, scale, tile, at, lane)
+            for _ in cutlass.range(rare, unroll=1):
+                self.change_scores(pipe, scalars, visible, work, rScore, tile, at, lane)
+            self.update_base(rScore, sums, rFactor, scale)
             hopper.wgmma_wait(0)
             self.order(rOut)
             self.release(pipe.values_empty, last_stage, lane)
-            self.rescale(rOut, rFactor)
+            if cutlass.const_expr(self.head_dim > 128):
+                self.rescale(rOut, rFactor)
+            self.weigh(rScore, sums, rFactor, scale)
             self.pack(rScore, rP)
+            if cutlass.const_expr(self.head_dim <= 128):
+                self.rescale(rOut, rFactor)
             n += 1
         hopper.mbarrier_wait(pipe.values_full + 8 * stage, parity)
         self.fence_copies()
@@ -282,6 +302,39 @@ class PrefillHopper(HopperProducer):
         hopper.wgmma_wait(0)
         self.order(rOut)
         self.release(pipe.values_empty, stage, lane)
+
+    @cute.jit
+    def take_turn(self, warpgroup):
+        """Wait until the warpgroup before this one has started its products."""
+        if cutlass.const_expr(self.turns):
+            hopper.named_barrier(TURN_BARRIER + warpgroup, 256)
+
+    @cute.jit
+    def pass_turn(self, warpgroup):
+        """Let the next warpgroup start its products."""
+        if cutlass.const_expr(self.turns):
+            following = cutlass.select_(warpgroup + 1 < self.consumers, warpgroup + 1, Int32(0))
+            hopper.named_barrier_arrive(TURN_BARRIER + following, 256)
+
+    @cute.jit
+    def changes_scores(self, pipe: Pipe, scalars, visible: Visible, tile, at, lane) -> Int32:
+        """1 where the scores of a tile are capped or some are hidden, else 0: the trip count of a loop.
+
+        Needs the full keys, not their scores. The vote keeps the compiler from computing it behind the scores.
+        """
+        exists = pipe.exists + 4 * self.warps * (at % (2 * self.num_stages))
+        missing = ptx.load_shared(exists + 4 * (lane % self.warps), 1)[0] != self.all_rows
+        first_key = tile * self.key_tile
+        unseen = first_key < visible.first or first_key + self.key_tile > visible.last
+        unseen = unseen and first_key + self.key_tile > visible.prefix
+        return once_if(cute.arch.vote_any_sync(missing or unseen or scalars.softcap > 0.0))
+
+    @cute.jit
+    def change_scores(self, pipe: Pipe, scalars, visible: Visible, work: Work, rScore, tile, at, lane):
+        """Cap the scores of a tile, and hide those of keys that a row does not see."""
+        self.cap(rScore, scalars.softcap, work.softmax_scale)
+        exists = pipe.exists + 4 * self.warps * (at % (2 * self.num_stages))
+        self.mask(rScore, exists, visible, scalars, tile * self.key_tile, lane)
 
     @cute.jit
     def fence_copies(self):
@@ -355,10 +408,13 @@ class PrefillHopper(HopperProducer):
         self, pipe: Pipe, scalars, visible: Visible, work: Work, rScore, sums: Sums, rFactor, scale, tile, at, lane
     ):
         """The first half of softmax: mask scores, and update the base."""
+        self.change_scores(pipe, scalars, visible, work, rScore, tile, at, lane)
+        self.update_base(rScore, sums, rFactor, scale)
+
+    @cute.jit
+    def update_base(self, rScore, sums: Sums, rFactor, scale):
+        """Raise the base of the weights to the largest score; rFactor, of the sums so far."""
         rMax = sums.rMax
-        self.cap(rScore, scalars.softcap, work.softmax_scale)
-        exists = pipe.exists + 4 * self.warps * (at % (2 * self.num_stages))
-        self.mask(rScore, exists, visible, scalars, tile * self.key_tile, lane)
         for r in cutlass.range_constexpr(2):
             some = [rMax[r], rMax[r]]
             for n in cutlass.range_constexpr(self.key_tile // 8):

@@ -73,8 +73,8 @@ class HopperProducer(PrefillBase):
     consumer_registers: int = 224
     boxes: bool = False
     """TMA loads boxes of 16 keys, which follow one another in memory."""
-    overlap: bool = False
-    """Wait for the products with values behind the exponentials, not ahead of them."""
+    turns: bool = False
+    """Consumer warpgroups start their products in turn, so that one multiplies while another computes weights."""
 
     @property
     def block_rows(self) -> int:
@@ -261,6 +261,7 @@ class HopperProducer(PrefillBase):
                     self.load_boxes(pipe.value_map, to_values, box, values_full, warp, lane)
                 else:  # zeros for keys that do not exist
                     self.load_rows(keys, to_values, keys.value_base, found.value, found.exists, warp, lane)
+                    ptx.cp_async_commit()
                     ptx.cp_async_wait(0)
                     hopper.fence_proxy_async()
                     cute.arch.sync_warp()

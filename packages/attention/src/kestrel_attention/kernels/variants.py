@@ -238,8 +238,6 @@ class HopperPrefillVariant:
     """For calls of many thread blocks: larger blocks, bit-identical results."""
     boxes: bool = False
     """For keys of which each 16 follow one another in memory, so that TMA loads them; bit-identical results."""
-    overlap: bool = False
-    """Wait for the products with values behind the exponentials: faster where the exponentials take as long as they."""
     vector_loads: bool = False
     archs: tuple[str, ...] = ("90a",)
     """Architectures that the kernel is compiled for."""
@@ -272,7 +270,7 @@ class HopperPrefillVariant:
             producer_registers=self.producer_registers,
             consumer_registers=self.consumer_registers,
             boxes=self.boxes,
-            overlap=self.overlap,
+            turns=True,
         )
         return kernel, kernel.arguments()
 
@@ -423,7 +421,7 @@ PREFILL_HOPPER = tuple(
     )
 )
 
-PREFILL_HOPPER += tuple(replace(v, boxes=True, overlap=v.head_dim == 64) for v in PREFILL_HOPPER if v.cache == "same")
+PREFILL_HOPPER += tuple(replace(v, boxes=True) for v in PREFILL_HOPPER if v.cache == "same")
 
 PREFILL_FP8 = (
     Fp8PrefillVariant("bf16", 64, "e4m3", num_stages=4, staging=3),

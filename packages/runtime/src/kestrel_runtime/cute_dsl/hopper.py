@@ -120,6 +120,12 @@ def named_barrier(barrier: Int32, threads: cutlass.Constexpr, *, loc=None, ip=No
 
 
 @dsl_user_op
+def named_barrier_arrive(barrier: Int32, threads: cutlass.Constexpr, *, loc=None, ip=None) -> None:
+    """Arrive at a barrier and go on; ``threads`` counts those that wait for it too."""
+    assemble(f"bar.arrive $0, {threads};", "r,~{memory}", [Int32(barrier)], [], True, loc, ip)
+
+
+@dsl_user_op
 def mbarrier_init(address: Int32, arrivals: cutlass.Constexpr, *, loc=None, ip=None) -> None:
     """Initialise an mbarrier (8 bytes) whose phases complete after ``arrivals`` arrivals."""
     text = f"mbarrier.init.shared::cta.b64 [$0], {arrivals};"
