@@ -239,10 +239,17 @@ struct TopKSelector {
   __device__ __forceinline__ u32* groups() const { return reinterpret_cast<u32*>(memory + layout.groups()); }
   __device__ __forceinline__ u32* maxima() const { return reinterpret_cast<u32*>(memory + layout.maxima()); }
 
+  // Candidates that are ranked are followed by zeros.
+  __device__ __forceinline__ void clear_candidates() const {
+    if (ranks() && threadIdx.x < kMaxRanked / 2)
+      reinterpret_cast<ulonglong2*>(candidates())[threadIdx.x] = make_ulonglong2(0, 0);
+  }
+
   // By every block, before the cluster's arrive().
   __device__ __forceinline__ void init() const {
     if (cluster.block_rank != 0) return;
     scratch->select.init();
+    clear_candidates();
     if (threadIdx.x == 0) {
       scratch->num_groups = scratch->num_candidates = scratch->num_larger = 0;
       scratch->row_mass = 0;
@@ -256,7 +263,7 @@ struct TopKSelector {
   __device__ __forceinline__ void read_row(int k) const {
     read_row(k, [&](int chunk) { return row.group_max(chunk, cluster.lane); }, [](int) {});
   }
-  // The same. read(chunk) returns the key of the largest element of this lane's group, send(group) may send more of it.
+  // The same. read(chunk) returns the key of the largest element of this lane's group, send(chunk) may send more of it.
   template <typename Read, typename Send>
   __device__ __forceinline__ void read_row(int k, Read read, Send send) const {
     const int full_chunks = row.length >> row.chunk_bits;
@@ -281,7 +288,7 @@ struct TopKSelector {
       } else {
         maxima()[group] = own;
       }
-      send(group);
+      send(chunk);
       const u32 of_chunk = __reduce_max_sync(kAllLanes, own);
       most = max(most, of_chunk);
       if (chunk >= full_chunks) continue;
@@ -324,9 +331,14 @@ struct TopKSelector {
   }
 
   // Collects the k largest elements (all elements with mass, if fewer) and possibly more, up to max_candidates. Calls
-  // write(place, key) for each and returns their number.
+  // write(place, key) for each and returns their number. Few elements are loaded by the last warp, which therefore has
+  // time for other_work(), called by all threads.
   template <typename Write>
   __device__ __forceinline__ int collect(int k, const TopKRange& range, Write write) const {
+    return collect(k, range, write, [] {});
+  }
+  template <typename Write, typename OtherWork>
+  __device__ __forceinline__ int collect(int k, const TopKRange& range, Write write, OtherWork other_work) const {
     const u32 max_groups = k + k / 8 + 32;
     const u32 num_maxima = 32 * layout.num_chunks;
     const u32* const of_group = maxima();
@@ -374,6 +386,7 @@ struct TopKSelector {
       }
     }
     __syncthreads();
+    other_work();
     const int num_groups = static_cast<int>(scratch->num_groups);
     // Of the elements equal to the smallest of these maxima, those up to the last chunk of an equal maximum suffice.
     const int last_chunk = layout.num_chunks - 1 - static_cast<int>(static_cast<u32>(low));
@@ -397,6 +410,7 @@ struct TopKSelector {
       low =
           select(&scratch->select, low, high, last, equal ? num_larger : 0, k, layout.max_candidates, for_each_element);
       if (threadIdx.x == 0) scratch->num_candidates = 0;
+      clear_candidates();
       __syncthreads();
     }
   }
