@@ -76,6 +76,12 @@ struct LogprobReader {
   __device__ __forceinline__ float weight(float below) const {
     return ptx::ex2_approx_ftz(__fmaf_rn(below, slope_rest, __fmul_rn(below, slope)));
   }
+  // if (v == most) ++equal; else rest += w; without branches and selections.
+  static __device__ __forceinline__ void add_if_smaller(float v, float most, float w, float& rest, u32& equal) {
+    asm("{\n.reg .pred p;\nsetp.eq.f32 p, %2, %3;\n@p add.u32 %0, %0, 1;\n@!p add.f32 %1, %1, %4;\n}"
+        : "+r"(equal), "+f"(rest)
+        : "f"(v), "f"(most), "f"(w));
+  }
   // The place of this lane's element e in a tile.
   __device__ __forceinline__ int place(int e, int lane) const {
     const int bits = row.pack_bits;
@@ -84,12 +90,21 @@ struct LogprobReader {
 
   // Starts the loads of 32 elements, none past the row.
   __device__ __forceinline__ void load(int begin, int lane) {
-    const int size = 1 << row.pack_bits;
+    const int bits = row.pack_bits, packs = kGroup >> bits;
+    if (bits == 0) return;
+    const char* const from = row.row + ((static_cast<int64_t>(begin >> bits) + lane) << 4);
+    const int full = min(packs, (((row.length - begin) >> bits) - lane + 31) >> 5);  // of this lane
+    if (begin + kTileOfGroups <= row.length) {
+#pragma unroll
+      for (int u = 0; u < kGroup / 8; ++u) loaded[u] = load16_streamed(from + 512 * u);
+      if (bits == 3) return;
+#pragma unroll
+      for (int u = kGroup / 8; u < kGroup / 4; ++u) loaded[u] = load16_streamed(from + 512 * u);
+      return;
+    }
 #pragma unroll
     for (int u = 0; u < kGroup / 4; ++u) {
-      const int i = begin + (u * 32 + lane) * size;
-      if (row.pack_bits != 0 && u * size < kGroup && i + size <= row.length)
-        loaded[u] = load16_streamed(row.row + (static_cast<int64_t>(i) << (4 - row.pack_bits)));
+      if (u < full) loaded[u] = load16_streamed(from + 512 * u);
     }
   }
   // The elements that are loaded; those past the row are NaN.
@@ -149,12 +164,7 @@ struct LogprobReader {
     float rest[2] = {};
 #pragma unroll
     for (int e = 0; e < kGroup; ++e) {
-      const float w = weight(v[e] - base);
-      if (v[e] == sum.most) {
-        ++sum.equal;
-      } else {
-        rest[e & 1] += w;
-      }
+      add_if_smaller(v[e], sum.most, weight(v[e] - base), rest[e & 1], sum.equal);
       if constexpr (counts) before += v[e] >= from;
     }
     if (counts && begin <= token && token < begin + kTileOfGroups) {
