@@ -214,10 +214,7 @@ struct LogprobReader {
 struct alignas(16) LogprobScratch {
   u64 before[kMaxTopKWarps];  // the elements before the token, by warp of the cluster
   double2 warp_sums[kMaxSelectThreads / 32];
-  double2 row_sum;  // relative to the largest element: the elements equal to it, and the others
-  u64 mass_before[kMaxRanked];  // draw_by_pairs
-  int place[kMaxRanked];        // of few candidates, in descending order
-  int num_kept, num_reaching;   // by top-p and by min-p
+  double row_log_sum;  // relative to the largest element
 };
 
 // The sums over the block, in an order that depends on nothing but the number of threads.
@@ -245,31 +242,10 @@ __device__ __forceinline__ void write_no_logprobs(const LogprobParams& p, int64_
   for (int n = threadIdx.x; n < p.top_n; n += blockDim.x) p.top_logprobs[row_idx * p.top_n + n] = not_a_number();
 }
 
-// What draw_by_pairs finds: the first `selected` keys in descending order, the place of the drawn one and how many of
-// the first k each filter keeps.
-template <typename Reaches>
-struct RankedDraw {
-  TopKScratch* scratch;
-  LogprobScratch* own_scratch;
-  u64* ranked;
-  int selected, k;
-  bool counts;
-  Reaches reaches;  // reaches(key): whether min-p keeps it
-  __device__ __forceinline__ void rank(int own, int place, u64 key) const {
-    own_scratch->place[own] = place;
-    if (place < selected) ranked[place] = key;
-    if (counts && place < k && reaches(key)) atomicAdd(&own_scratch->num_reaching, 1);
-  }
-  __device__ __forceinline__ void keep() const {
-    if (counts) atomicAdd(&own_scratch->num_kept, 1);
-  }
-  __device__ __forceinline__ void draw(int own, u64) const { scratch->drawn = own_scratch->place[own]; }
-};
-
-// The sum of the row from those of its chunks, by the last warp: NaN if the row holds one.
+// The logarithm of the sum of the row from the sums of its chunks, by the last warp: NaN if the row holds one.
 template <Kind kind>
 __device__ __forceinline__ void sum_chunks(const ChunkSum* chunks, int num_chunks, const WeightFn<kind>& sum_fn,
-                                           double2* sum) {
+                                           double* log_sum) {
   if (threadIdx.x < blockDim.x - 32) return;
   const int lane = threadIdx.x % 32;
   double equal = 0., rest = 0.;
@@ -289,7 +265,7 @@ __device__ __forceinline__ void sum_chunks(const ChunkSum* chunks, int num_chunk
     equal += __shfl_xor_sync(kAllLanes, equal, other);
     rest += __shfl_xor_sync(kAllLanes, rest, other);
   }
-  if (lane == 0) *sum = {equal, rest};
+  if (lane == 0) *log_sum = log1p(equal - 1. + rest);
 }
 
 // Finds the one of `num` entries, of different ids, in which the point of their mass in the order of ids lies. The
@@ -324,7 +300,6 @@ __global__ void __launch_bounds__(kMaxSelectThreads, 1) logprob_rows(const __gri
   ChunkSum* const chunk_sums = reinterpret_cast<ChunkSum*>(memory + layout.bytes());
   const TopKSelector<Kind::scores> selector = {cluster, row, scratch, memory, layout};
   selector.init();
-  if (threadIdx.x == 0) sums->num_kept = sums->num_reaching = 0;
   cluster.arrive_release();
   pdl_wait();
   pdl_trigger();
@@ -366,8 +341,12 @@ __global__ void __launch_bounds__(kMaxSelectThreads, 1) logprob_rows(const __gri
   if (draws && cluster.block_rank == 0 && threadIdx.x == blockDim.x - 32)
     scratch->random_word = random_word(p.seed.at(row_idx), p.offset.at(row_idx));
   const bool joint = k > 0 && p.joint && params.q32 < kQ32One;
+  WeightFn<Kind::logits> weight_fn;
+  weight_fn.set_temperature(params.temperature);
+  sum_fn.set_temperature(temperature);
   TopKRange range = {};
-  if (cluster.block_rank == 0) range = selector.receive(sizeof(ChunkSum) * layout.num_chunks + (draws ? 0 : 8 * cluster.num_warps));
+  if (cluster.block_rank == 0)
+    range = selector.receive(sizeof(ChunkSum) * layout.num_chunks + (draws ? 0 : 8 * cluster.num_warps));
   if (joint) {
     if (cluster.block_rank == 0) scratch->largest = range.largest;
     cluster.sync();
@@ -376,9 +355,6 @@ __global__ void __launch_bounds__(kMaxSelectThreads, 1) logprob_rows(const __gri
     return;
   }
   const float top = Row::value(static_cast<u64>(range.largest) << 32);
-  WeightFn<Kind::logits> weight_fn;
-  weight_fn.set_temperature(params.temperature);
-  sum_fn.set_temperature(temperature);
   weight_fn.top = sum_fn.top = top;
   weight_fn.least = params.min_p;
   weight_fn.set_scale(p.length);
@@ -393,43 +369,42 @@ __global__ void __launch_bounds__(kMaxSelectThreads, 1) logprob_rows(const __gri
     rank = static_cast<int>(__reduce_add_sync(kAllLanes, before));
   }
 
-  const u64* keys = selector.candidates();
-  const auto sum_row_once = [&] { sum_chunks(chunk_sums, layout.num_chunks, sum_fn, &sums->row_sum); };
+  const bool is_ranked = selector.ranks();
+  const u64* keys = selector.candidates();  // from here on in descending order
+  u64* const masses = selector.masses();
+  u64* const ranked_masses = selector.ranked_masses();
+  const auto sum_row_once = [&] { sum_chunks(chunk_sums, layout.num_chunks, sum_fn, &sums->row_log_sum); };
+  int count = 0;
   if (selected > 0) {
-    u64* const ranked = selector.ranked();
     // The row is summed while elements are loaded.
-    const int count = selector.collect(
+    count = selector.collect(
         selected, range,
         [&](u32 n, u64 key) {
-          if (draws && selector.ranks()) selector.masses()[n] = mass_of(weight_fn.scaled(Row::value(key)));
+          if (draws && is_ranked) masses[n] = mass_of(weight_fn.scaled(Row::value(key)));
         },
         sum_row_once);
-    if (draws && selector.ranks()) {
-      const auto reaches = [&](u64 key) {
-        return !(params.min_p > 0.f) || weight_fn.weight(Row::value(key)) >= params.min_p;
-      };
-      const RankedDraw<decltype(reaches)> visitor = {scratch, sums, ranked, selected, k, !p.raw, reaches};
-      draw_by_pairs(scratch, selector.candidates(), selector.masses(), sums->mass_before, count, k,
-                    joint ? scratch->row_mass : 0, params.q32, visitor);
-      keys = ranked;
-      __syncthreads();
-    } else if (selector.ranks()) {
-      rank_keys(selector.candidates(), count, selected, [&](int place, u64 key) { ranked[place] = key; });
+    if (is_ranked) {
+      u64* const ranked = selector.ranked();
+      rank_keys(keys, count, [&](int n, int place, int id_place) {
+        ranked[place] = keys[n];
+        if (draws) ranked_masses[place] = PlacedMass::pack(masses[n], id_place);
+      });
       keys = ranked;
       __syncthreads();
     } else {
       sort_descending(selector.candidates(), count);
     }
-    for (int n = threadIdx.x; n < p.top_n; n += blockDim.x) p.top_ids[row_idx * p.top_n + n] = row.index(keys[n]);
   } else {
     sum_row_once();
     __syncthreads();
   }
-  double equal = sums->row_sum.x, rest = sums->row_sum.y;
-  const bool is_valid = fabsf(top) < INFINITY && !isnan(rest) && !isnan(params.temperature);
+  // The first warp may be drawing.
+  const int first_n = (threadIdx.x + blockDim.x - 32) % blockDim.x;
+  const bool is_valid = fabsf(top) < INFINITY && !isnan(sums->row_log_sum) && !isnan(params.temperature);
   if (!is_valid) {
     if (draws && threadIdx.x == 0) p.ids[row_idx] = 0, p.valid[row_idx] = false;
     write_no_logprobs(p, row_idx, draws || params.has_token);
+    for (int n = first_n; n < p.top_n; n += blockDim.x) p.top_ids[row_idx * p.top_n + n] = row.index(keys[n]);
     return;
   }
 
@@ -437,42 +412,36 @@ __global__ void __launch_bounds__(kMaxSelectThreads, 1) logprob_rows(const __gri
     const double below = static_cast<double>(v) - top;  // -inf stays -inf
     return temperature == 1.f ? below : below / static_cast<double>(temperature);
   };
-  int kept = p.length;  // of the elements in descending order
-  if (draws && selector.ranks()) {
-    kept = sums->num_reaching;
-    if (params.q32 < kQ32One) kept = min(kept, sums->num_kept);
-    kept = max(kept, 1);
-    rank = scratch->drawn;
-  } else if (k > 0) {
-    u64* const masses = selector.masses();
-    int reach = 0;
-    for (int n = threadIdx.x; n < k; n += blockDim.x) {
-      const float v = Row::value(keys[n]);
-      masses[n] = mass_of(weight_fn.scaled(v));
-      reach += !(params.min_p > 0.f) || weight_fn.weight(v) >= params.min_p;
-    }
-    kept = __syncthreads_count(reach > 0);
-    // More than one element per thread where k exceeds the number of threads.
-    if (k > static_cast<int>(blockDim.x)) kept += __syncthreads_count(reach > 1);
-    if (draws || params.q32 < kQ32One) {
-      if (!draws && threadIdx.x == 0) scratch->random_word = 0;  // no point is drawn
-      __syncwarp();
-      if (threadIdx.x < 32) keep_top_p(scratch, masses, k, joint ? scratch->row_mass : 0, params.q32);
-      __syncthreads();
-    }
-    if (params.q32 < kQ32One) kept = min(kept, scratch->num_kept);
-    kept = max(kept, 1);
+  const u64 row_mass = joint ? scratch->row_mass : 0;
+  if (draws && is_ranked) {
+    if (threadIdx.x < 32)
+      draw_ranked(scratch, ranked_masses, masses, count, k, row_mass, params.q32,
+                  [&](int place) { scratch->drawn = place; });
+    __syncwarp();
+  } else if (k > 0 && (draws || params.q32 < kQ32One)) {
+    for (int n = threadIdx.x; n < k; n += blockDim.x) masses[n] = mass_of(weight_fn.scaled(Row::value(keys[n])));
+    if (!draws && threadIdx.x == 0) scratch->random_word = 0;  // no point is drawn
+    __syncthreads();
+    if (threadIdx.x < 32) keep_top_p(scratch, masses, k, row_mass, params.q32);
+    __syncthreads();
     if constexpr (draws) {
       locate_point(
           masses, scratch->num_kept, scratch->point, [&](int n) { return row.index(keys[n]); },
           [&](int n) { scratch->drawn = n; });
       __syncthreads();
-      rank = scratch->drawn;
     }
   }
-  if (draws && p.raw) {
-    kept = p.length;
-  } else if (k > 0) {
+  int kept = p.length;  // of the elements in descending order
+  double log_sum = sums->row_log_sum;
+  if (k > 0 && !(draws && p.raw)) {
+    int reach = 0;
+    for (int n = threadIdx.x; n < k; n += blockDim.x)
+      reach += !(params.min_p > 0.f) || weight_fn.weight(Row::value(keys[n])) >= params.min_p;
+    kept = __syncthreads_count(reach > 0);
+    // More than one element per thread where k exceeds the number of threads.
+    if (k > static_cast<int>(blockDim.x)) kept += __syncthreads_count(reach > 1);
+    if (params.q32 < kQ32One) kept = min(kept, scratch->num_kept);
+    kept = max(kept, 1);
     double2 of_kept = {0., 0.};
     for (int n = threadIdx.x; n < kept; n += blockDim.x) {
       if (keys[n] >> 32 == range.largest) {
@@ -482,22 +451,20 @@ __global__ void __launch_bounds__(kMaxSelectThreads, 1) logprob_rows(const __gri
       }
     }
     of_kept = block_sums(of_kept, sums->warp_sums);
-    equal = of_kept.x, rest = of_kept.y;
+    log_sum = log1p(of_kept.x - 1. + of_kept.y);
   }
-  const double log_sum = log1p(equal - 1. + rest);
-  if (threadIdx.x == 0) {
-    const int token = draws ? row.index(keys[rank]) : params.token;
-    const bool has_token = draws || params.has_token;
-    if constexpr (draws) of_token = Row::value(keys[rank]);
-    const float logprob = static_cast<float>(exponent(of_token) - log_sum);
-    p.logprobs[row_idx] = has_token && rank < kept ? logprob : -INFINITY;
-    p.ranks[row_idx] = has_token ? rank + 1 : 0;
-    if (draws) p.ids[row_idx] = token, p.valid[row_idx] = true;
+  for (int n = first_n; n < p.top_n; n += blockDim.x) {
+    const int64_t to = row_idx * p.top_n + n;
+    p.top_ids[to] = row.index(keys[n]);
+    p.top_logprobs[to] = n < kept ? static_cast<float>(exponent(Row::value(keys[n])) - log_sum) : -INFINITY;
   }
-  for (int n = threadIdx.x; n < p.top_n; n += blockDim.x) {
-    p.top_logprobs[row_idx * p.top_n + n] =
-        n < kept ? static_cast<float>(exponent(Row::value(keys[n])) - log_sum) : -INFINITY;
-  }
+  if (threadIdx.x != 0) return;
+  if constexpr (draws) rank = scratch->drawn, of_token = Row::value(keys[rank]);
+  const bool has_token = draws || params.has_token;
+  const float logprob = static_cast<float>(exponent(of_token) - log_sum);
+  p.logprobs[row_idx] = has_token && rank < kept ? logprob : -INFINITY;
+  p.ranks[row_idx] = has_token ? rank + 1 : 0;
+  if (draws) p.ids[row_idx] = row.index(keys[rank]), p.valid[row_idx] = true;
 }
 
 // The log-probabilities of rows that logprob_rows does not cover, after it has written ids and ranks: a threshold

@@ -189,8 +189,8 @@ struct Slots {
 
   static __device__ __forceinline__ u32 hash(u32 place) { return place * 0x9e3779b1u; }
   // The place of an id in the part, or kNoToken.
-  __device__ __forceinline__ u32 place(u64 id) const {
-    const u32 place = static_cast<u32>(min(id - begin, u64{kNoToken}));
+  __device__ __forceinline__ u32 place(u32 id) const {
+    const u32 place = id - begin;
     // The highest bits of the hash are the part.
     const bool in_part = !tokens || static_cast<u32>(u64{hash(place)} >> (32 - part_bits)) == part_idx;
     return place < size && in_part ? place : kNoToken;
@@ -212,15 +212,37 @@ struct Slots {
   }
 };
 
-// An id; a negative int32 is outside any vocabulary too.
-__device__ __forceinline__ u64 load_id(const char* ids, bool is_int64, int i) {
-  return is_int64 ? reinterpret_cast<const u64*>(ids)[i] : u64{reinterpret_cast<const u32*>(ids)[i]};
+// An id of 64 bits; no vocabulary is as large as kNoToken, or as a negative id.
+__device__ __forceinline__ u32 narrow_id(u64 id) { return static_cast<u32>(min(id, u64{kNoToken})); }
+__device__ __forceinline__ u32 load_id(const char* ids, bool is_int64, int i) {
+  return is_int64 ? narrow_id(reinterpret_cast<const u64*>(ids)[i]) : reinterpret_cast<const u32*>(ids)[i];
 }
+
+// A count that is being loaded: the value is not used before value().
+struct LoadedCount {
+  int64_t wide;
+  int narrow = 0;
+  bool is_wide;
+  __device__ __forceinline__ LoadedCount(const CountPerRow& counts, int64_t row)
+      : wide(counts.value), is_wide(!counts.values || counts.is_int64) {
+    if (!counts.values) return;
+    if (counts.is_int64) {
+      wide = static_cast<const int64_t*>(counts.values)[row * counts.stride];
+    } else {
+      narrow = static_cast<const int*>(counts.values)[row * counts.stride];
+    }
+  }
+  __device__ __forceinline__ int64_t value() const {
+    int converted = narrow;
+    pin(converted);
+    return is_wide ? wide : converted;
+  }
+};
 
 // kIds ids of the history per thread, kProcessThreads apart, from `base` on. What they name is loaded once.
 template <typename In>
 struct HistoryBatch {
-  u64 ids[kIds];
+  u32 ids[kIds];
   u32 places[kIds];  // of them, kNoToken where there is nothing to write
   u32* slots[kIds];
   In logits[kIds];
@@ -229,12 +251,24 @@ struct HistoryBatch {
   // The ids, also those past the length of the row, which need not be known yet.
   __device__ __forceinline__ void load(const IdRows& rows, int64_t row, int base) {
     const char* const from = rows.ids + row * rows.row_bytes;
+    if (rows.is_int64) {
+      u64 wide[kIds];
 #pragma unroll
-    for (int n = 0; n < kIds; ++n) {
-      const int i = base + n * kProcessThreads;
-      ids[n] = i < rows.length ? load_id(from, rows.is_int64, i) : ~u64{0};
-      places[n] = kNoToken;
+      for (int n = 0; n < kIds; ++n) {
+        const int i = base + n * kProcessThreads;
+        wide[n] = i < rows.length ? reinterpret_cast<const u64*>(from)[i] : kNoToken;
+      }
+#pragma unroll
+      for (int n = 0; n < kIds; ++n) ids[n] = narrow_id(wide[n]);
+    } else {
+#pragma unroll
+      for (int n = 0; n < kIds; ++n) {
+        const int i = base + n * kProcessThreads;
+        ids[n] = i < rows.length ? reinterpret_cast<const u32*>(from)[i] : kNoToken;
+      }
     }
+#pragma unroll
+    for (int n = 0; n < kIds; ++n) places[n] = kNoToken;
   }
   __device__ __forceinline__ void set_places(const Slots& part) {
 #pragma unroll
@@ -308,16 +342,17 @@ __device__ __forceinline__ void write_named(const ProcessParams& p) {
   const LogitRow<In, Out> row(p, row_idx);
   constexpr int kBatch = kIds * kProcessThreads;
   // The first batch stays in registers. Its ids are loaded together with the parameters of the row.
+  const LoadedCount length_of_row(p.lengths, row_idx), prompt_of_row(p.prompt_lengths, row_idx);
   HistoryBatch<In> first;
   first.load(p.history, row_idx, threadIdx.x);
   Penalties penalties = {1.f, 0.f, 0.f};
   int length = 0;
   if (p.history.ids) {
-    const int64_t of_row = p.lengths.at(row_idx), prompt = p.prompt_lengths.at(row_idx);
     penalties = {p.repetition.at(row_idx), p.presence.at(row_idx), p.frequency.at(row_idx)};
-    length = static_cast<int>(max(int64_t{0}, min(of_row, int64_t{p.history.length})));
     first.set_places(part);
     first.load_logits(part, row);
+    length = static_cast<int>(max(int64_t{0}, min(length_of_row.value(), int64_t{p.history.length})));
+    const int64_t prompt = prompt_of_row.value();
     first.template find<true>(part, threadIdx.x, length);
     first.count(threadIdx.x, prompt);
 #pragma unroll 1

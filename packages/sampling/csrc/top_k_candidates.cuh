@@ -37,11 +37,12 @@ struct TopKLayout {
     while ((length - 1) >> chunk_bits >= 256) ++chunk_bits;
     num_chunks = ((length - 1) >> chunk_bits) + 1;
   }
-  // Byte offsets: candidates at 0, their masses, the sorted candidates or prefix sums of masses, the selected groups,
-  // the largest element of each group.
+  // Byte offsets: candidates at 0, their masses, the ranked candidates and their masses, the selected groups, the largest
+  // element of each group.
   __host__ __device__ size_t masses() const { return sizeof(u64) * max_candidates; }
   __host__ __device__ size_t ranked() const { return 2 * masses(); }
-  __host__ __device__ size_t groups() const { return ranked() + sizeof(u64) * kMaxRanked; }
+  __host__ __device__ size_t ranked_masses() const { return ranked() + sizeof(u64) * kMaxRanked; }
+  __host__ __device__ size_t groups() const { return ranked_masses() + sizeof(u64) * kMaxRanked; }
   __host__ __device__ size_t maxima() const { return groups() + sizeof(u32) * ((max_groups + 3) / 4 * 4); }
   __host__ __device__ size_t bytes() const { return maxima() + sizeof(u32) * 32 * num_chunks; }
 };
@@ -53,17 +54,16 @@ struct alignas(16) TopKScratch {
   u64 received;               // mbarrier of the first block
   u64 ranges[kMaxTopKWarps];  // a TopKRange of each warp of the cluster
   u32 largest;                // element of the row
-  u32 num_groups, num_candidates, num_larger;
+  u32 num_groups, num_larger_groups, num_candidates, num_larger;
   u32 random_word;
   int num_kept;
   u64 point;
-  u64 kept_mass;  // of what top-k keeps
   u64 row_mass;
   float softmax_sum;
   int drawn;  // the place of the drawn element in descending order
 };
 
-// Keys of values: a lower bound of the k-th largest maximum of a group, and the largest element.
+// Keys of values: the smallest maximum of a segment, of those that reach kLeastValue, and the largest element.
 struct TopKRange {
   u32 least, largest;
 };
@@ -73,8 +73,10 @@ template <Kind kind>
 struct TopKRow {
   static constexpr bool scores = kind == Kind::scores;
   static constexpr u32 kNan = scores ? 0u : 0xffffffffu;
-  // Keys below it are those of elements without mass, which are not selected.
-  static constexpr u32 kLeastKey = scores ? 0u : kind == Kind::logits ? 0x00800000u : 0x80000001u;
+  // Keys below it are those of -inf, NaN and, among probabilities, 0.
+  static constexpr u32 kLeastValue = kind == Kind::probs ? 0x80000001u : 0x00800000u;
+  // Keys below it are not selected: those of elements without mass.
+  static constexpr u32 kLeastKey = scores ? 0u : kLeastValue;
 
   const char* row;
   int dtype, length;
@@ -235,6 +237,9 @@ struct TopKSelector {
   __device__ __forceinline__ u64* candidates() const { return reinterpret_cast<u64*>(memory); }
   __device__ __forceinline__ bool ranks() const { return layout.max_candidates == kMaxRanked; }
   __device__ __forceinline__ u64* ranked() const { return reinterpret_cast<u64*>(memory + layout.ranked()); }
+  __device__ __forceinline__ u64* ranked_masses() const {
+    return reinterpret_cast<u64*>(memory + layout.ranked_masses());
+  }
   __device__ __forceinline__ u64* masses() const { return reinterpret_cast<u64*>(memory + layout.masses()); }
   __device__ __forceinline__ u32* groups() const { return reinterpret_cast<u32*>(memory + layout.groups()); }
   __device__ __forceinline__ u32* maxima() const { return reinterpret_cast<u32*>(memory + layout.maxima()); }
@@ -251,7 +256,7 @@ struct TopKSelector {
     scratch->select.init();
     clear_candidates();
     if (threadIdx.x == 0) {
-      scratch->num_groups = scratch->num_candidates = scratch->num_larger = 0;
+      scratch->num_groups = scratch->num_larger_groups = scratch->num_candidates = scratch->num_larger = 0;
       scratch->row_mass = 0;
       ptx::mbarrier_init(&scratch->received, 1);
       ptx::fence_mbarrier_init();
@@ -267,14 +272,13 @@ struct TopKSelector {
   template <typename Read, typename Send>
   __device__ __forceinline__ void read_row(int k, Read read, Send send) const {
     const int full_chunks = row.length >> row.chunk_bits;
-    // Lanes per segment, so few that there are at least k segments: the smallest of their maxima is then a lower bound
-    // of the k-th largest maximum of a group.
+    // Lanes per segment, so few that there are at least k segments.
     int segment_bits = 5;
     while (segment_bits > 0 && full_chunks << (5 - segment_bits) < k) --segment_bits;
     const u32 to = ptx::map_shared(ptx::shared_address(maxima()), 0),
               range_to = ptx::map_shared(ptx::shared_address(&scratch->ranges[cluster.warp]), 0),
               received = ptx::map_shared(ptx::shared_address(&scratch->received), 0);
-    u32 least = full_chunks << (5 - segment_bits) < k ? 0 : 0xffffffffu, most = 0;
+    u32 least = 0xffffffffu, most = 0;
     bool first = true;
 #pragma unroll 1
     for (int chunk = cluster.warp; first || chunk < layout.num_chunks; chunk += cluster.num_warps) {
@@ -291,16 +295,15 @@ struct TopKSelector {
       send(chunk);
       const u32 of_chunk = __reduce_max_sync(kAllLanes, own);
       most = max(most, of_chunk);
-      if (chunk >= full_chunks) continue;
       u32 of_segment = of_chunk;
       if (segment_bits < 5) {
         of_segment = own;
 #pragma unroll 1
         for (int distance = 1; distance < 1 << segment_bits; distance *= 2)
           of_segment = max(of_segment, __shfl_xor_sync(kAllLanes, of_segment, distance));
-        of_segment = __reduce_min_sync(kAllLanes, of_segment);
+        of_segment = __reduce_min_sync(kAllLanes, of_segment >= Row::kLeastValue ? of_segment : 0xffffffffu);
       }
-      least = min(least, of_segment);
+      if (of_segment >= Row::kLeastValue) least = min(least, of_segment);
     }
     const u64 range = static_cast<u64>(most) << 32 | least;
     if (cluster.lane != 0) return;
@@ -340,52 +343,17 @@ struct TopKSelector {
   template <typename Write, typename OtherWork>
   __device__ __forceinline__ int collect(int k, const TopKRange& range, Write write, OtherWork other_work) const {
     const u32 max_groups = k + k / 8 + 32;
-    const u32 num_maxima = 32 * layout.num_chunks;
-    const u32* const of_group = maxima();
-    const auto for_each_max = [&](auto visit) {
-#pragma unroll 2
-      for (u32 i = 4 * threadIdx.x; i < num_maxima; i += 4 * blockDim.x) {
-        const uint4 four = *reinterpret_cast<const uint4*>(of_group + i);
-        const u32 rest = static_cast<u32>(layout.num_chunks - 1) - (i >> 5);
-        visit(static_cast<u64>(four.x) << 32 | rest), visit(static_cast<u64>(four.y) << 32 | rest);
-        visit(static_cast<u64>(four.z) << 32 | rest), visit(static_cast<u64>(four.w) << 32 | rest);
-      }
-    };
-    u64 low = static_cast<u64>(max(range.least, Row::kLeastKey)) << 32;
-    if (num_maxima > max_groups) {
-      const u32 last = static_cast<u32>(layout.num_chunks - 1);
-      const ValueRange values =
-          select_values(&scratch->select, static_cast<u32>(low >> 32), range.largest, k, [&](auto visit) {
-#pragma unroll 2
-            for (u32 i = 4 * threadIdx.x; i < num_maxima; i += 4 * blockDim.x) {
-              const uint4 four = *reinterpret_cast<const uint4*>(of_group + i);
-              visit(four.x), visit(four.y), visit(four.z), visit(four.w);
-            }
-          });
-      low = static_cast<u64>(values.low) << 32;
-      if (values.reach > max_groups) {
-        low = select(&scratch->select, low, static_cast<u64>(values.high) << 32 | last, last, values.above, k,
-                     max_groups, for_each_max);
-        if (static_cast<u32>(low) > last) low = ((low >> 32) + 1) << 32;  // no such chunk
-      }
+    const u32 num_maxima = 32 * layout.num_chunks, last = static_cast<u32>(layout.num_chunks - 1);
+    u64 low = static_cast<u64>(Row::kLeastKey) << 32;
+    if (num_maxima > max_groups) low = static_cast<u64>(find_bound(k, range)) << 32;
+    choose_groups(low, max_groups);
+    if (scratch->num_groups > max_groups) {  // many groups have equal or nearly equal maxima
+      low = select_groups(k, max_groups, static_cast<u32>(low >> 32), range);
+      if (static_cast<u32>(low) > last) low = ((low >> 32) + 1) << 32;  // no such chunk
+      if (threadIdx.x == 0) scratch->num_groups = 0;
+      __syncthreads();
+      choose_groups(low, max_groups);
     }
-#pragma unroll 1
-    for (u32 base = 0; base < num_maxima; base += 4 * blockDim.x) {
-      const u32 i = base + 4 * threadIdx.x;
-      u32 chosen = 0;
-      if (i < num_maxima) {
-        const uint4 four = *reinterpret_cast<const uint4*>(of_group + i);
-        const u32 least =
-            static_cast<u32>(low >> 32) + (static_cast<u32>(layout.num_chunks - 1) - (i >> 5) < static_cast<u32>(low));
-        chosen = (four.x >= least) | (four.y >= least) << 1 | (four.z >= least) << 2 | (four.w >= least) << 3;
-      }
-      u32 place = append_place(&scratch->num_groups, __popc(chosen), cluster.lane);
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        if (chosen >> e & 1) groups()[place++] = i + e;
-      }
-    }
-    __syncthreads();
     other_work();
     const int num_groups = static_cast<int>(scratch->num_groups);
     // Of the elements equal to the smallest of these maxima, those up to the last chunk of an equal maximum suffice.
@@ -415,6 +383,79 @@ struct TopKSelector {
     }
   }
 
+  // A lower bound of the k-th largest maximum of a group, which few more than k groups reach if values differ: that of
+  // the maxima of eight groups, or of those of groups if there are too few.
+  __device__ __forceinline__ u32 find_bound(int k, const TopKRange& range) const {
+    const u32* const of_group = maxima();
+    const int num_eights = 4 * layout.num_chunks;
+    const bool by_eights = num_eights >= 3 * k;
+    const u32 low = max(range.least, Row::kLeastKey);
+    const ValueRange values = select_values(&scratch->select, low, range.largest, k, [&](auto visit) {
+#pragma unroll 2
+      for (int i = threadIdx.x; i < num_eights; i += blockDim.x) {
+        const uint4 a = reinterpret_cast<const uint4*>(of_group)[2 * i],
+                    b = reinterpret_cast<const uint4*>(of_group)[2 * i + 1];
+        if (by_eights) {
+          visit(max(max(max(a.x, a.y), max(a.z, a.w)), max(max(b.x, b.y), max(b.z, b.w))));
+        } else {
+          visit(a.x), visit(a.y), visit(a.z), visit(a.w), visit(b.x), visit(b.y), visit(b.z), visit(b.w);
+        }
+      }
+    });
+    return values.reach >= k ? values.low : Row::kLeastKey;
+  }
+
+  // Lists the groups whose maxima reach `low`, as far as they fit. The lower half of `low` orders equal maxima by chunk.
+  __device__ __forceinline__ void choose_groups(u64 low, u32 max_groups) const {
+    const u32 num_maxima = 32 * layout.num_chunks, last = static_cast<u32>(layout.num_chunks - 1);
+    u32 chosen = 0, num_larger = 0;  // four bits for each load, up to eight loads
+    int shift = 0;
+#pragma unroll 2
+    for (u32 i = 4 * threadIdx.x; i < num_maxima; i += 4 * blockDim.x, shift += 4) {
+      const uint4 four = *reinterpret_cast<const uint4*>(maxima() + i);
+      const u32 value = static_cast<u32>(low >> 32), least = value + (last - (i >> 5) < static_cast<u32>(low));
+      num_larger += (four.x > value) + (four.y > value) + (four.z > value) + (four.w > value);
+      chosen |= ((four.x >= least) | (four.y >= least) << 1 | (four.z >= least) << 2 | (four.w >= least) << 3) << shift;
+    }
+    u32 place = append_place<6>(&scratch->num_groups, __popc(chosen), cluster.lane);
+    for (; chosen != 0; chosen &= chosen - 1, ++place) {
+      const int bit = __ffs(chosen) - 1;
+      if (place < max_groups) groups()[place] = 4 * (threadIdx.x + bit / 4 * blockDim.x) + bit % 4;
+    }
+    num_larger = __reduce_add_sync(kAllLanes, num_larger);
+    if (cluster.lane == 0 && num_larger > 0) atomicAdd(&scratch->num_larger_groups, num_larger);
+    __syncthreads();
+  }
+
+  // The key of a maximum and a chunk that at least k and at most max_groups groups reach, after choose_groups(low << 32).
+  // Of equal maxima, those of the first chunks have the largest keys.
+  __device__ __forceinline__ u64 select_groups(int k, u32 max_groups, u32 low, const TopKRange& range) const {
+    const u32 num_maxima = 32 * layout.num_chunks, last = static_cast<u32>(layout.num_chunks - 1);
+    const u32* const of_group = maxima();
+    ValueRange values = {low, low, scratch->num_larger_groups, ~0u};
+    if (values.above >= k) {  // not only equal ones are too many
+      values = select_values(&scratch->select, low, range.largest, k, [&](auto visit) {
+#pragma unroll 2
+        for (u32 i = 4 * threadIdx.x; i < num_maxima; i += 4 * blockDim.x) {
+          const uint4 four = *reinterpret_cast<const uint4*>(of_group + i);
+          visit(four.x), visit(four.y), visit(four.z), visit(four.w);
+        }
+      });
+    }
+    const u64 first = static_cast<u64>(values.low) << 32;
+    if (values.reach <= max_groups) return first;
+    return select(&scratch->select, first, static_cast<u64>(values.high) << 32 | last, last, values.above, k, max_groups,
+                  [&](auto visit) {
+#pragma unroll 2
+                    for (u32 i = 4 * threadIdx.x; i < num_maxima; i += 4 * blockDim.x) {
+                      const uint4 four = *reinterpret_cast<const uint4*>(of_group + i);
+                      const u32 rest = last - (i >> 5);
+                      visit(static_cast<u64>(four.x) << 32 | rest), visit(static_cast<u64>(four.y) << 32 | rest);
+                      visit(static_cast<u64>(four.z) << 32 | rest), visit(static_cast<u64>(four.w) << 32 | rest);
+                    }
+                  });
+  }
+
   // Appends the elements of the groups that reach `low` to the candidates, as far as they fit. Returns their number.
   template <typename Write>
   __device__ __forceinline__ int append(u64 low, int num_groups, Write write) const {
@@ -427,7 +468,7 @@ struct TopKSelector {
         chosen |= static_cast<u32>(is_element && row.key(keys[e], indices[e]) >= low) << e;
         num_larger += is_element && keys[e] > static_cast<u32>(low >> 32);
       }
-      u32 place = append_place(&scratch->num_candidates, __popc(chosen), cluster.lane);
+      u32 place = append_place<3>(&scratch->num_candidates, __popc(chosen), cluster.lane);
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         if (!(chosen >> e & 1)) continue;

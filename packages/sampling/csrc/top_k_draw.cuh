@@ -32,86 +32,58 @@ __device__ __forceinline__ void sum_row(const TopKSelector<kind>& selector, cons
   cluster.sync();
 }
 
-// What top-p keeps of the k largest, and the point of their mass that is drawn. By the first warp.
+// A mass, and a place in other bits: masses are smaller than 2^52, and so is the sum of those that are ranked.
+struct PlacedMass {
+  static constexpr int kShift = 52;
+  static __device__ __forceinline__ u64 pack(u64 mass, int place) { return mass | static_cast<u64>(place) << kShift; }
+  static __device__ __forceinline__ u64 mass(u64 v) { return v & ((u64{1} << kShift) - 1); }
+  static __device__ __forceinline__ int place(u64 v) { return static_cast<int>(v >> kShift); }
+};
+
+// What top-p keeps of the k largest, and the point of their mass that is drawn. By the first warp. `masses` may hold
+// places.
 __device__ __forceinline__ void keep_top_p(TopKScratch* scratch, const u64* masses, int k, u64 row_mass, u64 q32) {
   const int lane = threadIdx.x, per_lane = (k + 31) / 32, end = min(k, (lane + 1) * per_lane);
   u64 sum = 0;
-  for (int n = lane * per_lane; n < end; ++n) sum += masses[n];
+  for (int n = lane * per_lane; n < end; ++n) sum += PlacedMass::mass(masses[n]);
   const u64 up_to = warp_inclusive_sum(sum, lane);
   const u64 all = row_mass ? row_mass : __shfl_sync(kAllLanes, up_to, 31);
   const u64 goal = max(u64{1}, scale_q32(all, q32));
   u64 before = up_to - sum, kept_mass = 0;
   u32 kept = 0;
   for (int n = lane * per_lane; n < end; ++n) {
-    const u64 mass = masses[n];
+    const u64 mass = PlacedMass::mass(masses[n]);
     if (before < goal) ++kept, kept_mass += mass;
     before += mass;
   }
   kept = __reduce_add_sync(kAllLanes, kept), kept_mass = warp_sum(kept_mass);
   if (lane == 0)
     scratch->num_kept = static_cast<int>(kept), scratch->point = scale_q32(kept_mass, scratch->random_word);
+  __syncwarp();
 }
 
-// Few candidates, followed by zeros: each is compared with all others, first by value, for what the filters keep, then by
-// id, for the one at whose mass the prefix sum exceeds the point. One thread calls visitor.rank(n, place, key) for
-// candidate n, whose place is that in descending order; visitor.keep() if the filters keep it; visitor.draw(n, key) if
-// it is drawn. row_mass: 0 unless top-p counts it. `before` has space for kMaxRanked sums.
-template <typename Visitor>
-__device__ __forceinline__ void draw_by_pairs(TopKScratch* scratch, const u64* keys, const u64* masses, u64* before,
-                                              int count, int k, u64 row_mass, u64 q32, const Visitor& visitor) {
-  constexpr int kLanes = 8;  // that share two candidates, and load two others each
-  constexpr u64 kOne = u64{1} << 52;  // sums of masses are smaller
-  const int lane = threadIdx.x % kLanes, pairs = blockDim.x / kLanes;
-  const auto two = [](const u64* from, int n) { return *reinterpret_cast<const ulonglong2*>(from + n); };
-  const auto sum_of_lanes = [](u64 v) {
-#pragma unroll
-    for (int distance = 1; distance < kLanes; distance *= 2) v += __shfl_xor_sync(kAllLanes, v, distance);
-    return v;
-  };
-#pragma unroll 1
-  for (int base = 0; base < count; base += 2 * pairs) {
-    const int own = base + 2 * (static_cast<int>(threadIdx.x) / kLanes);
-    const ulonglong2 key = two(keys, min(own, kMaxRanked - 2));
-    u64 first = 0, second = 0;  // the larger candidates, times kOne, and their mass
-#pragma unroll 2
-    for (int other = 2 * lane; other < count; other += 2 * kLanes) {
-      const ulonglong2 others = two(keys, other), mass = two(masses, other);
-      first += (others.x > key.x ? mass.x + kOne : 0) + (others.y > key.x ? mass.y + kOne : 0);
-      second += (others.x > key.y ? mass.x + kOne : 0) + (others.y > key.y ? mass.y + kOne : 0);
-    }
-    first = sum_of_lanes(first), second = sum_of_lanes(second);
-    if (lane >= 2 || own >= kMaxRanked) continue;
-    const int n = own + lane;
-    const u64 sum = lane == 0 ? first : second, mass = sum % kOne;
-    const int place = static_cast<int>(sum / kOne);
-    before[n] = n < count && place < k ? mass : ~u64{0};
-    if (n >= count) continue;
-    if (place == k - 1) scratch->kept_mass = mass + masses[n];
-    visitor.rank(n, place, lane == 0 ? key.x : key.y);
+// Few candidates: calls write(place) for the one at whose mass the prefix sum in the order of ids exceeds the point.
+// `masses` are those in descending order of values, with the places in the order of ids; `by_id` has space for them. By
+// the first warp.
+template <typename Write>
+__device__ __forceinline__ void draw_ranked(TopKScratch* scratch, const u64* masses, u64* by_id, int count, int k,
+                                            u64 row_mass, u64 q32, Write write) {
+  keep_top_p(scratch, masses, k, row_mass, q32);
+  const int lane = threadIdx.x, kept = scratch->num_kept;
+  for (int n = lane; n < count; n += 32) {
+    const u64 own = masses[n];
+    by_id[PlacedMass::place(own)] = PlacedMass::pack(n < kept ? PlacedMass::mass(own) : 0, n);
   }
-  __syncthreads();
-  const u64 goal = max(u64{1}, scale_q32(row_mass ? row_mass : scratch->kept_mass, q32));
-#pragma unroll 1
-  for (int base = 0; base < count; base += 2 * pairs) {
-    const int own = base + 2 * (static_cast<int>(threadIdx.x) / kLanes);
-    const ulonglong2 key = two(keys, min(own, kMaxRanked - 2));
-    const u32 order[2] = {static_cast<u32>(key.x), static_cast<u32>(key.y)};  // larger for a lower id
-    u64 all = 0, first = 0, second = 0;
-#pragma unroll 2
-    for (int other = 2 * lane; other < count; other += 2 * kLanes) {
-      const ulonglong2 others = two(keys, other), before_other = two(before, other);
-      ulonglong2 mass = two(masses, other);
-      mass.x = before_other.x < goal ? mass.x : 0, mass.y = before_other.y < goal ? mass.y : 0;
-      all += mass.x + mass.y;
-      first += (static_cast<u32>(others.x) > order[0] ? mass.x : 0) + (static_cast<u32>(others.y) > order[0] ? mass.y : 0);
-      second += (static_cast<u32>(others.x) > order[1] ? mass.x : 0) + (static_cast<u32>(others.y) > order[1] ? mass.y : 0);
-    }
-    all = sum_of_lanes(all), first = sum_of_lanes(first), second = sum_of_lanes(second);
-    const int n = own + lane;
-    if (lane >= 2 || n >= count || before[n] >= goal) continue;
-    visitor.keep();
-    const u64 point = scale_q32(all, scratch->random_word), mass = lane == 0 ? first : second;
-    if (point >= mass && point - mass < masses[n]) visitor.draw(n, lane == 0 ? key.x : key.y);
+  __syncwarp();
+  const u64 point = scratch->point;
+  const int per_lane = (count + 31) / 32, end = min(count, (lane + 1) * per_lane);
+  u64 sum = 0;
+  for (int n = lane * per_lane; n < end; ++n) sum += PlacedMass::mass(by_id[n]);
+  u64 before = warp_inclusive_sum(sum, lane) - sum;
+  for (int n = lane * per_lane; n < end; ++n) {
+    const u64 own = by_id[n], mass = PlacedMass::mass(own);
+    if (point >= before && point - before < mass) write(PlacedMass::place(own));
+    before += mass;
   }
 }
 
@@ -132,17 +104,6 @@ __device__ __forceinline__ void draw_by_sort(u64* keys, const u64* masses, int k
     before += mass;
   }
 }
-
-// Writes what is drawn.
-template <typename Row>
-struct DrawnId {
-  const Row& row;
-  int* id;
-  bool* valid;
-  __device__ __forceinline__ void rank(int, int, u64) const {}
-  __device__ __forceinline__ void keep() const {}
-  __device__ __forceinline__ void draw(int, u64 key) const { *id = row.index(key), *valid = true; }
-};
 
 template <Kind kind>
 __global__ void __launch_bounds__(kMaxSelectThreads, kTopKBlocksPerSm) top_k_draw(const __grid_constant__ Params p) {
@@ -196,12 +157,19 @@ __global__ void __launch_bounds__(kMaxSelectThreads, kTopKBlocksPerSm) top_k_dra
   u64* const keys = selector.candidates();
   u64* const masses = selector.masses();
   const auto set_mass = [&](u32 n, u64 key) { masses[n] = mass_of(weight_fn.scaled(row.value(key) * factor)); };
-  const DrawnId<TopKRow<kind>> drawn = {row, p.ids + row_idx, p.valid + row_idx};
+  const auto write = [&](u64 key) { p.ids[row_idx] = row.index(key), p.valid[row_idx] = true; };
   const int count = selector.collect(k, range, set_mass);
   const u64 row_mass = joint ? scratch->row_mass : 0;
   k = min(k, count);
   if (selector.ranks()) {
-    draw_by_pairs(scratch, keys, masses, selector.ranked(), count, k, row_mass, q32, drawn);
+    u64* const ranked = selector.ranked();
+    u64* const ranked_masses = selector.ranked_masses();
+    rank_keys(keys, count, [&](int n, int place, int id_place) {
+      ranked[place] = keys[n], ranked_masses[place] = PlacedMass::pack(masses[n], id_place);
+    });
+    __syncthreads();
+    if (threadIdx.x >= 32) return;
+    draw_ranked(scratch, ranked_masses, masses, count, k, row_mass, q32, [&](int place) { write(ranked[place]); });
     return;
   }
   sort_descending(keys, count);
@@ -209,7 +177,7 @@ __global__ void __launch_bounds__(kMaxSelectThreads, kTopKBlocksPerSm) top_k_dra
   __syncthreads();
   if (threadIdx.x < 32) keep_top_p(scratch, masses, k, row_mass, q32);
   __syncthreads();
-  draw_by_sort(keys, masses, scratch->num_kept, scratch->point, [&](u64 key) { drawn.draw(0, key); });
+  draw_by_sort(keys, masses, scratch->num_kept, scratch->point, write);
 }
 
 }  // namespace kestrel::sampling
