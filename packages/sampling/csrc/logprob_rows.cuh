@@ -67,11 +67,11 @@ template <bool counts>
 struct LogprobReader {
   using Row = TopKRow<Kind::scores>;
   const Row& row;
+  TileLoader<Kind::scores> loader;
   float slope, slope_rest;  // not 0: -inf has weight 0
   int token;
   float of_token;
   u32 before = 0;  // elements before the token in descending order
-  uint4 loaded[kGroup / 4] = {};
 
   __device__ __forceinline__ float weight(float below) const {
     return ptx::ex2_approx_ftz(__fmaf_rn(below, slope_rest, __fmul_rn(below, slope)));
@@ -88,25 +88,6 @@ struct LogprobReader {
     return ((e >> bits) << (bits + 5)) + (lane << bits) + (e & ((1 << bits) - 1));
   }
 
-  // Starts the loads of 32 elements, none past the row.
-  __device__ __forceinline__ void load(int begin, int lane) {
-    const int bits = row.pack_bits, packs = kGroup >> bits;
-    if (bits == 0) return;
-    const char* const from = row.row + ((static_cast<int64_t>(begin >> bits) + lane) << 4);
-    const int full = min(packs, (((row.length - begin) >> bits) - lane + 31) >> 5);  // of this lane
-    if (begin + kTileOfGroups <= row.length) {
-#pragma unroll
-      for (int u = 0; u < kGroup / 8; ++u) loaded[u] = load16_streamed(from + 512 * u);
-      if (bits == 3) return;
-#pragma unroll
-      for (int u = kGroup / 8; u < kGroup / 4; ++u) loaded[u] = load16_streamed(from + 512 * u);
-      return;
-    }
-#pragma unroll
-    for (int u = 0; u < kGroup / 4; ++u) {
-      if (u < full) loaded[u] = load16_streamed(from + 512 * u);
-    }
-  }
   // The elements that are loaded; those past the row are NaN.
   __device__ __forceinline__ void take(int begin, int lane, float (&v)[kGroup]) const {
     if (row.dtype == kRowFloat32) {
@@ -132,17 +113,9 @@ struct LogprobReader {
 #pragma unroll
     for (int u = 0; u < kGroup / size; ++u) {
       float some[size];
-      Pack<T>{loaded[u]}.unpack(some);
+      loader.template unpack<T>(begin, lane, u, some);
 #pragma unroll
       for (int e = 0; e < size; ++e) v[u * size + e] = some[e];
-    }
-    if (begin + kTileOfGroups <= row.length) return;
-#pragma unroll
-    for (int u = 0; u < kGroup / size; ++u) {
-      const int i = begin + (u * 32 + lane) * size;
-      if (i + size <= row.length) continue;
-#pragma unroll
-      for (int e = 0; e < size; ++e) v[u * size + e] = i + e < row.length ? to_float(from[i + e]) : not_a_number();
     }
   }
 
@@ -203,7 +176,7 @@ struct LogprobReader {
       const int64_t next = begin + kTileOfGroups < end ? begin + kTileOfGroups : int64_t{next_chunk} << row.chunk_bits;
       float v[kGroup];
       take(begin, lane, v);
-      if (next < row.length) load(static_cast<int>(next), lane);
+      if (next < row.length) loader.load(static_cast<int>(next), lane);
       most = fmaxf(most, add(begin, lane, v, sum));
     }
     return Row::key(most);
@@ -308,8 +281,8 @@ __global__ void __launch_bounds__(kMaxSelectThreads, 1) logprob_rows(const __gri
   {
     const LogprobRow params(p, row_idx);
     k = params.selects() ? params.k : 0, selected = max(k, p.top_n);
-    LogprobReader<!draws> reader = {row, 0.f, 0.f, 0, 0.f};
-    if (cluster.warp < layout.num_chunks) reader.load(cluster.warp << layout.chunk_bits, cluster.lane);
+    LogprobReader<!draws> reader = {row, {row, {}}, 0.f, 0.f, 0, 0.f};
+    if (cluster.warp < layout.num_chunks) reader.loader.load(cluster.warp << layout.chunk_bits, cluster.lane);
     // While the loads are in flight:
     sum_fn.set_temperature(draws && p.raw ? 1.f : params.temperature);
     reader.slope = sum_fn.slope, reader.slope_rest = fmaxf(sum_fn.slope_rest, FLT_MIN);

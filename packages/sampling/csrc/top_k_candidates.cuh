@@ -131,52 +131,6 @@ struct TopKRow {
     for (int e = 0; e < 4; ++e) v[e] = i + e * stride() < length ? element(i + e * stride()) : padding();
   }
 
-  // The key of the largest element of this lane's group.
-  __device__ __forceinline__ u32 group_max(int chunk, int lane) const {
-    float most = padding();
-    const int end = min((chunk + 1) << chunk_bits, length);
-#pragma unroll 1
-    for (int begin = chunk << chunk_bits; begin < end; begin += kTileOfGroups) {
-      if (pack_bits == 0) {
-#pragma unroll 16
-        for (int e = 0; e < kGroup; ++e) {
-          const int i = begin + 32 * e + lane;
-          most = larger(most, i < length ? element(i) : padding());
-        }
-      } else if (dtype == kRowFloat32) {
-        most = larger(most, max_of_packs<float>(begin, lane));
-      } else if (dtype == kRowFloat16) {
-        most = larger(most, max_of_packs<__half>(begin, lane));
-      } else {
-        most = larger(most, max_of_packs<__nv_bfloat16>(begin, lane));
-      }
-    }
-    return key(most);
-  }
-  template <typename T>
-  __device__ __forceinline__ float max_of_packs(int begin, int lane) const {
-    constexpr int size = Pack<T>::size, loads = kGroup / size;
-    Pack<T> pack[loads];
-    float most = padding();
-    if (begin + kTileOfGroups <= length) {
-#pragma unroll
-      for (int u = 0; u < loads; ++u)
-        pack[u].bits = load16_streamed(row + int64_t{begin + (u * 32 + lane) * size} * sizeof(T));
-#pragma unroll
-      for (int u = 0; u < loads; ++u) most = larger(most, max_of(pack[u]));
-      return most;
-    }
-#pragma unroll 1
-    for (int i = begin + lane * size; i < length; i += 32 * size) {
-      if (i + size <= length) {
-        pack[0].bits = load16_streamed(row + int64_t{i} * sizeof(T));
-        most = larger(most, max_of(pack[0]));
-      } else {
-        for (int e = i; e < length; ++e) most = larger(most, element(e));
-      }
-    }
-    return most;
-  }
   template <typename T>
   static __device__ __forceinline__ float max_of(const Pack<T>& pack) {
     float v[Pack<T>::size];
@@ -225,6 +179,106 @@ struct TopKRow {
   }
 };
 
+// The 32 elements of each lane of a warp that are loaded next: 1024 of the row, a tile.
+template <Kind kind>
+struct TileLoader {
+  const TopKRow<kind>& row;
+  uint4 loaded[kGroup / 4];
+
+  __device__ __forceinline__ const char* address(int begin, int lane) const {
+    return row.row + ((static_cast<int64_t>(begin >> row.pack_bits) + lane) << 4);
+  }
+  // Starts the loads of a row that is aligned, none past it.
+  __device__ __forceinline__ void load(int begin, int lane) {
+    const int bits = row.pack_bits;
+    if (bits == 0) return;
+    const char* const from = address(begin, lane);
+    if (begin + kTileOfGroups <= row.length) {
+#pragma unroll
+      for (int u = 0; u < kGroup / 8; ++u) loaded[u] = load16_streamed(from + 512 * u);
+      if (bits == 3) return;
+#pragma unroll
+      for (int u = kGroup / 8; u < kGroup / 4; ++u) loaded[u] = load16_streamed(from + 512 * u);
+      return;
+    }
+    const int packs = (((row.length - begin) >> bits) - lane + 31) >> 5;  // of this lane
+#pragma unroll
+    for (int u = 0; u < kGroup / 4; ++u) {
+      if (u < min(packs, kGroup >> bits)) loaded[u] = load16_streamed(from + 512 * u);
+    }
+  }
+  // The elements of pack u of a row of T; those past the row are padding.
+  template <typename T>
+  __device__ __forceinline__ void unpack(int begin, int lane, int u, float (&v)[Pack<T>::size]) const {
+    constexpr int size = Pack<T>::size;
+    const int i = begin + (u * 32 + lane) * size;
+    if (begin + kTileOfGroups <= row.length || i + size <= row.length) {
+      Pack<T>{loaded[u]}.unpack(v);
+      return;
+    }
+#pragma unroll
+    for (int e = 0; e < size; ++e)
+      v[e] = i + e < row.length ? to_float(reinterpret_cast<const T*>(row.row)[i + e]) : row.padding();
+  }
+};
+
+// The largest element of this lane's groups.
+template <Kind kind>
+struct GroupMaxReader {
+  using Row = TopKRow<kind>;
+  TileLoader<kind> loader;
+
+  // The key of that of a chunk, whose first elements are being loaded. Starts the next chunk of the warp.
+  __device__ __forceinline__ u32 read(int chunk, int next_chunk, int lane) {
+    const Row& row = loader.row;
+    const int end = min((chunk + 1) << row.chunk_bits, row.length);
+    float most = row.padding();
+#pragma unroll 1
+    for (int begin = chunk << row.chunk_bits; begin < end; begin += kTileOfGroups) {
+      const int64_t next = begin + kTileOfGroups < end ? begin + kTileOfGroups : int64_t{next_chunk} << row.chunk_bits;
+      if (row.pack_bits == 0) {
+#pragma unroll 16
+        for (int e = 0; e < kGroup; ++e) {
+          const int i = begin + 32 * e + lane;
+          most = row.larger(most, i < row.length ? row.element(i) : row.padding());
+        }
+      } else if (row.dtype == kRowFloat32) {
+        most = row.larger(most, largest<float>(begin, next, lane));
+      } else if (row.dtype == kRowFloat16) {
+        most = row.larger(most, largest<__half>(begin, next, lane));
+      } else {
+        most = row.larger(most, largest<__nv_bfloat16>(begin, next, lane));
+      }
+    }
+    return row.key(most);
+  }
+  // Of a tile. Starts the loads of the tile at `next`.
+  template <typename T>
+  __device__ __forceinline__ float largest(int begin, int64_t next, int lane) {
+    constexpr int packs = kGroup / Pack<T>::size;
+    const Row& row = loader.row;
+    float most = row.padding();
+    if (next + kTileOfGroups <= row.length) {
+      const char* const from = loader.address(static_cast<int>(next), lane);
+#pragma unroll
+      for (int u = 0; u < packs; ++u) {
+        most = row.larger(most, row.max_of(Pack<T>{loader.loaded[u]}));
+        loader.loaded[u] = load16_streamed(from + 512 * u);
+      }
+      return most;
+    }
+#pragma unroll
+    for (int u = 0; u < packs; ++u) {
+      float v[Pack<T>::size];
+      loader.template unpack<T>(begin, lane, u, v);
+#pragma unroll
+      for (int e = 0; e < Pack<T>::size; ++e) most = row.larger(most, v[e]);
+    }
+    if (next < row.length) loader.load(static_cast<int>(next), lane);
+    return most;
+  }
+};
+
 template <Kind kind>
 struct TopKSelector {
   using Row = TopKRow<kind>;
@@ -266,7 +320,9 @@ struct TopKSelector {
   // The pass over the row, by the cluster. The first block receives the largest element of every group, and from each
   // warp a TopKRange. Includes the cluster's wait().
   __device__ __forceinline__ void read_row(int k) const {
-    read_row(k, [&](int chunk) { return row.group_max(chunk, cluster.lane); }, [](int) {});
+    GroupMaxReader<kind> reader = {{row, {}}};
+    if (cluster.warp < layout.num_chunks) reader.loader.load(cluster.warp << layout.chunk_bits, cluster.lane);
+    read_row(k, [&](int chunk) { return reader.read(chunk, chunk + cluster.num_warps, cluster.lane); }, [](int) {});
   }
   // The same. read(chunk) returns the key of the largest element of this lane's group, send(chunk) may send more of it.
   template <typename Read, typename Send>
