@@ -122,10 +122,9 @@ __global__ void __launch_bounds__(kMaxSelectThreads, kTopKBlocksPerSm) top_k_dra
   const int64_t wanted = p.top_k.at(row_idx);
   if (wanted <= 0 || wanted > kMaxK || wanted >= p.length) return cluster.wait();  // another kernel draws this row
   int k = logits && temperature <= 0.f ? 1 : static_cast<int>(wanted);
-  const bool is_rng_thread = cluster.block_rank == 0 && threadIdx.x == blockDim.x - 32;
-  const u64 seed = is_rng_thread ? p.seed.at(row_idx) : 0, offset = is_rng_thread ? p.offset.at(row_idx) : 0;
   selector.read_row(k);
-  if (is_rng_thread) scratch->random_word = random_word(seed, offset);
+  if (cluster.block_rank == 0 && threadIdx.x == blockDim.x - 32)
+    scratch->random_word = random_word(p.seed.at(row_idx), p.offset.at(row_idx));
   const float min_p = p.min_p.at(row_idx);
   const u64 q32 = top_p_q32(p.top_p.at(row_idx));
 
