@@ -16,14 +16,8 @@
 
 namespace kestrel::sampling {
 
-#ifndef KT
-#define KT 256
-#endif
-#ifndef KPARTS
-#define KPARTS 4
-#endif
-constexpr int kProcessThreads = KT;
-constexpr int kMaxHashParts = KPARTS;  // blocks of a row that share a history
+constexpr int kProcessThreads = 256;
+constexpr int kMaxHashParts = 4;      // blocks of a row that share a history
 constexpr int kPacks = 4;             // that a thread loads together,
 constexpr int kIds = 4;               // and ids of the history
 constexpr int kMaxHashed = 4096;      // ids of a row
@@ -164,7 +158,8 @@ struct LogitRow {
       const u32 some = __ballot_sync(kAllLanes, masked[n] != 0);
 #pragma unroll 1
       for (int step = 0; step < 32 && some >> step != 0; step += kPack) {
-        const u32 bits = __shfl_sync(kAllLanes, masked[n], step + lane / kLanesPerWord) >> (lane % kLanesPerWord * kPack);
+        const u32 bits =
+            __shfl_sync(kAllLanes, masked[n], step + lane / kLanesPerWord) >> (lane % kLanesPerWord * kPack);
         Out* const to = out + (first + 32 * n + step) * 32 + lane * kPack;
         if (vectorized && (bits & kAll) == kAll) {
           store16(to, pack.bits);
@@ -328,9 +323,7 @@ __device__ __forceinline__ void write_named(const ProcessParams& p) {
   const u32 begin = p.hash_bits ? 0 : part_idx * kPart;
   const u32 size = p.hash_bits ? p.width : min(u32{kPart}, p.width - part_idx * kPart);
   const u32 num_slots = p.hash_bits ? 1u << p.hash_bits : (size + 3) / 4 * 4;
-  const Slots part = {memory,      p.hash_bits ? memory + num_slots : nullptr,
-                      p.hash_bits, p.part_bits,
-                      part_idx,    begin,
+  const Slots part = {memory, p.hash_bits ? memory + num_slots : nullptr, p.hash_bits, p.part_bits, part_idx, begin,
                       size};
   for (u32 i = threadIdx.x; i < num_slots / 4; i += kProcessThreads) {
     reinterpret_cast<uint4*>(memory)[i] = make_uint4(0, 0, 0, 0);
@@ -424,7 +417,7 @@ __device__ __forceinline__ void write_named(const ProcessParams& p) {
 }
 
 template <typename In, typename Out>
-__global__ void __launch_bounds__(kProcessThreads, 1024 / kProcessThreads) process_logits_kernel(const __grid_constant__ ProcessParams p) {
+__global__ void __launch_bounds__(kProcessThreads, 4) process_logits_kernel(const __grid_constant__ ProcessParams p) {
   if (blockIdx.x < p.named_blocks) {
     write_named<In, Out>(p);
     return;

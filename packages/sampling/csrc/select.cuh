@@ -192,7 +192,8 @@ __device__ __forceinline__ void rank_keys(const u64* keys, int count, Write writ
       second += __shfl_xor_sync(kAllLanes, second, distance);
     }
     const u32 places = lane == 0 ? first : second;
-    if (lane < 2 && own + lane < count) write(own + lane, static_cast<int>(places & 0xffff), static_cast<int>(places >> 16));
+    if (lane < 2 && own + lane < count)
+      write(own + lane, static_cast<int>(places & 0xffff), static_cast<int>(places >> 16));
   }
 }
 

@@ -37,8 +37,8 @@ struct TopKLayout {
     while ((length - 1) >> chunk_bits >= 256) ++chunk_bits;
     num_chunks = ((length - 1) >> chunk_bits) + 1;
   }
-  // Byte offsets: candidates at 0, their masses, the ranked candidates and their masses, the selected groups, the largest
-  // element of each group.
+  // Byte offsets: candidates at 0, their masses, the ranked candidates and their masses, the selected groups, the
+  // largest element of each group.
   __host__ __device__ size_t masses() const { return sizeof(u64) * max_candidates; }
   __host__ __device__ size_t ranked() const { return 2 * masses(); }
   __host__ __device__ size_t ranked_masses() const { return ranked() + sizeof(u64) * kMaxRanked; }
@@ -461,7 +461,8 @@ struct TopKSelector {
     return values.reach >= k ? values.low : Row::kLeastKey;
   }
 
-  // Lists the groups whose maxima reach `low`, as far as they fit. The lower half of `low` orders equal maxima by chunk.
+  // Lists the groups whose maxima reach `low`, as far as they fit. The lower half of `low` orders equal maxima by
+  // chunk.
   __device__ __forceinline__ void choose_groups(u64 low, u32 max_groups) const {
     const u32 num_maxima = 32 * layout.num_chunks, last = static_cast<u32>(layout.num_chunks - 1);
     u32 chosen = 0, num_larger = 0;  // four bits for each load, up to eight loads
@@ -483,8 +484,8 @@ struct TopKSelector {
     __syncthreads();
   }
 
-  // The key of a maximum and a chunk that at least k and at most max_groups groups reach, after choose_groups(low << 32).
-  // Of equal maxima, those of the first chunks have the largest keys.
+  // The key of a maximum and a chunk that at least k and at most max_groups groups reach, after choose_groups(low <<
+  // 32). Of equal maxima, those of the first chunks have the largest keys.
   __device__ __forceinline__ u64 select_groups(int k, u32 max_groups, u32 low, const TopKRange& range) const {
     const u32 num_maxima = 32 * layout.num_chunks, last = static_cast<u32>(layout.num_chunks - 1);
     const u32* const of_group = maxima();
@@ -500,8 +501,8 @@ struct TopKSelector {
     }
     const u64 first = static_cast<u64>(values.low) << 32;
     if (values.reach <= max_groups) return first;
-    return select(&scratch->select, first, static_cast<u64>(values.high) << 32 | last, last, values.above, k, max_groups,
-                  [&](auto visit) {
+    return select(&scratch->select, first, static_cast<u64>(values.high) << 32 | last, last, values.above, k,
+                  max_groups, [&](auto visit) {
 #pragma unroll 2
                     for (u32 i = 4 * threadIdx.x; i < num_maxima; i += 4 * blockDim.x) {
                       const uint4 four = *reinterpret_cast<const uint4*>(of_group + i);
