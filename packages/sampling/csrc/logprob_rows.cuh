@@ -110,6 +110,15 @@ struct LogprobReader {
       }
       return;
     }
+    const bool is_full = begin + kTileOfGroups <= row.length;
+#pragma unroll
+    for (int u = 0; u < kGroup / size; ++u) {
+      float some[size];
+      Pack<T>{loader.loaded[u]}.unpack(some);
+#pragma unroll
+      for (int e = 0; e < size; ++e) v[u * size + e] = some[e];
+    }
+    if (is_full) return;
 #pragma unroll
     for (int u = 0; u < kGroup / size; ++u) {
       float some[size];
@@ -187,7 +196,8 @@ struct LogprobReader {
 struct alignas(16) LogprobScratch {
   u64 before[kMaxTopKWarps];  // the elements before the token, by warp of the cluster
   double2 warp_sums[kMaxSelectThreads / 32];
-  double row_log_sum;  // relative to the largest element
+  double2 row_sum;  // of the elements equal to the largest, and of the others, relative to it
+  double log_sum;
 };
 
 // The sums over the block, in an order that depends on nothing but the number of threads.
@@ -215,10 +225,10 @@ __device__ __forceinline__ void write_no_logprobs(const LogprobParams& p, int64_
   for (int n = threadIdx.x; n < p.top_n; n += blockDim.x) p.top_logprobs[row_idx * p.top_n + n] = not_a_number();
 }
 
-// The logarithm of the sum of the row from the sums of its chunks, by the last warp: NaN if the row holds one.
+// The sum of the row from those of its chunks, by the last warp: NaN if the row holds one.
 template <Kind kind>
 __device__ __forceinline__ void sum_chunks(const ChunkSum* chunks, int num_chunks, const WeightFn<kind>& sum_fn,
-                                           double* log_sum) {
+                                           double2* sum) {
   if (threadIdx.x < blockDim.x - 32) return;
   const int lane = threadIdx.x % 32;
   double equal = 0., rest = 0.;
@@ -238,7 +248,7 @@ __device__ __forceinline__ void sum_chunks(const ChunkSum* chunks, int num_chunk
     equal += __shfl_xor_sync(kAllLanes, equal, other);
     rest += __shfl_xor_sync(kAllLanes, rest, other);
   }
-  if (lane == 0) *log_sum = log1p(equal - 1. + rest);
+  if (lane == 0) *sum = {equal, rest};
 }
 
 // Finds the one of `num` entries, of different ids, in which the point of their mass in the order of ids lies. The
@@ -346,11 +356,10 @@ __global__ void __launch_bounds__(kMaxSelectThreads, 1) logprob_rows(const __gri
   const u64* keys = selector.candidates();  // from here on in descending order
   u64* const masses = selector.masses();
   u64* const ranked_masses = selector.ranked_masses();
-  const auto sum_row_once = [&] { sum_chunks(chunk_sums, layout.num_chunks, sum_fn, &sums->row_log_sum); };
-  int count = 0;
+  const auto sum_row_once = [&] { sum_chunks(chunk_sums, layout.num_chunks, sum_fn, &sums->row_sum); };
   if (selected > 0) {
     // The row is summed while elements are loaded.
-    count = selector.collect(
+    const int count = selector.collect(
         selected, range,
         [&](u32 n, u64 key) {
           if (draws && is_ranked) masses[n] = mass_of(weight_fn.scaled(Row::value(key)));
@@ -373,7 +382,7 @@ __global__ void __launch_bounds__(kMaxSelectThreads, 1) logprob_rows(const __gri
   }
   // The first warp may be drawing.
   const int first_n = (threadIdx.x + blockDim.x - 32) % blockDim.x;
-  const bool is_valid = fabsf(top) < INFINITY && !isnan(sums->row_log_sum) && !isnan(params.temperature);
+  const bool is_valid = fabsf(top) < INFINITY && !isnan(sums->row_sum.y) && !isnan(params.temperature);
   if (!is_valid) {
     if (draws && threadIdx.x == 0) p.ids[row_idx] = 0, p.valid[row_idx] = false;
     write_no_logprobs(p, row_idx, draws || params.has_token);
@@ -388,9 +397,7 @@ __global__ void __launch_bounds__(kMaxSelectThreads, 1) logprob_rows(const __gri
   const u64 row_mass = joint ? scratch->row_mass : 0;
   if (draws && is_ranked) {
     if (threadIdx.x < 32)
-      draw_ranked(scratch, ranked_masses, masses, count, k, row_mass, params.q32,
-                  [&](int place) { scratch->drawn = place; });
-    __syncwarp();
+      draw_ranked(scratch, ranked_masses, masses, k, row_mass, params.q32, [&](int place) { scratch->drawn = place; });
   } else if (k > 0 && (draws || params.q32 < kQ32One)) {
     for (int n = threadIdx.x; n < k; n += blockDim.x) masses[n] = mass_of(weight_fn.scaled(Row::value(keys[n])));
     if (!draws && threadIdx.x == 0) scratch->random_word = 0;  // no point is drawn
@@ -405,8 +412,13 @@ __global__ void __launch_bounds__(kMaxSelectThreads, 1) logprob_rows(const __gri
     }
   }
   int kept = p.length;  // of the elements in descending order
-  double log_sum = sums->row_log_sum;
-  if (k > 0 && !(draws && p.raw)) {
+  double log_sum = 0.;
+  if (k == 0 || (draws && p.raw)) {
+    // The logarithm takes as long as the draw.
+    if (!(draws && is_ranked) || (threadIdx.x >= 32 && first_n < max(p.top_n, 1)))
+      log_sum = log1p(sums->row_sum.x - 1. + sums->row_sum.y);
+    if (threadIdx.x == 32) sums->log_sum = log_sum;
+  } else {
     int reach = 0;
     for (int n = threadIdx.x; n < k; n += blockDim.x)
       reach += !(params.min_p > 0.f) || weight_fn.weight(Row::value(keys[n])) >= params.min_p;
@@ -430,6 +442,10 @@ __global__ void __launch_bounds__(kMaxSelectThreads, 1) logprob_rows(const __gri
     const int64_t to = row_idx * p.top_n + n;
     p.top_ids[to] = row.index(keys[n]);
     p.top_logprobs[to] = n < kept ? static_cast<float>(exponent(Row::value(keys[n])) - log_sum) : -INFINITY;
+  }
+  if (draws && is_ranked) {
+    __syncthreads();
+    if (p.raw) log_sum = sums->log_sum;
   }
   if (threadIdx.x != 0) return;
   if constexpr (draws) rank = scratch->drawn, of_token = Row::value(keys[rank]);

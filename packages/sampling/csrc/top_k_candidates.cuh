@@ -465,13 +465,12 @@ struct TopKSelector {
   // chunk.
   __device__ __forceinline__ void choose_groups(u64 low, u32 max_groups) const {
     const u32 num_maxima = 32 * layout.num_chunks, last = static_cast<u32>(layout.num_chunks - 1);
-    u32 chosen = 0, num_larger = 0;  // four bits for each load, up to eight loads
+    u32 chosen = 0;  // four bits for each load, up to eight loads
     int shift = 0;
 #pragma unroll 2
     for (u32 i = 4 * threadIdx.x; i < num_maxima; i += 4 * blockDim.x, shift += 4) {
       const uint4 four = *reinterpret_cast<const uint4*>(maxima() + i);
-      const u32 value = static_cast<u32>(low >> 32), least = value + (last - (i >> 5) < static_cast<u32>(low));
-      num_larger += (four.x > value) + (four.y > value) + (four.z > value) + (four.w > value);
+      const u32 least = static_cast<u32>(low >> 32) + (last - (i >> 5) < static_cast<u32>(low));
       chosen |= ((four.x >= least) | (four.y >= least) << 1 | (four.z >= least) << 2 | (four.w >= least) << 3) << shift;
     }
     u32 place = append_place<6>(&scratch->num_groups, __popc(chosen), cluster.lane);
@@ -479,8 +478,6 @@ struct TopKSelector {
       const int bit = __ffs(chosen) - 1;
       if (place < max_groups) groups()[place] = 4 * (threadIdx.x + bit / 4 * blockDim.x) + bit % 4;
     }
-    num_larger = __reduce_add_sync(kAllLanes, num_larger);
-    if (cluster.lane == 0 && num_larger > 0) atomicAdd(&scratch->num_larger_groups, num_larger);
     __syncthreads();
   }
 
@@ -489,7 +486,19 @@ struct TopKSelector {
   __device__ __forceinline__ u64 select_groups(int k, u32 max_groups, u32 low, const TopKRange& range) const {
     const u32 num_maxima = 32 * layout.num_chunks, last = static_cast<u32>(layout.num_chunks - 1);
     const u32* const of_group = maxima();
-    ValueRange values = {low, low, scratch->num_larger_groups, ~0u};
+    const auto count_above = [&](u32 value) {
+      int above = 0;
+#pragma unroll 2
+      for (u32 i = 4 * threadIdx.x; i < num_maxima; i += 4 * blockDim.x) {
+        const uint4 four = *reinterpret_cast<const uint4*>(of_group + i);
+        above += (four.x > value) + (four.y > value) + (four.z > value) + (four.w > value);
+      }
+      above = __reduce_add_sync(kAllLanes, above);
+      if (cluster.lane == 0 && above > 0) atomicAdd(&scratch->num_larger_groups, above);
+      __syncthreads();
+      return scratch->num_larger_groups;
+    };
+    ValueRange values = {low, low, count_above(low), ~0u};
     if (values.above >= k) {  // not only equal ones are too many
       values = select_values(&scratch->select, low, range.largest, k, [&](auto visit) {
 #pragma unroll 2

@@ -32,6 +32,26 @@ __device__ __forceinline__ void sum_row(const TopKSelector<kind>& selector, cons
   cluster.sync();
 }
 
+// What top-p keeps of the k largest, and the point of their mass that is drawn. By the first warp.
+__device__ __forceinline__ void keep_top_p(TopKScratch* scratch, const u64* masses, int k, u64 row_mass, u64 q32) {
+  const int lane = threadIdx.x, per_lane = (k + 31) / 32, end = min(k, (lane + 1) * per_lane);
+  u64 sum = 0;
+  for (int n = lane * per_lane; n < end; ++n) sum += masses[n];
+  const u64 up_to = warp_inclusive_sum(sum, lane);
+  const u64 all = row_mass ? row_mass : __shfl_sync(kAllLanes, up_to, 31);
+  const u64 goal = max(u64{1}, scale_q32(all, q32));
+  u64 before = up_to - sum, kept_mass = 0;
+  u32 kept = 0;
+  for (int n = lane * per_lane; n < end; ++n) {
+    const u64 mass = masses[n];
+    if (before < goal) ++kept, kept_mass += mass;
+    before += mass;
+  }
+  kept = __reduce_add_sync(kAllLanes, kept), kept_mass = warp_sum(kept_mass);
+  if (lane == 0)
+    scratch->num_kept = static_cast<int>(kept), scratch->point = scale_q32(kept_mass, scratch->random_word);
+}
+
 // A mass, and a place in other bits: masses are smaller than 2^52, and so is the sum of those that are ranked.
 struct PlacedMass {
   static constexpr int kShift = 52;
@@ -40,49 +60,55 @@ struct PlacedMass {
   static __device__ __forceinline__ int place(u64 v) { return static_cast<int>(v >> kShift); }
 };
 
-// What top-p keeps of the k largest, and the point of their mass that is drawn. By the first warp. `masses` may hold
-// places.
-__device__ __forceinline__ void keep_top_p(TopKScratch* scratch, const u64* masses, int k, u64 row_mass, u64 q32) {
-  const int lane = threadIdx.x, per_lane = (k + 31) / 32, end = min(k, (lane + 1) * per_lane);
-  u64 sum = 0;
-  for (int n = lane * per_lane; n < end; ++n) sum += PlacedMass::mass(masses[n]);
+// Few candidates: what top-p keeps of the k largest, and write(place) for the one at whose mass the prefix sum in the
+// order of ids exceeds the point that is drawn. `masses` are those in descending order of values, with the places in
+// the order of ids. `by_id` has space for kMaxRanked. By the first warp, without loops, which would be slow in one warp.
+template <typename Write>
+__device__ __forceinline__ void draw_ranked(TopKScratch* scratch, const u64* masses, u64* by_id, int k, u64 row_mass,
+                                            u64 q32, Write write) {
+  constexpr int kOwn = kMaxRankedK / 32, kOwnIds = kMaxRanked / 32;  // of a lane
+  const int lane = threadIdx.x, first = kOwn * lane;
+  u64 own[kOwn], sum = 0;
+#pragma unroll
+  for (int e = 0; e < kOwn; e += 2) {
+    const ulonglong2 two = *reinterpret_cast<const ulonglong2*>(masses + first + e);
+    own[e] = first + e < k ? two.x : 0, own[e + 1] = first + e + 1 < k ? two.y : 0;
+    sum += PlacedMass::mass(own[e]) + PlacedMass::mass(own[e + 1]);
+  }
+#pragma unroll
+  for (int e = 0; e < kOwnIds; e += 2)
+    *reinterpret_cast<ulonglong2*>(by_id + kOwnIds * lane + e) = make_ulonglong2(0, 0);
   const u64 up_to = warp_inclusive_sum(sum, lane);
-  const u64 all = row_mass ? row_mass : __shfl_sync(kAllLanes, up_to, 31);
-  const u64 goal = max(u64{1}, scale_q32(all, q32));
+  const u64 goal = max(u64{1}, scale_q32(row_mass ? row_mass : __shfl_sync(kAllLanes, up_to, 31), q32));
+  __syncwarp();
   u64 before = up_to - sum, kept_mass = 0;
   u32 kept = 0;
-  for (int n = lane * per_lane; n < end; ++n) {
-    const u64 mass = PlacedMass::mass(masses[n]);
-    if (before < goal) ++kept, kept_mass += mass;
+#pragma unroll
+  for (int e = 0; e < kOwn; ++e) {
+    const u64 mass = PlacedMass::mass(own[e]);
+    if (before < goal && first + e < k) {
+      ++kept, kept_mass += mass;
+      by_id[PlacedMass::place(own[e])] = PlacedMass::pack(mass, first + e);
+    }
     before += mass;
   }
-  kept = __reduce_add_sync(kAllLanes, kept), kept_mass = warp_sum(kept_mass);
-  if (lane == 0)
-    scratch->num_kept = static_cast<int>(kept), scratch->point = scale_q32(kept_mass, scratch->random_word);
+  kept = __reduce_add_sync(kAllLanes, kept);
+  if (lane == 0) scratch->num_kept = static_cast<int>(kept);
+  const u64 point = scale_q32(warp_sum(kept_mass), scratch->random_word);
   __syncwarp();
-}
-
-// Few candidates: calls write(place) for the one at whose mass the prefix sum in the order of ids exceeds the point.
-// `masses` are those in descending order of values, with the places in the order of ids; `by_id` has space for them. By
-// the first warp.
-template <typename Write>
-__device__ __forceinline__ void draw_ranked(TopKScratch* scratch, const u64* masses, u64* by_id, int count, int k,
-                                            u64 row_mass, u64 q32, Write write) {
-  keep_top_p(scratch, masses, k, row_mass, q32);
-  const int lane = threadIdx.x, kept = scratch->num_kept;
-  for (int n = lane; n < count; n += 32) {
-    const u64 own = masses[n];
-    by_id[PlacedMass::place(own)] = PlacedMass::pack(n < kept ? PlacedMass::mass(own) : 0, n);
+  u64 of_id[kOwnIds];
+  sum = 0;
+#pragma unroll
+  for (int e = 0; e < kOwnIds; e += 2) {
+    const ulonglong2 two = *reinterpret_cast<const ulonglong2*>(by_id + kOwnIds * lane + e);
+    of_id[e] = two.x, of_id[e + 1] = two.y;
+    sum += PlacedMass::mass(two.x) + PlacedMass::mass(two.y);
   }
-  __syncwarp();
-  const u64 point = scratch->point;
-  const int per_lane = (count + 31) / 32, end = min(count, (lane + 1) * per_lane);
-  u64 sum = 0;
-  for (int n = lane * per_lane; n < end; ++n) sum += PlacedMass::mass(by_id[n]);
-  u64 before = warp_inclusive_sum(sum, lane) - sum;
-  for (int n = lane * per_lane; n < end; ++n) {
-    const u64 own = by_id[n], mass = PlacedMass::mass(own);
-    if (point >= before && point - before < mass) write(PlacedMass::place(own));
+  before = warp_inclusive_sum(sum, lane) - sum;
+#pragma unroll
+  for (int e = 0; e < kOwnIds; ++e) {
+    const u64 mass = PlacedMass::mass(of_id[e]);
+    if (point >= before && point - before < mass) write(PlacedMass::place(of_id[e]));
     before += mass;
   }
 }
@@ -168,7 +194,7 @@ __global__ void __launch_bounds__(kMaxSelectThreads, kTopKBlocksPerSm) top_k_dra
     });
     __syncthreads();
     if (threadIdx.x >= 32) return;
-    draw_ranked(scratch, ranked_masses, masses, count, k, row_mass, q32, [&](int place) { write(ranked[place]); });
+    draw_ranked(scratch, ranked_masses, masses, k, row_mass, q32, [&](int place) { write(ranked[place]); });
     return;
   }
   sort_descending(keys, count);
