@@ -36,11 +36,14 @@ def top_n(shape: str) -> int:
 
 
 def make(shape: str, count: int) -> list[tuple[Any, ...]]:
-    """Logits, top_n, seed, and the arguments of process_logits or None."""
+    """Logits, the other arguments of sample_with_logprobs, and those of process_logits or None."""
+    rows, _vocabulary = sizes(shape)
     known = sampling_step.known(shape) if "step" in shape else None
-    return [
-        (sampling_step.logits_of(shape), top_n(shape), torch.full((1,), n, device="cuda"), known) for n in range(count)
-    ]
+    sets = []
+    for number in range(count):
+        seed, offset = torch.full((1,), number, device="cuda"), torch.arange(rows, device="cuda")
+        sets.append((sampling_step.logits_of(shape), {"top_n": top_n(shape), "seed": seed, "offset": offset}, known))
+    return sets
 
 
 def traffic(shape: str) -> int:
@@ -57,18 +60,18 @@ def operations(shape: str) -> int:
 
 
 def candidates() -> dict[str, Callable[..., object]]:
-    def kestrel(logits: torch.Tensor, n: int, seed: torch.Tensor, known: dict[str, Any] | None) -> Any:
+    def kestrel(logits: torch.Tensor, given: dict[str, Any], known: dict[str, Any] | None) -> Any:
         if known:
             kestrel_sampling.process_logits(logits, **known, out=logits)
-        return kestrel_sampling.sample_with_logprobs(logits, TEMPERATURE, TOP_K, TOP_P, top_n=n, seed=seed, offset=0)
+        return kestrel_sampling.sample_with_logprobs(logits, TEMPERATURE, TOP_K, TOP_P, **given)
 
-    def plain(logits: torch.Tensor, n: int, seed: torch.Tensor, known: dict[str, Any] | None) -> Any:
+    def plain(logits: torch.Tensor, given: dict[str, Any], known: dict[str, Any] | None) -> Any:
         if known:
             logits = sampling_step.torch_process_logits(logits, known)
         largest, ids = (logits / TEMPERATURE).topk(TOP_K)
         probs = torch.softmax(largest, -1)
         probs = probs.masked_fill(probs.cumsum(-1) - probs >= TOP_P, 0)
         drawn = ids.gather(1, torch.multinomial(probs, 1))
-        return sampling_step.torch_token_logprobs(logits, drawn[:, 0], n)
+        return sampling_step.torch_token_logprobs(logits, drawn[:, 0], given["top_n"])
 
     return {"kestrel": kestrel, "torch": plain}
