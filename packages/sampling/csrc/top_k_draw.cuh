@@ -62,7 +62,8 @@ struct PlacedMass {
 
 // Few candidates: what top-p keeps of the k largest, and write(place) for the one at whose mass the prefix sum in the
 // order of ids exceeds the point that is drawn. `masses` are those in descending order of values, with the places in
-// the order of ids. `by_id` has space for kMaxRanked. By the first warp, without loops, which would be slow in one warp.
+// the order of ids. `by_id` has space for kMaxRanked. By the first warp, without loops, which would be slow in one
+// warp.
 template <typename Write>
 __device__ __forceinline__ void draw_ranked(TopKScratch* scratch, const u64* masses, u64* by_id, int k, u64 row_mass,
                                             u64 q32, Write write) {
