@@ -52,121 +52,115 @@ struct LogprobRow {
   }
 };
 
-// Of the elements of a group, the largest; those equal to it; the sum of the exponentials of the others, relative to
+// Of the elements of a chunk: the largest; the sum of the exponentials of smaller ones, relative to it; those equal to
 // it.
-struct GroupSum {
-  float most = not_a_number(), rest = 0.f, equal = 0.f;
-  __device__ __forceinline__ u64 bits() const {
-    return __float_as_uint(rest) | static_cast<u64>(__float_as_uint(equal)) << 32;
+struct alignas(16) ChunkSum {
+  float most = not_a_number(), rest = 0.f;
+  u32 equal = 0, unused = 0;
+  __device__ __forceinline__ int4 bits() const {
+    return {__float_as_int(most), __float_as_int(rest), static_cast<int>(equal), 0};
   }
 };
 
-constexpr int kPart = 16;  // elements of a group that a lane sums together, while it loads those of the next chunk
-constexpr int kParts = kGroup / kPart;
-constexpr int kTileOfParts = 32 * kPart;
-
-// The elements of this lane's groups, and what is summed of them.
+// The elements of this lane's groups, the next of which are being loaded, and the sums of this warp's chunks.
 template <bool counts>
 struct LogprobReader {
-  const TopKRow<Kind::scores>& row;
+  using Row = TopKRow<Kind::scores>;
+  const Row& row;
+  TileLoader<Kind::scores> loader;
   float slope, slope_rest;  // not 0: -inf has weight 0
   int token;
   float of_token;
   u32 before = 0;  // elements before the token in descending order
-  uint4 loaded[kParts][kPart / 4] = {};
 
   __device__ __forceinline__ float weight(float below) const {
     return ptx::ex2_approx_ftz(__fmaf_rn(below, slope_rest, __fmul_rn(below, slope)));
   }
-
-  // Starts the loads of a part of a group; none past the row.
-  __device__ __forceinline__ void load(int begin, int lane, uint4 (&raw)[kPart / 4]) const {
-    const int size = 1 << row.pack_bits;
-#pragma unroll
-    for (int u = 0; u < kPart / 4; ++u) {
-      const int i = begin + (u * 32 + lane) * size;
-      if (row.pack_bits != 0 && u * size < kPart && i + size <= row.length)
-        raw[u] = load16_streamed(row.row + (static_cast<int64_t>(i) << (4 - row.pack_bits)));
-    }
+  // if (v == most) ++equal; else rest += w; without branches and selections.
+  static __device__ __forceinline__ void add_if_smaller(float v, float most, float w, float& rest, u32& equal) {
+    asm("{\n.reg .pred p;\nsetp.eq.f32 p, %2, %3;\n@p add.u32 %0, %0, 1;\n@!p add.f32 %1, %1, %4;\n}"
+        : "+r"(equal), "+f"(rest)
+        : "f"(v), "f"(most), "f"(w));
   }
-  // The elements of the part; those past the row are -inf.
-  __device__ __forceinline__ void take(int begin, int lane, const uint4 (&raw)[kPart / 4], float (&v)[kPart]) const {
+  // The place of this lane's element e in a tile.
+  __device__ __forceinline__ int place(int e, int lane) const {
+    const int bits = row.pack_bits;
+    return ((e >> bits) << (bits + 5)) + (lane << bits) + (e & ((1 << bits) - 1));
+  }
+
+  // The elements that are loaded; those past the row are NaN.
+  __device__ __forceinline__ void take(int begin, int lane, float (&v)[kGroup]) const {
     if (row.dtype == kRowFloat32) {
-      take_as<float>(begin, lane, raw, v);
+      take_as<float>(begin, lane, v);
     } else if (row.dtype == kRowFloat16) {
-      take_as<__half>(begin, lane, raw, v);
+      take_as<__half>(begin, lane, v);
     } else {
-      take_as<__nv_bfloat16>(begin, lane, raw, v);
+      take_as<__nv_bfloat16>(begin, lane, v);
     }
   }
   template <typename T>
-  __device__ __forceinline__ void take_as(int begin, int lane, const uint4 (&raw)[kPart / 4], float (&v)[kPart]) const {
+  __device__ __forceinline__ void take_as(int begin, int lane, float (&v)[kGroup]) const {
     constexpr int size = Pack<T>::size;
     const T* const from = reinterpret_cast<const T*>(row.row);
     if (row.pack_bits == 0) {
-      T some[kPart];
 #pragma unroll
-      for (int e = 0; e < kPart; ++e) {
+      for (int e = 0; e < kGroup; ++e) {
         const int i = begin + 32 * e + lane;
-        some[e] = i < row.length ? from[i] : from_float<T>(-INFINITY);
+        v[e] = i < row.length ? to_float(from[i]) : not_a_number();
       }
-#pragma unroll
-      for (int e = 0; e < kPart; ++e) v[e] = to_float(some[e]);
       return;
     }
+    const bool is_full = begin + kTileOfGroups <= row.length;
 #pragma unroll
-    for (int u = 0; u < kPart / size; ++u) {
+    for (int u = 0; u < kGroup / size; ++u) {
       float some[size];
-      Pack<T>{raw[u]}.unpack(some);
+      Pack<T>{loader.loaded[u]}.unpack(some);
 #pragma unroll
       for (int e = 0; e < size; ++e) v[u * size + e] = some[e];
     }
-    if (begin + kTileOfParts <= row.length) return;
+    if (is_full) return;
 #pragma unroll
-    for (int u = 0; u < kPart / size; ++u) {
-      const int i = begin + (u * 32 + lane) * size;
-      if (i + size <= row.length) continue;
+    for (int u = 0; u < kGroup / size; ++u) {
+      float some[size];
+      loader.template unpack<T>(begin, lane, u, some);
 #pragma unroll
-      for (int e = 0; e < size; ++e) v[u * size + e] = i + e < row.length ? to_float(from[i + e]) : -INFINITY;
+      for (int e = 0; e < size; ++e) v[u * size + e] = some[e];
     }
   }
 
-  __device__ __forceinline__ GroupSum sum(int begin, int lane, const float (&v)[kPart]) {
-    float most = v[0];
+  // The sum of a tile, the same in all lanes. Returns the largest element of this lane.
+  __device__ __forceinline__ float add(int begin, int lane, float (&v)[kGroup], ChunkSum& chunk) {
+    float most_of_four[4] = {v[0], v[1], v[2], v[3]};
 #pragma unroll
-    for (int e = 1; e < kPart; ++e) most = fmaxf(most, v[e]);
-    const float base = fabsf(most) < INFINITY ? most : 0.f;
+    for (int e = 4; e < kGroup; ++e) most_of_four[e % 4] = fmaxf(most_of_four[e % 4], v[e]);
+    const float own = fmaxf(fmaxf(most_of_four[0], most_of_four[1]), fmaxf(most_of_four[2], most_of_four[3]));
+    if (begin + kTileOfGroups > row.length) {  // what is past the row has no weight
+#pragma unroll
+      for (int e = 0; e < kGroup; ++e) v[e] = begin + place(e, lane) < row.length ? v[e] : -INFINITY;
+    }
+    ChunkSum sum;
+    sum.most = Row::value(static_cast<u64>(__reduce_max_sync(kAllLanes, Row::key(own))) << 32);
+    const float base = fabsf(sum.most) < INFINITY ? sum.most : 0.f;
     // Equal elements before the token count too.
-    const float from = begin + kTileOfParts <= token ? of_token : from_order_key(order_key(of_token) + 1);
+    const float from = begin + kTileOfGroups <= token ? of_token : from_order_key(order_key(of_token) + 1);
     float rest[2] = {};
-    u32 equal = 0;
 #pragma unroll
-    for (int e = 0; e < kPart; ++e) {
-      const float w = weight(v[e] - base);
-      if (v[e] == most) {
-        ++equal;
-      } else {
-        rest[e & 1] += w;
-      }
+    for (int e = 0; e < kGroup; ++e) {
+      add_if_smaller(v[e], sum.most, weight(v[e] - base), rest[e & 1], sum.equal);
       if constexpr (counts) before += v[e] >= from;
     }
-    if (counts && begin <= token && token < begin + kTileOfParts) {
-      const int bits = row.pack_bits, place = token - begin - (lane << bits);
+    if (counts && begin <= token && token < begin + kTileOfGroups) {
 #pragma unroll
-      for (int e = 0; e < kPart; ++e)
-        before += v[e] == of_token && ((e >> bits) << (bits + 5)) + (e & ((1 << bits) - 1)) < place;
+      for (int e = 0; e < kGroup; ++e) before += v[e] == of_token && begin + place(e, lane) < token;
     }
-    if (begin + kTileOfParts > row.length) {
-      // Without a number among the elements that are not past the row there is no largest.
-      const int bits = row.pack_bits, left = max(row.length - begin - (lane << bits), 0);
-      const int elements = ((left >> (bits + 5)) << bits) + min(left & ((32 << bits) - 1), 1 << bits);
-      if (most == -INFINITY && static_cast<int>(equal) == kPart - elements) most = not_a_number();
-    }
-    return {most, rest[0] + rest[1], static_cast<float>(equal)};
+    sum.rest = warp_float_sum(rest[0] + rest[1]);
+    sum.equal = __reduce_add_sync(kAllLanes, sum.equal);
+    merge(chunk, sum);
+    return own;
   }
-  __device__ __forceinline__ void merge(GroupSum& a, GroupSum b) const {
+  __device__ __forceinline__ void merge(ChunkSum& a, ChunkSum b) const {
     if (isnan(a.most) || b.most > a.most) {
-      const GroupSum larger = b;
+      const ChunkSum larger = b;
       b = a, a = larger;
     }
     if (isnan(b.most)) {  // empty, or of NaN alone
@@ -174,34 +168,27 @@ struct LogprobReader {
     } else if (a.most == b.most) {
       a.rest += b.rest, a.equal += b.equal;
     } else if (b.most > -INFINITY) {
-      a.rest += (b.rest + b.equal) * weight(b.most - a.most);
+      a.rest += (b.rest + static_cast<float>(b.equal)) * weight(b.most - a.most);
     } else {
       a.rest += b.rest;  // 0 or NaN
     }
   }
 
-  // Starts the loads of the first 32 elements of a chunk.
-  __device__ __forceinline__ void start(int chunk, int lane) {
-#pragma unroll
-    for (int part = 0; part < kParts; ++part) load((chunk << row.chunk_bits) + part * kTileOfParts, lane, loaded[part]);
-  }
-  // This lane's group of the chunk, whose first elements are being loaded; starts the next chunk of the warp.
-  __device__ __forceinline__ GroupSum read(int chunk, int next_chunk, int lane) {
+  // The key of the largest element of this lane's group of the chunk, whose first elements are being loaded, and the
+  // sum of the chunk. Starts the next chunk of the warp.
+  __device__ __forceinline__ u32 read(int chunk, int next_chunk, int lane, ChunkSum& sum) {
     const int end = min((chunk + 1) << row.chunk_bits, row.length);
-    GroupSum group;
+    float most = not_a_number();
+    sum = ChunkSum();
 #pragma unroll 1
     for (int begin = chunk << row.chunk_bits; begin < end; begin += kTileOfGroups) {
       const int64_t next = begin + kTileOfGroups < end ? begin + kTileOfGroups : int64_t{next_chunk} << row.chunk_bits;
-#pragma unroll
-      for (int part = 0; part < kParts; ++part) {
-        const int offset = part * kTileOfParts;
-        float v[kPart];
-        take(begin + offset, lane, loaded[part], v);
-        if (next < row.length) load(static_cast<int>(next) + offset, lane, loaded[part]);
-        merge(group, sum(begin + offset, lane, v));
-      }
+      float v[kGroup];
+      take(begin, lane, v);
+      if (next < row.length) loader.load(static_cast<int>(next), lane);
+      most = fmaxf(most, add(begin, lane, v, sum));
     }
-    return group;
+    return Row::key(most);
   }
 };
 
@@ -209,10 +196,8 @@ struct LogprobReader {
 struct alignas(16) LogprobScratch {
   u64 before[kMaxTopKWarps];  // the elements before the token, by warp of the cluster
   double2 warp_sums[kMaxSelectThreads / 32];
-  // Of few candidates: the mass of those before each in descending order, and its place.
-  u64 mass_before[kMaxRanked];
-  int place[kMaxRanked];
-  int num_kept, num_reaching;  // by top-p and by min-p
+  double2 row_sum;  // of the elements equal to the largest, and of the others, relative to it
+  double log_sum;
 };
 
 // The sums over the block, in an order that depends on nothing but the number of threads.
@@ -240,64 +225,30 @@ __device__ __forceinline__ void write_no_logprobs(const LogprobParams& p, int64_
   for (int n = threadIdx.x; n < p.top_n; n += blockDim.x) p.top_logprobs[row_idx * p.top_n + n] = not_a_number();
 }
 
-// Few candidates, compared with one another as in draw_by_pairs: the first `selected` in descending order go to
-// `ranked`. Sets scratch->drawn, the place of the drawn one, and how many of the first k top-p and min-p keep.
-// row_mass: 0 unless top-p counts it. reaches(key): whether min-p keeps it.
-template <typename Reaches>
-__device__ __forceinline__ void rank_and_draw(TopKScratch* scratch, LogprobScratch* own_scratch, const u64* keys,
-                                              const u64* masses, u64* ranked, int count, int selected, int k,
-                                              u64 row_mass, u64 q32, Reaches reaches) {
-  constexpr int kLanes = 8;  // per candidate
-  const int lane = threadIdx.x % kLanes, candidates = blockDim.x / kLanes;
-  u64* const before = own_scratch->mass_before;
-#pragma unroll 1
-  for (int base = 0; base < count; base += candidates) {
-    const int own = base + threadIdx.x / kLanes;
-    const u64 key = keys[min(own, count - 1)];
-    int place = 0;
-    u64 mass = 0;
-#pragma unroll 4
-    for (int other = lane; other < count; other += kLanes) {
-      const bool is_larger = keys[other] > key;
-      place += is_larger, mass += is_larger ? masses[other] : 0;
-    }
-#pragma unroll
-    for (int distance = 1; distance < kLanes; distance *= 2) {
-      place += __shfl_xor_sync(kAllLanes, place, distance);
-      mass += __shfl_xor_sync(kAllLanes, mass, distance);
-    }
-    if (lane == 0 && own < count) {
-      before[own] = place < k ? mass : ~u64{0};
-      own_scratch->place[own] = place;
-      if (place < selected) ranked[place] = key;
-      if (place == k - 1) scratch->kept_mass = mass + masses[own];
-      if (place < k && reaches(key)) atomicAdd(&own_scratch->num_reaching, 1);
+// The sum of the row from those of its chunks, by the last warp: NaN if the row holds one.
+template <Kind kind>
+__device__ __forceinline__ void sum_chunks(const ChunkSum* chunks, int num_chunks, const WeightFn<kind>& sum_fn,
+                                           double2* sum) {
+  if (threadIdx.x < blockDim.x - 32) return;
+  const int lane = threadIdx.x % 32;
+  double equal = 0., rest = 0.;
+#pragma unroll 2
+  for (int chunk = lane; chunk < num_chunks; chunk += 32) {
+    const ChunkSum own = chunks[chunk];
+    if (own.most == sum_fn.top) {
+      equal += own.equal, rest += own.rest;
+    } else if (isnan(own.most)) {
+      rest += own.rest;
+    } else {
+      rest += (static_cast<double>(own.rest) + own.equal) * sum_fn.accurate_weight(own.most);
     }
   }
-  __syncthreads();
-  const u64 goal = max(u64{1}, scale_q32(row_mass ? row_mass : scratch->kept_mass, q32));
-#pragma unroll 1
-  for (int base = 0; base < count; base += candidates) {
-    const int own = min(base + static_cast<int>(threadIdx.x) / kLanes, count - 1);
-    const u64 key = keys[own];
-    u64 all = 0, mass = 0;
-#pragma unroll 4
-    for (int other = lane; other < count; other += kLanes) {
-      const u64 of_other = before[other] < goal ? masses[other] : 0;
-      all += of_other;
-      mass += static_cast<u32>(keys[other]) > static_cast<u32>(key) ? of_other : 0;  // a lower id
-    }
 #pragma unroll
-    for (int distance = 1; distance < kLanes; distance *= 2) {
-      all += __shfl_xor_sync(kAllLanes, all, distance);
-      mass += __shfl_xor_sync(kAllLanes, mass, distance);
-    }
-    const u64 point = scale_q32(all, scratch->random_word);
-    if (lane != 0 || base + static_cast<int>(threadIdx.x) / kLanes >= count || before[own] >= goal) continue;
-    atomicAdd(&own_scratch->num_kept, 1);
-    if (point >= mass && point - mass < masses[own]) scratch->drawn = own_scratch->place[own];
+  for (int other = 16; other > 0; other /= 2) {
+    equal += __shfl_xor_sync(kAllLanes, equal, other);
+    rest += __shfl_xor_sync(kAllLanes, rest, other);
   }
-  __syncthreads();
+  if (lane == 0) *sum = {equal, rest};
 }
 
 // Finds the one of `num` entries, of different ids, in which the point of their mass in the order of ids lies. The
@@ -329,10 +280,9 @@ __global__ void __launch_bounds__(kMaxSelectThreads, 1) logprob_rows(const __gri
   const TopKLayout layout(p.length, p.max_top_k);
   const Row row(p.rows + row_idx * p.row_bytes, p.dtype, p.length, layout.chunk_bits);
   char* const memory = reinterpret_cast<char*>(sums + 1);
-  u64* const group_sums = reinterpret_cast<u64*>(memory + layout.bytes());
+  ChunkSum* const chunk_sums = reinterpret_cast<ChunkSum*>(memory + layout.bytes());
   const TopKSelector<Kind::scores> selector = {cluster, row, scratch, memory, layout};
   selector.init();
-  if (threadIdx.x == 0) sums->num_kept = sums->num_reaching = 0;
   cluster.arrive_release();
   pdl_wait();
   pdl_trigger();
@@ -341,26 +291,23 @@ __global__ void __launch_bounds__(kMaxSelectThreads, 1) logprob_rows(const __gri
   {
     const LogprobRow params(p, row_idx);
     k = params.selects() ? params.k : 0, selected = max(k, p.top_n);
-    LogprobReader<!draws> reader = {row, 0.f, 0.f, 0, 0.f};
-    reader.start(cluster.warp, cluster.lane);
+    LogprobReader<!draws> reader = {row, {row, {}}, 0.f, 0.f, 0, 0.f};
+    if (cluster.warp < layout.num_chunks) reader.loader.load(cluster.warp << layout.chunk_bits, cluster.lane);
     // While the loads are in flight:
     sum_fn.set_temperature(draws && p.raw ? 1.f : params.temperature);
     reader.slope = sum_fn.slope, reader.slope_rest = fmaxf(sum_fn.slope_rest, FLT_MIN);
     if constexpr (!draws) reader.token = params.token, reader.of_token = row.element(params.token) + 0.f;
     const u32 received = ptx::map_shared(ptx::shared_address(&scratch->received), 0);
-    const u32 sums_to = ptx::map_shared(ptx::shared_address(group_sums), 0);
-    GroupSum group;
+    const u32 sums_to = ptx::map_shared(ptx::shared_address(chunk_sums), 0);
+    ChunkSum sum;
     selector.read_row(
-        selected,
+        selected, [&](int chunk) { return reader.read(chunk, chunk + cluster.num_warps, cluster.lane, sum); },
         [&](int chunk) {
-          group = reader.read(chunk, chunk + cluster.num_warps, cluster.lane);
-          return Row::key(group.most);
-        },
-        [&](int index) {
+          if (cluster.lane != 0) return;
           if (cluster.size > 1) {
-            ptx::store_async(sums_to + 8 * index, group.bits(), received);
+            ptx::store_async(sums_to + sizeof(ChunkSum) * chunk, sum.bits(), received);
           } else {
-            group_sums[index] = group.bits();
+            chunk_sums[chunk] = sum;
           }
         });
     const u64 before = draws ? 0 : __reduce_add_sync(kAllLanes, reader.before);
@@ -377,8 +324,12 @@ __global__ void __launch_bounds__(kMaxSelectThreads, 1) logprob_rows(const __gri
   if (draws && cluster.block_rank == 0 && threadIdx.x == blockDim.x - 32)
     scratch->random_word = random_word(p.seed.at(row_idx), p.offset.at(row_idx));
   const bool joint = k > 0 && p.joint && params.q32 < kQ32One;
+  WeightFn<Kind::logits> weight_fn;
+  weight_fn.set_temperature(params.temperature);
+  sum_fn.set_temperature(temperature);
   TopKRange range = {};
-  if (cluster.block_rank == 0) range = selector.receive(256 * layout.num_chunks + (draws ? 0 : 8 * cluster.num_warps));
+  if (cluster.block_rank == 0)
+    range = selector.receive(sizeof(ChunkSum) * layout.num_chunks + (draws ? 0 : 8 * cluster.num_warps));
   if (joint) {
     if (cluster.block_rank == 0) scratch->largest = range.largest;
     cluster.sync();
@@ -387,9 +338,6 @@ __global__ void __launch_bounds__(kMaxSelectThreads, 1) logprob_rows(const __gri
     return;
   }
   const float top = Row::value(static_cast<u64>(range.largest) << 32);
-  WeightFn<Kind::logits> weight_fn;
-  weight_fn.set_temperature(params.temperature);
-  sum_fn.set_temperature(temperature);
   weight_fn.top = sum_fn.top = top;
   weight_fn.least = params.min_p;
   weight_fn.set_scale(p.length);
@@ -397,24 +345,6 @@ __global__ void __launch_bounds__(kMaxSelectThreads, 1) logprob_rows(const __gri
   if (cluster.block_rank != 0) return;
 
   float of_token = draws ? 0.f : row.element(params.token);
-  // The sum of the row: NaN if it holds one.
-  double equal = 0., rest = 0.;
-  for (int g = threadIdx.x; g < 32 * layout.num_chunks; g += blockDim.x) {
-    const u32 key = selector.maxima()[g];
-    const float of_rest = __uint_as_float(static_cast<u32>(group_sums[g])),
-                of_equal = __uint_as_float(static_cast<u32>(group_sums[g] >> 32));
-    if (key == range.largest) {
-      equal += of_equal, rest += of_rest;
-    } else if (key == Row::kNan) {
-      rest += of_rest;
-    } else {
-      rest +=
-          (static_cast<double>(of_rest) + of_equal) * sum_fn.accurate_weight(Row::value(static_cast<u64>(key) << 32));
-    }
-  }
-  const double2 of_row = block_sums({equal, rest}, sums->warp_sums);
-  equal = of_row.x, rest = of_row.y;
-  const bool is_valid = fabsf(top) < INFINITY && !isnan(rest) && !isnan(params.temperature);
   int rank = 0;  // of the token, from 0
   if constexpr (!draws) {
     u32 before = 0;
@@ -422,74 +352,81 @@ __global__ void __launch_bounds__(kMaxSelectThreads, 1) logprob_rows(const __gri
     rank = static_cast<int>(__reduce_add_sync(kAllLanes, before));
   }
 
-  const u64* keys = selector.candidates();
-  int count = 0;
+  const bool is_ranked = selector.ranks();
+  const u64* keys = selector.candidates();  // from here on in descending order
+  u64* const masses = selector.masses();
+  u64* const ranked_masses = selector.ranked_masses();
+  const auto sum_row_once = [&] { sum_chunks(chunk_sums, layout.num_chunks, sum_fn, &sums->row_sum); };
   if (selected > 0) {
-    u64* const ranked = selector.ranked();
-    count = selector.collect(selected, range, [&](u32 n, u64 key) {
-      if (draws && selector.ranks()) selector.masses()[n] = mass_of(weight_fn.scaled(Row::value(key)));
-    });
-    if (draws && selector.ranks() && is_valid) {
-      keys = ranked;
-      rank_and_draw(scratch, sums, selector.candidates(), selector.masses(), ranked, count, selected, k,
-                    joint ? scratch->row_mass : 0, params.q32, [&](u64 key) {
-                      return !(params.min_p > 0.f) || weight_fn.weight(Row::value(key)) >= params.min_p;
-                    });
-    } else if (selector.ranks()) {
-      rank_keys(selector.candidates(), count, selected, [&](int place, u64 key) { ranked[place] = key; });
+    // The row is summed while elements are loaded.
+    const int count = selector.collect(
+        selected, range,
+        [&](u32 n, u64 key) {
+          if (draws && is_ranked) masses[n] = mass_of(weight_fn.scaled(Row::value(key)));
+        },
+        sum_row_once);
+    if (is_ranked) {
+      u64* const ranked = selector.ranked();
+      rank_keys(keys, count, [&](int n, int place, int id_place) {
+        ranked[place] = keys[n];
+        if (draws) ranked_masses[place] = PlacedMass::pack(masses[n], id_place);
+      });
       keys = ranked;
       __syncthreads();
     } else {
       sort_descending(selector.candidates(), count);
     }
-    for (int n = threadIdx.x; n < p.top_n; n += blockDim.x) p.top_ids[row_idx * p.top_n + n] = row.index(keys[n]);
+  } else {
+    sum_row_once();
+    __syncthreads();
   }
+  // The first warp may be drawing.
+  const int first_n = (threadIdx.x + blockDim.x - 32) % blockDim.x;
+  const bool is_valid = fabsf(top) < INFINITY && !isnan(sums->row_sum.y) && !isnan(params.temperature);
   if (!is_valid) {
     if (draws && threadIdx.x == 0) p.ids[row_idx] = 0, p.valid[row_idx] = false;
     write_no_logprobs(p, row_idx, draws || params.has_token);
+    for (int n = first_n; n < p.top_n; n += blockDim.x) p.top_ids[row_idx * p.top_n + n] = row.index(keys[n]);
     return;
   }
 
   const auto exponent = [&](float v) {
-    return v > -INFINITY ? (static_cast<double>(v) - top) / static_cast<double>(temperature)
-                         : static_cast<double>(-INFINITY);
+    const double below = static_cast<double>(v) - top;  // -inf stays -inf
+    return temperature == 1.f ? below : below / static_cast<double>(temperature);
   };
-  int kept = p.length;  // of the elements in descending order
-  if (draws && selector.ranks()) {
-    kept = sums->num_reaching;
-    if (params.q32 < kQ32One) kept = min(kept, sums->num_kept);
-    kept = max(kept, 1);
-    rank = scratch->drawn;
-  } else if (k > 0) {
-    u64* const masses = selector.masses();
-    int reach = 0;
-    for (int n = threadIdx.x; n < k; n += blockDim.x) {
-      const float v = Row::value(keys[n]);
-      masses[n] = mass_of(weight_fn.scaled(v));
-      reach += !(params.min_p > 0.f) || weight_fn.weight(v) >= params.min_p;
-    }
-    kept = __syncthreads_count(reach > 0);
-    // More than one element per thread where k exceeds the number of threads.
-    if (k > static_cast<int>(blockDim.x)) kept += __syncthreads_count(reach > 1);
-    if (draws || params.q32 < kQ32One) {
-      if (!draws && threadIdx.x == 0) scratch->random_word = 0;  // no point is drawn
-      __syncwarp();
-      if (threadIdx.x < 32) keep_top_p(scratch, masses, k, joint ? scratch->row_mass : 0, params.q32);
-      __syncthreads();
-    }
-    if (params.q32 < kQ32One) kept = min(kept, scratch->num_kept);
-    kept = max(kept, 1);
+  const u64 row_mass = joint ? scratch->row_mass : 0;
+  if (draws && is_ranked) {
+    if (threadIdx.x < 32)
+      draw_ranked(scratch, ranked_masses, masses, k, row_mass, params.q32, [&](int place) { scratch->drawn = place; });
+  } else if (k > 0 && (draws || params.q32 < kQ32One)) {
+    for (int n = threadIdx.x; n < k; n += blockDim.x) masses[n] = mass_of(weight_fn.scaled(Row::value(keys[n])));
+    if (!draws && threadIdx.x == 0) scratch->random_word = 0;  // no point is drawn
+    __syncthreads();
+    if (threadIdx.x < 32) keep_top_p(scratch, masses, k, row_mass, params.q32);
+    __syncthreads();
     if constexpr (draws) {
       locate_point(
           masses, scratch->num_kept, scratch->point, [&](int n) { return row.index(keys[n]); },
           [&](int n) { scratch->drawn = n; });
       __syncthreads();
-      rank = scratch->drawn;
     }
   }
-  if (draws && p.raw) {
-    kept = p.length;
-  } else if (k > 0) {
+  int kept = p.length;  // of the elements in descending order
+  double log_sum = 0.;
+  if (k == 0 || (draws && p.raw)) {
+    // The logarithm takes as long as the draw.
+    if (!(draws && is_ranked) || (threadIdx.x >= 32 && first_n < max(p.top_n, 1)))
+      log_sum = log1p(sums->row_sum.x - 1. + sums->row_sum.y);
+    if (threadIdx.x == 32) sums->log_sum = log_sum;
+  } else {
+    int reach = 0;
+    for (int n = threadIdx.x; n < k; n += blockDim.x)
+      reach += !(params.min_p > 0.f) || weight_fn.weight(Row::value(keys[n])) >= params.min_p;
+    kept = __syncthreads_count(reach > 0);
+    // More than one element per thread where k exceeds the number of threads.
+    if (k > static_cast<int>(blockDim.x)) kept += __syncthreads_count(reach > 1);
+    if (params.q32 < kQ32One) kept = min(kept, scratch->num_kept);
+    kept = max(kept, 1);
     double2 of_kept = {0., 0.};
     for (int n = threadIdx.x; n < kept; n += blockDim.x) {
       if (keys[n] >> 32 == range.largest) {
@@ -499,22 +436,24 @@ __global__ void __launch_bounds__(kMaxSelectThreads, 1) logprob_rows(const __gri
       }
     }
     of_kept = block_sums(of_kept, sums->warp_sums);
-    equal = of_kept.x, rest = of_kept.y;
+    log_sum = log1p(of_kept.x - 1. + of_kept.y);
   }
-  const double log_sum = log1p(equal - 1. + rest);
-  if (threadIdx.x == 0) {
-    const int token = draws ? row.index(keys[rank]) : params.token;
-    const bool has_token = draws || params.has_token;
-    if constexpr (draws) of_token = Row::value(keys[rank]);
-    const float logprob = static_cast<float>(exponent(of_token) - log_sum);
-    p.logprobs[row_idx] = has_token && rank < kept ? logprob : -INFINITY;
-    p.ranks[row_idx] = has_token ? rank + 1 : 0;
-    if (draws) p.ids[row_idx] = token, p.valid[row_idx] = true;
+  for (int n = first_n; n < p.top_n; n += blockDim.x) {
+    const int64_t to = row_idx * p.top_n + n;
+    p.top_ids[to] = row.index(keys[n]);
+    p.top_logprobs[to] = n < kept ? static_cast<float>(exponent(Row::value(keys[n])) - log_sum) : -INFINITY;
   }
-  for (int n = threadIdx.x; n < p.top_n; n += blockDim.x) {
-    p.top_logprobs[row_idx * p.top_n + n] =
-        n < kept ? static_cast<float>(exponent(Row::value(keys[n])) - log_sum) : -INFINITY;
+  if (draws && is_ranked) {
+    __syncthreads();
+    if (p.raw) log_sum = sums->log_sum;
   }
+  if (threadIdx.x != 0) return;
+  if constexpr (draws) rank = scratch->drawn, of_token = Row::value(keys[rank]);
+  const bool has_token = draws || params.has_token;
+  const float logprob = static_cast<float>(exponent(of_token) - log_sum);
+  p.logprobs[row_idx] = has_token && rank < kept ? logprob : -INFINITY;
+  p.ranks[row_idx] = has_token ? rank + 1 : 0;
+  if (draws) p.ids[row_idx] = row.index(keys[rank]), p.valid[row_idx] = true;
 }
 
 // The log-probabilities of rows that logprob_rows does not cover, after it has written ids and ranks: a threshold

@@ -1,10 +1,10 @@
 // Bias, penalties and an allowed-token bitmask on rows of logits: [B, V].
 //
 // Blocks have two roles. Some convert the row and write -inf where the bitmask says so; in place they write the masked
-// tokens alone. The others write the allowed tokens that history and bias name, one block per row: they count in a hash
-// table in shared memory, or, for a long history, in an array of the tokens of a part of the vocabulary. Counts are
-// integer atomics, so the result does not depend on their order. In place no token belongs to both roles, and one
-// launch has both; otherwise the second role follows in a launch of its own.
+// tokens alone. The others write the allowed tokens that history and bias name. A few blocks per row share these tokens
+// by their hashes and count in a hash table in shared memory; or, for a long history, each counts the tokens of a part
+// of the vocabulary in an array. Counts are integer atomics, so the result does not depend on their order. In place no
+// token belongs to both roles, and one launch has both; otherwise the second role follows in a launch of its own.
 
 #include <kestrel/export.h>
 
@@ -16,11 +16,13 @@
 
 namespace kestrel::sampling {
 
-constexpr int kProcessThreads = 512;
+constexpr int kProcessThreads = 256;
+constexpr int kMaxHashParts = 4;      // blocks of a row that share a history
 constexpr int kPacks = 4;             // that a thread loads together,
 constexpr int kIds = 4;               // and ids of the history
 constexpr int kMaxHashed = 4096;      // ids of a row
 constexpr int kPart = 16384;          // tokens of a block, where there are more ids
+constexpr int kMaskWords = 2;         // of the bitmask that a lane loads together
 constexpr int64_t kMaxBiases = 4096;  // of a row: equal ids are found by comparing
 constexpr u32 kNoToken = ~u32{0};     // of an empty slot, and an id outside the vocabulary
 
@@ -46,7 +48,8 @@ struct ProcessParams {
   int width = 0;
   bool in_place = false;      // out is logits
   int parts = 0;              // blocks of a row that write named tokens,
-  int hash_bits = 0;          // log2 of the slots of their hash table; 0: a slot for each token of the part
+  int part_bits = 0;          // log2 of it, with hash tables
+  int hash_bits = 0;          // log2 of the slots of a hash table; 0: a slot for each token of the part
   unsigned named_blocks = 0;  // all of them, the first of the grid
   int tiles = 0;              // blocks of a row that convert
   IdRows history, bias;
@@ -132,14 +135,41 @@ struct LogitRow {
     }
   }
 
-  // -inf for masked tokens: a warp loads 32 words and writes the tokens of one after the other.
+  // -inf for masked tokens: a warp loads words of the bitmask, then writes 16 bytes per lane and step.
   __device__ __forceinline__ void write_masked(int tile) const {
+    constexpr int kPack = Pack<Out>::size, kLanesPerWord = 32 / kPack;
+    constexpr u32 kAll = (1u << kPack) - 1;
+    const bool vectorized = reinterpret_cast<uintptr_t>(out) % 16 == 0;
     const int lane = threadIdx.x % 32, words = (width + 31) / 32;
-    const int first = (tile * kProcessThreads + static_cast<int>(threadIdx.x)) / 32 * 32;
-    const u32 own = first + lane < words ? ~mask[first + lane] : 0;
-    for (u32 some = __ballot_sync(kAllLanes, own != 0); some != 0; some &= some - 1) {
-      const int word = __ffs(some) - 1, token = (first + word) * 32 + lane;
-      if ((__shfl_sync(kAllLanes, own, word) >> lane & 1) && token < width) out[token] = from_float<Out>(-INFINITY);
+    const int first = (tile * kProcessThreads + static_cast<int>(threadIdx.x)) / 32 * 32 * kMaskWords;
+    u32 masked[kMaskWords];
+#pragma unroll
+    for (int n = 0; n < kMaskWords; ++n) {
+      const int word = first + 32 * n + lane;
+      masked[n] = word < words ? ~mask[word] : 0;
+      if (word == words - 1 && width % 32 != 0) masked[n] &= (1u << width % 32) - 1;
+    }
+    float none[kPack];
+    for (int e = 0; e < kPack; ++e) none[e] = -INFINITY;
+    Pack<Out> pack;
+    pack.pack(none);
+#pragma unroll
+    for (int n = 0; n < kMaskWords; ++n) {
+      const u32 some = __ballot_sync(kAllLanes, masked[n] != 0);
+#pragma unroll 1
+      for (int step = 0; step < 32 && some >> step != 0; step += kPack) {
+        const u32 bits =
+            __shfl_sync(kAllLanes, masked[n], step + lane / kLanesPerWord) >> (lane % kLanesPerWord * kPack);
+        Out* const to = out + (first + 32 * n + step) * 32 + lane * kPack;
+        if (vectorized && (bits & kAll) == kAll) {
+          store16(to, pack.bits);
+        } else {
+#pragma unroll
+          for (int e = 0; e < kPack; ++e) {
+            if (bits >> e & 1) to[e] = from_float<Out>(-INFINITY);
+          }
+        }
+      }
     }
   }
 };
@@ -148,23 +178,22 @@ struct LogitRow {
 struct Slots {
   u32* slots;   // flags and counts
   u32* tokens;  // of each slot; null: a slot for each token of the part
-  int hash_bits;
-  u32 begin, size;  // of the part
+  int hash_bits, part_bits;
+  u32 part_idx;
+  u32 begin, size;  // of the part; with hash tables all tokens
 
+  static __device__ __forceinline__ u32 hash(u32 place) { return place * 0x9e3779b1u; }
   // The place of an id in the part, or kNoToken.
-  __device__ __forceinline__ u32 place(const char* ids, bool is_int64, int i) const {
-    u32 place;
-    if (is_int64) {
-      place = static_cast<u32>(min(reinterpret_cast<const u64*>(ids)[i] - begin, u64{kNoToken}));
-    } else {
-      place = reinterpret_cast<const u32*>(ids)[i] - begin;
-    }
-    return place < size ? place : kNoToken;
+  __device__ __forceinline__ u32 place(u32 id) const {
+    const u32 place = id - begin;
+    // The highest bits of the hash are the part.
+    const bool in_part = !tokens || static_cast<u32>(u64{hash(place)} >> (32 - part_bits)) == part_idx;
+    return place < size && in_part ? place : kNoToken;
   }
   template <bool inserts>
   __device__ __forceinline__ u32* slot(u32 place) const {
     if (!tokens) return slots + place;
-    u32 at = place * 0x9e3779b1u >> (32 - hash_bits);
+    u32 at = hash(place) << part_bits >> (32 - hash_bits);
     // At most half of the slots are taken.
     for (;; at = (at + 1) & ((1u << hash_bits) - 1)) {
       const u32 there = inserts ? atomicCAS(tokens + at, kNoToken, place) : tokens[at];
@@ -178,27 +207,77 @@ struct Slots {
   }
 };
 
-// kIds ids of the history per thread, kProcessThreads apart, from `base` on. Their slots and logits are loaded once.
+// An id of 64 bits; no vocabulary is as large as kNoToken, or as a negative id.
+__device__ __forceinline__ u32 narrow_id(u64 id) { return static_cast<u32>(min(id, u64{kNoToken})); }
+__device__ __forceinline__ u32 load_id(const char* ids, bool is_int64, int i) {
+  return is_int64 ? narrow_id(reinterpret_cast<const u64*>(ids)[i]) : reinterpret_cast<const u32*>(ids)[i];
+}
+
+// A count that is being loaded: the value is not used before value().
+struct LoadedCount {
+  int64_t wide;
+  int narrow = 0;
+  bool is_wide;
+  __device__ __forceinline__ LoadedCount(const CountPerRow& counts, int64_t row)
+      : wide(counts.value), is_wide(!counts.values || counts.is_int64) {
+    if (!counts.values) return;
+    if (counts.is_int64) {
+      wide = static_cast<const int64_t*>(counts.values)[row * counts.stride];
+    } else {
+      narrow = static_cast<const int*>(counts.values)[row * counts.stride];
+    }
+  }
+  __device__ __forceinline__ int64_t value() const {
+    int converted = narrow;
+    pin(converted);
+    return is_wide ? wide : converted;
+  }
+};
+
+// kIds ids of the history per thread, kProcessThreads apart, from `base` on. What they name is loaded once.
 template <typename In>
 struct HistoryBatch {
-  u32 places[kIds];  // kNoToken where there is nothing to write
+  u32 ids[kIds];
+  u32 places[kIds];  // of them, kNoToken where there is nothing to write
   u32* slots[kIds];
   In logits[kIds];
+  u32 mask_words[kIds];
 
   // The ids, also those past the length of the row, which need not be known yet.
-  __device__ __forceinline__ void load(const Slots& part, const IdRows& rows, int64_t row, int base) {
-    const char* const ids = rows.ids + row * rows.row_bytes;
+  __device__ __forceinline__ void load(const IdRows& rows, int64_t row, int base) {
+    const char* const from = rows.ids + row * rows.row_bytes;
+    if (rows.is_int64) {
+      u64 wide[kIds];
 #pragma unroll
-    for (int n = 0; n < kIds; ++n) {
-      const int i = base + n * kProcessThreads;
-      places[n] = i < rows.length ? part.place(ids, rows.is_int64, i) : kNoToken;
+      for (int n = 0; n < kIds; ++n) {
+        const int i = base + n * kProcessThreads;
+        wide[n] = i < rows.length ? reinterpret_cast<const u64*>(from)[i] : kNoToken;
+      }
+#pragma unroll
+      for (int n = 0; n < kIds; ++n) ids[n] = narrow_id(wide[n]);
+    } else {
+#pragma unroll
+      for (int n = 0; n < kIds; ++n) {
+        const int i = base + n * kProcessThreads;
+        ids[n] = i < rows.length ? reinterpret_cast<const u32*>(from)[i] : kNoToken;
+      }
     }
+#pragma unroll
+    for (int n = 0; n < kIds; ++n) places[n] = kNoToken;
+  }
+  __device__ __forceinline__ void set_places(const Slots& part) {
+#pragma unroll
+    for (int n = 0; n < kIds; ++n) places[n] = part.place(ids[n]);
   }
   template <typename Row>
   __device__ __forceinline__ void load_logits(const Slots& part, const Row& row) {
 #pragma unroll
     for (int n = 0; n < kIds; ++n) {
-      if (places[n] != kNoToken) logits[n] = row.logits[part.begin + places[n]];
+      mask_words[n] = ~0u;
+      if (places[n] == kNoToken) continue;
+      const u32 token = part.begin + places[n];
+      logits[n] = row.logits[token];
+      if (row.mask) mask_words[n] = row.mask[token / 32];
     }
   }
   template <bool inserts>
@@ -225,14 +304,12 @@ struct HistoryBatch {
   __device__ __forceinline__ void write(const Slots& part, const Row& row, const Penalties& penalties) const {
     u32 found[kIds];
 #pragma unroll
-    for (int n = 0; n < kIds; ++n) {
-      found[n] = places[n] != kNoToken ? atomicOr(slots[n], kDone) : kDone;
-      if (!(found[n] & kDone) && !row.allows(part.begin + places[n])) found[n] = kDone;
-    }
+    for (int n = 0; n < kIds; ++n) found[n] = places[n] != kNoToken ? atomicOr(slots[n], kDone) : kDone;
 #pragma unroll
     for (int n = 0; n < kIds; ++n) {
-      if (!(found[n] & (kDone | kBiased)))
-        row.write(part.begin + places[n], penalties.apply(to_float(logits[n]), found[n]));
+      const u32 token = part.begin + places[n];
+      if (!(found[n] & (kDone | kBiased)) && (mask_words[n] >> (token % 32) & 1))
+        row.write(token, penalties.apply(to_float(logits[n]), found[n]));
     }
   }
 };
@@ -242,11 +319,12 @@ template <typename In, typename Out>
 __device__ __forceinline__ void write_named(const ProcessParams& p) {
   u32* const memory = reinterpret_cast<u32*>(dynamic_shared_memory());
   const int64_t row_idx = blockIdx.x / p.parts;
-  const int part_idx = static_cast<int>(blockIdx.x % p.parts);
+  const u32 part_idx = blockIdx.x % p.parts;
   const u32 begin = p.hash_bits ? 0 : part_idx * kPart;
-  const u32 size = p.hash_bits ? p.width : min(kPart, p.width - part_idx * kPart);
+  const u32 size = p.hash_bits ? p.width : min(u32{kPart}, p.width - part_idx * kPart);
   const u32 num_slots = p.hash_bits ? 1u << p.hash_bits : (size + 3) / 4 * 4;
-  const Slots part = {memory, p.hash_bits ? memory + num_slots : nullptr, p.hash_bits, begin, size};
+  const Slots part = {memory, p.hash_bits ? memory + num_slots : nullptr, p.hash_bits, p.part_bits, part_idx, begin,
+                      size};
   for (u32 i = threadIdx.x; i < num_slots / 4; i += kProcessThreads) {
     reinterpret_cast<uint4*>(memory)[i] = make_uint4(0, 0, 0, 0);
     if (part.tokens) reinterpret_cast<uint4*>(part.tokens)[i] = make_uint4(kNoToken, kNoToken, kNoToken, kNoToken);
@@ -257,21 +335,24 @@ __device__ __forceinline__ void write_named(const ProcessParams& p) {
   const LogitRow<In, Out> row(p, row_idx);
   constexpr int kBatch = kIds * kProcessThreads;
   // The first batch stays in registers. Its ids are loaded together with the parameters of the row.
+  const LoadedCount length_of_row(p.lengths, row_idx), prompt_of_row(p.prompt_lengths, row_idx);
   HistoryBatch<In> first;
-  first.load(part, p.history, row_idx, threadIdx.x);
+  first.load(p.history, row_idx, threadIdx.x);
   Penalties penalties = {1.f, 0.f, 0.f};
   int length = 0;
   if (p.history.ids) {
-    const int64_t of_row = p.lengths.at(row_idx), prompt = p.prompt_lengths.at(row_idx);
     penalties = {p.repetition.at(row_idx), p.presence.at(row_idx), p.frequency.at(row_idx)};
-    length = static_cast<int>(max(int64_t{0}, min(of_row, int64_t{p.history.length})));
+    first.set_places(part);
     first.load_logits(part, row);
+    length = static_cast<int>(max(int64_t{0}, min(length_of_row.value(), int64_t{p.history.length})));
+    const int64_t prompt = prompt_of_row.value();
     first.template find<true>(part, threadIdx.x, length);
     first.count(threadIdx.x, prompt);
 #pragma unroll 1
     for (int base = kBatch + threadIdx.x; base < length; base += kBatch) {
       HistoryBatch<In> batch;
-      batch.load(part, p.history, row_idx, base);
+      batch.load(p.history, row_idx, base);
+      batch.set_places(part);
       batch.template find<true>(part, base, length);
       batch.count(base, prompt);
     }
@@ -280,23 +361,23 @@ __device__ __forceinline__ void write_named(const ProcessParams& p) {
     const char* const ids = p.bias.ids + row_idx * p.bias.row_bytes;
     const float* const values = reinterpret_cast<const float*>(p.bias_values + row_idx * p.bias_values_row_bytes);
     for (int i = threadIdx.x; i < p.bias.length; i += kProcessThreads) {
-      const u32 place = part.place(ids, p.bias.is_int64, i);
+      const u32 place = part.place(load_id(ids, p.bias.is_int64, i));
       if (place == kNoToken) continue;
       u32* const slot = part.slot<true>(place);
       if (atomicOr(slot, kBiased) & kBiased) atomicOr(slot, kRepeated);
     }
     __syncthreads();
     for (int i = threadIdx.x; i < p.bias.length; i += kProcessThreads) {
-      const u32 place = part.place(ids, p.bias.is_int64, i);
+      const u32 place = part.place(load_id(ids, p.bias.is_int64, i));
       if (place == kNoToken) continue;
       const u32 slot = *part.slot<false>(place);
       double sum = values[i];
       if (slot & kRepeated) {  // the first entry of a token adds the others, in their order
         int other = 0;
-        while (other < i && part.place(ids, p.bias.is_int64, other) != place) ++other;
+        while (other < i && part.place(load_id(ids, p.bias.is_int64, other)) != place) ++other;
         if (other < i) continue;
         for (other = i + 1; other < p.bias.length; ++other) {
-          if (part.place(ids, p.bias.is_int64, other) == place) sum += static_cast<double>(values[other]);
+          if (part.place(load_id(ids, p.bias.is_int64, other)) == place) sum += static_cast<double>(values[other]);
         }
       }
       const u32 token = begin + place;
@@ -327,7 +408,8 @@ __device__ __forceinline__ void write_named(const ProcessParams& p) {
 #pragma unroll 1
   for (int base = kBatch + threadIdx.x; base < length; base += kBatch) {
     HistoryBatch<In> batch;
-    batch.load(part, p.history, row_idx, base);
+    batch.load(p.history, row_idx, base);
+    batch.set_places(part);
     batch.load_logits(part, row);
     batch.template find<false>(part, base, length);
     batch.write(part, row, penalties);
@@ -335,7 +417,7 @@ __device__ __forceinline__ void write_named(const ProcessParams& p) {
 }
 
 template <typename In, typename Out>
-__global__ void __launch_bounds__(kProcessThreads, 2) process_logits_kernel(const __grid_constant__ ProcessParams p) {
+__global__ void __launch_bounds__(kProcessThreads, 4) process_logits_kernel(const __grid_constant__ ProcessParams p) {
   if (blockIdx.x < p.named_blocks) {
     write_named<In, Out>(p);
     return;
@@ -358,12 +440,15 @@ template <typename In, typename Out>
 void launch(ProcessParams p, int64_t rows, DLDevice device) {
   constexpr auto kernel = process_logits_kernel<In, Out>;
   const int ids = p.history.length + p.bias.length;
-  const int tile = p.in_place ? kProcessThreads * 32 : kPacks * kProcessThreads * Pack<In>::size;
+  const int tile = p.in_place ? kProcessThreads * 32 * kMaskWords : kPacks * kProcessThreads * Pack<In>::size;
   p.tiles = p.in_place && !p.bitmask ? 0 : (p.width + tile - 1) / tile;
   size_t bytes = 0;
   if (ids > 0) {
-    p.parts = ids <= kMaxHashed ? 1 : (p.width + kPart - 1) / kPart;
+    p.parts = (p.width + kPart - 1) / kPart;
     if (ids <= kMaxHashed) {
+      // More blocks per row only where they all run at once.
+      while (2 << p.part_bits <= kMaxHashParts && rows << (p.part_bits + 1) <= 2 * num_sms(device)) ++p.part_bits;
+      p.parts = 1 << p.part_bits;
       p.hash_bits = 6;
       while (1 << p.hash_bits < 2 * std::min(ids, p.width)) ++p.hash_bits;
     }

@@ -63,6 +63,12 @@ RejectionSplit split_for_rejection(const Params& params, DLDevice device, bool f
     const RejectionSplit split = split_into(FirstPass::plain, cluster_size, kPlainThreads, /*copy_to_smem=*/true);
     if (split.in_smem && fit_in_one_wave(cluster_size)) return split;
   }
+#ifdef TP_THREADS
+  if (filtered && has_clusters(device)) {
+    const RejectionSplit split = split_into(FirstPass::plain, 8, TP_THREADS, /*copy_to_smem=*/true);
+    if (split.in_smem) return split;
+  }
+#endif
   return split_into(FirstPass::windowed,
                     3 * rows <= sms   ? 4
                     : 2 * rows <= sms ? 2

@@ -13,8 +13,8 @@ constexpr int kSelectThreads = 256;           // that sum the bins; a block has 
 constexpr int kMaxSelectThreads = 512;
 
 // The bin with the k-th largest key, the keys above it and in it.
-struct Bin {
-  u32 index, above, count;
+struct alignas(16) Bin {
+  u32 index, above, count, unused;
 };
 
 struct alignas(16) SelectScratch {
@@ -41,7 +41,8 @@ __device__ __forceinline__ u64 warp_max(u64 v) {
   return static_cast<u64>(high) << 32 | low;
 }
 
-// Appends `n` entries per lane, at most 15, to a list of `*size` entries. Returns the position of this lane's first.
+// Appends `n` < 2^bits entries per lane to a list of `*size` entries. Returns the position of this lane's first.
+template <int bits>
 __device__ __forceinline__ u32 append_place(u32* size, u32 n, int lane) {
   const u32 some = __ballot_sync(kAllLanes, n > 0), below = (1u << lane) - 1;
   if (some == 0) return 0;
@@ -49,7 +50,7 @@ __device__ __forceinline__ u32 append_place(u32* size, u32 n, int lane) {
   if (__any_sync(kAllLanes, n > 1)) {
     before = all = 0;
 #pragma unroll
-    for (int bit = 0; bit < 4; ++bit) {
+    for (int bit = 0; bit < bits; ++bit) {
       const u32 lanes = __ballot_sync(kAllLanes, n >> bit & 1);
       before += static_cast<u32>(__popc(lanes & below)) << bit, all += static_cast<u32>(__popc(lanes)) << bit;
     }
@@ -89,7 +90,7 @@ __device__ __forceinline__ Bin find_bin(SelectScratch* scratch, u32 above, u32 k
     const u32 index = kSelectBins - 1 - 2 * threadIdx.x, reached = before + upper + lower;
     if (before < k && (reached >= k || threadIdx.x == kSelectThreads - 1)) {
       const bool in_upper = before + upper >= k;
-      scratch->bin = in_upper ? Bin{index, before, upper} : Bin{index - 1, before + upper, lower};
+      scratch->bin = in_upper ? Bin{index, before, upper, 0} : Bin{index - 1, before + upper, lower, 0};
     }
   }
   __syncthreads();
@@ -164,20 +165,35 @@ __device__ __forceinline__ ValueRange select_values(SelectScratch* scratch, u32 
   return {low, min(high, low + ((1u << shift) - 1)), bin.above, bin.above + bin.count};
 }
 
-// Calls write(place, key) for the k largest of `count` different keys: every key is compared with all others.
+// Calls write(n, place, low_place) for each of `count` different keys, by one thread: its places in descending order of
+// the keys and of their lower halves, which differ too. Every key is compared with all others. Zeros follow the keys up
+// to a multiple of 16.
 template <typename Write>
-__device__ __forceinline__ void rank_keys(const u64* keys, int count, int k, Write write) {
-  constexpr int kLanes = 8;  // per key
+__device__ __forceinline__ void rank_keys(const u64* keys, int count, Write write) {
+  constexpr int kLanes = 8;  // that rank two keys
+  const auto two = [&](int n) { return *reinterpret_cast<const ulonglong2*>(keys + n); };
+  const int lane = threadIdx.x % kLanes;
 #pragma unroll 1
-  for (int base = 0; base < count; base += blockDim.x / kLanes) {
-    const int own = base + threadIdx.x / kLanes;
-    const u64 key = keys[min(own, count - 1)];
-    int place = 0;
+  for (int own = 2 * (static_cast<int>(threadIdx.x) / kLanes); own / 8 * 8 < count; own += blockDim.x / kLanes * 2) {
+    const ulonglong2 key = own < count ? two(own) : make_ulonglong2(0, 0);
+    const u32 low_x = static_cast<u32>(key.x), low_y = static_cast<u32>(key.y);
+    u32 first = 0, second = 0;  // place and 2^16 times low_place
 #pragma unroll 4
-    for (int other = threadIdx.x % kLanes; other < count; other += kLanes) place += keys[other] > key;
+    for (int other = 2 * lane; other < count; other += 2 * kLanes) {
+      const ulonglong2 keys_of_other = two(other);
+      const u64 a = keys_of_other.x, b = keys_of_other.y;
+      first += a > key.x, first += b > key.x, second += a > key.y, second += b > key.y;
+      first += static_cast<u32>(a) > low_x ? 0x10000 : 0, first += static_cast<u32>(b) > low_x ? 0x10000 : 0;
+      second += static_cast<u32>(a) > low_y ? 0x10000 : 0, second += static_cast<u32>(b) > low_y ? 0x10000 : 0;
+    }
 #pragma unroll
-    for (int distance = 1; distance < kLanes; distance *= 2) place += __shfl_xor_sync(kAllLanes, place, distance);
-    if (threadIdx.x % kLanes == 0 && own < count && place < k) write(place, key);
+    for (int distance = 1; distance < kLanes; distance *= 2) {
+      first += __shfl_xor_sync(kAllLanes, first, distance);
+      second += __shfl_xor_sync(kAllLanes, second, distance);
+    }
+    const u32 places = lane == 0 ? first : second;
+    if (lane < 2 && own + lane < count)
+      write(own + lane, static_cast<int>(places & 0xffff), static_cast<int>(places >> 16));
   }
 }
 

@@ -16,7 +16,7 @@ template <bool draws>
 void launch_rows(LogprobParams& p, int64_t largest_k, DLDevice device) {
   p.max_top_k = std::max<int64_t>(p.top_n, largest_k) <= kMaxRankedK ? kMaxRankedK : kMaxK;
   Split split = split_for_top_k(p.length, p.num_rows, p.max_top_k, device, {});
-  split.smem_bytes += sizeof(LogprobScratch) + 256 * TopKLayout(p.length, p.max_top_k).num_chunks;
+  split.smem_bytes += sizeof(LogprobScratch) + sizeof(ChunkSum) * TopKLayout(p.length, p.max_top_k).num_chunks;
   if (split.smem_bytes > max_smem_bytes(device)) unsupported("rows that exceed the shared memory of this GPU");
   launch_split<logprob_rows<draws>>(p, p.num_rows, split, device, /*balanced=*/true);
 }

@@ -37,11 +37,12 @@ struct TopKLayout {
     while ((length - 1) >> chunk_bits >= 256) ++chunk_bits;
     num_chunks = ((length - 1) >> chunk_bits) + 1;
   }
-  // Byte offsets: candidates at 0, their masses, the sorted candidates or prefix sums of masses, the selected groups,
-  // the largest element of each group.
+  // Byte offsets: candidates at 0, their masses, the ranked candidates and their masses, the selected groups, the
+  // largest element of each group.
   __host__ __device__ size_t masses() const { return sizeof(u64) * max_candidates; }
   __host__ __device__ size_t ranked() const { return 2 * masses(); }
-  __host__ __device__ size_t groups() const { return ranked() + sizeof(u64) * kMaxRanked; }
+  __host__ __device__ size_t ranked_masses() const { return ranked() + sizeof(u64) * kMaxRanked; }
+  __host__ __device__ size_t groups() const { return ranked_masses() + sizeof(u64) * kMaxRanked; }
   __host__ __device__ size_t maxima() const { return groups() + sizeof(u32) * ((max_groups + 3) / 4 * 4); }
   __host__ __device__ size_t bytes() const { return maxima() + sizeof(u32) * 32 * num_chunks; }
 };
@@ -53,17 +54,16 @@ struct alignas(16) TopKScratch {
   u64 received;               // mbarrier of the first block
   u64 ranges[kMaxTopKWarps];  // a TopKRange of each warp of the cluster
   u32 largest;                // element of the row
-  u32 num_groups, num_candidates, num_larger;
+  u32 num_groups, num_larger_groups, num_candidates, num_larger;
   u32 random_word;
   int num_kept;
   u64 point;
-  u64 kept_mass;  // of what top-k keeps
   u64 row_mass;
   float softmax_sum;
   int drawn;  // the place of the drawn element in descending order
 };
 
-// Keys of values: a lower bound of the k-th largest maximum of a group, and the largest element.
+// Keys of values: the smallest maximum of a segment, of those that reach kLeastValue, and the largest element.
 struct TopKRange {
   u32 least, largest;
 };
@@ -73,8 +73,10 @@ template <Kind kind>
 struct TopKRow {
   static constexpr bool scores = kind == Kind::scores;
   static constexpr u32 kNan = scores ? 0u : 0xffffffffu;
-  // Keys below it are those of elements without mass, which are not selected.
-  static constexpr u32 kLeastKey = scores ? 0u : kind == Kind::logits ? 0x00800000u : 0x80000001u;
+  // Keys below it are those of -inf, NaN and, among probabilities, 0.
+  static constexpr u32 kLeastValue = kind == Kind::probs ? 0x80000001u : 0x00800000u;
+  // Keys below it are not selected: those of elements without mass.
+  static constexpr u32 kLeastKey = scores ? 0u : kLeastValue;
 
   const char* row;
   int dtype, length;
@@ -129,52 +131,6 @@ struct TopKRow {
     for (int e = 0; e < 4; ++e) v[e] = i + e * stride() < length ? element(i + e * stride()) : padding();
   }
 
-  // The key of the largest element of this lane's group.
-  __device__ __forceinline__ u32 group_max(int chunk, int lane) const {
-    float most = padding();
-    const int end = min((chunk + 1) << chunk_bits, length);
-#pragma unroll 1
-    for (int begin = chunk << chunk_bits; begin < end; begin += kTileOfGroups) {
-      if (pack_bits == 0) {
-#pragma unroll 16
-        for (int e = 0; e < kGroup; ++e) {
-          const int i = begin + 32 * e + lane;
-          most = larger(most, i < length ? element(i) : padding());
-        }
-      } else if (dtype == kRowFloat32) {
-        most = larger(most, max_of_packs<float>(begin, lane));
-      } else if (dtype == kRowFloat16) {
-        most = larger(most, max_of_packs<__half>(begin, lane));
-      } else {
-        most = larger(most, max_of_packs<__nv_bfloat16>(begin, lane));
-      }
-    }
-    return key(most);
-  }
-  template <typename T>
-  __device__ __forceinline__ float max_of_packs(int begin, int lane) const {
-    constexpr int size = Pack<T>::size, loads = kGroup / size;
-    Pack<T> pack[loads];
-    float most = padding();
-    if (begin + kTileOfGroups <= length) {
-#pragma unroll
-      for (int u = 0; u < loads; ++u)
-        pack[u].bits = load16_streamed(row + int64_t{begin + (u * 32 + lane) * size} * sizeof(T));
-#pragma unroll
-      for (int u = 0; u < loads; ++u) most = larger(most, max_of(pack[u]));
-      return most;
-    }
-#pragma unroll 1
-    for (int i = begin + lane * size; i < length; i += 32 * size) {
-      if (i + size <= length) {
-        pack[0].bits = load16_streamed(row + int64_t{i} * sizeof(T));
-        most = larger(most, max_of(pack[0]));
-      } else {
-        for (int e = i; e < length; ++e) most = larger(most, element(e));
-      }
-    }
-    return most;
-  }
   template <typename T>
   static __device__ __forceinline__ float max_of(const Pack<T>& pack) {
     float v[Pack<T>::size];
@@ -223,6 +179,106 @@ struct TopKRow {
   }
 };
 
+// The 32 elements of each lane of a warp that are loaded next: 1024 of the row, a tile.
+template <Kind kind>
+struct TileLoader {
+  const TopKRow<kind>& row;
+  uint4 loaded[kGroup / 4];
+
+  __device__ __forceinline__ const char* address(int begin, int lane) const {
+    return row.row + ((static_cast<int64_t>(begin >> row.pack_bits) + lane) << 4);
+  }
+  // Starts the loads of a row that is aligned, none past it.
+  __device__ __forceinline__ void load(int begin, int lane) {
+    const int bits = row.pack_bits;
+    if (bits == 0) return;
+    const char* const from = address(begin, lane);
+    if (begin + kTileOfGroups <= row.length) {
+#pragma unroll
+      for (int u = 0; u < kGroup / 8; ++u) loaded[u] = load16_streamed(from + 512 * u);
+      if (bits == 3) return;
+#pragma unroll
+      for (int u = kGroup / 8; u < kGroup / 4; ++u) loaded[u] = load16_streamed(from + 512 * u);
+      return;
+    }
+    const int packs = (((row.length - begin) >> bits) - lane + 31) >> 5;  // of this lane
+#pragma unroll
+    for (int u = 0; u < kGroup / 4; ++u) {
+      if (u < min(packs, kGroup >> bits)) loaded[u] = load16_streamed(from + 512 * u);
+    }
+  }
+  // The elements of pack u of a row of T; those past the row are padding.
+  template <typename T>
+  __device__ __forceinline__ void unpack(int begin, int lane, int u, float (&v)[Pack<T>::size]) const {
+    constexpr int size = Pack<T>::size;
+    const int i = begin + (u * 32 + lane) * size;
+    if (begin + kTileOfGroups <= row.length || i + size <= row.length) {
+      Pack<T>{loaded[u]}.unpack(v);
+      return;
+    }
+#pragma unroll
+    for (int e = 0; e < size; ++e)
+      v[e] = i + e < row.length ? to_float(reinterpret_cast<const T*>(row.row)[i + e]) : row.padding();
+  }
+};
+
+// The largest element of this lane's groups.
+template <Kind kind>
+struct GroupMaxReader {
+  using Row = TopKRow<kind>;
+  TileLoader<kind> loader;
+
+  // The key of that of a chunk, whose first elements are being loaded. Starts the next chunk of the warp.
+  __device__ __forceinline__ u32 read(int chunk, int next_chunk, int lane) {
+    const Row& row = loader.row;
+    const int end = min((chunk + 1) << row.chunk_bits, row.length);
+    float most = row.padding();
+#pragma unroll 1
+    for (int begin = chunk << row.chunk_bits; begin < end; begin += kTileOfGroups) {
+      const int64_t next = begin + kTileOfGroups < end ? begin + kTileOfGroups : int64_t{next_chunk} << row.chunk_bits;
+      if (row.pack_bits == 0) {
+#pragma unroll 16
+        for (int e = 0; e < kGroup; ++e) {
+          const int i = begin + 32 * e + lane;
+          most = row.larger(most, i < row.length ? row.element(i) : row.padding());
+        }
+      } else if (row.dtype == kRowFloat32) {
+        most = row.larger(most, largest<float>(begin, next, lane));
+      } else if (row.dtype == kRowFloat16) {
+        most = row.larger(most, largest<__half>(begin, next, lane));
+      } else {
+        most = row.larger(most, largest<__nv_bfloat16>(begin, next, lane));
+      }
+    }
+    return row.key(most);
+  }
+  // Of a tile. Starts the loads of the tile at `next`.
+  template <typename T>
+  __device__ __forceinline__ float largest(int begin, int64_t next, int lane) {
+    constexpr int packs = kGroup / Pack<T>::size;
+    const Row& row = loader.row;
+    float most = row.padding();
+    if (next + kTileOfGroups <= row.length) {
+      const char* const from = loader.address(static_cast<int>(next), lane);
+#pragma unroll
+      for (int u = 0; u < packs; ++u) {
+        most = row.larger(most, row.max_of(Pack<T>{loader.loaded[u]}));
+        loader.loaded[u] = load16_streamed(from + 512 * u);
+      }
+      return most;
+    }
+#pragma unroll
+    for (int u = 0; u < packs; ++u) {
+      float v[Pack<T>::size];
+      loader.template unpack<T>(begin, lane, u, v);
+#pragma unroll
+      for (int e = 0; e < Pack<T>::size; ++e) most = row.larger(most, v[e]);
+    }
+    if (next < row.length) loader.load(static_cast<int>(next), lane);
+    return most;
+  }
+};
+
 template <Kind kind>
 struct TopKSelector {
   using Row = TopKRow<kind>;
@@ -235,16 +291,26 @@ struct TopKSelector {
   __device__ __forceinline__ u64* candidates() const { return reinterpret_cast<u64*>(memory); }
   __device__ __forceinline__ bool ranks() const { return layout.max_candidates == kMaxRanked; }
   __device__ __forceinline__ u64* ranked() const { return reinterpret_cast<u64*>(memory + layout.ranked()); }
+  __device__ __forceinline__ u64* ranked_masses() const {
+    return reinterpret_cast<u64*>(memory + layout.ranked_masses());
+  }
   __device__ __forceinline__ u64* masses() const { return reinterpret_cast<u64*>(memory + layout.masses()); }
   __device__ __forceinline__ u32* groups() const { return reinterpret_cast<u32*>(memory + layout.groups()); }
   __device__ __forceinline__ u32* maxima() const { return reinterpret_cast<u32*>(memory + layout.maxima()); }
+
+  // Candidates that are ranked are followed by zeros.
+  __device__ __forceinline__ void clear_candidates() const {
+    if (ranks() && threadIdx.x < kMaxRanked / 2)
+      reinterpret_cast<ulonglong2*>(candidates())[threadIdx.x] = make_ulonglong2(0, 0);
+  }
 
   // By every block, before the cluster's arrive().
   __device__ __forceinline__ void init() const {
     if (cluster.block_rank != 0) return;
     scratch->select.init();
+    clear_candidates();
     if (threadIdx.x == 0) {
-      scratch->num_groups = scratch->num_candidates = scratch->num_larger = 0;
+      scratch->num_groups = scratch->num_larger_groups = scratch->num_candidates = scratch->num_larger = 0;
       scratch->row_mass = 0;
       ptx::mbarrier_init(&scratch->received, 1);
       ptx::fence_mbarrier_init();
@@ -254,20 +320,21 @@ struct TopKSelector {
   // The pass over the row, by the cluster. The first block receives the largest element of every group, and from each
   // warp a TopKRange. Includes the cluster's wait().
   __device__ __forceinline__ void read_row(int k) const {
-    read_row(k, [&](int chunk) { return row.group_max(chunk, cluster.lane); }, [](int) {});
+    GroupMaxReader<kind> reader = {{row, {}}};
+    if (cluster.warp < layout.num_chunks) reader.loader.load(cluster.warp << layout.chunk_bits, cluster.lane);
+    read_row(k, [&](int chunk) { return reader.read(chunk, chunk + cluster.num_warps, cluster.lane); }, [](int) {});
   }
-  // The same. read(chunk) returns the key of the largest element of this lane's group, send(group) may send more of it.
+  // The same. read(chunk) returns the key of the largest element of this lane's group, send(chunk) may send more of it.
   template <typename Read, typename Send>
   __device__ __forceinline__ void read_row(int k, Read read, Send send) const {
     const int full_chunks = row.length >> row.chunk_bits;
-    // Lanes per segment, so few that there are at least k segments: the smallest of their maxima is then a lower bound
-    // of the k-th largest maximum of a group.
+    // Lanes per segment, so few that there are at least k segments.
     int segment_bits = 5;
     while (segment_bits > 0 && full_chunks << (5 - segment_bits) < k) --segment_bits;
     const u32 to = ptx::map_shared(ptx::shared_address(maxima()), 0),
               range_to = ptx::map_shared(ptx::shared_address(&scratch->ranges[cluster.warp]), 0),
               received = ptx::map_shared(ptx::shared_address(&scratch->received), 0);
-    u32 least = full_chunks << (5 - segment_bits) < k ? 0 : 0xffffffffu, most = 0;
+    u32 least = 0xffffffffu, most = 0;
     bool first = true;
 #pragma unroll 1
     for (int chunk = cluster.warp; first || chunk < layout.num_chunks; chunk += cluster.num_warps) {
@@ -281,19 +348,18 @@ struct TopKSelector {
       } else {
         maxima()[group] = own;
       }
-      send(group);
+      send(chunk);
       const u32 of_chunk = __reduce_max_sync(kAllLanes, own);
       most = max(most, of_chunk);
-      if (chunk >= full_chunks) continue;
       u32 of_segment = of_chunk;
       if (segment_bits < 5) {
         of_segment = own;
 #pragma unroll 1
         for (int distance = 1; distance < 1 << segment_bits; distance *= 2)
           of_segment = max(of_segment, __shfl_xor_sync(kAllLanes, of_segment, distance));
-        of_segment = __reduce_min_sync(kAllLanes, of_segment);
+        of_segment = __reduce_min_sync(kAllLanes, of_segment >= Row::kLeastValue ? of_segment : 0xffffffffu);
       }
-      least = min(least, of_segment);
+      if (of_segment >= Row::kLeastValue) least = min(least, of_segment);
     }
     const u64 range = static_cast<u64>(most) << 32 | least;
     if (cluster.lane != 0) return;
@@ -324,56 +390,27 @@ struct TopKSelector {
   }
 
   // Collects the k largest elements (all elements with mass, if fewer) and possibly more, up to max_candidates. Calls
-  // write(place, key) for each and returns their number.
+  // write(place, key) for each and returns their number. Few elements are loaded by the last warp, which therefore has
+  // time for other_work(), called by all threads.
   template <typename Write>
   __device__ __forceinline__ int collect(int k, const TopKRange& range, Write write) const {
+    return collect(k, range, write, [] {});
+  }
+  template <typename Write, typename OtherWork>
+  __device__ __forceinline__ int collect(int k, const TopKRange& range, Write write, OtherWork other_work) const {
     const u32 max_groups = k + k / 8 + 32;
-    const u32 num_maxima = 32 * layout.num_chunks;
-    const u32* const of_group = maxima();
-    const auto for_each_max = [&](auto visit) {
-#pragma unroll 2
-      for (u32 i = 4 * threadIdx.x; i < num_maxima; i += 4 * blockDim.x) {
-        const uint4 four = *reinterpret_cast<const uint4*>(of_group + i);
-        const u32 rest = static_cast<u32>(layout.num_chunks - 1) - (i >> 5);
-        visit(static_cast<u64>(four.x) << 32 | rest), visit(static_cast<u64>(four.y) << 32 | rest);
-        visit(static_cast<u64>(four.z) << 32 | rest), visit(static_cast<u64>(four.w) << 32 | rest);
-      }
-    };
-    u64 low = static_cast<u64>(max(range.least, Row::kLeastKey)) << 32;
-    if (num_maxima > max_groups) {
-      const u32 last = static_cast<u32>(layout.num_chunks - 1);
-      const ValueRange values =
-          select_values(&scratch->select, static_cast<u32>(low >> 32), range.largest, k, [&](auto visit) {
-#pragma unroll 2
-            for (u32 i = 4 * threadIdx.x; i < num_maxima; i += 4 * blockDim.x) {
-              const uint4 four = *reinterpret_cast<const uint4*>(of_group + i);
-              visit(four.x), visit(four.y), visit(four.z), visit(four.w);
-            }
-          });
-      low = static_cast<u64>(values.low) << 32;
-      if (values.reach > max_groups) {
-        low = select(&scratch->select, low, static_cast<u64>(values.high) << 32 | last, last, values.above, k,
-                     max_groups, for_each_max);
-        if (static_cast<u32>(low) > last) low = ((low >> 32) + 1) << 32;  // no such chunk
-      }
+    const u32 num_maxima = 32 * layout.num_chunks, last = static_cast<u32>(layout.num_chunks - 1);
+    u64 low = static_cast<u64>(Row::kLeastKey) << 32;
+    if (num_maxima > max_groups) low = static_cast<u64>(find_bound(k, range)) << 32;
+    choose_groups(low, max_groups);
+    if (scratch->num_groups > max_groups) {  // many groups have equal or nearly equal maxima
+      low = select_groups(k, max_groups, static_cast<u32>(low >> 32), range);
+      if (static_cast<u32>(low) > last) low = ((low >> 32) + 1) << 32;  // no such chunk
+      if (threadIdx.x == 0) scratch->num_groups = 0;
+      __syncthreads();
+      choose_groups(low, max_groups);
     }
-#pragma unroll 1
-    for (u32 base = 0; base < num_maxima; base += 4 * blockDim.x) {
-      const u32 i = base + 4 * threadIdx.x;
-      u32 chosen = 0;
-      if (i < num_maxima) {
-        const uint4 four = *reinterpret_cast<const uint4*>(of_group + i);
-        const u32 least =
-            static_cast<u32>(low >> 32) + (static_cast<u32>(layout.num_chunks - 1) - (i >> 5) < static_cast<u32>(low));
-        chosen = (four.x >= least) | (four.y >= least) << 1 | (four.z >= least) << 2 | (four.w >= least) << 3;
-      }
-      u32 place = append_place(&scratch->num_groups, __popc(chosen), cluster.lane);
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        if (chosen >> e & 1) groups()[place++] = i + e;
-      }
-    }
-    __syncthreads();
+    other_work();
     const int num_groups = static_cast<int>(scratch->num_groups);
     // Of the elements equal to the smallest of these maxima, those up to the last chunk of an equal maximum suffice.
     const int last_chunk = layout.num_chunks - 1 - static_cast<int>(static_cast<u32>(low));
@@ -397,8 +434,92 @@ struct TopKSelector {
       low =
           select(&scratch->select, low, high, last, equal ? num_larger : 0, k, layout.max_candidates, for_each_element);
       if (threadIdx.x == 0) scratch->num_candidates = 0;
+      clear_candidates();
       __syncthreads();
     }
+  }
+
+  // A lower bound of the k-th largest maximum of a group, which few more than k groups reach if values differ: that of
+  // the maxima of eight groups, or of those of groups if there are too few.
+  __device__ __forceinline__ u32 find_bound(int k, const TopKRange& range) const {
+    const u32* const of_group = maxima();
+    const int num_eights = 4 * layout.num_chunks;
+    const bool by_eights = num_eights >= 3 * k;
+    const u32 low = max(range.least, Row::kLeastKey);
+    const ValueRange values = select_values(&scratch->select, low, range.largest, k, [&](auto visit) {
+#pragma unroll 2
+      for (int i = threadIdx.x; i < num_eights; i += blockDim.x) {
+        const uint4 a = reinterpret_cast<const uint4*>(of_group)[2 * i],
+                    b = reinterpret_cast<const uint4*>(of_group)[2 * i + 1];
+        if (by_eights) {
+          visit(max(max(max(a.x, a.y), max(a.z, a.w)), max(max(b.x, b.y), max(b.z, b.w))));
+        } else {
+          visit(a.x), visit(a.y), visit(a.z), visit(a.w), visit(b.x), visit(b.y), visit(b.z), visit(b.w);
+        }
+      }
+    });
+    return values.reach >= k ? values.low : Row::kLeastKey;
+  }
+
+  // Lists the groups whose maxima reach `low`, as far as they fit. The lower half of `low` orders equal maxima by
+  // chunk.
+  __device__ __forceinline__ void choose_groups(u64 low, u32 max_groups) const {
+    const u32 num_maxima = 32 * layout.num_chunks, last = static_cast<u32>(layout.num_chunks - 1);
+    u32 chosen = 0;  // four bits for each load, up to eight loads
+    int shift = 0;
+#pragma unroll 2
+    for (u32 i = 4 * threadIdx.x; i < num_maxima; i += 4 * blockDim.x, shift += 4) {
+      const uint4 four = *reinterpret_cast<const uint4*>(maxima() + i);
+      const u32 least = static_cast<u32>(low >> 32) + (last - (i >> 5) < static_cast<u32>(low));
+      chosen |= ((four.x >= least) | (four.y >= least) << 1 | (four.z >= least) << 2 | (four.w >= least) << 3) << shift;
+    }
+    u32 place = append_place<6>(&scratch->num_groups, __popc(chosen), cluster.lane);
+    for (; chosen != 0; chosen &= chosen - 1, ++place) {
+      const int bit = __ffs(chosen) - 1;
+      if (place < max_groups) groups()[place] = 4 * (threadIdx.x + bit / 4 * blockDim.x) + bit % 4;
+    }
+    __syncthreads();
+  }
+
+  // The key of a maximum and a chunk that at least k and at most max_groups groups reach, after choose_groups(low <<
+  // 32). Of equal maxima, those of the first chunks have the largest keys.
+  __device__ __forceinline__ u64 select_groups(int k, u32 max_groups, u32 low, const TopKRange& range) const {
+    const u32 num_maxima = 32 * layout.num_chunks, last = static_cast<u32>(layout.num_chunks - 1);
+    const u32* const of_group = maxima();
+    const auto count_above = [&](u32 value) {
+      int above = 0;
+#pragma unroll 2
+      for (u32 i = 4 * threadIdx.x; i < num_maxima; i += 4 * blockDim.x) {
+        const uint4 four = *reinterpret_cast<const uint4*>(of_group + i);
+        above += (four.x > value) + (four.y > value) + (four.z > value) + (four.w > value);
+      }
+      above = __reduce_add_sync(kAllLanes, above);
+      if (cluster.lane == 0 && above > 0) atomicAdd(&scratch->num_larger_groups, above);
+      __syncthreads();
+      return scratch->num_larger_groups;
+    };
+    ValueRange values = {low, low, count_above(low), ~0u};
+    if (values.above >= k) {  // not only equal ones are too many
+      values = select_values(&scratch->select, low, range.largest, k, [&](auto visit) {
+#pragma unroll 2
+        for (u32 i = 4 * threadIdx.x; i < num_maxima; i += 4 * blockDim.x) {
+          const uint4 four = *reinterpret_cast<const uint4*>(of_group + i);
+          visit(four.x), visit(four.y), visit(four.z), visit(four.w);
+        }
+      });
+    }
+    const u64 first = static_cast<u64>(values.low) << 32;
+    if (values.reach <= max_groups) return first;
+    return select(&scratch->select, first, static_cast<u64>(values.high) << 32 | last, last, values.above, k,
+                  max_groups, [&](auto visit) {
+#pragma unroll 2
+                    for (u32 i = 4 * threadIdx.x; i < num_maxima; i += 4 * blockDim.x) {
+                      const uint4 four = *reinterpret_cast<const uint4*>(of_group + i);
+                      const u32 rest = last - (i >> 5);
+                      visit(static_cast<u64>(four.x) << 32 | rest), visit(static_cast<u64>(four.y) << 32 | rest);
+                      visit(static_cast<u64>(four.z) << 32 | rest), visit(static_cast<u64>(four.w) << 32 | rest);
+                    }
+                  });
   }
 
   // Appends the elements of the groups that reach `low` to the candidates, as far as they fit. Returns their number.
@@ -413,7 +534,7 @@ struct TopKSelector {
         chosen |= static_cast<u32>(is_element && row.key(keys[e], indices[e]) >= low) << e;
         num_larger += is_element && keys[e] > static_cast<u32>(low >> 32);
       }
-      u32 place = append_place(&scratch->num_candidates, __popc(chosen), cluster.lane);
+      u32 place = append_place<3>(&scratch->num_candidates, __popc(chosen), cluster.lane);
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         if (!(chosen >> e & 1)) continue;

@@ -52,55 +52,65 @@ __device__ __forceinline__ void keep_top_p(TopKScratch* scratch, const u64* mass
     scratch->num_kept = static_cast<int>(kept), scratch->point = scale_q32(kept_mass, scratch->random_word);
 }
 
-// Few candidates: each is compared with all others, first by value, for what the filters keep, then by id, for the one
-// at whose mass the prefix sum exceeds the point. write(key) is called by one thread. row_mass: 0 unless top-p counts
-// it.
+// A mass, and a place in other bits: masses are smaller than 2^52, and so is the sum of those that are ranked.
+struct PlacedMass {
+  static constexpr int kShift = 52;
+  static __device__ __forceinline__ u64 pack(u64 mass, int place) { return mass | static_cast<u64>(place) << kShift; }
+  static __device__ __forceinline__ u64 mass(u64 v) { return v & ((u64{1} << kShift) - 1); }
+  static __device__ __forceinline__ int place(u64 v) { return static_cast<int>(v >> kShift); }
+};
+
+// Few candidates: what top-p keeps of the k largest, and write(place) for the one at whose mass the prefix sum in the
+// order of ids exceeds the point that is drawn. `masses` are those in descending order of values, with the places in
+// the order of ids. `by_id` has space for kMaxRanked. By the first warp, without loops, which would be slow in one
+// warp.
 template <typename Write>
-__device__ __forceinline__ void draw_by_pairs(TopKScratch* scratch, const u64* keys, const u64* masses, u64* before,
-                                              int count, int k, u64 row_mass, u64 q32, Write write) {
-  constexpr int kLanes = 8;  // per candidate
-  const int lane = threadIdx.x % kLanes, candidates = blockDim.x / kLanes;
-#pragma unroll 1
-  for (int base = 0; base < count; base += candidates) {
-    const int own = base + threadIdx.x / kLanes;
-    const u64 key = keys[min(own, count - 1)];
-    int place = 0;
-    u64 mass = 0;
-#pragma unroll 4
-    for (int other = lane; other < count; other += kLanes) {
-      const bool is_larger = keys[other] > key;
-      place += is_larger, mass += is_larger ? masses[other] : 0;
-    }
+__device__ __forceinline__ void draw_ranked(TopKScratch* scratch, const u64* masses, u64* by_id, int k, u64 row_mass,
+                                            u64 q32, Write write) {
+  constexpr int kOwn = kMaxRankedK / 32, kOwnIds = kMaxRanked / 32;  // of a lane
+  const int lane = threadIdx.x, first = kOwn * lane;
+  u64 own[kOwn], sum = 0;
 #pragma unroll
-    for (int distance = 1; distance < kLanes; distance *= 2) {
-      place += __shfl_xor_sync(kAllLanes, place, distance);
-      mass += __shfl_xor_sync(kAllLanes, mass, distance);
-    }
-    if (lane == 0 && own < count) {
-      before[own] = place < k ? mass : ~u64{0};
-      if (place == k - 1) scratch->kept_mass = mass + masses[own];
-    }
+  for (int e = 0; e < kOwn; e += 2) {
+    const ulonglong2 two = *reinterpret_cast<const ulonglong2*>(masses + first + e);
+    own[e] = first + e < k ? two.x : 0, own[e + 1] = first + e + 1 < k ? two.y : 0;
+    sum += PlacedMass::mass(own[e]) + PlacedMass::mass(own[e + 1]);
   }
-  __syncthreads();
-  const u64 goal = max(u64{1}, scale_q32(row_mass ? row_mass : scratch->kept_mass, q32));
-#pragma unroll 1
-  for (int base = 0; base < count; base += candidates) {
-    const int own = min(base + static_cast<int>(threadIdx.x) / kLanes, count - 1);
-    const u64 key = keys[own];
-    u64 all = 0, mass = 0;
-#pragma unroll 4
-    for (int other = lane; other < count; other += kLanes) {
-      const u64 of_other = before[other] < goal ? masses[other] : 0;
-      all += of_other;
-      mass += static_cast<u32>(keys[other]) > static_cast<u32>(key) ? of_other : 0;  // a lower id
-    }
 #pragma unroll
-    for (int distance = 1; distance < kLanes; distance *= 2) {
-      all += __shfl_xor_sync(kAllLanes, all, distance);
-      mass += __shfl_xor_sync(kAllLanes, mass, distance);
+  for (int e = 0; e < kOwnIds; e += 2)
+    *reinterpret_cast<ulonglong2*>(by_id + kOwnIds * lane + e) = make_ulonglong2(0, 0);
+  const u64 up_to = warp_inclusive_sum(sum, lane);
+  const u64 goal = max(u64{1}, scale_q32(row_mass ? row_mass : __shfl_sync(kAllLanes, up_to, 31), q32));
+  __syncwarp();
+  u64 before = up_to - sum, kept_mass = 0;
+  u32 kept = 0;
+#pragma unroll
+  for (int e = 0; e < kOwn; ++e) {
+    const u64 mass = PlacedMass::mass(own[e]);
+    if (before < goal && first + e < k) {
+      ++kept, kept_mass += mass;
+      by_id[PlacedMass::place(own[e])] = PlacedMass::pack(mass, first + e);
     }
-    const u64 point = scale_q32(all, scratch->random_word);
-    if (lane == 0 && before[own] < goal && point >= mass && point - mass < masses[own]) write(key);
+    before += mass;
+  }
+  kept = __reduce_add_sync(kAllLanes, kept);
+  if (lane == 0) scratch->num_kept = static_cast<int>(kept);
+  const u64 point = scale_q32(warp_sum(kept_mass), scratch->random_word);
+  __syncwarp();
+  u64 of_id[kOwnIds];
+  sum = 0;
+#pragma unroll
+  for (int e = 0; e < kOwnIds; e += 2) {
+    const ulonglong2 two = *reinterpret_cast<const ulonglong2*>(by_id + kOwnIds * lane + e);
+    of_id[e] = two.x, of_id[e + 1] = two.y;
+    sum += PlacedMass::mass(two.x) + PlacedMass::mass(two.y);
+  }
+  before = warp_inclusive_sum(sum, lane) - sum;
+#pragma unroll
+  for (int e = 0; e < kOwnIds; ++e) {
+    const u64 mass = PlacedMass::mass(of_id[e]);
+    if (point >= before && point - before < mass) write(PlacedMass::place(of_id[e]));
+    before += mass;
   }
 }
 
@@ -139,10 +149,9 @@ __global__ void __launch_bounds__(kMaxSelectThreads, kTopKBlocksPerSm) top_k_dra
   const int64_t wanted = p.top_k.at(row_idx);
   if (wanted <= 0 || wanted > kMaxK || wanted >= p.length) return cluster.wait();  // another kernel draws this row
   int k = logits && temperature <= 0.f ? 1 : static_cast<int>(wanted);
-  const bool is_rng_thread = cluster.block_rank == 0 && threadIdx.x == blockDim.x - 32;
-  const u64 seed = is_rng_thread ? p.seed.at(row_idx) : 0, offset = is_rng_thread ? p.offset.at(row_idx) : 0;
   selector.read_row(k);
-  if (is_rng_thread) scratch->random_word = random_word(seed, offset);
+  if (cluster.block_rank == 0 && threadIdx.x == blockDim.x - 32)
+    scratch->random_word = random_word(p.seed.at(row_idx), p.offset.at(row_idx));
   const float min_p = p.min_p.at(row_idx);
   const u64 q32 = top_p_q32(p.top_p.at(row_idx));
 
@@ -179,7 +188,14 @@ __global__ void __launch_bounds__(kMaxSelectThreads, kTopKBlocksPerSm) top_k_dra
   const u64 row_mass = joint ? scratch->row_mass : 0;
   k = min(k, count);
   if (selector.ranks()) {
-    draw_by_pairs(scratch, keys, masses, selector.ranked(), count, k, row_mass, q32, write);
+    u64* const ranked = selector.ranked();
+    u64* const ranked_masses = selector.ranked_masses();
+    rank_keys(keys, count, [&](int n, int place, int id_place) {
+      ranked[place] = keys[n], ranked_masses[place] = PlacedMass::pack(masses[n], id_place);
+    });
+    __syncthreads();
+    if (threadIdx.x >= 32) return;
+    draw_ranked(scratch, ranked_masses, masses, k, row_mass, q32, [&](int place) { write(ranked[place]); });
     return;
   }
   sort_descending(keys, count);

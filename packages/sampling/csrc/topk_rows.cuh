@@ -68,7 +68,8 @@ __global__ void __launch_bounds__(kMaxSelectThreads, kTopKBlocksPerSm) topk_rows
   u64* keys = selector.candidates();
   if (selector.ranks()) {
     keys = selector.ranked();
-    rank_keys(selector.candidates(), count, p.k, [&](int place, u64 key) { keys[place] = key; });
+    const u64* const candidates = selector.candidates();
+    rank_keys(candidates, count, [&](int n, int place, int) { keys[place] = candidates[n]; });
     __syncthreads();
   } else {
     sort_descending(keys, count);
