@@ -4,9 +4,9 @@
 //
 // linear_epilogue is memory-bound: one thread per pack of 16 bytes of the result, or per element of rows that are not
 // aligned.
-#include <kestrel/export.h>
 #include <kestrel/launch.h>
 #include <kestrel/tensor.h>
+#include <tvm/ffi/function.h>
 #include <kestrel/pack.cuh>
 #include <kestrel/pdl.cuh>
 
@@ -189,8 +189,8 @@ void linear_epilogue(TensorView out, TensorView product, OptionalTensor residual
   });
 }
 
-KESTREL_EXPORT(fused_linear_residual, fused_linear_residual);
-KESTREL_EXPORT(fused_mlp, fused_mlp);
-KESTREL_EXPORT(linear_epilogue, linear_epilogue);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(fused_linear_residual, fused_linear_residual);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(fused_mlp, fused_mlp);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(linear_epilogue, linear_epilogue);
 
 }  // namespace kestrel::moe

@@ -2,8 +2,8 @@
 
 #include "rms_norm_linear.cuh"
 
-#include <kestrel/export.h>
 #include <kestrel/launch.h>
+#include <tvm/ffi/function.h>
 
 #include <algorithm>
 
@@ -114,6 +114,6 @@ bool rms_norm_linear(TensorView out, TensorView x, TensorView norm_weight, Tenso
                                           : launch_linear<__half>(p, x.device());
 }
 
-KESTREL_EXPORT(rms_norm_linear, rms_norm_linear);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(rms_norm_linear, rms_norm_linear);
 
 }  // namespace kestrel::norm

@@ -445,7 +445,8 @@ struct TopKSelector {
     const u32* const of_group = maxima();
     const int num_eights = 4 * layout.num_chunks;
     const bool by_eights = num_eights >= 3 * k;
-    const u32 low = max(range.least, Row::kLeastKey);
+    // `least` is above `largest` where no segment has a value.
+    const u32 low = range.least <= range.largest ? max(range.least, Row::kLeastKey) : Row::kLeastKey;
     const ValueRange values = select_values(&scratch->select, low, range.largest, k, [&](auto visit) {
 #pragma unroll 2
       for (int i = threadIdx.x; i < num_eights; i += blockDim.x) {
