@@ -78,7 +78,7 @@ function(_kestrel_add_library family archs cuda_root)
     PREFIX "" CUDA_STANDARD 17 CUDA_STANDARD_REQUIRED ON CUDA_ARCHITECTURES OFF CUDA_VISIBILITY_PRESET hidden
     SKIP_BUILD_RPATH ON POSITION_INDEPENDENT_CODE ON)
   target_include_directories(${family} PRIVATE "${KESTREL_TOOLS_DIR}/include" "${CMAKE_CURRENT_SOURCE_DIR}/csrc")
-  target_link_libraries(${family} PRIVATE tvm_ffi::shared ${CMAKE_DL_LIBS})
+  target_link_libraries(${family} PRIVATE tvm_ffi::shared)
 
   # SASS only, no PTX: a GPU that is not listed falls back to the reference. (CUDA_ARCHITECTURES of older CMake
   # releases does not know the family forms 100f and 120f.)
@@ -97,18 +97,10 @@ function(_kestrel_add_library family archs cuda_root)
   else()
     target_compile_options(${family} PRIVATE -Xfatbin=-compress-mode=none)
   endif()
-  # In place of NVIDIA's static runtime, which takes 0.7 MB in every library.
-  add_library(${family}_cudart OBJECT "${KESTREL_TOOLS_DIR}/cudart/cudart.cpp")
-  set_target_properties(${family}_cudart PROPERTIES
-    CXX_STANDARD 17 CXX_STANDARD_REQUIRED ON CXX_VISIBILITY_PRESET hidden POSITION_INDEPENDENT_CODE ON)
-  target_include_directories(${family}_cudart SYSTEM PRIVATE "${cuda_root}/include")
-  target_sources(${family} PRIVATE $<TARGET_OBJECTS:${family}_cudart>)
-
   # `site` holds the headers of tvm-ffi. GCC takes the last map that matches a file, so the widest comes first.
   get_filename_component(site "${tvm_ffi_INCLUDE_DIR}/../.." REALPATH)
   foreach(root IN ITEMS "${site}" "${cuda_root}" "${KESTREL_TOOLS_DIR}" "${CMAKE_CURRENT_SOURCE_DIR}" "${CMAKE_CURRENT_BINARY_DIR}")
     target_compile_options(${family} PRIVATE "-Xcompiler=-ffile-prefix-map=${root}=.")
-    target_compile_options(${family}_cudart PRIVATE "-ffile-prefix-map=${root}=.")
   endforeach()
   target_link_options(${family} PRIVATE -Wl,--exclude-libs,ALL -Wl,--as-needed -Wl,--no-undefined)
   install(TARGETS ${family} LIBRARY DESTINATION "${family}/_lib")
@@ -145,7 +137,7 @@ macro(kestrel_family family)
     set(CMAKE_CUDA_FLAGS_INIT "-L${_KESTREL_CUDA}/lib") # the wheels say lib, nvcc.profile lib64
     set(CMAKE_CUDA_FLAGS_RELEASE "-O2 -DNDEBUG") # host code: a sixth smaller than at -O3, as fast; device code stays at -O3
     set(CMAKE_CUDA_ARCHITECTURES OFF)
-    set(CMAKE_CUDA_RUNTIME_LIBRARY None) # tools/cudart stands in; before find_package(tvm_ffi), which would choose Shared
+    set(CMAKE_CUDA_RUNTIME_LIBRARY Static) # before find_package(tvm_ffi), which would choose Shared
     enable_language(CXX)
     enable_language(CUDA)
     execute_process(COMMAND "${Python_EXECUTABLE}" -m tvm_ffi.config --cmakedir
