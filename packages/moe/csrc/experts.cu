@@ -32,29 +32,37 @@ constexpr int64_t kTokensSummedByDown = 2;     // for more tokens a separate sum
 
 int64_t scale_blocks(int64_t columns) { return (columns + kScaleBlock - 1) / kScaleBlock; }
 
-// Byte offsets of the parts of the scratch memory of fused_experts.
+// Byte offsets of the parts of the scratch memory of fused_experts. positions: of the aligned pairs, if
+// experts_tma_kernel keeps the hidden layer in tiles of them; else 0.
 struct ExpertsScratch {
   int64_t activated = 0, partial = 0, arrivals = 0, x_codes = 0, x_scale = 0, codes = 0, scale = 0, bytes = 0;
 
-  ExpertsScratch(int64_t tokens, int64_t pairs, int64_t inner, int64_t width, bool fp8) {
+  ExpertsScratch(int64_t tokens, int64_t pairs, int64_t positions, int64_t inner, int64_t width, bool fp8) {
     const auto take = [&](int64_t size) {
       const int64_t at = bytes;
       bytes += (size + 255) / 256 * 256;
       return at;
     };
-    activated = take(pairs * inner * (fp8 ? 4 : 2));
+    const int64_t lines = (inner * (fp8 ? 1 : 2) + kLineBytes - 1) / kLineBytes;
+    activated = take(positions ? positions * lines * kLineBytes : pairs * inner * (fp8 ? 4 : 2));
     partial = take(pairs * width * 4);
     arrivals = take(width / 16 * 4);
     if (!fp8) return;
     x_codes = take(tokens * width);
     x_scale = take(tokens * scale_blocks(width) * 4);
-    codes = take(pairs * inner);
-    scale = take(pairs * scale_blocks(inner) * 4);
+    codes = take(positions ? 0 : pairs * inner);
+    scale = take(std::max(positions, pairs) * scale_blocks(inner) * 4);
   }
 };
 
-int64_t fused_experts_scratch(int64_t tokens, int64_t pairs, int64_t inner, int64_t width, bool fp8) {
-  return ExpertsScratch(tokens, pairs, inner, width, fp8).bytes;
+// Whether fused_experts runs experts_tma_kernel for token tiles of this size.
+bool takes_wgmma(int64_t tile, DLDevice device) { return tile >= kTokensOfWgmma && has_wgmma(device); }
+
+// tile and blocks: of the alignment, 0 without one. device: of CUDA.
+int64_t fused_experts_scratch(int64_t tokens, int64_t pairs, int64_t inner, int64_t width, bool fp8, int64_t tile,
+                              int64_t blocks, int64_t device) {
+  const bool wgmma = takes_wgmma(tile, {kDLCUDA, static_cast<int>(device)});
+  return ExpertsScratch(tokens, pairs, wgmma ? tile * blocks : 0, inner, width, fp8).bytes;
 }
 
 int64_t multiprocessors(DLDevice device) { return device_attribute(cudaDevAttrMultiProcessorCount, device.device_id); }
@@ -281,12 +289,14 @@ void fused_experts(TensorView out, TensorView scratch, TensorView hidden, Tensor
   require_scales(w2_scale, {});
   const bool in_kernel = !sorted_token_ids.has_value();
   if (in_kernel && pairs > kMaxPairsInKernel) unsupported("more than 64 pairs that are not aligned");
-  const ExpertsScratch parts(tokens, pairs, inner, width, fp8);
+  const DLDevice device = hidden.device();
+  const bool wgmma = !in_kernel && takes_wgmma(block_size, device);
+  const int64_t positions = wgmma ? block_size * (*expert_ids).size(0) : 0;
+  const ExpertsScratch parts(tokens, pairs, positions, inner, width, fp8);
   if (scratch.numel() * element_bytes(scratch) < parts.bytes) unsupported("too little scratch memory");
   char* const memory = address(scratch);
   if (reinterpret_cast<uintptr_t>(memory) % 16 != 0) unsupported("scratch memory that is not aligned to 16 bytes");
   const auto floats_at = [&](int64_t offset) { return reinterpret_cast<float*>(memory + offset); };
-  const DLDevice device = hidden.device();
   const DeviceGuard guard(device.device_id);
   const Aligned aligned{sorted_token_ids, expert_ids, num_tokens_post_pad, block_size};
   if (!in_kernel) check_aligned(check, aligned);
@@ -307,12 +317,14 @@ void fused_experts(TensorView out, TensorView scratch, TensorView hidden, Tensor
   set_x(&up, address(hidden), hidden.stride(0) * 2, width);
   set_x(&down, up.out, up.out_stride, inner);
   up.x_blocks = up.scale_rank == 3;
-  down.x_blocks = down.scale_rank == 3;
+  down.x_blocks = fp8;
   const int tile = static_cast<int>(block_size);
   int64_t tiles = pairs;
-  const bool wgmma = tile >= kTokensOfWgmma && has_wgmma(device);
-  if (wgmma && !(fits_offsets(tokens, up.x_stride) && fits_offsets(pairs, down.x_stride))) {
-    unsupported("rows of a tensor that lie 64 GiB apart");
+  if (wgmma && !fits_offsets(tokens, up.x_stride)) unsupported("rows of a tensor that lie 64 GiB apart");
+  if (wgmma) {
+    up.tiled_out = down.tiled_x = true;
+    up.out_scale = floats_at(parts.scale);
+    down.x_scale = up.out_scale;
   }
   up.routed_early = fp8 && wgmma;                  // the launch before it quantises x
   const bool rounds = wgmma && !down.fp16_result;  // results of experts, before they are summed; fp16 could overflow
@@ -332,7 +344,7 @@ void fused_experts(TensorView out, TensorView scratch, TensorView hidden, Tensor
   }
   // Quantises the rows of a projection, unless its kernel does.
   const auto quantise = [&](auto t, ExpertsParams* p, int64_t rows, int64_t codes, int64_t scale) {
-    if (!fp8 || (in_kernel && quantises(*p))) return;
+    if (!fp8 || p->tiled_x || (in_kernel && quantises(*p))) return;
     ExpertsQuantParams q;
     q.x = p->x;
     q.x_stride = p->x_stride;

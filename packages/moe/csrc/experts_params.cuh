@@ -38,9 +38,13 @@ struct ExpertsParams {
   int blocks = 0;             // of tile_experts
   int tiles_of_block = 1;     // token tiles per alignment block
   bool routed_early = false;  // down: the launch just before has not written the routing or the alignment
+  // The hidden layer of experts_tma_kernel: tiles of the pipeline's stages in place of rows, see experts_tma.cuh.
+  bool tiled_x = false;    // down
+  bool tiled_out = false;  // up
   Gate gate = Gate::none;
   // FP8
   const float* x_scale = nullptr;           // of the rows of x; unused where the kernel quantises them
+  float* out_scale = nullptr;               // up, with tiled_out
   const float* weight_scale_low = nullptr;  // [E], [E, N] or [E, ceil(N / 128), ceil(K / 128)]
   const float* weight_scale_high = nullptr;
   int scale_rank = 0;

@@ -37,8 +37,8 @@ void launch(const ExpertsParams& p, int64_t tiles, DLDevice device) {
     unsupported("weights with rows that coincide, or lie 64 GiB apart");
   }
   TmaParams params;
-  params.floats = up ? sizeof(W) == 1 && p.gate != Gate::none : std::is_same_v<R, __half> && p.partial != nullptr;
-  const RowOrder order = params.floats ? RowOrder::even_first : RowOrder::ascending;
+  params.even_first = up ? sizeof(W) == 1 && p.gate != Gate::none : std::is_same_v<R, __half> && p.partial != nullptr;
+  const RowOrder order = params.even_first ? RowOrder::even_first : RowOrder::ascending;
   const auto map = [&](const char* weight, int64_t expert_stride) {
     return grouped_rows_map(weight, map_type<W>(), sizeof(W), expert_stride ? p.experts : 1, p.outputs, p.width,
                             expert_stride, p.weight_stride, Tile::half_groups, order);
@@ -47,6 +47,7 @@ void launch(const ExpertsParams& p, int64_t tiles, DLDevice device) {
   params.high = up ? map(p.weight_high, p.expert_stride_high) : params.low;
   params.low_step = p.expert_stride_low != 0;
   params.high_step = p.expert_stride_high != 0;
+  params.steps = static_cast<int>((p.width * int64_t{sizeof(W)} + kLineBytes - 1) / kLineBytes);
   params.p = p;
   const int64_t wave = device_attribute(cudaDevAttrMultiProcessorCount, device.device_id) / CLUSTER;
   launch_pdl(kernel, dim3(static_cast<unsigned>(std::clamp<int64_t>(items, 1, wave) * CLUSTER)), dim3(Tile::threads),

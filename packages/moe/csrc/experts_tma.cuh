@@ -2,9 +2,13 @@
 //
 // A tile is 256 weight rows (up: 128 of each half of w1) by TOKENS tokens of one expert. One warp schedules: it writes
 // the pairs, factors and rows of x of each tile into a slot of shared memory. One thread loads weights by TMA, two
-// warps gather rows of x by cp.async. Two consumer warpgroups multiply 128 weight rows each, without waiting for each
-// other. FP8 products are added to a second accumulator every 128 elements of K. CTAs are persistent; the two CTAs of a
-// cluster multicast the weights of two token tiles.
+// warps gather rows of x by cp.async. Two consumer warpgroups multiply 128 weight rows each. FP8 products are added to
+// a second accumulator every 128 elements of K. CTAs are persistent; the two CTAs of a cluster multicast the weights of
+// two token tiles.
+//
+// Between the projections of fused_experts the hidden layer lies in the form of pipeline stages, which bulk copies move
+// as they are: [token tile][128 bytes of K][token][128 bytes, swizzled]. FP8 codes have a scale for each token and 128
+// columns: [token tile][128 columns][token, in the order of scale_position()].
 #pragma once
 
 #include <kestrel/fp8.cuh>
@@ -40,12 +44,21 @@ struct TmaItem {
 
 // Named barriers; 0 is that of __syncthreads().
 constexpr int kBarrierOfWarpgroup = 2;  // and 3: one for each consumer warpgroup
+constexpr int kBarrierOfLargest = 4;    // the consumers know the largest magnitudes
+constexpr int kBarrierOfCodes = 5;      // the consumers have written the codes of a tile
+
+// Where the scale of a token of a tile lies. A thread finds those of the tokens in its part of the accumulators, 2 *
+// quad and the next one of two groups of eight, in 16 bytes.
+__device__ __forceinline__ int scale_position(int token) {
+  return token / 16 * 16 + token % 8 / 2 * 4 + token / 8 % 2 * 2 + token % 2;
+}
 
 struct TmaParams {
   CUtensorMap low, high;  // of the weights: up: the halves of w1; down: w2 twice
   ExpertsParams p;
+  int steps;                // of the pipeline for a tile: 128 bytes of K each
   int low_step, high_step;  // of the expert's coordinate: 1, or 0 if all experts share one weight
-  bool floats;              // results are float32, and the rows of the weights in shared memory even_first
+  bool even_first;          // the order of the weights' rows in shared memory: a thread has neighbouring channels
 };
 
 template <int TOKENS_, int CLUSTER_>
@@ -54,9 +67,11 @@ struct TmaTile {
   static constexpr int rows = 256, half_rows = 128, half_groups = half_rows / 16;  // of weights
   static constexpr int weight_bytes = rows * kLineBytes, stage_bytes = (rows + tokens) * kLineBytes;
   static constexpr int stages = tokens == 64 ? 5 : tokens == 128 ? 4 : 3;
-  static constexpr int slots = 3;
-  static constexpr int pass = 64;                     // tokens per pass of the epilogue
-  static constexpr int result_bytes = pass * 64 * 2;  // of a warpgroup: 64 channels
+  static constexpr int slots = 3, x_bytes = tokens * kLineBytes;
+  // Results on their way to memory: two buffers of each warpgroup, for `pass` tokens of 128 channels of 16 bits. Rows
+  // are padded against bank conflicts. With two buffers, one barrier a pass is enough.
+  static constexpr int pass = 16, result_row = 256 + 16;
+  static constexpr int result_bytes = 2 * pass * result_row;
   static constexpr int alignment = 1024;
   static constexpr int shared_bytes = stages * stage_bytes + 2 * result_bytes + alignment;
   static constexpr int gatherers = 64;
@@ -64,18 +79,21 @@ struct TmaTile {
 };
 
 // A tile as its CTA sees it, written by the scheduling warp.
-template <int TOKENS>
-struct TmaSlot {
-  int pair[TOKENS];      // of each token; -1: none
-  float factor[TOKENS];  // of its results
-  uint32_t row[TOKENS];  // of x, in packs of 16 bytes; kNoRow: none
-  int expert;            // -1: the end
-  int slice, used;       // `used` tokens at most have a pair
-  bool shared;           // by the cluster: each CTA loads half of the weights
+template <int TOKENS, int SCALES>
+struct alignas(16) TmaSlot {
+  int pair[TOKENS];          // of each token; -1: none
+  float factor[TOKENS];      // of its results
+  uint32_t row[TOKENS];      // of x, in packs of 16 bytes; kNoRow: none
+  unsigned largest[TOKENS];  // magnitude of the results, as bits, in the order of scale_position()
+  float scale[SCALES];       // of the rows of the weights
+  int expert;                // -1: the end
+  int tile;
+  int slice, used;  // `used` tokens at most have a pair
+  bool shared;      // by the cluster: each CTA loads half of the weights
 };
 
 // A store without a branch, so that the instructions of several results interleave.
-__device__ __forceinline__ void store_if(bool condition, char* to, float2 v) {
+__device__ __forceinline__ void store_if(bool condition, float* to, float2 v) {
   asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %3, 0;\n@p st.global.v2.f32 [%0], {%1, %2};\n}" ::"l"(to), "f"(v.x),
                "f"(v.y), "r"(static_cast<int>(condition))
                : "memory");
@@ -84,28 +102,32 @@ __device__ __forceinline__ void store_if(bool condition, char* to, float2 v) {
 // What waits for what:
 //   slot_full[slot]   32 arrivals: the lanes of the scheduling warp
 //   slot_empty[slot]  8 arrivals: the consumer warps, after the epilogue
-//   full[stage]       the gathering threads' copies; the TMA thread's arrival and its bytes
+//   full[stage]       the gathering threads, once their copies are complete; the TMA thread's arrival and its bytes
 //   empty[stage]      the consumer warps of the cluster, once their products have read the stage
-//   named barriers 2 and 3, one per warpgroup, twice per pass of the epilogue: results are staged; all have read them
+//   named barriers 2 and 3, one per warpgroup, in each pass of the epilogue: results are staged, a buffer is free
+//   named barriers 4 and 5, in the epilogue of a quantised tile: see their constants
 template <typename W, typename R, Projection PROJECTION, typename Tile>
 __global__ void __launch_bounds__(Tile::threads, 1) experts_tma_kernel(const __grid_constant__ TmaParams params) {
 #ifdef KESTREL_HAS_WGMMA
   constexpr bool up = PROJECTION == Projection::up, fp8 = std::is_same_v<W, __nv_fp8_e4m3>;
   constexpr int element = fp8 ? 1 : 2, S = Tile::stages, C = Tile::cluster, kSlots = Tile::slots;
   constexpr int channels = up ? Tile::half_rows : Tile::rows;  // of the result, for a tile
+  constexpr int lag = fp8 ? 2 : 0;                             // of the signals of gathered steps, in steps
+  static_assert(lag <= S - 2, "a stage is free once the step after it is multiplied");
   const ExpertsParams& p = params.p;
   extern __shared__ char dynamic[];
-  __shared__ TmaSlot<Tile::tokens> slots[kSlots];
+  using Slot = TmaSlot<Tile::tokens, fp8 ? Tile::rows : 1>;
+  __shared__ Slot slots[kSlots];
   __shared__ uint64_t full[S], empty[S], slot_full[kSlots], slot_empty[kSlots];
-  __shared__ float stage_scales[fp8 ? S : 1][Tile::tokens];  // of x, with p.x_blocks
+  __shared__ __align__(16) float stage_scales[fp8 ? S : 1][Tile::tokens];  // of x, with p.x_blocks
   const uint32_t ring = (ptx::shared_address(dynamic) + Tile::alignment - 1) / Tile::alignment * Tile::alignment;
   const int slices = (p.outputs + channels - 1) / channels;
-  const int row_bytes = p.width * element, steps = (row_bytes + kLineBytes - 1) / kLineBytes;
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int row_bytes = p.width * element, steps = params.steps;
+  const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;  // uniform to the compiler
   const int rank = C == 1 ? 0 : blockIdx.x % C;
   if (threadIdx.x == 0) {
     for (int s = 0; s < S; ++s) {
-      ptx::mbarrier_init(full + s, Tile::gatherers + 1);
+      ptx::mbarrier_init(full + s, p.tiled_x ? 1 : Tile::gatherers + 1);
       ptx::mbarrier_init(empty + s, 8 * C);
     }
     for (int s = 0; s < kSlots; ++s) {
@@ -146,11 +168,12 @@ __global__ void __launch_bounds__(Tile::threads, 1) experts_tma_kernel(const __g
       if (lane == 0) {
         ptx::prefetch_tensor_map(params.low);
         ptx::prefetch_tensor_map(params.high);
+        const int tiled_bytes = p.tiled_x ? Tile::x_bytes + (fp8 && p.x_blocks ? Tile::tokens * 4 : 0) : 0;
         const auto load = [&](int to_stage, int step, int expert, int slice, bool shared) {
           const uint32_t to = ring + to_stage * Tile::stage_bytes;
           const int k = step * (kLineBytes / element), group = slice * (channels / 16);
           uint64_t* const barrier = full + to_stage;
-          ptx::mbarrier_arrive_expect_tx(barrier, Tile::weight_bytes);
+          ptx::mbarrier_arrive_expect_tx(barrier, Tile::weight_bytes + tiled_bytes);
           if (C > 1 && shared) {
             ptx::tma_load_grouped_multicast(to + rank * Tile::half_rows * kLineBytes, rank ? params.high : params.low,
                                             k, group + (up ? 0 : rank * Tile::half_groups),
@@ -160,6 +183,15 @@ __global__ void __launch_bounds__(Tile::threads, 1) experts_tma_kernel(const __g
             ptx::tma_load_grouped(to, params.low, k, group, expert * params.low_step, barrier);
             ptx::tma_load_grouped(to + Tile::half_rows * kLineBytes, params.high, k,
                                   group + (up ? 0 : Tile::half_groups), expert * params.high_step, barrier);
+          }
+        };
+        const auto load_tiled_x = [&](int to_stage, int step, int tile) {
+          const int64_t line = int64_t{tile} * steps + step;
+          ptx::bulk_load(ring + to_stage * Tile::stage_bytes + Tile::weight_bytes, p.x + line * Tile::x_bytes,
+                         Tile::x_bytes, full + to_stage);
+          if (fp8 && p.x_blocks) {
+            ptx::bulk_load(ptx::shared_address(stage_scales[fp8 ? to_stage : 0]), p.x_scale + line * Tile::tokens,
+                           Tile::tokens * 4, full + to_stage);
           }
         };
         int ahead = 0;  // steps whose weights, which are constant, are loaded before the PDL wait
@@ -176,7 +208,7 @@ __global__ void __launch_bounds__(Tile::threads, 1) experts_tma_kernel(const __g
         pdl_trigger();
         while (true) {
           ptx::mbarrier_wait(slot_full + slot, slot_phase);
-          const int expert = slots[slot].expert, slice = slots[slot].slice;
+          const int expert = slots[slot].expert, slice = slots[slot].slice, tile = slots[slot].tile;
           const bool shared = slots[slot].shared;
           if (expert < 0) break;
           for (int step = 0; step < steps; ++step) {
@@ -184,6 +216,7 @@ __global__ void __launch_bounds__(Tile::threads, 1) experts_tma_kernel(const __g
               ptx::mbarrier_wait(empty + stage, phase ^ 1);
               load(stage, step, expert, slice, shared);
             }
+            if (p.tiled_x) load_tiled_x(stage, step, tile);
             next_stage();
           }
           ahead = 0;
@@ -209,7 +242,7 @@ __global__ void __launch_bounds__(Tile::threads, 1) experts_tma_kernel(const __g
         }
         if (expert < 0) continue;
         ptx::mbarrier_wait(slot_empty + slot, slot_phase ^ 1);
-        TmaSlot<Tile::tokens>& to = slots[slot];
+        Slot& to = slots[slot];
         int used = 0, pair_of[Tile::tokens / 32];
 #pragma unroll
         for (int i = 0; i < Tile::tokens / 32; ++i) {
@@ -224,13 +257,28 @@ __global__ void __launch_bounds__(Tile::threads, 1) experts_tma_kernel(const __g
           if (pair >= 0 && !up) factor *= p.topk_weights[token * p.topk_weights_stride + (pair - token * p.choices)];
           to.pair[n] = max(pair, -1);
           to.factor[n] = factor;
+          to.largest[n] = 0;
           to.row[n] = pair < 0 ? kNoRow : static_cast<uint32_t>((up ? token : pair) * (p.x_stride / 16));
           const unsigned some = __ballot_sync(0xffffffffu, pair >= 0);
           if (some) used = i * 32 + 32 - __clz(some);
         }
+        if (fp8 && p.scale_rank < 3) {
+          float scales[Tile::rows / 32];
+#pragma unroll
+          for (int i = 0; i < Tile::rows / 32; ++i) {
+            const int row = i * 32 + lane;
+            const float* const of_expert = (up && row >= Tile::half_rows ? p.weight_scale_high : p.weight_scale_low) +
+                                           expert * p.scale_expert_stride;
+            const int channel = at.slice * channels + (up ? row % Tile::half_rows : row);
+            scales[i] = of_expert[min(channel, p.outputs - 1) * p.scale_row_stride];
+          }
+#pragma unroll
+          for (int i = 0; i < Tile::rows / 32; ++i) to.scale[fp8 ? i * 32 + lane : 0] = scales[i];
+        }
         if (lane == 0) {
           to.expert = expert;
           to.slice = at.slice;
+          to.tile = mine ? tile : tile ^ 1;
           to.used = used;
           to.shared = shared;
         }
@@ -240,15 +288,23 @@ __global__ void __launch_bounds__(Tile::threads, 1) experts_tma_kernel(const __g
       ptx::mbarrier_wait(slot_empty + slot, slot_phase ^ 1);
       if (lane == 0) slots[slot].expert = -1;
       ptx::mbarrier_arrive(slot_full + slot);
-    } else {
+    } else if (!p.tiled_x) {
       // -- the gathering warps: eight threads copy the 128 bytes of a row, eight rows at once --
       pdl_wait();
       pdl_trigger();
       const int thread = threadIdx.x - 64, row = thread / 8, pack = thread % 8;
       const uint32_t to = ring + (Tile::rows + row) * kLineBytes + (pack ^ row) * 16;
+      // With FP8 these warps fence the copies of a step for wgmma, `lag` steps after they have issued them, and signal
+      // the step; with 16 bits the copies signal it themselves, and the consumers fence.
+      int behind = 0, signalled = 0;  // steps that are not signalled, and the stage of the first of them
+      const auto signal = [&]() {
+        ptx::fence_proxy_async();
+        ptx::mbarrier_arrive(full + signalled);
+        if (++signalled == S) signalled = 0;
+      };
       while (true) {
         ptx::mbarrier_wait(slot_full + slot, slot_phase);
-        const TmaSlot<Tile::tokens>& from = slots[slot];
+        const Slot& from = slots[slot];
         if (from.expert < 0) break;
         const int used = from.used;
         const char* x = p.x + pack * 16;
@@ -273,17 +329,29 @@ __global__ void __launch_bounds__(Tile::threads, 1) experts_tma_kernel(const __g
             for (int n = thread; n < Tile::tokens; n += Tile::gatherers) {
               const int pair = from.pair[n];
               if (pair < 0) continue;
-              ptx::cp_async4_or_zero(ptx::shared_address(&stage_scales[fp8 ? stage : 0][n]),
+              ptx::cp_async4_or_zero(ptx::shared_address(&stage_scales[fp8 ? stage : 0][scale_position(n)]),
                                      p.x_scale + (up ? pair / p.choices : pair) * p.x_scale_stride + step,
                                      /*valid=*/true);
             }
           }
           x += kLineBytes;
-          ptx::mbarrier_arrive_after_copies(full + stage);
+          if constexpr (lag == 0) {
+            ptx::mbarrier_arrive_after_copies(full + stage);
+          } else {
+            ptx::cp_async_commit();
+            if (behind == lag) {
+              ptx::cp_async_wait<lag>();
+              signal();
+            } else {
+              ++behind;
+            }
+          }
           next_stage();
         }
         next_slot();
       }
+      ptx::cp_async_wait<0>();
+      for (; behind > 0; --behind) signal();
     }
     __syncwarp();
   } else {
@@ -300,10 +368,12 @@ __global__ void __launch_bounds__(Tile::threads, 1) experts_tma_kernel(const __g
         if (lane < C) ptx::mbarrier_arrive_remote(ptx::map_shared(ptx::shared_address(empty + of_stage), lane));
       }
     };
-    const uint32_t results = ring + S * Tile::stage_bytes + warpgroup * Tile::result_bytes;
+    const uint32_t results = ring + S * Tile::stage_bytes, my_results = results + warpgroup * Tile::result_bytes;
+    int buffer = 0;                              // of the results, that the next pass of the epilogue fills
+    const bool copies = threadIdx.x % 128 == 0;  // one thread of a warpgroup issues its copies
     while (true) {
       ptx::mbarrier_wait(slot_full + slot, slot_phase);
-      const TmaSlot<Tile::tokens>& at = slots[slot];
+      const Slot& at = slots[slot];
       const int64_t expert = at.expert;
       if (expert < 0) break;
       const int used = at.used;
@@ -313,20 +383,6 @@ __global__ void __launch_bounds__(Tile::threads, 1) experts_tma_kernel(const __g
       for (int b = 0; b < 2; ++b) {
         channel[b] = at.slice * channels + warpgroup * (up ? 64 : 128) + (up ? 0 : 64 * b) + slab;
       }
-      float scale[2][2] = {{1.f, 1.f}, {1.f, 1.f}};  // of [block][channel of this thread]
-      if (fp8 && p.scale_rank < 3) {
-#pragma unroll
-        for (int b = 0; b < 2; ++b) {
-          const float* const scales =
-              (up && b ? p.weight_scale_high : p.weight_scale_low) + expert * p.scale_expert_stride;
-#pragma unroll
-          for (int r = 0; r < 2; ++r) {
-            scale[b][r] = scales[min(channel[b] + (params.floats ? 2 * group + r : group + 8 * r), p.outputs - 1) *
-                                 p.scale_row_stride];
-          }
-        }
-      }
-
       // Main loop. acc[block][4 * j + 2 * r + c]: row group + 8 * r of the warp's 16, token 8 * j + 2 * quad + c.
       float acc[2][Tile::tokens / 2];
       const uint32_t block_bytes = (up ? Tile::half_rows : 64) * kLineBytes;
@@ -334,60 +390,75 @@ __global__ void __launch_bounds__(Tile::threads, 1) experts_tma_kernel(const __g
       const auto multiply = [&](auto n_tag) {
         constexpr int N = decltype(n_tag)::value;
         if constexpr (fp8) {
-          const float* block_scales[2] = {nullptr, nullptr};  // one per step
-          if (p.scale_rank == 3) {
-#pragma unroll
-            for (int b = 0; b < 2; ++b) {
-              const int row = min(channel[b], p.outputs - 1);
-              const int scale_row = (row + (up && b && !p.split_scales ? p.outputs : 0)) / kScaleBlock;
-              block_scales[b] = (up && b ? p.weight_scale_high : p.weight_scale_low) + expert * p.scale_expert_stride +
-                                scale_row * p.scale_row_stride;
-            }
-          }
 #pragma unroll
           for (int b = 0; b < 2; ++b) {
 #pragma unroll
             for (int i = 0; i < N / 2; ++i) acc[b][i] = 0.f;
           }
           float of_line[N / 2];
-          for (int step = 0; step < steps; ++step) {
-            ptx::mbarrier_wait(full + stage, phase);
-            ptx::fence_proxy_async();
+          const auto multiply_line = [&](int b) {
+            const uint64_t a = ptx::wgmma_descriptor(my_rows + stage * Tile::stage_bytes + b * block_bytes);
             const uint64_t x = ptx::wgmma_descriptor(ring + stage * Tile::stage_bytes + Tile::weight_bytes);
+            ptx::wgmma_fence_registers(of_line);
+            ptx::wgmma_fence();
 #pragma unroll
-            for (int b = 0; b < 2; ++b) {
-              const uint64_t a = ptx::wgmma_descriptor(my_rows + stage * Tile::stage_bytes + b * block_bytes);
-              ptx::wgmma_fence_registers(of_line);
-              ptx::wgmma_fence();
+            for (int k = 0; k < 4; ++k) ptx::wgmma<W, N>(of_line, a + 2 * k, x + 2 * k, k > 0);
+            ptx::wgmma_commit();
+            ptx::wgmma_wait<0>();
+            ptx::wgmma_fence_registers(of_line);
+          };
+          if (!p.x_blocks && p.scale_rank < 3) {  // the epilogue multiplies by the scales
+            for (int step = 0; step < steps; ++step) {
+              ptx::mbarrier_wait(full + stage, phase);
 #pragma unroll
-              for (int k = 0; k < 4; ++k) ptx::wgmma<W, N>(of_line, a + 2 * k, x + 2 * k, k > 0);
-              ptx::wgmma_commit();
-              const float block_scale = block_scales[b] ? block_scales[b][step] : 1.f;
-              ptx::wgmma_wait<0>();
-              ptx::wgmma_fence_registers(of_line);
-              if (b == 1 && !p.x_blocks) release(stage);
-              if (p.x_blocks) {
+              for (int b = 0; b < 2; ++b) {
+                multiply_line(b);
+                if (b == 1) release(stage);
 #pragma unroll
-                for (int i = 0; i < N / 2; i += 4) {
-                  const float2 x_scale = *reinterpret_cast<const float2*>(&stage_scales[stage][i * 2 + 2 * quad]);
+                for (int i = 0; i < N / 2; ++i) acc[b][i] += of_line[i];
+              }
+              next_stage();
+            }
+          } else {
+            const float* block_scales[2] = {nullptr, nullptr};  // one per step
+            if (p.scale_rank == 3) {
 #pragma unroll
-                  for (int c = 0; c < 4; ++c) {
-                    acc[b][i + c] = fmaf(of_line[i + c] * (c % 2 ? x_scale.y : x_scale.x), block_scale, acc[b][i + c]);
+              for (int b = 0; b < 2; ++b) {
+                const int row = min(channel[b], p.outputs - 1);
+                const int scale_row = (row + (up && b && !p.split_scales ? p.outputs : 0)) / kScaleBlock;
+                block_scales[b] = (up && b ? p.weight_scale_high : p.weight_scale_low) +
+                                  expert * p.scale_expert_stride + scale_row * p.scale_row_stride;
+              }
+            }
+            for (int step = 0; step < steps; ++step) {
+              ptx::mbarrier_wait(full + stage, phase);
+#pragma unroll
+              for (int b = 0; b < 2; ++b) {
+                const float block_scale = block_scales[b] ? block_scales[b][step] : 1.f;
+                multiply_line(b);
+#pragma unroll
+                for (int i = 0; i < N / 16; ++i) {
+                  float4 x_scale = make_float4(1.f, 1.f, 1.f, 1.f);
+                  if (p.x_blocks) {
+                    x_scale = *reinterpret_cast<const float4*>(&stage_scales[stage][16 * i + 4 * quad]);
+                  }
+                  const float scales[4] = {x_scale.x * block_scale, x_scale.y * block_scale, x_scale.z * block_scale,
+                                           x_scale.w * block_scale};
+#pragma unroll
+                  for (int j = 0; j < 8; ++j) {
+                    acc[b][8 * i + j] = fmaf(of_line[8 * i + j], scales[j / 4 * 2 + j % 2], acc[b][8 * i + j]);
                   }
                 }
                 if (b == 1) release(stage);
-              } else {
-#pragma unroll
-                for (int i = 0; i < N / 2; ++i) acc[b][i] = fmaf(of_line[i], block_scale, acc[b][i]);
               }
+              next_stage();
             }
-            next_stage();
           }
         } else {
           int previous = -1;
           for (int step = 0; step < steps; ++step) {
             ptx::mbarrier_wait(full + stage, phase);
-            ptx::fence_proxy_async();
+            if (!p.tiled_x) ptx::fence_proxy_async();
             const uint64_t x = ptx::wgmma_descriptor(ring + stage * Tile::stage_bytes + Tile::weight_bytes);
             const uint64_t a = ptx::wgmma_descriptor(my_rows + stage * Tile::stage_bytes);
             ptx::wgmma_fence_registers(acc[0]);
@@ -425,42 +496,178 @@ __global__ void __launch_bounds__(Tile::threads, 1) experts_tma_kernel(const __g
       }
 
       // Epilogue.
+      float scale[2][2] = {{1.f, 1.f}, {1.f, 1.f}};  // of [block][channel of this thread]
+      if (fp8 && p.scale_rank < 3) {
+#pragma unroll
+        for (int b = 0; b < 2; ++b) {
+#pragma unroll
+          for (int r = 0; r < 2; ++r) {
+            const int row = warpgroup * (up ? 64 : 128) + b * (up ? Tile::half_rows : 64) + slab +
+                            (params.even_first ? 2 * group + r : group + 8 * r);
+            scale[b][r] = at.scale[fp8 ? row : 0];
+          }
+        }
+      }
       const auto scaled = [&](int b, int i, float factor) {
         return fp8 || !up ? acc[b][i] * scale[b][i % 4 / 2] * factor : acc[b][i];
       };
-      // 16-bit results: 64 channels at a time through shared memory, whose packs are swizzled against bank conflicts.
-      const auto store_block = [&](int b, const auto& value, int64_t offset) {
-        const auto address_of = [&](int n, int pack) { return results + n * kLineBytes + (pack ^ n % 8) * 16; };
-        const int first_channel = channel[b] - slab;
+      // Rows of 16-bit results through shared memory: 64 channels of each block; down: these are 128 in sequence.
+      const auto store_rows = [&](const auto& value) {
+        const int pack = threadIdx.x % 16, first_row = threadIdx.x % 128 / 16;  // that this thread copies
+        const int first_channel = channel[0] - slab + (up ? pack % 8 : pack) * 8;
+        const bool inside = first_channel < p.outputs;
+        char* const out = p.out + (first_channel + (up && pack >= 8 ? p.outputs : 0)) * int64_t{2};
 #pragma unroll
         for (int first = 0; first < Tile::tokens; first += Tile::pass) {
           if (first >= used) break;
+          const uint32_t rows = my_results + buffer * Tile::pass * Tile::result_row;
 #pragma unroll
-          for (int j = first / 8; j < (first + Tile::pass) / 8; j += 2) {
+          for (int j = first / 8; j < (first + Tile::pass) / 8; ++j) {
+            const float2 factor = *reinterpret_cast<const float2*>(&at.factor[8 * j + 2 * quad]);
+            unsigned matrices[4];
+#pragma unroll
+            for (int m = 0; m < 4; ++m) {
+              const int i = 4 * j + m % 2 * 2;
+              matrices[m] = ptx::pack_pair<R>(make_float2(value(m / 2, i, factor.x), value(m / 2, i + 1, factor.y)));
+            }
+            ptx::store_matrices_transposed(
+                rows + (8 * j - first + lane % 8) * Tile::result_row + lane / 16 * 128 + (slab + lane / 8 % 2 * 8) * 2,
+                matrices);
+          }
+          ptx::named_barrier(kBarrierOfWarpgroup + warpgroup, 128);
+#pragma unroll
+          for (int row = 0; row < Tile::pass; row += 8) {
+            const int pair = at.pair[first + row + first_row];
+            if (pair >= 0 && inside) {
+              *reinterpret_cast<uint4*>(out + pair * p.out_stride) =
+                  ptx::load_shared_uint4(rows + (row + first_row) * Tile::result_row + pack * 16);
+            }
+          }
+          buffer ^= 1;
+        }
+      };
+      // The gated results of 64 channels of 16 bits, 128 bytes of K of the hidden layer.
+      const auto store_line = [&](const auto& value) {
+        const int line = at.slice * 2 + warpgroup, lines = (p.outputs * 2 + kLineBytes - 1) / kLineBytes;
+        if (line >= lines) return;
+        char* const out = p.out + (int64_t{at.tile} * lines + line) * Tile::x_bytes;
+        constexpr int pass = 2 * Tile::pass;
+#pragma unroll
+        for (int first = 0; first < Tile::tokens; first += pass) {
+          if (first >= used) break;
+          const uint32_t rows = my_results + buffer * Tile::pass * Tile::result_row;
+#pragma unroll
+          for (int j = first / 8; j < (first + pass) / 8; j += 2) {
             unsigned matrices[4];
 #pragma unroll
             for (int m = 0; m < 4; ++m) {
               const int i = 4 * (j + m / 2) + m % 2 * 2;
-              const float2 factor = *reinterpret_cast<const float2*>(&at.factor[8 * (j + m / 2) + 2 * quad]);
-              matrices[m] = ptx::pack_pair<R>(make_float2(value(i, factor.x), value(i + 1, factor.y)));
+              matrices[m] = ptx::pack_pair<R>(make_float2(value(i, 1.f), value(i + 1, 1.f)));
             }
             const int n = 8 * (j + lane / 16) - first + lane % 8;
-            ptx::store_matrices_transposed(address_of(n, slab / 8 + lane / 8 % 2), matrices);
+            ptx::store_matrices_transposed(rows + n * kLineBytes + ((slab / 8 + lane / 8 % 2) ^ n % 8) * 16, matrices);
           }
+          ptx::fence_proxy_async();
+          if (copies) ptx::bulk_wait_read<0>();  // of the other buffer
           ptx::named_barrier(kBarrierOfWarpgroup + warpgroup, 128);
-#pragma unroll
-          for (int i = threadIdx.x % 128; i < Tile::pass * 8; i += 128) {
-            const int n = i / 8, pack = i % 8, pair = at.pair[first + n], at_channel = first_channel + pack * 8;
-            if (pair < 0 || at_channel >= p.outputs) continue;
-            *reinterpret_cast<uint4*>(p.out + pair * p.out_stride + (offset + at_channel) * 2) =
-                ptx::load_shared_uint4(address_of(n, pack));
+          if (copies) {
+            ptx::bulk_store(out + first * kLineBytes, rows, pass * kLineBytes);
+            ptx::bulk_commit();
           }
-          ptx::named_barrier(kBarrierOfWarpgroup + warpgroup, 128);
+          buffer ^= 1;
         }
       };
-      // float32 results: 8 bytes from registers.
-      const auto store_floats = [&](int b, const auto& value, char* out, int64_t stride) {
-        const int64_t at_channel = (channel[b] + 2 * group) * int64_t{4};
+      // The gated results of 128 channels as FP8 codes, 128 bytes of K of the hidden layer, with a scale for each
+      // token.
+      [[maybe_unused]] const auto store_codes = [&](const auto& value) {
+        if (used == 0) return;
+        constexpr int tokens = Tile::tokens;
+        float (&v)[tokens / 2] = acc[0];
+        float largest[tokens / 4];  // of the two channels of token 8 * (i / 2) + 2 * quad + i % 2
+        float top = 0.f;
+#pragma unroll
+        for (int j = 0; j < tokens / 8; ++j) {
+          const float2 factor = *reinterpret_cast<const float2*>(&at.factor[8 * j + 2 * quad]);
+#pragma unroll
+          for (int c = 0; c < 2; ++c) {
+            const int i = 4 * j + c;
+            const float low = value(i, c ? factor.y : factor.x), high = value(i + 2, c ? factor.y : factor.x);
+            v[i] = low;
+            v[i + 2] = high;
+            largest[2 * j + c] = fmaxf(fabsf(low), fabsf(high));
+            top = fmaxf(top, largest[2 * j + c]);
+          }
+        }
+        if (__any_sync(0xffffffffu, top > FLT_MAX)) {
+#pragma unroll
+          for (int i = 0; i < tokens / 4; ++i) {
+            const int at_v = i / 2 * 4 + i % 2;
+            largest[i] = fmaxf(finite_magnitude(v[at_v]), finite_magnitude(v[at_v + 2]));
+          }
+        }
+        // The lanes of a quad's tokens exchange halves of their maxima, until each has the maxima of tokens / 32 of
+        // them.
+        const auto exchange = [&](auto half_tag, int mask) {
+          constexpr int half = decltype(half_tag)::value;
+          const bool upper = lane & mask;
+#pragma unroll
+          for (int i = 0; i < half; ++i) {
+            const float mine = upper ? largest[i + half] : largest[i], other = upper ? largest[i] : largest[i + half];
+            largest[i] = fmaxf(mine, __shfl_xor_sync(0xffffffffu, other, mask));
+          }
+        };
+        exchange(std::integral_constant<int, tokens / 8>(), 16);
+        exchange(std::integral_constant<int, tokens / 16>(), 8);
+        exchange(std::integral_constant<int, tokens / 32>(), 4);
+        Slot& mine = slots[slot];
+#pragma unroll
+        for (int i = 0; i < tokens / 32; ++i) {
+          const int of = group * (tokens / 32) + i;
+          atomicMax(&mine.largest[scale_position(of / 2 * 8 + 2 * quad + of % 2)], __float_as_uint(largest[i]));
+        }
+        if (copies && warpgroup == 0) ptx::bulk_wait_read<0>();
+        ptx::named_barrier(kBarrierOfLargest, Tile::consumers);
+        const int lines = (p.outputs + kLineBytes - 1) / kLineBytes;
+        const int64_t line = int64_t{at.tile} * lines + at.slice;
+        const int thread = threadIdx.x - Tile::producers;
+        if (thread < tokens) p.out_scale[line * tokens + thread] = fp8_scale(__uint_as_float(mine.largest[thread]));
+#pragma unroll
+        for (int j = 0; j < tokens / 8; j += 4) {
+          unsigned matrices[4];
+#pragma unroll
+          for (int m = 0; m < 4; m += 2) {
+            const float4 top4 = *reinterpret_cast<const float4*>(&mine.largest[(j + m) * 8 + 4 * quad]);
+            const float tops[4] = {top4.x, top4.y, top4.z, top4.w};
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+              unsigned codes[2];
+#pragma unroll
+              for (int c = 0; c < 2; ++c) {
+                const float inverse = ptx::rcp_approx(fmaxf(tops[2 * h + c], 1e-12f) * (1.f / kLargestE4M3));
+                const int i = 4 * (j + m + h) + c;
+                codes[c] = to_fp8x2(v[i] * inverse, v[i + 2] * inverse);
+              }
+              matrices[m + h] = codes[0] | codes[1] << 16;
+            }
+          }
+          const int n = 8 * (j + lane / 8) + lane % 8;
+          ptx::store_matrices_transposed(results + n * kLineBytes + ((warpgroup * 4 + slab / 16) ^ n % 8) * 16,
+                                         matrices);
+        }
+        ptx::fence_proxy_async();
+        if (thread < 32) {
+          ptx::named_barrier(kBarrierOfCodes, Tile::consumers);
+        } else {
+          ptx::named_barrier_arrive(kBarrierOfCodes, Tile::consumers);
+        }
+        if (copies && warpgroup == 0) {
+          ptx::bulk_store(p.out + line * Tile::x_bytes, results, Tile::x_bytes);
+          ptx::bulk_commit();
+        }
+      };
+      // Terms of the sum over choices in float32: 8 bytes from registers.
+      [[maybe_unused]] const auto store_terms = [&](int b) {
+        const int64_t at_channel = channel[b] + 2 * group, stride = p.outputs;
 #pragma unroll
         for (int first = 0; first < Tile::tokens; first += 32) {
           if (first >= used) break;
@@ -472,8 +679,8 @@ __global__ void __launch_bounds__(Tile::threads, 1) experts_tma_kernel(const __g
             for (int c = 0; c < 2; ++c) {
               const int pair = c ? pairs.y : pairs.x;
               const float factor = c ? factors.y : factors.x;
-              store_if(pair >= 0 && channel[b] < p.outputs, out + pair * stride + at_channel,
-                       make_float2(value(4 * j + c, factor), value(4 * j + 2 + c, factor)));
+              store_if(pair >= 0 && channel[b] < p.outputs, p.partial + pair * stride + at_channel,
+                       make_float2(scaled(b, 4 * j + c, factor), scaled(b, 4 * j + 2 + c, factor)));
             }
           }
         }
@@ -482,10 +689,10 @@ __global__ void __launch_bounds__(Tile::threads, 1) experts_tma_kernel(const __g
         const auto value = [&](int i, float factor) {
           return gated_value(scaled(0, i, factor), scaled(1, i, factor), decltype(gate_tag)::value);
         };
-        if constexpr (fp8) {  // the next kernel quantises them
-          store_floats(0, value, p.out, p.out_stride);
+        if constexpr (fp8) {
+          store_codes(value);
         } else {
-          store_block(0, value, 0);
+          store_line(value);
         }
       };
       if (up && p.gate == Gate::silu_and_mul) {
@@ -494,25 +701,19 @@ __global__ void __launch_bounds__(Tile::threads, 1) experts_tma_kernel(const __g
         store_gated(std::integral_constant<Gate, Gate::gelu_and_mul>());
       } else if (up && p.gate == Gate::gelu_residual) {
         store_gated(std::integral_constant<Gate, Gate::gelu_residual>());
-      } else {
+      } else if (!up && std::is_same_v<R, __half> && p.partial) {
+        // They may exceed fp16 where their sum does not.
 #pragma unroll
-        for (int b = 0; b < 2; ++b) {
-          const auto value = [&](int i, float factor) { return scaled(b, i, factor); };
-          if constexpr (!up && std::is_same_v<R, __half>) {
-            // Terms of the sum over choices may exceed fp16 where the sum does not.
-            if (p.partial) {
-              store_floats(b, value, reinterpret_cast<char*>(p.partial), int64_t{p.outputs} * 4);
-              continue;
-            }
-          }
-          store_block(b, value, up && b ? p.outputs : 0);
-        }
+        for (int b = 0; b < 2; ++b) store_terms(b);
+      } else {
+        store_rows(scaled);
       }
       __syncwarp();
       if (lane == 0) ptx::mbarrier_arrive(slot_empty + slot);
       next_slot();
     }
   }
+  if (threadIdx.x >= Tile::producers) ptx::bulk_wait_read<0>();  // shared memory outlives the copies
   if constexpr (C > 1) {  // no CTA leaves while the other may still load into it or arrive on its barriers
     __syncwarp();
     ptx::cluster_sync();

@@ -330,7 +330,7 @@ def test_fp8_layers_equal_a_model_of_the_same_quantisation(
     exact = torch.zeros(tokens, width, dtype=torch.float64, device="cuda")
     for expert in range(16):
         token, choice = (ids == expert).nonzero(as_tuple=True)
-        inner_rows = dequantised_rows(gated(x[token] @ w1_exact[expert].T, "gelu_residual"), form)
+        inner_rows = dequantised_rows(gated(x[token] @ w1_exact[expert].T, "gelu_residual"), "block")
         exact.index_add_(0, token, inner_rows @ w2_exact[expert].T * weights[token, choice, None].double())
     # An error of the sums moves a value of the hidden layer across a rounding boundary of FP8: in float32 in some 1e-4
     # of cases, with wgmma, which keeps 14 bits of a sum, in some 2^-13 / 2^-4. A code then differs by 2^-3 of its

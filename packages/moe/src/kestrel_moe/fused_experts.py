@@ -138,8 +138,8 @@ def _through_grouped_mm(
 
 
 @functools.cache
-def _scratch_bytes(tokens: int, pairs: int, inner: int, width: int, fp8: bool) -> int:
-    return int(_kernels.fused_experts_scratch(tokens, pairs, inner, width, fp8))
+def _scratch_bytes(*sizes: int) -> int:
+    return int(_kernels.fused_experts_scratch(*sizes))
 
 
 @kernel_op(
@@ -172,8 +172,8 @@ def fused_experts(
     activation: "gelu_residual", "silu_and_mul" or "gelu_and_mul", of the two halves of the up projection.
     w1_scale, w2_scale: float32, one per expert [E], per output [E, 2I] and [E, Hd], or per 128 x 128 tile
         [E, ceil(N/128), ceil(K/128)], told apart by shape; weight = code * scale. The activations are then quantised to
-        FP8 with one dynamic scale per row, or with tiles one per row and 128 columns (fp8_quant), the hidden layer from
-        float32.
+        FP8 with one dynamic scale per row, or with tiles one per row and 128 columns (fp8_quant). The hidden layer is
+        quantised from float32, with a scale per row and 128 columns.
     expert_map: int32 [experts of all devices], the index in w1 of each expert, or -1 if another device holds it. Ids
         are then indices into the map, and choices mapped to -1 are skipped.
     Accumulated in float32; the hidden layer is rounded once (to hidden's dtype, or FP8), the result once, after the sum
@@ -227,11 +227,19 @@ def by_variant(
         topk_ids = topk_ids.clamp(-1, 2**31 - 1).to(torch.int32)
     if out is None:
         out = empty(hidden, hidden.dtype, tokens, width)
-    scratch = empty(hidden, torch.uint8, _scratch_bytes(tokens, pairs, w1.shape[1] // 2, width, fp8))
-    layer = (out, scratch, hidden, w1, w2, topk_weights, topk_ids, w1_scale, w2_scale, expert_map)
-    if variant.path == variants.IN_KERNEL:
-        _kernels.fused_experts(*layer, None, None, None, variant.tile, 1, activation)
+
+    def launch(tile: int, cluster: int, *aligned: torch.Tensor | None) -> torch.Tensor:
+        blocks = 0 if aligned[1] is None else aligned[1].shape[0]
+        size = _scratch_bytes(
+            tokens, pairs, w1.shape[1] // 2, width, fp8, tile if blocks else 0, blocks, hidden.get_device()
+        )
+        scratch = empty(hidden, torch.uint8, size)
+        layer = (out, scratch, hidden, w1, w2, topk_weights, topk_ids, w1_scale, w2_scale, expert_map)
+        _kernels.fused_experts(*layer, *aligned, tile, cluster, activation)
         return out
+
+    if variant.path == variants.IN_KERNEL:
+        return launch(variant.tile, 1, None, None, None)
     mapped = experts if expert_map is None else expert_map.shape[0]
     if variant.path == variants.GROUPED_MM or mapped == 0:  # without the entry point, which checks other calls
         _check_fused_experts(hidden, w1, w2, topk_weights, topk_ids, activation, w1_scale, w2_scale, expert_map, out)
@@ -242,5 +250,4 @@ def by_variant(
     blocks = reference_experts.most_blocks(pairs, mapped, tile)
     aligned = [empty(hidden, torch.int32, size) for size in (blocks * tile, blocks, 1)]
     _kernels.moe_align_block_size(topk_ids, mapped, tile, *aligned, expert_map)
-    _kernels.fused_experts(*layer, *aligned, tile, 2 if variant.path == variants.CLUSTERED else 1, activation)
-    return out
+    return launch(tile, 2 if variant.path == variants.CLUSTERED else 1, *aligned)

@@ -269,7 +269,7 @@ def fused_experts(
     blocks = most_blocks(pairs, experts, block_size)
     sorted_pairs, block_experts, _ = align(ids, experts, block_size, blocks)
 
-    inputs, input_scale = _operand(hidden, w1_scale)
+    inputs, input_scale = _operand(hidden, w1_scale, blocks=w1_scale is not None and w1_scale.ndim == 3)
     results = torch.zeros((pairs + 1, width), dtype=torch.float32, device=hidden.device)
     step = max(1, _CHUNK_BYTES // (4 * max(w1[0].numel(), w2[0].numel())))
     for start in range(0, blocks, step):
@@ -278,7 +278,8 @@ def fused_experts(
         token = (pair // choices).clamp(max=tokens - 1)
         up = _grouped(inputs[token], None if input_scale is None else input_scale[token], w1, w1_scale, expert)
         inner = gated(up, activation)
-        inner, inner_scale = _operand(inner if w2_scale is not None else inner.to(hidden.dtype), w2_scale)
+        inner = inner if w2_scale is not None else inner.to(hidden.dtype)
+        inner, inner_scale = _operand(inner, w2_scale, blocks=True)
         results.index_copy_(0, pair, _grouped(inner, inner_scale, w2, w2_scale, expert))
 
     weighted = results[:pairs].view(tokens, choices, width) * topk_weights.unsqueeze(2)
@@ -289,14 +290,16 @@ def fused_experts(
     return total.to(hidden.dtype)
 
 
-def _operand(x: torch.Tensor, weight_scale: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _operand(
+    x: torch.Tensor, weight_scale: torch.Tensor | None, blocks: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """x as the left operand of a product: float32 as it is, or FP8 codes (as float32) with one scale per row.
 
-    With block scales x has a scale per row and 128 columns, which its values here include.
+    With ``blocks`` x has a scale per row and 128 columns, which its values here include.
     """
     if weight_scale is None:
         return x.float(), None
-    if weight_scale.ndim == 3:
+    if blocks:
         codes, scale = fp8_quant(x, granularity="group", group_size=128)
         return codes.float() * scale.repeat_interleave(128, dim=1)[:, : x.shape[1]], None
     codes, scale = fp8_quant(x)
