@@ -43,12 +43,12 @@ void launch(const LinearParams& linear, ClusterShape cluster, DLDevice device) {
   p.x = matrix_map(linear.x, bf16, linear.tokens, linear.width, linear.x_stride, Tile::rows / cluster.columns);
   p.weight =
       matrix_map(linear.weight, bf16, linear.outputs, linear.width, linear.weight_stride, Tile::columns / cluster.rows);
-  p.out = matrix_map(linear.out, bf16, linear.tokens, linear.outputs, linear.out_stride, 64);
-  p.has_residual = linear.residual != nullptr;
-  p.residual = p.has_residual
-                   ? matrix_map(linear.residual, bf16, linear.tokens, linear.outputs, linear.residual_stride, 64)
-                   : p.out;
   p.bias = linear.bias;
+  p.residual = linear.residual;
+  p.residual_stride = linear.residual_stride;
+  p.out = linear.out;
+  p.out_stride = linear.out_stride;
+  p.tokens = linear.tokens;
   p.outputs = linear.outputs;
   p.steps = divide_up(linear.width, 64);
   p.row_tiles = divide_up(linear.tokens, int64_t{Tile::rows} * cluster.rows);
@@ -97,6 +97,14 @@ void launch_stream(const LinearParams& layer, int splits, DLDevice device) {
              splits);
 }
 
+// Launches the cooperative tile of plan.columns columns; false if it is none of COLUMNS.
+template <typename T, int... COLUMNS>
+bool launch_columns(const LinearParams& p, const DensePlan& plan, DLDevice device) {
+  return ((plan.columns == COLUMNS &&
+           (launch<T, DenseTile<COLUMNS, Schedule::cooperative>>(p, plan.cluster, device), true)) ||
+          ...);
+}
+
 template <typename T>
 void launch_tile(const LinearParams& p, const DensePlan& plan, DLDevice device) {
   if (plan.kernel == DenseKernel::stream) {
@@ -107,14 +115,13 @@ void launch_tile(const LinearParams& p, const DensePlan& plan, DLDevice device) 
   const auto divides = [](int ctas) { return ctas == 1 || ctas == 2 || ctas == 4; };
   if (!divides(cluster.rows) || !divides(cluster.columns) || cluster.splits > 2)
     unsupported("cluster shapes that do not divide a tile, or more than 2 splits of K");
+  if (plan.columns % (8 * cluster.rows)) unsupported("CTAs that share less than 8 rows of the weight");
   if (plan.kernel == DenseKernel::ping_pong) {
     if (plan.columns == 192 && cluster.splits == 1) {
       return launch<T, DenseTile<192, Schedule::ping_pong>>(p, cluster, device);
     }
-  } else {
-    if (plan.columns == 64) return launch<T, DenseTile<64, Schedule::cooperative>>(p, cluster, device);
-    if (plan.columns == 128) return launch<T, DenseTile<128, Schedule::cooperative>>(p, cluster, device);
-    if (plan.columns == 256) return launch<T, DenseTile<256, Schedule::cooperative>>(p, cluster, device);
+  } else if (launch_columns<T, 64, 96, 112, 128, 144, 160, 192, 208, 224, 256>(p, plan, device)) {
+    return;
   }
   unsupported("tiles of " + std::to_string(plan.columns) + " columns");
 }
@@ -125,6 +132,7 @@ void launch_dense_wgmma(const LinearParams& p, const DensePlan& plan, DLDataType
     unsupported("a GPU other than sm_90");
   }
   if (p.width == 0) unsupported("K = 0");
+  if (p.outputs % 8) unsupported("results that are no packs of 16 bytes");
   const auto aligned = [](const char* rows, int64_t stride, int count, int64_t bytes) {
     return aligned16(rows) && (count == 1 || (stride % 16 == 0 && stride >= bytes));
   };

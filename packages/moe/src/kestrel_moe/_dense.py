@@ -49,14 +49,16 @@ class Plan(NamedTuple):
 
 _FEW, _VENDOR = Plan(Kernel.FEW_TOKENS), Plan(Kernel.VENDOR)
 
-_TILES = (*(Plan(Kernel.COOPERATIVE, columns) for columns in (64, 128, 256)), Plan(Kernel.PING_PONG, 192))
+_COLUMNS = (64, 96, 112, 128, 144, 160, 192, 208, 224, 256)
+_TILES = (*(Plan(Kernel.COOPERATIVE, columns) for columns in _COLUMNS), Plan(Kernel.PING_PONG, 192))
 _CLUSTERS = ((1, 1, 1), (2, 1, 1), (4, 1, 1), (2, 2, 1), (1, 1, 2), (2, 1, 2))
 _ACTIVE_CLUSTERS = {1: 132, 2: 66, 4: 30}  # that run at once on an H200, by CTAs per cluster
 _STREAM_CLUSTERS = ((5, 16), (4, 28), (3, 32), (2, 66), (1, 1))  # CTAs per cluster; clusters that run at once
 _SMALL_WEIGHT, _LARGE_WEIGHT = 2**23, 2**25  # elements
 _FLOPS = 9.6e8  # per microsecond of the whole GPU, with tiles of 128x256
 # Microseconds on an H200 (EXPERIMENTS.md):
-_STEP = {64: 0.23, 128: 0.32, 192: 0.555, 256: 0.575}  # 64 elements of K, by columns of the tile
+_STEP = {64: 0.23, 96: 0.275, 112: 0.298, 128: 0.32, 144: 0.352, 160: 0.384, 192: 0.447, 208: 0.479, 224: 0.511, 256: 0.575}
+_PING_PONG_STEP = 0.555
 _L2_BYTES, _LONG_STEPS = 7.5e6, 32  # that all CTAs load, at most, in a long loop over K
 _COLUMN = 0.0165  # a column of the epilogue
 _CLUSTER, _EXCHANGE, _LAUNCH = 0.8, 0.008, 2.7  # _EXCHANGE: a column's halves of K
@@ -71,7 +73,8 @@ def _estimate(tokens: int, outputs: int, width: int, plan: Plan) -> float:
     if plan.splits > 1 and clusters > running:
         return float("inf")
     bytes_of_step = 128 * (128 / plan.cluster_columns + plan.columns / plan.cluster_rows)
-    step, steps = _STEP[plan.columns], -(-width // (64 * plan.splits))
+    step = _PING_PONG_STEP if plan.kernel == Kernel.PING_PONG else _STEP[plan.columns]
+    steps = -(-width // (64 * plan.splits))
     if steps > _LONG_STEPS:
         step = max(step, bytes_of_step * running * size / _L2_BYTES)
     waves, epilogue = -(-clusters // running), _COLUMN * plan.columns
@@ -88,6 +91,7 @@ def choose_tile(tokens: int, outputs: int, width: int) -> Plan:
         for tile in _TILES
         for rows, columns, splits in _CLUSTERS
         if splits == 1 or (tile.kernel == Kernel.COOPERATIVE and width > 64)
+        if tile.columns % (8 * rows) == 0
     ]
     return min(plans, key=lambda plan: _estimate(tokens, outputs, width, plan))
 
