@@ -1,9 +1,10 @@
 // A dense layer on Hopper that streams its weight: activation(x W' + bias) + residual, for up to 64 tokens.
 //
-// A tile is 128 outputs by 64 tokens; the CTAs of a cluster each sum a part of K. One producer thread loads 64 columns
-// of K per stage (TMA), the first stages of the weight before the PDL wait. Two consumer warpgroups multiply 64 weight
-// rows each (wgmma, weights as operand A) and write float32 sums to shared memory. Every CTA of the cluster then adds
-// up its share of the tile from all of them through DSMEM, in the order of K.
+// A tile is 128 outputs by TOKENS tokens; the CTAs of a cluster each sum a part of K. Two CTAs share an SM, so that one
+// loads while the other starts or ends. One producer thread loads 64 columns of K per stage (TMA), the first stages of
+// the weight before the PDL wait. Two consumer warpgroups multiply 64 weight rows each (wgmma, weights as operand A).
+// Each CTA of the cluster owns some groups of eight outputs: it receives their sums from all CTAs through DSMEM and
+// adds them up in the order of K.
 #pragma once
 
 #include <kestrel/pack.cuh>
@@ -20,48 +21,56 @@
 
 namespace kestrel::moe {
 
+template <int TOKENS>
 struct StreamTile {
-  static constexpr int outputs = 128, tokens = 64;
-  static constexpr int stages = 9;
+  static constexpr int outputs = 128, tokens = TOKENS;
+  static constexpr int stages = tokens == 16 ? 6 : tokens == 32 ? 5 : 4;
   static constexpr int line_bytes = 128;  // 64 elements of K
   static constexpr int stage_bytes = (outputs + tokens) * line_bytes;
   static constexpr int alignment = 1024;
   static constexpr int shared_bytes = stages * stage_bytes + alignment;
   static constexpr int consumers = 256, threads = consumers + 32;
-  static constexpr int sums_stride = outputs + 4;  // floats of a token's sums; free of bank conflicts
+  static constexpr int groups = outputs / 8;
+  static constexpr int sums_stride = tokens + 2;  // floats of an output's sums
   static constexpr int max_splits = 8;
+  static_assert(shared_bytes <= 113 * 1024, "two CTAs share an SM");
+  // What a CTA receives: of each split, ceil(groups / splits) groups at most.
+  static_assert((groups + max_splits) * 8 * sums_stride * 4 <= stages * stage_bytes, "in the memory of the stages");
 };
-static_assert(StreamTile::tokens * StreamTile::sums_stride * 4 <= StreamTile::stages * StreamTile::stage_bytes,
-              "the sums reuse the memory of the stages");
 
 struct DenseStreamParams {
-  CUtensorMap x, weight;  // boxes of 64 tokens and of 128 outputs
+  CUtensorMap x, weight;  // boxes of a tile's tokens and of 128 outputs
   LinearParams layer;
   int steps = 0;  // K in steps of 64
   int token_tiles = 0;
   int splits = 1;  // CTAs of a cluster
 };
 
-template <typename T>
-__global__ void __launch_bounds__(StreamTile::threads, 1)
+template <typename T, int TOKENS>
+__global__ void __launch_bounds__(StreamTile<TOKENS>::threads, 2)
     dense_stream_kernel(const __grid_constant__ DenseStreamParams p) {
 #ifdef KESTREL_HAS_WGMMA
-  using Tile = StreamTile;
+  using Tile = StreamTile<TOKENS>;
   constexpr int S = Tile::stages;
   extern __shared__ char dynamic[];
-  __shared__ uint64_t full[S], empty[S];
+  __shared__ uint64_t full[S], empty[S], received;
   const uint32_t ring = (ptx::shared_address(dynamic) + Tile::alignment - 1) / Tile::alignment * Tile::alignment;
   const int split = blockIdx.x % p.splits, tile = blockIdx.x / p.splits;
   const int output_tile = tile / p.token_tiles, first_token = (tile - output_tile * p.token_tiles) * Tile::tokens;
   const int first_output = output_tile * Tile::outputs;
   const int steps_per_split = (p.steps + p.splits - 1) / p.splits;
   const int first_step = split * steps_per_split, steps = max(min(steps_per_split, p.steps - first_step), 0);
+  // Group g of eight outputs is owned by CTA g / groups_of_cta of the cluster.
+  const int groups_of_cta = (Tile::groups + p.splits - 1) / p.splits;
+  const int groups = max(min(groups_of_cta, Tile::groups - split * groups_of_cta), 0);  // that this CTA owns
   if (threadIdx.x == 0) {
     for (int s = 0; s < S; ++s) {
       ptx::mbarrier_init(full + s, 1);
       ptx::mbarrier_init(empty + s, 2);
     }
+    ptx::mbarrier_init(&received, 1);
     ptx::fence_mbarrier_init();
+    ptx::mbarrier_arrive_expect_tx(&received, p.splits * groups * 8 * Tile::tokens * 4);
   }
   __syncthreads();
 
@@ -90,10 +99,7 @@ __global__ void __launch_bounds__(StreamTile::threads, 1)
       }
     }
     __syncwarp();
-    if (p.splits > 1) {
-      ptx::cluster_sync();
-      ptx::cluster_sync();
-    }
+    if (p.splits > 1) ptx::cluster_arrive_relaxed();
     return;
   }
 
@@ -122,50 +128,56 @@ __global__ void __launch_bounds__(StreamTile::threads, 1)
   pdl_wait();
   pdl_trigger();
 
-  // This CTA's sums [token][output], in the memory of the pipeline stages.
-  float* const sums = static_cast<float*>(__cvta_shared_to_generic(ring));
-  ptx::named_barrier(1, Tile::consumers);  // both warpgroups have read all stages
+  // -- sums go to the CTAs that own their outputs, into the memory of the stages, [split][output][token] --
+
+  if (p.splits > 1) {
+    ptx::cluster_arrive_relaxed();
+    ptx::cluster_wait();  // all CTAs of the cluster have read their stages
+  } else {
+    ptx::named_barrier(1, Tile::consumers);
+  }
 #pragma unroll
-  for (int i = 0; i < Tile::tokens / 2; ++i) {
-    const int output = warp * 16 + lane / 4 + i / 2 % 2 * 8, token = i / 4 * 8 + lane % 4 * 2 + i % 2;
-    sums[token * Tile::sums_stride + output] = acc[i];
+  for (int half = 0; half < 2; ++half) {
+    const int output = warp * 16 + half * 8 + lane / 4, rank = output / 8 / groups_of_cta;
+    const int row = split * groups_of_cta * 8 + output - rank * groups_of_cta * 8;
+    uint32_t to = ring + (row * Tile::sums_stride + lane % 4 * 2) * 4, barrier = ptx::shared_address(&received);
+    if (p.splits > 1) {
+      to = ptx::map_shared(to, rank);
+      barrier = ptx::map_shared(barrier, rank);
+    }
+#pragma unroll
+    for (int j = 0; j < Tile::tokens / 8; ++j) {
+      const float a = acc[4 * j + 2 * half], b = acc[4 * j + 2 * half + 1];
+      if (p.splits > 1) {
+        const uint64_t both = __float_as_uint(a) | static_cast<uint64_t>(__float_as_uint(b)) << 32;
+        ptx::store_async(to + j * 32, both, barrier);
+      } else {
+        ptx::store_shared(to + j * 32, a);
+        ptx::store_shared(to + j * 32 + 4, b);
+      }
+    }
   }
   if (p.splits > 1) {
-    ptx::cluster_sync();
+    ptx::mbarrier_wait_cluster(&received, 0);
   } else {
     ptx::named_barrier(1, Tile::consumers);
   }
 
-  // -- epilogue: the CTAs of the cluster divide the packs of the tile --
+  // -- epilogue: a thread finishes eight outputs of a token --
 
-  constexpr int size = Pack<T>::size, packs = Tile::outputs / size;
+  constexpr int size = Pack<T>::size;
+  static_assert(size == 8);
   const LinearParams& layer = p.layer;
   const int tokens = min(Tile::tokens, layer.tokens - first_token);
-  for (int at = split * Tile::consumers + threadIdx.x; at < tokens * packs; at += p.splits * Tile::consumers) {
-    const int token = at / packs, output = first_output + at % packs * size;
-    if (output >= layer.outputs) continue;
-    const float* const mine = sums + token * Tile::sums_stride + at % packs * size;
-    float4 parts[Tile::max_splits][2];
-#pragma unroll
-    for (int s = 0; s < Tile::max_splits; ++s) {
-      if (s < p.splits) {
-        const float4* const from = reinterpret_cast<const float4*>(p.splits > 1 ? ptx::map_shared(mine, s) : mine);
-        parts[s][0] = from[0];
-        parts[s][1] = from[1];
-      }
-    }
+  for (int at = threadIdx.x; at < (groups + 1) / 2 * 2 * Tile::tokens; at += Tile::consumers) {
+    const int token = at / 2 % Tile::tokens, group = at / (2 * Tile::tokens) * 2 + at % 2;  // free of bank conflicts
+    const int output = first_output + (split * groups_of_cta + group) * 8;
+    if (token >= tokens || group >= groups || output >= layer.outputs) continue;
     float h[size] = {}, more[size];
+    for (int s = 0; s < p.splits; ++s) {
+      const uint32_t from = ring + ((s * groups_of_cta + group) * 8 * Tile::sums_stride + token) * 4;
 #pragma unroll
-    for (int s = 0; s < Tile::max_splits; ++s) {
-      if (s < p.splits) {
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          h[4 * i] += parts[s][i].x;
-          h[4 * i + 1] += parts[s][i].y;
-          h[4 * i + 2] += parts[s][i].z;
-          h[4 * i + 3] += parts[s][i].w;
-        }
-      }
+      for (int i = 0; i < size; ++i) h[i] += ptx::load_shared(from + i * Tile::sums_stride * 4);
     }
     if (layer.bias) {
       Pack<T>{load16(layer.bias + int64_t{output} * sizeof(T))}.unpack(more);
@@ -186,8 +198,6 @@ __global__ void __launch_bounds__(StreamTile::threads, 1)
     pack.pack(h);
     store16(layer.out + row * layer.out_stride + offset, pack.bits);
   }
-  __syncwarp();
-  if (p.splits > 1) ptx::cluster_sync();  // no CTA exits while others read its sums
 #endif
 }
 

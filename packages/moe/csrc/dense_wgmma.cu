@@ -78,10 +78,10 @@ void launch(const LinearParams& linear, ClusterShape cluster, DLDevice device) {
              size);
 }
 
-template <typename T>
+template <typename T, int TOKENS>
 void launch_stream(const LinearParams& layer, int splits, DLDevice device) {
-  using Tile = StreamTile;
-  constexpr auto kernel = dense_stream_kernel<T>;
+  using Tile = StreamTile<TOKENS>;
+  constexpr auto kernel = dense_stream_kernel<T, TOKENS>;
   constexpr bool bf16 = std::is_same_v<T, __nv_bfloat16>;
   DenseStreamParams p;
   p.x = matrix_map(layer.x, bf16, layer.tokens, layer.width, layer.x_stride, Tile::tokens);
@@ -109,7 +109,10 @@ template <typename T>
 void launch_tile(const LinearParams& p, const DensePlan& plan, DLDevice device) {
   if (plan.kernel == DenseKernel::stream) {
     if (p.outputs % Pack<T>::size || !aligned16(p.bias)) unsupported("a bias or results that are no packs of 16 bytes");
-    return launch_stream<T>(p, plan.cluster.splits, device);
+    const int splits = plan.cluster.splits;
+    if (p.tokens <= 16) return launch_stream<T, 16>(p, splits, device);
+    if (p.tokens <= 32) return launch_stream<T, 32>(p, splits, device);
+    return launch_stream<T, 64>(p, splits, device);
   }
   const ClusterShape cluster = plan.cluster;
   const auto divides = [](int ctas) { return ctas == 1 || ctas == 2 || ctas == 4; };
