@@ -57,7 +57,7 @@ void launch(const LinearParams& linear, ClusterShape cluster, DLDevice device) {
   p.activation = linear.activation;
   const int64_t tiles = int64_t{p.row_tiles} * p.column_tiles;
   if (tiles > kMaxSize / kMaxCluster) unsupported("more than 2^27 tiles");
-  if (cluster.splits > std::min(p.steps, 2)) unsupported("more splits than steps of K");
+  if ((cluster.splits - 1) * divide_up(p.steps, cluster.splits) >= p.steps) unsupported("splits without steps of K");
 
   raise_shared_limit<kernel, Tile::shared_bytes>(device);
   const int size = cluster.size();
@@ -115,9 +115,10 @@ void launch_tile(const LinearParams& p, const DensePlan& plan, DLDevice device) 
     return launch_stream<T, 64>(p, splits, device);
   }
   const ClusterShape cluster = plan.cluster;
-  const auto divides = [](int ctas) { return ctas == 1 || ctas == 2 || ctas == 4; };
-  if (!divides(cluster.rows) || !divides(cluster.columns) || cluster.splits > 2)
-    unsupported("cluster shapes that do not divide a tile, or more than 2 splits of K");
+  const auto divides = [](int ctas, int most) { return ctas <= most && (ctas & (ctas - 1)) == 0; };
+  if (!divides(cluster.rows, 4) || !divides(cluster.columns, 4) || !divides(cluster.splits, 8)) {
+    unsupported("cluster shapes that do not divide a tile");
+  }
   if (plan.columns % (8 * cluster.rows)) unsupported("CTAs that share less than 8 rows of the weight");
   if (plan.kernel == DenseKernel::ping_pong) {
     if (plan.columns == 192 && cluster.splits == 1) {

@@ -4,8 +4,8 @@
 // CTAs of a cluster multicast the operand that they share. Two consumer warpgroups multiply (wgmma): `cooperative`, 64
 // tokens of each tile; `ping_pong`, every other tile, so that one's epilogue overlaps the other's products. In the
 // epilogue each warp passes its 16 tokens through its own shared memory, where the residual has arrived (cp.async), and
-// stores whole rows. Split-K: the two CTAs of a pair exchange half of their sums through DSMEM, and each finishes 64
-// tokens. CTAs are persistent.
+// stores whole rows. Split-K: the CTAs that each sum a part of K exchange their sums through DSMEM, and each finishes its
+// share of the tokens. CTAs are persistent.
 #pragma once
 
 #include <kestrel/pack.cuh>
@@ -40,6 +40,7 @@ struct DenseTile {
   static constexpr int passes_of_block = columns / pass, passes = blocks * passes_of_block;
   static constexpr int buffers = passes > 2 ? 2 : 1;
   static constexpr int row_bytes = pass * 2, buffer_bytes = 16 * row_bytes;
+  static constexpr int sums_bytes = 16 * columns * 4;  // of a warp, in split-K
   static constexpr int alignment = 1024;
   static constexpr int shared_bytes = stages * stage_bytes + 8 * buffers * buffer_bytes + alignment;
   static constexpr int producers = 128, consumers = 256, threads = producers + consumers;
@@ -160,13 +161,13 @@ __device__ __forceinline__ void dense_produce(const DenseParams& p, const DenseP
 //   full[stage]       the producer's arrival, and the bytes of x and of the weight, which other CTAs may send
 //   empty[stage]      the consumers of every CTA that this one's loads go to: two warpgroups each, one in ping-pong
 //   multiplied        [warpgroup], in ping-pong: its tile has left the pipeline
-//   received          split-K: the bytes of the other CTA's sums
+//   received          split-K: the bytes of the other CTAs' sums
 //   named barriers 1 and 2, one per warpgroup, twice per tile: the bias of the last tile has been read; this one's is there
 template <typename T, typename Tile>
 __global__ void __launch_bounds__(Tile::threads, 1) dense_wgmma_kernel(const __grid_constant__ DenseParams p) {
 #ifdef KESTREL_HAS_WGMMA
   constexpr bool ping_pong = Tile::ping_pong;
-  constexpr int S = Tile::stages, N = Tile::columns;
+  constexpr int S = Tile::stages, N = Tile::columns, kWarps = Tile::consumers / 32;
   extern __shared__ char dynamic[];
   __shared__ uint64_t full[S], empty[S], multiplied[2], received;
   __shared__ T bias_of[2][N];  // one for each consumer warpgroup
@@ -185,7 +186,7 @@ __global__ void __launch_bounds__(Tile::threads, 1) dense_wgmma_kernel(const __g
     for (int w = 0; w < 2; ++w) ptx::mbarrier_init(multiplied + w, 1);
     ptx::mbarrier_init(&received, 1);
     ptx::fence_mbarrier_init();
-    ptx::mbarrier_arrive_expect_tx(&received, 64 * N * 4);
+    ptx::mbarrier_arrive_expect_tx(&received, (p.cluster.splits - 1) * (kWarps / p.cluster.splits) * Tile::sums_bytes);
   }
   __syncthreads();
   if (clustered) {
@@ -248,6 +249,9 @@ __global__ void __launch_bounds__(Tile::threads, 1) dense_wgmma_kernel(const __g
       ptx::cp_async16_if(inside, to, p.residual + row * p.residual_stride + offset, 16);
     });
   };
+  // Split-K: CTA `owner` finishes this warp's tokens, and has `share` warps that do.
+  const int share = kWarps / p.cluster.splits, block = warpgroup * 4 + warp, owner = block / share;
+  const bool finishes = ping_pong || owner == place.split;
   int stage = 0, phase = 0;
   int turn = 0;
   for (int tile = place.cluster; tile < tiles; tile += place.clusters, ++turn) {
@@ -263,7 +267,6 @@ __global__ void __launch_bounds__(Tile::threads, 1) dense_wgmma_kernel(const __g
       const bool inside = p.bias != nullptr && item.column + n < p.outputs;
       bias_of[warpgroup][n] = inside ? reinterpret_cast<const T*>(p.bias)[item.column + n] : from_float<T>(0.f);
     }
-    const bool finishes = p.cluster.splits == 1 || place.split == warpgroup;
     if (p.residual && finishes) {
 #pragma unroll
       for (int pass = 0; pass < Tile::buffers; ++pass) {
@@ -308,40 +311,46 @@ __global__ void __launch_bounds__(Tile::threads, 1) dense_wgmma_kernel(const __g
     for (int m = 0; m < Tile::blocks; ++m) ptx::wgmma_fence_registers(acc[m]);
     release(previous);
 
-    // -- split-K: the sums of the tokens that the other CTA finishes go to it, in the memory of the ring --
+    ptx::named_barrier(1 + warpgroup, 128);  // the bias is there
+
+    // -- split-K: a warp's sums go to the CTA that finishes its tokens, into the memory of the ring, [split][warp] --
 
     if constexpr (!ping_pong) {
-      if (p.cluster.splits > 1) {  // one tile for a cluster: once both CTAs have multiplied, the rings are free
+      if (p.cluster.splits > 1) {  // one tile for a cluster: once all CTAs have multiplied, the rings are free
         ptx::cluster_arrive_relaxed();
         ptx::cluster_wait();
-        const uint32_t sums = ring + thread * 16;
+        const auto sums_from = [&](int split) {
+          return ring + (split * share + block % share) * Tile::sums_bytes + lane * 16;
+        };
         if (!finishes) {
           const int group = p.cluster.rows * p.cluster.columns;
-          const int rank = blockIdx.x % p.cluster.size() + (place.split == 0 ? group : -group);
-          const uint32_t there = ptx::map_shared(sums, rank);
+          const int rank = blockIdx.x % p.cluster.size() + (owner - place.split) * group;
+          const uint32_t there = ptx::map_shared(sums_from(place.split), rank);
           const uint32_t received_there = ptx::map_shared(ptx::shared_address(&received), rank);
 #pragma unroll
           for (int i = 0; i < N / 2; i += 4) {
             const float4 four = make_float4(acc[0][i], acc[0][i + 1], acc[0][i + 2], acc[0][i + 3]);
-            ptx::store_async(there + i * 512, four, received_there);
+            ptx::store_async(there + i * 128, four, received_there);
           }
           continue;
         }
         ptx::mbarrier_wait_cluster(&received, 0);
+        for (int split = 0; split < p.cluster.splits; ++split) {
+          if (split == place.split) continue;
 #pragma unroll
-        for (int i = 0; i < N / 2; i += 4) {  // the same bits in either order of two terms
-          const float4 other = ptx::load_shared_float4(sums + i * 512);
-          acc[0][i] += other.x;
-          acc[0][i + 1] += other.y;
-          acc[0][i + 2] += other.z;
-          acc[0][i + 3] += other.w;
+          for (int i = 0; i < N / 2; i += 4) {
+            const float4 other = ptx::load_shared_float4(sums_from(split) + i * 128);
+            acc[0][i] += other.x;
+            acc[0][i + 1] += other.y;
+            acc[0][i + 2] += other.z;
+            acc[0][i + 3] += other.w;
+          }
         }
       }
     }
 
     // -- epilogue --
 
-    ptx::named_barrier(1 + warpgroup, 128);
 #pragma unroll
     for (int pass = 0; pass < Tile::passes; ++pass) {
       const uint32_t buffer = buffers_at + pass % Tile::buffers * Tile::buffer_bytes;

@@ -30,6 +30,9 @@ CLUSTERS = (
     (2, 1, 2),
     (1, 2, 2),
     (2, 2, 2),
+    (1, 1, 4),
+    (2, 1, 4),
+    (1, 1, 8),
 )
 PLANS = [
     tile._replace(cluster_rows=rows, cluster_columns=columns, splits=splits)
@@ -85,7 +88,9 @@ def test_every_tile_and_cluster_is_as_accurate_as_torch(
     by_vendor = linear.by_vendor
     monkeypatch.setattr(linear, "choose", lambda x, outputs, width: plan)
     for tokens, outputs, width in SIZES:
-        uncovered = plan.kernel != Kernel.STREAM and plan.splits > -(-width // 64)  # one step of K for two CTAs
+        steps = -(-width // 64)
+        without = (plan.splits - 1) * -(-steps // plan.splits) >= steps  # a CTA without a step of K
+        uncovered = plan.kernel != Kernel.STREAM and without
         monkeypatch.setattr(linear, "by_vendor", by_vendor if uncovered else refuse)
         x, weight, bias, residual = layer(tokens, width, outputs, dtype)
         exact = F.linear(x.double(), weight.double(), bias.double()) + residual.double()

@@ -51,8 +51,8 @@ _FEW, _VENDOR = Plan(Kernel.FEW_TOKENS), Plan(Kernel.VENDOR)
 
 _COLUMNS = (64, 96, 112, 128, 144, 160, 192, 208, 224, 256)
 _TILES = (*(Plan(Kernel.COOPERATIVE, columns) for columns in _COLUMNS), Plan(Kernel.PING_PONG, 192))
-_CLUSTERS = ((1, 1, 1), (2, 1, 1), (4, 1, 1), (2, 2, 1), (1, 1, 2), (2, 1, 2))
-_ACTIVE_CLUSTERS = {1: 132, 2: 66, 4: 30}  # that run at once on an H200, by CTAs per cluster
+_CLUSTERS = ((1, 1, 1), (2, 1, 1), (4, 1, 1), (2, 2, 1), (1, 1, 2), (2, 1, 2), (1, 1, 4), (2, 1, 4), (1, 1, 8))
+_ACTIVE_CLUSTERS = {1: 132, 2: 66, 4: 30, 8: 14}  # that run at once on an H200, by CTAs per cluster
 _STREAM_CLUSTERS = ((5, 16), (4, 28), (3, 32), (2, 66), (1, 1))  # CTAs per cluster; clusters that run at once
 _SMALL_WEIGHT, _LARGE_WEIGHT = 2**23, 2**25  # elements
 _FLOPS = 9.6e8  # per microsecond of the whole GPU, with tiles of 128x256
@@ -62,6 +62,12 @@ _PING_PONG_STEP = 0.555
 _L2_BYTES, _LONG_STEPS = 7.5e6, 32  # that all CTAs load, at most, in a long loop over K
 _COLUMN = 0.0165  # a column of the epilogue
 _CLUSTER, _EXCHANGE, _LAUNCH = 0.8, 0.008, 2.7  # _EXCHANGE: a column's halves of K
+
+
+def _divides(width: int, splits: int) -> bool:
+    """Whether every split of K has a step."""
+    steps = -(-width // 64)
+    return (splits - 1) * -(-steps // splits) < steps
 
 
 def _estimate(tokens: int, outputs: int, width: int, plan: Plan) -> float:
@@ -90,7 +96,7 @@ def choose_tile(tokens: int, outputs: int, width: int) -> Plan:
         tile._replace(cluster_rows=rows, cluster_columns=columns, splits=splits)
         for tile in _TILES
         for rows, columns, splits in _CLUSTERS
-        if splits == 1 or (tile.kernel == Kernel.COOPERATIVE and width > 64)
+        if splits == 1 or (tile.kernel == Kernel.COOPERATIVE and _divides(width, splits))
         if tile.columns % (8 * rows) == 0
     ]
     return min(plans, key=lambda plan: _estimate(tokens, outputs, width, plan))
