@@ -1,9 +1,10 @@
-// Launches of dense_wgmma_kernel and dense_stream_kernel. The caller chooses the tile and the cluster
+// Launches of dense_wgmma_kernel and stream_linear_kernel. The caller chooses the tile and the cluster
 // (src/kestrel_moe/_dense.py).
 #include "dense_stream.cuh"
 #include "dense_wgmma.cuh"
 
 #include <kestrel/launch.h>
+#include <kestrel/stream_linear.cuh>
 #include <kestrel/tensor.h>
 #include <kestrel/tensor_map.h>
 
@@ -40,9 +41,18 @@ void launch(const LinearParams& linear, ClusterShape cluster, DLDevice device) {
   constexpr bool bf16 = std::is_same_v<T, __nv_bfloat16>;
   const auto divide_up = [](int64_t a, int64_t b) { return static_cast<int>((a + b - 1) / b); };
   DenseParams p;
-  p.x = matrix_map(linear.x, bf16, linear.tokens, linear.width, linear.x_stride, Tile::rows / cluster.columns);
-  p.weight =
-      matrix_map(linear.weight, bf16, linear.outputs, linear.width, linear.weight_stride, Tile::columns / cluster.rows);
+  const auto map_x = [&](int rows) {
+    return matrix_map(linear.x, bf16, linear.tokens, linear.width, linear.x_stride, rows);
+  };
+  const auto map_weight = [&](int rows) {
+    return matrix_map(linear.weight, bf16, linear.outputs, linear.width, linear.weight_stride, rows);
+  };
+  p.x = map_x(Tile::rows / cluster.columns);
+  p.weight = map_weight(Tile::columns / cluster.rows);
+  p.x_tail_rows = 8 * divide_up(linear.tokens % Tile::rows, 8 * cluster.columns);
+  p.weight_tail_rows = 8 * divide_up(linear.outputs % Tile::columns, 8 * cluster.rows);
+  p.x_tail = p.x_tail_rows ? map_x(p.x_tail_rows) : p.x;
+  p.weight_tail = p.weight_tail_rows ? map_weight(p.weight_tail_rows) : p.weight;
   p.bias = linear.bias;
   p.residual = linear.residual;
   p.residual_stride = linear.residual_stride;
@@ -59,6 +69,9 @@ void launch(const LinearParams& linear, ClusterShape cluster, DLDevice device) {
   if (tiles > kMaxSize / kMaxCluster) unsupported("more than 2^27 tiles");
   if ((cluster.splits - 1) * divide_up(p.steps, cluster.splits) >= p.steps) unsupported("splits without steps of K");
 
+  if (16 * (cluster.splits - 1) * Tile::sums_bytes > cluster.splits * Tile::stages * Tile::stage_bytes) {
+    unsupported("splits whose sums take more memory than the stages");
+  }
   raise_shared_limit<kernel, Tile::shared_bytes>(device);
   const int size = cluster.size();
   int64_t clusters = tiles;
@@ -78,23 +91,11 @@ void launch(const LinearParams& linear, ClusterShape cluster, DLDevice device) {
              size);
 }
 
-template <typename T, int TOKENS>
-void launch_stream(const LinearParams& layer, int splits, DLDevice device) {
-  using Tile = StreamTile<TOKENS>;
-  constexpr auto kernel = dense_stream_kernel<T, TOKENS>;
-  constexpr bool bf16 = std::is_same_v<T, __nv_bfloat16>;
-  DenseStreamParams p;
-  p.x = matrix_map(layer.x, bf16, layer.tokens, layer.width, layer.x_stride, Tile::tokens);
-  p.weight = matrix_map(layer.weight, bf16, layer.outputs, layer.width, layer.weight_stride, Tile::outputs);
-  p.layer = layer;
-  p.steps = (layer.width + 63) / 64;
-  p.token_tiles = (layer.tokens + Tile::tokens - 1) / Tile::tokens;
-  p.splits = splits;
-  const int64_t tiles = int64_t{p.token_tiles} * ((layer.outputs + Tile::outputs - 1) / Tile::outputs);
-  if (tiles > kMaxSize / Tile::max_splits) unsupported("more than 2^27 tiles");
-  raise_shared_limit<kernel, Tile::shared_bytes>(device);
-  launch_pdl(kernel, dim3(static_cast<unsigned>(tiles * splits)), dim3(Tile::threads), device, p, Tile::shared_bytes,
-             splits);
+template <typename T>
+void launch_stream(const LinearParams& p, int splits, DLDevice device) {
+  const StreamOperands operands{p.x, p.weight, p.x_stride, p.weight_stride, p.tokens, p.outputs, p.width};
+  const DenseEpilogue<T> epilogue{p.bias, p.residual, p.out, p.residual_stride, p.out_stride, p.activation};
+  launch_stream_linear<T>(operands, epilogue, splits, device);
 }
 
 // Launches the cooperative tile of plan.columns columns; false if it is none of COLUMNS.
@@ -108,11 +109,8 @@ bool launch_columns(const LinearParams& p, const DensePlan& plan, DLDevice devic
 template <typename T>
 void launch_tile(const LinearParams& p, const DensePlan& plan, DLDevice device) {
   if (plan.kernel == DenseKernel::stream) {
-    if (p.outputs % Pack<T>::size || !aligned16(p.bias)) unsupported("a bias or results that are no packs of 16 bytes");
-    const int splits = plan.cluster.splits;
-    if (p.tokens <= 16) return launch_stream<T, 16>(p, splits, device);
-    if (p.tokens <= 32) return launch_stream<T, 32>(p, splits, device);
-    return launch_stream<T, 64>(p, splits, device);
+    if (!aligned16(p.bias)) unsupported("a bias or results that are no packs of 16 bytes");
+    return launch_stream<T>(p, plan.cluster.splits, device);
   }
   const ClusterShape cluster = plan.cluster;
   const auto divides = [](int ctas, int most) { return ctas <= most && (ctas & (ctas - 1)) == 0; };

@@ -53,6 +53,10 @@ struct DenseTile {
   }
 };
 
+#ifndef STAGES_AHEAD
+#define STAGES_AHEAD 2
+#endif
+constexpr int kStagesAhead = STAGES_AHEAD;
 constexpr int kRasterRows = 8;  // rasterisation: so many row tiles pass over all column tiles together, for reuse in L2
 
 // The position of a CTA in its cluster, and the index and number of the clusters.
@@ -95,38 +99,51 @@ template <typename Tile>
 __device__ __forceinline__ void dense_produce(const DenseParams& p, const DensePlace& place, uint32_t ring,
                                               uint64_t* full, uint64_t* empty, int first_step, int steps) {
   const int tiles = p.row_tiles * p.column_tiles;
-  const int x_rows = Tile::rows / p.cluster.columns, weight_rows = Tile::columns / p.cluster.rows;
   uint16_t x_ranks = 0, weight_ranks = 0;
   for (int c = 0; c < p.cluster.columns; ++c) x_ranks |= 1 << place.rank_of(p, place.row, c);
   for (int r = 0; r < p.cluster.rows; ++r) weight_ranks |= 1 << place.rank_of(p, r, place.column);
-  const uint32_t x_at = ring + place.column * x_rows * Tile::line_bytes;
-  const uint32_t weight_at = ring + (Tile::rows + place.row * weight_rows) * Tile::line_bytes;
-  const auto load_x = [&](int stage, int row, int step) {
-    const uint32_t to = x_at + stage * Tile::stage_bytes;
-    const int k = (first_step + step) * 64, from = row + place.column * x_rows;
+  // The rows of an operand that this CTA loads for a tile with `left` rows of the matrix: all, the tail's, or none.
+  const auto rows_of = [](int left, int whole, int parts, int tail) {
+    return left >= whole ? whole / parts : left > 0 ? tail : 0;
+  };
+  const auto x_rows = [&](const DenseItem<Tile>& item) {
+    return rows_of(p.tokens - item.row, Tile::rows, p.cluster.columns, p.x_tail_rows);
+  };
+  const auto weight_rows = [&](const DenseItem<Tile>& item) {
+    return rows_of(p.outputs - item.column, Tile::columns, p.cluster.rows, p.weight_tail_rows);
+  };
+  const auto expect = [&](int stage, const DenseItem<Tile>& item) {
+    const int rows = x_rows(item) * p.cluster.columns + weight_rows(item) * p.cluster.rows;
+    ptx::mbarrier_arrive_expect_tx(full + stage, rows * Tile::line_bytes);
+  };
+  const auto load_x = [&](int stage, const DenseItem<Tile>& item, int step) {
+    const int rows = x_rows(item), part = place.column * rows;
+    const uint32_t to = ring + stage * Tile::stage_bytes + part * Tile::line_bytes;
+    const CUtensorMap& map = rows == Tile::rows / p.cluster.columns ? p.x : p.x_tail;
+    if (rows == 0) return;
     if (p.cluster.columns > 1) {
-      ptx::tma_load_multicast(to, p.x, k, from, full + stage, x_ranks);
+      ptx::tma_load_multicast(to, map, (first_step + step) * 64, item.row + part, full + stage, x_ranks);
     } else {
-      ptx::tma_load(to, p.x, k, from, full + stage);
+      ptx::tma_load(to, map, (first_step + step) * 64, item.row + part, full + stage);
     }
   };
-  const auto load_weight = [&](int stage, int column, int step) {
-    const uint32_t to = weight_at + stage * Tile::stage_bytes;
-    const int k = (first_step + step) * 64, from = column + place.row * weight_rows;
+  const auto load_weight = [&](int stage, const DenseItem<Tile>& item, int step) {
+    const int rows = weight_rows(item), part = place.row * rows;
+    const uint32_t to = ring + stage * Tile::stage_bytes + (Tile::rows + part) * Tile::line_bytes;
+    const CUtensorMap& map = rows == Tile::columns / p.cluster.rows ? p.weight : p.weight_tail;
+    if (rows == 0) return;
     if (p.cluster.rows > 1) {
-      ptx::tma_load_multicast(to, p.weight, k, from, full + stage, weight_ranks);
+      ptx::tma_load_multicast(to, map, (first_step + step) * 64, item.column + part, full + stage, weight_ranks);
     } else {
-      ptx::tma_load(to, p.weight, k, from, full + stage);
+      ptx::tma_load(to, map, (first_step + step) * 64, item.column + part, full + stage);
     }
   };
-  ptx::prefetch_tensor_map(p.weight);
-  ptx::prefetch_tensor_map(p.x);
-  int ahead = 0;  // stages whose weights, which are constant, are loaded before the PDL wait
+  int ahead = 0;  // stages whose weights, which are constant, are loaded before the PDL wait; more would delay x
   if (place.cluster < tiles) {
     const DenseItem<Tile> item(p, place, place.cluster);
-    for (ahead = 0; ahead < min(Tile::stages, steps); ++ahead) {
-      ptx::mbarrier_arrive_expect_tx(full + ahead, Tile::stage_bytes);
-      load_weight(ahead, item.column, ahead);
+    for (ahead = 0; ahead < min(kStagesAhead, steps); ++ahead) {
+      expect(ahead, item);
+      load_weight(ahead, item, ahead);
     }
   }
   pdl_wait();
@@ -137,10 +154,10 @@ __device__ __forceinline__ void dense_produce(const DenseParams& p, const DenseP
     for (int step = 0; step < steps; ++step) {
       if (step >= ahead) {
         ptx::mbarrier_wait(empty + stage, phase ^ 1);
-        ptx::mbarrier_arrive_expect_tx(full + stage, Tile::stage_bytes);
-        load_weight(stage, item.column, step);
+        expect(stage, item);
+        load_weight(stage, item, step);
       }
-      load_x(stage, item.row, step);
+      load_x(stage, item, step);
       if (++stage == Tile::stages) {
         stage = 0;
         phase ^= 1;
@@ -179,6 +196,10 @@ __global__ void __launch_bounds__(Tile::threads, 1) dense_wgmma_kernel(const __g
   const int partners = p.cluster.rows + p.cluster.columns - 1;  // CTAs that load for this one, itself included
   const bool clustered = p.cluster.size() > 1;
   if (threadIdx.x == 0) {
+    ptx::prefetch_tensor_map(p.weight);
+    ptx::prefetch_tensor_map(p.weight_tail);
+    ptx::prefetch_tensor_map(p.x);
+    ptx::prefetch_tensor_map(p.x_tail);
     for (int s = 0; s < S; ++s) {
       ptx::mbarrier_init(full + s, 1);
       ptx::mbarrier_init(empty + s, partners * (ping_pong ? 1 : 2));
@@ -214,8 +235,6 @@ __global__ void __launch_bounds__(Tile::threads, 1) dense_wgmma_kernel(const __g
   // -- the consumer warpgroups --
 
   ptx::raise_registers<240>();
-  pdl_wait();
-  pdl_trigger();
   const int warpgroup = threadIdx.x / 128 - 1, thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
   const int row_of_warpgroup = ping_pong ? 0 : warpgroup * 64;
   // Thread t arrives at the t-th CTA that loads for this one: the CTAs of its column, then the others of its row.
@@ -253,21 +272,28 @@ __global__ void __launch_bounds__(Tile::threads, 1) dense_wgmma_kernel(const __g
   const int share = kWarps / p.cluster.splits, block = warpgroup * 4 + warp, owner = block / share;
   const bool finishes = ping_pong || owner == place.split;
   int stage = 0, phase = 0;
-  int turn = 0;
-  for (int tile = place.cluster; tile < tiles; tile += place.clusters, ++turn) {
-    if (ping_pong && turn % 2 != warpgroup) {  // the other warpgroup's tile
+  // Turn -1, before the PDL wait, has no tile: it runs the code of the epilogue and stores nothing, so that its
+  // instructions come from memory while the first stages do.
+  int turn = -1;
+  for (int tile = place.cluster - place.clusters; tile < tiles; tile += place.clusters, ++turn) {
+    const bool rehearsal = turn < 0;
+    if (turn == 0) {
+      pdl_wait();
+      pdl_trigger();
+    }
+    if (ping_pong && !rehearsal && turn % 2 != warpgroup) {  // the other warpgroup's tile
       const int after = stage + steps;
       stage = after % S;
       phase ^= after / S & 1;
       continue;
     }
     const DenseItem<Tile> item(p, place, tile);
-    if (turn > 0) ptx::named_barrier(1 + warpgroup, 128);
-    for (int n = thread; n < N; n += 128) {
+    if (!rehearsal) ptx::named_barrier(1 + warpgroup, 128);
+    for (int n = thread; n < N && !rehearsal; n += 128) {
       const bool inside = p.bias != nullptr && item.column + n < p.outputs;
       bias_of[warpgroup][n] = inside ? reinterpret_cast<const T*>(p.bias)[item.column + n] : from_float<T>(0.f);
     }
-    if (p.residual && finishes) {
+    if (p.residual && finishes && !rehearsal) {
 #pragma unroll
       for (int pass = 0; pass < Tile::buffers; ++pass) {
         load_residual(item, pass);
@@ -280,8 +306,13 @@ __global__ void __launch_bounds__(Tile::threads, 1) dense_wgmma_kernel(const __g
     // The parity of `full` says which tile a stage holds only after the other warpgroup's tile has left the pipeline.
     if (ping_pong && turn > 0) ptx::mbarrier_wait(multiplied + (warpgroup ^ 1), (turn - 1) / 2 % 2);
     float acc[Tile::blocks][N / 2];
+#pragma unroll
+    for (int m = 0; m < Tile::blocks; ++m) {
+#pragma unroll
+      for (int i = 0; i < N / 2; ++i) acc[m][i] = 0.f;
+    }
     int previous = 0;
-    for (int step = 0; step < steps; ++step) {
+    for (int step = 0; step < steps && !rehearsal; ++step) {
       ptx::mbarrier_wait(full + stage, phase);
       const uint32_t here = ring + stage * Tile::stage_bytes;
       const uint64_t a = ptx::wgmma_descriptor(here + row_of_warpgroup * Tile::line_bytes);
@@ -305,32 +336,39 @@ __global__ void __launch_bounds__(Tile::threads, 1) dense_wgmma_kernel(const __g
         phase ^= 1;
       }
     }
-    if (ping_pong && thread == 0) ptx::mbarrier_arrive(multiplied + warpgroup);
+    if (ping_pong && thread == 0 && !rehearsal) ptx::mbarrier_arrive(multiplied + warpgroup);
     ptx::wgmma_wait<0>();
 #pragma unroll
     for (int m = 0; m < Tile::blocks; ++m) ptx::wgmma_fence_registers(acc[m]);
-    release(previous);
-
+    if (!rehearsal) release(previous);
     ptx::named_barrier(1 + warpgroup, 128);  // the bias is there
 
     // -- split-K: a warp's sums go to the CTA that finishes its tokens, into the memory of the ring, [split][warp] --
 
     if constexpr (!ping_pong) {
-      if (p.cluster.splits > 1) {  // one tile for a cluster: once all CTAs have multiplied, the rings are free
+      if (p.cluster.splits > 1 && !rehearsal) {  // one tile for a cluster: once all CTAs have multiplied, the rings are free
         ptx::cluster_arrive_relaxed();
         ptx::cluster_wait();
-        const auto sums_from = [&](int split) {
-          return ring + (split * share + block % share) * Tile::sums_bytes + lane * 16;
+        // In the ring, first what this CTA sends and then what it receives.
+        const int senders = p.cluster.splits - 1;
+        const auto sums_from = [&](int split, int to) {
+          const int sender = split < to ? split : split - 1;
+          return ring + ((senders + sender) * share + block % share) * Tile::sums_bytes;
         };
         if (!finishes) {
           const int group = p.cluster.rows * p.cluster.columns;
           const int rank = blockIdx.x % p.cluster.size() + (owner - place.split) * group;
-          const uint32_t there = ptx::map_shared(sums_from(place.split), rank);
-          const uint32_t received_there = ptx::map_shared(ptx::shared_address(&received), rank);
+          const uint32_t here = ring + (block < place.split * share ? block : block - share) * Tile::sums_bytes;
 #pragma unroll
           for (int i = 0; i < N / 2; i += 4) {
-            const float4 four = make_float4(acc[0][i], acc[0][i + 1], acc[0][i + 2], acc[0][i + 3]);
-            ptx::store_async(there + i * 128, four, received_there);
+            ptx::store_shared(here + lane * 16 + i * 128,
+                              make_float4(acc[0][i], acc[0][i + 1], acc[0][i + 2], acc[0][i + 3]));
+          }
+          ptx::fence_proxy_async();
+          __syncwarp();
+          if (lane == 0) {
+            ptx::copy_shared_async(ptx::map_shared(sums_from(place.split, owner), rank), here, Tile::sums_bytes,
+                                   ptx::map_shared(ptx::shared_address(&received), rank));
           }
           continue;
         }
@@ -339,7 +377,7 @@ __global__ void __launch_bounds__(Tile::threads, 1) dense_wgmma_kernel(const __g
           if (split == place.split) continue;
 #pragma unroll
           for (int i = 0; i < N / 2; i += 4) {
-            const float4 other = ptx::load_shared_float4(sums_from(split) + i * 128);
+            const float4 other = ptx::load_shared_float4(sums_from(split, place.split) + lane * 16 + i * 128);
             acc[0][i] += other.x;
             acc[0][i + 1] += other.y;
             acc[0][i + 2] += other.z;
@@ -354,7 +392,7 @@ __global__ void __launch_bounds__(Tile::threads, 1) dense_wgmma_kernel(const __g
 #pragma unroll
     for (int pass = 0; pass < Tile::passes; ++pass) {
       const uint32_t buffer = buffers_at + pass % Tile::buffers * Tile::buffer_bytes;
-      if (p.residual) ptx::cp_async_wait<Tile::buffers - 1>();
+      if (p.residual && !rehearsal) ptx::cp_async_wait<Tile::buffers - 1>();
       __syncwarp();
       const auto finish = [&](auto activation) {
 #pragma unroll
@@ -384,9 +422,9 @@ __global__ void __launch_bounds__(Tile::threads, 1) dense_wgmma_kernel(const __g
       __syncwarp();
       for_each_chunk(item, pass, [&](uint32_t from, int row, int64_t offset, bool inside) {
         const uint4 results = ptx::load_shared_uint4(from);
-        if (inside) store16(p.out + row * p.out_stride + offset, results);
+        if (inside && !rehearsal) store16(p.out + row * p.out_stride + offset, results);
       });
-      if (p.residual && Tile::buffers < Tile::passes) {
+      if (p.residual && Tile::buffers < Tile::passes && !rehearsal) {
         __syncwarp();
         if (pass + Tile::buffers < Tile::passes) load_residual(item, pass + Tile::buffers);
         ptx::cp_async_commit();

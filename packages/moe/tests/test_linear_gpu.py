@@ -38,7 +38,9 @@ PLANS = [
     tile._replace(cluster_rows=rows, cluster_columns=columns, splits=splits)
     for tile in TILES
     for rows, columns, splits in CLUSTERS
-    if (tile.kernel == Kernel.COOPERATIVE or splits == 1) and tile.columns % (8 * rows) == 0
+    if (tile.kernel == Kernel.COOPERATIVE or splits == 1)
+    and tile.columns % (8 * rows) == 0
+    and (splits < 8 or tile.columns <= 160)
 ] + [Plan(Kernel.STREAM, splits=splits) for splits in (1, 2, 3, 5, 8)]
 # One CTA's tile and less; more tiles than CTAs; K of one step and of many; ends of K and N within a tile.
 SIZES = [(5, 8, 8), (16, 1000, 1160), (27, 4304, 392), (129, 200, 200), (300, 4304, 72), (729, 1152, 1152), (1000, 1000, 4304), (2900, 1160, 1000)]

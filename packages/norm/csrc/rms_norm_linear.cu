@@ -1,8 +1,10 @@
-// rms_norm_linear for few tokens: checks, parameters, the choice of a tile and of the slices of K.
+// rms_norm_linear for few tokens: checks, parameters, the choice of a tile and of the slices of K. For more tokens, on
+// Hopper, a product that starts to load its weight while the norm runs.
 
 #include "rms_norm_linear.cuh"
 
 #include <kestrel/launch.h>
+#include <kestrel/stream_linear.cuh>
 #include <tvm/ffi/function.h>
 
 #include <algorithm>
@@ -114,6 +116,63 @@ bool rms_norm_linear(TensorView out, TensorView x, TensorView norm_weight, Tenso
                                           : launch_linear<__half>(p, x.device());
 }
 
+// Stores rounded sums.
+template <typename T>
+struct Rounded {
+  char* out = nullptr;
+  int64_t stride = 0;  // bytes
+
+  __device__ __forceinline__ void finish(float (&h)[8], int64_t token, int output) const {
+    Pack<T> pack;
+    pack.pack(h);
+    store16(out + token * stride + output * 2, pack.bits);
+  }
+};
+
+// out = normed W', K divided by `splits`. Returns false where stream_linear_kernel does not apply: other GPUs than
+// sm_90, float32, more than 64 rows, rows that are not aligned.
+bool product_of_norm(TensorView out, TensorView normed, TensorView weight, int64_t splits) {
+  const Checks check("rms_norm_linear");
+  check.rank("normed", normed, 2, 2);
+  check.last_contiguous("normed", normed);
+  const int64_t rows = normed.size(0), width = normed.size(1), outputs = weight.size(0);
+  const int64_t weight_shape[2] = {kAny, width}, out_shape[2] = {rows, outputs};
+  check.same_dtype("weight", weight, "normed", normed);
+  check.last_contiguous("weight", weight);
+  check.shape("weight", weight, weight_shape, 2);
+  check.same_dtype("out", out, "normed", normed);
+  check.last_contiguous("out", out);
+  check.shape("out", out, out_shape, 2);
+  check_memory(check, {{"normed", normed}, {"weight", weight}, {"out", out, written}});
+  if (splits < 1 || splits > 8) check.fail("splits", "1 to 8", std::to_string(splits));
+  const DLDevice device = normed.device();
+  if (device_attribute(cudaDevAttrComputeCapabilityMajor, device.device_id) != 9) return false;
+  if (rows < 1 || rows > 64 || width < 8 || outputs < 8 || width % 8 || outputs % 8) return false;
+  if (width >= 1 << 30 || outputs >= 1 << 30 || same_dtype(normed.dtype(), kFloat32)) return false;
+  const auto aligned = [](const TensorView& t) {
+    const int64_t stride = t.stride(0) * 2;
+    return aligned16(address(t)) && (t.size(0) == 1 || (stride % 16 == 0 && stride >= t.size(1) * 2));
+  };
+  if (!aligned(normed) || !aligned(weight) || !aligned(out)) return false;
+  StreamOperands operands{address(normed), address(weight), normed.stride(0) * 2, weight.stride(0) * 2};
+  operands.tokens = static_cast<int>(rows);
+  operands.outputs = static_cast<int>(outputs);
+  operands.width = static_cast<int>(width);
+  const DeviceGuard guard(device.device_id);
+  const auto launch = [&](auto t) {
+    using T = decltype(t);
+    const Rounded<T> epilogue{const_cast<char*>(address(out)), out.stride(0) * 2};
+    launch_stream_linear<T>(operands, epilogue, static_cast<int>(splits), device);
+  };
+  if (same_dtype(normed.dtype(), kBFloat16)) {
+    launch(__nv_bfloat16());
+  } else {
+    launch(__half());
+  }
+  return true;
+}
+
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(rms_norm_linear, rms_norm_linear);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(product_of_norm, product_of_norm);
 
 }  // namespace kestrel::norm

@@ -64,10 +64,10 @@ _COLUMN = 0.0165  # a column of the epilogue
 _CLUSTER, _EXCHANGE, _LAUNCH = 0.8, 0.008, 2.7  # _EXCHANGE: a column's halves of K
 
 
-def _divides(width: int, splits: int) -> bool:
-    """Whether every split of K has a step."""
+def _divides(width: int, columns: int, splits: int) -> bool:
+    """Whether every split of K has a step, and their sums fit into shared memory."""
     steps = -(-width // 64)
-    return (splits - 1) * -(-steps // splits) < steps
+    return (splits - 1) * -(-steps // splits) < steps and (splits < 8 or columns <= 160)
 
 
 def _estimate(tokens: int, outputs: int, width: int, plan: Plan) -> float:
@@ -96,7 +96,7 @@ def choose_tile(tokens: int, outputs: int, width: int) -> Plan:
         tile._replace(cluster_rows=rows, cluster_columns=columns, splits=splits)
         for tile in _TILES
         for rows, columns, splits in _CLUSTERS
-        if splits == 1 or (tile.kernel == Kernel.COOPERATIVE and _divides(width, splits))
+        if splits == 1 or (tile.kernel == Kernel.COOPERATIVE and _divides(width, tile.columns, splits))
         if tile.columns % (8 * rows) == 0
     ]
     return min(plans, key=lambda plan: _estimate(tokens, outputs, width, plan))
