@@ -47,8 +47,10 @@ void launch(const LinearParams& linear, ClusterShape cluster, DLDevice device) {
   const auto map_weight = [&](int rows) {
     return matrix_map(linear.weight, bf16, linear.outputs, linear.width, linear.weight_stride, rows);
   };
-  p.x = map_x(Tile::rows / cluster.columns);
-  p.weight = map_weight(Tile::columns / cluster.rows);
+  p.x_rows = Tile::rows / cluster.columns;
+  p.weight_rows = Tile::columns / cluster.rows;
+  p.x = map_x(p.x_rows);
+  p.weight = map_weight(p.weight_rows);
   p.x_tail_rows = 8 * divide_up(linear.tokens % Tile::rows, 8 * cluster.columns);
   p.weight_tail_rows = 8 * divide_up(linear.outputs % Tile::columns, 8 * cluster.rows);
   p.x_tail = p.x_tail_rows ? map_x(p.x_tail_rows) : p.x;

@@ -102,25 +102,18 @@ __device__ __forceinline__ void dense_produce(const DenseParams& p, const DenseP
   uint16_t x_ranks = 0, weight_ranks = 0;
   for (int c = 0; c < p.cluster.columns; ++c) x_ranks |= 1 << place.rank_of(p, place.row, c);
   for (int r = 0; r < p.cluster.rows; ++r) weight_ranks |= 1 << place.rank_of(p, r, place.column);
-  // The rows of an operand that this CTA loads for a tile with `left` rows of the matrix: all, the tail's, or none.
-  const auto rows_of = [](int left, int whole, int parts, int tail) {
-    return left >= whole ? whole / parts : left > 0 ? tail : 0;
-  };
-  const auto x_rows = [&](const DenseItem<Tile>& item) {
-    return rows_of(p.tokens - item.row, Tile::rows, p.cluster.columns, p.x_tail_rows);
-  };
-  const auto weight_rows = [&](const DenseItem<Tile>& item) {
-    return rows_of(p.outputs - item.column, Tile::columns, p.cluster.rows, p.weight_tail_rows);
-  };
-  const auto expect = [&](int stage, const DenseItem<Tile>& item) {
-    const int rows = x_rows(item) * p.cluster.columns + weight_rows(item) * p.cluster.rows;
-    ptx::mbarrier_arrive_expect_tx(full + stage, rows * Tile::line_bytes);
+  int x_rows = 0, weight_rows = 0, bytes = 0;  // of this CTA's boxes for the tile, which may be none; of a stage
+  const auto start_tile = [&](const DenseItem<Tile>& item) {
+    x_rows = p.tokens - item.row >= Tile::rows ? p.x_rows : p.tokens > item.row ? p.x_tail_rows : 0;
+    weight_rows =
+        p.outputs - item.column >= Tile::columns ? p.weight_rows : p.outputs > item.column ? p.weight_tail_rows : 0;
+    bytes = (x_rows * p.cluster.columns + weight_rows * p.cluster.rows) * Tile::line_bytes;
   };
   const auto load_x = [&](int stage, const DenseItem<Tile>& item, int step) {
-    const int rows = x_rows(item), part = place.column * rows;
+    const int part = place.column * x_rows;
     const uint32_t to = ring + stage * Tile::stage_bytes + part * Tile::line_bytes;
-    const CUtensorMap& map = rows == Tile::rows / p.cluster.columns ? p.x : p.x_tail;
-    if (rows == 0) return;
+    const CUtensorMap& map = x_rows == p.x_rows ? p.x : p.x_tail;
+    if (x_rows == 0) return;
     if (p.cluster.columns > 1) {
       ptx::tma_load_multicast(to, map, (first_step + step) * 64, item.row + part, full + stage, x_ranks);
     } else {
@@ -128,10 +121,10 @@ __device__ __forceinline__ void dense_produce(const DenseParams& p, const DenseP
     }
   };
   const auto load_weight = [&](int stage, const DenseItem<Tile>& item, int step) {
-    const int rows = weight_rows(item), part = place.row * rows;
+    const int part = place.row * weight_rows;
     const uint32_t to = ring + stage * Tile::stage_bytes + (Tile::rows + part) * Tile::line_bytes;
-    const CUtensorMap& map = rows == Tile::columns / p.cluster.rows ? p.weight : p.weight_tail;
-    if (rows == 0) return;
+    const CUtensorMap& map = weight_rows == p.weight_rows ? p.weight : p.weight_tail;
+    if (weight_rows == 0) return;
     if (p.cluster.rows > 1) {
       ptx::tma_load_multicast(to, map, (first_step + step) * 64, item.column + part, full + stage, weight_ranks);
     } else {
@@ -141,8 +134,9 @@ __device__ __forceinline__ void dense_produce(const DenseParams& p, const DenseP
   int ahead = 0;  // stages whose weights, which are constant, are loaded before the PDL wait; more would delay x
   if (place.cluster < tiles) {
     const DenseItem<Tile> item(p, place, place.cluster);
-    for (ahead = 0; ahead < min(kStagesAhead, steps); ++ahead) {
-      expect(ahead, item);
+    start_tile(item);
+    for (ahead = 0; ahead < min(min(kStagesAhead, Tile::stages), steps); ++ahead) {
+      ptx::mbarrier_arrive_expect_tx(full + ahead, bytes);
       load_weight(ahead, item, ahead);
     }
   }
@@ -151,10 +145,11 @@ __device__ __forceinline__ void dense_produce(const DenseParams& p, const DenseP
   int stage = 0, phase = 0;
   for (int tile = place.cluster; tile < tiles; tile += place.clusters) {
     const DenseItem<Tile> item(p, place, tile);
+    start_tile(item);
     for (int step = 0; step < steps; ++step) {
       if (step >= ahead) {
         ptx::mbarrier_wait(empty + stage, phase ^ 1);
-        expect(stage, item);
+        ptx::mbarrier_arrive_expect_tx(full + stage, bytes);
         load_weight(stage, item, step);
       }
       load_x(stage, item, step);
@@ -218,7 +213,7 @@ __global__ void __launch_bounds__(Tile::threads, 1) dense_wgmma_kernel(const __g
   // -- the producer warpgroup: one thread loads --
 
   if (threadIdx.x < Tile::producers) {
-    ptx::reduce_registers<24>();
+    ptx::reduce_registers<32>();
     if (threadIdx.x == 0) dense_produce<Tile>(p, place, ring, full, empty, first_step, steps);
     __syncwarp();
     if (p.cluster.splits > 1) {
