@@ -97,7 +97,7 @@ template <typename T>
 void launch_stream(const LinearParams& p, int splits, DLDevice device) {
   const StreamOperands operands{p.x, p.weight, p.x_stride, p.weight_stride, p.tokens, p.outputs, p.width};
   const DenseEpilogue<T> epilogue{p.bias, p.residual, p.out, p.residual_stride, p.out_stride, p.activation};
-  launch_stream_linear<T>(operands, epilogue, splits, device);
+  launch_stream_linear<T>(operands, epilogue, splits ? splits : stream_splits(p.outputs, p.width), device);
 }
 
 // Launches the cooperative tile of plan.columns columns; false if it is none of COLUMNS.

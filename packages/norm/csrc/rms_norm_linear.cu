@@ -22,8 +22,11 @@ bool launch_linear(LinearParams p, DLDevice device) {
   constexpr auto kernel = rms_norm_linear_kernel<T, TOKEN_TILES>;
   const int limit = raise_shared_limit<kernel>(device);
   const int sms = device_attribute(cudaDevAttrMultiProcessorCount, device.device_id);
-  const bool clusters = device_attribute(cudaDevAttrComputeCapabilityMajor, device.device_id) >= 9;
+  const int major = device_attribute(cudaDevAttrComputeCapabilityMajor, device.device_id);
+  const bool clusters = major >= 9;
   p.tiles = (p.outputs + kLinearRows - 1) / kLinearRows;
+  // product_of_norm() is faster.
+  if (major == 9 && (TOKEN_TILES == 4 || (p.tiles > sms && p.tiles <= 2 * sms))) return false;
   const auto bytes = [&](int slices, int buffers) {
     return Tile::shared_bytes((p.blocks + slices - 1) / slices, buffers);
   };
@@ -41,8 +44,8 @@ bool launch_linear(LinearParams p, DLDevice device) {
   int groups = p.tiles;
   p.buffers = 1;
   if (p.tiles * slices > (two_per_sm ? max_ctas : sms)) {
-    // The vendor's product is faster.
-    if (TOKEN_TILES == 4 || (TOKEN_TILES == 2 && p.width > 4096)) return false;
+    // The vendor's product, or product_of_norm(), is faster.
+    if (TOKEN_TILES == 4 || (TOKEN_TILES == 2 && major == 9) || (TOKEN_TILES == 2 && p.width > 4096)) return false;
     p.buffers = 2;
     // Clusters of one CTA per SM leave SMs of a GPC free.
     groups = sms / slices - (slices > 2 && bytes(slices, 2) > half ? sms / slices / 8 : 0);
@@ -129,9 +132,9 @@ struct Rounded {
   }
 };
 
-// out = normed W', K divided by `splits`. Returns false where stream_linear_kernel does not apply: other GPUs than
-// sm_90, float32, more than 64 rows, rows that are not aligned.
-bool product_of_norm(TensorView out, TensorView normed, TensorView weight, int64_t splits) {
+// out = normed W'. Returns false where the vendor's product is faster or stream_linear_kernel does not apply: other GPUs
+// than sm_90, float32, more than 32 rows, rows that are not aligned.
+bool product_of_norm(TensorView out, TensorView normed, TensorView weight) {
   const Checks check("rms_norm_linear");
   check.rank("normed", normed, 2, 2);
   check.last_contiguous("normed", normed);
@@ -144,10 +147,9 @@ bool product_of_norm(TensorView out, TensorView normed, TensorView weight, int64
   check.last_contiguous("out", out);
   check.shape("out", out, out_shape, 2);
   check_memory(check, {{"normed", normed}, {"weight", weight}, {"out", out, written}});
-  if (splits < 1 || splits > 8) check.fail("splits", "1 to 8", std::to_string(splits));
   const DLDevice device = normed.device();
   if (device_attribute(cudaDevAttrComputeCapabilityMajor, device.device_id) != 9) return false;
-  if (rows < 1 || rows > 64 || width < 8 || outputs < 8 || width % 8 || outputs % 8) return false;
+  if (rows < 1 || rows > kLinearTokens || width < 8 || outputs < 8 || width % 8 || outputs % 8) return false;
   if (width >= 1 << 30 || outputs >= 1 << 30 || same_dtype(normed.dtype(), kFloat32)) return false;
   const auto aligned = [](const TensorView& t) {
     const int64_t stride = t.stride(0) * 2;
@@ -162,7 +164,7 @@ bool product_of_norm(TensorView out, TensorView normed, TensorView weight, int64
   const auto launch = [&](auto t) {
     using T = decltype(t);
     const Rounded<T> epilogue{const_cast<char*>(address(out)), out.stride(0) * 2};
-    launch_stream_linear<T>(operands, epilogue, static_cast<int>(splits), device);
+    launch_stream_linear<T>(operands, epilogue, stream_splits(operands.outputs, operands.width), device);
   };
   if (same_dtype(normed.dtype(), kBFloat16)) {
     launch(__nv_bfloat16());

@@ -204,6 +204,16 @@ struct StreamOperands {
   int tokens = 0, outputs = 0, width = 0;  // T, N, K
 };
 
+// The splits of K: as many as run at once on an H200, with two steps each. Clusters of five and seven leave SMs idle.
+inline int stream_splits(int outputs, int width) {
+  constexpr int ctas = 200;
+  const int tiles = (outputs + 127) / 128, steps = (width + 63) / 64;
+  for (int splits : {8, 6, 4, 3, 2}) {
+    if (tiles * splits <= ctas && 2 * splits <= steps) return splits;
+  }
+  return 1;
+}
+
 template <typename T, int TOKENS, typename Epilogue>
 void launch_stream_tile(const StreamOperands& of, const Epilogue& epilogue, int splits, DLDevice device) {
   using Tile = StreamTile<TOKENS>;

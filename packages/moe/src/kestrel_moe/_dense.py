@@ -149,16 +149,17 @@ def by_vendor(
     *,
     out: torch.Tensor,
 ) -> None:
-    """One layer as the vendor's product and, where it needs one, an epilogue kernel."""
-    alone = activation == "none" and residual is None
-    product = out if alone else empty(x, x.dtype, *out.shape)
+    """One layer as the vendor's product, then torch's activation and sum, each rounded to x's dtype."""
+    product = out if residual is None else empty(x, x.dtype, *out.shape)
     with torch._C._DisableAutocast():
         if bias is None:
             torch.mm(x, weight.T, out=product)
         else:
             torch.addmm(bias, x, weight.T, out=product)
-    if not alone:
-        kernels.linear_epilogue(out, product, residual, activation)
+        if activation != "none":
+            torch._C._nn.gelu_(product, approximate="tanh" if activation == "gelu_tanh" else "none")
+        if residual is not None:
+            torch.add(product, residual, out=out)
 
 
 def prepared(
