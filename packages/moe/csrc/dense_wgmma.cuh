@@ -213,7 +213,7 @@ __global__ void __launch_bounds__(Tile::threads, 1) dense_wgmma_kernel(const __g
   // -- the producer warpgroup: one thread loads --
 
   if (threadIdx.x < Tile::producers) {
-    ptx::reduce_registers<32>();
+    ptx::reduce_registers<ping_pong ? 24 : 40>();
     if (threadIdx.x == 0) dense_produce<Tile>(p, place, ring, full, empty, first_step, steps);
     __syncwarp();
     if (p.cluster.splits > 1) {
@@ -229,7 +229,7 @@ __global__ void __launch_bounds__(Tile::threads, 1) dense_wgmma_kernel(const __g
 
   // -- the consumer warpgroups --
 
-  ptx::raise_registers<240>();
+  ptx::raise_registers<ping_pong ? 240 : 232>();  // all are 168 for each of 384 threads
   const int warpgroup = threadIdx.x / 128 - 1, thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
   const int row_of_warpgroup = ping_pong ? 0 : warpgroup * 64;
   // Thread t arrives at the t-th CTA that loads for this one: the CTAs of its column, then the others of its row.
