@@ -53,10 +53,7 @@ struct DenseTile {
   }
 };
 
-#ifndef STAGES_AHEAD
-#define STAGES_AHEAD 2
-#endif
-constexpr int kStagesAhead = STAGES_AHEAD;
+constexpr int kStagesAhead = 2;  // whose weights are loaded before the PDL wait; more would delay x
 constexpr int kRasterRows = 8;  // rasterisation: so many row tiles pass over all column tiles together, for reuse in L2
 
 // The position of a CTA in its cluster, and the index and number of the clusters.
@@ -131,11 +128,11 @@ __device__ __forceinline__ void dense_produce(const DenseParams& p, const DenseP
       ptx::tma_load(to, map, (first_step + step) * 64, item.column + part, full + stage);
     }
   };
-  int ahead = 0;  // stages whose weights, which are constant, are loaded before the PDL wait; more would delay x
+  int ahead = 0;  // stages whose weights, which are constant, are loaded before the PDL wait
   if (place.cluster < tiles) {
     const DenseItem<Tile> item(p, place, place.cluster);
     start_tile(item);
-    for (ahead = 0; ahead < min(min(kStagesAhead, Tile::stages), steps); ++ahead) {
+    for (ahead = 0; ahead < min(kStagesAhead, steps); ++ahead) {
       ptx::mbarrier_arrive_expect_tx(full + ahead, bytes);
       load_weight(ahead, item, ahead);
     }

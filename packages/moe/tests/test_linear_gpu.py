@@ -43,7 +43,10 @@ PLANS = [
     and (splits < 8 or tile.columns <= 160)
 ] + [Plan(Kernel.STREAM, splits=splits) for splits in (1, 2, 3, 5, 8)]
 # One CTA's tile and less; more tiles than CTAs; K of one step and of many; ends of K and N within a tile.
-SIZES = [(5, 8, 8), (16, 1000, 1160), (27, 4304, 392), (129, 200, 200), (300, 4304, 72), (729, 1152, 1152), (1000, 1000, 4304), (2900, 1160, 1000)]
+SIZES = [
+    *((5, 8, 8), (16, 1000, 1160), (27, 4304, 392), (129, 200, 200), (300, 4304, 72)),
+    *((729, 1152, 1152), (1000, 1000, 4304), (2900, 1160, 1000)),
+]
 Tensor = torch.Tensor
 
 
