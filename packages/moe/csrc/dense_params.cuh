@@ -25,7 +25,7 @@ struct DenseParams {
   char* out = nullptr;
   int64_t residual_stride = 0, out_stride = 0;  // bytes
   int tokens = 0, outputs = 0, steps = 0;       // T, N, and K in steps of 64
-  int row_tiles = 0, column_tiles = 0;  // of a cluster
+  int row_tiles = 0, column_tiles = 0;          // of a cluster
   ClusterShape cluster;
   LinearActivation activation = LinearActivation::none;
 };

@@ -4,9 +4,9 @@
 #include "dense_wgmma.cuh"
 
 #include <kestrel/launch.h>
-#include <kestrel/stream_linear.cuh>
 #include <kestrel/tensor.h>
 #include <kestrel/tensor_map.h>
+#include <kestrel/stream_linear.cuh>
 
 #include <algorithm>
 #include <atomic>

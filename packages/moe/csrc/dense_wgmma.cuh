@@ -4,8 +4,8 @@
 // CTAs of a cluster multicast the operand that they share. Two consumer warpgroups multiply (wgmma): `cooperative`, 64
 // tokens of each tile; `ping_pong`, every other tile, so that one's epilogue overlaps the other's products. In the
 // epilogue each warp passes its 16 tokens through its own shared memory, where the residual has arrived (cp.async), and
-// stores whole rows. Split-K: the CTAs that each sum a part of K exchange their sums through DSMEM, and each finishes its
-// share of the tokens. CTAs are persistent.
+// stores whole rows. Split-K: the CTAs that each sum a part of K exchange their sums through DSMEM, and each finishes
+// its share of the tokens. CTAs are persistent.
 #pragma once
 
 #include <kestrel/pack.cuh>
@@ -102,8 +102,9 @@ __device__ __forceinline__ void dense_produce(const DenseParams& p, const DenseP
   int x_rows = 0, weight_rows = 0, bytes = 0;  // of this CTA's boxes for the tile, which may be none; of a stage
   const auto start_tile = [&](const DenseItem<Tile>& item) {
     x_rows = p.tokens - item.row >= Tile::rows ? p.x_rows : p.tokens > item.row ? p.x_tail_rows : 0;
-    weight_rows =
-        p.outputs - item.column >= Tile::columns ? p.weight_rows : p.outputs > item.column ? p.weight_tail_rows : 0;
+    weight_rows = p.outputs - item.column >= Tile::columns ? p.weight_rows
+                  : p.outputs > item.column                ? p.weight_tail_rows
+                                                           : 0;
     bytes = (x_rows * p.cluster.columns + weight_rows * p.cluster.rows) * Tile::line_bytes;
   };
   const auto load_x = [&](int stage, const DenseItem<Tile>& item, int step) {
@@ -171,7 +172,8 @@ __device__ __forceinline__ void dense_produce(const DenseParams& p, const DenseP
 //   empty[stage]      the consumers of every CTA that this one's loads go to: two warpgroups each, one in ping-pong
 //   multiplied        [warpgroup], in ping-pong: its tile has left the pipeline
 //   received          split-K: the bytes of the other CTAs' sums
-//   named barriers 1 and 2, one per warpgroup, twice per tile: the bias of the last tile has been read; this one's is there
+//   named barriers 1 and 2, one per warpgroup, twice per tile: the bias of the last tile has been read; this one's is
+//   there
 template <typename T, typename Tile>
 __global__ void __launch_bounds__(Tile::threads, 1) dense_wgmma_kernel(const __grid_constant__ DenseParams p) {
 #ifdef KESTREL_HAS_WGMMA
@@ -338,7 +340,8 @@ __global__ void __launch_bounds__(Tile::threads, 1) dense_wgmma_kernel(const __g
     // -- split-K: a warp's sums go to the CTA that finishes its tokens, into the memory of the ring, [split][warp] --
 
     if constexpr (!ping_pong) {
-      if (p.cluster.splits > 1 && !rehearsal) {  // one tile for a cluster: once all CTAs have multiplied, the rings are free
+      if (p.cluster.splits > 1 &&
+          !rehearsal) {  // one tile for a cluster: once all CTAs have multiplied, the rings are free
         ptx::cluster_arrive_relaxed();
         ptx::cluster_wait();
         // In the ring, first what this CTA sends and then what it receives.

@@ -4,8 +4,8 @@
 #include "rms_norm_linear.cuh"
 
 #include <kestrel/launch.h>
-#include <kestrel/stream_linear.cuh>
 #include <tvm/ffi/function.h>
+#include <kestrel/stream_linear.cuh>
 
 #include <algorithm>
 
@@ -132,8 +132,8 @@ struct Rounded {
   }
 };
 
-// out = normed W'. Returns false where the vendor's product is faster or stream_linear_kernel does not apply: other GPUs
-// than sm_90, float32, more than 32 rows, rows that are not aligned.
+// out = normed W'. Returns false where the vendor's product is faster or stream_linear_kernel does not apply: other
+// GPUs than sm_90, float32, more than 32 rows, rows that are not aligned.
 bool product_of_norm(TensorView out, TensorView normed, TensorView weight) {
   const Checks check("rms_norm_linear");
   check.rank("normed", normed, 2, 2);

@@ -8,6 +8,7 @@
 #pragma once
 
 #include <kestrel/launch.h>
+#include <kestrel/tensor_map.h>
 #include <kestrel/pdl.cuh>
 #include <kestrel/ptx/cluster.cuh>
 #include <kestrel/ptx/mbarrier.cuh>
@@ -15,7 +16,6 @@
 #include <kestrel/ptx/shared.cuh>
 #include <kestrel/ptx/tma.cuh>
 #include <kestrel/ptx/wgmma.cuh>
-#include <kestrel/tensor_map.h>
 
 #include <algorithm>
 
@@ -145,7 +145,8 @@ __global__ void __launch_bounds__(StreamTile<TOKENS>::threads, 2)
   pdl_wait();
   pdl_trigger();
 
-  // -- sums go to the CTAs that own their outputs, in the memory of the stages: [output][token], [split][output][token] --
+  // -- sums go to the CTAs that own their outputs, in the memory of the stages: [output][token], [split][output][token]
+  // --
 
   const uint32_t sums = ring, others = ring + Tile::groups * Tile::group_bytes;
   if (p.splits > 1) {
@@ -156,7 +157,8 @@ __global__ void __launch_bounds__(StreamTile<TOKENS>::threads, 2)
   }
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const uint32_t to = sums + (warp * 2 + half) * Tile::group_bytes + lane / 4 * (Tile::group_bytes / 8) + lane % 4 * 8;
+    const uint32_t to =
+        sums + (warp * 2 + half) * Tile::group_bytes + lane / 4 * (Tile::group_bytes / 8) + lane % 4 * 8;
 #pragma unroll
     for (int j = 0; j < Tile::tokens / 8; ++j) {
       ptx::store_shared(to + j * 32, make_float2(acc[4 * j + 2 * half], acc[4 * j + 2 * half + 1]));

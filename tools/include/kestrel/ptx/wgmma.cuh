@@ -141,21 +141,21 @@ __device__ __forceinline__ void wgmma(float (&d)[SIZE], uint64_t a, uint64_t b, 
   "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]), \
       "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47])
 #define KESTREL_NAMES_1_24 KESTREL_NAMES_1_16 ", %48, %49, %50, %51, %52, %53, %54, %55"
-#define KESTREL_REGISTERS_1_24                                                                                    \
+#define KESTREL_REGISTERS_1_24                                                                                       \
   KESTREL_REGISTERS_1_16, "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), \
       "+f"(d[55])
 #define KESTREL_NAMES_2_8 "%64, %65, %66, %67, %68, %69, %70, %71"
 #define KESTREL_REGISTERS_2_8 \
   "+f"(d[64]), "+f"(d[65]), "+f"(d[66]), "+f"(d[67]), "+f"(d[68]), "+f"(d[69]), "+f"(d[70]), "+f"(d[71])
 #define KESTREL_NAMES_2_16 KESTREL_NAMES_2_8 ", %72, %73, %74, %75, %76, %77, %78, %79"
-#define KESTREL_REGISTERS_2_16                                                                                   \
+#define KESTREL_REGISTERS_2_16                                                                                      \
   KESTREL_REGISTERS_2_8, "+f"(d[72]), "+f"(d[73]), "+f"(d[74]), "+f"(d[75]), "+f"(d[76]), "+f"(d[77]), "+f"(d[78]), \
       "+f"(d[79])
 #define KESTREL_NAMES_3_8 "%96, %97, %98, %99, %100, %101, %102, %103"
 #define KESTREL_REGISTERS_3_8 \
   "+f"(d[96]), "+f"(d[97]), "+f"(d[98]), "+f"(d[99]), "+f"(d[100]), "+f"(d[101]), "+f"(d[102]), "+f"(d[103])
 #define KESTREL_NAMES_3_16 KESTREL_NAMES_3_8 ", %104, %105, %106, %107, %108, %109, %110, %111"
-#define KESTREL_REGISTERS_3_16                                                                          \
+#define KESTREL_REGISTERS_3_16                                                                               \
   KESTREL_REGISTERS_3_8, "+f"(d[104]), "+f"(d[105]), "+f"(d[106]), "+f"(d[107]), "+f"(d[108]), "+f"(d[109]), \
       "+f"(d[110]), "+f"(d[111])
   if constexpr (N == 8) {
