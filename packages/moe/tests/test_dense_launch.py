@@ -280,9 +280,8 @@ CASES = [
     (5, 68, 64, 2, VENDOR, VENDOR),
     (5, 64, 68, 2, VENDOR, VENDOR),
     (5, 64, 0, 2, VENDOR, VENDOR),
-    (64, 64, 64, 2, STREAM, VENDOR),
-    (65, 64, 64, 2, TILE, VENDOR),
-    (262140, 8, 8, 2, Kernel.PING_PONG, VENDOR),
+    (32, 64, 64, 2, STREAM, VENDOR),
+    (128, 1152, 1152, 2, TILE, VENDOR),
     (262141, 8, 8, 2, VENDOR, VENDOR),
 ]
 
