@@ -18,9 +18,7 @@ struct ClusterShape {
 };
 
 struct DenseParams {
-  // Boxes of a CTA's part of a stage, and of the last, incomplete tile. TMA is slow for rows outside a matrix.
-  CUtensorMap x, weight, x_tail, weight_tail;
-  int x_rows = 0, weight_rows = 0, x_tail_rows = 0, weight_tail_rows = 0;  // of these boxes; tails may be 0
+  CUtensorMap x, weight;  // boxes of a CTA's part of a stage
   const char *bias = nullptr, *residual = nullptr;
   char* out = nullptr;
   int64_t residual_stride = 0, out_stride = 0;  // bytes

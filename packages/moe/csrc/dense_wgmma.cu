@@ -41,20 +41,9 @@ void launch(const LinearParams& linear, ClusterShape cluster, DLDevice device) {
   constexpr bool bf16 = std::is_same_v<T, __nv_bfloat16>;
   const auto divide_up = [](int64_t a, int64_t b) { return static_cast<int>((a + b - 1) / b); };
   DenseParams p;
-  const auto map_x = [&](int rows) {
-    return matrix_map(linear.x, bf16, linear.tokens, linear.width, linear.x_stride, rows);
-  };
-  const auto map_weight = [&](int rows) {
-    return matrix_map(linear.weight, bf16, linear.outputs, linear.width, linear.weight_stride, rows);
-  };
-  p.x_rows = Tile::rows / cluster.columns;
-  p.weight_rows = Tile::columns / cluster.rows;
-  p.x = map_x(p.x_rows);
-  p.weight = map_weight(p.weight_rows);
-  p.x_tail_rows = 8 * divide_up(linear.tokens % Tile::rows, 8 * cluster.columns);
-  p.weight_tail_rows = 8 * divide_up(linear.outputs % Tile::columns, 8 * cluster.rows);
-  p.x_tail = p.x_tail_rows ? map_x(p.x_tail_rows) : p.x;
-  p.weight_tail = p.weight_tail_rows ? map_weight(p.weight_tail_rows) : p.weight;
+  p.x = matrix_map(linear.x, bf16, linear.tokens, linear.width, linear.x_stride, Tile::rows / cluster.columns);
+  p.weight =
+      matrix_map(linear.weight, bf16, linear.outputs, linear.width, linear.weight_stride, Tile::columns / cluster.rows);
   p.bias = linear.bias;
   p.residual = linear.residual;
   p.residual_stride = linear.residual_stride;
@@ -69,11 +58,8 @@ void launch(const LinearParams& linear, ClusterShape cluster, DLDevice device) {
   p.activation = linear.activation;
   const int64_t tiles = int64_t{p.row_tiles} * p.column_tiles;
   if (tiles > kMaxSize / kMaxCluster) unsupported("more than 2^27 tiles");
-  if ((cluster.splits - 1) * divide_up(p.steps, cluster.splits) >= p.steps) unsupported("splits without steps of K");
+  if (cluster.splits > std::min(p.steps, 2)) unsupported("more splits than steps of K");
 
-  if (16 * (cluster.splits - 1) * Tile::sums_bytes > cluster.splits * Tile::stages * Tile::stage_bytes) {
-    unsupported("splits whose sums take more memory than the stages");
-  }
   raise_shared_limit<kernel, Tile::shared_bytes>(device);
   const int size = cluster.size();
   int64_t clusters = tiles;
@@ -115,10 +101,9 @@ void launch_tile(const LinearParams& p, const DensePlan& plan, DLDevice device) 
     return launch_stream<T>(p, plan.cluster.splits, device);
   }
   const ClusterShape cluster = plan.cluster;
-  const auto divides = [](int ctas, int most) { return ctas <= most && (ctas & (ctas - 1)) == 0; };
-  if (!divides(cluster.rows, 4) || !divides(cluster.columns, 4) || !divides(cluster.splits, 8)) {
-    unsupported("cluster shapes that do not divide a tile");
-  }
+  const auto divides = [](int ctas) { return ctas == 1 || ctas == 2 || ctas == 4; };
+  if (!divides(cluster.rows) || !divides(cluster.columns) || cluster.splits > 2)
+    unsupported("cluster shapes that do not divide a tile, or more than 2 splits of K");
   if (plan.columns % (8 * cluster.rows)) unsupported("CTAs that share less than 8 rows of the weight");
   if (plan.kernel == DenseKernel::ping_pong) {
     if (plan.columns == 192 && cluster.splits == 1) {

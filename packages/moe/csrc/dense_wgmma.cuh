@@ -4,8 +4,8 @@
 // CTAs of a cluster multicast the operand that they share. Two consumer warpgroups multiply (wgmma): `cooperative`, 64
 // tokens of each tile; `ping_pong`, every other tile, so that one's epilogue overlaps the other's products. In the
 // epilogue each warp passes its 16 tokens through its own shared memory, where the residual has arrived (cp.async), and
-// stores whole rows. Split-K: the CTAs that each sum a part of K exchange their sums through DSMEM, and each finishes
-// its share of the tokens. CTAs are persistent.
+// stores whole rows. Split-K: the two CTAs of a pair exchange half of their sums through DSMEM, and each finishes 64
+// tokens. CTAs are persistent.
 #pragma once
 
 #include <kestrel/pack.cuh>
@@ -40,7 +40,6 @@ struct DenseTile {
   static constexpr int passes_of_block = columns / pass, passes = blocks * passes_of_block;
   static constexpr int buffers = passes > 2 ? 2 : 1;
   static constexpr int row_bytes = pass * 2, buffer_bytes = 16 * row_bytes;
-  static constexpr int sums_bytes = 16 * columns * 4;  // of a warp, in split-K
   static constexpr int alignment = 1024;
   static constexpr int shared_bytes = stages * stage_bytes + 8 * buffers * buffer_bytes + alignment;
   static constexpr int producers = 128, consumers = 256, threads = producers + consumers;
@@ -53,7 +52,6 @@ struct DenseTile {
   }
 };
 
-constexpr int kStagesAhead = 2;  // whose weights are loaded before the PDL wait; more would delay x
 constexpr int kRasterRows = 8;  // rasterisation: so many row tiles pass over all column tiles together, for reuse in L2
 
 // The position of a CTA in its cluster, and the index and number of the clusters.
@@ -96,46 +94,38 @@ template <typename Tile>
 __device__ __forceinline__ void dense_produce(const DenseParams& p, const DensePlace& place, uint32_t ring,
                                               uint64_t* full, uint64_t* empty, int first_step, int steps) {
   const int tiles = p.row_tiles * p.column_tiles;
+  const int x_rows = Tile::rows / p.cluster.columns, weight_rows = Tile::columns / p.cluster.rows;
   uint16_t x_ranks = 0, weight_ranks = 0;
   for (int c = 0; c < p.cluster.columns; ++c) x_ranks |= 1 << place.rank_of(p, place.row, c);
   for (int r = 0; r < p.cluster.rows; ++r) weight_ranks |= 1 << place.rank_of(p, r, place.column);
-  int x_rows = 0, weight_rows = 0, bytes = 0;  // of this CTA's boxes for the tile, which may be none; of a stage
-  const auto start_tile = [&](const DenseItem<Tile>& item) {
-    x_rows = p.tokens - item.row >= Tile::rows ? p.x_rows : p.tokens > item.row ? p.x_tail_rows : 0;
-    weight_rows = p.outputs - item.column >= Tile::columns ? p.weight_rows
-                  : p.outputs > item.column                ? p.weight_tail_rows
-                                                           : 0;
-    bytes = (x_rows * p.cluster.columns + weight_rows * p.cluster.rows) * Tile::line_bytes;
-  };
-  const auto load_x = [&](int stage, const DenseItem<Tile>& item, int step) {
-    const int part = place.column * x_rows;
-    const uint32_t to = ring + stage * Tile::stage_bytes + part * Tile::line_bytes;
-    const CUtensorMap& map = x_rows == p.x_rows ? p.x : p.x_tail;
-    if (x_rows == 0) return;
+  const uint32_t x_at = ring + place.column * x_rows * Tile::line_bytes;
+  const uint32_t weight_at = ring + (Tile::rows + place.row * weight_rows) * Tile::line_bytes;
+  const auto load_x = [&](int stage, int row, int step) {
+    const uint32_t to = x_at + stage * Tile::stage_bytes;
+    const int k = (first_step + step) * 64, from = row + place.column * x_rows;
     if (p.cluster.columns > 1) {
-      ptx::tma_load_multicast(to, map, (first_step + step) * 64, item.row + part, full + stage, x_ranks);
+      ptx::tma_load_multicast(to, p.x, k, from, full + stage, x_ranks);
     } else {
-      ptx::tma_load(to, map, (first_step + step) * 64, item.row + part, full + stage);
+      ptx::tma_load(to, p.x, k, from, full + stage);
     }
   };
-  const auto load_weight = [&](int stage, const DenseItem<Tile>& item, int step) {
-    const int part = place.row * weight_rows;
-    const uint32_t to = ring + stage * Tile::stage_bytes + (Tile::rows + part) * Tile::line_bytes;
-    const CUtensorMap& map = weight_rows == p.weight_rows ? p.weight : p.weight_tail;
-    if (weight_rows == 0) return;
+  const auto load_weight = [&](int stage, int column, int step) {
+    const uint32_t to = weight_at + stage * Tile::stage_bytes;
+    const int k = (first_step + step) * 64, from = column + place.row * weight_rows;
     if (p.cluster.rows > 1) {
-      ptx::tma_load_multicast(to, map, (first_step + step) * 64, item.column + part, full + stage, weight_ranks);
+      ptx::tma_load_multicast(to, p.weight, k, from, full + stage, weight_ranks);
     } else {
-      ptx::tma_load(to, map, (first_step + step) * 64, item.column + part, full + stage);
+      ptx::tma_load(to, p.weight, k, from, full + stage);
     }
   };
+  ptx::prefetch_tensor_map(p.weight);
+  ptx::prefetch_tensor_map(p.x);
   int ahead = 0;  // stages whose weights, which are constant, are loaded before the PDL wait
   if (place.cluster < tiles) {
     const DenseItem<Tile> item(p, place, place.cluster);
-    start_tile(item);
-    for (ahead = 0; ahead < min(kStagesAhead, steps); ++ahead) {
-      ptx::mbarrier_arrive_expect_tx(full + ahead, bytes);
-      load_weight(ahead, item, ahead);
+    for (ahead = 0; ahead < min(Tile::stages, steps); ++ahead) {
+      ptx::mbarrier_arrive_expect_tx(full + ahead, Tile::stage_bytes);
+      load_weight(ahead, item.column, ahead);
     }
   }
   pdl_wait();
@@ -143,14 +133,13 @@ __device__ __forceinline__ void dense_produce(const DenseParams& p, const DenseP
   int stage = 0, phase = 0;
   for (int tile = place.cluster; tile < tiles; tile += place.clusters) {
     const DenseItem<Tile> item(p, place, tile);
-    start_tile(item);
     for (int step = 0; step < steps; ++step) {
       if (step >= ahead) {
         ptx::mbarrier_wait(empty + stage, phase ^ 1);
-        ptx::mbarrier_arrive_expect_tx(full + stage, bytes);
-        load_weight(stage, item, step);
+        ptx::mbarrier_arrive_expect_tx(full + stage, Tile::stage_bytes);
+        load_weight(stage, item.column, step);
       }
-      load_x(stage, item, step);
+      load_x(stage, item.row, step);
       if (++stage == Tile::stages) {
         stage = 0;
         phase ^= 1;
@@ -171,14 +160,14 @@ __device__ __forceinline__ void dense_produce(const DenseParams& p, const DenseP
 //   full[stage]       the producer's arrival, and the bytes of x and of the weight, which other CTAs may send
 //   empty[stage]      the consumers of every CTA that this one's loads go to: two warpgroups each, one in ping-pong
 //   multiplied        [warpgroup], in ping-pong: its tile has left the pipeline
-//   received          split-K: the bytes of the other CTAs' sums
+//   received          split-K: the bytes of the other CTA's sums
 //   named barriers 1 and 2, one per warpgroup, twice per tile: the bias of the last tile has been read; this one's is
 //   there
 template <typename T, typename Tile>
 __global__ void __launch_bounds__(Tile::threads, 1) dense_wgmma_kernel(const __grid_constant__ DenseParams p) {
 #ifdef KESTREL_HAS_WGMMA
   constexpr bool ping_pong = Tile::ping_pong;
-  constexpr int S = Tile::stages, N = Tile::columns, kWarps = Tile::consumers / 32;
+  constexpr int S = Tile::stages, N = Tile::columns;
   extern __shared__ char dynamic[];
   __shared__ uint64_t full[S], empty[S], multiplied[2], received;
   __shared__ T bias_of[2][N];  // one for each consumer warpgroup
@@ -190,10 +179,6 @@ __global__ void __launch_bounds__(Tile::threads, 1) dense_wgmma_kernel(const __g
   const int partners = p.cluster.rows + p.cluster.columns - 1;  // CTAs that load for this one, itself included
   const bool clustered = p.cluster.size() > 1;
   if (threadIdx.x == 0) {
-    ptx::prefetch_tensor_map(p.weight);
-    ptx::prefetch_tensor_map(p.weight_tail);
-    ptx::prefetch_tensor_map(p.x);
-    ptx::prefetch_tensor_map(p.x_tail);
     for (int s = 0; s < S; ++s) {
       ptx::mbarrier_init(full + s, 1);
       ptx::mbarrier_init(empty + s, partners * (ping_pong ? 1 : 2));
@@ -201,7 +186,7 @@ __global__ void __launch_bounds__(Tile::threads, 1) dense_wgmma_kernel(const __g
     for (int w = 0; w < 2; ++w) ptx::mbarrier_init(multiplied + w, 1);
     ptx::mbarrier_init(&received, 1);
     ptx::fence_mbarrier_init();
-    ptx::mbarrier_arrive_expect_tx(&received, (p.cluster.splits - 1) * (kWarps / p.cluster.splits) * Tile::sums_bytes);
+    ptx::mbarrier_arrive_expect_tx(&received, 64 * N * 4);
   }
   __syncthreads();
   if (clustered) {
@@ -212,7 +197,7 @@ __global__ void __launch_bounds__(Tile::threads, 1) dense_wgmma_kernel(const __g
   // -- the producer warpgroup: one thread loads --
 
   if (threadIdx.x < Tile::producers) {
-    ptx::reduce_registers<ping_pong ? 24 : 40>();
+    ptx::reduce_registers<24>();
     if (threadIdx.x == 0) dense_produce<Tile>(p, place, ring, full, empty, first_step, steps);
     __syncwarp();
     if (p.cluster.splits > 1) {
@@ -228,7 +213,9 @@ __global__ void __launch_bounds__(Tile::threads, 1) dense_wgmma_kernel(const __g
 
   // -- the consumer warpgroups --
 
-  ptx::raise_registers<ping_pong ? 240 : 232>();  // all are 168 for each of 384 threads
+  ptx::raise_registers<240>();
+  pdl_wait();
+  pdl_trigger();
   const int warpgroup = threadIdx.x / 128 - 1, thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
   const int row_of_warpgroup = ping_pong ? 0 : warpgroup * 64;
   // Thread t arrives at the t-th CTA that loads for this one: the CTAs of its column, then the others of its row.
@@ -262,32 +249,23 @@ __global__ void __launch_bounds__(Tile::threads, 1) dense_wgmma_kernel(const __g
       ptx::cp_async16_if(inside, to, p.residual + row * p.residual_stride + offset, 16);
     });
   };
-  // Split-K: CTA `owner` finishes this warp's tokens, and has `share` warps that do.
-  const int share = kWarps / p.cluster.splits, block = warpgroup * 4 + warp, owner = block / share;
-  const bool finishes = ping_pong || owner == place.split;
   int stage = 0, phase = 0;
-  // Turn -1, before the PDL wait, has no tile: it runs the code of the epilogue and stores nothing, so that its
-  // instructions come from memory while the first stages do.
-  int turn = -1;
-  for (int tile = place.cluster - place.clusters; tile < tiles; tile += place.clusters, ++turn) {
-    const bool rehearsal = turn < 0;
-    if (turn == 0) {
-      pdl_wait();
-      pdl_trigger();
-    }
-    if (ping_pong && !rehearsal && turn % 2 != warpgroup) {  // the other warpgroup's tile
+  int turn = 0;
+  for (int tile = place.cluster; tile < tiles; tile += place.clusters, ++turn) {
+    if (ping_pong && turn % 2 != warpgroup) {  // the other warpgroup's tile
       const int after = stage + steps;
       stage = after % S;
       phase ^= after / S & 1;
       continue;
     }
     const DenseItem<Tile> item(p, place, tile);
-    if (!rehearsal) ptx::named_barrier(1 + warpgroup, 128);
-    for (int n = thread; n < N && !rehearsal; n += 128) {
+    if (turn > 0) ptx::named_barrier(1 + warpgroup, 128);
+    for (int n = thread; n < N; n += 128) {
       const bool inside = p.bias != nullptr && item.column + n < p.outputs;
       bias_of[warpgroup][n] = inside ? reinterpret_cast<const T*>(p.bias)[item.column + n] : from_float<T>(0.f);
     }
-    if (p.residual && finishes && !rehearsal) {
+    const bool finishes = p.cluster.splits == 1 || place.split == warpgroup;
+    if (p.residual && finishes) {
 #pragma unroll
       for (int pass = 0; pass < Tile::buffers; ++pass) {
         load_residual(item, pass);
@@ -300,13 +278,8 @@ __global__ void __launch_bounds__(Tile::threads, 1) dense_wgmma_kernel(const __g
     // The parity of `full` says which tile a stage holds only after the other warpgroup's tile has left the pipeline.
     if (ping_pong && turn > 0) ptx::mbarrier_wait(multiplied + (warpgroup ^ 1), (turn - 1) / 2 % 2);
     float acc[Tile::blocks][N / 2];
-#pragma unroll
-    for (int m = 0; m < Tile::blocks; ++m) {
-#pragma unroll
-      for (int i = 0; i < N / 2; ++i) acc[m][i] = 0.f;
-    }
     int previous = 0;
-    for (int step = 0; step < steps && !rehearsal; ++step) {
+    for (int step = 0; step < steps; ++step) {
       ptx::mbarrier_wait(full + stage, phase);
       const uint32_t here = ring + stage * Tile::stage_bytes;
       const uint64_t a = ptx::wgmma_descriptor(here + row_of_warpgroup * Tile::line_bytes);
@@ -330,64 +303,50 @@ __global__ void __launch_bounds__(Tile::threads, 1) dense_wgmma_kernel(const __g
         phase ^= 1;
       }
     }
-    if (ping_pong && thread == 0 && !rehearsal) ptx::mbarrier_arrive(multiplied + warpgroup);
+    if (ping_pong && thread == 0) ptx::mbarrier_arrive(multiplied + warpgroup);
     ptx::wgmma_wait<0>();
 #pragma unroll
     for (int m = 0; m < Tile::blocks; ++m) ptx::wgmma_fence_registers(acc[m]);
-    if (!rehearsal) release(previous);
-    ptx::named_barrier(1 + warpgroup, 128);  // the bias is there
+    release(previous);
 
-    // -- split-K: a warp's sums go to the CTA that finishes its tokens, into the memory of the ring, [split][warp] --
+    // -- split-K: the sums of the tokens that the other CTA finishes go to it, in the memory of the ring --
 
     if constexpr (!ping_pong) {
-      if (p.cluster.splits > 1 &&
-          !rehearsal) {  // one tile for a cluster: once all CTAs have multiplied, the rings are free
+      if (p.cluster.splits > 1) {  // one tile for a cluster: once both CTAs have multiplied, the rings are free
         ptx::cluster_arrive_relaxed();
         ptx::cluster_wait();
-        // In the ring, first what this CTA sends and then what it receives.
-        const int senders = p.cluster.splits - 1;
-        const auto sums_from = [&](int split, int to) {
-          const int sender = split < to ? split : split - 1;
-          return ring + ((senders + sender) * share + block % share) * Tile::sums_bytes;
-        };
+        const uint32_t sums = ring + thread * 16;
         if (!finishes) {
           const int group = p.cluster.rows * p.cluster.columns;
-          const int rank = blockIdx.x % p.cluster.size() + (owner - place.split) * group;
-          const uint32_t here = ring + (block < place.split * share ? block : block - share) * Tile::sums_bytes;
+          const int rank = blockIdx.x % p.cluster.size() + (place.split == 0 ? group : -group);
+          const uint32_t there = ptx::map_shared(sums, rank);
+          const uint32_t received_there = ptx::map_shared(ptx::shared_address(&received), rank);
 #pragma unroll
           for (int i = 0; i < N / 2; i += 4) {
-            ptx::store_shared(here + lane * 16 + i * 128,
-                              make_float4(acc[0][i], acc[0][i + 1], acc[0][i + 2], acc[0][i + 3]));
-          }
-          ptx::fence_proxy_async();
-          __syncwarp();
-          if (lane == 0) {
-            ptx::copy_shared_async(ptx::map_shared(sums_from(place.split, owner), rank), here, Tile::sums_bytes,
-                                   ptx::map_shared(ptx::shared_address(&received), rank));
+            const float4 four = make_float4(acc[0][i], acc[0][i + 1], acc[0][i + 2], acc[0][i + 3]);
+            ptx::store_async(there + i * 512, four, received_there);
           }
           continue;
         }
         ptx::mbarrier_wait_cluster(&received, 0);
-        for (int split = 0; split < p.cluster.splits; ++split) {
-          if (split == place.split) continue;
 #pragma unroll
-          for (int i = 0; i < N / 2; i += 4) {
-            const float4 other = ptx::load_shared_float4(sums_from(split, place.split) + lane * 16 + i * 128);
-            acc[0][i] += other.x;
-            acc[0][i + 1] += other.y;
-            acc[0][i + 2] += other.z;
-            acc[0][i + 3] += other.w;
-          }
+        for (int i = 0; i < N / 2; i += 4) {  // the same bits in either order of two terms
+          const float4 other = ptx::load_shared_float4(sums + i * 512);
+          acc[0][i] += other.x;
+          acc[0][i + 1] += other.y;
+          acc[0][i + 2] += other.z;
+          acc[0][i + 3] += other.w;
         }
       }
     }
 
     // -- epilogue --
 
+    ptx::named_barrier(1 + warpgroup, 128);
 #pragma unroll
     for (int pass = 0; pass < Tile::passes; ++pass) {
       const uint32_t buffer = buffers_at + pass % Tile::buffers * Tile::buffer_bytes;
-      if (p.residual && !rehearsal) ptx::cp_async_wait<Tile::buffers - 1>();
+      if (p.residual) ptx::cp_async_wait<Tile::buffers - 1>();
       __syncwarp();
       const auto finish = [&](auto activation) {
 #pragma unroll
@@ -417,9 +376,9 @@ __global__ void __launch_bounds__(Tile::threads, 1) dense_wgmma_kernel(const __g
       __syncwarp();
       for_each_chunk(item, pass, [&](uint32_t from, int row, int64_t offset, bool inside) {
         const uint4 results = ptx::load_shared_uint4(from);
-        if (inside && !rehearsal) store16(p.out + row * p.out_stride + offset, results);
+        if (inside) store16(p.out + row * p.out_stride + offset, results);
       });
-      if (p.residual && Tile::buffers < Tile::passes && !rehearsal) {
+      if (p.residual && Tile::buffers < Tile::passes) {
         __syncwarp();
         if (pass + Tile::buffers < Tile::passes) load_residual(item, pass + Tile::buffers);
         ptx::cp_async_commit();
