@@ -80,7 +80,7 @@ _VENDOR_SPLIT, _VENDOR_SUMS, _VENDOR_BYTES, _VENDOR_FLOPS = 4.47, 8.03, 3.57e6, 
 _ELEMENTWISE, _ELEMENT = 1.4, 1.1e-6  # the kernel after the product: its launch, and an element
 _MARGIN, _MARGIN_FEW = 0.96, 0.85  # of the vendor's time, for the errors of both estimates; below 128 tokens
 _SMALL_WEIGHT = 2**21  # elements
-# Layers with K > 2N, where the vendor's product is mostly faster: tokens, and the plan that was measured for 729 and 1458
+# Tokens and plans of layers with K > 2N, where the vendor's product is mostly faster; measured for 729 and 1458:
 _LONG_SUMS = ((700, 768, Plan(Kernel.COOPERATIVE, 128, 2, 1, 2)), (1281, 1536, Plan(Kernel.COOPERATIVE, 128, 4)))
 
 
