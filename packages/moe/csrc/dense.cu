@@ -1,60 +1,15 @@
 // fused_linear_residual and fused_mlp: layers activation(x W' + bias) + residual. Up to four tokens take gemv_kernel
-// (gemv.cuh), more take dense_stream_kernel (dense_stream.cuh), dense_wgmma_kernel (dense_wgmma.cuh), or the vendor's
-// GEMM followed by linear_epilogue.
-//
-// linear_epilogue is memory-bound: one thread per pack of 16 bytes of the result, or per element of rows that are not
-// aligned.
+// (gemv.cuh), more take stream_linear_kernel (kestrel/stream_linear.cuh), dense_wgmma_kernel (dense_wgmma.cuh), or the
+// vendor's GEMM, which the caller runs.
 #include <kestrel/launch.h>
 #include <kestrel/tensor.h>
 #include <tvm/ffi/function.h>
-#include <kestrel/pack.cuh>
-#include <kestrel/pdl.cuh>
 
-#include "activation.cuh"
+#include <algorithm>
+
 #include "dense_launch.h"
 
 namespace kestrel::moe {
-
-constexpr int kEpilogueThreads = 256;
-
-// A thread computes COUNT elements of a row. p.x is the product.
-template <typename T, int COUNT>
-__global__ void __launch_bounds__(kEpilogueThreads) linear_epilogue_kernel(const __grid_constant__ LinearParams p) {
-  const int groups = (p.outputs + COUNT - 1) / COUNT;  // of a row
-  const int64_t at = int64_t{blockIdx.x} * kEpilogueThreads + threadIdx.x;
-  const int64_t row = at / groups;
-  const int first = static_cast<int>(at - row * groups) * COUNT;
-  pdl_wait();
-  pdl_trigger();
-  if (row >= p.tokens) return;
-  const auto load = [&](const char* from, float (&values)[COUNT]) {
-    if constexpr (COUNT == 1) {
-      values[0] = to_float(*reinterpret_cast<const T*>(from));
-    } else {
-      Pack<T>{load16(from)}.unpack(values);
-    }
-  };
-  const int64_t offset = int64_t{first} * sizeof(T);
-  float h[COUNT], more[COUNT];
-  load(p.x + row * p.x_stride + offset, h);
-  if (p.activation != LinearActivation::none) {
-#pragma unroll
-    for (int i = 0; i < COUNT; ++i) h[i] = activate<T>(h[i], p.activation);
-  }
-  if (p.residual) {
-    load(p.residual + row * p.residual_stride + offset, more);
-#pragma unroll
-    for (int i = 0; i < COUNT; ++i) h[i] += more[i];
-  }
-  char* const to = p.out + row * p.out_stride + offset;
-  if constexpr (COUNT == 1) {
-    *reinterpret_cast<T*>(to) = from_float<T>(h[0]);
-  } else {
-    Pack<T> pack;
-    pack.pack(h);
-    store16(to, pack.bits);
-  }
-}
 
 LinearActivation linear_activation(const Checks& check, const AnyView& value, bool may_be_none) {
   if (may_be_none && value.try_cast<std::string>() == std::string("none")) return LinearActivation::none;
@@ -64,8 +19,8 @@ LinearActivation linear_activation(const Checks& check, const AnyView& value, bo
 
 DensePlan dense_plan(const Checks& check, const AnyView& kernel, const AnyView& columns, const AnyView& cluster_rows,
                      const AnyView& cluster_columns, const AnyView& splits) {
-  const auto size = [&](const char* name, const AnyView& value) {
-    const int64_t ctas = check.integer(name, value, 1);
+  const auto size = [&](const char* name, const AnyView& value, int64_t least = 1) {
+    const int64_t ctas = check.integer(name, value, least);
     if (ctas > 8) check.fail(name, "up to 8 CTAs", std::to_string(ctas));
     return static_cast<int>(ctas);
   };
@@ -74,7 +29,9 @@ DensePlan dense_plan(const Checks& check, const AnyView& kernel, const AnyView& 
   if (number > static_cast<int64_t>(DenseKernel::ping_pong)) check.fail("kernel", "up to 4", std::to_string(number));
   plan.kernel = static_cast<DenseKernel>(number);
   plan.columns = static_cast<int>(std::min(check.integer("columns", columns, 0), kMaxSize));
-  plan.cluster = {size("cluster_rows", cluster_rows), size("cluster_columns", cluster_columns), size("splits", splits)};
+  const bool chosen_here = plan.kernel == DenseKernel::stream;  // with splits = 0
+  plan.cluster = {size("cluster_rows", cluster_rows), size("cluster_columns", cluster_columns),
+                  size("splits", splits, chosen_here ? 0 : 1)};
   if (plan.cluster.size() > 8) check.fail("splits", "clusters of up to 8 CTAs", std::to_string(plan.cluster.size()));
   return plan;
 }
@@ -147,50 +104,7 @@ int64_t fused_mlp(TensorView out, TensorView hidden, TensorView x, TensorView w1
   return 2;
 }
 
-// out = activation(product) + residual.
-void linear_epilogue(TensorView out, TensorView product, OptionalTensor residual, AnyView activation) {
-  const Checks check("linear_epilogue");
-  check.dtype("product", product, {kBFloat16, kFloat16, kFloat32});
-  check.rank("product", product, 2, 2);
-  check.last_contiguous("product", product);
-  const int64_t outputs = product.size(1);
-  check.same_dtype("out", out, "product", product);
-  check.last_contiguous("out", out);
-  check.same_shape("out", out, product);
-  check.disjoint("out", out);
-  check.no_overlap("out", out, "product", product, /*may_be_same=*/true);
-  check_residual(check, residual, product, outputs);
-  check.no_overlap("out", out, "residual", residual, /*may_be_same=*/true);
-  LinearParams p;
-  p.activation = linear_activation(check, activation, /*may_be_none=*/true);
-  check_devices(check, "product", product, {{"residual", residual}, {"out", out}});
-  if (product.numel() == 0) return;
-  if (product.size(0) > kMaxSize || outputs > kMaxSize) unsupported("a dimension of more than 2^30");
-  p.x = address(product);
-  p.residual = address(residual);
-  p.out = address(out);
-  p.x_stride = product.stride(0) * element_bytes(product);
-  p.out_stride = out.stride(0) * element_bytes(out);
-  if (residual.has_value()) p.residual_stride = (*residual).stride(0) * element_bytes(out);
-  p.tokens = static_cast<int>(product.size(0));
-  p.outputs = static_cast<int>(outputs);
-  const DeviceGuard guard(product.device().device_id);
-  dispatch_float(product, [&](auto t) {
-    using T = decltype(t);
-    constexpr int size = Pack<T>::size;
-    const bool several = p.tokens > 1;
-    const bool aligned = outputs % size == 0 && aligned16(p.x) && aligned16(p.out) && aligned16(p.residual) &&
-                         !(several && (p.x_stride % 16 || p.out_stride % 16 || p.residual_stride % 16));
-    const int64_t groups = p.tokens * ((outputs + size - 1) / size), elements = p.tokens * outputs;
-    const int64_t ctas = ((aligned ? groups : elements) + kEpilogueThreads - 1) / kEpilogueThreads;
-    if (ctas > kMaxSize) unsupported("a result of more than 2^38 elements");
-    launch_pdl(aligned ? linear_epilogue_kernel<T, size> : linear_epilogue_kernel<T, 1>,
-               dim3(static_cast<unsigned>(ctas)), dim3(kEpilogueThreads), product.device(), p);
-  });
-}
-
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(fused_linear_residual, fused_linear_residual);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(fused_mlp, fused_mlp);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(linear_epilogue, linear_epilogue);
 
 }  // namespace kestrel::moe

@@ -11,7 +11,7 @@ namespace kestrel::moe {
 // The kernels of a layer, numbered as in src/kestrel_moe/_dense.py. vendor: none, the caller computes the layer.
 enum class DenseKernel { vendor, few_tokens, stream, cooperative, ping_pong };
 
-// columns: of a tile of dense_wgmma_kernel. The cluster of dense_stream_kernel has only splits.
+// columns: of a tile of dense_wgmma_kernel. The cluster of stream_linear_kernel has only splits; 0: stream_splits().
 struct DensePlan {
   DenseKernel kernel = DenseKernel::vendor;
   int columns = 0;
@@ -21,7 +21,7 @@ struct DensePlan {
 // Launches gemv_kernel, for one to four tokens.
 void launch_few_tokens(const LinearParams& p, DLDataType dtype, DLDevice device);
 
-// Launches dense_stream_kernel or dense_wgmma_kernel. Rows must be aligned to 16 bytes.
+// Launches stream_linear_kernel or dense_wgmma_kernel. Rows must be aligned to 16 bytes.
 void launch_dense_wgmma(const LinearParams& p, const DensePlan& plan, DLDataType dtype, DLDevice device);
 
 }  // namespace kestrel::moe

@@ -18,11 +18,12 @@ struct ClusterShape {
 };
 
 struct DenseParams {
-  CUtensorMap x, weight, residual, out;  // x, weight: boxes of a CTA's part of a stage; else 64 x 64
-  const char* bias = nullptr;
-  bool has_residual = false;
-  int outputs = 0, steps = 0;           // N, and K in steps of 64
-  int row_tiles = 0, column_tiles = 0;  // of a cluster
+  CUtensorMap x, weight;  // boxes of a CTA's part of a stage
+  const char *bias = nullptr, *residual = nullptr;
+  char* out = nullptr;
+  int64_t residual_stride = 0, out_stride = 0;  // bytes
+  int tokens = 0, outputs = 0, steps = 0;       // T, N, and K in steps of 64
+  int row_tiles = 0, column_tiles = 0;          // of a cluster
   ClusterShape cluster;
   LinearActivation activation = LinearActivation::none;
 };

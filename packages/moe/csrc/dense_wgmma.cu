@@ -1,4 +1,4 @@
-// Launches of dense_wgmma_kernel and dense_stream_kernel. The caller chooses the tile and the cluster
+// Launches of dense_wgmma_kernel and stream_linear_kernel. The caller chooses the tile and the cluster
 // (src/kestrel_moe/_dense.py).
 #include "dense_stream.cuh"
 #include "dense_wgmma.cuh"
@@ -6,6 +6,7 @@
 #include <kestrel/launch.h>
 #include <kestrel/tensor.h>
 #include <kestrel/tensor_map.h>
+#include <kestrel/stream_linear.cuh>
 
 #include <algorithm>
 #include <atomic>
@@ -43,12 +44,12 @@ void launch(const LinearParams& linear, ClusterShape cluster, DLDevice device) {
   p.x = matrix_map(linear.x, bf16, linear.tokens, linear.width, linear.x_stride, Tile::rows / cluster.columns);
   p.weight =
       matrix_map(linear.weight, bf16, linear.outputs, linear.width, linear.weight_stride, Tile::columns / cluster.rows);
-  p.out = matrix_map(linear.out, bf16, linear.tokens, linear.outputs, linear.out_stride, 64);
-  p.has_residual = linear.residual != nullptr;
-  p.residual = p.has_residual
-                   ? matrix_map(linear.residual, bf16, linear.tokens, linear.outputs, linear.residual_stride, 64)
-                   : p.out;
   p.bias = linear.bias;
+  p.residual = linear.residual;
+  p.residual_stride = linear.residual_stride;
+  p.out = linear.out;
+  p.out_stride = linear.out_stride;
+  p.tokens = linear.tokens;
   p.outputs = linear.outputs;
   p.steps = divide_up(linear.width, 64);
   p.row_tiles = divide_up(linear.tokens, int64_t{Tile::rows} * cluster.rows);
@@ -79,42 +80,37 @@ void launch(const LinearParams& linear, ClusterShape cluster, DLDevice device) {
 }
 
 template <typename T>
-void launch_stream(const LinearParams& layer, int splits, DLDevice device) {
-  using Tile = StreamTile;
-  constexpr auto kernel = dense_stream_kernel<T>;
-  constexpr bool bf16 = std::is_same_v<T, __nv_bfloat16>;
-  DenseStreamParams p;
-  p.x = matrix_map(layer.x, bf16, layer.tokens, layer.width, layer.x_stride, Tile::tokens);
-  p.weight = matrix_map(layer.weight, bf16, layer.outputs, layer.width, layer.weight_stride, Tile::outputs);
-  p.layer = layer;
-  p.steps = (layer.width + 63) / 64;
-  p.token_tiles = (layer.tokens + Tile::tokens - 1) / Tile::tokens;
-  p.splits = splits;
-  const int64_t tiles = int64_t{p.token_tiles} * ((layer.outputs + Tile::outputs - 1) / Tile::outputs);
-  if (tiles > kMaxSize / Tile::max_splits) unsupported("more than 2^27 tiles");
-  raise_shared_limit<kernel, Tile::shared_bytes>(device);
-  launch_pdl(kernel, dim3(static_cast<unsigned>(tiles * splits)), dim3(Tile::threads), device, p, Tile::shared_bytes,
-             splits);
+void launch_stream(const LinearParams& p, int splits, DLDevice device) {
+  const StreamOperands operands{p.x, p.weight, p.x_stride, p.weight_stride, p.tokens, p.outputs, p.width};
+  const DenseEpilogue<T> epilogue{p.bias, p.residual, p.out, p.residual_stride, p.out_stride, p.activation};
+  launch_stream_linear<T>(operands, epilogue, splits ? splits : stream_splits(p.outputs, p.width), device);
+}
+
+// Launches the cooperative tile of plan.columns columns; false if it is none of COLUMNS.
+template <typename T, int... COLUMNS>
+bool launch_columns(const LinearParams& p, const DensePlan& plan, DLDevice device) {
+  return ((plan.columns == COLUMNS &&
+           (launch<T, DenseTile<COLUMNS, Schedule::cooperative>>(p, plan.cluster, device), true)) ||
+          ...);
 }
 
 template <typename T>
 void launch_tile(const LinearParams& p, const DensePlan& plan, DLDevice device) {
   if (plan.kernel == DenseKernel::stream) {
-    if (p.outputs % Pack<T>::size || !aligned16(p.bias)) unsupported("a bias or results that are no packs of 16 bytes");
+    if (!aligned16(p.bias)) unsupported("a bias or results that are no packs of 16 bytes");
     return launch_stream<T>(p, plan.cluster.splits, device);
   }
   const ClusterShape cluster = plan.cluster;
   const auto divides = [](int ctas) { return ctas == 1 || ctas == 2 || ctas == 4; };
   if (!divides(cluster.rows) || !divides(cluster.columns) || cluster.splits > 2)
     unsupported("cluster shapes that do not divide a tile, or more than 2 splits of K");
+  if (plan.columns % (8 * cluster.rows)) unsupported("CTAs that share less than 8 rows of the weight");
   if (plan.kernel == DenseKernel::ping_pong) {
     if (plan.columns == 192 && cluster.splits == 1) {
       return launch<T, DenseTile<192, Schedule::ping_pong>>(p, cluster, device);
     }
-  } else {
-    if (plan.columns == 64) return launch<T, DenseTile<64, Schedule::cooperative>>(p, cluster, device);
-    if (plan.columns == 128) return launch<T, DenseTile<128, Schedule::cooperative>>(p, cluster, device);
-    if (plan.columns == 256) return launch<T, DenseTile<256, Schedule::cooperative>>(p, cluster, device);
+  } else if (launch_columns<T, 64, 96, 112, 128, 144, 160, 192, 208, 224, 256>(p, plan, device)) {
+    return;
   }
   unsupported("tiles of " + std::to_string(plan.columns) + " columns");
 }
@@ -125,6 +121,7 @@ void launch_dense_wgmma(const LinearParams& p, const DensePlan& plan, DLDataType
     unsupported("a GPU other than sm_90");
   }
   if (p.width == 0) unsupported("K = 0");
+  if (p.outputs % 8) unsupported("results that are no packs of 16 bytes");
   const auto aligned = [](const char* rows, int64_t stride, int count, int64_t bytes) {
     return aligned16(rows) && (count == 1 || (stride % 16 == 0 && stride >= bytes));
   };

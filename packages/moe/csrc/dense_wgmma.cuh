@@ -2,15 +2,16 @@
 //
 // A tile is 128 tokens by COLUMNS outputs. One thread of the producer warpgroup loads 64 columns of K per stage (TMA);
 // CTAs of a cluster multicast the operand that they share. Two consumer warpgroups multiply (wgmma): `cooperative`, 64
-// tokens of each tile; `ping_pong`, every other tile, so that one's epilogue overlaps the other's products. The
-// epilogue passes 64 x 64 results through shared memory, where the residual arrives by TMA, and stores them by TMA.
-// Split-K: the two CTAs of a pair exchange half of their sums through DSMEM, and each finishes 64 tokens. CTAs are
-// persistent.
+// tokens of each tile; `ping_pong`, every other tile, so that one's epilogue overlaps the other's products. In the
+// epilogue each warp passes its 16 tokens through its own shared memory, where the residual has arrived (cp.async), and
+// stores whole rows. Split-K: the two CTAs of a pair exchange half of their sums through DSMEM, and each finishes 64
+// tokens. CTAs are persistent.
 #pragma once
 
 #include <kestrel/pack.cuh>
 #include <kestrel/pdl.cuh>
 #include <kestrel/ptx/cluster.cuh>
+#include <kestrel/ptx/cp_async.cuh>
 #include <kestrel/ptx/matrix.cuh>
 #include <kestrel/ptx/mbarrier.cuh>
 #include <kestrel/ptx/named_barrier.cuh>
@@ -28,16 +29,27 @@ enum class Schedule { cooperative, ping_pong };
 template <int COLUMNS_, Schedule SCHEDULE_>
 struct DenseTile {
   static constexpr Schedule schedule = SCHEDULE_;
+  static constexpr bool ping_pong = schedule == Schedule::ping_pong;
   static constexpr int rows = 128, columns = COLUMNS_;
-  static constexpr int blocks = schedule == Schedule::ping_pong ? 2 : 1;  // of 64 rows, for a consumer warpgroup
-  static constexpr int stages = columns == 64 ? 8 : columns == 128 ? 6 : 4;
+  static constexpr int blocks = ping_pong ? 2 : 1;  // of 64 rows, for a consumer warpgroup
+  static constexpr int stages = columns <= 64 ? 8 : columns <= 96 ? 7 : columns <= 128 ? 6 : columns <= 160 ? 5 : 4;
   static constexpr int line_bytes = 128;  // 64 elements of K
   static constexpr int stage_bytes = (rows + columns) * line_bytes;
-  static constexpr int pass = 64;  // columns of an epilogue pass
-  static constexpr int pass_bytes = 64 * pass * 2;
+  // The epilogue of a warp: passes of 16 tokens by `pass` columns, through one buffer or two in turn.
+  static constexpr int pass = ping_pong || columns == 256 ? 64 : columns == 224 ? 112 : columns;
+  static constexpr int passes_of_block = columns / pass, passes = blocks * passes_of_block;
+  static constexpr int buffers = passes > 2 ? 2 : 1;
+  static constexpr int row_bytes = pass * 2, buffer_bytes = 16 * row_bytes;
   static constexpr int alignment = 1024;
-  static constexpr int shared_bytes = stages * stage_bytes + 4 * pass_bytes + alignment;
+  static constexpr int shared_bytes = stages * stage_bytes + 8 * buffers * buffer_bytes + alignment;
   static constexpr int producers = 128, consumers = 256, threads = producers + consumers;
+  static_assert(shared_bytes <= 230400, "dynamic shared memory, beside the bias and the barriers");
+
+  // Where a 16-byte chunk of a row is stored in a buffer: free of bank conflicts in ldmatrix and stmatrix.
+  __device__ static __forceinline__ uint32_t chunk_at(uint32_t buffer, int row, int chunk) {
+    constexpr int chunks = pass / 8, mask = chunks % 8 == 0 ? 7 : chunks % 4 == 0 ? 3 : 1;
+    return buffer + row * row_bytes + (chunk ^ (row * (mask + 1) / 8 & mask)) * 16;
+  }
 };
 
 constexpr int kRasterRows = 8;  // rasterisation: so many row tiles pass over all column tiles together, for reuse in L2
@@ -147,16 +159,17 @@ __device__ __forceinline__ void dense_produce(const DenseParams& p, const DenseP
 // What waits for what:
 //   full[stage]       the producer's arrival, and the bytes of x and of the weight, which other CTAs may send
 //   empty[stage]      the consumers of every CTA that this one's loads go to: two warpgroups each, one in ping-pong
-//   residual_full     [warpgroup][buffer]: the bytes of the residual of an epilogue pass
 //   multiplied        [warpgroup], in ping-pong: its tile has left the pipeline
-//   named barriers 1 and 2, one per warpgroup, twice per epilogue pass: its buffer is free; its results are there
+//   received          split-K: the bytes of the other CTA's sums
+//   named barriers 1 and 2, one per warpgroup, twice per tile: the bias of the last tile has been read; this one's is
+//   there
 template <typename T, typename Tile>
 __global__ void __launch_bounds__(Tile::threads, 1) dense_wgmma_kernel(const __grid_constant__ DenseParams p) {
 #ifdef KESTREL_HAS_WGMMA
-  constexpr bool ping_pong = Tile::schedule == Schedule::ping_pong;
-  constexpr int S = Tile::stages, N = Tile::columns, kPasses = N / Tile::pass;
+  constexpr bool ping_pong = Tile::ping_pong;
+  constexpr int S = Tile::stages, N = Tile::columns;
   extern __shared__ char dynamic[];
-  __shared__ uint64_t full[S], empty[S], residual_full[2][2], multiplied[2];
+  __shared__ uint64_t full[S], empty[S], multiplied[2], received;
   __shared__ T bias_of[2][N];  // one for each consumer warpgroup
   const uint32_t ring = (ptx::shared_address(dynamic) + Tile::alignment - 1) / Tile::alignment * Tile::alignment;
   const DensePlace place(p);
@@ -170,9 +183,10 @@ __global__ void __launch_bounds__(Tile::threads, 1) dense_wgmma_kernel(const __g
       ptx::mbarrier_init(full + s, 1);
       ptx::mbarrier_init(empty + s, partners * (ping_pong ? 1 : 2));
     }
-    for (int i = 0; i < 4; ++i) ptx::mbarrier_init(&residual_full[i / 2][i % 2], 1);
     for (int w = 0; w < 2; ++w) ptx::mbarrier_init(multiplied + w, 1);
+    ptx::mbarrier_init(&received, 1);
     ptx::fence_mbarrier_init();
+    ptx::mbarrier_arrive_expect_tx(&received, 64 * N * 4);
   }
   __syncthreads();
   if (clustered) {
@@ -187,8 +201,8 @@ __global__ void __launch_bounds__(Tile::threads, 1) dense_wgmma_kernel(const __g
     if (threadIdx.x == 0) dense_produce<Tile>(p, place, ring, full, empty, first_step, steps);
     __syncwarp();
     if (p.cluster.splits > 1) {
-      ptx::cluster_sync();
-      ptx::cluster_sync();
+      ptx::cluster_arrive_relaxed();
+      ptx::cluster_wait();
     }
     if (clustered) {  // no CTA exits while others still load or arrive there
       ptx::cluster_arrive_relaxed();
@@ -203,7 +217,6 @@ __global__ void __launch_bounds__(Tile::threads, 1) dense_wgmma_kernel(const __g
   pdl_wait();
   pdl_trigger();
   const int warpgroup = threadIdx.x / 128 - 1, thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
-  const uint32_t passes_at = ring + S * Tile::stage_bytes + warpgroup * 2 * Tile::pass_bytes;
   const int row_of_warpgroup = ping_pong ? 0 : warpgroup * 64;
   // Thread t arrives at the t-th CTA that loads for this one: the CTAs of its column, then the others of its row.
   uint32_t empty_there = 0;
@@ -216,13 +229,27 @@ __global__ void __launch_bounds__(Tile::threads, 1) dense_wgmma_kernel(const __g
   const auto release = [&](int stage) {
     if (thread < partners) ptx::mbarrier_arrive_remote(empty_there + stage * 8);
   };
-  const auto load_residual = [&](const DenseItem<Tile>& item, int pass, int count) {
-    const int block = pass / kPasses, at = count % 2;
-    ptx::mbarrier_arrive_expect_tx(&residual_full[warpgroup][at], Tile::pass_bytes);
-    ptx::tma_load(passes_at + at * Tile::pass_bytes, p.residual, item.column + pass % kPasses * Tile::pass,
-                  item.row + row_of_warpgroup + block * 64, &residual_full[warpgroup][at]);
+  // The warp's part of an epilogue pass: neighbouring lanes take neighbouring 16 bytes of a row.
+  const uint32_t buffers_at =
+      ring + S * Tile::stage_bytes + (warpgroup * 4 + warp) * Tile::buffers * Tile::buffer_bytes;
+  const auto for_each_chunk = [&](const DenseItem<Tile>& item, int pass, auto each) {
+    constexpr int chunks = Tile::pass / 8, unrolled = ping_pong ? 1 : 16;  // registers are short in ping-pong
+    const uint32_t buffer = buffers_at + pass % Tile::buffers * Tile::buffer_bytes;
+    const int first_row = item.row + row_of_warpgroup + pass / Tile::passes_of_block * 64 + warp * 16;
+    const int first_column = item.column + pass % Tile::passes_of_block * Tile::pass;
+#pragma unroll unrolled
+    for (int i = 0; i < 16 * chunks / 32; ++i) {
+      const int row = (i * 32 + lane) / chunks, chunk = (i * 32 + lane) % chunks;
+      const bool inside = first_row + row < p.tokens && first_column + chunk * 8 < p.outputs;
+      each(Tile::chunk_at(buffer, row, chunk), first_row + row, int64_t{first_column + chunk * 8} * 2, inside);
+    }
   };
-  int stage = 0, phase = 0, count = 0;  // count: epilogue passes of this warpgroup
+  const auto load_residual = [&](const DenseItem<Tile>& item, int pass) {
+    for_each_chunk(item, pass, [&](uint32_t to, int row, int64_t offset, bool inside) {
+      ptx::cp_async16_if(inside, to, p.residual + row * p.residual_stride + offset, 16);
+    });
+  };
+  int stage = 0, phase = 0;
   int turn = 0;
   for (int tile = place.cluster; tile < tiles; tile += place.clusters, ++turn) {
     if (ping_pong && turn % 2 != warpgroup) {  // the other warpgroup's tile
@@ -232,15 +259,18 @@ __global__ void __launch_bounds__(Tile::threads, 1) dense_wgmma_kernel(const __g
       continue;
     }
     const DenseItem<Tile> item(p, place, tile);
+    if (turn > 0) ptx::named_barrier(1 + warpgroup, 128);
     for (int n = thread; n < N; n += 128) {
       const bool inside = p.bias != nullptr && item.column + n < p.outputs;
       bias_of[warpgroup][n] = inside ? reinterpret_cast<const T*>(p.bias)[item.column + n] : from_float<T>(0.f);
     }
     const bool finishes = p.cluster.splits == 1 || place.split == warpgroup;
-    if (p.has_residual && finishes && thread == 0) {
-      ptx::bulk_wait_read<0>();
-      load_residual(item, 0, count);
-      if (Tile::blocks * kPasses > 1) load_residual(item, 1, count + 1);
+    if (p.residual && finishes) {
+#pragma unroll
+      for (int pass = 0; pass < Tile::buffers; ++pass) {
+        load_residual(item, pass);
+        ptx::cp_async_commit();
+      }
     }
 
     // -- main loop --
@@ -282,23 +312,26 @@ __global__ void __launch_bounds__(Tile::threads, 1) dense_wgmma_kernel(const __g
     // -- split-K: the sums of the tokens that the other CTA finishes go to it, in the memory of the ring --
 
     if constexpr (!ping_pong) {
-      if (p.cluster.splits > 1) {  // one tile for a cluster: the ring is free
-        ptx::cluster_sync();
-        float4* const sums = reinterpret_cast<float4*>(__cvta_shared_to_generic(ring)) + thread;
+      if (p.cluster.splits > 1) {  // one tile for a cluster: once both CTAs have multiplied, the rings are free
+        ptx::cluster_arrive_relaxed();
+        ptx::cluster_wait();
+        const uint32_t sums = ring + thread * 16;
         if (!finishes) {
           const int group = p.cluster.rows * p.cluster.columns;
           const int rank = blockIdx.x % p.cluster.size() + (place.split == 0 ? group : -group);
-          float4* const there = ptx::map_shared(sums, rank);
+          const uint32_t there = ptx::map_shared(sums, rank);
+          const uint32_t received_there = ptx::map_shared(ptx::shared_address(&received), rank);
 #pragma unroll
           for (int i = 0; i < N / 2; i += 4) {
-            there[i * 32] = make_float4(acc[0][i], acc[0][i + 1], acc[0][i + 2], acc[0][i + 3]);
+            const float4 four = make_float4(acc[0][i], acc[0][i + 1], acc[0][i + 2], acc[0][i + 3]);
+            ptx::store_async(there + i * 512, four, received_there);
           }
+          continue;
         }
-        ptx::cluster_sync();
-        if (!finishes) continue;
+        ptx::mbarrier_wait_cluster(&received, 0);
 #pragma unroll
         for (int i = 0; i < N / 2; i += 4) {  // the same bits in either order of two terms
-          const float4 other = sums[i * 32];
+          const float4 other = ptx::load_shared_float4(sums + i * 512);
           acc[0][i] += other.x;
           acc[0][i + 1] += other.y;
           acc[0][i + 2] += other.z;
@@ -307,27 +340,26 @@ __global__ void __launch_bounds__(Tile::threads, 1) dense_wgmma_kernel(const __g
       }
     }
 
-    // -- epilogue, in passes of 64 tokens x 64 columns --
+    // -- epilogue --
 
-    const int row_of_lane = warp * 16 + lane % 16;  // that the lane addresses for ldmatrix and stmatrix
+    ptx::named_barrier(1 + warpgroup, 128);
 #pragma unroll
-    for (int pass = 0; pass < Tile::blocks * kPasses; ++pass, ++count) {
-      const uint32_t buffer = passes_at + count % 2 * Tile::pass_bytes;
-      if (!p.has_residual && thread == 0) ptx::bulk_wait_read<1>();  // the buffer's last store has read it
-      ptx::named_barrier(1 + warpgroup, 128);
-      if (p.has_residual) ptx::mbarrier_wait(&residual_full[warpgroup][count % 2], count / 2 % 2);
+    for (int pass = 0; pass < Tile::passes; ++pass) {
+      const uint32_t buffer = buffers_at + pass % Tile::buffers * Tile::buffer_bytes;
+      if (p.residual) ptx::cp_async_wait<Tile::buffers - 1>();
+      __syncwarp();
       const auto finish = [&](auto activation) {
 #pragma unroll
         for (int j = 0; j < Tile::pass / 8; j += 2) {  // two groups of eight columns
-          const uint32_t at = buffer + row_of_lane * 128 + ((j + lane / 16) ^ row_of_lane % 8) * 16;
+          const uint32_t at = Tile::chunk_at(buffer, lane % 16, j + lane / 16);
           unsigned matrices[4] = {0, 0, 0, 0};
-          if (p.has_residual) ptx::load_matrices(at, matrices);
+          if (p.residual) ptx::load_matrices(at, matrices);
 #pragma unroll
           for (int i = 0; i < 4; ++i) {
-            const float* const sums = acc[pass / kPasses] + pass % kPasses * 32 + 4 * (j + i / 2) + i % 2 * 2;
-            const int column = pass % kPasses * Tile::pass + (j + i / 2) * 8 + lane % 4 * 2;
-            const float2 bias = ptx::unpack_pair<T>(*reinterpret_cast<const unsigned*>(bias_of[warpgroup] + column));
-            const float2 residual = ptx::unpack_pair<T>(matrices[i]);
+            const int column = pass % Tile::passes_of_block * Tile::pass + (j + i / 2) * 8;
+            const float* const sums = acc[pass / Tile::passes_of_block] + column / 2 + i % 2 * 2;
+            const unsigned pair = *reinterpret_cast<const unsigned*>(bias_of[warpgroup] + column + lane % 4 * 2);
+            const float2 bias = ptx::unpack_pair<T>(pair), residual = ptx::unpack_pair<T>(matrices[i]);
             const float low = activation(sums[0] + bias.x), high = activation(sums[1] + bias.y);
             matrices[i] = ptx::pack_pair<T>(make_float2(low + residual.x, high + residual.y));
           }
@@ -341,20 +373,18 @@ __global__ void __launch_bounds__(Tile::threads, 1) dense_wgmma_kernel(const __g
       } else {
         finish([](float h) { return activate<Activation::gelu, T>(h); });
       }
-      ptx::fence_proxy_async();
-      ptx::named_barrier(1 + warpgroup, 128);
-      if (thread == 0) {
-        ptx::tma_store(p.out, item.column + pass % kPasses * Tile::pass,
-                       item.row + row_of_warpgroup + pass / kPasses * 64, buffer);
-        ptx::bulk_commit();
-        if (p.has_residual && pass + 2 < Tile::blocks * kPasses) {
-          ptx::bulk_wait_read<0>();
-          load_residual(item, pass + 2, count + 2);
-        }
+      __syncwarp();
+      for_each_chunk(item, pass, [&](uint32_t from, int row, int64_t offset, bool inside) {
+        const uint4 results = ptx::load_shared_uint4(from);
+        if (inside) store16(p.out + row * p.out_stride + offset, results);
+      });
+      if (p.residual && Tile::buffers < Tile::passes) {
+        __syncwarp();
+        if (pass + Tile::buffers < Tile::passes) load_residual(item, pass + Tile::buffers);
+        ptx::cp_async_commit();
       }
     }
   }
-  if (thread == 0) ptx::bulk_wait_read<0>();  // shared memory is free; the end of the grid completes the stores
   __syncwarp();
   if (clustered) {
     ptx::cluster_arrive_relaxed();

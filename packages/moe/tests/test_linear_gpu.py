@@ -17,7 +17,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("kernels_only")]
 
 HALVES = (torch.bfloat16, torch.float16)
 DTYPES = (*HALVES, torch.float32)
-TILES = (*(Plan(Kernel.COOPERATIVE, columns) for columns in (64, 128, 256)), Plan(Kernel.PING_PONG, 192))
+COLUMNS = (64, 96, 112, 128, 144, 160, 192, 208, 224, 256)
+TILES = (*(Plan(Kernel.COOPERATIVE, columns) for columns in COLUMNS), Plan(Kernel.PING_PONG, 192))
 CLUSTERS = (
     (1, 1, 1),
     (2, 1, 1),
@@ -34,10 +35,13 @@ PLANS = [
     tile._replace(cluster_rows=rows, cluster_columns=columns, splits=splits)
     for tile in TILES
     for rows, columns, splits in CLUSTERS
-    if tile.kernel == Kernel.COOPERATIVE or splits == 1
+    if (tile.kernel == Kernel.COOPERATIVE or splits == 1) and tile.columns % (8 * rows) == 0
 ] + [Plan(Kernel.STREAM, splits=splits) for splits in (1, 2, 3, 5, 8)]
 # One CTA's tile and less; more tiles than CTAs; K of one step and of many; ends of K and N within a tile.
-SIZES = [(5, 8, 8), (129, 200, 200), (300, 4304, 72), (729, 1152, 1152), (1000, 1000, 4304), (2900, 1160, 1000)]
+SIZES = [
+    *((5, 8, 8), (16, 1000, 1160), (27, 4304, 392), (129, 200, 200), (300, 4304, 72)),
+    *((729, 1152, 1152), (1000, 1000, 4304), (2900, 1160, 1000)),
+]
 Tensor = torch.Tensor
 
 

@@ -1,9 +1,11 @@
-// rms_norm_linear for few tokens: checks, parameters, the choice of a tile and of the slices of K.
+// rms_norm_linear for few tokens: checks, parameters, the choice of a tile and of the slices of K. For more tokens, on
+// Hopper, a product that starts to load its weight while the norm runs.
 
 #include "rms_norm_linear.cuh"
 
 #include <kestrel/launch.h>
 #include <tvm/ffi/function.h>
+#include <kestrel/stream_linear.cuh>
 
 #include <algorithm>
 
@@ -20,8 +22,11 @@ bool launch_linear(LinearParams p, DLDevice device) {
   constexpr auto kernel = rms_norm_linear_kernel<T, TOKEN_TILES>;
   const int limit = raise_shared_limit<kernel>(device);
   const int sms = device_attribute(cudaDevAttrMultiProcessorCount, device.device_id);
-  const bool clusters = device_attribute(cudaDevAttrComputeCapabilityMajor, device.device_id) >= 9;
+  const int major = device_attribute(cudaDevAttrComputeCapabilityMajor, device.device_id);
+  const bool clusters = major >= 9;
   p.tiles = (p.outputs + kLinearRows - 1) / kLinearRows;
+  // product_of_norm() is faster.
+  if (major == 9 && (TOKEN_TILES == 4 || (p.tiles > sms && p.tiles <= 2 * sms))) return false;
   const auto bytes = [&](int slices, int buffers) {
     return Tile::shared_bytes((p.blocks + slices - 1) / slices, buffers);
   };
@@ -39,8 +44,8 @@ bool launch_linear(LinearParams p, DLDevice device) {
   int groups = p.tiles;
   p.buffers = 1;
   if (p.tiles * slices > (two_per_sm ? max_ctas : sms)) {
-    // The vendor's product is faster.
-    if (TOKEN_TILES == 4 || (TOKEN_TILES == 2 && p.width > 4096)) return false;
+    // The vendor's product, or product_of_norm(), is faster.
+    if (TOKEN_TILES == 4 || (TOKEN_TILES == 2 && major == 9) || (TOKEN_TILES == 2 && p.width > 4096)) return false;
     p.buffers = 2;
     // Clusters of one CTA per SM leave SMs of a GPC free.
     groups = sms / slices - (slices > 2 && bytes(slices, 2) > half ? sms / slices / 8 : 0);
@@ -114,6 +119,62 @@ bool rms_norm_linear(TensorView out, TensorView x, TensorView norm_weight, Tenso
                                           : launch_linear<__half>(p, x.device());
 }
 
+// Stores rounded sums.
+template <typename T>
+struct Rounded {
+  char* out = nullptr;
+  int64_t stride = 0;  // bytes
+
+  __device__ __forceinline__ void finish(float (&h)[8], int64_t token, int output) const {
+    Pack<T> pack;
+    pack.pack(h);
+    store16(out + token * stride + output * 2, pack.bits);
+  }
+};
+
+// out = normed W'. Returns false where the vendor's product is faster or stream_linear_kernel does not apply: other
+// GPUs than sm_90, float32, more than 32 rows, rows that are not aligned.
+bool product_of_norm(TensorView out, TensorView normed, TensorView weight) {
+  const Checks check("rms_norm_linear");
+  check.rank("normed", normed, 2, 2);
+  check.last_contiguous("normed", normed);
+  const int64_t rows = normed.size(0), width = normed.size(1), outputs = weight.size(0);
+  const int64_t weight_shape[2] = {kAny, width}, out_shape[2] = {rows, outputs};
+  check.same_dtype("weight", weight, "normed", normed);
+  check.last_contiguous("weight", weight);
+  check.shape("weight", weight, weight_shape, 2);
+  check.same_dtype("out", out, "normed", normed);
+  check.last_contiguous("out", out);
+  check.shape("out", out, out_shape, 2);
+  check_memory(check, {{"normed", normed}, {"weight", weight}, {"out", out, written}});
+  const DLDevice device = normed.device();
+  if (device_attribute(cudaDevAttrComputeCapabilityMajor, device.device_id) != 9) return false;
+  if (rows < 1 || rows > kLinearTokens || width < 8 || outputs < 8 || width % 8 || outputs % 8) return false;
+  if (width >= 1 << 30 || outputs >= 1 << 30 || same_dtype(normed.dtype(), kFloat32)) return false;
+  const auto aligned = [](const TensorView& t) {
+    const int64_t stride = t.stride(0) * 2;
+    return aligned16(address(t)) && (t.size(0) == 1 || (stride % 16 == 0 && stride >= t.size(1) * 2));
+  };
+  if (!aligned(normed) || !aligned(weight) || !aligned(out)) return false;
+  StreamOperands operands{address(normed), address(weight), normed.stride(0) * 2, weight.stride(0) * 2};
+  operands.tokens = static_cast<int>(rows);
+  operands.outputs = static_cast<int>(outputs);
+  operands.width = static_cast<int>(width);
+  const DeviceGuard guard(device.device_id);
+  const auto launch = [&](auto t) {
+    using T = decltype(t);
+    const Rounded<T> epilogue{const_cast<char*>(address(out)), out.stride(0) * 2};
+    launch_stream_linear<T>(operands, epilogue, stream_splits(operands.outputs, operands.width), device);
+  };
+  if (same_dtype(normed.dtype(), kBFloat16)) {
+    launch(__nv_bfloat16());
+  } else {
+    launch(__half());
+  }
+  return true;
+}
+
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(rms_norm_linear, rms_norm_linear);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(product_of_norm, product_of_norm);
 
 }  // namespace kestrel::norm

@@ -109,7 +109,7 @@ __global__ void __launch_bounds__(kLinearThreads, LinearTile<TOKEN_TILES>::min_c
       ptx::mbarrier_arrive_expect_tx(&received_squares, p.slices * Tile::tokens * 4);
     }
     __syncwarp();
-    ptx::cluster_arrive();
+    ptx::cluster_arrive_relaxed();  // the fence has ordered the mbarriers, and nothing else is shared yet
   }
 
   float* const squares = reinterpret_cast<float*>(memory + Tile::rings_bytes + p.buffers * Tile::sum_bytes);

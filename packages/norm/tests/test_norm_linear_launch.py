@@ -26,6 +26,9 @@ class Kernels:
             out.copy_(kestrel_norm.rms_norm_linear(x, norm_weight, weight, eps))
         return self.covers
 
+    def product_of_norm(self, out: Tensor, normed: Tensor, weight: Tensor) -> bool:
+        return False
+
     def rms_norm(self, out: Tensor, x: Tensor, weight: Tensor, eps: float, weight_bias: float) -> None:
         self.calls.append(("rms_norm", (weight, eps, weight_bias)))
         assert out.is_contiguous()

@@ -1,9 +1,9 @@
 """Dense layers, activation(x @ weight.T + bias) + residual: which kernel computes which case.
 
 - up to 4 tokens: gemv's kernel with an epilogue
-- in 16 bits on an H100 or H200, up to 64 tokens: a kernel that streams the weight; more: wgmma tiles, by
+- in 16 bits on an H100 or H200, up to 32 tokens: a kernel that streams the weight; more: wgmma tiles, by
   :func:`choose_tile`
-- otherwise, and where it is faster: the vendor's product, then one kernel for bias, activation and residual
+- otherwise, and where it is faster: the vendor's product, then torch's activation or sum
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ kernels = Binary("kestrel_moe")
 FEW_TOKENS = 4
 FEW_ELEMENTS = 2**24  # of the weight, for more than one token
 _FEW_OUTPUTS = 4096  # for more than one token
-_STREAM_TOKENS = 64
+_STREAM_TOKENS = 32
 _MOST_TOKENS = 262140
 
 
@@ -48,18 +48,40 @@ class Plan(NamedTuple):
 
 
 _FEW, _VENDOR = Plan(Kernel.FEW_TOKENS), Plan(Kernel.VENDOR)
+_STREAM = Plan(Kernel.STREAM, splits=0)  # the launch chooses the splits
 
-_TILES = (*(Plan(Kernel.COOPERATIVE, columns) for columns in (64, 128, 256)), Plan(Kernel.PING_PONG, 192))
+_COLUMNS = (64, 96, 112, 128, 144, 160, 192, 208, 224, 256)
+_TILES = (*(Plan(Kernel.COOPERATIVE, columns) for columns in _COLUMNS), Plan(Kernel.PING_PONG, 192))
 _CLUSTERS = ((1, 1, 1), (2, 1, 1), (4, 1, 1), (2, 2, 1), (1, 1, 2), (2, 1, 2))
-_ACTIVE_CLUSTERS = {1: 132, 2: 66, 4: 30}  # that run at once on an H200, by CTAs per cluster
-_STREAM_CLUSTERS = ((5, 16), (4, 28), (3, 32), (2, 66), (1, 1))  # CTAs per cluster; clusters that run at once
-_SMALL_WEIGHT, _LARGE_WEIGHT = 2**23, 2**25  # elements
-_FLOPS = 9.6e8  # per microsecond of the whole GPU, with tiles of 128x256
-# Microseconds on an H200 (EXPERIMENTS.md):
-_STEP = {64: 0.23, 128: 0.32, 192: 0.555, 256: 0.575}  # 64 elements of K, by columns of the tile
-_L2_BYTES, _LONG_STEPS = 7.5e6, 32  # that all CTAs load, at most, in a long loop over K
-_COLUMN = 0.0165  # a column of the epilogue
-_CLUSTER, _EXCHANGE, _LAUNCH = 0.8, 0.008, 2.7  # _EXCHANGE: a column's halves of K
+_ACTIVE_CLUSTERS = {1: 132, 2: 60, 4: 30}  # that run at once on an H200, by CTAs per cluster
+
+# Fitted to results/h200_dense_steps.json. Microseconds of a launch, of a wave of tiles and of a column of its epilogue:
+_LAUNCH, _WAVE, _COLUMN = 1.29, 0.519, 0.0138
+# of 64 elements of K, for a tile of 64 and of 256 columns and in ping-pong:
+_STEP_64, _STEP_256, _STEP_PING_PONG = 0.246, 0.712, 0.639
+_CLUSTER, _EXCHANGE = 0.526, 0.00975  # of a cluster, and of sending a column of sums
+_L2_BYTES, _BYTES, _FLOPS = 1.02e7, 2.54e6, 5.74e8  # per microsecond: of L2, of memory, of the tensor cores
+# The vendor's product, likewise: tiles, a launch, a step of a tile of 128x256 by products and by shared memory, its
+# epilogue, split-K and its sums, bytes and operations per microsecond.
+_VENDOR_TILES = (
+    (64, 64),
+    (64, 128),
+    (128, 64),
+    (128, 128),
+    (64, 192),
+    (192, 128),
+    (64, 256),
+    (128, 192),
+    (128, 256),
+    (256, 128),
+)
+_VENDOR_LAUNCH, _VENDOR_STEP, _VENDOR_LOADS, _VENDOR_EPILOGUE = 2.55, 0.328, 0.415, 0.295
+_VENDOR_SPLIT, _VENDOR_SUMS, _VENDOR_BYTES, _VENDOR_FLOPS = 4.47, 8.03, 3.57e6, 6.62e8
+_ELEMENTWISE, _ELEMENT = 1.4, 1.1e-6  # the kernel after the product: its launch, and an element
+_MARGIN, _MARGIN_FEW = 0.96, 0.85  # of the vendor's time, for the errors of both estimates; below 128 tokens
+_SMALL_WEIGHT = 2**21  # elements
+# Tokens and plans of layers with K > 2N, where the vendor's product is mostly faster; measured for 729 and 1458:
+_LONG_SUMS = ((700, 768, Plan(Kernel.COOPERATIVE, 128, 2, 1, 2)), (1281, 1536, Plan(Kernel.COOPERATIVE, 128, 4)))
 
 
 def _estimate(tokens: int, outputs: int, width: int, plan: Plan) -> float:
@@ -70,14 +92,35 @@ def _estimate(tokens: int, outputs: int, width: int, plan: Plan) -> float:
     running = min(clusters, _ACTIVE_CLUSTERS[size])
     if plan.splits > 1 and clusters > running:
         return float("inf")
-    bytes_of_step = 128 * (128 / plan.cluster_columns + plan.columns / plan.cluster_rows)
-    step, steps = _STEP[plan.columns], -(-width // (64 * plan.splits))
-    if steps > _LONG_STEPS:
-        step = max(step, bytes_of_step * running * size / _L2_BYTES)
-    waves, epilogue = -(-clusters // running), _COLUMN * plan.columns
-    epilogues = 1 if plan.kernel == Kernel.PING_PONG else waves
-    total = _LAUNCH + waves * steps * step + epilogues * epilogue
-    return total + (_CLUSTER if size > 1 else 0) + (_EXCHANGE * plan.columns if plan.splits > 1 else 0)
+    ping_pong = plan.kernel == Kernel.PING_PONG
+    step = _STEP_PING_PONG if ping_pong else _STEP_64 + (_STEP_256 - _STEP_64) * (plan.columns - 64) / 192
+    bytes_of_step = 128 * (min(tokens, 128) / plan.cluster_columns + plan.columns / plan.cluster_rows)
+    step = max(step, bytes_of_step * running * size / _L2_BYTES)
+    waves, steps = -(-clusters // running), -(-width // (64 * plan.splits))
+    total = _LAUNCH + waves * steps * step + (1 if ping_pong else waves) * (_COLUMN * plan.columns + _WAVE)
+    total += (_CLUSTER if size > 1 else 0) + _EXCHANGE * plan.columns * (plan.splits - 1) / plan.splits
+    size_in_bytes = 2 * (tokens * width + width * outputs + tokens * outputs)
+    return max(total, _LAUNCH + size_in_bytes / _BYTES, _LAUNCH + 2 * tokens * outputs * width / _FLOPS)
+
+
+def _estimate_vendor(tokens: int, outputs: int, width: int) -> float:
+    """The estimated time of the vendor's product and the kernel after it, in microseconds."""
+    steps = -(-width // 64)
+    times = []
+    for rows, columns in _VENDOR_TILES:
+        part = rows * columns / 2**15
+        step = max(part * _VENDOR_STEP, (rows + columns) / 384 * _VENDOR_LOADS)
+        tiles = -(-tokens // rows) * -(-outputs // columns)
+        for splits in (1, 2, 3, 4, 6, 8):
+            if splits > 1 and (tiles * splits > 132 or steps < 8 * splits):
+                continue
+            waves = -(-tiles * splits // 132)
+            sums = _VENDOR_SPLIT + _VENDOR_SUMS * part if splits > 1 else 0
+            times.append(_VENDOR_LAUNCH + waves * (-(-steps // splits) * step + _VENDOR_EPILOGUE * part) + sums)
+    size_in_bytes = 2 * (tokens * width + width * outputs + tokens * outputs)
+    operations = 2 * tokens * outputs * width
+    product = max(min(times), _VENDOR_LAUNCH + operations / _VENDOR_FLOPS, 1 + size_in_bytes / _VENDOR_BYTES)
+    return product + _ELEMENTWISE + _ELEMENT * tokens * outputs
 
 
 @functools.cache
@@ -87,32 +130,25 @@ def choose_tile(tokens: int, outputs: int, width: int) -> Plan:
         tile._replace(cluster_rows=rows, cluster_columns=columns, splits=splits)
         for tile in _TILES
         for rows, columns, splits in _CLUSTERS
+        if tile.columns % (8 * rows) == 0
         if splits == 1 or (tile.kernel == Kernel.COOPERATIVE and width > 64)
     ]
     return min(plans, key=lambda plan: _estimate(tokens, outputs, width, plan))
 
 
-def _choose_stream(tokens: int, outputs: int, width: int) -> Plan:
-    """The plan for up to 64 tokens: the most splits of K whose clusters all run at once."""
-    tiles, steps = -(-outputs // 128), -(-width // 64)
-    splits = next(s for s, clusters in _STREAM_CLUSTERS if s == 1 or (tiles <= clusters and steps >= 4 * s))
-    vendor = outputs * width > _LARGE_WEIGHT or (splits == 3 and tokens > 16)
-    return _VENDOR if vendor else Plan(Kernel.STREAM, splits=splits)
-
-
 @functools.cache
 def choose_on_hopper(tokens: int, outputs: int, width: int) -> Plan:
-    """The plan of aligned 16-bit layers, for more tokens than gemv's kernel takes; measured in EXPERIMENTS.md."""
+    """The plan of aligned 16-bit layers, for more tokens than gemv's kernel takes."""
     if tokens <= _STREAM_TOKENS:
-        return _choose_stream(tokens, outputs, width)
-    if tokens < 128 and outputs * width > _SMALL_WEIGHT:
-        return _VENDOR
-    if width > 2 * outputs and (not 192 <= tokens <= 2048 or width > 8192):
-        return _VENDOR
+        return _STREAM
+    if width > 2 * outputs:
+        if outputs > 1152 or width >= 8192:
+            return _VENDOR
+        return next((plan for least, most, plan in _LONG_SUMS if least <= tokens <= most), _VENDOR)
     plan = choose_tile(tokens, outputs, width)
-    busy = 2 * tokens * outputs * width / _FLOPS
-    idle = busy < 0.45 * (_estimate(tokens, outputs, width, plan) - _LAUNCH)  # a poor fit: an incomplete last wave
-    return _VENDOR if idle and busy > 4 else plan
+    margin = _MARGIN if tokens >= 128 or outputs * width <= _SMALL_WEIGHT else _MARGIN_FEW
+    faster = _estimate(tokens, outputs, width, plan) < margin * _estimate_vendor(tokens, outputs, width)
+    return plan if faster else _VENDOR
 
 
 @functools.cache
@@ -139,16 +175,17 @@ def by_vendor(
     *,
     out: torch.Tensor,
 ) -> None:
-    """One layer as the vendor's product and, where it needs one, an epilogue kernel."""
-    alone = activation == "none" and residual is None
-    product = out if alone else empty(x, x.dtype, *out.shape)
+    """One layer as the vendor's product, then torch's activation and sum, each rounded to x's dtype."""
+    product = out if residual is None else empty(x, x.dtype, *out.shape)
     with torch._C._DisableAutocast():
         if bias is None:
             torch.mm(x, weight.T, out=product)
         else:
             torch.addmm(bias, x, weight.T, out=product)
-    if not alone:
-        kernels.linear_epilogue(out, product, residual, activation)
+        if activation != "none":
+            torch._C._nn.gelu_(product, approximate="tanh" if activation == "gelu_tanh" else "none")
+        if residual is not None:
+            torch.add(product, residual, out=out)
 
 
 def prepared(

@@ -9,6 +9,7 @@ from kestrel_runtime import Binary, check, empty, kernel_op
 from . import reference
 
 _kernels = Binary("kestrel_norm")
+_STREAM_ROWS = 32  # that product_of_norm takes
 
 
 def check_rms_norm_linear(
@@ -52,11 +53,12 @@ def rms_norm_linear(
     out: the result, [..., M] of x's dtype. It shares no memory with x or the weights.
 
     Returns a new contiguous tensor [..., M] of x's dtype, or ``out``: products accumulated in float32, rounded once.
-    Up to 32 rows of bf16 or fp16 run in one launch that reads the weight once, where N is a multiple of 8, rows are
-    aligned to 16 bytes and x fits into the shared memory of a cluster. There x times norm_weight is rounded, and the
-    row's scale multiplies the sums, in float32. Other calls, and those of more than 8 rows with a large weight, run the
-    kernel of :func:`kestrel_norm.rms_norm`, then torch.mm. A row may depend on its batch by the rounding of the matrix
-    product.
+    Few rows of bf16 or fp16, up to 16 on an H100 or H200 and up to 32 elsewhere, run in one launch that reads the
+    weight once, where N is a multiple of 8, rows are aligned to 16 bytes and x fits into a cluster's shared memory.
+    There x times norm_weight is rounded, and the row's scale multiplies the sums, in float32. Other calls, and those of
+    large weights, run the kernel of :func:`kestrel_norm.rms_norm`, then a product: up to 32 aligned rows on an H100 or
+    H200 that of a kernel which loads its weight while the norm runs, else torch.mm. A row may depend on its batch by
+    the rounding of the matrix product.
     Raises TypeError for a wrong dtype, ValueError for a wrong shape, stride, range or device.
     Semantics: torch.nn.functional.rms_norm, then torch.nn.functional.linear.
 
@@ -70,8 +72,9 @@ def rms_norm_linear(
         normed = empty(x, x.dtype, *x.shape)
         _kernels.rms_norm(normed, x, norm_weight, eps, 0.0)
         tokens = x.shape[:-1].numel()
-        into = result.reshape(tokens, columns)
-        torch.mm(normed.view(tokens, x.shape[-1]), weight.T, out=into)
+        rows, into = normed.view(tokens, x.shape[-1]), result.reshape(tokens, columns)
+        if tokens > _STREAM_ROWS or not _kernels.product_of_norm(into, rows, weight):
+            torch.mm(rows, weight.T, out=into)
         if into.data_ptr() != result.data_ptr():
             result.copy_(into.view(result.shape))
     return result

@@ -99,4 +99,15 @@ __device__ __forceinline__ void store_async(uint32_t address, float4 v, uint32_t
 #endif
 }
 
+// Starts to copy `bytes` bytes, a multiple of 16, of this block's shared memory to `to`. The mbarrier, of the same
+// block as `to`, counts them. Both come from map_shared(). The source must stay, and this block run, until they have
+// arrived.
+__device__ __forceinline__ void copy_shared_async(uint32_t to, uint32_t from, uint32_t bytes, uint32_t mbarrier) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+               "r"(from), "r"(bytes), "r"(mbarrier)
+               : "memory");
+#endif
+}
+
 }  // namespace kestrel::ptx

@@ -135,6 +135,29 @@ __device__ __forceinline__ void wgmma(float (&d)[SIZE], uint64_t a, uint64_t b, 
       "+f"(d[104]), "+f"(d[105]), "+f"(d[106]), "+f"(d[107]), "+f"(d[108]), "+f"(d[109]), "+f"(d[110]), "+f"(d[111]), \
       "+f"(d[112]), "+f"(d[113]), "+f"(d[114]), "+f"(d[115]), "+f"(d[116]), "+f"(d[117]), "+f"(d[118]), "+f"(d[119]), \
       "+f"(d[120]), "+f"(d[121]), "+f"(d[122]), "+f"(d[123]), "+f"(d[124]), "+f"(d[125]), "+f"(d[126]), "+f"(d[127])
+// The first 8, 16 or 24 registers of such a group.
+#define KESTREL_NAMES_1_16 "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
+#define KESTREL_REGISTERS_1_16                                                                                         \
+  "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]), \
+      "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47])
+#define KESTREL_NAMES_1_24 KESTREL_NAMES_1_16 ", %48, %49, %50, %51, %52, %53, %54, %55"
+#define KESTREL_REGISTERS_1_24                                                                                       \
+  KESTREL_REGISTERS_1_16, "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), \
+      "+f"(d[55])
+#define KESTREL_NAMES_2_8 "%64, %65, %66, %67, %68, %69, %70, %71"
+#define KESTREL_REGISTERS_2_8 \
+  "+f"(d[64]), "+f"(d[65]), "+f"(d[66]), "+f"(d[67]), "+f"(d[68]), "+f"(d[69]), "+f"(d[70]), "+f"(d[71])
+#define KESTREL_NAMES_2_16 KESTREL_NAMES_2_8 ", %72, %73, %74, %75, %76, %77, %78, %79"
+#define KESTREL_REGISTERS_2_16                                                                                      \
+  KESTREL_REGISTERS_2_8, "+f"(d[72]), "+f"(d[73]), "+f"(d[74]), "+f"(d[75]), "+f"(d[76]), "+f"(d[77]), "+f"(d[78]), \
+      "+f"(d[79])
+#define KESTREL_NAMES_3_8 "%96, %97, %98, %99, %100, %101, %102, %103"
+#define KESTREL_REGISTERS_3_8 \
+  "+f"(d[96]), "+f"(d[97]), "+f"(d[98]), "+f"(d[99]), "+f"(d[100]), "+f"(d[101]), "+f"(d[102]), "+f"(d[103])
+#define KESTREL_NAMES_3_16 KESTREL_NAMES_3_8 ", %104, %105, %106, %107, %108, %109, %110, %111"
+#define KESTREL_REGISTERS_3_16                                                                               \
+  KESTREL_REGISTERS_3_8, "+f"(d[104]), "+f"(d[105]), "+f"(d[106]), "+f"(d[107]), "+f"(d[108]), "+f"(d[109]), \
+      "+f"(d[110]), "+f"(d[111])
   if constexpr (N == 8) {
     KESTREL_WGMMA_TYPES("8", KESTREL_NAMES_8, "%4", "%5", "%6", KESTREL_REGISTERS_8)
   } else if constexpr (N == 16) {
@@ -143,18 +166,38 @@ __device__ __forceinline__ void wgmma(float (&d)[SIZE], uint64_t a, uint64_t b, 
     KESTREL_WGMMA_TYPES("32", KESTREL_NAMES_32, "%16", "%17", "%18", KESTREL_REGISTERS_32)
   } else if constexpr (N == 64) {
     KESTREL_WGMMA_TYPES("64", KESTREL_NAMES_0, "%32", "%33", "%34", KESTREL_REGISTERS_0)
+  } else if constexpr (N == 96) {
+    KESTREL_WGMMA_TYPES("96", KESTREL_NAMES_0 ", " KESTREL_NAMES_1_16, "%48", "%49", "%50", KESTREL_REGISTERS_0,
+                        KESTREL_REGISTERS_1_16)
+  } else if constexpr (N == 112) {
+    KESTREL_WGMMA_TYPES("112", KESTREL_NAMES_0 ", " KESTREL_NAMES_1_24, "%56", "%57", "%58", KESTREL_REGISTERS_0,
+                        KESTREL_REGISTERS_1_24)
   } else if constexpr (N == 128) {
     KESTREL_WGMMA_TYPES("128", KESTREL_NAMES_0 ", " KESTREL_NAMES_1, "%64", "%65", "%66", KESTREL_REGISTERS_0,
                         KESTREL_REGISTERS_1)
+  } else if constexpr (N == 144) {
+    KESTREL_WGMMA_TYPES("144", KESTREL_NAMES_0 ", " KESTREL_NAMES_1 ", " KESTREL_NAMES_2_8, "%72", "%73", "%74",
+                        KESTREL_REGISTERS_0, KESTREL_REGISTERS_1, KESTREL_REGISTERS_2_8)
+  } else if constexpr (N == 160) {
+    KESTREL_WGMMA_TYPES("160", KESTREL_NAMES_0 ", " KESTREL_NAMES_1 ", " KESTREL_NAMES_2_16, "%80", "%81", "%82",
+                        KESTREL_REGISTERS_0, KESTREL_REGISTERS_1, KESTREL_REGISTERS_2_16)
   } else if constexpr (N == 192) {
     KESTREL_WGMMA_TYPES("192", KESTREL_NAMES_0 ", " KESTREL_NAMES_1 ", " KESTREL_NAMES_2, "%96", "%97", "%98",
                         KESTREL_REGISTERS_0, KESTREL_REGISTERS_1, KESTREL_REGISTERS_2)
+  } else if constexpr (N == 208) {
+    KESTREL_WGMMA_TYPES("208", KESTREL_NAMES_0 ", " KESTREL_NAMES_1 ", " KESTREL_NAMES_2 ", " KESTREL_NAMES_3_8, "%104",
+                        "%105", "%106", KESTREL_REGISTERS_0, KESTREL_REGISTERS_1, KESTREL_REGISTERS_2,
+                        KESTREL_REGISTERS_3_8)
+  } else if constexpr (N == 224) {
+    KESTREL_WGMMA_TYPES("224", KESTREL_NAMES_0 ", " KESTREL_NAMES_1 ", " KESTREL_NAMES_2 ", " KESTREL_NAMES_3_16,
+                        "%112", "%113", "%114", KESTREL_REGISTERS_0, KESTREL_REGISTERS_1, KESTREL_REGISTERS_2,
+                        KESTREL_REGISTERS_3_16)
   } else if constexpr (N == 256) {
     KESTREL_WGMMA_TYPES("256", KESTREL_NAMES_0 ", " KESTREL_NAMES_1 ", " KESTREL_NAMES_2 ", " KESTREL_NAMES_3, "%128",
                         "%129", "%130", KESTREL_REGISTERS_0, KESTREL_REGISTERS_1, KESTREL_REGISTERS_2,
                         KESTREL_REGISTERS_3)
   } else {
-    static_assert(N == 0, "N is 8, 16, 32, 64, 128, 192 or 256");
+    static_assert(N == 0, "N is 8, 16, 32, 64, 96, 112, 128, 144, 160, 192, 208, 224 or 256");
   }
 #undef KESTREL_NAMES_8
 #undef KESTREL_REGISTERS_8
@@ -170,6 +213,18 @@ __device__ __forceinline__ void wgmma(float (&d)[SIZE], uint64_t a, uint64_t b, 
 #undef KESTREL_REGISTERS_2
 #undef KESTREL_NAMES_3
 #undef KESTREL_REGISTERS_3
+#undef KESTREL_NAMES_1_16
+#undef KESTREL_REGISTERS_1_16
+#undef KESTREL_NAMES_1_24
+#undef KESTREL_REGISTERS_1_24
+#undef KESTREL_NAMES_2_8
+#undef KESTREL_REGISTERS_2_8
+#undef KESTREL_NAMES_2_16
+#undef KESTREL_REGISTERS_2_16
+#undef KESTREL_NAMES_3_8
+#undef KESTREL_REGISTERS_3_8
+#undef KESTREL_NAMES_3_16
+#undef KESTREL_REGISTERS_3_16
 #undef KESTREL_WGMMA_TYPES
 #undef KESTREL_WGMMA
 #endif
