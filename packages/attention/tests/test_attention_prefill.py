@@ -170,7 +170,8 @@ def test_six_waves_of_blocks_are_a_long_call(batch, long):
         ({"page_size": 48, "has_block_table": True}, True),
         ({"page_size": 1, "has_block_table": True}, False),
         ({"page_size": 24, "has_block_table": True}, False),
-        ({"cache": "e4m3"}, False),
+        ({"cache": "e4m3"}, True),
+        ({"cache": "e5m2", "page_size": 1, "has_block_table": True}, False),
         ({"packed_queries": True, "key_starts": 1}, True),
     ],
 )
@@ -181,6 +182,12 @@ def test_tma_loads_keys_of_which_each_16_follow_one_another(head_dim, how, boxes
     assert isinstance(variant, HopperPrefillVariant)
     assert variant.boxes is boxes
     assert not getattr(plan_prefill(problem(**given | how | {"hopper": False})).variant, "boxes", False)
+
+
+@pytest.mark.parametrize(("head_dim", "page_size", "boxes"), [(64, 16, False), (128, 16, True), (128, 24, False)])
+def test_tma_loads_keys_for_e4m3_products_of_large_heads(head_dim, page_size, boxes):
+    given = {"head_dim": head_dim, "page_size": page_size, "has_block_table": True, "has_boxes": True, "hopper": True}
+    assert plan_prefill(problem(**given, cache="e4m3", fp8_queries=True)).variant.boxes is boxes
 
 
 @pytest.mark.parametrize(

@@ -314,6 +314,45 @@ def test_codes_count_as_their_value_times_their_scale(size, per_head, queries_in
         assert_exact(out[b], lse[b], exact)
 
 
+@pytest.mark.parametrize("storage", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+@pytest.mark.parametrize("size", [64, 128, 256])
+def test_queries_of_any_magnitude_attend_to_codes(size, storage):
+    torch.manual_seed(0)
+    q = random(2, 150, 4, size, dtype=torch.bfloat16)
+    k, v = (codes_of(random(2, 200, 2, size, dtype=torch.bfloat16), storage) for _ in range(2))
+    want = flash_attn_func(q, k, v, causal=True, softmax_scale=0.1, return_lse=True)
+    for power in (-60, 60):
+        scaled = flash_attn_func(q * 2.0**power, k, v, causal=True, softmax_scale=0.1 * 2.0**-power, return_lse=True)
+        assert same_bits(scaled, want)
+    q[:, :, :, 0] *= 2.0**20  # of a dim whose keys are zeros
+    k.view(torch.uint8)[..., 0] = 0
+    q[:, 7] = 0
+    out, lse = flash_attn_func(q, k, v, causal=True, softmax_scale=0.1, return_lse=True)
+    for b in range(2):
+        exact = exact_attention(q[b], k[b].to(q.dtype), v[b].to(q.dtype), causal=True, softmax_scale=0.1)
+        assert_exact(out[b], lse[b], exact)
+
+
+@pytest.mark.parametrize("queries_in", [torch.bfloat16, torch.float16, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("size", [64, 128])
+def test_nan_stays_in_its_row_or_head(size, queries_in):
+    torch.manual_seed(0)
+    q = random(1, 300, 4, size, dtype=torch.bfloat16).to(queries_in)
+    k, v = (codes_of(random(1, 300, 2, size, dtype=torch.bfloat16), torch.float8_e4m3fn) for _ in range(2))
+    want = flash_attn_func(q, k, v, causal=True)
+    nan = q.float()
+    nan[0, 130, 1, 3] = math.nan
+    nan = nan.to(queries_in)
+    out = flash_attn_func(nan, k, v, causal=True)
+    assert bool(out[0, 130, 1].isnan().all())
+    out[0, 130, 1] = want[0, 130, 1]
+    assert same_bits((out,), (want,))
+    k.view(torch.uint8)[0, 200, 1, 5] = 0x7F
+    out = flash_attn_func(q, k, v, causal=True)
+    assert bool(out[0, 200:, 2:].isnan().all())
+    assert same_bits((out[0, :200], out[0, :, :2]), (want[0, :200], want[0, :, :2]))
+
+
 def fp8_products(storage: torch.dtype, size: int) -> bool:
     """Whether queries, keys and values of a dtype are multiplied as they are."""
     return prefill.USE_HOPPER and storage == torch.float8_e4m3fn and size <= 128
@@ -370,7 +409,7 @@ def test_fp8_products_of_split_keys_are_those_of_float64(size, queries):
     out, lse = flash_attn_func(q, k, v, causal=True, return_lse=True)
     for b in range(2):
         given = q[b].float(), k[b].float(), v[b].float()
-        assert_exact(out[b], lse[b], fp8_attention(*given, causal=True, rounded=False))
+        assert_exact(out[b], lse[b], fp8_attention(*given, causal=True, rounded=size > 64))
 
 
 @pytest.mark.parametrize("queries", [200, 700])

@@ -119,7 +119,7 @@ def _fields(
         raise UnsupportedError("kernels for many queries cover bf16, fp16 and FP8, with keys of the same dtype or FP8")
     fields = {"heads": q.shape[-2], "kv_heads": k.shape[-2], "head_dim": q.shape[-1], "dtype": dtype, "cache": cache}
     fields["fp8_queries"] = q.element_size() == 1
-    fields["has_boxes"] = cache == "same" and all(
+    fields["has_boxes"] = all(
         0 < stride < 2**36 for x in (k, v) for size, stride in zip(x.shape, x.stride(), strict=True) if size > 1
     )
     for name, scale in scales._asdict().items():

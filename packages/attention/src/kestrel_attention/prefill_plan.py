@@ -85,10 +85,10 @@ def plan_prefill(problem: PrefillProblem) -> PrefillPlan:
     variant: PrefillVariant | HopperPrefillVariant | None = None
     if problem.head_dim % unit == 0:
         long = limit == 1 and blocks >= LONG_WAVES * MULTIPROCESSORS  # splits depend on the size of a block
+        boxes = problem.has_boxes and (not problem.has_block_table or problem.page_size % BOX_ROWS == 0)
         if problem.hopper and problem.fp8_queries and problem.cache == "e4m3":
-            variant = prefilling_in_fp8(problem.head_dim, long)
+            variant = prefilling_in_fp8(problem.head_dim, long, boxes)
         if problem.hopper and variant is None:
-            boxes = problem.has_boxes and (not problem.has_block_table or problem.page_size % BOX_ROWS == 0)
             variant = prefilling_on_hopper(*case, long, boxes)
         variant = variant or prefilling(*case, short)
     if variant is None:

@@ -167,7 +167,7 @@ class Prefill(PrefillBase):
                 if cutlass.const_expr(not self.codes):
                     sK = shared + stage * self.stage_bytes
                 self.mma_keys(sQ, sK, rQ, rScore, work.query_signs, warp, lane)
-                self.cap(rScore, scalars.softcap, work.softmax_scale)
+                self.cap(rScore, scalars.softcap, [work.softmax_scale] * 2)
                 self.mask(rScore, sExists + stage * (4 * self.warps), visible, scalars, first_key, lane)
                 self.softmax(rScore, sums, scale)
                 self.mma_values(sK + self.tile_bytes, rScore, rOut, lane)
@@ -181,7 +181,7 @@ class Prefill(PrefillBase):
             tid = ptx.opaque(tid)
             lane, warp = tid % 32, cute.arch.make_warp_uniform(tid // 32)
         at_out = OutputRows(block=work.out_block, first_row=work.out_row, head=work.head)
-        self.epilogue(tensors, scalars, work.v_scale, sums, scale, shared, work.rows, at_out, warp, lane)
+        self.epilogue(tensors, scalars, work.v_scale, sums, [scale] * 2, shared, work.rows, at_out, warp, lane)
 
     @cute.jit
     def visible_to_warp(self, scalars, keys: Keys, work: Work, warp):

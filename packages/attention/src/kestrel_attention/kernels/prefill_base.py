@@ -74,7 +74,7 @@ class Work(NamedTuple):
     out_block: Int32
     out_row: Int32
     head: Int32
-    softmax_scale: Float32  # as in Scales
+    softmax_scale: Float32  # as in Scales; for consumers a list, of rows g and g + 8
     query_signs: Uint32
     v_scale: Float32
 
@@ -403,13 +403,16 @@ class PrefillBase:
     # -- scores ---------------------------------------------------------------------------------------------------
 
     @cute.jit
-    def cap(self, rScore, softcap: Float32, softmax_scale: Float32):
-        """Apply the soft cap, eight scores per iteration; the scores rotate, so that few registers are live at once."""
+    def cap(self, rScore, softcap: Float32, softmax_scale):
+        """Apply the soft cap, eight scores per iteration; the scores rotate, so that few registers are live at once.
+
+        softmax_scale: of rows g and g + 8.
+        """
         count = cutlass.const_expr(self.row_tiles * self.key_tile // 2)
-        base2_cap, scale = softcap * LOG2_E, softmax_scale * LOG2_E
+        base2_cap, scale = softcap * LOG2_E, [softmax_scale[r] * LOG2_E for r in range(2)]
         iterations = ptx.opaque(cutlass.select_(softcap > 0.0, Int32(count // 8), Int32(0)))
         for _ in cutlass.range(iterations, unroll=1):
-            capped = [scores.soft_cap_inline(rScore[i] * scale, base2_cap) for i in range(8)]
+            capped = [scores.soft_cap_inline(rScore[i] * scale[i // 2 % 2], base2_cap) for i in range(8)]
             for i in cutlass.range_constexpr(count - 8):
                 rScore[i] = rScore[i + 8]
             for i in cutlass.range_constexpr(8):
@@ -418,31 +421,48 @@ class PrefillBase:
     @cute.jit
     def mask(self, rScore, sExists: Int32, visible: Visible, scalars, first_key, lane):
         """Set the scores of keys that do not exist, or that a row does not see, to -inf."""
+        exists = self.existing(sExists)
+        all_exist = Uint32(0xFFFFFFFF)
+        for h in cutlass.range_constexpr(self.key_tile // 32):
+            all_exist = all_exist & exists[h]
+        unseen = first_key < visible.first or first_key + self.key_tile > visible.last
+        unseen = unseen and first_key + self.key_tile > visible.prefix
+        for zero in cutlass.range(once_if(unseen or all_exist != 0xFFFFFFFF), unroll=1):
+            self.hide(rScore, exists, visible, scalars, first_key, lane, zero)
+
+    @cute.jit
+    def existing(self, sExists: Int32):
+        """A bit for each key of a tile, in words of 32 keys."""
         words = [ptx.load_shared(sExists + 4 * i, 1)[0] for i in range(self.warps)]
         per_word = cutlass.const_expr(32 // self.loaded_rows)
-        exists, all_exist = [], Uint32(0xFFFFFFFF)
+        exists = []
         for h in cutlass.range_constexpr(self.key_tile // 32):
             word = words[h * per_word]
             for i in cutlass.range_constexpr(per_word - 1):
                 word = word | (words[h * per_word + i + 1] << ((i + 1) * self.loaded_rows))
             exists.append(word)
-            all_exist = all_exist & word
-        unseen = first_key < visible.first or first_key + self.key_tile > visible.last
-        unseen = unseen and first_key + self.key_tile > visible.prefix
-        for zero in cutlass.range(once_if(unseen or all_exist != 0xFFFFFFFF), unroll=1):
-            g, t = lane // 4, lane % 4
-            before = first_key + 2 * t + zero  # what follows is not computed ahead, in registers
-            for r in cutlass.range_constexpr(2 * self.row_tiles):
-                first, last = scores.window(visible.position + zero + (g + 8 * r), scalars, visible.held)
-                for h in cutlass.range_constexpr(self.key_tile // 32):
-                    base = before + 32 * h
-                    seen = bits_below(last - base) & ~bits_below(first - base) | bits_below(visible.prefix - base)
-                    seen = seen & (exists[h] >> Uint32(2 * t + zero))
-                    for n in cutlass.range_constexpr(4):
-                        for e in cutlass.range_constexpr(2):
-                            at = cutlass.const_expr(4 * (r // 2 * self.key_tile // 8 + 4 * h + n) + r % 2 * 2 + e)
-                            bit = cutlass.const_expr(1 << (8 * n + e))
-                            rScore[at] = cutlass.select_((seen & bit) != 0, rScore[at], -Float32.inf)
+        return exists
+
+    @cute.jit
+    def hide(self, rScore, exists, visible: Visible, scalars, first_key, lane, zero):
+        """Set hidden scores to -inf. zero: a 0 that is known late, so that nothing is computed ahead in registers."""
+        g, t = lane // 4, lane % 4
+        before = first_key + 2 * t + zero
+        for r in cutlass.range_constexpr(2 * self.row_tiles):
+            first, last = scores.window(visible.position + zero + (g + 8 * r), scalars, visible.held)
+            for h in cutlass.range_constexpr(self.key_tile // 32):
+                base = before + 32 * h
+                seen = bits_below(last - base) & ~bits_below(first - base) | bits_below(visible.prefix - base)
+                self.keep_seen(rScore, r, h, seen & (exists[h] >> Uint32(2 * t + zero)))
+
+    @cute.jit
+    def keep_seen(self, rScore, r: cutlass.Constexpr, h: cutlass.Constexpr, seen: Uint32):
+        """-inf for scores of row g + 8 r whose bits are 0 in ``seen``, bit 8 n + e for key 32 h + 8 n + 2 t + e."""
+        for n in cutlass.range_constexpr(4):
+            for e in cutlass.range_constexpr(2):
+                at = cutlass.const_expr(4 * (r // 2 * self.key_tile // 8 + 4 * h + n) + r % 2 * 2 + e)
+                bit = cutlass.const_expr(1 << (8 * n + e))
+                rScore[at] = cutlass.select_((seen & bit) != 0, rScore[at], -Float32.inf)
 
     # -- epilogue -------------------------------------------------------------------------------------------------
 
@@ -485,7 +505,7 @@ class PrefillBase:
     def epilogue(
         self, tensors, scalars, v_scale, sums: Sums, scale, shared: Int32, rows, at_out: OutputRows, warp, lane
     ):
-        """Store the LSE and, through shared memory, the normalised rows."""
+        """Store the LSE and, through shared memory, the normalised rows. scale: of rows g and g + 8."""
         rOut, rMax, rSum = sums
         kind = cutlass.const_expr(numeric.ptx_name(self.dtype))
         mOut = tensors.mOut
@@ -498,7 +518,17 @@ class PrefillBase:
             warp_row = warp * self.warp_rows + row
             to_lse = t == 0 and warp_row < rows
             factor = self.finish_row(
-                tensors, scalars, v_scale, rMax[r], rSum[r], scale, sink, to_lse, block, head, first_row + warp_row
+                tensors,
+                scalars,
+                v_scale,
+                rMax[r],
+                rSum[r],
+                scale[r % 2],
+                sink,
+                to_lse,
+                block,
+                head,
+                first_row + warp_row,
             )
             for n in cutlass.range_constexpr(self.head_dim // 8):
                 at = cutlass.const_expr(4 * (r // 2 * self.head_dim // 8 + n) + r % 2 * 2)

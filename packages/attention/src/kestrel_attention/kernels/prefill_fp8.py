@@ -1,10 +1,11 @@
 """Attention of many FP8 queries over FP8 keys on Hopper: both matrix products in e4m3 (prefill_hopper.py otherwise).
 
 FP8 products need values whose rows are dims: the producer transposes each tile by ldmatrix and stmatrix, a warp its own
-keys. Weights are rounded to e4m3, 2^8 times those relative to the largest score so far. A thread's scores of 16 keys
-become its operand of the second product without a shuffle: values are transposed into that order of keys, and into an
-order of dims in which a thread stores four adjacent results. wgmma keeps some 14 bits of FP8 sums. So the sums of a
-tile start from zero, and are added up in float32.
+keys. A thread's scores of 16 keys become its operand of the second product without a shuffle: values are transposed
+into that order of keys, and into an order of dims in which a thread stores four adjacent results.
+
+Weights are rounded to e4m3, 2^8 times those relative to the largest score so far. wgmma keeps some 14 bits of FP8
+sums. So the sums of a tile start from zero, and are added up in float32. prefill_fp8_pairs.py adds up two tiles.
 """
 
 from __future__ import annotations
@@ -43,6 +44,22 @@ class PrefillFp8(PrefillHopper):
         return cutlass.Uint8
 
     @property
+    def product_type(self) -> type[cutlass.Numeric]:
+        return cutlass.Uint8
+
+    @property
+    def code_barriers(self) -> int:
+        return self.staging * self.warps if self.boxes else 0
+
+    @property
+    def copied_keys(self) -> bool:
+        return not self.boxes
+
+    @property
+    def copied_values(self) -> bool:
+        return True  # transposed by every thread
+
+    @property
     def rescale_slack(self) -> float:
         return 0.0
 
@@ -58,7 +75,7 @@ class PrefillFp8(PrefillHopper):
     # -- producer -------------------------------------------------------------------------------------------------
 
     @cute.jit
-    def produce_codes(self, pipe: Pipe, scalars, keys: Keys, work: Work, rPage, loaded, warp, lane):
+    def produce_codes(self, pipe: Pipe, scalars, keys: Keys, work: Work, kv_head, rPage, loaded, warp, lane):
         """Load keys into their stage and values into a staging buffer; transpose values ``staging - 1`` tiles later."""
         behind = cutlass.const_expr(self.staging - 1)
         n = Int32(0)
@@ -67,24 +84,55 @@ class PrefillFp8(PrefillHopper):
             stage, parity = at % self.num_stages, (at // self.num_stages & 1) ^ 1
             found = self.locate(keys, rPage, self.tile_at(work, n), warp, lane)
             hopper.mbarrier_wait(pipe.keys_empty + 8 * stage, parity)
-            self.publish_exists(pipe, at, stage, found.exists, warp, lane)
-            to = pipe.keys + stage * self.tile_bytes
-            self.load_rows(keys, to, keys.key_base, found.key, found.exists, warp, lane)
-            hopper.mbarrier_arrive_after_copies(pipe.keys_full + 8 * stage)
-            to = pipe.codes + at % self.staging * self.tile_bytes
-            self.load_rows(keys, to, keys.value_base, found.value, found.exists, warp, lane)
-            ptx.cp_async_commit()
+            to_keys = pipe.keys + stage * self.tile_bytes
+            if cutlass.const_expr(self.boxes):
+                if lane == 0:
+                    self.store_exists(pipe, at, found.exists, warp)
+                box = self.box_of(found, kv_head, lane)
+                self.load_boxes(pipe.key_map, to_keys, box, pipe.keys_full + 8 * stage, warp, lane)
+                to_values = pipe.codes + at % self.staging * self.tile_bytes
+                self.load_boxes(pipe.value_map, to_values, box, self.staging_full(pipe, at, warp), warp, lane)
+            else:
+                self.publish_exists(pipe, at, stage, found.exists, warp, lane)
+                self.load_rows(keys, to_keys, keys.key_base, found.key, found.exists, warp, lane)
+                hopper.mbarrier_arrive_after_copies(pipe.keys_full + 8 * stage)
+                to_values = pipe.codes + at % self.staging * self.tile_bytes
+                self.load_rows(keys, to_values, keys.value_base, found.value, found.exists, warp, lane)
+                ptx.cp_async_commit()
             if n + 1 < work.num_tiles:
                 self.look_up(rPage, keys, self.tile_at(work, n + 1), warp, lane)
             if n >= behind:
-                ptx.cp_async_wait(behind)
+                if cutlass.const_expr(not self.boxes):
+                    ptx.cp_async_wait(behind)
                 self.transpose(pipe, at - behind, warp, lane)
             n += 1
-        ptx.cp_async_wait(0)
+        if cutlass.const_expr(not self.boxes):
+            ptx.cp_async_wait(0)
         n = cutlass.max(work.num_tiles - behind, 0)
         while n < work.num_tiles:
             self.transpose(pipe, loaded + n, warp, lane)
             n += 1
+
+    def staging_full(self, pipe: Pipe, at, warp):
+        """The barrier of a warp's boxes of values of tile ``at``."""
+        return pipe.codes_full + 8 * (at % self.staging * self.warps + warp)
+
+    def place_of_values(self, pipe: Pipe, at, warp, lane):
+        """Where the values of a lane's key of tile ``at`` wait to be transposed."""
+        place = self.place_of(self.key_tile, warp * self.loaded_rows + lane, 0)
+        return pipe.codes + at % self.staging * self.tile_bytes + place
+
+    @cute.jit
+    def clear_values(self, pipe: Pipe, at, warp, lane):
+        """Zeros for values of tile ``at`` whose keys do not exist; a lane stores those of its key."""
+        word = pipe.exists + 4 * (at % (2 * self.num_stages) * self.warps + warp)
+        exists = ptx.load_shared(word, 1)[0]
+        if exists != self.all_rows:
+            source = self.place_of_values(pipe, at, warp, lane)
+            if (exists >> Uint32(lane)) & 1 == 0:
+                for c in cutlass.range_constexpr(self.units):
+                    ptx.store_shared(source ^ (16 * c), [Uint32(0)] * 4)
+            cute.arch.sync_warp()
 
     @cute.jit
     def transpose(self, pipe: Pipe, at, warp, lane):
@@ -93,11 +141,14 @@ class PrefillFp8(PrefillHopper):
         Dim 16 c + 2 i + e becomes row 16 c + 8 e + i. Of 16 keys, pairs come in the order 0, 4, 1, 5, 2, 6, 3, 7.
         """
         stage, parity = at % self.num_stages, (at // self.num_stages & 1) ^ 1
-        cute.arch.sync_warp()  # for the copies of other lanes
+        if cutlass.const_expr(self.boxes):
+            hopper.mbarrier_wait(self.staging_full(pipe, at, warp), at // self.staging & 1)
+            self.clear_values(pipe, at, warp, lane)
+        else:
+            cute.arch.sync_warp()  # for the copies of other lanes
         hopper.mbarrier_wait(pipe.values_empty + 8 * stage, parity)
         lane = ptx.opaque(lane)
-        source = pipe.codes + at % self.staging * self.tile_bytes
-        source = source + self.place_of(self.key_tile, warp * self.loaded_rows + lane, 0)
+        source = self.place_of_values(pipe, at, warp, lane)
         row = lane % 16
         swizzled = (2 * warp + lane // 16) ^ hopper.swizzle(self.key_tile, row)
         to = pipe.values + stage * self.tile_bytes + row * self.key_tile + 16 * swizzled
@@ -138,7 +189,7 @@ class PrefillFp8(PrefillHopper):
         rLast = cute.make_rmem_tensor(2, Float32)  # the factor of the tile before
         stage, parity = used % self.num_stages, used // self.num_stages & 1
         hopper.mbarrier_wait(pipe.keys_full + 8 * stage, parity)
-        hopper.fence_proxy_async()
+        self.fence_keys()
         self.start_scores(sQ, pipe.keys + stage * self.tile_bytes, rScore)
         hopper.wgmma_wait(0)
         self.order(rScore)
@@ -152,7 +203,7 @@ class PrefillFp8(PrefillHopper):
             at = used + n
             stage, parity = at % self.num_stages, at // self.num_stages & 1
             hopper.mbarrier_wait(pipe.keys_full + 8 * stage, parity)
-            hopper.fence_proxy_async()
+            self.fence_keys()
             self.start_scores(sQ, pipe.keys + stage * self.tile_bytes, rScore)
             hopper.mbarrier_wait(pipe.values_full + 8 * last_stage, last_parity)
             sV = pipe.values + last_stage * self.tile_bytes
@@ -181,6 +232,12 @@ class PrefillFp8(PrefillHopper):
             hopper.wgmma_wait(0)
             self.add_part(part, rTile, rLast, sums.rOut)
         self.release(pipe.values_empty, stage, lane)
+
+    @cute.jit
+    def fence_keys(self):
+        """Make the producer's copies of keys visible to wgmma where they are not by TMA."""
+        if cutlass.const_expr(not self.boxes):
+            hopper.fence_proxy_async()
 
     @cute.jit
     def start_scores(self, sQ: Int32, sK: Int32, rScore):
@@ -253,7 +310,7 @@ class PrefillFp8(PrefillHopper):
             at = first_row + row
             to_lse = t == 0 and row < rows
             factor = self.finish_row(
-                tensors, scalars, v_scale, sums.rMax[r], sums.rSum[r], scale, sink, to_lse, block, head, at
+                tensors, scalars, v_scale, sums.rMax[r], sums.rSum[r], scale[r], sink, to_lse, block, head, at
             )
             to = Int64(block) * mOut.stride[0] + Int64(at) * mOut.stride[1] + Int64(head) * mOut.stride[2]
             to = mOut.iterator.toint() + 2 * to + 8 * t

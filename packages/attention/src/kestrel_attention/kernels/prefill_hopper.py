@@ -23,12 +23,18 @@ from .prefill_base import OutputRows, Sums, Visible, Work, once_if
 from .prefill_hopper_producer import BOX_ROWS, PRODUCERS, WARPGROUP_ROWS, WORK_BYTES, WORK_TYPES, HopperProducer, Pipe
 from .scores import LOG2_E
 
+MIN_ROW_SCALE, MAX_ROW_SCALE = 2.0**-126, 2.0**126  # with 0 or infinity, hidden scores would be NaN
+HALF_EXPONENT = 14  # of the largest element of a row of queries in f16
 TURN_BARRIER = 8  # the first of the named barriers for turns, one for each consumer warpgroup
 
 
 @dataclass(frozen=True)
 class PrefillHopper(HopperProducer):
     """One compiled variant."""
+
+    @property
+    def weight_exponent(self) -> float:
+        return 7.0 if self.codes else 0.0  # with rescale_slack f16 holds 2^15, and small weights with more bits
 
     # -- host -----------------------------------------------------------------------------------------------------
 
@@ -57,10 +63,11 @@ class PrefillHopper(HopperProducer):
         """The tensor map of keys or values, for boxes of BOX_ROWS rows of a column block."""
         modes = cutlass.const_expr((1, 2, 0))
         shape = [mX.shape[3], *(mX.shape[i] for i in modes)]
-        strides = [cutlass.select_(mX.shape[i] > 1, mX.stride[i], Int64(8)) for i in modes]
+        unit = cutlass.const_expr(16 // self.stored_bytes)
+        strides = [cutlass.select_(mX.shape[i] > 1, mX.stride[i], Int64(unit)) for i in modes]
         layout = cute.make_layout(tuple(shape), stride=(1, *strides))
-        box = (self.block_bytes // 2, BOX_ROWS, 1, 1)
-        return hopper.tensor_map(cute.make_tensor(mX.iterator, layout), box, self.block_bytes)
+        box = (self.box_bytes // self.stored_bytes, BOX_ROWS, 1, 1)
+        return hopper.tensor_map(cute.make_tensor(mX.iterator, layout), box, self.box_bytes)
 
     # -- device ---------------------------------------------------------------------------------------------------
 
@@ -101,6 +108,7 @@ class PrefillHopper(HopperProducer):
         shared = Int32(cute.arch.get_dyn_smem(Float32, alignment=1024).toint())
         buffers, stages = cutlass.const_expr((self.query_buffers, self.num_stages))
         words = cutlass.const_expr(2 + 4 * buffers + 8 * stages + 2 * stages * self.warps + buffers * WORK_BYTES // 4)
+        words = cutlass.const_expr(words + 2 * self.code_barriers)
         works = Int32(cute.arch.alloc_smem(Uint32, words, alignment=16).toint())
         exists = works + buffers * WORK_BYTES
         barriers = exists + 8 * stages * self.warps
@@ -120,6 +128,7 @@ class PrefillHopper(HopperProducer):
             exists=exists,
             works=works,
             following=of_keys + 32 * stages,
+            codes_full=of_keys + 32 * stages + 8,
             key_map=Int64(0),
             value_map=Int64(0),
         )
@@ -130,11 +139,12 @@ class PrefillHopper(HopperProducer):
             hopper.mbarrier_init(pipe.queries_full + 8 * i, PRODUCERS + 1)
             hopper.mbarrier_init(pipe.queries_empty + 8 * i, 4 * self.consumers)
         for i in cutlass.range_constexpr(self.num_stages):
-            arrivals = cutlass.const_expr(0 if self.boxes else PRODUCERS)
-            hopper.mbarrier_init(pipe.keys_full + 8 * i, arrivals + self.warps)
-            hopper.mbarrier_init(pipe.values_full + 8 * i, arrivals or self.warps)
+            hopper.mbarrier_init(pipe.keys_full + 8 * i, self.warps + (PRODUCERS if self.copied_keys else 0))
+            hopper.mbarrier_init(pipe.values_full + 8 * i, PRODUCERS if self.copied_values else self.warps)
             hopper.mbarrier_init(pipe.keys_empty + 8 * i, 4 * self.consumers)
             hopper.mbarrier_init(pipe.values_empty + 8 * i, 4 * self.consumers)
+        for i in cutlass.range_constexpr(self.code_barriers):
+            hopper.mbarrier_init(pipe.codes_full + 8 * i, 1)
         cute.arch.mbarrier_init_fence()
 
     @cute.jit
@@ -170,9 +180,9 @@ class PrefillHopper(HopperProducer):
             buffer = works % self.query_buffers
             work = self.read_work(pipe.works + buffer * WORK_BYTES)
             sQ = pipe.queries + buffer * self.buffer_bytes + warpgroup * self.query_bytes
-            self.flip_signs(sQ, work.query_signs, warpgroup)
-            hopper.fence_proxy_async()
-            scale = cutlass.select_(scalars.softcap > 0.0, Float32(1.0), work.softmax_scale * LOG2_E)
+            softmax_scale = self.prepare_queries(work, sQ, warpgroup, warp, lane)
+            scaled = work._replace(softmax_scale=softmax_scale)
+            scale = [cutlass.select_(scalars.softcap > 0.0, Float32(1.0), x * LOG2_E) for x in softmax_scale]
             rOut.fill(0.0)
             rMax.fill(-Float32.inf)
             rSum.fill(0.0)
@@ -181,14 +191,17 @@ class PrefillHopper(HopperProducer):
                 _, all_last = scores.window(warp_position, scalars, work.held)
                 all_first, _ = scores.window(warp_position + 15, scalars, work.held)
                 visible = Visible(all_first, all_last, work.prefix, Int32(0), warp_position, work.held)
-                self.main_loop(pipe, scalars, work, visible, sQ, used, scale, sums, lane)
+                self.main_loop(pipe, scalars, scaled, visible, sQ, used, scale, sums, lane)
                 used += num_tiles
             hopper.named_barrier(1 + warpgroup, 128)
             row = warpgroup * WARPGROUP_ROWS
             at_out = OutputRows(block=work.out_block, first_row=work.out_row + row, head=work.head)
             rows = work.rows - row
             if work.partial < 0:
-                self.epilogue(tensors, scalars, work.v_scale, sums, scale, sQ, rows, at_out, warp, lane)
+                at_lane = lane
+                if cutlass.const_expr(self.codes):
+                    at_lane = ptx.opaque(lane)  # addresses are computed here, and take no registers in the main loop
+                self.epilogue(tensors, scalars, work.v_scale, sums, scale, sQ, rows, at_out, warp, at_lane)
             else:
                 self.store_partial(tensors, work, sums, scale, row + 16 * warp, lane)
             cute.arch.sync_warp()
@@ -211,7 +224,7 @@ class PrefillHopper(HopperProducer):
             total = rSum[r]
             total += cute.arch.shuffle_sync_bfly(total, 1)
             total += cute.arch.shuffle_sync_bfly(total, 2)
-            base = self.log2_unit(rMax[r], scale)
+            base = self.log2_unit(rMax[r], scale[r])
             factor = cutlass.select_(total == 0.0, Float32(0.0), work.v_scale / total)
             row = first_row + g + 8 * r
             at = (Int64(work.partial) * mQ.shape[1] + work.out_row + row) * mQ.shape[2] + work.head
@@ -227,6 +240,49 @@ class PrefillHopper(HopperProducer):
             if 8 * n < head_dim:
                 pair = [ptx.float_as_int(rOut[4 * n + 2 * r + e] * factor) for e in range(2)]
                 ptx.store_global(to + 8 * t + 32 * n, pair)
+
+    @cute.jit
+    def prepare_queries(self, work: Work, sQ: Int32, warpgroup, warp, lane):
+        """Make the loaded queries of a warpgroup operands; the softmax scales of a thread's rows g and g + 8."""
+        softmax_scale = [work.softmax_scale] * 2
+        if cutlass.const_expr(self.query_type is not self.product_type):
+            softmax_scale = self.queries_to_f16(work, sQ, warpgroup, warp, lane)
+        else:
+            self.flip_signs(sQ, work.query_signs, warpgroup)
+            hopper.fence_proxy_async()
+        return softmax_scale
+
+    @cute.jit
+    def queries_to_f16(self, work: Work, sQ: Int32, warpgroup, warp, lane):
+        """Convert bf16 queries to f16, each row times a power of two; the softmax scales without it.
+
+        Exact but for elements below 2^-31 of the largest of their row. Two lanes convert a row, half of it each.
+        """
+        units = cutlass.const_expr(self.units // 2)
+        row, first = 16 * warp + lane % 16, lane // 16 * units
+        largest = Uint32(0)  # of the elements' magnitudes, as integers
+        for i in cutlass.range_constexpr(units):
+            for word in ptx.load_shared(sQ + self.place_of(WARPGROUP_ROWS, row, first + i), 4):
+                largest = ptx.packed("max.u16x2", largest, word & 0x7FFF7FFF)
+        largest = ptx.packed("max.u16x2", largest, cute.arch.shuffle_sync_bfly(largest, 16))
+        exponent = Int32(ptx.packed("max.u16x2", largest, largest >> 16) & 0xFFFF) >> 7  # biased by 127
+        power = cutlass.min(254 + HALF_EXPONENT - exponent, 253)  # biased too, as is that of the inverse: 254 - power
+        factor = ptx.int_as_float((power << 23) ^ Int32(work.query_signs & 0x80000000))
+        for i in cutlass.range_constexpr(units):
+            to = sQ + self.place_of(WARPGROUP_ROWS, row, first + i)
+            words = []
+            for word in ptx.load_shared(to, 4):
+                low, high = ptx.unpack_f32x2(word, "bf16")
+                words.append(ptx.pack_f32x2(low * factor, high * factor, "f16"))
+            ptx.store_shared(to, words)
+        hopper.fence_proxy_async()
+        hopper.named_barrier(1 + warpgroup, 128)
+        scales = []
+        for r in cutlass.range_constexpr(2):
+            inverse = ptx.int_as_float((254 - cute.arch.shuffle_sync(power, lane // 4 + 8 * r)) << 23)
+            scale = ptx.fmin(ptx.fmax(work.softmax_scale * inverse, Float32(MIN_ROW_SCALE)), Float32(MAX_ROW_SCALE))
+            scales.append(scale)
+        return scales
 
     @cute.jit
     def flip_signs(self, sQ: Int32, signs: Uint32, warpgroup):
@@ -357,7 +413,7 @@ class PrefillHopper(HopperProducer):
 
     @cute.jit
     def start_scores(self, sQ: Int32, sK: Int32, rScore):
-        kind = cutlass.const_expr(numeric.ptx_name(self.dtype))
+        kind = cutlass.const_expr(numeric.ptx_name(self.product_type))
         count = cutlass.const_expr(self.key_tile // 2)
         of_queries = hopper.descriptor(sQ, self.block_bytes, 0)
         of_keys = hopper.descriptor(sK, self.block_bytes, 0)
@@ -374,7 +430,7 @@ class PrefillHopper(HopperProducer):
 
     @cute.jit
     def start_output(self, sV: Int32, rP, rOut):
-        kind = cutlass.const_expr(numeric.ptx_name(self.dtype))
+        kind = cutlass.const_expr(numeric.ptx_name(self.product_type))
         count = cutlass.const_expr(self.head_dim // 2)
         of_values = hopper.descriptor(sV, self.block_bytes, self.key_tile * self.block_bytes)
         hopper.wgmma_fence()
@@ -388,7 +444,7 @@ class PrefillHopper(HopperProducer):
 
     @cute.jit
     def pack(self, rScore, rP):
-        kind = cutlass.const_expr(numeric.ptx_name(self.dtype))
+        kind = cutlass.const_expr(numeric.ptx_name(self.product_type))
         for i in cutlass.range_constexpr(self.key_tile // 4):
             rP[i] = ptx.pack_f32x2(rScore[2 * i], rScore[2 * i + 1], kind)
 
@@ -423,8 +479,8 @@ class PrefillHopper(HopperProducer):
             highest = ptx.fmax(some[0], some[1])
             highest = ptx.fmax(highest, cute.arch.shuffle_sync_bfly(highest, 1))
             highest = ptx.fmax(highest, cute.arch.shuffle_sync_bfly(highest, 2))
-            exceed = (highest - rMax[r]) * scale > self.rescale_slack
-            factor = ptx.exp2_approx((rMax[r] - highest) * scale)
+            exceed = (highest - rMax[r]) * scale[r] > self.rescale_slack
+            factor = ptx.exp2_approx((rMax[r] - highest) * scale[r])
             rFactor[r] = cutlass.select_(exceed, factor, Float32(1.0))
             rMax[r] = cutlass.select_(exceed, highest, rMax[r])
 
@@ -433,12 +489,12 @@ class PrefillHopper(HopperProducer):
         """The second half: scores become weights, and are added to the sums."""
         rMax, rSum = sums.rMax, sums.rSum
         for r in cutlass.range_constexpr(2):
-            base = -self.log2_unit(rMax[r], scale)
+            base = -self.log2_unit(rMax[r], scale[r])
             totals = [rSum[r] * rFactor[r], Float32(0.0)]
             for n in cutlass.range_constexpr(self.key_tile // 8):
                 for e in cutlass.range_constexpr(2):
                     i = cutlass.const_expr(4 * n + 2 * r + e)
-                    weight = ptx.exp2_approx(ptx.fma(rScore[i], scale, base))
+                    weight = ptx.exp2_approx(ptx.fma(rScore[i], scale[r], base))
                     totals[e] += weight
                     rScore[i] = weight
             rSum[r] = totals[0] + totals[1]

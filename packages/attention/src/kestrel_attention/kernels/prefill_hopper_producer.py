@@ -3,7 +3,7 @@
 Each warp loads a quarter of a tile: by TMA, in boxes of 16 keys that follow one another in memory, or by cp.async, for
 which lanes look up the rows that they copy. Only cp.async can put zeros in place of values whose keys do not exist.
 Copies arrive at mbarriers. FP8 codes are copied to a staging buffer; the thread that copied them converts them,
-exactly, into a pipeline stage. Long calls of unequal work count the works that are taken.
+exactly, into f16 in a pipeline stage. Long calls of unequal work count the works that are taken.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ class Pipe(NamedTuple):
     exists: Int32  # words with a bit for each key of a tile, of twice as many tiles as stages
     works: Int32  # a Work per buffer of queries
     following: Int32  # two words for the index of the next work
+    codes_full: Int32  # a barrier of each producer warp for its boxes of key codes, then of value codes
     key_map: Int64  # address of the tensor map of keys, and of values
     value_map: Int64
 
@@ -105,10 +106,6 @@ class HopperProducer(PrefillBase):
         return (1 << self.loaded_rows) - 1
 
     @property
-    def block_units(self) -> int:
-        return self.block_bytes // 16
-
-    @property
     def query_bytes(self) -> int:
         """Bytes of the queries of a warpgroup."""
         return WARPGROUP_ROWS * self.stored_row_bytes
@@ -117,6 +114,35 @@ class HopperProducer(PrefillBase):
     def buffer_bytes(self) -> int:
         """Bytes of the queries of a thread block."""
         return self.consumers * self.query_bytes
+
+    @property
+    def product_type(self) -> type[cutlass.Numeric]:
+        """Of the operands of matrix products. f16 holds all codes; it takes one instruction to decode two."""
+        return cutlass.Float16 if self.codes else self.dtype
+
+    @property
+    def box_bytes(self) -> int:
+        """Bytes of a row of a column block of loaded keys or values: a box of TMA has BOX_ROWS such rows."""
+        return self.block_bytes * self.stored_bytes // self.element_bytes if self.row_blocks == 1 else 128
+
+    @property
+    def row_boxes(self) -> int:
+        """Column blocks of a row of loaded keys or values."""
+        return self.stored_row_bytes * self.stored_bytes // self.element_bytes // self.box_bytes
+
+    @property
+    def code_barriers(self) -> int:
+        """Barriers of boxes of codes."""
+        return 2 * self.warps if self.codes and self.boxes else 0
+
+    @property
+    def copied_keys(self) -> bool:
+        """Keys come to their stage by cp.async, at which every producer thread arrives; else one of each warp does."""
+        return not self.codes and not self.boxes
+
+    @property
+    def copied_values(self) -> bool:
+        return not self.codes and not self.boxes
 
     @property
     def shared_bytes(self) -> int:
@@ -197,7 +223,7 @@ class HopperProducer(PrefillBase):
                 hopper.mbarrier_arrive_after_copies(pipe.queries_full + 8 * buffer)
                 works += 1
                 if cutlass.const_expr(self.codes):
-                    self.produce_codes(pipe, scalars, keys, work, rPage, loaded, warp, lane)
+                    self.produce_codes(pipe, scalars, keys, work, kv_head, rPage, loaded, warp, lane)
                 else:
                     self.produce_rows(pipe, keys, work, kv_head, rPage, loaded, warp, lane)
                 loaded += work.num_tiles
@@ -275,59 +301,96 @@ class HopperProducer(PrefillBase):
             n += 1
 
     @cute.jit
-    def produce_codes(self, pipe: Pipe, scalars, keys: Keys, work: Work, rPage, loaded, warp, lane):
-        """The same for FP8 codes: a thread copies codes one tile ahead, and converts them into the stage."""
+    def produce_codes(self, pipe: Pipe, scalars, keys: Keys, work: Work, kv_head, rPage, loaded, warp, lane):
+        """The same for FP8 codes: a warp loads codes one tile ahead, and converts them into the stage."""
         of_values = cutlass.const_expr(self.tile_bytes // 2)
         found = self.locate(keys, rPage, self.tile_at(work, Int32(0)), warp, lane)
-        ptx.cp_async_wait(0)  # the last copies of the work before write the same memory
+        exists = found.exists
+        if cutlass.const_expr(not self.boxes):
+            ptx.cp_async_wait(0)  # the last copies of the work before write the same memory
         if work.num_tiles > 0:
-            self.copy_codes(keys, pipe.codes, keys.key_base, found.key, found.exists, warp, lane)
-            self.copy_codes(keys, pipe.codes + of_values, keys.value_base, found.value, found.exists, warp, lane)
+            for i in cutlass.range_constexpr(2):
+                self.load_codes(pipe, keys, i, found, exists, kv_head, warp, lane)
             if work.num_tiles > 1:
                 self.look_up(rPage, keys, self.tile_at(work, Int32(1)), warp, lane)
-        exists = found.exists
         n = Int32(0)
         while n < work.num_tiles:
             at = loaded + n
             stage, parity = at % self.num_stages, (at // self.num_stages & 1) ^ 1
             found = self.locate(keys, rPage, self.tile_at(work, n + 1), warp, lane)
-            following = Uint32(cutlass.select_(n + 1 < work.num_tiles, found.exists, Uint32(0)))
-            ptx.cp_async_wait(1)
-            hopper.mbarrier_wait(pipe.keys_empty + 8 * stage, parity)
-            self.publish_exists(pipe, at, stage, exists, warp, lane)
-            self.decode_codes(scalars, pipe.codes, pipe.keys + stage * self.tile_bytes, warp, lane)
-            hopper.mbarrier_arrive(pipe.keys_full + 8 * stage)
-            self.copy_codes(keys, pipe.codes, keys.key_base, found.key, following, warp, lane)
-            ptx.cp_async_wait(1)
-            hopper.mbarrier_wait(pipe.values_empty + 8 * stage, parity)
-            self.decode_codes(scalars, pipe.codes + of_values, pipe.values + stage * self.tile_bytes, warp, lane)
-            hopper.mbarrier_arrive(pipe.values_full + 8 * stage)
-            self.copy_codes(keys, pipe.codes + of_values, keys.value_base, found.value, following, warp, lane)
+            more = n + 1 < work.num_tiles
+            following = Uint32(cutlass.select_(more, found.exists, Uint32(0)))
+            if lane == 0:
+                self.store_exists(pipe, at, exists, warp)
+            for i in cutlass.range_constexpr(2):
+                self.wait_for_codes(pipe, i, at, exists, warp, lane)
+                hopper.mbarrier_wait((pipe.values_empty if i else pipe.keys_empty) + 8 * stage, parity)
+                to = (pipe.values if i else pipe.keys) + stage * self.tile_bytes
+                self.decode_codes(scalars, pipe.codes + i * of_values, to, warp, lane)
+                cute.arch.sync_warp()
+                if lane == 0:
+                    hopper.mbarrier_arrive((pipe.values_full if i else pipe.keys_full) + 8 * stage)
+                if cutlass.const_expr(self.boxes):
+                    if more:
+                        self.load_codes(pipe, keys, i, found, following, kv_head, warp, lane)
+                else:  # also without another tile, so that groups stay in step
+                    self.load_codes(pipe, keys, i, found, following, kv_head, warp, lane)
             if n + 2 < work.num_tiles:
                 self.look_up(rPage, keys, self.tile_at(work, n + 2), warp, lane)
             exists = following
             n += 1
 
     @cute.jit
+    def load_codes(self, pipe: Pipe, keys: Keys, i: cutlass.Constexpr, found: Located, exists, kv_head, warp, lane):
+        """Start loading the codes of the warp's keys (i 0) or values (i 1) of a tile."""
+        to = pipe.codes + i * (self.tile_bytes // 2)
+        if cutlass.const_expr(self.boxes):
+            full = pipe.codes_full + 8 * (i * self.warps + warp)
+            box = self.box_of(found, kv_head, lane)
+            self.load_boxes((pipe.key_map, pipe.value_map)[i], to, box, full, warp, lane)
+        else:
+            base, offset = (keys.key_base, found.key) if cutlass.const_expr(i == 0) else (keys.value_base, found.value)
+            self.copy_codes(keys, to, base, offset, exists, warp, lane)
+
+    @cute.jit
+    def wait_for_codes(self, pipe: Pipe, i: cutlass.Constexpr, at, exists, warp, lane):
+        """Wait for them; values that do not exist become zeros."""
+        if cutlass.const_expr(self.boxes):
+            hopper.mbarrier_wait(pipe.codes_full + 8 * (i * self.warps + warp), at & 1)
+            if cutlass.const_expr(i == 1):
+                self.clear_missing(pipe, exists, warp, lane)
+        else:
+            ptx.cp_async_wait(1)
+
+    @cute.jit
+    def clear_missing(self, pipe: Pipe, exists, warp, lane):
+        """Zeros for the codes of values that do not exist."""
+        if exists != self.all_rows:
+            codes = pipe.codes + self.tile_bytes // 2 + self.place_of_codes(warp, lane)
+            for k in cutlass.range_constexpr(self.code_vectors):
+                if (exists >> Uint32(lane // self.stored_units + k * self.rows_of_vectors)) & 1 == 0:
+                    ptx.store_shared(self.next_codes(codes, k), [Uint32(0)] * 4)
+
+    @cute.jit
     def box_of(self, found: Located, kv_head, lane):
         """The coordinates of the lane's box of the warp's keys, whatever tensor it is loaded from.
 
-        Lane l loads column block l % row_blocks of 16 rows.
+        Lane l loads column block l % row_boxes of 16 rows.
         """
-        first = lane // self.row_blocks * BOX_ROWS
+        first = lane // self.row_boxes * BOX_ROWS
         slot = Int32(cute.arch.shuffle_sync(Int32(found.slot), first))
         block = Int32(cute.arch.shuffle_sync(Int32(found.block), first))
-        return lane % self.row_blocks * (self.block_bytes // 2), slot, kv_head, block
+        return lane % self.row_boxes * (self.box_bytes // self.stored_bytes), slot, kv_head, block
 
     @cute.jit
     def load_boxes(self, tensor_map: Int64, to: Int32, box, full: Int32, warp, lane):
         """Start loading the warp's rows of a tile by TMA, and arrive; ``full`` waits for their bytes too."""
-        first = warp * self.loaded_rows + lane // self.row_blocks * BOX_ROWS
-        to = to + (lane % self.row_blocks * self.key_tile + first) * self.block_bytes
+        first = warp * self.loaded_rows + lane // self.row_boxes * BOX_ROWS
+        to = to + (lane % self.row_boxes * self.key_tile + first) * self.box_bytes
         if lane == 0:
-            hopper.mbarrier_arrive_expecting(full, Int32(self.loaded_rows * self.stored_row_bytes))
+            hopper.mbarrier_arrive_expecting(full, Int32(self.loaded_rows * self.row_boxes * self.box_bytes))
         cute.arch.sync_warp()
-        if lane < self.loaded_rows // BOX_ROWS * self.row_blocks:
+        if lane < self.loaded_rows // BOX_ROWS * self.row_boxes:
             hopper.load_box(to, tensor_map, box, full)
 
     @cute.jit
@@ -342,24 +405,43 @@ class HopperProducer(PrefillBase):
             self.store_exists(pipe, at, exists, warp)
             hopper.mbarrier_arrive(pipe.keys_full + 8 * stage)
 
+    @property
+    def rows_of_vectors(self) -> int:
+        """Rows whose codes a warp loads at once, 16 bytes per lane."""
+        return 32 // self.stored_units
+
+    @property
+    def code_vectors(self) -> int:
+        """How often, for its rows of a tile."""
+        return self.loaded_rows // self.rows_of_vectors
+
+    def place_of_codes(self, warp, lane):
+        """Offset of a lane's first 16 bytes of codes in a tile of codes."""
+        row = warp * self.loaded_rows + lane // self.stored_units
+        return self.place_in(self.box_bytes, self.key_tile, row, lane % self.stored_units)
+
+    def next_codes(self, codes: Int32, k: int):
+        """The place of its vector k, where ``codes`` is that of its first."""
+        more = k * self.rows_of_vectors  # has no bit of row: the swizzle of both is that of each
+        return (codes ^ (16 * hopper.swizzle(self.box_bytes, more))) + more * self.box_bytes
+
     @cute.jit
     def copy_codes(self, keys: Keys, to: Int32, base, offset, exists, warp, lane):
         """Start copying the codes of the warp's rows to where the same thread reads them in decode_codes."""
-        lanes = cutlass.const_expr(self.stored_units)  # of a row, a power of two
         lane = ptx.opaque(lane)
-        row, unit = lane // lanes, lane % lanes
+        row, unit = lane // self.stored_units, lane % self.stored_units
         wanted = cutlass.select_(16 * unit < keys.head_dim, exists >> Uint32(row), Uint32(0))
-        to = to + (warp * 32 + lane) * 16
-        for i in cutlass.range_constexpr(self.loaded_rows * lanes // 32):
-            more = cutlass.const_expr(i * (32 // lanes))
+        to = to + self.place_of_codes(warp, lane)
+        for k in cutlass.range_constexpr(self.code_vectors):
+            more = cutlass.const_expr(k * self.rows_of_vectors)
             source = base + 16 * unit + Int64(cute.arch.shuffle_sync(offset, row + more)) * 16
             valid = cutlass.select_((wanted & (1 << more)) != 0, Int32(16), Int32(0))
-            ptx.cp_async(to + i * (16 * PRODUCERS), source, 16, valid)
+            ptx.cp_async(self.next_codes(to, k), source, 16, valid)
         ptx.cp_async_commit()
 
     @cute.jit
     def decode_codes(self, scalars, codes: Int32, to: Int32, warp, lane):
-        """Convert the copied codes to the dtype, exactly, into a stage."""
+        """Convert the loaded codes to f16, exactly, into a stage."""
         if scalars.codes_are_e5m2 != 0:
             self.decode_all(codes, to, E5m2(), warp, lane)
         else:
@@ -368,31 +450,35 @@ class HopperProducer(PrefillBase):
 
     @cute.jit
     def decode_all(self, codes: Int32, to: Int32, of: cutlass.Constexpr, warp, lane):
-        lanes = cutlass.const_expr(self.stored_units)
+        """A lane converts 16 codes in two halves, so ordered that lanes that access memory together hit 32 banks."""
+        batch = cutlass.const_expr(4 if self.producer_registers > 40 else 1)  # loaded ahead of their use
         lane = ptx.opaque(lane)
-        row, unit = lane // lanes, lane % lanes
-        codes = codes + (warp * 32 + lane) * 16
-        second = unit >> 2 & 1  # lanes that store together hit 32 banks
-        one = to + self.place_of(self.key_tile, warp * self.loaded_rows + row, 2 * unit + second)
-        for i in cutlass.range_constexpr(self.loaded_rows * lanes // 32):
-            more = cutlass.const_expr(i * (32 // lanes))
-            swizzle = cutlass.const_expr(16 * hopper.swizzle(self.block_bytes, more))
-            halves = []
-            for word in ptx.load_shared(codes + i * (16 * PRODUCERS), 4):
-                for pair in of.to_f16(word):
-                    halves.append(self.from_f16(pair))
-            there = (one ^ swizzle) + more * self.block_bytes
-            low = [cutlass.select_(second != 0, halves[4 + k], halves[k]) for k in range(4)]
-            high = [cutlass.select_(second != 0, halves[k], halves[4 + k]) for k in range(4)]
-            ptx.store_shared(there, low)
-            ptx.store_shared(there ^ 16, high)
+        row, unit = lane // self.stored_units, lane % self.stored_units
+        second = (lane >> 3 ^ (lane >> 2 if cutlass.const_expr(self.stored_units > 4) else 0)) & 1
+        codes = codes + self.place_of_codes(warp, lane) + 8 * second
+        to = to + self.place_of(self.key_tile, warp * self.loaded_rows + row, 2 * unit + second)
+        for first in cutlass.range_constexpr(0, self.code_vectors, batch):
+            words = []
+            for k in cutlass.range_constexpr(first, first + batch):
+                source = self.next_codes(codes, k)
+                words.append([ptx.load_shared(there, 2) for there in (source, source ^ 8)])
+            for k in cutlass.range_constexpr(batch):
+                more = cutlass.const_expr((first + k) * self.rows_of_vectors)
+                there = (to ^ (16 * hopper.swizzle(self.block_bytes, more))) + more * self.block_bytes
+                for half in cutlass.range_constexpr(2):
+                    pairs = [pair for word in words[k][half] for pair in of.to_f16(word)]
+                    ptx.store_shared(there ^ (16 * half), pairs)
 
     @cute.jit
     def place_of(self, tile_rows: cutlass.Constexpr, row, unit):
         """Offset of 16 bytes of a row in a tile."""
-        block, of_block = unit // self.block_units, unit % self.block_units
-        swizzled = of_block ^ hopper.swizzle(self.block_bytes, row)
-        return (block * tile_rows + row) * self.block_bytes + swizzled * 16
+        return self.place_in(self.block_bytes, tile_rows, row, unit)
+
+    def place_in(self, block_bytes: int, tile_rows: int, row, unit):
+        """The same in column blocks of any width."""
+        block, of_block = unit // (block_bytes // 16), unit % (block_bytes // 16)
+        swizzled = of_block ^ hopper.swizzle(block_bytes, row)
+        return (block * tile_rows + row) * block_bytes + swizzled * 16
 
     @cute.jit
     def load_rows(self, keys: Keys, to: Int32, base, offset, exists, warp, lane):

@@ -279,18 +279,17 @@ class HopperPrefillVariant:
 class Fp8PrefillVariant(HopperPrefillVariant):
     """The same for e4m3 queries, keys and values, with e4m3 matrix products (prefill_fp8.py)."""
 
-    staging: int = 2
+    staging: int = 3
     output_parts: int = 1
-
-    @property
-    def name(self) -> str:
-        return f"prefill_{self.dtype}_e4m3_hopper_d{self.head_dim}{'_long' if self.long else ''}"
+    pairs: bool = False
+    """The products of two tiles at a time, and consumers in turn (prefill_fp8_pairs.py)."""
 
     def kernel(self, arch: str) -> tuple[Any, tuple[Any, ...]]:
         """The kernel object and the arguments to compile it with."""
         from .prefill_fp8 import PrefillFp8
+        from .prefill_fp8_pairs import PrefillFp8Pairs
 
-        kernel = PrefillFp8(
+        kernel = (PrefillFp8Pairs if self.pairs else PrefillFp8)(
             dtype=numeric_type(self.dtype),
             head_dim=self.head_dim,
             key_tile=self.key_tile,
@@ -305,6 +304,8 @@ class Fp8PrefillVariant(HopperPrefillVariant):
             consumer_registers=self.consumer_registers,
             staging=self.staging,
             output_parts=self.output_parts,
+            boxes=self.boxes,
+            turns=self.pairs,
         )
         return kernel, kernel.arguments()
 
@@ -421,23 +422,27 @@ PREFILL_HOPPER = tuple(
     )
 )
 
-PREFILL_HOPPER += tuple(replace(v, boxes=True) for v in PREFILL_HOPPER if v.cache == "same")
+PREFILL_HOPPER += tuple(replace(v, boxes=True) for v in PREFILL_HOPPER)
 
 PREFILL_FP8 = (
-    Fp8PrefillVariant("bf16", 64, "e4m3", num_stages=4, staging=3),
+    Fp8PrefillVariant("bf16", 64, "e4m3", num_stages=4),
     Fp8PrefillVariant(
         "bf16",
         64,
         "e4m3",
         num_stages=4,
-        staging=3,
         output_parts=2,
         consumers=3,
         producer_registers=32,
         consumer_registers=160,
         long=True,
     ),
-    Fp8PrefillVariant("bf16", 128, "e4m3", num_stages=4, staging=3, output_parts=2),
+    *(
+        Fp8PrefillVariant(
+            "bf16", 128, "e4m3", num_stages=4, boxes=boxes, producer_registers=40, consumer_registers=232, pairs=True
+        )
+        for boxes in (False, True)
+    ),
 )
 
 VARIANTS: tuple[
@@ -497,10 +502,10 @@ def prefilling_on_hopper(
     return min(fitting, key=lambda v: (v.head_dim, v.long != long, v.boxes != boxes), default=None)
 
 
-def prefilling_in_fp8(head_dim: int, long: bool = False) -> Fp8PrefillVariant | None:
-    """The compiled variant with e4m3 matrix products for a head dimension, or None. long: see HopperPrefillVariant."""
+def prefilling_in_fp8(head_dim: int, long: bool = False, boxes: bool = False) -> Fp8PrefillVariant | None:
+    """The compiled variant with e4m3 matrix products for a head dimension, or None. long, boxes: see there."""
     fitting = [v for v in PREFILL_FP8 if v.head_dim >= head_dim]
-    return min(fitting, key=lambda v: (v.head_dim, v.long != long), default=None)
+    return min(fitting, key=lambda v: (v.head_dim, v.long != long, v.boxes != boxes), default=None)
 
 
 def compilable(dtype: str, cache: str, head_dim: int) -> tuple[DecodeVariant, ...]:
