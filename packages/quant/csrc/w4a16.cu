@@ -113,10 +113,10 @@ bool has_wgmma(DLDevice device) {
 }
 
 // x: [T, K]. scratch: float32, [8 * T * N] or kMaxPartial if that is less; or None: then K is cut only as far as
-// clusters go. T is at most 128. With T * ceil(K / 64) * 32 more floats, for x, w4a16_wgmma_kernel runs on sm_90
-// instead, for any T.
+// clusters go. T is at most 128; with `wgmma`, for which there is scratch, any T.
 void w4a16_linear(TensorView out, TensorView x, TensorView codes, TensorView scales, OptionalTensor zeros,
-                  int64_t group_size, OptionalTensor bias, OptionalTensor scratch) {
+                  int64_t group_size, OptionalTensor bias, OptionalTensor scratch,
+                  bool wgmma) {
   const Checks check("w4a16_linear");
   check.dtype("x", x, {kBFloat16, kFloat16, kFloat32});
   check.rank("x", x, 2, 2);
@@ -158,16 +158,14 @@ void w4a16_linear(TensorView out, TensorView x, TensorView codes, TensorView sca
   if (!aligned16(p.x) || (tokens > 1 && p.x_stride % 16)) unsupported("rows of x that are not aligned to 16 bytes");
   const DLDevice device = x.device();
   const DeviceGuard guard(device.device_id);
-  const int64_t floats = std::min(kMaxSplits * tokens * rows, kMaxPartial), x_floats = tokens * p.blocks * kBlock / 2;
-  const bool wide = scratch.has_value() && (*scratch).numel() >= floats + x_floats && has_wgmma(device);
-  if (tokens > kMaxTokens && !wide) unsupported("more than 128 tokens");
+  if (tokens > kMaxTokens && !wgmma) unsupported("more than 128 tokens");
+  if (wgmma && !(scratch.has_value() && has_wgmma(device))) unsupported("wgmma without scratch memory or on this GPU");
   if (scratch.has_value()) {
-    if ((*scratch).numel() < floats) unsupported("too little scratch memory");
-    p.renumbered = address(*scratch);
-    if (!aligned16(p.renumbered)) unsupported("scratch memory that is not aligned to 16 bytes");
-    p.partial = reinterpret_cast<float*>(p.renumbered) + (wide ? x_floats : 0);
+    if ((*scratch).numel() < std::min(kMaxSplits * tokens * rows, kMaxPartial)) unsupported("too little scratch memory");
+    p.partial = reinterpret_cast<float*>(address(*scratch));
+    if (!aligned16(p.partial)) unsupported("scratch memory that is not aligned to 16 bytes");
   }
-  if (wide) return launch_w4a16_wgmma(p, x.dtype(), device);
+  if (wgmma) return launch_w4a16_wgmma(p, x.dtype(), device);
   same_dtype(x.dtype(), kBFloat16) ? launch_linear<__nv_bfloat16>(p, device) : launch_linear<__half>(p, device);
 }
 

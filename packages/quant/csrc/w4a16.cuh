@@ -15,6 +15,7 @@
 #include <kestrel/pdl.cuh>
 #include <kestrel/ptx/cluster.cuh>
 #include <kestrel/ptx/cp_async.cuh>
+#include <kestrel/ptx/matrix.cuh>
 #include <kestrel/ptx/mma.cuh>
 #include <kestrel/ptx/named_barrier.cuh>
 #include <kestrel/ptx/shared.cuh>
@@ -36,7 +37,6 @@ struct W4Params {
   const char* bias = nullptr;            // [N]
   char* out = nullptr;                   // [T, N]
   float* partial = nullptr;              // [splits, T, N], where a second kernel adds up; else null
-  char* renumbered = nullptr;            // x for w4a16_wgmma_kernel, [T, blocks * 64]
   int64_t x_stride = 0, out_stride = 0;  // bytes
   int tokens = 0, outputs = 0, width = 0;
   int groups = 0, group = 0;  // of K that share a scale: their number and size
@@ -49,7 +49,7 @@ struct W4Params {
 };
 
 // The rows and tokens of a CTA, and its warps.
-template <int N_TILES_, int M_TILES_, int WARPS_, int STAGES_, int PARTS_, int MIN_CTAS_ = 1>
+template <int N_TILES_, int M_TILES_, int WARPS_, int STAGES_, int PARTS_, bool SUMS_X_ = (N_TILES_ <= 2)>
 struct W4Tile {
   static constexpr int n_tiles = N_TILES_;  // of 8 tokens
   static constexpr int m_tiles = M_TILES_;  // of 16 rows, a warp
@@ -57,10 +57,9 @@ struct W4Tile {
   static constexpr int rows = 16 * m_tiles * warps;
   static constexpr int threads = 32 * warps;  // of a slice of K
   static constexpr int parts = PARTS_;        // slices of K of a CTA, at most
-  static constexpr int min_ctas = MIN_CTAS_;  // of an SM
   // Products of base + code, and base + zero times the sum of x taken away: cheaper where a code serves few
   // tokens.
-  static constexpr bool sums_x = n_tiles <= 2;
+  static constexpr bool sums_x = SUMS_X_;
   static constexpr int stages = STAGES_;
   static constexpr int tokens = 8 * n_tiles;
   static constexpr int x_copies = (tokens * 2 * kLineBytes / 16 + threads - 1) / threads;  // a thread and stage
@@ -247,7 +246,7 @@ __device__ __forceinline__ void finish_sums(const W4Params& p, const W4Sums& sum
 
 // GROUP: 32, 64, or 128 for groups that are multiples of 128 or whole rows. N is a multiple of 8.
 template <typename T, int GROUP, typename Tile>
-__global__ void __launch_bounds__(Tile::threads* Tile::parts, Tile::min_ctas)
+__global__ void __launch_bounds__(Tile::threads* Tile::parts, 1)
     w4a16_kernel(const __grid_constant__ W4Params p) {
   using Stage = W4Stage<Tile, GROUP>;
   constexpr int MT = Tile::m_tiles, NT = Tile::n_tiles, S = Tile::stages;
@@ -312,13 +311,14 @@ __global__ void __launch_bounds__(Tile::threads* Tile::parts, Tile::min_ctas)
     }
   };
 
-  // x: a warp copies 256 bytes of two tokens; odd tokens have the halves of their lines exchanged, so that
-  // fragments are read without bank conflicts. Columns of tokens that do not exist are never stored, so they may
-  // hold anything.
+  // x: a warp copies 256 bytes of two tokens, in the 128-byte swizzle. Columns of tokens that do not exist are never
+  // stored, so they may hold anything.
   constexpr int kTokensOfCopy = Tile::threads / 16;
   const int x_token = thread / 16, x_byte = thread % 16 * 16;
-  const uint32_t x_place = Stage::x + (x_byte / kLineBytes * Tile::tokens + x_token) * kLineBytes +
-                           (x_byte % kLineBytes ^ (x_token & 1) * 64);
+  const uint32_t x_line = Stage::x + (x_byte / kLineBytes * Tile::tokens + x_token) * kLineBytes +
+                          (x_byte % kLineBytes ^ x_token % 8 * 16);
+  static_assert(8 % kTokensOfCopy == 0 || kTokensOfCopy % 8 == 0);
+  const auto x_place = [&](int token) { return (x_line ^ token % 8 * 16) + token * kLineBytes; };  // of x_token + token
   const char* x_at = p.x + (first_token + x_token) * p.x_stride + int64_t{first_step} * (kStep * 2) + x_byte;
   int x_left = p.width * 2 - first_step * (kStep * 2) - x_byte;  // bytes of the row from x_at on
 
@@ -348,7 +348,7 @@ __global__ void __launch_bounds__(Tile::threads* Tile::parts, Tile::min_ctas)
     for (int j = 0; j < kBatch; ++j) {
       const int s = (first + j) / Tile::x_copies, token = (first + j) % Tile::x_copies * kTokensOfCopy;
       if (s < S - 1 && x_token + token < tokens) {
-        *reinterpret_cast<uint4*>(memory + s * Stage::bytes + x_place + token * kLineBytes) = v[j];
+        *reinterpret_cast<uint4*>(memory + s * Stage::bytes + x_place(token)) = v[j];
       }
     }
   }
@@ -361,7 +361,7 @@ __global__ void __launch_bounds__(Tile::threads* Tile::parts, Tile::min_ctas)
   // tile. With Tile::sums_x an MMA with ones sums x, so that base + zero can be taken away from the products
   // afterwards.
   float acc[MT][NT][4] = {};
-  const uint32_t from_x = shared + Stage::x + group * kLineBytes + (quad * 16 ^ (group & 1) * 64);
+  const uint32_t from_x = shared + Stage::x + lane % 8 * kLineBytes + (lane / 8 ^ lane % 8) * 16;
   const uint32_t from_x_halves[2] = {from_x, from_x ^ 64};
   const uint32_t one = Decoder<T>::bf16 ? 0x3f803f80u : 0x3c003c00u, ones[4] = {one, one, one, one};
   const uint32_t from_scales = shared + Stage::scales + (warp * MT * 16 + group) * 2;
@@ -376,7 +376,7 @@ __global__ void __launch_bounds__(Tile::threads* Tile::parts, Tile::min_ctas)
       for (int i = 0; i < Tile::x_copies; ++i) {
         const int token = i * kTokensOfCopy;
         if (x_token + token < tokens) {
-          ptx::cp_async16_or_zero(shared + free_stage + x_place + token * kLineBytes,
+          ptx::cp_async16_or_zero(shared + free_stage + x_place(token),
                                   x_left > 0 ? x_at + token * p.x_stride : p.x, x_left > 0);
         }
       }
@@ -422,16 +422,16 @@ __global__ void __launch_bounds__(Tile::threads* Tile::parts, Tile::min_ctas)
               }
             }
           }
-          uint4 b[NT];
+          uint32_t b[NT][4];
 #pragma unroll
           for (int j = 0; j < NT; ++j) {
-            b[j] = ptx::load_shared_uint4(from_x_halves[h] + at + (block * Tile::tokens + j * 8) * kLineBytes);
+            ptx::load_matrices(from_x_halves[h] + at + (block * Tile::tokens + j * 8) * kLineBytes, b[j]);
           }
 #pragma unroll
           for (int w = 0; w < 2; ++w) {  // neighbouring products do not wait for each other
 #pragma unroll
             for (int j = 0; j < NT; ++j) {
-              const uint32_t low = w ? b[j].z : b[j].x, high = w ? b[j].w : b[j].y;
+              const uint32_t low = b[j][2 * w], high = b[j][2 * w + 1];
               if constexpr (Tile::sums_x) ptx::mma_16x8x16(x_sum[j], ones, low, high, T());
 #pragma unroll
               for (int i = 0; i < MT; ++i) ptx::mma_16x8x16(product[i][j], a[i][w], low, high, T());
@@ -507,6 +507,21 @@ __global__ void __launch_bounds__(kW4SumThreads) w4a16_sum_kernel(const __grid_c
   store_sums<T>(p, token, row, sum);
 }
 
+// Lane q of four neighbours gets element q of each: v[i] of lane i.
+__device__ __forceinline__ void transpose_quad(uint32_t (&v)[4], int quad) {
+#pragma unroll
+  for (int bit = 1; bit < 4; bit *= 2) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (i & bit) continue;
+      const bool upper = quad & bit;
+      const uint32_t other = __shfl_xor_sync(~0u, upper ? v[i] : v[i + bit], bit);
+      v[i] = upper ? other : v[i];
+      v[i + bit] = upper ? v[i + bit] : other;
+    }
+  }
+}
+
 constexpr int kW4DequantWarps = 8;
 
 // The weight itself, [N, K] in T, rounded once: a warp takes blocks of 16 rows and 64 k.
@@ -525,24 +540,28 @@ __global__ void __launch_bounds__(32 * kW4DequantWarps) w4_dequant_kernel(const 
   pdl_trigger();
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    const int k = block * kBlock + h * 32 + quad * 8;
+    const int k = block * kBlock + h * 32;
     if (k >= p.width) continue;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int row = tile * 16 + r * 8 + group;
-      if (row >= p.outputs) continue;
-      const int64_t of = int64_t{k / p.group} * p.outputs + row;
+      const bool valid = row < p.outputs && k + quad * 8 < p.width;
+      const int64_t of = int64_t{k / p.group} * p.outputs + (row < p.outputs ? row : 0);
       const float scale = widen<T>(scales[of]);
       const int zero = zeros ? zeros[of] : 8;
       uint32_t v[4];
 #pragma unroll
-      for (int pair = 0; pair < 4; ++pair) {  // elements 2 pair and 2 pair + 1 of eight
-        const uint32_t word = words[2 * h + pair / 2] >> (4 * (pair % 2 * 2 + r));
+      for (int j = 0; j < 4; ++j) {  // columns 8 j + 2 quad and the next one
+        const uint32_t word = words[2 * h + j / 2] >> (4 * (j % 2 * 2 + r));
         const float first = static_cast<float>(static_cast<int>(word & 15) - zero) * scale;
         const float second = static_cast<float>(static_cast<int>(word >> 16 & 15) - zero) * scale;
-        v[pair] = narrow<T>(first) | narrow<T>(second) << 16;
+        v[j] = narrow<T>(first) | narrow<T>(second) << 16;
       }
-      *reinterpret_cast<uint4*>(p.out + row * p.out_stride + int64_t{k} * 2) = make_uint4(v[0], v[1], v[2], v[3]);
+      transpose_quad(v, quad);
+      if (valid) {
+        *reinterpret_cast<uint4*>(p.out + row * p.out_stride + int64_t{k + quad * 8} * 2) =
+            make_uint4(v[0], v[1], v[2], v[3]);
+      }
     }
   }
 }

@@ -33,8 +33,7 @@ void launch_tile(const W4Params& params, DLDevice device) {
                Tile::rows);
   };
   constexpr int kWords = kBlockBytes / 8;  // of a block
-  const int64_t x_bytes = int64_t{p.blocks} * kBlock * 2;
-  p.x_map = matrix_map(p.renumbered, true, p.tokens, p.blocks * kBlock, x_bytes, Tile::tokens);
+  p.x_map = matrix_map(p.x, true, p.tokens, p.width, p.x_stride, Tile::tokens);
   p.code_map = map(p.codes, CU_TENSOR_MAP_DATA_TYPE_UINT64, (p.outputs + 15) / 16, int64_t{p.blocks} * kWords,
                    int64_t{p.blocks} * kBlockBytes, Tile::rows / 16, 2 * kWords);
   p.scale_map = rows_map(p.scales);
@@ -59,9 +58,6 @@ void launch_type(const W4Params& p, DLDevice device) {
 }
 
 void launch_w4a16_wgmma(const W4Params& p, DLDataType dtype, DLDevice device) {
-  const int64_t parts = int64_t{p.tokens} * p.blocks * 2;
-  launch_pdl(w4_renumber_kernel, dim3(static_cast<unsigned>((parts + kRenumberThreads - 1) / kRenumberThreads)),
-             dim3(kRenumberThreads), device, p);
   same_dtype(dtype, kBFloat16) ? launch_type<__nv_bfloat16>(p, device) : launch_type<__half>(p, device);
 }
 

@@ -1,8 +1,7 @@
 // x [T, K] times a weight [N, K] of 4-bit codes, transposed, on Hopper: for more tokens than w4a16.cuh is for.
 //
 // A CTA has 256 rows of the weight, operand A of wgmma, decoded in registers; TOKENS of x, operand B; and a slice of K.
-// The packed layout is A's fragments with the k of 32 columns renumbered, so a first kernel writes x in that order. One
-// thread loads x, codes and scales (TMA). Consumer warpgroups have 64 or 128 rows each: while one decodes, others
+// The packed layout is A's fragments. One thread loads x, codes and scales (TMA). Consumer warpgroups have 64 or 128 rows each: while one decodes, others
 // multiply. Scaled::sums: products of whole codes are added over a group and then scaled, as in w4a16.cuh.
 // Scaled::weights: each weight is scaled and rounded once. Slices of K are added in order, as in w4a16.cuh.
 #pragma once
@@ -39,7 +38,7 @@ struct W4WideTile {
 
 // The tensor maps of what a stage holds. Loads fill what does not exist with zeros.
 struct W4WideParams : W4Params {
-  CUtensorMap x_map;      // [T, K], renumbered
+  CUtensorMap x_map;      // [T, K]
   CUtensorMap code_map;   // [N / 16, K / 16], of 8 bytes
   CUtensorMap scale_map;  // [groups, N]
   CUtensorMap zero_map;   // the same; of the scales where there are no zeros
@@ -55,28 +54,6 @@ __device__ __forceinline__ void load_weights(const W4WideParams& p, uint32_t to,
   ptx::tma_load(to, p.code_map, step * (2 * kBlockBytes / 8), first_row / 16, full);
   ptx::tma_load(to + Tile::scales, p.scale_map, first_row, group, full);
   if (p.zeros) ptx::tma_load(to + Tile::zeros, p.zero_map, first_row, group, full);
-}
-
-constexpr int kRenumberThreads = 128;
-
-// x in the order of k of A's fragments: the 16 words of 32 columns transposed as a 4 x 4 matrix. A thread has 32
-// columns of a token; p.renumbered is [T, blocks * 64], 0 where K has ended.
-__global__ void __launch_bounds__(kRenumberThreads) w4_renumber_kernel(const __grid_constant__ W4Params p) {
-  pdl_wait();
-  pdl_trigger();
-  const int parts = p.blocks * 2;
-  const int64_t at = int64_t{blockIdx.x} * kRenumberThreads + threadIdx.x;
-  if (at >= int64_t{p.tokens} * parts) return;
-  const int token = static_cast<int>(at / parts), part = static_cast<int>(at % parts);
-  const uint4* const from = reinterpret_cast<const uint4*>(p.x + token * p.x_stride + int64_t{part} * 64);
-  uint4 v[4];
-#pragma unroll
-  for (int q = 0; q < 4; ++q) v[q] = part * 32 + q * 8 < p.width ? from[q] : make_uint4(0, 0, 0, 0);
-  uint4* const to = reinterpret_cast<uint4*>(p.renumbered) + at * 4;
-  to[0] = make_uint4(v[0].x, v[1].x, v[2].x, v[3].x);
-  to[1] = make_uint4(v[0].y, v[1].y, v[2].y, v[3].y);
-  to[2] = make_uint4(v[0].z, v[1].z, v[2].z, v[3].z);
-  to[3] = make_uint4(v[0].w, v[1].w, v[2].w, v[3].w);
 }
 
 // What waits for what:

@@ -258,10 +258,8 @@ def _w4a16_linear(
         scratch = None
         if x.is_cuda and (tokens > _TOKENS_OF_CLUSTERS or capability < (9, 0)):
             floats = min(_SPLITS * tokens * rows, _MOST_PARTIAL)
-            if wgmma:  # what the entry point chooses the kernel by
-                floats += tokens * codes.shape[1] * (COLUMNS // 2)  # x, renumbered
             scratch = empty(x, torch.float32, floats)
-        kernels.w4a16_linear(into, x, codes, scales, zeros, group_size, bias, scratch)
+        kernels.w4a16_linear(into, x, codes, scales, zeros, group_size, bias, scratch, wgmma)
     if into.data_ptr() != result.data_ptr():
         result.copy_(into.view(result.shape))
     return result
