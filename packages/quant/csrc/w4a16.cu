@@ -161,8 +161,9 @@ void w4a16_linear(TensorView out, TensorView x, TensorView codes, TensorView sca
   if (tokens > kMaxTokens && !wgmma) unsupported("more than 128 tokens");
   if (wgmma && !(scratch.has_value() && has_wgmma(device))) unsupported("wgmma without scratch memory or on this GPU");
   if (scratch.has_value()) {
-    if ((*scratch).numel() < std::min(kMaxSplits * tokens * rows, kMaxPartial)) unsupported("too little scratch memory");
     p.partial = reinterpret_cast<float*>(address(*scratch));
+    p.partial_floats = (*scratch).numel();
+    if (p.partial_floats < std::min(kMaxSplits * tokens * rows, kMaxPartial)) unsupported("too little scratch memory");
     if (!aligned16(p.partial)) unsupported("scratch memory that is not aligned to 16 bytes");
   }
   if (wgmma) return launch_w4a16_wgmma(p, x.dtype(), device);

@@ -37,6 +37,7 @@ struct W4Params {
   const char* bias = nullptr;            // [N]
   char* out = nullptr;                   // [T, N]
   float* partial = nullptr;              // [splits, T, N], where a second kernel adds up; else null
+  int64_t partial_floats = 0;            // what `partial` has room for
   int64_t x_stride = 0, out_stride = 0;  // bytes
   int tokens = 0, outputs = 0, width = 0;
   int groups = 0, group = 0;  // of K that share a scale: their number and size

@@ -118,7 +118,7 @@ def test_the_kernel_is_given_the_parts_of_the_weight(kernels: Kernels) -> None:
     launch(activations(5, K), w, bias)
     ((_, given),) = kernels.calls
     assert given[:3] == (w.codes, w.scales, w.zeros)
-    assert given[3:] == (GROUP, bias, None)
+    assert given[3:] == (GROUP, bias, False, None)
     launch(activations(MOST + 1, K), w)
     scratch, *parts = kernels.calls[1][1]
     assert (scratch.shape, scratch.dtype) == ((N, K), torch.bfloat16)
@@ -154,7 +154,10 @@ def test_slices_of_k_have_memory_for_their_sums(
     if capability >= (9, 0) and tokens <= 16:
         assert scratch is None
     else:
-        assert (scratch.numel(), scratch.dtype) == (8 * tokens * N, torch.float32)
+        floats = tokens * N
+        if capability == (9, 0) and tokens > 32:  # the wgmma kernel writes whole tiles
+            floats = (tokens + 127) // 128 * 128 * 256
+        assert (scratch.numel(), scratch.dtype) == (8 * floats, torch.float32)
 
 
 @pytest.mark.parametrize(("offset", "pad"), [(0, 1), (1, 7), (1, 0)])

@@ -15,8 +15,8 @@ from ._launch import kernels
 from ._w4_layout import COLUMNS, ROWS, pack_codes
 
 _TOKENS_OF_KERNEL = 128  # beyond them the weight in 16 bits and the vendor's GEMM are as fast or faster
-_WGMMA_TOKENS = range(33, 257)  # on sm_90 these are for the wgmma kernel, where a weight has _WGMMA_WEIGHT elements
-_WGMMA_WEIGHT = 1 << 25
+_WGMMA_TOKENS = range(33, 513)  # on sm_90 these are for the wgmma kernel, where a weight has _WGMMA_WEIGHT elements
+_WGMMA_WEIGHT = 1 << 24
 _TOKENS_OF_CLUSTERS = 16  # beyond them slices of K may be added up by a second kernel
 _SPLITS = 8  # the most slices of K
 _MOST_PARTIAL = 1 << 23  # floats for the sums of slices, whatever their number
@@ -258,6 +258,8 @@ def _w4a16_linear(
         scratch = None
         if x.is_cuda and (tokens > _TOKENS_OF_CLUSTERS or capability < (9, 0)):
             floats = min(_SPLITS * tokens * rows, _MOST_PARTIAL)
+            if wgmma:  # whole tiles
+                floats = min(_SPLITS * -(-tokens // 128) * 128 * -(-rows // 256) * 256, _MOST_PARTIAL)
             scratch = empty(x, torch.float32, floats)
         kernels.w4a16_linear(into, x, codes, scales, zeros, group_size, bias, scratch, wgmma)
     if into.data_ptr() != result.data_ptr():
