@@ -19,9 +19,11 @@ constexpr int64_t kMaxPartial = 1 << 23;  // floats for sums: slices of K times 
 using Tile8Rows32 = W4Tile<1, 1, 2, 3, 8>;
 using Tile8Rows64 = W4Tile<1, 2, 2, 3, 8>;
 using Tile8Rows128 = W4Tile<1, 2, 4, 3, 4>;
+using Tile8LongRows128 = W4Tile<1, 4, 2, 3, 6>;
 using Tile16Rows32 = W4Tile<2, 1, 2, 3, 8>;
 using Tile16Rows64 = W4Tile<2, 2, 2, 3, 8>;
 using Tile16Rows128 = W4Tile<2, 2, 4, 3, 4>;
+using Tile16LongRows128 = W4Tile<2, 4, 2, 3, 6>;
 using Tile32 = W4Tile<4, 2, 4, 4, 2>;
 using Tile64 = W4Tile<8, 2, 4, 3, 2>;
 
@@ -91,6 +93,10 @@ void launch_group(const W4Params& p, DLDevice device) {
     const bool narrow = p.outputs <= 32 * sms && p.steps <= 48;
     if (p.tokens <= 8 && narrow) return launch_tile<T, GROUP, Tile8Rows32, Tile16Rows32>(p, device);
     if (p.tokens <= 16 && narrow) return launch_tile<T, GROUP, Tile16Rows32, Tile16Rows32>(p, device);
+    // Long rows: fewer warps, each with more rows, where two CTAs for each 128 rows fill the GPU.
+    const bool pairs = p.outputs > 48 * sms && p.outputs <= 64 * sms && p.steps >= 96;
+    if (p.tokens <= 8 && pairs) return launch_tile<T, GROUP, Tile8LongRows128, Tile16LongRows128>(p, device);
+    if (p.tokens <= 16 && pairs) return launch_tile<T, GROUP, Tile16LongRows128, Tile16LongRows128>(p, device);
   }
   if (p.tokens <= 8 && !wide) return launch_tile<T, GROUP, Tile8Rows64, Tile16Rows64>(p, device);
   if (p.tokens <= 8) return launch_tile<T, GROUP, Tile8Rows128, Tile16Rows128>(p, device);

@@ -50,7 +50,7 @@ struct W4Params {
 };
 
 // The rows and tokens of a CTA, and its warps.
-template <int N_TILES_, int M_TILES_, int WARPS_, int STAGES_, int PARTS_, bool SUMS_X_ = (N_TILES_ <= 2)>
+template <int N_TILES_, int M_TILES_, int WARPS_, int STAGES_, int PARTS_>
 struct W4Tile {
   static constexpr int n_tiles = N_TILES_;  // of 8 tokens
   static constexpr int m_tiles = M_TILES_;  // of 16 rows, a warp
@@ -58,9 +58,6 @@ struct W4Tile {
   static constexpr int rows = 16 * m_tiles * warps;
   static constexpr int threads = 32 * warps;  // of a slice of K
   static constexpr int parts = PARTS_;        // slices of K of a CTA, at most
-  // Products of base + code, and base + zero times the sum of x taken away: cheaper where a code serves few
-  // tokens.
-  static constexpr bool sums_x = SUMS_X_;
   static constexpr int stages = STAGES_;
   static constexpr int tokens = 8 * n_tiles;
   static constexpr int x_copies = (tokens * 2 * kLineBytes / 16 + threads - 1) / threads;  // a thread and stage
@@ -96,7 +93,6 @@ __device__ __forceinline__ uint32_t masked(uint32_t codes) {
 template <typename T>
 struct Decoder {
   static constexpr bool bf16 = std::is_same_v<T, __nv_bfloat16>;
-  static constexpr float base = 16.f;
   static constexpr uint32_t magic = bf16 ? 0x41804180u : 0x4c004c00u, mask = bf16 ? 0x00780078u : 0x03c003c0u;
   static constexpr uint32_t code_step = bf16 ? 8 : 64;
 
@@ -108,12 +104,12 @@ struct Decoder {
     a[3] = masked<mask, magic>(__funnelshift_r(codes, codes, 12 - first));
   }
 
-  // -(base + zero), twice; a zero point is at most 16.
+  // -(16 + zero), twice; a zero point is at most 16.
   static __device__ __forceinline__ uint32_t minus_offset(uint32_t zero) {
     return ((magic & 0xffffu | 0x8000u) + code_step * zero) * 0x10001u;
   }
 
-  // base + code to code - zero, which is exact.
+  // 16 + code to code - zero, which is exact.
   static __device__ __forceinline__ uint32_t centred(uint32_t pair, uint32_t offset) {
     uint32_t d;
     if constexpr (bf16) {
@@ -359,12 +355,10 @@ __global__ void __launch_bounds__(Tile::threads* Tile::parts, 1)
   // -- main loop --
   //
   // Lane 4 * group + quad holds sums of rows group and group + 8 of an m tile, tokens 2 * quad and the next one of an n
-  // tile. With Tile::sums_x an MMA with ones sums x, so that base + zero can be taken away from the products
-  // afterwards.
+  // tile.
   float acc[MT][NT][4] = {};
   const uint32_t from_x = shared + Stage::x + lane % 8 * kLineBytes + (lane / 8 ^ lane % 8) * 16;
   const uint32_t from_x_halves[2] = {from_x, from_x ^ 64};
-  const uint32_t one = Decoder<T>::bf16 ? 0x3f803f80u : 0x3c003c00u, ones[4] = {one, one, one, one};
   const uint32_t from_scales = shared + Stage::scales + (warp * MT * 16 + group) * 2;
   uint32_t at = 0, free_stage = (S - 1) * Stage::bytes;
   for (int step = first_step; step < last_step; ++step) {
@@ -392,8 +386,7 @@ __global__ void __launch_bounds__(Tile::threads* Tile::parts, 1)
       uint4 words[MT];
 #pragma unroll
       for (int g = 0; g < kGroups; ++g) {
-        float product[MT][NT][4] = {}, x_sum[NT][4] = {};
-        float scale[MT][2], offset[MT][2];
+        float product[MT][NT][4] = {}, scale[MT][2];
         uint32_t minus_offset[MT][2];
 #pragma unroll
         for (int i = 0; i < MT; ++i) {
@@ -403,7 +396,6 @@ __global__ void __launch_bounds__(Tile::threads* Tile::parts, 1)
             const uint32_t of_row = at + from_scales + (of_group * Tile::rows + i * 16 + r * 8) * 2;
             scale[i][r] = widen<T>(load_shared_u16(of_row));
             const uint32_t zero = p.zeros ? load_shared_u16(of_row + Stage::scale_bytes) : 8u;
-            offset[i][r] = Decoder<T>::base + static_cast<float>(zero);
             minus_offset[i][r] = Decoder<T>::minus_offset(zero);
           }
         }
@@ -416,11 +408,9 @@ __global__ void __launch_bounds__(Tile::threads* Tile::parts, 1)
             if (h == 0) words[i] = ptx::load_shared_uint4(own_codes + at + (i * 2 + block) * kBlockBytes);
             Decoder<T>::decode(h == 0 ? words[i].x : words[i].z, a[i][0]);
             Decoder<T>::decode(h == 0 ? words[i].y : words[i].w, a[i][1]);
-            if constexpr (!Tile::sums_x) {
 #pragma unroll
-              for (int j = 0; j < 8; ++j) {
-                a[i][j / 4][j % 4] = Decoder<T>::centred(a[i][j / 4][j % 4], minus_offset[i][j % 2]);
-              }
+            for (int j = 0; j < 8; ++j) {
+              a[i][j / 4][j % 4] = Decoder<T>::centred(a[i][j / 4][j % 4], minus_offset[i][j % 2]);
             }
           }
           uint32_t b[NT][4];
@@ -433,7 +423,6 @@ __global__ void __launch_bounds__(Tile::threads* Tile::parts, 1)
 #pragma unroll
             for (int j = 0; j < NT; ++j) {
               const uint32_t low = b[j][2 * w], high = b[j][2 * w + 1];
-              if constexpr (Tile::sums_x) ptx::mma_16x8x16(x_sum[j], ones, low, high, T());
 #pragma unroll
               for (int i = 0; i < MT; ++i) ptx::mma_16x8x16(product[i][j], a[i][w], low, high, T());
             }
@@ -445,9 +434,7 @@ __global__ void __launch_bounds__(Tile::threads* Tile::parts, 1)
           for (int j = 0; j < NT; ++j) {
 #pragma unroll
             for (int c = 0; c < 4; ++c) {
-              float value = product[i][j][c];
-              if constexpr (Tile::sums_x) value = fmaf(-offset[i][c / 2], x_sum[j][c % 2], value);
-              acc[i][j][c] = fmaf(value, scale[i][c / 2], acc[i][j][c]);
+              acc[i][j][c] = fmaf(product[i][j][c], scale[i][c / 2], acc[i][j][c]);
             }
           }
         }

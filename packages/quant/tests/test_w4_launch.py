@@ -145,7 +145,7 @@ def test_slices_of_k_have_memory_for_their_sums(
 ) -> None:
     """Without it the entry point adds the slices up within a cluster, for up to 16 rows."""
     monkeypatch.setattr(module, "_capability", lambda device: {3: capability}[device])
-    monkeypatch.setattr(module, "_WGMMA_WEIGHT", N * K)
+    monkeypatch.setattr(module, "_WGMMA", ((range(33, 257), N * K),))
     launch(activations(tokens, K).as_subclass(OnGpu), packed())
     if tokens > MOST and capability != (9, 0):
         assert kernels.names == ["dequant", "mm"]
@@ -156,7 +156,7 @@ def test_slices_of_k_have_memory_for_their_sums(
     else:
         floats = tokens * N
         if capability == (9, 0) and tokens > 32:  # the wgmma kernel writes whole tiles
-            floats = (tokens + 127) // 128 * 128 * 256
+            floats = 256 * 256
         assert (scratch.numel(), scratch.dtype) == (8 * floats, torch.float32)
 
 
@@ -164,7 +164,7 @@ def test_slices_of_k_have_memory_for_their_sums(
 def test_many_rows_of_any_alignment_take_the_vendors_gemm(
     kernels: Kernels, monkeypatch: pytest.MonkeyPatch, offset: int, pad: int
 ) -> None:
-    monkeypatch.setattr(module, "_WGMMA_WEIGHT", N * K)
+    monkeypatch.setattr(module, "_WGMMA", ((range(33, 257), N * K),))
     x, w = activations(200 * (K + pad) + offset)[offset:].as_strided((200, K), (K + pad, 1)), packed()
     out = launch(x.as_subclass(OnGpu), w)
     assert kernels.names == ["dequant", "mm"]
