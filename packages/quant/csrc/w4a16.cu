@@ -121,8 +121,7 @@ bool has_wgmma(DLDevice device) {
 // x: [T, K]. scratch: float32, [8 * T * N] or kMaxPartial if that is less; or None: then K is cut only as far as
 // clusters go. T is at most 128; with `wgmma`, for which there is scratch, any T.
 void w4a16_linear(TensorView out, TensorView x, TensorView codes, TensorView scales, OptionalTensor zeros,
-                  int64_t group_size, OptionalTensor bias, OptionalTensor scratch,
-                  bool wgmma) {
+                  int64_t group_size, OptionalTensor bias, OptionalTensor scratch, bool wgmma) {
   const Checks check("w4a16_linear");
   check.dtype("x", x, {kBFloat16, kFloat16, kFloat32});
   check.rank("x", x, 2, 2);

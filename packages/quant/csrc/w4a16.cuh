@@ -243,8 +243,7 @@ __device__ __forceinline__ void finish_sums(const W4Params& p, const W4Sums& sum
 
 // GROUP: 32, 64, or 128 for groups that are multiples of 128 or whole rows. N is a multiple of 8.
 template <typename T, int GROUP, typename Tile>
-__global__ void __launch_bounds__(Tile::threads* Tile::parts, 1)
-    w4a16_kernel(const __grid_constant__ W4Params p) {
+__global__ void __launch_bounds__(Tile::threads* Tile::parts, 1) w4a16_kernel(const __grid_constant__ W4Params p) {
   using Stage = W4Stage<Tile, GROUP>;
   constexpr int MT = Tile::m_tiles, NT = Tile::n_tiles, S = Tile::stages;
   extern __shared__ __align__(128) char all_memory[];
@@ -312,8 +311,8 @@ __global__ void __launch_bounds__(Tile::threads* Tile::parts, 1)
   // stored, so they may hold anything.
   constexpr int kTokensOfCopy = Tile::threads / 16;
   const int x_token = thread / 16, x_byte = thread % 16 * 16;
-  const uint32_t x_line = Stage::x + (x_byte / kLineBytes * Tile::tokens + x_token) * kLineBytes +
-                          (x_byte % kLineBytes ^ x_token % 8 * 16);
+  const uint32_t x_line =
+      Stage::x + (x_byte / kLineBytes * Tile::tokens + x_token) * kLineBytes + (x_byte % kLineBytes ^ x_token % 8 * 16);
   static_assert(8 % kTokensOfCopy == 0 || kTokensOfCopy % 8 == 0);
   const auto x_place = [&](int token) { return (x_line ^ token % 8 * 16) + token * kLineBytes; };  // of x_token + token
   const char* x_at = p.x + (first_token + x_token) * p.x_stride + int64_t{first_step} * (kStep * 2) + x_byte;
@@ -371,8 +370,8 @@ __global__ void __launch_bounds__(Tile::threads* Tile::parts, 1)
       for (int i = 0; i < Tile::x_copies; ++i) {
         const int token = i * kTokensOfCopy;
         if (x_token + token < tokens) {
-          ptx::cp_async16_or_zero(shared + free_stage + x_place(token),
-                                  x_left > 0 ? x_at + token * p.x_stride : p.x, x_left > 0);
+          ptx::cp_async16_or_zero(shared + free_stage + x_place(token), x_left > 0 ? x_at + token * p.x_stride : p.x,
+                                  x_left > 0);
         }
       }
       x_at += kStep * 2;

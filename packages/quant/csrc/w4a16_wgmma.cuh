@@ -15,8 +15,8 @@
 
 namespace kestrel::quant {
 
-// GROUP: as of w4a16_kernel. M_BLOCKS: blocks of 64 rows of a warpgroup. STEP: k of a pipeline stage. BATCH: products of
-// 32 k that are started together.
+// GROUP: as of w4a16_kernel. M_BLOCKS: blocks of 64 rows of a warpgroup. STEP: k of a pipeline stage. BATCH: products
+// of 32 k that are started together.
 //
 // A stage: offsets in bytes of [128 k][m tile][block][lane][16 bytes] of codes, [block][token][128 bytes] of x in the
 // 128-byte swizzle, and [group][row] of scales and zeros.
@@ -91,7 +91,8 @@ __device__ __forceinline__ void store_dsmem_float4(uint32_t address, float4 v) {
 #endif
 }
 
-// One thread: all loads of a CTA. full[stage] waits for it and the bytes of a stage, empty[stage] for the consumer warps.
+// One thread: all loads of a CTA. full[stage] waits for it and the bytes of a stage, empty[stage] for the consumer
+// warps.
 template <typename Tile>
 __device__ __forceinline__ void load_stages(const W4WideParams& p, uint32_t ring, uint64_t* full, const uint64_t* empty,
                                             int first_row, int first_token, int first_step, int steps) {
@@ -272,7 +273,8 @@ __global__ void __launch_bounds__(Tile::threads, 1) w4a16_wgmma_kernel(const __g
   }
   float4* const partial =
       reinterpret_cast<float4*>(p.partial) +
-      ((int64_t{split} * gridDim.y + blockIdx.y) * p.row_tiles + row_tile) * (Tile::fragments * Tile::consumers) + thread;
+      ((int64_t{split} * gridDim.y + blockIdx.y) * p.row_tiles + row_tile) * (Tile::fragments * Tile::consumers) +
+      thread;
 #pragma unroll
   for (int i = 0; i < Tile::fragments; ++i) {
     if (p.cluster > 1 && (i >= kHalf) != (rank == 1)) continue;
@@ -294,10 +296,11 @@ __global__ void __launch_bounds__(128) w4a16_wgmma_sum_kernel(const __grid_const
   const int warpgroup = blockIdx.x % Tile::warpgroups, fragment = blockIdx.x / Tile::warpgroups % Tile::fragments,
             row_tile = blockIdx.x / (Tile::warpgroups * Tile::fragments);
   const int m = fragment / (Tile::tokens / 8), token = blockIdx.y * Tile::tokens + fragment % (Tile::tokens / 8) * 8;
-  const int row = row_tile * Tile::rows + (warpgroup * Tile::m_blocks + m) * 64 + static_cast<int>(threadIdx.x) / 32 * 16;
+  const int row =
+      row_tile * Tile::rows + (warpgroup * Tile::m_blocks + m) * 64 + static_cast<int>(threadIdx.x) / 32 * 16;
   const int64_t pitch = int64_t{gridDim.y} * gridDim.x * 128;
-  const float4* const from = reinterpret_cast<const float4*>(p.partial) +
-                             (int64_t{blockIdx.y} * gridDim.x + blockIdx.x) * 128 + threadIdx.x;
+  const float4* const from =
+      reinterpret_cast<const float4*>(p.partial) + (int64_t{blockIdx.y} * gridDim.x + blockIdx.x) * 128 + threadIdx.x;
   pdl_wait();
   pdl_trigger();
   if (token >= p.tokens) return;
