@@ -11,7 +11,7 @@
 namespace kestrel::quant {
 
 template <typename T, typename Tile>
-void launch_tile(const W4Params& params, DLDevice device) {
+void launch_wide_tile(const W4Params& params, DLDevice device) {
   W4WideParams p;
   static_cast<W4Params&>(p) = params;
   constexpr auto kernel = w4a16_wgmma_kernel<T, Tile>;
@@ -53,32 +53,32 @@ void launch_tile(const W4Params& params, DLDevice device) {
 
 // Tokens of a CTA, then blocks of 64 rows of a warpgroup, warpgroups, k of a stage, products of 32 k started together.
 template <typename T, int GROUP>
-void launch_group(const W4Params& p, DLDevice device) {
-  if (p.tokens <= 32) return launch_tile<T, W4WideTile<32, GROUP, 1, 4, 256, 2>>(p, device);
+void launch_wide_group(const W4Params& p, DLDevice device) {
+  if (p.tokens <= 32) return launch_wide_tile<T, W4WideTile<32, GROUP, 1, 4, 256, 2>>(p, device);
   if (p.tokens <= 64) {
     const bool large = int64_t{p.outputs} * p.width >= 1 << 27;
-    return large ? launch_tile<T, W4WideTile<64, GROUP, 1, 4, 256, 2>>(p, device)
-                 : launch_tile<T, W4WideTile<64, GROUP, 1, 2, 256, 1>>(p, device);
+    return large ? launch_wide_tile<T, W4WideTile<64, GROUP, 1, 4, 256, 2>>(p, device)
+                 : launch_wide_tile<T, W4WideTile<64, GROUP, 1, 2, 256, 1>>(p, device);
   }
   // Many tokens for each weight that is decoded, unless too few tiles are left for the SMs.
   const int tiles = (p.tokens + 255) / 256, row_tiles = (p.outputs + 127) / 128;
   const int sms = device_attribute(cudaDevAttrMultiProcessorCount, device.device_id);
   if (p.tokens <= 128 || row_tiles * tiles < sms * 15 / 32) {
-    return launch_tile<T, W4WideTile<128, GROUP, 1, 2, 128, 1>>(p, device);
+    return launch_wide_tile<T, W4WideTile<128, GROUP, 1, 2, 128, 1>>(p, device);
   }
-  if (p.tokens <= tiles * 192) return launch_tile<T, W4WideTile<192, GROUP, 1, 2, 128, 1>>(p, device);
-  launch_tile<T, W4WideTile<256, GROUP, 1, 2, 128, 1>>(p, device);
+  if (p.tokens <= tiles * 192) return launch_wide_tile<T, W4WideTile<192, GROUP, 1, 2, 128, 1>>(p, device);
+  launch_wide_tile<T, W4WideTile<256, GROUP, 1, 2, 128, 1>>(p, device);
 }
 
 template <typename T>
-void launch_type(const W4Params& p, DLDevice device) {
-  if (p.group == 32) return launch_group<T, 32>(p, device);
-  if (p.group == 64) return launch_group<T, 64>(p, device);
-  launch_group<T, 128>(p, device);
+void launch_wide(const W4Params& p, DLDevice device) {
+  if (p.group == 32) return launch_wide_group<T, 32>(p, device);
+  if (p.group == 64) return launch_wide_group<T, 64>(p, device);
+  launch_wide_group<T, 128>(p, device);
 }
 
 void launch_w4a16_wgmma(const W4Params& p, DLDataType dtype, DLDevice device) {
-  same_dtype(dtype, kBFloat16) ? launch_type<__nv_bfloat16>(p, device) : launch_type<__half>(p, device);
+  same_dtype(dtype, kBFloat16) ? launch_wide<__nv_bfloat16>(p, device) : launch_wide<__half>(p, device);
 }
 
 }  // namespace kestrel::quant
