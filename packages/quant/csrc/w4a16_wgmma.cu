@@ -66,7 +66,6 @@ void launch_wide_group(const W4Params& p, DLDevice device) {
   if (p.tokens <= 128 || row_tiles * tiles < sms * 15 / 32) {
     return launch_wide_tile<T, W4WideTile<128, GROUP, 1, 2, 128, 1>>(p, device);
   }
-  if (p.tokens <= tiles * 192) return launch_wide_tile<T, W4WideTile<192, GROUP, 1, 2, 128, 1>>(p, device);
   launch_wide_tile<T, W4WideTile<256, GROUP, 1, 2, 128, 1>>(p, device);
 }
 

@@ -162,7 +162,7 @@ def w4a16_linear(
     or whole rows. There a row is the same bit for bit within each range of T: 1 to 16, 17 to 64, 65 to 128. On an H100
     or H200 another kernel takes 17 to 512 rows where N * K is 2^24 or more, 33 to 512 where it is 2^22 or more; past
     128 rows, those of x must be aligned to 16 bytes. It rounds each weight once to x's dtype. Its ranges are 17 to 32,
-    33 to 64, 65 to 128, 129 to 192, 193 to 256, 257 to 384 and 385 to 512. More rows take the vendor's GEMM, and the
+    33 to 64, 65 to 128, 129 to 256, 257 to 384 and 385 to 512. More rows take the vendor's GEMM, and the
     weight is first written in x's dtype, into N * K * 2 bytes of scratch memory. There and by reference a row may
     differ by rounding from one T to another; for a fixed T it does not depend on the other rows.
 
