@@ -21,8 +21,9 @@ void launch_wide_tile(const W4Params& params, DLDevice device) {
   p.row_tiles = (p.outputs + Tile::rows - 1) / Tile::rows;
   p.steps = (p.width + Tile::step - 1) / Tile::step;
   p.splits = std::max(1, std::min({sms / (p.row_tiles * tiles), kMaxSplits, p.steps}));
-  p.cluster = p.splits == 2 ? 2 : 1;  // more slices are as fast without clusters
-  if (p.splits > 2 && p.partial_floats < int64_t{p.splits} * tiles * Tile::tokens * p.row_tiles * Tile::rows) {
+  p.cluster = p.splits % 2 ? 1 : 2;
+  p.slices = p.splits / p.cluster;
+  if (p.slices > 1 && p.partial_floats < int64_t{p.slices} * tiles * Tile::tokens * p.row_tiles * Tile::rows) {
     unsupported("too little scratch memory");
   }
   const int steps = (p.steps + p.splits - 1) / p.splits;
@@ -46,27 +47,15 @@ void launch_wide_tile(const W4Params& params, DLDevice device) {
   p.zero_map = p.zeros ? rows_map(p.zeros) : p.scale_map;
   const int bytes = std::max(p.stages * Tile::bytes, p.cluster > 1 ? Tile::exchange_bytes : 0) + Tile::alignment;
   launch_pdl(kernel, dim3(p.row_tiles * p.splits, tiles), dim3(Tile::threads), device, p, bytes, p.cluster);
-  if (p.splits <= 2) return;
+  if (p.slices == 1) return;
   launch_pdl(w4a16_wgmma_sum_kernel<T, Tile>, dim3(p.row_tiles * Tile::fragments * Tile::warpgroups, tiles), dim3(128),
              device, p);
 }
 
-// Tokens of a CTA, then blocks of 64 rows of a warpgroup, warpgroups, k of a stage, products of 32 k started together.
 template <typename T, int GROUP>
 void launch_wide_group(const W4Params& p, DLDevice device) {
-  if (p.tokens <= 32) return launch_wide_tile<T, W4WideTile<32, GROUP, 1, 4, 256, 2>>(p, device);
-  if (p.tokens <= 64) {
-    const bool large = int64_t{p.outputs} * p.width >= 1 << 27;
-    return large ? launch_wide_tile<T, W4WideTile<64, GROUP, 1, 4, 256, 2>>(p, device)
-                 : launch_wide_tile<T, W4WideTile<64, GROUP, 1, 2, 256, 1>>(p, device);
-  }
-  // Many tokens for each weight that is decoded, unless too few tiles are left for the SMs.
-  const int tiles = (p.tokens + 255) / 256, row_tiles = (p.outputs + 127) / 128;
-  const int sms = device_attribute(cudaDevAttrMultiProcessorCount, device.device_id);
-  if (p.tokens <= 128 || row_tiles * tiles < sms * 15 / 32) {
-    return launch_wide_tile<T, W4WideTile<128, GROUP, 1, 2, 128, 1>>(p, device);
-  }
-  launch_wide_tile<T, W4WideTile<256, GROUP, 1, 2, 128, 1>>(p, device);
+  if (p.tokens > 64) return launch_wide_tile<T, W4WideTile<128, GROUP, 2, 2, 128, 1>>(p, device);
+  launch_wide_tile<T, W4WideTile<64, GROUP, 1, 4, 256, 2>>(p, device);
 }
 
 template <typename T>

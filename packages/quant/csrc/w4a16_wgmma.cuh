@@ -3,7 +3,7 @@
 // A CTA has ROWS of the weight, operand A of wgmma, decoded in registers; TOKENS of x, operand B; and a slice of K. The
 // packed layout is A's fragments: 16 bytes of a lane are those of four products. One thread loads x, codes and scales
 // (TMA). Each consumer warpgroup has 64 rows, or twice that, and decodes while products of its last fragments run. Each
-// weight is scaled and rounded once. Slices of K are added in order: two, of a cluster, through DSMEM, more by
+// weight is scaled and rounded once. Slices of K are added in order: those of a cluster of two through DSMEM, more by
 // w4a16_wgmma_sum_kernel.
 #pragma once
 
@@ -42,11 +42,11 @@ struct W4WideTile {
 
 // The tensor maps of what a stage holds. Loads fill what does not exist with zeros.
 struct W4WideParams : W4Params {
-  CUtensorMap x_map;      // [T, K]
-  CUtensorMap code_map;   // [N / 16, K], of 8 bytes
-  CUtensorMap scale_map;  // [groups, N]
-  CUtensorMap zero_map;   // the same; of the scales where there are no zeros
-  int row_tiles = 0;
+  CUtensorMap x_map;              // [T, K]
+  CUtensorMap code_map;           // [N / 16, K], of 8 bytes
+  CUtensorMap scale_map;          // [groups, N]
+  CUtensorMap zero_map;           // the same; of the scales where there are no zeros
+  int row_tiles = 0, slices = 1;  // slices of K that w4a16_wgmma_sum_kernel adds
 };
 
 // The transpose of an 8 x 8 matrix of 16-bit elements; a lane holds two neighbours of row lane / 4.
@@ -271,16 +271,17 @@ __global__ void __launch_bounds__(Tile::threads, 1) w4a16_wgmma_kernel(const __g
       }
     }
   }
+  const int slice = split / p.cluster;
   float4* const partial =
       reinterpret_cast<float4*>(p.partial) +
-      ((int64_t{split} * gridDim.y + blockIdx.y) * p.row_tiles + row_tile) * (Tile::fragments * Tile::consumers) +
+      ((int64_t{slice} * gridDim.y + blockIdx.y) * p.row_tiles + row_tile) * (Tile::fragments * Tile::consumers) +
       thread;
 #pragma unroll
   for (int i = 0; i < Tile::fragments; ++i) {
     if (p.cluster > 1 && (i >= kHalf) != (rank == 1)) continue;
     const float* const f = fragment(i);
     const float4 sum = make_float4(f[0], f[1], f[2], f[3]);
-    if (p.splits > 2) {
+    if (p.slices > 1) {
       partial[i * Tile::consumers] = sum;
     } else {
       store_fragment<T>(p, first_token + i % (N / 8) * 8, first_row + row_of_warp + i / (N / 8) * 64, sum, lane);
@@ -307,12 +308,12 @@ __global__ void __launch_bounds__(128) w4a16_wgmma_sum_kernel(const __grid_const
   float4 slices[kMaxSplits];
 #pragma unroll
   for (int s = 0; s < kMaxSplits; ++s) {
-    if (s < p.splits) slices[s] = from[s * pitch];
+    if (s < p.slices) slices[s] = from[s * pitch];
   }
   float4 sum = slices[0];
 #pragma unroll
   for (int s = 1; s < kMaxSplits; ++s) {
-    if (s < p.splits) sum = added(sum, slices[s]);
+    if (s < p.slices) sum = added(sum, slices[s]);
   }
   store_fragment<T>(p, token, row, sum, static_cast<int>(threadIdx.x) % 32);
 }

@@ -16,7 +16,7 @@ from ._w4_layout import COLUMNS, ROWS, pack_codes
 
 _TOKENS_OF_KERNEL = 128  # beyond them the weight in 16 bits and the vendor's GEMM are as fast or faster
 # On sm_90: tokens for the wgmma kernel, and the elements that a weight has at least.
-_WGMMA = ((range(17, 33), 1 << 24), (range(33, 513), 1 << 22))
+_WGMMA = ((range(33, 513), 1 << 24),)
 _TOKENS_OF_CLUSTERS = 16  # beyond them slices of K may be added up by a second kernel
 _SPLITS = 8  # the most slices of K
 _MOST_PARTIAL = 1 << 23  # floats for the sums of slices, whatever their number
@@ -160,9 +160,9 @@ def w4a16_linear(
     Returns [..., N] in x's dtype, in ``out`` if it is given; ``out`` may not overlap ``x``.
     The kernels take bf16 and fp16, T up to 128, N and K that are multiples of 8, and groups of 32, 64, multiples of 128
     or whole rows. There a row is the same bit for bit within each range of T: 1 to 16, 17 to 64, 65 to 128. On an H100
-    or H200 another kernel takes 17 to 512 rows where N * K is 2^24 or more, 33 to 512 where it is 2^22 or more; past
-    128 rows, those of x must be aligned to 16 bytes. It rounds each weight once to x's dtype. Its ranges are 17 to 32,
-    33 to 64, 65 to 128, 129 to 256, 257 to 384 and 385 to 512. More rows take the vendor's GEMM, and the
+    or H200 another kernel takes 33 to 512 rows where N * K is 2^24 or more; past 128 rows, those of x must be aligned
+    to 16 bytes. It rounds each weight once to x's dtype. Its ranges are 33 to 64, 65 to 128, 129 to 256, 257 to 384 and
+    385 to 512. More rows take the vendor's GEMM, and the
     weight is first written in x's dtype, into N * K * 2 bytes of scratch memory. There and by reference a row may
     differ by rounding from one T to another; for a fixed T it does not depend on the other rows.
 
