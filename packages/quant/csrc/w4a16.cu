@@ -19,9 +19,11 @@ constexpr int64_t kMaxPartial = 1 << 23;  // floats for sums: slices of K times 
 using Tile8Rows32 = W4Tile<1, 1, 2, 3, 8>;
 using Tile8Rows64 = W4Tile<1, 2, 2, 3, 8>;
 using Tile8Rows128 = W4Tile<1, 2, 4, 3, 4>;
+using Tile8LongRows128 = W4Tile<1, 4, 2, 3, 6>;
 using Tile16Rows32 = W4Tile<2, 1, 2, 3, 8>;
 using Tile16Rows64 = W4Tile<2, 2, 2, 3, 8>;
 using Tile16Rows128 = W4Tile<2, 2, 4, 3, 4>;
+using Tile16LongRows128 = W4Tile<2, 4, 2, 3, 6>;
 using Tile32 = W4Tile<4, 2, 4, 4, 2>;
 using Tile64 = W4Tile<8, 2, 4, 3, 2>;
 
@@ -91,6 +93,10 @@ void launch_group(const W4Params& p, DLDevice device) {
     const bool narrow = p.outputs <= 32 * sms && p.steps <= 48;
     if (p.tokens <= 8 && narrow) return launch_tile<T, GROUP, Tile8Rows32, Tile16Rows32>(p, device);
     if (p.tokens <= 16 && narrow) return launch_tile<T, GROUP, Tile16Rows32, Tile16Rows32>(p, device);
+    // Long rows: fewer warps, each with more rows, where two CTAs for each 128 rows fill the GPU.
+    const bool pairs = p.outputs > 48 * sms && p.outputs <= 64 * sms && p.steps >= 96;
+    if (p.tokens <= 8 && pairs) return launch_tile<T, GROUP, Tile8LongRows128, Tile16LongRows128>(p, device);
+    if (p.tokens <= 16 && pairs) return launch_tile<T, GROUP, Tile16LongRows128, Tile16LongRows128>(p, device);
   }
   if (p.tokens <= 8 && !wide) return launch_tile<T, GROUP, Tile8Rows64, Tile16Rows64>(p, device);
   if (p.tokens <= 8) return launch_tile<T, GROUP, Tile8Rows128, Tile16Rows128>(p, device);
@@ -113,10 +119,9 @@ bool has_wgmma(DLDevice device) {
 }
 
 // x: [T, K]. scratch: float32, [8 * T * N] or kMaxPartial if that is less; or None: then K is cut only as far as
-// clusters go. T is at most 128. With T * ceil(K / 64) * 32 more floats, for x, w4a16_wgmma_kernel runs on sm_90
-// instead, for any T.
+// clusters go. T is at most 128; with `wgmma`, for which there is scratch, any T.
 void w4a16_linear(TensorView out, TensorView x, TensorView codes, TensorView scales, OptionalTensor zeros,
-                  int64_t group_size, OptionalTensor bias, OptionalTensor scratch) {
+                  int64_t group_size, OptionalTensor bias, OptionalTensor scratch, bool wgmma) {
   const Checks check("w4a16_linear");
   check.dtype("x", x, {kBFloat16, kFloat16, kFloat32});
   check.rank("x", x, 2, 2);
@@ -158,16 +163,15 @@ void w4a16_linear(TensorView out, TensorView x, TensorView codes, TensorView sca
   if (!aligned16(p.x) || (tokens > 1 && p.x_stride % 16)) unsupported("rows of x that are not aligned to 16 bytes");
   const DLDevice device = x.device();
   const DeviceGuard guard(device.device_id);
-  const int64_t floats = std::min(kMaxSplits * tokens * rows, kMaxPartial), x_floats = tokens * p.blocks * kBlock / 2;
-  const bool wide = scratch.has_value() && (*scratch).numel() >= floats + x_floats && has_wgmma(device);
-  if (tokens > kMaxTokens && !wide) unsupported("more than 128 tokens");
+  if (tokens > kMaxTokens && !wgmma) unsupported("more than 128 tokens");
+  if (wgmma && !(scratch.has_value() && has_wgmma(device))) unsupported("wgmma without scratch memory or on this GPU");
   if (scratch.has_value()) {
-    if ((*scratch).numel() < floats) unsupported("too little scratch memory");
-    p.renumbered = address(*scratch);
-    if (!aligned16(p.renumbered)) unsupported("scratch memory that is not aligned to 16 bytes");
-    p.partial = reinterpret_cast<float*>(p.renumbered) + (wide ? x_floats : 0);
+    p.partial = reinterpret_cast<float*>(address(*scratch));
+    p.partial_floats = (*scratch).numel();
+    if (p.partial_floats < std::min(kMaxSplits * tokens * rows, kMaxPartial)) unsupported("too little scratch memory");
+    if (!aligned16(p.partial)) unsupported("scratch memory that is not aligned to 16 bytes");
   }
-  if (wide) return launch_w4a16_wgmma(p, x.dtype(), device);
+  if (wgmma) return launch_w4a16_wgmma(p, x.dtype(), device);
   same_dtype(x.dtype(), kBFloat16) ? launch_linear<__nv_bfloat16>(p, device) : launch_linear<__half>(p, device);
 }
 

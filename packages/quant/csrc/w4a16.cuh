@@ -15,6 +15,7 @@
 #include <kestrel/pdl.cuh>
 #include <kestrel/ptx/cluster.cuh>
 #include <kestrel/ptx/cp_async.cuh>
+#include <kestrel/ptx/matrix.cuh>
 #include <kestrel/ptx/mma.cuh>
 #include <kestrel/ptx/named_barrier.cuh>
 #include <kestrel/ptx/shared.cuh>
@@ -36,7 +37,7 @@ struct W4Params {
   const char* bias = nullptr;            // [N]
   char* out = nullptr;                   // [T, N]
   float* partial = nullptr;              // [splits, T, N], where a second kernel adds up; else null
-  char* renumbered = nullptr;            // x for w4a16_wgmma_kernel, [T, blocks * 64]
+  int64_t partial_floats = 0;            // what `partial` has room for
   int64_t x_stride = 0, out_stride = 0;  // bytes
   int tokens = 0, outputs = 0, width = 0;
   int groups = 0, group = 0;  // of K that share a scale: their number and size
@@ -49,7 +50,7 @@ struct W4Params {
 };
 
 // The rows and tokens of a CTA, and its warps.
-template <int N_TILES_, int M_TILES_, int WARPS_, int STAGES_, int PARTS_, int MIN_CTAS_ = 1>
+template <int N_TILES_, int M_TILES_, int WARPS_, int STAGES_, int PARTS_>
 struct W4Tile {
   static constexpr int n_tiles = N_TILES_;  // of 8 tokens
   static constexpr int m_tiles = M_TILES_;  // of 16 rows, a warp
@@ -57,10 +58,6 @@ struct W4Tile {
   static constexpr int rows = 16 * m_tiles * warps;
   static constexpr int threads = 32 * warps;  // of a slice of K
   static constexpr int parts = PARTS_;        // slices of K of a CTA, at most
-  static constexpr int min_ctas = MIN_CTAS_;  // of an SM
-  // Products of base + code, and base + zero times the sum of x taken away: cheaper where a code serves few
-  // tokens.
-  static constexpr bool sums_x = n_tiles <= 2;
   static constexpr int stages = STAGES_;
   static constexpr int tokens = 8 * n_tiles;
   static constexpr int x_copies = (tokens * 2 * kLineBytes / 16 + threads - 1) / threads;  // a thread and stage
@@ -96,7 +93,6 @@ __device__ __forceinline__ uint32_t masked(uint32_t codes) {
 template <typename T>
 struct Decoder {
   static constexpr bool bf16 = std::is_same_v<T, __nv_bfloat16>;
-  static constexpr float base = 16.f;
   static constexpr uint32_t magic = bf16 ? 0x41804180u : 0x4c004c00u, mask = bf16 ? 0x00780078u : 0x03c003c0u;
   static constexpr uint32_t code_step = bf16 ? 8 : 64;
 
@@ -108,12 +104,12 @@ struct Decoder {
     a[3] = masked<mask, magic>(__funnelshift_r(codes, codes, 12 - first));
   }
 
-  // -(base + zero), twice; a zero point is at most 16.
+  // -(16 + zero), twice; a zero point is at most 16.
   static __device__ __forceinline__ uint32_t minus_offset(uint32_t zero) {
     return ((magic & 0xffffu | 0x8000u) + code_step * zero) * 0x10001u;
   }
 
-  // base + code to code - zero, which is exact.
+  // 16 + code to code - zero, which is exact.
   static __device__ __forceinline__ uint32_t centred(uint32_t pair, uint32_t offset) {
     uint32_t d;
     if constexpr (bf16) {
@@ -247,8 +243,7 @@ __device__ __forceinline__ void finish_sums(const W4Params& p, const W4Sums& sum
 
 // GROUP: 32, 64, or 128 for groups that are multiples of 128 or whole rows. N is a multiple of 8.
 template <typename T, int GROUP, typename Tile>
-__global__ void __launch_bounds__(Tile::threads* Tile::parts, Tile::min_ctas)
-    w4a16_kernel(const __grid_constant__ W4Params p) {
+__global__ void __launch_bounds__(Tile::threads* Tile::parts, 1) w4a16_kernel(const __grid_constant__ W4Params p) {
   using Stage = W4Stage<Tile, GROUP>;
   constexpr int MT = Tile::m_tiles, NT = Tile::n_tiles, S = Tile::stages;
   extern __shared__ __align__(128) char all_memory[];
@@ -312,13 +307,14 @@ __global__ void __launch_bounds__(Tile::threads* Tile::parts, Tile::min_ctas)
     }
   };
 
-  // x: a warp copies 256 bytes of two tokens; odd tokens have the halves of their lines exchanged, so that
-  // fragments are read without bank conflicts. Columns of tokens that do not exist are never stored, so they may
-  // hold anything.
+  // x: a warp copies 256 bytes of two tokens, in the 128-byte swizzle. Columns of tokens that do not exist are never
+  // stored, so they may hold anything.
   constexpr int kTokensOfCopy = Tile::threads / 16;
   const int x_token = thread / 16, x_byte = thread % 16 * 16;
-  const uint32_t x_place = Stage::x + (x_byte / kLineBytes * Tile::tokens + x_token) * kLineBytes +
-                           (x_byte % kLineBytes ^ (x_token & 1) * 64);
+  const uint32_t x_line =
+      Stage::x + (x_byte / kLineBytes * Tile::tokens + x_token) * kLineBytes + (x_byte % kLineBytes ^ x_token % 8 * 16);
+  static_assert(8 % kTokensOfCopy == 0 || kTokensOfCopy % 8 == 0);
+  const auto x_place = [&](int token) { return (x_line ^ token % 8 * 16) + token * kLineBytes; };  // of x_token + token
   const char* x_at = p.x + (first_token + x_token) * p.x_stride + int64_t{first_step} * (kStep * 2) + x_byte;
   int x_left = p.width * 2 - first_step * (kStep * 2) - x_byte;  // bytes of the row from x_at on
 
@@ -348,7 +344,7 @@ __global__ void __launch_bounds__(Tile::threads* Tile::parts, Tile::min_ctas)
     for (int j = 0; j < kBatch; ++j) {
       const int s = (first + j) / Tile::x_copies, token = (first + j) % Tile::x_copies * kTokensOfCopy;
       if (s < S - 1 && x_token + token < tokens) {
-        *reinterpret_cast<uint4*>(memory + s * Stage::bytes + x_place + token * kLineBytes) = v[j];
+        *reinterpret_cast<uint4*>(memory + s * Stage::bytes + x_place(token)) = v[j];
       }
     }
   }
@@ -358,12 +354,10 @@ __global__ void __launch_bounds__(Tile::threads* Tile::parts, Tile::min_ctas)
   // -- main loop --
   //
   // Lane 4 * group + quad holds sums of rows group and group + 8 of an m tile, tokens 2 * quad and the next one of an n
-  // tile. With Tile::sums_x an MMA with ones sums x, so that base + zero can be taken away from the products
-  // afterwards.
+  // tile.
   float acc[MT][NT][4] = {};
-  const uint32_t from_x = shared + Stage::x + group * kLineBytes + (quad * 16 ^ (group & 1) * 64);
+  const uint32_t from_x = shared + Stage::x + lane % 8 * kLineBytes + (lane / 8 ^ lane % 8) * 16;
   const uint32_t from_x_halves[2] = {from_x, from_x ^ 64};
-  const uint32_t one = Decoder<T>::bf16 ? 0x3f803f80u : 0x3c003c00u, ones[4] = {one, one, one, one};
   const uint32_t from_scales = shared + Stage::scales + (warp * MT * 16 + group) * 2;
   uint32_t at = 0, free_stage = (S - 1) * Stage::bytes;
   for (int step = first_step; step < last_step; ++step) {
@@ -376,8 +370,8 @@ __global__ void __launch_bounds__(Tile::threads* Tile::parts, Tile::min_ctas)
       for (int i = 0; i < Tile::x_copies; ++i) {
         const int token = i * kTokensOfCopy;
         if (x_token + token < tokens) {
-          ptx::cp_async16_or_zero(shared + free_stage + x_place + token * kLineBytes,
-                                  x_left > 0 ? x_at + token * p.x_stride : p.x, x_left > 0);
+          ptx::cp_async16_or_zero(shared + free_stage + x_place(token), x_left > 0 ? x_at + token * p.x_stride : p.x,
+                                  x_left > 0);
         }
       }
       x_at += kStep * 2;
@@ -391,8 +385,7 @@ __global__ void __launch_bounds__(Tile::threads* Tile::parts, Tile::min_ctas)
       uint4 words[MT];
 #pragma unroll
       for (int g = 0; g < kGroups; ++g) {
-        float product[MT][NT][4] = {}, x_sum[NT][4] = {};
-        float scale[MT][2], offset[MT][2];
+        float product[MT][NT][4] = {}, scale[MT][2];
         uint32_t minus_offset[MT][2];
 #pragma unroll
         for (int i = 0; i < MT; ++i) {
@@ -402,7 +395,6 @@ __global__ void __launch_bounds__(Tile::threads* Tile::parts, Tile::min_ctas)
             const uint32_t of_row = at + from_scales + (of_group * Tile::rows + i * 16 + r * 8) * 2;
             scale[i][r] = widen<T>(load_shared_u16(of_row));
             const uint32_t zero = p.zeros ? load_shared_u16(of_row + Stage::scale_bytes) : 8u;
-            offset[i][r] = Decoder<T>::base + static_cast<float>(zero);
             minus_offset[i][r] = Decoder<T>::minus_offset(zero);
           }
         }
@@ -415,24 +407,21 @@ __global__ void __launch_bounds__(Tile::threads* Tile::parts, Tile::min_ctas)
             if (h == 0) words[i] = ptx::load_shared_uint4(own_codes + at + (i * 2 + block) * kBlockBytes);
             Decoder<T>::decode(h == 0 ? words[i].x : words[i].z, a[i][0]);
             Decoder<T>::decode(h == 0 ? words[i].y : words[i].w, a[i][1]);
-            if constexpr (!Tile::sums_x) {
 #pragma unroll
-              for (int j = 0; j < 8; ++j) {
-                a[i][j / 4][j % 4] = Decoder<T>::centred(a[i][j / 4][j % 4], minus_offset[i][j % 2]);
-              }
+            for (int j = 0; j < 8; ++j) {
+              a[i][j / 4][j % 4] = Decoder<T>::centred(a[i][j / 4][j % 4], minus_offset[i][j % 2]);
             }
           }
-          uint4 b[NT];
+          uint32_t b[NT][4];
 #pragma unroll
           for (int j = 0; j < NT; ++j) {
-            b[j] = ptx::load_shared_uint4(from_x_halves[h] + at + (block * Tile::tokens + j * 8) * kLineBytes);
+            ptx::load_matrices(from_x_halves[h] + at + (block * Tile::tokens + j * 8) * kLineBytes, b[j]);
           }
 #pragma unroll
           for (int w = 0; w < 2; ++w) {  // neighbouring products do not wait for each other
 #pragma unroll
             for (int j = 0; j < NT; ++j) {
-              const uint32_t low = w ? b[j].z : b[j].x, high = w ? b[j].w : b[j].y;
-              if constexpr (Tile::sums_x) ptx::mma_16x8x16(x_sum[j], ones, low, high, T());
+              const uint32_t low = b[j][2 * w], high = b[j][2 * w + 1];
 #pragma unroll
               for (int i = 0; i < MT; ++i) ptx::mma_16x8x16(product[i][j], a[i][w], low, high, T());
             }
@@ -444,9 +433,7 @@ __global__ void __launch_bounds__(Tile::threads* Tile::parts, Tile::min_ctas)
           for (int j = 0; j < NT; ++j) {
 #pragma unroll
             for (int c = 0; c < 4; ++c) {
-              float value = product[i][j][c];
-              if constexpr (Tile::sums_x) value = fmaf(-offset[i][c / 2], x_sum[j][c % 2], value);
-              acc[i][j][c] = fmaf(value, scale[i][c / 2], acc[i][j][c]);
+              acc[i][j][c] = fmaf(product[i][j][c], scale[i][c / 2], acc[i][j][c]);
             }
           }
         }
@@ -507,6 +494,21 @@ __global__ void __launch_bounds__(kW4SumThreads) w4a16_sum_kernel(const __grid_c
   store_sums<T>(p, token, row, sum);
 }
 
+// Lane q of four neighbours gets element q of each: v[i] of lane i.
+__device__ __forceinline__ void transpose_quad(uint32_t (&v)[4], int quad) {
+#pragma unroll
+  for (int bit = 1; bit < 4; bit *= 2) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (i & bit) continue;
+      const bool upper = quad & bit;
+      const uint32_t other = __shfl_xor_sync(~0u, upper ? v[i] : v[i + bit], bit);
+      v[i] = upper ? other : v[i];
+      v[i + bit] = upper ? v[i + bit] : other;
+    }
+  }
+}
+
 constexpr int kW4DequantWarps = 8;
 
 // The weight itself, [N, K] in T, rounded once: a warp takes blocks of 16 rows and 64 k.
@@ -525,24 +527,28 @@ __global__ void __launch_bounds__(32 * kW4DequantWarps) w4_dequant_kernel(const 
   pdl_trigger();
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    const int k = block * kBlock + h * 32 + quad * 8;
+    const int k = block * kBlock + h * 32;
     if (k >= p.width) continue;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int row = tile * 16 + r * 8 + group;
-      if (row >= p.outputs) continue;
-      const int64_t of = int64_t{k / p.group} * p.outputs + row;
+      const bool valid = row < p.outputs && k + quad * 8 < p.width;
+      const int64_t of = int64_t{k / p.group} * p.outputs + (row < p.outputs ? row : 0);
       const float scale = widen<T>(scales[of]);
       const int zero = zeros ? zeros[of] : 8;
       uint32_t v[4];
 #pragma unroll
-      for (int pair = 0; pair < 4; ++pair) {  // elements 2 pair and 2 pair + 1 of eight
-        const uint32_t word = words[2 * h + pair / 2] >> (4 * (pair % 2 * 2 + r));
+      for (int j = 0; j < 4; ++j) {  // columns 8 j + 2 quad and the next one
+        const uint32_t word = words[2 * h + j / 2] >> (4 * (j % 2 * 2 + r));
         const float first = static_cast<float>(static_cast<int>(word & 15) - zero) * scale;
         const float second = static_cast<float>(static_cast<int>(word >> 16 & 15) - zero) * scale;
-        v[pair] = narrow<T>(first) | narrow<T>(second) << 16;
+        v[j] = narrow<T>(first) | narrow<T>(second) << 16;
       }
-      *reinterpret_cast<uint4*>(p.out + row * p.out_stride + int64_t{k} * 2) = make_uint4(v[0], v[1], v[2], v[3]);
+      transpose_quad(v, quad);
+      if (valid) {
+        *reinterpret_cast<uint4*>(p.out + row * p.out_stride + int64_t{k + quad * 8} * 2) =
+            make_uint4(v[0], v[1], v[2], v[3]);
+      }
     }
   }
 }

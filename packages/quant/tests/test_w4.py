@@ -68,8 +68,8 @@ def test_packed_codes_are_fragments_of_sixteen_rows_and_eight_columns(rows: int,
     for row in range(rows):
         for column in range(columns):
             r, g = divmod(row % 16, 8)
-            h, q, i, p, e = (column // 32 % 2, column // 8 % 4, column // 4 % 2, column // 2 % 2, column % 2)
-            word = unsigned[row // 16][column // 64][4 * g + q][2 * h + i]
+            j, p, q, e = (column // 16 % 4, column // 8 % 2, column // 2 % 4, column % 2)
+            word = unsigned[row // 16][column // 64][4 * g + q][j]
             bit = 4 * (4 * e + 2 * p + r) + 3  # of a word that continues with itself
             assert (word | word << 32) >> bit & 15 == codes[row, column]
 

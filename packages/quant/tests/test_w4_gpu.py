@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 from collections.abc import Callable
 
 import pytest
@@ -37,7 +38,7 @@ SHAPES = [
     (4096, 4096, 128),
     (14336, 512, 128),
 ]
-TOKENS = (1, 2, 7, 8, 9, 16, 17, 32, 33, 64, 65, 128, 129, 256, 300)
+TOKENS = (1, 2, 7, 8, 9, 16, 17, 32, 33, 64, 65, 128, 129, 192, 256, 300, 400, 600)
 
 
 module = importlib.import_module("kestrel_quant.w4a16")
@@ -47,14 +48,16 @@ module = importlib.import_module("kestrel_quant.w4a16")
 def wgmma(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Whether the kernel for large weights runs: on sm_90, here for weights of any size."""
     if request.param == "small weights":
+        monkeypatch.setattr(module, "_WGMMA", ())
         return False
-    monkeypatch.setattr(module, "_WGMMA_WEIGHT", 0)
+    monkeypatch.setattr(module, "_WGMMA", ((range(17, 513), 0),))
     return torch.cuda.get_device_capability() == (9, 0)
 
 
 def ranges_of_same_bits(wgmma: bool) -> list[range]:
     if wgmma:
-        return [range(1, 17), range(17, 33), range(33, 65), range(65, 129), range(129, 257)]
+        ends = (0, 16, 32, 64, 128, 256, 384, 512)
+        return [range(first + 1, last + 1) for first, last in itertools.pairwise(ends)]
     return [range(1, 17), range(17, 65), range(65, 129)]
 
 
@@ -89,7 +92,7 @@ def test_linear_is_as_close_as_torch(n: int, k: int, group: int, dtype: torch.dt
 
 @pytest.mark.parametrize("group", [32, 64, 128])
 def test_within_a_range_of_tokens_a_row_is_the_same(group: int, wgmma: bool) -> None:
-    w, x = weight(1024, 2048, group, torch.bfloat16, symmetric=False), random(256, 2048)
+    w, x = weight(1024, 2048, group, torch.bfloat16, symmetric=False), random(512, 2048)
     for tokens in ranges_of_same_bits(wgmma):
         want = w4a16_linear(x[: tokens[-1]], w)
         for t in tokens[:: 1 if len(tokens) < 100 else 9]:
@@ -97,7 +100,7 @@ def test_within_a_range_of_tokens_a_row_is_the_same(group: int, wgmma: bool) -> 
             assert_same_bits(w4a16_linear(x[tokens[-1] - t : tokens[-1]], w), want[-t:], f"the last {t} tokens")
 
 
-@pytest.mark.parametrize("tokens", [1, 16, 32, 64, 100, 130, 300])
+@pytest.mark.parametrize("tokens", [1, 16, 32, 64, 100, 130, 250, 300])
 def test_runs_repeat(tokens: int) -> None:
     w, x = weight(4096, 4096, 128, torch.bfloat16), random(tokens, 4096)
     assert_runs_repeat(w4a16_linear, x, w, runs=5)
@@ -107,8 +110,8 @@ def test_scratch_memory_may_hold_anything_and_is_not_left(wgmma: bool) -> None:
     w, x = weight(4096, 4096, 128, torch.bfloat16), random(33, 4096)
     want = w4a16_linear(x, w)
     out, out_intact = canary((33, 4096), torch.bfloat16, "cuda")
-    scratch, intact = canary((8 * 33 * 4096 + (33 * 2048 if wgmma else 0),), torch.float32, "cuda")
-    kernels.w4a16_linear(out, x, w.codes, w.scales, w.zeros, w.group_size, None, scratch)
+    scratch, intact = canary((8 * 256 * 4096,), torch.float32, "cuda")
+    kernels.w4a16_linear(out, x, w.codes, w.scales, w.zeros, w.group_size, None, scratch, wgmma)
     assert_same_bits(out, want)
     out_intact()
     intact()
@@ -137,7 +140,7 @@ def test_views_leading_dimensions_and_unaligned_results() -> None:
     assert_intact()
 
 
-@pytest.mark.parametrize("tokens", [33, 64, 129, 200])
+@pytest.mark.parametrize("tokens", [20, 33, 64, 129, 200])
 def test_rows_of_x_may_overlap_or_lie_apart(tokens: int) -> None:
     w, row = weight(264, 1088, 64, torch.float16, symmetric=False), random(1088, dtype=torch.float16)
     want = w4a16_linear(row.repeat(tokens, 1), w)

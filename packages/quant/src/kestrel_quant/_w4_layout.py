@@ -1,10 +1,10 @@
 """The layout of 4-bit codes in a W4Weight: one for every architecture, in the order of a tensor core's fragments.
 
 Codes 0..15 of a weight [N, K] are int32 words [ceil(N / 16), ceil(K / 64), 32, 4]. A block of 16 rows and 64 columns is
-512 bytes, 16 for each lane of a warp. Lane ``4 g + q`` has rows g and g + 8 (r = 0, 1); its word ``2 h + i`` has
-columns ``32 h + 8 q + 4 i + 2 p + e``: nibble ``4 e + 2 p + r``. That is the fragment A of mma.m16n8k16 with the k of a
-product renumbered so that a lane's k are neighbours in x: register ``2 p + r`` is two nibbles sixteen bits apart. The
-word is then rotated by three bits: bits 3 to 6 of a bf16 of 16 are the code of 16 + code.
+512 bytes, 16 for each lane of a warp. Lane ``4 g + q`` has rows g and g + 8 (r = 0, 1); its word ``j`` has columns
+``16 j + 8 p + 2 q + e``: nibble ``4 e + 2 p + r``. That is the fragment A of mma.m16n8k16: register ``2 p + r`` is two
+nibbles sixteen bits apart. The word is then rotated by three bits: bits 3 to 6 of a bf16 of 16 are the code of
+16 + code.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ def pack_codes(codes: torch.Tensor) -> torch.Tensor:
     rows, columns = codes.shape
     codes = F.pad(codes.to(torch.uint8), (0, -columns % COLUMNS, 0, -rows % ROWS))
     tiles, blocks = codes.shape[0] // ROWS, codes.shape[1] // COLUMNS
-    # axes: tile, r, g, block, h, q, i, p, e
-    nibbles = codes.view(tiles, 2, 8, blocks, 2, 4, 2, 2, 2).permute(0, 3, 2, 5, 4, 6, 8, 7, 1)
+    # axes: tile, r, g, block, j, p, q, e
+    nibbles = codes.view(tiles, 2, 8, blocks, 4, 2, 4, 2).permute(0, 3, 2, 6, 4, 7, 5, 1)
     return _rotated(pack_int4(nibbles.reshape(tiles, blocks, 32, 4, 8)).view(torch.int32).squeeze(-1), 3)
 
 
@@ -31,8 +31,8 @@ def unpack_codes(words: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
     """Undo :func:`pack_codes`: uint8 [N, K]."""
     tiles, blocks = words.shape[:2]
     nibbles = unpack_int4(_rotated(words, 29).unsqueeze(-1).view(torch.uint8), signed=False).to(torch.uint8)
-    # axes: tile, block, g, q, h, i, e, p, r
-    codes = nibbles.view(tiles, blocks, 8, 4, 2, 2, 2, 2, 2).permute(0, 8, 2, 1, 4, 3, 5, 7, 6)
+    # axes: tile, block, g, q, j, e, p, r
+    codes = nibbles.view(tiles, blocks, 8, 4, 4, 2, 2, 2).permute(0, 7, 2, 1, 4, 6, 3, 5)
     return codes.reshape(tiles * ROWS, blocks * COLUMNS)[:rows, :columns]
 
 

@@ -15,8 +15,8 @@ from ._launch import kernels
 from ._w4_layout import COLUMNS, ROWS, pack_codes
 
 _TOKENS_OF_KERNEL = 128  # beyond them the weight in 16 bits and the vendor's GEMM are as fast or faster
-_WGMMA_TOKENS = range(33, 257)  # on sm_90 these are for the wgmma kernel, where a weight has _WGMMA_WEIGHT elements
-_WGMMA_WEIGHT = 1 << 25
+# On sm_90: tokens for the wgmma kernel, and the elements that a weight has at least.
+_WGMMA = ((range(33, 513), 1 << 24),)
 _TOKENS_OF_CLUSTERS = 16  # beyond them slices of K may be added up by a second kernel
 _SPLITS = 8  # the most slices of K
 _MOST_PARTIAL = 1 << 23  # floats for the sums of slices, whatever their number
@@ -159,10 +159,10 @@ def w4a16_linear(
 
     Returns [..., N] in x's dtype, in ``out`` if it is given; ``out`` may not overlap ``x``.
     The kernels take bf16 and fp16, T up to 128, N and K that are multiples of 8, and groups of 32, 64, multiples of 128
-    or whole rows. On an H100 or H200 they take T up to 256 where N * K is 2^25 or more and rows of x are aligned to 16
-    bytes. There a row is the same bit for bit within each range of T: 1 to 16, 17 to 64, 65 to 128; for those large
-    weights 1 to 16, 17 to 32, 33 to 64, 65 to 128, 129 to 256. Up to 16 rows, an inf in a row of x may give NaN in that
-    row of the result. Past 128 rows each weight is rounded once to x's dtype. More rows take the vendor's GEMM: the
+    or whole rows. There a row is the same bit for bit within each range of T: 1 to 16, 17 to 64, 65 to 128. On an H100
+    or H200 another kernel takes 33 to 512 rows where N * K is 2^24 or more; past 128 rows, those of x must be aligned
+    to 16 bytes. It rounds each weight once to x's dtype. Its ranges are 33 to 64, 65 to 128, 129 to 256, 257 to 384 and
+    385 to 512. More rows take the vendor's GEMM, and the
     weight is first written in x's dtype, into N * K * 2 bytes of scratch memory. There and by reference a row may
     differ by rounding from one T to another; for a fixed T it does not depend on the other rows.
 
@@ -235,7 +235,7 @@ def _w4a16_linear(
     result = into = empty(x, x.dtype, *x.shape[:-1], rows) if out is None else out
     tokens = x.shape[0] if x.ndim == 2 else x.shape[:-1].numel()
     capability = _capability(x.get_device()) if x.is_cuda else (0, 0)
-    wgmma = capability == (9, 0) and tokens in _WGMMA_TOKENS and rows * x.shape[-1] >= _WGMMA_WEIGHT
+    wgmma = capability == (9, 0) and any(tokens in of and rows * x.shape[-1] >= least for of, least in _WGMMA)
     if wgmma and tokens > _TOKENS_OF_KERNEL:  # the vendor's GEMM takes rows of any alignment
         wgmma = x.data_ptr() % 16 == 0 and all(stride % 8 == 0 for stride in x.stride()[:-1])
     by_kernel = wgmma or tokens <= _TOKENS_OF_KERNEL
@@ -258,10 +258,10 @@ def _w4a16_linear(
         scratch = None
         if x.is_cuda and (tokens > _TOKENS_OF_CLUSTERS or capability < (9, 0)):
             floats = min(_SPLITS * tokens * rows, _MOST_PARTIAL)
-            if wgmma:  # what the entry point chooses the kernel by
-                floats += tokens * codes.shape[1] * (COLUMNS // 2)  # x, renumbered
+            if wgmma:  # it writes whole tiles
+                floats = min(_SPLITS * -(-tokens // 256) * 256 * -(-rows // 256) * 256, _MOST_PARTIAL)
             scratch = empty(x, torch.float32, floats)
-        kernels.w4a16_linear(into, x, codes, scales, zeros, group_size, bias, scratch)
+        kernels.w4a16_linear(into, x, codes, scales, zeros, group_size, bias, scratch, wgmma)
     if into.data_ptr() != result.data_ptr():
         result.copy_(into.view(result.shape))
     return result

@@ -34,9 +34,13 @@ __device__ __forceinline__ void wgmma_registers(float (&d)[SIZE], uint32_t a0, u
     static_assert(std::is_same_v<T, __half>, "T is bf16 or fp16");   \
     KESTREL_WGMMA(n, "f16", list, a_at, b_at, add_at, __VA_ARGS__);  \
   }
-#define KESTREL_NAMES_16 "%0, %1, %2, %3, %4, %5, %6, %7"
-#define KESTREL_REGISTERS_16 \
-  "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7])
+#define KESTREL_NAMES_8 "%0, %1, %2, %3"
+#define KESTREL_REGISTERS_8 "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+#define KESTREL_NAMES_16 \
+  KESTREL_NAMES_8        \
+  ", "                   \
+  "%4, %5, %6, %7"
+#define KESTREL_REGISTERS_16 KESTREL_REGISTERS_8, "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7])
 #define KESTREL_NAMES_32 \
   KESTREL_NAMES_16       \
   ", "                   \
@@ -63,7 +67,26 @@ __device__ __forceinline__ void wgmma_registers(float (&d)[SIZE], uint32_t a0, u
       "+f"(d[47]), "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]),      \
       "+f"(d[55]), "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]),      \
       "+f"(d[63])
-  if constexpr (N == 16) {
+#define KESTREL_NAMES_256                                                                        \
+  KESTREL_NAMES_128                                                                              \
+  ", "                                                                                           \
+  "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "             \
+  "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "             \
+  "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, " \
+  "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
+#define KESTREL_REGISTERS_256                                                                                         \
+  KESTREL_REGISTERS_128, "+f"(d[64]), "+f"(d[65]), "+f"(d[66]), "+f"(d[67]), "+f"(d[68]), "+f"(d[69]), "+f"(d[70]),   \
+      "+f"(d[71]), "+f"(d[72]), "+f"(d[73]), "+f"(d[74]), "+f"(d[75]), "+f"(d[76]), "+f"(d[77]), "+f"(d[78]),         \
+      "+f"(d[79]), "+f"(d[80]), "+f"(d[81]), "+f"(d[82]), "+f"(d[83]), "+f"(d[84]), "+f"(d[85]), "+f"(d[86]),         \
+      "+f"(d[87]), "+f"(d[88]), "+f"(d[89]), "+f"(d[90]), "+f"(d[91]), "+f"(d[92]), "+f"(d[93]), "+f"(d[94]),         \
+      "+f"(d[95]), "+f"(d[96]), "+f"(d[97]), "+f"(d[98]), "+f"(d[99]), "+f"(d[100]), "+f"(d[101]), "+f"(d[102]),      \
+      "+f"(d[103]), "+f"(d[104]), "+f"(d[105]), "+f"(d[106]), "+f"(d[107]), "+f"(d[108]), "+f"(d[109]), "+f"(d[110]), \
+      "+f"(d[111]), "+f"(d[112]), "+f"(d[113]), "+f"(d[114]), "+f"(d[115]), "+f"(d[116]), "+f"(d[117]), "+f"(d[118]), \
+      "+f"(d[119]), "+f"(d[120]), "+f"(d[121]), "+f"(d[122]), "+f"(d[123]), "+f"(d[124]), "+f"(d[125]), "+f"(d[126]), \
+      "+f"(d[127])
+  if constexpr (N == 8) {
+    KESTREL_WGMMA_TYPES("8", KESTREL_NAMES_8, "%4, %5, %6, %7", "%8", "%9", KESTREL_REGISTERS_8)
+  } else if constexpr (N == 16) {
     KESTREL_WGMMA_TYPES("16", KESTREL_NAMES_16, "%8, %9, %10, %11", "%12", "%13", KESTREL_REGISTERS_16)
   } else if constexpr (N == 32) {
     KESTREL_WGMMA_TYPES("32", KESTREL_NAMES_32, "%16, %17, %18, %19", "%20", "%21", KESTREL_REGISTERS_32)
@@ -71,9 +94,13 @@ __device__ __forceinline__ void wgmma_registers(float (&d)[SIZE], uint32_t a0, u
     KESTREL_WGMMA_TYPES("64", KESTREL_NAMES_64, "%32, %33, %34, %35", "%36", "%37", KESTREL_REGISTERS_64)
   } else if constexpr (N == 128) {
     KESTREL_WGMMA_TYPES("128", KESTREL_NAMES_128, "%64, %65, %66, %67", "%68", "%69", KESTREL_REGISTERS_128)
+  } else if constexpr (N == 256) {
+    KESTREL_WGMMA_TYPES("256", KESTREL_NAMES_256, "%128, %129, %130, %131", "%132", "%133", KESTREL_REGISTERS_256)
   } else {
-    static_assert(N == 0, "N is 16, 32, 64 or 128");
+    static_assert(N == 0, "N is 8, 16, 32, 64, 128 or 256");
   }
+#undef KESTREL_NAMES_8
+#undef KESTREL_REGISTERS_8
 #undef KESTREL_NAMES_16
 #undef KESTREL_REGISTERS_16
 #undef KESTREL_NAMES_32
@@ -82,6 +109,8 @@ __device__ __forceinline__ void wgmma_registers(float (&d)[SIZE], uint32_t a0, u
 #undef KESTREL_REGISTERS_64
 #undef KESTREL_NAMES_128
 #undef KESTREL_REGISTERS_128
+#undef KESTREL_NAMES_256
+#undef KESTREL_REGISTERS_256
 #undef KESTREL_WGMMA_TYPES
 #undef KESTREL_WGMMA
 #endif
