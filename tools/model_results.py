@@ -38,7 +38,7 @@ ENGINE_WAYS = {
     "vllm_kestrel": "vLLM, `KESTREL` and all layers",
 }
 RESULTS = ROOT / "meta" / "results"
-BEGIN, END = "<!-- model: written by tools/model_results.py -->\n", "<!-- end of model -->\n"
+BEGIN, END = "<!-- results of models: written by tools/model_results.py -->\n", "<!-- end of results of models -->\n"
 BLOCK = re.compile(f"{re.escape(BEGIN)}.*?{re.escape(END)}", re.DOTALL)
 
 KV_CACHES = ("auto", "fp8", "int8", "int4")

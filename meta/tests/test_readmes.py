@@ -12,7 +12,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 ENGINES = ROOT / "meta" / "ENGINES.md"
 READMES = [ROOT / "README.md", ROOT / "meta" / "README.md", ENGINES, *sorted(ROOT.glob("packages/*/README.md"))]
-GENERATED = re.compile(r"<!-- (results|ops|model).*?<!-- end of \1.*?-->", re.S)
+GENERATED = re.compile(r"<!-- (results|ops).*?<!-- end of \1.*?-->", re.S)
 
 
 def examples(path: Path) -> list[str]:
