@@ -81,10 +81,16 @@ class W4Config(QuantizationConfigMixin):
         skipped = found.get("modules_to_not_convert")
         if method == "gptq":
             layout = found.get("checkpoint_format") or "gptq"
-            return cls(group_size, True, skipped, layout, bool(found.get("desc_act")))
+            return cls(
+                group_size=group_size,
+                modules_to_not_convert=skipped,
+                checkpoint=layout,
+                desc_act=bool(found.get("desc_act")),
+            )
         if (layout := str(found.get("version", "gemm")).lower()) != "gemm":
             raise ValueError(f"load_w4: version of the AWQ checkpoint: expected gemm, got {layout!r}")
-        return cls(group_size, not found.get("zero_point", True), skipped, "awq")
+        symmetric = not found.get("zero_point", True)
+        return cls(group_size=group_size, symmetric=symmetric, modules_to_not_convert=skipped, checkpoint="awq")
 
 
 class W4Linear(nn.Module):
