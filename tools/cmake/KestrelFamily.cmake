@@ -134,6 +134,7 @@ function(_kestrel_add_cute family functions)
   set(${functions} ${${functions}} ${found} PARENT_SCOPE)
 endfunction()
 
+# No other source may instantiate the same kernel template: CUDA would find one of the two at random on another GPU.
 macro(kestrel_hopper_only)
   set(_KESTREL_HOPPER_ONLY ${ARGN})
 endmacro()
