@@ -206,7 +206,7 @@ class Fused:
             start += codes.numel() * codes.element_size()
         return True
 
-    def _refresh(self) -> None:
+    def refresh(self) -> None:
         """Follow what was done to the layers since: moved or replaced codes, other scales in place."""
         if not self._has_codes():
             self._fuse()
@@ -224,7 +224,7 @@ class Fused:
     def __call__(self, x: Tensor) -> Tensor:
         if torch.compiler.is_compiling():  # where memory lies cannot be traced
             return torch.cat([linear(x) for linear in self.linears], -1)
-        self._refresh()
+        self.refresh()
         assert self.weight is not None
         return _product(x, self.weight, self.bias)
 
