@@ -1,9 +1,10 @@
 // w4a16_token: one token x [K] times a weight [N, K] of 4-bit codes, with what stands around the product in a decode
 // step: RMSNorm of x before it; a gated activation of its two halves, or a residual, behind it.
 //
-// Memory-bound by one read of the codes. A CTA has 16 rows (a gated layer: 16 of each half); its warps have slices of K
-// in units of 128, eight blocks of codes in flight in registers, the first before the PDL wait. x lies in shared memory
-// in the order of the fragments of mma.sync, whose eight columns all hold it. Sums depend on N and K alone.
+// Memory-bound by one read of the codes. A CTA stays and takes every so many tiles of 16 rows (a gated layer: 16 of each
+// half). Its warps have slices of K in units of 128; eight blocks of codes are in flight in registers, across tiles, and
+// the first of them before the PDL wait. x lies in shared memory in the order of the fragments of mma.sync, whose eight
+// columns all hold it. Products are of 16 + code; what that adds is taken away by sums of x. Sums depend on N, K alone.
 #include <kestrel/export.h>
 #include <kestrel/launch.h>
 #include <kestrel/pack.cuh>
@@ -18,7 +19,11 @@ namespace kestrel::quant {
 
 constexpr int kTokenThreads = 256, kTokenWarps = kTokenThreads / 32;
 constexpr int kTokenPairs = 4;      // of blocks, in flight: 128 k each
-constexpr int kTokenNormPacks = 4;  // of x, a thread, with a norm
+constexpr int kTokenNormPacks = 4;  // of x, a thread, at a time; with a norm, in all
+#ifndef TOKEN_CTAS
+#define TOKEN_CTAS 2
+#endif
+constexpr int kTokenCtas = TOKEN_CTAS;  // for each SM
 
 enum class TokenActivation { none, silu, gelu, gelu_tanh };
 
@@ -48,34 +53,47 @@ __device__ __forceinline__ void store_fragments(char* shared_x, int index, const
 }
 
 template <typename T, bool NORM, bool GATED>
-__global__ void __launch_bounds__(kTokenThreads, 2) w4a16_token_kernel(const __grid_constant__ W4TokenParams p) {
+__global__ void __launch_bounds__(kTokenThreads, kTokenCtas)
+    w4a16_token_kernel(const __grid_constant__ W4TokenParams p) {
   constexpr int warps = GATED ? kTokenWarps / 2 : kTokenWarps;  // of a tile of 16 rows
   extern __shared__ __align__(128) char shared_x[];
-  __shared__ float warp_sums[kTokenWarps][16], warp_squares[kTokenWarps];
+  __shared__ float warp_sums[2][kTokenWarps][16], warp_squares[kTokenWarps];
+  float* const sums_of_x = reinterpret_cast<float*>(shared_x + p.blocks * 128);  // of each pair of blocks
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = lane / 4, quad = lane % 4;
-  const int half = GATED ? warp / warps : 0, slice = warp % warps;
-  const int tile = blockIdx.x + half * (p.results / 16), first_row = tile * 16;
+  const int half = GATED ? warp / warps : 0, slice = warp % warps, tiles = p.results / 16;
   const int first_pair = static_cast<int>(int64_t{p.pairs} * slice / warps);
   const int last_pair = static_cast<int>(int64_t{p.pairs} * (slice + 1) / warps);
 
-  // -- weights: codes of a chunk of four pairs, and the scales and zero points of a lane's pair, two rows of them --
-  const char* const codes_of_tile = p.codes + int64_t{tile} * p.blocks * kBlockBytes + lane * 16;
+  // -- weights: codes of four pairs of blocks; a lane's scales and zero points of two rows of one of the pairs --
+  struct Cursor {
+    int tile, pair;
+  };
+  const auto next_of = [&](Cursor at) {
+    at.pair += kTokenPairs;
+    if (at.pair >= last_pair) at = {at.tile + static_cast<int>(gridDim.x), first_pair};
+    return at;
+  };
   uint4 codes[2 * kTokenPairs];
-  const auto load_block = [&](int pair, int i) {
-    const int block = pair * 2 + i;
-    return pair < last_pair && block < p.blocks ? load16_streamed(codes_of_tile + int64_t{block} * kBlockBytes)
-                                                : make_uint4(0, 0, 0, 0);
+  const auto codes_of = [&](Cursor at) {
+    const int64_t tile = at.tile + half * tiles;
+    return p.codes + (tile * p.blocks + at.pair * 2) * kBlockBytes + lane * 16;
   };
-  const int scale_row = first_row + lane % 8 * 2;
-  const auto load_pair = [&](const char* from, int chunk, uint32_t otherwise) {
-    const int pair = chunk + lane / 8;
-    if (pair >= last_pair || scale_row >= p.rows) return otherwise;
-    return *reinterpret_cast<const uint32_t*>(from + (int64_t{pair / p.pairs_of_group} * p.rows + scale_row) * 2);
+  const auto load_pair = [&](Cursor at, const char* from, int i) {
+    if (at.tile >= tiles || at.pair + i >= last_pair) return;
+    codes[2 * i] = load16_streamed(from + 2 * i * kBlockBytes);
+    if ((at.pair + i) * 2 + 1 < p.blocks) codes[2 * i + 1] = load16_streamed(from + (2 * i + 1) * kBlockBytes);
   };
+  const auto load_scales = [&](Cursor at, const char* from) {
+    const int pair = min(at.pair + lane / 8, p.pairs - 1), tile = min(at.tile, tiles - 1) + half * tiles;
+    const int64_t of = int64_t{pair / p.pairs_of_group} * p.rows + tile * 16 + lane % 8 * 2;
+    return *reinterpret_cast<const uint32_t*>(from + of * 2);
+  };
+  Cursor at{static_cast<int>(blockIdx.x), first_pair};
 #pragma unroll
-  for (int i = 0; i < 2 * kTokenPairs; ++i) codes[i] = load_block(first_pair + i / 2, i % 2);
-  uint32_t scales = load_pair(p.scales, first_pair, 0);
-  uint32_t zeros = p.zeros ? load_pair(p.zeros, first_pair, 0x00080008u) : 0x00080008u;
+  for (int i = 0; i < 2 * kTokenPairs; ++i) codes[i] = make_uint4(0, 0, 0, 0);
+#pragma unroll
+  for (int i = 0; i < kTokenPairs; ++i) load_pair(at, codes_of(at), i);
+  uint32_t scales = load_scales(at, p.scales), zeros = p.zeros ? load_scales(at, p.zeros) : 0x00080008u;
   Pack<T> norm[kTokenNormPacks];
   const int packs = p.width / 8;
   if constexpr (NORM) {
@@ -88,118 +106,129 @@ __global__ void __launch_bounds__(kTokenThreads, 2) w4a16_token_kernel(const __g
   pdl_wait();
   pdl_trigger();
 
-  // -- x --
-  if constexpr (NORM) {
+  // -- x, a batch of packs for each thread at a time --
+  float factor = 1.f;
+  for (int first = 0; first < p.pairs * 16; first += kTokenNormPacks * kTokenThreads) {
     Pack<T> x[kTokenNormPacks];
     float squares = 0.f;
 #pragma unroll
     for (int j = 0; j < kTokenNormPacks; ++j) {
-      const int index = threadIdx.x + j * kTokenThreads;
+      const int index = first + threadIdx.x + j * kTokenThreads;
       x[j].bits = make_uint4(0, 0, 0, 0);
       if (index < packs) x[j].bits = load16(p.x + int64_t{index} * 16);
     }
+    if constexpr (NORM) {
+#pragma unroll
+      for (int j = 0; j < kTokenNormPacks; ++j) {
+        float v[8];
+        x[j].unpack(v);
+#pragma unroll
+        for (int i = 0; i < 8; ++i) squares = fmaf(v[i], v[i], squares);
+      }
+      squares = warp_sum(squares);
+      if (lane == 0) warp_squares[warp] = squares;
+      __syncthreads();
+      float total = warp_squares[0];
+#pragma unroll
+      for (int w = 1; w < kTokenWarps; ++w) total += warp_squares[w];
+      factor = rsqrtf(total / static_cast<float>(p.width) + p.eps);
+    }
 #pragma unroll
     for (int j = 0; j < kTokenNormPacks; ++j) {
-      float v[8];
+      const int index = first + threadIdx.x + j * kTokenThreads;
+      if (index - lane >= p.pairs * 16) break;  // of a whole warp
+      float v[8], sum = 0.f;
+      if constexpr (NORM) {
+        float w[8];
+        x[j].unpack(v);
+        norm[j].unpack(w);
+#pragma unroll
+        for (int i = 0; i < 8; ++i) v[i] = index < packs ? v[i] * factor * (w[i] + p.weight_bias) : 0.f;
+        x[j].pack(v);
+      }
       x[j].unpack(v);
 #pragma unroll
-      for (int i = 0; i < 8; ++i) squares = fmaf(v[i], v[i], squares);
-    }
-    squares = warp_sum(squares);
-    if (lane == 0) warp_squares[warp] = squares;
-    __syncthreads();
-    float total = warp_squares[0];
+      for (int i = 0; i < 8; ++i) sum += v[i];
 #pragma unroll
-    for (int w = 1; w < kTokenWarps; ++w) total += warp_squares[w];
-    const float factor = rsqrtf(total / static_cast<float>(p.width) + p.eps);
-#pragma unroll
-    for (int j = 0; j < kTokenNormPacks; ++j) {
-      const int index = threadIdx.x + j * kTokenThreads;
-      if (index >= p.blocks * 8) continue;
-      float v[8], w[8];
-      x[j].unpack(v);
-      norm[j].unpack(w);
-#pragma unroll
-      for (int i = 0; i < 8; ++i) v[i] = index < packs ? v[i] * factor * (w[i] + p.weight_bias) : 0.f;
-      Pack<T> y;
-      y.pack(v);
-      store_fragments(shared_x, index, y.bits);
-    }
-  } else {
-    for (int index = threadIdx.x; index < p.blocks * 8; index += kTokenThreads) {
-      store_fragments(shared_x, index, index < packs ? load16(p.x + int64_t{index} * 16) : make_uint4(0, 0, 0, 0));
+      for (int other = 8; other > 0; other /= 2) sum += __shfl_xor_sync(~0u, sum, other);
+      if (index < p.blocks * 8) store_fragments(shared_x, index, x[j].bits);
+      if (lane % 16 == 0 && index < p.pairs * 16) sums_of_x[index / 16] = sum;
     }
   }
   __syncthreads();
 
-  // -- products: all columns of a fragment are equal, so a lane has the sums of rows `group` and `group` + 8 --
-  float sum[2] = {};
-  for (int chunk = first_pair; chunk < last_pair; chunk += kTokenPairs) {
-    const uint32_t now_scales = scales, now_zeros = zeros;
-    scales = load_pair(p.scales, chunk + kTokenPairs, 0);
-    if (p.zeros) zeros = load_pair(p.zeros, chunk + kTokenPairs, 0x00080008u);
+  // -- tiles: all columns of a fragment are equal, so a lane has the sums of rows `group` and `group` + 8 --
+  const char* const own_x = shared_x + quad * 32;
+  for (int parity = 0; at.tile < tiles; parity ^= 1) {
+    const int tile = at.tile;
+    float sum[2] = {};
+    do {
+      const Cursor next = next_of(at);
+      const char* const next_codes = codes_of(next);
+      const uint32_t now_scales = scales, now_zeros = zeros;
+      scales = load_scales(next, p.scales);
+      if (p.zeros) zeros = load_scales(next, p.zeros);
 #pragma unroll
-    for (int i = 0; i < kTokenPairs; ++i) {
-      uint32_t scale[2], minus_offset[2];
+      for (int i = 0; i < kTokenPairs; ++i) {
+        if (at.pair + i < last_pair) {
+          float product[2][4] = {};
 #pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const int from = i * 8 + r * 4 + group / 2, shift = group % 2 * 16;
-        scale[r] = __shfl_sync(~0u, now_scales, from) >> shift & 0xffffu;
-        minus_offset[r] = Decoder<T>::minus_offset(__shfl_sync(~0u, now_zeros, from) >> shift & 0xffffu);
-      }
-      if (chunk + i >= last_pair) continue;
-      float product[4] = {};
+          for (int b = 0; b < 2; ++b) {
+            if (b == 1 && (at.pair + i) * 2 + 1 >= p.blocks) continue;
+            const uint4* const x = reinterpret_cast<const uint4*>(own_x + ((at.pair + i) * 2 + b) * 128);
+            const uint4 low = x[0], high = x[1], w = codes[2 * i + b];
+            const uint32_t words[4] = {w.x, w.y, w.z, w.w};
+            const uint32_t of_x[4][2] = {{low.x, low.y}, {low.z, low.w}, {high.x, high.y}, {high.z, high.w}};
 #pragma unroll
-      for (int b = 0; b < 2; ++b) {
-        const int block = (chunk + i) * 2 + b;
-        if (block < p.blocks) {
-          const uint4* const x = reinterpret_cast<const uint4*>(shared_x + block * 128 + quad * 32);
-          const uint4 low = x[0], high = x[1], w = codes[2 * i + b];
-          const uint32_t words[4] = {w.x, w.y, w.z, w.w};
-          const uint32_t of_x[4][2] = {{low.x, low.y}, {low.z, low.w}, {high.x, high.y}, {high.z, high.w}};
+            for (int m = 0; m < 4; ++m) {
+              uint32_t a[4];
+              Decoder<T>::decode(words[m], a);
+              ptx::mma_16x8x16(product[b], a, of_x[m][0], of_x[m][1], T());
+            }
+          }
+          const float of_x = sums_of_x[at.pair + i];
 #pragma unroll
-          for (int m = 0; m < 4; ++m) {
-            uint32_t a[4];
-            Decoder<T>::decode(words[m], a);
-#pragma unroll
-            for (int j = 0; j < 4; ++j) a[j] = Decoder<T>::centred(a[j], minus_offset[j % 2]);
-            ptx::mma_16x8x16(product, a, of_x[m][0], of_x[m][1], T());
+          for (int r = 0; r < 2; ++r) {
+            const int from = i * 8 + r * 4 + group / 2, shift = group % 2 * 16;
+            const float scale = widen<T>(__shfl_sync(~0u, now_scales, from) >> shift & 0xffffu);
+            const float zero = p.zeros ? static_cast<float>(__shfl_sync(~0u, now_zeros, from) >> shift & 0xffffu) : 8.f;
+            sum[r] = fmaf(fmaf(-(16.f + zero), of_x, product[0][2 * r] + product[1][2 * r]), scale, sum[r]);
           }
         }
-        codes[2 * i + b] = load_block(chunk + kTokenPairs + i, b);
+        load_pair(next, next_codes, i);
       }
-      sum[0] = fmaf(product[0], widen<T>(scale[0]), sum[0]);
-      sum[1] = fmaf(product[2], widen<T>(scale[1]), sum[1]);
+      at = next;
+    } while (at.tile == tile);
+
+    if (quad == 0) {
+      warp_sums[parity][warp][group] = sum[0];
+      warp_sums[parity][warp][group + 8] = sum[1];
+    }
+    __syncthreads();
+    const int row = lane, result = tile * 16 + row;
+    if (warp == 0 && row < 16) {
+      const auto output = [&](int first_warp, int bias_row) {
+        float total = warp_sums[parity][first_warp][row];
+#pragma unroll
+        for (int w = 1; w < warps; ++w) total += warp_sums[parity][first_warp + w][row];
+        return p.bias ? total + to_float(reinterpret_cast<const T*>(p.bias)[bias_row]) : total;
+      };
+      float value = output(0, result);
+      if constexpr (GATED) value = token_activation(value, p.activation) * output(warps, result + p.results);
+      if (p.residual) value += to_float(reinterpret_cast<const T*>(p.residual)[result]);
+      reinterpret_cast<T*>(p.out)[result] = from_float<T>(value);
     }
   }
-
-  // -- epilogue --
-  if (quad == 0) {
-    warp_sums[warp][group] = sum[0];
-    warp_sums[warp][group + 8] = sum[1];
-  }
-  __syncthreads();
-  const int result = blockIdx.x * 16 + threadIdx.x;
-  if (threadIdx.x >= 16 || result >= p.results) return;
-  const auto output = [&](int first_warp, int row) {
-    float total = warp_sums[first_warp][threadIdx.x];
-#pragma unroll
-    for (int w = 1; w < warps; ++w) total += warp_sums[first_warp + w][threadIdx.x];
-    return p.bias ? total + to_float(reinterpret_cast<const T*>(p.bias)[row]) : total;
-  };
-  float value = output(0, result);
-  if constexpr (GATED) value = token_activation(value, p.activation) * output(warps, result + p.results);
-  if (p.residual) value += to_float(reinterpret_cast<const T*>(p.residual)[result]);
-  reinterpret_cast<T*>(p.out)[result] = from_float<T>(value);
 }
 
 template <typename T>
 void launch_token(const W4TokenParams& p, DLDevice device) {
   const bool gated = p.activation != TokenActivation::none;
-  const int bytes = p.blocks * 128;
+  const int bytes = p.blocks * 128 + p.pairs * 4;
+  const int ctas = kTokenCtas * device_attribute(cudaDevAttrMultiProcessorCount, device.device_id);
   const auto launch = [&](auto kernel, int limit) {
     if (bytes > limit) unsupported("an x that does not fit into shared memory");
-    launch_pdl(kernel, dim3((p.results + 15) / 16), dim3(kTokenThreads), device, p, bytes);
+    launch_pdl(kernel, dim3(std::min(p.results / 16, ctas)), dim3(kTokenThreads), device, p, bytes);
   };
   if (p.norm && gated) return launch(w4a16_token_kernel<T, true, true>, 48 << 10);
   if (p.norm) return launch(w4a16_token_kernel<T, true, false>, 48 << 10);

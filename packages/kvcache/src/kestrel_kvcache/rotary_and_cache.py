@@ -34,6 +34,7 @@ def check_rotary_and_cache(
     key_norm: torch.Tensor | None = None,
     norm_eps: float = 1e-6,
     norm_weight_bias: float = 0.0,
+    prefetch: torch.Tensor | None = None,
 ) -> None:
     op = "rotary_and_cache"
     check.tensor(op, "positions", positions, dtype=check.INTEGERS, ndim=1, last_contiguous=True)
@@ -57,10 +58,12 @@ def check_rotary_and_cache(
             check.shape(op, name, norm, (head_size,))
     check.number(op, "norm_eps", norm_eps, minimum=0)
     check.number(op, "norm_weight_bias", norm_weight_bias)
+    if prefetch is not None and not prefetch.is_contiguous():
+        check.fail(op, "prefetch", "a contiguous tensor", f"strides {prefetch.stride()}")
     rows = {"query": query, "key": key, "value": value, "cos_sin_cache": cos_sin_cache}
     caches = {"key_cache": key_cache, "value_cache": value_cache, "slot_mapping": slot_mapping}
     more = {"k_scale": k_scale, "v_scale": v_scale, "query_norm": query_norm, "key_norm": key_norm}
-    check.same(op, "device", positions=positions, **rows, **caches, **more)
+    check.same(op, "device", positions=positions, **rows, **caches, **more, prefetch=prefetch)
 
 
 def _heads(x: torch.Tensor, head_size: int) -> int:
@@ -93,6 +96,7 @@ def rotary_and_cache(
     key_norm: torch.Tensor | None = None,
     norm_eps: float = 1e-6,
     norm_weight_bias: float = 0.0,
+    prefetch: torch.Tensor | None = None,
 ) -> None:
     """Rotate queries and keys in place, then write keys and values into the cache, in place.
 
@@ -116,6 +120,8 @@ def rotary_and_cache(
         key before the rotation, rounded as kestrel_norm.rms_norm rounds it. The kernel takes heads that rotate as a
         whole (R = D, is_neox) in aligned packs of 16 bytes, D / 2 being a power of two of them, up to 32.
     norm_eps, norm_weight_bias: of these norms: eps, and what is added to their weights.
+    prefetch: *constant*, a contiguous tensor of any dtype, which is fetched into the L2 cache meanwhile: a weight that
+        a later kernel reads. A hint: no result depends on it.
 
     Returns None. The rotation runs in float32 and is rounded to the dtype of key, which is then what is quantised.
     Raises TypeError for a wrong dtype or a missing tensor, ValueError for a wrong shape, stride, range, name or device,
@@ -150,4 +156,5 @@ def rotary_and_cache(
         key_norm,
         norm_eps,
         norm_weight_bias,
+        prefetch,
     )

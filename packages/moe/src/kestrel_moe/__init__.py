@@ -10,7 +10,6 @@ from .invoke_moe_fp8 import invoke_cute_moe_down_fp8, invoke_cute_moe_up_fp8
 from .linear import fused_linear_residual, gemv, router_gemm
 from .moe_align import moe_align_block_size, moe_lora_align_block_size, route_and_align
 from .moe_sum import moe_sum
-from .rms_norm_gemv import rms_norm_gemv
 from .topk_softmax import topk_softmax
 
 __version__ = "0.1.0"
@@ -31,7 +30,6 @@ __all__ = [
     "moe_align_block_size",
     "moe_lora_align_block_size",
     "moe_sum",
-    "rms_norm_gemv",
     "route_and_align",
     "router_gemm",
     "silu_and_mul",

@@ -101,25 +101,6 @@ def gemv(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
     return linear(x, weight, bias).to(x.dtype)
 
 
-def rms_norm_gemv(
-    x: torch.Tensor,
-    norm_weight: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    eps: float = 1e-6,
-    weight_bias: float = 0.0,
-    activation: str = "none",
-) -> torch.Tensor:
-    """act(rms_norm(x) @ weight.T + bias); nothing is rounded in between."""
-    mean_square = row_sums(x.double().square()).float() / x.shape[-1]
-    normed = x.float() / torch.sqrt(mean_square + eps) * (norm_weight.float() + weight_bias)
-    product = linear(normed, weight, bias)
-    if activation != "none":
-        approximate = "tanh" if activation == "gelu_tanh_and_mul" else "none"
-        product = gated(product, activation.replace("_tanh", ""), approximate)
-    return product.to(x.dtype)
-
-
 def router_gemm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """x @ weight.T, not rounded."""
     return linear(x, weight, None)

@@ -15,10 +15,10 @@ from kestrel_moe import fused_experts, gelu_and_mul, gemv, silu_and_mul, topk_so
 from kestrel_norm import fused_add_rms_norm, rms_norm
 from kestrel_rope import rotary_embedding
 
-from . import one_token, w4
+from . import few_tokens, w4
 from .cache import HeadNorms, KestrelCache, KestrelLayer
+from .few_tokens import activation
 from .masks import NAME, Mask, wants_weights
-from .one_token import activation
 from .prompts import DTYPES, Scores
 
 _local = threading.local()
@@ -215,21 +215,20 @@ class MLP(Changed):
         gate_up = project(self.module.gate_up_proj, x) if self.gate_up is None else self.gate_up(x)
         return project(self.module.down_proj, self.act(gate_up))
 
-    def adds_one_token(self, residual: Tensor) -> bool:
-        """Whether `add_one_token` serves."""
+    def takes_residual(self, residual: Tensor, norm: Norm) -> bool:
+        """Whether `add_to` is for this step."""
         up, down = self.gate_up or self.module.gate_up_proj, self.module.down_proj
         return (
             not (is_watched(self.module) or _keeps_its_own(self.module, residual))
             and all(map(is_product, (up, down)))
-            and one_token.takes(up, residual, norm=True, gated=True)
-            and one_token.takes(down, residual, norm=False)
+            and few_tokens.takes(up, residual, norm=norm, gated=True)
+            and few_tokens.takes(down, residual)
         )
 
-    def add_one_token(self, residual: Tensor, norm: Norm) -> None:
-        """residual += the layer of norm(residual), in two launches."""
+    def add_to(self, residual: Tensor, norm: Norm) -> None:
+        """residual += the layer of norm(residual)."""
         up = self.gate_up or self.module.gate_up_proj
-        hidden = one_token.product_of_norm(up, residual, norm, one_token.gate_of(self.act))
-        one_token.add_product(self.module.down_proj, hidden, residual)
+        few_tokens.add_product(self.module.down_proj, few_tokens.product_of_norm(up, residual, norm, self.act), residual)
 
 
 def is_product(layer: Any) -> bool:
@@ -275,7 +274,7 @@ class Attention(Changed):
         options, turned = self.options(module), rotation(*position_embeddings, hidden_states.shape[0])
         rows, size = hidden_states.shape[:-1], module.head_dim
         if norm is not None:
-            qkv = one_token.product_of_norm(self.qkv or module.qkv_proj, hidden_states, norm)
+            qkv = few_tokens.product_of_norm(self.qkv or module.qkv_proj, hidden_states, norm)
         else:
             qkv = project(module.qkv_proj, hidden_states) if self.qkv is None else self.qkv(hidden_states)
         kv_heads = qkv.shape[-1] // size // (module.num_key_value_groups + 2)
@@ -291,7 +290,7 @@ class Attention(Changed):
             scores = Scores(module.scaling, options.get("sliding_window"), options.get("softcap"))
             out = layer.decode(query, key, value, turned, attention_mask, scores, norms).view(*rows, -1)
             if norm is not None:
-                return one_token.add_product(getattr(module, self.out), out, hidden_states), None
+                return few_tokens.add_product(getattr(module, self.out), out, hidden_states), None
             return project(getattr(module, self.out), out), None
         rotary_embedding(turned[0], query, key, size, turned[1])
         query, key, value = (x.transpose(1, 2) for x in (query, key, value))
@@ -303,16 +302,17 @@ class Attention(Changed):
         )
         return project(getattr(module, self.out), out.reshape(*rows, -1)), weights
 
-    def adds_one_token(self, residual: Tensor, cache: Any, mask: Any, positions: Any, kwargs: dict[str, Any]) -> bool:
-        """Whether a call with a norm serves: one token, before its rotation, by products with kernels."""
+    def takes_residual(self, residual: Tensor, norm: Norm, kwargs: dict[str, Any]) -> bool:
+        """Whether a call with this norm is for this step: its products have kernels, and the cache rotates."""
         module, qkv = self.module, self.qkv or getattr(self.module, "qkv_proj", None)
         out = getattr(module, self.out)
+        cache, mask = kwargs.get("past_key_values"), kwargs.get("attention_mask")
         return (
             not (is_watched(module) or module.training or _keeps_its_own(module, residual))
-            and positions is not None
+            and kwargs.get("position_embeddings") is not None
             and all(map(is_product, (qkv, out)))
-            and one_token.takes(qkv, residual, norm=True)
-            and one_token.takes(out, residual, norm=False)
+            and few_tokens.takes(qkv, residual, norm=norm)
+            and few_tokens.takes(out, residual)
             and self._decoding_layer(cache, mask, residual) is not None
             and not wants_weights(module, kwargs)
         )
@@ -391,9 +391,9 @@ class Layer(Changed):
             return _tensor(self.original(hidden_states, *args, **kwargs))
         residual = getattr(hidden_states, "_kestrel_residual", None)
         if residual is None:
-            if self._adds_one_token(hidden_states, kwargs):
+            if self._takes_residual(hidden_states, kwargs):
                 module.self_attn(hidden_states=hidden_states, norm=module.input_layernorm.forward, **kwargs)
-                module.mlp.forward.add_one_token(hidden_states, module.post_attention_layernorm.forward)
+                module.mlp.forward.add_to(hidden_states, module.post_attention_layernorm.forward)
                 return hidden_states
             residual = hidden_states
         x = module.input_layernorm(hidden_states)
@@ -413,16 +413,16 @@ class Layer(Changed):
         return _tensor(x)
 
 
-    def _adds_one_token(self, residual: Tensor, kwargs: dict[str, Any]) -> bool:
-        """Whether this is a step of one token whose layer is six launches."""
+    def _takes_residual(self, residual: Tensor, kwargs: dict[str, Any]) -> bool:
+        """Whether this is a step whose attention and feed-forward add to the residual stream themselves."""
         module = self.module
         attention, mlp = (child.__dict__.get("forward") for child in (module.self_attn, module.mlp))
-        if self.sandwich or not one_token.is_one_token(residual):
+        if self.sandwich or not few_tokens.serves(residual):
             return False
         if not (isinstance(attention, Attention) and isinstance(mlp, MLP)):
             return False
-        given = (kwargs.get(name) for name in ("past_key_values", "attention_mask", "position_embeddings"))
-        return attention.adds_one_token(residual, *given, kwargs) and mlp.adds_one_token(residual)
+        norms = module.input_layernorm.forward, module.post_attention_layernorm.forward
+        return attention.takes_residual(residual, norms[0], kwargs) and mlp.takes_residual(residual, norms[1])
 
 
 class Router(Changed):
