@@ -266,12 +266,13 @@ bool fits_norm(const RotaryParams& p) {
          aligned16(p.key_norm);
 }
 
-void check_norm(const Checks& check, const char* name, const OptionalTensor& norm, const TensorView& query,
-                int64_t size) {
-  if (!norm.has_value()) check.fail(name, "a tensor, as the other norm is one", "NoneType", "TypeError");
+void check_norm(const Checks& check, const char* name, const OptionalTensor& norm, const char* other_name,
+                const OptionalTensor& other, const TensorView& query, int64_t size) {
+  if (!norm.has_value()) return;
+  if (!other.has_value()) check.fail(name, std::string("None, as ") + other_name + " is", "a tensor", "TypeError");
   check.dtype(name, *norm, {kBFloat16, kFloat16, kFloat32});
-  check.shape(name, *norm, &size, 1);
   check.last_contiguous(name, *norm);
+  check.shape(name, *norm, &size, 1);
   check.same_dtype(name, *norm, "query", query);
 }
 
@@ -296,11 +297,8 @@ void rotary_and_cache(TensorView positions, TensorView query, TensorView key, Te
   const Format format =
       check_store(check, key.dtype(), kv_heads, size, key_cache, value_cache, kv_cache_dtype, k_scale, v_scale);
   if (prefetch.has_value()) check.contiguous("prefetch", *prefetch);
-  const bool has_norm = query_norm.has_value() || key_norm.has_value();
-  if (has_norm) {
-    check_norm(check, "query_norm", query_norm, query, size);
-    check_norm(check, "key_norm", key_norm, query, size);
-  }
+  check_norm(check, "query_norm", query_norm, "key_norm", key_norm, query, size);
+  check_norm(check, "key_norm", key_norm, "query_norm", query_norm, query, size);
   check.at_least("norm_eps", norm_eps, 0);
   check.number("norm_weight_bias", norm_weight_bias);
   check_memory(check, {{"positions", positions},
@@ -355,7 +353,7 @@ void rotary_and_cache(TensorView positions, TensorView query, TensorView key, Te
     using T = decltype(t);
     const DLDevice device = positions.device();
     const bool by_packs = whole_packs<T>(p, element_bytes(key_cache));
-    if (has_norm) {
+    if (query_norm.has_value()) {
       if (!neox || !by_packs || !fits_norm<T>(p)) unsupported("a norm of heads that do not rotate whole, in packs");
       launch<T, kNeox, Access::packs, true>(p, heads, kv_heads, device);
     } else if (by_packs) {

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -89,9 +91,16 @@ def test_graphs_replay_with_new_inputs() -> None:
 
 def test_it_waits_for_the_launch_before() -> None:
     w, norm = weight(4096, 4096, 128, torch.bfloat16, True), random(4096, seed=2)
-    assert_waits_for_the_launch_before(
-        lambda x: w4a16_token(x, w, norm_weight=norm, residual=x), [random(1, 4096) for _ in range(3)]
-    )
+    inputs = [random(1, 4096, seed=i) for i in range(2)]
+
+    def chain(i: int, between: Callable[[], None]) -> tuple[torch.Tensor, ...]:
+        first = w4a16_token(inputs[i], w, norm_weight=norm)
+        between()
+        second = w4a16_token(first, w, residual=inputs[i])
+        between()
+        return first, second, w4a16_token(second, w, norm_weight=norm, activation="silu_and_mul")
+
+    assert_waits_for_the_launch_before(chain)
 
 
 @pytest.mark.parametrize(

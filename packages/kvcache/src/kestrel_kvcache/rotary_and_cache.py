@@ -50,20 +50,22 @@ def check_rotary_and_cache(
     check_table(op, cos_sin_cache, query, head_size, rope_dim_offset)
     check_slots(op, slot_mapping, positions.shape[0])
     check_store(op, key.dtype, heads, head_size, key_cache, value_cache, kv_cache_dtype, k_scale, v_scale)
-    if query_norm is not None or key_norm is not None:
-        for name, norm in (("query_norm", query_norm), ("key_norm", key_norm)):
-            if norm is None:
-                check.fail(op, name, "a tensor, as the other norm is one", "NoneType", TypeError)
-            check.tensor(op, name, norm, dtype=query.dtype, last_contiguous=True)
+    norms = {"query_norm": query_norm, "key_norm": key_norm}
+    for (name, norm), other in zip(norms.items(), reversed(norms), strict=True):
+        if norm is not None and norms[other] is None:
+            check.fail(op, name, f"None, as {other} is", "a tensor", TypeError)
+        if norm is not None:
+            check.tensor(op, name, norm, dtype=check.FLOATS, last_contiguous=True)
             check.shape(op, name, norm, (head_size,))
+            check.same(op, "dtype", query=query, **{name: norm})
     check.number(op, "norm_eps", norm_eps, minimum=0)
     check.number(op, "norm_weight_bias", norm_weight_bias)
     if prefetch is not None and not prefetch.is_contiguous():
         check.fail(op, "prefetch", "a contiguous tensor", f"strides {prefetch.stride()}")
     rows = {"query": query, "key": key, "value": value, "cos_sin_cache": cos_sin_cache}
     caches = {"key_cache": key_cache, "value_cache": value_cache, "slot_mapping": slot_mapping}
-    more = {"k_scale": k_scale, "v_scale": v_scale, "query_norm": query_norm, "key_norm": key_norm}
-    check.same(op, "device", positions=positions, **rows, **caches, **more, prefetch=prefetch)
+    more = {"k_scale": k_scale, "v_scale": v_scale, **norms, "prefetch": prefetch}
+    check.same(op, "device", positions=positions, **rows, **caches, **more)
 
 
 def _heads(x: torch.Tensor, head_size: int) -> int:
