@@ -5,12 +5,10 @@
 // of a key that does not rotate, or a pack of a value. For unaligned rows it is a pair or an element instead. Blocks
 // have up to 128 threads; short rows share a block. Only the table and the norms are constant, but the address in the
 // table depends on positions: nothing is read before the PDL wait. Rows, positions and slots are prefetched into L2
-// before it. A norm needs heads that rotate as a whole: adjacent lanes then hold a head, and add up its squares. Blocks
-// past the work fetch constants of later kernels into L2: memory is idle while few tokens rotate and attend.
+// before it. A norm needs heads that rotate as a whole: adjacent lanes then hold a head, and add up its squares.
 
 #include <kestrel/export.h>
 #include <kestrel/rotary.h>
-#include <algorithm>
 #include <kestrel/pdl.cuh>
 #include <kestrel/rotary.cuh>
 
@@ -38,9 +36,6 @@ struct RotaryParams {
   WorkSplit work;                           // over tokens and all their items
   const char *query_norm = nullptr, *key_norm = nullptr;  // [D], of the rows' type; null: no norm
   float eps = 0.f, weight_bias = 0.f;
-  const char* prefetch = nullptr;
-  int64_t prefetch_bytes = 0;
-  unsigned work_blocks = 0;    // in x; those past them prefetch
 };
 
 // What a thread works on. first, second: the first elements of its packs; second is -1 if there is none.
@@ -153,31 +148,9 @@ __device__ __forceinline__ void normalise(const RotaryParams& p, const char* wei
 
 constexpr bool kNeox = true, kGptJ = false;
 constexpr int kThreads = 128;
-constexpr unsigned kPrefetchBlocks = 128;  // about one for each SM
-constexpr int kPrefetchBytes = 4096;       // by one instruction
-
-// Fetches bytes from an address that is aligned to 16 bytes into L2: from sm_90 on asynchronously, so that the block
-// ends at once.
-__device__ __forceinline__ void prefetch_bytes(const char* from, int bytes) {
-#if __CUDA_ARCH__ >= 900 && !defined(PLAIN_PREFETCH)
-  const int whole = bytes / 16 * 16;
-  if (whole) asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(whole) : "memory");
-#else
-  for (int at = 0; at < bytes; at += 128) prefetch_l2(from + at);
-#endif
-}
 
 template <typename T, bool NEOX, Access ACCESS, bool NORM>
 __global__ void __launch_bounds__(kThreads) rotate_and_write(const __grid_constant__ RotaryParams p) {
-  if (blockIdx.x >= p.work_blocks) {
-    const int64_t blocks = int64_t{gridDim.x - p.work_blocks} * gridDim.y;
-    const int64_t block = int64_t{blockIdx.x - p.work_blocks} * gridDim.y + blockIdx.y;
-    for (int64_t at = (block * blockDim.x + threadIdx.x) * kPrefetchBytes; at < p.prefetch_bytes;
-         at += blocks * blockDim.x * kPrefetchBytes) {
-      prefetch_bytes(p.prefetch + at, static_cast<int>(min(p.prefetch_bytes - at, int64_t{kPrefetchBytes})));
-    }
-    return;
-  }
   const auto [token, unit] = p.work.token_unit();
   if (token >= p.work.tokens || unit >= p.work.units) return;
   const Item item = Item::of<T, NEOX, ACCESS>(p, unit);
@@ -234,10 +207,7 @@ void launch(RotaryParams p, int64_t heads, int64_t kv_heads, DLDevice device) {
   const int64_t items = p.query_items + p.key_items + kv_heads * p.value_items_per_head;
   if (items == 0) return;
   p.work = WorkSplit(p.work.tokens, static_cast<unsigned>(items), kThreads);
-  dim3 grid = p.work.grid();
-  p.work_blocks = grid.x;
-  if (p.prefetch_bytes) grid.x += std::max(1u, kPrefetchBlocks / grid.y);
-  launch_pdl(rotate_and_write<T, NEOX, ACCESS, NORM>, grid, p.work.block(), device, p);
+  launch_pdl(rotate_and_write<T, NEOX, ACCESS, NORM>, p.work.grid(), p.work.block(), device, p);
 }
 
 // Whether all packs are aligned to their loads and stores.
@@ -280,7 +250,7 @@ void rotary_and_cache(TensorView positions, TensorView query, TensorView key, Te
                       TensorView cos_sin_cache, TensorView key_cache, TensorView value_cache, TensorView slot_mapping,
                       AnyView is_neox, AnyView kv_cache_dtype, OptionalTensor k_scale, OptionalTensor v_scale,
                       AnyView rope_dim_offset, OptionalTensor query_norm, OptionalTensor key_norm, double norm_eps,
-                      double norm_weight_bias, OptionalTensor prefetch) {
+                      double norm_weight_bias) {
   const Checks check("rotary_and_cache");
   check_indices(check, "positions", positions);
   const int64_t tokens = positions.size(0);
@@ -296,7 +266,6 @@ void rotary_and_cache(TensorView positions, TensorView query, TensorView key, Te
   check_slots(check, slot_mapping, tokens);
   const Format format =
       check_store(check, key.dtype(), kv_heads, size, key_cache, value_cache, kv_cache_dtype, k_scale, v_scale);
-  if (prefetch.has_value()) check.contiguous("prefetch", *prefetch);
   check_norm(check, "query_norm", query_norm, "key_norm", key_norm, query, size);
   check_norm(check, "key_norm", key_norm, "query_norm", query_norm, query, size);
   check.at_least("norm_eps", norm_eps, 0);
@@ -312,8 +281,7 @@ void rotary_and_cache(TensorView positions, TensorView query, TensorView key, Te
                        {"k_scale", k_scale},
                        {"v_scale", v_scale},
                        {"query_norm", query_norm},
-                       {"key_norm", key_norm},
-                       {"prefetch", prefetch}});
+                       {"key_norm", key_norm}});
   if (tokens == 0) return;
   require_sizes(tokens, heads + 2 * kv_heads, size, key_cache.size(1));
 
@@ -343,11 +311,6 @@ void rotary_and_cache(TensorView positions, TensorView query, TensorView key, Te
   p.key_norm = address(key_norm);
   p.eps = static_cast<float>(norm_eps);
   p.weight_bias = static_cast<float>(norm_weight_bias);
-  if (prefetch.has_value()) {
-    p.prefetch = address(*prefetch);
-    p.prefetch_bytes = (*prefetch).numel() * element_bytes(*prefetch);
-    if (!aligned16(p.prefetch)) p.prefetch_bytes = 0;
-  }
   const DeviceGuard guard(positions.device().device_id);
   dispatch_float(query, [&](auto t) {
     using T = decltype(t);

@@ -142,7 +142,6 @@ def rotary_cases(tokens: int, heads: int, size: int, blocks: int, page: int) -> 
         bad("a norm elsewhere", "key_norm", ones.to("meta"), fragment="meta", query_norm=ones),
         bad("a negative eps", "norm_eps", -1.0, fragment=">= 0"),
         bad("a bias that is no number", "norm_weight_bias", float("nan"), fragment="nan"),
-        bad("every other byte", "prefetch", torch.zeros(8)[::2], fragment="contiguous"),
     ]
 
 

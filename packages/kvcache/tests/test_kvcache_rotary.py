@@ -129,7 +129,7 @@ def test_heads_are_normalised_before_they_are_rotated(dtype, weight_bias, packed
         wanted.append((normed, turned_in_float64(normed, positions, table, True, 0)))
     cache, slots = torch.zeros(2, 2, 8, KV_HEADS, SIZE, dtype=dtype), torch.arange(7)
     norm = {"query_norm": norms[0], "key_norm": norms[1], "norm_eps": 0.1, "norm_weight_bias": weight_bias}
-    rotary_and_cache(positions, query, key, value, SIZE, table, *cache, slots, **norm, prefetch=torch.randn(100))
+    rotary_and_cache(positions, query, key, value, SIZE, table, *cache, slots, **norm)
     for got, (normed, exact) in zip((query, key), wanted, strict=True):
         got, info = got.reshape(exact.shape).double(), torch.finfo(dtype)
         # the norm may round to a neighbour, which the rotation adds to another

@@ -60,7 +60,6 @@ def rotary_and_cache(
     key_norm: torch.Tensor | None = None,
     norm_eps: float = 1e-6,
     norm_weight_bias: float = 0.0,
-    prefetch: torch.Tensor | None = None,
 ) -> None:
     angles, valid = rows_at(positions, cos_sin_cache)
     for x, weight in ((query, query_norm), (key, key_norm)):

@@ -34,7 +34,6 @@ def check_rotary_and_cache(
     key_norm: torch.Tensor | None = None,
     norm_eps: float = 1e-6,
     norm_weight_bias: float = 0.0,
-    prefetch: torch.Tensor | None = None,
 ) -> None:
     op = "rotary_and_cache"
     check.tensor(op, "positions", positions, dtype=check.INTEGERS, ndim=1, last_contiguous=True)
@@ -60,11 +59,9 @@ def check_rotary_and_cache(
             check.same(op, "dtype", query=query, **{name: norm})
     check.number(op, "norm_eps", norm_eps, minimum=0)
     check.number(op, "norm_weight_bias", norm_weight_bias)
-    if prefetch is not None and not prefetch.is_contiguous():
-        check.fail(op, "prefetch", "a contiguous tensor", f"strides {prefetch.stride()}")
     rows = {"query": query, "key": key, "value": value, "cos_sin_cache": cos_sin_cache}
     caches = {"key_cache": key_cache, "value_cache": value_cache, "slot_mapping": slot_mapping}
-    more = {"k_scale": k_scale, "v_scale": v_scale, **norms, "prefetch": prefetch}
+    more = {"k_scale": k_scale, "v_scale": v_scale, **norms}
     check.same(op, "device", positions=positions, **rows, **caches, **more)
 
 
@@ -98,7 +95,6 @@ def rotary_and_cache(
     key_norm: torch.Tensor | None = None,
     norm_eps: float = 1e-6,
     norm_weight_bias: float = 0.0,
-    prefetch: torch.Tensor | None = None,
 ) -> None:
     """Rotate queries and keys in place, then write keys and values into the cache, in place.
 
@@ -122,8 +118,6 @@ def rotary_and_cache(
         key before the rotation, rounded as kestrel_norm.rms_norm rounds it. The kernel takes heads that rotate as a
         whole (R = D, is_neox) in aligned packs of 16 bytes, D / 2 being a power of two of them, up to 32.
     norm_eps, norm_weight_bias: of these norms: eps, and what is added to their weights.
-    prefetch: *constant*, a contiguous tensor of any dtype, which is fetched into the L2 cache meanwhile: a weight that
-        a later kernel reads. A hint: no result depends on it.
 
     Returns None. The rotation runs in float32 and is rounded to the dtype of key, which is then what is quantised.
     Raises TypeError for a wrong dtype or a missing tensor, ValueError for a wrong shape, stride, range, name or device,
@@ -158,5 +152,4 @@ def rotary_and_cache(
         key_norm,
         norm_eps,
         norm_weight_bias,
-        prefetch,
     )

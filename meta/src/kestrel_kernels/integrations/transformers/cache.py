@@ -21,8 +21,6 @@ from .prompts import DTYPES, Packing, Scores, causal_attention, dense_attention,
 _APPEND_QUERIES = 16
 """The most new tokens per sequence that decode kernels take; longer inputs are written, then attended to densely."""
 _LAYER_TYPES = ("full_attention", "sliding_attention")
-_CACHED_PAGES = 16 << 20
-"""Bytes of a layer's pages up to which a step prefetches the next weight into the L2 cache."""
 
 
 @dataclasses.dataclass
@@ -372,12 +370,11 @@ class KestrelLayer(CacheLayerMixin):
         mask: Mask | None,
         scores: Scores,
         norms: HeadNorms | None = None,
-        next_weight: Tensor | None = None,
     ) -> Tensor:
         """One new token per sequence: normalise, rotate and store in one kernel, then attend.
 
         query [B, 1, H, D], key, value [B, 1, Hk, D]; query and key are rotated in place by positions [B, 1] and a table
-        of `rotary_embedding`. next_weight: what is read next, for the L2 cache to hold. Returns [B, 1, H, D].
+        of `rotary_embedding`. Returns [B, 1, H, D].
         """
         self._make_room(key.transpose(1, 2), value.transpose(1, 2))
         cache, pages, (positions, table) = self.cache, self.pages, rotation
@@ -390,8 +387,6 @@ class KestrelLayer(CacheLayerMixin):
             step.lengths_after = step.lengths + step.advance
         rows = positions.view(-1), query[:, 0], key[:, 0], value[:, 0]
         options: dict[str, Any] = {"kv_cache_dtype": pages.stored} | (norms.arguments() if norms else {})
-        if next_weight is not None and pages.bytes() <= _CACHED_PAGES:  # else attention would evict it
-            options["prefetch"] = next_weight
         rotary_and_cache(*rows, query.shape[-1], table, pages.keys, pages.values, slots, **options)
         out = flash_attn_with_kvcache(
             query,

@@ -15,10 +15,8 @@ from kestrel_quant import W4Weight, w4a16_token
 
 from . import w4
 
-TOKENS = range(5, 17)
+TOKENS = range(4, 17)
 """For 16-bit weights: from here on these kernels are faster than the products of other libraries, and up to here."""
-PREFETCHED = 16 << 20
-"""Bytes of a weight that are fetched into the L2 cache ahead."""
 _HALF = (torch.bfloat16, torch.float16)
 _W4_NORM_COLUMNS = 8192  # the most that w4a16_token's kernel normalises
 
@@ -66,18 +64,6 @@ def takes(layer: Any, x: Tensor, *, norm: Any = None, gated: bool = False) -> bo
     whole = weight.group_size % 128 == 0 or weight.group_size == columns
     fits = whole and weight.permutation is None and rows % (32 if gated else 16) == 0
     return fits and tokens == 1 and not (norm is not None and columns > _W4_NORM_COLUMNS)
-
-
-def next_weight(layer: Any, x: Tensor) -> Tensor | None:
-    """What a step reads after attention and the L2 cache can hold: memory is idle while few tokens attend."""
-    if not x.is_cuda:
-        return None
-    if isinstance(layer, w4.W4Linear):
-        return layer.codes
-    weight = getattr(layer, "weight", None)
-    if not isinstance(weight, nn.Parameter) or not weight.is_contiguous():
-        return None
-    return weight.data.view(-1)[: PREFETCHED // weight.element_size()]
 
 
 def product_of_norm(layer: Any, x: Tensor, norm: Any, act: Callable[..., Tensor] | None = None) -> Tensor:

@@ -288,8 +288,7 @@ class Attention(Changed):
             query, key = (getattr(module, name)(x) for name, x in zip(self.norms, (query, key), strict=True))
         if layer is not None:
             scores = Scores(module.scaling, options.get("sliding_window"), options.get("softcap"))
-            next_weight = few_tokens.next_weight(getattr(module, self.out), query)
-            out = layer.decode(query, key, value, turned, attention_mask, scores, norms, next_weight).view(*rows, -1)
+            out = layer.decode(query, key, value, turned, attention_mask, scores, norms).view(*rows, -1)
             if norm is not None:
                 return few_tokens.add_product(getattr(module, self.out), out, hidden_states), None
             return project(getattr(module, self.out), out), None
