@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from kestrel_kernels.integrations import transformers as integration
-from kestrel_kernels.integrations.transformers import KestrelCache, generate
+from kestrel_kernels.integrations.transformers import KestrelCache, few_tokens, generate, modules
 from kestrel_kernels.integrations.transformers import cache as cache_module
-from kestrel_kernels.integrations.transformers import few_tokens, modules
 from kestrel_kernels.integrations.transformers.w4 import W4Linear
 from kestrel_runtime import backend, trace
 

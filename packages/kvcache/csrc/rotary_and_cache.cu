@@ -32,8 +32,8 @@ struct RotaryParams {
   int size = 0, half = 0, offset = 0;  // D, R/2, first dimension that rotates
   // Per head: items that rotate, items of a key that do not, items of a value.
   unsigned rotating = 0, unrotated = 0, value_items_per_head = 0;
-  unsigned query_items = 0, key_items = 0;  // per token
-  WorkSplit work;                           // over tokens and all their items
+  unsigned query_items = 0, key_items = 0;                // per token
+  WorkSplit work;                                         // over tokens and all their items
   const char *query_norm = nullptr, *key_norm = nullptr;  // [D], of the rows' type; null: no norm
   float eps = 0.f, weight_bias = 0.f;
 };

@@ -266,7 +266,12 @@ def test_rotation_of_many_tokens_of_none_and_of_rows_without_a_slot() -> None:
 @pytest.mark.parametrize("size", [16, 32, 64, 128, 256])
 def test_heads_are_normalised_then_rotated_and_cached(size: int, name: str) -> None:
     for dtype in FLOATS:
-        for tokens, heads, kv_heads, packed in ((1, 32, 4, True), (3, 5, 1, False), (17, 8, 8, True), (700, 6, 2, True)):
+        for tokens, heads, kv_heads, packed in (
+            (1, 32, 4, True),
+            (3, 5, 1, False),
+            (17, 8, 8, True),
+            (700, 6, 2, True),
+        ):
             call = rotary_call(dtype, tokens, heads, kv_heads, size, size, name=name, packed=packed)
             norms = [1 + random(size, dtype=dtype, seed=i) / 4 for i in (7, 8)]
             norm = {"query_norm": norms[0], "key_norm": norms[1], "norm_weight_bias": 0.5}

@@ -3,13 +3,14 @@
 //
 // Memory-bound by one read of the codes. A CTA stays and takes every so many tiles of 16 rows; of a gated layer, a tile
 // of each half. Its warps have slices of K in units of 128; eight blocks of codes are in flight in registers, across
-// tiles, and the first of them before the PDL wait. x lies in shared memory in the order of the fragments of mma.sync, whose eight
-// columns all hold it. Products are of 16 + code; what that adds is taken away by sums of x. Sums depend on N, K alone.
+// tiles, and the first of them before the PDL wait. x lies in shared memory in the order of the fragments of mma.sync,
+// whose eight columns all hold it. Products are of 16 + code; what that adds is taken away by sums of x. Sums depend on
+// N, K alone.
 #include <kestrel/export.h>
 #include <kestrel/launch.h>
+#include <kestrel/tensor.h>
 #include <kestrel/pack.cuh>
 #include <kestrel/reduce.cuh>
-#include <kestrel/tensor.h>
 
 #include <algorithm>
 
@@ -40,8 +41,8 @@ __device__ __forceinline__ float token_activation(float h, TokenActivation activ
   return __fdividef(h, 1.f + __expf(-1.5957691216057308f * (h + 0.044715f * h * h * h)));
 }
 
-// The words of a pack of x at k = 8 * index, into the order of the fragments: of a block of 64 k, lane quad q of a group
-// reads 32 bytes, its words of the four products.
+// The words of a pack of x at k = 8 * index, into the order of the fragments: of a block of 64 k, lane quad q of a
+// group reads 32 bytes, its words of the four products.
 __device__ __forceinline__ void store_fragments(char* shared_x, int index, const uint4& bits) {
   char* const to = shared_x + index / 8 * 128 + index % 8 * 4;
   const uint32_t words[4] = {bits.x, bits.y, bits.z, bits.w};
@@ -233,7 +234,8 @@ void launch_token(const W4TokenParams& p, DLDevice device) {
   };
   if (p.norm && gated) return launch(w4a16_token_kernel<T, true, true>, 48 << 10);
   if (p.norm) return launch(w4a16_token_kernel<T, true, false>, 48 << 10);
-  if (gated) return launch(w4a16_token_kernel<T, false, true>, raise_shared_limit<w4a16_token_kernel<T, false, true>>(device));
+  if (gated)
+    return launch(w4a16_token_kernel<T, false, true>, raise_shared_limit<w4a16_token_kernel<T, false, true>>(device));
   launch(w4a16_token_kernel<T, false, false>, raise_shared_limit<w4a16_token_kernel<T, false, false>>(device));
 }
 
@@ -285,7 +287,8 @@ void w4a16_token(TensorView out, TensorView x, TensorView codes, TensorView scal
   if (tokens > 1) unsupported("more than one token");
   if (weight.group % kStep && weight.groups > 1) unsupported("groups that are no multiples of 128 and not whole rows");
   if (results % 16) unsupported("a number of results that is not a multiple of 16");
-  if (norm_weight.has_value() && width > kTokenNormPacks * kTokenThreads * 8) unsupported("a norm of that many columns");
+  if (norm_weight.has_value() && width > kTokenNormPacks * kTokenThreads * 8)
+    unsupported("a norm of that many columns");
   W4TokenParams p;
   p.x = address(x);
   p.codes = weight.codes;
@@ -303,10 +306,10 @@ void w4a16_token(TensorView out, TensorView x, TensorView codes, TensorView scal
   p.pairs_of_group = weight.steps_per_group;
   p.eps = static_cast<float>(norm_eps);
   p.weight_bias = static_cast<float>(norm_weight_bias);
-  p.activation = !gated                        ? TokenActivation::none
-                 : name == "silu_and_mul"      ? TokenActivation::silu
-                 : name == "gelu_and_mul"      ? TokenActivation::gelu
-                                               : TokenActivation::gelu_tanh;
+  p.activation = !gated                   ? TokenActivation::none
+                 : name == "silu_and_mul" ? TokenActivation::silu
+                 : name == "gelu_and_mul" ? TokenActivation::gelu
+                                          : TokenActivation::gelu_tanh;
   if (!aligned16(p.x) || !aligned16(p.norm)) unsupported("an x or norm that is not aligned to 16 bytes");
   const DLDevice device = x.device();
   const DeviceGuard guard(device.device_id);

@@ -149,7 +149,9 @@ BAD_INPUTS = {
         BadInput("negative eps", "norm_eps", call(X, W4, norm_eps=-1.0), ValueError, ">= 0"),
         BadInput("NaN as bias of a norm", "norm_weight_bias", call(X, W4, norm_weight_bias=float("nan")), ValueError),
         BadInput("unknown activation", "activation", call(X, W4, activation="relu"), ValueError, "'relu'"),
-        BadInput("residual of a gate", "residual", call(X, W4, activation="silu_and_mul", residual=X[:, :6]), ValueError),
+        BadInput(
+            "residual of a gate", "residual", call(X, W4, activation="silu_and_mul", residual=X[:, :6]), ValueError
+        ),
         BadInput("residual in fp16", "residual", call(X, W4, residual=torch.ones(3, 6).half()), TypeError, "float16"),
         BadInput("out in bf16", "out", call(X, W4, out=torch.ones(3, 6).bfloat16()), TypeError, "float32"),
     ],

@@ -21,7 +21,7 @@ from kestrel_runtime.testing import (
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("kernels_only")]
 
-# N, K, G: one group, an odd number of blocks of K, fewer blocks than warps, several tiles of a CTA, the shapes of models
+# N, K, G: one group, an odd number of blocks of K, fewer blocks than warps, several tiles of a CTA, shapes of models
 SHAPES = [
     *((32, 8, 8), (64, 64, 64), (96, 192, 192), (512, 520, 520), (160, 1024, 256), (9216, 1024, 128)),
     *((6144, 4096, 128), (4096, 14336, 128), (28672, 4096, 128), (4096, 8192, 512), (37888, 3584, 128)),
@@ -55,7 +55,11 @@ def test_the_result_is_rounded_once(n: int, k: int, group: int, dtype: torch.dty
             residual = random(1, results, dtype=dtype, seed=3) if with_more else None
             norm, normed = {}, x.double()
             if with_more and k <= 8192:
-                norm = {"norm_weight": 1 + random(k, dtype=dtype, seed=4) / 4, "norm_eps": 1e-5, "norm_weight_bias": 0.5}
+                norm = {
+                    "norm_weight": 1 + random(k, dtype=dtype, seed=4) / 4,
+                    "norm_eps": 1e-5,
+                    "norm_weight_bias": 0.5,
+                }
                 rms = (normed.square().mean(-1, keepdim=True) + 1e-5).sqrt()
                 normed = (normed / rms * (norm["norm_weight"].double() + 0.5)).to(dtype).double()
             product = F.linear(normed, exact, None if bias is None else bias.double())

@@ -115,7 +115,9 @@ def w4a16_token(
 ) -> torch.Tensor:
     """act(norm(x) @ weight.T + bias) + residual; the norm is rounded to x's dtype, and then the result."""
     if norm_weight is not None:
-        mean_square = row_sums(x.reshape(-1, x.shape[-1]).double().square()).float().view(*x.shape[:-1], 1) / x.shape[-1]
+        mean_square = (
+            row_sums(x.reshape(-1, x.shape[-1]).double().square()).float().view(*x.shape[:-1], 1) / x.shape[-1]
+        )
         x = (x.float() / torch.sqrt(mean_square + norm_eps) * (norm_weight.float() + norm_weight_bias)).to(x.dtype)
     wide = None if bias is None else bias.float()
     product = w4a16_linear(x.float(), codes, scales, zeros, permutation, group_size, wide)

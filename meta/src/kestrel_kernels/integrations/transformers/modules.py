@@ -228,7 +228,9 @@ class MLP(Changed):
     def add_to(self, residual: Tensor, norm: Norm) -> None:
         """residual += the layer of norm(residual)."""
         up = self.gate_up or self.module.gate_up_proj
-        few_tokens.add_product(self.module.down_proj, few_tokens.product_of_norm(up, residual, norm, self.act), residual)
+        few_tokens.add_product(
+            self.module.down_proj, few_tokens.product_of_norm(up, residual, norm, self.act), residual
+        )
 
 
 def is_product(layer: Any) -> bool:
@@ -411,7 +413,6 @@ class Layer(Changed):
             x = module.post_feedforward_layernorm(x)
         x._kestrel_residual = residual  # the next norm adds it
         return _tensor(x)
-
 
     def _takes_residual(self, residual: Tensor, kwargs: dict[str, Any]) -> bool:
         """Whether this is a step whose attention and feed-forward add to the residual stream themselves."""
