@@ -424,7 +424,7 @@ def engine_table(name: str, found: Json) -> str:
             figures = f"failed ({row['error'].split(':')[0]}) | | "
         else:
             figures = f"{row['tokens_per_second']:.0f} | {row['first_ms']:.0f} ms | {memory}"
-        weights = {"w4": "4 bits"}.get(row.get("weights", "bf16"), "bf16")
+        weights = {"w4": "4 bits", "w4-head": "4 bits, head too"}.get(row.get("weights", "bf16"), "bf16")
         lines.append(f"| {way} | {weights} | {NAMES[row['kv_cache']]} | {row['batch']} | {figures} |")
     return "\n".join(lines) + "\n"
 
