@@ -28,7 +28,8 @@ class W4Weight:
 
     Made by :func:`pack_w4`, :func:`w4_from_gptq` and :func:`w4_from_awq`. The layout of its tensors is private to this
     library, and the same on every architecture: read them with :meth:`dequantize`. Two weights compare equal only if
-    they are one object.
+    they are one object. `torch.save` and `torch.load` take it, also with ``weights_only=True``, once this package is
+    imported.
     """
 
     codes: torch.Tensor
@@ -70,6 +71,9 @@ class W4Weight:
         weight = torch.empty_like(packed)
         weight[:, self.permutation] = packed
         return weight
+
+
+torch.serialization.add_safe_globals([W4Weight])  # for torch.load(weights_only=True), the default
 
 
 def pack_w4(weight: torch.Tensor, group_size: int = 128, *, symmetric: bool = True) -> W4Weight:
