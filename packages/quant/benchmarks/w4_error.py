@@ -1,6 +1,6 @@
 """How far 4-bit weights are from the weights they stand for. It times nothing and needs no GPU.
 
-    python packages/quant/benchmarks/w4_error.py packages/quant/results/w4_error.json
+python packages/quant/benchmarks/w4_error.py packages/quant/results/w4_error.json
 """
 
 from __future__ import annotations

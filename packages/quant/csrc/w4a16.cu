@@ -122,11 +122,11 @@ bool has_wgmma(DLDevice device) {
 }
 
 // x: [T, K]. wgmma_tile: -1 for w4a16_kernel, or the number of a tile of w4a16_wgmma_kernel. w4a16_kernel takes T up to
-// 128. Its scratch is float32, [8 * T * N] or kMaxPartial if that is less; or None: then K is cut only as far as clusters
-// go. w4a16_wgmma_kernel cuts K into `splits` slices, those of a cluster or, with scratch, added up by a second kernel.
+// 128. Its scratch is float32, [8 * T * N] or kMaxPartial if that is less; or None: then K is cut only as far as
+// clusters go. w4a16_wgmma_kernel cuts K into `splits` slices, those of a cluster or, with scratch, added up by a
+// second kernel.
 void w4a16_linear(TensorView out, TensorView x, TensorView codes, TensorView scales, OptionalTensor zeros,
-                  int64_t group_size, OptionalTensor bias, OptionalTensor scratch, int64_t wgmma_tile,
-                  int64_t splits) {
+                  int64_t group_size, OptionalTensor bias, OptionalTensor scratch, int64_t wgmma_tile, int64_t splits) {
   const Checks check("w4a16_linear");
   check.dtype("x", x, {kBFloat16, kFloat16, kFloat32});
   check.rank("x", x, 2, 2);
@@ -179,8 +179,7 @@ void w4a16_linear(TensorView out, TensorView x, TensorView codes, TensorView sca
   if (wgmma) {
     if (splits < 1 || splits > kMaxSplits) unsupported("a number of slices of K beyond 1 to 8");
     p.splits = static_cast<int>(splits);
-    const auto launch =
-        same_dtype(x.dtype(), kBFloat16) ? w4_wgmma::launch<__nv_bfloat16> : w4_wgmma::launch<__half>;
+    const auto launch = same_dtype(x.dtype(), kBFloat16) ? w4_wgmma::launch<__nv_bfloat16> : w4_wgmma::launch<__half>;
     return launch(p, static_cast<int>(std::min<int64_t>(wgmma_tile, 1 << 10)), device);
   }
   if (p.partial && p.partial_floats < std::min(kMaxSplits * tokens * rows, kMaxPartial)) {

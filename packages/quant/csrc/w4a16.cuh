@@ -480,8 +480,8 @@ __global__ void __launch_bounds__(Tile::threads* Tile::parts, 1) w4a16_kernel(co
   }
   __syncthreads();
   const int threads = static_cast<int>(blockDim.x);
-  finish_sums<T, Tile::rows>(p, {sums, pitch, Tile::tokens * pitch, first_row, first_token, tokens, split},
-                             &received, static_cast<int>(threadIdx.x), threads);
+  finish_sums<T, Tile::rows>(p, {sums, pitch, Tile::tokens * pitch, first_row, first_token, tokens, split}, &received,
+                             static_cast<int>(threadIdx.x), threads);
 }
 
 constexpr int kW4SumThreads = 128;

@@ -158,8 +158,8 @@ __device__ __forceinline__ TokenRange tokens_of(int rank, int cluster, int token
   return {first, tokens * (rank + 1) / cluster - first};
 }
 
-// Adds up the slices of K of a cluster, if there is one, and writes the result. Each CTA finishes some tokens: the others
-// copy it their sums. The order of the slices is the same for all tokens. All consumers call this.
+// Adds up the slices of K of a cluster, if there is one, and writes the result. Each CTA finishes some tokens: the
+// others copy it their sums. The order of the slices is the same for all tokens. All consumers call this.
 template <typename T, typename Tile>
 __device__ __forceinline__ void finish_tile(const WgmmaParams& p, uint32_t ring, const float* sums,
                                             const uint64_t* received, int rank, int first_row, int first_token,

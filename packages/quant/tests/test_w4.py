@@ -404,7 +404,7 @@ def test_a_saved_weight_is_loaded(full: bool, weights_only: bool) -> None:
 def test_a_weight_is_equal_to_itself_alone_and_a_key() -> None:
     w = full_weight()
     twin = replace(w)
-    assert w == w  # noqa: PLR0124
+    assert w == w
     assert w != twin
     assert {w: 1, twin: 2}[w] == 1
     with pytest.raises(FrozenInstanceError):

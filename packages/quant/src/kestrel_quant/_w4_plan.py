@@ -48,7 +48,7 @@ class Plan(NamedTuple):
     """A kernel and its options."""
 
     kernel: str
-    """"mma": ``w4a16_kernel``. "wgmma": ``w4a16_wgmma_kernel``. "vendor": the weight in 16 bits, then the vendor's GEMM."""
+    """"mma": ``w4a16_kernel``. "wgmma": ``w4a16_wgmma_kernel``. "vendor": the vendor's GEMM of the weight in 16 bits."""
     tile: int = -1
     """of :data:`TILES`, for "wgmma" """
     splits: int = 1
@@ -100,7 +100,7 @@ def _us(tile: Tile, splits: int, tokens: int, rows: int, columns: int, sms: int)
     """An estimate of the time of a call: waves of CTAs, and the sums of the slices."""
     tiles = _tiles(tile, tokens, rows)
     waves = -(-tiles * splits // (sms * tile.ctas))
-    steps = -(-(-(-columns // _K_STEP)) // splits)
+    steps = -(-columns // (_K_STEP * splits))
     sums = (0.0, 0.0, 1.0)[splits] if splits <= 2 else 0.3 + splits * tiles * tile.tokens * tile.rows * 8 / 6e6
     return 2.5 + waves * steps * _K_STEP * tile.tokens * tile.rows / (tile.rate * 1e6) + sums
 

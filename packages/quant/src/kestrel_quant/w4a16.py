@@ -164,10 +164,10 @@ def w4a16_linear(
     The kernels take bf16 and fp16, T up to 128, N and K that are multiples of 8, and groups of 32, 64, multiples of 128
     or whole rows. There a row is the same bit for bit within each range of T: 1 to 16, 17 to 64, 65 to 128. On an H100
     or H200 another kernel takes 17 to 2048 rows where N * K is 2^20 or more, and rounds each weight once to x's dtype.
-    Its ranges are 17 to 32, 33 to 64, and then each 32: 65 to 96, 97 to 128, and so on. Past 128 rows, those of x must be
-    aligned to 16 bytes for it. Other calls take the vendor's GEMM, and the weight is first written in x's dtype, into
-    N * K * 2 bytes of scratch memory. There and by reference a row may differ by rounding from one T to another; for a
-    fixed T it does not depend on the other rows.
+    Its ranges are 17 to 32, 33 to 64, and then each 32: 65 to 96, 97 to 128, and so on. Past 128 rows, those of x must
+    be aligned to 16 bytes for it. Other calls take the vendor's GEMM, and the weight is first written in x's dtype,
+    into N * K * 2 bytes of scratch memory. There and by reference a row may differ by rounding from one T to another;
+    for a fixed T it does not depend on the other rows.
 
     Raises ValueError or TypeError for a wrong dtype, shape or device. Semantics: Marlin, Frantar et al. 2024.
 
@@ -239,9 +239,8 @@ def _w4a16_linear(
     tokens = x.shape[0] if x.ndim == 2 else x.shape[:-1].numel()
     device = _device(x.get_device()) if x.is_cuda else _NO_GPU
     chosen = plan(tokens, rows, x.shape[-1], device.wgmma_sms)
-    if tokens > MMA_TOKENS and chosen.kernel == "wgmma":  # the vendor's GEMM takes rows of any alignment
-        if x.data_ptr() % 16 or any(stride % 8 for stride in x.stride()[:-1]):
-            chosen = Plan("vendor")
+    if tokens > MMA_TOKENS and (x.data_ptr() % 16 or any(stride % 8 for stride in x.stride()[:-1])):
+        chosen = Plan("vendor")  # it takes rows of any alignment
     by_kernel = chosen.kernel != "vendor"
     if x.ndim != 2 or not by_kernel or permutation is not None:
         _check_w4a16_linear(x, codes, scales, zeros, permutation, group_size, bias, out)
