@@ -48,7 +48,7 @@ class Plan(NamedTuple):
     """A kernel and its options."""
 
     kernel: str
-    """"mma": ``w4a16_kernel``. "wgmma": ``w4a16_wgmma_kernel``. "vendor": the vendor's GEMM of the weight in 16 bits."""
+    """"mma": ``w4a16_kernel``. "wgmma": ``w4a16_wgmma_kernel``. "vendor": its GEMM of the weight in 16 bits."""
     tile: int = -1
     """of :data:`TILES`, for "wgmma" """
     splits: int = 1
