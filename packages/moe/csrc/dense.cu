@@ -26,7 +26,7 @@ DensePlan dense_plan(const Checks& check, const AnyView& kernel, const AnyView& 
   };
   DensePlan plan;
   const int64_t number = check.integer("kernel", kernel, 0);
-  if (number > static_cast<int64_t>(DenseKernel::ping_pong)) check.fail("kernel", "up to 4", std::to_string(number));
+  if (number > static_cast<int64_t>(DenseKernel::tall)) check.fail("kernel", "up to 5", std::to_string(number));
   plan.kernel = static_cast<DenseKernel>(number);
   plan.columns = static_cast<int>(std::min(check.integer("columns", columns, 0), kMaxSize));
   const bool chosen_here = plan.kernel == DenseKernel::stream;  // with splits = 0

@@ -18,8 +18,11 @@ constexpr int kPassRows = 16, kPassColumns = 64;
 constexpr int kPassBytes = kPassRows * kPassColumns * 4;
 
 // Where 16 bytes of a row are stored, `unit` of 16: free of bank conflicts for accumulators and for eight lanes of a row.
+// The address of another unit of the row is this one exclusive-or unit_bits().
+__device__ __forceinline__ constexpr uint32_t unit_bits(int unit) { return (unit ^ (unit >> 3 & 1)) * 16; }
+
 __device__ __forceinline__ uint32_t pass_unit(uint32_t buffer, int row, int unit) {
-  return buffer + row * (kPassColumns * 4) + (unit ^ (unit >> 3 & 1) ^ (row & 3) << 1) * 16;
+  return buffer + row * (kPassColumns * 4) + (unit_bits(unit) ^ (row & 3) << 5);
 }
 
 // sums[block] are those of rows [row + 64 block, + 16). bias: of the tile, in shared memory.
@@ -49,7 +52,9 @@ __device__ __forceinline__ void finish_rows(const DenseParams& p, const float (&
 #pragma unroll
       for (int i = 0; i < iterations; ++i) residual[i] = load_residual(i);
     }
-    __syncwarp();  // the previous pass has been read
+    uint32_t store_at = pass_unit(buffer, lane / 4, lane % 4 / 2) + lane % 2 * 8;
+    asm volatile("" : "+r"(store_at));  // its addresses are computed where they are used, not kept
+    __syncwarp();                       // the previous pass has been read
 #pragma unroll
     for (int q = 0; q < BLOCKS * passes_of_block; ++q) {
       if (q == pass) {
@@ -60,7 +65,7 @@ __device__ __forceinline__ void finish_rows(const DenseParams& p, const float (&
           const float* const of = sums[q / passes_of_block] + (first + j) * 4;
 #pragma unroll
           for (int half = 0; half < 2; ++half) {
-            const uint32_t to = pass_unit(buffer, lane / 4 + 8 * half, 2 * j + lane % 4 / 2) + lane % 2 * 8;
+            const uint32_t to = (store_at ^ unit_bits(2 * j)) + half * (8 * kPassColumns * 4);
             ptx::store_shared(to, make_float2(of[2 * half], of[2 * half + 1]));
           }
         }

@@ -26,12 +26,12 @@ namespace kestrel::moe {
 
 enum class Schedule { cooperative, ping_pong };
 
-template <int COLUMNS_, Schedule SCHEDULE_>
+template <int COLUMNS_, Schedule SCHEDULE_, int ROWS_ = 128>
 struct DenseTile {
   static constexpr Schedule schedule = SCHEDULE_;
   static constexpr bool ping_pong = schedule == Schedule::ping_pong;
-  static constexpr int rows = 128, columns = COLUMNS_;
-  static constexpr int blocks = ping_pong ? 2 : 1;  // of 64 rows, for a consumer warpgroup
+  static constexpr int rows = ROWS_, columns = COLUMNS_;
+  static constexpr int blocks = rows / (ping_pong ? 64 : 128);  // of 64 rows, for a consumer warpgroup
   static constexpr int line_bytes = 128;  // 64 elements of K
   static constexpr int stage_bytes = (rows + columns) * line_bytes;
   static constexpr int alignment = 1024, most_bytes = 230400;  // of dynamic shared memory, beside bias and barriers
@@ -76,75 +76,55 @@ struct DenseItem {
     row = (row_tile * p.cluster.rows + place.row) * Tile::rows;
     column = (column_tile * p.cluster.columns + place.column) * Tile::columns;
   }
-
-  // The lines of a stage that are loaded: the tile's rows of x and of the weight, to a multiple of 8.
-  __device__ __forceinline__ int lines(const DenseParams& p) const {
-    const auto inside = [](int of_tile, int left) { return max(min(of_tile, (left + 7) / 8 * 8), 0); };
-    return inside(Tile::rows, p.tokens - row) + inside(Tile::columns, p.outputs - column);
-  }
 };
 
-// The producer thread: loads x and the weight of all tiles of this CTA.
-template <typename Tile>
-__device__ __forceinline__ void dense_produce(const DenseParams& p, const DensePlace& place, uint32_t ring,
-                                              uint64_t* full, uint64_t* empty, int first_step, int steps) {
+// The part of an operand that a CTA loads of each tile, `box` of its `rows` rows, for all CTAs of `ranks`.
+struct OperandPart {
+  int rows, box, offset;  // offset: of the box in the rows
+  uint32_t to;            // in the first stage
+  uint16_t ranks;
+};
+
+// A producer thread: loads its operand, `size` rows long, of all tiles of this CTA. Little code for each step: the one
+// thread must not be the limit. first_row(item): of the tile.
+template <typename Tile, typename FirstRow>
+__device__ __forceinline__ void dense_produce(const DenseParams& p, const DensePlace& place, const CUtensorMap& whole,
+                                              const CUtensorMap& tail, int size, const OperandPart& part,
+                                              uint64_t* full, uint64_t* empty, int first_step, int steps,
+                                              FirstRow first_row) {
   const int tiles = p.row_tiles * p.column_tiles;
-  const int x_rows = Tile::rows / p.cluster.columns, weight_rows = Tile::columns / p.cluster.rows;
-  uint16_t x_ranks = 0, weight_ranks = 0;
-  for (int c = 0; c < p.cluster.columns; ++c) x_ranks |= 1 << place.rank_of(p, place.row, c);
-  for (int r = 0; r < p.cluster.rows; ++r) weight_ranks |= 1 << place.rank_of(p, r, place.column);
-  const uint32_t x_at = ring + place.column * x_rows * Tile::line_bytes;
-  const uint32_t weight_at = ring + (Tile::rows + place.row * weight_rows) * Tile::line_bytes;
-  const auto load_x = [&](int stage, const DenseItem<Tile>& item, int step) {
-    const int first = item.row + place.column * x_rows;
-    if (first >= p.tokens) return;
-    const CUtensorMap& map = p.tokens - first >= x_rows ? p.x : p.x_tail;
-    const uint32_t to = x_at + stage * Tile::stage_bytes;
-    const int k = (first_step + step) * 64;
-    if (p.cluster.columns > 1) {
-      ptx::tma_load_multicast(to, map, k, first, full + stage, x_ranks);
-    } else {
-      ptx::tma_load(to, map, k, first, full + stage);
-    }
-  };
-  const auto load_weight = [&](int stage, const DenseItem<Tile>& item, int step) {
-    ptx::mbarrier_arrive_expect_tx(full + stage, item.lines(p) * Tile::line_bytes);
-    const int first = item.column + place.row * weight_rows;
-    if (first >= p.outputs) return;
-    const CUtensorMap& map = p.outputs - first >= weight_rows ? p.weight : p.weight_tail;
-    const uint32_t to = weight_at + stage * Tile::stage_bytes;
-    const int k = (first_step + step) * 64;
-    if (p.cluster.rows > 1) {
-      ptx::tma_load_multicast(to, map, k, first, full + stage, weight_ranks);
-    } else {
-      ptx::tma_load(to, map, k, first, full + stage);
-    }
-  };
-  for (const CUtensorMap* map : {&p.weight, &p.weight_tail, &p.x, &p.x_tail}) ptx::prefetch_tensor_map(*map);
-  int ahead = 0;  // stages whose weights, which are constant, are loaded before the PDL wait
-  if (place.cluster < tiles) {
-    const DenseItem<Tile> item(p, place, place.cluster);
-    for (ahead = 0; ahead < min(Tile::stages, steps); ++ahead) {
-      load_weight(ahead, item, ahead);
-    }
-  }
-  pdl_wait();
-  pdl_trigger();
   int stage = 0, phase = 0;
   for (int tile = place.cluster; tile < tiles; tile += place.clusters) {
-    const DenseItem<Tile> item(p, place, tile);
-    for (int step = 0; step < steps; ++step) {
-      if (step >= ahead) {
+    const int row = first_row(DenseItem<Tile>(p, place, tile)), first = row + part.offset, left = size - first;
+    const int bytes = max(min(part.rows, (size - row + 7) / 8 * 8), 0) * Tile::line_bytes;  // in all boxes
+    const auto each_step = [&](auto load) {
+      int k = first_step * 64;
+      for (int step = 0; step < steps; ++step, k += 64) {
         ptx::mbarrier_wait(empty + stage, phase ^ 1);
-        load_weight(stage, item, step);
+        ptx::mbarrier_arrive_expect_tx(full + stage, bytes);
+        load(part.to + stage * Tile::stage_bytes, k, full + stage);
+        if (++stage == Tile::stages) {
+          stage = 0;
+          phase ^= 1;
+        }
       }
-      load_x(stage, item, step);
-      if (++stage == Tile::stages) {
-        stage = 0;
-        phase ^= 1;
-      }
+    };
+    const bool multicast = part.ranks & (part.ranks - 1);
+    if (left >= part.box && !multicast) {
+      each_step([&](uint32_t to, int k, uint64_t* barrier) { ptx::tma_load(to, whole, k, first, barrier); });
+    } else if (left >= part.box) {
+      each_step([&](uint32_t to, int k, uint64_t* barrier) {
+        ptx::tma_load_multicast(to, whole, k, first, barrier, part.ranks);
+      });
+    } else if (left > 0 && !multicast) {
+      each_step([&](uint32_t to, int k, uint64_t* barrier) { ptx::tma_load(to, tail, k, first, barrier); });
+    } else if (left > 0) {
+      each_step([&](uint32_t to, int k, uint64_t* barrier) {
+        ptx::tma_load_multicast(to, tail, k, first, barrier, part.ranks);
+      });
+    } else {
+      each_step([](uint32_t, int, uint64_t*) {});
     }
-    ahead = 0;
   }
   for (int s = 0; s < Tile::stages; ++s) {  // this CTA stays until other CTAs have made their last arrivals here
     ptx::mbarrier_wait(empty + stage, phase ^ 1);
@@ -168,7 +148,7 @@ __device__ __forceinline__ void prefetch_next_weight(const DenseParams& p) {
 }
 
 // What waits for what:
-//   full[stage]       the producer's arrival, and the bytes of x and of the weight, which other CTAs may send
+//   full[stage]       the producers' arrivals, and the bytes of x and of the weight, which other CTAs may send
 //   empty[stage]      the consumers of every CTA that this one's loads go to: two warpgroups each, one in ping-pong
 //   multiplied        [warpgroup], in ping-pong: its tile has left the pipeline
 //   received          split-K: the bytes of the other CTA's sums
@@ -191,7 +171,7 @@ __global__ void __launch_bounds__(Tile::threads, 1) dense_wgmma_kernel(const __g
   const bool clustered = p.cluster.size() > 1;
   if (threadIdx.x == 0) {
     for (int s = 0; s < S; ++s) {
-      ptx::mbarrier_init(full + s, 1);
+      ptx::mbarrier_init(full + s, 2);
       ptx::mbarrier_init(empty + s, partners * (ping_pong ? 1 : 2));
     }
     for (int w = 0; w < 2; ++w) ptx::mbarrier_init(multiplied + w, 1);
@@ -205,12 +185,33 @@ __global__ void __launch_bounds__(Tile::threads, 1) dense_wgmma_kernel(const __g
     ptx::cluster_wait();
   }
 
-  // -- the producer warpgroup: one thread loads --
+  // -- the producer warpgroup: one thread loads the weight, which is constant, one x --
 
   if (threadIdx.x < Tile::producers) {
-    ptx::reduce_registers<40>();
-    if (threadIdx.x == 0) dense_produce<Tile>(p, place, ring, full, empty, first_step, steps);
-    if (threadIdx.x == 32 && p.next_bytes > 0) prefetch_next_weight(p);
+    ptx::reduce_registers<24>();
+    if (threadIdx.x == 0) {
+      ptx::prefetch_tensor_map(p.weight);
+      ptx::prefetch_tensor_map(p.weight_tail);
+      OperandPart part{N, N / p.cluster.rows, place.row * (N / p.cluster.rows)};
+      part.to = ring + (Tile::rows + part.offset) * Tile::line_bytes;
+      part.ranks = 0;
+      for (int r = 0; r < p.cluster.rows; ++r) part.ranks |= 1 << place.rank_of(p, r, place.column);
+      dense_produce<Tile>(p, place, p.weight, p.weight_tail, p.outputs, part, full, empty, first_step, steps,
+                          [](const DenseItem<Tile>& item) { return item.column; });
+    } else if (threadIdx.x == 32) {
+      ptx::prefetch_tensor_map(p.x);
+      ptx::prefetch_tensor_map(p.x_tail);
+      OperandPart part{Tile::rows, Tile::rows / p.cluster.columns, place.column * (Tile::rows / p.cluster.columns)};
+      part.to = ring + part.offset * Tile::line_bytes;
+      part.ranks = 0;
+      for (int c = 0; c < p.cluster.columns; ++c) part.ranks |= 1 << place.rank_of(p, place.row, c);
+      pdl_wait();
+      pdl_trigger();
+      dense_produce<Tile>(p, place, p.x, p.x_tail, p.tokens, part, full, empty, first_step, steps,
+                          [](const DenseItem<Tile>& item) { return item.row; });
+    } else if (threadIdx.x == 64 && p.next_bytes > 0) {
+      prefetch_next_weight(p);
+    }
     __syncwarp();
     if (p.cluster.splits > 1) {
       ptx::cluster_arrive_relaxed();
@@ -225,11 +226,11 @@ __global__ void __launch_bounds__(Tile::threads, 1) dense_wgmma_kernel(const __g
 
   // -- the consumer warpgroups --
 
-  ptx::raise_registers<232>();
+  ptx::raise_registers<240>();
   pdl_wait();
   pdl_trigger();
   const int warpgroup = threadIdx.x / 128 - 1, thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
-  const int row_of_warpgroup = ping_pong ? 0 : warpgroup * 64;
+  const int row_of_warpgroup = ping_pong ? 0 : warpgroup * Tile::blocks * 64;
   // Thread t arrives at the t-th CTA that loads for this one: the CTAs of its column, then the others of its row.
   uint32_t empty_there = 0;
   if (thread < partners) {
@@ -305,7 +306,7 @@ __global__ void __launch_bounds__(Tile::threads, 1) dense_wgmma_kernel(const __g
 
     // -- split-K: the sums of the tokens that the other CTA finishes go to it, in the memory of the ring --
 
-    if constexpr (!ping_pong) {
+    if constexpr (Tile::blocks == 1) {
       if (p.cluster.splits > 1) {  // one tile for a cluster: once both CTAs have multiplied, the rings are free
         ptx::cluster_arrive_relaxed();
         ptx::cluster_wait();
