@@ -188,7 +188,7 @@ __global__ void __launch_bounds__(Tile::threads, 1) dense_wgmma_kernel(const __g
   // -- the producer warpgroup: one thread loads the weight, which is constant, one x --
 
   if (threadIdx.x < Tile::producers) {
-    ptx::reduce_registers<24>();
+    ptx::reduce_registers<Tile::blocks * N <= 320 ? 40 : 24>();
     if (threadIdx.x == 0) {
       ptx::prefetch_tensor_map(p.weight);
       ptx::prefetch_tensor_map(p.weight_tail);
@@ -226,7 +226,7 @@ __global__ void __launch_bounds__(Tile::threads, 1) dense_wgmma_kernel(const __g
 
   // -- the consumer warpgroups --
 
-  ptx::raise_registers<240>();
+  ptx::raise_registers<Tile::blocks * N <= 320 ? 232 : 240>();
   pdl_wait();
   pdl_trigger();
   const int warpgroup = threadIdx.x / 128 - 1, thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;

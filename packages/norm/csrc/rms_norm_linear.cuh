@@ -71,27 +71,14 @@ __device__ __forceinline__ float power_of_two(float sum_sq, float count) {
   return __uint_as_float(static_cast<uint32_t>(127 - min(max(exponent >> 1, -30), 60)) << 23);
 }
 
-// A lane's sums of a row, of 2 N tokens, are neighbours in this order, so that they are sent at once.
-template <int N>
-__device__ __forceinline__ int token_order(int token) {
-  return N == 1 ? token : token / 16 * 16 + token % 8 / 2 * 4 + token / 8 % 2 * 2 + token % 2;
-}
-
-// Neighbouring sums of a row, to the CTA that adds them up.
-__device__ __forceinline__ void send(bool remote, uint32_t to, unsigned rank, float2 v, uint64_t* received) {
+// Two neighbouring tokens' sums of a row, to the CTA that adds them up.
+__device__ __forceinline__ void send(bool remote, uint32_t to, unsigned rank, float a, float b, uint64_t* received) {
   if (remote) {
-    const uint64_t both = __float_as_uint(v.x) | static_cast<uint64_t>(__float_as_uint(v.y)) << 32;
+    const uint64_t both = __float_as_uint(a) | static_cast<uint64_t>(__float_as_uint(b)) << 32;
     ptx::store_async(ptx::map_shared(to, rank), both, ptx::map_shared(ptx::shared_address(received), rank));
   } else {
-    ptx::store_shared(to, v);
-  }
-}
-
-__device__ __forceinline__ void send(bool remote, uint32_t to, unsigned rank, float4 v, uint64_t* received) {
-  if (remote) {
-    ptx::store_async(ptx::map_shared(to, rank), v, ptx::map_shared(ptx::shared_address(received), rank));
-  } else {
-    ptx::store_shared(to, v);
+    ptx::store_shared(to, a);
+    ptx::store_shared(to + 4, b);
   }
 }
 
@@ -317,7 +304,7 @@ __global__ void __launch_bounds__(kLinearThreads, LinearTile<TOKEN_TILES>::min_c
       float square = 0.f, sum[2] = {0.f, 0.f};
       for (int s = 0; s < p.slices; ++s) square += squares[s * Tile::tokens + token];
       for (int s = 0; s < p.slices * kWarpsOfK; ++s) {
-        const float* const from = sums + (s * rows_of_cta + row) * Tile::tokens + token_order<NT>(token);
+        const float* const from = sums + (s * rows_of_cta + row) * Tile::tokens + token;
         sum[0] += from[0];
         sum[1] += from[Tile::tokens];
       }
@@ -390,24 +377,16 @@ __global__ void __launch_bounds__(kLinearThreads, LinearTile<TOKEN_TILES>::min_c
       for (int half = 0; half < 2; ++half) {
         const int row = row_of_warp + i * 16 + half * 8 + group, rank = row / rows_of_cta;
         const int source = slice * kWarpsOfK + k_warp;
-        const uint32_t to = ptx::shared_address(sums + (source * rows_of_cta + row % rows_of_cta) * Tile::tokens);
-        float2 two[NT];
+        const uint32_t to =
+            ptx::shared_address(sums + (source * rows_of_cta + row % rows_of_cta) * Tile::tokens + 2 * quad);
 #pragma unroll
         for (int j = 0; j < NT; ++j) {
-          two[j] = make_float2(acc[i][j][half * 2], acc[i][j][half * 2 + 1]);
+          float a = acc[i][j][half * 2], b = acc[i][j][half * 2 + 1];
           if constexpr (kScaled) {
-            two[j].x *= token_scale[j * 8 + 2 * quad];
-            two[j].y *= token_scale[j * 8 + 2 * quad + 1];
+            a *= token_scale[j * 8 + 2 * quad];
+            b *= token_scale[j * 8 + 2 * quad + 1];
           }
-        }
-        if constexpr (NT == 1) {
-          send(remote, to + quad * 8, rank, two[0], received + buffer);
-        } else {
-#pragma unroll
-          for (int j = 0; j < NT; j += 2) {
-            const float4 four = make_float4(two[j].x, two[j].y, two[j + 1].x, two[j + 1].y);
-            send(remote, to + j * 32 + quad * 16, rank, four, received + buffer);
-          }
+          send(remote, to + j * 32, rank, a, b, received + buffer);
         }
       }
     }
