@@ -54,16 +54,11 @@ __device__ __forceinline__ float activate(float h) {
   }
 }
 
-// gelu_tanh of two numbers of a token in the fewest instructions, with one reciprocal, for epilogues of matrix products.
-// Below -7.4 the result is that of -7.4, -2e-17. A NaN reaches both: the token's sums in the next layer are NaN anyway.
-__device__ __forceinline__ void gelu_tanh(float& a, float& b) {
-  constexpr float linear = -1.4426950408889634f * kTwoRootTwoOverPi, cubic = linear * 0.044715f, least = -7.4f;
-  const auto denominator = [](float h) { return 1.f + ptx::ex2_approx_ftz(h * fmaf(cubic * h, h, linear)); };
-  a = ptx::max_nan(a, least);
-  b = ptx::max_nan(b, least);
-  const float of_a = denominator(a), of_b = denominator(b), r = ptx::rcp_approx(of_a * of_b);
-  a *= of_b * r;
-  b *= of_a * r;
+// h / (1 + exp(-slope)) in the fewest instructions, for epilogues of matrix products. Where the exponential overflows,
+// its reciprocal is the result's limit, 0.
+__device__ __forceinline__ float gelu_tanh(float h) {
+  constexpr float linear = -1.4426950408889634f * kTwoRootTwoOverPi, cubic = linear * 0.044715f;
+  return h * ptx::rcp_approx(1.f + ptx::ex2_approx_ftz(h * fmaf(cubic * h, h, linear)));
 }
 
 // The activation of a dense layer.

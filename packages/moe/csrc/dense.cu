@@ -26,7 +26,7 @@ DensePlan dense_plan(const Checks& check, const AnyView& kernel, const AnyView& 
   };
   DensePlan plan;
   const int64_t number = check.integer("kernel", kernel, 0);
-  if (number > static_cast<int64_t>(DenseKernel::tall)) check.fail("kernel", "up to 5", std::to_string(number));
+  if (number > static_cast<int64_t>(DenseKernel::ping_pong)) check.fail("kernel", "up to 4", std::to_string(number));
   plan.kernel = static_cast<DenseKernel>(number);
   plan.columns = static_cast<int>(std::min(check.integer("columns", columns, 0), kMaxSize));
   const bool chosen_here = plan.kernel == DenseKernel::stream;  // with splits = 0
@@ -97,10 +97,6 @@ int64_t fused_mlp(TensorView out, TensorView hidden, TensorView x, TensorView w1
   if (w1.size(0) == 0) unsupported("I = 0");
   LinearParams up = linear_params(hidden, x, w1, b1, OptionalTensor());
   up.activation = act;
-  if (plan2.kernel >= DenseKernel::cooperative && w2.IsContiguous()) {
-    up.next = address(w2);
-    up.next_bytes = w2.numel() * element_bytes(w2) / 16 * 16;
-  }
   const DeviceGuard guard(x.device().device_id);
   launch_layer(up, plan, x);
   if (plan2.kernel == DenseKernel::vendor) return 1;

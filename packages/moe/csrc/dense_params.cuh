@@ -22,8 +22,6 @@ struct DenseParams {
   CUtensorMap x, weight, x_tail, weight_tail;
   const char *bias = nullptr, *residual = nullptr;
   char* out = nullptr;
-  const char* next = nullptr;  // to be prefetched: the weight of the layer that follows
-  int64_t next_bytes = 0;
   int64_t residual_stride = 0, out_stride = 0;  // bytes
   int tokens = 0, outputs = 0, steps = 0;       // T, N, and K in steps of 64
   int row_tiles = 0, column_tiles = 0;          // of a cluster

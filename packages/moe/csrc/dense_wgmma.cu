@@ -57,8 +57,6 @@ void launch(const LinearParams& linear, ClusterShape cluster, DLDevice device) {
   p.residual = linear.residual;
   p.residual_stride = linear.residual_stride;
   p.out = linear.out;
-  p.next = linear.next;
-  p.next_bytes = linear.next_bytes;
   p.out_stride = linear.out_stride;
   p.tokens = linear.tokens;
   p.outputs = linear.outputs;
@@ -98,10 +96,9 @@ void launch_stream(const LinearParams& p, int splits, DLDevice device) {
 }
 
 // Launches the tile of plan.columns columns; false if it is none of COLUMNS.
-template <typename T, Schedule SCHEDULE, int ROWS, int... COLUMNS>
+template <typename T, Schedule SCHEDULE, int... COLUMNS>
 bool launch_columns(const LinearParams& p, const DensePlan& plan, DLDevice device) {
-  return ((plan.columns == COLUMNS && (launch<T, DenseTile<COLUMNS, SCHEDULE, ROWS>>(p, plan.cluster, device), true)) ||
-          ...);
+  return ((plan.columns == COLUMNS && (launch<T, DenseTile<COLUMNS, SCHEDULE>>(p, plan.cluster, device), true)) || ...);
 }
 
 template <typename T>
@@ -116,10 +113,8 @@ void launch_tile(const LinearParams& p, const DensePlan& plan, DLDevice device) 
     unsupported("cluster shapes that do not divide a tile, or more than 2 splits of K");
   if (plan.columns % (8 * cluster.rows)) unsupported("CTAs that share less than 8 rows of the weight");
   if (plan.kernel == DenseKernel::ping_pong) {
-    if (cluster.splits == 1 && launch_columns<T, Schedule::ping_pong, 128, 128, 144, 160, 192>(p, plan, device)) return;
-  } else if (plan.kernel == DenseKernel::tall) {
-    if (cluster.splits == 1 && launch_columns<T, Schedule::cooperative, 256, 128, 144, 192>(p, plan, device)) return;
-  } else if (launch_columns<T, Schedule::cooperative, 128, 64, 96, 112, 128, 144, 160, 192, 208, 224, 256>(p, plan,
+    if (cluster.splits == 1 && launch_columns<T, Schedule::ping_pong, 128, 144, 160>(p, plan, device)) return;
+  } else if (launch_columns<T, Schedule::cooperative, 64, 96, 112, 128, 144, 160, 192, 208, 224, 256>(p, plan,
                                                                                                       device)) {
     return;
   }

@@ -19,26 +19,38 @@
 #include <kestrel/ptx/tma.cuh>
 #include <kestrel/ptx/wgmma.cuh>
 
-#include "dense_epilogue.cuh"
+#include "activation.cuh"
 #include "dense_params.cuh"
 
 namespace kestrel::moe {
 
 enum class Schedule { cooperative, ping_pong };
 
-template <int COLUMNS_, Schedule SCHEDULE_, int ROWS_ = 128>
+template <int COLUMNS_, Schedule SCHEDULE_>
 struct DenseTile {
   static constexpr Schedule schedule = SCHEDULE_;
   static constexpr bool ping_pong = schedule == Schedule::ping_pong;
-  static constexpr int rows = ROWS_, columns = COLUMNS_;
-  static constexpr int blocks = rows / (ping_pong ? 64 : 128);  // of 64 rows, for a consumer warpgroup
+  static constexpr int rows = 128, columns = COLUMNS_;
+  static constexpr int blocks = ping_pong ? 2 : 1;  // of 64 rows, for a consumer warpgroup
+  static constexpr int stages = columns <= 64 ? 8 : columns <= 96 ? 7 : columns <= 128 ? 6 : columns <= 160 ? 5 : 4;
   static constexpr int line_bytes = 128;  // 64 elements of K
   static constexpr int stage_bytes = (rows + columns) * line_bytes;
-  static constexpr int alignment = 1024, most_bytes = 230400;  // of dynamic shared memory, beside bias and barriers
-  static constexpr int buffers_bytes = 8 * kPassBytes;         // of the epilogue, one buffer for each warp
-  static constexpr int stages = (most_bytes - alignment - buffers_bytes) / stage_bytes;
-  static constexpr int shared_bytes = stages * stage_bytes + buffers_bytes + alignment;
+  // The epilogue of a warp: passes of 16 tokens by `pass` columns, through one buffer or two in turn.
+  static constexpr int pass = columns == 224 ? 112 : !ping_pong && columns < 256 ? columns : columns == 144 ? 48 : columns == 160 ? 80 : 64;
+  static_assert(columns % pass == 0 && pass % 16 == 0);
+  static constexpr int passes_of_block = columns / pass, passes = blocks * passes_of_block;
+  static constexpr int buffers = passes > 2 ? 2 : 1;
+  static constexpr int row_bytes = pass * 2, buffer_bytes = 16 * row_bytes;
+  static constexpr int alignment = 1024;
+  static constexpr int shared_bytes = stages * stage_bytes + 8 * buffers * buffer_bytes + alignment;
   static constexpr int producers = 128, consumers = 256, threads = producers + consumers;
+  static_assert(shared_bytes <= 230400, "dynamic shared memory, beside the bias and the barriers");
+
+  // Where a 16-byte chunk of a row is stored in a buffer: free of bank conflicts in ldmatrix and stmatrix.
+  __device__ static __forceinline__ uint32_t chunk_at(uint32_t buffer, int row, int chunk) {
+    constexpr int chunks = pass / 8, mask = chunks % 8 == 0 ? 7 : chunks % 4 == 0 ? 3 : 1;
+    return buffer + row * row_bytes + (chunk ^ (row * (mask + 1) / 8 & mask)) * 16;
+  }
 };
 
 constexpr int kRasterRows = 8;  // rasterisation: so many row tiles pass over all column tiles together, for reuse in L2
@@ -135,20 +147,8 @@ __device__ __forceinline__ void dense_produce(const DenseParams& p, const DenseP
   }
 }
 
-// A thread of another warp: the weight of the next layer goes to L2, beside this layer's loads.
-__device__ __forceinline__ void prefetch_next_weight(const DenseParams& p) {
-  constexpr int parts = 8;
-  const int64_t bytes = (p.next_bytes / (int64_t{gridDim.x} * parts) + 127) / 128 * 128;
-  int64_t at = blockIdx.x * parts * bytes;
-  pdl_wait();
-  for (int part = 0; part < parts && at < p.next_bytes; ++part, at += bytes) {
-    __nanosleep(400);
-    ptx::bulk_prefetch(p.next + at, static_cast<uint32_t>(min(bytes, p.next_bytes - at)));
-  }
-}
-
 // What waits for what:
-//   full[stage]       the producers' arrivals, and the bytes of x and of the weight, which other CTAs may send
+//   full[stage]       the producer's arrival, and the bytes of x and of the weight, which other CTAs may send
 //   empty[stage]      the consumers of every CTA that this one's loads go to: two warpgroups each, one in ping-pong
 //   multiplied        [warpgroup], in ping-pong: its tile has left the pipeline
 //   received          split-K: the bytes of the other CTA's sums
@@ -161,7 +161,7 @@ __global__ void __launch_bounds__(Tile::threads, 1) dense_wgmma_kernel(const __g
   constexpr int S = Tile::stages, N = Tile::columns;
   extern __shared__ char dynamic[];
   __shared__ uint64_t full[S], empty[S], multiplied[2], received;
-  __shared__ __align__(16) T bias_of[2][N];  // one for each consumer warpgroup
+  __shared__ T bias_of[2][N];  // one for each consumer warpgroup
   const uint32_t ring = (ptx::shared_address(dynamic) + Tile::alignment - 1) / Tile::alignment * Tile::alignment;
   const DensePlace place(p);
   const int steps_per_split = (p.steps + p.cluster.splits - 1) / p.cluster.splits;
@@ -188,7 +188,7 @@ __global__ void __launch_bounds__(Tile::threads, 1) dense_wgmma_kernel(const __g
   // -- the producer warpgroup: one thread loads the weight, which is constant, one x --
 
   if (threadIdx.x < Tile::producers) {
-    ptx::reduce_registers<Tile::blocks * N <= 320 ? 40 : 24>();
+    ptx::reduce_registers<40>();
     if (threadIdx.x == 0) {
       ptx::prefetch_tensor_map(p.weight);
       ptx::prefetch_tensor_map(p.weight_tail);
@@ -209,8 +209,6 @@ __global__ void __launch_bounds__(Tile::threads, 1) dense_wgmma_kernel(const __g
       pdl_trigger();
       dense_produce<Tile>(p, place, p.x, p.x_tail, p.tokens, part, full, empty, first_step, steps,
                           [](const DenseItem<Tile>& item) { return item.row; });
-    } else if (threadIdx.x == 64 && p.next_bytes > 0) {
-      prefetch_next_weight(p);
     }
     __syncwarp();
     if (p.cluster.splits > 1) {
@@ -226,11 +224,11 @@ __global__ void __launch_bounds__(Tile::threads, 1) dense_wgmma_kernel(const __g
 
   // -- the consumer warpgroups --
 
-  ptx::raise_registers<Tile::blocks * N <= 320 ? 232 : 240>();
+  ptx::raise_registers<232>();  // with those of the producers not more than the launch has
   pdl_wait();
   pdl_trigger();
   const int warpgroup = threadIdx.x / 128 - 1, thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
-  const int row_of_warpgroup = ping_pong ? 0 : warpgroup * Tile::blocks * 64;
+  const int row_of_warpgroup = ping_pong ? 0 : warpgroup * 64;
   // Thread t arrives at the t-th CTA that loads for this one: the CTAs of its column, then the others of its row.
   uint32_t empty_there = 0;
   if (thread < partners) {
@@ -242,7 +240,26 @@ __global__ void __launch_bounds__(Tile::threads, 1) dense_wgmma_kernel(const __g
   const auto release = [&](int stage) {
     if (thread < partners) ptx::mbarrier_arrive_remote(empty_there + stage * 8);
   };
-  const uint32_t buffer = ring + S * Tile::stage_bytes + (warpgroup * 4 + warp) * kPassBytes;
+  // The warp's part of an epilogue pass: neighbouring lanes take neighbouring 16 bytes of a row.
+  const uint32_t buffers_at =
+      ring + S * Tile::stage_bytes + (warpgroup * 4 + warp) * Tile::buffers * Tile::buffer_bytes;
+  const auto for_each_chunk = [&](const DenseItem<Tile>& item, int pass, auto each) {
+    constexpr int chunks = Tile::pass / 8, unrolled = ping_pong ? 1 : 16;  // registers are short in ping-pong
+    const uint32_t buffer = buffers_at + pass % Tile::buffers * Tile::buffer_bytes;
+    const int first_row = item.row + row_of_warpgroup + pass / Tile::passes_of_block * 64 + warp * 16;
+    const int first_column = item.column + pass % Tile::passes_of_block * Tile::pass;
+#pragma unroll unrolled
+    for (int i = 0; i < 16 * chunks / 32; ++i) {
+      const int row = (i * 32 + lane) / chunks, chunk = (i * 32 + lane) % chunks;
+      const bool inside = first_row + row < p.tokens && first_column + chunk * 8 < p.outputs;
+      each(Tile::chunk_at(buffer, row, chunk), first_row + row, int64_t{first_column + chunk * 8} * 2, inside);
+    }
+  };
+  const auto load_residual = [&](const DenseItem<Tile>& item, int pass) {
+    for_each_chunk(item, pass, [&](uint32_t to, int row, int64_t offset, bool inside) {
+      ptx::cp_async16_if(inside, to, p.residual + row * p.residual_stride + offset, 16);
+    });
+  };
   int stage = 0, phase = 0;
   int turn = 0;
   for (int tile = place.cluster; tile < tiles; tile += place.clusters, ++turn) {
@@ -259,12 +276,11 @@ __global__ void __launch_bounds__(Tile::threads, 1) dense_wgmma_kernel(const __g
       bias_of[warpgroup][n] = inside ? reinterpret_cast<const T*>(p.bias)[item.column + n] : from_float<T>(0.f);
     }
     const bool finishes = p.cluster.splits == 1 || place.split == warpgroup;
-    const int warp_row = item.row + row_of_warpgroup + warp * 16;
     if (p.residual && finishes) {
-      constexpr int lines = (N * 2 + 127) / 128;
-      for (int i = lane; i < Tile::blocks * 16 * lines; i += 32) {
-        const int row = warp_row + i / (16 * lines) * 64 + i / lines % 16, column = item.column + i % lines * 64;
-        if (row < p.tokens && column < p.outputs) prefetch_l2(p.residual + row * p.residual_stride + column * 2);
+#pragma unroll
+      for (int pass = 0; pass < Tile::buffers; ++pass) {
+        load_residual(item, pass);
+        ptx::cp_async_commit();
       }
     }
 
@@ -306,7 +322,7 @@ __global__ void __launch_bounds__(Tile::threads, 1) dense_wgmma_kernel(const __g
 
     // -- split-K: the sums of the tokens that the other CTA finishes go to it, in the memory of the ring --
 
-    if constexpr (Tile::blocks == 1) {
+    if constexpr (!ping_pong) {
       if (p.cluster.splits > 1) {  // one tile for a cluster: once both CTAs have multiplied, the rings are free
         ptx::cluster_arrive_relaxed();
         ptx::cluster_wait();
@@ -335,8 +351,50 @@ __global__ void __launch_bounds__(Tile::threads, 1) dense_wgmma_kernel(const __g
       }
     }
 
+    // -- epilogue --
+
     ptx::named_barrier(1 + warpgroup, 128);
-    finish_rows<T, N, Tile::blocks>(p, acc, warp_row, item.column, ptx::shared_address(bias_of[warpgroup]), buffer, lane);
+#pragma unroll
+    for (int pass = 0; pass < Tile::passes; ++pass) {
+      const uint32_t buffer = buffers_at + pass % Tile::buffers * Tile::buffer_bytes;
+      if (p.residual) ptx::cp_async_wait<Tile::buffers - 1>();
+      __syncwarp();
+      const auto finish = [&](auto activation) {
+#pragma unroll
+        for (int j = 0; j < Tile::pass / 8; j += 2) {  // two groups of eight columns
+          const uint32_t at = Tile::chunk_at(buffer, lane % 16, j + lane / 16);
+          unsigned matrices[4] = {0, 0, 0, 0};
+          if (p.residual) ptx::load_matrices(at, matrices);
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            const int column = pass % Tile::passes_of_block * Tile::pass + (j + i / 2) * 8;
+            const float* const sums = acc[pass / Tile::passes_of_block] + column / 2 + i % 2 * 2;
+            const unsigned pair = *reinterpret_cast<const unsigned*>(bias_of[warpgroup] + column + lane % 4 * 2);
+            const float2 bias = ptx::unpack_pair<T>(pair), residual = ptx::unpack_pair<T>(matrices[i]);
+            const float low = activation(sums[0] + bias.x), high = activation(sums[1] + bias.y);
+            matrices[i] = ptx::pack_pair<T>(make_float2(low + residual.x, high + residual.y));
+          }
+          ptx::store_matrices(at, matrices);
+        }
+      };
+      if (p.activation == LinearActivation::none) {
+        finish([](float h) { return h; });
+      } else if (p.activation == LinearActivation::gelu_tanh) {
+        finish([](float h) { return gelu_tanh(h); });
+      } else {
+        finish([](float h) { return activate<Activation::gelu, T>(h); });
+      }
+      __syncwarp();
+      for_each_chunk(item, pass, [&](uint32_t from, int row, int64_t offset, bool inside) {
+        const uint4 results = ptx::load_shared_uint4(from);
+        if (inside) store16(p.out + row * p.out_stride + offset, results);
+      });
+      if (p.residual && Tile::buffers < Tile::passes) {
+        __syncwarp();
+        if (pass + Tile::buffers < Tile::passes) load_residual(item, pass + Tile::buffers);
+        ptx::cp_async_commit();
+      }
+    }
   }
   __syncwarp();
   if (clustered) {

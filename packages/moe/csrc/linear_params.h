@@ -13,8 +13,6 @@ struct LinearParams {
   const char* bias = nullptr;
   const char* residual = nullptr;
   char* out = nullptr;
-  const char* next = nullptr;  // the weight of the layer that follows, contiguous and constant, or none
-  int64_t next_bytes = 0;
   int64_t x_stride = 0, weight_stride = 0, residual_stride = 0, out_stride = 0;  // of a row, in bytes
   int tokens = 0, outputs = 0, width = 0;                                        // T, N, K
   LinearActivation activation = LinearActivation::none;                          // before the residual
