@@ -1,7 +1,7 @@
 // A dense layer on Hopper: activation(x W' + bias) + residual, warp-specialised, for more than a few tokens.
 //
-// A tile is 128 tokens by COLUMNS outputs. One thread of the producer warpgroup loads 64 columns of K per stage (TMA);
-// CTAs of a cluster multicast the operand that they share. Two consumer warpgroups multiply (wgmma): `cooperative`, 64
+// A tile is 128 tokens by COLUMNS outputs. One thread loads x and one the weight, 64 columns of K per stage (TMA); CTAs
+// of a cluster multicast the operand that they share. Two consumer warpgroups multiply (wgmma): `cooperative`, 64
 // tokens of each tile; `ping_pong`, every other tile, so that one's epilogue overlaps the other's products. In the
 // epilogue each warp passes its 16 tokens through its own shared memory, where the residual has arrived (cp.async), and
 // stores whole rows. Split-K: the two CTAs of a pair exchange half of their sums through DSMEM, and each finishes 64
@@ -36,7 +36,11 @@ struct DenseTile {
   static constexpr int line_bytes = 128;  // 64 elements of K
   static constexpr int stage_bytes = (rows + columns) * line_bytes;
   // The epilogue of a warp: passes of 16 tokens by `pass` columns, through one buffer or two in turn.
-  static constexpr int pass = columns == 224 ? 112 : !ping_pong && columns < 256 ? columns : columns == 144 ? 48 : columns == 160 ? 80 : 64;
+  static constexpr int pass = columns == 224                ? 112
+                              : !ping_pong && columns < 256 ? columns
+                              : columns == 144              ? 48
+                              : columns == 160              ? 80
+                                                            : 64;
   static_assert(columns % pass == 0 && pass % 16 == 0);
   static constexpr int passes_of_block = columns / pass, passes = blocks * passes_of_block;
   static constexpr int buffers = passes > 2 ? 2 : 1;
@@ -188,7 +192,7 @@ __global__ void __launch_bounds__(Tile::threads, 1) dense_wgmma_kernel(const __g
   // -- the producer warpgroup: one thread loads the weight, which is constant, one x --
 
   if (threadIdx.x < Tile::producers) {
-    ptx::reduce_registers<40>();
+    ptx::reduce_registers<40>();  // with the consumers' 232 not more than the launch has
     if (threadIdx.x == 0) {
       ptx::prefetch_tensor_map(p.weight);
       ptx::prefetch_tensor_map(p.weight_tail);
@@ -224,7 +228,7 @@ __global__ void __launch_bounds__(Tile::threads, 1) dense_wgmma_kernel(const __g
 
   // -- the consumer warpgroups --
 
-  ptx::raise_registers<232>();  // with those of the producers not more than the launch has
+  ptx::raise_registers<232>();
   pdl_wait();
   pdl_trigger();
   const int warpgroup = threadIdx.x / 128 - 1, thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
