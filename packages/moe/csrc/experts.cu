@@ -265,9 +265,10 @@ void clear(const TensorView& out, int64_t rows, int64_t row_stride, int64_t colu
 
 // -- entry points -----------------------------------------------------------------------------------------------------
 
-// With an alignment, block_size is 8, 16, 32 or 64 (FP8 on Hopper: not 64), and on Hopper also 128 and 192 (not FP8). Without one the kernels
-// group the pairs, at most 64, and block_size is the token tile. cluster: 1, or with blocks of 128 also 2, the CTAs
-// that share weights (Hopper). positions_of_pairs: for FP8 blocks of 128, from align_with_positions.
+// With an alignment, block_size is 8, 16, 32 or 64 (FP8 on Hopper: not 64), and on Hopper also 128 and 192 (not FP8).
+// Without one the kernels group the pairs, at most 64, and block_size is the token tile. cluster: 1, or with blocks of
+// 128 also 2, the CTAs that share weights (Hopper). positions_of_pairs: for FP8 blocks of 128, from
+// align_with_positions.
 void fused_experts(TensorView out, TensorView scratch, TensorView hidden, TensorView w1, TensorView w2,
                    TensorView topk_weights, TensorView topk_ids, OptionalTensor w1_scale, OptionalTensor w2_scale,
                    OptionalTensor expert_map, OptionalTensor sorted_token_ids, OptionalTensor expert_ids,
@@ -365,8 +366,8 @@ void fused_experts(TensorView out, TensorView scratch, TensorView hidden, Tensor
                q);
   };
   if (fp8 && wgmma) {
-    permute_rows(&up, hidden.dtype(), tile, memory + parts.x_codes, floats_at(parts.x_scale),
-                 ints(*positions_of_pairs), device);
+    permute_rows(&up, hidden.dtype(), tile, memory + parts.x_codes, floats_at(parts.x_scale), ints(*positions_of_pairs),
+                 device);
   } else {
     dispatch_float(hidden, [&](auto t) { quantise(t, &up, tokens, parts.x_codes, parts.x_scale); });
   }

@@ -1,11 +1,11 @@
 // Grouped GEMMs of routed FP8 experts on Hopper, with both operands in tiles of pipeline stages.
 //
 // A tile is 128 tokens of one expert by 256 weight rows (up: 128 of each half of w1). A warp schedules, a thread loads
-// weights by TMA and x by bulk copies: x and the hidden layer lie in the form of stages, [token tile][128 columns][token]
-// [128 codes, swizzled]. The hidden layer has a scale for each token and 128 columns, [token tile][128 columns][token].
-// Each of two consumer warpgroups multiplies 64 tokens, from registers, by all rows, in units of 64 rows and 128 of K:
-// a unit is added to the second accumulator while the next one runs. The warpgroups share no barrier, so that the
-// epilogue of one runs beside the products of the other.
+// weights by TMA and x by bulk copies: x and the hidden layer lie in the form of stages, [token tile][128
+// columns][token] [128 codes, swizzled]. The hidden layer has a scale for each token and 128 columns, [token tile][128
+// columns][token]. Each of two consumer warpgroups multiplies 64 tokens, from registers, by all rows, in units of 64
+// rows and 128 of K: a unit is added to the second accumulator while the next one runs. The warpgroups share no
+// barrier, so that the epilogue of one runs beside the products of the other.
 #pragma once
 
 #include <kestrel/fp8.cuh>
@@ -23,7 +23,7 @@ namespace kestrel::moe {
 
 template <int CLUSTER_>
 struct Fp8Tile {
-  static constexpr int tokens = 128, cluster = CLUSTER_, my_tokens = 64;  // of a warpgroup
+  static constexpr int tokens = 128, cluster = CLUSTER_, my_tokens = 64;                               // of a warpgroup
   static constexpr int rows = 256, half_rows = 128, half_groups = half_rows / 16, blocks = rows / 64;  // of weights
   static constexpr int weight_bytes = rows * kLineBytes, stage_bytes = (rows + tokens) * kLineBytes;
   static constexpr int my_x_bytes = my_tokens * kLineBytes, x_bytes = tokens * kLineBytes;
@@ -84,7 +84,7 @@ __global__ void __launch_bounds__(Tile::threads, 1) experts_fp8_kernel(const __g
   const bool early = p.routed_early;
 
   if (threadIdx.x < Tile::producers) {
-    ptx::reduce_registers<32>();
+    ptx::reduce_registers<40>();
     if (warp == 0) {
       // -- the TMA thread --
       if (lane == 0) {
@@ -139,10 +139,10 @@ __global__ void __launch_bounds__(Tile::threads, 1) experts_fp8_kernel(const __g
     __syncwarp();
   } else {
     // -- the consumer warpgroups: 64 tokens each, the rows of their products, and all weight rows --
-    ptx::raise_registers<240>();
+    ptx::raise_registers<232>();
     pdl_wait();
     pdl_trigger();
-    const int warpgroup = warp / 4 - 1, group = lane / 4, quad = lane % 4;
+    const int warpgroup = warp / 4 - 1;
     const int first_token = warpgroup * U + warp % 4 * 16;  // of this warp's 16
     const auto release = [&](int of_stage) {
       __syncwarp();
@@ -195,7 +195,7 @@ __global__ void __launch_bounds__(Tile::threads, 1) experts_fp8_kernel(const __g
         float x_scale[2] = {1.f, 1.f};  // of the step that is added
         const auto add = [&](auto b_tag, int step) {
           constexpr int b = decltype(b_tag)::value;
-          float(&unit)[U / 2] = of_unit[b % 2];
+          float (&unit)[U / 2] = of_unit[b % 2];
 #pragma unroll
           for (int i = 0; i < U / 2; ++i) {
             if constexpr (!inside) {
@@ -218,7 +218,7 @@ __global__ void __launch_bounds__(Tile::threads, 1) experts_fp8_kernel(const __g
         uint32_t x[16];
         const auto start_unit = [&](auto b_tag) {
           constexpr int b = decltype(b_tag)::value;
-          float(&unit)[U / 2] = of_unit[b % 2];
+          float (&unit)[U / 2] = of_unit[b % 2];
           const uint64_t w = ptx::wgmma_descriptor(ring + stage * Tile::stage_bytes + b * 64 * kLineBytes);
           ptx::wgmma_fence_registers(unit);
           ptx::wgmma_fence_registers(x);
@@ -241,7 +241,7 @@ __global__ void __launch_bounds__(Tile::threads, 1) experts_fp8_kernel(const __g
           start_unit(std::integral_constant<int, 0>());
           if (inside) {
 #pragma unroll
-            for (int r = 0; r < 2; ++r) x_scale[r] = stage_scales[stage][first_token + group + 8 * r];
+            for (int r = 0; r < 2; ++r) x_scale[r] = stage_scales[stage][first_token + lane / 4 + 8 * r];
           }
           const auto next_unit = [&](auto b_tag) {
             constexpr int b = decltype(b_tag)::value;
@@ -267,7 +267,10 @@ __global__ void __launch_bounds__(Tile::threads, 1) experts_fp8_kernel(const __g
         multiply(std::false_type());  // the epilogue multiplies by the weights' scales
       }
 
-      // Epilogue.
+      // Epilogue. What it derives from the lane would stay in registers during the products, if it did not come anew.
+      int own = lane;
+      asm volatile("" : "+r"(own));
+      const int group = own / 4, quad = own % 4;
       float factor[2];
       int pair[2];
 #pragma unroll
@@ -292,9 +295,9 @@ __global__ void __launch_bounds__(Tile::threads, 1) experts_fp8_kernel(const __g
 #pragma unroll
               for (int i = 0; i < 4; ++i) {
                 const float f = factor[i / 2];
-                acc[b][4 * j + i] = gated_value(acc[b][4 * j + i] * (i % 2 ? low.y : low.x) * f,
-                                                acc[b + 2][4 * j + i] * (i % 2 ? high.y : high.x) * f,
-                                                decltype(gate_tag)::value);
+                acc[b][4 * j + i] =
+                    gated_value(acc[b][4 * j + i] * (i % 2 ? low.y : low.x) * f,
+                                acc[b + 2][4 * j + i] * (i % 2 ? high.y : high.x) * f, decltype(gate_tag)::value);
                 largest[i / 2] = fmaxf(largest[i / 2], fabsf(acc[b][4 * j + i]));
               }
             }
@@ -319,7 +322,7 @@ __global__ void __launch_bounds__(Tile::threads, 1) experts_fp8_kernel(const __g
             inverse[r] = ptx::rcp_approx(fmaxf(largest[r], 1e-12f) * (1.f / kLargestE4M3));
             if (quad == 0) p.out_scale[line * Tile::tokens + first_token + group + 8 * r] = fp8_scale(largest[r]);
           }
-          if (lane == 0) ptx::bulk_wait_read<0>();  // of the codes before
+          if (own == 0) ptx::bulk_wait_read<0>();  // of the codes before
           __syncwarp();
           // Neighbouring lanes exchange pairs of codes: the even one has four of group j, the odd one of group j + 1.
           const uint32_t mine = my_results + group * kLineBytes + quad / 2 * 4 + quad % 2 * 8;
@@ -340,7 +343,7 @@ __global__ void __launch_bounds__(Tile::threads, 1) experts_fp8_kernel(const __g
           }
           ptx::fence_proxy_async();
           __syncwarp();
-          if (lane == 0) {
+          if (own == 0) {
             ptx::bulk_store(p.out + line * Tile::x_bytes + first_token * kLineBytes, my_results, 16 * kLineBytes);
             ptx::bulk_commit();
           }
@@ -373,7 +376,7 @@ __global__ void __launch_bounds__(Tile::threads, 1) experts_fp8_kernel(const __g
         // Rows of 16-bit results through shared memory, 8 tokens and 128 channels at a time.
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-          const int first_channel = at.slice * channels + h * 128 + lane % 16 * 8;
+          const int first_channel = at.slice * channels + h * 128 + own % 16 * 8;
           const bool inside = first_channel < p.outputs;
 #pragma unroll
           for (int r = 0; r < 2; ++r) {
@@ -387,15 +390,15 @@ __global__ void __launch_bounds__(Tile::threads, 1) experts_fp8_kernel(const __g
                 const float* const v = &acc[b][4 * jj + 2 * r];
                 matrices[m] = ptx::pack_pair<R>(make_float2(v[0] * scale.x * factor[r], v[1] * scale.y * factor[r]));
               }
-              ptx::store_matrices(my_results + lane % 8 * Tile::result_row + (j + lane / 8) * 16, matrices);
+              ptx::store_matrices(my_results + own % 8 * Tile::result_row + (j + own / 8) * 16, matrices);
             }
             __syncwarp();
 #pragma unroll
             for (int row = 0; row < 8; row += 2) {
-              const int of_row = at.pair[first_token + 8 * r + row + lane / 16];
+              const int of_row = at.pair[first_token + 8 * r + row + own / 16];
               if (of_row >= 0 && inside) {
                 *reinterpret_cast<uint4*>(p.out + first_channel * int64_t{2} + of_row * p.out_stride) =
-                    ptx::load_shared_uint4(my_results + (row + lane / 16) * Tile::result_row + lane % 16 * 16);
+                    ptx::load_shared_uint4(my_results + (row + own / 16) * Tile::result_row + own % 16 * 16);
               }
             }
             __syncwarp();

@@ -2,7 +2,8 @@
 //
 // experts_tma_kernel then loads x by bulk copies, as it does the hidden layer. Each row is read and quantised once and
 // written to the position of each of its pairs: [token tile][128 bytes of K][token][128 bytes, swizzled]. Scales are
-// one for each row of x, or one for each token and 128 columns of a tile: [token tile][128 columns][token]. Positions that pad a tile are not written.
+// one for each row of x, or one for each token and 128 columns of a tile: [token tile][128 columns][token]. Positions
+// that pad a tile are not written.
 #pragma once
 
 #include <kestrel/ptx/wgmma.cuh>
@@ -23,7 +24,7 @@ struct ExpertsPermuteParams {
 };
 
 template <typename T, bool BLOCKS>
-__global__ void __launch_bounds__(kQuantThreads, BLOCKS ? 2 : kQuantBlocksPerSm)
+__global__ void __launch_bounds__(kQuantThreads, BLOCKS ? 2 : 3)
     experts_permute_kernel(const __grid_constant__ ExpertsPermuteParams params) {
 #ifdef KESTREL_HAS_WGMMA
   constexpr int size = Pack<T>::size;
@@ -85,27 +86,44 @@ __global__ void __launch_bounds__(kQuantThreads, BLOCKS ? 2 : kQuantBlocksPerSm)
     inverse = __frcp_rn(scale);
     if (warp == first_warp && lane == 0 && mine) p.scale[row] = scale;
   }
-  each_pack([&](int k, Pack<T> pack) {
+  // Codes of a pack, and, of the first lane of each 128 columns, their scale.
+  const auto encode = [&](Pack<T> pack) {
     if constexpr (BLOCKS) {
       scale = fp8_scale(warp_max<kScaleBlock / size>(largest_magnitude(pack)));
       inverse = __frcp_rn(scale);
     }
     const PackCodes<T> encoded(pack, scale, inverse);
-    const uint2 codes = make_uint2(encoded.words[0], encoded.words[1]);
-    const int line = k / kLineBytes, chunk = k % kLineBytes / 16, half = k % 16;
+    return make_uint2(encoded.words[0], encoded.words[1]);
+  };
+  // A warp's packs start at whole lines, so that a lane has the same bytes of a line in all of them.
+  const int chunk = lane % 16 / 2, half = lane % 2 * 8;
+  const auto store = [&](int start, int first, uint2 codes, float of_line) {
+    if (first < 0 || start + lane * size >= end) return;
+    const int64_t at = first + int64_t{(start / kLineBytes + lane / 16)} * params.tile;
+    *reinterpret_cast<uint2*>(p.codes + at * kLineBytes + (chunk ^ first % 8) * 16 + half) = codes;
+    if (BLOCKS && lane % 16 == 0) p.scale[at] = of_line;
+  };
+  const auto each_choice = [&](const auto& use) {  // use(first line of the pair)
     for (int base = 0; base < params.choices; base += 32) {
       const int from = base ? line_of(base + lane) : first_line;
-      for (int j = 0; j < min(32, params.choices - base); ++j) {
-        const int first = __shfl_sync(0xffffffffu, from, j);
-        if (first < 0 || k >= end) continue;
-        const int64_t at = first + int64_t{line} * params.tile;
-        *reinterpret_cast<uint2*>(p.codes + at * kLineBytes + (chunk ^ first % 8) * 16 + half) = codes;
-        if (BLOCKS && k % kLineBytes == 0) {
-          p.scale[at] = scale;
-        }
-      }
+      for (int j = 0; j < min(32, params.choices - base); ++j) use(__shfl_sync(0xffffffffu, from, j));
     }
+  };
+  uint2 codes[kQuantPacks];
+  float scales[BLOCKS ? kQuantPacks : 1];
+#pragma unroll
+  for (int i = 0; i < kQuantPacks; ++i) {
+    if (warp_start + i * stride < end) codes[i] = encode(kept[i]);
+    if (BLOCKS) scales[BLOCKS ? i : 0] = scale;
+  }
+  each_choice([&](int first) {
+#pragma unroll
+    for (int i = 0; i < kQuantPacks; ++i) store(warp_start + i * stride, first, codes[i], scales[BLOCKS ? i : 0]);
   });
+  for (int start = warp_start + kQuantPacks * stride; start < end; start += stride) {
+    const uint2 more = encode(load(start + lane * size));
+    each_choice([&](int first) { store(start, first, more, scale); });
+  }
 #endif
 }
 

@@ -122,8 +122,8 @@ __device__ __forceinline__ void schedule_tiles(const ExpertsParams& p, int slice
 #pragma unroll
       for (int i = 0; i < Tile::rows / 32; ++i) {
         const int row = i * 32 + lane;
-        const float* const of_expert = (UP && row >= Tile::half_rows ? p.weight_scale_high : p.weight_scale_low) +
-                                       expert * p.scale_expert_stride;
+        const float* const of_expert =
+            (UP && row >= Tile::half_rows ? p.weight_scale_high : p.weight_scale_low) + expert * p.scale_expert_stride;
         const int channel = at.slice * channels + (UP ? row % Tile::half_rows : row);
         scales[i] = of_expert[min(channel, p.outputs - 1) * p.scale_row_stride];
       }

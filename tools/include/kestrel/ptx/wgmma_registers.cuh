@@ -22,19 +22,19 @@ __device__ __forceinline__ void wgmma_registers(float (&d)[SIZE], uint32_t a0, u
   static_assert(N / 2 <= SIZE, "64 * N elements are N / 2 a thread");
 #ifdef KESTREL_HAS_WGMMA
 // NAMES_n and REGISTERS_n list the N / 2 registers of d.
-#define KESTREL_WGMMA(n, k, type, list, a_at, b_at, add_at, tail, ...)                                           \
-  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " add_at ", 0;\nwgmma.mma_async.sync.aligned.m64n" n "k" k ".f32." \
-               type "." type " {" list "}, {" a_at "}, " b_at ", p, 1, 1" tail ";\n}"                              \
-               : __VA_ARGS__                                                                                       \
+#define KESTREL_WGMMA(n, k, type, list, a_at, b_at, add_at, tail, ...)                                      \
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " add_at ", 0;\nwgmma.mma_async.sync.aligned.m64n" n "k" k \
+               ".f32." type "." type " {" list "}, {" a_at "}, " b_at ", p, 1, 1" tail ";\n}"               \
+               : __VA_ARGS__                                                                                \
                : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "r"(static_cast<int>(add)))
-#define KESTREL_WGMMA_TYPES(n, list, a_at, b_at, add_at, ...)                            \
-  if constexpr (std::is_same_v<T, __nv_bfloat16>) {                                      \
-    KESTREL_WGMMA(n, "16", "bf16", list, a_at, b_at, add_at, ", 0", __VA_ARGS__);        \
-  } else if constexpr (std::is_same_v<T, __half>) {                                      \
-    KESTREL_WGMMA(n, "16", "f16", list, a_at, b_at, add_at, ", 0", __VA_ARGS__);         \
-  } else {                                                                               \
-    static_assert(std::is_same_v<T, __nv_fp8_e4m3>, "T is bf16, fp16 or e4m3");          \
-    KESTREL_WGMMA(n, "32", "e4m3", list, a_at, b_at, add_at, "", __VA_ARGS__);           \
+#define KESTREL_WGMMA_TYPES(n, list, a_at, b_at, add_at, ...)                     \
+  if constexpr (std::is_same_v<T, __nv_bfloat16>) {                               \
+    KESTREL_WGMMA(n, "16", "bf16", list, a_at, b_at, add_at, ", 0", __VA_ARGS__); \
+  } else if constexpr (std::is_same_v<T, __half>) {                               \
+    KESTREL_WGMMA(n, "16", "f16", list, a_at, b_at, add_at, ", 0", __VA_ARGS__);  \
+  } else {                                                                        \
+    static_assert(std::is_same_v<T, __nv_fp8_e4m3>, "T is bf16, fp16 or e4m3");   \
+    KESTREL_WGMMA(n, "32", "e4m3", list, a_at, b_at, add_at, "", __VA_ARGS__);    \
   }
 #define KESTREL_NAMES_8 "%0, %1, %2, %3"
 #define KESTREL_REGISTERS_8 "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
