@@ -1,7 +1,7 @@
-// wgmma (see wgmma.cuh) with operand a in registers: d [64, N] += a [64, 16] times b [N, 16] transposed.
+// wgmma (see wgmma.cuh) with operand a in registers: d [64, N] += a [64, k] times b [N, k] transposed, over 32 bytes.
 //
-// Lane 4 * g + q of warp w of the warpgroup holds a at rows 16 * w + g + 8 * r and k = 8 * p + 2 * q and the next one
-// in a[2 * p + r], as for mma.m16n8k16. The registers may be written again after wgmma_wait().
+// Lane 4 * g + q of warp w of the warpgroup holds a at rows 16 * w + g + 8 * r and bytes 16 * p + 4 * q to + 3 of k in
+// a[2 * p + r], as for mma.m16n8k16. The registers may be written again after wgmma_wait().
 #pragma once
 
 #include <kestrel/ptx/wgmma.cuh>
@@ -15,24 +15,26 @@ __device__ __forceinline__ void wgmma_fence_registers(uint32_t (&a)[size]) {
   for (int i = 0; i < size; ++i) asm volatile("" : "+r"(a[i])::"memory");
 }
 
-// With `add` false d is overwritten. T is bf16 or fp16.
+// With `add` false d is overwritten. T is bf16, fp16 or e4m3.
 template <typename T, int N, int SIZE>
 __device__ __forceinline__ void wgmma_registers(float (&d)[SIZE], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3,
                                                 uint64_t b, bool add) {
   static_assert(N / 2 <= SIZE, "64 * N elements are N / 2 a thread");
 #ifdef KESTREL_HAS_WGMMA
 // NAMES_n and REGISTERS_n list the N / 2 registers of d.
-#define KESTREL_WGMMA(n, type, list, a_at, b_at, add_at, ...)                                                         \
-  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " add_at ", 0;\nwgmma.mma_async.sync.aligned.m64n" n "k16.f32." type \
-               "." type " {" list "}, {" a_at "}, " b_at ", p, 1, 1, 0;\n}"                                           \
-               : __VA_ARGS__                                                                                          \
+#define KESTREL_WGMMA(n, k, type, list, a_at, b_at, add_at, tail, ...)                                      \
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " add_at ", 0;\nwgmma.mma_async.sync.aligned.m64n" n "k" k \
+               ".f32." type "." type " {" list "}, {" a_at "}, " b_at ", p, 1, 1" tail ";\n}"               \
+               : __VA_ARGS__                                                                                \
                : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "r"(static_cast<int>(add)))
-#define KESTREL_WGMMA_TYPES(n, list, a_at, b_at, add_at, ...)        \
-  if constexpr (std::is_same_v<T, __nv_bfloat16>) {                  \
-    KESTREL_WGMMA(n, "bf16", list, a_at, b_at, add_at, __VA_ARGS__); \
-  } else {                                                           \
-    static_assert(std::is_same_v<T, __half>, "T is bf16 or fp16");   \
-    KESTREL_WGMMA(n, "f16", list, a_at, b_at, add_at, __VA_ARGS__);  \
+#define KESTREL_WGMMA_TYPES(n, list, a_at, b_at, add_at, ...)                     \
+  if constexpr (std::is_same_v<T, __nv_bfloat16>) {                               \
+    KESTREL_WGMMA(n, "16", "bf16", list, a_at, b_at, add_at, ", 0", __VA_ARGS__); \
+  } else if constexpr (std::is_same_v<T, __half>) {                               \
+    KESTREL_WGMMA(n, "16", "f16", list, a_at, b_at, add_at, ", 0", __VA_ARGS__);  \
+  } else {                                                                        \
+    static_assert(std::is_same_v<T, __nv_fp8_e4m3>, "T is bf16, fp16 or e4m3");   \
+    KESTREL_WGMMA(n, "32", "e4m3", list, a_at, b_at, add_at, "", __VA_ARGS__);    \
   }
 #define KESTREL_NAMES_8 "%0, %1, %2, %3"
 #define KESTREL_REGISTERS_8 "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
