@@ -10,15 +10,18 @@
 #include "async_exchange.cuh"
 #include "params.cuh"
 #include "row_slice.cuh"
+#include "shared_slice.cuh"
 
 namespace kestrel::sampling {
 
 constexpr int kChunkTiles = 4;  // tiles that a warp loads together
 
 // plain:    the first pass copies the row to shared memory if it fits; further passes over the row read the copy.
+// resident: for more rows than one wave. Bulk copies bring the row to shared memory, and all passes read it there. While
+//           a block waits for its row, others of the same multiprocessor compute.
 // windowed: for too many or too long rows for that. The first pass also sums the elements above a window of values
 //           around the estimated threshold, and those inside it in bins. These sums decide nearly all proposals.
-enum class FirstPass { plain, windowed };
+enum class FirstPass { plain, resident, windowed };
 
 enum Decision : int { kUndecided, kAccepted, kRejected };
 
@@ -82,7 +85,8 @@ template <Kind kind, FirstPass first_pass>
 struct RejectionSampler {
   static constexpr bool windowed = first_pass == FirstPass::windowed;
   static constexpr int tiles = kChunkTiles;
-  using Slice = RowSlice<kind, tiles>;
+  using Slice =
+      std::conditional_t<first_pass == FirstPass::resident, SharedSlice<kind, tiles>, RowSlice<kind, tiles>>;
   static constexpr int kSumTiles = windowed ? tiles : 2;  // tiles loaded together in the pass that sums floats
   const Cluster& cluster;
   Slice& row;
@@ -175,30 +179,41 @@ struct RejectionSampler {
   // The approximate mass / 2^20 of the elements before each proposal. Proposals have mass, so that min-p drops nothing
   // before them.
   __device__ __forceinline__ void sum_before(float (&sums)[kProposals]) const {
-    constexpr int chunk = kSumTiles * kTile;
+    const auto weight_of = [&](float v) { return kind == Kind::probs ? v : weight_fn.scaled(v); };
+    // The elements from `from` on: those equal to a proposal count in the slices that precede it.
+    float from[kProposals];
 #pragma unroll
-    for (int n = 0; n < kProposals; ++n) sums[n] = 0.f;
-    row.template for_each_chunk<kSumTiles>([&](const float (&v)[4 * kSumTiles], int base) {
-      float w[4 * kSumTiles];
+    for (int n = 0; n < kProposals; ++n) {
+      const float value = scratch->proposals[n].value;
+      from[n] = row.end <= scratch->proposals[n].index ? value : from_order_key(order_key(value + 0.f) + 1);
+      sums[n] = 0.f;
+    }
+    row.template for_each_chunk<kSumTiles>([&](const float (&v)[4 * kSumTiles], int) {
 #pragma unroll
-      for (int e = 0; e < 4 * kSumTiles; ++e) w[e] = kind == Kind::probs ? v[e] : weight_fn.scaled(v[e]);
+      for (int e = 0; e < 4 * kSumTiles; ++e) {
+        const float w = weight_of(v[e]);
 #pragma unroll
-      for (int n = 0; n < kProposals; ++n) {
-        const int index = scratch->proposals[n].index;
-        const float value = scratch->proposals[n].value;
-        const float from = base + chunk <= index ? value : from_order_key(order_key(value + 0.f) + 1);
-#pragma unroll
-        for (int e = 0; e < 4 * kSumTiles; ++e) {
-          if (v[e] >= from) sums[n] += w[e];
-        }
-        if (base <= index && index < base + chunk) {
-#pragma unroll
-          for (int e = 0; e < 4 * kSumTiles; ++e) sums[n] += v[e] == value && row.index(base, e) < index ? w[e] : 0.f;
+        for (int n = 0; n < kProposals; ++n) {
+          if (v[e] >= from[n]) sums[n] += w;
         }
       }
     });
+    // In its own slice those that precede it count.
 #pragma unroll
     for (int n = 0; n < kProposals; ++n) {
+      const int index = scratch->proposals[n].index;
+      const float value = scratch->proposals[n].value;
+      if (row.begin <= index && index < row.end) {
+        u32 equal = 0;
+#pragma unroll 1
+        for (int base = row.begin; base <= index; base += kTile) {
+          float v[4];
+          row.template unpack<1>(row.template load<1>(base), v);
+#pragma unroll
+          for (int e = 0; e < 4; ++e) equal += v[e] == value && row.index(base, e) < index;
+        }
+        sums[n] += static_cast<float>(equal) * weight_of(value);
+      }
       sums[n] = warp_float_sum(kind == Kind::probs ? sums[n] * factor * weight_fn.scale : sums[n]);
     }
   }
@@ -326,28 +341,40 @@ struct RejectionSampler {
   }
 };
 
-// Threads of a block with one block per multiprocessor (plain) and with two (windowed). Architectures other than sm_90
-// would spill with as few registers as two blocks leave.
-constexpr int kPlainThreads = 640, kWindowedThreads = 320;
+// Threads of a block, and blocks per multiprocessor for which registers suffice. Architectures other than sm_90 would
+// spill with as few registers as several blocks leave.
+constexpr int kPlainThreads = 640, kResidentThreads = 384, kWindowedThreads = 320;
+constexpr int rejection_threads(FirstPass first_pass) {
+  return first_pass == FirstPass::plain      ? kPlainThreads
+         : first_pass == FirstPass::resident ? kResidentThreads
+                                             : kWindowedThreads;
+}
+constexpr int rejection_blocks_per_sm(FirstPass first_pass) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ == 900
-constexpr int kWindowedBlocksPerSm = 2;
+  return first_pass == FirstPass::plain ? 1 : 2;
 #else
-constexpr int kWindowedBlocksPerSm = 1;
+  return 1;
 #endif
+}
 template <Kind kind, FirstPass first_pass>
-__global__ void __launch_bounds__(first_pass == FirstPass::windowed ? kWindowedThreads : kPlainThreads,
-                                  first_pass == FirstPass::windowed ? kWindowedBlocksPerSm : 1)
+__global__ void __launch_bounds__(rejection_threads(first_pass), rejection_blocks_per_sm(first_pass))
     rejection_rows(const __grid_constant__ Params p) {
   constexpr bool logits = kind == Kind::logits;
-  constexpr bool windowed = first_pass == FirstPass::windowed;
+  constexpr bool windowed = first_pass == FirstPass::windowed, resident = first_pass == FirstPass::resident;
   using Sampler = RejectionSampler<kind, first_pass>;
   const Cluster cluster(p.cluster_size);
   const int64_t row_idx = cluster.row_idx();
   RejectionScratch* scratch = reinterpret_cast<RejectionScratch*>(dynamic_shared_memory());
   AsyncExchange exchange = {reinterpret_cast<u64*>(scratch + 1)};
-  char* const memory = reinterpret_cast<char*>(scratch + 1) + AsyncExchange::bytes(cluster.num_warps);
-  typename Sampler::Slice row(p.rows + row_idx * p.row_bytes, p.dtype, p.length, p.elements_per_warp, cluster,
-                              !windowed && p.copy_to_smem ? memory : nullptr);
+  const int own_bytes = static_cast<int>(sizeof(RejectionScratch) + AsyncExchange::bytes(cluster.num_warps));
+  auto row = [&] {
+    if constexpr (resident) {
+      return typename Sampler::Slice(p.dtype, p.length, p.elements_per_warp, cluster, own_bytes);
+    } else {
+      return typename Sampler::Slice(p.rows + row_idx * p.row_bytes, p.dtype, p.length, p.elements_per_warp, cluster,
+                                     !windowed && p.copy_to_smem ? dynamic_shared_memory() + own_bytes : nullptr);
+    }
+  }();
   const bool first_warp = cluster.warp == 0 && cluster.lane == 0, is_rng_thread = threadIdx.x == blockDim.x - 32;
   if (threadIdx.x == 0) {
     scratch->threshold = 0;
@@ -365,6 +392,8 @@ __global__ void __launch_bounds__(first_pass == FirstPass::windowed ? kWindowedT
     const int64_t k = p.top_k.at(row_idx);
     if (k > 0 && k < p.length) return cluster.wait();
   }
+  bool copying = false;
+  if constexpr (resident) copying = row.copy(p.rows + row_idx * p.row_bytes, cluster, own_bytes);
   WeightFn<kind> weight_fn;
   weight_fn.set_common(p.length);
   Sampler sampler = {cluster, row, weight_fn, exchange, scratch};
@@ -376,6 +405,9 @@ __global__ void __launch_bounds__(first_pass == FirstPass::windowed ? kWindowedT
     early = !logits && !(params.min_p > 0.f) && !params.greedy;
     has_window = windowed && early && params.q32 < kQ32One;
     const u64 seed = is_rng_thread ? p.seed.at(row_idx) : 0, offset = is_rng_thread ? p.offset.at(row_idx) : 0;
+    if constexpr (resident) {
+      if (copying) ptx::mbarrier_wait(Sampler::Slice::barrier(own_bytes), 0);
+    }
     if constexpr (logits) {
       first.most = sampler.largest();
     } else {
@@ -391,7 +423,7 @@ __global__ void __launch_bounds__(first_pass == FirstPass::windowed ? kWindowedT
     }
     if (is_rng_thread) random_words(seed, offset, 0, scratch->words);
   }
-  if (!windowed) row.switch_to_smem();
+  if constexpr (first_pass == FirstPass::plain) row.switch_to_smem();
   cluster.wait();
   exchange.broadcast(
       cluster, 1,
