@@ -93,6 +93,21 @@ struct AsyncExchange {
     }
     return {warp_float_sum(sums.x), warp_float_sum(sums.y)};
   }
+  // Of values that are a float and, in the upper half, an integer: the sum of the floats, and of the integers of the
+  // warps before `end`.
+  __device__ __forceinline__ float sum_lower_floats(const Cluster& cluster, int which) const {
+    float sum = 0.f;
+#pragma unroll 1
+    for (int w = cluster.lane; w < cluster.num_warps; w += 32)
+      sum += __uint_as_float(static_cast<u32>(values(cluster, which)[w]));
+    return warp_float_sum(sum);
+  }
+  __device__ __forceinline__ u32 sum_upper_halves(const Cluster& cluster, int which, int end) const {
+    u32 sum = 0;
+#pragma unroll 1
+    for (int w = cluster.lane; w < end; w += 32) sum += static_cast<u32>(values(cluster, which)[w] >> 32);
+    return __reduce_add_sync(kAllLanes, sum);
+  }
   __device__ __forceinline__ int max(const Cluster& cluster, int which) const {
     int most = INT32_MIN;
 #pragma unroll 1

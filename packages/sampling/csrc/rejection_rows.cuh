@@ -10,18 +10,16 @@
 #include "async_exchange.cuh"
 #include "params.cuh"
 #include "row_slice.cuh"
-#include "shared_slice.cuh"
 
 namespace kestrel::sampling {
 
 constexpr int kChunkTiles = 4;  // tiles that a warp loads together
 
 // plain:    the first pass copies the row to shared memory if it fits; further passes over the row read the copy.
-// resident: for more rows than one wave. Bulk copies bring the row to shared memory, and all passes read it there. While
-//           a block waits for its row, others of the same multiprocessor compute.
 // windowed: for too many or too long rows for that. The first pass also sums the elements above a window of values
-//           around the estimated threshold, and those inside it in bins. These sums decide nearly all proposals.
-enum class FirstPass { plain, resident, windowed };
+//           around the estimated threshold, and those inside it in bins; or, where one value has many elements, it
+//           counts these. The sums decide nearly all proposals.
+enum class FirstPass { plain, windowed };
 
 enum Decision : int { kUndecided, kAccepted, kRejected };
 
@@ -35,17 +33,46 @@ struct alignas(16) Proposal {
   }
 };
 
-constexpr int kWindowBits = 21;  // the window spans 2^21 float bit patterns: a quarter of an octave
-constexpr int kWindowBins = 256;
+constexpr int kBinBits = 8, kWindowBins = 1 << kBinBits;
+constexpr int kMaxWindowBits = 26;       // a window spans up to 2^26 float bit patterns, eight octaves
+constexpr int kWindowedThreads = 320;    // of a block with a window, at most
+constexpr int kWindowedWarps = kWindowedThreads / 32;
+static_assert(kWindowedThreads >= kWindowBins);
+
+// A window of values around the estimated threshold, in bins of equal width. The sums of the bins give the mass before
+// an element in the window, up to the mass of its own bin. With 0 bits it is one value that many elements have.
+struct Window {
+  int begin = 0x7fc00000;  // bits of a float; the default is above every row
+  int bits = 0;            // log2 of the width
+  float unit = 0.f;
+
+  __device__ __forceinline__ Window() {}
+  // max_count: elements that one block may add.
+  __device__ __forceinline__ Window(int threshold, int bits_, int max_count)
+      : begin(bits_ ? max(threshold - (1 << (bits_ - 1)), 1 << 23) : threshold), bits(bits_) {
+    // max_count elements, each less than 2^(its exponent + 1), stay below 2^32.
+    const int exponent = static_cast<int>((static_cast<u32>(begin) + (1u << bits)) >> 23);
+    unit = __int_as_float(max(1, min(254, 253 - exponent + min(20, __clz(max_count)))) << 23);
+  }
+  // The position of a non-negative value: 0 to 2^bits - 1 inside the window, negative below it.
+  __device__ __forceinline__ int position(float v) const { return __float_as_int(v) - begin; }
+  __device__ __forceinline__ int bin(int position) const { return position >> (bits - kBinBits); }
+  __device__ __forceinline__ float bin_begin(int bin) const { return __int_as_float(begin + (bin << (bits - kBinBits))); }
+};
 
 // Shared by a block, beside the exchange.
 struct alignas(16) RejectionScratch {
   Proposal proposals[kProposals];
   u32 words[4];
   u32 round;              // that the words belong to
-  int threshold;          // estimated, as bits of a float
-  u32 num_in_window;      // of the elements of the estimate
-  u32 bins[kWindowBins];  // the weight of this block's elements in the window, times Window::unit
+  float sample_sums[kWindowedWarps];  // of the elements that a warp estimates from: their sum,
+  int sample_tops[kWindowedWarps];    // the bits of the largest,
+  int thresholds[kWindowedWarps];     // the bits of the threshold,
+  int widths[kWindowedWarps];         // log2 of the width of a window, and 256 times those equal to the threshold
+  Window window;
+  // The weight of this block's elements in the window, times Window::unit; or, with one value, the elements of each
+  // lane's group that have it.
+  u32 bins[kWindowedThreads];
 };
 
 // The sampling parameters of one row.
@@ -61,33 +88,14 @@ struct RowParams {
         greedy(q32 == 0 || (kind == Kind::logits && temperature <= 0.f)) {}
 };
 
-// A window of values around the estimated threshold, in bins of equal width. The sums of the bins give the mass before
-// an element in the window, up to the mass of its own bin.
-struct Window {
-  static constexpr int kBinBits = kWindowBits - 8;
-  static_assert(kWindowBins == 1 << (kWindowBits - kBinBits));
-  int begin = 0x7fc00000;  // bits of a float; the default is above every row_idx
-  float unit = 0.f;
-
-  __device__ __forceinline__ Window() {}
-  // max_count: elements that one block may add.
-  __device__ __forceinline__ Window(int threshold, int max_count)
-      : begin(max(threshold - (1 << (kWindowBits - 1)), 1 << 23)) {
-    // max_count elements, each less than 2^(its exponent + 1), stay below 2^32.
-    const int exponent = (begin + (1 << kWindowBits)) >> 23;
-    unit = __int_as_float(max(1, min(254, 253 - exponent + min(20, __clz(max_count)))) << 23);
-  }
-  // The position of a non-negative value: 0 to 2^kWindowBits - 1 inside the window, negative below it.
-  __device__ __forceinline__ int position(float v) const { return __float_as_int(v) - begin; }
-};
+enum class WindowMode { none, bins, one_value };
 
 template <Kind kind, FirstPass first_pass>
 struct RejectionSampler {
   static constexpr bool windowed = first_pass == FirstPass::windowed;
   static constexpr int tiles = kChunkTiles;
-  using Slice =
-      std::conditional_t<first_pass == FirstPass::resident, SharedSlice<kind, tiles>, RowSlice<kind, tiles>>;
-  static constexpr int kSumTiles = windowed ? tiles : 2;  // tiles loaded together in the pass that sums floats
+  using Slice = RowSlice<kind, tiles>;
+  static constexpr int kSumTiles = 2;  // tiles loaded together in the pass that sums floats
   const Cluster& cluster;
   Slice& row;
   WeightFn<kind>& weight_fn;
@@ -97,7 +105,7 @@ struct RejectionSampler {
   // The elements that remain to draw from: those >= bound before index bound_idx, and those > bound from there on.
   float bound = -INFINITY;
   int bound_idx = INT32_MAX;
-  u64 group_mass = 0;  // the mass of this lane's group of chunks
+  u64 group_mass = 0;   // the mass of this lane's group of chunks
 
   // From here on, only the elements before this one in descending order remain.
   __device__ __forceinline__ void restrict_to_before(float value, int index) {
@@ -124,29 +132,37 @@ struct RejectionSampler {
   // The same, and the masses under the common power of two, and the sums of what lies inside and above the window.
   struct FirstPassResult {
     float most = -INFINITY, above = 0.f;
+    u32 equal = 0;  // elements of this lane's group that have the window's one value
   };
-  template <bool has_window>
+  template <WindowMode mode>
   __device__ __forceinline__ FirstPassResult read(const Window& window) {
     FirstPassResult first;
-    const u32 bins = ptx::shared_address(scratch->bins);
+    const u32 bins = ptx::shared_address(scratch->bins), width = 1u << window.bits;
+    const float one_value = __int_as_float(window.begin);
     GroupMasses groups(cluster.lane, row.chunks_per_group);
     row.template for_each_chunk<tiles>([&](const float (&v)[Slice::size], int) {
-      u32 upper = 0, lower = 0;
+      u32 upper = 0, lower = 0, equal = 0;
 #pragma unroll
       for (int e = 0; e < Slice::size; ++e) {
         first.most = ptx::max_nan(first.most, v[e]);
-        const float w = fmaxf(v[e], 0.f);
+        const float w = __saturatef(v[e]);  // no element of a row under the common power exceeds 1
         const float whole = __fmaf_rz(w, weight_fn.scale, 0x1p23f);
         const float rest = __fmaf_rn(w, weight_fn.scale, -__fadd_rn(whole, -0x1p23f));
         upper += __float_as_uint(whole);
         lower += __float_as_uint(__fmaf_rn(rest, 0x1p20f, 0x1p23f));
-        if constexpr (has_window) {
+        if constexpr (mode == WindowMode::bins) {
           const int position = window.position(w);
-          if (position >= 1 << kWindowBits) first.above += w;
+          if (position >= static_cast<int>(width)) first.above += w;
           const u32 weight = __float_as_uint(__fmaf_rn(w, window.unit, 0x1p23f)) - MassSum::kBias;
-          shared_add_if(static_cast<u32>(position) < 1u << kWindowBits,
-                        bins + 4 * (static_cast<u32>(position) >> Window::kBinBits), weight);
+          shared_add_if(static_cast<u32>(position) < width, bins + 4 * window.bin(position), weight);
+        } else if constexpr (mode == WindowMode::one_value) {
+          if (w > one_value) first.above += w;
+          equal += w == one_value;
         }
+      }
+      if constexpr (mode == WindowMode::one_value) {
+        equal = __reduce_add_sync(kAllLanes, equal);
+        if (groups.lane == 0) first.equal += equal;
       }
       upper = __reduce_add_sync(kAllLanes, upper - Slice::size * MassSum::kBias);
       lower = __reduce_add_sync(kAllLanes, lower - Slice::size * MassSum::kBias);
@@ -177,45 +193,76 @@ struct RejectionSampler {
   }
 
   // The approximate mass / 2^20 of the elements before each proposal. Proposals have mass, so that min-p drops nothing
-  // before them.
+  // before them. Elements equal to a proposal count in the slices that precede it.
   __device__ __forceinline__ void sum_before(float (&sums)[kProposals]) const {
     const auto weight_of = [&](float v) { return kind == Kind::probs ? v : weight_fn.scaled(v); };
-    // The elements from `from` on: those equal to a proposal count in the slices that precede it.
-    float from[kProposals];
+    // saturate(v * steep - offset) is 1 for the elements that count, else 0. It needs fewer cycles than a comparison.
+    float steep[kProposals], offset[kProposals];
+    const auto first_key = [&](const Proposal& proposal) {
+      return order_key(proposal.value + 0.f) + (row.end <= proposal.index ? 0 : 1);
+    };
+    bool all_normal = true;
 #pragma unroll
     for (int n = 0; n < kProposals; ++n) {
-      const float value = scratch->proposals[n].value;
-      from[n] = row.end <= scratch->proposals[n].index ? value : from_order_key(order_key(value + 0.f) + 1);
+      const int key = first_key(scratch->proposals[n]);
+      const float below = from_order_key(key - 1);
+      const int exponent = __float_as_int(fmaxf(fabsf(from_order_key(key)), fabsf(below))) >> 23;
+      all_normal = all_normal && exponent >= 25 && exponent < 255;
+      steep[n] = __int_as_float(max(1, 278 - exponent) << 23);  // 2 / the unit in the last place
+      offset[n] = -below * steep[n];
       sums[n] = 0.f;
     }
-    row.template for_each_chunk<kSumTiles>([&](const float (&v)[4 * kSumTiles], int) {
+    if (all_normal) {
+      row.template for_each_chunk<kSumTiles>([&](const float (&v)[4 * kSumTiles], int) {
 #pragma unroll
-      for (int e = 0; e < 4 * kSumTiles; ++e) {
-        const float w = weight_of(v[e]);
+        for (int e = 0; e < 4 * kSumTiles; ++e) {
+          const float w = weight_of(v[e]);
 #pragma unroll
-        for (int n = 0; n < kProposals; ++n) {
-          if (v[e] >= from[n]) sums[n] += w;
+          for (int n = 0; n < kProposals; ++n)
+            sums[n] = __fmaf_rn(__saturatef(__fmaf_rn(v[e], steep[n], offset[n])), w, sums[n]);
         }
-      }
-    });
+      });
+    } else {
+      row.template for_each_chunk<1>([&](const float (&v)[4], int) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          const float w = weight_of(v[e]);
+#pragma unroll
+          for (int n = 0; n < kProposals; ++n)
+            sums[n] += v[e] >= from_order_key(first_key(scratch->proposals[n])) ? w : 0.f;
+        }
+      });
+    }
     // In its own slice those that precede it count.
 #pragma unroll
     for (int n = 0; n < kProposals; ++n) {
       const int index = scratch->proposals[n].index;
       const float value = scratch->proposals[n].value;
-      if (row.begin <= index && index < row.end) {
-        u32 equal = 0;
-#pragma unroll 1
-        for (int base = row.begin; base <= index; base += kTile) {
-          float v[4];
-          row.template unpack<1>(row.template load<1>(base), v);
-#pragma unroll
-          for (int e = 0; e < 4; ++e) equal += v[e] == value && row.index(base, e) < index;
-        }
-        sums[n] += static_cast<float>(equal) * weight_of(value);
-      }
+      if (row.begin <= index && index < row.end)
+        sums[n] += static_cast<float>(count_equal(row.begin, value, index)) * weight_of(value);
       sums[n] = warp_float_sum(kind == Kind::probs ? sums[n] * factor * weight_fn.scale : sums[n]);
     }
+  }
+
+  // The elements of this warp's slice before a proposal in it that has the window's one value.
+  __device__ __forceinline__ u32 count_one_value(const Proposal& proposal) const {
+    const int per_group = row.chunks_per_group * Slice::chunk, group = (proposal.index - row.begin) / per_group;
+    const u32 earlier = cluster.lane < group ? scratch->bins[threadIdx.x] : 0;
+    return __reduce_add_sync(
+        kAllLanes, earlier + count_equal(row.begin + group * per_group, proposal.value, proposal.index));
+  }
+
+  // This lane's elements equal to `value` from `base` up to `index`.
+  __device__ __forceinline__ u32 count_equal(int base, float value, int index) const {
+    u32 equal = 0;
+#pragma unroll 1
+    for (; base <= index; base += kTile) {
+      float v[4];
+      row.template unpack<1>(row.template load<1>(base), v);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) equal += v[e] == value && row.index(base, e) < index;
+    }
+    return equal;
   }
 
   // Compares the mass before a proposal with the goal, from the float sum of that mass. The error of n floats, added in
@@ -231,70 +278,113 @@ struct RejectionSampler {
 
   // ---- the window ---------------------------------------------------------------------------------------------------
 
-  // Estimates the value from which on the elements have `part` of the mass. Every warp reads four tiles, the same in
-  // every block, and bisects twelve octaves; the block takes the mean. INT32_MAX: no window.
-  __device__ __forceinline__ int estimate_threshold(float part) const {
-    constexpr int kSampleTiles = 4;
-    const int own = threadIdx.x >> 5, all = (row.length - 1) / kTile;
-    float v[4 * kSampleTiles];
-    const int tile = static_cast<int>(int64_t{own} * all / cluster.warps_per_block);
+  // Estimates the value from which on the elements have `part` of the mass, and the width of a window around it that
+  // holds few elements: with many the atomics would serialise. Every warp estimates from four tiles, the same in every
+  // block; the block takes the median.
+  __device__ __forceinline__ Window estimate_window(float part) const {
+    constexpr int kSampleTiles = 4, kSample = kSampleTiles * kTile, kOwn = 4 * kSampleTiles;
+    constexpr int kMaxInWindow = kSample / 8, kMinEqual = kSample / 16;
+    constexpr int kOctaves = 12 << 23;
+    const int own = threadIdx.x >> 5, all = (row.length - 1) / kTile, num_warps = cluster.warps_per_block;
+    const bool is_warp = cluster.lane < num_warps;  // this lane stands for a warp
+    float v[kOwn];
+    const int tile = static_cast<int>(int64_t{own} * all / num_warps);
     row.template unpack<kSampleTiles>(row.template load<kSampleTiles>(tile * kTile), v);
     float most = 0.f, sum = 0.f;
 #pragma unroll
-    for (int e = 0; e < 4 * kSampleTiles; ++e) most = fmaxf(most, v[e]), sum += fmaxf(v[e], 0.f);
-    const int top = __reduce_max_sync(kAllLanes, __float_as_int(most));
-    const float unit = __fdividef(0x1p22f, __int_as_float(top));  // every element counts up to 2^22
-    const u32 goal =
-        static_cast<u32>(static_cast<float>(__reduce_add_sync(kAllLanes, __float2uint_rz(sum * unit))) * part);
-    int low = max(top - (12 << 23), 0);
-#pragma unroll 1
-    for (int step = (12 << 23) / 2; step >= (12 << 23) / 128; step /= 2) {
-      const float pivot = __int_as_float(low + step);
-      float from = 0.f;
-#pragma unroll
-      for (int e = 0; e < 4 * kSampleTiles; ++e) from += v[e] >= pivot ? v[e] : 0.f;
-      if (__reduce_add_sync(kAllLanes, __float2uint_rz(from * unit)) >= goal) low += step;
-    }
-    low += (12 << 23) / 256;
-    const Window window(low, row.length);
-    u32 num_in_window = 0;
-#pragma unroll
-    for (int e = 0; e < 4 * kSampleTiles; ++e)
-      num_in_window += static_cast<u32>(window.position(v[e])) < 1u << kWindowBits;
-    num_in_window = __reduce_add_sync(kAllLanes, num_in_window);
-    if (cluster.lane == 0)
-      atomicAdd(&scratch->threshold, low / cluster.warps_per_block), atomicAdd(&scratch->num_in_window, num_in_window);
+    for (int e = 0; e < kOwn; ++e) v[e] = fmaxf(v[e], 0.f), most = fmaxf(most, v[e]), sum += v[e];
+    const int top = max(__reduce_max_sync(kAllLanes, __float_as_int(most)), 1 << 23);
+    sum = warp_float_sum(sum);
+    if (cluster.lane == 0) scratch->sample_sums[own] = sum, scratch->sample_tops[own] = top;
     __syncthreads();
-    // With many elements in the window the atomics would serialise.
-    if (scratch->num_in_window > 4 * kSampleTiles * blockDim.x / 4) return INT32_MAX;
-    return scratch->threshold;
+    const int largest = __reduce_max_sync(kAllLanes, is_warp ? scratch->sample_tops[cluster.lane] : 0);
+    const float total = warp_float_sum(is_warp ? scratch->sample_sums[cluster.lane] : 0.f);
+    // If few elements have most of the mass, the sum of a sample says nothing about that of the row, which is 1 then.
+    const bool has_few = __int_as_float(largest) > 0.02f * total;
+    const float below = (1.f - part) * (has_few ? __fdividef(kSample, static_cast<float>(row.length)) : sum);
+    const float unit = __fdividef(0x1p22f, __int_as_float(top));  // every element counts up to 2^22
+    const u32 goal = __float2uint_rz(below * unit);
+    int low = max(top - kOctaves, 0);
+#pragma unroll 1
+    for (int step = kOctaves / 2; step >= kOctaves >> 14; step /= 2) {
+      const float pivot = __int_as_float(low + step);
+      float before = 0.f;
+#pragma unroll
+      for (int e = 0; e < kOwn; ++e) before += v[e] < pivot ? v[e] : 0.f;
+      if (__reduce_add_sync(kAllLanes, __float2uint_rz(before * unit)) <= goal) low += step;
+    }
+    // The next element of the sample, if there is one.
+    int threshold = max(largest, __float_as_int(0.125f));
+#pragma unroll
+    for (int e = 0; e < kOwn; ++e) {
+      if (__float_as_int(v[e]) >= low) threshold = min(threshold, __float_as_int(v[e]));
+    }
+    threshold = __reduce_min_sync(kAllLanes, threshold);
+    if (cluster.lane == 0) scratch->thresholds[own] = threshold;
+    __syncthreads();
+    threshold = is_warp ? scratch->thresholds[cluster.lane] : INT32_MAX;
+    int place = 0;
+#pragma unroll 1
+    for (int other = 0; other < num_warps; ++other) {
+      const int of_other = __shfl_sync(kAllLanes, threshold, other);
+      place += of_other < threshold || (of_other == threshold && other < cluster.lane);
+    }
+    const u32 is_median = __ballot_sync(kAllLanes, is_warp && place == num_warps / 2);
+    threshold = __shfl_sync(kAllLanes, threshold, __ffs(is_median) - 1);
+
+    int bits = kBinBits;
+#pragma unroll 1
+    for (int step = 16; step > 0; step /= 2) {
+      if (bits + step > kMaxWindowBits) continue;
+      u32 in_window = 0;
+#pragma unroll
+      for (int e = 0; e < kOwn; ++e) in_window += abs(__float_as_int(v[e]) - threshold) < 1 << (bits + step - 1);
+      if (__reduce_add_sync(kAllLanes, in_window) <= kMaxInWindow) bits += step;
+    }
+    u32 equal = 0;
+#pragma unroll
+    for (int e = 0; e < kOwn; ++e) equal += __float_as_int(v[e]) == threshold;
+    equal = __reduce_add_sync(kAllLanes, equal);
+    if (cluster.lane == 0) scratch->widths[own] = bits + (static_cast<int>(equal) << 8);
+    __syncthreads();
+    const int width = is_warp ? scratch->widths[cluster.lane] : 0;
+    bits = __reduce_add_sync(kAllLanes, width & 255) / num_warps;
+    if (__reduce_add_sync(kAllLanes, width >> 8) > kMinEqual * num_warps) bits = 0;
+    return Window(threshold, bits, row.elements_per_warp * num_warps);
   }
 
   // Decides a proposal from the sums of the first pass, if they suffice. above: the sum of the elements above the
-  // window.
-  __device__ __forceinline__ Decision decide_by_window(float value, float above, u64 goal) const {
-    const Window window(scratch->threshold, row.elements_per_warp * cluster.warps_per_block);
-    const int position = window.position(value), own = max(position >> Window::kBinBits, -1);
-    if (own >= kWindowBins) return compare(above * weight_fn.scale, goal) == kAccepted ? kAccepted : kUndecided;
-    float sum = 0.f, same = 0.f;
+  // window. equal_before: of the window's one value, the elements before the proposal; all of them if it is smaller.
+  __device__ __forceinline__ Decision decide_by_window(const Window& window, float value, float above, u64 goal,
+                                                       u32 equal_before) const {
+    const int position = window.position(value);
+    if (position >= 1 << window.bits) {
+      return compare(above * weight_fn.scale, goal) == kAccepted ? kAccepted : kUndecided;
+    }
+    if (window.bits == 0) {
+      const float before = __fmaf_rn(static_cast<float>(equal_before), __int_as_float(window.begin), above);
+      const Decision decision = compare(before * weight_fn.scale, goal);
+      return position == 0 || decision == kRejected ? decision : kUndecided;
+    }
+    const int own = position < 0 ? -1 : window.bin(position);
+    float sum = 0.f, off = 0.5f, same = 0.f;  // off: by rounding every weight to an integer
 #pragma unroll 1
     for (int rank = 0; rank < cluster.size; ++rank) {
       const u32* bins = cluster.map_shared(scratch->bins, rank);
-#pragma unroll
-      for (int b = 0; b < kWindowBins; b += 32) {
-        const int bin = b + cluster.lane;
+#pragma unroll 2
+      for (int bin = cluster.lane; bin < kWindowBins; bin += 32) {
         const float weight = __uint2float_rn(bins[bin]);
         sum += bin > own ? weight : 0.f;
         same += bin == own ? weight : 0.f;
+        off += bin >= own ? weight * __fdividef(0.5f, fmaxf(window.bin_begin(bin) * window.unit, 0.25f)) : 0.f;
       }
     }
-    sum = warp_float_sum(sum), same = sum + warp_float_sum(same);
-    // off: the relative error from rounding every weight to an integer.
-    const float off = __fdividef(0.5f, __int_as_float(window.begin) * window.unit) + 0x1p-18f,
-                unit = __fdividef(1.f, window.unit);
-    if (compare((above + sum * unit * (1.f - off)) * weight_fn.scale, goal) == kRejected) return kRejected;
-    return own >= 0 && compare((above + same * unit * (1.f + off)) * weight_fn.scale, goal) == kAccepted ? kAccepted
-                                                                                                         : kUndecided;
+    sum = warp_float_sum(sum), off = 1.01f * warp_float_sum(off) + 0x1p-18f * sum;
+    same = sum + fmaxf(warp_float_sum(same) - value * window.unit, 0.f);
+    const float unit = __fdividef(1.f, window.unit);
+    if (compare((above + fmaxf(sum - off, 0.f) * unit) * weight_fn.scale, goal) == kRejected) return kRejected;
+    return own >= 0 && compare((above + (same + off) * unit) * weight_fn.scale, goal) == kAccepted ? kAccepted
+                                                                                                  : kUndecided;
   }
 
   // ---- a proposal ---------------------------------------------------------------------------------------------------
@@ -311,76 +401,62 @@ struct RejectionSampler {
       base += group * row.chunks_per_group * Slice::chunk;
     }
     auto raw = row.template load<1>(base);
+    float v[4];
+    u64 sum;
     // Bounded by the slice even if another kernel modifies the row meanwhile.
 #pragma unroll 1
     for (;; base += kTile) {
-      float v[4];
       row.template unpack<1>(raw, v);
       if (base + kTile < row.end) raw = row.template load<1>(base + kTile);
-      u64 each[4];
+      MassSum masses;
 #pragma unroll
-      for (int e = 0; e < 4; ++e) each[e] = mass_of(scaled(v[e], row.index(base, e)));
-      const u64 sum = each[0] + each[1] + each[2] + each[3], tile = warp_sum(sum);
-      if (running + tile <= point && base + kTile < row.end) {
-        running += tile;
-        continue;
-      }
-      u64 reached = running + warp_inclusive_sum(sum, cluster.lane);
-      const int lane = (__ffs(__ballot_sync(kAllLanes, reached > point)) - 1) & 31;
-      reached -= sum;
-      int found = 0;
-#pragma unroll
-      for (int e = 0; e < 3; ++e) {
-        reached += each[e];
-        if (reached <= point) found = e + 1, each[0] = each[e + 1], v[0] = v[e + 1];
-      }
-      *mass = __shfl_sync(kAllLanes, each[0], lane);
-      const int index = min(__shfl_sync(kAllLanes, row.index(base, found), lane), row.length - 1);
-      return {index, __shfl_sync(kAllLanes, v[0], lane), kUndecided, 0};
+      for (int e = 0; e < 4; ++e) masses.add(scaled(v[e], row.index(base, e)));
+      sum = masses.value();
+      const u64 tile = warp_sum(sum);
+      if (running + tile > point || base + kTile >= row.end) break;
+      running += tile;
     }
+    u64 reached = running + warp_inclusive_sum(sum, cluster.lane);
+    const int lane = (__ffs(__ballot_sync(kAllLanes, reached > point)) - 1) & 31;
+    reached -= sum;
+    int found = 0;
+    u64 own = mass_of(scaled(v[0], row.index(base, 0)));
+#pragma unroll
+    for (int e = 0; e < 3; ++e) {
+      reached += own;
+      if (reached > point) break;
+      found = e + 1, v[0] = v[e + 1], own = mass_of(scaled(v[e + 1], row.index(base, e + 1)));
+    }
+    *mass = __shfl_sync(kAllLanes, own, lane);
+    const int index = min(__shfl_sync(kAllLanes, row.index(base, found), lane), row.length - 1);
+    return {index, __shfl_sync(kAllLanes, v[0], lane), kUndecided, 0};
   }
 };
 
-// Threads of a block, and blocks per multiprocessor for which registers suffice. Architectures other than sm_90 would
-// spill with as few registers as several blocks leave.
-constexpr int kPlainThreads = 640, kResidentThreads = 384, kWindowedThreads = 320;
-constexpr int rejection_threads(FirstPass first_pass) {
-  return first_pass == FirstPass::plain      ? kPlainThreads
-         : first_pass == FirstPass::resident ? kResidentThreads
-                                             : kWindowedThreads;
-}
-constexpr int rejection_blocks_per_sm(FirstPass first_pass) {
+// Threads of a block with one block per multiprocessor (plain) and with two (windowed). Architectures other than sm_90
+// would spill with as few registers as two blocks leave.
+constexpr int kPlainThreads = 640;
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ == 900
-  return first_pass == FirstPass::plain ? 1 : 2;
+constexpr int kWindowedBlocksPerSm = 2;
 #else
-  return 1;
+constexpr int kWindowedBlocksPerSm = 1;
 #endif
-}
 template <Kind kind, FirstPass first_pass>
-__global__ void __launch_bounds__(rejection_threads(first_pass), rejection_blocks_per_sm(first_pass))
+__global__ void __launch_bounds__(first_pass == FirstPass::windowed ? kWindowedThreads : kPlainThreads,
+                                  first_pass == FirstPass::windowed ? kWindowedBlocksPerSm : 1)
     rejection_rows(const __grid_constant__ Params p) {
   constexpr bool logits = kind == Kind::logits;
-  constexpr bool windowed = first_pass == FirstPass::windowed, resident = first_pass == FirstPass::resident;
+  constexpr bool windowed = first_pass == FirstPass::windowed;
   using Sampler = RejectionSampler<kind, first_pass>;
   const Cluster cluster(p.cluster_size);
   const int64_t row_idx = cluster.row_idx();
   RejectionScratch* scratch = reinterpret_cast<RejectionScratch*>(dynamic_shared_memory());
   AsyncExchange exchange = {reinterpret_cast<u64*>(scratch + 1)};
-  const int own_bytes = static_cast<int>(sizeof(RejectionScratch) + AsyncExchange::bytes(cluster.num_warps));
-  auto row = [&] {
-    if constexpr (resident) {
-      return typename Sampler::Slice(p.dtype, p.length, p.elements_per_warp, cluster, own_bytes);
-    } else {
-      return typename Sampler::Slice(p.rows + row_idx * p.row_bytes, p.dtype, p.length, p.elements_per_warp, cluster,
-                                     !windowed && p.copy_to_smem ? dynamic_shared_memory() + own_bytes : nullptr);
-    }
-  }();
+  char* const memory = reinterpret_cast<char*>(scratch + 1) + AsyncExchange::bytes(cluster.num_warps);
+  typename Sampler::Slice row(p.rows + row_idx * p.row_bytes, p.dtype, p.length, p.elements_per_warp, cluster,
+                              !windowed && p.copy_to_smem ? memory : nullptr);
   const bool first_warp = cluster.warp == 0 && cluster.lane == 0, is_rng_thread = threadIdx.x == blockDim.x - 32;
-  if (threadIdx.x == 0) {
-    scratch->threshold = 0;
-    scratch->num_in_window = 0;
-    exchange.init(cluster);
-  }
+  if (threadIdx.x == 0) exchange.init(cluster);
   if (is_rng_thread) scratch->round = 0;  // only this thread uses it
   cluster.arrive();
   if (windowed) {
@@ -392,12 +468,11 @@ __global__ void __launch_bounds__(rejection_threads(first_pass), rejection_block
     const int64_t k = p.top_k.at(row_idx);
     if (k > 0 && k < p.length) return cluster.wait();
   }
-  bool copying = false;
-  if constexpr (resident) copying = row.copy(p.rows + row_idx * p.row_bytes, cluster, own_bytes);
   WeightFn<kind> weight_fn;
   weight_fn.set_common(p.length);
   Sampler sampler = {cluster, row, weight_fn, exchange, scratch};
-  bool early, has_window;
+  bool early;
+  bool has_window;
   typename Sampler::FirstPassResult first;
   {
     // Read the row. For probabilities also sum the mass, assuming the common power of two.
@@ -405,32 +480,34 @@ __global__ void __launch_bounds__(rejection_threads(first_pass), rejection_block
     early = !logits && !(params.min_p > 0.f) && !params.greedy;
     has_window = windowed && early && params.q32 < kQ32One;
     const u64 seed = is_rng_thread ? p.seed.at(row_idx) : 0, offset = is_rng_thread ? p.offset.at(row_idx) : 0;
-    if constexpr (resident) {
-      if (copying) ptx::mbarrier_wait(Sampler::Slice::barrier(own_bytes), 0);
-    }
+    if (windowed && is_rng_thread) random_words(seed, offset, 0, scratch->words);
     if constexpr (logits) {
       first.most = sampler.largest();
     } else {
       if (windowed && has_window) {
-        __syncthreads();
-        const int threshold = sampler.estimate_threshold(static_cast<float>(params.q32) * 0x1p-32f);
-        has_window = threshold != INT32_MAX;
-        first = sampler.template read<true>(
-            has_window ? Window(threshold, row.elements_per_warp * cluster.warps_per_block) : Window());
+        const Window window = sampler.estimate_window(static_cast<float>(params.q32) * 0x1p-32f);
+        if (threadIdx.x == 0) scratch->window = window;
+        if (window.bits) {
+          first = sampler.template read<WindowMode::bins>(window);
+        } else {
+          first = sampler.template read<WindowMode::one_value>(window);
+          scratch->bins[threadIdx.x] = first.equal;
+        }
       } else {
-        first = sampler.template read<false>(Window());
+        first = sampler.template read<WindowMode::none>(Window());
       }
     }
-    if (is_rng_thread) random_words(seed, offset, 0, scratch->words);
+    if (!windowed && is_rng_thread) random_words(seed, offset, 0, scratch->words);
   }
-  if constexpr (first_pass == FirstPass::plain) row.switch_to_smem();
+  if (!windowed) row.switch_to_smem();
   cluster.wait();
   exchange.broadcast(
       cluster, 1,
       static_cast<u32>(__reduce_max_sync(kAllLanes, isnan(first.most) ? INT32_MAX : order_key(first.most + 0.f))));
   if (early) exchange.broadcast(cluster, 0, warp_sum(sampler.group_mass));
   if (has_window) {
-    exchange.broadcast_floats(cluster, 2, warp_float_sum(first.above), 0.f);
+    exchange.broadcast(cluster, 2, __float_as_uint(warp_float_sum(first.above)) |
+                                       static_cast<u64>(__reduce_add_sync(kAllLanes, first.equal)) << 32);
     if (cluster.size > 1) cluster.sync();  // the bins of all blocks are complete
   }
   exchange.wait(cluster, is_rng_thread);
@@ -494,7 +571,15 @@ __global__ void __launch_bounds__(rejection_threads(first_pass), rejection_block
         }
         if (all - mass < goal) proposal.decision = kAccepted;
         if (windowed && has_window && proposal.decision == kUndecided) {
-          proposal.decision = sampler.decide_by_window(proposal.value, exchange.float_sums(cluster, 2).x, goal);
+          const Window window = scratch->window;
+          u32 equal_before = 0;
+          if (window.bits == 0) {
+            const bool is_equal = window.position(proposal.value) == 0;
+            equal_before = exchange.sum_upper_halves(cluster, 2, is_equal ? cluster.warp : cluster.num_warps);
+            if (is_equal) equal_before += sampler.count_one_value(proposal);
+          }
+          proposal.decision = sampler.decide_by_window(window, proposal.value, exchange.sum_lower_floats(cluster, 2),
+                                                       goal, equal_before);
         }
         exchange.broadcast_int4(cluster, reinterpret_cast<int4*>(scratch->proposals + n),
                                 {proposal.index, __float_as_int(proposal.value), proposal.decision, 0});

@@ -6,40 +6,14 @@
 
 namespace kestrel::sampling {
 
-// The values of n packs of four neighbours, as loaded from a row of that dtype.
-template <int n>
-struct Raw {
-  uint4 words[n];
-};
-template <int n>
-__device__ __forceinline__ void unpack_row(const Raw<n>& raw, int dtype, float (&v)[4 * n]) {
-  if (__builtin_expect(dtype == kRowFloat32, 1)) {
-#pragma unroll
-    for (int u = 0; u < n; ++u) {
-      v[4 * u] = __uint_as_float(raw.words[u].x), v[4 * u + 1] = __uint_as_float(raw.words[u].y);
-      v[4 * u + 2] = __uint_as_float(raw.words[u].z), v[4 * u + 3] = __uint_as_float(raw.words[u].w);
-    }
-  } else {
-    const auto low = [&](u32 word) {
-      return dtype == kRowFloat16 ? __half2float(__ushort_as_half(static_cast<unsigned short>(word)))
-                                  : __uint_as_float(word << 16);
-    };
-    const auto high = [&](u32 word) {
-      return dtype == kRowFloat16 ? __half2float(__ushort_as_half(static_cast<unsigned short>(word >> 16)))
-                                  : __uint_as_float(word & 0xffff0000u);
-    };
-#pragma unroll
-    for (int u = 0; u < n; ++u) {
-      v[4 * u] = low(raw.words[u].x), v[4 * u + 1] = high(raw.words[u].x);
-      v[4 * u + 2] = low(raw.words[u].y), v[4 * u + 3] = high(raw.words[u].y);
-    }
-  }
-}
-
 template <Kind kind, int tiles>
 struct RowSlice {
   static constexpr int size = 4 * tiles;       // elements of a lane: four neighbours of every tile
   static constexpr int chunk = tiles * kTile;  // elements of a warp
+  template <int n>
+  struct Raw {
+    uint4 words[n];
+  };
   const char* row;
   int dtype;
   int length;  // of the row
@@ -107,7 +81,27 @@ struct RowSlice {
 
   template <int n>
   __device__ __forceinline__ void unpack(const Raw<n>& raw, float (&v)[4 * n]) const {
-    unpack_row<n>(raw, dtype, v);
+    if (__builtin_expect(dtype == kRowFloat32, 1)) {
+#pragma unroll
+      for (int u = 0; u < n; ++u) {
+        v[4 * u] = __uint_as_float(raw.words[u].x), v[4 * u + 1] = __uint_as_float(raw.words[u].y);
+        v[4 * u + 2] = __uint_as_float(raw.words[u].z), v[4 * u + 3] = __uint_as_float(raw.words[u].w);
+      }
+    } else {
+      const auto low = [&](u32 word) {
+        return dtype == kRowFloat16 ? __half2float(__ushort_as_half(static_cast<unsigned short>(word)))
+                                    : __uint_as_float(word << 16);
+      };
+      const auto high = [&](u32 word) {
+        return dtype == kRowFloat16 ? __half2float(__ushort_as_half(static_cast<unsigned short>(word >> 16)))
+                                    : __uint_as_float(word & 0xffff0000u);
+      };
+#pragma unroll
+      for (int u = 0; u < n; ++u) {
+        v[4 * u] = low(raw.words[u].x), v[4 * u + 1] = high(raw.words[u].x);
+        v[4 * u + 2] = low(raw.words[u].y), v[4 * u + 3] = high(raw.words[u].y);
+      }
+    }
   }
 
   // From here on, loads read the copy in shared memory.

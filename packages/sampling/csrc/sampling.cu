@@ -41,11 +41,8 @@ RejectionSplit split_for_rejection(const Params& params, DLDevice device, bool f
     const int chunks_per_warp = (chunks + max_warps - 1) / max_warps;
     const int warps = std::max(1, (chunks + cluster_size * chunks_per_warp - 1) / (cluster_size * chunks_per_warp));
     const size_t own = sizeof(RejectionScratch) + AsyncExchange::bytes(cluster_size * warps);
-    const int elements = std::min(chunks, warps * chunks_per_warp) * chunk;
-    using Resident = SharedSlice<Kind::probs, kChunkTiles>;
-    const size_t copy = first_pass == FirstPass::resident
-                            ? Resident::bytes(warps, elements, params.dtype)
-                            : static_cast<size_t>(elements) * Resident::element_bytes(params.dtype);
+    const size_t copy =
+        static_cast<size_t>(std::min(chunks, warps * chunks_per_warp)) * chunk * (params.dtype == kRowFloat32 ? 4 : 2);
     const bool fits = copy_to_smem && own + copy <= max_smem_bytes(device);
     return RejectionSplit{{cluster_size, warps * 32, fits, own + (fits ? copy : 0)}, first_pass};
   };
@@ -56,29 +53,15 @@ RejectionSplit split_for_rejection(const Params& params, DLDevice device, bool f
   if (!has_clusters(device)) request.cluster_size = 1;
   if (request.cluster_size || request.threads) {
     const int cluster_size = std::max(1, request.cluster_size);
-    FirstPass first_pass = cluster_size * rows <= sms                        ? FirstPass::plain
-                                 : filtered && has_clusters(device) ? FirstPass::resident
-                                                                    : FirstPass::windowed;
-    const auto split = [&] {
-      const int threads = std::min(request.threads ? request.threads : kPlainThreads, rejection_threads(first_pass));
-      return split_into(first_pass, cluster_size, threads, filtered && first_pass != FirstPass::windowed);
-    };
-    if (first_pass == FirstPass::resident && !split().in_smem) first_pass = FirstPass::windowed;
-    return split();
+    const FirstPass first_pass = cluster_size * rows > sms ? FirstPass::windowed : FirstPass::plain;
+    const int max_threads = first_pass == FirstPass::windowed ? kWindowedThreads : kPlainThreads;
+    const int threads = request.threads ? std::min(request.threads, max_threads) : max_threads;
+    return split_into(first_pass, cluster_size, threads, filtered && first_pass == FirstPass::plain);
   }
   if (fit_in_one_wave(8)) return split_into(FirstPass::plain, 8, 512, filtered);
   for (int cluster_size = 4; filtered && cluster_size > 0; cluster_size /= 2) {
     const RejectionSplit split = split_into(FirstPass::plain, cluster_size, kPlainThreads, /*copy_to_smem=*/true);
     if (split.in_smem && fit_in_one_wave(cluster_size)) return split;
-  }
-  if (filtered && has_clusters(device)) {
-    const size_t sm_bytes = device_attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor, device.device_id);
-    for (int blocks_per_sm = 3; blocks_per_sm > 0; --blocks_per_sm) {
-      for (int cluster_size = 1; cluster_size <= 8; cluster_size *= 2) {
-        const RejectionSplit split = split_into(FirstPass::resident, cluster_size, blocks_per_sm == 3 ? 256 : 384, true);
-        if (split.in_smem && blocks_per_sm * (split.smem_bytes + 1024) <= sm_bytes) return split;
-      }
-    }
   }
   return split_into(FirstPass::windowed,
                     3 * rows <= sms   ? 4
@@ -102,8 +85,6 @@ void launch_rejection_rows(Params params, DLDevice device, SplitRequest request)
   constexpr int unit = kChunkTiles * kTile;
   if (split.first_pass == FirstPass::windowed) {
     launch_slices<rejection_rows<kind, FirstPass::windowed>>(params, split, unit, device);
-  } else if (split.first_pass == FirstPass::resident) {
-    launch_slices<rejection_rows<kind, FirstPass::resident>>(params, split, unit, device, /*balanced=*/true);
   } else {
     launch_slices<rejection_rows<kind, FirstPass::plain>>(params, split, unit, device);
   }

@@ -236,7 +236,7 @@ __global__ void __launch_bounds__(kShortThreads, 1) short_rows(const __grid_cons
   ShortRow<kind> elements = {&scratch, cluster.lane, cluster.warp, cluster.warps_per_block, row.index(row.begin, 0)};
   pdl_wait();
   pdl_trigger();
-  Raw<1> raw;
+  typename RowSlice<kind, 1>::template Raw<1> raw;
   if (row.begin < p.length) raw = row.template load<1>(row.begin);
   const u64 seed = is_rng_thread ? p.seed.at(row_idx) : 0, offset = is_rng_thread ? p.offset.at(row_idx) : 0;
   const float temperature = logits ? p.temperature.at(row_idx) : 1.f, min_p = clamp_min_p(p.min_p.at(row_idx));

@@ -78,9 +78,9 @@ void launch_split(P params, int64_t rows, const Split& split, DLDevice device, b
 
 // For kernels that read a contiguous slice per warp, a multiple of `unit`.
 template <auto kernel, typename P>
-void launch_slices(P params, const Split& split, int unit, DLDevice device, bool balanced = false) {
+void launch_slices(P params, const Split& split, int unit, DLDevice device) {
   params.elements_per_warp = elements_per_warp(params.length, split.cluster_size * split.threads / 32, unit);
-  launch_split<kernel>(params, params.num_rows, split, device, balanced);
+  launch_split<kernel>(params, params.num_rows, split, device);
 }
 
 }  // namespace kestrel::sampling
