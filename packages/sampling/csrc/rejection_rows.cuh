@@ -17,8 +17,8 @@ constexpr int kChunkTiles = 4;  // tiles that a warp loads together
 
 // plain:    the first pass copies the row to shared memory if it fits; further passes over the row read the copy.
 // windowed: for too many or too long rows for that. The first pass also sums the elements above a window of values
-//           around the estimated threshold, and those inside it in bins; or, where one value has many elements, it
-//           counts these. The sums decide nearly all proposals.
+//           around the estimated threshold, and those inside it in bins; or, where many elements have one value, it
+//           counts these and those of another value. The sums decide nearly all proposals.
 enum class FirstPass { plain, windowed };
 
 enum Decision : int { kUndecided, kAccepted, kRejected };
@@ -33,27 +33,35 @@ struct alignas(16) Proposal {
   }
 };
 
-constexpr int kBinBits = 8, kWindowBins = 1 << kBinBits;
-constexpr int kMaxWindowBits = 26;       // a window spans up to 2^26 float bit patterns, eight octaves
+constexpr int kBinBits = 9, kWindowBins = 1 << kBinBits;
+constexpr int kMaxWindowBits = 26;       // a window spans up to 2^26 float bit patterns, eight octaves, around a value,
+constexpr int kTopWindowBits = 27;       // and sixteen below 1
 constexpr int kWindowedThreads = 320;    // of a block with a window, at most
 constexpr int kWindowedWarps = kWindowedThreads / 32;
-static_assert(kWindowedThreads >= kWindowBins);
+static_assert(2 * kWindowedThreads >= kWindowBins);
 
 // A window of values around the estimated threshold, in bins of equal width. The sums of the bins give the mass before
-// an element in the window, up to the mass of its own bin. With 0 bits it is one value that many elements have.
+// an element in the window, up to the mass of its own bin. With 0 bits it is two values that many elements have.
 struct Window {
-  int begin = 0x7fc00000;  // bits of a float; the default is above every row
+  int begin = 0x7fc00000;  // bits of a float, or of the lower of two values; the default is above every row
   int bits = 0;            // log2 of the width
   float unit = 0.f;
+  float upper_value = 0.f;
 
   __device__ __forceinline__ Window() {}
   // max_count: elements that one block may add.
-  __device__ __forceinline__ Window(int threshold, int bits_, int max_count)
-      : begin(bits_ ? max(threshold - (1 << (bits_ - 1)), 1 << 23) : threshold), bits(bits_) {
+  __device__ __forceinline__ Window(int begin_, int bits_, int max_count) {
+    begin = max(begin_, 1 << 23), bits = bits_;
     // max_count elements, each less than 2^(its exponent + 1), stay below 2^32.
     const int exponent = static_cast<int>((static_cast<u32>(begin) + (1u << bits)) >> 23);
     unit = __int_as_float(max(1, min(254, 253 - exponent + min(20, __clz(max_count)))) << 23);
   }
+  __device__ __forceinline__ Window(int one, int other) {
+    begin = min(one, other);
+    upper_value = __int_as_float(max(one, other));
+  }
+  __device__ __forceinline__ bool is_two_values() const { return bits == 0; }
+  __device__ __forceinline__ float lower_value() const { return __int_as_float(begin); }
   // The position of a non-negative value: 0 to 2^bits - 1 inside the window, negative below it.
   __device__ __forceinline__ int position(float v) const { return __float_as_int(v) - begin; }
   __device__ __forceinline__ int bin(int position) const { return position >> (bits - kBinBits); }
@@ -68,11 +76,12 @@ struct alignas(16) RejectionScratch {
   float sample_sums[kWindowedWarps];  // of the elements that a warp estimates from: their sum,
   int sample_tops[kWindowedWarps];    // the bits of the largest,
   int thresholds[kWindowedWarps];     // the bits of the threshold,
-  int widths[kWindowedWarps];         // log2 of the width of a window, and 256 times those equal to the threshold
+  int widths[kWindowedWarps];         // log2 of the width of a window,
+  u32 counts[kWindowedWarps];         // the elements equal to the threshold, and 2^16 times those above it
   Window window;
-  // The weight of this block's elements in the window, times Window::unit; or, with one value, the elements of each
-  // lane's group that have it.
-  u32 bins[kWindowedThreads];
+  // The weight of this block's elements in the window, times Window::unit; or the elements of each lane's group that
+  // have the upper value, then those that have the lower one.
+  u32 bins[2 * kWindowedThreads];
 };
 
 // The sampling parameters of one row.
@@ -88,7 +97,7 @@ struct RowParams {
         greedy(q32 == 0 || (kind == Kind::logits && temperature <= 0.f)) {}
 };
 
-enum class WindowMode { none, bins, one_value };
+enum class WindowMode { none, bins, two_values };
 
 template <Kind kind, FirstPass first_pass>
 struct RejectionSampler {
@@ -131,14 +140,15 @@ struct RejectionSampler {
 
   // The same, and the masses under the common power of two, and the sums of what lies inside and above the window.
   struct FirstPassResult {
-    float most = -INFINITY, above = 0.f;
-    u32 equal = 0;  // elements of this lane's group that have the window's one value
+    float most = -INFINITY;
+    float above = 0.f, above_lower = 0.f;  // above the window, or its upper value; above its lower value
+    u32 upper = 0, lower = 0;              // elements of this lane's group that have these values
   };
   template <WindowMode mode>
   __device__ __forceinline__ FirstPassResult read(const Window& window) {
     FirstPassResult first;
     const u32 bins = ptx::shared_address(scratch->bins), width = 1u << window.bits;
-    const float one_value = __int_as_float(window.begin);
+    const float lower_value = window.lower_value();
     GroupMasses groups(cluster.lane, row.chunks_per_group);
     row.template for_each_chunk<tiles>([&](const float (&v)[Slice::size], int) {
       u32 upper = 0, lower = 0, equal = 0;
@@ -155,14 +165,15 @@ struct RejectionSampler {
           if (position >= static_cast<int>(width)) first.above += w;
           const u32 weight = __float_as_uint(__fmaf_rn(w, window.unit, 0x1p23f)) - MassSum::kBias;
           shared_add_if(static_cast<u32>(position) < width, bins + 4 * window.bin(position), weight);
-        } else if constexpr (mode == WindowMode::one_value) {
-          if (w > one_value) first.above += w;
-          equal += w == one_value;
+        } else if constexpr (mode == WindowMode::two_values) {
+          if (w > window.upper_value) first.above += w;
+          if (w > lower_value) first.above_lower += w;
+          equal += w == window.upper_value ? 1 : 0, equal += w == lower_value ? 0x10000 : 0;
         }
       }
-      if constexpr (mode == WindowMode::one_value) {
+      if constexpr (mode == WindowMode::two_values) {
         equal = __reduce_add_sync(kAllLanes, equal);
-        if (groups.lane == 0) first.equal += equal;
+        if (groups.lane == 0) first.upper += equal & 0xffffu, first.lower += equal >> 16;
       }
       upper = __reduce_add_sync(kAllLanes, upper - Slice::size * MassSum::kBias);
       lower = __reduce_add_sync(kAllLanes, lower - Slice::size * MassSum::kBias);
@@ -244,10 +255,11 @@ struct RejectionSampler {
     }
   }
 
-  // The elements of this warp's slice before a proposal in it that has the window's one value.
-  __device__ __forceinline__ u32 count_one_value(const Proposal& proposal) const {
+  // The elements of this warp's slice before a proposal in it that has one of the window's values, of which
+  // `of_groups` has the counts.
+  __device__ __forceinline__ u32 count_before(const Proposal& proposal, const u32* of_groups) const {
     const int per_group = row.chunks_per_group * Slice::chunk, group = (proposal.index - row.begin) / per_group;
-    const u32 earlier = cluster.lane < group ? scratch->bins[threadIdx.x] : 0;
+    const u32 earlier = cluster.lane < group ? of_groups[threadIdx.x] : 0;
     return __reduce_add_sync(
         kAllLanes, earlier + count_equal(row.begin + group * per_group, proposal.value, proposal.index));
   }
@@ -284,15 +296,19 @@ struct RejectionSampler {
   __device__ __forceinline__ Window estimate_window(float part) const {
     constexpr int kSampleTiles = 4, kSample = kSampleTiles * kTile, kOwn = 4 * kSampleTiles;
     constexpr int kMaxInWindow = kSample / 8, kMinEqual = kSample / 16;
-    constexpr int kOctaves = 12 << 23;
+    constexpr int kOctaves = 12 << 23, kMinAbove = 64;
     const int own = threadIdx.x >> 5, all = (row.length - 1) / kTile, num_warps = cluster.warps_per_block;
     const bool is_warp = cluster.lane < num_warps;  // this lane stands for a warp
     float v[kOwn];
     const int tile = static_cast<int>(int64_t{own} * all / num_warps);
     row.template unpack<kSampleTiles>(row.template load<kSampleTiles>(tile * kTile), v);
     float most = 0.f, sum = 0.f;
+    u32 least = 0x7f7fffff;
 #pragma unroll
-    for (int e = 0; e < kOwn; ++e) v[e] = fmaxf(v[e], 0.f), most = fmaxf(most, v[e]), sum += v[e];
+    for (int e = 0; e < kOwn; ++e) {
+      v[e] = fmaxf(v[e], 0.f), most = fmaxf(most, v[e]), sum += v[e];
+      if (v[e] > 0.f) least = min(least, __float_as_uint(v[e]));
+    }
     const int top = max(__reduce_max_sync(kAllLanes, __float_as_int(most)), 1 << 23);
     sum = warp_float_sum(sum);
     if (cluster.lane == 0) scratch->sample_sums[own] = sum, scratch->sample_tops[own] = top;
@@ -304,9 +320,12 @@ struct RejectionSampler {
     const float below = (1.f - part) * (has_few ? __fdividef(kSample, static_cast<float>(row.length)) : sum);
     const float unit = __fdividef(0x1p22f, __int_as_float(top));  // every element counts up to 2^22
     const u32 goal = __float2uint_rz(below * unit);
-    int low = max(top - kOctaves, 0);
+    int low = max(top - kOctaves, static_cast<int>(__reduce_min_sync(kAllLanes, least)));
+    low = min(low, top);
+    int step = 1 << (31 - __clz(top + 1 - low));
 #pragma unroll 1
-    for (int step = kOctaves / 2; step >= kOctaves >> 14; step /= 2) {
+    for (int n = 0; n < 14 && step > 0; ++n, step /= 2) {
+      if (low + step > top + 1) continue;
       const float pivot = __int_as_float(low + step);
       float before = 0.f;
 #pragma unroll
@@ -323,14 +342,20 @@ struct RejectionSampler {
     if (cluster.lane == 0) scratch->thresholds[own] = threshold;
     __syncthreads();
     threshold = is_warp ? scratch->thresholds[cluster.lane] : INT32_MAX;
-    int place = 0;
+    int place = 0, same = 0;
 #pragma unroll 1
     for (int other = 0; other < num_warps; ++other) {
       const int of_other = __shfl_sync(kAllLanes, threshold, other);
+      same += of_other == threshold;
       place += of_other < threshold || (of_other == threshold && other < cluster.lane);
     }
     const u32 is_median = __ballot_sync(kAllLanes, is_warp && place == num_warps / 2);
+    const int of_warp = threshold;
     threshold = __shfl_sync(kAllLanes, threshold, __ffs(is_median) - 1);
+    // The value that most of the other warps estimate.
+    const int vote =
+        __reduce_max_sync(kAllLanes, is_warp && of_warp != threshold ? same * 32 + cluster.lane : -1);
+    const int other_threshold = vote < 0 ? threshold : __shfl_sync(kAllLanes, of_warp, vote & 31);
 
     int bits = kBinBits;
 #pragma unroll 1
@@ -341,30 +366,53 @@ struct RejectionSampler {
       for (int e = 0; e < kOwn; ++e) in_window += abs(__float_as_int(v[e]) - threshold) < 1 << (bits + step - 1);
       if (__reduce_add_sync(kAllLanes, in_window) <= kMaxInWindow) bits += step;
     }
-    u32 equal = 0;
+    u32 counts = 0;  // of the elements equal to the threshold, and of those above it
 #pragma unroll
-    for (int e = 0; e < kOwn; ++e) equal += __float_as_int(v[e]) == threshold;
-    equal = __reduce_add_sync(kAllLanes, equal);
-    if (cluster.lane == 0) scratch->widths[own] = bits + (static_cast<int>(equal) << 8);
+    for (int e = 0; e < kOwn; ++e) {
+      counts += __float_as_int(v[e]) == threshold ? 1 : 0, counts += __float_as_int(v[e]) > threshold ? 0x10000 : 0;
+    }
+    counts = __reduce_add_sync(kAllLanes, counts);
+    if (cluster.lane == 0) scratch->widths[own] = bits, scratch->counts[own] = counts;
     __syncthreads();
-    const int width = is_warp ? scratch->widths[cluster.lane] : 0;
-    bits = __reduce_add_sync(kAllLanes, width & 255) / num_warps;
-    if (__reduce_add_sync(kAllLanes, width >> 8) > kMinEqual * num_warps) bits = 0;
-    return Window(threshold, bits, row.elements_per_warp * num_warps);
+    bits = __reduce_add_sync(kAllLanes, is_warp ? scratch->widths[cluster.lane] : 0) / num_warps;
+    counts = __reduce_add_sync(kAllLanes, is_warp ? scratch->counts[cluster.lane] : 0);
+    if ((counts & 0xffff) > static_cast<u32>(kMinEqual * num_warps)) return Window(threshold, other_threshold);
+    const int max_count = row.elements_per_warp * num_warps;
+    // Of a threshold that so few elements of the sample reach nothing is known but that it is at most 1.
+    if (has_few && counts >> 16 < kMinAbove)
+      return Window(__float_as_int(1.f) + 1 - (1 << kTopWindowBits), kTopWindowBits, max_count);
+    return Window(threshold - (1 << (bits - 1)), bits, max_count);
   }
 
-  // Decides a proposal from the sums of the first pass, if they suffice. above: the sum of the elements above the
-  // window. equal_before: of the window's one value, the elements before the proposal; all of them if it is smaller.
-  __device__ __forceinline__ Decision decide_by_window(const Window& window, float value, float above, u64 goal,
-                                                       u32 equal_before) const {
+  // Decides a proposal of this warp from the sums of the first pass, if they suffice.
+  __device__ __forceinline__ Decision decide_by_window(const Proposal& proposal, u64 goal) const {
+    const Window window = scratch->window;
+    const float value = proposal.value;
+    const float2 sums = exchange.float_sums(cluster, 2);
+    const float above = sums.x;
+    if (window.is_two_values()) {
+      const auto compare_with = [&](float from, u32 count, float each) {
+        return compare(__fmaf_rn(static_cast<float>(count), each, from) * weight_fn.scale, goal);
+      };
+      const bool is_upper = value == window.upper_value, is_lower = !is_upper && value == window.lower_value();
+      const uint2 all = exchange.count_sums(cluster, 3, cluster.num_warps),
+                  earlier = exchange.count_sums(cluster, 3, cluster.warp);
+      if (is_upper) {
+        return compare_with(above, earlier.x + count_before(proposal, scratch->bins), value);
+      }
+      if (is_lower) {
+        return compare_with(sums.y, earlier.y + count_before(proposal, scratch->bins + kWindowedThreads), value);
+      }
+      if (value > window.upper_value) return compare_with(above, 0, 0.f) == kAccepted ? kAccepted : kUndecided;
+      if (value < window.lower_value()) {
+        return compare_with(sums.y, all.y, window.lower_value()) == kRejected ? kRejected : kUndecided;
+      }
+      if (compare_with(above, all.x, window.upper_value) == kRejected) return kRejected;
+      return compare_with(sums.y, 0, 0.f) == kAccepted ? kAccepted : kUndecided;
+    }
     const int position = window.position(value);
     if (position >= 1 << window.bits) {
       return compare(above * weight_fn.scale, goal) == kAccepted ? kAccepted : kUndecided;
-    }
-    if (window.bits == 0) {
-      const float before = __fmaf_rn(static_cast<float>(equal_before), __int_as_float(window.begin), above);
-      const Decision decision = compare(before * weight_fn.scale, goal);
-      return position == 0 || decision == kRejected ? decision : kUndecided;
     }
     const int own = position < 0 ? -1 : window.bin(position);
     float sum = 0.f, off = 0.5f, same = 0.f;  // off: by rounding every weight to an integer
@@ -472,7 +520,7 @@ __global__ void __launch_bounds__(first_pass == FirstPass::windowed ? kWindowedT
   weight_fn.set_common(p.length);
   Sampler sampler = {cluster, row, weight_fn, exchange, scratch};
   bool early;
-  bool has_window;
+  bool has_window, has_two_values = false;
   typename Sampler::FirstPassResult first;
   {
     // Read the row. For probabilities also sum the mass, assuming the common power of two.
@@ -487,11 +535,12 @@ __global__ void __launch_bounds__(first_pass == FirstPass::windowed ? kWindowedT
       if (windowed && has_window) {
         const Window window = sampler.estimate_window(static_cast<float>(params.q32) * 0x1p-32f);
         if (threadIdx.x == 0) scratch->window = window;
-        if (window.bits) {
-          first = sampler.template read<WindowMode::bins>(window);
+        has_two_values = window.is_two_values();
+        if (has_two_values) {
+          first = sampler.template read<WindowMode::two_values>(window);
+          scratch->bins[threadIdx.x] = first.upper, scratch->bins[kWindowedThreads + threadIdx.x] = first.lower;
         } else {
-          first = sampler.template read<WindowMode::one_value>(window);
-          scratch->bins[threadIdx.x] = first.equal;
+          first = sampler.template read<WindowMode::bins>(window);
         }
       } else {
         first = sampler.template read<WindowMode::none>(Window());
@@ -506,8 +555,11 @@ __global__ void __launch_bounds__(first_pass == FirstPass::windowed ? kWindowedT
       static_cast<u32>(__reduce_max_sync(kAllLanes, isnan(first.most) ? INT32_MAX : order_key(first.most + 0.f))));
   if (early) exchange.broadcast(cluster, 0, warp_sum(sampler.group_mass));
   if (has_window) {
-    exchange.broadcast(cluster, 2, __float_as_uint(warp_float_sum(first.above)) |
-                                       static_cast<u64>(__reduce_add_sync(kAllLanes, first.equal)) << 32);
+    exchange.broadcast_floats(cluster, 2, warp_float_sum(first.above), warp_float_sum(first.above_lower));
+    if (has_two_values) {
+      exchange.broadcast(cluster, 3, __reduce_add_sync(kAllLanes, first.upper) |
+                                         static_cast<u64>(__reduce_add_sync(kAllLanes, first.lower)) << 32);
+    }
     if (cluster.size > 1) cluster.sync();  // the bins of all blocks are complete
   }
   exchange.wait(cluster, is_rng_thread);
@@ -571,15 +623,7 @@ __global__ void __launch_bounds__(first_pass == FirstPass::windowed ? kWindowedT
         }
         if (all - mass < goal) proposal.decision = kAccepted;
         if (windowed && has_window && proposal.decision == kUndecided) {
-          const Window window = scratch->window;
-          u32 equal_before = 0;
-          if (window.bits == 0) {
-            const bool is_equal = window.position(proposal.value) == 0;
-            equal_before = exchange.sum_upper_halves(cluster, 2, is_equal ? cluster.warp : cluster.num_warps);
-            if (is_equal) equal_before += sampler.count_one_value(proposal);
-          }
-          proposal.decision = sampler.decide_by_window(window, proposal.value, exchange.sum_lower_floats(cluster, 2),
-                                                       goal, equal_before);
+          proposal.decision = sampler.decide_by_window(proposal, goal);
         }
         exchange.broadcast_int4(cluster, reinterpret_cast<int4*>(scratch->proposals + n),
                                 {proposal.index, __float_as_int(proposal.value), proposal.decision, 0});

@@ -34,6 +34,7 @@ struct RejectionSplit : Split {
 // memory if it fits; if it does not, and there are many rows, the first pass uses a window.
 RejectionSplit split_for_rejection(const Params& params, DLDevice device, bool filtered, SplitRequest request) {
   const int64_t sms = num_sms(device), rows = params.num_rows;
+  const size_t max_bytes = max_smem_bytes(device);
   const int chunk = kChunkTiles * kTile, chunks = (params.length + chunk - 1) / chunk;
   // Whole chunks per warp, and no idle warps.
   const auto split_into = [&](FirstPass first_pass, int cluster_size, int max_threads, bool copy_to_smem) {
@@ -43,7 +44,7 @@ RejectionSplit split_for_rejection(const Params& params, DLDevice device, bool f
     const size_t own = sizeof(RejectionScratch) + AsyncExchange::bytes(cluster_size * warps);
     const size_t copy =
         static_cast<size_t>(std::min(chunks, warps * chunks_per_warp)) * chunk * (params.dtype == kRowFloat32 ? 4 : 2);
-    const bool fits = copy_to_smem && own + copy <= max_smem_bytes(device);
+    const bool fits = copy_to_smem && own + copy <= max_bytes;
     return RejectionSplit{{cluster_size, warps * 32, fits, own + (fits ? copy : 0)}, first_pass};
   };
   // Clusters of four and eight blocks do not fill all multiprocessors.

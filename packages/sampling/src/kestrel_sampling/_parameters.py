@@ -99,7 +99,7 @@ def keys(
     """
     if type(return_valid) is not bool:
         check.flag(op, "return_valid", return_valid)
-    if seed is None and offset is None and _launches_directly(probs, generator):
+    if seed is None and offset is None and _is_eager(probs, generator):
         return _reserved_keys(probs, generator)
     if isinstance(seed, torch.Tensor) and isinstance(offset, torch.Tensor) and generator is None:
         return Keys(seed, 0, offset, 0)  # as in a captured graph; the launch checks them
@@ -124,7 +124,7 @@ def keys(
     )
 
 
-def _launches_directly(probs: torch.Tensor, generator: torch.Generator | None) -> bool:
+def _is_eager(probs: torch.Tensor, generator: torch.Generator | None) -> bool:
     """Whether a call without a seed is an eager one on the current GPU: such arguments need no further check."""
     return (
         type(probs) is torch.Tensor
@@ -145,7 +145,7 @@ def _reserved_keys(probs: torch.Tensor, generator: torch.Generator | None) -> Ke
     with _generator_lock:
         counter = source.get_offset()
         source.set_offset(counter + (probs.shape[0] + 3) // 4 * 4)  # torch requires multiples of 4
-    value = (source.initial_seed() ^ _GENERATOR_KEY) & (2**64 - 1)
+    value = source.initial_seed() ^ _GENERATOR_KEY  # 64 bits, unsigned
     return Keys(None, value - 2**64 if value >= 2**63 else value, None, counter, 1)
 
 
