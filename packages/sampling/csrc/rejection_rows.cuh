@@ -10,9 +10,11 @@
 #include "async_exchange.cuh"
 #include "params.cuh"
 #include "row_slice.cuh"
+#include "threshold_window.cuh"
 
 namespace kestrel::sampling {
 
+constexpr int kPrefetchedBytes = 12 << 10;  // of a warp
 constexpr int kChunkTiles = 4;  // tiles that a warp loads together
 
 // plain:    the first pass copies the row to shared memory if it fits; further passes over the row read the copy.
@@ -33,55 +35,12 @@ struct alignas(16) Proposal {
   }
 };
 
-constexpr int kBinBits = 9, kWindowBins = 1 << kBinBits;
-constexpr int kMaxWindowBits = 26;       // a window spans up to 2^26 float bit patterns, eight octaves, around a value,
-constexpr int kTopWindowBits = 27;       // and sixteen below 1
-constexpr int kWindowedThreads = 320;    // of a block with a window, at most
-constexpr int kWindowedWarps = kWindowedThreads / 32;
-static_assert(2 * kWindowedThreads >= kWindowBins);
-
-// A window of values around the estimated threshold, in bins of equal width. The sums of the bins give the mass before
-// an element in the window, up to the mass of its own bin. With 0 bits it is two values that many elements have.
-struct Window {
-  int begin = 0x7fc00000;  // bits of a float, or of the lower of two values; the default is above every row
-  int bits = 0;            // log2 of the width
-  float unit = 0.f;
-  float upper_value = 0.f;
-
-  __device__ __forceinline__ Window() {}
-  // max_count: elements that one block may add.
-  __device__ __forceinline__ Window(int begin_, int bits_, int max_count) {
-    begin = max(begin_, 1 << 23), bits = bits_;
-    // max_count elements, each less than 2^(its exponent + 1), stay below 2^32.
-    const int exponent = static_cast<int>((static_cast<u32>(begin) + (1u << bits)) >> 23);
-    unit = __int_as_float(max(1, min(254, 253 - exponent + min(20, __clz(max_count)))) << 23);
-  }
-  __device__ __forceinline__ Window(int one, int other) {
-    begin = min(one, other);
-    upper_value = __int_as_float(max(one, other));
-  }
-  __device__ __forceinline__ bool is_two_values() const { return bits == 0; }
-  __device__ __forceinline__ float lower_value() const { return __int_as_float(begin); }
-  // The position of a non-negative value: 0 to 2^bits - 1 inside the window, negative below it.
-  __device__ __forceinline__ int position(float v) const { return __float_as_int(v) - begin; }
-  __device__ __forceinline__ int bin(int position) const { return position >> (bits - kBinBits); }
-  __device__ __forceinline__ float bin_begin(int bin) const { return __int_as_float(begin + (bin << (bits - kBinBits))); }
-};
-
 // Shared by a block, beside the exchange.
 struct alignas(16) RejectionScratch {
   Proposal proposals[kProposals];
   u32 words[4];
   u32 round;              // that the words belong to
-  float sample_sums[kWindowedWarps];  // of the elements that a warp estimates from: their sum,
-  int sample_tops[kWindowedWarps];    // the bits of the largest,
-  int thresholds[kWindowedWarps];     // the bits of the threshold,
-  int widths[kWindowedWarps];         // log2 of the width of a window,
-  u32 counts[kWindowedWarps];         // the elements equal to the threshold, and 2^16 times those above it
-  Window window;
-  // The weight of this block's elements in the window, times Window::unit; or the elements of each lane's group that
-  // have the upper value, then those that have the lower one.
-  u32 bins[2 * kWindowedThreads];
+  WindowScratch of_window;
 };
 
 // The sampling parameters of one row.
@@ -97,14 +56,12 @@ struct RowParams {
         greedy(q32 == 0 || (kind == Kind::logits && temperature <= 0.f)) {}
 };
 
-enum class WindowMode { none, bins, two_values };
-
 template <Kind kind, FirstPass first_pass>
 struct RejectionSampler {
   static constexpr bool windowed = first_pass == FirstPass::windowed;
   static constexpr int tiles = kChunkTiles;
   using Slice = RowSlice<kind, tiles>;
-  static constexpr int kSumTiles = 2;  // tiles loaded together in the pass that sums floats
+  static constexpr int kSumTiles = windowed ? tiles : 2;  // tiles loaded together in the pass that sums floats
   const Cluster& cluster;
   Slice& row;
   WeightFn<kind>& weight_fn;
@@ -114,7 +71,7 @@ struct RejectionSampler {
   // The elements that remain to draw from: those >= bound before index bound_idx, and those > bound from there on.
   float bound = -INFINITY;
   int bound_idx = INT32_MAX;
-  u64 group_mass = 0;   // the mass of this lane's group of chunks
+  u64 group_mass = 0;  // the mass of this lane's group of chunks
 
   // From here on, only the elements before this one in descending order remain.
   __device__ __forceinline__ void restrict_to_before(float value, int index) {
@@ -147,7 +104,9 @@ struct RejectionSampler {
   template <WindowMode mode>
   __device__ __forceinline__ FirstPassResult read(const Window& window) {
     FirstPassResult first;
-    const u32 bins = ptx::shared_address(scratch->bins), width = 1u << window.bits;
+    const u32 bins = ptx::shared_address(scratch->of_window.bins);
+    const int bits = mode == WindowMode::usual ? kUsualWindowBits : window.bits;
+    const u32 width = 1u << bits;
     const float lower_value = window.lower_value();
     GroupMasses groups(cluster.lane, row.chunks_per_group);
     row.template for_each_chunk<tiles>([&](const float (&v)[Slice::size], int) {
@@ -155,16 +114,16 @@ struct RejectionSampler {
 #pragma unroll
       for (int e = 0; e < Slice::size; ++e) {
         first.most = ptx::max_nan(first.most, v[e]);
-        const float w = __saturatef(v[e]);  // no element of a row under the common power exceeds 1
+        const float w = fmaxf(v[e], 0.f);
         const float whole = __fmaf_rz(w, weight_fn.scale, 0x1p23f);
         const float rest = __fmaf_rn(w, weight_fn.scale, -__fadd_rn(whole, -0x1p23f));
         upper += __float_as_uint(whole);
         lower += __float_as_uint(__fmaf_rn(rest, 0x1p20f, 0x1p23f));
-        if constexpr (mode == WindowMode::bins) {
+        if constexpr (mode == WindowMode::usual || mode == WindowMode::bins) {
           const int position = window.position(w);
           if (position >= static_cast<int>(width)) first.above += w;
           const u32 weight = __float_as_uint(__fmaf_rn(w, window.unit, 0x1p23f)) - MassSum::kBias;
-          shared_add_if(static_cast<u32>(position) < width, bins + 4 * window.bin(position), weight);
+          shared_add_if(static_cast<u32>(position) < width, bins + 4 * (static_cast<u32>(position) >> (bits - kBinBits)), weight);
         } else if constexpr (mode == WindowMode::two_values) {
           if (w > window.upper_value) first.above += w;
           if (w > lower_value) first.above_lower += w;
@@ -204,56 +163,48 @@ struct RejectionSampler {
   }
 
   // The approximate mass / 2^20 of the elements before each proposal. Proposals have mass, so that min-p drops nothing
-  // before them. Elements equal to a proposal count in the slices that precede it.
+  // before them.
   __device__ __forceinline__ void sum_before(float (&sums)[kProposals]) const {
-    const auto weight_of = [&](float v) { return kind == Kind::probs ? v : weight_fn.scaled(v); };
-    // saturate(v * steep - offset) is 1 for the elements that count, else 0. It needs fewer cycles than a comparison.
-    float steep[kProposals], offset[kProposals];
-    const auto first_key = [&](const Proposal& proposal) {
-      return order_key(proposal.value + 0.f) + (row.end <= proposal.index ? 0 : 1);
-    };
-    bool all_normal = true;
+    constexpr int chunk = kSumTiles * kTile;
 #pragma unroll
-    for (int n = 0; n < kProposals; ++n) {
-      const int key = first_key(scratch->proposals[n]);
-      const float below = from_order_key(key - 1);
-      const int exponent = __float_as_int(fmaxf(fabsf(from_order_key(key)), fabsf(below))) >> 23;
-      all_normal = all_normal && exponent >= 25 && exponent < 255;
-      steep[n] = __int_as_float(max(1, 278 - exponent) << 23);  // 2 / the unit in the last place
-      offset[n] = -below * steep[n];
-      sums[n] = 0.f;
-    }
-    if (all_normal) {
-      row.template for_each_chunk<kSumTiles>([&](const float (&v)[4 * kSumTiles], int) {
+    for (int n = 0; n < kProposals; ++n) sums[n] = 0.f;
+    row.template for_each_chunk<kSumTiles>([&](const float (&v)[4 * kSumTiles], int base) {
+      float w[4 * kSumTiles];
+#pragma unroll
+      for (int e = 0; e < 4 * kSumTiles; ++e) w[e] = kind == Kind::probs ? v[e] : weight_fn.scaled(v[e]);
+#pragma unroll
+      for (int n = 0; n < kProposals; ++n) {
+        const int index = scratch->proposals[n].index;
+        const float value = scratch->proposals[n].value;
+        const float from = base + chunk <= index ? value : from_order_key(order_key(value + 0.f) + 1);
 #pragma unroll
         for (int e = 0; e < 4 * kSumTiles; ++e) {
-          const float w = weight_of(v[e]);
-#pragma unroll
-          for (int n = 0; n < kProposals; ++n)
-            sums[n] = __fmaf_rn(__saturatef(__fmaf_rn(v[e], steep[n], offset[n])), w, sums[n]);
+          if (v[e] >= from) sums[n] += w[e];
         }
-      });
-    } else {
-      row.template for_each_chunk<1>([&](const float (&v)[4], int) {
+        if (base <= index && index < base + chunk) {
 #pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          const float w = weight_of(v[e]);
-#pragma unroll
-          for (int n = 0; n < kProposals; ++n)
-            sums[n] += v[e] >= from_order_key(first_key(scratch->proposals[n])) ? w : 0.f;
+          for (int e = 0; e < 4 * kSumTiles; ++e) sums[n] += v[e] == value && row.index(base, e) < index ? w[e] : 0.f;
         }
-      });
-    }
-    // In its own slice those that precede it count.
+      }
+    });
 #pragma unroll
     for (int n = 0; n < kProposals; ++n) {
-      const int index = scratch->proposals[n].index;
-      const float value = scratch->proposals[n].value;
-      if (row.begin <= index && index < row.end)
-        sums[n] += static_cast<float>(count_equal(row.begin, value, index)) * weight_of(value);
       sums[n] = warp_float_sum(kind == Kind::probs ? sums[n] * factor * weight_fn.scale : sums[n]);
     }
   }
+
+  // Compares the mass before a proposal with the goal, from the float sum of that mass. The error of n floats, added in
+  // any order, is at most n 2^-24 of their sum; masses are also rounded to integers. All warps get the same decision.
+  __device__ __forceinline__ Decision compare(float sum, u64 goal) const {
+    const int added = row.elements_per_warp / 32 + Slice::size + 5 + cluster.num_warps;
+    const float off = static_cast<float>(2 * added + 8) * 0x1p-24f, rounded = static_cast<float>(row.length) * 0x1p-20f;
+    const float wanted = __ull2float_rn(goal) * 0x1p-20f;
+    if (__fmaf_ru(sum, off, sum) + rounded < wanted * (1.f - 0x1p-22f)) return kAccepted;
+    if (__fmaf_rd(sum, -off, sum) - rounded > wanted * (1.f + 0x1p-22f)) return kRejected;
+    return kUndecided;
+  }
+
+  // ---- the window ---------------------------------------------------------------------------------------------------
 
   // The elements of this warp's slice before a proposal in it that has one of the window's values, of which
   // `of_groups` has the counts.
@@ -277,116 +228,9 @@ struct RejectionSampler {
     return equal;
   }
 
-  // Compares the mass before a proposal with the goal, from the float sum of that mass. The error of n floats, added in
-  // any order, is at most n 2^-24 of their sum; masses are also rounded to integers. All warps get the same decision.
-  __device__ __forceinline__ Decision compare(float sum, u64 goal) const {
-    const int added = row.elements_per_warp / 32 + Slice::size + 5 + cluster.num_warps;
-    const float off = static_cast<float>(2 * added + 8) * 0x1p-24f, rounded = static_cast<float>(row.length) * 0x1p-20f;
-    const float wanted = __ull2float_rn(goal) * 0x1p-20f;
-    if (__fmaf_ru(sum, off, sum) + rounded < wanted * (1.f - 0x1p-22f)) return kAccepted;
-    if (__fmaf_rd(sum, -off, sum) - rounded > wanted * (1.f + 0x1p-22f)) return kRejected;
-    return kUndecided;
-  }
-
-  // ---- the window ---------------------------------------------------------------------------------------------------
-
-  // Estimates the value from which on the elements have `part` of the mass, and the width of a window around it that
-  // holds few elements: with many the atomics would serialise. Every warp estimates from four tiles, the same in every
-  // block; the block takes the median.
-  __device__ __forceinline__ Window estimate_window(float part) const {
-    constexpr int kSampleTiles = 4, kSample = kSampleTiles * kTile, kOwn = 4 * kSampleTiles;
-    constexpr int kMaxInWindow = kSample / 8, kMinEqual = kSample / 16;
-    constexpr int kOctaves = 12 << 23, kMinAbove = 64;
-    const int own = threadIdx.x >> 5, all = (row.length - 1) / kTile, num_warps = cluster.warps_per_block;
-    const bool is_warp = cluster.lane < num_warps;  // this lane stands for a warp
-    float v[kOwn];
-    const int tile = static_cast<int>(int64_t{own} * all / num_warps);
-    row.template unpack<kSampleTiles>(row.template load<kSampleTiles>(tile * kTile), v);
-    float most = 0.f, sum = 0.f;
-    u32 least = 0x7f7fffff;
-#pragma unroll
-    for (int e = 0; e < kOwn; ++e) {
-      v[e] = fmaxf(v[e], 0.f), most = fmaxf(most, v[e]), sum += v[e];
-      if (v[e] > 0.f) least = min(least, __float_as_uint(v[e]));
-    }
-    const int top = max(__reduce_max_sync(kAllLanes, __float_as_int(most)), 1 << 23);
-    sum = warp_float_sum(sum);
-    if (cluster.lane == 0) scratch->sample_sums[own] = sum, scratch->sample_tops[own] = top;
-    __syncthreads();
-    const int largest = __reduce_max_sync(kAllLanes, is_warp ? scratch->sample_tops[cluster.lane] : 0);
-    const float total = warp_float_sum(is_warp ? scratch->sample_sums[cluster.lane] : 0.f);
-    // If few elements have most of the mass, the sum of a sample says nothing about that of the row, which is 1 then.
-    const bool has_few = __int_as_float(largest) > 0.02f * total;
-    const float below = (1.f - part) * (has_few ? __fdividef(kSample, static_cast<float>(row.length)) : sum);
-    const float unit = __fdividef(0x1p22f, __int_as_float(top));  // every element counts up to 2^22
-    const u32 goal = __float2uint_rz(below * unit);
-    int low = max(top - kOctaves, static_cast<int>(__reduce_min_sync(kAllLanes, least)));
-    low = min(low, top);
-    int step = 1 << (31 - __clz(top + 1 - low));
-#pragma unroll 1
-    for (int n = 0; n < 14 && step > 0; ++n, step /= 2) {
-      if (low + step > top + 1) continue;
-      const float pivot = __int_as_float(low + step);
-      float before = 0.f;
-#pragma unroll
-      for (int e = 0; e < kOwn; ++e) before += v[e] < pivot ? v[e] : 0.f;
-      if (__reduce_add_sync(kAllLanes, __float2uint_rz(before * unit)) <= goal) low += step;
-    }
-    // The next element of the sample, if there is one.
-    int threshold = max(largest, __float_as_int(0.125f));
-#pragma unroll
-    for (int e = 0; e < kOwn; ++e) {
-      if (__float_as_int(v[e]) >= low) threshold = min(threshold, __float_as_int(v[e]));
-    }
-    threshold = __reduce_min_sync(kAllLanes, threshold);
-    if (cluster.lane == 0) scratch->thresholds[own] = threshold;
-    __syncthreads();
-    threshold = is_warp ? scratch->thresholds[cluster.lane] : INT32_MAX;
-    int place = 0, same = 0;
-#pragma unroll 1
-    for (int other = 0; other < num_warps; ++other) {
-      const int of_other = __shfl_sync(kAllLanes, threshold, other);
-      same += of_other == threshold;
-      place += of_other < threshold || (of_other == threshold && other < cluster.lane);
-    }
-    const u32 is_median = __ballot_sync(kAllLanes, is_warp && place == num_warps / 2);
-    const int of_warp = threshold;
-    threshold = __shfl_sync(kAllLanes, threshold, __ffs(is_median) - 1);
-    // The value that most of the other warps estimate.
-    const int vote =
-        __reduce_max_sync(kAllLanes, is_warp && of_warp != threshold ? same * 32 + cluster.lane : -1);
-    const int other_threshold = vote < 0 ? threshold : __shfl_sync(kAllLanes, of_warp, vote & 31);
-
-    int bits = kBinBits;
-#pragma unroll 1
-    for (int step = 16; step > 0; step /= 2) {
-      if (bits + step > kMaxWindowBits) continue;
-      u32 in_window = 0;
-#pragma unroll
-      for (int e = 0; e < kOwn; ++e) in_window += abs(__float_as_int(v[e]) - threshold) < 1 << (bits + step - 1);
-      if (__reduce_add_sync(kAllLanes, in_window) <= kMaxInWindow) bits += step;
-    }
-    u32 counts = 0;  // of the elements equal to the threshold, and of those above it
-#pragma unroll
-    for (int e = 0; e < kOwn; ++e) {
-      counts += __float_as_int(v[e]) == threshold ? 1 : 0, counts += __float_as_int(v[e]) > threshold ? 0x10000 : 0;
-    }
-    counts = __reduce_add_sync(kAllLanes, counts);
-    if (cluster.lane == 0) scratch->widths[own] = bits, scratch->counts[own] = counts;
-    __syncthreads();
-    bits = __reduce_add_sync(kAllLanes, is_warp ? scratch->widths[cluster.lane] : 0) / num_warps;
-    counts = __reduce_add_sync(kAllLanes, is_warp ? scratch->counts[cluster.lane] : 0);
-    if ((counts & 0xffff) > static_cast<u32>(kMinEqual * num_warps)) return Window(threshold, other_threshold);
-    const int max_count = row.elements_per_warp * num_warps;
-    // Of a threshold that so few elements of the sample reach nothing is known but that it is at most 1.
-    if (has_few && counts >> 16 < kMinAbove)
-      return Window(__float_as_int(1.f) + 1 - (1 << kTopWindowBits), kTopWindowBits, max_count);
-    return Window(threshold - (1 << (bits - 1)), bits, max_count);
-  }
-
-  // Decides a proposal of this warp from the sums of the first pass, if they suffice.
-  __device__ __forceinline__ Decision decide_by_window(const Proposal& proposal, u64 goal) const {
-    const Window window = scratch->window;
+  // Decides a proposal of this warp from the sums of the first pass, if they suffice. mass: of the row, over 2^20.
+  __device__ __forceinline__ Decision decide_by_window(const Proposal& proposal, u64 goal, float mass) const {
+    const Window window = scratch->of_window.window;
     const float value = proposal.value;
     const float2 sums = exchange.float_sums(cluster, 2);
     const float above = sums.x;
@@ -398,10 +242,10 @@ struct RejectionSampler {
       const uint2 all = exchange.count_sums(cluster, 3, cluster.num_warps),
                   earlier = exchange.count_sums(cluster, 3, cluster.warp);
       if (is_upper) {
-        return compare_with(above, earlier.x + count_before(proposal, scratch->bins), value);
+        return compare_with(above, earlier.x + count_before(proposal, scratch->of_window.bins), value);
       }
       if (is_lower) {
-        return compare_with(sums.y, earlier.y + count_before(proposal, scratch->bins + kWindowedThreads), value);
+        return compare_with(sums.y, earlier.y + count_before(proposal, scratch->of_window.bins + kWindowedThreads), value);
       }
       if (value > window.upper_value) return compare_with(above, 0, 0.f) == kAccepted ? kAccepted : kUndecided;
       if (value < window.lower_value()) {
@@ -410,6 +254,8 @@ struct RejectionSampler {
       if (compare_with(above, all.x, window.upper_value) == kRejected) return kRejected;
       return compare_with(sums.y, 0, 0.f) == kAccepted ? kAccepted : kUndecided;
     }
+    if (window.lower_value() * window.unit < 1.f) return kUndecided;
+    if (window.bits == kTopWindowBits && mass * (1.f / weight_fn.scale) * window.unit > 0x1p31f) return kUndecided;
     const int position = window.position(value);
     if (position >= 1 << window.bits) {
       return compare(above * weight_fn.scale, goal) == kAccepted ? kAccepted : kUndecided;
@@ -418,13 +264,15 @@ struct RejectionSampler {
     float sum = 0.f, off = 0.5f, same = 0.f;  // off: by rounding every weight to an integer
 #pragma unroll 1
     for (int rank = 0; rank < cluster.size; ++rank) {
-      const u32* bins = cluster.map_shared(scratch->bins, rank);
-#pragma unroll 2
+      const u32* bins = cluster.map_shared(scratch->of_window.bins, rank);
+#pragma unroll 1
       for (int bin = cluster.lane; bin < kWindowBins; bin += 32) {
         const float weight = __uint2float_rn(bins[bin]);
         sum += bin > own ? weight : 0.f;
         same += bin == own ? weight : 0.f;
-        off += bin >= own ? weight * __fdividef(0.5f, fmaxf(window.bin_begin(bin) * window.unit, 0.25f)) : 0.f;
+        // An element of the bin has at least this weight.
+        const float least = fmaxf(window.bin_begin(bin) * window.unit - 0.5f, 0.5f);
+        off += bin >= own ? weight * __fdividef(0.5f, least) : 0.f;
       }
     }
     sum = warp_float_sum(sum), off = 1.01f * warp_float_sum(off) + 0x1p-18f * sum;
@@ -449,35 +297,33 @@ struct RejectionSampler {
       base += group * row.chunks_per_group * Slice::chunk;
     }
     auto raw = row.template load<1>(base);
-    float v[4];
-    u64 sum;
     // Bounded by the slice even if another kernel modifies the row meanwhile.
 #pragma unroll 1
     for (;; base += kTile) {
+      float v[4];
       row.template unpack<1>(raw, v);
       if (base + kTile < row.end) raw = row.template load<1>(base + kTile);
-      MassSum masses;
+      u64 each[4];
 #pragma unroll
-      for (int e = 0; e < 4; ++e) masses.add(scaled(v[e], row.index(base, e)));
-      sum = masses.value();
-      const u64 tile = warp_sum(sum);
-      if (running + tile > point || base + kTile >= row.end) break;
-      running += tile;
-    }
-    u64 reached = running + warp_inclusive_sum(sum, cluster.lane);
-    const int lane = (__ffs(__ballot_sync(kAllLanes, reached > point)) - 1) & 31;
-    reached -= sum;
-    int found = 0;
-    u64 own = mass_of(scaled(v[0], row.index(base, 0)));
+      for (int e = 0; e < 4; ++e) each[e] = mass_of(scaled(v[e], row.index(base, e)));
+      const u64 sum = each[0] + each[1] + each[2] + each[3], tile = warp_sum(sum);
+      if (running + tile <= point && base + kTile < row.end) {
+        running += tile;
+        continue;
+      }
+      u64 reached = running + warp_inclusive_sum(sum, cluster.lane);
+      const int lane = (__ffs(__ballot_sync(kAllLanes, reached > point)) - 1) & 31;
+      reached -= sum;
+      int found = 0;
 #pragma unroll
-    for (int e = 0; e < 3; ++e) {
-      reached += own;
-      if (reached > point) break;
-      found = e + 1, v[0] = v[e + 1], own = mass_of(scaled(v[e + 1], row.index(base, e + 1)));
+      for (int e = 0; e < 3; ++e) {
+        reached += each[e];
+        if (reached <= point) found = e + 1, each[0] = each[e + 1], v[0] = v[e + 1];
+      }
+      *mass = __shfl_sync(kAllLanes, each[0], lane);
+      const int index = min(__shfl_sync(kAllLanes, row.index(base, found), lane), row.length - 1);
+      return {index, __shfl_sync(kAllLanes, v[0], lane), kUndecided, 0};
     }
-    *mass = __shfl_sync(kAllLanes, own, lane);
-    const int index = min(__shfl_sync(kAllLanes, row.index(base, found), lane), row.length - 1);
-    return {index, __shfl_sync(kAllLanes, v[0], lane), kUndecided, 0};
   }
 };
 
@@ -504,11 +350,14 @@ __global__ void __launch_bounds__(first_pass == FirstPass::windowed ? kWindowedT
   typename Sampler::Slice row(p.rows + row_idx * p.row_bytes, p.dtype, p.length, p.elements_per_warp, cluster,
                               !windowed && p.copy_to_smem ? memory : nullptr);
   const bool first_warp = cluster.warp == 0 && cluster.lane == 0, is_rng_thread = threadIdx.x == blockDim.x - 32;
-  if (threadIdx.x == 0) exchange.init(cluster);
+  if (threadIdx.x == 0) {
+    scratch->of_window.init();
+    exchange.init(cluster);
+  }
   if (is_rng_thread) scratch->round = 0;  // only this thread uses it
   cluster.arrive();
   if (windowed) {
-    for (int bin = threadIdx.x; bin < kWindowBins; bin += blockDim.x) scratch->bins[bin] = 0;
+    for (int bin = threadIdx.x; bin < kWindowBins; bin += blockDim.x) scratch->of_window.bins[bin] = 0;
   }
   pdl_wait();
   pdl_trigger();
@@ -519,8 +368,7 @@ __global__ void __launch_bounds__(first_pass == FirstPass::windowed ? kWindowedT
   WeightFn<kind> weight_fn;
   weight_fn.set_common(p.length);
   Sampler sampler = {cluster, row, weight_fn, exchange, scratch};
-  bool early;
-  bool has_window, has_two_values = false;
+  bool early, has_window, has_two_values = false;
   typename Sampler::FirstPassResult first;
   {
     // Read the row. For probabilities also sum the mass, assuming the common power of two.
@@ -528,17 +376,25 @@ __global__ void __launch_bounds__(first_pass == FirstPass::windowed ? kWindowedT
     early = !logits && !(params.min_p > 0.f) && !params.greedy;
     has_window = windowed && early && params.q32 < kQ32One;
     const u64 seed = is_rng_thread ? p.seed.at(row_idx) : 0, offset = is_rng_thread ? p.offset.at(row_idx) : 0;
-    if (windowed && is_rng_thread) random_words(seed, offset, 0, scratch->words);
     if constexpr (logits) {
       first.most = sampler.largest();
     } else {
       if (windowed && has_window) {
-        const Window window = sampler.estimate_window(static_cast<float>(params.q32) * 0x1p-32f);
-        if (threadIdx.x == 0) scratch->window = window;
+        if (p.adapt_window) row.prefetch(kPrefetchedBytes);  // while the window is estimated
+        __syncthreads();
+        const Window window = estimate_window(cluster, row, &scratch->of_window,
+                                              static_cast<float>(params.q32) * 0x1p-32f, p.adapt_window);
+        has_window = window.has_elements();
+        if (threadIdx.x == 0) scratch->of_window.window = window;
         has_two_values = window.is_two_values();
-        if (has_two_values) {
+        if (!has_window) {
+          first = sampler.template read<WindowMode::none>(window);
+        } else if (has_two_values) {
           first = sampler.template read<WindowMode::two_values>(window);
-          scratch->bins[threadIdx.x] = first.upper, scratch->bins[kWindowedThreads + threadIdx.x] = first.lower;
+          scratch->of_window.bins[threadIdx.x] = first.upper;
+          scratch->of_window.bins[kWindowedThreads + threadIdx.x] = first.lower;
+        } else if (window.bits == kUsualWindowBits) {
+          first = sampler.template read<WindowMode::usual>(window);
         } else {
           first = sampler.template read<WindowMode::bins>(window);
         }
@@ -546,7 +402,7 @@ __global__ void __launch_bounds__(first_pass == FirstPass::windowed ? kWindowedT
         first = sampler.template read<WindowMode::none>(Window());
       }
     }
-    if (!windowed && is_rng_thread) random_words(seed, offset, 0, scratch->words);
+    if (is_rng_thread) random_words(seed, offset, 0, scratch->words);
   }
   if (!windowed) row.switch_to_smem();
   cluster.wait();
@@ -623,7 +479,7 @@ __global__ void __launch_bounds__(first_pass == FirstPass::windowed ? kWindowedT
         }
         if (all - mass < goal) proposal.decision = kAccepted;
         if (windowed && has_window && proposal.decision == kUndecided) {
-          proposal.decision = sampler.decide_by_window(proposal, goal);
+          proposal.decision = sampler.decide_by_window(proposal, goal, __ull2float_rn(all) * 0x1p-20f);
         }
         exchange.broadcast_int4(cluster, reinterpret_cast<int4*>(scratch->proposals + n),
                                 {proposal.index, __float_as_int(proposal.value), proposal.decision, 0});

@@ -1,4 +1,4 @@
-"""More rows than multiprocessors, which clusters hold in shared memory, draw the ids of the reference bit for bit."""
+"""More rows than multiprocessors, of any distribution, draw the ids of the reference bit for bit."""
 
 from __future__ import annotations
 
@@ -42,6 +42,13 @@ KINDS: dict[str, Callable[[int], torch.Tensor]] = {
     "ties": lambda width: torch.softmax((2 * normal(ROWS, width, 6, 1.0)).round() / 2, -1),
     "masked": masked,
     "NaN rows": with_nan,
+    "nearly equal": lambda width: distributions(ROWS, width, 10, 0.001),
+    "a thousandth left": lambda width: torch.softmax(
+        torch.where((z := normal(ROWS, width, 11, 1.0)) > 3, z, -math.inf), -1
+    ),
+    "three values": lambda width: (normal(ROWS, width, 12, 1.0).round().abs().clamp(max=2) + 1) / (2.0 * width),
+    "bf16": lambda width: distributions(ROWS, width, 13, 1.0).bfloat16().float(),
+    "times 20": lambda width: 20 * distributions(ROWS, width, 14, 1.0),
     "denormal": lambda width: distributions(ROWS, width, 7, 1.0) * 1e-37,
     "above 1": lambda width: distributions(ROWS, width, 8, 1.0) * 1e6,
     "negative entries": lambda width: normal(ROWS, width, 9),
