@@ -261,26 +261,31 @@ struct RejectionSampler {
       return compare(above * weight_fn.scale, goal) == kAccepted ? kAccepted : kUndecided;
     }
     const int own = position < 0 ? -1 : window.bin(position);
-    float sum = 0.f, off = 0.5f, same = 0.f;  // off: by rounding every weight to an integer
+    float sum = 0.f, same = 0.f;
 #pragma unroll 1
     for (int rank = 0; rank < cluster.size; ++rank) {
-      const u32* bins = cluster.map_shared(scratch->of_window.bins, rank);
-#pragma unroll 1
-      for (int bin = cluster.lane; bin < kWindowBins; bin += 32) {
-        const float weight = __uint2float_rn(bins[bin]);
-        sum += bin > own ? weight : 0.f;
-        same += bin == own ? weight : 0.f;
-        // An element of the bin has at least this weight.
-        const float least = fmaxf(window.bin_begin(bin) * window.unit - 0.5f, 0.5f);
-        off += bin >= own ? weight * __fdividef(0.5f, least) : 0.f;
+      const uint4* bins = reinterpret_cast<const uint4*>(cluster.map_shared(scratch->of_window.bins, rank));
+#pragma unroll
+      for (int b = 0; b < kWindowBins; b += 128) {
+        const int bin = b + 4 * cluster.lane;
+        const uint4 four = bins[bin / 4];
+        const u32 weights[4] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          const float weight = __uint2float_rn(weights[e]);
+          sum += bin + e > own ? weight : 0.f;
+          same += bin + e == own ? weight : 0.f;
+        }
       }
     }
-    sum = warp_float_sum(sum), off = 1.01f * warp_float_sum(off) + 0x1p-18f * sum;
-    same = sum + fmaxf(warp_float_sum(same) - value * window.unit, 0.f);
-    const float unit = __fdividef(1.f, window.unit);
+    sum = warp_float_sum(sum), same = sum + warp_float_sum(same);
+    // Every weight is rounded to an integer, by up to 0.5, and is at least `least` before.
+    const float least = window.bin_begin(max(own, 0)) * window.unit;
+    const float off = same * (__fdividef(0.5f, least - 0.5f) + 0x1p-18f) + 1.f, unit = __fdividef(1.f, window.unit);
     if (compare((above + fmaxf(sum - off, 0.f) * unit) * weight_fn.scale, goal) == kRejected) return kRejected;
-    return own >= 0 && compare((above + (same + off) * unit) * weight_fn.scale, goal) == kAccepted ? kAccepted
-                                                                                                  : kUndecided;
+    if (own < 0) return kUndecided;
+    same = fmaxf(same - value * window.unit, sum);  // without the proposal itself
+    return compare((above + (same + off) * unit) * weight_fn.scale, goal) == kAccepted ? kAccepted : kUndecided;
   }
 
   // ---- a proposal ---------------------------------------------------------------------------------------------------

@@ -71,7 +71,7 @@ struct WindowScratch {
   Window window;
   // The weight of this block's elements in the window, times Window::unit; or the elements of each lane's group that
   // have the upper value, then those that have the lower one.
-  u32 bins[2 * kWindowedThreads];
+  alignas(16) u32 bins[2 * kWindowedThreads];
   __device__ __forceinline__ void init() { threshold = 0, num_in_window = num_with_few = 0; }
 };
 
