@@ -191,8 +191,7 @@ __global__ void __launch_bounds__(kChainThreads, 1)
                   [&](const float (&v)[4], int base) {
                     u64 each[4];
 #pragma unroll
-                    for (int e = 0; e < 4; ++e)
-                      each[e] = v[e] > 0.f ? mass_of(weight_fn.scaled(v[e] * factor)) : 0;
+                    for (int e = 0; e < 4; ++e) each[e] = v[e] > 0.f ? mass_of(weight_fn.scaled(v[e] * factor)) : 0;
                     const u64 sum = each[0] + each[1] + each[2] + each[3];
                     const u64 reached = running + warp_inclusive_sum(sum, cluster.lane);
                     const u32 past = __ballot_sync(kAllLanes, reached > point);

@@ -386,7 +386,8 @@ __global__ void __launch_bounds__(kMaxSelectThreads, 1) logprob_rows(const __gri
   const u64 row_mass = joint ? scratch->row_mass : 0;
   if (draws && is_ranked) {
     if (threadIdx.x < 32)
-      draw_ranked(scratch, selector.ranked_masses(), masses, k, row_mass, params.q32, [&](int place) { scratch->drawn = place; });
+      draw_ranked(scratch, selector.ranked_masses(), masses, k, row_mass, params.q32,
+                  [&](int place) { scratch->drawn = place; });
   } else if (k > 0 && (draws || params.q32 < kQ32One)) {
     for (int n = threadIdx.x; n < k; n += blockDim.x) masses[n] = mass_of(weight_fn.scaled(Row::value(keys[n])));
     if (!draws && threadIdx.x == 0) scratch->random_word = 0;  // no point is drawn

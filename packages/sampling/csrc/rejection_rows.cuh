@@ -15,7 +15,7 @@
 namespace kestrel::sampling {
 
 constexpr int kPrefetchedBytes = 12 << 10;  // of a warp
-constexpr int kChunkTiles = 4;  // tiles that a warp loads together
+constexpr int kChunkTiles = 4;              // tiles that a warp loads together
 
 // plain:    the first pass copies the row to shared memory if it fits; further passes over the row read the copy.
 // windowed: for too many or too long rows for that. The first pass also sums the elements above a window of values
@@ -39,7 +39,7 @@ struct alignas(16) Proposal {
 struct alignas(16) RejectionScratch {
   Proposal proposals[kProposals];
   u32 words[4];
-  u32 round;              // that the words belong to
+  u32 round;  // that the words belong to
   WindowScratch of_window;
 };
 
@@ -123,7 +123,8 @@ struct RejectionSampler {
           const int position = window.position(w);
           if (position >= static_cast<int>(width)) first.above += w;
           const u32 weight = __float_as_uint(__fmaf_rn(w, window.unit, 0x1p23f)) - MassSum::kBias;
-          shared_add_if(static_cast<u32>(position) < width, bins + 4 * (static_cast<u32>(position) >> (bits - kBinBits)), weight);
+          shared_add_if(static_cast<u32>(position) < width,
+                        bins + 4 * (static_cast<u32>(position) >> (bits - kBinBits)), weight);
         } else if constexpr (mode == WindowMode::two_values) {
           if (w > window.upper_value) first.above += w;
           if (w > lower_value) first.above_lower += w;
@@ -211,8 +212,8 @@ struct RejectionSampler {
   __device__ __forceinline__ u32 count_before(const Proposal& proposal, const u32* of_groups) const {
     const int per_group = row.chunks_per_group * Slice::chunk, group = (proposal.index - row.begin) / per_group;
     const u32 earlier = cluster.lane < group ? of_groups[threadIdx.x] : 0;
-    return __reduce_add_sync(
-        kAllLanes, earlier + count_equal(row.begin + group * per_group, proposal.value, proposal.index));
+    return __reduce_add_sync(kAllLanes,
+                             earlier + count_equal(row.begin + group * per_group, proposal.value, proposal.index));
   }
 
   // This lane's elements equal to `value` from `base` up to `index`.
@@ -245,7 +246,8 @@ struct RejectionSampler {
         return compare_with(above, earlier.x + count_before(proposal, scratch->of_window.bins), value);
       }
       if (is_lower) {
-        return compare_with(sums.y, earlier.y + count_before(proposal, scratch->of_window.bins + kWindowedThreads), value);
+        return compare_with(sums.y, earlier.y + count_before(proposal, scratch->of_window.bins + kWindowedThreads),
+                            value);
       }
       if (value > window.upper_value) return compare_with(above, 0, 0.f) == kAccepted ? kAccepted : kUndecided;
       if (value < window.lower_value()) {
@@ -418,8 +420,9 @@ __global__ void __launch_bounds__(first_pass == FirstPass::windowed ? kWindowedT
   if (has_window) {
     exchange.broadcast_floats(cluster, 2, warp_float_sum(first.above), warp_float_sum(first.above_lower));
     if (has_two_values) {
-      exchange.broadcast(cluster, 3, __reduce_add_sync(kAllLanes, first.upper) |
-                                         static_cast<u64>(__reduce_add_sync(kAllLanes, first.lower)) << 32);
+      exchange.broadcast(cluster, 3,
+                         __reduce_add_sync(kAllLanes, first.upper) |
+                             static_cast<u64>(__reduce_add_sync(kAllLanes, first.lower)) << 32);
     }
     if (cluster.size > 1) cluster.sync();  // the bins of all blocks are complete
   }

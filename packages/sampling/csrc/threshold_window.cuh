@@ -7,10 +7,10 @@
 namespace kestrel::sampling {
 
 constexpr int kBinBits = 9, kWindowBins = 1 << kBinBits;
-constexpr int kUsualWindowBits = 21;     // a quarter of an octave
-constexpr int kMaxWindowBits = 26;       // a window spans up to 2^26 float bit patterns, eight octaves, around a value,
-constexpr int kTopWindowBits = 27;       // and sixteen below 1
-constexpr int kWindowedThreads = 320;    // of a block with a window, at most
+constexpr int kUsualWindowBits = 21;   // a quarter of an octave
+constexpr int kMaxWindowBits = 26;     // a window spans up to 2^26 float bit patterns, eight octaves, around a value,
+constexpr int kTopWindowBits = 27;     // and sixteen below 1
+constexpr int kWindowedThreads = 320;  // of a block with a window, at most
 constexpr int kWindowedWarps = kWindowedThreads / 32;
 static_assert(2 * kWindowedThreads >= kWindowBins);
 
@@ -23,8 +23,8 @@ struct Window {
   float upper_value = 0.f;
 
   __device__ __forceinline__ Window() {}
-  // Around a value. max_count: elements that one block may add. Each of them, less than 2^(the last exponent + 1), gives
-  // less than 2^log2_most, so that their sum stays below 2^32, and at least 1.
+  // Around a value. max_count: elements that one block may add. Each of them, less than 2^(the last exponent + 1),
+  // gives less than 2^log2_most, so that their sum stays below 2^32, and at least 1.
   __device__ __forceinline__ Window(int center, int bits_, int max_count) {
     const int log2_most = min(20, __clz(max_count));
     bits = bits_;
@@ -54,7 +54,9 @@ struct Window {
   // The position of a non-negative value: 0 to 2^bits - 1 inside the window, negative below it.
   __device__ __forceinline__ int position(float v) const { return __float_as_int(v) - begin; }
   __device__ __forceinline__ int bin(int position) const { return position >> (bits - kBinBits); }
-  __device__ __forceinline__ float bin_begin(int bin) const { return __int_as_float(begin + (bin << (bits - kBinBits))); }
+  __device__ __forceinline__ float bin_begin(int bin) const {
+    return __int_as_float(begin + (bin << (bits - kBinBits)));
+  }
 };
 
 enum class WindowMode { none, usual, bins, two_values };  // usual: a window of kUsualWindowBits
@@ -84,8 +86,7 @@ struct WindowSample {
 
   template <typename Slice>
   __device__ __forceinline__ WindowSample(const Cluster& cluster, const Slice& row) {
-    const int tile =
-        static_cast<int>(int64_t{threadIdx.x >> 5} * ((row.length - 1) / kTile) / cluster.warps_per_block);
+    const int tile = static_cast<int>(int64_t{threadIdx.x >> 5} * ((row.length - 1) / kTile) / cluster.warps_per_block);
     row.template unpack<kTiles>(row.template load<kTiles>(tile * kTile), v);
     float most = 0.f, own = 0.f;
 #pragma unroll
