@@ -1,8 +1,8 @@
 // w4a16_token: one token x [K] times a weight [N, K] of 4-bit codes, with what stands around the product in a decode
 // step: RMSNorm of x before it; a gated activation of its two halves, or a residual, behind it.
 //
-// Memory-bound by one read of the codes. A CTA stays and takes every so many tiles of 16 rows; of a gated layer, a tile
-// of each half. Its warps have slices of K in units of 128; eight blocks of codes are in flight in registers, across
+// Memory-bound by one read of the codes. A CTA stays and takes every so many tiles of 16 rows (a gated layer: 16 of
+// each half). Its warps have slices of K in units of 128; eight blocks of codes are in flight in registers, across
 // tiles, and the first of them before the PDL wait. x lies in shared memory in the order of the fragments of mma.sync,
 // whose eight columns all hold it. Products are of 16 + code; what that adds is taken away by sums of x. Sums depend on
 // N, K alone.
@@ -53,28 +53,27 @@ __device__ __forceinline__ void store_fragments(char* shared_x, int index, const
 template <typename T, bool NORM, bool GATED>
 __global__ void __launch_bounds__(kTokenThreads, kTokenCtas)
     w4a16_token_kernel(const __grid_constant__ W4TokenParams p) {
-  constexpr int parts = GATED ? 2 : 1;  // tiles whose results belong together
+  constexpr int warps = GATED ? kTokenWarps / 2 : kTokenWarps;  // of a tile of 16 rows
   extern __shared__ __align__(128) char shared_x[];
-  __shared__ float warp_sums[2][parts][kTokenWarps][16], warp_squares[kTokenWarps];
+  __shared__ float warp_sums[2][kTokenWarps][16], warp_squares[kTokenWarps];
   float* const sums_of_x = reinterpret_cast<float*>(shared_x + p.blocks * 128);  // of each pair of blocks
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = lane / 4, quad = lane % 4;
-  const int tiles = p.results / 16;  // of results
-  const int first_pair = static_cast<int>(int64_t{p.pairs} * warp / kTokenWarps);
-  const int last_pair = static_cast<int>(int64_t{p.pairs} * (warp + 1) / kTokenWarps);
+  const int half = GATED ? warp / warps : 0, slice = warp % warps, tiles = p.results / 16;
+  const int first_pair = static_cast<int>(int64_t{p.pairs} * slice / warps);
+  const int last_pair = static_cast<int>(int64_t{p.pairs} * (slice + 1) / warps);
 
   // -- weights: codes of four pairs of blocks; a lane's scales and zero points of two rows of one of the pairs --
   struct Cursor {
-    int tile, part, pair;
+    int tile, pair;
   };
   const auto next_of = [&](Cursor at) {
     at.pair += kTokenPairs;
-    if (at.pair < last_pair) return at;
-    const bool more = at.part + 1 < parts;
-    return Cursor{more ? at.tile : at.tile + static_cast<int>(gridDim.x), more ? at.part + 1 : 0, first_pair};
+    if (at.pair >= last_pair) at = {at.tile + static_cast<int>(gridDim.x), first_pair};
+    return at;
   };
   uint4 codes[2 * kTokenPairs];
   const auto codes_of = [&](Cursor at) {
-    const int64_t tile = at.tile + at.part * tiles;
+    const int64_t tile = at.tile + half * tiles;
     return p.codes + (tile * p.blocks + at.pair * 2) * kBlockBytes + lane * 16;
   };
   const auto load_pair = [&](Cursor at, const char* from, int i) {
@@ -83,11 +82,11 @@ __global__ void __launch_bounds__(kTokenThreads, kTokenCtas)
     if ((at.pair + i) * 2 + 1 < p.blocks) codes[2 * i + 1] = load16_streamed(from + (2 * i + 1) * kBlockBytes);
   };
   const auto load_scales = [&](Cursor at, const char* from) {
-    const int pair = min(at.pair + lane / 8, p.pairs - 1), tile = min(at.tile, tiles - 1) + at.part * tiles;
+    const int pair = min(at.pair + lane / 8, p.pairs - 1), tile = min(at.tile, tiles - 1) + half * tiles;
     const int64_t of = int64_t{pair / p.pairs_of_group} * p.rows + tile * 16 + lane % 8 * 2;
     return *reinterpret_cast<const uint32_t*>(from + of * 2);
   };
-  Cursor at{static_cast<int>(blockIdx.x), 0, first_pair};
+  Cursor at{static_cast<int>(blockIdx.x), first_pair};
 #pragma unroll
   for (int i = 0; i < 2 * kTokenPairs; ++i) codes[i] = make_uint4(0, 0, 0, 0);
 #pragma unroll
@@ -158,9 +157,8 @@ __global__ void __launch_bounds__(kTokenThreads, kTokenCtas)
 
   // -- tiles: all columns of a fragment are equal, so a lane has the sums of rows `group` and `group` + 8 --
   const char* const own_x = shared_x + quad * 32;
-  int parity = 0;
-  while (at.tile < tiles) {
-    const int tile = at.tile, part = at.part;
+  for (int parity = 0; at.tile < tiles; parity ^= 1) {
+    const int tile = at.tile;
     float sum[2] = {};
     do {
       const Cursor next = next_of(at);
@@ -198,28 +196,26 @@ __global__ void __launch_bounds__(kTokenThreads, kTokenCtas)
         load_pair(next, next_codes, i);
       }
       at = next;
-    } while (at.tile == tile && at.part == part);
+    } while (at.tile == tile);
 
     if (quad == 0) {
-      warp_sums[parity][part][warp][group] = sum[0];
-      warp_sums[parity][part][warp][group + 8] = sum[1];
+      warp_sums[parity][warp][group] = sum[0];
+      warp_sums[parity][warp][group + 8] = sum[1];
     }
-    if (part + 1 < parts) continue;
     __syncthreads();
     const int row = lane, result = tile * 16 + row;
     if (warp == 0 && row < 16) {
-      const auto output = [&](int of_part, int bias_row) {
-        float total = warp_sums[parity][of_part][0][row];
+      const auto output = [&](int first_warp, int bias_row) {
+        float total = warp_sums[parity][first_warp][row];
 #pragma unroll
-        for (int w = 1; w < kTokenWarps; ++w) total += warp_sums[parity][of_part][w][row];
+        for (int w = 1; w < warps; ++w) total += warp_sums[parity][first_warp + w][row];
         return p.bias ? total + to_float(reinterpret_cast<const T*>(p.bias)[bias_row]) : total;
       };
       float value = output(0, result);
-      if constexpr (GATED) value = token_activation(value, p.activation) * output(1, result + p.results);
+      if constexpr (GATED) value = token_activation(value, p.activation) * output(warps, result + p.results);
       if (p.residual) value += to_float(reinterpret_cast<const T*>(p.residual)[result]);
       reinterpret_cast<T*>(p.out)[result] = from_float<T>(value);
     }
-    parity ^= 1;
   }
 }
 
