@@ -84,6 +84,8 @@ _VENDOR_SPLIT, _VENDOR_SUMS, _VENDOR_BYTES, _VENDOR_FLOPS = 4.47, 8.03, 3.57e6, 
 _ELEMENTWISE, _ELEMENT = 1.4, 1.1e-6  # the kernel after the product: its launch, and an element
 _MARGIN, _MARGIN_FEW = 0.96, 0.85  # of the vendor's time, for the errors of both estimates; below 128 tokens
 _MARGIN_SMALL, _SMALL_WEIGHT = 1.05, 2**23  # of weights of so many elements, where these kernels are faster
+# Where the vendor's product is slower than its estimate, of larger weights: results/h200_dense_steps.json.
+_LARGE_TOKENS, _LARGE_OUTPUTS, _LARGE = 4096, 2048, Plan(Kernel.COOPERATIVE, 256, 2)
 # Tokens and plans of layers with K > 2N, where the vendor's product is mostly faster; measured for 4304 -> 1152:
 _LONG_OUTPUTS, _LONG_WIDTHS = range(1025, 1153), range(4096, 4609)
 _LONG_SUMS = (
@@ -93,7 +95,7 @@ _LONG_SUMS = (
     (700, 768, Plan(Kernel.COOPERATIVE, 128, 2, splits=2)),
     (769, 896, Plan(Kernel.COOPERATIVE, 144, splits=2)),
     (1230, 1280, Plan(Kernel.COOPERATIVE, 192, splits=2)),
-    (1281, 1536, Plan(Kernel.COOPERATIVE, 128, 2)),
+    (1281, 1408, Plan(Kernel.COOPERATIVE, 128, 2)),
 )
 
 
@@ -167,6 +169,8 @@ def choose_on_hopper(tokens: int, outputs: int, width: int) -> Plan:
         if outputs not in _LONG_OUTPUTS or width not in _LONG_WIDTHS:
             return _VENDOR
         return next((plan for least, most, plan in _LONG_SUMS if least <= tokens <= most), _VENDOR)
+    if outputs * width > _SMALL_WEIGHT and outputs >= _LARGE_OUTPUTS and tokens >= _LARGE_TOKENS:
+        return _LARGE
     plan = choose_tile(tokens, outputs, width)
     margin = _MARGIN_SMALL if outputs * width <= _SMALL_WEIGHT else _MARGIN if tokens >= 128 else _MARGIN_FEW
     faster = _estimate(tokens, outputs, width, plan) < margin * _estimate_vendor(tokens, outputs, width)
