@@ -14,7 +14,7 @@
 
 namespace kestrel::sampling {
 
-constexpr int kChunkTiles = 4;              // tiles that a warp loads together
+constexpr int kChunkTiles = 4;  // tiles that a warp loads together
 
 // plain:    the first pass copies the row to shared memory if it fits; further passes over the row read the copy.
 // windowed: for too many or too long rows for that. The first pass also sums the elements above a window of values
@@ -282,7 +282,7 @@ struct RejectionSampler {
     const float unit = __fdividef(1.f, window.unit);
     if (compare((above + fmaxf(sum - off, 0.f) * unit) * weight_fn.scale, goal) == kRejected) return kRejected;
     return own >= 0 && compare((above + (same + off) * unit) * weight_fn.scale, goal) == kAccepted ? kAccepted
-                                                                                                  : kUndecided;
+                                                                                                   : kUndecided;
   }
 
   // ---- a proposal ---------------------------------------------------------------------------------------------------
@@ -329,8 +329,8 @@ struct RejectionSampler {
   }
 };
 
-// Threads of a block with one block per multiprocessor (plain) and with two (the others). Architectures other than sm_90
-// would spill with as few registers as two blocks leave.
+// Threads of a block with one block per multiprocessor (plain) and with two (the others). Architectures other than
+// sm_90 would spill with as few registers as two blocks leave.
 constexpr int kPlainThreads = 640;
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ == 900
 constexpr int kWindowedBlocksPerSm = 2;
