@@ -14,14 +14,14 @@
 
 namespace kestrel::sampling {
 
-constexpr int kPrefetchedBytes = 12 << 10;  // of a warp
-constexpr int kChunkTiles = 4;              // tiles that a warp loads together
+constexpr int kChunkTiles = 4;  // tiles that a warp loads together
 
 // plain:    the first pass copies the row to shared memory if it fits; further passes over the row read the copy.
 // windowed: for too many or too long rows for that. The first pass also sums the elements above a window of values
-//           around the estimated threshold, and those inside it in bins; or, where many elements have one value, it
-//           counts these and those of another value. The sums decide nearly all proposals.
-enum class FirstPass { plain, windowed };
+//           around the estimated threshold, and those inside it in bins. These sums decide nearly all proposals.
+// adapted:  for rows that L2 does not hold either, where another pass is slow. The window of a row depends on how its
+//           values are distributed. Where many elements have one value, these and those of another value are counted.
+enum class FirstPass { plain, windowed, adapted };
 
 enum Decision : int { kUndecided, kAccepted, kRejected };
 
@@ -58,7 +58,7 @@ struct RowParams {
 
 template <Kind kind, FirstPass first_pass>
 struct RejectionSampler {
-  static constexpr bool windowed = first_pass == FirstPass::windowed;
+  static constexpr bool windowed = first_pass != FirstPass::plain, adapts = first_pass == FirstPass::adapted;
   static constexpr int tiles = kChunkTiles;
   using Slice = RowSlice<kind, tiles>;
   static constexpr int kSumTiles = windowed ? tiles : 2;  // tiles loaded together in the pass that sums floats
@@ -235,7 +235,7 @@ struct RejectionSampler {
     const float value = proposal.value;
     const float2 sums = exchange.float_sums(cluster, 2);
     const float above = sums.x;
-    if (window.is_two_values()) {
+    if (adapts && window.is_two_values()) {
       const auto compare_with = [&](float from, u32 count, float each) {
         return compare(__fmaf_rn(static_cast<float>(count), each, from) * weight_fn.scale, goal);
       };
@@ -263,31 +263,26 @@ struct RejectionSampler {
       return compare(above * weight_fn.scale, goal) == kAccepted ? kAccepted : kUndecided;
     }
     const int own = position < 0 ? -1 : window.bin(position);
-    float sum = 0.f, same = 0.f;
+    float sum = 0.f, off = 0.5f, same = 0.f;  // off: by rounding every weight to an integer
 #pragma unroll 1
     for (int rank = 0; rank < cluster.size; ++rank) {
-      const uint4* bins = reinterpret_cast<const uint4*>(cluster.map_shared(scratch->of_window.bins, rank));
-#pragma unroll
-      for (int b = 0; b < kWindowBins; b += 128) {
-        const int bin = b + 4 * cluster.lane;
-        const uint4 four = bins[bin / 4];
-        const u32 weights[4] = {four.x, four.y, four.z, four.w};
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          const float weight = __uint2float_rn(weights[e]);
-          sum += bin + e > own ? weight : 0.f;
-          same += bin + e == own ? weight : 0.f;
-        }
+      const u32* bins = cluster.map_shared(scratch->of_window.bins, rank);
+#pragma unroll 1
+      for (int bin = cluster.lane; bin < kWindowBins; bin += 32) {
+        const float weight = __uint2float_rn(bins[bin]);
+        sum += bin > own ? weight : 0.f;
+        same += bin == own ? weight : 0.f;
+        // An element of the bin has at least this weight.
+        const float least = fmaxf(window.bin_begin(bin) * window.unit - 0.5f, 0.5f);
+        off += bin >= own ? weight * __fdividef(0.5f, least) : 0.f;
       }
     }
-    sum = warp_float_sum(sum), same = sum + warp_float_sum(same);
-    // Every weight is rounded to an integer, by up to 0.5, and is at least `least` before.
-    const float least = window.bin_begin(max(own, 0)) * window.unit;
-    const float off = same * (__fdividef(0.5f, least - 0.5f) + 0x1p-18f) + 1.f, unit = __fdividef(1.f, window.unit);
+    sum = warp_float_sum(sum), off = 1.01f * warp_float_sum(off) + 0x1p-18f * sum;
+    same = sum + fmaxf(warp_float_sum(same) - value * window.unit, 0.f);
+    const float unit = __fdividef(1.f, window.unit);
     if (compare((above + fmaxf(sum - off, 0.f) * unit) * weight_fn.scale, goal) == kRejected) return kRejected;
-    if (own < 0) return kUndecided;
-    same = fmaxf(same - value * window.unit, sum);  // without the proposal itself
-    return compare((above + (same + off) * unit) * weight_fn.scale, goal) == kAccepted ? kAccepted : kUndecided;
+    return own >= 0 && compare((above + (same + off) * unit) * weight_fn.scale, goal) == kAccepted ? kAccepted
+                                                                                                   : kUndecided;
   }
 
   // ---- a proposal ---------------------------------------------------------------------------------------------------
@@ -334,8 +329,8 @@ struct RejectionSampler {
   }
 };
 
-// Threads of a block with one block per multiprocessor (plain) and with two (windowed). Architectures other than sm_90
-// would spill with as few registers as two blocks leave.
+// Threads of a block with one block per multiprocessor (plain) and with two (the others). Architectures other than
+// sm_90 would spill with as few registers as two blocks leave.
 constexpr int kPlainThreads = 640;
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ == 900
 constexpr int kWindowedBlocksPerSm = 2;
@@ -343,11 +338,11 @@ constexpr int kWindowedBlocksPerSm = 2;
 constexpr int kWindowedBlocksPerSm = 1;
 #endif
 template <Kind kind, FirstPass first_pass>
-__global__ void __launch_bounds__(first_pass == FirstPass::windowed ? kWindowedThreads : kPlainThreads,
-                                  first_pass == FirstPass::windowed ? kWindowedBlocksPerSm : 1)
+__global__ void __launch_bounds__(first_pass == FirstPass::plain ? kPlainThreads : kWindowedThreads,
+                                  first_pass == FirstPass::plain ? 1 : kWindowedBlocksPerSm)
     rejection_rows(const __grid_constant__ Params p) {
   constexpr bool logits = kind == Kind::logits;
-  constexpr bool windowed = first_pass == FirstPass::windowed;
+  constexpr bool windowed = first_pass != FirstPass::plain;
   using Sampler = RejectionSampler<kind, first_pass>;
   const Cluster cluster(p.cluster_size);
   const int64_t row_idx = cluster.row_idx();
@@ -387,20 +382,19 @@ __global__ void __launch_bounds__(first_pass == FirstPass::windowed ? kWindowedT
       first.most = sampler.largest();
     } else {
       if (windowed && has_window) {
-        if (p.adapt_window) row.prefetch(kPrefetchedBytes);  // while the window is estimated
         __syncthreads();
-        const Window window = estimate_window(cluster, row, &scratch->of_window,
-                                              static_cast<float>(params.q32) * 0x1p-32f, p.adapt_window);
+        const Window window = estimate_window<Sampler::adapts>(cluster, row, &scratch->of_window,
+                                                               static_cast<float>(params.q32) * 0x1p-32f);
         has_window = window.has_elements();
         if (threadIdx.x == 0) scratch->of_window.window = window;
-        has_two_values = window.is_two_values();
+        has_two_values = Sampler::adapts && window.is_two_values();
         if (!has_window) {
           first = sampler.template read<WindowMode::none>(window);
         } else if (has_two_values) {
           first = sampler.template read<WindowMode::two_values>(window);
           scratch->of_window.bins[threadIdx.x] = first.upper;
           scratch->of_window.bins[kWindowedThreads + threadIdx.x] = first.lower;
-        } else if (window.bits == kUsualWindowBits) {
+        } else if (!Sampler::adapts || window.bits == kUsualWindowBits) {
           first = sampler.template read<WindowMode::usual>(window);
         } else {
           first = sampler.template read<WindowMode::bins>(window);

@@ -85,9 +85,12 @@ void launch_rejection_rows(Params params, DLDevice device, SplitRequest request)
   params.copy_to_smem = split.in_smem;
   constexpr int unit = kChunkTiles * kTile;
   if (split.first_pass == FirstPass::windowed) {
-    // Where L2 does not hold the rows, a second pass costs more than a better window.
+    // Probabilities alone have windows.
     const int64_t bytes = int64_t{params.num_rows} * params.length * (params.dtype == kRowFloat32 ? 4 : 2);
-    params.adapt_window = bytes > device_attribute(cudaDevAttrL2CacheSize, device.device_id);
+    if constexpr (kind == Kind::probs) {
+      if (filtered && bytes > device_attribute(cudaDevAttrL2CacheSize, device.device_id))
+        return launch_slices<rejection_rows<kind, FirstPass::adapted>>(params, split, unit, device);
+    }
     launch_slices<rejection_rows<kind, FirstPass::windowed>>(params, split, unit, device);
   } else {
     launch_slices<rejection_rows<kind, FirstPass::plain>>(params, split, unit, device);

@@ -190,11 +190,11 @@ __device__ __forceinline__ Window adapted_window(const Cluster& cluster, const S
 }
 
 // A window for top-p, which keeps `part` of the mass. The usual one is around the mean of the thresholds that the warps
-// find by bisection of twelve octaves. adapts: where it would hold many elements, or few elements have the mass, an
-// adapted one is worth its time; else there is no window with many elements.
-template <typename Slice>
+// find by bisection of twelve octaves. Where many elements lie in it, or few have the mass, it decides little: if
+// `adapts`, the window is an adapted one; else, with many elements, there is none.
+template <bool adapts, typename Slice>
 __device__ __forceinline__ Window estimate_window(const Cluster& cluster, const Slice& row, WindowScratch* scratch,
-                                                  float part, bool adapts) {
+                                                  float part) {
   constexpr int kOctaves = 12 << 23;
   const WindowSample sample(cluster, row);
   const int num_warps = cluster.warps_per_block, max_count = row.elements_per_warp * num_warps;
@@ -220,8 +220,10 @@ __device__ __forceinline__ Window estimate_window(const Cluster& cluster, const 
   }
   __syncthreads();
   const u32 in_window = scratch->num_in_window, num_sampled = WindowSample::kOfWarp * num_warps;
-  if (adapts && (in_window > num_sampled / 8 || scratch->num_with_few > num_warps / 2u))
-    return adapted_window(cluster, row, scratch, sample, part);
+  if constexpr (adapts) {
+    if (in_window > num_sampled / 8 || scratch->num_with_few > num_warps / 2u)
+      return adapted_window(cluster, row, scratch, sample, part);
+  }
   return in_window > num_sampled / 4 ? Window() : Window(scratch->threshold, kUsualWindowBits, max_count);
 }
 
