@@ -329,17 +329,21 @@ struct RejectionSampler {
   }
 };
 
-// Threads of a block with one block per multiprocessor (plain) and with two (the others). Architectures other than
-// sm_90 would spill with as few registers as two blocks leave.
-constexpr int kPlainThreads = 640;
+// Threads of a block, at most, with one block per multiprocessor (plain) and with two (the others). Architectures other
+// than sm_90 would spill with as few registers as two blocks leave, and adapted windows with more than 256 threads.
+constexpr int kPlainThreads = 640, kAdaptedThreads = 256;
+constexpr int max_threads(FirstPass first_pass) {
+  return first_pass == FirstPass::plain      ? kPlainThreads
+         : first_pass == FirstPass::windowed ? kWindowedThreads
+                                             : kAdaptedThreads;
+}
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ == 900
 constexpr int kWindowedBlocksPerSm = 2;
 #else
 constexpr int kWindowedBlocksPerSm = 1;
 #endif
 template <Kind kind, FirstPass first_pass>
-__global__ void __launch_bounds__(first_pass == FirstPass::plain ? kPlainThreads : kWindowedThreads,
-                                  first_pass == FirstPass::plain ? 1 : kWindowedBlocksPerSm)
+__global__ void __launch_bounds__(max_threads(first_pass), first_pass == FirstPass::plain ? 1 : kWindowedBlocksPerSm)
     rejection_rows(const __grid_constant__ Params p) {
   constexpr bool logits = kind == Kind::logits;
   constexpr bool windowed = first_pass != FirstPass::plain;

@@ -31,8 +31,9 @@ struct RejectionSplit : Split {
 };
 
 // filtered: top-p may reject proposals, which takes more passes over the row. The blocks then hold the row in shared
-// memory if it fits; if it does not, and there are many rows, the first pass uses a window.
-RejectionSplit split_for_rejection(const Params& params, DLDevice device, bool filtered, SplitRequest request) {
+// memory if it fits; if it does not, and there are many rows, the first pass is `of_many`, which uses a window.
+RejectionSplit split_for_rejection(const Params& params, DLDevice device, bool filtered, FirstPass of_many,
+                                   SplitRequest request) {
   const int64_t sms = num_sms(device), rows = params.num_rows;
   const size_t max_bytes = max_smem_bytes(device);
   const int chunk = kChunkTiles * kTile, chunks = (params.length + chunk - 1) / chunk;
@@ -54,9 +55,8 @@ RejectionSplit split_for_rejection(const Params& params, DLDevice device, bool f
   if (!has_clusters(device)) request.cluster_size = 1;
   if (request.cluster_size || request.threads) {
     const int cluster_size = std::max(1, request.cluster_size);
-    const FirstPass first_pass = cluster_size * rows > sms ? FirstPass::windowed : FirstPass::plain;
-    const int max_threads = first_pass == FirstPass::windowed ? kWindowedThreads : kPlainThreads;
-    const int threads = request.threads ? std::min(request.threads, max_threads) : max_threads;
+    const FirstPass first_pass = cluster_size * rows > sms ? of_many : FirstPass::plain;
+    const int most = max_threads(first_pass), threads = request.threads ? std::min(request.threads, most) : most;
     return split_into(first_pass, cluster_size, threads, filtered && first_pass == FirstPass::plain);
   }
   if (fit_in_one_wave(8)) return split_into(FirstPass::plain, 8, 512, filtered);
@@ -64,11 +64,11 @@ RejectionSplit split_for_rejection(const Params& params, DLDevice device, bool f
     const RejectionSplit split = split_into(FirstPass::plain, cluster_size, kPlainThreads, /*copy_to_smem=*/true);
     if (split.in_smem && fit_in_one_wave(cluster_size)) return split;
   }
-  return split_into(FirstPass::windowed,
+  return split_into(of_many,
                     3 * rows <= sms   ? 4
                     : 2 * rows <= sms ? 2
                                       : 1,
-                    kWindowedThreads,
+                    max_threads(of_many),
                     /*copy_to_smem=*/false);
 }
 
@@ -81,20 +81,23 @@ void launch_short_rows(const Params& params, DLDevice device) {
 template <Kind kind>
 void launch_rejection_rows(Params params, DLDevice device, SplitRequest request) {
   const bool filtered = params.top_p.values || params.top_p.value < 1.f;
-  const RejectionSplit split = split_for_rejection(params, device, filtered, request);
+  FirstPass of_many = FirstPass::windowed;
+  if (kind == Kind::probs && filtered) {  // probabilities alone have windows
+    const int64_t bytes = int64_t{params.num_rows} * params.length * (params.dtype == kRowFloat32 ? 4 : 2);
+    if (bytes > device_attribute(cudaDevAttrL2CacheSize, device.device_id)) of_many = FirstPass::adapted;
+  }
+  const RejectionSplit split = split_for_rejection(params, device, filtered, of_many, request);
   params.copy_to_smem = split.in_smem;
   constexpr int unit = kChunkTiles * kTile;
-  if (split.first_pass == FirstPass::windowed) {
-    // Probabilities alone have windows.
-    const int64_t bytes = int64_t{params.num_rows} * params.length * (params.dtype == kRowFloat32 ? 4 : 2);
-    if constexpr (kind == Kind::probs) {
-      if (filtered && bytes > device_attribute(cudaDevAttrL2CacheSize, device.device_id))
-        return launch_slices<rejection_rows<kind, FirstPass::adapted>>(params, split, unit, device);
-    }
-    launch_slices<rejection_rows<kind, FirstPass::windowed>>(params, split, unit, device);
-  } else {
+  if (split.first_pass == FirstPass::plain) {
     launch_slices<rejection_rows<kind, FirstPass::plain>>(params, split, unit, device);
+    return;
   }
+  if constexpr (kind == Kind::probs) {
+    if (split.first_pass == FirstPass::adapted)
+      return launch_slices<rejection_rows<kind, FirstPass::adapted>>(params, split, unit, device);
+  }
+  launch_slices<rejection_rows<kind, FirstPass::windowed>>(params, split, unit, device);
 }
 
 template <Kind kind>
