@@ -66,8 +66,7 @@ bool permutes_x(bool fp8, int64_t tile, bool wgmma) { return fp8 && wgmma && til
 int64_t fused_experts_scratch(int64_t tokens, int64_t pairs, int64_t inner, int64_t width, bool fp8, int64_t tile,
                               int64_t blocks, int64_t device) {
   const bool wgmma = takes_wgmma(tile, {kDLCUDA, static_cast<int>(device)});
-  return ExpertsScratch(tokens, pairs, wgmma ? tile * blocks : 0, inner, width, fp8,
-                        permutes_x(fp8, tile, wgmma))
+  return ExpertsScratch(tokens, pairs, wgmma ? tile * blocks : 0, inner, width, fp8, permutes_x(fp8, tile, wgmma))
       .bytes;
 }
 
@@ -300,7 +299,8 @@ void fused_experts(TensorView out, TensorView scratch, TensorView hidden, Tensor
   const DLDevice device = hidden.device();
   const bool wgmma = !in_kernel && takes_wgmma(block_size, device);
   const bool permutes = permutes_x(fp8, block_size, wgmma);
-  if (permutes && !positions_of_pairs.has_value()) unsupported("tiles of 128 tokens without the positions of their pairs");
+  if (permutes && !positions_of_pairs.has_value())
+    unsupported("tiles of 128 tokens without the positions of their pairs");
   const int64_t positions = wgmma ? block_size * (*expert_ids).size(0) : 0;
   const ExpertsScratch parts(tokens, pairs, positions, inner, width, fp8, permutes);
   if (scratch.numel() * element_bytes(scratch) < parts.bytes) unsupported("too little scratch memory");

@@ -58,7 +58,7 @@ __global__ void __launch_bounds__(Tile::threads, 1) experts_tma_kernel(const __g
   constexpr int element = fp8 ? 1 : 2, S = Tile::stages, C = Tile::cluster, kSlots = Tile::slots;
   constexpr int channels = up ? Tile::half_rows : Tile::rows;  // of the result, for a tile
   constexpr int lag = fp8 ? 2 : 0;                             // of the signals of gathered steps, in steps
-  constexpr bool gates = up && (!fp8 || Tile::tokens == 64);  // else experts_fp8_kernel or nobody
+  constexpr bool gates = up && (!fp8 || Tile::tokens == 64);   // else experts_fp8_kernel or nobody
   static_assert(lag <= S - 2, "a stage is free once the step after it is multiplied");
   const ExpertsParams& p = params.p;
   extern __shared__ char dynamic[];
