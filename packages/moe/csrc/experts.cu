@@ -37,7 +37,8 @@ int64_t scale_blocks(int64_t columns) { return (columns + kScaleBlock - 1) / kSc
 struct ExpertsScratch {
   int64_t activated = 0, partial = 0, arrivals = 0, x_codes = 0, x_scale = 0, codes = 0, scale = 0, bytes = 0;
 
-  ExpertsScratch(int64_t tokens, int64_t pairs, int64_t positions, int64_t inner, int64_t width, bool fp8) {
+  ExpertsScratch(int64_t tokens, int64_t pairs, int64_t positions, int64_t inner, int64_t width, bool fp8,
+                 bool permutes) {
     const auto take = [&](int64_t size) {
       const int64_t at = bytes;
       bytes += (size + 255) / 256 * 256;
@@ -48,8 +49,8 @@ struct ExpertsScratch {
     partial = take(pairs * width * 4);
     arrivals = take(width / 16 * 4);
     if (!fp8) return;
-    x_codes = take(positions ? positions * scale_blocks(width) * kLineBytes : tokens * width);
-    x_scale = take(std::max(positions, tokens) * scale_blocks(width) * 4);
+    x_codes = take(permutes ? positions * scale_blocks(width) * kLineBytes : tokens * width);
+    x_scale = take((permutes ? std::max(positions, tokens) : tokens) * scale_blocks(width) * 4);
     codes = take(positions ? 0 : pairs * inner);
     scale = take(std::max(positions, pairs) * scale_blocks(inner) * 4);
   }
@@ -58,11 +59,15 @@ struct ExpertsScratch {
 // Whether fused_experts runs experts_tma_kernel for token tiles of this size.
 bool takes_wgmma(int64_t tile, DLDevice device) { return tile >= kTokensOfWgmma && has_wgmma(device); }
 
+// Whether x is written to the positions of its pairs, in tiles of pipeline stages.
+bool permutes_x(bool fp8, int64_t tile, bool wgmma) { return fp8 && wgmma && tile == kTokensOfFp8; }
+
 // tile and blocks: of the alignment, 0 without one. device: of CUDA.
 int64_t fused_experts_scratch(int64_t tokens, int64_t pairs, int64_t inner, int64_t width, bool fp8, int64_t tile,
                               int64_t blocks, int64_t device) {
   const bool wgmma = takes_wgmma(tile, {kDLCUDA, static_cast<int>(device)});
-  return ExpertsScratch(tokens, pairs, wgmma ? tile * blocks : 0, inner, width, fp8).bytes;
+  return ExpertsScratch(tokens, pairs, wgmma ? tile * blocks : 0, inner, width, fp8, permutes_x(fp8, tile, wgmma))
+      .bytes;
 }
 
 int64_t multiprocessors(DLDevice device) { return device_attribute(cudaDevAttrMultiProcessorCount, device.device_id); }
@@ -265,7 +270,7 @@ void clear(const TensorView& out, int64_t rows, int64_t row_stride, int64_t colu
 
 // -- entry points -----------------------------------------------------------------------------------------------------
 
-// With an alignment, block_size is 8, 16, 32 or 64 (FP8 on Hopper: not 64), and on Hopper also 128 and 192 (not FP8).
+// With an alignment, block_size is 8, 16, 32 or 64, and on Hopper also 128 and 192 (FP8: 128).
 // Without one the kernels group the pairs, at most 64, and block_size is the token tile. cluster: 1, or with blocks of
 // 128 also 2, the CTAs that share weights (Hopper). positions_of_pairs: for FP8 blocks of 128, from
 // align_with_positions.
@@ -293,11 +298,11 @@ void fused_experts(TensorView out, TensorView scratch, TensorView hidden, Tensor
   if (in_kernel && pairs > kMaxPairsInKernel) unsupported("more than 64 pairs that are not aligned");
   const DLDevice device = hidden.device();
   const bool wgmma = !in_kernel && takes_wgmma(block_size, device);
-  if (fp8 && wgmma && (block_size != kTokensOfFp8 || !positions_of_pairs.has_value())) {
-    unsupported("FP8 tiles of " + std::to_string(block_size) + " tokens, or no positions of their pairs");
-  }
+  const bool permutes = permutes_x(fp8, block_size, wgmma);
+  if (permutes && !positions_of_pairs.has_value())
+    unsupported("tiles of 128 tokens without the positions of their pairs");
   const int64_t positions = wgmma ? block_size * (*expert_ids).size(0) : 0;
-  const ExpertsScratch parts(tokens, pairs, positions, inner, width, fp8);
+  const ExpertsScratch parts(tokens, pairs, positions, inner, width, fp8, permutes);
   if (scratch.numel() * element_bytes(scratch) < parts.bytes) unsupported("too little scratch memory");
   char* const memory = address(scratch);
   if (reinterpret_cast<uintptr_t>(memory) % 16 != 0) unsupported("scratch memory that is not aligned to 16 bytes");
@@ -365,7 +370,7 @@ void fused_experts(TensorView out, TensorView scratch, TensorView hidden, Tensor
     launch_pdl(kernel, dim3(static_cast<unsigned>((rows + rows_of_cta - 1) / rows_of_cta)), dim3(kQuantThreads), device,
                q);
   };
-  if (fp8 && wgmma) {
+  if (permutes) {
     permute_rows(&up, hidden.dtype(), tile, memory + parts.x_codes, floats_at(parts.x_scale), ints(*positions_of_pairs),
                  device);
   } else {

@@ -55,7 +55,7 @@ template <typename W, typename R, Projection PROJECTION, int TOKENS, int CLUSTER
 void launch(const ExpertsParams& p, int64_t tiles, DLDevice device) {
   using Tile = TmaTile<TOKENS, CLUSTER>;
   constexpr bool up = PROJECTION == Projection::up;
-  const bool even_first = !up && std::is_same_v<R, __half> && p.partial;
+  const bool even_first = up ? sizeof(W) == 1 && p.gate != Gate::none : std::is_same_v<R, __half> && p.partial;
   launch_kernel<W, up, Tile, experts_tma_kernel<W, R, PROJECTION, Tile>>(
       p, even_first ? RowOrder::even_first : RowOrder::ascending, tiles, device);
 }

@@ -6,10 +6,11 @@
 // a second accumulator every 128 elements of K. CTAs are persistent; the two CTAs of a cluster multicast the weights of
 // two token tiles.
 //
-// Between the projections of fused_experts the hidden layer of 16 bits lies in the form of pipeline stages, which bulk
-// copies move as they are: [token tile][128 bytes of K][token][128 bytes, swizzled]. FP8: experts_fp8.cuh.
+// Between the projections of fused_experts the hidden layer lies in the form of pipeline stages, which bulk copies move
+// as they are: [token tile][128 bytes of K][token][128 bytes, swizzled]. Scales of FP8: see scale_position().
 #pragma once
 
+#include <kestrel/fp8.cuh>
 #include <kestrel/pack.cuh>
 #include <kestrel/pdl.cuh>
 #include <kestrel/ptx/cluster.cuh>
@@ -24,9 +25,6 @@
 #include "experts_tma_tiles.cuh"
 
 namespace kestrel::moe {
-
-// Named barriers; 0 is that of __syncthreads().
-constexpr int kBarrierOfWarpgroup = 2;  // and 3: one for each consumer warpgroup
 
 template <int TOKENS_, int CLUSTER_>
 struct TmaTile {
@@ -46,17 +44,13 @@ struct TmaTile {
   static constexpr int producers = 128, consumers = 256, threads = producers + consumers;
 };
 
-template <int TOKENS, int SCALES>
-struct GatherSlot : TmaSlot<TOKENS, SCALES> {
-  uint32_t row[TOKENS];  // of x, in packs of 16 bytes; kNoRow: none
-};
-
 // What waits for what:
 //   slot_full[slot]   32 arrivals: the lanes of the scheduling warp
 //   slot_empty[slot]  8 arrivals: the consumer warps, after the epilogue
 //   full[stage]       the gathering threads, once their copies are complete; the TMA thread's arrival and its bytes
 //   empty[stage]      the consumer warps of the cluster, once their products have read the stage
 //   named barriers 2 and 3, one per warpgroup, in each pass of the epilogue: results are staged, a buffer is free
+//   named barriers 4 and 5, in the epilogue of a quantised tile: see their constants
 template <typename W, typename R, Projection PROJECTION, typename Tile>
 __global__ void __launch_bounds__(Tile::threads, 1) experts_tma_kernel(const __grid_constant__ TmaParams params) {
 #ifdef KESTREL_HAS_WGMMA
@@ -64,12 +58,14 @@ __global__ void __launch_bounds__(Tile::threads, 1) experts_tma_kernel(const __g
   constexpr int element = fp8 ? 1 : 2, S = Tile::stages, C = Tile::cluster, kSlots = Tile::slots;
   constexpr int channels = up ? Tile::half_rows : Tile::rows;  // of the result, for a tile
   constexpr int lag = fp8 ? 2 : 0;                             // of the signals of gathered steps, in steps
+  constexpr bool gates = up && (!fp8 || Tile::tokens == 64);   // else experts_fp8_kernel or nobody
   static_assert(lag <= S - 2, "a stage is free once the step after it is multiplied");
   const ExpertsParams& p = params.p;
   extern __shared__ char dynamic[];
   using Slot = GatherSlot<Tile::tokens, fp8 ? Tile::rows : 1>;
   __shared__ Slot slots[kSlots];
   __shared__ uint64_t full[S], empty[S], slot_full[kSlots], slot_empty[kSlots];
+  __shared__ __align__(16) float stage_scales[fp8 ? S : 1][Tile::tokens];  // of x, with p.x_blocks
   const uint32_t ring = (ptx::shared_address(dynamic) + Tile::alignment - 1) / Tile::alignment * Tile::alignment;
   const int slices = (p.outputs + channels - 1) / channels;
   const int row_bytes = p.width * element, steps = params.steps;
@@ -110,7 +106,7 @@ __global__ void __launch_bounds__(Tile::threads, 1) experts_tma_kernel(const __g
       if (lane == 0) {
         ptx::prefetch_tensor_map(params.low);
         ptx::prefetch_tensor_map(params.high);
-        const int tiled_bytes = p.tiled_x ? Tile::x_bytes : 0;
+        const int tiled_bytes = p.tiled_x ? Tile::x_bytes + (fp8 && p.x_blocks ? Tile::tokens * 4 : 0) : 0;
         const auto load = [&](int to_stage, int step, int expert, int slice, bool shared) {
           const uint32_t to = ring + to_stage * Tile::stage_bytes;
           ptx::mbarrier_arrive_expect_tx(full + to_stage, Tile::weight_bytes + tiled_bytes);
@@ -121,6 +117,10 @@ __global__ void __launch_bounds__(Tile::threads, 1) experts_tma_kernel(const __g
           const int64_t line = int64_t{tile} * steps + step;
           ptx::bulk_load(ring + to_stage * Tile::stage_bytes + Tile::weight_bytes, p.x + line * Tile::x_bytes,
                          Tile::x_bytes, full + to_stage);
+          if (fp8 && p.x_blocks) {
+            ptx::bulk_load(ptx::shared_address(stage_scales[fp8 ? to_stage : 0]), p.x_scale + line * Tile::tokens,
+                           Tile::tokens * 4, full + to_stage);
+          }
         };
         int ahead = 0;  // steps whose weights, which are constant, are loaded before the PDL wait
         if (C == 1 && early) {
@@ -187,6 +187,16 @@ __global__ void __launch_bounds__(Tile::threads, 1) experts_tma_kernel(const __g
             for (int i = 0; i < 8; ++i) {  // the epilogue skips the columns of no row
               ptx::cp_async16_if(offset[i] != kNoRow, here + (first + 8 * i) * kLineBytes, x + uint64_t{offset[i]} * 16,
                                  inside ? 16 : 0);
+            }
+          }
+          if (fp8 && p.x_blocks) {
+#pragma unroll
+            for (int n = thread; n < Tile::tokens; n += Tile::gatherers) {
+              const int pair = from.pair[n];
+              if (pair < 0) continue;
+              ptx::cp_async4_or_zero(ptx::shared_address(&stage_scales[fp8 ? stage : 0][scale_position(n)]),
+                                     p.x_scale + (up ? pair / p.choices : pair) * p.x_scale_stride + step,
+                                     /*valid=*/true);
             }
           }
           x += kLineBytes;
@@ -262,7 +272,7 @@ __global__ void __launch_bounds__(Tile::threads, 1) experts_tma_kernel(const __g
             ptx::wgmma_wait<0>();
             ptx::wgmma_fence_registers(of_line);
           };
-          if (p.scale_rank < 3) {  // the epilogue multiplies by the scales
+          if (!p.x_blocks && p.scale_rank < 3) {  // the epilogue multiplies by the scales
             for (int step = 0; step < steps; ++step) {
               ptx::mbarrier_wait(full + stage, phase);
 #pragma unroll
@@ -275,22 +285,35 @@ __global__ void __launch_bounds__(Tile::threads, 1) experts_tma_kernel(const __g
               next_stage();
             }
           } else {
-            const float* block_scales[2];  // one per step
+            const float* block_scales[2] = {nullptr, nullptr};  // one per step
+            if (p.scale_rank == 3) {
 #pragma unroll
-            for (int b = 0; b < 2; ++b) {
-              const int row = min(channel[b], p.outputs - 1);
-              const int scale_row = (row + (up && b && !p.split_scales ? p.outputs : 0)) / kScaleBlock;
-              block_scales[b] = (up && b ? p.weight_scale_high : p.weight_scale_low) + expert * p.scale_expert_stride +
-                                scale_row * p.scale_row_stride;
+              for (int b = 0; b < 2; ++b) {
+                const int row = min(channel[b], p.outputs - 1);
+                const int scale_row = (row + (up && b && !p.split_scales ? p.outputs : 0)) / kScaleBlock;
+                block_scales[b] = (up && b ? p.weight_scale_high : p.weight_scale_low) +
+                                  expert * p.scale_expert_stride + scale_row * p.scale_row_stride;
+              }
             }
             for (int step = 0; step < steps; ++step) {
               ptx::mbarrier_wait(full + stage, phase);
 #pragma unroll
               for (int b = 0; b < 2; ++b) {
-                const float block_scale = block_scales[b][step];
+                const float block_scale = block_scales[b] ? block_scales[b][step] : 1.f;
                 multiply_line(b);
 #pragma unroll
-                for (int i = 0; i < N / 2; ++i) acc[b][i] = fmaf(of_line[i], block_scale, acc[b][i]);
+                for (int i = 0; i < N / 16; ++i) {
+                  float4 x_scale = make_float4(1.f, 1.f, 1.f, 1.f);
+                  if (p.x_blocks) {
+                    x_scale = *reinterpret_cast<const float4*>(&stage_scales[stage][16 * i + 4 * quad]);
+                  }
+                  const float scales[4] = {x_scale.x * block_scale, x_scale.y * block_scale, x_scale.z * block_scale,
+                                           x_scale.w * block_scale};
+#pragma unroll
+                  for (int j = 0; j < 8; ++j) {
+                    acc[b][8 * i + j] = fmaf(of_line[8 * i + j], scales[j / 4 * 2 + j % 2], acc[b][8 * i + j]);
+                  }
+                }
                 if (b == 1) release(stage);
               }
               next_stage();
@@ -404,7 +427,7 @@ __global__ void __launch_bounds__(Tile::threads, 1) experts_tma_kernel(const __g
 #pragma unroll
             for (int m = 0; m < 4; ++m) {
               const int i = 4 * (j + m / 2) + m % 2 * 2;
-              matrices[m] = ptx::pack_pair<R>(make_float2(value(i), value(i + 1)));
+              matrices[m] = ptx::pack_pair<R>(make_float2(value(i, 1.f), value(i + 1, 1.f)));
             }
             const int n = 8 * (j + lane / 16) - first + lane % 8;
             ptx::store_matrices_transposed(rows + n * kLineBytes + ((slab / 8 + lane / 8 % 2) ^ n % 8) * 16, matrices);
@@ -417,6 +440,94 @@ __global__ void __launch_bounds__(Tile::threads, 1) experts_tma_kernel(const __g
             ptx::bulk_commit();
           }
           buffer ^= 1;
+        }
+      };
+      // The gated results of 128 channels as FP8 codes, 128 bytes of K of the hidden layer, with a scale for each
+      // token.
+      [[maybe_unused]] const auto store_codes = [&](const auto& value) {
+        if (used == 0) return;
+        constexpr int tokens = Tile::tokens;
+        float (&v)[tokens / 2] = acc[0];
+        float largest[tokens / 4];  // of the two channels of token 8 * (i / 2) + 2 * quad + i % 2
+        float top = 0.f;
+#pragma unroll
+        for (int j = 0; j < tokens / 8; ++j) {
+          const float2 factor = *reinterpret_cast<const float2*>(&at.factor[8 * j + 2 * quad]);
+#pragma unroll
+          for (int c = 0; c < 2; ++c) {
+            const int i = 4 * j + c;
+            const float low = value(i, c ? factor.y : factor.x), high = value(i + 2, c ? factor.y : factor.x);
+            v[i] = low;
+            v[i + 2] = high;
+            largest[2 * j + c] = fmaxf(fabsf(low), fabsf(high));
+            top = fmaxf(top, largest[2 * j + c]);
+          }
+        }
+        if (__any_sync(0xffffffffu, top > FLT_MAX)) {
+#pragma unroll
+          for (int i = 0; i < tokens / 4; ++i) {
+            const int at_v = i / 2 * 4 + i % 2;
+            largest[i] = fmaxf(finite_magnitude(v[at_v]), finite_magnitude(v[at_v + 2]));
+          }
+        }
+        // The lanes of a quad's tokens exchange halves of their maxima, until each has the maxima of tokens / 32 of
+        // them.
+        const auto exchange = [&](auto half_tag, int mask) {
+          constexpr int half = decltype(half_tag)::value;
+          const bool upper = lane & mask;
+#pragma unroll
+          for (int i = 0; i < half; ++i) {
+            const float mine = upper ? largest[i + half] : largest[i], other = upper ? largest[i] : largest[i + half];
+            largest[i] = fmaxf(mine, __shfl_xor_sync(0xffffffffu, other, mask));
+          }
+        };
+        exchange(std::integral_constant<int, tokens / 8>(), 16);
+        exchange(std::integral_constant<int, tokens / 16>(), 8);
+        exchange(std::integral_constant<int, tokens / 32>(), 4);
+        Slot& mine = slots[slot];
+#pragma unroll
+        for (int i = 0; i < tokens / 32; ++i) {
+          const int of = group * (tokens / 32) + i;
+          atomicMax(&mine.largest[scale_position(of / 2 * 8 + 2 * quad + of % 2)], __float_as_uint(largest[i]));
+        }
+        if (copies && warpgroup == 0) ptx::bulk_wait_read<0>();
+        ptx::named_barrier(kBarrierOfLargest, Tile::consumers);
+        const int lines = (p.outputs + kLineBytes - 1) / kLineBytes;
+        const int64_t line = int64_t{at.tile} * lines + at.slice;
+        const int thread = threadIdx.x - Tile::producers;
+        if (thread < tokens) p.out_scale[line * tokens + thread] = fp8_scale(__uint_as_float(mine.largest[thread]));
+#pragma unroll
+        for (int j = 0; j < tokens / 8; j += 4) {
+          unsigned matrices[4];
+#pragma unroll
+          for (int m = 0; m < 4; m += 2) {
+            const float4 top4 = *reinterpret_cast<const float4*>(&mine.largest[(j + m) * 8 + 4 * quad]);
+            const float tops[4] = {top4.x, top4.y, top4.z, top4.w};
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+              unsigned codes[2];
+#pragma unroll
+              for (int c = 0; c < 2; ++c) {
+                const float inverse = ptx::rcp_approx(fmaxf(tops[2 * h + c], 1e-12f) * (1.f / kLargestE4M3));
+                const int i = 4 * (j + m + h) + c;
+                codes[c] = to_fp8x2(v[i] * inverse, v[i + 2] * inverse);
+              }
+              matrices[m + h] = codes[0] | codes[1] << 16;
+            }
+          }
+          const int n = 8 * (j + lane / 8) + lane % 8;
+          ptx::store_matrices_transposed(results + n * kLineBytes + ((warpgroup * 4 + slab / 16) ^ n % 8) * 16,
+                                         matrices);
+        }
+        ptx::fence_proxy_async();
+        if (thread < 32) {
+          ptx::named_barrier(kBarrierOfCodes, Tile::consumers);
+        } else {
+          ptx::named_barrier_arrive(kBarrierOfCodes, Tile::consumers);
+        }
+        if (copies && warpgroup == 0) {
+          ptx::bulk_store(p.out + line * Tile::x_bytes, results, Tile::x_bytes);
+          ptx::bulk_commit();
         }
       };
       // Terms of the sum over choices in float32: 8 bytes from registers.
@@ -440,13 +551,20 @@ __global__ void __launch_bounds__(Tile::threads, 1) experts_tma_kernel(const __g
         }
       };
       const auto store_gated = [&](auto gate_tag) {
-        store_line([&](int i) { return gated_value(acc[0][i], acc[1][i], decltype(gate_tag)::value); });
+        const auto value = [&](int i, float factor) {
+          return gated_value(scaled(0, i, factor), scaled(1, i, factor), decltype(gate_tag)::value);
+        };
+        if constexpr (fp8) {
+          store_codes(value);
+        } else {
+          store_line(value);
+        }
       };
-      if (up && !fp8 && p.gate == Gate::silu_and_mul) {
+      if (gates && p.gate == Gate::silu_and_mul) {
         store_gated(std::integral_constant<Gate, Gate::silu_and_mul>());
-      } else if (up && !fp8 && p.gate == Gate::gelu_and_mul) {
+      } else if (gates && p.gate == Gate::gelu_and_mul) {
         store_gated(std::integral_constant<Gate, Gate::gelu_and_mul>());
-      } else if (up && !fp8 && p.gate == Gate::gelu_residual) {
+      } else if (gates && p.gate == Gate::gelu_residual) {
         store_gated(std::integral_constant<Gate, Gate::gelu_residual>());
       } else if (!up && std::is_same_v<R, __half> && p.partial) {
         // They may exceed fp16 where their sum does not.

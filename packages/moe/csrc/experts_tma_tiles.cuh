@@ -47,6 +47,31 @@ struct alignas(16) TmaSlot {
   bool shared;      // by the cluster: each CTA loads half of the weights
 };
 
+// The same with rows that are gathered.
+template <int TOKENS, int SCALES>
+struct alignas(16) GatherSlot {
+  int pair[TOKENS];
+  float factor[TOKENS];
+  uint32_t row[TOKENS];      // of x, in packs of 16 bytes; kNoRow: none
+  unsigned largest[TOKENS];  // magnitude of the results, as bits, in the order of scale_position()
+  float scale[SCALES];
+  int expert;
+  int tile;
+  int slice, used;
+  bool shared;
+};
+
+// Named barriers; 0 is that of __syncthreads().
+constexpr int kBarrierOfWarpgroup = 2;  // and 3: one for each consumer warpgroup
+constexpr int kBarrierOfLargest = 4;    // the consumers know the largest magnitudes
+constexpr int kBarrierOfCodes = 5;      // the consumers have written the codes of a tile
+
+// Where the scale of a token of a tile lies. A thread finds those of the tokens in its part of the accumulators, 2 *
+// quad and the next one of two groups of eight, in 16 bytes.
+__device__ __forceinline__ int scale_position(int token) {
+  return token / 16 * 16 + token % 8 / 2 * 4 + token / 8 % 2 * 2 + token % 2;
+}
+
 // A store without a branch, so that the instructions of several results interleave.
 __device__ __forceinline__ void store_if(bool condition, float* to, float2 v) {
   asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %3, 0;\n@p st.global.v2.f32 [%0], {%1, %2};\n}" ::"l"(to), "f"(v.x),
@@ -112,6 +137,7 @@ __device__ __forceinline__ void schedule_tiles(const ExpertsParams& p, int slice
       to.pair[n] = max(pair, -1);
       to.factor[n] = factor;
       if constexpr (Tile::gathers) {
+        to.largest[n] = 0;
         to.row[n] = pair < 0 ? kNoRow : static_cast<uint32_t>((UP ? token : pair) * (p.x_stride / 16));
       }
       const unsigned some = __ballot_sync(0xffffffffu, pair >= 0);

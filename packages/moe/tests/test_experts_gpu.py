@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("kernels_only")]
 
 HALF = [torch.bfloat16, torch.float16]
 MANY = [Variant(ALIGNED, 64), Variant(ALIGNED, 128), Variant(ALIGNED, 192), Variant(CLUSTERED, 128)]
-MANY_FP8 = [Variant(ALIGNED, 128), Variant(CLUSTERED, 128)]
+MANY_FP8 = [Variant(ALIGNED, 64), Variant(ALIGNED, 128), Variant(CLUSTERED, 128)]
 ACTIVATIONS = ["gelu_residual", "silu_and_mul", "gelu_and_mul"]
 Ids = Callable[[int, int, int], torch.Tensor]
 

@@ -34,7 +34,7 @@ def test_the_rule_chooses_a_valid_variant(sizes: tuple[int, ...], dtype: str, ho
         ("in_kernel", 8, layer(9)),
         ("in_kernel", 16, layer(1)),
         ("aligned", 0, layer()),
-        ("aligned", 64, layer(dtype="fp8")),
+        ("aligned", 64, layer(dtype="fp8", hopper=False)),
         ("aligned", 128, layer(hopper=False)),
         ("aligned", 192, layer(dtype="fp8")),
         ("clustered", 128, layer(dtype="fp8", hopper=False)),

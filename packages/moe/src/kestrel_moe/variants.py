@@ -20,6 +20,7 @@ PAIRS_IN_KERNEL = 64  # the most (token, choice) pairs that the kernels can grou
 _FEW_PAIRS = 32  # up to this many pairs they group for any number of experts
 _ROWS_OF_LARGE_TILES = 9.75  # pairs for each expert, above which tiles of 64 tokens are faster on Hopper
 _ROWS_OF_CLUSTERS = 112  # pairs for each expert, above which it pays that two tiles share the weights, with 16 bits
+_ROWS_OF_FP8_CLUSTERS = 192  # and with FP8
 # torch.nn.functional.grouped_mm is faster from so many pairs for each expert on, if Hd * I / (Hd + I) is at least so
 # large: products for each element that is gathered, activated and summed by kernels of their own.
 _ROWS_OF_GROUPED_MM, _PRODUCTS_OF_GROUPED_MM = 512, 2048
@@ -95,8 +96,8 @@ def is_valid(variant: Variant, layer: Layer) -> bool:
     if variant.path == GROUPED_MM:
         covered = layer.width % 16 == layer.inner % 16 == 0 and layer.experts < 1024 and not layer.mapped
         return layer.hopper and layer.dtype == "bf16" and covered and hasattr(F, "grouped_mm")
-    if variant.tile in (64, 192) and layer.dtype == "fp8":  # of FP8, tiles of 128 skip halves without tokens
-        return False
+    if variant.tile >= 64 and layer.dtype == "fp8":
+        return layer.hopper and variant.tile != 192
     return variant.tile <= 64 or layer.hopper  # 64: wgmma on Hopper, elsewhere mma.sync
 
 
@@ -119,9 +120,9 @@ def by_rule(layer: Layer) -> Variant:
     products = layer.width * layer.inner / (layer.width + layer.inner)
     if rows > _ROWS_OF_GROUPED_MM and products >= _PRODUCTS_OF_GROUPED_MM and is_valid(Variant(GROUPED_MM), layer):
         return Variant(GROUPED_MM)
-    if rows <= 48 and layer.dtype != "fp8":
+    if rows <= 48:
         return Variant(ALIGNED, 64)
-    clustered = rows > _ROWS_OF_CLUSTERS and layer.dtype != "fp8"
+    clustered = rows > (_ROWS_OF_FP8_CLUSTERS if layer.dtype == "fp8" else _ROWS_OF_CLUSTERS)
     return Variant(CLUSTERED, 128) if clustered else Variant(ALIGNED, 128)
 
 
