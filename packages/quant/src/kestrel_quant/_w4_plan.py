@@ -43,7 +43,7 @@ TILES = (
     Tile(192, 128, 1, 2.55),
     Tile(256, 128, 1, 2.62),
 )
-"""In the order of csrc/w4a16_wgmma_launch.cuh. Those without a rate are for few tokens: the estimate leaves them out."""
+"""In the order of csrc/w4a16_wgmma_launch.cuh. The estimate leaves out those without a rate."""
 
 
 class Plan(NamedTuple):
