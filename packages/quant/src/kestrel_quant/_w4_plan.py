@@ -7,12 +7,14 @@ result does not depend on the other rows.
 from __future__ import annotations
 
 import functools
+import math
 from typing import NamedTuple
 
 MMA_TOKENS = 128
 """The most rows of ``w4a16_kernel``."""
-_WGMMA_TOKENS = 2048
+_WGMMA_TOKENS = 1024
 _LEAST = 1 << 20  # elements of a weight for wgmma
+_SMALL = 1 << 22  # up to here, tiles of 64 tokens take up to 128
 _LARGE = 1 << 27  # from here on, tiles of 256 rows take up to 64 tokens
 _SPLITS = 8  # the most slices of K
 _K_STEP = 128
@@ -35,13 +37,13 @@ TILES = (
     Tile(32, 256, 1, 0.0),
     Tile(64, 128, 2, 0.0),
     Tile(64, 256, 1, 0.0),
-    Tile(96, 128, 1, 2.2),
+    Tile(96, 128, 1, 2.07),
     Tile(128, 128, 1, 2.42),
     Tile(128, 192, 1, 2.65),
     Tile(192, 128, 1, 2.55),
     Tile(256, 128, 1, 2.62),
 )
-"""In the order of csrc/w4a16_wgmma_launch.cuh. Those without a rate are for up to 64 tokens."""
+"""In the order of csrc/w4a16_wgmma_launch.cuh. The estimate leaves out those without a rate."""
 
 
 class Plan(NamedTuple):
@@ -63,10 +65,10 @@ def plan(tokens: int, rows: int, columns: int, sms: int) -> Plan:
     elements = rows * columns
     if not sms or tokens <= 16 or tokens > _WGMMA_TOKENS or elements < _LEAST:
         return Plan("mma" if tokens <= MMA_TOKENS else "vendor")
-    if tokens <= 64:
+    tokens = -(-tokens // 32) * 32
+    if tokens <= 64 or (tokens <= 128 and elements <= _SMALL):
         number = (0 if tokens <= 32 else 2) + (elements >= _LARGE)
         return _wgmma(number, tokens, rows, columns, _fill(TILES[number], tokens, rows, columns, sms))
-    tokens = -(-tokens // 32) * 32
     cost, number, splits = min(
         (_us(tile, splits, tokens, rows, columns, sms), number, splits)
         for number, tile in enumerate(TILES)
@@ -83,28 +85,30 @@ def _tiles(tile: Tile, tokens: int, rows: int) -> int:
 
 
 def _fill(tile: Tile, tokens: int, rows: int, columns: int, sms: int) -> int:
-    """Slices of K with which all CTAs run at once."""
-    return max(1, min(_SPLITS, sms * tile.ctas // _tiles(tile, tokens, rows), -(-columns // (2 * _K_STEP))))
+    """Slices of K with which all CTAs run at once; one on each SM where that is soon done."""
+    ctas = 1 if rows * columns <= 1 << 24 else tile.ctas
+    return max(1, min(_SPLITS, sms * ctas // _tiles(tile, tokens, rows), -(-columns // (2 * _K_STEP))))
 
 
 def _wgmma(number: int, tokens: int, rows: int, columns: int, splits: int) -> Plan:
     tile = TILES[number]
     tiles = _tiles(tile, tokens, rows)
     # Clusters of more than two CTAs leave SMs of a GPC free: they pay where they are few.
-    in_cluster = splits <= 2 or (tile.ctas == 2 and tiles <= 8)
+    in_cluster = splits <= 2 or (tile.ctas == 2 and tiles * splits <= 64)
     scratch = 0 if in_cluster else splits * tiles * tile.tokens * tile.rows
     return Plan("wgmma", number, splits, scratch)
 
 
 def _us(tile: Tile, splits: int, tokens: int, rows: int, columns: int, sms: int) -> float:
     """An estimate of the time of a call: waves of CTAs, and the sums of the slices."""
-    tiles = _tiles(tile, tokens, rows)
+    tiles, size = _tiles(tile, tokens, rows), tile.tokens * tile.rows
     waves = -(-tiles * splits // (sms * tile.ctas))
-    steps = -(-columns // (_K_STEP * splits))
-    sums = (0.0, 0.0, 1.0)[splits] if splits <= 2 else 0.3 + splits * tiles * tile.tokens * tile.rows * 8 / 6e6
-    return 2.5 + waves * steps * _K_STEP * tile.tokens * tile.rows / (tile.rate * 1e6) + sums
+    if waves > 1 and splits > 1:
+        return math.inf  # clusters of several waves wait for each other
+    sums = (splits - 1) * 1.5 * size / (1 << 14) if splits <= 2 else 0.8 + splits * tiles * size * 8 / 6e6
+    return 2.5 + waves * -(-columns // (_K_STEP * splits)) * _K_STEP * size / (tile.rate * 1e6) + sums
 
 
 def _vendor_us(tokens: int, rows: int, columns: int, sms: int) -> float:
     """The same for the vendor's GEMM, with the weight written in 16 bits before it."""
-    return 3.5 + rows * columns * (2.53 / 3.9e6 + tokens / (sms * 2.75e6))
+    return 5.5 + rows * columns * (2.53 / 3.9e6 + tokens / (sms * 2.75e6))
