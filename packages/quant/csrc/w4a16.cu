@@ -103,7 +103,9 @@ void launch_group(const W4Params& p, DLDevice device) {
   if (p.tokens <= 8) return launch_tile<T, GROUP, Tile8Rows128, Tile16Rows128>(p, device);
   if (p.tokens <= 16 && !wide) return launch_tile<T, GROUP, Tile16Rows64, Tile16Rows64>(p, device);
   if (p.tokens <= 16) return launch_tile<T, GROUP, Tile16Rows128, Tile16Rows128>(p, device);
-  if (p.tokens <= 32) return launch_tile<T, GROUP, Tile32, Tile64>(p, device);
+  const bool registers_suffice =
+      GROUP != 32 || device_attribute(cudaDevAttrComputeCapabilityMajor, device.device_id) < 10;
+  if (p.tokens <= 32 || !registers_suffice) return launch_tile<T, GROUP, Tile32, Tile64>(p, device);
   launch_tile<T, GROUP, Tile64, Tile64>(p, device);
 }
 

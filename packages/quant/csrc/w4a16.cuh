@@ -184,6 +184,15 @@ struct W4Sums {
   int first_row, first_token, tokens, split;
 };
 
+// Whether the CTA shares K with others of its cluster, by kernels of sm_90 alone: the code costs registers.
+__device__ __forceinline__ bool in_cluster(const W4Params& p) {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ == 900
+  return p.cluster > 1;
+#else
+  return false;
+#endif
+}
+
 // Packs of four rows of a token: how many there are, how many of them each CTA of a cluster finishes at most, and how
 // many the CTA `rank` does.
 struct W4Packs {
@@ -199,7 +208,7 @@ template <typename T, int ROWS>
 __device__ __forceinline__ void finish_sums(const W4Params& p, const W4Sums& sums, const uint64_t* received, int thread,
                                             int threads) {
   constexpr int row_packs = ROWS / 4;
-  const int rank = p.cluster > 1 ? sums.split % p.cluster : 0;
+  const int rank = in_cluster(p) ? sums.split % p.cluster : 0;
   const W4Packs packs(sums.tokens, ROWS, p.cluster, rank);
   const auto finish = [&](int token, int row, float4 sum) {
     if (sums.first_row + row >= p.outputs) return;
@@ -212,7 +221,7 @@ __device__ __forceinline__ void finish_sums(const W4Params& p, const W4Sums& sum
   };
   const auto place = [&](int pack) { return sums.at + pack / row_packs * sums.pitch + pack % row_packs * 4; };
   float4* const from_peers = reinterpret_cast<float4*>(sums.at + p.parts * sums.slice);  // [peer][pack]
-  if (p.cluster > 1) {
+  if (in_cluster(p)) {
     __syncwarp();
     ptx::cluster_wait();  // that memory is free in all CTAs
   }
@@ -221,7 +230,7 @@ __device__ __forceinline__ void finish_sums(const W4Params& p, const W4Sums& sum
     float4 sum = *reinterpret_cast<const float4*>(from);
     for (int k = 1; k < p.parts; ++k) sum = added(sum, *reinterpret_cast<const float4*>(from + k * sums.slice));
     const int owner = pack / packs.most;
-    if (p.cluster == 1) {
+    if (!in_cluster(p)) {
       finish(pack / row_packs, pack % row_packs * 4, sum);
     } else if (owner == rank) {
       *reinterpret_cast<float4*>(from) = sum;
@@ -231,7 +240,7 @@ __device__ __forceinline__ void finish_sums(const W4Params& p, const W4Sums& sum
                        ptx::map_shared(ptx::shared_address(received), owner));
     }
   }
-  if (p.cluster == 1) return;
+  if (!in_cluster(p)) return;
   __syncthreads();
   ptx::mbarrier_wait_cluster(received, 0);
   for (int i = thread; i < packs.own; i += threads) {
@@ -253,6 +262,9 @@ template <typename T, int GROUP, typename Tile>
 __global__ void __launch_bounds__(Tile::threads* Tile::parts, 1) w4a16_kernel(const __grid_constant__ W4Params p) {
   using Stage = W4Stage<Tile, GROUP>;
   constexpr int MT = Tile::m_tiles, NT = Tile::n_tiles, S = Tile::stages;
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
+  if constexpr (NT == 8 && GROUP == 32) return;  // it would spill; launch_group() has the tile of 32 tokens instead
+#endif
   extern __shared__ __align__(128) char all_memory[];
   const int thread = threadIdx.x % Tile::threads, part_of_cta = threadIdx.x / Tile::threads;
   char* const memory = all_memory + part_of_cta * Stage::ring_bytes;  // the ring of this slice of K
@@ -265,7 +277,7 @@ __global__ void __launch_bounds__(Tile::threads* Tile::parts, 1) w4a16_kernel(co
   const int first_step = static_cast<int>(int64_t{p.steps} * k_slice / k_slices);
   const int last_step = static_cast<int>(int64_t{p.steps} * (k_slice + 1) / k_slices);
   __shared__ uint64_t received;  // bytes of the sums of other CTAs
-  if (p.cluster > 1 && threadIdx.x == 0) {
+  if (in_cluster(p) && threadIdx.x == 0) {
     const int own = W4Packs(tokens, Tile::rows, p.cluster, split % p.cluster).own;
     ptx::mbarrier_init(&received, 1);
     ptx::fence_mbarrier_init();
@@ -463,7 +475,7 @@ __global__ void __launch_bounds__(Tile::threads* Tile::parts, 1) w4a16_kernel(co
   // CTA, then over its cluster or, through p.partial, by w4a16_sum_kernel.
   ptx::cp_async_wait_all();
   __syncthreads();
-  if (p.cluster > 1) ptx::cluster_arrive_relaxed();
+  if (in_cluster(p)) ptx::cluster_arrive_relaxed();
   static_assert(Stage::ring_bytes >= 2 * Stage::sum_bytes, "peers' sums have room behind the CTA's");
   constexpr int pitch = Stage::sum_pitch;
   float* const sums = reinterpret_cast<float*>(all_memory);

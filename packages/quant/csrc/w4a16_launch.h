@@ -12,13 +12,14 @@ template <typename T, typename Params>
 void launch_slices(void (*kernel)(Params), Params p, int row_tiles, int token_tiles, int threads, int shared_bytes,
                    DLDevice device) {
   const int sms = device_attribute(cudaDevAttrMultiProcessorCount, device.device_id);
-  // Clusters of more than two CTAs leave SMs of a GPC free: they fill the GPU in two waves.
-  const int major = device_attribute(cudaDevAttrComputeCapabilityMajor, device.device_id);
-  const bool clusters = major >= 9 && (p.splits <= 2 || row_tiles * token_tiles * p.splits <= sms * 3 / 4);
+  // Clusters of more than two CTAs leave SMs of a GPC free: they fill the GPU in two waves. Kernels have the code of
+  // clusters on sm_90 alone.
+  const bool hopper = device_attribute(cudaDevAttrComputeCapabilityMajor, device.device_id) == 9;
+  const bool clusters = hopper && (p.splits <= 2 || row_tiles * token_tiles * p.splits <= sms * 3 / 4);
   if (clusters || p.splits == 1) {
     p.partial = nullptr;
   } else if (!p.partial) {
-    p.splits = major >= 9 ? 2 : 1;
+    p.splits = hopper ? 2 : 1;
   }
   p.cluster = p.partial ? 1 : p.splits;
   launch_pdl(kernel, dim3(row_tiles * p.splits, token_tiles), dim3(threads), device, p, shared_bytes, p.cluster);

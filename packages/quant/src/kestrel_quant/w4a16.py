@@ -259,7 +259,7 @@ def _w4a16_linear(
             torch.add(torch.mm(x, weight.T, out_dtype=torch.float32), bias, out=into)
     else:
         floats = chosen.scratch
-        if chosen.kernel == "mma" and x.is_cuda and (tokens > _TOKENS_OF_CLUSTERS or device.capability < (9, 0)):
+        if chosen.kernel == "mma" and x.is_cuda and (tokens > _TOKENS_OF_CLUSTERS or device.capability[0] != 9):
             floats = min(_SPLITS * tokens * rows, _MOST_PARTIAL)
         scratch = empty(x, torch.float32, floats) if floats else None
         kernels.w4a16_linear(into, x, codes, scales, zeros, group_size, bias, scratch, chosen.tile, chosen.splits)
