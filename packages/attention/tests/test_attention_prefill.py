@@ -10,6 +10,7 @@ import torch
 
 from kestrel_attention import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache, prefill
 from kestrel_attention.arguments import Dense, Packed
+from kestrel_attention.kernels.constants import SPLIT_ROWS
 from kestrel_attention.kernels.variants import (
     PREFILL,
     PREFILL_FP8,
@@ -228,7 +229,11 @@ def test_a_batch_of_any_size_is_split_alike(heads):
         ({"heads": 2, "max_queries": 17, "max_keys": 8192}, 16, 16),
         ({"heads": 2, "max_queries": 17, "max_keys": 1000}, 16, 2),
         ({"heads": 2, "max_queries": 17, "max_keys": 1000, "head_dim": 256}, 16, 4),
-        ({"heads": 2, "max_queries": 17, "max_keys": 8192, "packed_queries": True}, 1, 1),
+        ({"heads": 2, "max_queries": 17, "max_keys": 8192, "packed_queries": True, "batch": 3}, 0, 16),
+        ({"heads": 32, "max_queries": 512, "max_keys": 8192, "packed_queries": True, "batch": 3}, 0, 4),
+        ({"heads": 67, "kv_heads": 67, "max_queries": 17, "max_keys": 8192, "packed_queries": True, "batch": 3}, 1, 1),
+        ({"heads": 2, "max_queries": 17, "max_keys": 512, "packed_queries": True, "batch": 3}, 1, 1),
+        ({"heads": 32, "max_queries": 128, "max_keys": 8192, "packed_queries": True, "batch": 1}, 4, 4),
         ({"heads": 2, "max_queries": 17, "max_keys": 8192, "hopper": False}, 1, 1),
     ],
 )
@@ -290,13 +295,13 @@ def test_calls_at_the_limits_of_32_bit_numbers_and_grids(how, fits):
             plan_prefill(problem(**how))
 
 
-def test_blocks_of_the_combine_kernel_are_those_of_the_kernel_that_split():
+def test_kernels_that_split_dense_keys_have_blocks_of_128_rows():
     for head_dim in range(16, 257, 16):
         for batch, queries, heads in ((1, 40, 2), (300, 128, 2), (5000, 100, 20), (1, 1000, 8)):
             sizes = {"batch": batch, "max_queries": queries, "max_keys": 8192, "heads": heads, "head_dim": head_dim}
             plan = plan_prefill(problem(**sizes, hopper=True))
             assert plan.scalars.num_splits > 1
-            assert plan.combine.block_rows == plan.variant.block_rows
+            assert plan.variant.block_rows == SPLIT_ROWS
 
 
 @pytest.mark.parametrize(

@@ -452,10 +452,48 @@ def test_splits_have_scratch_memory_for_every_row_and_are_combined(hopper, with_
     for field in ("mPartialOut", "mPartialLse", "mNumSplits", "mOut", "mLse"):
         assert combine[field] is attend[field], field
     assert (combine["mOut"], combine["mLse"]) == (out, lse)
-    assert (combine["block_rows"], combine["has_sinks"]) == (128, int(with_sinks))
+    assert (combine["has_sinks"], combine["batch"]) == (int(with_sinks), 3)
+    for field in ("packed_queries", "max_queries", "split_blocks", "partials_of_row", "partials_of_sequence"):
+        assert combine[field] == attend[field], field
+    assert (attend["split_blocks"], attend["partials_of_row"], attend["partials_of_sequence"]) == (2, 0, splits * 200)
     if with_sinks:
         assert combine["mSinks"] is attend["mSinks"]
         assert combine["mSinks"].dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("queries", "max_queries", "expected"),
+    [
+        ([40, 0, 20], 40, {"num_splits": 4, "split_blocks": 1, "partials_of_row": 4, "partials_of_sequence": 0}),
+        ([300, 20], 300, {"num_splits": 4, "split_blocks": 3, "partials_of_row": 4, "partials_of_sequence": 0}),
+        ([700, 700], 700, {"num_splits": 4, "split_blocks": 6, "partials_of_row": 0, "partials_of_sequence": 2800}),
+        ([5000, 5000], 5000, {"num_splits": 4, "split_blocks": 33, "partials_of_row": 0, "partials_of_sequence": 8448}),
+    ],
+)
+def test_splits_of_packed_sequences_follow_their_own_lengths(hopper, queries, max_queries, expected):
+    """Scratch memory is that of all rows, or that of the most rows of a sequence that is split."""
+    q, k = half(sum(queries), 2, 64), half(2000 * len(queries), 1, 64)
+    starts_q, starts_k = ints(0, *torch.tensor(queries).cumsum(0)), ints(*range(0, len(k) + 1, 2000))
+    starts = {"cu_seqlens_q": starts_q, "cu_seqlens_k": starts_k}
+    packed(q=q, k=k, v=k.clone(), **starts, max_seqlen_q=max_queries, max_seqlen_k=2000)
+    (_, attend), (_, combine) = hopper.calls
+    assert attend["split_limit"] == 0
+    assert {field: attend[field] for field in expected} == expected
+    rows = attend["partials_of_row"] * len(q) + attend["partials_of_sequence"] * len(queries)
+    assert attend["mPartialLse"].numel() == 2 * rows
+    assert attend["mNumSplits"].numel() == len(queries) * 2 * expected["split_blocks"]
+    assert combine["mStartQ"] is attend["mStartQ"]
+
+
+def test_a_packed_sequence_alone_is_split_as_a_dense_one(hopper):
+    starts = {"cu_seqlens_q": ints(0, 200), "cu_seqlens_k": ints(0, 2000)}
+    q, k = half(200, 2, 64), half(2000, 1, 64)
+    packed(q=q, k=k, v=k.clone(), **starts, max_seqlen_q=200, max_seqlen_k=2000)
+    dense(q=q[None], k=k[None], v=k[None].clone())
+    fields = ("num_splits", "split_limit", "split_blocks", "partials_of_row", "partials_of_sequence")
+    (first, second) = ([given[field] for field in fields] for name, given in hopper.calls if "combine" not in name)
+    assert first == second
+    assert first[0] > 1
 
 
 @pytest.mark.parametrize(
@@ -485,9 +523,9 @@ def test_a_counter_of_works_starts_at_zero_in_each_call(hopper):
         dense(q=half(1, 6000, 16, 8), k=half(1, 10, 16, 8), v=half(1, 10, 16, 8), causal=True)
     first, second = (given for _, given in hopper.calls)
     assert first["has_counter"] == second["has_counter"] == 1
-    assert first["mNumSplits"].tolist() == second["mNumSplits"].tolist() == [0]
-    assert first["mNumSplits"].data_ptr() != second["mNumSplits"].data_ptr()
-    assert first["mNumSplits"].dtype == torch.int32
+    assert first["mCounter"].tolist() == second["mCounter"].tolist() == [0]
+    assert first["mCounter"].data_ptr() != second["mCounter"].data_ptr()
+    assert first["mCounter"].dtype == torch.int32
 
 
 def test_tests_can_choose_the_portable_kernel_on_hopper(hopper, monkeypatch):

@@ -42,7 +42,7 @@ class Tensors(NamedTuple):
     v_scale: torch.Tensor | None = None
 
 
-_SINKS = Tensors._fields.index("sinks")
+_SINKS, _STARTS = Tensors._fields.index("sinks"), Tensors._fields.index("starts_q")
 Attend = Callable[..., None]
 """(q, k, v, tensors, out, lse, append=None): runs the kernel. All of 4 dimensions as a cache, LSE of 3.
 
@@ -62,10 +62,9 @@ def _attend(problem: PrefillProblem, like: torch.Tensor) -> Attend:
     kernel = _binary.kernel(plan.variant, device)
     scalars, batch, codes = plan.scalars, problem.batch, problem.cache != "same"
     fp8_products = isinstance(plan.variant, Fp8PrefillVariant)
-    num_splits, row_blocks = scalars.num_splits, -(-problem.max_queries // plan.combine.block_rows)
-    rows = num_splits * batch * problem.max_queries * problem.heads
+    rows, split_blocks = plan.partial_rows * problem.heads, batch * problem.heads * scalars.split_blocks
     combine = None
-    if num_splits > 1:
+    if scalars.num_splits > 1:
         combine = _binary.kernel(NAMED[f"prefill_combine_{problem.dtype}"], device)
     no_int, no_float = unused(torch.int32, device), unused(torch.float32, device)
     no_table = unused(torch.int32, device, 2)
@@ -96,15 +95,16 @@ def _attend(problem: PrefillProblem, like: torch.Tensor) -> Attend:
         if combine is not None:
             partial_out = torch.empty(rows * problem.head_dim, dtype=torch.float32, device=device)
             partial_lse = torch.empty(rows, dtype=torch.float32, device=device)
-            splits = torch.empty(batch * problem.heads * row_blocks, dtype=torch.int32, device=device)
+            splits = torch.empty(split_blocks, dtype=torch.int32, device=device)
             scratch = (partial_out, partial_lse, splits)
-        elif scalars.has_counter:
-            scratch = (no_float, no_float, torch.zeros(1, dtype=torch.int32, device=device))
+        counter = no_int
+        if scalars.has_counter:
+            counter = torch.zeros(1, dtype=torch.int32, device=device)
         if append is not None:
             append()
-        kernel(q, k, v, *tensors, out, lse, *scratch, *scalars, batch)
+        kernel(q, k, v, *tensors, out, lse, *scratch, counter, *scalars, batch)
         if combine is not None:
-            combine(out, lse, *scratch, tensors[_SINKS], *plan.combine)
+            combine(out, lse, *scratch, tensors[_SINKS], tensors[_STARTS], *plan.combine, batch)
 
     return attend
 
@@ -214,6 +214,7 @@ def make_packed(key: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, giv
         max_keys=min(given.max_seqlen_k, held),
         page_size=max(1, slots),
         packed_queries=True,
+        total_queries=total,
         key_starts=(2 if paged else 1) if not paged or given.seqused_k is None else 0,
         has_lengths=given.seqused_k is not None,
         has_block_table=paged,

@@ -64,7 +64,7 @@ class Work(NamedTuple):
 
     num_tiles: Int32  # of keys; negative: there is no more work
     first_tile: Int32  # of a split
-    partial: Int32  # index of the split's partial results, in blocks of mOut; negative: it has final results
+    partial: Int32  # partial row of the block's first row in this split; negative: it has final results
     prefix_tiles: Int32
     gap: Int32  # tile n >= prefix_tiles has the keys from key_tile (n + gap) on
     rows: Int32
@@ -208,6 +208,7 @@ class PrefillBase:
             mPartialOut=arguments.any_strides(Float32, cute.sym_int64()),
             mPartialLse=arguments.any_strides(Float32, cute.sym_int()),
             mNumSplits=arguments.any_strides(Int32, cute.sym_int()),
+            mCounter=arguments.any_strides(Int32, cute.sym_int()),
         )
         return (*tensors, *parameters.compile_time(PrefillScalars), Int32(1), arguments.torch_stream())
 
@@ -258,8 +259,8 @@ class PrefillBase:
         return keys, length
 
     @cute.jit
-    def work_of(self, tensors, scalars, sequence, head, kv_head, row_block, keys: Keys, length):
-        """The work of a block of rows, and the address of its first row."""
+    def work_of(self, tensors, scalars, sequence, head, kv_head, first_row, block_rows, keys: Keys, length):
+        """The work of a block of rows of a sequence, and the address of its first row."""
         mQ = tensors.mQ
         query_block, first_query, num_queries = sequence, Int32(0), scalars.max_queries
         if scalars.packed_queries != 0:
@@ -274,10 +275,9 @@ class PrefillBase:
         if scalars.has_prefix_lens != 0:
             prefix = tensors.mPrefix[sequence]
         prefix = cutlass.max(cutlass.min(prefix, held), 0)
-        first_row = row_block * self.block_rows
         query = Int64(query_block) * mQ.stride[0] + Int64(first_query + first_row) * mQ.stride[1]
         query = mQ.iterator.toint() + self.element_bytes * (query + Int64(head) * mQ.stride[2])
-        rows = cutlass.min(num_rows - first_row, self.block_rows)
+        rows = cutlass.min(num_rows - first_row, block_rows)
         position = length - num_queries + first_row
         start, _ = scores.window(position, scalars, held)
         _, end = scores.window(position + rows - 1, scalars, held)
@@ -561,3 +561,21 @@ def bits_below(count: Int32) -> Uint32:
 def divide(a: Int32, b: Int32) -> Int32:
     """a // b of non-negative integers."""
     return ptx.div_u32(Uint32(a), Uint32(b)).to(Int32)
+
+
+def clamp(x: Int32, low: int, high: int) -> Int32:
+    """x, or the nearer bound."""
+    return cutlass.min(cutlass.max(x, low), high)
+
+
+@cute.jit
+def queries_of(mStartQ, mQ, scalars, sequence):
+    """The first query of a sequence in its block of mQ, and the number of its queries."""
+    first_query, num_queries = Int32(0), scalars.max_queries
+    if scalars.packed_queries != 0:
+        first_query = mStartQ[sequence]
+        num_queries = cutlass.min(mStartQ[sequence + 1] - first_query, scalars.max_queries)
+        num_queries = cutlass.min(num_queries, mQ.shape[1] - first_query)
+        if first_query < 0:
+            num_queries = Int32(0)
+    return first_query, num_queries

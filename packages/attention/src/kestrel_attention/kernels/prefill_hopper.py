@@ -44,8 +44,8 @@ class PrefillHopper(HopperProducer):
         tensors, scalars = PrefillTensors(*given[:num_tensors]), PrefillScalars(*given[num_tensors:-2])
         batch = given[-2]
         heads = tensors.mQ.shape[2]
-        row_blocks = cute.ceil_div(scalars.max_queries, self.block_rows)
-        count = row_blocks * heads * batch * scalars.num_splits
+        row_blocks = cutlass.max(cute.ceil_div(scalars.max_queries, self.block_rows), scalars.split_blocks)
+        count = (row_blocks + scalars.split_blocks * (scalars.num_splits - 1)) * heads * batch
         maps = (None, None)
         if cutlass.const_expr(self.boxes):
             maps = (self.tensor_map(tensors.mK), self.tensor_map(tensors.mV))
@@ -227,7 +227,7 @@ class PrefillHopper(HopperProducer):
             base = self.log2_unit(rMax[r], scale[r])
             factor = cutlass.select_(total == 0.0, Float32(0.0), work.v_scale / total)
             row = first_row + g + 8 * r
-            at = (Int64(work.partial) * mQ.shape[1] + work.out_row + row) * mQ.shape[2] + work.head
+            at = (Int64(work.partial) + row) * mQ.shape[2] + work.head
             to = tensors.mPartialOut.iterator.toint() + 4 * at * mQ.shape[3]
             if row < work.rows:
                 if t == 0:

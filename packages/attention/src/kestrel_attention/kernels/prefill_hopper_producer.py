@@ -17,10 +17,11 @@ from cutlass import Float32, Int32, Int64, Uint32
 
 from kestrel_runtime.cute_dsl import hopper, ptx
 
-from .constants import BOX_ROWS, MIN_SPLIT_TILES
+from .constants import BOX_ROWS, MIN_SPLIT_TILES, SPLIT_ROWS
 from .formats import E4m3, E5m2
 from .parameters import PrefillScalars
-from .prefill_base import Keys, Located, PrefillBase, Work, divide
+from .prefill_base import Keys, Located, PrefillBase, Work, clamp, divide, queries_of
+from .splits import prefill_split_limit
 
 PRODUCERS = 128  # threads
 WARPGROUP_ROWS = 64
@@ -154,9 +155,17 @@ class HopperProducer(PrefillBase):
         return PRODUCERS + 128 * self.consumers
 
     @cute.jit
-    def place(self, scalars: PrefillScalars, row_blocks, heads, index):
-        """The coordinates of a work index: section of heads by section, row blocks with the most keys first."""
-        section_blocks = scalars.section_heads * row_blocks * scalars.num_splits
+    def place(self, scalars: PrefillScalars, row_blocks, heads, batch, index):
+        """The coordinates of a work index: section of heads by section, row blocks with the most keys first.
+
+        The first splits of all blocks come first, then the others. Those that a sequence does not have are skipped.
+        """
+        first_splits = row_blocks * heads * batch
+        first = index < first_splits
+        index = index - cutlass.select_(first, Int32(0), first_splits)
+        row_blocks = cutlass.select_(first, row_blocks, scalars.split_blocks)
+        splits = cutlass.select_(first, Int32(1), scalars.num_splits - 1)
+        section_blocks = scalars.section_heads * row_blocks * splits
         section = divide(index, section_blocks)
         in_section = index - section * section_blocks
         sections = divide(heads, scalars.section_heads)
@@ -164,19 +173,32 @@ class HopperProducer(PrefillBase):
         of_head = divide(in_section, scalars.section_heads)
         head = (section - sequence * sections) * scalars.section_heads
         head = head + in_section - of_head * scalars.section_heads
-        longest_first = divide(of_head, scalars.num_splits)
-        return Place(sequence, head, row_blocks - 1 - longest_first, of_head - longest_first * scalars.num_splits)
+        longest_first = divide(of_head, splits)
+        split = of_head - longest_first * splits + cutlass.select_(first, Int32(0), Int32(1))
+        return Place(sequence, head, row_blocks - 1 - longest_first, split)
 
     @cute.jit
-    def split(self, tensors, scalars, at: Place, row_blocks, work: Work):
+    @cute.jit
+    def split_limit(self, scalars, num_queries, heads):
+        """The most splits of the blocks of rows of a sequence."""
+        limit = scalars.split_limit
+        if limit == 0:
+            limit = prefill_split_limit(cutlass.max(num_queries, 1), heads, divide, clamp)
+        return limit
+
+    @cute.jit
+    def split(self, tensors, scalars, at: Place, limit, first_query, num_queries, first_row, work: Work):
         """The part of a work item in split ``at.split``; 0 rows if the item has fewer splits."""
-        each = cutlass.max((work.num_tiles + scalars.split_limit - 1) // scalars.split_limit, MIN_SPLIT_TILES)
-        num_splits = cutlass.max((work.num_tiles + each - 1) // each, 1)
+        each = cutlass.max(divide(cutlass.max(work.num_tiles, 0) + limit - 1, limit), MIN_SPLIT_TILES)
+        num_splits = cutlass.max(divide(cutlass.max(work.num_tiles, 0) + each - 1, each), 1)
         first = at.split * each
-        partial = cutlass.select_(num_splits > 1, at.split * tensors.mQ.shape[0] + work.out_block, Int32(-1))
-        if scalars.num_splits > 1 and at.split == 0 and cute.arch.thread_idx()[0] == 0:
-            row_block = (work.out_block * tensors.mQ.shape[2] + work.head) * row_blocks + at.row_block
-            tensors.mNumSplits[row_block] = num_splits
+        partial = Int32(-1)
+        if num_splits > 1:
+            partial = first_query * scalars.partials_of_row + at.sequence * scalars.partials_of_sequence
+            partial = partial + at.split * num_queries + first_row
+        if at.split == 0 and at.row_block < scalars.split_blocks and cute.arch.thread_idx()[0] == 0:
+            of_head = at.sequence * tensors.mQ.shape[2] + work.head
+            tensors.mNumSplits[of_head * scalars.split_blocks + at.row_block] = num_splits
         return work._replace(
             num_tiles=cutlass.min(work.num_tiles - first, each),
             first_tile=first,
@@ -205,29 +227,38 @@ class HopperProducer(PrefillBase):
         while index < count:
             following = index + step
             if scalars.has_counter != 0 and tid == 0:
-                following = ptx.atomic_add(tensors.mNumSplits.iterator.toint(), Int32(1)) + step
-            at = self.place(scalars, row_blocks, tensors.mQ.shape[2], index)
+                following = ptx.atomic_add(tensors.mCounter.iterator.toint(), Int32(1)) + step
+            at = self.place(scalars, row_blocks, tensors.mQ.shape[2], batch, index)
+            first_query, num_queries = queries_of(tensors.mStartQ, tensors.mQ, scalars, at.sequence)
+            limit = self.split_limit(scalars, num_queries, tensors.mQ.shape[2])
+            block_rows = Int32(self.block_rows)
+            if cutlass.const_expr(self.block_rows > SPLIT_ROWS):  # bits of splits depend on the rows of a block
+                block_rows = cutlass.select_(limit > 1, Int32(SPLIT_ROWS), block_rows)
+            first_row = at.row_block * block_rows
             kv_head = divide(at.head, scalars.group_size)
-            keys, length = self.keys_of(tensors, scalars, at.sequence, kv_head)
-            work, query = self.work_of(tensors, scalars, at.sequence, at.head, kv_head, at.row_block, keys, length)
-            work = self.split(tensors, scalars, at, row_blocks, work)
-            if work.rows > 0:
-                if work.num_tiles > 0:
-                    self.look_up(rPage, keys, self.tile_at(work, Int32(0)), warp, lane)
-                buffer, parity = works % self.query_buffers, (works // self.query_buffers & 1) ^ 1
-                hopper.mbarrier_wait(pipe.queries_empty + 8 * buffer, parity)
-                if tid == 0:
-                    self.write_work(pipe.works + buffer * WORK_BYTES, work)
-                    hopper.mbarrier_arrive(pipe.queries_full + 8 * buffer)
-                self.load_block(tensors.mQ, pipe.queries + buffer * self.buffer_bytes, query, work.rows, tid)
-                hopper.mbarrier_arrive_after_copies(pipe.queries_full + 8 * buffer)
-                works += 1
-                if cutlass.const_expr(self.codes):
-                    self.produce_codes(pipe, scalars, keys, work, kv_head, rPage, loaded, warp, lane)
-                else:
-                    self.produce_rows(pipe, keys, work, kv_head, rPage, loaded, warp, lane)
-                loaded += work.num_tiles
-            if scalars.packed_queries != 0 and at.row_block == 0:
+            if at.split < limit and first_row < num_queries:
+                keys, length = self.keys_of(tensors, scalars, at.sequence, kv_head)
+                work, query = self.work_of(
+                    tensors, scalars, at.sequence, at.head, kv_head, first_row, block_rows, keys, length
+                )
+                work = self.split(tensors, scalars, at, limit, first_query, num_queries, first_row, work)
+                if work.rows > 0:
+                    if work.num_tiles > 0:
+                        self.look_up(rPage, keys, self.tile_at(work, Int32(0)), warp, lane)
+                    buffer, parity = works % self.query_buffers, (works // self.query_buffers & 1) ^ 1
+                    hopper.mbarrier_wait(pipe.queries_empty + 8 * buffer, parity)
+                    if tid == 0:
+                        self.write_work(pipe.works + buffer * WORK_BYTES, work)
+                        hopper.mbarrier_arrive(pipe.queries_full + 8 * buffer)
+                    self.load_block(tensors.mQ, pipe.queries + buffer * self.buffer_bytes, query, work.rows, tid)
+                    hopper.mbarrier_arrive_after_copies(pipe.queries_full + 8 * buffer)
+                    works += 1
+                    if cutlass.const_expr(self.codes):
+                        self.produce_codes(pipe, scalars, keys, work, kv_head, rPage, loaded, warp, lane)
+                    else:
+                        self.produce_rows(pipe, keys, work, kv_head, rPage, loaded, warp, lane)
+                    loaded += work.num_tiles
+            if scalars.packed_queries != 0 and at.row_block == 0 and at.split == 0:
                 self.clear_around(tensors, scalars, at.sequence, batch, at.head, tid)
             if scalars.has_counter != 0:  # tid 0 tells the others; two places in turn, so that all have read the last
                 place = pipe.following + 4 * (visited & 1)
