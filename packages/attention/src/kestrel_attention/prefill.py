@@ -258,7 +258,7 @@ def make_packed(key: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, giv
 def make_cached(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, new: Sequence[torch.Tensor], given: Cached
 ) -> Launch:
-    """A launch as decode.py makes them, for more queries than it covers. A sequence is not split."""
+    """A launch as decode.py makes them, for more queries than it covers."""
     scales = Scales(None, given.codes.k_scale, given.codes.v_scale)
     batch, queries, heads, _ = q.shape
     page_size, paged = k_cache.shape[1], given.block_table is not None

@@ -54,9 +54,10 @@ class PrefillCombine:
         rows = cutlass.min(scalars.max_queries, scalars.split_blocks * SPLIT_ROWS)
         items = tensors.mOut.shape[2] * cute.ceil_div(rows, WARPS)
         # Most packed sequences may have no splits, so a thread block looks at all of them.
-        sequences = cutlass.select_(scalars.packed_queries != 0, Int32(1), batch)
+        sequences = Int32(cutlass.select_(scalars.packed_queries != 0, Int32(1), batch))
+        blocks = Int32(cutlass.select_(sequences > 1, items, cutlass.min(items, MAX_BLOCKS)))
         self.kernel(tensors, scalars, rows, items, batch).launch(
-            grid=[cutlass.select_(sequences > 1, items, cutlass.min(items, MAX_BLOCKS)), sequences, 1],
+            grid=[blocks, sequences, 1],
             block=[32 * WARPS, 1, 1],
             stream=given[-1],
             use_pdl=self.pdl,

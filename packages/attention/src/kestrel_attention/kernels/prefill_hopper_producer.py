@@ -178,7 +178,6 @@ class HopperProducer(PrefillBase):
         return Place(sequence, head, row_blocks - 1 - longest_first, split)
 
     @cute.jit
-    @cute.jit
     def split_limit(self, scalars, num_queries, heads):
         """The most splits of the blocks of rows of a sequence."""
         limit = scalars.split_limit
