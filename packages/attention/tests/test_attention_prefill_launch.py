@@ -466,8 +466,8 @@ def test_splits_have_scratch_memory_for_every_row_and_are_combined(hopper, with_
     [
         ([40, 0, 20], 40, {"num_splits": 4, "split_blocks": 1, "partials_of_row": 4, "partials_of_sequence": 0}),
         ([300, 20], 300, {"num_splits": 4, "split_blocks": 3, "partials_of_row": 4, "partials_of_sequence": 0}),
-        ([700, 700], 700, {"num_splits": 4, "split_blocks": 6, "partials_of_row": 0, "partials_of_sequence": 2800}),
-        ([5000, 5000], 5000, {"num_splits": 4, "split_blocks": 33, "partials_of_row": 0, "partials_of_sequence": 8448}),
+        ([700, 640], 700, {"num_splits": 4, "split_blocks": 6, "partials_of_row": 4, "partials_of_sequence": 0}),
+        ([5000, 4000], 5000, {"num_splits": 4, "split_blocks": 33, "partials_of_row": 0, "partials_of_sequence": 8448}),
     ],
 )
 def test_splits_of_packed_sequences_follow_their_own_lengths(hopper, queries, max_queries, expected):
@@ -485,11 +485,13 @@ def test_splits_of_packed_sequences_follow_their_own_lengths(hopper, queries, ma
     assert combine["mStartQ"] is attend["mStartQ"]
 
 
-def test_a_packed_sequence_alone_is_split_as_a_dense_one(hopper):
-    starts = {"cu_seqlens_q": ints(0, 200), "cu_seqlens_k": ints(0, 2000)}
-    q, k = half(200, 2, 64), half(2000, 1, 64)
-    packed(q=q, k=k, v=k.clone(), **starts, max_seqlen_q=200, max_seqlen_k=2000)
-    dense(q=q[None], k=k[None], v=k[None].clone())
+@pytest.mark.parametrize("batch", [1, 3])
+def test_packed_sequences_of_equal_lengths_are_split_as_dense_ones(hopper, batch):
+    starts = {"cu_seqlens_q": ints(*range(0, 200 * batch + 1, 200)), "cu_seqlens_k": ints(*range(0, 2000 * batch + 1, 2000))}
+    q, k = half(batch, 200, 2, 64), half(batch, 2000, 1, 64)
+    given = {"q": q.flatten(0, 1), "k": k.flatten(0, 1), "v": k.flatten(0, 1).clone()}
+    packed(**given, **starts, max_seqlen_q=200, max_seqlen_k=2000)
+    dense(q=q, k=k, v=k.clone())
     fields = ("num_splits", "split_limit", "split_blocks", "partials_of_row", "partials_of_sequence")
     (first, second) = ([given[field] for field in fields] for name, given in hopper.calls if "combine" not in name)
     assert first == second

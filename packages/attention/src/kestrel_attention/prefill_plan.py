@@ -176,7 +176,7 @@ UNSPLIT = Splits(1, 1, 0, 0, 0, 0)
 
 def splits_of(problem: PrefillProblem, key_tile: int) -> Splits:
     """Splits by the queries and keys of each sequence, whatever its batch. Of packed sequences these are known on the
-    device alone, so the launch has work for any lengths; a packed sequence alone has all queries."""
+    device alone, so the launch has work for any lengths, unless every sequence must have as many as the longest."""
     most_of_keys = -(-problem.max_keys // (MIN_SPLIT_TILES * key_tile))
     row_blocks = max(1, -(-problem.max_queries // SPLIT_ROWS))
     if not problem.hopper:
@@ -185,7 +185,7 @@ def splits_of(problem: PrefillProblem, key_tile: int) -> Splits:
     def limit_of(blocks: int) -> int:
         return int(prefill_split_limit(blocks * SPLIT_ROWS, problem.heads, operator.floordiv, _clamp))
 
-    unknown = problem.packed_queries and problem.batch > 1
+    unknown = problem.packed_queries and 1 < problem.batch and problem.total_queries < problem.batch * problem.max_queries
     sizes = range(1, min(row_blocks, MULTIPROCESSORS) + 1) if unknown else (row_blocks,)
     found = {blocks: min(limit_of(blocks), most_of_keys) for blocks in sizes}
     found = {blocks: splits for blocks, splits in found.items() if splits > 1}

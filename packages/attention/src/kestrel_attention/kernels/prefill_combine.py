@@ -23,6 +23,7 @@ from .scores import LOG2_E
 WARPS = 4
 MAX_BLOCKS = 1056  # of one launch over packed sequences: eight per multiprocessor
 DIMS = 128  # per iteration of a warp: four per lane
+TOGETHER = 4  # splits whose results are loaded at once
 
 
 @dataclass(frozen=True)
@@ -101,33 +102,45 @@ class PrefillCombine:
             sink = -Float32.inf
             if scalars.has_sinks != 0:
                 sink = tensors.mSinks[head]
-            largest = sink
-            for split in cutlass.range(num_splits, unroll=1):
-                largest = ptx.fmax(largest, mPartialLse[first + split * stride])
+            # A lane has the weight of a split.
+            lse = mPartialLse[first + cutlass.min(lane, num_splits - 1) * stride]
+            lse = cutlass.select_(lane < num_splits, lse, -Float32.inf)
+            largest = ptx.fmax(sink, lse)
+            for i in cutlass.range_constexpr(5):
+                largest = ptx.fmax(largest, cute.arch.shuffle_sync_bfly(largest, 1 << i))
             base = cutlass.select_(largest == -Float32.inf, Float32(0.0), largest)
-            total = ptx.exp2_approx((sink - base) * LOG2_E)
-            for split in cutlass.range(num_splits, unroll=1):
-                total += ptx.exp2_approx((mPartialLse[first + split * stride] - base) * LOG2_E)
+            weight = ptx.exp2_approx((lse - base) * LOG2_E)
+            total = weight
+            for i in cutlass.range_constexpr(5):
+                total += cute.arch.shuffle_sync_bfly(total, 1 << i)
+            total += ptx.exp2_approx((sink - base) * LOG2_E)
             factor = cutlass.select_(total == 0.0, Float32(0.0), 1.0 / total)
             block, at_row = sequence, row
             if scalars.packed_queries != 0:
                 block, at_row = Int32(0), first_query + row
-            dim = 4 * lane
-            while dim < head_dim:
+            first_dim = Int32(0)
+            while first_dim < head_dim:
+                dim = first_dim + 4 * lane
+                from_dim = cutlass.min(dim, head_dim - 4)
                 rOut = cute.make_rmem_tensor(4, Float32)
                 rOut.fill(0.0)
-                for split in cutlass.range(num_splits, unroll=1):
-                    at = first + split * stride
-                    weight = ptx.exp2_approx((mPartialLse[at] - base) * LOG2_E)
-                    words = ptx.load_global(tensors.mPartialOut.iterator.toint() + 4 * (at * head_dim + dim), 4)
-                    for k in cutlass.range_constexpr(4):
-                        rOut[k] = ptx.fma(weight, ptx.int_as_float(words[k]), rOut[k])
+                for split in cutlass.range(0, num_splits, TOGETHER, unroll=1):
+                    partials = []
+                    for i in cutlass.range_constexpr(TOGETHER):
+                        at = first + cutlass.min(split + i, num_splits - 1) * stride
+                        address = tensors.mPartialOut.iterator.toint() + 4 * (at * head_dim + from_dim)
+                        partials.append(ptx.load_global(address, 4))
+                    for i in cutlass.range_constexpr(TOGETHER):
+                        share = cute.arch.shuffle_sync(weight, split + i)  # 0 past the last split
+                        for k in cutlass.range_constexpr(4):
+                            rOut[k] = ptx.fma(share, ptx.int_as_float(Int32(partials[i][k])), rOut[k])
                 kind = cutlass.const_expr(numeric.ptx_name(self.dtype))
                 four = [rOut[k] * factor for k in range(4)]
                 to = Int64(block) * mOut.stride[0] + Int64(at_row) * mOut.stride[1]
                 to = to + Int64(head) * mOut.stride[2] + dim
                 packed = [ptx.pack_f32x2(four[2 * k], four[2 * k + 1], kind) for k in range(2)]
-                ptx.store_global(mOut.iterator.toint() + 2 * to, packed)
-                dim += DIMS
+                if dim < head_dim:
+                    ptx.store_global(mOut.iterator.toint() + 2 * to, packed)
+                first_dim += DIMS
             if lane == 0:
                 tensors.mLse[block, head, at_row] = base + ptx.log2_approx(total) * (1.0 / LOG2_E)
