@@ -78,7 +78,7 @@ def fp8_attention(
 
 
 def _rounded_to_e4m3(scores: torch.Tensor, lse: torch.Tensor, integers: bool, key_tile: int = 128) -> torch.Tensor:
-    """Normalised weights after their rounding. integers: bases are integers, which a largest score may exceed by 1.75."""
+    """Normalised weights after their rounding. integers: bases are, and a largest score may exceed them by 1.75."""
     keys = scores.shape[-1]
     tiles = torch.nn.functional.pad(scores / math.log(2), (0, -keys % key_tile), value=-math.inf)
     tiles = tiles.unflatten(-1, (-1, key_tile))

@@ -175,10 +175,12 @@ def test_a_replayed_graph_splits_other_lengths(dtype):
     def inputs(seed, queries, keys):
         torch.manual_seed(seed)
         sizes = ((260, 4), (9000, 2), (9000, 2))
-        return [*(random(count, heads, 128, dtype=dtype) for count, heads in sizes), starts_of(queries), starts_of(keys)]
+        return [
+            *(random(count, heads, 128, dtype=dtype) for count, heads in sizes),
+            starts_of(queries),
+            starts_of(keys),
+        ]
 
     args, fresh = inputs(1, [128, 2, 130], [100, 3000, 5900]), inputs(2, [3, 250, 7], [6000, 2900, 64])
     got = graph_replay(call, args, fresh)
     assert same_bits(tuple(got), tuple(call(*fresh)))
-
-

@@ -185,7 +185,9 @@ def splits_of(problem: PrefillProblem, key_tile: int) -> Splits:
     def limit_of(blocks: int) -> int:
         return int(prefill_split_limit(blocks * SPLIT_ROWS, problem.heads, operator.floordiv, _clamp))
 
-    unknown = problem.packed_queries and 1 < problem.batch and problem.total_queries < problem.batch * problem.max_queries
+    unknown = (
+        problem.packed_queries and problem.batch > 1 and problem.total_queries < problem.batch * problem.max_queries
+    )
     sizes = range(1, min(row_blocks, MULTIPROCESSORS) + 1) if unknown else (row_blocks,)
     found = {blocks: min(limit_of(blocks), most_of_keys) for blocks in sizes}
     found = {blocks: splits for blocks, splits in found.items() if splits > 1}

@@ -18,7 +18,7 @@ from kestrel_runtime.cute_dsl import hopper, ptx
 
 from . import scores
 from .prefill_base import Sums, Visible, Work, bits_below, once_if
-from .prefill_fp8 import KIND, PrefillFp8
+from .prefill_fp8 import PrefillFp8
 from .prefill_hopper_producer import Pipe
 
 SLACK = 1.75  # a weight may exceed 2^7 by so many powers of two: e4m3 reaches 2^8.8
