@@ -38,7 +38,7 @@ ENGINE_WAYS = {
     "vllm_kestrel": "vLLM, `KESTREL` and all layers",
 }
 RESULTS = ROOT / "meta" / "results"
-BEGIN, END = "<!-- model: written by tools/model_results.py -->\n", "<!-- end of model -->\n"
+BEGIN, END = "<!-- results of models: written by tools/model_results.py -->\n", "<!-- end of results of models -->\n"
 BLOCK = re.compile(f"{re.escape(BEGIN)}.*?{re.escape(END)}", re.DOTALL)
 
 KV_CACHES = ("auto", "fp8", "int8", "int4")
@@ -424,7 +424,7 @@ def engine_table(name: str, found: Json) -> str:
             figures = f"failed ({row['error'].split(':')[0]}) | | "
         else:
             figures = f"{row['tokens_per_second']:.0f} | {row['first_ms']:.0f} ms | {memory}"
-        weights = {"w4": "4 bits"}.get(row.get("weights", "bf16"), "bf16")
+        weights = {"w4": "4 bits", "w4-head": "4 bits, head too"}.get(row.get("weights", "bf16"), "bf16")
         lines.append(f"| {way} | {weights} | {NAMES[row['kv_cache']]} | {row['batch']} | {figures} |")
     return "\n".join(lines) + "\n"
 

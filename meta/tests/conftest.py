@@ -176,6 +176,19 @@ def tiny_transformer() -> Callable[..., torch.nn.Module]:
     return make
 
 
+@pytest.fixture(scope="session")
+def applied(tiny_transformer) -> Callable[..., torch.nn.Module]:
+    """Makes a tiny model that runs on this library's ops."""
+    from kestrel_kernels.integrations import transformers as integration
+
+    def make(family: str = "llama", **changes: object) -> torch.nn.Module:
+        model = tiny_transformer(family, **changes)
+        integration.apply(model)
+        return model
+
+    return make
+
+
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 

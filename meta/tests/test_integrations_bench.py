@@ -66,13 +66,13 @@ def test_weights_of_4_bits_have_rows_behind_those_of_bf16(tmp_path):
     path, out = tmp_path / "config.json", tmp_path / "figures.json"
     path.write_text(json.dumps({**TINY, "hidden_size": 128, "intermediate_size": 128}))
     done = run(
-        *("--config", path, "--ways", "kestrel", "--batch", 1, "--weights", "w4", "bf16"),
+        *("--config", path, "--ways", "kestrel", "--batch", 1, "--weights", "w4-head", "w4", "bf16"),
         *("--prompt", 3, "--new-tokens", 10, "--layers", 1, "--once", "--out", out, "--plot", tmp_path / "plot.svg"),
     )
     assert done.exit_code == 0, done.output
     figures = json.loads(out.read_text())
     [found] = figures.values()
-    assert [row["weights"] for row in found["rows"]] == ["bf16", "w4"]
+    assert [row["weights"] for row in found["rows"]] == ["bf16", "w4", "w4-head"]
     drawn = (tmp_path / "plot.svg").read_text()
     assert f"rows {plot.digest(figures)}" in drawn
     assert all(f">{plot.label(row)}<" in drawn for row in found["rows"])
@@ -88,7 +88,7 @@ def test_a_way_that_fails_is_a_row_that_says_why(tiny, tmp_path, monkeypatch):
             raise RuntimeError("no C compiler\nsecond line")
         return own(model, ids, cache_implementation=cache_implementation, **options)
 
-    def no_weights(model):
+    def no_weights(model, **options):
         raise ValueError("quantize: no group fits")
 
     monkeypatch.setattr(LlamaForCausalLM, "generate", no_compiler)

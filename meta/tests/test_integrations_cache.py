@@ -20,16 +20,6 @@ ROUNDING = {"rtol": 0, "atol": 3e-5}
 GREEDY = {"do_sample": False, "max_new_tokens": 10, "pad_token_id": 0}
 
 
-@pytest.fixture
-def make(tiny_transformer):
-    def make(family="llama", **changes):
-        model = tiny_transformer(family, **changes)
-        integration.apply(model)
-        return model
-
-    return make
-
-
 def prompt(batch, length, *, left=(), right=()):
     """Random ids [batch, length] and a mask with so many padding tokens on the sides of each row."""
     ids = torch.randint(1, 64, (batch, length), generator=torch.Generator().manual_seed(length))
@@ -62,8 +52,8 @@ def error(found, expected, mask):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_generate_gives_the_tokens_of_the_dynamic_cache(make, family, kind):
-    model = make(family)
+def test_generate_gives_the_tokens_of_the_dynamic_cache(applied, family, kind):
+    model = applied(family)
     ids, mask = prompt(3, 9, left=(0, 3, 8))
     expected = model.generate(ids, attention_mask=mask, **GREEDY)
     cache = KestrelCache(model.config, kv_cache=kind, max_tokens=18)
@@ -76,8 +66,8 @@ def test_generate_gives_the_tokens_of_the_dynamic_cache(make, family, kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_logits_of_each_format_are_near_those_of_exact_keys(make, family, kind):
-    model = make(family)
+def test_logits_of_each_format_are_near_those_of_exact_keys(applied, family, kind):
+    model = applied(family)
     ids, mask = prompt(2, 90, left=(0, 7))
     sizes = [61] + [1] * 29  # int4: over the end of a page
     expected = steps(model, DynamicCache(config=model.config), ids, mask, sizes)
@@ -86,8 +76,8 @@ def test_logits_of_each_format_are_near_those_of_exact_keys(make, family, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_one_sequence_alone_is_near_exact_keys(make, kind):
-    model = make("llama")
+def test_one_sequence_alone_is_near_exact_keys(applied, kind):
+    model = applied("llama")
     ids, mask = prompt(1, 70)
     expected = steps(model, DynamicCache(config=model.config), ids, mask, [60] + [1] * 10)
     found = steps(model, KestrelCache(model.config, kv_cache=kind, max_tokens=70), ids, mask, [60] + [1] * 10)
@@ -95,8 +85,8 @@ def test_one_sequence_alone_is_near_exact_keys(make, kind):
 
 
 @pytest.mark.parametrize("page_size", [1, 4, 16, 64])
-def test_any_page_size_gives_the_same_logits(make, page_size):
-    model = make("mistral")
+def test_any_page_size_gives_the_same_logits(applied, page_size):
+    model = applied("mistral")
     ids, mask = prompt(2, 20, left=(2, 0))
     expected = steps(model, DynamicCache(config=model.config), ids, mask, [12, 1, 1, 1, 5])
     cache = KestrelCache(model.config, page_size=page_size, max_tokens=20, max_batch=3)
@@ -105,8 +95,8 @@ def test_any_page_size_gives_the_same_logits(make, page_size):
 
 @pytest.mark.parametrize("sizes", [[1] * 12, [5, 7], [4, 1, 3, 4], [2, 10], [12]], ids=str)
 @pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3"])
-def test_a_prompt_in_pieces_gives_the_logits_of_the_whole(make, family, sizes):
-    model = make(family)
+def test_a_prompt_in_pieces_gives_the_logits_of_the_whole(applied, family, sizes):
+    model = applied(family)
     ids, mask = prompt(2, 12)
     whole = steps(model, None, ids, mask, [12])
     found = steps(model, KestrelCache(model.config, max_tokens=12), ids, mask, sizes)
@@ -114,8 +104,8 @@ def test_a_prompt_in_pieces_gives_the_logits_of_the_whole(make, family, sizes):
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_a_long_second_prompt_sees_the_first(make, family):
-    model = make(family)
+def test_a_long_second_prompt_sees_the_first(applied, family):
+    model = applied(family)
     ids, mask = prompt(2, 40, left=(3, 0))
     whole = steps(model, None, ids, mask, [40])
     found = steps(model, KestrelCache(model.config, max_tokens=40), ids, mask, [8, 1, 31])
@@ -123,8 +113,8 @@ def test_a_long_second_prompt_sees_the_first(make, family):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_padding_on_the_right_takes_no_room(make, kind):
-    model = make("llama")
+def test_padding_on_the_right_takes_no_room(applied, kind):
+    model = applied("llama")
     ids, mask = prompt(3, 20, right=(0, 4, 9))
     mask[:, 10:] = 1  # rows 1 and 2 go on after their padding
     mask[1, 7:10], mask[2, 2:10] = 0, 0
@@ -135,8 +125,8 @@ def test_padding_on_the_right_takes_no_room(make, kind):
     assert error(found, expected, mask) < KINDS[kind]
 
 
-def test_padding_in_a_later_piece_is_skipped(make):
-    model = make("llama")
+def test_padding_in_a_later_piece_is_skipped(applied):
+    model = applied("llama")
     ids, mask = prompt(2, 16)
     mask[0, 6:9], mask[1, 11] = 0, 0
     expected = steps(model, DynamicCache(config=model.config), ids, mask, [5, 6, 1, 4])
@@ -147,8 +137,8 @@ def test_padding_in_a_later_piece_is_skipped(make):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_padding_behind_the_last_token_of_a_page_is_skipped(make, kind):
-    model = make("llama")
+def test_padding_behind_the_last_token_of_a_page_is_skipped(applied, kind):
+    model = applied("llama")
     ids, mask = prompt(2, 70)
     mask[1, 63:66] = 0
     expected = steps(model, DynamicCache(config=model.config), ids, mask, [60] + [1] * 10)
@@ -157,8 +147,8 @@ def test_padding_behind_the_last_token_of_a_page_is_skipped(make, kind):
     assert error(found[1:, 66:], expected[1:, 66:], mask[1:, 66:]) < KINDS[kind]
 
 
-def test_a_row_does_not_depend_on_the_others(make):
-    model = make("qwen3")
+def test_a_row_does_not_depend_on_the_others(applied):
+    model = applied("qwen3")
     ids, mask = prompt(3, 8, left=(0, 5, 2))
     together = model.generate(
         ids, attention_mask=mask, past_key_values=KestrelCache(model.config, max_tokens=20), **GREEDY
@@ -170,8 +160,8 @@ def test_a_row_does_not_depend_on_the_others(make):
 
 
 @pytest.mark.parametrize("kind", ["auto", "int8"])
-def test_beam_search_gives_the_beams_of_the_dynamic_cache(make, kind):
-    model = make("llama")
+def test_beam_search_gives_the_beams_of_the_dynamic_cache(applied, kind):
+    model = applied("llama")
     ids, mask = prompt(2, 7, left=(0, 2))
     options = {**GREEDY, "num_beams": 3, "num_return_sequences": 2, "length_penalty": 0.0}
     expected = model.generate(ids, attention_mask=mask, **options)
@@ -183,8 +173,8 @@ def test_beam_search_gives_the_beams_of_the_dynamic_cache(make, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_reordered_sequences_go_on_as_their_originals(make, kind):
-    model = make("llama")
+def test_reordered_sequences_go_on_as_their_originals(applied, kind):
+    model = applied("llama")
     ids, mask = prompt(3, 70, left=(0, 3, 6))
     ids[:, 69] = 9
     cache = KestrelCache(model.config, kv_cache=kind, max_tokens=80)
@@ -199,8 +189,8 @@ def test_reordered_sequences_go_on_as_their_originals(make, kind):
     torch.testing.assert_close(found, straight[order], **ROUNDING)
 
 
-def test_sequences_can_be_selected_and_repeated(make):
-    model = make("llama")
+def test_sequences_can_be_selected_and_repeated(applied):
+    model = applied("llama")
     ids, mask = prompt(2, 6, left=(0, 2))
     cache = KestrelCache(model.config, max_tokens=10, max_batch=4)
     steps(model, cache, ids, mask, [6])
@@ -213,8 +203,8 @@ def test_sequences_can_be_selected_and_repeated(make):
 
 
 @pytest.mark.parametrize("kind", ["auto", "fp8", "int8"])
-def test_cropped_tokens_are_forgotten(make, kind):
-    model = make("mistral")
+def test_cropped_tokens_are_forgotten(applied, kind):
+    model = applied("mistral")
     ids, mask = prompt(2, 30, left=(3, 0))
     kept = torch.cat([ids[:, :20], ids[:, 25:]], 1)
     expected = steps(model, KestrelCache(model.config, kv_cache=kind, max_tokens=30), kept, mask[:, :25], [18, 1, 1, 5])
@@ -228,8 +218,8 @@ def test_cropped_tokens_are_forgotten(make, kind):
     torch.testing.assert_close(found, expected[:, 20:], **ROUNDING)
 
 
-def test_crop_keeps_what_it_cannot_give_back(make):
-    model = make("llama")
+def test_crop_keeps_what_it_cannot_give_back(applied):
+    model = applied("llama")
     ids, mask = prompt(2, 70, left=(3, 0))
     cache = KestrelCache(model.config, kv_cache="int4", max_tokens=80)
     steps(model, cache, ids, mask, [66, 1, 1, 1, 1])
@@ -243,8 +233,8 @@ def test_crop_keeps_what_it_cannot_give_back(make):
     assert cache.get_seq_length() == 67
 
 
-def test_assisted_decoding_gives_the_same_tokens(make):
-    model = make("llama")
+def test_assisted_decoding_gives_the_same_tokens(applied):
+    model = applied("llama")
     ids = torch.tensor([[7, 8, 9, 7, 8, 9, 7, 8]])
     expected = model.generate(ids, **GREEDY)
     cache = KestrelCache(model.config, max_tokens=40)
@@ -273,8 +263,8 @@ def test_an_image_in_the_prompt_is_seen_in_both_directions():
     assert torch.equal(model.generate(ids, **image, past_key_values=cache, **GREEDY), expected)
 
 
-def test_a_conversation_goes_on_in_one_cache(make):
-    model = make("gemma2")
+def test_a_conversation_goes_on_in_one_cache(applied):
+    model = applied("gemma2")
     ids, _ = prompt(1, 6)
     cache = KestrelCache(model.config, max_tokens=60)
     exact = DynamicCache(config=model.config)
@@ -284,8 +274,8 @@ def test_a_conversation_goes_on_in_one_cache(make):
         ids = torch.cat([expected, prompt(1, more)[0]], 1)
 
 
-def test_a_reset_cache_serves_another_batch(make):
-    model = make("llama")
+def test_a_reset_cache_serves_another_batch(applied):
+    model = applied("llama")
     cache = KestrelCache(model.config, max_tokens=20, max_batch=3)
     for batch in (2, 3, 1):
         ids, mask = prompt(batch, 7)
@@ -294,8 +284,8 @@ def test_a_reset_cache_serves_another_batch(make):
         assert torch.equal(found, model.generate(ids, attention_mask=mask, **GREEDY))
 
 
-def test_a_copied_prompt_goes_on_in_both_caches(make):
-    model = make("llama")
+def test_a_copied_prompt_goes_on_in_both_caches(applied):
+    model = applied("llama")
     ids, _ = prompt(2, 9)
     start = KestrelCache(model.config, kv_cache="int8", max_tokens=40)
     integration.generate(model, ids[:, :6], past_key_values=start, max_new_tokens=1)
@@ -305,8 +295,8 @@ def test_a_copied_prompt_goes_on_in_both_caches(make):
     assert torch.equal(found[0], integration.generate(model, ids, kv_cache="int8", max_new_tokens=8))
 
 
-def test_a_cache_that_nobody_uses_is_freed_at_once(make):
-    model = make("llama")
+def test_a_cache_that_nobody_uses_is_freed_at_once(applied):
+    model = applied("llama")
     cache = KestrelCache(model.config, max_tokens=20)
     integration.generate(model, prompt(1, 6)[0], past_key_values=cache, max_new_tokens=3)
     pages = weakref.ref(cache.layers[0].pages.keys)
@@ -318,8 +308,8 @@ def test_a_cache_that_nobody_uses_is_freed_at_once(make):
         gc.enable()
 
 
-def test_a_mask_beyond_causality_is_refused_after_a_context(make):
-    model = make("llama")
+def test_a_mask_beyond_causality_is_refused_after_a_context(applied):
+    model = applied("llama")
     cache = KestrelCache(model.config, max_tokens=40)
     steps(model, cache, *prompt(1, 6), [6])
     blocks = masks.Mask(None, {"allow_is_causal_skip": False})
@@ -348,14 +338,14 @@ def refusal(model, match, ids=None, **options):
         model(prompt(2, 6)[0] if ids is None else ids, **options)
 
 
-def test_a_sequence_beyond_the_capacity_is_refused(make):
-    model = make("llama")
+def test_a_sequence_beyond_the_capacity_is_refused(applied):
+    model = applied("llama")
     cache = KestrelCache(model.config, max_tokens=5)
     refusal(model, "KestrelCache: max_tokens: expected at least 6 per sequence, got 5", past_key_values=cache)
 
 
-def test_another_batch_is_refused(make):
-    model = make("llama")
+def test_another_batch_is_refused(applied):
+    model = applied("llama")
     cache = KestrelCache(model.config, max_tokens=20)
     steps(model, cache, *prompt(2, 6), [6])
     ids = torch.ones(3, 1, dtype=torch.long)
@@ -364,8 +354,8 @@ def test_another_batch_is_refused(make):
     refusal(model, "max_batch: expected at least 2, got 1", past_key_values=cache)
 
 
-def test_a_mask_of_four_dimensions_is_refused(make):
-    model = make("llama")
+def test_a_mask_of_four_dimensions_is_refused(applied):
+    model = applied("llama")
     mask = torch.ones(2, 1, 6, 6, dtype=torch.bool).tril()
     cache = KestrelCache(model.config, max_tokens=20)
     refusal(model, r"attention_mask: expected a padding mask \[B, keys\]", attention_mask=mask, past_key_values=cache)

@@ -16,16 +16,6 @@ MASK[1, :4], MASK[2, :6] = 0, 0
 NEW = {"max_new_tokens": 12}
 
 
-@pytest.fixture
-def make(tiny_transformer):
-    def make(family="llama", **changes):
-        model = tiny_transformer(family, **changes)
-        integration.apply(model)
-        return model
-
-    return make
-
-
 def greedy(model, **options):
     """transformers' own tokens."""
     options = {"do_sample": False, "pad_token_id": 0, **NEW, **options}
@@ -33,21 +23,21 @@ def greedy(model, **options):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_greedy_tokens_are_those_of_transformers(make, family):
-    model = make(family)
+def test_greedy_tokens_are_those_of_transformers(applied, family):
+    model = applied(family)
     assert torch.equal(generate(model, IDS, MASK, **NEW), greedy(model))
 
 
 @pytest.mark.parametrize("kind", ["fp8", "int8", "int4"])
-def test_a_quantised_cache_gives_the_tokens_it_gives_in_transformers(make, kind):
-    model = make("llama")
+def test_a_quantised_cache_gives_the_tokens_it_gives_in_transformers(applied, kind):
+    model = applied("llama")
     cache = KestrelCache(model.config, kv_cache=kind, max_tokens=80)
     assert torch.equal(generate(model, IDS, MASK, kv_cache=kind, **NEW), greedy(model, past_key_values=cache))
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_moe", "gemma2", "gemma3_text", "phi3"])
-def test_the_residual_stream_in_place_changes_nothing(make, family, monkeypatch):
-    model = make(family)
+def test_the_residual_stream_in_place_changes_nothing(applied, family, monkeypatch):
+    model = applied(family)
     assert generation.owns_residuals(model)
     found = generate(model, IDS, MASK, **NEW)
     monkeypatch.setattr(generation, "owns_residuals", lambda model: False)
@@ -55,8 +45,8 @@ def test_the_residual_stream_in_place_changes_nothing(make, family, monkeypatch)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "phi", "phi3"])
-def test_tables_hold_the_rotation_that_the_module_computes(make, family):
-    model, tables = make(family), {}
+def test_tables_hold_the_rotation_that_the_module_computes(applied, family):
+    model, tables = applied(family), {}
     (module,) = (each for each in model.modules() if type(each).__name__.endswith("RotaryEmbedding"))
     assert isinstance(module.forward, modules.Rotary)
     kinds = [(kind,) for kind in module.rope_type] if family == "gemma3_text" else [()]
@@ -73,7 +63,7 @@ def test_tables_hold_the_rotation_that_the_module_computes(make, family):
     assert len(tables) == len(kinds)
 
 
-def test_a_decode_step_launches_few_kernels_outside_its_layers(make):
+def test_a_decode_step_launches_few_kernels_outside_its_layers(applied):
     """Those of torch, by its dispatcher, without views and those of linear layers."""
 
     class Log(TorchDispatchMode):
@@ -81,7 +71,7 @@ def test_a_decode_step_launches_few_kernels_outside_its_layers(make):
             found.append(func)
             return func(*args, **(kwargs or {}))
 
-    model = make("llama", num_hidden_layers=1)
+    model = applied("llama", num_hidden_layers=1)
     cache = KestrelCache(model.config, max_tokens=40)
     generate(model, IDS, MASK, past_key_values=cache, **NEW)
     found: list = []
@@ -91,8 +81,8 @@ def test_a_decode_step_launches_few_kernels_outside_its_layers(make):
     assert len([name for name in names if "linear" not in name and "reshape" not in name]) <= 14, names
 
 
-def test_a_watched_layer_keeps_its_hidden_states(make):
-    model = make("llama")
+def test_a_watched_layer_keeps_its_hidden_states(applied):
+    model = applied("llama")
     seen = []
     model.model.layers[1].register_forward_hook(lambda module, args, output: seen.append(output.clone()))
     assert not generation.owns_residuals(model)
@@ -107,8 +97,8 @@ def test_a_part_that_is_not_applied_keeps_the_tokens(tiny_transformer):
         assert torch.equal(generate(model, IDS, MASK, **NEW), greedy(model))
 
 
-def test_a_row_ends_at_its_end_of_sequence_token(make):
-    model = make("llama")
+def test_a_row_ends_at_its_end_of_sequence_token(applied):
+    model = applied("llama")
     plain = greedy(model)
     eos = [int(plain[0, 9]), int(plain[1, 12])]
     expected = greedy(model, eos_token_id=eos, pad_token_id=63)
@@ -117,31 +107,31 @@ def test_a_row_ends_at_its_end_of_sequence_token(make):
     assert (expected == 63).sum() > (plain == 63).sum()
 
 
-def test_generation_stops_when_every_row_has_ended(make):
-    model = make("llama")
+def test_generation_stops_when_every_row_has_ended(applied):
+    model = applied("llama")
     eos = int(greedy(model)[0, 9])
     found = generate(model, IDS[:1], eos_token_id=eos, **NEW)
     assert found.shape[1] < 12 + 7
     assert int(found[0, -1]) == eos
 
 
-def test_a_repetition_penalty_gives_the_tokens_of_transformers(make):
-    model = make("qwen2")
+def test_a_repetition_penalty_gives_the_tokens_of_transformers(applied):
+    model = applied("qwen2")
     expected = model.generate(IDS, do_sample=False, pad_token_id=0, repetition_penalty=1.7, **NEW)
     assert torch.equal(generate(model, IDS, repetition_penalty=1.7, **NEW), expected)
     assert not torch.equal(generate(model, IDS, **NEW), expected)
 
 
-def test_padding_counts_for_no_penalty(make):
-    model = make("qwen2")
+def test_padding_counts_for_no_penalty(applied):
+    model = applied("qwen2")
     other = IDS.clone()
     other[MASK == 0] = 9
     found = [generate(model, ids, MASK, repetition_penalty=1.7, **NEW)[:, 7:] for ids in (IDS, other)]
     assert torch.equal(*found)
 
 
-def test_settings_come_from_the_generation_config(make):
-    model = make("qwen2")
+def test_settings_come_from_the_generation_config(applied):
+    model = applied("qwen2")
     expected = generate(model, IDS, MASK, repetition_penalty=1.7, max_new_tokens=5)
     model.generation_config.repetition_penalty = 1.7
     model.generation_config.max_new_tokens = 5
@@ -154,8 +144,8 @@ def test_settings_come_from_the_generation_config(make):
 SAMPLED = {"do_sample": True, "temperature": 1.2, "top_k": 20, "top_p": 0.9, "min_p": 0.02}
 
 
-def test_a_seed_gives_the_same_tokens_in_any_batch(make):
-    model = make("llama")
+def test_a_seed_gives_the_same_tokens_in_any_batch(applied):
+    model = applied("llama")
     found = generate(model, IDS, MASK, seed=5, **SAMPLED, **NEW)
     assert torch.equal(generate(model, IDS, MASK, seed=5, **SAMPLED, **NEW), found)
     assert not torch.equal(generate(model, IDS, MASK, seed=6, **SAMPLED, **NEW), found)
@@ -163,8 +153,8 @@ def test_a_seed_gives_the_same_tokens_in_any_batch(make):
     assert torch.equal(alone[0, 3:], found[1, 7:])
 
 
-def test_without_a_seed_the_default_generator_decides(make):
-    model = make("llama")
+def test_without_a_seed_the_default_generator_decides(applied):
+    model = applied("llama")
     runs = []
     for seed in (1, 1, 2):
         torch.manual_seed(seed)
@@ -173,8 +163,8 @@ def test_without_a_seed_the_default_generator_decides(make):
     assert not torch.equal(runs[0], runs[2])
 
 
-def test_first_tokens_are_drawn_with_the_models_probabilities(make):
-    model = make("llama")
+def test_first_tokens_are_drawn_with_the_models_probabilities(applied):
+    model = applied("llama")
     with torch.no_grad():
         kept = model(IDS[:1]).logits[0, -1].topk(4)
     expected = torch.zeros(64).scatter(0, kept.indices, (kept.values / 0.7).softmax(0))
@@ -184,7 +174,7 @@ def test_first_tokens_are_drawn_with_the_models_probabilities(make):
     torch.testing.assert_close(found, expected, rtol=0, atol=0.04)  # five standard deviations
 
 
-def test_a_streamer_gets_prompt_and_tokens(make):
+def test_a_streamer_gets_prompt_and_tokens(applied):
     class Streamer:
         def __init__(self):
             self.got, self.ended = [], False
@@ -196,17 +186,17 @@ def test_a_streamer_gets_prompt_and_tokens(make):
         def end(self):
             self.ended = True
 
-    model, streamer = make("llama"), Streamer()
+    model, streamer = applied("llama"), Streamer()
     found = generate(model, IDS[:1], streamer=streamer, **NEW)
     assert torch.equal(streamer.got[0], IDS[:1])
     assert torch.equal(torch.cat(streamer.got[1:]), found[0, 7:])
     assert streamer.ended
 
 
-def test_stopping_criteria_see_all_tokens(make):
+def test_stopping_criteria_see_all_tokens(applied):
     from transformers import MaxLengthCriteria, StoppingCriteriaList
 
-    model = make("llama")
+    model = applied("llama")
     found = generate(model, IDS, MASK, stopping_criteria=StoppingCriteriaList([MaxLengthCriteria(11)]), **NEW)
     assert torch.equal(found, generate(model, IDS, MASK, max_new_tokens=4))
     found = generate(model, IDS, MASK, stopping_criteria=lambda ids, scores: ids.shape[1] >= 9, **NEW)
@@ -218,8 +208,8 @@ def test_stopping_criteria_see_all_tokens(make):
     assert (first[0, 8:] == 0).all()  # the padding token
 
 
-def test_a_cache_goes_on_where_it_was(make):
-    model = make("gemma2")
+def test_a_cache_goes_on_where_it_was(applied):
+    model = applied("gemma2")
     cache = KestrelCache(model.config, max_tokens=60)
     first = generate(model, IDS, MASK, past_key_values=cache, max_new_tokens=4)
     more = torch.cat([first, torch.tensor([[9, 8], [7, 6], [5, 4]])], 1)
@@ -229,8 +219,8 @@ def test_a_cache_goes_on_where_it_was(make):
     assert cache.get_seq_length() == 18
 
 
-def test_a_cache_keeps_what_a_call_prepared(make):
-    model = make("qwen2")
+def test_a_cache_keeps_what_a_call_prepared(applied):
+    model = applied("qwen2")
     cache = KestrelCache(model.config, max_tokens=40, max_batch=3)
     settings = {**SAMPLED, **NEW, "repetition_penalty": 1.3, "eos_token_id": list(range(0, 64, 9))}  # rows end early
     prepared = []
@@ -249,8 +239,8 @@ def test_a_cache_keeps_what_a_call_prepared(make):
     assert len(set(map(id, prepared))) == 3
 
 
-def test_logits_with_nan_are_an_error(make):
-    model = make("llama")
+def test_logits_with_nan_are_an_error(applied):
+    model = applied("llama")
     model.lm_head.weight.data[3] = torch.nan
     with pytest.raises(RuntimeError, match="the model: expected finite logits, got NaN"):
         generate(model, IDS, **NEW)
@@ -270,27 +260,27 @@ def test_logits_with_nan_are_an_error(make):
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_what_it_does_not_do_is_named(make, options, message):
+def test_what_it_does_not_do_is_named(applied, options, message):
     with pytest.raises(ValueError, match=message):
-        generate(make("llama"), IDS, **{**NEW, **options})
+        generate(applied("llama"), IDS, **{**NEW, **options})
 
 
-def test_settings_of_the_generation_config_that_it_does_not_do_are_named(make):
-    model = make("llama")
+def test_settings_of_the_generation_config_that_it_does_not_do_are_named(applied):
+    model = applied("llama")
     model.generation_config.no_repeat_ngram_size = 3
     with pytest.raises(ValueError, match=r"no_repeat_ngram_size of the model's generation_config.* got 3"):
         generate(model, IDS, **NEW)
     generate(model, IDS, no_repeat_ngram_size=0, **NEW)
 
 
-def test_an_unknown_argument_is_named(make):
+def test_an_unknown_argument_is_named(applied):
     with pytest.raises(TypeError, match="expected an argument that the docstring names, got max_tokens"):
-        generate(make("llama"), IDS, max_tokens=3)
+        generate(applied("llama"), IDS, max_tokens=3)
 
 
-def test_ids_of_another_form_are_named(make):
+def test_ids_of_another_form_are_named(applied):
     with pytest.raises(ValueError, match=r"input_ids: expected int64 \[B, S\], not empty, got torch.int64 \(7,\)"):
-        generate(make("llama"), IDS[0], **NEW)
+        generate(applied("llama"), IDS[0], **NEW)
 
 
 def test_an_unchanged_model_is_refused(tiny_transformer):
@@ -302,8 +292,8 @@ def test_an_unchanged_model_is_refused(tiny_transformer):
         generate(model, IDS, **NEW)
 
 
-def test_too_small_a_cache_is_refused(make):
-    model = make("llama")
+def test_too_small_a_cache_is_refused(applied):
+    model = applied("llama")
     cache = KestrelCache(model.config, max_tokens=17)
     with pytest.raises(ValueError, match="past_key_values: expected fewer than 7 tokens and room for 18, got 0 and 17"):
         generate(model, IDS, past_key_values=cache, **NEW)

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from kestrel_kernels.integrations import transformers as integration
-from kestrel_kernels.integrations.transformers import KestrelCache, generate
+from kestrel_kernels.integrations.transformers import KestrelCache, few_tokens, generate, modules
 from kestrel_kernels.integrations.transformers import cache as cache_module
+from kestrel_kernels.integrations.transformers.w4 import W4Linear
 from kestrel_runtime import backend, trace
 
 pytestmark = pytest.mark.gpu
@@ -134,3 +135,40 @@ def test_prompts_run_kernels_and_see_what_pytorch_sees(make, prompt, family, pie
         found.append(torch.cat(parts, 1)[mask.bool()].float())
     apart = (found[0] - found[1]).norm(dim=-1) / found[1].norm(dim=-1)
     assert apart.median() < 0.03  # of tokens: bf16 rounds differently, and integer codes may flip
+
+
+@pytest.mark.parametrize(("w4", "batch"), [(False, 5), (False, 16), (True, 1)])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral", "phi3"])
+def test_steps_of_few_tokens_are_as_near_to_float32_as_the_other_path(make, family, w4, batch, monkeypatch):
+    model = make(family)
+    if w4:
+        integration.quantize(model)
+    ids = torch.randint(1, 2048, (batch, 40), generator=torch.Generator().manual_seed(1)).cuda()
+    integration.apply(model)
+
+    def steps():
+        cache, found = KestrelCache(model.config, max_tokens=64), []
+        with torch.no_grad(), backend("kernel"), modules.in_place(), trace() as counts:
+            for part in (ids[:, :20], *ids[:, 20:].split(1, 1)):
+                found.append(model(input_ids=part, past_key_values=cache, use_cache=True).logits[:, -1].float())
+        return torch.stack(found), counts
+
+    ours, counts = steps()
+    taken = "kestrel_quant.w4a16_token" if w4 else "kestrel_norm.rms_norm_linear"
+    assert counts[taken]["kernel"] > 0
+    monkeypatch.setattr(few_tokens, "serves", lambda x: False)
+    other, counts = steps()
+    assert taken not in counts
+    integration.restore(model)
+    for name, layer in list(model.named_modules()):
+        if isinstance(layer, W4Linear):
+            linear = torch.nn.Linear(layer.in_features, layer.out_features, layer.bias is not None)
+            linear.weight.data = layer.packed.dequantize()
+            if layer.bias is not None:
+                linear.bias.data = layer.bias.data
+            model.set_submodule(name, linear)
+    model.float().set_attn_implementation("eager")
+    with torch.no_grad():
+        exact = model(ids).logits[:, 19:].transpose(0, 1)
+    errors = [(each - exact).norm(dim=-1).median() for each in (ours, other)]
+    assert errors[0] <= 1.3 * errors[1], errors

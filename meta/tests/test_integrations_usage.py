@@ -21,16 +21,6 @@ ROUNDING = {"rtol": 0, "atol": 3e-5}
 """float32 logits of order 1 after two layers: some hundred roundings of 2^-24, with room."""
 
 
-@pytest.fixture
-def make(tiny_transformer):
-    def make(family="llama", **changes):
-        model = tiny_transformer(family, **changes)
-        integration.apply(model)
-        return model
-
-    return make
-
-
 @torch.no_grad()
 def logits(model, **options):
     return model(IDS, **options).logits
@@ -53,8 +43,8 @@ def test_a_pickled_model_is_changed_and_restored_by_itself(tiny_transformer, mon
     assert torch.equal(logits(twin), before)
 
 
-def test_a_copy_holds_its_weights_once(make):
-    twin = copy.deepcopy(make("qwen2"))
+def test_a_copy_holds_its_weights_once(applied):
+    twin = copy.deepcopy(applied("qwen2"))
     attention = twin.model.layers[0].self_attn
     assert attention.forward.qkv.weight is None
     logits(twin)
@@ -65,8 +55,8 @@ def test_a_copy_holds_its_weights_once(make):
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
-def test_a_changed_model_compiles_into_one_graph(make, family):
-    model = make(family, num_hidden_layers=1)
+def test_a_changed_model_compiles_into_one_graph(applied, family):
+    model = applied(family, num_hidden_layers=1)
     torch._dynamo.reset()
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     found, expected = (logits(each, attention_mask=MASK)[MASK.bool()] for each in (compiled, model))
@@ -90,8 +80,8 @@ def test_a_static_cache_of_transformers_gives_its_tokens(tiny_transformer, famil
     assert hasattr(model, "_compiled_call") == compiles
 
 
-def test_a_prompt_into_a_static_cache_keeps_its_logits(make):
-    model = make()
+def test_a_prompt_into_a_static_cache_keeps_its_logits(applied):
+    model = applied()
     cache = StaticCache(config=model.config, max_cache_len=20)
     found = logits(model, attention_mask=MASK, past_key_values=cache)
     torch.testing.assert_close(found[MASK.bool()], logits(model, attention_mask=MASK)[MASK.bool()], **ROUNDING)
@@ -113,8 +103,8 @@ def test_a_dtype_without_ops_runs_the_models_own_modules(tiny_transformer, famil
         generate(model, IDS, max_new_tokens=2)
 
 
-def test_a_replaced_bias_is_heeded(make):
-    model = make("qwen2")
+def test_a_replaced_bias_is_heeded(applied):
+    model = applied("qwen2")
     logits(model)
     linear = model.model.layers[0].self_attn.k_proj
     linear.bias = nn.Parameter(linear.bias.data + torch.linspace(-2, 2, len(linear.bias)))
@@ -179,8 +169,8 @@ def test_projections_without_memory_for_their_fusion_stay(tiny_transformer, monk
     assert [p.data_ptr() for linear in linears for p in linear.parameters()] == places
 
 
-def test_restore_keeps_what_was_chosen_since(make):
-    model = make("qwen3_moe")
+def test_restore_keeps_what_was_chosen_since(applied):
+    model = applied("qwen3_moe")
     model.set_attn_implementation("sdpa")
     model.set_experts_implementation("batched_mm")
     integration.restore(model)
@@ -198,8 +188,8 @@ def test_two_models_of_one_config_leave_no_trace_of_each_other(tiny_transformer,
     assert first.config._attn_implementation == "eager"
 
 
-def test_another_attention_implementation_is_refused_before_anything_runs(make):
-    model = make()
+def test_another_attention_implementation_is_refused_before_anything_runs(applied):
+    model = applied()
     model.set_attn_implementation("sdpa")
     with pytest.raises(ValueError, match="expected one after apply.*another attention implementation since"):
         generate(model, IDS, **GREEDY)
@@ -240,8 +230,8 @@ def test_positions_with_gaps_keep_their_logits(tiny_transformer):
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_embeddings_instead_of_ids_give_the_tokens_of_the_dynamic_cache(make, family):
-    model = make(family)
+def test_embeddings_instead_of_ids_give_the_tokens_of_the_dynamic_cache(applied, family):
+    model = applied(family)
     embeddings = model.get_input_embeddings()(IDS).detach()
     expected = model.generate(inputs_embeds=embeddings, attention_mask=MASK, **GREEDY)
     cache = KestrelCache(model.config, max_tokens=20)
@@ -249,8 +239,8 @@ def test_embeddings_instead_of_ids_give_the_tokens_of_the_dynamic_cache(make, fa
     assert torch.equal(found, expected)
 
 
-def test_dropout_in_training_is_refused(make):
-    model = make(attention_dropout=0.1).train()
+def test_dropout_in_training_is_refused(applied):
+    model = applied(attention_dropout=0.1).train()
     with pytest.raises(ValueError, match=r"kestrel attention: dropout: expected 0 .*, got 0.1"):
         model(IDS)
 
@@ -258,8 +248,8 @@ def test_dropout_in_training_is_refused(make):
 # -- generate ------------------------------------------------------------------------------------------------------
 
 
-def test_top_k_is_that_of_transformers_where_nobody_gives_one(make):
-    model = make(vocab_size=200)
+def test_top_k_is_that_of_transformers_where_nobody_gives_one(applied):
+    model = applied(vocab_size=200)
     options = {"do_sample": True, "temperature": 50.0, "max_new_tokens": 1}
     ids = IDS[:1].expand(400, -1)
     torch.manual_seed(0)
@@ -269,16 +259,16 @@ def test_top_k_is_that_of_transformers_where_nobody_gives_one(make):
     assert len(set(generate(model, ids, top_k=0, **options)[:, -1].tolist())) > 50
 
 
-def test_negative_padding_is_named_where_rows_may_end_early(make):
-    model = make()
+def test_negative_padding_is_named_where_rows_may_end_early(applied):
+    model = applied()
     eos = int(generate(model, IDS, **GREEDY)[0, 9])
     with pytest.raises(ValueError, match="pad_token_id: expected a token for rows that end early, got -1"):
         generate(model, IDS, eos_token_id=eos, pad_token_id=-1, **GREEDY)
     assert generate(model, IDS[:1], eos_token_id=eos, pad_token_id=-1, **GREEDY).shape[1] == 10
 
 
-def test_a_model_without_a_head_is_named(make):
-    base = make().model
+def test_a_model_without_a_head_is_named(applied):
+    base = applied().model
     integration.apply(base)
     with pytest.raises(ValueError, match="generate: model: expected a model with a language head, got LlamaModel"):
         generate(base, IDS, **GREEDY)
@@ -288,23 +278,23 @@ def test_a_model_without_a_head_is_named(make):
     ("name", "value"),
     [("return_dict_in_generate", True), ("token_healing", True), ("dola_layers", "high")],
 )
-def test_results_of_another_form_are_refused(make, name, value):
-    model = make()
+def test_results_of_another_form_are_refused(applied, name, value):
+    model = applied()
     setattr(model.generation_config, name, value)
     with pytest.raises(ValueError, match=f"{name} of the model's generation_config"):
         generate(model, IDS, **GREEDY)
 
 
-def test_no_sequences_are_refused(make):
+def test_no_sequences_are_refused(applied):
     with pytest.raises(ValueError, match=r"input_ids: expected int64 \[B, S\], not empty, got torch.int64 \(0, 8\)"):
-        generate(make(), IDS[:0], **GREEDY)
+        generate(applied(), IDS[:0], **GREEDY)
 
 
 # -- caches that were misused --------------------------------------------------------------------------------------
 
 
-def test_a_cache_serves_calls_with_and_without_inference_mode(make):
-    model = make()
+def test_a_cache_serves_calls_with_and_without_inference_mode(applied):
+    model = applied()
     expected = generate(model, IDS, max_new_tokens=9, repetition_penalty=1.3)
     cache = KestrelCache(model.config, max_tokens=30)
     with torch.inference_mode():
@@ -313,16 +303,16 @@ def test_a_cache_serves_calls_with_and_without_inference_mode(make):
     assert torch.equal(found, expected)
 
 
-def test_gradients_are_refused_before_anything_is_stored(make):
-    model = make()
+def test_gradients_are_refused_before_anything_is_stored(applied):
+    model = applied()
     cache = KestrelCache(model.config, max_tokens=30)
     with pytest.raises(ValueError, match=r"KestrelCache: keys: expected torch.no_grad\(\)"):
         model(IDS, past_key_values=cache)
     torch.testing.assert_close(logits(model, past_key_values=cache), logits(model), **ROUNDING)
 
 
-def test_a_refused_call_leaves_the_cache_usable(make):
-    model = make()
+def test_a_refused_call_leaves_the_cache_usable(applied):
+    model = applied()
     cache = KestrelCache(model.config, max_tokens=30)
     for options in ({"attention_mask": torch.zeros(2, 1, 8, 8)}, {"output_attentions": True}):
         with pytest.raises(ValueError, match="kestrel attention: .* with a KestrelCache"):
@@ -330,16 +320,16 @@ def test_a_refused_call_leaves_the_cache_usable(make):
     torch.testing.assert_close(logits(model, past_key_values=cache), logits(model), **ROUNDING)
 
 
-def test_attention_weights_of_a_later_token_are_refused_too(make):
-    model = make()
+def test_attention_weights_of_a_later_token_are_refused_too(applied):
+    model = applied()
     cache = KestrelCache(model.config, max_tokens=30)
     logits(model, past_key_values=cache)
     with pytest.raises(ValueError, match="output_attentions: expected False with a KestrelCache"), torch.no_grad():
         model(IDS[:, :1], past_key_values=cache, output_attentions=True)
 
 
-def test_a_pass_that_failed_in_a_later_layer_is_named(make):
-    model = make()
+def test_a_pass_that_failed_in_a_later_layer_is_named(applied):
+    model = applied()
     cache = KestrelCache(model.config, max_tokens=30)
     failing = model.model.layers[1].mlp.register_forward_pre_hook(lambda *of: 1 / 0)
     with pytest.raises(ZeroDivisionError):

@@ -29,11 +29,11 @@ def make(tiny_transformer):
     return lambda family="llama", **changes: tiny_transformer(family, **{**SIZES, **changes})
 
 
-def rounded(model, **options):
+def rounded(model, *, head=False, **options):
     """A copy whose linear layers hold the values of their 4-bit codes."""
     twin = copy.deepcopy(model)
     for module in twin.modules():
-        if type(module) is torch.nn.Linear and module is not twin.lm_head:
+        if type(module) is torch.nn.Linear and (head or module is not twin.lm_head):
             module.weight.data = pack_w4(module.weight.data, GROUP, **options).dequantize()
     return twin
 
@@ -53,6 +53,33 @@ def test_a_quantised_model_gives_the_logits_of_its_codes_with_and_without_apply(
     torch.testing.assert_close(logits(model), expected, **ROUNDING)
     storages = [x.untyped_storage().nbytes() == x.nbytes for name, x in model.named_buffers() if "codes" in name]
     assert all(storages)
+
+
+def test_the_head_can_have_4_bits_too(make, tmp_path):
+    model = make(tie_word_embeddings=False)
+    expected = logits(rounded(model, head=True))
+    model.save_pretrained(tmp_path)
+    config = W4Config(group_size=GROUP, head=True)
+    loaded = load_w4(tmp_path, config=config, dtype=torch.float32, attn_implementation="eager")
+    assert "lm_head" in quantize(model, group_size=GROUP, head=True)
+    for each in (model, loaded):
+        assert isinstance(each.lm_head, w4.W4Linear)
+        torch.testing.assert_close(logits(each), expected, **ROUNDING)
+        integration.apply(each)
+        torch.testing.assert_close(logits(each), expected, **ROUNDING)
+    options = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": []}
+    own = model.generate(IDS, attention_mask=torch.ones_like(IDS), **options)
+    assert torch.equal(generate(model, IDS, **options), own)
+
+
+def test_a_head_that_is_the_embedding_keeps_its_weight(make):
+    with pytest.raises(ValueError, match="head: expected a head of its own"):
+        quantize(make(tie_word_embeddings=True), group_size=GROUP, head=True)
+
+
+def test_a_gptq_checkpoint_says_whether_its_head_has_4_bits():
+    assert not W4Config.of_checkpoint({"quant_method": "gptq", "bits": 4}).head
+    assert W4Config.of_checkpoint({"quant_method": "gptq", "bits": 4, "lm_head": True}).head
 
 
 def test_experts_and_what_has_no_whole_groups_stay(make):

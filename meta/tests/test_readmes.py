@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import kestrel_quant
+
 ROOT = Path(__file__).resolve().parents[2]
 ENGINES = ROOT / "meta" / "ENGINES.md"
 READMES = [ROOT / "README.md", ROOT / "meta" / "README.md", ENGINES, *sorted(ROOT.glob("packages/*/README.md"))]
-GENERATED = re.compile(r"<!-- (results|ops|model).*?<!-- end of \1.*?-->", re.S)
+GENERATED = re.compile(r"<!-- (results|ops).*?<!-- end of \1.*?-->", re.S)
 
 
 def examples(path: Path) -> list[str]:
@@ -61,3 +67,27 @@ def test_the_recipe_for_transformers_generates_and_restores():
     assert found["more"].shape[0] == 2
     assert found["cache"].lengths.tolist() == [found["more"].shape[1] - 1] * 2
     assert not any("forward" in module.__dict__ for module in found["model"].modules())
+
+
+def test_the_recipe_for_an_op_works_word_for_word(tmp_path):
+    """On a copy of kestrel_quant without a binary, so that the op runs its reference."""
+    reference, op, test = examples(ROOT / "packages" / "README.md")
+    package = tmp_path / "kestrel_quant"
+    shutil.copytree(Path(kestrel_quant.__file__).parent, package, ignore=shutil.ignore_patterns("_lib", "__pycache__"))
+    for name, code in (("reference.py", reference), ("__init__.py", "from .scale_rows import scale_rows\n")):
+        with (package / name).open("a", encoding="utf-8") as file:
+            file.write(f"\n\n{code}")
+    (package / "scale_rows.py").write_text(op, encoding="utf-8")
+    (tmp_path / "test_scale_rows.py").write_text(test, encoding="utf-8")
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--doctest-modules"]
+    done = subprocess.run(
+        [*command, "test_scale_rows.py", "kestrel_quant/scale_rows.py"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "2 passed" in done.stdout

@@ -7,7 +7,8 @@
 # of FUNCTIONS as the tvm-ffi symbol __tvm_ffi_<function>, and writes kestrel_norm/_lib/manifest.json, which says what
 # the binary holds. With CUTE, the family has CuTe kernels too: tools/cute_build compiles them into one object of the
 # same library, and the manifest names their entry points. Without SOURCES only the manifest is installed. DISTINCT_86
-# says that sources compare __CUDA_ARCH__ with 860: otherwise sm_80 and sm_86 are compiled from one PTX.
+# says that sources compare __CUDA_ARCH__ with 860: otherwise sm_80 and sm_86 are compiled from one PTX. Before it,
+# kestrel_hopper_only(csrc/experts_tma.cu) names those of SOURCES whose kernels the family launches on sm_90a alone.
 #
 # nvcc comes from PyPI (cuda-toolkit in build-system.requires), never from the system. The environment variable
 # KESTREL_ARCHS, a list such as "90a" or "80;90a", narrows the architectures. With KESTREL_ARCHS=none the override in
@@ -82,12 +83,20 @@ function(_kestrel_add_library family archs cuda_root)
 
   # SASS only, no PTX: a GPU that is not listed falls back to the reference. (CUDA_ARCHITECTURES of older CMake
   # releases does not know the family forms 100f and 120f.)
-  foreach(arch IN LISTS archs)
-    set(virtual ${arch})
-    if(arch STREQUAL "86" AND NOT _KESTREL_DISTINCT_86)
-      set(virtual 80) # one PTX for both, which gives the same machine code sooner
+  foreach(source IN LISTS sources)
+    set(compiled_for ${archs})
+    if(source IN_LIST _KESTREL_HOPPER_ONLY AND 90a IN_LIST archs)
+      set(compiled_for 90a)
     endif()
-    target_compile_options(${family} PRIVATE "-gencode=arch=compute_${virtual},code=sm_${arch}")
+    set(options "")
+    foreach(arch IN LISTS compiled_for)
+      set(virtual ${arch})
+      if(arch STREQUAL "86" AND NOT _KESTREL_DISTINCT_86)
+        set(virtual 80) # one PTX for both, which gives the same machine code sooner
+      endif()
+      list(APPEND options "-gencode=arch=compute_${virtual},code=sm_${arch}")
+    endforeach()
+    set_source_files_properties("${source}" PROPERTIES COMPILE_OPTIONS "${options}")
   endforeach()
   target_compile_options(${family} PRIVATE --threads=0 -Xptxas=-warn-spills)
   # Release wheels carry the library as xz, which is three times smaller when nvcc has not compressed the code.
@@ -124,6 +133,11 @@ function(_kestrel_add_cute family functions)
   target_link_libraries(${family} PRIVATE "${runtime}")
   set(${functions} ${${functions}} ${found} PARENT_SCOPE)
 endfunction()
+
+# No other source may instantiate the same kernel template: CUDA would find one of the two at random on another GPU.
+macro(kestrel_hopper_only)
+  set(_KESTREL_HOPPER_ONLY ${ARGN})
+endmacro()
 
 # A macro, because enable_language must run in the caller's directory scope.
 macro(kestrel_family family)

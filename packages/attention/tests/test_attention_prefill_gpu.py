@@ -25,6 +25,12 @@ from kestrel_runtime.testing import graph_replay
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("kernels_only")]
 
 
+HOT_CALLS = {
+    "kestrel_attention.flash_attn": ("_dense_calls", "_packed_calls"),
+    "kestrel_attention.flash_attn_with_kvcache": ("_hot_calls",),
+}
+
+
 @pytest.fixture(params=["hopper", "portable"], autouse=True)
 def each_kernel(request, monkeypatch):
     """On Hopper every test runs with its kernel, and with the one of all other GPUs."""
@@ -33,8 +39,9 @@ def each_kernel(request, monkeypatch):
     monkeypatch.setattr(prefill, "USE_HOPPER", request.param == "hopper")
     for plans in (prefill.dense_launches, prefill.packed_launches, decode.launches):
         plans.clear()
-    caches = importlib.import_module("kestrel_attention.flash_attn_with_kvcache")
-    monkeypatch.setattr(caches, "_hot_calls", hot_calls.HotCalls())
+    for module, names in HOT_CALLS.items():  # a remembered launch would run the kernel of the test before
+        for name in names:
+            monkeypatch.setattr(importlib.import_module(module), name, hot_calls.HotCalls())
 
 
 DTYPES = [torch.bfloat16, torch.float16]

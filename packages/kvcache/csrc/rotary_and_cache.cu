@@ -1,10 +1,11 @@
 // rotary_and_cache: rotates queries and keys by their positions in place, and writes keys and values into a paged
-// cache.
+// cache. With weights of a norm, each head of a query and key is normalised first.
 //
 // A thread processes one item of a token: two packs of 16 bytes of a query or key that rotate into each other, a pack
 // of a key that does not rotate, or a pack of a value. For unaligned rows it is a pair or an element instead. Blocks
-// have up to 128 threads; short rows share a block. Only the table is constant, but the address in it depends on
-// positions: nothing is read before the PDL wait. Rows, positions and slots are prefetched into L2 before it.
+// have up to 128 threads; short rows share a block. Only the table and the norms are constant, but the address in the
+// table depends on positions: nothing is read before the PDL wait. Rows, positions and slots are prefetched into L2
+// before it. A norm needs heads that rotate as a whole: adjacent lanes then hold a head, and add up its squares.
 
 #include <kestrel/export.h>
 #include <kestrel/rotary.h>
@@ -31,8 +32,10 @@ struct RotaryParams {
   int size = 0, half = 0, offset = 0;  // D, R/2, first dimension that rotates
   // Per head: items that rotate, items of a key that do not, items of a value.
   unsigned rotating = 0, unrotated = 0, value_items_per_head = 0;
-  unsigned query_items = 0, key_items = 0;  // per token
-  WorkSplit work;                           // over tokens and all their items
+  unsigned query_items = 0, key_items = 0;                // per token
+  WorkSplit work;                                         // over tokens and all their items
+  const char *query_norm = nullptr, *key_norm = nullptr;  // [D], of the rows' type; null: no norm
+  float eps = 0.f, weight_bias = 0.f;
 };
 
 // What a thread works on. first, second: the first elements of its packs; second is -1 if there is none.
@@ -114,10 +117,39 @@ __device__ __forceinline__ void rotate(const RotaryParams& p, const char* row, i
   }
 }
 
+// Normalises the head whose packs `p.rotating` adjacent lanes hold, two each. All of these lanes call this.
+template <typename T>
+__device__ __forceinline__ void normalise(const RotaryParams& p, const char* weight, const Item& item, Pack<T>& a,
+                                          Pack<T>& b) {
+  constexpr int size = Pack<T>::size;
+  float x[2][size], w[2][size];
+  a.unpack(x[0]);
+  b.unpack(x[1]);
+  load_constants<size>(w[0], reinterpret_cast<const T*>(weight) + item.first);
+  load_constants<size>(w[1], reinterpret_cast<const T*>(weight) + item.second);
+  float sum = 0.f;
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+#pragma unroll
+    for (int j = 0; j < size; ++j) sum = fmaf(x[i][j], x[i][j], sum);
+  }
+  const unsigned lanes = p.rotating, first_lane = threadIdx.x & 31 & ~(lanes - 1);
+  const unsigned mask = (lanes == 32 ? ~0u : (1u << lanes) - 1) << first_lane;
+  for (unsigned other = lanes / 2; other > 0; other >>= 1) sum += __shfl_xor_sync(mask, sum, other);
+  const float scale = rsqrtf(sum / static_cast<float>(p.size) + p.eps);
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+#pragma unroll
+    for (int j = 0; j < size; ++j) x[i][j] = x[i][j] * scale * (w[i][j] + p.weight_bias);
+  }
+  a.pack(x[0]);
+  b.pack(x[1]);
+}
+
 constexpr bool kNeox = true, kGptJ = false;
 constexpr int kThreads = 128;
 
-template <typename T, bool NEOX, Access ACCESS>
+template <typename T, bool NEOX, Access ACCESS, bool NORM>
 __global__ void __launch_bounds__(kThreads) rotate_and_write(const __grid_constant__ RotaryParams p) {
   const auto [token, unit] = p.work.token_unit();
   if (token >= p.work.tokens || unit >= p.work.units) return;
@@ -147,8 +179,13 @@ __global__ void __launch_bounds__(kThreads) rotate_and_write(const __grid_consta
   const int64_t position = p.positions.load(token);
   issue_loads();
 
-  if (has_second && static_cast<uint64_t>(position) < static_cast<uint64_t>(p.table_rows)) {
-    rotate<T, NEOX, ACCESS>(p, p.table + position * p.table_row, item.frequency, a, b);
+  const bool is_normed = NORM && item.tensor != Item::value;
+  if constexpr (NORM) {
+    if (is_normed) normalise(p, item.tensor == Item::query ? p.query_norm : p.key_norm, item, a, b);
+  }
+  const bool rotates = has_second && static_cast<uint64_t>(position) < static_cast<uint64_t>(p.table_rows);
+  if (rotates) rotate<T, NEOX, ACCESS>(p, p.table + position * p.table_row, item.frequency, a, b);
+  if (rotates || is_normed) {
     store_pack<ACCESS>(head, item.first, end, a);
     store_pack<ACCESS>(head, item.second, second_end, b);
   }
@@ -159,7 +196,7 @@ __global__ void __launch_bounds__(kThreads) rotate_and_write(const __grid_consta
   if (has_second) store_as<ACCESS>(p.format, target, item.second, second_end, b, scale);
 }
 
-template <typename T, bool NEOX, Access ACCESS>
+template <typename T, bool NEOX, Access ACCESS, bool NORM = false>
 void launch(RotaryParams p, int64_t heads, int64_t kv_heads, DLDevice device) {
   const int step = ACCESS == Access::packs ? Pack<T>::size : 1;
   p.rotating = p.half / step;
@@ -170,7 +207,7 @@ void launch(RotaryParams p, int64_t heads, int64_t kv_heads, DLDevice device) {
   const int64_t items = p.query_items + p.key_items + kv_heads * p.value_items_per_head;
   if (items == 0) return;
   p.work = WorkSplit(p.work.tokens, static_cast<unsigned>(items), kThreads);
-  launch_pdl(rotate_and_write<T, NEOX, ACCESS>, p.work.grid(), p.work.block(), device, p);
+  launch_pdl(rotate_and_write<T, NEOX, ACCESS, NORM>, p.work.grid(), p.work.block(), device, p);
 }
 
 // Whether all packs are aligned to their loads and stores.
@@ -191,10 +228,29 @@ Rows rows_of_heads(const TensorView& x, int64_t head_size) {
 
 int64_t heads_of(const TensorView& x, int64_t head_size) { return x.ndim() == 3 ? x.size(1) : x.size(1) / head_size; }
 
+// Whether the lanes of a head are adjacent in a warp, and its packs are all packs of the head.
+template <typename T>
+bool fits_norm(const RotaryParams& p) {
+  const int lanes = p.half / Pack<T>::size;
+  return 2 * p.half == p.size && lanes >= 1 && lanes <= 32 && (lanes & (lanes - 1)) == 0 && aligned16(p.query_norm) &&
+         aligned16(p.key_norm);
+}
+
+void check_norm(const Checks& check, const char* name, const OptionalTensor& norm, const char* other_name,
+                const OptionalTensor& other, const TensorView& query, int64_t size) {
+  if (!norm.has_value()) return;
+  if (!other.has_value()) check.fail(name, std::string("None, as ") + other_name + " is", "a tensor", "TypeError");
+  check.dtype(name, *norm, {kBFloat16, kFloat16, kFloat32});
+  check.last_contiguous(name, *norm);
+  check.shape(name, *norm, &size, 1);
+  check.same_dtype(name, *norm, "query", query);
+}
+
 void rotary_and_cache(TensorView positions, TensorView query, TensorView key, TensorView value, AnyView head_size,
                       TensorView cos_sin_cache, TensorView key_cache, TensorView value_cache, TensorView slot_mapping,
                       AnyView is_neox, AnyView kv_cache_dtype, OptionalTensor k_scale, OptionalTensor v_scale,
-                      AnyView rope_dim_offset) {
+                      AnyView rope_dim_offset, OptionalTensor query_norm, OptionalTensor key_norm, double norm_eps,
+                      double norm_weight_bias) {
   const Checks check("rotary_and_cache");
   check_indices(check, "positions", positions);
   const int64_t tokens = positions.size(0);
@@ -210,6 +266,10 @@ void rotary_and_cache(TensorView positions, TensorView query, TensorView key, Te
   check_slots(check, slot_mapping, tokens);
   const Format format =
       check_store(check, key.dtype(), kv_heads, size, key_cache, value_cache, kv_cache_dtype, k_scale, v_scale);
+  check_norm(check, "query_norm", query_norm, "key_norm", key_norm, query, size);
+  check_norm(check, "key_norm", key_norm, "query_norm", query_norm, query, size);
+  check.at_least("norm_eps", norm_eps, 0);
+  check.number("norm_weight_bias", norm_weight_bias);
   check_memory(check, {{"positions", positions},
                        {"query", query, kWritten},
                        {"key", key, kWritten},
@@ -219,7 +279,9 @@ void rotary_and_cache(TensorView positions, TensorView query, TensorView key, Te
                        {"value_cache", value_cache, kWritten},
                        {"slot_mapping", slot_mapping},
                        {"k_scale", k_scale},
-                       {"v_scale", v_scale}});
+                       {"v_scale", v_scale},
+                       {"query_norm", query_norm},
+                       {"key_norm", key_norm}});
   if (tokens == 0) return;
   require_sizes(tokens, heads + 2 * kv_heads, size, key_cache.size(1));
 
@@ -245,11 +307,19 @@ void rotary_and_cache(TensorView positions, TensorView query, TensorView key, Te
   p.size = static_cast<int>(size);
   p.half = static_cast<int>(cos_sin_cache.size(1) / 2);
   p.offset = static_cast<int>(offset);
+  p.query_norm = address(query_norm);
+  p.key_norm = address(key_norm);
+  p.eps = static_cast<float>(norm_eps);
+  p.weight_bias = static_cast<float>(norm_weight_bias);
   const DeviceGuard guard(positions.device().device_id);
   dispatch_float(query, [&](auto t) {
     using T = decltype(t);
     const DLDevice device = positions.device();
-    if (whole_packs<T>(p, element_bytes(key_cache))) {
+    const bool by_packs = whole_packs<T>(p, element_bytes(key_cache));
+    if (query_norm.has_value()) {
+      if (!neox || !by_packs || !fits_norm<T>(p)) unsupported("a norm of heads that do not rotate whole, in packs");
+      launch<T, kNeox, Access::packs, true>(p, heads, kv_heads, device);
+    } else if (by_packs) {
       neox ? launch<T, kNeox, Access::packs>(p, heads, kv_heads, device)
            : launch<T, kGptJ, Access::packs>(p, heads, kv_heads, device);
     } else {

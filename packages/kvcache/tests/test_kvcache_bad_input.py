@@ -101,6 +101,7 @@ def rotary_cases(tokens: int, heads: int, size: int, blocks: int, page: int) -> 
     good |= {"value_cache": cache.clone()}
     bad = cases_of(good)
     fp8 = {"kv_cache_dtype": "fp8", "key_cache": cache.to(torch.uint8), "value_cache": cache.to(torch.uint8)}
+    ones = torch.ones(size)
     return good, [
         bad("no query", "query", None, TypeError, "a tensor"),
         bad("no key", "key", None, TypeError, "a tensor"),
@@ -134,6 +135,13 @@ def rotary_cases(tokens: int, heads: int, size: int, blocks: int, page: int) -> 
         bad("an unknown format", "kv_cache_dtype", "int8", fragment="'int8'"),
         bad("too many scales", "k_scale", torch.ones(heads + 2), fragment=f"({heads + 2},)", **fp8),
         bad("a cache elsewhere", "key_cache", cache.to("meta"), fragment="meta"),
+        bad("a norm of queries alone", "query_norm", ones, TypeError, "key_norm"),
+        bad("a norm of keys alone", "key_norm", ones, TypeError, "query_norm"),
+        bad("a norm of another size", "query_norm", ones[1:], fragment=f"({size - 1},)", key_norm=ones),
+        bad("a norm of another dtype", "key_norm", ones.half(), TypeError, "float16", query_norm=ones),
+        bad("a norm elsewhere", "key_norm", ones.to("meta"), fragment="meta", query_norm=ones),
+        bad("a negative eps", "norm_eps", -1.0, fragment=">= 0"),
+        bad("a bias that is no number", "norm_weight_bias", float("nan"), fragment="nan"),
     ]
 
 

@@ -262,6 +262,44 @@ def test_rotation_of_many_tokens_of_none_and_of_rows_without_a_slot() -> None:
     assert torch.equal(call["query"], want["query"])
 
 
+@pytest.mark.parametrize("name", ["auto", "fp8"])
+@pytest.mark.parametrize("size", [16, 32, 64, 128, 256])
+def test_heads_are_normalised_then_rotated_and_cached(size: int, name: str) -> None:
+    for dtype in FLOATS:
+        for tokens, heads, kv_heads, packed in (
+            (1, 32, 4, True),
+            (3, 5, 1, False),
+            (17, 8, 8, True),
+            (700, 6, 2, True),
+        ):
+            call = rotary_call(dtype, tokens, heads, kv_heads, size, size, name=name, packed=packed)
+            norms = [1 + random(size, dtype=dtype, seed=i) / 4 for i in (7, 8)]
+            norm = {"query_norm": norms[0], "key_norm": norms[1], "norm_weight_bias": 0.5}
+            ours, wanted = (dict(zip(call, twins(call.values()), strict=True)) for _ in range(2))
+            what = f"rotary_and_cache({text_of(call.values())}) with norms"
+            rotary_and_cache(**ours, **norm)
+            reference.rotary_and_cache(**wanted, **norm)
+            for part in ("query", "key"):
+                got, want = (by_heads(x[part], size).float() for x in (ours, wanted))
+                # both parts of a pair may have been rounded to a neighbour
+                bound = 3 * torch.finfo(dtype).eps * want.abs().amax(-1, keepdim=True)
+                expect(f"{part} of {what}", ((got - want).abs() > bound).any())
+            expected = dict(zip(call, twins(call.values()), strict=True))
+            cached = {each: expected[each] for each in ("key_cache", "value_cache", "slot_mapping", "kv_cache_dtype")}
+            scales = {each: expected[each] for each in ("k_scale", "v_scale") if each in expected}
+            rows = by_heads(ours["key"], size), by_heads(ours["value"], size)
+            reference.reshape_and_cache(*rows, **cached, **scales)
+            for part in ("key_cache", "value_cache"):
+                expect(f"{part} of {what}", (whole(ours[part]) != whole(expected[part])).any())
+
+
+def test_norms_of_heads_that_do_not_rotate_whole_run_by_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    call = rotary_call(torch.bfloat16, 3, 4, 2, 96, 96)
+    norm = torch.ones(96, dtype=torch.bfloat16, device="cuda")
+    with pytest.raises(UnsupportedError, match="do not rotate whole"):
+        rotary_and_cache(**call, query_norm=norm, key_norm=norm)
+
+
 # -- int8_cache_write -------------------------------------------------------------------------------------------------
 
 

@@ -113,6 +113,31 @@ def test_extreme_rows_stay_alone(dtype):
     assert torch.equal(stored[:, 5], plain_cache.flatten(1, 2)[:, 1])
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("weight_bias", [0.0, 1.0])
+@pytest.mark.parametrize("packed", [True, False])
+def test_heads_are_normalised_before_they_are_rotated(dtype, weight_bias, packed):
+    table = table_of(SIZE)
+    positions, query, key, value = inputs(7, dtype, packed)
+    positions[2] = ROWS  # normalised alone
+    norms = [torch.linspace(0.5, 1.5, SIZE).to(dtype), torch.linspace(2, 1, SIZE).to(dtype)]
+    wanted = []
+    for x, heads, weight in zip((query, key), (HEADS, KV_HEADS), norms, strict=True):
+        wide = x.double().reshape(7, heads, SIZE)
+        rms = (wide.square().mean(-1, keepdim=True) + 0.1).sqrt()
+        normed = (wide / rms * (weight.double() + weight_bias)).to(dtype)
+        wanted.append((normed, turned_in_float64(normed, positions, table, True, 0)))
+    cache, slots = torch.zeros(2, 2, 8, KV_HEADS, SIZE, dtype=dtype), torch.arange(7)
+    norm = {"query_norm": norms[0], "key_norm": norms[1], "norm_eps": 0.1, "norm_weight_bias": weight_bias}
+    rotary_and_cache(positions, query, key, value, SIZE, table, *cache, slots, **norm)
+    for got, (normed, exact) in zip((query, key), wanted, strict=True):
+        got, info = got.reshape(exact.shape).double(), torch.finfo(dtype)
+        # the norm may round to a neighbour, which the rotation adds to another
+        bound = 0.5 * info.eps * exact.abs() + 2.1 * info.eps * normed.double().abs().amax(-1, keepdim=True)
+        assert bool(((got - exact).abs() <= bound).all())
+    assert torch.equal(cache[0].flatten(0, 1)[:7], key.reshape(7, KV_HEADS, SIZE))
+
+
 @pytest.mark.parametrize("name", ["fp8", "fp8_e4m3", "fp8_e5m2"])
 def test_the_rotated_key_is_what_is_quantised(name):
     table = table_of(SIZE)

@@ -15,6 +15,7 @@ struct Alignment {
   int* sorted_token_ids = nullptr;  // [num_positions]
   int* expert_ids = nullptr;        // [num_blocks]
   int* num_post_pad = nullptr;
+  int* positions = nullptr;  // of each pair in sorted_token_ids; dropped pairs are not written; may be null
   const int* expert_map = nullptr;
   int64_t num_positions = 0;
   int64_t num_blocks = 0;

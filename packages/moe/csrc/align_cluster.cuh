@@ -125,6 +125,9 @@ __device__ __forceinline__ void align_cluster(const Alignment& a, const ClusterA
       if (expert[i] == experts) continue;
       const unsigned n = rank[i] + (add_row ? row[expert[i]] : 0);
       const int pair = first + done + 32 * i;
+      if (a.positions && m.position[expert[i]] != kDropped) {
+        a.positions[pair] = m.position[expert[i]] + static_cast<int>((a.staged ? m.local[expert[i]] : 0) + n);
+      }
       if (a.staged) {
         m.staged[m.local[expert[i]] + n] = static_cast<unsigned>(expert[i]) << 16 | (pair - origin);
       } else {

@@ -118,6 +118,7 @@ __device__ __forceinline__ void align_independent(const Alignment& a, const Inde
 #pragma unroll 4
       for (int w = 0; w < warp; ++w) to += own[w * E + e];
       a.sorted_token_ids[to + rank] = pair;
+      if (a.positions) a.positions[pair] = static_cast<int>(to + rank);
     }
   }
   if (cta_rank == 0 && threadIdx.x == 0) {

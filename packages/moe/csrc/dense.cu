@@ -1,9 +1,9 @@
 // fused_linear_residual and fused_mlp: layers activation(x W' + bias) + residual. Up to four tokens take gemv_kernel
 // (gemv.cuh), more take stream_linear_kernel (kestrel/stream_linear.cuh), dense_wgmma_kernel (dense_wgmma.cuh), or the
 // vendor's GEMM, which the caller runs.
+#include <kestrel/export.h>
 #include <kestrel/launch.h>
 #include <kestrel/tensor.h>
-#include <tvm/ffi/function.h>
 
 #include <algorithm>
 
@@ -104,7 +104,7 @@ int64_t fused_mlp(TensorView out, TensorView hidden, TensorView x, TensorView w1
   return 2;
 }
 
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(fused_linear_residual, fused_linear_residual);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(fused_mlp, fused_mlp);
+KESTREL_EXPORT(fused_linear_residual, fused_linear_residual);
+KESTREL_EXPORT(fused_mlp, fused_mlp);
 
 }  // namespace kestrel::moe

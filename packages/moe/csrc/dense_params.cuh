@@ -18,7 +18,8 @@ struct ClusterShape {
 };
 
 struct DenseParams {
-  CUtensorMap x, weight;  // boxes of a CTA's part of a stage
+  // Boxes of a CTA's part of a stage, and those that end with the matrices: TMA is slow for rows outside a matrix.
+  CUtensorMap x, weight, x_tail, weight_tail;
   const char *bias = nullptr, *residual = nullptr;
   char* out = nullptr;
   int64_t residual_stride = 0, out_stride = 0;  // bytes

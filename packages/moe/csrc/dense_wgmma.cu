@@ -41,9 +41,18 @@ void launch(const LinearParams& linear, ClusterShape cluster, DLDevice device) {
   constexpr bool bf16 = std::is_same_v<T, __nv_bfloat16>;
   const auto divide_up = [](int64_t a, int64_t b) { return static_cast<int>((a + b - 1) / b); };
   DenseParams p;
-  p.x = matrix_map(linear.x, bf16, linear.tokens, linear.width, linear.x_stride, Tile::rows / cluster.columns);
-  p.weight =
-      matrix_map(linear.weight, bf16, linear.outputs, linear.width, linear.weight_stride, Tile::columns / cluster.rows);
+  const auto map_x = [&](int rows) {
+    return matrix_map(linear.x, bf16, linear.tokens, linear.width, linear.x_stride, rows);
+  };
+  const auto map_weight = [&](int rows) {
+    return matrix_map(linear.weight, bf16, linear.outputs, linear.width, linear.weight_stride, rows);
+  };
+  const auto tail = [](int size, int box) { return (size % box + 7) / 8 * 8; };
+  const int x_rows = Tile::rows / cluster.columns, weight_rows = Tile::columns / cluster.rows;
+  p.x = map_x(x_rows);
+  p.weight = map_weight(weight_rows);
+  p.x_tail = linear.tokens % x_rows ? map_x(tail(linear.tokens, x_rows)) : p.x;
+  p.weight_tail = linear.outputs % weight_rows ? map_weight(tail(linear.outputs, weight_rows)) : p.weight;
   p.bias = linear.bias;
   p.residual = linear.residual;
   p.residual_stride = linear.residual_stride;
@@ -86,12 +95,10 @@ void launch_stream(const LinearParams& p, int splits, DLDevice device) {
   launch_stream_linear<T>(operands, epilogue, splits ? splits : stream_splits(p.outputs, p.width), device);
 }
 
-// Launches the cooperative tile of plan.columns columns; false if it is none of COLUMNS.
-template <typename T, int... COLUMNS>
+// Launches the tile of plan.columns columns; false if it is none of COLUMNS.
+template <typename T, Schedule SCHEDULE, int... COLUMNS>
 bool launch_columns(const LinearParams& p, const DensePlan& plan, DLDevice device) {
-  return ((plan.columns == COLUMNS &&
-           (launch<T, DenseTile<COLUMNS, Schedule::cooperative>>(p, plan.cluster, device), true)) ||
-          ...);
+  return ((plan.columns == COLUMNS && (launch<T, DenseTile<COLUMNS, SCHEDULE>>(p, plan.cluster, device), true)) || ...);
 }
 
 template <typename T>
@@ -106,10 +113,9 @@ void launch_tile(const LinearParams& p, const DensePlan& plan, DLDevice device) 
     unsupported("cluster shapes that do not divide a tile, or more than 2 splits of K");
   if (plan.columns % (8 * cluster.rows)) unsupported("CTAs that share less than 8 rows of the weight");
   if (plan.kernel == DenseKernel::ping_pong) {
-    if (plan.columns == 192 && cluster.splits == 1) {
-      return launch<T, DenseTile<192, Schedule::ping_pong>>(p, cluster, device);
-    }
-  } else if (launch_columns<T, 64, 96, 112, 128, 144, 160, 192, 208, 224, 256>(p, plan, device)) {
+    if (cluster.splits == 1 && launch_columns<T, Schedule::ping_pong, 128, 144, 160>(p, plan, device)) return;
+  } else if (launch_columns<T, Schedule::cooperative, 64, 96, 112, 128, 144, 160, 192, 208, 224, 256>(p, plan,
+                                                                                                      device)) {
     return;
   }
   unsupported("tiles of " + std::to_string(plan.columns) + " columns");

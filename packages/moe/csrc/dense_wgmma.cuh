@@ -1,7 +1,7 @@
 // A dense layer on Hopper: activation(x W' + bias) + residual, warp-specialised, for more than a few tokens.
 //
-// A tile is 128 tokens by COLUMNS outputs. One thread of the producer warpgroup loads 64 columns of K per stage (TMA);
-// CTAs of a cluster multicast the operand that they share. Two consumer warpgroups multiply (wgmma): `cooperative`, 64
+// A tile is 128 tokens by COLUMNS outputs. One thread loads x and one the weight, 64 columns of K per stage (TMA); CTAs
+// of a cluster multicast the operand that they share. Two consumer warpgroups multiply (wgmma): `cooperative`, 64
 // tokens of each tile; `ping_pong`, every other tile, so that one's epilogue overlaps the other's products. In the
 // epilogue each warp passes its 16 tokens through its own shared memory, where the residual has arrived (cp.async), and
 // stores whole rows. Split-K: the two CTAs of a pair exchange half of their sums through DSMEM, and each finishes 64
@@ -36,7 +36,12 @@ struct DenseTile {
   static constexpr int line_bytes = 128;  // 64 elements of K
   static constexpr int stage_bytes = (rows + columns) * line_bytes;
   // The epilogue of a warp: passes of 16 tokens by `pass` columns, through one buffer or two in turn.
-  static constexpr int pass = ping_pong || columns == 256 ? 64 : columns == 224 ? 112 : columns;
+  static constexpr int pass = columns == 224                ? 112
+                              : !ping_pong && columns < 256 ? columns
+                              : columns == 144              ? 48
+                              : columns == 160              ? 80
+                                                            : 64;
+  static_assert(columns % pass == 0 && pass % 16 == 0);
   static constexpr int passes_of_block = columns / pass, passes = blocks * passes_of_block;
   static constexpr int buffers = passes > 2 ? 2 : 1;
   static constexpr int row_bytes = pass * 2, buffer_bytes = 16 * row_bytes;
@@ -89,63 +94,53 @@ struct DenseItem {
   }
 };
 
-// The producer thread: loads x and the weight of all tiles of this CTA.
-template <typename Tile>
-__device__ __forceinline__ void dense_produce(const DenseParams& p, const DensePlace& place, uint32_t ring,
-                                              uint64_t* full, uint64_t* empty, int first_step, int steps) {
+// The part of an operand that a CTA loads of each tile, `box` of its `rows` rows, for all CTAs of `ranks`.
+struct OperandPart {
+  int rows, box, offset;  // offset: of the box in the rows
+  uint32_t to;            // in the first stage
+  uint16_t ranks;
+};
+
+// A producer thread: loads its operand, `size` rows long, of all tiles of this CTA. Little code for each step: the one
+// thread must not be the limit. first_row(item): of the tile.
+template <typename Tile, typename FirstRow>
+__device__ __forceinline__ void dense_produce(const DenseParams& p, const DensePlace& place, const CUtensorMap& whole,
+                                              const CUtensorMap& tail, int size, const OperandPart& part,
+                                              uint64_t* full, uint64_t* empty, int first_step, int steps,
+                                              FirstRow first_row) {
   const int tiles = p.row_tiles * p.column_tiles;
-  const int x_rows = Tile::rows / p.cluster.columns, weight_rows = Tile::columns / p.cluster.rows;
-  uint16_t x_ranks = 0, weight_ranks = 0;
-  for (int c = 0; c < p.cluster.columns; ++c) x_ranks |= 1 << place.rank_of(p, place.row, c);
-  for (int r = 0; r < p.cluster.rows; ++r) weight_ranks |= 1 << place.rank_of(p, r, place.column);
-  const uint32_t x_at = ring + place.column * x_rows * Tile::line_bytes;
-  const uint32_t weight_at = ring + (Tile::rows + place.row * weight_rows) * Tile::line_bytes;
-  const auto load_x = [&](int stage, int row, int step) {
-    const uint32_t to = x_at + stage * Tile::stage_bytes;
-    const int k = (first_step + step) * 64, from = row + place.column * x_rows;
-    if (p.cluster.columns > 1) {
-      ptx::tma_load_multicast(to, p.x, k, from, full + stage, x_ranks);
-    } else {
-      ptx::tma_load(to, p.x, k, from, full + stage);
-    }
-  };
-  const auto load_weight = [&](int stage, int column, int step) {
-    const uint32_t to = weight_at + stage * Tile::stage_bytes;
-    const int k = (first_step + step) * 64, from = column + place.row * weight_rows;
-    if (p.cluster.rows > 1) {
-      ptx::tma_load_multicast(to, p.weight, k, from, full + stage, weight_ranks);
-    } else {
-      ptx::tma_load(to, p.weight, k, from, full + stage);
-    }
-  };
-  ptx::prefetch_tensor_map(p.weight);
-  ptx::prefetch_tensor_map(p.x);
-  int ahead = 0;  // stages whose weights, which are constant, are loaded before the PDL wait
-  if (place.cluster < tiles) {
-    const DenseItem<Tile> item(p, place, place.cluster);
-    for (ahead = 0; ahead < min(Tile::stages, steps); ++ahead) {
-      ptx::mbarrier_arrive_expect_tx(full + ahead, Tile::stage_bytes);
-      load_weight(ahead, item.column, ahead);
-    }
-  }
-  pdl_wait();
-  pdl_trigger();
   int stage = 0, phase = 0;
   for (int tile = place.cluster; tile < tiles; tile += place.clusters) {
-    const DenseItem<Tile> item(p, place, tile);
-    for (int step = 0; step < steps; ++step) {
-      if (step >= ahead) {
+    const int row = first_row(DenseItem<Tile>(p, place, tile)), first = row + part.offset, left = size - first;
+    const int bytes = max(min(part.rows, (size - row + 7) / 8 * 8), 0) * Tile::line_bytes;  // in all boxes
+    const auto each_step = [&](auto load) {
+      int k = first_step * 64;
+      for (int step = 0; step < steps; ++step, k += 64) {
         ptx::mbarrier_wait(empty + stage, phase ^ 1);
-        ptx::mbarrier_arrive_expect_tx(full + stage, Tile::stage_bytes);
-        load_weight(stage, item.column, step);
+        ptx::mbarrier_arrive_expect_tx(full + stage, bytes);
+        load(part.to + stage * Tile::stage_bytes, k, full + stage);
+        if (++stage == Tile::stages) {
+          stage = 0;
+          phase ^= 1;
+        }
       }
-      load_x(stage, item.row, step);
-      if (++stage == Tile::stages) {
-        stage = 0;
-        phase ^= 1;
-      }
+    };
+    const bool multicast = part.ranks & (part.ranks - 1);
+    if (left >= part.box && !multicast) {
+      each_step([&](uint32_t to, int k, uint64_t* barrier) { ptx::tma_load(to, whole, k, first, barrier); });
+    } else if (left >= part.box) {
+      each_step([&](uint32_t to, int k, uint64_t* barrier) {
+        ptx::tma_load_multicast(to, whole, k, first, barrier, part.ranks);
+      });
+    } else if (left > 0 && !multicast) {
+      each_step([&](uint32_t to, int k, uint64_t* barrier) { ptx::tma_load(to, tail, k, first, barrier); });
+    } else if (left > 0) {
+      each_step([&](uint32_t to, int k, uint64_t* barrier) {
+        ptx::tma_load_multicast(to, tail, k, first, barrier, part.ranks);
+      });
+    } else {
+      each_step([](uint32_t, int, uint64_t*) {});
     }
-    ahead = 0;
   }
   for (int s = 0; s < Tile::stages; ++s) {  // this CTA stays until other CTAs have made their last arrivals here
     ptx::mbarrier_wait(empty + stage, phase ^ 1);
@@ -180,7 +175,7 @@ __global__ void __launch_bounds__(Tile::threads, 1) dense_wgmma_kernel(const __g
   const bool clustered = p.cluster.size() > 1;
   if (threadIdx.x == 0) {
     for (int s = 0; s < S; ++s) {
-      ptx::mbarrier_init(full + s, 1);
+      ptx::mbarrier_init(full + s, 2);
       ptx::mbarrier_init(empty + s, partners * (ping_pong ? 1 : 2));
     }
     for (int w = 0; w < 2; ++w) ptx::mbarrier_init(multiplied + w, 1);
@@ -194,11 +189,31 @@ __global__ void __launch_bounds__(Tile::threads, 1) dense_wgmma_kernel(const __g
     ptx::cluster_wait();
   }
 
-  // -- the producer warpgroup: one thread loads --
+  // -- the producer warpgroup: one thread loads the weight, which is constant, one x --
 
   if (threadIdx.x < Tile::producers) {
-    ptx::reduce_registers<24>();
-    if (threadIdx.x == 0) dense_produce<Tile>(p, place, ring, full, empty, first_step, steps);
+    ptx::reduce_registers<40>();  // with the consumers' 232 not more than the launch has
+    if (threadIdx.x == 0) {
+      ptx::prefetch_tensor_map(p.weight);
+      ptx::prefetch_tensor_map(p.weight_tail);
+      OperandPart part{N, N / p.cluster.rows, place.row * (N / p.cluster.rows)};
+      part.to = ring + (Tile::rows + part.offset) * Tile::line_bytes;
+      part.ranks = 0;
+      for (int r = 0; r < p.cluster.rows; ++r) part.ranks |= 1 << place.rank_of(p, r, place.column);
+      dense_produce<Tile>(p, place, p.weight, p.weight_tail, p.outputs, part, full, empty, first_step, steps,
+                          [](const DenseItem<Tile>& item) { return item.column; });
+    } else if (threadIdx.x == 32) {
+      ptx::prefetch_tensor_map(p.x);
+      ptx::prefetch_tensor_map(p.x_tail);
+      OperandPart part{Tile::rows, Tile::rows / p.cluster.columns, place.column * (Tile::rows / p.cluster.columns)};
+      part.to = ring + part.offset * Tile::line_bytes;
+      part.ranks = 0;
+      for (int c = 0; c < p.cluster.columns; ++c) part.ranks |= 1 << place.rank_of(p, place.row, c);
+      pdl_wait();
+      pdl_trigger();
+      dense_produce<Tile>(p, place, p.x, p.x_tail, p.tokens, part, full, empty, first_step, steps,
+                          [](const DenseItem<Tile>& item) { return item.row; });
+    }
     __syncwarp();
     if (p.cluster.splits > 1) {
       ptx::cluster_arrive_relaxed();
@@ -213,7 +228,7 @@ __global__ void __launch_bounds__(Tile::threads, 1) dense_wgmma_kernel(const __g
 
   // -- the consumer warpgroups --
 
-  ptx::raise_registers<240>();
+  ptx::raise_registers<232>();
   pdl_wait();
   pdl_trigger();
   const int warpgroup = threadIdx.x / 128 - 1, thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;

@@ -32,8 +32,8 @@ constexpr int64_t kTokensSummedByDown = 2;     // for more tokens a separate sum
 
 int64_t scale_blocks(int64_t columns) { return (columns + kScaleBlock - 1) / kScaleBlock; }
 
-// Byte offsets of the parts of the scratch memory of fused_experts. positions: of the aligned pairs, if
-// experts_tma_kernel keeps the hidden layer in tiles of them; else 0.
+// Byte offsets of the parts of the scratch memory of fused_experts. positions: of the aligned pairs, if wgmma kernels
+// keep the hidden layer, and with FP8 x, in tiles of them; else 0.
 struct ExpertsScratch {
   int64_t activated = 0, partial = 0, arrivals = 0, x_codes = 0, x_scale = 0, codes = 0, scale = 0, bytes = 0;
 
@@ -48,8 +48,8 @@ struct ExpertsScratch {
     partial = take(pairs * width * 4);
     arrivals = take(width / 16 * 4);
     if (!fp8) return;
-    x_codes = take(tokens * width);
-    x_scale = take(tokens * scale_blocks(width) * 4);
+    x_codes = take(positions ? positions * scale_blocks(width) * kLineBytes : tokens * width);
+    x_scale = take(std::max(positions, tokens) * scale_blocks(width) * 4);
     codes = take(positions ? 0 : pairs * inner);
     scale = take(std::max(positions, pairs) * scale_blocks(inner) * 4);
   }
@@ -265,13 +265,15 @@ void clear(const TensorView& out, int64_t rows, int64_t row_stride, int64_t colu
 
 // -- entry points -----------------------------------------------------------------------------------------------------
 
-// With an alignment, block_size is 8, 16, 32 or 64, and on Hopper also 128 and 192 (FP8: 128). Without one the kernels
-// group the pairs, at most 64, and block_size is the token tile. cluster: 1, or with blocks of 128 also 2, the CTAs
-// that share weights (Hopper, 16 bits).
+// With an alignment, block_size is 8, 16, 32 or 64 (FP8 on Hopper: not 64), and on Hopper also 128 and 192 (not FP8).
+// Without one the kernels group the pairs, at most 64, and block_size is the token tile. cluster: 1, or with blocks of
+// 128 also 2, the CTAs that share weights (Hopper). positions_of_pairs: for FP8 blocks of 128, from
+// align_with_positions.
 void fused_experts(TensorView out, TensorView scratch, TensorView hidden, TensorView w1, TensorView w2,
                    TensorView topk_weights, TensorView topk_ids, OptionalTensor w1_scale, OptionalTensor w2_scale,
                    OptionalTensor expert_map, OptionalTensor sorted_token_ids, OptionalTensor expert_ids,
-                   OptionalTensor num_tokens_post_pad, int64_t block_size, int64_t cluster, AnyView activation) {
+                   OptionalTensor num_tokens_post_pad, OptionalTensor positions_of_pairs, int64_t block_size,
+                   int64_t cluster, AnyView activation) {
   const Checks check("fused_experts");
   const Gate gate = check_fused_experts(check, out, scratch, hidden, w1, w2, topk_weights, topk_ids, w1_scale, w2_scale,
                                         expert_map, activation);
@@ -291,6 +293,9 @@ void fused_experts(TensorView out, TensorView scratch, TensorView hidden, Tensor
   if (in_kernel && pairs > kMaxPairsInKernel) unsupported("more than 64 pairs that are not aligned");
   const DLDevice device = hidden.device();
   const bool wgmma = !in_kernel && takes_wgmma(block_size, device);
+  if (fp8 && wgmma && (block_size != kTokensOfFp8 || !positions_of_pairs.has_value())) {
+    unsupported("FP8 tiles of " + std::to_string(block_size) + " tokens, or no positions of their pairs");
+  }
   const int64_t positions = wgmma ? block_size * (*expert_ids).size(0) : 0;
   const ExpertsScratch parts(tokens, pairs, positions, inner, width, fp8);
   if (scratch.numel() * element_bytes(scratch) < parts.bytes) unsupported("too little scratch memory");
@@ -352,11 +357,7 @@ void fused_experts(TensorView out, TensorView scratch, TensorView hidden, Tensor
     q.scale = floats_at(scale);
     q.width = p->width;
     q.rows = rows;
-    // A warp for each row, more for long rows and for few of them.
-    const int64_t packs = q.width / Pack<decltype(t)>::size, enough = 2 * kQuantWarps * multiprocessors(device);
-    while (q.row_warps < kQuantWarps && (packs > kQuantPacks * 32 * q.row_warps || rows * q.row_warps < enough)) {
-      q.row_warps *= 2;
-    }
+    q.row_warps = quant_row_warps(q.width / Pack<decltype(t)>::size, rows, device);
     set_x(p, q.codes, q.width, q.width, q.scale, p->x_blocks ? scale_blocks(q.width) : 1);
     const auto kernel =
         p->x_blocks ? experts_quant_kernel<decltype(t), true> : experts_quant_kernel<decltype(t), false>;
@@ -364,7 +365,12 @@ void fused_experts(TensorView out, TensorView scratch, TensorView hidden, Tensor
     launch_pdl(kernel, dim3(static_cast<unsigned>((rows + rows_of_cta - 1) / rows_of_cta)), dim3(kQuantThreads), device,
                q);
   };
-  dispatch_float(hidden, [&](auto t) { quantise(t, &up, tokens, parts.x_codes, parts.x_scale); });
+  if (fp8 && wgmma) {
+    permute_rows(&up, hidden.dtype(), tile, memory + parts.x_codes, floats_at(parts.x_scale), ints(*positions_of_pairs),
+                 device);
+  } else {
+    dispatch_float(hidden, [&](auto t) { quantise(t, &up, tokens, parts.x_codes, parts.x_scale); });
+  }
   const auto launch = [&](const ExpertsParams& p, auto projection) {
     if (!in_kernel) {
       return launch_sorted(p, projection.value, w1.dtype(), wgmma, tile, static_cast<int>(cluster), tiles, device);

@@ -1,4 +1,4 @@
-// The launches of experts_tma.cu, for experts.cu.
+// The launches of experts_tma.cu and experts_permute.cu, for experts.cu.
 #pragma once
 
 #include <dlpack/dlpack.h>
@@ -12,13 +12,21 @@ namespace kestrel::moe {
 constexpr int64_t kLargest = int64_t{1} << 30;  // sizes and pairs are int in the kernels
 
 constexpr int kTokensOfWgmma = 64;  // tokens of its smallest tile
+constexpr int kTokensOfFp8 = 128;   // of the tiles of experts_fp8_kernel
 
 // Whether the device runs experts_tma_kernel.
 bool has_wgmma(DLDevice device);
 
-// Launches experts_tma_kernel for aligned pairs in tiles of 64, 128 or 192 tokens (FP8: 64 or 128), or of 128 in
-// clusters of 2 CTAs, which share the weights of two tiles (not FP8). Results have 16 bits, except those of a gated FP8
-// projection, which are float32.
+// Warps for each row that is quantised: one, more for long rows and for few of them.
+int quant_row_warps(int64_t packs, int64_t rows, DLDevice device);
+
+// Quantises the rows of x into the tiles of pipeline stages of the up projection, and points it to them. dtype: of x,
+// 16 bits. positions: of the pairs.
+void permute_rows(ExpertsParams* up, DLDataType dtype, int tile, char* codes, float* scale, const int* positions,
+                  DLDevice device);
+
+// Launches the wgmma kernels for aligned pairs in tiles of 64, 128 or 192 tokens (FP8: 64 or 128), or of 128 in
+// clusters of 2 CTAs, which share the weights of two tiles. FP8 with x in tiles: experts_fp8_kernel, tiles of 128.
 void launch_experts_tma(const ExpertsParams& p, Projection projection, DLDataType weight, int tokens, int cluster,
                         int64_t tiles, DLDevice device);
 

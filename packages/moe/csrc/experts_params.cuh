@@ -38,8 +38,8 @@ struct ExpertsParams {
   int blocks = 0;             // of tile_experts
   int tiles_of_block = 1;     // token tiles per alignment block
   bool routed_early = false;  // down: the launch just before has not written the routing or the alignment
-  // The hidden layer of experts_tma_kernel: tiles of the pipeline's stages in place of rows, see experts_tma.cuh.
-  bool tiled_x = false;    // down
+  // Tiles of the pipeline's stages in place of rows, see experts_tma.cuh and experts_fp8.cuh.
+  bool tiled_x = false;    // down; FP8: up, too
   bool tiled_out = false;  // up
   Gate gate = Gate::none;
   // FP8

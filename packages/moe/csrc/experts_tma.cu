@@ -1,4 +1,5 @@
-// Launches of experts_tma_kernel.
+// Launches of experts_tma_kernel and experts_fp8_kernel.
+#include "experts_fp8.cuh"
 #include "experts_tma.cuh"
 
 #include <kestrel/launch.h>
@@ -22,13 +23,10 @@ constexpr CUtensorMapDataType map_type() {
   return std::is_same_v<W, __half> ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_UINT8;
 }
 
-template <typename W, typename R, Projection PROJECTION, int TOKENS, int CLUSTER>
-void launch(const ExpertsParams& p, int64_t tiles, DLDevice device) {
-  using Tile = TmaTile<TOKENS, CLUSTER>;
-  constexpr bool up = PROJECTION == Projection::up;
-  constexpr int channels = up ? Tile::half_rows : Tile::rows;
-  constexpr auto kernel = experts_tma_kernel<W, R, PROJECTION, Tile>;
-  raise_shared_limit<kernel, Tile::shared_bytes>(device);
+template <typename W, bool UP, typename Tile, auto KERNEL>
+void launch_kernel(const ExpertsParams& p, RowOrder order, int64_t tiles, DLDevice device) {
+  constexpr int channels = UP ? Tile::half_rows : Tile::rows, CLUSTER = Tile::cluster;
+  raise_shared_limit<KERNEL, Tile::shared_bytes>(device);
   const int64_t items = (tiles + CLUSTER - 1) / CLUSTER * ((p.outputs + channels - 1) / channels);
   if (items > kLargest / CLUSTER) unsupported("more than 2^30 tiles of tokens and outputs");
   constexpr int64_t stride_limit = int64_t{1} << 40;  // of a tensor map
@@ -37,21 +35,40 @@ void launch(const ExpertsParams& p, int64_t tiles, DLDevice device) {
     unsupported("weights with rows that coincide, or lie 64 GiB apart");
   }
   TmaParams params;
-  params.even_first = up ? sizeof(W) == 1 && p.gate != Gate::none : std::is_same_v<R, __half> && p.partial != nullptr;
-  const RowOrder order = params.even_first ? RowOrder::even_first : RowOrder::ascending;
+  params.even_first = order == RowOrder::even_first;
   const auto map = [&](const char* weight, int64_t expert_stride) {
     return grouped_rows_map(weight, map_type<W>(), sizeof(W), expert_stride ? p.experts : 1, p.outputs, p.width,
                             expert_stride, p.weight_stride, Tile::half_groups, order);
   };
   params.low = map(p.weight_low, p.expert_stride_low);
-  params.high = up ? map(p.weight_high, p.expert_stride_high) : params.low;
+  params.high = UP ? map(p.weight_high, p.expert_stride_high) : params.low;
   params.low_step = p.expert_stride_low != 0;
   params.high_step = p.expert_stride_high != 0;
   params.steps = static_cast<int>((p.width * int64_t{sizeof(W)} + kLineBytes - 1) / kLineBytes);
   params.p = p;
   const int64_t wave = device_attribute(cudaDevAttrMultiProcessorCount, device.device_id) / CLUSTER;
-  launch_pdl(kernel, dim3(static_cast<unsigned>(std::clamp<int64_t>(items, 1, wave) * CLUSTER)), dim3(Tile::threads),
+  launch_pdl(KERNEL, dim3(static_cast<unsigned>(std::clamp<int64_t>(items, 1, wave) * CLUSTER)), dim3(Tile::threads),
              device, params, Tile::shared_bytes, CLUSTER);
+}
+
+template <typename W, typename R, Projection PROJECTION, int TOKENS, int CLUSTER>
+void launch(const ExpertsParams& p, int64_t tiles, DLDevice device) {
+  using Tile = TmaTile<TOKENS, CLUSTER>;
+  constexpr bool up = PROJECTION == Projection::up;
+  const bool even_first = !up && std::is_same_v<R, __half> && p.partial;
+  launch_kernel<W, up, Tile, experts_tma_kernel<W, R, PROJECTION, Tile>>(
+      p, even_first ? RowOrder::even_first : RowOrder::ascending, tiles, device);
+}
+
+template <typename R, int CLUSTER>
+void launch_fp8(const ExpertsParams& p, Projection projection, int64_t tiles, DLDevice device) {
+  using W = __nv_fp8_e4m3;
+  using Tile = Fp8Tile<CLUSTER>;
+  if (projection == Projection::up) {
+    launch_kernel<W, true, Tile, experts_fp8_kernel<R, Projection::up, Tile>>(p, RowOrder::ascending, tiles, device);
+  } else {
+    launch_kernel<W, false, Tile, experts_fp8_kernel<R, Projection::down, Tile>>(p, RowOrder::ascending, tiles, device);
+  }
 }
 
 template <typename W, typename R, int TOKENS, int CLUSTER>
@@ -66,6 +83,10 @@ void launch_projection(const ExpertsParams& p, Projection projection, int64_t ti
 template <typename W, typename R>
 void launch_tile(const ExpertsParams& p, Projection projection, int tokens, int cluster, int64_t tiles,
                  DLDevice device) {
+  if constexpr (std::is_same_v<W, __nv_fp8_e4m3>) {
+    if (p.tiled_x && tokens == 128 && cluster == 1) return launch_fp8<R, 1>(p, projection, tiles, device);
+    if (p.tiled_x && tokens == 128 && cluster == 2) return launch_fp8<R, 2>(p, projection, tiles, device);
+  }
   if (cluster == 1 && tokens == 64) return launch_projection<W, R, 64, 1>(p, projection, tiles, device);
   if (cluster == 1 && tokens == 128) return launch_projection<W, R, 128, 1>(p, projection, tiles, device);
   if constexpr (!std::is_same_v<W, __nv_fp8_e4m3>) {  // FP8: two accumulators are too many registers, clusters no gain

@@ -6,12 +6,10 @@
 // a second accumulator every 128 elements of K. CTAs are persistent; the two CTAs of a cluster multicast the weights of
 // two token tiles.
 //
-// Between the projections of fused_experts the hidden layer lies in the form of pipeline stages, which bulk copies move
-// as they are: [token tile][128 bytes of K][token][128 bytes, swizzled]. FP8 codes have a scale for each token and 128
-// columns: [token tile][128 columns][token, in the order of scale_position()].
+// Between the projections of fused_experts the hidden layer of 16 bits lies in the form of pipeline stages, which bulk
+// copies move as they are: [token tile][128 bytes of K][token][128 bytes, swizzled]. FP8: experts_fp8.cuh.
 #pragma once
 
-#include <kestrel/fp8.cuh>
 #include <kestrel/pack.cuh>
 #include <kestrel/pdl.cuh>
 #include <kestrel/ptx/cluster.cuh>
@@ -23,43 +21,12 @@
 #include <kestrel/ptx/tma.cuh>
 #include <kestrel/ptx/wgmma.cuh>
 
-#include "experts_params.cuh"
+#include "experts_tma_tiles.cuh"
 
 namespace kestrel::moe {
 
-constexpr int kRasterTiles = 8;           // token tiles, in clusters pairs of them, that run through all row slices
-constexpr uint32_t kNoRow = 0xffffffffu;  // of a column that pads a tile
-
-// Work item -> token tile and slice of weight rows.
-struct TmaItem {
-  int tile, slice;
-
-  __device__ __forceinline__ TmaItem(int item, int tiles, int slices) {
-    const int first = item / (kRasterTiles * slices) * kRasterTiles, rest = item - first * slices;
-    const int tiles_here = min(kRasterTiles, tiles - first);
-    slice = rest / tiles_here;
-    tile = first + rest - slice * tiles_here;
-  }
-};
-
 // Named barriers; 0 is that of __syncthreads().
 constexpr int kBarrierOfWarpgroup = 2;  // and 3: one for each consumer warpgroup
-constexpr int kBarrierOfLargest = 4;    // the consumers know the largest magnitudes
-constexpr int kBarrierOfCodes = 5;      // the consumers have written the codes of a tile
-
-// Where the scale of a token of a tile lies. A thread finds those of the tokens in its part of the accumulators, 2 *
-// quad and the next one of two groups of eight, in 16 bytes.
-__device__ __forceinline__ int scale_position(int token) {
-  return token / 16 * 16 + token % 8 / 2 * 4 + token / 8 % 2 * 2 + token % 2;
-}
-
-struct TmaParams {
-  CUtensorMap low, high;  // of the weights: up: the halves of w1; down: w2 twice
-  ExpertsParams p;
-  int steps;                // of the pipeline for a tile: 128 bytes of K each
-  int low_step, high_step;  // of the expert's coordinate: 1, or 0 if all experts share one weight
-  bool even_first;          // the order of the weights' rows in shared memory: a thread has neighbouring channels
-};
 
 template <int TOKENS_, int CLUSTER_>
 struct TmaTile {
@@ -74,30 +41,15 @@ struct TmaTile {
   static constexpr int result_bytes = 2 * pass * result_row;
   static constexpr int alignment = 1024;
   static constexpr int shared_bytes = stages * stage_bytes + 2 * result_bytes + alignment;
+  static constexpr bool gathers = true;
   static constexpr int gatherers = 64;
   static constexpr int producers = 128, consumers = 256, threads = producers + consumers;
 };
 
-// A tile as its CTA sees it, written by the scheduling warp.
 template <int TOKENS, int SCALES>
-struct alignas(16) TmaSlot {
-  int pair[TOKENS];          // of each token; -1: none
-  float factor[TOKENS];      // of its results
-  uint32_t row[TOKENS];      // of x, in packs of 16 bytes; kNoRow: none
-  unsigned largest[TOKENS];  // magnitude of the results, as bits, in the order of scale_position()
-  float scale[SCALES];       // of the rows of the weights
-  int expert;                // -1: the end
-  int tile;
-  int slice, used;  // `used` tokens at most have a pair
-  bool shared;      // by the cluster: each CTA loads half of the weights
+struct GatherSlot : TmaSlot<TOKENS, SCALES> {
+  uint32_t row[TOKENS];  // of x, in packs of 16 bytes; kNoRow: none
 };
-
-// A store without a branch, so that the instructions of several results interleave.
-__device__ __forceinline__ void store_if(bool condition, float* to, float2 v) {
-  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %3, 0;\n@p st.global.v2.f32 [%0], {%1, %2};\n}" ::"l"(to), "f"(v.x),
-               "f"(v.y), "r"(static_cast<int>(condition))
-               : "memory");
-}
 
 // What waits for what:
 //   slot_full[slot]   32 arrivals: the lanes of the scheduling warp
@@ -105,7 +57,6 @@ __device__ __forceinline__ void store_if(bool condition, float* to, float2 v) {
 //   full[stage]       the gathering threads, once their copies are complete; the TMA thread's arrival and its bytes
 //   empty[stage]      the consumer warps of the cluster, once their products have read the stage
 //   named barriers 2 and 3, one per warpgroup, in each pass of the epilogue: results are staged, a buffer is free
-//   named barriers 4 and 5, in the epilogue of a quantised tile: see their constants
 template <typename W, typename R, Projection PROJECTION, typename Tile>
 __global__ void __launch_bounds__(Tile::threads, 1) experts_tma_kernel(const __grid_constant__ TmaParams params) {
 #ifdef KESTREL_HAS_WGMMA
@@ -116,10 +67,9 @@ __global__ void __launch_bounds__(Tile::threads, 1) experts_tma_kernel(const __g
   static_assert(lag <= S - 2, "a stage is free once the step after it is multiplied");
   const ExpertsParams& p = params.p;
   extern __shared__ char dynamic[];
-  using Slot = TmaSlot<Tile::tokens, fp8 ? Tile::rows : 1>;
+  using Slot = GatherSlot<Tile::tokens, fp8 ? Tile::rows : 1>;
   __shared__ Slot slots[kSlots];
   __shared__ uint64_t full[S], empty[S], slot_full[kSlots], slot_empty[kSlots];
-  __shared__ __align__(16) float stage_scales[fp8 ? S : 1][Tile::tokens];  // of x, with p.x_blocks
   const uint32_t ring = (ptx::shared_address(dynamic) + Tile::alignment - 1) / Tile::alignment * Tile::alignment;
   const int slices = (p.outputs + channels - 1) / channels;
   const int row_bytes = p.width * element, steps = params.steps;
@@ -151,14 +101,6 @@ __global__ void __launch_bounds__(Tile::threads, 1) experts_tma_kernel(const __g
       slot_phase ^= 1;
     }
   };
-  const auto tile_count = [&]() {
-    return min(min(max(*p.padded_pairs, 0) / Tile::tokens, p.blocks * p.tiles_of_block),
-               (p.sorted_length + Tile::tokens - 1) / Tile::tokens);
-  };
-  const auto expert_of = [&](int tile, int tiles) {
-    const int expert = tile < tiles ? p.tile_experts[tile / p.tiles_of_block] : -1;
-    return expert < p.experts ? expert : -1;
-  };
   const bool early = p.routed_early;
 
   if (threadIdx.x < Tile::producers) {
@@ -168,37 +110,23 @@ __global__ void __launch_bounds__(Tile::threads, 1) experts_tma_kernel(const __g
       if (lane == 0) {
         ptx::prefetch_tensor_map(params.low);
         ptx::prefetch_tensor_map(params.high);
-        const int tiled_bytes = p.tiled_x ? Tile::x_bytes + (fp8 && p.x_blocks ? Tile::tokens * 4 : 0) : 0;
+        const int tiled_bytes = p.tiled_x ? Tile::x_bytes : 0;
         const auto load = [&](int to_stage, int step, int expert, int slice, bool shared) {
           const uint32_t to = ring + to_stage * Tile::stage_bytes;
-          const int k = step * (kLineBytes / element), group = slice * (channels / 16);
-          uint64_t* const barrier = full + to_stage;
-          ptx::mbarrier_arrive_expect_tx(barrier, Tile::weight_bytes + tiled_bytes);
-          if (C > 1 && shared) {
-            ptx::tma_load_grouped_multicast(to + rank * Tile::half_rows * kLineBytes, rank ? params.high : params.low,
-                                            k, group + (up ? 0 : rank * Tile::half_groups),
-                                            expert * (rank ? params.high_step : params.low_step), barrier,
-                                            (1 << C) - 1);
-          } else {
-            ptx::tma_load_grouped(to, params.low, k, group, expert * params.low_step, barrier);
-            ptx::tma_load_grouped(to + Tile::half_rows * kLineBytes, params.high, k,
-                                  group + (up ? 0 : Tile::half_groups), expert * params.high_step, barrier);
-          }
+          ptx::mbarrier_arrive_expect_tx(full + to_stage, Tile::weight_bytes + tiled_bytes);
+          load_weights<up, Tile>(params, to, step * (kLineBytes / element), expert, slice, shared, rank,
+                                 full + to_stage);
         };
         const auto load_tiled_x = [&](int to_stage, int step, int tile) {
           const int64_t line = int64_t{tile} * steps + step;
           ptx::bulk_load(ring + to_stage * Tile::stage_bytes + Tile::weight_bytes, p.x + line * Tile::x_bytes,
                          Tile::x_bytes, full + to_stage);
-          if (fp8 && p.x_blocks) {
-            ptx::bulk_load(ptx::shared_address(stage_scales[fp8 ? to_stage : 0]), p.x_scale + line * Tile::tokens,
-                           Tile::tokens * 4, full + to_stage);
-          }
         };
         int ahead = 0;  // steps whose weights, which are constant, are loaded before the PDL wait
         if (C == 1 && early) {
-          const int tiles = tile_count();
+          const int tiles = tile_count<Tile::tokens>(p);
           const TmaItem at(blockIdx.x, tiles, slices);
-          const int expert = static_cast<int>(blockIdx.x) < tiles * slices ? expert_of(at.tile, tiles) : -1;
+          const int expert = static_cast<int>(blockIdx.x) < tiles * slices ? expert_of_tile(p, at.tile, tiles) : -1;
           if (expert >= 0) {
             ahead = min(steps, S);
             for (int step = 0; step < ahead; ++step) load(step, step, expert, at.slice, false);
@@ -224,70 +152,7 @@ __global__ void __launch_bounds__(Tile::threads, 1) experts_tma_kernel(const __g
         }
       }
     } else if (warp == 1) {
-      // -- the scheduling warp --
-      if (!early) pdl_wait();
-      const int tiles = tile_count(), pairs = p.tokens * p.choices;
-      if (early) pdl_wait();
-      pdl_trigger();
-      const int groups = (tiles + C - 1) / C;  // of tiles that a cluster takes
-      for (int item = blockIdx.x / C; item < groups * slices; item += gridDim.x / C) {
-        const TmaItem at(item, groups, slices);
-        const int tile = at.tile * C + rank;
-        int expert = expert_of(tile, tiles);
-        bool shared = false, mine = expert >= 0;
-        if constexpr (C > 1) {
-          const int other = expert_of(at.tile * C + (rank ^ 1), tiles);
-          if (!mine) expert = other;  // multiplies along, and stores nothing
-          shared = expert == other || other < 0;
-        }
-        if (expert < 0) continue;
-        ptx::mbarrier_wait(slot_empty + slot, slot_phase ^ 1);
-        Slot& to = slots[slot];
-        int used = 0, pair_of[Tile::tokens / 32];
-#pragma unroll
-        for (int i = 0; i < Tile::tokens / 32; ++i) {
-          const int position = tile * Tile::tokens + i * 32 + lane;
-          pair_of[i] = mine && position < p.sorted_length ? p.sorted_pairs[position] : -1;
-        }
-#pragma unroll
-        for (int i = 0; i < Tile::tokens / 32; ++i) {
-          const int pair = pair_of[i] < pairs ? pair_of[i] : -1, token = pair / p.choices, n = i * 32 + lane;
-          float factor = 1.f;
-          if (pair >= 0 && fp8 && !p.x_blocks) factor = p.x_scale[(up ? token : pair) * p.x_scale_stride];
-          if (pair >= 0 && !up) factor *= p.topk_weights[token * p.topk_weights_stride + (pair - token * p.choices)];
-          to.pair[n] = max(pair, -1);
-          to.factor[n] = factor;
-          to.largest[n] = 0;
-          to.row[n] = pair < 0 ? kNoRow : static_cast<uint32_t>((up ? token : pair) * (p.x_stride / 16));
-          const unsigned some = __ballot_sync(0xffffffffu, pair >= 0);
-          if (some) used = i * 32 + 32 - __clz(some);
-        }
-        if (fp8 && p.scale_rank < 3) {
-          float scales[Tile::rows / 32];
-#pragma unroll
-          for (int i = 0; i < Tile::rows / 32; ++i) {
-            const int row = i * 32 + lane;
-            const float* const of_expert = (up && row >= Tile::half_rows ? p.weight_scale_high : p.weight_scale_low) +
-                                           expert * p.scale_expert_stride;
-            const int channel = at.slice * channels + (up ? row % Tile::half_rows : row);
-            scales[i] = of_expert[min(channel, p.outputs - 1) * p.scale_row_stride];
-          }
-#pragma unroll
-          for (int i = 0; i < Tile::rows / 32; ++i) to.scale[fp8 ? i * 32 + lane : 0] = scales[i];
-        }
-        if (lane == 0) {
-          to.expert = expert;
-          to.slice = at.slice;
-          to.tile = mine ? tile : tile ^ 1;
-          to.used = used;
-          to.shared = shared;
-        }
-        ptx::mbarrier_arrive(slot_full + slot);
-        next_slot();
-      }
-      ptx::mbarrier_wait(slot_empty + slot, slot_phase ^ 1);
-      if (lane == 0) slots[slot].expert = -1;
-      ptx::mbarrier_arrive(slot_full + slot);
+      schedule_tiles<up, fp8, Tile>(p, slices, rank, slots, slot_full, slot_empty);
     } else if (!p.tiled_x) {
       // -- the gathering warps: eight threads copy the 128 bytes of a row, eight rows at once --
       pdl_wait();
@@ -322,16 +187,6 @@ __global__ void __launch_bounds__(Tile::threads, 1) experts_tma_kernel(const __g
             for (int i = 0; i < 8; ++i) {  // the epilogue skips the columns of no row
               ptx::cp_async16_if(offset[i] != kNoRow, here + (first + 8 * i) * kLineBytes, x + uint64_t{offset[i]} * 16,
                                  inside ? 16 : 0);
-            }
-          }
-          if (fp8 && p.x_blocks) {
-#pragma unroll
-            for (int n = thread; n < Tile::tokens; n += Tile::gatherers) {
-              const int pair = from.pair[n];
-              if (pair < 0) continue;
-              ptx::cp_async4_or_zero(ptx::shared_address(&stage_scales[fp8 ? stage : 0][scale_position(n)]),
-                                     p.x_scale + (up ? pair / p.choices : pair) * p.x_scale_stride + step,
-                                     /*valid=*/true);
             }
           }
           x += kLineBytes;
@@ -407,7 +262,7 @@ __global__ void __launch_bounds__(Tile::threads, 1) experts_tma_kernel(const __g
             ptx::wgmma_wait<0>();
             ptx::wgmma_fence_registers(of_line);
           };
-          if (!p.x_blocks && p.scale_rank < 3) {  // the epilogue multiplies by the scales
+          if (p.scale_rank < 3) {  // the epilogue multiplies by the scales
             for (int step = 0; step < steps; ++step) {
               ptx::mbarrier_wait(full + stage, phase);
 #pragma unroll
@@ -420,35 +275,22 @@ __global__ void __launch_bounds__(Tile::threads, 1) experts_tma_kernel(const __g
               next_stage();
             }
           } else {
-            const float* block_scales[2] = {nullptr, nullptr};  // one per step
-            if (p.scale_rank == 3) {
+            const float* block_scales[2];  // one per step
 #pragma unroll
-              for (int b = 0; b < 2; ++b) {
-                const int row = min(channel[b], p.outputs - 1);
-                const int scale_row = (row + (up && b && !p.split_scales ? p.outputs : 0)) / kScaleBlock;
-                block_scales[b] = (up && b ? p.weight_scale_high : p.weight_scale_low) +
-                                  expert * p.scale_expert_stride + scale_row * p.scale_row_stride;
-              }
+            for (int b = 0; b < 2; ++b) {
+              const int row = min(channel[b], p.outputs - 1);
+              const int scale_row = (row + (up && b && !p.split_scales ? p.outputs : 0)) / kScaleBlock;
+              block_scales[b] = (up && b ? p.weight_scale_high : p.weight_scale_low) + expert * p.scale_expert_stride +
+                                scale_row * p.scale_row_stride;
             }
             for (int step = 0; step < steps; ++step) {
               ptx::mbarrier_wait(full + stage, phase);
 #pragma unroll
               for (int b = 0; b < 2; ++b) {
-                const float block_scale = block_scales[b] ? block_scales[b][step] : 1.f;
+                const float block_scale = block_scales[b][step];
                 multiply_line(b);
 #pragma unroll
-                for (int i = 0; i < N / 16; ++i) {
-                  float4 x_scale = make_float4(1.f, 1.f, 1.f, 1.f);
-                  if (p.x_blocks) {
-                    x_scale = *reinterpret_cast<const float4*>(&stage_scales[stage][16 * i + 4 * quad]);
-                  }
-                  const float scales[4] = {x_scale.x * block_scale, x_scale.y * block_scale, x_scale.z * block_scale,
-                                           x_scale.w * block_scale};
-#pragma unroll
-                  for (int j = 0; j < 8; ++j) {
-                    acc[b][8 * i + j] = fmaf(of_line[8 * i + j], scales[j / 4 * 2 + j % 2], acc[b][8 * i + j]);
-                  }
-                }
+                for (int i = 0; i < N / 2; ++i) acc[b][i] = fmaf(of_line[i], block_scale, acc[b][i]);
                 if (b == 1) release(stage);
               }
               next_stage();
@@ -562,7 +404,7 @@ __global__ void __launch_bounds__(Tile::threads, 1) experts_tma_kernel(const __g
 #pragma unroll
             for (int m = 0; m < 4; ++m) {
               const int i = 4 * (j + m / 2) + m % 2 * 2;
-              matrices[m] = ptx::pack_pair<R>(make_float2(value(i, 1.f), value(i + 1, 1.f)));
+              matrices[m] = ptx::pack_pair<R>(make_float2(value(i), value(i + 1)));
             }
             const int n = 8 * (j + lane / 16) - first + lane % 8;
             ptx::store_matrices_transposed(rows + n * kLineBytes + ((slab / 8 + lane / 8 % 2) ^ n % 8) * 16, matrices);
@@ -575,94 +417,6 @@ __global__ void __launch_bounds__(Tile::threads, 1) experts_tma_kernel(const __g
             ptx::bulk_commit();
           }
           buffer ^= 1;
-        }
-      };
-      // The gated results of 128 channels as FP8 codes, 128 bytes of K of the hidden layer, with a scale for each
-      // token.
-      [[maybe_unused]] const auto store_codes = [&](const auto& value) {
-        if (used == 0) return;
-        constexpr int tokens = Tile::tokens;
-        float (&v)[tokens / 2] = acc[0];
-        float largest[tokens / 4];  // of the two channels of token 8 * (i / 2) + 2 * quad + i % 2
-        float top = 0.f;
-#pragma unroll
-        for (int j = 0; j < tokens / 8; ++j) {
-          const float2 factor = *reinterpret_cast<const float2*>(&at.factor[8 * j + 2 * quad]);
-#pragma unroll
-          for (int c = 0; c < 2; ++c) {
-            const int i = 4 * j + c;
-            const float low = value(i, c ? factor.y : factor.x), high = value(i + 2, c ? factor.y : factor.x);
-            v[i] = low;
-            v[i + 2] = high;
-            largest[2 * j + c] = fmaxf(fabsf(low), fabsf(high));
-            top = fmaxf(top, largest[2 * j + c]);
-          }
-        }
-        if (__any_sync(0xffffffffu, top > FLT_MAX)) {
-#pragma unroll
-          for (int i = 0; i < tokens / 4; ++i) {
-            const int at_v = i / 2 * 4 + i % 2;
-            largest[i] = fmaxf(finite_magnitude(v[at_v]), finite_magnitude(v[at_v + 2]));
-          }
-        }
-        // The lanes of a quad's tokens exchange halves of their maxima, until each has the maxima of tokens / 32 of
-        // them.
-        const auto exchange = [&](auto half_tag, int mask) {
-          constexpr int half = decltype(half_tag)::value;
-          const bool upper = lane & mask;
-#pragma unroll
-          for (int i = 0; i < half; ++i) {
-            const float mine = upper ? largest[i + half] : largest[i], other = upper ? largest[i] : largest[i + half];
-            largest[i] = fmaxf(mine, __shfl_xor_sync(0xffffffffu, other, mask));
-          }
-        };
-        exchange(std::integral_constant<int, tokens / 8>(), 16);
-        exchange(std::integral_constant<int, tokens / 16>(), 8);
-        exchange(std::integral_constant<int, tokens / 32>(), 4);
-        Slot& mine = slots[slot];
-#pragma unroll
-        for (int i = 0; i < tokens / 32; ++i) {
-          const int of = group * (tokens / 32) + i;
-          atomicMax(&mine.largest[scale_position(of / 2 * 8 + 2 * quad + of % 2)], __float_as_uint(largest[i]));
-        }
-        if (copies && warpgroup == 0) ptx::bulk_wait_read<0>();
-        ptx::named_barrier(kBarrierOfLargest, Tile::consumers);
-        const int lines = (p.outputs + kLineBytes - 1) / kLineBytes;
-        const int64_t line = int64_t{at.tile} * lines + at.slice;
-        const int thread = threadIdx.x - Tile::producers;
-        if (thread < tokens) p.out_scale[line * tokens + thread] = fp8_scale(__uint_as_float(mine.largest[thread]));
-#pragma unroll
-        for (int j = 0; j < tokens / 8; j += 4) {
-          unsigned matrices[4];
-#pragma unroll
-          for (int m = 0; m < 4; m += 2) {
-            const float4 top4 = *reinterpret_cast<const float4*>(&mine.largest[(j + m) * 8 + 4 * quad]);
-            const float tops[4] = {top4.x, top4.y, top4.z, top4.w};
-#pragma unroll
-            for (int h = 0; h < 2; ++h) {
-              unsigned codes[2];
-#pragma unroll
-              for (int c = 0; c < 2; ++c) {
-                const float inverse = ptx::rcp_approx(fmaxf(tops[2 * h + c], 1e-12f) * (1.f / kLargestE4M3));
-                const int i = 4 * (j + m + h) + c;
-                codes[c] = to_fp8x2(v[i] * inverse, v[i + 2] * inverse);
-              }
-              matrices[m + h] = codes[0] | codes[1] << 16;
-            }
-          }
-          const int n = 8 * (j + lane / 8) + lane % 8;
-          ptx::store_matrices_transposed(results + n * kLineBytes + ((warpgroup * 4 + slab / 16) ^ n % 8) * 16,
-                                         matrices);
-        }
-        ptx::fence_proxy_async();
-        if (thread < 32) {
-          ptx::named_barrier(kBarrierOfCodes, Tile::consumers);
-        } else {
-          ptx::named_barrier_arrive(kBarrierOfCodes, Tile::consumers);
-        }
-        if (copies && warpgroup == 0) {
-          ptx::bulk_store(p.out + line * Tile::x_bytes, results, Tile::x_bytes);
-          ptx::bulk_commit();
         }
       };
       // Terms of the sum over choices in float32: 8 bytes from registers.
@@ -686,20 +440,13 @@ __global__ void __launch_bounds__(Tile::threads, 1) experts_tma_kernel(const __g
         }
       };
       const auto store_gated = [&](auto gate_tag) {
-        const auto value = [&](int i, float factor) {
-          return gated_value(scaled(0, i, factor), scaled(1, i, factor), decltype(gate_tag)::value);
-        };
-        if constexpr (fp8) {
-          store_codes(value);
-        } else {
-          store_line(value);
-        }
+        store_line([&](int i) { return gated_value(acc[0][i], acc[1][i], decltype(gate_tag)::value); });
       };
-      if (up && p.gate == Gate::silu_and_mul) {
+      if (up && !fp8 && p.gate == Gate::silu_and_mul) {
         store_gated(std::integral_constant<Gate, Gate::silu_and_mul>());
-      } else if (up && p.gate == Gate::gelu_and_mul) {
+      } else if (up && !fp8 && p.gate == Gate::gelu_and_mul) {
         store_gated(std::integral_constant<Gate, Gate::gelu_and_mul>());
-      } else if (up && p.gate == Gate::gelu_residual) {
+      } else if (up && !fp8 && p.gate == Gate::gelu_residual) {
         store_gated(std::integral_constant<Gate, Gate::gelu_residual>());
       } else if (!up && std::is_same_v<R, __half> && p.partial) {
         // They may exceed fp16 where their sum does not.

@@ -218,6 +218,19 @@ void moe_align_block_size(TensorView topk_ids, AnyView num_experts, AnyView bloc
   call.launch(topk_ids, sorted_token_ids, expert_ids, num_tokens_post_pad, expert_map, {}, /*alignments=*/1);
 }
 
+// The same, and the position of each pair: int32 [pairs], not written for those that are dropped.
+void align_with_positions(TensorView topk_ids, AnyView num_experts, AnyView block_size, TensorView sorted_token_ids,
+                          TensorView expert_ids, TensorView num_tokens_post_pad, OptionalTensor expert_map,
+                          TensorView positions) {
+  AlignCall call("moe_align_block_size");
+  call.check_inputs(topk_ids, num_experts, block_size, expert_map);
+  call.check_outputs(sorted_token_ids, expert_ids, num_tokens_post_pad, /*adapters=*/0);
+  call.check_output("positions", positions, /*adapters=*/0, topk_ids.numel());
+  AlignParams p;
+  p.a.positions = reinterpret_cast<int*>(address(positions));
+  call.launch(topk_ids, sorted_token_ids, expert_ids, num_tokens_post_pad, expert_map, p, /*alignments=*/1);
+}
+
 void moe_lora_align_block_size(TensorView topk_ids, TensorView token_lora_mapping, AnyView num_experts,
                                AnyView block_size, AnyView max_loras, TensorView sorted_token_ids,
                                TensorView expert_ids, TensorView num_tokens_post_pad, TensorView adapter_enabled,
@@ -255,6 +268,7 @@ void moe_lora_align_block_size(TensorView topk_ids, TensorView token_lora_mappin
               static_cast<unsigned>(adapters));
 }
 
+KESTREL_EXPORT(align_with_positions, align_with_positions);
 KESTREL_EXPORT(moe_align_block_size, moe_align_block_size);
 KESTREL_EXPORT(moe_lora_align_block_size, moe_lora_align_block_size);
 

@@ -145,7 +145,7 @@ def test_each_layer_is_launched_by_the_plan_of_its_own_sizes(
 ) -> None:
     plans = {
         (6, 12, 20, 12): Plan(Kernel.COOPERATIVE, 128, 2, 1, 2),
-        (6, 20, 16, 20): Plan(Kernel.STREAM, splits=5),
+        (6, 12, 16, 20): Plan(Kernel.STREAM, splits=5),
     }
     made = kernels(2)
 

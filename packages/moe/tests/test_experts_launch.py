@@ -39,6 +39,12 @@ class Kernels:
         self.calls.append(("align", (experts, block, table)))
         kestrel_moe.moe_align_block_size(ids, experts, block, order, expert_ids, length, table)
 
+    def align_with_positions(self, ids: Tensor, experts: int, block: int, *outputs: Any) -> None:
+        *aligned, table, positions = outputs
+        self.moe_align_block_size(ids, experts, block, *aligned, table)
+        in_order = aligned[0].argsort(stable=True).int()[: ids.numel()]
+        positions.copy_(in_order)
+
     def gated(self, out: Tensor, x: Tensor, silu: bool, approximate: str, shift: float) -> None:
         self.calls.append(("gated", (silu, approximate, shift)))
         h, g = x.float().chunk(2, dim=-1)
@@ -87,7 +93,7 @@ def test_kernels_that_group_the_pairs_themselves_are_given_no_blocks(kernels: Ke
     assert into is out
     assert (scratch.dtype, scratch.numel()) == (torch.uint8, 123)
     assert rest[:5] == list(given.values())
-    assert rest[5:] == [None, None, None, None, None, None, 8, 1, "gelu_and_mul"]
+    assert rest[5:] == [None, None, None, None, None, None, None, 8, 1, "gelu_and_mul"]
     assert (out.shape, out.dtype) == ((4, WIDTH), torch.bfloat16)
 
 
@@ -96,12 +102,12 @@ def test_kernels_that_group_the_pairs_themselves_are_given_no_blocks(kernels: Ke
 def test_blocks_have_room_for_any_routing(kernels: Kernels, tokens: int, tile: int) -> None:
     given = layer(tokens)
     module.by_variant(Variant("aligned", tile), **given)
-    (_, aligned), (_, sizes), (_, (*_, order, expert_ids, length, last_tile, cluster, _)) = kernels.calls
+    (_, aligned), (_, sizes), (_, (*_, order, expert_ids, length, positions, last_tile, cluster, _)) = kernels.calls
     blocks = most_blocks(tokens * 3, EXPERTS, tile)
     assert aligned == (EXPERTS, tile, None)
     assert sizes == (tokens, tokens * 3, INNER, WIDTH, False, tile, blocks, -1)
     assert (order.numel(), expert_ids.numel(), length.numel(), last_tile) == (blocks * tile, blocks, 1, tile)
-    assert cluster == 1
+    assert (positions, cluster) == (None, 1)
     assert order.dtype == expert_ids.dtype == length.dtype == torch.int32
 
 
@@ -110,6 +116,15 @@ def test_two_ctas_share_weights_with_blocks_of_128(kernels: Kernels) -> None:
     assert kernels.calls[0][1] == (EXPERTS, 128, None)
     *_, block_size, cluster, _ = kernels.calls[2][1]
     assert (block_size, cluster) == (128, 2)
+
+
+@pytest.mark.parametrize("path", ["aligned", "clustered"])
+def test_fp8_tiles_of_128_are_given_the_positions_of_their_pairs(kernels: Kernels, path: str) -> None:
+    scales = {"w1_scale": torch.ones(EXPERTS), "w2_scale": torch.ones(EXPERTS, WIDTH)}
+    module.by_variant(Variant(path, 128), **layer(), **scales)
+    *_, order, _, _, positions, tile, cluster, _ = kernels.calls[-1][1]
+    assert order[positions.long()].tolist() == list(range(27))
+    assert (tile, cluster) == (128, 2 if path == "clustered" else 1)
 
 
 def test_a_map_gives_the_number_of_experts_to_align(kernels: Kernels) -> None:

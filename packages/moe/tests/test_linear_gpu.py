@@ -18,7 +18,10 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("kernels_only")]
 HALVES = (torch.bfloat16, torch.float16)
 DTYPES = (*HALVES, torch.float32)
 COLUMNS = (64, 96, 112, 128, 144, 160, 192, 208, 224, 256)
-TILES = (*(Plan(Kernel.COOPERATIVE, columns) for columns in COLUMNS), Plan(Kernel.PING_PONG, 192))
+TILES = (
+    *(Plan(Kernel.COOPERATIVE, columns) for columns in COLUMNS),
+    *(Plan(Kernel.PING_PONG, columns) for columns in (128, 144, 160)),
+)
 CLUSTERS = (
     (1, 1, 1),
     (2, 1, 1),

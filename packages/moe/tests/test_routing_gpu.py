@@ -10,6 +10,7 @@ import torch
 
 import kestrel_moe
 from kestrel_moe import (
+    moe_align,
     moe_align_block_size,
     moe_lora_align_block_size,
     moe_sum,
@@ -211,11 +212,28 @@ def assert_aligned(ids: torch.Tensor, experts: int, block: int, table: list[int]
     made = [canary((n,), torch.int32, "cuda") for n in (blocks * block, blocks, 1)]
     outputs = [tensor for tensor, _ in made]
     given = None if table is None else torch.tensor(table, dtype=torch.int32).cuda()
-    moe_align_block_size(ids.cuda() if ids.device.type == "cpu" else ids, experts, block, *outputs, given)
-    for got, want in zip(outputs, aligned_on_cpu(ids, experts, block, blocks * block, blocks, table), strict=True):
+    on_gpu = ids.cuda() if ids.device.type == "cpu" else ids
+    moe_align_block_size(on_gpu, experts, block, *outputs, given)
+    wanted = aligned_on_cpu(ids, experts, block, blocks * block, blocks, table)
+    for got, want in zip(outputs, wanted, strict=True):
         assert torch.equal(got.cpu(), want)
+        got.fill_(-7)
+    made.append(canary((ids.numel() + 1,), torch.int32, "cuda"))
+    positions = made[-1][0].fill_(-1)
+    moe_align._kernels.align_with_positions(on_gpu, experts, block, *outputs, given, positions)
+    for got, want in zip(outputs, wanted, strict=True):
+        assert torch.equal(got.cpu(), want)
+    assert torch.equal(positions.cpu(), positions_of(wanted[0], ids.numel()))
     for _, assert_intact in made:
         assert_intact()
+
+
+def positions_of(order: torch.Tensor, pairs: int) -> torch.Tensor:
+    """Of each pair in `order`, -1 for those that are not in it and for one past the last."""
+    positions = torch.full((pairs + 1,), -1, dtype=torch.int32)
+    positions[order.long()] = torch.arange(order.numel(), dtype=torch.int32)
+    positions[pairs] = -1
+    return positions
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 3, 16, 100, 257, 740, 1024])

@@ -3,8 +3,8 @@
 
 #include "rms_norm_linear.cuh"
 
+#include <kestrel/export.h>
 #include <kestrel/launch.h>
-#include <tvm/ffi/function.h>
 #include <kestrel/stream_linear.cuh>
 
 #include <algorithm>
@@ -174,7 +174,7 @@ bool product_of_norm(TensorView out, TensorView normed, TensorView weight) {
   return true;
 }
 
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(rms_norm_linear, rms_norm_linear);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(product_of_norm, product_of_norm);
+KESTREL_EXPORT(rms_norm_linear, rms_norm_linear);
+KESTREL_EXPORT(product_of_norm, product_of_norm);
 
 }  // namespace kestrel::norm

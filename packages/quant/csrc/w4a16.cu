@@ -1,5 +1,4 @@
 // w4a16_linear for few tokens, and the weight itself for more: checks, parameters, the choice of a tile.
-
 #include "w4a16_launch.h"
 
 #include <kestrel/export.h>
@@ -15,15 +14,15 @@ constexpr int kMaxTokens = 128;           // of w4a16_kernel
 constexpr int64_t kMaxPartial = 1 << 23;  // floats for sums: slices of K times tiles are at most 256 SMs
 
 // Rows of a CTA so that every SM has a CTA, or nearly so. Arguments: tiles of 8 tokens, of 16 rows per warp, warps of a
-// slice of K, stages, the most slices of K.
-using Tile8Rows32 = W4Tile<1, 1, 2, 3, 8>;
-using Tile8Rows64 = W4Tile<1, 2, 2, 3, 8>;
-using Tile8Rows128 = W4Tile<1, 2, 4, 3, 4>;
-using Tile8LongRows128 = W4Tile<1, 4, 2, 3, 6>;
-using Tile16Rows32 = W4Tile<2, 1, 2, 3, 8>;
-using Tile16Rows64 = W4Tile<2, 2, 2, 3, 8>;
-using Tile16Rows128 = W4Tile<2, 2, 4, 3, 4>;
-using Tile16LongRows128 = W4Tile<2, 4, 2, 3, 6>;
+// slice of K, stages, the most slices of K. Up to 16 tokens two stages leave shared memory to the next launch.
+using Tile8Rows32 = W4Tile<1, 1, 2, 2, 8>;
+using Tile8Rows64 = W4Tile<1, 2, 2, 2, 8>;
+using Tile8Rows128 = W4Tile<1, 2, 4, 2, 4>;
+using Tile8LongRows128 = W4Tile<1, 4, 2, 2, 6>;
+using Tile16Rows32 = W4Tile<2, 1, 2, 2, 8>;
+using Tile16Rows64 = W4Tile<2, 2, 2, 2, 8>;
+using Tile16Rows128 = W4Tile<2, 2, 4, 2, 4>;
+using Tile16LongRows128 = W4Tile<2, 4, 2, 2, 6>;
 using Tile32 = W4Tile<4, 2, 4, 4, 2>;
 using Tile64 = W4Tile<8, 2, 4, 3, 2>;
 
@@ -71,6 +70,8 @@ void require_covered(const W4Params& p, const TensorView& scales) {
 
 // -- launches ---------------------------------------------------------------------------------------------------------
 
+namespace w4_mma {
+
 // Largest: the tile with the most tokens among those whose results are to be the same, bit for bit.
 template <typename T, int GROUP, typename Tile, typename Largest>
 void launch_tile(W4Params p, DLDevice device) {
@@ -113,15 +114,19 @@ void launch_linear(const W4Params& p, DLDevice device) {
   launch_group<T, 128>(p, device);
 }
 
+}  // namespace w4_mma
+
 bool has_wgmma(DLDevice device) {
   return device_attribute(cudaDevAttrComputeCapabilityMajor, device.device_id) == 9 &&
          device_attribute(cudaDevAttrComputeCapabilityMinor, device.device_id) == 0;
 }
 
-// x: [T, K]. scratch: float32, [8 * T * N] or kMaxPartial if that is less; or None: then K is cut only as far as
-// clusters go. T is at most 128; with `wgmma`, for which there is scratch, any T.
+// x: [T, K]. wgmma_tile: -1 for w4a16_kernel, or the number of a tile of w4a16_wgmma_kernel. w4a16_kernel takes T up to
+// 128. Its scratch is float32, [8 * T * N] or kMaxPartial if that is less; or None: then K is cut only as far as
+// clusters go. w4a16_wgmma_kernel cuts K into `splits` slices, those of a cluster or, with scratch, added up by a
+// second kernel.
 void w4a16_linear(TensorView out, TensorView x, TensorView codes, TensorView scales, OptionalTensor zeros,
-                  int64_t group_size, OptionalTensor bias, OptionalTensor scratch, bool wgmma) {
+                  int64_t group_size, OptionalTensor bias, OptionalTensor scratch, int64_t wgmma_tile, int64_t splits) {
   const Checks check("w4a16_linear");
   check.dtype("x", x, {kBFloat16, kFloat16, kFloat32});
   check.rank("x", x, 2, 2);
@@ -163,16 +168,25 @@ void w4a16_linear(TensorView out, TensorView x, TensorView codes, TensorView sca
   if (!aligned16(p.x) || (tokens > 1 && p.x_stride % 16)) unsupported("rows of x that are not aligned to 16 bytes");
   const DLDevice device = x.device();
   const DeviceGuard guard(device.device_id);
+  const bool wgmma = wgmma_tile >= 0;
   if (tokens > kMaxTokens && !wgmma) unsupported("more than 128 tokens");
-  if (wgmma && !(scratch.has_value() && has_wgmma(device))) unsupported("wgmma without scratch memory or on this GPU");
+  if (wgmma && !has_wgmma(device)) unsupported("wgmma on this GPU");
   if (scratch.has_value()) {
     p.partial = reinterpret_cast<float*>(address(*scratch));
     p.partial_floats = (*scratch).numel();
-    if (p.partial_floats < std::min(kMaxSplits * tokens * rows, kMaxPartial)) unsupported("too little scratch memory");
     if (!aligned16(p.partial)) unsupported("scratch memory that is not aligned to 16 bytes");
   }
-  if (wgmma) return launch_w4a16_wgmma(p, x.dtype(), device);
-  same_dtype(x.dtype(), kBFloat16) ? launch_linear<__nv_bfloat16>(p, device) : launch_linear<__half>(p, device);
+  if (wgmma) {
+    if (splits < 1 || splits > kMaxSplits) unsupported("a number of slices of K beyond 1 to 8");
+    p.splits = static_cast<int>(splits);
+    const auto launch = same_dtype(x.dtype(), kBFloat16) ? w4_wgmma::launch<__nv_bfloat16> : w4_wgmma::launch<__half>;
+    return launch(p, static_cast<int>(std::min<int64_t>(wgmma_tile, 1 << 10)), device);
+  }
+  if (p.partial && p.partial_floats < std::min(kMaxSplits * tokens * rows, kMaxPartial)) {
+    unsupported("too little scratch memory");
+  }
+  same_dtype(x.dtype(), kBFloat16) ? w4_mma::launch_linear<__nv_bfloat16>(p, device)
+                                   : w4_mma::launch_linear<__half>(p, device);
 }
 
 // The weight [N, K]: (code - zero) * scale, rounded once to the type of the scales.

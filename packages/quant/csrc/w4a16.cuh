@@ -16,6 +16,7 @@
 #include <kestrel/ptx/cluster.cuh>
 #include <kestrel/ptx/cp_async.cuh>
 #include <kestrel/ptx/matrix.cuh>
+#include <kestrel/ptx/mbarrier.cuh>
 #include <kestrel/ptx/mma.cuh>
 #include <kestrel/ptx/named_barrier.cuh>
 #include <kestrel/ptx/shared.cuh>
@@ -153,17 +154,6 @@ __device__ __forceinline__ uint32_t load_shared_u16(uint32_t address) {
   return v;
 }
 
-__device__ __forceinline__ float4 load_dsmem_float4(uint32_t address) {
-  float4 v{};
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
-               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
-               : "r"(address)
-               : "memory");
-#endif
-  return v;
-}
-
 __device__ __forceinline__ float4 added(float4 a, float4 b) {
   return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);
 }
@@ -194,12 +184,23 @@ struct W4Sums {
   int first_row, first_token, tokens, split;
 };
 
+// Packs of four rows of a token: how many there are, how many of them each CTA of a cluster finishes at most, and how
+// many the CTA `rank` does.
+struct W4Packs {
+  int all, most, own;
+  __device__ __forceinline__ W4Packs(int tokens, int rows, int cluster, int rank)
+      : all(tokens * (rows / 4)), most((all + cluster - 1) / cluster), own(min(max(all - rank * most, 0), most)) {}
+};
+
 // Adds up the slices of K: those of the CTA, then those of its cluster, into the result; or writes the CTA's sums for
-// w4a16_sum_kernel. All threads of the CTA that count among `threads` see the sums; those of a cluster all call this.
+// w4a16_sum_kernel. All threads of the CTA that count among `threads` see the sums; those of a cluster all call this,
+// after cluster_arrive_relaxed(). Peers send their sums to memory behind this CTA's; `received` counts their bytes.
 template <typename T, int ROWS>
-__device__ __forceinline__ void finish_sums(const W4Params& p, const W4Sums& sums, int thread, int threads) {
+__device__ __forceinline__ void finish_sums(const W4Params& p, const W4Sums& sums, const uint64_t* received, int thread,
+                                            int threads) {
   constexpr int row_packs = ROWS / 4;
-  const int packs = sums.tokens * row_packs;  // of four rows
+  const int rank = p.cluster > 1 ? sums.split % p.cluster : 0;
+  const W4Packs packs(sums.tokens, ROWS, p.cluster, rank);
   const auto finish = [&](int token, int row, float4 sum) {
     if (sums.first_row + row >= p.outputs) return;
     if (p.partial) {
@@ -209,36 +210,42 @@ __device__ __forceinline__ void finish_sums(const W4Params& p, const W4Sums& sum
       store_sums<T>(p, sums.first_token + token, sums.first_row + row, sum);
     }
   };
-  for (int pack = thread; pack < packs; pack += threads) {
-    const int token = pack / row_packs, row = pack % row_packs * 4;
-    float* const from = sums.at + token * sums.pitch + row;
+  const auto place = [&](int pack) { return sums.at + pack / row_packs * sums.pitch + pack % row_packs * 4; };
+  float4* const from_peers = reinterpret_cast<float4*>(sums.at + p.parts * sums.slice);  // [peer][pack]
+  if (p.cluster > 1) {
+    __syncwarp();
+    ptx::cluster_wait();  // that memory is free in all CTAs
+  }
+  for (int pack = thread; pack < packs.all; pack += threads) {
+    float* const from = place(pack);
     float4 sum = *reinterpret_cast<const float4*>(from);
     for (int k = 1; k < p.parts; ++k) sum = added(sum, *reinterpret_cast<const float4*>(from + k * sums.slice));
-    if (p.cluster > 1) {
+    const int owner = pack / packs.most;
+    if (p.cluster == 1) {
+      finish(pack / row_packs, pack % row_packs * 4, sum);
+    } else if (owner == rank) {
       *reinterpret_cast<float4*>(from) = sum;
     } else {
-      finish(token, row, sum);
+      const float4* const to = from_peers + (rank < owner ? rank : rank - 1) * packs.most + pack - owner * packs.most;
+      ptx::store_async(ptx::map_shared(ptx::shared_address(to), owner), sum,
+                       ptx::map_shared(ptx::shared_address(received), owner));
     }
   }
   if (p.cluster == 1) return;
-  __syncwarp();
-  ptx::cluster_sync();
-  for (int pack = sums.split % p.cluster * threads + thread; pack < packs; pack += p.cluster * threads) {
-    const int token = pack / row_packs, row = pack % row_packs * 4;
-    const uint32_t address = ptx::shared_address(sums.at + token * sums.pitch + row);
-    float4 sum[kMaxSplits];
+  __syncthreads();
+  ptx::mbarrier_wait_cluster(received, 0);
+  for (int i = thread; i < packs.own; i += threads) {
+    const int pack = rank * packs.most + i;
+    const float4 own = *reinterpret_cast<const float4*>(place(pack));
+    float4 sum{};
 #pragma unroll
     for (int s = 0; s < kMaxSplits; ++s) {
-      if (s < p.cluster) sum[s] = load_dsmem_float4(ptx::map_shared(address, s));
+      if (s >= p.cluster) break;
+      const float4 v = s == rank ? own : from_peers[(s < rank ? s : s - 1) * packs.most + i];
+      sum = s == 0 ? v : added(sum, v);
     }
-#pragma unroll
-    for (int s = 1; s < kMaxSplits; ++s) {
-      if (s < p.cluster) sum[0] = added(sum[0], sum[s]);
-    }
-    finish(token, row, sum[0]);
+    finish(pack / row_packs, pack % row_packs * 4, sum);
   }
-  __syncwarp();
-  ptx::cluster_sync();  // shared memory stays until all have read it
 }
 
 // GROUP: 32, 64, or 128 for groups that are multiples of 128 or whole rows. N is a multiple of 8.
@@ -257,6 +264,13 @@ __global__ void __launch_bounds__(Tile::threads* Tile::parts, 1) w4a16_kernel(co
   const int k_slices = p.splits * p.parts, k_slice = split * p.parts + part_of_cta;
   const int first_step = static_cast<int>(int64_t{p.steps} * k_slice / k_slices);
   const int last_step = static_cast<int>(int64_t{p.steps} * (k_slice + 1) / k_slices);
+  __shared__ uint64_t received;  // bytes of the sums of other CTAs
+  if (p.cluster > 1 && threadIdx.x == 0) {
+    const int own = W4Packs(tokens, Tile::rows, p.cluster, split % p.cluster).own;
+    ptx::mbarrier_init(&received, 1);
+    ptx::fence_mbarrier_init();
+    ptx::mbarrier_arrive_expect_tx(&received, (p.cluster - 1) * own * 16);
+  }
 
   // -- loads --
   //
@@ -449,6 +463,8 @@ __global__ void __launch_bounds__(Tile::threads* Tile::parts, 1) w4a16_kernel(co
   // CTA, then over its cluster or, through p.partial, by w4a16_sum_kernel.
   ptx::cp_async_wait_all();
   __syncthreads();
+  if (p.cluster > 1) ptx::cluster_arrive_relaxed();
+  static_assert(Stage::ring_bytes >= 2 * Stage::sum_bytes, "peers' sums have room behind the CTA's");
   constexpr int pitch = Stage::sum_pitch;
   float* const sums = reinterpret_cast<float*>(all_memory);
 #pragma unroll
@@ -464,7 +480,7 @@ __global__ void __launch_bounds__(Tile::threads* Tile::parts, 1) w4a16_kernel(co
   }
   __syncthreads();
   const int threads = static_cast<int>(blockDim.x);
-  finish_sums<T, Tile::rows>(p, {sums, pitch, Tile::tokens * pitch, first_row, first_token, tokens, split},
+  finish_sums<T, Tile::rows>(p, {sums, pitch, Tile::tokens * pitch, first_row, first_token, tokens, split}, &received,
                              static_cast<int>(threadIdx.x), threads);
 }
 

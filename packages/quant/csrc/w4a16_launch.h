@@ -1,4 +1,4 @@
-// The launch of a kernel whose CTAs share K, for w4a16.cu and w4a16_wgmma.cu.
+// The launch of a kernel whose CTAs share K, and the launch of those of wgmma, for w4a16.cu.
 #pragma once
 
 #include <kestrel/launch.h>
@@ -28,7 +28,12 @@ void launch_slices(void (*kernel)(Params), Params p, int row_tiles, int token_ti
              dim3(kW4SumThreads), device, static_cast<const W4Params&>(p));
 }
 
-// Launches w4a16_wgmma_kernel, on sm_90.
-void launch_w4a16_wgmma(const W4Params& p, DLDataType dtype, DLDevice device);
+namespace w4_wgmma {
+
+// Launches w4a16_wgmma_kernel, on sm_90: see w4a16_wgmma_launch.cuh. Defined for each T in a source of its own.
+template <typename T>
+void launch(const W4Params& p, int tile, DLDevice device);
+
+}  // namespace w4_wgmma
 
 }  // namespace kestrel::quant

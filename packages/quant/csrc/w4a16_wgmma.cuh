@@ -3,7 +3,7 @@
 // A CTA has ROWS of the weight, operand A of wgmma, decoded in registers; TOKENS of x, operand B; and a slice of K. The
 // packed layout is A's fragments: 16 bytes of a lane are those of four products. One thread loads x, codes and scales
 // (TMA). Each consumer warpgroup has 64 rows, or twice that, and decodes while products of its last fragments run. Each
-// weight is scaled and rounded once. Slices of K are added in order: those of a cluster of two through DSMEM, more by
+// weight is scaled and rounded once. Slices of K are added in order: those of a cluster through DSMEM, others by
 // w4a16_wgmma_sum_kernel.
 #pragma once
 
@@ -13,40 +13,56 @@
 
 #include "w4a16.cuh"
 
-namespace kestrel::quant {
+namespace kestrel::quant::w4_wgmma {
 
 // GROUP: as of w4a16_kernel. M_BLOCKS: blocks of 64 rows of a warpgroup. STEP: k of a pipeline stage. BATCH: products
-// of 32 k that are started together.
+// of 32 k that are started together. OCCUPANCY: CTAs per SM. DEPTH: batches in flight, with the one that is decoded.
 //
 // A stage: offsets in bytes of [128 k][m tile][block][lane][16 bytes] of codes, [block][token][128 bytes] of x in the
-// 128-byte swizzle, and [group][row] of scales and zeros.
-template <int TOKENS_, int GROUP_, int M_BLOCKS_, int WARPGROUPS_, int STEP_, int BATCH_>
-struct W4WideTile {
+// 128-byte swizzle, and [256 rows or all][group][row] of scales and zeros.
+template <int TOKENS_, int GROUP_, int M_BLOCKS_, int WARPGROUPS_, int STEP_, int BATCH_, int OCCUPANCY_, int DEPTH_>
+struct WgmmaTile {
   static constexpr int tokens = TOKENS_, group = GROUP_, m_blocks = M_BLOCKS_, warpgroups = WARPGROUPS_, step = STEP_,
-                       batch = BATCH_;
+                       batch = BATCH_, occupancy = OCCUPANCY_, depth = DEPTH_;
   static constexpr int rows = 64 * m_blocks * warpgroups, consumers = 128 * warpgroups, producers = 128,
                        threads = consumers + producers;
-  static constexpr int producer_registers = warpgroups == 4 ? 32 : 40, consumer_registers = warpgroups == 4 ? 112 : 232;
+  static constexpr int producer_registers = warpgroups == 2 && occupancy == 1 ? 40 : 32,
+                       consumer_registers = occupancy == 2    ? 104
+                                            : warpgroups == 2 ? 232
+                                            : warpgroups == 3 ? 160
+                                                              : 112;
   static constexpr int parts = step / kStep, groups_of_part = kStep / group;
   static constexpr int part_bytes = rows * kStep / 2, code_bytes = parts * part_bytes;
   static constexpr int block_bytes = tokens * kLineBytes, x_bytes = step / kBlock * block_bytes;
+  static constexpr int box_rows = rows <= 256 ? rows : rows / 2;  // of scales: the most that one load takes
+  static constexpr int box_bytes = groups_of_part * box_rows * 2;
   static constexpr int part_scale_bytes = groups_of_part * rows * 2, scale_bytes = parts * part_scale_bytes;
   static constexpr int x = code_bytes, scales = x + x_bytes, zeros = scales + scale_bytes;
   static constexpr int alignment = 1024, max_stages = 12;
   static constexpr int bytes = (zeros + scale_bytes + alignment - 1) / alignment * alignment;
   // Sums leave in fragments of 16 rows and 8 tokens for each warp: four a lane.
   static constexpr int fragments = m_blocks * tokens / 8;
-  static constexpr int exchange_bytes = fragments / 2 * consumers * 16;  // of a cluster of two
-  static_assert(step % kStep == 0 && fragments % 2 == 0);
+  static_assert(step % kStep == 0 && rows % box_rows == 0);
+  // The registers of the launch are all there are: what the consumers raise, the producers have given back.
+  static_assert(consumers * consumer_registers + producers * producer_registers <=
+                65536 / (occupancy * threads) / 8 * 8 * threads);
+
+  // The epilogue's, in place of the ring: the CTA's sums, [token][row], and those that it receives, [slice of K][token]
+  // [row].
+  static constexpr int pitch = rows + 4;  // floats: keeps stores of fragments free of bank conflicts
+  static constexpr int sum_bytes = tokens * pitch * 4;
+  static constexpr int epilogue_bytes(int cluster) {
+    return sum_bytes + (cluster - 1) * ((tokens + cluster - 1) / cluster) * pitch * 4;
+  }
 };
 
 // The tensor maps of what a stage holds. Loads fill what does not exist with zeros.
-struct W4WideParams : W4Params {
-  CUtensorMap x_map;              // [T, K]
-  CUtensorMap code_map;           // [N / 16, K], of 8 bytes
-  CUtensorMap scale_map;          // [groups, N]
-  CUtensorMap zero_map;           // the same; of the scales where there are no zeros
-  int row_tiles = 0, slices = 1;  // slices of K that w4a16_wgmma_sum_kernel adds
+struct WgmmaParams : W4Params {
+  CUtensorMap x_map;      // [T, K]
+  CUtensorMap code_map;   // [N / 16, K], of 8 bytes
+  CUtensorMap scale_map;  // [groups, N]
+  CUtensorMap zero_map;   // the same; of the scales where there are no zeros
+  int row_tiles = 0;
 };
 
 // The transpose of an 8 x 8 matrix of 16-bit elements; a lane holds two neighbours of row lane / 4.
@@ -83,18 +99,10 @@ __device__ __forceinline__ void store_fragment(const W4Params& p, int token, int
   }
 }
 
-__device__ __forceinline__ void store_dsmem_float4(uint32_t address, float4 v) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(v.x), "f"(v.y), "f"(v.z),
-               "f"(v.w)
-               : "memory");
-#endif
-}
-
 // One thread: all loads of a CTA. full[stage] waits for it and the bytes of a stage, empty[stage] for the consumer
 // warps.
 template <typename Tile>
-__device__ __forceinline__ void load_stages(const W4WideParams& p, uint32_t ring, uint64_t* full, const uint64_t* empty,
+__device__ __forceinline__ void load_stages(const WgmmaParams& p, uint32_t ring, uint64_t* full, const uint64_t* empty,
                                             int first_row, int first_token, int first_step, int steps) {
   const auto load_weights = [&](int stage, int step) {
     const uint32_t to = ring + stage * Tile::bytes;
@@ -106,8 +114,13 @@ __device__ __forceinline__ void load_stages(const W4WideParams& p, uint32_t ring
       const int group = Tile::group == kStep ? k / kStep / p.steps_per_group : k / Tile::group;
       const uint32_t to_scales = to + Tile::scales + part * Tile::part_scale_bytes;
       ptx::tma_load(to + part * Tile::part_bytes, p.code_map, k, first_row / 16, full + stage);
-      ptx::tma_load(to_scales, p.scale_map, first_row, group, full + stage);
-      if (p.zeros) ptx::tma_load(to_scales + Tile::scale_bytes, p.zero_map, first_row, group, full + stage);
+#pragma unroll
+      for (int box = 0; box < Tile::rows / Tile::box_rows; ++box) {
+        const uint32_t to_box = to_scales + box * Tile::box_bytes;
+        const int row = first_row + box * Tile::box_rows;
+        ptx::tma_load(to_box, p.scale_map, row, group, full + stage);
+        if (p.zeros) ptx::tma_load(to_box + Tile::scale_bytes, p.zero_map, row, group, full + stage);
+      }
     }
   };
   const auto load_x = [&](int stage, int step) {
@@ -118,6 +131,7 @@ __device__ __forceinline__ void load_stages(const W4WideParams& p, uint32_t ring
     }
   };
   const int ahead = min(p.stages, steps);
+  ptx::prefetch_tensor_map(p.x_map);
   for (int s = 0; s < ahead; ++s) load_weights(s, s);
   pdl_wait();
   pdl_trigger();
@@ -134,12 +148,71 @@ __device__ __forceinline__ void load_stages(const W4WideParams& p, uint32_t ring
   }
 }
 
+// The tokens of a tile that a CTA of a cluster finishes.
+struct TokenRange {
+  int first, count;
+};
+
+__device__ __forceinline__ TokenRange tokens_of(int rank, int cluster, int tokens) {
+  const int first = tokens * rank / cluster;
+  return {first, tokens * (rank + 1) / cluster - first};
+}
+
+// Adds up the slices of K of a cluster, if there is one, and writes the result. Each CTA finishes some tokens: the
+// others copy it their sums. The order of the slices is the same for all tokens. All consumers call this.
 template <typename T, typename Tile>
-__global__ void __launch_bounds__(Tile::threads, 1) w4a16_wgmma_kernel(const __grid_constant__ W4WideParams p) {
+__device__ __forceinline__ void finish_tile(const WgmmaParams& p, uint32_t ring, const float* sums,
+                                            const uint64_t* received, int rank, int first_row, int first_token,
+                                            int thread) {
+  constexpr int kPitch = Tile::pitch, kPacks = Tile::rows / 4;
+  const int tokens = min(p.tokens - first_token, Tile::tokens), most = (Tile::tokens + p.cluster - 1) / p.cluster;
+  const TokenRange own = tokens_of(rank, p.cluster, tokens);
+  if (p.cluster > 1) ptx::fence_proxy_async();
+  ptx::named_barrier(1, Tile::consumers);
+  if (p.cluster > 1) {
+    ptx::cluster_arrive_relaxed();
+    ptx::cluster_wait();  // all rings are free
+    if (thread < p.cluster && thread != rank) {
+      const TokenRange of = tokens_of(thread, p.cluster, tokens);
+      const int number = rank < thread ? rank : rank - 1;
+      if (of.count > 0) {
+        ptx::copy_shared_async(ptx::map_shared(ring + Tile::sum_bytes + number * most * (kPitch * 4), thread),
+                               ring + of.first * (kPitch * 4), of.count * (kPitch * 4),
+                               ptx::map_shared(ptx::shared_address(received), thread));
+      }
+    }
+    __syncwarp();
+    ptx::mbarrier_wait_cluster(received, 0);
+    __syncwarp();
+    ptx::cluster_arrive_relaxed();  // this CTA's copies of the peers' sums are complete
+  }
+  const float* const others = sums + Tile::sum_bytes / 4;
+  for (int i = thread; i < own.count * kPacks; i += Tile::consumers) {
+    const int token = i / kPacks, row = i % kPacks * 4;
+    if (first_row + row >= p.outputs) continue;
+    float4 sum{};
+    for (int slice = 0; slice < p.cluster; ++slice) {
+      const float* const from = slice == rank  ? sums + own.first * kPitch
+                                : slice < rank ? others + slice * most * kPitch
+                                               : others + (slice - 1) * most * kPitch;
+      const float4 v = *reinterpret_cast<const float4*>(from + token * kPitch + row);
+      sum = slice == 0 ? v : added(sum, v);
+    }
+    store_sums<T>(p, first_token + own.first + token, first_row + row, sum);
+  }
+  if (p.cluster > 1) {
+    __syncwarp();
+    ptx::cluster_wait();
+  }
+}
+
+template <typename T, typename Tile>
+__global__ void __launch_bounds__(Tile::threads, Tile::occupancy)
+    w4a16_wgmma_kernel(const __grid_constant__ WgmmaParams p) {
 #ifdef KESTREL_HAS_WGMMA
-  constexpr int N = Tile::tokens, M = Tile::m_blocks, B = Tile::batch, kGroupEnd = Tile::group / 32;
+  constexpr int N = Tile::tokens, M = Tile::m_blocks, B = Tile::batch, D = Tile::depth, kGroupEnd = Tile::group / 32;
   extern __shared__ char dynamic[];
-  __shared__ uint64_t full[Tile::max_stages], empty[Tile::max_stages];
+  __shared__ uint64_t full[Tile::max_stages], empty[Tile::max_stages], received;
   const uint32_t ring = (ptx::shared_address(dynamic) + Tile::alignment - 1) / Tile::alignment * Tile::alignment;
   const int row_tile = blockIdx.x / p.splits, split = blockIdx.x - row_tile * p.splits;
   const int first_row = row_tile * Tile::rows, first_token = blockIdx.y * N;
@@ -150,7 +223,12 @@ __global__ void __launch_bounds__(Tile::threads, 1) w4a16_wgmma_kernel(const __g
       ptx::mbarrier_init(full + s, 1);
       ptx::mbarrier_init(empty + s, Tile::consumers / 32);
     }
+    ptx::mbarrier_init(&received, 1);
     ptx::fence_mbarrier_init();
+    if (p.cluster > 1) {
+      const int of_rank = tokens_of(split, p.cluster, min(p.tokens - first_token, N)).count;
+      ptx::mbarrier_arrive_expect_tx(&received, (p.cluster - 1) * of_rank * (Tile::pitch * 4));
+    }
   }
   __syncthreads();
   const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32 % 4, warpgroup = thread / 128;
@@ -158,10 +236,12 @@ __global__ void __launch_bounds__(Tile::threads, 1) w4a16_wgmma_kernel(const __g
   if (thread >= Tile::consumers) {
     ptx::reduce_registers<Tile::producer_registers>();
     if (thread == Tile::consumers) load_stages<Tile>(p, ring, full, empty, first_row, first_token, first_step, steps);
-    if (p.cluster > 1) {
+    if (p.cluster > 1) {  // as the consumers do in finish_tile()
       __syncwarp();
-      ptx::cluster_sync();
-      ptx::cluster_sync();
+      ptx::cluster_arrive_relaxed();
+      ptx::cluster_wait();
+      ptx::cluster_arrive_relaxed();
+      ptx::cluster_wait();
     }
     return;
   }
@@ -173,11 +253,14 @@ __global__ void __launch_bounds__(Tile::threads, 1) w4a16_wgmma_kernel(const __g
   // Turns of 32 * B k and 64 rows: 2 * B products. The fragments of a turn are decoded while the products of the last
   // one run.
   float acc[M][N / 2] = {};
-  uint32_t fragments[2][8 * B] = {};
+  uint32_t fragments[D][8 * B] = {};
   const int row_of_warp = warpgroup * M * 64 + warp * 16;  // of block 0
   const uint32_t from_codes = ring + row_of_warp / 16 * 2 * kBlockBytes + lane * 16;
-  const uint32_t from_scales = ring + Tile::scales + (row_of_warp + lane / 4) * 2;
+  const uint32_t from_scales = ring + Tile::scales + row_of_warp / Tile::box_rows * Tile::box_bytes +
+                               (row_of_warp % Tile::box_rows + lane / 4) * 2;
   const uint64_t x_descriptor = ptx::wgmma_descriptor(ring + Tile::x);
+  constexpr int kTurns = Tile::step / (32 * B) * M;  // of a stage
+  static_assert(kTurns % D == 0);
   uint4 words[M];
   uint32_t scale[M][2], minus_offset[M][2];
   uint32_t at = 0;
@@ -186,12 +269,12 @@ __global__ void __launch_bounds__(Tile::threads, 1) w4a16_wgmma_kernel(const __g
     ptx::mbarrier_wait(full + stage, phase);
     const uint64_t x_stage = x_descriptor + (at >> 4);
 #pragma unroll
-    for (int turn = 0; turn < Tile::step / (32 * B) * M; ++turn) {
+    for (int turn = 0; turn < kTurns; ++turn) {
       const int m = turn % M;
-      uint32_t (&f)[8 * B] = fragments[turn % 2];
-      ptx::wgmma_wait<1>();  // those that read f are done
+      uint32_t (&f)[8 * B] = fragments[turn % D];
+      ptx::wgmma_wait<D - 1>();  // those that read f are done
       ptx::wgmma_fence_registers(f);
-      if (turn == 1 && left < steps && lane == 0) ptx::mbarrier_arrive(empty + previous);
+      if (turn == D - 1 && left < steps && lane == 0) ptx::mbarrier_arrive(empty + previous);
 #pragma unroll
       for (int u = 0; u < B; ++u) {
         const int k32 = turn / M * B + u, part = k32 / 4, h = k32 % 4;
@@ -202,7 +285,7 @@ __global__ void __launch_bounds__(Tile::threads, 1) w4a16_wgmma_kernel(const __g
         if (h % kGroupEnd == 0) {
 #pragma unroll
           for (int r = 0; r < 2; ++r) {
-            const int of = part * Tile::part_scale_bytes + (h / kGroupEnd * Tile::rows + m * 64 + r * 8) * 2;
+            const int of = part * Tile::part_scale_bytes + (h / kGroupEnd * Tile::box_rows + m * 64 + r * 8) * 2;
             scale[m][r] = load_shared_u16(from_scales + at + of) * 0x10001u;
             const uint32_t zero = p.zeros ? load_shared_u16(from_scales + at + of + Tile::scale_bytes) : 8u;
             minus_offset[m][r] = Decoder<T>::minus_offset(zero);
@@ -241,59 +324,34 @@ __global__ void __launch_bounds__(Tile::threads, 1) w4a16_wgmma_kernel(const __g
   for (int m = 0; m < M; ++m) ptx::wgmma_fence_registers(acc[m]);
 
   // -- epilogue --
-  //
-  // Of a cluster of two, each CTA finishes half of the fragments: it sends the other half to its peer.
-  const auto fragment = [&](int i) -> float* { return acc[i / (N / 8)] + i % (N / 8) * 4; };
-  constexpr int kHalf = Tile::fragments / 2;
-  const int rank = split % 2;
-  if (p.cluster > 1) {
-    ptx::cluster_sync();  // both rings are free
-    const uint32_t to = ptx::map_shared(ring, rank ^ 1) + thread * 16, from = ring + thread * 16;
+
+  if (p.splits > p.cluster) {
+    float4* const partial =
+        reinterpret_cast<float4*>(p.partial) +
+        ((int64_t{split} * gridDim.y + blockIdx.y) * p.row_tiles + row_tile) * (Tile::fragments * Tile::consumers) +
+        thread;
 #pragma unroll
-    for (int i = 0; i < kHalf; ++i) {
-      const float *low = fragment(i), *high = fragment(kHalf + i);
-      store_dsmem_float4(to + i * (Tile::consumers * 16), rank ? make_float4(low[0], low[1], low[2], low[3])
-                                                               : make_float4(high[0], high[1], high[2], high[3]));
+    for (int i = 0; i < Tile::fragments; ++i) {
+      const float* const f = acc[i / (N / 8)] + i % (N / 8) * 4;
+      partial[i * Tile::consumers] = make_float4(f[0], f[1], f[2], f[3]);
     }
-    ptx::cluster_sync();
-#pragma unroll
-    for (int i = 0; i < kHalf; ++i) {
-      const uint4 bits = ptx::load_shared_uint4(from + i * (Tile::consumers * 16));
-      const uint32_t other[4] = {bits.x, bits.y, bits.z, bits.w};
-      float *low = fragment(i), *high = fragment(kHalf + i);
-#pragma unroll
-      for (int c = 0; c < 4; ++c) {
-        if (rank) {
-          high[c] += __uint_as_float(other[c]);
-        } else {
-          low[c] += __uint_as_float(other[c]);
-        }
-      }
-    }
+    return;
   }
-  const int slice = split / p.cluster;
-  float4* const partial =
-      reinterpret_cast<float4*>(p.partial) +
-      ((int64_t{slice} * gridDim.y + blockIdx.y) * p.row_tiles + row_tile) * (Tile::fragments * Tile::consumers) +
-      thread;
+  float* const sums = reinterpret_cast<float*>(dynamic + (ring - ptx::shared_address(dynamic)));
+  ptx::named_barrier(1, Tile::consumers);  // the ring is free
 #pragma unroll
-  for (int i = 0; i < Tile::fragments; ++i) {
-    if (p.cluster > 1 && (i >= kHalf) != (rank == 1)) continue;
-    const float* const f = fragment(i);
-    const float4 sum = make_float4(f[0], f[1], f[2], f[3]);
-    if (p.slices > 1) {
-      partial[i * Tile::consumers] = sum;
-    } else {
-      store_fragment<T>(p, first_token + i % (N / 8) * 8, first_row + row_of_warp + i / (N / 8) * 64, sum, lane);
-    }
+  for (int i = 0; i < M * N / 2; ++i) {
+    const int token = i % (N / 2) / 4 * 8 + lane % 4 * 2 + i % 2, row = i / (N / 2) * 64 + lane / 4 + i / 2 % 2 * 8;
+    sums[token * Tile::pitch + row_of_warp + row] = acc[i / (N / 2)][i % (N / 2)];
   }
+  finish_tile<T, Tile>(p, ring, sums, &received, split, first_row, first_token, thread);
 #endif
 }
 
 // Adds up the slices of K, [slice][token tile][row tile][fragment][consumer], in order. A CTA has a fragment of a
 // warpgroup.
 template <typename T, typename Tile>
-__global__ void __launch_bounds__(128) w4a16_wgmma_sum_kernel(const __grid_constant__ W4WideParams p) {
+__global__ void __launch_bounds__(128) w4a16_wgmma_sum_kernel(const __grid_constant__ WgmmaParams p) {
   const int warpgroup = blockIdx.x % Tile::warpgroups, fragment = blockIdx.x / Tile::warpgroups % Tile::fragments,
             row_tile = blockIdx.x / (Tile::warpgroups * Tile::fragments);
   const int m = fragment / (Tile::tokens / 8), token = blockIdx.y * Tile::tokens + fragment % (Tile::tokens / 8) * 8;
@@ -308,14 +366,14 @@ __global__ void __launch_bounds__(128) w4a16_wgmma_sum_kernel(const __grid_const
   float4 slices[kMaxSplits];
 #pragma unroll
   for (int s = 0; s < kMaxSplits; ++s) {
-    if (s < p.slices) slices[s] = from[s * pitch];
+    if (s < p.splits) slices[s] = from[s * pitch];
   }
   float4 sum = slices[0];
 #pragma unroll
   for (int s = 1; s < kMaxSplits; ++s) {
-    if (s < p.slices) sum = added(sum, slices[s]);
+    if (s < p.splits) sum = added(sum, slices[s]);
   }
   store_fragment<T>(p, token, row, sum, static_cast<int>(threadIdx.x) % 32);
 }
 
-}  // namespace kestrel::quant
+}  // namespace kestrel::quant::w4_wgmma

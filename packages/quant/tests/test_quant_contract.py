@@ -137,6 +137,24 @@ BAD_INPUTS = {
         BadInput("number as bias", "bias", call(X, W4, 1.0), TypeError, "tensor"),
         BadInput("out in bf16", "out", call(X, W4, out=torch.ones(3, 6).bfloat16()), TypeError, "float32"),
     ],
+    "w4a16_token": [
+        BadInput("float64", "x", call(X.double(), W4), TypeError, "float64"),
+        BadInput("other dtype", "x", call(X.half(), W4), TypeError, "float32"),
+        BadInput("other width", "x", call(X[:, :8], W4), ValueError, "12"),
+        BadInput("plain weight", "w", call(X, X), TypeError, "W4Weight"),
+        BadInput("weight elsewhere", "w", call(X, W4.to("meta")), ValueError, "device"),
+        BadInput("bias of other length", "bias", call(X, W4, torch.ones(12)), ValueError, "(6,)"),
+        BadInput("norm of other length", "norm_weight", call(X, W4, norm_weight=torch.ones(6)), ValueError, "(12,)"),
+        BadInput("norm in bf16", "norm_weight", call(X, W4, norm_weight=torch.ones(12).bfloat16()), TypeError),
+        BadInput("negative eps", "norm_eps", call(X, W4, norm_eps=-1.0), ValueError, ">= 0"),
+        BadInput("NaN as bias of a norm", "norm_weight_bias", call(X, W4, norm_weight_bias=float("nan")), ValueError),
+        BadInput("unknown activation", "activation", call(X, W4, activation="relu"), ValueError, "'relu'"),
+        BadInput(
+            "residual of a gate", "residual", call(X, W4, activation="silu_and_mul", residual=X[:, :6]), ValueError
+        ),
+        BadInput("residual in fp16", "residual", call(X, W4, residual=torch.ones(3, 6).half()), TypeError, "float16"),
+        BadInput("out in bf16", "out", call(X, W4, out=torch.ones(3, 6).bfloat16()), TypeError, "float32"),
+    ],
     "w4_from_gptq": [
         BadInput("words in int64", "qweight", call(WORDS.long(), GROUPS), TypeError, "int32"),
         BadInput("scales of other rows", "scales", call(WORDS, torch.ones(2, 7)), ValueError, "(any, 8)"),
@@ -169,6 +187,7 @@ GOOD_CALLS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     "int4_dequant": ((CODES4, SCALE4), {"group_size": 4, "out": None}),
     "pack_w4": ((X, 4), {"symmetric": False}),
     "w4a16_linear": ((X, W4, None), {"out": None}),
+    "w4a16_token": ((X, W4, None), {"norm_weight": None, "activation": "silu_and_mul", "out": None}),
     "w4_from_gptq": ((WORDS, GROUPS, None, None), {"checkpoint_format": "gptq", "dtype": None}),
     "w4_from_awq": ((AWQ_WORDS, GROUPS, AWQ_ZEROS), {"dtype": None}),
 }

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+import io
+import json
 import math
+import pickle
 from dataclasses import FrozenInstanceError, replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -356,6 +361,65 @@ def test_a_weight_with_a_wrong_group_size_is_refused(group_size: object) -> None
 def test_a_weight_moves_to_devices_alone(device: object) -> None:
     with pytest.raises(TypeError, match=r"W4Weight.to: argument 'device': expected a device, got "):
         pack_w4(torch.randn(8, 32), 16).to(device)
+
+
+@pytest.mark.parametrize("group", [32, 64, 128])
+@pytest.mark.parametrize("kind", ["symmetric", "zero points"])
+def test_normal_weights_change_by_as_much_as_the_record_says(kind: str, group: int) -> None:
+    record = json.loads((Path(__file__).parents[1] / "results" / "w4_error.json").read_text(encoding="utf-8"))
+    original = weight(512, 1024, torch.bfloat16)
+    back = pack_w4(original, group, symmetric=kind == "symmetric").dequantize()
+    error = float((back.float() - original.float()).norm() / original.float().norm())
+    assert error == pytest.approx(record["relative_error"][kind][f"groups of {group}"], rel=0.01)
+
+
+def full_weight() -> W4Weight:
+    w = pack_w4(weight(24, 64, torch.bfloat16), 32, symmetric=False)
+    return replace(w, permutation=torch.randperm(64, generator=torch.Generator().manual_seed(0)))
+
+
+def assert_same_parts(a: W4Weight, b: W4Weight) -> None:
+    assert (a.shape, a.group_size) == (b.shape, b.group_size)
+    for name in ("codes", "scales", "zeros", "permutation"):
+        x, y = getattr(a, name), getattr(b, name)
+        assert (x is None) == (y is None), name
+        if x is not None:
+            assert x.dtype == y.dtype, name
+            assert torch.equal(x, y), name
+
+
+@pytest.mark.parametrize("weights_only", [True, False])
+@pytest.mark.parametrize("full", [True, False])
+def test_a_saved_weight_is_loaded(full: bool, weights_only: bool) -> None:
+    w = full_weight() if full else pack_w4(weight(24, 64, torch.float16), 32)
+    file = io.BytesIO()
+    torch.save({"layer": w}, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=weights_only)["layer"]
+    assert_same_parts(loaded, w)
+    x = torch.randn(3, 64).to(w.dtype)
+    assert torch.equal(w4a16_linear(x, loaded), w4a16_linear(x, w))
+
+
+def test_a_weight_is_equal_to_itself_alone_and_a_key() -> None:
+    w = full_weight()
+    twin = replace(w)
+    assert w == w
+    assert w != twin
+    assert {w: 1, twin: 2}[w] == 1
+    with pytest.raises(FrozenInstanceError):
+        w.group_size = 16  # type: ignore[misc]
+
+
+def test_a_copied_weight_has_memory_of_its_own() -> None:
+    w = full_weight()
+    for made in (copy.deepcopy(w), pickle.loads(pickle.dumps(w))):
+        assert_same_parts(made, w)
+        assert made.codes.data_ptr() != w.codes.data_ptr()
+    assert w.to("cpu").codes.data_ptr() == w.codes.data_ptr()  # as with torch's tensors
+    moved = w.to("meta")
+    assert {part.device.type for part in (moved.codes, moved.scales, moved.zeros, moved.permutation)} == {"meta"}
+    assert (moved.device.type, moved.shape, moved.dtype) == ("meta", w.shape, w.dtype)
 
 
 def test_a_fake_weight_is_not_packed() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import itertools
 from collections.abc import Callable
 
 import pytest
@@ -12,6 +11,7 @@ import torch.nn.functional as F
 
 from kestrel_quant import W4Weight, pack_w4, reference, w4a16_linear
 from kestrel_quant._launch import kernels
+from kestrel_quant._w4_plan import TILES, Plan, plan
 from kestrel_quant.w4a16 import from_codes
 from kestrel_runtime import UnsupportedError, backend
 from kestrel_runtime.testing import (
@@ -38,27 +38,54 @@ SHAPES = [
     (4096, 4096, 128),
     (14336, 512, 128),
 ]
-TOKENS = (1, 2, 7, 8, 9, 16, 17, 32, 33, 64, 65, 128, 129, 192, 256, 300, 400, 600)
-
 
 module = importlib.import_module("kestrel_quant.w4a16")
+# Each tile without slices of K, with a cluster of two, and with three slices and a second kernel; clusters of eight.
+FORMS = {"mma": Plan("mma")} | {
+    f"{tile.tokens}x{tile.rows} {splits}": Plan("wgmma", number, splits, 1 if splits == 3 else 0)
+    for number, tile in enumerate(TILES)
+    for splits in ((1, 2, 3, 8) if tile.ctas == 2 else (1, 2, 3))
+}
+FORCED = {name: of for name, of in FORMS.items() if of.kernel == "mma" or of.splits == 2 + of.tile % 2}
 
 
-@pytest.fixture(autouse=True, params=["small weights", "large weights"])
-def wgmma(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Whether the kernel for large weights runs: on sm_90, here for weights of any size."""
-    if request.param == "small weights":
-        monkeypatch.setattr(module, "_WGMMA", ())
-        return False
-    monkeypatch.setattr(module, "_WGMMA", ((range(17, 513), 0),))
-    return torch.cuda.get_device_capability() == (9, 0)
+def force(of: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One kernel runs, whatever the shape. "mma": up to 128 tokens, and then the vendor's GEMM."""
+    if of.kernel == "mma":
+        monkeypatch.setattr(module, "plan", lambda t, n, k, _: plan(t, n, k, 0))
+        return
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("wgmma is of sm_90")
+    tile = TILES[of.tile]
+
+    def chosen(t: int, n: int, k: int, sms: int) -> Plan:
+        floats = -(-t // tile.tokens) * tile.tokens * -(-n // tile.rows) * tile.rows * of.splits
+        return of._replace(scratch=floats if of.scratch else 0)
+
+    monkeypatch.setattr(module, "plan", chosen)
 
 
-def ranges_of_same_bits(wgmma: bool) -> list[range]:
-    if wgmma:
-        ends = (0, 16, 32, 64, 128, 256, 384, 512)
-        return [range(first + 1, last + 1) for first, last in itertools.pairwise(ends)]
-    return [range(1, 17), range(17, 65), range(65, 129)]
+@pytest.fixture(params=FORCED.values(), ids=FORCED)
+def forced(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Plan:
+    """The kernel that runs: each tile once."""
+    of: Plan = request.param
+    force(of, monkeypatch)
+    return of
+
+
+def tokens_of(forced: Plan) -> tuple[int, ...]:
+    """Numbers of tokens around the limits of a tile, or of the kernels' ranges."""
+    if forced.kernel == "mma":
+        return (1, 2, 7, 8, 9, 16, 17, 32, 33, 64, 65, 128, 129, 300)
+    of_tile = TILES[forced.tile].tokens
+    return (1, of_tile - 1, of_tile + 1)
+
+
+def ranges_of_same_bits(forced: Plan) -> list[range]:
+    if forced.kernel == "mma":
+        return [range(1, 17), range(17, 65), range(65, 129)]
+    of_tile = TILES[forced.tile].tokens
+    return [range(1 + first, 1 + first + of_tile) for first in (0, of_tile, 2 * of_tile)]
 
 
 def weight(n: int, k: int, group: int, dtype: torch.dtype, symmetric: bool = True) -> W4Weight:
@@ -73,52 +100,67 @@ def random(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> t
     return torch.randn(shape, generator=torch.Generator("cuda").manual_seed(seed), device="cuda").to(dtype)
 
 
-@pytest.mark.parametrize("symmetric", [True, False])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("of", FORMS.values(), ids=FORMS)
+@pytest.mark.parametrize(("dtype", "symmetric"), [(torch.bfloat16, True), (torch.float16, False)], ids=str)
 @pytest.mark.parametrize(("n", "k", "group"), SHAPES)
-def test_linear_is_as_close_as_torch(n: int, k: int, group: int, dtype: torch.dtype, symmetric: bool) -> None:
+def test_linear_is_as_close_as_torch(
+    monkeypatch: pytest.MonkeyPatch, of: Plan, n: int, k: int, group: int, dtype: torch.dtype, symmetric: bool
+) -> None:
+    force(of, monkeypatch)
     w = weight(n, k, group, dtype, symmetric)
     exact_weight = reference.w4_dequant(w.codes, w.scales, w.zeros, group, torch.float32).double()
-    assert_same_bits(w.dequantize(), exact_weight.to(dtype))
-    x, bias = random(max(TOKENS), k, dtype=dtype), None if symmetric else random(n, dtype=dtype)
+    tokens = tokens_of(of)
+    x, bias = random(max(tokens), k, dtype=dtype), None if symmetric else random(n, dtype=dtype)
     exact = F.linear(x.double(), exact_weight, None if bias is None else bias.double())
     baseline = F.linear(x, exact_weight.to(dtype), bias)
-    for tokens in TOKENS:
-        out, assert_intact = canary((tokens, n), dtype, "cuda")
-        assert w4a16_linear(x[:tokens], w, bias, out=out) is out
-        assert_close_to_f64(out, exact[:tokens], baseline[:tokens])
+    for t in tokens:
+        out, assert_intact = canary((t, n), dtype, "cuda")
+        assert w4a16_linear(x[:t], w, bias, out=out) is out
+        assert_close_to_f64(out, exact[:t], baseline[:t])
         assert_intact()
 
 
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("n", "k", "group"), SHAPES)
+def test_a_weight_is_its_codes_times_scales(n: int, k: int, group: int, dtype: torch.dtype, symmetric: bool) -> None:
+    w = weight(n, k, group, dtype, symmetric)
+    exact = reference.w4_dequant(w.codes, w.scales, w.zeros, group, torch.float32).double()
+    assert_same_bits(w.dequantize(), exact.to(dtype))
+    got = torch.empty(n, k, dtype=dtype, device="cuda")
+    kernels.w4_dequant(got, w.codes, w.scales, w.zeros, group)
+    assert_same_bits(got, exact.to(dtype))
+
+
 @pytest.mark.parametrize("group", [32, 64, 128])
-def test_within_a_range_of_tokens_a_row_is_the_same(group: int, wgmma: bool) -> None:
-    w, x = weight(1024, 2048, group, torch.bfloat16, symmetric=False), random(512, 2048)
-    for tokens in ranges_of_same_bits(wgmma):
+def test_within_a_range_of_tokens_a_row_is_the_same(forced: Plan, group: int) -> None:
+    w, x = weight(1024, 2048, group, torch.bfloat16, symmetric=False), random(768, 2048)
+    for tokens in ranges_of_same_bits(forced):
         want = w4a16_linear(x[: tokens[-1]], w)
-        for t in tokens[:: 1 if len(tokens) < 100 else 9]:
+        for t in (*tokens[:: 1 if len(tokens) <= 16 else 9], tokens[-1]):
             assert_same_bits(w4a16_linear(x[:t], w), want[:t], f"{t} tokens")
             assert_same_bits(w4a16_linear(x[tokens[-1] - t : tokens[-1]], w), want[-t:], f"the last {t} tokens")
 
 
 @pytest.mark.parametrize("tokens", [1, 16, 32, 64, 100, 130, 250, 300])
-def test_runs_repeat(tokens: int) -> None:
+def test_runs_repeat(forced: Plan, tokens: int) -> None:
     w, x = weight(4096, 4096, 128, torch.bfloat16), random(tokens, 4096)
     assert_runs_repeat(w4a16_linear, x, w, runs=5)
 
 
-def test_scratch_memory_may_hold_anything_and_is_not_left(wgmma: bool) -> None:
+def test_scratch_memory_may_hold_anything_and_is_not_left(forced: Plan) -> None:
     w, x = weight(4096, 4096, 128, torch.bfloat16), random(33, 4096)
     want = w4a16_linear(x, w)
     out, out_intact = canary((33, 4096), torch.bfloat16, "cuda")
-    scratch, intact = canary((8 * 256 * 4096,), torch.float32, "cuda")
-    kernels.w4a16_linear(out, x, w.codes, w.scales, w.zeros, w.group_size, None, scratch, wgmma)
+    scratch, intact = canary((8 * 256 * 4224,), torch.float32, "cuda")
+    kernels.w4a16_linear(out, x, w.codes, w.scales, w.zeros, w.group_size, None, scratch, *forced[1:3])
     assert_same_bits(out, want)
     out_intact()
     intact()
 
 
 @pytest.mark.parametrize("tokens", [20, 40, 150])
-def test_a_nan_stays_in_its_row(tokens: int) -> None:
+def test_a_nan_stays_in_its_row(forced: Plan, tokens: int) -> None:
     w, x = weight(264, 1024, 128, torch.bfloat16), random(tokens, 1024)
     want = w4a16_linear(x, w)
     x[3, 700] = torch.nan
@@ -128,7 +170,7 @@ def test_a_nan_stays_in_its_row(tokens: int) -> None:
     assert_same_bits(got, want)
 
 
-def test_views_leading_dimensions_and_unaligned_results() -> None:
+def test_views_leading_dimensions_and_unaligned_results(forced: Plan) -> None:
     w, wide = weight(264, 1024, 128, torch.bfloat16), random(2, 3, 1104)
     x = wide[..., 8:1032]
     want = w4a16_linear(x.reshape(6, 1024).contiguous(), w)
@@ -141,7 +183,7 @@ def test_views_leading_dimensions_and_unaligned_results() -> None:
 
 
 @pytest.mark.parametrize("tokens", [20, 33, 64, 129, 200])
-def test_rows_of_x_may_overlap_or_lie_apart(tokens: int) -> None:
+def test_rows_of_x_may_overlap_or_lie_apart(forced: Plan, tokens: int) -> None:
     w, row = weight(264, 1088, 64, torch.float16, symmetric=False), random(1088, dtype=torch.float16)
     want = w4a16_linear(row.repeat(tokens, 1), w)
     assert_same_bits(w4a16_linear(row.expand(tokens, 1088), w), want)
@@ -150,7 +192,7 @@ def test_rows_of_x_may_overlap_or_lie_apart(tokens: int) -> None:
 
 
 @pytest.mark.parametrize("tokens", [1, 64, 200, 300])
-def test_an_activation_order_permutes_the_columns(tokens: int) -> None:
+def test_an_activation_order_permutes_the_columns(forced: Plan, tokens: int) -> None:
     w, x = weight(264, 1024, 128, torch.bfloat16), random(tokens, 1024)
     order = torch.randperm(1024, device="cuda")
     permuted = W4Weight(w.codes, w.scales, w.shape, w.group_size, w.zeros, order)
@@ -159,7 +201,7 @@ def test_an_activation_order_permutes_the_columns(tokens: int) -> None:
 
 
 @pytest.mark.parametrize("tokens", [4, 64, 300])
-def test_a_replayed_graph_sees_new_values(tokens: int) -> None:
+def test_a_replayed_graph_sees_new_values(forced: Plan, tokens: int) -> None:
     w = weight(1024, 2048, 128, torch.bfloat16)
     x, new = random(tokens, 2048), random(tokens, 2048, seed=1)
     got = graph_replay(lambda x: w4a16_linear(x, w), [x], [new])
@@ -167,7 +209,7 @@ def test_a_replayed_graph_sees_new_values(tokens: int) -> None:
 
 
 @pytest.mark.parametrize("tokens", [8, 64, 200])
-def test_x_is_read_after_the_launch_before(tokens: int) -> None:
+def test_x_is_read_after_the_launch_before(forced: Plan, tokens: int) -> None:
     up, down = weight(2048, 1024, 128, torch.bfloat16), weight(1024, 2048, 128, torch.bfloat16)
     inputs = [random(tokens, 1024, seed=seed) for seed in range(2)]
 
@@ -179,6 +221,15 @@ def test_x_is_read_after_the_launch_before(tokens: int) -> None:
         return first, second, w4a16_linear(second, up)
 
     assert_waits_for_the_launch_before(chain)
+
+
+@pytest.mark.parametrize("shape", [(1024, 4096), (4096, 4096), (8192, 2048)])
+@pytest.mark.parametrize("tokens", [1, 16, 17, 32, 33, 64, 65, 128, 129, 192, 256, 257, 384, 512, 513, 700])
+def test_the_planned_kernel_is_as_close_as_torch(tokens: int, shape: tuple[int, int]) -> None:
+    w, x = weight(*shape, 128, torch.bfloat16), random(tokens, shape[1])
+    exact_weight = reference.w4_dequant(w.codes, w.scales, w.zeros, 128, torch.float32).double()
+    baseline = F.linear(x, exact_weight.bfloat16())
+    assert_close_to_f64(w4a16_linear(x, w), F.linear(x.double(), exact_weight), baseline)
 
 
 @pytest.mark.parametrize(

@@ -10,12 +10,14 @@ import torch
 import torch.nn.functional as F
 
 from kestrel_quant import W4Weight, reference
+from kestrel_quant._w4_plan import Plan, plan
 from kestrel_quant.w4a16 import from_codes
 
 module = importlib.import_module("kestrel_quant.w4a16")
 Tensor = torch.Tensor
 K, N, GROUP = 128, 24, 32
 MOST = 128  # tokens of the kernel
+HOPPER = module._Device((9, 0), 132)
 
 
 class OnGpu(torch.Tensor):
@@ -47,10 +49,11 @@ class Kernels:
         group: int,
         bias: Any,
         partial: Any,
-        wgmma: bool,
+        tile: int,
+        splits: int,
     ) -> None:
         assert x.ndim == out.ndim == 2
-        self.calls.append(("linear", (codes, scales, zeros, group, bias, wgmma, partial)))
+        self.calls.append(("linear", (codes, scales, zeros, group, bias, tile, partial)))
         weight = reference.w4_dequant(codes, scales, zeros, group, x.dtype)
         out.copy_(F.linear(x.double(), weight.double(), None if bias is None else bias.double()))
 
@@ -63,7 +66,7 @@ class Kernels:
 def kernels(monkeypatch: pytest.MonkeyPatch) -> Kernels:
     made = Kernels()
     monkeypatch.setattr(module, "kernels", made)
-    monkeypatch.setattr(module, "_capability", lambda device: {3: (9, 0)}[device])
+    monkeypatch.setattr(module, "_device", lambda device: {3: HOPPER}[device])
 
     def mm(a: Tensor, b: Tensor, *, out_dtype: torch.dtype | None = None, out: Tensor | None = None) -> Tensor:
         made.calls.append(("mm", (out_dtype,)))
@@ -118,7 +121,7 @@ def test_the_kernel_is_given_the_parts_of_the_weight(kernels: Kernels) -> None:
     launch(activations(5, K), w, bias)
     ((_, given),) = kernels.calls
     assert given[:3] == (w.codes, w.scales, w.zeros)
-    assert given[3:] == (GROUP, bias, False, None)
+    assert given[3:] == (GROUP, bias, -1, None)
     launch(activations(MOST + 1, K), w)
     scratch, *parts = kernels.calls[1][1]
     assert (scratch.shape, scratch.dtype) == ((N, K), torch.bfloat16)
@@ -138,33 +141,44 @@ def test_a_result_that_cannot_be_flattened_is_written_where_it_is(
     assert bool(buffer[..., :3].isnan().all() and buffer[..., 3 + N :].isnan().all())
 
 
+def wgmma_from_33(monkeypatch: pytest.MonkeyPatch, scratch: int = 0) -> None:
+    """On sm_90, weights of any size run the wgmma kernel from 33 rows of x on."""
+
+    def chosen(tokens: int, rows: int, columns: int, sms: int) -> Plan:
+        return Plan("wgmma", 0, 2, scratch) if sms and tokens > 32 else plan(tokens, rows, columns, 0)
+
+    monkeypatch.setattr(module, "plan", chosen)
+
+
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0), (10, 0)])
 @pytest.mark.parametrize("tokens", [0, 1, 16, 17, MOST, 200, 256])
+@pytest.mark.parametrize("of_plan", [0, 1000])
 def test_slices_of_k_have_memory_for_their_sums(
-    kernels: Kernels, monkeypatch: pytest.MonkeyPatch, tokens: int, capability: tuple[int, int]
+    kernels: Kernels, monkeypatch: pytest.MonkeyPatch, tokens: int, capability: tuple[int, int], of_plan: int
 ) -> None:
-    """Without it the entry point adds the slices up within a cluster, for up to 16 rows."""
-    monkeypatch.setattr(module, "_capability", lambda device: {3: capability}[device])
-    monkeypatch.setattr(module, "_WGMMA", ((range(33, 257), N * K),))
+    """Without it the entry point adds the slices up within a cluster."""
+    found = module._Device(capability, 132 if capability == (9, 0) else 0)
+    monkeypatch.setattr(module, "_device", lambda device: {3: found}[device])
+    wgmma_from_33(monkeypatch, of_plan)
     launch(activations(tokens, K).as_subclass(OnGpu), packed())
-    if tokens > MOST and capability != (9, 0):
+    if tokens > MOST and not found.wgmma_sms:
         assert kernels.names == ["dequant", "mm"]
         return
-    ((_, (*_, scratch)),) = kernels.calls
-    if capability >= (9, 0) and tokens <= 16:
+    ((_, (*_, tile, scratch)),) = kernels.calls
+    wgmma = bool(found.wgmma_sms) and tokens > 32
+    assert tile == (0 if wgmma else -1)
+    floats = of_plan if wgmma else 8 * tokens * N
+    if floats == 0 or (capability >= (9, 0) and tokens <= 16):
         assert scratch is None
     else:
-        floats = tokens * N
-        if capability == (9, 0) and tokens > 32:  # the wgmma kernel writes whole tiles
-            floats = 256 * 256
-        assert (scratch.numel(), scratch.dtype) == (8 * floats, torch.float32)
+        assert (scratch.numel(), scratch.dtype) == (floats, torch.float32)
 
 
 @pytest.mark.parametrize(("offset", "pad"), [(0, 1), (1, 7), (1, 0)])
 def test_many_rows_of_any_alignment_take_the_vendors_gemm(
     kernels: Kernels, monkeypatch: pytest.MonkeyPatch, offset: int, pad: int
 ) -> None:
-    monkeypatch.setattr(module, "_WGMMA", ((range(33, 257), N * K),))
+    wgmma_from_33(monkeypatch)
     x, w = activations(200 * (K + pad) + offset)[offset:].as_strided((200, K), (K + pad, 1)), packed()
     out = launch(x.as_subclass(OnGpu), w)
     assert kernels.names == ["dequant", "mm"]

@@ -19,7 +19,7 @@ __device__ __forceinline__ void send(T* to, T v, u64* barrier, int rank) {
 // waits for those of all warps. Before a warp writes a buffer a second time, it has received values that each warp sent
 // after it had read that buffer.
 struct AsyncExchange {
-  static constexpr int kValues = 3;  // per warp and round
+  static constexpr int kValues = 4;  // per warp and round
   u64* memory;
   u32 round = 0;
   u32 num_values = 0;  // broadcast by each warp in this round
@@ -92,6 +92,16 @@ struct AsyncExchange {
       sums.x += __uint_as_float(static_cast<u32>(both)), sums.y += __uint_as_float(static_cast<u32>(both >> 32));
     }
     return {warp_float_sum(sums.x), warp_float_sum(sums.y)};
+  }
+  // Of pairs of counts of the warps before `end`.
+  __device__ __forceinline__ uint2 count_sums(const Cluster& cluster, int which, int end) const {
+    uint2 sums = {0, 0};
+#pragma unroll 1
+    for (int w = cluster.lane; w < end; w += 32) {
+      const u64 both = values(cluster, which)[w];
+      sums.x += static_cast<u32>(both), sums.y += static_cast<u32>(both >> 32);
+    }
+    return {__reduce_add_sync(kAllLanes, sums.x), __reduce_add_sync(kAllLanes, sums.y)};
   }
   __device__ __forceinline__ int max(const Cluster& cluster, int which) const {
     int most = INT32_MIN;

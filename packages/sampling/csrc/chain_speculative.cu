@@ -144,8 +144,8 @@ __global__ void __launch_bounds__(kChainThreads, 1)
 #pragma unroll
       for (int e = 0; e < 4 * kChainTiles; ++e) {
         most = ptx::max_nan(most, v[e]);
-        // No weight of a row under the common power exceeds 1. For other rows the result is discarded.
-        x[e] = v[e] > 0.f ? fminf(weight_fn.scaled(v[e] * factor), 0x1p23f - 1.f) : 0.f;
+        // Where the common power does not apply, the result is discarded.
+        x[e] = v[e] > 0.f ? weight_fn.scaled(v[e] * factor) : 0.f;
       }
       sum.add(x);
       groups.add(group_mass, warp_sum(sum.value()));
@@ -191,8 +191,7 @@ __global__ void __launch_bounds__(kChainThreads, 1)
                   [&](const float (&v)[4], int base) {
                     u64 each[4];
 #pragma unroll
-                    for (int e = 0; e < 4; ++e)
-                      each[e] = v[e] > 0.f ? mass_of(fminf(weight_fn.scaled(v[e] * factor), 0x1p23f - 1.f)) : 0;
+                    for (int e = 0; e < 4; ++e) each[e] = v[e] > 0.f ? mass_of(weight_fn.scaled(v[e] * factor)) : 0;
                     const u64 sum = each[0] + each[1] + each[2] + each[3];
                     const u64 reached = running + warp_inclusive_sum(sum, cluster.lane);
                     const u32 past = __ballot_sync(kAllLanes, reached > point);

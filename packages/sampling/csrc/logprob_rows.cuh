@@ -355,7 +355,6 @@ __global__ void __launch_bounds__(kMaxSelectThreads, 1) logprob_rows(const __gri
   const bool is_ranked = selector.ranks();
   const u64* keys = selector.candidates();  // from here on in descending order
   u64* const masses = selector.masses();
-  u64* const ranked_masses = selector.ranked_masses();
   const auto sum_row_once = [&] { sum_chunks(chunk_sums, layout.num_chunks, sum_fn, &sums->row_sum); };
   if (selected > 0) {
     // The row is summed while elements are loaded.
@@ -365,17 +364,7 @@ __global__ void __launch_bounds__(kMaxSelectThreads, 1) logprob_rows(const __gri
           if (draws && is_ranked) masses[n] = mass_of(weight_fn.scaled(Row::value(key)));
         },
         sum_row_once);
-    if (is_ranked) {
-      u64* const ranked = selector.ranked();
-      rank_keys(keys, count, [&](int n, int place, int id_place) {
-        ranked[place] = keys[n];
-        if (draws) ranked_masses[place] = PlacedMass::pack(masses[n], id_place);
-      });
-      keys = ranked;
-      __syncthreads();
-    } else {
-      sort_descending(selector.candidates(), count);
-    }
+    keys = selector.template ordered<draws>(count);
   } else {
     sum_row_once();
     __syncthreads();
@@ -397,7 +386,8 @@ __global__ void __launch_bounds__(kMaxSelectThreads, 1) logprob_rows(const __gri
   const u64 row_mass = joint ? scratch->row_mass : 0;
   if (draws && is_ranked) {
     if (threadIdx.x < 32)
-      draw_ranked(scratch, ranked_masses, masses, k, row_mass, params.q32, [&](int place) { scratch->drawn = place; });
+      draw_ranked(scratch, selector.ranked_masses(), masses, k, row_mass, params.q32,
+                  [&](int place) { scratch->drawn = place; });
   } else if (k > 0 && (draws || params.q32 < kQ32One)) {
     for (int n = threadIdx.x; n < k; n += blockDim.x) masses[n] = mass_of(weight_fn.scaled(Row::value(keys[n])));
     if (!draws && threadIdx.x == 0) scratch->random_word = 0;  // no point is drawn

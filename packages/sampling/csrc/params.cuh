@@ -46,6 +46,7 @@ struct Params {
   int elements_per_warp = 0;
   int list_capacity = 0;
   bool copy_to_smem = false;  // rejection_rows: a block copies its elements to shared memory
+  bool adapt_window = false;  // rejection_rows: see estimate_window()
   bool joint = false;         // top-p counts the mass of the row, not of what top-k keeps
   int largest_other_k = 0;    // threshold_rows: if not 0, rows with k up to it are skipped
   int max_top_k = 0;          // top_k_draw: see TopKLayout

@@ -10,14 +10,17 @@
 #include "async_exchange.cuh"
 #include "params.cuh"
 #include "row_slice.cuh"
+#include "threshold_window.cuh"
 
 namespace kestrel::sampling {
 
-constexpr int kChunkTiles = 4;  // tiles that a warp loads together
+constexpr int kPrefetchedBytes = 12 << 10;  // of a warp
+constexpr int kChunkTiles = 4;              // tiles that a warp loads together
 
 // plain:    the first pass copies the row to shared memory if it fits; further passes over the row read the copy.
 // windowed: for too many or too long rows for that. The first pass also sums the elements above a window of values
-//           around the estimated threshold, and those inside it in bins. These sums decide nearly all proposals.
+//           around the estimated threshold, and those inside it in bins; or, where many elements have one value, it
+//           counts these and those of another value. The sums decide nearly all proposals.
 enum class FirstPass { plain, windowed };
 
 enum Decision : int { kUndecided, kAccepted, kRejected };
@@ -32,17 +35,12 @@ struct alignas(16) Proposal {
   }
 };
 
-constexpr int kWindowBits = 21;  // the window spans 2^21 float bit patterns: a quarter of an octave
-constexpr int kWindowBins = 256;
-
 // Shared by a block, beside the exchange.
 struct alignas(16) RejectionScratch {
   Proposal proposals[kProposals];
   u32 words[4];
-  u32 round;              // that the words belong to
-  int threshold;          // estimated, as bits of a float
-  u32 num_in_window;      // of the elements of the estimate
-  u32 bins[kWindowBins];  // the weight of this block's elements in the window, times Window::unit
+  u32 round;  // that the words belong to
+  WindowScratch of_window;
 };
 
 // The sampling parameters of one row.
@@ -56,26 +54,6 @@ struct RowParams {
         min_p(p.min_p.at(row)),
         q32(top_p_q32(p.top_p.at(row))),
         greedy(q32 == 0 || (kind == Kind::logits && temperature <= 0.f)) {}
-};
-
-// A window of values around the estimated threshold, in bins of equal width. The sums of the bins give the mass before
-// an element in the window, up to the mass of its own bin.
-struct Window {
-  static constexpr int kBinBits = kWindowBits - 8;
-  static_assert(kWindowBins == 1 << (kWindowBits - kBinBits));
-  int begin = 0x7fc00000;  // bits of a float; the default is above every row_idx
-  float unit = 0.f;
-
-  __device__ __forceinline__ Window() {}
-  // max_count: elements that one block may add.
-  __device__ __forceinline__ Window(int threshold, int max_count)
-      : begin(max(threshold - (1 << (kWindowBits - 1)), 1 << 23)) {
-    // max_count elements, each less than 2^(its exponent + 1), stay below 2^32.
-    const int exponent = (begin + (1 << kWindowBits)) >> 23;
-    unit = __int_as_float(max(1, min(254, 253 - exponent + min(20, __clz(max_count)))) << 23);
-  }
-  // The position of a non-negative value: 0 to 2^kWindowBits - 1 inside the window, negative below it.
-  __device__ __forceinline__ int position(float v) const { return __float_as_int(v) - begin; }
 };
 
 template <Kind kind, FirstPass first_pass>
@@ -119,15 +97,20 @@ struct RejectionSampler {
 
   // The same, and the masses under the common power of two, and the sums of what lies inside and above the window.
   struct FirstPassResult {
-    float most = -INFINITY, above = 0.f;
+    float most = -INFINITY;
+    float above = 0.f, above_lower = 0.f;  // above the window, or its upper value; above its lower value
+    u32 upper = 0, lower = 0;              // elements of this lane's group that have these values
   };
-  template <bool has_window>
+  template <WindowMode mode>
   __device__ __forceinline__ FirstPassResult read(const Window& window) {
     FirstPassResult first;
-    const u32 bins = ptx::shared_address(scratch->bins);
+    const u32 bins = ptx::shared_address(scratch->of_window.bins);
+    const int bits = mode == WindowMode::usual ? kUsualWindowBits : window.bits;
+    const u32 width = 1u << bits;
+    const float lower_value = window.lower_value();
     GroupMasses groups(cluster.lane, row.chunks_per_group);
     row.template for_each_chunk<tiles>([&](const float (&v)[Slice::size], int) {
-      u32 upper = 0, lower = 0;
+      u32 upper = 0, lower = 0, equal = 0;
 #pragma unroll
       for (int e = 0; e < Slice::size; ++e) {
         first.most = ptx::max_nan(first.most, v[e]);
@@ -136,13 +119,21 @@ struct RejectionSampler {
         const float rest = __fmaf_rn(w, weight_fn.scale, -__fadd_rn(whole, -0x1p23f));
         upper += __float_as_uint(whole);
         lower += __float_as_uint(__fmaf_rn(rest, 0x1p20f, 0x1p23f));
-        if constexpr (has_window) {
+        if constexpr (mode == WindowMode::usual || mode == WindowMode::bins) {
           const int position = window.position(w);
-          if (position >= 1 << kWindowBits) first.above += w;
+          if (position >= static_cast<int>(width)) first.above += w;
           const u32 weight = __float_as_uint(__fmaf_rn(w, window.unit, 0x1p23f)) - MassSum::kBias;
-          shared_add_if(static_cast<u32>(position) < 1u << kWindowBits,
-                        bins + 4 * (static_cast<u32>(position) >> Window::kBinBits), weight);
+          shared_add_if(static_cast<u32>(position) < width,
+                        bins + 4 * (static_cast<u32>(position) >> (bits - kBinBits)), weight);
+        } else if constexpr (mode == WindowMode::two_values) {
+          if (w > window.upper_value) first.above += w;
+          if (w > lower_value) first.above_lower += w;
+          equal += w == window.upper_value ? 1 : 0, equal += w == lower_value ? 0x10000 : 0;
         }
+      }
+      if constexpr (mode == WindowMode::two_values) {
+        equal = __reduce_add_sync(kAllLanes, equal);
+        if (groups.lane == 0) first.upper += equal & 0xffffu, first.lower += equal >> 16;
       }
       upper = __reduce_add_sync(kAllLanes, upper - Slice::size * MassSum::kBias);
       lower = __reduce_add_sync(kAllLanes, lower - Slice::size * MassSum::kBias);
@@ -216,70 +207,87 @@ struct RejectionSampler {
 
   // ---- the window ---------------------------------------------------------------------------------------------------
 
-  // Estimates the value from which on the elements have `part` of the mass. Every warp reads four tiles, the same in
-  // every block, and bisects twelve octaves; the block takes the mean. INT32_MAX: no window.
-  __device__ __forceinline__ int estimate_threshold(float part) const {
-    constexpr int kSampleTiles = 4;
-    const int own = threadIdx.x >> 5, all = (row.length - 1) / kTile;
-    float v[4 * kSampleTiles];
-    const int tile = static_cast<int>(int64_t{own} * all / cluster.warps_per_block);
-    row.template unpack<kSampleTiles>(row.template load<kSampleTiles>(tile * kTile), v);
-    float most = 0.f, sum = 0.f;
-#pragma unroll
-    for (int e = 0; e < 4 * kSampleTiles; ++e) most = fmaxf(most, v[e]), sum += fmaxf(v[e], 0.f);
-    const int top = __reduce_max_sync(kAllLanes, __float_as_int(most));
-    const float unit = __fdividef(0x1p22f, __int_as_float(top));  // every element counts up to 2^22
-    const u32 goal =
-        static_cast<u32>(static_cast<float>(__reduce_add_sync(kAllLanes, __float2uint_rz(sum * unit))) * part);
-    int low = max(top - (12 << 23), 0);
-#pragma unroll 1
-    for (int step = (12 << 23) / 2; step >= (12 << 23) / 128; step /= 2) {
-      const float pivot = __int_as_float(low + step);
-      float from = 0.f;
-#pragma unroll
-      for (int e = 0; e < 4 * kSampleTiles; ++e) from += v[e] >= pivot ? v[e] : 0.f;
-      if (__reduce_add_sync(kAllLanes, __float2uint_rz(from * unit)) >= goal) low += step;
-    }
-    low += (12 << 23) / 256;
-    const Window window(low, row.length);
-    u32 num_in_window = 0;
-#pragma unroll
-    for (int e = 0; e < 4 * kSampleTiles; ++e)
-      num_in_window += static_cast<u32>(window.position(v[e])) < 1u << kWindowBits;
-    num_in_window = __reduce_add_sync(kAllLanes, num_in_window);
-    if (cluster.lane == 0)
-      atomicAdd(&scratch->threshold, low / cluster.warps_per_block), atomicAdd(&scratch->num_in_window, num_in_window);
-    __syncthreads();
-    // With many elements in the window the atomics would serialise.
-    if (scratch->num_in_window > 4 * kSampleTiles * blockDim.x / 4) return INT32_MAX;
-    return scratch->threshold;
+  // The elements of this warp's slice before a proposal in it that has one of the window's values, of which
+  // `of_groups` has the counts.
+  __device__ __forceinline__ u32 count_before(const Proposal& proposal, const u32* of_groups) const {
+    const int per_group = row.chunks_per_group * Slice::chunk, group = (proposal.index - row.begin) / per_group;
+    const u32 earlier = cluster.lane < group ? of_groups[threadIdx.x] : 0;
+    return __reduce_add_sync(kAllLanes,
+                             earlier + count_equal(row.begin + group * per_group, proposal.value, proposal.index));
   }
 
-  // Decides a proposal from the sums of the first pass, if they suffice. above: the sum of the elements above the
-  // window.
-  __device__ __forceinline__ Decision decide_by_window(float value, float above, u64 goal) const {
-    const Window window(scratch->threshold, row.elements_per_warp * cluster.warps_per_block);
-    const int position = window.position(value), own = max(position >> Window::kBinBits, -1);
-    if (own >= kWindowBins) return compare(above * weight_fn.scale, goal) == kAccepted ? kAccepted : kUndecided;
+  // This lane's elements equal to `value` from `base` up to `index`.
+  __device__ __forceinline__ u32 count_equal(int base, float value, int index) const {
+    u32 equal = 0;
+#pragma unroll 1
+    for (; base <= index; base += kTile) {
+      float v[4];
+      row.template unpack<1>(row.template load<1>(base), v);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) equal += v[e] == value && row.index(base, e) < index;
+    }
+    return equal;
+  }
+
+  // Decides a proposal of this warp from the sums of the first pass, if they suffice. mass: of the row, over 2^20.
+  __device__ __forceinline__ Decision decide_by_window(const Proposal& proposal, u64 goal, float mass) const {
+    const Window window = scratch->of_window.window;
+    const float value = proposal.value;
+    const float2 sums = exchange.float_sums(cluster, 2);
+    const float above = sums.x;
+    if (window.is_two_values()) {
+      const auto compare_with = [&](float from, u32 count, float each) {
+        return compare(__fmaf_rn(static_cast<float>(count), each, from) * weight_fn.scale, goal);
+      };
+      const bool is_upper = value == window.upper_value, is_lower = !is_upper && value == window.lower_value();
+      const uint2 all = exchange.count_sums(cluster, 3, cluster.num_warps),
+                  earlier = exchange.count_sums(cluster, 3, cluster.warp);
+      if (is_upper) {
+        return compare_with(above, earlier.x + count_before(proposal, scratch->of_window.bins), value);
+      }
+      if (is_lower) {
+        return compare_with(sums.y, earlier.y + count_before(proposal, scratch->of_window.bins + kWindowedThreads),
+                            value);
+      }
+      if (value > window.upper_value) return compare_with(above, 0, 0.f) == kAccepted ? kAccepted : kUndecided;
+      if (value < window.lower_value()) {
+        return compare_with(sums.y, all.y, window.lower_value()) == kRejected ? kRejected : kUndecided;
+      }
+      if (compare_with(above, all.x, window.upper_value) == kRejected) return kRejected;
+      return compare_with(sums.y, 0, 0.f) == kAccepted ? kAccepted : kUndecided;
+    }
+    if (window.lower_value() * window.unit < 1.f) return kUndecided;
+    if (window.bits == kTopWindowBits && mass * (1.f / weight_fn.scale) * window.unit > 0x1p31f) return kUndecided;
+    const int position = window.position(value);
+    if (position >= 1 << window.bits) {
+      return compare(above * weight_fn.scale, goal) == kAccepted ? kAccepted : kUndecided;
+    }
+    const int own = position < 0 ? -1 : window.bin(position);
     float sum = 0.f, same = 0.f;
 #pragma unroll 1
     for (int rank = 0; rank < cluster.size; ++rank) {
-      const u32* bins = cluster.map_shared(scratch->bins, rank);
+      const uint4* bins = reinterpret_cast<const uint4*>(cluster.map_shared(scratch->of_window.bins, rank));
 #pragma unroll
-      for (int b = 0; b < kWindowBins; b += 32) {
-        const int bin = b + cluster.lane;
-        const float weight = __uint2float_rn(bins[bin]);
-        sum += bin > own ? weight : 0.f;
-        same += bin == own ? weight : 0.f;
+      for (int b = 0; b < kWindowBins; b += 128) {
+        const int bin = b + 4 * cluster.lane;
+        const uint4 four = bins[bin / 4];
+        const u32 weights[4] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          const float weight = __uint2float_rn(weights[e]);
+          sum += bin + e > own ? weight : 0.f;
+          same += bin + e == own ? weight : 0.f;
+        }
       }
     }
     sum = warp_float_sum(sum), same = sum + warp_float_sum(same);
-    // off: the relative error from rounding every weight to an integer.
-    const float off = __fdividef(0.5f, __int_as_float(window.begin) * window.unit) + 0x1p-18f,
-                unit = __fdividef(1.f, window.unit);
-    if (compare((above + sum * unit * (1.f - off)) * weight_fn.scale, goal) == kRejected) return kRejected;
-    return own >= 0 && compare((above + same * unit * (1.f + off)) * weight_fn.scale, goal) == kAccepted ? kAccepted
-                                                                                                         : kUndecided;
+    // Every weight is rounded to an integer, by up to 0.5, and is at least `least` before.
+    const float least = window.bin_begin(max(own, 0)) * window.unit;
+    const float off = same * (__fdividef(0.5f, least - 0.5f) + 0x1p-18f) + 1.f, unit = __fdividef(1.f, window.unit);
+    if (compare((above + fmaxf(sum - off, 0.f) * unit) * weight_fn.scale, goal) == kRejected) return kRejected;
+    if (own < 0) return kUndecided;
+    same = fmaxf(same - value * window.unit, sum);  // without the proposal itself
+    return compare((above + (same + off) * unit) * weight_fn.scale, goal) == kAccepted ? kAccepted : kUndecided;
   }
 
   // ---- a proposal ---------------------------------------------------------------------------------------------------
@@ -328,7 +336,7 @@ struct RejectionSampler {
 
 // Threads of a block with one block per multiprocessor (plain) and with two (windowed). Architectures other than sm_90
 // would spill with as few registers as two blocks leave.
-constexpr int kPlainThreads = 640, kWindowedThreads = 320;
+constexpr int kPlainThreads = 640;
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ == 900
 constexpr int kWindowedBlocksPerSm = 2;
 #else
@@ -350,14 +358,13 @@ __global__ void __launch_bounds__(first_pass == FirstPass::windowed ? kWindowedT
                               !windowed && p.copy_to_smem ? memory : nullptr);
   const bool first_warp = cluster.warp == 0 && cluster.lane == 0, is_rng_thread = threadIdx.x == blockDim.x - 32;
   if (threadIdx.x == 0) {
-    scratch->threshold = 0;
-    scratch->num_in_window = 0;
+    scratch->of_window.init();
     exchange.init(cluster);
   }
   if (is_rng_thread) scratch->round = 0;  // only this thread uses it
   cluster.arrive();
   if (windowed) {
-    for (int bin = threadIdx.x; bin < kWindowBins; bin += blockDim.x) scratch->bins[bin] = 0;
+    for (int bin = threadIdx.x; bin < kWindowBins; bin += blockDim.x) scratch->of_window.bins[bin] = 0;
   }
   pdl_wait();
   pdl_trigger();
@@ -368,7 +375,7 @@ __global__ void __launch_bounds__(first_pass == FirstPass::windowed ? kWindowedT
   WeightFn<kind> weight_fn;
   weight_fn.set_common(p.length);
   Sampler sampler = {cluster, row, weight_fn, exchange, scratch};
-  bool early, has_window;
+  bool early, has_window, has_two_values = false;
   typename Sampler::FirstPassResult first;
   {
     // Read the row. For probabilities also sum the mass, assuming the common power of two.
@@ -380,13 +387,26 @@ __global__ void __launch_bounds__(first_pass == FirstPass::windowed ? kWindowedT
       first.most = sampler.largest();
     } else {
       if (windowed && has_window) {
+        if (p.adapt_window) row.prefetch(kPrefetchedBytes);  // while the window is estimated
         __syncthreads();
-        const int threshold = sampler.estimate_threshold(static_cast<float>(params.q32) * 0x1p-32f);
-        has_window = threshold != INT32_MAX;
-        first = sampler.template read<true>(
-            has_window ? Window(threshold, row.elements_per_warp * cluster.warps_per_block) : Window());
+        const Window window = estimate_window(cluster, row, &scratch->of_window,
+                                              static_cast<float>(params.q32) * 0x1p-32f, p.adapt_window);
+        has_window = window.has_elements();
+        if (threadIdx.x == 0) scratch->of_window.window = window;
+        has_two_values = window.is_two_values();
+        if (!has_window) {
+          first = sampler.template read<WindowMode::none>(window);
+        } else if (has_two_values) {
+          first = sampler.template read<WindowMode::two_values>(window);
+          scratch->of_window.bins[threadIdx.x] = first.upper;
+          scratch->of_window.bins[kWindowedThreads + threadIdx.x] = first.lower;
+        } else if (window.bits == kUsualWindowBits) {
+          first = sampler.template read<WindowMode::usual>(window);
+        } else {
+          first = sampler.template read<WindowMode::bins>(window);
+        }
       } else {
-        first = sampler.template read<false>(Window());
+        first = sampler.template read<WindowMode::none>(Window());
       }
     }
     if (is_rng_thread) random_words(seed, offset, 0, scratch->words);
@@ -398,7 +418,12 @@ __global__ void __launch_bounds__(first_pass == FirstPass::windowed ? kWindowedT
       static_cast<u32>(__reduce_max_sync(kAllLanes, isnan(first.most) ? INT32_MAX : order_key(first.most + 0.f))));
   if (early) exchange.broadcast(cluster, 0, warp_sum(sampler.group_mass));
   if (has_window) {
-    exchange.broadcast_floats(cluster, 2, warp_float_sum(first.above), 0.f);
+    exchange.broadcast_floats(cluster, 2, warp_float_sum(first.above), warp_float_sum(first.above_lower));
+    if (has_two_values) {
+      exchange.broadcast(cluster, 3,
+                         __reduce_add_sync(kAllLanes, first.upper) |
+                             static_cast<u64>(__reduce_add_sync(kAllLanes, first.lower)) << 32);
+    }
     if (cluster.size > 1) cluster.sync();  // the bins of all blocks are complete
   }
   exchange.wait(cluster, is_rng_thread);
@@ -462,7 +487,7 @@ __global__ void __launch_bounds__(first_pass == FirstPass::windowed ? kWindowedT
         }
         if (all - mass < goal) proposal.decision = kAccepted;
         if (windowed && has_window && proposal.decision == kUndecided) {
-          proposal.decision = sampler.decide_by_window(proposal.value, exchange.float_sums(cluster, 2).x, goal);
+          proposal.decision = sampler.decide_by_window(proposal, goal, __ull2float_rn(all) * 0x1p-20f);
         }
         exchange.broadcast_int4(cluster, reinterpret_cast<int4*>(scratch->proposals + n),
                                 {proposal.index, __float_as_int(proposal.value), proposal.decision, 0});

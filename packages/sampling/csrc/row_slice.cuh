@@ -2,6 +2,8 @@
 // pass can copy the slices of a block to its shared memory, from which later passes then read them.
 #pragma once
 
+#include <kestrel/ptx/tma.cuh>
+
 #include "mass.cuh"
 
 namespace kestrel::sampling {
@@ -102,6 +104,14 @@ struct RowSlice {
         v[4 * u + 2] = low(raw.words[u].y), v[4 * u + 3] = high(raw.words[u].y);
       }
     }
+  }
+
+  // Brings the first elements of the slice to L2, at most `bytes` bytes, a multiple of 16.
+  __device__ __forceinline__ void prefetch(int bytes) const {
+    const int each = dtype == kRowFloat32 ? 4 : 2;
+    const char* const from = row + int64_t{begin} * each;
+    bytes = min(bytes, (end - begin) * each / 16 * 16);
+    if (lane == 0 && bytes > 0 && reinterpret_cast<uintptr_t>(from) % 16 == 0) ptx::bulk_prefetch(from, bytes);
   }
 
   // From here on, loads read the copy in shared memory.

@@ -34,6 +34,7 @@ struct RejectionSplit : Split {
 // memory if it fits; if it does not, and there are many rows, the first pass uses a window.
 RejectionSplit split_for_rejection(const Params& params, DLDevice device, bool filtered, SplitRequest request) {
   const int64_t sms = num_sms(device), rows = params.num_rows;
+  const size_t max_bytes = max_smem_bytes(device);
   const int chunk = kChunkTiles * kTile, chunks = (params.length + chunk - 1) / chunk;
   // Whole chunks per warp, and no idle warps.
   const auto split_into = [&](FirstPass first_pass, int cluster_size, int max_threads, bool copy_to_smem) {
@@ -43,7 +44,7 @@ RejectionSplit split_for_rejection(const Params& params, DLDevice device, bool f
     const size_t own = sizeof(RejectionScratch) + AsyncExchange::bytes(cluster_size * warps);
     const size_t copy =
         static_cast<size_t>(std::min(chunks, warps * chunks_per_warp)) * chunk * (params.dtype == kRowFloat32 ? 4 : 2);
-    const bool fits = copy_to_smem && own + copy <= max_smem_bytes(device);
+    const bool fits = copy_to_smem && own + copy <= max_bytes;
     return RejectionSplit{{cluster_size, warps * 32, fits, own + (fits ? copy : 0)}, first_pass};
   };
   // Clusters of four and eight blocks do not fill all multiprocessors.
@@ -63,12 +64,6 @@ RejectionSplit split_for_rejection(const Params& params, DLDevice device, bool f
     const RejectionSplit split = split_into(FirstPass::plain, cluster_size, kPlainThreads, /*copy_to_smem=*/true);
     if (split.in_smem && fit_in_one_wave(cluster_size)) return split;
   }
-#ifdef TP_THREADS
-  if (filtered && has_clusters(device)) {
-    const RejectionSplit split = split_into(FirstPass::plain, 8, TP_THREADS, /*copy_to_smem=*/true);
-    if (split.in_smem) return split;
-  }
-#endif
   return split_into(FirstPass::windowed,
                     3 * rows <= sms   ? 4
                     : 2 * rows <= sms ? 2
@@ -90,6 +85,9 @@ void launch_rejection_rows(Params params, DLDevice device, SplitRequest request)
   params.copy_to_smem = split.in_smem;
   constexpr int unit = kChunkTiles * kTile;
   if (split.first_pass == FirstPass::windowed) {
+    // Where L2 does not hold the rows, a second pass costs more than a better window.
+    const int64_t bytes = int64_t{params.num_rows} * params.length * (params.dtype == kRowFloat32 ? 4 : 2);
+    params.adapt_window = bytes > device_attribute(cudaDevAttrL2CacheSize, device.device_id);
     launch_slices<rejection_rows<kind, FirstPass::windowed>>(params, split, unit, device);
   } else {
     launch_slices<rejection_rows<kind, FirstPass::plain>>(params, split, unit, device);

@@ -47,6 +47,14 @@ struct TopKLayout {
   __host__ __device__ size_t bytes() const { return maxima() + sizeof(u32) * 32 * num_chunks; }
 };
 
+// A mass, and a place in other bits: masses are smaller than 2^52, and so is the sum of those that are ranked.
+struct PlacedMass {
+  static constexpr int kShift = 52;
+  static __device__ __forceinline__ u64 pack(u64 mass, int place) { return mass | static_cast<u64>(place) << kShift; }
+  static __device__ __forceinline__ u64 mass(u64 v) { return v & ((u64{1} << kShift) - 1); }
+  static __device__ __forceinline__ int place(u64 v) { return static_cast<int>(v >> kShift); }
+};
+
 constexpr int kMaxTopKWarps = 8 * kMaxSelectThreads / 32;  // of a cluster
 
 struct alignas(16) TopKScratch {
@@ -437,6 +445,24 @@ struct TopKSelector {
       clear_candidates();
       __syncthreads();
     }
+  }
+
+  // The collected candidates in descending order: ranked or sorted. places_masses: those that are ranked put their
+  // masses, with their places in the order of ids, into ranked_masses().
+  template <bool places_masses>
+  __device__ __forceinline__ u64* ordered(int count) const {
+    u64* const keys = candidates();
+    if (!ranks()) {
+      sort_descending(keys, count);
+      return keys;
+    }
+    u64* const to = ranked();
+    rank_keys(keys, count, [&](int n, int place, int id_place) {
+      to[place] = keys[n];
+      if (places_masses) ranked_masses()[place] = PlacedMass::pack(masses()[n], id_place);
+    });
+    __syncthreads();
+    return to;
   }
 
   // A lower bound of the k-th largest maximum of a group, which few more than k groups reach if values differ: that of

@@ -52,14 +52,6 @@ __device__ __forceinline__ void keep_top_p(TopKScratch* scratch, const u64* mass
     scratch->num_kept = static_cast<int>(kept), scratch->point = scale_q32(kept_mass, scratch->random_word);
 }
 
-// A mass, and a place in other bits: masses are smaller than 2^52, and so is the sum of those that are ranked.
-struct PlacedMass {
-  static constexpr int kShift = 52;
-  static __device__ __forceinline__ u64 pack(u64 mass, int place) { return mass | static_cast<u64>(place) << kShift; }
-  static __device__ __forceinline__ u64 mass(u64 v) { return v & ((u64{1} << kShift) - 1); }
-  static __device__ __forceinline__ int place(u64 v) { return static_cast<int>(v >> kShift); }
-};
-
 // Few candidates: what top-p keeps of the k largest, and write(place) for the one at whose mass the prefix sum in the
 // order of ids exceeds the point that is drawn. `masses` are those in descending order of values, with the places in
 // the order of ids. `by_id` has space for kMaxRanked. By the first warp, without loops, which would be slow in one
@@ -180,25 +172,18 @@ __global__ void __launch_bounds__(kMaxSelectThreads, kTopKBlocksPerSm) top_k_dra
     if (threadIdx.x == 0) p.ids[row_idx] = 0, p.valid[row_idx] = false;
     return;
   }
-  u64* const keys = selector.candidates();
   u64* const masses = selector.masses();
   const auto set_mass = [&](u32 n, u64 key) { masses[n] = mass_of(weight_fn.scaled(row.value(key) * factor)); };
   const auto write = [&](u64 key) { p.ids[row_idx] = row.index(key), p.valid[row_idx] = true; };
   const int count = selector.collect(k, range, set_mass);
+  u64* const keys = selector.template ordered</*places_masses=*/true>(count);
   const u64 row_mass = joint ? scratch->row_mass : 0;
   k = min(k, count);
   if (selector.ranks()) {
-    u64* const ranked = selector.ranked();
-    u64* const ranked_masses = selector.ranked_masses();
-    rank_keys(keys, count, [&](int n, int place, int id_place) {
-      ranked[place] = keys[n], ranked_masses[place] = PlacedMass::pack(masses[n], id_place);
-    });
-    __syncthreads();
     if (threadIdx.x >= 32) return;
-    draw_ranked(scratch, ranked_masses, masses, k, row_mass, q32, [&](int place) { write(ranked[place]); });
+    draw_ranked(scratch, selector.ranked_masses(), masses, k, row_mass, q32, [&](int place) { write(keys[place]); });
     return;
   }
-  sort_descending(keys, count);
   for (int n = threadIdx.x; n < k; n += blockDim.x) set_mass(n, keys[n]);
   __syncthreads();
   if (threadIdx.x < 32) keep_top_p(scratch, masses, k, row_mass, q32);

@@ -65,15 +65,7 @@ __global__ void __launch_bounds__(kMaxSelectThreads, kTopKBlocksPerSm) topk_rows
   if (cluster.block_rank != 0) return;
   const TopKRange range = selector.receive();
   const int count = selector.collect(p.k, range, [](u32, u64) {});
-  u64* keys = selector.candidates();
-  if (selector.ranks()) {
-    keys = selector.ranked();
-    const u64* const candidates = selector.candidates();
-    rank_keys(candidates, count, [&](int n, int place, int) { keys[place] = candidates[n]; });
-    __syncthreads();
-  } else {
-    sort_descending(keys, count);
-  }
+  const u64* const keys = selector.template ordered</*places_masses=*/false>(count);
   write_sorted(p, row_idx, row, keys, &scratch->softmax_sum);
 }
 

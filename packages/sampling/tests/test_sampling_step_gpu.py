@@ -28,6 +28,8 @@ from kestrel_sampling import (
     sampling_from_probs,
     token_logprobs,
 )
+from kestrel_sampling._parameters import Keys
+from kestrel_sampling.reference_sampling import random_words
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("kernels_only")]
 
@@ -471,3 +473,18 @@ def random_processing(rng: random.Random) -> RandomCase:
 
 def test_random_calls_process_as_the_reference() -> None:
     compare_at_random(random_processing, seconds=6, least=30)
+
+
+def test_a_chain_draws_from_masses_just_below_a_power_of_two_as_they_are() -> None:
+    """The largest mass of a row is 2^43 - 2^19. If it were cut to 2^43 - 2^20, a draw in 2000 would differ."""
+    rows, half = 20_000, 60_000
+    large, small = 256 * (1 - 2**-24), 128.0
+    target = torch.tensor([large, small]).repeat_interleave(half).cuda().expand(rows, 1, -1)
+    key = chain_keys(rows)
+    ids = chain_speculative_sampling(None, torch.empty(rows, 0, dtype=torch.int64, device="cuda"), target, **key)[0]
+    words = random_words(Keys(key["seed"], 0, key["offset"], 0), torch.empty(rows, 1))[:, 0, 0].tolist()
+    masses = int(large * 2**35), int(small * 2**35)
+    for word, drawn in zip(words, ids[:, 0].tolist(), strict=True):
+        point = word * half * sum(masses) >> 32
+        rest = point - half * masses[0]
+        assert drawn == (point // masses[0] if rest < 0 else half + rest // masses[1])

@@ -12,6 +12,7 @@ from torch import Tensor
 from kestrel_runtime import UnsupportedError
 from kestrel_sampling import sample_from_logits
 
+from ..host_copy import HostCopy
 from .cache import PageTable
 from .config import DecoderConfig, DemoError
 from .model import Decoder, Step
@@ -47,10 +48,10 @@ def generate(
         decoding = Decoding(decoder, table, prompts, Chooser(sampling, len(prompts), decoder))
         stopped = [False] * len(prompts)
         for count in range(1, new_tokens + 1):
-            reading = Reading(decoding.ids)
+            ids = HostCopy(decoding.ids)
             if count < new_tokens and decoding.ids.is_cuda:  # the device computes while the host reads
                 decoding.advance(graph=graph)
-            found = reading.tokens()
+            found: list[int] = ids.wait().tolist()
             if min(found) < 0:
                 raise DemoError("the model: expected finite logits, got NaN or infinity (weights or dtype unfit)")
             yield found
@@ -128,25 +129,6 @@ class Chooser:
         )
         self.draw.add_(1)
         return torch.where(valid, ids, -1)
-
-
-class Reading:
-    """A copy of ids to the host. On a GPU the host waits for these ids alone, not for later work."""
-
-    def __init__(self, ids: Tensor) -> None:
-        self.event: torch.cuda.Event | None = None
-        if ids.is_cuda:
-            self.ids = torch.empty(ids.shape, dtype=ids.dtype, pin_memory=True)
-            self.ids.copy_(ids, non_blocking=True)
-            self.event = torch.cuda.Event()
-            self.event.record()
-        else:
-            self.ids = ids.clone()
-
-    def tokens(self) -> list[int]:
-        if self.event is not None:
-            self.event.synchronize()
-        return [int(token) for token in self.ids.tolist()]
 
 
 class Text:

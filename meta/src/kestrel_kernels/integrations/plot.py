@@ -15,7 +15,7 @@ WAYS = {
     "vllm_kestrel": "vLLM with this library",
     "vllm": "vLLM",
 }
-WEIGHTS = {"bf16": "", "w4": ", 4-bit weights"}
+WEIGHTS = {"bf16": "", "w4": ", 4-bit weights", "w4-head": ", 4-bit weights and head"}
 CACHES = {"auto": "bf16", "fp8": "FP8", "int8": "INT8", "int4": "INT4"}
 _COLOURS = {"dynamic": "#8C8C8C", "static": "#4D4D4D", "vllm": "#8C8C8C"}
 _WITH_CACHES = ("kestrel", "vllm_attention", "vllm_kestrel", "vllm")

@@ -117,17 +117,37 @@ def split_rule(num_splits: int, head_dim: int, cache: str, thread_blocks: int, w
     """
     if num_splits > 0:
         keys = INT4_PAGE if cache == "int4" else TILE_KEYS
-        return SplitRule(keys, keys, 0, keys, min(num_splits, MAX_SPLITS))
+        return SplitRule(
+            unsplit_keys=keys,
+            medium_split_keys=keys,
+            medium_keys=0,
+            long_split_keys=keys,
+            max_splits=min(num_splits, MAX_SPLITS),
+        )
     max_splits = max(1, 128 // max(1, thread_blocks))
     if head_dim > 256:
-        return SplitRule(512, 512, 8192, 256, max_splits)
+        return SplitRule(
+            unsplit_keys=512, medium_split_keys=512, medium_keys=8192, long_split_keys=256, max_splits=max_splits
+        )
     if head_dim > 128:
-        return SplitRule(272, 272, 2176, 1024 if cache == "same" else 272, max_splits)
+        return SplitRule(
+            unsplit_keys=272,
+            medium_split_keys=272,
+            medium_keys=2176,
+            long_split_keys=1024 if cache == "same" else 272,
+            max_splits=max_splits,
+        )
     if head_dim > 64 and (cache == "same" or wide):  # four warps
-        return SplitRule(1024, 1024, 8192, 512, 2 * max_splits)
+        return SplitRule(
+            unsplit_keys=1024, medium_split_keys=1024, medium_keys=8192, long_split_keys=512, max_splits=2 * max_splits
+        )
     if head_dim <= 64 and cache != "int4":
-        return SplitRule(512, 192, 768, 256, max_splits)
-    return SplitRule(1024, 1024, 0, 1024, max_splits)
+        return SplitRule(
+            unsplit_keys=512, medium_split_keys=192, medium_keys=768, long_split_keys=256, max_splits=max_splits
+        )
+    return SplitRule(
+        unsplit_keys=1024, medium_split_keys=1024, medium_keys=0, long_split_keys=1024, max_splits=max_splits
+    )
 
 
 def page_divisor(page_size: int) -> tuple[int, int]:
@@ -220,16 +240,23 @@ def plan_decode(problem: DecodeProblem) -> DecodePlan:
         expected_start=expected_start,
     )
     if problem.cache in ("int8", "int4"):
-        append_scalars: AppendScalars | AppendIntegerScalars = AppendIntegerScalars(has_block_table, is_bf16)
+        append_scalars: AppendScalars | AppendIntegerScalars = AppendIntegerScalars(
+            has_block_table=has_block_table, is_bf16=is_bf16
+        )
     else:
-        append_scalars = AppendScalars(has_block_table, problem.k_scale_heads, problem.v_scale_heads, is_bf16)
+        append_scalars = AppendScalars(
+            has_block_table=has_block_table,
+            k_scale_heads=problem.k_scale_heads,
+            v_scale_heads=problem.v_scale_heads,
+            is_bf16=is_bf16,
+        )
     combine = f"combine_{problem.dtype}_w{1 if num_splits <= COMBINE_SPLITS else COMBINE_WARPS}"
     return DecodePlan(
         variant=variant,
         combine=_named(combine, CombineVariant) if combines else None,
         append=_named(f"append_{variant.dtype}_{variant.cache}", AppendVariant) if problem.appends else None,
         scalars=scalars,
-        combine_scalars=CombineScalars(problem.group_size, num_splits),
+        combine_scalars=CombineScalars(group_size=problem.group_size, num_splits=num_splits),
         append_scalars=append_scalars,
         partial_rows=partial_rows,
         row_blocks=blocks,

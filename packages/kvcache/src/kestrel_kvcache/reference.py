@@ -18,6 +18,7 @@ from kestrel_runtime.paged_cache import (
     write_int8,
     write_rows,
 )
+from kestrel_runtime.reference import row_sums
 from kestrel_runtime.rotary import rotate_heads, rows_at
 
 
@@ -55,12 +56,25 @@ def rotary_and_cache(
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
     rope_dim_offset: int = 0,
+    query_norm: torch.Tensor | None = None,
+    key_norm: torch.Tensor | None = None,
+    norm_eps: float = 1e-6,
+    norm_weight_bias: float = 0.0,
 ) -> None:
     angles, valid = rows_at(positions, cos_sin_cache)
-    for x in (query, key):
+    for x, weight in ((query, query_norm), (key, key_norm)):
+        if weight is not None:
+            normalise_heads(x, head_size, weight, norm_eps, norm_weight_bias)
         rotate_heads(x, head_size, angles, valid, is_neox, rope_dim_offset)
     key, value = (x if x.ndim == 3 else x.unflatten(-1, (-1, head_size)) for x in (key, value))
     reshape_and_cache(key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype, k_scale, v_scale)
+
+
+def normalise_heads(x: torch.Tensor, head_size: int, weight: torch.Tensor, eps: float, weight_bias: float) -> None:
+    """RMSNorm of every head of x [T, H*D] or [T, H, D], in place."""
+    heads = x if x.ndim == 3 else x.unflatten(-1, (-1, head_size))
+    mean_square = row_sums(heads.double().square()).float() / head_size
+    heads.copy_(heads.float() / torch.sqrt(mean_square + eps) * (weight.float() + weight_bias))
 
 
 def int8_cache_write(

@@ -30,6 +30,10 @@ def check_rotary_and_cache(
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
     rope_dim_offset: int = 0,
+    query_norm: torch.Tensor | None = None,
+    key_norm: torch.Tensor | None = None,
+    norm_eps: float = 1e-6,
+    norm_weight_bias: float = 0.0,
 ) -> None:
     op = "rotary_and_cache"
     check.tensor(op, "positions", positions, dtype=check.INTEGERS, ndim=1, last_contiguous=True)
@@ -45,9 +49,20 @@ def check_rotary_and_cache(
     check_table(op, cos_sin_cache, query, head_size, rope_dim_offset)
     check_slots(op, slot_mapping, positions.shape[0])
     check_store(op, key.dtype, heads, head_size, key_cache, value_cache, kv_cache_dtype, k_scale, v_scale)
+    norms = {"query_norm": query_norm, "key_norm": key_norm}
+    for (name, norm), other in zip(norms.items(), reversed(norms), strict=True):
+        if norm is not None and norms[other] is None:
+            check.fail(op, name, f"None, as {other} is", "a tensor", TypeError)
+        if norm is not None:
+            check.tensor(op, name, norm, dtype=check.FLOATS, last_contiguous=True)
+            check.shape(op, name, norm, (head_size,))
+            check.same(op, "dtype", query=query, **{name: norm})
+    check.number(op, "norm_eps", norm_eps, minimum=0)
+    check.number(op, "norm_weight_bias", norm_weight_bias)
     rows = {"query": query, "key": key, "value": value, "cos_sin_cache": cos_sin_cache}
     caches = {"key_cache": key_cache, "value_cache": value_cache, "slot_mapping": slot_mapping}
-    check.same(op, "device", positions=positions, **rows, **caches, k_scale=k_scale, v_scale=v_scale)
+    more = {"k_scale": k_scale, "v_scale": v_scale, **norms}
+    check.same(op, "device", positions=positions, **rows, **caches, **more)
 
 
 def _heads(x: torch.Tensor, head_size: int) -> int:
@@ -76,6 +91,10 @@ def rotary_and_cache(
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
     rope_dim_offset: int = 0,
+    query_norm: torch.Tensor | None = None,
+    key_norm: torch.Tensor | None = None,
+    norm_eps: float = 1e-6,
+    norm_weight_bias: float = 0.0,
 ) -> None:
     """Rotate queries and keys in place, then write keys and values into the cache, in place.
 
@@ -95,6 +114,10 @@ def rotary_and_cache(
     is_neox: rotate pairs (i, i + R/2); if False, pairs (2i, 2i + 1) as GPT-J.
     kv_cache_dtype, k_scale, v_scale: the cache's format, see :func:`reshape_and_cache`.
     rope_dim_offset: first rotated dim of a head.
+    query_norm, key_norm: *constant* [D] of query's dtype, both or none: weights of an RMSNorm of each head of query and
+        key before the rotation, rounded as kestrel_norm.rms_norm rounds it. The kernel takes heads that rotate as a
+        whole (R = D, is_neox) in aligned packs of 16 bytes, D / 2 being a power of two of them, up to 32.
+    norm_eps, norm_weight_bias: of these norms: eps, and what is added to their weights.
 
     Returns None. The rotation runs in float32 and is rounded to the dtype of key, which is then what is quantised.
     Raises TypeError for a wrong dtype or a missing tensor, ValueError for a wrong shape, stride, range, name or device,
@@ -125,4 +148,8 @@ def rotary_and_cache(
         k_scale,
         v_scale,
         rope_dim_offset,
+        query_norm,
+        key_norm,
+        norm_eps,
+        norm_weight_bias,
     )

@@ -51,16 +51,20 @@ _FEW, _VENDOR = Plan(Kernel.FEW_TOKENS), Plan(Kernel.VENDOR)
 _STREAM = Plan(Kernel.STREAM, splits=0)  # the launch chooses the splits
 
 _COLUMNS = (64, 96, 112, 128, 144, 160, 192, 208, 224, 256)
-_TILES = (*(Plan(Kernel.COOPERATIVE, columns) for columns in _COLUMNS), Plan(Kernel.PING_PONG, 192))
+_PING_PONG_COLUMNS = (128, 144, 160)
+_TILES = (
+    *(Plan(Kernel.COOPERATIVE, columns) for columns in _COLUMNS),
+    *(Plan(Kernel.PING_PONG, columns) for columns in _PING_PONG_COLUMNS),
+)
 _CLUSTERS = ((1, 1, 1), (2, 1, 1), (4, 1, 1), (2, 2, 1), (1, 1, 2), (2, 1, 2))
 _ACTIVE_CLUSTERS = {1: 132, 2: 60, 4: 30}  # that run at once on an H200, by CTAs per cluster
 
-# Fitted to results/h200_dense_steps.json. Microseconds of a launch, of a wave of tiles and of a column of its epilogue:
-_LAUNCH, _WAVE, _COLUMN = 1.29, 0.519, 0.0138
-# of 64 elements of K, for a tile of 64 and of 256 columns and in ping-pong:
-_STEP_64, _STEP_256, _STEP_PING_PONG = 0.246, 0.712, 0.639
-_CLUSTER, _EXCHANGE = 0.526, 0.00975  # of a cluster, and of sending a column of sums
-_L2_BYTES, _BYTES, _FLOPS = 1.02e7, 2.54e6, 5.74e8  # per microsecond: of L2, of memory, of the tensor cores
+# Fitted to results/h200_dense_pipelines.json. Microseconds of a launch, of a column of a wave's epilogue:
+_LAUNCH, _COLUMN = 1.07, 0.0188
+# of 64 elements of K, for a tile of 64 and of 256 columns, and in ping-pong of 128 and of 160:
+_STEP_64, _STEP_256, _STEP_128_PING_PONG, _STEP_160_PING_PONG = 0.249, 0.692, 0.45, 0.535
+_CLUSTER, _EXCHANGE = 0.613, 0.012  # of a cluster, and of sending a column of sums
+_L2_BYTES, _BYTES, _FLOPS = 9.51e6, 2.91e6, 5.67e8  # per microsecond: of L2, of memory, of the tensor cores
 # The vendor's product, likewise: tiles, a launch, a step of a tile of 128x256 by products and by shared memory, its
 # epilogue, split-K and its sums, bytes and operations per microsecond.
 _VENDOR_TILES = (
@@ -79,9 +83,18 @@ _VENDOR_LAUNCH, _VENDOR_STEP, _VENDOR_LOADS, _VENDOR_EPILOGUE = 2.55, 0.328, 0.4
 _VENDOR_SPLIT, _VENDOR_SUMS, _VENDOR_BYTES, _VENDOR_FLOPS = 4.47, 8.03, 3.57e6, 6.62e8
 _ELEMENTWISE, _ELEMENT = 1.4, 1.1e-6  # the kernel after the product: its launch, and an element
 _MARGIN, _MARGIN_FEW = 0.96, 0.85  # of the vendor's time, for the errors of both estimates; below 128 tokens
-_SMALL_WEIGHT = 2**21  # elements
-# Tokens and plans of layers with K > 2N, where the vendor's product is mostly faster; measured for 729 and 1458:
-_LONG_SUMS = ((700, 768, Plan(Kernel.COOPERATIVE, 128, 2, 1, 2)), (1281, 1536, Plan(Kernel.COOPERATIVE, 128, 4)))
+_MARGIN_SMALL, _SMALL_WEIGHT = 1.05, 2**23  # of weights of so many elements, where these kernels are faster
+# Tokens and plans of layers with K > 2N, where the vendor's product is mostly faster; measured for 4304 -> 1152:
+_LONG_OUTPUTS, _LONG_WIDTHS = range(1025, 1153), range(4096, 4609)
+_LONG_SUMS = (
+    (33, 100, Plan(Kernel.COOPERATIVE, 64, splits=2)),
+    (289, 384, Plan(Kernel.COOPERATIVE, 64, splits=2)),
+    (450, 512, Plan(Kernel.COOPERATIVE, 96, splits=2)),
+    (700, 768, Plan(Kernel.COOPERATIVE, 128, 2, splits=2)),
+    (769, 896, Plan(Kernel.COOPERATIVE, 144, splits=2)),
+    (1230, 1280, Plan(Kernel.COOPERATIVE, 192, splits=2)),
+    (1281, 1536, Plan(Kernel.COOPERATIVE, 128, 2)),
+)
 
 
 def _estimate(tokens: int, outputs: int, width: int, plan: Plan) -> float:
@@ -93,11 +106,14 @@ def _estimate(tokens: int, outputs: int, width: int, plan: Plan) -> float:
     if plan.splits > 1 and clusters > running:
         return float("inf")
     ping_pong = plan.kernel == Kernel.PING_PONG
-    step = _STEP_PING_PONG if ping_pong else _STEP_64 + (_STEP_256 - _STEP_64) * (plan.columns - 64) / 192
+    if ping_pong:
+        step = _STEP_128_PING_PONG + (_STEP_160_PING_PONG - _STEP_128_PING_PONG) * (plan.columns - 128) / 32
+    else:
+        step = _STEP_64 + (_STEP_256 - _STEP_64) * (plan.columns - 64) / 192
     bytes_of_step = 128 * (min(tokens, 128) / plan.cluster_columns + plan.columns / plan.cluster_rows)
     step = max(step, bytes_of_step * running * size / _L2_BYTES)
     waves, steps = -(-clusters // running), -(-width // (64 * plan.splits))
-    total = _LAUNCH + waves * steps * step + (1 if ping_pong else waves) * (_COLUMN * plan.columns + _WAVE)
+    total = _LAUNCH + waves * steps * step + (1 if ping_pong else waves) * _COLUMN * plan.columns
     total += (_CLUSTER if size > 1 else 0) + _EXCHANGE * plan.columns * (plan.splits - 1) / plan.splits
     size_in_bytes = 2 * (tokens * width + width * outputs + tokens * outputs)
     return max(total, _LAUNCH + size_in_bytes / _BYTES, _LAUNCH + 2 * tokens * outputs * width / _FLOPS)
@@ -131,9 +147,15 @@ def choose_tile(tokens: int, outputs: int, width: int) -> Plan:
         for tile in _TILES
         for rows, columns, splits in _CLUSTERS
         if tile.columns % (8 * rows) == 0
-        if splits == 1 or (tile.kernel == Kernel.COOPERATIVE and width > 64)
+        if tile.kernel == Kernel.COOPERATIVE or (rows, columns, splits) == (1, 1, 1)
+        if splits == 1 or width > 64
     ]
-    return min(plans, key=lambda plan: _estimate(tokens, outputs, width, plan))
+
+    def order(plan: Plan) -> tuple[float, int, int]:  # of equal estimates the smallest cluster, then the largest tile
+        size = plan.cluster_rows * plan.cluster_columns * plan.splits
+        return _estimate(tokens, outputs, width, plan), size, -plan.columns
+
+    return min(plans, key=order)
 
 
 @functools.cache
@@ -142,11 +164,11 @@ def choose_on_hopper(tokens: int, outputs: int, width: int) -> Plan:
     if tokens <= _STREAM_TOKENS:
         return _STREAM
     if width > 2 * outputs:
-        if outputs > 1152 or width >= 8192:
+        if outputs not in _LONG_OUTPUTS or width not in _LONG_WIDTHS:
             return _VENDOR
         return next((plan for least, most, plan in _LONG_SUMS if least <= tokens <= most), _VENDOR)
     plan = choose_tile(tokens, outputs, width)
-    margin = _MARGIN if tokens >= 128 or outputs * width <= _SMALL_WEIGHT else _MARGIN_FEW
+    margin = _MARGIN_SMALL if outputs * width <= _SMALL_WEIGHT else _MARGIN if tokens >= 128 else _MARGIN_FEW
     faster = _estimate(tokens, outputs, width, plan) < margin * _estimate_vendor(tokens, outputs, width)
     return plan if faster else _VENDOR
 
@@ -164,6 +186,11 @@ def choose(x: torch.Tensor, outputs: int, width: int) -> Plan:
     if (width | outputs) % 8 or width == 0 or tokens > _MOST_TOKENS or x.element_size() != 2:
         return _VENDOR
     return choose_on_hopper(tokens, outputs, width) if x.is_cuda and _is_hopper(x.get_device()) else _VENDOR
+
+
+def padded(width: int) -> int:
+    """The row stride of a hidden layer: rows that begin with a line of 128 bytes are loaded faster."""
+    return -(-width // 64) * 64
 
 
 def by_vendor(

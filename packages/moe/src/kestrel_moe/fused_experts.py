@@ -239,7 +239,7 @@ def by_variant(
         return out
 
     if variant.path == variants.IN_KERNEL:
-        return launch(variant.tile, 1, None, None, None)
+        return launch(variant.tile, 1, None, None, None, None)
     mapped = experts if expert_map is None else expert_map.shape[0]
     if variant.path == variants.GROUPED_MM or mapped == 0:  # without the entry point, which checks other calls
         _check_fused_experts(hidden, w1, w2, topk_weights, topk_ids, activation, w1_scale, w2_scale, expert_map, out)
@@ -249,5 +249,9 @@ def by_variant(
     tile = variant.tile
     blocks = reference_experts.most_blocks(pairs, mapped, tile)
     aligned = [empty(hidden, torch.int32, size) for size in (blocks * tile, blocks, 1)]
-    _kernels.moe_align_block_size(topk_ids, mapped, tile, *aligned, expert_map)
-    return launch(tile, 2 if variant.path == variants.CLUSTERED else 1, *aligned)
+    positions = empty(hidden, torch.int32, pairs) if fp8 and tile == variants.FP8_WGMMA_TILE else None
+    if positions is None:
+        _kernels.moe_align_block_size(topk_ids, mapped, tile, *aligned, expert_map)
+    else:
+        _kernels.align_with_positions(topk_ids, mapped, tile, *aligned, expert_map, positions)
+    return launch(tile, 2 if variant.path == variants.CLUSTERED else 1, *aligned, positions)

@@ -8,7 +8,7 @@ from kestrel_runtime import UnsupportedError, check, empty, kernel_op
 
 from . import reference
 from ._checks import check_like, check_linear, check_out, check_vector
-from ._dense import by_vendor, choose, kernels, prepared
+from ._dense import Kernel, by_vendor, choose, kernels, padded, prepared
 from ._rows import written
 
 
@@ -73,8 +73,12 @@ def fused_mlp(
     if x.ndim < 2:
         check_all()
     rows, more, result, into = prepared(x, w2.shape[0], residual, out, check_all)
-    hidden = empty(x, x.dtype, rows.shape[0], w1.shape[0])
-    up, down = choose(rows, *w1.shape), choose(hidden, *w2.shape)
+    tokens, inner = rows.shape[0], w1.shape[0]
+    up, down = choose(rows, *w1.shape), choose(rows, *w2.shape)
+    stride = padded(inner) if up.kernel >= Kernel.COOPERATIVE else inner
+    hidden = empty(x, x.dtype, tokens, stride)
+    if stride != inner:
+        hidden = hidden[:, :inner]
     try:
         launched = kernels.fused_mlp(into, hidden, rows, w1, b1, w2, b2, more, activation, *up, *down)
     except UnsupportedError:  # rows that are not aligned

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 
 from . import tuned
 
+FP8_WGMMA_TILE = 128  # tokens of a tile of the wgmma kernel of FP8, which reads x by the positions of its pairs
 PAIRS_IN_KERNEL = 64  # the most (token, choice) pairs that the kernels can group by expert themselves
 _FEW_PAIRS = 32  # up to this many pairs they group for any number of experts
 _ROWS_OF_LARGE_TILES = 9.75  # pairs for each expert, above which tiles of 64 tokens are faster on Hopper
@@ -94,11 +95,9 @@ def is_valid(variant: Variant, layer: Layer) -> bool:
     if variant.path == GROUPED_MM:
         covered = layer.width % 16 == layer.inner % 16 == 0 and layer.experts < 1024 and not layer.mapped
         return layer.hopper and layer.dtype == "bf16" and covered and hasattr(F, "grouped_mm")
-    if variant.path == CLUSTERED or variant.tile == 192:
-        return layer.hopper and layer.dtype != "fp8"
-    if variant.tile == 64:  # wgmma on Hopper, elsewhere mma.sync
-        return layer.hopper or layer.dtype != "fp8"
-    return variant.tile < 64 or layer.hopper
+    if variant.tile in (64, 192) and layer.dtype == "fp8":  # of FP8, tiles of 128 skip halves without tokens
+        return False
+    return variant.tile <= 64 or layer.hopper  # 64: wgmma on Hopper, elsewhere mma.sync
 
 
 def valid_variants(layer: Layer) -> Iterator[Variant]:
@@ -120,7 +119,7 @@ def by_rule(layer: Layer) -> Variant:
     products = layer.width * layer.inner / (layer.width + layer.inner)
     if rows > _ROWS_OF_GROUPED_MM and products >= _PRODUCTS_OF_GROUPED_MM and is_valid(Variant(GROUPED_MM), layer):
         return Variant(GROUPED_MM)
-    if rows <= 48:
+    if rows <= 48 and layer.dtype != "fp8":
         return Variant(ALIGNED, 64)
     clustered = rows > _ROWS_OF_CLUSTERS and layer.dtype != "fp8"
     return Variant(CLUSTERED, 128) if clustered else Variant(ALIGNED, 128)

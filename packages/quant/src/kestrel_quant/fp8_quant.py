@@ -53,10 +53,10 @@ def fp8_quant(
     ([[448.0, -224.0, 448.0, 224.0]], [[1.0, 4.0]])
     """
     if scale is None and column_major_scales is False:  # the usual call
-        return _fp8_quant(x, granularity, group_size, scale_ub, False)
+        return _fp8_quant(x, granularity, group_size, scale_ub, column_major_scales=False)
     check.flag("fp8_quant", "column_major_scales", column_major_scales)
     if scale is None:
-        q, scales = _fp8_quant(x, granularity, group_size, scale_ub, True)
+        q, scales = _fp8_quant(x, granularity, group_size, scale_ub, column_major_scales=True)
         return q, scales[:, : x.shape[0]].t()
     check.choice("fp8_quant", "granularity", granularity, _GRANULARITIES)
     if granularity == "group":

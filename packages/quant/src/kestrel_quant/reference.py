@@ -7,10 +7,12 @@ with a true float32 division, rounded once to nearest even.
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 
-from kestrel_runtime.reference import fp8_scale, pack_int4, quotient, to_fp8, unpack_int4
+from kestrel_runtime.reference import fp8_scale, pack_int4, quotient, row_sums, to_fp8, unpack_int4
 
 from ._w4_layout import unpack_codes
 
@@ -95,6 +97,42 @@ def w4a16_linear(
     weight = w4_dequant(codes, scales, zeros, group_size, torch.float32)
     columns = x if permutation is None else x[..., permutation]
     return F.linear(columns.float(), weight, None if bias is None else bias.float()).to(x.dtype)
+
+
+def w4a16_token(
+    x: torch.Tensor,
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    zeros: torch.Tensor | None,
+    permutation: torch.Tensor | None,
+    group_size: int,
+    bias: torch.Tensor | None = None,
+    norm_weight: torch.Tensor | None = None,
+    norm_eps: float = 1e-6,
+    norm_weight_bias: float = 0.0,
+    activation: str = "none",
+    residual: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """act(norm(x) @ weight.T + bias) + residual; the norm is rounded to x's dtype, and then the result."""
+    if norm_weight is not None:
+        mean_square = (
+            row_sums(x.reshape(-1, x.shape[-1]).double().square()).float().view(*x.shape[:-1], 1) / x.shape[-1]
+        )
+        x = (x.float() / torch.sqrt(mean_square + norm_eps) * (norm_weight.float() + norm_weight_bias)).to(x.dtype)
+    wide = None if bias is None else bias.float()
+    product = w4a16_linear(x.float(), codes, scales, zeros, permutation, group_size, wide)
+    if activation != "none":
+        product = _gated(product, activation)
+    return (product if residual is None else product + residual.float()).to(x.dtype)
+
+
+def _gated(x: torch.Tensor, activation: str) -> torch.Tensor:
+    """act(h) * g of the halves h and g of the last dimension, in float32."""
+    h, g = x.chunk(2, dim=-1)
+    if activation == "gelu_and_mul":
+        return 0.5 * h * torch.erfc(h * -math.sqrt(0.5)) * g
+    slope = h if activation == "silu_and_mul" else 2 * math.sqrt(2 / math.pi) * (h + 0.044715 * h * h * h)
+    return h / (1 + torch.exp(-slope)) * g
 
 
 def _integer_scale(amax: torch.Tensor, largest: int) -> torch.Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch._subclasses.fake_tensor import is_fake
@@ -13,10 +14,8 @@ from kestrel_runtime import check, empty, kernel_op
 from . import reference
 from ._launch import kernels
 from ._w4_layout import COLUMNS, ROWS, pack_codes
+from ._w4_plan import MMA_TOKENS, Plan, plan
 
-_TOKENS_OF_KERNEL = 128  # beyond them the weight in 16 bits and the vendor's GEMM are as fast or faster
-# On sm_90: tokens for the wgmma kernel, and the elements that a weight has at least.
-_WGMMA = ((range(33, 513), 1 << 24),)
 _TOKENS_OF_CLUSTERS = 16  # beyond them slices of K may be added up by a second kernel
 _SPLITS = 8  # the most slices of K
 _MOST_PARTIAL = 1 << 23  # floats for the sums of slices, whatever their number
@@ -28,7 +27,8 @@ class W4Weight:
 
     Made by :func:`pack_w4`, :func:`w4_from_gptq` and :func:`w4_from_awq`. The layout of its tensors is private to this
     library, and the same on every architecture: read them with :meth:`dequantize`. Two weights compare equal only if
-    they are one object.
+    they are one object. `torch.save` and `torch.load` take it, also with ``weights_only=True``, once this package is
+    imported.
     """
 
     codes: torch.Tensor
@@ -70,6 +70,9 @@ class W4Weight:
         weight = torch.empty_like(packed)
         weight[:, self.permutation] = packed
         return weight
+
+
+torch.serialization.add_safe_globals([W4Weight])  # for torch.load(weights_only=True), the default
 
 
 def pack_w4(weight: torch.Tensor, group_size: int = 128, *, symmetric: bool = True) -> W4Weight:
@@ -160,11 +163,11 @@ def w4a16_linear(
     Returns [..., N] in x's dtype, in ``out`` if it is given; ``out`` may not overlap ``x``.
     The kernels take bf16 and fp16, T up to 128, N and K that are multiples of 8, and groups of 32, 64, multiples of 128
     or whole rows. There a row is the same bit for bit within each range of T: 1 to 16, 17 to 64, 65 to 128. On an H100
-    or H200 another kernel takes 33 to 512 rows where N * K is 2^24 or more; past 128 rows, those of x must be aligned
-    to 16 bytes. It rounds each weight once to x's dtype. Its ranges are 33 to 64, 65 to 128, 129 to 256, 257 to 384 and
-    385 to 512. More rows take the vendor's GEMM, and the
-    weight is first written in x's dtype, into N * K * 2 bytes of scratch memory. There and by reference a row may
-    differ by rounding from one T to another; for a fixed T it does not depend on the other rows.
+    or H200 another kernel takes 17 to 2048 rows where N * K is 2^20 or more, and rounds each weight once to x's dtype.
+    Its ranges are 17 to 32, 33 to 64, and then each 32: 65 to 96, 97 to 128, and so on. Past 128 rows, those of x must
+    be aligned to 16 bytes for it. Other calls take the vendor's GEMM, and the weight is first written in x's dtype,
+    into N * K * 2 bytes of scratch memory. There and by reference a row may differ by rounding from one T to another;
+    for a fixed T it does not depend on the other rows.
 
     Raises ValueError or TypeError for a wrong dtype, shape or device. Semantics: Marlin, Frantar et al. 2024.
 
@@ -234,11 +237,11 @@ def _w4a16_linear(
     rows = scales.shape[1]
     result = into = empty(x, x.dtype, *x.shape[:-1], rows) if out is None else out
     tokens = x.shape[0] if x.ndim == 2 else x.shape[:-1].numel()
-    capability = _capability(x.get_device()) if x.is_cuda else (0, 0)
-    wgmma = capability == (9, 0) and any(tokens in of and rows * x.shape[-1] >= least for of, least in _WGMMA)
-    if wgmma and tokens > _TOKENS_OF_KERNEL:  # the vendor's GEMM takes rows of any alignment
-        wgmma = x.data_ptr() % 16 == 0 and all(stride % 8 == 0 for stride in x.stride()[:-1])
-    by_kernel = wgmma or tokens <= _TOKENS_OF_KERNEL
+    device = _device(x.get_device()) if x.is_cuda else _NO_GPU
+    chosen = plan(tokens, rows, x.shape[-1], device.wgmma_sms)
+    if tokens > MMA_TOKENS and (x.data_ptr() % 16 or any(stride % 8 for stride in x.stride()[:-1])):
+        chosen = Plan("vendor")  # it takes rows of any alignment
+    by_kernel = chosen.kernel != "vendor"
     if x.ndim != 2 or not by_kernel or permutation is not None:
         _check_w4a16_linear(x, codes, scales, zeros, permutation, group_size, bias, out)
         for name, part in (("x", x), ("bias", bias), ("w", codes), ("w", scales), ("w", zeros)):
@@ -255,18 +258,27 @@ def _w4a16_linear(
         else:  # the vendor's epilogue may round before it adds the bias
             torch.add(torch.mm(x, weight.T, out_dtype=torch.float32), bias, out=into)
     else:
-        scratch = None
-        if x.is_cuda and (tokens > _TOKENS_OF_CLUSTERS or capability < (9, 0)):
+        floats = chosen.scratch
+        if chosen.kernel == "mma" and x.is_cuda and (tokens > _TOKENS_OF_CLUSTERS or device.capability < (9, 0)):
             floats = min(_SPLITS * tokens * rows, _MOST_PARTIAL)
-            if wgmma:  # it writes whole tiles
-                floats = min(_SPLITS * -(-tokens // 256) * 256 * -(-rows // 256) * 256, _MOST_PARTIAL)
-            scratch = empty(x, torch.float32, floats)
-        kernels.w4a16_linear(into, x, codes, scales, zeros, group_size, bias, scratch, wgmma)
+        scratch = empty(x, torch.float32, floats) if floats else None
+        kernels.w4a16_linear(into, x, codes, scales, zeros, group_size, bias, scratch, chosen.tile, chosen.splits)
     if into.data_ptr() != result.data_ptr():
         result.copy_(into.view(result.shape))
     return result
 
 
+class _Device(NamedTuple):
+    capability: tuple[int, int]
+    wgmma_sms: int
+    """SMs of a GPU that has wgmma, else 0"""
+
+
+_NO_GPU = _Device((0, 0), 0)
+
+
 @functools.cache
-def _capability(device: int) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device)
+def _device(number: int) -> _Device:
+    capability = torch.cuda.get_device_capability(number)
+    sms = torch.cuda.get_device_properties(number).multi_processor_count
+    return _Device(capability, sms if capability == (9, 0) else 0)

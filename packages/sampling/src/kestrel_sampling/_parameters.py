@@ -12,8 +12,14 @@ from kestrel_runtime import check
 
 _GENERATOR_KEY = 0x6B65737472656C  # keeps our random numbers apart from those that torch draws from the same generator
 _generator_lock = threading.Lock()
+_is_compiling = torch.compiler.is_compiling
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _transforms = torch._C._functorch.peek_interpreter_stack
+# The functions behind those of torch.cuda, which take longer; a torch without CUDA lacks them.
+_current_device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
+_current_stream_is_capturing = getattr(
+    torch._C, "_cuda_isCurrentStreamCapturing", torch.cuda.is_current_stream_capturing
+)
 
 
 class Keys(NamedTuple):
@@ -93,11 +99,13 @@ def keys(
     """
     if type(return_valid) is not bool:
         check.flag(op, "return_valid", return_valid)
+    if seed is None and offset is None and _is_eager(probs, generator):
+        return _reserved_keys(probs, generator)
     if isinstance(seed, torch.Tensor) and isinstance(offset, torch.Tensor) and generator is None:
         return Keys(seed, 0, offset, 0)  # as in a captured graph; the launch checks them
     if type(probs) is not torch.Tensor or probs.dim() != 2:
         check.tensor(op, name, probs, ndim=2)
-    compiling = torch.compiler.is_compiling()
+    compiling = _is_compiling()
     if not compiling and probs.is_cuda and is_capturing(probs.get_device()):
         for argument, value in (("seed", seed), ("offset", offset)):
             if not isinstance(value, torch.Tensor):
@@ -116,6 +124,31 @@ def keys(
     )
 
 
+def _is_eager(probs: torch.Tensor, generator: torch.Generator | None) -> bool:
+    """Whether a call without a seed is an eager one on the current GPU: such arguments need no further check."""
+    return (
+        type(probs) is torch.Tensor
+        and probs.is_cuda
+        and not _is_compiling()
+        and not _dispatch_modes()
+        and _transforms() is None
+        and probs.dim() == 2
+        and probs.get_device() == _current_device()
+        and not _current_stream_is_capturing()
+        and (generator is None or (type(generator) is torch.Generator and generator.device.type == "cuda"))
+    )
+
+
+def _reserved_keys(probs: torch.Tensor, generator: torch.Generator | None) -> Keys:
+    """The seed of a CUDA generator, which holds a Philox key and a counter on the host. Reserves a value per row."""
+    source = generator or torch.cuda.default_generators[probs.get_device()]
+    with _generator_lock:
+        counter = source.get_offset()
+        source.set_offset(counter + (probs.shape[0] + 3) // 4 * 4)  # torch requires multiples of 4
+    value = source.initial_seed() ^ _GENERATOR_KEY  # 64 bits, unsigned
+    return Keys(None, value - 2**64 if value >= 2**63 else value, None, counter, 1)
+
+
 def _keys_from_generator(op: str, probs: torch.Tensor, generator: torch.Generator | None, compiling: bool) -> Keys:
     """One seed for all rows, and successive offsets."""
     if generator is not None:
@@ -126,13 +159,7 @@ def _keys_from_generator(op: str, probs: torch.Tensor, generator: torch.Generato
         if generator.device.type != probs.device.type:
             check.fail(op, "generator", f"a generator on {probs.device.type}", generator.device.type)
     if not compiling and probs.is_cuda and type(probs) is torch.Tensor and not _dispatch_modes() and not _transforms():
-        # A CUDA generator holds a Philox key and a counter on the host. Reserve one counter value per row.
-        source = generator or torch.cuda.default_generators[probs.get_device()]
-        with _generator_lock:
-            counter = source.get_offset()
-            source.set_offset(counter + (probs.shape[0] + 3) // 4 * 4)  # torch requires multiples of 4
-        value = (source.initial_seed() ^ _GENERATOR_KEY) & (2**64 - 1)
-        return Keys(None, value - 2**64 if value >= 2**63 else value, None, counter, 1)
+        return _reserved_keys(probs, generator)
     seed = torch.randint(2**63 - 1, (1,), generator=generator, dtype=torch.int64, device=probs.device)
     return Keys(seed, 0, None, 0, 1)
 

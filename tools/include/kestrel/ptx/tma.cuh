@@ -80,6 +80,13 @@ __device__ __forceinline__ void bulk_load(uint32_t shared, const void* global, u
 #endif
 }
 
+// Brings them to L2.
+__device__ __forceinline__ void bulk_prefetch(const void* global, uint32_t bytes) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(global), "r"(bytes) : "memory");
+#endif
+}
+
 // The store is part of this thread's current bulk group.
 __device__ __forceinline__ void bulk_store(void* global, uint32_t shared, uint32_t bytes) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900

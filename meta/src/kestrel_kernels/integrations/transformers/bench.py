@@ -76,7 +76,8 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
 """Published shapes, by name: model type and settings."""
 
 WAYS = ("kestrel", "dynamic", "static")
-WEIGHTS = ("bf16", "w4")
+WEIGHTS = ("bf16", "w4", "w4-head")
+"""Of this library's rows; w4-head: the language head has 4 bits too."""
 SETTLED = 8
 """New tokens before the rate is measured: set-up on first use, and the capture of the CUDA graph."""
 
@@ -187,8 +188,8 @@ def rows_of(model: Any, options: argparse.Namespace, device: torch.device) -> li
     for weights in options.weights if "kestrel" in options.ways else ():
         failure: Exception | None = None
         try:
-            if weights == "w4":
-                quantize(model)
+            if weights != "bf16":
+                quantize(model, head=weights == "w4-head")
             print(apply(model), file=sys.stderr)
         except Exception as error:
             failure = error

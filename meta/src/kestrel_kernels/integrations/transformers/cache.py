@@ -49,6 +49,21 @@ class Step:
         return self._packing
 
 
+@dataclasses.dataclass(frozen=True)
+class HeadNorms:
+    """RMSNorms of the heads of a query and a key before their rotation."""
+
+    query: Tensor
+    key: Tensor
+    eps: float
+    weight_bias: float
+
+    def arguments(self) -> dict[str, Any]:
+        """As rotary_and_cache takes them."""
+        weights = {"query_norm": self.query, "key_norm": self.key}
+        return {**weights, "norm_eps": self.eps, "norm_weight_bias": self.weight_bias}
+
+
 class KestrelCache(Cache):
     """A paged KV cache for ``model.generate(..., past_key_values=cache)`` after :func:`apply`.
 
@@ -354,8 +369,9 @@ class KestrelLayer(CacheLayerMixin):
         rotation: tuple[Tensor, Tensor],
         mask: Mask | None,
         scores: Scores,
+        norms: HeadNorms | None = None,
     ) -> Tensor:
-        """One new token per sequence: rotate and store in one kernel, then attend.
+        """One new token per sequence: normalise, rotate and store in one kernel, then attend.
 
         query [B, 1, H, D], key, value [B, 1, Hk, D]; query and key are rotated in place by positions [B, 1] and a table
         of `rotary_embedding`. Returns [B, 1, H, D].
@@ -370,7 +386,8 @@ class KestrelLayer(CacheLayerMixin):
         if step.lengths_after is None:
             step.lengths_after = step.lengths + step.advance
         rows = positions.view(-1), query[:, 0], key[:, 0], value[:, 0]
-        rotary_and_cache(*rows, query.shape[-1], table, pages.keys, pages.values, slots, kv_cache_dtype=pages.stored)
+        options: dict[str, Any] = {"kv_cache_dtype": pages.stored} | (norms.arguments() if norms else {})
+        rotary_and_cache(*rows, query.shape[-1], table, pages.keys, pages.values, slots, **options)
         out = flash_attn_with_kvcache(
             query,
             pages.keys,

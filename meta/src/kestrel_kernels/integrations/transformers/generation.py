@@ -16,6 +16,7 @@ from torch import Tensor
 from kestrel_runtime import UnsupportedError
 from kestrel_sampling import sample_from_logits
 
+from ...host_copy import HostCopy
 from .cache import KestrelCache
 from .modules import in_place, tabulated
 from .patch import is_applied, modules_of, owns_residuals, reads_positions
@@ -222,25 +223,6 @@ def decoding_of(model: Any, cache: KestrelCache, batch: int, sampling: Sampling,
     return found
 
 
-class Reading:
-    """A copy of ids to the host. On a GPU the host waits for these ids alone, not for later work."""
-
-    def __init__(self, ids: Tensor) -> None:
-        self.event: torch.cuda.Event | None = None
-        if ids.is_cuda:
-            self.ids = torch.empty(ids.shape, dtype=ids.dtype, pin_memory=True)
-            self.ids.copy_(ids, non_blocking=True)
-            self.event = torch.cuda.Event()
-            self.event.record()
-        else:
-            self.ids = ids.clone()
-
-    def tokens(self) -> Tensor:
-        if self.event is not None:
-            self.event.synchronize()
-        return self.ids[:, 0]
-
-
 @torch.no_grad()
 def generate(
     model: Any,
@@ -349,10 +331,10 @@ def generate(
     overlap = input_ids.is_cuda and can_crop and not criteria
     columns: list[Tensor] = []
     for count in range(1, new + 1):
-        reading = Reading(decoding.ids)
+        ids = HostCopy(decoding.ids)
         if overlap and count < new:
             decoding.advance(graph=cuda_graph)
-        tokens = reading.tokens()
+        tokens = ids.wait()[:, 0]
         if int(tokens.min()) < 0:
             raise RuntimeError("generate: the model: expected finite logits, got NaN or infinity")
         columns.append(tokens)

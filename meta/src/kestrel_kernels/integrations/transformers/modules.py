@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -16,8 +15,9 @@ from kestrel_moe import fused_experts, gelu_and_mul, gemv, silu_and_mul, topk_so
 from kestrel_norm import fused_add_rms_norm, rms_norm
 from kestrel_rope import rotary_embedding
 
-from . import w4
-from .cache import KestrelCache, KestrelLayer
+from . import few_tokens, w4
+from .cache import HeadNorms, KestrelCache, KestrelLayer
+from .few_tokens import activation
 from .masks import NAME, Mask, wants_weights
 from .prompts import DTYPES, Scores
 
@@ -130,11 +130,15 @@ class Fused:
         weights, biases = self._parameters()
         return _are_rows(weights, self.weight) and _are_rows(biases, self.bias)
 
+    def refresh(self) -> None:
+        """Follow what was done to the layers since."""
+        if not self._is_current():
+            self._fuse()
+
     def __call__(self, x: Tensor) -> Tensor:
         if torch.compiler.is_compiling():  # where memory lies cannot be traced
             return torch.cat([linear(x) for linear in self.linears], -1)
-        if not self._is_current():
-            self._fuse()
+        self.refresh()
         if is_one_row(x):
             return gemv(x, self.weight, self.bias)
         return nn.functional.linear(x, self.weight, self.bias)
@@ -211,14 +215,33 @@ class MLP(Changed):
         gate_up = project(self.module.gate_up_proj, x) if self.gate_up is None else self.gate_up(x)
         return project(self.module.down_proj, self.act(gate_up))
 
+    def takes_residual(self, residual: Tensor, norm: Norm) -> bool:
+        """Whether `add_to` is for this step."""
+        up, down = self.gate_up or self.module.gate_up_proj, self.module.down_proj
+        return (
+            not (is_watched(self.module) or _keeps_its_own(self.module, residual))
+            and all(map(is_product, (up, down)))
+            and few_tokens.takes(up, residual, norm=norm, gated=True)
+            and few_tokens.takes(down, residual)
+        )
 
-def activation(name: str) -> Callable[[Tensor], Tensor] | None:
-    """The gated form of an activation that transformers calls `name`; None if there is none."""
-    if name in ("silu", "swish"):
-        return silu_and_mul
-    if name in ("gelu_pytorch_tanh", "gelu_new"):
-        return functools.partial(gelu_and_mul, approximate="tanh")
-    return gelu_and_mul if name == "gelu" else None
+    def add_to(self, residual: Tensor, norm: Norm) -> None:
+        """residual += the layer of norm(residual)."""
+        up = self.gate_up or self.module.gate_up_proj
+        few_tokens.add_product(
+            self.module.down_proj, few_tokens.product_of_norm(up, residual, norm, self.act), residual
+        )
+
+
+def is_product(layer: Any) -> bool:
+    """Whether this is a plain linear layer, of 16 or 4 bits, or several that are fused and still hold."""
+    if isinstance(layer, (Fused, w4.Fused)):
+        return layer.holds()
+    return is_plain(layer) or w4.is_w4(layer)
+
+
+def is_watched(module: Any) -> bool:
+    return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 class Attention(Changed):
@@ -239,8 +262,10 @@ class Attention(Changed):
         position_embeddings: tuple[Tensor, Tensor] | None = None,
         attention_mask: Any = None,
         past_key_values: Any = None,
+        norm: Norm | None = None,
         **kwargs: Any,
     ) -> Any:
+        """norm: hidden_states is the residual stream; this layer normalises it, and adds its result in place."""
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
         module = self.module
@@ -250,17 +275,25 @@ class Attention(Changed):
             return self.original(hidden_states, **names, past_key_values=past_key_values, **kwargs)
         options, turned = self.options(module), rotation(*position_embeddings, hidden_states.shape[0])
         rows, size = hidden_states.shape[:-1], module.head_dim
-        qkv = project(module.qkv_proj, hidden_states) if self.qkv is None else self.qkv(hidden_states)
+        if norm is not None:
+            qkv = few_tokens.product_of_norm(self.qkv or module.qkv_proj, hidden_states, norm)
+        else:
+            qkv = project(module.qkv_proj, hidden_states) if self.qkv is None else self.qkv(hidden_states)
         kv_heads = qkv.shape[-1] // size // (module.num_key_value_groups + 2)
         heads = qkv.view(*rows, -1, size).split([kv_heads * module.num_key_value_groups, kv_heads, kv_heads], dim=-2)
         query, key, value = heads
-        if self.norms is not None:
-            query, key = (getattr(module, name)(x) for name, x in zip(self.norms, (query, key), strict=True))
         layer = self._decoding_layer(past_key_values, attention_mask, query)
-        if layer is not None and not wants_weights(module, kwargs):
+        if wants_weights(module, kwargs):
+            layer = None
+        norms = None if layer is None else self._head_norms(query, turned[1])
+        if self.norms is not None and norms is None:
+            query, key = (getattr(module, name)(x) for name, x in zip(self.norms, (query, key), strict=True))
+        if layer is not None:
             scores = Scores(module.scaling, options.get("sliding_window"), options.get("softcap"))
-            out = layer.decode(query, key, value, turned, attention_mask, scores)
-            return project(getattr(module, self.out), out.view(*rows, -1)), None
+            out = layer.decode(query, key, value, turned, attention_mask, scores, norms).view(*rows, -1)
+            if norm is not None:
+                return few_tokens.add_product(getattr(module, self.out), out, hidden_states), None
+            return project(getattr(module, self.out), out), None
         rotary_embedding(turned[0], query, key, size, turned[1])
         query, key, value = (x.transpose(1, 2) for x in (query, key, value))
         if past_key_values is not None:
@@ -270,6 +303,38 @@ class Attention(Changed):
             module, query, key, value, attention_mask, dropout=0.0, scaling=module.scaling, **options, **kwargs
         )
         return project(getattr(module, self.out), out.reshape(*rows, -1)), weights
+
+    def takes_residual(self, residual: Tensor, norm: Norm, kwargs: dict[str, Any]) -> bool:
+        """Whether a call with this norm is for this step: its products have kernels, and the cache rotates."""
+        module, qkv = self.module, self.qkv or getattr(self.module, "qkv_proj", None)
+        out = getattr(module, self.out)
+        cache, mask = kwargs.get("past_key_values"), kwargs.get("attention_mask")
+        return (
+            not (is_watched(module) or module.training or _keeps_its_own(module, residual))
+            and kwargs.get("position_embeddings") is not None
+            and all(map(is_product, (qkv, out)))
+            and few_tokens.takes(qkv, residual, norm=norm)
+            and few_tokens.takes(out, residual)
+            and self._decoding_layer(cache, mask, residual) is not None
+            and not wants_weights(module, kwargs)
+        )
+
+    def _head_norms(self, query: Tensor, table: Tensor) -> HeadNorms | None:
+        """The norms of query and key heads, where the rotation can apply them."""
+        if self.norms is None:
+            return None
+        norms = [getattr(self.module, name).__dict__.get("forward") for name in self.norms]
+        if not all(isinstance(norm, Norm) and not is_watched(norm.module) for norm in norms):
+            return None
+        first, second = norms
+        like = (first.eps, first.weight_bias) == (second.eps, second.weight_bias)
+        size = query.shape[-1]
+        weights = first.module.weight, second.module.weight
+        lanes = size * query.element_size() // 32  # of a head, each with two packs of 16 bytes
+        whole = table.shape[-1] == size and lanes in (1, 2, 4, 8, 16, 32)
+        if not (like and whole and all(w.shape == (size,) and w.dtype == query.dtype for w in weights)):
+            return None
+        return HeadNorms(*weights, first.eps, first.weight_bias)
 
     def _decoding_layer(self, cache: Any, mask: Any, query: Tensor) -> KestrelLayer | None:
         """The cache's layer that takes one new token of each sequence before its rotation, if there is one."""
@@ -328,6 +393,10 @@ class Layer(Changed):
             return _tensor(self.original(hidden_states, *args, **kwargs))
         residual = getattr(hidden_states, "_kestrel_residual", None)
         if residual is None:
+            if self._takes_residual(hidden_states, kwargs):
+                module.self_attn(hidden_states=hidden_states, norm=module.input_layernorm.forward, **kwargs)
+                module.mlp.forward.add_to(hidden_states, module.post_attention_layernorm.forward)
+                return hidden_states
             residual = hidden_states
         x = module.input_layernorm(hidden_states)
         x, _ = module.self_attn(hidden_states=x, **kwargs)
@@ -344,6 +413,17 @@ class Layer(Changed):
             x = module.post_feedforward_layernorm(x)
         x._kestrel_residual = residual  # the next norm adds it
         return _tensor(x)
+
+    def _takes_residual(self, residual: Tensor, kwargs: dict[str, Any]) -> bool:
+        """Whether this is a step whose attention and feed-forward add to the residual stream themselves."""
+        module = self.module
+        attention, mlp = (child.__dict__.get("forward") for child in (module.self_attn, module.mlp))
+        if self.sandwich or not few_tokens.serves(residual):
+            return False
+        if not (isinstance(attention, Attention) and isinstance(mlp, MLP)):
+            return False
+        norms = module.input_layernorm.forward, module.post_attention_layernorm.forward
+        return attention.takes_residual(residual, norms[0], kwargs) and mlp.takes_residual(residual, norms[1])
 
 
 class Router(Changed):

@@ -11,7 +11,8 @@ from typing import Any
 from torch import nn
 
 from . import masks, w4
-from .modules import MLP, Attention, Fused, Layer, Norm, Rotary, Router, activation, experts_function
+from .few_tokens import activation
+from .modules import MLP, Attention, Fused, Layer, Norm, Rotary, Router, experts_function
 from .prompts import DTYPES
 
 TESTED = ((5, 17), (5, 23))

@@ -34,6 +34,7 @@ class W4Config(QuantizationConfigMixin):
     checkpoint: None for weights in 16 or 32 bits; "gptq", "gptq_v2" or "awq" for a checkpoint that has 4 bits already.
         :func:`load_w4` fills this in.
     desc_act: the GPTQ checkpoint has its columns in activation order.
+    head: the language head has 4 bits too. It must not share its weight with the embedding.
 
     Raises ValueError for values out of range.
 
@@ -49,6 +50,7 @@ class W4Config(QuantizationConfigMixin):
         checkpoint: str | None = None,
         desc_act: bool = False,
         quant_method: str = METHOD,
+        head: bool = False,
     ) -> None:
         if not isinstance(group_size, int) or (group_size != -1 and (group_size < 2 or group_size % 2)):
             raise ValueError(f"W4Config: group_size: expected -1 or an even number of columns, got {group_size!r}")
@@ -62,6 +64,7 @@ class W4Config(QuantizationConfigMixin):
         self.modules_to_not_convert = None if modules_to_not_convert is None else list(modules_to_not_convert)
         self.checkpoint = checkpoint
         self.desc_act = bool(desc_act)
+        self.head = bool(head)
         register()
 
     @classmethod
@@ -81,10 +84,17 @@ class W4Config(QuantizationConfigMixin):
         skipped = found.get("modules_to_not_convert")
         if method == "gptq":
             layout = found.get("checkpoint_format") or "gptq"
-            return cls(group_size, True, skipped, layout, bool(found.get("desc_act")))
+            return cls(
+                group_size=group_size,
+                modules_to_not_convert=skipped,
+                checkpoint=layout,
+                desc_act=bool(found.get("desc_act")),
+                head=bool(found.get("lm_head")),
+            )
         if (layout := str(found.get("version", "gemm")).lower()) != "gemm":
             raise ValueError(f"load_w4: version of the AWQ checkpoint: expected gemm, got {layout!r}")
-        return cls(group_size, not found.get("zero_point", True), skipped, "awq")
+        symmetric = not found.get("zero_point", True)
+        return cls(group_size=group_size, symmetric=symmetric, modules_to_not_convert=skipped, checkpoint="awq")
 
 
 class W4Linear(nn.Module):
@@ -206,7 +216,7 @@ class Fused:
             start += codes.numel() * codes.element_size()
         return True
 
-    def _refresh(self) -> None:
+    def refresh(self) -> None:
         """Follow what was done to the layers since: moved or replaced codes, other scales in place."""
         if not self._has_codes():
             self._fuse()
@@ -224,7 +234,7 @@ class Fused:
     def __call__(self, x: Tensor) -> Tensor:
         if torch.compiler.is_compiling():  # where memory lies cannot be traced
             return torch.cat([linear(x) for linear in self.linears], -1)
-        self._refresh()
+        self.refresh()
         assert self.weight is not None
         return _product(x, self.weight, self.bias)
 
@@ -263,12 +273,13 @@ def quantize(
     group_size: int = 128,
     symmetric: bool = True,
     modules_to_not_convert: Sequence[str] | None = None,
+    head: bool = False,
 ) -> list[str]:
     """Replace the linear layers of a model of transformers by 4-bit ones, in place, before :func:`apply`.
 
     The arguments are those of :class:`W4Config`. Each weight is freed before the next one is packed. Returns the names
-    of the replaced layers. Raises TypeError if `model` is no model of transformers, ValueError if no layer fits or the
-    model is changed by `apply`.
+    of the replaced layers. Raises TypeError if `model` is no model of transformers, ValueError if no layer fits, the
+    model is changed by `apply`, or its head is asked for and shares its weight with the embedding.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> sizes = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 1, "vocab_size": 8}
@@ -282,7 +293,7 @@ def quantize(
         raise TypeError(f"quantize: model: expected a transformers model, got {type(model).__name__}")
     if "_kestrel_applied" in model.__dict__:
         raise ValueError("quantize: model: expected one before apply(model), got one after it")
-    config = W4Config(group_size, symmetric, modules_to_not_convert)
+    config = W4Config(group_size, symmetric, modules_to_not_convert, head=head)
     names = [name for name, _ in _layers(model, config)]
     if not names:
         raise ValueError(f"quantize: model: expected linear layers with groups of {group_size} columns, got none")
@@ -400,8 +411,10 @@ def _layers(model: Any, config: W4Config) -> Iterable[tuple[str, nn.Linear]]:
     """The linear layers that the config converts."""
     kept = [*(config.modules_to_not_convert or []), *(getattr(model, "_keep_in_fp32_modules", None) or [])]
     head = model.get_output_embeddings()
+    if config.head and model.config.get_text_config().tie_word_embeddings:
+        raise ValueError("W4Config: head: expected a head of its own, got one that shares the embedding's weight")
     for name, module in list(model.named_modules()):
-        if type(module) is nn.Linear and module is not head and should_convert_module(name, kept):
+        if type(module) is nn.Linear and (config.head or module is not head) and should_convert_module(name, kept):
             columns = module.in_features
             if columns % (columns if config.group_size == -1 else config.group_size) == 0 and columns % 2 == 0:
                 yield name, module

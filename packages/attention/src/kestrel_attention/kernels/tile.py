@@ -244,7 +244,7 @@ class WarpTiles:
         byte = c * 4 * self.key_bytes + t * self.key_bytes
         loaded = []
         for half in cutlass.range_constexpr(2):
-            row, swizzle = self.swizzle(False, g + 8 * half)
+            row, swizzle = self.swizzle(of_values=False, row=g + 8 * half)
             at = (row * self.units * 16) + (byte ^ (swizzle * 16)) + tile * (TILE_KEYS * self.units * 16)
             loaded += ptx.load_shared(stage_ptr + at, words)
         return loaded
@@ -257,7 +257,7 @@ class WarpTiles:
         byte = g * self.value_bytes
         rows = []
         for key in cutlass.range_constexpr(4):
-            row, swizzle = self.swizzle(True, 2 * t + key % 2 + key // 2 * 8)
+            row, swizzle = self.swizzle(of_values=True, row=2 * t + key % 2 + key // 2 * 8)
             at = (row * self.units * 16) + (byte ^ (swizzle * 16)) + tile * (TILE_KEYS * self.units * 16)
             rows.append(ptx.load_shared(stage_ptr + at + c * 8 * self.value_bytes, words))
         return rows

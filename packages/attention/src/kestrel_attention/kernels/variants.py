@@ -362,18 +362,18 @@ def _decode_variants(dtype: str) -> tuple[DecodeVariant, ...]:
 
 
 QUANTISED = (
-    DecodeVariant(EITHER, "int4", 128, False, warps=4, tiles_per_step=4, num_stages=2, ctas_per_sm=2),
-    DecodeVariant(EITHER, "int4", 64, False, warps=4, tiles_per_step=4, num_stages=4, ctas_per_sm=3),
-    DecodeVariant(EITHER, "int8", 64, False, warps=4, tiles_per_step=2, num_stages=4, ctas_per_sm=4),
-    DecodeVariant(EITHER, "int8", 128, False, warps=8, tiles_per_step=1, num_stages=4, ctas_per_sm=2),
-    DecodeVariant(EITHER, "int8", 256, False, warps=4, tiles_per_step=1, num_stages=4, ctas_per_sm=2),
-    DecodeVariant(EITHER, "e5m2", 64, False, warps=4, tiles_per_step=2, num_stages=4, ctas_per_sm=4),
-    DecodeVariant(EITHER, "e5m2", 128, False, warps=8, tiles_per_step=1, num_stages=4, ctas_per_sm=2),
+    DecodeVariant(EITHER, "int4", 128, padded=False, warps=4, tiles_per_step=4, num_stages=2, ctas_per_sm=2),
+    DecodeVariant(EITHER, "int4", 64, padded=False, warps=4, tiles_per_step=4, num_stages=4, ctas_per_sm=3),
+    DecodeVariant(EITHER, "int8", 64, padded=False, warps=4, tiles_per_step=2, num_stages=4, ctas_per_sm=4),
+    DecodeVariant(EITHER, "int8", 128, padded=False, warps=8, tiles_per_step=1, num_stages=4, ctas_per_sm=2),
+    DecodeVariant(EITHER, "int8", 256, padded=False, warps=4, tiles_per_step=1, num_stages=4, ctas_per_sm=2),
+    DecodeVariant(EITHER, "e5m2", 64, padded=False, warps=4, tiles_per_step=2, num_stages=4, ctas_per_sm=4),
+    DecodeVariant(EITHER, "e5m2", 128, padded=False, warps=8, tiles_per_step=1, num_stages=4, ctas_per_sm=2),
 )
 
 # 255 registers allow two CTAs per SM of four warps. d64 with 16 rows takes fewer.
 WIDE = tuple(
-    DecodeVariant(dtype, cache, head_dim, False, row_blocks=row_blocks, archs=WIDE_ARCHS, **fields)
+    DecodeVariant(dtype, cache, head_dim, padded=False, row_blocks=row_blocks, archs=WIDE_ARCHS, **fields)
     for dtype in DTYPES
     for row_blocks in (2, 4)
     for cache, head_dim, fields in (

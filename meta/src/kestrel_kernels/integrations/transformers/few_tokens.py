@@ -1,0 +1,84 @@
+"""A decode step of few tokens: the norm before a product, the gate or the residual behind it, in its launch."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kestrel_moe import fused_linear_residual, gelu_and_mul, silu_and_mul
+from kestrel_norm import rms_norm_linear
+from kestrel_quant import W4Weight, w4a16_token
+
+from . import w4
+
+TOKENS = range(4, 17)
+"""For 16-bit weights: from here on these kernels are faster than the products of other libraries, and up to here."""
+_HALF = (torch.bfloat16, torch.float16)
+_W4_NORM_COLUMNS = 8192  # the most that w4a16_token's kernel normalises
+
+
+def activation(name: str) -> Callable[..., Tensor] | None:
+    """The gated form of an activation that transformers calls `name`; None if there is none."""
+    if name in ("silu", "swish"):
+        return silu_and_mul
+    if name in ("gelu_pytorch_tanh", "gelu_new"):
+        return functools.partial(gelu_and_mul, approximate="tanh")
+    return gelu_and_mul if name == "gelu" else None
+
+
+def _gate_of(act: Callable[..., Tensor] | None) -> str:
+    """What w4a16_token calls a result of :func:`activation`, or a copy of one."""
+    if act is None:
+        return "none"
+    if isinstance(act, functools.partial):
+        return "gelu_tanh_and_mul"
+    return "silu_and_mul" if act is silu_and_mul else "gelu_and_mul"
+
+
+def serves(x: Tensor) -> bool:
+    """Whether x [B, 1, K] is a step that this module may have kernels for."""
+    return x.is_cuda and x.ndim == 3 and x.shape[1] == 1 and x.is_contiguous() and x.dtype in _HALF
+
+
+def _weight_of(layer: Any) -> tuple[Tensor | W4Weight, Tensor | None]:
+    """The weight and bias of a linear layer, or of several that are fused, as they are now."""
+    if isinstance(layer, w4.W4Linear):
+        return layer.packed, layer.bias
+    if not isinstance(layer, nn.Linear):
+        layer.refresh()
+    return layer.weight, layer.bias
+
+
+def takes(layer: Any, x: Tensor, *, norm: Any = None, gated: bool = False) -> bool:
+    """Whether :func:`product_of_norm` (with a norm) or :func:`add_product` is for this layer and input."""
+    (weight, _), tokens = _weight_of(layer), x.shape[0]
+    rows, columns = weight.shape
+    if weight.dtype != x.dtype or columns % 8:
+        return False
+    if not isinstance(weight, W4Weight):
+        return tokens in TOKENS and (norm is None or norm.weight_bias == 0)
+    whole = weight.group_size % 128 == 0 or weight.group_size == columns
+    fits = whole and weight.permutation is None and rows % (32 if gated else 16) == 0
+    return fits and tokens == 1 and not (norm is not None and columns > _W4_NORM_COLUMNS)
+
+
+def product_of_norm(layer: Any, x: Tensor, norm: Any, act: Callable[..., Tensor] | None = None) -> Tensor:
+    """act(layer(norm(x))). norm: a ``modules.Norm``; act: a result of :func:`activation`."""
+    (weight, bias), scale = _weight_of(layer), norm.module.weight
+    if isinstance(weight, W4Weight):
+        options = {"norm_weight": scale, "norm_eps": norm.eps, "norm_weight_bias": norm.weight_bias}
+        return w4a16_token(x, weight, bias, activation=_gate_of(act), **options)
+    product = rms_norm_linear(x, scale, weight, norm.eps) if bias is None else layer(norm(x))
+    return product if act is None else act(product)
+
+
+def add_product(layer: Any, x: Tensor, residual: Tensor) -> Tensor:
+    """residual += layer(x), in place; returns the residual."""
+    weight, bias = _weight_of(layer)
+    if isinstance(weight, W4Weight):
+        return w4a16_token(x, weight, bias, residual=residual, out=residual)
+    return fused_linear_residual(x, weight, bias, residual, out=residual)

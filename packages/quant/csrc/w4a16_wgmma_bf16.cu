@@ -1,0 +1,8 @@
+// w4a16_wgmma_kernel for bf16.
+#include "w4a16_wgmma_launch.cuh"
+
+namespace kestrel::quant::w4_wgmma {
+
+template void launch<__nv_bfloat16>(const W4Params&, int, DLDevice);
+
+}  // namespace kestrel::quant::w4_wgmma

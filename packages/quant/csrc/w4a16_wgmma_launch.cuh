@@ -1,0 +1,93 @@
+// Launches of w4a16_wgmma_kernel: the tiles, and the slices of K. Each dtype is a source of its own, so that they are
+// compiled side by side.
+#pragma once
+
+#include <kestrel/tensor_map.h>
+
+#include <algorithm>
+
+#include "w4a16_wgmma.cuh"
+
+namespace kestrel::quant::w4_wgmma {
+
+// p.splits: slices of K. They are a cluster, unless p.partial has memory for their sums.
+template <typename T, typename Tile>
+void launch_tile(const W4Params& params, DLDevice device) {
+  WgmmaParams p;
+  static_cast<W4Params&>(p) = params;
+  constexpr auto kernel = w4a16_wgmma_kernel<T, Tile>;
+  // An SM has 1 KB of shared memory more than a CTA may have, and keeps as much for each CTA.
+  const int limit = (raise_shared_limit<kernel>(device) + 1024) / Tile::occupancy - 1024 - (Tile::occupancy - 1) * 512;
+  const int tiles = (p.tokens + Tile::tokens - 1) / Tile::tokens;
+  p.row_tiles = (p.outputs + Tile::rows - 1) / Tile::rows;
+  p.steps = (p.width + Tile::step - 1) / Tile::step;
+  p.splits = std::min(p.splits, p.steps);
+  if (p.splits == 1) p.partial = nullptr;
+  p.cluster = p.partial ? 1 : p.splits;
+  if (p.partial && p.partial_floats < int64_t{p.splits} * tiles * Tile::tokens * p.row_tiles * Tile::rows) {
+    unsupported("too little scratch memory");
+  }
+  const int epilogue_bytes = p.partial ? 0 : Tile::epilogue_bytes(p.cluster);
+  if (epilogue_bytes + Tile::alignment > limit) unsupported("a cluster whose sums exceed shared memory");
+  const int steps = (p.steps + p.splits - 1) / p.splits;
+  p.stages = std::min({(limit - Tile::alignment) / Tile::bytes, Tile::max_stages, steps});
+  const auto map = [](const char* address, CUtensorMapDataType type, int64_t rows, int64_t columns, int64_t stride,
+                      cuuint32_t box_rows, cuuint32_t box_columns) {
+    const cuuint64_t sizes[2] = {static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(rows)};
+    const cuuint64_t strides[1] = {static_cast<cuuint64_t>(stride)};
+    const cuuint32_t box[2] = {box_columns, box_rows};
+    return encode_map(address, type, sizes, strides, box, CU_TENSOR_MAP_SWIZZLE_NONE);
+  };
+  const auto rows_map = [&](const char* address) {
+    return map(address, CU_TENSOR_MAP_DATA_TYPE_UINT16, p.groups, p.outputs, int64_t{p.outputs} * 2,
+               Tile::groups_of_part, Tile::box_rows);
+  };
+  constexpr int kWords = kBlockBytes / 8;  // of a block
+  p.x_map = matrix_map(p.x, true, p.tokens, p.width, p.x_stride, Tile::tokens);
+  p.code_map = map(p.codes, CU_TENSOR_MAP_DATA_TYPE_UINT64, (p.outputs + 15) / 16, int64_t{p.blocks} * kWords,
+                   int64_t{p.blocks} * kBlockBytes, Tile::rows / 16, kStep / kBlock * kWords);
+  p.scale_map = rows_map(p.scales);
+  p.zero_map = p.zeros ? rows_map(p.zeros) : p.scale_map;
+  const int bytes = std::max(p.stages * Tile::bytes, epilogue_bytes) + Tile::alignment;
+  launch_pdl(kernel, dim3(p.row_tiles * p.splits, tiles), dim3(Tile::threads), device, p, bytes, p.cluster);
+  if (!p.partial) return;
+  launch_pdl(w4a16_wgmma_sum_kernel<T, Tile>, dim3(p.row_tiles * Tile::fragments * Tile::warpgroups, tiles), dim3(128),
+             device, p);
+}
+
+// Tokens of a CTA, then blocks of 64 rows of a warpgroup, warpgroups, k of a stage, products of 32 k started together,
+// CTAs per SM, batches in flight. The number of a tile is its place in TILES of src/kestrel_quant/_w4_plan.py.
+template <typename T, int GROUP>
+void launch_group(const W4Params& p, int tile, DLDevice device) {
+  const auto launch = [&](auto of) { launch_tile<T, decltype(of)>(p, device); };
+  switch (tile) {
+    case 0:
+      return launch(WgmmaTile<32, GROUP, 1, 2, 128, 1, 2, 2>());
+    case 1:
+      return launch(WgmmaTile<32, GROUP, 1, 4, 256, 2, 1, 2>());
+    case 2:
+      return launch(WgmmaTile<64, GROUP, 1, 2, 128, 1, 2, 2>());
+    case 3:
+      return launch(WgmmaTile<64, GROUP, 1, 4, 256, 2, 1, 2>());
+    case 4:
+      return launch(WgmmaTile<96, GROUP, 1, 2, 128, 1, 1, 2>());
+    case 5:
+      return launch(WgmmaTile<128, GROUP, 1, 2, 128, 1, 1, 2>());
+    case 6:
+      return launch(WgmmaTile<128, GROUP, 1, 3, 128, 1, 1, 2>());
+    case 7:
+      return launch(WgmmaTile<192, GROUP, 1, 2, 128, 1, 1, 2>());
+    case 8:
+      return launch(WgmmaTile<256, GROUP, 1, 2, 128, 1, 1, 4>());
+  }
+  unsupported("a tile of this number");
+}
+
+template <typename T>
+void launch(const W4Params& p, int tile, DLDevice device) {
+  if (p.group == 32) return launch_group<T, 32>(p, tile, device);
+  if (p.group == 64) return launch_group<T, 64>(p, tile, device);
+  launch_group<T, 128>(p, tile, device);
+}
+
+}  // namespace kestrel::quant::w4_wgmma

@@ -1,0 +1,88 @@
+"""w4a16_token against float64: norm, product with the exact weight, gate, residual."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from kestrel_quant import W4Weight, pack_w4, reference, w4a16_linear, w4a16_token
+from kestrel_quant.w4a16 import from_codes
+
+K, N, GROUP = 256, 64, 128
+
+
+def made(symmetric: bool = True, dtype: torch.dtype = torch.float32) -> W4Weight:
+    g = torch.Generator().manual_seed(0)
+    return pack_w4((torch.randn(N, K, generator=g) / 16 + 0.02).to(dtype), GROUP, symmetric=symmetric)
+
+
+def random(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def gated(product: torch.Tensor, activation: str) -> torch.Tensor:
+    if activation == "none":
+        return product
+    h, g = product.chunk(2, -1)
+    if activation == "silu_and_mul":
+        return F.silu(h) * g
+    return F.gelu(h, approximate="tanh" if "tanh" in activation else "none") * g
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("activation", ["none", "silu_and_mul", "gelu_and_mul", "gelu_tanh_and_mul"])
+@pytest.mark.parametrize("weight_bias", [None, 0.0, 1.0])
+@pytest.mark.parametrize("with_more", [True, False])
+def test_norm_product_gate_and_residual(dtype, symmetric, activation, weight_bias, with_more):
+    w = made(symmetric, dtype)
+    exact = reference.w4_dequant(w.codes, w.scales, w.zeros, GROUP, torch.float32).double()
+    x = random(1, K, seed=1, dtype=dtype)
+    bias = random(N, seed=2, dtype=dtype) if with_more else None
+    results = N if activation == "none" else N // 2
+    residual = random(1, results, seed=3, dtype=dtype) if with_more else None
+    norm, normed = {}, x
+    if weight_bias is not None:
+        norm = {"norm_weight": random(K, seed=4, dtype=dtype), "norm_eps": 0.25, "norm_weight_bias": weight_bias}
+        rms = (x.double().square().mean(-1, keepdim=True) + 0.25).sqrt()
+        normed = (x.double() / rms * (norm["norm_weight"].double() + weight_bias)).to(dtype)
+    product = F.linear(normed.double(), exact, None if bias is None else bias.double())
+    wanted = gated(product, activation)
+    wanted = wanted if residual is None else wanted + residual.double()
+    got = w4a16_token(x, w, bias, activation=activation, residual=residual, **norm)
+    # The norm may round an element to its neighbour: an error of eps of it, times a weight and the other half.
+    eps = torch.finfo(dtype).eps
+    of_product = (0 if weight_bias is None else 0.2) * eps * F.linear(normed.double().abs(), exact.abs()) + 1e-5
+    if activation != "none":
+        (a, b), (h, g) = of_product.chunk(2, -1), product.chunk(2, -1)
+        of_product = 1.2 * a * g.abs() + b * h.abs() + 1e-5
+    assert got.dtype == dtype
+    assert bool(((got.double() - wanted).abs() <= 0.51 * eps * wanted.abs() + of_product).all())
+
+
+def test_without_more_it_is_the_linear_layer():
+    w, bias = made(symmetric=False), random(N, seed=1)
+    x = random(2, 3, K, seed=2)
+    assert torch.equal(w4a16_token(x, w, bias), w4a16_linear(x, w, bias))
+    flipped = torch.arange(K).flip(0)
+    permuted = W4Weight(w.codes, w.scales, w.shape, w.group_size, w.zeros, flipped)
+    assert torch.equal(w4a16_token(x, permuted), w4a16_token(x[..., flipped], w))
+
+
+def test_the_residual_may_be_the_result():
+    w, x, residual = made(), random(1, 1, K, seed=1), random(1, 1, N, seed=2)
+    expected = w4a16_token(x, w, residual=residual)
+    assert w4a16_token(x, w, residual=residual, out=residual) is residual
+    assert torch.equal(residual, expected)
+    square = from_codes(torch.ones(K, K, dtype=torch.int64), torch.ones(K, K // GROUP), GROUP)
+    with pytest.raises(ValueError, match="w4a16_token: argument 'out': .* shares no memory with 'x'"):
+        w4a16_token(x, square, out=x)
+
+
+def test_a_row_of_several_has_the_norm_of_its_own():
+    w, x = made(), random(3, K, seed=5)
+    norm = {"norm_weight": torch.ones(K)}
+    whole = w4a16_token(x, w, **norm)
+    for row in range(3):
+        torch.testing.assert_close(w4a16_token(x[row : row + 1], w, **norm)[0], whole[row], rtol=0, atol=2e-6)

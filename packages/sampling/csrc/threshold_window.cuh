@@ -1,0 +1,228 @@
+// A window of values around the threshold of top-p, which a sample of the row gives. The pass over the row sums what
+// lies above the window and what each bin of it holds, so that nearly every element can be compared with the threshold.
+#pragma once
+
+#include "row_slice.cuh"
+
+namespace kestrel::sampling {
+
+constexpr int kBinBits = 9, kWindowBins = 1 << kBinBits;
+constexpr int kUsualWindowBits = 21;   // a quarter of an octave
+constexpr int kMaxWindowBits = 26;     // a window spans up to 2^26 float bit patterns, eight octaves, around a value,
+constexpr int kTopWindowBits = 27;     // and sixteen below 1
+constexpr int kWindowedThreads = 320;  // of a block with a window, at most
+constexpr int kWindowedWarps = kWindowedThreads / 32;
+static_assert(2 * kWindowedThreads >= kWindowBins);
+
+// A window of values around the estimated threshold, in bins of equal width. The sums of the bins give the mass before
+// an element in the window, up to the mass of its own bin. With 0 bits it is two values that many elements have.
+struct Window {
+  int begin = 0x7fc00000;  // bits of a float, or of the lower of two values; the default is above every row
+  int bits = 0;            // log2 of the width
+  float unit = 0.f;
+  float upper_value = 0.f;
+
+  __device__ __forceinline__ Window() {}
+  // Around a value. max_count: elements that one block may add. Each of them, less than 2^(the last exponent + 1),
+  // gives less than 2^log2_most, so that their sum stays below 2^32, and at least 1.
+  __device__ __forceinline__ Window(int center, int bits_, int max_count) {
+    const int log2_most = min(20, __clz(max_count));
+    bits = bits_;
+    while ((1 << bits) > max(1, log2_most - 2) << 23) --bits;
+    set_unit(center - (1 << (bits - 1)), log2_most);
+  }
+  // The octaves below 1 of a row of few large elements. Their sum is checked once it is known.
+  __device__ __forceinline__ static Window below_one() {
+    Window window;
+    window.bits = kTopWindowBits;
+    window.set_unit(__float_as_int(1.f) + 1 - (1 << kTopWindowBits), 22);
+    return window;
+  }
+  __device__ __forceinline__ void set_unit(int begin_, int log2_most) {
+    begin = max(begin_, 1 << 23);
+    const int last_exponent = static_cast<int>((static_cast<u32>(begin) + (1u << bits)) >> 23);
+    unit = __int_as_float(max(1, min(254, 253 - last_exponent + log2_most)) << 23);
+  }
+  __device__ __forceinline__ Window(int one, int other) {
+    begin = min(one, other);
+    upper_value = __int_as_float(max(one, other));
+  }
+  // False if nothing is in or above the window.
+  __device__ __forceinline__ bool has_elements() const { return begin < 0x7f800000; }
+  __device__ __forceinline__ bool is_two_values() const { return bits == 0 && has_elements(); }
+  __device__ __forceinline__ float lower_value() const { return __int_as_float(begin); }
+  // The position of a non-negative value: 0 to 2^bits - 1 inside the window, negative below it.
+  __device__ __forceinline__ int position(float v) const { return __float_as_int(v) - begin; }
+  __device__ __forceinline__ int bin(int position) const { return position >> (bits - kBinBits); }
+  __device__ __forceinline__ float bin_begin(int bin) const {
+    return __int_as_float(begin + (bin << (bits - kBinBits)));
+  }
+};
+
+enum class WindowMode { none, usual, bins, two_values };  // usual: a window of kUsualWindowBits
+
+// Shared by a block.
+struct WindowScratch {
+  int threshold;                      // the mean of those that the warps estimate
+  u32 num_in_window, num_with_few;    // elements of the sample, and warps in whose part few elements have the mass
+  float sample_sums[kWindowedWarps];  // of the elements that a warp estimates from: their sum,
+  int sample_tops[kWindowedWarps];    // the bits of the largest,
+  int thresholds[kWindowedWarps];     // the bits of the threshold,
+  int widths[kWindowedWarps];         // log2 of the width of a window,
+  u32 counts[kWindowedWarps];         // the elements equal to the threshold, and 2^16 times those above it
+  Window window;
+  // The weight of this block's elements in the window, times Window::unit; or the elements of each lane's group that
+  // have the upper value, then those that have the lower one.
+  alignas(16) u32 bins[2 * kWindowedThreads];
+  __device__ __forceinline__ void init() { threshold = 0, num_in_window = num_with_few = 0; }
+};
+
+// The part of a row that windows are estimated from: four tiles for every warp, the same in every block.
+struct WindowSample {
+  static constexpr int kTiles = 4, kOwn = 4 * kTiles, kOfWarp = kTiles * kTile;
+  float v[kOwn];  // at least 0
+  float sum;      // of this warp
+  int top;        // the bits of the largest of this warp
+
+  template <typename Slice>
+  __device__ __forceinline__ WindowSample(const Cluster& cluster, const Slice& row) {
+    const int tile = static_cast<int>(int64_t{threadIdx.x >> 5} * ((row.length - 1) / kTile) / cluster.warps_per_block);
+    row.template unpack<kTiles>(row.template load<kTiles>(tile * kTile), v);
+    float most = 0.f, own = 0.f;
+#pragma unroll
+    for (int e = 0; e < kOwn; ++e) v[e] = fmaxf(v[e], 0.f), most = fmaxf(most, v[e]), own += v[e];
+    top = __reduce_max_sync(kAllLanes, __float_as_int(most));
+    sum = own;
+  }
+  // The sum of the elements that `counts` selects, in units of which every element has up to 2^22.
+  template <typename Counts>
+  __device__ __forceinline__ u32 sum_of(float unit, Counts counts) const {
+    float own = 0.f;
+#pragma unroll
+    for (int e = 0; e < kOwn; ++e) own += counts(v[e]) ? v[e] : 0.f;
+    return __reduce_add_sync(kAllLanes, __float2uint_rz(own * unit));
+  }
+};
+
+// A window for rows of any distribution: around the threshold that the warps estimate, as wide as few elements allow,
+// because the atomics of many would serialise. The block takes the median of its warps.
+template <typename Slice>
+__device__ __forceinline__ Window adapted_window(const Cluster& cluster, const Slice& row, WindowScratch* scratch,
+                                                 const WindowSample& sample, float part) {
+  constexpr int kSample = WindowSample::kOfWarp, kMaxInWindow = kSample / 8, kMinEqual = kSample / 16;
+  constexpr int kOctaves = 12 << 23, kMinAbove = 64;
+  const int own = threadIdx.x >> 5, num_warps = cluster.warps_per_block;
+  const bool is_warp = cluster.lane < num_warps;  // this lane stands for a warp
+  const int top = max(sample.top, 1 << 23);
+  const float sum = warp_float_sum(sample.sum);
+  if (cluster.lane == 0) scratch->sample_sums[own] = sum, scratch->sample_tops[own] = top;
+  u32 least = static_cast<u32>(top);
+#pragma unroll
+  for (int e = 0; e < WindowSample::kOwn; ++e) {
+    if (sample.v[e] > 0.f) least = min(least, __float_as_uint(sample.v[e]));
+  }
+  least = __reduce_min_sync(kAllLanes, least);
+  __syncthreads();
+  const int largest = __reduce_max_sync(kAllLanes, is_warp ? scratch->sample_tops[cluster.lane] : 0);
+  const float total = warp_float_sum(is_warp ? scratch->sample_sums[cluster.lane] : 0.f);
+  // If few elements have most of the mass, the sum of a sample says nothing about that of the row, which is 1 then.
+  const bool has_few = __int_as_float(largest) > 0.02f * total;
+  const float below = (1.f - part) * (has_few ? __fdividef(kSample, static_cast<float>(row.length)) : sum);
+  const float unit = __fdividef(0x1p22f, __int_as_float(top));
+  const u32 goal = __float2uint_rz(below * unit);
+  int low = max(top - kOctaves, static_cast<int>(least));
+  int step = 1 << (31 - __clz(top + 1 - low));
+#pragma unroll 1
+  for (int n = 0; n < 14 && step > 0; ++n, step /= 2) {
+    if (low + step > top + 1) continue;
+    const float pivot = __int_as_float(low + step);
+    if (sample.sum_of(unit, [&](float v) { return v < pivot; }) <= goal) low += step;
+  }
+  // The next element of the sample, if there is one.
+  int threshold = max(largest, __float_as_int(0.125f));
+#pragma unroll
+  for (int e = 0; e < WindowSample::kOwn; ++e) {
+    if (__float_as_int(sample.v[e]) >= low) threshold = min(threshold, __float_as_int(sample.v[e]));
+  }
+  threshold = __reduce_min_sync(kAllLanes, threshold);
+  if (cluster.lane == 0) scratch->thresholds[own] = threshold;
+  __syncthreads();
+  const int of_warp = is_warp ? scratch->thresholds[cluster.lane] : INT32_MAX;
+  int place = 0, same = 0;
+#pragma unroll 1
+  for (int other = 0; other < num_warps; ++other) {
+    const int of_other = scratch->thresholds[other];
+    same += of_other == of_warp;
+    place += of_other < of_warp || (of_other == of_warp && other < cluster.lane);
+  }
+  const u32 is_median = __ballot_sync(kAllLanes, is_warp && place == num_warps / 2);
+  threshold = __shfl_sync(kAllLanes, of_warp, __ffs(is_median) - 1);
+  // The value that most of the other warps estimate.
+  const int vote = __reduce_max_sync(kAllLanes, is_warp && of_warp != threshold ? same * 32 + cluster.lane : -1);
+  const int other_threshold = __shfl_sync(kAllLanes, of_warp, vote & 31);
+
+  int bits = kBinBits;
+#pragma unroll 1
+  for (int more = 16; more > 0; more /= 2) {
+    if (bits + more > kMaxWindowBits) continue;
+    u32 in_window = 0;
+#pragma unroll
+    for (int e = 0; e < WindowSample::kOwn; ++e)
+      in_window += abs(__float_as_int(sample.v[e]) - threshold) < 1 << (bits + more - 1);
+    if (__reduce_add_sync(kAllLanes, in_window) <= kMaxInWindow) bits += more;
+  }
+  u32 counts = 0;  // of the elements equal to the threshold, and of those above it
+#pragma unroll
+  for (int e = 0; e < WindowSample::kOwn; ++e) {
+    const int v = __float_as_int(sample.v[e]);
+    counts += v == threshold ? 1 : 0, counts += v > threshold ? 0x10000 : 0;
+  }
+  counts = __reduce_add_sync(kAllLanes, counts);
+  if (cluster.lane == 0) scratch->widths[own] = bits, scratch->counts[own] = counts;
+  __syncthreads();
+  bits = __reduce_add_sync(kAllLanes, is_warp ? scratch->widths[cluster.lane] : 0) / num_warps;
+  counts = __reduce_add_sync(kAllLanes, is_warp ? scratch->counts[cluster.lane] : 0);
+  if ((counts & 0xffff) > static_cast<u32>(kMinEqual * num_warps))
+    return Window(threshold, vote < 0 ? threshold : other_threshold);
+  // Of a threshold that so few elements of the sample reach nothing is known but that it is at most 1.
+  if (has_few && counts >> 16 < kMinAbove) return Window::below_one();
+  return Window(threshold, bits, row.elements_per_warp * num_warps);
+}
+
+// A window for top-p, which keeps `part` of the mass. The usual one is around the mean of the thresholds that the warps
+// find by bisection of twelve octaves. adapts: where it would hold many elements, or few elements have the mass, an
+// adapted one is worth its time; else there is no window with many elements.
+template <typename Slice>
+__device__ __forceinline__ Window estimate_window(const Cluster& cluster, const Slice& row, WindowScratch* scratch,
+                                                  float part, bool adapts) {
+  constexpr int kOctaves = 12 << 23;
+  const WindowSample sample(cluster, row);
+  const int num_warps = cluster.warps_per_block, max_count = row.elements_per_warp * num_warps;
+  const float unit = __fdividef(0x1p22f, __int_as_float(sample.top));
+  const u32 all = __reduce_add_sync(kAllLanes, __float2uint_rz(sample.sum * unit));
+  const u32 goal = static_cast<u32>(static_cast<float>(all) * part);
+  int low = max(sample.top - kOctaves, 0);
+#pragma unroll 1
+  for (int step = kOctaves / 2; step >= kOctaves / 128; step /= 2) {
+    const float pivot = __int_as_float(low + step);
+    if (sample.sum_of(unit, [&](float v) { return v >= pivot; }) >= goal) low += step;
+  }
+  low += kOctaves / 256;
+  const Window of_warp(low, kUsualWindowBits, max_count);
+  u32 num_in_window = 0;
+#pragma unroll
+  for (int e = 0; e < WindowSample::kOwn; ++e)
+    num_in_window += static_cast<u32>(of_warp.position(sample.v[e])) < 1u << kUsualWindowBits;
+  num_in_window = __reduce_add_sync(kAllLanes, num_in_window);
+  if (cluster.lane == 0) {
+    atomicAdd(&scratch->threshold, low / num_warps), atomicAdd(&scratch->num_in_window, num_in_window);
+    if (all < 16u << 22) atomicAdd(&scratch->num_with_few, 1u);  // the largest element has a sixteenth of the sum
+  }
+  __syncthreads();
+  const u32 in_window = scratch->num_in_window, num_sampled = WindowSample::kOfWarp * num_warps;
+  if (adapts && (in_window > num_sampled / 8 || scratch->num_with_few > num_warps / 2u))
+    return adapted_window(cluster, row, scratch, sample, part);
+  return in_window > num_sampled / 4 ? Window() : Window(scratch->threshold, kUsualWindowBits, max_count);
+}
+
+}  // namespace kestrel::sampling
