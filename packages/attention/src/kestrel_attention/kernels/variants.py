@@ -281,15 +281,15 @@ class Fp8PrefillVariant(HopperPrefillVariant):
 
     staging: int = 3
     output_parts: int = 1
-    turns: bool = False
-    """Consumers in turn, and bases that rarely move (prefill_fp8_turns.py)."""
+    pairs: bool = False
+    """The products of two tiles at a time, and consumers in turn (prefill_fp8_pairs.py)."""
 
     def kernel(self, arch: str) -> tuple[Any, tuple[Any, ...]]:
         """The kernel object and the arguments to compile it with."""
         from .prefill_fp8 import PrefillFp8
-        from .prefill_fp8_turns import PrefillFp8Turns
+        from .prefill_fp8_pairs import PrefillFp8Pairs
 
-        kernel = (PrefillFp8Turns if self.turns else PrefillFp8)(
+        kernel = (PrefillFp8Pairs if self.pairs else PrefillFp8)(
             dtype=numeric_type(self.dtype),
             head_dim=self.head_dim,
             key_tile=self.key_tile,
@@ -305,7 +305,7 @@ class Fp8PrefillVariant(HopperPrefillVariant):
             staging=self.staging,
             output_parts=self.output_parts,
             boxes=self.boxes,
-            turns=self.turns,
+            turns=self.pairs,
         )
         return kernel, kernel.arguments()
 
@@ -439,7 +439,7 @@ PREFILL_FP8 = (
     ),
     *(
         Fp8PrefillVariant(
-            "bf16", 128, "e4m3", num_stages=4, boxes=boxes, producer_registers=40, consumer_registers=232, turns=True
+            "bf16", 128, "e4m3", num_stages=4, boxes=boxes, producer_registers=40, consumer_registers=232, pairs=True
         )
         for boxes in (False, True)
     ),
