@@ -110,6 +110,9 @@ def plan_prefill(problem: PrefillProblem) -> PrefillPlan:
     unequal = problem.causal or left >= 0 or right >= 0 or problem.packed_queries
     counted = persistent and unequal and num_splits == 1 and blocks >= COUNTED_WAVES * MULTIPROCESSORS
     multiplier, shift = page_divisor(problem.page_size)
+    row_blocks = -(-problem.max_queries // (variant.block_rows if isinstance(variant, HopperPrefillVariant) else 1))
+    of_section = page_divisor(max(1, section * row_blocks * num_splits))
+    of_head = page_divisor(section)
     scale = float(problem.head_dim**-0.5 if problem.softmax_scale is None else problem.softmax_scale)
     softcap = max(float(problem.softcap), MIN_SOFTCAP) if problem.softcap else 0.0
     magnitude = abs(scale) * 2 / softcap if softcap else abs(scale)
@@ -125,6 +128,10 @@ def plan_prefill(problem: PrefillProblem) -> PrefillPlan:
         page_shift=shift,
         group_size=problem.heads // problem.kv_heads,
         section_heads=section,
+        section_multiplier=of_section[0],
+        section_shift=of_section[1],
+        head_multiplier=of_head[0],
+        head_shift=of_head[1],
         has_prefix_lens=int(problem.has_prefix_lens),
         prefix_len=min(problem.prefix_len, UNBOUNDED),
         window_left=left,

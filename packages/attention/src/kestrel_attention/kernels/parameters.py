@@ -201,6 +201,10 @@ class PrefillScalars(NamedTuple):
     page_shift: i32
     group_size: i32  # query heads of a KV head
     section_heads: i32  # query heads that run together, so that their keys and values stay in L2
+    section_multiplier: u32  # work // works of a section is work * section_multiplier >> section_shift, on Hopper
+    section_shift: i32
+    head_multiplier: u32  # the same for section_heads
+    head_shift: i32
     has_prefix_lens: i32
     prefix_len: i32
     window_left: i32

@@ -362,7 +362,7 @@ class PrefillBase:
     @cute.jit
     def entry_and_slot(self, keys: Keys, key: Int32):
         """The table entry of a key and its slot in the page; exact for keys below 2^31."""
-        entry = Uint32((Uint64(Uint32(key)) * Uint64(keys.multiplier)) >> Uint64(keys.shift))
+        entry = quotient(key, keys.multiplier, keys.shift)
         return entry, Uint32(key) - entry * Uint32(keys.page_size)
 
     @cute.jit
@@ -556,6 +556,11 @@ def bits_below(count: Int32) -> Uint32:
     """The lowest ``count`` bits: none of a negative count, all from 32 on."""
     some = (Uint32(1) << Uint32(count & 31)) - 1
     return cutlass.select_(count < 0, Uint32(0), cutlass.select_(count > 31, Uint32(0xFFFFFFFF), some))
+
+
+def quotient(a: Int32, multiplier: Uint32, shift: Int32) -> Uint32:
+    """a // b of 0 <= a < 2^31, for the multiplier and shift of b."""
+    return Uint32((Uint64(Uint32(a)) * Uint64(multiplier)) >> Uint64(shift))
 
 
 def divide(a: Int32, b: Int32) -> Int32:

@@ -32,6 +32,8 @@ TURN_BARRIER = 8  # the first of the named barriers for turns, one for each cons
 class PrefillHopper(HopperProducer):
     """One compiled variant."""
 
+    late: bool = False
+
     @property
     def weight_exponent(self) -> float:
         return 7.0 if self.codes else 0.0  # with rescale_slack f16 holds 2^15, and small weights with more bits
@@ -46,9 +48,11 @@ class PrefillHopper(HopperProducer):
         heads = tensors.mQ.shape[2]
         row_blocks = cute.ceil_div(scalars.max_queries, self.block_rows)
         count = row_blocks * heads * batch * scalars.num_splits
-        maps = (None, None)
+        maps = [None] * 3
+        if cutlass.const_expr(self.query_boxes):
+            maps[0] = self.tensor_map(tensors.mQ, self.block_bytes // self.element_bytes, WARPGROUP_ROWS)
         if cutlass.const_expr(self.boxes):
-            maps = (self.tensor_map(tensors.mK), self.tensor_map(tensors.mV))
+            maps[1:] = [self.tensor_map(x, self.box_bytes // self.stored_bytes, BOX_ROWS) for x in (tensors.mK, tensors.mV)]
         self.kernel(tensors, scalars, *maps, row_blocks, batch, count).launch(
             grid=[cutlass.min(count, scalars.max_blocks), 1, 1],
             block=[self.threads, 1, 1],
@@ -59,15 +63,16 @@ class PrefillHopper(HopperProducer):
         )
 
     @cute.jit
-    def tensor_map(self, mX):
-        """The tensor map of keys or values, for boxes of BOX_ROWS rows of a column block."""
+    def tensor_map(self, mX, box_dims: cutlass.Constexpr, box_rows: cutlass.Constexpr):
+        """The tensor map of queries, keys or values, for boxes of some rows of a column block."""
         modes = cutlass.const_expr((1, 2, 0))
+        element = cutlass.const_expr(mX.element_type.width // 8)
         shape = [mX.shape[3], *(mX.shape[i] for i in modes)]
-        unit = cutlass.const_expr(16 // self.stored_bytes)
+        unit = cutlass.const_expr(16 // element)
         strides = [cutlass.select_(mX.shape[i] > 1, mX.stride[i], Int64(unit)) for i in modes]
         layout = cute.make_layout(tuple(shape), stride=(1, *strides))
-        box = (self.box_bytes // self.stored_bytes, BOX_ROWS, 1, 1)
-        return hopper.tensor_map(cute.make_tensor(mX.iterator, layout), box, self.box_bytes)
+        box = (box_dims, box_rows, 1, 1)
+        return hopper.tensor_map(cute.make_tensor(mX.iterator, layout), box, box_dims * element)
 
     # -- device ---------------------------------------------------------------------------------------------------
 
@@ -76,6 +81,7 @@ class PrefillHopper(HopperProducer):
         self,
         tensors: PrefillTensors,
         scalars: PrefillScalars,
+        of_queries: cute.CopyAtom | None,
         of_keys: cute.CopyAtom | None,
         of_values: cute.CopyAtom | None,
         row_blocks: Int32,
@@ -86,6 +92,8 @@ class PrefillHopper(HopperProducer):
         first, _, _ = cute.arch.block_idx()
         step, _, _ = cute.arch.grid_dim()
         pipe = self.lay_out_shared_memory()
+        if cutlass.const_expr(self.query_boxes):
+            pipe = pipe._replace(query_map=hopper.tensor_map_address(of_queries))
         if cutlass.const_expr(self.boxes):
             key_map, value_map = hopper.tensor_map_address(of_keys), hopper.tensor_map_address(of_values)
             pipe = pipe._replace(key_map=key_map, value_map=value_map)
@@ -129,6 +137,7 @@ class PrefillHopper(HopperProducer):
             works=works,
             following=of_keys + 32 * stages,
             codes_full=of_keys + 32 * stages + 8,
+            query_map=Int64(0),
             key_map=Int64(0),
             value_map=Int64(0),
         )
@@ -136,11 +145,11 @@ class PrefillHopper(HopperProducer):
     @cute.jit
     def init_barriers(self, pipe: Pipe):
         for i in cutlass.range_constexpr(self.query_buffers):
-            hopper.mbarrier_init(pipe.queries_full + 8 * i, PRODUCERS + 1)
+            hopper.mbarrier_init(pipe.queries_full + 8 * i, 1 if self.query_boxes else PRODUCERS + 1)
             hopper.mbarrier_init(pipe.queries_empty + 8 * i, 4 * self.consumers)
         for i in cutlass.range_constexpr(self.num_stages):
-            hopper.mbarrier_init(pipe.keys_full + 8 * i, self.warps + (PRODUCERS if self.copied_keys else 0))
-            hopper.mbarrier_init(pipe.values_full + 8 * i, PRODUCERS if self.copied_values else self.warps)
+            hopper.mbarrier_init(pipe.keys_full + 8 * i, self.warps * (33 if self.copied_keys else 1))
+            hopper.mbarrier_init(pipe.values_full + 8 * i, self.warps * (32 if self.copied_values else 1))
             hopper.mbarrier_init(pipe.keys_empty + 8 * i, 4 * self.consumers)
             hopper.mbarrier_init(pipe.values_empty + 8 * i, 4 * self.consumers)
         for i in cutlass.range_constexpr(self.code_barriers):
@@ -204,6 +213,8 @@ class PrefillHopper(HopperProducer):
                 self.epilogue(tensors, scalars, work.v_scale, sums, scale, sQ, rows, at_out, warp, at_lane)
             else:
                 self.store_partial(tensors, work, sums, scale, row + 16 * warp, lane)
+            if cutlass.const_expr(self.query_boxes):
+                hopper.fence_proxy_async()  # the epilogue's writes are ahead of the next copies by TMA
             cute.arch.sync_warp()
             self.release(pipe.queries_empty, buffer, lane)
             works += 1
@@ -249,7 +260,8 @@ class PrefillHopper(HopperProducer):
             softmax_scale = self.queries_to_f16(work, sQ, warpgroup, warp, lane)
         else:
             self.flip_signs(sQ, work.query_signs, warpgroup)
-            hopper.fence_proxy_async()
+            if cutlass.const_expr(not self.query_boxes):
+                hopper.fence_proxy_async()
         return softmax_scale
 
     @cute.jit
@@ -322,12 +334,15 @@ class PrefillHopper(HopperProducer):
         self.weigh(rScore, sums, rFactor, scale)
         self.pack(rScore, rP)
         n = Int32(1)
+        if cutlass.const_expr(self.late):
+            self.wait_for_next_keys(pipe, work, used, n)
         while n < work.num_tiles:
             last_stage, last_parity = stage, parity
             at = used + n
             stage, parity = at % self.num_stages, at // self.num_stages & 1
-            hopper.mbarrier_wait(pipe.keys_full + 8 * stage, parity)
-            self.fence_copies()
+            if cutlass.const_expr(not self.late):
+                hopper.mbarrier_wait(pipe.keys_full + 8 * stage, parity)
+                self.fence_copies()
             self.take_turn(warpgroup)
             self.start_scores(sQ, pipe.keys + stage * self.tile_bytes, rScore)
             tile = self.tile_at(work, n)
@@ -342,15 +357,25 @@ class PrefillHopper(HopperProducer):
             for _ in cutlass.range(rare, unroll=1):
                 self.change_scores(pipe, scalars, visible, work, rScore, tile, at, lane)
             self.update_base(rScore, sums, rFactor, scale)
-            hopper.wgmma_wait(0)
-            self.order(rOut)
-            self.release(pipe.values_empty, last_stage, lane)
-            if cutlass.const_expr(self.head_dim > 128):
+            if cutlass.const_expr(self.late):
+                self.weigh(rScore, sums, rFactor, scale)
+                self.order(rScore)
+                self.wait_for_next_keys(pipe, work, used, n + 1)
+                hopper.wgmma_wait(0)
+                self.order(rOut)
+                self.release(pipe.values_empty, last_stage, lane)
                 self.rescale(rOut, rFactor)
-            self.weigh(rScore, sums, rFactor, scale)
-            self.pack(rScore, rP)
-            if cutlass.const_expr(self.head_dim <= 128):
-                self.rescale(rOut, rFactor)
+                self.pack(rScore, rP)
+            else:
+                hopper.wgmma_wait(0)
+                self.order(rOut)
+                self.release(pipe.values_empty, last_stage, lane)
+                if cutlass.const_expr(self.head_dim > 128):
+                    self.rescale(rOut, rFactor)
+                self.weigh(rScore, sums, rFactor, scale)
+                self.pack(rScore, rP)
+                if cutlass.const_expr(self.head_dim <= 128):
+                    self.rescale(rOut, rFactor)
             n += 1
         hopper.mbarrier_wait(pipe.values_full + 8 * stage, parity)
         self.fence_copies()
@@ -358,6 +383,14 @@ class PrefillHopper(HopperProducer):
         hopper.wgmma_wait(0)
         self.order(rOut)
         self.release(pipe.values_empty, stage, lane)
+
+    @cute.jit
+    def wait_for_next_keys(self, pipe: Pipe, work: Work, used, n):
+        """Wait for the keys of tile n, if there is one. The loop keeps what follows behind what precedes."""
+        at = used + n
+        for _ in cutlass.range(once_if(n < work.num_tiles), unroll=1):
+            hopper.mbarrier_wait(pipe.keys_full + 8 * (at % self.num_stages), at // self.num_stages & 1)
+            self.fence_copies()
 
     @cute.jit
     def take_turn(self, warpgroup):

@@ -20,7 +20,7 @@ from kestrel_runtime.cute_dsl import hopper, ptx
 from .constants import BOX_ROWS, MIN_SPLIT_TILES
 from .formats import E4m3, E5m2
 from .parameters import PrefillScalars
-from .prefill_base import Keys, Located, PrefillBase, Work, divide
+from .prefill_base import Keys, Located, PrefillBase, Work, divide, quotient
 
 PRODUCERS = 128  # threads
 WARPGROUP_ROWS = 64
@@ -47,7 +47,8 @@ class Pipe(NamedTuple):
     works: Int32  # a Work per buffer of queries
     following: Int32  # two words for the index of the next work
     codes_full: Int32  # a barrier of each producer warp for its boxes of key codes, then of value codes
-    key_map: Int64  # address of the tensor map of keys, and of values
+    query_map: Int64  # addresses of tensor maps
+    key_map: Int64
     value_map: Int64
 
 
@@ -66,7 +67,7 @@ WORK_BYTES = 64  # at least those of its fields
 
 @dataclass(frozen=True)
 class HopperProducer(PrefillBase):
-    """The producer, of four ``warps``, and what it shares with the consumers."""
+    """The producer, of four warps, and what it shares with the consumers. ``warps`` of them load keys and values."""
 
     consumers: int = 2  # warpgroups
     query_buffers: int = 2
@@ -131,6 +132,11 @@ class HopperProducer(PrefillBase):
         return self.stored_row_bytes * self.stored_bytes // self.element_bytes // self.box_bytes
 
     @property
+    def query_boxes(self) -> bool:
+        """TMA loads queries. Queries that become f16 for codes are loaded by cp.async."""
+        return not self.codes
+
+    @property
     def code_barriers(self) -> int:
         """Barriers of boxes of codes."""
         return 2 * self.warps if self.codes and self.boxes else 0
@@ -156,22 +162,26 @@ class HopperProducer(PrefillBase):
     @cute.jit
     def place(self, scalars: PrefillScalars, row_blocks, heads, index):
         """The coordinates of a work index: section of heads by section, row blocks with the most keys first."""
-        section_blocks = scalars.section_heads * row_blocks * scalars.num_splits
-        section = divide(index, section_blocks)
-        in_section = index - section * section_blocks
-        sections = divide(heads, scalars.section_heads)
-        sequence = divide(section, sections)
-        of_head = divide(in_section, scalars.section_heads)
-        head = (section - sequence * sections) * scalars.section_heads
-        head = head + in_section - of_head * scalars.section_heads
-        longest_first = divide(of_head, scalars.num_splits)
+        section = Int32(quotient(index, scalars.section_multiplier, scalars.section_shift))
+        in_section = index - section * (scalars.section_heads * row_blocks * scalars.num_splits)
+        of_head = Int32(quotient(in_section, scalars.head_multiplier, scalars.head_shift))
+        head = in_section - of_head * scalars.section_heads
+        sequence, longest_first = section, of_head
+        if scalars.section_heads < heads:
+            sections = divide(heads, scalars.section_heads)
+            sequence = divide(section, sections)
+            head += (section - sequence * sections) * scalars.section_heads
+        if scalars.num_splits > 1:
+            longest_first = divide(of_head, scalars.num_splits)
         return Place(sequence, head, row_blocks - 1 - longest_first, of_head - longest_first * scalars.num_splits)
 
     @cute.jit
     def split(self, tensors, scalars, at: Place, row_blocks, work: Work):
         """The part of a work item in split ``at.split``; 0 rows if the item has fewer splits."""
-        each = cutlass.max((work.num_tiles + scalars.split_limit - 1) // scalars.split_limit, MIN_SPLIT_TILES)
-        num_splits = cutlass.max((work.num_tiles + each - 1) // each, 1)
+        each, num_splits = work.num_tiles, Int32(1)
+        if scalars.split_limit > 1:
+            each = cutlass.max(divide(work.num_tiles + scalars.split_limit - 1, scalars.split_limit), MIN_SPLIT_TILES)
+            num_splits = cutlass.max(divide(work.num_tiles + each - 1, each), 1)
         first = at.split * each
         partial = cutlass.select_(num_splits > 1, at.split * tensors.mQ.shape[0] + work.out_block, Int32(-1))
         if scalars.num_splits > 1 and at.split == 0 and cute.arch.thread_idx()[0] == 0:
@@ -207,7 +217,9 @@ class HopperProducer(PrefillBase):
             if scalars.has_counter != 0 and tid == 0:
                 following = ptx.atomic_add(tensors.mNumSplits.iterator.toint(), Int32(1)) + step
             at = self.place(scalars, row_blocks, tensors.mQ.shape[2], index)
-            kv_head = divide(at.head, scalars.group_size)
+            kv_head = at.head
+            if scalars.group_size > 1:
+                kv_head = divide(at.head, scalars.group_size)
             keys, length = self.keys_of(tensors, scalars, at.sequence, kv_head)
             work, query = self.work_of(tensors, scalars, at.sequence, at.head, kv_head, at.row_block, keys, length)
             work = self.split(tensors, scalars, at, row_blocks, work)
@@ -216,14 +228,22 @@ class HopperProducer(PrefillBase):
                     self.look_up(rPage, keys, self.tile_at(work, Int32(0)), warp, lane)
                 buffer, parity = works % self.query_buffers, (works // self.query_buffers & 1) ^ 1
                 hopper.mbarrier_wait(pipe.queries_empty + 8 * buffer, parity)
-                if tid == 0:
-                    self.write_work(pipe.works + buffer * WORK_BYTES, work)
-                    hopper.mbarrier_arrive(pipe.queries_full + 8 * buffer)
-                self.load_block(tensors.mQ, pipe.queries + buffer * self.buffer_bytes, query, work.rows, tid)
-                hopper.mbarrier_arrive_after_copies(pipe.queries_full + 8 * buffer)
+                to, full = pipe.queries + buffer * self.buffer_bytes, pipe.queries_full + 8 * buffer
+                if cutlass.const_expr(self.query_boxes):
+                    if warp == 0:
+                        self.load_query_boxes(pipe, to, full, work, buffer, lane)
+                else:
+                    if tid == 0:
+                        self.write_work(pipe.works + buffer * WORK_BYTES, work)
+                        hopper.mbarrier_arrive(full)
+                    self.load_block(tensors.mQ, to, query, work.rows, tid)
+                    hopper.mbarrier_arrive_after_copies(full)
                 works += 1
                 if cutlass.const_expr(self.codes):
                     self.produce_codes(pipe, scalars, keys, work, kv_head, rPage, loaded, warp, lane)
+                elif cutlass.const_expr(32 * self.warps < PRODUCERS):
+                    if warp < self.warps:
+                        self.produce_rows(pipe, keys, work, kv_head, rPage, loaded, warp, lane)
                 else:
                     self.produce_rows(pipe, keys, work, kv_head, rPage, loaded, warp, lane)
                 loaded += work.num_tiles
@@ -242,8 +262,26 @@ class HopperProducer(PrefillBase):
         if tid == 0:
             ptx.store_shared(pipe.works + buffer * WORK_BYTES, [Uint32(0xFFFFFFFF)])
             hopper.mbarrier_arrive(pipe.queries_full + 8 * buffer)
-        hopper.mbarrier_arrive_after_copies(pipe.queries_full + 8 * buffer)
+        if cutlass.const_expr(not self.query_boxes):
+            hopper.mbarrier_arrive_after_copies(pipe.queries_full + 8 * buffer)
         ptx.cp_async_wait(0)
+
+    @cute.jit
+    def load_query_boxes(self, pipe: Pipe, to: Int32, full: Int32, work: Work, buffer, lane):
+        """Publish a work item, and start loading its queries by TMA: a box per column block and consumer warpgroup.
+
+        Rows past the last are those of another sequence, or zeros. Their results are not stored.
+        """
+        if lane == 0:
+            self.write_work(pipe.works + buffer * WORK_BYTES, work)
+            hopper.mbarrier_arrive_expecting(full, Int32(self.buffer_bytes))
+        cute.arch.sync_warp()
+        if lane < self.consumers * self.row_blocks:
+            warpgroup, block = lane // self.row_blocks, lane % self.row_blocks
+            row = work.out_row + warpgroup * WARPGROUP_ROWS
+            box = (block * (self.block_bytes // self.element_bytes), row, work.head, work.out_block)
+            place = to + lane * (WARPGROUP_ROWS * self.block_bytes)
+            hopper.load_box(place, pipe.query_map, box, full)
 
     @cute.jit
     def load_block(self, mQ, sQ: Int32, query: Int64, rows, tid):

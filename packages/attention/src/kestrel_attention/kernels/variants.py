@@ -238,6 +238,9 @@ class HopperPrefillVariant:
     """For calls of many thread blocks: larger blocks, bit-identical results."""
     boxes: bool = False
     """For keys of which each 16 follow one another in memory, so that TMA loads them; bit-identical results."""
+    late: bool = False
+    turns: bool = True
+    tag: str = ""
     vector_loads: bool = False
     archs: tuple[str, ...] = ("90a",)
     """Architectures that the kernel is compiled for."""
@@ -245,7 +248,7 @@ class HopperPrefillVariant:
     @property
     def name(self) -> str:
         long, boxes = "_long" if self.long else "", "_boxes" if self.boxes else ""
-        return f"prefill_{self.dtype}_{self.cache}_hopper_d{self.head_dim}{long}{boxes}"
+        return f"prefill_{self.dtype}_{self.cache}_hopper_d{self.head_dim}{long}{boxes}{self.tag}"
 
     @property
     def block_rows(self) -> int:
@@ -260,7 +263,7 @@ class HopperPrefillVariant:
             dtype=numeric_type(self.dtype),
             head_dim=self.head_dim,
             key_tile=self.key_tile,
-            warps=4,
+            warps=3 if self.key_tile == 96 else 4,
             row_tiles=1,
             num_stages=self.num_stages,
             pdl=supports_pdl(arch),
@@ -270,7 +273,8 @@ class HopperPrefillVariant:
             producer_registers=self.producer_registers,
             consumer_registers=self.consumer_registers,
             boxes=self.boxes,
-            turns=True,
+            turns=self.turns,
+            late=self.late,
         )
         return kernel, kernel.arguments()
 
@@ -424,6 +428,32 @@ PREFILL_HOPPER = tuple(
 
 PREFILL_HOPPER += tuple(replace(v, boxes=True) for v in PREFILL_HOPPER)
 
+_W3 = {"consumers": 3, "producer_registers": 32, "consumer_registers": 160}
+TRIED = (
+    HopperPrefillVariant("bf16", 128, boxes=True, late=True, tag="_l"),
+    HopperPrefillVariant("bf16", 128, boxes=True, key_tile=64, num_stages=3, tag="_w3", **_W3),
+    HopperPrefillVariant("bf16", 128, boxes=True, key_tile=64, num_stages=3, late=True, tag="_w3l", **_W3),
+    HopperPrefillVariant("bf16", 128, boxes=True, key_tile=64, num_stages=3, turns=False, tag="_w3n", **_W3),
+    HopperPrefillVariant("bf16", 128, boxes=True, key_tile=64, num_stages=3, turns=False, late=True, tag="_w3nl", **_W3),
+    HopperPrefillVariant("bf16", 128, key_tile=64, num_stages=3, tag="_w3", **_W3),
+    HopperPrefillVariant("bf16", 128, late=True, tag="_l"),
+    HopperPrefillVariant("bf16", 96, boxes=True, key_tile=64, num_stages=2, tag="_w3", **_W3),
+    HopperPrefillVariant("bf16", 96, boxes=True, key_tile=64, num_stages=2, late=True, tag="_w3l", **_W3),
+    HopperPrefillVariant("bf16", 96, boxes=True, late=True, tag="_l"),
+    HopperPrefillVariant("bf16", 80, boxes=True, key_tile=96, tag="_k96"),
+    HopperPrefillVariant("bf16", 80, boxes=True, late=True, tag="_l"),
+    HopperPrefillVariant("bf16", 80, boxes=True, key_tile=96, tag="_w3", **_W3),
+    HopperPrefillVariant("bf16", 80, boxes=True, key_tile=96, late=True, tag="_w3l", **_W3),
+    HopperPrefillVariant("bf16", 80, boxes=True, key_tile=96, turns=False, tag="_w3n", **_W3),
+    HopperPrefillVariant("bf16", 80, boxes=True, key_tile=96, turns=False, late=True, tag="_w3nl", **_W3),
+    HopperPrefillVariant("bf16", 80, boxes=True, key_tile=64, tag="_w3k64", **_W3),
+    HopperPrefillVariant("bf16", 64, boxes=True, long=True, num_stages=3, late=True, tag="_l", **_W3),
+    HopperPrefillVariant("bf16", 64, long=True, num_stages=3, late=True, tag="_l", **_W3),
+    HopperPrefillVariant("bf16", 64, long=True, num_stages=3, turns=False, tag="_n", **_W3),
+    HopperPrefillVariant("bf16", 64, num_stages=3, late=True, tag="_l"),
+    HopperPrefillVariant("bf16", 64, num_stages=3, turns=False, tag="_n"),
+)
+
 PREFILL_FP8 = (
     Fp8PrefillVariant("bf16", 64, "e4m3", num_stages=4),
     Fp8PrefillVariant(
@@ -466,6 +496,7 @@ VARIANTS: tuple[
     *PREFILL,
     *PREFILL_HOPPER,
     *PREFILL_FP8,
+    *TRIED,
     *(PrefillCombineVariant(dtype) for dtype in DTYPES),
     *(MergeVariant(dtype) for dtype in (*DTYPES, "fp32")),
 )
