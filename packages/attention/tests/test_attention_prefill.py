@@ -241,8 +241,10 @@ def test_few_queries_are_split_along_their_keys(how, limit, splits):
 def test_hopper_kernels_fit_registers_and_shared_memory(variant):
     stored = 2 if variant.cache == "same" else 1
     row = -(-variant.head_dim * 2 // 128) * 128  # in column blocks of 128 bytes
-    queries = variant.query_buffers * variant.consumers * 64 * row
+    queries = variant.query_buffers * variant.block_rows * row
     stages = 2 * variant.num_stages * variant.key_tile * row
+    if variant.wide:
+        stages += 2 * 4 * 64 * variant.key_tile  # parts of scores
     codes = 2 * variant.key_tile * variant.head_dim * (2 - stored)
     assert queries + stages + codes + 2048 <= 227 * 1024
     registers = 128 * (variant.producer_registers + variant.consumers * variant.consumer_registers)

@@ -16,6 +16,7 @@ LONG_WAVES = 6  # of blocks of LARGE_BLOCK queries, from which on larger blocks 
 COUNTED_WAVES = 4  # from which on blocks take unequal works when they can: a counter is worth a launch that clears it
 GRID_WAVES = 2  # up to this many, a grid of one block per tile is faster than a persistent one
 LARGE_BLOCK = 128  # queries of a thread block of the kernels that are not for short calls
+WIDE_BLOCK = 64  # of those for heads of more than 256 dims
 SECTION_BYTES = 20 * 2**20  # of keys and values that blocks share in L2 at a time
 MIN_SCALE, MAX_SCALE = 2.0**-126, 2.0**126  # a smaller scale is 0, with which hidden scores would be NaN
 
@@ -110,7 +111,8 @@ def plan_prefill(problem: PrefillProblem) -> PrefillPlan:
     unequal = problem.causal or left >= 0 or right >= 0 or problem.packed_queries
     counted = persistent and unequal and num_splits == 1 and blocks >= COUNTED_WAVES * MULTIPROCESSORS
     multiplier, shift = page_divisor(problem.page_size)
-    row_blocks = -(-problem.max_queries // (variant.block_rows if isinstance(variant, HopperPrefillVariant) else 1))
+    block_rows = variant.block_rows if isinstance(variant, HopperPrefillVariant) else LARGE_BLOCK
+    row_blocks = -(-problem.max_queries // block_rows)
     of_section = page_divisor(max(1, section * row_blocks * num_splits))
     of_head = page_divisor(section)
     scale = float(problem.head_dim**-0.5 if problem.softmax_scale is None else problem.softmax_scale)
@@ -149,7 +151,7 @@ def plan_prefill(problem: PrefillProblem) -> PrefillPlan:
         num_splits=num_splits,
         split_limit=limit,
     )
-    return PrefillPlan(variant, scalars, PrefillCombineScalars(LARGE_BLOCK, int(problem.has_sinks)))
+    return PrefillPlan(variant, scalars, PrefillCombineScalars(block_rows, int(problem.has_sinks)))
 
 
 def split_limit(problem: PrefillProblem) -> int:
@@ -159,7 +161,7 @@ def split_limit(problem: PrefillProblem) -> int:
     """
     if not problem.hopper or problem.packed_queries:
         return 1
-    blocks = problem.heads * -(-problem.max_queries // LARGE_BLOCK)
+    blocks = problem.heads * -(-problem.max_queries // (LARGE_BLOCK if problem.head_dim <= 256 else WIDE_BLOCK))
     return max(1, min(MAX_SPLITS, MULTIPROCESSORS // max(1, blocks)))
 
 

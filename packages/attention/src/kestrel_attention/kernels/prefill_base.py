@@ -143,6 +143,15 @@ class PrefillBase:
         return self.element_bytes * self.head_dim
 
     @property
+    def output_dims(self) -> int:
+        """Dims of the results of a warp."""
+        return self.head_dim
+
+    def first_dim(self):
+        """The first of them."""
+        return 0
+
+    @property
     def query_type(self) -> type[cutlass.Numeric]:
         """Of queries in memory."""
         return self.dtype
@@ -511,7 +520,8 @@ class PrefillBase:
         mOut = tensors.mOut
         block, first_row, head = at_out.block, at_out.first_row, at_out.head
         g, t = lane // 4, lane % 4
-        shared = shared + warp * (self.warp_rows * self.row_bytes)
+        dim, row_bytes, units = self.first_dim(), self.output_dims * 2, self.output_dims // 8
+        shared = shared + warp * (self.warp_rows * row_bytes)
         sink = self.sink_of(tensors, scalars, head)
         for r in cutlass.range_constexpr(2 * self.row_tiles):
             row = g + 8 * r
@@ -530,20 +540,20 @@ class PrefillBase:
                 head,
                 first_row + warp_row,
             )
-            for n in cutlass.range_constexpr(self.head_dim // 8):
-                at = cutlass.const_expr(4 * (r // 2 * self.head_dim // 8 + n) + r % 2 * 2)
+            for n in cutlass.range_constexpr(units):
+                at = cutlass.const_expr(4 * (r // 2 * units + n) + r % 2 * 2)
                 word = ptx.pack_f32x2(rOut[at] * factor, rOut[at + 1] * factor, kind)
-                ptx.store_shared(shared + row * self.row_bytes + (n ^ self.swizzle(row)) * 16 + 4 * t, [word])
+                ptx.store_shared(shared + row * row_bytes + (n ^ self.swizzle(row)) * 16 + 4 * t, [word])
         cute.arch.sync_warp()
         base_row = Int64(block) * mOut.stride[0] + Int64(head) * mOut.stride[2]
-        count = cutlass.const_expr(self.warp_rows * self.units)
+        count = cutlass.const_expr(self.warp_rows * units)
         for i in cutlass.range_constexpr(-(-count // 32)):
             index = lane + 32 * i
-            row, unit = index // self.units, index % self.units
+            row, unit = index // units, index % units
             warp_row = warp * self.warp_rows + row
-            if warp_row < rows and 8 * unit < mOut.shape[3]:
-                words = ptx.load_shared(shared + row * self.row_bytes + (unit ^ self.swizzle(row)) * 16, 4)
-                to = base_row + Int64(first_row + warp_row) * mOut.stride[1] + 8 * unit
+            if warp_row < rows and dim + 8 * unit < mOut.shape[3]:
+                words = ptx.load_shared(shared + row * row_bytes + (unit ^ self.swizzle(row)) * 16, 4)
+                to = base_row + Int64(first_row + warp_row) * mOut.stride[1] + dim + 8 * unit
                 ptx.store_global(mOut.iterator.toint() + 2 * to, words)
 
 

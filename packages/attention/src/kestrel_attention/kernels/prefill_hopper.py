@@ -99,6 +99,11 @@ class PrefillHopper(HopperProducer):
             pipe = pipe._replace(key_map=key_map, value_map=value_map)
         if tid == 0:
             self.init_barriers(pipe)
+        if cutlass.const_expr(self.query_boxes or self.boxes):
+            if tid == 32:
+                for tensor_map in self.tensor_maps(pipe):
+                    hopper.prefetch_tensor_map(tensor_map)
+        at = self.place(scalars, row_blocks, tensors.mQ.shape[2], first)
         if cutlass.const_expr(self.pdl):
             pdl.wait()
             pdl.trigger()
@@ -106,21 +111,26 @@ class PrefillHopper(HopperProducer):
         warpgroup = cute.arch.make_warp_uniform(tid // 128)
         if warpgroup == 0:
             hopper.registers_down(self.producer_registers)
-            self.produce(tensors, scalars, pipe, row_blocks, batch, first, step, count)
+            self.produce(tensors, scalars, pipe, at, row_blocks, batch, first, step, count)
         else:
             hopper.registers_up(self.consumer_registers)
             self.consume(tensors, scalars, pipe, warpgroup - 1)
+
+    def tensor_maps(self, pipe: Pipe) -> list:
+        """Those that the kernel uses."""
+        of_keys = [pipe.key_map, pipe.value_map] if self.boxes else []
+        return ([pipe.query_map] if self.query_boxes else []) + of_keys
 
     @cute.jit
     def lay_out_shared_memory(self) -> Pipe:
         shared = Int32(cute.arch.get_dyn_smem(Float32, alignment=1024).toint())
         buffers, stages = cutlass.const_expr((self.query_buffers, self.num_stages))
-        words = cutlass.const_expr(2 + 4 * buffers + 8 * stages + 2 * stages * self.warps + buffers * WORK_BYTES // 4)
+        words = cutlass.const_expr(2 + 6 * buffers + 8 * stages + 2 * stages * self.warps + buffers * WORK_BYTES // 4)
         words = cutlass.const_expr(words + 2 * self.code_barriers)
         works = Int32(cute.arch.alloc_smem(Uint32, words, alignment=16).toint())
         exists = works + buffers * WORK_BYTES
         barriers = exists + 8 * stages * self.warps
-        of_keys = barriers + 16 * buffers
+        of_keys = barriers + 24 * buffers
         keys = shared + buffers * self.buffer_bytes
         return Pipe(
             queries=shared,
@@ -128,6 +138,7 @@ class PrefillHopper(HopperProducer):
             values=keys + stages * self.tile_bytes,
             queries_full=barriers,
             queries_empty=barriers + 8 * buffers,
+            works_full=barriers + 16 * buffers,
             keys_full=of_keys,
             keys_empty=of_keys + 8 * stages,
             values_full=of_keys + 16 * stages,
@@ -145,7 +156,8 @@ class PrefillHopper(HopperProducer):
     @cute.jit
     def init_barriers(self, pipe: Pipe):
         for i in cutlass.range_constexpr(self.query_buffers):
-            hopper.mbarrier_init(pipe.queries_full + 8 * i, 1 if self.query_boxes else PRODUCERS + 1)
+            hopper.mbarrier_init(pipe.queries_full + 8 * i, 1 if self.query_boxes else PRODUCERS)
+            hopper.mbarrier_init(pipe.works_full + 8 * i, 1)
             hopper.mbarrier_init(pipe.queries_empty + 8 * i, 4 * self.consumers)
         for i in cutlass.range_constexpr(self.num_stages):
             hopper.mbarrier_init(pipe.keys_full + 8 * i, self.warps * (33 if self.copied_keys else 1))
@@ -174,7 +186,7 @@ class PrefillHopper(HopperProducer):
     def consume(self, tensors, scalars, pipe: Pipe, warpgroup):
         tid, _, _ = cute.arch.thread_idx()
         lane, warp = tid % 32, cute.arch.make_warp_uniform(tid % 128 // 32)
-        rOut = cute.make_rmem_tensor(self.head_dim // 2, Float32)
+        rOut = cute.make_rmem_tensor(self.output_dims // 2, Float32)
         rMax = cute.make_rmem_tensor(2, Float32)
         rSum = cute.make_rmem_tensor(2, Float32)
         sums = Sums(rOut, rMax, rSum)
@@ -182,35 +194,36 @@ class PrefillHopper(HopperProducer):
         works = Int32(0)
         if warpgroup == self.consumers - 1:
             self.pass_turn(warpgroup)  # the first warpgroup starts
-        hopper.mbarrier_wait(pipe.queries_full, Int32(0))
+        hopper.mbarrier_wait(pipe.works_full, Int32(0))
         work = self.read_work(pipe.works)
         num_tiles = work.num_tiles
         while num_tiles >= 0:
             buffer = works % self.query_buffers
             work = self.read_work(pipe.works + buffer * WORK_BYTES)
-            sQ = pipe.queries + buffer * self.buffer_bytes + warpgroup * self.query_bytes
-            softmax_scale = self.prepare_queries(work, sQ, warpgroup, warp, lane)
-            scaled = work._replace(softmax_scale=softmax_scale)
-            scale = [cutlass.select_(scalars.softcap > 0.0, Float32(1.0), x * LOG2_E) for x in softmax_scale]
+            row = self.first_row(warpgroup)
+            sQ = pipe.queries + buffer * self.buffer_bytes + row // WARPGROUP_ROWS * self.query_bytes
             rOut.fill(0.0)
             rMax.fill(-Float32.inf)
             rSum.fill(0.0)
+            warp_position = work.position + row + warp * 16
+            _, all_last = scores.window(warp_position, scalars, work.held)
+            all_first, _ = scores.window(warp_position + 15, scalars, work.held)
+            visible = Visible(all_first, all_last, work.prefix, Int32(0), warp_position, work.held)
+            hopper.mbarrier_wait(pipe.queries_full + 8 * buffer, works // self.query_buffers & 1)
+            softmax_scale = self.prepare_queries(work, sQ, warpgroup, warp, lane)
+            scaled = work._replace(softmax_scale=softmax_scale)
+            scale = [cutlass.select_(scalars.softcap > 0.0, Float32(1.0), x * LOG2_E) for x in softmax_scale]
             if num_tiles > 0:
-                warp_position = work.position + warpgroup * WARPGROUP_ROWS + warp * 16
-                _, all_last = scores.window(warp_position, scalars, work.held)
-                all_first, _ = scores.window(warp_position + 15, scalars, work.held)
-                visible = Visible(all_first, all_last, work.prefix, Int32(0), warp_position, work.held)
                 self.main_loop(pipe, scalars, scaled, visible, sQ, used, scale, sums, lane)
                 used += num_tiles
-            hopper.named_barrier(1 + warpgroup, 128)
-            row = warpgroup * WARPGROUP_ROWS
+            sOut = self.place_of_output(sQ, warpgroup)
             at_out = OutputRows(block=work.out_block, first_row=work.out_row + row, head=work.head)
             rows = work.rows - row
             if work.partial < 0:
                 at_lane = lane
                 if cutlass.const_expr(self.codes):
                     at_lane = ptx.opaque(lane)  # addresses are computed here, and take no registers in the main loop
-                self.epilogue(tensors, scalars, work.v_scale, sums, scale, sQ, rows, at_out, warp, at_lane)
+                self.epilogue(tensors, scalars, work.v_scale, sums, scale, sOut, rows, at_out, warp, at_lane)
             else:
                 self.store_partial(tensors, work, sums, scale, row + 16 * warp, lane)
             if cutlass.const_expr(self.query_boxes):
@@ -219,11 +232,21 @@ class PrefillHopper(HopperProducer):
             self.release(pipe.queries_empty, buffer, lane)
             works += 1
             buffer = works % self.query_buffers
-            hopper.mbarrier_wait(pipe.queries_full + 8 * buffer, works // self.query_buffers & 1)
+            hopper.mbarrier_wait(pipe.works_full + 8 * buffer, works // self.query_buffers & 1)
             num_tiles = Int32(ptx.load_shared(pipe.works + buffer * WORK_BYTES, 1)[0])
             num_tiles = cute.arch.make_warp_uniform(num_tiles)
         if warpgroup == 0:
             self.take_turn(warpgroup)  # which the last warpgroup has passed on
+
+    def first_row(self, warpgroup):
+        """Of a consumer warpgroup, in its thread block."""
+        return warpgroup * WARPGROUP_ROWS
+
+    @cute.jit
+    def place_of_output(self, sQ: Int32, warpgroup) -> Int32:
+        """Where a warpgroup writes its results: over its queries, when it has read them."""
+        hopper.named_barrier(1 + warpgroup, 128)
+        return sQ
 
     @cute.jit
     def store_partial(self, tensors, work: Work, sums: Sums, scale, first_row, lane):
@@ -239,15 +262,16 @@ class PrefillHopper(HopperProducer):
             factor = cutlass.select_(total == 0.0, Float32(0.0), work.v_scale / total)
             row = first_row + g + 8 * r
             at = (Int64(work.partial) * mQ.shape[1] + work.out_row + row) * mQ.shape[2] + work.head
-            to = tensors.mPartialOut.iterator.toint() + 4 * at * mQ.shape[3]
+            dim = self.first_dim()
+            to = tensors.mPartialOut.iterator.toint() + 4 * (at * mQ.shape[3] + dim)
             if row < work.rows:
                 if t == 0:
                     tensors.mPartialLse[at] = (base + ptx.log2_approx(total)) * (1.0 / LOG2_E)
-                self.store_partial_row(to, rOut, r, factor, mQ.shape[3], t)
+                self.store_partial_row(to, rOut, r, factor, mQ.shape[3] - dim, t)
 
     @cute.jit
     def store_partial_row(self, to: Int64, rOut, r: cutlass.Constexpr, factor, head_dim, t):
-        for n in cutlass.range_constexpr(self.head_dim // 8):
+        for n in cutlass.range_constexpr(self.output_dims // 8):
             if 8 * n < head_dim:
                 pair = [ptx.float_as_int(rOut[4 * n + 2 * r + e] * factor) for e in range(2)]
                 ptx.store_global(to + 8 * t + 32 * n, pair)
@@ -328,6 +352,7 @@ class PrefillHopper(HopperProducer):
         hopper.wgmma_wait(0)
         self.order(rScore)
         self.release(pipe.keys_empty, stage, lane)
+        self.complete_scores(pipe, rScore, warpgroup)
         for _ in cutlass.range(rare, unroll=1):
             self.change_scores(pipe, scalars, visible, work, rScore, tile, used, lane)
         self.update_base(rScore, sums, rFactor, scale)
@@ -354,6 +379,7 @@ class PrefillHopper(HopperProducer):
             hopper.wgmma_wait(1)
             self.order(rScore)
             self.release(pipe.keys_empty, stage, lane)
+            self.complete_scores(pipe, rScore, warpgroup)
             for _ in cutlass.range(rare, unroll=1):
                 self.change_scores(pipe, scalars, visible, work, rScore, tile, at, lane)
             self.update_base(rScore, sums, rFactor, scale)
@@ -391,6 +417,10 @@ class PrefillHopper(HopperProducer):
         for _ in cutlass.range(once_if(n < work.num_tiles), unroll=1):
             hopper.mbarrier_wait(pipe.keys_full + 8 * (at % self.num_stages), at // self.num_stages & 1)
             self.fence_copies()
+
+    @cute.jit
+    def complete_scores(self, pipe: Pipe, rScore, warpgroup):
+        """Add what other warpgroups have computed of the scores: here nothing."""
 
     @cute.jit
     def take_turn(self, warpgroup):
@@ -464,7 +494,8 @@ class PrefillHopper(HopperProducer):
     @cute.jit
     def start_output(self, sV: Int32, rP, rOut):
         kind = cutlass.const_expr(numeric.ptx_name(self.product_type))
-        count = cutlass.const_expr(self.head_dim // 2)
+        count = cutlass.const_expr(self.output_dims // 2)
+        sV = sV + self.first_dim() * (self.key_tile * 2)
         of_values = hopper.descriptor(sV, self.block_bytes, self.key_tile * self.block_bytes)
         hopper.wgmma_fence()
         found = [rOut[i] for i in range(count)]
@@ -536,5 +567,5 @@ class PrefillHopper(HopperProducer):
     def rescale(self, rOut, rFactor):
         needed = cute.arch.vote_any_sync(rFactor[0] != 1.0 or rFactor[1] != 1.0)
         for _ in cutlass.range(once_if(needed), unroll=1):
-            for i in cutlass.range_constexpr(self.head_dim // 2):
+            for i in cutlass.range_constexpr(self.output_dims // 2):
                 rOut[i] *= rFactor[i // 2 % 2]

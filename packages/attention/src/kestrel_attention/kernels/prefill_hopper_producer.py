@@ -36,8 +36,9 @@ class Pipe(NamedTuple):
     queries: Int32
     keys: Int32
     values: Int32
-    queries_full: Int32  # also waits for the Work, an arrival of one thread
+    queries_full: Int32
     queries_empty: Int32
+    works_full: Int32  # a Work is there, ahead of its queries: an arrival of one thread
     keys_full: Int32  # also waits for the words of ``exists``, an arrival of each producer warp
     keys_empty: Int32
     values_full: Int32
@@ -204,7 +205,8 @@ class HopperProducer(PrefillBase):
     # -- queries --------------------------------------------------------------------------------------------------
 
     @cute.jit
-    def produce(self, tensors, scalars, pipe: Pipe, row_blocks, batch, first, step, count):
+    def produce(self, tensors, scalars, pipe: Pipe, at: Place, row_blocks, batch, first, step, count):
+        """at: the place of the first work, known ahead of the previous kernel's results."""
         tid, _, _ = cute.arch.thread_idx()
         lane, warp = tid % 32, cute.arch.make_warp_uniform(tid // 32)
         rPage = cute.make_rmem_tensor(1, Int32)
@@ -216,7 +218,6 @@ class HopperProducer(PrefillBase):
             following = index + step
             if scalars.has_counter != 0 and tid == 0:
                 following = ptx.atomic_add(tensors.mNumSplits.iterator.toint(), Int32(1)) + step
-            at = self.place(scalars, row_blocks, tensors.mQ.shape[2], index)
             kv_head = at.head
             if scalars.group_size > 1:
                 kv_head = divide(at.head, scalars.group_size)
@@ -225,17 +226,20 @@ class HopperProducer(PrefillBase):
             work = self.split(tensors, scalars, at, row_blocks, work)
             if work.rows > 0:
                 if work.num_tiles > 0:
-                    self.look_up(rPage, keys, self.tile_at(work, Int32(0)), warp, lane)
+                    loader = warp
+                    if cutlass.const_expr(32 * self.warps < PRODUCERS):
+                        loader = warp % self.warps
+                    self.look_up(rPage, keys, self.tile_at(work, Int32(0)), loader, lane)
                 buffer, parity = works % self.query_buffers, (works // self.query_buffers & 1) ^ 1
                 hopper.mbarrier_wait(pipe.queries_empty + 8 * buffer, parity)
                 to, full = pipe.queries + buffer * self.buffer_bytes, pipe.queries_full + 8 * buffer
+                if tid == 0:
+                    self.write_work(pipe.works + buffer * WORK_BYTES, work)
+                    hopper.mbarrier_arrive(pipe.works_full + 8 * buffer)
                 if cutlass.const_expr(self.query_boxes):
                     if warp == 0:
-                        self.load_query_boxes(pipe, to, full, work, buffer, lane)
+                        self.load_query_boxes(pipe, to, full, work, lane)
                 else:
-                    if tid == 0:
-                        self.write_work(pipe.works + buffer * WORK_BYTES, work)
-                        hopper.mbarrier_arrive(full)
                     self.load_block(tensors.mQ, to, query, work.rows, tid)
                     hopper.mbarrier_arrive_after_copies(full)
                 works += 1
@@ -257,26 +261,24 @@ class HopperProducer(PrefillBase):
                 following = Int32(ptx.load_shared(place, 1)[0])
                 visited += 1
             index = cute.arch.make_warp_uniform(following)
+            at = self.place(scalars, row_blocks, tensors.mQ.shape[2], index)
         buffer, parity = works % self.query_buffers, (works // self.query_buffers & 1) ^ 1
         hopper.mbarrier_wait(pipe.queries_empty + 8 * buffer, parity)
         if tid == 0:
             ptx.store_shared(pipe.works + buffer * WORK_BYTES, [Uint32(0xFFFFFFFF)])
-            hopper.mbarrier_arrive(pipe.queries_full + 8 * buffer)
-        if cutlass.const_expr(not self.query_boxes):
-            hopper.mbarrier_arrive_after_copies(pipe.queries_full + 8 * buffer)
+            hopper.mbarrier_arrive(pipe.works_full + 8 * buffer)
         ptx.cp_async_wait(0)
 
     @cute.jit
-    def load_query_boxes(self, pipe: Pipe, to: Int32, full: Int32, work: Work, buffer, lane):
-        """Publish a work item, and start loading its queries by TMA: a box per column block and consumer warpgroup.
+    def load_query_boxes(self, pipe: Pipe, to: Int32, full: Int32, work: Work, lane):
+        """Start loading queries by TMA: a box per column block and consumer warpgroup.
 
         Rows past the last are those of another sequence, or zeros. Their results are not stored.
         """
         if lane == 0:
-            self.write_work(pipe.works + buffer * WORK_BYTES, work)
             hopper.mbarrier_arrive_expecting(full, Int32(self.buffer_bytes))
         cute.arch.sync_warp()
-        if lane < self.consumers * self.row_blocks:
+        if lane < self.block_rows // WARPGROUP_ROWS * self.row_blocks:
             warpgroup, block = lane // self.row_blocks, lane % self.row_blocks
             row = work.out_row + warpgroup * WARPGROUP_ROWS
             box = (block * (self.block_bytes // self.element_bytes), row, work.head, work.out_block)

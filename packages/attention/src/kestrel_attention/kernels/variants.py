@@ -238,8 +238,11 @@ class HopperPrefillVariant:
     """For calls of many thread blocks: larger blocks, bit-identical results."""
     boxes: bool = False
     """For keys of which each 16 follow one another in memory, so that TMA loads them; bit-identical results."""
-    late: bool = False
     turns: bool = True
+    """Consumer warpgroups start their products in turn, so that one multiplies while another computes weights."""
+    wide: bool = False
+    """Both consumer warpgroups process the same queries, each half of the dims (prefill_hopper_wide.py)."""
+    late: bool = False
     tag: str = ""
     vector_loads: bool = False
     archs: tuple[str, ...] = ("90a",)
@@ -253,17 +256,18 @@ class HopperPrefillVariant:
     @property
     def block_rows(self) -> int:
         """Queries of a thread block."""
-        return 64 * self.consumers
+        return 64 if self.wide else 64 * self.consumers
 
     def kernel(self, arch: str) -> tuple[Any, tuple[Any, ...]]:
         """The kernel object and the arguments to compile it with."""
         from .prefill_hopper import PrefillHopper
+        from .prefill_hopper_wide import PrefillHopperWide
 
-        kernel = PrefillHopper(
+        kernel = (PrefillHopperWide if self.wide else PrefillHopper)(
             dtype=numeric_type(self.dtype),
             head_dim=self.head_dim,
             key_tile=self.key_tile,
-            warps=3 if self.key_tile == 96 else 4,
+            warps=2 if self.wide else 3 if self.key_tile == 96 else 4,
             row_tiles=1,
             num_stages=self.num_stages,
             pdl=supports_pdl(arch),
@@ -422,6 +426,17 @@ PREFILL_HOPPER = tuple(
                 dtype, 256, cache, key_tile=64, query_buffers=1, producer_registers=40, consumer_registers=232
             )
             for cache in ("same", "fp8")
+        ),
+        HopperPrefillVariant(
+            dtype,
+            512,
+            key_tile=64,
+            num_stages=1,
+            query_buffers=1,
+            producer_registers=40,
+            consumer_registers=232,
+            turns=False,
+            wide=True,
         ),
     )
 )
