@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from dataclasses import dataclass
 
 from kestrel_runtime import UnsupportedError
@@ -13,6 +14,8 @@ from .plan import MAX_GRID, MAX_KEYS, MIN_SOFTCAP, MULTIPROCESSORS, UNBOUNDED, p
 
 MAX_SPLITS = 16
 LONG_WAVES = 6  # of blocks of LARGE_BLOCK queries, from which on larger blocks are faster
+LARGER_TILE = 1.28  # the time of a tile of three warpgroups, of two: 1
+OTHER_TILES = 3.0  # the time of the prologue and the epilogue of a work
 COUNTED_WAVES = 4  # from which on blocks take unequal works when they can: a counter is worth a launch that clears it
 GRID_WAVES = 2  # up to this many, a grid of one block per tile is faster than a persistent one
 LARGE_BLOCK = 128  # queries of a thread block of the kernels that are not for short calls
@@ -91,6 +94,9 @@ def plan_prefill(problem: PrefillProblem) -> PrefillPlan:
             variant = prefilling_in_fp8(problem.head_dim, long, boxes)
         if problem.hopper and variant is None:
             variant = prefilling_on_hopper(*case, long, boxes)
+            if limit == 1 and not long and not problem.packed_queries:
+                larger = prefilling_on_hopper(*case, True, boxes)
+                variant = min(variant, larger, key=lambda v: estimated_tiles(problem, v))
         variant = variant or prefilling(*case, short)
     if variant is None:
         raise UnsupportedError(f"no kernel for many queries with heads of {problem.head_dim} over {problem.cache} keys")
@@ -152,6 +158,23 @@ def plan_prefill(problem: PrefillProblem) -> PrefillPlan:
         split_limit=limit,
     )
     return PrefillPlan(variant, scalars, PrefillCombineScalars(block_rows, int(problem.has_sinks)))
+
+
+def estimated_tiles(problem: PrefillProblem, variant: HopperPrefillVariant) -> float:
+    """How long a call takes if each thread block takes the next work when it can, in tiles of two warpgroups."""
+    works = []
+    for first in range(0, problem.max_queries, variant.block_rows):
+        position = problem.max_keys + problem.appended - problem.max_queries + first
+        last = position + min(variant.block_rows, problem.max_queries - first)
+        end = problem.max_keys if not problem.causal else max(min(last, problem.max_keys), problem.prefix_len)
+        start = max(0, position - problem.window_left) if 0 <= problem.window_left < UNBOUNDED else 0
+        works.append(max(1, -(-end // variant.key_tile) - start // variant.key_tile))
+    tile = 1.0 if variant.consumers == 2 else LARGER_TILE
+    busy = [0.0] * MULTIPROCESSORS  # until when
+    for tiles in sorted(works, reverse=True) * problem.batch:
+        for _ in range(problem.heads):
+            heapq.heapreplace(busy, busy[0] + OTHER_TILES + tile * tiles)
+    return max(busy)
 
 
 def split_limit(problem: PrefillProblem) -> int:

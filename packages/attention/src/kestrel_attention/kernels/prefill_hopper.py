@@ -19,7 +19,7 @@ from kestrel_runtime.cute_dsl import hopper, numeric, pdl, ptx
 
 from . import scores
 from .parameters import PrefillScalars, PrefillTensors
-from .prefill_base import OutputRows, Sums, Visible, Work, once_if
+from .prefill_base import OutputRows, Sums, Visible, Work, bits_below, once_if
 from .prefill_hopper_producer import BOX_ROWS, PRODUCERS, WARPGROUP_ROWS, WORK_BYTES, WORK_TYPES, HopperProducer, Pipe
 from .scores import LOG2_E
 
@@ -32,7 +32,8 @@ TURN_BARRIER = 8  # the first of the named barriers for turns, one for each cons
 class PrefillHopper(HopperProducer):
     """One compiled variant."""
 
-    late: bool = False
+    early: bool = False
+    ahead: int = 0
 
     @property
     def weight_exponent(self) -> float:
@@ -348,30 +349,29 @@ class PrefillHopper(HopperProducer):
         self.fence_copies()
         self.start_scores(sQ, pipe.keys + stage * self.tile_bytes, rScore)
         tile = self.tile_at(work, Int32(0))
-        rare = self.changes_scores(pipe, scalars, visible, tile, used, lane)
+        hidden, rare = self.changes_of(pipe, scalars, visible, tile, used, lane)
         hopper.wgmma_wait(0)
         self.order(rScore)
         self.release(pipe.keys_empty, stage, lane)
         self.complete_scores(pipe, rScore, warpgroup)
+        for zero in cutlass.range(hidden, unroll=1):
+            self.hide_last(rScore, visible, scalars, tile * self.key_tile, lane, zero)
         for _ in cutlass.range(rare, unroll=1):
             self.change_scores(pipe, scalars, visible, work, rScore, tile, used, lane)
         self.update_base(rScore, sums, rFactor, scale)
         self.weigh(rScore, sums, rFactor, scale)
         self.pack(rScore, rP)
         n = Int32(1)
-        if cutlass.const_expr(self.late):
-            self.wait_for_next_keys(pipe, work, used, n)
         while n < work.num_tiles:
             last_stage, last_parity = stage, parity
             at = used + n
             stage, parity = at % self.num_stages, at // self.num_stages & 1
-            if cutlass.const_expr(not self.late):
-                hopper.mbarrier_wait(pipe.keys_full + 8 * stage, parity)
-                self.fence_copies()
+            hopper.mbarrier_wait(pipe.keys_full + 8 * stage, parity)
+            self.fence_copies()
             self.take_turn(warpgroup)
             self.start_scores(sQ, pipe.keys + stage * self.tile_bytes, rScore)
             tile = self.tile_at(work, n)
-            rare = self.changes_scores(pipe, scalars, visible, tile, at, lane)
+            hidden, rare = self.changes_of(pipe, scalars, visible, tile, at, lane)
             hopper.mbarrier_wait(pipe.values_full + 8 * last_stage, last_parity)
             self.fence_copies()
             self.start_output(pipe.values + last_stage * self.tile_bytes, rP, rOut)
@@ -380,17 +380,27 @@ class PrefillHopper(HopperProducer):
             self.order(rScore)
             self.release(pipe.keys_empty, stage, lane)
             self.complete_scores(pipe, rScore, warpgroup)
+            for zero in cutlass.range(hidden, unroll=1):
+                self.hide_last(rScore, visible, scalars, tile * self.key_tile, lane, zero)
             for _ in cutlass.range(rare, unroll=1):
                 self.change_scores(pipe, scalars, visible, work, rScore, tile, at, lane)
             self.update_base(rScore, sums, rFactor, scale)
-            if cutlass.const_expr(self.late):
-                self.weigh(rScore, sums, rFactor, scale)
-                self.order(rScore)
-                self.wait_for_next_keys(pipe, work, used, n + 1)
+            if cutlass.const_expr(self.early):
+                needed = cute.arch.vote_any_sync(rFactor[0] != 1.0 or rFactor[1] != 1.0)
+                rTotal = self.first_totals(sums, rFactor)
+                self.weigh_part(rScore, rTotal, sums, scale, 0, self.ahead)
+                if cutlass.const_expr(self.ahead > 0):
+                    self.order(rScore)
+                for _ in cutlass.range(once_if(needed), unroll=1):  # the wait stays behind it, and the largest score
+                    hopper.wgmma_wait(0)
+                    self.order(rOut)
+                    for i in cutlass.range_constexpr(self.output_dims // 2):
+                        rOut[i] *= rFactor[i // 2 % 2]
                 hopper.wgmma_wait(0)
                 self.order(rOut)
                 self.release(pipe.values_empty, last_stage, lane)
-                self.rescale(rOut, rFactor)
+                self.weigh_part(rScore, rTotal, sums, scale, self.ahead, self.key_tile // 8)
+                self.keep_totals(rTotal, sums)
                 self.pack(rScore, rP)
             else:
                 hopper.wgmma_wait(0)
@@ -409,14 +419,6 @@ class PrefillHopper(HopperProducer):
         hopper.wgmma_wait(0)
         self.order(rOut)
         self.release(pipe.values_empty, stage, lane)
-
-    @cute.jit
-    def wait_for_next_keys(self, pipe: Pipe, work: Work, used, n):
-        """Wait for the keys of tile n, if there is one. The loop keeps what follows behind what precedes."""
-        at = used + n
-        for _ in cutlass.range(once_if(n < work.num_tiles), unroll=1):
-            hopper.mbarrier_wait(pipe.keys_full + 8 * (at % self.num_stages), at // self.num_stages & 1)
-            self.fence_copies()
 
     @cute.jit
     def complete_scores(self, pipe: Pipe, rScore, warpgroup):
@@ -447,6 +449,36 @@ class PrefillHopper(HopperProducer):
         unseen = first_key < visible.first or first_key + self.key_tile > visible.last
         unseen = unseen and first_key + self.key_tile > visible.prefix
         return once_if(cute.arch.vote_any_sync(missing or unseen or scalars.softcap > 0.0))
+
+    @cute.jit
+    def changes_of(self, pipe: Pipe, scalars, visible: Visible, tile, at, lane):
+        """What the scores of a tile need, as trip counts of two loops: hide_last, change_scores, or neither.
+
+        As changes_scores. The first hides the last keys of rows alone.
+        """
+        each = cutlass.const_expr(self.loaded_rows)
+        first_key = tile * self.key_tile
+        loader = lane % self.warps
+        exists = ptx.load_shared(pipe.exists + 4 * self.warps * (at % (2 * self.num_stages)) + 4 * loader, 1)[0]
+        held = bits_below(visible.held - first_key - each * loader)
+        unseen = first_key < visible.first or first_key + self.key_tile > visible.last
+        unseen = unseen and first_key + self.key_tile > visible.prefix
+        changed = cute.arch.vote_any_sync(exists != self.all_rows or unseen or scalars.softcap > 0.0)
+        gaps = exists != (held & self.all_rows) or visible.prefix > 0
+        rare = cute.arch.vote_any_sync(gaps or scalars.softcap > 0.0 or scalars.window_left >= 0)
+        return once_if(changed and not rare), once_if(changed and rare)
+
+    @cute.jit
+    def hide_last(self, rScore, visible: Visible, scalars, first_key, lane, zero):
+        """Set the scores of keys behind the last that a row sees to -inf. zero: as in hide()."""
+        g, t = lane // 4, lane % 4
+        for r in cutlass.range_constexpr(2):
+            _, last = scores.window(visible.position + zero + (g + 8 * r), scalars, visible.held)
+            last = last - first_key - 2 * t
+            for n in cutlass.range_constexpr(self.key_tile // 8):
+                for e in cutlass.range_constexpr(2):
+                    i = cutlass.const_expr(4 * n + 2 * r + e)
+                    rScore[i] = cutlass.select_(last > 8 * n + e, rScore[i], -Float32.inf)
 
     @cute.jit
     def change_scores(self, pipe: Pipe, scalars, visible: Visible, work: Work, rScore, tile, at, lane):
@@ -551,17 +583,35 @@ class PrefillHopper(HopperProducer):
     @cute.jit
     def weigh(self, rScore, sums: Sums, rFactor, scale):
         """The second half: scores become weights, and are added to the sums."""
-        rMax, rSum = sums.rMax, sums.rSum
+        rTotal = self.first_totals(sums, rFactor)
+        self.weigh_part(rScore, rTotal, sums, scale, 0, self.key_tile // 8)
+        self.keep_totals(rTotal, sums)
+
+    @cute.jit
+    def first_totals(self, sums: Sums, rFactor):
+        """The sums of weights so far, as two of each row: of even and of odd keys."""
+        rTotal = cute.make_rmem_tensor(4, Float32)
         for r in cutlass.range_constexpr(2):
-            base = -self.log2_unit(rMax[r], scale[r])
-            totals = [rSum[r] * rFactor[r], Float32(0.0)]
-            for n in cutlass.range_constexpr(self.key_tile // 8):
+            rTotal[2 * r] = sums.rSum[r] * rFactor[r]
+            rTotal[2 * r + 1] = Float32(0.0)
+        return rTotal
+
+    @cute.jit
+    def keep_totals(self, rTotal, sums: Sums):
+        for r in cutlass.range_constexpr(2):
+            sums.rSum[r] = rTotal[2 * r] + rTotal[2 * r + 1]
+
+    @cute.jit
+    def weigh_part(self, rScore, rTotal, sums: Sums, scale, first: cutlass.Constexpr, end: cutlass.Constexpr):
+        """Make weights of the scores of some groups of 8 keys, and add them to the totals."""
+        for r in cutlass.range_constexpr(2):
+            base = -self.log2_unit(sums.rMax[r], scale[r])
+            for n in cutlass.range_constexpr(first, end):
                 for e in cutlass.range_constexpr(2):
                     i = cutlass.const_expr(4 * n + 2 * r + e)
                     weight = ptx.exp2_approx(ptx.fma(rScore[i], scale[r], base))
-                    totals[e] += weight
+                    rTotal[2 * r + e] += weight
                     rScore[i] = weight
-            rSum[r] = totals[0] + totals[1]
 
     @cute.jit
     def rescale(self, rOut, rFactor):

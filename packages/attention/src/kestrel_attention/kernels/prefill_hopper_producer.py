@@ -25,6 +25,7 @@ from .prefill_base import Keys, Located, PrefillBase, Work, divide, quotient
 PRODUCERS = 128  # threads
 WARPGROUP_ROWS = 64
 PRODUCER_BARRIER = 7  # a named barrier
+PAST_ALL_SLOTS = 2**30
 
 
 class Pipe(NamedTuple):
@@ -215,6 +216,8 @@ class HopperProducer(PrefillBase):
         index = first
         visited = Int32(0)
         while index < count:
+            if cutlass.const_expr(not self.boxes):  # it takes no registers in between
+                at = self.place(scalars, row_blocks, tensors.mQ.shape[2], index)
             following = index + step
             if scalars.has_counter != 0 and tid == 0:
                 following = ptx.atomic_add(tensors.mNumSplits.iterator.toint(), Int32(1)) + step
@@ -261,7 +264,8 @@ class HopperProducer(PrefillBase):
                 following = Int32(ptx.load_shared(place, 1)[0])
                 visited += 1
             index = cute.arch.make_warp_uniform(following)
-            at = self.place(scalars, row_blocks, tensors.mQ.shape[2], index)
+            if cutlass.const_expr(self.boxes):
+                at = self.place(scalars, row_blocks, tensors.mQ.shape[2], index)
         buffer, parity = works % self.query_buffers, (works // self.query_buffers & 1) ^ 1
         hopper.mbarrier_wait(pipe.queries_empty + 8 * buffer, parity)
         if tid == 0:
@@ -323,7 +327,7 @@ class HopperProducer(PrefillBase):
                 hopper.mbarrier_arrive_after_copies(keys_full)
             hopper.mbarrier_wait(pipe.values_empty + 8 * stage, parity)
             if cutlass.const_expr(self.boxes):
-                if found.exists == self.all_rows:
+                if self.has_zeros(keys, found.exists):
                     self.load_boxes(pipe.value_map, to_values, box, values_full, warp, lane)
                 else:  # zeros for keys that do not exist
                     self.load_rows(keys, to_values, keys.value_base, found.value, found.exists, warp, lane)
@@ -415,12 +419,21 @@ class HopperProducer(PrefillBase):
     def box_of(self, found: Located, kv_head, lane):
         """The coordinates of the lane's box of the warp's keys, whatever tensor it is loaded from.
 
-        Lane l loads column block l % row_boxes of 16 rows.
+        Lane l loads column block l % row_boxes of 16 rows: zeros where the first of them does not exist.
         """
         first = lane // self.row_boxes * BOX_ROWS
         slot = Int32(cute.arch.shuffle_sync(Int32(found.slot), first))
         block = Int32(cute.arch.shuffle_sync(Int32(found.block), first))
+        slot = cutlass.select_((found.exists >> Uint32(first)) & 1 != 0, slot, Int32(PAST_ALL_SLOTS))
         return lane % self.row_boxes * (self.box_bytes // self.stored_bytes), slot, kv_head, block
+
+    @cute.jit
+    def has_zeros(self, keys: Keys, exists: Uint32):
+        """Whether TMA puts zeros in place of keys that do not exist: they fill boxes, or lie past the tensor."""
+        firsts = cutlass.const_expr(sum(1 << i for i in range(0, self.loaded_rows, BOX_ROWS)))
+        fill_boxes = (exists ^ (exists >> (BOX_ROWS - 1))) & firsts == 0
+        past = keys.has_block_table == 0 and keys.first_slot + keys.held >= keys.page_size
+        return fill_boxes or past
 
     @cute.jit
     def load_boxes(self, tensor_map: Int64, to: Int32, box, full: Int32, warp, lane):

@@ -15,7 +15,6 @@ from cutlass import Int32, Int64, Uint32
 
 from kestrel_runtime.cute_dsl import hopper, numeric, ptx
 
-from .constants import BOX_ROWS
 from .prefill_base import Keys, Work, once_if
 from .prefill_hopper import PrefillHopper
 from .prefill_hopper_producer import WARPGROUP_ROWS, Pipe
@@ -136,7 +135,7 @@ class PrefillHopperWide(PrefillHopper):
                     self.store_exists(pipe, at, found.exists, warp)
             if cutlass.const_expr(self.boxes):
                 if cutlass.const_expr(values):
-                    if found.exists == self.all_rows:
+                    if self.has_zeros(keys, found.exists):
                         self.load_boxes(pipe.value_map, to, self.box_of(found, kv_head, lane), full, warp, lane)
                     else:
                         self.load_fenced_rows(keys, to, base, offset, found.exists, full, warp, lane)

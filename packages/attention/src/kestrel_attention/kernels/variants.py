@@ -242,7 +242,8 @@ class HopperPrefillVariant:
     """Consumer warpgroups start their products in turn, so that one multiplies while another computes weights."""
     wide: bool = False
     """Both consumer warpgroups process the same queries, each half of the dims (prefill_hopper_wide.py)."""
-    late: bool = False
+    early: bool = False
+    ahead: int = 0
     tag: str = ""
     vector_loads: bool = False
     archs: tuple[str, ...] = ("90a",)
@@ -267,7 +268,7 @@ class HopperPrefillVariant:
             dtype=numeric_type(self.dtype),
             head_dim=self.head_dim,
             key_tile=self.key_tile,
-            warps=2 if self.wide else 3 if self.key_tile == 96 else 4,
+            warps=2 if self.wide else min(4, self.key_tile // 32) if self.key_tile > 64 else 4,
             row_tiles=1,
             num_stages=self.num_stages,
             pdl=supports_pdl(arch),
@@ -278,7 +279,8 @@ class HopperPrefillVariant:
             consumer_registers=self.consumer_registers,
             boxes=self.boxes,
             turns=self.turns,
-            late=self.late,
+            early=self.early,
+            ahead=self.ahead,
         )
         return kernel, kernel.arguments()
 
@@ -416,16 +418,16 @@ PREFILL_HOPPER = tuple(
         HopperPrefillVariant(
             dtype, 64, consumers=3, num_stages=3, producer_registers=32, consumer_registers=160, long=True
         ),
-        HopperPrefillVariant(dtype, 80),
+        HopperPrefillVariant(dtype, 80, key_tile=96),
         HopperPrefillVariant(dtype, 96),
         HopperPrefillVariant(dtype, 128),
         HopperPrefillVariant(dtype, 64, "fp8"),
         HopperPrefillVariant(dtype, 128, "fp8"),
         *(
             HopperPrefillVariant(
-                dtype, 256, cache, key_tile=64, query_buffers=1, producer_registers=40, consumer_registers=232
+                dtype, 256, cache, key_tile=64, query_buffers=1, producer_registers=registers, consumer_registers=232
             )
-            for cache in ("same", "fp8")
+            for cache, registers in (("same", 48), ("fp8", 40))
         ),
         HopperPrefillVariant(
             dtype,
@@ -443,30 +445,29 @@ PREFILL_HOPPER = tuple(
 
 PREFILL_HOPPER += tuple(replace(v, boxes=True) for v in PREFILL_HOPPER)
 
-_W3 = {"consumers": 3, "producer_registers": 32, "consumer_registers": 160}
-TRIED = (
-    HopperPrefillVariant("bf16", 128, boxes=True, late=True, tag="_l"),
-    HopperPrefillVariant("bf16", 128, boxes=True, key_tile=64, num_stages=3, tag="_w3", **_W3),
-    HopperPrefillVariant("bf16", 128, boxes=True, key_tile=64, num_stages=3, late=True, tag="_w3l", **_W3),
-    HopperPrefillVariant("bf16", 128, boxes=True, key_tile=64, num_stages=3, turns=False, tag="_w3n", **_W3),
-    HopperPrefillVariant("bf16", 128, boxes=True, key_tile=64, num_stages=3, turns=False, late=True, tag="_w3nl", **_W3),
-    HopperPrefillVariant("bf16", 128, key_tile=64, num_stages=3, tag="_w3", **_W3),
-    HopperPrefillVariant("bf16", 128, late=True, tag="_l"),
-    HopperPrefillVariant("bf16", 96, boxes=True, key_tile=64, num_stages=2, tag="_w3", **_W3),
-    HopperPrefillVariant("bf16", 96, boxes=True, key_tile=64, num_stages=2, late=True, tag="_w3l", **_W3),
-    HopperPrefillVariant("bf16", 96, boxes=True, late=True, tag="_l"),
-    HopperPrefillVariant("bf16", 80, boxes=True, key_tile=96, tag="_k96"),
-    HopperPrefillVariant("bf16", 80, boxes=True, late=True, tag="_l"),
-    HopperPrefillVariant("bf16", 80, boxes=True, key_tile=96, tag="_w3", **_W3),
-    HopperPrefillVariant("bf16", 80, boxes=True, key_tile=96, late=True, tag="_w3l", **_W3),
-    HopperPrefillVariant("bf16", 80, boxes=True, key_tile=96, turns=False, tag="_w3n", **_W3),
-    HopperPrefillVariant("bf16", 80, boxes=True, key_tile=96, turns=False, late=True, tag="_w3nl", **_W3),
-    HopperPrefillVariant("bf16", 80, boxes=True, key_tile=64, tag="_w3k64", **_W3),
-    HopperPrefillVariant("bf16", 64, boxes=True, long=True, num_stages=3, late=True, tag="_l", **_W3),
-    HopperPrefillVariant("bf16", 64, long=True, num_stages=3, late=True, tag="_l", **_W3),
-    HopperPrefillVariant("bf16", 64, long=True, num_stages=3, turns=False, tag="_n", **_W3),
-    HopperPrefillVariant("bf16", 64, num_stages=3, late=True, tag="_l"),
-    HopperPrefillVariant("bf16", 64, num_stages=3, turns=False, tag="_n"),
+# Three consumers of keys that cp.async copies would spill.
+PREFILL_HOPPER += tuple(
+    HopperPrefillVariant(
+        dtype, 80, key_tile=96, consumers=3, producer_registers=32, consumer_registers=160, long=True, boxes=True
+    )
+    for dtype in DTYPES
+)
+
+_BY_NAME = {v.name: v for v in PREFILL_HOPPER}
+TRIED = tuple(
+    replace(_BY_NAME["prefill_bf16_same_hopper_" + name], early=True, ahead=ahead, tag=f"_e{ahead}")
+    for name, some in (
+        ("d128_boxes", (0, 4, 8)),
+        ("d128", (0,)),
+        ("d80_boxes", (0,)),
+        ("d80_long_boxes", (0, 3)),
+        ("d64_long_boxes", (0, 4)),
+        ("d64", (0, 4)),
+        ("d64_long", (0,)),
+        ("d96_boxes", (0, 4)),
+        ("d256_boxes", (0, 2)),
+    )
+    for ahead in some
 )
 
 PREFILL_FP8 = (
@@ -545,7 +546,7 @@ def prefilling_on_hopper(
 ) -> HopperPrefillVariant | None:
     """The compiled variant with warpgroup matrix products for a head dimension, or None. long, boxes: see there."""
     fitting = [v for v in PREFILL_HOPPER if v.dtype == dtype and v.cache == cache and v.head_dim >= head_dim]
-    return min(fitting, key=lambda v: (v.head_dim, v.long != long, v.boxes != boxes), default=None)
+    return min(fitting, key=lambda v: (v.head_dim, v.boxes != boxes, v.long != long), default=None)
 
 
 def prefilling_in_fp8(head_dim: int, long: bool = False, boxes: bool = False) -> Fp8PrefillVariant | None:
