@@ -495,6 +495,13 @@ class PrefillBase:
     @cute.jit
     def finish_row(self, tensors, scalars, v_scale, largest, total, scale, sink, to_lse, block, head, row):
         """Store the LSE of a row where ``to_lse``; the factor that makes results of its sums."""
+        base, total, factor = self.factor_of(scalars, v_scale, largest, total, scale, sink)
+        self.store_lse(tensors, base, total, to_lse, block, head, row)
+        return factor
+
+    @cute.jit
+    def factor_of(self, scalars, v_scale, largest, total, scale, sink):
+        """The binary logarithm of the unit of a row's sums, its sum of weights, and the factor that makes results."""
         total += cute.arch.shuffle_sync_bfly(total, 1)
         total += cute.arch.shuffle_sync_bfly(total, 2)
         base = self.log2_unit(largest, scale)
@@ -505,10 +512,13 @@ class PrefillBase:
             share = cutlass.select_(largest == -Float32.inf, Float32(0.0), ptx.exp2_approx(base - highest))
             total = total * share + ptx.exp2_approx(sink - highest)
             base = highest
-        factor = cutlass.select_(total == 0.0, Float32(0.0), v_scale * (share / total))
+        factor = cutlass.select_(total == 0.0, Float32(0.0), v_scale * (share * ptx.rcp_approx(total)))
+        return base, total, factor
+
+    @cute.jit
+    def store_lse(self, tensors, base, total, to_lse, block, head, row):
         if to_lse:
             tensors.mLse[block, head, row] = (base + ptx.log2_approx(total)) * (1.0 / LOG2_E)
-        return factor
 
     @cute.jit
     def epilogue(
@@ -523,27 +533,21 @@ class PrefillBase:
         dim, row_bytes, units = self.first_dim(), self.output_dims * 2, self.output_dims // 8
         shared = shared + warp * (self.warp_rows * row_bytes)
         sink = self.sink_of(tensors, scalars, head)
-        for r in cutlass.range_constexpr(2 * self.row_tiles):
-            row = g + 8 * r
-            warp_row = warp * self.warp_rows + row
-            to_lse = t == 0 and warp_row < rows
-            factor = self.finish_row(
-                tensors,
-                scalars,
-                v_scale,
-                rMax[r],
-                rSum[r],
-                scale[r % 2],
-                sink,
-                to_lse,
-                block,
-                head,
-                first_row + warp_row,
-            )
-            for n in cutlass.range_constexpr(units):
-                at = cutlass.const_expr(4 * (r // 2 * units + n) + r % 2 * 2)
-                word = ptx.pack_f32x2(rOut[at] * factor, rOut[at + 1] * factor, kind)
-                ptx.store_shared(shared + row * row_bytes + (n ^ self.swizzle(row)) * 16 + 4 * t, [word])
+        together = cutlass.const_expr(2 if self.row_tiles == 1 else 1)  # rows, as registers allow
+        for first in cutlass.range_constexpr(0, 2 * self.row_tiles, together):
+            found = []
+            for r in cutlass.range_constexpr(first, first + together):
+                found.append(self.factor_of(scalars, v_scale, rMax[r], rSum[r], scale[r % 2], sink))
+            for r in cutlass.range_constexpr(first, first + together):
+                row, factor = g + 8 * r, found[r - first][2]
+                for n in cutlass.range_constexpr(units):
+                    at = cutlass.const_expr(4 * (r // 2 * units + n) + r % 2 * 2)
+                    word = ptx.pack_f32x2(rOut[at] * factor, rOut[at + 1] * factor, kind)
+                    ptx.store_shared(shared + row * row_bytes + (n ^ self.swizzle(row)) * 16 + 4 * t, [word])
+            for r in cutlass.range_constexpr(first, first + together):
+                base, total, _ = found[r - first]
+                warp_row = warp * self.warp_rows + g + 8 * r
+                self.store_lse(tensors, base, total, t == 0 and warp_row < rows, block, head, first_row + warp_row)
         cute.arch.sync_warp()
         base_row = Int64(block) * mOut.stride[0] + Int64(head) * mOut.stride[2]
         count = cutlass.const_expr(self.warp_rows * units)
