@@ -201,10 +201,6 @@ class PrefillScalars(NamedTuple):
     page_shift: i32
     group_size: i32  # query heads of a KV head
     section_heads: i32  # query heads that run together, so that their keys and values stay in L2
-    section_multiplier: u32  # work // works of a section is work * section_multiplier >> section_shift, on Hopper
-    section_shift: i32
-    head_multiplier: u32  # the same for section_heads
-    head_shift: i32
     has_prefix_lens: i32
     prefix_len: i32
     window_left: i32
@@ -221,6 +217,10 @@ class PrefillScalars(NamedTuple):
     has_counter: i32  # a persistent kernel's blocks take the next work when they can; without splits
     num_splits: i32  # of a block of rows, at most, that the launch has work for; the portable kernel has one
     split_limit: i32  # splits of a block of rows that sees many keys
+    section_multiplier: u32  # work // works of a section is work * section_multiplier >> section_shift, on Hopper
+    section_shift: i32
+    head_multiplier: u32  # the same for section_heads
+    head_shift: i32
 
 
 class PrefillCombineTensors(NamedTuple):

@@ -495,13 +495,14 @@ class PrefillBase:
     @cute.jit
     def finish_row(self, tensors, scalars, v_scale, largest, total, scale, sink, to_lse, block, head, row):
         """Store the LSE of a row where ``to_lse``; the factor that makes results of its sums."""
-        base, total, factor = self.factor_of(scalars, v_scale, largest, total, scale, sink)
+        base, total, share = self.totals_of(scalars, largest, total, scale, sink)
+        factor = cutlass.select_(total == 0.0, Float32(0.0), v_scale * (share / total))
         self.store_lse(tensors, base, total, to_lse, block, head, row)
         return factor
 
     @cute.jit
-    def factor_of(self, scalars, v_scale, largest, total, scale, sink):
-        """The binary logarithm of the unit of a row's sums, its sum of weights, and the factor that makes results."""
+    def totals_of(self, scalars, largest, total, scale, sink):
+        """Of a row: the binary logarithm of the unit of its weights, their sum with the sink, and the unit's change."""
         total += cute.arch.shuffle_sync_bfly(total, 1)
         total += cute.arch.shuffle_sync_bfly(total, 2)
         base = self.log2_unit(largest, scale)
@@ -512,8 +513,7 @@ class PrefillBase:
             share = cutlass.select_(largest == -Float32.inf, Float32(0.0), ptx.exp2_approx(base - highest))
             total = total * share + ptx.exp2_approx(sink - highest)
             base = highest
-        factor = cutlass.select_(total == 0.0, Float32(0.0), v_scale * (share * ptx.rcp_approx(total)))
-        return base, total, factor
+        return base, total, share
 
     @cute.jit
     def store_lse(self, tensors, base, total, to_lse, block, head, row):
@@ -521,33 +521,41 @@ class PrefillBase:
             tensors.mLse[block, head, row] = (base + ptx.log2_approx(total)) * (1.0 / LOG2_E)
 
     @cute.jit
+    def normalise(
+        self, tensors, scalars, v_scale, sums: Sums, scale, shared: Int32, rows, at_out: OutputRows, warp, lane
+    ):
+        """Store the LSE and, in shared memory, the normalised rows of a warp."""
+        sink = self.sink_of(tensors, scalars, at_out.head)
+        for r in cutlass.range_constexpr(2 * self.row_tiles):
+            warp_row = warp * self.warp_rows + lane // 4 + 8 * r
+            to_lse = lane % 4 == 0 and warp_row < rows
+            row, largest, total = at_out.first_row + warp_row, sums.rMax[r], sums.rSum[r]
+            at = (to_lse, at_out.block, at_out.head, row)
+            factor = self.finish_row(tensors, scalars, v_scale, largest, total, scale[r % 2], sink, *at)
+            self.store_row(sums.rOut, r, factor, shared, lane)
+
+    @cute.jit
+    def store_row(self, rOut, r: cutlass.Constexpr, factor, shared: Int32, lane):
+        """Store a lane's part of its row g + 8 r in shared memory, times a factor."""
+        kind = cutlass.const_expr(numeric.ptx_name(self.dtype))
+        units = cutlass.const_expr(self.output_dims // 8)
+        row = lane // 4 + 8 * r
+        for n in cutlass.range_constexpr(units):
+            at = cutlass.const_expr(4 * (r // 2 * units + n) + r % 2 * 2)
+            word = ptx.pack_f32x2(rOut[at] * factor, rOut[at + 1] * factor, kind)
+            to = shared + row * (2 * self.output_dims) + (n ^ self.swizzle(row)) * 16 + 4 * (lane % 4)
+            ptx.store_shared(to, [word])
+
+    @cute.jit
     def epilogue(
         self, tensors, scalars, v_scale, sums: Sums, scale, shared: Int32, rows, at_out: OutputRows, warp, lane
     ):
         """Store the LSE and, through shared memory, the normalised rows. scale: of rows g and g + 8."""
-        rOut, rMax, rSum = sums
-        kind = cutlass.const_expr(numeric.ptx_name(self.dtype))
         mOut = tensors.mOut
         block, first_row, head = at_out.block, at_out.first_row, at_out.head
-        g, t = lane // 4, lane % 4
         dim, row_bytes, units = self.first_dim(), self.output_dims * 2, self.output_dims // 8
         shared = shared + warp * (self.warp_rows * row_bytes)
-        sink = self.sink_of(tensors, scalars, head)
-        together = cutlass.const_expr(2 if self.row_tiles == 1 else 1)  # rows, as registers allow
-        for first in cutlass.range_constexpr(0, 2 * self.row_tiles, together):
-            found = []
-            for r in cutlass.range_constexpr(first, first + together):
-                found.append(self.factor_of(scalars, v_scale, rMax[r], rSum[r], scale[r % 2], sink))
-            for r in cutlass.range_constexpr(first, first + together):
-                row, factor = g + 8 * r, found[r - first][2]
-                for n in cutlass.range_constexpr(units):
-                    at = cutlass.const_expr(4 * (r // 2 * units + n) + r % 2 * 2)
-                    word = ptx.pack_f32x2(rOut[at] * factor, rOut[at + 1] * factor, kind)
-                    ptx.store_shared(shared + row * row_bytes + (n ^ self.swizzle(row)) * 16 + 4 * t, [word])
-            for r in cutlass.range_constexpr(first, first + together):
-                base, total, _ = found[r - first]
-                warp_row = warp * self.warp_rows + g + 8 * r
-                self.store_lse(tensors, base, total, t == 0 and warp_row < rows, block, head, first_row + warp_row)
+        self.normalise(tensors, scalars, v_scale, sums, scale, shared, rows, at_out, warp, lane)
         cute.arch.sync_warp()
         base_row = Int64(block) * mOut.stride[0] + Int64(head) * mOut.stride[2]
         count = cutlass.const_expr(self.warp_rows * units)

@@ -250,6 +250,25 @@ class PrefillHopper(HopperProducer):
         return sQ
 
     @cute.jit
+    def normalise(
+        self, tensors, scalars, v_scale, sums: Sums, scale, shared: Int32, rows, at_out: OutputRows, warp, lane
+    ):
+        """Both rows of a lane at once, as they are a chain each; the LSE last, as nothing waits for it."""
+        sink = self.sink_of(tensors, scalars, at_out.head)
+        found = []
+        for r in cutlass.range_constexpr(2):
+            found.append(self.totals_of(scalars, sums.rMax[r], sums.rSum[r], scale[r], sink))
+        for r in cutlass.range_constexpr(2):
+            _, total, share = found[r]
+            factor = cutlass.select_(total == 0.0, Float32(0.0), v_scale * (share * ptx.rcp_approx(total)))
+            self.store_row(sums.rOut, r, factor, shared, lane)
+        for r in cutlass.range_constexpr(2):
+            base, total, _ = found[r]
+            row = warp * self.warp_rows + lane // 4 + 8 * r
+            to_lse = lane % 4 == 0 and row < rows
+            self.store_lse(tensors, base, total, to_lse, at_out.block, at_out.head, at_out.first_row + row)
+
+    @cute.jit
     def store_partial(self, tensors, work: Work, sums: Sums, scale, first_row, lane):
         """Store the normalised rows of a split in float32, and their LSE."""
         rOut, rMax, rSum = sums
