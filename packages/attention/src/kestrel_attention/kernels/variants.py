@@ -457,15 +457,13 @@ _BY_NAME = {v.name: v for v in PREFILL_HOPPER}
 TRIED = tuple(
     replace(_BY_NAME["prefill_bf16_same_hopper_" + name], early=True, ahead=ahead, tag=f"_e{ahead}")
     for name, some in (
-        ("d128_boxes", (0, 4, 8)),
-        ("d128", (0,)),
+        ("d128_boxes", (0, 4)),
         ("d80_boxes", (0,)),
-        ("d80_long_boxes", (0, 3)),
-        ("d64_long_boxes", (0, 4)),
-        ("d64", (0, 4)),
-        ("d64_long", (0,)),
-        ("d96_boxes", (0, 4)),
-        ("d256_boxes", (0, 2)),
+        ("d80_long_boxes", (0,)),
+        ("d64_long_boxes", (0,)),
+        ("d64", (0,)),
+        ("d96_boxes", (0,)),
+        ("d256_boxes", (0,)),
     )
     for ahead in some
 )
