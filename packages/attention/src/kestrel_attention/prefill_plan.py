@@ -94,8 +94,8 @@ def plan_prefill(problem: PrefillProblem) -> PrefillPlan:
             variant = prefilling_in_fp8(problem.head_dim, long, boxes)
         if problem.hopper and variant is None:
             variant = prefilling_on_hopper(*case, long, boxes)
-            if limit == 1 and not long and not problem.packed_queries:
-                larger = prefilling_on_hopper(*case, True, boxes)
+            larger = prefilling_on_hopper(*case, True, boxes)
+            if larger is not variant and limit == 1 and not problem.packed_queries:
                 variant = min(variant, larger, key=lambda v: estimated_tiles(problem, v))
         variant = variant or prefilling(*case, short)
     if variant is None:
