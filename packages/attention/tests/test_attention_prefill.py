@@ -117,8 +117,37 @@ def test_a_head_dimension_takes_the_smallest_kernel_that_holds_it(head_dim, cach
     ("head_dim", "cache"), [(4, "same"), (100, "same"), (512, "same"), (72, "e4m3"), (512, "e5m2")]
 )
 def test_other_head_dimensions_have_no_kernel(head_dim, cache):
-    with pytest.raises(UnsupportedError, match=f"heads of {head_dim}"):
-        plan_prefill(problem(head_dim=head_dim, cache=cache))
+    hopper = head_dim != 512 or cache != "same"
+    for given in ({}, {"hopper": True}) if hopper else ({},):
+        with pytest.raises(UnsupportedError, match=f"heads of {head_dim}"):
+            plan_prefill(problem(head_dim=head_dim, cache=cache, **given))
+
+
+@pytest.mark.parametrize("head_dim", [264, 320, 512])
+@pytest.mark.parametrize("boxes", [False, True])
+def test_hopper_has_a_kernel_for_heads_of_more_than_256(head_dim, boxes):
+    plan = plan_prefill(problem(head_dim=head_dim, hopper=True, has_boxes=boxes))
+    assert (plan.variant.head_dim, plan.variant.wide, plan.variant.boxes) == (512, True, boxes)
+    assert plan.combine.block_rows == plan.variant.block_rows == 64
+
+
+@pytest.mark.parametrize("head_dim", [64, 80])
+@pytest.mark.parametrize(
+    ("batch", "how", "rows"),
+    [
+        (1, {"max_queries": 729, "max_keys": 729, "heads": 16}, 128),  # one wave of both
+        (2, {"max_queries": 729, "max_keys": 729, "heads": 16}, 192),  # of 192 queries alone
+        (13, {"max_queries": 729, "max_keys": 729, "heads": 16}, 192),
+    ],
+)
+def test_a_call_takes_the_thread_blocks_that_end_first(head_dim, batch, how, rows):
+    given = {"has_boxes": True, "hopper": True, "kv_heads": how["heads"], "head_dim": head_dim}
+    assert plan_prefill(problem(batch=batch, **given | how)).variant.block_rows == rows
+
+
+def test_packed_sequences_are_of_unknown_lengths():
+    given = {"max_queries": 729, "max_keys": 729, "heads": 16, "kv_heads": 16, "has_boxes": True, "hopper": True}
+    assert plan_prefill(problem(batch=2, packed_queries=True, **given)).variant.block_rows == 128
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
@@ -246,8 +275,10 @@ def test_few_queries_are_split_along_their_keys(how, limit, splits):
 def test_hopper_kernels_fit_registers_and_shared_memory(variant):
     stored = 2 if variant.cache == "same" else 1
     row = -(-variant.head_dim * 2 // 128) * 128  # in column blocks of 128 bytes
-    queries = variant.query_buffers * variant.consumers * 64 * row
+    queries = variant.query_buffers * variant.block_rows * row
     stages = 2 * variant.num_stages * variant.key_tile * row
+    if variant.wide:
+        stages += 2 * 4 * 64 * variant.key_tile  # parts of scores
     codes = 2 * variant.key_tile * variant.head_dim * (2 - stored)
     assert queries + stages + codes + 2048 <= 227 * 1024
     registers = 128 * (variant.producer_registers + variant.consumers * variant.consumer_registers)

@@ -57,7 +57,7 @@ packed_launches: Plans[PrefillLaunch] = Plans()
 
 def _attend(problem: PrefillProblem, like: torch.Tensor) -> Attend:
     """The kernel of a problem. like: the queries, which give device and strides."""
-    device, q_steps = like.device, _steps_are_aligned(like)
+    device, q_steps = like.device, _steps_are_aligned(like) and _are_boxes(like)
     plan = plan_prefill(replace(problem, hopper=USE_HOPPER and _binary.arch(device) == "sm90a"))
     kernel = _binary.kernel(plan.variant, device)
     scalars, batch, codes = plan.scalars, problem.batch, problem.cache != "same"
@@ -119,9 +119,7 @@ def _fields(
         raise UnsupportedError("kernels for many queries cover bf16, fp16 and FP8, with keys of the same dtype or FP8")
     fields = {"heads": q.shape[-2], "kv_heads": k.shape[-2], "head_dim": q.shape[-1], "dtype": dtype, "cache": cache}
     fields["fp8_queries"] = q.element_size() == 1
-    fields["has_boxes"] = all(
-        0 < stride < 2**36 for x in (k, v) for size, stride in zip(x.shape, x.stride(), strict=True) if size > 1
-    )
+    fields["has_boxes"] = all(_are_boxes(x) for x in (k, v))
     for name, scale in scales._asdict().items():
         fields[f"{name}_heads"] = 0 if scale is None else 1 + (scale.shape[0] > 1)
     return fields | scores.of_problem() | {"has_sinks": sinks is not None}
@@ -130,6 +128,11 @@ def _fields(
 def _steps_are_aligned(x: torch.Tensor) -> bool:
     """Whether all rows of x are aligned to 16 bytes if the first is: kernels load so many at once."""
     return not any(stride * x.element_size() & 15 for stride in x.stride()[:-1])
+
+
+def _are_boxes(x: torch.Tensor) -> bool:
+    """Whether TMA can load from x."""
+    return all(0 < stride < 2**36 for size, stride in zip(x.shape, x.stride(), strict=True) if size > 1)
 
 
 def _aligned(x: torch.Tensor, steps_are_aligned: bool) -> torch.Tensor:
