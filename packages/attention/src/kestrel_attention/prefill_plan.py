@@ -14,12 +14,11 @@ from .plan import MAX_GRID, MAX_KEYS, MIN_SOFTCAP, MULTIPROCESSORS, UNBOUNDED, p
 
 MAX_SPLITS = 16
 LONG_WAVES = 6  # of blocks of LARGE_BLOCK queries, from which on larger blocks are faster
-LARGER_TILE = 1.28  # the time of a tile of three warpgroups, of two: 1
-OTHER_TILES = 3.0  # the time of the prologue and the epilogue of a work
+LARGER_TILE = 1.3  # the time of a tile of three warpgroups, of two: 1
+OTHER_TILES = 2.3  # the time of the prologue and the epilogue of a work
 COUNTED_WAVES = 4  # from which on blocks take unequal works when they can: a counter is worth a launch that clears it
 GRID_WAVES = 2  # up to this many, a grid of one block per tile is faster than a persistent one
 LARGE_BLOCK = 128  # queries of a thread block of the kernels that are not for short calls
-WIDE_BLOCK = 64  # of those for heads of more than 256 dims
 SECTION_BYTES = 20 * 2**20  # of keys and values that blocks share in L2 at a time
 MIN_SCALE, MAX_SCALE = 2.0**-126, 2.0**126  # a smaller scale is 0, with which hidden scores would be NaN
 
@@ -184,7 +183,7 @@ def split_limit(problem: PrefillProblem) -> int:
     """
     if not problem.hopper or problem.packed_queries:
         return 1
-    blocks = problem.heads * -(-problem.max_queries // (LARGE_BLOCK if problem.head_dim <= 256 else WIDE_BLOCK))
+    blocks = problem.heads * -(-problem.max_queries // LARGE_BLOCK)
     return max(1, min(MAX_SPLITS, MULTIPROCESSORS // max(1, blocks)))
 
 

@@ -1,7 +1,8 @@
 """The producer warpgroup of prefill_hopper.py: schedules work items, and loads queries, keys and values.
 
-Each warp loads a quarter of a tile: by TMA, in boxes of 16 keys that follow one another in memory, or by cp.async, for
-which lanes look up the rows that they copy. Only cp.async can put zeros in place of values whose keys do not exist.
+Each warp loads its part of a tile: by TMA, in boxes of 16 keys that follow one another in memory, or by cp.async, for
+which lanes look up the rows that they copy. Values whose keys do not exist become zeros: by TMA where these fill boxes
+or lie past the tensor, else by cp.async.
 Copies arrive at mbarriers. FP8 codes are copied to a staging buffer; the thread that copied them converts them,
 exactly, into f16 in a pipeline stage. Long calls of unequal work count the works that are taken.
 """
@@ -135,8 +136,8 @@ class HopperProducer(PrefillBase):
 
     @property
     def query_boxes(self) -> bool:
-        """TMA loads queries. Queries that become f16 for codes are loaded by cp.async."""
-        return not self.codes
+        """TMA loads queries. Those that become f16 for codes, and those of one buffer, come by cp.async."""
+        return not self.codes and self.query_buffers > 1
 
     @property
     def code_barriers(self) -> int:
@@ -282,7 +283,7 @@ class HopperProducer(PrefillBase):
         if lane == 0:
             hopper.mbarrier_arrive_expecting(full, Int32(self.buffer_bytes))
         cute.arch.sync_warp()
-        if lane < self.block_rows // WARPGROUP_ROWS * self.row_blocks:
+        if lane < self.consumers * self.row_blocks:
             warpgroup, block = lane // self.row_blocks, lane % self.row_blocks
             row = work.out_row + warpgroup * WARPGROUP_ROWS
             box = (block * (self.block_bytes // self.element_bytes), row, work.head, work.out_block)
