@@ -50,7 +50,9 @@ class PrefillHopper(HopperProducer):
         if cutlass.const_expr(self.query_boxes):
             maps[0] = self.tensor_map(tensors.mQ, self.block_bytes // self.element_bytes, WARPGROUP_ROWS)
         if cutlass.const_expr(self.boxes):
-            maps[1:] = [self.tensor_map(x, self.box_bytes // self.stored_bytes, BOX_ROWS) for x in (tensors.mK, tensors.mV)]
+            maps[1:] = [
+                self.tensor_map(x, self.box_bytes // self.stored_bytes, BOX_ROWS) for x in (tensors.mK, tensors.mV)
+            ]
         self.kernel(tensors, scalars, *maps, row_blocks, batch, count).launch(
             grid=[cutlass.min(count, scalars.max_blocks), 1, 1],
             block=[self.threads, 1, 1],
