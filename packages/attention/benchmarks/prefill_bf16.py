@@ -42,7 +42,6 @@ TARGETS = {
     "b2 s4096 16/8 d256 p16": 445.0,
     "b2 s4096 16/8 d256 p16 softcap50": 490.0,
     "b1 s8192 16/8 d256 p16 w1024": 235.0,
-    "b1 s4096 16/2 d512 p16": 620.0,
 }
 _dtypes = Dtypes(queries=torch.bfloat16, keys=torch.bfloat16)
 make, traffic, set_bytes = _dtypes.make, _dtypes.traffic, _dtypes.traffic

@@ -36,9 +36,6 @@ def each_kernel(request, monkeypatch):
     """On Hopper every test runs with its kernel, and with the one of all other GPUs."""
     if request.param == "hopper" and torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("this GPU has no kernel of its own")
-    if request.param == "portable" and getattr(request.node, "callspec", None):
-        if request.node.callspec.params.get("size") == 512:
-            pytest.skip("the portable kernel has no such heads")
     monkeypatch.setattr(prefill, "USE_HOPPER", request.param == "hopper")
     for plans in (prefill.dense_launches, prefill.packed_launches, decode.launches):
         plans.clear()
@@ -48,7 +45,7 @@ def each_kernel(request, monkeypatch):
 
 
 DTYPES = [torch.bfloat16, torch.float16]
-SIZES = [64, 72, 80, 96, 128, 192, 256, 512]
+SIZES = [64, 72, 80, 96, 128, 192, 256]
 LENGTHS = [(0, 0), (1, 1), (54, 54), (512, 512), (17, 300), (300, 17), (1, 700), (64, 0), (2048, 2048)]
 
 
@@ -107,7 +104,7 @@ def packed(size: int, dtype: torch.dtype, heads: int = 4, kv_heads: int = 2) -> 
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("size", [64, 80, 128, 256, 512])
+@pytest.mark.parametrize("size", [64, 80, 128, 256])
 def test_packed_sequences_are_those_of_float64(size, dtype, name):
     q, k, v, starts_q, starts_k = packed(size, dtype)
     how = scores(len(LENGTHS), 4)[name]
@@ -138,7 +135,7 @@ def test_dense_batches_are_those_of_float64(size, shape, name):
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("size", SIZES[:-1])
+@pytest.mark.parametrize("size", SIZES)
 def test_the_error_is_that_of_torch(size, dtype, causal):
     torch.manual_seed(0)
     q, k, v = (random(1, 2048, 4, size, dtype=dtype) for _ in range(3))
@@ -161,7 +158,7 @@ def test_query_heads_share_keys(heads):
         assert_exact(out[b], lse[b], exact_attention(q[b], k[b], v[b], causal=True))
 
 
-@pytest.mark.parametrize("size", [72, 128, 512])
+@pytest.mark.parametrize("size", [72, 128])
 def test_slices_of_a_fused_qkv_give_the_bits_of_contiguous_tensors(size):
     torch.manual_seed(0)
     qkv = random(700, 8, size, dtype=torch.bfloat16)  # 4 + 2 + 2 heads
@@ -173,7 +170,7 @@ def test_slices_of_a_fused_qkv_give_the_bits_of_contiguous_tensors(size):
     assert same_bits(flash_attn_varlen_func(*odd, starts, starts, 400, 400, return_lse=True), want)
 
 
-@pytest.mark.parametrize("size", [64, 80, 128, 256, 512])
+@pytest.mark.parametrize("size", [64, 80, 128, 256])
 def test_values_that_arrive_late_are_waited_for(size):
     """A tile that keys do not fill, with values in as many memory pages as there are keys, out of L2."""
     torch.manual_seed(0)
@@ -232,7 +229,7 @@ def test_a_sequence_alone_gives_the_same_bits(size, name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("size", [72, 128, 256, 512])
+@pytest.mark.parametrize("size", [72, 128, 256])
 def test_few_queries_over_many_keys_are_those_of_float64_whatever_the_batch(size, name):
     torch.manual_seed(0)
     lengths, queries = [5000, 0, 300, 2100], 40
@@ -534,12 +531,10 @@ def test_paged_caches_are_those_of_float64(page, holes, name):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("size", [*SIZES, 320])
+@pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("queries", [100, 400])
 def test_pages_of_one_key_give_the_bits_of_dense_keys(queries, size, dtype):
     """The former are copied by cp.async, the latter by TMA where there is a kernel for both."""
-    if size == 320 and not prefill.USE_HOPPER:
-        pytest.skip("the portable kernel has no such heads")
     torch.manual_seed(0)
     q = random(3, queries, 4, size, dtype=dtype)
     k, v = (random(3, 700, 2, size, dtype=dtype) for _ in range(2))

@@ -16,12 +16,11 @@ from .kernels.variants import HopperPrefillVariant, PrefillVariant, prefilling, 
 from .plan import MAX_GRID, MAX_KEYS, MIN_SOFTCAP, MULTIPROCESSORS, UNBOUNDED, page_divisor
 
 LONG_WAVES = 6  # of blocks of LARGE_BLOCK queries, from which on larger blocks are faster
-LARGER_TILE = 1.28  # the time of a tile of three warpgroups, of two: 1
-OTHER_TILES = 3.0  # the time of the prologue and the epilogue of a work
+LARGER_TILE = 1.3  # the time of a tile of three warpgroups, of two: 1
+OTHER_TILES = 2.3  # the time of the prologue and the epilogue of a work
 COUNTED_WAVES = 4  # from which on blocks take unequal works when they can: a counter is worth a launch that clears it
 GRID_WAVES = 2  # up to this many, a grid of one block per tile is faster than a persistent one
 LARGE_BLOCK = SPLIT_ROWS  # queries of a thread block of the kernels that are not for short calls
-WIDE_BLOCK = 64  # of those for heads of more than 256 dims
 SECTION_BYTES = 20 * 2**20  # of keys and values that blocks share in L2 at a time
 MIN_SCALE, MAX_SCALE = 2.0**-126, 2.0**126  # a smaller scale is 0, with which hidden scores would be NaN
 
@@ -164,7 +163,6 @@ def plan_prefill(problem: PrefillProblem) -> PrefillPlan:
         num_splits=splits.most,
         split_limit=splits.limit,
         split_blocks=splits.blocks,
-        split_rows=split_rows_of(problem),
         partials_of_row=splits.partials_of_row,
         partials_of_sequence=splits.partials_of_sequence,
     )
@@ -212,13 +210,12 @@ def splits_of(problem: PrefillProblem, key_tile: int) -> Splits:
     """Splits by the queries and keys of each sequence, whatever its batch. Of packed sequences these are known on the
     device alone, so the launch has work for any lengths, unless every sequence must have as many as the longest."""
     most_of_keys = -(-problem.max_keys // (MIN_SPLIT_TILES * key_tile))
-    split_rows = split_rows_of(problem)
-    row_blocks = max(1, -(-problem.max_queries // split_rows))
+    row_blocks = max(1, -(-problem.max_queries // SPLIT_ROWS))
     if not problem.hopper:
         return UNSPLIT
 
     def limit_of(blocks: int) -> int:
-        return int(prefill_split_limit(blocks * split_rows, problem.heads, split_rows, operator.floordiv, _clamp))
+        return int(prefill_split_limit(blocks * SPLIT_ROWS, problem.heads, operator.floordiv, _clamp))
 
     unknown = (
         problem.packed_queries and problem.batch > 1 and problem.total_queries < problem.batch * problem.max_queries
@@ -229,7 +226,7 @@ def splits_of(problem: PrefillProblem, key_tile: int) -> Splits:
     if not found:
         return UNSPLIT._replace(limit=1 if unknown else limit_of(row_blocks))
     most = max(found.values())
-    of_sequence = max(splits * min(blocks * split_rows, problem.max_queries) for blocks, splits in found.items())
+    of_sequence = max(splits * min(blocks * SPLIT_ROWS, problem.max_queries) for blocks, splits in found.items())
     of_rows = problem.packed_queries and most * problem.total_queries < problem.batch * of_sequence
     return Splits(
         limit=0 if unknown else limit_of(row_blocks),
@@ -239,11 +236,6 @@ def splits_of(problem: PrefillProblem, key_tile: int) -> Splits:
         partials_of_sequence=0 if of_rows else of_sequence,
         partial_rows=most * problem.total_queries if of_rows else problem.batch * of_sequence,
     )
-
-
-def split_rows_of(problem: PrefillProblem) -> int:
-    """Rows of a block of a sequence whose keys are split."""
-    return SPLIT_ROWS if problem.head_dim <= 256 else WIDE_BLOCK
 
 
 def _clamp(x: int, low: int, high: int) -> int:

@@ -219,7 +219,6 @@ class PrefillScalars(NamedTuple):
     num_splits: i32  # of a block of rows, at most, that the launch has work for; the portable kernel has one
     split_limit: i32  # splits of a block of rows that sees many keys; 0: by the queries of its sequence
     split_blocks: i32  # blocks of rows, at most, of a sequence whose keys are split
-    split_rows: i32  # rows of a block of such a sequence
     partials_of_row: i32  # the first partial row of a sequence is this times its first row
     partials_of_sequence: i32  # plus this times its index
     section_multiplier: u32  # work // works of a section is work * section_multiplier >> section_shift, on Hopper
@@ -247,6 +246,5 @@ class PrefillCombineScalars(NamedTuple):
     packed_queries: i32
     max_queries: i32
     split_blocks: i32
-    split_rows: i32
     partials_of_row: i32
     partials_of_sequence: i32

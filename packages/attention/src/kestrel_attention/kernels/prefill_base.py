@@ -143,15 +143,6 @@ class PrefillBase:
         return self.element_bytes * self.head_dim
 
     @property
-    def output_dims(self) -> int:
-        """Dims of the results of a warp."""
-        return self.head_dim
-
-    def first_dim(self):
-        """The first of them."""
-        return 0
-
-    @property
     def query_type(self) -> type[cutlass.Numeric]:
         """Of queries in memory."""
         return self.dtype
@@ -538,12 +529,12 @@ class PrefillBase:
     def store_row(self, rOut, r: cutlass.Constexpr, factor, shared: Int32, lane):
         """Store a lane's part of its row g + 8 r in shared memory, times a factor."""
         kind = cutlass.const_expr(numeric.ptx_name(self.dtype))
-        units = cutlass.const_expr(self.output_dims // 8)
+        units = cutlass.const_expr(self.head_dim // 8)
         row = lane // 4 + 8 * r
         for n in cutlass.range_constexpr(units):
             at = cutlass.const_expr(4 * (r // 2 * units + n) + r % 2 * 2)
             word = ptx.pack_f32x2(rOut[at] * factor, rOut[at + 1] * factor, kind)
-            to = shared + row * (2 * self.output_dims) + (n ^ self.swizzle(row)) * 16 + 4 * (lane % 4)
+            to = shared + row * (2 * self.head_dim) + (n ^ self.swizzle(row)) * 16 + 4 * (lane % 4)
             ptx.store_shared(to, [word])
 
     @cute.jit
@@ -553,7 +544,7 @@ class PrefillBase:
         """Store the LSE and, through shared memory, the normalised rows. scale: of rows g and g + 8."""
         mOut = tensors.mOut
         block, first_row, head = at_out.block, at_out.first_row, at_out.head
-        dim, row_bytes, units = self.first_dim(), self.output_dims * 2, self.output_dims // 8
+        row_bytes, units = self.head_dim * 2, self.head_dim // 8
         shared = shared + warp * (self.warp_rows * row_bytes)
         self.normalise(tensors, scalars, v_scale, sums, scale, shared, rows, at_out, warp, lane)
         cute.arch.sync_warp()
@@ -563,9 +554,9 @@ class PrefillBase:
             index = lane + 32 * i
             row, unit = index // units, index % units
             warp_row = warp * self.warp_rows + row
-            if warp_row < rows and dim + 8 * unit < mOut.shape[3]:
+            if warp_row < rows and 8 * unit < mOut.shape[3]:
                 words = ptx.load_shared(shared + row * row_bytes + (unit ^ self.swizzle(row)) * 16, 4)
-                to = base_row + Int64(first_row + warp_row) * mOut.stride[1] + dim + 8 * unit
+                to = base_row + Int64(first_row + warp_row) * mOut.stride[1] + 8 * unit
                 ptx.store_global(mOut.iterator.toint() + 2 * to, words)
 
 

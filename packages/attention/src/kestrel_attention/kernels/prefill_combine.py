@@ -15,6 +15,7 @@ from cutlass import Float32, Int32, Int64
 
 from kestrel_runtime.cute_dsl import arguments, numeric, parameters, pdl, ptx
 
+from .constants import SPLIT_ROWS
 from .parameters import PrefillCombineScalars, PrefillCombineTensors
 from .prefill_base import divide, queries_of
 from .scores import LOG2_E
@@ -51,7 +52,7 @@ class PrefillCombine:
         num_tensors = cutlass.const_expr(len(PrefillCombineTensors._fields))
         tensors, scalars = PrefillCombineTensors(*given[:num_tensors]), PrefillCombineScalars(*given[num_tensors:-2])
         batch = given[-2]
-        rows = cutlass.min(scalars.max_queries, scalars.split_blocks * scalars.split_rows)
+        rows = cutlass.min(scalars.max_queries, scalars.split_blocks * SPLIT_ROWS)
         items = tensors.mOut.shape[2] * cute.ceil_div(rows, WARPS)
         # Most packed sequences may have no splits, so a thread block looks at all of them.
         sequences = Int32(cutlass.select_(scalars.packed_queries != 0, Int32(1), batch))
@@ -93,8 +94,7 @@ class PrefillCombine:
         mOut, mPartialLse = tensors.mOut, tensors.mPartialLse
         lane = cute.arch.thread_idx()[0] % 32
         heads, head_dim = mOut.shape[2], mOut.shape[3]
-        row_block = divide(row, scalars.split_rows)
-        num_splits = tensors.mNumSplits[(sequence * heads + head) * scalars.split_blocks + row_block]
+        num_splits = tensors.mNumSplits[(sequence * heads + head) * scalars.split_blocks + row // SPLIT_ROWS]
         if num_splits > 1:
             first_row = first_query * scalars.partials_of_row + sequence * scalars.partials_of_sequence + row
             first = Int64(first_row) * heads + head

@@ -32,9 +32,6 @@ TURN_BARRIER = 8  # the first of the named barriers for turns, one for each cons
 class PrefillHopper(HopperProducer):
     """One compiled variant."""
 
-    early: bool = False
-    ahead: int = 0
-
     @property
     def weight_exponent(self) -> float:
         return 7.0 if self.codes else 0.0  # with rescale_slack f16 holds 2^15, and small weights with more bits
@@ -102,10 +99,9 @@ class PrefillHopper(HopperProducer):
             pipe = pipe._replace(key_map=key_map, value_map=value_map)
         if tid == 0:
             self.init_barriers(pipe)
-        if cutlass.const_expr(self.query_boxes or self.boxes):
+        for tensor_map in self.tensor_maps(pipe):
             if tid == 32:
-                for tensor_map in self.tensor_maps(pipe):
-                    hopper.prefetch_tensor_map(tensor_map)
+                hopper.prefetch_tensor_map(tensor_map)
         at = self.place(scalars, row_blocks, tensors.mQ.shape[2], batch, first)
         if cutlass.const_expr(self.pdl):
             pdl.wait()
@@ -189,7 +185,7 @@ class PrefillHopper(HopperProducer):
     def consume(self, tensors, scalars, pipe: Pipe, warpgroup):
         tid, _, _ = cute.arch.thread_idx()
         lane, warp = tid % 32, cute.arch.make_warp_uniform(tid % 128 // 32)
-        rOut = cute.make_rmem_tensor(self.output_dims // 2, Float32)
+        rOut = cute.make_rmem_tensor(self.head_dim // 2, Float32)
         rMax = cute.make_rmem_tensor(2, Float32)
         rSum = cute.make_rmem_tensor(2, Float32)
         sums = Sums(rOut, rMax, rSum)
@@ -203,8 +199,8 @@ class PrefillHopper(HopperProducer):
         while num_tiles >= 0:
             buffer = works % self.query_buffers
             work = self.read_work(pipe.works + buffer * WORK_BYTES)
-            row = self.first_row(warpgroup)
-            sQ = pipe.queries + buffer * self.buffer_bytes + row // WARPGROUP_ROWS * self.query_bytes
+            row = warpgroup * WARPGROUP_ROWS
+            sQ = pipe.queries + buffer * self.buffer_bytes + warpgroup * self.query_bytes
             rOut.fill(0.0)
             rMax.fill(-Float32.inf)
             rSum.fill(0.0)
@@ -219,14 +215,14 @@ class PrefillHopper(HopperProducer):
             if num_tiles > 0:
                 self.main_loop(pipe, scalars, scaled, visible, sQ, used, scale, sums, lane)
                 used += num_tiles
-            sOut = self.place_of_output(sQ, warpgroup)
+            hopper.named_barrier(1 + warpgroup, 128)
             at_out = OutputRows(block=work.out_block, first_row=work.out_row + row, head=work.head)
             rows = work.rows - row
             if work.partial < 0:
                 at_lane = lane
                 if cutlass.const_expr(self.codes):
                     at_lane = ptx.opaque(lane)  # addresses are computed here, and take no registers in the main loop
-                self.epilogue(tensors, scalars, work.v_scale, sums, scale, sOut, rows, at_out, warp, at_lane)
+                self.epilogue(tensors, scalars, work.v_scale, sums, scale, sQ, rows, at_out, warp, at_lane)
             else:
                 self.store_partial(tensors, work, sums, scale, row + 16 * warp, lane)
             if cutlass.const_expr(self.query_boxes):
@@ -240,16 +236,6 @@ class PrefillHopper(HopperProducer):
             num_tiles = cute.arch.make_warp_uniform(num_tiles)
         if warpgroup == 0:
             self.take_turn(warpgroup)  # which the last warpgroup has passed on
-
-    def first_row(self, warpgroup):
-        """Of a consumer warpgroup, in its thread block."""
-        return warpgroup * WARPGROUP_ROWS
-
-    @cute.jit
-    def place_of_output(self, sQ: Int32, warpgroup) -> Int32:
-        """Where a warpgroup writes its results: over its queries, when it has read them."""
-        hopper.named_barrier(1 + warpgroup, 128)
-        return sQ
 
     @cute.jit
     def normalise(
@@ -284,16 +270,15 @@ class PrefillHopper(HopperProducer):
             factor = cutlass.select_(total == 0.0, Float32(0.0), work.v_scale / total)
             row = first_row + g + 8 * r
             at = (Int64(work.partial) + row) * mQ.shape[2] + work.head
-            dim = self.first_dim()
-            to = tensors.mPartialOut.iterator.toint() + 4 * (at * mQ.shape[3] + dim)
+            to = tensors.mPartialOut.iterator.toint() + 4 * at * mQ.shape[3]
             if row < work.rows:
                 if t == 0:
                     tensors.mPartialLse[at] = (base + ptx.log2_approx(total)) * (1.0 / LOG2_E)
-                self.store_partial_row(to, rOut, r, factor, mQ.shape[3] - dim, t)
+                self.store_partial_row(to, rOut, r, factor, mQ.shape[3], t)
 
     @cute.jit
     def store_partial_row(self, to: Int64, rOut, r: cutlass.Constexpr, factor, head_dim, t):
-        for n in cutlass.range_constexpr(self.output_dims // 8):
+        for n in cutlass.range_constexpr(self.head_dim // 8):
             if 8 * n < head_dim:
                 pair = [ptx.float_as_int(rOut[4 * n + 2 * r + e] * factor) for e in range(2)]
                 ptx.store_global(to + 8 * t + 32 * n, pair)
@@ -374,7 +359,6 @@ class PrefillHopper(HopperProducer):
         hopper.wgmma_wait(0)
         self.order(rScore)
         self.release(pipe.keys_empty, stage, lane)
-        self.complete_scores(pipe, rScore, warpgroup)
         for zero in cutlass.range(hidden, unroll=1):
             self.hide_last(rScore, visible, scalars, tile * self.key_tile, lane, zero)
         for _ in cutlass.range(rare, unroll=1):
@@ -400,39 +384,20 @@ class PrefillHopper(HopperProducer):
             hopper.wgmma_wait(1)
             self.order(rScore)
             self.release(pipe.keys_empty, stage, lane)
-            self.complete_scores(pipe, rScore, warpgroup)
             for zero in cutlass.range(hidden, unroll=1):
                 self.hide_last(rScore, visible, scalars, tile * self.key_tile, lane, zero)
             for _ in cutlass.range(rare, unroll=1):
                 self.change_scores(pipe, scalars, visible, work, rScore, tile, at, lane)
             self.update_base(rScore, sums, rFactor, scale)
-            if cutlass.const_expr(self.early):
-                needed = cute.arch.vote_any_sync(rFactor[0] != 1.0 or rFactor[1] != 1.0)
-                rTotal = self.first_totals(sums, rFactor)
-                self.weigh_part(rScore, rTotal, sums, scale, 0, self.ahead)
-                if cutlass.const_expr(self.ahead > 0):
-                    self.order(rScore)
-                for _ in cutlass.range(once_if(needed), unroll=1):  # the wait stays behind it, and the largest score
-                    hopper.wgmma_wait(0)
-                    self.order(rOut)
-                    for i in cutlass.range_constexpr(self.output_dims // 2):
-                        rOut[i] *= rFactor[i // 2 % 2]
-                hopper.wgmma_wait(0)
-                self.order(rOut)
-                self.release(pipe.values_empty, last_stage, lane)
-                self.weigh_part(rScore, rTotal, sums, scale, self.ahead, self.key_tile // 8)
-                self.keep_totals(rTotal, sums)
-                self.pack(rScore, rP)
-            else:
-                hopper.wgmma_wait(0)
-                self.order(rOut)
-                self.release(pipe.values_empty, last_stage, lane)
-                if cutlass.const_expr(self.head_dim > 128):
-                    self.rescale(rOut, rFactor)
-                self.weigh(rScore, sums, rFactor, scale)
-                self.pack(rScore, rP)
-                if cutlass.const_expr(self.head_dim <= 128):
-                    self.rescale(rOut, rFactor)
+            hopper.wgmma_wait(0)
+            self.order(rOut)
+            self.release(pipe.values_empty, last_stage, lane)
+            if cutlass.const_expr(self.head_dim > 128):
+                self.rescale(rOut, rFactor)
+            self.weigh(rScore, sums, rFactor, scale)
+            self.pack(rScore, rP)
+            if cutlass.const_expr(self.head_dim <= 128):
+                self.rescale(rOut, rFactor)
             n += 1
         hopper.mbarrier_wait(pipe.values_full + 8 * stage, parity)
         self.fence_copies()
@@ -440,10 +405,6 @@ class PrefillHopper(HopperProducer):
         hopper.wgmma_wait(0)
         self.order(rOut)
         self.release(pipe.values_empty, stage, lane)
-
-    @cute.jit
-    def complete_scores(self, pipe: Pipe, rScore, warpgroup):
-        """Add what other warpgroups have computed of the scores: here nothing."""
 
     @cute.jit
     def take_turn(self, warpgroup):
@@ -459,23 +420,10 @@ class PrefillHopper(HopperProducer):
             hopper.named_barrier_arrive(TURN_BARRIER + following, 256)
 
     @cute.jit
-    def changes_scores(self, pipe: Pipe, scalars, visible: Visible, tile, at, lane) -> Int32:
-        """1 where the scores of a tile are capped or some are hidden, else 0: the trip count of a loop.
-
-        Needs the full keys, not their scores. The vote keeps the compiler from computing it behind the scores.
-        """
-        exists = pipe.exists + 4 * self.warps * (at % (2 * self.num_stages))
-        missing = ptx.load_shared(exists + 4 * (lane % self.warps), 1)[0] != self.all_rows
-        first_key = tile * self.key_tile
-        unseen = first_key < visible.first or first_key + self.key_tile > visible.last
-        unseen = unseen and first_key + self.key_tile > visible.prefix
-        return once_if(cute.arch.vote_any_sync(missing or unseen or scalars.softcap > 0.0))
-
-    @cute.jit
     def changes_of(self, pipe: Pipe, scalars, visible: Visible, tile, at, lane):
         """What the scores of a tile need, as trip counts of two loops: hide_last, change_scores, or neither.
 
-        As changes_scores. The first hides the last keys of rows alone.
+        It needs the full keys, not their scores. The votes keep the compiler from computing it behind the scores.
         """
         each = cutlass.const_expr(self.loaded_rows)
         first_key = tile * self.key_tile
@@ -547,8 +495,7 @@ class PrefillHopper(HopperProducer):
     @cute.jit
     def start_output(self, sV: Int32, rP, rOut):
         kind = cutlass.const_expr(numeric.ptx_name(self.product_type))
-        count = cutlass.const_expr(self.output_dims // 2)
-        sV = sV + self.first_dim() * (self.key_tile * 2)
+        count = cutlass.const_expr(self.head_dim // 2)
         of_values = hopper.descriptor(sV, self.block_bytes, self.key_tile * self.block_bytes)
         hopper.wgmma_fence()
         found = [rOut[i] for i in range(count)]
@@ -604,39 +551,21 @@ class PrefillHopper(HopperProducer):
     @cute.jit
     def weigh(self, rScore, sums: Sums, rFactor, scale):
         """The second half: scores become weights, and are added to the sums."""
-        rTotal = self.first_totals(sums, rFactor)
-        self.weigh_part(rScore, rTotal, sums, scale, 0, self.key_tile // 8)
-        self.keep_totals(rTotal, sums)
-
-    @cute.jit
-    def first_totals(self, sums: Sums, rFactor):
-        """The sums of weights so far, as two of each row: of even and of odd keys."""
-        rTotal = cute.make_rmem_tensor(4, Float32)
+        rMax, rSum = sums.rMax, sums.rSum
         for r in cutlass.range_constexpr(2):
-            rTotal[2 * r] = sums.rSum[r] * rFactor[r]
-            rTotal[2 * r + 1] = Float32(0.0)
-        return rTotal
-
-    @cute.jit
-    def keep_totals(self, rTotal, sums: Sums):
-        for r in cutlass.range_constexpr(2):
-            sums.rSum[r] = rTotal[2 * r] + rTotal[2 * r + 1]
-
-    @cute.jit
-    def weigh_part(self, rScore, rTotal, sums: Sums, scale, first: cutlass.Constexpr, end: cutlass.Constexpr):
-        """Make weights of the scores of some groups of 8 keys, and add them to the totals."""
-        for r in cutlass.range_constexpr(2):
-            base = -self.log2_unit(sums.rMax[r], scale[r])
-            for n in cutlass.range_constexpr(first, end):
+            base = -self.log2_unit(rMax[r], scale[r])
+            totals = [rSum[r] * rFactor[r], Float32(0.0)]
+            for n in cutlass.range_constexpr(self.key_tile // 8):
                 for e in cutlass.range_constexpr(2):
                     i = cutlass.const_expr(4 * n + 2 * r + e)
                     weight = ptx.exp2_approx(ptx.fma(rScore[i], scale[r], base))
-                    rTotal[2 * r + e] += weight
+                    totals[e] += weight
                     rScore[i] = weight
+            rSum[r] = totals[0] + totals[1]
 
     @cute.jit
     def rescale(self, rOut, rFactor):
         needed = cute.arch.vote_any_sync(rFactor[0] != 1.0 or rFactor[1] != 1.0)
         for _ in cutlass.range(once_if(needed), unroll=1):
-            for i in cutlass.range_constexpr(self.output_dims // 2):
+            for i in cutlass.range_constexpr(self.head_dim // 2):
                 rOut[i] *= rFactor[i // 2 % 2]

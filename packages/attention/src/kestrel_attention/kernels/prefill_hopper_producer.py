@@ -1,7 +1,8 @@
 """The producer warpgroup of prefill_hopper.py: schedules work items, and loads queries, keys and values.
 
-Each warp loads a quarter of a tile: by TMA, in boxes of 16 keys that follow one another in memory, or by cp.async, for
-which lanes look up the rows that they copy. Only cp.async can put zeros in place of values whose keys do not exist.
+Each warp loads its part of a tile: by TMA, in boxes of 16 keys that follow one another in memory, or by cp.async, for
+which lanes look up the rows that they copy. Values whose keys do not exist become zeros: by TMA where these fill boxes
+or lie past the tensor, else by cp.async.
 Copies arrive at mbarriers. FP8 codes are copied to a staging buffer; the thread that copied them converts them,
 exactly, into f16 in a pipeline stage. Long calls of unequal work count the works that are taken.
 """
@@ -86,11 +87,6 @@ class HopperProducer(PrefillBase):
         return WARPGROUP_ROWS * self.consumers
 
     @property
-    def split_rows(self) -> int:
-        """Rows of a block of a sequence whose keys are split."""
-        return min(SPLIT_ROWS, self.block_rows)
-
-    @property
     def block_bytes(self) -> int:
         """Bytes of a row of a column block."""
         return max(width for width in (32, 64, 128) if width <= self.row_bytes)
@@ -141,8 +137,8 @@ class HopperProducer(PrefillBase):
 
     @property
     def query_boxes(self) -> bool:
-        """TMA loads queries. Queries that become f16 for codes are loaded by cp.async."""
-        return not self.codes
+        """TMA loads queries. Those that become f16 for codes, and those of one buffer, come by cp.async."""
+        return not self.codes and self.query_buffers > 1
 
     @property
     def code_barriers(self) -> int:
@@ -200,7 +196,7 @@ class HopperProducer(PrefillBase):
         """The most splits of the blocks of rows of a sequence."""
         limit = scalars.split_limit
         if limit == 0:
-            limit = prefill_split_limit(cutlass.max(num_queries, 1), heads, self.split_rows, divide, clamp)
+            limit = prefill_split_limit(cutlass.max(num_queries, 1), heads, divide, clamp)
         return limit
 
     @cute.jit
@@ -253,8 +249,8 @@ class HopperProducer(PrefillBase):
             first_query, num_queries = queries_of(tensors.mStartQ, tensors.mQ, scalars, at.sequence)
             limit = self.split_limit(scalars, num_queries, tensors.mQ.shape[2])
             block_rows = Int32(self.block_rows)
-            if cutlass.const_expr(self.block_rows > self.split_rows):  # bits of splits depend on the rows of a block
-                block_rows = cutlass.select_(limit > 1, Int32(self.split_rows), block_rows)
+            if cutlass.const_expr(self.block_rows > SPLIT_ROWS):  # bits of splits depend on the rows of a block
+                block_rows = cutlass.select_(limit > 1, Int32(SPLIT_ROWS), block_rows)
             first_row = at.row_block * block_rows
             kv_head = at.head
             if scalars.group_size > 1:
@@ -320,7 +316,7 @@ class HopperProducer(PrefillBase):
         if lane == 0:
             hopper.mbarrier_arrive_expecting(full, Int32(self.buffer_bytes))
         cute.arch.sync_warp()
-        if lane < self.block_rows // WARPGROUP_ROWS * self.row_blocks:
+        if lane < self.consumers * self.row_blocks:
             warpgroup, block = lane // self.row_blocks, lane % self.row_blocks
             row = work.out_row + warpgroup * WARPGROUP_ROWS
             box = (block * (self.block_bytes // self.element_bytes), row, work.head, work.out_block)

@@ -238,13 +238,6 @@ class HopperPrefillVariant:
     """For calls of many thread blocks: larger blocks, bit-identical results."""
     boxes: bool = False
     """For keys of which each 16 follow one another in memory, so that TMA loads them; bit-identical results."""
-    turns: bool = True
-    """Consumer warpgroups start their products in turn, so that one multiplies while another computes weights."""
-    wide: bool = False
-    """Both consumer warpgroups process the same queries, each half of the dims (prefill_hopper_wide.py)."""
-    early: bool = False
-    ahead: int = 0
-    tag: str = ""
     vector_loads: bool = False
     archs: tuple[str, ...] = ("90a",)
     """Architectures that the kernel is compiled for."""
@@ -252,23 +245,22 @@ class HopperPrefillVariant:
     @property
     def name(self) -> str:
         long, boxes = "_long" if self.long else "", "_boxes" if self.boxes else ""
-        return f"prefill_{self.dtype}_{self.cache}_hopper_d{self.head_dim}{long}{boxes}{self.tag}"
+        return f"prefill_{self.dtype}_{self.cache}_hopper_d{self.head_dim}{long}{boxes}"
 
     @property
     def block_rows(self) -> int:
         """Queries of a thread block."""
-        return 64 if self.wide else 64 * self.consumers
+        return 64 * self.consumers
 
     def kernel(self, arch: str) -> tuple[Any, tuple[Any, ...]]:
         """The kernel object and the arguments to compile it with."""
         from .prefill_hopper import PrefillHopper
-        from .prefill_hopper_wide import PrefillHopperWide
 
-        kernel = (PrefillHopperWide if self.wide else PrefillHopper)(
+        kernel = PrefillHopper(
             dtype=numeric_type(self.dtype),
             head_dim=self.head_dim,
             key_tile=self.key_tile,
-            warps=2 if self.wide else min(4, self.key_tile // 32) if self.key_tile > 64 else 4,
+            warps=3 if self.key_tile == 96 else 4,
             row_tiles=1,
             num_stages=self.num_stages,
             pdl=supports_pdl(arch),
@@ -278,9 +270,7 @@ class HopperPrefillVariant:
             producer_registers=self.producer_registers,
             consumer_registers=self.consumer_registers,
             boxes=self.boxes,
-            turns=self.turns,
-            early=self.early,
-            ahead=self.ahead,
+            turns=True,
         )
         return kernel, kernel.arguments()
 
@@ -425,20 +415,9 @@ PREFILL_HOPPER = tuple(
         HopperPrefillVariant(dtype, 128, "fp8"),
         *(
             HopperPrefillVariant(
-                dtype, 256, cache, key_tile=64, query_buffers=1, producer_registers=registers, consumer_registers=232
+                dtype, 256, cache, key_tile=64, query_buffers=1, producer_registers=40, consumer_registers=232
             )
-            for cache, registers in (("same", 48), ("fp8", 40))
-        ),
-        HopperPrefillVariant(
-            dtype,
-            512,
-            key_tile=64,
-            num_stages=1,
-            query_buffers=1,
-            producer_registers=48,
-            consumer_registers=232,
-            turns=False,
-            wide=True,
+            for cache in ("same", "fp8")
         ),
     )
 )
@@ -451,21 +430,6 @@ PREFILL_HOPPER += tuple(
         dtype, 80, key_tile=96, consumers=3, producer_registers=32, consumer_registers=160, long=True, boxes=True
     )
     for dtype in DTYPES
-)
-
-_BY_NAME = {v.name: v for v in PREFILL_HOPPER}
-TRIED = tuple(
-    replace(_BY_NAME["prefill_bf16_same_hopper_" + name], early=True, ahead=ahead, tag=f"_e{ahead}")
-    for name, some in (
-        ("d128_boxes", (0, 4)),
-        ("d80_boxes", (0,)),
-        ("d80_long_boxes", (0,)),
-        ("d64_long_boxes", (0,)),
-        ("d64", (0,)),
-        ("d96_boxes", (0,)),
-        ("d256_boxes", (0,)),
-    )
-    for ahead in some
 )
 
 PREFILL_FP8 = (
@@ -510,7 +474,6 @@ VARIANTS: tuple[
     *PREFILL,
     *PREFILL_HOPPER,
     *PREFILL_FP8,
-    *TRIED,
     *(PrefillCombineVariant(dtype) for dtype in DTYPES),
     *(MergeVariant(dtype) for dtype in (*DTYPES, "fp32")),
 )
