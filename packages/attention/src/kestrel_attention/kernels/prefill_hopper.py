@@ -99,10 +99,9 @@ class PrefillHopper(HopperProducer):
             pipe = pipe._replace(key_map=key_map, value_map=value_map)
         if tid == 0:
             self.init_barriers(pipe)
-        if cutlass.const_expr(self.query_boxes or self.boxes):
-            if tid == 32:
-                for tensor_map in self.tensor_maps(pipe):
-                    hopper.prefetch_tensor_map(tensor_map)
+        if tid == 32:
+            for tensor_map in self.tensor_maps(pipe):
+                hopper.prefetch_tensor_map(tensor_map)
         at = self.place(scalars, row_blocks, tensors.mQ.shape[2], first)
         if cutlass.const_expr(self.pdl):
             pdl.wait()
