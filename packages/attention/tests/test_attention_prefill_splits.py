@@ -36,6 +36,28 @@ def test_splits_of_packed_sequences_follow_their_own_lengths(hopper, queries, ma
     assert combine["mStartQ"] is attend["mStartQ"]
 
 
+@pytest.mark.parametrize("queries", [[1, 40], [300, 20], [384, 129, 5], [5000, 4000]])
+def test_kernels_divide_the_indices_of_first_splits_by_multiplication(hopper, queries):
+    """Works of a section: those of its heads, of as many blocks of 128 rows as a sequence may have."""
+    q, k = half(sum(queries), 6, 64), half(2000 * len(queries), 3, 64)
+    starts_q, starts_k = ints(0, *torch.tensor(queries).cumsum(0)), ints(*range(0, len(k) + 1, 2000))
+    packed(
+        q=q,
+        k=k,
+        v=k.clone(),
+        cu_seqlens_q=starts_q,
+        cu_seqlens_k=starts_k,
+        max_seqlen_q=max(queries),
+        max_seqlen_k=2000,
+    )
+    attend = hopper.calls[0][1]
+    section = attend["section_heads"] * max(-(-max(queries) // 128), attend["split_blocks"])
+    for divisor, name in ((section, "section"), (attend["section_heads"], "head")):
+        for index in (0, divisor - 1, divisor, 1000 * divisor - 1, 2**31 - 1):
+            found = index * attend[f"{name}_multiplier"] >> attend[f"{name}_shift"]
+            assert found == index // divisor, (name, index)
+
+
 @pytest.mark.parametrize("batch", [1, 3])
 def test_packed_sequences_of_equal_lengths_are_split_as_dense_ones(hopper, batch):
     starts = {
