@@ -22,7 +22,7 @@ from kestrel_attention.plans import Plans
 
 NAMES = {
     "append": AppendTensors._fields + AppendScalars._fields,
-    "prefill_combine": PrefillCombineTensors._fields + PrefillCombineScalars._fields,
+    "prefill_combine": (*PrefillCombineTensors._fields, *PrefillCombineScalars._fields, "batch"),
     "prefill": (*PrefillTensors._fields, *PrefillScalars._fields, "batch"),
 }
 

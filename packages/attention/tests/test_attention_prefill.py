@@ -10,6 +10,7 @@ import torch
 
 from kestrel_attention import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache, prefill
 from kestrel_attention.arguments import Dense, Packed
+from kestrel_attention.kernels.constants import SPLIT_ROWS
 from kestrel_attention.kernels.variants import (
     PREFILL,
     PREFILL_FP8,
@@ -116,8 +117,30 @@ def test_a_head_dimension_takes_the_smallest_kernel_that_holds_it(head_dim, cach
     ("head_dim", "cache"), [(4, "same"), (100, "same"), (512, "same"), (72, "e4m3"), (512, "e5m2")]
 )
 def test_other_head_dimensions_have_no_kernel(head_dim, cache):
-    with pytest.raises(UnsupportedError, match=f"heads of {head_dim}"):
-        plan_prefill(problem(head_dim=head_dim, cache=cache))
+    for given in ({}, {"hopper": True}):
+        with pytest.raises(UnsupportedError, match=f"heads of {head_dim}"):
+            plan_prefill(problem(head_dim=head_dim, cache=cache, **given))
+
+
+@pytest.mark.parametrize("head_dim", [64, 80])
+@pytest.mark.parametrize(
+    ("batch", "how", "rows"),
+    [
+        (1, {"max_queries": 729, "max_keys": 729, "heads": 16}, 128),  # one wave of both
+        (2, {"max_queries": 729, "max_keys": 729, "heads": 16}, 192),  # of 192 queries alone
+        (13, {"max_queries": 729, "max_keys": 729, "heads": 16}, 192),
+        (1, {"max_queries": 740, "max_keys": 740, "heads": 32, "causal": True}, 128),
+        (1, {"max_queries": 740, "max_keys": 740, "heads": 32, "causal": True, "prefix_len": 730}, 192),
+    ],
+)
+def test_a_call_takes_the_thread_blocks_that_end_first(head_dim, batch, how, rows):
+    given = {"has_boxes": True, "hopper": True, "kv_heads": how["heads"], "head_dim": head_dim}
+    assert plan_prefill(problem(batch=batch, **given | how)).variant.block_rows == rows
+
+
+def test_packed_sequences_are_of_unknown_lengths():
+    given = {"max_queries": 729, "max_keys": 729, "heads": 16, "kv_heads": 16, "has_boxes": True, "hopper": True}
+    assert plan_prefill(problem(batch=2, packed_queries=True, **given)).variant.block_rows == 128
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
@@ -228,7 +251,11 @@ def test_a_batch_of_any_size_is_split_alike(heads):
         ({"heads": 2, "max_queries": 17, "max_keys": 8192}, 16, 16),
         ({"heads": 2, "max_queries": 17, "max_keys": 1000}, 16, 2),
         ({"heads": 2, "max_queries": 17, "max_keys": 1000, "head_dim": 256}, 16, 4),
-        ({"heads": 2, "max_queries": 17, "max_keys": 8192, "packed_queries": True}, 1, 1),
+        ({"heads": 2, "max_queries": 17, "max_keys": 8192, "packed_queries": True, "batch": 3}, 0, 16),
+        ({"heads": 32, "max_queries": 512, "max_keys": 8192, "packed_queries": True, "batch": 3}, 0, 4),
+        ({"heads": 67, "kv_heads": 67, "max_queries": 17, "max_keys": 8192, "packed_queries": True, "batch": 3}, 1, 1),
+        ({"heads": 2, "max_queries": 17, "max_keys": 512, "packed_queries": True, "batch": 3}, 1, 1),
+        ({"heads": 32, "max_queries": 128, "max_keys": 8192, "packed_queries": True, "batch": 1}, 4, 4),
         ({"heads": 2, "max_queries": 17, "max_keys": 8192, "hopper": False}, 1, 1),
     ],
 )
@@ -241,12 +268,13 @@ def test_few_queries_are_split_along_their_keys(how, limit, splits):
 def test_hopper_kernels_fit_registers_and_shared_memory(variant):
     stored = 2 if variant.cache == "same" else 1
     row = -(-variant.head_dim * 2 // 128) * 128  # in column blocks of 128 bytes
-    queries = variant.query_buffers * variant.consumers * 64 * row
+    queries = variant.query_buffers * variant.block_rows * row
     stages = 2 * variant.num_stages * variant.key_tile * row
     codes = 2 * variant.key_tile * variant.head_dim * (2 - stored)
     assert queries + stages + codes + 2048 <= 227 * 1024
-    registers = 128 * (variant.producer_registers + variant.consumers * variant.consumer_registers)
-    assert registers <= 65536
+    registers = variant.producer_registers + variant.consumers * variant.consumer_registers
+    at_launch = 65536 // (128 * (1 + variant.consumers)) // 8 * 8  # of a thread, and all that a block ever has
+    assert registers <= (1 + variant.consumers) * at_launch, "setmaxnreg would wait forever"
 
 
 @pytest.mark.parametrize("variant", PREFILL_FP8, ids=lambda v: v.name)
@@ -290,13 +318,13 @@ def test_calls_at_the_limits_of_32_bit_numbers_and_grids(how, fits):
             plan_prefill(problem(**how))
 
 
-def test_blocks_of_the_combine_kernel_are_those_of_the_kernel_that_split():
+def test_kernels_that_split_dense_keys_have_blocks_of_128_rows():
     for head_dim in range(16, 257, 16):
         for batch, queries, heads in ((1, 40, 2), (300, 128, 2), (5000, 100, 20), (1, 1000, 8)):
             sizes = {"batch": batch, "max_queries": queries, "max_keys": 8192, "heads": heads, "head_dim": head_dim}
             plan = plan_prefill(problem(**sizes, hopper=True))
             assert plan.scalars.num_splits > 1
-            assert plan.combine.block_rows == plan.variant.block_rows
+            assert plan.variant.block_rows == SPLIT_ROWS
 
 
 @pytest.mark.parametrize(

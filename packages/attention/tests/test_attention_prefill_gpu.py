@@ -198,16 +198,17 @@ def test_a_batch_of_any_size_gives_the_same_bits(name):
         assert same_bits(flash_attn_func(q[one], k[one], v[one], **how), tuple(x[one] for x in large))
 
 
-@pytest.mark.parametrize("queries", [200, 700])
-def test_a_batch_that_takes_larger_thread_blocks_gives_the_same_bits(queries):
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("queries", [200, 729])
+@pytest.mark.parametrize("size", [64, 72, 96, 128])
+def test_a_batch_that_takes_larger_thread_blocks_gives_the_same_bits(size, queries, causal):
     torch.manual_seed(0)
-    q, k, v = (random(16, queries, heads, 64, dtype=torch.bfloat16) for heads in (36, 4, 4))
-    how = {"causal": True, "return_lse": True}
+    q, k, v = (random(16, queries, heads, size, dtype=torch.bfloat16) for heads in (36, 4, 4))
+    how = {"causal": causal, "return_lse": True}
     large = flash_attn_func(q, k, v, **how)
-    for b in (0, 15):
-        one = slice(b, b + 1)
-        assert same_bits(flash_attn_func(q[one], k[one], v[one], **how), tuple(x[one] for x in large))
-    assert_exact(large[0][3], large[1][3], exact_attention(q[3], k[3], v[3], causal=True))
+    for some in (slice(0, 1), slice(15, 16), slice(3, 5), slice(4, 8), slice(2, 10)):
+        assert same_bits(flash_attn_func(q[some], k[some], v[some], **how), tuple(x[some] for x in large))
+    assert_exact(large[0][3], large[1][3], exact_attention(q[3], k[3], v[3], causal=causal))
 
 
 @pytest.mark.parametrize("name", ["causal", "window", "prefixes and a window", "soft cap"])
@@ -527,6 +528,23 @@ def test_paged_caches_are_those_of_float64(page, holes, name):
         assert_exact(out[b], lse[b], exact)
         rows = slice(b * queries, (b + 1) * queries)
         assert_exact(packed_out[rows], packed_lse[:, rows], exact)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("queries", [100, 400])
+def test_pages_of_one_key_give_the_bits_of_dense_keys(queries, size, dtype):
+    """The former are copied by cp.async, the latter by TMA where there is a kernel for both."""
+    torch.manual_seed(0)
+    q = random(3, queries, 4, size, dtype=dtype)
+    k, v = (random(3, 700, 2, size, dtype=dtype) for _ in range(2))
+    table = torch.randperm(2100, device="cuda").int().view(3, 700)
+    caches = [torch.empty(2100, 1, 2, size, dtype=dtype, device="cuda") for _ in range(2)]
+    for cache, x in zip(caches, (k, v), strict=True):
+        cache[table.long().flatten(), 0] = x.flatten(0, 1)
+    how = {"causal": True, "return_lse": True}
+    want = flash_attn_func(q, k, v, **how)
+    assert same_bits(flash_attn_with_kvcache(q, *caches, cache_seqlens=ints([700] * 3), block_table=table, **how), want)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

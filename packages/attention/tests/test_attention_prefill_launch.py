@@ -452,7 +452,10 @@ def test_splits_have_scratch_memory_for_every_row_and_are_combined(hopper, with_
     for field in ("mPartialOut", "mPartialLse", "mNumSplits", "mOut", "mLse"):
         assert combine[field] is attend[field], field
     assert (combine["mOut"], combine["mLse"]) == (out, lse)
-    assert (combine["block_rows"], combine["has_sinks"]) == (128, int(with_sinks))
+    assert (combine["has_sinks"], combine["batch"]) == (int(with_sinks), 3)
+    for field in ("packed_queries", "max_queries", "split_blocks", "partials_of_row", "partials_of_sequence"):
+        assert combine[field] == attend[field], field
+    assert (attend["split_blocks"], attend["partials_of_row"], attend["partials_of_sequence"]) == (2, 0, splits * 200)
     if with_sinks:
         assert combine["mSinks"] is attend["mSinks"]
         assert combine["mSinks"].dtype == torch.float32
@@ -485,9 +488,9 @@ def test_a_counter_of_works_starts_at_zero_in_each_call(hopper):
         dense(q=half(1, 6000, 16, 8), k=half(1, 10, 16, 8), v=half(1, 10, 16, 8), causal=True)
     first, second = (given for _, given in hopper.calls)
     assert first["has_counter"] == second["has_counter"] == 1
-    assert first["mNumSplits"].tolist() == second["mNumSplits"].tolist() == [0]
-    assert first["mNumSplits"].data_ptr() != second["mNumSplits"].data_ptr()
-    assert first["mNumSplits"].dtype == torch.int32
+    assert first["mCounter"].tolist() == second["mCounter"].tolist() == [0]
+    assert first["mCounter"].data_ptr() != second["mCounter"].data_ptr()
+    assert first["mCounter"].dtype == torch.int32
 
 
 def test_tests_can_choose_the_portable_kernel_on_hopper(hopper, monkeypatch):

@@ -42,7 +42,7 @@ class Tensors(NamedTuple):
     v_scale: torch.Tensor | None = None
 
 
-_SINKS = Tensors._fields.index("sinks")
+_SINKS, _STARTS = Tensors._fields.index("sinks"), Tensors._fields.index("starts_q")
 Attend = Callable[..., None]
 """(q, k, v, tensors, out, lse, append=None): runs the kernel. All of 4 dimensions as a cache, LSE of 3.
 
@@ -57,15 +57,14 @@ packed_launches: Plans[PrefillLaunch] = Plans()
 
 def _attend(problem: PrefillProblem, like: torch.Tensor) -> Attend:
     """The kernel of a problem. like: the queries, which give device and strides."""
-    device, q_steps = like.device, _steps_are_aligned(like)
+    device, q_steps = like.device, _steps_are_aligned(like) and _are_boxes(like)
     plan = plan_prefill(replace(problem, hopper=USE_HOPPER and _binary.arch(device) == "sm90a"))
     kernel = _binary.kernel(plan.variant, device)
     scalars, batch, codes = plan.scalars, problem.batch, problem.cache != "same"
     fp8_products = isinstance(plan.variant, Fp8PrefillVariant)
-    num_splits, row_blocks = scalars.num_splits, -(-problem.max_queries // plan.combine.block_rows)
-    rows = num_splits * batch * problem.max_queries * problem.heads
+    rows, split_blocks = plan.partial_rows * problem.heads, batch * problem.heads * scalars.split_blocks
     combine = None
-    if num_splits > 1:
+    if scalars.num_splits > 1:
         combine = _binary.kernel(NAMED[f"prefill_combine_{problem.dtype}"], device)
     no_int, no_float = unused(torch.int32, device), unused(torch.float32, device)
     no_table = unused(torch.int32, device, 2)
@@ -96,15 +95,16 @@ def _attend(problem: PrefillProblem, like: torch.Tensor) -> Attend:
         if combine is not None:
             partial_out = torch.empty(rows * problem.head_dim, dtype=torch.float32, device=device)
             partial_lse = torch.empty(rows, dtype=torch.float32, device=device)
-            splits = torch.empty(batch * problem.heads * row_blocks, dtype=torch.int32, device=device)
+            splits = torch.empty(split_blocks, dtype=torch.int32, device=device)
             scratch = (partial_out, partial_lse, splits)
-        elif scalars.has_counter:
-            scratch = (no_float, no_float, torch.zeros(1, dtype=torch.int32, device=device))
+        counter = no_int
+        if scalars.has_counter:
+            counter = torch.zeros(1, dtype=torch.int32, device=device)
         if append is not None:
             append()
-        kernel(q, k, v, *tensors, out, lse, *scratch, *scalars, batch)
+        kernel(q, k, v, *tensors, out, lse, *scratch, counter, *scalars, batch)
         if combine is not None:
-            combine(out, lse, *scratch, tensors[_SINKS], *plan.combine)
+            combine(out, lse, *scratch, tensors[_SINKS], tensors[_STARTS], *plan.combine, batch)
 
     return attend
 
@@ -119,9 +119,7 @@ def _fields(
         raise UnsupportedError("kernels for many queries cover bf16, fp16 and FP8, with keys of the same dtype or FP8")
     fields = {"heads": q.shape[-2], "kv_heads": k.shape[-2], "head_dim": q.shape[-1], "dtype": dtype, "cache": cache}
     fields["fp8_queries"] = q.element_size() == 1
-    fields["has_boxes"] = all(
-        0 < stride < 2**36 for x in (k, v) for size, stride in zip(x.shape, x.stride(), strict=True) if size > 1
-    )
+    fields["has_boxes"] = all(_are_boxes(x) for x in (k, v))
     for name, scale in scales._asdict().items():
         fields[f"{name}_heads"] = 0 if scale is None else 1 + (scale.shape[0] > 1)
     return fields | scores.of_problem() | {"has_sinks": sinks is not None}
@@ -130,6 +128,11 @@ def _fields(
 def _steps_are_aligned(x: torch.Tensor) -> bool:
     """Whether all rows of x are aligned to 16 bytes if the first is: kernels load so many at once."""
     return not any(stride * x.element_size() & 15 for stride in x.stride()[:-1])
+
+
+def _are_boxes(x: torch.Tensor) -> bool:
+    """Whether TMA can load from x."""
+    return all(0 < stride < 2**36 for size, stride in zip(x.shape, x.stride(), strict=True) if size > 1)
 
 
 def _aligned(x: torch.Tensor, steps_are_aligned: bool) -> torch.Tensor:
@@ -214,6 +217,7 @@ def make_packed(key: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, giv
         max_keys=min(given.max_seqlen_k, held),
         page_size=max(1, slots),
         packed_queries=True,
+        total_queries=total,
         key_starts=(2 if paged else 1) if not paged or given.seqused_k is None else 0,
         has_lengths=given.seqused_k is not None,
         has_block_table=paged,
@@ -257,7 +261,7 @@ def make_packed(key: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, giv
 def make_cached(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, new: Sequence[torch.Tensor], given: Cached
 ) -> Launch:
-    """A launch as decode.py makes them, for more queries than it covers. A sequence is not split."""
+    """A launch as decode.py makes them, for more queries than it covers."""
     scales = Scales(None, given.codes.k_scale, given.codes.v_scale)
     batch, queries, heads, _ = q.shape
     page_size, paged = k_cache.shape[1], given.block_table is not None

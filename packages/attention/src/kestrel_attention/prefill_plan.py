@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import heapq
+import operator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from kestrel_runtime import UnsupportedError
 
-from .kernels.constants import BOX_ROWS, MIN_SPLIT_TILES
+from .kernels.constants import BOX_ROWS, MIN_SPLIT_TILES, SPLIT_ROWS
 from .kernels.parameters import PrefillCombineScalars, PrefillScalars
+from .kernels.splits import prefill_split_limit
 from .kernels.variants import HopperPrefillVariant, PrefillVariant, prefilling, prefilling_in_fp8, prefilling_on_hopper
 from .plan import MAX_GRID, MAX_KEYS, MIN_SOFTCAP, MULTIPROCESSORS, UNBOUNDED, page_divisor
 
-MAX_SPLITS = 16
 LONG_WAVES = 6  # of blocks of LARGE_BLOCK queries, from which on larger blocks are faster
+LARGER_TILE = 1.3  # the time of a tile of three warpgroups, of two: 1
+OTHER_TILES = 2.3  # the time of the prologue and the epilogue of a work
 COUNTED_WAVES = 4  # from which on blocks take unequal works when they can: a counter is worth a launch that clears it
 GRID_WAVES = 2  # up to this many, a grid of one block per tile is faster than a persistent one
-LARGE_BLOCK = 128  # queries of a thread block of the kernels that are not for short calls
+LARGE_BLOCK = SPLIT_ROWS  # queries of a thread block of the kernels that are not for short calls
 SECTION_BYTES = 20 * 2**20  # of keys and values that blocks share in L2 at a time
 MIN_SCALE, MAX_SCALE = 2.0**-126, 2.0**126  # a smaller scale is 0, with which hidden scores would be NaN
 
@@ -41,6 +46,8 @@ class PrefillProblem:
     fp8_queries: bool = False
     """Queries of the dtype of the keys. They become bf16 where no kernel computes with them."""
     packed_queries: bool = False
+    total_queries: int = 0
+    """Rows of packed queries."""
     key_starts: int = 0
     """1: keys are packed; 2: cu_seqlens_k gives lengths alone; 0: there is none."""
     has_lengths: bool = False
@@ -73,6 +80,8 @@ class PrefillPlan:
     scalars: PrefillScalars
     combine: PrefillCombineScalars
     """Arguments of the combine kernel, which runs where scalars.num_splits > 1."""
+    partial_rows: int
+    """Rows of all heads of partial results."""
 
 
 def plan_prefill(problem: PrefillProblem) -> PrefillPlan:
@@ -80,16 +89,20 @@ def plan_prefill(problem: PrefillProblem) -> PrefillPlan:
     cache, unit = ("same", 8) if problem.cache == "same" else ("fp8", 16)
     blocks = problem.batch * problem.heads * -(-problem.max_queries // LARGE_BLOCK)
     short = blocks <= 2 * MULTIPROCESSORS
-    limit = split_limit(problem)
     case = problem.dtype, cache, problem.head_dim
     variant: PrefillVariant | HopperPrefillVariant | None = None
     if problem.head_dim % unit == 0:
-        long = limit == 1 and blocks >= LONG_WAVES * MULTIPROCESSORS  # splits depend on the size of a block
+        # Splits depend on the size of a block. Where it is unknown which sequences have some, the kernel chooses it.
+        limit = splits_of(problem, 1).limit
+        long = limit < 2 and blocks >= LONG_WAVES * MULTIPROCESSORS
         boxes = problem.has_boxes and (not problem.has_block_table or problem.page_size % BOX_ROWS == 0)
         if problem.hopper and problem.fp8_queries and problem.cache == "e4m3":
             variant = prefilling_in_fp8(problem.head_dim, long, boxes)
         if problem.hopper and variant is None:
             variant = prefilling_on_hopper(*case, long, boxes)
+            larger = prefilling_on_hopper(*case, True, boxes)
+            if larger is not variant and limit == 1 and not problem.packed_queries:
+                variant = min(variant, larger, key=lambda v: estimated_tiles(problem, v))
         variant = variant or prefilling(*case, short)
     if variant is None:
         raise UnsupportedError(f"no kernel for many queries with heads of {problem.head_dim} over {problem.cache} keys")
@@ -106,10 +119,14 @@ def plan_prefill(problem: PrefillProblem) -> PrefillPlan:
     persistent = ahead and blocks > GRID_WAVES * MULTIPROCESSORS
     left = -1 if problem.window_left > UNBOUNDED else problem.window_left
     right = -1 if problem.window_right > UNBOUNDED else problem.window_right
-    num_splits = max(1, min(limit, -(-problem.max_keys // (MIN_SPLIT_TILES * variant.key_tile))))
+    splits = splits_of(problem, variant.key_tile)
     unequal = problem.causal or left >= 0 or right >= 0 or problem.packed_queries
-    counted = persistent and unequal and num_splits == 1 and blocks >= COUNTED_WAVES * MULTIPROCESSORS
+    counted = persistent and unequal and splits.limit < 2 and blocks >= COUNTED_WAVES * MULTIPROCESSORS
     multiplier, shift = page_divisor(problem.page_size)
+    block_rows = variant.block_rows if isinstance(variant, HopperPrefillVariant) else LARGE_BLOCK
+    row_blocks = max(-(-problem.max_queries // block_rows), splits.blocks)
+    of_section = page_divisor(max(1, section * row_blocks))  # where the launch has one work for each block of rows
+    of_head = page_divisor(section)
     scale = float(problem.head_dim**-0.5 if problem.softmax_scale is None else problem.softmax_scale)
     softcap = max(float(problem.softcap), MIN_SOFTCAP) if problem.softcap else 0.0
     magnitude = abs(scale) * 2 / softcap if softcap else abs(scale)
@@ -125,6 +142,10 @@ def plan_prefill(problem: PrefillProblem) -> PrefillPlan:
         page_shift=shift,
         group_size=problem.heads // problem.kv_heads,
         section_heads=section,
+        section_multiplier=of_section[0],
+        section_shift=of_section[1],
+        head_multiplier=of_head[0],
+        head_shift=of_head[1],
         has_prefix_lens=int(problem.has_prefix_lens),
         prefix_len=min(problem.prefix_len, UNBOUNDED),
         window_left=left,
@@ -139,21 +160,86 @@ def plan_prefill(problem: PrefillProblem) -> PrefillPlan:
         codes_are_e5m2=int(problem.cache == "e5m2"),
         max_blocks=MULTIPROCESSORS if persistent else 2**31 - 1,
         has_counter=int(counted),
-        num_splits=num_splits,
-        split_limit=limit,
+        num_splits=splits.most,
+        split_limit=splits.limit,
+        split_blocks=splits.blocks,
+        partials_of_row=splits.partials_of_row,
+        partials_of_sequence=splits.partials_of_sequence,
     )
-    return PrefillPlan(variant, scalars, PrefillCombineScalars(LARGE_BLOCK, int(problem.has_sinks)))
+    if splits.partial_rows >= 2**31:
+        raise UnsupportedError("too many splits for one call")
+    of_combine = {name: getattr(scalars, name) for name in PrefillCombineScalars._fields}
+    return PrefillPlan(variant, scalars, PrefillCombineScalars(**of_combine), splits.partial_rows)
 
 
-def split_limit(problem: PrefillProblem) -> int:
-    """The most splits of a block of rows: enough that one sequence fills the GPU, whatever its batch.
+def estimated_tiles(problem: PrefillProblem, variant: HopperPrefillVariant) -> float:
+    """How long a call takes if each thread block takes the next work when it can, in tiles of two warpgroups."""
+    works = []
+    for first in range(0, problem.max_queries, variant.block_rows):
+        position = problem.max_keys + problem.appended - problem.max_queries + first
+        last = position + min(variant.block_rows, problem.max_queries - first)
+        end = problem.max_keys if not problem.causal else max(min(last, problem.max_keys), problem.prefix_len)
+        start = max(0, position - problem.window_left) if 0 <= problem.window_left < UNBOUNDED else 0
+        works.append(max(1, -(-end // variant.key_tile) - start // variant.key_tile))
+    tile = 1.0 if variant.consumers == 2 else LARGER_TILE
+    busy = [0.0] * MULTIPROCESSORS  # until when
+    for tiles in sorted(works, reverse=True) * problem.batch:
+        for _ in range(problem.heads):
+            heapq.heapreplace(busy, busy[0] + OTHER_TILES + tile * tiles)
+    return max(busy)
 
-    Packed sequences are not split: the number of queries of each is unknown on the host.
-    """
-    if not problem.hopper or problem.packed_queries:
-        return 1
-    blocks = problem.heads * -(-problem.max_queries // LARGE_BLOCK)
-    return max(1, min(MAX_SPLITS, MULTIPROCESSORS // max(1, blocks)))
+
+class Splits(NamedTuple):
+    """How the keys of blocks of rows are split."""
+
+    limit: int
+    """Of each block; 0: by the queries of its sequence."""
+    most: int
+    """That the launch has work for."""
+    blocks: int
+    """Blocks of rows, at most, of a sequence whose keys are split."""
+    partials_of_row: int
+    partials_of_sequence: int
+    partial_rows: int
+
+
+UNSPLIT = Splits(1, 1, 0, 0, 0, 0)
+
+
+def splits_of(problem: PrefillProblem, key_tile: int) -> Splits:
+    """Splits by the queries and keys of each sequence, whatever its batch. Of packed sequences these are known on the
+    device alone, so the launch has work for any lengths, unless every sequence must have as many as the longest."""
+    most_of_keys = -(-problem.max_keys // (MIN_SPLIT_TILES * key_tile))
+    row_blocks = max(1, -(-problem.max_queries // SPLIT_ROWS))
+    if not problem.hopper:
+        return UNSPLIT
+
+    def limit_of(blocks: int) -> int:
+        return int(prefill_split_limit(blocks * SPLIT_ROWS, problem.heads, operator.floordiv, _clamp))
+
+    unknown = (
+        problem.packed_queries and problem.batch > 1 and problem.total_queries < problem.batch * problem.max_queries
+    )
+    sizes = range(1, min(row_blocks, MULTIPROCESSORS) + 1) if unknown else (row_blocks,)
+    found = {blocks: min(limit_of(blocks), most_of_keys) for blocks in sizes}
+    found = {blocks: splits for blocks, splits in found.items() if splits > 1}
+    if not found:
+        return UNSPLIT._replace(limit=1 if unknown else limit_of(row_blocks))
+    most = max(found.values())
+    of_sequence = max(splits * min(blocks * SPLIT_ROWS, problem.max_queries) for blocks, splits in found.items())
+    of_rows = problem.packed_queries and most * problem.total_queries < problem.batch * of_sequence
+    return Splits(
+        limit=0 if unknown else limit_of(row_blocks),
+        most=most,
+        blocks=max(found),
+        partials_of_row=most if of_rows else 0,
+        partials_of_sequence=0 if of_rows else of_sequence,
+        partial_rows=most * problem.total_queries if of_rows else problem.batch * of_sequence,
+    )
+
+
+def _clamp(x: int, low: int, high: int) -> int:
+    return min(max(x, low), high)
 
 
 def section_heads(problem: PrefillProblem) -> int:

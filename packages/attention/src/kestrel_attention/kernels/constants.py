@@ -6,4 +6,7 @@ INT4_PAGE = 64  # tokens of a page of an INT4 cache; keys are quantised per chan
 COMBINE_SPLITS = 8  # splits that a warp of the combine kernel loads at once
 COMBINE_WARPS = 8  # of the combine kernel where there are more splits than that
 MIN_SPLIT_TILES = 4  # of keys, of a split in prefill: each has some fixed cost
+MAX_SPLITS = 16  # of a block of rows in prefill
+SPLIT_ROWS = 128  # rows of a block in prefill, of a sequence whose keys are split
+MULTIPROCESSORS = 132  # of the GPU that splits are for
 BOX_ROWS = 16  # of keys that TMA loads at once in prefill; a page holds a multiple of them

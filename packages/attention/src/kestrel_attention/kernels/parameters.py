@@ -182,9 +182,10 @@ class PrefillTensors(NamedTuple):
     mVScale: Tensor
     mOut: Tensor
     mLse: Tensor
-    mPartialOut: Tensor  # of splits: [split, block, row, head, dim]
-    mPartialLse: Tensor  # [split, block, row, head]
-    mNumSplits: Tensor  # [block, head, block of rows]; with has_counter [1], a zero to count works in
+    mPartialOut: Tensor  # of splits: [partial row, head, dim]; those of a sequence are [split, row]
+    mPartialLse: Tensor  # [partial row, head]
+    mNumSplits: Tensor  # [sequence, head, block of rows]
+    mCounter: Tensor  # with has_counter, a zero to count works in
 
 
 class PrefillScalars(NamedTuple):
@@ -214,9 +215,16 @@ class PrefillScalars(NamedTuple):
     v_scale_heads: i32
     codes_are_e5m2: i32  # of keys and values of 8 bits; else they are e4m3
     max_blocks: i32  # thread blocks of a persistent kernel
-    has_counter: i32  # a persistent kernel's blocks take the next work when they can; without splits
+    has_counter: i32  # a persistent kernel's blocks take the next work when they can
     num_splits: i32  # of a block of rows, at most, that the launch has work for; the portable kernel has one
-    split_limit: i32  # splits of a block of rows that sees many keys
+    split_limit: i32  # splits of a block of rows that sees many keys; 0: by the queries of its sequence
+    split_blocks: i32  # blocks of rows, at most, of a sequence whose keys are split
+    partials_of_row: i32  # the first partial row of a sequence is this times its first row
+    partials_of_sequence: i32  # plus this times its index
+    section_multiplier: u32  # work // works of a section is work * section_multiplier >> section_shift, on Hopper
+    section_shift: i32
+    head_multiplier: u32  # the same for section_heads
+    head_shift: i32
 
 
 class PrefillCombineTensors(NamedTuple):
@@ -228,10 +236,15 @@ class PrefillCombineTensors(NamedTuple):
     mPartialLse: Tensor
     mNumSplits: Tensor
     mSinks: Tensor
+    mStartQ: Tensor
 
 
 class PrefillCombineScalars(NamedTuple):
-    """Of prefill_combine.py."""
+    """Of prefill_combine.py. As in PrefillScalars."""
 
-    block_rows: i32
     has_sinks: i32
+    packed_queries: i32
+    max_queries: i32
+    split_blocks: i32
+    partials_of_row: i32
+    partials_of_sequence: i32

@@ -98,7 +98,8 @@ class Prefill(PrefillBase):
             pdl.trigger()
 
         keys, length = self.keys_of(tensors, scalars, sequence, kv_head)
-        work, query = self.work_of(tensors, scalars, sequence, head, kv_head, row_block, keys, length)
+        first_row = row_block * self.block_rows
+        work, query = self.work_of(tensors, scalars, sequence, head, kv_head, first_row, self.block_rows, keys, length)
         if work.rows > 0:
             self.attend(tensors, scalars, keys, work, query)
         if scalars.packed_queries != 0 and row_block == 0:

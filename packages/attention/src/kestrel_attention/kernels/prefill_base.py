@@ -64,7 +64,7 @@ class Work(NamedTuple):
 
     num_tiles: Int32  # of keys; negative: there is no more work
     first_tile: Int32  # of a split
-    partial: Int32  # index of the split's partial results, in blocks of mOut; negative: it has final results
+    partial: Int32  # partial row of the block's first row in this split; negative: it has final results
     prefix_tiles: Int32
     gap: Int32  # tile n >= prefix_tiles has the keys from key_tile (n + gap) on
     rows: Int32
@@ -208,6 +208,7 @@ class PrefillBase:
             mPartialOut=arguments.any_strides(Float32, cute.sym_int64()),
             mPartialLse=arguments.any_strides(Float32, cute.sym_int()),
             mNumSplits=arguments.any_strides(Int32, cute.sym_int()),
+            mCounter=arguments.any_strides(Int32, cute.sym_int()),
         )
         return (*tensors, *parameters.compile_time(PrefillScalars), Int32(1), arguments.torch_stream())
 
@@ -258,8 +259,8 @@ class PrefillBase:
         return keys, length
 
     @cute.jit
-    def work_of(self, tensors, scalars, sequence, head, kv_head, row_block, keys: Keys, length):
-        """The work of a block of rows, and the address of its first row."""
+    def work_of(self, tensors, scalars, sequence, head, kv_head, first_row, block_rows, keys: Keys, length):
+        """The work of a block of rows of a sequence, and the address of its first row."""
         mQ = tensors.mQ
         query_block, first_query, num_queries = sequence, Int32(0), scalars.max_queries
         if scalars.packed_queries != 0:
@@ -274,10 +275,9 @@ class PrefillBase:
         if scalars.has_prefix_lens != 0:
             prefix = tensors.mPrefix[sequence]
         prefix = cutlass.max(cutlass.min(prefix, held), 0)
-        first_row = row_block * self.block_rows
         query = Int64(query_block) * mQ.stride[0] + Int64(first_query + first_row) * mQ.stride[1]
         query = mQ.iterator.toint() + self.element_bytes * (query + Int64(head) * mQ.stride[2])
-        rows = cutlass.min(num_rows - first_row, self.block_rows)
+        rows = cutlass.min(num_rows - first_row, block_rows)
         position = length - num_queries + first_row
         start, _ = scores.window(position, scalars, held)
         _, end = scores.window(position + rows - 1, scalars, held)
@@ -362,7 +362,7 @@ class PrefillBase:
     @cute.jit
     def entry_and_slot(self, keys: Keys, key: Int32):
         """The table entry of a key and its slot in the page; exact for keys below 2^31."""
-        entry = Uint32((Uint64(Uint32(key)) * Uint64(keys.multiplier)) >> Uint64(keys.shift))
+        entry = quotient(key, keys.multiplier, keys.shift)
         return entry, Uint32(key) - entry * Uint32(keys.page_size)
 
     @cute.jit
@@ -486,6 +486,14 @@ class PrefillBase:
     @cute.jit
     def finish_row(self, tensors, scalars, v_scale, largest, total, scale, sink, to_lse, block, head, row):
         """Store the LSE of a row where ``to_lse``; the factor that makes results of its sums."""
+        base, total, share = self.totals_of(scalars, largest, total, scale, sink)
+        factor = cutlass.select_(total == 0.0, Float32(0.0), v_scale * (share / total))
+        self.store_lse(tensors, base, total, to_lse, block, head, row)
+        return factor
+
+    @cute.jit
+    def totals_of(self, scalars, largest, total, scale, sink):
+        """Of a row: the binary logarithm of the unit of its weights, their sum with the sink, and the unit's change."""
         total += cute.arch.shuffle_sync_bfly(total, 1)
         total += cute.arch.shuffle_sync_bfly(total, 2)
         base = self.log2_unit(largest, scale)
@@ -496,53 +504,58 @@ class PrefillBase:
             share = cutlass.select_(largest == -Float32.inf, Float32(0.0), ptx.exp2_approx(base - highest))
             total = total * share + ptx.exp2_approx(sink - highest)
             base = highest
-        factor = cutlass.select_(total == 0.0, Float32(0.0), v_scale * (share / total))
+        return base, total, share
+
+    @cute.jit
+    def store_lse(self, tensors, base, total, to_lse, block, head, row):
         if to_lse:
             tensors.mLse[block, head, row] = (base + ptx.log2_approx(total)) * (1.0 / LOG2_E)
-        return factor
+
+    @cute.jit
+    def normalise(
+        self, tensors, scalars, v_scale, sums: Sums, scale, shared: Int32, rows, at_out: OutputRows, warp, lane
+    ):
+        """Store the LSE and, in shared memory, the normalised rows of a warp."""
+        sink = self.sink_of(tensors, scalars, at_out.head)
+        for r in cutlass.range_constexpr(2 * self.row_tiles):
+            warp_row = warp * self.warp_rows + lane // 4 + 8 * r
+            to_lse = lane % 4 == 0 and warp_row < rows
+            row, largest, total = at_out.first_row + warp_row, sums.rMax[r], sums.rSum[r]
+            at = (to_lse, at_out.block, at_out.head, row)
+            factor = self.finish_row(tensors, scalars, v_scale, largest, total, scale[r % 2], sink, *at)
+            self.store_row(sums.rOut, r, factor, shared, lane)
+
+    @cute.jit
+    def store_row(self, rOut, r: cutlass.Constexpr, factor, shared: Int32, lane):
+        """Store a lane's part of its row g + 8 r in shared memory, times a factor."""
+        kind = cutlass.const_expr(numeric.ptx_name(self.dtype))
+        units = cutlass.const_expr(self.head_dim // 8)
+        row = lane // 4 + 8 * r
+        for n in cutlass.range_constexpr(units):
+            at = cutlass.const_expr(4 * (r // 2 * units + n) + r % 2 * 2)
+            word = ptx.pack_f32x2(rOut[at] * factor, rOut[at + 1] * factor, kind)
+            to = shared + row * (2 * self.head_dim) + (n ^ self.swizzle(row)) * 16 + 4 * (lane % 4)
+            ptx.store_shared(to, [word])
 
     @cute.jit
     def epilogue(
         self, tensors, scalars, v_scale, sums: Sums, scale, shared: Int32, rows, at_out: OutputRows, warp, lane
     ):
         """Store the LSE and, through shared memory, the normalised rows. scale: of rows g and g + 8."""
-        rOut, rMax, rSum = sums
-        kind = cutlass.const_expr(numeric.ptx_name(self.dtype))
         mOut = tensors.mOut
         block, first_row, head = at_out.block, at_out.first_row, at_out.head
-        g, t = lane // 4, lane % 4
-        shared = shared + warp * (self.warp_rows * self.row_bytes)
-        sink = self.sink_of(tensors, scalars, head)
-        for r in cutlass.range_constexpr(2 * self.row_tiles):
-            row = g + 8 * r
-            warp_row = warp * self.warp_rows + row
-            to_lse = t == 0 and warp_row < rows
-            factor = self.finish_row(
-                tensors,
-                scalars,
-                v_scale,
-                rMax[r],
-                rSum[r],
-                scale[r % 2],
-                sink,
-                to_lse,
-                block,
-                head,
-                first_row + warp_row,
-            )
-            for n in cutlass.range_constexpr(self.head_dim // 8):
-                at = cutlass.const_expr(4 * (r // 2 * self.head_dim // 8 + n) + r % 2 * 2)
-                word = ptx.pack_f32x2(rOut[at] * factor, rOut[at + 1] * factor, kind)
-                ptx.store_shared(shared + row * self.row_bytes + (n ^ self.swizzle(row)) * 16 + 4 * t, [word])
+        row_bytes, units = self.head_dim * 2, self.head_dim // 8
+        shared = shared + warp * (self.warp_rows * row_bytes)
+        self.normalise(tensors, scalars, v_scale, sums, scale, shared, rows, at_out, warp, lane)
         cute.arch.sync_warp()
         base_row = Int64(block) * mOut.stride[0] + Int64(head) * mOut.stride[2]
-        count = cutlass.const_expr(self.warp_rows * self.units)
+        count = cutlass.const_expr(self.warp_rows * units)
         for i in cutlass.range_constexpr(-(-count // 32)):
             index = lane + 32 * i
-            row, unit = index // self.units, index % self.units
+            row, unit = index // units, index % units
             warp_row = warp * self.warp_rows + row
             if warp_row < rows and 8 * unit < mOut.shape[3]:
-                words = ptx.load_shared(shared + row * self.row_bytes + (unit ^ self.swizzle(row)) * 16, 4)
+                words = ptx.load_shared(shared + row * row_bytes + (unit ^ self.swizzle(row)) * 16, 4)
                 to = base_row + Int64(first_row + warp_row) * mOut.stride[1] + 8 * unit
                 ptx.store_global(mOut.iterator.toint() + 2 * to, words)
 
@@ -558,6 +571,29 @@ def bits_below(count: Int32) -> Uint32:
     return cutlass.select_(count < 0, Uint32(0), cutlass.select_(count > 31, Uint32(0xFFFFFFFF), some))
 
 
+def quotient(a: Int32, multiplier: Uint32, shift: Int32) -> Uint32:
+    """a // b of 0 <= a < 2^31, for the multiplier and shift of b."""
+    return Uint32((Uint64(Uint32(a)) * Uint64(multiplier)) >> Uint64(shift))
+
+
 def divide(a: Int32, b: Int32) -> Int32:
     """a // b of non-negative integers."""
     return ptx.div_u32(Uint32(a), Uint32(b)).to(Int32)
+
+
+def clamp(x: Int32, low: int, high: int) -> Int32:
+    """x, or the nearer bound."""
+    return cutlass.min(cutlass.max(x, low), high)
+
+
+@cute.jit
+def queries_of(mStartQ, mQ, scalars, sequence):
+    """The first query of a sequence in its block of mQ, and the number of its queries."""
+    first_query, num_queries = Int32(0), scalars.max_queries
+    if scalars.packed_queries != 0:
+        first_query = mStartQ[sequence]
+        num_queries = cutlass.min(mStartQ[sequence + 1] - first_query, scalars.max_queries)
+        num_queries = cutlass.min(num_queries, mQ.shape[1] - first_query)
+        if first_query < 0:
+            num_queries = Int32(0)
+    return first_query, num_queries

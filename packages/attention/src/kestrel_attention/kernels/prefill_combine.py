@@ -15,11 +15,15 @@ from cutlass import Float32, Int32, Int64
 
 from kestrel_runtime.cute_dsl import arguments, numeric, parameters, pdl, ptx
 
+from .constants import SPLIT_ROWS
 from .parameters import PrefillCombineScalars, PrefillCombineTensors
+from .prefill_base import divide, queries_of
 from .scores import LOG2_E
 
 WARPS = 4
+MAX_BLOCKS = 1056  # of one launch over packed sequences: eight per multiprocessor
 DIMS = 128  # per iteration of a warp: four per lane
+TOGETHER = 4  # splits whose results are loaded at once
 
 
 @dataclass(frozen=True)
@@ -39,66 +43,104 @@ class PrefillCombine:
             mPartialLse=arguments.any_strides(Float32, cute.sym_int()),
             mNumSplits=arguments.any_strides(Int32, cute.sym_int()),
             mSinks=arguments.any_strides(Float32, cute.sym_int()),
+            mStartQ=arguments.any_strides(Int32, cute.sym_int()),
         )
-        return (*tensors, *parameters.compile_time(PrefillCombineScalars), arguments.torch_stream())
+        return (*tensors, *parameters.compile_time(PrefillCombineScalars), Int32(1), arguments.torch_stream())
 
     @cute.jit
     def __call__(self, *given):
         num_tensors = cutlass.const_expr(len(PrefillCombineTensors._fields))
-        tensors, scalars = PrefillCombineTensors(*given[:num_tensors]), PrefillCombineScalars(*given[num_tensors:-1])
-        blocks, queries, heads, _ = tensors.mOut.shape
-        self.kernel(tensors, scalars).launch(
-            grid=[heads, cute.ceil_div(queries, WARPS), blocks],
+        tensors, scalars = PrefillCombineTensors(*given[:num_tensors]), PrefillCombineScalars(*given[num_tensors:-2])
+        batch = given[-2]
+        rows = cutlass.min(scalars.max_queries, scalars.split_blocks * SPLIT_ROWS)
+        items = tensors.mOut.shape[2] * cute.ceil_div(rows, WARPS)
+        # Most packed sequences may have no splits, so a thread block looks at all of them.
+        sequences = Int32(cutlass.select_(scalars.packed_queries != 0, Int32(1), batch))
+        blocks = Int32(cutlass.select_(sequences > 1, items, cutlass.min(items, MAX_BLOCKS)))
+        self.kernel(tensors, scalars, rows, items, batch).launch(
+            grid=[blocks, sequences, 1],
             block=[32 * WARPS, 1, 1],
             stream=given[-1],
             use_pdl=self.pdl,
         )
 
     @cute.kernel
-    def kernel(self, tensors: PrefillCombineTensors, scalars: PrefillCombineScalars):
-        mOut, mPartialLse = tensors.mOut, tensors.mPartialLse
+    def kernel(
+        self, tensors: PrefillCombineTensors, scalars: PrefillCombineScalars, rows: Int32, items: Int32, batch: Int32
+    ):
         tid, _, _ = cute.arch.thread_idx()
-        head, row, block = cute.arch.block_idx()
-        blocks, queries, heads, head_dim = mOut.shape
-        lane = tid % 32
-        row = row * WARPS + cute.arch.make_warp_uniform(tid // 32)
+        first, sequence, _ = cute.arch.block_idx()
+        step, sequences, _ = cute.arch.grid_dim()
+        warp = cute.arch.make_warp_uniform(tid // 32)
         if cutlass.const_expr(self.pdl):
             pdl.wait()
             pdl.trigger()
-        if row < queries:
-            row_blocks = cute.ceil_div(queries, scalars.block_rows)
-            num_splits = tensors.mNumSplits[(block * heads + head) * row_blocks + row // scalars.block_rows]
-            if num_splits > 1:
-                first = (Int64(block) * queries + row) * heads + head
-                stride = Int64(blocks) * queries * heads  # from one split to the next
-                sink = -Float32.inf
-                if scalars.has_sinks != 0:
-                    sink = tensors.mSinks[head]
-                largest = sink
-                for split in cutlass.range(num_splits, unroll=1):
-                    largest = ptx.fmax(largest, mPartialLse[first + split * stride])
-                base = cutlass.select_(largest == -Float32.inf, Float32(0.0), largest)
-                total = ptx.exp2_approx((sink - base) * LOG2_E)
-                for split in cutlass.range(num_splits, unroll=1):
-                    total += ptx.exp2_approx((mPartialLse[first + split * stride] - base) * LOG2_E)
-                factor = cutlass.select_(total == 0.0, Float32(0.0), 1.0 / total)
-                dim = 4 * lane
-                while dim < head_dim:
-                    rOut = cute.make_rmem_tensor(4, Float32)
-                    rOut.fill(0.0)
-                    for split in cutlass.range(num_splits, unroll=1):
-                        at = first + split * stride
-                        weight = ptx.exp2_approx((mPartialLse[at] - base) * LOG2_E)
-                        words = ptx.load_global(tensors.mPartialOut.iterator.toint() + 4 * (at * head_dim + dim), 4)
+        while sequence < batch:
+            first_query, num_queries = queries_of(tensors.mStartQ, tensors.mOut, scalars, sequence)
+            if num_queries <= rows:
+                item = first
+                while item < items:
+                    chunk = divide(item, tensors.mOut.shape[2])
+                    row = chunk * WARPS + warp
+                    if row < num_queries:
+                        head = item - chunk * tensors.mOut.shape[2]
+                        self.combine(tensors, scalars, sequence, head, first_query, row, num_queries)
+                    item += step
+            sequence += sequences
+
+    @cute.jit
+    def combine(self, tensors, scalars, sequence, head, first_query, row, num_queries):
+        """Combine the splits of a row of a sequence and head. The stride of its splits is ``num_queries`` rows."""
+        mOut, mPartialLse = tensors.mOut, tensors.mPartialLse
+        lane = cute.arch.thread_idx()[0] % 32
+        heads, head_dim = mOut.shape[2], mOut.shape[3]
+        num_splits = tensors.mNumSplits[(sequence * heads + head) * scalars.split_blocks + row // SPLIT_ROWS]
+        if num_splits > 1:
+            first_row = first_query * scalars.partials_of_row + sequence * scalars.partials_of_sequence + row
+            first = Int64(first_row) * heads + head
+            stride = Int64(num_queries) * heads  # from one split to the next
+            sink = -Float32.inf
+            if scalars.has_sinks != 0:
+                sink = tensors.mSinks[head]
+            # A lane has the weight of a split.
+            lse = mPartialLse[first + cutlass.min(lane, num_splits - 1) * stride]
+            lse = cutlass.select_(lane < num_splits, lse, -Float32.inf)
+            largest = ptx.fmax(sink, lse)
+            for i in cutlass.range_constexpr(5):
+                largest = ptx.fmax(largest, cute.arch.shuffle_sync_bfly(largest, 1 << i))
+            base = cutlass.select_(largest == -Float32.inf, Float32(0.0), largest)
+            weight = ptx.exp2_approx((lse - base) * LOG2_E)
+            total = weight
+            for i in cutlass.range_constexpr(5):
+                total += cute.arch.shuffle_sync_bfly(total, 1 << i)
+            total += ptx.exp2_approx((sink - base) * LOG2_E)
+            factor = cutlass.select_(total == 0.0, Float32(0.0), 1.0 / total)
+            block, at_row = sequence, row
+            if scalars.packed_queries != 0:
+                block, at_row = Int32(0), first_query + row
+            first_dim = Int32(0)
+            while first_dim < head_dim:
+                dim = first_dim + 4 * lane
+                from_dim = cutlass.min(dim, head_dim - 4)
+                rOut = cute.make_rmem_tensor(4, Float32)
+                rOut.fill(0.0)
+                for split in cutlass.range(0, num_splits, TOGETHER, unroll=1):
+                    partials = []
+                    for i in cutlass.range_constexpr(TOGETHER):
+                        at = first + cutlass.min(split + i, num_splits - 1) * stride
+                        address = tensors.mPartialOut.iterator.toint() + 4 * (at * head_dim + from_dim)
+                        partials.append(ptx.load_global(address, 4))
+                    for i in cutlass.range_constexpr(TOGETHER):
+                        share = cute.arch.shuffle_sync(weight, split + i)  # 0 past the last split
                         for k in cutlass.range_constexpr(4):
-                            rOut[k] = ptx.fma(weight, ptx.int_as_float(words[k]), rOut[k])
-                    kind = cutlass.const_expr(numeric.ptx_name(self.dtype))
-                    four = [rOut[k] * factor for k in range(4)]
-                    to = (
-                        Int64(block) * mOut.stride[0] + Int64(row) * mOut.stride[1] + Int64(head) * mOut.stride[2] + dim
-                    )
-                    packed = [ptx.pack_f32x2(four[2 * k], four[2 * k + 1], kind) for k in range(2)]
+                            rOut[k] = ptx.fma(share, ptx.int_as_float(Int32(partials[i][k])), rOut[k])
+                kind = cutlass.const_expr(numeric.ptx_name(self.dtype))
+                four = [rOut[k] * factor for k in range(4)]
+                to = Int64(block) * mOut.stride[0] + Int64(at_row) * mOut.stride[1]
+                to = to + Int64(head) * mOut.stride[2] + dim
+                packed = [ptx.pack_f32x2(four[2 * k], four[2 * k + 1], kind) for k in range(2)]
+                if dim < head_dim:
                     ptx.store_global(mOut.iterator.toint() + 2 * to, packed)
-                    dim += DIMS
-                if lane == 0:
-                    tensors.mLse[block, head, row] = base + ptx.log2_approx(total) * (1.0 / LOG2_E)
+                first_dim += DIMS
+            if lane == 0:
+                tensors.mLse[block, head, at_row] = base + ptx.log2_approx(total) * (1.0 / LOG2_E)

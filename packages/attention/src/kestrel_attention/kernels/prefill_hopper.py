@@ -19,7 +19,7 @@ from kestrel_runtime.cute_dsl import hopper, numeric, pdl, ptx
 
 from . import scores
 from .parameters import PrefillScalars, PrefillTensors
-from .prefill_base import OutputRows, Sums, Visible, Work, once_if
+from .prefill_base import OutputRows, Sums, Visible, Work, bits_below, once_if
 from .prefill_hopper_producer import BOX_ROWS, PRODUCERS, WARPGROUP_ROWS, WORK_BYTES, WORK_TYPES, HopperProducer, Pipe
 from .scores import LOG2_E
 
@@ -44,11 +44,15 @@ class PrefillHopper(HopperProducer):
         tensors, scalars = PrefillTensors(*given[:num_tensors]), PrefillScalars(*given[num_tensors:-2])
         batch = given[-2]
         heads = tensors.mQ.shape[2]
-        row_blocks = cute.ceil_div(scalars.max_queries, self.block_rows)
-        count = row_blocks * heads * batch * scalars.num_splits
-        maps = (None, None)
+        row_blocks = cutlass.max(cute.ceil_div(scalars.max_queries, self.block_rows), scalars.split_blocks)
+        count = (row_blocks + scalars.split_blocks * (scalars.num_splits - 1)) * heads * batch
+        maps = [None] * 3
+        if cutlass.const_expr(self.query_boxes):
+            maps[0] = self.tensor_map(tensors.mQ, self.block_bytes // self.element_bytes, WARPGROUP_ROWS)
         if cutlass.const_expr(self.boxes):
-            maps = (self.tensor_map(tensors.mK), self.tensor_map(tensors.mV))
+            maps[1:] = [
+                self.tensor_map(x, self.box_bytes // self.stored_bytes, BOX_ROWS) for x in (tensors.mK, tensors.mV)
+            ]
         self.kernel(tensors, scalars, *maps, row_blocks, batch, count).launch(
             grid=[cutlass.min(count, scalars.max_blocks), 1, 1],
             block=[self.threads, 1, 1],
@@ -59,15 +63,16 @@ class PrefillHopper(HopperProducer):
         )
 
     @cute.jit
-    def tensor_map(self, mX):
-        """The tensor map of keys or values, for boxes of BOX_ROWS rows of a column block."""
+    def tensor_map(self, mX, box_dims: cutlass.Constexpr, box_rows: cutlass.Constexpr):
+        """The tensor map of queries, keys or values, for boxes of some rows of a column block."""
         modes = cutlass.const_expr((1, 2, 0))
+        element = cutlass.const_expr(mX.element_type.width // 8)
         shape = [mX.shape[3], *(mX.shape[i] for i in modes)]
-        unit = cutlass.const_expr(16 // self.stored_bytes)
+        unit = cutlass.const_expr(16 // element)
         strides = [cutlass.select_(mX.shape[i] > 1, mX.stride[i], Int64(unit)) for i in modes]
         layout = cute.make_layout(tuple(shape), stride=(1, *strides))
-        box = (self.box_bytes // self.stored_bytes, BOX_ROWS, 1, 1)
-        return hopper.tensor_map(cute.make_tensor(mX.iterator, layout), box, self.box_bytes)
+        box = (box_dims, box_rows, 1, 1)
+        return hopper.tensor_map(cute.make_tensor(mX.iterator, layout), box, box_dims * element)
 
     # -- device ---------------------------------------------------------------------------------------------------
 
@@ -76,6 +81,7 @@ class PrefillHopper(HopperProducer):
         self,
         tensors: PrefillTensors,
         scalars: PrefillScalars,
+        of_queries: cute.CopyAtom | None,
         of_keys: cute.CopyAtom | None,
         of_values: cute.CopyAtom | None,
         row_blocks: Int32,
@@ -86,11 +92,17 @@ class PrefillHopper(HopperProducer):
         first, _, _ = cute.arch.block_idx()
         step, _, _ = cute.arch.grid_dim()
         pipe = self.lay_out_shared_memory()
+        if cutlass.const_expr(self.query_boxes):
+            pipe = pipe._replace(query_map=hopper.tensor_map_address(of_queries))
         if cutlass.const_expr(self.boxes):
             key_map, value_map = hopper.tensor_map_address(of_keys), hopper.tensor_map_address(of_values)
             pipe = pipe._replace(key_map=key_map, value_map=value_map)
         if tid == 0:
             self.init_barriers(pipe)
+        for tensor_map in self.tensor_maps(pipe):
+            if tid == 32:
+                hopper.prefetch_tensor_map(tensor_map)
+        at = self.place(scalars, row_blocks, tensors.mQ.shape[2], batch, first)
         if cutlass.const_expr(self.pdl):
             pdl.wait()
             pdl.trigger()
@@ -98,21 +110,26 @@ class PrefillHopper(HopperProducer):
         warpgroup = cute.arch.make_warp_uniform(tid // 128)
         if warpgroup == 0:
             hopper.registers_down(self.producer_registers)
-            self.produce(tensors, scalars, pipe, row_blocks, batch, first, step, count)
+            self.produce(tensors, scalars, pipe, at, row_blocks, batch, first, step, count)
         else:
             hopper.registers_up(self.consumer_registers)
             self.consume(tensors, scalars, pipe, warpgroup - 1)
+
+    def tensor_maps(self, pipe: Pipe) -> list:
+        """Those that the kernel uses."""
+        of_keys = [pipe.key_map, pipe.value_map] if self.boxes else []
+        return ([pipe.query_map] if self.query_boxes else []) + of_keys
 
     @cute.jit
     def lay_out_shared_memory(self) -> Pipe:
         shared = Int32(cute.arch.get_dyn_smem(Float32, alignment=1024).toint())
         buffers, stages = cutlass.const_expr((self.query_buffers, self.num_stages))
-        words = cutlass.const_expr(2 + 4 * buffers + 8 * stages + 2 * stages * self.warps + buffers * WORK_BYTES // 4)
+        words = cutlass.const_expr(2 + 6 * buffers + 8 * stages + 2 * stages * self.warps + buffers * WORK_BYTES // 4)
         words = cutlass.const_expr(words + 2 * self.code_barriers)
         works = Int32(cute.arch.alloc_smem(Uint32, words, alignment=16).toint())
         exists = works + buffers * WORK_BYTES
         barriers = exists + 8 * stages * self.warps
-        of_keys = barriers + 16 * buffers
+        of_keys = barriers + 24 * buffers
         keys = shared + buffers * self.buffer_bytes
         return Pipe(
             queries=shared,
@@ -120,6 +137,7 @@ class PrefillHopper(HopperProducer):
             values=keys + stages * self.tile_bytes,
             queries_full=barriers,
             queries_empty=barriers + 8 * buffers,
+            works_full=barriers + 16 * buffers,
             keys_full=of_keys,
             keys_empty=of_keys + 8 * stages,
             values_full=of_keys + 16 * stages,
@@ -129,6 +147,7 @@ class PrefillHopper(HopperProducer):
             works=works,
             following=of_keys + 32 * stages,
             codes_full=of_keys + 32 * stages + 8,
+            query_map=Int64(0),
             key_map=Int64(0),
             value_map=Int64(0),
         )
@@ -136,11 +155,12 @@ class PrefillHopper(HopperProducer):
     @cute.jit
     def init_barriers(self, pipe: Pipe):
         for i in cutlass.range_constexpr(self.query_buffers):
-            hopper.mbarrier_init(pipe.queries_full + 8 * i, PRODUCERS + 1)
+            hopper.mbarrier_init(pipe.queries_full + 8 * i, 1 if self.query_boxes else PRODUCERS)
+            hopper.mbarrier_init(pipe.works_full + 8 * i, 1)
             hopper.mbarrier_init(pipe.queries_empty + 8 * i, 4 * self.consumers)
         for i in cutlass.range_constexpr(self.num_stages):
-            hopper.mbarrier_init(pipe.keys_full + 8 * i, self.warps + (PRODUCERS if self.copied_keys else 0))
-            hopper.mbarrier_init(pipe.values_full + 8 * i, PRODUCERS if self.copied_values else self.warps)
+            hopper.mbarrier_init(pipe.keys_full + 8 * i, self.warps * (33 if self.copied_keys else 1))
+            hopper.mbarrier_init(pipe.values_full + 8 * i, self.warps * (32 if self.copied_values else 1))
             hopper.mbarrier_init(pipe.keys_empty + 8 * i, 4 * self.consumers)
             hopper.mbarrier_init(pipe.values_empty + 8 * i, 4 * self.consumers)
         for i in cutlass.range_constexpr(self.code_barriers):
@@ -173,28 +193,29 @@ class PrefillHopper(HopperProducer):
         works = Int32(0)
         if warpgroup == self.consumers - 1:
             self.pass_turn(warpgroup)  # the first warpgroup starts
-        hopper.mbarrier_wait(pipe.queries_full, Int32(0))
+        hopper.mbarrier_wait(pipe.works_full, Int32(0))
         work = self.read_work(pipe.works)
         num_tiles = work.num_tiles
         while num_tiles >= 0:
             buffer = works % self.query_buffers
             work = self.read_work(pipe.works + buffer * WORK_BYTES)
+            row = warpgroup * WARPGROUP_ROWS
             sQ = pipe.queries + buffer * self.buffer_bytes + warpgroup * self.query_bytes
-            softmax_scale = self.prepare_queries(work, sQ, warpgroup, warp, lane)
-            scaled = work._replace(softmax_scale=softmax_scale)
-            scale = [cutlass.select_(scalars.softcap > 0.0, Float32(1.0), x * LOG2_E) for x in softmax_scale]
             rOut.fill(0.0)
             rMax.fill(-Float32.inf)
             rSum.fill(0.0)
+            warp_position = work.position + row + warp * 16
+            _, all_last = scores.window(warp_position, scalars, work.held)
+            all_first, _ = scores.window(warp_position + 15, scalars, work.held)
+            visible = Visible(all_first, all_last, work.prefix, Int32(0), warp_position, work.held)
+            hopper.mbarrier_wait(pipe.queries_full + 8 * buffer, works // self.query_buffers & 1)
+            softmax_scale = self.prepare_queries(work, sQ, warpgroup, warp, lane)
+            scaled = work._replace(softmax_scale=softmax_scale)
+            scale = [cutlass.select_(scalars.softcap > 0.0, Float32(1.0), x * LOG2_E) for x in softmax_scale]
             if num_tiles > 0:
-                warp_position = work.position + warpgroup * WARPGROUP_ROWS + warp * 16
-                _, all_last = scores.window(warp_position, scalars, work.held)
-                all_first, _ = scores.window(warp_position + 15, scalars, work.held)
-                visible = Visible(all_first, all_last, work.prefix, Int32(0), warp_position, work.held)
                 self.main_loop(pipe, scalars, scaled, visible, sQ, used, scale, sums, lane)
                 used += num_tiles
             hopper.named_barrier(1 + warpgroup, 128)
-            row = warpgroup * WARPGROUP_ROWS
             at_out = OutputRows(block=work.out_block, first_row=work.out_row + row, head=work.head)
             rows = work.rows - row
             if work.partial < 0:
@@ -204,15 +225,36 @@ class PrefillHopper(HopperProducer):
                 self.epilogue(tensors, scalars, work.v_scale, sums, scale, sQ, rows, at_out, warp, at_lane)
             else:
                 self.store_partial(tensors, work, sums, scale, row + 16 * warp, lane)
+            if cutlass.const_expr(self.query_boxes):
+                hopper.fence_proxy_async()  # the epilogue's writes are ahead of the next copies by TMA
             cute.arch.sync_warp()
             self.release(pipe.queries_empty, buffer, lane)
             works += 1
             buffer = works % self.query_buffers
-            hopper.mbarrier_wait(pipe.queries_full + 8 * buffer, works // self.query_buffers & 1)
+            hopper.mbarrier_wait(pipe.works_full + 8 * buffer, works // self.query_buffers & 1)
             num_tiles = Int32(ptx.load_shared(pipe.works + buffer * WORK_BYTES, 1)[0])
             num_tiles = cute.arch.make_warp_uniform(num_tiles)
         if warpgroup == 0:
             self.take_turn(warpgroup)  # which the last warpgroup has passed on
+
+    @cute.jit
+    def normalise(
+        self, tensors, scalars, v_scale, sums: Sums, scale, shared: Int32, rows, at_out: OutputRows, warp, lane
+    ):
+        """Both rows of a lane at once, as they are a chain each; the LSE last, as nothing waits for it."""
+        sink = self.sink_of(tensors, scalars, at_out.head)
+        found = []
+        for r in cutlass.range_constexpr(2):
+            found.append(self.totals_of(scalars, sums.rMax[r], sums.rSum[r], scale[r], sink))
+        for r in cutlass.range_constexpr(2):
+            _, total, share = found[r]
+            factor = cutlass.select_(total == 0.0, Float32(0.0), v_scale * (share * ptx.rcp_approx(total)))
+            self.store_row(sums.rOut, r, factor, shared, lane)
+        for r in cutlass.range_constexpr(2):
+            base, total, _ = found[r]
+            row = warp * self.warp_rows + lane // 4 + 8 * r
+            to_lse = lane % 4 == 0 and row < rows
+            self.store_lse(tensors, base, total, to_lse, at_out.block, at_out.head, at_out.first_row + row)
 
     @cute.jit
     def store_partial(self, tensors, work: Work, sums: Sums, scale, first_row, lane):
@@ -227,7 +269,7 @@ class PrefillHopper(HopperProducer):
             base = self.log2_unit(rMax[r], scale[r])
             factor = cutlass.select_(total == 0.0, Float32(0.0), work.v_scale / total)
             row = first_row + g + 8 * r
-            at = (Int64(work.partial) * mQ.shape[1] + work.out_row + row) * mQ.shape[2] + work.head
+            at = (Int64(work.partial) + row) * mQ.shape[2] + work.head
             to = tensors.mPartialOut.iterator.toint() + 4 * at * mQ.shape[3]
             if row < work.rows:
                 if t == 0:
@@ -249,7 +291,8 @@ class PrefillHopper(HopperProducer):
             softmax_scale = self.queries_to_f16(work, sQ, warpgroup, warp, lane)
         else:
             self.flip_signs(sQ, work.query_signs, warpgroup)
-            hopper.fence_proxy_async()
+            if cutlass.const_expr(not self.query_boxes):
+                hopper.fence_proxy_async()
         return softmax_scale
 
     @cute.jit
@@ -312,10 +355,12 @@ class PrefillHopper(HopperProducer):
         self.fence_copies()
         self.start_scores(sQ, pipe.keys + stage * self.tile_bytes, rScore)
         tile = self.tile_at(work, Int32(0))
-        rare = self.changes_scores(pipe, scalars, visible, tile, used, lane)
+        hidden, rare = self.changes_of(pipe, scalars, visible, tile, used, lane)
         hopper.wgmma_wait(0)
         self.order(rScore)
         self.release(pipe.keys_empty, stage, lane)
+        for zero in cutlass.range(hidden, unroll=1):
+            self.hide_last(rScore, visible, scalars, tile * self.key_tile, lane, zero)
         for _ in cutlass.range(rare, unroll=1):
             self.change_scores(pipe, scalars, visible, work, rScore, tile, used, lane)
         self.update_base(rScore, sums, rFactor, scale)
@@ -331,7 +376,7 @@ class PrefillHopper(HopperProducer):
             self.take_turn(warpgroup)
             self.start_scores(sQ, pipe.keys + stage * self.tile_bytes, rScore)
             tile = self.tile_at(work, n)
-            rare = self.changes_scores(pipe, scalars, visible, tile, at, lane)
+            hidden, rare = self.changes_of(pipe, scalars, visible, tile, at, lane)
             hopper.mbarrier_wait(pipe.values_full + 8 * last_stage, last_parity)
             self.fence_copies()
             self.start_output(pipe.values + last_stage * self.tile_bytes, rP, rOut)
@@ -339,6 +384,8 @@ class PrefillHopper(HopperProducer):
             hopper.wgmma_wait(1)
             self.order(rScore)
             self.release(pipe.keys_empty, stage, lane)
+            for zero in cutlass.range(hidden, unroll=1):
+                self.hide_last(rScore, visible, scalars, tile * self.key_tile, lane, zero)
             for _ in cutlass.range(rare, unroll=1):
                 self.change_scores(pipe, scalars, visible, work, rScore, tile, at, lane)
             self.update_base(rScore, sums, rFactor, scale)
@@ -373,17 +420,34 @@ class PrefillHopper(HopperProducer):
             hopper.named_barrier_arrive(TURN_BARRIER + following, 256)
 
     @cute.jit
-    def changes_scores(self, pipe: Pipe, scalars, visible: Visible, tile, at, lane) -> Int32:
-        """1 where the scores of a tile are capped or some are hidden, else 0: the trip count of a loop.
+    def changes_of(self, pipe: Pipe, scalars, visible: Visible, tile, at, lane):
+        """What the scores of a tile need, as trip counts of two loops: hide_last, change_scores, or neither.
 
-        Needs the full keys, not their scores. The vote keeps the compiler from computing it behind the scores.
+        It needs the full keys, not their scores. The votes keep the compiler from computing it behind the scores.
         """
-        exists = pipe.exists + 4 * self.warps * (at % (2 * self.num_stages))
-        missing = ptx.load_shared(exists + 4 * (lane % self.warps), 1)[0] != self.all_rows
+        each = cutlass.const_expr(self.loaded_rows)
         first_key = tile * self.key_tile
+        loader = lane % self.warps
+        exists = ptx.load_shared(pipe.exists + 4 * self.warps * (at % (2 * self.num_stages)) + 4 * loader, 1)[0]
+        held = bits_below(visible.held - first_key - each * loader)
         unseen = first_key < visible.first or first_key + self.key_tile > visible.last
         unseen = unseen and first_key + self.key_tile > visible.prefix
-        return once_if(cute.arch.vote_any_sync(missing or unseen or scalars.softcap > 0.0))
+        changed = cute.arch.vote_any_sync(exists != self.all_rows or unseen or scalars.softcap > 0.0)
+        gaps = exists != (held & self.all_rows) or visible.prefix > 0
+        rare = cute.arch.vote_any_sync(gaps or scalars.softcap > 0.0 or scalars.window_left >= 0)
+        return once_if(changed and not rare), once_if(changed and rare)
+
+    @cute.jit
+    def hide_last(self, rScore, visible: Visible, scalars, first_key, lane, zero):
+        """Set the scores of keys behind the last that a row sees to -inf. zero: as in hide()."""
+        g, t = lane // 4, lane % 4
+        for r in cutlass.range_constexpr(2):
+            _, last = scores.window(visible.position + zero + (g + 8 * r), scalars, visible.held)
+            last = last - first_key - 2 * t
+            for n in cutlass.range_constexpr(self.key_tile // 8):
+                for e in cutlass.range_constexpr(2):
+                    i = cutlass.const_expr(4 * n + 2 * r + e)
+                    rScore[i] = cutlass.select_(last > 8 * n + e, rScore[i], -Float32.inf)
 
     @cute.jit
     def change_scores(self, pipe: Pipe, scalars, visible: Visible, work: Work, rScore, tile, at, lane):

@@ -1,7 +1,8 @@
 """The producer warpgroup of prefill_hopper.py: schedules work items, and loads queries, keys and values.
 
-Each warp loads a quarter of a tile: by TMA, in boxes of 16 keys that follow one another in memory, or by cp.async, for
-which lanes look up the rows that they copy. Only cp.async can put zeros in place of values whose keys do not exist.
+Each warp loads its part of a tile: by TMA, in boxes of 16 keys that follow one another in memory, or by cp.async, for
+which lanes look up the rows that they copy. Values whose keys do not exist become zeros: by TMA where these fill boxes
+or lie past the tensor, else by cp.async.
 Copies arrive at mbarriers. FP8 codes are copied to a staging buffer; the thread that copied them converts them,
 exactly, into f16 in a pipeline stage. Long calls of unequal work count the works that are taken.
 """
@@ -17,14 +18,16 @@ from cutlass import Float32, Int32, Int64, Uint32
 
 from kestrel_runtime.cute_dsl import hopper, ptx
 
-from .constants import BOX_ROWS, MIN_SPLIT_TILES
+from .constants import BOX_ROWS, MIN_SPLIT_TILES, SPLIT_ROWS
 from .formats import E4m3, E5m2
 from .parameters import PrefillScalars
-from .prefill_base import Keys, Located, PrefillBase, Work, divide
+from .prefill_base import Keys, Located, PrefillBase, Work, clamp, divide, queries_of, quotient
+from .splits import prefill_split_limit
 
 PRODUCERS = 128  # threads
 WARPGROUP_ROWS = 64
 PRODUCER_BARRIER = 7  # a named barrier
+PAST_ALL_SLOTS = 2**30
 
 
 class Pipe(NamedTuple):
@@ -36,8 +39,9 @@ class Pipe(NamedTuple):
     queries: Int32
     keys: Int32
     values: Int32
-    queries_full: Int32  # also waits for the Work, an arrival of one thread
+    queries_full: Int32
     queries_empty: Int32
+    works_full: Int32  # a Work is there, ahead of its queries: an arrival of one thread
     keys_full: Int32  # also waits for the words of ``exists``, an arrival of each producer warp
     keys_empty: Int32
     values_full: Int32
@@ -47,7 +51,8 @@ class Pipe(NamedTuple):
     works: Int32  # a Work per buffer of queries
     following: Int32  # two words for the index of the next work
     codes_full: Int32  # a barrier of each producer warp for its boxes of key codes, then of value codes
-    key_map: Int64  # address of the tensor map of keys, and of values
+    query_map: Int64  # addresses of tensor maps
+    key_map: Int64
     value_map: Int64
 
 
@@ -66,7 +71,7 @@ WORK_BYTES = 64  # at least those of its fields
 
 @dataclass(frozen=True)
 class HopperProducer(PrefillBase):
-    """The producer, of four ``warps``, and what it shares with the consumers."""
+    """The producer, of four warps, and what it shares with the consumers. ``warps`` of them load keys and values."""
 
     consumers: int = 2  # warpgroups
     query_buffers: int = 2
@@ -131,6 +136,11 @@ class HopperProducer(PrefillBase):
         return self.stored_row_bytes * self.stored_bytes // self.element_bytes // self.box_bytes
 
     @property
+    def query_boxes(self) -> bool:
+        """TMA loads queries. Those that become f16 for codes, and those of one buffer, come by cp.async."""
+        return not self.codes and self.query_buffers > 1
+
+    @property
     def code_barriers(self) -> int:
         """Barriers of boxes of codes."""
         return 2 * self.warps if self.codes and self.boxes else 0
@@ -154,29 +164,56 @@ class HopperProducer(PrefillBase):
         return PRODUCERS + 128 * self.consumers
 
     @cute.jit
-    def place(self, scalars: PrefillScalars, row_blocks, heads, index):
-        """The coordinates of a work index: section of heads by section, row blocks with the most keys first."""
-        section_blocks = scalars.section_heads * row_blocks * scalars.num_splits
-        section = divide(index, section_blocks)
-        in_section = index - section * section_blocks
-        sections = divide(heads, scalars.section_heads)
-        sequence = divide(section, sections)
-        of_head = divide(in_section, scalars.section_heads)
-        head = (section - sequence * sections) * scalars.section_heads
-        head = head + in_section - of_head * scalars.section_heads
-        longest_first = divide(of_head, scalars.num_splits)
-        return Place(sequence, head, row_blocks - 1 - longest_first, of_head - longest_first * scalars.num_splits)
+    def place(self, scalars: PrefillScalars, row_blocks, heads, batch, index):
+        """The coordinates of a work index: section of heads by section, row blocks with the most keys first.
+
+        The first splits of all blocks come first, then the others. Those that a sequence does not have are skipped.
+        """
+        first_splits = row_blocks * heads * batch
+        others = scalars.num_splits > 1 and index >= first_splits
+        section = Int32(quotient(index, scalars.section_multiplier, scalars.section_shift))
+        in_section = index - section * (scalars.section_heads * row_blocks)
+        blocks = row_blocks
+        if others:
+            blocks = scalars.split_blocks
+            of_section = scalars.section_heads * blocks * (scalars.num_splits - 1)
+            section = divide(index - first_splits, of_section)
+            in_section = index - first_splits - section * of_section
+        of_head = Int32(quotient(in_section, scalars.head_multiplier, scalars.head_shift))
+        head = in_section - of_head * scalars.section_heads
+        sequence, longest_first, split = section, of_head, Int32(0)
+        if scalars.section_heads < heads:
+            sections = divide(heads, scalars.section_heads)
+            sequence = divide(section, sections)
+            head += (section - sequence * sections) * scalars.section_heads
+        if others:
+            longest_first = divide(of_head, scalars.num_splits - 1)
+            split = of_head - longest_first * (scalars.num_splits - 1) + 1
+        return Place(sequence, head, blocks - 1 - longest_first, split)
 
     @cute.jit
-    def split(self, tensors, scalars, at: Place, row_blocks, work: Work):
+    def split_limit(self, scalars, num_queries, heads):
+        """The most splits of the blocks of rows of a sequence."""
+        limit = scalars.split_limit
+        if limit == 0:
+            limit = prefill_split_limit(cutlass.max(num_queries, 1), heads, divide, clamp)
+        return limit
+
+    @cute.jit
+    def split(self, tensors, scalars, at: Place, limit, first_query, num_queries, first_row, work: Work):
         """The part of a work item in split ``at.split``; 0 rows if the item has fewer splits."""
-        each = cutlass.max((work.num_tiles + scalars.split_limit - 1) // scalars.split_limit, MIN_SPLIT_TILES)
-        num_splits = cutlass.max((work.num_tiles + each - 1) // each, 1)
+        each, num_splits = work.num_tiles, Int32(1)
+        if limit > 1:
+            each = cutlass.max(divide(work.num_tiles + limit - 1, limit), MIN_SPLIT_TILES)
+            num_splits = cutlass.max(divide(work.num_tiles + each - 1, each), 1)
         first = at.split * each
-        partial = cutlass.select_(num_splits > 1, at.split * tensors.mQ.shape[0] + work.out_block, Int32(-1))
-        if scalars.num_splits > 1 and at.split == 0 and cute.arch.thread_idx()[0] == 0:
-            row_block = (work.out_block * tensors.mQ.shape[2] + work.head) * row_blocks + at.row_block
-            tensors.mNumSplits[row_block] = num_splits
+        partial = Int32(-1)
+        if num_splits > 1:
+            partial = first_query * scalars.partials_of_row + at.sequence * scalars.partials_of_sequence
+            partial = partial + at.split * num_queries + first_row
+        if at.split == 0 and at.row_block < scalars.split_blocks and cute.arch.thread_idx()[0] == 0:
+            of_head = at.sequence * tensors.mQ.shape[2] + work.head
+            tensors.mNumSplits[of_head * scalars.split_blocks + at.row_block] = num_splits
         return work._replace(
             num_tiles=cutlass.min(work.num_tiles - first, each),
             first_tile=first,
@@ -194,7 +231,8 @@ class HopperProducer(PrefillBase):
     # -- queries --------------------------------------------------------------------------------------------------
 
     @cute.jit
-    def produce(self, tensors, scalars, pipe: Pipe, row_blocks, batch, first, step, count):
+    def produce(self, tensors, scalars, pipe: Pipe, at: Place, row_blocks, batch, first, step, count):
+        """at: the place of the first work, known ahead of the previous kernel's results."""
         tid, _, _ = cute.arch.thread_idx()
         lane, warp = tid % 32, cute.arch.make_warp_uniform(tid // 32)
         rPage = cute.make_rmem_tensor(1, Int32)
@@ -203,31 +241,54 @@ class HopperProducer(PrefillBase):
         index = first
         visited = Int32(0)
         while index < count:
+            if cutlass.const_expr(not self.boxes):  # it takes no registers in between
+                at = self.place(scalars, row_blocks, tensors.mQ.shape[2], batch, index)
             following = index + step
             if scalars.has_counter != 0 and tid == 0:
-                following = ptx.atomic_add(tensors.mNumSplits.iterator.toint(), Int32(1)) + step
-            at = self.place(scalars, row_blocks, tensors.mQ.shape[2], index)
-            kv_head = divide(at.head, scalars.group_size)
-            keys, length = self.keys_of(tensors, scalars, at.sequence, kv_head)
-            work, query = self.work_of(tensors, scalars, at.sequence, at.head, kv_head, at.row_block, keys, length)
-            work = self.split(tensors, scalars, at, row_blocks, work)
-            if work.rows > 0:
-                if work.num_tiles > 0:
-                    self.look_up(rPage, keys, self.tile_at(work, Int32(0)), warp, lane)
-                buffer, parity = works % self.query_buffers, (works // self.query_buffers & 1) ^ 1
-                hopper.mbarrier_wait(pipe.queries_empty + 8 * buffer, parity)
-                if tid == 0:
-                    self.write_work(pipe.works + buffer * WORK_BYTES, work)
-                    hopper.mbarrier_arrive(pipe.queries_full + 8 * buffer)
-                self.load_block(tensors.mQ, pipe.queries + buffer * self.buffer_bytes, query, work.rows, tid)
-                hopper.mbarrier_arrive_after_copies(pipe.queries_full + 8 * buffer)
-                works += 1
-                if cutlass.const_expr(self.codes):
-                    self.produce_codes(pipe, scalars, keys, work, kv_head, rPage, loaded, warp, lane)
-                else:
-                    self.produce_rows(pipe, keys, work, kv_head, rPage, loaded, warp, lane)
-                loaded += work.num_tiles
-            if scalars.packed_queries != 0 and at.row_block == 0:
+                following = ptx.atomic_add(tensors.mCounter.iterator.toint(), Int32(1)) + step
+            first_query, num_queries = queries_of(tensors.mStartQ, tensors.mQ, scalars, at.sequence)
+            limit = self.split_limit(scalars, num_queries, tensors.mQ.shape[2])
+            block_rows = Int32(self.block_rows)
+            if cutlass.const_expr(self.block_rows > SPLIT_ROWS):  # bits of splits depend on the rows of a block
+                block_rows = cutlass.select_(limit > 1, Int32(SPLIT_ROWS), block_rows)
+            first_row = at.row_block * block_rows
+            kv_head = at.head
+            if scalars.group_size > 1:
+                kv_head = divide(at.head, scalars.group_size)
+            if at.split < limit and first_row < num_queries:
+                keys, length = self.keys_of(tensors, scalars, at.sequence, kv_head)
+                work, query = self.work_of(
+                    tensors, scalars, at.sequence, at.head, kv_head, first_row, block_rows, keys, length
+                )
+                work = self.split(tensors, scalars, at, limit, first_query, num_queries, first_row, work)
+                if work.rows > 0:
+                    if work.num_tiles > 0:
+                        loader = warp
+                        if cutlass.const_expr(32 * self.warps < PRODUCERS):
+                            loader = warp % self.warps
+                        self.look_up(rPage, keys, self.tile_at(work, Int32(0)), loader, lane)
+                    buffer, parity = works % self.query_buffers, (works // self.query_buffers & 1) ^ 1
+                    hopper.mbarrier_wait(pipe.queries_empty + 8 * buffer, parity)
+                    to, full = pipe.queries + buffer * self.buffer_bytes, pipe.queries_full + 8 * buffer
+                    if tid == 0:
+                        self.write_work(pipe.works + buffer * WORK_BYTES, work)
+                        hopper.mbarrier_arrive(pipe.works_full + 8 * buffer)
+                    if cutlass.const_expr(self.query_boxes):
+                        if warp == 0:
+                            self.load_query_boxes(pipe, to, full, work, lane)
+                    else:
+                        self.load_block(tensors.mQ, to, query, work.rows, tid)
+                        hopper.mbarrier_arrive_after_copies(full)
+                    works += 1
+                    if cutlass.const_expr(self.codes):
+                        self.produce_codes(pipe, scalars, keys, work, kv_head, rPage, loaded, warp, lane)
+                    elif cutlass.const_expr(32 * self.warps < PRODUCERS):
+                        if warp < self.warps:
+                            self.produce_rows(pipe, keys, work, kv_head, rPage, loaded, warp, lane)
+                    else:
+                        self.produce_rows(pipe, keys, work, kv_head, rPage, loaded, warp, lane)
+                    loaded += work.num_tiles
+            if scalars.packed_queries != 0 and at.row_block == 0 and at.split == 0:
                 self.clear_around(tensors, scalars, at.sequence, batch, at.head, tid)
             if scalars.has_counter != 0:  # tid 0 tells the others; two places in turn, so that all have read the last
                 place = pipe.following + 4 * (visited & 1)
@@ -237,13 +298,30 @@ class HopperProducer(PrefillBase):
                 following = Int32(ptx.load_shared(place, 1)[0])
                 visited += 1
             index = cute.arch.make_warp_uniform(following)
+            if cutlass.const_expr(self.boxes):
+                at = self.place(scalars, row_blocks, tensors.mQ.shape[2], batch, index)
         buffer, parity = works % self.query_buffers, (works // self.query_buffers & 1) ^ 1
         hopper.mbarrier_wait(pipe.queries_empty + 8 * buffer, parity)
         if tid == 0:
             ptx.store_shared(pipe.works + buffer * WORK_BYTES, [Uint32(0xFFFFFFFF)])
-            hopper.mbarrier_arrive(pipe.queries_full + 8 * buffer)
-        hopper.mbarrier_arrive_after_copies(pipe.queries_full + 8 * buffer)
+            hopper.mbarrier_arrive(pipe.works_full + 8 * buffer)
         ptx.cp_async_wait(0)
+
+    @cute.jit
+    def load_query_boxes(self, pipe: Pipe, to: Int32, full: Int32, work: Work, lane):
+        """Start loading queries by TMA: a box per column block and consumer warpgroup.
+
+        Rows past the last are those of another sequence, or zeros. Their results are not stored.
+        """
+        if lane == 0:
+            hopper.mbarrier_arrive_expecting(full, Int32(self.buffer_bytes))
+        cute.arch.sync_warp()
+        if lane < self.consumers * self.row_blocks:
+            warpgroup, block = lane // self.row_blocks, lane % self.row_blocks
+            row = work.out_row + warpgroup * WARPGROUP_ROWS
+            box = (block * (self.block_bytes // self.element_bytes), row, work.head, work.out_block)
+            place = to + lane * (WARPGROUP_ROWS * self.block_bytes)
+            hopper.load_box(place, pipe.query_map, box, full)
 
     @cute.jit
     def load_block(self, mQ, sQ: Int32, query: Int64, rows, tid):
@@ -283,7 +361,7 @@ class HopperProducer(PrefillBase):
                 hopper.mbarrier_arrive_after_copies(keys_full)
             hopper.mbarrier_wait(pipe.values_empty + 8 * stage, parity)
             if cutlass.const_expr(self.boxes):
-                if found.exists == self.all_rows:
+                if self.has_zeros(keys, found.exists):
                     self.load_boxes(pipe.value_map, to_values, box, values_full, warp, lane)
                 else:  # zeros for keys that do not exist
                     self.load_rows(keys, to_values, keys.value_base, found.value, found.exists, warp, lane)
@@ -375,12 +453,21 @@ class HopperProducer(PrefillBase):
     def box_of(self, found: Located, kv_head, lane):
         """The coordinates of the lane's box of the warp's keys, whatever tensor it is loaded from.
 
-        Lane l loads column block l % row_boxes of 16 rows.
+        Lane l loads column block l % row_boxes of 16 rows: zeros where the first of them does not exist.
         """
         first = lane // self.row_boxes * BOX_ROWS
         slot = Int32(cute.arch.shuffle_sync(Int32(found.slot), first))
         block = Int32(cute.arch.shuffle_sync(Int32(found.block), first))
+        slot = cutlass.select_((found.exists >> Uint32(first)) & 1 != 0, slot, Int32(PAST_ALL_SLOTS))
         return lane % self.row_boxes * (self.box_bytes // self.stored_bytes), slot, kv_head, block
+
+    @cute.jit
+    def has_zeros(self, keys: Keys, exists: Uint32):
+        """Whether TMA puts zeros in place of keys that do not exist: they fill boxes, or lie past the tensor."""
+        firsts = cutlass.const_expr(sum(1 << i for i in range(0, self.loaded_rows, BOX_ROWS)))
+        fill_boxes = (exists ^ (exists >> (BOX_ROWS - 1))) & firsts == 0
+        past = keys.has_block_table == 0 and keys.first_slot + keys.held >= keys.page_size
+        return fill_boxes or past
 
     @cute.jit
     def load_boxes(self, tensor_map: Int64, to: Int32, box, full: Int32, warp, lane):

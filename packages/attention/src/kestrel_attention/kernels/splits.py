@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from kestrel_runtime.cute_dsl import portable
 
-from .constants import TILE_KEYS
+from .constants import MAX_SPLITS, MULTIPROCESSORS, SPLIT_ROWS, TILE_KEYS
 
 
 class SplitRule(NamedTuple):
@@ -53,3 +53,12 @@ def split_keys(visited: Any, rule: Any, granularity: Any, select: Any, wide: Any
         even = divide(visited + rule.max_splits - 1, rule.max_splits)
         keys = (even + granularity - 1) // granularity * granularity
     return keys
+
+
+def prefill_split_limit(queries: Any, heads: Any, divide: Any, clamp: Any) -> Any:
+    """The most splits of a block of rows in prefill: enough that one sequence of so many queries fills the GPU.
+
+    divide, clamp: the arithmetic of host or device. queries: at least 1.
+    """
+    blocks = heads * divide(queries + SPLIT_ROWS - 1, SPLIT_ROWS)
+    return clamp(divide(MULTIPROCESSORS, blocks), 1, MAX_SPLITS)

@@ -260,7 +260,7 @@ class HopperPrefillVariant:
             dtype=numeric_type(self.dtype),
             head_dim=self.head_dim,
             key_tile=self.key_tile,
-            warps=4,
+            warps=3 if self.key_tile == 96 else 4,
             row_tiles=1,
             num_stages=self.num_stages,
             pdl=supports_pdl(arch),
@@ -408,7 +408,7 @@ PREFILL_HOPPER = tuple(
         HopperPrefillVariant(
             dtype, 64, consumers=3, num_stages=3, producer_registers=32, consumer_registers=160, long=True
         ),
-        HopperPrefillVariant(dtype, 80),
+        HopperPrefillVariant(dtype, 80, key_tile=96),
         HopperPrefillVariant(dtype, 96),
         HopperPrefillVariant(dtype, 128),
         HopperPrefillVariant(dtype, 64, "fp8"),
@@ -423,6 +423,14 @@ PREFILL_HOPPER = tuple(
 )
 
 PREFILL_HOPPER += tuple(replace(v, boxes=True) for v in PREFILL_HOPPER)
+
+# Three consumers of keys that cp.async copies would spill.
+PREFILL_HOPPER += tuple(
+    HopperPrefillVariant(
+        dtype, 80, key_tile=96, consumers=3, producer_registers=32, consumer_registers=160, long=True, boxes=True
+    )
+    for dtype in DTYPES
+)
 
 PREFILL_FP8 = (
     Fp8PrefillVariant("bf16", 64, "e4m3", num_stages=4),
@@ -499,7 +507,7 @@ def prefilling_on_hopper(
 ) -> HopperPrefillVariant | None:
     """The compiled variant with warpgroup matrix products for a head dimension, or None. long, boxes: see there."""
     fitting = [v for v in PREFILL_HOPPER if v.dtype == dtype and v.cache == cache and v.head_dim >= head_dim]
-    return min(fitting, key=lambda v: (v.head_dim, v.long != long, v.boxes != boxes), default=None)
+    return min(fitting, key=lambda v: (v.head_dim, v.boxes != boxes, v.long != long), default=None)
 
 
 def prefilling_in_fp8(head_dim: int, long: bool = False, boxes: bool = False) -> Fp8PrefillVariant | None:

@@ -198,6 +198,12 @@ def tensor_map_address(atom, *, loc=None, ip=None) -> Int64:
 
 
 @dsl_user_op
+def prefetch_tensor_map(tensor_map: Int64, *, loc=None, ip=None) -> None:
+    """Fetch a tensor map ahead of its first use."""
+    assemble("prefetch.tensormap [$0];", "l", [Int64(tensor_map)], [], True, loc, ip)
+
+
+@dsl_user_op
 def load_box(to: Int32, tensor_map: Int64, coordinates, barrier: Int32, *, loc=None, ip=None) -> None:
     """Start copying a box of four dimensions to shared memory; its bytes arrive at the mbarrier."""
     text = (
