@@ -406,7 +406,9 @@ def test_fp8_products_lose_nothing_over_many_keys(size, scale, values):
     exact = fp8_attention(q.float(), k.float(), v.float(), softmax_scale=scale)
     assert_exact(out, lse, exact)
     error = (out.double() - exact.out).norm() / exact.out.norm()
-    assert float(error) <= 2**-6, "more than some weights of the other code: 64 missing keys would give 2^-4"
+    # Splits of 64 dims have bases of their own, so that most weights have other codes, up to 2^-4 apart; bases of 128
+    # dims are powers of two. 64 missing keys would give 2^-4.
+    assert float(error) <= (2**-6 if size > 64 else 2**-4.5)
 
 
 @pytest.mark.parametrize("queries", [17, 128])

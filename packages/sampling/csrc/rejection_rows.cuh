@@ -267,7 +267,7 @@ struct RejectionSampler {
 #pragma unroll 1
     for (int rank = 0; rank < cluster.size; ++rank) {
       const u32* bins = cluster.map_shared(scratch->of_window.bins, rank);
-#pragma unroll 1
+#pragma unroll(adapts ? 1 : 8)  // so that loads from other blocks overlap; adapted windows have no registers for it
       for (int bin = cluster.lane; bin < kWindowBins; bin += 32) {
         const float weight = __uint2float_rn(bins[bin]);
         sum += bin > own ? weight : 0.f;
