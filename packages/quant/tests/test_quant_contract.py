@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 import kestrel_quant
 from kestrel_quant.fp8_quant import _fp8_quant, _fp8_quant_static
 from kestrel_quant.w4a16 import _w4a16_linear
+from kestrel_quant.w4a16_token import _w4a16_token
 from kestrel_runtime import Binary, UnsupportedError
 from kestrel_runtime.testing import (
     OPCHECK_TESTS,
@@ -279,6 +280,8 @@ OPCHECKS = [  # the public functions are thin; these are the registered ops, wit
     (kestrel_quant.int4_dequant, (CODES4[::2, 1:5], torch.rand(1, 2).t())),
     (_w4a16_linear, (BUFFER[::2, 3:15], W4.codes, W4.scales, None, None, 4, torch.randn(6))),
     (_w4a16_linear, (X, W4A.codes, W4A.scales, W4A.zeros, torch.arange(12).flip(0), 4)),
+    (_w4a16_token, (X[None, :1], W4.codes, W4.scales, None, None, 4, torch.ones(6), torch.ones(12))),
+    (_w4a16_token, (X, W4A.codes, W4A.scales, W4A.zeros, None, 4, None, None, 0.0, 0.0, "silu_and_mul", X[:, :3])),
     (_fp8_quant_static, (X, torch.ones(3, 1))),
     (_fp8_quant_static, (BUFFER[::2, 3:33].half(), torch.ones(1))),
 ]
@@ -303,6 +306,7 @@ OUTS: list[tuple[str, tuple[Any, ...], torch.Tensor]] = [
     ("int8_dequant", (CODES8, SCALE8), torch.empty(3, 12).bfloat16()),
     ("int4_dequant", (CODES4, SCALE4, 4), torch.empty(3, 12).bfloat16()),
     ("w4a16_linear", (X, W4.codes, W4.scales, None, None, 4), torch.empty(3, 6)),
+    ("w4a16_token", (X, W4.codes, W4.scales, None, None, 4), torch.empty(3, 6)),
 ]
 
 

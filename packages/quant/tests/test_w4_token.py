@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import importlib
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 from kestrel_quant import W4Weight, pack_w4, reference, w4a16_linear, w4a16_token
 from kestrel_quant.w4a16 import from_codes
+from kestrel_runtime import UnsupportedError
+
+module = importlib.import_module("kestrel_quant.w4a16_token")
 
 K, N, GROUP = 256, 64, 128
 
@@ -86,3 +91,43 @@ def test_a_row_of_several_has_the_norm_of_its_own():
     whole = w4a16_token(x, w, **norm)
     for row in range(3):
         torch.testing.assert_close(w4a16_token(x[row : row + 1], w, **norm)[0], whole[row], rtol=0, atol=2e-6)
+
+
+@pytest.fixture
+def launch(monkeypatch):
+    """The op's launch without the binary; returns the shapes of x, result and residual that a kernel gets."""
+    given = []
+
+    class Kernels:
+        def w4a16_token(self, out, x, *rest):
+            given.append([tuple(tensor.shape) for tensor in (x, out, rest[-1])])
+
+    monkeypatch.setattr(module, "kernels", Kernels())
+
+    def call(x, w, residual, out=None):
+        parts = (w.codes, w.scales, w.zeros, w.permutation, w.group_size)
+        module._w4a16_token.kernel_op.launch(x, *parts, None, None, 1e-6, 0.0, "none", residual, out=out)
+        return given.pop()
+
+    return call
+
+
+@pytest.mark.parametrize("tokens", [0, 1])
+@pytest.mark.parametrize("lead", [(), (1,), (1, 1)])
+def test_a_kernel_takes_no_token_and_one_in_any_number_of_dimensions(launch, tokens, lead):
+    x, residual = torch.ones(*lead, tokens, K), torch.ones(*lead, tokens, N)
+    assert launch(x, made(), residual, residual) == [(tokens, K), (tokens, N), (tokens, N)]
+
+
+def test_a_kernel_takes_no_more_tokens_in_three_dimensions(launch):
+    with pytest.raises(UnsupportedError, match="more than one token"):
+        launch(torch.ones(2, 1, K), made(), torch.ones(2, 1, N))
+
+
+@pytest.mark.parametrize("lead", [(1,), (1, 1)])
+def test_a_launch_refuses_a_residual_elsewhere_or_partly_under_the_result(launch, lead):
+    x, memory = torch.ones(*lead, K), torch.zeros(2 * N)
+    with pytest.raises(ValueError, match="w4a16_token: argument 'residual': expected device cpu"):
+        launch(x, made(), torch.ones(*lead, N, device="meta"))
+    with pytest.raises(ValueError, match="w4a16_token: argument 'out': .* shares no memory with 'residual'"):
+        launch(x, made(), memory[8 : 8 + N].view(*lead, N), memory[:N].view(*lead, N))

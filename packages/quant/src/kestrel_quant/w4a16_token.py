@@ -39,7 +39,9 @@ def w4a16_token(
     Returns [..., N], or [..., N / 2] with an activation, in x's dtype, in ``out`` if it is given; ``out`` may be
     ``residual`` and may not overlap other inputs. Products are accumulated in float32.
     The kernel takes bf16 and fp16, one token, groups that are multiples of 128 or whole rows, weights without a
-    permutation, K that is a multiple of 8 and, with a norm, up to 8192, and results that are multiples of 16.
+    permutation, K that is a multiple of 8 and, with a norm, up to 8192, and results that are multiples of 16; x and
+    norm_weight must be aligned to 16 bytes, and x must fit into shared memory. Several tokens are computed by
+    reference, where a row may differ by rounding from one number of tokens to another.
 
     Raises ValueError or TypeError for a wrong dtype, shape, name or device. Semantics: torch.nn.functional.rms_norm,
     Marlin (Frantar et al. 2024), the gate of Llama's feed-forward.
@@ -137,8 +139,13 @@ def _w4a16_token(
     rows = scales.shape[1] if activation == "none" else scales.shape[1] // 2
     result = empty(x, x.dtype, *x.shape[:-1], rows) if out is None else out
     into, added = result, residual
+    if residual is not None:  # out may be it: its device and memory are checked here, not by the launch
+        check.same("w4a16_token", "device", x=x, residual=residual)
+        if out is not None:
+            check.no_overlap("w4a16_token", "out", out, "residual", residual, may_be_same=True)
     if x.ndim != 2:
-        if x.shape[:-1].numel() != 1:
+        tokens = x.shape[:-1].numel()
+        if tokens > 1:
             raise UnsupportedError("more than one token")
         _check_w4a16_token(
             x,
@@ -155,8 +162,8 @@ def _w4a16_token(
             residual,
             out,
         )
-        x, into = x.reshape(1, x.shape[-1]), result.view(1, rows)
-        added = None if residual is None else residual.view(1, rows)
+        x, into = x.reshape(tokens, x.shape[-1]), result.view(tokens, rows)
+        added = None if residual is None else residual.view(tokens, rows)
     weight, norm = (codes, scales, zeros, group_size), (norm_weight, norm_eps, norm_weight_bias)
     kernels.w4a16_token(into, x, *weight, bias, *norm, activation, added)
     return result
