@@ -15,7 +15,7 @@ class HostCopy:
             self._copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
             self._copy.copy_(tensor, non_blocking=True)
             self._copied = torch.cuda.Event()
-            self._copied.record()
+            self._copied.record(torch.cuda.current_stream(tensor.device))  # the copy's, not the current device's
         else:
             self._copy = tensor.clone()
 
