@@ -101,8 +101,8 @@ def rotary_and_cache(
     The same as kestrel_rope.rotary_embedding followed by :func:`reshape_and_cache`, in one pass.
     T rows, H query heads and Hk KV heads of D = ``head_size`` dims, R rotated dims, pages of P slots.
 
-    positions: int32 or int64 [T]. A position < 0 or >= max_pos leaves its query and key unchanged; the key is still
-        cached.
+    positions: int32 or int64 [T]. A position < 0 or >= max_pos does not rotate its query and key: they stay unchanged,
+        or are normalised alone; the key is still cached.
     query: [T, H*D] or [T, H, D], bf16, fp16 or float32. Written in place.
     key: [T, Hk*D] or [T, Hk, D]. Written in place: it holds the rotated key, which is also what the cache gets.
     value: [T, Hk*D] or [T, Hk, D]. Not written.
@@ -116,7 +116,7 @@ def rotary_and_cache(
     rope_dim_offset: first rotated dim of a head.
     query_norm, key_norm: *constant* [D] of query's dtype, both or none: weights of an RMSNorm of each head of query and
         key before the rotation, rounded as kestrel_norm.rms_norm rounds it. The kernel takes heads that rotate as a
-        whole (R = D, is_neox) in aligned packs of 16 bytes, D / 2 being a power of two of them, up to 32.
+        whole (R = D, is_neox) in aligned packs of 16 bytes; D / 2 must be 1, 2, 4, 8, 16 or 32 packs.
     norm_eps, norm_weight_bias: of these norms: eps, and what is added to their weights.
 
     Returns None. The rotation runs in float32 and is rounded to the dtype of key, which is then what is quantised.
