@@ -23,6 +23,10 @@ from .parameters import PrefillScalars, PrefillTensors
 from .prefill_base import Keys, OutputRows, PrefillBase, Sums, Visible, Work, divide, once_if
 from .scores import LOG2_E, RESCALE_SLACK
 
+# Parameters of prefill_hopper.py alone. The number of a kernel's parameters moves ptxas: with these it spills on sm_100.
+TENSORS_OF_SPLITS = ("mNumSplits", "mCounter")
+SCALARS_OF_SPLITS = PrefillScalars._fields[PrefillScalars._fields.index("split_blocks") :]
+
 
 @dataclass(frozen=True)
 class Prefill(PrefillBase):
@@ -72,6 +76,8 @@ class Prefill(PrefillBase):
         batch = given[-2]
         heads = tensors.mQ.shape[2]
         section = scalars.section_heads
+        tensors = tensors._replace(**dict.fromkeys(TENSORS_OF_SPLITS))
+        scalars = scalars._replace(**dict.fromkeys(SCALARS_OF_SPLITS))
         row_blocks = cute.ceil_div(scalars.max_queries, self.block_rows)
         self.kernel(tensors, scalars, row_blocks, batch).launch(
             grid=[section * row_blocks, heads // section, batch],
