@@ -36,6 +36,21 @@ def test_splits_of_packed_sequences_follow_their_own_lengths(hopper, queries, ma
     assert combine["mStartQ"] is attend["mStartQ"]
 
 
+@pytest.mark.parametrize(
+    ("queries", "heads"),
+    [([1] * 60 + [4000], 2), ([40] * 20 + [700], 6), ([300, 20], 2), ([5000, 4000], 16), ([128] * 30 + [129], 1)],
+    ids=["many-short", "short", "two", "long", "blocks"],
+)
+def test_scratch_memory_of_splits_has_at_most_16_copies_of_the_result(hopper, queries, heads):
+    q, k = half(sum(queries), heads, 64), half(4000, 1, 64)
+    starts_q, starts_k = ints(0, *torch.tensor(queries).cumsum(0)), ints(0, *[4000] * len(queries))
+    starts = {"cu_seqlens_q": starts_q, "cu_seqlens_k": starts_k}
+    packed(q=q, k=k, v=k.clone(), **starts, max_seqlen_q=max(queries), max_seqlen_k=4000)
+    (_, attend), _ = hopper.calls
+    assert attend["num_splits"] > 1
+    assert attend["mPartialOut"].numel() <= 16 * q.numel()
+
+
 @pytest.mark.parametrize("queries", [[1, 40], [300, 20], [384, 129, 5], [5000, 4000]])
 def test_kernels_divide_the_indices_of_first_splits_by_multiplication(hopper, queries):
     """Works of a section: those of its heads, of as many blocks of 128 rows as a sequence may have."""

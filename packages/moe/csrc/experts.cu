@@ -56,7 +56,7 @@ struct ExpertsScratch {
   }
 };
 
-// Whether fused_experts runs experts_tma_kernel for token tiles of this size.
+// Whether fused_experts runs a wgmma kernel for token tiles of this size.
 bool takes_wgmma(int64_t tile, DLDevice device) { return tile >= kTokensOfWgmma && has_wgmma(device); }
 
 // Whether x is written to the positions of its pairs, in tiles of pipeline stages.
@@ -141,7 +141,7 @@ void launch_sum(ExpertsSumParams p, DLDataType result, int64_t tokens, DLDevice 
   launch_pdl(kernel, dim3(static_cast<unsigned>(tokens * p.ctas_per_token)), dim3(kSumThreads), device, p);
 }
 
-// Launches a projection of aligned pairs, in token tiles of `tokens`; by experts_tma_kernel if `wgmma`.
+// Launches a projection of aligned pairs, in token tiles of `tokens`; by a wgmma kernel if `wgmma`.
 void launch_sorted(const ExpertsParams& p, Projection projection, DLDataType weight, bool wgmma, int tokens,
                    int cluster, int64_t tiles, DLDevice device) {
   if (wgmma) return launch_experts_tma(p, projection, weight, tokens, cluster, tiles, device);

@@ -14,7 +14,7 @@ constexpr int64_t kLargest = int64_t{1} << 30;  // sizes and pairs are int in th
 constexpr int kTokensOfWgmma = 64;  // tokens of its smallest tile
 constexpr int kTokensOfFp8 = 128;   // of the tiles of experts_fp8_kernel
 
-// Whether the device runs experts_tma_kernel.
+// Whether the device runs the wgmma kernels.
 bool has_wgmma(DLDevice device);
 
 // Warps for each row that is quantised: one, more for long rows and for few of them.
