@@ -23,7 +23,7 @@ from .parameters import PrefillScalars, PrefillTensors
 from .prefill_base import Keys, OutputRows, PrefillBase, Sums, Visible, Work, divide, once_if
 from .scores import LOG2_E, RESCALE_SLACK
 
-# Parameters of prefill_hopper.py alone. The number of a kernel's parameters moves ptxas: with these it spills on sm_100.
+# Parameters of prefill_hopper.py alone. Their number moves ptxas: with these the kernel spills on sm_100.
 TENSORS_OF_SPLITS = ("mNumSplits", "mCounter")
 SCALARS_OF_SPLITS = PrefillScalars._fields[PrefillScalars._fields.index("split_blocks") :]
 
