@@ -8,6 +8,8 @@ import torch
 
 from kestrel_runtime import check
 
+from ._w4_layout import COLUMNS, ROWS
+
 
 def check_input(op: str, x: torch.Tensor) -> None:
     """x is [T, N] floats with at least one column."""
@@ -41,3 +43,31 @@ def check_result(
         check.shape(op, "out", out, tuple(shape))
         check.disjoint(op, "out", out)
         check.same(op, "device", q=like, out=out)
+
+
+def check_x_and_weight(
+    op: str,
+    x: torch.Tensor,
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    zeros: torch.Tensor | None,
+    permutation: torch.Tensor | None,
+    group_size: int,
+) -> tuple[int, int]:
+    """x is [..., K] floats and the parts of the 4-bit weight [N, K] fit it; returns N and K."""
+    check.tensor(op, "x", x, dtype=check.FLOATS, last_contiguous=True)
+    check.tensor(op, "w", scales, dtype=check.FLOATS, ndim=2)
+    check.number(op, "w.group_size", group_size, integer=True, minimum=2)
+    rows, columns = scales.shape[1], scales.shape[0] * group_size
+    if x.ndim == 0 or x.shape[-1] != columns:
+        check.fail(op, "x", f"a last dimension of {columns}, as the weight has", f"shape {tuple(x.shape)}")
+    check.same(op, "dtype", w=scales, x=x)
+    check.tensor(op, "w", codes, dtype=torch.int32)
+    check.shape(op, "w", codes, (-(-rows // ROWS), -(-columns // COLUMNS), 32, 4))
+    if zeros is not None:
+        check.tensor(op, "w", zeros, dtype=torch.int16)
+        check.shape(op, "w", zeros, scales.shape)
+    if permutation is not None:
+        check.tensor(op, "w", permutation, dtype=torch.int64)
+        check.shape(op, "w", permutation, (columns,))
+    return rows, columns

@@ -12,8 +12,9 @@ from torch._subclasses.fake_tensor import is_fake
 from kestrel_runtime import check, empty, kernel_op
 
 from . import reference
+from ._checks import check_x_and_weight
 from ._launch import kernels
-from ._w4_layout import COLUMNS, ROWS, pack_codes
+from ._w4_layout import pack_codes
 from ._w4_plan import MMA_TOKENS, Plan, plan
 
 _TOKENS_OF_CLUSTERS = 16  # beyond them slices of K may be added up by a second kernel
@@ -192,21 +193,7 @@ def _check_w4a16_linear(
     out: torch.Tensor | None = None,
 ) -> None:
     op = "w4a16_linear"
-    check.tensor(op, "x", x, dtype=check.FLOATS, last_contiguous=True)
-    check.tensor(op, "w", scales, dtype=check.FLOATS, ndim=2)
-    check.number(op, "w.group_size", group_size, integer=True, minimum=2)
-    rows, columns = scales.shape[1], scales.shape[0] * group_size
-    if x.ndim == 0 or x.shape[-1] != columns:
-        check.fail(op, "x", f"a last dimension of {columns}, as the weight has", f"shape {tuple(x.shape)}")
-    check.same(op, "dtype", w=scales, x=x)
-    check.tensor(op, "w", codes, dtype=torch.int32)
-    check.shape(op, "w", codes, (-(-rows // ROWS), -(-columns // COLUMNS), 32, 4))
-    if zeros is not None:
-        check.tensor(op, "w", zeros, dtype=torch.int16)
-        check.shape(op, "w", zeros, scales.shape)
-    if permutation is not None:
-        check.tensor(op, "w", permutation, dtype=torch.int64)
-        check.shape(op, "w", permutation, (columns,))
+    rows, _ = check_x_and_weight(op, x, codes, scales, zeros, permutation, group_size)
     if bias is not None:
         check.tensor(op, "bias", bias, dtype=x.dtype, last_contiguous=True)
         check.shape(op, "bias", bias, (rows,))

@@ -7,8 +7,8 @@ import torch
 from kestrel_runtime import UnsupportedError, check, empty, kernel_op
 
 from . import reference
+from ._checks import check_x_and_weight
 from ._launch import kernels
-from ._w4_layout import COLUMNS, ROWS
 from .w4a16 import W4Weight
 
 ACTIVATIONS = ("none", "silu_and_mul", "gelu_and_mul", "gelu_tanh_and_mul")
@@ -74,21 +74,7 @@ def _check_w4a16_token(
     out: torch.Tensor | None = None,
 ) -> None:
     op = "w4a16_token"
-    check.tensor(op, "x", x, dtype=check.FLOATS, last_contiguous=True)
-    check.tensor(op, "w", scales, dtype=check.FLOATS, ndim=2)
-    check.number(op, "w.group_size", group_size, integer=True, minimum=2)
-    rows, columns = scales.shape[1], scales.shape[0] * group_size
-    if x.ndim == 0 or x.shape[-1] != columns:
-        check.fail(op, "x", f"a last dimension of {columns}, as the weight has", f"shape {tuple(x.shape)}")
-    check.same(op, "dtype", w=scales, x=x)
-    check.tensor(op, "w", codes, dtype=torch.int32)
-    check.shape(op, "w", codes, (-(-rows // ROWS), -(-columns // COLUMNS), 32, 4))
-    if zeros is not None:
-        check.tensor(op, "w", zeros, dtype=torch.int16)
-        check.shape(op, "w", zeros, scales.shape)
-    if permutation is not None:
-        check.tensor(op, "w", permutation, dtype=torch.int64)
-        check.shape(op, "w", permutation, (columns,))
+    rows, columns = check_x_and_weight(op, x, codes, scales, zeros, permutation, group_size)
     for name, vector, size in (("bias", bias, rows), ("norm_weight", norm_weight, columns)):
         if vector is not None:
             check.tensor(op, name, vector, dtype=x.dtype, last_contiguous=True)
