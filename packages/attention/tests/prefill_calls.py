@@ -17,12 +17,15 @@ from kestrel_attention.kernels.parameters import (
     PrefillCombineTensors,
     PrefillScalars,
     PrefillTensors,
+    PrefillWorksScalars,
+    PrefillWorksTensors,
 )
 from kestrel_attention.plans import Plans
 
 NAMES = {
     "append": AppendTensors._fields + AppendScalars._fields,
     "prefill_combine": (*PrefillCombineTensors._fields, *PrefillCombineScalars._fields, "batch"),
+    "prefill_works": (*PrefillWorksTensors._fields, *PrefillWorksScalars._fields, "batch"),
     "prefill": (*PrefillTensors._fields, *PrefillScalars._fields, "batch"),
 }
 

@@ -68,7 +68,7 @@ def fp8_attention(
     weights, lse = _weights(scores, sinks)
     of_score, _ = _scores(q.abs(), k.abs(), v, **how | {"softcap": 0.0, "softmax_scale": abs(_scale(q, **how))})
     of_score = of_score.amax(-1).clamp(min=0) if len(k) else lse.new_zeros(lse.shape)
-    used = _rounded_to_e4m3(scores, lse, pairs=q.shape[2] > 64) if rounded else weights
+    used = _rounded_to_e4m3(scores, lse, integers=q.shape[2] > 64) if rounded else weights
     out = torch.einsum("hqk,khd->qhd", used, v)
     terms = torch.einsum("hqk,khd->qhd", weights, v.abs())
     spread = torch.einsum("hqk,khd->qhd", weights**2, v**2).sqrt()
@@ -77,8 +77,8 @@ def fp8_attention(
     return Exact(out, lse, bound, 2**-12 * of_score + 2**-18 * (1 + lse.abs()))
 
 
-def _rounded_to_e4m3(scores: torch.Tensor, lse: torch.Tensor, pairs: bool, key_tile: int = 128) -> torch.Tensor:
-    """Normalised weights after their rounding. pairs: bases are integers, which a largest score may exceed by 1.75."""
+def _rounded_to_e4m3(scores: torch.Tensor, lse: torch.Tensor, integers: bool, key_tile: int = 128) -> torch.Tensor:
+    """Normalised weights after their rounding. integers: bases are, and a largest score may exceed them by 1.75."""
     keys = scores.shape[-1]
     tiles = torch.nn.functional.pad(scores / math.log(2), (0, -keys % key_tile), value=-math.inf)
     tiles = tiles.unflatten(-1, (-1, key_tile))
@@ -86,11 +86,11 @@ def _rounded_to_e4m3(scores: torch.Tensor, lse: torch.Tensor, pairs: bool, key_t
     bases = torch.full_like(highest, -math.inf)
     base = torch.full_like(lse, -math.inf)
     for n in range(highest.shape[-1]):
-        moved = highest[..., n].round() if pairs else highest[..., n]
-        base = torch.where(highest[..., n] - base > (1.75 if pairs else 0.0), moved, base)
+        moved = highest[..., n].round() if integers else highest[..., n]
+        base = torch.where(highest[..., n] - base > (1.75 if integers else 0.0), moved, base)
         bases[..., n] = base
     bases = torch.where(bases == -math.inf, 0.0, bases)[..., None]
-    exponent = 7 if pairs else 8
+    exponent = 7 if integers else 8
     codes = torch.exp2(tiles - bases + exponent).float().to(torch.float8_e4m3fn).double()
     total = torch.where(lse == -math.inf, 0.0, lse)[..., None, None] / math.log(2)
     return (codes * torch.exp2(bases - exponent - total)).flatten(-2)[..., :keys]

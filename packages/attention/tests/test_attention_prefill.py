@@ -27,7 +27,10 @@ from kestrel_runtime import UnsupportedError
 def problem(**how: Any) -> PrefillProblem:
     """One sequence of 100 queries and keys and four heads of 64, unless told otherwise."""
     usual = {"batch": 1, "max_queries": 100, "max_keys": 100, "heads": 4, "kv_heads": 2, "head_dim": 64}
-    return PrefillProblem(**(usual | {"page_size": 100, "dtype": "bf16"} | how))
+    given = usual | {"page_size": 100, "dtype": "bf16"} | how
+    if given.get("packed_queries"):  # not all as long as the longest, unless told otherwise
+        given = {"total_queries": given["batch"] * given["max_queries"] - 1} | given
+    return PrefillProblem(**given)
 
 
 # -- sinks ------------------------------------------------------------------------------------------------------------
@@ -180,7 +183,8 @@ def test_long_calls_are_persistent_where_queries_have_two_buffers(batch, head_di
 def test_six_waves_of_blocks_are_a_long_call(batch, long):
     """Where one block after another fills the GPU; calls of few heads are split instead."""
     assert plan_prefill(problem(batch=batch, max_queries=128 * 33, heads=4, hopper=True)).variant.long
-    assert plan_prefill(problem(batch=batch, packed_queries=True, hopper=True)).variant.long is long
+    packed = {"max_queries": 512, "heads": 1, "kv_heads": 1, "packed_queries": True}
+    assert plan_prefill(problem(batch=batch, **packed, hopper=True)).variant.long is long
 
 
 @pytest.mark.parametrize(

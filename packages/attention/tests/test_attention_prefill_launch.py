@@ -488,9 +488,9 @@ def test_a_counter_of_works_starts_at_zero_in_each_call(hopper):
         dense(q=half(1, 6000, 16, 8), k=half(1, 10, 16, 8), v=half(1, 10, 16, 8), causal=True)
     first, second = (given for _, given in hopper.calls)
     assert first["has_counter"] == second["has_counter"] == 1
-    assert first["mCounter"].tolist() == second["mCounter"].tolist() == [0]
-    assert first["mCounter"].data_ptr() != second["mCounter"].data_ptr()
-    assert first["mCounter"].dtype == torch.int32
+    assert first["mWorks"].tolist() == second["mWorks"].tolist() == [0]
+    assert first["mWorks"].data_ptr() != second["mWorks"].data_ptr()
+    assert first["mWorks"].dtype == torch.int32
 
 
 def test_tests_can_choose_the_portable_kernel_on_hopper(hopper, monkeypatch):

@@ -15,6 +15,7 @@ import torch
 from kestrel_runtime import Binary, UnsupportedError, allocator, contiguous_strides
 
 from .arguments import Cached, Dense, Packed, Scales, Scores
+from .kernels.constants import FIRST_WORK
 from .kernels.parameters import AppendScalars
 from .kernels.variants import DTYPES, NAMED, Fp8PrefillVariant
 from .launching import UNALIGNED, Launch, refuse_uncovered_strides, unread, unused
@@ -42,7 +43,8 @@ class Tensors(NamedTuple):
     v_scale: torch.Tensor | None = None
 
 
-_SINKS, _STARTS = Tensors._fields.index("sinks"), Tensors._fields.index("starts_q")
+_SINKS = Tensors._fields.index("sinks")
+_STARTS, _STARTS_K, _LENGTHS = (Tensors._fields.index(name) for name in ("starts_q", "starts_k", "lengths"))
 Attend = Callable[..., None]
 """(q, k, v, tensors, out, lse, append=None): runs the kernel. All of 4 dimensions as a cache, LSE of 3.
 
@@ -58,7 +60,8 @@ packed_launches: Plans[PrefillLaunch] = Plans()
 def _attend(problem: PrefillProblem, like: torch.Tensor) -> Attend:
     """The kernel of a problem. like: the queries, which give device and strides."""
     device, q_steps = like.device, _steps_are_aligned(like) and _are_boxes(like)
-    plan = plan_prefill(replace(problem, hopper=USE_HOPPER and _binary.arch(device) == "sm90a"))
+    arch = _binary.arch(device).removeprefix("sm")
+    plan = plan_prefill(replace(problem, arch=arch, hopper=USE_HOPPER and arch == "90a"))
     kernel = _binary.kernel(plan.variant, device)
     scalars, batch, codes = plan.scalars, problem.batch, problem.cache != "same"
     fp8_products = isinstance(plan.variant, Fp8PrefillVariant)
@@ -66,6 +69,10 @@ def _attend(problem: PrefillProblem, like: torch.Tensor) -> Attend:
     combine = None
     if scalars.num_splits > 1:
         combine = _binary.kernel(NAMED[f"prefill_combine_{problem.dtype}"], device)
+    list_works, list_words = None, 0
+    if scalars.listed_works:
+        list_works = _binary.kernel(NAMED["prefill_works"], device)
+        list_words = FIRST_WORK + 2 * (scalars.listed_works + plan.works.listed_blocks)
     no_int, no_float = unused(torch.int32, device), unused(torch.float32, device)
     no_table = unused(torch.int32, device, 2)
     absent = Tensors(no_int, no_int, no_int, no_table, no_int, no_float, no_float, no_float, no_float)
@@ -97,14 +104,18 @@ def _attend(problem: PrefillProblem, like: torch.Tensor) -> Attend:
             partial_lse = torch.empty(rows, dtype=torch.float32, device=device)
             splits = torch.empty(split_blocks, dtype=torch.int32, device=device)
             scratch = (partial_out, partial_lse, splits)
-        counter = no_int
-        if scalars.has_counter:
-            counter = torch.zeros(1, dtype=torch.int32, device=device)
+        works = no_int
+        if list_works is not None:
+            works = torch.empty(list_words, dtype=torch.int32, device=device)
+        elif scalars.has_counter:
+            works = torch.zeros(1, dtype=torch.int32, device=device)
         if append is not None:
             append()
-        kernel(q, k, v, *tensors, out, lse, *scratch, counter, *scalars, batch)
+        if list_works is not None:
+            list_works(tensors[_STARTS], tensors[_STARTS_K], tensors[_LENGTHS], works, *plan.works, batch)
+        kernel(q, k, v, *tensors, out, lse, *scratch, works, *scalars, batch)
         if combine is not None:
-            combine(out, lse, *scratch, tensors[_SINKS], tensors[_STARTS], *plan.combine, batch)
+            combine(out, lse, *scratch, tensors[_SINKS], tensors[_STARTS], works, *plan.combine, batch)
 
     return attend
 

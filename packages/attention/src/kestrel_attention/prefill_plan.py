@@ -10,7 +10,7 @@ from typing import NamedTuple
 from kestrel_runtime import UnsupportedError
 
 from .kernels.constants import BOX_ROWS, MIN_SPLIT_TILES, SPLIT_ROWS
-from .kernels.parameters import PrefillCombineScalars, PrefillScalars
+from .kernels.parameters import PrefillCombineScalars, PrefillScalars, PrefillWorksScalars
 from .kernels.splits import prefill_split_limit
 from .kernels.variants import HopperPrefillVariant, PrefillVariant, prefilling, prefilling_in_fp8, prefilling_on_hopper
 from .plan import MAX_GRID, MAX_KEYS, MIN_SOFTCAP, MULTIPROCESSORS, UNBOUNDED, page_divisor
@@ -19,6 +19,7 @@ LONG_WAVES = 6  # of blocks of LARGE_BLOCK queries, from which on larger blocks 
 LARGER_TILE = 1.3  # the time of a tile of three warpgroups, of two: 1
 OTHER_TILES = 2.3  # the time of the prologue and the epilogue of a work
 COUNTED_WAVES = 4  # from which on blocks take unequal works when they can: a counter is worth a launch that clears it
+LISTED_WAVES = 8  # of works that find nothing to do, from which on a list of works is worth its launch
 GRID_WAVES = 2  # up to this many, a grid of one block per tile is faster than a persistent one
 LARGE_BLOCK = SPLIT_ROWS  # queries of a thread block of the kernels that are not for short calls
 SECTION_BYTES = 20 * 2**20  # of keys and values that blocks share in L2 at a time
@@ -70,6 +71,20 @@ class PrefillProblem:
     """Whether TMA can load from the tensors of keys and values, where a page is a multiple of 16 slots."""
     hopper: bool = False
     """Whether the GPU has wgmma (sm_90a)."""
+    arch: str = "90a"
+
+    @property
+    def lengths_differ(self) -> bool:
+        """Whether packed sequences may have different numbers of queries, which the device alone knows."""
+        unequal = self.total_queries < self.batch * self.max_queries
+        return self.packed_queries and self.batch > 1 and unequal
+
+    def blocks_of(self, rows: int) -> int:
+        """Blocks of so many queries, at most, of all sequences."""
+        blocks = self.batch * -(-self.max_queries // rows)
+        if self.packed_queries:
+            blocks = min(blocks, self.total_queries // rows + min(self.batch, self.total_queries))
+        return blocks
 
 
 @dataclass(frozen=True)
@@ -80,6 +95,8 @@ class PrefillPlan:
     scalars: PrefillScalars
     combine: PrefillCombineScalars
     """Arguments of the combine kernel, which runs where scalars.num_splits > 1."""
+    works: PrefillWorksScalars
+    """Arguments of the kernel that lists works, which runs where scalars.listed_works > 0."""
     partial_rows: int
     """Rows of all heads of partial results."""
 
@@ -87,14 +104,15 @@ class PrefillPlan:
 def plan_prefill(problem: PrefillProblem) -> PrefillPlan:
     """The plan of a problem. Raises UnsupportedError where no kernel covers it."""
     cache, unit = ("same", 8) if problem.cache == "same" else ("fp8", 16)
-    blocks = problem.batch * problem.heads * -(-problem.max_queries // LARGE_BLOCK)
+    blocks = problem.heads * problem.blocks_of(LARGE_BLOCK)
     short = blocks <= 2 * MULTIPROCESSORS
     case = problem.dtype, cache, problem.head_dim
     variant: PrefillVariant | HopperPrefillVariant | None = None
     if problem.head_dim % unit == 0:
         # Splits depend on the size of a block. Where it is unknown which sequences have some, the kernel chooses it.
         limit = splits_of(problem, 1).limit
-        long = limit < 2 and blocks >= LONG_WAVES * MULTIPROCESSORS
+        fills_blocks = not problem.lengths_differ or problem.total_queries >= 2 * LARGE_BLOCK * problem.batch
+        long = limit < 2 and blocks >= LONG_WAVES * MULTIPROCESSORS and fills_blocks
         boxes = problem.has_boxes and (not problem.has_block_table or problem.page_size % BOX_ROWS == 0)
         if problem.hopper and problem.fp8_queries and problem.cache == "e4m3":
             variant = prefilling_in_fp8(problem.head_dim, long, boxes)
@@ -111,19 +129,24 @@ def plan_prefill(problem: PrefillProblem) -> PrefillPlan:
     section = section_heads(problem)
     if problem.batch > MAX_GRID or problem.heads // section > MAX_GRID:
         raise UnsupportedError(f"kernels cover up to {MAX_GRID} sequences and heads")
-    if problem.max_queries * (section if not problem.hopper else problem.heads * problem.batch) >= 2**31:
+    is_hopper = isinstance(variant, HopperPrefillVariant)
+    block_rows = variant.block_rows if is_hopper else variant.rows_on(problem.arch)
+    splits = splits_of(problem, variant.key_tile)
+    listing = listing_of(problem, splits, block_rows)
+    if listing.works * section >= 2**31:
+        raise UnsupportedError("too many queries for one call")
+    if not listing.works and problem.max_queries * (problem.heads * problem.batch if is_hopper else section) >= 2**31:
         raise UnsupportedError("too many queries for one call")
 
     # A persistent kernel gains by loading the next queries ahead, for which it needs a second buffer.
     ahead = isinstance(variant, HopperPrefillVariant) and variant.query_buffers > 1
-    persistent = ahead and blocks > GRID_WAVES * MULTIPROCESSORS
+    persistent = (ahead and blocks > GRID_WAVES * MULTIPROCESSORS) or (is_hopper and listing.works > 0)
     left = -1 if problem.window_left > UNBOUNDED else problem.window_left
     right = -1 if problem.window_right > UNBOUNDED else problem.window_right
-    splits = splits_of(problem, variant.key_tile)
     unequal = problem.causal or left >= 0 or right >= 0 or problem.packed_queries
     counted = persistent and unequal and splits.limit < 2 and blocks >= COUNTED_WAVES * MULTIPROCESSORS
+    counted = counted or (is_hopper and listing.works > 0)
     multiplier, shift = page_divisor(problem.page_size)
-    block_rows = variant.block_rows if isinstance(variant, HopperPrefillVariant) else LARGE_BLOCK
     row_blocks = max(-(-problem.max_queries // block_rows), splits.blocks)
     of_section = page_divisor(max(1, section * row_blocks))  # where the launch has one work for each block of rows
     of_head = page_divisor(section)
@@ -165,11 +188,21 @@ def plan_prefill(problem: PrefillProblem) -> PrefillPlan:
         split_blocks=splits.blocks,
         partials_of_row=splits.partials_of_row,
         partials_of_sequence=splits.partials_of_sequence,
+        listed_works=listing.works,
     )
     if splits.partial_rows >= 2**31:
         raise UnsupportedError("too many splits for one call")
     of_combine = {name: getattr(scalars, name) for name in PrefillCombineScalars._fields}
-    return PrefillPlan(variant, scalars, PrefillCombineScalars(**of_combine), splits.partial_rows)
+    of_works = {name: getattr(scalars, name) for name in PrefillWorksScalars._fields if name in scalars._fields}
+    of_works |= {"total_queries": problem.total_queries, "heads": problem.heads, "sections": problem.heads // section}
+    of_works |= {"block_rows": block_rows, "key_tile": variant.key_tile, "listed_blocks": listing.blocks}
+    return PrefillPlan(
+        variant,
+        scalars,
+        PrefillCombineScalars(**of_combine),
+        PrefillWorksScalars(**of_works),
+        splits.partial_rows,
+    )
 
 
 def estimated_tiles(problem: PrefillProblem, variant: HopperPrefillVariant) -> float:
@@ -198,12 +231,39 @@ class Splits(NamedTuple):
     """That the launch has work for."""
     blocks: int
     """Blocks of rows, at most, of a sequence whose keys are split."""
+    more_works: int
+    """That splits add to a sequence, at most, in blocks of rows."""
     partials_of_row: int
     partials_of_sequence: int
     partial_rows: int
 
 
-UNSPLIT = Splits(1, 1, 0, 0, 0, 0)
+UNSPLIT = Splits(1, 1, 0, 0, 0, 0, 0)
+
+
+class Listing(NamedTuple):
+    """A list of the works of packed sequences."""
+
+    works: int
+    """That it has room for; 0: there is no list."""
+    blocks: int
+    """Blocks of rows with splits that it has room for."""
+
+
+def listing_of(problem: PrefillProblem, splits: Splits, block_rows: int) -> Listing:
+    """A list where most sequences have far fewer queries than the longest, else none.
+
+    Without a list a launch has works for as many blocks of rows of each sequence as the longest has.
+    """
+    if not problem.lengths_differ:
+        return Listing(0, 0)
+    blocks = problem.blocks_of(min(block_rows, SPLIT_ROWS) if splits.most > 1 else block_rows)
+    works = blocks + min(problem.batch * splits.more_works, blocks * (splits.most - 1)) + 2
+    enumerated = max(-(-problem.max_queries // block_rows), splits.blocks) + splits.blocks * (splits.most - 1)
+    if (problem.batch * enumerated - works) * problem.heads < LISTED_WAVES * MULTIPROCESSORS:
+        return Listing(0, 0)
+    sections = problem.heads // section_heads(problem)
+    return Listing(works * sections, min(problem.batch * splits.blocks, blocks) if splits.most > 1 else 0)
 
 
 def splits_of(problem: PrefillProblem, key_tile: int) -> Splits:
@@ -217,9 +277,7 @@ def splits_of(problem: PrefillProblem, key_tile: int) -> Splits:
     def limit_of(blocks: int) -> int:
         return int(prefill_split_limit(blocks * SPLIT_ROWS, problem.heads, operator.floordiv, _clamp))
 
-    unknown = (
-        problem.packed_queries and problem.batch > 1 and problem.total_queries < problem.batch * problem.max_queries
-    )
+    unknown = problem.lengths_differ
     sizes = range(1, min(row_blocks, MULTIPROCESSORS) + 1) if unknown else (row_blocks,)
     found = {blocks: min(limit_of(blocks), most_of_keys) for blocks in sizes}
     found = {blocks: splits for blocks, splits in found.items() if splits > 1}
@@ -232,6 +290,7 @@ def splits_of(problem: PrefillProblem, key_tile: int) -> Splits:
         limit=0 if unknown else limit_of(row_blocks),
         most=most,
         blocks=max(found),
+        more_works=max(blocks * (splits - 1) for blocks, splits in found.items()),
         partials_of_row=most if of_rows else 0,
         partials_of_sequence=0 if of_rows else of_sequence,
         partial_rows=most * problem.total_queries if of_rows else problem.batch * of_sequence,

@@ -185,7 +185,7 @@ class PrefillTensors(NamedTuple):
     mPartialOut: Tensor  # of splits: [partial row, head, dim]; those of a sequence are [split, row]
     mPartialLse: Tensor  # [partial row, head]
     mNumSplits: Tensor  # [sequence, head, block of rows]
-    mCounter: Tensor  # with has_counter, a zero to count works in
+    mWorks: Tensor  # a list of works; with has_counter alone, a zero to count works in
 
 
 class PrefillScalars(NamedTuple):
@@ -225,6 +225,7 @@ class PrefillScalars(NamedTuple):
     section_shift: i32
     head_multiplier: u32  # the same for section_heads
     head_shift: i32
+    listed_works: i32  # that mWorks has room for; 0: it lists none, and works are enumerated
 
 
 class PrefillCombineTensors(NamedTuple):
@@ -237,6 +238,7 @@ class PrefillCombineTensors(NamedTuple):
     mNumSplits: Tensor
     mSinks: Tensor
     mStartQ: Tensor
+    mWorks: Tensor
 
 
 class PrefillCombineScalars(NamedTuple):
@@ -248,3 +250,30 @@ class PrefillCombineScalars(NamedTuple):
     split_blocks: i32
     partials_of_row: i32
     partials_of_sequence: i32
+    listed_works: i32
+
+
+class PrefillWorksTensors(NamedTuple):
+    """Of prefill_works.py. As in PrefillTensors."""
+
+    mStartQ: Tensor
+    mStartK: Tensor
+    mLengths: Tensor
+    mWorks: Tensor
+
+
+class PrefillWorksScalars(NamedTuple):
+    """Of prefill_works.py. Most as in PrefillScalars."""
+
+    total_queries: i32  # rows of packed queries
+    max_queries: i32
+    max_keys: i32
+    key_starts: i32
+    has_lengths: i32
+    heads: i32
+    sections: i32  # of heads
+    split_limit: i32
+    block_rows: i32  # of a work without splits
+    key_tile: i32
+    listed_works: i32
+    listed_blocks: i32  # with splits, that mWorks has room for

@@ -18,14 +18,19 @@ from cutlass import Float32, Int32, Int64, Uint32
 from kestrel_runtime.cute_dsl import numeric, pdl, ptx
 
 from . import scores
+from .constants import WORK_COUNT
 from .formats import E4m3, E5m2
 from .parameters import PrefillScalars, PrefillTensors
 from .prefill_base import Keys, OutputRows, PrefillBase, Sums, Visible, Work, divide, once_if
 from .scores import LOG2_E, RESCALE_SLACK
 
+PAST_ALL_BLOCKS = 2**22  # of rows
+
 # Parameters of prefill_hopper.py alone. Their number moves ptxas: with these the kernel spills on sm_100.
-TENSORS_OF_SPLITS = ("mNumSplits", "mCounter")
-SCALARS_OF_SPLITS = PrefillScalars._fields[PrefillScalars._fields.index("split_blocks") :]
+TENSORS_OF_SPLITS = ("mNumSplits",)
+SCALARS_OF_SPLITS = PrefillScalars._fields[
+    PrefillScalars._fields.index("split_blocks") : PrefillScalars._fields.index("head_multiplier")
+]
 
 
 @dataclass(frozen=True)
@@ -79,8 +84,11 @@ class Prefill(PrefillBase):
         tensors = tensors._replace(**dict.fromkeys(TENSORS_OF_SPLITS))
         scalars = scalars._replace(**dict.fromkeys(SCALARS_OF_SPLITS))
         row_blocks = cute.ceil_div(scalars.max_queries, self.block_rows)
+        grid = [section * row_blocks, heads // section, batch]
+        if scalars.listed_works > 0:
+            grid = [section * scalars.listed_works, Int32(1), Int32(1)]
         self.kernel(tensors, scalars, row_blocks, batch).launch(
-            grid=[section * row_blocks, heads // section, batch],
+            grid=grid,
             block=[32 * self.warps, 1, 1],
             stream=given[-1],
             min_blocks_per_mp=self.ctas_per_sm,
@@ -98,18 +106,23 @@ class Prefill(PrefillBase):
         longest_first = divide(in_section, scalars.section_heads)
         head = section * scalars.section_heads + in_section - longest_first * scalars.section_heads
         row_block = row_blocks - 1 - longest_first
-        kv_head = divide(head, scalars.group_size)
         if cutlass.const_expr(self.pdl):
             pdl.wait()
             pdl.trigger()
+        if scalars.listed_works > 0:
+            at = self.listed(tensors, scalars, in_section)
+            sequence, head, row_block = at.sequence, at.head, at.row_block
+            if longest_first >= tensors.mWorks[WORK_COUNT]:
+                row_block = Int32(PAST_ALL_BLOCKS)
+        kv_head = divide(head, scalars.group_size)
 
         keys, length = self.keys_of(tensors, scalars, sequence, kv_head)
         first_row = row_block * self.block_rows
         work, query = self.work_of(tensors, scalars, sequence, head, kv_head, first_row, self.block_rows, keys, length)
+        if scalars.packed_queries != 0 and row_block == 0:  # ahead of the rest, which needs the registers
+            self.clear_around(tensors, scalars, sequence, batch, head, tid)
         if work.rows > 0:
             self.attend(tensors, scalars, keys, work, query)
-        if scalars.packed_queries != 0 and row_block == 0:
-            self.clear_around(tensors, scalars, sequence, batch, head, tid)
 
     @cute.jit
     def attend(self, tensors, scalars, keys: Keys, work: Work, query: Int64):

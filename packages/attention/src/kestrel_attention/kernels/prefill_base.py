@@ -16,6 +16,7 @@ from cutlass import Float32, Int32, Int64, Uint32, Uint64
 from kestrel_runtime.cute_dsl import arguments, numeric, parameters, ptx
 
 from . import scores
+from .constants import FIRST_WORK
 from .parameters import PrefillScalars, PrefillTensors
 from .scores import LOG2_E, RESCALE_SLACK
 
@@ -77,6 +78,15 @@ class Work(NamedTuple):
     softmax_scale: Float32  # as in Scales; for consumers a list, of rows g and g + 8
     query_signs: Uint32
     v_scale: Float32
+
+
+class Place(NamedTuple):
+    """The coordinates of a work index."""
+
+    sequence: Int32
+    head: Int32
+    row_block: Int32
+    split: Int32
 
 
 class Located(NamedTuple):
@@ -208,7 +218,7 @@ class PrefillBase:
             mPartialOut=arguments.any_strides(Float32, cute.sym_int64()),
             mPartialLse=arguments.any_strides(Float32, cute.sym_int()),
             mNumSplits=arguments.any_strides(Int32, cute.sym_int()),
-            mCounter=arguments.any_strides(Int32, cute.sym_int()),
+            mWorks=arguments.contiguous(Int32, cute.sym_int(), align=None),
         )
         return (*tensors, *parameters.compile_time(PrefillScalars), Int32(1), arguments.torch_stream())
 
@@ -257,6 +267,16 @@ class PrefillBase:
             head_dim=mQ.shape[3],
         )
         return keys, length
+
+    @cute.jit
+    def listed(self, tensors: PrefillTensors, scalars: PrefillScalars, index):
+        """The coordinates of index ``index`` of listed works: head by head of a section, work by work."""
+        work = Int32(quotient(index, scalars.head_multiplier, scalars.head_shift))
+        at = 4 * FIRST_WORK + 8 * Int64(cutlass.min(work, scalars.listed_works - 1))
+        words = ptx.load_global(tensors.mWorks.iterator.toint() + at, 2)
+        section, split = Int32(words[0] >> 16), Int32(words[1] >> 24)
+        head = (section - work) * scalars.section_heads + index
+        return Place(Int32(words[0] & 0xFFFF), head, Int32(words[1] & 0xFFFFFF), split)
 
     @cute.jit
     def work_of(self, tensors, scalars, sequence, head, kv_head, first_row, block_rows, keys: Keys, length):

@@ -15,7 +15,7 @@ from cutlass import Float32, Int32, Int64
 
 from kestrel_runtime.cute_dsl import arguments, numeric, parameters, pdl, ptx
 
-from .constants import SPLIT_ROWS
+from .constants import FIRST_WORK, SPLIT_BLOCK_COUNT, SPLIT_ROWS
 from .parameters import PrefillCombineScalars, PrefillCombineTensors
 from .prefill_base import divide, queries_of
 from .scores import LOG2_E
@@ -44,6 +44,7 @@ class PrefillCombine:
             mNumSplits=arguments.any_strides(Int32, cute.sym_int()),
             mSinks=arguments.any_strides(Float32, cute.sym_int()),
             mStartQ=arguments.any_strides(Int32, cute.sym_int()),
+            mWorks=arguments.contiguous(Int32, cute.sym_int(), align=None),
         )
         return (*tensors, *parameters.compile_time(PrefillCombineScalars), Int32(1), arguments.torch_stream())
 
@@ -54,9 +55,10 @@ class PrefillCombine:
         batch = given[-2]
         rows = cutlass.min(scalars.max_queries, scalars.split_blocks * SPLIT_ROWS)
         items = tensors.mOut.shape[2] * cute.ceil_div(rows, WARPS)
-        # Most packed sequences may have no splits, so a thread block looks at all of them.
+        # Most packed sequences may have no splits, so a thread block looks at all of them, or at a list.
         sequences = Int32(cutlass.select_(scalars.packed_queries != 0, Int32(1), batch))
         blocks = Int32(cutlass.select_(sequences > 1, items, cutlass.min(items, MAX_BLOCKS)))
+        blocks = Int32(cutlass.select_(scalars.listed_works > 0, Int32(MAX_BLOCKS), blocks))
         self.kernel(tensors, scalars, rows, items, batch).launch(
             grid=[blocks, sequences, 1],
             block=[32 * WARPS, 1, 1],
@@ -75,6 +77,9 @@ class PrefillCombine:
         if cutlass.const_expr(self.pdl):
             pdl.wait()
             pdl.trigger()
+        if scalars.listed_works > 0:
+            self.combine_listed(tensors, scalars, first, step, warp)
+            sequence = batch
         while sequence < batch:
             first_query, num_queries = queries_of(tensors.mStartQ, tensors.mOut, scalars, sequence)
             if num_queries <= rows:
@@ -87,6 +92,25 @@ class PrefillCombine:
                         self.combine(tensors, scalars, sequence, head, first_query, row, num_queries)
                     item += step
             sequence += sequences
+
+    @cute.jit
+    def combine_listed(self, tensors, scalars, first, step, warp):
+        """Combine the splits of the blocks of rows that a list of works names."""
+        heads = tensors.mOut.shape[2]
+        of_block = heads * (SPLIT_ROWS // WARPS)
+        items = tensors.mWorks[SPLIT_BLOCK_COUNT] * of_block
+        item = first
+        while item < items:
+            block = divide(item, of_block)
+            chunk = divide(item - block * of_block, heads)
+            at = FIRST_WORK + 2 * (scalars.listed_works + block)
+            sequence = tensors.mWorks[at]
+            first_query, num_queries = queries_of(tensors.mStartQ, tensors.mOut, scalars, sequence)
+            row = tensors.mWorks[at + 1] * SPLIT_ROWS + chunk * WARPS + warp
+            if row < num_queries:
+                head = item - block * of_block - chunk * heads
+                self.combine(tensors, scalars, sequence, head, first_query, row, num_queries)
+            item += step
 
     @cute.jit
     def combine(self, tensors, scalars, sequence, head, first_query, row, num_queries):

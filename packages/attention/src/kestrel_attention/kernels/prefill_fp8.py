@@ -5,7 +5,7 @@ keys. A thread's scores of 16 keys become its operand of the second product with
 into that order of keys, and into an order of dims in which a thread stores four adjacent results.
 
 Weights are rounded to e4m3, 2^8 times those relative to the largest score so far. wgmma keeps some 14 bits of FP8
-sums. So the sums of a tile start from zero, and are added up in float32. prefill_fp8_pairs.py adds up two tiles.
+sums. So the sums of a tile start from zero, and are added up in float32.
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ from cutlass import Float32, Int32, Int64, Uint32
 from kestrel_runtime.cute_dsl import hopper, numeric, pdl, ptx
 
 from . import scores
+from .constants import WORK_COUNT
 from .parameters import PrefillScalars, PrefillTensors
 from .prefill_base import OutputRows, Sums, Visible, Work, bits_below, once_if
 from .prefill_hopper_producer import BOX_ROWS, PRODUCERS, WARPGROUP_ROWS, WORK_BYTES, WORK_TYPES, HopperProducer, Pipe
@@ -46,6 +47,8 @@ class PrefillHopper(HopperProducer):
         heads = tensors.mQ.shape[2]
         row_blocks = cutlass.max(cute.ceil_div(scalars.max_queries, self.block_rows), scalars.split_blocks)
         count = (row_blocks + scalars.split_blocks * (scalars.num_splits - 1)) * heads * batch
+        if scalars.listed_works > 0:  # the kernel reads how many there are
+            count = scalars.listed_works * scalars.section_heads
         maps = [None] * 3
         if cutlass.const_expr(self.query_boxes):
             maps[0] = self.tensor_map(tensors.mQ, self.block_bytes // self.element_bytes, WARPGROUP_ROWS)
@@ -102,10 +105,13 @@ class PrefillHopper(HopperProducer):
         for tensor_map in self.tensor_maps(pipe):
             if tid == 32:
                 hopper.prefetch_tensor_map(tensor_map)
-        at = self.place(scalars, row_blocks, tensors.mQ.shape[2], batch, first)
+        at = self.enumerated(scalars, row_blocks, tensors.mQ.shape[2], batch, first)
         if cutlass.const_expr(self.pdl):
             pdl.wait()
             pdl.trigger()
+        if scalars.listed_works > 0:
+            count = tensors.mWorks[WORK_COUNT] * scalars.section_heads
+            at = self.listed(tensors, scalars, first)
         cute.arch.sync_threads()
         warpgroup = cute.arch.make_warp_uniform(tid // 128)
         if warpgroup == 0:

@@ -21,7 +21,7 @@ from kestrel_runtime.cute_dsl import hopper, ptx
 from .constants import BOX_ROWS, MIN_SPLIT_TILES, SPLIT_ROWS
 from .formats import E4m3, E5m2
 from .parameters import PrefillScalars
-from .prefill_base import Keys, Located, PrefillBase, Work, clamp, divide, queries_of, quotient
+from .prefill_base import Keys, Located, Place, PrefillBase, Work, clamp, divide, queries_of, quotient
 from .splits import prefill_split_limit
 
 PRODUCERS = 128  # threads
@@ -54,15 +54,6 @@ class Pipe(NamedTuple):
     query_map: Int64  # addresses of tensor maps
     key_map: Int64
     value_map: Int64
-
-
-class Place(NamedTuple):
-    """The coordinates of a work index."""
-
-    sequence: Int32
-    head: Int32
-    row_block: Int32
-    split: Int32
 
 
 WORK_TYPES = get_type_hints(Work)
@@ -164,8 +155,18 @@ class HopperProducer(PrefillBase):
         return PRODUCERS + 128 * self.consumers
 
     @cute.jit
-    def place(self, scalars: PrefillScalars, row_blocks, heads, batch, index):
-        """The coordinates of a work index: section of heads by section, row blocks with the most keys first.
+    def place(self, tensors, scalars: PrefillScalars, row_blocks, batch, index):
+        """The coordinates of a work index."""
+        at = Place(Int32(0), Int32(0), Int32(0), Int32(0))
+        if scalars.listed_works > 0:
+            at = self.listed(tensors, scalars, index)
+        else:
+            at = self.enumerated(scalars, row_blocks, tensors.mQ.shape[2], batch, index)
+        return at
+
+    @cute.jit
+    def enumerated(self, scalars: PrefillScalars, row_blocks, heads, batch, index):
+        """The same without a list: section of heads by section, row blocks with the most keys first.
 
         The first splits of all blocks come first, then the others. Those that a sequence does not have are skipped.
         """
@@ -242,10 +243,10 @@ class HopperProducer(PrefillBase):
         visited = Int32(0)
         while index < count:
             if cutlass.const_expr(not self.boxes):  # it takes no registers in between
-                at = self.place(scalars, row_blocks, tensors.mQ.shape[2], batch, index)
+                at = self.place(tensors, scalars, row_blocks, batch, index)
             following = index + step
             if scalars.has_counter != 0 and tid == 0:
-                following = ptx.atomic_add(tensors.mCounter.iterator.toint(), Int32(1)) + step
+                following = ptx.atomic_add(tensors.mWorks.iterator.toint(), Int32(1)) + step
             first_query, num_queries = queries_of(tensors.mStartQ, tensors.mQ, scalars, at.sequence)
             limit = self.split_limit(scalars, num_queries, tensors.mQ.shape[2])
             block_rows = Int32(self.block_rows)
@@ -299,7 +300,7 @@ class HopperProducer(PrefillBase):
                 visited += 1
             index = cute.arch.make_warp_uniform(following)
             if cutlass.const_expr(self.boxes):
-                at = self.place(scalars, row_blocks, tensors.mQ.shape[2], batch, index)
+                at = self.place(tensors, scalars, row_blocks, batch, index)
         buffer, parity = works % self.query_buffers, (works // self.query_buffers & 1) ^ 1
         hopper.mbarrier_wait(pipe.queries_empty + 8 * buffer, parity)
         if tid == 0:

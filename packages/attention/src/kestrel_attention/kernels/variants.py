@@ -197,13 +197,24 @@ class PrefillVariant:
     def name(self) -> str:
         return f"prefill_{self.dtype}_{self.cache}_d{self.head_dim}{'_short' if self.short else ''}"
 
+    def is_large(self, arch: str) -> bool:
+        """Whether a block takes more than 99 KB of shared memory: these architectures allow 227."""
+        return capability(arch) in (90, 100) and self.head_dim > 128 and self.cache == "same"
+
+    def has_one_tile(self, arch: str) -> bool:
+        """Whether warps have one row tile for lack of registers."""
+        return capability(arch) >= 100 and self.head_dim in (64, 128)
+
+    def rows_on(self, arch: str) -> int:
+        """Queries of a thread block."""
+        warps = 8 if self.is_large(arch) else self.warps
+        return 16 * warps * (1 if self.has_one_tile(arch) else self.row_tiles)
+
     def kernel(self, arch: str) -> tuple[Any, tuple[Any, ...]]:
         """The kernel object and the arguments to compile it with."""
         from .prefill import Prefill
 
-        one_tile = capability(arch) >= 100 and self.head_dim in (64, 128)
-        # These allow a block 227 KB of shared memory, others at least 99.
-        large = capability(arch) in (90, 100) and self.head_dim > 128 and self.cache == "same"
+        large, one_tile = self.is_large(arch), self.has_one_tile(arch)
         kernel = Prefill(
             dtype=numeric_type(self.dtype),
             head_dim=self.head_dim,
@@ -281,15 +292,15 @@ class Fp8PrefillVariant(HopperPrefillVariant):
 
     staging: int = 3
     output_parts: int = 1
-    pairs: bool = False
-    """The products of two tiles at a time, and consumers in turn (prefill_fp8_pairs.py)."""
+    turns: bool = False
+    """Consumers in turn, and bases that rarely move (prefill_fp8_turns.py)."""
 
     def kernel(self, arch: str) -> tuple[Any, tuple[Any, ...]]:
         """The kernel object and the arguments to compile it with."""
         from .prefill_fp8 import PrefillFp8
-        from .prefill_fp8_pairs import PrefillFp8Pairs
+        from .prefill_fp8_turns import PrefillFp8Turns
 
-        kernel = (PrefillFp8Pairs if self.pairs else PrefillFp8)(
+        kernel = (PrefillFp8Turns if self.turns else PrefillFp8)(
             dtype=numeric_type(self.dtype),
             head_dim=self.head_dim,
             key_tile=self.key_tile,
@@ -305,7 +316,7 @@ class Fp8PrefillVariant(HopperPrefillVariant):
             staging=self.staging,
             output_parts=self.output_parts,
             boxes=self.boxes,
-            turns=self.pairs,
+            turns=self.turns,
         )
         return kernel, kernel.arguments()
 
@@ -327,6 +338,24 @@ class PrefillCombineVariant:
         from .prefill_combine import PrefillCombine
 
         kernel = PrefillCombine(numeric_type(self.dtype), supports_pdl(arch))
+        return kernel, kernel.arguments()
+
+
+@dataclass(frozen=True)
+class PrefillWorksVariant:
+    """Lists the works of packed sequences ahead of prefill (prefill_works.py)."""
+
+    vector_loads: bool = False
+
+    @property
+    def name(self) -> str:
+        return "prefill_works"
+
+    def kernel(self, arch: str) -> tuple[Any, tuple[Any, ...]]:
+        """The kernel object and the arguments to compile it with."""
+        from .prefill_works import PrefillWorks
+
+        kernel = PrefillWorks(supports_pdl(arch))
         return kernel, kernel.arguments()
 
 
@@ -447,7 +476,7 @@ PREFILL_FP8 = (
     ),
     *(
         Fp8PrefillVariant(
-            "bf16", 128, "e4m3", num_stages=4, boxes=boxes, producer_registers=40, consumer_registers=232, pairs=True
+            "bf16", 128, "e4m3", num_stages=4, boxes=boxes, producer_registers=40, consumer_registers=232, turns=True
         )
         for boxes in (False, True)
     ),
@@ -461,7 +490,8 @@ VARIANTS: tuple[
     | MergeVariant
     | PrefillVariant
     | HopperPrefillVariant
-    | PrefillCombineVariant,
+    | PrefillCombineVariant
+    | PrefillWorksVariant,
     ...,
 ] = (
     *(variant for dtype in DTYPES for variant in _decode_variants(dtype)),
@@ -475,6 +505,7 @@ VARIANTS: tuple[
     *PREFILL_HOPPER,
     *PREFILL_FP8,
     *(PrefillCombineVariant(dtype) for dtype in DTYPES),
+    PrefillWorksVariant(),
     *(MergeVariant(dtype) for dtype in (*DTYPES, "fp32")),
 )
 

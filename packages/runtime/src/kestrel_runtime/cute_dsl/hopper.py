@@ -32,8 +32,8 @@ def descriptor(address: Int32, block_bytes: int, block_stride: int) -> Int64:
     return Int64(fixed) | Int64((address & 0x3FFFF) >> 4)
 
 
-def _wgmma(d, count, a, b, kind, transposed_b, loc, ip, keep=None):
-    """One wgmma of 64 rows, 2 ``count`` columns and 32 bytes of K; d None, or keep 0: the products alone."""
+def _wgmma(d, count, a, b, kind, transposed_b, loc, ip):
+    """One wgmma of 64 rows, 2 ``count`` columns and 32 bytes of K; d None: the products alone."""
     registers = ", ".join(f"${i}" for i in range(count))
     first = 2 * count if d is not None else count
     in_shared = not isinstance(a, (list, tuple))
@@ -45,18 +45,14 @@ def _wgmma(d, count, a, b, kind, transposed_b, loc, ip, keep=None):
     b_text = f"${first + len(operands)}"
     of_bytes = kind in ("e4m3", "e5m2")  # whose operands are always K-major
     elements, majors = (32, "") if of_bytes else (16, f"{after}, {int(transposed_b)}")
-    added = int(d is not None) if keep is None else f"${first + len(operands) + 1}"
     text = (
-        f"{{.reg .pred p; setp.ne.b32 p, {added}, 0; "
+        f"{{.reg .pred p; setp.ne.b32 p, {int(d is not None)}, 0; "
         f"wgmma.mma_async.sync.aligned.m64n{2 * count}k{elements}.f32.{kind}.{kind} "
         f"{{{registers}}}, {a_text}, {b_text}, p, 1, 1{majors};}}"
     )
     tied = [] if d is None else [Float32(x) for x in d]
     constraints = ["=f"] * count + [str(i) for i in range(len(tied))] + constraints + ["l"]
     values = [*tied, *operands, Int64(b)]
-    if keep is not None:
-        constraints.append("r")
-        values.append(Int32(keep))
     return [Float32(x) for x in assemble(text, ",".join(constraints), values, [T.f32()] * count, True, loc, ip)]
 
 
@@ -64,12 +60,6 @@ def _wgmma(d, count, a, b, kind, transposed_b, loc, ip, keep=None):
 def wgmma(d, count: cutlass.Constexpr, a, b: Int64, kind: cutlass.Constexpr, *, loc=None, ip=None):
     """Start d += a b', both K-major: ``count`` registers of d (None: of zeros), a descriptor or four registers."""
     return _wgmma(d, count, a, b, kind, False, loc, ip)
-
-
-@dsl_user_op
-def wgmma_if(d, count: cutlass.Constexpr, a, b: Int64, kind: cutlass.Constexpr, keep: Int32, *, loc=None, ip=None):
-    """Start d += a b', or d = a b' where ``keep`` is 0; as wgmma()."""
-    return _wgmma(d, count, a, b, kind, False, loc, ip, keep)
 
 
 @dsl_user_op
@@ -167,6 +157,14 @@ def mbarrier_wait(address: Int32, parity: Int32, *, loc=None, ip=None) -> None:
     """Wait until the phase of this parity has completed."""
     text = "{.reg .pred p; WAIT: mbarrier.try_wait.parity.shared::cta.b64 p, [$0], $1; @p bra DONE; bra WAIT; DONE: }"
     assemble(text, "r,r,~{memory}", [Int32(address), Int32(parity)], [], True, loc, ip)
+
+
+@dsl_user_op
+def mbarrier_ready(address: Int32, parity: Int32, *, loc=None, ip=None) -> Int32:
+    """1 if the phase of this parity has completed, else 0."""
+    text = "{.reg .pred p; mbarrier.test_wait.parity.shared::cta.b64 p, [$1], $2; selp.s32 $0, 1, 0, p;}"
+    operands = [Int32(address), Int32(parity)]
+    return Int32(assemble(text, "=r,r,r,~{memory}", operands, [T.i32()], True, loc, ip)[0])
 
 
 # -- tensor memory access (TMA) ---------------------------------------------------------------------------------------

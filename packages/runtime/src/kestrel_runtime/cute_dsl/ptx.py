@@ -108,6 +108,14 @@ def store_shared(address: Int32, words, *, loc=None, ip=None) -> None:
 
 
 @dsl_user_op
+def atomic_add_shared(address: Int32, value: Int32, *, loc=None, ip=None) -> Int32:
+    """Add to a 32-bit integer in shared memory, and return what it was."""
+    operands = [Int32(address), Int32(value)]
+    text = "atom.shared.add.u32 $0, [$1], $2;"
+    return Int32(assemble(text, "=r,r,r,~{memory}", operands, [T.i32()], True, loc, ip)[0])
+
+
+@dsl_user_op
 def cp_async(shared: Int32, address: Int64, size: cutlass.Constexpr, valid=None, *, loc=None, ip=None) -> None:
     """Start copying 4, 8 or 16 bytes from global to shared memory; of these the first ``valid``, then zeros."""
     kind = "cg" if size == 16 else "ca"
