@@ -1,7 +1,8 @@
-"""Packed sequences of which few are long: lists of works, on a GPU. Against float64, and against each sequence alone."""
+"""Packed sequences of which few are long, on a GPU: lists of works, held against float64 and against each alone."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -200,4 +201,4 @@ def test_a_list_holds_every_work_once(batch, sections, split_limit):
     first = FIRST_WORK + 2 * scalars.listed_works
     assert {tuple(found[first + 2 * i : first + 2 * i + 2]) for i in range(len(blocks))} == blocks
     bounds = [tiles_of[b] for b, *_ in listed]
-    assert all(later < 2 * earlier for earlier, later in zip(bounds, bounds[1:], strict=False)), "longest first"
+    assert all(later < 2 * earlier for earlier, later in itertools.pairwise(bounds)), "longest first"
