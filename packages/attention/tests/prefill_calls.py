@@ -9,10 +9,21 @@ from typing import Any
 import pytest
 import torch
 
-from kestrel_attention import decode, flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache, prefill
+from kestrel_attention import (
+    decode,
+    flash_attn_func,
+    flash_attn_varlen_func,
+    flash_attn_with_kvcache,
+    prefill,
+    prefill_integers,
+)
 from kestrel_attention.kernels.parameters import (
+    AppendInt4Tensors,
+    AppendIntegerScalars,
     AppendScalars,
     AppendTensors,
+    DequantiseScalars,
+    DequantiseTensors,
     PrefillCombineScalars,
     PrefillCombineTensors,
     PrefillScalars,
@@ -23,6 +34,9 @@ from kestrel_attention.kernels.parameters import (
 from kestrel_attention.plans import Plans
 
 NAMES = {
+    "append_half_int8": AppendTensors._fields + AppendIntegerScalars._fields,
+    "append_half_int4": AppendInt4Tensors._fields + AppendIntegerScalars._fields,
+    "dequantise": (*DequantiseTensors._fields, *DequantiseScalars._fields, "batch"),
     "append": AppendTensors._fields + AppendScalars._fields,
     "prefill_combine": (*PrefillCombineTensors._fields, *PrefillCombineScalars._fields, "batch"),
     "prefill_works": (*PrefillWorksTensors._fields, *PrefillWorksScalars._fields, "batch"),
@@ -53,7 +67,7 @@ class Recorder:
 
 def recording(monkeypatch: pytest.MonkeyPatch, arch: str) -> Recorder:
     found = Recorder(arch)
-    for module in (prefill, decode):
+    for module in (prefill, prefill_integers, decode):
         monkeypatch.setattr(module, "_binary", found)
     for module, name in ((prefill, "dense_launches"), (prefill, "packed_launches"), (decode, "launches")):
         monkeypatch.setattr(module, name, Plans())

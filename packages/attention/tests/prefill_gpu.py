@@ -31,7 +31,7 @@ def each_kernel(request, monkeypatch):
 
 
 DTYPES = [torch.bfloat16, torch.float16]
-SIZES = [64, 72, 80, 96, 128, 192, 256]
+SIZES = [64, 72, 80, 96, 128, 192, 256, 320, 512]
 LENGTHS = [(0, 0), (1, 1), (54, 54), (512, 512), (17, 300), (300, 17), (1, 700), (64, 0), (2048, 2048)]
 
 

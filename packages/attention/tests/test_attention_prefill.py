@@ -117,7 +117,7 @@ def test_a_head_dimension_takes_the_smallest_kernel_that_holds_it(head_dim, cach
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "cache"), [(4, "same"), (100, "same"), (512, "same"), (72, "e4m3"), (512, "e5m2")]
+    ("head_dim", "cache"), [(4, "same"), (100, "same"), (520, "same"), (72, "e4m3"), (512, "e5m2")]
 )
 def test_other_head_dimensions_have_no_kernel(head_dim, cache):
     for given in ({}, {"hopper": True}):
@@ -385,7 +385,9 @@ def test_calls_of_few_blocks_take_small_ones(batch, queries, short):
 
 
 def test_no_kernel_is_larger_than_its_head_dimension_needs():
-    assert prefilling("bf16", "same", 257) is None
+    assert prefilling("bf16", "same", 257).head_dim == 512
+    assert prefilling("bf16", "same", 513) is None
+    assert prefilling("bf16", "fp8", 257) is None
     assert prefilling("bf16", "fp8", 1).head_dim == 64
 
 

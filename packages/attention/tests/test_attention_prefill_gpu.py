@@ -34,7 +34,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("kernels_only")]
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("size", [64, 80, 128, 256])
+@pytest.mark.parametrize("size", [64, 80, 128, 256, 512])
 def test_packed_sequences_are_those_of_float64(size, dtype, name):
     q, k, v, starts_q, starts_k = packed(size, dtype)
     how = scores(len(LENGTHS), 4)[name]
@@ -100,7 +100,7 @@ def test_slices_of_a_fused_qkv_give_the_bits_of_contiguous_tensors(size):
     assert same_bits(flash_attn_varlen_func(*odd, starts, starts, 400, 400, return_lse=True), want)
 
 
-@pytest.mark.parametrize("size", [64, 80, 128, 256])
+@pytest.mark.parametrize("size", [64, 80, 128, 256, 512])
 def test_values_that_arrive_late_are_waited_for(size):
     """A tile that keys do not fill, with values in as many memory pages as there are keys, out of L2."""
     torch.manual_seed(0)

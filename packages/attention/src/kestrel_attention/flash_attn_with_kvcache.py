@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from kestrel_runtime import UnsupportedError, check, kernel_op
+from kestrel_runtime import check, kernel_op
 
-from . import arguments, decode, hot_calls, prefill, reference
+from . import arguments, decode, hot_calls, prefill, prefill_integers, reference
 from .arguments import Cached, Codes, Scores
 from .plan import MAX_QUERIES
 from .plans import form
@@ -306,7 +306,7 @@ def _make_launch(
         problem = decode.problem_of(q, k_cache, v_cache, given, appends=bool(new))
         return decode.make_launch(key, problem, q, new)
     if given.codes.split(k_cache)[1]:
-        raise UnsupportedError(f"kernels over INT8 and INT4 caches cover up to {MAX_QUERIES} queries, without sinks")
+        return decode.launches.keep(key, prefill_integers.make_cached(q, k_cache, v_cache, new, given))
     return decode.launches.keep(key, prefill.make_cached(q, k_cache, v_cache, new, given))
 
 

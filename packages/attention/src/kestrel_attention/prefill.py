@@ -23,7 +23,7 @@ from .plans import Plans
 from .prefill_plan import PrefillProblem, plan_prefill
 
 _binary = Binary("kestrel_attention")
-_NAMES = dict(zip((torch.bfloat16, torch.float16), DTYPES, strict=True))
+names = dict(zip((torch.bfloat16, torch.float16), DTYPES, strict=True))
 USE_HOPPER = True
 """Tests set False, to run the portable kernel on Hopper."""
 _CODES = {torch.float8_e4m3fn: "e4m3", torch.uint8: "e4m3", torch.float8_e5m2: "e5m2"}
@@ -57,9 +57,9 @@ dense_launches: Plans[PrefillLaunch] = Plans()
 packed_launches: Plans[PrefillLaunch] = Plans()
 
 
-def _attend(problem: PrefillProblem, like: torch.Tensor) -> Attend:
+def kernel_for(problem: PrefillProblem, like: torch.Tensor) -> Attend:
     """The kernel of a problem. like: the queries, which give device and strides."""
-    device, q_steps = like.device, _steps_are_aligned(like) and _are_boxes(like)
+    device, q_steps = like.device, steps_are_aligned(like) and _are_boxes(like)
     arch = _binary.arch(device).removeprefix("sm")
     plan = plan_prefill(replace(problem, arch=arch, hopper=USE_HOPPER and arch == "90a"))
     kernel = _binary.kernel(plan.variant, device)
@@ -92,11 +92,11 @@ def _attend(problem: PrefillProblem, like: torch.Tensor) -> Attend:
         if codes:
             k, v = k.view(torch.uint8), v.view(torch.uint8)
         if fp8_products:
-            q = _aligned(q, q_steps).view(torch.uint8)
+            q = aligned(q, q_steps).view(torch.uint8)
         elif problem.fp8_queries:  # bf16 holds their codes
             q = q.to(torch.bfloat16, memory_format=torch.contiguous_format)
         else:
-            q = _aligned(q, q_steps)
+            q = aligned(q, q_steps)
         tensors = [x if y is None else y for x, y in zip(absent, given, strict=True)]
         scratch = (no_float, no_float, no_int)
         if combine is not None:
@@ -124,8 +124,8 @@ def _fields(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scales: Scales, scores: Scores, sinks: torch.Tensor | None
 ) -> dict[str, Any]:
     """Fields of a problem, however its keys lie. Raises UnsupportedError where no kernel covers them."""
-    cache = "same" if k.dtype == q.dtype and q.dtype in _NAMES else _CODES.get(k.dtype)
-    dtype = _NAMES.get(torch.bfloat16 if q.element_size() == 1 else q.dtype)
+    cache = "same" if k.dtype == q.dtype and q.dtype in names else _CODES.get(k.dtype)
+    dtype = names.get(torch.bfloat16 if q.element_size() == 1 else q.dtype)
     if cache is None or dtype is None:
         raise UnsupportedError("kernels for many queries cover bf16, fp16 and FP8, with keys of the same dtype or FP8")
     fields = {"heads": q.shape[-2], "kv_heads": k.shape[-2], "head_dim": q.shape[-1], "dtype": dtype, "cache": cache}
@@ -136,7 +136,7 @@ def _fields(
     return fields | scores.of_problem() | {"has_sinks": sinks is not None}
 
 
-def _steps_are_aligned(x: torch.Tensor) -> bool:
+def steps_are_aligned(x: torch.Tensor) -> bool:
     """Whether all rows of x are aligned to 16 bytes if the first is: kernels load so many at once."""
     return not any(stride * x.element_size() & 15 for stride in x.stride()[:-1])
 
@@ -146,14 +146,14 @@ def _are_boxes(x: torch.Tensor) -> bool:
     return all(0 < stride < 2**36 for size, stride in zip(x.shape, x.stride(), strict=True) if size > 1)
 
 
-def _aligned(x: torch.Tensor, steps_are_aligned: bool) -> torch.Tensor:
+def aligned(x: torch.Tensor, steps_are_aligned: bool) -> torch.Tensor:
     """x, or a copy with aligned rows."""
     if steps_are_aligned and not x.data_ptr() & 15:
         return x
     return x.clone(memory_format=torch.contiguous_format)
 
 
-class _Results:
+class Results:
     """The results of calls of one form: contiguous tensors, of which the LSE is float32."""
 
     def __init__(self, q: torch.Tensor, lse_sizes: tuple[int, ...]) -> None:
@@ -195,9 +195,9 @@ def make_dense(key: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, give
         **_fields(q, k, v, given.scales, given.scores, given.sinks),
     )
     _refuse_uncovered_keys(k, v)
-    attend = _attend(problem, q) if q.numel() else None
-    results, unread_lse = _Results(q, (batch, heads, queries)), unread((batch, heads, queries), q.device)
-    k_steps, v_steps = _steps_are_aligned(k), _steps_are_aligned(v)
+    attend = kernel_for(problem, q) if q.numel() else None
+    results, unread_lse = Results(q, (batch, heads, queries)), unread((batch, heads, queries), q.device)
+    k_steps, v_steps = steps_are_aligned(k), steps_are_aligned(v)
 
     def launch(
         q: torch.Tensor,
@@ -209,7 +209,7 @@ def make_dense(key: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, give
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         result, lse = results.empty(q, out, want_lse)
         if attend is not None:
-            attend(q, _aligned(k, k_steps), _aligned(v, v_steps), tensors, result, unread_lse if lse is None else lse)
+            attend(q, aligned(k, k_steps), aligned(v, v_steps), tensors, result, unread_lse if lse is None else lse)
         return (result if out is None or out is result else out.copy_(result)), lse
 
     return dense_launches.keep(key, launch)
@@ -238,9 +238,9 @@ def make_packed(key: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, giv
         refuse_uncovered_strides("same", (k, v), ())
     else:
         _refuse_uncovered_keys(k, v)
-    attend = _attend(problem, q) if q.numel() and problem.batch and problem.max_queries else None
-    results, unread_lse = _Results(q, (heads, total)), unread((1, heads, total), q.device)
-    k_steps, v_steps = _steps_are_aligned(k), _steps_are_aligned(v)
+    attend = kernel_for(problem, q) if q.numel() and problem.batch and problem.max_queries else None
+    results, unread_lse = Results(q, (heads, total)), unread((1, heads, total), q.device)
+    k_steps, v_steps = steps_are_aligned(k), steps_are_aligned(v)
 
     def launch(
         q: torch.Tensor,
@@ -257,7 +257,7 @@ def make_packed(key: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, giv
                 lse.fill_(float("-inf"))
         else:
             if not paged:
-                k, v = _aligned(k, k_steps)[None], _aligned(v, v_steps)[None]
+                k, v = aligned(k, k_steps)[None], aligned(v, v_steps)[None]
             elif (k.data_ptr() | v.data_ptr()) & 15:
                 raise UnsupportedError(UNALIGNED)
             attend(q[None], k, v, tensors, result[None], unread_lse if lse is None else lse[None])
@@ -287,15 +287,15 @@ def make_cached(
         **_fields(q, k_cache, v_cache, scales, given.scores, given.sinks),
     )
     refuse_uncovered_strides("same", (k_cache, v_cache), ())
-    attend = _attend(problem, q) if q.numel() else None
+    attend = kernel_for(problem, q) if q.numel() else None
     cache = problem.cache
     appender = "append_half_e5m2" if cache == "e5m2" else f"append_{problem.dtype}_{cache}"
     append_rows = _binary.kernel(NAMED[appender], q.device) if new and new[0].numel() else None
     heads_of_scales = (problem.k_scale_heads, problem.v_scale_heads)
     append_scalars = AppendScalars(int(paged), *heads_of_scales, int(problem.dtype == "bf16"))
-    results, unread_lse = _Results(q, (batch, heads, queries)), unread((batch, heads, queries), q.device)
+    results, unread_lse = Results(q, (batch, heads, queries)), unread((batch, heads, queries), q.device)
     no_float, no_table = unused(torch.float32, q.device), unused(torch.int32, q.device, 2)
-    new_steps = [_steps_are_aligned(x) for x in new]
+    new_steps = [steps_are_aligned(x) for x in new]
 
     def launch(
         q: torch.Tensor,
@@ -318,7 +318,7 @@ def make_cached(
             raise UnsupportedError(UNALIGNED)
         if k_cache.dtype is torch.uint8:
             k_cache, v_cache = k_cache.view(torch.float8_e4m3fn), v_cache.view(torch.float8_e4m3fn)
-        rows = [_aligned(x, steps) for x, steps in zip(new, new_steps, strict=True)]
+        rows = [aligned(x, steps) for x, steps in zip(new, new_steps, strict=True)]
         if cache == "e5m2":  # whose append kernel takes rows of both dtypes as bf16
             rows = [x.view(torch.bfloat16) for x in rows]
         append = None

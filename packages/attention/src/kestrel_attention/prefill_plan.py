@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import operator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from kestrel_runtime import UnsupportedError
@@ -124,12 +124,13 @@ def plan_prefill(problem: PrefillProblem) -> PrefillPlan:
         variant = variant or prefilling(*case, short)
     if variant is None:
         raise UnsupportedError(f"no kernel for many queries with heads of {problem.head_dim} over {problem.cache} keys")
+    is_hopper = isinstance(variant, HopperPrefillVariant)
+    problem = replace(problem, hopper=is_hopper)  # the portable kernel splits nothing
     if problem.max_keys > MAX_KEYS or problem.max_queries > MAX_KEYS:
         raise UnsupportedError(f"kernels cover sequences of up to {MAX_KEYS} queries and keys")
     section = section_heads(problem)
     if problem.batch > MAX_GRID or problem.heads // section > MAX_GRID:
         raise UnsupportedError(f"kernels cover up to {MAX_GRID} sequences and heads")
-    is_hopper = isinstance(variant, HopperPrefillVariant)
     block_rows = variant.block_rows if is_hopper else variant.rows_on(problem.arch)
     splits = splits_of(problem, variant.key_tile)
     listing = listing_of(problem, splits, block_rows)

@@ -132,6 +132,35 @@ class AppendInt4Tensors(NamedTuple):
     mSequences: Tensor
 
 
+class DequantiseTensors(NamedTuple):
+    """Of dequantise.py. INT8 caches have no zeros, tail and sequences; any other tensor is in their place."""
+
+    mK: Tensor
+    mV: Tensor
+    mLengths: Tensor
+    mTable: Tensor
+    mKeyScale: Tensor
+    mKeyZero: Tensor
+    mValueScale: Tensor
+    mValueZero: Tensor
+    mTail: Tensor
+    mSequences: Tensor
+    mOutK: Tensor  # [sequence and page, slot, head, dim]
+    mOutV: Tensor
+    mOutTable: Tensor  # [sequence and page]
+    mOutLengths: Tensor
+
+
+class DequantiseScalars(NamedTuple):
+    """Of dequantise.py."""
+
+    has_block_table: i32
+    appended: i32  # keys that the call has appended; mLengths does not count them
+    pages: i32  # of a sequence
+    blocks: i32  # thread blocks that share the keys of a sequence
+    is_bf16: i32  # 1: results are bf16, 0: fp16
+
+
 class AppendScalars(NamedTuple):
     """Of append.py."""
 

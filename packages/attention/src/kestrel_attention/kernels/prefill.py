@@ -27,9 +27,9 @@ from .scores import LOG2_E, RESCALE_SLACK
 PAST_ALL_BLOCKS = 2**22  # of rows
 
 # Parameters of prefill_hopper.py alone. Their number moves ptxas: with these the kernel spills on sm_100.
-TENSORS_OF_SPLITS = ("mNumSplits",)
+TENSORS_OF_SPLITS = ("mNumSplits", "mWorks")
 SCALARS_OF_SPLITS = PrefillScalars._fields[
-    PrefillScalars._fields.index("split_blocks") : PrefillScalars._fields.index("head_multiplier")
+    PrefillScalars._fields.index("split_blocks") : PrefillScalars._fields.index("listed_works")
 ]
 
 
@@ -40,6 +40,7 @@ class Prefill(PrefillBase):
     queries_in_registers: bool  # else read again for each tile of keys
     ctas_per_sm: int  # that the register count must allow
     by_bits: bool  # codes become f16 without the instruction, which sm_80 and sm_86 lack
+    output_in_shared: bool  # where results go waits in shared memory, and takes no registers in the main loop
 
     # -- sizes ----------------------------------------------------------------------------------------------------
 
@@ -81,13 +82,14 @@ class Prefill(PrefillBase):
         batch = given[-2]
         heads = tensors.mQ.shape[2]
         section = scalars.section_heads
+        works = tensors.mWorks.iterator.toint()
         tensors = tensors._replace(**dict.fromkeys(TENSORS_OF_SPLITS))
         scalars = scalars._replace(**dict.fromkeys(SCALARS_OF_SPLITS))
         row_blocks = cute.ceil_div(scalars.max_queries, self.block_rows)
         grid = [section * row_blocks, heads // section, batch]
         if scalars.listed_works > 0:
             grid = [section * scalars.listed_works, Int32(1), Int32(1)]
-        self.kernel(tensors, scalars, row_blocks, batch).launch(
+        self.kernel(tensors, scalars, works, row_blocks, batch).launch(
             grid=grid,
             block=[32 * self.warps, 1, 1],
             stream=given[-1],
@@ -100,27 +102,29 @@ class Prefill(PrefillBase):
     # -- device ---------------------------------------------------------------------------------------------------
 
     @cute.kernel
-    def kernel(self, tensors: PrefillTensors, scalars: PrefillScalars, row_blocks: Int32, batch: Int32):
+    def kernel(self, tensors: PrefillTensors, scalars: PrefillScalars, works: Int64, row_blocks: Int32, batch: Int32):
         tid, _, _ = cute.arch.thread_idx()
         in_section, section, sequence = cute.arch.block_idx()
         longest_first = divide(in_section, scalars.section_heads)
-        head = section * scalars.section_heads + in_section - longest_first * scalars.section_heads
+        head = in_section - longest_first * scalars.section_heads
         row_block = row_blocks - 1 - longest_first
         if cutlass.const_expr(self.pdl):
             pdl.wait()
             pdl.trigger()
         if scalars.listed_works > 0:
-            at = self.listed(tensors, scalars, in_section)
+            at = self.listed(works, scalars, longest_first, head)
             sequence, head, row_block = at.sequence, at.head, at.row_block
-            if longest_first >= tensors.mWorks[WORK_COUNT]:
+            if longest_first >= Int32(ptx.load_global(works + 4 * WORK_COUNT, 1)[0]):
                 row_block = Int32(PAST_ALL_BLOCKS)
+        else:
+            head += section * scalars.section_heads
         kv_head = divide(head, scalars.group_size)
+        if scalars.packed_queries != 0 and row_block == 0:  # ahead of the rest, which needs the registers
+            self.clear_around(tensors, scalars, sequence, batch, head, tid)
 
         keys, length = self.keys_of(tensors, scalars, sequence, kv_head)
         first_row = row_block * self.block_rows
         work, query = self.work_of(tensors, scalars, sequence, head, kv_head, first_row, self.block_rows, keys, length)
-        if scalars.packed_queries != 0 and row_block == 0:  # ahead of the rest, which needs the registers
-            self.clear_around(tensors, scalars, sequence, batch, head, tid)
         if work.rows > 0:
             self.attend(tensors, scalars, keys, work, query)
 
@@ -133,7 +137,10 @@ class Prefill(PrefillBase):
         visible = self.visible_to_warp(scalars, keys, work, warp)
         shared = Int32(cute.arch.get_dyn_smem(Float32, alignment=1024).toint())
         words = cutlass.const_expr(self.num_stages * self.warps)
-        sExists = Int32(cute.arch.alloc_smem(Uint32, words, alignment=16).toint())
+        sExists = Int32(cute.arch.alloc_smem(Uint32, words + 3, alignment=16).toint())
+        sOutput = sExists + 4 * words
+        if cutlass.const_expr(self.output_in_shared):
+            self.keep_output(sOutput, work, tid)
 
         rOut = cute.make_rmem_tensor(self.row_tiles * self.head_dim // 2, Float32)
         rMax = cute.make_rmem_tensor(2 * self.row_tiles, Float32)
@@ -201,7 +208,21 @@ class Prefill(PrefillBase):
             tid = ptx.opaque(tid)
             lane, warp = tid % 32, cute.arch.make_warp_uniform(tid // 32)
         at_out = OutputRows(block=work.out_block, first_row=work.out_row, head=work.head)
+        if cutlass.const_expr(self.output_in_shared):
+            at_out = self.output_rows(sOutput)
         self.epilogue(tensors, scalars, work.v_scale, sums, [scale] * 2, shared, work.rows, at_out, warp, lane)
+
+    @cute.jit
+    def keep_output(self, sOutput: Int32, work: Work, tid):
+        """Store where results go in shared memory."""
+        if tid == 0:
+            for i, word in enumerate((work.out_block, work.out_row, work.head)):
+                ptx.store_shared(sOutput + 4 * i, [Uint32(word)])
+
+    @cute.jit
+    def output_rows(self, sOutput: Int32) -> OutputRows:
+        """What keep_output has stored."""
+        return OutputRows(*(Int32(ptx.load_shared(sOutput + 4 * i, 1)[0]) for i in range(3)))
 
     @cute.jit
     def visible_to_warp(self, scalars, keys: Keys, work: Work, warp):

@@ -269,14 +269,12 @@ class PrefillBase:
         return keys, length
 
     @cute.jit
-    def listed(self, tensors: PrefillTensors, scalars: PrefillScalars, index):
-        """The coordinates of index ``index`` of listed works: head by head of a section, work by work."""
-        work = Int32(quotient(index, scalars.head_multiplier, scalars.head_shift))
+    def listed(self, works: Int64, scalars: PrefillScalars, work, head):
+        """The coordinates of a listed work and a head of its section. works: address of the list."""
         at = 4 * FIRST_WORK + 8 * Int64(cutlass.min(work, scalars.listed_works - 1))
-        words = ptx.load_global(tensors.mWorks.iterator.toint() + at, 2)
-        section, split = Int32(words[0] >> 16), Int32(words[1] >> 24)
-        head = (section - work) * scalars.section_heads + index
-        return Place(Int32(words[0] & 0xFFFF), head, Int32(words[1] & 0xFFFFFF), split)
+        words = ptx.load_global(works + at, 2)
+        head += Int32(words[0] >> 16) * scalars.section_heads
+        return Place(Int32(words[0] & 0xFFFF), head, Int32(words[1] & 0xFFFFFF), Int32(words[1] >> 24))
 
     @cute.jit
     def work_of(self, tensors, scalars, sequence, head, kv_head, first_row, block_rows, keys: Keys, length):

@@ -111,7 +111,7 @@ class PrefillHopper(HopperProducer):
             pdl.trigger()
         if scalars.listed_works > 0:
             count = tensors.mWorks[WORK_COUNT] * scalars.section_heads
-            at = self.listed(tensors, scalars, first)
+            at = self.listed_at(tensors, scalars, first)
         cute.arch.sync_threads()
         warpgroup = cute.arch.make_warp_uniform(tid // 128)
         if warpgroup == 0:

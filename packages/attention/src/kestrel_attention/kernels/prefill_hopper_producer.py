@@ -159,10 +159,17 @@ class HopperProducer(PrefillBase):
         """The coordinates of a work index."""
         at = Place(Int32(0), Int32(0), Int32(0), Int32(0))
         if scalars.listed_works > 0:
-            at = self.listed(tensors, scalars, index)
+            at = self.listed_at(tensors, scalars, index)
         else:
             at = self.enumerated(scalars, row_blocks, tensors.mQ.shape[2], batch, index)
         return at
+
+    @cute.jit
+    def listed_at(self, tensors, scalars: PrefillScalars, index):
+        """The same with a list: head by head of a section, work by work."""
+        work = Int32(quotient(index, scalars.head_multiplier, scalars.head_shift))
+        works = tensors.mWorks.iterator.toint()
+        return self.listed(works, scalars, work, index - work * scalars.section_heads)
 
     @cute.jit
     def enumerated(self, scalars: PrefillScalars, row_blocks, heads, batch, index):

@@ -137,6 +137,25 @@ class AppendVariant:
 
 
 @dataclass(frozen=True)
+class DequantiseVariant:
+    """Dequantises a cache of INT8 or INT4 codes for prefill (dequantise.py)."""
+
+    cache: str
+    vector_loads: bool = True
+
+    @property
+    def name(self) -> str:
+        return f"dequantise_{self.cache}"
+
+    def kernel(self, arch: str) -> tuple[Any, tuple[Any, ...]]:
+        """The kernel object and the arguments to compile it with."""
+        from .dequantise import Dequantise
+
+        kernel = Dequantise(supports_pdl(arch), self.cache == "int4")
+        return kernel, kernel.arguments()
+
+
+@dataclass(frozen=True)
 class TauTailVariant:
     """Tau scaling in place (tau_tail.py)."""
 
@@ -199,7 +218,7 @@ class PrefillVariant:
 
     def is_large(self, arch: str) -> bool:
         """Whether a block takes more than 99 KB of shared memory: these architectures allow 227."""
-        return capability(arch) in (90, 100) and self.head_dim > 128 and self.cache == "same"
+        return capability(arch) in (90, 100) and self.head_dim == 256 and self.cache == "same"
 
     def has_one_tile(self, arch: str) -> bool:
         """Whether warps have one row tile for lack of registers."""
@@ -207,26 +226,33 @@ class PrefillVariant:
 
     def rows_on(self, arch: str) -> int:
         """Queries of a thread block."""
+        if self.head_dim > 256:  # two warps have the same queries
+            return 8 * self.warps
         warps = 8 if self.is_large(arch) else self.warps
         return 16 * warps * (1 if self.has_one_tile(arch) else self.row_tiles)
 
     def kernel(self, arch: str) -> tuple[Any, tuple[Any, ...]]:
         """The kernel object and the arguments to compile it with."""
         from .prefill import Prefill
+        from .prefill_wide import HALVES, PrefillWide
 
+        is_wide = self.head_dim > 256
         large, one_tile = self.is_large(arch), self.has_one_tile(arch)
-        kernel = Prefill(
+        kernel = (PrefillWide if is_wide else Prefill)(
             dtype=numeric_type(self.dtype),
-            head_dim=self.head_dim,
+            head_dim=self.head_dim // HALVES if is_wide else self.head_dim,
             key_tile=64 if large else self.key_tile,
             warps=8 if large else self.warps,
             row_tiles=1 if one_tile else self.row_tiles,
             num_stages=self.num_stages,
-            queries_in_registers=self.queries_in_registers or one_tile,
-            ctas_per_sm=1 if large else self.ctas_per_sm,
+            queries_in_registers=capability(arch) not in (90, 100)
+            if is_wide
+            else self.queries_in_registers or one_tile,
+            ctas_per_sm=1 if large else min(self.ctas_per_sm, 2 if capability(arch) == 100 else 3),  # or it spills
             pdl=supports_pdl(arch),
             codes=self.cache == "fp8",
             by_bits=capability(arch) < 89,
+            output_in_shared=capability(arch) < 90,  # where the compiler spills without, on sm_90 with it
         )
         return kernel, kernel.arguments()
 
@@ -423,6 +449,7 @@ PREFILL = tuple(
         PrefillVariant(dtype, 96, row_tiles=2, queries_in_registers=False),
         PrefillVariant(dtype, 128, row_tiles=2, queries_in_registers=False),
         PrefillVariant(dtype, 256, row_tiles=1, queries_in_registers=False, key_tile=32),
+        PrefillVariant(dtype, 512, row_tiles=1, key_tile=32, warps=8, num_stages=1, ctas_per_sm=1),
         PrefillVariant(dtype, 64, row_tiles=2, cache="fp8"),
         PrefillVariant(dtype, 128, row_tiles=1, cache="fp8"),
         PrefillVariant(dtype, 256, row_tiles=1, queries_in_registers=False, key_tile=32, cache="fp8"),
@@ -486,6 +513,7 @@ VARIANTS: tuple[
     DecodeVariant
     | CombineVariant
     | AppendVariant
+    | DequantiseVariant
     | TauTailVariant
     | MergeVariant
     | PrefillVariant
@@ -500,6 +528,7 @@ VARIANTS: tuple[
     *(CombineVariant(dtype, warps) for dtype in DTYPES for warps in (1, COMBINE_WARPS)),
     *(AppendVariant(dtype, cache) for dtype in DTYPES for cache in ("same", "e4m3")),
     *(AppendVariant(EITHER, cache) for cache in ("e5m2", "int8", "int4")),
+    *(DequantiseVariant(cache) for cache in ("int8", "int4")),
     *(TauTailVariant(dtype, table) for dtype in (*DTYPES, "fp32") for table in sorted({dtype, "fp32"})),
     *PREFILL,
     *PREFILL_HOPPER,

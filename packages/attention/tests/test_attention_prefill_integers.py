@@ -1,0 +1,92 @@
+"""Prefill over INT8 and INT4 caches: which kernels are launched, and what they are given."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from prefill_calls import Recorder, half, ints, recording
+
+from kestrel_attention import flash_attn_with_kvcache, prefill_integers
+from kestrel_runtime import UnsupportedError, backend
+
+
+@pytest.fixture
+def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    return recording(monkeypatch, "sm90a")
+
+
+def caches(kind: str, blocks: int = 6, size: int = 64) -> dict[str, torch.Tensor]:
+    width = size if kind == "int8" else size // 2
+    codes = {name: torch.zeros(blocks, 64, 2, width, dtype=torch.int8) for name in ("k_cache", "v_cache")}
+    if kind == "int8":
+        return codes | {name: torch.ones(blocks, 64, 2) for name in ("k_scale", "v_scale")}
+    codes = {name: x.view(torch.uint8) for name, x in codes.items()}
+    channels = {name: torch.ones(blocks, 2, size).half() for name in ("k_scale", "k_zero")}
+    tokens = {name: torch.ones(blocks, 64, 2).half() for name in ("v_scale", "v_zero")}
+    return codes | channels | tokens | {"k_tail": half(4, 64, 2, size), "seq_ids": ints(3, 1, 0)}
+
+
+def call(kind: str, queries: int = 40, new: bool = False, table: bool = True, **changes: Any) -> Any:
+    """Three sequences over six pages, or one block each; four heads and two KV heads of 64."""
+    given = caches(kind, 6 if table else 3) | {"cache_seqlens": ints(7, 0, 100)} | changes
+    given["block_table"] = ints(0, 1, 2, 3, 4, 5).view(3, 2) if table else None
+    q, k, v = half(3, queries, 4, 64), half(3, queries, 2, 64), half(3, queries, 2, 64)
+    module = __import__(flash_attn_with_kvcache.__module__, fromlist=["_"])
+    op = module._flash_attn_with_kvcache_append_int if new else module._flash_attn_with_kvcache
+    scores = {"softmax_scale": None, "causal": True, "window_left": -1, "window_right": -1, "softcap": 0.0}
+    scores |= {"prefix_len": 0, "prefix_lens": None, "num_splits": 0, "sinks": None}
+    missing = dict.fromkeys(("k_zero", "v_zero", "k_tail", "seq_ids"))
+    appended = {"k": k, "v": v} if new else {}
+    return op.kernel_op.launch(**{"q": q} | appended | missing | scores | given)
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_a_cache_is_dequantised_and_attended_to(recorder, kind):
+    out, lse = call(kind)
+    (name, first), (attend, second) = recorder.calls
+    assert (name, attend) == (f"dequantise_{kind}", "prefill_bf16_same_hopper_d64_boxes")
+    assert (out.shape, lse.shape) == ((3, 40, 4, 64), (3, 4, 40))
+    assert first["mOutK"].shape == first["mOutV"].shape == (6, 64, 2, 64)
+    assert second["mK"].data_ptr() == first["mOutK"].data_ptr()
+    assert second["mV"].data_ptr() == first["mOutV"].data_ptr()
+    assert second["mTable"].data_ptr() == first["mOutTable"].data_ptr()
+    assert second["mLengths"].data_ptr() == first["mOutLengths"].data_ptr()
+    assert (second["max_keys"], second["appended"], first["pages"], first["appended"]) == (128, 0, 2, 0)
+    assert (first["has_block_table"], second["has_block_table"], first["is_bf16"]) == (1, 1, 1)
+
+
+@pytest.mark.parametrize(("kind", "queries", "appends"), [("int8", 150, 1), ("int4", 64, 1), ("int4", 150, 3)])
+def test_new_keys_are_appended_before_in_steps_that_the_kernel_takes(recorder, kind, queries, appends):
+    call(kind, queries, new=True, cache_seqlens=ints(7, -1, 100))
+    names = [name for name, _ in recorder.calls]
+    assert names == [*[f"append_half_{kind}"] * appends, f"dequantise_{kind}", "prefill_bf16_same_hopper_d64_boxes"]
+    steps = [given for name, given in recorder.calls if name.startswith("append")]
+    assert sum(given["mNewK"].shape[1] for given in steps) == queries
+    assert [given["mLengths"].tolist() for given in steps] == [[7 + 64 * i, -1, 100 + 64 * i] for i in range(appends)]
+    assert recorder.calls[-2][1]["appended"] == queries
+
+
+@pytest.mark.parametrize("table", [False, True])
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_large_batches_are_dequantised_in_groups(recorder, monkeypatch, kind, table):
+    monkeypatch.setattr(prefill_integers, "SCRATCH_BYTES", 2 * 4 * (128 if table else 64) * 2 * 64)
+    call(kind, table=table)
+    names = [name for name, _ in recorder.calls]
+    assert names == [f"dequantise_{kind}", "prefill_bf16_same_hopper_d64_boxes"] * 2
+    groups = [given for name, given in recorder.calls if name.startswith("dequantise")]
+    assert [given["mLengths"].tolist() for given in groups] == [[7, 0], [100]]
+    assert [given["batch"] for given in groups] == [2, 1]
+    assert groups[0]["mOutK"].data_ptr() == groups[1]["mOutK"].data_ptr()
+    if not table:
+        assert [len(given["mK"]) for given in groups] == [2, 1]
+    if kind == "int4":
+        assert [given["mSequences"].tolist() for given in groups] == [[3, 1], [0]]
+
+
+def test_int4_pages_of_another_size_are_refused(recorder):
+    given = {name: x[:, :32] for name, x in caches("int4").items() if name in ("k_cache", "v_cache")}
+    tokens = {name: torch.ones(6, 32, 2).half() for name in ("v_scale", "v_zero")}
+    with pytest.raises(UnsupportedError, match="64 slots"), backend("kernel"):
+        call("int4", **given, **tokens, k_tail=half(4, 32, 2, 64))
