@@ -54,11 +54,7 @@ def test_dense_batches_are_those_of_float64(size, shape, name):
     q = random(2, queries, 4, size, dtype=torch.bfloat16)
     k, v = (random(2, keys, 2, size, dtype=torch.bfloat16) for _ in range(2))
     how = scores(2, 4)[name]
-    if keys == 0:
-        with backend("reference"):
-            out, lse = flash_attn_func(q, k, v, **how, return_lse=True)
-    else:
-        out, lse = flash_attn_func(q, k, v, **how, return_lse=True)
+    out, lse = flash_attn_func(q, k, v, **how, return_lse=True)
     for b in range(2):
         assert_exact(out[b], lse[b], exact_attention(q[b], k[b], v[b], **of_sequence(how, b)))
 

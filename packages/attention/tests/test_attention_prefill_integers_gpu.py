@@ -1,4 +1,4 @@
-"""Prefill over INT8 and INT4 caches on a GPU, held against float64 over what they hold, rounded to the queries' dtype."""
+"""Prefill over INT8 and INT4 caches on a GPU: float64 over what they hold, rounded to the queries' dtype."""
 
 from __future__ import annotations
 

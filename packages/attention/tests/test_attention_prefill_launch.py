@@ -160,11 +160,13 @@ def test_codes_at_an_odd_address_are_copied(recorder):
     assert same_memory(given["mV"], v)
 
 
-def test_no_keys_run_by_reference(recorder):
-    for call, leading in ((dense, (2, 0)), (packed, (0,))):
-        with pytest.raises(UnsupportedError, match="there are no keys"):
-            call(k=half(*leading, 2, 64), v=half(*leading, 2, 64))
-    assert recorder.calls == []
+@pytest.mark.parametrize(("call", "leading"), [(dense, (2, 0)), (packed, (0,))])
+def test_tensors_of_no_key_are_replaced_by_one_row_that_is_not_read(recorder, call, leading):
+    starts = {"cu_seqlens_k": ints(0, 0, 0)} if call is packed else {}
+    call(k=half(*leading, 2, 64), v=half(*leading, 2, 64), **starts)
+    given = recorder.prefill
+    assert given["max_keys"] == 0
+    assert given["mK"].shape[1:] == given["mV"].shape[1:] == (1, 2, 64)
 
 
 @pytest.mark.parametrize(("dtype", "unit"), [(torch.bfloat16, 8), (torch.float8_e4m3fn, 16)])

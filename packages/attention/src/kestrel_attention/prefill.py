@@ -171,10 +171,14 @@ class Results:
         return out, new(self.lse_sizes, self.lse_strides, torch.float32) if want_lse else None
 
 
+def _unread_row(k: torch.Tensor) -> torch.Tensor:
+    """In place of keys and values of no row: with one, which kernels do not read."""
+    sizes = (*k.shape[:-3], 1, *k.shape[-2:])
+    return torch.empty(sizes, dtype=k.dtype, device=k.device)
+
+
 def _refuse_uncovered_keys(k: torch.Tensor, v: torch.Tensor) -> None:
     """Dense and packed keys: offsets are 32-bit numbers of 16 bytes. Rows that are not aligned are copied."""
-    if k.numel() == 0:
-        raise UnsupportedError("there are no keys")
     for x in (k, v):
         reach = sum((x.shape[i] - 1) * x.stride(i) for i in range(x.ndim - 2))
         if reach * x.element_size() >= 2**36:
@@ -198,6 +202,7 @@ def make_dense(key: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, give
     attend = kernel_for(problem, q) if q.numel() else None
     results, unread_lse = Results(q, (batch, heads, queries)), unread((batch, heads, queries), q.device)
     k_steps, v_steps = steps_are_aligned(k), steps_are_aligned(v)
+    no_keys = k.shape[1] == 0
 
     def launch(
         q: torch.Tensor,
@@ -208,6 +213,8 @@ def make_dense(key: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, give
         want_lse: bool = True,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         result, lse = results.empty(q, out, want_lse)
+        if no_keys:
+            k = v = _unread_row(k)
         if attend is not None:
             attend(q, aligned(k, k_steps), aligned(v, v_steps), tensors, result, unread_lse if lse is None else lse)
         return (result if out is None or out is result else out.copy_(result)), lse
@@ -241,6 +248,7 @@ def make_packed(key: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, giv
     attend = kernel_for(problem, q) if q.numel() and problem.batch and problem.max_queries else None
     results, unread_lse = Results(q, (heads, total)), unread((1, heads, total), q.device)
     k_steps, v_steps = steps_are_aligned(k), steps_are_aligned(v)
+    no_keys = k.shape[0] == 0 and not paged
 
     def launch(
         q: torch.Tensor,
@@ -256,6 +264,8 @@ def make_packed(key: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, giv
             if lse is not None:
                 lse.fill_(float("-inf"))
         else:
+            if no_keys:
+                k = v = _unread_row(k)
             if not paged:
                 k, v = aligned(k, k_steps)[None], aligned(v, v_steps)[None]
             elif (k.data_ptr() | v.data_ptr()) & 15:
