@@ -45,6 +45,8 @@ def make_cached(
     unit = 64 if cache == "int4" else 16
     if head_dim % unit:
         raise UnsupportedError(f"kernels over {cache.upper()} caches cover heads of a multiple of {unit}")
+    if new and head_dim > 256:
+        raise UnsupportedError(f"kernels append to {cache.upper()} caches of heads of up to 256")
     if pages == 0:
         raise UnsupportedError("the block table has no column")
     refuse_uncovered_strides(cache, (k_cache, v_cache), integers)
