@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 from decode_oracle import same_bits
-from prefill_gpu import each_kernel, ints, random, starts_of  # noqa: F401
+from prefill_gpu import NAMES, each_kernel, ints, random, scores, starts_of  # noqa: F401
 from prefill_oracle import assert_exact, exact_attention, fp8_attention
 
 from kestrel_attention import flash_attn_varlen_func, prefill
-from kestrel_attention.kernels.constants import FIRST_WORK, SPLIT_BLOCK_COUNT, WORK_COUNT
+from kestrel_attention.kernels.constants import FIRST_COUNT, FIRST_SHIFT, FIRST_WORK, SPLIT_BLOCK_COUNT, WORK_COUNT
 from kestrel_attention.kernels.parameters import PrefillWorksScalars
 from kestrel_attention.kernels.variants import NAMED
 from kestrel_runtime.testing import graph_replay
@@ -93,6 +93,44 @@ def test_one_long_sequence_among_short_ones_over_many_keys(heads, size, dtype):
     assert_each_is_right([q, k, v], starts, got, (1, 50, *range(3, 119, 11)))
 
 
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "prefixes and a window"])
+@pytest.mark.parametrize(("heads", "size"), [((8, 2), 64), ((12, 2), 128), ((8, 1), 80), ((8, 2), 256)])
+def test_heads_share_works_of_few_queries(heads, size, name):
+    torch.manual_seed(0)
+    queries = [0, 1, 16, 17, 32, 33, 64, 65, 128, 5, *([3] * 80)]
+    keys = [n + 100 * (b % 7) for b, n in enumerate(queries)]
+    q = random(sum(queries), heads[0], size, dtype=torch.bfloat16)
+    k, v = (random(sum(keys), heads[1], size, dtype=torch.bfloat16) for _ in range(2))
+    starts, how = [starts_of(queries), starts_of(keys)], scores(1, heads[0])[name]
+    out, lse = flash_attn_varlen_func(q, k, v, *starts, 128, 900, **how, return_lse=True)
+    for b in (*range(10), 40, 89):
+        rows, of_keys = part(starts[0], b), part(starts[1], b)
+        assert_exact(out[rows], lse[:, rows], exact_attention(q[rows], k[of_keys], v[of_keys], **how))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, E4M3], ids=str)
+@pytest.mark.parametrize("page", [1, 16])
+def test_a_chunk_beside_decoding_sequences_over_pages(page, dtype):
+    torch.manual_seed(0)
+    queries, keys = [1 + b % 3 for b in range(40)], [300 + 100 * b for b in range(40)]
+    queries[7], keys[7] = 400, 2000
+    q = random(sum(queries), 16, 128, dtype=dtype)
+    k, v = (random(sum(keys), 4, 128, dtype=dtype) for _ in range(2))
+    starts = [starts_of(queries), starts_of(keys)]
+    columns = -(-max(keys) // page)
+    table = torch.randperm(40 * columns).view(40, columns)
+    integers = {1: torch.uint8, 2: torch.int16}[dtype.itemsize]
+    caches = [torch.full((40 * columns, page, 4, 128), 0x7F7F if dtype.itemsize == 2 else 0x7F) for _ in range(2)]
+    caches = [x.to(integers).cuda() for x in caches]  # large numbers, or NaN
+    for b, length in enumerate(keys):
+        at = torch.arange(length)
+        for cache, x in zip(caches, (k, v), strict=True):
+            cache[table[b, at // page], at % page] = x[part(starts[1], b)].view(integers)
+    paged = {"block_table": table.int().cuda(), "seqused_k": ints(keys), **CAUSAL}
+    got = flash_attn_varlen_func(q, *(x.view(dtype) for x in caches), starts[0], None, 400, max(keys), **paged)
+    assert_each_is_right([q, k, v], starts, got, (0, 1, 2, 7, 20, 39))
+
+
 @pytest.mark.parametrize("first", [0, 7])
 def test_rows_of_no_sequence_are_zero(first):
     """Before the first, behind the last, and past the most queries of a sequence, whose neighbours are empty."""
@@ -153,10 +191,11 @@ def test_sections_of_heads_have_works_of_their_own(size):
     assert same_bits(flash_attn_varlen_func(q, *caches, starts, None, 1500, 320000, **given), want)
 
 
+@pytest.mark.parametrize("pack_shift", [0, 2])
 @pytest.mark.parametrize("split_limit", [0, 1])
 @pytest.mark.parametrize("sections", [1, 3])
 @pytest.mark.parametrize("batch", [1, 33, 3000])
-def test_a_list_holds_every_work_once(batch, sections, split_limit):
+def test_a_list_holds_every_work_once(batch, sections, split_limit, pack_shift):
     torch.manual_seed(0)
     queries, keys = torch.randint(0, 700, (batch,)), torch.randint(0, 5000, (batch,))
     queries[torch.rand(batch) < 0.3] = 0
@@ -174,18 +213,21 @@ def test_a_list_holds_every_work_once(batch, sections, split_limit):
         block_rows=192,
         key_tile=tile,
         listed_works=40 * batch * sections + 10,
+        pack_shift=pack_shift,
         listed_blocks=6 * batch,
     )
     starts_q, starts_k, unread = starts_of(queries), starts_of(keys), ints([0])
     works = torch.full((FIRST_WORK + 2 * (scalars.listed_works + scalars.listed_blocks),), 12345, device="cuda").int()
     prefill._binary.kernel(NAMED["prefill_works"], works.device)(starts_q, starts_k, unread, works, *scalars, batch)
-    wanted, blocks, tiles_of = set(), set(), []
+    wanted, blocks, tiles_of, packed = set(), set(), [], set()
     for b in range(batch):
         count = min(int(queries[b]), most, scalars.total_queries - int(starts_q[b]))
         limit = split_limit or min(max(132 // (heads * -(-max(count, 1) // 128)), 1), 16)
         tiles = -(-max(int(keys[b]), 1) // tile)
         splits = min(-(-tiles // 4), limit) if count > 0 else 1
         rows = 192 if limit == 1 else 128
+        if pack_shift and count <= 128 >> pack_shift:
+            packed.add(b)
         around = b in (0, batch - 1) or int(queries[b]) > 0
         row_blocks = -(-count // rows) if count > 0 else int(around)
         tiles_of.append(-(-tiles // splits))
@@ -200,5 +242,9 @@ def test_a_list_holds_every_work_once(batch, sections, split_limit):
     assert set(listed) == wanted
     first = FIRST_WORK + 2 * scalars.listed_works
     assert {tuple(found[first + 2 * i : first + 2 * i + 2]) for i in range(len(blocks))} == blocks
-    bounds = [tiles_of[b] for b, *_ in listed]
-    assert all(later < 2 * earlier for earlier, later in itertools.pairwise(bounds)), "longest first"
+    kinds = [[b for b, *_ in listed[: found[FIRST_COUNT]]], [b for b, *_ in listed[found[FIRST_COUNT] :]]]
+    assert found[FIRST_SHIFT] in (0, pack_shift)
+    for of_kind, is_packed in zip(kinds, (found[FIRST_SHIFT] > 0, found[FIRST_SHIFT] < pack_shift), strict=True):
+        assert all((b in packed) == is_packed for b in of_kind)
+        bounds = [tiles_of[b] for b in of_kind]
+        assert all(later < 2 * earlier for earlier, later in itertools.pairwise(bounds)), "longest first"

@@ -20,6 +20,7 @@ LARGER_TILE = 1.3  # the time of a tile of three warpgroups, of two: 1
 OTHER_TILES = 2.3  # the time of the prologue and the epilogue of a work
 COUNTED_WAVES = 4  # from which on blocks take unequal works when they can: a counter is worth a launch that clears it
 LISTED_WAVES = 8  # of works that find nothing to do, from which on a list of works is worth its launch
+MAX_PACK_SHIFT = 2  # a warp of 16 rows has the queries of one head, a warpgroup those of up to four
 GRID_WAVES = 2  # up to this many, a grid of one block per tile is faster than a persistent one
 LARGE_BLOCK = SPLIT_ROWS  # queries of a thread block of the kernels that are not for short calls
 SECTION_BYTES = 20 * 2**20  # of keys and values that blocks share in L2 at a time
@@ -111,7 +112,7 @@ def plan_prefill(problem: PrefillProblem) -> PrefillPlan:
     if problem.head_dim % unit == 0:
         # Splits depend on the size of a block. Where it is unknown which sequences have some, the kernel chooses it.
         limit = splits_of(problem, 1).limit
-        fills_blocks = not problem.lengths_differ or problem.total_queries >= 2 * LARGE_BLOCK * problem.batch
+        fills_blocks = not problem.packed_queries or problem.total_queries >= 2 * LARGE_BLOCK * problem.batch
         long = limit < 2 and blocks >= LONG_WAVES * MULTIPROCESSORS and fills_blocks
         boxes = problem.has_boxes and (not problem.has_block_table or problem.page_size % BOX_ROWS == 0)
         if problem.hopper and problem.fp8_queries and problem.cache == "e4m3":
@@ -133,7 +134,8 @@ def plan_prefill(problem: PrefillProblem) -> PrefillPlan:
         raise UnsupportedError(f"kernels cover up to {MAX_GRID} sequences and heads")
     block_rows = variant.block_rows if is_hopper else variant.rows_on(problem.arch)
     splits = splits_of(problem, variant.key_tile)
-    listing = listing_of(problem, splits, block_rows)
+    pack_shift = pack_shift_of(problem) if is_hopper and variant.consumers == 2 else 0
+    listing = listing_of(problem, splits, block_rows, pack_shift)
     if listing.works * section >= 2**31:
         raise UnsupportedError("too many queries for one call")
     if not listing.works and problem.max_queries * (problem.heads * problem.batch if is_hopper else section) >= 2**31:
@@ -190,6 +192,7 @@ def plan_prefill(problem: PrefillProblem) -> PrefillPlan:
         partials_of_row=splits.partials_of_row,
         partials_of_sequence=splits.partials_of_sequence,
         listed_works=listing.works,
+        pack_shift=pack_shift,
     )
     if splits.partial_rows >= 2**31:
         raise UnsupportedError("too many splits for one call")
@@ -251,17 +254,28 @@ class Listing(NamedTuple):
     """Blocks of rows with splits that it has room for."""
 
 
-def listing_of(problem: PrefillProblem, splits: Splits, block_rows: int) -> Listing:
-    """A list where most sequences have far fewer queries than the longest, else none.
+def pack_shift_of(problem: PrefillProblem) -> int:
+    """The binary logarithm of the heads of a KV head whose queries may share a work: four, two, or one."""
+    group = problem.heads // problem.kv_heads
+    if problem.q_scale_heads > 1:  # a work has one scale
+        return 0
+    return min((group & -group).bit_length() - 1, MAX_PACK_SHIFT)
 
-    Without a list a launch has works for as many blocks of rows of each sequence as the longest has.
+
+def listing_of(problem: PrefillProblem, splits: Splits, block_rows: int, pack_shift: int) -> Listing:
+    """A list where most sequences have far fewer queries than the longest, or than a block of rows; else none.
+
+    Without a list a launch has works for as many blocks of rows of each sequence as the longest has, of one head each.
     """
-    if not problem.lengths_differ:
+    if not problem.packed_queries or problem.batch == 1:
         return Listing(0, 0)
     blocks = problem.blocks_of(min(block_rows, SPLIT_ROWS) if splits.most > 1 else block_rows)
     works = blocks + min(problem.batch * splits.more_works, blocks * (splits.most - 1)) + 2
     enumerated = max(-(-problem.max_queries // block_rows), splits.blocks) + splits.blocks * (splits.most - 1)
-    if (problem.batch * enumerated - works) * problem.heads < LISTED_WAVES * MULTIPROCESSORS:
+    empty = problem.batch * enumerated - works
+    if pack_shift and problem.total_queries <= problem.batch * (SPLIT_ROWS >> pack_shift):
+        empty = max(empty, problem.batch // 2)  # works that share another one's block
+    if empty * problem.heads < LISTED_WAVES * MULTIPROCESSORS:
         return Listing(0, 0)
     sections = problem.heads // section_heads(problem)
     return Listing(works * sections, min(problem.batch * splits.blocks, blocks) if splits.most > 1 else 0)

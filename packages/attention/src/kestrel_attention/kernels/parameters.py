@@ -255,6 +255,9 @@ class PrefillScalars(NamedTuple):
     head_multiplier: u32  # the same for section_heads
     head_shift: i32
     listed_works: i32  # that mWorks has room for; 0: it lists none, and works are enumerated
+    pack_shift: (
+        i32  # binary logarithm of the heads of a KV head that share the works of few queries, if works are listed
+    )
 
 
 class PrefillCombineTensors(NamedTuple):
@@ -305,4 +308,5 @@ class PrefillWorksScalars(NamedTuple):
     block_rows: i32  # of a work without splits
     key_tile: i32
     listed_works: i32
+    pack_shift: i32
     listed_blocks: i32  # with splits, that mWorks has room for

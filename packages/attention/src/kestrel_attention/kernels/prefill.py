@@ -112,10 +112,10 @@ class Prefill(PrefillBase):
             pdl.wait()
             pdl.trigger()
         if scalars.listed_works > 0:
-            at = self.listed(works, scalars, longest_first, head)
-            sequence, head, row_block = at.sequence, at.head, at.row_block
-            if longest_first >= Int32(ptx.load_global(works + 4 * WORK_COUNT, 1)[0]):
-                row_block = Int32(PAST_ALL_BLOCKS)
+            row_block = Int32(PAST_ALL_BLOCKS)
+            if longest_first < Int32(ptx.load_global(works + 4 * WORK_COUNT, 1)[0]):
+                at = self.listed(works, scalars, longest_first, head, Int32(0))
+                sequence, head, row_block = at.sequence, at.head, at.row_block
         else:
             head += section * scalars.section_heads
         kv_head = divide(head, scalars.group_size)

@@ -78,6 +78,7 @@ class Work(NamedTuple):
     softmax_scale: Float32  # as in Scales; for consumers a list, of rows g and g + 8
     query_signs: Uint32
     v_scale: Float32
+    pack_shift: Int32  # as in Place
 
 
 class Place(NamedTuple):
@@ -87,6 +88,7 @@ class Place(NamedTuple):
     head: Int32
     row_block: Int32
     split: Int32
+    pack_shift: Int32  # binary logarithm of the heads, from ``head`` on, whose queries the work has
 
 
 class Located(NamedTuple):
@@ -269,12 +271,12 @@ class PrefillBase:
         return keys, length
 
     @cute.jit
-    def listed(self, works: Int64, scalars: PrefillScalars, work, head):
+    def listed(self, works: Int64, scalars: PrefillScalars, work, head, pack_shift):
         """The coordinates of a listed work and a head of its section. works: address of the list."""
         at = 4 * FIRST_WORK + 8 * Int64(cutlass.min(work, scalars.listed_works - 1))
         words = ptx.load_global(works + at, 2)
         head += Int32(words[0] >> 16) * scalars.section_heads
-        return Place(Int32(words[0] & 0xFFFF), head, Int32(words[1] & 0xFFFFFF), Int32(words[1] >> 24))
+        return Place(Int32(words[0] & 0xFFFF), head, Int32(words[1] & 0xFFFFFF), Int32(words[1] >> 24), pack_shift)
 
     @cute.jit
     def work_of(self, tensors, scalars, sequence, head, kv_head, first_row, block_rows, keys: Keys, length):
@@ -319,6 +321,7 @@ class PrefillBase:
             softmax_scale=of_head.softmax_scale,
             query_signs=of_head.query_signs,
             v_scale=of_head.v_scale,
+            pack_shift=Int32(0),
         )
         return work, query
 

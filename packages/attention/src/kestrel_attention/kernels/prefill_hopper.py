@@ -18,10 +18,19 @@ from cutlass import Float32, Int32, Int64, Uint32
 from kestrel_runtime.cute_dsl import hopper, numeric, pdl, ptx
 
 from . import scores
-from .constants import WORK_COUNT
+from .constants import FIRST_COUNT, FIRST_SHIFT, WORK_COUNT
 from .parameters import PrefillScalars, PrefillTensors
 from .prefill_base import OutputRows, Sums, Visible, Work, bits_below, once_if
-from .prefill_hopper_producer import BOX_ROWS, PRODUCERS, WARPGROUP_ROWS, WORK_BYTES, WORK_TYPES, HopperProducer, Pipe
+from .prefill_hopper_producer import (
+    BOX_ROWS,
+    PRODUCERS,
+    QUERY_BOX_ROWS,
+    WARPGROUP_ROWS,
+    WORK_BYTES,
+    WORK_TYPES,
+    HopperProducer,
+    Pipe,
+)
 from .scores import LOG2_E
 
 MIN_ROW_SCALE, MAX_ROW_SCALE = 2.0**-126, 2.0**126  # with 0 or infinity, hidden scores would be NaN
@@ -51,7 +60,7 @@ class PrefillHopper(HopperProducer):
             count = scalars.listed_works * scalars.section_heads
         maps = [None] * 3
         if cutlass.const_expr(self.query_boxes):
-            maps[0] = self.tensor_map(tensors.mQ, self.block_bytes // self.element_bytes, WARPGROUP_ROWS)
+            maps[0] = self.tensor_map(tensors.mQ, self.block_bytes // self.element_bytes, QUERY_BOX_ROWS)
         if cutlass.const_expr(self.boxes):
             maps[1:] = [
                 self.tensor_map(x, self.box_bytes // self.stored_bytes, BOX_ROWS) for x in (tensors.mK, tensors.mV)
@@ -110,7 +119,10 @@ class PrefillHopper(HopperProducer):
             pdl.wait()
             pdl.trigger()
         if scalars.listed_works > 0:
-            count = tensors.mWorks[WORK_COUNT] * scalars.section_heads
+            listed, listed_first = tensors.mWorks[WORK_COUNT], tensors.mWorks[FIRST_COUNT]
+            shift = tensors.mWorks[FIRST_SHIFT]
+            count = listed_first * (scalars.section_heads >> shift)
+            count += (listed - listed_first) * (scalars.section_heads >> (scalars.pack_shift - shift))
             at = self.listed_at(tensors, scalars, first)
         cute.arch.sync_threads()
         warpgroup = cute.arch.make_warp_uniform(tid // 128)
@@ -205,12 +217,12 @@ class PrefillHopper(HopperProducer):
         while num_tiles >= 0:
             buffer = works % self.query_buffers
             work = self.read_work(pipe.works + buffer * WORK_BYTES)
-            row = warpgroup * WARPGROUP_ROWS
+            query, _ = self.rows_of_warp(work.pack_shift, warpgroup, warp)
             sQ = pipe.queries + buffer * self.buffer_bytes + warpgroup * self.query_bytes
             rOut.fill(0.0)
             rMax.fill(-Float32.inf)
             rSum.fill(0.0)
-            warp_position = work.position + row + warp * 16
+            warp_position = work.position + query
             _, all_last = scores.window(warp_position, scalars, work.held)
             all_first, _ = scores.window(warp_position + 15, scalars, work.held)
             visible = Visible(all_first, all_last, work.prefix, Int32(0), warp_position, work.held)
@@ -222,6 +234,11 @@ class PrefillHopper(HopperProducer):
                 self.main_loop(pipe, scalars, scaled, visible, sQ, used, scale, sums, lane)
                 used += num_tiles
             hopper.named_barrier(1 + warpgroup, 128)
+            row = warpgroup * WARPGROUP_ROWS
+            if cutlass.const_expr(self.packs):  # as if the warp's rows followed those of the warps before it
+                query, head = self.rows_of_warp(work.pack_shift, warpgroup, warp)
+                row = query - 16 * warp
+                work = work._replace(head=work.head + head)
             at_out = OutputRows(block=work.out_block, first_row=work.out_row + row, head=work.head)
             rows = work.rows - row
             if work.partial < 0:

@@ -18,7 +18,7 @@ from cutlass import Float32, Int32, Int64, Uint32
 
 from kestrel_runtime.cute_dsl import hopper, ptx
 
-from .constants import BOX_ROWS, MIN_SPLIT_TILES, SPLIT_ROWS
+from .constants import BOX_ROWS, FIRST_COUNT, FIRST_SHIFT, MIN_SPLIT_TILES, SPLIT_ROWS
 from .formats import E4m3, E5m2
 from .parameters import PrefillScalars
 from .prefill_base import Keys, Located, Place, PrefillBase, Work, clamp, divide, queries_of, quotient
@@ -26,6 +26,8 @@ from .splits import prefill_split_limit
 
 PRODUCERS = 128  # threads
 WARPGROUP_ROWS = 64
+QUERY_BOX_ROWS = 16  # of queries that TMA loads at once: those of a warp
+WARPGROUP_BOXES = WARPGROUP_ROWS // QUERY_BOX_ROWS
 PRODUCER_BARRIER = 7  # a named barrier
 PAST_ALL_SLOTS = 2**30
 
@@ -154,10 +156,24 @@ class HopperProducer(PrefillBase):
     def threads(self) -> int:
         return PRODUCERS + 128 * self.consumers
 
+    @property
+    def packs(self) -> bool:
+        """Heads of a KV head may share a work. With three consumers that takes too many registers."""
+        return self.consumers == 2
+
+    @cute.jit
+    def rows_of_warp(self, pack_shift: Int32, warpgroup, warp):
+        """The first query of a consumer warp, and its head, relative to those of a work. A warp has one head."""
+        first, head = warpgroup * WARPGROUP_ROWS + 16 * warp, Int32(0)
+        if cutlass.const_expr(self.packs):
+            queries = Int32(WARPGROUP_ROWS) >> pack_shift  # of each head in a warpgroup
+            first, head = warpgroup * queries + (16 * warp & (queries - 1)), 16 * warp >> (6 - pack_shift)
+        return first, head
+
     @cute.jit
     def place(self, tensors, scalars: PrefillScalars, row_blocks, batch, index):
         """The coordinates of a work index."""
-        at = Place(Int32(0), Int32(0), Int32(0), Int32(0))
+        at = Place(Int32(0), Int32(0), Int32(0), Int32(0), Int32(0))
         if scalars.listed_works > 0:
             at = self.listed_at(tensors, scalars, index)
         else:
@@ -166,10 +182,15 @@ class HopperProducer(PrefillBase):
 
     @cute.jit
     def listed_at(self, tensors, scalars: PrefillScalars, index):
-        """The same with a list: head by head of a section, work by work."""
-        work = Int32(quotient(index, scalars.head_multiplier, scalars.head_shift))
-        works = tensors.mWorks.iterator.toint()
-        return self.listed(works, scalars, work, index - work * scalars.section_heads)
+        """The same with a list: head by head of a section, work by work, of one kind after the other."""
+        count, shift = tensors.mWorks[FIRST_COUNT], tensors.mWorks[FIRST_SHIFT]
+        first, in_kind = Int32(0), index
+        if index >= count * (scalars.section_heads >> shift):
+            first, in_kind = count, index - count * (scalars.section_heads >> shift)
+            shift = scalars.pack_shift - shift
+        work = Int32(quotient(in_kind << shift, scalars.head_multiplier, scalars.head_shift))
+        head = in_kind - work * (scalars.section_heads >> shift) << shift
+        return self.listed(tensors.mWorks.iterator.toint(), scalars, first + work, head, shift)
 
     @cute.jit
     def enumerated(self, scalars: PrefillScalars, row_blocks, heads, batch, index):
@@ -197,7 +218,7 @@ class HopperProducer(PrefillBase):
         if others:
             longest_first = divide(of_head, scalars.num_splits - 1)
             split = of_head - longest_first * (scalars.num_splits - 1) + 1
-        return Place(sequence, head, blocks - 1 - longest_first, split)
+        return Place(sequence, head, blocks - 1 - longest_first, split, Int32(0))
 
     @cute.jit
     def split_limit(self, scalars, num_queries, heads):
@@ -219,8 +240,9 @@ class HopperProducer(PrefillBase):
         if num_splits > 1:
             partial = first_query * scalars.partials_of_row + at.sequence * scalars.partials_of_sequence
             partial = partial + at.split * num_queries + first_row
-        if at.split == 0 and at.row_block < scalars.split_blocks and cute.arch.thread_idx()[0] == 0:
-            of_head = at.sequence * tensors.mQ.shape[2] + work.head
+        tid, _, _ = cute.arch.thread_idx()
+        if at.split == 0 and at.row_block < scalars.split_blocks and tid < 1 << at.pack_shift:
+            of_head = at.sequence * tensors.mQ.shape[2] + work.head + tid
             tensors.mNumSplits[of_head * scalars.split_blocks + at.row_block] = num_splits
         return work._replace(
             num_tiles=cutlass.min(work.num_tiles - first, each),
@@ -254,6 +276,9 @@ class HopperProducer(PrefillBase):
             following = index + step
             if scalars.has_counter != 0 and tid == 0:
                 following = ptx.atomic_add(tensors.mWorks.iterator.toint(), Int32(1)) + step
+            if scalars.packed_queries != 0 and at.row_block == 0 and at.split == 0:
+                for i in cutlass.range(1 << at.pack_shift, unroll=1):
+                    self.clear_around(tensors, scalars, at.sequence, batch, at.head + i, tid)
             first_query, num_queries = queries_of(tensors.mStartQ, tensors.mQ, scalars, at.sequence)
             limit = self.split_limit(scalars, num_queries, tensors.mQ.shape[2])
             block_rows = Int32(self.block_rows)
@@ -268,6 +293,7 @@ class HopperProducer(PrefillBase):
                 work, query = self.work_of(
                     tensors, scalars, at.sequence, at.head, kv_head, first_row, block_rows, keys, length
                 )
+                work = work._replace(pack_shift=at.pack_shift)
                 work = self.split(tensors, scalars, at, limit, first_query, num_queries, first_row, work)
                 if work.rows > 0:
                     if work.num_tiles > 0:
@@ -285,7 +311,7 @@ class HopperProducer(PrefillBase):
                         if warp == 0:
                             self.load_query_boxes(pipe, to, full, work, lane)
                     else:
-                        self.load_block(tensors.mQ, to, query, work.rows, tid)
+                        self.load_block(tensors.mQ, to, query, work, tid)
                         hopper.mbarrier_arrive_after_copies(full)
                     works += 1
                     if cutlass.const_expr(self.codes):
@@ -296,8 +322,6 @@ class HopperProducer(PrefillBase):
                     else:
                         self.produce_rows(pipe, keys, work, kv_head, rPage, loaded, warp, lane)
                     loaded += work.num_tiles
-            if scalars.packed_queries != 0 and at.row_block == 0 and at.split == 0:
-                self.clear_around(tensors, scalars, at.sequence, batch, at.head, tid)
             if scalars.has_counter != 0:  # tid 0 tells the others; two places in turn, so that all have read the last
                 place = pipe.following + 4 * (visited & 1)
                 if tid == 0:
@@ -317,30 +341,34 @@ class HopperProducer(PrefillBase):
 
     @cute.jit
     def load_query_boxes(self, pipe: Pipe, to: Int32, full: Int32, work: Work, lane):
-        """Start loading queries by TMA: a box per column block and consumer warpgroup.
+        """Start loading queries by TMA: a box per column block and consumer warp.
 
         Rows past the last are those of another sequence, or zeros. Their results are not stored.
         """
         if lane == 0:
             hopper.mbarrier_arrive_expecting(full, Int32(self.buffer_bytes))
         cute.arch.sync_warp()
-        if lane < self.consumers * self.row_blocks:
-            warpgroup, block = lane // self.row_blocks, lane % self.row_blocks
-            row = work.out_row + warpgroup * WARPGROUP_ROWS
-            box = (block * (self.block_bytes // self.element_bytes), row, work.head, work.out_block)
-            place = to + lane * (WARPGROUP_ROWS * self.block_bytes)
+        if lane < self.consumers * self.row_blocks * WARPGROUP_BOXES:
+            of_warpgroup, warp = lane // WARPGROUP_BOXES, lane % WARPGROUP_BOXES
+            query, head = self.rows_of_warp(work.pack_shift, of_warpgroup // self.row_blocks, warp)
+            dim = of_warpgroup % self.row_blocks * (self.block_bytes // self.element_bytes)
+            box = (dim, work.out_row + query, work.head + head, work.out_block)
+            place = to + lane * (QUERY_BOX_ROWS * self.block_bytes)
             hopper.load_box(place, pipe.query_map, box, full)
 
     @cute.jit
-    def load_block(self, mQ, sQ: Int32, query: Int64, rows, tid):
+    def load_block(self, mQ, sQ: Int32, query: Int64, work: Work, tid):
         """Start loading queries; zeros past the last row and the last dim."""
         count = cutlass.const_expr(self.block_rows * self.units)
         tid = ptx.opaque(tid)  # addresses are computed for each block, and take no registers in between
         for i in cutlass.range_constexpr(count // PRODUCERS):
             at = tid + i * PRODUCERS
             row, unit = at // self.units, at % self.units
-            exists = row < rows and self.unit_dims * unit < mQ.shape[3]
-            source = query + self.element_bytes * Int64(cutlass.min(row, rows - 1)) * mQ.stride[1] + 16 * unit
+            of_warp, head = self.rows_of_warp(work.pack_shift, row // WARPGROUP_ROWS, row % WARPGROUP_ROWS // 16)
+            from_row = of_warp + row % 16
+            exists = from_row < work.rows and self.unit_dims * unit < mQ.shape[3]
+            offset = Int64(cutlass.min(from_row, work.rows - 1)) * mQ.stride[1] + Int64(head) * mQ.stride[2]
+            source = query + self.element_bytes * offset + 16 * unit
             to = sQ + row // WARPGROUP_ROWS * self.query_bytes
             to = to + self.place_of(WARPGROUP_ROWS, row % WARPGROUP_ROWS, unit)
             ptx.cp_async(to, source, 16, cutlass.select_(exists, Int32(16), Int32(0)))

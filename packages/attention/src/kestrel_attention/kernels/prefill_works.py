@@ -1,9 +1,10 @@
 """Lists the works of packed sequences whose lengths differ, ahead of a prefill kernel.
 
 A work is a section of heads of a block of rows, or of one split of its keys. A sequence has those that its own lengths
-may give it, so few thread blocks find nothing to do. Sequences whose works visit the most keys come first: a counting
-sort by the logarithm of their tiles. The list starts with a counter of works taken, which is zeroed here. Behind the
-works are the blocks of rows that may have several splits, for the combine kernel. One thread block.
+may give it, so few thread blocks find nothing to do. Heads of a KV head share the works of few queries. Of each kind,
+sequences whose works visit the most keys come first: a counting sort by the logarithm of their tiles. The list starts
+with a counter of works taken, which is zeroed here. Behind the works are the blocks of rows that may have several
+splits, for the combine kernel. One thread block.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from cutlass import Float32, Int32, Uint32
 
 from kestrel_runtime.cute_dsl import arguments, parameters, pdl, ptx
 
-from .constants import FIRST_WORK, MIN_SPLIT_TILES, SPLIT_BLOCK_COUNT, SPLIT_ROWS, WORK_COUNT
+from .constants import FIRST_COUNT, FIRST_SHIFT, FIRST_WORK, MIN_SPLIT_TILES, SPLIT_BLOCK_COUNT, SPLIT_ROWS, WORK_COUNT
 from .parameters import PrefillWorksScalars, PrefillWorksTensors
 from .prefill_base import clamp, divide
 from .splits import prefill_split_limit
 
 THREADS = 1024
-BUCKETS = 32  # of the sort: two for each power of two of tiles
+BUCKETS = 32  # of the sort, of each kind: two for each power of two of tiles
 
 
 class Works(NamedTuple):
@@ -32,7 +33,7 @@ class Works(NamedTuple):
     blocks: Int32  # of rows
     splits: Int32  # of a block, at most
     count: Int32  # of all sections
-    bucket: Int32  # 0 has the most tiles
+    bucket: Int32  # 0 has the most tiles; from BUCKETS on those of several heads
 
 
 @dataclass(frozen=True)
@@ -61,8 +62,9 @@ class PrefillWorks:
         tid, _, _ = cute.arch.thread_idx()
         lane, warp = tid % 32, cute.arch.make_warp_uniform(tid // 32)
         # Works of each bucket, then where the next one of it goes; the same for blocks of rows with splits.
-        sTaken = Int32(cute.arch.alloc_smem(Int32, BUCKETS + 1, alignment=16).toint())
-        if tid <= BUCKETS:
+        sTaken = Int32(cute.arch.alloc_smem(Int32, 2 * BUCKETS + 1, alignment=16).toint())
+        sBlocks = sTaken + 8 * BUCKETS
+        if tid <= 2 * BUCKETS:
             ptx.store_shared(sTaken + 4 * tid, [Uint32(0)])
         if cutlass.const_expr(self.pdl):
             pdl.wait()
@@ -75,15 +77,7 @@ class PrefillWorks:
             sequence += THREADS
         cute.arch.sync_threads()
         if warp == 0:
-            count = Int32(ptx.load_shared(sTaken + 4 * lane, 1)[0])
-            end = count
-            for i in cutlass.range_constexpr(5):
-                before = cute.arch.shuffle_sync_up(end, 1 << i)
-                end += cutlass.select_(lane >= (1 << i), before, Int32(0))
-            ptx.store_shared(sTaken + 4 * lane, [Uint32(end - count)])
-            if lane == BUCKETS - 1:
-                tensors.mWorks[0] = Int32(0)
-                tensors.mWorks[WORK_COUNT] = cutlass.min(end, scalars.listed_works)
+            self.order_buckets(tensors, scalars, sTaken, lane)
         cute.arch.sync_threads()
         first = 32 * warp
         while first < batch:
@@ -94,7 +88,7 @@ class PrefillWorks:
             if works.count > 0:
                 to = ptx.atomic_add_shared(sTaken + 4 * works.bucket, works.count)
             if works.splits > 1:
-                to_block = ptx.atomic_add_shared(sTaken + 4 * BUCKETS, works.blocks)
+                to_block = ptx.atomic_add_shared(sBlocks, works.blocks)
             for source in cutlass.range(32, unroll=1):
                 of_source = Works(*(cute.arch.shuffle_sync(field, source) for field in works))
                 at, at_block = (cute.arch.shuffle_sync(x, source) for x in (to, to_block))
@@ -102,8 +96,39 @@ class PrefillWorks:
             first += THREADS
         cute.arch.sync_threads()
         if tid == 0:
-            blocks = Int32(ptx.load_shared(sTaken + 4 * BUCKETS, 1)[0])
+            blocks = Int32(ptx.load_shared(sBlocks, 1)[0])
             tensors.mWorks[SPLIT_BLOCK_COUNT] = cutlass.min(blocks, scalars.listed_blocks)
+
+    @cute.jit
+    def order_buckets(self, tensors, scalars, sTaken: Int32, lane):
+        """Turn the works of each bucket into the index of its first; the kind with the fullest tiles comes first."""
+        mWorks = tensors.mWorks
+        counts, ends, highest = [], [], []
+        for kind in cutlass.range_constexpr(2):
+            count = Int32(ptx.load_shared(sTaken + 4 * (kind * BUCKETS + lane), 1)[0])
+            end = count
+            for i in cutlass.range_constexpr(5):
+                before = cute.arch.shuffle_sync_up(end, 1 << i)
+                end += cutlass.select_(lane >= (1 << i), before, Int32(0))
+            counts.append(count)
+            ends.append(end)
+            highest.append(Uint32(cute.arch.vote_ballot_sync(count > 0)))
+        # The lowest bit that is set; of none, all bits below 0.
+        lowest = [x & (~x + 1) for x in highest]
+        packed_first = highest[1] != 0 and (highest[0] == 0 or lowest[1] < lowest[0])
+        totals = [Int32(cute.arch.shuffle_sync(end, 31)) for end in ends]
+        starts = [
+            cutlass.select_(packed_first, totals[1], Int32(0)),
+            cutlass.select_(packed_first, Int32(0), totals[0]),
+        ]
+        for kind in cutlass.range_constexpr(2):
+            to = sTaken + 4 * (kind * BUCKETS + lane)
+            ptx.store_shared(to, [Uint32(starts[kind] + ends[kind] - counts[kind])])
+        if lane == 0:
+            mWorks[0] = Int32(0)
+            mWorks[WORK_COUNT] = cutlass.min(totals[0] + totals[1], scalars.listed_works)
+            mWorks[FIRST_COUNT] = cutlass.select_(packed_first, totals[1], totals[0])
+            mWorks[FIRST_SHIFT] = cutlass.select_(packed_first, scalars.pack_shift, Int32(0))
 
     @cute.jit
     def works_of(self, tensors, scalars, sequence, batch):
@@ -131,6 +156,8 @@ class PrefillWorks:
         each = divide(tiles + splits - 1, splits)
         bucket = (ptx.float_as_int(Float32(each)) >> 22) - 2 * 127  # the exponent and one bit of the fraction
         bucket = BUCKETS - 1 - cutlass.min(bucket, BUCKETS - 1)
+        if scalars.pack_shift > 0 and num_queries <= SPLIT_ROWS >> scalars.pack_shift:
+            bucket += BUCKETS
         return Works(blocks, splits, blocks * splits * scalars.sections, bucket)
 
     @cute.jit

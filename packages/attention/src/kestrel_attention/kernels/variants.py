@@ -252,7 +252,7 @@ class PrefillVariant:
             pdl=supports_pdl(arch),
             codes=self.cache == "fp8",
             by_bits=capability(arch) < 89,
-            output_in_shared=capability(arch) < 90,  # where the compiler spills without, on sm_90 with it
+            output_in_shared=capability(arch) != 90,  # where the compiler spills with it, elsewhere without
         )
         return kernel, kernel.arguments()
 
