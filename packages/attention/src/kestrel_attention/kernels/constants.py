@@ -14,3 +14,4 @@ BOX_ROWS = 16  # of keys that TMA loads at once in prefill; a page holds a multi
 WORK_COUNT, SPLIT_BLOCK_COUNT = 1, 2
 FIRST_COUNT, FIRST_SHIFT = 3, 4  # works of the kind that comes first, and the binary logarithm of their heads
 FIRST_WORK = 8  # word of the list from which on each work has two
+WARPGROUP_ROWS = 64  # queries of a consumer warpgroup on Hopper

@@ -21,7 +21,8 @@ from . import scores
 from .constants import WORK_COUNT
 from .formats import E4m3, E5m2
 from .parameters import PrefillScalars, PrefillTensors
-from .prefill_base import Keys, OutputRows, PrefillBase, Sums, Visible, Work, divide, once_if
+from .prefill_base import PrefillBase, divide, once_if
+from .prefill_types import Keys, OutputRows, Sums, Visible, Work
 from .scores import LOG2_E, RESCALE_SLACK
 
 PAST_ALL_BLOCKS = 2**22  # of rows

@@ -18,19 +18,11 @@ from cutlass import Float32, Int32, Int64, Uint32
 from kestrel_runtime.cute_dsl import hopper, numeric, pdl, ptx
 
 from . import scores
-from .constants import FIRST_COUNT, FIRST_SHIFT, WORK_COUNT
+from .constants import BOX_ROWS, FIRST_COUNT, FIRST_SHIFT, WARPGROUP_ROWS, WORK_COUNT
 from .parameters import PrefillScalars, PrefillTensors
-from .prefill_base import OutputRows, Sums, Visible, Work, bits_below, once_if
-from .prefill_hopper_producer import (
-    BOX_ROWS,
-    PRODUCERS,
-    QUERY_BOX_ROWS,
-    WARPGROUP_ROWS,
-    WORK_BYTES,
-    WORK_TYPES,
-    HopperProducer,
-    Pipe,
-)
+from .prefill_base import bits_below, once_if
+from .prefill_hopper_producer import PRODUCERS, QUERY_BOX_ROWS, WORK_BYTES, WORK_TYPES, HopperProducer, Pipe
+from .prefill_types import OutputRows, Sums, Visible, Work
 from .scores import LOG2_E
 
 MIN_ROW_SCALE, MAX_ROW_SCALE = 2.0**-126, 2.0**126  # with 0 or infinity, hidden scores would be NaN

@@ -16,7 +16,7 @@ from cutlass import Float32, Int32, Int64, Uint32
 from kestrel_runtime.cute_dsl import ptx
 
 from .prefill import Prefill
-from .prefill_base import Keys, OutputRows, Sums, Work
+from .prefill_types import Keys, OutputRows, Sums, Work
 from .scores import LOG2_E
 
 HALVES = 2
