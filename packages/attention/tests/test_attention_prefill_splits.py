@@ -87,3 +87,72 @@ def test_packed_sequences_of_equal_lengths_are_split_as_dense_ones(hopper, batch
     (first, second) = ([given[field] for field in fields] for name, given in hopper.calls if "combine" not in name)
     assert first == second
     assert first[0] > 1
+
+
+# -- lists of works ---------------------------------------------------------------------------------------------------
+
+
+def ragged(queries: list[int], heads: int, kv_heads: int, size: int = 64, **changes) -> None:
+    q, k = half(sum(queries), heads, size), half(sum(queries), kv_heads, size)
+    starts = ints(0, *torch.tensor(queries).cumsum(0))
+    given = {"q": q, "k": k, "v": k.clone(), "cu_seqlens_q": starts, "cu_seqlens_k": starts}
+    packed(**given | {"max_seqlen_q": max(queries), "max_seqlen_k": max(queries)} | changes)
+
+
+@pytest.mark.parametrize(
+    ("queries", "listed"),
+    [
+        ([2000] + [10] * 99, True),
+        ([512] * 50 + [511], False),  # all but as long as the longest
+        ([10] * 100, False),  # one block of rows each
+        ([300, 20], False),  # too few works to matter
+    ],
+    ids=["one-long", "equal", "short", "two"],
+)
+def test_works_are_listed_where_most_sequences_are_far_shorter_than_the_longest(hopper, queries, listed):
+    ragged(queries, 4, 4)
+    names = [name for name, _ in hopper.calls]
+    assert ("prefill_works" in names) is listed
+    given = hopper.calls[names.index(next(name for name in names if "hopper" in name))][1]
+    assert (given["listed_works"] > 0) is listed
+    if listed:
+        assert names[0] == "prefill_works"
+        first = hopper.calls[0][1]
+        assert first["mWorks"] is given["mWorks"]
+        assert first["mStartQ"] is given["mStartQ"]
+        assert (given["max_blocks"], given["has_counter"]) == (132, 1)
+        assert (first["block_rows"], first["key_tile"], first["sections"]) == (128, 128, 1)
+        assert first["mWorks"].numel() == 8 + 2 * (first["listed_works"] + first["listed_blocks"])
+        assert first["listed_works"] >= sum(-(-n // 128) for n in queries)
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "shift"), [(4, 4, 0), (8, 4, 1), (12, 2, 1), (16, 4, 2), (16, 2, 2), (15, 5, 0)]
+)
+def test_up_to_four_heads_of_a_kv_head_share_works(hopper, heads, kv_heads, shift):
+    ragged([2000] + [10] * 99, heads, kv_heads)
+    given = next(given for name, given in hopper.calls if "hopper" in name)
+    assert given["pack_shift"] == shift
+    assert next(given for name, given in hopper.calls if name == "prefill_works")["pack_shift"] == shift
+
+
+def test_heads_of_short_sequences_share_works_even_without_a_long_one(hopper):
+    ragged([1, 2, 3] * 100, 16, 4)
+    assert [name for name, _ in hopper.calls] == ["prefill_works", "prefill_bf16_same_hopper_d64_boxes"]
+
+
+def test_queries_with_a_scale_for_each_head_share_no_works(hopper):
+    codes = {"q": half(1990 + 2 * 99, 16, 64), "k": half(2188, 4, 64), "v": half(2188, 4, 64)}
+    scales = {"q_scale": torch.ones(16)}
+    ragged([1990] + [2] * 99, 16, 4, **{name: x.to(torch.float8_e4m3fn) for name, x in codes.items()}, **scales)
+    assert next(given for name, given in hopper.calls if "hopper" in name)["pack_shift"] == 0
+
+
+@pytest.mark.parametrize("size", [64, 128, 512])
+def test_the_portable_kernel_takes_a_list_with_its_own_blocks_of_rows(monkeypatch, size):
+    recorder = recording(monkeypatch, "sm80")
+    ragged([2000] + [10] * 199, 8, 8, size)
+    (name, first), (_, given) = recorder.calls
+    assert name == "prefill_works"
+    assert (given["listed_works"], given["pack_shift"]) == (first["listed_works"], 0)
+    assert first["block_rows"] == (64 if size == 512 else 128)
