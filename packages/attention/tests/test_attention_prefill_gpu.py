@@ -235,6 +235,18 @@ def test_paged_caches_are_those_of_float64(page, holes, name):
         assert_exact(packed_out[rows], packed_lse[:, rows], exact)
 
 
+@pytest.mark.parametrize("size", [64, 128])
+@pytest.mark.parametrize("queries", [17, 130])
+def test_a_hundred_thousand_keys(queries, size):
+    lengths = [100_000, 99]
+    caches, table, held = scattered(lengths, 16, 2, size, torch.bfloat16, False)
+    q = random(2, queries, 4, size, dtype=torch.bfloat16)
+    given = {"cache_seqlens": ints(lengths), "block_table": table, "causal": True, "return_lse": True}
+    out, lse = flash_attn_with_kvcache(q, *caches, **given)
+    for b, (k, v, _) in enumerate(held):
+        assert_exact(out[b], lse[b], exact_attention(q[b], k, v, causal=True))
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("queries", [100, 400])
