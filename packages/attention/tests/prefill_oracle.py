@@ -35,7 +35,7 @@ def exact_attention(
     """One sequence: q [Lq, H, D], k and v [L, Hk, D]. exists [L]; keys: their number for positions, default L.
     dtype: of weights and results, default q's.
 
-    bound: a kernel rounds each weight and each result to the dtype, and computes the rest in float32.
+    bound: a kernel rounds each weight and each result to the dtype, and computes the rest in float32, scores too.
     """
     dtype = dtype or q.dtype
     unit = torch.finfo(dtype).eps / 2
@@ -45,7 +45,10 @@ def exact_attention(
     out = torch.einsum("hqk,khd->qhd", weights, v)
     terms = torch.einsum("hqk,khd->qhd", weights, v.abs())
     bound = unit * out.abs() + (unit + 2**-17) * terms + torch.finfo(dtype).tiny
-    return Exact(out, lse, bound, 2**-18 * (1 + lse.abs()))
+    softmax_scale = abs(_scale(q, softmax_scale))
+    of_score, _ = _scores(q.abs(), k.abs(), v, softmax_scale=softmax_scale, exists=exists, keys=keys)
+    of_score = of_score.amax(-1).clamp(min=0) if len(k) else lse.new_zeros(lse.shape)
+    return Exact(out, lse, bound, 2**-18 * (1 + lse.abs()) + 2**-25 * of_score)
 
 
 def fp8_attention(

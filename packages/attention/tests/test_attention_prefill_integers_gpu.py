@@ -85,6 +85,11 @@ def test_new_keys_are_appended_and_attended_to(kind, dtype, queries):
     with backend("reference"):
         other.run(k, v, causal=True)
     got = call.run(k, v, causal=True)
+    if kind == "int4":  # other rows of the tail may hold keys of pages that are complete
+        for b, length in enumerate(call.lengths.tolist()):
+            unused = slice((length + queries) % 64 if length >= 0 else 0, None)
+            for caches in (call.caches, other.caches):
+                caches["k_tail"][int(caches["seq_ids"][b]), unused] = 0
     assert same_bits(tuple(call.caches.values()), tuple(other.caches.values()))
     call.lengths = torch.where(call.lengths >= 0, call.lengths + queries, call.lengths)
     assert same_bits(call.run(causal=True), got)

@@ -212,8 +212,7 @@ class HopperProducer(HopperPlaces):
                         self.write_work(pipe.works + buffer * WORK_BYTES, work)
                         hopper.mbarrier_arrive(pipe.works_full + 8 * buffer)
                     if cutlass.const_expr(self.query_boxes):
-                        if warp == 0:
-                            self.load_query_boxes(pipe, to, full, work, lane)
+                        self.load_query_boxes(pipe, to, full, work, warp, lane)
                     else:
                         self.load_block(tensors.mQ, to, query, work, tid)
                         hopper.mbarrier_arrive_after_copies(full)
@@ -244,34 +243,44 @@ class HopperProducer(HopperPlaces):
         ptx.cp_async_wait(0)
 
     @cute.jit
-    def load_query_boxes(self, pipe: Pipe, to: Int32, full: Int32, work: Work, lane):
-        """Start loading queries by TMA: a box per column block and consumer warp.
+    def load_query_boxes(self, pipe: Pipe, to: Int32, full: Int32, work: Work, warp, lane):
+        """Start loading queries by TMA: a box per column block and consumer warp, by the producer warp of its number.
 
         Rows past the last are those of another sequence, or zeros. Their results are not stored.
         """
-        if lane == 0:
+        if warp == 0 and lane == 0:
             hopper.mbarrier_arrive_expecting(full, Int32(self.buffer_bytes))
         cute.arch.sync_warp()
-        if lane < self.consumers * self.row_blocks * WARPGROUP_BOXES:
-            of_warpgroup, warp = lane // WARPGROUP_BOXES, lane % WARPGROUP_BOXES
-            query, head = self.rows_of_warp(work.pack_shift, of_warpgroup // self.row_blocks, warp)
-            dim = of_warpgroup % self.row_blocks * (self.block_bytes // self.element_bytes)
+        if lane < self.consumers * self.row_blocks:
+            query, head = self.rows_of_warp(work.pack_shift, lane // self.row_blocks, warp)
+            dim = lane % self.row_blocks * (self.block_bytes // self.element_bytes)
             box = (dim, work.out_row + query, work.head + head, work.out_block)
-            place = to + lane * (QUERY_BOX_ROWS * self.block_bytes)
+            place = to + (lane * WARPGROUP_BOXES + warp) * (QUERY_BOX_ROWS * self.block_bytes)
             hopper.load_box(place, pipe.query_map, box, full)
 
     @cute.jit
     def load_block(self, mQ, sQ: Int32, query: Int64, work: Work, tid):
         """Start loading queries; zeros past the last row and the last dim."""
+        if work.pack_shift == 0:
+            self.load_rows_of_block(mQ, sQ, query, work, False, tid)
+        else:
+            self.load_rows_of_block(mQ, sQ, query, work, True, tid)
+
+    @cute.jit
+    def load_rows_of_block(self, mQ, sQ: Int32, query: Int64, work: Work, packed: cutlass.Constexpr, tid):
         count = cutlass.const_expr(self.block_rows * self.units)
         tid = ptx.opaque(tid)  # addresses are computed for each block, and take no registers in between
         for i in cutlass.range_constexpr(count // PRODUCERS):
             at = tid + i * PRODUCERS
             row, unit = at // self.units, at % self.units
-            of_warp, head = self.rows_of_warp(work.pack_shift, row // WARPGROUP_ROWS, row % WARPGROUP_ROWS // 16)
-            from_row = of_warp + row % 16
+            from_row, head = row, Int32(0)
+            if cutlass.const_expr(packed):
+                first, head = self.rows_of_warp(work.pack_shift, row // WARPGROUP_ROWS, row % WARPGROUP_ROWS // 16)
+                from_row = first + row % 16
             exists = from_row < work.rows and self.unit_dims * unit < mQ.shape[3]
-            offset = Int64(cutlass.min(from_row, work.rows - 1)) * mQ.stride[1] + Int64(head) * mQ.stride[2]
+            offset = Int64(cutlass.min(from_row, work.rows - 1)) * mQ.stride[1]
+            if cutlass.const_expr(packed):
+                offset += Int64(head) * mQ.stride[2]
             source = query + self.element_bytes * offset + 16 * unit
             to = sQ + row // WARPGROUP_ROWS * self.query_bytes
             to = to + self.place_of(WARPGROUP_ROWS, row % WARPGROUP_ROWS, unit)
