@@ -73,7 +73,7 @@ def random(*shape: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def starts_of(lengths: Any) -> torch.Tensor:
-    return ints([0, *torch.tensor(lengths).cumsum(0).tolist()])
+    return ints([0, *torch.as_tensor(lengths).cumsum(0).tolist()])
 
 
 def packed(size: int, dtype: torch.dtype, heads: int = 4, kv_heads: int = 2) -> list[torch.Tensor]:
