@@ -11,8 +11,8 @@ namespace kestrel::moe {
 
 constexpr int64_t kLargest = int64_t{1} << 30;  // sizes and pairs are int in the kernels
 
-constexpr int kTokensOfWgmma = 64;  // tokens of its smallest tile
-constexpr int kTokensOfFp8 = 128;   // of the tiles of experts_fp8_kernel
+// Tokens of the smallest tile of the wgmma kernels; of FP8 layers, and of others.
+constexpr int kTokensOfWgmmaFp8 = 32, kTokensOfWgmma = 64;
 
 // Whether the device runs the wgmma kernels.
 bool has_wgmma(DLDevice device);
