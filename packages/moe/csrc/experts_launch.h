@@ -25,7 +25,7 @@ int quant_row_warps(int64_t packs, int64_t rows, DLDevice device);
 void permute_rows(ExpertsParams* up, DLDataType dtype, int tile, char* codes, float* scale, const int* positions,
                   DLDevice device);
 
-// Launches the wgmma kernels for aligned pairs in tiles of 64, 128 or 192 tokens (FP8: 64 or 128), or of 128 in
+// Launches the wgmma kernels for aligned pairs in tiles of 64, 128 or 192 tokens (FP8: 32, 64 or 128), or of 128 in
 // clusters of 2 CTAs, which share the weights of two tiles. FP8 with x in tiles: experts_fp8_kernel, tiles of 128.
 void launch_experts_tma(const ExpertsParams& p, Projection projection, DLDataType weight, int tokens, int cluster,
                         int64_t tiles, DLDevice device);

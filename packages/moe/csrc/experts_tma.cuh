@@ -4,10 +4,8 @@
 // the pairs, factors and rows of x of each tile into a slot of shared memory. One thread loads weights by TMA, two
 // warps gather rows of x by cp.async. Two consumer warpgroups multiply 128 weight rows each. FP8 products are added to
 // a second accumulator every 128 elements of K. CTAs are persistent; the two CTAs of a cluster multicast the weights of
-// two token tiles.
-//
-// Between the projections of fused_experts the hidden layer lies in the form of pipeline stages, which bulk copies move
-// as they are: [token tile][128 bytes of K][token][128 bytes, swizzled]. Scales of FP8: see scale_position().
+// two token tiles. Between the projections of fused_experts the hidden layer lies in the form of pipeline stages, which
+// bulk copies move as they are: [token tile][128 bytes of K][token][128 bytes, swizzled]. Scales: scale_position().
 #pragma once
 
 #include <kestrel/fp8.cuh>

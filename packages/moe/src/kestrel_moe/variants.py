@@ -22,7 +22,6 @@ _ROWS_OF_LARGE_TILES = 9.75  # pairs for each expert, above which tiles of 64 to
 # FP8 layers of at most so many weights on Hopper: tiles of 32 tokens of the wgmma kernel, which take fewer launches, up
 # to so many pairs for each expert.
 _WEIGHTS_OF_FP8_TILES, _ROWS_OF_FP8_TILES = 2**30, 22
-_WIDTH_QUANTISED = 3072  # the longest rows that the kernels quantise themselves
 _ROWS_OF_CLUSTERS = 112  # pairs for each expert, above which it pays that two tiles share the weights, with 16 bits
 _ROWS_OF_FP8_CLUSTERS = 192  # and with FP8
 # torch.nn.functional.grouped_mm is faster from so many pairs for each expert on, if Hd * I / (Hd + I) is at least so
@@ -120,8 +119,7 @@ def by_rule(layer: Layer) -> Variant:
     weights = 3 * layer.experts * layer.width * layer.inner
     small_fp8 = layer.hopper and layer.dtype == "fp8" and weights <= _WEIGHTS_OF_FP8_TILES
     if small_fp8 and rows <= _ROWS_OF_FP8_TILES:
-        in_kernel = layer.pairs <= PAIRS_IN_KERNEL and rows <= 2 and layer.width <= _WIDTH_QUANTISED
-        return Variant(IN_KERNEL, 8) if in_kernel else Variant(ALIGNED, 32)
+        return Variant(IN_KERNEL, 8) if layer.pairs <= PAIRS_IN_KERNEL and rows <= 2 else Variant(ALIGNED, 32)
     if rows <= _ROWS_OF_LARGE_TILES:
         return Variant(ALIGNED, 8 if rows + 2 * rows**0.5 <= 8 else 16)
     if not layer.hopper:
