@@ -16,6 +16,7 @@ struct Alignment {
   int* expert_ids = nullptr;        // [num_blocks]
   int* num_post_pad = nullptr;
   int* positions = nullptr;  // of each pair in sorted_token_ids; dropped pairs are not written; may be null
+  int* counters = nullptr;   // two, zeroed; may be null
   const int* expert_map = nullptr;
   int64_t num_positions = 0;
   int64_t num_blocks = 0;
@@ -31,6 +32,11 @@ struct Alignment {
 };
 
 constexpr int kDropped = static_cast<int>(0x80000000u);  // position of pairs whose expert the map drops
+
+// Zeroes the counters, by the first CTA.
+__device__ __forceinline__ void zero_counters(const Alignment& a) {
+  if (a.counters && blockIdx.x == 0 && threadIdx.x < 2) a.counters[threadIdx.x] = 0;
+}
 
 __device__ __forceinline__ unsigned num_blocks_of(const Alignment& a, unsigned pairs) {
   return a.block_size.divide(pairs + a.block_size.divisor - 1);

@@ -33,7 +33,8 @@ constexpr int64_t kTokensSummedByDown = 2;     // for more tokens a separate sum
 int64_t scale_blocks(int64_t columns) { return (columns + kScaleBlock - 1) / kScaleBlock; }
 
 // Byte offsets of the parts of the scratch memory of fused_experts. positions: of the aligned pairs, if wgmma kernels
-// keep the hidden layer, and with FP8 x, in tiles of them; else 0.
+// keep the hidden layer, and with `permutes` x, in tiles of them; else 0. The down projection writes `partial` after
+// the last use of x, so the codes of x lie there, too.
 struct ExpertsScratch {
   int64_t activated = 0, partial = 0, arrivals = 0, x_codes = 0, x_scale = 0, codes = 0, scale = 0, bytes = 0;
 
@@ -46,10 +47,10 @@ struct ExpertsScratch {
     };
     const int64_t lines = (inner * (fp8 ? 1 : 2) + kLineBytes - 1) / kLineBytes;
     activated = take(positions ? positions * lines * kLineBytes : pairs * inner * (fp8 ? 4 : 2));
-    partial = take(pairs * width * 4);
+    const int64_t codes_of_x = permutes ? positions * scale_blocks(width) * kLineBytes : tokens * width;
+    partial = x_codes = take(std::max(pairs * width * 4, fp8 ? codes_of_x : 0));
     arrivals = take(width / 16 * 4);
     if (!fp8) return;
-    x_codes = take(permutes ? positions * scale_blocks(width) * kLineBytes : tokens * width);
     x_scale = take((permutes ? std::max(positions, tokens) : tokens) * scale_blocks(width) * 4);
     codes = take(positions ? 0 : pairs * inner);
     scale = take(std::max(positions, pairs) * scale_blocks(inner) * 4);
@@ -57,17 +58,19 @@ struct ExpertsScratch {
 };
 
 // Whether fused_experts runs a wgmma kernel for token tiles of this size.
-bool takes_wgmma(int64_t tile, DLDevice device) { return tile >= kTokensOfWgmma && has_wgmma(device); }
+bool takes_wgmma(int64_t tile, bool fp8, DLDevice device) {
+  return tile >= (fp8 ? kTokensOfWgmmaFp8 : kTokensOfWgmma) && has_wgmma(device);
+}
 
-// Whether x is written to the positions of its pairs, in tiles of pipeline stages.
-bool permutes_x(bool fp8, int64_t tile, bool wgmma) { return fp8 && wgmma && tile == kTokensOfFp8; }
+// Whether most experts have one token tile, so that their weights are read once. They then leave L2 first, and do not
+// evict instructions and rows of tokens.
+bool are_read_once(int64_t pairs, int64_t experts) { return pairs <= 96 * experts; }
 
-// tile and blocks: of the alignment, 0 without one. device: of CUDA.
+// tile and blocks: of the alignment, 0 without one. permutes: whether the call has positions_of_pairs. device: of CUDA.
 int64_t fused_experts_scratch(int64_t tokens, int64_t pairs, int64_t inner, int64_t width, bool fp8, int64_t tile,
-                              int64_t blocks, int64_t device) {
-  const bool wgmma = takes_wgmma(tile, {kDLCUDA, static_cast<int>(device)});
-  return ExpertsScratch(tokens, pairs, wgmma ? tile * blocks : 0, inner, width, fp8, permutes_x(fp8, tile, wgmma))
-      .bytes;
+                              int64_t blocks, bool permutes, int64_t device) {
+  const bool wgmma = takes_wgmma(tile, fp8, {kDLCUDA, static_cast<int>(device)});
+  return ExpertsScratch(tokens, pairs, wgmma ? tile * blocks : 0, inner, width, fp8, permutes).bytes;
 }
 
 int64_t multiprocessors(DLDevice device) { return device_attribute(cudaDevAttrMultiProcessorCount, device.device_id); }
@@ -270,10 +273,11 @@ void clear(const TensorView& out, int64_t rows, int64_t row_stride, int64_t colu
 
 // -- entry points -----------------------------------------------------------------------------------------------------
 
-// With an alignment, block_size is 8, 16, 32 or 64, and on Hopper also 128 and 192 (FP8: 128).
+// With an alignment, block_size is 8, 16, 32 or 64, and on Hopper also 128 and 192 (FP8: 128). num_tokens_post_pad
+// comes with two counters, see align_for_experts.
 // Without one the kernels group the pairs, at most 64, and block_size is the token tile. cluster: 1, or with blocks of
-// 128 also 2, the CTAs that share weights (Hopper). positions_of_pairs: for FP8 blocks of 128, from
-// align_with_positions.
+// 128 also 2, the CTAs that share weights (Hopper). positions_of_pairs: from align_for_experts, if x shall be
+// written to the positions of its pairs, in tiles of pipeline stages: FP8, blocks of 128.
 void fused_experts(TensorView out, TensorView scratch, TensorView hidden, TensorView w1, TensorView w2,
                    TensorView topk_weights, TensorView topk_ids, OptionalTensor w1_scale, OptionalTensor w2_scale,
                    OptionalTensor expert_map, OptionalTensor sorted_token_ids, OptionalTensor expert_ids,
@@ -297,10 +301,9 @@ void fused_experts(TensorView out, TensorView scratch, TensorView hidden, Tensor
   const bool in_kernel = !sorted_token_ids.has_value();
   if (in_kernel && pairs > kMaxPairsInKernel) unsupported("more than 64 pairs that are not aligned");
   const DLDevice device = hidden.device();
-  const bool wgmma = !in_kernel && takes_wgmma(block_size, device);
-  const bool permutes = permutes_x(fp8, block_size, wgmma);
-  if (permutes && !positions_of_pairs.has_value())
-    unsupported("tiles of 128 tokens without the positions of their pairs");
+  const bool wgmma = !in_kernel && takes_wgmma(block_size, fp8, device);
+  const bool permutes = positions_of_pairs.has_value();
+  if (permutes && !(fp8 && wgmma)) unsupported("positions of pairs without FP8 weights and tiles of wgmma");
   const int64_t positions = wgmma ? block_size * (*expert_ids).size(0) : 0;
   const ExpertsScratch parts(tokens, pairs, positions, inner, width, fp8, permutes);
   if (scratch.numel() * element_bytes(scratch) < parts.bytes) unsupported("too little scratch memory");
@@ -309,7 +312,7 @@ void fused_experts(TensorView out, TensorView scratch, TensorView hidden, Tensor
   const auto floats_at = [&](int64_t offset) { return reinterpret_cast<float*>(memory + offset); };
   const DeviceGuard guard(device.device_id);
   const Aligned aligned{sorted_token_ids, expert_ids, num_tokens_post_pad, block_size};
-  if (!in_kernel) check_aligned(check, aligned);
+  if (!in_kernel) check_aligned(check, aligned, /*counters=*/2);
 
   ExpertsParams up, down;
   set_routing(&up, topk_ids, {}, expert_map, experts);
@@ -317,6 +320,7 @@ void fused_experts(TensorView out, TensorView scratch, TensorView hidden, Tensor
   up.out = memory + parts.activated;
   up.out_stride = inner * (fp8 ? 4 : 2);
   up.gate = gate;
+  up.evict_first = down.evict_first = are_read_once(pairs, experts);
   set_routing(&down, topk_ids, topk_weights, expert_map, experts);
   set_down_weight(&down, w2, w2_scale);
   down.out = address(out);
@@ -330,7 +334,7 @@ void fused_experts(TensorView out, TensorView scratch, TensorView hidden, Tensor
   down.x_blocks = fp8;
   const int tile = static_cast<int>(block_size);
   int64_t tiles = pairs;
-  if (wgmma && !fits_offsets(tokens, up.x_stride)) unsupported("rows of a tensor that lie 64 GiB apart");
+  if (wgmma && !permutes && !fits_offsets(tokens, up.x_stride)) unsupported("rows of a tensor that lie 64 GiB apart");
   if (wgmma) {
     up.tiled_out = down.tiled_x = true;
     up.out_scale = floats_at(parts.scale);
@@ -351,6 +355,10 @@ void fused_experts(TensorView out, TensorView scratch, TensorView hidden, Tensor
   if (!in_kernel) {
     tiles = set_aligned(&up, aligned, tile);
     set_aligned(&down, aligned, tile);
+    if (!are_read_once(pairs, experts)) {  // tiles of several sizes: the CTAs take them in turn
+      up.tickets = reinterpret_cast<int*>(address(*num_tokens_post_pad)) + 1;
+      down.tickets = up.tickets + 1;
+    }
   }
   // Quantises the rows of a projection, unless its kernel does.
   const auto quantise = [&](auto t, ExpertsParams* p, int64_t rows, int64_t codes, int64_t scale) {
@@ -362,6 +370,7 @@ void fused_experts(TensorView out, TensorView scratch, TensorView hidden, Tensor
     q.scale = floats_at(scale);
     q.width = p->width;
     q.rows = rows;
+    q.early = p == &up && !in_kernel;  // behind the alignment
     q.row_warps = quant_row_warps(q.width / Pack<decltype(t)>::size, rows, device);
     set_x(p, q.codes, q.width, q.width, q.scale, p->x_blocks ? scale_blocks(q.width) : 1);
     const auto kernel =
@@ -507,6 +516,7 @@ void invoke_moe_up(TensorView out, TensorView x, OptionalTensor x_scale, TensorV
   set_up_weight(&p, w1, w1_scale, w2, w2_scale);
   p.out = address(out);
   p.out_stride = out.stride(0) * 2;
+  p.evict_first = are_read_once(pairs, p.experts);
   const bool wgmma = fits_wgmma(out, p.out_stride, block_size, x.device()) && fits_offsets(x.size(0), p.x_stride);
   const int tile = tile_of_block(block_size, x.dtype(), wgmma);
   const int64_t tiles = set_aligned(&p, aligned, tile);
@@ -567,6 +577,7 @@ void invoke_moe_down(TensorView out, TensorView x, OptionalTensor x_scale, Tenso
   set_down_weight(&p, w3, w3_scale);
   p.out = address(out);
   p.out_stride = (choices > 1 ? out.stride(1) : out.stride(0)) * 2;
+  p.evict_first = are_read_once(pairs, p.experts);
   const bool wgmma = fits_wgmma(out, p.out_stride, block_size, x.device()) && fits_offsets(x.size(0), p.x_stride);
   const int tile = tile_of_block(block_size, x.dtype(), wgmma);
   const int64_t tiles = set_aligned(&p, aligned, tile);

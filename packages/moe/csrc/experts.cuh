@@ -9,6 +9,7 @@
 #pragma once
 
 #include <kestrel/pdl.cuh>
+#include <kestrel/ptx/cache.cuh>
 #include <kestrel/ptx/cp_async.cuh>
 #include <kestrel/ptx/shared.cuh>
 #include <kestrel/ptx/wgmma.cuh>
@@ -111,6 +112,7 @@ __device__ __forceinline__ void multiply_experts(const ExpertsParams& p) {
   //
   // A warp copies four rows of 128 bytes at a time. For mma.sync the 64-byte halves of odd rows are swapped, so that
   // fragments are read without bank conflicts; wgmma has its own swizzle. What does not exist becomes zeros.
+  const uint64_t policy = ptx::l2_policy(p.evict_first);
   const int copy_row = lane / 8, copy_byte = lane % 8 * 16;
   const uint32_t to_weights =
       memory + (warp * MT * 16 + copy_row) * kLineBytes + (copy_byte ^ (wgmma ? copy_row * 16 : copy_row % 2 * 64));
@@ -150,8 +152,10 @@ __device__ __forceinline__ void multiply_experts(const ExpertsParams& p) {
         const bool valid = inside && i * m_tile_channels + r < load_rows;
         const int64_t at = valid ? (i * m_tile_channels + r) * p.weight_stride + byte : 0;
         const uint32_t to_row = to ^ (wgmma ? r * 16 : 0);
-        ptx::cp_async16_or_zero(to_row + (i * 16 + r) * kLineBytes, valid ? load_low + at : p.weight_low, valid);
-        ptx::cp_async16_or_zero(to_row + (i * 16 + 8 + r) * kLineBytes, valid ? load_high + at : p.weight_low, valid);
+        ptx::cp_async16_or_zero(to_row + (i * 16 + r) * kLineBytes, valid ? load_low + at : p.weight_low, valid,
+                                policy);
+        ptx::cp_async16_or_zero(to_row + (i * 16 + 8 + r) * kLineBytes, valid ? load_high + at : p.weight_low, valid,
+                                policy);
       }
     }
   };

@@ -64,8 +64,9 @@ struct Aligned {
   int64_t block_size;
 };
 
-inline void check_aligned(const Checks& check, const Aligned& aligned) {
-  const int64_t one = 1;
+// counters: that follow the number of positions, see align_for_experts.
+inline void check_aligned(const Checks& check, const Aligned& aligned, int64_t counters = 0) {
+  const int64_t numbers = 1 + counters;
   check.dtype("sorted_token_ids", *aligned.sorted_token_ids, {kInt32});
   check.rank("sorted_token_ids", *aligned.sorted_token_ids, 1, 1);
   check.last_contiguous("sorted_token_ids", *aligned.sorted_token_ids);
@@ -73,7 +74,7 @@ inline void check_aligned(const Checks& check, const Aligned& aligned) {
   check.rank("expert_ids", *aligned.expert_ids, 1, 1);
   check.last_contiguous("expert_ids", *aligned.expert_ids);
   check.dtype("num_tokens_post_pad", *aligned.num_tokens_post_pad, {kInt32});
-  check.shape("num_tokens_post_pad", *aligned.num_tokens_post_pad, &one, 1);
+  check.shape("num_tokens_post_pad", *aligned.num_tokens_post_pad, &numbers, 1);
   if (aligned.block_size < 8 || aligned.block_size % 8) unsupported("a block size that is no multiple of 8");
 }
 

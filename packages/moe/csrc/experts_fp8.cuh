@@ -49,38 +49,15 @@ __global__ void __launch_bounds__(Tile::threads, 1) experts_fp8_kernel(const __g
   extern __shared__ char dynamic[];
   using Slot = TmaSlot<Tile::tokens, Tile::rows>;
   __shared__ Slot slots[kSlots];
-  __shared__ uint64_t full[S], empty[S], slot_full[kSlots], slot_empty[kSlots];
+  __shared__ TmaBarriers<Tile> barriers;
   __shared__ __align__(16) float stage_scales[S][Tile::tokens];  // of x, with p.x_blocks
   const uint32_t ring = (ptx::shared_address(dynamic) + Tile::alignment - 1) / Tile::alignment * Tile::alignment;
   const int slices = (p.outputs + channels - 1) / channels, steps = params.steps;
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;  // uniform to the compiler
   const int rank = C == 1 ? 0 : blockIdx.x % C;
-  if (threadIdx.x == 0) {
-    for (int s = 0; s < S; ++s) {
-      ptx::mbarrier_init(full + s, 1);
-      ptx::mbarrier_init(empty + s, 8 * C);
-    }
-    for (int s = 0; s < kSlots; ++s) {
-      ptx::mbarrier_init(slot_full + s, 32);
-      ptx::mbarrier_init(slot_empty + s, 8);
-    }
-    ptx::fence_mbarrier_init();
-  }
-  __syncthreads();
-  if constexpr (C > 1) ptx::cluster_sync();
-  int stage = 0, phase = 0, slot = 0, slot_phase = 0;
-  const auto next_stage = [&]() {
-    if (++stage == S) {
-      stage = 0;
-      phase ^= 1;
-    }
-  };
-  const auto next_slot = [&]() {
-    if (++slot == kSlots) {
-      slot = 0;
-      slot_phase ^= 1;
-    }
-  };
+  barriers.init(/*loaders=*/1);
+  RingPosition<Tile> at_ring;
+  const int &stage = at_ring.stage, &phase = at_ring.phase, &slot = at_ring.slot, &slot_phase = at_ring.slot_phase;
   const bool early = p.routed_early;
 
   if (threadIdx.x < Tile::producers) {
@@ -88,12 +65,14 @@ __global__ void __launch_bounds__(Tile::threads, 1) experts_fp8_kernel(const __g
     if (warp == 0) {
       // -- the TMA thread --
       if (lane == 0) {
+        const uint64_t policy = ptx::l2_policy(p.evict_first);
         ptx::prefetch_tensor_map(params.low);
         ptx::prefetch_tensor_map(params.high);
         const auto load = [&](int to_stage, int step, int expert, int slice, bool shared) {
           const uint32_t to = ring + to_stage * Tile::stage_bytes;
-          ptx::mbarrier_expect_tx(full + to_stage, Tile::weight_bytes);
-          load_weights<up, Tile>(params, to, step * kLineBytes, expert, slice, shared, rank, full + to_stage);
+          ptx::mbarrier_expect_tx(barriers.full + to_stage, Tile::weight_bytes);
+          load_weights<up, Tile>(params, to, step * kLineBytes, expert, slice, shared, rank, barriers.full + to_stage,
+                                 policy);
         };
         int ahead = 0;  // steps whose weights, which are constant, are loaded before the PDL wait
         if (C == 1 && early) {
@@ -108,7 +87,7 @@ __global__ void __launch_bounds__(Tile::threads, 1) experts_fp8_kernel(const __g
         pdl_wait();
         pdl_trigger();
         while (true) {
-          ptx::mbarrier_wait(slot_full + slot, slot_phase);
+          ptx::mbarrier_wait(barriers.slot_full + slot, slot_phase);
           const int expert = slots[slot].expert, slice = slots[slot].slice, tile = slots[slot].tile;
           const bool shared = slots[slot].shared;
           if (expert < 0) break;
@@ -116,25 +95,25 @@ __global__ void __launch_bounds__(Tile::threads, 1) experts_fp8_kernel(const __g
           const int scale_bytes = p.x_blocks ? Tile::tokens * 4 : 0;
           for (int step = 0; step < steps; ++step) {
             if (step >= ahead) {
-              ptx::mbarrier_wait(empty + stage, phase ^ 1);
+              ptx::mbarrier_wait(barriers.empty + stage, phase ^ 1);
               load(stage, step, expert, slice, shared);
             }
-            ptx::mbarrier_arrive_expect_tx(full + stage, x_bytes + scale_bytes);
+            ptx::mbarrier_arrive_expect_tx(barriers.full + stage, x_bytes + scale_bytes);
             const int64_t line = int64_t{tile} * steps + step;
             ptx::bulk_load(ring + stage * Tile::stage_bytes + Tile::weight_bytes, p.x + line * Tile::x_bytes, x_bytes,
-                           full + stage);
+                           barriers.full + stage);
             if (p.x_blocks) {
               ptx::bulk_load(ptx::shared_address(stage_scales[stage]), p.x_scale + line * Tile::tokens, scale_bytes,
-                             full + stage);
+                             barriers.full + stage);
             }
-            next_stage();
+            at_ring.next_stage();
           }
           ahead = 0;
-          next_slot();
+          at_ring.next_slot();
         }
       }
     } else if (warp == 1) {
-      schedule_tiles<up, /*FP8=*/true, Tile>(p, slices, rank, slots, slot_full, slot_empty);
+      schedule_tiles<up, /*FP8=*/true, Tile>(p, slices, rank, slots, barriers);
     }
     __syncwarp();
   } else {
@@ -144,33 +123,25 @@ __global__ void __launch_bounds__(Tile::threads, 1) experts_fp8_kernel(const __g
     pdl_trigger();
     const int warpgroup = warp / 4 - 1;
     const int first_token = warpgroup * U + warp % 4 * 16;  // of this warp's 16
-    const auto release = [&](int of_stage) {
-      __syncwarp();
-      if constexpr (C == 1) {
-        if (lane == 0) ptx::mbarrier_arrive(empty + of_stage);
-      } else {
-        if (lane < C) ptx::mbarrier_arrive_remote(ptx::map_shared(ptx::shared_address(empty + of_stage), lane));
-      }
-    };
     const uint32_t my_results = ring + S * Tile::stage_bytes + (warp - 4) * Tile::result_bytes;
     // Of x: lane i gives the address of row i % 16, bytes i / 16 * 16 of K.
     const uint32_t my_x = ring + Tile::weight_bytes + (first_token + lane % 16) * kLineBytes;
     const int swizzle = lane % 8, half = lane / 16;
     while (true) {
-      ptx::mbarrier_wait(slot_full + slot, slot_phase);
+      ptx::mbarrier_wait(barriers.slot_full + slot, slot_phase);
       const Slot& at = slots[slot];
       const int64_t expert = at.expert;
       if (expert < 0) break;
       const int used = at.used - warpgroup * U;  // tokens of this warpgroup
       if (used <= 0) {
         for (int step = 0; step < steps; ++step) {
-          ptx::mbarrier_wait(full + stage, phase);
-          release(stage);
-          next_stage();
+          ptx::mbarrier_wait(barriers.full + stage, phase);
+          barriers.release(stage);
+          at_ring.next_stage();
         }
         __syncwarp();
-        if (lane == 0) ptx::mbarrier_arrive(slot_empty + slot);
-        next_slot();
+        if (lane == 0) ptx::mbarrier_arrive(barriers.slot_empty + slot);
+        at_ring.next_slot();
         continue;
       }
       // acc[b][4 * j + 2 * r + c]: token group + 8 * r of this warp's, weight row 64 * b + 8 * j + 2 * quad + c.
@@ -230,7 +201,7 @@ __global__ void __launch_bounds__(Tile::threads, 1) experts_fp8_kernel(const __g
           ptx::wgmma_commit();
         };
         for (int step = 0; step < steps; ++step) {
-          ptx::mbarrier_wait(full + stage, phase);
+          ptx::mbarrier_wait(barriers.full + stage, phase);
 #pragma unroll
           for (int k = 0; k < 4; ++k) {
             unsigned m[4];
@@ -256,9 +227,9 @@ __global__ void __launch_bounds__(Tile::threads, 1) experts_fp8_kernel(const __g
           ptx::wgmma_wait<0>();
           ptx::wgmma_fence_registers(of_unit[1]);
           ptx::wgmma_fence_registers(x);
-          release(stage);
+          barriers.release(stage);
           add(std::integral_constant<int, 3>(), step);
-          next_stage();
+          at_ring.next_stage();
         }
       };
       if (p.scale_rank == 3) {
@@ -406,8 +377,8 @@ __global__ void __launch_bounds__(Tile::threads, 1) experts_fp8_kernel(const __g
         }
       }
       __syncwarp();
-      if (lane == 0) ptx::mbarrier_arrive(slot_empty + slot);
-      next_slot();
+      if (lane == 0) ptx::mbarrier_arrive(barriers.slot_empty + slot);
+      at_ring.next_slot();
     }
   }
   if (threadIdx.x >= Tile::producers) ptx::bulk_wait_read<0>();  // shared memory outlives the copies

@@ -11,8 +11,8 @@ namespace kestrel::moe {
 
 constexpr int64_t kLargest = int64_t{1} << 30;  // sizes and pairs are int in the kernels
 
-constexpr int kTokensOfWgmma = 64;  // tokens of its smallest tile
-constexpr int kTokensOfFp8 = 128;   // of the tiles of experts_fp8_kernel
+// Tokens of the smallest tile of the wgmma kernels; of FP8 layers, and of others.
+constexpr int kTokensOfWgmmaFp8 = 32, kTokensOfWgmma = 64;
 
 // Whether the device runs the wgmma kernels.
 bool has_wgmma(DLDevice device);
@@ -25,7 +25,7 @@ int quant_row_warps(int64_t packs, int64_t rows, DLDevice device);
 void permute_rows(ExpertsParams* up, DLDataType dtype, int tile, char* codes, float* scale, const int* positions,
                   DLDevice device);
 
-// Launches the wgmma kernels for aligned pairs in tiles of 64, 128 or 192 tokens (FP8: 64 or 128), or of 128 in
+// Launches the wgmma kernels for aligned pairs in tiles of 64, 128 or 192 tokens (FP8: 32, 64 or 128), or of 128 in
 // clusters of 2 CTAs, which share the weights of two tiles. FP8 with x in tiles: experts_fp8_kernel, tiles of 128.
 void launch_experts_tma(const ExpertsParams& p, Projection projection, DLDataType weight, int tokens, int cluster,
                         int64_t tiles, DLDevice device);

@@ -28,6 +28,7 @@ struct ExpertsParams {
   const int* sorted_pairs = nullptr;  // null: the CTAs group topk_ids themselves
   const int* tile_experts = nullptr;
   const int* padded_pairs = nullptr;
+  int* tickets = nullptr;  // a counter of work items that CTAs take in turn; null: they divide them evenly
   int64_t x_stride = 0, weight_stride = 0, expert_stride_low = 0, expert_stride_high = 0, out_stride = 0;  // bytes
   int64_t ids_stride = 0, topk_weights_stride = 0;                                                         // elements
   int tokens = 0, choices = 0, experts = 0, mapped_experts = 0;
@@ -39,8 +40,9 @@ struct ExpertsParams {
   int tiles_of_block = 1;     // token tiles per alignment block
   bool routed_early = false;  // down: the launch just before has not written the routing or the alignment
   // Tiles of the pipeline's stages in place of rows, see experts_tma.cuh and experts_fp8.cuh.
-  bool tiled_x = false;    // down; FP8: up, too
-  bool tiled_out = false;  // up
+  bool tiled_x = false;      // down; FP8: up, too
+  bool tiled_out = false;    // up
+  bool evict_first = false;  // weights leave L2 first: most of them are read once
   Gate gate = Gate::none;
   // FP8
   const float* x_scale = nullptr;           // of the rows of x; unused where the kernel quantises them

@@ -24,6 +24,7 @@ void permute_rows(ExpertsParams* up, DLDataType dtype, int tile, char* codes, fl
   p.rows.scale = scale;
   p.rows.width = up->width;
   p.rows.rows = up->tokens;
+  p.rows.early = true;
   p.rows.row_warps = quant_row_warps(up->width / 8, up->tokens, device);
   p.positions = positions;
   p.topk_ids = up->topk_ids;

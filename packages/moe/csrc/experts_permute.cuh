@@ -38,8 +38,7 @@ __global__ void __launch_bounds__(kQuantThreads, BLOCKS ? 2 : 3)
   const char* const x = p.x + row * p.x_stride;
   const int warp_start = (warp - first_warp) * 32 * size, stride = p.row_warps * 32 * size;
   Pack<T> kept[kQuantPacks];
-  pdl_wait();
-  pdl_trigger();
+  if (!p.early) pdl_wait();
   const auto load = [&](int k) {
     Pack<T> pack;
     pack.bits = make_uint4(0, 0, 0, 0);
@@ -71,7 +70,6 @@ __global__ void __launch_bounds__(kQuantThreads, BLOCKS ? 2 : 3)
     const int position = params.positions[row * params.choices + choice], tile = position / params.tile;
     return tile * params.lines * params.tile + position - tile * params.tile;
   };
-  const int first_line = line_of(lane);
   float scale = 1.f, inverse = 1.f;
   if constexpr (!BLOCKS) {
     float largest = 0.f;
@@ -84,7 +82,6 @@ __global__ void __launch_bounds__(kQuantThreads, BLOCKS ? 2 : 3)
     }
     scale = fp8_scale(largest);
     inverse = __frcp_rn(scale);
-    if (warp == first_warp && lane == 0 && mine) p.scale[row] = scale;
   }
   // Codes of a pack, and, of the first lane of each 128 columns, their scale.
   const auto encode = [&](Pack<T> pack) {
@@ -103,19 +100,27 @@ __global__ void __launch_bounds__(kQuantThreads, BLOCKS ? 2 : 3)
     *reinterpret_cast<uint2*>(p.codes + at * kLineBytes + (chunk ^ first % 8) * 16 + half) = codes;
     if (BLOCKS && lane % 16 == 0) p.scale[at] = of_line;
   };
+  uint2 codes[kQuantPacks];
+  float scales[BLOCKS ? kQuantPacks : 1];
+#pragma unroll
+  for (int i = 0; i < kQuantPacks; ++i) {
+    if (warp_start + i * stride < end) {
+      codes[i] = encode(kept[i]);
+      pin(codes[i].x);
+      pin(codes[i].y);
+    }
+    if (BLOCKS) scales[BLOCKS ? i : 0] = scale;
+  }
+  if (p.early) pdl_wait();
+  pdl_trigger();
+  if (!BLOCKS && warp == first_warp && lane == 0 && mine) p.scale[row] = scale;
+  const int first_line = line_of(lane);
   const auto each_choice = [&](const auto& use) {  // use(first line of the pair)
     for (int base = 0; base < params.choices; base += 32) {
       const int from = base ? line_of(base + lane) : first_line;
       for (int j = 0; j < min(32, params.choices - base); ++j) use(__shfl_sync(0xffffffffu, from, j));
     }
   };
-  uint2 codes[kQuantPacks];
-  float scales[BLOCKS ? kQuantPacks : 1];
-#pragma unroll
-  for (int i = 0; i < kQuantPacks; ++i) {
-    if (warp_start + i * stride < end) codes[i] = encode(kept[i]);
-    if (BLOCKS) scales[BLOCKS ? i : 0] = scale;
-  }
   each_choice([&](int first) {
 #pragma unroll
     for (int i = 0; i < kQuantPacks; ++i) store(warp_start + i * stride, first, codes[i], scales[BLOCKS ? i : 0]);

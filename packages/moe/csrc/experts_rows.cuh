@@ -17,8 +17,9 @@ struct ExpertsQuantParams {
   float* scale = nullptr;  // [rows, scales of a row]
   int64_t x_stride = 0;    // bytes
   int64_t rows = 0;
-  int width = 0;      // a multiple of 16
-  int row_warps = 1;  // warps of a row: 1, 2, 4 or 8
+  int width = 0;       // a multiple of 16
+  int row_warps = 1;   // warps of a row: 1, 2, 4 or 8
+  bool early = false;  // the launch just before has not written x
 };
 
 constexpr int kQuantThreads = 256, kQuantWarps = kQuantThreads / 32;
@@ -67,8 +68,11 @@ __global__ void __launch_bounds__(kQuantThreads, kQuantBlocksPerSm)
   uint32_t* const codes = reinterpret_cast<uint32_t*>(p.codes + row * p.width);
   const int warp_start = (warp - first_warp) * 32 * size, stride = p.row_warps * 32 * size;
   Pack<T> kept[kQuantPacks];
-  pdl_wait();
-  pdl_trigger();
+  const auto wait = [&]() {
+    pdl_wait();
+    pdl_trigger();
+  };
+  if (!p.early) wait();
 #pragma unroll
   for (int i = 0; i < kQuantPacks; ++i) {
     const int k = warp_start + i * stride + lane * size;
@@ -94,6 +98,7 @@ __global__ void __launch_bounds__(kQuantThreads, kQuantBlocksPerSm)
     for (int i = 0; i < size / 4; ++i) codes[k / 4 + i] = encoded.words[i];
   };
   if constexpr (BLOCKS) {
+    if (p.early) wait();
     const int blocks = (p.width + kScaleBlock - 1) / kScaleBlock;
     each_pack([&](int k, Pack<T> pack) {
       const float scale = fp8_scale(warp_max<kScaleBlock / size>(k < width ? largest_magnitude(pack) : 0.f));
@@ -112,6 +117,7 @@ __global__ void __launch_bounds__(kQuantThreads, kQuantBlocksPerSm)
       for (int i = 0; i < p.row_warps; ++i) largest = fmaxf(largest, memory[first_warp + i]);
     }
     const float scale = fp8_scale(largest);
+    if (p.early) wait();
     if (warp == first_warp && lane == 0 && width) p.scale[row] = scale;
     each_pack([&](int k, Pack<T> pack) {
       if (k < width) store(k, pack, scale);

@@ -38,7 +38,8 @@ void launch_kernel(const ExpertsParams& p, RowOrder order, int64_t tiles, DLDevi
   params.even_first = order == RowOrder::even_first;
   const auto map = [&](const char* weight, int64_t expert_stride) {
     return grouped_rows_map(weight, map_type<W>(), sizeof(W), expert_stride ? p.experts : 1, p.outputs, p.width,
-                            expert_stride, p.weight_stride, Tile::half_groups, order);
+                            expert_stride, p.weight_stride, Tile::half_groups, order,
+                            sizeof(W) == 1 ? CU_TENSOR_MAP_L2_PROMOTION_L2_128B : CU_TENSOR_MAP_L2_PROMOTION_L2_256B);
   };
   params.low = map(p.weight_low, p.expert_stride_low);
   params.high = UP ? map(p.weight_high, p.expert_stride_high) : params.low;
@@ -84,8 +85,15 @@ template <typename W, typename R>
 void launch_tile(const ExpertsParams& p, Projection projection, int tokens, int cluster, int64_t tiles,
                  DLDevice device) {
   if constexpr (std::is_same_v<W, __nv_fp8_e4m3>) {
-    if (p.tiled_x && tokens == 128 && cluster == 1) return launch_fp8<R, 1>(p, projection, tiles, device);
-    if (p.tiled_x && tokens == 128 && cluster == 2) return launch_fp8<R, 2>(p, projection, tiles, device);
+    const bool gated = projection == Projection::up && p.gate != Gate::none;
+    if (gated && p.tiled_x != (tokens == Fp8Tile<1>::tokens)) {
+      unsupported("tiles of 128 tokens without the positions of their pairs, or others with them");
+    }
+    if (p.tiled_x && tokens == Fp8Tile<1>::tokens) {
+      if (cluster == 1) return launch_fp8<R, 1>(p, projection, tiles, device);
+      if (cluster == 2) return launch_fp8<R, 2>(p, projection, tiles, device);
+    }
+    if (cluster == 1 && tokens == 32) return launch_projection<W, R, 32, 1>(p, projection, tiles, device);
   }
   if (cluster == 1 && tokens == 64) return launch_projection<W, R, 64, 1>(p, projection, tiles, device);
   if (cluster == 1 && tokens == 128) return launch_projection<W, R, 128, 1>(p, projection, tiles, device);

@@ -4,10 +4,8 @@
 // the pairs, factors and rows of x of each tile into a slot of shared memory. One thread loads weights by TMA, two
 // warps gather rows of x by cp.async. Two consumer warpgroups multiply 128 weight rows each. FP8 products are added to
 // a second accumulator every 128 elements of K. CTAs are persistent; the two CTAs of a cluster multicast the weights of
-// two token tiles.
-//
-// Between the projections of fused_experts the hidden layer lies in the form of pipeline stages, which bulk copies move
-// as they are: [token tile][128 bytes of K][token][128 bytes, swizzled]. Scales of FP8: see scale_position().
+// two token tiles. Between the projections of fused_experts the hidden layer lies in the form of pipeline stages, which
+// bulk copies move as they are: [token tile][128 bytes of K][token][128 bytes, swizzled]. Scales: scale_position().
 #pragma once
 
 #include <kestrel/fp8.cuh>
@@ -31,7 +29,7 @@ struct TmaTile {
   static constexpr int tokens = TOKENS_, cluster = CLUSTER_;
   static constexpr int rows = 256, half_rows = 128, half_groups = half_rows / 16;  // of weights
   static constexpr int weight_bytes = rows * kLineBytes, stage_bytes = (rows + tokens) * kLineBytes;
-  static constexpr int stages = tokens == 64 ? 5 : tokens == 128 ? 4 : 3;
+  static constexpr int stages = tokens <= 64 ? 5 : tokens == 128 ? 4 : 3;
   static constexpr int slots = 3, x_bytes = tokens * kLineBytes;
   // Results on their way to memory: two buffers of each warpgroup, for `pass` tokens of 128 channels of 16 bits. Rows
   // are padded against bank conflicts. With two buffers, one barrier a pass is enough.
@@ -58,45 +56,22 @@ __global__ void __launch_bounds__(Tile::threads, 1) experts_tma_kernel(const __g
   constexpr int element = fp8 ? 1 : 2, S = Tile::stages, C = Tile::cluster, kSlots = Tile::slots;
   constexpr int channels = up ? Tile::half_rows : Tile::rows;  // of the result, for a tile
   constexpr int lag = fp8 ? 2 : 0;                             // of the signals of gathered steps, in steps
-  constexpr bool gates = up && (!fp8 || Tile::tokens == 64);   // else experts_fp8_kernel or nobody
+  constexpr bool gates = up && (!fp8 || Tile::tokens <= 64);   // else experts_fp8_kernel or nobody
   static_assert(lag <= S - 2, "a stage is free once the step after it is multiplied");
   const ExpertsParams& p = params.p;
   extern __shared__ char dynamic[];
   using Slot = GatherSlot<Tile::tokens, fp8 ? Tile::rows : 1>;
   __shared__ Slot slots[kSlots];
-  __shared__ uint64_t full[S], empty[S], slot_full[kSlots], slot_empty[kSlots];
+  __shared__ TmaBarriers<Tile> barriers;
   __shared__ __align__(16) float stage_scales[fp8 ? S : 1][Tile::tokens];  // of x, with p.x_blocks
   const uint32_t ring = (ptx::shared_address(dynamic) + Tile::alignment - 1) / Tile::alignment * Tile::alignment;
   const int slices = (p.outputs + channels - 1) / channels;
   const int row_bytes = p.width * element, steps = params.steps;
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;  // uniform to the compiler
   const int rank = C == 1 ? 0 : blockIdx.x % C;
-  if (threadIdx.x == 0) {
-    for (int s = 0; s < S; ++s) {
-      ptx::mbarrier_init(full + s, p.tiled_x ? 1 : Tile::gatherers + 1);
-      ptx::mbarrier_init(empty + s, 8 * C);
-    }
-    for (int s = 0; s < kSlots; ++s) {
-      ptx::mbarrier_init(slot_full + s, 32);
-      ptx::mbarrier_init(slot_empty + s, 8);
-    }
-    ptx::fence_mbarrier_init();
-  }
-  __syncthreads();
-  if constexpr (C > 1) ptx::cluster_sync();
-  int stage = 0, phase = 0, slot = 0, slot_phase = 0;
-  const auto next_stage = [&]() {
-    if (++stage == S) {
-      stage = 0;
-      phase ^= 1;
-    }
-  };
-  const auto next_slot = [&]() {
-    if (++slot == kSlots) {
-      slot = 0;
-      slot_phase ^= 1;
-    }
-  };
+  barriers.init(/*loaders=*/p.tiled_x ? 1 : Tile::gatherers + 1);
+  RingPosition<Tile> at_ring;
+  const int &stage = at_ring.stage, &phase = at_ring.phase, &slot = at_ring.slot, &slot_phase = at_ring.slot_phase;
   const bool early = p.routed_early;
 
   if (threadIdx.x < Tile::producers) {
@@ -104,22 +79,23 @@ __global__ void __launch_bounds__(Tile::threads, 1) experts_tma_kernel(const __g
     if (warp == 0) {
       // -- the TMA thread: loads the weights --
       if (lane == 0) {
+        const uint64_t policy = ptx::l2_policy(p.evict_first);
         ptx::prefetch_tensor_map(params.low);
         ptx::prefetch_tensor_map(params.high);
         const int tiled_bytes = p.tiled_x ? Tile::x_bytes + (fp8 && p.x_blocks ? Tile::tokens * 4 : 0) : 0;
         const auto load = [&](int to_stage, int step, int expert, int slice, bool shared) {
           const uint32_t to = ring + to_stage * Tile::stage_bytes;
-          ptx::mbarrier_arrive_expect_tx(full + to_stage, Tile::weight_bytes + tiled_bytes);
+          ptx::mbarrier_arrive_expect_tx(barriers.full + to_stage, Tile::weight_bytes + tiled_bytes);
           load_weights<up, Tile>(params, to, step * (kLineBytes / element), expert, slice, shared, rank,
-                                 full + to_stage);
+                                 barriers.full + to_stage, policy);
         };
         const auto load_tiled_x = [&](int to_stage, int step, int tile) {
           const int64_t line = int64_t{tile} * steps + step;
           ptx::bulk_load(ring + to_stage * Tile::stage_bytes + Tile::weight_bytes, p.x + line * Tile::x_bytes,
-                         Tile::x_bytes, full + to_stage);
+                         Tile::x_bytes, barriers.full + to_stage);
           if (fp8 && p.x_blocks) {
             ptx::bulk_load(ptx::shared_address(stage_scales[fp8 ? to_stage : 0]), p.x_scale + line * Tile::tokens,
-                           Tile::tokens * 4, full + to_stage);
+                           Tile::tokens * 4, barriers.full + to_stage);
           }
         };
         int ahead = 0;  // steps whose weights, which are constant, are loaded before the PDL wait
@@ -135,24 +111,24 @@ __global__ void __launch_bounds__(Tile::threads, 1) experts_tma_kernel(const __g
         pdl_wait();
         pdl_trigger();
         while (true) {
-          ptx::mbarrier_wait(slot_full + slot, slot_phase);
+          ptx::mbarrier_wait(barriers.slot_full + slot, slot_phase);
           const int expert = slots[slot].expert, slice = slots[slot].slice, tile = slots[slot].tile;
           const bool shared = slots[slot].shared;
           if (expert < 0) break;
           for (int step = 0; step < steps; ++step) {
             if (step >= ahead) {
-              ptx::mbarrier_wait(empty + stage, phase ^ 1);
+              ptx::mbarrier_wait(barriers.empty + stage, phase ^ 1);
               load(stage, step, expert, slice, shared);
             }
             if (p.tiled_x) load_tiled_x(stage, step, tile);
-            next_stage();
+            at_ring.next_stage();
           }
           ahead = 0;
-          next_slot();
+          at_ring.next_slot();
         }
       }
     } else if (warp == 1) {
-      schedule_tiles<up, fp8, Tile>(p, slices, rank, slots, slot_full, slot_empty);
+      schedule_tiles<up, fp8, Tile>(p, slices, rank, slots, barriers);
     } else if (!p.tiled_x) {
       // -- the gathering warps: eight threads copy the 128 bytes of a row, eight rows at once --
       pdl_wait();
@@ -161,30 +137,31 @@ __global__ void __launch_bounds__(Tile::threads, 1) experts_tma_kernel(const __g
       const uint32_t to = ring + (Tile::rows + row) * kLineBytes + (pack ^ row) * 16;
       // With FP8 these warps fence the copies of a step for wgmma, `lag` steps after they have issued them, and signal
       // the step; with 16 bits the copies signal it themselves, and the consumers fence.
+      constexpr int batch = Tile::tokens < 64 ? Tile::tokens / 8 : 8;  // of rows that a thread looks up at once
       int behind = 0, signalled = 0;  // steps that are not signalled, and the stage of the first of them
       const auto signal = [&]() {
         ptx::fence_proxy_async();
-        ptx::mbarrier_arrive(full + signalled);
+        ptx::mbarrier_arrive(barriers.full + signalled);
         if (++signalled == S) signalled = 0;
       };
       while (true) {
-        ptx::mbarrier_wait(slot_full + slot, slot_phase);
+        ptx::mbarrier_wait(barriers.slot_full + slot, slot_phase);
         const Slot& from = slots[slot];
         if (from.expert < 0) break;
         const int used = from.used;
         const char* x = p.x + pack * 16;
         for (int step = 0; step < steps; ++step) {
-          ptx::mbarrier_wait(empty + stage, phase ^ 1);
+          ptx::mbarrier_wait(barriers.empty + stage, phase ^ 1);
           const uint32_t here = to + stage * Tile::stage_bytes;
           const bool inside = step * kLineBytes + pack * 16 < row_bytes;
 #pragma unroll
-          for (int first = 0; first < Tile::tokens; first += 64) {
+          for (int first = 0; first < Tile::tokens; first += 8 * batch) {
             if (first >= used) break;
-            uint32_t offset[8];
+            uint32_t offset[batch];
 #pragma unroll
-            for (int i = 0; i < 8; ++i) offset[i] = from.row[first + 8 * i + row];
+            for (int i = 0; i < batch; ++i) offset[i] = from.row[first + 8 * i + row];
 #pragma unroll
-            for (int i = 0; i < 8; ++i) {  // the epilogue skips the columns of no row
+            for (int i = 0; i < batch; ++i) {  // the epilogue skips the columns of no row
               ptx::cp_async16_if(offset[i] != kNoRow, here + (first + 8 * i) * kLineBytes, x + uint64_t{offset[i]} * 16,
                                  inside ? 16 : 0);
             }
@@ -201,7 +178,7 @@ __global__ void __launch_bounds__(Tile::threads, 1) experts_tma_kernel(const __g
           }
           x += kLineBytes;
           if constexpr (lag == 0) {
-            ptx::mbarrier_arrive_after_copies(full + stage);
+            ptx::mbarrier_arrive_after_copies(barriers.full + stage);
           } else {
             ptx::cp_async_commit();
             if (behind == lag) {
@@ -211,9 +188,9 @@ __global__ void __launch_bounds__(Tile::threads, 1) experts_tma_kernel(const __g
               ++behind;
             }
           }
-          next_stage();
+          at_ring.next_stage();
         }
-        next_slot();
+        at_ring.next_slot();
       }
       ptx::cp_async_wait<0>();
       for (; behind > 0; --behind) signal();
@@ -225,19 +202,11 @@ __global__ void __launch_bounds__(Tile::threads, 1) experts_tma_kernel(const __g
     pdl_wait();
     pdl_trigger();
     const int warpgroup = warp / 4 - 1, slab = warp % 4 * 16, group = lane / 4, quad = lane % 4;
-    const auto release = [&](int of_stage) {
-      __syncwarp();
-      if constexpr (C == 1) {
-        if (lane == 0) ptx::mbarrier_arrive(empty + of_stage);
-      } else {
-        if (lane < C) ptx::mbarrier_arrive_remote(ptx::map_shared(ptx::shared_address(empty + of_stage), lane));
-      }
-    };
     const uint32_t results = ring + S * Tile::stage_bytes, my_results = results + warpgroup * Tile::result_bytes;
     int buffer = 0;                              // of the results, that the next pass of the epilogue fills
     const bool copies = threadIdx.x % 128 == 0;  // one thread of a warpgroup issues its copies
     while (true) {
-      ptx::mbarrier_wait(slot_full + slot, slot_phase);
+      ptx::mbarrier_wait(barriers.slot_full + slot, slot_phase);
       const Slot& at = slots[slot];
       const int64_t expert = at.expert;
       if (expert < 0) break;
@@ -274,15 +243,15 @@ __global__ void __launch_bounds__(Tile::threads, 1) experts_tma_kernel(const __g
           };
           if (!p.x_blocks && p.scale_rank < 3) {  // the epilogue multiplies by the scales
             for (int step = 0; step < steps; ++step) {
-              ptx::mbarrier_wait(full + stage, phase);
+              ptx::mbarrier_wait(barriers.full + stage, phase);
 #pragma unroll
               for (int b = 0; b < 2; ++b) {
                 multiply_line(b);
-                if (b == 1) release(stage);
+                if (b == 1) barriers.release(stage);
 #pragma unroll
                 for (int i = 0; i < N / 2; ++i) acc[b][i] += of_line[i];
               }
-              next_stage();
+              at_ring.next_stage();
             }
           } else {
             const float* block_scales[2] = {nullptr, nullptr};  // one per step
@@ -296,7 +265,7 @@ __global__ void __launch_bounds__(Tile::threads, 1) experts_tma_kernel(const __g
               }
             }
             for (int step = 0; step < steps; ++step) {
-              ptx::mbarrier_wait(full + stage, phase);
+              ptx::mbarrier_wait(barriers.full + stage, phase);
 #pragma unroll
               for (int b = 0; b < 2; ++b) {
                 const float block_scale = block_scales[b] ? block_scales[b][step] : 1.f;
@@ -314,15 +283,15 @@ __global__ void __launch_bounds__(Tile::threads, 1) experts_tma_kernel(const __g
                     acc[b][8 * i + j] = fmaf(of_line[8 * i + j], scales[j / 4 * 2 + j % 2], acc[b][8 * i + j]);
                   }
                 }
-                if (b == 1) release(stage);
+                if (b == 1) barriers.release(stage);
               }
-              next_stage();
+              at_ring.next_stage();
             }
           }
         } else {
           int previous = -1;
           for (int step = 0; step < steps; ++step) {
-            ptx::mbarrier_wait(full + stage, phase);
+            ptx::mbarrier_wait(barriers.full + stage, phase);
             if (!p.tiled_x) ptx::fence_proxy_async();
             const uint64_t x = ptx::wgmma_descriptor(ring + stage * Tile::stage_bytes + Tile::weight_bytes);
             const uint64_t a = ptx::wgmma_descriptor(my_rows + stage * Tile::stage_bytes);
@@ -338,17 +307,17 @@ __global__ void __launch_bounds__(Tile::threads, 1) experts_tma_kernel(const __g
             }
             ptx::wgmma_commit();
             ptx::wgmma_wait<1>();  // the previous stage has been read
-            if (previous >= 0) release(previous);
+            if (previous >= 0) barriers.release(previous);
             previous = stage;
-            next_stage();
+            at_ring.next_stage();
           }
           ptx::wgmma_wait<0>();
           ptx::wgmma_fence_registers(acc[0]);
           ptx::wgmma_fence_registers(acc[1]);
-          release(previous);
+          barriers.release(previous);
         }
       };
-      if constexpr (fp8 || Tile::tokens == 64) {  // FP8: one N only, two accumulators leave few registers
+      if constexpr (fp8 || Tile::tokens <= 64) {  // FP8: one N only, two accumulators leave few registers
         multiply(std::integral_constant<int, Tile::tokens>());
       } else {
         if (used <= 64) {
@@ -574,8 +543,8 @@ __global__ void __launch_bounds__(Tile::threads, 1) experts_tma_kernel(const __g
         store_rows(scaled);
       }
       __syncwarp();
-      if (lane == 0) ptx::mbarrier_arrive(slot_empty + slot);
-      next_slot();
+      if (lane == 0) ptx::mbarrier_arrive(barriers.slot_empty + slot);
+      at_ring.next_slot();
     }
   }
   if (threadIdx.x >= Tile::producers) ptx::bulk_wait_read<0>();  // shared memory outlives the copies

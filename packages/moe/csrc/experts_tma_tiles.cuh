@@ -5,6 +5,8 @@
 #pragma once
 
 #include <kestrel/pdl.cuh>
+#include <kestrel/ptx/cache.cuh>
+#include <kestrel/ptx/cluster.cuh>
 #include <kestrel/ptx/mbarrier.cuh>
 #include <kestrel/ptx/tma.cuh>
 
@@ -33,6 +35,68 @@ struct TmaParams {
   int steps;                // of the pipeline for a tile: 128 bytes of K each
   int low_step, high_step;  // of the expert's coordinate: 1, or 0 if all experts share one weight
   bool even_first;          // the order of the weights' rows in shared memory: a thread has neighbouring channels
+};
+
+// Where a role of a CTA stands in the ring of stages and in that of slots.
+template <typename Tile>
+struct RingPosition {
+  int stage = 0, phase = 0, slot = 0, slot_phase = 0;
+
+  __device__ __forceinline__ void next_stage() {
+    if (++stage == Tile::stages) {
+      stage = 0;
+      phase ^= 1;
+    }
+  }
+
+  __device__ __forceinline__ void next_slot() {
+    if (++slot == Tile::slots) {
+      slot = 0;
+      slot_phase ^= 1;
+    }
+  }
+};
+
+// The barriers of a CTA.
+template <typename Tile>
+struct TmaBarriers {
+  // Work items that the first CTA of a cluster sends to all. More than the items by which a CTA can be ahead of the
+  // other, which is coupled to it by the stages.
+  static constexpr int kTickets = Tile::cluster > 1 ? 16 : 0;
+  uint64_t full[Tile::stages], empty[Tile::stages], slot_full[Tile::slots], slot_empty[Tile::slots];
+  uint64_t ticket_full[kTickets + 1];
+  int tickets[kTickets + 1];
+
+  // By all threads of the CTA. loaders: arrivals that fill a stage, besides its bytes.
+  __device__ __forceinline__ void init(int loaders) {
+    if (threadIdx.x == 0) {
+      for (int s = 0; s < Tile::stages; ++s) {
+        ptx::mbarrier_init(full + s, loaders);
+        ptx::mbarrier_init(empty + s, Tile::consumers / 32 * Tile::cluster);
+      }
+      for (int s = 0; s < Tile::slots; ++s) {
+        ptx::mbarrier_init(slot_full + s, 32);
+        ptx::mbarrier_init(slot_empty + s, Tile::consumers / 32);
+      }
+      for (int i = 0; i < kTickets; ++i) ptx::mbarrier_init(ticket_full + i, 1);
+      ptx::fence_mbarrier_init();
+    }
+    __syncthreads();
+    if constexpr (Tile::cluster > 1) ptx::cluster_sync();
+  }
+
+  // By a warp: it has read the stage. The weights come from all CTAs of the cluster.
+  __device__ __forceinline__ void release(int stage) {
+    __syncwarp();
+    const int lane = threadIdx.x % 32;
+    if constexpr (Tile::cluster == 1) {
+      if (lane == 0) ptx::mbarrier_arrive(empty + stage);
+    } else {
+      if (lane < Tile::cluster) {
+        ptx::mbarrier_arrive_remote(ptx::map_shared(ptx::shared_address(empty + stage), lane));
+      }
+    }
+  }
 };
 
 // A tile as its CTA sees it, written by the scheduling warp.
@@ -94,22 +158,45 @@ __device__ __forceinline__ int expert_of_tile(const ExpertsParams& p, int tile, 
 // The scheduling warp of the CTA of this rank: fills slots with its tiles, and with the end.
 template <bool UP, bool FP8, typename Tile, typename Slot>
 __device__ __forceinline__ void schedule_tiles(const ExpertsParams& p, int slices, int rank, Slot* slots,
-                                               uint64_t* slot_full, uint64_t* slot_empty) {
+                                               TmaBarriers<Tile>& barriers) {
   constexpr int C = Tile::cluster, channels = UP ? Tile::half_rows : Tile::rows;
   const int lane = threadIdx.x % 32;
-  int slot = 0, slot_phase = 0;
-  const auto next = [&]() {
-    if (++slot == Tile::slots) {
-      slot = 0;
-      slot_phase ^= 1;
-    }
-  };
+  RingPosition<Tile> at_slot;
   if (!p.routed_early) pdl_wait();
   const int tiles = tile_count<Tile::tokens>(p), pairs = p.tokens * p.choices;
   if (p.routed_early) pdl_wait();
   pdl_trigger();
   const int groups = (tiles + C - 1) / C;  // of tiles that a cluster takes
-  for (int item = blockIdx.x / C; item < groups * slices; item += gridDim.x / C) {
+  const int clusters = gridDim.x / C;
+  int next = blockIdx.x / C;
+  [[maybe_unused]] int ticket = 0, ticket_phase = 0;  // that is sent next
+  for (int n = 0;; ++n) {
+    int item = next;
+    if (p.tickets) {
+      if constexpr (C == 1) {
+        item = __shfl_sync(0xffffffffu, next, 0);
+      } else if (n > 0) {
+        ptx::mbarrier_wait_cluster(barriers.ticket_full + ticket, ticket_phase);
+        item = barriers.tickets[ticket];
+        if (++ticket == TmaBarriers<Tile>::kTickets) {
+          ticket = 0;
+          ticket_phase ^= 1;
+        }
+      }
+    }
+    if (item >= groups * slices) break;
+    next = item + clusters;
+    if (p.tickets && lane == 0) {
+      if (rank == 0) next = clusters + atomicAdd(p.tickets, 1);
+      if constexpr (C > 1) {
+        ptx::mbarrier_arrive_expect_tx(barriers.ticket_full + ticket, 4);
+        for (int r = 0; rank == 0 && r < C; ++r) {
+          ptx::store_async(ptx::map_shared(ptx::shared_address(barriers.tickets + ticket), r),
+                           static_cast<uint32_t>(next),
+                           ptx::map_shared(ptx::shared_address(barriers.ticket_full + ticket), r));
+        }
+      }
+    }
     const TmaItem at(item, groups, slices);
     const int tile = at.tile * C + rank;
     int expert = expert_of_tile(p, tile, tiles);
@@ -120,8 +207,8 @@ __device__ __forceinline__ void schedule_tiles(const ExpertsParams& p, int slice
       shared = expert == other || other < 0;
     }
     if (expert < 0) continue;
-    ptx::mbarrier_wait(slot_empty + slot, slot_phase ^ 1);
-    Slot& to = slots[slot];
+    ptx::mbarrier_wait(barriers.slot_empty + at_slot.slot, at_slot.slot_phase ^ 1);
+    Slot& to = slots[at_slot.slot];
     int used = 0, pair_of[Tile::tokens / 32];
 #pragma unroll
     for (int i = 0; i < Tile::tokens / 32; ++i) {
@@ -163,28 +250,29 @@ __device__ __forceinline__ void schedule_tiles(const ExpertsParams& p, int slice
       to.used = used;
       to.shared = shared;
     }
-    ptx::mbarrier_arrive(slot_full + slot);
-    next();
+    ptx::mbarrier_arrive(barriers.slot_full + at_slot.slot);
+    at_slot.next_slot();
   }
-  ptx::mbarrier_wait(slot_empty + slot, slot_phase ^ 1);
-  if (lane == 0) slots[slot].expert = -1;
-  ptx::mbarrier_arrive(slot_full + slot);
+  ptx::mbarrier_wait(barriers.slot_empty + at_slot.slot, at_slot.slot_phase ^ 1);
+  if (lane == 0) slots[at_slot.slot].expert = -1;
+  ptx::mbarrier_arrive(barriers.slot_full + at_slot.slot);
 }
 
 // Loads the weights of a stage, and of a tile that the cluster shares this CTA's half, for both.
 template <bool UP, typename Tile>
 __device__ __forceinline__ void load_weights(const TmaParams& params, uint32_t to, int k, int expert, int slice,
-                                             bool shared, int rank, uint64_t* barrier) {
+                                             bool shared, int rank, uint64_t* barrier, uint64_t policy) {
   constexpr int C = Tile::cluster, channels = UP ? Tile::half_rows : Tile::rows;
   const int group = slice * (channels / 16);
   if (C > 1 && shared) {
     ptx::tma_load_grouped_multicast(to + rank * Tile::half_rows * kLineBytes, rank ? params.high : params.low, k,
                                     group + (UP ? 0 : rank * Tile::half_groups),
-                                    expert * (rank ? params.high_step : params.low_step), barrier, (1 << C) - 1);
+                                    expert * (rank ? params.high_step : params.low_step), barrier, (1 << C) - 1,
+                                    policy);
   } else {
-    ptx::tma_load_grouped(to, params.low, k, group, expert * params.low_step, barrier);
+    ptx::tma_load_grouped(to, params.low, k, group, expert * params.low_step, barrier, policy);
     ptx::tma_load_grouped(to + Tile::half_rows * kLineBytes, params.high, k, group + (UP ? 0 : Tile::half_groups),
-                          expert * params.high_step, barrier);
+                          expert * params.high_step, barrier, policy);
   }
 }
 

@@ -76,6 +76,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1) moe_align_cluster_kernel(Align
   align_cluster_prologue(p.a, memory);
   pdl_wait();
   pdl_trigger();
+  zero_counters(p.a);
   if (IDS == Ids::any && p.has_adapters && !select_adapter(p, adapter)) {
     if (p.a.cluster_size > 1) exchange_ready();  // every CTA of the cluster waits once
     return;
@@ -94,6 +95,7 @@ __global__ void __launch_bounds__(kIndependentThreads, 1) moe_align_independent_
   align_independent_prologue<PER_LANE>(p.split.rounds_per_cta, shared);
   pdl_wait();
   pdl_trigger();
+  zero_counters(p.a);
   if (IDS == Ids::any && p.has_adapters && !select_adapter(p, adapter)) return;
   align_independent<PER_LANE>(p.a, p.split, shared, cta_rank,
                               [&](int pair) { return expert_of<IDS>(p, pair, adapter); });
@@ -134,8 +136,8 @@ class AlignCall {
   }
 
   void check_outputs(const TensorView& sorted_token_ids, const TensorView& expert_ids,
-                     const TensorView& num_tokens_post_pad, int64_t adapters) const {
-    const int64_t blocks = most_blocks(pairs_, experts_, block_size_), lengths = adapters ? adapters : 1;
+                     const TensorView& num_tokens_post_pad, int64_t adapters, int64_t counters = 0) const {
+    const int64_t blocks = most_blocks(pairs_, experts_, block_size_), lengths = (adapters ? adapters : 1) + counters;
     check_output("sorted_token_ids", sorted_token_ids, adapters, blocks * block_size_);
     check_output("expert_ids", expert_ids, adapters, blocks);
     check_output("num_tokens_post_pad", num_tokens_post_pad, 0, lengths);
@@ -218,16 +220,20 @@ void moe_align_block_size(TensorView topk_ids, AnyView num_experts, AnyView bloc
   call.launch(topk_ids, sorted_token_ids, expert_ids, num_tokens_post_pad, expert_map, {}, /*alignments=*/1);
 }
 
-// The same, and the position of each pair: int32 [pairs], not written for those that are dropped.
-void align_with_positions(TensorView topk_ids, AnyView num_experts, AnyView block_size, TensorView sorted_token_ids,
-                          TensorView expert_ids, TensorView num_tokens_post_pad, OptionalTensor expert_map,
-                          TensorView positions) {
+// The same for fused_experts. num_tokens_post_pad: int32 [3], the number and two counters of work items, which are
+// zeroed. positions: int32 [pairs], of each pair, not written for those that are dropped.
+void align_for_experts(TensorView topk_ids, AnyView num_experts, AnyView block_size, TensorView sorted_token_ids,
+                       TensorView expert_ids, TensorView num_tokens_post_pad, OptionalTensor expert_map,
+                       OptionalTensor positions) {
   AlignCall call("moe_align_block_size");
   call.check_inputs(topk_ids, num_experts, block_size, expert_map);
-  call.check_outputs(sorted_token_ids, expert_ids, num_tokens_post_pad, /*adapters=*/0);
-  call.check_output("positions", positions, /*adapters=*/0, topk_ids.numel());
+  call.check_outputs(sorted_token_ids, expert_ids, num_tokens_post_pad, /*adapters=*/0, /*counters=*/2);
   AlignParams p;
-  p.a.positions = reinterpret_cast<int*>(address(positions));
+  p.a.counters = reinterpret_cast<int*>(address(num_tokens_post_pad)) + 1;
+  if (positions.has_value()) {
+    call.check_output("positions", *positions, /*adapters=*/0, topk_ids.numel());
+    p.a.positions = reinterpret_cast<int*>(address(*positions));
+  }
   call.launch(topk_ids, sorted_token_ids, expert_ids, num_tokens_post_pad, expert_map, p, /*alignments=*/1);
 }
 
@@ -268,7 +274,7 @@ void moe_lora_align_block_size(TensorView topk_ids, TensorView token_lora_mappin
               static_cast<unsigned>(adapters));
 }
 
-KESTREL_EXPORT(align_with_positions, align_with_positions);
+KESTREL_EXPORT(align_for_experts, align_for_experts);
 KESTREL_EXPORT(moe_align_block_size, moe_align_block_size);
 KESTREL_EXPORT(moe_lora_align_block_size, moe_lora_align_block_size);
 

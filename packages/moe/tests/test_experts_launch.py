@@ -39,11 +39,12 @@ class Kernels:
         self.calls.append(("align", (experts, block, table)))
         kestrel_moe.moe_align_block_size(ids, experts, block, order, expert_ids, length, table)
 
-    def align_with_positions(self, ids: Tensor, experts: int, block: int, *outputs: Any) -> None:
-        *aligned, table, positions = outputs
-        self.moe_align_block_size(ids, experts, block, *aligned, table)
-        in_order = aligned[0].argsort(stable=True).int()[: ids.numel()]
-        positions.copy_(in_order)
+    def align_for_experts(self, ids: Tensor, experts: int, block: int, *outputs: Any) -> None:
+        order, expert_ids, numbers, table, positions = outputs
+        self.moe_align_block_size(ids, experts, block, order, expert_ids, numbers[:1], table)
+        assert numbers.shape == (3,)
+        if positions is not None:
+            positions.copy_(order.argsort(stable=True).int()[: ids.numel()])
 
     def gated(self, out: Tensor, x: Tensor, silu: bool, approximate: str, shift: float) -> None:
         self.calls.append(("gated", (silu, approximate, shift)))
@@ -89,7 +90,7 @@ def test_kernels_that_group_the_pairs_themselves_are_given_no_blocks(kernels: Ke
     out = module.by_variant(Variant("in_kernel", 8), **given, activation="gelu_and_mul")
     (_, sizes), (_, (into, scratch, *rest)) = kernels.calls
     assert kernels.names == ["scratch", "fused_experts"]
-    assert sizes == (4, 8, INNER, WIDTH, False, 0, 0, -1)
+    assert sizes == (4, 8, INNER, WIDTH, False, 0, 0, False, -1)
     assert into is out
     assert (scratch.dtype, scratch.numel()) == (torch.uint8, 123)
     assert rest[:5] == list(given.values())
@@ -105,8 +106,8 @@ def test_blocks_have_room_for_any_routing(kernels: Kernels, tokens: int, tile: i
     (_, aligned), (_, sizes), (_, (*_, order, expert_ids, length, positions, last_tile, cluster, _)) = kernels.calls
     blocks = most_blocks(tokens * 3, EXPERTS, tile)
     assert aligned == (EXPERTS, tile, None)
-    assert sizes == (tokens, tokens * 3, INNER, WIDTH, False, tile, blocks, -1)
-    assert (order.numel(), expert_ids.numel(), length.numel(), last_tile) == (blocks * tile, blocks, 1, tile)
+    assert sizes == (tokens, tokens * 3, INNER, WIDTH, False, tile, blocks, False, -1)
+    assert (order.numel(), expert_ids.numel(), length.numel(), last_tile) == (blocks * tile, blocks, 3, tile)
     assert (positions, cluster) == (None, 1)
     assert order.dtype == expert_ids.dtype == length.dtype == torch.int32
 

@@ -51,6 +51,23 @@ def test_what_no_kernel_covers_is_not_valid(path: str, tile: int, case: Layer) -
     assert not variants.is_valid(Variant(path, tile), case)
 
 
+@pytest.mark.parametrize(
+    ("tokens", "dtype", "sizes", "name"),
+    [
+        (4, "fp8", (64, 8, 2048, 1024), "in_kernel 8"),
+        (8, "fp8", (64, 8, 2048, 1024), "in_kernel 8"),
+        (8, "bf16", (64, 8, 2048, 1024), "aligned 8"),
+        (9, "fp8", (64, 8, 2048, 1024), "aligned 32"),
+        (176, "fp8", (64, 8, 2048, 1024), "aligned 32"),
+        (177, "fp8", (64, 8, 2048, 1024), "aligned 64"),
+        (32, "fp8", (8, 2, 2048, 1024), "aligned 32"),
+        (32, "fp8", (8, 2, 4096, 14336), "aligned 16"),
+    ],
+)
+def test_few_tokens_take_small_tiles(tokens: int, dtype: str, sizes: tuple[int, ...], name: str) -> None:
+    assert str(variants.by_rule(layer(tokens, dtype, sizes=sizes))) == name
+
+
 def test_a_tuned_variant_is_chosen_where_it_is_valid() -> None:
     entries = {layer().sizes: {1: "in_kernel 8", 8: "aligned 16", 4096: "grouped_mm", 16384: "no such name"}}
     assert variants.choose(layer(8), entries) == Variant("aligned", 16)

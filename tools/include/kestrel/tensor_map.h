@@ -29,14 +29,14 @@ constexpr int kMapColumns = 64;  // of a box: 128 bytes, the span of the swizzle
 template <int RANK>
 CUtensorMap encode_map(const void* address, CUtensorMapDataType type, const cuuint64_t (&sizes)[RANK],
                        const cuuint64_t (&strides)[RANK - 1], const cuuint32_t (&box)[RANK],
-                       CUtensorMapSwizzle swizzle = CU_TENSOR_MAP_SWIZZLE_128B) {
+                       CUtensorMapSwizzle swizzle = CU_TENSOR_MAP_SWIZZLE_128B,
+                       CUtensorMapL2promotion promotion = CU_TENSOR_MAP_L2_PROMOTION_L2_256B) {
   static const EncodeTiled encode = find_encode_tiled();
   CUtensorMap map;
   cuuint32_t steps[RANK];
   for (cuuint32_t& step : steps) step = 1;
-  const CUresult error =
-      encode(&map, type, RANK, const_cast<void*>(address), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-             swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const CUresult error = encode(&map, type, RANK, const_cast<void*>(address), sizes, strides, box, steps,
+                                CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, promotion, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (error != CUDA_SUCCESS) {
     unsupported("the driver takes no tensor map: cuTensorMapEncodeTiled, error " +
                 std::to_string(static_cast<int>(error)));
@@ -61,7 +61,8 @@ enum class RowOrder { ascending, even_first };
 // the columns.
 inline CUtensorMap grouped_rows_map(const void* address, CUtensorMapDataType type, int element_bytes, int64_t outer,
                                     int64_t rows, int64_t columns, int64_t outer_stride, int64_t row_stride, int groups,
-                                    RowOrder order) {
+                                    RowOrder order,
+                                    CUtensorMapL2promotion promotion = CU_TENSOR_MAP_L2_PROMOTION_L2_256B) {
   const auto size = [](int64_t value) { return static_cast<cuuint64_t>(value); };
   const bool even_first = order == RowOrder::even_first;
   const cuuint64_t sizes[5] = {size(columns), 8, 2, size(rows / 16), size(outer)};
@@ -69,7 +70,7 @@ inline CUtensorMap grouped_rows_map(const void* address, CUtensorMapDataType typ
                                  size(even_first ? row_stride : 8 * row_stride), size(16 * row_stride),
                                  size(outer > 1 ? outer_stride : 16 * row_stride)};
   const cuuint32_t box[5] = {static_cast<cuuint32_t>(128 / element_bytes), 8, 2, static_cast<cuuint32_t>(groups), 1};
-  return encode_map(address, type, sizes, strides, box);
+  return encode_map(address, type, sizes, strides, box, CU_TENSOR_MAP_SWIZZLE_128B, promotion);
 }
 
 }  // namespace kestrel

@@ -19,6 +19,9 @@ FP8_WGMMA_TILE = 128  # tokens of a tile of the wgmma kernel of FP8, which reads
 PAIRS_IN_KERNEL = 64  # the most (token, choice) pairs that the kernels can group by expert themselves
 _FEW_PAIRS = 32  # up to this many pairs they group for any number of experts
 _ROWS_OF_LARGE_TILES = 9.75  # pairs for each expert, above which tiles of 64 tokens are faster on Hopper
+# FP8 layers of at most so many weights on Hopper: tiles of 32 tokens of the wgmma kernel, which take fewer launches, up
+# to so many pairs for each expert.
+_WEIGHTS_OF_FP8_TILES, _ROWS_OF_FP8_TILES = 2**30, 22
 _ROWS_OF_CLUSTERS = 112  # pairs for each expert, above which it pays that two tiles share the weights, with 16 bits
 _ROWS_OF_FP8_CLUSTERS = 192  # and with FP8
 # torch.nn.functional.grouped_mm is faster from so many pairs for each expert on, if Hd * I / (Hd + I) is at least so
@@ -113,6 +116,10 @@ def by_rule(layer: Layer) -> Variant:
     rows = layer.pairs / layer.experts
     if layer.pairs <= _FEW_PAIRS:
         return Variant(IN_KERNEL, 8)
+    weights = 3 * layer.experts * layer.width * layer.inner
+    small_fp8 = layer.hopper and layer.dtype == "fp8" and weights <= _WEIGHTS_OF_FP8_TILES
+    if small_fp8 and rows <= _ROWS_OF_FP8_TILES:
+        return Variant(IN_KERNEL, 8) if layer.pairs <= PAIRS_IN_KERNEL and rows <= 2 else Variant(ALIGNED, 32)
     if rows <= _ROWS_OF_LARGE_TILES:
         return Variant(ALIGNED, 8 if rows + 2 * rows**0.5 <= 8 else 16)
     if not layer.hopper:

@@ -16,6 +16,13 @@ __device__ __forceinline__ void cp_async16_or_zero(uint32_t shared, const void* 
                : "memory");
 }
 
+// The same with a policy of cache.cuh.
+__device__ __forceinline__ void cp_async16_or_zero(uint32_t shared, const void* global, bool valid, uint64_t policy) {
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(shared), "l"(global),
+               "r"(valid ? 16 : 0), "l"(policy)
+               : "memory");
+}
+
 // Copies `bytes` bytes, 0 to 16, and zeros up to 16; copies nothing unless `condition`. There is no branch.
 __device__ __forceinline__ void cp_async16_if(bool condition, uint32_t shared, const void* global, int bytes) {
   asm volatile(

@@ -39,25 +39,27 @@ __device__ __forceinline__ void tma_load_multicast(uint32_t shared, const CUtens
 #endif
 }
 
-// Loads the box at coordinates (k, 0, 0, group, outer) of a map of five dimensions; see kestrel/tensor_map.h.
+// Loads the box at coordinates (k, 0, 0, group, outer) of a map of five dimensions; see kestrel/tensor_map.h. policy:
+// of kestrel/ptx/cache.cuh.
 __device__ __forceinline__ void tma_load_grouped(uint32_t shared, const CUtensorMap& map, int k, int group, int outer,
-                                                 uint64_t* barrier) {
+                                                 uint64_t* barrier, uint64_t policy) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile(
-      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %5, %5, %3, %4}], "
-      "[%6];" ::"r"(shared),
-      "l"(&map), "r"(k), "r"(group), "r"(outer), "r"(0), "r"(shared_address(barrier))
+      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%2, %5, "
+      "%5, %3, %4}], [%6], %7;" ::"r"(shared),
+      "l"(&map), "r"(k), "r"(group), "r"(outer), "r"(0), "r"(shared_address(barrier)), "l"(policy)
       : "memory");
 #endif
 }
 
 __device__ __forceinline__ void tma_load_grouped_multicast(uint32_t shared, const CUtensorMap& map, int k, int group,
-                                                           int outer, uint64_t* barrier, uint16_t ranks) {
+                                                           int outer, uint64_t* barrier, uint16_t ranks,
+                                                           uint64_t policy) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile(
-      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%2, "
-      "%5, %5, %3, %4}], [%6], %7;" ::"r"(shared),
-      "l"(&map), "r"(k), "r"(group), "r"(outer), "r"(0), "r"(shared_address(barrier)), "h"(ranks)
+      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster.L2::cache_hint "
+      "[%0], [%1, {%2, %5, %5, %3, %4}], [%6], %7, %8;" ::"r"(shared),
+      "l"(&map), "r"(k), "r"(group), "r"(outer), "r"(0), "r"(shared_address(barrier)), "h"(ranks), "l"(policy)
       : "memory");
 #endif
 }
