@@ -56,11 +56,7 @@ FORMS = (
         for splits, whole in ((2, 1), (3, 3))
     }
 )
-FORCED = {
-    name: of
-    for name, of in FORMS.items()
-    if of.kernel == "mma" or of.splits == 2 + of.tile % 2
-}
+FORCED = {name: of for name, of in FORMS.items() if of.kernel == "mma" or of.splits == 2 + of.tile % 2}
 
 
 def force(of: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
