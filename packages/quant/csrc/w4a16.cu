@@ -128,7 +128,8 @@ bool has_wgmma(DLDevice device) {
 // clusters go. w4a16_wgmma_kernel cuts K into `splits` slices, those of a cluster or, with scratch, added up by a
 // second kernel.
 void w4a16_linear(TensorView out, TensorView x, TensorView codes, TensorView scales, OptionalTensor zeros,
-                  int64_t group_size, OptionalTensor bias, OptionalTensor scratch, int64_t wgmma_tile, int64_t splits) {
+                  int64_t group_size, OptionalTensor bias, OptionalTensor scratch, int64_t wgmma_tile, int64_t splits,
+                  int64_t whole) {
   const Checks check("w4a16_linear");
   check.dtype("x", x, {kBFloat16, kFloat16, kFloat32});
   check.rank("x", x, 2, 2);
@@ -182,7 +183,8 @@ void w4a16_linear(TensorView out, TensorView x, TensorView codes, TensorView sca
     if (splits < 1 || splits > kMaxSplits) unsupported("a number of slices of K beyond 1 to 8");
     p.splits = static_cast<int>(splits);
     const auto launch = same_dtype(x.dtype(), kBFloat16) ? w4_wgmma::launch<__nv_bfloat16> : w4_wgmma::launch<__half>;
-    return launch(p, static_cast<int>(std::min<int64_t>(wgmma_tile, 1 << 10)), device);
+    const auto number = [](int64_t n) { return static_cast<int>(std::clamp<int64_t>(n, 0, 1 << 30)); };
+    return launch(p, number(wgmma_tile), number(whole), device);
   }
   if (p.partial && p.partial_floats < std::min(kMaxSplits * tokens * rows, kMaxPartial)) {
     unsupported("too little scratch memory");

@@ -33,7 +33,7 @@ namespace w4_wgmma {
 
 // Launches w4a16_wgmma_kernel, on sm_90: see w4a16_wgmma_launch.cuh. Defined for each T in a source of its own.
 template <typename T>
-void launch(const W4Params& p, int tile, DLDevice device);
+void launch(const W4Params& p, int tile, int whole, DLDevice device);
 
 }  // namespace w4_wgmma
 

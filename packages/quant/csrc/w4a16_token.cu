@@ -278,6 +278,8 @@ void w4a16_token(TensorView out, TensorView x, TensorView codes, TensorView scal
                        {"bias", bias},
                        {"norm_weight", norm_weight},
                        {"out", out, /*written=*/true}});
+  check.no_overlap("out", out, "residual", residual, /*may_be_same=*/true);
+  check_devices(check, "x", x, {{"residual", residual}});
   if (tokens == 0 || results == 0) return;
   require_covered(weight, scales);
   if (tokens > 1) unsupported("more than one token");

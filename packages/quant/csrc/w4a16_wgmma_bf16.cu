@@ -3,6 +3,6 @@
 
 namespace kestrel::quant::w4_wgmma {
 
-template void launch<__nv_bfloat16>(const W4Params&, int, DLDevice);
+template void launch<__nv_bfloat16>(const W4Params&, int, int, DLDevice);
 
 }  // namespace kestrel::quant::w4_wgmma

@@ -10,11 +10,19 @@
 
 namespace kestrel::quant::w4_wgmma {
 
-// p.splits: slices of K. They are a cluster, unless p.partial has memory for their sums.
+// The rows of the weight from `first` on, `count` of them. p.splits: slices of K. They are a cluster, unless p.partial
+// has memory for their sums.
 template <typename T, typename Tile>
-void launch_tile(const W4Params& params, DLDevice device) {
+void launch_rows(const W4Params& params, int first, int count, DLDevice device) {
   WgmmaParams p;
   static_cast<W4Params&>(p) = params;
+  const int64_t first_bytes = int64_t{first} * 2, scale_pitch = int64_t{params.outputs} * 2;
+  p.codes += int64_t{first / 16} * p.blocks * kBlockBytes;
+  p.scales += first_bytes;
+  if (p.zeros) p.zeros += first_bytes;
+  if (p.bias) p.bias += first_bytes;
+  p.out += first_bytes;
+  p.outputs = count;
   constexpr auto kernel = w4a16_wgmma_kernel<T, Tile>;
   // An SM has 1 KB of shared memory more than a CTA may have, and keeps as much for each CTA.
   const int limit = (raise_shared_limit<kernel>(device) + 1024) / Tile::occupancy - 1024 - (Tile::occupancy - 1) * 512;
@@ -39,8 +47,8 @@ void launch_tile(const W4Params& params, DLDevice device) {
     return encode_map(address, type, sizes, strides, box, CU_TENSOR_MAP_SWIZZLE_NONE);
   };
   const auto rows_map = [&](const char* address) {
-    return map(address, CU_TENSOR_MAP_DATA_TYPE_UINT16, p.groups, p.outputs, int64_t{p.outputs} * 2,
-               Tile::groups_of_part, Tile::box_rows);
+    return map(address, CU_TENSOR_MAP_DATA_TYPE_UINT16, p.groups, p.outputs, scale_pitch, Tile::groups_of_part,
+               Tile::box_rows);
   };
   constexpr int kWords = kBlockBytes / 8;  // of a block
   p.x_map = matrix_map(p.x, true, p.tokens, p.width, p.x_stride, Tile::tokens);
@@ -55,11 +63,23 @@ void launch_tile(const W4Params& params, DLDevice device) {
              device, p);
 }
 
+// The first `whole` row tiles have no slices of K.
+template <typename T, typename Tile>
+void launch_tile(W4Params p, int whole, DLDevice device) {
+  const int rows = static_cast<int>(std::min<int64_t>(int64_t{whole} * Tile::rows, p.outputs));
+  if (rows > 0) {
+    W4Params all_of_k = p;
+    all_of_k.splits = 1;
+    launch_rows<T, Tile>(all_of_k, 0, rows, device);
+  }
+  if (rows < p.outputs) launch_rows<T, Tile>(p, rows, p.outputs - rows, device);
+}
+
 // Tokens of a CTA, then blocks of 64 rows of a warpgroup, warpgroups, k of a stage, products of 32 k started together,
 // CTAs per SM, batches in flight. The number of a tile is its place in TILES of src/kestrel_quant/_w4_plan.py.
 template <typename T, int GROUP>
-void launch_group(const W4Params& p, int tile, DLDevice device) {
-  const auto launch = [&](auto of) { launch_tile<T, decltype(of)>(p, device); };
+void launch_group(const W4Params& p, int tile, int whole, DLDevice device) {
+  const auto launch = [&](auto of) { launch_tile<T, decltype(of)>(p, whole, device); };
   switch (tile) {
     case 0:
       return launch(WgmmaTile<32, GROUP, 1, 2, 128, 1, 2, 2>());
@@ -74,20 +94,22 @@ void launch_group(const W4Params& p, int tile, DLDevice device) {
     case 5:
       return launch(WgmmaTile<128, GROUP, 1, 2, 128, 1, 1, 2>());
     case 6:
-      return launch(WgmmaTile<128, GROUP, 1, 3, 128, 1, 1, 2>());
+      return launch(WgmmaTile<128, GROUP, 1, 3, 128, 1, 1, 4>());
     case 7:
       return launch(WgmmaTile<192, GROUP, 1, 2, 128, 1, 1, 2>());
     case 8:
       return launch(WgmmaTile<256, GROUP, 1, 2, 128, 1, 1, 4>());
+    case 9:
+      return launch(WgmmaTile<192, GROUP, 1, 3, 128, 1, 1, 2>());
   }
   unsupported("a tile of this number");
 }
 
 template <typename T>
-void launch(const W4Params& p, int tile, DLDevice device) {
-  if (p.group == 32) return launch_group<T, 32>(p, tile, device);
-  if (p.group == 64) return launch_group<T, 64>(p, tile, device);
-  launch_group<T, 128>(p, tile, device);
+void launch(const W4Params& p, int tile, int whole, DLDevice device) {
+  if (p.group == 32) return launch_group<T, 32>(p, tile, whole, device);
+  if (p.group == 64) return launch_group<T, 64>(p, tile, whole, device);
+  launch_group<T, 128>(p, tile, whole, device);
 }
 
 }  // namespace kestrel::quant::w4_wgmma

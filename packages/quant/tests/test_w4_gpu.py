@@ -40,12 +40,22 @@ SHAPES = [
 ]
 
 module = importlib.import_module("kestrel_quant.w4a16")
-# Each tile without slices of K, with a cluster of two, and with three slices and a second kernel; clusters of eight.
-FORMS = {"mma": Plan("mma")} | {
-    f"{tile.tokens}x{tile.rows} {splits}": Plan("wgmma", number, splits, 1 if splits == 3 else 0)
-    for number, tile in enumerate(TILES)
-    for splits in ((1, 2, 3, 8) if tile.ctas == 2 else (1, 2, 3))
-}
+# Each tile without slices of K, with a cluster of two, and with three slices and a second kernel; clusters of eight;
+# slices of some of the row tiles.
+FORMS = (
+    {"mma": Plan("mma")}
+    | {
+        f"{tile.tokens}x{tile.rows} {splits}": Plan("wgmma", number, splits, scratch=int(splits == 3))
+        for number, tile in enumerate(TILES)
+        for splits in ((1, 2, 3, 8) if tile.ctas == 2 else (1, 2, 3))
+    }
+    | {
+        f"{tile.tokens}x{tile.rows} {splits} whole {whole}": Plan("wgmma", number, splits, whole, 1)
+        for number, tile in enumerate(TILES)
+        if tile.tokens >= 96
+        for splits, whole in ((2, 1), (3, 3))
+    }
+)
 FORCED = {name: of for name, of in FORMS.items() if of.kernel == "mma" or of.splits == 2 + of.tile % 2}
 
 
@@ -153,7 +163,7 @@ def test_scratch_memory_may_hold_anything_and_is_not_left(forced: Plan) -> None:
     want = w4a16_linear(x, w)
     out, out_intact = canary((33, 4096), torch.bfloat16, "cuda")
     scratch, intact = canary((8 * 256 * 4224,), torch.float32, "cuda")
-    kernels.w4a16_linear(out, x, w.codes, w.scales, w.zeros, w.group_size, None, scratch, *forced[1:3])
+    kernels.w4a16_linear(out, x, w.codes, w.scales, w.zeros, w.group_size, None, scratch, *forced[1:4])
     assert_same_bits(out, want)
     out_intact()
     intact()
@@ -224,7 +234,7 @@ def test_x_is_read_after_the_launch_before(forced: Plan, tokens: int) -> None:
 
 
 @pytest.mark.parametrize("shape", [(1024, 4096), (4096, 4096), (8192, 2048)])
-@pytest.mark.parametrize("tokens", [1, 16, 17, 32, 33, 64, 65, 128, 129, 192, 256, 257, 384, 512, 513, 700])
+@pytest.mark.parametrize("tokens", [1, 16, 17, 32, 33, 64, 65, 128, 129, 192, 256, 257, 384, 512, 513, 700, 1100, 2048])
 def test_the_planned_kernel_is_as_close_as_torch(tokens: int, shape: tuple[int, int]) -> None:
     w, x = weight(*shape, 128, torch.bfloat16), random(tokens, shape[1])
     exact_weight = reference.w4_dequant(w.codes, w.scales, w.zeros, 128, torch.float32).double()

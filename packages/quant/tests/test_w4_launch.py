@@ -51,6 +51,7 @@ class Kernels:
         partial: Any,
         tile: int,
         splits: int,
+        whole_row_tiles: int,
     ) -> None:
         assert x.ndim == out.ndim == 2
         self.calls.append(("linear", (codes, scales, zeros, group, bias, tile, partial)))
@@ -145,7 +146,7 @@ def wgmma_from_33(monkeypatch: pytest.MonkeyPatch, scratch: int = 0) -> None:
     """On sm_90, weights of any size run the wgmma kernel from 33 rows of x on."""
 
     def chosen(tokens: int, rows: int, columns: int, sms: int) -> Plan:
-        return Plan("wgmma", 0, 2, scratch) if sms and tokens > 32 else plan(tokens, rows, columns, 0)
+        return Plan("wgmma", 0, 2, scratch=scratch) if sms and tokens > 32 else plan(tokens, rows, columns, 0)
 
     monkeypatch.setattr(module, "plan", chosen)
 

@@ -39,15 +39,20 @@ def test_within_a_range_of_tokens_the_tiles_are_the_same(rows: int, columns: int
 @pytest.mark.parametrize(("rows", "columns"), SHAPES)
 @pytest.mark.parametrize("sms", [8, 78, 132])
 def test_slices_have_k_and_memory_of_their_own(rows: int, columns: int, sms: int) -> None:
-    for tokens in range(17, 1100, 13):
+    for tokens in (*range(17, 1100, 13), 2048, 5000, 20000):
         chosen = plan(tokens, rows, columns, sms)
         if chosen.kernel != "wgmma":
             assert chosen == Plan(chosen.kernel)
             continue
-        tile = TILES[chosen.tile]
-        tiles = -(-tokens // tile.tokens) * -(-rows // tile.rows)
+        tile, whole = TILES[chosen.tile], chosen.whole_row_tiles
+        row_tiles = -(-rows // tile.rows)
+        tiles = -(-tokens // tile.tokens) * (row_tiles - whole)
         assert 1 <= chosen.splits <= min(8, -(-columns // 128))
+        assert 0 <= whole < row_tiles
         assert chosen.scratch in (0, chosen.splits * tiles * tile.tokens * tile.rows)
+        if whole > 0:  # the sums of slices go through memory
+            assert chosen.splits > 1
+            assert chosen.scratch > 0
         if chosen.scratch == 0 and chosen.splits > 2:  # in shared memory: sums, and what a CTA of a cluster receives
             received = (chosen.splits - 1) * -(-tile.tokens // chosen.splits)
             assert (tile.tokens + received) * (tile.rows + 4) * 4 < 110_000

@@ -122,12 +122,3 @@ def test_a_kernel_takes_no_token_and_one_in_any_number_of_dimensions(launch, tok
 def test_a_kernel_takes_no_more_tokens_in_three_dimensions(launch):
     with pytest.raises(UnsupportedError, match="more than one token"):
         launch(torch.ones(2, 1, K), made(), torch.ones(2, 1, N))
-
-
-@pytest.mark.parametrize("lead", [(1,), (1, 1)])
-def test_a_launch_refuses_a_residual_elsewhere_or_partly_under_the_result(launch, lead):
-    x, memory = torch.ones(*lead, K), torch.zeros(2 * N)
-    with pytest.raises(ValueError, match="w4a16_token: argument 'residual': expected device cpu"):
-        launch(x, made(), torch.ones(*lead, N, device="meta"))
-    with pytest.raises(ValueError, match="w4a16_token: argument 'out': .* shares no memory with 'residual'"):
-        launch(x, made(), memory[8 : 8 + N].view(*lead, N), memory[:N].view(*lead, N))

@@ -86,6 +86,15 @@ def test_runs_repeat_and_the_residual_may_be_the_result() -> None:
     assert_same_bits(residual, want.view(1, -1))
 
 
+@pytest.mark.parametrize("lead", [(1,), (1, 1)])
+def test_a_residual_elsewhere_or_partly_under_the_result_is_refused(lead: tuple[int, ...]) -> None:
+    w, x, memory = weight(64, 256, 128, torch.bfloat16, True), random(*lead, 256), random(128)
+    with pytest.raises(ValueError, match="w4a16_token: argument 'residual': expected device cuda"):
+        w4a16_token(x, w, residual=torch.ones(*lead, 64, dtype=torch.bfloat16))
+    with pytest.raises(ValueError, match="w4a16_token: argument 'out': .* shares no memory with 'residual'"):
+        w4a16_token(x, w, residual=memory[8:72].view(*lead, 64), out=memory[:64].view(*lead, 64))
+
+
 def test_graphs_replay_with_new_inputs() -> None:
     w, x, new = weight(512, 1024, 128, torch.bfloat16, True), random(1, 1024), random(1, 1024, seed=1)
     norm = {"norm_weight": random(1024, seed=2)}

@@ -84,8 +84,9 @@ _VENDOR_SPLIT, _VENDOR_SUMS, _VENDOR_BYTES, _VENDOR_FLOPS = 4.47, 8.03, 3.57e6, 
 _ELEMENTWISE, _ELEMENT = 1.4, 1.1e-6  # the kernel after the product: its launch, and an element
 _MARGIN, _MARGIN_FEW = 0.96, 0.85  # of the vendor's time, for the errors of both estimates; below 128 tokens
 _MARGIN_SMALL, _SMALL_WEIGHT = 1.05, 2**23  # of weights of so many elements, where these kernels are faster
-# Where the vendor's product is slower than its estimate, of larger weights: results/h200_dense_steps.json.
-_LARGE_TOKENS, _LARGE_OUTPUTS, _LARGE = 4096, 2048, Plan(Kernel.COOPERATIVE, 256, 2)
+# Where the vendor's product is slower than its estimate, of larger weights, if waves of tiles are as full as this:
+# results/h200_dense_plans.json.
+_LARGE_TOKENS, _LARGE_OUTPUTS, _LARGE, _FULL_WAVES = 4096, 2048, Plan(Kernel.COOPERATIVE, 256), 0.95
 # Tokens and plans of layers with K > 2N, where the vendor's product is mostly faster; measured for 4304 -> 1152:
 _LONG_OUTPUTS, _LONG_WIDTHS = range(1025, 1153), range(4096, 4609)
 _LONG_SUMS = (
@@ -95,8 +96,11 @@ _LONG_SUMS = (
     (700, 768, Plan(Kernel.COOPERATIVE, 128, 2, splits=2)),
     (769, 896, Plan(Kernel.COOPERATIVE, 144, splits=2)),
     (1230, 1280, Plan(Kernel.COOPERATIVE, 192, splits=2)),
-    (1281, 1408, Plan(Kernel.COOPERATIVE, 128, 2)),
+    (1281, 1536, Plan(Kernel.COOPERATIVE, 128, 2)),
 )
+# The same for 1152 -> 4304: what is fastest with the layer above behind it.
+_WIDE_OUTPUTS, _WIDE_WIDTHS = range(4161, 4369), range(1025, 1153)
+_WIDE = ((1409, 1536, Plan(Kernel.COOPERATIVE, 208, 2)),)
 
 
 def _estimate(tokens: int, outputs: int, width: int, plan: Plan) -> float:
@@ -170,7 +174,13 @@ def choose_on_hopper(tokens: int, outputs: int, width: int) -> Plan:
             return _VENDOR
         return next((plan for least, most, plan in _LONG_SUMS if least <= tokens <= most), _VENDOR)
     if outputs * width > _SMALL_WEIGHT and outputs >= _LARGE_OUTPUTS and tokens >= _LARGE_TOKENS:
-        return _LARGE
+        tiles = -(-tokens // 128) * -(-outputs // _LARGE.columns)
+        full = tiles / (_ACTIVE_CLUSTERS[1] * -(-tiles // _ACTIVE_CLUSTERS[1]))
+        return _LARGE if full >= _FULL_WAVES else _VENDOR
+    if outputs in _WIDE_OUTPUTS and width in _WIDE_WIDTHS:
+        measured = next((plan for least, most, plan in _WIDE if least <= tokens <= most), None)
+        if measured is not None:
+            return measured
     plan = choose_tile(tokens, outputs, width)
     margin = _MARGIN_SMALL if outputs * width <= _SMALL_WEIGHT else _MARGIN if tokens >= 128 else _MARGIN_FEW
     faster = _estimate(tokens, outputs, width, plan) < margin * _estimate_vendor(tokens, outputs, width)

@@ -1,7 +1,7 @@
 """Which kernel a call of w4a16_linear runs: the one place that says so.
 
 A plan depends on T through ranges alone: up to 16, 17 to 32, 33 to 64, and then each 32. Within a plan a row of the
-result does not depend on the other rows.
+result does not depend on the other rows, nor on its place among them: slices of K are those of rows of the weight.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 MMA_TOKENS = 128
 """The most rows of ``w4a16_kernel``."""
-_WGMMA_TOKENS = 1024
 _LEAST = 1 << 20  # elements of a weight for wgmma
 _SMALL = 1 << 22  # up to here, tiles of 64 tokens take up to 128
 _LARGE = 1 << 27  # from here on, tiles of 256 rows take up to 64 tokens
@@ -37,13 +36,20 @@ TILES = (
     Tile(32, 256, 1, 0.0),
     Tile(64, 128, 2, 0.0),
     Tile(64, 256, 1, 0.0),
-    Tile(96, 128, 1, 2.07),
-    Tile(128, 128, 1, 2.42),
-    Tile(128, 192, 1, 2.65),
-    Tile(192, 128, 1, 2.55),
-    Tile(256, 128, 1, 2.62),
+    Tile(96, 128, 1, 2.36),
+    Tile(128, 128, 1, 2.66),
+    Tile(128, 192, 1, 2.78),
+    Tile(192, 128, 1, 2.72),
+    Tile(256, 128, 1, 2.72),
+    Tile(192, 192, 1, 2.85),
 )
 """In the order of csrc/w4a16_wgmma_launch.cuh. The estimate leaves out those without a rate."""
+
+# Fitted to results/h200_w4_designs.json. Microseconds of a tile without its products, of a slice of K, and of the
+# kernel that adds slices up, with its bytes per microsecond:
+_TILE_US, _SLICE_US, _SUM_US, _SUM_BYTES = 4.0, 3.0, 1.5, 6e6
+# The vendor's GEMM: its start, operations per microsecond, and writing the weight in 16 bits before it, per element.
+_VENDOR_US, _VENDOR_FLOPS, _DEQUANT_US, _DEQUANT_ELEMENT = 5.5, 7.2e8, 0.5, 2.53 / 3.9e6
 
 
 class Plan(NamedTuple):
@@ -55,6 +61,8 @@ class Plan(NamedTuple):
     """of :data:`TILES`, for "wgmma" """
     splits: int = 1
     """slices of K, for "wgmma" """
+    whole_row_tiles: int = 0
+    """row tiles without slices of K, where others have them, for "wgmma" """
     scratch: int = 0
     """float32 for the sums of the slices, which a second kernel adds up; 0: the slices are a cluster"""
 
@@ -62,53 +70,95 @@ class Plan(NamedTuple):
 @functools.lru_cache(maxsize=4096)
 def plan(tokens: int, rows: int, columns: int, sms: int) -> Plan:
     """The plan for x [tokens, columns] and a weight [rows, columns]. sms: of the GPU if it has wgmma, else 0."""
-    elements = rows * columns
-    if not sms or tokens <= 16 or tokens > _WGMMA_TOKENS or elements < _LEAST:
+    if not sms or tokens <= 16 or rows * columns < _LEAST:
         return Plan("mma" if tokens <= MMA_TOKENS else "vendor")
-    tokens = -(-tokens // 32) * 32
+    return _on_hopper(-(-tokens // 32) * 32, rows, columns, sms)
+
+
+@functools.lru_cache(maxsize=4096)
+def _on_hopper(tokens: int, rows: int, columns: int, sms: int) -> Plan:
+    """The plan for a multiple of 32 tokens and a weight that is not small."""
+    elements = rows * columns
     if tokens <= 64 or (tokens <= 128 and elements <= _SMALL):
         number = (0 if tokens <= 32 else 2) + (elements >= _LARGE)
-        return _wgmma(number, tokens, rows, columns, _fill(TILES[number], tokens, rows, columns, sms))
-    cost, number, splits = min(
-        (_us(tile, splits, tokens, rows, columns, sms), number, splits)
+        return _wgmma(number, tokens, rows, _fill(TILES[number], tokens, rows, columns, sms))
+    cost, number, splits, whole = min(
+        (_us(tile, splits, whole, tokens, rows, columns, sms), number, splits, whole)
         for number, tile in enumerate(TILES)
         if tile.rate
         for splits in range(1, 1 + min(_SPLITS, -(-columns // (4 * _K_STEP))))
+        for whole in _whole_row_tiles(tile, splits, tokens, rows, sms)
     )
-    if tokens > MMA_TOKENS and cost > _vendor_us(tokens, rows, columns, sms):
+    if tokens > MMA_TOKENS and cost > _vendor_us(tokens, rows, columns):
         return Plan("vendor")
-    return _wgmma(number, tokens, rows, columns, splits)
-
-
-def _tiles(tile: Tile, tokens: int, rows: int) -> int:
-    return -(-tokens // tile.tokens) * -(-rows // tile.rows)
+    return _wgmma(number, tokens, rows, splits, whole)
 
 
 def _fill(tile: Tile, tokens: int, rows: int, columns: int, sms: int) -> int:
     """Slices of K with which all CTAs run at once; one on each SM where that is soon done."""
     ctas = 1 if rows * columns <= 1 << 24 else tile.ctas
-    return max(1, min(_SPLITS, sms * ctas // _tiles(tile, tokens, rows), -(-columns // (2 * _K_STEP))))
+    tiles = -(-tokens // tile.tokens) * -(-rows // tile.rows)
+    return max(1, min(_SPLITS, sms * ctas // tiles, -(-columns // (2 * _K_STEP))))
 
 
-def _wgmma(number: int, tokens: int, rows: int, columns: int, splits: int) -> Plan:
+def _wgmma(number: int, tokens: int, rows: int, splits: int, whole: int = 0) -> Plan:
     tile = TILES[number]
-    tiles = _tiles(tile, tokens, rows)
+    tiles = -(-tokens // tile.tokens) * (-(-rows // tile.rows) - whole)
     # Clusters of more than two CTAs leave SMs of a GPC free: they pay where they are few.
-    in_cluster = splits <= 2 or (tile.ctas == 2 and tiles * splits <= 64)
-    scratch = 0 if in_cluster else splits * tiles * tile.tokens * tile.rows
-    return Plan("wgmma", number, splits, scratch)
+    in_cluster = whole == 0 and (splits <= 2 or (tile.ctas == 2 and tiles * splits <= 64))
+    scratch = 0 if in_cluster or splits == 1 else splits * tiles * tile.tokens * tile.rows
+    return Plan("wgmma", number, splits, whole, scratch)
 
 
-def _us(tile: Tile, splits: int, tokens: int, rows: int, columns: int, sms: int) -> float:
-    """An estimate of the time of a call: waves of CTAs, and the sums of the slices."""
-    tiles, size = _tiles(tile, tokens, rows), tile.tokens * tile.rows
-    waves = -(-tiles * splits // (sms * tile.ctas))
-    if waves > 1 and splits > 1:
-        return math.inf  # clusters of several waves wait for each other
-    sums = (splits - 1) * 1.5 * size / (1 << 14) if splits <= 2 else 0.8 + splits * tiles * size * 8 / 6e6
-    return 2.5 + waves * -(-columns // (_K_STEP * splits)) * _K_STEP * size / (tile.rate * 1e6) + sums
+def _whole_row_tiles(tile: Tile, splits: int, tokens: int, rows: int, sms: int) -> list[int]:
+    """Numbers of row tiles without slices of K that are worth an estimate: none, or those of full waves."""
+    row_tiles, token_tiles = -(-rows // tile.rows), -(-tokens // tile.tokens)
+    waves = row_tiles * token_tiles // sms
+    if splits == 1 or waves == 0:
+        return [0]
+    whole = sms * waves // token_tiles
+    return [whole] if whole < row_tiles else []
 
 
-def _vendor_us(tokens: int, rows: int, columns: int, sms: int) -> float:
+def _us(tile: Tile, splits: int, whole: int, tokens: int, rows: int, columns: int, sms: int) -> float:
+    """An estimate of the time of a call: CTAs in waves, and the sums of the slices."""
+    token_tiles, row_tiles = -(-tokens // tile.tokens), -(-rows // tile.rows)
+    steps, size = -(-columns // _K_STEP), tile.tokens * tile.rows
+    wholes = (whole if splits > 1 else row_tiles) * token_tiles
+    slices = (row_tiles * token_tiles - wholes) * splits
+    step = size * _K_STEP / (tile.rate * 1e6)
+    of_whole, of_slice = _TILE_US + steps * step, _SLICE_US + -(-steps // splits) * step
+    total = _makespan(sms * tile.ctas, wholes, of_whole, slices, of_slice)
+    if splits == 1:
+        return total
+    if whole == 0 and splits == 2:  # a cluster: those of a second wave would wait for each other
+        return total + 1.5 * size / (1 << 14) if slices <= sms * tile.ctas else math.inf
+    return total + _SUM_US + slices * size * 8 / _SUM_BYTES
+
+
+def _makespan(machines: int, wholes: int, of_whole: float, slices: int, of_slice: float) -> float:
+    """When the last of the slices ends, which follow the whole tiles in order."""
+    waves, rest = divmod(wholes, machines)
+    start, end = waves * of_whole, (waves + (rest > 0)) * of_whole
+
+    def done(at: float) -> int:
+        """Slices that have ended at a time: on machines free from `start` on, and on those that had one tile more."""
+        early, late = math.floor((at - start) / of_slice + 1e-9), math.floor((at - start - of_whole) / of_slice + 1e-9)
+        return (machines - rest) * early + rest * max(0, late)
+
+    if slices == 0:
+        return end
+    times = []
+    for first in (start, start + of_whole) if rest else (start,):
+        number = 1
+        while done(first + number * of_slice) < slices:
+            number += 1
+        times.append(first + number * of_slice)
+    return max(end, min(times))
+
+
+def _vendor_us(tokens: int, rows: int, columns: int) -> float:
     """The same for the vendor's GEMM, with the weight written in 16 bits before it."""
-    return 5.5 + rows * columns * (2.53 / 3.9e6 + tokens / (sms * 2.75e6))
+    elements = rows * columns
+    product = _VENDOR_US + 2 * tokens * elements / _VENDOR_FLOPS
+    return product + _DEQUANT_US + elements * _DEQUANT_ELEMENT
