@@ -71,7 +71,8 @@ struct RejectionSampler {
   // The elements that remain to draw from: those >= bound before index bound_idx, and those > bound from there on.
   float bound = -INFINITY;
   int bound_idx = INT32_MAX;
-  u64 group_mass = 0;  // the mass of this lane's group of chunks
+  u64 group_mass = 0;          // the mass of this lane's group of chunks
+  WindowList* list = nullptr;  // of windows with few elements
 
   // From here on, only the elements before this one in descending order remain.
   __device__ __forceinline__ void restrict_to_before(float value, int index) {
@@ -109,8 +110,9 @@ struct RejectionSampler {
     const u32 width = 1u << bits;
     const float lower_value = window.lower_value();
     GroupMasses groups(cluster.lane, row.chunks_per_group);
-    row.template for_each_chunk<tiles>([&](const float (&v)[Slice::size], int) {
+    row.template for_each_chunk<tiles>([&](const float (&v)[Slice::size], int base) {
       u32 upper = 0, lower = 0, equal = 0;
+      float above = 0.f, above_lower = 0.f;  // sums of sums have smaller errors
 #pragma unroll
       for (int e = 0; e < Slice::size; ++e) {
         first.most = ptx::max_nan(first.most, v[e]);
@@ -119,18 +121,20 @@ struct RejectionSampler {
         const float rest = __fmaf_rn(w, weight_fn.scale, -__fadd_rn(whole, -0x1p23f));
         upper += __float_as_uint(whole);
         lower += __float_as_uint(__fmaf_rn(rest, 0x1p20f, 0x1p23f));
-        if constexpr (mode == WindowMode::usual || mode == WindowMode::bins) {
+        if constexpr (mode == WindowMode::usual || mode == WindowMode::bins || mode == WindowMode::few) {
           const int position = window.position(w);
-          if (position >= static_cast<int>(width)) first.above += w;
+          if (position >= static_cast<int>(width)) above += w;
           const u32 weight = __float_as_uint(__fmaf_rn(w, window.unit, 0x1p23f)) - MassSum::kBias;
           shared_add_if(static_cast<u32>(position) < width,
                         bins + 4 * (static_cast<u32>(position) >> (bits - kBinBits)), weight);
+          if (mode == WindowMode::few && static_cast<u32>(position) < width) list->append(w, row.index(base, e));
         } else if constexpr (mode == WindowMode::two_values) {
-          if (w > window.upper_value) first.above += w;
-          if (w > lower_value) first.above_lower += w;
+          if (w > window.upper_value) above += w;
+          if (w > lower_value) above_lower += w;
           equal += w == window.upper_value ? 1 : 0, equal += w == lower_value ? 0x10000 : 0;
         }
       }
+      first.above += above, first.above_lower += above_lower;
       if constexpr (mode == WindowMode::two_values) {
         equal = __reduce_add_sync(kAllLanes, equal);
         if (groups.lane == 0) first.upper += equal & 0xffffu, first.lower += equal >> 16;
@@ -178,14 +182,16 @@ struct RejectionSampler {
         const int index = scratch->proposals[n].index;
         const float value = scratch->proposals[n].value;
         const float from = base + chunk <= index ? value : from_order_key(order_key(value + 0.f) + 1);
+        float sum = 0.f;  // sums of sums have smaller errors
 #pragma unroll
         for (int e = 0; e < 4 * kSumTiles; ++e) {
-          if (v[e] >= from) sums[n] += w[e];
+          if (v[e] >= from) sum += w[e];
         }
         if (base <= index && index < base + chunk) {
 #pragma unroll
-          for (int e = 0; e < 4 * kSumTiles; ++e) sums[n] += v[e] == value && row.index(base, e) < index ? w[e] : 0.f;
+          for (int e = 0; e < 4 * kSumTiles; ++e) sum += v[e] == value && row.index(base, e) < index ? w[e] : 0.f;
         }
+        sums[n] += sum;
       }
     });
 #pragma unroll
@@ -197,7 +203,8 @@ struct RejectionSampler {
   // Compares the mass before a proposal with the goal, from the float sum of that mass. The error of n floats, added in
   // any order, is at most n 2^-24 of their sum; masses are also rounded to integers. All warps get the same decision.
   __device__ __forceinline__ Decision compare(float sum, u64 goal) const {
-    const int added = row.elements_per_warp / 32 + Slice::size + 5 + cluster.num_warps;
+    const int chunks = row.elements_per_warp / (kSumTiles * kTile) + 1;
+    const int added = chunks + 8 * kSumTiles + 8 + cluster.num_warps + (adapts ? kMaxListed / 32 : 0);
     const float off = static_cast<float>(2 * added + 8) * 0x1p-24f, rounded = static_cast<float>(row.length) * 0x1p-20f;
     const float wanted = __ull2float_rn(goal) * 0x1p-20f;
     if (__fmaf_ru(sum, off, sum) + rounded < wanted * (1.f - 0x1p-22f)) return kAccepted;
@@ -255,6 +262,17 @@ struct RejectionSampler {
       }
       if (compare_with(above, all.x, window.upper_value) == kRejected) return kRejected;
       return compare_with(sums.y, 0, 0.f) == kAccepted ? kAccepted : kUndecided;
+    }
+    if (adapts && window.bits == kTopWindowBits && list->count <= kMaxListed && cluster.size == 1) {
+      float before = 0.f;
+      for (int n = cluster.lane; n < static_cast<int>(list->count); n += 32) {
+        const ListedElement other = list->elements[n];
+        if (other.value > value || (other.value == value && other.index < proposal.index)) before += other.value;
+      }
+      const Decision decision = compare((above + warp_float_sum(before)) * weight_fn.scale, goal);
+      const int position = window.position(value);
+      if (position >= 1 << window.bits) return decision == kAccepted ? kAccepted : kUndecided;
+      return position >= 0 || decision == kRejected ? decision : kUndecided;
     }
     if (window.lower_value() * window.unit < 1.f) return kUndecided;
     if (window.bits == kTopWindowBits && mass * (1.f / weight_fn.scale) * window.unit > 0x1p31f) return kUndecided;
@@ -364,6 +382,7 @@ __global__ void __launch_bounds__(max_threads(first_pass), first_pass == FirstPa
   cluster.arrive();
   if (windowed) {
     for (int bin = threadIdx.x; bin < kWindowBins; bin += blockDim.x) scratch->of_window.bins[bin] = 0;
+    if (first_pass == FirstPass::adapted && threadIdx.x == 0) reinterpret_cast<WindowList*>(memory)->count = 0;
   }
   pdl_wait();
   pdl_trigger();
@@ -374,6 +393,7 @@ __global__ void __launch_bounds__(max_threads(first_pass), first_pass == FirstPa
   WeightFn<kind> weight_fn;
   weight_fn.set_common(p.length);
   Sampler sampler = {cluster, row, weight_fn, exchange, scratch};
+  if constexpr (Sampler::adapts) sampler.list = reinterpret_cast<WindowList*>(memory);
   bool early, has_window, has_two_values = false;
   typename Sampler::FirstPassResult first;
   {
@@ -400,6 +420,8 @@ __global__ void __launch_bounds__(max_threads(first_pass), first_pass == FirstPa
           scratch->of_window.bins[kWindowedThreads + threadIdx.x] = first.lower;
         } else if (!Sampler::adapts || window.bits == kUsualWindowBits) {
           first = sampler.template read<WindowMode::usual>(window);
+        } else if (window.bits == kTopWindowBits && cluster.size == 1) {
+          first = sampler.template read<WindowMode::few>(window);
         } else {
           first = sampler.template read<WindowMode::bins>(window);
         }

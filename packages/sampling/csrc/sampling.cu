@@ -42,7 +42,8 @@ RejectionSplit split_for_rejection(const Params& params, DLDevice device, bool f
     const int max_warps = cluster_size * (max_threads / 32);
     const int chunks_per_warp = (chunks + max_warps - 1) / max_warps;
     const int warps = std::max(1, (chunks + cluster_size * chunks_per_warp - 1) / (cluster_size * chunks_per_warp));
-    const size_t own = sizeof(RejectionScratch) + AsyncExchange::bytes(cluster_size * warps);
+    const size_t own = sizeof(RejectionScratch) + AsyncExchange::bytes(cluster_size * warps) +
+                       (first_pass == FirstPass::adapted ? sizeof(WindowList) : 0);
     const size_t copy =
         static_cast<size_t>(std::min(chunks, warps * chunks_per_warp)) * chunk * (params.dtype == kRowFloat32 ? 4 : 2);
     const bool fits = copy_to_smem && own + copy <= max_bytes;

@@ -59,13 +59,32 @@ struct Window {
   }
 };
 
-enum class WindowMode { none, usual, bins, two_values };  // usual: a window of kUsualWindowBits
+// usual: a window of kUsualWindowBits. few: one of kTopWindowBits, whose elements are listed as well.
+enum class WindowMode { none, usual, bins, few, two_values };
+
+// The elements in a window, by a block that has the row to itself.
+constexpr int kMaxListed = 1024;
+struct ListedElement {
+  float value;
+  int index;
+};
+struct WindowList {
+  ListedElement elements[kMaxListed];
+  u32 count;  // may exceed kMaxListed: elements that did not fit are missing
+
+  __device__ __forceinline__ void append(float value, int index) {
+    if (*reinterpret_cast<volatile u32*>(&count) > kMaxListed) return;
+    const u32 place = atomicAdd(&count, 1u);
+    if (place < kMaxListed) elements[place] = {value, index};
+  }
+};
 
 // Shared by a block.
 struct WindowScratch {
   int threshold;                      // the mean of those that the warps estimate
   u32 num_in_window, num_with_few;    // elements of the sample, and warps in whose part few elements have the mass
-  float sample_sums[kWindowedWarps];  // of the elements that a warp estimates from: their sum,
+  float sample_sums[kWindowedWarps];     // of the elements that a warp estimates from: their sum,
+  float sample_squares[kWindowedWarps];  // that of their squares,
   int sample_tops[kWindowedWarps];    // the bits of the largest,
   int thresholds[kWindowedWarps];     // the bits of the threshold,
   int widths[kWindowedWarps];         // log2 of the width of a window,
@@ -94,6 +113,21 @@ struct WindowSample {
     top = __reduce_max_sync(kAllLanes, __float_as_int(most));
     sum = own;
   }
+  // What the elements of a warp sum up to, on average, in a row that sums up to 1.
+  static __device__ __forceinline__ float share_of_one(int length) {
+    return __fdividef(kOfWarp, static_cast<float>(length));
+  }
+  // Whether the sum of a sample agrees with an expected one. Its error comes from the largest elements, which matter
+  // little to a threshold below them: where it agrees, the expected sum gives the better threshold.
+  static __device__ __forceinline__ bool may_be(float expected, float sum, float squares, float deviations) {
+    return fabsf(sum - expected) <= deviations * sqrtf(squares) + 0.02f * expected;
+  }
+  __device__ __forceinline__ float squares() const {
+    float own = 0.f;
+#pragma unroll
+    for (int e = 0; e < kOwn; ++e) own = __fmaf_rn(v[e], v[e], own);
+    return warp_float_sum(own);
+  }
   // The sum of the elements that `counts` selects, in units of which every element has up to 2^22.
   template <typename Counts>
   __device__ __forceinline__ u32 sum_of(float unit, Counts counts) const {
@@ -108,14 +142,14 @@ struct WindowSample {
 // because the atomics of many would serialise. The block takes the median of its warps.
 template <typename Slice>
 __device__ __forceinline__ Window adapted_window(const Cluster& cluster, const Slice& row, WindowScratch* scratch,
-                                                 const WindowSample& sample, float part) {
+                                                 const WindowSample& sample, float sum, float squares, float part) {
   constexpr int kSample = WindowSample::kOfWarp, kMaxInWindow = kSample / 8, kMinEqual = kSample / 16;
   constexpr int kOctaves = 12 << 23, kMinAbove = 64;
   const int own = threadIdx.x >> 5, num_warps = cluster.warps_per_block;
   const bool is_warp = cluster.lane < num_warps;  // this lane stands for a warp
   const int top = max(sample.top, 1 << 23);
-  const float sum = warp_float_sum(sample.sum);
-  if (cluster.lane == 0) scratch->sample_sums[own] = sum, scratch->sample_tops[own] = top;
+  if (cluster.lane == 0)
+    scratch->sample_sums[own] = sum, scratch->sample_squares[own] = squares, scratch->sample_tops[own] = top;
   u32 least = static_cast<u32>(top);
 #pragma unroll
   for (int e = 0; e < WindowSample::kOwn; ++e) {
@@ -125,9 +159,12 @@ __device__ __forceinline__ Window adapted_window(const Cluster& cluster, const S
   __syncthreads();
   const int largest = __reduce_max_sync(kAllLanes, is_warp ? scratch->sample_tops[cluster.lane] : 0);
   const float total = warp_float_sum(is_warp ? scratch->sample_sums[cluster.lane] : 0.f);
+  const float all_squares = warp_float_sum(is_warp ? scratch->sample_squares[cluster.lane] : 0.f);
   // If few elements have most of the mass, the sum of a sample says nothing about that of the row, which is 1 then.
+  const float of_one = sample.share_of_one(row.length);
   const bool has_few = __int_as_float(largest) > 0.02f * total;
-  const float below = (1.f - part) * (has_few ? __fdividef(kSample, static_cast<float>(row.length)) : sum);
+  const bool is_one = has_few || sample.may_be(num_warps * of_one, total, all_squares, 6.f);
+  const float below = (1.f - part) * (is_one ? of_one : sum);
   const float unit = __fdividef(0x1p22f, __int_as_float(top));
   const u32 goal = __float2uint_rz(below * unit);
   int low = max(top - kOctaves, static_cast<int>(least));
@@ -190,17 +227,23 @@ __device__ __forceinline__ Window adapted_window(const Cluster& cluster, const S
 }
 
 // A window for top-p, which keeps `part` of the mass. The usual one is around the mean of the thresholds that the warps
-// find by bisection of twelve octaves. Where many elements lie in it, or few have the mass, it decides little: if
-// `adapts`, the window is an adapted one; else, with many elements, there is none.
+// find by bisection of twelve octaves. Where many elements lie in it, few have the mass, or the warps disagree, it
+// decides little: if `adapts`, the window is an adapted one; else, with many elements, there is none.
 template <bool adapts, typename Slice>
 __device__ __forceinline__ Window estimate_window(const Cluster& cluster, const Slice& row, WindowScratch* scratch,
                                                   float part) {
-  constexpr int kOctaves = 12 << 23;
+  constexpr int kOctaves = 12 << 23, kMaxSpread = 1 << 22;
   const WindowSample sample(cluster, row);
   const int num_warps = cluster.warps_per_block, max_count = row.elements_per_warp * num_warps;
   const float unit = __fdividef(0x1p22f, __int_as_float(sample.top));
   const u32 all = __reduce_add_sync(kAllLanes, __float2uint_rz(sample.sum * unit));
-  const u32 goal = static_cast<u32>(static_cast<float>(all) * part);
+  u32 goal = static_cast<u32>(static_cast<float>(all) * part);
+  float sum = 0.f, squares = 0.f;
+  if constexpr (adapts) {
+    const float of_one = sample.share_of_one(row.length);
+    sum = warp_float_sum(sample.sum), squares = sample.squares();
+    if (sample.may_be(of_one, sum, squares, 4.f)) goal = all - min(all, __float2uint_rz((1.f - part) * of_one * unit));
+  }
   int low = max(sample.top - kOctaves, 0);
 #pragma unroll 1
   for (int step = kOctaves / 2; step >= kOctaves / 128; step /= 2) {
@@ -217,12 +260,15 @@ __device__ __forceinline__ Window estimate_window(const Cluster& cluster, const 
   if (cluster.lane == 0) {
     atomicAdd(&scratch->threshold, low / num_warps), atomicAdd(&scratch->num_in_window, num_in_window);
     if (all < 16u << 22) atomicAdd(&scratch->num_with_few, 1u);  // the largest element has a sixteenth of the sum
+    if (adapts) scratch->thresholds[threadIdx.x >> 5] = low;
   }
   __syncthreads();
   const u32 in_window = scratch->num_in_window, num_sampled = WindowSample::kOfWarp * num_warps;
   if constexpr (adapts) {
-    if (in_window > num_sampled / 8 || scratch->num_with_few > num_warps / 2u)
-      return adapted_window(cluster, row, scratch, sample, part);
+    const int of_warp = scratch->thresholds[min(cluster.lane, num_warps - 1)];
+    const int spread = __reduce_max_sync(kAllLanes, of_warp) - __reduce_min_sync(kAllLanes, of_warp);
+    if (in_window > num_sampled / 8 || scratch->num_with_few > num_warps / 2u || spread > kMaxSpread)
+      return adapted_window(cluster, row, scratch, sample, sum, squares, part);
   }
   return in_window > num_sampled / 4 ? Window() : Window(scratch->threshold, kUsualWindowBits, max_count);
 }
