@@ -86,14 +86,26 @@ struct RejectionSampler {
 
   // ---- passes over the row ------------------------------------------------------------------------------------------
 
-  // The largest element of this warp's slice.
-  __device__ __forceinline__ float largest() const {
-    float most = -INFINITY;
+  // Of this warp's slice: the largest element of a lane and of the warp, and where windows adapt the approximate sum of
+  // this lane's weights relative to the latter.
+  struct Largest {
+    float of_lane = -INFINITY, of_warp = -INFINITY, sum = 0.f;
+  };
+  __device__ __forceinline__ Largest largest() const {
+    Largest found;
     row.template for_each_chunk<tiles>([&](const float (&v)[Slice::size], int) {
 #pragma unroll
-      for (int e = 0; e < Slice::size; ++e) most = ptx::max_nan(most, v[e]);
+      for (int e = 0; e < Slice::size; ++e) found.of_lane = ptx::max_nan(found.of_lane, v[e]);
+      if constexpr (adapts) {
+        const float most = from_order_key(__reduce_max_sync(kAllLanes, order_key(found.of_lane)));
+        if (!(most > -INFINITY)) return;
+        found.sum *= ptx::ex2_approx_ftz((found.of_warp - most) * weight_fn.slope);
+        found.of_warp = most;
+#pragma unroll
+        for (int e = 0; e < Slice::size; ++e) found.sum += ptx::ex2_approx_ftz((v[e] - most) * weight_fn.slope);
+      }
     });
-    return most;
+    return found;
   }
 
   // The same, and the masses under the common power of two, and the sums of what lies inside and above the window.
@@ -111,12 +123,12 @@ struct RejectionSampler {
     const float lower_value = window.lower_value();
     GroupMasses groups(cluster.lane, row.chunks_per_group);
     row.template for_each_chunk<tiles>([&](const float (&v)[Slice::size], int base) {
-      u32 upper = 0, lower = 0, equal = 0;
+      u32 upper = 0, lower = 0, equal = 0, listed = 0;
       float above = 0.f, above_lower = 0.f;  // sums of sums have smaller errors
 #pragma unroll
       for (int e = 0; e < Slice::size; ++e) {
         first.most = ptx::max_nan(first.most, v[e]);
-        const float w = fmaxf(v[e], 0.f);
+        const float w = fmaxf(weight_fn.weight(v[e]), 0.f);
         const float whole = __fmaf_rz(w, weight_fn.scale, 0x1p23f);
         const float rest = __fmaf_rn(w, weight_fn.scale, -__fadd_rn(whole, -0x1p23f));
         upper += __float_as_uint(whole);
@@ -127,7 +139,7 @@ struct RejectionSampler {
           const u32 weight = __float_as_uint(__fmaf_rn(w, window.unit, 0x1p23f)) - MassSum::kBias;
           shared_add_if(static_cast<u32>(position) < width,
                         bins + 4 * (static_cast<u32>(position) >> (bits - kBinBits)), weight);
-          if (mode == WindowMode::few && static_cast<u32>(position) < width) list->append(w, row.index(base, e));
+          if (mode == WindowMode::few && static_cast<u32>(position) < width) listed |= 1u << e;
         } else if constexpr (mode == WindowMode::two_values) {
           if (w > window.upper_value) above += w;
           if (w > lower_value) above_lower += w;
@@ -135,6 +147,11 @@ struct RejectionSampler {
         }
       }
       first.above += above, first.above_lower += above_lower;
+      if (mode == WindowMode::few && listed != 0) {
+#pragma unroll
+        for (int e = 0; e < Slice::size; ++e)
+          if (listed >> e & 1) list->append(v[e], row.index(base, e));
+      }
       if constexpr (mode == WindowMode::two_values) {
         equal = __reduce_add_sync(kAllLanes, equal);
         if (groups.lane == 0) first.upper += equal & 0xffffu, first.lower += equal >> 16;
@@ -239,9 +256,12 @@ struct RejectionSampler {
   // Decides a proposal of this warp from the sums of the first pass, if they suffice. mass: of the row, over 2^20.
   __device__ __forceinline__ Decision decide_by_window(const Proposal& proposal, u64 goal, float mass) const {
     const Window window = scratch->of_window.window;
-    const float value = proposal.value;
+    const float value = fmaxf(weight_fn.weight(proposal.value), 0.f);
     const float2 sums = exchange.float_sums(cluster, 2);
     const float above = sums.x;
+    // Weights of logits are not exactly in the order of the logits: those of elements before it are at least lower_end.
+    constexpr float kSlack = kind == Kind::logits ? 0x1p-21f : 0.f;
+    const float lower_end = value * (1.f - kSlack), upper_end = value * (1.f + kSlack);
     if (adapts && window.is_two_values()) {
       const auto compare_with = [&](float from, u32 count, float each) {
         return compare(__fmaf_rn(static_cast<float>(count), each, from) * weight_fn.scale, goal);
@@ -249,13 +269,10 @@ struct RejectionSampler {
       const bool is_upper = value == window.upper_value, is_lower = !is_upper && value == window.lower_value();
       const uint2 all = exchange.count_sums(cluster, 3, cluster.num_warps),
                   earlier = exchange.count_sums(cluster, 3, cluster.warp);
-      if (is_upper) {
-        return compare_with(above, earlier.x + count_before(proposal, scratch->of_window.bins), value);
-      }
-      if (is_lower) {
-        return compare_with(sums.y, earlier.y + count_before(proposal, scratch->of_window.bins + kWindowedThreads),
-                            value);
-      }
+      const u32* const of_groups = scratch->of_window.bins;
+      if (is_upper) return compare_with(above, earlier.x + count_before(proposal, of_groups), value);
+      if (is_lower)
+        return compare_with(sums.y, earlier.y + count_before(proposal, of_groups + kWindowedThreads), value);
       if (value > window.upper_value) return compare_with(above, 0, 0.f) == kAccepted ? kAccepted : kUndecided;
       if (value < window.lower_value()) {
         return compare_with(sums.y, all.y, window.lower_value()) == kRejected ? kRejected : kUndecided;
@@ -263,33 +280,34 @@ struct RejectionSampler {
       if (compare_with(above, all.x, window.upper_value) == kRejected) return kRejected;
       return compare_with(sums.y, 0, 0.f) == kAccepted ? kAccepted : kUndecided;
     }
-    if (adapts && window.bits == kTopWindowBits && list->count <= kMaxListed && cluster.size == 1) {
+    if (adapts && window.lists && list->count <= kMaxListed) {
       float before = 0.f;
       for (int n = cluster.lane; n < static_cast<int>(list->count); n += 32) {
         const ListedElement other = list->elements[n];
-        if (other.value > value || (other.value == value && other.index < proposal.index)) before += other.value;
+        const bool is_before = Proposal{other.index, other.value}.is_before(proposal);
+        before += is_before ? fmaxf(weight_fn.weight(other.value), 0.f) : 0.f;
       }
       const Decision decision = compare((above + warp_float_sum(before)) * weight_fn.scale, goal);
-      const int position = window.position(value);
-      if (position >= 1 << window.bits) return decision == kAccepted ? kAccepted : kUndecided;
-      return position >= 0 || decision == kRejected ? decision : kUndecided;
+      if (window.position(upper_end) >= 1 << window.bits) return decision == kAccepted ? kAccepted : kUndecided;
+      return window.position(lower_end) >= 0 || decision == kRejected ? decision : kUndecided;
     }
     if (window.lower_value() * window.unit < 1.f) return kUndecided;
     if (window.bits == kTopWindowBits && mass * (1.f / weight_fn.scale) * window.unit > 0x1p31f) return kUndecided;
-    const int position = window.position(value);
-    if (position >= 1 << window.bits) {
-      return compare(above * weight_fn.scale, goal) == kAccepted ? kAccepted : kUndecided;
+    if (window.position(upper_end) >= 1 << window.bits) {
+      const bool is_above = window.position(lower_end) >= 1 << window.bits;
+      return is_above && compare(above * weight_fn.scale, goal) == kAccepted ? kAccepted : kUndecided;
     }
-    const int own = position < 0 ? -1 : window.bin(position);
+    const auto bin_of = [&](float weight) { return max(-1, window.bin(window.position(weight))); };
+    const int own = bin_of(lower_end), last_own = bin_of(upper_end);  // bins that may have elements equal to it
     float sum = 0.f, off = 0.5f, same = 0.f;  // off: by rounding every weight to an integer
 #pragma unroll 1
     for (int rank = 0; rank < cluster.size; ++rank) {
       const u32* bins = cluster.map_shared(scratch->of_window.bins, rank);
-#pragma unroll(adapts ? 1 : 8)  // so that loads from other blocks overlap; adapted windows have no registers for it
+#pragma unroll(adapts ? 1 : 4)  // so that loads from other blocks overlap; adapted windows have no registers for it
       for (int bin = cluster.lane; bin < kWindowBins; bin += 32) {
         const float weight = __uint2float_rn(bins[bin]);
-        sum += bin > own ? weight : 0.f;
-        same += bin == own ? weight : 0.f;
+        sum += bin > last_own ? weight : 0.f;
+        same += bin >= own && bin <= last_own ? weight : 0.f;
         // An element of the bin has at least this weight.
         const float least = fmaxf(window.bin_begin(bin) * window.unit - 0.5f, 0.5f);
         off += bin >= own ? weight * __fdividef(0.5f, least) : 0.f;
@@ -396,6 +414,38 @@ __global__ void __launch_bounds__(max_threads(first_pass), first_pass == FirstPa
   if constexpr (Sampler::adapts) sampler.list = reinterpret_cast<WindowList*>(memory);
   bool early, has_window, has_two_values = false;
   typename Sampler::FirstPassResult first;
+  typename Sampler::Largest largest;
+  const auto read_with_window = [&](u64 q32, float row_sum) {
+    __syncthreads();
+    Window window = estimate_window<Sampler::adapts>(cluster, row, &scratch->of_window, weight_fn,
+                                                     static_cast<float>(q32) * 0x1p-32f, row_sum);
+    if (logits && window.is_two_values()) window = Window();  // different logits may have one weight
+    has_window = window.has_elements();
+    if (threadIdx.x == 0) scratch->of_window.window = window;
+    has_two_values = Sampler::adapts && window.is_two_values();
+    if (!has_window) {
+      first = sampler.template read<WindowMode::none>(window);
+    } else if (!logits && has_two_values) {
+      first = sampler.template read<WindowMode::two_values>(window);
+      scratch->of_window.bins[threadIdx.x] = first.upper;
+      scratch->of_window.bins[kWindowedThreads + threadIdx.x] = first.lower;
+    } else if (!Sampler::adapts || window.bits == kUsualWindowBits) {
+      first = sampler.template read<WindowMode::usual>(window);
+    } else if (window.lists) {
+      first = sampler.template read<WindowMode::few>(window);
+    } else {
+      first = sampler.template read<WindowMode::bins>(window);
+    }
+  };
+  const auto broadcast_window = [&] {
+    exchange.broadcast_floats(cluster, 2, warp_float_sum(first.above), warp_float_sum(first.above_lower));
+    if (has_two_values) {
+      exchange.broadcast(cluster, 3,
+                         __reduce_add_sync(kAllLanes, first.upper) |
+                             static_cast<u64>(__reduce_add_sync(kAllLanes, first.lower)) << 32);
+    }
+    if (cluster.size > 1) cluster.sync();  // the bins of all blocks are complete
+  };
   {
     // Read the row. For probabilities also sum the mass, assuming the common power of two.
     const RowParams<kind> params(p, row_idx);
@@ -403,31 +453,13 @@ __global__ void __launch_bounds__(max_threads(first_pass), first_pass == FirstPa
     has_window = windowed && early && params.q32 < kQ32One;
     const u64 seed = is_rng_thread ? p.seed.at(row_idx) : 0, offset = is_rng_thread ? p.offset.at(row_idx) : 0;
     if constexpr (logits) {
-      first.most = sampler.largest();
+      if (Sampler::adapts) weight_fn.set_temperature(params.temperature <= 0.f ? 1.f : params.temperature);
+      largest = sampler.largest();
+      first.most = largest.of_lane;
+    } else if (windowed && has_window) {
+      read_with_window(params.q32, /*row_sum=*/1.f);
     } else {
-      if (windowed && has_window) {
-        __syncthreads();
-        const Window window = estimate_window<Sampler::adapts>(cluster, row, &scratch->of_window,
-                                                               static_cast<float>(params.q32) * 0x1p-32f);
-        has_window = window.has_elements();
-        if (threadIdx.x == 0) scratch->of_window.window = window;
-        has_two_values = Sampler::adapts && window.is_two_values();
-        if (!has_window) {
-          first = sampler.template read<WindowMode::none>(window);
-        } else if (has_two_values) {
-          first = sampler.template read<WindowMode::two_values>(window);
-          scratch->of_window.bins[threadIdx.x] = first.upper;
-          scratch->of_window.bins[kWindowedThreads + threadIdx.x] = first.lower;
-        } else if (!Sampler::adapts || window.bits == kUsualWindowBits) {
-          first = sampler.template read<WindowMode::usual>(window);
-        } else if (window.bits == kTopWindowBits && cluster.size == 1) {
-          first = sampler.template read<WindowMode::few>(window);
-        } else {
-          first = sampler.template read<WindowMode::bins>(window);
-        }
-      } else {
-        first = sampler.template read<WindowMode::none>(Window());
-      }
+      first = sampler.template read<WindowMode::none>(Window());
     }
     if (is_rng_thread) random_words(seed, offset, 0, scratch->words);
   }
@@ -437,15 +469,8 @@ __global__ void __launch_bounds__(max_threads(first_pass), first_pass == FirstPa
       cluster, 1,
       static_cast<u32>(__reduce_max_sync(kAllLanes, isnan(first.most) ? INT32_MAX : order_key(first.most + 0.f))));
   if (early) exchange.broadcast(cluster, 0, warp_sum(sampler.group_mass));
-  if (has_window) {
-    exchange.broadcast_floats(cluster, 2, warp_float_sum(first.above), warp_float_sum(first.above_lower));
-    if (has_two_values) {
-      exchange.broadcast(cluster, 3,
-                         __reduce_add_sync(kAllLanes, first.upper) |
-                             static_cast<u64>(__reduce_add_sync(kAllLanes, first.lower)) << 32);
-    }
-    if (cluster.size > 1) cluster.sync();  // the bins of all blocks are complete
-  }
+  if (logits && Sampler::adapts) exchange.broadcast_floats(cluster, 2, largest.of_warp, warp_float_sum(largest.sum));
+  if (has_window) broadcast_window();
   exchange.wait(cluster, is_rng_thread);
   weight_fn.top = from_order_key(exchange.max(cluster, 1));
   const auto [temperature, min_p, q32, greedy] = RowParams<kind>(p, row_idx);  // reloaded to save registers
@@ -473,6 +498,16 @@ __global__ void __launch_bounds__(max_threads(first_pass), first_pass == FirstPa
   // decide. The inner loop goes over the undecided proposals, and stops for exact masses where float sums do not
   // decide.
   const bool unfiltered = greedy || q32 == kQ32One;  // the first proposal is accepted
+  if constexpr (logits && Sampler::adapts) {
+    if (!unfiltered && !(weight_fn.least > 0.f)) {
+      const float row_sum = exchange.sum_of_weights(cluster, 2, weight_fn);
+      read_with_window(q32, row_sum);
+      exchange.broadcast(cluster, 0, warp_sum(sampler.group_mass));
+      if (has_window) broadcast_window();
+      exchange.wait(cluster, is_rng_thread);
+      has_masses = true;
+    }
+  }
   u64 goal = 0;
   int n = kProposals;           // the proposal that is checked
   int first_rejected = -1;      // in descending order

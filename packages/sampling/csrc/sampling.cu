@@ -83,7 +83,7 @@ template <Kind kind>
 void launch_rejection_rows(Params params, DLDevice device, SplitRequest request) {
   const bool filtered = params.top_p.values || params.top_p.value < 1.f;
   FirstPass of_many = FirstPass::windowed;
-  if (kind == Kind::probs && filtered) {  // probabilities alone have windows
+  if (filtered) {
     const int64_t bytes = int64_t{params.num_rows} * params.length * (params.dtype == kRowFloat32 ? 4 : 2);
     if (bytes > device_attribute(cudaDevAttrL2CacheSize, device.device_id)) of_many = FirstPass::adapted;
   }
@@ -94,10 +94,8 @@ void launch_rejection_rows(Params params, DLDevice device, SplitRequest request)
     launch_slices<rejection_rows<kind, FirstPass::plain>>(params, split, unit, device);
     return;
   }
-  if constexpr (kind == Kind::probs) {
-    if (split.first_pass == FirstPass::adapted)
-      return launch_slices<rejection_rows<kind, FirstPass::adapted>>(params, split, unit, device);
-  }
+  if (split.first_pass == FirstPass::adapted)
+    return launch_slices<rejection_rows<kind, FirstPass::adapted>>(params, split, unit, device);
   launch_slices<rejection_rows<kind, FirstPass::windowed>>(params, split, unit, device);
 }
 

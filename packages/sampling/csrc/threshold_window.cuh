@@ -21,6 +21,7 @@ struct Window {
   int bits = 0;            // log2 of the width
   float unit = 0.f;
   float upper_value = 0.f;
+  bool lists = false;  // so few elements are in it that they are listed
 
   __device__ __forceinline__ Window() {}
   // Around a value. max_count: elements that one block may add. Each of them, less than 2^(the last exponent + 1),
@@ -59,7 +60,7 @@ struct Window {
   }
 };
 
-// usual: a window of kUsualWindowBits. few: one of kTopWindowBits, whose elements are listed as well.
+// usual: a window of kUsualWindowBits. few: one whose elements are listed as well.
 enum class WindowMode { none, usual, bins, few, two_values };
 
 // The elements in a window, by a block that has the row to itself.
@@ -87,7 +88,7 @@ struct WindowScratch {
   float sample_squares[kWindowedWarps];  // that of their squares,
   int sample_tops[kWindowedWarps];    // the bits of the largest,
   int thresholds[kWindowedWarps];     // the bits of the threshold,
-  int widths[kWindowedWarps];         // log2 of the width of a window,
+  int widths[kWindowedWarps];         // log2 of the width of a window, and 2^16 times the elements below_one() has,
   u32 counts[kWindowedWarps];         // the elements equal to the threshold, and 2^16 times those above it
   Window window;
   // The weight of this block's elements in the window, times Window::unit; or the elements of each lane's group that
@@ -99,23 +100,26 @@ struct WindowScratch {
 // The part of a row that windows are estimated from: four tiles for every warp, the same in every block.
 struct WindowSample {
   static constexpr int kTiles = 4, kOwn = 4 * kTiles, kOfWarp = kTiles * kTile;
-  float v[kOwn];  // at least 0
+  float v[kOwn];  // weights, at least 0
   float sum;      // of this warp
   int top;        // the bits of the largest of this warp
 
-  template <typename Slice>
-  __device__ __forceinline__ WindowSample(const Cluster& cluster, const Slice& row) {
+  template <typename Slice, typename Weight>
+  __device__ __forceinline__ WindowSample(const Cluster& cluster, const Slice& row, const Weight& weight_fn) {
     const int tile = static_cast<int>(int64_t{threadIdx.x >> 5} * ((row.length - 1) / kTile) / cluster.warps_per_block);
     row.template unpack<kTiles>(row.template load<kTiles>(tile * kTile), v);
     float most = 0.f, own = 0.f;
 #pragma unroll
-    for (int e = 0; e < kOwn; ++e) v[e] = fmaxf(v[e], 0.f), most = fmaxf(most, v[e]), own += v[e];
+    for (int e = 0; e < kOwn; ++e) {
+      v[e] = fmaxf(weight_fn.weight(v[e]), 0.f);
+      most = fmaxf(most, v[e]), own += v[e];
+    }
     top = __reduce_max_sync(kAllLanes, __float_as_int(most));
     sum = own;
   }
-  // What the elements of a warp sum up to, on average, in a row that sums up to 1.
-  static __device__ __forceinline__ float share_of_one(int length) {
-    return __fdividef(kOfWarp, static_cast<float>(length));
+  // What the elements of a warp sum up to, on average, in a row of that sum.
+  static __device__ __forceinline__ float share(float row_sum, int length) {
+    return row_sum * __fdividef(kOfWarp, static_cast<float>(length));
   }
   // Whether the sum of a sample agrees with an expected one. Its error comes from the largest elements, which matter
   // little to a threshold below them: where it agrees, the expected sum gives the better threshold.
@@ -142,7 +146,8 @@ struct WindowSample {
 // because the atomics of many would serialise. The block takes the median of its warps.
 template <typename Slice>
 __device__ __forceinline__ Window adapted_window(const Cluster& cluster, const Slice& row, WindowScratch* scratch,
-                                                 const WindowSample& sample, float sum, float squares, float part) {
+                                                 const WindowSample& sample, float sum, float squares, float part,
+                                                 float expected) {
   constexpr int kSample = WindowSample::kOfWarp, kMaxInWindow = kSample / 8, kMinEqual = kSample / 16;
   constexpr int kOctaves = 12 << 23, kMinAbove = 64;
   const int own = threadIdx.x >> 5, num_warps = cluster.warps_per_block;
@@ -160,11 +165,10 @@ __device__ __forceinline__ Window adapted_window(const Cluster& cluster, const S
   const int largest = __reduce_max_sync(kAllLanes, is_warp ? scratch->sample_tops[cluster.lane] : 0);
   const float total = warp_float_sum(is_warp ? scratch->sample_sums[cluster.lane] : 0.f);
   const float all_squares = warp_float_sum(is_warp ? scratch->sample_squares[cluster.lane] : 0.f);
-  // If few elements have most of the mass, the sum of a sample says nothing about that of the row, which is 1 then.
-  const float of_one = sample.share_of_one(row.length);
+  // If few elements have most of the mass, the sum of a sample says nothing about that of the row.
   const bool has_few = __int_as_float(largest) > 0.02f * total;
-  const bool is_one = has_few || sample.may_be(num_warps * of_one, total, all_squares, 6.f);
-  const float below = (1.f - part) * (is_one ? of_one : sum);
+  const bool as_expected = has_few || sample.may_be(num_warps * expected, total, all_squares, 6.f);
+  const float below = (1.f - part) * (as_expected ? expected : sum);
   const float unit = __fdividef(0x1p22f, __int_as_float(top));
   const u32 goal = __float2uint_rz(below * unit);
   int low = max(top - kOctaves, static_cast<int>(least));
@@ -215,34 +219,45 @@ __device__ __forceinline__ Window adapted_window(const Cluster& cluster, const S
     counts += v == threshold ? 1 : 0, counts += v > threshold ? 0x10000 : 0;
   }
   counts = __reduce_add_sync(kAllLanes, counts);
-  if (cluster.lane == 0) scratch->widths[own] = bits, scratch->counts[own] = counts;
+  Window below_one = Window::below_one();
+  u32 in_window = 0;
+#pragma unroll
+  for (int e = 0; e < WindowSample::kOwn; ++e) in_window += below_one.position(sample.v[e]) >= 0;
+  in_window = __reduce_add_sync(kAllLanes, in_window);
+  if (cluster.lane == 0) scratch->widths[own] = bits | in_window << 16, scratch->counts[own] = counts;
   __syncthreads();
-  bits = __reduce_add_sync(kAllLanes, is_warp ? scratch->widths[cluster.lane] : 0) / num_warps;
+  const int widths = __reduce_add_sync(kAllLanes, is_warp ? scratch->widths[cluster.lane] : 0);
+  bits = (widths & 0xffff) / num_warps;
   counts = __reduce_add_sync(kAllLanes, is_warp ? scratch->counts[cluster.lane] : 0);
   if ((counts & 0xffff) > static_cast<u32>(kMinEqual * num_warps))
     return Window(threshold, vote < 0 ? threshold : other_threshold);
   // Of a threshold that so few elements of the sample reach nothing is known but that it is at most 1.
-  if (has_few && counts >> 16 < kMinAbove) return Window::below_one();
+  if (has_few && counts >> 16 < kMinAbove) {
+    const float expected_elements = __fdividef(static_cast<float>(widths >> 16) * row.length, kSample * num_warps);
+    below_one.lists = cluster.size == 1 && expected_elements < kMaxListed / 2;
+    return below_one;
+  }
   return Window(threshold, bits, row.elements_per_warp * num_warps);
 }
 
-// A window for top-p, which keeps `part` of the mass. The usual one is around the mean of the thresholds that the warps
+// A window for top-p, which keeps `part` of the mass. row_sum: of the weights, if that is known, or a guess. The usual one is around the mean of the thresholds that the warps
 // find by bisection of twelve octaves. Where many elements lie in it, few have the mass, or the warps disagree, it
 // decides little: if `adapts`, the window is an adapted one; else, with many elements, there is none.
-template <bool adapts, typename Slice>
+template <bool adapts, typename Slice, typename Weight>
 __device__ __forceinline__ Window estimate_window(const Cluster& cluster, const Slice& row, WindowScratch* scratch,
-                                                  float part) {
+                                                  const Weight& weight_fn, float part, float row_sum) {
   constexpr int kOctaves = 12 << 23, kMaxSpread = 1 << 22;
-  const WindowSample sample(cluster, row);
+  const WindowSample sample(cluster, row, weight_fn);
   const int num_warps = cluster.warps_per_block, max_count = row.elements_per_warp * num_warps;
   const float unit = __fdividef(0x1p22f, __int_as_float(sample.top));
   const u32 all = __reduce_add_sync(kAllLanes, __float2uint_rz(sample.sum * unit));
   u32 goal = static_cast<u32>(static_cast<float>(all) * part);
+  const float expected = sample.share(row_sum, row.length);
   float sum = 0.f, squares = 0.f;
   if constexpr (adapts) {
-    const float of_one = sample.share_of_one(row.length);
     sum = warp_float_sum(sample.sum), squares = sample.squares();
-    if (sample.may_be(of_one, sum, squares, 4.f)) goal = all - min(all, __float2uint_rz((1.f - part) * of_one * unit));
+    if (sample.may_be(expected, sum, squares, 4.f))
+      goal = all - min(all, __float2uint_rz((1.f - part) * expected * unit));
   }
   int low = max(sample.top - kOctaves, 0);
 #pragma unroll 1
@@ -268,7 +283,7 @@ __device__ __forceinline__ Window estimate_window(const Cluster& cluster, const 
     const int of_warp = scratch->thresholds[min(cluster.lane, num_warps - 1)];
     const int spread = __reduce_max_sync(kAllLanes, of_warp) - __reduce_min_sync(kAllLanes, of_warp);
     if (in_window > num_sampled / 8 || scratch->num_with_few > num_warps / 2u || spread > kMaxSpread)
-      return adapted_window(cluster, row, scratch, sample, sum, squares, part);
+      return adapted_window(cluster, row, scratch, sample, sum, squares, part, expected);
   }
   return in_window > num_sampled / 4 ? Window() : Window(scratch->threshold, kUsualWindowBits, max_count);
 }

@@ -200,11 +200,6 @@ void process_and_sample(TensorView ids, TensorView valid, TensorView logprobs, T
               {token_ids, lengths, prompt_lengths, repetition_penalty, repetition_penalty_value, presence_penalty,
                presence_penalty_value, frequency_penalty, frequency_penalty_value});
   p.bitmask = bitmask_rows(check, bitmask, logits);
-  if (!set_draw(check, p, logits, ids, valid, {logprobs, ranks, top_ids, top_logprobs},
-                {temperature, temperature_value, top_k, top_k_value, top_p, top_p_value, min_p, min_p_value},
-                {joint, raw, seed, seed_value, offset, offset_value, offset_stride})) {
-    return;
-  }
   check.disjoint("logits", logits);
   for (const auto& [name, tensor] :
        std::initializer_list<std::pair<const char*, const OptionalTensor&>>{{"token_ids", token_ids},
@@ -221,6 +216,11 @@ void process_and_sample(TensorView ids, TensorView valid, TensorView logprobs, T
                                                                             {"seed", seed},
                                                                             {"offset", offset}}) {
     check.no_overlap("logits", logits, name, tensor);
+  }
+  if (!set_draw(check, p, logits, ids, valid, {logprobs, ranks, top_ids, top_logprobs},
+                {temperature, temperature_value, top_k, top_k_value, top_p, top_p_value, min_p, min_p_value},
+                {joint, raw, seed, seed_value, offset, offset_value, offset_stride})) {
+    return;
   }
   drop_neutral_history(p);
   if (p.history.length > kMaxHashed) unsupported("one launch covers histories of up to 4096 ids");

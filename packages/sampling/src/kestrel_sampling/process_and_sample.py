@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any, Literal
 
 import torch
@@ -88,20 +89,23 @@ def process_and_sample(
     )
 
 
-_NUM_PROCESSING = 10  # arguments after the logits that process_logits takes, the last of which is the bitmask
+_NAMES = tuple(inspect.signature(reference_logits.process_and_sample).parameters)
+_NUM_PROCESSING = _NAMES.index("temperature")  # arguments that process_logits takes too
 
 
-def _check_process_and_sample(logits: torch.Tensor, *given: Any) -> None:
-    *processing, bitmask = given[:_NUM_PROCESSING]
-    check_processing(_OP, logits, *processing, None, None, bitmask)
-    check_draw(_OP, logits, *given[_NUM_PROCESSING:])
+def _check_process_and_sample(*given: Any, **named: Any) -> None:
+    arguments = dict(zip(_NAMES, given, strict=False)) | named
+    processing = {name: arguments[name] for name in _NAMES[:_NUM_PROCESSING]}
+    check_processing(_OP, **processing, bias_ids=None, bias_values=None)
+    check_draw(_OP, arguments["logits"], **{name: arguments[name] for name in _NAMES[_NUM_PROCESSING:]})
 
 
 def _shape_of_step(
-    logits: torch.Tensor, *given: Any
+    *given: Any, **named: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    ids, valid = shape_of_draw(logits)
-    return ids, valid, *shape_of_logprobs(logits, ids, given[_NUM_PROCESSING + 9])
+    arguments = dict(zip(_NAMES, given, strict=False)) | named
+    ids, valid = shape_of_draw(arguments["logits"])
+    return ids, valid, *shape_of_logprobs(arguments["logits"], ids, arguments["top_n"])
 
 
 @kernel_op(

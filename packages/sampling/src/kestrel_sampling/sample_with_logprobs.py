@@ -123,8 +123,8 @@ def check_draw(
     check_keys(op, logits, seed, offset, offset_stride, "logits")
 
 
-def _check_sample_with_logprobs(*given: Any) -> None:
-    check_draw(_OP, *given)
+def _check_sample_with_logprobs(*given: Any, **named: Any) -> None:
+    check_draw(_OP, *given, **named)
 
 
 def is_one_launch(top_k: torch.Tensor | None, top_k_value: int, width: int) -> bool:
