@@ -29,7 +29,8 @@ struct HistoryArguments {
   double frequency_penalty_value;
 };
 
-inline void set_history(const Checks& check, HistoryParams& p, const TensorView& logits, const HistoryArguments& given) {
+inline void set_history(const Checks& check, HistoryParams& p, const TensorView& logits,
+                        const HistoryArguments& given) {
   if (given.token_ids.has_value()) p.history = id_rows(check, "token_ids", *given.token_ids, logits);
   const auto counts = [&](const char* name, const OptionalTensor& values, int64_t value) {
     if (values.has_value() && !given.token_ids.has_value()) check.fail(name, "None without token_ids", "a tensor");

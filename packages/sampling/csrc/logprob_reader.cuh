@@ -25,7 +25,7 @@ struct LogprobReader {
   float slope, slope_rest;  // not 0: -inf has weight 0
   int token;
   float of_token;
-  u32 before = 0;    // elements before the token in descending order
+  u32 before = 0;     // elements before the token in descending order
   u32 allowed = ~0u;  // masked: word `lane` of the bitmask of the tile that is being loaded
 
   __device__ __forceinline__ float weight(float below) const {

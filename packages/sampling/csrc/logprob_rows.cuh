@@ -142,7 +142,7 @@ __device__ __forceinline__ void locate_point(const u64* masses, int num, u64 poi
 
 // The tokens of a history that are in the chunks of a row which this block reads.
 struct TokensOfBlock : Slots {
-  int shift;      // of an id: the block that reads it
+  int shift;       // of an id: the block that reads it
   u32 rank, mask;  // of this block; of the blocks
   __device__ __forceinline__ u32 place(u32 id) const {
     return id < size && (id >> shift & mask) == rank ? id : kNoToken;

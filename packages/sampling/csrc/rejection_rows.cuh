@@ -299,7 +299,7 @@ struct RejectionSampler {
     }
     const auto bin_of = [&](float weight) { return max(-1, window.bin(window.position(weight))); };
     const int own = bin_of(lower_end), last_own = bin_of(upper_end);  // bins that may have elements equal to it
-    float sum = 0.f, off = 0.5f, same = 0.f;  // off: by rounding every weight to an integer
+    float sum = 0.f, off = 0.5f, same = 0.f;                          // off: by rounding every weight to an integer
 #pragma unroll 1
     for (int rank = 0; rank < cluster.size; ++rank) {
       const u32* bins = cluster.map_shared(scratch->of_window.bins, rank);

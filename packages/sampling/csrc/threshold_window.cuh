@@ -82,14 +82,14 @@ struct WindowList {
 
 // Shared by a block.
 struct WindowScratch {
-  int threshold;                      // the mean of those that the warps estimate
-  u32 num_in_window, num_with_few;    // elements of the sample, and warps in whose part few elements have the mass
+  int threshold;                         // the mean of those that the warps estimate
+  u32 num_in_window, num_with_few;       // elements of the sample, and warps in whose part few elements have the mass
   float sample_sums[kWindowedWarps];     // of the elements that a warp estimates from: their sum,
   float sample_squares[kWindowedWarps];  // that of their squares,
-  int sample_tops[kWindowedWarps];    // the bits of the largest,
-  int thresholds[kWindowedWarps];     // the bits of the threshold,
-  int widths[kWindowedWarps];         // log2 of the width of a window, and 2^16 times the elements below_one() has,
-  u32 counts[kWindowedWarps];         // the elements equal to the threshold, and 2^16 times those above it
+  int sample_tops[kWindowedWarps];       // the bits of the largest,
+  int thresholds[kWindowedWarps];        // the bits of the threshold,
+  int widths[kWindowedWarps];            // log2 of the width of a window, and 2^16 times the elements below_one() has,
+  u32 counts[kWindowedWarps];            // the elements equal to the threshold, and 2^16 times those above it
   Window window;
   // The weight of this block's elements in the window, times Window::unit; or the elements of each lane's group that
   // have the upper value, then those that have the lower one.
@@ -240,9 +240,10 @@ __device__ __forceinline__ Window adapted_window(const Cluster& cluster, const S
   return Window(threshold, bits, row.elements_per_warp * num_warps);
 }
 
-// A window for top-p, which keeps `part` of the mass. row_sum: of the weights, if that is known, or a guess. The usual one is around the mean of the thresholds that the warps
-// find by bisection of twelve octaves. Where many elements lie in it, few have the mass, or the warps disagree, it
-// decides little: if `adapts`, the window is an adapted one; else, with many elements, there is none.
+// A window for top-p, which keeps `part` of the mass. row_sum: of the weights, if that is known, or a guess. The usual
+// one is around the mean of the thresholds that the warps find by bisection of twelve octaves. Where many elements lie
+// in it, few have the mass, or the warps disagree, it decides little: if `adapts`, the window is an adapted one; else,
+// with many elements, there is none.
 template <bool adapts, typename Slice, typename Weight>
 __device__ __forceinline__ Window estimate_window(const Cluster& cluster, const Slice& row, WindowScratch* scratch,
                                                   const Weight& weight_fn, float part, float row_sum) {

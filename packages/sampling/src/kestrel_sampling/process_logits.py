@@ -147,9 +147,7 @@ def check_processing(
         check.same(op, "device", logits=logits, bitmask=bitmask)
 
 
-def _check_process_logits(
-    logits: torch.Tensor, *given: Any, out: torch.Tensor | None = None, **named: Any
-) -> None:
+def _check_process_logits(logits: torch.Tensor, *given: Any, out: torch.Tensor | None = None, **named: Any) -> None:
     check_processing(_OP, logits, *given, **named)
     if out is not None:
         check.tensor(_OP, "out", out, dtype=tuple(dict.fromkeys((torch.float32, logits.dtype))), last_contiguous=True)
