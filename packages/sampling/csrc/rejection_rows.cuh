@@ -148,9 +148,10 @@ struct RejectionSampler {
       }
       first.above += above, first.above_lower += above_lower;
       if (mode == WindowMode::few && listed != 0) {
+        u32 place = list->reserve(__popc(listed));
 #pragma unroll
         for (int e = 0; e < Slice::size; ++e)
-          if (listed >> e & 1) list->append(v[e], row.index(base, e));
+          if (listed >> e & 1) list->put(place++, v[e], row.index(base, e));
       }
       if constexpr (mode == WindowMode::two_values) {
         equal = __reduce_add_sync(kAllLanes, equal);

@@ -73,9 +73,11 @@ struct WindowList {
   ListedElement elements[kMaxListed];
   u32 count;  // may exceed kMaxListed: elements that did not fit are missing
 
-  __device__ __forceinline__ void append(float value, int index) {
-    if (*reinterpret_cast<volatile u32*>(&count) > kMaxListed) return;
-    const u32 place = atomicAdd(&count, 1u);
+  // The place of the first of n elements, which are left out once the list is full.
+  __device__ __forceinline__ u32 reserve(u32 n) {
+    return *reinterpret_cast<volatile u32*>(&count) > kMaxListed ? kMaxListed : atomicAdd(&count, n);
+  }
+  __device__ __forceinline__ void put(u32 place, float value, int index) {
     if (place < kMaxListed) elements[place] = {value, index};
   }
 };
@@ -234,7 +236,7 @@ __device__ __forceinline__ Window adapted_window(const Cluster& cluster, const S
   // Of a threshold that so few elements of the sample reach nothing is known but that it is at most 1.
   if (has_few && counts >> 16 < kMinAbove) {
     const float expected_elements = __fdividef(static_cast<float>(widths >> 16) * row.length, kSample * num_warps);
-    below_one.lists = cluster.size == 1 && expected_elements < kMaxListed / 2;
+    below_one.lists = cluster.size == 1 && expected_elements < kMaxListed / 4;
     return below_one;
   }
   return Window(threshold, bits, row.elements_per_warp * num_warps);
