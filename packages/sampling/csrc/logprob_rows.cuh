@@ -4,7 +4,8 @@
 // receives the largest, and the sum of exponentials relative to it, split into the elements equal to it (an integer)
 // and the rest. So a log-probability near 0 keeps its relative precision, and a result does not depend on how the row
 // is split. The elements before the token in descending order are counted in the same pass. With top-k the sum is that
-// of the selected elements, in float64. threshold_logprobs then corrects rows with other filters.
+// of the selected elements, in float64. threshold_logprobs then corrects rows with other filters. A whole step first
+// applies penalties to the tokens that a block reads itself, and masks elements as they are read.
 #pragma once
 
 #include <cfloat>
