@@ -21,6 +21,7 @@ constexpr int kChunkTiles = 4;  // tiles that a warp loads together
 //           around the estimated threshold, and those inside it in bins. These sums decide nearly all proposals.
 // adapted:  for rows that L2 does not hold either, where another pass is slow. The window of a row depends on how its
 //           values are distributed. Where many elements have one value, these and those of another value are counted.
+//           Logits have theirs in the pass after the largest is known.
 enum class FirstPass { plain, windowed, adapted };
 
 enum Decision : int { kUndecided, kAccepted, kRejected };
@@ -28,8 +29,7 @@ enum Decision : int { kUndecided, kAccepted, kRejected };
 struct alignas(16) Proposal {
   int index;
   float value;
-  int decision;
-  int unused;
+  int decision, unused;
   __device__ __forceinline__ bool is_before(const Proposal& other) const {
     return value > other.value || (value == other.value && index < other.index);
   }
