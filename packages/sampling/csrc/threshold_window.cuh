@@ -236,7 +236,7 @@ __device__ __forceinline__ Window adapted_window(const Cluster& cluster, const S
   // Of a threshold that so few elements of the sample reach nothing is known but that it is at most 1.
   if (has_few && counts >> 16 < kMinAbove) {
     const float expected_elements = __fdividef(static_cast<float>(widths >> 16) * row.length, kSample * num_warps);
-    below_one.lists = cluster.size == 1 && expected_elements < kMaxListed / 4;
+    below_one.lists = cluster.size == 1 && expected_elements < 3 * kMaxListed / 8;
     return below_one;
   }
   return Window(threshold, bits, row.elements_per_warp * num_warps);

@@ -372,12 +372,12 @@ BITMASKS: dict[str, Callable[[int, int], dict[str, Any]]] = {
 def assert_one_call_is_both(logits: torch.Tensor, known: dict[str, Any], **options: Any) -> None:
     """What is written in place stays inside the rows. Sums of exponentials depend on the alignment of the rows."""
     rows, width = logits.shape
-    wide = torch.full((2, rows, width + 9), 7.0, dtype=logits.dtype, device="cuda")
-    for one, two in ((logits.clone(), logits.clone()), wide[:, :, 5 : 5 + width]):
+    wide, other = (torch.full((rows, width + 9), 7.0, dtype=logits.dtype, device="cuda") for _ in range(2))
+    for one, two in ((logits.clone(), logits.clone()), (wide[:, 5 : 5 + width], other[:, 5 : 5 + width])):
         one.copy_(logits), two.copy_(logits)
         want = sample_with_logprobs(process_logits(two, **known, out=two), **options)
         assert_same_bits(tuple(process_and_sample(one, **known, **options)), tuple(want), any_nan=True)
-    assert bool((torch.cat((wide[..., :5], wide[..., -4:]), -1) == 7).all())
+    assert bool((torch.cat((wide[:, :5], wide[:, -4:]), 1) == 7).all())
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
