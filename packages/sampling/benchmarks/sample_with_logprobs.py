@@ -1,6 +1,6 @@
 """Shapes of record of sample_with_logprobs: rows x V, float32, in L2; temperature 0.8, top-k 50, top-p 0.9.
 
-n: the most probable tokens per row. "step" includes process_logits in place before: penalties and a bitmask.
+n: the most probable tokens per row. "step" is process_and_sample: penalties and a bitmask before, in the same launch.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def operations(shape: str) -> int:
 def candidates() -> dict[str, Callable[..., object]]:
     def kestrel(logits: torch.Tensor, given: dict[str, Any], known: dict[str, Any] | None) -> Any:
         if known:
-            kestrel_sampling.process_logits(logits, **known, out=logits)
+            return kestrel_sampling.process_and_sample(logits, TEMPERATURE, TOP_K, TOP_P, **known, **given)
         return kestrel_sampling.sample_with_logprobs(logits, TEMPERATURE, TOP_K, TOP_P, **given)
 
     def plain(logits: torch.Tensor, given: dict[str, Any], known: dict[str, Any] | None) -> Any:

@@ -93,6 +93,18 @@ struct AsyncExchange {
     }
     return {warp_float_sum(sums.x), warp_float_sum(sums.y)};
   }
+  // Of pairs of a value and a sum of weights relative to it: the sum relative to weight_fn.top.
+  template <typename Weight>
+  __device__ __forceinline__ float sum_of_weights(const Cluster& cluster, int which, const Weight& weight_fn) const {
+    float sum = 0.f;
+#pragma unroll 1
+    for (int w = cluster.lane; w < cluster.num_warps; w += 32) {
+      const u64 both = values(cluster, which)[w];
+      const float value = __uint_as_float(static_cast<u32>(both));
+      if (value > -INFINITY) sum += weight_fn.weight(value) * __uint_as_float(static_cast<u32>(both >> 32));
+    }
+    return warp_float_sum(sum);
+  }
   // Of pairs of counts of the warps before `end`.
   __device__ __forceinline__ uint2 count_sums(const Cluster& cluster, int which, int end) const {
     uint2 sums = {0, 0};

@@ -4,11 +4,15 @@
 // receives the largest, and the sum of exponentials relative to it, split into the elements equal to it (an integer)
 // and the rest. So a log-probability near 0 keeps its relative precision, and a result does not depend on how the row
 // is split. The elements before the token in descending order are counted in the same pass. With top-k the sum is that
-// of the selected elements, in float64. threshold_logprobs then corrects rows with other filters.
+// of the selected elements, in float64. threshold_logprobs then corrects rows with other filters. A whole step first
+// applies penalties to the tokens that a block reads itself, and masks elements as they are read.
 #pragma once
 
 #include <cfloat>
+#include <type_traits>
 
+#include "history.cuh"
+#include "logprob_reader.cuh"
 #include "threshold_rows.cuh"
 #include "top_k_draw.cuh"
 
@@ -23,6 +27,12 @@ struct LogprobParams : Params {
   int* ranks = nullptr;
   int* top_ids = nullptr;
   float* top_logprobs = nullptr;
+};
+
+// Also what process_logits does before.
+struct StepParams : LogprobParams, HistoryParams {
+  int hash_bits = 0;  // log2 of the slots of a hash table
+  Bitmask bitmask;
 };
 
 // The parameters of a row, as token_logprobs takes them.
@@ -52,145 +62,7 @@ struct LogprobRow {
   }
 };
 
-// Of the elements of a chunk: the largest; the sum of the exponentials of smaller ones, relative to it; those equal to
-// it.
-struct alignas(16) ChunkSum {
-  float most = not_a_number(), rest = 0.f;
-  u32 equal = 0, unused = 0;
-  __device__ __forceinline__ int4 bits() const {
-    return {__float_as_int(most), __float_as_int(rest), static_cast<int>(equal), 0};
-  }
-};
-
-// The elements of this lane's groups, the next of which are being loaded, and the sums of this warp's chunks.
-template <bool counts>
-struct LogprobReader {
-  using Row = TopKRow<Kind::scores>;
-  const Row& row;
-  TileLoader<Kind::scores> loader;
-  float slope, slope_rest;  // not 0: -inf has weight 0
-  int token;
-  float of_token;
-  u32 before = 0;  // elements before the token in descending order
-
-  __device__ __forceinline__ float weight(float below) const {
-    return ptx::ex2_approx_ftz(__fmaf_rn(below, slope_rest, __fmul_rn(below, slope)));
-  }
-  // if (v == most) ++equal; else rest += w; without branches and selections.
-  static __device__ __forceinline__ void add_if_smaller(float v, float most, float w, float& rest, u32& equal) {
-    asm("{\n.reg .pred p;\nsetp.eq.f32 p, %2, %3;\n@p add.u32 %0, %0, 1;\n@!p add.f32 %1, %1, %4;\n}"
-        : "+r"(equal), "+f"(rest)
-        : "f"(v), "f"(most), "f"(w));
-  }
-  // The place of this lane's element e in a tile.
-  __device__ __forceinline__ int place(int e, int lane) const {
-    const int bits = row.pack_bits;
-    return ((e >> bits) << (bits + 5)) + (lane << bits) + (e & ((1 << bits) - 1));
-  }
-
-  // The elements that are loaded; those past the row are NaN.
-  __device__ __forceinline__ void take(int begin, int lane, float (&v)[kGroup]) const {
-    if (row.dtype == kRowFloat32) {
-      take_as<float>(begin, lane, v);
-    } else if (row.dtype == kRowFloat16) {
-      take_as<__half>(begin, lane, v);
-    } else {
-      take_as<__nv_bfloat16>(begin, lane, v);
-    }
-  }
-  template <typename T>
-  __device__ __forceinline__ void take_as(int begin, int lane, float (&v)[kGroup]) const {
-    constexpr int size = Pack<T>::size;
-    const T* const from = reinterpret_cast<const T*>(row.row);
-    if (row.pack_bits == 0) {
-#pragma unroll
-      for (int e = 0; e < kGroup; ++e) {
-        const int i = begin + 32 * e + lane;
-        v[e] = i < row.length ? to_float(from[i]) : not_a_number();
-      }
-      return;
-    }
-    const bool is_full = begin + kTileOfGroups <= row.length;
-#pragma unroll
-    for (int u = 0; u < kGroup / size; ++u) {
-      float some[size];
-      Pack<T>{loader.loaded[u]}.unpack(some);
-#pragma unroll
-      for (int e = 0; e < size; ++e) v[u * size + e] = some[e];
-    }
-    if (is_full) return;
-#pragma unroll
-    for (int u = 0; u < kGroup / size; ++u) {
-      float some[size];
-      loader.template unpack<T>(begin, lane, u, some);
-#pragma unroll
-      for (int e = 0; e < size; ++e) v[u * size + e] = some[e];
-    }
-  }
-
-  // The sum of a tile, the same in all lanes. Returns the largest element of this lane.
-  __device__ __forceinline__ float add(int begin, int lane, float (&v)[kGroup], ChunkSum& chunk) {
-    float most_of_four[4] = {v[0], v[1], v[2], v[3]};
-#pragma unroll
-    for (int e = 4; e < kGroup; ++e) most_of_four[e % 4] = fmaxf(most_of_four[e % 4], v[e]);
-    const float own = fmaxf(fmaxf(most_of_four[0], most_of_four[1]), fmaxf(most_of_four[2], most_of_four[3]));
-    if (begin + kTileOfGroups > row.length) {  // what is past the row has no weight
-#pragma unroll
-      for (int e = 0; e < kGroup; ++e) v[e] = begin + place(e, lane) < row.length ? v[e] : -INFINITY;
-    }
-    ChunkSum sum;
-    sum.most = Row::value(static_cast<u64>(__reduce_max_sync(kAllLanes, Row::key(own))) << 32);
-    const float base = fabsf(sum.most) < INFINITY ? sum.most : 0.f;
-    // Equal elements before the token count too.
-    const float from = begin + kTileOfGroups <= token ? of_token : from_order_key(order_key(of_token) + 1);
-    float rest[2] = {};
-#pragma unroll
-    for (int e = 0; e < kGroup; ++e) {
-      add_if_smaller(v[e], sum.most, weight(v[e] - base), rest[e & 1], sum.equal);
-      if constexpr (counts) before += v[e] >= from;
-    }
-    if (counts && begin <= token && token < begin + kTileOfGroups) {
-#pragma unroll
-      for (int e = 0; e < kGroup; ++e) before += v[e] == of_token && begin + place(e, lane) < token;
-    }
-    sum.rest = warp_float_sum(rest[0] + rest[1]);
-    sum.equal = __reduce_add_sync(kAllLanes, sum.equal);
-    merge(chunk, sum);
-    return own;
-  }
-  __device__ __forceinline__ void merge(ChunkSum& a, ChunkSum b) const {
-    if (isnan(a.most) || b.most > a.most) {
-      const ChunkSum larger = b;
-      b = a, a = larger;
-    }
-    if (isnan(b.most)) {  // empty, or of NaN alone
-      a.rest += b.rest;
-    } else if (a.most == b.most) {
-      a.rest += b.rest, a.equal += b.equal;
-    } else if (b.most > -INFINITY) {
-      a.rest += (b.rest + static_cast<float>(b.equal)) * weight(b.most - a.most);
-    } else {
-      a.rest += b.rest;  // 0 or NaN
-    }
-  }
-
-  // The key of the largest element of this lane's group of the chunk, whose first elements are being loaded, and the
-  // sum of the chunk. Starts the next chunk of the warp.
-  __device__ __forceinline__ u32 read(int chunk, int next_chunk, int lane, ChunkSum& sum) {
-    const int end = min((chunk + 1) << row.chunk_bits, row.length);
-    float most = not_a_number();
-    sum = ChunkSum();
-#pragma unroll 1
-    for (int begin = chunk << row.chunk_bits; begin < end; begin += kTileOfGroups) {
-      const int64_t next = begin + kTileOfGroups < end ? begin + kTileOfGroups : int64_t{next_chunk} << row.chunk_bits;
-      float v[kGroup];
-      take(begin, lane, v);
-      if (next < row.length) loader.load(static_cast<int>(next), lane);
-      most = fmaxf(most, add(begin, lane, v, sum));
-    }
-    return Row::key(most);
-  }
-};
+constexpr int kStepIds = 2;  // of a history that a thread loads together
 
 // Beside TopKScratch.
 struct alignas(16) LogprobScratch {
@@ -269,30 +141,84 @@ __device__ __forceinline__ void locate_point(const u64* masses, int num, u64 poi
   }
 }
 
-// draws: the token is drawn as top_k_draw does; all rows have a top-k.
-template <bool draws>
-__global__ void __launch_bounds__(kMaxSelectThreads, 1) logprob_rows(const __grid_constant__ LogprobParams p) {
-  using Row = TopKRow<Kind::scores>;
+// The tokens of a history that are in the chunks of a row which this block reads.
+struct TokensOfBlock : Slots {
+  int shift;       // of an id: the block that reads it
+  u32 rank, mask;  // of this block; of the blocks
+  __device__ __forceinline__ u32 place(u32 id) const {
+    return id < size && (id >> shift & mask) == rank ? id : kNoToken;
+  }
+};
+
+// Applies penalties to these tokens in place. The caller has cleared the slots. Ends with a barrier.
+template <typename T>
+__device__ __forceinline__ void penalise(const HistoryParams& p, int64_t row_idx, const TokensOfBlock& part,
+                                         const char* to) {
+  struct {
+    T* logits;
+    const u32* mask = nullptr;  // applied where elements are read
+    __device__ __forceinline__ void write(u32 token, float v) const { logits[token] = from_float<T>(v); }
+  } const row = {reinterpret_cast<T*>(const_cast<char*>(to))};
+  HistoryTokens<T, kStepIds, kMaxSelectThreads> tokens;
+  tokens.count(p, row_idx, part, row);
+  __syncthreads();
+  tokens.write(p, row_idx, part, row);
+  __syncthreads();
+}
+
+// draws: the token is drawn as top_k_draw does; all rows have a top-k. processes: penalties are applied first, in
+// place, and the bitmask while elements are read.
+template <bool draws, bool processes>
+__global__ void __launch_bounds__(kMaxSelectThreads, 1)
+    logprob_rows(const __grid_constant__ std::conditional_t<processes, StepParams, LogprobParams> p) {
+  constexpr Kind kind = processes ? Kind::masked_scores : Kind::scores;
+  using Row = TopKRow<kind>;
   const Cluster cluster(p.cluster_size);
   const int64_t row_idx = cluster.row_idx();
   TopKScratch* const scratch = reinterpret_cast<TopKScratch*>(dynamic_shared_memory());
   LogprobScratch* const sums = reinterpret_cast<LogprobScratch*>(scratch + 1);
   const TopKLayout layout(p.length, p.max_top_k);
-  const Row row(p.rows + row_idx * p.row_bytes, p.dtype, p.length, layout.chunk_bits);
+  Row row(p.rows + row_idx * p.row_bytes, p.dtype, p.length, layout.chunk_bits);
   char* const memory = reinterpret_cast<char*>(sums + 1);
   ChunkSum* const chunk_sums = reinterpret_cast<ChunkSum*>(memory + layout.bytes());
-  const TopKSelector<Kind::scores> selector = {cluster, row, scratch, memory, layout};
+  const TopKSelector<kind> selector = {cluster, row, scratch, memory, layout};
   selector.init();
-  cluster.arrive_release();
-  pdl_wait();
-  pdl_trigger();
+  if constexpr (processes) {
+    row.mask = p.bitmask.row(row_idx);
+    const bool has_history = p.history.ids != nullptr;
+    const u32 num_slots = 1u << p.hash_bits;
+    u32* const slots = reinterpret_cast<u32*>(chunk_sums + layout.num_chunks);
+    const int warp_bits = 31 - __clz(cluster.warps_per_block);
+    const TokensOfBlock part = {{slots, slots + num_slots, p.hash_bits, 0, 0, 0, static_cast<u32>(p.length)},
+                                layout.chunk_bits + warp_bits,
+                                static_cast<u32>(cluster.block_rank),
+                                static_cast<u32>(cluster.size - 1)};
+    if (has_history) part.clear(num_slots);
+    __syncthreads();
+    pdl_wait();
+    pdl_trigger();
+    if (has_history) {
+      if (p.dtype == kRowFloat32) {
+        penalise<float>(p, row_idx, part, row.row);
+      } else if (p.dtype == kRowFloat16) {
+        penalise<__half>(p, row_idx, part, row.row);
+      } else {
+        penalise<__nv_bfloat16>(p, row_idx, part, row.row);
+      }
+    }
+  } else {
+    cluster.arrive_release();
+    pdl_wait();
+    pdl_trigger();
+  }
   WeightFn<Kind::logits> sum_fn;
   int k, selected;
   {
     const LogprobRow params(p, row_idx);
     k = params.selects() ? params.k : 0, selected = max(k, p.top_n);
-    LogprobReader<!draws> reader = {row, {row, {}}, 0.f, 0.f, 0, 0.f};
-    if (cluster.warp < layout.num_chunks) reader.loader.load(cluster.warp << layout.chunk_bits, cluster.lane);
+    LogprobReader<kind, !draws> reader = {row, {row, {}}, 0.f, 0.f, 0, 0.f};
+    if (cluster.warp < layout.num_chunks) reader.load(cluster.warp << layout.chunk_bits, cluster.lane);
+    if (processes) cluster.arrive_release();  // what is written is visible to the first block, which reads it once more
     // While the loads are in flight:
     sum_fn.set_temperature(draws && p.raw ? 1.f : params.temperature);
     reader.slope = sum_fn.slope, reader.slope_rest = fmaxf(sum_fn.slope_rest, FLT_MIN);

@@ -37,8 +37,8 @@ constexpr int kTile = 128;  // elements that a warp processes together, four a l
 __device__ __forceinline__ int length_bits(int length) { return max(17, 32 - __clz(length)); }
 __device__ __forceinline__ int mass_bits(int length) { return 60 - length_bits(length); }
 
-// What a row holds. Scores are only ordered; they have no weight.
-enum class Kind { probs, logits, scores };
+// What a row holds. Scores are only ordered; they have no weight. Masked ones count as -inf where a bitmask says so.
+enum class Kind { probs, logits, scores, masked_scores };
 
 // accurate: for probabilities that are written; fast: for masses that are drawn from.
 enum class Precision { fast, accurate };

@@ -21,6 +21,7 @@ constexpr int kChunkTiles = 4;  // tiles that a warp loads together
 //           around the estimated threshold, and those inside it in bins. These sums decide nearly all proposals.
 // adapted:  for rows that L2 does not hold either, where another pass is slow. The window of a row depends on how its
 //           values are distributed. Where many elements have one value, these and those of another value are counted.
+//           Logits have theirs in the pass after the largest is known.
 enum class FirstPass { plain, windowed, adapted };
 
 enum Decision : int { kUndecided, kAccepted, kRejected };
@@ -28,8 +29,7 @@ enum Decision : int { kUndecided, kAccepted, kRejected };
 struct alignas(16) Proposal {
   int index;
   float value;
-  int decision;
-  int unused;
+  int decision, unused;
   __device__ __forceinline__ bool is_before(const Proposal& other) const {
     return value > other.value || (value == other.value && index < other.index);
   }
@@ -71,7 +71,8 @@ struct RejectionSampler {
   // The elements that remain to draw from: those >= bound before index bound_idx, and those > bound from there on.
   float bound = -INFINITY;
   int bound_idx = INT32_MAX;
-  u64 group_mass = 0;  // the mass of this lane's group of chunks
+  u64 group_mass = 0;          // the mass of this lane's group of chunks
+  WindowList* list = nullptr;  // of windows with few elements
 
   // From here on, only the elements before this one in descending order remain.
   __device__ __forceinline__ void restrict_to_before(float value, int index) {
@@ -85,14 +86,26 @@ struct RejectionSampler {
 
   // ---- passes over the row ------------------------------------------------------------------------------------------
 
-  // The largest element of this warp's slice.
-  __device__ __forceinline__ float largest() const {
-    float most = -INFINITY;
+  // Of this warp's slice: the largest element of a lane and of the warp, and where windows adapt the approximate sum of
+  // this lane's weights relative to the latter.
+  struct Largest {
+    float of_lane = -INFINITY, of_warp = -INFINITY, sum = 0.f;
+  };
+  __device__ __forceinline__ Largest largest() const {
+    Largest found;
     row.template for_each_chunk<tiles>([&](const float (&v)[Slice::size], int) {
 #pragma unroll
-      for (int e = 0; e < Slice::size; ++e) most = ptx::max_nan(most, v[e]);
+      for (int e = 0; e < Slice::size; ++e) found.of_lane = ptx::max_nan(found.of_lane, v[e]);
+      if constexpr (adapts) {
+        const float most = from_order_key(__reduce_max_sync(kAllLanes, order_key(found.of_lane)));
+        if (!(most > -INFINITY)) return;
+        found.sum *= ptx::ex2_approx_ftz((found.of_warp - most) * weight_fn.slope);
+        found.of_warp = most;
+#pragma unroll
+        for (int e = 0; e < Slice::size; ++e) found.sum += ptx::ex2_approx_ftz((v[e] - most) * weight_fn.slope);
+      }
     });
-    return most;
+    return found;
   }
 
   // The same, and the masses under the common power of two, and the sums of what lies inside and above the window.
@@ -109,27 +122,36 @@ struct RejectionSampler {
     const u32 width = 1u << bits;
     const float lower_value = window.lower_value();
     GroupMasses groups(cluster.lane, row.chunks_per_group);
-    row.template for_each_chunk<tiles>([&](const float (&v)[Slice::size], int) {
-      u32 upper = 0, lower = 0, equal = 0;
+    row.template for_each_chunk<tiles>([&](const float (&v)[Slice::size], int base) {
+      u32 upper = 0, lower = 0, equal = 0, listed = 0;
+      float above = 0.f, above_lower = 0.f;  // sums of sums have smaller errors
 #pragma unroll
       for (int e = 0; e < Slice::size; ++e) {
         first.most = ptx::max_nan(first.most, v[e]);
-        const float w = fmaxf(v[e], 0.f);
+        const float w = fmaxf(weight_fn.weight(v[e]), 0.f);
         const float whole = __fmaf_rz(w, weight_fn.scale, 0x1p23f);
         const float rest = __fmaf_rn(w, weight_fn.scale, -__fadd_rn(whole, -0x1p23f));
         upper += __float_as_uint(whole);
         lower += __float_as_uint(__fmaf_rn(rest, 0x1p20f, 0x1p23f));
-        if constexpr (mode == WindowMode::usual || mode == WindowMode::bins) {
+        if constexpr (mode == WindowMode::usual || mode == WindowMode::bins || mode == WindowMode::few) {
           const int position = window.position(w);
-          if (position >= static_cast<int>(width)) first.above += w;
+          if (position >= static_cast<int>(width)) above += w;
           const u32 weight = __float_as_uint(__fmaf_rn(w, window.unit, 0x1p23f)) - MassSum::kBias;
           shared_add_if(static_cast<u32>(position) < width,
                         bins + 4 * (static_cast<u32>(position) >> (bits - kBinBits)), weight);
+          if (mode == WindowMode::few && static_cast<u32>(position) < width) listed |= 1u << e;
         } else if constexpr (mode == WindowMode::two_values) {
-          if (w > window.upper_value) first.above += w;
-          if (w > lower_value) first.above_lower += w;
+          if (w > window.upper_value) above += w;
+          if (w > lower_value) above_lower += w;
           equal += w == window.upper_value ? 1 : 0, equal += w == lower_value ? 0x10000 : 0;
         }
+      }
+      first.above += above, first.above_lower += above_lower;
+      if (mode == WindowMode::few && listed != 0) {
+        u32 place = list->reserve(__popc(listed));
+#pragma unroll
+        for (int e = 0; e < Slice::size; ++e)
+          if (listed >> e & 1) list->put(place++, v[e], row.index(base, e));
       }
       if constexpr (mode == WindowMode::two_values) {
         equal = __reduce_add_sync(kAllLanes, equal);
@@ -178,14 +200,16 @@ struct RejectionSampler {
         const int index = scratch->proposals[n].index;
         const float value = scratch->proposals[n].value;
         const float from = base + chunk <= index ? value : from_order_key(order_key(value + 0.f) + 1);
+        float sum = 0.f;  // sums of sums have smaller errors
 #pragma unroll
         for (int e = 0; e < 4 * kSumTiles; ++e) {
-          if (v[e] >= from) sums[n] += w[e];
+          if (v[e] >= from) sum += w[e];
         }
         if (base <= index && index < base + chunk) {
 #pragma unroll
-          for (int e = 0; e < 4 * kSumTiles; ++e) sums[n] += v[e] == value && row.index(base, e) < index ? w[e] : 0.f;
+          for (int e = 0; e < 4 * kSumTiles; ++e) sum += v[e] == value && row.index(base, e) < index ? w[e] : 0.f;
         }
+        sums[n] += sum;
       }
     });
 #pragma unroll
@@ -197,7 +221,8 @@ struct RejectionSampler {
   // Compares the mass before a proposal with the goal, from the float sum of that mass. The error of n floats, added in
   // any order, is at most n 2^-24 of their sum; masses are also rounded to integers. All warps get the same decision.
   __device__ __forceinline__ Decision compare(float sum, u64 goal) const {
-    const int added = row.elements_per_warp / 32 + Slice::size + 5 + cluster.num_warps;
+    const int chunks = row.elements_per_warp / (kSumTiles * kTile) + 1;
+    const int added = chunks + 8 * kSumTiles + 8 + cluster.num_warps + (adapts ? kMaxListed / 32 : 0);
     const float off = static_cast<float>(2 * added + 8) * 0x1p-24f, rounded = static_cast<float>(row.length) * 0x1p-20f;
     const float wanted = __ull2float_rn(goal) * 0x1p-20f;
     if (__fmaf_ru(sum, off, sum) + rounded < wanted * (1.f - 0x1p-22f)) return kAccepted;
@@ -232,9 +257,12 @@ struct RejectionSampler {
   // Decides a proposal of this warp from the sums of the first pass, if they suffice. mass: of the row, over 2^20.
   __device__ __forceinline__ Decision decide_by_window(const Proposal& proposal, u64 goal, float mass) const {
     const Window window = scratch->of_window.window;
-    const float value = proposal.value;
+    const float value = fmaxf(weight_fn.weight(proposal.value), 0.f);
     const float2 sums = exchange.float_sums(cluster, 2);
     const float above = sums.x;
+    // Weights of logits are not exactly in the order of the logits: those of elements before it are at least lower_end.
+    constexpr float kSlack = kind == Kind::logits ? 0x1p-21f : 0.f;
+    const float lower_end = value * (1.f - kSlack), upper_end = value * (1.f + kSlack);
     if (adapts && window.is_two_values()) {
       const auto compare_with = [&](float from, u32 count, float each) {
         return compare(__fmaf_rn(static_cast<float>(count), each, from) * weight_fn.scale, goal);
@@ -242,13 +270,10 @@ struct RejectionSampler {
       const bool is_upper = value == window.upper_value, is_lower = !is_upper && value == window.lower_value();
       const uint2 all = exchange.count_sums(cluster, 3, cluster.num_warps),
                   earlier = exchange.count_sums(cluster, 3, cluster.warp);
-      if (is_upper) {
-        return compare_with(above, earlier.x + count_before(proposal, scratch->of_window.bins), value);
-      }
-      if (is_lower) {
-        return compare_with(sums.y, earlier.y + count_before(proposal, scratch->of_window.bins + kWindowedThreads),
-                            value);
-      }
+      const u32* const of_groups = scratch->of_window.bins;
+      if (is_upper) return compare_with(above, earlier.x + count_before(proposal, of_groups), value);
+      if (is_lower)
+        return compare_with(sums.y, earlier.y + count_before(proposal, of_groups + kWindowedThreads), value);
       if (value > window.upper_value) return compare_with(above, 0, 0.f) == kAccepted ? kAccepted : kUndecided;
       if (value < window.lower_value()) {
         return compare_with(sums.y, all.y, window.lower_value()) == kRejected ? kRejected : kUndecided;
@@ -256,22 +281,34 @@ struct RejectionSampler {
       if (compare_with(above, all.x, window.upper_value) == kRejected) return kRejected;
       return compare_with(sums.y, 0, 0.f) == kAccepted ? kAccepted : kUndecided;
     }
+    if (adapts && window.lists && list->count <= kMaxListed) {
+      float before = 0.f;
+      for (int n = cluster.lane; n < static_cast<int>(list->count); n += 32) {
+        const ListedElement other = list->elements[n];
+        const bool is_before = Proposal{other.index, other.value}.is_before(proposal);
+        before += is_before ? fmaxf(weight_fn.weight(other.value), 0.f) : 0.f;
+      }
+      const Decision decision = compare((above + warp_float_sum(before)) * weight_fn.scale, goal);
+      if (window.position(upper_end) >= 1 << window.bits) return decision == kAccepted ? kAccepted : kUndecided;
+      return window.position(lower_end) >= 0 || decision == kRejected ? decision : kUndecided;
+    }
     if (window.lower_value() * window.unit < 1.f) return kUndecided;
     if (window.bits == kTopWindowBits && mass * (1.f / weight_fn.scale) * window.unit > 0x1p31f) return kUndecided;
-    const int position = window.position(value);
-    if (position >= 1 << window.bits) {
-      return compare(above * weight_fn.scale, goal) == kAccepted ? kAccepted : kUndecided;
+    if (window.position(upper_end) >= 1 << window.bits) {
+      const bool is_above = window.position(lower_end) >= 1 << window.bits;
+      return is_above && compare(above * weight_fn.scale, goal) == kAccepted ? kAccepted : kUndecided;
     }
-    const int own = position < 0 ? -1 : window.bin(position);
-    float sum = 0.f, off = 0.5f, same = 0.f;  // off: by rounding every weight to an integer
+    const auto bin_of = [&](float weight) { return max(-1, window.bin(window.position(weight))); };
+    const int own = bin_of(lower_end), last_own = bin_of(upper_end);  // bins that may have elements equal to it
+    float sum = 0.f, off = 0.5f, same = 0.f;                          // off: by rounding every weight to an integer
 #pragma unroll 1
     for (int rank = 0; rank < cluster.size; ++rank) {
       const u32* bins = cluster.map_shared(scratch->of_window.bins, rank);
-#pragma unroll(adapts ? 1 : 8)  // so that loads from other blocks overlap; adapted windows have no registers for it
+#pragma unroll(adapts ? 1 : 4)  // so that loads from other blocks overlap; adapted windows have no registers for it
       for (int bin = cluster.lane; bin < kWindowBins; bin += 32) {
         const float weight = __uint2float_rn(bins[bin]);
-        sum += bin > own ? weight : 0.f;
-        same += bin == own ? weight : 0.f;
+        sum += bin > last_own ? weight : 0.f;
+        same += bin >= own && bin <= last_own ? weight : 0.f;
         // An element of the bin has at least this weight.
         const float least = fmaxf(window.bin_begin(bin) * window.unit - 0.5f, 0.5f);
         off += bin >= own ? weight * __fdividef(0.5f, least) : 0.f;
@@ -364,6 +401,7 @@ __global__ void __launch_bounds__(max_threads(first_pass), first_pass == FirstPa
   cluster.arrive();
   if (windowed) {
     for (int bin = threadIdx.x; bin < kWindowBins; bin += blockDim.x) scratch->of_window.bins[bin] = 0;
+    if (first_pass == FirstPass::adapted && threadIdx.x == 0) reinterpret_cast<WindowList*>(memory)->count = 0;
   }
   pdl_wait();
   pdl_trigger();
@@ -374,8 +412,41 @@ __global__ void __launch_bounds__(max_threads(first_pass), first_pass == FirstPa
   WeightFn<kind> weight_fn;
   weight_fn.set_common(p.length);
   Sampler sampler = {cluster, row, weight_fn, exchange, scratch};
+  if constexpr (Sampler::adapts) sampler.list = reinterpret_cast<WindowList*>(memory);
   bool early, has_window, has_two_values = false;
   typename Sampler::FirstPassResult first;
+  typename Sampler::Largest largest;
+  const auto read_with_window = [&](u64 q32, float row_sum) {
+    __syncthreads();
+    Window window = estimate_window<Sampler::adapts>(cluster, row, &scratch->of_window, weight_fn,
+                                                     static_cast<float>(q32) * 0x1p-32f, row_sum);
+    if (logits && window.is_two_values()) window = Window();  // different logits may have one weight
+    has_window = window.has_elements();
+    if (threadIdx.x == 0) scratch->of_window.window = window;
+    has_two_values = Sampler::adapts && window.is_two_values();
+    if (!has_window) {
+      first = sampler.template read<WindowMode::none>(window);
+    } else if (!logits && has_two_values) {
+      first = sampler.template read<WindowMode::two_values>(window);
+      scratch->of_window.bins[threadIdx.x] = first.upper;
+      scratch->of_window.bins[kWindowedThreads + threadIdx.x] = first.lower;
+    } else if (!Sampler::adapts || window.bits == kUsualWindowBits) {
+      first = sampler.template read<WindowMode::usual>(window);
+    } else if (window.lists) {
+      first = sampler.template read<WindowMode::few>(window);
+    } else {
+      first = sampler.template read<WindowMode::bins>(window);
+    }
+  };
+  const auto broadcast_window = [&] {
+    exchange.broadcast_floats(cluster, 2, warp_float_sum(first.above), warp_float_sum(first.above_lower));
+    if (has_two_values) {
+      exchange.broadcast(cluster, 3,
+                         __reduce_add_sync(kAllLanes, first.upper) |
+                             static_cast<u64>(__reduce_add_sync(kAllLanes, first.lower)) << 32);
+    }
+    if (cluster.size > 1) cluster.sync();  // the bins of all blocks are complete
+  };
   {
     // Read the row. For probabilities also sum the mass, assuming the common power of two.
     const RowParams<kind> params(p, row_idx);
@@ -383,29 +454,13 @@ __global__ void __launch_bounds__(max_threads(first_pass), first_pass == FirstPa
     has_window = windowed && early && params.q32 < kQ32One;
     const u64 seed = is_rng_thread ? p.seed.at(row_idx) : 0, offset = is_rng_thread ? p.offset.at(row_idx) : 0;
     if constexpr (logits) {
-      first.most = sampler.largest();
+      if (Sampler::adapts) weight_fn.set_temperature(params.temperature <= 0.f ? 1.f : params.temperature);
+      largest = sampler.largest();
+      first.most = largest.of_lane;
+    } else if (windowed && has_window) {
+      read_with_window(params.q32, /*row_sum=*/1.f);
     } else {
-      if (windowed && has_window) {
-        __syncthreads();
-        const Window window = estimate_window<Sampler::adapts>(cluster, row, &scratch->of_window,
-                                                               static_cast<float>(params.q32) * 0x1p-32f);
-        has_window = window.has_elements();
-        if (threadIdx.x == 0) scratch->of_window.window = window;
-        has_two_values = Sampler::adapts && window.is_two_values();
-        if (!has_window) {
-          first = sampler.template read<WindowMode::none>(window);
-        } else if (has_two_values) {
-          first = sampler.template read<WindowMode::two_values>(window);
-          scratch->of_window.bins[threadIdx.x] = first.upper;
-          scratch->of_window.bins[kWindowedThreads + threadIdx.x] = first.lower;
-        } else if (!Sampler::adapts || window.bits == kUsualWindowBits) {
-          first = sampler.template read<WindowMode::usual>(window);
-        } else {
-          first = sampler.template read<WindowMode::bins>(window);
-        }
-      } else {
-        first = sampler.template read<WindowMode::none>(Window());
-      }
+      first = sampler.template read<WindowMode::none>(Window());
     }
     if (is_rng_thread) random_words(seed, offset, 0, scratch->words);
   }
@@ -415,15 +470,8 @@ __global__ void __launch_bounds__(max_threads(first_pass), first_pass == FirstPa
       cluster, 1,
       static_cast<u32>(__reduce_max_sync(kAllLanes, isnan(first.most) ? INT32_MAX : order_key(first.most + 0.f))));
   if (early) exchange.broadcast(cluster, 0, warp_sum(sampler.group_mass));
-  if (has_window) {
-    exchange.broadcast_floats(cluster, 2, warp_float_sum(first.above), warp_float_sum(first.above_lower));
-    if (has_two_values) {
-      exchange.broadcast(cluster, 3,
-                         __reduce_add_sync(kAllLanes, first.upper) |
-                             static_cast<u64>(__reduce_add_sync(kAllLanes, first.lower)) << 32);
-    }
-    if (cluster.size > 1) cluster.sync();  // the bins of all blocks are complete
-  }
+  if (logits && Sampler::adapts) exchange.broadcast_floats(cluster, 2, largest.of_warp, warp_float_sum(largest.sum));
+  if (has_window) broadcast_window();
   exchange.wait(cluster, is_rng_thread);
   weight_fn.top = from_order_key(exchange.max(cluster, 1));
   const auto [temperature, min_p, q32, greedy] = RowParams<kind>(p, row_idx);  // reloaded to save registers
@@ -451,6 +499,16 @@ __global__ void __launch_bounds__(max_threads(first_pass), first_pass == FirstPa
   // decide. The inner loop goes over the undecided proposals, and stops for exact masses where float sums do not
   // decide.
   const bool unfiltered = greedy || q32 == kQ32One;  // the first proposal is accepted
+  if constexpr (logits && Sampler::adapts) {
+    if (!unfiltered && !(weight_fn.least > 0.f)) {
+      const float row_sum = exchange.sum_of_weights(cluster, 2, weight_fn);
+      read_with_window(q32, row_sum);
+      exchange.broadcast(cluster, 0, warp_sum(sampler.group_mass));
+      if (has_window) broadcast_window();
+      exchange.wait(cluster, is_rng_thread);
+      has_masses = true;
+    }
+  }
   u64 goal = 0;
   int n = kProposals;           // the proposal that is checked
   int first_rejected = -1;      // in descending order

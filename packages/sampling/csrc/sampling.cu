@@ -42,7 +42,8 @@ RejectionSplit split_for_rejection(const Params& params, DLDevice device, bool f
     const int max_warps = cluster_size * (max_threads / 32);
     const int chunks_per_warp = (chunks + max_warps - 1) / max_warps;
     const int warps = std::max(1, (chunks + cluster_size * chunks_per_warp - 1) / (cluster_size * chunks_per_warp));
-    const size_t own = sizeof(RejectionScratch) + AsyncExchange::bytes(cluster_size * warps);
+    const size_t own = sizeof(RejectionScratch) + AsyncExchange::bytes(cluster_size * warps) +
+                       (first_pass == FirstPass::adapted ? sizeof(WindowList) : 0);
     const size_t copy =
         static_cast<size_t>(std::min(chunks, warps * chunks_per_warp)) * chunk * (params.dtype == kRowFloat32 ? 4 : 2);
     const bool fits = copy_to_smem && own + copy <= max_bytes;
@@ -82,7 +83,7 @@ template <Kind kind>
 void launch_rejection_rows(Params params, DLDevice device, SplitRequest request) {
   const bool filtered = params.top_p.values || params.top_p.value < 1.f;
   FirstPass of_many = FirstPass::windowed;
-  if (kind == Kind::probs && filtered) {  // probabilities alone have windows
+  if (filtered) {
     const int64_t bytes = int64_t{params.num_rows} * params.length * (params.dtype == kRowFloat32 ? 4 : 2);
     if (bytes > device_attribute(cudaDevAttrL2CacheSize, device.device_id)) of_many = FirstPass::adapted;
   }
@@ -93,10 +94,8 @@ void launch_rejection_rows(Params params, DLDevice device, SplitRequest request)
     launch_slices<rejection_rows<kind, FirstPass::plain>>(params, split, unit, device);
     return;
   }
-  if constexpr (kind == Kind::probs) {
-    if (split.first_pass == FirstPass::adapted)
-      return launch_slices<rejection_rows<kind, FirstPass::adapted>>(params, split, unit, device);
-  }
+  if (split.first_pass == FirstPass::adapted)
+    return launch_slices<rejection_rows<kind, FirstPass::adapted>>(params, split, unit, device);
   launch_slices<rejection_rows<kind, FirstPass::windowed>>(params, split, unit, device);
 }
 

@@ -21,6 +21,7 @@ struct Window {
   int bits = 0;            // log2 of the width
   float unit = 0.f;
   float upper_value = 0.f;
+  bool lists = false;  // so few elements are in it that they are listed
 
   __device__ __forceinline__ Window() {}
   // Around a value. max_count: elements that one block may add. Each of them, less than 2^(the last exponent + 1),
@@ -59,17 +60,38 @@ struct Window {
   }
 };
 
-enum class WindowMode { none, usual, bins, two_values };  // usual: a window of kUsualWindowBits
+// usual: a window of kUsualWindowBits. few: one whose elements are listed as well.
+enum class WindowMode { none, usual, bins, few, two_values };
+
+// The elements in a window, by a block that has the row to itself.
+constexpr int kMaxListed = 1024;
+struct ListedElement {
+  float value;
+  int index;
+};
+struct WindowList {
+  ListedElement elements[kMaxListed];
+  u32 count;  // may exceed kMaxListed: elements that did not fit are missing
+
+  // The place of the first of n elements, which are left out once the list is full.
+  __device__ __forceinline__ u32 reserve(u32 n) {
+    return *reinterpret_cast<volatile u32*>(&count) > kMaxListed ? kMaxListed : atomicAdd(&count, n);
+  }
+  __device__ __forceinline__ void put(u32 place, float value, int index) {
+    if (place < kMaxListed) elements[place] = {value, index};
+  }
+};
 
 // Shared by a block.
 struct WindowScratch {
-  int threshold;                      // the mean of those that the warps estimate
-  u32 num_in_window, num_with_few;    // elements of the sample, and warps in whose part few elements have the mass
-  float sample_sums[kWindowedWarps];  // of the elements that a warp estimates from: their sum,
-  int sample_tops[kWindowedWarps];    // the bits of the largest,
-  int thresholds[kWindowedWarps];     // the bits of the threshold,
-  int widths[kWindowedWarps];         // log2 of the width of a window,
-  u32 counts[kWindowedWarps];         // the elements equal to the threshold, and 2^16 times those above it
+  int threshold;                         // the mean of those that the warps estimate
+  u32 num_in_window, num_with_few;       // elements of the sample, and warps in whose part few elements have the mass
+  float sample_sums[kWindowedWarps];     // of the elements that a warp estimates from: their sum,
+  float sample_squares[kWindowedWarps];  // that of their squares,
+  int sample_tops[kWindowedWarps];       // the bits of the largest,
+  int thresholds[kWindowedWarps];        // the bits of the threshold,
+  int widths[kWindowedWarps];            // log2 of the width of a window, and 2^16 times the elements below_one() has,
+  u32 counts[kWindowedWarps];            // the elements equal to the threshold, and 2^16 times those above it
   Window window;
   // The weight of this block's elements in the window, times Window::unit; or the elements of each lane's group that
   // have the upper value, then those that have the lower one.
@@ -80,19 +102,37 @@ struct WindowScratch {
 // The part of a row that windows are estimated from: four tiles for every warp, the same in every block.
 struct WindowSample {
   static constexpr int kTiles = 4, kOwn = 4 * kTiles, kOfWarp = kTiles * kTile;
-  float v[kOwn];  // at least 0
+  float v[kOwn];  // weights, at least 0
   float sum;      // of this warp
   int top;        // the bits of the largest of this warp
 
-  template <typename Slice>
-  __device__ __forceinline__ WindowSample(const Cluster& cluster, const Slice& row) {
+  template <typename Slice, typename Weight>
+  __device__ __forceinline__ WindowSample(const Cluster& cluster, const Slice& row, const Weight& weight_fn) {
     const int tile = static_cast<int>(int64_t{threadIdx.x >> 5} * ((row.length - 1) / kTile) / cluster.warps_per_block);
     row.template unpack<kTiles>(row.template load<kTiles>(tile * kTile), v);
     float most = 0.f, own = 0.f;
 #pragma unroll
-    for (int e = 0; e < kOwn; ++e) v[e] = fmaxf(v[e], 0.f), most = fmaxf(most, v[e]), own += v[e];
+    for (int e = 0; e < kOwn; ++e) {
+      v[e] = fmaxf(weight_fn.weight(v[e]), 0.f);
+      most = fmaxf(most, v[e]), own += v[e];
+    }
     top = __reduce_max_sync(kAllLanes, __float_as_int(most));
     sum = own;
+  }
+  // What the elements of a warp sum up to, on average, in a row of that sum.
+  static __device__ __forceinline__ float share(float row_sum, int length) {
+    return row_sum * __fdividef(kOfWarp, static_cast<float>(length));
+  }
+  // Whether the sum of a sample agrees with an expected one. Its error comes from the largest elements, which matter
+  // little to a threshold below them: where it agrees, the expected sum gives the better threshold.
+  static __device__ __forceinline__ bool may_be(float expected, float sum, float squares, float deviations) {
+    return fabsf(sum - expected) <= deviations * sqrtf(squares) + 0.02f * expected;
+  }
+  __device__ __forceinline__ float squares() const {
+    float own = 0.f;
+#pragma unroll
+    for (int e = 0; e < kOwn; ++e) own = __fmaf_rn(v[e], v[e], own);
+    return warp_float_sum(own);
   }
   // The sum of the elements that `counts` selects, in units of which every element has up to 2^22.
   template <typename Counts>
@@ -108,14 +148,15 @@ struct WindowSample {
 // because the atomics of many would serialise. The block takes the median of its warps.
 template <typename Slice>
 __device__ __forceinline__ Window adapted_window(const Cluster& cluster, const Slice& row, WindowScratch* scratch,
-                                                 const WindowSample& sample, float part) {
+                                                 const WindowSample& sample, float sum, float squares, float part,
+                                                 float expected) {
   constexpr int kSample = WindowSample::kOfWarp, kMaxInWindow = kSample / 8, kMinEqual = kSample / 16;
   constexpr int kOctaves = 12 << 23, kMinAbove = 64;
   const int own = threadIdx.x >> 5, num_warps = cluster.warps_per_block;
   const bool is_warp = cluster.lane < num_warps;  // this lane stands for a warp
   const int top = max(sample.top, 1 << 23);
-  const float sum = warp_float_sum(sample.sum);
-  if (cluster.lane == 0) scratch->sample_sums[own] = sum, scratch->sample_tops[own] = top;
+  if (cluster.lane == 0)
+    scratch->sample_sums[own] = sum, scratch->sample_squares[own] = squares, scratch->sample_tops[own] = top;
   u32 least = static_cast<u32>(top);
 #pragma unroll
   for (int e = 0; e < WindowSample::kOwn; ++e) {
@@ -125,9 +166,11 @@ __device__ __forceinline__ Window adapted_window(const Cluster& cluster, const S
   __syncthreads();
   const int largest = __reduce_max_sync(kAllLanes, is_warp ? scratch->sample_tops[cluster.lane] : 0);
   const float total = warp_float_sum(is_warp ? scratch->sample_sums[cluster.lane] : 0.f);
-  // If few elements have most of the mass, the sum of a sample says nothing about that of the row, which is 1 then.
+  const float all_squares = warp_float_sum(is_warp ? scratch->sample_squares[cluster.lane] : 0.f);
+  // If few elements have most of the mass, the sum of a sample says nothing about that of the row.
   const bool has_few = __int_as_float(largest) > 0.02f * total;
-  const float below = (1.f - part) * (has_few ? __fdividef(kSample, static_cast<float>(row.length)) : sum);
+  const bool as_expected = has_few || sample.may_be(num_warps * expected, total, all_squares, 6.f);
+  const float below = (1.f - part) * (as_expected ? expected : sum);
   const float unit = __fdividef(0x1p22f, __int_as_float(top));
   const u32 goal = __float2uint_rz(below * unit);
   int low = max(top - kOctaves, static_cast<int>(least));
@@ -178,29 +221,47 @@ __device__ __forceinline__ Window adapted_window(const Cluster& cluster, const S
     counts += v == threshold ? 1 : 0, counts += v > threshold ? 0x10000 : 0;
   }
   counts = __reduce_add_sync(kAllLanes, counts);
-  if (cluster.lane == 0) scratch->widths[own] = bits, scratch->counts[own] = counts;
+  Window below_one = Window::below_one();
+  u32 in_window = 0;
+#pragma unroll
+  for (int e = 0; e < WindowSample::kOwn; ++e) in_window += below_one.position(sample.v[e]) >= 0;
+  in_window = __reduce_add_sync(kAllLanes, in_window);
+  if (cluster.lane == 0) scratch->widths[own] = bits | in_window << 16, scratch->counts[own] = counts;
   __syncthreads();
-  bits = __reduce_add_sync(kAllLanes, is_warp ? scratch->widths[cluster.lane] : 0) / num_warps;
+  const int widths = __reduce_add_sync(kAllLanes, is_warp ? scratch->widths[cluster.lane] : 0);
+  bits = (widths & 0xffff) / num_warps;
   counts = __reduce_add_sync(kAllLanes, is_warp ? scratch->counts[cluster.lane] : 0);
   if ((counts & 0xffff) > static_cast<u32>(kMinEqual * num_warps))
     return Window(threshold, vote < 0 ? threshold : other_threshold);
   // Of a threshold that so few elements of the sample reach nothing is known but that it is at most 1.
-  if (has_few && counts >> 16 < kMinAbove) return Window::below_one();
+  if (has_few && counts >> 16 < kMinAbove) {
+    const float expected_elements = __fdividef(static_cast<float>(widths >> 16) * row.length, kSample * num_warps);
+    below_one.lists = cluster.size == 1 && expected_elements < 3 * kMaxListed / 8;
+    return below_one;
+  }
   return Window(threshold, bits, row.elements_per_warp * num_warps);
 }
 
-// A window for top-p, which keeps `part` of the mass. The usual one is around the mean of the thresholds that the warps
-// find by bisection of twelve octaves. Where many elements lie in it, or few have the mass, it decides little: if
-// `adapts`, the window is an adapted one; else, with many elements, there is none.
-template <bool adapts, typename Slice>
+// A window for top-p, which keeps `part` of the mass. row_sum: of the weights, if that is known, or a guess. The usual
+// one is around the mean of the thresholds that the warps find by bisection of twelve octaves. Where many elements lie
+// in it, few have the mass, or the warps disagree, it decides little: if `adapts`, the window is an adapted one; else,
+// with many elements, there is none.
+template <bool adapts, typename Slice, typename Weight>
 __device__ __forceinline__ Window estimate_window(const Cluster& cluster, const Slice& row, WindowScratch* scratch,
-                                                  float part) {
-  constexpr int kOctaves = 12 << 23;
-  const WindowSample sample(cluster, row);
+                                                  const Weight& weight_fn, float part, float row_sum) {
+  constexpr int kOctaves = 12 << 23, kMaxSpread = 1 << 22;
+  const WindowSample sample(cluster, row, weight_fn);
   const int num_warps = cluster.warps_per_block, max_count = row.elements_per_warp * num_warps;
   const float unit = __fdividef(0x1p22f, __int_as_float(sample.top));
   const u32 all = __reduce_add_sync(kAllLanes, __float2uint_rz(sample.sum * unit));
-  const u32 goal = static_cast<u32>(static_cast<float>(all) * part);
+  u32 goal = static_cast<u32>(static_cast<float>(all) * part);
+  const float expected = sample.share(row_sum, row.length);
+  float sum = 0.f, squares = 0.f;
+  if constexpr (adapts) {
+    sum = warp_float_sum(sample.sum), squares = sample.squares();
+    if (sample.may_be(expected, sum, squares, 4.f))
+      goal = all - min(all, __float2uint_rz((1.f - part) * expected * unit));
+  }
   int low = max(sample.top - kOctaves, 0);
 #pragma unroll 1
   for (int step = kOctaves / 2; step >= kOctaves / 128; step /= 2) {
@@ -217,12 +278,15 @@ __device__ __forceinline__ Window estimate_window(const Cluster& cluster, const 
   if (cluster.lane == 0) {
     atomicAdd(&scratch->threshold, low / num_warps), atomicAdd(&scratch->num_in_window, num_in_window);
     if (all < 16u << 22) atomicAdd(&scratch->num_with_few, 1u);  // the largest element has a sixteenth of the sum
+    if (adapts) scratch->thresholds[threadIdx.x >> 5] = low;
   }
   __syncthreads();
   const u32 in_window = scratch->num_in_window, num_sampled = WindowSample::kOfWarp * num_warps;
   if constexpr (adapts) {
-    if (in_window > num_sampled / 8 || scratch->num_with_few > num_warps / 2u)
-      return adapted_window(cluster, row, scratch, sample, part);
+    const int of_warp = scratch->thresholds[min(cluster.lane, num_warps - 1)];
+    const int spread = __reduce_max_sync(kAllLanes, of_warp) - __reduce_min_sync(kAllLanes, of_warp);
+    if (in_window > num_sampled / 8 || scratch->num_with_few > num_warps / 2u || spread > kMaxSpread)
+      return adapted_window(cluster, row, scratch, sample, sum, squares, part, expected);
   }
   return in_window > num_sampled / 4 ? Window() : Window(scratch->threshold, kUsualWindowBits, max_count);
 }

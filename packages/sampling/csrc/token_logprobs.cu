@@ -1,5 +1,5 @@
-// The entry points of token_logprobs and sample_with_logprobs: logprob_rows for every call, then threshold_logprobs
-// where a filter may need it.
+// The entry points of token_logprobs, sample_with_logprobs and process_and_sample: logprob_rows for every call, then
+// threshold_logprobs where a filter may need it.
 
 #include <kestrel/export.h>
 
@@ -7,18 +7,20 @@
 #include <string>
 #include <tuple>
 
+#include "history_arguments.h"
 #include "logprob_rows.cuh"
 #include "split.h"
 
 namespace kestrel::sampling {
 
-template <bool draws>
-void launch_rows(LogprobParams& p, int64_t largest_k, DLDevice device) {
+template <bool draws, bool processes = false, typename P>
+void launch_rows(P& p, int64_t largest_k, DLDevice device) {
   p.max_top_k = std::max<int64_t>(p.top_n, largest_k) <= kMaxRankedK ? kMaxRankedK : kMaxK;
   Split split = split_for_top_k(p.length, p.num_rows, p.max_top_k, device, {});
   split.smem_bytes += sizeof(LogprobScratch) + sizeof(ChunkSum) * TopKLayout(p.length, p.max_top_k).num_chunks;
+  if constexpr (processes) split.smem_bytes += p.history.ids ? size_t{8} << p.hash_bits : 0;
   if (split.smem_bytes > max_smem_bytes(device)) unsupported("rows that exceed the shared memory of this GPU");
-  launch_split<logprob_rows<draws>>(p, p.num_rows, split, device, /*balanced=*/true);
+  launch_split<logprob_rows<draws, processes>>(p, p.num_rows, split, device, /*balanced=*/true);
 }
 
 void launch(LogprobParams p, DLDevice device) {
@@ -128,7 +130,41 @@ void token_logprobs(TensorView logprobs, TensorView ranks, TensorView top_ids, T
   launch(p, logits.device());
 }
 
-// For calls with a number from 1 to 1024 as top-k. raw: log-probabilities before temperature and filters.
+struct DrawArguments {
+  bool joint, raw;  // raw: log-probabilities before temperature and filters
+  OptionalTensor seed;
+  int64_t seed_value;
+  OptionalTensor offset;
+  int64_t offset_value, offset_stride;
+};
+
+// Sets what a draw with log-probabilities needs. False if there are no rows.
+bool set_draw(const Checks& check, LogprobParams& p, const TensorView& logits, const TensorView& ids,
+              const TensorView& valid, const Results& results, const FilterArguments& filters,
+              const DrawArguments& draw) {
+  check_rows(check, "logits", logits);
+  set_filters(check, p, logits, filters);
+  check_top_n(check, results.top_ids, logits);
+  p.seed = per_row(check, "seed", draw.seed, draw.seed_value, "logits", logits, {kInt64});
+  p.offset = offset_per_row(check, draw.offset, draw.offset_value, draw.offset_stride, "logits", logits);
+  check_result(check, "ids", ids, logits, kInt32);
+  check_result(check, "valid", valid, logits, kBool);
+  check_devices(check, "logits", logits, {{"ids", ids}, {"valid", valid}});
+  set_results(check, p, logits, results);
+  if (logits.size(0) == 0) return false;
+  set_rows(p, logits);
+  if (filters.top_k.has_value() || filters.top_k_value < 1 || filters.top_k_value > kMaxK ||
+      filters.top_k_value >= p.length) {
+    unsupported("one launch needs a number as top_k, from 1 to 1024 and less than V");
+  }
+  p.joint = draw.joint;
+  p.raw = draw.raw;
+  p.ids = reinterpret_cast<int*>(address(ids));
+  p.valid = reinterpret_cast<bool*>(address(valid));
+  return true;
+}
+
+// For calls with a number from 1 to 1024 as top-k.
 void sample_with_logprobs(TensorView ids, TensorView valid, TensorView logprobs, TensorView ranks, TensorView top_ids,
                           TensorView top_logprobs, TensorView logits, OptionalTensor temperature,
                           double temperature_value, OptionalTensor top_k, int64_t top_k_value, OptionalTensor top_p,
@@ -137,30 +173,64 @@ void sample_with_logprobs(TensorView ids, TensorView valid, TensorView logprobs,
                           int64_t offset_stride) {
   const Checks check("sample_with_logprobs");
   LogprobParams p;
-  check_rows(check, "logits", logits);
-  set_filters(check, p, logits,
-              {temperature, temperature_value, top_k, top_k_value, top_p, top_p_value, min_p, min_p_value});
-  check_top_n(check, top_ids, logits);
-  p.seed = per_row(check, "seed", seed, seed_value, "logits", logits, {kInt64});
-  p.offset = offset_per_row(check, offset, offset_value, offset_stride, "logits", logits);
-  check_result(check, "ids", ids, logits, kInt32);
-  check_result(check, "valid", valid, logits, kBool);
-  check_devices(check, "logits", logits, {{"ids", ids}, {"valid", valid}});
-  set_results(check, p, logits, {logprobs, ranks, top_ids, top_logprobs});
-  if (logits.size(0) == 0) return;
-  set_rows(p, logits);
-  if (top_k.has_value() || top_k_value < 1 || top_k_value > kMaxK || top_k_value >= p.length) {
-    unsupported("one launch needs a number as top_k, from 1 to 1024 and less than V");
+  if (!set_draw(check, p, logits, ids, valid, {logprobs, ranks, top_ids, top_logprobs},
+                {temperature, temperature_value, top_k, top_k_value, top_p, top_p_value, min_p, min_p_value},
+                {joint, raw, seed, seed_value, offset, offset_value, offset_stride})) {
+    return;
   }
-  p.joint = joint;
-  p.raw = raw;
-  p.ids = reinterpret_cast<int*>(address(ids));
-  p.valid = reinterpret_cast<bool*>(address(valid));
   const DeviceGuard guard(logits.device().device_id);
   launch_rows<true>(p, top_k_value, logits.device());
 }
 
+// The same after process_logits in place, for up to 4096 ids in a history. What `logits` holds afterwards is not
+// specified.
+void process_and_sample(TensorView ids, TensorView valid, TensorView logprobs, TensorView ranks, TensorView top_ids,
+                        TensorView top_logprobs, TensorView logits, OptionalTensor token_ids, OptionalTensor lengths,
+                        OptionalTensor prompt_lengths, OptionalTensor repetition_penalty,
+                        double repetition_penalty_value, OptionalTensor presence_penalty, double presence_penalty_value,
+                        OptionalTensor frequency_penalty, double frequency_penalty_value, OptionalTensor bitmask,
+                        OptionalTensor temperature, double temperature_value, OptionalTensor top_k, int64_t top_k_value,
+                        OptionalTensor top_p, double top_p_value, OptionalTensor min_p, double min_p_value, bool joint,
+                        bool raw, OptionalTensor seed, int64_t seed_value, OptionalTensor offset, int64_t offset_value,
+                        int64_t offset_stride) {
+  const Checks check("process_and_sample");
+  StepParams p;
+  check_rows(check, "logits", logits);
+  set_history(check, p, logits,
+              {token_ids, lengths, prompt_lengths, repetition_penalty, repetition_penalty_value, presence_penalty,
+               presence_penalty_value, frequency_penalty, frequency_penalty_value});
+  p.bitmask = bitmask_rows(check, bitmask, logits);
+  check.disjoint("logits", logits);
+  for (const auto& [name, tensor] :
+       std::initializer_list<std::pair<const char*, const OptionalTensor&>>{{"token_ids", token_ids},
+                                                                            {"lengths", lengths},
+                                                                            {"prompt_lengths", prompt_lengths},
+                                                                            {"repetition_penalty", repetition_penalty},
+                                                                            {"presence_penalty", presence_penalty},
+                                                                            {"frequency_penalty", frequency_penalty},
+                                                                            {"bitmask", bitmask},
+                                                                            {"temperature", temperature},
+                                                                            {"top_k", top_k},
+                                                                            {"top_p", top_p},
+                                                                            {"min_p", min_p},
+                                                                            {"seed", seed},
+                                                                            {"offset", offset}}) {
+    check.no_overlap("logits", logits, name, tensor);
+  }
+  if (!set_draw(check, p, logits, ids, valid, {logprobs, ranks, top_ids, top_logprobs},
+                {temperature, temperature_value, top_k, top_k_value, top_p, top_p_value, min_p, min_p_value},
+                {joint, raw, seed, seed_value, offset, offset_value, offset_stride})) {
+    return;
+  }
+  drop_neutral_history(p);
+  if (p.history.length > kMaxHashed) unsupported("one launch covers histories of up to 4096 ids");
+  p.hash_bits = hash_bits_for(std::min(p.history.length, p.length));
+  const DeviceGuard guard(logits.device().device_id);
+  launch_rows<true, true>(p, top_k_value, logits.device());
+}
+
 KESTREL_EXPORT(token_logprobs, token_logprobs);
 KESTREL_EXPORT(sample_with_logprobs, sample_with_logprobs);
+KESTREL_EXPORT(process_and_sample, process_and_sample);
 
 }  // namespace kestrel::sampling

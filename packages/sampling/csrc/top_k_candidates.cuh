@@ -79,7 +79,7 @@ struct TopKRange {
 // What a row holds decides what NaN means: an invalid row, or (scores) the smallest of all elements.
 template <Kind kind>
 struct TopKRow {
-  static constexpr bool scores = kind == Kind::scores;
+  static constexpr bool masked = kind == Kind::masked_scores, scores = kind == Kind::scores || masked;
   static constexpr u32 kNan = scores ? 0u : 0xffffffffu;
   // Keys below it are those of -inf, NaN and, among probabilities, 0.
   static constexpr u32 kLeastValue = kind == Kind::probs ? 0x80000001u : 0x00800000u;
@@ -89,7 +89,8 @@ struct TopKRow {
   const char* row;
   int dtype, length;
   int chunk_bits;
-  int pack_bits;  // log2 of the neighbours that a lane loads together
+  int pack_bits;              // log2 of the neighbours that a lane loads together
+  const u32* mask = nullptr;  // masked: the allowed elements, or null for all
 
   __device__ __forceinline__ TopKRow(const char* row_, int dtype_, int length_, int chunk_bits_)
       : row(row_), dtype(dtype_), length(length_), chunk_bits(chunk_bits_) {
@@ -119,6 +120,17 @@ struct TopKRow {
   // Four elements: neighbours in a row that is aligned, else 32 apart. Those past the row are padding.
   __device__ __forceinline__ int stride() const { return pack_bits == 0 ? 32 : 1; }
   __device__ __forceinline__ void load_four(int i, float (&v)[4]) const {
+    load_unmasked(i, v);
+    if constexpr (masked) {
+      if (!mask) return;
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const int own = i + e * stride();
+        if (own < length && !(mask[own / 32] >> (own % 32) & 1)) v[e] = -INFINITY;
+      }
+    }
+  }
+  __device__ __forceinline__ void load_unmasked(int i, float (&v)[4]) const {
     if (pack_bits != 0 && i + 4 <= length) {
       if (dtype == kRowFloat32) {
         Pack<float>{load16(row + int64_t{i} * 4)}.unpack(v);

@@ -100,6 +100,15 @@ def test_logits_of_many_rows(options: dict[str, Any], dtype: torch.dtype, width:
     assert_draws_as_the_reference(partial(sample_from_logits, **options), logits)
 
 
+@pytest.mark.parametrize("width", [20000, 128256, 202048])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "negative entries"])
+def test_top_p_of_logits_of_any_distribution(kind: str, width: int) -> None:
+    mixed = torch.tensor([0.9, 0.0, 0.02, 0.3, 0.6, 0.99, 1.0], device="cuda").repeat(ROWS // 7)
+    logits = torch.log(KINDS[kind](width))
+    assert_draws_as_the_reference(partial(sample_from_logits, top_p=mixed), logits)
+    assert_draws_as_the_reference(partial(sample_from_logits, top_p=0.9, temperature=0.6), logits)
+
+
 def test_min_p_and_rows_with_top_k_among_many() -> None:
     probs, key = distributions(ROWS, 20000, 6, 3.0), keys(ROWS)
     assert_draws_as_the_reference(partial(min_p_sampling_from_probs, min_p=0.05), probs)
@@ -108,7 +117,7 @@ def test_min_p_and_rows_with_top_k_among_many() -> None:
     assert torch.equal(sample_from_logits(logits, **options), by_reference(sample_from_logits, logits, **options))
 
 
-@pytest.mark.parametrize("kind", ["flat", "two values", "all equal"])
+@pytest.mark.parametrize("kind", ["flat", "two values", "all equal", "a thousandth left"])
 def test_runs_repeat_and_a_row_does_not_depend_on_its_batch(kind: str) -> None:
     probs, key = KINDS[kind](128256), keys(ROWS)
     ids = top_p_sampling_from_probs(probs, 0.9, **key)

@@ -21,6 +21,7 @@ from kestrel_sampling import _launch, softmax, top_k_renorm_probs, top_p_renorm_
 from kestrel_sampling._parameters import Keys
 from kestrel_sampling.chain_speculative_sampling import _chain_speculative_sampling
 from kestrel_sampling.probabilities import _check_softmax
+from kestrel_sampling.process_and_sample import _process_and_sample
 from kestrel_sampling.process_logits import _process_logits
 from kestrel_sampling.sample_from_logits import _check_sample_from_logits
 from kestrel_sampling.sample_with_logprobs import _sample_with_logprobs
@@ -164,7 +165,8 @@ CHAIN: dict[str, Any] = {
     "maybe_output_accepted_token_num": ZEROS[0], "maybe_output_emitted_draft_token_num": ZEROS[1], "seed": LONGS,
     "seed_value": 0, "offset": None, "offset_value": 3, "offset_stride": 1,
 }  # fmt: skip
-process, logprobs, drawn, chain = map(cases_of, (PROCESS, LOGPROBS, DRAWN, CHAIN))
+STEP = {name: value for name, value in PROCESS.items() if name not in ("bias_ids", "bias_values", "out")} | DRAWN
+process, logprobs, drawn, chain, step = map(cases_of, (PROCESS, LOGPROBS, DRAWN, CHAIN, STEP))
 
 
 def derived(function: Callable[..., Any], kwargs: dict[str, Any]) -> list[BadInput]:
@@ -217,6 +219,16 @@ REFUSED: dict[Callable[..., Any], list[BadInput]] = {
         chain("an offset stride of two", "offset_stride", 2, fragment="0 or 1"),
         *derived(_chain_speculative_sampling, CHAIN),
     ],
+    _process_and_sample: [
+        step("no entries", "logits", ROWS[:, :0], fragment="entry"),
+        step("ids of others", "token_ids", HISTORY[:2], fragment="(3, any)"),
+        step("lengths alone", "lengths", LONGS, token_ids=None),
+        step("a penalty too few", "presence_penalty", ONES[:2], fragment="(3,)"),
+        step("int64 words", "bitmask", MASK.long(), TypeError, "int32"),
+        step("more than there are", "top_n", 9, fragment="<= 8"),
+        step("a p too many", "top_p", torch.rand(4), fragment="(3,)"),
+        *derived(_process_and_sample, STEP),
+    ],
 }
 
 
@@ -232,6 +244,9 @@ OVERLAPS: list[tuple[Callable[..., Any], BadInput]] = [
     (_process_logits, process("a row later", "out", BUFFER[1:], logits=BUFFER[:3])),
     (_process_logits, process("over the bias", "out", BUFFER[1:], bias_values=BUFFER[:3, :4])),
     (_process_logits, process("over a penalty", "out", BUFFER[1:], repetition_penalty=BUFFER[2, :3])),
+    (_process_and_sample, step("one row for all", "logits", ROWS[:1].expand(3, 8))),
+    (_process_and_sample, step("over a penalty", "logits", BUFFER[1:], repetition_penalty=BUFFER[2, :3])),
+    (_process_and_sample, step("over the seeds", "logits", BUFFER[1:], seed=BUFFER[2, :6].view(torch.int64))),
     (_chain_speculative_sampling, chain("the same counts twice", EMITTED, ZEROS[0])),
 ]
 

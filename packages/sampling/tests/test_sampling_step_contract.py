@@ -25,6 +25,7 @@ from kestrel_runtime.testing import (
 )
 from kestrel_sampling import (
     chain_speculative_sampling,
+    process_and_sample,
     process_logits,
     sample_from_logits,
     sample_with_logprobs,
@@ -58,11 +59,13 @@ DRAWN: dict[str, Any] = {
     "logits": LOGITS, "temperature": PER_ROW, "top_k": COUNTS, "top_p": 0.9, "min_p": PER_ROW, "top_n": 5,
     "processed": True, "filter_apply_order": "joint", "generator": None, "seed": COUNTS, "offset": 3,
 }  # fmt: skip
+STEP = {name: value for name, value in PROCESS.items() if name not in ("bias_ids", "bias_values", "out")} | DRAWN
 GOOD: dict[Callable[..., Any], dict[str, Any]] = {
     process_logits: PROCESS,
     token_logprobs: LOGPROBS,
     sample_with_logprobs: DRAWN,
     chain_speculative_sampling: CHAIN,
+    process_and_sample: STEP,
 }
 
 
@@ -70,7 +73,7 @@ def own(kwargs: dict[str, Any]) -> dict[str, Any]:
     return {name: value.clone() if torch.is_tensor(value) else value for name, value in kwargs.items()}
 
 
-process, logprobs, drawn, chain = (cases_of(kwargs) for kwargs in GOOD.values())
+process, logprobs, drawn, chain, one_step = (cases_of(kwargs) for kwargs in GOOD.values())
 ACCEPTED, EMITTED = "maybe_output_accepted_token_num", "maybe_output_emitted_draft_token_num"
 BAD: dict[Callable[..., Any], list[BadInput]] = {
     process_logits: [
@@ -163,6 +166,21 @@ BAD: dict[Callable[..., Any], list[BadInput]] = {
         chain("int32 seeds", "seed", ZEROS, TypeError, "int64"),
         chain("valid as text", "return_valid", "no", TypeError, "True or False"),
     ],
+    process_and_sample: [
+        one_step("float64", "logits", LOGITS.double(), TypeError, "float64"),
+        one_step("one row for all", "logits", LOGITS[:1].expand(3, 40), fragment="share memory"),
+        one_step("ids of others", "token_ids", HISTORY[:2], fragment="(3, any)"),
+        one_step("no history", "token_ids", None, (ValueError,), "repetition_penalty"),
+        one_step("lengths of others", "lengths", COUNTS[:2], fragment="(3,)"),
+        one_step("zero", "repetition_penalty", 0.0, fragment="> 0"),
+        one_step("fp16", "presence_penalty", PER_ROW.half(), TypeError, "float32"),
+        one_step("a word too few", "bitmask", MASK[:, :1], fragment="(3, 2)"),
+        one_step("more than there are", "top_n", 41, fragment="<= 40"),
+        one_step("below zero", "temperature", -1.0, fragment=">= 0"),
+        one_step("a number", "processed", 1, TypeError, "True or False"),
+        one_step("int32 seeds", "seed", ZEROS, TypeError, "int64"),
+        one_step("unknown order", "filter_apply_order", "k", fragment="'joint'"),
+    ],
 }  # fmt: skip
 CASES = [(function, case) for function, cases in BAD.items() for case in cases]
 DERIVED = [(function, case) for function, kwargs in GOOD.items() for case in derived_bad_inputs(function, (), kwargs)]
@@ -173,7 +191,7 @@ DERIVED = [(function, case) for function, kwargs in GOOD.items() for case in der
 )
 def test_a_bad_input_is_named_before_anything_is_written(function: Callable[..., Any], case: BadInput) -> None:
     kwargs = case.make()[1]
-    written = [kwargs.get(name) for name in ("out", ACCEPTED, EMITTED)]
+    written = [kwargs.get(name) for name in ("out", "logits", ACCEPTED, EMITTED)]
     before = [x.clone() if torch.is_tensor(x) and x.layout == torch.strided else None for x in written]
     assert_rejects(function, case)
     for x, copy in zip(written, before, strict=True):
@@ -208,6 +226,54 @@ REGISTERED: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
     ("token_logprobs", (WIDE, LAST, 0, None, 1.0, FIRST, 0, ROWS, 0.0, None, 0.0, False), {}),
     ("sample_with_logprobs", (WIDE, ROWS, 0.0, None, 9, None, 0.9, ROWS, 0.0, True, 3, True, *KEY), {}),
     ("sample_with_logprobs", (WIDE.half(), None, 0.5, FIRST, 0, ROWS, 0.0, None, 0.0, False, 0, False, *KEY), {}),
+    (
+        "process_and_sample",
+        (
+            WIDE.clone(),
+            IDS,
+            FIRST,
+            None,
+            *PENALTIES,
+            WORDS,
+            ROWS,
+            0.0,
+            None,
+            9,
+            None,
+            0.9,
+            ROWS,
+            0.0,
+            True,
+            3,
+            True,
+            *KEY,
+        ),
+        {},
+    ),
+    (
+        "process_and_sample",
+        (
+            WIDE.half(),
+            None,
+            None,
+            None,
+            *NEUTRAL,
+            None,
+            None,
+            0.5,
+            FIRST,
+            0,
+            ROWS,
+            0.0,
+            None,
+            0.0,
+            False,
+            0,
+            False,
+            *KEY,
+        ),
+        {},
+    ),
     ("chain_speculative_sampling", (CHAINS[:, 1:].half(), IDS[:, :2], CHAINS, *TOTALS, *KEY), {}),
     ("chain_speculative_sampling", (None, IDS[:, :2].int(), CHAINS.bfloat16(), *TOTALS, *KEY), {}),
 ]
@@ -231,7 +297,9 @@ def step(logits: torch.Tensor, history: torch.Tensor, lengths: torch.Tensor, mas
     target = softmax(processed, 0.8)[:, None].expand(-1, 3, -1)
     both = sample_with_logprobs(processed, 0.8, 10, top_n=2, seed=lengths)
     chained = chain_speculative_sampling(None, history[:, :2], target, seed=lengths, offset=1)
-    return [processed, ids, valid, *found, *token_logprobs(processed, ids, 3, 0.8, 10), *both, *chained]
+    penalised = {"token_ids": history, "lengths": lengths, "repetition_penalty": 1.3, "bitmask": mask}
+    one_call = process_and_sample(logits.clone(), 0.8, 10, **penalised, top_n=2, seed=lengths)
+    return [processed, ids, valid, *found, *token_logprobs(processed, ids, 3, 0.8, 10), *both, *chained, *one_call]
 
 
 def test_a_step_compiles_into_one_graph() -> None:
@@ -239,6 +307,19 @@ def test_a_step_compiles_into_one_graph() -> None:
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
     for got, want in zip(compiled(*args), step(*args), strict=True):
         assert torch.equal(got, want)
+
+
+def test_one_call_is_both_ops_of_a_step() -> None:
+    for options in ({"top_k": 9}, {"top_p": 0.7, "processed": True}, {"temperature": 0.0, "min_p": 0.1}):
+        for dtype in (torch.float32, torch.bfloat16):
+            logits = LOGITS.to(dtype)
+            known = {name: STEP[name] for name in PROCESS if name in STEP and name != "logits"}
+            one, other = logits.clone(), logits.clone()
+            process_logits(one, **known, out=one)
+            want = sample_with_logprobs(one, **options, top_n=4, seed=COUNTS, offset=2)
+            got = process_and_sample(other, **options, **known, top_n=4, seed=COUNTS, offset=2)
+            for x, y in zip(got, want, strict=True):
+                assert torch.equal(x.nan_to_num(7), y.nan_to_num(7))
 
 
 def test_counts_given_to_a_compiled_call_are_written() -> None:
@@ -257,11 +338,11 @@ def test_nothing_is_read_on_the_host() -> None:
         processed, *_ = results = step(*args)
         draft = mode.from_tensor(PROBS)
         chain_speculative_sampling(draft[:, :2], args[1][:, :2], draft, seed=args[2], offset=args[2])
-        for name, given in (("process_logits", PROCESS), ("token_logprobs", LOGPROBS), ("sample_with_logprobs", DRAWN)):
-            fake = {k: mode.from_tensor(v) if torch.is_tensor(v) else v for k, v in given.items()}
-            getattr(kestrel_sampling, name)(**fake)
+        for function in (process_logits, token_logprobs, sample_with_logprobs, process_and_sample):
+            fake = {k: mode.from_tensor(v) if torch.is_tensor(v) else v for k, v in GOOD[function].items()}
+            function(**fake)
     assert processed.shape == (3, 40)
-    assert len(results) == 20
+    assert len(results) == 26
 
 
 def test_the_references_read_nothing_on_the_host() -> None:

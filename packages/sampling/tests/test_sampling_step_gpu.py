@@ -22,6 +22,7 @@ from kestrel_runtime.testing import (
 )
 from kestrel_sampling import (
     chain_speculative_sampling,
+    process_and_sample,
     process_logits,
     sample_from_logits,
     sample_with_logprobs,
@@ -352,6 +353,73 @@ def test_a_replayed_graph_draws_with_new_keys() -> None:
     first, second = ([normal(5, 9000, n), integers(0, 99, 5, seed=n), integers(0, 99, 5, seed=n + 1)] for n in (1, 3))
     run = lambda logits, seed, offset: tuple(  # noqa: E731
         sample_with_logprobs(logits, 0.8, 40, 0.9, top_n=2, seed=seed, offset=offset)
+    )
+    assert_same_bits(graph_replay(run, first, [x.clone() for x in second]), run(*second))
+
+
+# ---- process_and_sample ----------------------------------------------------------------------------------------------
+
+BITMASKS: dict[str, Callable[[int, int], dict[str, Any]]] = {
+    "none": lambda rows, width: {},
+    "any": mask_of,
+    "half": lambda rows, width: {
+        "bitmask": mask_of(rows, width)["bitmask"] | (torch.arange(rows, device="cuda") % 2 - 1).int()[:, None]
+    },
+    "few": lambda rows, width: {"bitmask": integers(0, 40, rows, -(-width // 32), seed=8).sub(38).clamp(0).int()},
+}
+
+
+def assert_one_call_is_both(logits: torch.Tensor, known: dict[str, Any], **options: Any) -> None:
+    """What is written in place stays inside the rows. Sums of exponentials depend on the alignment of the rows."""
+    rows, width = logits.shape
+    wide, other = (torch.full((rows, width + 9), 7.0, dtype=logits.dtype, device="cuda") for _ in range(2))
+    for one, two in ((logits.clone(), logits.clone()), (wide[:, 5 : 5 + width], other[:, 5 : 5 + width])):
+        one.copy_(logits), two.copy_(logits)
+        want = sample_with_logprobs(process_logits(two, **known, out=two), **options)
+        assert_same_bits(tuple(process_and_sample(one, **known, **options)), tuple(want), any_nan=True)
+    assert bool((torch.cat((wide[:, :5], wide[:, -4:]), 1) == 7).all())
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("mask", BITMASKS)
+@pytest.mark.parametrize(("rows", "width"), [(3, 70), (1, 5003), (20, 33000), (70, 20011), (150, 5000), (3, 151936)])
+def test_one_call_is_both_ops_of_a_step(rows: int, width: int, mask: str, dtype: torch.dtype) -> None:
+    logits = normal(rows, width, 9).to(dtype)
+    logits[0, 0], logits[-1, -1] = NAN, -0.0
+    place = torch.arange(rows, device="cuda")
+    key = {"seed": place * 3, "offset": place * 5, "top_n": 7}
+    temperature = torch.where(place % 7 == 6, 0.0, 0.8)
+    for length, ids, k, more in (
+        (1000, torch.int32, 50, {"top_p": 0.9}),
+        (1, torch.int64, 1, {"processed": True}),
+        (4096, torch.int64, 200, {"min_p": 0.01, "filter_apply_order": "joint", "top_p": 0.7}),
+        (5000, torch.int32, 20, {"processed": True}),  # two launches
+        (300, torch.int32, 0, {"top_p": 0.8}),
+    ):
+        known = penalties(rows, width, length, ids) | BITMASKS[mask](rows, width)
+        assert_one_call_is_both(logits, known, temperature=temperature, top_k=min(k, width - 1), **more, **key)
+    assert_one_call_is_both(logits, BITMASKS[mask](rows, width), top_k=20, top_n=30, seed=4)
+
+
+@pytest.mark.parametrize("rows_of", ["ties", "equal", "masked", "sure"])
+def test_one_call_of_odd_rows_is_both_ops(rows_of: str) -> None:
+    rows, width = 40, 20000
+    logits = ROWS[rows_of](rows, width)
+    logits[3], logits[4, 5], logits[5, ::2] = -INF, INF, NAN
+    known = penalties(rows, width, 600) | mask_of(rows, width)
+    known["bitmask"][7:9] = 0
+    assert_one_call_is_both(logits, known, top_k=30, top_p=0.95, top_n=20, seed=1, offset=torch.arange(rows).cuda())
+
+
+def test_a_replayed_graph_makes_steps_with_new_histories() -> None:
+    names = list(penalties(5, 9000, 60) | mask_of(5, 9000))
+    first, second = ([normal(5, 9000, n), *(penalties(5, 9000, 60) | mask_of(5, 9000)).values()] for n in (1, 2))
+    second[1] = second[1].flip(1)
+    seed = torch.arange(5, device="cuda")
+    run = lambda logits, *values: tuple(  # noqa: E731
+        process_and_sample(
+            logits.clone(), 0.8, 40, 0.9, **dict(zip(names, values, strict=True)), seed=seed, offset=seed
+        )
     )
     assert_same_bits(graph_replay(run, first, [x.clone() for x in second]), run(*second))
 

@@ -260,7 +260,7 @@ def test_the_binary_has_an_entry_point_for_every_variant_and_architecture() -> N
         pytest.skip("run from the sources, without a build")
     expected = {f"{variant.name}_sm{arch}" for variant in variants.VARIANTS for arch in binary.manifest.archs}
     cuda = {"sample", "probabilities", "topk_rows", "process_logits", "token_logprobs", "sample_with_logprobs"}
-    assert set(binary.manifest.functions) == expected | cuda | {"chain_speculative_sampling"}
+    assert set(binary.manifest.functions) == expected | cuda | {"chain_speculative_sampling", "process_and_sample"}
     for name in expected:
         entry_point = binary.function(name)
         with pytest.raises(ValueError, match="device_type=cuda"):  # the generated wrapper's own checks

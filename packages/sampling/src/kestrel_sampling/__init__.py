@@ -3,6 +3,7 @@
 from .chain_speculative_sampling import chain_speculative_sampling
 from .min_p_sampling import min_p_sampling_from_probs
 from .probabilities import softmax, top_k_renorm_probs, top_p_renorm_probs
+from .process_and_sample import process_and_sample
 from .process_logits import process_logits
 from .sample_from_logits import sample_from_logits
 from .sample_with_logprobs import SampledLogprobs, sample_with_logprobs
@@ -19,6 +20,7 @@ __all__ = [
     "TokenLogprobs",
     "chain_speculative_sampling",
     "min_p_sampling_from_probs",
+    "process_and_sample",
     "process_logits",
     "sample_from_logits",
     "sample_with_logprobs",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from kestrel_runtime import check, empty, kernel_op
@@ -12,6 +14,7 @@ from ._parameters import check_parameter, check_probs, number_or_tensor
 
 _OP = "process_logits"
 _NEUTRAL = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+Penalties = tuple[torch.Tensor | None, float, torch.Tensor | None, float, torch.Tensor | None, float]
 
 
 def process_logits(
@@ -66,26 +69,12 @@ def process_logits(
     >>> process_logits(logits, token_ids=history, frequency_penalty=0.5, bitmask=allowed).tolist()
     [[1.5, -2.0, 4.0, -inf]]
     """
-    penalties = {
-        "repetition_penalty": repetition_penalty,
-        "presence_penalty": presence_penalty,
-        "frequency_penalty": frequency_penalty,
-    }
-    if not isinstance(repetition_penalty, torch.Tensor):
-        check.number(_OP, "repetition_penalty", repetition_penalty, above=0)
-    numbers = {name: number_or_tensor(_OP, name, value) for name, value in penalties.items()}
-    if token_ids is None:
-        for name, (tensor, number) in numbers.items():
-            if tensor is not None or number != _NEUTRAL[name]:
-                check.fail(_OP, "token_ids", f"a tensor with a {name}", "None")
     return _process_logits(
         logits,
         token_ids,
         lengths,
         prompt_lengths,
-        *numbers["repetition_penalty"],
-        *numbers["presence_penalty"],
-        *numbers["frequency_penalty"],
+        *penalties(_OP, token_ids, repetition_penalty, presence_penalty, frequency_penalty),
         bias_ids,
         bias_values,
         bitmask,
@@ -93,13 +82,32 @@ def process_logits(
     )
 
 
-def _check_ids(name: str, ids: torch.Tensor, logits: torch.Tensor) -> None:
-    check.tensor(_OP, name, ids, dtype=check.INTEGERS, ndim=2, last_contiguous=True)
-    check.shape(_OP, name, ids, (logits.shape[0], None))
-    check.same(_OP, "device", logits=logits, **{name: ids})
+def penalties(
+    op: str,
+    token_ids: torch.Tensor | None,
+    repetition: float | torch.Tensor,
+    presence: float | torch.Tensor,
+    frequency: float | torch.Tensor,
+) -> Penalties:
+    """Each penalty as a tensor, or None and a number; those that are not neutral need a history."""
+    if not isinstance(repetition, torch.Tensor):
+        check.number(op, "repetition_penalty", repetition, above=0)
+    found = [number_or_tensor(op, n, v) for n, v in zip(_NEUTRAL, (repetition, presence, frequency), strict=True)]
+    if token_ids is None:
+        for (name, neutral), (tensor, number) in zip(_NEUTRAL.items(), found, strict=True):
+            if tensor is not None or number != neutral:
+                check.fail(op, "token_ids", f"a tensor with a {name}", "None")
+    return (*found[0], *found[1], *found[2])
 
 
-def _check_process_logits(
+def _check_ids(op: str, name: str, ids: torch.Tensor, logits: torch.Tensor) -> None:
+    check.tensor(op, name, ids, dtype=check.INTEGERS, ndim=2, last_contiguous=True)
+    check.shape(op, name, ids, (logits.shape[0], None))
+    check.same(op, "device", logits=logits, **{name: ids})
+
+
+def check_processing(
+    op: str,
     logits: torch.Tensor,
     token_ids: torch.Tensor | None,
     lengths: torch.Tensor | None,
@@ -113,30 +121,34 @@ def _check_process_logits(
     bias_ids: torch.Tensor | None,
     bias_values: torch.Tensor | None,
     bitmask: torch.Tensor | None,
-    out: torch.Tensor | None = None,
 ) -> None:
-    check_probs(_OP, logits, "logits")
+    """Raise for arguments of :func:`_process_logits` that are wrong, as arguments of ``op``."""
+    check_probs(op, logits, "logits")
     if token_ids is not None:
-        _check_ids("token_ids", token_ids, logits)
+        _check_ids(op, "token_ids", token_ids, logits)
     for name, value in (("lengths", lengths), ("prompt_lengths", prompt_lengths)):
         if value is not None and token_ids is None:
-            check.fail(_OP, name, "None without token_ids", "a tensor")
-        check_parameter(_OP, name, value, logits, *check.INTEGERS, rows_name="logits")
-    check_parameter(_OP, "repetition_penalty", repetition_penalty, logits, torch.float32, rows_name="logits")
-    check_parameter(_OP, "presence_penalty", presence_penalty, logits, torch.float32, rows_name="logits")
-    check_parameter(_OP, "frequency_penalty", frequency_penalty, logits, torch.float32, rows_name="logits")
+            check.fail(op, name, "None without token_ids", "a tensor")
+        check_parameter(op, name, value, logits, *check.INTEGERS, rows_name="logits")
+    check_parameter(op, "repetition_penalty", repetition_penalty, logits, torch.float32, rows_name="logits")
+    check_parameter(op, "presence_penalty", presence_penalty, logits, torch.float32, rows_name="logits")
+    check_parameter(op, "frequency_penalty", frequency_penalty, logits, torch.float32, rows_name="logits")
     if (bias_ids is None) != (bias_values is None):
         missing, given = ("bias_ids", "bias_values") if bias_ids is None else ("bias_values", "bias_ids")
-        check.fail(_OP, missing, f"a tensor with {given}", "None")
+        check.fail(op, missing, f"a tensor with {given}", "None")
     if bias_ids is not None and bias_values is not None:
-        _check_ids("bias_ids", bias_ids, logits)
-        check.tensor(_OP, "bias_values", bias_values, dtype=torch.float32, ndim=2, last_contiguous=True)
-        check.shape(_OP, "bias_values", bias_values, tuple(bias_ids.shape))
-        check.same(_OP, "device", logits=logits, bias_values=bias_values)
+        _check_ids(op, "bias_ids", bias_ids, logits)
+        check.tensor(op, "bias_values", bias_values, dtype=torch.float32, ndim=2, last_contiguous=True)
+        check.shape(op, "bias_values", bias_values, tuple(bias_ids.shape))
+        check.same(op, "device", logits=logits, bias_values=bias_values)
     if bitmask is not None:
-        check.tensor(_OP, "bitmask", bitmask, dtype=torch.int32, ndim=2, last_contiguous=True)
-        check.shape(_OP, "bitmask", bitmask, (logits.shape[0], (logits.shape[1] + 31) // 32))
-        check.same(_OP, "device", logits=logits, bitmask=bitmask)
+        check.tensor(op, "bitmask", bitmask, dtype=torch.int32, ndim=2, last_contiguous=True)
+        check.shape(op, "bitmask", bitmask, (logits.shape[0], (logits.shape[1] + 31) // 32))
+        check.same(op, "device", logits=logits, bitmask=bitmask)
+
+
+def _check_process_logits(logits: torch.Tensor, *given: Any, out: torch.Tensor | None = None, **named: Any) -> None:
+    check_processing(_OP, logits, *given, **named)
     if out is not None:
         check.tensor(_OP, "out", out, dtype=tuple(dict.fromkeys((torch.float32, logits.dtype))), last_contiguous=True)
         check.shape(_OP, "out", out, tuple(logits.shape))

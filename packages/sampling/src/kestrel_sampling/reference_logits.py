@@ -124,6 +124,48 @@ def sample_with_logprobs(
     return ids, valid, logprobs, ranks, top_ids, torch.where(valid[:, None], top_logprobs, torch.nan)
 
 
+def process_and_sample(
+    logits: torch.Tensor,
+    token_ids: torch.Tensor | None,
+    lengths: torch.Tensor | None,
+    prompt_lengths: torch.Tensor | None,
+    repetition_penalty: torch.Tensor | None,
+    repetition_penalty_value: float,
+    presence_penalty: torch.Tensor | None,
+    presence_penalty_value: float,
+    frequency_penalty: torch.Tensor | None,
+    frequency_penalty_value: float,
+    bitmask: torch.Tensor | None,
+    temperature: torch.Tensor | None,
+    temperature_value: float,
+    top_k: torch.Tensor | None,
+    top_k_value: int,
+    top_p: torch.Tensor | None,
+    top_p_value: float,
+    min_p: torch.Tensor | None,
+    min_p_value: float,
+    joint: bool,
+    top_n: int,
+    processed: bool,
+    seed: torch.Tensor | None,
+    seed_value: int,
+    offset: torch.Tensor | None,
+    offset_value: int,
+    offset_stride: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """process_logits in place, then sample_with_logprobs."""
+    logits.copy_(
+        process_logits(
+            logits, token_ids, lengths, prompt_lengths, repetition_penalty, repetition_penalty_value, presence_penalty,
+            presence_penalty_value, frequency_penalty, frequency_penalty_value, None, None, bitmask,
+        )
+    )  # fmt: skip
+    return sample_with_logprobs(
+        logits, temperature, temperature_value, top_k, top_k_value, top_p, top_p_value, min_p, min_p_value, joint,
+        top_n, processed, seed, seed_value, offset, offset_value, offset_stride,
+    )  # fmt: skip
+
+
 # ---- parts -----------------------------------------------------------------------------------------------------------
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -96,7 +96,8 @@ def sample_with_logprobs(
     )
 
 
-def _check_sample_with_logprobs(
+def check_draw(
+    op: str,
     logits: torch.Tensor,
     temperature: torch.Tensor | None,
     temperature_value: float,
@@ -115,10 +116,20 @@ def _check_sample_with_logprobs(
     offset_value: int,
     offset_stride: int,
 ) -> None:
-    check_probs(_OP, logits, "logits")
-    check_filters(_OP, logits, temperature, top_k, top_p, min_p)
-    check.number(_OP, "top_n", top_n, integer=True, minimum=0, maximum=logits.shape[1])
-    check_keys(_OP, logits, seed, offset, offset_stride, "logits")
+    """Raise for arguments of :func:`_sample_with_logprobs` that are wrong, as arguments of ``op``."""
+    check_probs(op, logits, "logits")
+    check_filters(op, logits, temperature, top_k, top_p, min_p)
+    check.number(op, "top_n", top_n, integer=True, minimum=0, maximum=logits.shape[1])
+    check_keys(op, logits, seed, offset, offset_stride, "logits")
+
+
+def _check_sample_with_logprobs(*given: Any, **named: Any) -> None:
+    check_draw(_OP, *given, **named)
+
+
+def is_one_launch(top_k: torch.Tensor | None, top_k_value: int, width: int) -> bool:
+    """Whether the kernel that draws also computes log-probabilities."""
+    return top_k is None and 0 < top_k_value <= _LARGEST_K and top_k_value < width
 
 
 def _shape_of_sampled_logprobs(
@@ -168,7 +179,7 @@ def _sample_with_logprobs(
     key = Keys(seed, seed_value, offset, offset_value, offset_stride)
     results = logprob_tensors(logits, top_n)
     filters = (temperature, temperature_value, top_k, top_k_value, top_p, top_p_value, min_p, min_p_value, joint)
-    if top_k is None and 0 < top_k_value <= _LARGEST_K and top_k_value < logits.shape[1]:
+    if is_one_launch(top_k, top_k_value, logits.shape[1]):
         allocate, rows = allocator(logits), logits.shape[0]
         ids, valid = allocate((rows,), (1,), torch.int32), allocate((rows,), (1,), torch.bool)
         _launch.binary.sample_with_logprobs(ids, valid, *results, logits, *filters, not processed, *key)

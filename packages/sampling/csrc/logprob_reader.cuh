@@ -1,0 +1,186 @@
+// What logprob_rows.cuh reads of a row: of every group of 32 elements the largest, and of every chunk the sum of
+// exponentials relative to the largest of its elements, split into the elements equal to it (an integer) and the rest.
+#pragma once
+
+#include "top_k_candidates.cuh"
+
+namespace kestrel::sampling {
+
+// Of the elements of a chunk: the largest; the sum of the exponentials of smaller ones, relative to it; those equal to
+// it.
+struct alignas(16) ChunkSum {
+  float most = not_a_number(), rest = 0.f;
+  u32 equal = 0, unused = 0;
+  __device__ __forceinline__ int4 bits() const {
+    return {__float_as_int(most), __float_as_int(rest), static_cast<int>(equal), 0};
+  }
+};
+
+// The elements of this lane's groups, the next of which are being loaded, and the sums of this warp's chunks.
+template <Kind kind, bool counts>
+struct LogprobReader {
+  using Row = TopKRow<kind>;
+  const Row& row;
+  TileLoader<kind> loader;
+  float slope, slope_rest;  // not 0: -inf has weight 0
+  int token;
+  float of_token;
+  u32 before = 0;     // elements before the token in descending order
+  u32 allowed = ~0u;  // masked: word `lane` of the bitmask of the tile that is being loaded
+
+  __device__ __forceinline__ float weight(float below) const {
+    return ptx::ex2_approx_ftz(__fmaf_rn(below, slope_rest, __fmul_rn(below, slope)));
+  }
+  // if (v == most) ++equal; else rest += w; without branches and selections.
+  static __device__ __forceinline__ void add_if_smaller(float v, float most, float w, float& rest, u32& equal) {
+    asm("{\n.reg .pred p;\nsetp.eq.f32 p, %2, %3;\n@p add.u32 %0, %0, 1;\n@!p add.f32 %1, %1, %4;\n}"
+        : "+r"(equal), "+f"(rest)
+        : "f"(v), "f"(most), "f"(w));
+  }
+  // The place of this lane's element e in a tile.
+  __device__ __forceinline__ int place(int e, int lane) const {
+    const int bits = row.pack_bits;
+    return ((e >> bits) << (bits + 5)) + (lane << bits) + (e & ((1 << bits) - 1));
+  }
+
+  // Starts the loads of a tile.
+  __device__ __forceinline__ void load(int begin, int lane) {
+    loader.load(begin, lane);
+    if constexpr (Row::masked) {
+      if (!row.mask) return;
+      const int word = begin / 32 + lane, rest = row.length - 32 * word;
+      allowed = rest > 0 ? row.mask[word] : ~0u;
+      if (rest > 0 && rest < 32) allowed |= ~0u << rest;
+    }
+  }
+  // Takes the elements of a tile that are not allowed for -inf.
+  __device__ __forceinline__ void apply_mask(u32 words, int lane, float (&v)[kGroup]) const {
+    if (row.pack_bits == 0) {
+#pragma unroll
+      for (int e = 0; e < kGroup; ++e) {
+        if (!(__shfl_sync(kAllLanes, words, e) >> lane & 1)) v[e] = -INFINITY;
+      }
+      return;
+    }
+#pragma unroll
+    for (int e = 0; e < kGroup; e += 4) {
+      const int first = place(e, lane);
+      const u32 bits = __shfl_sync(kAllLanes, words, first / 32) >> (first % 32);
+#pragma unroll
+      for (int n = 0; n < 4; ++n) v[e + n] = bits >> n & 1 ? v[e + n] : -INFINITY;
+    }
+  }
+
+  // The elements that are loaded; those past the row are NaN.
+  __device__ __forceinline__ void take(int begin, int lane, float (&v)[kGroup]) const {
+    if (row.dtype == kRowFloat32) {
+      take_as<float>(begin, lane, v);
+    } else if (row.dtype == kRowFloat16) {
+      take_as<__half>(begin, lane, v);
+    } else {
+      take_as<__nv_bfloat16>(begin, lane, v);
+    }
+  }
+  template <typename T>
+  __device__ __forceinline__ void take_as(int begin, int lane, float (&v)[kGroup]) const {
+    constexpr int size = Pack<T>::size;
+    const T* const from = reinterpret_cast<const T*>(row.row);
+    if (row.pack_bits == 0) {
+#pragma unroll
+      for (int e = 0; e < kGroup; ++e) {
+        const int i = begin + 32 * e + lane;
+        v[e] = i < row.length ? to_float(from[i]) : not_a_number();
+      }
+      return;
+    }
+    const bool is_full = begin + kTileOfGroups <= row.length;
+#pragma unroll
+    for (int u = 0; u < kGroup / size; ++u) {
+      float some[size];
+      Pack<T>{loader.loaded[u]}.unpack(some);
+#pragma unroll
+      for (int e = 0; e < size; ++e) v[u * size + e] = some[e];
+    }
+    if (is_full) return;
+#pragma unroll
+    for (int u = 0; u < kGroup / size; ++u) {
+      float some[size];
+      loader.template unpack<T>(begin, lane, u, some);
+#pragma unroll
+      for (int e = 0; e < size; ++e) v[u * size + e] = some[e];
+    }
+  }
+
+  // The sum of a tile, the same in all lanes. Returns the largest element of this lane.
+  __device__ __forceinline__ float add(int begin, int lane, float (&v)[kGroup], ChunkSum& chunk) {
+    float most_of_four[4] = {v[0], v[1], v[2], v[3]};
+#pragma unroll
+    for (int e = 4; e < kGroup; ++e) most_of_four[e % 4] = fmaxf(most_of_four[e % 4], v[e]);
+    const float own = fmaxf(fmaxf(most_of_four[0], most_of_four[1]), fmaxf(most_of_four[2], most_of_four[3]));
+    if (begin + kTileOfGroups > row.length) {  // what is past the row has no weight
+#pragma unroll
+      for (int e = 0; e < kGroup; ++e) v[e] = begin + place(e, lane) < row.length ? v[e] : -INFINITY;
+    }
+    ChunkSum sum;
+    sum.most = Row::value(static_cast<u64>(__reduce_max_sync(kAllLanes, Row::key(own))) << 32);
+    const float base = fabsf(sum.most) < INFINITY ? sum.most : 0.f;
+    // Equal elements before the token count too.
+    const float from = begin + kTileOfGroups <= token ? of_token : from_order_key(order_key(of_token) + 1);
+    float rest[2] = {};
+#pragma unroll
+    for (int e = 0; e < kGroup; ++e) {
+      add_if_smaller(v[e], sum.most, weight(v[e] - base), rest[e & 1], sum.equal);
+      if constexpr (counts) before += v[e] >= from;
+    }
+    if (counts && begin <= token && token < begin + kTileOfGroups) {
+#pragma unroll
+      for (int e = 0; e < kGroup; ++e) before += v[e] == of_token && begin + place(e, lane) < token;
+    }
+    sum.rest = warp_float_sum(rest[0] + rest[1]);
+    sum.equal = __reduce_add_sync(kAllLanes, sum.equal);
+    merge(chunk, sum);
+    return own;
+  }
+  __device__ __forceinline__ void merge(ChunkSum& a, ChunkSum b) const {
+    if (isnan(a.most) || b.most > a.most) {
+      const ChunkSum larger = b;
+      b = a, a = larger;
+    }
+    if (isnan(b.most)) {  // empty, or of NaN alone
+      a.rest += b.rest;
+    } else if (a.most == b.most) {
+      a.rest += b.rest, a.equal += b.equal;
+    } else if (b.most > -INFINITY) {
+      a.rest += (b.rest + static_cast<float>(b.equal)) * weight(b.most - a.most);
+    } else {
+      a.rest += b.rest;  // 0 or NaN
+    }
+  }
+
+  // The key of the largest element of this lane's group of the chunk, whose first elements are being loaded, and the
+  // sum of the chunk. Starts the next chunk of the warp.
+  __device__ __forceinline__ u32 read(int chunk, int next_chunk, int lane, ChunkSum& sum) {
+    const int end = min((chunk + 1) << row.chunk_bits, row.length);
+    float most = not_a_number();
+    sum = ChunkSum();
+#pragma unroll 1
+    for (int begin = chunk << row.chunk_bits; begin < end; begin += kTileOfGroups) {
+      const int64_t next = begin + kTileOfGroups < end ? begin + kTileOfGroups : int64_t{next_chunk} << row.chunk_bits;
+      float v[kGroup];
+      const u32 words = allowed;
+      take(begin, lane, v);
+      if (next < row.length) load(static_cast<int>(next), lane);
+      if (Row::masked && __any_sync(kAllLanes, words != ~0u)) {
+        if (begin + kTileOfGroups <= row.length && __all_sync(kAllLanes, words == 0)) {
+          most = fmaxf(most, -INFINITY);  // without weight
+          continue;
+        }
+        apply_mask(words, lane, v);
+      }
+      most = fmaxf(most, add(begin, lane, v, sum));
+    }
+    return Row::key(most);
+  }
+};
+
+}  // namespace kestrel::sampling
