@@ -86,7 +86,7 @@ _MARGIN, _MARGIN_FEW = 0.96, 0.85  # of the vendor's time, for the errors of bot
 _MARGIN_SMALL, _SMALL_WEIGHT = 1.05, 2**23  # of weights of so many elements, where these kernels are faster
 # Where the vendor's product is slower than its estimate, of larger weights, if waves of tiles are as full as this:
 # results/h200_dense_plans.json.
-_LARGE_TOKENS, _LARGE_OUTPUTS, _LARGE, _FULL_WAVES = 4096, 2048, Plan(Kernel.COOPERATIVE, 256), 0.95
+_LARGE_TOKENS, _LARGE_OUTPUTS, _LARGE, _FULL_WAVES = 4096, 2048, Plan(Kernel.COOPERATIVE, 256), 0.93
 # Tokens and plans of layers with K > 2N, where the vendor's product is mostly faster; measured for 4304 -> 1152:
 _LONG_OUTPUTS, _LONG_WIDTHS = range(1025, 1153), range(4096, 4609)
 _LONG_SUMS = (

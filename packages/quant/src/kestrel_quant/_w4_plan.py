@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 MMA_TOKENS = 128
 """The most rows of ``w4a16_kernel``."""
+_WGMMA_TOKENS = 1024  # beyond, the vendor's GEMM takes less power for each product
 _LEAST = 1 << 20  # elements of a weight for wgmma
 _SMALL = 1 << 22  # up to here, tiles of 64 tokens take up to 128
 _LARGE = 1 << 27  # from here on, tiles of 256 rows take up to 64 tokens
@@ -37,7 +38,7 @@ TILES = (
     Tile(64, 128, 2, 0.0),
     Tile(64, 256, 1, 0.0),
     Tile(96, 128, 1, 2.36),
-    Tile(128, 128, 1, 2.66),
+    Tile(128, 128, 1, 2.6),
     Tile(128, 192, 1, 2.78),
     Tile(192, 128, 1, 2.72),
     Tile(256, 128, 1, 2.72),
@@ -48,6 +49,7 @@ TILES = (
 # Fitted to results/h200_w4_designs.json. Microseconds of a tile without its products, of a slice of K, and of the
 # kernel that adds slices up, with its bytes per microsecond:
 _TILE_US, _SLICE_US, _SUM_US, _SUM_BYTES = 4.0, 3.0, 1.5, 6e6
+_PARTS = 1.045  # what slices of a part of the row tiles must gain: power limits long calls more than waves do
 # The vendor's GEMM: its start, operations per microsecond, and writing the weight in 16 bits before it, per element.
 _VENDOR_US, _VENDOR_FLOPS, _DEQUANT_US, _DEQUANT_ELEMENT = 5.5, 7.2e8, 0.5, 2.53 / 3.9e6
 
@@ -70,7 +72,7 @@ class Plan(NamedTuple):
 @functools.lru_cache(maxsize=4096)
 def plan(tokens: int, rows: int, columns: int, sms: int) -> Plan:
     """The plan for x [tokens, columns] and a weight [rows, columns]. sms: of the GPU if it has wgmma, else 0."""
-    if not sms or tokens <= 16 or rows * columns < _LEAST:
+    if not sms or tokens <= 16 or tokens > _WGMMA_TOKENS or rows * columns < _LEAST:
         return Plan("mma" if tokens <= MMA_TOKENS else "vendor")
     return _on_hopper(-(-tokens // 32) * 32, rows, columns, sms)
 
@@ -121,40 +123,20 @@ def _whole_row_tiles(tile: Tile, splits: int, tokens: int, rows: int, sms: int) 
 
 
 def _us(tile: Tile, splits: int, whole: int, tokens: int, rows: int, columns: int, sms: int) -> float:
-    """An estimate of the time of a call: CTAs in waves, and the sums of the slices."""
+    """An estimate of the time of a call: waves of whole tiles, then of slices, and the sums of the slices."""
     token_tiles, row_tiles = -(-tokens // tile.tokens), -(-rows // tile.rows)
     steps, size = -(-columns // _K_STEP), tile.tokens * tile.rows
     wholes = (whole if splits > 1 else row_tiles) * token_tiles
     slices = (row_tiles * token_tiles - wholes) * splits
     step = size * _K_STEP / (tile.rate * 1e6)
     of_whole, of_slice = _TILE_US + steps * step, _SLICE_US + -(-steps // splits) * step
-    total = _makespan(sms * tile.ctas, wholes, of_whole, slices, of_slice)
+    ctas = sms * tile.ctas
+    total = -(-wholes // ctas) * of_whole + -(-slices // ctas) * of_slice
     if splits == 1:
         return total
     if whole == 0 and splits == 2:  # a cluster: those of a second wave would wait for each other
-        return total + 1.5 * size / (1 << 14) if slices <= sms * tile.ctas else math.inf
-    return total + _SUM_US + slices * size * 8 / _SUM_BYTES
-
-
-def _makespan(machines: int, wholes: int, of_whole: float, slices: int, of_slice: float) -> float:
-    """When the last of the slices ends, which follow the whole tiles in order."""
-    waves, rest = divmod(wholes, machines)
-    start, end = waves * of_whole, (waves + (rest > 0)) * of_whole
-
-    def done(at: float) -> int:
-        """Slices that have ended at a time: on machines free from `start` on, and on those that had one tile more."""
-        early, late = math.floor((at - start) / of_slice + 1e-9), math.floor((at - start - of_whole) / of_slice + 1e-9)
-        return (machines - rest) * early + rest * max(0, late)
-
-    if slices == 0:
-        return end
-    times = []
-    for first in (start, start + of_whole) if rest else (start,):
-        number = 1
-        while done(first + number * of_slice) < slices:
-            number += 1
-        times.append(first + number * of_slice)
-    return max(end, min(times))
+        return total + 1.5 * size / (1 << 14) if slices <= ctas else math.inf
+    return (total + _SUM_US + slices * size * 8 / _SUM_BYTES) * (_PARTS if whole else 1)
 
 
 def _vendor_us(tokens: int, rows: int, columns: int) -> float:

@@ -165,11 +165,11 @@ def w4a16_linear(
     The kernels take bf16 and fp16, T up to 128, N and K that are multiples of 8, and groups of 32, 64, multiples of 128
     or whole rows. There a row is the same bit for bit within each range of T: 1 to 16, 17 to 64, 65 to 128; with groups
     of 32 on GPUs of compute capability 10 or more, 17 to 32 and then each 32. On an H100 or H200 another kernel takes
-    17 rows and more where N * K is 2^20 or more, and rounds each weight once to x's dtype. Its ranges are 17 to 32, 33
+    17 to 1024 rows where N * K is 2^20 or more, and rounds each weight once to x's dtype. Its ranges are 17 to 32, 33
     to 64, and then each 32: 65 to 96, 97 to 128, and so on. Past 128 rows, those of x must be aligned to 16 bytes for
-    it. Other calls, and those of so many rows that it is faster, take the vendor's GEMM, and the weight is first
-    written in x's dtype, into N * K * 2 bytes of scratch memory. There and by reference a row may differ by rounding
-    from one T to another; for a fixed T it does not depend on the other rows.
+    it. Other calls take the vendor's GEMM, and the weight is first written in x's dtype, into N * K * 2 bytes of
+    scratch memory. There and by reference a row may differ by rounding from one T to another; for a fixed T it does not
+    depend on the other rows.
 
     Raises ValueError or TypeError for a wrong dtype, shape or device. Semantics: Marlin, Frantar et al. 2024.
 
