@@ -22,6 +22,7 @@ from .kernels.variants import (
     TauTailVariant,
     compilable,
     covering,
+    covering_few,
     covering_wide,
 )
 
@@ -67,7 +68,7 @@ class DecodeProblem:
     v_scale_heads: int = 0
     appends: bool = False
     has_wide_kernels: bool = True
-    """Whether wheels hold kernels of several row blocks for the GPU."""
+    """Whether wheels hold kernels of several row blocks, and of one split of few sequences, for the GPU."""
 
     @property
     def group_size(self) -> int:
@@ -209,6 +210,8 @@ def plan_decode(problem: DecodeProblem) -> DecodePlan:
     for joining in variants[1:]:
         if 1 < num_splits <= joining.splits_per_block and MULTIPROCESSORS // 2 < blocks <= MULTIPROCESSORS:
             variant = joining
+    if problem.num_splits == 1 and problem.has_wide_kernels and not wide and blocks <= MULTIPROCESSORS // 2:
+        variant = covering_few(problem.dtype, problem.cache, problem.head_dim) or variant
     combines = num_splits > variant.splits_per_block
     partial_rows = blocks * num_splits * BLOCK_ROWS if combines else 0
     if partial_rows >= MAX_PARTIAL_ROWS:

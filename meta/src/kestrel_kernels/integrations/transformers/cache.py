@@ -20,6 +20,8 @@ from .prompts import DTYPES, Packing, Scores, causal_attention, dense_attention,
 
 _APPEND_QUERIES = 16
 """The most new tokens per sequence that decode kernels take; longer inputs are written, then attended to densely."""
+_ONE_SPLIT = 1024
+"""Up to so many keys of 128 dims are one split anyway; a decode call that says so has faster kernels for few sequences."""
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
@@ -394,6 +396,7 @@ class KestrelLayer(CacheLayerMixin):
             pages.values,
             cache_seqlens=step.lengths_after,
             block_table=cache._table[: len(query)],
+            num_splits=1 if cache.max_tokens <= _ONE_SPLIT and query.shape[-1] == 128 else 0,
             **scores.arguments(),
         )
         assert isinstance(out, Tensor)
