@@ -77,7 +77,9 @@ def test_any_number_of_splits(splits, kind):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("queries", [1, 3])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (8, 2), (20, 1)])
-@pytest.mark.parametrize("how", [{}, {"window_size": (100, 0), "softcap": 20.0}, {"prefix_len": 33, "window_size": (5, 0)}])
+@pytest.mark.parametrize(
+    "how", [{}, {"window_size": (100, 0), "softcap": 20.0}, {"prefix_len": 33, "window_size": (5, 0)}]
+)
 def test_one_split_of_few_sequences(heads, kv_heads, queries, dtype, how):
     """Heads of 128: kernels of eight warps."""
     lengths = (0, 1, 17, 100, 128, 129, 300, -1, 1000, 5000)

@@ -247,7 +247,9 @@ def with_4_bit_layers(weights: Weights, group_size: int = 128, *, head: bool = T
         qkv, tau, out = (packed(linear) for linear in (whole.qkv, whole.tau, whole.out))
         return dataclasses.replace(whole, qkv=qkv, tau=tau, out=out, feed_forward=feed_forward)
 
-    return dataclasses.replace(weights, layers=tuple(map(layer, weights.layers)), head=packed(weights.head) if head else weights.head)
+    return dataclasses.replace(
+        weights, layers=tuple(map(layer, weights.layers)), head=packed(weights.head) if head else weights.head
+    )
 
 
 def tau_table(alpha: Tensor, context: int) -> Tensor:

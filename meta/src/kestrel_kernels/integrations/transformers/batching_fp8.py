@@ -33,7 +33,8 @@ def fp8_pages(model: Any, continuous_batching_config: Any, generation_config: An
     if tuple(int(part) for part in transformers.__version__.split(".")[:2]) != TESTED:
         expected = ".".join(map(str, TESTED))
         raise NotImplementedError(
-            f"fp8_pages: transformers: expected {expected}, whose private names it uses, found {transformers.__version__}"
+            f"fp8_pages: transformers: expected {expected}, whose private names are used, "
+            f"found {transformers.__version__}"
         )
     for name in ("num_blocks", "max_batch_tokens"):
         if getattr(continuous_batching_config, name) is None:
@@ -51,7 +52,7 @@ def _manager() -> type[Any]:
     """transformers' manager, over a cache of FP8."""
     from transformers.generation.continuous_batching import continuous_api
 
-    class Fp8Cache(continuous_api.PagedAttentionCache):  # type: ignore[misc]
+    class Fp8Cache(continuous_api.PagedAttentionCache):  # type: ignore[misc, name-defined]
         """Pages of e4m3. Decoding gives them to flash_attn_with_kvcache, which stores and reads them."""
 
         def __init__(self, *args: Any, dtype: torch.dtype, **options: Any) -> None:
@@ -84,8 +85,8 @@ def _manager() -> type[Any]:
             return seen[0], seen[1]
 
         def _write(self, new: list[Tensor], caches: list[Tensor], slots: Tensor) -> None:
-            pages = [x.view(-1, self.block_size, *x.shape[1:]) for x in caches]
-            reshape_and_cache(*new, *pages, slots.long(), "fp8")
+            keys, values = (x.view(-1, self.block_size, *x.shape[1:]) for x in caches)
+            reshape_and_cache(new[0], new[1], keys, values, slots.long(), "fp8")
 
     class Manager(continuous_api.ContinuousBatchingManager):  # type: ignore[misc]
         _create_batch_processor = _with_names(

@@ -21,7 +21,7 @@ from .prompts import DTYPES, Packing, Scores, causal_attention, dense_attention,
 _APPEND_QUERIES = 16
 """The most new tokens per sequence that decode kernels take; longer inputs are written, then attended to densely."""
 _ONE_SPLIT = 1024
-"""Up to so many keys of 128 dims are one split anyway; a decode call that says so has faster kernels for few sequences."""
+"""Up to so many keys of 128 dims are one split anyway. A call that names it has faster kernels for few sequences."""
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
