@@ -392,9 +392,9 @@ def test_layers_without_attention_are_refused():
 
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "size", "tokens", "splits"),
-    [(4, 1, 128, 1024, 1), (8, 2, 128, 30, 1), (4, 1, 128, 1025, 0), (8, 1, 128, 30, 0), (4, 1, 64, 30, 0)],
+    [(4, 1, 128, 1024, -1), (8, 2, 128, 30, -1), (4, 1, 128, 1025, 0), (8, 1, 128, 30, 0), (4, 1, 64, 30, 0)],
 )
-def test_a_step_over_a_short_cache_names_one_split(applied, monkeypatch, heads, kv_heads, size, tokens, splits):
+def test_a_step_over_a_short_cache_asks_for_more_warps(applied, monkeypatch, heads, kv_heads, size, tokens, splits):
     from kestrel_kernels.integrations.transformers import cache as module
 
     seen, attend = [], module.flash_attn_with_kvcache

@@ -80,10 +80,10 @@ def test_any_number_of_splits(splits, kind):
 @pytest.mark.parametrize(
     "how", [{}, {"window_size": (100, 0), "softcap": 20.0}, {"prefix_len": 33, "window_size": (5, 0)}]
 )
-def test_one_split_of_few_sequences(heads, kv_heads, queries, dtype, how):
+def test_one_split_for_more_warps(heads, kv_heads, queries, dtype, how):
     """Heads of 128: kernels of eight warps."""
     lengths = (0, 1, 17, 100, 128, 129, 300, -1, 1000, 5000)
-    check(made("same", heads, kv_heads, 128, 16, lengths, queries, dtype=dtype), causal=True, num_splits=1, **how)
+    check(made("same", heads, kv_heads, 128, 16, lengths, queries, dtype=dtype), causal=True, num_splits=-1, **how)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "size", "kind"), [(32, 4, 128, "e4m3"), (16, 2, 512, "same")])

@@ -384,7 +384,7 @@ WIDE = tuple(
     )
 )
 
-# For calls that name one split and have few thread blocks: twice the warps share its keys, with other roundings.
+# For calls with num_splits=-1: twice the warps share the keys of the one split, with other roundings.
 FEW = tuple(
     DecodeVariant(
         dtype, "same", 128, padded=False, warps=8, tiles_per_step=1, num_stages=4, ctas_per_sm=1, archs=WIDE_ARCHS
