@@ -43,9 +43,10 @@ BLOCK = re.compile(f"{re.escape(BEGIN)}.*?{re.escape(END)}", re.DOTALL)
 
 KV_CACHES = ("auto", "fp8", "int8", "int4")
 NAMES = {"auto": "bf16", "fp8": "FP8", "int8": "INT8", "int4": "INT4"}
+WEIGHTS = {"w4": "4 bits", "w4-head": "4 bits, head too"}
 BOUNDS = {"int8": 0.0005, "int4": 0.035}
 """The largest allowed increase of perplexity, relative to bf16."""
-WAYS = (*(("bf16", kind) for kind in KV_CACHES), ("w4", "auto"))
+WAYS = (*(("bf16", kind) for kind in KV_CACHES), ("w4", "auto"), ("w4-head", "auto"))
 """(weights of the linear layers, KV cache) whose perplexity is compared; the first is what others are compared with."""
 PASSES = (16, 32, 48, 63, 64)
 """The ends of the decoder's passes over a page of 64 tokens. The last token completes the page, which quantises its
@@ -98,9 +99,9 @@ def ends_of_passes(length: int) -> list[int]:
 def compared(weights: Any, windows: Any) -> Iterator[Json]:
     """Compare the kinds of KV cache, over windows that start without context.
 
-    The last row has a bf16 cache and 4-bit weights in the linear layers. Each row has the bits per byte, the relative
-    increase of perplexity over bf16, and the Kullback-Leibler divergence from the predictions with bf16, in nats per
-    byte. The divergence depends less on the text than the perplexity does.
+    The last rows have a bf16 cache and 4-bit weights in the linear layers, and then in the head too. Each row has the
+    bits per byte, the relative increase of perplexity over bf16, and the Kullback-Leibler divergence from the
+    predictions with bf16, in nats per byte. The divergence depends less on the text than the perplexity does.
     """
     from torch.nn import functional as F
 
@@ -108,7 +109,7 @@ def compared(weights: Any, windows: Any) -> Iterator[Json]:
 
     expected, exact = windows[:, 1:].to(weights.device), None
     for layers, kind in WAYS:
-        decoding = with_4_bit_layers(weights) if layers == "w4" else weights
+        decoding = weights if layers == "bf16" else with_4_bit_layers(weights, head=layers == "w4-head")
         logits = teacher_forced(decoding, kind, windows, ends_of_passes(expected.shape[1]))
         found = logits.double().log_softmax(-1)
         loss = float(F.nll_loss(found.flatten(0, 1), expected.flatten()))
@@ -143,7 +144,7 @@ def perplexity(options: argparse.Namespace) -> Json:
         served = counts["kestrel_attention.flash_attn_with_kvcache"]
         found.append({**row, "attention": "reference" if served["reference"] else "kernel"})
         print(
-            f"{row['weights']:5} {row['kv_cache']:5} {row['bits_per_byte']:.5f} bits per byte, "
+            f"{row['weights']:7} {row['kv_cache']:5} {row['bits_per_byte']:.5f} bits per byte, "
             f"perplexity {row['cost']:+.4%}, diverges by {row['divergence']:.6f} nats, "
             f"attention by {found[-1]['attention']}",
             flush=True,
@@ -370,7 +371,7 @@ def perplexity_table(found: Json) -> str:
         most = f"+{BOUNDS[kind]:.2%}" if kind in BOUNDS else ""
         apart = "" if first else f"{row['divergence']:.5f}"
         lines.append(
-            f"| {'4 bits' if layers == 'w4' else 'bf16'} | {NAMES[kind]} | {row['attention']} | {bits:.5f} "
+            f"| {WEIGHTS.get(layers, layers)} | {NAMES[kind]} | {row['attention']} | {bits:.5f} "
             f"| {2**bits:.5f} | {against} | {most} | {apart} |"
         )
     return "\n".join(lines) + "\n"
@@ -424,7 +425,7 @@ def engine_table(name: str, found: Json) -> str:
             figures = f"failed ({row['error'].split(':')[0]}) | | "
         else:
             figures = f"{row['tokens_per_second']:.0f} | {row['first_ms']:.0f} ms | {memory}"
-        weights = {"w4": "4 bits", "w4-head": "4 bits, head too"}.get(row.get("weights", "bf16"), "bf16")
+        weights = WEIGHTS.get(row.get("weights", "bf16"), "bf16")
         lines.append(f"| {way} | {weights} | {NAMES[row['kv_cache']]} | {row['batch']} | {figures} |")
     return "\n".join(lines) + "\n"
 

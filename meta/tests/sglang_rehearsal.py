@@ -1,4 +1,4 @@
-"""SGLang's own classes on the CPU with both backends "kestrel", run by test_integrations_sglang.py.
+"""SGLang's own classes with both backends "kestrel": on the CPU for test_integrations_sglang.py, or `cuda` as argument.
 
 Prints JSON: for each case how far attention is from SGLang's torch_native backend, and what the sampler drew.
 """
@@ -30,8 +30,11 @@ def _absent(name: str):
     raise AttributeError(name)
 
 
-def attention(dtype, page: int, **of_layer) -> list[float]:
-    """Largest errors of a prefill, a prefill behind a context, decoding, and decoding over a graph's tensors."""
+def attention(device: str, dtype, page: int, **of_layer) -> list[float]:
+    """Largest errors of a prefill, a prefill behind a context, decoding, and decoding over a graph's tensors.
+
+    On a GPU queries and results are bf16, and the last step is a CUDA graph.
+    """
     import torch
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
@@ -39,36 +42,37 @@ def attention(dtype, page: int, **of_layer) -> list[float]:
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 
-    heads, kv_heads, size, context, requests = 4, 2, 16, 64, 3
+    on_gpu = device == "cuda"
+    heads, kv_heads, size, context, requests = 4, 2, 64 if on_gpu else 16, 64, 3
     layer = RadixAttention(heads, size, 0.3, kv_heads, layer_id=0, **of_layer)
     pools = []
     for _ in range(2):
-        pool = MHATokenToKVPool(256, page, dtype, kv_heads, size, 1, "cpu", False)
-        tokens = ReqToTokenPool(4, context, "cpu", False)
+        pool = MHATokenToKVPool(256, page, dtype, kv_heads, size, 1, device, False)
+        tokens = ReqToTokenPool(4, context, device, False)
         order = torch.randperm(256 // page, generator=torch.Generator().manual_seed(1))[: 3 * context // page] + 1
-        slots = (order[:, None] * page + torch.arange(page)).view(requests, context)
-        tokens.req_to_token[torch.tensor([2, 0, 3])] = slots.to(tokens.req_to_token.dtype)
+        slots = (order[:, None] * page + torch.arange(page)).view(requests, context).to(device)
+        tokens.req_to_token[torch.tensor([2, 0, 3], device=device)] = slots.to(tokens.req_to_token.dtype)
         pools.append((pool, tokens))
     model = types.SimpleNamespace(context_len=context)
     runners = [
         types.SimpleNamespace(
-            device="cpu", req_to_token_pool=tokens, token_to_kv_pool=pool, page_size=page, model_config=model
+            device=device, req_to_token_pool=tokens, token_to_kv_pool=pool, page_size=page, model_config=model
         )
         for pool, tokens in pools
     ]
     ours, theirs = ATTENTION_BACKENDS["kestrel"](runners[0]), TorchNativeAttnBackend(runners[1])
     ours.init_cuda_graph_state(4, 4)
     random = torch.Generator().manual_seed(0)
-    rows, held = torch.tensor([2, 0, 3]), torch.zeros(3, dtype=torch.int64)
+    rows, held = torch.tensor([2, 0, 3], device=device), torch.zeros(3, dtype=torch.int64, device=device)
     errors = []
     for counts, graph in (([5, 19, 1], False), ([7, 1, 3], False), (None, False), (None, True)):
-        new = torch.tensor(counts or [1, 1, 1])
+        new = torch.tensor(counts or [1, 1, 1], device=device)
         at = [slots[r, int(h) : int(h + n)] for r, (h, n) in enumerate(zip(held, new, strict=True))]
         held = held + new
         batch = ForwardBatch(
             forward_mode=ForwardMode.EXTEND if counts else ForwardMode.DECODE,
             batch_size=3,
-            input_ids=torch.zeros(int(new.sum()), dtype=torch.int64),
+            input_ids=torch.zeros(int(new.sum()), dtype=torch.int64, device=device),
             req_pool_indices=rows,
             seq_lens=held,
             out_cache_loc=torch.cat(at),
@@ -80,7 +84,7 @@ def attention(dtype, page: int, **of_layer) -> list[float]:
         total = int(new.sum())
         q, k, v = (torch.randn(total, n * size, generator=random) for n in (heads, kv_heads, kv_heads))
         states = [q, k.view(total, kv_heads, size), v.view(total, kv_heads, size)]
-        states = [x.to(dtype) if dtype.itemsize > 1 else x for x in states]
+        states = [x.to(device, torch.bfloat16 if on_gpu else torch.float32) for x in states]
         found = []
         for backend in (ours, theirs):
             if graph and backend is ours:
@@ -89,12 +93,29 @@ def attention(dtype, page: int, **of_layer) -> list[float]:
             else:
                 backend.init_forward_metadata(batch)
             run = backend.forward_extend if counts else backend.forward_decode
-            found.append(run(*(x.clone() for x in states), layer, batch).float())
+            inputs = [x.clone() for x in states]
+            if graph and on_gpu and backend is ours:
+                found.append(replayed(lambda: run(*inputs, layer, batch)).float())  # noqa: B023
+            else:
+                found.append(run(*inputs, layer, batch).float())
         errors.append(float((found[0] - found[1]).abs().max()))
     return errors
 
 
-def sampler() -> dict:
+def replayed(work):
+    """The result of a CUDA graph of this work; it stores the same keys again."""
+    import torch
+
+    work()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = work()
+    result.zero_()
+    graph.replay()
+    return result
+
+
+def sampler(device: str) -> dict:
     """A sampler without SGLang's process groups: what requests with seeds draw, alone and together."""
     import torch
     from sglang.srt.layers.logits_processor import LogitsProcessorOutput
@@ -108,24 +129,27 @@ def sampler() -> dict:
     made.rl_on_policy_target = None
     made._sync_token_ids_across_tp = lambda ids, info: None
 
-    logits = torch.randn(4, 50, generator=torch.Generator().manual_seed(0))
+    logits = torch.randn(4, 50, generator=torch.Generator().manual_seed(0)).to(device)
 
     def draw(rows, seeds, positions):
+        def tensor(values):
+            return torch.tensor(values, device=device)
+
         info = SamplingBatchInfo(
-            temperatures=torch.full((len(rows), 1), 0.8),
-            top_ps=torch.full((len(rows),), 0.9),
-            top_ks=torch.tensor([[1 << 30], [1], [5], [3]])[rows].view(-1),
-            min_ps=torch.zeros(len(rows)),
+            temperatures=torch.full((len(rows), 1), 0.8, device=device),
+            top_ps=torch.full((len(rows),), 0.9, device=device),
+            top_ks=tensor([[1 << 30], [1], [5], [3]])[rows].view(-1),
+            min_ps=torch.zeros(len(rows), device=device),
             is_all_greedy=False,
             is_any_greedy=True,
             need_top_p_sampling=True,
             need_top_k_sampling=True,
             need_min_p_sampling=False,
             vocab_size=50,
-            sampling_seed=None if seeds is None else torch.tensor(seeds),
+            sampling_seed=None if seeds is None else tensor(seeds),
         )
         output = LogitsProcessorOutput(next_token_logits=logits[rows].clone())
-        return made(output, info, False, [], [], torch.tensor(positions)).tolist()
+        return made(output, info, False, [], [], tensor(positions)).tolist()
 
     seeds, positions = [7, 8, 9, 10], [3, 4, 5, 6]
     together = draw([0, 1, 2, 3], seeds, positions)
@@ -142,7 +166,7 @@ def sampler() -> dict:
     }
 
 
-def main() -> dict:
+def main(device: str = "cpu") -> dict:
     without_torchvision()
     import torch
 
@@ -155,12 +179,13 @@ def main() -> dict:
     errors = {}
     layers = {"plain": {}, "window": {"sliding_window_size": 6}}
     for (name, of_layer), page in itertools.product(layers.items(), (1, 16)):
-        errors[f"{name}, page {page}"] = attention(torch.float32, page, **of_layer)
-    errors["fp8, page 16"] = attention(torch.float8_e4m3fn, 16)
+        dtype = torch.bfloat16 if device == "cuda" else torch.float32
+        errors[f"{name}, page {page}"] = attention(device, dtype, page, **of_layer)
+    errors["fp8, page 16"] = attention(device, torch.float8_e4m3fn, 16)
     chosen = ["kestrel" in ATTENTION_BACKEND_CHOICES, "kestrel" in SAMPLING_BACKEND_CHOICES]
-    return {"errors": errors, "chosen": chosen, "sampler": sampler()}
+    return {"errors": errors, "chosen": chosen, "sampler": sampler(device)}
 
 
 if __name__ == "__main__":
-    print("\n" + json.dumps(main()), flush=True)
+    print("\n" + json.dumps(main(*sys.argv[1:])), flush=True)
     os._exit(0)

@@ -6,11 +6,12 @@ import os
 
 import pytest
 import torch
+import transformers
 from transformers.utils import is_kernels_available, is_psutil_available
 
 from kestrel_attention import flash_attn_with_kvcache
 from kestrel_kernels.integrations import transformers as integration
-from kestrel_kernels.integrations.transformers import batching, flash2
+from kestrel_kernels.integrations.transformers import batching, batching_fp8, flash2
 from kestrel_runtime import trace
 
 HAS_KERNELS = is_kernels_available() and is_psutil_available()
@@ -84,3 +85,53 @@ def test_a_batch_gets_the_tokens_of_generate(tiny_transformer, monkeypatch, fami
         )
     assert [each.generated_tokens for each in found.values()] == expected
     assert counts["kestrel_attention.flash_attn_varlen_func"]["reference"] > 0
+
+
+def is_of(series):
+    return tuple(int(part) for part in transformers.__version__.split(".")[:2]) == series
+
+
+@needs_kernels
+@pytest.mark.skipif(not is_of(batching_fp8.TESTED), reason="private names of another transformers")
+@pytest.mark.parametrize(("batch_tokens", "alike"), [(160, 40), (48, 24)], ids=["whole prompts", "prompts in pieces"])
+@pytest.mark.parametrize(("family", "window"), [("llama", None), ("qwen2", None), ("qwen2", 24)])
+def test_fp8_pages_give_the_tokens_of_an_fp8_cache(tiny_transformer, family, window, batch_tokens, alike):
+    """Prompts in pieces, and later ones that share their pages, read back what was rounded: some tokens differ."""
+    from transformers import GenerationConfig
+    from transformers.generation.configuration_utils import ContinuousBatchingConfig
+
+    changes = {} if window is None else {"use_sliding_window": True, "sliding_window": window, "max_window_layers": 0}
+    model = tiny_transformer(family, max_position_embeddings=512, **changes)
+    prompts = [torch.randint(1, 64, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (5, 90, 17, 33)]
+    integration.apply(model)
+    expected = []
+    for prompt in prompts:
+        ids = torch.tensor([prompt])
+        expected += integration.generate(model, ids, max_new_tokens=10, kv_cache="fp8")[0, len(prompt) :].tolist()
+    integration.apply(model, attention=False)
+    model.set_attn_implementation(integration.paged_attention())
+    generation = GenerationConfig(max_new_tokens=10, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    settings = ContinuousBatchingConfig(block_size=16, num_blocks=64, max_batch_tokens=batch_tokens)
+    manager = integration.fp8_pages(model, settings, generation)
+    runs = []
+    for _ in range(2):
+        found = model.generate_batch(prompts, progress_bar=False, persistent_manager=True)
+        runs.append([token for each in found.values() for token in each.generated_tokens])
+    cache = manager.batch_processor.cache
+    assert {x.dtype for x in (*cache.key_cache, *cache.value_cache)} == {torch.float8_e4m3fn}
+    for run, least in zip(runs, (alike, 24), strict=True):
+        assert sum(one == other for one, other in zip(run, expected, strict=True)) >= least
+
+
+@pytest.mark.skipif(is_of(batching_fp8.TESTED), reason="private names of this transformers")
+def test_fp8_pages_are_for_one_transformers_alone(tiny_transformer):
+    with pytest.raises(NotImplementedError, match=r"fp8_pages: transformers: expected 5.17, .* found"):
+        integration.fp8_pages(tiny_transformer("llama"), None)
+
+
+def test_fp8_pages_need_their_number(tiny_transformer, monkeypatch):
+    from transformers.generation.configuration_utils import ContinuousBatchingConfig
+
+    monkeypatch.setattr(transformers, "__version__", "5.17.0")
+    with pytest.raises(ValueError, match=r"fp8_pages: continuous_batching_config.num_blocks: expected a number"):
+        integration.fp8_pages(tiny_transformer("llama"), ContinuousBatchingConfig(max_batch_tokens=8))

@@ -388,3 +388,20 @@ def test_layers_without_attention_are_refused():
     config.layer_types = ["full_attention", "linear_attention"]
     with pytest.raises(ValueError, match="KestrelCache: config: expected layers of"):
         KestrelCache(config, max_tokens=8)
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "size", "tokens", "splits"),
+    [(4, 1, 128, 1024, -1), (8, 2, 128, 30, -1), (4, 1, 128, 1025, 0), (8, 1, 128, 30, 0), (4, 1, 64, 30, 0)],
+)
+def test_a_step_over_a_short_cache_asks_for_more_warps(applied, monkeypatch, heads, kv_heads, size, tokens, splits):
+    from kestrel_kernels.integrations.transformers import cache as module
+
+    seen, attend = [], module.flash_attn_with_kvcache
+    monkeypatch.setattr(
+        module, "flash_attn_with_kvcache", lambda *a, **k: seen.append(k["num_splits"]) or attend(*a, **k)
+    )
+    model = applied("llama", num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=size)
+    cache = KestrelCache(model.config, max_tokens=tokens)
+    integration.generate(model, torch.tensor([[5, 9, 33]]), past_key_values=cache, max_new_tokens=3, eos_token_id=[])
+    assert set(seen) == {splits}

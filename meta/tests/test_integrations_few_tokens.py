@@ -109,6 +109,28 @@ def test_a_layer_of_4_bits_and_one_sequence_is_six_launches(tiny_transformer, fa
     assert launches(made(tiny_transformer, family, w4=True), 1) == SIX
 
 
+@pytest.mark.parametrize("w4", [False, True])
+def test_the_head_of_one_token_is_a_kernel_of_few_tokens(tiny_transformer, w4, monkeypatch):
+    model = tiny_transformer("llama", **SIZES)
+    if w4:
+        integration.quantize(model, head=True)
+    integration.apply(model)
+    assert model.lm_head.forward.module is model.lm_head
+    x = torch.randn(5, 1, 128, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        expected = model.lm_head(x)
+        monkeypatch.setattr(modules, "is_one_row", lambda x: x.numel() == x.shape[-1])
+        with trace() as counts:
+            found = torch.cat([model.lm_head(each[None]) for each in x])
+            several = model.lm_head(x)
+    op = "kestrel_quant.w4a16_token" if w4 else "kestrel_moe.gemv"
+    assert sum(counts[op].values()) == 5
+    assert torch.equal(several, expected)
+    torch.testing.assert_close(found, expected, **ROUNDING)
+    integration.restore(model)
+    assert "forward" not in vars(model.lm_head)
+
+
 @pytest.mark.parametrize(("w4", "batch"), [(False, 1), (False, 3), (False, 17), (True, 2), (True, 5)])
 def test_other_numbers_of_sequences_take_the_other_path(tiny_transformer, w4, batch, on_the_cpu):
     found = launches(made(tiny_transformer, "llama", w4=w4), batch)

@@ -95,7 +95,7 @@ def random_options(rng: random.Random, call: Call) -> dict[str, Any]:
     """What shapes the scores, FP8 scales, and the number of splits."""
     device, kv_heads = call.q.device, call.caches["k_cache"].shape[2]
     how: dict[str, Any] = {"causal": rng.random() < 0.5, "window_size": rng.choice(WINDOWS)}
-    how["num_splits"] = rng.choice((0, 0, 0, 1, 2, 5, 64, 2**40))
+    how["num_splits"] = rng.choice((0, 0, 0, -1, 1, 2, 5, 64, 2**40))
     if rng.random() < 0.3:
         how["softcap"] = rng.choice((0.5, 2.0, 30.0))
     if rng.random() < 0.3:

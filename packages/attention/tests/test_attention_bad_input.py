@@ -165,7 +165,7 @@ def decode_cases(batch: int, queries: int, kv_heads: int, size: int, page: int) 
         bad("a strided k", "k", torch.zeros(*new.shape[:3], 2 * size)[..., ::2], fragment="stride 2", v=new),
         bad("appending to K and V in one cache", "", cache, key="v_cache", k=new, v=new),
         bad("appending to rows that overlap", "k_cache", overlapping(cache), fragment="share memory", k=new, v=new),
-        bad("negative splits", "num_splits", -1, fragment=">= 0"),
+        bad("negative splits", "num_splits", -2, fragment=">= -1"),
         bad("splits beyond 64 bits", "num_splits", 2**63, fragment="64 bits"),
         bad("splits as a float", "num_splits", 1.0, TypeError, "float"),
         *score_cases(bad, batch, q),
@@ -424,7 +424,7 @@ def test_the_family_is_registered_and_documented():
 REFUSED = {
     "out requires grad": {"out": torch.zeros(2, 1, 4, 64).requires_grad_()},
     "out of another shape": {"out": torch.zeros(2, 1, 4, 32)},
-    "splits": {"num_splits": -1},
+    "splits": {"num_splits": -2},
     "return_lse": {"return_lse": 1},
     "a window": {"window_size": (0,)},
     "a prefix": {"prefix_len": "all"},

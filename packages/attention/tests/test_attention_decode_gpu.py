@@ -74,6 +74,18 @@ def test_any_number_of_splits(splits, kind):
     check(made(kind, 8, 2, 64, 16, (0, 1, 54, 300, -1, 5000, 17)), num_splits=splits)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("queries", [1, 3])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (8, 2), (20, 1)])
+@pytest.mark.parametrize(
+    "how", [{}, {"window_size": (100, 0), "softcap": 20.0}, {"prefix_len": 33, "window_size": (5, 0)}]
+)
+def test_one_split_for_more_warps(heads, kv_heads, queries, dtype, how):
+    """Heads of 128: kernels of eight warps."""
+    lengths = (0, 1, 17, 100, 128, 129, 300, -1, 1000, 5000)
+    check(made("same", heads, kv_heads, 128, 16, lengths, queries, dtype=dtype), causal=True, num_splits=-1, **how)
+
+
 @pytest.mark.parametrize(("heads", "kv_heads", "size", "kind"), [(32, 4, 128, "e4m3"), (16, 2, 512, "same")])
 def test_long_sequences(heads, kv_heads, size, kind):
     check(made(kind, heads, kv_heads, size, 16, (20000, 3, 9000)))

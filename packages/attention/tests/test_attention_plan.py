@@ -305,6 +305,28 @@ def test_blocks_combine_neither_one_split_nor_more_than_four(pages):
     assert (plan.combine is None) == (pages == 512)
 
 
+@pytest.mark.parametrize(
+    ("how", "warps"),
+    [
+        ({"num_splits": -1}, 8),
+        ({"num_splits": -1, "batch": 9}, 8),
+        ({"num_splits": -1, "pages": 2000}, 8),
+        ({"num_splits": -1, "dtype": "fp16"}, 8),
+        ({"num_splits": -1, "has_wide_kernels": False}, 4),
+        ({"num_splits": -1, "head_dim": 64}, 4),
+        ({"num_splits": -1, "head_dim": 96}, 4),
+        ({"num_splits": 1}, 4),
+        ({"num_splits": 0}, 4),
+        ({"num_splits": 2}, 4),
+    ],
+)
+def test_one_split_for_more_warps(how, warps):
+    plan = plan_decode(problem(**({"heads": 32, "kv_heads": 8, "head_dim": 128, "page_size": 16, "pages": 60} | how)))
+    assert plan.variant.warps == warps
+    assert plan.variant.splits_per_block == 1
+    assert plan.combine is None or how["num_splits"] == 2
+
+
 @pytest.mark.parametrize(("num_splits", "warps"), [(2, 1), (8, 1), (9, 8), (64, 8)])
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_one_warp_combines_up_to_eight_splits(dtype, num_splits, warps):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import contextlib
 import dataclasses
 from collections.abc import Iterator, Sequence
 
@@ -12,6 +13,7 @@ from torch import Tensor
 from kestrel_runtime import UnsupportedError
 from kestrel_sampling import sample_from_logits
 
+from ..graphs import captured, replay
 from ..host_copy import HostCopy
 from .cache import PageTable
 from .config import DecoderConfig, DemoError
@@ -88,20 +90,15 @@ class Decoding:
         if graph and self.ids.is_cuda and self.steps == self.EAGER_STEPS:
             self._capture()
         if self.graph is not None:
-            self.graph.replay()
+            replay(self.graph, self.ids.device)
         else:
             self._step()
         self.steps += 1
 
     def _capture(self) -> None:
         """Capture one step, unless an op refuses: a reference that reads a value on the host."""
-        graph = torch.cuda.CUDAGraph()
-        try:
-            with torch.cuda.graph(graph):
-                self._step()
-        except UnsupportedError:
-            return
-        self.graph = graph
+        with contextlib.suppress(UnsupportedError):
+            self.graph = captured(self._step, self.ids.device)
 
     def _step(self) -> None:
         ids = self.choose(self.decoder(self.ids.clamp(min=0), Step.decode(self.table, self.positions)))

@@ -233,8 +233,8 @@ def assemble(config: DecoderConfig, source: Source, *, fp8_experts: bool) -> Wei
     )
 
 
-def with_4_bit_layers(weights: Weights, group_size: int = 128) -> Weights:
-    """The same decoder with 4-bit weights in its linear layers; the router and the experts stay as they are."""
+def with_4_bit_layers(weights: Weights, group_size: int = 128, *, head: bool = True) -> Weights:
+    """The same decoder with 4-bit weights in its linear layers; router, experts, and a head left out stay."""
 
     def packed(linear: Linear) -> Linear:
         assert isinstance(linear.weight, Tensor)
@@ -247,7 +247,9 @@ def with_4_bit_layers(weights: Weights, group_size: int = 128) -> Weights:
         qkv, tau, out = (packed(linear) for linear in (whole.qkv, whole.tau, whole.out))
         return dataclasses.replace(whole, qkv=qkv, tau=tau, out=out, feed_forward=feed_forward)
 
-    return dataclasses.replace(weights, layers=tuple(map(layer, weights.layers)), head=packed(weights.head))
+    return dataclasses.replace(
+        weights, layers=tuple(map(layer, weights.layers)), head=packed(weights.head) if head else weights.head
+    )
 
 
 def tau_table(alpha: Tensor, context: int) -> Tensor:

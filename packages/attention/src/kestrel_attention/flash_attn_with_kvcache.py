@@ -11,7 +11,7 @@ from kestrel_runtime import check, kernel_op
 
 from . import arguments, decode, hot_calls, prefill, prefill_integers, reference
 from .arguments import Cached, Codes, Scores
-from .plan import MAX_QUERIES
+from .plan import MAX_QUERIES, MORE_WARPS
 from .plans import form
 
 _OP = "flash_attn_with_kvcache"
@@ -74,7 +74,8 @@ def flash_attn_with_kvcache(
         <= p; window (left, right) keeps p - left .. p + right, -1 is unbounded.
     softcap: scores become softcap * tanh(scores / softcap); 0 is off.
     prefix_len: an int or int32 [B]; keys below it are visible to all queries whatever causal and window say.
-    num_splits: the most splits of a sequence (split-KV); 0: chosen from each length. Changes rounding only.
+    num_splits: the most splits of a sequence (split-KV); 0: chosen from each length. Changes rounding only. -1: one
+        split for twice the warps where such a kernel exists (Hopper, 16-bit heads of 128): faster for few short sequences.
     sinks: float32, bf16 or fp16 [H]: one more logit of each head in the sum of exponentials, without a value. The LSE
         includes it; it is that of a query that sees no key.
     return_lse: also return the natural log of the sum of exponentials, float32 [B, H, Sq].
@@ -210,7 +211,7 @@ def _check(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, given:
     check.tensor(_OP, "cache_seqlens", given.cache_seqlens, dtype=torch.int32, ndim=1, last_contiguous=True)
     check.shape(_OP, "cache_seqlens", given.cache_seqlens, (batch,))
     arguments.check_scores(_OP, batch, given.scores)
-    check.number(_OP, "num_splits", given.num_splits, integer=True, minimum=0)
+    check.number(_OP, "num_splits", given.num_splits, integer=True, minimum=MORE_WARPS)
     arguments.check_sinks(_OP, q, given.sinks)
     others = {"cache_seqlens": given.cache_seqlens, "block_table": given.block_table, **codes._asdict()}
     check.same(_OP, "device", q=q, **caches, **others, prefix_len=given.scores.prefix_lens, sinks=given.sinks)

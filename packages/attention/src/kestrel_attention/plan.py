@@ -22,6 +22,7 @@ from .kernels.variants import (
     TauTailVariant,
     compilable,
     covering,
+    covering_few,
     covering_wide,
 )
 
@@ -30,6 +31,7 @@ MAX_KEYS = 2**29  # of a sequence
 MAX_SPLITS = 2**25  # a split has at least 16 keys
 MAX_GRID = 65535  # blocks in the second and third dimension
 MAX_PARTIAL_ROWS = 2**31
+MORE_WARPS = -1  # num_splits: one split for a kernel of twice the warps, where there is one
 UNBOUNDED = 2**30  # windows and prefixes above it do not end: kernels count in 32 bits
 MULTIPROCESSORS = 132  # up to so many blocks, and more than half, take all splits of a sequence each
 MIN_SOFTCAP = 2.0**-40  # a smaller soft cap gives the same weights, and has no finite reciprocal
@@ -67,7 +69,7 @@ class DecodeProblem:
     v_scale_heads: int = 0
     appends: bool = False
     has_wide_kernels: bool = True
-    """Whether wheels hold kernels of several row blocks for the GPU."""
+    """Whether wheels hold kernels of several row blocks, and of one split of few sequences, for the GPU."""
 
     @property
     def group_size(self) -> int:
@@ -183,7 +185,7 @@ def plan_decode(problem: DecodeProblem) -> DecodePlan:
         raise UnsupportedError(f"kernels cover sequences of up to {MAX_KEYS} keys")
     thread_blocks = -(-problem.rows // variants[0].rows)  # of a KV head of a sequence with one split
     wide = variants[0].rows > BLOCK_ROWS
-    rule = split_rule(problem.num_splits, problem.head_dim, problem.cache, problem.kv_heads * thread_blocks, wide)
+    rule = split_rule(abs(problem.num_splits), problem.head_dim, problem.cache, problem.kv_heads * thread_blocks, wide)
     granularity = problem.split_granularity
     left = -1 if problem.window_left > UNBOUNDED else problem.window_left
     right = -1 if problem.window_right > UNBOUNDED else problem.window_right
@@ -209,6 +211,8 @@ def plan_decode(problem: DecodeProblem) -> DecodePlan:
     for joining in variants[1:]:
         if 1 < num_splits <= joining.splits_per_block and MULTIPROCESSORS // 2 < blocks <= MULTIPROCESSORS:
             variant = joining
+    if problem.num_splits == MORE_WARPS and problem.has_wide_kernels and not wide:
+        variant = covering_few(problem.dtype, problem.cache, problem.head_dim) or variant
     combines = num_splits > variant.splits_per_block
     partial_rows = blocks * num_splits * BLOCK_ROWS if combines else 0
     if partial_rows >= MAX_PARTIAL_ROWS:

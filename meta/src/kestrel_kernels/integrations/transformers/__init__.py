@@ -6,6 +6,7 @@ Needs transformers (the extra ``[transformers]``). Importing this module changes
 from __future__ import annotations
 
 from .batching import paged_attention
+from .batching_fp8 import fp8_pages
 from .cache import KestrelCache
 from .generation import generate
 from .patch import TESTED, Report, VersionWarning, apply, restore
@@ -18,6 +19,7 @@ __all__ = [
     "VersionWarning",
     "W4Config",
     "apply",
+    "fp8_pages",
     "generate",
     "load_w4",
     "paged_attention",

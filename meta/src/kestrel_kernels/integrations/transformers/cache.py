@@ -20,6 +20,9 @@ from .prompts import DTYPES, Packing, Scores, causal_attention, dense_attention,
 
 _APPEND_QUERIES = 16
 """The most new tokens per sequence that decode kernels take; longer inputs are written, then attended to densely."""
+_ONE_SPLIT, _ONE_SPLIT_GROUP, _FEW_BLOCKS = 1024, 4, 66
+"""Up to so many keys of 128 dims are one split anyway. Kernels of more warps are measured to be faster for so many
+query heads of each KV head, and up to so many KV heads of all sequences."""
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
@@ -394,10 +397,16 @@ class KestrelLayer(CacheLayerMixin):
             pages.values,
             cache_seqlens=step.lengths_after,
             block_table=cache._table[: len(query)],
+            num_splits=-1 if self._gains_by_warps(query, key) else 0,
             **scores.arguments(),
         )
         assert isinstance(out, Tensor)
         return out
+
+    def _gains_by_warps(self, query: Tensor, key: Tensor) -> bool:
+        batch, kv_heads = len(query), key.shape[2]
+        is_measured = query.shape[3] == 128 and query.shape[2] == _ONE_SPLIT_GROUP * kv_heads
+        return is_measured and batch * kv_heads <= _FEW_BLOCKS and self.cache.max_tokens <= _ONE_SPLIT
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask | None, scores: Scores) -> Tensor:
         """Store the new keys and values [B, Hk, q, D], attend with query [B, H, q, D]; returns [B, q, H, D]."""

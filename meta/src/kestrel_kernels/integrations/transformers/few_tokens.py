@@ -68,6 +68,13 @@ def takes(layer: Any, x: Tensor, *, norm: Any = None, gated: bool = False) -> bo
     return fits and tokens == 1 and not (norm is not None and columns > _W4_NORM_COLUMNS)
 
 
+def product(layer: Any, x: Tensor) -> Tensor:
+    """layer(x) of a 4-bit layer."""
+    weight, bias = _weight_of(layer)
+    assert isinstance(weight, W4Weight)
+    return w4a16_token(x, weight, bias)
+
+
 def product_of_norm(layer: Any, x: Tensor, norm: Any, act: Callable[..., Tensor] | None = None) -> Tensor:
     """act(layer(norm(x))). norm: a ``modules.Norm``; act: a result of :func:`activation`."""
     (weight, bias), scale = _weight_of(layer), norm.module.weight

@@ -16,6 +16,7 @@ from torch import Tensor
 from kestrel_runtime import UnsupportedError
 from kestrel_sampling import sample_from_logits
 
+from ...graphs import captured, replay
 from ...host_copy import HostCopy
 from .cache import KestrelCache
 from .modules import in_place, tabulated
@@ -71,13 +72,16 @@ class Sampling:
 
 
 class Sampler:
-    """Logits [B, V] to ids int32 [B], -1 for a row with NaN; all state is on the device and changes in place."""
+    """Logits [B, V] to ids int32 [B], and bool [B], False for a row with NaN; all state is on the device.
 
-    def __init__(self, sampling: Sampling, batch: int, vocabulary: int, device: torch.device) -> None:
+    draw: int64 [1], the number of the draw, which the caller counts.
+    """
+
+    def __init__(self, sampling: Sampling, batch: int, vocabulary: int, draw: Tensor) -> None:
+        device = draw.device
         self.sampling = sampling
         self.seeds = torch.zeros(batch, dtype=torch.int64, device=device)
-        self.draw = torch.zeros(1, dtype=torch.int64, device=device)
-        self.none = torch.full((), -1, dtype=torch.int32, device=device)
+        self.draw = draw
         self.seen: Tensor | None = None
         if sampling.repetition_penalty != 1.0:
             self.seen = torch.zeros(batch, vocabulary, dtype=torch.bool, device=device)
@@ -85,30 +89,29 @@ class Sampler:
     def start(self, prompt: Tensor, mask: Tensor | None, seed: int) -> None:
         """prompt: int64 [B, S]; mask: bool [B, S], False for padding, which no penalty counts."""
         self.seeds.copy_(seed + torch.arange(len(prompt), device=prompt.device))
-        self.draw.zero_()
         if self.seen is not None:
             rows = torch.arange(len(prompt), device=prompt.device)[:, None].expand_as(prompt)
             real = torch.ones_like(prompt, dtype=torch.bool) if mask is None else mask
             self.seen.zero_()
             self.seen[rows[real], prompt[real]] = True
 
-    def __call__(self, logits: Tensor) -> Tensor:
+    def __call__(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         given = self.sampling
         if self.seen is not None:
             logits, penalty = logits.float(), given.repetition_penalty
             logits = torch.where(self.seen, torch.where(logits < 0, logits * penalty, logits / penalty), logits)
         filters = (given.temperature, given.top_k, given.top_p, given.min_p)
         ids, valid = sample_from_logits(logits, *filters, seed=self.seeds, offset=self.draw, return_valid=True)
-        self.draw.add_(1)
         if self.seen is not None:
             self.seen.scatter_(1, ids.long()[:, None], True)
-        return torch.where(valid, ids, self.none)
+        return ids, valid
 
 
 class Decoding:
     """A batch of sequences that grow by one token per step. It keeps its CUDA graph when it starts anew.
 
-    `ids`: int64 [B, 1], the newest token of each sequence, -1 where its logits held NaN; a step changes it in place.
+    `ids`: int32 [B, 1], the newest token of each sequence, -1 where its logits held NaN; a step changes it in place.
+    `stops`: whether sequences may end: at a token of `eos`, or where the caller sets `done`.
     """
 
     EAGER_STEPS = 2
@@ -123,17 +126,21 @@ class Decoding:
         *,
         eos: Sequence[int],
         pad: int,
+        stops: bool,
         in_place: bool,
     ) -> None:
         self.model = model
         self._cache = weakref.ref(cache)  # which holds this object
-        device = model.device
-        self.pad = torch.tensor(pad, dtype=torch.int64, device=device)
+        self.device = device = model.device
+        self.pad, self.none = (torch.tensor(token, dtype=torch.int32, device=device) for token in (pad, -1))
         self.tables: dict[Any, tuple[Tensor, Tensor]] = {}
-        self.sampler = Sampler(sampling, batch, model.config.get_text_config().vocab_size, device)
-        self.eos = torch.tensor(list(eos), dtype=torch.int64, device=device)
+        self.counters = torch.zeros(batch + 1, dtype=torch.int64, device=device)  # positions and draw: one launch
+        self.positions, draw = self.counters[:batch, None], self.counters[batch:]
+        self.sampler = Sampler(sampling, batch, model.config.get_text_config().vocab_size, draw)
+        self.eos = torch.tensor(list(eos), dtype=torch.int32, device=device)
         self.done = torch.zeros(batch, dtype=torch.bool, device=device)
-        self.ids, self.positions = (torch.zeros(batch, 1, dtype=torch.int64, device=device) for _ in range(2))
+        self.ids = torch.zeros(batch, 1, dtype=torch.int32, device=device)
+        self.stops = stops
         self.in_place = in_place
         self.steps = 0
         self.graph: torch.cuda.CUDAGraph | None = None
@@ -152,36 +159,38 @@ class Decoding:
         else:
             positions = (attention_mask.long().cumsum(1) - 1).clamp(min=0)
         self.done.zero_()
+        self.counters.zero_()
         self.sampler.start(input_ids, attention_mask, seed)
         held = self.cache.get_seq_length()
         options = {"attention_mask": attention_mask, "logits_to_keep": 1}
-        chosen = self._forward(input_ids[:, held:], positions[:, held:], **options)
-        self.ids.copy_(chosen[:, None])
-        self.positions.copy_(positions[:, -1:] + 1)
+        self._forward(input_ids[:, held:], positions[:, held:], **options)
+        self.counters.fill_(1)
+        self.positions.add_(positions[:, -1:])
 
-    def _forward(self, ids: Tensor, positions: Tensor, **options: Any) -> Tensor:
+    def _forward(self, ids: Tensor, positions: Tensor, **options: Any) -> None:
+        """Puts the next token of each sequence into `ids`."""
         options |= {"position_ids": positions, "past_key_values": self.cache, "use_cache": True}
         owned = in_place() if self.in_place else contextlib.nullcontext()
         with owned, tabulated(self.tables, self.cache.max_tokens + 1):
             logits = self.model(input_ids=ids, **options).logits[:, -1]
+        chosen, valid = self.sampler(logits)  # behind the head at once, so that their launches overlap
         self.cache.settle()
-        chosen = self.sampler(logits).long()
-        chosen = torch.where(self.done, self.pad, chosen)
-        if self.eos.numel():
-            self.done |= torch.isin(chosen, self.eos)
-        return chosen
+        if self.stops:
+            chosen, valid = torch.where(self.done, self.pad, chosen), valid | self.done
+            if self.eos.numel():
+                self.done |= chosen == self.eos if self.eos.numel() == 1 else torch.isin(chosen, self.eos)
+        torch.where(valid, chosen, self.none, out=self.ids[:, 0])
 
     def _step(self) -> None:
-        chosen = self._forward(self.ids.clamp(min=0), self.positions)
-        self.ids.copy_(chosen[:, None])
-        self.positions.add_(1)
+        self._forward(self.ids.clamp(min=0), self.positions)
+        self.counters.add_(1)
 
     def advance(self, *, graph: bool = True) -> None:
         """Puts the next token of each sequence into `ids`."""
         if graph and self.capturable and self.graph is None and self.steps >= self.EAGER_STEPS:
             self._capture()
         if graph and self.graph is not None:
-            self.graph.replay()
+            replay(self.graph, self.device)
             self.cache.skip(1)
         else:
             self._step()
@@ -189,13 +198,11 @@ class Decoding:
 
     def _capture(self) -> None:
         """Capture one step. Nothing runs, so what the host counted meanwhile is taken back."""
-        graph = torch.cuda.CUDAGraph()
         before = self.cache.get_seq_length()
         collects = gc.isenabled()
         gc.disable()  # an older graph that is collected now would end the capture
         try:
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                self._step()
+            graph = captured(self._step, self.device, capture_error_mode="thread_local")
         except (UnsupportedError, RuntimeError) as error:
             self.capturable = False
             reason = str(error).splitlines()[0]
@@ -208,15 +215,17 @@ class Decoding:
         self.cache.rewind(before)
 
 
-def decoding_of(model: Any, cache: KestrelCache, batch: int, sampling: Sampling, eos: list[int], pad: int) -> Decoding:
+def decoding_of(
+    model: Any, cache: KestrelCache, batch: int, sampling: Sampling, eos: list[int], pad: int, *, stops: bool
+) -> Decoding:
     """The cache's last decoding if it was of the same model, weights in place, and settings; else a new one."""
     in_place = owns_residuals(model)
     held = [x for module in modules_of(model) for x in (*module._parameters.values(), *module._buffers.values())]
     weights = tuple([x.data_ptr() for x in held if x is not None])  # 4-bit weights are buffers
-    key = (id(model), weights, in_place, batch, sampling, tuple(eos), pad)
+    key = (id(model), weights, in_place, batch, sampling, tuple(eos), pad, stops)
     if cache.decoding is None or cache.decoding[0] != key:
         with torch.inference_mode(False):  # so that later calls without it can change its tensors
-            options: dict[str, Any] = {"eos": eos, "pad": pad, "in_place": in_place}
+            options: dict[str, Any] = {"eos": eos, "pad": pad, "stops": stops, "in_place": in_place}
             cache.decoding = key, Decoding(model, cache, batch, sampling, **options)
     found = cache.decoding[1]
     assert isinstance(found, Decoding)
@@ -323,7 +332,7 @@ def generate(
 
     if streamer is not None:
         streamer.put(input_ids.cpu())
-    decoding = decoding_of(model, cache, len(input_ids), sampling, eos, pad)
+    decoding = decoding_of(model, cache, len(input_ids), sampling, eos, pad, stops=bool(eos or criteria))
     decoding.start(input_ids, attention_mask, seed)
     ends = torch.tensor(eos, dtype=torch.int64)
     finished = torch.zeros(len(input_ids), dtype=torch.bool)
@@ -334,7 +343,7 @@ def generate(
         ids = HostCopy(decoding.ids)
         if overlap and count < new:
             decoding.advance(graph=cuda_graph)
-        tokens = ids.wait()[:, 0]
+        tokens = ids.wait()[:, 0].long()
         if int(tokens.min()) < 0:
             raise RuntimeError("generate: the model: expected finite logits, got NaN or infinity")
         columns.append(tokens)

@@ -233,6 +233,17 @@ class MLP(Changed):
         )
 
 
+class Head(Changed):
+    """The language head, of 16 or 4 bits: for one token by the kernels of a decode step."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if _keeps_its_own(self.module, x) or not is_one_row(x):
+            return _tensor(self.original(x))
+        if isinstance(self.module, nn.Linear):
+            return gemv(x, self.module.weight, self.module.bias)
+        return few_tokens.product(self.module, x) if few_tokens.takes(self.module, x) else _tensor(self.original(x))
+
+
 def is_product(layer: Any) -> bool:
     """Whether this is a plain linear layer, of 16 or 4 bits, or several that are fused and still hold."""
     if isinstance(layer, (Fused, w4.Fused)):

@@ -12,7 +12,7 @@ from torch import nn
 
 from . import masks, w4
 from .few_tokens import activation
-from .modules import MLP, Attention, Fused, Layer, Norm, Rotary, Router, experts_function
+from .modules import MLP, Attention, Fused, Head, Layer, Norm, Rotary, Router, experts_function, is_plain
 from .prompts import DTYPES
 
 TESTED = ((5, 17), (5, 23))
@@ -160,7 +160,7 @@ def apply(
 
     norms: RMSNorm, and its fusion with the addition before it.
     rotary: the attention modules: Q, K and V in one product, rotation in place.
-    mlp: gate and up projection in one product, gated activation.
+    mlp: gate and up projection in one product, gated activation; the language head of one token.
     experts: routers, and the experts through transformers' ExpertsInterface.
     attention: the attention function "kestrel", which a :class:`KestrelCache` needs. Prompts run the prefill kernels.
         With other caches later tokens run scaled_dot_product_attention, and softcap is honoured.
@@ -205,6 +205,8 @@ def _change(
                 applied.leave(module, "torch's own")
         elif chosen.get(part := type(module).__name__[len(family.prefix) :]):
             _PATCHES[part](applied, module, family)
+    if mlp and _family(model) is not None:
+        _patch_head(applied, model.get_output_embeddings())
     if attention:
         _set_function(applied, model, "Attention", "_attn_implementation", "attention function")
     if experts:
@@ -299,6 +301,12 @@ def _patch_attention(applied: _Applied, module: Any, family: Family) -> None:
         _patch_fused(
             applied, module, ["q_proj", "k_proj", "v_proj"], lambda qkv: Attention(module, qkv, family.options)
         )
+
+
+def _patch_head(applied: _Applied, head: Any) -> None:
+    """The language head of a model that has one; layers of other classes stay as they are."""
+    if is_plain(head) or w4.is_w4(head):
+        applied.patch(head, Head(head))
 
 
 def _patch_rotary(applied: _Applied, module: Any, family: Family) -> None:

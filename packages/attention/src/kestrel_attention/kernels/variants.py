@@ -439,6 +439,14 @@ WIDE = tuple(
     )
 )
 
+# For calls with num_splits=-1: twice the warps share the keys of the one split, with other roundings.
+FEW = tuple(
+    DecodeVariant(
+        dtype, "same", 128, padded=False, warps=8, tiles_per_step=1, num_stages=4, ctas_per_sm=1, archs=WIDE_ARCHS
+    )
+    for dtype in DTYPES
+)
+
 PREFILL = tuple(
     variant
     for dtype in DTYPES
@@ -525,6 +533,7 @@ VARIANTS: tuple[
     *(variant for dtype in DTYPES for variant in _decode_variants(dtype)),
     *QUANTISED,
     *WIDE,
+    *FEW,
     *(CombineVariant(dtype, warps) for dtype in DTYPES for warps in (1, COMBINE_WARPS)),
     *(AppendVariant(dtype, cache) for dtype in DTYPES for cache in ("same", "e4m3")),
     *(AppendVariant(EITHER, cache) for cache in ("e5m2", "int8", "int4")),
@@ -545,7 +554,7 @@ NAMED = {variant.name: variant for variant in VARIANTS}
 def covering(dtype: str, cache: str, head_dim: int) -> tuple[DecodeVariant, ...]:
     """The compiled decode variants for a head dimension, fewest warps first; their results are equal."""
     fitting = [v for v in VARIANTS if isinstance(v, DecodeVariant) and v.dtype in (dtype, EITHER) and v.cache == cache]
-    fitting = [v for v in fitting if v.row_blocks == 1]
+    fitting = [v for v in fitting if v.row_blocks == 1 and v not in FEW]
     exact = tuple(v for v in fitting if v.head_dim == head_dim and not v.padded)
     return exact or tuple(v for v in fitting if v.padded and head_dim < v.head_dim)[:1]
 
@@ -554,6 +563,11 @@ def covering_wide(dtype: str, cache: str, head_dim: int, rows: int) -> tuple[Dec
     """The compiled decode variant for more than BLOCK_ROWS rows of a KV head: the narrowest that takes all at once."""
     fitting = [v for v in WIDE if (v.dtype, v.cache, v.head_dim) == (dtype, cache, head_dim)]
     return tuple(sorted(fitting, key=lambda v: (v.rows < rows, v.rows if v.rows >= rows else -v.rows))[:1])
+
+
+def covering_few(dtype: str, cache: str, head_dim: int) -> DecodeVariant | None:
+    """The compiled decode variant for one split of few sequences, or None."""
+    return next((v for v in FEW if (v.dtype, v.cache, v.head_dim) == (dtype, cache, head_dim)), None)
 
 
 def prefilling(dtype: str, cache: str, head_dim: int, short: bool = False) -> PrefillVariant | None:
