@@ -75,7 +75,7 @@ def flash_attn_with_kvcache(
     softcap: scores become softcap * tanh(scores / softcap); 0 is off.
     prefix_len: an int or int32 [B]; keys below it are visible to all queries whatever causal and window say.
     num_splits: the most splits of a sequence (split-KV); 0: chosen from each length. Changes rounding only. -1: one
-        split for twice the warps where such a kernel exists (Hopper, 16-bit heads of 128): faster for few short sequences.
+        split for twice the warps where such a kernel exists (Hopper, 16-bit heads of 128): faster for few short ones.
     sinks: float32, bf16 or fp16 [H]: one more logit of each head in the sum of exponentials, without a value. The LSE
         includes it; it is that of a query that sees no key.
     return_lse: also return the natural log of the sum of exponentials, float32 [B, H, Sq].
