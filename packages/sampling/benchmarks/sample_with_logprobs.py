@@ -15,9 +15,8 @@ import torch
 import kestrel_sampling
 
 sys.path.insert(0, str(Path(__file__).parent))
-import process_logits
 import sampling_step
-from sampling_step import sizes
+from sampling_step import HISTORY, sizes
 
 WARM = True
 TARGETS = {
@@ -47,9 +46,10 @@ def make(shape: str, count: int) -> list[tuple[Any, ...]]:
 
 
 def traffic(shape: str) -> int:
+    """A step stores the logits of the history's tokens, 32 bytes each; it does not store -inf for masked tokens."""
     rows, vocabulary = sizes(shape)
     own = rows * (4 * vocabulary + 13 + 8 * top_n(shape))
-    return own + process_logits.traffic(shape + ",in place") if "step" in shape else own
+    return own + rows * (4 * HISTORY + vocabulary // 8 + 32 * HISTORY) if "step" in shape else own
 
 
 set_bytes = traffic

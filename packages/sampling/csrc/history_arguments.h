@@ -1,4 +1,5 @@
-// The arguments of history.cuh at the entry points: a history, its penalties, and a bitmask.
+// The arguments of history.cuh at the entry points: a history, its penalties, and a bitmask; and the entry point that
+// applies them.
 #pragma once
 
 #include <algorithm>
@@ -64,5 +65,12 @@ inline Bitmask bitmask_rows(const Checks& check, const OptionalTensor& bitmask, 
   check.same_device("bitmask", words, "logits", logits);
   return {address(words), words.stride(0) * element_bytes(words)};
 }
+
+// In process_logits.cu.
+void process_logits(TensorView out, TensorView logits, OptionalTensor token_ids, OptionalTensor lengths,
+                    OptionalTensor prompt_lengths, OptionalTensor repetition_penalty, double repetition_penalty_value,
+                    OptionalTensor presence_penalty, double presence_penalty_value, OptionalTensor frequency_penalty,
+                    double frequency_penalty_value, OptionalTensor bias_ids, OptionalTensor bias_values,
+                    OptionalTensor bitmask);
 
 }  // namespace kestrel::sampling

@@ -13,14 +13,18 @@
 
 namespace kestrel::sampling {
 
-template <bool draws, bool processes = false, typename P>
-void launch_rows(P& p, int64_t largest_k, DLDevice device) {
+Split split_rows(LogprobParams& p, int64_t largest_k, DLDevice device) {
   p.max_top_k = std::max<int64_t>(p.top_n, largest_k) <= kMaxRankedK ? kMaxRankedK : kMaxK;
   Split split = split_for_top_k(p.length, p.num_rows, p.max_top_k, device, {});
   split.smem_bytes += sizeof(LogprobScratch) + sizeof(ChunkSum) * TopKLayout(p.length, p.max_top_k).num_chunks;
-  if constexpr (processes) split.smem_bytes += p.history.ids ? size_t{8} << p.hash_bits : 0;
   if (split.smem_bytes > max_smem_bytes(device)) unsupported("rows that exceed the shared memory of this GPU");
-  launch_split<logprob_rows<draws, processes>>(p, p.num_rows, split, device, /*balanced=*/true);
+  return split;
+}
+
+template <bool draws>
+void launch_rows(LogprobParams& p, int64_t largest_k, DLDevice device) {
+  const Split split = split_rows(p, largest_k, device);
+  launch_split<logprob_rows<draws, false>>(p, p.num_rows, split, device, /*balanced=*/true);
 }
 
 void launch(LogprobParams p, DLDevice device) {
@@ -182,8 +186,8 @@ void sample_with_logprobs(TensorView ids, TensorView valid, TensorView logprobs,
   launch_rows<true>(p, top_k_value, logits.device());
 }
 
-// The same after process_logits in place, for up to 4096 ids in a history. What `logits` holds afterwards is not
-// specified.
+// The same after process_logits in place: in one launch, or in two where shared memory has no room for a hash table of
+// the history. What `logits` holds afterwards is not specified.
 void process_and_sample(TensorView ids, TensorView valid, TensorView logprobs, TensorView ranks, TensorView top_ids,
                         TensorView top_logprobs, TensorView logits, OptionalTensor token_ids, OptionalTensor lengths,
                         OptionalTensor prompt_lengths, OptionalTensor repetition_penalty,
@@ -223,10 +227,20 @@ void process_and_sample(TensorView ids, TensorView valid, TensorView logprobs, T
     return;
   }
   drop_neutral_history(p);
-  if (p.history.length > kMaxHashed) unsupported("one launch covers histories of up to 4096 ids");
-  p.hash_bits = hash_bits_for(std::min(p.history.length, p.length));
-  const DeviceGuard guard(logits.device().device_id);
-  launch_rows<true, true>(p, top_k_value, logits.device());
+  const DLDevice device = logits.device();
+  const DeviceGuard guard(device.device_id);
+  Split split = split_rows(p, top_k_value, device);
+  const bool is_short = p.history.length <= kMaxHashed;
+  if (is_short) p.hash_bits = hash_bits_for(std::min(p.history.length, p.length));
+  const size_t table_bytes = p.history.ids ? size_t{8} << p.hash_bits : 0;
+  if (is_short && split.smem_bytes + table_bytes <= max_smem_bytes(device)) {
+    split.smem_bytes += table_bytes;
+    launch_split<logprob_rows<true, true>>(p, p.num_rows, split, device, /*balanced=*/true);
+    return;
+  }
+  process_logits(logits, logits, token_ids, lengths, prompt_lengths, repetition_penalty, repetition_penalty_value,
+                 presence_penalty, presence_penalty_value, frequency_penalty, frequency_penalty_value, {}, {}, bitmask);
+  launch_split<logprob_rows<true, false>, LogprobParams>(p, p.num_rows, split, device, /*balanced=*/true);
 }
 
 KESTREL_EXPORT(token_logprobs, token_logprobs);

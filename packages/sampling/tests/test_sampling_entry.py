@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-from kestrel_runtime import Binary
+from kestrel_runtime import Binary, UnsupportedError
 from kestrel_runtime.testing import (
     BadInput,
     assert_launch_agrees,
@@ -166,6 +167,7 @@ CHAIN: dict[str, Any] = {
     "seed_value": 0, "offset": None, "offset_value": 3, "offset_stride": 1,
 }  # fmt: skip
 STEP = {name: value for name, value in PROCESS.items() if name not in ("bias_ids", "bias_values", "out")} | DRAWN
+OTHER_STEP = STEP | {"top_k": LONGS}  # which takes the launches of two ops
 process, logprobs, drawn, chain, step = map(cases_of, (PROCESS, LOGPROBS, DRAWN, CHAIN, STEP))
 
 
@@ -228,6 +230,7 @@ REFUSED: dict[Callable[..., Any], list[BadInput]] = {
         step("more than there are", "top_n", 9, fragment="<= 8"),
         step("a p too many", "top_p", torch.rand(4), fragment="(3,)"),
         *derived(_process_and_sample, STEP),
+        *derived(_process_and_sample, OTHER_STEP),
     ],
 }
 
@@ -247,6 +250,13 @@ OVERLAPS: list[tuple[Callable[..., Any], BadInput]] = [
     (_process_and_sample, step("one row for all", "logits", ROWS[:1].expand(3, 8))),
     (_process_and_sample, step("over a penalty", "logits", BUFFER[1:], repetition_penalty=BUFFER[2, :3])),
     (_process_and_sample, step("over the seeds", "logits", BUFFER[1:], seed=BUFFER[2, :6].view(torch.int64))),
+    *(
+        (_process_and_sample, step(f"over {name}", "logits", BUFFER[1:], **{"top_k": LONGS, name: value}))
+        for name, value in (
+            *((name, BUFFER[2, :3]) for name in ("temperature", "top_p", "min_p")),
+            *((name, BUFFER[2, :6].view(torch.int64)) for name in ("top_k", "seed", "offset")),
+        )
+    ),
     (_chain_speculative_sampling, chain("the same counts twice", EMITTED, ZEROS[0])),
 ]
 
@@ -254,3 +264,53 @@ OVERLAPS: list[tuple[Callable[..., Any], BadInput]] = [
 @pytest.mark.parametrize(("function", "case"), [pytest.param(f, case, id=case.name) for f, case in OVERLAPS])
 def test_the_ops_around_the_draw_refuse_overlaps(function: Callable[..., Any], case: BadInput) -> None:
     assert_launch_agrees(function, case)
+
+
+class Writes:
+    """In place of the binary: penalties that only write."""
+
+    def process_logits(self, out: torch.Tensor, *_given: object) -> None:
+        out.fill_(7)
+
+
+WRONG: list[tuple[type[Exception], str, Any]] = [
+    (ValueError, "temperature", ONES[:2]),
+    (TypeError, "temperature", ONES.double()),
+    (ValueError, "top_k", LONGS[:2]),
+    (ValueError, "top_p", torch.ones(4)),
+    (ValueError, "top_p", torch.ones(3, device="meta")),
+    (TypeError, "min_p", LONGS),
+    (TypeError, "seed", ZEROS[0]),
+    (ValueError, "offset", LONGS[None]),
+    (ValueError, "offset_stride", 2),
+    (ValueError, "top_n", 9),
+]
+
+
+@pytest.mark.parametrize(("error", "name", "value"), WRONG)
+@pytest.mark.parametrize("top_k", [{"top_k": None, "top_k_value": 0}, {"top_k": LONGS}], ids=("off", "tensor"))
+def test_wrong_arguments_of_the_draw_are_found_before_penalties_are_written(
+    top_k: dict[str, Any], error: type[Exception], name: str, value: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = importlib.import_module("kestrel_sampling.process_and_sample")
+    monkeypatch.setattr(_launch, "binary", Writes())
+    monkeypatch.setattr(module, "_sample_with_logprobs", lambda *_given: None)
+    launch, logits = _process_and_sample.kernel_op.launch, ROWS.clone()  # type: ignore[attr-defined]
+    with pytest.raises(error, match=f"^process_and_sample: argument '{name}': "):
+        launch(**STEP | {"logits": logits} | top_k | {name: value})
+    assert torch.equal(logits, ROWS)
+    launch(**STEP | {"logits": logits} | top_k)
+    assert bool((logits == 7).all())
+
+
+def test_more_log_probabilities_than_kernels_cover_are_found_before_penalties_are_written(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(_launch, "binary", Writes())
+    logits = torch.zeros(3, 2000)
+    words = torch.full((3, 63), -1, dtype=torch.int32)
+    with pytest.raises(UnsupportedError, match="top_n"):
+        _process_and_sample.kernel_op.launch(  # type: ignore[attr-defined]
+            **OTHER_STEP | {"logits": logits, "bitmask": words, "top_n": 1025}
+        )
+    assert not logits.any()

@@ -411,6 +411,29 @@ def test_one_call_of_odd_rows_is_both_ops(rows_of: str) -> None:
     assert_one_call_is_both(logits, known, top_k=30, top_p=0.95, top_n=20, seed=1, offset=torch.arange(rows).cuda())
 
 
+@pytest.mark.parametrize("top_k", [0, 20, 2000])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"temperature": torch.ones(2)},
+        {"top_p": torch.ones(4)},
+        {"min_p": torch.ones(5, dtype=torch.float64)},
+        {"seed": torch.ones(5, dtype=torch.int32)},
+        {"offset": torch.ones(4, dtype=torch.int64)},
+        {"top_n": 9001},
+    ],
+    ids=lambda wrong: next(iter(wrong)),
+)
+@pytest.mark.parametrize("length", [60, 5000])
+def test_a_wrong_argument_of_a_step_leaves_the_logits(length: int, wrong: dict[str, Any], top_k: int) -> None:
+    logits = normal(5, 9000, 1)
+    before, known = logits.clone(), penalties(5, 9000, length) | mask_of(5, 9000)
+    given = {"seed": 1, "offset": 2} | {k: v.cuda() if torch.is_tensor(v) else v for k, v in wrong.items()}
+    with pytest.raises((TypeError, ValueError), match=f"^process_and_sample: argument '{next(iter(wrong))}': "):
+        process_and_sample(logits, top_k=top_k, **known, **given)
+    assert_same_bits(logits, before)
+
+
 def test_a_replayed_graph_makes_steps_with_new_histories() -> None:
     names = list(penalties(5, 9000, 60) | mask_of(5, 9000))
     first, second = ([normal(5, 9000, n), *(penalties(5, 9000, 60) | mask_of(5, 9000)).values()] for n in (1, 2))

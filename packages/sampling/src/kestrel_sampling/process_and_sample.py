@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import torch
 
-from kestrel_runtime import allocator, check, kernel_op
+from kestrel_runtime import UnsupportedError, allocator, check, kernel_op
 
 from . import _launch, reference_logits
 from ._parameters import count_or_tensor, is_joint, keys, number_or_tensor, shape_of_draw
@@ -16,7 +16,7 @@ from .sample_with_logprobs import SampledLogprobs, _sample_with_logprobs, check_
 from .token_logprobs import logprob_tensors, shape_of_logprobs
 
 _OP = "process_and_sample"
-_LONGEST_HISTORY = 4096  # of the kernel that does all in one launch
+_LARGEST_N = 1024  # of the kernels
 
 
 def process_and_sample(
@@ -43,8 +43,9 @@ def process_and_sample(
     """Apply penalties and an allowed-token bitmask to logits, then draw one id per row with its log-probability.
 
     The result is that of :func:`process_logits` with ``out=logits``, then :func:`sample_with_logprobs`, bit for bit.
-    With a number from 1 to 1024 below V as ``top_k`` and a history of up to 4096 ids it takes one launch, and a row is
-    read once (twice for a joint top-p). For logit bias call :func:`process_logits`.
+    With a number from 1 to 1024 below V as ``top_k`` it takes one launch, and a row is read once (twice for a joint
+    top-p); two where the history has more than 4096 ids or does not fit into shared memory beside the row's state.
+    Other calls take the launches of both ops. For logit bias call :func:`process_logits`.
 
     logits: [B, V] float32, bf16 or fp16, any row stride. **They are overwritten**: what they hold afterwards is not
         specified. Those of bf16 and fp16 are rounded to their dtype after the penalties.
@@ -151,8 +152,7 @@ def _process_and_sample(
     )  # fmt: skip
     filters = (temperature, temperature_value, top_k, top_k_value, top_p, top_p_value, min_p, min_p_value, joint)
     key = (seed, seed_value, offset, offset_value, offset_stride)
-    is_short = token_ids is None or token_ids.shape[1] <= _LONGEST_HISTORY
-    if is_short and is_one_launch(top_k, top_k_value, logits.shape[1]):
+    if is_one_launch(top_k, top_k_value, logits.shape[1]):
         results = logprob_tensors(logits, top_n)
         allocate, rows = allocator(logits), logits.shape[0]
         ids, valid = allocate((rows,), (1,), torch.int32), allocate((rows,), (1,), torch.bool)
@@ -160,5 +160,19 @@ def _process_and_sample(
             ids, valid, *results, logits, *processing, bitmask, *filters, not processed, *key
         )
         return ids, valid, *results
+    _check_before_writing(logits, *processing, bitmask, *filters, top_n, processed, *key)
     _launch.binary.process_logits(logits, logits, *processing, None, None, bitmask)
     return _sample_with_logprobs(logits, *filters, top_n, processed, *key)
+
+
+def _check_before_writing(*given: Any) -> None:
+    """What the entry points of the draw would find wrong only after the penalties are written."""
+    arguments = dict(zip(_NAMES, given, strict=True))
+    _check_process_and_sample(**arguments)
+    logits = arguments.pop("logits")
+    check.disjoint(_OP, "logits", logits)
+    for name, value in arguments.items():
+        if isinstance(value, torch.Tensor):
+            check.no_overlap(_OP, "logits", logits, name, value)
+    if arguments["top_n"] > _LARGEST_N:
+        raise UnsupportedError("kernels cover top_n up to 1024")
