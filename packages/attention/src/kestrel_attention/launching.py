@@ -20,6 +20,10 @@ new: k and v to append, or nothing. k_scale, v_scale, integers: as Codes.split h
 """
 
 
+class PartlyRunError(RuntimeError):
+    """A kernel failed behind others of its call, which may have written caches or over q: no second run would do."""
+
+
 def refuse_uncovered_strides(cache: str, caches: Sequence[torch.Tensor], integers: Sequence[torch.Tensor]) -> None:
     """Rows are loaded 16 bytes at a time, and offsets are 32-bit numbers of 16 bytes, scales or pages of scales."""
 

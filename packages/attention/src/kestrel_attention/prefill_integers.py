@@ -17,9 +17,9 @@ from .arguments import Cached
 from .kernels.constants import INT4_PAGE
 from .kernels.parameters import AppendIntegerScalars, DequantiseScalars
 from .kernels.variants import NAMED
-from .launching import UNALIGNED, Launch, loaded_as_vectors, refuse_uncovered_strides, unread, unused
+from .launching import UNALIGNED, Launch, PartlyRunError, loaded_as_vectors, refuse_uncovered_strides, unread, unused
 from .plan import MULTIPROCESSORS
-from .prefill import Results, aligned, kernel_for, names, steps_are_aligned
+from .prefill import Results, aligned, kernel_and_memory, names, queries_are_aligned, steps_are_aligned
 from .prefill_plan import PrefillProblem
 
 _binary = Binary("kestrel_attention")
@@ -73,7 +73,7 @@ def make_cached(
             has_sinks=given.sinks is not None,
             **given.scores.of_problem(),
         )
-        return kernel_for(problem, q)
+        return kernel_and_memory(problem, q)
 
     attends = {n: attend_of(n) for n in {min(group, batch - start) for start in starts}} if q.numel() else {}
     dequantise = _binary.kernel(NAMED[f"dequantise_{cache}"], device)
@@ -90,6 +90,9 @@ def make_cached(
     }
     append_scalars = AppendIntegerScalars(int(paged), is_bf16)
     results, new_steps = Results(q, (batch, heads, queries)), [steps_are_aligned(x) for x in new]
+    q_steps = queries_are_aligned(q)
+    step = INT4_PAGE if cache == "int4" else max(1, queries)  # which the kernel appends at once
+    appends = range(0, queries, step) if append_rows is not None else range(0)
     unread_lse = {n: unread((n, heads, queries), device) for n in attends}
     no_int, no_table = unused(torch.int32, device), unused(torch.int32, device, 2)
     no_channels, no_zeros = unused(torch.float16, device, 3), unused(torch.float32, device, 3)
@@ -117,26 +120,31 @@ def make_cached(
             addresses |= x.data_ptr()
         if addresses & 15:
             raise UnsupportedError(UNALIGNED)
+        if append_rows is not None and k_cache.data_ptr() == v_cache.data_ptr():
+            raise ValueError("K and V are appended to the same memory")
+        # All memory is allocated before the first kernel runs: a call that fails has written nothing.
+        q = aligned(q, q_steps)
+        sinks = None if sinks is None else sinks.float()
         rows = [aligned(x, steps).view(torch.bfloat16) for x, steps in zip(new, new_steps, strict=True)]
+        befores = [
+            torch.where(cache_seqlens < 0, cache_seqlens, cache_seqlens + first) if first else cache_seqlens
+            for first in appends
+        ]
         if len(integers) > 2:
             integers = (*integers[:4], integers[4].view(torch.bfloat16), integers[5])
         scratch = torch.empty(2, group * pages, page_size, kv_heads, head_dim, dtype=q.dtype, device=device)
         as_bf16 = scratch.view(torch.bfloat16)
         table, lengths = (torch.empty(n, dtype=torch.int32, device=device) for n in (group * pages, group))
+        memory = {n: allocate() for n, (_, allocate) in attends.items()}
+        has_run = False
 
         def append() -> None:
-            if append_rows is None:
-                return
-            if k_cache.data_ptr() == v_cache.data_ptr():
-                raise ValueError("K and V are appended to the same memory")
+            nonlocal has_run
             given_table = no_table if block_table is None else block_table
-            step = INT4_PAGE if len(integers) > 2 else queries  # which the kernel appends at once
-            for first in range(0, queries, step):
+            for first, before in zip(appends, befores, strict=True):
                 some = [x[:, first : first + step] for x in rows]
-                before = cache_seqlens
-                if first:
-                    before = torch.where(cache_seqlens < 0, cache_seqlens, cache_seqlens + first)
                 append_rows(*some, k_cache, v_cache, before, given_table, *integers, *append_scalars)
+                has_run = True
 
         def prepare(start: int, count: int) -> None:
             """Append before the first group; dequantise a group."""
@@ -154,17 +162,26 @@ def make_cached(
             given = (*caches, given_table, *codes, as_bf16[0, : count * pages], as_bf16[1, : count * pages])
             dequantise(*given, table, lengths, *scalars[count], count)
 
-        for start in starts if attends else ():
-            count = min(group, batch - start)
+        def attend(start: int, count: int) -> None:
             of_group = slice(start, start + count)
             given_table = table[: count * pages].view(count, pages) if paged else None
             of_prefix = None if prefix_lens is None else prefix_lens[of_group]
             tensors = (None, None, lengths[:count], given_table, of_prefix, sinks, None, None, None)
             to_lse = unread_lse[count] if lse is None else lse[of_group]
             keys, values = (x[: count * pages] for x in scratch)
-            attends[count](q[of_group], keys, values, tensors, result[of_group], to_lse, partial(prepare, start, count))
-        if not attends:
-            append()
+            given = (q[of_group], keys, values, tensors, result[of_group], to_lse)
+            attends[count][0](*given, partial(prepare, start, count), memory[count])
+
+        try:
+            for start in starts if attends else ():
+                attend(start, min(group, batch - start))
+                has_run = True
+            if not attends:
+                append()
+        except Exception as error:
+            if has_run and not isinstance(error, PartlyRunError):
+                raise PartlyRunError(f"a kernel over an integer cache failed behind others: {error}") from error
+            raise
         return (result if out is None or out is result else out.copy_(result)), lse
 
     return launch
