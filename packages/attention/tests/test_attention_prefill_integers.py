@@ -87,6 +87,21 @@ def test_large_batches_are_dequantised_in_groups(recorder, monkeypatch, kind, ta
         assert [given["mSequences"].tolist() for given in groups] == [[3, 1], [0]]
 
 
+@pytest.mark.parametrize(("width", "covered"), [(2**18, True), (2**18 + 1, False)])
+def test_a_sequence_takes_at_most_8_gib_of_scratch_memory(recorder, monkeypatch, width, covered):
+    """64 keys of a page, 2 heads of 64: 2^33 bytes where a table has 2^18 columns, here a 256th of both."""
+    monkeypatch.setattr(prefill_integers, "MAX_SCRATCH_BYTES", prefill_integers.MAX_SCRATCH_BYTES >> 8)
+    width = (width >> 8) + (width & 1)
+    table = torch.zeros(3, width, dtype=torch.int32)
+    if covered:
+        call("int8", block_table=table)
+        assert recorder.calls[0][1]["mOutK"].nbytes == 3 * 2**32 >> 8
+        return
+    with pytest.raises(UnsupportedError, match="too many keys"), backend("kernel"):
+        call("int8", block_table=table)
+    assert recorder.calls == []
+
+
 def test_int4_pages_of_another_size_are_refused(recorder):
     given = {name: x[:, :32] for name, x in caches("int4").items() if name in ("k_cache", "v_cache")}
     tokens = {name: torch.ones(6, 32, 2).half() for name in ("v_scale", "v_zero")}

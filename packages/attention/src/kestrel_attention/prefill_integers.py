@@ -1,6 +1,7 @@
 """Launching prefill over INT8 and INT4 caches: dequantised into a cache of the queries' dtype, then as in prefill.py.
 
 Sequences go through a scratch cache in groups, so that its size is bounded whatever the batch.
+A sequence whose block table has room for more than MAX_SCRATCH_BYTES of keys and values is refused.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from .prefill_plan import PrefillProblem
 
 _binary = Binary("kestrel_attention")
 SCRATCH_BYTES = 2**30  # of the keys and values of a group of sequences, unless one has more
+MAX_SCRATCH_BYTES = 2**33  # of those of one sequence, by the width of the block table
 BLOCKS = 16 * MULTIPROCESSORS  # of a launch that dequantises
 KEYS_OF_BLOCK = 64
 
@@ -51,8 +53,8 @@ def make_cached(
         raise UnsupportedError("the block table has no column")
     refuse_uncovered_strides(cache, (k_cache, v_cache), integers)
     of_sequence = pages * page_size * kv_heads * head_dim
-    if pages * page_size >= 2**31 or of_sequence >= 2**35:
-        raise UnsupportedError("too many keys for one call")
+    if pages * page_size >= 2**31 or 4 * of_sequence > MAX_SCRATCH_BYTES:
+        raise UnsupportedError("too many keys of a sequence for one call")
     group = max(1, min(batch, SCRATCH_BYTES // (4 * of_sequence)))
     starts = range(0, batch, group)
     is_bf16, appended = int(q.dtype == torch.bfloat16), queries if new else 0
