@@ -10,7 +10,7 @@ from prefill_calls import Recorder, half, ints, recording
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kestrel_attention import flash_attn_with_kvcache, prefill_integers
-from kestrel_attention.launching import PartlyRunError
+from kestrel_attention.launching import LaunchError
 from kestrel_runtime import UnsupportedError, backend
 
 
@@ -148,7 +148,7 @@ def test_a_call_that_fails_behind_its_first_kernel_does_not_run_again(recorder, 
     call(kind, 150, new=True, **given)
     total = len(recorder.calls)
     for at in range(total):
-        recorder.calls, fails = FailsAt(at), UnsupportedError if at == 0 else PartlyRunError
+        recorder.calls, fails = FailsAt(at), UnsupportedError if at == 0 else LaunchError
         with pytest.raises(fails), backend("kernel"):
             call(kind, 150, new=True, **given)
         assert len(recorder.calls) == at

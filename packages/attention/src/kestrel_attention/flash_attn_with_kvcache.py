@@ -11,7 +11,7 @@ from kestrel_runtime import check, kernel_op
 
 from . import arguments, decode, hot_calls, prefill, prefill_integers, reference
 from .arguments import Cached, Codes, Scores
-from .launching import PartlyRunError
+from .launching import LaunchError
 from .plan import MAX_QUERIES
 from .plans import form
 
@@ -161,7 +161,7 @@ def flash_attn_with_kvcache(
                 want_lse=return_lse,
                 sinks=sinks,
             )
-        except PartlyRunError:
+        except LaunchError:  # k and v may have been appended
             raise
         except Exception:  # the checks below name the mistake, or the reference runs
             pass

@@ -18,7 +18,7 @@ from .arguments import Cached, Dense, Packed, Scales, Scores
 from .kernels.constants import FIRST_WORK
 from .kernels.parameters import AppendScalars
 from .kernels.variants import DTYPES, NAMED, Fp8PrefillVariant
-from .launching import UNALIGNED, Launch, PartlyRunError, refuse_uncovered_strides, unread, unused
+from .launching import UNALIGNED, Bound, Launch, launch_in_order, refuse_uncovered_strides, unread, unused
 from .plans import Plans
 from .prefill_plan import PrefillProblem, plan_prefill
 
@@ -133,22 +133,15 @@ def kernel_and_memory(problem: PrefillProblem, like: torch.Tensor) -> tuple[Atte
         splits, works = memory
         if scalars.has_counter and list_works is None:
             works.zero_()
-        has_run = False
-        try:
-            if append is not None:
-                append()
-                has_run = True
-            if list_works is not None:
-                list_works(tensors[_STARTS], tensors[_STARTS_K], tensors[_LENGTHS], works, *plan.works, batch)
-                has_run = True
-            kernel(q, k, v, *tensors, out, lse, *splits, works, *scalars, batch)
-            has_run = True
-            if combine is not None:
-                combine(out, lse, *splits, tensors[_SINKS], tensors[_STARTS], works, *plan.combine, batch)
-        except Exception as error:
-            if has_run:
-                raise PartlyRunError(f"a kernel of prefill failed behind others of its call: {error}") from error
-            raise
+        kernels: list[Bound] = [] if append is None else [(append, ())]
+        if list_works is not None:
+            of_list = tensors[_STARTS], tensors[_STARTS_K], tensors[_LENGTHS], works, *plan.works, batch
+            kernels.append((list_works, of_list))
+        kernels.append((kernel, (q, k, v, *tensors, out, lse, *splits, works, *scalars, batch)))
+        if combine is not None:
+            of_combine = out, lse, *splits, tensors[_SINKS], tensors[_STARTS], works, *plan.combine, batch
+            kernels.append((combine, of_combine))
+        launch_in_order(kernels)
 
     return attend, allocate
 

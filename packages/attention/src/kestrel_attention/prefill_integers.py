@@ -18,7 +18,16 @@ from .arguments import Cached
 from .kernels.constants import INT4_PAGE
 from .kernels.parameters import AppendIntegerScalars, DequantiseScalars
 from .kernels.variants import NAMED
-from .launching import UNALIGNED, Launch, PartlyRunError, loaded_as_vectors, refuse_uncovered_strides, unread, unused
+from .launching import (
+    UNALIGNED,
+    Bound,
+    Launch,
+    launch_in_order,
+    loaded_as_vectors,
+    refuse_uncovered_strides,
+    unread,
+    unused,
+)
 from .plan import MULTIPROCESSORS
 from .prefill import Results, aligned, kernel_and_memory, names, queries_are_aligned, steps_are_aligned
 from .prefill_plan import PrefillProblem
@@ -138,20 +147,14 @@ def make_cached(
         as_bf16 = scratch.view(torch.bfloat16)
         table, lengths = (torch.empty(n, dtype=torch.int32, device=device) for n in (group * pages, group))
         memory = {n: allocate() for n, (_, allocate) in attends.items()}
-        has_run = False
-
-        def append() -> None:
-            nonlocal has_run
-            given_table = no_table if block_table is None else block_table
-            for first, before in zip(appends, befores, strict=True):
-                some = [x[:, first : first + step] for x in rows]
-                append_rows(*some, k_cache, v_cache, before, given_table, *integers, *append_scalars)
-                has_run = True
+        steps: list[Bound] = []
+        for first, before in zip(appends, befores, strict=True):
+            some = [x[:, first : first + step] for x in rows]
+            to_table = no_table if block_table is None else block_table
+            steps.append((append_rows, (*some, k_cache, v_cache, before, to_table, *integers, *append_scalars)))
 
         def prepare(start: int, count: int) -> None:
             """Append before the first group; dequantise a group."""
-            if start == 0:
-                append()
             of_group = slice(start, start + count)
             of_blocks = slice(None) if paged else of_group
             caches = (k_cache[of_blocks], v_cache[of_blocks], cache_seqlens[of_group])
@@ -162,7 +165,8 @@ def make_cached(
                 of_keys, of_values = (x[of_blocks] for x in integers)
                 codes = (of_keys, no_channels, of_values, no_zeros, no_tail, no_int)
             given = (*caches, given_table, *codes, as_bf16[0, : count * pages], as_bf16[1, : count * pages])
-            dequantise(*given, table, lengths, *scalars[count], count)
+            of_dequantise = (*given, table, lengths, *scalars[count], count)
+            launch_in_order([*(steps if start == 0 else ()), (dequantise, of_dequantise)])
 
         def attend(start: int, count: int) -> None:
             of_group = slice(start, start + count)
@@ -174,16 +178,7 @@ def make_cached(
             given = (q[of_group], keys, values, tensors, result[of_group], to_lse)
             attends[count][0](*given, partial(prepare, start, count), memory[count])
 
-        try:
-            for start in starts if attends else ():
-                attend(start, min(group, batch - start))
-                has_run = True
-            if not attends:
-                append()
-        except Exception as error:
-            if has_run and not isinstance(error, PartlyRunError):
-                raise PartlyRunError(f"a kernel over an integer cache failed behind others: {error}") from error
-            raise
+        launch_in_order([(attend, (start, min(group, batch - start))) for start in starts] if attends else steps)
         return (result if out is None or out is result else out.copy_(result)), lse
 
     return launch
