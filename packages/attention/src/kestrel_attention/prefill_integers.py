@@ -149,6 +149,7 @@ def make_cached(
         memory = {n: allocate() for n, (_, allocate) in attends.items()}
         steps: list[Bound] = []
         for first, before in zip(appends, befores, strict=True):
+            assert append_rows is not None
             some = [x[:, first : first + step] for x in rows]
             to_table = no_table if block_table is None else block_table
             steps.append((append_rows, (*some, k_cache, v_cache, before, to_table, *integers, *append_scalars)))

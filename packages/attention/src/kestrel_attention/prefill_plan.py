@@ -77,8 +77,11 @@ class PrefillProblem:
 
     @property
     def lengths_differ(self) -> bool:
-        """Whether packed sequences may have different numbers of queries, which the device alone knows."""
-        unequal = self.total_queries < self.batch * self.max_queries
+        """Whether packed sequences may have different numbers of queries, which the device alone knows.
+
+        There are more rows than sequences may hold where queries are padded, as for CUDA graphs.
+        """
+        unequal = self.total_queries != self.batch * self.max_queries
         return self.packed_queries and self.batch > 1 and unequal
 
     def blocks_of(self, rows: int) -> int:
