@@ -105,6 +105,15 @@ def test_a_paged_sequence_is_cut_at_max_seqlen_k():
 # -- the plan of a prefill call ---------------------------------------------------------------------------------------
 
 
+def test_the_portable_kernel_takes_no_list_of_a_sequence_with_blocks_past_all():
+    """A listed work of no block of rows is PAST_ALL_BLOCKS: 2^28 rows where blocks have 64."""
+    given = {"batch": 9, "packed_queries": True, "total_queries": 2**28 + 9, "heads": 1, "kv_heads": 1, "head_dim": 512}
+    assert plan_prefill(problem(**given, max_queries=2**28)).scalars.listed_works > 0
+    with pytest.raises(UnsupportedError, match="268435456 queries"):
+        plan_prefill(problem(**given, max_queries=2**28 + 1))
+    plan_prefill(problem(**given | {"head_dim": 64}, max_queries=2**28 + 1))
+
+
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.parametrize("cache", ["same", "e4m3", "e5m2"])
 @pytest.mark.parametrize("head_dim", range(16, 257, 16))

@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 import torch
 from prefill_calls import Recorder, half, ints, recording
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from kestrel_attention import flash_attn_with_kvcache, prefill_integers
+from kestrel_attention.launching import LaunchError
 from kestrel_runtime import UnsupportedError, backend
 
 
@@ -31,7 +33,7 @@ def caches(kind: str, blocks: int = 6, size: int = 64) -> dict[str, torch.Tensor
 def call(kind: str, queries: int = 40, new: bool = False, table: bool = True, **changes: Any) -> Any:
     """Three sequences over six pages, or one block each; four heads and two KV heads of 64."""
     given = caches(kind, 6 if table else 3) | {"cache_seqlens": ints(7, 0, 100)} | changes
-    given["block_table"] = ints(0, 1, 2, 3, 4, 5).view(3, 2) if table else None
+    given = {"block_table": ints(0, 1, 2, 3, 4, 5).view(3, 2) if table else None} | given
     q, k, v = half(3, queries, 4, 64), half(3, queries, 2, 64), half(3, queries, 2, 64)
     module = __import__(flash_attn_with_kvcache.__module__, fromlist=["_"])
     op = module._flash_attn_with_kvcache_append_int if new else module._flash_attn_with_kvcache
@@ -85,8 +87,81 @@ def test_large_batches_are_dequantised_in_groups(recorder, monkeypatch, kind, ta
         assert [given["mSequences"].tolist() for given in groups] == [[3, 1], [0]]
 
 
+@pytest.mark.parametrize(("width", "covered"), [(2**18, True), (2**18 + 1, False)])
+def test_a_sequence_takes_at_most_8_gib_of_scratch_memory(recorder, monkeypatch, width, covered):
+    """64 keys of a page, 2 heads of 64: 2^33 bytes where a table has 2^18 columns, here a 256th of both."""
+    monkeypatch.setattr(prefill_integers, "MAX_SCRATCH_BYTES", prefill_integers.MAX_SCRATCH_BYTES >> 8)
+    width = (width >> 8) + (width & 1)
+    table = torch.zeros(3, width, dtype=torch.int32)
+    if covered:
+        call("int8", block_table=table)
+        assert recorder.calls[0][1]["mOutK"].nbytes == 3 * 2**32 >> 8
+        return
+    with pytest.raises(UnsupportedError, match="too many keys"), backend("kernel"):
+        call("int8", block_table=table)
+    assert recorder.calls == []
+
+
 def test_int4_pages_of_another_size_are_refused(recorder):
     given = {name: x[:, :32] for name, x in caches("int4").items() if name in ("k_cache", "v_cache")}
     tokens = {name: torch.ones(6, 32, 2).half() for name in ("v_scale", "v_zero")}
     with pytest.raises(UnsupportedError, match="64 slots"), backend("kernel"):
         call("int4", **given, **tokens, k_tail=half(4, 32, 2, 64))
+
+
+class AfterKernels(TorchDispatchMode):
+    """Notes the operators that run behind a first kernel."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self.recorder, self.operators = recorder, set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.recorder.calls:
+            self.operators.add(func._overloadpacket._qualified_op_name)
+        return func(*args, **kwargs or {})
+
+
+def of_two_groups(monkeypatch: pytest.MonkeyPatch, kind: str) -> dict[str, Any]:
+    """Arguments of a call with steps, splits, sinks and queries that are copied."""
+    monkeypatch.setattr(prefill_integers, "SCRATCH_BYTES", 2 * 4 * 4096 * 2 * 64)
+    table = torch.arange(192, dtype=torch.int32).view(3, 64)
+    return caches(kind, 192) | {"sinks": half(4), "block_table": table, "q": half(3, 150, 4, 68)[..., :64]}
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_all_memory_is_allocated_before_the_first_kernel_runs(recorder, monkeypatch, kind):
+    """An INT4 page is quantised anew by each append: a call that finds no memory must not have appended."""
+    given = of_two_groups(monkeypatch, kind)
+    with AfterKernels(recorder) as behind:
+        call(kind, 150, new=True, **given)
+    names = [name for name, _ in recorder.calls]
+    assert names.count(f"dequantise_{kind}") == names.count("prefill_combine_bf16") == 2
+    views = {"slice", "select", "view", "alias", "detach", "unbind", "as_strided", "_unsafe_view"}
+    assert behind.operators <= {f"aten::{name}" for name in views}
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_a_call_that_fails_behind_its_first_kernel_does_not_run_again(recorder, monkeypatch, kind):
+    """Neither by the reference nor by a second launch; one whose first kernel fails may."""
+    given = of_two_groups(monkeypatch, kind)
+    call(kind, 150, new=True, **given)
+    total = len(recorder.calls)
+    for at in range(total):
+        recorder.calls, fails = FailsAt(at), UnsupportedError if at == 0 else LaunchError
+        with pytest.raises(fails), backend("kernel"):
+            call(kind, 150, new=True, **given)
+        assert len(recorder.calls) == at
+
+
+class FailsAt(list[Any]):
+    """Calls of kernels, of which one fails."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.index = index
+
+    def append(self, x: Any) -> None:
+        if len(self) == self.index:
+            raise UnsupportedError("no kernel")
+        super().append(x)

@@ -89,6 +89,39 @@ def test_packed_sequences_of_equal_lengths_are_split_as_dense_ones(hopper, batch
     assert first[0] > 1
 
 
+@pytest.mark.parametrize("more", [1, 340, 5000])
+def test_padded_queries_do_not_hide_that_lengths_differ(hopper, more):
+    """Splits follow each sequence's own lengths where there are more rows than its batch may hold."""
+    q, k = half(2 * 700 + more, 2, 64), half(4000, 1, 64)
+    starts = {"cu_seqlens_q": ints(0, 700, 740), "cu_seqlens_k": ints(0, 2000, 4000)}
+    packed(q=q, k=k, v=k.clone(), **starts, max_seqlen_q=700, max_seqlen_k=2000)
+    (_, attend), _ = hopper.calls
+    expected = {"num_splits": 4, "split_blocks": 6, "partials_of_row": 0, "split_limit": 0}
+    assert {field: attend[field] for field in expected} == expected
+    assert attend["partials_of_sequence"] >= max(s * min(700, 128 * b) for b, s in split_sizes(2, 6, 4).items())
+    assert attend["mPartialLse"].numel() == 2 * 2 * attend["partials_of_sequence"]
+    assert attend["mNumSplits"].numel() == 2 * 2 * 6
+
+
+def split_sizes(heads: int, blocks: int, most: int) -> dict[int, int]:
+    """The splits of sequences of up to so many blocks of rows, of which ``most`` have keys."""
+    return {n: min(most, max(1, 132 // (heads * n))) for n in range(1, blocks + 1)}
+
+
+@pytest.mark.parametrize("more", [130, 5000, 10**5])
+def test_a_list_has_room_for_all_works_of_padded_queries(hopper, more):
+    """However the queries are shared out: sequences of up to max_seqlen_q each, whose keys may be split."""
+    batch, longest = 40, 300
+    q, k = half(batch * longest + more, 16, 8), half(2000, 4, 8)
+    starts = {"cu_seqlens_q": ints(*[0] * (batch + 1)), "cu_seqlens_k": ints(*[0] * batch, 2000)}
+    packed(q=q, k=k, v=k.clone(), **starts, max_seqlen_q=longest, max_seqlen_k=2000)
+    (name, works), *_ = hopper.calls
+    assert name == "prefill_works"
+    most = max(blocks * splits for blocks, splits in split_sizes(16, 3, 4).items())
+    assert works["listed_works"] >= batch * most * works["sections"]
+    assert works["listed_blocks"] == batch * 3
+
+
 # -- lists of works ---------------------------------------------------------------------------------------------------
 
 

@@ -12,6 +12,7 @@ from kestrel_runtime.paged_cache import as_fp8
 from . import arguments, hot_calls, prefill, reference
 from .arguments import Dense, Packed, Scales
 from .hot_calls import HotCalls
+from .launching import LaunchError
 from .plans import form
 
 _INPUTS = (*check.FLOATS, *arguments.FP8)
@@ -82,6 +83,8 @@ def flash_attn_func(
         if launch is not None and type(return_lse) is bool:
             try:
                 result, lse = launch(q, k, v, optional, out, return_lse)
+            except LaunchError:
+                raise
             except Exception:  # the checks below name the mistake, or the reference runs
                 pass
             else:
@@ -168,6 +171,8 @@ def flash_attn_varlen_func(
         if launch is not None and type(return_lse) is bool:
             try:
                 result, lse = launch(q, k, v, optional, out, return_lse)
+            except LaunchError:
+                raise
             except Exception:  # the checks below name the mistake, or the reference runs
                 pass
             else:

@@ -11,6 +11,7 @@ from kestrel_runtime import check, kernel_op
 
 from . import arguments, decode, hot_calls, prefill, prefill_integers, reference
 from .arguments import Cached, Codes, Scores
+from .launching import LaunchError
 from .plan import MAX_QUERIES, MORE_WARPS
 from .plans import form
 
@@ -89,10 +90,11 @@ def flash_attn_with_kvcache(
     such D up to 256, and 512; INT8 with D 64, 128, 256; e5m2 and INT4 with 64, 128. With the extra ``[jit]`` INT8 and
     e5m2 of other D up to 256 are compiled on first use. More queries, and any number with sinks: caches of their dtype
     with D of a multiple of 8 and INT8 of 16 up to 512, FP8 of 16 up to 256, INT4 of 64 up to 512 (up to 256 with k and
-    v); integer codes are rounded to the queries' dtype once dequantised. Other calls run by reference. A kernel appends
-    k and v bit for bit as the reference does; all memory is allocated before it. Limits of kernels: INT4 takes bf16
-    queries below 2^102, and key scales far below the largest of their page and head lose precision; so do INT8 value
-    scales below 2^-100.
+    v); integer codes are rounded to the queries' dtype once dequantised, 1 GiB at a time or all keys of a sequence that
+    block_table has room for, n * P * Hk * D up to 2^31. Other calls run by reference. A kernel appends k and v bit for
+    bit as the reference does; all memory is allocated before it. Limits of kernels: INT4 takes bf16 queries below
+    2^102, and key scales far below the largest of their page and head lose precision; so do INT8 value scales below
+    2^-100.
     Raises TypeError for a wrong dtype or a missing tensor, ValueError for a wrong shape, stride, range or device,
     UnsupportedError for an INT4 cache with pages of other than 64 slots.
     Semantics: ``flash_attn_with_kvcache`` of flash-attn; INT4: Liu et al., "KIVI", arXiv 2402.02750.
@@ -160,6 +162,8 @@ def flash_attn_with_kvcache(
                 want_lse=return_lse,
                 sinks=sinks,
             )
+        except LaunchError:  # k and v may have been appended
+            raise
         except Exception:  # the checks below name the mistake, or the reference runs
             pass
         else:

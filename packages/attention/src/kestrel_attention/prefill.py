@@ -18,7 +18,7 @@ from .arguments import Cached, Dense, Packed, Scales, Scores
 from .kernels.constants import FIRST_WORK
 from .kernels.parameters import AppendScalars
 from .kernels.variants import DTYPES, NAMED, Fp8PrefillVariant
-from .launching import UNALIGNED, Launch, refuse_uncovered_strides, unread, unused
+from .launching import UNALIGNED, Bound, Launch, launch_in_order, refuse_uncovered_strides, unread, unused
 from .plans import Plans
 from .prefill_plan import PrefillProblem, plan_prefill
 
@@ -46,9 +46,11 @@ class Tensors(NamedTuple):
 _SINKS = Tensors._fields.index("sinks")
 _STARTS, _STARTS_K, _LENGTHS = (Tensors._fields.index(name) for name in ("starts_q", "starts_k", "lengths"))
 Attend = Callable[..., None]
-"""(q, k, v, tensors, out, lse, append=None): runs the kernel. All of 4 dimensions as a cache, LSE of 3.
+"""(q, k, v, tensors, out, lse, append=None, memory=None): runs the kernel. All of 4 dimensions as a cache, LSE of 3.
 
 append: is called before the kernel, when all memory is allocated.
+memory: what the kernel writes beside its results. Calls that run one after the other may share it. Where it is given,
+nothing is allocated: queries are aligned (see queries_are_aligned), and sinks float32.
 """
 PrefillLaunch = Callable[..., tuple[torch.Tensor, "torch.Tensor | None"]]
 """(q, k, v, tensors, out=None, want_lse=True) -> (out, lse) of dense or packed keys; lse None if it is not wanted."""
@@ -57,9 +59,23 @@ dense_launches: Plans[PrefillLaunch] = Plans()
 packed_launches: Plans[PrefillLaunch] = Plans()
 
 
+class Memory(NamedTuple):
+    """What a kernel writes beside its results."""
+
+    splits: tuple[Any, Any, Any]
+    """Partial results, their LSE, and how many splits each block of rows has."""
+    works: Any
+    """A counter of works taken, or the list of works."""
+
+
 def kernel_for(problem: PrefillProblem, like: torch.Tensor) -> Attend:
     """The kernel of a problem. like: the queries, which give device and strides."""
-    device, q_steps = like.device, steps_are_aligned(like) and _are_boxes(like)
+    return kernel_and_memory(problem, like)[0]
+
+
+def kernel_and_memory(problem: PrefillProblem, like: torch.Tensor) -> tuple[Attend, Callable[[], Memory]]:
+    """The kernel of a problem, and a function that allocates its memory. like: as kernel_for has it."""
+    device, q_steps = like.device, queries_are_aligned(like)
     arch = _binary.arch(device).removeprefix("sm")
     plan = plan_prefill(replace(problem, arch=arch, hopper=USE_HOPPER and arch == "90a"))
     kernel = _binary.kernel(plan.variant, device)
@@ -77,6 +93,19 @@ def kernel_for(problem: PrefillProblem, like: torch.Tensor) -> Attend:
     no_table = unused(torch.int32, device, 2)
     absent = Tensors(no_int, no_int, no_int, no_table, no_int, no_float, no_float, no_float, no_float)
 
+    def allocate() -> Memory:
+        splits: tuple[Any, Any, Any] = (no_float, no_float, no_int)
+        if combine is not None:
+            partial_out = torch.empty(rows * problem.head_dim, dtype=torch.float32, device=device)
+            partial_lse = torch.empty(rows, dtype=torch.float32, device=device)
+            splits = (partial_out, partial_lse, torch.empty(split_blocks, dtype=torch.int32, device=device))
+        works = no_int
+        if list_works is not None:
+            works = torch.empty(list_words, dtype=torch.int32, device=device)
+        elif scalars.has_counter:
+            works = torch.empty(1, dtype=torch.int32, device=device)
+        return Memory(splits, works)
+
     def attend(
         q: torch.Tensor,
         k: torch.Tensor,
@@ -85,39 +114,36 @@ def kernel_for(problem: PrefillProblem, like: torch.Tensor) -> Attend:
         out: torch.Tensor,
         lse: Any,
         append: Callable[[], None] | None = None,
+        memory: Memory | None = None,
     ) -> None:
-        if problem.has_sinks:
-            given = Tensors._make(given)
-            given = given._replace(sinks=given.sinks.float())
         if codes:
             k, v = k.view(torch.uint8), v.view(torch.uint8)
-        if fp8_products:
-            q = aligned(q, q_steps).view(torch.uint8)
-        elif problem.fp8_queries:  # bf16 holds their codes
-            q = q.to(torch.bfloat16, memory_format=torch.contiguous_format)
-        else:
-            q = aligned(q, q_steps)
+        if memory is None:
+            if problem.has_sinks:
+                given = Tensors._make(given)
+                given = given._replace(sinks=given.sinks.float())
+            if fp8_products:
+                q = aligned(q, q_steps).view(torch.uint8)
+            elif problem.fp8_queries:  # bf16 holds their codes
+                q = q.to(torch.bfloat16, memory_format=torch.contiguous_format)
+            else:
+                q = aligned(q, q_steps)
+            memory = allocate()
         tensors = [x if y is None else y for x, y in zip(absent, given, strict=True)]
-        scratch = (no_float, no_float, no_int)
-        if combine is not None:
-            partial_out = torch.empty(rows * problem.head_dim, dtype=torch.float32, device=device)
-            partial_lse = torch.empty(rows, dtype=torch.float32, device=device)
-            splits = torch.empty(split_blocks, dtype=torch.int32, device=device)
-            scratch = (partial_out, partial_lse, splits)
-        works = no_int
+        splits, works = memory
+        if scalars.has_counter and list_works is None:
+            works.zero_()
+        kernels: list[Bound] = [] if append is None else [(append, ())]
         if list_works is not None:
-            works = torch.empty(list_words, dtype=torch.int32, device=device)
-        elif scalars.has_counter:
-            works = torch.zeros(1, dtype=torch.int32, device=device)
-        if append is not None:
-            append()
-        if list_works is not None:
-            list_works(tensors[_STARTS], tensors[_STARTS_K], tensors[_LENGTHS], works, *plan.works, batch)
-        kernel(q, k, v, *tensors, out, lse, *scratch, works, *scalars, batch)
+            of_list = tensors[_STARTS], tensors[_STARTS_K], tensors[_LENGTHS], works, *plan.works, batch
+            kernels.append((list_works, of_list))
+        kernels.append((kernel, (q, k, v, *tensors, out, lse, *splits, works, *scalars, batch)))
         if combine is not None:
-            combine(out, lse, *scratch, tensors[_SINKS], tensors[_STARTS], works, *plan.combine, batch)
+            of_combine = out, lse, *splits, tensors[_SINKS], tensors[_STARTS], works, *plan.combine, batch
+            kernels.append((combine, of_combine))
+        launch_in_order(kernels)
 
-    return attend
+    return attend, allocate
 
 
 def _fields(
@@ -139,6 +165,11 @@ def _fields(
 def steps_are_aligned(x: torch.Tensor) -> bool:
     """Whether all rows of x are aligned to 16 bytes if the first is: kernels load so many at once."""
     return not any(stride * x.element_size() & 15 for stride in x.stride()[:-1])
+
+
+def queries_are_aligned(q: torch.Tensor) -> bool:
+    """Whether kernels load these queries in place if their first row is aligned."""
+    return steps_are_aligned(q) and _are_boxes(q)
 
 
 def _are_boxes(x: torch.Tensor) -> bool:
