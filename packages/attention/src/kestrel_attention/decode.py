@@ -7,23 +7,31 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from kestrel_runtime import Binary, UnsupportedError, allocator
+from kestrel_runtime.check import span
 
 from .arguments import Cached
+from .kernels.parameters import AppendInt4Tensors, AppendTensors, CombineTensors, DecodeTensors
 from .kernels.variants import DTYPES, WIDE_ARCHS
-from .launching import UNALIGNED, Launch, loaded_as_vectors, refuse_uncovered_strides, unread, unused
+from .launching import UNALIGNED, loaded_as_vectors, refuse_uncovered_strides, unread, unused
 from .plan import DecodePlan, DecodeProblem, plan_decode, serves_both_dtypes, variants_of
 from .plans import Plans
 
 _binary = Binary("kestrel_attention")
 _NAMES = dict(zip((torch.bfloat16, torch.float16), DTYPES, strict=True))
 _CODES = {torch.float8_e4m3fn: "e4m3", torch.uint8: "e4m3", torch.float8_e5m2: "e5m2", torch.int8: "int8"}
+_SCRATCH_TYPES = torch.float32, torch.float32, torch.int32  # of partial_out, partial_lse and num_splits
+_SCRATCH = "partial_out", "partial_lse", "num_splits"
+_OWN = {"out": 0, "lse": 1, "attended": 0, "partial_out": 2, "partial_lse": 3, "num_splits": 4}
+_FIRST = 5  # of the addresses of tensors, behind those of _OWN
+_CONSTANT = -1  # no address: the same in every call
+_data_ptr = torch.Tensor.data_ptr
 
-launches: Plans[Launch] = Plans()
+launches: Plans[Any] = Plans()
 
 
 def problem_of(
@@ -58,7 +66,7 @@ def problem_of(
     return problem
 
 
-def make_launch(key: Any, problem: DecodeProblem, q: torch.Tensor, new: Sequence[torch.Tensor] = ()) -> Launch:
+def make_launch(key: Any, problem: DecodeProblem, q: torch.Tensor, new: Sequence[torch.Tensor] = ()) -> DecodeLaunch:
     """The launch of a problem, kept under ``key``. q, new: give device and strides."""
     device = q.device
     plan = plan_decode(replace(problem, has_wide_kernels=_has_wide_kernels(device)))
@@ -66,7 +74,7 @@ def make_launch(key: Any, problem: DecodeProblem, q: torch.Tensor, new: Sequence
     append = _binary.kernel(plan.append, device) if plan.append is not None and new[0].numel() else None
     combine = _binary.kernel(plan.combine, device) if plan.combine is not None and q.numel() else None
     copied = [any(stride % 8 for stride in x.stride()[:-1]) for x in (q, *(new or (q, q)))]
-    return launches.keep(key, _bound(plan, problem, q, attend, append, combine, copied))
+    return launches.keep(key, DecodeLaunch(plan, problem, device, append, attend, combine, copied))
 
 
 def _has_wide_kernels(device: torch.device) -> bool:
@@ -76,39 +84,61 @@ def _has_wide_kernels(device: torch.device) -> bool:
         return False
 
 
-def _bound(
-    plan: DecodePlan,
-    problem: DecodeProblem,
-    like: torch.Tensor,
-    attend: Callable[..., None] | None,
-    append: Callable[..., None] | None,
-    combine: Callable[..., None] | None,
-    copied: Sequence[bool],
-) -> Launch:
-    """A launch with everything that calls of one plan share in local variables.
+class Operands(NamedTuple):
+    """The tensors of a call's kernels, or whatever stands for each of them."""
+
+    q: Any
+    k_cache: Any
+    v_cache: Any
+    cache_seqlens: Any
+    block_table: Any
+    k_scale: Any
+    v_scale: Any
+    prefix_lens: Any
+    k: Any
+    v: Any
+    integers: tuple[Any, ...]  # as Codes.split has them
+    out: Any
+    lse: Any
+    attended: Any = None  # out as the decode kernel takes it
+    partial_out: Any = None
+    partial_lse: Any = None
+    num_splits: Any = None
+
+
+class DecodeLaunch:
+    """The launch (see launching.Launch) of all calls of one plan.
 
     copied: whether q, k and v have strides of no multiple of 16 bytes, so that the kernels take copies.
     """
-    dtype = like.dtype
-    batch, queries, heads, head_dim = problem.batch, problem.queries, problem.heads, problem.head_dim
-    out_sizes, lse_sizes = (batch, queries, heads, head_dim), (batch, heads, queries)
-    out_strides = (queries * heads * head_dim, heads * head_dim, head_dim, 1)
-    lse_strides = (heads * queries, queries, 1)
-    partial_rows, partial_elements = (plan.partial_rows,), (plan.partial_rows * head_dim,)
-    row_blocks = (plan.row_blocks,)
-    unread_lse = unread(lse_sizes, like.device)
-    # Stand in for tensors that the call does not have. tvm-ffi's tensors cost a call less than torch's.
-    no_float = unused(torch.float32, like.device)
-    no_int, no_table = unused(torch.int32, like.device), unused(torch.int32, like.device, 2)
-    scalars, append_scalars, combine_scalars = plan.scalars, plan.append_scalars, plan.combine_scalars
-    both_dtypes = serves_both_dtypes(plan.variant)
-    scalars_after = (int(problem.dtype == "bf16"),) if both_dtypes else ()
-    as_bf16 = both_dtypes and dtype == torch.float16
-    scalars_at_once = (*scalars, *scalars_after)
-    copies_q, copies_k, copies_v = copied
-    may_be_bytes = problem.cache == "e4m3"
 
-    def launch(
+    def __init__(
+        self,
+        plan: DecodePlan,
+        problem: DecodeProblem,
+        device: torch.device,
+        append: Callable[..., None] | None,
+        attend: Callable[..., None] | None,
+        combine: Callable[..., None] | None,
+        copied: Sequence[bool],
+    ) -> None:
+        batch, queries, heads, head_dim = problem.batch, problem.queries, problem.heads, problem.head_dim
+        self.plan, self.append, self.attend, self.combine, self.copied = plan, append, attend, combine, copied
+        self.dtype = torch.bfloat16 if problem.dtype == "bf16" else torch.float16
+        self.out_form = (batch, queries, heads, head_dim), (queries * heads * head_dim, heads * head_dim, head_dim, 1)
+        self.lse_form = (batch, heads, queries), (heads * queries, queries, 1)
+        self.scratch_sizes = plan.partial_rows * head_dim, plan.partial_rows, plan.row_blocks
+        self.unread_lse = unread(self.lse_form[0], device)
+        # Stand in for tensors that the call does not have. tvm-ffi's tensors cost a call less than torch's.
+        self.no_float = unused(torch.float32, device)
+        self.no_int, self.no_table = unused(torch.int32, device), unused(torch.int32, device, 2)
+        both_dtypes = serves_both_dtypes(plan.variant)
+        self.scalars_after = (int(problem.dtype == "bf16"),) if both_dtypes else ()
+        self.as_bf16 = both_dtypes and problem.dtype == "fp16"  # kernels for both dtypes see 16-bit elements as bf16
+        self.may_be_bytes = problem.cache == "e4m3"
+
+    def __call__(
+        self,
         q: torch.Tensor,
         k_cache: torch.Tensor,
         v_cache: torch.Tensor,
@@ -129,68 +159,156 @@ def _bound(
             destination, out = out, None
         empty = allocator(q)
         if out is None:
-            out = empty(out_sizes, out_strides, dtype)
-        result = out
-        lse = empty(lse_sizes, lse_strides, torch.float32) if want_lse else None
-        lse_target = unread_lse if lse is None else lse
-        if attend is None and append is None:
-            return (out if destination is None else destination), lse
-        k_address, v_address = k_cache.data_ptr(), v_cache.data_ptr()
-        addresses = k_address | v_address
-        if len(integers) > 2:
-            for x in loaded_as_vectors(integers):
-                addresses |= x.data_ptr()
-        if addresses & 15:
-            raise UnsupportedError(UNALIGNED)
-        if may_be_bytes and k_cache.dtype is torch.uint8:
-            k_cache, v_cache = k_cache.view(torch.float8_e4m3fn), v_cache.view(torch.float8_e4m3fn)
-        if combine is None:
-            partial_out, partial_lse, num_splits = no_float, no_float, no_int
-        else:
-            partial_out = empty(partial_elements, (1,), torch.float32)
-            partial_lse = empty(partial_rows, (1,), torch.float32)
-            num_splits = empty(row_blocks, (1,), torch.int32)
-        if copies_q or q.data_ptr() & 15:
-            q = q.clone(memory_format=torch.contiguous_format)
-        if as_bf16:  # the kernels for both dtypes take 16-bit elements as bf16
-            q, result = q.view(torch.bfloat16), out.view(torch.bfloat16)
-            new = [x.view(torch.bfloat16) for x in new]
-            if len(integers) > 2:
-                integers = (*integers[:4], integers[4].view(torch.bfloat16), integers[5])
-        table = no_table if block_table is None else block_table
-        k_scale = no_float if k_scale is None else k_scale
-        v_scale = no_float if v_scale is None else v_scale
-        if append is not None:  # all memory is allocated by now: a call that fails has written nothing
-            if k_address == v_address:
+            out = empty(*self.out_form, self.dtype)
+        lse = empty(*self.lse_form, torch.float32) if want_lse else None
+        if self.attend is not None or self.append is not None:
+            if any(x.data_ptr() & 15 for x in (k_cache, v_cache, *loaded_as_vectors(integers))):
+                raise UnsupportedError(UNALIGNED)
+            if self.append is not None and k_cache.data_ptr() == v_cache.data_ptr():
                 raise ValueError("K and V are appended to the same memory")
-            k, v = new
-            if copies_k or k.data_ptr() & 15:
-                k = k.clone(memory_format=torch.contiguous_format)
-            if copies_v or v.data_ptr() & 15:
-                v = v.clone(memory_format=torch.contiguous_format)
-            if integers:
-                append(k, v, k_cache, v_cache, cache_seqlens, table, *integers, *append_scalars)
-            else:
-                append(k, v, k_cache, v_cache, cache_seqlens, table, k_scale, v_scale, *append_scalars)
-        if attend is not None:
-            attend(
-                q,
-                k_cache,
-                v_cache,
-                cache_seqlens,
-                table,
-                k_scale,
-                v_scale,
-                no_int if prefix_lens is None else prefix_lens,
-                result,
-                lse_target,
-                partial_out,
-                partial_lse,
-                num_splits,
-                *((*scalars, *integers, *scalars_after) if integers else scalars_at_once),
-            )
-        if combine is not None:
-            combine(out, lse_target, partial_out, partial_lse, num_splits, *combine_scalars)
+            q, k, v = [
+                x.clone(memory_format=torch.contiguous_format) if x is not None and (odd or x.data_ptr() & 15) else x
+                for x, odd in zip((q, *(new or (None, None))), self.copied, strict=True)
+            ]
+            scales = k_scale, v_scale, prefix_lens
+            given = Operands(q, k_cache, v_cache, cache_seqlens, block_table, *scales, k, v, tuple(integers), out, lse)
+            # All memory is allocated before the first kernel runs: a call that fails has written nothing.
+            for kernel, arguments in self._kernels(self._operands(given, empty)):
+                kernel(*arguments)
         return (out if destination is None else destination.copy_(out)), lse
 
-    return launch
+    def _operands(self, given: Operands, empty: Callable[..., torch.Tensor]) -> Operands:
+        """Aligned operands as the kernels take them: views as other types, scratch memory, stand-ins."""
+        x = given
+        if self.may_be_bytes and x.k_cache.dtype is torch.uint8:
+            x = x._replace(k_cache=x.k_cache.view(torch.float8_e4m3fn), v_cache=x.v_cache.view(torch.float8_e4m3fn))
+        if self.as_bf16:
+            q, k, v, attended = [y if y is None else y.view(torch.bfloat16) for y in (x.q, x.k, x.v, x.out)]
+            x = x._replace(q=q, k=k, v=v, attended=attended)
+            if len(x.integers) > 2:
+                x = x._replace(integers=(*x.integers[:4], x.integers[4].view(torch.bfloat16), x.integers[5]))
+        scratch = [self.no_float, self.no_float, self.no_int]
+        if self.combine is not None:
+            scratch = [empty((n,), (1,), dtype) for n, dtype in zip(self.scratch_sizes, _SCRATCH_TYPES, strict=True)]
+        return x._replace(
+            block_table=self.no_table if x.block_table is None else x.block_table,
+            k_scale=self.no_float if x.k_scale is None else x.k_scale,
+            v_scale=self.no_float if x.v_scale is None else x.v_scale,
+            prefix_lens=self.no_int if x.prefix_lens is None else x.prefix_lens,
+            lse=self.unread_lse if x.lse is None else x.lse,
+            attended=x.out if x.attended is None else x.attended,
+            partial_out=scratch[0],
+            partial_lse=scratch[1],
+            num_splits=scratch[2],
+        )
+
+    def _kernels(self, x: Operands) -> list[tuple[Callable[..., None], tuple[Any, ...]]]:
+        """The kernels of a call in order, with their arguments."""
+        plan, kernels = self.plan, []
+        if self.append is not None:
+            scales = x.integers or (x.k_scale, x.v_scale)
+            fields = AppendInt4Tensors if len(scales) > 2 else AppendTensors
+            tensors = fields(x.k, x.v, x.k_cache, x.v_cache, x.cache_seqlens, x.block_table, *scales)
+            kernels.append((self.append, (*tensors, *plan.append_scalars)))
+        if self.attend is not None:
+            tensors = DecodeTensors(
+                mQ=x.q,
+                mK=x.k_cache,
+                mV=x.v_cache,
+                mLengths=x.cache_seqlens,
+                mTable=x.block_table,
+                mKScale=x.k_scale,
+                mVScale=x.v_scale,
+                mPrefix=x.prefix_lens,
+                mOut=x.attended,
+                mLse=x.lse,
+                mPartialOut=x.partial_out,
+                mPartialLse=x.partial_lse,
+                mNumSplits=x.num_splits,
+            )
+            kernels.append((self.attend, (*tensors, *plan.scalars, *x.integers, *self.scalars_after)))
+        if self.combine is not None:
+            tensors = CombineTensors(x.out, x.lse, x.partial_out, x.partial_lse, x.num_splits)
+            kernels.append((self.combine, (*tensors, *plan.combine_scalars)))
+        return kernels
+
+    def bind(self, tensors: Sequence[torch.Tensor], given: Operands) -> HotLaunch | None:
+        """The launch of further calls with tensors of the same forms; None where calls take copies.
+
+        tensors: those of a call. given: the same ones by name, None where it has none.
+        """
+        takes_copies = any(self.copied) or (given.out is not None and not given.out.is_contiguous())
+        if self.attend is None or takes_copies or (bind_launches := _bind_launches()) is None:
+            return None
+        empty = allocator(given.q)
+        out = empty(*self.out_form, self.dtype) if given.out is None else given.out
+        operands = self._operands(given._replace(out=out, lse=empty(*self.lse_form, torch.float32)), empty)
+
+        def place(x: torch.Tensor | None) -> int:
+            """The index of the address of a tensor among those that a call gives."""
+            return _CONSTANT if x is None else next(i for i, y in enumerate(tensors) if y is x) + _FIRST
+
+        own = _OWN if self.combine is not None else _OWN | dict.fromkeys(_SCRATCH, _CONSTANT)
+        places = Operands(*map(place, given[:10]), tuple(map(place, given.integers)), **own)
+        vectors = (out, *given[:3], given.k, given.v, *loaded_as_vectors(given.integers))
+        alignments = [16 if any(x is y for y in vectors) else 1 for x in tensors]
+        description: list[Any] = [
+            place(given.out),
+            *((places.k_cache, places.v_cache) if self.append is not None else (_CONSTANT, _CONSTANT)),
+            _FIRST + len(tensors),
+            *(16, *[1] * (_FIRST - 1), *alignments),
+            *([0] * _FIRST),
+            *map(span, tensors),
+        ]
+        for (kernel, arguments), (_, where) in zip(self._kernels(operands), self._kernels(places), strict=True):
+            description += [kernel, len(arguments)]
+            for x, index in zip(arguments, where, strict=True):
+                description += [_CONSTANT if isinstance(x, (int, float)) else index, x]
+        launch = bind_launches(*description)
+        return self._hot_launch(launch)
+
+    def _hot_launch(self, launch: Callable[..., bool]) -> HotLaunch:
+        out_form, lse_form, dtype = self.out_form, self.lse_form, self.dtype
+        unread_lse = torch.from_dlpack(self.unread_lse).data_ptr()
+        rows, row_blocks = self.scratch_sizes[1:]
+        scratch_form = ((self.scratch_sizes[0] + rows + row_blocks,), (1,)) if self.combine is not None else None
+        lse_offset = 4 * self.scratch_sizes[0]
+        splits_offset = lse_offset + 4 * rows
+
+        def hot_launch(
+            tensors: Sequence[torch.Tensor], out: torch.Tensor | None, want_lse: bool
+        ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+            q = tensors[0]
+            empty = allocator(q)
+            result = empty(*out_form, dtype) if out is None else out
+            lse, lse_address, scratch = None, unread_lse, 0
+            if want_lse:
+                lse = empty(*lse_form, torch.float32)
+                lse_address = lse.data_ptr()
+            if scratch_form is not None:  # one tensor for all, as an allocation takes about as long as a launch
+                memory = empty(*scratch_form, torch.float32)
+                scratch = memory.data_ptr()
+            launched = launch(
+                q,  # gives the stream
+                result.data_ptr(),
+                lse_address,
+                scratch,
+                scratch + lse_offset,
+                scratch + splits_offset,
+                *map(_data_ptr, tensors),
+            )
+            return (result, lse) if launched else None
+
+        return hot_launch
+
+
+HotLaunch = Callable[[Sequence[torch.Tensor], "torch.Tensor | None", bool], "tuple[torch.Tensor, torch.Tensor | None] | None"]
+"""(tensors, out, want_lse) -> (out, lse), or None, and nothing is launched, where the call needs its checks or copies."""
+
+
+def _bind_launches() -> Callable[..., Any] | None:
+    """bind_launches of csrc/bind_launches.cpp; None where kernels were compiled on first use, without a binary."""
+    try:
+        return _binary.function("bind_launches")
+    except UnsupportedError:
+        return None

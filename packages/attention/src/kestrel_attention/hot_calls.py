@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd import forward_ad
@@ -31,26 +31,56 @@ _transforms = torch._C._functorch.peek_interpreter_stack
 _ran = threading.local()
 
 
+class Hot(NamedTuple):
+    """A launch, and what its tensors must fulfil."""
+
+    matches: Callable[..., bool]
+    launch: Any
+    spans: tuple[int, ...]
+
+
 class HotCalls:
     """Launches by key; a key holds the numbers of a call, their types, and which optional tensors it has."""
 
     def __init__(self) -> None:
-        self._forms: Plans[list[tuple[Callable[..., bool], Any, tuple[int, ...]]]] = Plans()
+        self._forms: Plans[list[Hot]] = Plans()
+        self._last: tuple[Any, ...] = (None,) * 9
 
     def find(self, key: Hashable, tensors: Sequence[torch.Tensor], written: int | None = None) -> Any:
         """The launch of a call on plain tensors that were launched in this form before, or None.
 
         written: the index of a tensor that lies apart from all others; where it may touch one, the answer is None.
         """
+        hot = self.entry(key, tensors, written)
+        return None if hot is None else hot.launch
+
+    def entry(self, key: Hashable, tensors: Sequence[torch.Tensor], written: int | None = None) -> Hot | None:
+        """:func:`find` with what the tensors were compared by."""
         forms = self._forms.get(key)
-        if forms is None or _tracers or _dispatch_modes() or _transforms() is not None:
+        if forms is None or not _may_skip_checks():
             return None
-        if forward_ad._current_level >= 0 or current_backend() == "reference":
-            return None
-        for matches, launch, spans in forms:
-            if matches(*tensors):
-                return launch if written is None or _lies_apart(tensors, spans, written) else None
+        for hot in forms:
+            if hot.matches(*tensors):
+                return hot if written is None or _lies_apart(tensors, hot.spans, written) else None
         return None
+
+    def remember(self, matches: Callable[..., bool], launch: Any, given: int, *numbers: Any) -> None:
+        """Have :func:`again` find a launch. given: which optional tensors its call has."""
+        self._last = (matches, launch, given, *numbers)
+
+    def again(
+        self, tensors: Sequence[torch.Tensor], given: int, a: Any, b: Any, c: Any, d: Any, e: Any, f: Any
+    ) -> Any:
+        """The remembered launch, if a call has the very objects as numbers, and tensors of the same forms.
+
+        It takes no key: most calls are like the one before, in another layer of a model.
+        """
+        matches, launch, given_last, a_last, b_last, c_last, d_last, e_last, f_last = self._last
+        if given != given_last or a is not a_last or b is not b_last or c is not c_last or d is not d_last:
+            return None
+        if e is not e_last or f is not f_last or not _may_skip_checks() or not matches(*tensors):
+            return None
+        return launch
 
     def keep(self, key: Hashable, tensors: Sequence[torch.Tensor], launch: Any) -> None:
         """Remember the launch of a call; of the forms of one key, the last MAX_FORMS."""
@@ -59,11 +89,18 @@ class HotCalls:
         if len(set(map(id, tensors))) < len(tensors):  # guards never match a tensor that is given twice
             return
         forms = self._forms.get(key) or []
-        if any(matches(*tensors) for matches, *_ in forms):
+        if any(hot.matches(*tensors) for hot in forms):
             return
         guards = _TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
-        forms = [*forms, (guards.check, launch, tuple(map(span, tensors)))]
+        forms = [*forms, Hot(guards.check, launch, tuple(map(span, tensors)))]
         self._forms.keep(key, forms[-MAX_FORMS:])
+
+
+def _may_skip_checks() -> bool:
+    """Whether no tracer, mode, transform or choice of the backend must see the call."""
+    if _tracers or _dispatch_modes() or _transforms() is not None or forward_ad._current_level >= 0:
+        return False
+    return current_backend() != "reference"
 
 
 def _lies_apart(tensors: Sequence[torch.Tensor], spans: Sequence[int], written: int) -> bool:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import torch
 
-from kestrel_runtime import Binary, allocator, empty
+from kestrel_runtime import Binary, allocator, empty, unread
 
 from ._parameters import Keys
 
@@ -39,6 +42,31 @@ def draw(
         op, ids, valid, rows, logits, *temperature, *top_k, *top_p, *min_p, joint, *keys, blocks, threads
     )  # fmt: skip
     return ids, valid
+
+
+def draw_by_numbers(
+    op: str,
+    logits: torch.Tensor,
+    keys: Keys,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    min_p: float,
+    want_valid: bool,
+) -> tuple[torch.Tensor, Any]:
+    """:func:`draw` from logits where every parameter is a number; without ``want_valid``, valid is nothing to read."""
+    allocate, shape = allocator(logits), (logits.shape[0],)
+    ids = allocate(shape, (1,), torch.int32)
+    valid = allocate(shape, (1,), torch.bool) if want_valid else _unread_valid(logits.get_device(), shape)
+    binary.sample(
+        op, ids, valid, logits, True, None, temperature, None, top_k, None, top_p, None, min_p, False, *keys, 0, 0
+    )  # fmt: skip
+    return ids, valid
+
+
+@functools.cache
+def _unread_valid(device: int, shape: tuple[int]) -> Any:
+    return unread(shape, torch.bool, torch.device("cuda", device))
 
 
 def probabilities(

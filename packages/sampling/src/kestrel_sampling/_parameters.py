@@ -99,7 +99,7 @@ def keys(
     """
     if type(return_valid) is not bool:
         check.flag(op, "return_valid", return_valid)
-    if seed is None and offset is None and _is_eager(probs, generator):
+    if seed is None and offset is None and is_eager(probs, generator):
         return _reserved_keys(probs, generator)
     if isinstance(seed, torch.Tensor) and isinstance(offset, torch.Tensor) and generator is None:
         return Keys(seed, 0, offset, 0)  # as in a captured graph; the launch checks them
@@ -124,7 +124,7 @@ def keys(
     )
 
 
-def _is_eager(probs: torch.Tensor, generator: torch.Generator | None) -> bool:
+def is_eager(probs: torch.Tensor, generator: torch.Generator | None) -> bool:
     """Whether a call without a seed is an eager one on the current GPU: such arguments need no further check."""
     return (
         type(probs) is torch.Tensor
@@ -137,6 +137,20 @@ def _is_eager(probs: torch.Tensor, generator: torch.Generator | None) -> bool:
         and not _current_stream_is_capturing()
         and (generator is None or (type(generator) is torch.Generator and generator.device.type == "cuda"))
     )
+
+
+def eager_keys(
+    rows: torch.Tensor,
+    generator: torch.Generator | None,
+    seed: int | torch.Tensor | None,
+    offset: int | torch.Tensor | None,
+) -> Keys | None:
+    """The keys of a call that :func:`is_eager`; None where :func:`keys` must look at the arguments."""
+    if seed is None:
+        return _reserved_keys(rows, generator) if offset is None else None
+    if type(seed) is int and 0 <= seed < 2**63 and offset is None and generator is None:
+        return Keys(None, seed, None, 0)
+    return None
 
 
 def _reserved_keys(probs: torch.Tensor, generator: torch.Generator | None) -> Keys:
