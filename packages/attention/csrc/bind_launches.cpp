@@ -3,6 +3,7 @@
 // Everything else of the arguments is bound once, for all calls with tensors of the same forms. It takes the host less
 // time to fill addresses into prepared arguments than to convert tensors and numbers of Python for every kernel.
 #include <tvm/ffi/container/tensor.h>
+#include <tvm/ffi/extra/c_env_api.h>
 #include <tvm/ffi/function.h>
 
 #include <algorithm>
@@ -111,8 +112,8 @@ class BoundKernel {
 
 // What the addresses of a call must fulfil; a call that does not needs copies, or an exact check of what it writes.
 struct Rules {
-  int64_t written;               // the index of a tensor that must lie apart from all others, or -1
-  int64_t appended[2];           // indices of two tensors that must start at different addresses, or -1
+  int64_t written;                  // the index of a tensor that must lie apart from all others, or -1
+  int64_t appended[2];              // indices of two tensors that must start at different addresses, or -1
   std::vector<int64_t> alignments;  // powers of two, one for each address
   std::vector<int64_t> spans;       // bytes from the first to the last element
 
@@ -129,36 +130,60 @@ struct Rules {
   }
 };
 
+// Makes a stream the current one of tvm-ffi, from which the kernels' entry points take theirs.
+class CurrentStream {
+ public:
+  CurrentStream(DLDevice device, int64_t stream) : device_(device) {
+    if (device_.device_type != kDLCPU) {
+      TVMFFIEnvSetStream(device_.device_type, device_.device_id, reinterpret_cast<void*>(stream), &before_);
+    }
+  }
+  ~CurrentStream() {
+    if (device_.device_type != kDLCPU) {
+      TVMFFIEnvSetStream(device_.device_type, device_.device_id, before_, nullptr);
+    }
+  }
+  CurrentStream(const CurrentStream&) = delete;
+  CurrentStream& operator=(const CurrentStream&) = delete;
+
+ private:
+  DLDevice device_;
+  void* before_ = nullptr;
+};
+
 class BoundLaunches {
  public:
-  BoundLaunches(Rules rules, std::vector<BoundKernel> kernels)
-      : rules_(std::move(rules)), kernels_(std::move(kernels)) {}
+  BoundLaunches(DLDevice device, Rules rules, std::vector<BoundKernel> kernels)
+      : device_(device), rules_(std::move(rules)), kernels_(std::move(kernels)) {}
 
-  // given: a tensor, for whose device the caller has set the stream, and the addresses. Returns whether the kernels
-  // were launched.
+  // given: the stream and the addresses. Returns whether the kernels were launched.
   bool operator()(const AnyView* given, int32_t count) const {
     const AnyView* addresses = given + 1;
     bool fit = count == static_cast<int32_t>(rules_.alignments.size()) + 1;
-    for (int32_t i = 1; fit && i < count; ++i) fit = given[i].type_index() == tvm::ffi::TypeIndex::kTVMFFIInt;
-    if (!fit) TVM_FFI_THROW(TypeError) << "bind_launches: expected a tensor and one address for each alignment";
+    for (int32_t i = 0; fit && i < count; ++i) fit = given[i].type_index() == tvm::ffi::TypeIndex::kTVMFFIInt;
+    if (!fit) TVM_FFI_THROW(TypeError) << "bind_launches: expected a stream and one address for each alignment";
     if (!rules_.allow(addresses)) return false;
+    const CurrentStream stream(device_, BoundKernel::address_of(given, 0));
     for (const BoundKernel& kernel : kernels_) kernel.launch(addresses);
     return true;
   }
 
  private:
+  DLDevice device_;
   Rules rules_;
   std::vector<BoundKernel> kernels_;
 };
 
-// See Rules for the numbers: written, appended[2], the number of addresses, alignments, spans. Then each kernel.
+// Type and index of the device; written, appended[2], the number of addresses, alignments and spans, as in Rules; then
+// the kernels, as BoundKernel has them.
 Function bind_launches(Reader given) {
+  const DLDevice device{static_cast<DLDeviceType>(given.next<int64_t>()), static_cast<int32_t>(given.next<int64_t>())};
   const auto leading = given.numbers(3);
   const auto addresses = given.next<int64_t>();
   Rules rules{leading[0], {leading[1], leading[2]}, given.numbers(addresses), given.numbers(addresses)};
   std::vector<BoundKernel> kernels;
   while (given.has_more()) kernels.emplace_back(given);
-  auto launches = std::make_shared<const BoundLaunches>(std::move(rules), std::move(kernels));
+  auto launches = std::make_shared<const BoundLaunches>(device, std::move(rules), std::move(kernels));
   return Function::FromPacked([launches = std::move(launches)](const AnyView* given, int32_t count, Any* result) {
     *result = (*launches)(given, count);
   });

@@ -193,10 +193,15 @@ FORMS: dict[str, Callable[[], dict[str, Any]]] = {
     "bf16": dict,
     "fp16": lambda: HALF | cache_of(torch.float16),
     "split keys": lambda: {"block_table": torch.zeros(3, 500, dtype=torch.int32)},
-    "one block for each sequence": lambda: {"block_table": None, **{x: arguments()[x][:3] for x in cache_of(torch.int8)}},
+    "one block for each sequence": lambda: {
+        "block_table": None,
+        **{x: arguments()[x][:3] for x in cache_of(torch.int8)},
+    },
     "e4m3": lambda: cache_of(torch.float8_e4m3fn) | {"k_scale": torch.ones(1), "v_scale": torch.ones(2)},
     "e4m3 as bytes": lambda: cache_of(torch.uint8),
-    "one scale for keys and values": lambda: cache_of(torch.float8_e4m3fn) | dict.fromkeys(("k_scale", "v_scale"), X[0, 0, :1]),
+    "one scale for keys and values": lambda: (
+        cache_of(torch.float8_e4m3fn) | dict.fromkeys(("k_scale", "v_scale"), X[0, 0, :1])
+    ),
     "e5m2 and fp16": lambda: HALF | cache_of(torch.float8_e5m2),
     "int8": lambda: cache_of(torch.int8) | {name: torch.ones(8, 16, 2) for name in ("k_scale", "v_scale")},
     "int4 and fp16": lambda: HALF | int4(),

@@ -30,6 +30,7 @@ _OWN = {"out": 0, "lse": 1, "attended": 0, "partial_out": 2, "partial_lse": 3, "
 _FIRST = 5  # of the addresses of tensors, behind those of _OWN
 _CONSTANT = -1  # no address: the same in every call
 _data_ptr = torch.Tensor.data_ptr
+_current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0)  # a torch without CUDA lacks it
 
 launches: Plans[Any] = Plans()
 
@@ -123,7 +124,8 @@ class DecodeLaunch:
         copied: Sequence[bool],
     ) -> None:
         batch, queries, heads, head_dim = problem.batch, problem.queries, problem.heads, problem.head_dim
-        self.plan, self.append, self.attend, self.combine, self.copied = plan, append, attend, combine, copied
+        self.plan, self.device, self.copied = plan, device, copied
+        self.append, self.attend, self.combine = append, attend, combine
         self.dtype = torch.bfloat16 if problem.dtype == "bf16" else torch.float16
         self.out_form = (batch, queries, heads, head_dim), (queries * heads * head_dim, heads * head_dim, head_dim, 1)
         self.lse_form = (batch, heads, queries), (heads * queries, queries, 1)
@@ -253,6 +255,7 @@ class DecodeLaunch:
         vectors = (out, *given[:3], given.k, given.v, *loaded_as_vectors(given.integers))
         alignments = [16 if any(x is y for y in vectors) else 1 for x in tensors]
         description: list[Any] = [
+            *map(int, given.q.__dlpack_device__()),
             place(given.out),
             *((places.k_cache, places.v_cache) if self.append is not None else (_CONSTANT, _CONSTANT)),
             _FIRST + len(tensors),
@@ -274,12 +277,12 @@ class DecodeLaunch:
         scratch_form = ((self.scratch_sizes[0] + rows + row_blocks,), (1,)) if self.combine is not None else None
         lse_offset = 4 * self.scratch_sizes[0]
         splits_offset = lse_offset + 4 * rows
+        device = self.device.index or 0
 
         def hot_launch(
             tensors: Sequence[torch.Tensor], out: torch.Tensor | None, want_lse: bool
         ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
-            q = tensors[0]
-            empty = allocator(q)
+            empty = allocator(tensors[0])
             result = empty(*out_form, dtype) if out is None else out
             lse, lse_address, scratch = None, unread_lse, 0
             if want_lse:
@@ -289,7 +292,7 @@ class DecodeLaunch:
                 memory = empty(*scratch_form, torch.float32)
                 scratch = memory.data_ptr()
             launched = launch(
-                q,  # gives the stream
+                _current_stream(device),
                 result.data_ptr(),
                 lse_address,
                 scratch,
@@ -302,7 +305,9 @@ class DecodeLaunch:
         return hot_launch
 
 
-HotLaunch = Callable[[Sequence[torch.Tensor], "torch.Tensor | None", bool], "tuple[torch.Tensor, torch.Tensor | None] | None"]
+HotLaunch = Callable[
+    [Sequence[torch.Tensor], "torch.Tensor | None", bool], "tuple[torch.Tensor, torch.Tensor | None] | None"
+]
 """(tensors, out, want_lse) -> (out, lse), or None, and nothing is launched, where the call needs its checks or copies."""
 
 

@@ -141,8 +141,7 @@ def flash_attn_with_kvcache(
                 given += 256
         try:
             result = None
-            numbers = (softmax_scale, causal, window_size, softcap, num_splits, prefix)
-            bound = _hot_calls.again(tensors, given, *numbers)
+            bound = _hot_calls.again(tensors, given, softmax_scale, causal, window_size, softcap, num_splits, prefix)
             if bound is not None and type(return_lse) is bool:
                 result = bound(tensors, out, return_lse)
                 if result is not None:
@@ -157,6 +156,7 @@ def flash_attn_with_kvcache(
                 launch, bound = hot.launch
                 if bound is not None:
                     result = bound(tensors, out, return_lse)
+                    numbers = (softmax_scale, causal, window_size, softcap, num_splits, prefix)
                     _hot_calls.remember(hot.matches, bound, given, *numbers)
                 if result is None:
                     new = () if k is None else (k, v)
@@ -207,7 +207,9 @@ def flash_attn_with_kvcache(
         if isinstance(launch, decode.DecodeLaunch):
             (k_scale, v_scale), integers = Codes(k_scale, v_scale, k_zero, v_zero, k_tail, seq_ids).split(k_cache)
             scales = k_scale, v_scale, lengths
-            operands = decode.Operands(q, k_cache, v_cache, cache_seqlens, block_table, *scales, k, v, integers, out, None)
+            operands = decode.Operands(
+                q, k_cache, v_cache, cache_seqlens, block_table, *scales, k, v, integers, out, None
+            )
             bound = launch.bind(tensors, operands)
         _hot_calls.keep(key, tensors, (launch, bound))
     return arguments.deliver(out, result, lse, return_lse)

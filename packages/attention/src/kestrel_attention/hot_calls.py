@@ -68,9 +68,7 @@ class HotCalls:
         """Have :func:`again` find a launch. given: which optional tensors its call has."""
         self._last = (matches, launch, given, *numbers)
 
-    def again(
-        self, tensors: Sequence[torch.Tensor], given: int, a: Any, b: Any, c: Any, d: Any, e: Any, f: Any
-    ) -> Any:
+    def again(self, tensors: Sequence[torch.Tensor], given: int, a: Any, b: Any, c: Any, d: Any, e: Any, f: Any) -> Any:
         """The remembered launch, if a call has the very objects as numbers, and tensors of the same forms.
 
         It takes no key: most calls are like the one before, in another layer of a model.

@@ -9,7 +9,7 @@ import torch
 
 from kestrel_runtime import Binary, allocator, empty, unread
 
-from ._parameters import Keys
+from ._parameters import Keys, PlainKeys
 
 binary = Binary("kestrel_sampling")
 _NONE = (None, 0)  # top-k off
@@ -47,21 +47,21 @@ def draw(
 def draw_by_numbers(
     op: str,
     logits: torch.Tensor,
-    keys: Keys,
+    keys: PlainKeys,
     temperature: float,
     top_k: int,
     top_p: float,
     min_p: float,
-    want_valid: bool,
-) -> tuple[torch.Tensor, Any]:
-    """:func:`draw` from logits where every parameter is a number; without ``want_valid``, valid is nothing to read."""
+    return_valid: bool,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """:func:`draw` from logits where every parameter is a number: ids, with ``return_valid`` (ids, valid)."""
     allocate, shape = allocator(logits), (logits.shape[0],)
     ids = allocate(shape, (1,), torch.int32)
-    valid = allocate(shape, (1,), torch.bool) if want_valid else _unread_valid(logits.get_device(), shape)
+    valid = allocate(shape, (1,), torch.bool) if return_valid else _unread_valid(logits.get_device(), shape)
     binary.sample(
         op, ids, valid, logits, True, None, temperature, None, top_k, None, top_p, None, min_p, False, *keys, 0, 0
     )  # fmt: skip
-    return ids, valid
+    return (ids, valid) if return_valid else ids
 
 
 @functools.cache

@@ -6,7 +6,7 @@ from typing import Literal
 
 import torch
 
-from kestrel_runtime import check, kernel_op, launches_directly
+from kestrel_runtime import check, kernel_op
 
 from . import _launch, reference_sampling
 from ._parameters import (
@@ -15,10 +15,9 @@ from ._parameters import (
     check_keys,
     check_probs,
     count_or_tensor,
-    eager_keys,
-    is_eager,
     is_joint,
     keys,
+    keys_of_an_eager_call,
     number_or_tensor,
     shape_of_draw,
 )
@@ -60,28 +59,24 @@ def sample_from_logits(
     """
     op = "sample_from_logits"
     keyed = None
-    if (
+    if (  # the common case takes no further checks in Python
         type(temperature) is float
         and temperature >= 0.0
         and type(top_k) is int
         and type(top_p) is float
-        and top_p == top_p  # no NaN
         and type(min_p) is float
+        and top_p == top_p  # no NaN
         and min_p == min_p
         and type(return_valid) is bool
         and type(filter_apply_order) is str
         and filter_apply_order == "top_k_first"
-        and is_eager(logits, generator)
-        and launches_directly(logits)
     ):
-        keyed = eager_keys(logits, generator, seed, offset)
-        if keyed is not None:
-            try:
-                ids, valid = _launch.draw_by_numbers(op, logits, keyed, temperature, top_k, top_p, min_p, return_valid)
-            except Exception:  # the checks below name the mistake, or the reference runs
-                pass
-            else:
-                return (ids, valid) if return_valid else ids
+        try:
+            keyed = keys_of_an_eager_call(logits, generator, seed, offset)
+            if keyed is not None:
+                return _launch.draw_by_numbers(op, logits, keyed, temperature, top_k, top_p, min_p, return_valid)
+        except Exception:  # the checks below name the mistake, or the reference runs
+            pass
     if keyed is None:
         keyed = keys(op, logits, generator, seed, offset, return_valid, name="logits")
     if not (type(temperature) is float and temperature >= 0.0) and not isinstance(temperature, torch.Tensor):
