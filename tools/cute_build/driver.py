@@ -151,13 +151,16 @@ def find_runtime_folder() -> Path:
 
 
 def _compile_host(source: Path, output: Path, compiler: list[str]) -> None:
+    import nvidia
     import tvm_ffi.libinfo
 
     include = Path(tvm_ffi.libinfo.find_include_path())
+    cuda = [folder for root in nvidia.__path__ if (folder := Path(root) / "cu13" / "include").is_dir()]
     # Errors name the file that raises them: without the folders, a wheel is the same wherever it is built.
     maps = [f"-ffile-prefix-map={folder}=." for folder in (include.parents[1], source.parent)]
     options = ["-std=c++17", "-O2", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", *maps]
-    command = [*compiler, *options, "-I", include, "-c", source, "-o", output]
+    includes = [word for folder in (include, *cuda) for word in ("-isystem", folder)]
+    command = [*compiler, *options, *includes, "-c", source, "-o", output]
     subprocess.run([str(part) for part in command], check=True)
 
 

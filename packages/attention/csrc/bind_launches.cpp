@@ -2,13 +2,18 @@
 //
 // Everything else of the arguments is bound once, for all calls with tensors of the same forms. It takes the host less
 // time to fill addresses into prepared arguments than to convert tensors and numbers of Python for every kernel.
+#include "launch_graph.h"
+
 #include <tvm/ffi/container/tensor.h>
 #include <tvm/ffi/extra/c_env_api.h>
 #include <tvm/ffi/function.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstdint>
 #include <memory>
+#include <mutex>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -18,8 +23,13 @@ using tvm::ffi::Any;
 using tvm::ffi::AnyView;
 using tvm::ffi::Function;
 
-constexpr int kMaxArguments = 64;  // of a kernel
-constexpr int kMaxTensors = 24;    // among them
+constexpr int kMaxArguments = 64;     // of a kernel
+constexpr int kMaxTensors = 24;       // among them
+constexpr int kCallsBeforeGraph = 4;  // a graph takes the time of several calls to make
+constexpr int kMaxGraphs = 256;       // of the process: a graph keeps memory of the driver
+
+std::atomic<int> graphs_made{0};
+thread_local int64_t launches_seen = 0;  // of this library, in this thread
 
 // An argument that is a tensor, but for its address.
 struct TensorForm {
@@ -156,22 +166,48 @@ class BoundLaunches {
   BoundLaunches(DLDevice device, Rules rules, std::vector<BoundKernel> kernels)
       : device_(device), rules_(std::move(rules)), kernels_(std::move(kernels)) {}
 
-  // given: the stream and the addresses. Returns whether the kernels were launched.
+  // given: whether only a graph may be launched, the stream, and the addresses. Returns whether the kernels were
+  // launched.
   bool operator()(const AnyView* given, int32_t count) const {
-    const AnyView* addresses = given + 1;
-    bool fit = count == static_cast<int32_t>(rules_.alignments.size()) + 1;
-    for (int32_t i = 0; fit && i < count; ++i) fit = given[i].type_index() == tvm::ffi::TypeIndex::kTVMFFIInt;
-    if (!fit) TVM_FFI_THROW(TypeError) << "bind_launches: expected a stream and one address for each alignment";
+    const AnyView* addresses = given + 2;
+    bool fit = count == static_cast<int32_t>(rules_.alignments.size()) + 2;
+    for (int32_t i = 1; fit && i < count; ++i) fit = given[i].type_index() == tvm::ffi::TypeIndex::kTVMFFIInt;
+    if (!fit) TVM_FFI_THROW(TypeError) << "bind_launches: expected a flag, a stream, and one address per alignment";
     if (!rules_.allow(addresses)) return false;
-    const CurrentStream stream(device_, BoundKernel::address_of(given, 0));
-    for (const BoundKernel& kernel : kernels_) kernel.launch(addresses);
+    const int64_t stream = BoundKernel::address_of(given, 1);
+    const CurrentStream current(device_, stream);
+    if (given[0].cast<bool>()) return launch_graph(reinterpret_cast<CUstream>(stream), addresses);
+    const int64_t before = launches_seen;
+    launch_all(addresses);
+    calls_.fetch_add(launches_seen - before == static_cast<int64_t>(kernels_.size()), std::memory_order_relaxed);
     return true;
   }
 
  private:
+  void launch_all(const AnyView* addresses) const {
+    for (const BoundKernel& kernel : kernels_) kernel.launch(addresses);
+  }
+
+  bool launch_graph(CUstream stream, const AnyView* addresses) const {
+    const Driver* driver = Driver::get();
+    if (calls_.load(std::memory_order_relaxed) < kCallsBeforeGraph || !driver) return false;
+    if (!driver->allows_graphs(device_.device_id, stream)) return false;
+    const std::lock_guard<std::mutex> lock(mutex_);
+    auto& graph = graphs_[stream];
+    if (!graph) {
+      if (graphs_made.load(std::memory_order_relaxed) >= kMaxGraphs) return false;
+      graphs_made.fetch_add(1, std::memory_order_relaxed);
+      graph = std::make_unique<LaunchGraph>(*driver);
+    }
+    return graph->run(stream, [&] { launch_all(addresses); });
+  }
+
   DLDevice device_;
   Rules rules_;
   std::vector<BoundKernel> kernels_;
+  mutable std::atomic<int64_t> calls_{0};  // all of whose launches a graph could have recorded
+  mutable std::mutex mutex_;
+  mutable std::unordered_map<CUstream, std::unique_ptr<LaunchGraph>> graphs_;
 };
 
 // Type and index of the device; written, appended[2], the number of addresses, alignments and spans, as in Rules; then
@@ -190,6 +226,17 @@ Function bind_launches(Reader given) {
 }
 
 }  // namespace kestrel::attention
+
+// The entry points of this library's kernels launch by this function of NVIDIA's library; here they find ours first.
+extern "C" __attribute__((visibility("hidden"))) int _cudaLaunchKernelEx(const cudaLaunchConfig_t* config,
+                                                                         const void* kernel, void** parameters) {
+  using Launch = int (*)(const cudaLaunchConfig_t*, const void*, void**);
+  static const auto launch =
+      reinterpret_cast<Launch>(dlsym(dlopen("libcute_dsl_runtime.so", RTLD_NOW | RTLD_NOLOAD), "_cudaLaunchKernelEx"));
+  ++kestrel::attention::launches_seen;
+  auto* graph = kestrel::attention::LaunchGraph::recording();
+  return graph ? graph->take(*config, kernel, parameters) : launch(config, kernel, parameters);
+}
 
 extern "C" TVM_FFI_DLL_EXPORT int __tvm_ffi_bind_launches(void*, const TVMFFIAny* given, int32_t count,
                                                           TVMFFIAny* result) {

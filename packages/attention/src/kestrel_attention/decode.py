@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from kestrel_runtime import Binary, UnsupportedError, allocator
+from kestrel_runtime import Binary, UnsupportedError, allocator, allocator_on
 from kestrel_runtime.check import span
 
 from .arguments import Cached
@@ -130,6 +130,10 @@ class DecodeLaunch:
         self.out_form = (batch, queries, heads, head_dim), (queries * heads * head_dim, heads * head_dim, head_dim, 1)
         self.lse_form = (batch, heads, queries), (heads * queries, queries, 1)
         self.scratch_sizes = plan.partial_rows * head_dim, plan.partial_rows, plan.row_blocks
+        element_bytes = 2 if problem.cache == "same" else 1
+        self.cache_bytes = (
+            2 * batch * problem.capacity * problem.kv_heads * head_dim * element_bytes
+        )  # where it is full
         self.unread_lse = unread(self.lse_form[0], device)
         # Stand in for tensors that the call does not have. tvm-ffi's tensors cost a call less than torch's.
         self.no_float = unused(torch.float32, device)
@@ -271,44 +275,69 @@ class DecodeLaunch:
         return self._hot_launch(launch)
 
     def _hot_launch(self, launch: Callable[..., bool]) -> HotLaunch:
+        """launch: (only as a graph, stream, addresses) -> whether the kernels were launched, see bind_launches."""
         out_form, lse_form, dtype = self.out_form, self.lse_form, self.dtype
+        allocator, device = allocator_on(self.device), self.device.index or 0
         unread_lse = torch.from_dlpack(self.unread_lse).data_ptr()
-        rows, row_blocks = self.scratch_sizes[1:]
-        scratch_form = ((self.scratch_sizes[0] + rows + row_blocks,), (1,)) if self.combine is not None else None
-        lse_offset = 4 * self.scratch_sizes[0]
-        splits_offset = lse_offset + 4 * rows
-        device = self.device.index or 0
+        partials, rows, row_blocks = self.scratch_sizes if self.combine is not None else (0, 0, 0)
+        lse_offset, splits_offset, scratch_bytes = (
+            4 * partials,
+            4 * (partials + rows),
+            4 * (partials + rows + row_blocks),
+        )
+        several = self.append is not None or self.combine is not None
+        small = self.cache_bytes < GRAPH_BYTES and scratch_bytes <= WORKSPACE_BYTES
+        as_graph = several and small and self.device.type == "cuda"
 
         def hot_launch(
             tensors: Sequence[torch.Tensor], out: torch.Tensor | None, want_lse: bool
         ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
-            empty = allocator(tensors[0])
+            empty, stream = allocator(), _current_stream(device)
             result = empty(*out_form, dtype) if out is None else out
-            lse, lse_address, scratch = None, unread_lse, 0
+            lse, lse_address = None, unread_lse
             if want_lse:
                 lse = empty(*lse_form, torch.float32)
                 lse_address = lse.data_ptr()
-            if scratch_form is not None:  # one tensor for all, as an allocation takes about as long as a launch
-                memory = empty(*scratch_form, torch.float32)
+            first, addresses = result.data_ptr(), [*map(_data_ptr, tensors)]
+            if as_graph and (scratch := _workspaces.get((device, stream))):
+                partial_lse, splits = scratch + lse_offset, scratch + splits_offset
+                if launch(True, stream, first, lse_address, scratch, partial_lse, splits, *addresses):
+                    return result, lse
+            scratch = 0
+            if scratch_bytes:  # one tensor for all, as an allocation takes about as long as a launch
+                memory = empty((scratch_bytes,), (1,), torch.uint8)
                 scratch = memory.data_ptr()
-            launched = launch(
-                _current_stream(device),
-                result.data_ptr(),
-                lse_address,
-                scratch,
-                scratch + lse_offset,
-                scratch + splits_offset,
-                *map(_data_ptr, tensors),
-            )
-            return (result, lse) if launched else None
+            partial_lse, splits = scratch + lse_offset, scratch + splits_offset
+            if not launch(False, stream, first, lse_address, scratch, partial_lse, splits, *addresses):
+                return None
+            if as_graph and (device, stream) not in _workspaces:
+                _make_workspace(self.device, stream)
+            return result, lse
 
         return hot_launch
+
+
+# Scratch memory of graphs. Those of one stream run one after the other, and share it.
+WORKSPACE_BYTES = 2**22
+_workspaces: dict[tuple[int, int], int] = {}  # addresses by device and stream
+_workspace_memory: list[torch.Tensor] = []
+# With more bytes of cache, the GPU takes longer than the host. A graph does not overlap with the launch before it.
+GRAPH_BYTES = 2**25
+
+
+def _make_workspace(device: torch.device, stream: int) -> None:
+    """For the current stream, unless a CUDA graph is captured, whose memory is not to be kept."""
+    if torch.cuda.current_device() != device.index or torch.cuda.is_current_stream_capturing():
+        return
+    memory = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+    _workspace_memory.append(memory)
+    _workspaces[device.index, stream] = memory.data_ptr()
 
 
 HotLaunch = Callable[
     [Sequence[torch.Tensor], "torch.Tensor | None", bool], "tuple[torch.Tensor, torch.Tensor | None] | None"
 ]
-"""(tensors, out, want_lse) -> (out, lse), or None, and nothing is launched, where the call needs its checks or copies."""
+"""(tensors, out, want_lse) -> (out, lse); None, and nothing is launched, where a call needs its checks or copies."""
 
 
 def _bind_launches() -> Callable[..., Any] | None:

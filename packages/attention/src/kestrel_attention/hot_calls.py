@@ -11,11 +11,9 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch.autograd import forward_ad
 
-from kestrel_runtime import current_backend
+from kestrel_runtime import launches_directly
 from kestrel_runtime.check import span
-from kestrel_runtime.registry import _tracers
 
 from .plans import Plans
 
@@ -26,8 +24,6 @@ except ImportError:
 
 MAX_FORMS = 8  # of the tensors that one key tells apart no further: strides, devices, inference mode
 
-_dispatch_modes = torch._C._len_torch_dispatch_stack
-_transforms = torch._C._functorch.peek_interpreter_stack
 _ran = threading.local()
 
 
@@ -57,7 +53,7 @@ class HotCalls:
     def entry(self, key: Hashable, tensors: Sequence[torch.Tensor], written: int | None = None) -> Hot | None:
         """:func:`find` with what the tensors were compared by."""
         forms = self._forms.get(key)
-        if forms is None or not _may_skip_checks():
+        if forms is None or not launches_directly():
             return None
         for hot in forms:
             if hot.matches(*tensors):
@@ -76,7 +72,7 @@ class HotCalls:
         matches, launch, given_last, a_last, b_last, c_last, d_last, e_last, f_last = self._last
         if given != given_last or a is not a_last or b is not b_last or c is not c_last or d is not d_last:
             return None
-        if e is not e_last or f is not f_last or not _may_skip_checks() or not matches(*tensors):
+        if e is not e_last or f is not f_last or not launches_directly() or not matches(*tensors):
             return None
         return launch
 
@@ -92,13 +88,6 @@ class HotCalls:
         guards = _TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
         forms = [*forms, Hot(guards.check, launch, tuple(map(span, tensors)))]
         self._forms.keep(key, forms[-MAX_FORMS:])
-
-
-def _may_skip_checks() -> bool:
-    """Whether no tracer, mode, transform or choice of the backend must see the call."""
-    if _tracers or _dispatch_modes() or _transforms() is not None or forward_ad._current_level >= 0:
-        return False
-    return current_backend() != "reference"
 
 
 def _lies_apart(tensors: Sequence[torch.Tensor], spans: Sequence[int], written: int) -> bool:

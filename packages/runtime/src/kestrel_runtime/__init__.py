@@ -1,7 +1,7 @@
 """The parts that every kestrel kernel family shares. README.md lists the modules."""
 
 from . import check
-from .allocation import allocator, contiguous_strides, empty, empty_strided, leading, unread
+from .allocation import allocator, allocator_on, contiguous_strides, empty, empty_strided, leading, unread
 from .binary import Binary, Manifest, arch_of
 from .errors import KestrelFallbackWarning, UnsupportedError
 from .op import kernel_op, launches_directly, refuse_capture
@@ -17,6 +17,7 @@ __all__ = [
     "Manifest",
     "UnsupportedError",
     "allocator",
+    "allocator_on",
     "arch_of",
     "backend",
     "check",

@@ -70,6 +70,15 @@ def allocator(like: torch.Tensor) -> _EmptyStrided:
     return functools.partial(_empty_strided_on, like.device)
 
 
+def allocator_on(device: torch.device) -> Callable[[], _EmptyStrided]:
+    """:func:`allocator` for a device that the caller keeps: a function, which is called for each launch."""
+    elsewhere = functools.partial(_empty_strided_on, device)
+    if _empty_strided is None or device.type != "cuda":
+        return lambda: elsewhere
+    index, here = device.index, _empty_strided
+    return lambda: here if _current_device() == index else elsewhere
+
+
 def _empty_strided_on(
     device: torch.device, sizes: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype
 ) -> torch.Tensor:

@@ -87,13 +87,11 @@ def kernel_op(
     return decorate
 
 
-def launches_directly(*tensors: torch.Tensor) -> bool:
-    """Whether a call on these plain CUDA tensors may launch at once: nothing traces, transforms or redirects it."""
+def launches_directly() -> bool:
+    """Whether a call on plain CUDA tensors without gradients launches at once: nothing traces or redirects it."""
     if _is_compiling() or _tracers or _dispatch_modes() or _transforms() is not None:
         return False
-    if _forward_ad._current_level >= 0 or current_backend() == "reference":
-        return False
-    return not (_grad_enabled() and any(x.requires_grad for x in tensors))
+    return _forward_ad._current_level < 0 and current_backend() != "reference"
 
 
 def refuse_capture(op: str, reason: str) -> None:

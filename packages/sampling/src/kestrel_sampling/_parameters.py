@@ -150,7 +150,7 @@ def keys_of_an_eager_call(
     offset: int | torch.Tensor | None,
 ) -> PlainKeys | None:
     """The keys of a plain eager call on the current GPU, as in Keys, or None where :func:`keys` must look at it."""
-    if type(rows) is not torch.Tensor or not rows.is_cuda or not launches_directly(rows):
+    if type(rows) is not torch.Tensor or not rows.is_cuda or rows.requires_grad or not launches_directly():
         return None
     if rows.get_device() != _current_device() or _current_stream_is_capturing():
         return None
