@@ -165,6 +165,9 @@ class BoundLaunches {
  public:
   BoundLaunches(DLDevice device, Rules rules, std::vector<BoundKernel> kernels)
       : device_(device), rules_(std::move(rules)), kernels_(std::move(kernels)) {}
+  ~BoundLaunches() { graphs_made -= static_cast<int>(graphs_.size()); }
+  BoundLaunches(const BoundLaunches&) = delete;
+  BoundLaunches& operator=(const BoundLaunches&) = delete;
 
   // given: whether only a graph may be launched, the stream, and the addresses. Returns whether the kernels were
   // launched.
@@ -193,13 +196,13 @@ class BoundLaunches {
     if (calls_.load(std::memory_order_relaxed) < kCallsBeforeGraph || !driver) return false;
     if (!driver->allows_graphs(device_.device_id, stream)) return false;
     const std::lock_guard<std::mutex> lock(mutex_);
-    auto& graph = graphs_[stream];
-    if (!graph) {
-      if (graphs_made.load(std::memory_order_relaxed) >= kMaxGraphs) return false;
-      graphs_made.fetch_add(1, std::memory_order_relaxed);
-      graph = std::make_unique<LaunchGraph>(*driver);
+    auto found = graphs_.find(stream);
+    if (found == graphs_.end()) {
+      if (graphs_made >= kMaxGraphs) return false;
+      found = graphs_.emplace(stream, std::make_unique<LaunchGraph>(*driver)).first;
+      ++graphs_made;
     }
-    return graph->run(stream, [&] { launch_all(addresses); });
+    return found->second->run(stream, [&] { launch_all(addresses); });
   }
 
   DLDevice device_;

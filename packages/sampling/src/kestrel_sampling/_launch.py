@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from kestrel_runtime import Binary, allocator, empty, unread
+from kestrel_runtime import Binary, allocator, allocator_on, empty, unread
 
 from ._parameters import Keys, PlainKeys
 
@@ -55,9 +55,12 @@ def draw_by_numbers(
     return_valid: bool,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """:func:`draw` from logits where every parameter is a number: ids, with ``return_valid`` (ids, valid)."""
-    allocate, shape = allocator(logits), (logits.shape[0],)
+    shape = (logits.shape[0],)
+    allocator_now, valid = _results_on(logits.get_device(), shape)
+    allocate = allocator_now()
     ids = allocate(shape, (1,), torch.int32)
-    valid = allocate(shape, (1,), torch.bool) if return_valid else _unread_valid(logits.get_device(), shape)
+    if return_valid:
+        valid = allocate(shape, (1,), torch.bool)
     binary.sample(
         op, ids, valid, logits, True, None, temperature, None, top_k, None, top_p, None, min_p, False, *keys, 0, 0
     )  # fmt: skip
@@ -65,8 +68,10 @@ def draw_by_numbers(
 
 
 @functools.cache
-def _unread_valid(device: int, shape: tuple[int]) -> Any:
-    return unread(shape, torch.bool, torch.device("cuda", device))
+def _results_on(device: int, shape: tuple[int]) -> tuple[Any, Any]:
+    """For results on a GPU: allocator_on, and where flags go that nothing reads."""
+    gpu = torch.device("cuda", device)
+    return allocator_on(gpu), unread(shape, torch.bool, gpu)
 
 
 def probabilities(
