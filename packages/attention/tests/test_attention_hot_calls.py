@@ -268,6 +268,17 @@ def test_a_hot_call_refuses_to_append_keys_and_values_to_the_same_memory(
     assert launched == []
 
 
+def test_a_window_that_was_changed_in_place_is_seen(launched: list[tuple[str, tuple[Any, ...]]]) -> None:
+    window, given = [3, 0], arguments()
+    index = DecodeScalars._fields.index("window_left") + len(DecodeTensors._fields)
+    for left in (3, 3, 3, 5, 3):
+        window[0] = left
+        launched.clear()
+        flash_attn_with_kvcache(**given, window_size=window)
+        ((_, used),) = launched
+        assert used[index] == left
+
+
 def test_calls_of_two_forms_in_turn_are_told_apart(launched: list[tuple[str, tuple[Any, ...]]]) -> None:
     changes: list[dict[str, Any]] = [{"window_size": (3, 0)}, {"window_size": (5, 0)}, {"softmax_scale": 2.0}]
     changes += [{"block_table": torch.zeros(3, 500, dtype=torch.int32)}, {"k_cache": None}, {"num_splits": 3}]

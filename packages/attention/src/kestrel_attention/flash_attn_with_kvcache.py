@@ -156,8 +156,9 @@ def flash_attn_with_kvcache(
                 launch, bound = hot.launch
                 if bound is not None:
                     result = bound(tensors, out, return_lse)
-                    numbers = (softmax_scale, causal, window_size, softcap, num_splits, prefix)
-                    _hot_calls.remember(hot.matches, bound, given, *numbers)
+                    if type(window_size) is tuple:  # a list may hold other numbers the next time
+                        numbers = (softmax_scale, causal, window_size, softcap, num_splits, prefix)
+                        _hot_calls.remember(hot.matches, bound, given, *numbers)
                 if result is None:
                     new = () if k is None else (k, v)
                     scales, integers = Codes(k_scale, v_scale, k_zero, v_zero, k_tail, seq_ids).split(k_cache)
