@@ -17,7 +17,16 @@ from kestrel_runtime.check import span
 from .arguments import Cached
 from .kernels.parameters import AppendInt4Tensors, AppendTensors, CombineTensors, DecodeTensors
 from .kernels.variants import DTYPES, WIDE_ARCHS
-from .launching import UNALIGNED, loaded_as_vectors, refuse_uncovered_strides, unread, unused
+from .launching import (
+    UNALIGNED,
+    Bound,
+    LaunchError,
+    launch_in_order,
+    loaded_as_vectors,
+    refuse_uncovered_strides,
+    unread,
+    unused,
+)
 from .plan import DecodePlan, DecodeProblem, plan_decode, serves_both_dtypes, variants_of
 from .plans import Plans
 
@@ -179,8 +188,7 @@ class DecodeLaunch:
             scales = k_scale, v_scale, prefix_lens
             given = Operands(q, k_cache, v_cache, cache_seqlens, block_table, *scales, k, v, tuple(integers), out, lse)
             # All memory is allocated before the first kernel runs: a call that fails has written nothing.
-            for kernel, arguments in self._kernels(self._operands(given, empty)):
-                kernel(*arguments)
+            launch_in_order(self._kernels(self._operands(given, empty)))
         return (out if destination is None else destination.copy_(out)), lse
 
     def _operands(self, given: Operands, empty: Callable[..., torch.Tensor]) -> Operands:
@@ -208,7 +216,7 @@ class DecodeLaunch:
             num_splits=scratch[2],
         )
 
-    def _kernels(self, x: Operands) -> list[tuple[Callable[..., None], tuple[Any, ...]]]:
+    def _kernels(self, x: Operands) -> list[Bound]:
         """The kernels of a call in order, with their arguments."""
         plan, kernels = self.plan, []
         if self.append is not None:
@@ -274,8 +282,11 @@ class DecodeLaunch:
         launch = bind_launches(*description)
         return self._hot_launch(launch)
 
-    def _hot_launch(self, launch: Callable[..., bool]) -> HotLaunch:
-        """launch: (only as a graph, stream, addresses) -> whether the kernels were launched, see bind_launches."""
+    def _hot_launch(self, launch: Callable[..., bool | None]) -> HotLaunch:
+        """launch: (only as a graph, stream, addresses) -> whether the kernels were launched, see bind_launches.
+
+        None: they will not be launched as a graph in later calls either.
+        """
         out_form, lse_form, dtype = self.out_form, self.lse_form, self.dtype
         allocator, device = allocator_on(self.device), self.device.index or 0
         unread_lse = torch.from_dlpack(self.unread_lse).data_ptr()
@@ -292,6 +303,7 @@ class DecodeLaunch:
         def hot_launch(
             tensors: Sequence[torch.Tensor], out: torch.Tensor | None, want_lse: bool
         ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+            nonlocal as_graph
             empty, stream = allocator(), _current_stream(device)
             result = empty(*out_form, dtype) if out is None else out
             lse, lse_address = None, unread_lse
@@ -299,39 +311,50 @@ class DecodeLaunch:
                 lse = empty(*lse_form, torch.float32)
                 lse_address = lse.data_ptr()
             first, addresses = result.data_ptr(), [*map(_data_ptr, tensors)]
-            if as_graph and (scratch := _workspaces.get((device, stream))):
+            if as_graph and (scratch := _workspaces.get((device, stream)) or _make_workspace(device, stream)):
                 partial_lse, splits = scratch + lse_offset, scratch + splits_offset
-                if launch(True, stream, first, lse_address, scratch, partial_lse, splits, *addresses):
+                launched = launch(True, stream, first, lse_address, scratch, partial_lse, splits, *addresses)
+                if launched:
                     return result, lse
+                as_graph = launched is not None
             scratch = 0
             if scratch_bytes:  # one tensor for all, as an allocation takes about as long as a launch
                 memory = empty((scratch_bytes,), (1,), torch.uint8)
                 scratch = memory.data_ptr()
             partial_lse, splits = scratch + lse_offset, scratch + splits_offset
-            if not launch(False, stream, first, lse_address, scratch, partial_lse, splits, *addresses):
-                return None
-            if as_graph and (device, stream) not in _workspaces:
-                _make_workspace(self.device, stream)
-            return result, lse
+            try:
+                launched = launch(False, stream, first, lse_address, scratch, partial_lse, splits, *addresses)
+            except Exception as error:
+                raise LaunchError(str(error)) from error
+            return (result, lse) if launched else None
 
         return hot_launch
 
 
-# Scratch memory of graphs. Those of one stream run one after the other, and share it.
+# Scratch memory of graphs. Those of one stream run one after the other, and share it. It is kept: a handle does not tell
+# whether its stream still exists.
 WORKSPACE_BYTES = 2**22
-_workspaces: dict[tuple[int, int], int] = {}  # addresses by device and stream
+MAX_WORKSPACES = 8  # of the process; calls on further streams launch kernels one by one
+_workspaces: dict[tuple[int, int], int] = {}  # addresses by device and stream; 0 where memory was short
 _workspace_memory: list[torch.Tensor] = []
 # With more bytes of cache, the GPU takes longer than the host. A graph does not overlap with the launch before it.
 GRAPH_BYTES = 2**25
 
 
-def _make_workspace(device: torch.device, stream: int) -> None:
-    """For the current stream, unless a CUDA graph is captured, whose memory is not to be kept."""
-    if torch.cuda.current_device() != device.index or torch.cuda.is_current_stream_capturing():
-        return
-    memory = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+def _make_workspace(device: int, stream: int) -> int:
+    """That of the current stream, or 0; none while a CUDA graph is captured, whose memory is not to be kept."""
+    if len(_workspaces) >= MAX_WORKSPACES or (device, stream) in _workspaces:
+        return 0
+    if torch.cuda.current_device() != device or torch.cuda.is_current_stream_capturing():
+        return 0
+    try:
+        memory = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=f"cuda:{device}")
+    except torch.OutOfMemoryError:
+        _workspaces[device, stream] = 0
+        return 0
     _workspace_memory.append(memory)
-    _workspaces[device.index, stream] = memory.data_ptr()
+    _workspaces[device, stream] = memory.data_ptr()
+    return memory.data_ptr()
 
 
 HotLaunch = Callable[

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from kestrel_runtime import UnsupportedError, check, kernel_op
 
 from . import arguments, decode, hot_calls, prefill, reference
 from .arguments import Cached, Codes, Scores
+from .launching import LaunchError
 from .plan import MAX_QUERIES
 from .plans import form
 
@@ -178,6 +180,8 @@ def flash_attn_with_kvcache(
                         sinks=sinks,
                     )
                 return result if return_lse else result[0]
+        except LaunchError:  # k and v may have been appended
+            raise
         except Exception:  # the checks below name the mistake, or the reference runs
             pass
 
@@ -204,16 +208,21 @@ def flash_attn_with_kvcache(
         else:
             result, lse = _flash_attn_with_kvcache_append(q, k_cache, v_cache, k, v, *cache, *scores)
     if key is not None and (launch := hot_calls.taken()) is not None:
-        bound = None
-        if isinstance(launch, decode.DecodeLaunch):
-            (k_scale, v_scale), integers = Codes(k_scale, v_scale, k_zero, v_zero, k_tail, seq_ids).split(k_cache)
-            scales = k_scale, v_scale, lengths
-            operands = decode.Operands(
-                q, k_cache, v_cache, cache_seqlens, block_table, *scales, k, v, integers, out, None
-            )
-            bound = launch.bind(tensors, operands)
-        _hot_calls.keep(key, tensors, (launch, bound))
+        scales, integers = Codes(k_scale, v_scale, k_zero, v_zero, k_tail, seq_ids).split(k_cache)
+        paging = cache_seqlens, block_table
+        operands = decode.Operands(q, k_cache, v_cache, *paging, *scales, lengths, k, v, integers, out, None)
+        _hot_calls.keep(key, tensors, launch, partial(_bind, launch, tensors, operands))
     return arguments.deliver(out, result, lse, return_lse)
+
+
+def _bind(
+    launch: decode.Launch, tensors: Sequence[torch.Tensor], given: decode.Operands
+) -> tuple[decode.Launch, decode.HotLaunch | None]:
+    """What is remembered of a call. It has run: whatever fails here only makes further calls slower."""
+    try:
+        return launch, launch.bind(tensors, given) if isinstance(launch, decode.DecodeLaunch) else None
+    except Exception:  # of any kind, as for want of memory
+        return launch, None
 
 
 def _check(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, given: Cached) -> None:

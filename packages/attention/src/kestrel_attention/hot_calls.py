@@ -23,6 +23,7 @@ except ImportError:
     _TensorGuards = None
 
 MAX_FORMS = 8  # of the tensors that one key tells apart no further: strides, devices, inference mode
+_PLAIN = torch.Tensor, torch.nn.Parameter  # types whose data is the memory at data_ptr
 
 _ran = threading.local()
 
@@ -76,9 +77,16 @@ class HotCalls:
             return None
         return launch
 
-    def keep(self, key: Hashable, tensors: Sequence[torch.Tensor], launch: Any) -> None:
-        """Remember the launch of a call; of the forms of one key, the last MAX_FORMS."""
-        if _TensorGuards is None or any(x.requires_grad for x in tensors):  # refused where gradients are enabled
+    def keep(
+        self, key: Hashable, tensors: Sequence[torch.Tensor], launch: Any, bind: Callable[[], Any] | None = None
+    ) -> None:
+        """Remember the launch of a call; of the forms of one key, the last MAX_FORMS.
+
+        bind: gives what is remembered in its place; called for a form that is to be kept and is not yet.
+        """
+        if _TensorGuards is None or not launches_directly() or any(type(x) not in _PLAIN for x in tensors):
+            return
+        if any(x.requires_grad for x in tensors):  # refused where gradients are enabled
             return
         if len(set(map(id, tensors))) < len(tensors):  # guards never match a tensor that is given twice
             return
@@ -86,7 +94,7 @@ class HotCalls:
         if any(hot.matches(*tensors) for hot in forms):
             return
         guards = _TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
-        forms = [*forms, Hot(guards.check, launch, tuple(map(span, tensors)))]
+        forms = [*forms, Hot(guards.check, launch if bind is None else bind(), tuple(map(span, tensors)))]
         self._forms.keep(key, forms[-MAX_FORMS:])
 
 

@@ -20,6 +20,25 @@ new: k and v to append, or nothing. k_scale, v_scale, integers: as Codes.split h
 """
 
 
+Bound = tuple[Callable[..., None], tuple[Any, ...]]
+"""A kernel and its arguments."""
+
+
+class LaunchError(RuntimeError):
+    """A kernel was not launched, and others of its call may have been: the call must not run a second time."""
+
+
+def launch_in_order(kernels: Sequence[Bound]) -> None:
+    """Launch the kernels of a call. Raises LaunchError where one fails behind the first."""
+    for index, (kernel, arguments) in enumerate(kernels):
+        try:
+            kernel(*arguments)
+        except Exception as error:
+            if index:
+                raise LaunchError(str(error)) from error
+            raise
+
+
 def refuse_uncovered_strides(cache: str, caches: Sequence[torch.Tensor], integers: Sequence[torch.Tensor]) -> None:
     """Rows are loaded 16 bytes at a time, and offsets are 32-bit numbers of 16 bytes, scales or pages of scales."""
 

@@ -17,7 +17,7 @@ from kestrel_runtime import Binary, UnsupportedError, allocator, contiguous_stri
 from .arguments import Cached, Dense, Packed, Scales, Scores
 from .kernels.parameters import AppendScalars
 from .kernels.variants import DTYPES, NAMED, Fp8PrefillVariant
-from .launching import UNALIGNED, Launch, refuse_uncovered_strides, unread, unused
+from .launching import UNALIGNED, Bound, Launch, launch_in_order, refuse_uncovered_strides, unread, unused
 from .plans import Plans
 from .prefill_plan import PrefillProblem, plan_prefill
 
@@ -100,11 +100,12 @@ def _attend(problem: PrefillProblem, like: torch.Tensor) -> Attend:
         counter = no_int
         if scalars.has_counter:
             counter = torch.zeros(1, dtype=torch.int32, device=device)
-        if append is not None:
-            append()
-        kernel(q, k, v, *tensors, out, lse, *scratch, counter, *scalars, batch)
+        kernels: list[Bound] = [] if append is None else [(append, ())]
+        kernels.append((kernel, (q, k, v, *tensors, out, lse, *scratch, counter, *scalars, batch)))
         if combine is not None:
-            combine(out, lse, *scratch, tensors[_SINKS], tensors[_STARTS], *plan.combine, batch)
+            of_combine = out, lse, *scratch, tensors[_SINKS], tensors[_STARTS], *plan.combine, batch
+            kernels.append((combine, of_combine))
+        launch_in_order(kernels)
 
     return attend
 
