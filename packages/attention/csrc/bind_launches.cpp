@@ -170,8 +170,8 @@ class BoundLaunches {
   BoundLaunches& operator=(const BoundLaunches&) = delete;
 
   // given: whether only a graph may be launched, the stream, and the addresses. Returns whether the kernels were
-  // launched.
-  bool operator()(const AnyView* given, int32_t count) const {
+  // launched, or None where no later call will launch a graph either.
+  Any operator()(const AnyView* given, int32_t count) const {
     const AnyView* addresses = given + 2;
     bool fit = count == static_cast<int32_t>(rules_.alignments.size()) + 2;
     for (int32_t i = 1; fit && i < count; ++i) fit = given[i].type_index() == tvm::ffi::TypeIndex::kTVMFFIInt;
@@ -191,18 +191,20 @@ class BoundLaunches {
     for (const BoundKernel& kernel : kernels_) kernel.launch(addresses);
   }
 
-  bool launch_graph(CUstream stream, const AnyView* addresses) const {
+  Any launch_graph(CUstream stream, const AnyView* addresses) const {
     const Driver* driver = Driver::get();
-    if (calls_.load(std::memory_order_relaxed) < kCallsBeforeGraph || !driver) return false;
+    if (!driver) return nullptr;
+    if (calls_.load(std::memory_order_relaxed) < kCallsBeforeGraph) return false;
     if (!driver->allows_graphs(device_.device_id, stream)) return false;
     const std::lock_guard<std::mutex> lock(mutex_);
     auto found = graphs_.find(stream);
     if (found == graphs_.end()) {
-      if (graphs_made >= kMaxGraphs) return false;
+      if (graphs_made >= kMaxGraphs) return graphs_.empty() ? Any(nullptr) : Any(false);
       found = graphs_.emplace(stream, std::make_unique<LaunchGraph>(*driver)).first;
       ++graphs_made;
     }
-    return found->second->run(stream, [&] { launch_all(addresses); });
+    const bool launched = found->second->run(stream, [&] { launch_all(addresses); });
+    return launched ? Any(true) : Any(nullptr);
   }
 
   DLDevice device_;
@@ -231,11 +233,15 @@ Function bind_launches(Reader given) {
 }  // namespace kestrel::attention
 
 // The entry points of this library's kernels launch by this function of NVIDIA's library; here they find ours first.
+// Returns an error of CUDA, or 0.
 extern "C" __attribute__((visibility("hidden"))) int _cudaLaunchKernelEx(const cudaLaunchConfig_t* config,
                                                                          const void* kernel, void** parameters) {
   using Launch = int (*)(const cudaLaunchConfig_t*, const void*, void**);
-  static const auto launch =
-      reinterpret_cast<Launch>(dlsym(dlopen("libcute_dsl_runtime.so", RTLD_NOW | RTLD_NOLOAD), "_cudaLaunchKernelEx"));
+  static const auto launch = [] {
+    void* library = dlopen("libcute_dsl_runtime.so", RTLD_NOW | RTLD_NOLOAD);
+    return library ? reinterpret_cast<Launch>(dlsym(library, "_cudaLaunchKernelEx")) : nullptr;
+  }();
+  if (!launch) return cudaErrorSharedObjectSymbolNotFound;
   ++kestrel::attention::launches_seen;
   auto* graph = kestrel::attention::LaunchGraph::recording();
   return graph ? graph->take(*config, kernel, parameters) : launch(config, kernel, parameters);

@@ -7,6 +7,7 @@
 #include <cuda.h>
 #include <dlfcn.h>
 #include <driver_types.h>
+#include <tvm/ffi/error.h>
 
 #include <cstddef>
 #include <type_traits>
@@ -68,6 +69,7 @@ class LaunchGraph {
  public:
   explicit LaunchGraph(const Driver& driver) : driver_(driver) {}
   ~LaunchGraph() {
+    const RelaxedCapture relaxed(&driver_);
     if (instance_) driver_.destroy_instance(instance_);  // a launch in flight completes
     if (graph_) driver_.destroy(graph_);
   }
@@ -80,18 +82,15 @@ class LaunchGraph {
     return graph;
   }
 
-  // Launches as one graph what `launch_all` launches: the same kernels in every call. False: nothing was launched.
+  // Launches as one graph what `launch_all` launches: the same kernels in every call. False: nothing was launched, here
+  // and in all further calls.
   template <typename F>
   bool run(CUstream stream, const F& launch_all) {
+    if (failed_) return false;
     const RelaxedCapture relaxed(instance_ ? nullptr : &driver_);
-    if (!instance_ && !start()) return false;
-    next_ = 0;
-    {
-      const Recording recording(this);
-      launch_all();
-    }
-    if (!instance_ && driver_.instantiate(&instance_, graph_, 0) != CUDA_SUCCESS) return false;
-    return driver_.launch(instance_, stream) == CUDA_SUCCESS;
+    failed_ = !(record(launch_all) && (instance_ || driver_.instantiate(&instance_, graph_, 0) == CUDA_SUCCESS) &&
+                driver_.launch(instance_, stream) == CUDA_SUCCESS);
+    return !failed_;
   }
 
   // Takes the next kernel. Returns an error of CUDA, or 0.
@@ -106,8 +105,9 @@ class LaunchGraph {
     node.blockDimZ = config.blockDim.z;
     node.sharedMemBytes = static_cast<unsigned>(config.dynamicSmemBytes);
     node.kernelParams = parameters;
-    if (instance_) return next_ < nodes_.size() ? driver_.set_parameters(instance_, nodes_[next_++], &node) : -1;
-    return append(node, config);
+    if (!instance_) return append(node, config);
+    if (next_ == nodes_.size()) return CUDA_ERROR_INVALID_VALUE;
+    return driver_.set_parameters(instance_, nodes_[next_++], &node);
   }
 
  private:
@@ -128,12 +128,18 @@ class LaunchGraph {
     CUstreamCaptureMode mode = CU_STREAM_CAPTURE_MODE_RELAXED;
   };
 
-  // An empty graph, also after one that could not be completed.
-  bool start() {
-    if (graph_) driver_.destroy(graph_);
-    graph_ = nullptr;
-    nodes_.clear();
-    return driver_.create(&graph_, 0) == CUDA_SUCCESS;
+  // Whether every node was added or set.
+  template <typename F>
+  bool record(const F& launch_all) {
+    if (!graph_ && driver_.create(&graph_, 0) != CUDA_SUCCESS) return false;
+    next_ = 0;
+    try {
+      const Recording recording(this);
+      launch_all();
+    } catch (const tvm::ffi::Error&) {  // an entry point whose kernel was not taken
+      return false;
+    }
+    return next_ == nodes_.size();
   }
 
   // Adds a node behind the last one, which it waits for as it would in a stream.
@@ -148,8 +154,10 @@ class LaunchGraph {
       }
       error = driver_.add_dependencies(graph_, &nodes_.back(), &node, &edge, 1);
     }
+    if (error != CUDA_SUCCESS) return error;
     nodes_.push_back(node);
-    return error;
+    ++next_;
+    return CUDA_SUCCESS;
   }
 
   static bool launches_early(const cudaLaunchConfig_t& config) {
@@ -166,7 +174,8 @@ class LaunchGraph {
   CUgraph graph_ = nullptr;
   CUgraphExec instance_ = nullptr;
   std::vector<CUgraphNode> nodes_;
-  size_t next_ = 0;
+  size_t next_ = 0;      // node to be set
+  bool failed_ = false;  // once, and so never again
 };
 
 }  // namespace kestrel::attention

@@ -14,10 +14,12 @@ import tvm_ffi
 from kestrel_attention import decode, flash_attn_with_kvcache, hot_calls
 from kestrel_attention.hot_calls import HotCalls
 from kestrel_attention.kernels.parameters import DecodeScalars, DecodeTensors
+from kestrel_attention.launching import LaunchError
 from kestrel_runtime import Binary, UnsupportedError, backend, trace
 
 op = importlib.import_module("kestrel_attention.flash_attn_with_kvcache")
 X = torch.zeros(4, 6, 8)
+OPS = {name: getattr(op, name) for name in vars(op) if hasattr(getattr(op, name), "kernel_op")}
 
 
 @pytest.fixture
@@ -70,6 +72,29 @@ def test_a_tensor_that_requires_grad_is_not_kept(kept: HotCalls) -> None:
     with torch.no_grad():
         kept.keep("grad", (x,), "launch")
     assert kept.find("grad", (x,)) is None
+
+
+def test_a_call_that_is_refused_or_kept_already_is_not_bound(kept: HotCalls) -> None:
+    bound: list[str] = []
+    twice, grad = (X, X), (X.clone().requires_grad_(),)
+    with torch.no_grad():
+        for key, tensors in (("key", (X, X[0])), ("twice", twice), ("grad", grad)):
+            kept.keep(key, tensors, "launch", lambda: bound.append("bound"))
+    with trace():
+        kept.keep("traced", (X,), "launch", lambda: bound.append("bound"))
+    torch.func.vmap(lambda x: kept.keep("mapped", (x,), "launch", lambda: bound.append("bound")) or x)(X)
+    assert bound == []
+    kept.keep("new", (X,), "launch", lambda: "bound")
+    assert kept.find("new", (X,)) == "bound"
+
+
+def test_a_tensor_with_memory_of_its_own_kind_is_not_kept(kept: HotCalls) -> None:
+    class Wrapped(torch.Tensor):
+        pass
+
+    x = X.clone().as_subclass(Wrapped)
+    kept.keep("wrapped", (x,), "launch")
+    assert kept.find("wrapped", (x,)) is None
 
 
 def test_a_written_tensor_that_may_touch_another_is_not_found(kept: HotCalls) -> None:
@@ -143,8 +168,8 @@ def launched(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) ->
     monkeypatch.setattr(decode, "_binary", kernels)
     monkeypatch.setattr(decode, "launches", type(decode.launches)())
     monkeypatch.setattr(op, "_hot_calls", HotCalls())
-    for name in ("_flash_attn_with_kvcache", "_flash_attn_with_kvcache_append", "_flash_attn_with_kvcache_append_int"):
-        monkeypatch.setattr(op, name, getattr(op, name).kernel_op.launch)
+    for name, function in OPS.items():
+        monkeypatch.setattr(op, name, function.kernel_op.launch)
     return done
 
 
@@ -367,3 +392,82 @@ def test_a_launch_through_the_torch_op_is_not_kept_for_the_next_call(monkeypatch
     hot_calls.ran("stale")
     flash_attn_with_kvcache(**arguments())
     assert not calls._forms
+
+
+def test_a_call_under_vmap_works_and_is_not_kept(
+    launched: list[tuple[str, tuple[Any, ...]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flash_attn_with_kvcache(**arguments())
+    (launch,) = decode.launches.values()
+
+    def run(*given: Any) -> Any:
+        hot_calls.ran(launch)
+        return OPS["_flash_attn_with_kvcache"](*given)
+
+    monkeypatch.setattr(op, "_flash_attn_with_kvcache", run)
+    monkeypatch.setattr(op, "_hot_calls", HotCalls())
+    given = arguments(cache_seqlens=torch.full((3,), 5, dtype=torch.int32))
+    given["v_cache"].normal_()
+    qs = torch.randn(2, *given.pop("q").shape).bfloat16()
+    out = torch.func.vmap(lambda q: flash_attn_with_kvcache(q, **given))(qs)
+    assert not op._hot_calls._forms
+    for q, result in zip(qs, out, strict=True):
+        op._hot_calls = HotCalls()
+        assert torch.equal(flash_attn_with_kvcache(q, **given), result)
+        assert op._hot_calls._forms
+
+
+def test_a_call_that_cannot_be_bound_has_run_and_is_launched_by_python(
+    launched: list[tuple[str, tuple[Any, ...]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*given: Any) -> Any:
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(decode.DecodeLaunch, "bind", fail)
+    for _ in range(3):
+        launched.clear()
+        flash_attn_with_kvcache(**arguments(appends=True))
+        assert len(launched) == 2
+
+
+def test_a_call_whose_second_kernel_fails_does_not_append_again(
+    launched: list[tuple[str, tuple[Any, ...]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failing: list[bool] = []
+
+    def kernel(variant: Any, device: torch.device) -> Callable[..., None]:
+        def run(*given: Any) -> None:
+            if failing and not variant.name.startswith("append"):
+                raise UnsupportedError("the kernel was not launched")
+            launched.append((variant.name, ()))
+
+        return run
+
+    monkeypatch.setattr(decode._binary, "kernel", kernel)
+    for calls in range(3):  # the first one; found by its key; a repetition of the last call
+        op._hot_calls, decode.launches = HotCalls(), type(decode.launches)()
+        failing.clear()
+        for _ in range(calls):
+            flash_attn_with_kvcache(**arguments(appends=True))
+        failing.append(True)
+        launched.clear()
+        with pytest.raises(LaunchError, match="was not launched"):
+            flash_attn_with_kvcache(**arguments(appends=True))
+        assert len(launched) == 1
+
+
+def test_a_stream_without_memory_for_a_workspace_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[int] = []
+
+    def empty(size: int, **more: Any) -> Any:
+        tried.append(size)
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(decode, "_workspaces", {})
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch, "empty", empty)
+    for stream in range(2 * decode.MAX_WORKSPACES):
+        for _ in range(2):
+            assert decode._make_workspace(0, stream) == 0
+    assert len(tried) == decode.MAX_WORKSPACES

@@ -12,7 +12,7 @@ from kestrel_runtime import UnsupportedError, check, kernel_op
 
 from . import arguments, decode, hot_calls, prefill, reference
 from .arguments import Cached, Codes, Scores
-from .launching import LaunchError
+from .launching import Launch, LaunchError
 from .plan import MAX_QUERIES
 from .plans import form
 
@@ -216,8 +216,8 @@ def flash_attn_with_kvcache(
 
 
 def _bind(
-    launch: decode.Launch, tensors: Sequence[torch.Tensor], given: decode.Operands
-) -> tuple[decode.Launch, decode.HotLaunch | None]:
+    launch: Launch, tensors: Sequence[torch.Tensor], given: decode.Operands
+) -> tuple[Launch, decode.HotLaunch | None]:
     """What is remembered of a call. It has run: whatever fails here only makes further calls slower."""
     try:
         return launch, launch.bind(tensors, given) if isinstance(launch, decode.DecodeLaunch) else None
@@ -335,7 +335,7 @@ def _make_launch(
     v_cache: torch.Tensor,
     new: tuple[torch.Tensor, ...],
     given: Cached,
-) -> decode.Launch:
+) -> Launch:
     """The launch of checked arguments, kept under ``key``."""
     if given.sinks is None and q.shape[1] <= MAX_QUERIES:
         problem = decode.problem_of(q, k_cache, v_cache, given, appends=bool(new))
