@@ -31,6 +31,11 @@ class Family:
     def has_kernels(self) -> bool:
         return (self.source / self.package / "kernels" / "variants.py").is_file()
 
+    @property
+    def host_sources(self) -> list[Path]:
+        """C++ that launches kernels: each file holds the entry point of its name."""
+        return sorted(self.source.parent.glob("csrc/*.cpp"))
+
 
 def archs_from_environment() -> tuple[str, ...]:
     """The architectures to build: those named in KESTREL_ARCHS ("90a", "80;90a"), none ("none"), or all."""
@@ -58,6 +63,9 @@ def build(family: Family, output: Path, archs: tuple[str, ...], keep: Path | Non
     with tempfile.TemporaryDirectory() as folder:
         objects = Path(folder)
         functions = _compile(family, archs, objects, keep)
+        for source in family.host_sources:
+            _compile_host(source, objects / f"{source.stem}.o", compiler)
+            functions.append(source.stem)
         _link([objects / f"{function}.o" for function in functions], library, compiler, runtime_folder)
     _write_manifest(manifest, family, archs, functions)
     return [library, manifest]
@@ -140,6 +148,20 @@ def find_runtime_folder() -> Path:
             return folder
     searched = ", ".join(map(str, folders))
     raise SystemExit(f"{RUNTIME} for CUDA 13 was not found in {searched}: install nvidia-cutlass-dsl[cu13]")
+
+
+def _compile_host(source: Path, output: Path, compiler: list[str]) -> None:
+    import nvidia
+    import tvm_ffi.libinfo
+
+    include = Path(tvm_ffi.libinfo.find_include_path())
+    cuda = [folder for root in nvidia.__path__ if (folder := Path(root) / "cu13" / "include").is_dir()]
+    # Errors name the file that raises them: without the folders, a wheel is the same wherever it is built.
+    maps = [f"-ffile-prefix-map={folder}=." for folder in (include.parents[1], source.parent)]
+    options = ["-std=c++17", "-O2", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", *maps]
+    includes = [word for folder in (include, *cuda) for word in ("-isystem", folder)]
+    command = [*compiler, *options, *includes, "-c", source, "-o", output]
+    subprocess.run([str(part) for part in command], check=True)
 
 
 def _link(objects: list[Path], library: Path, compiler: list[str], runtime_folder: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kestrel_runtime import allocation, allocator, empty, empty_strided, leading
+from kestrel_runtime import allocation, allocator, allocator_on, empty, empty_strided, leading, unread
 
 SIZES = [(), (0,), (7,), (3, 5), (0, 5), (3, 0), (2, 3, 4), (2, 0, 4), (0, 3, 4), (1, 2, 3, 4), (2, 3, 1, 0)]
 DTYPES = [torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.uint8, torch.int64]
@@ -51,8 +51,27 @@ def test_strided_results_have_the_given_strides(fast: bool, request: pytest.Fixt
     for made in (
         empty_strided(one, torch.bfloat16, sizes, strides),
         allocator(one)(sizes, strides, torch.bfloat16),
+        allocator_on(one.device)()(sizes, strides, torch.bfloat16),
     ):
         assert (made.shape, made.stride(), made.dtype, made.device.type) == (sizes, strides, torch.bfloat16, "cpu")
+
+
+def test_the_allocator_of_a_gpu_follows_the_current_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(allocation, "_empty_strided", lambda *form: "on the current GPU")
+    monkeypatch.setattr(allocation, "_empty_strided_on", lambda device, *form: f"on {device}")
+    current = 1
+    monkeypatch.setattr(allocation, "_current_device", lambda: current, raising=False)
+    allocate = allocator_on(torch.device("cuda", 1))
+    assert allocate()((2,), (1,), torch.int32) == "on the current GPU"
+    current = 0
+    assert allocate()((2,), (1,), torch.int32) == "on cuda:1"
+
+
+def test_memory_that_nothing_reads_is_shared() -> None:
+    first, second = (unread((3, 5), torch.float32, torch.device("cpu")) for _ in range(2))
+    as_torch = torch.from_dlpack(first)
+    assert (as_torch.shape, as_torch.dtype) == ((3, 5), torch.float32)
+    assert as_torch.data_ptr() == torch.from_dlpack(second).data_ptr()
 
 
 @pytest.mark.parametrize("fast", [True, False])

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from kestrel_runtime import check, kernel_op
 
 from . import arguments, decode, hot_calls, prefill, prefill_integers, reference
 from .arguments import Cached, Codes, Scores
-from .launching import LaunchError
+from .launching import Launch, LaunchError
 from .plan import MAX_QUERIES, MORE_WARPS
 from .plans import form
 
@@ -110,64 +111,82 @@ def flash_attn_with_kvcache(
     >>> cache[1, :, 0, 0, 0]  # the new value is in page 0, the second of the sequence
     tensor([3., 0., 0.])
     """
-    hot = launch = None
+    key = None
     if not _is_compiling():
-        prefix = prefix_len if prefix_len is None or type(prefix_len) is int else _TENSOR
-        tensors = (q, k_cache, v_cache, cache_seqlens) + (() if block_table is None else (block_table,))
-        if k is not None:
+        tensors: tuple[Any, ...] = (q, k_cache, v_cache, cache_seqlens)
+        given = 0  # says which of the optional arguments are tensors
+        if block_table is not None:
+            tensors += (block_table,)
+            given = 1
+        if k is not None or v is not None:
             tensors += (k, v)
+            given += 2
         if k_scale is not None:
             tensors += (k_scale,)
-        if v_scale is not None and v_scale is not k_scale:
-            tensors += (v_scale,)
-        if k_tail is not None:
+            given += 4
+        if v_scale is not None:
+            given += 8
+            if v_scale is not k_scale:
+                tensors += (v_scale,)
+                given += 16
+        if k_tail is not None or k_zero is not None or v_zero is not None or seq_ids is not None:
             tensors += (k_zero, v_zero, k_tail, seq_ids)
-        if prefix is _TENSOR:
+            given += 32
+        prefix = prefix_len
+        if prefix_len is not None and type(prefix_len) is not int:
             tensors += (prefix_len,)
+            prefix = _TENSOR
         if sinks is not None:
             tensors += (sinks,)
-        if out is not None and out is not q:
-            tensors += (out,)
+            given += 64
+        if out is not None:
+            given += 128
+            if out is not q:
+                tensors += (out,)
+                given += 256
         try:
+            result = None
+            bound = _hot_calls.again(tensors, given, softmax_scale, causal, window_size, softcap, num_splits, prefix)
+            if bound is not None and type(return_lse) is bool:
+                result = bound(tensors, out, return_lse)
+                if result is not None:
+                    return result if return_lse else result[0]
             left, right = window_size
-            table = None if block_table is None else block_table.shape  # grows with the sequences
-            numbers = (softmax_scale, causal, left, right, softcap, num_splits, prefix)
             types = (type(softmax_scale), type(causal), type(left), type(right), type(softcap), type(num_splits))
-            given = (k is None, v is None, k_scale is None, v_scale is None, v_scale is k_scale, sinks is None)
-            more = (k_zero is None, v_zero is None, k_tail is None, seq_ids is None, out is None, out is q)
-            hot = (q.shape, table, numbers, types, type(prefix), given, more)
+            table = None if block_table is None else block_table.shape  # grows with the sequences
+            key = (q.shape, table, given, softmax_scale, causal, left, right, softcap, num_splits, prefix, types)
             written = None if out is None else 0 if out is q else len(tensors) - 1
-            launch = _hot_calls.find(hot, tensors, written)
-        except (AttributeError, TypeError, ValueError):  # an argument of another type, which the checks below name
-            hot = None
-    if launch is not None and type(return_lse) is bool:
-        new = () if k is None else (k, v)
-        k_heads, v_heads, integers = k_scale, v_scale, ()
-        if k_tail is not None or k_cache.dtype is torch.int8:
-            codes = Codes(k_scale, v_scale, k_zero, v_zero, k_tail, seq_ids)
-            (k_heads, v_heads), integers = codes.split(k_cache)
-        try:
-            result = launch(  # without * or **, which take longer
-                q,
-                k_cache,
-                v_cache,
-                cache_seqlens,
-                block_table,
-                k_scale=k_heads,
-                v_scale=v_heads,
-                prefix_lens=prefix_len if prefix is _TENSOR else None,
-                new=new,
-                integers=integers,
-                out=out,
-                want_lse=return_lse,
-                sinks=sinks,
-            )
+            hot = _hot_calls.entry(key, tensors, written)
+            if hot is not None and type(return_lse) is bool:
+                launch, bound = hot.launch
+                if bound is not None:
+                    result = bound(tensors, out, return_lse)
+                    if type(window_size) is tuple:  # a list may hold other numbers the next time
+                        numbers = (softmax_scale, causal, window_size, softcap, num_splits, prefix)
+                        _hot_calls.remember(hot.matches, bound, given, *numbers)
+                if result is None:
+                    new = () if k is None else (k, v)
+                    scales, integers = Codes(k_scale, v_scale, k_zero, v_zero, k_tail, seq_ids).split(k_cache)
+                    result = launch(
+                        q,
+                        k_cache,
+                        v_cache,
+                        cache_seqlens,
+                        block_table,
+                        k_scale=scales[0],
+                        v_scale=scales[1],
+                        prefix_lens=prefix_len if prefix is _TENSOR else None,
+                        new=new,
+                        integers=integers,
+                        out=out,
+                        want_lse=return_lse,
+                        sinks=sinks,
+                    )
+                return result if return_lse else result[0]
         except LaunchError:  # k and v may have been appended
             raise
         except Exception:  # the checks below name the mistake, or the reference runs
             pass
-        else:
-            return result if return_lse else result[0]
 
     left, right = arguments.window(_OP, window_size)
     length, lengths = (0, None) if prefix_len is None else arguments.prefix(_OP, prefix_len)
@@ -179,7 +198,7 @@ def flash_attn_with_kvcache(
     scores = (softmax_scale, causal, left, right, softcap, length, lengths, num_splits, sinks)
     cache = (cache_seqlens, block_table, k_scale, v_scale)
     int4 = (k_zero, v_zero, k_tail, seq_ids)
-    if hot is not None:
+    if key is not None:
         hot_calls.taken()  # a launch that this thread made through torch.ops is not this call's
     if k is None and v is None:
         result, lse = _flash_attn_with_kvcache(q, k_cache, v_cache, *cache, *int4, *scores)
@@ -191,9 +210,22 @@ def flash_attn_with_kvcache(
             result, lse = _flash_attn_with_kvcache_append_int(q, k_cache, v_cache, k, v, *cache, *int4, *scores)
         else:
             result, lse = _flash_attn_with_kvcache_append(q, k_cache, v_cache, k, v, *cache, *scores)
-    if hot is not None and (launch := hot_calls.taken()) is not None:
-        _hot_calls.keep(hot, tensors, launch)
+    if key is not None and (launch := hot_calls.taken()) is not None:
+        scales, integers = Codes(k_scale, v_scale, k_zero, v_zero, k_tail, seq_ids).split(k_cache)
+        paging = cache_seqlens, block_table
+        operands = decode.Operands(q, k_cache, v_cache, *paging, *scales, lengths, k, v, integers, out, None)
+        _hot_calls.keep(key, tensors, launch, partial(_bind, launch, tensors, operands))
     return arguments.deliver(out, result, lse, return_lse)
+
+
+def _bind(
+    launch: Launch, tensors: Sequence[torch.Tensor], given: decode.Operands
+) -> tuple[Launch, decode.HotLaunch | None]:
+    """What is remembered of a call. It has run: whatever fails here only makes further calls slower."""
+    try:
+        return launch, launch.bind(tensors, given) if isinstance(launch, decode.DecodeLaunch) else None
+    except Exception:  # of any kind, as for want of memory
+        return launch, None
 
 
 def _check(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, given: Cached) -> None:
@@ -306,7 +338,7 @@ def _make_launch(
     v_cache: torch.Tensor,
     new: tuple[torch.Tensor, ...],
     given: Cached,
-) -> decode.Launch:
+) -> Launch:
     """The launch of checked arguments, kept under ``key``."""
     if given.sinks is None and q.shape[1] <= MAX_QUERIES:
         problem = decode.problem_of(q, k_cache, v_cache, given, appends=bool(new))

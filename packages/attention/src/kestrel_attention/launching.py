@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
+import kestrel_runtime
 from kestrel_runtime import UnsupportedError
 
 UNALIGNED = "kernels take caches whose rows are aligned to 16 bytes"
@@ -67,21 +67,9 @@ def loaded_as_vectors(integers: Sequence[torch.Tensor]) -> Sequence[torch.Tensor
     return (integers[0], integers[1], integers[4]) if len(integers) > 2 else ()
 
 
-_unread_memory: dict[tuple[torch.device, int], torch.Tensor] = {}
-
-
 def unread(sizes: tuple[int, ...], device: torch.device) -> Any:
-    """A float32 tensor that kernels write and nothing reads.
-
-    Its memory is shared by all calls on any stream, and never freed: a captured graph writes it at each replay.
-    """
-    import tvm_ffi
-
-    elements = 1 << max(0, math.prod(sizes) - 1).bit_length()
-    memory = _unread_memory.get((device, elements))
-    if memory is None:
-        memory = _unread_memory[device, elements] = torch.empty(elements, dtype=torch.float32, device=device)
-    return tvm_ffi.from_dlpack(memory[: math.prod(sizes)].view(sizes))
+    """A float32 tensor that kernels write and nothing reads, see kestrel_runtime.unread."""
+    return kestrel_runtime.unread(sizes, torch.float32, device)
 
 
 def unused(dtype: torch.dtype, device: torch.device, rank: int = 1) -> Any:

@@ -1,10 +1,10 @@
 """The parts that every kestrel kernel family shares. README.md lists the modules."""
 
 from . import check
-from .allocation import allocator, contiguous_strides, empty, empty_strided, leading
+from .allocation import allocator, allocator_on, contiguous_strides, empty, empty_strided, leading, unread
 from .binary import Binary, Manifest, arch_of
 from .errors import KestrelFallbackWarning, UnsupportedError
-from .op import kernel_op, refuse_capture
+from .op import kernel_op, launches_directly, refuse_capture
 from .registry import KernelOp, ops, trace
 from .state import backend, current_backend
 
@@ -17,6 +17,7 @@ __all__ = [
     "Manifest",
     "UnsupportedError",
     "allocator",
+    "allocator_on",
     "arch_of",
     "backend",
     "check",
@@ -25,8 +26,10 @@ __all__ = [
     "empty",
     "empty_strided",
     "kernel_op",
+    "launches_directly",
     "leading",
     "ops",
     "refuse_capture",
     "trace",
+    "unread",
 ]

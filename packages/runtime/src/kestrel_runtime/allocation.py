@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -68,6 +70,15 @@ def allocator(like: torch.Tensor) -> _EmptyStrided:
     return functools.partial(_empty_strided_on, like.device)
 
 
+def allocator_on(device: torch.device) -> Callable[[], _EmptyStrided]:
+    """:func:`allocator` for a device that the caller keeps: a function, which is called for each launch."""
+    elsewhere = functools.partial(_empty_strided_on, device)
+    if _empty_strided is None or device.type != "cuda":
+        return lambda: elsewhere
+    index, here = device.index, _empty_strided
+    return lambda: here if _current_device() == index else elsewhere
+
+
 def _empty_strided_on(
     device: torch.device, sizes: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype
 ) -> torch.Tensor:
@@ -79,3 +90,22 @@ def leading(tensor: torch.Tensor, count: int) -> torch.Tensor:
     if _reinterpret is None:
         return tensor[:count]
     return _reinterpret(tensor, (count,), (1,), 0)  # type: ignore[no-any-return]
+
+
+_unread_memory: dict[tuple[torch.device, int], torch.Tensor] = {}
+
+
+def unread(sizes: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Any:
+    """A tensor of tvm-ffi that kernels write and nothing reads.
+
+    Its memory is shared by all calls on any stream, and never freed: a captured graph writes it at each replay.
+    """
+    import tvm_ffi
+
+    count = math.prod(sizes)
+    bytes_needed = count * dtype.itemsize
+    size = 1 << max(0, bytes_needed - 1).bit_length()
+    memory = _unread_memory.get((device, size))
+    if memory is None:
+        memory = _unread_memory[device, size] = torch.empty(size, dtype=torch.uint8, device=device)
+    return tvm_ffi.from_dlpack(memory[:bytes_needed].view(dtype).view(sizes))

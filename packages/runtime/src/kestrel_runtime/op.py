@@ -87,6 +87,13 @@ def kernel_op(
     return decorate
 
 
+def launches_directly() -> bool:
+    """Whether a call on plain CUDA tensors without gradients launches at once: nothing traces or redirects it."""
+    if _is_compiling() or _tracers or _dispatch_modes() or _transforms() is not None:
+        return False
+    return _forward_ad._current_level < 0 and current_backend() != "reference"
+
+
 def refuse_capture(op: str, reason: str) -> None:
     """Raise UnsupportedError while a CUDA graph is being captured; for a reference that must read the host."""
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import torch
 
-from kestrel_runtime import Binary, allocator, empty
+from kestrel_runtime import Binary, allocator, allocator_on, empty, unread
 
-from ._parameters import Keys
+from ._parameters import Keys, PlainKeys
 
 binary = Binary("kestrel_sampling")
 _NONE = (None, 0)  # top-k off
@@ -39,6 +42,36 @@ def draw(
         op, ids, valid, rows, logits, *temperature, *top_k, *top_p, *min_p, joint, *keys, blocks, threads
     )  # fmt: skip
     return ids, valid
+
+
+def draw_by_numbers(
+    op: str,
+    logits: torch.Tensor,
+    keys: PlainKeys,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    min_p: float,
+    return_valid: bool,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """:func:`draw` from logits where every parameter is a number: ids, with ``return_valid`` (ids, valid)."""
+    shape = (logits.shape[0],)
+    allocator_now, valid = _results_on(logits.get_device(), shape)
+    allocate = allocator_now()
+    ids = allocate(shape, (1,), torch.int32)
+    if return_valid:
+        valid = allocate(shape, (1,), torch.bool)
+    binary.sample(
+        op, ids, valid, logits, True, None, temperature, None, top_k, None, top_p, None, min_p, False, *keys, 0, 0
+    )  # fmt: skip
+    return (ids, valid) if return_valid else ids
+
+
+@functools.cache
+def _results_on(device: int, shape: tuple[int]) -> tuple[Any, Any]:
+    """For results on a GPU: allocator_on, and where flags go that nothing reads."""
+    gpu = torch.device("cuda", device)
+    return allocator_on(gpu), unread(shape, torch.bool, gpu)
 
 
 def probabilities(

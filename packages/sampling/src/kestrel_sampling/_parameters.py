@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from kestrel_runtime import check
+from kestrel_runtime import check, launches_directly
 
 _GENERATOR_KEY = 0x6B65737472656C  # keeps our random numbers apart from those that torch draws from the same generator
 _generator_lock = threading.Lock()
@@ -33,6 +33,10 @@ class Keys(NamedTuple):
     offset: torch.Tensor | None
     offset_value: int
     offset_stride: int = 0
+
+
+PlainKeys = tuple[None, int, None, int, int]
+"""Keys that are numbers; a plain tuple takes less time to make."""
 
 
 def number_or_tensor(op: str, name: str, value: float | torch.Tensor) -> tuple[torch.Tensor | None, float]:
@@ -100,7 +104,7 @@ def keys(
     if type(return_valid) is not bool:
         check.flag(op, "return_valid", return_valid)
     if seed is None and offset is None and _is_eager(probs, generator):
-        return _reserved_keys(probs, generator)
+        return Keys(*_reserved_keys(probs, generator))
     if isinstance(seed, torch.Tensor) and isinstance(offset, torch.Tensor) and generator is None:
         return Keys(seed, 0, offset, 0)  # as in a captured graph; the launch checks them
     if type(probs) is not torch.Tensor or probs.dim() != 2:
@@ -139,14 +143,32 @@ def _is_eager(probs: torch.Tensor, generator: torch.Generator | None) -> bool:
     )
 
 
-def _reserved_keys(probs: torch.Tensor, generator: torch.Generator | None) -> Keys:
+def keys_of_an_eager_call(
+    rows: torch.Tensor,
+    generator: torch.Generator | None,
+    seed: int | torch.Tensor | None,
+    offset: int | torch.Tensor | None,
+) -> PlainKeys | None:
+    """The keys of a plain eager call on the current GPU, as in Keys, or None where :func:`keys` must look at it."""
+    if type(rows) is not torch.Tensor or not rows.is_cuda or rows.requires_grad or not launches_directly():
+        return None
+    if rows.get_device() != _current_device() or _current_stream_is_capturing():
+        return None
+    if offset is not None or rows.dim() != 2:
+        return None
+    if seed is None:
+        return _reserved_keys(rows, generator) if generator is None or type(generator) is torch.Generator else None
+    return (None, seed, None, 0, 0) if type(seed) is int and 0 <= seed < 2**63 and generator is None else None
+
+
+def _reserved_keys(probs: torch.Tensor, generator: torch.Generator | None) -> PlainKeys:
     """The seed of a CUDA generator, which holds a Philox key and a counter on the host. Reserves a value per row."""
     source = generator or torch.cuda.default_generators[probs.get_device()]
     with _generator_lock:
         counter = source.get_offset()
         source.set_offset(counter + (probs.shape[0] + 3) // 4 * 4)  # torch requires multiples of 4
     value = source.initial_seed() ^ _GENERATOR_KEY  # 64 bits, unsigned
-    return Keys(None, value - 2**64 if value >= 2**63 else value, None, counter, 1)
+    return None, value - 2**64 if value >= 2**63 else value, None, counter, 1
 
 
 def _keys_from_generator(op: str, probs: torch.Tensor, generator: torch.Generator | None, compiling: bool) -> Keys:
@@ -159,7 +181,7 @@ def _keys_from_generator(op: str, probs: torch.Tensor, generator: torch.Generato
         if generator.device.type != probs.device.type:
             check.fail(op, "generator", f"a generator on {probs.device.type}", generator.device.type)
     if not compiling and probs.is_cuda and type(probs) is torch.Tensor and not _dispatch_modes() and not _transforms():
-        return _reserved_keys(probs, generator)
+        return Keys(*_reserved_keys(probs, generator))
     seed = torch.randint(2**63 - 1, (1,), generator=generator, dtype=torch.int64, device=probs.device)
     return Keys(seed, 0, None, 0, 1)
 

@@ -17,6 +17,7 @@ from ._parameters import (
     count_or_tensor,
     is_joint,
     keys,
+    keys_of_an_eager_call,
     number_or_tensor,
     shape_of_draw,
 )
@@ -57,7 +58,27 @@ def sample_from_logits(
     [1, 2]
     """
     op = "sample_from_logits"
-    keyed = keys(op, logits, generator, seed, offset, return_valid, name="logits")
+    keyed = None
+    if (  # the common case takes no further checks in Python
+        type(temperature) is float
+        and temperature >= 0.0
+        and type(top_k) is int
+        and type(top_p) is float
+        and type(min_p) is float
+        and top_p == top_p  # no NaN
+        and min_p == min_p
+        and type(return_valid) is bool
+        and type(filter_apply_order) is str
+        and filter_apply_order == "top_k_first"
+    ):
+        try:
+            keyed = keys_of_an_eager_call(logits, generator, seed, offset)
+            if keyed is not None:
+                return _launch.draw_by_numbers(op, logits, keyed, temperature, top_k, top_p, min_p, return_valid)
+        except Exception:  # the checks below name the mistake, or the reference runs
+            pass
+    if keyed is None:
+        keyed = keys(op, logits, generator, seed, offset, return_valid, name="logits")
     if not (type(temperature) is float and temperature >= 0.0) and not isinstance(temperature, torch.Tensor):
         check.number(op, "temperature", temperature, minimum=0)
     ids, valid = _sample_from_logits(
