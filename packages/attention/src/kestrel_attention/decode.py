@@ -331,8 +331,8 @@ class DecodeLaunch:
         return hot_launch
 
 
-# Scratch memory of graphs. Those of one stream run one after the other, and share it. It is kept: a handle does not tell
-# whether its stream still exists.
+# Scratch memory of graphs. Those of one stream run one after the other, and share it. It is kept: a handle does not
+# tell whether its stream still exists.
 WORKSPACE_BYTES = 2**22
 MAX_WORKSPACES = 8  # of the process; calls on further streams launch kernels one by one
 _workspaces: dict[tuple[int, int], int] = {}  # addresses by device and stream; 0 where memory was short
