@@ -52,11 +52,11 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     bind_launches = decode._bind_launches()
     assert bind_launches is not None
 
-    def bind(*description: Any) -> Callable[..., bool]:
+    def bind(*description: Any) -> Callable[..., bool | None]:
         launch = bind_launches(*description)
 
-        def noted(only_as_a_graph: bool, *rest: int) -> bool:
-            launched = bool(launch(only_as_a_graph, *rest))
+        def noted(only_as_a_graph: bool, *rest: int) -> bool | None:
+            launched: bool | None = launch(only_as_a_graph, *rest)
             if launched:
                 seen.append(only_as_a_graph)
             return launched
