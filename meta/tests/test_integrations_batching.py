@@ -135,3 +135,49 @@ def test_fp8_pages_need_their_number(tiny_transformer, monkeypatch):
     monkeypatch.setattr(transformers, "__version__", "5.17.0")
     with pytest.raises(ValueError, match=r"fp8_pages: continuous_batching_config.num_blocks: expected a number"):
         integration.fp8_pages(tiny_transformer("llama"), ContinuousBatchingConfig(max_batch_tokens=8))
+
+
+def test_fp8_pages_need_our_attention(tiny_transformer, monkeypatch):
+    from transformers.generation.configuration_utils import ContinuousBatchingConfig
+
+    monkeypatch.setattr(transformers, "__version__", "5.17.0")
+    settings = ContinuousBatchingConfig(num_blocks=8, max_batch_tokens=8)
+    with pytest.raises(ValueError, match=r"fp8_pages: model: expected the .* paged\|kestrel/kestrel-flash2, got eager"):
+        integration.fp8_pages(tiny_transformer("llama"), settings)
+
+
+@needs_kernels
+@pytest.mark.skipif(not is_of(batching_fp8.TESTED), reason="private names of another transformers")
+def test_fp8_pages_serve_default_calls_and_a_new_manager_destroys_the_old(tiny_transformer, monkeypatch):
+    from transformers import GenerationConfig
+    from transformers.generation.configuration_utils import ContinuousBatchingConfig
+    from transformers.generation.continuous_batching import cache, continuous_api
+
+    model = tiny_transformer("llama", max_position_embeddings=512)
+    model.set_attn_implementation(integration.paged_attention())
+    generation = GenerationConfig(max_new_tokens=4, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    settings = ContinuousBatchingConfig(block_size=16, num_blocks=64, max_batch_tokens=160)
+    manager = integration.fp8_pages(model, settings, generation)
+    warmups, made = [], []
+    warmup, handler = continuous_api.ContinuousBatchProcessor.warmup, cache.PagedAttentionMemoryHandler
+    peak = handler._check_footprint
+    monkeypatch.setattr(
+        continuous_api.ContinuousBatchProcessor,
+        "warmup",
+        lambda self, of: (warmups.append(self.cache.key_cache[0].dtype), warmup(self, of)),
+    )
+    monkeypatch.setattr(handler, "_check_footprint", lambda self, *sizes: (made.append(self), peak(self, *sizes))[1])
+    runs = [model.generate_batch([[5, 9, 33]], progress_bar=False) for _ in range(2)]
+    tokens = [[each.generated_tokens for each in run.values()] for run in runs]
+    assert tokens[0] == tokens[1]
+    assert len(tokens[0][0]) == 4
+    assert warmups == [torch.float8_e4m3fn] * 2
+    assert [(each.cache_dtype, each.activation_dtype) for each in made] == [(torch.float8_e4m3fn, model.dtype)] * 2
+    plain = handler.activation_peak.fget(made[0])["attention"]  # of activations in the model's dtype, without the codes
+    assert made[0].activation_peak["attention"][1] == plain[1] + made[0].page_size
+    monkeypatch.setattr(type(manager), "destroy", lambda self: made.append("destroyed"))
+    assert integration.fp8_pages(model, settings, generation) is not manager
+    assert made[-1] == "destroyed"
+    model.set_attn_implementation("sdpa")
+    with pytest.raises(ValueError, match="got sdpa"):
+        model.generate_batch([[5, 9, 33]], progress_bar=False)

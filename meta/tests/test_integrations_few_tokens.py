@@ -131,6 +131,34 @@ def test_the_head_of_one_token_is_a_kernel_of_few_tokens(tiny_transformer, w4, m
     assert "forward" not in vars(model.lm_head)
 
 
+def test_a_head_whose_weight_became_a_subclass_runs_as_its_class_does(tiny_transformer, monkeypatch):
+    class Other(torch.Tensor):
+        pass
+
+    model = tiny_transformer("llama", **SIZES)
+    integration.apply(model)
+    weight = model.lm_head.weight.detach().as_subclass(Other)
+    model.lm_head.weight = torch.nn.Parameter(weight, requires_grad=False)
+    monkeypatch.setattr(modules, "is_one_row", lambda x: x.numel() == x.shape[-1])
+    with torch.no_grad(), trace() as counts:
+        model.lm_head(torch.ones(1, 1, 128))
+    assert "kestrel_moe.gemv" not in counts
+
+
+@pytest.mark.parametrize("w4", [False, True])
+def test_a_head_of_one_token_compiles(tiny_transformer, w4, monkeypatch):
+    model = tiny_transformer("llama", **SIZES)
+    if w4:
+        integration.quantize(model, head=True)
+    integration.apply(model)
+    monkeypatch.setattr(modules, "is_one_row", lambda x: x.numel() == x.shape[-1])
+    ids = torch.tensor([[5]])
+    with torch.no_grad():
+        expected = model(ids, use_cache=False).logits
+        found = torch.compile(model, backend="eager", fullgraph=True)(ids, use_cache=False).logits
+    torch.testing.assert_close(found, expected, **ROUNDING)
+
+
 @pytest.mark.parametrize(("w4", "batch"), [(False, 1), (False, 3), (False, 17), (True, 2), (True, 5)])
 def test_other_numbers_of_sequences_take_the_other_path(tiny_transformer, w4, batch, on_the_cpu):
     found = launches(made(tiny_transformer, "llama", w4=w4), batch)

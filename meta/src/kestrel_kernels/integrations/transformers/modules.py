@@ -75,8 +75,13 @@ def is_plain(linear: Any) -> bool:
     """Whether this is torch's own linear layer with one ordinary weight, without hooks."""
     if type(linear) is not nn.Linear or "forward" in linear.__dict__:
         return False
+    return has_plain_weight(linear) and not (linear._forward_hooks or linear._forward_pre_hooks)
+
+
+def has_plain_weight(linear: Any) -> bool:
+    """Whether the weight is an ordinary one, no tensor of a subclass."""
     weight = linear._parameters.get("weight")  # attributes of modules take longer
-    return type(weight) is nn.Parameter and not (weight.is_meta or linear._forward_hooks or linear._forward_pre_hooks)
+    return type(weight) is nn.Parameter and not weight.is_meta
 
 
 class Fused:
@@ -240,6 +245,8 @@ class Head(Changed):
         if _keeps_its_own(self.module, x) or not is_one_row(x):
             return _tensor(self.original(x))
         if isinstance(self.module, nn.Linear):
+            if not has_plain_weight(self.module):
+                return _tensor(self.original(x))
             return gemv(x, self.module.weight, self.module.bias)
         return few_tokens.product(self.module, x) if few_tokens.takes(self.module, x) else _tensor(self.original(x))
 
