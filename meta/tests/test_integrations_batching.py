@@ -129,6 +129,7 @@ def test_fp8_pages_are_for_one_transformers_alone(tiny_transformer):
         integration.fp8_pages(tiny_transformer("llama"), None)
 
 
+@pytest.mark.skipif(not is_of(batching_fp8.TESTED), reason="private names of another transformers")
 def test_fp8_pages_need_their_number(tiny_transformer, monkeypatch):
     from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
@@ -137,6 +138,7 @@ def test_fp8_pages_need_their_number(tiny_transformer, monkeypatch):
         integration.fp8_pages(tiny_transformer("llama"), ContinuousBatchingConfig(max_batch_tokens=8))
 
 
+@pytest.mark.skipif(not is_of(batching_fp8.TESTED), reason="private names of another transformers")
 def test_fp8_pages_need_our_attention(tiny_transformer, monkeypatch):
     from transformers.generation.configuration_utils import ContinuousBatchingConfig
 

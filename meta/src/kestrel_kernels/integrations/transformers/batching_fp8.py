@@ -70,24 +70,24 @@ def _manager() -> type[Any]:
         """Memory of pages in one dtype and activations in another. transformers' has one dtype for both."""
 
         def __init__(self, *args: Any, activation_dtype: torch.dtype, group_types: list[str], **options: Any) -> None:
-            super().__init__(*args, group_types=group_types, **options)
+            super().__init__(*args, group_types=group_types, **options)  # type: ignore[call-arg]
             self.activation_dtype = activation_dtype
             # For one element that a prompt reads: its code; with a window, the mask and the counts of masked_scatter_.
             self.bytes_of_reading = self.cache_dtype.itemsize + (9 if "sliding_attention" in group_types else 0)
 
         @property
         def activation_peak(self) -> dict[str, tuple[int, ...]]:
-            peaks = super().activation_peak
+            peaks = super().activation_peak  # type: ignore[misc]
             of_tokens, of_pages, *others = peaks["attention"]
-            peaks["attention"] = (of_tokens, of_pages + self.page_size * self.bytes_of_reading, *others)
-            return peaks
+            peaks["attention"] = (of_tokens, of_pages + self.page_size * self.bytes_of_reading, *others)  # type: ignore[attr-defined]
+            return peaks  # type: ignore[no-any-return]
 
     class Fp8Cache(continuous_api.PagedAttentionCache):  # type: ignore[misc, name-defined]
         """Pages of e4m3. Decoding gives them to flash_attn_with_kvcache, which stores and reads them."""
 
         def __init__(self, *args: Any, dtype: torch.dtype, **options: Any) -> None:
             handler = functools.partial(MemoryHandler, activation_dtype=dtype)
-            made = _with_names(continuous_api.PagedAttentionCache.__init__, PagedAttentionMemoryHandler=handler)
+            made = _with_names(continuous_api.PagedAttentionCache.__init__, PagedAttentionMemoryHandler=handler)  # type: ignore[attr-defined]
             made(self, *args, dtype=torch.float8_e4m3fn, **options)
 
         def update(
@@ -126,7 +126,7 @@ def _manager() -> type[Any]:
         )
         is_destroyed = False
 
-        def switch_to_cb_friendly_attn(self, model: Any) -> None:
+        def switch_to_cb_friendly_attn(self, model: Any) -> None:  # type: ignore[override]
             """transformers calls this before each use. Destroyed by the last one, the manager begins anew."""
             _check_attention(model)
             super().switch_to_cb_friendly_attn(model)
