@@ -133,7 +133,8 @@ class Seen(NamedTuple):
             return x
         strides = x.stride() if isinstance(x, torch.Tensor) else x.strides
         used = [stride for size, stride in zip(x.shape, strides, strict=True) if size > 1]
-        return cls(str(x.dtype).removeprefix("torch."), tuple(x.shape), used, int(x.data_ptr()))
+        addressed = x if hasattr(x, "data_ptr") else torch.from_dlpack(x)  # tensors of tvm-ffi 0.1.9 do not tell theirs
+        return cls(str(x.dtype).removeprefix("torch."), tuple(x.shape), used, int(addressed.data_ptr()))
 
 
 def forms(launches: list[tuple[str, tuple[Any, ...]]]) -> list[tuple[str, list[Any]]]:
