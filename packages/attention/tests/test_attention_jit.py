@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from kestrel_attention.kernels.variants import DTYPES, compilable, covering
+from kestrel_attention.kernels.dtypes import DTYPES
+from kestrel_attention.kernels.variants import compilable, covering
 from kestrel_runtime import cute
 
 CODES = ("e4m3", "int8", "e5m2", "int4")

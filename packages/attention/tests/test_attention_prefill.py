@@ -11,7 +11,7 @@ import torch
 from kestrel_attention import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache, prefill
 from kestrel_attention.arguments import Dense, Packed
 from kestrel_attention.kernels.constants import SPLIT_ROWS
-from kestrel_attention.kernels.variants import (
+from kestrel_attention.kernels.prefill_variants import (
     PREFILL,
     PREFILL_FP8,
     PREFILL_HOPPER,

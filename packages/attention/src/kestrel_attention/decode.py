@@ -15,8 +15,9 @@ from kestrel_runtime import Binary, UnsupportedError, allocator, allocator_on
 from kestrel_runtime.check import span
 
 from .arguments import Cached
+from .kernels.dtypes import DTYPES
 from .kernels.parameters import AppendInt4Tensors, AppendTensors, CombineTensors, DecodeTensors
-from .kernels.variants import DTYPES, WIDE_ARCHS
+from .kernels.variants import WIDE_ARCHS
 from .launching import (
     UNALIGNED,
     Bound,

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from kestrel_runtime import UnsupportedError
 
 from .kernels.constants import BLOCK_ROWS, COMBINE_SPLITS, COMBINE_WARPS, INT4_PAGE, TILE_KEYS
+from .kernels.dtypes import EITHER
 from .kernels.parameters import AppendIntegerScalars, AppendScalars, CombineScalars, DecodeScalars
 from .kernels.splits import SplitRule
 from .kernels.variants import (
-    EITHER,
     NAMED,
     AppendVariant,
     CombineVariant,

@@ -16,8 +16,10 @@ from kestrel_runtime import Binary, UnsupportedError, allocator, contiguous_stri
 
 from .arguments import Cached, Dense, Packed, Scales, Scores
 from .kernels.constants import FIRST_WORK
+from .kernels.dtypes import DTYPES
 from .kernels.parameters import AppendScalars
-from .kernels.variants import DTYPES, NAMED, Fp8PrefillVariant
+from .kernels.prefill_variants import Fp8PrefillVariant
+from .kernels.variants import NAMED
 from .launching import UNALIGNED, Bound, Launch, launch_in_order, refuse_uncovered_strides, unread, unused
 from .plans import Plans
 from .prefill_plan import PrefillProblem, plan_prefill

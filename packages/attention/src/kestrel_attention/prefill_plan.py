@@ -9,10 +9,16 @@ from typing import NamedTuple
 
 from kestrel_runtime import UnsupportedError
 
-from .kernels.constants import BOX_ROWS, MIN_SPLIT_TILES, SPLIT_ROWS
+from .kernels.constants import BOX_ROWS, MIN_SPLIT_TILES, PAST_ALL_BLOCKS, SPLIT_ROWS
 from .kernels.parameters import PrefillCombineScalars, PrefillScalars, PrefillWorksScalars
+from .kernels.prefill_variants import (
+    HopperPrefillVariant,
+    PrefillVariant,
+    prefilling,
+    prefilling_in_fp8,
+    prefilling_on_hopper,
+)
 from .kernels.splits import prefill_split_limit
-from .kernels.variants import HopperPrefillVariant, PrefillVariant, prefilling, prefilling_in_fp8, prefilling_on_hopper
 from .plan import MAX_GRID, MAX_KEYS, MIN_SOFTCAP, MULTIPROCESSORS, UNBOUNDED, page_divisor
 
 LONG_WAVES = 6  # of blocks of LARGE_BLOCK queries, from which on larger blocks are faster
@@ -21,7 +27,6 @@ OTHER_TILES = 2.3  # the time of the prologue and the epilogue of a work
 COUNTED_WAVES = 4  # from which on blocks take unequal works when they can: a counter is worth a launch that clears it
 LISTED_WAVES = 8  # of works that find nothing to do, from which on a list of works is worth its launch
 MAX_PACK_SHIFT = 2  # a warp of 16 rows has the queries of one head, a warpgroup those of up to four
-MAX_LISTED_BLOCKS = 2**22  # of rows of a sequence; PAST_ALL_BLOCKS of the portable kernel is past all of them
 GRID_WAVES = 2  # up to this many, a grid of one block per tile is faster than a persistent one
 LARGE_BLOCK = SPLIT_ROWS  # queries of a thread block of the kernels that are not for short calls
 SECTION_BYTES = 20 * 2**20  # of keys and values that blocks share in L2 at a time
@@ -140,8 +145,8 @@ def plan_prefill(problem: PrefillProblem) -> PrefillPlan:
     splits = splits_of(problem, variant.key_tile)
     pack_shift = pack_shift_of(problem) if is_hopper and variant.consumers == 2 else 0
     listing = listing_of(problem, splits, block_rows, pack_shift)
-    if listing.works and not is_hopper and problem.max_queries > MAX_LISTED_BLOCKS * block_rows:
-        raise UnsupportedError(f"kernels cover packed sequences of up to {MAX_LISTED_BLOCKS * block_rows} queries")
+    if listing.works and not is_hopper and problem.max_queries > PAST_ALL_BLOCKS * block_rows:
+        raise UnsupportedError(f"kernels cover packed sequences of up to {PAST_ALL_BLOCKS * block_rows} queries")
     if listing.works * section >= 2**31:
         raise UnsupportedError("too many queries for one call")
     if not listing.works and problem.max_queries * (problem.heads * problem.batch if is_hopper else section) >= 2**31:

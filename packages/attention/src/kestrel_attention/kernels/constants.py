@@ -15,3 +15,4 @@ WORK_COUNT, SPLIT_BLOCK_COUNT = 1, 2
 FIRST_COUNT, FIRST_SHIFT = 3, 4  # works of the kind that comes first, and the binary logarithm of their heads
 FIRST_WORK = 8  # word of the list from which on each work has two
 WARPGROUP_ROWS = 64  # queries of a consumer warpgroup on Hopper
+PAST_ALL_BLOCKS = 2**22  # the block of rows of a listed work that has none, in the portable prefill kernel

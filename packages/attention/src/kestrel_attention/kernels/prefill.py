@@ -18,14 +18,12 @@ from cutlass import Float32, Int32, Int64, Uint32
 from kestrel_runtime.cute_dsl import numeric, pdl, ptx
 
 from . import scores
-from .constants import WORK_COUNT
+from .constants import PAST_ALL_BLOCKS, WORK_COUNT
 from .formats import E4m3, E5m2
 from .parameters import PrefillScalars, PrefillTensors
 from .prefill_base import PrefillBase, divide, once_if
 from .prefill_types import Keys, OutputRows, Sums, Visible, Work
 from .scores import LOG2_E, RESCALE_SLACK
-
-PAST_ALL_BLOCKS = 2**22  # of rows
 
 # Parameters of prefill_hopper.py alone. Their number moves ptxas: with these the kernel spills on sm_100.
 TENSORS_OF_SPLITS = ("mNumSplits", "mWorks")

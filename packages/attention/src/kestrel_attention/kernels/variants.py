@@ -1,4 +1,4 @@
-"""What is compiled ahead of time, and which of it covers a call. Imports without the DSL."""
+"""What is compiled ahead of time (prefill: prefill_variants.py), and which covers a call. Imports without the DSL."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 from kestrel_runtime.cute_dsl.variants import capability, supports_pdl
 
 from .constants import BLOCK_ROWS, COMBINE_WARPS, TILE_KEYS
+from .dtypes import DTYPES, EITHER, numeric_type
+from .prefill_variants import PREFILL_VARIANTS
 
 ARCHS = ("80", "86", "89", "90a", "100f", "120f")
 WIDE_ARCHS = ("90a",)  # where kernels of several row blocks were measured; other wheels would grow by a tenth
-DTYPES = ("bf16", "fp16")
-EITHER = "half"  # bf16 or fp16, selected by an argument
 
 
 @dataclass(frozen=True)
@@ -137,25 +137,6 @@ class AppendVariant:
 
 
 @dataclass(frozen=True)
-class DequantiseVariant:
-    """Dequantises a cache of INT8 or INT4 codes for prefill (dequantise.py)."""
-
-    cache: str
-    vector_loads: bool = True
-
-    @property
-    def name(self) -> str:
-        return f"dequantise_{self.cache}"
-
-    def kernel(self, arch: str) -> tuple[Any, tuple[Any, ...]]:
-        """The kernel object and the arguments to compile it with."""
-        from .dequantise import Dequantise
-
-        kernel = Dequantise(supports_pdl(arch), self.cache == "int4")
-        return kernel, kernel.arguments()
-
-
-@dataclass(frozen=True)
 class TauTailVariant:
     """Tau scaling in place (tau_tail.py)."""
 
@@ -192,204 +173,6 @@ class MergeVariant:
 
         kernel = Merge(numeric_type(self.dtype), supports_pdl(arch))
         return kernel, kernel.arguments()
-
-
-@dataclass(frozen=True)
-class PrefillVariant:
-    """Attention of many queries (prefill.py), for heads of up to ``head_dim``."""
-
-    dtype: str
-    head_dim: int
-    row_tiles: int
-    """Row tiles of 16 queries per warp; one on architectures where two do not fit the registers."""
-    cache: str = "same"  # as the dtype, or "fp8": e4m3 and e5m2
-    queries_in_registers: bool = True
-    key_tile: int = 64
-    warps: int = 4
-    num_stages: int = 2
-    ctas_per_sm: int = 2
-    short: bool = False
-    """For calls with few queries in total: more and smaller thread blocks, bit-identical results."""
-    vector_loads: bool = False
-
-    @property
-    def name(self) -> str:
-        return f"prefill_{self.dtype}_{self.cache}_d{self.head_dim}{'_short' if self.short else ''}"
-
-    def is_large(self, arch: str) -> bool:
-        """Whether a block takes more than 99 KB of shared memory: these architectures allow 227."""
-        return capability(arch) in (90, 100) and self.head_dim == 256 and self.cache == "same"
-
-    def has_one_tile(self, arch: str) -> bool:
-        """Whether warps have one row tile for lack of registers."""
-        return capability(arch) >= 100 and self.head_dim in (64, 128)
-
-    def rows_on(self, arch: str) -> int:
-        """Queries of a thread block."""
-        if self.head_dim > 256:  # two warps have the same queries
-            return 8 * self.warps
-        warps = 8 if self.is_large(arch) else self.warps
-        return 16 * warps * (1 if self.has_one_tile(arch) else self.row_tiles)
-
-    def kernel(self, arch: str) -> tuple[Any, tuple[Any, ...]]:
-        """The kernel object and the arguments to compile it with."""
-        from .prefill import Prefill
-        from .prefill_wide import HALVES, PrefillWide
-
-        is_wide = self.head_dim > 256
-        large, one_tile = self.is_large(arch), self.has_one_tile(arch)
-        kernel = (PrefillWide if is_wide else Prefill)(
-            dtype=numeric_type(self.dtype),
-            head_dim=self.head_dim // HALVES if is_wide else self.head_dim,
-            key_tile=64 if large else self.key_tile,
-            warps=8 if large else self.warps,
-            row_tiles=1 if one_tile else self.row_tiles,
-            num_stages=self.num_stages,
-            queries_in_registers=capability(arch) not in (90, 100)
-            if is_wide
-            else self.queries_in_registers or one_tile,
-            ctas_per_sm=1 if large else min(self.ctas_per_sm, 2 if capability(arch) == 100 else 3),  # or it spills
-            pdl=supports_pdl(arch),
-            codes=self.cache == "fp8",
-            by_bits=capability(arch) < 89,
-            output_in_shared=capability(arch) != 90,  # where the compiler spills with it, elsewhere without
-        )
-        return kernel, kernel.arguments()
-
-
-@dataclass(frozen=True)
-class HopperPrefillVariant:
-    """Attention of many queries with warpgroup matrix products (prefill_hopper.py), for heads of up to ``head_dim``."""
-
-    dtype: str
-    head_dim: int
-    cache: str = "same"  # as the dtype, or "fp8": e4m3 and e5m2
-    key_tile: int = 128
-    consumers: int = 2
-    """Consumer warpgroups, of 64 queries each."""
-    num_stages: int = 2
-    query_buffers: int = 2
-    producer_registers: int = 56
-    consumer_registers: int = 224
-    long: bool = False
-    """For calls of many thread blocks: larger blocks, bit-identical results."""
-    boxes: bool = False
-    """For keys of which each 16 follow one another in memory, so that TMA loads them; bit-identical results."""
-    vector_loads: bool = False
-    archs: tuple[str, ...] = ("90a",)
-    """Architectures that the kernel is compiled for."""
-
-    @property
-    def name(self) -> str:
-        long, boxes = "_long" if self.long else "", "_boxes" if self.boxes else ""
-        return f"prefill_{self.dtype}_{self.cache}_hopper_d{self.head_dim}{long}{boxes}"
-
-    @property
-    def block_rows(self) -> int:
-        """Queries of a thread block."""
-        return 64 * self.consumers
-
-    def kernel(self, arch: str) -> tuple[Any, tuple[Any, ...]]:
-        """The kernel object and the arguments to compile it with."""
-        from .prefill_hopper import PrefillHopper
-
-        kernel = PrefillHopper(
-            dtype=numeric_type(self.dtype),
-            head_dim=self.head_dim,
-            key_tile=self.key_tile,
-            warps=3 if self.key_tile == 96 else 4,
-            row_tiles=1,
-            num_stages=self.num_stages,
-            pdl=supports_pdl(arch),
-            codes=self.cache == "fp8",
-            consumers=self.consumers,
-            query_buffers=self.query_buffers,
-            producer_registers=self.producer_registers,
-            consumer_registers=self.consumer_registers,
-            boxes=self.boxes,
-            turns=True,
-        )
-        return kernel, kernel.arguments()
-
-
-@dataclass(frozen=True)
-class Fp8PrefillVariant(HopperPrefillVariant):
-    """The same for e4m3 queries, keys and values, with e4m3 matrix products (prefill_fp8.py)."""
-
-    staging: int = 3
-    output_parts: int = 1
-    turns: bool = False
-    """Consumers in turn, and bases that rarely move (prefill_fp8_turns.py)."""
-
-    def kernel(self, arch: str) -> tuple[Any, tuple[Any, ...]]:
-        """The kernel object and the arguments to compile it with."""
-        from .prefill_fp8 import PrefillFp8
-        from .prefill_fp8_turns import PrefillFp8Turns
-
-        kernel = (PrefillFp8Turns if self.turns else PrefillFp8)(
-            dtype=numeric_type(self.dtype),
-            head_dim=self.head_dim,
-            key_tile=self.key_tile,
-            warps=4,
-            row_tiles=1,
-            num_stages=self.num_stages,
-            pdl=supports_pdl(arch),
-            codes=True,
-            consumers=self.consumers,
-            query_buffers=self.query_buffers,
-            producer_registers=self.producer_registers,
-            consumer_registers=self.consumer_registers,
-            staging=self.staging,
-            output_parts=self.output_parts,
-            boxes=self.boxes,
-            turns=self.turns,
-        )
-        return kernel, kernel.arguments()
-
-
-@dataclass(frozen=True)
-class PrefillCombineVariant:
-    """Combines the splits of prefill_hopper.py (prefill_combine.py)."""
-
-    dtype: str
-    vector_loads: bool = True
-    archs: tuple[str, ...] = ("90a",)
-
-    @property
-    def name(self) -> str:
-        return f"prefill_combine_{self.dtype}"
-
-    def kernel(self, arch: str) -> tuple[Any, tuple[Any, ...]]:
-        """The kernel object and the arguments to compile it with."""
-        from .prefill_combine import PrefillCombine
-
-        kernel = PrefillCombine(numeric_type(self.dtype), supports_pdl(arch))
-        return kernel, kernel.arguments()
-
-
-@dataclass(frozen=True)
-class PrefillWorksVariant:
-    """Lists the works of packed sequences ahead of prefill (prefill_works.py)."""
-
-    vector_loads: bool = False
-
-    @property
-    def name(self) -> str:
-        return "prefill_works"
-
-    def kernel(self, arch: str) -> tuple[Any, tuple[Any, ...]]:
-        """The kernel object and the arguments to compile it with."""
-        from .prefill_works import PrefillWorks
-
-        kernel = PrefillWorks(supports_pdl(arch))
-        return kernel, kernel.arguments()
-
-
-def numeric_type(dtype: str) -> Any:
-    """The DSL's type of this name; kernels for EITHER see 16-bit elements as bf16."""
-    from kestrel_runtime.cute_dsl import numeric
-
-    return numeric.from_name("bf16" if dtype == EITHER else dtype)
 
 
 def _decode_variants(dtype: str) -> tuple[DecodeVariant, ...]:
@@ -447,89 +230,7 @@ FEW = tuple(
     for dtype in DTYPES
 )
 
-PREFILL = tuple(
-    variant
-    for dtype in DTYPES
-    for variant in (
-        PrefillVariant(dtype, 64, row_tiles=1, ctas_per_sm=3, short=True),
-        PrefillVariant(dtype, 64, row_tiles=2),
-        PrefillVariant(dtype, 80, row_tiles=2),
-        PrefillVariant(dtype, 96, row_tiles=2, queries_in_registers=False),
-        PrefillVariant(dtype, 128, row_tiles=2, queries_in_registers=False),
-        PrefillVariant(dtype, 256, row_tiles=1, queries_in_registers=False, key_tile=32),
-        PrefillVariant(dtype, 512, row_tiles=1, key_tile=32, warps=8, num_stages=1, ctas_per_sm=1),
-        PrefillVariant(dtype, 64, row_tiles=2, cache="fp8"),
-        PrefillVariant(dtype, 128, row_tiles=1, cache="fp8"),
-        PrefillVariant(dtype, 256, row_tiles=1, queries_in_registers=False, key_tile=32, cache="fp8"),
-    )
-)
-
-PREFILL_HOPPER = tuple(
-    variant
-    for dtype in DTYPES
-    for variant in (
-        HopperPrefillVariant(dtype, 64, num_stages=3),
-        HopperPrefillVariant(
-            dtype, 64, consumers=3, num_stages=3, producer_registers=32, consumer_registers=160, long=True
-        ),
-        HopperPrefillVariant(dtype, 80, key_tile=96),
-        HopperPrefillVariant(dtype, 96),
-        HopperPrefillVariant(dtype, 128),
-        HopperPrefillVariant(dtype, 64, "fp8"),
-        HopperPrefillVariant(dtype, 128, "fp8"),
-        *(
-            HopperPrefillVariant(
-                dtype, 256, cache, key_tile=64, query_buffers=1, producer_registers=40, consumer_registers=232
-            )
-            for cache in ("same", "fp8")
-        ),
-    )
-)
-
-PREFILL_HOPPER += tuple(replace(v, boxes=True) for v in PREFILL_HOPPER)
-
-# Three consumers of keys that cp.async copies would spill.
-PREFILL_HOPPER += tuple(
-    HopperPrefillVariant(
-        dtype, 80, key_tile=96, consumers=3, producer_registers=32, consumer_registers=160, long=True, boxes=True
-    )
-    for dtype in DTYPES
-)
-
-PREFILL_FP8 = (
-    Fp8PrefillVariant("bf16", 64, "e4m3", num_stages=4),
-    Fp8PrefillVariant(
-        "bf16",
-        64,
-        "e4m3",
-        num_stages=4,
-        output_parts=2,
-        consumers=3,
-        producer_registers=32,
-        consumer_registers=160,
-        long=True,
-    ),
-    *(
-        Fp8PrefillVariant(
-            "bf16", 128, "e4m3", num_stages=4, boxes=boxes, producer_registers=40, consumer_registers=232, turns=True
-        )
-        for boxes in (False, True)
-    ),
-)
-
-VARIANTS: tuple[
-    DecodeVariant
-    | CombineVariant
-    | AppendVariant
-    | DequantiseVariant
-    | TauTailVariant
-    | MergeVariant
-    | PrefillVariant
-    | HopperPrefillVariant
-    | PrefillCombineVariant
-    | PrefillWorksVariant,
-    ...,
-] = (
+VARIANTS = (
     *(variant for dtype in DTYPES for variant in _decode_variants(dtype)),
     *QUANTISED,
     *WIDE,
@@ -537,16 +238,10 @@ VARIANTS: tuple[
     *(CombineVariant(dtype, warps) for dtype in DTYPES for warps in (1, COMBINE_WARPS)),
     *(AppendVariant(dtype, cache) for dtype in DTYPES for cache in ("same", "e4m3")),
     *(AppendVariant(EITHER, cache) for cache in ("e5m2", "int8", "int4")),
-    *(DequantiseVariant(cache) for cache in ("int8", "int4")),
     *(TauTailVariant(dtype, table) for dtype in (*DTYPES, "fp32") for table in sorted({dtype, "fp32"})),
-    *PREFILL,
-    *PREFILL_HOPPER,
-    *PREFILL_FP8,
-    *(PrefillCombineVariant(dtype) for dtype in DTYPES),
-    PrefillWorksVariant(),
+    *PREFILL_VARIANTS,
     *(MergeVariant(dtype) for dtype in (*DTYPES, "fp32")),
 )
-
 
 NAMED = {variant.name: variant for variant in VARIANTS}
 
@@ -568,26 +263,6 @@ def covering_wide(dtype: str, cache: str, head_dim: int, rows: int) -> tuple[Dec
 def covering_few(dtype: str, cache: str, head_dim: int) -> DecodeVariant | None:
     """The compiled decode variant for one split of few sequences, or None."""
     return next((v for v in FEW if (v.dtype, v.cache, v.head_dim) == (dtype, cache, head_dim)), None)
-
-
-def prefilling(dtype: str, cache: str, head_dim: int, short: bool = False) -> PrefillVariant | None:
-    """The compiled prefill variant for a head dimension, or None. cache: "same" or "fp8"; short: see PrefillVariant."""
-    fitting = [v for v in PREFILL if v.dtype == dtype and v.cache == cache and v.head_dim >= head_dim]
-    return min(fitting, key=lambda v: (v.head_dim, v.short != short), default=None)
-
-
-def prefilling_on_hopper(
-    dtype: str, cache: str, head_dim: int, long: bool = False, boxes: bool = False
-) -> HopperPrefillVariant | None:
-    """The compiled variant with warpgroup matrix products for a head dimension, or None. long, boxes: see there."""
-    fitting = [v for v in PREFILL_HOPPER if v.dtype == dtype and v.cache == cache and v.head_dim >= head_dim]
-    return min(fitting, key=lambda v: (v.head_dim, v.boxes != boxes, v.long != long), default=None)
-
-
-def prefilling_in_fp8(head_dim: int, long: bool = False, boxes: bool = False) -> Fp8PrefillVariant | None:
-    """The compiled variant with e4m3 matrix products for a head dimension, or None. long, boxes: see there."""
-    fitting = [v for v in PREFILL_FP8 if v.head_dim >= head_dim]
-    return min(fitting, key=lambda v: (v.head_dim, v.long != long, v.boxes != boxes), default=None)
 
 
 def compilable(dtype: str, cache: str, head_dim: int) -> tuple[DecodeVariant, ...]:
