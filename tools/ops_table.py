@@ -43,7 +43,7 @@ def table() -> str:
     archs = ", ".join(f"sm_{arch}" for arch in MATRIX["archs"])
     lines = ["| op | kernel | what it does |", "|---|---|---|"]
     lines += [row for family in families() for row in rows(family)]
-    lines += ["", f"Every kernel holds machine code for {archs}."]
+    lines += ["", f"Every kernel runs on {archs}."]
     return "\n".join(lines) + "\n"
 
 

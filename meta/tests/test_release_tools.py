@@ -260,6 +260,10 @@ def test_missing_architectures_and_local_memory_are_named(wheels, binary_tag, ma
     for stack, local in ((16, 0), (0, 8)):
         wheels.held = [*rest, machine_code.Kernel(last.arch, "spills", 255, stack, local, 0)]
         assert problems(wheels, path) == [f"spills for sm_{last.arch}: {stack} B stack, {local} B local memory"]
+    wheels.held = [each for each in (*rest, last) if each.arch not in ("86", "89")]
+    assert problems(wheels, path) == []  # their GPUs run machine code of sm_80
+    wheels.held = wheels.held[1:]
+    assert problems(wheels, path) == [f"has no machine code for sm_{arch}" for arch in ("80", "86", "89")]
     wheels.held = []
     assert problems(wheels, path) == ["holds no kernel"]
     wheels.held = [*rest, last]

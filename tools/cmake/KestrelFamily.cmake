@@ -3,12 +3,15 @@
 #   include(KestrelFamily)
 #   kestrel_family(kestrel_norm SOURCES csrc/layer_norm.cu FUNCTIONS layer_norm)
 #
-# compiles SOURCES into kestrel_norm/_lib/kestrel_norm.so, which holds machine code for every architecture and exports each
-# of FUNCTIONS as the tvm-ffi symbol __tvm_ffi_<function>, and writes kestrel_norm/_lib/manifest.json, which says what
-# the binary holds. With CUTE, the family has CuTe kernels too: tools/cute_build compiles them into one object of the
-# same library, and the manifest names their entry points. Without SOURCES only the manifest is installed. DISTINCT_86
-# says that sources compare __CUDA_ARCH__ with 860: otherwise sm_80 and sm_86 are compiled from one PTX. Before it,
+# compiles SOURCES into kestrel_norm/_lib/kestrel_norm.so, which runs on every architecture and exports each of FUNCTIONS
+# as the tvm-ffi symbol __tvm_ffi_<function>, and writes kestrel_norm/_lib/manifest.json, which says what the binary runs
+# on and holds. With CUTE, the family has CuTe kernels too: tools/cute_build compiles them into one object of the same
+# library, and the manifest names their entry points. Without SOURCES only the manifest is installed. Before it,
 # kestrel_hopper_only(csrc/experts_tma.cu) names those of SOURCES whose kernels the family launches on sm_90a alone.
+#
+# GPUs of sm_86 and sm_89 run machine code of sm_80. In a build for sm_80 too, they share it but for sources that
+# compile to something else there, which DISTINCT_86 and DISTINCT_89 name: on sm_89, those that convert FP8. Others see
+# KESTREL_SHARED_86 and KESTREL_SHARED_89, with which such code does not compile (kestrel/fp8.cuh).
 #
 # nvcc comes from PyPI (cuda-toolkit in build-system.requires), never from the system. The environment variable
 # KESTREL_ARCHS, a list such as "90a" or "80;90a", narrows the architectures. With KESTREL_ARCHS=none the override in
@@ -89,12 +92,18 @@ function(_kestrel_add_library family archs cuda_root)
       set(compiled_for 90a)
     endif()
     set(options "")
-    foreach(arch IN LISTS compiled_for)
-      set(virtual ${arch})
-      if(arch STREQUAL "86" AND NOT _KESTREL_DISTINCT_86)
-        set(virtual 80) # one PTX for both, which gives the same machine code sooner
+    foreach(arch IN ITEMS 86 89)
+      if(NOT source IN_LIST _KESTREL_DISTINCT_${arch})
+        if(NOT source IN_LIST _KESTREL_HOPPER_ONLY)
+          list(APPEND options -DKESTREL_SHARED_${arch})
+        endif()
+        if(80 IN_LIST compiled_for)
+          list(REMOVE_ITEM compiled_for ${arch})
+        endif()
       endif()
-      list(APPEND options "-gencode=arch=compute_${virtual},code=sm_${arch}")
+    endforeach()
+    foreach(arch IN LISTS compiled_for)
+      list(APPEND options "-gencode=arch=compute_${arch},code=sm_${arch}")
     endforeach()
     set_source_files_properties("${source}" PROPERTIES COMPILE_OPTIONS "${options}")
   endforeach()
@@ -141,7 +150,7 @@ endmacro()
 
 # A macro, because enable_language must run in the caller's directory scope.
 macro(kestrel_family family)
-  cmake_parse_arguments(_KESTREL "CUTE;DISTINCT_86" "" "SOURCES;FUNCTIONS" ${ARGN})
+  cmake_parse_arguments(_KESTREL "CUTE" "" "SOURCES;FUNCTIONS;DISTINCT_86;DISTINCT_89" ${ARGN})
   set(_KESTREL_ARCHS "")
   if(_KESTREL_SOURCES)
     find_package(Python COMPONENTS Interpreter REQUIRED)

@@ -12,6 +12,7 @@ import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from . import worker
 
@@ -85,9 +86,18 @@ def function_names(family: Family, archs: tuple[str, ...]) -> list[str]:
 
 
 def _jobs(family: Family, archs: tuple[str, ...]) -> list[tuple[str, str]]:
-    """Variants and the architectures to compile them for: all, but for a variant that lists its own in ``archs``."""
+    """Variants and the architectures to compile them for."""
     variants = worker.load_variants(family.source, family.package)
-    return [(name, arch) for name, v in variants.items() for arch in archs if arch in getattr(v, "archs", archs)]
+    return [(name, arch) for name, variant in variants.items() for arch in archs if _is_built(variant, arch, archs)]
+
+
+def _is_built(variant: Any, arch: str, archs: tuple[str, ...]) -> bool:
+    """Whether a build for ``archs`` compiles a variant for ``arch``: where the variant lists it, if it lists any.
+
+    GPUs of sm_86 and sm_89 run the kernel of sm_80, but on sm_89 one that ``converts_fp8``.
+    """
+    shares = ("86",) if getattr(variant, "converts_fp8", False) else ("86", "89")
+    return arch in getattr(variant, "archs", archs) and not ("80" in archs and arch in shares)
 
 
 def _compile(family: Family, archs: tuple[str, ...], objects: Path, keep: Path | None) -> list[str]:

@@ -51,8 +51,7 @@ def binary_problems(folder: Path, package: str, manifest: dict, cuobjdump: Path)
     if not kernels:
         return [*found, "holds no kernel"], ""
     present = {kernel.arch for kernel in kernels}
-    missing = [arch for arch in manifest["archs"] if re.sub(r"\D", "", arch) not in present]
-    found += [f"has no machine code for sm_{arch}" for arch in missing]
+    found += [f"has no machine code for sm_{arch}" for arch in manifest["archs"] if not present & set(runs(arch))]
     if manifest["archs"] != ALL_ARCHS:
         found.append(f"was built for {manifest['archs']} only")
     for kernel in kernels:
@@ -65,6 +64,12 @@ def binary_problems(folder: Path, package: str, manifest: dict, cuobjdump: Path)
         f"{len(kernels)} kernels for sm_{' '.join(manifest['archs'])}, {wide} with 16-byte loads, <= {most} registers"
     )
     return found, holds
+
+
+def runs(arch: str) -> tuple[str, ...]:
+    """The architectures, as numbers, whose machine code a GPU of `arch` runs."""
+    number = re.sub(r"\D", "", arch)
+    return (number, "80") if number in ("86", "89") else (number,)
 
 
 def wide_load_problems(package: str, kernels: Sequence[machine_code.Kernel]) -> list[str]:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kestrel_attention.kernels.dtypes import DTYPES
-from kestrel_attention.kernels.variants import compilable, covering
+from kestrel_attention.kernels.variants import ARCHS, NAMED, compilable, covering
 from kestrel_runtime import cute
 
 CODES = ("e4m3", "int8", "e5m2", "int4")
@@ -28,6 +28,14 @@ def test_other_codes_of_8_bits_lack_no_head_size_up_to_256(cache: str) -> None:
     for size in range(16, 257, 16):
         assert covering("bf16", cache, size) or compilable("bf16", cache, size)
     assert compilable("bf16", cache, 272) == compilable("bf16", cache, 512) == ()
+
+
+@pytest.mark.skipif(not cute.can_compile(), reason="nvidia-cutlass-dsl is not installed")
+@pytest.mark.parametrize("name", [name for name, variant in NAMED.items() if "80" in getattr(variant, "archs", ARCHS)])
+def test_sm_86_and_sm_89_run_the_kernel_of_sm_80_unless_it_converts_fp8(name: str) -> None:
+    kernels = {arch: NAMED[name].kernel(arch)[0] for arch in ("80", "86", "89")}
+    assert kernels["86"] == kernels["80"]
+    assert (kernels["89"] != kernels["80"]) is getattr(NAMED[name], "converts_fp8", False)
 
 
 @pytest.mark.skipif(not cute.can_compile(), reason="nvidia-cutlass-dsl is not installed")

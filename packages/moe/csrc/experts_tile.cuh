@@ -39,6 +39,9 @@ constexpr int kSmallSharedBytes = 96 * 1024;  // dynamic, for a CTA of sm_86, sm
 // Whether the architecture that is compiled for can run a kernel with this tile.
 template <typename Tile>
 __device__ constexpr bool is_built() {
+#ifdef KESTREL_SHARED_86
+#error "DISTINCT_86 of CMakeLists.txt must name every source of these kernels: sm_86 may not run those of sm_80"
+#endif
 #ifdef __CUDA_ARCH__
   constexpr bool small = __CUDA_ARCH__ == 860 || __CUDA_ARCH__ == 890 || __CUDA_ARCH__ >= 1200;
   return small ? Tile::shared_bytes <= kSmallSharedBytes : !Tile::for_small;

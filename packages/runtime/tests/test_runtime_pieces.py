@@ -340,6 +340,29 @@ def test_family_without_a_binary_is_unsupported_not_broken(tmp_path: Path, monke
         _ = Binary("kestrel_missing_family").folder
 
 
+@pytest.mark.parametrize(
+    ("arch", "functions", "runs"),
+    [
+        ("86", ["topk_sm80", "topk_sm90a"], "topk_sm80"),
+        ("89", ["topk_sm80", "topk_sm89"], "topk_sm89"),
+        ("86", ["topk_sm86"], "topk_sm86"),
+        ("90a", ["topk_sm80", "topk_sm90a"], "topk_sm90a"),
+        ("90a", ["topk_sm80"], None),
+        ("80", ["topk_sm86"], None),
+    ],
+)
+def test_gpus_of_sm_86_and_sm_89_run_a_kernel_of_sm_80_where_there_is_none_for_them(
+    arch: str, functions: list[str], runs: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    family = Binary("kestrel_anyfamily")
+    family.__dict__["manifest"] = binary.Manifest("kestrel_anyfamily", (arch,), tuple(functions), True)
+    family.function = lambda name: name
+    monkeypatch.setattr(binary, "_device_arch", lambda index: arch)
+    monkeypatch.setattr(binary, "_check_driver", lambda: None)
+    monkeypatch.setattr(cute, "compiled", lambda *call: None)
+    assert family.kernel(SimpleNamespace(name="topk"), 0) == runs
+
+
 @pytest.fixture
 def packed_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     plain = Path(torch.__file__).parent / "lib" / "libtorch_global_deps.so"

@@ -12,7 +12,7 @@ import torch
 
 import kestrel_sampling
 from kestrel_runtime import UnsupportedError, backend, cute
-from kestrel_sampling.kernels.variants import ListVariant
+from kestrel_sampling.kernels.variants import VARIANTS, ListVariant, SelectVariant
 
 VARIANT = ListVariant("bf16", 32, lanes=4, warps=1, threads=128)  # in no wheel
 needs_dsl = pytest.mark.skipif(not cute.can_compile(), reason="nvidia-cutlass-dsl is not installed")
@@ -119,3 +119,10 @@ def test_a_gpu_runs_what_was_compiled_on_first_use(monkeypatch: pytest.MonkeyPat
         monkeypatch.setattr(topk, "covering", lambda *_: ListVariant("bf16", 60, lanes=8, warps=1, threads=128))
         found = kestrel_sampling.topk_fwd(scores, 8)
     assert [torch.equal(a, b) for a, b in zip(found, expected, strict=True)] == [True, True]
+
+
+@needs_dsl
+@pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: variant.name)
+def test_sm_86_and_sm_89_run_the_kernel_of_sm_80(variant: ListVariant | SelectVariant) -> None:
+    kernel, *others = (variant.kernel(arch)[0] for arch in ("80", "86", "89"))
+    assert others == [kernel, kernel]

@@ -27,14 +27,24 @@ __device__ __forceinline__ float finite_magnitude(float x) {
   return magnitude <= FLT_MAX ? magnitude : 0.f;
 }
 
+// sm_89 converts FP8 by an instruction and may not run machine code of sm_80 here. In a source that DISTINCT_89 of the
+// family's CMakeLists.txt does not name, a conversion stops the assembler with this message.
+__device__ __forceinline__ void require_own_code_for_sm_89() {
+#ifdef KESTREL_SHARED_89
+  asm volatile("FP8_in_a_source_that_DISTINCT_89_does_not_name;");
+#endif
+}
+
 // Two codes, the first in the low byte. Rounds to nearest even, saturates at the largest finite value, keeps NaN.
 template <__nv_fp8_interpretation_t kind = __NV_E4M3>
 __device__ __forceinline__ unsigned to_fp8x2(float first, float second) {
+  require_own_code_for_sm_89();
   return __nv_cvt_float2_to_fp8x2(make_float2(first, second), __NV_SATFINITE, kind);
 }
 
 template <__nv_fp8_interpretation_t kind = __NV_E4M3>
 __device__ __forceinline__ uint8_t to_fp8(float x) {
+  require_own_code_for_sm_89();
   return __nv_cvt_float_to_fp8(x, __NV_SATFINITE, kind);
 }
 
@@ -55,10 +65,12 @@ __device__ __forceinline__ float fp8_quotient(float x, float scale, float invers
 // The numbers of two codes, the first in the low byte.
 template <__nv_fp8_interpretation_t kind = __NV_E4M3>
 __device__ __forceinline__ float2 from_fp8x2(uint16_t codes) {
+  require_own_code_for_sm_89();
   return __half22float2(__half2(__nv_cvt_fp8x2_to_halfraw2(codes, kind)));
 }
 
 __device__ __forceinline__ float from_fp8(uint8_t code, __nv_fp8_interpretation_t kind = __NV_E4M3) {
+  require_own_code_for_sm_89();
   return __half2float(__half(__nv_cvt_fp8_to_halfraw(code, kind)));
 }
 

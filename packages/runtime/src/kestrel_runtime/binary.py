@@ -20,6 +20,7 @@ import torch
 from . import cute
 from .errors import UnsupportedError
 
+RUN_SM80 = ("86", "89")  # their GPUs run kernels of sm_80 where a build has none for them
 OLDEST_DRIVER = 13000  # cuDriverGetVersion of R580, which the machine code needs
 
 
@@ -29,7 +30,7 @@ class Manifest:
 
     family: str
     archs: tuple[str, ...]
-    """Architectures with machine code, as nvcc names them: "80", "86", "89", "90a", "100f", "120f"."""
+    """Architectures that the binary runs on, as nvcc names them: "80", "86", "89", "90a", "100f", "120f"."""
     functions: tuple[str, ...]
     cute: bool
     """True when the binary holds CuTe kernels and needs NVIDIA's runtime library."""
@@ -105,9 +106,10 @@ class Binary:
         index = device if isinstance(device, int) else device.index
         arch = _device_arch(torch.cuda.current_device() if index is None else index)
         built = self.manifest.functions if self.manifest else ()
-        function = f"{variant.name}_sm{arch}"
-        if function in built:
-            return self.function(function)
+        for runs in (arch, *(("80",) if arch in RUN_SM80 else ())):
+            function = f"{variant.name}_sm{runs}"
+            if function in built:
+                return self.function(function)
         if arch is None or (self.manifest is None and not cute.can_compile()):
             self.arch(device)  # raises, and names what is missing
         _check_driver()

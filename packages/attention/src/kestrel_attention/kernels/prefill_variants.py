@@ -29,6 +29,10 @@ class PrefillVariant:
     vector_loads: bool = False
 
     @property
+    def converts_fp8(self) -> bool:
+        return self.cache == "fp8"
+
+    @property
     def name(self) -> str:
         return f"prefill_{self.dtype}_{self.cache}_d{self.head_dim}{'_short' if self.short else ''}"
 
@@ -67,7 +71,7 @@ class PrefillVariant:
             ctas_per_sm=1 if large else min(self.ctas_per_sm, 2 if capability(arch) == 100 else 3),  # or it spills
             pdl=supports_pdl(arch),
             codes=self.cache == "fp8",
-            by_bits=capability(arch) < 89,
+            by_bits=self.converts_fp8 and capability(arch) < 89,
             output_in_shared=capability(arch) != 90,  # where the compiler spills with it, elsewhere without
         )
         return kernel, kernel.arguments()

@@ -37,6 +37,10 @@ class DecodeVariant:
     archs: tuple[str, ...] = ARCHS
 
     @property
+    def converts_fp8(self) -> bool:
+        return self.cache == "e4m3"
+
+    @property
     def name(self) -> str:
         warps = self.splits_per_block * self.warps
         rows = f"_r{self.rows}" if self.row_blocks > 1 else ""
@@ -119,6 +123,10 @@ class AppendVariant:
     vector_loads: bool = True
 
     @property
+    def converts_fp8(self) -> bool:
+        return self.cache in ("e4m3", "e5m2")
+
+    @property
     def name(self) -> str:
         return f"append_{self.dtype}_{self.cache}"
 
@@ -132,7 +140,7 @@ class AppendVariant:
             kernel: Any = (AppendInt8 if self.cache == "int8" else AppendInt4)(pdl)
         else:
             codes = "" if self.cache == "same" else self.cache
-            kernel = Append(codes, self.threads, pdl, by_bits=capability(arch) < 89)
+            kernel = Append(codes, self.threads, pdl, by_bits=self.converts_fp8 and capability(arch) < 89)
         return kernel, kernel.arguments(numeric_type(self.dtype))
 
 

@@ -10,6 +10,9 @@ class Variant(Protocol):
 
     ``kernels/variants.py`` must import without the DSL. The repr of a variant is part of the key under which a kernel
     that was compiled on first use is kept on disk, so it must hold every field that changes the code.
+
+    A variant may list its architectures in ``archs``. GPUs of sm_86 and sm_89 run the kernel of sm_80, so ``kernel``
+    returns equal objects for them. A variant whose attribute ``converts_fp8`` is true has another kernel for sm_89.
     """
 
     @property
