@@ -23,7 +23,6 @@ from workspace import (
     Package,
     Wheel,
     build_environment,
-    build_wheels,
     closure,
     in_parallel,
     requirements,
@@ -101,39 +100,44 @@ def compressed(library: bytes) -> bytes:
 def rebuild(session: nox.Session, tools: Environment, wheels: Sequence[Wheel], every: bool = False) -> None:
     """Wheels with a binary come out byte-identical from their sdists alone, built in another folder.
 
-    By default those that the matrix names: one of each kind of build (CUDA C++, CuTe, both). A test checks that the
-    families of a kind declare the same build, and no library may hold the name of a temporary file. Some are built in
-    isolation, as pip does it (with nothing but what their pyproject requires). All are built for one architecture,
-    which compiles fastest: what could differ is in names, paths and times.
+    By default those that the matrix names: one of each kind of build (CUDA C++, CuTe, both), of the CuTe kernels a few
+    of each class. A test checks that the families of a kind declare the same build, and no library may hold the name
+    of a temporary file. Some are built in isolation, as pip does it (with nothing but what their pyproject requires).
+    All are built for one architecture, which compiles fastest: what could differ is in names, paths and times.
     """
     chosen = [each for each in wheels if has_binary(each.path) and (every or each.package.name in MATRIX["rebuilt"])]
-    binaries = sorted(chosen, key=lambda each: -each.path.stat().st_size)
-    packages, archs = [wheel.package for wheel in binaries], MATRIX["rebuilt_for"]
-    ready = build_environment(session, packages)
-    first_builds = build_wheels(session, packages, archs)
+    packages = [wheel.package for wheel in sorted(chosen, key=lambda each: -each.path.stat().st_size)]
+    ready, archs = build_environment(session, packages), MATRIX["rebuilt_for"]
+    variables: dict[str, str | None] = {
+        **BUILD_ENVIRONMENT,
+        "KESTREL_ARCHS": ";".join(archs),
+        "KESTREL_VARIANTS": "" if every else MATRIX["rebuilt_variants"],
+    }
     (again := Path(session.create_tmp()) / "again").mkdir(exist_ok=True)
 
-    def rebuilt(wheel: Wheel) -> None:
-        isolated = wheel.package.name in MATRIX["isolated"]
-        folder = again / wheel.package.name
+    def build_twice(package: Package) -> None:
+        isolated = package.name in MATRIX["isolated"]
+        folder = again / package.name
         shutil.rmtree(folder, ignore_errors=True)
-        variables: dict[str, str | None] = {**BUILD_ENVIRONMENT, "KESTREL_ARCHS": ";".join(archs)}
-        command = ["python", "-m", "build", "--outdir", str(folder)]
-        ready.run(*command, "--sdist", "--no-isolation", wheel.package.path, env=variables, silent=True)
+
+        def wheel_of(sources: Path, output: Path, alone: bool) -> Path:
+            command = ["python", "-m", "build", "--wheel", *([] if alone else ["--no-isolation"]), "--outdir", str(output)]
+            (tools if alone else ready).run(*command, sources, env=variables, silent=True)
+            (built,) = output.glob("*.whl")
+            return built
+
+        wheel = wheel_of(package.path, folder / "first", alone=False)
+        command = ["python", "-m", "build", "--sdist", "--no-isolation", "--outdir", str(folder)]
+        ready.run(*command, package.path, env=variables, silent=True)
         (sdist,) = folder.glob("*.tar.gz")
         shutil.unpack_archive(sdist, folder)
-        sources = folder / sdist.name.removesuffix(".tar.gz")
-        if isolated:
-            tools.run(*command, "--wheel", sources, env=variables, silent=True)
-        else:
-            ready.run(*command, "--wheel", "--no-isolation", sources, env=variables, silent=True)
-        (copy,) = folder.glob("*.whl")
-        if not filecmp.cmp(copy, wheel.path, shallow=False):
-            session.error(f"{wheel.path.name} differs when built again: {differences(wheel.path, copy)}")
+        copy = wheel_of(folder / sdist.name.removesuffix(".tar.gz"), folder / "second", alone=isolated)
+        if not filecmp.cmp(copy, wheel, shallow=False):
+            session.error(f"{wheel.name} differs when built again: {differences(wheel, copy)}")
         how = "in isolation " if isolated else ""
-        session.log(f"{wheel.path.name}: byte-identical when built {how}for sm_{' sm_'.join(archs)} from its sdist")
+        session.log(f"{wheel.name}: byte-identical when built {how}for sm_{' sm_'.join(archs)} from its sdist")
 
-    in_parallel(rebuilt, first_builds)
+    in_parallel(build_twice, packages)
 
 
 def differences(one: Path, other: Path) -> str:

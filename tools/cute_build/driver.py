@@ -86,9 +86,11 @@ def function_names(family: Family, archs: tuple[str, ...]) -> list[str]:
 
 
 def _jobs(family: Family, archs: tuple[str, ...]) -> list[tuple[str, str]]:
-    """Variants and the architectures to compile them for."""
+    """Variants and the architectures to compile them for; those whose names match KESTREL_VARIANTS, if it is set."""
+    asked = re.compile(os.environ.get("KESTREL_VARIANTS", ""))
     variants = worker.load_variants(family.source, family.package)
-    return [(name, arch) for name, variant in variants.items() for arch in archs if _is_built(variant, arch, archs)]
+    found = [(name, arch) for name, variant in variants.items() for arch in archs if _is_built(variant, arch, archs)]
+    return [(name, arch) for name, arch in found if asked.search(name)]
 
 
 def _is_built(variant: Any, arch: str, archs: tuple[str, ...]) -> bool:
