@@ -184,6 +184,23 @@ def test_kernels_in_plain_cubins_of_an_architecture_are_disassembled_together(ma
     assert sorted(log.read_text().split("\n")) == ["", "SM86 160", "SM90 160"]
 
 
+# -- which CuTe kernels are compiled -------------------------------------------------------------------------------------
+
+
+def test_a_build_compiles_no_kernel_for_sm_86_or_sm_89_that_is_that_of_sm_80(monkeypatch):
+    monkeypatch.syspath_prepend(str(TOOLS))
+    driver = importlib.import_module("cute_build.driver")
+    variants = {"any": object(), "fp8": SimpleNamespace(converts_fp8=True), "one": SimpleNamespace(archs=("90a",))}
+    monkeypatch.setattr(driver.worker, "load_variants", lambda source, package: variants)
+    monkeypatch.delenv("KESTREL_VARIANTS", raising=False)
+    family = driver.Family(Path("src"), "kestrel_x")
+    built = [("any", "80"), ("any", "90a"), ("fp8", "80"), ("fp8", "89"), ("fp8", "90a"), ("one", "90a")]
+    assert driver._jobs(family, ("80", "86", "89", "90a")) == built
+    assert driver._jobs(family, ("86",)) == [("any", "86"), ("fp8", "86")]
+    monkeypatch.setenv("KESTREL_VARIANTS", "^f")
+    assert driver._jobs(family, ("86", "90a")) == [("fp8", "86"), ("fp8", "90a")]
+
+
 # -- what the rebuild of one family shows for the others ---------------------------------------------------------------
 
 

@@ -106,10 +106,11 @@ class Binary:
         index = device if isinstance(device, int) else device.index
         arch = _device_arch(torch.cuda.current_device() if index is None else index)
         built = self.manifest.functions if self.manifest else ()
-        for runs in (arch, *(("80",) if arch in RUN_SM80 else ())):
-            function = f"{variant.name}_sm{runs}"
-            if function in built:
-                return self.function(function)
+        function = f"{variant.name}_sm{arch}"
+        if function not in built and arch in RUN_SM80:
+            function = f"{variant.name}_sm80"
+        if function in built:
+            return self.function(function)
         if arch is None or (self.manifest is None and not cute.can_compile()):
             self.arch(device)  # raises, and names what is missing
         _check_driver()
