@@ -121,7 +121,15 @@ def rebuild(session: nox.Session, tools: Environment, wheels: Sequence[Wheel], e
         shutil.rmtree(folder, ignore_errors=True)
 
         def wheel_of(sources: Path, output: Path, alone: bool) -> Path:
-            command = ["python", "-m", "build", "--wheel", *([] if alone else ["--no-isolation"]), "--outdir", str(output)]
+            command = [
+                "python",
+                "-m",
+                "build",
+                "--wheel",
+                *([] if alone else ["--no-isolation"]),
+                "--outdir",
+                str(output),
+            ]
             (tools if alone else ready).run(*command, sources, env=variables, silent=True)
             (built,) = output.glob("*.whl")
             return built

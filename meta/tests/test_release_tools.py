@@ -184,7 +184,7 @@ def test_kernels_in_plain_cubins_of_an_architecture_are_disassembled_together(ma
     assert sorted(log.read_text().split("\n")) == ["", "SM86 160", "SM90 160"]
 
 
-# -- which CuTe kernels are compiled -------------------------------------------------------------------------------------
+# -- which CuTe kernels are compiled -----------------------------------------------------------------------------------
 
 
 def test_a_build_compiles_no_kernel_for_sm_86_or_sm_89_that_is_that_of_sm_80(monkeypatch):

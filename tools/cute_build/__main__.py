@@ -1,8 +1,8 @@
 """``python tools/cute_build packages/sampling out [--keep folder]``: build one family's library by hand.
 
---keep stores the PTX and the machine code of every kernel. KESTREL_ARCHS selects the architectures, the regular expression
-KESTREL_VARIANTS the kernels. CMake, which builds
-the families with CUDA C++, calls --describe to configure and --object for one object file instead of the library.
+--keep stores the PTX and the machine code of every kernel. KESTREL_ARCHS selects the architectures, KESTREL_VARIANTS (a
+regular expression) the kernels. CMake, which builds the families with CUDA C++, calls --describe to configure and
+--object for one object file instead of the library.
 """
 
 from __future__ import annotations
