@@ -120,26 +120,17 @@ def rebuild(session: nox.Session, tools: Environment, wheels: Sequence[Wheel], e
         folder = again / package.name
         shutil.rmtree(folder, ignore_errors=True)
 
-        def wheel_of(sources: Path, output: Path, alone: bool) -> Path:
-            command = [
-                "python",
-                "-m",
-                "build",
-                "--wheel",
-                *([] if alone else ["--no-isolation"]),
-                "--outdir",
-                str(output),
-            ]
-            (tools if alone else ready).run(*command, sources, env=variables, silent=True)
-            (built,) = output.glob("*.whl")
+        def build(what: str, sources: Path, output: str, alone: bool = False) -> Path:
+            isolation = [] if alone else ["--no-isolation"]
+            command = ("python", "-m", "build", what, *isolation, "--outdir", folder / output, sources)
+            (tools if alone else ready).run(*command, env=variables, silent=True)
+            (built,) = (folder / output).iterdir()
             return built
 
-        wheel = wheel_of(package.path, folder / "first", alone=False)
-        command = ["python", "-m", "build", "--sdist", "--no-isolation", "--outdir", str(folder)]
-        ready.run(*command, package.path, env=variables, silent=True)
-        (sdist,) = folder.glob("*.tar.gz")
+        wheel = build("--wheel", package.path, "first")
+        sdist = build("--sdist", package.path, "sdist")
         shutil.unpack_archive(sdist, folder)
-        copy = wheel_of(folder / sdist.name.removesuffix(".tar.gz"), folder / "second", alone=isolated)
+        copy = build("--wheel", folder / sdist.name.removesuffix(".tar.gz"), "second", alone=isolated)
         if not filecmp.cmp(copy, wheel, shallow=False):
             session.error(f"{wheel.name} differs when built again: {differences(wheel, copy)}")
         how = "in isolation " if isolated else ""
