@@ -5,7 +5,6 @@ subnormal f16, and 1024 + n behind the exponent of 1024:
 
     INT8  K: code + 128 as a subnormal; scores start from minus the product of the queries with 128.
           V: 1024 + code + 128, minus 1152.
-
 A key's scale multiplies its scores. The logarithm of a value's scale is added to the score before the maximum is taken,
 so that weights times scales fit f16 whatever the scales are.
 """
