@@ -13,7 +13,7 @@ from torch import Tensor
 from kestrel_runtime import UnsupportedError
 from kestrel_sampling import sample_from_logits
 
-from ..graphs import captured, replay
+from ..graphs import Beside, captured, replay
 from ..host_copy import HostCopy
 from .cache import PageTable
 from .config import DecoderConfig, DemoError
@@ -101,9 +101,13 @@ class Decoding:
             self.graph = captured(self._step, self.ids.device)
 
     def _step(self) -> None:
-        ids = self.choose(self.decoder(self.ids.clamp(min=0), Step.decode(self.table, self.positions)))
-        self.ids.copy_(ids)
-        self.positions.add_(1)
+        with Beside(self.ids.device):  # for attention, which runs beside as well
+            step = Step.decode(self.table, self.positions)
+        logits = self.decoder(self.ids.clamp(min=0), step)
+        with Beside(self.ids.device) as counted:
+            self.positions.add_(1)
+        self.ids.copy_(self.choose(logits))
+        counted.join()
 
 
 class Chooser:

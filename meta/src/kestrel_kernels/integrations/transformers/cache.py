@@ -14,6 +14,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from kestrel_attention import flash_attn_varlen_func, flash_attn_with_kvcache
 from kestrel_kvcache import gather_cache, rotary_and_cache
 
+from ...graphs import Beside
 from .formats import FORMATS, INT4_PAGE, Pages
 from .masks import Mask
 from .prompts import DTYPES, Packing, Scores, causal_attention, dense_attention, serves
@@ -42,6 +43,7 @@ class Step:
     advance: Tensor | int
     slots: tuple[Tensor, Tensor] | None = None
     lengths_after: Tensor | None = None
+    counted: Beside | None = None  # the launches of what is above, until the first layer waits for them
     _packing: Packing | None = None
 
     @property
@@ -140,10 +142,10 @@ class KestrelCache(Cache):
 
     def settle(self) -> None:
         """Count the tokens of the last forward pass. The next pass does this itself; a CUDA graph must contain it."""
-        if self._step is not None:
+        step, self._step = self._step, None
+        if step is not None and step.counted is None:
             assert self._lengths is not None
-            self._lengths[: self._batch].add_(self._step.advance)
-            self._step = None
+            self._lengths[: self._batch].add_(step.advance)
 
     @property
     def lengths(self) -> Tensor:
@@ -251,10 +253,22 @@ class KestrelCache(Cache):
                 f"KestrelCache: batch: expected {self._batch} sequences as before (reset() starts anew), got {batch}"
             )
 
+    def prepare(self, counted: Beside) -> None:
+        """Within this block, count for a pass of one token of each sequence without padding. The pass waits for it."""
+        step = self._new_step(self.get_seq_length(), 1, None)
+        if self._pages[0].rotates:
+            self.slots(step)
+            step.lengths_after = step.lengths + step.advance
+        step.counted, self._step = counted, step
+
     def step(self, layer: KestrelLayer, count: int, mask: Mask | None) -> Step:
         """The forward pass that `layer` is part of: the last one, or a new one behind it."""
         step = self._step
-        if step is None or step.start != layer.seen or step.count != count:
+        if step is not None and step.counted is not None:
+            step.counted.join()
+            if mask is None or mask.rows is None:
+                step.counted = None
+        if step is None or step.start != layer.seen or step.count != count or step.counted is not None:
             self.settle()
             step = self._step = self._new_step(layer.seen, count, mask)
         return step

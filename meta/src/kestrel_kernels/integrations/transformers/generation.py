@@ -16,7 +16,7 @@ from torch import Tensor
 from kestrel_runtime import UnsupportedError
 from kestrel_sampling import sample_from_logits
 
-from ...graphs import captured, replay
+from ...graphs import Beside, captured, replay
 from ...host_copy import HostCopy
 from .cache import KestrelCache
 from .modules import in_place, tabulated
@@ -111,6 +111,7 @@ class Decoding:
     """A batch of sequences that grow by one token per step. It keeps its CUDA graph when it starts anew.
 
     `ids`: int32 [B, 1], the newest token of each sequence, -1 where its logits held NaN; a step changes it in place.
+    `tokens`: the same for the next step, 0 where its logits held NaN.
     `stops`: whether sequences may end: at a token of `eos`, or where the caller sets `done`.
     """
 
@@ -139,7 +140,7 @@ class Decoding:
         self.sampler = Sampler(sampling, batch, model.config.get_text_config().vocab_size, draw)
         self.eos = torch.tensor(list(eos), dtype=torch.int32, device=device)
         self.done = torch.zeros(batch, dtype=torch.bool, device=device)
-        self.ids = torch.zeros(batch, 1, dtype=torch.int32, device=device)
+        self.ids, self.tokens = torch.zeros(2, batch, 1, dtype=torch.int32, device=device)
         self.stops = stops
         self.in_place = in_place
         self.steps = 0
@@ -164,7 +165,6 @@ class Decoding:
         held = self.cache.get_seq_length()
         options = {"attention_mask": attention_mask, "logits_to_keep": 1}
         self._forward(input_ids[:, held:], positions[:, held:], **options)
-        self.counters.fill_(1)
         self.positions.add_(positions[:, -1:])
 
     def _forward(self, ids: Tensor, positions: Tensor, **options: Any) -> None:
@@ -174,16 +174,21 @@ class Decoding:
         with owned, tabulated(self.tables, self.cache.max_tokens + 1):
             logits = self.model(input_ids=ids, **options).logits[:, -1]
         chosen, valid = self.sampler(logits)  # behind the head at once, so that their launches overlap
-        self.cache.settle()
         if self.stops:
             chosen, valid = torch.where(self.done, self.pad, chosen), valid | self.done
             if self.eos.numel():
                 self.done |= chosen == self.eos if self.eos.numel() == 1 else torch.isin(chosen, self.eos)
-        torch.where(valid, chosen, self.none, out=self.ids[:, 0])
+        with Beside(self.device) as counted:
+            torch.where(valid, chosen, self.none, out=self.ids[:, 0])
+            self.counters.add_(1)
+        self.tokens[:, 0].copy_(chosen)
+        self.cache.settle()
+        counted.join()
 
     def _step(self) -> None:
-        self._forward(self.ids.clamp(min=0), self.positions)
-        self.counters.add_(1)
+        with Beside(self.device) as counted:
+            self.cache.prepare(counted)
+        self._forward(self.tokens, self.positions)
 
     def advance(self, *, graph: bool = True) -> None:
         """Puts the next token of each sequence into `ids`."""
