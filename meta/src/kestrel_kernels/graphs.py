@@ -22,7 +22,11 @@ def captured(work: Callable[[], Any], device: torch.device, **options: Any) -> t
     with torch.cuda.device(device):
         stream, lock = _stream(torch.cuda.current_device())
         with lock, torch.cuda.graph(graph, stream=stream, **options):
-            work()
+            try:
+                work()
+            except BaseException:
+                _join_side_stream(stream)  # or the end of the capture hides the reason
+                raise
     return graph
 
 
@@ -30,6 +34,15 @@ def captured(work: Callable[[], Any], device: torch.device, **options: Any) -> t
 def _side_stream(index: int) -> torch.cuda.Stream:
     """Of a high priority, so that its small kernels do not wait for the thread blocks of large ones beside them."""
     return torch.cuda.Stream(index, priority=-1)
+
+
+def _join_side_stream(stream: torch.cuda.Stream) -> None:
+    """Join what blocks of `Beside` left in the capture on this stream."""
+    side = _side_stream(torch.cuda.current_device())
+    with torch.cuda.stream(side):
+        is_part = torch.cuda.is_current_stream_capturing()
+    if is_part:
+        stream.wait_stream(side)
 
 
 class Beside:

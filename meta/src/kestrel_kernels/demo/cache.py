@@ -86,6 +86,11 @@ class PageTable:
         self.numbers = torch.tensor(numbers, dtype=torch.int32).to(cache.device)
         self.sequences = torch.arange(len(rows), device=cache.device)
 
+    @property
+    def capacity(self) -> int:
+        """Tokens of the longest sequence."""
+        return self.block_table.shape[1] * self._cache.page
+
     def slots(self, sequences: Tensor, positions: Tensor) -> Tensor:
         """The cache slot of each (sequence, position), computed on the device."""
         page = self._cache.page

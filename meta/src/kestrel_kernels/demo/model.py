@@ -32,7 +32,7 @@ class Step:
     positions: int64 [T]. slots: int32 [T], the cache slot of each. numbers: int32 [T], the id of its sequence.
     lengths, sequences: int32 [B], tokens of each sequence including these, and its id. block_table: int32 [B, n].
     counts: the number of tokens of each sequence. starts: int32 [B + 1], the first token of each sequence in a prefill;
-    None for decoding, where all counts are equal.
+    None for decoding, where all counts are equal. table: of decoding.
     """
 
     positions: Tensor
@@ -43,6 +43,7 @@ class Step:
     block_table: Tensor
     counts: Sequence[int]
     starts: Tensor | None = None
+    table: PageTable | None = None
 
     @classmethod
     def prefill(cls, table: PageTable, counts: Sequence[int], before: Sequence[int] | None = None) -> Step:
@@ -65,7 +66,16 @@ class Step:
         if each > 1:
             sequences, numbers = sequences.repeat_interleave(each), numbers.repeat_interleave(each)
         slots = table.slots(sequences, positions)
-        return cls(positions, slots, numbers, lengths, table.numbers, table.block_table, (each,) * batch)
+        return cls(positions, slots, numbers, lengths, table.numbers, table.block_table, (each,) * batch, table=table)
+
+    def advance(self) -> None:
+        """Change a step of one new token of each sequence in place to the next one, which may be the last one's next."""
+        table = self.table
+        assert table is not None
+        assert set(self.counts) == {1}
+        self.positions.add_(1)
+        self.lengths.add_(1)
+        self.slots.copy_(table.slots(table.sequences, self.positions.clamp(max=table.capacity - 1)))
 
 
 def linear(x: Tensor, layer: Linear) -> Tensor:

@@ -14,7 +14,6 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from kestrel_attention import flash_attn_varlen_func, flash_attn_with_kvcache
 from kestrel_kvcache import gather_cache, rotary_and_cache
 
-from ...graphs import Beside
 from .formats import FORMATS, INT4_PAGE, Pages
 from .masks import Mask
 from .prompts import DTYPES, Packing, Scores, causal_attention, dense_attention, serves
@@ -43,7 +42,6 @@ class Step:
     advance: Tensor | int
     slots: tuple[Tensor, Tensor] | None = None
     lengths_after: Tensor | None = None
-    counted: Beside | None = None  # the launches of what is above, until the first layer waits for them
     _packing: Packing | None = None
 
     @property
@@ -52,6 +50,13 @@ class Step:
         if self._packing is None and self.valid is not None:
             self._packing = Packing.of(self.valid)
         return self._packing
+
+
+class CountedStep(Step):
+    """A pass whose tokens `lengths` holds already: those of the cache, which `lengths_after` is, too."""
+
+    def take_back(self) -> None:
+        self.lengths.sub_(1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,9 +148,11 @@ class KestrelCache(Cache):
     def settle(self) -> None:
         """Count the tokens of the last forward pass. The next pass does this itself; a CUDA graph must contain it."""
         step, self._step = self._step, None
-        if step is not None and step.counted is None:
+        if step is not None and not isinstance(step, CountedStep):
             assert self._lengths is not None
             self._lengths[: self._batch].add_(step.advance)
+        elif step is not None and step.start == self.get_seq_length():  # a pass that failed before its first layer
+            step.take_back()
 
     @property
     def lengths(self) -> Tensor:
@@ -253,22 +260,23 @@ class KestrelCache(Cache):
                 f"KestrelCache: batch: expected {self._batch} sequences as before (reset() starts anew), got {batch}"
             )
 
-    def prepare(self, counted: Beside) -> None:
-        """Within this block, count for a pass of one token of each sequence without padding. The pass waits for it."""
-        step = self._new_step(self.get_seq_length(), 1, None)
+    def count(self, slots: Tensor) -> None:
+        """Count a pass of one token of each sequence ahead of it, where layers take the lengths behind it alone.
+
+        slots: int64 [B], those of the new tokens. None of them is padding.
+        """
         if self._pages[0].rotates:
-            self.slots(step)
-            step.lengths_after = step.lengths + step.advance
-        step.counted, self._step = counted, step
+            after = self.lengths.add_(1)
+            assert self._numbers is not None
+            places = slots, self._numbers[: len(slots)]
+            self._step = CountedStep(self.get_seq_length(), 1, after, None, 1, slots=places, lengths_after=after)
 
     def step(self, layer: KestrelLayer, count: int, mask: Mask | None) -> Step:
         """The forward pass that `layer` is part of: the last one, or a new one behind it."""
         step = self._step
-        if step is not None and step.counted is not None:
-            step.counted.join()
-            if mask is None or mask.rows is None:
-                step.counted = None
-        if step is None or step.start != layer.seen or step.count != count or step.counted is not None:
+        if isinstance(step, CountedStep) and mask is not None and mask.rows is not None:
+            step = None
+        if step is None or step.start != layer.seen or step.count != count:
             self.settle()
             step = self._step = self._new_step(layer.seen, count, mask)
         return step
@@ -285,6 +293,12 @@ class KestrelCache(Cache):
         stored = valid.sum(1, dtype=torch.int32)
         self._padded_until, self._padding = start + count, self._padding + count - stored
         return Step(start, count, self.lengths, valid, stored)
+
+    def next_slots(self) -> Tensor:
+        """The slot int64 [B] of the next token of each sequence."""
+        lengths = self.lengths
+        assert self._first_slots is not None
+        return self._first_slots[: len(lengths)] + lengths
 
     def slots(self, step: Step) -> tuple[Tensor, Tensor]:
         """Slots [B * count] of a step's tokens, -1 for padding, and their sequences."""
@@ -433,6 +447,7 @@ class KestrelLayer(CacheLayerMixin):
         if self.seen > 0 and count > 1 and mask is not None and not mask.is_causal:
             raise ValueError("KestrelCache: attention_mask: expected causality after a context, got another pattern")
         step = cache.step(self, count, mask)
+        before = step.lengths - 1 if isinstance(step, CountedStep) else step.lengths
         self.seen += count
         q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
         if count == 1 or (step.start > 0 and step.valid is None and count <= _APPEND_QUERIES):
@@ -442,7 +457,7 @@ class KestrelLayer(CacheLayerMixin):
                 pages.values,
                 k,
                 v,
-                cache_seqlens=step.lengths,
+                cache_seqlens=before,
                 block_table=cache._table[:batch],
                 **scores.arguments(),
                 **pages.reading(cache._numbers[:batch]),

@@ -16,7 +16,7 @@ from torch import Tensor
 from kestrel_runtime import UnsupportedError
 from kestrel_sampling import sample_from_logits
 
-from ...graphs import Beside, captured, replay
+from ...graphs import captured, replay
 from ...host_copy import HostCopy
 from .cache import KestrelCache
 from .modules import in_place, tabulated
@@ -133,14 +133,16 @@ class Decoding:
         self.model = model
         self._cache = weakref.ref(cache)  # which holds this object
         self.device = device = model.device
-        self.pad, self.none = (torch.tensor(token, dtype=torch.int32, device=device) for token in (pad, -1))
+        self.pad = torch.tensor(pad, dtype=torch.int32, device=device)
+        self.without = torch.tensor([[0], [-1]], dtype=torch.int32, device=device)
         self.tables: dict[Any, tuple[Tensor, Tensor]] = {}
-        self.counters = torch.zeros(batch + 1, dtype=torch.int64, device=device)  # positions and draw: one launch
-        self.positions, draw = self.counters[:batch, None], self.counters[batch:]
+        self.counters = torch.zeros(2 * batch + 1, dtype=torch.int64, device=device)  # all in one launch
+        self.positions, self.slots, draw = self.counters[:batch, None], self.counters[batch:-1], self.counters[-1:]
         self.sampler = Sampler(sampling, batch, model.config.get_text_config().vocab_size, draw)
         self.eos = torch.tensor(list(eos), dtype=torch.int32, device=device)
         self.done = torch.zeros(batch, dtype=torch.bool, device=device)
-        self.ids, self.tokens = torch.zeros(2, batch, 1, dtype=torch.int32, device=device)
+        self.chosen = torch.zeros(2, batch, dtype=torch.int32, device=device)
+        self.tokens, self.ids = self.chosen[..., None]
         self.stops = stops
         self.in_place = in_place
         self.steps = 0
@@ -166,6 +168,7 @@ class Decoding:
         options = {"attention_mask": attention_mask, "logits_to_keep": 1}
         self._forward(input_ids[:, held:], positions[:, held:], **options)
         self.positions.add_(positions[:, -1:])
+        self.slots.copy_(self.cache.next_slots())
 
     def _forward(self, ids: Tensor, positions: Tensor, **options: Any) -> None:
         """Puts the next token of each sequence into `ids`."""
@@ -178,16 +181,12 @@ class Decoding:
             chosen, valid = torch.where(self.done, self.pad, chosen), valid | self.done
             if self.eos.numel():
                 self.done |= chosen == self.eos if self.eos.numel() == 1 else torch.isin(chosen, self.eos)
-        with Beside(self.device) as counted:
-            torch.where(valid, chosen, self.none, out=self.ids[:, 0])
-            self.counters.add_(1)
-        self.tokens[:, 0].copy_(chosen)
+        torch.where(valid, chosen, self.without, out=self.chosen)
         self.cache.settle()
-        counted.join()
+        self.counters.add_(1)
 
     def _step(self) -> None:
-        with Beside(self.device) as counted:
-            self.cache.prepare(counted)
+        self.cache.count(self.slots)
         self._forward(self.tokens, self.positions)
 
     def advance(self, *, graph: bool = True) -> None:
