@@ -176,7 +176,9 @@ def speed(options: argparse.Namespace) -> Json:
         return random(PRESETS[options.preset], torch.bfloat16, device, fp8_experts=experts == "fp8")
 
     ways = [("fp8", "auto", "kernel", True), *(("bf16", kind, "kernel", True) for kind in options.kv_cache)]
-    ways += [("bf16", "auto", how, graph) for how, graph in (("reference", True), ("kernel", False), ("reference", False))]
+    ways += [
+        ("bf16", "auto", how, graph) for how, graph in (("reference", True), ("kernel", False), ("reference", False))
+    ]
     rows, weights, of = [], None, None
     for experts, kind, how, graph in ways:
         if experts != of:
@@ -399,8 +401,8 @@ def speed_tables(preset: str, found: Json) -> str:
     for step in found["steps"]:
         lines.append(
             f"\nWhere the time of a decode step goes: {_microseconds(step)} as one CUDA graph, over {CONTEXT} tokens "
-            f"in a cache in {NAMES[step['kv_cache']]}. The calls of each op, as a graph of their own, add up to more, as "
-            "attention runs beside the feed-forward:\n"
+            f"in a cache in {NAMES[step['kv_cache']]}. The calls of each op, as a graph of their own, add up to more, "
+            "as attention runs beside the feed-forward:\n"
         )
         lines += ["| op | calls | runs as | all of them |", "|---|---|---|---|"]
         parts = sorted(step["parts"], key=lambda part: -(part["us"] or 0))

@@ -193,13 +193,17 @@ def test_sections_of_vllms_int4_pages_hold_what_plain_tensors_hold(size, order):
         for page in range(-(-length // 64)):
             table[b, page] = next(pages)
     rows = torch.tensor([2, 0, 3, 1], dtype=torch.int32, device="cuda")
-    slots = torch.cat([table[b, torch.arange(n) // 64] * 64 + torch.arange(n).cuda() % 64 for b, n in enumerate(lengths)])
+    slots = torch.cat(
+        [table[b, torch.arange(n) // 64] * 64 + torch.arange(n).cuda() % 64 for b, n in enumerate(lengths)]
+    )
     of_token = torch.cat([rows[b].expand(n) for b, n in enumerate(lengths)])
     new = [torch.randn(sum(lengths), heads, size, generator=random, device="cuda").bfloat16() for _ in range(2)]
     query = torch.randn(4, 1, 4 * heads, size, generator=random, device="cuda").bfloat16()
     names, found = ("k_scale", "v_scale", "k_zero", "v_zero"), []
     for k, v, *of in ((keys, values, *scales.values()), plain):
-        options = dict(zip(names, of, strict=True)) | {"k_tail": torch.zeros(4, 64, heads, size, device="cuda").bfloat16()}
+        options = dict(zip(names, of, strict=True)) | {
+            "k_tail": torch.zeros(4, 64, heads, size, device="cuda").bfloat16()
+        }
         more = [options[name] for name in ("k_scale", "k_zero", "v_scale", "v_zero", "k_tail")]
         int4_cache_write(*new, k, v, *more, slots, of_token)
         counts = torch.tensor(lengths, dtype=torch.int32, device="cuda")

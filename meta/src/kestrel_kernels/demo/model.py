@@ -69,7 +69,7 @@ class Step:
         return cls(positions, slots, numbers, lengths, table.numbers, table.block_table, (each,) * batch, table=table)
 
     def advance(self) -> None:
-        """Change a step of one new token of each sequence in place to the next one, which may be the last one's next."""
+        """Change a step of one new token of each sequence in place to the next one, even behind the last one."""
         table = self.table
         assert table is not None
         assert set(self.counts) == {1}

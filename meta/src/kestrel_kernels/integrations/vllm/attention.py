@@ -1,4 +1,4 @@
-"""The attention backend KESTREL of vLLM: decode and prefill kernels over vLLM's pages of 16 bits, FP8, INT8 and INT4."""
+"""The attention backend KESTREL of vLLM: decode and prefill kernels over vLLM's pages, 16 bits to INT4."""
 
 from __future__ import annotations
 
@@ -276,8 +276,8 @@ class Impl(AttentionImpl[Metadata]):
             return
         if self.kv_cache_dtype == INT4:
             batch = get_forward_context().attn_metadata[layer.layer_name]
-            more = (scales[name] for name in ("k_scale", "k_zero", "v_scale", "v_zero", "k_tail"))
-            int4_cache_write(key, value, keys, values, *more, slot_mapping, batch.token_rows[: len(slot_mapping)])
+            rows = batch.token_rows[: len(slot_mapping)]
+            int4_cache_write(key, value, keys, values, **scales, slot_mapping=slot_mapping, seq_ids=rows)
             return
         kind = self.kv_cache_dtype if self.kv_cache_dtype in _FP8 else "auto"
         reshape_and_cache(key, value, keys, values, slot_mapping, kind, **scales)
@@ -301,7 +301,7 @@ class Impl(AttentionImpl[Metadata]):
             return output.zero_()
         batch, (keys, values, scales) = attn_metadata, self._cache(layer, kv_cache)
         if decodes := batch.decodes:
-            of_rows = {} if batch.rows is None else {"seq_ids": batch.rows[:decodes]}
+            of_rows: dict[str, Any] = {} if batch.rows is None else {"seq_ids": batch.rows[:decodes]}
             flash_attn_with_kvcache(
                 query[:decodes, None],
                 keys,
@@ -348,7 +348,7 @@ class Impl(AttentionImpl[Metadata]):
         assert batch.prompts is not None
         gathered = []
         for b, length in enumerate(batch.prompts):
-            of_row = {} if batch.rows is None else {"seq_ids": batch.rows[batch.decodes + b :][:1]}
+            of_row: dict[str, Any] = {} if batch.rows is None else {"seq_ids": batch.rows[batch.decodes + b :][:1]}
             gathered.append(
                 gather_cache(keys, values, batch.prompt_table[b], length, dtype=query.dtype, **of_row, **scales)
             )

@@ -1,7 +1,7 @@
 """INT4 pages of KIVI in vLLM: the sections of a page, and the keys of unfinished pages.
 
-Keys are quantised once a page of 64 tokens is full. Until then they are in a row of their request in the tail, memory of
-the layer beside vLLM's pages. vLLM's second model runner says which request each row of a batch is.
+Keys are quantised once a page of 64 tokens is full. Until then they are in a row of their request in the tail, memory
+of the layer beside vLLM's pages. vLLM's second model runner says which request each row of a batch is.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ def sections(kv_cache: Tensor, size: int) -> tuple[Tensor, Tensor, dict[str, Ten
     at a multiple of 16 bytes.
     """
     blocks, heads, page, width = kv_cache.shape
-    run = 1 + sum((length - 1) * stride for length, stride in zip(kv_cache.shape[1:], kv_cache.stride()[1:], strict=True))
+    run = 1 + sum(
+        (length - 1) * stride for length, stride in zip(kv_cache.shape[1:], kv_cache.stride()[1:], strict=True)
+    )
     if kv_cache.element_size() != 1 or (page, width) != (PAGE, bytes_of_a_cell(size)) or kv_cache[0].numel() != run:
         raise ValueError(
             f"kv_cache: expected pages [{heads}, {PAGE}, {bytes_of_a_cell(size)}] of one run of bytes, "
@@ -40,7 +42,9 @@ def sections(kv_cache: Tensor, size: int) -> tuple[Tensor, Tensor, dict[str, Ten
     def take(dtype: torch.dtype, *shape: int) -> Tensor:
         nonlocal start
         size = int(np.prod(shape)) * dtype.itemsize
-        found = kv_cache.as_strided((blocks, size), (kv_cache.stride(0), 1), start).view(dtype).unflatten(1, shape)
+        found: Tensor = (
+            kv_cache.as_strided((blocks, size), (kv_cache.stride(0), 1), start).view(dtype).unflatten(1, shape)
+        )
         start += size
         return found
 
@@ -54,7 +58,9 @@ class Rows:
     """The row in the tail of each request of a batch, and of each token, on the device, where CUDA graphs find them."""
 
     def __init__(self, requests: int, tokens: int, device: torch.device) -> None:
-        self._of_requests, self._of_tokens = (torch.zeros(n, dtype=torch.int32, device=device) for n in (requests, tokens))
+        self._of_requests, self._of_tokens = (
+            torch.zeros(n, dtype=torch.int32, device=device) for n in (requests, tokens)
+        )
 
     def set(self, requests: np.ndarray, starts: np.ndarray) -> tuple[Tensor, Tensor]:
         """requests [B]: their rows. starts [B + 1]: the first token of each. Returns int32 tensors for the batch."""
