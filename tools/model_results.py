@@ -169,21 +169,28 @@ def speed(options: argparse.Namespace) -> Json:
     from kestrel_runtime import backend, trace
 
     device = torch.device(options.device)
-    if options.preset == "tiny":
-        weights = load(TINY_FILE, torch.bfloat16, device)
-    else:
-        weights = random(PRESETS[options.preset], torch.bfloat16, device)
-    ways = [(kind, "kernel", True) for kind in options.kv_cache]
-    ways += [("auto", "reference", True), ("auto", "kernel", False), ("auto", "reference", False)]
-    rows = []
-    for kind, how, graph in ways:
+
+    def weights_with(experts: str) -> Any:
+        if options.preset == "tiny":
+            return load(TINY_FILE, torch.bfloat16, device, fp8_experts=experts == "fp8")
+        return random(PRESETS[options.preset], torch.bfloat16, device, fp8_experts=experts == "fp8")
+
+    ways = [("fp8", "auto", "kernel", True), *(("bf16", kind, "kernel", True) for kind in options.kv_cache)]
+    ways += [
+        ("bf16", "auto", how, graph) for how, graph in (("reference", True), ("kernel", False), ("reference", False))
+    ]
+    rows, weights, of = [], None, None
+    for experts, kind, how, graph in ways:
+        if experts != of:
+            weights = None  # frees the memory first
+            weights, of = weights_with(experts), experts
         tokens = options.tokens if graph else max(16, options.tokens // 4)
         with backend("reference") if how == "reference" else nullcontext(), trace() as counts:
             rate, slow, fast = tokens_per_second(weights, kind, tokens, graph=graph)
         by_reference = sorted(op.split(".")[1] for op, served in counts.items() if served["reference"])
-        row = {"kv_cache": kind, "ops": how, "by_reference": by_reference, "graph": graph, "tokens": tokens}
-        rows.append({**row, "tokens_per_second": rate, "p20": slow, "p80": fast})
-        way = f"{options.preset} {NAMES[kind]:4} {how:9} {'graph' if graph else 'eager'}"
+        row = {"experts": experts, "kv_cache": kind, "ops": how, "by_reference": by_reference, "graph": graph}
+        rows.append({**row, "tokens": tokens, "tokens_per_second": rate, "p20": slow, "p80": fast})
+        way = f"{options.preset} experts {experts:4} cache {NAMES[kind]:4} {how:9} {'graph' if graph else 'eager'}"
         print(f"{way} {rate:8.1f} tokens/s", flush=True)
     steps = [{"kv_cache": kind, **parts_of_a_step(weights, kind)} for kind in options.parts]
     for step in steps:
@@ -381,19 +388,21 @@ def speed_tables(preset: str, found: Json) -> str:
     lines = [
         f"**Tokens per second of `{preset}` on {where(found['environment'])}**: one sequence, bf16, from the median "
         "time between two tokens. Every op by reference: `KESTREL_BACKEND=reference`.\n",
-        "| KV cache | by reference | decode step | tokens/s | p20 .. p80 |",
-        "|---|---|---|---|---|",
+        "| experts | KV cache | by reference | decode step | tokens/s | p20 .. p80 |",
+        "|---|---|---|---|---|---|",
     ]
     for row in found["rows"]:
         names = [f"`{op}`" for op in row["by_reference"] if op != "flash_attn_varlen_func"]  # only in the prefill
         ops = ", ".join(names) if row["ops"] == "kernel" else "every op"
         how = "one CUDA graph" if row["graph"] else "eager"
         name, spread = NAMES[row["kv_cache"]], f"{row['p20']:.0f} .. {row['p80']:.0f}"
-        lines.append(f"| {name} | {ops} | {how} | {row['tokens_per_second']:.0f} | {spread} |")
+        experts = "FP8" if row.get("experts") == "fp8" else "bf16"
+        lines.append(f"| {experts} | {name} | {ops} | {how} | {row['tokens_per_second']:.0f} | {spread} |")
     for step in found["steps"]:
         lines.append(
             f"\nWhere the time of a decode step goes: {_microseconds(step)} as one CUDA graph, over {CONTEXT} tokens "
-            f"in a cache in {NAMES[step['kv_cache']]}. The calls of each op, as a graph of their own:\n"
+            f"in a cache in {NAMES[step['kv_cache']]}. The calls of each op, as a graph of their own, add up to more, "
+            "as attention runs beside the feed-forward:\n"
         )
         lines += ["| op | calls | runs as | all of them |", "|---|---|---|---|"]
         parts = sorted(step["parts"], key=lambda part: -(part["us"] or 0))

@@ -64,3 +64,75 @@ def test_a_graph_is_replayed_on_the_models_device(log):
     del log[:]
     graphs.replay(graph, torch.device("cuda:1"))
     assert log == [("replay", "cuda:1")]
+
+
+class Refused(Exception):
+    pass
+
+
+@pytest.mark.parametrize("is_part", [True, False])
+def test_work_that_fails_in_a_block_leaves_no_open_block_to_the_end_of_the_capture(log, streams, is_part):
+    """Or the error of a capture with unjoined work would hide the work's own."""
+    streams.capturing[0] = is_part
+
+    def fail():
+        raise Refused
+
+    with pytest.raises(Refused):
+        graphs.captured(fail, torch.device("cuda:0"))
+    assert streams.log == (["main waits for side"] if is_part else [])
+
+
+@pytest.fixture
+def streams(monkeypatch):
+    """Streams that log what waits for what, under a capture."""
+    found, current, made = [], [], {}
+
+    class Stream:
+        def __init__(self, name):
+            self.name = name
+
+        def wait_stream(self, other):
+            found.append(f"{self.name} waits for {other.name}")
+
+    current.append(Stream("main"))
+    capturing = [True]
+    fakes = {
+        "is_current_stream_capturing": lambda: capturing[0],
+        "current_device": lambda: 0,
+        "current_stream": lambda: current[-1],
+        "set_stream": lambda stream: current.append(stream),
+        "stream": lambda stream: contextlib.nullcontext(),
+        "Stream": lambda index, priority=0: made.setdefault(priority, Stream("side" if priority else "main")),
+    }
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    graphs._side_stream.cache_clear()
+    launch = lambda name: found.append(f"{name} on {current[-1].name}")  # noqa: E731
+    yield SimpleNamespace(log=found, launch=launch, capturing=capturing)
+    graphs._side_stream.cache_clear()
+
+
+def run_two_blocks(launch):
+    launch("first")
+    with graphs.Beside(torch.device("cuda")):
+        launch("a")
+    launch("second")
+    with graphs.Beside(torch.device("cuda")) as block:
+        launch("b")
+    launch("third")
+    block.join()
+    launch("last")
+
+
+def test_blocks_of_a_captured_graph_run_beside_what_follows_until_they_are_joined(streams):
+    run_two_blocks(streams.launch)
+    forks = ["side waits for main", "a on side", "second on main", "side waits for main", "b on side"]
+    assert streams.log == ["first on main", *forks, "third on main", "main waits for side", "last on main"]
+
+
+def test_where_no_graph_is_captured_blocks_run_in_order(streams):
+    streams.capturing[0] = False
+    run_two_blocks(streams.launch)
+    assert streams.log == [f"{name} on main" for name in ("first", "a", "second", "b", "third", "last")]
+    graphs.Beside(torch.device("cpu")).join()  # asks no GPU

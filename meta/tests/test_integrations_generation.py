@@ -58,7 +58,7 @@ def test_tables_hold_the_rotation_that_the_module_computes(applied, family):
                 found = module.forward(x, positions, *kind)
             for one, other in zip(own, found, strict=True):
                 assert torch.equal(one, other)
-            (places, table), (exact_places, exact) = modules.rotation(*found, 2), modules.rotation(*own, 2)
+            (places, table), (exact_places, exact) = modules.rotation(found, 2), modules.rotation(own, 2)
             assert torch.equal(table[places], exact[exact_places])
     assert len(tables) == len(kinds)
 

@@ -172,3 +172,49 @@ def test_steps_of_few_tokens_are_as_near_to_float32_as_the_other_path(make, fami
         exact = model(ids).logits[:, 19:].transpose(0, 1)
     errors = [(each - exact).norm(dim=-1).median() for each in (ours, other)]
     assert errors[0] <= 1.3 * errors[1], errors
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2, 3, 4), (1, 0, 3, 2, 4)], ids=["LBHNC", "BLNHC"])
+@pytest.mark.parametrize("size", [64, 128])
+def test_sections_of_vllms_int4_pages_hold_what_plain_tensors_hold(size, order):
+    from kestrel_attention import flash_attn_with_kvcache
+    from kestrel_kernels.integrations.vllm import int4
+    from kestrel_kvcache import gather_cache, int4_cache_write
+
+    blocks, heads, lengths = 9, 2, (70, 128, 5, 200)
+    shape = (3, blocks, heads, 64, int4.bytes_of_a_cell(size))
+    memory = torch.zeros([shape[axis] for axis in order], dtype=torch.uint8, device="cuda")
+    keys, values, scales = int4.sections(memory.permute([order.index(axis) for axis in range(5)])[1], size)
+    plain = [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (keys, values, *scales.values())]
+    random = torch.Generator("cuda").manual_seed(0)
+    table = torch.full((4, 4), -1, dtype=torch.int32, device="cuda")
+    pages = iter(torch.randperm(blocks, generator=torch.Generator().manual_seed(0)).tolist())
+    for b, length in enumerate(lengths):
+        for page in range(-(-length // 64)):
+            table[b, page] = next(pages)
+    rows = torch.tensor([2, 0, 3, 1], dtype=torch.int32, device="cuda")
+    slots = torch.cat(
+        [table[b, torch.arange(n) // 64] * 64 + torch.arange(n).cuda() % 64 for b, n in enumerate(lengths)]
+    )
+    of_token = torch.cat([rows[b].expand(n) for b, n in enumerate(lengths)])
+    new = [torch.randn(sum(lengths), heads, size, generator=random, device="cuda").bfloat16() for _ in range(2)]
+    query = torch.randn(4, 1, 4 * heads, size, generator=random, device="cuda").bfloat16()
+    names, found = ("k_scale", "v_scale", "k_zero", "v_zero"), []
+    for k, v, *of in ((keys, values, *scales.values()), plain):
+        options = dict(zip(names, of, strict=True)) | {
+            "k_tail": torch.zeros(4, 64, heads, size, device="cuda").bfloat16()
+        }
+        more = [options[name] for name in ("k_scale", "k_zero", "v_scale", "v_zero", "k_tail")]
+        int4_cache_write(*new, k, v, *more, slots, of_token)
+        counts = torch.tensor(lengths, dtype=torch.int32, device="cuda")
+        with trace() as served:
+            attended = flash_attn_with_kvcache(
+                query, k, v, cache_seqlens=counts, block_table=table, causal=True, seq_ids=rows, **options
+            )
+            read = gather_cache(k, v, table[3], lengths[3], seq_ids=rows[3:], **options)
+        assert not any(each["reference"] for each in served.values())
+        found.append([attended, *read, *(x.clone() for x in (k, v, *of))])
+    assert found[0][0].isfinite().all()
+    assert found[0][0].abs().sum() > 0
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)

@@ -14,7 +14,7 @@ import sys
 
 SETTINGS = {
     "VLLM_TARGET_DEVICE": "cpu",
-    "VLLM_USE_V2_MODEL_RUNNER": "0",  # the second runner needs Triton
+    "VLLM_USE_V2_MODEL_RUNNER": "0",
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -23,6 +23,11 @@ SETTINGS = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_USE_AOT_COMPILE": "0",
     "VLLM_DISABLE_COMPILE_CACHE": "1",
+}
+SECOND_RUNNER = {
+    "VLLM_USE_V2_MODEL_RUNNER": "1",
+    "TRITON_INTERPRET": "1",  # its kernels run in Python
+    "CUDA_VISIBLE_DEVICES": "",  # so that vLLM takes Triton without a driver
 }
 
 
@@ -50,8 +55,10 @@ def stand_in() -> None:
     stand_in.library = library
 
 
-def prepare(parts: str, compiled: bool = False) -> None:
+def prepare(parts: str, compiled: bool = False, second_runner: bool = False) -> None:
     os.environ.update(SETTINGS, KESTREL_VLLM=parts, TORCHDYNAMO_DISABLE="0" if compiled else "1")
+    if second_runner:
+        os.environ.update(SECOND_RUNNER)
     stand_in()
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
@@ -76,7 +83,7 @@ def main(asked: dict) -> dict:
     if "recipe" in asked:
         return recipe(asked["recipe"])
     compiled = asked["compiled"]
-    prepare(asked["parts"], compiled)
+    prepare(asked["parts"], compiled, asked["second_runner"])
     from vllm import LLM, SamplingParams
 
     from kestrel_runtime import trace
@@ -108,6 +115,7 @@ def main(asked: dict) -> dict:
         ],
         "ops": sorted(op for op, served in counts.items() if any(served.values())),
         "classes": sorted({type(layer).__name__ for layer in layers}),
+        "runner": type(llm.llm_engine.model_executor.driver_worker.worker.model_runner).__module__,
     }
 
 

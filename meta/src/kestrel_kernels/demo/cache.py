@@ -72,8 +72,8 @@ class PagedCache:
 class PageTable:
     """A batch of sequences in a cache.
 
-    block_table: int32 [B, max pages], -1 behind the pages of a sequence. numbers: int32 [B], an id of each sequence,
-    unique in the cache.
+    block_table: int32 [B, max pages], -1 behind the pages of a sequence. sequences: int64 [B], 0 to B - 1. numbers:
+    int32 [B], an id of each sequence, unique in the cache.
     """
 
     def __init__(self, cache: PagedCache, pages: list[list[int]], numbers: list[int]) -> None:
@@ -84,6 +84,12 @@ class PageTable:
         rows = [row + [-1] * (max_pages - len(row)) for row in pages]
         self.block_table = torch.tensor(rows, dtype=torch.int32).reshape(len(rows), max_pages).to(cache.device)
         self.numbers = torch.tensor(numbers, dtype=torch.int32).to(cache.device)
+        self.sequences = torch.arange(len(rows), device=cache.device)
+
+    @property
+    def capacity(self) -> int:
+        """Tokens of the longest sequence."""
+        return self.block_table.shape[1] * self._cache.page
 
     def slots(self, sequences: Tensor, positions: Tensor) -> Tensor:
         """The cache slot of each (sequence, position), computed on the device."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from kestrel_runtime import UnsupportedError
 from kestrel_sampling import sample_from_logits
 
-from ..graphs import captured, replay
+from ..graphs import Beside, captured, replay
 from ..host_copy import HostCopy
 from .cache import PageTable
 from .config import DecoderConfig, DemoError
@@ -67,7 +67,10 @@ def generate(
 
 
 class Decoding:
-    """A batch of sequences that grow by one token per step. A step changes all state in place."""
+    """A batch of sequences that grow by one token per step. A step changes all state in place.
+
+    tokens: int32 [B], the input of the next step. ids: the same, -1 where a row of logits had no finite maximum.
+    """
 
     EAGER_STEPS = 2
     """Steps before the capture: libraries and kernels set up state on first use."""
@@ -78,10 +81,10 @@ class Decoding:
         tokens = torch.tensor([token for prompt in prompts for token in prompt]).to(device)
         last = (torch.tensor(counts).cumsum(0) - 1).to(device)
         self.decoder = decoder
-        self.table = table
         self.choose = choose
-        self.positions = torch.tensor(counts).to(device)
-        self.ids = choose(decoder(tokens, Step.prefill(table, counts), last))
+        self._chosen = choose(decoder(tokens, Step.prefill(table, counts), last))
+        self.tokens, self.ids = self._chosen
+        self.step = Step.decode(table, torch.tensor(counts).to(device))
         self.steps = 0
         self.graph: torch.cuda.CUDAGraph | None = None
 
@@ -101,21 +104,24 @@ class Decoding:
             self.graph = captured(self._step, self.ids.device)
 
     def _step(self) -> None:
-        ids = self.choose(self.decoder(self.ids.clamp(min=0), Step.decode(self.table, self.positions)))
-        self.ids.copy_(ids)
-        self.positions.add_(1)
+        logits = self.decoder(self.tokens, self.step)
+        with Beside(self.tokens.device) as counted:
+            self.step.advance()
+        self.choose(logits, out=self._chosen)
+        counted.join()
 
 
 class Chooser:
-    """Logits [B, V] to token ids int32 [B]; -1 where a row has no finite maximum."""
+    """Logits [B, V] to int32 [2, B]: tokens, and ids, which are -1 where a row has no finite maximum."""
 
     def __init__(self, sampling: Sampling, batch: int, decoder: Decoder) -> None:
         device = decoder.weights.device
         self.sampling = sampling
         self.seeds = sampling.seed + torch.arange(batch, device=device)
         self.draw = torch.zeros(1, dtype=torch.int64, device=device)
+        self.without = torch.tensor([[0], [-1]], dtype=torch.int32, device=device)
 
-    def __call__(self, logits: Tensor) -> Tensor:
+    def __call__(self, logits: Tensor, out: Tensor | None = None) -> Tensor:
         ids, valid = sample_from_logits(
             logits,
             self.sampling.temperature,
@@ -125,7 +131,7 @@ class Chooser:
             return_valid=True,
         )
         self.draw.add_(1)
-        return torch.where(valid, ids, -1)
+        return torch.where(valid, ids, self.without, out=out)
 
 
 class Text:

@@ -1,7 +1,7 @@
 """The decoder, written in ops of this library plus linear, gelu and embedding of torch.nn.functional.
 
-A layer computes x + attention(norm(x)) + feed_forward(norm(x)). The linear layer after attention adds the residual;
-what routed experts return is added by the norm of the next layer.
+A layer computes x + attention(norm(x)) + feed_forward(norm(x)). Attention runs beside the feed-forward in a CUDA graph.
+The linear layer after attention adds the residual; what routed experts return is added by the norm of the next layer.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from kestrel_norm import fused_add_layer_norm, layer_norm
 from kestrel_quant import W4Weight, w4a16_linear
 from kestrel_rope import build_cos_sin_cache
 
+from ..graphs import Beside
 from .cache import PagedCache, PageTable
 from .stores import Store
 from .weights import Dense, Experts, Layer, Linear, Norm, Weights
@@ -31,7 +32,7 @@ class Step:
     positions: int64 [T]. slots: int32 [T], the cache slot of each. numbers: int32 [T], the id of its sequence.
     lengths, sequences: int32 [B], tokens of each sequence including these, and its id. block_table: int32 [B, n].
     counts: the number of tokens of each sequence. starts: int32 [B + 1], the first token of each sequence in a prefill;
-    None for decoding, where all counts are equal.
+    None for decoding, where all counts are equal. table: of decoding.
     """
 
     positions: Tensor
@@ -42,6 +43,7 @@ class Step:
     block_table: Tensor
     counts: Sequence[int]
     starts: Tensor | None = None
+    table: PageTable | None = None
 
     @classmethod
     def prefill(cls, table: PageTable, counts: Sequence[int], before: Sequence[int] | None = None) -> Step:
@@ -59,11 +61,21 @@ class Step:
     def decode(cls, table: PageTable, positions: Tensor) -> Step:
         """The next token of each sequence at positions [B], or the next n tokens at [B, n]. Never reads on the host."""
         batch, each = positions.shape[0], positions[0].numel()
-        sequences = torch.arange(batch, device=positions.device).repeat_interleave(each)
         lengths = (positions.view(batch, each)[:, -1] + 1).int()
-        positions = positions.flatten()
-        slots, numbers = table.slots(sequences, positions), table.numbers[sequences]
-        return cls(positions, slots, numbers, lengths, table.numbers, table.block_table, (each,) * batch)
+        positions, sequences, numbers = positions.flatten(), table.sequences, table.numbers
+        if each > 1:
+            sequences, numbers = sequences.repeat_interleave(each), numbers.repeat_interleave(each)
+        slots = table.slots(sequences, positions)
+        return cls(positions, slots, numbers, lengths, table.numbers, table.block_table, (each,) * batch, table=table)
+
+    def advance(self) -> None:
+        """Change a step of one new token of each sequence in place to the next one, even behind the last one."""
+        table = self.table
+        assert table is not None
+        assert set(self.counts) == {1}
+        self.positions.add_(1)
+        self.lengths.add_(1)
+        self.slots.copy_(table.slots(table.sequences, self.positions.clamp(max=table.capacity - 1)))
 
 
 def linear(x: Tensor, layer: Linear) -> Tensor:
@@ -104,12 +116,18 @@ class Decoder:
         x, added = F.embedding(tokens, self.weights.embedding), None
         for index, layer in enumerate(self.weights.layers):
             normed = self._norm(x, added, layer.norm)
-            attended = self._attention(index, layer, normed, step)
-            x = linear_residual(attended, layer.out, x)
             if isinstance(layer.feed_forward, Dense):
+                with Beside(x.device) as attention:
+                    attended = self._attention(index, layer, normed, step)
                 x, added = mlp_residual(normed, layer.feed_forward, x), None
+                attention.join()
+                x = linear_residual(attended, layer.out, x)
             else:
+                with Beside(x.device) as attention:
+                    attended = linear_residual(self._attention(index, layer, normed, step), layer.out, x)
                 added = self._experts(layer.feed_forward, normed)
+                attention.join()
+                x = attended
         if rows is not None:
             x, added = x[rows], None if added is None else added[rows]
         return linear(self._norm(x, added, self.weights.norm), self.weights.head)

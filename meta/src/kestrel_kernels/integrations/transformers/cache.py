@@ -52,6 +52,13 @@ class Step:
         return self._packing
 
 
+class CountedStep(Step):
+    """A pass whose tokens `lengths` holds already: those of the cache, which `lengths_after` is, too."""
+
+    def take_back(self) -> None:
+        self.lengths.sub_(1)
+
+
 @dataclasses.dataclass(frozen=True)
 class HeadNorms:
     """RMSNorms of the heads of a query and a key before their rotation."""
@@ -140,10 +147,12 @@ class KestrelCache(Cache):
 
     def settle(self) -> None:
         """Count the tokens of the last forward pass. The next pass does this itself; a CUDA graph must contain it."""
-        if self._step is not None:
+        step, self._step = self._step, None
+        if step is not None and not isinstance(step, CountedStep):
             assert self._lengths is not None
-            self._lengths[: self._batch].add_(self._step.advance)
-            self._step = None
+            self._lengths[: self._batch].add_(step.advance)
+        elif step is not None and step.start == self.get_seq_length():  # a pass that failed before its first layer
+            step.take_back()
 
     @property
     def lengths(self) -> Tensor:
@@ -251,9 +260,22 @@ class KestrelCache(Cache):
                 f"KestrelCache: batch: expected {self._batch} sequences as before (reset() starts anew), got {batch}"
             )
 
+    def count(self, slots: Tensor) -> None:
+        """Count a pass of one token of each sequence ahead of it, where layers take the lengths behind it alone.
+
+        slots: int64 [B], those of the new tokens. None of them is padding.
+        """
+        if self._pages[0].rotates:
+            after = self.lengths.add_(1)
+            assert self._numbers is not None
+            places = slots, self._numbers[: len(slots)]
+            self._step = CountedStep(self.get_seq_length(), 1, after, None, 1, slots=places, lengths_after=after)
+
     def step(self, layer: KestrelLayer, count: int, mask: Mask | None) -> Step:
         """The forward pass that `layer` is part of: the last one, or a new one behind it."""
         step = self._step
+        if isinstance(step, CountedStep) and mask is not None and mask.rows is not None:
+            step = None
         if step is None or step.start != layer.seen or step.count != count:
             self.settle()
             step = self._step = self._new_step(layer.seen, count, mask)
@@ -271,6 +293,12 @@ class KestrelCache(Cache):
         stored = valid.sum(1, dtype=torch.int32)
         self._padded_until, self._padding = start + count, self._padding + count - stored
         return Step(start, count, self.lengths, valid, stored)
+
+    def next_slots(self) -> Tensor:
+        """The slot int64 [B] of the next token of each sequence."""
+        lengths = self.lengths
+        assert self._first_slots is not None
+        return self._first_slots[: len(lengths)] + lengths
 
     def slots(self, step: Step) -> tuple[Tensor, Tensor]:
         """Slots [B * count] of a step's tokens, -1 for padding, and their sequences."""
@@ -419,6 +447,7 @@ class KestrelLayer(CacheLayerMixin):
         if self.seen > 0 and count > 1 and mask is not None and not mask.is_causal:
             raise ValueError("KestrelCache: attention_mask: expected causality after a context, got another pattern")
         step = cache.step(self, count, mask)
+        before = step.lengths - 1 if isinstance(step, CountedStep) else step.lengths
         self.seen += count
         q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
         if count == 1 or (step.start > 0 and step.valid is None and count <= _APPEND_QUERIES):
@@ -428,7 +457,7 @@ class KestrelLayer(CacheLayerMixin):
                 pages.values,
                 k,
                 v,
-                cache_seqlens=step.lengths,
+                cache_seqlens=before,
                 block_table=cache._table[:batch],
                 **scores.arguments(),
                 **pages.reading(cache._numbers[:batch]),

@@ -111,6 +111,7 @@ class Decoding:
     """A batch of sequences that grow by one token per step. It keeps its CUDA graph when it starts anew.
 
     `ids`: int32 [B, 1], the newest token of each sequence, -1 where its logits held NaN; a step changes it in place.
+    `tokens`: the same for the next step, 0 where its logits held NaN.
     `stops`: whether sequences may end: at a token of `eos`, or where the caller sets `done`.
     """
 
@@ -132,14 +133,16 @@ class Decoding:
         self.model = model
         self._cache = weakref.ref(cache)  # which holds this object
         self.device = device = model.device
-        self.pad, self.none = (torch.tensor(token, dtype=torch.int32, device=device) for token in (pad, -1))
+        self.pad = torch.tensor(pad, dtype=torch.int32, device=device)
+        self.without = torch.tensor([[0], [-1]], dtype=torch.int32, device=device)
         self.tables: dict[Any, tuple[Tensor, Tensor]] = {}
-        self.counters = torch.zeros(batch + 1, dtype=torch.int64, device=device)  # positions and draw: one launch
-        self.positions, draw = self.counters[:batch, None], self.counters[batch:]
+        self.counters = torch.zeros(2 * batch + 1, dtype=torch.int64, device=device)  # all in one launch
+        self.positions, self.slots, draw = self.counters[:batch, None], self.counters[batch:-1], self.counters[-1:]
         self.sampler = Sampler(sampling, batch, model.config.get_text_config().vocab_size, draw)
         self.eos = torch.tensor(list(eos), dtype=torch.int32, device=device)
         self.done = torch.zeros(batch, dtype=torch.bool, device=device)
-        self.ids = torch.zeros(batch, 1, dtype=torch.int32, device=device)
+        self.chosen = torch.zeros(2, batch, dtype=torch.int32, device=device)
+        self.tokens, self.ids = self.chosen[..., None]
         self.stops = stops
         self.in_place = in_place
         self.steps = 0
@@ -164,8 +167,8 @@ class Decoding:
         held = self.cache.get_seq_length()
         options = {"attention_mask": attention_mask, "logits_to_keep": 1}
         self._forward(input_ids[:, held:], positions[:, held:], **options)
-        self.counters.fill_(1)
         self.positions.add_(positions[:, -1:])
+        self.slots.copy_(self.cache.next_slots())
 
     def _forward(self, ids: Tensor, positions: Tensor, **options: Any) -> None:
         """Puts the next token of each sequence into `ids`."""
@@ -174,16 +177,17 @@ class Decoding:
         with owned, tabulated(self.tables, self.cache.max_tokens + 1):
             logits = self.model(input_ids=ids, **options).logits[:, -1]
         chosen, valid = self.sampler(logits)  # behind the head at once, so that their launches overlap
-        self.cache.settle()
         if self.stops:
             chosen, valid = torch.where(self.done, self.pad, chosen), valid | self.done
             if self.eos.numel():
                 self.done |= chosen == self.eos if self.eos.numel() == 1 else torch.isin(chosen, self.eos)
-        torch.where(valid, chosen, self.none, out=self.ids[:, 0])
+        torch.where(valid, chosen, self.without, out=self.chosen)
+        self.cache.settle()
+        self.counters.add_(1)
 
     def _step(self) -> None:
-        self._forward(self.ids.clamp(min=0), self.positions)
-        self.counters.add_(1)
+        self.cache.count(self.slots)
+        self._forward(self.tokens, self.positions)
 
     def advance(self, *, graph: bool = True) -> None:
         """Puts the next token of each sequence into `ids`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -277,7 +278,7 @@ class Attention(Changed):
     def __call__(
         self,
         hidden_states: Tensor,
-        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        position_embeddings: tuple[Tensor, Tensor] | Tabulated | None = None,
         attention_mask: Any = None,
         past_key_values: Any = None,
         norm: Norm | None = None,
@@ -291,7 +292,7 @@ class Attention(Changed):
         if _keeps_its_own(module, hidden_states) or position_embeddings is None or module.training or is_changed:
             names = {"position_embeddings": position_embeddings, "attention_mask": attention_mask}
             return self.original(hidden_states, **names, past_key_values=past_key_values, **kwargs)
-        options, turned = self.options(module), rotation(*position_embeddings, hidden_states.shape[0])
+        options, turned = self.options(module), rotation(position_embeddings, hidden_states.shape[0])
         rows, size = hidden_states.shape[:-1], module.head_dim
         if norm is not None:
             qkv = few_tokens.product_of_norm(self.qkv or module.qkv_proj, hidden_states, norm)
@@ -365,8 +366,32 @@ class Attention(Changed):
         return layer if isinstance(layer, KestrelLayer) and layer.rotates else None
 
 
-def rotation(cos: Tensor, sin: Tensor, batch: int) -> tuple[Tensor, Tensor]:
-    """transformers' cos, sin [1 or B, S, R] as positions [B, S] and a table for `rotary_embedding`; kept at `cos`."""
+@dataclasses.dataclass(frozen=True)
+class Tabulated:
+    """Cos and sin of positions [B, S] as rows of `table`, as `rotary_embedding` takes them.
+
+    A module that unpacks it, as transformers' own do, gets cos and sin: the rows of `both` are looked up then.
+    """
+
+    positions: Tensor
+    table: Tensor
+    both: Tensor
+
+    def __iter__(self) -> Iterator[Tensor]:
+        yield from nn.functional.embedding(self.positions, self.both).chunk(2, -1)
+
+    def __getitem__(self, index: int) -> Tensor:
+        return tuple(self)[index]
+
+
+def rotation(embeddings: tuple[Tensor, Tensor] | Tabulated, batch: int) -> tuple[Tensor, Tensor]:
+    """Positions [B, S] and a table for `rotary_embedding`, from those or from transformers' cos, sin [1 or B, S, R].
+
+    What is made from the latter is kept at `cos`.
+    """
+    if isinstance(embeddings, Tabulated):
+        return embeddings.positions, embeddings.table
+    cos, sin = embeddings
     found = getattr(cos, "_kestrel_rotation", None)
     if found is None or found[0].shape[0] != batch:
         half = cos.shape[-1] // 2
@@ -378,9 +403,11 @@ def rotation(cos: Tensor, sin: Tensor, batch: int) -> tuple[Tensor, Tensor]:
 
 
 class Rotary(Changed):
-    """Cos and sin of positions [B, S]; within `tabulated` one look-up in place of a dozen kernels."""
+    """Cos and sin of positions [B, S]; within `tabulated` rows of a table in place of a dozen kernels."""
 
-    def __call__(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> tuple[Tensor, Tensor]:
+    def __call__(
+        self, x: Tensor, position_ids: Tensor, layer_type: str | None = None
+    ) -> tuple[Tensor, Tensor] | Tabulated:
         kind = () if layer_type is None else (layer_type,)
         held = getattr(_local, "tables", None)
         if held is None:
@@ -392,10 +419,8 @@ class Rotary(Changed):
             cos, sin = (each[0] for each in self.original(x, torch.arange(length, device=x.device)[None], *kind))
             half = cos.shape[-1] // 2
             tables[key] = torch.cat([cos, sin], -1), torch.cat([cos[:, :half], sin[:, :half]], -1)
-        rows, table = tables[key]
-        cos, sin = nn.functional.embedding(position_ids, rows).chunk(2, -1)
-        cos._kestrel_rotation = position_ids.contiguous(), table  # type: ignore[attr-defined]
-        return cos, sin
+        both, table = tables[key]
+        return Tabulated(position_ids.contiguous(), table, both)
 
 
 class Layer(Changed):

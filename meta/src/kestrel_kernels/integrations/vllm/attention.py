@@ -1,4 +1,4 @@
-"""The attention backend KESTREL of vLLM: decode and prefill kernels over vLLM's own pages, bf16, fp16, FP8 and INT8."""
+"""The attention backend KESTREL of vLLM: decode and prefill kernels over vLLM's pages, 16 bits to INT4."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from vllm.config import get_current_vllm_config_or_none
+from vllm.config import get_current_vllm_config, get_current_vllm_config_or_none
+from vllm.forward_context import get_forward_context
 from vllm.v1.attention.backend import (
     AttentionBackend,
     AttentionCGSupport,
@@ -23,9 +24,10 @@ from vllm.v1.kv_cache_interface import KVQuantMode
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from kestrel_attention import flash_attn_varlen_func, flash_attn_with_kvcache
-from kestrel_kvcache import gather_cache, int8_cache_write, reshape_and_cache
+from kestrel_kvcache import gather_cache, int4_cache_write, int8_cache_write, reshape_and_cache
 
-from . import BACKEND
+from . import BACKEND, int4
+from .int4 import INT4
 
 _FP8 = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 INT8 = "int8_per_token_head"
@@ -42,7 +44,8 @@ class Metadata:
     [B - decodes + 1], offsets of the other sequences' tokens, from the first of them on; None if there are none.
     decode_lengths, prompt_lengths: int32, of both kinds of sequences, new tokens included. decode_table, prompt_table:
     int32 [sequences, pages]. max_queries, max_keys: bounds of the lengths.
-    prompts: lengths of the other sequences on the host, with an INT8 cache. key_starts: int32, their offsets.
+    prompts: lengths of the other sequences on the host, with an INT8 or INT4 cache. key_starts: int32, their offsets.
+    rows, token_rows: int32, with an INT4 cache the row in the tail of each sequence, and of each token.
     """
 
     tokens: int
@@ -56,6 +59,8 @@ class Metadata:
     max_keys: int
     prompts: list[int] | None = None
     key_starts: Tensor | None = None
+    rows: Tensor | None = None
+    token_rows: Tensor | None = None
 
 
 class Builder(AttentionMetadataBuilder[Metadata]):
@@ -66,6 +71,13 @@ class Builder(AttentionMetadataBuilder[Metadata]):
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self._init_reorder_batch_threshold(1)
+        self._rows: int4.Rows | None = None
+        if kv_cache_spec.kv_quant_mode is KVQuantMode.INT4_PER_TOKEN_HEAD:
+            for name in ("speculative_config", "kv_transfer_config"):
+                if getattr(vllm_config, name) is not None:
+                    raise ValueError(f"{BACKEND}: {name}: expected None with an INT4 cache, got a configuration")
+            scheduler = vllm_config.scheduler_config
+            self._rows = int4.Rows(scheduler.max_num_seqs, scheduler.max_num_batched_tokens, device)
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
@@ -74,7 +86,12 @@ class Builder(AttentionMetadataBuilder[Metadata]):
         if batch.causal is not True:
             raise ValueError(f"{BACKEND}: causal: expected True, got {batch.causal}")
         decodes, prefills, decode_tokens, _ = split_decodes_and_prefills(batch, decode_threshold=1)
-        prompts, key_starts = None, None
+        prompts, key_starts, rows, token_rows = None, None, None, None
+        if self._rows is not None:
+            if batch.req_idx is None:
+                raise ValueError(f"{BACKEND}: an INT4 cache needs vLLM's second model runner, got the first")
+            requests = len(batch.req_idx)
+            rows, token_rows = self._rows.set(batch.req_idx, batch.query_start_loc_cpu[: requests + 1].numpy())
         if prefills and self.kv_cache_spec.kv_quant_mode.is_per_token_head:
             known = batch.seq_lens_cpu_upper_bound  # exact for these sequences, but for drafts
             is_known = known is not None and self.vllm_config.speculative_config is None
@@ -93,6 +110,8 @@ class Builder(AttentionMetadataBuilder[Metadata]):
             max_keys=_rounded(batch.max_seq_len, _KEYS),
             prompts=prompts,
             key_starts=key_starts,
+            rows=rows,
+            token_rows=token_rows,
         )
 
 
@@ -101,7 +120,7 @@ class KestrelBackend(AttentionBackend):
 
     forward_includes_kv_cache_update = False
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16]
-    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "float16", "bfloat16", *_FP8, INT8]
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "float16", "bfloat16", *_FP8, INT8, INT4]
 
     @staticmethod
     def get_name() -> str:
@@ -109,7 +128,8 @@ class KestrelBackend(AttentionBackend):
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
-        return [MultipleOf(16)]
+        quantised = kv_cache_spec is not None and kv_cache_spec.kv_quant_mode is KVQuantMode.INT4_PER_TOKEN_HEAD
+        return [int4.PAGE] if quantised else [MultipleOf(16)]
 
     @staticmethod
     def get_impl_cls() -> type[Impl]:
@@ -134,15 +154,19 @@ class KestrelBackend(AttentionBackend):
     @classmethod
     def customize_spec(cls, spec: Any) -> Any:
         """An INT8 page has two codes of each channel and two float32 scales for each token and head."""
-        if spec.kv_quant_mode is not KVQuantMode.INT8_PER_TOKEN_HEAD or spec.state_content_bytes is not None:
+        sizes = {
+            KVQuantMode.INT8_PER_TOKEN_HEAD: 2 * spec.head_size + 8,
+            KVQuantMode.INT4_PER_TOKEN_HEAD: int4.bytes_of_a_cell(spec.head_size),
+        }
+        if spec.kv_quant_mode not in sizes or spec.state_content_bytes is not None:
             return spec
-        return dataclasses.replace(spec, state_content_bytes=2 * spec.head_size + 8)
+        return dataclasses.replace(spec, state_content_bytes=sizes[spec.kv_quant_mode])
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...] | None:
-        """Any, but with an INT8 cache those whose pages are one run of bytes."""
+        """Any, but with an INT8 or INT4 cache those whose pages are one run of bytes."""
         config = get_current_vllm_config_or_none()
-        if config is not None and config.cache_config.cache_dtype != INT8:
+        if config is not None and config.cache_config.cache_dtype not in (INT8, INT4):
             return None
         return KVCacheLayout.LBNHC, KVCacheLayout.LBHNC, KVCacheLayout.BLNHC, KVCacheLayout.BLHNC
 
@@ -161,10 +185,13 @@ class KestrelBackend(AttentionBackend):
         """Why this combination is unsupported, or None."""
         if kv_cache_dtype in _FP8 and head_size % 16:
             return f"an FP8 cache needs heads of a multiple of 16, got {head_size}"
-        if kv_cache_dtype == INT8 and head_size not in _INT8_HEADS:
-            return f"an INT8 cache needs heads of 64, 128 or 256, got {head_size}"
-        if kv_cache_dtype == INT8 and has_sink:
-            return "an INT8 cache has no kernels with sinks"
+        for kind, name, heads in ((INT8, "INT8", _INT8_HEADS), (INT4, "INT4", int4.HEADS)):
+            if kv_cache_dtype == kind and head_size not in heads:
+                return f"an {name} cache needs heads of 64, 128 or 256, got {head_size}"
+            if kv_cache_dtype == kind and has_sink:
+                return f"an {name} cache has no kernels with sinks"
+        if kv_cache_dtype == INT4 and block_size not in (None, int4.PAGE):
+            return f"an INT4 cache needs --block-size 64, got {block_size}"
         return None
 
 
@@ -203,9 +230,18 @@ class Impl(AttentionImpl[Metadata]):
             "sinks": sinks,
         }
         self._last_cache: tuple[Tensor, Any] | None = None
+        self._tail_shape: tuple[int, ...] | None = None
+        if kv_cache_dtype == INT4:
+            if kv_sharing_target_layer_name is not None:
+                raise NotImplementedError(f"{BACKEND}: kv_sharing_target_layer_name: expected None with an INT4 cache")
+            config = get_current_vllm_config()
+            self._device = config.device_config.device
+            self._tail_shape = (config.scheduler_config.max_num_seqs, int4.PAGE, self.num_kv_heads, head_size)
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         self._last_cache = None  # scales may be other tensors
+        if self._tail_shape is not None:  # now, so that vLLM counts this memory as the model's
+            self._tail = torch.zeros(self._tail_shape, dtype=act_dtype, device=self._device)
 
     def _cache(self, layer: Any, kv_cache: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
         """Keys and values [blocks, P, Hk, D] of vLLM's [blocks, Hk, P, 2 D], and their scales.
@@ -220,6 +256,9 @@ class Impl(AttentionImpl[Metadata]):
     def _views(self, layer: Any, kv_cache: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
         if self.kv_cache_dtype == INT8:
             return int8_sections(kv_cache, self.head_size)
+        if self.kv_cache_dtype == INT4:
+            keys, values, scales = int4.sections(kv_cache, self.head_size)
+            return keys, values, {**scales, "k_tail": self._tail}
         keys, values = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)
         codes = _FP8.get(self.kv_cache_dtype)
         if codes is None:
@@ -234,6 +273,11 @@ class Impl(AttentionImpl[Metadata]):
         keys, values, scales = self._cache(layer, kv_cache)
         if self.kv_cache_dtype == INT8:
             int8_cache_write(key, value, keys, values, scales["k_scale"], scales["v_scale"], slot_mapping)
+            return
+        if self.kv_cache_dtype == INT4:
+            batch = get_forward_context().attn_metadata[layer.layer_name]
+            rows = batch.token_rows[: len(slot_mapping)]
+            int4_cache_write(key, value, keys, values, **scales, slot_mapping=slot_mapping, seq_ids=rows)
             return
         kind = self.kv_cache_dtype if self.kv_cache_dtype in _FP8 else "auto"
         reshape_and_cache(key, value, keys, values, slot_mapping, kind, **scales)
@@ -257,6 +301,7 @@ class Impl(AttentionImpl[Metadata]):
             return output.zero_()
         batch, (keys, values, scales) = attn_metadata, self._cache(layer, kv_cache)
         if decodes := batch.decodes:
+            of_rows: dict[str, Any] = {} if batch.rows is None else {"seq_ids": batch.rows[:decodes]}
             flash_attn_with_kvcache(
                 query[:decodes, None],
                 keys,
@@ -264,6 +309,7 @@ class Impl(AttentionImpl[Metadata]):
                 cache_seqlens=batch.decode_lengths,
                 block_table=batch.decode_table,
                 out=output[:decodes, None],
+                **of_rows,
                 **scales,
                 **self.scores,
             )
@@ -271,7 +317,7 @@ class Impl(AttentionImpl[Metadata]):
             return output
         new = slice(decodes, batch.tokens)
         if batch.prompts is not None:
-            self._prefill_over_int8(query[new], batch, keys, values, scales, output[new])
+            self._prefill_over_codes(query[new], batch, keys, values, scales, output[new])
             return output
         flash_attn_varlen_func(
             query[new],
@@ -289,7 +335,7 @@ class Impl(AttentionImpl[Metadata]):
         )
         return output
 
-    def _prefill_over_int8(
+    def _prefill_over_codes(
         self,
         query: Tensor,
         batch: Metadata,
@@ -298,12 +344,14 @@ class Impl(AttentionImpl[Metadata]):
         scales: dict[str, Tensor],
         output: Tensor,
     ) -> None:
-        """Prefill kernels do not read INT8 pages: the keys of each sequence are gathered first, as values."""
+        """Prefill kernels do not read INT8 or INT4 pages: the keys of each sequence are gathered first, as values."""
         assert batch.prompts is not None
-        gathered = [
-            gather_cache(keys, values, table, length, dtype=query.dtype, **scales)
-            for table, length in zip(batch.prompt_table, batch.prompts, strict=False)
-        ]
+        gathered = []
+        for b, length in enumerate(batch.prompts):
+            of_row: dict[str, Any] = {} if batch.rows is None else {"seq_ids": batch.rows[batch.decodes + b :][:1]}
+            gathered.append(
+                gather_cache(keys, values, batch.prompt_table[b], length, dtype=query.dtype, **of_row, **scales)
+            )
         k, v = (torch.cat(parts) for parts in zip(*gathered, strict=True))
         assert batch.starts is not None
         bounds = batch.max_queries, batch.max_keys
