@@ -7,9 +7,9 @@
 
 namespace kestrel::quant {
 
-// The parts of a W4Weight for elements of `dtype`; fills in all that depends on them.
+// The parts of the W4Weight `name`; fills in all that depends on them.
 void check_weight(const Checks& check, const TensorView& codes, const TensorView& scales, const OptionalTensor& zeros,
-                  int64_t group, W4Params* p);
+                  int64_t group, W4Params* p, const char* name = "w");
 
 // Refuses what no kernel of a 4-bit weight takes.
 void require_covered(const W4Params& p, const TensorView& scales);

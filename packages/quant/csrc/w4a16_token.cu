@@ -1,241 +1,104 @@
-// w4a16_token: one token x [K] times a weight [N, K] of 4-bit codes, with what stands around the product in a decode
-// step: RMSNorm of x before it; a gated activation of its two halves, or a residual, behind it.
-//
-// Memory-bound by one read of the codes. A CTA stays and takes every so many tiles of 16 rows (a gated layer: 16 of
-// each half). Its warps have slices of K in units of 128; eight blocks of codes are in flight in registers, across
-// tiles, and the first of them before the PDL wait. x lies in shared memory in the order of the fragments of mma.sync,
-// whose eight columns all hold it. Products are of 16 + code; what that adds is taken away by sums of x. Sums depend on
-// N, K alone.
+// w4a16_token and w4a16_token_mlp: checks, parameters, launches.
+#include "w4a16_token.cuh"
+
 #include <kestrel/export.h>
 #include <kestrel/launch.h>
 #include <kestrel/tensor.h>
-#include <kestrel/pack.cuh>
-#include <kestrel/reduce.cuh>
 
 #include <algorithm>
 
+#include "cooperative.h"
 #include "w4a16_checks.h"
 
 namespace kestrel::quant {
+namespace {
 
-constexpr int kTokenThreads = 256, kTokenWarps = kTokenThreads / 32;
-constexpr int kTokenPairs = 4;      // of blocks, in flight: 128 k each
-constexpr int kTokenNormPacks = 4;  // of x, a thread, at a time; with a norm, in all
-constexpr int kTokenCtas = 2;       // for each SM
-
-enum class TokenActivation { none, silu, gelu, gelu_tanh };
-
-struct W4TokenParams {
-  const char *x = nullptr, *codes = nullptr, *scales = nullptr, *zeros = nullptr;
-  const char *bias = nullptr, *residual = nullptr, *norm = nullptr;
-  char* out = nullptr;
-  int rows = 0, results = 0, width = 0;  // N; N, or N / 2 of a gated layer; K
-  int blocks = 0, pairs = 0, pairs_of_group = 1;
-  float eps = 0.f, weight_bias = 0.f;
-  TokenActivation activation = TokenActivation::none;
-};
-
-__device__ __forceinline__ float token_activation(float h, TokenActivation activation) {
-  if (activation == TokenActivation::silu) return __fdividef(h, 1.f + __expf(-h));
-  if (activation == TokenActivation::gelu) return 0.5f * h * erfcf(h * -0.70710678f);
-  return __fdividef(h, 1.f + __expf(-1.5957691216057308f * (h + 0.044715f * h * h * h)));
+void check_vector(const Checks& check, const char* name, const OptionalTensor& vector, const TensorView& x,
+                  int64_t size) {
+  if (!vector.has_value()) return;
+  check.dtype(name, *vector, {x.dtype()});
+  check.shape(name, *vector, &size, 1);
+  check.last_contiguous(name, *vector);
 }
 
-// The words of a pack of x at k = 8 * index, into the order of the fragments: of a block of 64 k, lane quad q of a
-// group reads 32 bytes, its words of the four products.
-__device__ __forceinline__ void store_fragments(char* shared_x, int index, const uint4& bits) {
-  char* const to = shared_x + index / 8 * 128 + index % 8 * 4;
-  const uint32_t words[4] = {bits.x, bits.y, bits.z, bits.w};
-#pragma unroll
-  for (int q = 0; q < 4; ++q) *reinterpret_cast<uint32_t*>(to + q * 32) = words[q];
+void check_token(const Checks& check, const char* name, const TensorView& x, int64_t tokens, int64_t width) {
+  const int64_t shape[2] = {tokens, width};
+  check.shape(name, x, shape, 2);
+  check.last_contiguous(name, x);
 }
 
-template <typename T, bool NORM, bool GATED>
-__global__ void __launch_bounds__(kTokenThreads, kTokenCtas)
-    w4a16_token_kernel(const __grid_constant__ W4TokenParams p) {
-  constexpr int warps = GATED ? kTokenWarps / 2 : kTokenWarps;  // of a tile of 16 rows
-  extern __shared__ __align__(128) char shared_x[];
-  __shared__ float warp_sums[2][kTokenWarps][16], warp_squares[kTokenWarps];
-  float* const sums_of_x = reinterpret_cast<float*>(shared_x + p.blocks * 128);  // of each pair of blocks
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = lane / 4, quad = lane % 4;
-  const int half = GATED ? warp / warps : 0, slice = warp % warps, tiles = p.results / 16;
-  const int first_pair = static_cast<int>(int64_t{p.pairs} * slice / warps);
-  const int last_pair = static_cast<int>(int64_t{p.pairs} * (slice + 1) / warps);
+// activation: "none", or one that halves the result: act(first half) * second half.
+TokenActivation activation_of(const Checks& check, AnyView activation, bool gated) {
+  const std::string name =
+      gated ? check.choice("activation", activation, {"silu_and_mul", "gelu_and_mul", "gelu_tanh_and_mul"})
+            : check.choice("activation", activation, {"none", "silu_and_mul", "gelu_and_mul", "gelu_tanh_and_mul"});
+  if (name == "none") return TokenActivation::none;
+  if (name == "silu_and_mul") return TokenActivation::silu;
+  return name == "gelu_and_mul" ? TokenActivation::gelu : TokenActivation::gelu_tanh;
+}
 
-  // -- weights: codes of four pairs of blocks; a lane's scales and zero points of two rows of one of the pairs --
-  struct Cursor {
-    int tile, pair;
-  };
-  const auto next_of = [&](Cursor at) {
-    at.pair += kTokenPairs;
-    if (at.pair >= last_pair) at = {at.tile + static_cast<int>(gridDim.x), first_pair};
-    return at;
-  };
-  uint4 codes[2 * kTokenPairs];
-  const auto codes_of = [&](Cursor at) {
-    const int64_t tile = at.tile + half * tiles;
-    return p.codes + (tile * p.blocks + at.pair * 2) * kBlockBytes + lane * 16;
-  };
-  const auto load_pair = [&](Cursor at, const char* from, int i) {
-    if (at.tile >= tiles || at.pair + i >= last_pair) return;
-    codes[2 * i] = load16_streamed(from + 2 * i * kBlockBytes);
-    if ((at.pair + i) * 2 + 1 < p.blocks) codes[2 * i + 1] = load16_streamed(from + (2 * i + 1) * kBlockBytes);
-  };
-  const auto load_scales = [&](Cursor at, const char* from) {
-    const int pair = min(at.pair + lane / 8, p.pairs - 1), tile = min(at.tile, tiles - 1) + half * tiles;
-    const int64_t of = int64_t{pair / p.pairs_of_group} * p.rows + tile * 16 + lane % 8 * 2;
-    return *reinterpret_cast<const uint32_t*>(from + of * 2);
-  };
-  Cursor at{static_cast<int>(blockIdx.x), first_pair};
-#pragma unroll
-  for (int i = 0; i < 2 * kTokenPairs; ++i) codes[i] = make_uint4(0, 0, 0, 0);
-#pragma unroll
-  for (int i = 0; i < kTokenPairs; ++i) load_pair(at, codes_of(at), i);
-  uint32_t scales = load_scales(at, p.scales), zeros = p.zeros ? load_scales(at, p.zeros) : 0x00080008u;
-  Pack<T> norm[kTokenNormPacks];
-  const int packs = p.width / 8;
-  if constexpr (NORM) {
-#pragma unroll
-    for (int j = 0; j < kTokenNormPacks; ++j) {
-      const int index = threadIdx.x + j * kTokenThreads;
-      if (index < packs) norm[j].bits = load16_constant(p.norm + int64_t{index} * 16);
-    }
-  }
-  pdl_wait();
-  pdl_trigger();
+// A product's parameters; x, out, residual and norm are the caller's.
+W4TokenParams product_of(const W4Params& weight, const TensorView& scales, const OptionalTensor& bias,
+                         TokenActivation activation) {
+  require_covered(weight, scales);
+  const bool gated = activation != TokenActivation::none;
+  W4TokenParams p;
+  p.rows = weight.outputs;
+  p.results = gated ? p.rows / 2 : p.rows;
+  if (weight.group % kStep && weight.groups > 1) unsupported("groups that are no multiples of 128 and not whole rows");
+  if (p.results % 16) unsupported("a number of results that is not a multiple of 16");
+  p.codes = weight.codes;
+  p.scales = weight.scales;
+  p.zeros = weight.zeros;
+  p.bias = address(bias);
+  p.width = weight.width;
+  p.tiles = p.rows / 16;
+  p.steps = (p.tiles + 1) / 2;
+  p.blocks = weight.blocks;
+  p.pairs = weight.steps;
+  p.inverse_pairs_of_group = ((1u << 31) + weight.steps_per_group - 1) / weight.steps_per_group;
+  p.activation = activation;
+  return p;
+}
 
-  // -- x, a batch of packs for each thread at a time --
-  float factor = 1.f;
-  for (int first = 0; first < p.pairs * 16; first += kTokenNormPacks * kTokenThreads) {
-    Pack<T> x[kTokenNormPacks];
-    float squares = 0.f;
-#pragma unroll
-    for (int j = 0; j < kTokenNormPacks; ++j) {
-      const int index = first + threadIdx.x + j * kTokenThreads;
-      x[j].bits = make_uint4(0, 0, 0, 0);
-      if (index < packs) x[j].bits = load16(p.x + int64_t{index} * 16);
-    }
-    if constexpr (NORM) {
-#pragma unroll
-      for (int j = 0; j < kTokenNormPacks; ++j) {
-        float v[8];
-        x[j].unpack(v);
-#pragma unroll
-        for (int i = 0; i < 8; ++i) squares = fmaf(v[i], v[i], squares);
-      }
-      squares = warp_sum(squares);
-      if (lane == 0) warp_squares[warp] = squares;
-      __syncthreads();
-      float total = warp_squares[0];
-#pragma unroll
-      for (int w = 1; w < kTokenWarps; ++w) total += warp_squares[w];
-      factor = rsqrtf(total / static_cast<float>(p.width) + p.eps);
-    }
-#pragma unroll
-    for (int j = 0; j < kTokenNormPacks; ++j) {
-      const int index = first + threadIdx.x + j * kTokenThreads;
-      if (index - lane >= p.pairs * 16) break;  // of a whole warp
-      float v[8], sum = 0.f;
-      if constexpr (NORM) {
-        float w[8];
-        x[j].unpack(v);
-        norm[j].unpack(w);
-#pragma unroll
-        for (int i = 0; i < 8; ++i) v[i] = index < packs ? v[i] * factor * (w[i] + p.weight_bias) : 0.f;
-        x[j].pack(v);
-      }
-      x[j].unpack(v);
-#pragma unroll
-      for (int i = 0; i < 8; ++i) sum += v[i];
-#pragma unroll
-      for (int other = 8; other > 0; other /= 2) sum += __shfl_xor_sync(~0u, sum, other);
-      if (index < p.blocks * 8) store_fragments(shared_x, index, x[j].bits);
-      if (lane % 16 == 0 && index < p.pairs * 16) sums_of_x[index / 16] = sum;
-    }
-  }
-  __syncthreads();
-
-  // -- tiles: all columns of a fragment are equal, so a lane has the sums of rows `group` and `group` + 8 --
-  const char* const own_x = shared_x + quad * 32;
-  for (int parity = 0; at.tile < tiles; parity ^= 1) {
-    const int tile = at.tile;
-    float sum[2] = {};
-    do {
-      const Cursor next = next_of(at);
-      const char* const next_codes = codes_of(next);
-      const uint32_t now_scales = scales, now_zeros = zeros;
-      scales = load_scales(next, p.scales);
-      if (p.zeros) zeros = load_scales(next, p.zeros);
-#pragma unroll
-      for (int i = 0; i < kTokenPairs; ++i) {
-        if (at.pair + i < last_pair) {
-          float product[2][4] = {};
-#pragma unroll
-          for (int b = 0; b < 2; ++b) {
-            if (b == 1 && (at.pair + i) * 2 + 1 >= p.blocks) continue;
-            const uint4* const x = reinterpret_cast<const uint4*>(own_x + ((at.pair + i) * 2 + b) * 128);
-            const uint4 low = x[0], high = x[1], w = codes[2 * i + b];
-            const uint32_t words[4] = {w.x, w.y, w.z, w.w};
-            const uint32_t of_x[4][2] = {{low.x, low.y}, {low.z, low.w}, {high.x, high.y}, {high.z, high.w}};
-#pragma unroll
-            for (int m = 0; m < 4; ++m) {
-              uint32_t a[4];
-              Decoder<T>::decode(words[m], a);
-              ptx::mma_16x8x16(product[b], a, of_x[m][0], of_x[m][1], T());
-            }
-          }
-          const float of_x = sums_of_x[at.pair + i];
-#pragma unroll
-          for (int r = 0; r < 2; ++r) {
-            const int from = i * 8 + r * 4 + group / 2, shift = group % 2 * 16;
-            const float scale = widen<T>(__shfl_sync(~0u, now_scales, from) >> shift & 0xffffu);
-            const float zero = p.zeros ? static_cast<float>(__shfl_sync(~0u, now_zeros, from) >> shift & 0xffffu) : 8.f;
-            sum[r] = fmaf(fmaf(-(16.f + zero), of_x, product[0][2 * r] + product[1][2 * r]), scale, sum[r]);
-          }
-        }
-        load_pair(next, next_codes, i);
-      }
-      at = next;
-    } while (at.tile == tile);
-
-    if (quad == 0) {
-      warp_sums[parity][warp][group] = sum[0];
-      warp_sums[parity][warp][group + 8] = sum[1];
-    }
-    __syncthreads();
-    const int row = lane, result = tile * 16 + row;
-    if (warp == 0 && row < 16) {
-      const auto output = [&](int first_warp, int bias_row) {
-        float total = warp_sums[parity][first_warp][row];
-#pragma unroll
-        for (int w = 1; w < warps; ++w) total += warp_sums[parity][first_warp + w][row];
-        return p.bias ? total + to_float(reinterpret_cast<const T*>(p.bias)[bias_row]) : total;
-      };
-      float value = output(0, result);
-      if constexpr (GATED) value = token_activation(value, p.activation) * output(warps, result + p.results);
-      if (p.residual) value += to_float(reinterpret_cast<const T*>(p.residual)[result]);
-      reinterpret_cast<T*>(p.out)[result] = from_float<T>(value);
-    }
-  }
+void add_norm(W4TokenParams* p, const OptionalTensor& weight, double eps, double weight_bias) {
+  p->norm = address(weight);
+  p->eps = static_cast<float>(eps);
+  p->weight_bias = static_cast<float>(weight_bias);
+  if (p->norm && p->width > kTokenNormPacks * kTokenThreads * 8) unsupported("a norm of that many columns");
 }
 
 template <typename T>
-void launch_token(const W4TokenParams& p, DLDevice device) {
-  const bool gated = p.activation != TokenActivation::none;
-  const int bytes = p.blocks * 128 + p.pairs * 4;
-  const int ctas = kTokenCtas * device_attribute(cudaDevAttrMultiProcessorCount, device.device_id);
-  const auto launch = [&](auto kernel, int limit) {
-    if (bytes > limit) unsupported("an x that does not fit into shared memory");
-    launch_pdl(kernel, dim3(std::min(p.results / 16, ctas)), dim3(kTokenThreads), device, p, bytes);
-  };
-  if (p.norm && gated) return launch(w4a16_token_kernel<T, true, true>, 48 << 10);
-  if (p.norm) return launch(w4a16_token_kernel<T, true, false>, 48 << 10);
-  if (gated)
-    return launch(w4a16_token_kernel<T, false, true>, raise_shared_limit<w4a16_token_kernel<T, false, true>>(device));
-  launch(w4a16_token_kernel<T, false, false>, raise_shared_limit<w4a16_token_kernel<T, false, false>>(device));
+void launch(const W4TokenChain& chain, DLDevice device) {
+  constexpr auto kernel = w4a16_token_kernel<T>;
+  const int limit = raise_shared_limit<kernel>(device);
+  const int sms = device_attribute(cudaDevAttrMultiProcessorCount, device.device_id);
+  int bytes = 0, steps = 0;
+  for (const W4TokenParams& p : chain.products) {
+    if (!aligned16(p.x) || !aligned16(p.norm)) unsupported("an x or norm that is not aligned to 16 bytes");
+    bytes = std::max(bytes, p.blocks * 128 + p.pairs * 4);
+    steps = std::max(steps, p.steps);
+  }
+  if (bytes > limit) unsupported("an x that does not fit into shared memory");
+  const dim3 grid(std::min(steps, sms)), block(kTokenThreads);
+  if (chain.count == 1) return launch_pdl(kernel, grid, block, device, chain, bytes);
+  if (launch_cooperative(kernel, grid, block, bytes, device, chain)) return;
+  for (int i = 0; i < chain.count; ++i) {  // SMs are not all to be had: as many launches, which give the same bits
+    W4TokenChain one;
+    one.products[0] = chain.products[i];
+    one.count = 1;
+    launch<T>(one, device);
+  }
 }
 
-// activation: "none", or one that halves the result: act(first half) * second half. residual: of the result's shape.
+void launch(const W4TokenChain& chain, const TensorView& x) {
+  const DeviceGuard guard(x.device().device_id);
+  same_dtype(x.dtype(), kBFloat16) ? launch<__nv_bfloat16>(chain, x.device()) : launch<__half>(chain, x.device());
+}
+
+}  // namespace
+
+// residual: of the result's shape.
 void w4a16_token(TensorView out, TensorView x, TensorView codes, TensorView scales, OptionalTensor zeros,
                  int64_t group_size, OptionalTensor bias, OptionalTensor norm_weight, double norm_eps,
                  double norm_weight_bias, AnyView activation, OptionalTensor residual) {
@@ -245,32 +108,23 @@ void w4a16_token(TensorView out, TensorView x, TensorView codes, TensorView scal
   check.last_contiguous("x", x);
   W4Params weight;
   check_weight(check, codes, scales, zeros, group_size, &weight);
-  const int64_t tokens = x.size(0), rows = weight.outputs, width = weight.width, x_shape[2] = {tokens, width};
-  check.shape("x", x, x_shape, 2);
+  const int64_t tokens = x.size(0), rows = weight.outputs;
+  check_token(check, "x", x, tokens, weight.width);
   check.same_dtype("w", scales, "x", x);
-  const auto check_vector = [&](const char* name, const OptionalTensor& vector, int64_t size) {
-    if (!vector.has_value()) return;
-    check.dtype(name, *vector, {x.dtype()});
-    check.shape(name, *vector, &size, 1);
-    check.last_contiguous(name, *vector);
-  };
-  check_vector("bias", bias, rows);
-  check_vector("norm_weight", norm_weight, width);
+  check_vector(check, "bias", bias, x, rows);
+  check_vector(check, "norm_weight", norm_weight, x, weight.width);
   check.at_least("norm_eps", norm_eps, 0);
   check.number("norm_weight_bias", norm_weight_bias);
-  const std::string name =
-      check.choice("activation", activation, {"none", "silu_and_mul", "gelu_and_mul", "gelu_tanh_and_mul"});
-  const bool gated = name != "none";
+  const TokenActivation act = activation_of(check, activation, /*gated=*/false);
+  const bool gated = act != TokenActivation::none;
   if (gated && rows % 2) check.fail("w", "an even number of rows", std::to_string(rows));
-  const int64_t results = gated ? rows / 2 : rows, out_shape[2] = {tokens, results};
+  const int64_t results = gated ? rows / 2 : rows;
   if (residual.has_value()) {
     check.dtype("residual", *residual, {x.dtype()});
-    check.shape("residual", *residual, out_shape, 2);
-    check.last_contiguous("residual", *residual);
+    check_token(check, "residual", *residual, tokens, results);
   }
   check.dtype("out", out, {x.dtype()});
-  check.shape("out", out, out_shape, 2);
-  check.last_contiguous("out", out);
+  check_token(check, "out", out, tokens, results);
   check_memory(check, {{"x", x},
                        {"w", codes},
                        {"w", scales},
@@ -281,39 +135,97 @@ void w4a16_token(TensorView out, TensorView x, TensorView codes, TensorView scal
   check.no_overlap("out", out, "residual", residual, /*may_be_same=*/true);
   check_devices(check, "x", x, {{"residual", residual}});
   if (tokens == 0 || results == 0) return;
-  require_covered(weight, scales);
   if (tokens > 1) unsupported("more than one token");
-  if (weight.group % kStep && weight.groups > 1) unsupported("groups that are no multiples of 128 and not whole rows");
-  if (results % 16) unsupported("a number of results that is not a multiple of 16");
-  if (norm_weight.has_value() && width > kTokenNormPacks * kTokenThreads * 8)
-    unsupported("a norm of that many columns");
-  W4TokenParams p;
+  W4TokenChain chain;
+  W4TokenParams& p = chain.products[chain.count++] = product_of(weight, scales, bias, act);
+  add_norm(&p, norm_weight, norm_eps, norm_weight_bias);
   p.x = address(x);
-  p.codes = weight.codes;
-  p.scales = weight.scales;
-  p.zeros = weight.zeros;
-  p.bias = address(bias);
   p.residual = address(residual);
-  p.norm = address(norm_weight);
   p.out = address(out);
-  p.rows = weight.outputs;
-  p.results = static_cast<int>(results);
-  p.width = weight.width;
-  p.blocks = weight.blocks;
-  p.pairs = weight.steps;
-  p.pairs_of_group = weight.steps_per_group;
-  p.eps = static_cast<float>(norm_eps);
-  p.weight_bias = static_cast<float>(norm_weight_bias);
-  p.activation = !gated                   ? TokenActivation::none
-                 : name == "silu_and_mul" ? TokenActivation::silu
-                 : name == "gelu_and_mul" ? TokenActivation::gelu
-                                          : TokenActivation::gelu_tanh;
-  if (!aligned16(p.x) || !aligned16(p.norm)) unsupported("an x or norm that is not aligned to 16 bytes");
-  const DLDevice device = x.device();
-  const DeviceGuard guard(device.device_id);
-  same_dtype(x.dtype(), kBFloat16) ? launch_token<__nv_bfloat16>(p, device) : launch_token<__half>(p, device);
+  launch(chain, x);
+}
+
+// gates: [1, I], scratch. attention and attention_w: all of it or nothing.
+void w4a16_token_mlp(TensorView out, TensorView gates, TensorView x, TensorView up_codes, TensorView up_scales,
+                     OptionalTensor up_zeros, int64_t up_group, TensorView down_codes, TensorView down_scales,
+                     OptionalTensor down_zeros, int64_t down_group, TensorView norm_weight, OptionalTensor up_bias,
+                     OptionalTensor down_bias, double norm_eps, double norm_weight_bias, AnyView activation,
+                     OptionalTensor attention, OptionalTensor attention_codes, OptionalTensor attention_scales,
+                     OptionalTensor attention_zeros, int64_t attention_group, OptionalTensor attention_bias) {
+  const Checks check("w4a16_token_mlp");
+  check.dtype("x", x, {kBFloat16, kFloat16, kFloat32});
+  check.rank("x", x, 2, 2);
+  W4Params up, down, behind;
+  check_weight(check, up_codes, up_scales, up_zeros, up_group, &up, "gate_up");
+  check_weight(check, down_codes, down_scales, down_zeros, down_group, &down, "down");
+  const int64_t tokens = x.size(0), width = up.width, inner = down.width;
+  check_token(check, "x", x, tokens, width);
+  check.same_dtype("gate_up", up_scales, "x", x);
+  check.same_dtype("down", down_scales, "x", x);
+  if (up.outputs != 2 * inner) check.fail("down", std::to_string(up.outputs / 2) + " columns", std::to_string(inner));
+  if (down.outputs != width) check.fail("down", std::to_string(width) + " rows", std::to_string(down.outputs));
+  check_vector(check, "norm_weight", norm_weight, x, width);
+  check_vector(check, "gate_up_bias", up_bias, x, up.outputs);
+  check_vector(check, "down_bias", down_bias, x, width);
+  check.at_least("norm_eps", norm_eps, 0);
+  check.number("norm_weight_bias", norm_weight_bias);
+  const TokenActivation act = activation_of(check, activation, /*gated=*/true);
+  if (attention.has_value()) {
+    check_weight(check, *attention_codes, *attention_scales, attention_zeros, attention_group, &behind,
+                 "attention_weight");
+    check.dtype("attention", *attention, {x.dtype()});
+    check_token(check, "attention", *attention, tokens, behind.width);
+    check.same_dtype("attention_weight", *attention_scales, "x", x);
+    if (behind.outputs != width)
+      check.fail("attention_weight", std::to_string(width) + " rows", std::to_string(behind.outputs));
+    check_vector(check, "attention_bias", attention_bias, x, width);
+  }
+  for (const auto& [name, result, columns] : {std::tuple{"out", out, width}, {"gates", gates, inner}}) {
+    check.dtype(name, result, {x.dtype()});
+    check_token(check, name, result, tokens, columns);
+  }
+  check_memory(check, {{"gate_up", up_codes},
+                       {"gate_up", up_scales},
+                       {"gate_up", up_zeros},
+                       {"down", down_codes},
+                       {"down", down_scales},
+                       {"down", down_zeros},
+                       {"norm_weight", norm_weight},
+                       {"gate_up_bias", up_bias},
+                       {"down_bias", down_bias},
+                       {"attention", attention},
+                       {"attention_weight", attention_codes},
+                       {"attention_weight", attention_scales},
+                       {"attention_weight", attention_zeros},
+                       {"attention_bias", attention_bias},
+                       {"out", out, /*written=*/true}});
+  check.no_overlap("out", out, "x", x, /*may_be_same=*/true);
+  check_devices(check, "x", x, {{"gate_up", up_codes}});
+  if (tokens == 0 || width == 0 || inner == 0) return;
+  if (tokens > 1) unsupported("more than one token");
+  W4TokenChain chain;
+  const char* stream = address(x);
+  if (attention.has_value()) {
+    W4TokenParams& p = chain.products[chain.count++] =
+        product_of(behind, *attention_scales, attention_bias, TokenActivation::none);
+    p.x = address(attention);
+    p.residual = stream;
+    p.out = address(out);
+    stream = p.out;
+  }
+  W4TokenParams& first = chain.products[chain.count++] = product_of(up, up_scales, up_bias, act);
+  add_norm(&first, norm_weight, norm_eps, norm_weight_bias);
+  first.x = stream;
+  first.out = address(gates);
+  W4TokenParams& second = chain.products[chain.count++] =
+      product_of(down, down_scales, down_bias, TokenActivation::none);
+  second.x = first.out;
+  second.residual = stream;
+  second.out = address(out);
+  launch(chain, x);
 }
 
 KESTREL_EXPORT(w4a16_token, w4a16_token);
+KESTREL_EXPORT(w4a16_token_mlp, w4a16_token_mlp);
 
 }  // namespace kestrel::quant
