@@ -13,7 +13,7 @@ namespace kestrel::quant {
 
 constexpr DLDataType kInt16{kDLInt, 16, 1};
 constexpr int kMaxTokens = 128;           // of w4a16_kernel
-constexpr int64_t kMaxPartial = 1 << 23;  // floats for sums: slices of K times tiles are at most 256 SMs
+constexpr int64_t kMaxPartial = 1 << 23;  // floats for sums; a tile has 64 x 128, so they are room for 1024
 
 // Rows of a CTA so that every SM has a CTA, or nearly so. Arguments: tiles of 8 tokens, of 16 rows per warp, warps of a
 // slice of K, stages, the most slices of K. Up to 16 tokens two stages leave shared memory to the next launch.

@@ -49,10 +49,10 @@ def w4a16_token_mlp(
 
     >>> import torch
     >>> from kestrel_quant import pack_w4
-    >>> gate_up, down = (pack_w4(torch.tensor([[7.0, 0.0], [0.0, 7.0]]), group_size=2) for _ in range(2))
-    >>> gate_up = pack_w4(torch.tensor([[7.0, 0.0], [0.0, 7.0], [1.0, 1.0], [1.0, 1.0]]), group_size=2)
-    >>> w4a16_token_mlp(torch.tensor([1.0, -1.0]), gate_up, down, torch.ones(2), norm_eps=0.0).shape
-    torch.Size([2])
+    >>> gate_up = pack_w4(torch.tensor([[1.0, 0.0], [0.0, 0.0], [0.0, 7.0], [7.0, 0.0]]), group_size=2)
+    >>> down = pack_w4(torch.tensor([[7.0, 0.0], [0.0, 7.0]]), group_size=2)
+    >>> w4a16_token_mlp(torch.tensor([1.0, 1.0]), gate_up, down, torch.ones(2), norm_eps=0.0)  # 1 + 49 silu(1), 1
+    tensor([36.8219,  1.0000])
     """
     named = {"gate_up": gate_up, "down": down}
     if attention is not None or attention_weight is not None:
@@ -112,18 +112,18 @@ def _check_w4a16_token_mlp(
     if found != (columns, rows // 2):
         check.fail(op, "down", f"shape {(columns, rows // 2)}", f"shape {found}")
     check.same(op, "dtype", down=down_scales, x=x)
-    vectors = [("norm_weight", norm_weight, columns), ("gate_up_bias", up_bias, rows), ("down_bias", down_bias, columns)]
+    vectors = [("gate_up_bias", up_bias, rows), ("down_bias", down_bias, columns)]
     behind = (attention_codes, attention_scales, attention_zeros, attention_permutation)
     if attention is not None and attention_codes is not None and attention_scales is not None:
         weight = (attention_codes, attention_scales, attention_zeros, attention_permutation, attention_group_size)
+        check.tensor(op, "attention", attention, dtype=x.dtype)
         found = check_x_and_weight(op, attention, *weight, x_name="attention", name="attention_weight")
         if found[0] != columns:
             check.fail(op, "attention_weight", f"{columns} rows", found[0])
         check.shape(op, "attention", attention, (*x.shape[:-1], found[1]))
-        check.same(op, "dtype", attention=attention, x=x)
         vectors.append(("attention_bias", attention_bias, columns))
-    for name, vector, size in vectors:
-        if vector is not None:
+    for name, vector, size in (("norm_weight", norm_weight, columns), *vectors):
+        if vector is not None or name == "norm_weight":
             check.tensor(op, name, vector, dtype=x.dtype, last_contiguous=True)
             check.shape(op, name, vector, (size,))
     check.number(op, "norm_eps", norm_eps, minimum=0)
