@@ -10,7 +10,6 @@
 #include <cstdint>
 #include <limits>
 
-#include "cooperative.h"
 #include "dequant.cuh"
 #include "quant_rows.cuh"
 #include "quant_segments.cuh"
@@ -269,6 +268,31 @@ int64_t resident_blocks(Kernel kernel, int threads, int shared_bytes, std::atomi
   return int64_t{blocks_per_sm} * device_attribute(cudaDevAttrMultiProcessorCount, device.device_id);
 }
 
+// Launches a grid with a barrier inside. Returns false where not all blocks can be resident, as in a context that owns
+// a part of the SMs.
+inline bool launch_cooperative(void (*kernel)(Params), unsigned blocks, unsigned threads, int shared_bytes,
+                               DLDevice device, const Params& p) {
+  cudaLaunchAttribute attributes[2]{};
+  attributes[0].id = cudaLaunchAttributeCooperative;
+  attributes[0].val.cooperative = 1;
+  attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[1].val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(blocks);
+  config.blockDim = dim3(threads);
+  config.dynamicSmemBytes = shared_bytes;
+  config.stream = current_stream(device);
+  config.attrs = attributes;
+  config.numAttrs = device_attribute(cudaDevAttrComputeCapabilityMajor, device.device_id) >= 9 ? 2 : 1;
+  const cudaError_t error = cudaLaunchKernelEx(&config, kernel, p);
+  if (error == cudaErrorCooperativeLaunchTooLarge || error == cudaErrorNotSupported) {
+    cudaGetLastError();  // clears the error for the next caller
+    return false;
+  }
+  check_launch(error, device);
+  return true;
+}
+
 constexpr int kClusterBlocks = 8;  // the largest cluster size that every GPU with clusters supports
 
 // How many tiles of each warp fit into shared memory with two blocks per SM.
@@ -321,7 +345,7 @@ void quant_per_tensor(Params p, int64_t rows, const TensorView& partial_amax, DL
       p.prefetch = 0;  // it delays the copies to shared memory
     }
     const unsigned grid = static_cast<unsigned>(std::min(resident, blocks));
-    return launch_cooperative(kernel, dim3(grid), dim3(threads), p.staged * kStageBytes, device, p);
+    return launch_cooperative(kernel, grid, threads, p.staged * kStageBytes, device, p);
   };
   for (int64_t divisor = 1; !launch_on(divisor); divisor *= 2) {
     if (divisor > partial_amax.size(0)) unsupported("a context that refuses cooperative launches");

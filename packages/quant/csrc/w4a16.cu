@@ -31,20 +31,20 @@ using Tile64 = W4Tile<8, 2, 4, 3, 2>;
 // -- checks -----------------------------------------------------------------------------------------------------------
 
 void check_weight(const Checks& check, const TensorView& codes, const TensorView& scales, const OptionalTensor& zeros,
-                  int64_t group, W4Params* p, const char* name) {
-  check.dtype(name, scales, {kBFloat16, kFloat16, kFloat32});
-  check.rank(name, scales, 2, 2);
-  check.contiguous(name, scales);
+                  int64_t group, W4Params* p) {
+  check.dtype("w", scales, {kBFloat16, kFloat16, kFloat32});
+  check.rank("w", scales, 2, 2);
+  check.contiguous("w", scales);
   const int64_t groups = scales.size(0), rows = scales.size(1), columns = groups * group;
   const int64_t codes_shape[4] = {(rows + 15) / 16, (columns + kBlock - 1) / kBlock, 32, 4};
-  check.dtype(name, codes, {kInt32});
-  check.shape(name, codes, codes_shape, 4);
-  check.contiguous(name, codes);
+  check.dtype("w", codes, {kInt32});
+  check.shape("w", codes, codes_shape, 4);
+  check.contiguous("w", codes);
   if (zeros.has_value()) {
     const int64_t shape[2] = {groups, rows};
-    check.dtype(name, *zeros, {kInt16});
-    check.shape(name, *zeros, shape, 2);
-    check.contiguous(name, *zeros);
+    check.dtype("w", *zeros, {kInt16});
+    check.shape("w", *zeros, shape, 2);
+    check.contiguous("w", *zeros);
   }
   if (rows >= 1 << 30 || columns >= 1 << 30) unsupported("a weight with a dimension of 2^30 or more");
   p->codes = address(codes);

@@ -7,9 +7,9 @@
 
 namespace kestrel::quant {
 
-// Checks codes, scales and zeros of the W4Weight `name`, and fills in the fields of p that follow from them.
+// Checks codes, scales and zeros of a W4Weight, and fills in the fields of p that follow from them.
 void check_weight(const Checks& check, const TensorView& codes, const TensorView& scales, const OptionalTensor& zeros,
-                  int64_t group, W4Params* p, const char* name = "w");
+                  int64_t group, W4Params* p);
 
 // Refuses what no kernel of a 4-bit weight takes.
 void require_covered(const W4Params& p, const TensorView& scales);

@@ -1,104 +1,307 @@
-// w4a16_token and w4a16_token_mlp: checks, parameters, launches.
-#include "w4a16_token.cuh"
-
+// w4a16_token: one token x [K] times a weight [N, K] of 4-bit codes, with what stands around the product in a decode
+// step: RMSNorm of x before it; a gated activation of its two halves, or a residual, behind it.
+//
+// Memory-bound by one read of the codes. CTAs are persistent, one for each SM: CTA i computes steps i, i + gridDim.x, ...
+// A step is two tiles of 16 rows (a gated layer: one of each half), or one tile in a last, partial wave. The warps of a
+// tile have slices of K. Four blocks of codes of each warp are in flight in registers, across steps, and the first of
+// them before the PDL wait; no barrier separates steps. x lies in shared memory in the order of the fragments of
+// mma.sync, whose eight columns all hold it. Products are of 16 + code: (16 + zero) * sum(x) is subtracted. Sums depend
+// on N, K and the number of SMs alone.
 #include <kestrel/export.h>
 #include <kestrel/launch.h>
 #include <kestrel/tensor.h>
+#include <kestrel/pack.cuh>
+#include <kestrel/reduce.cuh>
 
 #include <algorithm>
 
-#include "cooperative.h"
 #include "w4a16_checks.h"
 
 namespace kestrel::quant {
-namespace {
 
-void check_vector(const Checks& check, const char* name, const OptionalTensor& vector, const TensorView& x,
-                  int64_t size) {
-  if (!vector.has_value()) return;
-  check.dtype(name, *vector, {x.dtype()});
-  check.shape(name, *vector, &size, 1);
-  check.last_contiguous(name, *vector);
+constexpr int kTokenThreads = 1024, kTokenWarps = kTokenThreads / 32;
+constexpr int kTokenPairs = 2;      // of blocks, in flight: 128 k each
+constexpr int kTokenPacks = 2;      // of x, a thread, at a time
+constexpr int kTokenNormPacks = 1;  // of x, a thread, where it is normalised
+constexpr int kTokenSteps = 16;     // of a CTA, between barriers: their sums wait in shared memory
+
+enum class TokenActivation { none, silu, gelu, gelu_tanh };
+
+struct W4TokenParams {
+  const char *x = nullptr, *codes = nullptr, *scales = nullptr, *zeros = nullptr;
+  const char *bias = nullptr, *residual = nullptr, *norm = nullptr;
+  char* out = nullptr;
+  int rows = 0, results = 0, width = 0;  // N; N, or N / 2 of a gated layer; K
+  int tiles = 0, steps = 0;              // of 16 rows; of one or two tiles
+  int pair_steps = 0;                    // of two tiles: the first ones
+  int blocks = 0, pairs = 0;             // of 64 k; of two blocks
+  unsigned inverse_pairs_of_group = 0;   // 2^31 / that, rounded up
+  float eps = 0.f, weight_bias = 0.f;
+  TokenActivation activation = TokenActivation::none;
+};
+
+__device__ __forceinline__ float token_activation(float h, TokenActivation activation) {
+  if (activation == TokenActivation::silu) return __fdividef(h, 1.f + __expf(-h));
+  if (activation == TokenActivation::gelu) return 0.5f * h * erfcf(h * -0.70710678f);
+  return __fdividef(h, 1.f + __expf(-1.5957691216057308f * (h + 0.044715f * h * h * h)));
 }
 
-void check_token(const Checks& check, const char* name, const TensorView& x, int64_t tokens, int64_t width) {
-  const int64_t shape[2] = {tokens, width};
-  check.shape(name, x, shape, 2);
-  check.last_contiguous(name, x);
+// x in shared memory: for each pair of blocks and each lane quad of a group, its words of the eight products, 64 bytes,
+// and the sum of x over the pair.
+constexpr int kQuadBytes = 80, kPairBytes = 4 * kQuadBytes;
+
+// A pack of x at k = 8 * index.
+__device__ __forceinline__ void store_fragments(char* shared_x, int index, const uint4& bits) {
+  char* const to = shared_x + index / 16 * kPairBytes + index % 16 * 4;
+  const uint32_t words[4] = {bits.x, bits.y, bits.z, bits.w};
+#pragma unroll
+  for (int quad = 0; quad < 4; ++quad) *reinterpret_cast<uint32_t*>(to + quad * kQuadBytes) = words[quad];
 }
 
-// activation: "none", or one that halves the result: act(first half) * second half.
-TokenActivation activation_of(const Checks& check, AnyView activation, bool gated) {
-  const std::string name =
-      gated ? check.choice("activation", activation, {"silu_and_mul", "gelu_and_mul", "gelu_tanh_and_mul"})
-            : check.choice("activation", activation, {"none", "silu_and_mul", "gelu_and_mul", "gelu_tanh_and_mul"});
-  if (name == "none") return TokenActivation::none;
-  if (name == "silu_and_mul") return TokenActivation::silu;
-  return name == "gelu_and_mul" ? TokenActivation::gelu : TokenActivation::gelu_tanh;
-}
-
-// A product's parameters; x, out, residual and norm are the caller's.
-W4TokenParams product_of(const W4Params& weight, const TensorView& scales, const OptionalTensor& bias,
-                         TokenActivation activation) {
-  require_covered(weight, scales);
-  const bool gated = activation != TokenActivation::none;
-  W4TokenParams p;
-  p.rows = weight.outputs;
-  p.results = gated ? p.rows / 2 : p.rows;
-  if (weight.group % kStep && weight.groups > 1) unsupported("groups that are no multiples of 128 and not whole rows");
-  if (p.results % 16) unsupported("a number of results that is not a multiple of 16");
-  p.codes = weight.codes;
-  p.scales = weight.scales;
-  p.zeros = weight.zeros;
-  p.bias = address(bias);
-  p.width = weight.width;
-  p.tiles = p.rows / 16;
-  p.steps = (p.tiles + 1) / 2;
-  p.blocks = weight.blocks;
-  p.pairs = weight.steps;
-  p.inverse_pairs_of_group = ((1u << 31) + weight.steps_per_group - 1) / weight.steps_per_group;
-  p.activation = activation;
-  return p;
-}
-
-void add_norm(W4TokenParams* p, const OptionalTensor& weight, double eps, double weight_bias) {
-  p->norm = address(weight);
-  p->eps = static_cast<float>(eps);
-  p->weight_bias = static_cast<float>(weight_bias);
-  if (p->norm && p->width > kTokenNormPacks * kTokenThreads * 8) unsupported("a norm of that many columns");
-}
-
+// x, normalised by `norm` if there is one, into shared memory.
 template <typename T>
-void launch(const W4TokenChain& chain, DLDevice device) {
-  constexpr auto kernel = w4a16_token_kernel<T>;
-  const int limit = raise_shared_limit<kernel>(device);
+__device__ __forceinline__ void load_token(const W4TokenParams& p, const Pack<T> (&norm)[kTokenNormPacks],
+                                           char* shared_x, float* warp_squares) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, packs = p.width / 8;
+  for (int first = 0; first < p.pairs * 16; first += kTokenPacks * kTokenThreads) {
+    Pack<T> x[kTokenPacks];
+#pragma unroll
+    for (int j = 0; j < kTokenPacks; ++j) {
+      const int index = first + threadIdx.x + j * kTokenThreads;
+      x[j].bits = make_uint4(0, 0, 0, 0);
+      if (index < packs) x[j].bits = load16(p.x + int64_t{index} * 16);
+    }
+    if (p.norm) {
+      float squares = 0.f;
+#pragma unroll
+      for (int j = 0; j < kTokenNormPacks; ++j) {
+        float v[8];
+        x[j].unpack(v);
+#pragma unroll
+        for (int i = 0; i < 8; ++i) squares = fmaf(v[i], v[i], squares);
+      }
+      squares = warp_sum(squares);
+      if (lane == 0) warp_squares[warp] = squares;
+      __syncthreads();
+      float total = warp_squares[0];
+#pragma unroll
+      for (int w = 1; w < kTokenWarps; ++w) total += warp_squares[w];
+      const float factor = rsqrtf(total / static_cast<float>(p.width) + p.eps);
+#pragma unroll
+      for (int j = 0; j < kTokenNormPacks; ++j) {
+        const int index = first + threadIdx.x + j * kTokenThreads;
+        float v[8], w[8];
+        x[j].unpack(v);
+        norm[j].unpack(w);
+#pragma unroll
+        for (int i = 0; i < 8; ++i) v[i] = index < packs ? v[i] * factor * (w[i] + p.weight_bias) : 0.f;
+        x[j].pack(v);
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < kTokenPacks; ++j) {
+      const int index = first + threadIdx.x + j * kTokenThreads;
+      if (index - lane >= p.pairs * 16) break;  // of a whole warp
+      float v[8], sum = 0.f;
+      x[j].unpack(v);
+#pragma unroll
+      for (int i = 0; i < 8; ++i) sum += v[i];
+#pragma unroll
+      for (int other = 8; other > 0; other /= 2) sum += __shfl_xor_sync(~0u, sum, other);
+      if (index >= p.pairs * 16) continue;  // of half a warp
+      store_fragments(shared_x, index, x[j].bits);
+      if (lane % 16 < 4) {
+        char* const to = shared_x + index / 16 * kPairBytes + lane % 4 * kQuadBytes;
+        *reinterpret_cast<float*>(to + 64) = sum;
+      }
+    }
+  }
+}
+
+// threadIdx.x, read anew: what is computed from it takes no register meanwhile.
+__device__ __forceinline__ int thread_anew() {
+  int thread;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  return thread;
+}
+
+// ZEROS: there are zero points; else they are 8.
+template <typename T, bool ZEROS>
+__global__ void __launch_bounds__(kTokenThreads, 1) w4a16_token_kernel(const __grid_constant__ W4TokenParams p) {
+  extern __shared__ __align__(128) char shared_x[];
+  __shared__ float warp_sums[kTokenSteps][kTokenWarps][16], warp_squares[kTokenWarps];
+  __shared__ T added[kTokenThreads];  // to the results: the residual or, without one, the bias
+  const int lane = threadIdx.x % 32, group = lane / 4, quad = lane % 4;
+  const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0);  // by a shuffle: in a uniform register
+  const int half = warp / (kTokenWarps / 2);
+  const bool gated = p.activation != TokenActivation::none;
+
+  // -- weights: codes of two pairs of blocks; a lane's scales and zero points of two rows of one of the pairs --
+  struct Cursor {
+    int step, pair;
+  };
+  // Where the warp's slice of K begins, and where it ends: where the next one's begins.
+  const auto slice = [&](int step, int next) {
+    const unsigned pairs = p.pairs, of = step < p.pair_steps ? warp % (kTokenWarps / 2) + next : warp + next;
+    return static_cast<int>(step < p.pair_steps ? pairs * of / (kTokenWarps / 2) : pairs * of / kTokenWarps);
+  };
+  uint4 codes[2 * kTokenPairs];
+  uint32_t scales = 0, zeros = 0;
+  // Where a warp reads from the cursor on, and how many blocks of its slice are left: none without a tile.
+  struct Source {
+    const char* codes;
+    int blocks;
+  };
+  const auto source_of = [&](Cursor at) {
+    const int tile = gated ? at.step + half * p.steps
+                     : at.step < p.pair_steps ? 2 * at.step + half
+                                              : at.step + p.pair_steps;
+    const bool has_tile = at.step < p.steps && tile < p.tiles;
+    scales = 0;
+    if (has_tile) {
+      const unsigned pair = min(at.pair + lane / 8, p.pairs - 1);
+      const int64_t of = int64_t{2} * p.rows * __umulhi(2 * pair, p.inverse_pairs_of_group) + tile * 32 + lane % 8 * 4;
+      scales = *reinterpret_cast<const uint32_t*>(p.scales + of);
+      if constexpr (ZEROS) zeros = *reinterpret_cast<const uint32_t*>(p.zeros + of);
+    }
+    return Source{p.codes + int64_t{tile} * (p.blocks * kBlockBytes) + at.pair * (2 * kBlockBytes) + lane * 16,
+                  has_tile ? min(slice(at.step, 1) * 2, p.blocks) - at.pair * 2 : 0};
+  };
+  const auto load_pair = [&](const Source& from, int i) {
+    if (2 * i >= from.blocks) return;
+    codes[2 * i] = load16_streamed(from.codes + 2 * i * kBlockBytes);
+    if (2 * i + 1 < from.blocks) codes[2 * i + 1] = load16_streamed(from.codes + (2 * i + 1) * kBlockBytes);
+  };
+#pragma unroll
+  for (int i = 0; i < 2 * kTokenPairs; ++i) codes[i] = make_uint4(0, 0, 0, 0);
+  Cursor at{static_cast<int>(blockIdx.x), slice(blockIdx.x, 0)};
+  {
+    const Source from = source_of(at);
+#pragma unroll
+    for (int i = 0; i < kTokenPairs; ++i) load_pair(from, i);
+  }
+  Pack<T> norm[kTokenNormPacks];
+#pragma unroll
+  for (int j = 0; j < kTokenNormPacks; ++j) {
+    const int index = threadIdx.x + j * kTokenThreads;
+    norm[j].bits = make_uint4(0, 0, 0, 0);
+    if (p.norm && index < p.width / 8) norm[j].bits = load16_constant(p.norm + int64_t{index} * 16);
+  }
+  // A thread finishes one result of the next steps, from the step `first` on. Beyond them: a number past the results.
+  const int results = gated ? 16 : 32;  // of a step of two tiles
+  const auto result_of = [&](int first) {
+    const int thread = thread_anew(), step = first + thread / results * static_cast<int>(gridDim.x);
+    if (step < p.pair_steps) return step * results + thread % results;
+    return thread % 32 < 16 ? (step + p.pair_steps) * 16 + thread % 32 : p.results;
+  };
+  const auto load_added = [&](int first) {
+    const T* const from = reinterpret_cast<const T*>(p.residual ? p.residual : p.bias);
+    const int result = result_of(first);
+    return from && result < p.results ? from[result] : T();
+  };
+  pdl_wait();
+  pdl_trigger();
+  const T first_added = load_added(at.step);
+  load_token<T>(p, norm, shared_x, warp_squares);
+  added[threadIdx.x] = first_added;
+  __syncthreads();
+
+  // -- steps: all columns of a fragment are equal, so a lane has the sums of rows `group` and `group` + 8 --
+  const char* const own_x = shared_x + quad * kQuadBytes;
+  while (at.step < p.steps) {
+    const int first_step = at.step;
+    float* sums_of_step = &warp_sums[0][warp][group];
+    do {
+      const int step = at.step;
+      float sum[2] = {};
+      do {
+        const int pairs = slice(step, 1) - at.pair;
+        const char* const x_of_pairs = own_x + at.pair * kPairBytes;
+        at.pair += kTokenPairs;
+        if (pairs <= kTokenPairs) at = {step + static_cast<int>(gridDim.x), slice(step + gridDim.x, 0)};
+        const uint32_t now_scales = scales, now_zeros = zeros;
+        const Source source = source_of(at);
+#pragma unroll
+        for (int i = 0; i < kTokenPairs; ++i) {
+          float sums[2][4] = {};
+          if (i < pairs) {
+            const uint4* const x = reinterpret_cast<const uint4*>(x_of_pairs + i * kPairBytes);
+#pragma unroll
+            for (int m = 0; m < 4; ++m) {
+#pragma unroll
+              for (int b = 0; b < 2; ++b) {
+                const uint4 of_x = x[2 * b + m / 2], w = codes[2 * i + b];
+                uint32_t a[4];
+                Decoder<T>::decode(m == 0 ? w.x : m == 1 ? w.y : m == 2 ? w.z : w.w, a);
+                ptx::mma_16x8x16(sums[b], a, m % 2 ? of_x.z : of_x.x, m % 2 ? of_x.w : of_x.y, T());
+              }
+            }
+          }
+          load_pair(source, i);
+          if (i < pairs) {
+            const float of_x = *reinterpret_cast<const float*>(x_of_pairs + i * kPairBytes + 64);
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+              const int from = i * 8 + r * 4 + group / 2, shift = group % 2 * 16;
+              const float scale = widen<T>(__shfl_sync(~0u, now_scales, from) >> shift & 0xffffu);
+              const float zero =
+                  ZEROS ? static_cast<float>(__shfl_sync(~0u, now_zeros, from) >> shift & 0xffffu) : 8.f;
+              sum[r] = fmaf(fmaf(-(16.f + zero), of_x, sums[0][2 * r] + sums[1][2 * r]), scale, sum[r]);
+            }
+          }
+        }
+      } while (at.step == step);
+      if (quad == 0) {
+        sums_of_step[0] = sum[0];
+        sums_of_step[8] = sum[1];
+      }
+      sums_of_step += kTokenWarps * 16;
+    } while (at.step < p.steps && at.step < first_step + kTokenSteps * static_cast<int>(gridDim.x));
+    __syncthreads();
+    const int result = result_of(first_step), thread = thread_anew();
+    if (thread < kTokenSteps * results && result < p.results) {
+      const auto sum_of = [&](int first_warp, int warps) {
+        const auto* const of = warp_sums[thread / results] + first_warp;
+        float total = of[0][thread % 16];
+        for (int w = 1; w < warps; ++w) total += of[w][thread % 16];
+        return total;
+      };
+      constexpr int warps = kTokenWarps / 2;
+      const bool pair_step = first_step + thread / results * static_cast<int>(gridDim.x) < p.pair_steps;
+      float value = pair_step ? sum_of(gated ? 0 : thread % 32 / 16 * warps, warps) : sum_of(0, kTokenWarps);
+      const T* const bias = reinterpret_cast<const T*>(p.bias);
+      const float early = to_float(added[thread]);
+      if (bias) value += p.residual ? to_float(bias[result]) : early;
+      if (gated) {
+        float factor = sum_of(warps, warps);
+        if (bias) factor += to_float(bias[result + p.results]);
+        value = token_activation(value, p.activation) * factor;
+      }
+      reinterpret_cast<T*>(p.out)[result] = from_float<T>(p.residual ? value + early : value);
+    }
+    if (at.step >= p.steps) return;
+    added[thread] = load_added(at.step);
+    __syncthreads();  // the sums are read
+  }
+}
+
+template <typename T, bool ZEROS>
+void launch_token(W4TokenParams p, DLDevice device) {
+  constexpr auto kernel = w4a16_token_kernel<T, ZEROS>;
+  const int bytes = p.pairs * kPairBytes;
+  if (bytes > raise_shared_limit<kernel>(device)) unsupported("an x that does not fit into shared memory");
   const int sms = device_attribute(cudaDevAttrMultiProcessorCount, device.device_id);
-  int bytes = 0, steps = 0;
-  for (const W4TokenParams& p : chain.products) {
-    if (!aligned16(p.x) || !aligned16(p.norm)) unsupported("an x or norm that is not aligned to 16 bytes");
-    bytes = std::max(bytes, p.blocks * 128 + p.pairs * 4);
-    steps = std::max(steps, p.steps);
+  p.tiles = p.rows / 16;
+  p.steps = p.pair_steps = (p.tiles + 1) / 2;
+  const int full_waves = p.steps / sms * sms;
+  if (p.activation == TokenActivation::none && p.tiles - 2 * full_waves <= sms) {
+    p.pair_steps = full_waves;  // the last wave has a tile for each CTA instead of two for some
+    p.steps = p.tiles - full_waves;
   }
-  if (bytes > limit) unsupported("an x that does not fit into shared memory");
-  const dim3 grid(std::min(steps, sms)), block(kTokenThreads);
-  if (chain.count == 1) return launch_pdl(kernel, grid, block, device, chain, bytes);
-  if (launch_cooperative(kernel, grid, block, bytes, device, chain)) return;
-  for (int i = 0; i < chain.count; ++i) {  // SMs are not all to be had: as many launches, which give the same bits
-    W4TokenChain one;
-    one.products[0] = chain.products[i];
-    one.count = 1;
-    launch<T>(one, device);
-  }
+  launch_pdl(kernel, dim3(std::min(p.steps, sms)), dim3(kTokenThreads), device, p, bytes);
 }
 
-void launch(const W4TokenChain& chain, const TensorView& x) {
-  const DeviceGuard guard(x.device().device_id);
-  same_dtype(x.dtype(), kBFloat16) ? launch<__nv_bfloat16>(chain, x.device()) : launch<__half>(chain, x.device());
-}
-
-}  // namespace
-
-// residual: of the result's shape.
+// activation: "none", or one that halves the result: act(first half) * second half. residual: of the result's shape.
 void w4a16_token(TensorView out, TensorView x, TensorView codes, TensorView scales, OptionalTensor zeros,
                  int64_t group_size, OptionalTensor bias, OptionalTensor norm_weight, double norm_eps,
                  double norm_weight_bias, AnyView activation, OptionalTensor residual) {
@@ -108,23 +311,32 @@ void w4a16_token(TensorView out, TensorView x, TensorView codes, TensorView scal
   check.last_contiguous("x", x);
   W4Params weight;
   check_weight(check, codes, scales, zeros, group_size, &weight);
-  const int64_t tokens = x.size(0), rows = weight.outputs;
-  check_token(check, "x", x, tokens, weight.width);
+  const int64_t tokens = x.size(0), rows = weight.outputs, width = weight.width, x_shape[2] = {tokens, width};
+  check.shape("x", x, x_shape, 2);
   check.same_dtype("w", scales, "x", x);
-  check_vector(check, "bias", bias, x, rows);
-  check_vector(check, "norm_weight", norm_weight, x, weight.width);
+  const auto check_vector = [&](const char* name, const OptionalTensor& vector, int64_t size) {
+    if (!vector.has_value()) return;
+    check.dtype(name, *vector, {x.dtype()});
+    check.shape(name, *vector, &size, 1);
+    check.last_contiguous(name, *vector);
+  };
+  check_vector("bias", bias, rows);
+  check_vector("norm_weight", norm_weight, width);
   check.at_least("norm_eps", norm_eps, 0);
   check.number("norm_weight_bias", norm_weight_bias);
-  const TokenActivation act = activation_of(check, activation, /*gated=*/false);
-  const bool gated = act != TokenActivation::none;
+  const std::string name =
+      check.choice("activation", activation, {"none", "silu_and_mul", "gelu_and_mul", "gelu_tanh_and_mul"});
+  const bool gated = name != "none";
   if (gated && rows % 2) check.fail("w", "an even number of rows", std::to_string(rows));
-  const int64_t results = gated ? rows / 2 : rows;
+  const int64_t results = gated ? rows / 2 : rows, out_shape[2] = {tokens, results};
   if (residual.has_value()) {
     check.dtype("residual", *residual, {x.dtype()});
-    check_token(check, "residual", *residual, tokens, results);
+    check.shape("residual", *residual, out_shape, 2);
+    check.last_contiguous("residual", *residual);
   }
   check.dtype("out", out, {x.dtype()});
-  check_token(check, "out", out, tokens, results);
+  check.shape("out", out, out_shape, 2);
+  check.last_contiguous("out", out);
   check_memory(check, {{"x", x},
                        {"w", codes},
                        {"w", scales},
@@ -135,97 +347,43 @@ void w4a16_token(TensorView out, TensorView x, TensorView codes, TensorView scal
   check.no_overlap("out", out, "residual", residual, /*may_be_same=*/true);
   check_devices(check, "x", x, {{"residual", residual}});
   if (tokens == 0 || results == 0) return;
+  require_covered(weight, scales);
   if (tokens > 1) unsupported("more than one token");
-  W4TokenChain chain;
-  W4TokenParams& p = chain.products[chain.count++] = product_of(weight, scales, bias, act);
-  add_norm(&p, norm_weight, norm_eps, norm_weight_bias);
+  if (weight.group % kStep && weight.groups > 1) unsupported("groups that are no multiples of 128 and not whole rows");
+  if (results % 16) unsupported("a number of results that is not a multiple of 16");
+  if (norm_weight.has_value() && width > kTokenNormPacks * kTokenThreads * 8)
+    unsupported("a norm of that many columns");
+  W4TokenParams p;
   p.x = address(x);
+  p.codes = weight.codes;
+  p.scales = weight.scales;
+  p.zeros = weight.zeros;
+  p.bias = address(bias);
   p.residual = address(residual);
+  p.norm = address(norm_weight);
   p.out = address(out);
-  launch(chain, x);
-}
-
-// gates: [1, I], scratch. attention and attention_w: all of it or nothing.
-void w4a16_token_mlp(TensorView out, TensorView gates, TensorView x, TensorView up_codes, TensorView up_scales,
-                     OptionalTensor up_zeros, int64_t up_group, TensorView down_codes, TensorView down_scales,
-                     OptionalTensor down_zeros, int64_t down_group, TensorView norm_weight, OptionalTensor up_bias,
-                     OptionalTensor down_bias, double norm_eps, double norm_weight_bias, AnyView activation,
-                     OptionalTensor attention, OptionalTensor attention_codes, OptionalTensor attention_scales,
-                     OptionalTensor attention_zeros, int64_t attention_group, OptionalTensor attention_bias) {
-  const Checks check("w4a16_token_mlp");
-  check.dtype("x", x, {kBFloat16, kFloat16, kFloat32});
-  check.rank("x", x, 2, 2);
-  W4Params up, down, behind;
-  check_weight(check, up_codes, up_scales, up_zeros, up_group, &up, "gate_up");
-  check_weight(check, down_codes, down_scales, down_zeros, down_group, &down, "down");
-  const int64_t tokens = x.size(0), width = up.width, inner = down.width;
-  check_token(check, "x", x, tokens, width);
-  check.same_dtype("gate_up", up_scales, "x", x);
-  check.same_dtype("down", down_scales, "x", x);
-  if (up.outputs != 2 * inner) check.fail("down", std::to_string(up.outputs / 2) + " columns", std::to_string(inner));
-  if (down.outputs != width) check.fail("down", std::to_string(width) + " rows", std::to_string(down.outputs));
-  check_vector(check, "norm_weight", norm_weight, x, width);
-  check_vector(check, "gate_up_bias", up_bias, x, up.outputs);
-  check_vector(check, "down_bias", down_bias, x, width);
-  check.at_least("norm_eps", norm_eps, 0);
-  check.number("norm_weight_bias", norm_weight_bias);
-  const TokenActivation act = activation_of(check, activation, /*gated=*/true);
-  if (attention.has_value()) {
-    check_weight(check, *attention_codes, *attention_scales, attention_zeros, attention_group, &behind,
-                 "attention_weight");
-    check.dtype("attention", *attention, {x.dtype()});
-    check_token(check, "attention", *attention, tokens, behind.width);
-    check.same_dtype("attention_weight", *attention_scales, "x", x);
-    if (behind.outputs != width)
-      check.fail("attention_weight", std::to_string(width) + " rows", std::to_string(behind.outputs));
-    check_vector(check, "attention_bias", attention_bias, x, width);
-  }
-  for (const auto& [name, result, columns] : {std::tuple{"out", out, width}, {"gates", gates, inner}}) {
-    check.dtype(name, result, {x.dtype()});
-    check_token(check, name, result, tokens, columns);
-  }
-  check_memory(check, {{"gate_up", up_codes},
-                       {"gate_up", up_scales},
-                       {"gate_up", up_zeros},
-                       {"down", down_codes},
-                       {"down", down_scales},
-                       {"down", down_zeros},
-                       {"norm_weight", norm_weight},
-                       {"gate_up_bias", up_bias},
-                       {"down_bias", down_bias},
-                       {"attention", attention},
-                       {"attention_weight", attention_codes},
-                       {"attention_weight", attention_scales},
-                       {"attention_weight", attention_zeros},
-                       {"attention_bias", attention_bias},
-                       {"out", out, /*written=*/true}});
-  check.no_overlap("out", out, "x", x, /*may_be_same=*/true);
-  check_devices(check, "x", x, {{"gate_up", up_codes}});
-  if (tokens == 0 || width == 0 || inner == 0) return;
-  if (tokens > 1) unsupported("more than one token");
-  W4TokenChain chain;
-  const char* stream = address(x);
-  if (attention.has_value()) {
-    W4TokenParams& p = chain.products[chain.count++] =
-        product_of(behind, *attention_scales, attention_bias, TokenActivation::none);
-    p.x = address(attention);
-    p.residual = stream;
-    p.out = address(out);
-    stream = p.out;
-  }
-  W4TokenParams& first = chain.products[chain.count++] = product_of(up, up_scales, up_bias, act);
-  add_norm(&first, norm_weight, norm_eps, norm_weight_bias);
-  first.x = stream;
-  first.out = address(gates);
-  W4TokenParams& second = chain.products[chain.count++] =
-      product_of(down, down_scales, down_bias, TokenActivation::none);
-  second.x = first.out;
-  second.residual = stream;
-  second.out = address(out);
-  launch(chain, x);
+  p.rows = weight.outputs;
+  p.results = static_cast<int>(results);
+  p.width = weight.width;
+  p.blocks = weight.blocks;
+  p.pairs = weight.steps;
+  p.inverse_pairs_of_group = ((1u << 31) + weight.steps_per_group - 1) / weight.steps_per_group;
+  p.eps = static_cast<float>(norm_eps);
+  p.weight_bias = static_cast<float>(norm_weight_bias);
+  p.activation = !gated                   ? TokenActivation::none
+                 : name == "silu_and_mul" ? TokenActivation::silu
+                 : name == "gelu_and_mul" ? TokenActivation::gelu
+                                          : TokenActivation::gelu_tanh;
+  if (!aligned16(p.x) || !aligned16(p.norm)) unsupported("an x or norm that is not aligned to 16 bytes");
+  const DLDevice device = x.device();
+  const DeviceGuard guard(device.device_id);
+  const auto launch = [&](auto t) {
+    using T = decltype(t);
+    p.zeros ? launch_token<T, true>(p, device) : launch_token<T, false>(p, device);
+  };
+  same_dtype(x.dtype(), kBFloat16) ? launch(__nv_bfloat16()) : launch(__half());
 }
 
 KESTREL_EXPORT(w4a16_token, w4a16_token);
-KESTREL_EXPORT(w4a16_token_mlp, w4a16_token_mlp);
 
 }  // namespace kestrel::quant

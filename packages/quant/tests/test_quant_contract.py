@@ -17,7 +17,6 @@ import kestrel_quant
 from kestrel_quant.fp8_quant import _fp8_quant, _fp8_quant_static
 from kestrel_quant.w4a16 import _w4a16_linear
 from kestrel_quant.w4a16_token import _w4a16_token
-from kestrel_quant.w4a16_token_mlp import _w4a16_token_mlp
 from kestrel_runtime import Binary, UnsupportedError
 from kestrel_runtime.testing import (
     OPCHECK_TESTS,
@@ -38,9 +37,6 @@ CODES8, SCALE8 = kestrel_quant.int8_quant(X)
 CODES4, SCALE4 = kestrel_quant.int4_quant(X, group_size=4)
 W4 = kestrel_quant.pack_w4(torch.ones(6, 12), 4)
 W4A = kestrel_quant.pack_w4(torch.ones(6, 12), 4, symmetric=False)
-UP, DOWN, NORM = kestrel_quant.pack_w4(torch.randn(16, 12), 4), kestrel_quant.pack_w4(torch.randn(12, 8), 4), X[0].abs()
-MLP_PARTS = tuple(part for w in (UP, DOWN) for part in (w.codes, w.scales, None, None, 4))
-ATTENTION = (X[None, :1, :8], DOWN.codes, DOWN.scales, None, None, 4, NORM)
 WORDS, GROUPS = torch.zeros(2, 8, dtype=torch.int32), torch.ones(2, 8)  # GPTQ: K = 16, N = 8, G = 8
 AWQ_WORDS, AWQ_ZEROS = torch.zeros(16, 1, dtype=torch.int32), torch.full((2, 1), -0x77777778, dtype=torch.int32)
 
@@ -160,29 +156,6 @@ BAD_INPUTS = {
         BadInput("residual in fp16", "residual", call(X, W4, residual=torch.ones(3, 6).half()), TypeError, "float16"),
         BadInput("out in bf16", "out", call(X, W4, out=torch.ones(3, 6).bfloat16()), TypeError, "float32"),
     ],
-    "w4a16_token_mlp": [
-        BadInput("float64", "x", call(X.double(), UP, DOWN, NORM), TypeError, "float64"),
-        BadInput("other width", "x", call(X[:, :8], UP, DOWN, NORM), ValueError, "12"),
-        BadInput("plain weight", "gate_up", call(X, X, DOWN, NORM), TypeError, "W4Weight"),
-        BadInput("plain second weight", "down", call(X, UP, X, NORM), TypeError, "W4Weight"),
-        BadInput("down of other shape", "down", call(X, UP, UP, NORM), ValueError, "(12, 8)"),
-        BadInput("down elsewhere", "down", call(X, UP, DOWN.to("meta"), NORM), ValueError, "device"),
-        BadInput("norm of other length", "norm_weight", call(X, UP, DOWN, NORM[:8]), ValueError, "(12,)"),
-        BadInput("bias of gates", "gate_up_bias", call(X, UP, DOWN, NORM, gate_up_bias=NORM), ValueError, "(16,)"),
-        BadInput("bias in fp16", "down_bias", call(X, UP, DOWN, NORM, down_bias=NORM.half()), TypeError, "float16"),
-        BadInput("negative eps", "norm_eps", call(X, UP, DOWN, NORM, norm_eps=-1.0), ValueError, ">= 0"),
-        BadInput("no activation", "activation", call(X, UP, DOWN, NORM, activation="none"), ValueError, "'none'"),
-        BadInput("attention alone", "attention_weight", call(X, UP, DOWN, NORM, attention=X), TypeError, "W4Weight"),
-        BadInput("its weight alone", "attention", call(X, UP, DOWN, NORM, attention_weight=DOWN), TypeError, "tensor"),
-        BadInput(
-            "attention of other rows",
-            "attention",
-            call(X, UP, DOWN, NORM, attention=X[:2, :8], attention_weight=DOWN),
-            ValueError,
-            "(3, 8)",
-        ),
-        BadInput("out in bf16", "out", call(X, UP, DOWN, NORM, out=X.bfloat16()), TypeError, "float32"),
-    ],
     "w4_from_gptq": [
         BadInput("words in int64", "qweight", call(WORDS.long(), GROUPS), TypeError, "int32"),
         BadInput("scales of other rows", "scales", call(WORDS, torch.ones(2, 7)), ValueError, "(any, 8)"),
@@ -216,10 +189,6 @@ GOOD_CALLS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     "pack_w4": ((X, 4), {"symmetric": False}),
     "w4a16_linear": ((X, W4, None), {"out": None}),
     "w4a16_token": ((X, W4, None), {"norm_weight": None, "activation": "silu_and_mul", "out": None}),
-    "w4a16_token_mlp": (
-        (X, UP, DOWN, NORM),
-        {"attention": X[:, :8], "attention_weight": DOWN, "activation": "gelu_and_mul", "out": None},
-    ),
     "w4_from_gptq": ((WORDS, GROUPS, None, None), {"checkpoint_format": "gptq", "dtype": None}),
     "w4_from_awq": ((AWQ_WORDS, GROUPS, AWQ_ZEROS), {"dtype": None}),
 }
@@ -313,8 +282,6 @@ OPCHECKS = [  # the public functions are thin; these are the registered ops, wit
     (_w4a16_linear, (X, W4A.codes, W4A.scales, W4A.zeros, torch.arange(12).flip(0), 4)),
     (_w4a16_token, (X[None, :1], W4.codes, W4.scales, None, None, 4, torch.ones(6), torch.ones(12))),
     (_w4a16_token, (X, W4A.codes, W4A.scales, W4A.zeros, None, 4, None, None, 0.0, 0.0, "silu_and_mul", X[:, :3])),
-    (_w4a16_token_mlp, (X, *MLP_PARTS, NORM)),
-    (_w4a16_token_mlp, (X[None, :1], *MLP_PARTS, NORM, torch.ones(16), NORM, 1e-5, 1.0, "silu_and_mul", *ATTENTION)),
     (_fp8_quant_static, (X, torch.ones(3, 1))),
     (_fp8_quant_static, (BUFFER[::2, 3:33].half(), torch.ones(1))),
 ]
@@ -340,7 +307,6 @@ OUTS: list[tuple[str, tuple[Any, ...], torch.Tensor]] = [
     ("int4_dequant", (CODES4, SCALE4, 4), torch.empty(3, 12).bfloat16()),
     ("w4a16_linear", (X, W4.codes, W4.scales, None, None, 4), torch.empty(3, 6)),
     ("w4a16_token", (X, W4.codes, W4.scales, None, None, 4), torch.empty(3, 6)),
-    ("w4a16_token_mlp", (X, *MLP_PARTS, NORM), torch.empty(3, 12)),
 ]
 
 

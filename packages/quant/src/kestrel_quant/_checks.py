@@ -45,30 +45,6 @@ def check_result(
         check.same(op, "device", q=like, out=out)
 
 
-def check_weight_parts(
-    op: str,
-    name: str,
-    codes: torch.Tensor,
-    scales: torch.Tensor,
-    zeros: torch.Tensor | None,
-    permutation: torch.Tensor | None,
-    group_size: int,
-) -> tuple[int, int]:
-    """The parts of the 4-bit weight `name` fit each other; returns its rows and columns."""
-    check.tensor(op, name, scales, dtype=check.FLOATS, ndim=2)
-    check.number(op, f"{name}.group_size", group_size, integer=True, minimum=2)
-    rows, columns = scales.shape[1], scales.shape[0] * group_size
-    check.tensor(op, name, codes, dtype=torch.int32)
-    check.shape(op, name, codes, (-(-rows // ROWS), -(-columns // COLUMNS), 32, 4))
-    if zeros is not None:
-        check.tensor(op, name, zeros, dtype=torch.int16)
-        check.shape(op, name, zeros, scales.shape)
-    if permutation is not None:
-        check.tensor(op, name, permutation, dtype=torch.int64)
-        check.shape(op, name, permutation, (columns,))
-    return rows, columns
-
-
 def check_x_and_weight(
     op: str,
     x: torch.Tensor,
@@ -77,13 +53,21 @@ def check_x_and_weight(
     zeros: torch.Tensor | None,
     permutation: torch.Tensor | None,
     group_size: int,
-    x_name: str = "x",
-    name: str = "w",
 ) -> tuple[int, int]:
     """x is [..., K] floats and the parts of the 4-bit weight [N, K] fit it; returns N and K."""
-    check.tensor(op, x_name, x, dtype=check.FLOATS, last_contiguous=True)
-    rows, columns = check_weight_parts(op, name, codes, scales, zeros, permutation, group_size)
+    check.tensor(op, "x", x, dtype=check.FLOATS, last_contiguous=True)
+    check.tensor(op, "w", scales, dtype=check.FLOATS, ndim=2)
+    check.number(op, "w.group_size", group_size, integer=True, minimum=2)
+    rows, columns = scales.shape[1], scales.shape[0] * group_size
     if x.ndim == 0 or x.shape[-1] != columns:
-        check.fail(op, x_name, f"a last dimension of {columns}, as the weight has", f"shape {tuple(x.shape)}")
-    check.same(op, "dtype", **{name: scales, x_name: x})
+        check.fail(op, "x", f"a last dimension of {columns}, as the weight has", f"shape {tuple(x.shape)}")
+    check.same(op, "dtype", w=scales, x=x)
+    check.tensor(op, "w", codes, dtype=torch.int32)
+    check.shape(op, "w", codes, (-(-rows // ROWS), -(-columns // COLUMNS), 32, 4))
+    if zeros is not None:
+        check.tensor(op, "w", zeros, dtype=torch.int16)
+        check.shape(op, "w", zeros, scales.shape)
+    if permutation is not None:
+        check.tensor(op, "w", permutation, dtype=torch.int64)
+        check.shape(op, "w", permutation, (columns,))
     return rows, columns

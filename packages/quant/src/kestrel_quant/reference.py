@@ -126,42 +126,6 @@ def w4a16_token(
     return (product if residual is None else product + residual.float()).to(x.dtype)
 
 
-def w4a16_token_mlp(
-    x: torch.Tensor,
-    up_codes: torch.Tensor,
-    up_scales: torch.Tensor,
-    up_zeros: torch.Tensor | None,
-    up_permutation: torch.Tensor | None,
-    up_group_size: int,
-    down_codes: torch.Tensor,
-    down_scales: torch.Tensor,
-    down_zeros: torch.Tensor | None,
-    down_permutation: torch.Tensor | None,
-    down_group_size: int,
-    norm_weight: torch.Tensor,
-    up_bias: torch.Tensor | None = None,
-    down_bias: torch.Tensor | None = None,
-    norm_eps: float = 1e-6,
-    norm_weight_bias: float = 0.0,
-    activation: str = "silu_and_mul",
-    attention: torch.Tensor | None = None,
-    attention_codes: torch.Tensor | None = None,
-    attention_scales: torch.Tensor | None = None,
-    attention_zeros: torch.Tensor | None = None,
-    attention_permutation: torch.Tensor | None = None,
-    attention_group_size: int = 0,
-    attention_bias: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """x += attention @ attention_weight.T; x + down(act(gate_up(norm(x)))), each product rounded to x's dtype."""
-    if attention is not None and attention_codes is not None and attention_scales is not None:
-        attention_parts = (attention_codes, attention_scales, attention_zeros, attention_permutation)
-        x = w4a16_token(attention, *attention_parts, attention_group_size, attention_bias, residual=x)
-    up = (up_codes, up_scales, up_zeros, up_permutation, up_group_size, up_bias)
-    h = w4a16_token(x, *up, norm_weight, norm_eps, norm_weight_bias, activation)
-    down = (down_codes, down_scales, down_zeros, down_permutation, down_group_size, down_bias)
-    return w4a16_token(h, *down, residual=x)
-
-
 def _gated(x: torch.Tensor, activation: str) -> torch.Tensor:
     """act(h) * g of the halves h and g of the last dimension, in float32."""
     h, g = x.chunk(2, dim=-1)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from kestrel_moe import fused_linear_residual, gelu_and_mul, silu_and_mul
 from kestrel_norm import rms_norm_linear
-from kestrel_quant import W4Weight, w4a16_token, w4a16_token_mlp
+from kestrel_quant import W4Weight, w4a16_token
 
 from . import w4
 
@@ -68,11 +68,6 @@ def takes(layer: Any, x: Tensor, *, norm: Any = None, gated: bool = False) -> bo
     return fits and tokens == 1 and not (norm is not None and columns > _W4_NORM_COLUMNS)
 
 
-def is_w4(*layers: Any) -> bool:
-    """Whether these layers have 4-bit weights, which :func:`add_feed_forward` multiplies in one launch."""
-    return all(isinstance(_weight_of(layer)[0], W4Weight) for layer in layers)
-
-
 def product(layer: Any, x: Tensor) -> Tensor:
     """layer(x) of a 4-bit layer."""
     weight, bias = _weight_of(layer)
@@ -96,34 +91,3 @@ def add_product(layer: Any, x: Tensor, residual: Tensor) -> Tensor:
     if isinstance(weight, W4Weight):
         return w4a16_token(x, weight, bias, residual=residual, out=residual)
     return fused_linear_residual(x, weight, bias, residual, out=residual)
-
-
-def add_feed_forward(
-    residual: Tensor,
-    norm: Any,
-    up: Any,
-    down: Any,
-    act: Callable[..., Tensor],
-    out: Any = None,
-    attention: Tensor | None = None,
-) -> Tensor:
-    """residual += out(attention), then residual += down(act(up(norm(residual)))), in place, of 4-bit layers."""
-    (gate_up, gate_up_bias), (weight, bias) = _weight_of(up), _weight_of(down)
-    out_weight, out_bias = (None, None) if out is None else _weight_of(out)
-    assert isinstance(gate_up, W4Weight) and isinstance(weight, W4Weight)
-    assert out_weight is None or isinstance(out_weight, W4Weight)
-    return w4a16_token_mlp(
-        residual,
-        gate_up,
-        weight,
-        norm.module.weight,
-        norm_eps=norm.eps,
-        norm_weight_bias=norm.weight_bias,
-        activation=_gate_of(act),
-        gate_up_bias=gate_up_bias,
-        down_bias=bias,
-        attention=attention,
-        attention_weight=out_weight,
-        attention_bias=out_bias,
-        out=residual,
-    )

@@ -230,17 +230,12 @@ class MLP(Changed):
             and few_tokens.takes(down, residual)
         )
 
-    def joins(self, out: Any) -> bool:
-        """Whether `add_to` takes what attention gives, and multiplies it by the layer `out` in the same launch."""
-        return few_tokens.is_w4(out, self.gate_up or self.module.gate_up_proj, self.module.down_proj)
-
-    def add_to(self, residual: Tensor, norm: Norm, out: Any = None, attention: Tensor | None = None) -> None:
-        """residual += out(attention), if there is one; residual += the layer of norm(residual)."""
-        up, down = self.gate_up or self.module.gate_up_proj, self.module.down_proj
-        if few_tokens.is_w4(up, down):
-            few_tokens.add_feed_forward(residual, norm, up, down, self.act, out, attention)
-        else:
-            few_tokens.add_product(down, few_tokens.product_of_norm(up, residual, norm, self.act), residual)
+    def add_to(self, residual: Tensor, norm: Norm) -> None:
+        """residual += the layer of norm(residual)."""
+        up = self.gate_up or self.module.gate_up_proj
+        few_tokens.add_product(
+            self.module.down_proj, few_tokens.product_of_norm(up, residual, norm, self.act), residual
+        )
 
 
 class Head(Changed):
@@ -286,11 +281,9 @@ class Attention(Changed):
         attention_mask: Any = None,
         past_key_values: Any = None,
         norm: Norm | None = None,
-        projects: bool = True,
         **kwargs: Any,
     ) -> Any:
-        """norm: hidden_states is the residual stream; this layer normalises it, and adds its result in place, or
-        returns what its last product is of, where it does not project."""
+        """norm: hidden_states is the residual stream; this layer normalises it, and adds its result in place."""
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
         module = self.module
@@ -317,7 +310,7 @@ class Attention(Changed):
             scores = Scores(module.scaling, options.get("sliding_window"), options.get("softcap"))
             out = layer.decode(query, key, value, turned, attention_mask, scores, norms).view(*rows, -1)
             if norm is not None:
-                return few_tokens.add_product(getattr(module, self.out), out, hidden_states) if projects else out, None
+                return few_tokens.add_product(getattr(module, self.out), out, hidden_states), None
             return project(getattr(module, self.out), out), None
         rotary_embedding(turned[0], query, key, size, turned[1])
         query, key, value = (x.transpose(1, 2) for x in (query, key, value))
@@ -419,15 +412,8 @@ class Layer(Changed):
         residual = getattr(hidden_states, "_kestrel_residual", None)
         if residual is None:
             if self._takes_residual(hidden_states, kwargs):
-                attention, mlp = module.self_attn, module.mlp.forward
-                out = getattr(attention, attention.forward.out)
-                norms = module.input_layernorm.forward, module.post_attention_layernorm.forward
-                if mlp.joins(out):
-                    x, _ = attention(hidden_states=hidden_states, norm=norms[0], projects=False, **kwargs)
-                    mlp.add_to(hidden_states, norms[1], out, x)
-                else:
-                    attention(hidden_states=hidden_states, norm=norms[0], **kwargs)
-                    mlp.add_to(hidden_states, norms[1])
+                module.self_attn(hidden_states=hidden_states, norm=module.input_layernorm.forward, **kwargs)
+                module.mlp.forward.add_to(hidden_states, module.post_attention_layernorm.forward)
                 return hidden_states
             residual = hidden_states
         x = module.input_layernorm(hidden_states)
