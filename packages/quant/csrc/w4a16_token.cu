@@ -1,10 +1,10 @@
 // w4a16_token: one token x [K] times a weight [N, K] of 4-bit codes, with what stands around the product in a decode
 // step: RMSNorm of x before it; a gated activation of its two halves, or a residual, behind it.
 //
-// Memory-bound by one read of the codes. CTAs are persistent, one for each SM: CTA i computes steps i, i + gridDim.x, ...
-// A step is two tiles of 16 rows (a gated layer: one of each half), or one tile in a last, partial wave. The warps of a
-// tile have slices of K. Four blocks of codes of each warp are in flight in registers, across steps, and the first of
-// them before the PDL wait; no barrier separates steps. x lies in shared memory in the order of the fragments of
+// Memory-bound by one read of the codes. CTAs are persistent, one for each SM: CTA i computes steps i, i + gridDim.x,
+// ... A step is two tiles of 16 rows (a gated layer: one of each half), or one tile in a last, partial wave. The warps
+// of a tile have slices of K. Four blocks of codes of each warp are in flight in registers, across steps, and the first
+// of them before the PDL wait; no barrier separates steps. x lies in shared memory in the order of the fragments of
 // mma.sync, whose eight columns all hold it. Products are of 16 + code: (16 + zero) * sum(x) is subtracted. Sums depend
 // on N, K and the number of SMs alone.
 #include <kestrel/export.h>
@@ -23,7 +23,7 @@ constexpr int kTokenThreads = 1024, kTokenWarps = kTokenThreads / 32;
 constexpr int kTokenPairs = 2;      // of blocks, in flight: 128 k each
 constexpr int kTokenPacks = 2;      // of x, a thread, at a time
 constexpr int kTokenNormPacks = 1;  // of x, a thread, where it is normalised
-constexpr int kTokenSteps = 16;     // of a CTA, between barriers: their sums wait in shared memory
+constexpr int kTokenSteps = 8;      // of a CTA, between barriers: their sums wait in shared memory
 
 enum class TokenActivation { none, silu, gelu, gelu_tanh };
 
@@ -153,7 +153,7 @@ __global__ void __launch_bounds__(kTokenThreads, 1) w4a16_token_kernel(const __g
     int blocks;
   };
   const auto source_of = [&](Cursor at) {
-    const int tile = gated ? at.step + half * p.steps
+    const int tile = gated                    ? at.step + half * p.steps
                      : at.step < p.pair_steps ? 2 * at.step + half
                                               : at.step + p.pair_steps;
     const bool has_tile = at.step < p.steps && tile < p.tiles;
@@ -244,8 +244,7 @@ __global__ void __launch_bounds__(kTokenThreads, 1) w4a16_token_kernel(const __g
             for (int r = 0; r < 2; ++r) {
               const int from = i * 8 + r * 4 + group / 2, shift = group % 2 * 16;
               const float scale = widen<T>(__shfl_sync(~0u, now_scales, from) >> shift & 0xffffu);
-              const float zero =
-                  ZEROS ? static_cast<float>(__shfl_sync(~0u, now_zeros, from) >> shift & 0xffffu) : 8.f;
+              const float zero = ZEROS ? static_cast<float>(__shfl_sync(~0u, now_zeros, from) >> shift & 0xffffu) : 8.f;
               sum[r] = fmaf(fmaf(-(16.f + zero), of_x, sums[0][2 * r] + sums[1][2 * r]), scale, sum[r]);
             }
           }
@@ -293,10 +292,10 @@ void launch_token(W4TokenParams p, DLDevice device) {
   const int sms = device_attribute(cudaDevAttrMultiProcessorCount, device.device_id);
   p.tiles = p.rows / 16;
   p.steps = p.pair_steps = (p.tiles + 1) / 2;
-  const int full_waves = p.steps / sms * sms;
-  if (p.activation == TokenActivation::none && p.tiles - 2 * full_waves <= sms) {
+  const int full_waves = p.steps / sms * sms, rest = p.tiles - 2 * full_waves;  // -1: the last step has one tile
+  if (p.activation == TokenActivation::none && rest > 0 && rest <= sms) {
     p.pair_steps = full_waves;  // the last wave has a tile for each CTA instead of two for some
-    p.steps = p.tiles - full_waves;
+    p.steps = full_waves + rest;
   }
   launch_pdl(kernel, dim3(std::min(p.steps, sms)), dim3(kTokenThreads), device, p, bytes);
 }

@@ -250,7 +250,9 @@ def _w4a16_linear(
         if chosen.kernel == "mma" and x.is_cuda and (tokens > _TOKENS_OF_CLUSTERS or device.capability[0] != 9):
             floats = min(SPLITS * tokens * rows, _MOST_PARTIAL)
         scratch = empty(x, torch.float32, floats) if floats else None
-        kernels.w4a16_linear(into, x, codes, scales, zeros, group_size, bias, scratch, chosen.tile, chosen.splits, chosen.whole_row_tiles)
+        kernels.w4a16_linear(
+            into, x, codes, scales, zeros, group_size, bias, scratch, chosen.tile, chosen.splits, chosen.whole_row_tiles
+        )
     if into.data_ptr() != result.data_ptr():
         result.copy_(into.view(result.shape))
     return result
