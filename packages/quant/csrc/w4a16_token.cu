@@ -3,10 +3,10 @@
 //
 // Memory-bound by one read of the codes. CTAs are persistent, one for each SM: CTA i computes steps i, i + gridDim.x,
 // ... A step is two tiles of 16 rows (a gated layer: one of each half), or one tile in a last, partial wave. The warps
-// of a tile have slices of K. Four blocks of codes of each warp are in flight in registers, across steps, and the first
-// of them before the PDL wait; no barrier separates steps. x lies in shared memory in the order of the fragments of
-// mma.sync, whose eight columns all hold it. Products are of 16 + code: (16 + zero) * sum(x) is subtracted. Sums depend
-// on N, K and the number of SMs alone.
+// of a tile have slices of K. Eight blocks of codes of each warp are in flight in registers, across steps, and the
+// first of them before the PDL wait; no barrier separates steps. x lies in shared memory in the order of the fragments
+// of mma.sync, whose eight columns all hold it. Products are of 16 + code: (16 + zero) * sum(x) is subtracted. Sums
+// depend on N, K and the number of SMs alone.
 #include <kestrel/export.h>
 #include <kestrel/launch.h>
 #include <kestrel/tensor.h>
@@ -19,11 +19,11 @@
 
 namespace kestrel::quant {
 
-constexpr int kTokenThreads = 1024, kTokenWarps = kTokenThreads / 32;
-constexpr int kTokenPairs = 2;      // of blocks, in flight: 128 k each
-constexpr int kTokenPacks = 2;      // of x, a thread, at a time
-constexpr int kTokenNormPacks = 1;  // of x, a thread, where it is normalised
-constexpr int kTokenSteps = 8;      // of a CTA, between barriers: their sums wait in shared memory
+constexpr int kTokenThreads = 512, kTokenWarps = kTokenThreads / 32;
+constexpr int kTokenPairs = 4;      // of blocks, in flight: 128 k each
+constexpr int kTokenPacks = 4;      // of x, a thread, at a time
+constexpr int kTokenNormPacks = 2;  // of x, a thread, where it is normalised
+constexpr int kTokenSteps = 16;     // of a CTA, whose sums wait in shared memory
 
 enum class TokenActivation { none, silu, gelu, gelu_tanh };
 
@@ -33,7 +33,7 @@ struct W4TokenParams {
   char* out = nullptr;
   int rows = 0, results = 0, width = 0;  // N; N, or N / 2 of a gated layer; K
   int tiles = 0, steps = 0;              // of 16 rows; of one or two tiles
-  int pair_steps = 0;                    // of two tiles: the first ones
+  int pair_steps = 0;                    // the first ones, of two tiles
   int blocks = 0, pairs = 0;             // of 64 k; of two blocks
   unsigned inverse_pairs_of_group = 0;   // 2^31 / that, rounded up
   float eps = 0.f, weight_bias = 0.f;
@@ -46,22 +46,19 @@ __device__ __forceinline__ float token_activation(float h, TokenActivation activ
   return __fdividef(h, 1.f + __expf(-1.5957691216057308f * (h + 0.044715f * h * h * h)));
 }
 
-// x in shared memory: for each pair of blocks and each lane quad of a group, its words of the eight products, 64 bytes,
-// and the sum of x over the pair.
-constexpr int kQuadBytes = 80, kPairBytes = 4 * kQuadBytes;
-
-// A pack of x at k = 8 * index.
+// The words of a pack of x at k = 8 * index, into the order of the fragments: of a block of 64 k, lane quad q of a
+// group reads 32 bytes, its words of the four products.
 __device__ __forceinline__ void store_fragments(char* shared_x, int index, const uint4& bits) {
-  char* const to = shared_x + index / 16 * kPairBytes + index % 16 * 4;
+  char* const to = shared_x + index / 8 * 128 + index % 8 * 4;
   const uint32_t words[4] = {bits.x, bits.y, bits.z, bits.w};
 #pragma unroll
-  for (int quad = 0; quad < 4; ++quad) *reinterpret_cast<uint32_t*>(to + quad * kQuadBytes) = words[quad];
+  for (int q = 0; q < 4; ++q) *reinterpret_cast<uint32_t*>(to + q * 32) = words[q];
 }
 
-// x, normalised by `norm` if there is one, into shared memory.
+// x, normalised by `norm` if there is one, into shared memory, and the sums of its pairs of blocks.
 template <typename T>
 __device__ __forceinline__ void load_token(const W4TokenParams& p, const Pack<T> (&norm)[kTokenNormPacks],
-                                           char* shared_x, float* warp_squares) {
+                                           char* shared_x, float* sums_of_x, float* warp_squares) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, packs = p.width / 8;
   for (int first = 0; first < p.pairs * 16; first += kTokenPacks * kTokenThreads) {
     Pack<T> x[kTokenPacks];
@@ -110,47 +107,35 @@ __device__ __forceinline__ void load_token(const W4TokenParams& p, const Pack<T>
       for (int other = 8; other > 0; other /= 2) sum += __shfl_xor_sync(~0u, sum, other);
       if (index >= p.pairs * 16) continue;  // of half a warp
       store_fragments(shared_x, index, x[j].bits);
-      if (lane % 16 < 4) {
-        char* const to = shared_x + index / 16 * kPairBytes + lane % 4 * kQuadBytes;
-        *reinterpret_cast<float*>(to + 64) = sum;
-      }
+      if (lane % 16 == 0) sums_of_x[index / 16] = sum;
     }
   }
 }
 
-// threadIdx.x, read anew: what is computed from it takes no register meanwhile.
-__device__ __forceinline__ int thread_anew() {
-  int thread;
-  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-  return thread;
-}
-
-// ZEROS: there are zero points; else they are 8.
 template <typename T, bool ZEROS>
 __global__ void __launch_bounds__(kTokenThreads, 1) w4a16_token_kernel(const __grid_constant__ W4TokenParams p) {
   extern __shared__ __align__(128) char shared_x[];
   __shared__ float warp_sums[kTokenSteps][kTokenWarps][16], warp_squares[kTokenWarps];
-  __shared__ T added[kTokenThreads];  // to the results: the residual or, without one, the bias
-  const int lane = threadIdx.x % 32, group = lane / 4, quad = lane % 4;
-  const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0);  // by a shuffle: in a uniform register
+  float* const sums_of_x = reinterpret_cast<float*>(shared_x + p.pairs * 256);  // of each pair of blocks
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = lane / 4, quad = lane % 4;
   const int half = warp / (kTokenWarps / 2);
   const bool gated = p.activation != TokenActivation::none;
 
-  // -- weights: codes of two pairs of blocks; a lane's scales and zero points of two rows of one of the pairs --
+  // -- weights: codes of four pairs of blocks; a lane's scales and zero points of two rows of one of the pairs --
   struct Cursor {
     int step, pair;
   };
-  // Where the warp's slice of K begins, and where it ends: where the next one's begins.
+  // A warp's slice of K begins here; `warps` further on it ends where that of the next warp begins.
   const auto slice = [&](int step, int next) {
     const unsigned pairs = p.pairs, of = step < p.pair_steps ? warp % (kTokenWarps / 2) + next : warp + next;
     return static_cast<int>(step < p.pair_steps ? pairs * of / (kTokenWarps / 2) : pairs * of / kTokenWarps);
   };
   uint4 codes[2 * kTokenPairs];
   uint32_t scales = 0, zeros = 0;
-  // Where a warp reads from the cursor on, and how many blocks of its slice are left: none without a tile.
+  // Where a warp reads from the cursor on. pairs: how many of the slice are left, none without a tile.
   struct Source {
     const char* codes;
-    int blocks;
+    int pairs, blocks;
   };
   const auto source_of = [&](Cursor at) {
     const int tile = gated                    ? at.step + half * p.steps
@@ -165,10 +150,10 @@ __global__ void __launch_bounds__(kTokenThreads, 1) w4a16_token_kernel(const __g
       if constexpr (ZEROS) zeros = *reinterpret_cast<const uint32_t*>(p.zeros + of);
     }
     return Source{p.codes + int64_t{tile} * (p.blocks * kBlockBytes) + at.pair * (2 * kBlockBytes) + lane * 16,
-                  has_tile ? min(slice(at.step, 1) * 2, p.blocks) - at.pair * 2 : 0};
+                  has_tile ? slice(at.step, 1) - at.pair : 0, p.blocks - at.pair * 2};
   };
   const auto load_pair = [&](const Source& from, int i) {
-    if (2 * i >= from.blocks) return;
+    if (i >= from.pairs) return;
     codes[2 * i] = load16_streamed(from.codes + 2 * i * kBlockBytes);
     if (2 * i + 1 < from.blocks) codes[2 * i + 1] = load16_streamed(from.codes + (2 * i + 1) * kBlockBytes);
   };
@@ -187,50 +172,50 @@ __global__ void __launch_bounds__(kTokenThreads, 1) w4a16_token_kernel(const __g
     norm[j].bits = make_uint4(0, 0, 0, 0);
     if (p.norm && index < p.width / 8) norm[j].bits = load16_constant(p.norm + int64_t{index} * 16);
   }
-  // A thread finishes one result of the next steps, from the step `first` on. Beyond them: a number past the results.
-  const int results = gated ? 16 : 32;  // of a step of two tiles
-  const auto result_of = [&](int first) {
-    const int thread = thread_anew(), step = first + thread / results * static_cast<int>(gridDim.x);
-    if (step < p.pair_steps) return step * results + thread % results;
-    return thread % 32 < 16 ? (step + p.pair_steps) * 16 + thread % 32 : p.results;
-  };
-  const auto load_added = [&](int first) {
-    const T* const from = reinterpret_cast<const T*>(p.residual ? p.residual : p.bias);
-    const int result = result_of(first);
-    return from && result < p.results ? from[result] : T();
-  };
   pdl_wait();
   pdl_trigger();
-  const T first_added = load_added(at.step);
-  load_token<T>(p, norm, shared_x, warp_squares);
-  added[threadIdx.x] = first_added;
+  load_token<T>(p, norm, shared_x, sums_of_x, warp_squares);
   __syncthreads();
 
   // -- steps: all columns of a fragment are equal, so a lane has the sums of rows `group` and `group` + 8 --
-  const char* const own_x = shared_x + quad * kQuadBytes;
+  const char* const own_x = shared_x + quad * 32;
+  const int results = gated ? 16 : 32;  // of a step
   while (at.step < p.steps) {
-    const int first_step = at.step;
-    float* sums_of_step = &warp_sums[0][warp][group];
+    // A thread finishes one result of the next steps. What is added to it is in flight during the products.
+    const int own_step = at.step + static_cast<int>(threadIdx.x) / results * gridDim.x;
+    const bool pair_step = own_step < p.pair_steps;
+    int result = own_step * results + threadIdx.x % results;
+    if (!pair_step) result = threadIdx.x % 32 < 16 ? (own_step + p.pair_steps) * 16 + threadIdx.x % 32 : p.results;
+    T residual{}, bias[2] = {};
+    if (result < p.results) {
+      if (p.residual) residual = reinterpret_cast<const T*>(p.residual)[result];
+      if (p.bias) {
+        bias[0] = reinterpret_cast<const T*>(p.bias)[result];
+        if (gated) bias[1] = reinterpret_cast<const T*>(p.bias)[result + p.results];
+      }
+    }
+    int steps = 0;
     do {
-      const int step = at.step;
+      const int step = at.step, last = slice(step, 1);
       float sum[2] = {};
       do {
-        const int pairs = slice(step, 1) - at.pair;
-        const char* const x_of_pairs = own_x + at.pair * kPairBytes;
+        const int pairs = last - at.pair;
+        const char* const x_of_pairs = own_x + at.pair * 256;
+        const float* const sums_of_pairs = sums_of_x + at.pair;
         at.pair += kTokenPairs;
-        if (pairs <= kTokenPairs) at = {step + static_cast<int>(gridDim.x), slice(step + gridDim.x, 0)};
+        if (at.pair >= last) at = {step + static_cast<int>(gridDim.x), slice(step + gridDim.x, 0)};
         const uint32_t now_scales = scales, now_zeros = zeros;
         const Source source = source_of(at);
 #pragma unroll
         for (int i = 0; i < kTokenPairs; ++i) {
           float sums[2][4] = {};
           if (i < pairs) {
-            const uint4* const x = reinterpret_cast<const uint4*>(x_of_pairs + i * kPairBytes);
+            const uint4* const x = reinterpret_cast<const uint4*>(x_of_pairs + i * 256);
 #pragma unroll
             for (int m = 0; m < 4; ++m) {
 #pragma unroll
               for (int b = 0; b < 2; ++b) {
-                const uint4 of_x = x[2 * b + m / 2], w = codes[2 * i + b];
+                const uint4 of_x = x[8 * b + m / 2], w = codes[2 * i + b];
                 uint32_t a[4];
                 Decoder<T>::decode(m == 0 ? w.x : m == 1 ? w.y : m == 2 ? w.z : w.w, a);
                 ptx::mma_16x8x16(sums[b], a, m % 2 ? of_x.z : of_x.x, m % 2 ? of_x.w : of_x.y, T());
@@ -239,7 +224,7 @@ __global__ void __launch_bounds__(kTokenThreads, 1) w4a16_token_kernel(const __g
           }
           load_pair(source, i);
           if (i < pairs) {
-            const float of_x = *reinterpret_cast<const float*>(x_of_pairs + i * kPairBytes + 64);
+            const float of_x = sums_of_pairs[i];
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
               const int from = i * 8 + r * 4 + group / 2, shift = group % 2 * 16;
@@ -251,43 +236,32 @@ __global__ void __launch_bounds__(kTokenThreads, 1) w4a16_token_kernel(const __g
         }
       } while (at.step == step);
       if (quad == 0) {
-        sums_of_step[0] = sum[0];
-        sums_of_step[8] = sum[1];
+        warp_sums[steps][warp][group] = sum[0];
+        warp_sums[steps][warp][group + 8] = sum[1];
       }
-      sums_of_step += kTokenWarps * 16;
-    } while (at.step < p.steps && at.step < first_step + kTokenSteps * static_cast<int>(gridDim.x));
+    } while (++steps < kTokenSteps && at.step < p.steps);
     __syncthreads();
-    const int result = result_of(first_step), thread = thread_anew();
-    if (thread < kTokenSteps * results && result < p.results) {
-      const auto sum_of = [&](int first_warp, int warps) {
-        const auto* const of = warp_sums[thread / results] + first_warp;
-        float total = of[0][thread % 16];
-        for (int w = 1; w < warps; ++w) total += of[w][thread % 16];
-        return total;
+    if (static_cast<int>(threadIdx.x) < steps * results && result < p.results) {
+      const auto output = [&](int first_warp, int warps, T bias) {
+        const auto* const of = warp_sums[threadIdx.x / results] + first_warp;
+        float total = of[0][threadIdx.x % 16];
+        for (int w = 1; w < warps; ++w) total += of[w][threadIdx.x % 16];
+        return total + to_float(bias);
       };
       constexpr int warps = kTokenWarps / 2;
-      const bool pair_step = first_step + thread / results * static_cast<int>(gridDim.x) < p.pair_steps;
-      float value = pair_step ? sum_of(gated ? 0 : thread % 32 / 16 * warps, warps) : sum_of(0, kTokenWarps);
-      const T* const bias = reinterpret_cast<const T*>(p.bias);
-      const float early = to_float(added[thread]);
-      if (bias) value += p.residual ? to_float(bias[result]) : early;
-      if (gated) {
-        float factor = sum_of(warps, warps);
-        if (bias) factor += to_float(bias[result + p.results]);
-        value = token_activation(value, p.activation) * factor;
-      }
-      reinterpret_cast<T*>(p.out)[result] = from_float<T>(p.residual ? value + early : value);
+      float value = pair_step ? output(gated ? 0 : threadIdx.x % 32 / 16 * warps, warps, bias[0])
+                              : output(0, kTokenWarps, bias[0]);
+      if (gated) value = token_activation(value, p.activation) * output(warps, warps, bias[1]);
+      reinterpret_cast<T*>(p.out)[result] = from_float<T>(value + to_float(residual));
     }
-    if (at.step >= p.steps) return;
-    added[thread] = load_added(at.step);
-    __syncthreads();  // the sums are read
+    if (at.step < p.steps) __syncthreads();  // the sums are read
   }
 }
 
 template <typename T, bool ZEROS>
 void launch_token(W4TokenParams p, DLDevice device) {
   constexpr auto kernel = w4a16_token_kernel<T, ZEROS>;
-  const int bytes = p.pairs * kPairBytes;
+  const int bytes = p.pairs * (256 + 4);
   if (bytes > raise_shared_limit<kernel>(device)) unsupported("an x that does not fit into shared memory");
   const int sms = device_attribute(cudaDevAttrMultiProcessorCount, device.device_id);
   p.tiles = p.rows / 16;
