@@ -7,11 +7,13 @@
 #include <algorithm>
 #include <limits>
 
+#include "w4a16_checks.h"
+
 namespace kestrel::quant {
 
 constexpr DLDataType kInt16{kDLInt, 16, 1};
 constexpr int kMaxTokens = 128;           // of w4a16_kernel
-constexpr int64_t kMaxPartial = 1 << 23;  // floats for sums: slices of K times tiles are at most 256 SMs
+constexpr int64_t kMaxPartial = 1 << 23;  // floats for sums; a tile has 64 x 128, so they are room for 1024
 
 // Rows of a CTA so that every SM has a CTA, or nearly so. Arguments: tiles of 8 tokens, of 16 rows per warp, warps of a
 // slice of K, stages, the most slices of K. Up to 16 tokens two stages leave shared memory to the next launch.
@@ -28,7 +30,6 @@ using Tile64 = W4Tile<8, 2, 4, 3, 2>;
 
 // -- checks -----------------------------------------------------------------------------------------------------------
 
-// The parts of a W4Weight for elements of `dtype`; fills in all that depends on them.
 void check_weight(const Checks& check, const TensorView& codes, const TensorView& scales, const OptionalTensor& zeros,
                   int64_t group, W4Params* p) {
   check.dtype("w", scales, {kBFloat16, kFloat16, kFloat32});

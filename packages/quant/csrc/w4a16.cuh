@@ -1,4 +1,4 @@
-// x [T, K] times a weight [N, K] of 4-bit codes, transposed, for few tokens: the codes' bytes decide.
+// x [T, K] times a weight [N, K] of 4-bit codes, transposed, for few tokens: memory-bound by the codes.
 //
 // Codes are the 16 rows of mma.sync, tokens its 8 columns. The packed layout [N / 16, K / 64, 32 lanes, 16 bytes] is
 // that of the instruction: 16 bytes of a lane are its fragments of four products, and no lane needs those of another.
@@ -184,7 +184,8 @@ struct W4Sums {
   int first_row, first_token, tokens, split;
 };
 
-// Whether the CTA shares K with others of its cluster, by kernels of sm_90 alone: the code costs registers.
+// Whether the CTA shares K with others of its cluster. Compiled for sm_90 alone: elsewhere the code would cost
+// registers for nothing.
 __device__ __forceinline__ bool in_cluster(const W4Params& p) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ == 900
   return p.cluster > 1;

@@ -7,7 +7,7 @@
 
 namespace kestrel::quant {
 
-// The parts of a W4Weight for elements of `dtype`; fills in all that depends on them.
+// Checks codes, scales and zeros of a W4Weight, and fills in the fields of p that follow from them.
 void check_weight(const Checks& check, const TensorView& codes, const TensorView& scales, const OptionalTensor& zeros,
                   int64_t group, W4Params* p);
 

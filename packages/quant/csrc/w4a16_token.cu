@@ -1,11 +1,12 @@
 // w4a16_token: one token x [K] times a weight [N, K] of 4-bit codes, with what stands around the product in a decode
 // step: RMSNorm of x before it; a gated activation of its two halves, or a residual, behind it.
 //
-// Memory-bound by one read of the codes. A CTA stays and takes every so many tiles of 16 rows (a gated layer: 16 of
-// each half). Its warps have slices of K in units of 128; eight blocks of codes are in flight in registers, across
-// tiles, and the first of them before the PDL wait. x lies in shared memory in the order of the fragments of mma.sync,
-// whose eight columns all hold it. Products are of 16 + code; what that adds is taken away by sums of x. Sums depend on
-// N, K alone.
+// Memory-bound by one read of the codes. CTAs are persistent, one for each SM: CTA i computes steps i, i + gridDim.x,
+// ... A step is two tiles of 16 rows (a gated layer: one of each half), or one tile in a last, partial wave. The warps
+// of a tile have slices of K. Eight blocks of codes of each warp are in flight in registers, across steps, and the
+// first of them before the PDL wait; no barrier separates steps. x lies in shared memory in the order of the fragments
+// of mma.sync, whose eight columns all hold it. Products are of 16 + code: (16 + zero) * sum(x) is subtracted. Sums
+// depend on N, K and the number of SMs alone.
 #include <kestrel/export.h>
 #include <kestrel/launch.h>
 #include <kestrel/tensor.h>
@@ -18,10 +19,11 @@
 
 namespace kestrel::quant {
 
-constexpr int kTokenThreads = 256, kTokenWarps = kTokenThreads / 32;
+constexpr int kTokenThreads = 512, kTokenWarps = kTokenThreads / 32;
 constexpr int kTokenPairs = 4;      // of blocks, in flight: 128 k each
-constexpr int kTokenNormPacks = 4;  // of x, a thread, at a time; with a norm, in all
-constexpr int kTokenCtas = 2;       // for each SM
+constexpr int kTokenPacks = 4;      // of x, a thread, at a time
+constexpr int kTokenNormPacks = 2;  // of x, a thread, where it is normalised
+constexpr int kTokenSteps = 16;     // of a CTA, whose sums wait in shared memory
 
 enum class TokenActivation { none, silu, gelu, gelu_tanh };
 
@@ -30,7 +32,10 @@ struct W4TokenParams {
   const char *bias = nullptr, *residual = nullptr, *norm = nullptr;
   char* out = nullptr;
   int rows = 0, results = 0, width = 0;  // N; N, or N / 2 of a gated layer; K
-  int blocks = 0, pairs = 0, pairs_of_group = 1;
+  int tiles = 0, steps = 0;              // of 16 rows; of one or two tiles
+  int pair_steps = 0;                    // the first ones, of two tiles
+  int blocks = 0, pairs = 0;             // of 64 k; of two blocks
+  unsigned inverse_pairs_of_group = 0;   // 2^31 / that, rounded up
   float eps = 0.f, weight_bias = 0.f;
   TokenActivation activation = TokenActivation::none;
 };
@@ -50,72 +55,21 @@ __device__ __forceinline__ void store_fragments(char* shared_x, int index, const
   for (int q = 0; q < 4; ++q) *reinterpret_cast<uint32_t*>(to + q * 32) = words[q];
 }
 
-template <typename T, bool NORM, bool GATED>
-__global__ void __launch_bounds__(kTokenThreads, kTokenCtas)
-    w4a16_token_kernel(const __grid_constant__ W4TokenParams p) {
-  constexpr int warps = GATED ? kTokenWarps / 2 : kTokenWarps;  // of a tile of 16 rows
-  extern __shared__ __align__(128) char shared_x[];
-  __shared__ float warp_sums[2][kTokenWarps][16], warp_squares[kTokenWarps];
-  float* const sums_of_x = reinterpret_cast<float*>(shared_x + p.blocks * 128);  // of each pair of blocks
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = lane / 4, quad = lane % 4;
-  const int half = GATED ? warp / warps : 0, slice = warp % warps, tiles = p.results / 16;
-  const int first_pair = static_cast<int>(int64_t{p.pairs} * slice / warps);
-  const int last_pair = static_cast<int>(int64_t{p.pairs} * (slice + 1) / warps);
-
-  // -- weights: codes of four pairs of blocks; a lane's scales and zero points of two rows of one of the pairs --
-  struct Cursor {
-    int tile, pair;
-  };
-  const auto next_of = [&](Cursor at) {
-    at.pair += kTokenPairs;
-    if (at.pair >= last_pair) at = {at.tile + static_cast<int>(gridDim.x), first_pair};
-    return at;
-  };
-  uint4 codes[2 * kTokenPairs];
-  const auto codes_of = [&](Cursor at) {
-    const int64_t tile = at.tile + half * tiles;
-    return p.codes + (tile * p.blocks + at.pair * 2) * kBlockBytes + lane * 16;
-  };
-  const auto load_pair = [&](Cursor at, const char* from, int i) {
-    if (at.tile >= tiles || at.pair + i >= last_pair) return;
-    codes[2 * i] = load16_streamed(from + 2 * i * kBlockBytes);
-    if ((at.pair + i) * 2 + 1 < p.blocks) codes[2 * i + 1] = load16_streamed(from + (2 * i + 1) * kBlockBytes);
-  };
-  const auto load_scales = [&](Cursor at, const char* from) {
-    const int pair = min(at.pair + lane / 8, p.pairs - 1), tile = min(at.tile, tiles - 1) + half * tiles;
-    const int64_t of = int64_t{pair / p.pairs_of_group} * p.rows + tile * 16 + lane % 8 * 2;
-    return *reinterpret_cast<const uint32_t*>(from + of * 2);
-  };
-  Cursor at{static_cast<int>(blockIdx.x), first_pair};
+// x, normalised by `norm` if there is one, into shared memory, and the sums of its pairs of blocks.
+template <typename T>
+__device__ __forceinline__ void load_token(const W4TokenParams& p, const Pack<T> (&norm)[kTokenNormPacks],
+                                           char* shared_x, float* sums_of_x, float* warp_squares) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, packs = p.width / 8;
+  for (int first = 0; first < p.pairs * 16; first += kTokenPacks * kTokenThreads) {
+    Pack<T> x[kTokenPacks];
 #pragma unroll
-  for (int i = 0; i < 2 * kTokenPairs; ++i) codes[i] = make_uint4(0, 0, 0, 0);
-#pragma unroll
-  for (int i = 0; i < kTokenPairs; ++i) load_pair(at, codes_of(at), i);
-  uint32_t scales = load_scales(at, p.scales), zeros = p.zeros ? load_scales(at, p.zeros) : 0x00080008u;
-  Pack<T> norm[kTokenNormPacks];
-  const int packs = p.width / 8;
-  if constexpr (NORM) {
-#pragma unroll
-    for (int j = 0; j < kTokenNormPacks; ++j) {
-      const int index = threadIdx.x + j * kTokenThreads;
-      if (index < packs) norm[j].bits = load16_constant(p.norm + int64_t{index} * 16);
-    }
-  }
-  pdl_wait();
-  pdl_trigger();
-
-  // -- x, a batch of packs for each thread at a time --
-  float factor = 1.f;
-  for (int first = 0; first < p.pairs * 16; first += kTokenNormPacks * kTokenThreads) {
-    Pack<T> x[kTokenNormPacks];
-    float squares = 0.f;
-#pragma unroll
-    for (int j = 0; j < kTokenNormPacks; ++j) {
+    for (int j = 0; j < kTokenPacks; ++j) {
       const int index = first + threadIdx.x + j * kTokenThreads;
       x[j].bits = make_uint4(0, 0, 0, 0);
       if (index < packs) x[j].bits = load16(p.x + int64_t{index} * 16);
     }
-    if constexpr (NORM) {
+    if (p.norm) {
+      float squares = 0.f;
 #pragma unroll
       for (int j = 0; j < kTokenNormPacks; ++j) {
         float v[8];
@@ -129,110 +83,195 @@ __global__ void __launch_bounds__(kTokenThreads, kTokenCtas)
       float total = warp_squares[0];
 #pragma unroll
       for (int w = 1; w < kTokenWarps; ++w) total += warp_squares[w];
-      factor = rsqrtf(total / static_cast<float>(p.width) + p.eps);
-    }
+      const float factor = rsqrtf(total / static_cast<float>(p.width) + p.eps);
 #pragma unroll
-    for (int j = 0; j < kTokenNormPacks; ++j) {
-      const int index = first + threadIdx.x + j * kTokenThreads;
-      if (index - lane >= p.pairs * 16) break;  // of a whole warp
-      float v[8], sum = 0.f;
-      if constexpr (NORM) {
-        float w[8];
+      for (int j = 0; j < kTokenNormPacks; ++j) {
+        const int index = first + threadIdx.x + j * kTokenThreads;
+        float v[8], w[8];
         x[j].unpack(v);
         norm[j].unpack(w);
 #pragma unroll
         for (int i = 0; i < 8; ++i) v[i] = index < packs ? v[i] * factor * (w[i] + p.weight_bias) : 0.f;
         x[j].pack(v);
       }
+    }
+#pragma unroll
+    for (int j = 0; j < kTokenPacks; ++j) {
+      const int index = first + threadIdx.x + j * kTokenThreads;
+      if (index - lane >= p.pairs * 16) break;  // of a whole warp
+      float v[8], sum = 0.f;
       x[j].unpack(v);
 #pragma unroll
       for (int i = 0; i < 8; ++i) sum += v[i];
 #pragma unroll
       for (int other = 8; other > 0; other /= 2) sum += __shfl_xor_sync(~0u, sum, other);
-      if (index < p.blocks * 8) store_fragments(shared_x, index, x[j].bits);
-      if (lane % 16 == 0 && index < p.pairs * 16) sums_of_x[index / 16] = sum;
-    }
-  }
-  __syncthreads();
-
-  // -- tiles: all columns of a fragment are equal, so a lane has the sums of rows `group` and `group` + 8 --
-  const char* const own_x = shared_x + quad * 32;
-  for (int parity = 0; at.tile < tiles; parity ^= 1) {
-    const int tile = at.tile;
-    float sum[2] = {};
-    do {
-      const Cursor next = next_of(at);
-      const char* const next_codes = codes_of(next);
-      const uint32_t now_scales = scales, now_zeros = zeros;
-      scales = load_scales(next, p.scales);
-      if (p.zeros) zeros = load_scales(next, p.zeros);
-#pragma unroll
-      for (int i = 0; i < kTokenPairs; ++i) {
-        if (at.pair + i < last_pair) {
-          float product[2][4] = {};
-#pragma unroll
-          for (int b = 0; b < 2; ++b) {
-            if (b == 1 && (at.pair + i) * 2 + 1 >= p.blocks) continue;
-            const uint4* const x = reinterpret_cast<const uint4*>(own_x + ((at.pair + i) * 2 + b) * 128);
-            const uint4 low = x[0], high = x[1], w = codes[2 * i + b];
-            const uint32_t words[4] = {w.x, w.y, w.z, w.w};
-            const uint32_t of_x[4][2] = {{low.x, low.y}, {low.z, low.w}, {high.x, high.y}, {high.z, high.w}};
-#pragma unroll
-            for (int m = 0; m < 4; ++m) {
-              uint32_t a[4];
-              Decoder<T>::decode(words[m], a);
-              ptx::mma_16x8x16(product[b], a, of_x[m][0], of_x[m][1], T());
-            }
-          }
-          const float of_x = sums_of_x[at.pair + i];
-#pragma unroll
-          for (int r = 0; r < 2; ++r) {
-            const int from = i * 8 + r * 4 + group / 2, shift = group % 2 * 16;
-            const float scale = widen<T>(__shfl_sync(~0u, now_scales, from) >> shift & 0xffffu);
-            const float zero = p.zeros ? static_cast<float>(__shfl_sync(~0u, now_zeros, from) >> shift & 0xffffu) : 8.f;
-            sum[r] = fmaf(fmaf(-(16.f + zero), of_x, product[0][2 * r] + product[1][2 * r]), scale, sum[r]);
-          }
-        }
-        load_pair(next, next_codes, i);
-      }
-      at = next;
-    } while (at.tile == tile);
-
-    if (quad == 0) {
-      warp_sums[parity][warp][group] = sum[0];
-      warp_sums[parity][warp][group + 8] = sum[1];
-    }
-    __syncthreads();
-    const int row = lane, result = tile * 16 + row;
-    if (warp == 0 && row < 16) {
-      const auto output = [&](int first_warp, int bias_row) {
-        float total = warp_sums[parity][first_warp][row];
-#pragma unroll
-        for (int w = 1; w < warps; ++w) total += warp_sums[parity][first_warp + w][row];
-        return p.bias ? total + to_float(reinterpret_cast<const T*>(p.bias)[bias_row]) : total;
-      };
-      float value = output(0, result);
-      if constexpr (GATED) value = token_activation(value, p.activation) * output(warps, result + p.results);
-      if (p.residual) value += to_float(reinterpret_cast<const T*>(p.residual)[result]);
-      reinterpret_cast<T*>(p.out)[result] = from_float<T>(value);
+      if (index >= p.pairs * 16) continue;  // of half a warp
+      store_fragments(shared_x, index, x[j].bits);
+      if (lane % 16 == 0) sums_of_x[index / 16] = sum;
     }
   }
 }
 
-template <typename T>
-void launch_token(const W4TokenParams& p, DLDevice device) {
+template <typename T, bool ZEROS>
+__global__ void __launch_bounds__(kTokenThreads, 1) w4a16_token_kernel(const __grid_constant__ W4TokenParams p) {
+  extern __shared__ __align__(128) char shared_x[];
+  __shared__ float warp_sums[kTokenSteps][kTokenWarps][16], warp_squares[kTokenWarps];
+  float* const sums_of_x = reinterpret_cast<float*>(shared_x + p.pairs * 256);  // of each pair of blocks
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = lane / 4, quad = lane % 4;
+  const int half = warp / (kTokenWarps / 2);
   const bool gated = p.activation != TokenActivation::none;
-  const int bytes = p.blocks * 128 + p.pairs * 4;
-  const int ctas = kTokenCtas * device_attribute(cudaDevAttrMultiProcessorCount, device.device_id);
-  const auto launch = [&](auto kernel, int limit) {
-    if (bytes > limit) unsupported("an x that does not fit into shared memory");
-    launch_pdl(kernel, dim3(std::min(p.results / 16, ctas)), dim3(kTokenThreads), device, p, bytes);
+
+  // -- weights: codes of four pairs of blocks; a lane's scales and zero points of two rows of one of the pairs --
+  struct Cursor {
+    int step, pair;
   };
-  if (p.norm && gated) return launch(w4a16_token_kernel<T, true, true>, 48 << 10);
-  if (p.norm) return launch(w4a16_token_kernel<T, true, false>, 48 << 10);
-  if (gated)
-    return launch(w4a16_token_kernel<T, false, true>, raise_shared_limit<w4a16_token_kernel<T, false, true>>(device));
-  launch(w4a16_token_kernel<T, false, false>, raise_shared_limit<w4a16_token_kernel<T, false, false>>(device));
+  // A warp's slice of K begins here; `warps` further on it ends where that of the next warp begins.
+  const auto slice = [&](int step, int next) {
+    const unsigned pairs = p.pairs, of = step < p.pair_steps ? warp % (kTokenWarps / 2) + next : warp + next;
+    return static_cast<int>(step < p.pair_steps ? pairs * of / (kTokenWarps / 2) : pairs * of / kTokenWarps);
+  };
+  uint4 codes[2 * kTokenPairs];
+  uint32_t scales = 0, zeros = 0;
+  // Where a warp reads from the cursor on. pairs: how many of the slice are left, none without a tile.
+  struct Source {
+    const char* codes;
+    int pairs, blocks;
+  };
+  const auto source_of = [&](Cursor at) {
+    const int tile = gated                    ? at.step + half * p.steps
+                     : at.step < p.pair_steps ? 2 * at.step + half
+                                              : at.step + p.pair_steps;
+    const bool has_tile = at.step < p.steps && tile < p.tiles;
+    scales = 0;
+    if (has_tile) {
+      const unsigned pair = min(at.pair + lane / 8, p.pairs - 1);
+      const int64_t of = int64_t{2} * p.rows * __umulhi(2 * pair, p.inverse_pairs_of_group) + tile * 32 + lane % 8 * 4;
+      scales = *reinterpret_cast<const uint32_t*>(p.scales + of);
+      if constexpr (ZEROS) zeros = *reinterpret_cast<const uint32_t*>(p.zeros + of);
+    }
+    return Source{p.codes + int64_t{tile} * (p.blocks * kBlockBytes) + at.pair * (2 * kBlockBytes) + lane * 16,
+                  has_tile ? slice(at.step, 1) - at.pair : 0, p.blocks - at.pair * 2};
+  };
+  const auto load_pair = [&](const Source& from, int i) {
+    if (i >= from.pairs) return;
+    codes[2 * i] = load16_streamed(from.codes + 2 * i * kBlockBytes);
+    if (2 * i + 1 < from.blocks) codes[2 * i + 1] = load16_streamed(from.codes + (2 * i + 1) * kBlockBytes);
+  };
+#pragma unroll
+  for (int i = 0; i < 2 * kTokenPairs; ++i) codes[i] = make_uint4(0, 0, 0, 0);
+  Cursor at{static_cast<int>(blockIdx.x), slice(blockIdx.x, 0)};
+  {
+    const Source from = source_of(at);
+#pragma unroll
+    for (int i = 0; i < kTokenPairs; ++i) load_pair(from, i);
+  }
+  Pack<T> norm[kTokenNormPacks];
+#pragma unroll
+  for (int j = 0; j < kTokenNormPacks; ++j) {
+    const int index = threadIdx.x + j * kTokenThreads;
+    norm[j].bits = make_uint4(0, 0, 0, 0);
+    if (p.norm && index < p.width / 8) norm[j].bits = load16_constant(p.norm + int64_t{index} * 16);
+  }
+  pdl_wait();
+  pdl_trigger();
+  load_token<T>(p, norm, shared_x, sums_of_x, warp_squares);
+  __syncthreads();
+
+  // -- steps: all columns of a fragment are equal, so a lane has the sums of rows `group` and `group` + 8 --
+  const char* const own_x = shared_x + quad * 32;
+  const int results = gated ? 16 : 32;  // of a step
+  while (at.step < p.steps) {
+    // A thread finishes one result of the next steps. What is added to it is in flight during the products.
+    const int own_step = at.step + static_cast<int>(threadIdx.x) / results * gridDim.x;
+    const bool pair_step = own_step < p.pair_steps;
+    int result = own_step * results + threadIdx.x % results;
+    if (!pair_step) result = threadIdx.x % 32 < 16 ? (own_step + p.pair_steps) * 16 + threadIdx.x % 32 : p.results;
+    T residual{}, bias[2] = {};
+    if (result < p.results) {
+      if (p.residual) residual = reinterpret_cast<const T*>(p.residual)[result];
+      if (p.bias) {
+        bias[0] = reinterpret_cast<const T*>(p.bias)[result];
+        if (gated) bias[1] = reinterpret_cast<const T*>(p.bias)[result + p.results];
+      }
+    }
+    int steps = 0;
+    do {
+      const int step = at.step, last = slice(step, 1);
+      float sum[2] = {};
+      do {
+        const int pairs = last - at.pair;
+        const char* const x_of_pairs = own_x + at.pair * 256;
+        const float* const sums_of_pairs = sums_of_x + at.pair;
+        at.pair += kTokenPairs;
+        if (at.pair >= last) at = {step + static_cast<int>(gridDim.x), slice(step + gridDim.x, 0)};
+        const uint32_t now_scales = scales, now_zeros = zeros;
+        const Source source = source_of(at);
+#pragma unroll
+        for (int i = 0; i < kTokenPairs; ++i) {
+          float sums[2][4] = {};
+          if (i < pairs) {
+            const uint4* const x = reinterpret_cast<const uint4*>(x_of_pairs + i * 256);
+#pragma unroll
+            for (int m = 0; m < 4; ++m) {
+#pragma unroll
+              for (int b = 0; b < 2; ++b) {
+                const uint4 of_x = x[8 * b + m / 2], w = codes[2 * i + b];
+                uint32_t a[4];
+                Decoder<T>::decode(m == 0 ? w.x : m == 1 ? w.y : m == 2 ? w.z : w.w, a);
+                ptx::mma_16x8x16(sums[b], a, m % 2 ? of_x.z : of_x.x, m % 2 ? of_x.w : of_x.y, T());
+              }
+            }
+          }
+          load_pair(source, i);
+          if (i < pairs) {
+            const float of_x = sums_of_pairs[i];
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+              const int from = i * 8 + r * 4 + group / 2, shift = group % 2 * 16;
+              const float scale = widen<T>(__shfl_sync(~0u, now_scales, from) >> shift & 0xffffu);
+              const float zero = ZEROS ? static_cast<float>(__shfl_sync(~0u, now_zeros, from) >> shift & 0xffffu) : 8.f;
+              sum[r] = fmaf(fmaf(-(16.f + zero), of_x, sums[0][2 * r] + sums[1][2 * r]), scale, sum[r]);
+            }
+          }
+        }
+      } while (at.step == step);
+      if (quad == 0) {
+        warp_sums[steps][warp][group] = sum[0];
+        warp_sums[steps][warp][group + 8] = sum[1];
+      }
+    } while (++steps < kTokenSteps && at.step < p.steps);
+    __syncthreads();
+    if (static_cast<int>(threadIdx.x) < steps * results && result < p.results) {
+      const auto output = [&](int first_warp, int warps, T bias) {
+        const auto* const of = warp_sums[threadIdx.x / results] + first_warp;
+        float total = of[0][threadIdx.x % 16];
+        for (int w = 1; w < warps; ++w) total += of[w][threadIdx.x % 16];
+        return total + to_float(bias);
+      };
+      constexpr int warps = kTokenWarps / 2;
+      float value = pair_step ? output(gated ? 0 : threadIdx.x % 32 / 16 * warps, warps, bias[0])
+                              : output(0, kTokenWarps, bias[0]);
+      if (gated) value = token_activation(value, p.activation) * output(warps, warps, bias[1]);
+      reinterpret_cast<T*>(p.out)[result] = from_float<T>(value + to_float(residual));
+    }
+    if (at.step < p.steps) __syncthreads();  // the sums are read
+  }
+}
+
+template <typename T, bool ZEROS>
+void launch_token(W4TokenParams p, DLDevice device) {
+  constexpr auto kernel = w4a16_token_kernel<T, ZEROS>;
+  const int bytes = p.pairs * (256 + 4);
+  if (bytes > raise_shared_limit<kernel>(device)) unsupported("an x that does not fit into shared memory");
+  const int sms = device_attribute(cudaDevAttrMultiProcessorCount, device.device_id);
+  p.tiles = p.rows / 16;
+  p.steps = p.pair_steps = (p.tiles + 1) / 2;
+  const int full_waves = p.steps / sms * sms, rest = p.tiles - 2 * full_waves;  // -1: the last step has one tile
+  if (p.activation == TokenActivation::none && rest > 0 && rest <= sms) {
+    p.pair_steps = full_waves;  // the last wave has a tile for each CTA instead of two for some
+    p.steps = full_waves + rest;
+  }
+  launch_pdl(kernel, dim3(std::min(p.steps, sms)), dim3(kTokenThreads), device, p, bytes);
 }
 
 // activation: "none", or one that halves the result: act(first half) * second half. residual: of the result's shape.
@@ -301,7 +340,7 @@ void w4a16_token(TensorView out, TensorView x, TensorView codes, TensorView scal
   p.width = weight.width;
   p.blocks = weight.blocks;
   p.pairs = weight.steps;
-  p.pairs_of_group = weight.steps_per_group;
+  p.inverse_pairs_of_group = ((1u << 31) + weight.steps_per_group - 1) / weight.steps_per_group;
   p.eps = static_cast<float>(norm_eps);
   p.weight_bias = static_cast<float>(norm_weight_bias);
   p.activation = !gated                   ? TokenActivation::none
@@ -311,7 +350,11 @@ void w4a16_token(TensorView out, TensorView x, TensorView codes, TensorView scal
   if (!aligned16(p.x) || !aligned16(p.norm)) unsupported("an x or norm that is not aligned to 16 bytes");
   const DLDevice device = x.device();
   const DeviceGuard guard(device.device_id);
-  same_dtype(x.dtype(), kBFloat16) ? launch_token<__nv_bfloat16>(p, device) : launch_token<__half>(p, device);
+  const auto launch = [&](auto t) {
+    using T = decltype(t);
+    p.zeros ? launch_token<T, true>(p, device) : launch_token<T, false>(p, device);
+  };
+  same_dtype(x.dtype(), kBFloat16) ? launch(__nv_bfloat16()) : launch(__half());
 }
 
 KESTREL_EXPORT(w4a16_token, w4a16_token);

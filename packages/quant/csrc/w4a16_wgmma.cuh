@@ -2,7 +2,7 @@
 //
 // A CTA has ROWS of the weight, operand A of wgmma, decoded in registers; TOKENS of x, operand B; and a slice of K. The
 // packed layout is A's fragments: 16 bytes of a lane are those of four products. One thread loads x, codes and scales
-// (TMA). Each consumer warpgroup has 64 rows, or twice that, and decodes while products of its last fragments run. Each
+// (TMA). Each consumer warpgroup has 64 rows and decodes while products of its last fragments run. Each
 // weight is scaled and rounded once. Slices of K are added in order: those of a cluster through DSMEM, others by
 // w4a16_wgmma_sum_kernel.
 #pragma once

@@ -131,6 +131,26 @@ def test_linear_is_as_close_as_torch(
 
 
 @pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize(("scale", "of_x"), [(4364.0, 2.0**-16), (2.0**-24, 1024.0), (2.0**-10, 2.0**13)])
+def test_fp16_has_no_overflow_inside(forced: Plan, scale: float, of_x: float, symmetric: bool) -> None:
+    """Weights up to 65460, subnormal scales, and x up to fp16's largest: the result alone is rounded to fp16."""
+    w = weight(512, 1024, 128, torch.float16, symmetric=False)
+    zeros = None if symmetric else torch.zeros_like(w.zeros)  # codes of 15 are then the largest weights
+    w = W4Weight(w.codes, torch.full_like(w.scales, scale), w.shape, w.group_size, zeros, None)
+    exact_weight = reference.w4_dequant(w.codes, w.scales, w.zeros, 128, torch.float32).double()
+    for tokens in (1, 16, 48, 100, 300):
+        x = (random(tokens, 1024, dtype=torch.float32, seed=tokens).clamp(-4, 4) * of_x).clamp(-65504, 65504).half()
+        exact = F.linear(x.double(), exact_weight)
+        assert float(exact.abs().max()) < 60000
+        rounds = forced.kernel == "wgmma" or tokens > 128  # weights
+        of_weights = 2.0**-11 * F.linear(x.double().abs(), exact_weight.abs()) * rounds + 2.0**-21 * float(
+            F.linear(x.double().abs(), exact_weight.abs() + 16 * scale).max()
+        )
+        error = (w4a16_linear(x, w).double() - exact).abs() - (2.0**-11 * exact.abs() + 2.0**-25 + of_weights)
+        assert float(error.max()) <= 0, (tokens, float(error.max()))
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(("n", "k", "group"), SHAPES)
 def test_a_weight_is_its_codes_times_scales(n: int, k: int, group: int, dtype: torch.dtype, symmetric: bool) -> None:

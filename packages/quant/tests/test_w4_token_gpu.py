@@ -78,6 +78,19 @@ def test_the_result_is_rounded_once(n: int, k: int, group: int, dtype: torch.dty
             assert_intact()
 
 
+@pytest.mark.parametrize("sms", [1, 2, 3, 17])
+@pytest.mark.parametrize("more", [-1, 0, 1])
+def test_every_row_is_written_where_waves_of_tiles_end(sms: int, more: int) -> None:
+    n = 16 * (sms * torch.cuda.get_device_properties(0).multi_processor_count + more)
+    w, x = weight(n, 256, 128, torch.bfloat16, True), random(1, 256)
+    residual, bias = random(1, n, seed=1), random(n, seed=2)
+    exact = reference.w4_dequant(w.codes, w.scales, w.zeros, 128, torch.float32).double()
+    out = torch.full((1, n), torch.nan, dtype=torch.bfloat16, device="cuda")
+    w4a16_token(x, w, bias, residual=residual, out=out)
+    wanted = F.linear(x.double(), exact, bias.double()) + residual.double()
+    assert bool(((out.double() - wanted).abs() <= 2**-8 * wanted.abs() + 1e-3).all())
+
+
 def test_runs_repeat_and_the_residual_may_be_the_result() -> None:
     w, x, residual = weight(4096, 4096, 128, torch.bfloat16, True), random(1, 4096), random(1, 4096, seed=1)
     assert_runs_repeat(w4a16_token, x, w, runs=5)

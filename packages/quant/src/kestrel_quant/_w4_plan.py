@@ -16,7 +16,7 @@ _WGMMA_TOKENS = 1024  # beyond, the vendor's GEMM takes less power for each prod
 _LEAST = 1 << 20  # elements of a weight for wgmma
 _SMALL = 1 << 22  # up to here, tiles of 64 tokens take up to 128
 _LARGE = 1 << 27  # from here on, tiles of 256 rows take up to 64 tokens
-_SPLITS = 8  # the most slices of K
+SPLITS = 8  # of K, at most
 _K_STEP = 128
 
 
@@ -88,7 +88,7 @@ def _on_hopper(tokens: int, rows: int, columns: int, sms: int) -> Plan:
         (_us(tile, splits, whole, tokens, rows, columns, sms), number, splits, whole)
         for number, tile in enumerate(TILES)
         if tile.rate
-        for splits in range(1, 1 + min(_SPLITS, -(-columns // (4 * _K_STEP))))
+        for splits in range(1, 1 + min(SPLITS, -(-columns // (4 * _K_STEP))))
         for whole in _whole_row_tiles(tile, splits, tokens, rows, sms)
     )
     if tokens > MMA_TOKENS and cost > _vendor_us(tokens, rows, columns):
@@ -100,7 +100,7 @@ def _fill(tile: Tile, tokens: int, rows: int, columns: int, sms: int) -> int:
     """Slices of K with which all CTAs run at once; one on each SM where that is soon done."""
     ctas = 1 if rows * columns <= 1 << 24 else tile.ctas
     tiles = -(-tokens // tile.tokens) * -(-rows // tile.rows)
-    return max(1, min(_SPLITS, sms * ctas // tiles, -(-columns // (2 * _K_STEP))))
+    return max(1, min(SPLITS, sms * ctas // tiles, -(-columns // (2 * _K_STEP))))
 
 
 def _wgmma(number: int, tokens: int, rows: int, splits: int, whole: int = 0) -> Plan:

@@ -15,10 +15,9 @@ from . import reference
 from ._checks import check_x_and_weight
 from ._launch import kernels
 from ._w4_layout import pack_codes
-from ._w4_plan import MMA_TOKENS, Plan, plan
+from ._w4_plan import SPLITS, Plan, plan
 
 _TOKENS_OF_CLUSTERS = 16  # beyond them slices of K may be added up by a second kernel
-_SPLITS = 8  # the most slices of K
 _MOST_PARTIAL = 1 << 23  # floats for the sums of slices, whatever their number
 
 
@@ -165,11 +164,12 @@ def w4a16_linear(
     The kernels take bf16 and fp16, T up to 128, N and K that are multiples of 8, and groups of 32, 64, multiples of 128
     or whole rows. There a row is the same bit for bit within each range of T: 1 to 16, 17 to 64, 65 to 128; with groups
     of 32 on GPUs of compute capability 10 or more, 17 to 32 and then each 32. On an H100 or H200 another kernel takes
-    17 to 1024 rows where N * K is 2^20 or more, and rounds each weight once to x's dtype. Its ranges are 17 to 32, 33
-    to 64, and then each 32: 65 to 96, 97 to 128, and so on. Past 128 rows, those of x must be aligned to 16 bytes for
-    it. Other calls take the vendor's GEMM, and the weight is first written in x's dtype, into N * K * 2 bytes of
-    scratch memory. There and by reference a row may differ by rounding from one T to another; for a fixed T it does not
-    depend on the other rows.
+    17 to 128 rows where N * K is 2^20 or more, and up to 1024 where it is estimated to be faster than the vendor's
+    GEMM. It rounds each weight once to x's dtype. Its ranges are 17 to 32, 33 to 64, and then each 32: 65 to 96, 97 to
+    128, and so on. Other calls, and rows of x that are not aligned to 16 bytes, take the vendor's GEMM, and the weight
+    is first written in x's dtype, into N * K * 2 bytes of scratch memory. There and by reference a row may differ by
+    rounding from one T to another; for a fixed T it does not depend on the other rows. A weight that is rounded to fp16
+    is inf beyond 65504.
 
     Raises ValueError or TypeError for a wrong dtype, shape or device. Semantics: Marlin, Frantar et al. 2024.
 
@@ -227,7 +227,7 @@ def _w4a16_linear(
     tokens = x.shape[0] if x.ndim == 2 else x.shape[:-1].numel()
     device = _device(x.get_device()) if x.is_cuda else _NO_GPU
     chosen = plan(tokens, rows, x.shape[-1], device.wgmma_sms)
-    if tokens > MMA_TOKENS and (x.data_ptr() % 16 or any(stride % 8 for stride in x.stride()[:-1])):
+    if x.is_cuda and (x.data_ptr() % 16 or (tokens > 1 and any(stride % 8 for stride in x.stride()[:-1]))):
         chosen = Plan("vendor")  # it takes rows of any alignment
     by_kernel = chosen.kernel != "vendor"
     if x.ndim != 2 or not by_kernel or permutation is not None:
@@ -248,9 +248,11 @@ def _w4a16_linear(
     else:
         floats = chosen.scratch
         if chosen.kernel == "mma" and x.is_cuda and (tokens > _TOKENS_OF_CLUSTERS or device.capability[0] != 9):
-            floats = min(_SPLITS * tokens * rows, _MOST_PARTIAL)
+            floats = min(SPLITS * tokens * rows, _MOST_PARTIAL)
         scratch = empty(x, torch.float32, floats) if floats else None
-        kernels.w4a16_linear(into, x, codes, scales, zeros, group_size, bias, scratch, *chosen[1:4])
+        kernels.w4a16_linear(
+            into, x, codes, scales, zeros, group_size, bias, scratch, chosen.tile, chosen.splits, chosen.whole_row_tiles
+        )
     if into.data_ptr() != result.data_ptr():
         result.copy_(into.view(result.shape))
     return result

@@ -41,7 +41,8 @@ def w4a16_token(
     The kernel takes bf16 and fp16, one token, groups that are multiples of 128 or whole rows, weights without a
     permutation, K that is a multiple of 8 and, with a norm, up to 8192, and results that are multiples of 16; x and
     norm_weight must be aligned to 16 bytes, and x must fit into shared memory. Several tokens are computed by
-    reference, where a row may differ by rounding from one number of tokens to another.
+    reference, which is slow: use w4a16_linear there. A row may differ by rounding from one number of tokens to another.
+    For 16-bit weights: kestrel_norm.rms_norm_linear and kestrel_moe.fused_linear_residual.
 
     Raises ValueError or TypeError for a wrong dtype, shape, name or device. Semantics: torch.nn.functional.rms_norm,
     Marlin (Frantar et al. 2024), the gate of Llama's feed-forward.
