@@ -13,6 +13,7 @@ from .kernels.constants import BOX_ROWS, MIN_SPLIT_TILES, PAST_ALL_BLOCKS, SPLIT
 from .kernels.parameters import PrefillCombineScalars, PrefillScalars, PrefillWorksScalars
 from .kernels.prefill_variants import (
     HopperPrefillVariant,
+    Length,
     PrefillVariant,
     prefilling,
     prefilling_in_fp8,
@@ -23,6 +24,7 @@ from .plan import MAX_GRID, MAX_KEYS, MIN_SOFTCAP, MULTIPROCESSORS, UNBOUNDED, p
 
 LONG_WAVES = 6  # of blocks of LARGE_BLOCK queries, from which on larger blocks are faster
 LARGER_TILE = 1.3  # the time of a tile of three warpgroups, of two: 1
+SHORT_WAVES = 2  # of blocks of LARGE_BLOCK queries, up to which small blocks are faster
 OTHER_TILES = 2.3  # the time of the prologue and the epilogue of a work
 COUNTED_WAVES = 4  # from which on blocks take unequal works when they can: a counter is worth a launch that clears it
 LISTED_WAVES = 8  # of works that find nothing to do, from which on a list of works is worth its launch
@@ -122,14 +124,16 @@ def plan_prefill(problem: PrefillProblem) -> PrefillPlan:
         # Splits depend on the size of a block. Where it is unknown which sequences have some, the kernel chooses it.
         limit = splits_of(problem, 1).limit
         fills_blocks = not problem.packed_queries or problem.total_queries >= 2 * LARGE_BLOCK * problem.batch
-        long = limit < 2 and blocks >= LONG_WAVES * MULTIPROCESSORS and fills_blocks
+        length: Length = "long" if limit < 2 and blocks >= LONG_WAVES * MULTIPROCESSORS and fills_blocks else ""
+        if limit == 1 and blocks <= SHORT_WAVES * MULTIPROCESSORS:
+            length = "short"
         boxes = problem.has_boxes and (not problem.has_block_table or problem.page_size % BOX_ROWS == 0)
         if problem.hopper and problem.fp8_queries and problem.cache == "e4m3":
-            variant = prefilling_in_fp8(problem.head_dim, long, boxes)
+            variant = prefilling_in_fp8(problem.head_dim, length, boxes)
         if problem.hopper and variant is None:
-            variant = prefilling_on_hopper(*case, long, boxes)
-            larger = prefilling_on_hopper(*case, True, boxes)
-            if larger is not variant and limit == 1 and not problem.packed_queries:
+            variant = prefilling_on_hopper(*case, length, boxes)
+            larger = prefilling_on_hopper(*case, "long", boxes)
+            if larger is not variant and limit == 1 and not problem.packed_queries and length != "short":
                 variant = min(variant, larger, key=lambda v: estimated_tiles(problem, v))
         variant = variant or prefilling(*case, short)
     if variant is None:
@@ -154,7 +158,7 @@ def plan_prefill(problem: PrefillProblem) -> PrefillPlan:
 
     # A persistent kernel gains by loading the next queries ahead, for which it needs a second buffer.
     ahead = isinstance(variant, HopperPrefillVariant) and variant.query_buffers > 1
-    persistent = (ahead and blocks > GRID_WAVES * MULTIPROCESSORS) or (is_hopper and listing.works > 0)
+    persistent = (ahead and blocks > GRID_WAVES * MULTIPROCESSORS and variant.ctas_per_sm == 1) or (is_hopper and listing.works > 0)
     left = -1 if problem.window_left > UNBOUNDED else problem.window_left
     right = -1 if problem.window_right > UNBOUNDED else problem.window_right
     unequal = problem.causal or left >= 0 or right >= 0 or problem.packed_queries

@@ -66,8 +66,9 @@ class PrefillHopper(HopperProducer):
             grid=[cutlass.min(count, scalars.max_blocks), 1, 1],
             block=[self.threads, 1, 1],
             stream=given[-1],
-            min_blocks_per_mp=1,
+            min_blocks_per_mp=self.ctas_per_sm,
             smem=self.shared_bytes,
+            preferred_smem_carveout=self.shared_carveout,
             use_pdl=self.pdl,
         )
 

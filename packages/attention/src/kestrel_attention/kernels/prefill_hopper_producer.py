@@ -20,7 +20,7 @@ from kestrel_runtime.cute_dsl import hopper, ptx
 
 from .constants import BOX_ROWS, SPLIT_ROWS, WARPGROUP_ROWS
 from .formats import E4m3, E5m2
-from .prefill_base import divide, queries_of
+from .prefill_base import divide, once_if, queries_of
 from .prefill_hopper_places import HopperPlaces
 from .prefill_types import Keys, Located, Place, Work
 
@@ -66,6 +66,7 @@ class HopperProducer(HopperPlaces):
     """The producer, of four warps, and what it shares with the consumers. ``warps`` of them load keys and values."""
 
     consumers: int = 2  # warpgroups
+    ctas_per_sm: int = 1
     query_buffers: int = 2
     producer_registers: int = 56
     consumer_registers: int = 224
@@ -152,6 +153,11 @@ class HopperProducer(HopperPlaces):
         return self.query_buffers * self.buffer_bytes + 2 * self.num_stages * self.tile_bytes + codes
 
     @property
+    def shared_carveout(self) -> int | None:
+        """Percent of the SM's memory for shared memory; None leaves it to the driver."""
+        return 100 if self.ctas_per_sm > 1 else None
+
+    @property
     def threads(self) -> int:
         return PRODUCERS + 128 * self.consumers
 
@@ -180,9 +186,6 @@ class HopperProducer(HopperPlaces):
             following = index + step
             if scalars.has_counter != 0 and tid == 0:
                 following = ptx.atomic_add(tensors.mWorks.iterator.toint(), Int32(1)) + step
-            if scalars.packed_queries != 0 and at.row_block == 0 and at.split == 0:
-                for i in cutlass.range(1 << at.pack_shift, unroll=1):
-                    self.clear_around(tensors, scalars, at.sequence, batch, at.head + i, tid)
             first_query, num_queries = queries_of(tensors.mStartQ, tensors.mQ, scalars, at.sequence)
             limit = self.split_limit(scalars, num_queries, tensors.mQ.shape[2])
             block_rows = Int32(self.block_rows)
@@ -225,6 +228,8 @@ class HopperProducer(HopperPlaces):
                     else:
                         self.produce_rows(pipe, keys, work, kv_head, rPage, loaded, warp, lane)
                     loaded += work.num_tiles
+            for _ in cutlass.range(once_if(scalars.packed_queries != 0), unroll=1):
+                self.clear_around_work(tensors, scalars, row_blocks, batch, index, tid)
             if scalars.has_counter != 0:  # tid 0 tells the others; two places in turn, so that all have read the last
                 place = pipe.following + 4 * (visited & 1)
                 if tid == 0:
@@ -241,6 +246,17 @@ class HopperProducer(HopperPlaces):
             ptx.store_shared(pipe.works + buffer * WORK_BYTES, [Uint32(0xFFFFFFFF)])
             hopper.mbarrier_arrive(pipe.works_full + 8 * buffer)
         ptx.cp_async_wait(0)
+
+    @cute.jit
+    def clear_around_work(self, tensors, scalars, row_blocks, batch, index, tid):
+        """Clear the packed rows around a sequence whose first work this is.
+
+        Behind the loads, so that it adds nothing to their latency; the place is found again, to hold no registers.
+        """
+        at = self.place(tensors, scalars, row_blocks, batch, ptx.opaque(index))
+        if at.row_block == 0 and at.split == 0:
+            for i in cutlass.range(1 << at.pack_shift, unroll=1):
+                self.clear_around(tensors, scalars, at.sequence, batch, at.head + i, tid)
 
     @cute.jit
     def load_query_boxes(self, pipe: Pipe, to: Int32, full: Int32, work: Work, warp, lane):
@@ -261,10 +277,13 @@ class HopperProducer(HopperPlaces):
     @cute.jit
     def load_block(self, mQ, sQ: Int32, query: Int64, work: Work, tid):
         """Start loading queries; zeros past the last row and the last dim."""
-        if work.pack_shift == 0:
-            self.load_rows_of_block(mQ, sQ, query, work, False, tid)
+        if cutlass.const_expr(self.packs):
+            if work.pack_shift == 0:
+                self.load_rows_of_block(mQ, sQ, query, work, False, tid)
+            else:
+                self.load_rows_of_block(mQ, sQ, query, work, True, tid)
         else:
-            self.load_rows_of_block(mQ, sQ, query, work, True, tid)
+            self.load_rows_of_block(mQ, sQ, query, work, False, tid)
 
     @cute.jit
     def load_rows_of_block(self, mQ, sQ: Int32, query: Int64, work: Work, packed: cutlass.Constexpr, tid):
