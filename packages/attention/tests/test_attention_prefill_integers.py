@@ -9,7 +9,7 @@ import torch
 from prefill_calls import Recorder, half, ints, recording
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kestrel_attention import flash_attn_with_kvcache, prefill_integers
+from kestrel_attention import flash_attn_with_kvcache, prefill_scratch
 from kestrel_attention.launching import LaunchError
 from kestrel_runtime import UnsupportedError, backend
 
@@ -73,7 +73,7 @@ def test_new_keys_are_appended_before_in_steps_that_the_kernel_takes(recorder, k
 @pytest.mark.parametrize("table", [False, True])
 @pytest.mark.parametrize("kind", ["int8", "int4"])
 def test_large_batches_are_dequantised_in_groups(recorder, monkeypatch, kind, table):
-    monkeypatch.setattr(prefill_integers, "SCRATCH_BYTES", 2 * 4 * (128 if table else 64) * 2 * 64)
+    monkeypatch.setattr(prefill_scratch, "SCRATCH_BYTES", 2 * 4 * (128 if table else 64) * 2 * 64)
     call(kind, table=table)
     names = [name for name, _ in recorder.calls]
     assert names == [f"dequantise_{kind}", "prefill_bf16_same_hopper_d64_boxes"] * 2
@@ -90,7 +90,7 @@ def test_large_batches_are_dequantised_in_groups(recorder, monkeypatch, kind, ta
 @pytest.mark.parametrize(("width", "covered"), [(2**18, True), (2**18 + 1, False)])
 def test_a_sequence_takes_at_most_8_gib_of_scratch_memory(recorder, monkeypatch, width, covered):
     """64 keys of a page, 2 heads of 64: 2^33 bytes where a table has 2^18 columns, here a 256th of both."""
-    monkeypatch.setattr(prefill_integers, "MAX_SCRATCH_BYTES", prefill_integers.MAX_SCRATCH_BYTES >> 8)
+    monkeypatch.setattr(prefill_scratch, "MAX_SCRATCH_BYTES", prefill_scratch.MAX_SCRATCH_BYTES >> 8)
     width = (width >> 8) + (width & 1)
     table = torch.zeros(3, width, dtype=torch.int32)
     if covered:
@@ -124,7 +124,7 @@ class AfterKernels(TorchDispatchMode):
 
 def of_two_groups(monkeypatch: pytest.MonkeyPatch, kind: str) -> dict[str, Any]:
     """Arguments of a call with steps, splits, sinks and queries that are copied."""
-    monkeypatch.setattr(prefill_integers, "SCRATCH_BYTES", 2 * 4 * 4096 * 2 * 64)
+    monkeypatch.setattr(prefill_scratch, "SCRATCH_BYTES", 2 * 4 * 4096 * 2 * 64)
     table = torch.arange(192, dtype=torch.int32).view(3, 64)
     return caches(kind, 192) | {"sinks": half(4), "block_table": table, "q": half(3, 150, 4, 68)[..., :64]}
 

@@ -10,7 +10,7 @@ import torch
 
 from kestrel_runtime import check, kernel_op
 
-from . import arguments, decode, hot_calls, prefill, prefill_integers, reference
+from . import arguments, decode, hot_calls, prefill, prefill_scratch, reference
 from .arguments import Cached, Codes, Scores
 from .launching import Launch, LaunchError
 from .plan import MAX_QUERIES, MORE_WARPS
@@ -343,8 +343,8 @@ def _make_launch(
     if given.sinks is None and q.shape[1] <= MAX_QUERIES:
         problem = decode.problem_of(q, k_cache, v_cache, given, appends=bool(new))
         return decode.make_launch(key, problem, q, new)
-    if given.codes.split(k_cache)[1]:
-        return decode.launches.keep(key, prefill_integers.make_cached(q, k_cache, v_cache, new, given))
+    if given.codes.split(k_cache)[1] or prefill_scratch.covers_fp8(q, k_cache, given):
+        return decode.launches.keep(key, prefill_scratch.make_cached(q, k_cache, v_cache, new, given))
     return decode.launches.keep(key, prefill.make_cached(q, k_cache, v_cache, new, given))
 
 

@@ -133,7 +133,7 @@ class AppendInt4Tensors(NamedTuple):
 
 
 class DequantiseTensors(NamedTuple):
-    """Of dequantise.py. INT8 caches have no zeros, tail and sequences; any other tensor is in their place."""
+    """Of dequantise.py. Any other tensor is in place of what a cache lacks: INT8 zeros, tail and sequences; FP8 all."""
 
     mK: Tensor
     mV: Tensor
@@ -159,6 +159,7 @@ class DequantiseScalars(NamedTuple):
     pages: i32  # of a sequence
     blocks: i32  # thread blocks that share the keys of a sequence
     is_bf16: i32  # 1: results are bf16, 0: fp16
+    codes_are_e5m2: i32  # of an FP8 cache; else e4m3
 
 
 class AppendScalars(NamedTuple):
@@ -279,6 +280,7 @@ class PrefillCombineScalars(NamedTuple):
     has_sinks: i32
     packed_queries: i32
     max_queries: i32
+    num_splits: i32
     split_blocks: i32
     partials_of_row: i32
     partials_of_sequence: i32

@@ -70,6 +70,11 @@ class PrefillBase:
         return RESCALE_SLACK
 
     @property
+    def reads_scales(self) -> bool:
+        """Whether keys and values may have scales: FP8 codes, also those that dequantise.py has converted."""
+        return self.codes
+
+    @property
     def weight_exponent(self) -> float:
         """Weights are 2 to this times exp2(scale (score - base))."""
         return 0.0
@@ -239,7 +244,7 @@ class PrefillBase:
     def scales(self, tensors: PrefillTensors, scalars: PrefillScalars, head, kv_head):
         """The scales of a head."""
         signs, softmax_scale, v_scale = scalars.query_signs, scalars.softmax_scale, Float32(1.0)
-        if cutlass.const_expr(self.codes):
+        if cutlass.const_expr(self.reads_scales):
             product = Float32(1.0)
             if scalars.q_scale_heads > 0:
                 product *= tensors.mQScale[cutlass.select_(scalars.q_scale_heads > 1, head, Int32(0))]

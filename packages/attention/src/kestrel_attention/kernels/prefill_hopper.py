@@ -39,6 +39,10 @@ class PrefillHopper(HopperProducer):
         return 7.0 if self.codes else 0.0  # with rescale_slack f16 holds 2^15, and small weights with more bits
 
     @property
+    def reads_scales(self) -> bool:
+        return self.codes or self.boxes
+
+    @property
     def late_values(self) -> bool:
         """Products with values are waited for behind the largest score, not ahead of it: faster with copied keys."""
         return self.head_dim == 128 and self.copied_keys

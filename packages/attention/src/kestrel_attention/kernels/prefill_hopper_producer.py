@@ -144,6 +144,11 @@ class HopperProducer(HopperPlaces):
         return not self.codes and not self.boxes
 
     @property
+    def clears_behind(self) -> bool:
+        """Rows around packed sequences are cleared behind the loads of a work, and add nothing to their latency."""
+        return self.head_dim <= 128 or not self.copied_keys  # or it spills
+
+    @property
     def copied_values(self) -> bool:
         return not self.codes and not self.boxes
 
@@ -186,6 +191,9 @@ class HopperProducer(HopperPlaces):
             following = index + step
             if scalars.has_counter != 0 and tid == 0:
                 following = ptx.atomic_add(tensors.mWorks.iterator.toint(), Int32(1)) + step
+            if cutlass.const_expr(not self.clears_behind):
+                if scalars.packed_queries != 0:
+                    self.clear_around_work(tensors, scalars, at, batch, tid)
             first_query, num_queries = queries_of(tensors.mStartQ, tensors.mQ, scalars, at.sequence)
             limit = self.split_limit(scalars, num_queries, tensors.mQ.shape[2])
             block_rows = Int32(self.block_rows)
@@ -228,8 +236,10 @@ class HopperProducer(HopperPlaces):
                     else:
                         self.produce_rows(pipe, keys, work, kv_head, rPage, loaded, warp, lane)
                     loaded += work.num_tiles
-            for _ in cutlass.range(once_if(scalars.packed_queries != 0), unroll=1):
-                self.clear_around_work(tensors, scalars, row_blocks, batch, index, tid)
+            if cutlass.const_expr(self.clears_behind):
+                if scalars.packed_queries != 0:  # the place is found again, to hold no registers
+                    again = self.place(tensors, scalars, row_blocks, batch, ptx.opaque(index))
+                    self.clear_around_work(tensors, scalars, again, batch, tid)
             if scalars.has_counter != 0:  # tid 0 tells the others; two places in turn, so that all have read the last
                 place = pipe.following + 4 * (visited & 1)
                 if tid == 0:
@@ -248,12 +258,8 @@ class HopperProducer(HopperPlaces):
         ptx.cp_async_wait(0)
 
     @cute.jit
-    def clear_around_work(self, tensors, scalars, row_blocks, batch, index, tid):
-        """Clear the packed rows around a sequence whose first work this is.
-
-        Behind the loads, so that it adds nothing to their latency; the place is found again, to hold no registers.
-        """
-        at = self.place(tensors, scalars, row_blocks, batch, ptx.opaque(index))
+    def clear_around_work(self, tensors, scalars, at: Place, batch, tid):
+        """Clear the packed rows around a sequence whose first work this is."""
         if at.row_block == 0 and at.split == 0:
             for i in cutlass.range(1 << at.pack_shift, unroll=1):
                 self.clear_around(tensors, scalars, at.sequence, batch, at.head + i, tid)

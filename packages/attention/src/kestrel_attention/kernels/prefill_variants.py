@@ -214,7 +214,7 @@ class PrefillWorksVariant:
 
 @dataclass(frozen=True)
 class DequantiseVariant:
-    """Dequantises a cache of INT8 or INT4 codes for prefill (dequantise.py)."""
+    """Dequantises a cache of INT8, INT4 or FP8 codes for prefill (dequantise.py)."""
 
     cache: str
     vector_loads: bool = True
@@ -227,7 +227,7 @@ class DequantiseVariant:
         """The kernel object and the arguments to compile it with."""
         from .dequantise import Dequantise
 
-        kernel = Dequantise(supports_pdl(arch), self.cache == "int4")
+        kernel = Dequantise(supports_pdl(arch), self.cache, by_bits=capability(arch) < 89)
         return kernel, kernel.arguments()
 
 
@@ -310,7 +310,7 @@ PREFILL_FP8 = (
 )
 
 PREFILL_VARIANTS = (
-    *(DequantiseVariant(cache) for cache in ("int8", "int4")),
+    *(DequantiseVariant(cache) for cache in ("int8", "int4", "fp8")),
     *PREFILL,
     *PREFILL_HOPPER,
     *PREFILL_FP8,
