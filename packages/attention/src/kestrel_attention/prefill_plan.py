@@ -125,6 +125,9 @@ def plan_prefill(problem: PrefillProblem) -> PrefillPlan:
         limit = splits_of(problem, 1).limit
         fills_blocks = not problem.packed_queries or problem.total_queries >= 2 * LARGE_BLOCK * problem.batch
         length: Length = "long" if limit < 2 and blocks >= LONG_WAVES * MULTIPROCESSORS and fills_blocks else ""
+        scaled = problem.cache == "same" and problem.k_scale_heads + problem.v_scale_heads > 0
+        if scaled:  # which three consumers have no registers for
+            length = ""
         if limit == 1 and blocks <= SHORT_WAVES * MULTIPROCESSORS:
             length = "short"
         boxes = problem.has_boxes and (not problem.has_block_table or problem.page_size % BOX_ROWS == 0)
@@ -133,7 +136,7 @@ def plan_prefill(problem: PrefillProblem) -> PrefillPlan:
         if problem.hopper and variant is None:
             variant = prefilling_on_hopper(*case, length, boxes)
             larger = prefilling_on_hopper(*case, "long", boxes)
-            if larger is not variant and limit == 1 and not problem.packed_queries and length != "short":
+            if larger is not variant and limit == 1 and not problem.packed_queries and length != "short" and not scaled:
                 variant = min(variant, larger, key=lambda v: estimated_tiles(problem, v))
         variant = variant or prefilling(*case, short)
     if variant is None:
@@ -158,7 +161,8 @@ def plan_prefill(problem: PrefillProblem) -> PrefillPlan:
 
     # A persistent kernel gains by loading the next queries ahead, for which it needs a second buffer.
     ahead = isinstance(variant, HopperPrefillVariant) and variant.query_buffers > 1
-    persistent = (ahead and blocks > GRID_WAVES * MULTIPROCESSORS and variant.ctas_per_sm == 1) or (is_hopper and listing.works > 0)
+    ahead = ahead and variant.ctas_per_sm == 1 and blocks > GRID_WAVES * MULTIPROCESSORS
+    persistent = ahead or (is_hopper and listing.works > 0)
     left = -1 if problem.window_left > UNBOUNDED else problem.window_left
     right = -1 if problem.window_right > UNBOUNDED else problem.window_right
     unequal = problem.causal or left >= 0 or right >= 0 or problem.packed_queries
@@ -171,7 +175,10 @@ def plan_prefill(problem: PrefillProblem) -> PrefillPlan:
     scale = float(problem.head_dim**-0.5 if problem.softmax_scale is None else problem.softmax_scale)
     softcap = max(float(problem.softcap), MIN_SOFTCAP) if problem.softcap else 0.0
     magnitude = abs(scale) * 2 / softcap if softcap else abs(scale)
+    scales = problem.q_scale_heads + problem.k_scale_heads + problem.v_scale_heads
+    on_device = (problem.packed_queries, problem.key_starts, problem.has_lengths, problem.has_prefix_lens, scales)
     scalars = PrefillScalars(
+        has_device_numbers=int(any(on_device)),
         packed_queries=int(problem.packed_queries),
         key_starts=problem.key_starts,
         has_lengths=int(problem.has_lengths),

@@ -357,7 +357,13 @@ class Decode(DecodeLoads, DecodeEpilogue):
             if cutlass.const_expr(self.tiles.format.tail):
                 inverse = [ptx.int_as_float((254 << 23) - ptx.float_as_int(row_scale)) for row_scale in row_scales]
                 tail = self.tiles.format.park_tail(
-                    tail_source.row, tail_source.query_address, inverse, extra.is_bf16, warp, lane
+                    tail_source.row,
+                    tail_source.query_address,
+                    inverse,
+                    extra.is_bf16,
+                    2 * self.tiles.head_dim,
+                    warp,
+                    lane,
                 )
             sQ.append(self.share_queries(rQ[j], j % self.tiles.warps, warp, lane))
         cute.arch.sync_threads()

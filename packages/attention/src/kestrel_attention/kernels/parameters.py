@@ -221,6 +221,7 @@ class PrefillTensors(NamedTuple):
 class PrefillScalars(NamedTuple):
     """Of prefill.py."""
 
+    has_device_numbers: i32  # the kernel reads lengths, starts, prefixes or scales ahead of keys
     packed_queries: i32  # mStartQ says which rows of block 0 of mQ are a sequence's
     key_starts: i32  # 1: mStartK says the same for mK and mV; 2: it gives lengths alone; 0: it is not there
     has_lengths: i32  # mLengths has the number of keys of each sequence

@@ -10,55 +10,24 @@ exactly, into f16 in a pipeline stage. Long calls of unequal work count the work
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple, get_type_hints
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 
-from kestrel_runtime.cute_dsl import hopper, ptx
+from kestrel_runtime.cute_dsl import hopper, pdl, ptx
 
 from .constants import BOX_ROWS, SPLIT_ROWS, WARPGROUP_ROWS
 from .formats import E4m3, E5m2
 from .prefill_base import divide, once_if, queries_of
 from .prefill_hopper_places import HopperPlaces
-from .prefill_types import Keys, Located, Place, Work
+from .prefill_types import WORK_BYTES, WORK_TYPES, Keys, Located, Pipe, Place, Work
 
 PRODUCERS = 128  # threads
 QUERY_BOX_ROWS = 16  # of queries that TMA loads at once: those of a warp
 WARPGROUP_BOXES = WARPGROUP_ROWS // QUERY_BOX_ROWS
 PRODUCER_BARRIER = 7  # a named barrier
 PAST_ALL_SLOTS = 2**30
-
-
-class Pipe(NamedTuple):
-    """Addresses in shared memory. Barriers are mbarriers, one per buffer or stage.
-
-    An empty barrier waits for every consumer warp, a full one for the copies of all producer threads.
-    """
-
-    queries: Int32
-    keys: Int32
-    values: Int32
-    queries_full: Int32
-    queries_empty: Int32
-    works_full: Int32  # a Work is there, ahead of its queries: an arrival of one thread
-    keys_full: Int32  # also waits for the words of ``exists``, an arrival of each producer warp
-    keys_empty: Int32
-    values_full: Int32
-    values_empty: Int32
-    codes: Int32  # FP8 keys, then values, of the next tile
-    exists: Int32  # words with a bit for each key of a tile, of twice as many tiles as stages
-    works: Int32  # a Work per buffer of queries
-    following: Int32  # two words for the index of the next work
-    codes_full: Int32  # a barrier of each producer warp for its boxes of key codes, then of value codes
-    query_map: Int64  # addresses of tensor maps
-    key_map: Int64
-    value_map: Int64
-
-
-WORK_TYPES = get_type_hints(Work)
-WORK_BYTES = 64  # at least those of its fields
 
 
 @dataclass(frozen=True)
@@ -144,6 +113,11 @@ class HopperProducer(HopperPlaces):
         return not self.codes and not self.boxes
 
     @property
+    def waits_late(self) -> bool:
+        """The producer waits for the kernel before this one when all that the host's numbers give is computed."""
+        return self.producer_registers > 32  # or it spills
+
+    @property
     def clears_behind(self) -> bool:
         """Rows around packed sequences are cleared behind the loads of a work, and add nothing to their latency."""
         return self.head_dim <= 128 or not self.copied_keys  # or it spills
@@ -176,10 +150,23 @@ class HopperProducer(HopperPlaces):
     # -- queries --------------------------------------------------------------------------------------------------
 
     @cute.jit
-    def produce(self, tensors, scalars, pipe: Pipe, at: Place, row_blocks, batch, first, step, count):
-        """at: the place of the first work, known ahead of the previous kernel's results."""
+    def produce(self, tensors, scalars, pipe: Pipe, row_blocks, batch, first, step, count):
+        """Schedule all works of a thread block, and load what they need.
+
+        What the first work needs of the host's numbers is computed ahead of the wait for the kernel before this one.
+        """
         tid, _, _ = cute.arch.thread_idx()
         lane, warp = tid % 32, cute.arch.make_warp_uniform(tid // 32)
+        at = self.enumerated(scalars, row_blocks, tensors.mQ.shape[2], batch, first)
+        if cutlass.const_expr(self.pdl):
+            if cutlass.const_expr(not self.waits_late):
+                pdl.wait()
+                pdl.trigger()
+            elif scalars.packed_queries + scalars.has_counter != 0:
+                pdl.wait()
+        if scalars.listed_works > 0:
+            count = self.listed_count(tensors, scalars)
+            at = self.listed_at(tensors, scalars, first)
         rPage = cute.make_rmem_tensor(1, Int32)
         loaded = Int32(0)
         works = Int32(0)
@@ -187,7 +174,8 @@ class HopperProducer(HopperPlaces):
         visited = Int32(0)
         while index < count:
             if cutlass.const_expr(not self.boxes):  # it takes no registers in between
-                at = self.place(tensors, scalars, row_blocks, batch, index)
+                if not self.waits_late or index != first:
+                    at = self.place(tensors, scalars, row_blocks, batch, index)
             following = index + step
             if scalars.has_counter != 0 and tid == 0:
                 following = ptx.atomic_add(tensors.mWorks.iterator.toint(), Int32(1)) + step
@@ -204,18 +192,36 @@ class HopperProducer(HopperPlaces):
             if scalars.group_size > 1:
                 kv_head = divide(at.head, scalars.group_size)
             if at.split < limit and first_row < num_queries:
-                keys, length = self.keys_of(tensors, scalars, at.sequence, kv_head)
+                loader = warp
+                if cutlass.const_expr(32 * self.warps < PRODUCERS):
+                    loader = warp % self.warps
+                keys = self.places_of_keys(tensors, scalars, at.sequence, kv_head)
+                if cutlass.const_expr(self.pdl and self.waits_late):
+                    if index == first:
+                        self.prefetch_lengths(tensors, scalars, at.sequence, keys, loader, lane)
+                        if scalars.has_device_numbers != 0:
+                            pdl.wait_after(keys.key_base | keys.value_base | keys.table)
+                if cutlass.const_expr(self.waits_late):  # as if the work started with the first tile
+                    if scalars.has_block_table != 0:
+                        self.look_up(rPage, keys, Int32(0), loader, lane)
+                keys, length = self.with_lengths(tensors, scalars, at.sequence, keys)
                 work, query = self.work_of(
                     tensors, scalars, at.sequence, at.head, kv_head, first_row, block_rows, keys, length
                 )
                 work = work._replace(pack_shift=at.pack_shift)
+                if cutlass.const_expr(self.pdl and self.waits_late):
+                    if index == first:
+                        ready = work.num_tiles | work.position | work.gap | work.rows
+                        pdl.wait_after(query | Int64(ready))
+                        pdl.trigger()
                 work = self.split(tensors, scalars, at, limit, first_query, num_queries, first_row, work)
                 if work.rows > 0:
-                    if work.num_tiles > 0:
-                        loader = warp
-                        if cutlass.const_expr(32 * self.warps < PRODUCERS):
-                            loader = warp % self.warps
-                        self.look_up(rPage, keys, self.tile_at(work, Int32(0)), loader, lane)
+                    first_tile = self.tile_at(work, Int32(0))
+                    if not self.waits_late or scalars.has_block_table == 0 or first_tile != 0:
+                        self.look_up(rPage, keys, first_tile, loader, lane)
+                    else:
+                        key = loader * self.loaded_rows + lane % self.loaded_rows
+                        rPage[0] = cutlass.select_(key < keys.held, rPage[0], Int32(-1))
                     buffer, parity = works % self.query_buffers, (works // self.query_buffers & 1) ^ 1
                     hopper.mbarrier_wait(pipe.queries_empty + 8 * buffer, parity)
                     to, full = pipe.queries + buffer * self.buffer_bytes, pipe.queries_full + 8 * buffer
@@ -236,6 +242,10 @@ class HopperProducer(HopperPlaces):
                     else:
                         self.produce_rows(pipe, keys, work, kv_head, rPage, loaded, warp, lane)
                     loaded += work.num_tiles
+            if cutlass.const_expr(self.pdl and self.waits_late):
+                if index == first:  # whatever its first work was
+                    pdl.wait()
+                    pdl.trigger()
             if cutlass.const_expr(self.clears_behind):
                 if scalars.packed_queries != 0:  # the place is found again, to hold no registers
                     again = self.place(tensors, scalars, row_blocks, batch, ptx.opaque(index))
@@ -256,6 +266,16 @@ class HopperProducer(HopperPlaces):
             ptx.store_shared(pipe.works + buffer * WORK_BYTES, [Uint32(0xFFFFFFFF)])
             hopper.mbarrier_arrive(pipe.works_full + 8 * buffer)
         ptx.cp_async_wait(0)
+
+    @cute.jit
+    def prefetch_lengths(self, tensors, scalars, sequence, keys: Keys, loader, lane):
+        """Prefetch what the first loads read into L2."""
+        if lane == 0:
+            if scalars.has_lengths != 0:
+                ptx.prefetch_l2(tensors.mLengths.iterator.toint() + 4 * Int64(sequence) * tensors.mLengths.stride[0])
+            entry, _ = self.entry_and_slot(keys, loader * self.loaded_rows)
+            if scalars.has_block_table != 0 and Int32(entry) < keys.table_width:
+                ptx.prefetch_l2(keys.table + 4 * Int64(entry) * keys.table_stride)
 
     @cute.jit
     def clear_around_work(self, tensors, scalars, at: Place, batch, tid):

@@ -259,10 +259,7 @@ PREFILL_HOPPER = tuple(
         HopperPrefillVariant(
             dtype, 64, consumers=3, num_stages=3, producer_registers=32, consumer_registers=160, length="long"
         ),
-        *(
-            HopperPrefillVariant(dtype, 64, cache, num_stages=stages, **SHORT)
-            for cache, stages in (("same", 3), ("fp8", 2))
-        ),
+        HopperPrefillVariant(dtype, 64, num_stages=3, **SHORT),
         HopperPrefillVariant(dtype, 80, key_tile=96),
         HopperPrefillVariant(dtype, 96),
         HopperPrefillVariant(dtype, 128),
