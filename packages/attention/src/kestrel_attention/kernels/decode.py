@@ -263,7 +263,8 @@ class Decode(DecodeLoads, DecodeEpilogue):
             return rows
         else:
             count = cutlass.max(cutlass.min(rows.count - j * BLOCK_ROWS, BLOCK_ROWS), 0)
-            return rows._replace(first=rows.first + j * BLOCK_ROWS, count=count)
+            first = cutlass.select_(count > 0, rows.first + j * BLOCK_ROWS, rows.first)  # of no rows, any that exists
+            return rows._replace(first=first, count=count)
 
     @cute.jit
     def wait_and_trigger(self, scalars: DecodeScalars, length_address, query_addresses, entries, warp, lane):
