@@ -14,12 +14,17 @@ from kestrel_attention.launching import LaunchError
 from kestrel_runtime import UnsupportedError, backend
 
 
+FP8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2, "bytes": torch.uint8}
+
+
 @pytest.fixture
 def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     return recording(monkeypatch, "sm90a")
 
 
 def caches(kind: str, blocks: int = 6, size: int = 64) -> dict[str, torch.Tensor]:
+    if kind in FP8:
+        return {name: torch.zeros(blocks, 64, 2, size).to(FP8[kind]) for name in ("k_cache", "v_cache")}
     width = size if kind == "int8" else size // 2
     codes = {name: torch.zeros(blocks, 64, 2, width, dtype=torch.int8) for name in ("k_cache", "v_cache")}
     if kind == "int8":
@@ -41,6 +46,10 @@ def call(kind: str, queries: int = 40, new: bool = False, table: bool = True, **
     scores |= {"prefix_len": 0, "prefix_lens": None, "num_splits": 0, "sinks": None}
     missing = dict.fromkeys(("k_zero", "v_zero", "k_tail", "seq_ids"))
     appended = {"k": k, "v": v} if new else {}
+    if kind in FP8 and new:
+        op, missing = module._flash_attn_with_kvcache_append, dict.fromkeys(("k_scale", "v_scale"))
+    elif kind in FP8:
+        missing |= dict.fromkeys(("k_scale", "v_scale"))
     return op.kernel_op.launch(**{"q": q} | appended | missing | scores | given)
 
 
@@ -165,3 +174,54 @@ class FailsAt(list[Any]):
         if len(self) == self.index:
             raise UnsupportedError("no kernel")
         super().append(x)
+
+
+@pytest.mark.parametrize("kind", FP8)
+@pytest.mark.parametrize(("queries", "size", "first"), [(2047, 64, False), (2048, 64, True), (17, 320, True)])
+def test_an_fp8_cache_is_dequantised_first_for_many_queries_and_large_heads(recorder, kind, queries, size, first):
+    """4096 rows of a KV head: queries times the query heads of it."""
+    q = half(3, queries, 4, size)
+    call(kind, q=q, **caches(kind, size=size))
+    names = [name for name, _ in recorder.calls]
+    assert ("dequantise_fp8" in names) == first
+    assert any("fp8_hopper" in name for name in names) != first
+    if first:
+        (_, given), (_, attend) = recorder.calls[:2]
+        assert given["codes_are_e5m2"] == (kind == "e5m2")
+        assert given["mK"].dtype is torch.uint8
+        assert attend["mK"].data_ptr() == given["mOutK"].data_ptr()
+        assert (attend["has_device_numbers"], attend["k_scale_heads"]) == (1, 0)
+
+
+def test_scales_of_an_fp8_cache_are_those_of_the_attention(recorder):
+    scales = {"k_scale": torch.ones(2), "v_scale": torch.ones(1)}
+    call("e4m3", q=half(3, 2048, 4, 64), **scales)
+    (_, _), (name, given) = recorder.calls
+    assert name == "prefill_bf16_same_hopper_d64_boxes"  # three consumers have no registers for scales
+    assert (given["k_scale_heads"], given["v_scale_heads"]) == (2, 1)
+    assert given["mKScale"].data_ptr() == scales["k_scale"].data_ptr()
+
+
+@pytest.mark.parametrize("kind", FP8)
+def test_new_keys_are_appended_to_an_fp8_cache_before(recorder, kind):
+    call(kind, queries=2048, new=True)
+    names = [name for name, _ in recorder.calls]
+    appender = "append_half_e5m2" if kind == "e5m2" else "append_bf16_e4m3"
+    assert names[:2] == [appender, "dequantise_fp8"]
+    assert recorder.calls[1][1]["appended"] == 2048
+
+
+@pytest.mark.parametrize(
+    ("changes", "arch"),
+    [
+        ({"block_table": torch.zeros(3, 2**16, dtype=torch.int32)}, "sm90a"),  # more than SCRATCH_BYTES
+        ({"k_cache": torch.zeros(6, 8, 2, 64).to(torch.float8_e4m3fn)}, "sm90a"),  # TMA would load no box
+        ({}, "sm89"),
+    ],
+)
+def test_an_fp8_cache_is_read_in_place_where_that_is_better(monkeypatch, changes, arch):
+    found = recording(monkeypatch, arch)
+    if "k_cache" in changes:
+        changes = changes | {"v_cache": changes["k_cache"].clone()}
+    call("e4m3", q=half(3, 2048, 4, 64), **changes)
+    assert found.calls[0][0].startswith("prefill_bf16_fp8")

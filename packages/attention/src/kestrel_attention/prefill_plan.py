@@ -128,16 +128,17 @@ def plan_prefill(problem: PrefillProblem) -> PrefillPlan:
         scaled = problem.cache == "same" and problem.k_scale_heads + problem.v_scale_heads > 0
         if scaled:  # which three consumers have no registers for
             length = ""
-        if limit == 1 and blocks <= SHORT_WAVES * MULTIPROCESSORS:
-            length = "short"
+        few = limit == 1 and blocks <= SHORT_WAVES * MULTIPROCESSORS and not problem.lengths_differ
         boxes = problem.has_boxes and (not problem.has_block_table or problem.page_size % BOX_ROWS == 0)
         if problem.hopper and problem.fp8_queries and problem.cache == "e4m3":
-            variant = prefilling_in_fp8(problem.head_dim, length, boxes)
+            variant = prefilling_in_fp8(problem.head_dim, "short" if few else length, boxes)
         if problem.hopper and variant is None:
             variant = prefilling_on_hopper(*case, length, boxes)
             larger = prefilling_on_hopper(*case, "long", boxes)
-            if larger is not variant and limit == 1 and not problem.packed_queries and length != "short" and not scaled:
+            if larger is not variant and limit == 1 and not problem.packed_queries and not scaled:
                 variant = min(variant, larger, key=lambda v: estimated_tiles(problem, v))
+            if few and variant is not None and not variant.length:
+                variant = prefilling_on_hopper(*case, "short", boxes)
         variant = variant or prefilling(*case, short)
     if variant is None:
         raise UnsupportedError(f"no kernel for many queries with heads of {problem.head_dim} over {problem.cache} keys")

@@ -46,8 +46,8 @@ def covers_fp8(q: torch.Tensor, k_cache: torch.Tensor, given: Cached) -> bool:
     """Whether an FP8 cache is dequantised first, for these queries."""
     if q.dtype not in names or k_cache.element_size() > 1 or q.shape[3] % 16:
         return False
-    if q.shape[3] > 256:  # which no other kernel covers
-        return True
+    if q.shape[3] > 256:  # which no other kernel covers; this one reads no scales on older GPUs
+        return given.codes.split(k_cache)[0] == (None, None) or _binary.arch(q.device) not in ("sm80", "sm86", "sm89")
     if not prefill.uses_wgmma(q.device):  # other kernels read no scales of 16-bit keys
         return False
     slots, kv_heads, head_dim = k_cache.shape[1:]
