@@ -115,7 +115,7 @@ class HopperProducer(HopperPlaces):
     @property
     def waits_late(self) -> bool:
         """The producer waits for the kernel before this one when all that the host's numbers give is computed."""
-        return self.producer_registers > 32  # or it spills
+        return self.producer_registers > 32 and self.clears_behind  # or it spills
 
     @property
     def clears_behind(self) -> bool:
