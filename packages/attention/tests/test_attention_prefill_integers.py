@@ -177,9 +177,9 @@ class FailsAt(list[Any]):
 
 
 @pytest.mark.parametrize("kind", FP8)
-@pytest.mark.parametrize(("queries", "size", "first"), [(2047, 64, False), (2048, 64, True), (17, 320, True)])
+@pytest.mark.parametrize(("queries", "size", "first"), [(4095, 64, False), (4096, 64, True), (17, 320, True)])
 def test_an_fp8_cache_is_dequantised_first_for_many_queries_and_large_heads(recorder, kind, queries, size, first):
-    """4096 rows of a KV head: queries times the query heads of it."""
+    """8192 rows of a KV head: queries times the query heads of it."""
     q = half(3, queries, 4, size)
     call(kind, q=q, **caches(kind, size=size))
     names = [name for name, _ in recorder.calls]
@@ -195,7 +195,7 @@ def test_an_fp8_cache_is_dequantised_first_for_many_queries_and_large_heads(reco
 
 def test_scales_of_an_fp8_cache_are_those_of_the_attention(recorder):
     scales = {"k_scale": torch.ones(2), "v_scale": torch.ones(1)}
-    call("e4m3", q=half(3, 2048, 4, 64), **scales)
+    call("e4m3", q=half(3, 4096, 4, 64), **scales)
     (_, _), (name, given) = recorder.calls
     assert name == "prefill_bf16_same_hopper_d64_boxes"  # three consumers have no registers for scales
     assert (given["k_scale_heads"], given["v_scale_heads"]) == (2, 1)
@@ -204,11 +204,11 @@ def test_scales_of_an_fp8_cache_are_those_of_the_attention(recorder):
 
 @pytest.mark.parametrize("kind", FP8)
 def test_new_keys_are_appended_to_an_fp8_cache_before(recorder, kind):
-    call(kind, queries=2048, new=True)
+    call(kind, queries=4096, new=True)
     names = [name for name, _ in recorder.calls]
     appender = "append_half_e5m2" if kind == "e5m2" else "append_bf16_e4m3"
     assert names[:2] == [appender, "dequantise_fp8"]
-    assert recorder.calls[1][1]["appended"] == 2048
+    assert recorder.calls[1][1]["appended"] == 4096
 
 
 @pytest.mark.parametrize(
@@ -223,5 +223,5 @@ def test_an_fp8_cache_is_read_in_place_where_that_is_better(monkeypatch, changes
     found = recording(monkeypatch, arch)
     if "k_cache" in changes:
         changes = changes | {"v_cache": changes["k_cache"].clone()}
-    call("e4m3", q=half(3, 2048, 4, 64), **changes)
+    call("e4m3", q=half(3, 4096, 4, 64), **changes)
     assert found.calls[0][0].startswith("prefill_bf16_fp8")

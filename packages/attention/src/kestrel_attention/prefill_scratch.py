@@ -37,9 +37,9 @@ from .prefill_plan import PrefillProblem
 _binary = Binary("kestrel_attention")
 SCRATCH_BYTES = 2**30  # of the keys and values of a group of sequences, unless one has more
 MAX_SCRATCH_BYTES = 2**33  # of those of one sequence, by the width of the block table
-FP8_ROWS = 4096  # queries x query heads of a KV head, from which on an FP8 cache is dequantised first
+FP8_ROWS = 8192  # queries x query heads of a KV head, from which on an FP8 cache is dequantised first
 BLOCKS = 16 * MULTIPROCESSORS  # of a launch that dequantises
-KEYS_OF_BLOCK = 64
+VECTORS_OF_BLOCK = 512  # of 16 bytes of keys that a thread block converts at a time: two for each thread
 
 
 def covers_fp8(q: torch.Tensor, k_cache: torch.Tensor, given: Cached) -> bool:
@@ -109,6 +109,7 @@ def make_cached(
         return kernel_and_memory(problem, q)
 
     attends = {n: attend_of(n) for n in {min(group, batch - start) for start in starts}} if q.numel() else {}
+    step_keys = max(1, VECTORS_OF_BLOCK * 16 // (kv_heads * k_cache.shape[3]))
     dequantise = _binary.kernel(NAMED[f"dequantise_{cache}"], device)
     appender = f"append_half_{'e5m2' if is_e5m2 else cache}"
     if cache == "fp8" and not is_e5m2:
@@ -119,7 +120,8 @@ def make_cached(
             has_block_table=int(paged),
             appended=appended,
             pages=pages,
-            blocks=max(1, min(-(-pages * page_size // KEYS_OF_BLOCK), BLOCKS // n)),
+            blocks=max(1, min(-(-pages * page_size // step_keys), BLOCKS // n)),
+            step_keys=step_keys,
             is_bf16=is_bf16,
             codes_are_e5m2=int(is_e5m2),
         )

@@ -24,7 +24,6 @@ from .parameters import DequantiseScalars, DequantiseTensors
 from .prefill_base import divide
 
 THREADS = 256
-KEYS = 64  # that a thread block converts at a time
 
 
 @dataclass(frozen=True)
@@ -111,17 +110,17 @@ class Dequantise:
         if block == 0 and tid == 0:
             tensors.mOutLengths[sequence] = length
         held = cutlass.min(length, scalars.pages * page_size)
-        first = KEYS * block
+        first = scalars.step_keys * block
         while first < held:
             i = tid
-            while i < KEYS * of_key:
+            while i < scalars.step_keys * of_key:
                 of_chunk = divide(i, of_key)
                 key, in_key = first + of_chunk, i - of_chunk * of_key
                 if key < held:
                     head = divide(in_key, units)
                     self.convert(tensors, scalars, sequence, key, head, in_key - head * units, length, tail_row)
                 i += THREADS
-            first += KEYS * scalars.blocks
+            first += scalars.step_keys * scalars.blocks
 
     @cute.jit
     def convert(self, tensors, scalars, sequence, key, head, unit, length, tail_row):

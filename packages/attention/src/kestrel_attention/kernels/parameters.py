@@ -158,6 +158,7 @@ class DequantiseScalars(NamedTuple):
     appended: i32  # keys that the call has appended; mLengths does not count them
     pages: i32  # of a sequence
     blocks: i32  # thread blocks that share the keys of a sequence
+    step_keys: i32  # that one of them converts at a time
     is_bf16: i32  # 1: results are bf16, 0: fp16
     codes_are_e5m2: i32  # of an FP8 cache; else e4m3
 

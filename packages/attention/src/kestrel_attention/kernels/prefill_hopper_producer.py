@@ -160,10 +160,9 @@ class HopperProducer(HopperPlaces):
         at = self.enumerated(scalars, row_blocks, tensors.mQ.shape[2], batch, first)
         if cutlass.const_expr(self.pdl):
             if cutlass.const_expr(not self.waits_late):
-                pdl.wait()
-                pdl.trigger()
-            elif scalars.packed_queries + scalars.has_counter != 0:
-                pdl.wait()
+                self.wait_and_trigger(Int64(1))
+            elif scalars.listed_works > 0:
+                self.wait_and_trigger(Int64(1))
         if scalars.listed_works > 0:
             count = self.listed_count(tensors, scalars)
             at = self.listed_at(tensors, scalars, first)
@@ -172,39 +171,39 @@ class HopperProducer(HopperPlaces):
         works = Int32(0)
         index = first
         visited = Int32(0)
+        loader = warp
+        if cutlass.const_expr(32 * self.warps < PRODUCERS):
+            loader = warp % self.warps
         while index < count:
             if cutlass.const_expr(not self.boxes):  # it takes no registers in between
                 if not self.waits_late or index != first:
                     at = self.place(tensors, scalars, row_blocks, batch, index)
+            kv_head = at.head
+            if scalars.group_size > 1:
+                kv_head = divide(at.head, scalars.group_size)
+            keys = self.places_of_keys(tensors, scalars, at.sequence, kv_head)
+            if cutlass.const_expr(self.pdl and self.waits_late):
+                if index == first:
+                    self.prefetch_lengths(tensors, scalars, at.sequence, keys, loader, lane)
+                    if scalars.has_device_numbers + scalars.has_counter != 0:
+                        self.wait_and_trigger(keys.key_base | keys.value_base | keys.table)
+            if cutlass.const_expr(self.waits_late):  # as if the work started with the first tile
+                if scalars.has_block_table != 0:
+                    self.look_up(rPage, keys, Int32(0), loader, lane)
             following = index + step
             if scalars.has_counter != 0 and tid == 0:
                 following = ptx.atomic_add(tensors.mWorks.iterator.toint(), Int32(1)) + step
             if cutlass.const_expr(not self.clears_behind):
                 if scalars.packed_queries != 0:
                     self.clear_around_work(tensors, scalars, at, batch, tid)
+            keys, length = self.with_lengths(tensors, scalars, at.sequence, keys)
             first_query, num_queries = queries_of(tensors.mStartQ, tensors.mQ, scalars, at.sequence)
             limit = self.split_limit(scalars, num_queries, tensors.mQ.shape[2])
             block_rows = Int32(self.block_rows)
             if cutlass.const_expr(self.block_rows > SPLIT_ROWS):  # bits of splits depend on the rows of a block
                 block_rows = cutlass.select_(limit > 1, Int32(SPLIT_ROWS), block_rows)
             first_row = at.row_block * block_rows
-            kv_head = at.head
-            if scalars.group_size > 1:
-                kv_head = divide(at.head, scalars.group_size)
             if at.split < limit and first_row < num_queries:
-                loader = warp
-                if cutlass.const_expr(32 * self.warps < PRODUCERS):
-                    loader = warp % self.warps
-                keys = self.places_of_keys(tensors, scalars, at.sequence, kv_head)
-                if cutlass.const_expr(self.pdl and self.waits_late):
-                    if index == first:
-                        self.prefetch_lengths(tensors, scalars, at.sequence, keys, loader, lane)
-                        if scalars.has_device_numbers != 0:
-                            pdl.wait_after(keys.key_base | keys.value_base | keys.table)
-                if cutlass.const_expr(self.waits_late):  # as if the work started with the first tile
-                    if scalars.has_block_table != 0:
-                        self.look_up(rPage, keys, Int32(0), loader, lane)
-                keys, length = self.with_lengths(tensors, scalars, at.sequence, keys)
                 work, query = self.work_of(
                     tensors, scalars, at.sequence, at.head, kv_head, first_row, block_rows, keys, length
                 )
@@ -212,8 +211,7 @@ class HopperProducer(HopperPlaces):
                 if cutlass.const_expr(self.pdl and self.waits_late):
                     if index == first:
                         ready = work.num_tiles | work.position | work.gap | work.rows
-                        pdl.wait_after(query | Int64(ready))
-                        pdl.trigger()
+                        self.wait_and_trigger(query | Int64(ready))
                 work = self.split(tensors, scalars, at, limit, first_query, num_queries, first_row, work)
                 if work.rows > 0:
                     first_tile = self.tile_at(work, Int32(0))
@@ -244,8 +242,7 @@ class HopperProducer(HopperPlaces):
                     loaded += work.num_tiles
             if cutlass.const_expr(self.pdl and self.waits_late):
                 if index == first:  # whatever its first work was
-                    pdl.wait()
-                    pdl.trigger()
+                    self.wait_and_trigger(Int64(1))
             if cutlass.const_expr(self.clears_behind):
                 if scalars.packed_queries != 0:  # the place is found again, to hold no registers
                     again = self.place(tensors, scalars, row_blocks, batch, ptx.opaque(index))
@@ -268,9 +265,17 @@ class HopperProducer(HopperPlaces):
         ptx.cp_async_wait(0)
 
     @cute.jit
+    def wait_and_trigger(self, ready: Int64):
+        """The PDL wait, once ``ready`` is computed."""
+        pdl.wait_after(ready)
+        pdl.trigger()
+
+    @cute.jit
     def prefetch_lengths(self, tensors, scalars, sequence, keys: Keys, loader, lane):
         """Prefetch what the first loads read into L2."""
         if lane == 0:
+            if scalars.packed_queries != 0:
+                ptx.prefetch_l2(tensors.mStartQ.iterator.toint() + 4 * Int64(sequence) * tensors.mStartQ.stride[0])
             if scalars.has_lengths != 0:
                 ptx.prefetch_l2(tensors.mLengths.iterator.toint() + 4 * Int64(sequence) * tensors.mLengths.stride[0])
             entry, _ = self.entry_and_slot(keys, loader * self.loaded_rows)

@@ -259,7 +259,6 @@ PREFILL_HOPPER = tuple(
         HopperPrefillVariant(
             dtype, 64, consumers=3, num_stages=3, producer_registers=32, consumer_registers=160, length="long"
         ),
-        HopperPrefillVariant(dtype, 64, num_stages=3, **SHORT),
         HopperPrefillVariant(dtype, 80, key_tile=96),
         HopperPrefillVariant(dtype, 96),
         HopperPrefillVariant(dtype, 128),
@@ -276,12 +275,16 @@ PREFILL_HOPPER = tuple(
 
 PREFILL_HOPPER += tuple(replace(v, boxes=True) for v in PREFILL_HOPPER)
 
-# Three consumers of keys that cp.async copies would spill.
+# Three consumers of 80 dims would spill where cp.async copies keys, and small thread blocks are slower there.
 PREFILL_HOPPER += tuple(
-    HopperPrefillVariant(
-        dtype, 80, key_tile=96, consumers=3, producer_registers=32, consumer_registers=160, length="long", boxes=True
-    )
+    variant
     for dtype in DTYPES
+    for variant in (
+        HopperPrefillVariant(
+            dtype, 80, key_tile=96, consumers=3, producer_registers=32, consumer_registers=160, length="long", boxes=True
+        ),
+        HopperPrefillVariant(dtype, 64, num_stages=3, boxes=True, **SHORT),
+    )
 )
 
 PREFILL_FP8 = (
