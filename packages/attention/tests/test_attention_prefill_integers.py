@@ -13,7 +13,6 @@ from kestrel_attention import flash_attn_with_kvcache, prefill_scratch
 from kestrel_attention.launching import LaunchError
 from kestrel_runtime import UnsupportedError, backend
 
-
 FP8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2, "bytes": torch.uint8}
 
 

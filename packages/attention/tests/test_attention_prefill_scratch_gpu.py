@@ -30,7 +30,9 @@ def scales_of(kv_heads: int, kind: str) -> dict[str, torch.Tensor]:
     if kind == "none":
         return {}
     torch.manual_seed(2)
-    return {name: torch.rand(kv_heads if kind == "heads" else 1, device="cuda") + 0.1 for name in ("k_scale", "v_scale")}
+    return {
+        name: torch.rand(kv_heads if kind == "heads" else 1, device="cuda") + 0.1 for name in ("k_scale", "v_scale")
+    }
 
 
 def check(call: Call, got: tuple[torch.Tensor, torch.Tensor], how: dict[str, Any], scales: Any = None) -> None:

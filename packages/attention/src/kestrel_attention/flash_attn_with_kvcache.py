@@ -91,8 +91,8 @@ def flash_attn_with_kvcache(
     Kernels cover up to 16 queries in bf16 or fp16 over rows aligned to 16 bytes: caches of their dtype or e4m3 with any
     such D up to 256, and 512; INT8 with D 64, 128, 256; e5m2 and INT4 with 64, 128. With the extra ``[jit]`` INT8 and
     e5m2 of other D up to 256 are compiled on first use. More queries, and any number with sinks: caches of their dtype
-    with D of a multiple of 8 and INT8 and FP8 of 16 up to 512, INT4 of 64 up to 512 (integers up to 256 with k
-    and v); integer codes are rounded to the queries' dtype once dequantised, 1 GiB at a time or all keys of a sequence that
+    with D of a multiple of 8, INT8 and FP8 of 16 up to 512, INT4 of 64 up to 512 (integers up to 256 with k and v);
+    integer codes are rounded to the queries' dtype once dequantised, 1 GiB at a time or all keys of a sequence that
     block_table has room for, n * P * Hk * D up to 2^31. Other calls run by reference. A kernel appends k and v bit for
     bit as the reference does; all memory is allocated before it. Limits of kernels: INT4 takes bf16 queries below
     2^102, and key scales far below the largest of their page and head lose precision; so do INT8 value scales below

@@ -19,7 +19,7 @@ from kestrel_runtime.cute_dsl import hopper, pdl, ptx
 
 from .constants import BOX_ROWS, SPLIT_ROWS, WARPGROUP_ROWS
 from .formats import E4m3, E5m2
-from .prefill_base import divide, once_if, queries_of
+from .prefill_base import divide, queries_of
 from .prefill_hopper_places import HopperPlaces
 from .prefill_types import WORK_BYTES, WORK_TYPES, Keys, Located, Pipe, Place, Work
 
@@ -158,11 +158,8 @@ class HopperProducer(HopperPlaces):
         tid, _, _ = cute.arch.thread_idx()
         lane, warp = tid % 32, cute.arch.make_warp_uniform(tid // 32)
         at = self.enumerated(scalars, row_blocks, tensors.mQ.shape[2], batch, first)
-        if cutlass.const_expr(self.pdl):
-            if cutlass.const_expr(not self.waits_late):
-                self.wait_and_trigger(Int64(1))
-            elif scalars.listed_works > 0:
-                self.wait_and_trigger(Int64(1))
+        if cutlass.const_expr(self.pdl) and (cutlass.const_expr(not self.waits_late) or scalars.listed_works > 0):
+            self.wait_and_trigger(Int64(1))
         if scalars.listed_works > 0:
             count = self.listed_count(tensors, scalars)
             at = self.listed_at(tensors, scalars, first)
@@ -175,27 +172,24 @@ class HopperProducer(HopperPlaces):
         if cutlass.const_expr(32 * self.warps < PRODUCERS):
             loader = warp % self.warps
         while index < count:
-            if cutlass.const_expr(not self.boxes):  # it takes no registers in between
-                if not self.waits_late or index != first:
-                    at = self.place(tensors, scalars, row_blocks, batch, index)
+            takes_place = cutlass.const_expr(not self.boxes)  # it takes no registers in between
+            if takes_place and (cutlass.const_expr(not self.waits_late) or index != first):
+                at = self.place(tensors, scalars, row_blocks, batch, index)
             kv_head = at.head
             if scalars.group_size > 1:
                 kv_head = divide(at.head, scalars.group_size)
             keys = self.places_of_keys(tensors, scalars, at.sequence, kv_head)
-            if cutlass.const_expr(self.pdl and self.waits_late):
-                if index == first:
-                    self.prefetch_lengths(tensors, scalars, at.sequence, keys, loader, lane)
-                    if scalars.has_device_numbers + scalars.has_counter != 0:
-                        self.wait_and_trigger(keys.key_base | keys.value_base | keys.table)
-            if cutlass.const_expr(self.waits_late):  # as if the work started with the first tile
-                if scalars.has_block_table != 0:
-                    self.look_up(rPage, keys, Int32(0), loader, lane)
+            if cutlass.const_expr(self.pdl and self.waits_late) and index == first:
+                self.prefetch_lengths(tensors, scalars, at.sequence, keys, loader, lane)
+                if scalars.has_device_numbers + scalars.has_counter != 0:
+                    self.wait_and_trigger(keys.key_base | keys.value_base | keys.table)
+            if cutlass.const_expr(self.waits_late) and scalars.has_block_table != 0:
+                self.look_up(rPage, keys, Int32(0), loader, lane)  # as if the work started with the first tile
             following = index + step
             if scalars.has_counter != 0 and tid == 0:
                 following = ptx.atomic_add(tensors.mWorks.iterator.toint(), Int32(1)) + step
-            if cutlass.const_expr(not self.clears_behind):
-                if scalars.packed_queries != 0:
-                    self.clear_around_work(tensors, scalars, at, batch, tid)
+            if cutlass.const_expr(not self.clears_behind) and scalars.packed_queries != 0:
+                self.clear_around_work(tensors, scalars, at, batch, tid)
             keys, length = self.with_lengths(tensors, scalars, at.sequence, keys)
             first_query, num_queries = queries_of(tensors.mStartQ, tensors.mQ, scalars, at.sequence)
             limit = self.split_limit(scalars, num_queries, tensors.mQ.shape[2])
@@ -208,10 +202,9 @@ class HopperProducer(HopperPlaces):
                     tensors, scalars, at.sequence, at.head, kv_head, first_row, block_rows, keys, length
                 )
                 work = work._replace(pack_shift=at.pack_shift)
-                if cutlass.const_expr(self.pdl and self.waits_late):
-                    if index == first:
-                        ready = work.num_tiles | work.position | work.gap | work.rows
-                        self.wait_and_trigger(query | Int64(ready))
+                if cutlass.const_expr(self.pdl and self.waits_late) and index == first:
+                    ready = work.num_tiles | work.position | work.gap | work.rows
+                    self.wait_and_trigger(query | Int64(ready))
                 work = self.split(tensors, scalars, at, limit, first_query, num_queries, first_row, work)
                 if work.rows > 0:
                     first_tile = self.tile_at(work, Int32(0))
@@ -240,13 +233,11 @@ class HopperProducer(HopperPlaces):
                     else:
                         self.produce_rows(pipe, keys, work, kv_head, rPage, loaded, warp, lane)
                     loaded += work.num_tiles
-            if cutlass.const_expr(self.pdl and self.waits_late):
-                if index == first:  # whatever its first work was
-                    self.wait_and_trigger(Int64(1))
-            if cutlass.const_expr(self.clears_behind):
-                if scalars.packed_queries != 0:  # the place is found again, to hold no registers
-                    again = self.place(tensors, scalars, row_blocks, batch, ptx.opaque(index))
-                    self.clear_around_work(tensors, scalars, again, batch, tid)
+            if cutlass.const_expr(self.pdl and self.waits_late) and index == first:  # whatever its first work was
+                self.wait_and_trigger(Int64(1))
+            if cutlass.const_expr(self.clears_behind) and scalars.packed_queries != 0:
+                again = self.place(tensors, scalars, row_blocks, batch, ptx.opaque(index))  # to hold no registers
+                self.clear_around_work(tensors, scalars, again, batch, tid)
             if scalars.has_counter != 0:  # tid 0 tells the others; two places in turn, so that all have read the last
                 place = pipe.following + 4 * (visited & 1)
                 if tid == 0:

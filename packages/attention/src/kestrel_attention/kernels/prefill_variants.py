@@ -281,7 +281,14 @@ PREFILL_HOPPER += tuple(
     for dtype in DTYPES
     for variant in (
         HopperPrefillVariant(
-            dtype, 80, key_tile=96, consumers=3, producer_registers=32, consumer_registers=160, length="long", boxes=True
+            dtype,
+            80,
+            key_tile=96,
+            consumers=3,
+            producer_registers=32,
+            consumer_registers=160,
+            length="long",
+            boxes=True,
         ),
         HopperPrefillVariant(dtype, 64, num_stages=3, boxes=True, **SHORT),
     )
