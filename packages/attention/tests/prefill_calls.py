@@ -15,7 +15,7 @@ from kestrel_attention import (
     flash_attn_varlen_func,
     flash_attn_with_kvcache,
     prefill,
-    prefill_integers,
+    prefill_scratch,
 )
 from kestrel_attention.kernels.parameters import (
     AppendInt4Tensors,
@@ -67,7 +67,7 @@ class Recorder:
 
 def recording(monkeypatch: pytest.MonkeyPatch, arch: str) -> Recorder:
     found = Recorder(arch)
-    for module in (prefill, prefill_integers, decode):
+    for module in (prefill, prefill_scratch, decode):
         monkeypatch.setattr(module, "_binary", found)
     for module, name in ((prefill, "dense_launches"), (prefill, "packed_launches"), (decode, "launches")):
         monkeypatch.setattr(module, name, Plans())

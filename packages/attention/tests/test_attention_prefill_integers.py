@@ -9,9 +9,11 @@ import torch
 from prefill_calls import Recorder, half, ints, recording
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kestrel_attention import flash_attn_with_kvcache, prefill_integers
+from kestrel_attention import flash_attn_with_kvcache, prefill_scratch
 from kestrel_attention.launching import LaunchError
 from kestrel_runtime import UnsupportedError, backend
+
+FP8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2, "bytes": torch.uint8}
 
 
 @pytest.fixture
@@ -20,6 +22,8 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
 
 
 def caches(kind: str, blocks: int = 6, size: int = 64) -> dict[str, torch.Tensor]:
+    if kind in FP8:
+        return {name: torch.zeros(blocks, 64, 2, size).to(FP8[kind]) for name in ("k_cache", "v_cache")}
     width = size if kind == "int8" else size // 2
     codes = {name: torch.zeros(blocks, 64, 2, width, dtype=torch.int8) for name in ("k_cache", "v_cache")}
     if kind == "int8":
@@ -41,6 +45,10 @@ def call(kind: str, queries: int = 40, new: bool = False, table: bool = True, **
     scores |= {"prefix_len": 0, "prefix_lens": None, "num_splits": 0, "sinks": None}
     missing = dict.fromkeys(("k_zero", "v_zero", "k_tail", "seq_ids"))
     appended = {"k": k, "v": v} if new else {}
+    if kind in FP8 and new:
+        op, missing = module._flash_attn_with_kvcache_append, dict.fromkeys(("k_scale", "v_scale"))
+    elif kind in FP8:
+        missing |= dict.fromkeys(("k_scale", "v_scale"))
     return op.kernel_op.launch(**{"q": q} | appended | missing | scores | given)
 
 
@@ -73,7 +81,7 @@ def test_new_keys_are_appended_before_in_steps_that_the_kernel_takes(recorder, k
 @pytest.mark.parametrize("table", [False, True])
 @pytest.mark.parametrize("kind", ["int8", "int4"])
 def test_large_batches_are_dequantised_in_groups(recorder, monkeypatch, kind, table):
-    monkeypatch.setattr(prefill_integers, "SCRATCH_BYTES", 2 * 4 * (128 if table else 64) * 2 * 64)
+    monkeypatch.setattr(prefill_scratch, "SCRATCH_BYTES", 2 * 4 * (128 if table else 64) * 2 * 64)
     call(kind, table=table)
     names = [name for name, _ in recorder.calls]
     assert names == [f"dequantise_{kind}", "prefill_bf16_same_hopper_d64_boxes"] * 2
@@ -90,7 +98,7 @@ def test_large_batches_are_dequantised_in_groups(recorder, monkeypatch, kind, ta
 @pytest.mark.parametrize(("width", "covered"), [(2**18, True), (2**18 + 1, False)])
 def test_a_sequence_takes_at_most_8_gib_of_scratch_memory(recorder, monkeypatch, width, covered):
     """64 keys of a page, 2 heads of 64: 2^33 bytes where a table has 2^18 columns, here a 256th of both."""
-    monkeypatch.setattr(prefill_integers, "MAX_SCRATCH_BYTES", prefill_integers.MAX_SCRATCH_BYTES >> 8)
+    monkeypatch.setattr(prefill_scratch, "MAX_SCRATCH_BYTES", prefill_scratch.MAX_SCRATCH_BYTES >> 8)
     width = (width >> 8) + (width & 1)
     table = torch.zeros(3, width, dtype=torch.int32)
     if covered:
@@ -124,7 +132,7 @@ class AfterKernels(TorchDispatchMode):
 
 def of_two_groups(monkeypatch: pytest.MonkeyPatch, kind: str) -> dict[str, Any]:
     """Arguments of a call with steps, splits, sinks and queries that are copied."""
-    monkeypatch.setattr(prefill_integers, "SCRATCH_BYTES", 2 * 4 * 4096 * 2 * 64)
+    monkeypatch.setattr(prefill_scratch, "SCRATCH_BYTES", 2 * 4 * 4096 * 2 * 64)
     table = torch.arange(192, dtype=torch.int32).view(3, 64)
     return caches(kind, 192) | {"sinks": half(4), "block_table": table, "q": half(3, 150, 4, 68)[..., :64]}
 
@@ -165,3 +173,54 @@ class FailsAt(list[Any]):
         if len(self) == self.index:
             raise UnsupportedError("no kernel")
         super().append(x)
+
+
+@pytest.mark.parametrize("kind", FP8)
+@pytest.mark.parametrize(("queries", "size", "first"), [(4095, 64, False), (4096, 64, True), (17, 320, True)])
+def test_an_fp8_cache_is_dequantised_first_for_many_queries_and_large_heads(recorder, kind, queries, size, first):
+    """8192 rows of a KV head: queries times the query heads of it."""
+    q = half(3, queries, 4, size)
+    call(kind, q=q, **caches(kind, size=size))
+    names = [name for name, _ in recorder.calls]
+    assert ("dequantise_fp8" in names) == first
+    assert any("fp8_hopper" in name for name in names) != first
+    if first:
+        (_, given), (_, attend) = recorder.calls[:2]
+        assert given["codes_are_e5m2"] == (kind == "e5m2")
+        assert given["mK"].dtype is torch.uint8
+        assert attend["mK"].data_ptr() == given["mOutK"].data_ptr()
+        assert (attend["has_device_numbers"], attend["k_scale_heads"]) == (1, 0)
+
+
+def test_scales_of_an_fp8_cache_are_those_of_the_attention(recorder):
+    scales = {"k_scale": torch.ones(2), "v_scale": torch.ones(1)}
+    call("e4m3", q=half(3, 4096, 4, 64), **scales)
+    (_, _), (name, given) = recorder.calls
+    assert name == "prefill_bf16_same_hopper_d64_boxes"  # three consumers have no registers for scales
+    assert (given["k_scale_heads"], given["v_scale_heads"]) == (2, 1)
+    assert given["mKScale"].data_ptr() == scales["k_scale"].data_ptr()
+
+
+@pytest.mark.parametrize("kind", FP8)
+def test_new_keys_are_appended_to_an_fp8_cache_before(recorder, kind):
+    call(kind, queries=4096, new=True)
+    names = [name for name, _ in recorder.calls]
+    appender = "append_half_e5m2" if kind == "e5m2" else "append_bf16_e4m3"
+    assert names[:2] == [appender, "dequantise_fp8"]
+    assert recorder.calls[1][1]["appended"] == 4096
+
+
+@pytest.mark.parametrize(
+    ("changes", "arch"),
+    [
+        ({"block_table": torch.zeros(3, 2**16, dtype=torch.int32)}, "sm90a"),  # more than SCRATCH_BYTES
+        ({"k_cache": torch.zeros(6, 8, 2, 64).to(torch.float8_e4m3fn)}, "sm90a"),  # TMA would load no box
+        ({}, "sm89"),
+    ],
+)
+def test_an_fp8_cache_is_read_in_place_where_that_is_better(monkeypatch, changes, arch):
+    found = recording(monkeypatch, arch)
+    if "k_cache" in changes:
+        changes = changes | {"v_cache": changes["k_cache"].clone()}
+    call("e4m3", q=half(3, 4096, 4, 64), **changes)
+    assert found.calls[0][0].startswith("prefill_bf16_fp8")

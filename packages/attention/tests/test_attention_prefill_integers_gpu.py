@@ -10,7 +10,7 @@ from decode_oracle import Call, made, same_bits
 from prefill_gpu import NAMES, each_kernel, scores  # noqa: F401
 from prefill_oracle import assert_exact, exact_attention, of_sequence
 
-from kestrel_attention import prefill_integers
+from kestrel_attention import prefill_scratch
 from kestrel_runtime import backend
 from kestrel_runtime.testing import graph_replay
 
@@ -71,7 +71,7 @@ def test_groups_of_sequences_give_the_bits_of_one(kind, paged, monkeypatch):
     of_sequence_bytes = (
         4 * call.caches["k_cache"].shape[1] * 2 * 64 * (1 if call.table is None else call.table.shape[1])
     )
-    monkeypatch.setattr(prefill_integers, "SCRATCH_BYTES", 2 * of_sequence_bytes)
+    monkeypatch.setattr(prefill_scratch, "SCRATCH_BYTES", 2 * of_sequence_bytes)
     assert same_bits(call.run(**how, num_splits=1), want)  # another form of call, so another launch
 
 

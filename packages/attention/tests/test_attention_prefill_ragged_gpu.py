@@ -248,3 +248,61 @@ def test_a_list_holds_every_work_once(batch, sections, split_limit, pack_shift):
         assert all((b in packed) == is_packed for b in of_kind)
         bounds = [tiles_of[b] for b in of_kind]
         assert all(later < 2 * earlier for earlier, later in itertools.pairwise(bounds)), "longest first"
+
+
+LARGEST = 2**31 - 1
+INVALID = {
+    "overlapping": [0, 3000] * 25,
+    "descending": list(range(3000, 0, -60)),
+    "negative": [-7, 100] * 25,
+    "beyond the rows": [10**6 * i for i in range(50)],
+    "the ends of int32": [0, LARGEST, -LARGEST - 1, 5, LARGEST] * 10,
+}
+
+
+@pytest.mark.parametrize("which", ["queries", "keys", "both"])
+@pytest.mark.parametrize("heads", [(4, 2), (72, 9)], ids=str)
+@pytest.mark.parametrize("name", INVALID)
+def test_invalid_starts_write_nothing_outside_the_results(name, heads, which):
+    """Nobody reads them on the host: results are arbitrary, but memory around them stays as it is."""
+    torch.manual_seed(0)
+    valid, invalid, total = ints([0, *range(60, 3000, 60)]), ints(INVALID[name]), 3000
+    q = random(total, heads[0], 64, dtype=torch.bfloat16)
+    k, v = (random(total, heads[1], 64, dtype=torch.bfloat16) for _ in range(2))
+    around = torch.full((total + 64, heads[0], 64), 7.0, dtype=torch.bfloat16, device="cuda")
+    starts = [invalid if which in (kind, "both") else valid[: len(invalid)] for kind in ("queries", "keys")]
+    out = flash_attn_varlen_func(q, k, v, *starts, 2500, 3000, causal=True, out=around[32:-32])
+    torch.cuda.synchronize()
+    assert out.data_ptr() == around[32:].data_ptr()
+    assert bool((around[:32] == 7).all())
+    assert bool((around[-32:] == 7).all())
+
+
+@pytest.mark.parametrize("batch", [50, 3000])
+@pytest.mark.parametrize("name", INVALID)
+def test_invalid_starts_write_nothing_outside_the_list(name, batch):
+    starts = ints((INVALID[name] * (batch // 50 + 1))[: batch + 1])
+    scalars = PrefillWorksScalars(
+        total_queries=2**30,
+        max_queries=2**30,
+        max_keys=10**6,
+        key_starts=1,
+        has_lengths=0,
+        heads=2,
+        sections=1,
+        split_limit=0,
+        block_rows=128,
+        key_tile=128,
+        listed_works=100,
+        pack_shift=1,
+        listed_blocks=10,
+    )
+    words = FIRST_WORK + 2 * (scalars.listed_works + scalars.listed_blocks)
+    around = torch.full((words + 2048,), 12345, device="cuda").int()
+    works = around[1024:-1024]
+    prefill._binary.kernel(NAMED["prefill_works"], works.device)(starts, starts, ints([0]), works, *scalars, batch)
+    assert bool((around[:1024] == 12345).all())
+    assert bool((around[-1024:] == 12345).all())
+    assert 0 <= int(works[SPLIT_BLOCK_COUNT]) <= scalars.listed_blocks
+    assert int(works[FIRST_COUNT]) <= scalars.listed_works
+    assert int(works[WORK_COUNT]) <= scalars.listed_works

@@ -10,7 +10,7 @@ import torch
 
 from kestrel_runtime import check, kernel_op
 
-from . import arguments, decode, hot_calls, prefill, prefill_integers, reference
+from . import arguments, decode, hot_calls, prefill, prefill_scratch, reference
 from .arguments import Cached, Codes, Scores
 from .launching import Launch, LaunchError
 from .plan import MAX_QUERIES, MORE_WARPS
@@ -86,12 +86,13 @@ def flash_attn_with_kvcache(
     Returns out [B, Sq, H, D] in q's dtype, or (out, lse). Accumulation in float32, one rounding. A query that sees no
     key gives 0 and LSE -inf. The contents of unused slots and table entries have no effect, NaN included. A NaN or inf
     in a value that the sequence holds may reach all queries of that sequence and KV head, masked or not.
-    A sequence's rows are the same, bit for bit, whatever the other sequences and the width of block_table.
+    A sequence's rows are the same, bit for bit, whatever the other sequences and the width of block_table; over an FP8
+    cache a table with room for more than 1 GiB of a sequence's keys and values in 16 bits may change roundings.
     Kernels cover up to 16 queries in bf16 or fp16 over rows aligned to 16 bytes: caches of their dtype or e4m3 with any
     such D up to 256, and 512; INT8 with D 64, 128, 256; e5m2 and INT4 with 64, 128. With the extra ``[jit]`` INT8 and
     e5m2 of other D up to 256 are compiled on first use. More queries, and any number with sinks: caches of their dtype
-    with D of a multiple of 8 and INT8 of 16 up to 512, FP8 of 16 up to 256, INT4 of 64 up to 512 (up to 256 with k and
-    v); integer codes are rounded to the queries' dtype once dequantised, 1 GiB at a time or all keys of a sequence that
+    with D of a multiple of 8, INT8 and FP8 of 16 up to 512, INT4 of 64 up to 512 (integers up to 256 with k and v);
+    integer codes are rounded to the queries' dtype once dequantised, 1 GiB at a time or all keys of a sequence that
     block_table has room for, n * P * Hk * D up to 2^31. Other calls run by reference. A kernel appends k and v bit for
     bit as the reference does; all memory is allocated before it. Limits of kernels: INT4 takes bf16 queries below
     2^102, and key scales far below the largest of their page and head lose precision; so do INT8 value scales below
@@ -343,8 +344,8 @@ def _make_launch(
     if given.sinks is None and q.shape[1] <= MAX_QUERIES:
         problem = decode.problem_of(q, k_cache, v_cache, given, appends=bool(new))
         return decode.make_launch(key, problem, q, new)
-    if given.codes.split(k_cache)[1]:
-        return decode.launches.keep(key, prefill_integers.make_cached(q, k_cache, v_cache, new, given))
+    if given.codes.split(k_cache)[1] or prefill_scratch.covers_fp8(q, k_cache, given):
+        return decode.launches.keep(key, prefill_scratch.make_cached(q, k_cache, v_cache, new, given))
     return decode.launches.keep(key, prefill.make_cached(q, k_cache, v_cache, new, given))
 
 

@@ -70,6 +70,11 @@ class Memory(NamedTuple):
     """A counter of works taken, or the list of works."""
 
 
+def uses_wgmma(device: torch.device) -> bool:
+    """Whether calls on the GPU run the kernels of warpgroup matrix products."""
+    return USE_HOPPER and _binary.arch(device) == "sm90a"
+
+
 def kernel_for(problem: PrefillProblem, like: torch.Tensor) -> Attend:
     """The kernel of a problem. like: the queries, which give device and strides."""
     return kernel_and_memory(problem, like)[0]
@@ -79,7 +84,7 @@ def kernel_and_memory(problem: PrefillProblem, like: torch.Tensor) -> tuple[Atte
     """The kernel of a problem, and a function that allocates its memory. like: as kernel_for has it."""
     device, q_steps = like.device, queries_are_aligned(like)
     arch = _binary.arch(device).removeprefix("sm")
-    plan = plan_prefill(replace(problem, arch=arch, hopper=USE_HOPPER and arch == "90a"))
+    plan = plan_prefill(replace(problem, arch=arch, hopper=uses_wgmma(device)))
     kernel = _binary.kernel(plan.variant, device)
     scalars, batch, codes = plan.scalars, problem.batch, problem.cache != "same"
     fp8_products = isinstance(plan.variant, Fp8PrefillVariant)

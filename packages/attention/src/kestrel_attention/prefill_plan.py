@@ -13,6 +13,7 @@ from .kernels.constants import BOX_ROWS, MIN_SPLIT_TILES, PAST_ALL_BLOCKS, SPLIT
 from .kernels.parameters import PrefillCombineScalars, PrefillScalars, PrefillWorksScalars
 from .kernels.prefill_variants import (
     HopperPrefillVariant,
+    Length,
     PrefillVariant,
     prefilling,
     prefilling_in_fp8,
@@ -23,6 +24,7 @@ from .plan import MAX_GRID, MAX_KEYS, MIN_SOFTCAP, MULTIPROCESSORS, UNBOUNDED, p
 
 LONG_WAVES = 6  # of blocks of LARGE_BLOCK queries, from which on larger blocks are faster
 LARGER_TILE = 1.3  # the time of a tile of three warpgroups, of two: 1
+SHORT_WAVES = 2  # of blocks of LARGE_BLOCK queries, up to which small blocks are faster
 OTHER_TILES = 2.3  # the time of the prologue and the epilogue of a work
 COUNTED_WAVES = 4  # from which on blocks take unequal works when they can: a counter is worth a launch that clears it
 LISTED_WAVES = 8  # of works that find nothing to do, from which on a list of works is worth its launch
@@ -122,15 +124,21 @@ def plan_prefill(problem: PrefillProblem) -> PrefillPlan:
         # Splits depend on the size of a block. Where it is unknown which sequences have some, the kernel chooses it.
         limit = splits_of(problem, 1).limit
         fills_blocks = not problem.packed_queries or problem.total_queries >= 2 * LARGE_BLOCK * problem.batch
-        long = limit < 2 and blocks >= LONG_WAVES * MULTIPROCESSORS and fills_blocks
+        length: Length = "long" if limit < 2 and blocks >= LONG_WAVES * MULTIPROCESSORS and fills_blocks else ""
+        scaled = problem.cache == "same" and problem.k_scale_heads + problem.v_scale_heads > 0
+        if scaled:  # which three consumers have no registers for
+            length = ""
+        few = limit == 1 and blocks <= SHORT_WAVES * MULTIPROCESSORS and not problem.lengths_differ
         boxes = problem.has_boxes and (not problem.has_block_table or problem.page_size % BOX_ROWS == 0)
         if problem.hopper and problem.fp8_queries and problem.cache == "e4m3":
-            variant = prefilling_in_fp8(problem.head_dim, long, boxes)
+            variant = prefilling_in_fp8(problem.head_dim, "short" if few else length, boxes)
         if problem.hopper and variant is None:
-            variant = prefilling_on_hopper(*case, long, boxes)
-            larger = prefilling_on_hopper(*case, True, boxes)
-            if larger is not variant and limit == 1 and not problem.packed_queries:
+            variant = prefilling_on_hopper(*case, length, boxes)
+            larger = prefilling_on_hopper(*case, "long", boxes)
+            if larger is not variant and limit == 1 and not problem.packed_queries and not scaled:
                 variant = min(variant, larger, key=lambda v: estimated_tiles(problem, v))
+            if few and variant is not None and not variant.length:
+                variant = prefilling_on_hopper(*case, "short", boxes)
         variant = variant or prefilling(*case, short)
     if variant is None:
         raise UnsupportedError(f"no kernel for many queries with heads of {problem.head_dim} over {problem.cache} keys")
@@ -154,7 +162,8 @@ def plan_prefill(problem: PrefillProblem) -> PrefillPlan:
 
     # A persistent kernel gains by loading the next queries ahead, for which it needs a second buffer.
     ahead = isinstance(variant, HopperPrefillVariant) and variant.query_buffers > 1
-    persistent = (ahead and blocks > GRID_WAVES * MULTIPROCESSORS) or (is_hopper and listing.works > 0)
+    ahead = ahead and variant.ctas_per_sm == 1 and blocks > GRID_WAVES * MULTIPROCESSORS
+    persistent = ahead or (is_hopper and listing.works > 0)
     left = -1 if problem.window_left > UNBOUNDED else problem.window_left
     right = -1 if problem.window_right > UNBOUNDED else problem.window_right
     unequal = problem.causal or left >= 0 or right >= 0 or problem.packed_queries
@@ -167,7 +176,10 @@ def plan_prefill(problem: PrefillProblem) -> PrefillPlan:
     scale = float(problem.head_dim**-0.5 if problem.softmax_scale is None else problem.softmax_scale)
     softcap = max(float(problem.softcap), MIN_SOFTCAP) if problem.softcap else 0.0
     magnitude = abs(scale) * 2 / softcap if softcap else abs(scale)
+    scales = problem.q_scale_heads + problem.k_scale_heads + problem.v_scale_heads
+    on_device = (problem.packed_queries, problem.key_starts, problem.has_lengths, problem.has_prefix_lens, scales)
     scalars = PrefillScalars(
+        has_device_numbers=int(any(on_device)),
         packed_queries=int(problem.packed_queries),
         key_starts=problem.key_starts,
         has_lengths=int(problem.has_lengths),

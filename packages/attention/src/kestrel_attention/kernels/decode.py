@@ -263,7 +263,8 @@ class Decode(DecodeLoads, DecodeEpilogue):
             return rows
         else:
             count = cutlass.max(cutlass.min(rows.count - j * BLOCK_ROWS, BLOCK_ROWS), 0)
-            return rows._replace(first=rows.first + j * BLOCK_ROWS, count=count)
+            first = cutlass.select_(count > 0, rows.first + j * BLOCK_ROWS, rows.first)  # of no rows, any that exists
+            return rows._replace(first=first, count=count)
 
     @cute.jit
     def wait_and_trigger(self, scalars: DecodeScalars, length_address, query_addresses, entries, warp, lane):
@@ -357,7 +358,13 @@ class Decode(DecodeLoads, DecodeEpilogue):
             if cutlass.const_expr(self.tiles.format.tail):
                 inverse = [ptx.int_as_float((254 << 23) - ptx.float_as_int(row_scale)) for row_scale in row_scales]
                 tail = self.tiles.format.park_tail(
-                    tail_source.row, tail_source.query_address, inverse, extra.is_bf16, warp, lane
+                    tail_source.row,
+                    tail_source.query_address,
+                    inverse,
+                    extra.is_bf16,
+                    2 * self.tiles.head_dim,
+                    warp,
+                    lane,
                 )
             sQ.append(self.share_queries(rQ[j], j % self.tiles.warps, warp, lane))
         cute.arch.sync_threads()

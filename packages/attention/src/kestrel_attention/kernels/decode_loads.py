@@ -54,7 +54,7 @@ class DecodeLoads:
     @cute.jit
     def query_address(self, mQ, rows: Rows, lane) -> Int64:
         """The row of Q that lane (g, t) loads: row g."""
-        row = rows.first + cutlass.min(lane // 4, rows.count - 1)
+        row = rows.first + cutlass.min(lane // 4, cutlass.max(rows.count - 1, 0))
         query = self.query_of(row, rows)
         head = rows.kv_head * rows.group_size + row - query * rows.group_size
         offset = Int64(rows.sequence) * mQ.stride[0] + Int64(query) * mQ.stride[1] + Int64(head) * mQ.stride[2]

@@ -1,8 +1,9 @@
-"""Dequantises INT8 and INT4 caches for prefill, which reads keys and values of the queries' dtype.
+"""Dequantises INT8, INT4 and FP8 caches for prefill, which reads keys and values of the queries' dtype.
 
 Keys and values of each sequence, rounded once to bf16 or fp16, go to pages of another cache that lie one after the
-other, under a block table of their own: -1 where a page does not exist. Launched between append_integers.py and
-prefill. A thread converts 16 bytes of codes at a time; the keys of a sequence are shared by several thread blocks.
+other, under a block table of their own: -1 where a page does not exist. FP8 codes are converted without their scales,
+exactly. Launched between the append kernel and prefill. A thread converts 16 bytes of codes at a time; the keys of a
+sequence are shared by several thread blocks.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from kestrel_runtime.cute_dsl import arguments, parameters, pdl, ptx
 
 from .append import address, lengths_and_table
 from .constants import INT4_PAGE
+from .formats import E4m3, E5m2
 from .parameters import DequantiseScalars, DequantiseTensors
 from .prefill_base import divide
 
 THREADS = 256
-KEYS = 64  # that a thread block converts at a time
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,14 @@ class Dequantise:
     """One compiled variant, for bf16 and fp16 results, which it sees as bf16."""
 
     pdl: bool
-    int4: bool
+    cache: str
+    """"int8", "int4" or "fp8"."""
+    by_bits: bool
+    """e4m3 without the instruction that converts it."""
+
+    @property
+    def int4(self) -> bool:
+        return self.cache == "int4"
 
     @property
     def dims(self) -> int:
@@ -40,11 +48,14 @@ class Dequantise:
     def arguments(self) -> tuple[Any, ...]:
         """Arguments to compile with."""
         batch, blocks, page, kv_heads, head_dim, width = (cute.sym_int() for _ in range(6))
-        codes = cutlass.Uint8 if self.int4 else cutlass.Int8
+        codes = cutlass.Int8 if self.cache == "int8" else cutlass.Uint8
         mK, mV = (arguments.strided(codes, blocks, page, kv_heads, width, unit=16) for _ in range(2))
         mLengths, mTable = lengths_and_table(batch)
         of_tokens = Float16 if self.int4 else Float32
-        tokens = [arguments.any_strides(of_tokens, blocks, page, kv_heads) for _ in range(2)]
+        sizes = (blocks, page, kv_heads)
+        if self.cache == "fp8":  # whose scales are not read here
+            sizes = tuple(cute.sym_int() for _ in range(3))
+        tokens = [arguments.any_strides(of_tokens, *sizes) for _ in range(2)]
         bf16 = cutlass.BFloat16
         channels = [arguments.any_strides(Float16, *(cute.sym_int() for _ in range(3))) for _ in range(2)]
         tail = arguments.any_strides(bf16, *(cute.sym_int() for _ in range(4)))
@@ -99,17 +110,17 @@ class Dequantise:
         if block == 0 and tid == 0:
             tensors.mOutLengths[sequence] = length
         held = cutlass.min(length, scalars.pages * page_size)
-        first = KEYS * block
+        first = scalars.step_keys * block
         while first < held:
             i = tid
-            while i < KEYS * of_key:
+            while i < scalars.step_keys * of_key:
                 of_chunk = divide(i, of_key)
                 key, in_key = first + of_chunk, i - of_chunk * of_key
                 if key < held:
                     head = divide(in_key, units)
                     self.convert(tensors, scalars, sequence, key, head, in_key - head * units, length, tail_row)
                 i += THREADS
-            first += KEYS * scalars.blocks
+            first += scalars.step_keys * scalars.blocks
 
     @cute.jit
     def convert(self, tensors, scalars, sequence, key, head, unit, length, tail_row):
@@ -136,6 +147,9 @@ class Dequantise:
                 scale = Float32(tensors.mValueScale[page, slot, head])
                 zero = Float32(tensors.mValueZero[page, slot, head])
                 self.convert_row(tensors.mV, tensors.mOutV, scalars, source, target, scale, zero)
+            elif cutlass.const_expr(self.cache == "fp8"):
+                self.convert_fp8(tensors.mK, tensors.mOutK, scalars, source, target)
+                self.convert_fp8(tensors.mV, tensors.mOutV, scalars, source, target)
             else:
                 zero = Float32(0.0)
                 k_scale, v_scale = (x[page, slot, head] for x in (tensors.mKeyScale, tensors.mValueScale))
@@ -148,6 +162,20 @@ class Dequantise:
         words = ptx.load_global(address(mCodes, source, 1), 4)
         values = [(code - zero) * scale for word in words for code in self.codes_of(word)]
         self.store(mOut, scalars, target, values)
+
+    @cute.jit
+    def convert_fp8(self, mCodes, mOut, scalars, source, target):
+        """16 FP8 codes."""
+        words = ptx.load_global(address(mCodes, source, 1), 4)
+        for half in cutlass.range_constexpr(2):
+            pairs = []
+            for word in words[2 * half : 2 * half + 2]:
+                e4m3, e5m2 = E4m3(self.by_bits).to_f16(word), E5m2().to_f16(word)
+                for i in cutlass.range_constexpr(2):
+                    pair = cutlass.select_(scalars.codes_are_e5m2 != 0, e5m2[i], e4m3[i])
+                    low, high = ptx.unpack_f32x2(pair, "f16")
+                    pairs.append(cutlass.select_(scalars.is_bf16 != 0, ptx.pack_f32x2(low, high, "bf16"), pair))
+            ptx.store_global(address(mOut, (*target[:3], target[3] + 8 * half), 2), pairs)
 
     @cute.jit
     def convert_channels(self, tensors, scalars, source, target):

@@ -133,7 +133,7 @@ class AppendInt4Tensors(NamedTuple):
 
 
 class DequantiseTensors(NamedTuple):
-    """Of dequantise.py. INT8 caches have no zeros, tail and sequences; any other tensor is in their place."""
+    """Of dequantise.py. Any other tensor is in place of what a cache lacks: INT8 zeros, tail and sequences; FP8 all."""
 
     mK: Tensor
     mV: Tensor
@@ -158,7 +158,9 @@ class DequantiseScalars(NamedTuple):
     appended: i32  # keys that the call has appended; mLengths does not count them
     pages: i32  # of a sequence
     blocks: i32  # thread blocks that share the keys of a sequence
+    step_keys: i32  # that one of them converts at a time
     is_bf16: i32  # 1: results are bf16, 0: fp16
+    codes_are_e5m2: i32  # of an FP8 cache; else e4m3
 
 
 class AppendScalars(NamedTuple):
@@ -220,6 +222,7 @@ class PrefillTensors(NamedTuple):
 class PrefillScalars(NamedTuple):
     """Of prefill.py."""
 
+    has_device_numbers: i32  # the kernel reads lengths, starts, prefixes or scales ahead of keys
     packed_queries: i32  # mStartQ says which rows of block 0 of mQ are a sequence's
     key_starts: i32  # 1: mStartK says the same for mK and mV; 2: it gives lengths alone; 0: it is not there
     has_lengths: i32  # mLengths has the number of keys of each sequence
@@ -279,6 +282,7 @@ class PrefillCombineScalars(NamedTuple):
     has_sinks: i32
     packed_queries: i32
     max_queries: i32
+    num_splits: i32
     split_blocks: i32
     partials_of_row: i32
     partials_of_sequence: i32

@@ -27,9 +27,16 @@ from .scores import LOG2_E, RESCALE_SLACK
 
 # Parameters of prefill_hopper.py alone. Their number moves ptxas: with these the kernel spills on sm_100.
 TENSORS_OF_SPLITS = ("mNumSplits", "mWorks")
-SCALARS_OF_SPLITS = PrefillScalars._fields[
-    PrefillScalars._fields.index("split_blocks") : PrefillScalars._fields.index("listed_works")
-]
+SCALARS_OF_SPLITS = (
+    "has_device_numbers",
+    "split_blocks",
+    "partials_of_row",
+    "partials_of_sequence",
+    "section_multiplier",
+    "section_shift",
+    "head_multiplier",
+    "head_shift",
+)
 
 
 @dataclass(frozen=True)

@@ -70,6 +70,11 @@ class PrefillBase:
         return RESCALE_SLACK
 
     @property
+    def reads_scales(self) -> bool:
+        """Whether keys and values may have scales: FP8 codes, also those that dequantise.py has converted."""
+        return self.codes
+
+    @property
     def weight_exponent(self) -> float:
         """Weights are 2 to this times exp2(scale (score - base))."""
         return 0.0
@@ -134,16 +139,45 @@ class PrefillBase:
     @cute.jit
     def keys_of(self, tensors: PrefillTensors, scalars: PrefillScalars, sequence, kv_head):
         """The keys of a sequence, and the position behind the last."""
+        keys = self.places_of_keys(tensors, scalars, sequence, kv_head)
+        return self.with_lengths(tensors, scalars, sequence, keys)
+
+    @cute.jit
+    def places_of_keys(self, tensors: PrefillTensors, scalars: PrefillScalars, sequence, kv_head):
+        """What of them the host knows: as if all sequences had the most keys."""
         mQ, mK, mV = tensors.mQ, tensors.mK, tensors.mV
+        element = cutlass.const_expr(self.stored_bytes)
+        strides = [Uint32(mX.stride[i] // (16 // element)) for mX in (mK, mV) for i in range(2)]
+        head_bytes = element * Int64(kv_head)
+        return Keys(
+            table=tensors.mTable.iterator.toint() + 4 * Int64(sequence) * tensors.mTable.stride[0],
+            table_stride=tensors.mTable.stride[1],
+            table_width=tensors.mTable.shape[1],
+            has_block_table=scalars.has_block_table,
+            block=sequence,
+            first_slot=Int32(0),
+            num_blocks=mK.shape[0],
+            page_size=mK.shape[1],
+            multiplier=scalars.page_multiplier,
+            shift=scalars.page_shift,
+            held=scalars.max_keys,
+            strides=strides,
+            key_base=mK.iterator.toint() + head_bytes * mK.stride[2],
+            value_base=mV.iterator.toint() + head_bytes * mV.stride[2],
+            head_dim=mQ.shape[3],
+        )
+
+    @cute.jit
+    def with_lengths(self, tensors: PrefillTensors, scalars: PrefillScalars, sequence, keys: Keys):
+        """The keys by what is known on the device, and the position behind the last."""
         length = scalars.max_keys
-        block, first_slot, page_size = sequence, Int32(0), mK.shape[1]
-        held = scalars.max_keys
+        block, first_slot, held = sequence, Int32(0), scalars.max_keys
         if scalars.key_starts != 0:
             start = tensors.mStartK[sequence]
             length = tensors.mStartK[sequence + 1] - start
             if scalars.key_starts == 1:
                 block, first_slot = Int32(0), start
-                held = cutlass.min(held, page_size - start)
+                held = cutlass.min(held, keys.page_size - start)
         if scalars.has_lengths != 0:
             given = tensors.mLengths[sequence]
             if scalars.key_starts == 1:
@@ -153,27 +187,7 @@ class PrefillBase:
         held = cutlass.max(cutlass.min(held, length), 0)
         if first_slot < 0:
             held = Int32(0)
-        element = cutlass.const_expr(self.stored_bytes)
-        strides = [Uint32(mX.stride[i] // (16 // element)) for mX in (mK, mV) for i in range(2)]
-        head_bytes = element * Int64(kv_head)
-        keys = Keys(
-            table=tensors.mTable.iterator.toint() + 4 * Int64(sequence) * tensors.mTable.stride[0],
-            table_stride=tensors.mTable.stride[1],
-            table_width=tensors.mTable.shape[1],
-            has_block_table=scalars.has_block_table,
-            block=block,
-            first_slot=first_slot,
-            num_blocks=mK.shape[0],
-            page_size=page_size,
-            multiplier=scalars.page_multiplier,
-            shift=scalars.page_shift,
-            held=held,
-            strides=strides,
-            key_base=mK.iterator.toint() + head_bytes * mK.stride[2],
-            value_base=mV.iterator.toint() + head_bytes * mV.stride[2],
-            head_dim=mQ.shape[3],
-        )
-        return keys, length
+        return keys._replace(block=block, first_slot=first_slot, held=held), length
 
     @cute.jit
     def listed(self, works: Int64, scalars: PrefillScalars, work, head, pack_shift):
@@ -239,7 +253,7 @@ class PrefillBase:
     def scales(self, tensors: PrefillTensors, scalars: PrefillScalars, head, kv_head):
         """The scales of a head."""
         signs, softmax_scale, v_scale = scalars.query_signs, scalars.softmax_scale, Float32(1.0)
-        if cutlass.const_expr(self.codes):
+        if cutlass.const_expr(self.reads_scales):
             product = Float32(1.0)
             if scalars.q_scale_heads > 0:
                 product *= tensors.mQScale[cutlass.select_(scalars.q_scale_heads > 1, head, Int32(0))]

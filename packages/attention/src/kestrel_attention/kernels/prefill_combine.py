@@ -119,6 +119,7 @@ class PrefillCombine:
         lane = cute.arch.thread_idx()[0] % 32
         heads, head_dim = mOut.shape[2], mOut.shape[3]
         num_splits = tensors.mNumSplits[(sequence * heads + head) * scalars.split_blocks + row // SPLIT_ROWS]
+        num_splits = cutlass.min(num_splits, scalars.num_splits)  # unwritten where invalid starts fill a list
         if num_splits > 1:
             first_row = first_query * scalars.partials_of_row + sequence * scalars.partials_of_sequence + row
             first = Int64(first_row) * heads + head

@@ -20,8 +20,7 @@ from kestrel_runtime.cute_dsl import hopper, ptx
 
 from .prefill_base import once_if
 from .prefill_hopper import PrefillHopper
-from .prefill_hopper_producer import Pipe
-from .prefill_types import Keys, OutputRows, Sums, Visible, Work
+from .prefill_types import Keys, OutputRows, Pipe, Sums, Visible, Work
 
 KIND = "e4m3"
 EVEN_BYTES, ODD_BYTES = 0x6420, 0x7531  # selectors of two words

@@ -19,8 +19,7 @@ from kestrel_runtime.cute_dsl import hopper, ptx
 from . import scores
 from .prefill_base import bits_below, once_if
 from .prefill_fp8 import PrefillFp8
-from .prefill_hopper_producer import Pipe
-from .prefill_types import Sums, Visible, Work
+from .prefill_types import Pipe, Sums, Visible, Work
 
 SLACK = 1.75  # a weight may exceed 2^7 by so many powers of two: e4m3 reaches 2^8.8
 ROUNDING = 1.5 * 2**23  # added and subtracted, it rounds to an integer

@@ -18,11 +18,11 @@ from cutlass import Float32, Int32, Int64, Uint32
 from kestrel_runtime.cute_dsl import hopper, numeric, pdl, ptx
 
 from . import scores
-from .constants import BOX_ROWS, FIRST_COUNT, FIRST_SHIFT, WARPGROUP_ROWS, WORK_COUNT
+from .constants import BOX_ROWS, WARPGROUP_ROWS
 from .parameters import PrefillScalars, PrefillTensors
 from .prefill_base import bits_below, once_if
-from .prefill_hopper_producer import PRODUCERS, QUERY_BOX_ROWS, WORK_BYTES, WORK_TYPES, HopperProducer, Pipe
-from .prefill_types import OutputRows, Sums, Visible, Work
+from .prefill_hopper_producer import PRODUCERS, QUERY_BOX_ROWS, HopperProducer
+from .prefill_types import WORK_BYTES, WORK_TYPES, OutputRows, Pipe, Sums, Visible, Work
 from .scores import LOG2_E
 
 MIN_ROW_SCALE, MAX_ROW_SCALE = 2.0**-126, 2.0**126  # with 0 or infinity, hidden scores would be NaN
@@ -37,6 +37,10 @@ class PrefillHopper(HopperProducer):
     @property
     def weight_exponent(self) -> float:
         return 7.0 if self.codes else 0.0  # with rescale_slack f16 holds 2^15, and small weights with more bits
+
+    @property
+    def reads_scales(self) -> bool:
+        return self.codes or (self.boxes and self.consumers < 3)
 
     @property
     def late_values(self) -> bool:
@@ -66,8 +70,9 @@ class PrefillHopper(HopperProducer):
             grid=[cutlass.min(count, scalars.max_blocks), 1, 1],
             block=[self.threads, 1, 1],
             stream=given[-1],
-            min_blocks_per_mp=1,
+            min_blocks_per_mp=self.ctas_per_sm,
             smem=self.shared_bytes,
+            preferred_smem_carveout=self.shared_carveout,
             use_pdl=self.pdl,
         )
 
@@ -111,23 +116,16 @@ class PrefillHopper(HopperProducer):
         for tensor_map in self.tensor_maps(pipe):
             if tid == 32:
                 hopper.prefetch_tensor_map(tensor_map)
-        at = self.enumerated(scalars, row_blocks, tensors.mQ.shape[2], batch, first)
-        if cutlass.const_expr(self.pdl):
-            pdl.wait()
-            pdl.trigger()
-        if scalars.listed_works > 0:
-            listed, listed_first = tensors.mWorks[WORK_COUNT], tensors.mWorks[FIRST_COUNT]
-            shift = tensors.mWorks[FIRST_SHIFT]
-            count = listed_first * (scalars.section_heads >> shift)
-            count += (listed - listed_first) * (scalars.section_heads >> (scalars.pack_shift - shift))
-            at = self.listed_at(tensors, scalars, first)
         cute.arch.sync_threads()
         warpgroup = cute.arch.make_warp_uniform(tid // 128)
         if warpgroup == 0:
             hopper.registers_down(self.producer_registers)
-            self.produce(tensors, scalars, pipe, at, row_blocks, batch, first, step, count)
+            self.produce(tensors, scalars, pipe, row_blocks, batch, first, step, count)
         else:
             hopper.registers_up(self.consumer_registers)
+            if cutlass.const_expr(self.pdl):
+                pdl.wait()
+                pdl.trigger()
             self.consume(tensors, scalars, pipe, warpgroup - 1)
 
     def tensor_maps(self, pipe: Pipe) -> list:

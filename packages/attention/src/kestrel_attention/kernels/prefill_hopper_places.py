@@ -10,7 +10,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
-from .constants import FIRST_COUNT, FIRST_SHIFT, MIN_SPLIT_TILES, WARPGROUP_ROWS
+from .constants import FIRST_COUNT, FIRST_SHIFT, MIN_SPLIT_TILES, WARPGROUP_ROWS, WORK_COUNT
 from .parameters import PrefillScalars
 from .prefill_base import PrefillBase, clamp, divide, quotient
 from .prefill_types import Place, Work
@@ -45,6 +45,14 @@ class HopperPlaces(PrefillBase):
         else:
             at = self.enumerated(scalars, row_blocks, tensors.mQ.shape[2], batch, index)
         return at
+
+    @cute.jit
+    def listed_count(self, tensors, scalars):
+        """The works of a list, of each head."""
+        listed, first = tensors.mWorks[WORK_COUNT], tensors.mWorks[FIRST_COUNT]
+        shift = tensors.mWorks[FIRST_SHIFT]
+        count = first * (scalars.section_heads >> shift)
+        return count + (listed - first) * (scalars.section_heads >> (scalars.pack_shift - shift))
 
     @cute.jit
     def listed_at(self, tensors, scalars: PrefillScalars, index):

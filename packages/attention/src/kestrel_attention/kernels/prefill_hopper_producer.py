@@ -10,19 +10,18 @@ exactly, into f16 in a pipeline stage. Long calls of unequal work count the work
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple, get_type_hints
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 
-from kestrel_runtime.cute_dsl import hopper, ptx
+from kestrel_runtime.cute_dsl import hopper, pdl, ptx
 
 from .constants import BOX_ROWS, SPLIT_ROWS, WARPGROUP_ROWS
 from .formats import E4m3, E5m2
 from .prefill_base import divide, queries_of
 from .prefill_hopper_places import HopperPlaces
-from .prefill_types import Keys, Located, Place, Work
+from .prefill_types import WORK_BYTES, WORK_TYPES, Keys, Located, Pipe, Place, Work
 
 PRODUCERS = 128  # threads
 QUERY_BOX_ROWS = 16  # of queries that TMA loads at once: those of a warp
@@ -31,41 +30,12 @@ PRODUCER_BARRIER = 7  # a named barrier
 PAST_ALL_SLOTS = 2**30
 
 
-class Pipe(NamedTuple):
-    """Addresses in shared memory. Barriers are mbarriers, one per buffer or stage.
-
-    An empty barrier waits for every consumer warp, a full one for the copies of all producer threads.
-    """
-
-    queries: Int32
-    keys: Int32
-    values: Int32
-    queries_full: Int32
-    queries_empty: Int32
-    works_full: Int32  # a Work is there, ahead of its queries: an arrival of one thread
-    keys_full: Int32  # also waits for the words of ``exists``, an arrival of each producer warp
-    keys_empty: Int32
-    values_full: Int32
-    values_empty: Int32
-    codes: Int32  # FP8 keys, then values, of the next tile
-    exists: Int32  # words with a bit for each key of a tile, of twice as many tiles as stages
-    works: Int32  # a Work per buffer of queries
-    following: Int32  # two words for the index of the next work
-    codes_full: Int32  # a barrier of each producer warp for its boxes of key codes, then of value codes
-    query_map: Int64  # addresses of tensor maps
-    key_map: Int64
-    value_map: Int64
-
-
-WORK_TYPES = get_type_hints(Work)
-WORK_BYTES = 64  # at least those of its fields
-
-
 @dataclass(frozen=True)
 class HopperProducer(HopperPlaces):
     """The producer, of four warps, and what it shares with the consumers. ``warps`` of them load keys and values."""
 
     consumers: int = 2  # warpgroups
+    ctas_per_sm: int = 1
     query_buffers: int = 2
     producer_registers: int = 56
     consumer_registers: int = 224
@@ -143,6 +113,16 @@ class HopperProducer(HopperPlaces):
         return not self.codes and not self.boxes
 
     @property
+    def waits_late(self) -> bool:
+        """The producer waits for the kernel before this one when all that the host's numbers give is computed."""
+        return self.producer_registers > 32 and self.clears_behind  # or it spills
+
+    @property
+    def clears_behind(self) -> bool:
+        """Rows around packed sequences are cleared behind the loads of a work, and add nothing to their latency."""
+        return self.head_dim <= 128 or not self.copied_keys  # or it spills
+
+    @property
     def copied_values(self) -> bool:
         return not self.codes and not self.boxes
 
@@ -150,6 +130,11 @@ class HopperProducer(HopperPlaces):
     def shared_bytes(self) -> int:
         codes = self.tile_bytes if self.codes else 0  # half as many bytes of keys, and of values
         return self.query_buffers * self.buffer_bytes + 2 * self.num_stages * self.tile_bytes + codes
+
+    @property
+    def shared_carveout(self) -> int | None:
+        """Percent of the SM's memory for shared memory; None leaves it to the driver."""
+        return 100 if self.ctas_per_sm > 1 else None
 
     @property
     def threads(self) -> int:
@@ -165,46 +150,69 @@ class HopperProducer(HopperPlaces):
     # -- queries --------------------------------------------------------------------------------------------------
 
     @cute.jit
-    def produce(self, tensors, scalars, pipe: Pipe, at: Place, row_blocks, batch, first, step, count):
-        """at: the place of the first work, known ahead of the previous kernel's results."""
+    def produce(self, tensors, scalars, pipe: Pipe, row_blocks, batch, first, step, count):
+        """Schedule all works of a thread block, and load what they need.
+
+        What the first work needs of the host's numbers is computed ahead of the wait for the kernel before this one.
+        """
         tid, _, _ = cute.arch.thread_idx()
         lane, warp = tid % 32, cute.arch.make_warp_uniform(tid // 32)
+        at = self.enumerated(scalars, row_blocks, tensors.mQ.shape[2], batch, first)
+        if cutlass.const_expr(self.pdl) and (cutlass.const_expr(not self.waits_late) or scalars.listed_works > 0):
+            self.wait_and_trigger(Int64(1))
+        if scalars.listed_works > 0:
+            count = self.listed_count(tensors, scalars)
+            at = self.listed_at(tensors, scalars, first)
         rPage = cute.make_rmem_tensor(1, Int32)
         loaded = Int32(0)
         works = Int32(0)
         index = first
         visited = Int32(0)
+        loader = warp
+        if cutlass.const_expr(32 * self.warps < PRODUCERS):
+            loader = warp % self.warps
         while index < count:
-            if cutlass.const_expr(not self.boxes):  # it takes no registers in between
+            takes_place = cutlass.const_expr(not self.boxes)  # it takes no registers in between
+            if takes_place and (cutlass.const_expr(not self.waits_late) or index != first):
                 at = self.place(tensors, scalars, row_blocks, batch, index)
+            kv_head = at.head
+            if scalars.group_size > 1:
+                kv_head = divide(at.head, scalars.group_size)
+            keys = self.places_of_keys(tensors, scalars, at.sequence, kv_head)
+            if cutlass.const_expr(self.pdl and self.waits_late) and index == first:
+                self.prefetch_lengths(tensors, scalars, at.sequence, keys, loader, lane)
+                if scalars.has_device_numbers + scalars.has_counter != 0:
+                    self.wait_and_trigger(keys.key_base | keys.value_base | keys.table)
+            if cutlass.const_expr(self.waits_late) and scalars.has_block_table != 0:
+                self.look_up(rPage, keys, Int32(0), loader, lane)  # as if the work started with the first tile
             following = index + step
             if scalars.has_counter != 0 and tid == 0:
                 following = ptx.atomic_add(tensors.mWorks.iterator.toint(), Int32(1)) + step
-            if scalars.packed_queries != 0 and at.row_block == 0 and at.split == 0:
-                for i in cutlass.range(1 << at.pack_shift, unroll=1):
-                    self.clear_around(tensors, scalars, at.sequence, batch, at.head + i, tid)
+            if cutlass.const_expr(not self.clears_behind) and scalars.packed_queries != 0:
+                self.clear_around_work(tensors, scalars, at, batch, tid)
+            keys, length = self.with_lengths(tensors, scalars, at.sequence, keys)
             first_query, num_queries = queries_of(tensors.mStartQ, tensors.mQ, scalars, at.sequence)
             limit = self.split_limit(scalars, num_queries, tensors.mQ.shape[2])
             block_rows = Int32(self.block_rows)
             if cutlass.const_expr(self.block_rows > SPLIT_ROWS):  # bits of splits depend on the rows of a block
                 block_rows = cutlass.select_(limit > 1, Int32(SPLIT_ROWS), block_rows)
             first_row = at.row_block * block_rows
-            kv_head = at.head
-            if scalars.group_size > 1:
-                kv_head = divide(at.head, scalars.group_size)
             if at.split < limit and first_row < num_queries:
-                keys, length = self.keys_of(tensors, scalars, at.sequence, kv_head)
                 work, query = self.work_of(
                     tensors, scalars, at.sequence, at.head, kv_head, first_row, block_rows, keys, length
                 )
                 work = work._replace(pack_shift=at.pack_shift)
+                if cutlass.const_expr(self.pdl and self.waits_late) and index == first:
+                    ready = work.num_tiles | work.position | work.gap | work.rows
+                    self.wait_and_trigger(query | Int64(ready))
                 work = self.split(tensors, scalars, at, limit, first_query, num_queries, first_row, work)
                 if work.rows > 0:
-                    if work.num_tiles > 0:
-                        loader = warp
-                        if cutlass.const_expr(32 * self.warps < PRODUCERS):
-                            loader = warp % self.warps
-                        self.look_up(rPage, keys, self.tile_at(work, Int32(0)), loader, lane)
+                    first_tile = self.tile_at(work, Int32(0))
+                    if not self.waits_late or scalars.has_block_table == 0 or first_tile != 0:
+                        self.look_up(rPage, keys, first_tile, loader, lane)
+                    else:
+                        key = loader * self.loaded_rows + lane % self.loaded_rows
+                        rPage[0] = cutlass.select_(key < keys.held, rPage[0], Int32(-1))
                     buffer, parity = works % self.query_buffers, (works // self.query_buffers & 1) ^ 1
                     hopper.mbarrier_wait(pipe.queries_empty + 8 * buffer, parity)
                     to, full = pipe.queries + buffer * self.buffer_bytes, pipe.queries_full + 8 * buffer
@@ -225,6 +233,11 @@ class HopperProducer(HopperPlaces):
                     else:
                         self.produce_rows(pipe, keys, work, kv_head, rPage, loaded, warp, lane)
                     loaded += work.num_tiles
+            if cutlass.const_expr(self.pdl and self.waits_late) and index == first:  # whatever its first work was
+                self.wait_and_trigger(Int64(1))
+            if cutlass.const_expr(self.clears_behind) and scalars.packed_queries != 0:
+                again = self.place(tensors, scalars, row_blocks, batch, ptx.opaque(index))  # to hold no registers
+                self.clear_around_work(tensors, scalars, again, batch, tid)
             if scalars.has_counter != 0:  # tid 0 tells the others; two places in turn, so that all have read the last
                 place = pipe.following + 4 * (visited & 1)
                 if tid == 0:
@@ -241,6 +254,31 @@ class HopperProducer(HopperPlaces):
             ptx.store_shared(pipe.works + buffer * WORK_BYTES, [Uint32(0xFFFFFFFF)])
             hopper.mbarrier_arrive(pipe.works_full + 8 * buffer)
         ptx.cp_async_wait(0)
+
+    @cute.jit
+    def wait_and_trigger(self, ready: Int64):
+        """The PDL wait, once ``ready`` is computed."""
+        pdl.wait_after(ready)
+        pdl.trigger()
+
+    @cute.jit
+    def prefetch_lengths(self, tensors, scalars, sequence, keys: Keys, loader, lane):
+        """Prefetch what the first loads read into L2."""
+        if lane == 0:
+            if scalars.packed_queries != 0:
+                ptx.prefetch_l2(tensors.mStartQ.iterator.toint() + 4 * Int64(sequence) * tensors.mStartQ.stride[0])
+            if scalars.has_lengths != 0:
+                ptx.prefetch_l2(tensors.mLengths.iterator.toint() + 4 * Int64(sequence) * tensors.mLengths.stride[0])
+            entry, _ = self.entry_and_slot(keys, loader * self.loaded_rows)
+            if scalars.has_block_table != 0 and Int32(entry) < keys.table_width:
+                ptx.prefetch_l2(keys.table + 4 * Int64(entry) * keys.table_stride)
+
+    @cute.jit
+    def clear_around_work(self, tensors, scalars, at: Place, batch, tid):
+        """Clear the packed rows around a sequence whose first work this is."""
+        if at.row_block == 0 and at.split == 0:
+            for i in cutlass.range(1 << at.pack_shift, unroll=1):
+                self.clear_around(tensors, scalars, at.sequence, batch, at.head + i, tid)
 
     @cute.jit
     def load_query_boxes(self, pipe: Pipe, to: Int32, full: Int32, work: Work, warp, lane):
@@ -261,10 +299,13 @@ class HopperProducer(HopperPlaces):
     @cute.jit
     def load_block(self, mQ, sQ: Int32, query: Int64, work: Work, tid):
         """Start loading queries; zeros past the last row and the last dim."""
-        if work.pack_shift == 0:
-            self.load_rows_of_block(mQ, sQ, query, work, False, tid)
+        if cutlass.const_expr(self.packs):
+            if work.pack_shift == 0:
+                self.load_rows_of_block(mQ, sQ, query, work, False, tid)
+            else:
+                self.load_rows_of_block(mQ, sQ, query, work, True, tid)
         else:
-            self.load_rows_of_block(mQ, sQ, query, work, True, tid)
+            self.load_rows_of_block(mQ, sQ, query, work, False, tid)
 
     @cute.jit
     def load_rows_of_block(self, mQ, sQ: Int32, query: Int64, work: Work, packed: cutlass.Constexpr, tid):

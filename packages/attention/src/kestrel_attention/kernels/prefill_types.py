@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_type_hints
 
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
@@ -102,3 +102,33 @@ class Sums(NamedTuple):
     rOut: cute.Tensor
     rMax: cute.Tensor  # of each row, the score that its weights are relative to
     rSum: cute.Tensor  # of each row's weights
+
+
+class Pipe(NamedTuple):
+    """Addresses in shared memory. Barriers are mbarriers, one per buffer or stage.
+
+    An empty barrier waits for every consumer warp, a full one for the copies of all producer threads.
+    """
+
+    queries: Int32
+    keys: Int32
+    values: Int32
+    queries_full: Int32
+    queries_empty: Int32
+    works_full: Int32  # a Work is there, ahead of its queries: an arrival of one thread
+    keys_full: Int32  # also waits for the words of ``exists``, an arrival of each producer warp
+    keys_empty: Int32
+    values_full: Int32
+    values_empty: Int32
+    codes: Int32  # FP8 keys, then values, of the next tile
+    exists: Int32  # words with a bit for each key of a tile, of twice as many tiles as stages
+    works: Int32  # a Work per buffer of queries
+    following: Int32  # two words for the index of the next work
+    codes_full: Int32  # a barrier of each producer warp for its boxes of key codes, then of value codes
+    query_map: Int64  # addresses of tensor maps
+    key_map: Int64
+    value_map: Int64
+
+
+WORK_TYPES = get_type_hints(Work)
+WORK_BYTES = 64  # at least those of its fields

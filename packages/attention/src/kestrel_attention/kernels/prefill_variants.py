@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal, TypeVar
 
 from kestrel_runtime.cute_dsl.variants import capability, supports_pdl
 
 from .dtypes import DTYPES, numeric_type
+
+Length = Literal["", "short", "long"]
+T = TypeVar("T", bound="HopperPrefillVariant")
 
 
 @dataclass(frozen=True)
@@ -91,8 +95,9 @@ class HopperPrefillVariant:
     query_buffers: int = 2
     producer_registers: int = 56
     consumer_registers: int = 224
-    long: bool = False
-    """For calls of many thread blocks: larger blocks, bit-identical results."""
+    length: Length = ""
+    """"long": larger thread blocks for calls of many. "short": for calls of few, small ones, two on an SM, so that one
+    computes while another starts or ends. Results are bit-identical."""
     boxes: bool = False
     """For keys of which each 16 follow one another in memory, so that TMA loads them; bit-identical results."""
     vector_loads: bool = False
@@ -101,13 +106,17 @@ class HopperPrefillVariant:
 
     @property
     def name(self) -> str:
-        long, boxes = "_long" if self.long else "", "_boxes" if self.boxes else ""
-        return f"prefill_{self.dtype}_{self.cache}_hopper_d{self.head_dim}{long}{boxes}"
+        words = ["prefill", self.dtype, self.cache, "hopper", f"d{self.head_dim}", self.length, "boxes" * self.boxes]
+        return "_".join(filter(None, words))
 
     @property
     def block_rows(self) -> int:
         """Queries of a thread block."""
         return 64 * self.consumers
+
+    @property
+    def ctas_per_sm(self) -> int:
+        return 2 if self.length == "short" else 1
 
     def kernel(self, arch: str) -> tuple[Any, tuple[Any, ...]]:
         """The kernel object and the arguments to compile it with."""
@@ -127,7 +136,8 @@ class HopperPrefillVariant:
             producer_registers=self.producer_registers,
             consumer_registers=self.consumer_registers,
             boxes=self.boxes,
-            turns=True,
+            turns=self.consumers > 1,
+            ctas_per_sm=self.ctas_per_sm,
         )
         return kernel, kernel.arguments()
 
@@ -163,6 +173,7 @@ class Fp8PrefillVariant(HopperPrefillVariant):
             output_parts=self.output_parts,
             boxes=self.boxes,
             turns=self.turns,
+            ctas_per_sm=self.ctas_per_sm,
         )
         return kernel, kernel.arguments()
 
@@ -207,7 +218,7 @@ class PrefillWorksVariant:
 
 @dataclass(frozen=True)
 class DequantiseVariant:
-    """Dequantises a cache of INT8 or INT4 codes for prefill (dequantise.py)."""
+    """Dequantises a cache of INT8, INT4 or FP8 codes for prefill (dequantise.py)."""
 
     cache: str
     vector_loads: bool = True
@@ -220,7 +231,7 @@ class DequantiseVariant:
         """The kernel object and the arguments to compile it with."""
         from .dequantise import Dequantise
 
-        kernel = Dequantise(supports_pdl(arch), self.cache == "int4")
+        kernel = Dequantise(supports_pdl(arch), self.cache, by_bits=capability(arch) < 89)
         return kernel, kernel.arguments()
 
 
@@ -241,13 +252,16 @@ PREFILL = tuple(
     )
 )
 
+# The registers of two thread blocks of two warpgroups on an SM.
+SHORT: dict[str, Any] = {"consumers": 1, "producer_registers": 40, "consumer_registers": 216, "length": "short"}
+
 PREFILL_HOPPER = tuple(
     variant
     for dtype in DTYPES
     for variant in (
         HopperPrefillVariant(dtype, 64, num_stages=3),
         HopperPrefillVariant(
-            dtype, 64, consumers=3, num_stages=3, producer_registers=32, consumer_registers=160, long=True
+            dtype, 64, consumers=3, num_stages=3, producer_registers=32, consumer_registers=160, length="long"
         ),
         HopperPrefillVariant(dtype, 80, key_tile=96),
         HopperPrefillVariant(dtype, 96),
@@ -265,16 +279,28 @@ PREFILL_HOPPER = tuple(
 
 PREFILL_HOPPER += tuple(replace(v, boxes=True) for v in PREFILL_HOPPER)
 
-# Three consumers of keys that cp.async copies would spill.
+# Three consumers of 80 dims would spill where cp.async copies keys, and small thread blocks are slower there.
 PREFILL_HOPPER += tuple(
-    HopperPrefillVariant(
-        dtype, 80, key_tile=96, consumers=3, producer_registers=32, consumer_registers=160, long=True, boxes=True
-    )
+    variant
     for dtype in DTYPES
+    for variant in (
+        HopperPrefillVariant(
+            dtype,
+            80,
+            key_tile=96,
+            consumers=3,
+            producer_registers=32,
+            consumer_registers=160,
+            length="long",
+            boxes=True,
+        ),
+        HopperPrefillVariant(dtype, 64, num_stages=3, boxes=True, **SHORT),
+    )
 )
 
 PREFILL_FP8 = (
     Fp8PrefillVariant("bf16", 64, "e4m3", num_stages=4),
+    Fp8PrefillVariant("bf16", 64, "e4m3", num_stages=4, **SHORT),
     Fp8PrefillVariant(
         "bf16",
         64,
@@ -284,7 +310,7 @@ PREFILL_FP8 = (
         consumers=3,
         producer_registers=32,
         consumer_registers=160,
-        long=True,
+        length="long",
     ),
     *(
         Fp8PrefillVariant(
@@ -295,7 +321,7 @@ PREFILL_FP8 = (
 )
 
 PREFILL_VARIANTS = (
-    *(DequantiseVariant(cache) for cache in ("int8", "int4")),
+    *(DequantiseVariant(cache) for cache in ("int8", "int4", "fp8")),
     *PREFILL,
     *PREFILL_HOPPER,
     *PREFILL_FP8,
@@ -311,14 +337,19 @@ def prefilling(dtype: str, cache: str, head_dim: int, short: bool = False) -> Pr
 
 
 def prefilling_on_hopper(
-    dtype: str, cache: str, head_dim: int, long: bool = False, boxes: bool = False
+    dtype: str, cache: str, head_dim: int, length: Length = "", boxes: bool = False
 ) -> HopperPrefillVariant | None:
-    """The compiled variant with warpgroup matrix products for a head dimension, or None. long, boxes: see there."""
-    fitting = [v for v in PREFILL_HOPPER if v.dtype == dtype and v.cache == cache and v.head_dim >= head_dim]
-    return min(fitting, key=lambda v: (v.head_dim, v.boxes != boxes, v.long != long), default=None)
+    """The compiled variant with warpgroup matrix products for a head dimension, or None. boxes: see there."""
+    fitting = [v for v in PREFILL_HOPPER if v.dtype == dtype and v.cache == cache]
+    return _fitting(fitting, head_dim, length, boxes)
 
 
-def prefilling_in_fp8(head_dim: int, long: bool = False, boxes: bool = False) -> Fp8PrefillVariant | None:
-    """The compiled variant with e4m3 matrix products for a head dimension, or None. long, boxes: see there."""
-    fitting = [v for v in PREFILL_FP8 if v.head_dim >= head_dim]
-    return min(fitting, key=lambda v: (v.head_dim, v.long != long, v.boxes != boxes), default=None)
+def prefilling_in_fp8(head_dim: int, length: Length = "", boxes: bool = False) -> Fp8PrefillVariant | None:
+    """The compiled variant with e4m3 matrix products for a head dimension, or None. boxes: see there."""
+    return _fitting(PREFILL_FP8, head_dim, length, boxes)
+
+
+def _fitting(variants: Iterable[T], head_dim: int, length: Length, boxes: bool) -> T | None:
+    """The variant of the least head dimension that suffices, loaded as asked for; of the length, or of none."""
+    fitting = [v for v in variants if v.head_dim >= head_dim and v.length in (length, "")]
+    return min(fitting, key=lambda v: (v.head_dim, v.boxes != boxes, v.length != length), default=None)

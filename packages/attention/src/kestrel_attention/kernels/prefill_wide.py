@@ -27,6 +27,10 @@ class PrefillWide(Prefill):
     """One compiled variant. head_dim is that of a warp, half of the dims of a row."""
 
     @property
+    def reads_scales(self) -> bool:
+        return self.pdl  # from sm_90 on; elsewhere it spills
+
+    @property
     def block_rows(self) -> int:
         return self.warps // HALVES * self.warp_rows
 

@@ -127,7 +127,8 @@ class PrefillWorks:
         if lane == 0:
             mWorks[0] = Int32(0)
             mWorks[WORK_COUNT] = cutlass.min(totals[0] + totals[1], scalars.listed_works)
-            mWorks[FIRST_COUNT] = cutlass.select_(packed_first, totals[1], totals[0])
+            first = cutlass.select_(packed_first, totals[1], totals[0])
+            mWorks[FIRST_COUNT] = cutlass.min(first, scalars.listed_works)
             mWorks[FIRST_SHIFT] = cutlass.select_(packed_first, scalars.pack_shift, Int32(0))
 
     @cute.jit
@@ -162,21 +163,24 @@ class PrefillWorks:
 
     @cute.jit
     def store_works(self, tensors, scalars, sequence, works: Works, to, to_block, lane):
-        """Store the works of a sequence from index ``to`` on, last blocks first."""
+        """Store the works of a sequence from index ``to`` on, last blocks first.
+
+        Sequences that overlap have more works than the list has room for, or than an index counts.
+        """
         mWorks = tensors.mWorks
         i = lane
         while i < works.count:
             in_section = divide(i, works.splits)
             section = divide(in_section, works.blocks)
             block = works.blocks - 1 - (in_section - section * works.blocks)
-            if to + i < scalars.listed_works:
+            if Uint32(to + i) < Uint32(scalars.listed_works):
                 at = FIRST_WORK + 2 * (to + i)
                 mWorks[at] = sequence | section << 16
                 mWorks[at + 1] = block | (i - in_section * works.splits) << 24
             i += 32
         block = lane
         while works.splits > 1 and block < works.blocks:
-            if to_block + block < scalars.listed_blocks:
+            if Uint32(to_block + block) < Uint32(scalars.listed_blocks):
                 at = FIRST_WORK + 2 * (scalars.listed_works + to_block + block)
                 mWorks[at] = sequence
                 mWorks[at + 1] = block

@@ -1,7 +1,8 @@
-"""Launching prefill over INT8 and INT4 caches: dequantised into a cache of the queries' dtype, then as in prefill.py.
+"""Launching prefill over caches of codes that are dequantised into a scratch cache of the queries' dtype first.
 
-Sequences go through a scratch cache in groups, so that its size is bounded whatever the batch.
-A sequence whose block table has room for more than MAX_SCRATCH_BYTES of keys and values is refused.
+All INT8 and INT4 caches are, and FP8 caches in calls of many queries: there a key is converted once, in the kernels of
+prefill.py once for each block of queries. Sequences go through the scratch cache in groups, so that its size is bounded
+whatever the batch. A sequence whose block table has room for more than MAX_SCRATCH_BYTES of keys and values is refused.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ import torch
 
 from kestrel_runtime import Binary, UnsupportedError
 
+from . import prefill
 from .arguments import Cached
-from .kernels.constants import INT4_PAGE
-from .kernels.parameters import AppendIntegerScalars, DequantiseScalars
+from .kernels.constants import BOX_ROWS, INT4_PAGE
+from .kernels.parameters import AppendIntegerScalars, AppendScalars, DequantiseScalars
 from .kernels.variants import NAMED
 from .launching import (
     UNALIGNED,
@@ -35,8 +37,24 @@ from .prefill_plan import PrefillProblem
 _binary = Binary("kestrel_attention")
 SCRATCH_BYTES = 2**30  # of the keys and values of a group of sequences, unless one has more
 MAX_SCRATCH_BYTES = 2**33  # of those of one sequence, by the width of the block table
+FP8_ROWS = 8192  # queries x query heads of a KV head, from which on an FP8 cache is dequantised first
 BLOCKS = 16 * MULTIPROCESSORS  # of a launch that dequantises
-KEYS_OF_BLOCK = 64
+VECTORS_OF_BLOCK = 512  # of 16 bytes of keys that a thread block converts at a time: two for each thread
+
+
+def covers_fp8(q: torch.Tensor, k_cache: torch.Tensor, given: Cached) -> bool:
+    """Whether an FP8 cache is dequantised first, for these queries."""
+    if q.dtype not in names or k_cache.element_size() > 1 or q.shape[3] % 16:
+        return False
+    if q.shape[3] > 256:  # which no other kernel covers; this one reads no scales on older GPUs
+        return given.codes.split(k_cache)[0] == (None, None) or _binary.arch(q.device) not in ("sm80", "sm86", "sm89")
+    if not prefill.uses_wgmma(q.device):  # other kernels read no scales of 16-bit keys
+        return False
+    slots, kv_heads, head_dim = k_cache.shape[1:]
+    pages = 1 if given.block_table is None else given.block_table.shape[1]
+    fits = 4 * pages * slots * kv_heads * head_dim <= SCRATCH_BYTES
+    in_boxes = given.block_table is None or slots % BOX_ROWS == 0
+    return fits and in_boxes and q.shape[1] * (q.shape[2] // kv_heads) >= FP8_ROWS
 
 
 def make_cached(
@@ -47,8 +65,8 @@ def make_cached(
     page_size, kv_heads = k_cache.shape[1:3]
     paged, device = given.block_table is not None, q.device
     pages = 1 if given.block_table is None else given.block_table.shape[1]
-    _, integers = given.codes.split(k_cache)
-    cache = "int4" if len(integers) > 2 else "int8"
+    scales, integers = given.codes.split(k_cache)
+    cache = "int4" if len(integers) > 2 else "int8" if integers else "fp8"
     if q.dtype not in names:
         raise UnsupportedError("kernels cover bf16 and fp16 queries")
     if cache == "int4" and page_size != INT4_PAGE:
@@ -56,7 +74,7 @@ def make_cached(
     unit = 64 if cache == "int4" else 16
     if head_dim % unit:
         raise UnsupportedError(f"kernels over {cache.upper()} caches cover heads of a multiple of {unit}")
-    if new and head_dim > 256:
+    if new and head_dim > 256 and integers:
         raise UnsupportedError(f"kernels append to {cache.upper()} caches of heads of up to 256")
     if pages == 0:
         raise UnsupportedError("the block table has no column")
@@ -67,6 +85,8 @@ def make_cached(
     group = max(1, min(batch, SCRATCH_BYTES // (4 * of_sequence)))
     starts = range(0, batch, group)
     is_bf16, appended = int(q.dtype == torch.bfloat16), queries if new else 0
+    is_e5m2 = k_cache.dtype is torch.float8_e5m2
+    scale_heads = [0 if x is None else 1 + (x.shape[0] > 1) for x in scales]
 
     def attend_of(sequences: int) -> Any:
         problem = PrefillProblem(
@@ -82,24 +102,35 @@ def make_cached(
             has_block_table=paged,
             has_boxes=True,
             has_sinks=given.sinks is not None,
+            k_scale_heads=scale_heads[0],
+            v_scale_heads=scale_heads[1],
             **given.scores.of_problem(),
         )
         return kernel_and_memory(problem, q)
 
     attends = {n: attend_of(n) for n in {min(group, batch - start) for start in starts}} if q.numel() else {}
+    step_keys = max(1, VECTORS_OF_BLOCK * 16 // (kv_heads * k_cache.shape[3]))
     dequantise = _binary.kernel(NAMED[f"dequantise_{cache}"], device)
-    append_rows = _binary.kernel(NAMED[f"append_half_{cache}"], device) if new and new[0].numel() else None
+    appender = f"append_half_{'e5m2' if is_e5m2 else cache}"
+    if cache == "fp8" and not is_e5m2:
+        appender = f"append_{names[q.dtype]}_e4m3"
+    append_rows = _binary.kernel(NAMED[appender], device) if new and new[0].numel() else None
     scalars = {
         n: DequantiseScalars(
             has_block_table=int(paged),
             appended=appended,
             pages=pages,
-            blocks=max(1, min(-(-pages * page_size // KEYS_OF_BLOCK), BLOCKS // n)),
+            blocks=max(1, min(-(-pages * page_size // step_keys), BLOCKS // n)),
+            step_keys=step_keys,
             is_bf16=is_bf16,
+            codes_are_e5m2=int(is_e5m2),
         )
         for n in attends
     }
-    append_scalars = AppendIntegerScalars(int(paged), is_bf16)
+    append_scalars: AppendIntegerScalars | AppendScalars = AppendIntegerScalars(int(paged), is_bf16)
+    if cache == "fp8":
+        append_scalars = AppendScalars(int(paged), *scale_heads, is_bf16)
+    rows_as_bf16 = cache != "fp8" or is_e5m2  # whose append kernels take rows of both dtypes as bf16
     results, new_steps = Results(q, (batch, heads, queries)), [steps_are_aligned(x) for x in new]
     q_steps = queries_are_aligned(q)
     step = INT4_PAGE if cache == "int4" else max(1, queries)  # which the kernel appends at once
@@ -107,7 +138,7 @@ def make_cached(
     unread_lse = {n: unread((n, heads, queries), device) for n in attends}
     no_int, no_table = unused(torch.int32, device), unused(torch.int32, device, 2)
     no_channels, no_zeros = unused(torch.float16, device, 3), unused(torch.float32, device, 3)
-    no_tail = unused(torch.bfloat16, device, 4)
+    no_tail, no_float = unused(torch.bfloat16, device, 4), unused(torch.float32, device)
 
     def launch(
         q: torch.Tensor,
@@ -116,8 +147,8 @@ def make_cached(
         cache_seqlens: torch.Tensor,
         block_table: torch.Tensor | None,
         *,
-        k_scale: None,
-        v_scale: None,
+        k_scale: torch.Tensor | None,
+        v_scale: torch.Tensor | None,
         prefix_lens: torch.Tensor | None,
         new: Sequence[torch.Tensor] = (),
         integers: Sequence[torch.Tensor] = (),
@@ -136,13 +167,20 @@ def make_cached(
         # All memory is allocated before the first kernel runs: a call that fails has written nothing.
         q = aligned(q, q_steps)
         sinks = None if sinks is None else sinks.float()
-        rows = [aligned(x, steps).view(torch.bfloat16) for x, steps in zip(new, new_steps, strict=True)]
+        rows = [aligned(x, steps) for x, steps in zip(new, new_steps, strict=True)]
+        if rows_as_bf16:
+            rows = [x.view(torch.bfloat16) for x in rows]
+        codes = integers
+        if cache == "fp8":
+            codes = tuple(no_float if scale is None else scale for scale in (k_scale, v_scale))
+            if k_cache.dtype is torch.uint8:
+                k_cache, v_cache = k_cache.view(torch.float8_e4m3fn), v_cache.view(torch.float8_e4m3fn)
         befores = [
             torch.where(cache_seqlens < 0, cache_seqlens, cache_seqlens + first) if first else cache_seqlens
             for first in appends
         ]
         if len(integers) > 2:
-            integers = (*integers[:4], integers[4].view(torch.bfloat16), integers[5])
+            codes = integers = (*integers[:4], integers[4].view(torch.bfloat16), integers[5])
         scratch = torch.empty(2, group * pages, page_size, kv_heads, head_dim, dtype=q.dtype, device=device)
         as_bf16 = scratch.view(torch.bfloat16)
         table, lengths = (torch.empty(n, dtype=torch.int32, device=device) for n in (group * pages, group))
@@ -152,7 +190,9 @@ def make_cached(
             assert append_rows is not None
             some = [x[:, first : first + step] for x in rows]
             to_table = no_table if block_table is None else block_table
-            steps.append((append_rows, (*some, k_cache, v_cache, before, to_table, *integers, *append_scalars)))
+            steps.append((append_rows, (*some, k_cache, v_cache, before, to_table, *codes, *append_scalars)))
+        if cache == "fp8":
+            k_cache, v_cache = k_cache.view(torch.uint8), v_cache.view(torch.uint8)
 
         def prepare(start: int, count: int) -> None:
             """Append before the first group; dequantise a group."""
@@ -161,11 +201,11 @@ def make_cached(
             caches = (k_cache[of_blocks], v_cache[of_blocks], cache_seqlens[of_group])
             given_table = no_table if block_table is None else block_table[of_group]
             if len(integers) > 2:
-                codes = (*(x[of_blocks] for x in integers[:4]), integers[4], integers[5][of_group])
+                scales = (*(x[of_blocks] for x in integers[:4]), integers[4], integers[5][of_group])
             else:
-                of_keys, of_values = (x[of_blocks] for x in integers)
-                codes = (of_keys, no_channels, of_values, no_zeros, no_tail, no_int)
-            given = (*caches, given_table, *codes, as_bf16[0, : count * pages], as_bf16[1, : count * pages])
+                of_keys, of_values = (x[of_blocks] for x in integers) if integers else (no_zeros, no_zeros)
+                scales = (of_keys, no_channels, of_values, no_zeros, no_tail, no_int)
+            given = (*caches, given_table, *scales, as_bf16[0, : count * pages], as_bf16[1, : count * pages])
             of_dequantise = (*given, table, lengths, *scalars[count], count)
             launch_in_order([*(steps if start == 0 else ()), (dequantise, of_dequantise)])
 
@@ -173,7 +213,7 @@ def make_cached(
             of_group = slice(start, start + count)
             given_table = table[: count * pages].view(count, pages) if paged else None
             of_prefix = None if prefix_lens is None else prefix_lens[of_group]
-            tensors = (None, None, lengths[:count], given_table, of_prefix, sinks, None, None, None)
+            tensors = (None, None, lengths[:count], given_table, of_prefix, sinks, None, k_scale, v_scale)
             to_lse = unread_lse[count] if lse is None else lse[of_group]
             keys, values = (x[: count * pages] for x in scratch)
             given = (q[of_group], keys, values, tensors, result[of_group], to_lse)

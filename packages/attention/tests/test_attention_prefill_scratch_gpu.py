@@ -1,0 +1,130 @@
+"""Prefill over FP8 caches that are dequantised first, on a GPU: float64 over what they hold."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from decode_oracle import Call, made, same_bits
+from prefill_gpu import NAMES, each_kernel, scores  # noqa: F401
+from prefill_oracle import assert_exact, exact_attention, of_sequence
+
+from kestrel_attention import prefill_scratch
+from kestrel_runtime import backend
+from kestrel_runtime.testing import graph_replay
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("kernels_only")]
+
+KINDS = ["e4m3", "e5m2"]
+LENGTHS = (300, 0, 54, -1, 1000, 17, 128, 64)
+
+
+@pytest.fixture(autouse=True)
+def few_queries_are_enough(monkeypatch):
+    monkeypatch.setattr(prefill_scratch, "FP8_ROWS", 1)
+
+
+def scales_of(kv_heads: int, kind: str) -> dict[str, torch.Tensor]:
+    """Scales of heads, of all heads at once, or none."""
+    if kind == "none":
+        return {}
+    torch.manual_seed(2)
+    return {
+        name: torch.rand(kv_heads if kind == "heads" else 1, device="cuda") + 0.1 for name in ("k_scale", "v_scale")
+    }
+
+
+def check(call: Call, got: tuple[torch.Tensor, torch.Tensor], how: dict[str, Any], scales: Any = None) -> None:
+    out, lse = got
+    for b in range(len(call.lengths)):
+        held = call.decoded(b, rounded=False)
+        k, v = held.keys, held.values
+        if scales:
+            k, v = (x * scales[name].double()[:, None] for x, name in ((k, "k_scale"), (v, "v_scale")))
+        assert_exact(out[b], lse[b], exact_attention(call.q[b], k, v, exists=held.exists, **of_sequence(how, b)))
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_shapes_the_scores(kind, name):
+    call, how = made(kind, 4, 2, 64, 16, LENGTHS, queries=70), scores(len(LENGTHS), 4)[name]
+    check(call, call.run(**how), how)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "size"), [(8, 8, 64), (8, 2, 128), (4, 2, 80), (4, 1, 256), (2, 2, 320), (4, 2, 512)]
+)
+@pytest.mark.parametrize("scales", ["none", "one", "heads"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_sizes_and_scales(kind, scales, heads, kv_heads, size, dtype):
+    call, given = made(kind, heads, kv_heads, size, 16, LENGTHS, queries=130, dtype=dtype), scales_of(kv_heads, scales)
+    check(call, call.run(causal=True, **given), {"causal": True}, given)
+
+
+@pytest.mark.parametrize("page", [1, 7, 16, 64])
+@pytest.mark.parametrize("size", [64, 320])
+def test_pages(page, size):
+    """Pages of no multiple of 16 slots are dequantised first for large heads alone."""
+    call = made("e4m3", 4, 2, size, page, LENGTHS, queries=40)
+    check(call, call.run(causal=True), {"causal": True})
+
+
+@pytest.mark.parametrize("size", [64, 512])
+def test_caches_without_a_table(size):
+    call = made("e4m3", 4, 2, size, 64, (64, 7, 0), queries=40)
+    call.table, call.caches = None, {name: x[:3].float().nan_to_num(0.5).to(x.dtype) for name, x in call.caches.items()}
+    check(call, call.run(causal=True), {"causal": True})
+
+
+def test_bytes_are_e4m3_codes():
+    call = made("e4m3", 4, 2, 128, 16, LENGTHS, queries=40)
+    want = call.run(causal=True)
+    call.caches = {name: x.view(torch.uint8) for name, x in call.caches.items()}
+    assert same_bits(call.run(causal=True), want)
+
+
+@pytest.mark.parametrize("size", [64, 320])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_new_keys_are_appended_and_attended_to(kind, dtype, size):
+    queries = 70
+    call = made(kind, 8, 2, size, 16, (0, 54, 62, -1, 300, 64), queries, dtype, extra_keys=queries)
+    k, v = (torch.randn(6, queries, 2, size, device="cuda").to(dtype) for _ in range(2))
+    given, other = scales_of(2, "heads"), call.clone()
+    with backend("reference"):
+        other.run(k, v, causal=True, **given)
+    got = call.run(k, v, causal=True, **given)
+    assert same_bits(tuple(call.caches.values()), tuple(other.caches.values()))
+    call.lengths = torch.where(call.lengths >= 0, call.lengths + queries, call.lengths)
+    assert same_bits(call.run(causal=True, **given), got)
+    check(call, got, {"causal": True}, given)
+
+
+def test_groups_of_sequences_give_the_bits_of_one(monkeypatch):
+    """Scratch memory for two sequences at a time, of five."""
+    call, how = made("e4m3", 4, 2, 64, 64, (300, 200, 7, 64, 1), queries=40), scores(5, 4)["prefixes and a window"]
+    want = call.run(**how)
+    assert call.table is not None
+    monkeypatch.setattr(prefill_scratch, "SCRATCH_BYTES", 2 * 4 * 64 * 2 * 64 * call.table.shape[1])
+    assert same_bits(call.run(**how, num_splits=1), want)  # another form of call, so another launch
+
+
+def test_pages_that_do_not_exist_are_not_seen():
+    call = made("e4m3", 4, 2, 64, 16, (300, 100, 64), queries=30)
+    assert call.table is not None
+    call.table[0, 1], call.table[1, 0], call.table[2, 0] = -1, 10**6, -7
+    check(call, call.run(), {})
+
+
+def test_a_replayed_graph_sees_other_lengths_and_contents():
+    calls = [made("e4m3", 4, 2, 128, 16, lengths, 40, seed=seed) for seed, lengths in ((1, (600, 3)), (2, (9, 600)))]
+    names = list(calls[0].caches)
+
+    def run(q, lengths, table, *caches):
+        return Call("e4m3", q, dict(zip(names, caches, strict=True)), table, lengths).run(causal=True)
+
+    args, fresh = ([c.q, c.lengths, c.table, *c.caches.values()] for c in calls)
+    got = graph_replay(run, args, fresh)
+    assert same_bits(tuple(got), tuple(run(*fresh)))
