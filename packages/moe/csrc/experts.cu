@@ -57,13 +57,6 @@ struct ExpertsScratch {
   }
 };
 
-int64_t fused_scratch(int64_t pairs, int64_t inner, int64_t width) { return pairs * fused_blocks(inner) * width * 4; }
-
-// Whether fused_experts runs a wgmma kernel for token tiles of this size.
-bool takes_wgmma(int64_t tile, bool fp8, DLDevice device) {
-  return tile >= (fp8 ? kTokensOfWgmmaFp8 : kTokensOfWgmma) && has_wgmma(device);
-}
-
 // Whether most experts have one token tile, so that their weights are read once. They then leave L2 first, and do not
 // evict instructions and rows of tokens.
 bool are_read_once(int64_t pairs, int64_t experts) { return pairs <= 96 * experts; }
@@ -278,11 +271,11 @@ void clear(const TensorView& out, int64_t rows, int64_t row_stride, int64_t colu
 
 // -- entry points -----------------------------------------------------------------------------------------------------
 
-// With an alignment, block_size is 8, 16, 32 or 64, and on Hopper also 128. num_tokens_post_pad comes with two counters, see align_for_experts.
-// Without one the kernels group the pairs, at most 64, and block_size is the token tile. cluster: 1, or with blocks of
-// 128 also 2, the CTAs that share weights (Hopper). 2 without an alignment: experts_fused_kernel, in tiles of 8 or 16
-// tokens. positions_of_pairs: from align_for_experts, if x shall be written to the positions of its pairs, in tiles of
-// pipeline stages: FP8, blocks of 128.
+// With an alignment, block_size is 8, 16, 32 or 64, and on Hopper also 128. num_tokens_post_pad comes with two
+// counters, see align_for_experts. Without one the kernels group the pairs, at most 64, and block_size is the token
+// tile. cluster: 1, or with blocks of 128 also 2, the CTAs that share weights (Hopper). 2 without an alignment:
+// experts_fused_kernel, in tiles of 8 or 16 tokens. positions_of_pairs: from align_for_experts, if x shall be written
+// to the positions of its pairs, in tiles of pipeline stages: FP8, blocks of 128.
 void fused_experts(TensorView out, TensorView scratch, TensorView hidden, TensorView w1, TensorView w2,
                    TensorView topk_weights, TensorView topk_ids, OptionalTensor w1_scale, OptionalTensor w2_scale,
                    OptionalTensor expert_map, OptionalTensor sorted_token_ids, OptionalTensor expert_ids,

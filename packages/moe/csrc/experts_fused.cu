@@ -11,6 +11,10 @@
 
 namespace kestrel::moe {
 
+int64_t fused_blocks(int64_t inner) { return (inner + kScaleBlock - 1) / kScaleBlock; }
+
+int64_t fused_scratch(int64_t pairs, int64_t inner, int64_t width) { return pairs * fused_blocks(inner) * width * 4; }
+
 template <typename W>
 constexpr CUtensorMapDataType fused_map_type() {
   if (std::is_same_v<W, __nv_bfloat16>) return CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
@@ -23,7 +27,7 @@ void launch_fused_tile(const ExpertsParams& up, const ExpertsParams& down, DLDev
   FusedParams params;
   params.up = up;
   params.down = down;
-  params.blocks = fused_blocks(up.outputs);
+  params.blocks = static_cast<int>(fused_blocks(up.outputs));
   params.w1_step = up.expert_stride_low != 0;
   params.w2_step = down.expert_stride_low != 0;
   const auto size = [](int64_t value) { return static_cast<cuuint64_t>(value); };
@@ -41,12 +45,13 @@ void launch_fused_tile(const ExpertsParams& up, const ExpertsParams& down, DLDev
   const cuuint32_t box[5] = {static_cast<cuuint32_t>(kLineBytes / sizeof(W)), 8, 2, Tile::my_channels / 8, 1};
   params.w1 = encode_map(up.weight_low, fused_map_type<W>(), sizes, strides, box, CU_TENSOR_MAP_SWIZZLE_128B,
                          CU_TENSOR_MAP_L2_PROMOTION_L2_128B);
-  params.w2 = grouped_rows_map(down.weight_low, fused_map_type<W>(), sizeof(W), params.w2_step ? down.experts : 1, width, inner,
-                               down.expert_stride_low, down.weight_stride, Tile::rows / 16, RowOrder::ascending,
-                               CU_TENSOR_MAP_L2_PROMOTION_L2_128B);
+  params.w2 = grouped_rows_map(down.weight_low, fused_map_type<W>(), sizeof(W), params.w2_step ? down.experts : 1,
+                               width, inner, down.expert_stride_low, down.weight_stride, Tile::rows / 16,
+                               RowOrder::ascending, CU_TENSOR_MAP_L2_PROMOTION_L2_128B);
   const int64_t lines = Tile::channels * sizeof(W) / kLineBytes;
   const int64_t steps = (width * sizeof(W) + kLineBytes - 1) / kLineBytes;
-  const int64_t raw = sizeof(W) == 1 ? raw_rows(up.width, std::min(int{Tile::warps}, up.tokens)) * steps * 2 * kLineBytes : 0;
+  const int64_t raw =
+      sizeof(W) == 1 ? raw_rows(up.width, std::min(int{Tile::warps}, up.tokens)) * steps * 2 * kLineBytes : 0;
   const int64_t others = Tile::alignment + (steps + 2 * lines) * Tile::x_bytes + 2 * Tile::hidden_bytes + raw;
   // A CTA of the sum fits beside it, so that it is there when the last item ends.
   const int64_t limit = raise_shared_limit<kernel>(device) - 3 * 1024;
@@ -58,11 +63,9 @@ void launch_fused_tile(const ExpertsParams& up, const ExpertsParams& down, DLDev
   launch_pdl(kernel, dim3(static_cast<unsigned>(clusters * Tile::cluster)), dim3(Tile::threads), device, params,
              static_cast<size_t>(others + params.stages * int64_t{Tile::stage_bytes}), Tile::cluster);
   const int64_t slices = (width + kFusedSumOutputs - 1) / kFusedSumOutputs;
-  launch_pdl(experts_fused_sum_kernel<R>, dim3(static_cast<unsigned>(up.tokens * slices)), dim3(kFusedSumThreads), device,
-             params);
+  launch_pdl(experts_fused_sum_kernel<R>, dim3(static_cast<unsigned>(up.tokens * slices)), dim3(kFusedSumThreads),
+             device, params);
 }
-
-int fused_blocks(int64_t inner) { return static_cast<int>((inner + kScaleBlock - 1) / kScaleBlock); }
 
 template <typename W, typename R>
 void launch_fused(const ExpertsParams& up, const ExpertsParams& down, int tokens, DLDevice device) {
@@ -75,7 +78,8 @@ void launch_experts_fused(const ExpertsParams& up, const ExpertsParams& down, DL
                           DLDevice device) {
   if (!has_wgmma(device)) unsupported("one kernel for both projections without wgmma");
   if (up.tokens > tile || up.choices > kFusedChoices || up.width > kFusedWidth || up.experts > kFusedExperts) {
-    unsupported("more tokens than the tile, 8 choices, 1024 experts or 8192 columns in one kernel for both projections");
+    unsupported(
+        "more tokens than the tile, 8 choices, 1024 experts or 8192 columns in one kernel for both projections");
   }
   if (same_dtype(weight, kBFloat16)) {
     launch_fused<__nv_bfloat16, __nv_bfloat16>(up, down, tile, device);

@@ -1,9 +1,9 @@
 // A layer of routed experts for up to 16 tokens on Hopper, both projections in one kernel.
 //
-// A work item is 128 channels of the hidden layer of one expert: the rows of w1 that compute them, and the columns of w2
-// that multiply them. So no CTA waits for another one but its pair: the two CTAs of a cluster compute 64 channels each,
-// exchange them through DSMEM, and multiply every second group of 128 rows of w2. Weights (M) come by TMA, 16 KB a
-// stage, and the ring runs through both projections and all items, so that the memory never idles. All tokens are the
+// A work item is 128 channels of the hidden layer of one expert: the rows of w1 that compute them, and the columns of
+// w2 that multiply them. So no CTA waits for another one but its pair: the two CTAs of a cluster compute 64 channels
+// each, exchange them through DSMEM, and multiply every second group of 128 rows of w2. Weights (M) come by TMA, 16 KB
+// a stage, and the ring runs through both projections and all items, so that the memory never idles. All tokens are the
 // columns of each product. Results go to [pair, block of channels, Hd] in float32; experts_fused_sum_kernel adds
 // up blocks, then choices, in order.
 #pragma once
@@ -112,7 +112,8 @@ template <typename R, typename Tile>
 __device__ __forceinline__ void quantise_x(const ExpertsParams& p, uint32_t x_tile, uint32_t raw_x, float* row_scales) {
   __shared__ float largest_of_warp[Tile::warps];
   const int blocks = (p.width + kScaleBlock - 1) / kScaleBlock, packs = blocks * kScaleBlock / 8;
-  const int rows = raw_rows(p.width, min(Tile::warps, p.tokens)), row_warps = Tile::warps / rows;  // at a time; of a row
+  const int rows = raw_rows(p.width, min(Tile::warps, p.tokens)),
+            row_warps = Tile::warps / rows;  // at a time; of a row
   const int warp = threadIdx.x / 32, first_pack = threadIdx.x - warp / row_warps * row_warps * 32;
   const uint32_t from = raw_x + warp / row_warps * packs * 16;
 #pragma unroll 1
@@ -177,7 +178,7 @@ __global__ void __launch_bounds__(Tile::threads, 1) experts_fused_kernel(const _
   const uint32_t ring = (ptx::shared_address(dynamic) + Tile::alignment - 1) / Tile::alignment * Tile::alignment;
   const int steps = (p.width * element + kLineBytes - 1) / kLineBytes;
   const uint32_t x_tile = ring + S * Tile::stage_bytes, hidden_tile = x_tile + steps * Tile::x_bytes;
-  const uint32_t hidden = hidden_tile + 2 * lines * Tile::x_bytes;  // [2][token][channel], float
+  const uint32_t hidden = hidden_tile + 2 * lines * Tile::x_bytes;          // [2][token][channel], float
   [[maybe_unused]] const uint32_t raw_x = hidden + 2 * Tile::hidden_bytes;  // FP8: some rows of x before quantisation
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
   const int rank = blockIdx.x % C, clusters = gridDim.x / C;
@@ -424,10 +425,11 @@ __device__ __forceinline__ float2 load_if(bool condition, const float* from) {
   return v;
 }
 
-// The sum over blocks of channels, then over the choices of a token, in order. A warp adds up the blocks of a choice, or
-// a part of many blocks.
+// The sum over blocks of channels, then over the choices of a token, in order. A warp adds up the blocks of a choice,
+// or a part of many blocks.
 template <typename R>
-__global__ void __launch_bounds__(kFusedSumThreads) experts_fused_sum_kernel(const __grid_constant__ FusedParams params) {
+__global__ void __launch_bounds__(kFusedSumThreads)
+    experts_fused_sum_kernel(const __grid_constant__ FusedParams params) {
   constexpr int warps = kFusedSumThreads / 32;
   const ExpertsParams& p = params.down;
   __shared__ float2 sums[warps][32];

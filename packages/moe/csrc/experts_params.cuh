@@ -22,7 +22,7 @@ enum class Projection { up, down };
 enum class Gate { none, gelu_residual, silu_and_mul, gelu_and_mul };  // none: both halves are written as they are
 
 struct ExpertsParams {
-  const char* x = nullptr;            // up: [T, K]; down: [pairs, K]
+  const char* x = nullptr;  // up: [T, K]; down: [pairs, K]
   // up: the activated half of w1 and the other one. down: w2 from its first and from its ninth row on; experts_kernel
   // takes eight MMA rows from each in turn. The TMA kernels read w2 through weight_low alone.
   const char* weight_low = nullptr;

@@ -13,8 +13,7 @@
 namespace kestrel::moe {
 
 bool has_wgmma(DLDevice device) {
-  return KESTREL_EXPERTS_MMA_SYNC == 0 &&
-         device_attribute(cudaDevAttrComputeCapabilityMajor, device.device_id) == 9 &&
+  return KESTREL_EXPERTS_MMA_SYNC == 0 && device_attribute(cudaDevAttrComputeCapabilityMajor, device.device_id) == 9 &&
          device_attribute(cudaDevAttrComputeCapabilityMinor, device.device_id) == 0;
 }
 

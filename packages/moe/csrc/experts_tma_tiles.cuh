@@ -155,8 +155,8 @@ __device__ __forceinline__ int expert_of_tile(const ExpertsParams& p, int tile, 
   return expert < p.experts ? expert : -1;
 }
 
-// By the TMA thread, before the PDL wait: loads the weights of the CTA's first tile, which are constant. Returns for how
-// many steps. load(stage, step, expert, slice, shared).
+// By the TMA thread, before the PDL wait: loads the weights of the CTA's first tile, which are constant. Returns for
+// how many steps. load(stage, step, expert, slice, shared).
 template <typename Tile, typename F>
 __device__ __forceinline__ int load_weights_ahead(const ExpertsParams& p, int slices, int steps, const F& load) {
   if (Tile::cluster > 1 || !p.routed_early) return 0;
