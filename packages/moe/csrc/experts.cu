@@ -59,7 +59,7 @@ struct ExpertsScratch {
 
 // Whether most experts have one token tile, so that their weights are read once. They then leave L2 first, and do not
 // evict instructions and rows of tokens.
-bool are_read_once(int64_t pairs, int64_t experts) { return pairs <= 96 * experts; }
+bool are_read_once(int64_t pairs, int64_t experts, bool fp8 = true) { return pairs <= (fp8 ? 96 : 48) * experts; }
 
 // tile and blocks: of the alignment, blocks 0 without one; then a tile stands for both projections in one kernel.
 // permutes: whether the call has positions_of_pairs. device: of CUDA.
@@ -320,7 +320,7 @@ void fused_experts(TensorView out, TensorView scratch, TensorView hidden, Tensor
   up.out = memory + parts.activated;
   up.out_stride = inner * (fp8 ? 4 : 2);
   up.gate = gate;
-  up.evict_first = down.evict_first = are_read_once(pairs, experts);
+  up.evict_first = down.evict_first = are_read_once(pairs, experts, fp8);
   set_routing(&down, topk_ids, topk_weights, expert_map, experts);
   set_down_weight(&down, w2, w2_scale);
   down.out = address(out);
@@ -520,7 +520,7 @@ void invoke_moe_up(TensorView out, TensorView x, OptionalTensor x_scale, TensorV
   set_up_weight(&p, w1, w1_scale, w2, w2_scale);
   p.out = address(out);
   p.out_stride = out.stride(0) * 2;
-  p.evict_first = are_read_once(pairs, p.experts);
+  p.evict_first = are_read_once(pairs, p.experts, fp8);
   const bool wgmma = fits_wgmma(out, p.out_stride, block_size, x.device()) && fits_offsets(x.size(0), p.x_stride);
   const int tile = tile_of_block(block_size, x.dtype(), wgmma);
   const int64_t tiles = set_aligned(&p, aligned, tile);
@@ -581,7 +581,7 @@ void invoke_moe_down(TensorView out, TensorView x, OptionalTensor x_scale, Tenso
   set_down_weight(&p, w3, w3_scale);
   p.out = address(out);
   p.out_stride = (choices > 1 ? out.stride(1) : out.stride(0)) * 2;
-  p.evict_first = are_read_once(pairs, p.experts);
+  p.evict_first = are_read_once(pairs, p.experts, fp8);
   const bool wgmma = fits_wgmma(out, p.out_stride, block_size, x.device()) && fits_offsets(x.size(0), p.x_stride);
   const int tile = tile_of_block(block_size, x.dtype(), wgmma);
   const int64_t tiles = set_aligned(&p, aligned, tile);

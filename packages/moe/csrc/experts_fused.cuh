@@ -141,7 +141,7 @@ __device__ __forceinline__ void quantise_x(const ExpertsParams& p, uint32_t x_ti
     for (int i = first_pack; row < p.tokens && i < packs; i += row_warps * 32) {  // packs are a multiple of 16
       const Pack<R> pack{ptx::load_shared_uint4(from + i * 16)};
       if (p.x_blocks) {
-        const unsigned lanes = __activemask();
+        const unsigned lanes = 0xffffu << (threadIdx.x & 16);  // of this block: each half of a warp is whole or absent
         float largest = largest_magnitude(pack);
 #pragma unroll
         for (int other = 8; other > 0; other /= 2) largest = fmaxf(largest, __shfl_xor_sync(lanes, largest, other));

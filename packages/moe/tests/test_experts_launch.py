@@ -238,7 +238,8 @@ def test_a_call_takes_the_tuned_variant_of_its_layer(
 ) -> None:
     hopper["E5 k3 h32 i16 bf16"] = {9: "aligned 32"}
     assert chosen(monkeypatch, **layer()) == Variant("aligned", 32)
-    assert chosen(monkeypatch, **layer(8, 2)) == Variant("fused", 8)
+    assert chosen(monkeypatch, **layer(8, 2)) == Variant("in_kernel", 8)
+    assert chosen(monkeypatch, **layer(5, 2)) == Variant("fused", 8)
 
 
 def test_weights_that_grouped_mm_does_not_take_go_through_the_kernels(

@@ -18,7 +18,8 @@ from . import tuned
 FP8_WGMMA_TILE = 128  # tokens of a tile of the wgmma kernel of FP8, which reads x by the positions of its pairs
 PAIRS_IN_KERNEL = 64  # the most (token, choice) pairs that the kernels can group by expert themselves
 _WIDTH_OF_FUSED = {8: 8192, 16: 4096}  # for each tile the longest rows of x that leave memory for stages beside them
-_ROWS_OF_FUSED = 2  # pairs for each expert, up to which more than 8 tokens take a kernel for both projections
+# A kernel for both projections takes up to 2 pairs for each expert, or 1 if the hidden layer is wider than this.
+_INNER_OF_FUSED = 2048
 _FEW_PAIRS = 32  # up to this many pairs they group for any number of experts
 _ROWS_OF_LARGE_TILES = 9.75  # pairs for each expert, above which tiles of 64 tokens are faster on Hopper
 # FP8 layers of at most so many weights on Hopper: tiles of 32 tokens of the wgmma kernel, which take fewer launches, up
@@ -120,10 +121,9 @@ def by_rule(layer: Layer) -> Variant:
     Each tile reads the weights of its expert, so most experts should have one tile.
     """
     rows = layer.pairs / layer.experts
-    if is_valid(Variant(FUSED, 8), layer):
-        return Variant(FUSED, 8)
-    if is_valid(Variant(FUSED, 16), layer) and rows <= _ROWS_OF_FUSED:
-        return Variant(FUSED, 16)
+    fused = Variant(FUSED, 8 if layer.tokens <= 8 else 16)
+    if is_valid(fused, layer) and rows <= (2 if layer.inner <= _INNER_OF_FUSED else 1):
+        return fused
     if layer.pairs <= _FEW_PAIRS:
         return Variant(IN_KERNEL, 8)
     weights = 3 * layer.experts * layer.width * layer.inner
