@@ -139,6 +139,21 @@ def test_int8_scales_far_from_one(value_size):
     check(made("int8", 8, 2, 64, 16, (0, 1, 54, 700), value_size=value_size), shift=math.log2(value_size))
 
 
+@pytest.mark.parametrize("value_size", [0.0, 1e-42, 1e-36, 1e-33, 1e-29])
+@pytest.mark.parametrize("size", [64, 128, 256])
+def test_int8_scales_of_values_below_2_to_the_minus_100_cost_2_to_the_minus_118_for_each_key(size, value_size):
+    """A weight times its scale times 2^100 is the sum of two f16, 2^-25 from it at most, and codes are up to 127."""
+    call = made("int8", 8, 2, size, 16, (0, 1, 54, 700), value_size=value_size)
+    call.caches["v_scale"][::2] *= -1
+    out, lse = call.run()
+    with backend("reference"):
+        want, want_lse = call.run()
+    error = call.lengths.view(-1, 1, 1, 1) * 2.0**-118 + 2.0**-7 * want.float().abs()
+    assert bool(((out.float() - want.float()).abs() <= error).all())
+    torch.testing.assert_close(lse, want_lse, rtol=1e-4, atol=1e-4)
+    assert value_size > 0 or not out.any()
+
+
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("rise", [7, 9])
 @pytest.mark.parametrize(("kind", "step"), [("int8", 128), ("int4", 256), ("e5m2", 128)])

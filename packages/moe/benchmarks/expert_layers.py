@@ -10,11 +10,13 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 import kestrel_moe
+from kestrel_runtime.bench import peer
 
 Argument = torch.Tensor | None
 Layer = Callable[..., torch.Tensor]
@@ -138,5 +140,38 @@ def _scaled(x: torch.Tensor, w: torch.Tensor, scale: torch.Tensor, offs: torch.T
     )
 
 
+def _experts_of_transformers(mixtral: Any) -> Layer:
+    """The experts of transformers' Mixtral through its `grouped_mm`, with our gate."""
+
+    @functools.lru_cache(maxsize=2)
+    def module(w1: torch.Tensor, w2: torch.Tensor) -> torch.nn.Module:
+        experts, width, inner = w2.shape
+        config = mixtral.MixtralConfig(hidden_size=width, intermediate_size=inner, num_local_experts=experts)
+        config._experts_implementation = "grouped_mm"
+        with torch.device("meta"):
+            layer = mixtral.MixtralExperts(config)
+        layer.gate_up_proj, layer.down_proj = (torch.nn.Parameter(w, requires_grad=False) for w in (w1, w2))
+        layer._apply_gate = gelu_residual
+        return layer
+
+    def call(
+        hidden: torch.Tensor,
+        w1: torch.Tensor,
+        w2: torch.Tensor,
+        w1_scale: Argument,
+        w2_scale: Argument,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        out: torch.Tensor,
+    ) -> torch.Tensor:
+        return module(w1, w2)(hidden, topk_ids, topk_weights)
+
+    return call
+
+
 def candidates(fp8: bool) -> dict[str, Layer]:
-    return {"kestrel": ours, "torch": grouped_products}
+    found = {"kestrel": ours, "torch": grouped_products}
+    mixtral = None if fp8 else peer("transformers.models.mixtral.modeling_mixtral")
+    if mixtral:
+        found["transformers"] = _experts_of_transformers(mixtral)
+    return found

@@ -22,6 +22,7 @@ struct Alignment {
   int64_t num_blocks = 0;
   int num_pairs = 0;
   int num_experts = 0;
+  int num_mapped = 0x7fffffff;  // the map also drops experts whose index is not below it
   FastDiv block_size;
   // The split of align_cluster.cuh.
   int cluster_size = 1;
@@ -36,6 +37,13 @@ constexpr int kDropped = static_cast<int>(0x80000000u);  // position of pairs wh
 // Zeroes the counters, by the first CTA.
 __device__ __forceinline__ void zero_counters(const Alignment& a) {
   if (a.counters && blockIdx.x == 0 && threadIdx.x < 2) a.counters[threadIdx.x] = 0;
+}
+
+// The id that is written for an expert, negative if the map drops it.
+__device__ __forceinline__ int mapped_expert(const Alignment& a, int expert) {
+  if (!a.expert_map) return expert;
+  const int mapped = a.expert_map[expert];
+  return mapped < a.num_mapped ? mapped : -1;
 }
 
 __device__ __forceinline__ unsigned num_blocks_of(const Alignment& a, unsigned pairs) {

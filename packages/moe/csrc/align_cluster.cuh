@@ -152,7 +152,7 @@ __device__ __forceinline__ void align_cluster(const Alignment& a, const ClusterA
       sum += n;
     }
     m.expert_total[e] = sum;
-    m.expert_id[e] = a.expert_map ? a.expert_map[e] : e;
+    m.expert_id[e] = mapped_expert(a, e);
   }
   const int cta_warps = blockDim.x / 32;
   int half = 0;

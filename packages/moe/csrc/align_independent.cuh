@@ -59,7 +59,7 @@ __device__ __forceinline__ void align_independent(const Alignment& a, const Inde
 #pragma unroll
   for (int i = 0; i < PER_LANE; ++i) {
     const int e = lane * PER_LANE + i;
-    expert_id[i] = e >= a.num_experts ? -1 : a.expert_map ? a.expert_map[e] : e;
+    expert_id[i] = e >= a.num_experts ? -1 : mapped_expert(a, e);
   }
   const int pair = (first + warp) * 32 + lane;
   const bool has_round = first + warp < last;

@@ -57,18 +57,15 @@ struct ExpertsScratch {
   }
 };
 
-// Whether fused_experts runs a wgmma kernel for token tiles of this size.
-bool takes_wgmma(int64_t tile, bool fp8, DLDevice device) {
-  return tile >= (fp8 ? kTokensOfWgmmaFp8 : kTokensOfWgmma) && has_wgmma(device);
-}
-
 // Whether most experts have one token tile, so that their weights are read once. They then leave L2 first, and do not
 // evict instructions and rows of tokens.
-bool are_read_once(int64_t pairs, int64_t experts) { return pairs <= 96 * experts; }
+bool are_read_once(int64_t pairs, int64_t experts, bool fp8 = true) { return pairs <= (fp8 ? 96 : 48) * experts; }
 
-// tile and blocks: of the alignment, 0 without one. permutes: whether the call has positions_of_pairs. device: of CUDA.
+// tile and blocks: of the alignment, blocks 0 without one; then a tile stands for both projections in one kernel.
+// permutes: whether the call has positions_of_pairs. device: of CUDA.
 int64_t fused_experts_scratch(int64_t tokens, int64_t pairs, int64_t inner, int64_t width, bool fp8, int64_t tile,
                               int64_t blocks, bool permutes, int64_t device) {
+  if (tile && !blocks) return fused_scratch(pairs, inner, width);
   const bool wgmma = takes_wgmma(tile, fp8, {kDLCUDA, static_cast<int>(device)});
   return ExpertsScratch(tokens, pairs, wgmma ? tile * blocks : 0, inner, width, fp8, permutes).bytes;
 }
@@ -91,7 +88,8 @@ void launch_experts(const ExpertsParams& p, int64_t tiles, DLDevice device) {
 template <typename W, Projection PROJECTION, bool IN_KERNEL, typename Tile, typename Small>
 void launch_fitting(const ExpertsParams& p, int64_t tiles, DLDevice device) {
   static_assert(Small::shared_bytes <= kSmallSharedBytes, "a tile for little shared memory");
-  if (device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device.device_id) < kMuchSharedMemory) {
+  const int limit = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device.device_id);
+  if (limit < kMuchSharedMemory || KESTREL_EXPERTS_MMA_SYNC == 2) {
     launch_experts<W, PROJECTION, IN_KERNEL, Small>(p, tiles, device);
   } else {
     launch_experts<W, PROJECTION, IN_KERNEL, Tile>(p, tiles, device);
@@ -273,11 +271,11 @@ void clear(const TensorView& out, int64_t rows, int64_t row_stride, int64_t colu
 
 // -- entry points -----------------------------------------------------------------------------------------------------
 
-// With an alignment, block_size is 8, 16, 32 or 64, and on Hopper also 128 and 192 (FP8: 128). num_tokens_post_pad
-// comes with two counters, see align_for_experts.
-// Without one the kernels group the pairs, at most 64, and block_size is the token tile. cluster: 1, or with blocks of
-// 128 also 2, the CTAs that share weights (Hopper). positions_of_pairs: from align_for_experts, if x shall be
-// written to the positions of its pairs, in tiles of pipeline stages: FP8, blocks of 128.
+// With an alignment, block_size is 8, 16, 32 or 64, and on Hopper also 128. num_tokens_post_pad comes with two
+// counters, see align_for_experts. Without one the kernels group the pairs, at most 64, and block_size is the token
+// tile. cluster: 1, or with blocks of 128 also 2, the CTAs that share weights (Hopper). 2 without an alignment:
+// experts_fused_kernel, in tiles of 8 or 16 tokens. positions_of_pairs: from align_for_experts, if x shall be written
+// to the positions of its pairs, in tiles of pipeline stages: FP8, blocks of 128.
 void fused_experts(TensorView out, TensorView scratch, TensorView hidden, TensorView w1, TensorView w2,
                    TensorView topk_weights, TensorView topk_ids, OptionalTensor w1_scale, OptionalTensor w2_scale,
                    OptionalTensor expert_map, OptionalTensor sorted_token_ids, OptionalTensor expert_ids,
@@ -299,14 +297,16 @@ void fused_experts(TensorView out, TensorView scratch, TensorView hidden, Tensor
   require_scales(w1_scale, {});
   require_scales(w2_scale, {});
   const bool in_kernel = !sorted_token_ids.has_value();
-  if (in_kernel && pairs > kMaxPairsInKernel) unsupported("more than 64 pairs that are not aligned");
   const DLDevice device = hidden.device();
+  const bool fused = in_kernel && cluster == 2;
+  if (in_kernel && !fused && pairs > kMaxPairsInKernel) unsupported("more than 64 pairs that are not aligned");
   const bool wgmma = !in_kernel && takes_wgmma(block_size, fp8, device);
   const bool permutes = positions_of_pairs.has_value();
   if (permutes && !(fp8 && wgmma)) unsupported("positions of pairs without FP8 weights and tiles of wgmma");
   const int64_t positions = wgmma ? block_size * (*expert_ids).size(0) : 0;
   const ExpertsScratch parts(tokens, pairs, positions, inner, width, fp8, permutes);
-  if (scratch.numel() * element_bytes(scratch) < parts.bytes) unsupported("too little scratch memory");
+  const int64_t needed = fused ? fused_scratch(pairs, inner, width) : parts.bytes;
+  if (scratch.numel() * element_bytes(scratch) < needed) unsupported("too little scratch memory");
   char* const memory = address(scratch);
   if (reinterpret_cast<uintptr_t>(memory) % 16 != 0) unsupported("scratch memory that is not aligned to 16 bytes");
   const auto floats_at = [&](int64_t offset) { return reinterpret_cast<float*>(memory + offset); };
@@ -320,7 +320,7 @@ void fused_experts(TensorView out, TensorView scratch, TensorView hidden, Tensor
   up.out = memory + parts.activated;
   up.out_stride = inner * (fp8 ? 4 : 2);
   up.gate = gate;
-  up.evict_first = down.evict_first = are_read_once(pairs, experts);
+  up.evict_first = down.evict_first = are_read_once(pairs, experts, fp8);
   set_routing(&down, topk_ids, topk_weights, expert_map, experts);
   set_down_weight(&down, w2, w2_scale);
   down.out = address(out);
@@ -332,6 +332,10 @@ void fused_experts(TensorView out, TensorView scratch, TensorView hidden, Tensor
   set_x(&down, up.out, up.out_stride, inner);
   up.x_blocks = up.scale_rank == 3;
   down.x_blocks = fp8;
+  if (fused) {
+    down.partial = floats_at(0);
+    return launch_experts_fused(up, down, w1.dtype(), static_cast<int>(block_size), device);
+  }
   const int tile = static_cast<int>(block_size);
   int64_t tiles = pairs;
   if (wgmma && !permutes && !fits_offsets(tokens, up.x_stride)) unsupported("rows of a tensor that lie 64 GiB apart");
@@ -516,7 +520,7 @@ void invoke_moe_up(TensorView out, TensorView x, OptionalTensor x_scale, TensorV
   set_up_weight(&p, w1, w1_scale, w2, w2_scale);
   p.out = address(out);
   p.out_stride = out.stride(0) * 2;
-  p.evict_first = are_read_once(pairs, p.experts);
+  p.evict_first = are_read_once(pairs, p.experts, fp8);
   const bool wgmma = fits_wgmma(out, p.out_stride, block_size, x.device()) && fits_offsets(x.size(0), p.x_stride);
   const int tile = tile_of_block(block_size, x.dtype(), wgmma);
   const int64_t tiles = set_aligned(&p, aligned, tile);
@@ -577,7 +581,7 @@ void invoke_moe_down(TensorView out, TensorView x, OptionalTensor x_scale, Tenso
   set_down_weight(&p, w3, w3_scale);
   p.out = address(out);
   p.out_stride = (choices > 1 ? out.stride(1) : out.stride(0)) * 2;
-  p.evict_first = are_read_once(pairs, p.experts);
+  p.evict_first = are_read_once(pairs, p.experts, fp8);
   const bool wgmma = fits_wgmma(out, p.out_stride, block_size, x.device()) && fits_offsets(x.size(0), p.x_stride);
   const int tile = tile_of_block(block_size, x.dtype(), wgmma);
   const int64_t tiles = set_aligned(&p, aligned, tile);

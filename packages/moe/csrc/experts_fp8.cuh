@@ -58,14 +58,13 @@ __global__ void __launch_bounds__(Tile::threads, 1) experts_fp8_kernel(const __g
   barriers.init(/*loaders=*/1);
   RingPosition<Tile> at_ring;
   const int &stage = at_ring.stage, &phase = at_ring.phase, &slot = at_ring.slot, &slot_phase = at_ring.slot_phase;
-  const bool early = p.routed_early;
 
   if (threadIdx.x < Tile::producers) {
     ptx::reduce_registers<40>();
     if (warp == 0) {
       // -- the TMA thread --
       if (lane == 0) {
-        const uint64_t policy = ptx::l2_policy(p.evict_first);
+        const uint64_t policy = p.evict_first ? ptx::l2_policy(/*evict_first=*/true) : 0;
         ptx::prefetch_tensor_map(params.low);
         ptx::prefetch_tensor_map(params.high);
         const auto load = [&](int to_stage, int step, int expert, int slice, bool shared) {
@@ -74,16 +73,7 @@ __global__ void __launch_bounds__(Tile::threads, 1) experts_fp8_kernel(const __g
           load_weights<up, Tile>(params, to, step * kLineBytes, expert, slice, shared, rank, barriers.full + to_stage,
                                  policy);
         };
-        int ahead = 0;  // steps whose weights, which are constant, are loaded before the PDL wait
-        if (C == 1 && early) {
-          const int tiles = tile_count<Tile::tokens>(p);
-          const TmaItem at(blockIdx.x, tiles, slices);
-          const int expert = static_cast<int>(blockIdx.x) < tiles * slices ? expert_of_tile(p, at.tile, tiles) : -1;
-          if (expert >= 0) {
-            ahead = min(steps, S);
-            for (int step = 0; step < ahead; ++step) load(step, step, expert, at.slice, false);
-          }
-        }
+        int ahead = load_weights_ahead<Tile>(p, slices, steps, load);  // steps whose weights are loaded
         pdl_wait();
         pdl_trigger();
         while (true) {
@@ -238,7 +228,8 @@ __global__ void __launch_bounds__(Tile::threads, 1) experts_fp8_kernel(const __g
         multiply(std::false_type());  // the epilogue multiplies by the weights' scales
       }
 
-      // Epilogue. What it derives from the lane would stay in registers during the products, if it did not come anew.
+      // Epilogue. The asm makes the compiler recompute what depends on the lane here: it does not keep it in registers
+      // through the main loop.
       int own = lane;
       asm volatile("" : "+r"(own));
       const int group = own / 4, quad = own % 4;

@@ -17,6 +17,11 @@ constexpr int kTokensOfWgmmaFp8 = 32, kTokensOfWgmma = 64;
 // Whether the device runs the wgmma kernels.
 bool has_wgmma(DLDevice device);
 
+// Whether fused_experts runs them for aligned token tiles of this size.
+inline bool takes_wgmma(int64_t tile, bool fp8, DLDevice device) {
+  return tile >= (fp8 ? kTokensOfWgmmaFp8 : kTokensOfWgmma) && has_wgmma(device);
+}
+
 // Warps for each row that is quantised: one, more for long rows and for few of them.
 int quant_row_warps(int64_t packs, int64_t rows, DLDevice device);
 
@@ -25,9 +30,17 @@ int quant_row_warps(int64_t packs, int64_t rows, DLDevice device);
 void permute_rows(ExpertsParams* up, DLDataType dtype, int tile, char* codes, float* scale, const int* positions,
                   DLDevice device);
 
-// Launches the wgmma kernels for aligned pairs in tiles of 64, 128 or 192 tokens (FP8: 32, 64 or 128), or of 128 in
+// Launches the wgmma kernels for aligned pairs in tiles of 64 or 128 tokens (FP8 also 32), or of 128 in
 // clusters of 2 CTAs, which share the weights of two tiles. FP8 with x in tiles: experts_fp8_kernel, tiles of 128.
 void launch_experts_tma(const ExpertsParams& p, Projection projection, DLDataType weight, int tokens, int cluster,
                         int64_t tiles, DLDevice device);
+
+// Bytes of the results that experts_fused_kernel keeps apart: [pairs, blocks of channels of the hidden layer, Hd],
+// float.
+int64_t fused_scratch(int64_t pairs, int64_t inner, int64_t width);
+
+// Launches experts_fused_kernel, which runs both projections, and the sum. Hopper; tile: 8 or 16, the most tokens.
+void launch_experts_fused(const ExpertsParams& up, const ExpertsParams& down, DLDataType weight, int tile,
+                          DLDevice device);
 
 }  // namespace kestrel::moe

@@ -5,6 +5,12 @@
 
 #include "activation.cuh"
 
+// For tests of the other architectures' kernels on Hopper: a build with 1 multiplies by mma.sync alone, with 2 also in
+// the tiles for 99 KB of shared memory.
+#ifndef KESTREL_EXPERTS_MMA_SYNC
+#define KESTREL_EXPERTS_MMA_SYNC 0
+#endif
+
 namespace kestrel::moe {
 
 constexpr int kMaxPairsInKernel = 64;  // the most (token, choice) pairs that each CTA groups by expert itself
@@ -16,9 +22,11 @@ enum class Projection { up, down };
 enum class Gate { none, gelu_residual, silu_and_mul, gelu_and_mul };  // none: both halves are written as they are
 
 struct ExpertsParams {
-  const char* x = nullptr;            // up: [T, K]; down: [pairs, K]
-  const char* weight_low = nullptr;   // MMA rows 0 to 7: up: the gate half of w1; down: even groups of 8 rows of w2
-  const char* weight_high = nullptr;  // MMA rows 8 to 15: up: the other half of w1; down: odd groups of 8 rows of w2
+  const char* x = nullptr;  // up: [T, K]; down: [pairs, K]
+  // up: the activated half of w1 and the other one. down: w2 from its first and from its ninth row on; experts_kernel
+  // takes eight MMA rows from each in turn. The TMA kernels read w2 through weight_low alone.
+  const char* weight_low = nullptr;
+  const char* weight_high = nullptr;
   char* out = nullptr;
   float* partial = nullptr;             // down: weighted results before the sum over choices, [pairs, N]
   unsigned* arrivals = nullptr;         // counters [row slices of down], zeroed by up; null: another kernel sums

@@ -1,6 +1,6 @@
 // Rows of x of routed experts, quantised to FP8 into tiles of pipeline stages.
 //
-// experts_tma_kernel then loads x by bulk copies, as it does the hidden layer. Each row is read and quantised once and
+// experts_fp8_kernel then loads x by bulk copies, as it does the hidden layer. Each row is read and quantised once and
 // written to the position of each of its pairs: [token tile][128 bytes of K][token][128 bytes, swizzled]. Scales are
 // one for each row of x, or one for each token and 128 columns of a tile: [token tile][128 columns][token]. Positions
 // that pad a tile are not written.

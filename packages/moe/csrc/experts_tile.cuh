@@ -43,7 +43,8 @@ __device__ constexpr bool is_built() {
 #error "DISTINCT_86 of CMakeLists.txt must name every source of these kernels: sm_86 may not run those of sm_80"
 #endif
 #ifdef __CUDA_ARCH__
-  constexpr bool small = __CUDA_ARCH__ == 860 || __CUDA_ARCH__ == 890 || __CUDA_ARCH__ >= 1200;
+  constexpr bool small =
+      __CUDA_ARCH__ == 860 || __CUDA_ARCH__ == 890 || __CUDA_ARCH__ >= 1200 || KESTREL_EXPERTS_MMA_SYNC == 2;
   return small ? Tile::shared_bytes <= kSmallSharedBytes : !Tile::for_small;
 #else
   return true;
@@ -57,7 +58,7 @@ struct ExpertsConfig {
   using Tile = Tile_;
   static constexpr bool up = PROJECTION == Projection::up;
   // Whether products are wgmma's. FP8 mma.sync is emulated on Hopper, by conversions that take as long as the loads.
-#if defined(KESTREL_HAS_WGMMA) && !defined(KESTREL_EXPERTS_MMA_SYNC)
+#if defined(KESTREL_HAS_WGMMA) && KESTREL_EXPERTS_MMA_SYNC == 0
   static constexpr bool wgmma = std::is_same_v<W, __nv_fp8_e4m3>;
 #else
   static constexpr bool wgmma = false;

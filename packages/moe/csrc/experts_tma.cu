@@ -13,7 +13,7 @@
 namespace kestrel::moe {
 
 bool has_wgmma(DLDevice device) {
-  return device_attribute(cudaDevAttrComputeCapabilityMajor, device.device_id) == 9 &&
+  return KESTREL_EXPERTS_MMA_SYNC == 0 && device_attribute(cudaDevAttrComputeCapabilityMajor, device.device_id) == 9 &&
          device_attribute(cudaDevAttrComputeCapabilityMinor, device.device_id) == 0;
 }
 
@@ -98,7 +98,6 @@ void launch_tile(const ExpertsParams& p, Projection projection, int tokens, int 
   if (cluster == 1 && tokens == 64) return launch_projection<W, R, 64, 1>(p, projection, tiles, device);
   if (cluster == 1 && tokens == 128) return launch_projection<W, R, 128, 1>(p, projection, tiles, device);
   if constexpr (!std::is_same_v<W, __nv_fp8_e4m3>) {  // FP8: two accumulators are too many registers, clusters no gain
-    if (cluster == 1 && tokens == 192) return launch_projection<W, R, 192, 1>(p, projection, tiles, device);
     if (cluster == 2 && tokens == 128) return launch_projection<W, R, 128, 2>(p, projection, tiles, device);
   }
   unsupported("token tiles of " + std::to_string(tokens) + " in clusters of " + std::to_string(cluster));

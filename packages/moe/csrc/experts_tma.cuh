@@ -29,7 +29,7 @@ struct TmaTile {
   static constexpr int tokens = TOKENS_, cluster = CLUSTER_;
   static constexpr int rows = 256, half_rows = 128, half_groups = half_rows / 16;  // of weights
   static constexpr int weight_bytes = rows * kLineBytes, stage_bytes = (rows + tokens) * kLineBytes;
-  static constexpr int stages = tokens <= 64 ? 5 : tokens == 128 ? 4 : 3;
+  static constexpr int stages = tokens <= 64 ? 5 : 4;
   static constexpr int slots = 3, x_bytes = tokens * kLineBytes;
   // Results on their way to memory: two buffers of each warpgroup, for `pass` tokens of 128 channels of 16 bits. Rows
   // are padded against bank conflicts. With two buffers, one barrier a pass is enough.
@@ -55,8 +55,8 @@ __global__ void __launch_bounds__(Tile::threads, 1) experts_tma_kernel(const __g
   constexpr bool up = PROJECTION == Projection::up, fp8 = std::is_same_v<W, __nv_fp8_e4m3>;
   constexpr int element = fp8 ? 1 : 2, S = Tile::stages, C = Tile::cluster, kSlots = Tile::slots;
   constexpr int channels = up ? Tile::half_rows : Tile::rows;  // of the result, for a tile
-  constexpr int lag = fp8 ? 2 : 0;                             // of the signals of gathered steps, in steps
-  constexpr bool gates = up && (!fp8 || Tile::tokens <= 64);   // else experts_fp8_kernel or nobody
+  constexpr int lag = fp8 ? 2 : 0;                             // stages between a copy and its signal
+  constexpr bool gates = up && (!fp8 || Tile::tokens <= 64);   // experts_fp8_kernel gates FP8 tiles of 128
   static_assert(lag <= S - 2, "a stage is free once the step after it is multiplied");
   const ExpertsParams& p = params.p;
   extern __shared__ char dynamic[];
@@ -72,14 +72,13 @@ __global__ void __launch_bounds__(Tile::threads, 1) experts_tma_kernel(const __g
   barriers.init(/*loaders=*/p.tiled_x ? 1 : Tile::gatherers + 1);
   RingPosition<Tile> at_ring;
   const int &stage = at_ring.stage, &phase = at_ring.phase, &slot = at_ring.slot, &slot_phase = at_ring.slot_phase;
-  const bool early = p.routed_early;
 
   if (threadIdx.x < Tile::producers) {
     ptx::reduce_registers<40>();
     if (warp == 0) {
       // -- the TMA thread: loads the weights --
       if (lane == 0) {
-        const uint64_t policy = ptx::l2_policy(p.evict_first);
+        const uint64_t policy = p.evict_first ? ptx::l2_policy(/*evict_first=*/true) : 0;
         ptx::prefetch_tensor_map(params.low);
         ptx::prefetch_tensor_map(params.high);
         const int tiled_bytes = p.tiled_x ? Tile::x_bytes + (fp8 && p.x_blocks ? Tile::tokens * 4 : 0) : 0;
@@ -98,16 +97,7 @@ __global__ void __launch_bounds__(Tile::threads, 1) experts_tma_kernel(const __g
                            Tile::tokens * 4, barriers.full + to_stage);
           }
         };
-        int ahead = 0;  // steps whose weights, which are constant, are loaded before the PDL wait
-        if (C == 1 && early) {
-          const int tiles = tile_count<Tile::tokens>(p);
-          const TmaItem at(blockIdx.x, tiles, slices);
-          const int expert = static_cast<int>(blockIdx.x) < tiles * slices ? expert_of_tile(p, at.tile, tiles) : -1;
-          if (expert >= 0) {
-            ahead = min(steps, S);
-            for (int step = 0; step < ahead; ++step) load(step, step, expert, at.slice, false);
-          }
-        }
+        int ahead = load_weights_ahead<Tile>(p, slices, steps, load);  // steps whose weights are loaded
         pdl_wait();
         pdl_trigger();
         while (true) {
@@ -322,8 +312,6 @@ __global__ void __launch_bounds__(Tile::threads, 1) experts_tma_kernel(const __g
       } else {
         if (used <= 64) {
           multiply(std::integral_constant<int, 64>());
-        } else if (Tile::tokens > 128 && used <= 128) {
-          if constexpr (Tile::tokens > 128) multiply(std::integral_constant<int, 128>());
         } else {
           multiply(std::integral_constant<int, Tile::tokens>());
         }

@@ -155,6 +155,20 @@ __device__ __forceinline__ int expert_of_tile(const ExpertsParams& p, int tile, 
   return expert < p.experts ? expert : -1;
 }
 
+// By the TMA thread, before the PDL wait: loads the weights of the CTA's first tile, which are constant. Returns for
+// how many steps. load(stage, step, expert, slice, shared).
+template <typename Tile, typename F>
+__device__ __forceinline__ int load_weights_ahead(const ExpertsParams& p, int slices, int steps, const F& load) {
+  if (Tile::cluster > 1 || !p.routed_early) return 0;
+  const int tiles = tile_count<Tile::tokens>(p);
+  const TmaItem at(blockIdx.x, tiles, slices);
+  const int expert = static_cast<int>(blockIdx.x) < tiles * slices ? expert_of_tile(p, at.tile, tiles) : -1;
+  if (expert < 0) return 0;
+  const int ahead = min(steps, Tile::stages);
+  for (int step = 0; step < ahead; ++step) load(step, step, expert, at.slice, false);
+  return ahead;
+}
+
 // The scheduling warp of the CTA of this rank: fills slots with its tiles, and with the end.
 template <bool UP, bool FP8, typename Tile, typename Slot>
 __device__ __forceinline__ void schedule_tiles(const ExpertsParams& p, int slices, int rank, Slot* slots,

@@ -221,15 +221,17 @@ void moe_align_block_size(TensorView topk_ids, AnyView num_experts, AnyView bloc
 }
 
 // The same for fused_experts. num_tokens_post_pad: int32 [3], the number and two counters of work items, which are
-// zeroed. positions: int32 [pairs], of each pair, not written for those that are dropped.
+// zeroed. positions: int32 [pairs], of each pair, not written for those that are dropped. The map also drops experts
+// whose index is not below local_experts: a block then has weights.
 void align_for_experts(TensorView topk_ids, AnyView num_experts, AnyView block_size, TensorView sorted_token_ids,
                        TensorView expert_ids, TensorView num_tokens_post_pad, OptionalTensor expert_map,
-                       OptionalTensor positions) {
+                       OptionalTensor positions, int64_t local_experts) {
   AlignCall call("moe_align_block_size");
   call.check_inputs(topk_ids, num_experts, block_size, expert_map);
   call.check_outputs(sorted_token_ids, expert_ids, num_tokens_post_pad, /*adapters=*/0, /*counters=*/2);
   AlignParams p;
   p.a.counters = reinterpret_cast<int*>(address(num_tokens_post_pad)) + 1;
+  p.a.num_mapped = static_cast<int>(std::min<int64_t>(local_experts, p.a.num_mapped));
   if (positions.has_value()) {
     call.check_output("positions", *positions, /*adapters=*/0, topk_ids.numel());
     p.a.positions = reinterpret_cast<int*>(address(*positions));

@@ -40,7 +40,7 @@ class Kernels:
         kestrel_moe.moe_align_block_size(ids, experts, block, order, expert_ids, length, table)
 
     def align_for_experts(self, ids: Tensor, experts: int, block: int, *outputs: Any) -> None:
-        order, expert_ids, numbers, table, positions = outputs
+        order, expert_ids, numbers, table, positions, _ = outputs
         self.moe_align_block_size(ids, experts, block, order, expert_ids, numbers[:1], table)
         assert numbers.shape == (3,)
         if positions is not None:
@@ -98,7 +98,14 @@ def test_kernels_that_group_the_pairs_themselves_are_given_no_blocks(kernels: Ke
     assert (out.shape, out.dtype) == ((4, WIDTH), torch.bfloat16)
 
 
-@pytest.mark.parametrize("tile", [8, 16, 32, 64, 128, 192])
+def test_one_kernel_for_both_projections_is_given_a_tile_without_blocks(kernels: Kernels) -> None:
+    module.by_variant(Variant("fused", 8), **layer(4, 2))
+    (_, sizes), (_, (_, _, *rest)) = kernels.calls
+    assert sizes == (4, 8, INNER, WIDTH, False, 8, 0, False, -1)
+    assert rest[5:-1] == [None, None, None, None, None, None, None, 8, 2]
+
+
+@pytest.mark.parametrize("tile", [8, 16, 32, 64, 128])
 @pytest.mark.parametrize("tokens", [1, 9, 100])
 def test_blocks_have_room_for_any_routing(kernels: Kernels, tokens: int, tile: int) -> None:
     given = layer(tokens)
@@ -232,6 +239,7 @@ def test_a_call_takes_the_tuned_variant_of_its_layer(
     hopper["E5 k3 h32 i16 bf16"] = {9: "aligned 32"}
     assert chosen(monkeypatch, **layer()) == Variant("aligned", 32)
     assert chosen(monkeypatch, **layer(8, 2)) == Variant("in_kernel", 8)
+    assert chosen(monkeypatch, **layer(5, 2)) == Variant("fused", 8)
 
 
 def test_weights_that_grouped_mm_does_not_take_go_through_the_kernels(

@@ -222,7 +222,7 @@ def assert_aligned(ids: torch.Tensor, experts: int, block: int, table: list[int]
     positions = made[-1][0].fill_(-1)
     made.append(canary((3,), torch.int32, "cuda"))
     numbers = made[-1][0].fill_(-7)
-    moe_align._kernels.align_for_experts(on_gpu, experts, block, *outputs[:2], numbers, given, positions)
+    moe_align._kernels.align_for_experts(on_gpu, experts, block, *outputs[:2], numbers, given, positions, experts)
     for got, want in zip([*outputs[:2], numbers[:1]], wanted, strict=True):
         assert torch.equal(got.cpu(), want)
     assert numbers[1:].tolist() == [0, 0]

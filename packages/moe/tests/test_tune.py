@@ -31,6 +31,11 @@ def test_the_rule_chooses_a_valid_variant(sizes: tuple[int, ...], dtype: str, ho
 @pytest.mark.parametrize(
     ("path", "tile", "case"),
     [
+        ("fused", 8, layer(9)),
+        ("fused", 8, layer(1, hopper=False)),
+        ("fused", 16, layer(17)),
+        ("fused", 16, layer(sizes=(64, 8, 4112, 1024))),
+        ("fused", 8, layer(sizes=(1025, 8, 2048, 1024))),
         ("in_kernel", 8, layer(9)),
         ("in_kernel", 16, layer(1)),
         ("aligned", 0, layer()),
@@ -54,10 +59,11 @@ def test_what_no_kernel_covers_is_not_valid(path: str, tile: int, case: Layer) -
 @pytest.mark.parametrize(
     ("tokens", "dtype", "sizes", "name"),
     [
-        (4, "fp8", (64, 8, 2048, 1024), "in_kernel 8"),
-        (8, "fp8", (64, 8, 2048, 1024), "in_kernel 8"),
-        (8, "bf16", (64, 8, 2048, 1024), "aligned 8"),
-        (9, "fp8", (64, 8, 2048, 1024), "aligned 32"),
+        (4, "fp8", (64, 8, 2048, 1024), "fused 8"),
+        (8, "bf16", (64, 8, 2048, 1024), "fused 8"),
+        (16, "fp8", (64, 8, 2048, 1024), "fused 16"),
+        (16, "fp8", (256, 8, 7168, 2048), "aligned 8"),
+        (17, "fp8", (64, 8, 2048, 1024), "aligned 32"),
         (176, "fp8", (64, 8, 2048, 1024), "aligned 32"),
         (177, "fp8", (64, 8, 2048, 1024), "aligned 64"),
         (32, "fp8", (8, 2, 2048, 1024), "aligned 32"),

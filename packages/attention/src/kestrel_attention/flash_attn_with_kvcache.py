@@ -95,8 +95,8 @@ def flash_attn_with_kvcache(
     integer codes are rounded to the queries' dtype once dequantised, 1 GiB at a time or all keys of a sequence that
     block_table has room for, n * P * Hk * D up to 2^31. Other calls run by reference. A kernel appends k and v bit for
     bit as the reference does; all memory is allocated before it. Limits of kernels: INT4 takes bf16 queries below
-    2^102, and key scales far below the largest of their page and head lose precision; so do INT8 value scales below
-    2^-100.
+    2^102, and key scales far below the largest of their page and head lose precision; with INT8 value scales below
+    2^-100, out has an error of up to 2^-118 for each key.
     Raises TypeError for a wrong dtype or a missing tensor, ValueError for a wrong shape, stride, range or device,
     UnsupportedError for an INT4 cache with pages of other than 64 slots.
     Semantics: ``flash_attn_with_kvcache`` of flash-attn; INT4: Liu et al., "KIVI", arXiv 2402.02750.

@@ -57,3 +57,10 @@ def check_like(op: str, name: str, value: torch.Tensor | None, shape: Sequence[i
         check.shape(op, name, value, tuple(shape))
         check.same(op, "dtype", x=x, **{name: value})
         check.same(op, "device", x=x, **{name: value})
+
+
+def check_overlaps(op: str, out: torch.Tensor | None, **others: torch.Tensor | None) -> None:
+    """``out`` shares no memory with the others; for calls that begin with the vendor's product, which does not look."""
+    for name, other in others.items():
+        if out is not None and other is not None:
+            check.no_overlap(op, "out", out, name, other)

@@ -1,6 +1,6 @@
 """Dense layers, activation(x @ weight.T + bias) + residual: which kernel computes which case.
 
-- up to 4 tokens: gemv's kernel with an epilogue
+- one token, and 2 to 4 with few outputs and weights (:func:`choose`): gemv's kernel with an epilogue
 - in 16 bits on an H100 or H200, up to 32 tokens: a kernel that streams the weight; more: wgmma tiles, by
   :func:`choose_tile`
 - otherwise, and where it is faster: the vendor's product, then torch's activation or sum
@@ -32,7 +32,7 @@ class Kernel(IntEnum):
 
     VENDOR = 0  # the vendor's product
     FEW_TOKENS = 1  # gemv's
-    STREAM = 2  # tiles of 128 outputs by 64 tokens
+    STREAM = 2  # tiles of 128 outputs by 16, 32 or 64 tokens
     COOPERATIVE = 3  # tiles of 128 tokens by `columns` outputs
     PING_PONG = 4  # the same; the consumer warpgroups compute tiles in turn
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from kestrel_runtime import Binary, check, empty, kernel_op
 
 from . import reference_experts, variants
-from ._checks import check_out
+from ._checks import check_out, check_overlaps
 
 _kernels = Binary("kestrel_moe")
 ACTIVATIONS = ("gelu_residual", "silu_and_mul", "gelu_and_mul")
@@ -181,11 +181,13 @@ def fused_experts(
 
     Returns [T, Hd] in hidden's dtype, in ``out`` if it is given; ``out`` may not overlap the inputs. Reads nothing on
     the host. The kernels take bf16 and fp16 with Hd and I that are multiples of 16 and rows aligned to 16 bytes. They
-    sum in order of k, so a row is the same bit for bit for every T. On an H100 or H200 that holds in each of two
-    ranges: few pairs, and many, where bf16 results of each expert are rounded before the sum over j. The second begins
-    above 9.75 pairs for each expert and 32 in all; in FP8 layers of up to 2^30 weights above 32 pairs, or 64 if they
-    are at most 2 for each expert. Above 512 pairs for each expert, bf16 layers with Hd * I / (Hd + I) of at least 2048
-    and without ``expert_map`` go through torch.nn.functional.grouped_mm there, and each T is a range of its own.
+    sum in order of k, so a row is the same bit for bit for every T. On an H100 or H200 that holds in each of three
+    ranges: up to 16 tokens with at most 2 pairs for each expert, or 1 if I > 2048 (Hd up to 8192, beyond 8 tokens 4096;
+    8 choices and 1024 experts at most), few pairs, and many, where bf16 results of each expert are rounded before the
+    sum over j. The last begins above 9.75 pairs for each expert and 32 in all; in FP8 layers of up to 2^30 weights
+    above 32 pairs, or 64 if they are at most 2 for each expert. Above 512 pairs for each expert, bf16 layers with
+    Hd * I / (Hd + I) of at least 2048 and without ``expert_map`` go through torch.nn.functional.grouped_mm, and each T
+    is a range of its own.
     For layers tuned on this GPU by `kestrel-kernels tune moe`, the tuned file gives the ranges. By reference on a CPU,
     a row is the same bit for bit up to T = 16, and beyond it within each of these ranges of T*K/E: below 1, from a
     power of two up to the next, from 64 on.
@@ -230,24 +232,26 @@ def by_variant(
         out = empty(hidden, hidden.dtype, tokens, width)
 
     def launch(tile: int, cluster: int, *aligned: torch.Tensor | None) -> torch.Tensor:
-        blocks = 0 if aligned[1] is None else aligned[1].shape[0]
-        sizes = (tokens, pairs, w1.shape[1] // 2, width, fp8, tile if blocks else 0, blocks, aligned[3] is not None)
+        blocks, permutes = 0 if aligned[1] is None else aligned[1].shape[0], aligned[3] is not None
+        fused = variant.path == variants.FUSED
+        sizes = (tokens, pairs, w1.shape[1] // 2, width, fp8, tile if blocks or fused else 0, blocks, permutes)
         scratch = empty(hidden, torch.uint8, _scratch_bytes(*sizes, hidden.get_device()))
         layer = (out, scratch, hidden, w1, w2, topk_weights, topk_ids, w1_scale, w2_scale, expert_map)
         _kernels.fused_experts(*layer, *aligned, tile, cluster, activation)
         return out
 
-    if variant.path == variants.IN_KERNEL:
-        return launch(variant.tile, 1, None, None, None, None)
+    if variant.path in (variants.FUSED, variants.IN_KERNEL):
+        return launch(variant.tile, 2 if variant.path == variants.FUSED else 1, None, None, None, None)
     mapped = experts if expert_map is None else expert_map.shape[0]
     if variant.path == variants.GROUPED_MM or mapped == 0:  # without the entry point, which checks other calls
         _check_fused_experts(hidden, w1, w2, topk_weights, topk_ids, activation, w1_scale, w2_scale, expert_map, out)
         if mapped == 0:
             return out.zero_()
+        check_overlaps("fused_experts", out, hidden=hidden, w1=w1, w2=w2, topk_weights=topk_weights, topk_ids=topk_ids)
         return _through_grouped_mm(out, hidden, w1, w2, topk_weights, topk_ids, activation)
     tile = variant.tile
     blocks = reference_experts.most_blocks(pairs, mapped, tile)
     aligned = [empty(hidden, torch.int32, size) for size in (blocks * tile, blocks, 3)]  # the number, two counters
     positions = empty(hidden, torch.int32, pairs) if fp8 and tile == variants.FP8_WGMMA_TILE else None
-    _kernels.align_for_experts(topk_ids, mapped, tile, *aligned, expert_map, positions)
+    _kernels.align_for_experts(topk_ids, mapped, tile, *aligned, expert_map, positions, experts)
     return launch(tile, 2 if variant.path == variants.CLUSTERED else 1, *aligned, positions)

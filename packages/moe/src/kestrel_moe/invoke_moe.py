@@ -31,7 +31,8 @@ def invoke_cute_moe_up(
 
     hidden_states: [T, Hd] bf16, fp16 or float32. w1, w2: [E, I, Hd] in its dtype; with w2=None, w1 is [E, 2I, Hd].
     *Constant*: w1, w2. topk_weights: not read, may be None. topk_ids: int32 [T, K], gives T and K.
-    sorted_token_ids int32 [S], expert_ids int32 [M], num_tokens_post_pad int32 [1]: as moe_align_block_size wrote them.
+    sorted_token_ids int32 [S], expert_ids int32 [M], num_tokens_post_pad int32 [1]: as moe_align_block_size
+    wrote them, the latter a multiple of block_size.
     Skipped are blocks whose expert is outside 0..E-1, positions at or past num_tokens_post_pad, and pair indices
     outside 0..T*K-1.
     block_size: 16, 32, 64 or 128, the one given to moe_align_block_size; None takes the only one that fits the buffers.

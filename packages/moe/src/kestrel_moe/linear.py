@@ -7,7 +7,7 @@ import torch
 from kestrel_runtime import Binary, UnsupportedError, check, empty, kernel_op
 
 from . import reference
-from ._checks import check_like, check_linear, check_out, check_vector
+from ._checks import check_like, check_linear, check_out, check_overlaps, check_vector
 from ._dense import FEW_ELEMENTS, FEW_TOKENS, by_vendor, choose, prepared
 from ._rows import as_rows, written
 
@@ -51,13 +51,6 @@ def _check_input(op: str, x: torch.Tensor) -> None:
         check.fail(op, "x", "at least 1 dimension [..., K]", f"shape {tuple(x.shape)}")
 
 
-def _check_overlaps(op: str, out: torch.Tensor | None, **others: torch.Tensor | None) -> None:
-    """``out`` shares no memory with the others; for calls of the vendor's product, which does not look."""
-    for name, other in others.items():
-        if out is not None and other is not None:
-            check.no_overlap(op, "out", out, name, other)
-
-
 def _check_fused_linear_residual(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -94,9 +87,9 @@ def fused_linear_residual(
     *Constant*: weight, bias. Accumulated in float32, rounded once.
 
     Returns [..., N] in x's dtype, in ``out`` if it is given; ``out`` may be ``residual`` but not ``x``.
-    Kernels cover aligned rows: one token, 2 to 4 tokens with N up to 4096, and more in 16 bits on an H100 or H200 where
-    they are faster than the vendor's GEMM. Other cases run the vendor's GEMM, rounded to x's dtype, and then torch.add;
-    there a product beyond 65504 is inf in fp16, and torch's switches for reduced precision apply
+    Kernels cover aligned rows: one token, 2 to 4 tokens with N up to 4096 and N*K up to 2^24, and more in 16 bits on an
+    H100 or H200 where they are faster than the vendor's GEMM. Other cases run the vendor's GEMM, rounded to x's dtype,
+    and then torch.add; there a product beyond 65504 is inf in fp16, and torch's switches for reduced precision apply
     (TF32, reductions in 16 bits). Results are bit-identical between calls with the same number of rows T; the order of
     summation may depend on T.
 
@@ -152,7 +145,7 @@ def gemv(
     tokens = rows.shape[0]
     if tokens > 1 and (tokens > FEW_TOKENS or weight.numel() > FEW_ELEMENTS):
         _check_gemv(x, weight, bias, out)
-        _check_overlaps("gemv", out, x=x, weight=weight, bias=bias)
+        check_overlaps("gemv", out, x=x, weight=weight, bias=bias)
         if bias is None:
             torch.mm(rows, weight.T, out=into)
         elif x.dtype == torch.float32:
@@ -194,7 +187,7 @@ def router_gemm(x: torch.Tensor, weight: torch.Tensor, *, out: torch.Tensor | No
     tokens = rows.shape[0]
     if tokens > 1 and weight.ndim == 2 and tokens > _max_router_tokens(x.dtype, *weight.shape):
         _check_router_gemm(x, weight, out)
-        _check_overlaps("router_gemm", out, x=x, weight=weight)
+        check_overlaps("router_gemm", out, x=x, weight=weight)
         if x.dtype == torch.float32:
             torch.mm(rows, weight.T, out=into)
         else:

@@ -91,7 +91,7 @@ def moe_align_block_size(
 
     With B = (T*K + min(T*K, num_experts) * (block_size - 1)) // block_size, the most blocks that can be needed, S must
     be at least B * block_size and M at least B; vLLM's buffers are large enough. Reads nothing on the host. One
-    launch at every size; the result is the same bit for bit however the work is split.
+    launch at every size, for up to 4901 experts; the result is the same bit for bit however the work is split.
 
     Raises ValueError or TypeError for a wrong dtype, rank, shape or device, or too small a buffer.
     Semantics: vLLM's moe_align_block_size.

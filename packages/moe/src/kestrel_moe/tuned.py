@@ -3,7 +3,7 @@
 ``<gpu>.json`` holds, for each layer, the fastest variant of each number of tokens and the figures it was chosen from:
 
     {"format": 1, "gpu": "NVIDIA H200", "layers": {"E64 k8 h2048 i1024 bf16": {
-        "date": "2026-01-31T12:00:00+00:00", "revision": "0.1.0", "tokens": {
+        "date": "2026-01-31T12:00:00+00:00", "revision": "kestrel-moe 0.1.0", "tokens": {
             "8": {"variant": "in_kernel 8", "us": {"in_kernel 8": 131.0, "aligned 8": 134.2}}}}}}
 
 A layer in the user's file replaces the same layer in the package's.

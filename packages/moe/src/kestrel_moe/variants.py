@@ -17,6 +17,9 @@ from . import tuned
 
 FP8_WGMMA_TILE = 128  # tokens of a tile of the wgmma kernel of FP8, which reads x by the positions of its pairs
 PAIRS_IN_KERNEL = 64  # the most (token, choice) pairs that the kernels can group by expert themselves
+_WIDTH_OF_FUSED = {8: 8192, 16: 4096}  # for each tile the longest rows of x that leave memory for stages beside them
+# A kernel for both projections takes up to 2 pairs for each expert, or 1 if the hidden layer is wider than this.
+_INNER_OF_FUSED = 2048
 _FEW_PAIRS = 32  # up to this many pairs they group for any number of experts
 _ROWS_OF_LARGE_TILES = 9.75  # pairs for each expert, above which tiles of 64 tokens are faster on Hopper
 # FP8 layers of at most so many weights on Hopper: tiles of 32 tokens of the wgmma kernel, which take fewer launches, up
@@ -28,7 +31,7 @@ _ROWS_OF_FP8_CLUSTERS = 192  # and with FP8
 # large: products for each element that is gathered, activated and summed by kernels of their own.
 _ROWS_OF_GROUPED_MM, _PRODUCTS_OF_GROUPED_MM = 512, 2048
 
-IN_KERNEL, ALIGNED, CLUSTERED, GROUPED_MM = "in_kernel", "aligned", "clustered", "grouped_mm"
+FUSED, IN_KERNEL, ALIGNED, CLUSTERED, GROUPED_MM = "fused", "in_kernel", "aligned", "clustered", "grouped_mm"
 
 
 @dataclass(frozen=True)
@@ -65,7 +68,7 @@ class Layer:
 class Variant:
     path: str
     """How the pairs are grouped: "in_kernel", "aligned" or "clustered" (after moe_align_block_size; in the latter two
-    CTAs of a cluster share the weights of their tiles), or "grouped_mm"."""
+    CTAs of a cluster share the weights of their tiles), or "grouped_mm". "fused": in a kernel for both projections."""
     tile: int = 0
     """Tokens of a tile; 0 for grouped_mm."""
 
@@ -78,8 +81,9 @@ class Variant:
 
 
 VARIANTS = (
+    *(Variant(FUSED, tile) for tile in (8, 16)),
     Variant(IN_KERNEL, 8),
-    *(Variant(ALIGNED, tile) for tile in (8, 16, 32, 64, 128, 192)),
+    *(Variant(ALIGNED, tile) for tile in (8, 16, 32, 64, 128)),
     Variant(CLUSTERED, 128),
     Variant(GROUPED_MM),
 )
@@ -94,13 +98,16 @@ def is_valid(variant: Variant, layer: Layer) -> bool:
     """
     if variant not in VARIANTS:
         return False
+    if variant.path == FUSED:
+        fits = layer.width <= _WIDTH_OF_FUSED[variant.tile] and layer.experts <= 1024 and layer.choices <= 8
+        return layer.hopper and layer.tokens <= variant.tile and fits
     if variant.path == IN_KERNEL:
         return layer.pairs <= PAIRS_IN_KERNEL
     if variant.path == GROUPED_MM:
         covered = layer.width % 16 == layer.inner % 16 == 0 and layer.experts < 1024 and not layer.mapped
         return layer.hopper and layer.dtype == "bf16" and covered and hasattr(F, "grouped_mm")
     if variant.tile >= 64 and layer.dtype == "fp8":
-        return layer.hopper and variant.tile != 192
+        return layer.hopper
     return variant.tile <= 64 or layer.hopper  # 64: wgmma on Hopper, elsewhere mma.sync
 
 
@@ -114,6 +121,9 @@ def by_rule(layer: Layer) -> Variant:
     Each tile reads the weights of its expert, so most experts should have one tile.
     """
     rows = layer.pairs / layer.experts
+    fused = Variant(FUSED, 8 if layer.tokens <= 8 else 16)
+    if is_valid(fused, layer) and rows <= (2 if layer.inner <= _INNER_OF_FUSED else 1):
+        return fused
     if layer.pairs <= _FEW_PAIRS:
         return Variant(IN_KERNEL, 8)
     weights = 3 * layer.experts * layer.width * layer.inner

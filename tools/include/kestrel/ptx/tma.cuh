@@ -40,10 +40,18 @@ __device__ __forceinline__ void tma_load_multicast(uint32_t shared, const CUtens
 }
 
 // Loads the box at coordinates (k, 0, 0, group, outer) of a map of five dimensions; see kestrel/tensor_map.h. policy:
-// of kestrel/ptx/cache.cuh.
+// of kestrel/ptx/cache.cuh, or 0.
 __device__ __forceinline__ void tma_load_grouped(uint32_t shared, const CUtensorMap& map, int k, int group, int outer,
                                                  uint64_t* barrier, uint64_t policy) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  if (policy == 0) {
+    asm volatile(
+        "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %5, %5, %3, %4}], "
+        "[%6];" ::"r"(shared),
+        "l"(&map), "r"(k), "r"(group), "r"(outer), "r"(0), "r"(shared_address(barrier))
+        : "memory");
+    return;
+  }
   asm volatile(
       "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%2, %5, "
       "%5, %3, %4}], [%6], %7;" ::"r"(shared),
@@ -56,6 +64,14 @@ __device__ __forceinline__ void tma_load_grouped_multicast(uint32_t shared, cons
                                                            int outer, uint64_t* barrier, uint16_t ranks,
                                                            uint64_t policy) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  if (policy == 0) {
+    asm volatile(
+        "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, "
+        "{%2, %5, %5, %3, %4}], [%6], %7;" ::"r"(shared),
+        "l"(&map), "r"(k), "r"(group), "r"(outer), "r"(0), "r"(shared_address(barrier)), "h"(ranks)
+        : "memory");
+    return;
+  }
   asm volatile(
       "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster.L2::cache_hint "
       "[%0], [%1, {%2, %5, %5, %3, %4}], [%6], %7, %8;" ::"r"(shared),

@@ -227,11 +227,15 @@ class DequantiseVariant:
     def name(self) -> str:
         return f"dequantise_{self.cache}"
 
+    @property
+    def converts_fp8(self) -> bool:
+        return self.cache == "fp8"
+
     def kernel(self, arch: str) -> tuple[Any, tuple[Any, ...]]:
         """The kernel object and the arguments to compile it with."""
         from .dequantise import Dequantise
 
-        kernel = Dequantise(supports_pdl(arch), self.cache, by_bits=capability(arch) < 89)
+        kernel = Dequantise(supports_pdl(arch), self.cache, by_bits=self.converts_fp8 and capability(arch) < 89)
         return kernel, kernel.arguments()
 
 

@@ -168,11 +168,16 @@ class PrefillWide(Prefill):
         units = cutlass.const_expr(self.head_dim // 8)
         shared = shared + (HALVES * group + half) * (self.warp_rows * 2 * self.head_dim)
         sink = self.sink_of(tensors, scalars, at_out.head)
+        v_scale = Float32(1.0)
+        if cutlass.const_expr(self.reads_scales):  # here it takes no register in the main loop
+            if scalars.v_scale_heads > 0:
+                kv_head = at_out.head // scalars.group_size
+                v_scale = tensors.mVScale[cutlass.select_(scalars.v_scale_heads > 1, kv_head, Int32(0))]
         for r in cutlass.range_constexpr(2):
             row = group * self.warp_rows + lane // 4 + 8 * r
             to_lse = lane % 4 == 0 and row < rows and half == 0
             at = (to_lse, at_out.block, at_out.head, at_out.first_row + row)
-            factor = self.finish_row(tensors, scalars, Float32(1.0), sums.rMax[r], sums.rSum[r], scale, sink, *at)
+            factor = self.finish_row(tensors, scalars, v_scale, sums.rMax[r], sums.rSum[r], scale, sink, *at)
             self.store_row(sums.rOut, r, factor, shared, lane)
         cute.arch.sync_warp()
         base = Int64(at_out.block) * mOut.stride[0] + Int64(at_out.head) * mOut.stride[2]

@@ -126,9 +126,9 @@ class PrefillWorks:
             ptx.store_shared(to, [Uint32(starts[kind] + ends[kind] - counts[kind])])
         if lane == 0:
             mWorks[0] = Int32(0)
-            mWorks[WORK_COUNT] = cutlass.min(totals[0] + totals[1], scalars.listed_works)
+            mWorks[WORK_COUNT] = clamp(totals[0] + totals[1], 0, scalars.listed_works)
             first = cutlass.select_(packed_first, totals[1], totals[0])
-            mWorks[FIRST_COUNT] = cutlass.min(first, scalars.listed_works)
+            mWorks[FIRST_COUNT] = clamp(first, 0, mWorks[WORK_COUNT])
             mWorks[FIRST_SHIFT] = cutlass.select_(packed_first, scalars.pack_shift, Int32(0))
 
     @cute.jit

@@ -1,0 +1,114 @@
+"""The kernel of routed experts for both projections, in both its tiles, against the kernels of one projection."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kestrel_moe import reference_experts
+from kestrel_moe.fused_experts import by_variant
+from kestrel_moe.variants import ALIGNED, FUSED, IN_KERNEL, Variant
+from kestrel_runtime.testing import assert_same_bits, assert_waits_for_the_launch_before
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("kernels_only")]
+
+EXPERTS, CHOICES, WIDTH, INNER = 9, 4, 272, 400
+FORMS = ["expert", "channel", "block"]
+ROUTINGS = ["random", "one expert", "none", "outside", "duplicates"]
+
+
+def routing(name: str, tokens: int) -> torch.Tensor:
+    if name == "random":
+        return torch.rand(tokens, EXPERTS).topk(CHOICES).indices.int().cuda()
+    low, high = {"one expert": (5, 6), "none": (-1, 0), "outside": (-2, EXPERTS + 3), "duplicates": (0, 2)}[name]
+    return torch.randint(low, high, (tokens, CHOICES), dtype=torch.int32, device="cuda")
+
+
+def fp8_layer(form: str, dtype: torch.dtype = torch.bfloat16) -> tuple[torch.Tensor, ...]:
+    """w1, w2 and their scales: any codes do, as both sides have the same."""
+    parts = []
+    for rows, columns in ((2 * INNER, WIDTH), (WIDTH, INNER)):
+        codes = (torch.randn(EXPERTS, rows, columns, device="cuda") * 20).to(torch.float8_e4m3fn)
+        shape = {
+            "expert": (EXPERTS,),
+            "channel": (EXPERTS, rows),
+            "block": (EXPERTS, -(-rows // 128), -(-columns // 128)),
+        }
+        parts.append((codes, (torch.rand(shape[form], device="cuda") + 0.5) / (20 * columns**0.5)))
+    return parts[0][0], parts[1][0], parts[0][1], parts[1][1]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", ROUTINGS)
+@pytest.mark.parametrize(("tokens", "tile"), [(3, 8), (8, 8), (3, 16), (13, 16), (16, 16)])
+def test_fp8_layers_of_any_routing_have_the_bits_of_aligned_pairs(
+    tokens: int, tile: int, name: str, form: str, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(tokens)
+    w1, w2, w1_scale, w2_scale = fp8_layer(form)
+    hidden, weights = torch.randn(tokens, WIDTH, device="cuda").to(dtype), torch.rand(tokens, CHOICES, device="cuda")
+    given = (hidden, w1, w2, weights, routing(name, tokens))
+    got, want = (
+        by_variant(each, *given, w1_scale=w1_scale, w2_scale=w2_scale)
+        for each in (Variant(FUSED, tile), Variant(ALIGNED, 8))
+    )
+    assert_same_bits(got, want, "the result")
+
+
+@pytest.mark.parametrize("name", ROUTINGS)
+@pytest.mark.parametrize("tokens", [1, 5, 8])
+def test_both_tiles_give_the_same_bits(tokens: int, name: str) -> None:
+    torch.manual_seed(tokens)
+    w1 = torch.randn(EXPERTS, 2 * INNER, WIDTH, device="cuda").bfloat16() / WIDTH**0.5
+    w2 = torch.randn(EXPERTS, WIDTH, INNER, device="cuda").bfloat16() / INNER**0.5
+    hidden, weights = torch.randn(tokens, WIDTH, device="cuda").bfloat16(), torch.rand(tokens, CHOICES, device="cuda")
+    given = (hidden, w1, w2, weights, routing(name, tokens))
+    assert_same_bits(by_variant(Variant(FUSED, 16), *given), by_variant(Variant(FUSED, 8), *given), "16")
+
+
+@pytest.mark.parametrize("tokens", [4, 16])
+def test_maps_and_nan_rows(tokens: int) -> None:
+    torch.manual_seed(tokens)
+    fused, aligned = Variant(FUSED, 8 if tokens <= 8 else 16), Variant(ALIGNED, 8)
+    w1, w2, w1_scale, w2_scale = fp8_layer("channel")
+    scales = {"w1_scale": w1_scale, "w2_scale": w2_scale}
+    table = torch.full((32,), -1, dtype=torch.int32, device="cuda")
+    table[3 : 3 + EXPERTS] = torch.arange(EXPERTS, dtype=torch.int32, device="cuda").flip(0)
+    table[20] = EXPERTS + 5  # an index past the local weights
+    hidden, weights = torch.randn(tokens, WIDTH, device="cuda").bfloat16(), torch.rand(tokens, CHOICES, device="cuda")
+    ids = torch.randint(-2, 40, (tokens, CHOICES), dtype=torch.int32, device="cuda")
+    given = (hidden, w1, w2, weights, ids)
+    clean = by_variant(fused, *given, expert_map=table, **scales)
+    assert_same_bits(clean, by_variant(aligned, *given, expert_map=table, **scales), "a map")
+    hidden[1, 7] = float("nan")
+    got = by_variant(fused, *given, expert_map=table, **scales)
+    others = [token for token in range(tokens) if token != 1]
+    assert_same_bits(got[others], clean[others], "rows beside one with NaN")
+    some = bool((reference_experts.local_experts(ids, EXPERTS, table)[1] >= 0).any())
+    assert bool(got[1].isnan().all()) == some
+
+
+def test_weights_beyond_2_to_the_31_elements() -> None:
+    experts, width, inner = 1024, 1024, 1040
+    hidden, weights = torch.randn(3, width, device="cuda").bfloat16(), torch.ones(3, 1, device="cuda")
+    w1 = torch.zeros(experts, 2 * inner, width, dtype=torch.bfloat16, device="cuda")
+    w2 = torch.zeros(experts, width, inner, dtype=torch.bfloat16, device="cuda")
+    w1[-1], w2[-1] = torch.randn(2 * inner, width).cuda() / 32, torch.randn(width, inner).cuda() / 32
+    ids = torch.full((3, 1), experts - 1, dtype=torch.int32, device="cuda")
+    want = by_variant(Variant(FUSED, 8), hidden, w1[-1:].clone(), w2[-1:].clone(), weights, torch.zeros_like(ids))
+    assert_same_bits(by_variant(Variant(FUSED, 8), hidden, w1, w2, weights, ids), want, "the last expert")
+
+
+def test_the_kernel_and_its_sum_wait_for_tokens_and_routing() -> None:
+    w1 = torch.randn(EXPERTS, 2 * INNER, WIDTH, device="cuda").bfloat16() / WIDTH**0.5
+    w2 = torch.randn(EXPERTS, WIDTH, INNER, device="cuda").bfloat16() / INNER**0.5
+    first, second = (torch.randn(2, WIDTH, device="cuda").bfloat16() for _ in range(2))
+    weights, ids = torch.rand(2, CHOICES, device="cuda"), routing("random", 2)
+
+    def chain(i, between):  # type: ignore[no-untyped-def]
+        x = by_variant(Variant(IN_KERNEL, 8), (first, second)[i], w1, w2, weights, ids)
+        between()
+        return [by_variant(Variant(FUSED, 8), x, w1, w2, weights, ids)]
+
+    assert_waits_for_the_launch_before(chain)
