@@ -20,6 +20,8 @@ constexpr int kWindowedBlocksPerSm = 2;
 constexpr int kWindowedBlocksPerSm = 1;
 #endif
 
+constexpr u32 kMostRounds = 1 << 12;  // never reached: a round halves what remains, more often than not
+
 template <Kind kind, FirstPass first_pass>
 __global__ void __launch_bounds__(max_threads(first_pass), first_pass == FirstPass::plain ? 1 : kWindowedBlocksPerSm)
     rejection_rows(const __grid_constant__ Params p) {
@@ -102,7 +104,7 @@ __global__ void __launch_bounds__(max_threads(first_pass), first_pass == FirstPa
     } else {
       first = sampler.template read<WindowMode::none>(Window());
     }
-    if (is_rng_thread) random_words(seed, offset, 0, scratch->words);
+    if (is_rng_thread) random_words(seed, offset, 0, scratch->words[0]);
   }
   if (!windowed) row.switch_to_smem();
   cluster.wait();
@@ -139,7 +141,6 @@ __global__ void __launch_bounds__(max_threads(first_pass), first_pass == FirstPa
   // what precedes proposal n, which they decide. The inner loop goes over the undecided proposals, and stops for exact
   // masses where float sums do not decide.
   const bool unfiltered = greedy || q32 == kQ32One;  // the first proposal is accepted
-  const u32 rounds_of_row = rounds_from_row(q32);
   if constexpr (logits && windowed) {
     if (!unfiltered && !(weight_fn.least > 0.f)) {
       const float row_sum = exchange.sum_of_weights(cluster, 2, weight_fn);
@@ -186,12 +187,16 @@ __global__ void __launch_bounds__(max_threads(first_pass), first_pass == FirstPa
       }
       masses = Masses::none;
     } else {
+      if (all == 0 || round == kMostRounds) {  // only if another kernel modifies the row meanwhile
+        if (first_warp) p.ids[row_idx] = 0, p.valid[row_idx] = false;
+        return;
+      }
+      const u64 before = remaining.before, own = remaining.own;
       Located found;
 #pragma unroll 1
       for (n = 0; n < (unfiltered ? 1 : kProposals); ++n) {
-        const u64 point = greedy ? 0 : scale_q32(all, scratch->words[n]);
-        const u64 before = remaining.before;
-        if (point < before || point - before >= remaining.own) continue;
+        const u64 point = greedy ? 0 : scale_q32(all, scratch->words[round & 1][n]);
+        if (point < before || point - before >= own) continue;
         if (!found.has(point)) {
           found = sampler.locate(point, before);
           int& decision = found.proposal.decision;
@@ -254,13 +259,13 @@ __global__ void __launch_bounds__(max_threads(first_pass), first_pass == FirstPa
       first_rejected = proposal;
     }
     if (n < kProposals) continue;
-    if (++round >= rounds_of_row) {
+    if (++round >= rounds_from_row(q32)) {
       sampler.restrict_to_before(first_rejected.value, first_rejected.index);
       masses = Masses::none;
     } else if (masses == Masses::none) {
       sampler.remove_bound();
     }
-    if (is_rng_thread) random_words(p.seed.at(row_idx), p.offset.at(row_idx), round, scratch->words);
+    if (is_rng_thread) random_words(p.seed.at(row_idx), p.offset.at(row_idx), round, scratch->words[round & 1]);
     if (masses == Masses::known) __syncthreads();  // else the words are read after the masses are exchanged
   }
 }

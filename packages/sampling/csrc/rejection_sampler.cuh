@@ -49,7 +49,7 @@ struct RemainingMasses {
 // Shared by a block, beside the exchange.
 struct alignas(16) RejectionScratch {
   Proposal proposals[2][kProposals];  // of two rounds that alternate
-  u32 words[4];
+  u32 words[2][4];
   RemainingMasses masses[kMaxRejectionWarps];  // of each warp
   WindowScratch of_window;
 };
@@ -72,7 +72,7 @@ struct RejectionSampler {
   static constexpr bool windowed = first_pass == FirstPass::windowed;
   static constexpr int tiles = kChunkTiles;
   using Slice = RowSlice<kind, tiles>;
-  static constexpr int kSumTiles = windowed ? tiles : 2;  // tiles loaded together in the pass that sums floats
+  static constexpr int kSumTiles = tiles;  // tiles loaded together in the pass that sums floats
   const Cluster& cluster;
   Slice& row;
   WeightFn<kind>& weight_fn;
