@@ -20,7 +20,12 @@ struct Float32Slice {
 
   __device__ __forceinline__ Float32Slice(const void* row_, int dtype_, int length_, int elements_per_warp,
                                           const Cluster& cluster, float* smem_, bool in_smem_)
-      : row(static_cast<const char*>(row_)), smem(smem_), in_smem(in_smem_), dtype(dtype_), length(length_), factor(1.f) {
+      : row(static_cast<const char*>(row_)),
+        smem(smem_),
+        in_smem(in_smem_),
+        dtype(dtype_),
+        length(length_),
+        factor(1.f) {
     begin = cluster.warp * elements_per_warp;
     end = max(begin, min(begin + elements_per_warp, (length + 3) & ~3));
     first_in_smem = cluster.block_rank * cluster.warps_per_block * elements_per_warp;

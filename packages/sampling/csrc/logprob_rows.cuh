@@ -419,8 +419,7 @@ __global__ void __launch_bounds__(kSearchThreads, 1) threshold_logprobs(const __
   if (params.is_covered()) return cluster.wait();
   WeightFn<Kind::logits> weight_fn;
   weight_fn.set_common(p.length);
-  ThresholdSearch<Kind::logits> search = {cluster, slice,      weight_fn,      exchange,
-                                                   scratch, candidates, p.list_capacity};
+  ThresholdSearch<Kind::logits> search = {cluster, slice, weight_fn, exchange, scratch, candidates, p.list_capacity};
   float most = -INFINITY;
   slice.read(cluster.lane, [&](const auto& v) {
 #pragma unroll

@@ -60,8 +60,8 @@ __global__ void __launch_bounds__(max_threads(first_pass), first_pass == FirstPa
   typename Sampler::Largest largest;
   const auto read_with_window = [&](u64 q32, float row_sum) {
     __syncthreads();
-    Window window = estimate_window(cluster, row, &scratch->of_window, weight_fn, static_cast<float>(q32) * 0x1p-32f,
-                                    row_sum);
+    Window window =
+        estimate_window(cluster, row, &scratch->of_window, weight_fn, static_cast<float>(q32) * 0x1p-32f, row_sum);
     if (logits && window.is_two_values()) window = Window();  // different logits may have one weight
     has_window = window.has_elements();
     if (threadIdx.x == 0) scratch->of_window.window = window;
@@ -156,9 +156,9 @@ __global__ void __launch_bounds__(max_threads(first_pass), first_pass == FirstPa
   bool has_slices = first_pass == FirstPass::plain && has_masses;  // masses and largest elements of all slices
   u64 goal = 0;
   u32 round = 0;
-  int n = kProposals;           // the proposal that is checked
-  int decisions = 0;            // two bits per proposal
-  bool has_float_sums = false;  // decisions include those by float sums
+  int n = kProposals;                                               // the proposal that is checked
+  int decisions = 0;                                                // two bits per proposal
+  bool has_float_sums = false;                                      // decisions include those by float sums
   Proposal first_rejected = {INT32_MAX, -INFINITY, kUndecided, 0};  // in descending order
 #pragma unroll 1
   for (;;) {

@@ -16,8 +16,8 @@ struct Filters {
 };
 
 template <Kind kind>
-__device__ __forceinline__ KeptSet filter(ThresholdSearch<kind>& search, const Filters& filters,
-                                          bool has_histogram, u64 all) {
+__device__ __forceinline__ KeptSet filter(ThresholdSearch<kind>& search, const Filters& filters, bool has_histogram,
+                                          u64 all) {
   const Cluster& cluster = search.cluster;
   SearchScratch* scratch = search.scratch;
   const int length = search.slice.length, top = order_key(search.weight_fn.top);
@@ -72,8 +72,7 @@ __device__ __forceinline__ KeptSet filter(ThresholdSearch<kind>& search, const F
 
 // Writes the probabilities of a row: the kept weights divided by their sum.
 template <Kind kind>
-__device__ __forceinline__ void write_probabilities(ThresholdSearch<kind>& search, const KeptSet& kept,
-                                                    float* out) {
+__device__ __forceinline__ void write_probabilities(ThresholdSearch<kind>& search, const KeptSet& kept, float* out) {
   auto mass = search.template mass_of_kept<Precision::accurate>(kept);
   const WeightFn<kind>& weight_fn = search.weight_fn;
   const double share = 1048576. / static_cast<double>(search.total(mass)) * static_cast<double>(weight_fn.scale);

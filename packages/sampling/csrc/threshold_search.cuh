@@ -68,8 +68,7 @@ struct ThresholdSearch {
 
   // Whether the registers of one block hold all elements: then neither a histogram nor a list is needed.
   __device__ __forceinline__ bool fits_in_registers() const {
-    return slice.in_smem && cluster.size == 1 &&
-           slice.length <= kCandidatesPerThread * static_cast<int>(blockDim.x);
+    return slice.in_smem && cluster.size == 1 && slice.length <= kCandidatesPerThread * static_cast<int>(blockDim.x);
   }
 
   // ---- passes over the row, by the whole cluster --------------------------------------------------------------------

@@ -17,8 +17,7 @@ constexpr int kMaxRankedK = 128;  // up to it candidates are ranked by comparing
 constexpr int kGroup = 32;        // elements that a lane loads together
 constexpr int kTileOfGroups = 32 * kGroup;
 constexpr int kMaxRanked = 256;  // candidates that are ranked
-constexpr int kMaxSorted = 2048;
-constexpr int kMaxChunks = 256;  // of a row
+constexpr int kMaxSorted = 2048, kMaxChunks = 256;
 
 // Architectures other than sm_90 would spill with as few registers as two blocks leave.
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ == 900
@@ -66,8 +65,7 @@ struct alignas(16) TopKScratch {
   u32 num_groups, num_larger_groups, num_candidates, num_larger;
   u32 random_word;
   int num_kept;
-  u64 point;
-  u64 row_mass;
+  u64 point, row_mass;
   float softmax_sum;
   int drawn;  // the place of the drawn element in descending order
 };
