@@ -16,6 +16,13 @@ namespace kestrel::sampling {
 constexpr int kChunkTiles = 4;                                               // tiles that a warp loads together
 constexpr int kPlainThreads = 640, kMaxRejectionWarps = kPlainThreads / 32;  // of a block
 
+// Architectures other than sm_90 would spill with more.
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ == 900
+constexpr int kPlainSumTiles = kChunkTiles;
+#else
+constexpr int kPlainSumTiles = 2;
+#endif
+
 // plain:    the first pass copies the row to shared memory if it fits; further passes over the row read the copy, or
 // L2. windowed: for rows that L2 does not hold, where another pass is slow. The first pass also sums the elements above
 // a
@@ -73,7 +80,7 @@ struct RejectionSampler {
   static constexpr bool windowed = first_pass == FirstPass::windowed;
   static constexpr int tiles = kChunkTiles;
   using Slice = RowSlice<kind, tiles>;
-  static constexpr int kSumTiles = tiles;  // tiles loaded together in the pass that sums floats
+  static constexpr int kSumTiles = windowed ? tiles : kPlainSumTiles;  // loaded together in the pass that sums floats
   const Cluster& cluster;
   Slice& row;
   WeightFn<kind>& weight_fn;
