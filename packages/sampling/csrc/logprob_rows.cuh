@@ -132,7 +132,7 @@ __device__ __forceinline__ void sum_chunks(const ChunkSum* chunks, int num_chunk
         if (v == sum_fn.top) {
           equal += 1.;
         } else {
-          rest += v > -INFINITY ? sum_fn.accurate_weight(v) : 0.f;
+          rest += v == -INFINITY ? 0.f : sum_fn.accurate_weight(v);  // NaN too
         }
       }
     }
