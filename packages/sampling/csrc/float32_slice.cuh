@@ -6,12 +6,15 @@
 
 namespace kestrel::sampling {
 
+// The memory that passes after the first one read.
+enum class Storage { shared, global };
+
 // The slice of one warp: elements [begin, end), with `end` rounded up to a multiple of four. Elements past the row are
 // NaN, which no comparison selects.
+template <Storage storage>
 struct Float32Slice {
   const char* row;  // in global memory
-  float* smem;      // this block's elements,
-  bool in_smem;     // unless passes after the first read global memory too
+  float* smem;      // this block's elements, if storage is shared
   int dtype;
   int begin, end;
   int length;  // of the row
@@ -19,13 +22,8 @@ struct Float32Slice {
   float factor;  // elements are multiplied by it: 2^64 for rows of tiny numbers, else 1
 
   __device__ __forceinline__ Float32Slice(const void* row_, int dtype_, int length_, int elements_per_warp,
-                                          const Cluster& cluster, float* smem_, bool in_smem_)
-      : row(static_cast<const char*>(row_)),
-        smem(smem_),
-        in_smem(in_smem_),
-        dtype(dtype_),
-        length(length_),
-        factor(1.f) {
+                                          const Cluster& cluster, float* smem_)
+      : row(static_cast<const char*>(row_)), smem(smem_), dtype(dtype_), length(length_), factor(1.f) {
     begin = cluster.warp * elements_per_warp;
     end = max(begin, min(begin + elements_per_warp, (length + 3) & ~3));
     first_in_smem = cluster.block_rank * cluster.warps_per_block * elements_per_warp;
@@ -40,7 +38,7 @@ struct Float32Slice {
 
   // Four elements from i on, i < end.
   __device__ __forceinline__ float4 four(int i) const {
-    if (in_smem) {
+    if constexpr (storage == Storage::shared) {
       return *reinterpret_cast<const float4*>(smem + (i - first_in_smem));
     } else {
       float v[4];
@@ -82,7 +80,7 @@ struct Float32Slice {
     for (int i = first + lane; i < end; i += 32) {
       const float v[1] = {i < length ? element(i) : not_a_number()};
       if (i < length) visit(v);
-      if (in_smem) smem[i - first_in_smem] = v[0];
+      if constexpr (storage == Storage::shared) smem[i - first_in_smem] = v[0];
     }
     __syncwarp();
   }
@@ -107,7 +105,7 @@ struct Float32Slice {
 #pragma unroll
           for (int e = 0; e < size; ++e) v[e] += 0.f;
           visit(v);
-          if (in_smem) {
+          if constexpr (storage == Storage::shared) {
 #pragma unroll
             for (int e = 0; e < size; e += 4) {
               *reinterpret_cast<float4*>(smem + (i + e - first_in_smem)) =
@@ -123,7 +121,7 @@ struct Float32Slice {
   // Multiplies the row by 2^64.
   __device__ __forceinline__ void rescale(int lane) {
     factor = 0x1p64f;
-    if (in_smem) {
+    if constexpr (storage == Storage::shared) {
       for (int i = begin + lane; i < end; i += 32) smem[i - first_in_smem] *= factor;
       __syncwarp();
     }

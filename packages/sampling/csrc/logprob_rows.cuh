@@ -399,6 +399,7 @@ __global__ void __launch_bounds__(kMaxSelectThreads, 1)
 
 // The log-probabilities of rows that logprob_rows does not cover, after it has written ids and ranks: a threshold
 // search finds what the filters keep (threshold_rows.cuh).
+template <Storage storage>
 __global__ void __launch_bounds__(kSearchThreads, 1) threshold_logprobs(const __grid_constant__ LogprobParams p) {
   const Cluster cluster(p.cluster_size);
   cluster.arrive();
@@ -408,8 +409,8 @@ __global__ void __launch_bounds__(kSearchThreads, 1) threshold_logprobs(const __
   ClusterExchange exchange = {reinterpret_cast<u64*>(memory + sizeof(SearchScratch)), 0};
   float* candidates =
       reinterpret_cast<float*>(memory + sizeof(SearchScratch) + ClusterExchange::bytes(cluster.num_warps));
-  Float32Slice slice(p.rows + row_idx * p.row_bytes, p.dtype, p.length, p.elements_per_warp, cluster,
-                     candidates + p.list_capacity, p.copy_to_smem);
+  Float32Slice<storage> slice(p.rows + row_idx * p.row_bytes, p.dtype, p.length, p.elements_per_warp, cluster,
+                              candidates + p.list_capacity);
   for (int b = threadIdx.x; b < kBins; b += blockDim.x) scratch->bins[b] = 0;
   if (threadIdx.x < 2) scratch->num_candidates[threadIdx.x] = 0;
   __syncthreads();
@@ -419,7 +420,8 @@ __global__ void __launch_bounds__(kSearchThreads, 1) threshold_logprobs(const __
   if (params.is_covered()) return cluster.wait();
   WeightFn<Kind::logits> weight_fn;
   weight_fn.set_common(p.length);
-  ThresholdSearch<Kind::logits> search = {cluster, slice, weight_fn, exchange, scratch, candidates, p.list_capacity};
+  ThresholdSearch<Kind::logits, storage> search = {cluster, slice,      weight_fn,      exchange,
+                                                   scratch, candidates, p.list_capacity};
   float most = -INFINITY;
   slice.read(cluster.lane, [&](const auto& v) {
 #pragma unroll

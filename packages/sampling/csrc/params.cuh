@@ -50,7 +50,7 @@ struct Params {
   int cluster_size = 1;
   int elements_per_warp = 0;
   int list_capacity = 0;
-  bool copy_to_smem = false;  // a block copies its elements to shared memory
+  bool copy_to_smem = false;  // rejection_rows: a block copies its elements to shared memory
   bool joint = false;         // top-p counts the mass of the row, not of what top-k keeps
   int largest_other_k = 0;    // threshold_rows: if not 0, rows with k up to it are skipped
   int max_top_k = 0;          // top_k_draw: see TopKLayout

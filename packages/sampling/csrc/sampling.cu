@@ -104,8 +104,11 @@ template <Kind kind>
 void launch_threshold_rows(Params params, DLDevice device, SplitRequest request) {
   const Split split = split_for_search(params.length, params.num_rows, device, request);
   params.list_capacity = static_cast<int>(candidate_bytes(split.threads) / sizeof(float));
-  params.copy_to_smem = split.in_smem;
-  launch_slices<threshold_rows<kind>>(params, split, 8, device);
+  if (split.in_smem) {
+    launch_slices<threshold_rows<kind, Storage::shared>>(params, split, 8, device);
+  } else {
+    launch_slices<threshold_rows<kind, Storage::global>>(params, split, 8, device);
+  }
 }
 
 // The kernels of a call. If top-k is a tensor with one value per row, all kernels of a line run, and each draws only

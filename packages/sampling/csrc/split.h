@@ -28,9 +28,9 @@ inline int elements_per_warp(int length, int warps, int unit) {
 }
 
 // Of threshold_rows.
-inline size_t search_smem_bytes(int length, int cluster_size, int threads, bool in_smem) {
+inline size_t search_smem_bytes(int length, int cluster_size, int threads, Storage storage) {
   const int warps = threads / 32;
-  const int row_elements = in_smem ? elements_per_warp(length, cluster_size * warps, 8) * warps : 0;
+  const int row_elements = storage == Storage::shared ? elements_per_warp(length, cluster_size * warps, 8) * warps : 0;
   return sizeof(SearchScratch) + ClusterExchange::bytes(cluster_size * warps) + candidate_bytes(threads) +
          row_elements * sizeof(float);
 }
@@ -45,12 +45,13 @@ inline Split split_for_search(int length, int64_t rows, DLDevice device, SplitRe
   }
   // Few rows: clusters of eight blocks. Many rows: one block each if that can hold a row.
   const bool few = rows * 8 <= num_sms(device);
-  const bool fits = search_smem_bytes(length, 1, kSearchThreads, true) <= max_bytes;
+  const bool fits = search_smem_bytes(length, 1, kSearchThreads, Storage::shared) <= max_bytes;
   if (!cluster_size) cluster_size = !few && fits ? 1 : 8;
   if (!threads) threads = kSearchThreads;
   threads = std::clamp(threads, kHistogramThreads, kSearchThreads);
-  const bool in_smem = search_smem_bytes(length, cluster_size, threads, true) <= max_bytes;
-  return {cluster_size, threads, in_smem, search_smem_bytes(length, cluster_size, threads, in_smem)};
+  const bool in_smem = search_smem_bytes(length, cluster_size, threads, Storage::shared) <= max_bytes;
+  const Storage storage = in_smem ? Storage::shared : Storage::global;
+  return {cluster_size, threads, in_smem, search_smem_bytes(length, cluster_size, threads, storage)};
 }
 
 // Of top_k_draw and topk_rows. Eight blocks per row only if they fill at most half of the SMs, so that the next launch

@@ -15,9 +15,9 @@ struct Filters {
   bool joint;
 };
 
-template <Kind kind>
-__device__ __forceinline__ KeptSet filter(ThresholdSearch<kind>& search, const Filters& filters, bool has_histogram,
-                                          u64 all) {
+template <Kind kind, Storage storage>
+__device__ __forceinline__ KeptSet filter(ThresholdSearch<kind, storage>& search, const Filters& filters,
+                                          bool has_histogram, u64 all) {
   const Cluster& cluster = search.cluster;
   SearchScratch* scratch = search.scratch;
   const int length = search.slice.length, top = order_key(search.weight_fn.top);
@@ -71,8 +71,9 @@ __device__ __forceinline__ KeptSet filter(ThresholdSearch<kind>& search, const F
 }
 
 // Writes the probabilities of a row: the kept weights divided by their sum.
-template <Kind kind>
-__device__ __forceinline__ void write_probabilities(ThresholdSearch<kind>& search, const KeptSet& kept, float* out) {
+template <Kind kind, Storage storage>
+__device__ __forceinline__ void write_probabilities(ThresholdSearch<kind, storage>& search, const KeptSet& kept,
+                                                    float* out) {
   auto mass = search.template mass_of_kept<Precision::accurate>(kept);
   const WeightFn<kind>& weight_fn = search.weight_fn;
   const double share = 1048576. / static_cast<double>(search.total(mass)) * static_cast<double>(weight_fn.scale);
@@ -90,7 +91,7 @@ __device__ __forceinline__ void write_probabilities(ThresholdSearch<kind>& searc
 // More threads would leave too few registers.
 constexpr int kSearchThreads = 512;
 
-template <Kind kind>
+template <Kind kind, Storage storage>
 __global__ void __launch_bounds__(kSearchThreads, 1) threshold_rows(const __grid_constant__ Params p) {
   constexpr bool logits = kind == Kind::logits;
   const Cluster cluster(p.cluster_size);
@@ -101,8 +102,8 @@ __global__ void __launch_bounds__(kSearchThreads, 1) threshold_rows(const __grid
   ClusterExchange exchange = {reinterpret_cast<u64*>(memory + sizeof(SearchScratch)), 0};
   float* candidates =
       reinterpret_cast<float*>(memory + sizeof(SearchScratch) + ClusterExchange::bytes(cluster.num_warps));
-  Float32Slice slice(p.rows + row_idx * p.row_bytes, p.dtype, p.length, p.elements_per_warp, cluster,
-                     candidates + p.list_capacity, p.copy_to_smem);
+  Float32Slice<storage> slice(p.rows + row_idx * p.row_bytes, p.dtype, p.length, p.elements_per_warp, cluster,
+                              candidates + p.list_capacity);
   for (int b = threadIdx.x; b < kBins; b += blockDim.x) scratch->bins[b] = 0;
   if (threadIdx.x < 2) scratch->num_candidates[threadIdx.x] = 0;
   __syncthreads();
@@ -119,7 +120,7 @@ __global__ void __launch_bounds__(kSearchThreads, 1) threshold_rows(const __grid
   // Read the row. For probabilities also sum the mass and build the histogram, assuming the common power of two.
   WeightFn<kind> weight_fn;
   weight_fn.set_common(p.length);
-  ThresholdSearch<kind> search = {cluster, slice, weight_fn, exchange, scratch, candidates, p.list_capacity};
+  ThresholdSearch<kind, storage> search = {cluster, slice, weight_fn, exchange, scratch, candidates, p.list_capacity};
   const bool early = !logits && !(min_p > 0.f);
   float most = -INFINITY;
   u64 mass = 0;

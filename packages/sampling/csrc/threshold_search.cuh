@@ -50,10 +50,10 @@ struct KeptMass {
   }
 };
 
-template <Kind kind>
+template <Kind kind, Storage storage>
 struct ThresholdSearch {
   const Cluster& cluster;
-  const Float32Slice& slice;
+  const Float32Slice<storage>& slice;
   const WeightFn<kind>& weight_fn;
   ClusterExchange& exchange;
   SearchScratch* scratch;
@@ -68,7 +68,8 @@ struct ThresholdSearch {
 
   // Whether the registers of one block hold all elements: then neither a histogram nor a list is needed.
   __device__ __forceinline__ bool fits_in_registers() const {
-    return slice.in_smem && cluster.size == 1 && slice.length <= kCandidatesPerThread * static_cast<int>(blockDim.x);
+    return storage == Storage::shared && cluster.size == 1 &&
+           slice.length <= kCandidatesPerThread * static_cast<int>(blockDim.x);
   }
 
   // ---- passes over the row, by the whole cluster --------------------------------------------------------------------

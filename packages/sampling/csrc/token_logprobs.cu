@@ -39,8 +39,11 @@ void launch(LogprobParams p, DLDevice device) {
   if (!any_k && (has_k ? k.value <= kMaxK : !has_p)) return;
   const Split search = split_for_search(p.length, p.num_rows, device, {});
   p.list_capacity = static_cast<int>(candidate_bytes(search.threads) / sizeof(float));
-  p.copy_to_smem = search.in_smem;
-  launch_slices<threshold_logprobs>(p, search, 8, device);
+  if (search.in_smem) {
+    launch_slices<threshold_logprobs<Storage::shared>>(p, search, 8, device);
+  } else {
+    launch_slices<threshold_logprobs<Storage::global>>(p, search, 8, device);
+  }
 }
 
 // ---- the entry points: results [rows], and top_ids and top_logprobs [rows, top_n], contiguous -----------------------
