@@ -1,18 +1,17 @@
 // What logprob_rows.cuh reads of a row: of every group of 32 elements the largest, and of every chunk the sum of
-// exponentials relative to the largest of its elements, split into the elements equal to it (an integer) and the rest.
+// exponentials relative to the largest of its elements, split into the groups that hold it and the others.
 #pragma once
 
 #include "top_k_candidates.cuh"
 
 namespace kestrel::sampling {
 
-// Of the elements of a chunk: the largest; the sum of the exponentials of smaller ones, relative to it; those equal to
-// it.
+// Of a chunk: the largest element, and the sums of exponentials relative to it, of the groups that hold it and of the
+// others.
 struct alignas(16) ChunkSum {
-  float most = not_a_number(), rest = 0.f;
-  u32 equal = 0, unused = 0;
+  float most = not_a_number(), of_top = 0.f, others = 0.f, unused = 0.f;
   __device__ __forceinline__ int4 bits() const {
-    return {__float_as_int(most), __float_as_int(rest), static_cast<int>(equal), 0};
+    return {__float_as_int(most), __float_as_int(of_top), __float_as_int(others), 0};
   }
 };
 
@@ -22,27 +21,13 @@ struct LogprobReader {
   using Row = TopKRow<kind>;
   const Row& row;
   TileLoader<kind> loader;
-  float slope, slope_rest;  // not 0: -inf has weight 0
+  float slope;  // above 0: -inf has weight 0
   int token;
   float of_token;
   u32 before = 0;     // elements before the token in descending order
   u32 allowed = ~0u;  // masked: word `lane` of the bitmask of the tile that is being loaded
 
-  __device__ __forceinline__ float weight(float below) const {
-    return ptx::ex2_approx_ftz(__fmaf_rn(below, slope_rest, __fmul_rn(below, slope)));
-  }
-  // if (v == most) ++equal; else rest += w; without branches and selections.
-  static __device__ __forceinline__ void add_if_smaller(float v, float most, float w, float& rest, u32& equal) {
-    asm("{\n.reg .pred p;\nsetp.eq.f32 p, %2, %3;\n@p add.u32 %0, %0, 1;\n@!p add.f32 %1, %1, %4;\n}"
-        : "+r"(equal), "+f"(rest)
-        : "f"(v), "f"(most), "f"(w));
-  }
-  // The place of this lane's element e in a tile.
-  __device__ __forceinline__ int place(int e, int lane) const {
-    const int bits = row.pack_bits;
-    return ((e >> bits) << (bits + 5)) + (lane << bits) + (e & ((1 << bits) - 1));
-  }
-
+  __device__ __forceinline__ float weight(float below) const { return ptx::ex2_approx_ftz(__fmul_rn(below, slope)); }
   // Starts the loads of a tile.
   __device__ __forceinline__ void load(int begin, int lane) {
     loader.load(begin, lane);
@@ -64,7 +49,7 @@ struct LogprobReader {
     }
 #pragma unroll
     for (int e = 0; e < kGroup; e += 4) {
-      const int first = place(e, lane);
+      const int first = row.place(e, lane);
       const u32 bits = __shfl_sync(kAllLanes, words, first / 32) >> (first % 32);
 #pragma unroll
       for (int n = 0; n < 4; ++n) v[e + n] = bits >> n & 1 ? v[e + n] : -INFINITY;
@@ -119,25 +104,27 @@ struct LogprobReader {
     const float own = fmaxf(fmaxf(most_of_four[0], most_of_four[1]), fmaxf(most_of_four[2], most_of_four[3]));
     if (begin + kTileOfGroups > row.length) {  // what is past the row has no weight
 #pragma unroll
-      for (int e = 0; e < kGroup; ++e) v[e] = begin + place(e, lane) < row.length ? v[e] : -INFINITY;
+      for (int e = 0; e < kGroup; ++e) v[e] = begin + row.place(e, lane) < row.length ? v[e] : -INFINITY;
     }
     ChunkSum sum;
     sum.most = Row::value(static_cast<u64>(__reduce_max_sync(kAllLanes, Row::key(own))) << 32);
     const float base = fabsf(sum.most) < INFINITY ? sum.most : 0.f;
     // Equal elements before the token count too.
     const float from = begin + kTileOfGroups <= token ? of_token : from_order_key(order_key(of_token) + 1);
-    float rest[2] = {};
+    float weights[2] = {};
 #pragma unroll
     for (int e = 0; e < kGroup; ++e) {
-      add_if_smaller(v[e], sum.most, weight(v[e] - base), rest[e & 1], sum.equal);
+      weights[e & 1] += weight(v[e] - base);
       if constexpr (counts) before += v[e] >= from;
     }
     if (counts && begin <= token && token < begin + kTileOfGroups) {
 #pragma unroll
-      for (int e = 0; e < kGroup; ++e) before += v[e] == of_token && begin + place(e, lane) < token;
+      for (int e = 0; e < kGroup; ++e) before += v[e] == of_token && begin + row.place(e, lane) < token;
     }
-    sum.rest = warp_float_sum(rest[0] + rest[1]);
-    sum.equal = __reduce_add_sync(kAllLanes, sum.equal);
+    const float own_sum = weights[0] + weights[1];
+    const bool is_top = own == sum.most;
+    sum.of_top = warp_float_sum(is_top ? own_sum : 0.f);
+    sum.others = warp_float_sum(is_top ? 0.f : own_sum);
     merge(chunk, sum);
     return own;
   }
@@ -146,14 +133,12 @@ struct LogprobReader {
       const ChunkSum larger = b;
       b = a, a = larger;
     }
-    if (isnan(b.most)) {  // empty, or of NaN alone
-      a.rest += b.rest;
-    } else if (a.most == b.most) {
-      a.rest += b.rest, a.equal += b.equal;
+    if (a.most == b.most) {
+      a.of_top += b.of_top, a.others += b.others;
     } else if (b.most > -INFINITY) {
-      a.rest += (b.rest + static_cast<float>(b.equal)) * weight(b.most - a.most);
+      a.others += (b.others + b.of_top) * weight(b.most - a.most);
     } else {
-      a.rest += b.rest;  // 0 or NaN
+      a.others += b.others;  // 0 or NaN; b may be empty
     }
   }
 

@@ -1,14 +1,13 @@
 // Log-probabilities and ranks: of one token per row and of the n most probable, for top-k up to 1024 or no filter.
 //
-// A cluster reads the row once, as for top-k (top_k_candidates.cuh). Of every group of 32 elements the first block
-// receives the largest, and the sum of exponentials relative to it, split into the elements equal to it (an integer)
-// and the rest. So a log-probability near 0 keeps its relative precision, and a result does not depend on how the row
-// is split. The elements before the token in descending order are counted in the same pass. With top-k the sum is that
-// of the selected elements, in float64. threshold_logprobs then corrects rows with other filters. A whole step first
-// applies penalties to the tokens that a block reads itself, and masks elements as they are read.
+// A cluster reads the row once, as for top-k (top_k_candidates.cuh), and also sums the exponentials of every chunk
+// relative to its largest element, so that a result does not depend on how the row is split. The group that holds the
+// largest element of the row is read once more: a log-probability near 0 keeps its relative precision. The elements
+// before the token in descending order are counted in the same pass. With top-k the sum is that of the selected
+// elements, in float64. threshold_logprobs then corrects rows with other filters. A whole step first applies penalties
+// to the tokens that a block reads itself, and masks elements as they are read.
 #pragma once
 
-#include <cfloat>
 #include <type_traits>
 
 #include "history.cuh"
@@ -68,7 +67,7 @@ constexpr int kStepIds = 2;  // of a history that a thread loads together
 struct alignas(16) LogprobScratch {
   u64 before[kMaxTopKWarps];  // the elements before the token, by warp of the cluster
   double2 warp_sums[kMaxSelectThreads / 32];
-  double2 row_sum;  // of the elements equal to the largest, and of the others, relative to it
+  double2 row_sum;  // of elements equal to the largest, and of the others, relative to it
   double log_sum;
 };
 
@@ -97,24 +96,48 @@ __device__ __forceinline__ void write_no_logprobs(const LogprobParams& p, int64_
   for (int n = threadIdx.x; n < p.top_n; n += blockDim.x) p.top_logprobs[row_idx * p.top_n + n] = not_a_number();
 }
 
-// The sum of the row from those of its chunks, by the last warp: NaN if the row holds one.
+// The sum of the row from those of its chunks, by the last warp: the elements equal to the largest, and the others
+// relative to it; NaN if the row holds one. maxima: of groups, as keys.
 template <Kind kind>
-__device__ __forceinline__ void sum_chunks(const ChunkSum* chunks, int num_chunks, const WeightFn<kind>& sum_fn,
+__device__ __forceinline__ void sum_chunks(const ChunkSum* chunks, int num_chunks, const u32* maxima,
+                                           const TopKRow<kind>& row, const WeightFn<Kind::logits>& sum_fn,
                                            double2* sum) {
   if (threadIdx.x < blockDim.x - 32) return;
   const int lane = threadIdx.x % 32;
-  double equal = 0., rest = 0.;
+  double rest = 0., of_top = 0.;
+  int top_chunk = -1, num_top = 0;
 #pragma unroll 2
   for (int chunk = lane; chunk < num_chunks; chunk += 32) {
     const ChunkSum own = chunks[chunk];
     if (own.most == sum_fn.top) {
-      equal += own.equal, rest += own.rest;
+      of_top += own.of_top, rest += own.others;
+      top_chunk = chunk, ++num_top;
     } else if (isnan(own.most)) {
-      rest += own.rest;
+      rest += own.others;
     } else {
-      rest += (static_cast<double>(own.rest) + own.equal) * sum_fn.accurate_weight(own.most);
+      rest += (static_cast<double>(own.others) + own.of_top) * sum_fn.accurate_weight(own.most);
     }
   }
+  top_chunk = __reduce_max_sync(kAllLanes, top_chunk), num_top = __reduce_add_sync(kAllLanes, num_top);
+  double equal = 0.;
+  if (num_top == 1) {
+    const u32 groups = __ballot_sync(kAllLanes, maxima[32 * top_chunk + lane] == row.key(sum_fn.top));
+    if (__popc(groups) == 1) {  // else at least two elements are equal to the largest
+      of_top = 0.;
+      const int chunk_end = min(row.length, (top_chunk + 1) << row.chunk_bits), holder = __ffs(groups) - 1;
+#pragma unroll 1
+      for (int begin = top_chunk << row.chunk_bits; begin < chunk_end; begin += kTileOfGroups) {
+        const int i = begin + row.place(lane, holder);
+        const float v = i < row.length && row.is_allowed(i) ? row.element(i) + 0.f : -INFINITY;
+        if (v == sum_fn.top) {
+          equal += 1.;
+        } else {
+          rest += v == -INFINITY ? 0.f : sum_fn.accurate_weight(v);  // NaN too
+        }
+      }
+    }
+  }
+  rest += of_top;
 #pragma unroll
   for (int other = 16; other > 0; other /= 2) {
     equal += __shfl_xor_sync(kAllLanes, equal, other);
@@ -216,12 +239,12 @@ __global__ void __launch_bounds__(kMaxSelectThreads, 1)
   {
     const LogprobRow params(p, row_idx);
     k = params.selects() ? params.k : 0, selected = max(k, p.top_n);
-    LogprobReader<kind, !draws> reader = {row, {row, {}}, 0.f, 0.f, 0, 0.f};
+    LogprobReader<kind, !draws> reader = {row, {row, {}}, 0.f, 0, 0.f};
     if (cluster.warp < layout.num_chunks) reader.load(cluster.warp << layout.chunk_bits, cluster.lane);
     if (processes) cluster.arrive_release();  // what is written is visible to the first block, which reads it once more
     // While the loads are in flight:
     sum_fn.set_temperature(draws && p.raw ? 1.f : params.temperature);
-    reader.slope = sum_fn.slope, reader.slope_rest = fmaxf(sum_fn.slope_rest, FLT_MIN);
+    reader.slope = sum_fn.slope + sum_fn.slope_rest;
     if constexpr (!draws) reader.token = params.token, reader.of_token = row.element(params.token) + 0.f;
     const u32 received = ptx::map_shared(ptx::shared_address(&scratch->received), 0);
     const u32 sums_to = ptx::map_shared(ptx::shared_address(chunk_sums), 0);
@@ -281,7 +304,9 @@ __global__ void __launch_bounds__(kMaxSelectThreads, 1)
   const bool is_ranked = selector.ranks();
   const u64* keys = selector.candidates();  // from here on in descending order
   u64* const masses = selector.masses();
-  const auto sum_row_once = [&] { sum_chunks(chunk_sums, layout.num_chunks, sum_fn, &sums->row_sum); };
+  const auto sum_row_once = [&] {
+    sum_chunks(chunk_sums, layout.num_chunks, selector.maxima(), row, sum_fn, &sums->row_sum);
+  };
   if (selected > 0) {
     // The row is summed while elements are loaded.
     const int count = selector.collect(

@@ -10,6 +10,11 @@ constexpr int kMaxSmallK = 128;        // the largest k of short_rows.cuh
 constexpr int kShortRow = 4096;        // the longest row of short_rows.cuh
 constexpr int kProposals = 4;          // ids drawn in one round of rejection sampling
 
+// Rounds whose proposals are drawn from the whole row. A small top-p rejects most of these, so that it needs fewer
+// rounds if they come from less and less of the row.
+constexpr u32 kRowRounds = 8;
+__device__ __forceinline__ u32 rounds_from_row(u64 q32) { return q32 < kQ32One / 4 ? 1 : kRowRounds; }
+
 // A parameter: a number for all rows, a tensor of one, or a tensor of one per row.
 template <typename N>
 struct PerRow {

@@ -31,7 +31,7 @@ struct RejectionSplit : Split {
 };
 
 // filtered: top-p may reject proposals, which takes more passes over the row. The blocks then hold the row in shared
-// memory if it fits; if it does not, and there are many rows, the first pass is `of_many`, which uses a window.
+// memory if it fits; if it does not, and there are many rows, the first pass is `of_many`.
 RejectionSplit split_for_rejection(const Params& params, DLDevice device, bool filtered, FirstPass of_many,
                                    SplitRequest request) {
   const int64_t sms = num_sms(device), rows = params.num_rows;
@@ -43,7 +43,7 @@ RejectionSplit split_for_rejection(const Params& params, DLDevice device, bool f
     const int chunks_per_warp = (chunks + max_warps - 1) / max_warps;
     const int warps = std::max(1, (chunks + cluster_size * chunks_per_warp - 1) / (cluster_size * chunks_per_warp));
     const size_t own = sizeof(RejectionScratch) + AsyncExchange::bytes(cluster_size * warps) +
-                       (first_pass == FirstPass::adapted ? sizeof(WindowList) : 0);
+                       (first_pass == FirstPass::windowed ? sizeof(WindowList) : 0);
     const size_t copy =
         static_cast<size_t>(std::min(chunks, warps * chunks_per_warp)) * chunk * (params.dtype == kRowFloat32 ? 4 : 2);
     const bool fits = copy_to_smem && own + copy <= max_bytes;
@@ -65,11 +65,10 @@ RejectionSplit split_for_rejection(const Params& params, DLDevice device, bool f
     const RejectionSplit split = split_into(FirstPass::plain, cluster_size, kPlainThreads, /*copy_to_smem=*/true);
     if (split.in_smem && fit_in_one_wave(cluster_size)) return split;
   }
-  return split_into(of_many,
-                    3 * rows <= sms   ? 4
-                    : 2 * rows <= sms ? 2
-                                      : 1,
-                    max_threads(of_many),
+  // Without shared memory two blocks share a multiprocessor, unless they are too few and read a row more than once.
+  const bool few = of_many == FirstPass::plain && filtered && rows <= sms;
+  const int cluster_size = 3 * rows <= sms && !few ? 4 : 2 * rows <= sms ? 2 : 1;
+  return split_into(of_many, cluster_size, few ? kPlainThreads : std::min(max_threads(of_many), kPlainThreads / 2),
                     /*copy_to_smem=*/false);
 }
 
@@ -82,11 +81,9 @@ void launch_short_rows(const Params& params, DLDevice device) {
 template <Kind kind>
 void launch_rejection_rows(Params params, DLDevice device, SplitRequest request) {
   const bool filtered = params.top_p.values || params.top_p.value < 1.f;
-  FirstPass of_many = FirstPass::windowed;
-  if (filtered) {
-    const int64_t bytes = int64_t{params.num_rows} * params.length * (params.dtype == kRowFloat32 ? 4 : 2);
-    if (bytes > device_attribute(cudaDevAttrL2CacheSize, device.device_id)) of_many = FirstPass::adapted;
-  }
+  const int64_t bytes = int64_t{params.num_rows} * params.length * (params.dtype == kRowFloat32 ? 4 : 2);
+  const bool in_l2 = bytes <= device_attribute(cudaDevAttrL2CacheSize, device.device_id);
+  const FirstPass of_many = filtered && !in_l2 ? FirstPass::windowed : FirstPass::plain;
   const RejectionSplit split = split_for_rejection(params, device, filtered, of_many, request);
   params.copy_to_smem = split.in_smem;
   constexpr int unit = kChunkTiles * kTile;
@@ -94,8 +91,6 @@ void launch_rejection_rows(Params params, DLDevice device, SplitRequest request)
     launch_slices<rejection_rows<kind, FirstPass::plain>>(params, split, unit, device);
     return;
   }
-  if (split.first_pass == FirstPass::adapted)
-    return launch_slices<rejection_rows<kind, FirstPass::adapted>>(params, split, unit, device);
   launch_slices<rejection_rows<kind, FirstPass::windowed>>(params, split, unit, device);
 }
 

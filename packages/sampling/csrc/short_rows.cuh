@@ -82,6 +82,7 @@ struct ShortRow {
   __device__ __forceinline__ Result draw(u64 q32, bool greedy, F next_words) {
     const bool unfiltered = greedy || q32 == kQ32One;  // the first proposal is accepted
     u64 goal = 0;
+    int2 bound = {INT32_MAX, __float_as_int(-INFINITY)};  // the first of the rejected, in descending order
 #pragma unroll 1
     for (u32 draw_round = 1;; ++draw_round) {
       u64 up_to = warp_inclusive_sum(sum(), lane);
@@ -99,7 +100,6 @@ struct ShortRow {
         }
       }
       __syncthreads();
-      int2 bound = {INT32_MAX, __float_as_int(-INFINITY)};  // the first of the rejected, in descending order
 #pragma unroll 1
       for (int n = 0; n < kProposals; ++n) {
         const int2 proposal = scratch->proposals[n];
@@ -111,8 +111,10 @@ struct ShortRow {
         if (warp_sum(gather(warp_sum(before))) < goal) return {threadIdx.x == 0, proposal.x};
         bound = proposal;
       }
+      if (draw_round >= rounds_from_row(q32)) {
 #pragma unroll
-      for (int e = 0; e < 4; ++e) mass[e] = is_before(e, bound) ? mass[e] : 0;
+        for (int e = 0; e < 4; ++e) mass[e] = is_before(e, bound) ? mass[e] : 0;
+      }
       next_words(draw_round);
     }
   }

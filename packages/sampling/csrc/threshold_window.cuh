@@ -10,7 +10,7 @@ constexpr int kBinBits = 9, kWindowBins = 1 << kBinBits;
 constexpr int kUsualWindowBits = 21;   // a quarter of an octave
 constexpr int kMaxWindowBits = 26;     // a window spans up to 2^26 float bit patterns, eight octaves, around a value,
 constexpr int kTopWindowBits = 27;     // and sixteen below 1
-constexpr int kWindowedThreads = 320;  // of a block with a window, at most
+constexpr int kWindowedThreads = 256;  // of a block with a window, at most
 constexpr int kWindowedWarps = kWindowedThreads / 32;
 static_assert(2 * kWindowedThreads >= kWindowBins);
 
@@ -82,6 +82,13 @@ struct WindowList {
   }
 };
 
+// Of the row, as a warp needs them to decide a proposal in its slice.
+struct WindowSums {
+  float mass;                   // of the row
+  float above, above_lower;     // above the window, or its upper value; above its lower value
+  uint2 counts, counts_before;  // the elements that have the upper and the lower value; those in the slices before
+};
+
 // Shared by a block.
 struct WindowScratch {
   int threshold;                         // the mean of those that the warps estimate
@@ -93,6 +100,7 @@ struct WindowScratch {
   int widths[kWindowedWarps];            // log2 of the width of a window, and 2^16 times the elements below_one() has,
   u32 counts[kWindowedWarps];            // the elements equal to the threshold, and 2^16 times those above it
   Window window;
+  WindowSums sums[kWindowedWarps];
   // The weight of this block's elements in the window, times Window::unit; or the elements of each lane's group that
   // have the upper value, then those that have the lower one.
   alignas(16) u32 bins[2 * kWindowedThreads];
@@ -244,9 +252,8 @@ __device__ __forceinline__ Window adapted_window(const Cluster& cluster, const S
 
 // A window for top-p, which keeps `part` of the mass. row_sum: of the weights, if that is known, or a guess. The usual
 // one is around the mean of the thresholds that the warps find by bisection of twelve octaves. Where many elements lie
-// in it, few have the mass, or the warps disagree, it decides little: if `adapts`, the window is an adapted one; else,
-// with many elements, there is none.
-template <bool adapts, typename Slice, typename Weight>
+// in it, few have the mass, or the warps disagree, it decides little, and the window is an adapted one.
+template <typename Slice, typename Weight>
 __device__ __forceinline__ Window estimate_window(const Cluster& cluster, const Slice& row, WindowScratch* scratch,
                                                   const Weight& weight_fn, float part, float row_sum) {
   constexpr int kOctaves = 12 << 23, kMaxSpread = 1 << 22;
@@ -256,12 +263,9 @@ __device__ __forceinline__ Window estimate_window(const Cluster& cluster, const 
   const u32 all = __reduce_add_sync(kAllLanes, __float2uint_rz(sample.sum * unit));
   u32 goal = static_cast<u32>(static_cast<float>(all) * part);
   const float expected = sample.share(row_sum, row.length);
-  float sum = 0.f, squares = 0.f;
-  if constexpr (adapts) {
-    sum = warp_float_sum(sample.sum), squares = sample.squares();
-    if (sample.may_be(expected, sum, squares, 4.f))
-      goal = all - min(all, __float2uint_rz((1.f - part) * expected * unit));
-  }
+  const float sum = warp_float_sum(sample.sum), squares = sample.squares();
+  if (sample.may_be(expected, sum, squares, 4.f))
+    goal = all - min(all, __float2uint_rz((1.f - part) * expected * unit));
   int low = max(sample.top - kOctaves, 0);
 #pragma unroll 1
   for (int step = kOctaves / 2; step >= kOctaves / 128; step /= 2) {
@@ -278,17 +282,15 @@ __device__ __forceinline__ Window estimate_window(const Cluster& cluster, const 
   if (cluster.lane == 0) {
     atomicAdd(&scratch->threshold, low / num_warps), atomicAdd(&scratch->num_in_window, num_in_window);
     if (all < 16u << 22) atomicAdd(&scratch->num_with_few, 1u);  // the largest element has a sixteenth of the sum
-    if (adapts) scratch->thresholds[threadIdx.x >> 5] = low;
+    scratch->thresholds[threadIdx.x >> 5] = low;
   }
   __syncthreads();
   const u32 in_window = scratch->num_in_window, num_sampled = WindowSample::kOfWarp * num_warps;
-  if constexpr (adapts) {
-    const int of_warp = scratch->thresholds[min(cluster.lane, num_warps - 1)];
-    const int spread = __reduce_max_sync(kAllLanes, of_warp) - __reduce_min_sync(kAllLanes, of_warp);
-    if (in_window > num_sampled / 8 || scratch->num_with_few > num_warps / 2u || spread > kMaxSpread)
-      return adapted_window(cluster, row, scratch, sample, sum, squares, part, expected);
-  }
-  return in_window > num_sampled / 4 ? Window() : Window(scratch->threshold, kUsualWindowBits, max_count);
+  const int threshold = scratch->thresholds[min(cluster.lane, num_warps - 1)];
+  const int spread = __reduce_max_sync(kAllLanes, threshold) - __reduce_min_sync(kAllLanes, threshold);
+  if (in_window > num_sampled / 8 || scratch->num_with_few > num_warps / 2u || spread > kMaxSpread)
+    return adapted_window(cluster, row, scratch, sample, sum, squares, part, expected);
+  return Window(scratch->threshold, kUsualWindowBits, max_count);
 }
 
 }  // namespace kestrel::sampling

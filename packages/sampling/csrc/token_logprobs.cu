@@ -13,11 +13,15 @@
 
 namespace kestrel::sampling {
 
+// Any row fits into the shared memory of every GPU: a call cannot fail after penalties are written.
+static_assert(sizeof(TopKScratch) + sizeof(LogprobScratch) + TopKLayout(1 << 30, kMaxK).bytes() +
+                  sizeof(ChunkSum) * kMaxChunks <=
+              99 * 1024);
+
 Split split_rows(LogprobParams& p, int64_t largest_k, DLDevice device) {
   p.max_top_k = std::max<int64_t>(p.top_n, largest_k) <= kMaxRankedK ? kMaxRankedK : kMaxK;
   Split split = split_for_top_k(p.length, p.num_rows, p.max_top_k, device, {});
   split.smem_bytes += sizeof(LogprobScratch) + sizeof(ChunkSum) * TopKLayout(p.length, p.max_top_k).num_chunks;
-  if (split.smem_bytes > max_smem_bytes(device)) unsupported("rows that exceed the shared memory of this GPU");
   return split;
 }
 

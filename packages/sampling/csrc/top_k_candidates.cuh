@@ -17,7 +17,7 @@ constexpr int kMaxRankedK = 128;  // up to it candidates are ranked by comparing
 constexpr int kGroup = 32;        // elements that a lane loads together
 constexpr int kTileOfGroups = 32 * kGroup;
 constexpr int kMaxRanked = 256;  // candidates that are ranked
-constexpr int kMaxSorted = 2048;
+constexpr int kMaxSorted = 2048, kMaxChunks = 256;
 
 // Architectures other than sm_90 would spill with as few registers as two blocks leave.
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ == 900
@@ -28,23 +28,23 @@ constexpr int kTopKBlocksPerSm = 1;
 
 // How the shared memory of a block is divided, for any k up to max_k.
 struct TopKLayout {
-  int chunk_bits;  // elements of a chunk, as a power of two; there are at most 256 chunks
-  int num_chunks, max_candidates, max_groups;
-  __host__ __device__ TopKLayout(int length, int max_k)
+  int chunk_bits;  // elements of a chunk, as a power of two
+  int num_chunks = 0, max_candidates, max_groups;
+  constexpr __host__ __device__ TopKLayout(int length, int max_k)
       : chunk_bits(10),
         max_candidates(max_k <= kMaxRankedK ? kMaxRanked : kMaxSorted),
         max_groups(max_k + max_k / 8 + 32) {
-    while ((length - 1) >> chunk_bits >= 256) ++chunk_bits;
+    while ((length - 1) >> chunk_bits >= kMaxChunks) ++chunk_bits;
     num_chunks = ((length - 1) >> chunk_bits) + 1;
   }
   // Byte offsets: candidates at 0, their masses, the ranked candidates and their masses, the selected groups, the
   // largest element of each group.
-  __host__ __device__ size_t masses() const { return sizeof(u64) * max_candidates; }
-  __host__ __device__ size_t ranked() const { return 2 * masses(); }
-  __host__ __device__ size_t ranked_masses() const { return ranked() + sizeof(u64) * kMaxRanked; }
-  __host__ __device__ size_t groups() const { return ranked_masses() + sizeof(u64) * kMaxRanked; }
-  __host__ __device__ size_t maxima() const { return groups() + sizeof(u32) * ((max_groups + 3) / 4 * 4); }
-  __host__ __device__ size_t bytes() const { return maxima() + sizeof(u32) * 32 * num_chunks; }
+  constexpr __host__ __device__ size_t masses() const { return sizeof(u64) * max_candidates; }
+  constexpr __host__ __device__ size_t ranked() const { return 2 * masses(); }
+  constexpr __host__ __device__ size_t ranked_masses() const { return ranked() + sizeof(u64) * kMaxRanked; }
+  constexpr __host__ __device__ size_t groups() const { return ranked_masses() + sizeof(u64) * kMaxRanked; }
+  constexpr __host__ __device__ size_t maxima() const { return groups() + sizeof(u32) * ((max_groups + 3) / 4 * 4); }
+  constexpr __host__ __device__ size_t bytes() const { return maxima() + sizeof(u32) * 32 * num_chunks; }
 };
 
 // A mass, and a place in other bits: masses are smaller than 2^52, and so is the sum of those that are ranked.
@@ -65,8 +65,7 @@ struct alignas(16) TopKScratch {
   u32 num_groups, num_larger_groups, num_candidates, num_larger;
   u32 random_word;
   int num_kept;
-  u64 point;
-  u64 row_mass;
+  u64 point, row_mass;
   float softmax_sum;
   int drawn;  // the place of the drawn element in descending order
 };
@@ -117,6 +116,12 @@ struct TopKRow {
     return dtype == kRowFloat16 ? __half2float(__ushort_as_half(bits)) : __uint_as_float(static_cast<u32>(bits) << 16);
   }
 
+  __device__ __forceinline__ bool is_allowed(int i) const { return !masked || !mask || (mask[i / 32] >> (i % 32) & 1); }
+  // The place in a tile of element e of a lane's group.
+  __device__ __forceinline__ int place(int e, int lane) const {
+    return ((e >> pack_bits) << (pack_bits + 5)) + (lane << pack_bits) + (e & ((1 << pack_bits) - 1));
+  }
+
   // Four elements: neighbours in a row that is aligned, else 32 apart. Those past the row are padding.
   __device__ __forceinline__ int stride() const { return pack_bits == 0 ? 32 : 1; }
   __device__ __forceinline__ void load_four(int i, float (&v)[4]) const {
@@ -126,7 +131,7 @@ struct TopKRow {
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         const int own = i + e * stride();
-        if (own < length && !(mask[own / 32] >> (own % 32) & 1)) v[e] = -INFINITY;
+        if (own < length && !is_allowed(own)) v[e] = -INFINITY;
       }
     }
   }
@@ -418,10 +423,10 @@ struct TopKSelector {
   }
   template <typename Write, typename OtherWork>
   __device__ __forceinline__ int collect(int k, const TopKRange& range, Write write, OtherWork other_work) const {
-    const u32 max_groups = k + k / 8 + 32;
+    const u32 few_groups = k + k / 8 + 32, max_groups = layout.max_groups;
     const u32 num_maxima = 32 * layout.num_chunks, last = static_cast<u32>(layout.num_chunks - 1);
     u64 low = static_cast<u64>(Row::kLeastKey) << 32;
-    if (num_maxima > max_groups) low = static_cast<u64>(find_bound(k, range)) << 32;
+    if (num_maxima > few_groups) low = static_cast<u64>(find_bound(k, range)) << 32;
     choose_groups(low, max_groups);
     if (scratch->num_groups > max_groups) {  // many groups have equal or nearly equal maxima
       low = select_groups(k, max_groups, static_cast<u32>(low >> 32), range);

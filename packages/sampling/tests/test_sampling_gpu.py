@@ -118,7 +118,7 @@ SHORT_ROWS: dict[str, Callable[[int], torch.Tensor]] = {
 
 
 @pytest.mark.parametrize("order", ["top_k_first", "joint"])
-@pytest.mark.parametrize("top_p", [0.02, 0.6, 1.0])
+@pytest.mark.parametrize("top_p", [0.02, 0.3, 0.6, 1.0])
 @pytest.mark.parametrize("kind", SHORT_ROWS)
 @pytest.mark.parametrize("width", [32, 129, 2048, 4093, 4095, 4096])
 def test_short_rows_draw_the_ids_of_the_reference(width: int, kind: str, top_p: float, order: str) -> None:

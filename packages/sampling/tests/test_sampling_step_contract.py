@@ -32,6 +32,7 @@ from kestrel_sampling import (
     softmax,
     token_logprobs,
 )
+from kestrel_sampling.process_and_sample import _check_before_writing
 
 LOGITS = torch.randn(3, 40, generator=torch.Generator().manual_seed(0))
 PER_ROW = torch.tensor([0.5, 1.0, 2.0])
@@ -197,6 +198,16 @@ def test_a_bad_input_is_named_before_anything_is_written(function: Callable[...,
     for x, copy in zip(written, before, strict=True):
         if copy is not None and not x.is_meta:
             assert torch.equal(x.nan_to_num(7), copy.nan_to_num(7))
+
+
+@pytest.mark.parametrize(("rows", "width", "top_n"), [(2**27 + 1, 1, 0), (2, 2000, 1025)])
+def test_what_kernels_do_not_cover_is_found_before_penalties_are_written(rows: int, width: int, top_n: int) -> None:
+    logits = torch.empty(rows, width, dtype=torch.float16, device="meta")
+    processing = (None, None, None, None, 1.0, None, 0.0, None, 0.0, None)
+    filters = (None, 1.0, None, 0, None, 1.0, None, 0.0, False)
+    _check_before_writing(logits[:2], *processing, *filters, min(top_n, 1024), False, None, 1, None, 0, 0)
+    with pytest.raises(UnsupportedError):
+        _check_before_writing(logits, *processing, *filters, top_n, False, None, 1, None, 0, 0)
 
 
 @pytest.mark.parametrize("function", GOOD, ids=lambda f: f.__name__)

@@ -16,7 +16,7 @@ from .sample_with_logprobs import SampledLogprobs, _sample_with_logprobs, check_
 from .token_logprobs import logprob_tensors, shape_of_logprobs
 
 _OP = "process_and_sample"
-_LARGEST_N = 1024  # of the kernels
+_LARGEST_N, _MOST_ROWS = 1024, 2**27  # of the kernels
 
 
 def process_and_sample(
@@ -176,3 +176,5 @@ def _check_before_writing(*given: Any) -> None:
             check.no_overlap(_OP, "logits", logits, name, value)
     if arguments["top_n"] > _LARGEST_N:
         raise UnsupportedError("kernels cover top_n up to 1024")
+    if logits.shape[0] > _MOST_ROWS:
+        raise UnsupportedError("kernels cover up to 2^27 rows")

@@ -53,7 +53,8 @@ def token_logprobs(
     of the logits, ties to the lower id; top_ids are the first n of that order. An id outside the vocabulary has -inf
     and rank 0. A row that holds NaN or +inf, or only -inf, has NaN and rank 0.
     Nothing is read on the host. Kernels cover top_n up to 1024. Their results are within 2e-6 of the exact ones before
-    they are rounded, for V up to 2^20, and a row does not depend on the rows around it.
+    they are rounded, for V up to 2^20, and a row does not depend on the rows around it. The order of float sums depends
+    on whether a row is aligned to 16 bytes: results of equal rows of other alignment may differ by an ulp.
 
     Raises ValueError or TypeError for a wrong dtype, rank, shape or device, a negative temperature, top_n outside 0 to
     V, and an unknown ``filter_apply_order``. Semantics: vLLM's logprobs, but for ties, which vLLM counts into the rank.
