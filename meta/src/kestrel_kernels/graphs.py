@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 from collections.abc import Callable
@@ -25,7 +26,8 @@ def captured(work: Callable[[], Any], device: torch.device, **options: Any) -> t
             try:
                 work()
             except BaseException:
-                _join_side_stream(stream)  # or the end of the capture hides the reason
+                with contextlib.suppress(RuntimeError):  # of a capture that is invalid by now
+                    _join_side_stream(stream)  # or the end of the capture hides the reason
                 raise
     return graph
 

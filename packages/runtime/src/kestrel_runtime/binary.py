@@ -107,7 +107,7 @@ class Binary:
         arch = _device_arch(torch.cuda.current_device() if index is None else index)
         built = self.manifest.functions if self.manifest else ()
         function = f"{variant.name}_sm{arch}"
-        if function not in built and arch in RUN_SM80:
+        if function not in built and arch in RUN_SM80 and self.manifest is not None and arch in self.manifest.archs:
             function = f"{variant.name}_sm80"
         if function in built:
             return self.function(function)

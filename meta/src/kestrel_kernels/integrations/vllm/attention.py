@@ -230,6 +230,7 @@ class Impl(AttentionImpl[Metadata]):
             "sinks": sinks,
         }
         self._last_cache: tuple[Tensor, Any] | None = None
+        self._tail: Tensor | None = None
         self._tail_shape: tuple[int, ...] | None = None
         if kv_cache_dtype == INT4:
             if kv_sharing_target_layer_name is not None:
@@ -240,7 +241,8 @@ class Impl(AttentionImpl[Metadata]):
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         self._last_cache = None  # scales may be other tensors
-        if self._tail_shape is not None:  # now, so that vLLM counts this memory as the model's
+        # Now, so that vLLM counts this memory as the model's; once, as captured graphs point to it.
+        if self._tail_shape is not None and self._tail is None:
             self._tail = torch.zeros(self._tail_shape, dtype=act_dtype, device=self._device)
 
     def _cache(self, layer: Any, kv_cache: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:

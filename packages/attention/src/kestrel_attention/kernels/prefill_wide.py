@@ -170,8 +170,8 @@ class PrefillWide(Prefill):
         sink = self.sink_of(tensors, scalars, at_out.head)
         v_scale = Float32(1.0)
         if cutlass.const_expr(self.reads_scales):  # here it takes no register in the main loop
+            kv_head = at_out.head // scalars.group_size
             if scalars.v_scale_heads > 0:
-                kv_head = at_out.head // scalars.group_size
                 v_scale = tensors.mVScale[cutlass.select_(scalars.v_scale_heads > 1, kv_head, Int32(0))]
         for r in cutlass.range_constexpr(2):
             row = group * self.warp_rows + lane // 4 + 8 * r
