@@ -132,7 +132,7 @@ __device__ __forceinline__ void sum_chunks(const ChunkSum* chunks, int num_chunk
         if (v == sum_fn.top) {
           equal += 1.;
         } else {
-          rest += v == -INFINITY ? 0.f : sum_fn.accurate_weight(v);  // NaN too
+          rest += isnan(v) ? v : v == -INFINITY ? 0.f : sum_fn.accurate_weight(v);  // which is 0 for NaN
         }
       }
     }
