@@ -401,8 +401,8 @@ def speed_tables(preset: str, found: Json) -> str:
     for step in found["steps"]:
         lines.append(
             f"\nWhere the time of a decode step goes: {_microseconds(step)} as one CUDA graph, over {CONTEXT} tokens "
-            f"in a cache in {NAMES[step['kv_cache']]}. The calls of each op, as a graph of their own, add up to more, "
-            "as attention runs beside the feed-forward:\n"
+            f"in a cache in {NAMES[step['kv_cache']]}, where attention runs beside the feed-forward. The calls of "
+            "each op, as a graph of their own:\n"
         )
         lines += ["| op | calls | runs as | all of them |", "|---|---|---|---|"]
         parts = sorted(step["parts"], key=lambda part: -(part["us"] or 0))

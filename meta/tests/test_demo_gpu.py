@@ -49,6 +49,7 @@ def test_kernels_choose_the_token_of_the_references(both_ways):
     print(f"{int(different.sum())} of {len(different)} tokens differ")
     assert different.float().mean() <= 0.005
     top = theirs[different].topk(2, dim=-1).values
+    # Two ulp for each of the two logits: layers add attention and feed-forward to x in bf16, one after the other.
     ulp = 2.0 ** (torch.frexp(top[:, 0].abs()).exponent - 8).float()  # bf16 has 8 significant bits
     assert ((top[:, 0] - top[:, 1]) <= 4 * ulp).all()
 

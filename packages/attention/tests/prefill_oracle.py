@@ -160,3 +160,14 @@ def of_sequence(how: dict[str, Any], b: int) -> dict[str, Any]:
     """Arguments of exact_attention for sequence b of a call."""
     prefix = how.get("prefix_len", 0)
     return how | {"prefix_len": int(prefix[b]) if isinstance(prefix, torch.Tensor) else prefix}
+
+
+def assert_exact_over_cache(call: Any, got: tuple[torch.Tensor, torch.Tensor], how: Any, scales: Any = None) -> None:
+    """A call of decode_oracle over a cache whose codes are dequantised and rounded to q's dtype without ``scales``."""
+    out, lse = got
+    for b in range(len(call.lengths)):
+        held = call.decoded(b, rounded=False)
+        k, v = (x.to(call.q.dtype) for x in (held.keys, held.values))
+        if scales:
+            k, v = (x * scales[name].double()[:, None] for x, name in ((k, "k_scale"), (v, "v_scale")))
+        assert_exact(out[b], lse[b], exact_attention(call.q[b], k, v, exists=held.exists, **of_sequence(how, b)))

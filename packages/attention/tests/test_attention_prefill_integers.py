@@ -215,6 +215,7 @@ def test_new_keys_are_appended_to_an_fp8_cache_before(recorder, kind):
     [
         ({"block_table": torch.zeros(3, 2**16, dtype=torch.int32)}, "sm90a"),  # more than SCRATCH_BYTES
         ({"k_cache": torch.zeros(6, 8, 2, 64).to(torch.float8_e4m3fn)}, "sm90a"),  # TMA would load no box
+        ({"window_left": 64}, "sm90a"),  # which hides most keys
         ({}, "sm89"),
     ],
 )

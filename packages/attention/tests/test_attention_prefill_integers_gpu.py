@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from decode_oracle import Call, made, same_bits
 from prefill_gpu import NAMES, each_kernel, scores  # noqa: F401
-from prefill_oracle import assert_exact, exact_attention, of_sequence
+from prefill_oracle import assert_exact_over_cache
 
 from kestrel_attention import prefill_scratch
 from kestrel_runtime import backend
@@ -20,20 +18,11 @@ KINDS = ["int8", "int4"]
 LENGTHS = (300, 0, 54, -1, 1000, 17, 128, 64)
 
 
-def check(call: Call, got: tuple[torch.Tensor, torch.Tensor], how: dict[str, Any]) -> None:
-    out, lse = got
-    for b in range(len(call.lengths)):
-        held = call.decoded(b, rounded=False)
-        k, v = (x.to(call.q.dtype) for x in (held.keys, held.values))
-        exact = exact_attention(call.q[b], k, v, exists=held.exists, **of_sequence(how, b))
-        assert_exact(out[b], lse[b], exact)
-
-
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_shapes_the_scores(kind, name):
     call, how = made(kind, 4, 2, 64, 16, LENGTHS, queries=70), scores(len(LENGTHS), 4)[name]
-    check(call, call.run(**how), how)
+    assert_exact_over_cache(call, call.run(**how), how)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -44,14 +33,14 @@ def test_pages_and_sizes(kind, page, heads, kv_heads, size, dtype):
     if kind == "int4" and page != 64:
         pytest.skip("INT4 pages have 64 slots")
     call = made(kind, heads, kv_heads, size, page, LENGTHS, queries=130, dtype=dtype)
-    check(call, call.run(causal=True), {"causal": True})
+    assert_exact_over_cache(call, call.run(causal=True), {"causal": True})
 
 
 @pytest.mark.parametrize("queries", [1, 5, 40])
 @pytest.mark.parametrize("kind", KINDS)
 def test_few_queries_with_sinks(kind, queries):
     call, how = made(kind, 4, 2, 128, 16, LENGTHS, queries), scores(len(LENGTHS), 4)["sinks"]
-    check(call, call.run(**how), how)
+    assert_exact_over_cache(call, call.run(**how), how)
 
 
 @pytest.mark.parametrize("paged", [False, True])
@@ -67,7 +56,7 @@ def test_groups_of_sequences_give_the_bits_of_one(kind, paged, monkeypatch):
                 call.caches[name] = x.float().nan_to_num(0.5).to(x.dtype)
     how = scores(5, 4)["prefixes and a window"]
     want = call.run(**how)
-    check(call, want, how)
+    assert_exact_over_cache(call, want, how)
     of_sequence_bytes = (
         4 * call.caches["k_cache"].shape[1] * 2 * 64 * (1 if call.table is None else call.table.shape[1])
     )
@@ -93,7 +82,7 @@ def test_new_keys_are_appended_and_attended_to(kind, dtype, queries):
     assert same_bits(tuple(call.caches.values()), tuple(other.caches.values()))
     call.lengths = torch.where(call.lengths >= 0, call.lengths + queries, call.lengths)
     assert same_bits(call.run(causal=True), got)
-    check(call, got, {"causal": True})
+    assert_exact_over_cache(call, got, {"causal": True})
 
 
 def test_a_sequence_without_a_tail_is_padding():
@@ -102,7 +91,7 @@ def test_a_sequence_without_a_tail_is_padding():
     out, lse = call.run(causal=True)
     assert not out[1].any()
     assert bool(lse[1].isneginf().all())
-    check(call, (out, lse), {"causal": True})
+    assert_exact_over_cache(call, (out, lse), {"causal": True})
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -110,7 +99,7 @@ def test_pages_that_do_not_exist_are_not_seen(kind):
     call = made(kind, 4, 2, 64, 64, (300, 100, 64), queries=30)
     assert call.table is not None
     call.table[0, 1], call.table[1, 0], call.table[2, 0] = -1, 10**6, -7
-    check(call, call.run(), {})
+    assert_exact_over_cache(call, call.run(), {})
 
 
 @pytest.mark.parametrize("kind", KINDS)

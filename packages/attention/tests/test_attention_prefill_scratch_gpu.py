@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from decode_oracle import Call, made, same_bits
 from prefill_gpu import NAMES, each_kernel, scores  # noqa: F401
-from prefill_oracle import assert_exact, exact_attention, of_sequence
+from prefill_oracle import assert_exact_over_cache
 
 from kestrel_attention import prefill_scratch
 from kestrel_runtime import backend
@@ -35,21 +33,11 @@ def scales_of(kv_heads: int, kind: str) -> dict[str, torch.Tensor]:
     }
 
 
-def check(call: Call, got: tuple[torch.Tensor, torch.Tensor], how: dict[str, Any], scales: Any = None) -> None:
-    out, lse = got
-    for b in range(len(call.lengths)):
-        held = call.decoded(b, rounded=False)
-        k, v = held.keys, held.values
-        if scales:
-            k, v = (x * scales[name].double()[:, None] for x, name in ((k, "k_scale"), (v, "v_scale")))
-        assert_exact(out[b], lse[b], exact_attention(call.q[b], k, v, exists=held.exists, **of_sequence(how, b)))
-
-
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_shapes_the_scores(kind, name):
     call, how = made(kind, 4, 2, 64, 16, LENGTHS, queries=70), scores(len(LENGTHS), 4)[name]
-    check(call, call.run(**how), how)
+    assert_exact_over_cache(call, call.run(**how), how)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -60,7 +48,7 @@ def test_what_shapes_the_scores(kind, name):
 @pytest.mark.parametrize("kind", KINDS)
 def test_sizes_and_scales(kind, scales, heads, kv_heads, size, dtype):
     call, given = made(kind, heads, kv_heads, size, 16, LENGTHS, queries=130, dtype=dtype), scales_of(kv_heads, scales)
-    check(call, call.run(causal=True, **given), {"causal": True}, given)
+    assert_exact_over_cache(call, call.run(causal=True, **given), {"causal": True}, given)
 
 
 @pytest.mark.parametrize("page", [1, 7, 16, 64])
@@ -68,14 +56,14 @@ def test_sizes_and_scales(kind, scales, heads, kv_heads, size, dtype):
 def test_pages(page, size):
     """Pages of no multiple of 16 slots are dequantised first for large heads alone."""
     call = made("e4m3", 4, 2, size, page, LENGTHS, queries=40)
-    check(call, call.run(causal=True), {"causal": True})
+    assert_exact_over_cache(call, call.run(causal=True), {"causal": True})
 
 
 @pytest.mark.parametrize("size", [64, 512])
 def test_caches_without_a_table(size):
     call = made("e4m3", 4, 2, size, 64, (64, 7, 0), queries=40)
     call.table, call.caches = None, {name: x[:3].float().nan_to_num(0.5).to(x.dtype) for name, x in call.caches.items()}
-    check(call, call.run(causal=True), {"causal": True})
+    assert_exact_over_cache(call, call.run(causal=True), {"causal": True})
 
 
 def test_bytes_are_e4m3_codes():
@@ -99,7 +87,7 @@ def test_new_keys_are_appended_and_attended_to(kind, dtype, size):
     assert same_bits(tuple(call.caches.values()), tuple(other.caches.values()))
     call.lengths = torch.where(call.lengths >= 0, call.lengths + queries, call.lengths)
     assert same_bits(call.run(causal=True, **given), got)
-    check(call, got, {"causal": True}, given)
+    assert_exact_over_cache(call, got, {"causal": True}, given)
 
 
 def test_groups_of_sequences_give_the_bits_of_one(monkeypatch):
@@ -115,7 +103,7 @@ def test_pages_that_do_not_exist_are_not_seen():
     call = made("e4m3", 4, 2, 64, 16, (300, 100, 64), queries=30)
     assert call.table is not None
     call.table[0, 1], call.table[1, 0], call.table[2, 0] = -1, 10**6, -7
-    check(call, call.run(), {})
+    assert_exact_over_cache(call, call.run(), {})
 
 
 def test_a_replayed_graph_sees_other_lengths_and_contents():

@@ -20,7 +20,7 @@ constexpr int kWindowedBlocksPerSm = 2;
 constexpr int kWindowedBlocksPerSm = 1;
 #endif
 
-constexpr u32 kMostRounds = 1 << 12;  // never reached: a round halves what remains, more often than not
+constexpr u32 kMostRounds = 1 << 12;  // for rows that another kernel modifies meanwhile; others end far before
 
 template <Kind kind, FirstPass first_pass>
 __global__ void __launch_bounds__(max_threads(first_pass), first_pass == FirstPass::plain ? 1 : kWindowedBlocksPerSm)

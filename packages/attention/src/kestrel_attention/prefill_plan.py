@@ -124,10 +124,10 @@ def plan_prefill(problem: PrefillProblem) -> PrefillPlan:
         # Splits depend on the size of a block. Where it is unknown which sequences have some, the kernel chooses it.
         limit = splits_of(problem, 1).limit
         fills_blocks = not problem.packed_queries or problem.total_queries >= 2 * LARGE_BLOCK * problem.batch
-        length: Length = "long" if limit < 2 and blocks >= LONG_WAVES * MULTIPROCESSORS and fills_blocks else ""
+        # Three consumers have no registers for scales.
         scaled = problem.cache == "same" and problem.k_scale_heads + problem.v_scale_heads > 0
-        if scaled:  # which three consumers have no registers for
-            length = ""
+        is_long = limit < 2 and blocks >= LONG_WAVES * MULTIPROCESSORS and fills_blocks and not scaled
+        length: Length = "long" if is_long else ""
         few = limit == 1 and blocks <= SHORT_WAVES * MULTIPROCESSORS and not problem.lengths_differ
         boxes = problem.has_boxes and (not problem.has_block_table or problem.page_size % BOX_ROWS == 0)
         if problem.hopper and problem.fp8_queries and problem.cache == "e4m3":

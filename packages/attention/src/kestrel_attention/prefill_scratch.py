@@ -50,8 +50,8 @@ def covers_fp8(q: torch.Tensor, k_cache: torch.Tensor, given: Cached) -> bool:
         return given.codes.split(k_cache)[0] == (None, None) or _binary.arch(q.device) not in ("sm80", "sm86", "sm89")
     if not prefill.uses_wgmma(q.device):  # other kernels read no scales of 16-bit keys
         return False
-    if given.scores.window_left >= 0 and isinstance(given.scores.prefix, int) and given.scores.prefix == 0:
-        return False  # most keys are not seen
+    if given.scores.window_left >= 0 and given.scores.prefix_lens is None and not given.scores.prefix_len:
+        return False  # a window without a prefix hides keys, which the other kernels then do not read
     slots, kv_heads, head_dim = k_cache.shape[1:]
     pages = 1 if given.block_table is None else given.block_table.shape[1]
     fits = 4 * pages * slots * kv_heads * head_dim <= SCRATCH_BYTES

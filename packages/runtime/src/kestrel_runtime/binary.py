@@ -105,9 +105,9 @@ class Binary:
         """The CuTe kernel of a variant on this GPU: from the library, or compiled now where the DSL is installed."""
         index = device if isinstance(device, int) else device.index
         arch = _device_arch(torch.cuda.current_device() if index is None else index)
-        built = self.manifest.functions if self.manifest else ()
+        built, archs = (self.manifest.functions, self.manifest.archs) if self.manifest else ((), ())
         function = f"{variant.name}_sm{arch}"
-        if function not in built and arch in RUN_SM80 and self.manifest is not None and arch in self.manifest.archs:
+        if function not in built and arch in RUN_SM80 and arch in archs:
             function = f"{variant.name}_sm80"
         if function in built:
             return self.function(function)

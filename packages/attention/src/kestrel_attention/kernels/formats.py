@@ -1,10 +1,9 @@
 """What a KV cache may hold, and how its words become operands of 16-bit matrix products; int4.py has INT4.
 
 Codes become f16, exactly. e5m2 is the high byte of f16. An integer n of up to 10 bits is n 2^-24 as the bits of a
-subnormal f16, and 1024 + n behind the exponent of 1024:
+subnormal f16, and 1024 + n behind the exponent of 1024. Keys of INT8 are code + 128 as a subnormal, and scores start
+from minus the product of the queries with 128. Values are 1024 + code + 128, minus 1152.
 
-    INT8  K: code + 128 as a subnormal; scores start from minus the product of the queries with 128.
-          V: 1024 + code + 128, minus 1152.
 A key's scale multiplies its scores. The logarithm of a value's scale is added to the score before the maximum is taken,
 so that weights times scales fit f16 whatever the scales are.
 """

@@ -1,11 +1,11 @@
 """What one warp does with tiles of 16 keys: load, scores, softmax, output.
 
-A step loads the keys and values of some tiles into pipeline stages in shared memory that only its warp uses.
-A matrix product may sum its inner dimension in any order, so lane (g, t) = 4 g + t uses the consecutive bytes it reads:
-
+A step loads keys and values of some tiles into pipeline stages in shared memory that only its warp uses. A matrix
+product may sum its inner dimension in any order, so lane (g, t) = 4 g + t uses the consecutive bytes it reads:
     scores   S' = K Q'   16 x 8 x 16: A = K: keys g and g + 8, dims 16 t.. of a row; B = Q': row g, the same dims
     output   O' = V' P'  16 x 8 x 16: A = V': keys 2t, 2t + 1, 2t + 8, 2t + 9, dims 16 g.. of a row; B = P', the S' of
                          the lanes, transposed
+
 formats.py turns the words of a cache row into operands. P is the sum of two 16-bit numbers, so its rounding is exact.
 """
 
