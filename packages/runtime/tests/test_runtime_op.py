@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
-import kestrel_runtime
 from kestrel_runtime import (
     KestrelFallbackWarning,
     UnsupportedError,
@@ -468,6 +467,17 @@ def test_every_reason_for_a_fallback_warns_once() -> None:
     assert [str(warning.message).rpartition(" ")[2] for warning in caught] == ["one", "two"]
 
 
+def test_a_fallback_warns_at_the_line_that_called_the_op(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(op, "_warned", set())
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)  # so that the public function launches
+    with pytest.warns(KestrelFallbackWarning) as direct:
+        OPS.scale(torch.ones(1, 1))
+    op._warned.clear()
+    with pytest.warns(KestrelFallbackWarning) as deeper, trace():
+        OPS.scale(torch.ones(1, 1))
+    assert [caught[0].filename for caught in (direct, deeper)] == [__file__] * 2
+
+
 def test_a_trace_inside_another_leaves_it_counting() -> None:
     with trace() as outer:
         with trace() as inner:
@@ -558,6 +568,3 @@ def test_registry_names_the_op_and_its_kind() -> None:
     assert record["increment"].kernel is None
     assert record["increment"].mutates == ("x", "y")
 
-
-def test_version_is_a_literal() -> None:
-    assert kestrel_runtime.__version__.count(".") == 2

@@ -290,6 +290,19 @@ def test_error_against_float64_is_judged_by_the_baseline() -> None:
         testing.assert_close_to_f64(rounded, exact, rounded)
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_baseline_that_overflows_excuses_no_other_element(value: float) -> None:
+    exact = torch.randn(1000, dtype=torch.float64)
+    rounded = exact.half()
+    baseline = rounded.clone()
+    baseline[3] = value
+    testing.assert_close_to_f64(rounded, exact, baseline)
+    with pytest.raises(AssertionError, match="error"):
+        testing.assert_close_to_f64(rounded + 0.01, exact, baseline)
+    with pytest.raises(AssertionError, match="NaN or inf"):
+        testing.assert_close_to_f64(baseline, exact, baseline)
+
+
 def test_bad_input_helper_fails_on_acceptance_wrong_type_and_vague_messages() -> None:
     def accepts(x):
         return x

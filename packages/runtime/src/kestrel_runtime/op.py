@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ParamSpec, TypeVar, cast
@@ -31,7 +32,7 @@ R = TypeVar("R")
 
 _libraries: dict[str, torch.library.Library] = {}
 _warned: set[tuple[str, str]] = set()
-_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
+_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})  # types whose tensors nothing intercepts
 
 _is_compiling = torch.compiler.is_dynamo_compiling  # every other tracer has fake tensors or a dispatch mode
 _grad_enabled = torch.is_grad_enabled
@@ -133,12 +134,12 @@ class _Entry:
                 raise UnsupportedError("this op has no kernel yet")
             result = self.op.launch(*args, **kwargs)
         except Exception as error:  # of any kind: a launch reads arguments that are not checked yet
-            return self.after(error, args, kwargs)
+            return self.after_error(error, args, kwargs)
         if _tracers:
             count(self.op, "kernel")
         return result
 
-    def after(self, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def after_error(self, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Handle a launch that raised: report the caller's mistake, run the reference, or raise the error itself."""
         self.check(args, kwargs)
         if not isinstance(error, UnsupportedError):
@@ -146,14 +147,14 @@ class _Entry:
         if current_backend() == "kernel":
             raise UnsupportedError(f"{self.qualified_name}: {error}") from None
         _warn_once(self.qualified_name, str(error))
-        return self._referred(args, kwargs)
+        return self._run_reference(args, kwargs)
 
     def on_cpu(self, *args: Any, **kwargs: Any) -> Any:
         """The reference, after its checks."""
         self.check(args, kwargs)
         if current_backend() == "kernel":
             raise UnsupportedError(f"{self.qualified_name}: the backend is 'kernel', and CPU tensors have no kernel")
-        return self._referred(args, kwargs)
+        return self._run_reference(args, kwargs)
 
     def on_fake(self, *args: Any, **kwargs: Any) -> Any:
         """Shapes, dtypes and strides of the result."""
@@ -193,7 +194,7 @@ class _Entry:
                         may_be_columns=key == "out" and other in self.out_may_be_columns_of,
                     )
 
-    def _referred(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run_reference(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         args, kwargs, out = self._without_out(args, kwargs)
         with _without_autocast():
             result = self.op.reference(*args, **kwargs)
@@ -360,7 +361,8 @@ class _Entry:
 
 _CALL = """
 def make(entry, launch, by_reference):
-    after, on_cuda, otherwise, refuse_grad = entry.after, entry.on_cuda, entry.otherwise, entry.refuse_grad
+    after_error, on_cuda, otherwise = entry.after_error, entry.on_cuda, entry.otherwise
+    refuse_grad = entry.refuse_grad
     dispatched, through_dispatcher = entry.dispatched, entry.through_dispatcher
 
     def call({parameters}):
@@ -377,7 +379,7 @@ def make(entry, launch, by_reference):
         try:
             return launch({given})
         except Exception as error:
-            return after(error, {packed})
+            return after_error(error, {packed})
 
     return call
 """
@@ -386,7 +388,21 @@ def make(entry, launch, by_reference):
 def _warn_once(name: str, reason: str) -> None:
     if (name, reason) not in _warned:
         _warned.add((name, reason))
-        warnings.warn(f"{name} runs its PyTorch reference: {reason}", KestrelFallbackWarning, stacklevel=5)
+        message = f"{name} runs its PyTorch reference: {reason}"
+        warnings.warn(message, KestrelFallbackWarning, stacklevel=_callers_level())
+
+
+def _callers_level() -> int:
+    """The stacklevel for `_warn_once`, its caller, of the first frame outside this library and torch."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and _is_of_library(frame.f_globals.get("__name__", "")):
+        level, frame = level + 1, frame.f_back
+    return level
+
+
+def _is_of_library(module: str) -> bool:
+    package = module.partition(".")[0]
+    return package == "torch" or package.startswith("kestrel_")
 
 
 def _contiguous(result: Any) -> Any:

@@ -18,7 +18,7 @@ from .timer import REPLAYS, Timed, empty_launch, host_us, time_candidates
 
 LONGEST_FOR_HOST_US = 30.0  # beyond it the launch queue, not the host, limits calls in a row
 
-CLEARED_BYTES_PER_SECOND = 2e11  # at least, by the driver, of freed device memory
+CLEARED_BYTES_PER_SECOND = 2e11  # the driver clears freed device memory at this rate or faster
 
 EMPTY = "empty"
 
@@ -89,6 +89,7 @@ def _measure_shape(
         first = name == next(iter(candidates)) and kind_of(name) == "ours"
         with_target = first and torch.cuda.get_device_name() == TARGET_GPU
         eager, bare = {"eager": candidates[name]}, _bare(benchmark, first)
+        # If the bare entry point fails, the host time of the op alone is kept.
         host = _host({**eager, **bare}, sets[0], timed) or (_host(eager, sets[0], timed) if bare else {})
         figures = timed.figures
         row = Row(

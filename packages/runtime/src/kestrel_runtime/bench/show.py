@@ -12,6 +12,7 @@ from .report import Environment, Row
 if TYPE_CHECKING:
     from rich.table import Table
 
+COMPUTE_BOUND_OPERATIONS_PER_BYTE = 200  # about where tensor cores (bf16) and memory of a Hopper GPU balance
 COLUMNS = ("shape", "candidate", "us", "p20 .. p80", "rate", "of limit", "target", "host us", "")
 
 
@@ -86,7 +87,8 @@ def number(us: float | None) -> str:
 
 def rate(row: Row) -> str:
     """TFLOP/s where arithmetic is the limit, GB/s elsewhere."""
-    computes = row.tflop_per_s is not None and row.operations and row.bytes and row.operations > 200 * row.bytes
+    intensity = row.operations / row.bytes if row.operations and row.bytes else 0.0
+    computes = row.tflop_per_s is not None and intensity > COMPUTE_BOUND_OPERATIONS_PER_BYTE
     if computes or (row.gb_per_s is None and row.tflop_per_s is not None):
         return f"{row.tflop_per_s:.0f} TFLOP/s"
     return f"{row.gb_per_s:.0f} GB/s" if row.gb_per_s is not None else ""

@@ -36,13 +36,13 @@ from .definition import Call, Set, kind_of
 
 REPLAYS = 15
 FEWEST_CALLS = 200  # in one replay, which makes the start of the graph negligible
-LONGEST_REPLAY_US = 20_000.0  # of more than one round over the sets
-LONGEST_ROUND_US = 400_000.0  # eagerly; a slower candidate gets a part of the sets
-FEWEST_SETS = 32  # of such a part
-LONGEST_CANDIDATE_US = 400_000.0  # of all samples; a slow candidate gets fewer
+LONGEST_REPLAY_US = 20_000.0  # a replay has more than one round over the sets only up to here
+LONGEST_ROUND_US = 400_000.0  # of eager calls over all sets; a slower candidate gets a part of the sets
+FEWEST_SETS = 32  # in such a part
+LONGEST_CANDIDATE_US = 400_000.0  # of all samples of a candidate; a slow one gets fewer samples
 FEWEST_SAMPLES = 5
-MOST_EMPTY_CALLS = 2000  # in one replay: an empty launch reads no set
-LONGEST_TO_SETTLE_US = 100.0  # the time of a launch is negligible in longer calls
+MOST_EMPTY_CALLS = 2000  # of the empty launch in one replay: it reads no set
+LONGEST_TO_SETTLE_US = 100.0  # per call; in longer ones the time of a launch is negligible
 HOST_CALLS = 200  # the launch queue holds about a thousand
 HOST_TURNS = 15
 

@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""Hopper's warpgroup matrix products, mbarriers and register reallocation as single PTX instructions (sm_90a).
+"""Hopper's warpgroup matrix products, mbarriers, TMA and register reallocation as single PTX instructions (sm_90a).
 
 Shared memory is addressed by 32-bit addresses. Matrix operands there are column blocks: rows of ``block_bytes`` (32, 64
 or 128), swizzled over that many bytes, one block after the other.
@@ -17,7 +17,7 @@ from cutlass.cutlass_dsl import T, dsl_user_op
 
 from .ptx import assemble
 
-_SWIZZLE = {128: 1, 64: 2, 32: 3}
+_SWIZZLE = {128: 1, 64: 2, 32: 3}  # the field of a descriptor, by bytes of the swizzle
 
 
 def swizzle(block_bytes: int, row):
@@ -26,14 +26,15 @@ def swizzle(block_bytes: int, row):
 
 
 def descriptor(address: Int32, block_bytes: int, block_stride: int) -> Int64:
-    """The descriptor of an operand that starts at ``address``, for both majors; block_stride: bytes between blocks."""
+    """The wgmma descriptor of an operand at ``address``, K-major or MN-major; block_stride: bytes between blocks."""
+    # In 16 bytes: the address (bits 0-13), the strides of column blocks (16-29) and of groups of 8 rows (32-45).
     fixed = _SWIZZLE[block_bytes] << 62 | (8 * block_bytes >> 4) << 32 | (block_stride >> 4) << 16
     fixed -= 1 << 64 if fixed >> 63 else 0
     return Int64(fixed) | Int64((address & 0x3FFFF) >> 4)
 
 
 def _wgmma(d, count, a, b, kind, transposed_b, loc, ip):
-    """One wgmma of 64 rows, 2 ``count`` columns and 32 bytes of K; d None: the products alone."""
+    """One wgmma of 64 rows, 2 ``count`` columns and 32 bytes of K; with d None, nothing is accumulated."""
     registers = ", ".join(f"${i}" for i in range(count))
     first = 2 * count if d is not None else count
     in_shared = not isinstance(a, (list, tuple))
