@@ -1,4 +1,4 @@
-// What both kernels do around the reduction: add the residual; normalise, quantise and store a pack.
+// What the kernels do around the reduction: add the residual; normalise, quantise and store a pack.
 #pragma once
 
 #include <kestrel/reduce.cuh>
@@ -62,7 +62,7 @@ __device__ __forceinline__ void store_quantised(const float (&q)[size], const Pa
 
 // The scale of a row held in registers, from its largest finite magnitude. Elements past the end are 0.
 // Infinite and NaN elements are rare. The plain maximum drops NaN; only where it is infinite is the finite maximum
-// computed. Values too large for divide() are clamped to a value that saturates as well.
+// computed. divide() takes quotients up to 2^60; larger values are clamped to one whose code is the largest too.
 template <typename Output, int WARPS, int V, int size>
 __device__ __forceinline__ float row_scale(float (&y)[V][size], float bound, float* smem) {
   float largest = 0.f;

@@ -48,10 +48,11 @@ class RowShape {
     p->inner_sizes[1] = count >= 2 ? static_cast<unsigned>(sizes[0]) : 1;
   }
 
-  // Whether every row starts at a multiple of `bytes`, where a pack has 16 (in tensors of codes, the codes of a pack).
-  bool aligned(int bytes_of_16) const {
+  // Whether every row starts at a multiple of `pack_part` bytes, 8 or 16 of the 16 of a pack. The codes of a pack take
+  // fewer bytes; their rows are aligned to the same part of these.
+  bool aligned(int pack_part) const {
     for (int t = 0; t < count_; ++t) {
-      const int bytes = tensors_[t].pack_bytes * bytes_of_16 / 16;
+      const int bytes = tensors_[t].pack_bytes * pack_part / 16;
       if (reinterpret_cast<uintptr_t>(tensors_[t].rows->base) % bytes != 0) return false;
       for (int64_t stride : tensors_[t].rows->stride) {
         if (stride % bytes != 0) return false;
@@ -130,6 +131,7 @@ inline bool prepare(const RowShape& shape, const TensorView& x, const OptionalTe
                     const OptionalTensor& bias, double eps, double weight_bias, Params* p) {
   const int64_t rows = row_count(x), n = x.size(-1);
   if (rows == 0 || n == 0) return false;
+  // Indices of rows in the last block, and of elements one stride past the end, still fit into an int.
   constexpr int64_t most = std::numeric_limits<int>::max();
   if (rows > most - 8 || n > most - (1 << 16)) unsupported("more than 2^31 rows, or rows of about 2^31 elements");
   shape.fill(p);

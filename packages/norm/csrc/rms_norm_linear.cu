@@ -13,7 +13,7 @@
 
 namespace kestrel::norm {
 
-constexpr int kLinearTokens = 32;
+constexpr int kLinearTokens = 32;  // _STREAM_ROWS in rms_norm_linear.py
 
 // False if a slice of x does not fit into shared memory, or if few SMs would have a tile.
 template <typename T, int TOKEN_TILES>
@@ -25,13 +25,14 @@ bool launch_linear(LinearParams p, DLDevice device) {
   const int major = device_attribute(cudaDevAttrComputeCapabilityMajor, device.device_id);
   const bool clusters = major >= 9;
   p.tiles = (p.outputs + kLinearRows - 1) / kLinearRows;
-  // product_of_norm() is faster.
+  // Of four tiles of tokens, and of grids of one to two CTAs per SM, product_of_norm() is faster.
   if (major == 9 && (TOKEN_TILES == 4 || (p.tiles > sms && p.tiles <= 2 * sms))) return false;
   const auto bytes = [&](int slices, int buffers) {
     return Tile::shared_bytes((p.blocks + slices - 1) / slices, buffers);
   };
   const int most = clusters ? std::min(kMaxSlices, p.blocks) : 1;
-  // Two CTAs per SM, of this launch or of the next one, leave no gap between launches.
+  // Two CTAs per SM, of this launch or of the next one, leave no gap between launches. Of an SM's shared memory, each
+  // has 1 KB that the driver reserves, and 64 bytes of static variables.
   const int half = (device_attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor, device.device_id) - 2048) / 2 - 64;
   const int max_ctas = sms * 7 / 4;  // CTAs at two per SM; clusters leave some SMs free
   int slices = 1;
@@ -47,7 +48,7 @@ bool launch_linear(LinearParams p, DLDevice device) {
     // The vendor's product, or product_of_norm(), is faster.
     if (TOKEN_TILES == 4 || (TOKEN_TILES == 2 && major == 9) || (TOKEN_TILES == 2 && p.width > 4096)) return false;
     p.buffers = 2;
-    // Clusters of one CTA per SM leave SMs of a GPC free.
+    // Clusters of one CTA per SM leave SMs of a GPC free: about an eighth, if a cluster has more than two CTAs.
     groups = sms / slices - (slices > 2 && bytes(slices, 2) > half ? sms / slices / 8 : 0);
     groups = std::max(1, std::min(p.tiles, groups));
   }

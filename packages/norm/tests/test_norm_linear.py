@@ -99,22 +99,28 @@ SHAPES = st.lists(st.integers(0, 4), min_size=0, max_size=5).map(tuple)
 DTYPES = st.sampled_from([*FLOATS, torch.float64, torch.int64])
 
 
-@settings(max_examples=60, deadline=None)
-@given(SHAPES, SHAPES, SHAPES, DTYPES, DTYPES, st.floats(allow_nan=True))
+@settings(max_examples=120, deadline=None)
+@given(SHAPES, st.none() | SHAPES, st.none() | SHAPES, DTYPES, st.none() | DTYPES, st.none() | st.floats())
 def test_shapes_that_fit_give_their_product_and_others_are_named(
     shape: tuple[int, ...],
-    matrix: tuple[int, ...],
-    weight: tuple[int, ...],
+    matrix: tuple[int, ...] | None,
+    weight: tuple[int, ...] | None,
     dtype: torch.dtype,
-    weight_dtype: torch.dtype,
-    eps: float,
+    weight_dtype: torch.dtype | None,
+    eps: float | None,
 ) -> None:
+    """None is a shape, a dtype or an eps that fits."""
+    matrix, weight = (3, *shape[-1:]) if matrix is None else matrix, shape[-1:] if weight is None else weight
+    weight_dtype, eps = weight_dtype or dtype, 1e-6 if eps is None else eps
     x, m, w = torch.ones(shape, dtype=dtype), torch.ones(matrix, dtype=dtype), torch.ones(weight, dtype=weight_dtype)
+    fits = 2 <= len(shape) <= 4 and len(matrix) == 2 and matrix[1:] == shape[-1:] == weight
+    fits = fits and dtype in FLOATS and weight_dtype == dtype and eps >= 0
     refused = None
     try:
         got = kestrel_norm.rms_norm_linear(x, w, m, eps)
     except (ValueError, TypeError) as error:
         refused = str(error)
+    assert (refused is None) == fits, refused
     if refused is not None:
         assert refused.startswith("rms_norm_linear: argument '")
     else:

@@ -135,7 +135,7 @@ def test_fused_add_norms_the_rounded_sum(op: str, t: int, n: int, dtype: torch.d
 
 @pytest.mark.parametrize("op", FUSED)
 def test_every_option_of_a_fused_op_reaches_its_norm(op: str) -> None:
-    x, residual, constants = rows_of(4, 96, torch.float32), rows_of(4, 96, torch.float32, seed=9), None
+    x, residual = rows_of(4, 96, torch.float32), rows_of(4, 96, torch.float32, seed=9)
     constants, total = arguments(op, 96, torch.float32), x + residual
     options = {"eps": 0.5} if "layer" in op else {"eps": 0.5, "weight_bias": 1.0}
     getattr(kestrel_norm, op)(x, residual, *constants, **options)

@@ -9,7 +9,7 @@ from kestrel_runtime import Binary, check, empty, kernel_op
 from . import reference
 
 _kernels = Binary("kestrel_norm")
-_STREAM_ROWS = 32  # that product_of_norm takes
+_STREAM_ROWS = 32  # kLinearTokens in csrc: product_of_norm refuses more rows, and the host saves the call
 
 
 def check_rms_norm_linear(
@@ -53,12 +53,15 @@ def rms_norm_linear(
     out: the result, [..., M] of x's dtype. It shares no memory with x or the weights.
 
     Returns a new contiguous tensor [..., M] of x's dtype, or ``out``: products accumulated in float32, rounded once.
-    Few rows of bf16 or fp16, up to 16 on an H100 or H200 and up to 32 elsewhere, run in one launch that reads the
-    weight once, where N is a multiple of 8, rows are aligned to 16 bytes and x fits into a cluster's shared memory.
-    There x times norm_weight is rounded, and the row's scale multiplies the sums, in float32. Other calls, and those of
-    large weights, run the kernel of :func:`kestrel_norm.rms_norm`, then a product: up to 32 aligned rows on an H100 or
-    H200 that of a kernel which loads its weight while the norm runs, else torch.mm. A row may depend on its batch by
-    the rounding of the matrix product.
+    A row may depend on its batch by the rounding of the matrix product. There are three ways to compute it:
+
+    - One launch, for up to 16 rows on an H100 or H200 and up to 32 elsewhere: bf16 or fp16, N a multiple of 8, rows
+      aligned to 16 bytes, x in the shared memory of a cluster, no large weight. It rounds x * norm_weight, and the
+      row's rstd multiplies the sums in float32.
+    - On an H100 or H200, other calls of up to 32 aligned rows: the kernel of :func:`kestrel_norm.rms_norm`, then a
+      product that loads its weight while the norm runs.
+    - All other calls: the kernel of rms_norm, then torch.mm.
+
     Raises TypeError for a wrong dtype, ValueError for a wrong shape, stride, range or device.
     Semantics: torch.nn.functional.rms_norm, then torch.nn.functional.linear.
 
