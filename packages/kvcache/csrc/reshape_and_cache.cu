@@ -169,8 +169,8 @@ bool as_rows(const WriteParams& p, RowParams* rows) {
   return true;
 }
 
-// Calls of at least this many threads per SM fill the GPU: the next kernel cannot start early, so a prefetch is
-// useless, and stores are streamed.
+// Calls of at least this many threads per SM, of 2048 that are resident, fill the GPU: the next kernel cannot start
+// early, so a prefetch is useless, and stores are streamed.
 constexpr int64_t kLargeCall = 1792;
 
 template <typename F>

@@ -15,7 +15,7 @@ FP8 = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": 
 
 
 def layouts(blocks: int, page: int, dtype: torch.dtype) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """Caches [blocks, page, HEADS, SIZE] filled with 0x7F bytes (which no test writes), in every layout."""
+    """Caches [blocks, page, HEADS, SIZE] of poison (NaN; no test writes it), in every layout."""
 
     def memory(*shape):
         buffer, _ = canary(shape, dtype)

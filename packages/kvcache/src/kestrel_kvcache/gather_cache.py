@@ -92,9 +92,8 @@ def gather_cache(
             [10., 11.],
             [ 0.,  1.]], dtype=torch.bfloat16)
     """
-    op = "gather_cache"
+    op = "gather_cache"  # these two make the results; the entry point checks all else
     check.choice(op, "dtype", dtype, check.FLOATS)
-    check.tensor(op, "key_cache", key_cache, ndim=4)
     check.number(op, "length", length, integer=True, minimum=0)
     heads, width = key_cache.shape[2:]
     shape = length, heads, width if k_zero is None else 2 * width

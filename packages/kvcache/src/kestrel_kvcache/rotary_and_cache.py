@@ -115,9 +115,10 @@ def rotary_and_cache(
     kv_cache_dtype, k_scale, v_scale: the cache's format, see :func:`reshape_and_cache`.
     rope_dim_offset: first rotated dim of a head.
     query_norm, key_norm: *constant* [D] of query's dtype, both or none: weights of an RMSNorm of each head of query and
-        key before the rotation, rounded as kestrel_norm.rms_norm rounds it. The kernel takes heads that rotate as a
-        whole (R = D, is_neox) in aligned packs of 16 bytes; D / 2 must be 1, 2, 4, 8, 16 or 32 packs.
-    norm_eps, norm_weight_bias: of these norms: eps, and what is added to their weights.
+        key before the rotation, rounded as kestrel_norm.rms_norm rounds it. The kernel needs is_neox, R = D, heads
+        aligned to 16 bytes, and 16, 32, 64, 128, 256 or 512 bytes in D / 2 elements; other calls run the reference.
+    norm_eps: added to the mean square of these norms, >= 0.
+    norm_weight_bias: added to every weight of these norms in float32; 1.0 is Gemma's form.
 
     Returns None. The rotation runs in float32 and is rounded to the dtype of key, which is then what is quantised.
     Raises TypeError for a wrong dtype or a missing tensor, ValueError for a wrong shape, stride, range, name or device,
