@@ -22,7 +22,7 @@ inline void set_row_strides(const TensorView& t, int first, int count, int64_t (
   const auto stride_of = [&](int d) { return t.size(d) == 1 ? 0 : t.stride(d) * bytes; };
   stride[0] = count == 2 ? stride_of(first) : 0;
   stride[1] = stride_of(first + count - 1);
-  if (count == 2 && t.size(first + 1) == 1) stride[1] = stride[0];
+  if (count == 2 && t.size(first + 1) == 1) stride[1] = stride[0];  // then all rows are one stride apart
 }
 
 inline void set_heads(const TensorView& t, int row_dims, int64_t head_size, int64_t offset, Heads* heads) {
@@ -112,11 +112,12 @@ int blocks_per_sm(const LaunchShape& shape, int heads_per_thread) {
 }
 
 // The tile of a call that moves packs, and the cache hints; neither changes a result. In the order of the conditions:
-//   few packs (latency-bound)                     -> 1 head per thread, blocks of 64: many small blocks
-//   a tile whose grid fills at most half of the GPU -> the first such tile: two launches are resident together
-//   otherwise                                     -> the tile whose grid fills one wave best, above 80 %
+//   at most 200 pairs of packs per SM (latency-bound) -> 1 head per thread, blocks of 64: many small blocks
+//   a tile whose grid fills at most half of the GPU   -> the first such tile: two launches are resident together
+//   otherwise                                         -> the tile whose grid fills one wave best, above 80 %
 // Under PDL, blocks of the next launch may occupy SMs before the last blocks of this launch have started. Those last
-// blocks then share the few SMs that become free first. The second and third choice avoid that.
+// blocks then share the few SMs that become free first. The second and third choice avoid that. Rows are prefetched
+// up to 2048 pairs of packs per SM, as many as it has threads, unless a thread has four heads.
 template <typename S>
 Tile choose_tile(Params* p, DLDevice device) {
   const int slices = ceil_div(p->half, S::frequencies);

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from rotation_bounds import assert_rounded_once
 
 from kestrel_rope import build_cos_sin_cache, multimodal_rotary_embedding, reference, rotary_embedding
 from kestrel_runtime import backend
@@ -67,18 +68,6 @@ def exact(
     moved[..., first], moved[..., second] = turned.real, turned.imag
     result[inside, :, offset : offset + rotary_dim] = moved
     return result
-
-
-def assert_rounded_once(got: torch.Tensor, want: torch.Tensor, before: torch.Tensor) -> None:
-    """Half a unit in the last place, and the error of x*c - y*s in float32.
-
-    With M the largest element and u = 2^-24: two products, u M each, and their sum, 1.5 u M; at most 4 u M.
-    """
-    info = torch.finfo(got.dtype)
-    largest = before.double().abs().amax(-1, keepdim=True)
-    bound = 0.5 * info.eps * (want.abs() + info.smallest_normal) + 4 * 2**-24 * largest
-    error = (got.double() - want).abs()
-    assert bool((error <= bound).all()), f"largest excess {(error - bound).max():.3e}"
 
 
 def assert_near(got: torch.Tensor, want: torch.Tensor) -> None:

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from rotation_bounds import assert_same_rotation
 
 import kestrel_rope
 from kestrel_runtime.testing import opcheck
@@ -26,15 +27,6 @@ def of_transformers(query, positions, sections, interleaved):
     cos, sin = (recompose(SimpleNamespace(mrope_section=sections), part.clone()) for part in (cos, sin))
     heads = query.transpose(0, 1)[None]
     return apply_rotary_pos_emb(heads, heads, cos, sin)[0][0].transpose(0, 1)
-
-
-def assert_same_rotation(got, want):
-    """Two float32 rotations, each with two products and a sum that round.
-
-    With M the largest element and u = 2^-24, the products are off by u M each and their sum, at most sqrt(2) M, by
-    1.5 u M: 3.5 u M for each side.
-    """
-    torch.testing.assert_close(got, want, rtol=0, atol=7 * 2**-24 * float(want.abs().max()))
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from rotation_bounds import assert_rounded_once, assert_same_rotation
 
 import kestrel_rope
 from kestrel_runtime.testing import assert_registered, canary, opcheck
@@ -34,18 +35,6 @@ def turned_in_float64(x, positions, table, is_neox=True, offset=0, inverse=False
     return exact
 
 
-def assert_rounded_once(got, exact, before):
-    """Half a unit in the last place, and the error of x*c - y*s in float32.
-
-    With M the largest element and u = 2^-24: two products, u M each, and their sum, 1.5 u M; at most 4 u M.
-    """
-    info = torch.finfo(got.dtype)
-    largest = before.double().abs().amax(-1, keepdim=True)
-    bound = 0.5 * info.eps * (exact.abs() + info.smallest_normal) + 4 * 2**-24 * largest
-    error = (got.double() - exact).abs()
-    assert bool((error <= bound).all()), f"largest excess {(error - bound).max():.3e}"
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("is_neox", [True, False])
 @pytest.mark.parametrize(
@@ -71,15 +60,6 @@ def test_pairs_turn_by_the_angle_of_their_position(dtype, is_neox, tokens, heads
         assert_rounded_once(got, exact, old)
         assert torch.equal(got[..., :offset], old[..., :offset])
         assert torch.equal(got[..., offset + rotary_dim :], old[..., offset + rotary_dim :])
-
-
-def assert_same_rotation(got, want):
-    """Two float32 rotations, each with two products and a sum that round.
-
-    With M the largest element and u = 2^-24, the products are off by u M each and their sum, at most sqrt(2) M, by
-    1.5 u M: 3.5 u M for each side.
-    """
-    torch.testing.assert_close(got, want, rtol=0, atol=7 * 2**-24 * float(want.abs().max()))
 
 
 @pytest.mark.parametrize("tokens", [740, 4096])
