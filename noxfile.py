@@ -1,4 +1,4 @@
-"""The only task runner: `nox -l` lists the sessions, README.md names the two that a newcomer needs.
+"""The only task runner: `nox -l` lists the sessions, README.md names those that a newcomer needs.
 
 Sessions share a few environments under .nox (see ci/workspace.py), so they use the Python that nox runs with. Wheels
 are built once into dist/ and built again when their sources change; tests run against the installed wheels.

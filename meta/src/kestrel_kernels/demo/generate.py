@@ -119,7 +119,7 @@ class Chooser:
         self.sampling = sampling
         self.seeds = sampling.seed + torch.arange(batch, device=device)
         self.draw = torch.zeros(1, dtype=torch.int64, device=device)
-        self.without = torch.tensor([[0], [-1]], dtype=torch.int32, device=device)
+        self.invalid = torch.tensor([[0], [-1]], dtype=torch.int32, device=device)  # tokens and ids of an invalid row
 
     def __call__(self, logits: Tensor, out: Tensor | None = None) -> Tensor:
         ids, valid = sample_from_logits(
@@ -131,7 +131,7 @@ class Chooser:
             return_valid=True,
         )
         self.draw.add_(1)
-        return torch.where(valid, ids, self.without, out=out)
+        return torch.where(valid, ids, self.invalid, out=out)
 
 
 class Text:

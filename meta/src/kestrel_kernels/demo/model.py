@@ -69,7 +69,10 @@ class Step:
         return cls(positions, slots, numbers, lengths, table.numbers, table.block_table, (each,) * batch, table=table)
 
     def advance(self) -> None:
-        """Change a step of one new token of each sequence in place to the next one, even behind the last one."""
+        """Move a step of one new token per sequence to the next position, in place.
+
+        After the last position of the cache, slots stay those of that position, so that an unused step is harmless.
+        """
         table = self.table
         assert table is not None
         assert set(self.counts) == {1}

@@ -136,7 +136,7 @@ class KestrelAttention(AttentionBackend):
         options = {
             "softmax_scale": layer.scaling,
             "causal": True,
-            "window_size": (layer.sliding_window_size, -1),  # -1 is none here too
+            "window_size": (layer.sliding_window_size, -1),  # keys before the query, as here; -1: no window
             "softcap": layer.logit_cap or 0.0,
             "sinks": more.get("sinks"),
         }

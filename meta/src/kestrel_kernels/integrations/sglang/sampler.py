@@ -31,6 +31,7 @@ class KestrelSampler(Sampler):
             found = super().forward(logits_output, sampling_info, return_logprob, *arguments, **options)
             assert isinstance(found, Tensor)
             return found
+        # SGLang calls forward(logits_output, sampling_info, return_logprob, top_logprobs_nums, token_ids, positions).
         positions = arguments[2] if len(arguments) > 2 else options["positions"]
         logits = self._preprocess_logits(logits_output.next_token_logits, sampling_info)
         ids = self._draw(logits, sampling_info.temperatures.view(-1), sampling_info, positions)

@@ -20,9 +20,10 @@ from .prompts import DTYPES, Packing, Scores, causal_attention, dense_attention,
 
 _APPEND_QUERIES = 16
 """The most new tokens per sequence that decode kernels take; longer inputs are written, then attended to densely."""
-_ONE_SPLIT, _ONE_SPLIT_GROUP, _FEW_BLOCKS = 1024, 4, 66
-"""Up to so many keys of 128 dims are one split anyway. Kernels of more warps are measured to be faster for so many
-query heads of each KV head, and up to so many KV heads of all sequences."""
+# Decode kernels of twice the warps (num_splits=-1) are measured to be faster where all of these hold, for heads of 128:
+_ONE_SPLIT_KEYS = 1024  # at most so many keys, which are one split in any case
+_ONE_SPLIT_GROUP = 4  # so many query heads of each KV head
+_FEW_KV_HEADS = 66  # at most so many KV heads in all sequences together
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
@@ -432,9 +433,10 @@ class KestrelLayer(CacheLayerMixin):
         return out
 
     def _gains_by_warps(self, query: Tensor, key: Tensor) -> bool:
+        """Whether kernels of twice the warps are faster for query [B, 1, H, D] and key [B, 1, Hk, D]."""
         batch, kv_heads = len(query), key.shape[2]
         is_measured = query.shape[3] == 128 and query.shape[2] == _ONE_SPLIT_GROUP * kv_heads
-        return is_measured and batch * kv_heads <= _FEW_BLOCKS and self.cache.max_tokens <= _ONE_SPLIT
+        return is_measured and batch * kv_heads <= _FEW_KV_HEADS and self.cache.max_tokens <= _ONE_SPLIT_KEYS
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask | None, scores: Scores) -> Tensor:
         """Store the new keys and values [B, Hk, q, D], attend with query [B, H, q, D]; returns [B, q, H, D]."""

@@ -1,4 +1,7 @@
-"""A decode step of few tokens: the norm before a product, the gate or the residual behind it, in its launch."""
+"""Products of a decode step of few tokens that include, in one launch, the norm before them or what follows them.
+
+What follows is a gated activation or the addition to the residual stream.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from kestrel_quant import W4Weight, w4a16_token
 from . import w4
 
 TOKENS = range(4, 17)
-"""For 16-bit weights: from here on these kernels are faster than the products of other libraries, and up to here."""
+"""Sequences of a step for which these kernels, with 16-bit weights, are faster than torch's products."""
 _HALF = (torch.bfloat16, torch.float16)
 _W4_NORM_COLUMNS = 8192  # the most that w4a16_token's kernel normalises
 

@@ -55,9 +55,8 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 """Settings of transformers that have no counterpart here, with the values at which they do nothing."""
 
-
 _TOP_K = 50
-"""transformers draws from so many tokens where nobody says how many."""
+"""transformers' own default of top_k."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,7 +133,7 @@ class Decoding:
         self._cache = weakref.ref(cache)  # which holds this object
         self.device = device = model.device
         self.pad = torch.tensor(pad, dtype=torch.int32, device=device)
-        self.without = torch.tensor([[0], [-1]], dtype=torch.int32, device=device)
+        self.invalid = torch.tensor([[0], [-1]], dtype=torch.int32, device=device)  # tokens and ids of logits with NaN
         self.tables: dict[Any, tuple[Tensor, Tensor]] = {}
         self.counters = torch.zeros(2 * batch + 1, dtype=torch.int64, device=device)  # all in one launch
         self.positions, self.slots, draw = self.counters[:batch, None], self.counters[batch:-1], self.counters[-1:]
@@ -181,7 +180,7 @@ class Decoding:
             chosen, valid = torch.where(self.done, self.pad, chosen), valid | self.done
             if self.eos.numel():
                 self.done |= chosen == self.eos if self.eos.numel() == 1 else torch.isin(chosen, self.eos)
-        torch.where(valid, chosen, self.without, out=self.chosen)
+        torch.where(valid, chosen, self.invalid, out=self.chosen)
         self.cache.settle()
         self.counters.add_(1)
 

@@ -19,7 +19,7 @@ class Mask:
     """
 
     ndim = 4
-    """`generate` makes the masks of a static cache ahead, and treats them as dense ones: see `contiguous` too."""
+    """As of a dense mask: transformers' `generate` reads it, and calls `contiguous`, for masks that it makes ahead."""
 
     def __init__(self, rows: Tensor | None, arguments: dict[str, Any]) -> None:
         self.rows = rows

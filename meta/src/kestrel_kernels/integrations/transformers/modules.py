@@ -350,6 +350,7 @@ class Attention(Changed):
         size = query.shape[-1]
         weights = first.module.weight, second.module.weight
         lanes = size * query.element_size() // 32  # of a head, each with two packs of 16 bytes
+        # What rotary_and_cache has a kernel for; see its docstring.
         whole = table.shape[-1] == size and lanes in (1, 2, 4, 8, 16, 32)
         if not (like and whole and all(w.shape == (size,) and w.dtype == query.dtype for w in weights)):
             return None

@@ -78,7 +78,7 @@ def serves(query: Tensor, *keys: Tensor) -> bool:
         return False
     if not query.is_cuda:
         return True
-    unit = 8 if all(x.dtype == query.dtype for x in keys) else 16
+    unit = 8 if all(x.dtype == query.dtype for x in keys) else 16  # dimensions: 16 bytes, of FP8 keys too
     is_half = query.dtype in (torch.bfloat16, torch.float16)
     return is_half and query.shape[-1] % unit == 0 and query.shape[-1] <= _MAX_HEAD_DIM
 
