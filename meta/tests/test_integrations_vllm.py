@@ -213,6 +213,25 @@ def test_the_sections_of_int4_pages_cover_every_byte_once(name):
     assert memory.eq(1).all()
 
 
+@pytest.mark.parametrize("order", [(0, 1, 2, 3, 4), (1, 0, 3, 2, 4)], ids=["LBHNC", "BLNHC"])
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_sections_cover_every_byte_once_without_vllm(kind, order):
+    from kestrel_kernels.integrations.vllm import int4, pages
+
+    sections = {"int8": pages.int8_sections, "int4": int4.sections}[kind]
+    sizes = {"int8": {}, "int4": {"page": 64, "width": int4.bytes_of_a_cell(64)}}[kind]
+    memory, layers = page_views(order, **sizes)
+    for view in layers:
+        keys, values, scales = sections(view, 64)
+        for x in (keys, values, *scales.values()):
+            assert x.data_ptr() % 16 == x.stride(0) * x.element_size() % 16 == 0
+            bytes_of = x.view(torch.int8)
+            bytes_of += 1
+    assert memory.eq(1).all()
+    with pytest.raises(ValueError, match=r"KESTREL: kv_cache: expected pages \[2, \d+, \d+\] of one run of bytes"):
+        sections(page_views((1, 2, 0, 3, 4), **sizes)[1][0], 64)
+
+
 def page_views(order, blocks=3, layers=2, heads=2, page=16, width=2 * 64 + 8):
     """vLLM's views [B, H, N, C] of INT8 pages, one for each layer, in memory of this order of [L, B, H, N, C]."""
     shape = (layers, blocks, heads, page, width)

@@ -28,6 +28,7 @@ from kestrel_kvcache import gather_cache, int4_cache_write, int8_cache_write, re
 
 from . import BACKEND, int4
 from .int4 import INT4
+from .pages import int8_sections
 
 _FP8 = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 INT8 = "int8_per_token_head"
@@ -358,33 +359,6 @@ class Impl(AttentionImpl[Metadata]):
         assert batch.starts is not None
         bounds = batch.max_queries, batch.max_keys
         flash_attn_varlen_func(query, k, v, batch.starts, batch.key_starts, *bounds, out=output, **self.scores)
-
-
-def int8_sections(kv_cache: Tensor, size: int) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Keys and values int8 [blocks, P, Hk, D] and their float32 scales [blocks, P, Hk].
-
-    kv_cache: vLLM's pages [blocks, Hk, P, 2 D + 8]. The bytes of a page, one run, are cut into four sections: codes of
-    keys, codes of values, scales of keys, scales of values. Each starts at a multiple of 16 bytes, as P is one.
-    """
-    blocks, heads, page, width = kv_cache.shape
-    cells = heads * page
-    if width * kv_cache.element_size() != 2 * size + 8 or kv_cache[0].numel() != _run(kv_cache[0]):
-        raise ValueError(
-            f"{BACKEND}: kv_cache: expected pages [{heads}, {page}, {2 * size + 8}] of one run of bytes, "
-            f"got {tuple(kv_cache.shape)} with strides {kv_cache.stride()}"
-        )
-    step, start = kv_cache.stride(0), kv_cache.storage_offset()
-    places = range(start, start + 2 * cells * size, cells * size)
-    strides = (step, heads * size, size, 1)
-    keys, values = (kv_cache.as_strided((blocks, page, heads, size), strides, place) for place in places)
-    floats = kv_cache.as_strided((blocks, 8 * cells), (step, 1), start + 2 * cells * size).view(torch.float32)
-    k_scale, v_scale = floats.view(blocks, 2, page, heads).unbind(1)
-    return keys, values, {"k_scale": k_scale, "v_scale": v_scale}
-
-
-def _run(page: Tensor) -> int:
-    """How many elements lie between the first and the last of a page, both included."""
-    return 1 + sum((length - 1) * stride for length, stride in zip(page.shape, page.stride(), strict=True))
 
 
 def _rounded(length: int, unit: int) -> int:

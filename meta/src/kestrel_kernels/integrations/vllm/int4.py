@@ -10,44 +10,30 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .pages import cut
+
 INT4 = "int4_per_token_head"
 PAGE = 64
 HEADS = (64, 128, 256)
 
 
 def bytes_of_a_cell(size: int) -> int:
-    """Of a token and KV head of this size: two codes for each two channels, scale and zero of the value, and of each
-    channel of the key's page."""
+    """Bytes of a token and KV head of D = size dims: its codes, and its share of the scales and zeros.
+
+    D / 2 bytes of codes each for key and value, 4 bytes of scale and zero for the value. Those of the key's page are 4
+    bytes for each of D channels, shared by 64 tokens.
+    """
     return size + 4 + 4 * size // PAGE
 
 
 def sections(kv_cache: Tensor, size: int) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Codes of keys and values uint8 [blocks, 64, Hk, D / 2], and their scales and zeros in float16.
 
-    kv_cache: vLLM's pages [blocks, Hk, 64, bytes_of_a_cell]. The bytes of a page, one run, are cut into six sections:
-    codes of keys, codes of values, scales and zeros [Hk, D] of keys, scales and zeros [64, Hk] of values. Each starts
-    at a multiple of 16 bytes.
+    kv_cache: vLLM's pages [blocks, Hk, 64, bytes_of_a_cell]. A page has six sections: codes of keys, codes of values,
+    scales and zeros [Hk, D] of keys, scales and zeros [64, Hk] of values. Each starts at a multiple of 16 bytes.
     """
-    blocks, heads, page, width = kv_cache.shape
-    run = 1 + sum(
-        (length - 1) * stride for length, stride in zip(kv_cache.shape[1:], kv_cache.stride()[1:], strict=True)
-    )
-    if kv_cache.element_size() != 1 or (page, width) != (PAGE, bytes_of_a_cell(size)) or kv_cache[0].numel() != run:
-        raise ValueError(
-            f"kv_cache: expected pages [{heads}, {PAGE}, {bytes_of_a_cell(size)}] of one run of bytes, "
-            f"got {tuple(kv_cache.shape)} with strides {kv_cache.stride()}"
-        )
-    start = kv_cache.storage_offset()
-
-    def take(dtype: torch.dtype, *shape: int) -> Tensor:
-        nonlocal start
-        size = int(np.prod(shape)) * dtype.itemsize
-        found: Tensor = (
-            kv_cache.as_strided((blocks, size), (kv_cache.stride(0), 1), start).view(dtype).unflatten(1, shape)
-        )
-        start += size
-        return found
-
+    heads, page = kv_cache.shape[1], PAGE
+    take = cut(kv_cache, page, bytes_of_a_cell(size))
     keys, values = (take(torch.uint8, page, heads, size // 2) for _ in range(2))
     k_scale, k_zero = (take(torch.float16, heads, size) for _ in range(2))
     v_scale, v_zero = (take(torch.float16, page, heads) for _ in range(2))
