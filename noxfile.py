@@ -44,6 +44,7 @@ nox.needs_version = ">=2025.2.9"
 nox.options.sessions = ["demo"]
 nox.options.default_venv_backend = "none"
 
+RUN_ON = ["90a"]  # what is built where no GPU says otherwise: the only kernels that have been run
 SOURCE_TREE = {"PYTHONPATH": os.pathsep.join(str(package.path / "src") for package in PACKAGES.values())}
 
 EACH_FAMILY = [nox.param(family.name, tags=[family.name]) for family in FAMILIES]
@@ -89,13 +90,13 @@ def empty_folder() -> Path:
 
 
 def workers() -> list[str]:
-    """Options of pytest: CPU tests on every processor; a GPU runs its tests in one process."""
+    """Options of pytest: CPU tests on up to 8 processors; a GPU runs its tests in one process."""
     return [] if gpu_is_present() else ["-n", str(min(CORES, 8)), "--dist", "worksteal", "-m", "not gpu"]
 
 
 def run_tests(session: nox.Session, names: Sequence[str]) -> None:
     """The tests and the documentation's examples of these packages, against their installed wheels."""
-    archs = archs_asked(session, archs_of_this_machine(default=["90a"]))
+    archs = archs_asked(session, archs_of_this_machine(default=RUN_ON))
     environment = installed(session, names, archs, *MATRIX["test_tools"])
     packages = [PACKAGES[name] for name in names]
     modules = [package.module for package in packages]
@@ -121,7 +122,7 @@ def tests(session: nox.Session) -> None:
 @nox.session
 def oldest_runtimes(session: nox.Session) -> None:
     """The binaries load, and their checks of arguments work, with the oldest libraries that engines bring."""
-    archs = archs_asked(session, archs_of_this_machine(default=["90a"]))
+    archs = archs_asked(session, archs_of_this_machine(default=RUN_ON))
     environment = installed(session, list(PACKAGES), archs, *MATRIX["test_tools"])
     # Only these files are collected: collecting all takes longer than the tests.
     files = [path for package in FAMILIES for path in sorted((package.path / "tests").glob("test_*.py"))]
@@ -145,7 +146,7 @@ def tests_of_one(package: str) -> None:
 
     run.__doc__ = f"The tests of {package}."
     nox.session(name=f"tests-{package}", default=False, tags=[package])(run)
-    nox.session(name=f"tests(package='{package}')", default=False)(run)
+    nox.session(name=f"tests(package='{package}')", default=False)(run)  # as nox names a parametrised session
 
 
 for each in PACKAGES:
@@ -164,7 +165,7 @@ def build(session: nox.Session, package: str, arch: str) -> None:
 @nox.session
 def develop(session: nox.Session) -> None:
     """Compile the binaries of the families named into their source folders, and only what changed: `-- norm`."""
-    archs = archs_asked(session, archs_of_this_machine(default=["90a"]))
+    archs = archs_asked(session, archs_of_this_machine(default=RUN_ON))
     for package in [PACKAGES[name] for name in session.posargs]:
         environment = build_environment(session, [package])
         built = CACHE / "develop" / package.name
@@ -250,7 +251,7 @@ def versions(session: nox.Session) -> None:
 def gpu_bundle(session: nox.Session) -> None:
     """Everything an offline GPU machine needs, in dist/gpu. Arguments name packages; KESTREL_ARCHS, architectures."""
     packages = closure(*(PACKAGES[name] for name in session.posargs or PACKAGES))
-    built = build_wheels(session, packages, archs_asked(session, ["90a"]))
+    built = build_wheels(session, packages, archs_asked(session, RUN_ON))
     collect = ROOT / "tools" / "gpu_bundle" / "collect.py"
     Environment(session, "build").run("python", collect, *(each.path for each in built))
 
@@ -258,7 +259,7 @@ def gpu_bundle(session: nox.Session) -> None:
 @nox.session
 def bench(session: nox.Session) -> None:
     """Times ops on the GPU present into packages/*/results. Arguments: families or ops, options of the harness."""
-    environment = installed(session, ["meta"], archs_asked(session, archs_of_this_machine(default=["90a"])))
+    environment = installed(session, ["meta"], archs_asked(session, archs_of_this_machine(default=RUN_ON)))
     environment.run("python", "-m", "kestrel_runtime.bench", *session.posargs, "--checkout", ROOT, "--record")
 
 
@@ -292,7 +293,7 @@ def sanitize(session: nox.Session) -> None:
     sanitizer = shutil.which("compute-sanitizer")
     if sanitizer is None:
         session.error("compute-sanitizer was not found: it comes with NVIDIA's CUDA toolkit and needs a GPU")
-    archs = archs_asked(session, archs_of_this_machine(default=["90a"]))
+    archs = archs_asked(session, archs_of_this_machine(default=RUN_ON))
     environment = installed(session, list(PACKAGES), archs, *MATRIX["test_tools"])
     tests_of_all = [str(package.path / "tests") for package in PACKAGES.values()]
     environment.run(

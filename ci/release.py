@@ -55,7 +55,7 @@ def tag(tools: Environment, wheels: Sequence[Wheel]) -> list[Path]:
             shutil.copy(wheel.path, RELEASE)
             return
         tools.run(
-            *("auditwheel", "repair", "--plat", "manylinux_2_34_x86_64", "--only-plat", *excluded),
+            *("auditwheel", "repair", "--plat", MATRIX["platform"], "--only-plat", *excluded),
             *("--wheel-dir", RELEASE, wheel.path),
             env=BUILD_ENVIRONMENT,
             silent=True,

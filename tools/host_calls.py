@@ -1,7 +1,7 @@
 """Host time of eager calls beside ``x.add_(1)``, on a GPU: ``python tools/host_calls.py [file.json]``.
 
-The families must be installed. Every call runs 200 times in a turn, all calls in turn in one process; the figure is the
-median of 15 turns. The targets of these calls are for a host where ``x.add_(1)`` takes 7.7 us.
+The families must be installed. All calls are timed in turn in one process, as kestrel_runtime.bench times the host. The
+targets of these calls are for a host where ``x.add_(1)`` takes 7.7 us: figures are printed scaled to it, too.
 """
 
 from __future__ import annotations
@@ -122,8 +122,8 @@ def main() -> None:
             "gpu": torch.cuda.get_device_name(),
             "torch": torch.__version__,
             "python": platform.python_version(),
-            "what": "tools/host_calls.py: host microseconds of an eager call without a graph, medians of 15 turns of "
-            "200 calls, all calls in turn in one process",
+            "what": "tools/host_calls.py: host microseconds of an eager call without a graph, medians of "
+            f"{timer.HOST_TURNS} turns of {timer.HOST_CALLS} calls, all calls in turn in one process",
             "us": {name: round(f.us, 2) for name, f in figures.items()},
             "p20_p80": {name: [round(f.p20, 2), round(f.p80, 2)] for name, f in figures.items()},
         }

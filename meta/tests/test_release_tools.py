@@ -263,6 +263,14 @@ def test_a_bad_file_is_named(wheels, tmp_path, files, problem):
     assert problems(wheels, wheel(tmp_path, **files), "/elsewhere", "/build") == [problem]
 
 
+def test_both_kinds_of_kernels_are_built_for_all_architectures(wheels, monkeypatch):
+    monkeypatch.syspath_prepend(str(TOOLS))
+    from cute_build import driver
+
+    assert list(driver.ARCHS) == wheels.ALL_ARCHS
+    assert f"set(KESTREL_ALL_ARCHS {' '.join(wheels.ALL_ARCHS)})" in (TOOLS / "cmake/KestrelFamily.cmake").read_text()
+
+
 def test_a_wrong_tag_is_named(wheels, binary_tag, tmp_path):
     assert problems(wheels, wheel(tmp_path, binary_tag)) == ["holds no binary, but has not the tag py3-none-any"]
     found = problems(wheels, wheel(tmp_path, "py3-none-linux_x86_64", wheels.ALL_ARCHS))

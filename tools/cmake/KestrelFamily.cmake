@@ -24,7 +24,7 @@
 
 include_guard(GLOBAL)
 
-set(KESTREL_ALL_ARCHS 80 86 89 90a 100f 120f)
+set(KESTREL_ALL_ARCHS 80 86 89 90a 100f 120f) # those of ci/matrix.json, which no sdist holds
 get_filename_component(KESTREL_TOOLS_DIR "${CMAKE_CURRENT_LIST_DIR}/.." REALPATH)
 
 # The architectures of this build: KESTREL_ARCHS from the environment, or all.
@@ -54,7 +54,7 @@ print(next((r.resolve() for r in roots if (r / "bin" / "nvcc").exists()), ""), e
     OUTPUT_VARIABLE root COMMAND_ERROR_IS_FATAL ANY)
   if(root STREQUAL "")
     message(FATAL_ERROR "nvcc was not found beside ${Python_EXECUTABLE}: install "
-                        "cuda-toolkit[nvcc,nvvm,crt,cudart,cccl]==13.0.2 (a build requirement of this package)")
+                        "the cuda-toolkit of this package's build requirements (pyproject.toml)")
   endif()
   set(${result} "${root}" PARENT_SCOPE)
 endfunction()

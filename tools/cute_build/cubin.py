@@ -10,8 +10,8 @@ import struct
 from dataclasses import dataclass
 
 _SIZED = 4
-_REGISTERS = 0x2F
-_FRAME = 0x11
+_REGISTERS = 0x2F  # EIATTR_REGCOUNT
+_FRAME = 0x11  # EIATTR_FRAME_SIZE
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,7 @@ def usage(cubin: bytes) -> Usage:
 
 
 def _sections(elf: bytes, name: bytes) -> list[bytes]:
+    """The contents of the sections of this name, by the section headers of ELF64."""
     if elf[:4] != b"\x7fELF" or elf[4] != 2:
         raise ValueError("not a 64-bit ELF file")
     (table,) = struct.unpack_from("<Q", elf, 0x28)

@@ -16,7 +16,7 @@ from typing import Any
 
 from . import worker
 
-ARCHS = ("80", "86", "89", "90a", "100f", "120f")
+ARCHS = ("80", "86", "89", "90a", "100f", "120f")  # those of ci/matrix.json, which no sdist holds
 RUNTIME = "libcute_dsl_runtime.so"
 MAX_PROCESSES = 16  # each imports the DSL: 0.5 s of CPU time, 0.5 GB of memory
 

@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 BUNDLE = ROOT / "dist" / "gpu"
 DOWNLOADS = ROOT / ".nox" / "downloads"
 CONSTRAINTS = ROOT / "ci" / "constraints.txt"
-LIMIT = 40 * 2**20
+LIMIT = 40 * 2**20  # bytes of the bundle
 
 RUNTIME_WHEEL = "nvidia-cutlass-dsl-libs-cu13"
 RUNTIME_LIBRARY = "nvidia_cutlass_dsl/cu13/lib/libcute_dsl_runtime.so"

@@ -24,8 +24,8 @@ import library
 import machine_code
 
 HERE = Path(__file__).resolve().parent
-ALL_ARCHS = json.loads((HERE.parent.parent / "ci" / "matrix.json").read_text())["archs"]
-PLATFORM = "manylinux_2_34_x86_64"
+MATRIX = json.loads((HERE.parent.parent / "ci" / "matrix.json").read_text())
+ALL_ARCHS, PLATFORM = MATRIX["archs"], MATRIX["platform"]
 SHOWN = 20  # at most so many problems per wheel
 ALL_TOGETHER = 12 * 10**6  # bytes of all wheels, without the model of the demo
 TEMPORARY = (b"tmpxft_", b"_GLOBAL__N_")  # nvcc's files and anonymous namespaces: each build names them otherwise
@@ -33,6 +33,7 @@ MODEL = "kestrel_kernels/demo/tiny.pt"
 
 
 def find_cuobjdump() -> Path:
+    """Of the package nvidia-cuda-cuobjdump; nvdisasm, which it calls, lies beside it."""
     spec = importlib.util.find_spec("nvidia")
     roots = spec.submodule_search_locations if spec and spec.submodule_search_locations else []
     for root in roots:
@@ -89,6 +90,7 @@ def wide_load_problems(package: str, kernels: Sequence[machine_code.Kernel]) -> 
 
 
 def check(wheel: Path, build_paths: Sequence[str], cuobjdump: Path) -> tuple[list[str], str]:
+    """The problems of a wheel, and one line on what it holds. build_paths: what no file in it may contain."""
     package = wheel.name.split("-")[0]
     found = []
     holds = "Python only"

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from elftools.elf.elffile import ELFFile
 
+# Of glibc and GCC, which every Linux machine has, and of the packages that kestrel_runtime opens first.
 ALLOWED = frozenset(
     {
         "libtvm_ffi.so",

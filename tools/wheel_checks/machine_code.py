@@ -19,9 +19,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-MAGIC = b"\x7fELF\x02\x01"
-MACHINE_CUDA = 190
-WIDE_LOAD = re.compile(r"\b(?:LDG|LDGSTS|UBLKCP)\S*\.(?:128|256)\b|\bUBLKCP\b|\bUTMALDG\b")
+MAGIC = b"\x7fELF\x02\x01"  # of 64 bits, little-endian
+MACHINE_CUDA = 190  # e_machine. The offsets below are those of the ELF64 header and of its section headers.
+WIDE_LOAD = re.compile(r"\bLDG(?:STS)?\S*\.(?:128|256)\b|\bUBLKCP\b|\bUTMALDG\b")
 
 
 @dataclass(frozen=True)
@@ -83,6 +83,7 @@ def embedded_cubins(data: bytes, outside: range = range(0)) -> Iterator[bytes]:
 
 
 def _arch_of(cubin: bytes) -> str:
+    """The second byte of e_flags."""
     (flags,) = struct.unpack_from("<I", cubin, 48)
     return str(flags >> 8 & 0xFF)
 
@@ -138,7 +139,7 @@ def _wide_loads(file: Path, cuobjdump: Path) -> Counter[tuple[str, str]]:
     count: Counter[tuple[str, str]] = Counter()
     arch = name = ""
     for line in _run(cuobjdump, "--dump-sass", file):
-        if "LDG" in line or "UBLKCP" in line:  # a cheap test first: the output has millions of lines
+        if "LDG" in line or "UBLKCP" in line:  # a cheap test first (UTMALDG too): the output has millions of lines
             if WIDE_LOAD.search(line):
                 count[arch, name] += 1
         elif "Function : " in line:
