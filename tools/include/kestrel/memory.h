@@ -17,6 +17,7 @@ struct StrideTerm {
 };
 
 constexpr int kMaxStrideTerms = 32;
+constexpr int kMaxCandidates = 10000;  // of has_solution(): bounds the host time, as in kestrel_runtime.check
 
 // Whether low <= sum(step * x) <= high for some x. Steps are positive, in descending order. Strides of tensors usually
 // nest, which leaves one or two candidates per term. When `budget` candidates have been tried, the answer is false.
@@ -70,7 +71,7 @@ inline bool shares_memory_within(const TensorView& t) {
       terms[j - i] = {dims[j].step, 2 * dims[j].count - 1};
       target += dims[j].step * (dims[j].count - 1);
     }
-    int budget = 10000;
+    int budget = kMaxCandidates;
     if (has_solution(terms, count - i, target, target, &budget)) return true;
   }
   return false;
@@ -113,7 +114,7 @@ inline bool share_memory(const TensorView& a, const TensorView& b) {
   // sum(step * x) + base runs over all differences of an address in a and an address in b.
   const int64_t a_width = a.dtype().bits * a.dtype().lanes / 8, b_width = b.dtype().bits * b.dtype().lanes / 8;
   const int64_t base = a_first - (b_end - b_width);
-  int budget = 10000;
+  int budget = kMaxCandidates;
   return has_solution(terms, count, 1 - a_width - base, b_width - 1 - base, &budget);
 }
 

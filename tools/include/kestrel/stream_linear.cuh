@@ -145,8 +145,9 @@ __global__ void __launch_bounds__(StreamTile<TOKENS>::threads, 2)
   pdl_wait();
   pdl_trigger();
 
-  // -- sums go to the CTAs that own their outputs, in the memory of the stages: [output][token], [split][output][token]
-  // --
+  // -- sums go to the CTAs that own their outputs --
+  //
+  // In the memory of the stages: those to send as [output][token], those received as [split][output][token].
 
   const uint32_t sums = ring, others = ring + Tile::groups * Tile::group_bytes;
   if (p.splits > 1) {

@@ -209,18 +209,23 @@ def span(x: torch.Tensor) -> int:
     return reach * x.element_size()
 
 
-def _has_solution(terms: list[tuple[int, int]], low: int, high: int, steps: int = 10_000) -> bool:
+_MOST_CANDIDATES = 10_000  # that _has_solution tries: a bound of the host time, as in kestrel/memory.h
+
+
+def _has_solution(terms: list[tuple[int, int]], low: int, high: int) -> bool:
     """Whether low <= sum(c * x) <= high for some 0 <= x < n; terms are (c, n) with c > 0, the largest c first.
 
-    Strides of tensors usually nest, which leaves one or two candidates per term. After ``steps`` the answer is False.
+    Strides of tensors usually nest, which leaves one or two candidates per term. After _MOST_CANDIDATES the answer is
+    False.
     """
     reach = [0]
     for c, n in reversed(terms):
         reach.append(reach[-1] + c * (n - 1))
     reach.reverse()
     stack = [(0, low, high)]
-    while stack and steps > 0:
-        steps -= 1
+    left = _MOST_CANDIDATES
+    while stack and left > 0:
+        left -= 1
         i, low, high = stack.pop()
         if high < 0 or low > reach[i]:
             continue
@@ -229,7 +234,7 @@ def _has_solution(terms: list[tuple[int, int]], low: int, high: int, steps: int 
         c, n = terms[i]
         start = max(0, -((reach[i + 1] - low) // c))
         stop = min(n - 1, high // c)
-        stack.extend((i + 1, low - c * x, high - c * x) for x in range(start, min(stop + 1, start + steps)))
+        stack.extend((i + 1, low - c * x, high - c * x) for x in range(start, min(stop + 1, start + left)))
     return False
 
 
