@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from norm_rows import rows_of
 
 import kestrel_norm
 from kestrel_runtime.testing import assert_same_bits
@@ -21,11 +22,6 @@ BF16 = torch.bfloat16
 U = 2.0**-24
 OPS = ("rms_norm_fp8", "fused_add_rms_norm_fp8")
 every_dtype = pytest.mark.parametrize("dtype", FLOATS, ids=str)
-
-
-def rows_of(t: int, n: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed + 1000 * t + n)
-    return (torch.randn(t, n, generator=generator) * 3 + 1).to(dtype)
 
 
 def exact_rms(

@@ -8,16 +8,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from norm_rows import rows_of
 
 import kestrel_norm
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 BF16 = torch.bfloat16
-
-
-def rows_of(t: int, n: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed + 1000 * t + n)
-    return (torch.randn(t, n, generator=generator) * 3 + 1).to(dtype)
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from norm_rows import rows_of
 
 import kestrel_norm
 from kestrel_runtime.testing import assert_same_bits
@@ -30,11 +31,6 @@ EPS = {"layer_norm": 1e-5, "rms_norm": 1e-6}
 NORMS = tuple(EPS)
 FUSED = ("fused_add_layer_norm", "fused_add_rms_norm")
 every_dtype = pytest.mark.parametrize("dtype", FLOATS, ids=str)
-
-
-def rows_of(t: int, n: int, dtype: torch.dtype, seed: int = 0, mean: float = 1.0) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed + 1000 * t + n)
-    return (torch.randn(t, n, generator=generator) * 3 + mean).to(dtype)
 
 
 def vector_of(n: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
