@@ -17,6 +17,7 @@ from kestrel_runtime.testing import pytest_collection_modifyitems, pytest_config
 
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
 CPU = torch.device("cpu")
+sys.path.append(str(Path(__file__).parent))  # logit_bounds, which tests import by name
 
 
 def _tool(name: str) -> ModuleType:

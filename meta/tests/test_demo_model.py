@@ -7,6 +7,7 @@ import math
 
 import pytest
 import torch
+from logit_bounds import ROUNDING_OF_TINY
 from torch.nn import functional as F
 
 CPU = torch.device("cpu")
@@ -104,7 +105,7 @@ def test_what_unused_pages_hold_changes_no_bit(decoder, prefill, held_out):
 def test_prefill_in_chunks_and_decoding_equal_one_prefill(chunk, length, decoder, prefill, held_out):
     tokens = held_out[:length].tolist()
     whole = prefill(decoder(), [tokens])
-    torch.testing.assert_close(prefill(decoder(), [tokens], chunk=chunk), whole, rtol=0, atol=1e-4)
+    torch.testing.assert_close(prefill(decoder(), [tokens], chunk=chunk), whole, **ROUNDING_OF_TINY)
 
 
 def test_a_batch_of_ragged_sequences_equals_each_alone(decoder, prefill, held_out):
@@ -113,7 +114,7 @@ def test_a_batch_of_ragged_sequences_equals_each_alone(decoder, prefill, held_ou
     together = prefill(model, sequences).split([len(sequence) for sequence in sequences])
     assert model.cache.free == 1024
     for sequence, logits in zip(sequences, together, strict=True):
-        torch.testing.assert_close(logits, prefill(model, [sequence]), rtol=0, atol=1e-4)
+        torch.testing.assert_close(logits, prefill(model, [sequence]), **ROUNDING_OF_TINY)
 
 
 @pytest.mark.parametrize("kv_cache", ["int8", "int4"])
@@ -162,7 +163,7 @@ def test_fewer_kv_heads_and_head_widths_that_are_not_the_models(plain_model):
     table = model.cache.reserve([50])
     with torch.no_grad():
         ours = model(tokens, Step.prefill(table, [50]))
-        torch.testing.assert_close(ours, plain(tokens[None])[0], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(ours, plain(tokens[None])[0], **ROUNDING_OF_TINY)
 
 
 def test_linear_layers_in_4_bits_cost_little_perplexity(decoder, demo_bits, bf16_bits):

@@ -7,6 +7,7 @@ import warnings
 
 import pytest
 import torch
+from logit_bounds import ROUNDING
 
 from kestrel_kernels.integrations import transformers as integration
 from kestrel_kernels.integrations.transformers import patch
@@ -16,8 +17,6 @@ MASK = torch.ones_like(IDS)
 MASK[1, :4] = 0
 FAMILIES = ["llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "mixtral", "gemma2", "gemma3_text", "phi", "phi3"]
 LEFT = {"phi": {"2 PhiMLP (without a gate)", "7 LayerNorm (torch's own)"}}
-ROUNDING = {"rtol": 0, "atol": 3e-5}
-"""float32 logits of order 1 after two layers: some hundred roundings of 2^-24, with room."""
 
 
 def logits(model, mask=MASK):

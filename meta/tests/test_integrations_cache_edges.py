@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from logit_bounds import ROUNDING
 
 from kestrel_kernels.integrations import transformers as integration
 from kestrel_kernels.integrations.transformers import KestrelCache
-
-ROUNDING = {"rtol": 0, "atol": 3e-5}
 
 
 @pytest.fixture

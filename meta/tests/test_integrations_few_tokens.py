@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from logit_bounds import ROUNDING
 
 from kestrel_kernels.integrations import transformers as integration
 from kestrel_kernels.integrations.transformers import KestrelCache, few_tokens, generate, modules
@@ -23,7 +24,6 @@ SEVEN = ATTENTION | {
     "kestrel_moe.fused_linear_residual": 2,
 }
 SIX = ATTENTION | {"kestrel_quant.w4a16_token": 4}
-ROUNDING = {"rtol": 0, "atol": 5e-5}
 
 
 def as_on_a_gpu(x):

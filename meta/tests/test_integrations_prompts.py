@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from logit_bounds import ROUNDING
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kestrel_kernels.integrations import transformers as integration
@@ -11,7 +12,6 @@ from kestrel_kernels.integrations.transformers import KestrelCache, cache, masks
 from kestrel_runtime import trace
 
 DENSE, PACKED, CACHED = (f"kestrel_attention.flash_attn_{name}" for name in ("func", "varlen_func", "with_kvcache"))
-ROUNDING = {"rtol": 0, "atol": 3e-5}
 PADDING = {
     "none": (slice(0), slice(0)),
     "left": (slice(0, 4), slice(0, 11)),

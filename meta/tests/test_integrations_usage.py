@@ -7,6 +7,7 @@ import pickle
 
 import pytest
 import torch
+from logit_bounds import ROUNDING
 from torch import nn
 from transformers import AttentionInterface, CompileConfig, LlamaForCausalLM, StaticCache
 
@@ -17,8 +18,6 @@ IDS = torch.tensor([[5, 9, 33, 2, 17, 40, 8, 1], [3, 3, 60, 21, 4, 11, 50, 6]])
 MASK = torch.ones_like(IDS)
 MASK[1, :3] = 0
 GREEDY = {"do_sample": False, "max_new_tokens": 6}
-ROUNDING = {"rtol": 0, "atol": 3e-5}
-"""float32 logits of order 1 after two layers: some hundred roundings of 2^-24, with room."""
 
 
 @torch.no_grad()
@@ -124,7 +123,7 @@ def test_4_bit_scales_that_are_loaded_later_are_heeded(tiny_transformer):
     model.load_state_dict(other.state_dict())
     found = logits(model)
     assert model.model.layers[0].mlp.forward.gate_up.weight.scales.data_ptr() == held  # as a CUDA graph knows it
-    torch.testing.assert_close(found, logits(other), rtol=0, atol=1e-4)
+    torch.testing.assert_close(found, logits(other), **ROUNDING)
 
 
 # -- apply and restore ---------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import json
 
 import pytest
 import torch
+from logit_bounds import ROUNDING
 
 from kestrel_kernels.integrations import transformers as integration
 from kestrel_kernels.integrations.transformers import W4Config, generate, load_w4, quantize, w4
@@ -15,7 +16,6 @@ from kestrel_quant import pack_w4
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
 GROUP = 32
 FAMILIES = ["llama", "qwen2", "qwen3", "mistral", "gemma2", "phi3"]
-ROUNDING = {"rtol": 0, "atol": 3e-5}
 IDS = torch.randint(1, 64, (2, 9), generator=torch.Generator().manual_seed(0))
 
 
@@ -122,9 +122,9 @@ def test_a_4_bit_checkpoint_gives_the_logits_of_its_values(make, w4_checkpoint, 
     model = make(family)
     w4_checkpoint(model, tmp_path, method, **options)
     loaded = load_w4(tmp_path, dtype=torch.float32, attn_implementation="eager")
-    torch.testing.assert_close(logits(loaded), logits(model), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(logits(loaded), logits(model), **ROUNDING)
     assert integration.apply(loaded).left == []
-    torch.testing.assert_close(logits(loaded), logits(model), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(logits(loaded), logits(model), **ROUNDING)
     names = {name.rsplit(".", 1)[1] for name in loaded.state_dict()}
     assert not names & {"qweight", "qzeros", "g_idx"}
 
