@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -64,8 +65,6 @@ for name, arguments in json.loads(sys.argv[1]).items():
             answers[name] = [error.code, heavy, "Traceback" in said.getvalue() or not said.getvalue()]
 print(json.dumps(answers))
 """
-    import json
-
     done = python(program, json.dumps(REFUSED), capture_output=True)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == {name: [2, [], False] for name in REFUSED}

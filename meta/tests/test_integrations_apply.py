@@ -209,7 +209,8 @@ def test_gradients_flow_through_the_models_own_modules(tiny_transformer):
     model.zero_grad()
     integration.apply(model)
     model(IDS, labels=IDS).loss.backward()
-    torch.testing.assert_close(model.model.layers[0].mlp.gate_proj.weight.grad, expected, rtol=1e-3, atol=1e-5)
+    found = model.model.layers[0].mlp.gate_proj.weight.grad
+    assert (found - expected).norm() < 1e-5 * expected.norm()  # attention's sums have another order
 
 
 def test_hidden_states_can_be_captured(tiny_transformer):

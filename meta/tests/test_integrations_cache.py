@@ -52,16 +52,16 @@ def error(found, expected, mask):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_generate_gives_the_tokens_of_the_dynamic_cache(applied, family, kind):
+def test_generate_gives_the_tokens_of_the_dynamic_cache_with_exact_keys(applied, family, kind):
     model = applied(family)
     ids, mask = prompt(3, 9, left=(0, 3, 8))
-    expected = model.generate(ids, attention_mask=mask, **GREEDY)
     cache = KestrelCache(model.config, kv_cache=kind, max_tokens=18)
     found = model.generate(ids, attention_mask=mask, past_key_values=cache, **GREEDY)
+    assert found.shape == (3, 19)
     assert cache.lengths.tolist() == [18, 15, 10]
     assert cache.get_seq_length() == 18
-    if kind == "auto":
-        assert torch.equal(found, expected)
+    if kind == "auto":  # codes may choose other tokens: their logits are compared below
+        assert torch.equal(found, model.generate(ids, attention_mask=mask, **GREEDY))
 
 
 @pytest.mark.parametrize("kind", KINDS)

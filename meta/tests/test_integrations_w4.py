@@ -145,7 +145,8 @@ def test_layers_follow_the_model_to_another_dtype(make):
     found = logits(model)
     assert found.dtype == torch.bfloat16
     integration.restore(model)
-    torch.testing.assert_close(found.float(), logits(model).float(), rtol=0, atol=0.1)
+    own = logits(model).float()
+    assert (found.float() - own).norm() < 16 * 2**-9 * own.norm()  # roundings to bf16 in two layers
 
 
 def test_a_layer_that_is_watched_later_is_heeded(make):

@@ -11,7 +11,7 @@ import torch
 
 @pytest.fixture(scope="module")
 def short(decoder, held_out, model_results):
-    """What compared() says of eight short texts, by kind of cache."""
+    """What compared() says of six short texts, by kind of cache."""
     windows = model_results.windows_of(bytes(held_out.tolist()), 6, 192)
     weights = decoder(torch.bfloat16).weights
 
@@ -29,7 +29,7 @@ def found(short):
 
 @pytest.mark.parametrize("kv_cache", ["int8", "int4"])
 def test_integer_caches_cost_no_more_perplexity_than_allowed(kv_cache, found, model_results):
-    """By the divergence: what the perplexity of 2048 bytes changes by is chance as much as it is the cache."""
+    """By the divergence: what the perplexity of 1152 bytes changes by is chance as much as it is the cache."""
     assert 0 < math.expm1(found[kv_cache]["divergence"]) <= model_results.BOUNDS[kv_cache]
 
 
