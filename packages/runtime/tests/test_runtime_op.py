@@ -567,4 +567,3 @@ def test_registry_names_the_op_and_its_kind() -> None:
     assert record["scale"].kernel == "cuda"
     assert record["increment"].kernel is None
     assert record["increment"].mutates == ("x", "y")
-
