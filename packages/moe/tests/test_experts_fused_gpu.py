@@ -109,13 +109,22 @@ def test_the_largest_layer_that_is_valid(tile: int, width: int, form: str) -> No
 
 
 @pytest.mark.parametrize(
-    ("tokens", "experts", "choices", "width"),
-    [(9, 16, 8, 256), (8, 1025, 8, 256), (8, 16, 9, 256), (8, 16, 8, 8208)],
+    ("variant", "tokens", "experts", "choices", "width", "why"),
+    [
+        (Variant(FUSED, 8), 9, 16, 8, 256, "one kernel for both projections"),
+        (Variant(FUSED, 8), 8, 1025, 8, 256, "one kernel for both projections"),
+        (Variant(FUSED, 8), 8, 16, 9, 256, "one kernel for both projections"),
+        (Variant(FUSED, 8), 8, 16, 8, 8208, "one kernel for both projections"),
+        (Variant(IN_KERNEL, 8), 13, 16, 5, 256, "more than 64 pairs"),
+    ],
+    ids=str,
 )
-def test_what_is_not_valid_is_refused(tokens: int, experts: int, choices: int, width: int) -> None:
-    assert not is_valid(Variant(FUSED, 8), Layer(tokens, experts, choices, width, 16, "bf16", hopper=True))
-    with pytest.raises(UnsupportedError, match="one kernel for both projections"):
-        by_variant(Variant(FUSED, 8), *layer(tokens, experts, choices, width, 16))
+def test_what_is_not_valid_is_refused(
+    variant: Variant, tokens: int, experts: int, choices: int, width: int, why: str
+) -> None:
+    assert not is_valid(variant, Layer(tokens, experts, choices, width, 16, "bf16", hopper=True))
+    with pytest.raises(UnsupportedError, match=why):
+        by_variant(variant, *layer(tokens, experts, choices, width, 16))
 
 
 def test_weights_beyond_2_to_the_31_elements() -> None:
