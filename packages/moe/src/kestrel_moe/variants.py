@@ -26,9 +26,10 @@ _WIDTH_OF_FUSED = {8: 8192, 16: 4096}
 _INNER_OF_FUSED = 2048
 _FEW_PAIRS = 32  # up to this many pairs the kernels group them for any number of experts
 _ROWS_OF_LARGE_TILES = 9.75  # pairs for each expert, above which tiles of 64 tokens are faster on Hopper
-# FP8 on Hopper: tiles of 32 tokens of the wgmma kernel, which take fewer launches, up to so many pairs for each expert.
-# Layers of more weights than this take them from so many pairs on; fewer launches gain less there.
-_ROWS_OF_FP8_TILES, _WEIGHTS_OF_LARGE_FP8, _ROWS_OF_LARGE_FP8 = 22, 2**30, 4
+_ROWS_OF_LARGE_FP8 = 4  # pairs for each expert
+# FP8 layers on Hopper: tiles of 32 tokens of the wgmma kernel, which take fewer launches, up to so many pairs for each
+# expert. Layers of more weights than this gain less by that, and take them from the number of pairs above on.
+_WEIGHTS_OF_FP8_TILES, _ROWS_OF_FP8_TILES = 2**30, 22
 _ROWS_OF_CLUSTERS = 112  # pairs for each expert, above which it pays that two tiles share the weights, with 16 bits
 _ROWS_OF_FP8_CLUSTERS = 192  # and with FP8
 # torch.nn.functional.grouped_mm is faster from so many pairs for each expert on, if Hd * I / (Hd + I) is at least so
@@ -129,7 +130,7 @@ def by_rule(layer: Layer) -> Variant:
     few = layer.pairs <= _FEW_PAIRS
     if is_valid(fused, layer) and (rows <= 2 if layer.inner <= _INNER_OF_FUSED else rows <= 1 and few):
         return fused
-    large = 3 * layer.experts * layer.width * layer.inner > _WEIGHTS_OF_LARGE_FP8
+    large = 3 * layer.experts * layer.width * layer.inner > _WEIGHTS_OF_FP8_TILES
     fp8_tiles = layer.hopper and layer.dtype == "fp8" and rows <= _ROWS_OF_FP8_TILES
     if fp8_tiles and large and rows >= _ROWS_OF_LARGE_FP8:
         return Variant(ALIGNED, 32)
