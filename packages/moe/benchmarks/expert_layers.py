@@ -1,8 +1,9 @@
 """What the definitions of routed expert layers share: random routing, weights of several layers, candidates.
 
-A shape is "T1 E64 k8 h2048 i1024". Every token chooses its experts with equal probability. Successive calls alternate
-between the weights of two layers. With one token, a call chooses other experts than the one before in the same layer.
-No call therefore finds its weights in L2.
+A shape is "T1 E64 k8 h2048 i1024". Every token chooses its experts with equal probability; of such routings the sets
+hold those whose mean number of distinct experts is the expected one, which decides how many weights a call reads.
+Successive calls alternate between the weights of two layers. With one token, a call chooses other experts than the one
+before in the same layer. No call therefore finds its weights in L2.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from kestrel_runtime.bench import peer
 
 Argument = torch.Tensor | None
 Layer = Callable[..., torch.Tensor]
+
+_DRAWN = 32  # routings, of which a set takes one
 
 
 def sizes(shape: str) -> tuple[int, int, int, int, int]:
@@ -64,17 +67,34 @@ def weights(experts: int, width: int, inner: int, fp8: bool, layer: int) -> tupl
     return (*codes, *scales)
 
 
+def routings(shape: str, count: int) -> list[torch.Tensor]:
+    """The ids [T, K] of `count` sets, on the CPU."""
+    tokens, experts, choices, _, _ = sizes(shape)
+    found: list[torch.Tensor] = []
+    if tokens == 1:
+        decks = [torch.empty(0, dtype=torch.int64)] * 2
+        for i in range(count):
+            deck = decks[i % 2] if decks[i % 2].numel() >= choices else torch.randperm(experts)
+            found.append(deck[:choices].view(1, choices))
+            decks[i % 2] = deck[choices:]
+        return found
+    drawn = _DRAWN if tokens * choices < 8 * experts else 1  # beyond, nearly all experts are chosen
+    missing = 0.0  # distinct experts, for their mean to be the expected one
+    for _ in range(count):
+        missing += distinct_experts(shape)
+        ids = torch.rand(drawn, tokens, experts).topk(choices).indices
+        chosen = torch.zeros(drawn, experts).scatter_(1, ids.view(drawn, -1), 1.0)
+        nearest = int((chosen.sum(1) - missing).abs().argmin())
+        found.append(ids[nearest])
+        missing -= float(chosen[nearest].sum())
+    return found
+
+
 def make(shape: str, count: int, fp8: bool) -> list[tuple[Argument, ...]]:
     tokens, experts, choices, width, inner = sizes(shape)
     sets: list[tuple[Argument, ...]] = []
-    decks = [torch.empty(0, dtype=torch.int64)] * 2
-    for i in range(count):
+    for i, ids in enumerate(routings(shape, count)):
         layer = weights(experts, width, inner, fp8, i % 2)
-        if tokens == 1:
-            deck = decks[i % 2] if decks[i % 2].numel() >= choices else torch.randperm(experts)
-            ids, decks[i % 2] = deck[:choices].view(1, choices), deck[choices:]
-        else:
-            ids = torch.rand(tokens, experts).topk(choices).indices
         hidden = torch.randn(tokens, width, dtype=torch.bfloat16, device="cuda")
         topk_weights = torch.rand(tokens, choices, device="cuda").softmax(-1)
         sets.append((hidden, *layer, topk_weights, ids.to("cuda", torch.int32), torch.empty_like(hidden)))

@@ -10,6 +10,7 @@ from collections.abc import Callable
 import torch
 
 import kestrel_moe
+from kestrel_moe import linear
 from kestrel_runtime import Binary
 
 GATES = ("7168->256", "2880->128", "4096->8", "2048->128")
@@ -52,7 +53,7 @@ def operations(shape: str) -> int:
 
 def bare() -> Callable[..., object]:
     entry = Binary("kestrel_moe").router_gemm
-    return lambda x, weight, out: entry(out, x, weight)
+    return lambda x, weight, out: entry(out, x, weight, linear._router_cluster(x.shape[1]))
 
 
 def result(arguments: tuple[torch.Tensor, ...], returned: torch.Tensor) -> list[torch.Tensor]:

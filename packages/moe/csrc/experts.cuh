@@ -60,17 +60,17 @@ __device__ __forceinline__ void multiply_experts(const ExpertsParams& p) {
   using Config = ExpertsConfig<W, PROJECTION, Tile>;
   constexpr bool up = PROJECTION == Projection::up, fp8 = std::is_same_v<W, __nv_fp8_e4m3>;
   constexpr bool wgmma = Config::wgmma;
-  constexpr int MT = Tile::m_tiles, NT = Tile::n_tiles, S = Tile::stages;
-  constexpr int G = fp8 || S < 5 ? 1 : 2;           // stages for each barrier
-  constexpr int element = fp8 ? 1 : 2;              // bytes, of weights and x
-  constexpr int m_tile_channels = up ? 8 : 16;      // output channels of 16 weight rows
-  constexpr int channels = Config::channels;        // of a CTA
+  constexpr int m_tiles = Tile::m_tiles, n_tiles = Tile::n_tiles, num_stages = Tile::stages;
+  constexpr int group_stages = fp8 || num_stages < 5 ? 1 : 2;  // consumed between two barriers of the CTA
+  constexpr int element = fp8 ? 1 : 2;                         // bytes, of weights and x
+  constexpr int m_tile_channels = up ? 8 : 16;                 // output channels of 16 weight rows
+  constexpr int channels = Config::channels;                   // of a CTA
   extern __shared__ __align__(128) char dynamic[];  // from `memory` on: stages, then the rows that the kernel quantises
   __shared__ PairGroups<Tile::tokens> groups;
   __shared__ int item_pairs[2][Tile::tokens];  // of this item and the next
   __shared__ bool is_last;                     // this CTA is the last one of its slice
   __shared__ float row_scales[Tile::quantises ? Tile::tokens * (kWidthQuantised / kScaleBlock) : 1];
-  __shared__ float stage_scales[fp8 && !Tile::quantises ? S : 1][Tile::tokens];  // of x, with p.x_blocks
+  __shared__ float stage_scales[fp8 && !Tile::quantises ? num_stages : 1][Tile::tokens];  // of x, with p.x_blocks
   const uint32_t memory = (ptx::shared_address(dynamic) + Tile::alignment - 1) / Tile::alignment * Tile::alignment;
   // Lane 4 * group + quad holds sums of weight rows group and group + 8, columns 2 * quad and the next one.
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = lane / 4, quad = lane % 4;
@@ -108,14 +108,14 @@ __device__ __forceinline__ void multiply_experts(const ExpertsParams& p) {
     return pair < p.tokens * p.choices ? pair : -1;
   };
 
-  // -- loads: S - G stages ahead of the MMAs, with an item and a step of their own --
+  // -- loads: num_stages - group_stages stages ahead of the MMAs, with an item and a step of their own --
   //
   // A warp copies four rows of 128 bytes at a time. For mma.sync the 64-byte halves of odd rows are swapped, so that
   // fragments are read without bank conflicts; wgmma has its own swizzle. What does not exist becomes zeros.
   const uint64_t policy = ptx::l2_policy(p.evict_first);
   const int copy_row = lane / 8, copy_byte = lane % 8 * 16;
-  const uint32_t to_weights =
-      memory + (warp * MT * 16 + copy_row) * kLineBytes + (copy_byte ^ (wgmma ? copy_row * 16 : copy_row % 2 * 64));
+  const uint32_t to_weights = memory + (warp * m_tiles * 16 + copy_row) * kLineBytes +
+                              (copy_byte ^ (wgmma ? copy_row * 16 : copy_row % 2 * 64));
   int load_item = blockIdx.x, load_step = 0;
   int load_rows = 0;  // output rows from this thread's first one on
   const char* load_low = nullptr;
@@ -126,7 +126,7 @@ __device__ __forceinline__ void multiply_experts(const ExpertsParams& p) {
     if (load_item >= items) return;
     const int tile = load_item / slices, slice = load_item - tile * slices;
     const int64_t expert = max(expert_of(tile), 0);
-    const int row = slice * channels + warp * MT * m_tile_channels + copy_row;
+    const int row = slice * channels + warp * m_tiles * m_tile_channels + copy_row;
     load_rows = p.outputs - row;
     load_low = p.weight_low + expert * p.expert_stride_low + row * p.weight_stride + copy_byte;
     load_high = p.weight_high + expert * p.expert_stride_high + row * p.weight_stride + copy_byte;
@@ -146,7 +146,7 @@ __device__ __forceinline__ void multiply_experts(const ExpertsParams& p) {
     const bool inside = load_item < items && byte + copy_byte < row_bytes;
     const uint32_t to = to_weights + stage * Tile::stage_bytes;
 #pragma unroll
-    for (int i = 0; i < MT; ++i) {
+    for (int i = 0; i < m_tiles; ++i) {
 #pragma unroll
       for (int r = 0; r < 8; r += 4) {
         const bool valid = inside && i * m_tile_channels + r < load_rows;
@@ -190,7 +190,7 @@ __device__ __forceinline__ void multiply_experts(const ExpertsParams& p) {
   };
   seek_item();
 
-  // -- prologue: the first S - G stages --
+  // -- prologue: the first num_stages - group_stages stages --
 
   [[maybe_unused]] RowQuantiser<Tile, up ? 2 : 4> rows;
   [[maybe_unused]] int quantised = -1;  // the tile whose rows are in shared memory
@@ -200,20 +200,20 @@ __device__ __forceinline__ void multiply_experts(const ExpertsParams& p) {
   if constexpr (up) {
     if (Tile::quantises && load_item < items) load_rows_of(load_item / slices);  // ahead of the weights
 #pragma unroll 1
-    for (int s = 0; s < S - G; ++s) {
+    for (int s = 0; s < num_stages - group_stages; ++s) {
       load_weights(s);
       load_x(s);
       next_step();
     }
   } else {  // weights are constant: those of the first item are loaded before the PDL wait
-    const int first = min(S - G, steps);
+    const int first = min(num_stages - group_stages, steps);
 #pragma unroll 1
     for (; load_step < first; ++load_step) load_weights(load_step);
     load_step = 0;
     if (IN_KERNEL || p.routed_early) pdl_wait();
     pdl_trigger();
 #pragma unroll 1
-    for (int s = 0; s < S - G; ++s) {
+    for (int s = 0; s < num_stages - group_stages; ++s) {
       if (s >= first) load_weights(s);
       load_x(s);
       next_step();
@@ -233,8 +233,9 @@ __device__ __forceinline__ void multiply_experts(const ExpertsParams& p) {
 
   // Where this lane's fragments lie in a stage: those of the first 64 bytes; those of the second are at address ^ 64.
   const uint32_t fragment = group * kLineBytes + (quad * 16 ^ (group & 1) * 64);
-  const uint32_t from_weights = memory + warp * MT * 16 * kLineBytes + fragment;
-  const uint32_t x_codes = memory + S * Tile::stage_bytes;  // of the rows quantised here, [step][token][128 bytes]
+  const uint32_t from_weights = memory + warp * m_tiles * 16 * kLineBytes + fragment;
+  const uint32_t x_codes =
+      memory + num_stages * Tile::stage_bytes;  // of the rows quantised here, [step][token][128 bytes]
   const auto x_at = [&](int stage, int step) {
     return Tile::quantises ? x_codes + step * Tile::x_bytes
                            : memory + stage * Tile::stage_bytes + Tile::rows * kLineBytes;
@@ -243,7 +244,7 @@ __device__ __forceinline__ void multiply_experts(const ExpertsParams& p) {
   for (int item = blockIdx.x; item < items; item += gridDim.x, parity ^= 1) {
     const int tile = item / slices, slice = item - tile * slices;
     const int64_t expert = max(expert_of(tile), 0);
-    const int first_channel = slice * channels + warp * MT * m_tile_channels;
+    const int first_channel = slice * channels + warp * m_tiles * m_tile_channels;
     // Read in the epilogue; two halves, as slow warps may still be in that of the previous item.
     if (threadIdx.x < Tile::tokens) item_pairs[parity][threadIdx.x] = pair_of(tile, threadIdx.x);
     if constexpr (Tile::quantises) {
@@ -260,46 +261,46 @@ __device__ __forceinline__ void multiply_experts(const ExpertsParams& p) {
         quantised = tile;
       }
     }
-    float acc[MT][NT][4] = {};
-    for (int start = 0; start < steps; start += G) {
-      const int now = min(G, steps - start), from_stage = stage;  // now: stages before the next barrier
-      if (now == G) {
-        ptx::cp_async_wait<(S - 2 * G > 0 ? S - 2 * G : 0)>();
+    float acc[m_tiles][n_tiles][4] = {};
+    for (int start = 0; start < steps; start += group_stages) {
+      const int ready = min(group_stages, steps - start), from_stage = stage;  // ready: stages before the next barrier
+      if (ready == group_stages) {
+        ptx::cp_async_wait<(num_stages - 2 * group_stages > 0 ? num_stages - 2 * group_stages : 0)>();
       } else {
-        ptx::cp_async_wait<S - G - 1>();
+        ptx::cp_async_wait<num_stages - group_stages - 1>();
       }
       if constexpr (wgmma) ptx::fence_proxy_async();
       __syncthreads();  // all warps see these stages and have finished reading the previous ones
       const auto load_ahead = [&]() {
 #pragma unroll
-        for (int i = 0; i < G; ++i) {
-          if (i >= now) break;
-          int free_stage = from_stage + S - G + i;
-          if (free_stage >= S) free_stage -= S;
+        for (int i = 0; i < group_stages; ++i) {
+          if (i >= ready) break;
+          int free_stage = from_stage + num_stages - group_stages + i;
+          if (free_stage >= num_stages) free_stage -= num_stages;
           load_weights(free_stage);
           load_x(free_stage);
           next_step();
         }
       };
 #pragma unroll
-      for (int u = 0; u < G; ++u) {
-        if (u >= now) break;
+      for (int u = 0; u < group_stages; ++u) {
+        if (u >= ready) break;
         const int step = start + u;
-        float product[fp8 ? MT : 1][fp8 ? NT : 1][4] = {};
+        float product[fp8 ? m_tiles : 1][fp8 ? n_tiles : 1][4] = {};
         if constexpr (wgmma) {
-          float d[4 * NT];
+          float d[4 * n_tiles];
           const uint64_t a = ptx::wgmma_descriptor(memory + stage * Tile::stage_bytes + warp / 4 * 64 * kLineBytes);
           const uint64_t b = ptx::wgmma_descriptor(x_at(stage, step));
           ptx::wgmma_fence_registers(d);
           ptx::wgmma_fence();
 #pragma unroll
-          for (int k = 0; k < 4; ++k) ptx::wgmma<W, 8 * NT>(d, a + 2 * k, b + 2 * k, k > 0);
+          for (int k = 0; k < 4; ++k) ptx::wgmma<W, 8 * n_tiles>(d, a + 2 * k, b + 2 * k, k > 0);
           ptx::wgmma_commit();
           if (u == 0) load_ahead();
           ptx::wgmma_wait<0>();
           ptx::wgmma_fence_registers(d);
 #pragma unroll
-          for (int i = 0; i < 4 * NT; ++i) product[0][i / 4][i % 4] = d[i];
+          for (int i = 0; i < 4 * n_tiles; ++i) product[0][i / 4][i % 4] = d[i];
         } else {
           if (u == 0) load_ahead();
         }
@@ -308,41 +309,41 @@ __device__ __forceinline__ void multiply_experts(const ExpertsParams& p) {
           const uint32_t weights = (from_weights + stage * Tile::stage_bytes) ^ half * 64;
           const uint32_t x = (x_at(stage, step) + fragment) ^ half * 64;
           if constexpr (!fp8) {
-            uint4 b[NT];
+            uint4 b[n_tiles];
 #pragma unroll
-            for (int j = 0; j < NT; ++j) b[j] = ptx::load_shared_uint4(x + j * 8 * kLineBytes);
+            for (int j = 0; j < n_tiles; ++j) b[j] = ptx::load_shared_uint4(x + j * 8 * kLineBytes);
 #pragma unroll
-            for (int i = 0; i < MT; ++i) {
+            for (int i = 0; i < m_tiles; ++i) {
               const uint4 low = ptx::load_shared_uint4(weights + i * 16 * kLineBytes);
               const uint4 high = ptx::load_shared_uint4(weights + (i * 16 + 8) * kLineBytes);
 #pragma unroll
-              for (int j = 0; j < NT; ++j) multiply_line<W>(acc[i][j], low, high, b[j]);
+              for (int j = 0; j < n_tiles; ++j) multiply_line<W>(acc[i][j], low, high, b[j]);
             }
           } else {
-            HalfCodes low[MT], high[MT];
+            HalfCodes low[m_tiles], high[m_tiles];
 #pragma unroll
-            for (int i = 0; i < MT; ++i) {
+            for (int i = 0; i < m_tiles; ++i) {
               low[i] = HalfCodes(ptx::load_shared_uint4(weights + i * 16 * kLineBytes));
               high[i] = HalfCodes(ptx::load_shared_uint4(weights + (i * 16 + 8) * kLineBytes));
             }
 #pragma unroll
-            for (int j = 0; j < NT; ++j) {
+            for (int j = 0; j < n_tiles; ++j) {
               const HalfCodes b(ptx::load_shared_uint4(x + j * 8 * kLineBytes));
 #pragma unroll
-              for (int i = 0; i < MT; ++i) multiply_line(product[i][j], low[i], high[i], b);
+              for (int i = 0; i < m_tiles; ++i) multiply_line(product[i][j], low[i], high[i], b);
             }
           }
         }
         if constexpr (fp8) {
 #pragma unroll
-          for (int i = 0; i < MT; ++i) {
+          for (int i = 0; i < m_tiles; ++i) {
             float low = 1.f, high = 1.f;
             if (p.scale_rank == 3) {
               load_block_scales<Config>(p, expert, first_channel + i * m_tile_channels, step, low, high);
             }
             if (p.x_blocks) {
 #pragma unroll
-              for (int j = 0; j < NT; ++j) {
+              for (int j = 0; j < n_tiles; ++j) {
 #pragma unroll
                 for (int c = 0; c < 4; ++c) {
                   const int n = j * 8 + 2 * quad + c % 2;
@@ -353,23 +354,23 @@ __device__ __forceinline__ void multiply_experts(const ExpertsParams& p) {
               }
             } else {
 #pragma unroll
-              for (int j = 0; j < NT; ++j) {
+              for (int j = 0; j < n_tiles; ++j) {
 #pragma unroll
                 for (int c = 0; c < 4; ++c) acc[i][j][c] = fmaf(product[i][j][c], c < 2 ? low : high, acc[i][j][c]);
               }
             }
           }
         }
-        if (++stage == S) stage = 0;
+        if (++stage == num_stages) stage = 0;
       }
     }
 
     // -- epilogue: scale, gate or weight, store --
 
 #pragma unroll
-    for (int i = 0; i < MT; ++i) {
+    for (int i = 0; i < m_tiles; ++i) {
 #pragma unroll
-      for (int j = 0; j < NT; ++j) {
+      for (int j = 0; j < n_tiles; ++j) {
 #pragma unroll
         for (int c = 0; c < 2; ++c) {
           const int pair = item_pairs[parity][j * 8 + 2 * quad + c];

@@ -166,7 +166,7 @@ __global__ void __launch_bounds__(Tile::threads, 1) experts_fused_kernel(const _
   constexpr bool fp8 = std::is_same_v<W, __nv_fp8_e4m3>;
   static_assert(!fp8 || Tile::channels == kScaleBlock, "a warp finds the largest magnitude of a scale's channels");
   constexpr int element = fp8 ? 1 : 2, lines = Tile::channels * element / kLineBytes;  // of the channels of an item
-  constexpr int NT = Tile::n_tiles, C = Tile::cluster;
+  constexpr int n_tiles = Tile::n_tiles, cluster = Tile::cluster;
   const ExpertsParams& p = params.up;
   extern __shared__ char dynamic[];
   __shared__ uint64_t full[kFusedStages], empty[kFusedStages], hidden_full[2];
@@ -174,17 +174,17 @@ __global__ void __launch_bounds__(Tile::threads, 1) experts_fused_kernel(const _
   __shared__ float row_scales[fp8 ? Tile::tokens * Tile::scales_of_row : 1];
   __shared__ unsigned bits_of_warps[Tile::warps + 1][kFusedExperts / 32];
   __shared__ int experts[kFusedChoices * Tile::tokens];
-  const int S = params.stages;
+  const int num_stages = params.stages;
   const uint32_t ring = (ptx::shared_address(dynamic) + Tile::alignment - 1) / Tile::alignment * Tile::alignment;
   const int steps = (p.width * element + kLineBytes - 1) / kLineBytes;
-  const uint32_t x_tile = ring + S * Tile::stage_bytes, hidden_tile = x_tile + steps * Tile::x_bytes;
+  const uint32_t x_tile = ring + num_stages * Tile::stage_bytes, hidden_tile = x_tile + steps * Tile::x_bytes;
   const uint32_t hidden = hidden_tile + 2 * lines * Tile::x_bytes;          // [2][token][channel], float
   [[maybe_unused]] const uint32_t raw_x = hidden + 2 * Tile::hidden_bytes;  // FP8: some rows of x before quantisation
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
-  const int rank = blockIdx.x % C, clusters = gridDim.x / C;
+  const int rank = blockIdx.x % cluster, clusters = gridDim.x / cluster;
   const int groups = (p.width + Tile::rows - 1) / Tile::rows;  // of rows of w2
   if (threadIdx.x == 0) {
-    for (int s = 0; s < S; ++s) {
+    for (int s = 0; s < num_stages; ++s) {
       ptx::mbarrier_init(full + s, 1);
       ptx::mbarrier_init(empty + s, Tile::warps);
     }
@@ -203,7 +203,7 @@ __global__ void __launch_bounds__(Tile::threads, 1) experts_fused_kernel(const _
   ptx::cluster_sync();
   int stage = 0, phase = 0;
   const auto next_stage = [&]() {
-    if (++stage == S) {
+    if (++stage == num_stages) {
       stage = 0;
       phase ^= 1;
     }
@@ -215,7 +215,7 @@ __global__ void __launch_bounds__(Tile::threads, 1) experts_fused_kernel(const _
     pdl_trigger();
     const ExpertSet set(p, bits_of_warps[warp]);
     const uint64_t policy = ptx::l2_policy(p.evict_first);
-    for (int item = blockIdx.x / C; item < set.distinct * params.blocks; item += clusters) {
+    for (int item = blockIdx.x / cluster; item < set.distinct * params.blocks; item += clusters) {
       const int nth = item / params.blocks, block = item - nth * params.blocks;
       const int expert = set[nth];
       if (lane == 0) {
@@ -231,7 +231,7 @@ __global__ void __launch_bounds__(Tile::threads, 1) experts_fused_kernel(const _
           load(params.w1, step * (kLineBytes / element), first, expert * params.w1_step);
         }
 #pragma unroll 1
-        for (int group = rank; group < groups; group += C) {
+        for (int group = rank; group < groups; group += cluster) {
           for (int line = 0; line < lines; ++line) {
             load(params.w2, block * Tile::channels + line * (kLineBytes / element), group * (Tile::rows / 16),
                  expert * params.w2_step);
@@ -263,7 +263,7 @@ __global__ void __launch_bounds__(Tile::threads, 1) experts_fused_kernel(const _
   Tile::barrier();
 
   // d (+)= the rows of this warpgroup in the stage, times all tokens.
-  const auto multiply = [&](float (&d)[4 * NT], uint32_t b_tile, bool add) {
+  const auto multiply = [&](float (&d)[4 * n_tiles], uint32_t b_tile, bool add) {
     ptx::mbarrier_wait(full + stage, phase);
     const uint64_t a = ptx::wgmma_descriptor(ring + stage * Tile::stage_bytes + warpgroup * 64 * kLineBytes);
     const uint64_t b = ptx::wgmma_descriptor(b_tile);
@@ -280,7 +280,7 @@ __global__ void __launch_bounds__(Tile::threads, 1) experts_fused_kernel(const _
   };
 
   int buffer = 0, hidden_phase = 0;
-  for (int item = blockIdx.x / C; item < set.distinct * params.blocks; item += clusters) {
+  for (int item = blockIdx.x / cluster; item < set.distinct * params.blocks; item += clusters) {
     const int nth = item / params.blocks, block = item - nth * params.blocks;
     const int expert_index = set[nth];
     const int64_t expert = expert_index;
@@ -307,30 +307,30 @@ __global__ void __launch_bounds__(Tile::threads, 1) experts_fused_kernel(const _
         scale_high = p.weight_scale_high[of_expert + channel_read * p.scale_row_stride];
       }
     }
-    float acc[4 * NT] = {};
+    float acc[4 * n_tiles] = {};
 #pragma unroll 1
     for (int step = 0; step < steps; ++step) {
       if constexpr (fp8) {
-        float product[4 * NT];
+        float product[4 * n_tiles];
         multiply(product, x_tile + step * Tile::x_bytes, false);
         if (p.x_blocks) {
           const float low = __shfl_sync(0xffffffffu, step < 32 ? block_low[0] : block_low[1], step % 32);
           const float high = __shfl_sync(0xffffffffu, step < 32 ? block_high[0] : block_high[1], step % 32);
 #pragma unroll
-          for (int i = 0; i < 4 * NT; ++i) {
+          for (int i = 0; i < 4 * n_tiles; ++i) {
             const float x_scale = row_scales[(i / 4 * 8 + 2 * quad + i % 2) * Tile::scales_of_row + step];
             acc[i] = fmaf(product[i] * x_scale, i % 4 < 2 ? low : high, acc[i]);
           }
         } else {
 #pragma unroll
-          for (int i = 0; i < 4 * NT; ++i) acc[i] += product[i];
+          for (int i = 0; i < 4 * n_tiles; ++i) acc[i] += product[i];
         }
       } else {
         multiply(acc, x_tile + step * Tile::x_bytes, step > 0);
       }
     }
 #pragma unroll
-    for (int i = 0; i < 2 * NT; ++i) {
+    for (int i = 0; i < 2 * n_tiles; ++i) {
       const int token = i / 2 * 8 + 2 * quad + i % 2;
       float low = acc[i / 2 * 4 + i % 2], high = acc[i / 2 * 4 + i % 2 + 2];
       if constexpr (fp8) {
@@ -344,7 +344,7 @@ __global__ void __launch_bounds__(Tile::threads, 1) experts_fused_kernel(const _
       const float value = channel < p.outputs ? gated_value(low, high, p.gate) : 0.f;
       const uint32_t to = hidden + buffer * Tile::hidden_bytes + (token * Tile::channels + my_channel) * 4;
 #pragma unroll
-      for (int r = 0; r < C; ++r) {
+      for (int r = 0; r < cluster; ++r) {
         ptx::store_async(ptx::map_shared(to, r), __float_as_uint(value),
                          ptx::map_shared(ptx::shared_address(hidden_full + buffer), r));
       }
@@ -384,10 +384,10 @@ __global__ void __launch_bounds__(Tile::threads, 1) experts_fused_kernel(const _
     }
     Tile::barrier();
     // down
-    float token_scale[2 * NT];
-    float* to[2 * NT];
+    float token_scale[2 * n_tiles];
+    float* to[2 * n_tiles];
 #pragma unroll
-    for (int i = 0; i < 2 * NT; ++i) {
+    for (int i = 0; i < 2 * n_tiles; ++i) {
       const int token = i / 2 * 8 + 2 * quad + i % 2;
       token_scale[i] = fp8 ? hidden_scale[buffer][token] : 1.f;
       const int pair = __shfl_sync(0xffffffffu, its_pair, token);
@@ -395,14 +395,14 @@ __global__ void __launch_bounds__(Tile::threads, 1) experts_fused_kernel(const _
                        : params.down.partial + (int64_t{pair} * params.blocks + block) * p.width + warp * 16 + group;
     }
 #pragma unroll 1
-    for (int rows_group = rank; rows_group < groups; rows_group += C) {
-      float d[4 * NT];
+    for (int rows_group = rank; rows_group < groups; rows_group += cluster) {
+      float d[4 * n_tiles];
 #pragma unroll
       for (int line = 0; line < lines; ++line) {
         multiply(d, hidden_tile + (buffer * lines + line) * Tile::x_bytes, line > 0);
       }
 #pragma unroll
-      for (int i = 0; i < 4 * NT; ++i) {
+      for (int i = 0; i < 4 * n_tiles; ++i) {
         const int of = i / 4 * 2 + i % 2, row = rows_group * Tile::rows + i / 2 % 2 * 8;
         if (to[of] && row + warp * 16 + group < p.width) to[of][row] = d[i] * token_scale[of];
       }

@@ -23,8 +23,7 @@ namespace kestrel::moe {
 
 constexpr int kWarps = 4;
 constexpr int kTileK = 64;
-constexpr int kLineBytes = 128;   // of a row of a k tile
-constexpr int kMaxWarpTiles = 3;  // k tiles per warp, unless the cluster has its largest size
+constexpr int kLineBytes = 128;  // of a row of a k tile
 constexpr int kMaxClusterLog2 = 3;
 constexpr int64_t kMaxSmallTileCtas = 256;  // CTAs with tiles of 16 by 16; larger grids use tiles of 32 by 32
 
@@ -202,7 +201,8 @@ void launch_tiles(const RouterGemmParams& p, DLDevice device) {
              bytes, 1u << p.cluster_log2);
 }
 
-// The table: dtype, tokens and CTAs -> kernel. linear.py leaves larger products to the vendor's GEMM.
+// The table: dtype, tokens and CTAs -> kernel. linear.py chooses the cluster's size, and leaves larger products to the
+// vendor's GEMM.
 template <typename T>
 void launch_router(const RouterGemmParams& p, DLDevice device) {
   const int64_t ctas = num_tiles(p.outputs, 16) * num_tiles(p.tokens, 16) << p.cluster_log2;
@@ -217,17 +217,16 @@ void launch_router(const RouterGemmParams& p, DLDevice device) {
   }
 }
 
-void router_gemm(TensorView out, TensorView x, TensorView weight) {
+// cluster: the CTAs that split K, a power of two up to 8; one before sm_90.
+void router_gemm(TensorView out, TensorView x, TensorView weight, int64_t cluster) {
   RouterGemmParams p;
   if (!prepare_linear(Checks("router_gemm"), out, kFloat32, x, weight, /*bias=*/{}, &p)) return;
   const DLDevice device = x.device();
   const DeviceGuard guard(device.device_id);
   p.k_tiles = (p.width + kTileK - 1) / kTileK;
-  if (device_attribute(cudaDevAttrComputeCapabilityMajor, device.device_id) >= 9) {
-    while (p.cluster_log2 < kMaxClusterLog2 && p.k_tiles > (kMaxWarpTiles * kWarps) << p.cluster_log2) {
-      ++p.cluster_log2;
-    }
-  }
+  while (p.cluster_log2 < kMaxClusterLog2 && int64_t{1} << p.cluster_log2 < cluster) ++p.cluster_log2;
+  if (int64_t{1} << p.cluster_log2 != cluster) unsupported("clusters of " + std::to_string(cluster));
+  if (device_attribute(cudaDevAttrComputeCapabilityMajor, device.device_id) < 9) p.cluster_log2 = 0;
   dispatch_float(x, [&](auto t) { launch_router<decltype(t)>(p, device); });
 }
 

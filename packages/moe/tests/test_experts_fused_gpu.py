@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from expert_cases import assert_layer_is_right, layer, quantised
 
 from kestrel_moe import reference_experts
 from kestrel_moe.fused_experts import by_variant
-from kestrel_moe.variants import ALIGNED, FUSED, IN_KERNEL, Variant
+from kestrel_moe.variants import ALIGNED, FUSED, IN_KERNEL, Layer, Variant, is_valid
+from kestrel_runtime import UnsupportedError
 from kestrel_runtime.testing import assert_same_bits, assert_waits_for_the_launch_before
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("kernels_only")]
@@ -87,6 +89,42 @@ def test_maps_and_nan_rows(tokens: int) -> None:
     assert_same_bits(got[others], clean[others], "rows beside one with NaN")
     some = bool((reference_experts.local_experts(ids, EXPERTS, table)[1] >= 0).any())
     assert bool(got[1].isnan().all()) == some
+
+
+@pytest.mark.parametrize("form", ["bf16", "channel", "block"])
+@pytest.mark.parametrize(("tile", "width"), [(8, 8192), (16, 4096)])
+def test_the_largest_layer_that_is_valid(tile: int, width: int, form: str) -> None:
+    experts, choices, inner, fp8 = 1024, 8, 16, form != "bf16"
+    assert is_valid(Variant(FUSED, tile), Layer(tile, experts, choices, width, inner, "fp8" if fp8 else "bf16", True))
+    args = layer(tile, experts, choices, width, inner)
+    if not fp8:
+        return assert_layer_is_right(args, variant=Variant(FUSED, tile))
+    hidden, w1, w2, weights, ids = args
+    (w1, w1_scale, _), (w2, w2_scale, _) = (quantised(w, form) for w in (w1, w2))
+    got, want = (
+        by_variant(each, hidden, w1, w2, weights, ids, w1_scale=w1_scale, w2_scale=w2_scale)
+        for each in (Variant(FUSED, tile), Variant(ALIGNED, 8))
+    )
+    assert_same_bits(got, want, "the largest layer")
+
+
+@pytest.mark.parametrize(
+    ("variant", "tokens", "experts", "choices", "width", "why"),
+    [
+        (Variant(FUSED, 8), 9, 16, 8, 256, "one kernel for both projections"),
+        (Variant(FUSED, 8), 8, 1025, 8, 256, "one kernel for both projections"),
+        (Variant(FUSED, 8), 8, 16, 9, 256, "one kernel for both projections"),
+        (Variant(FUSED, 8), 8, 16, 8, 8208, "one kernel for both projections"),
+        (Variant(IN_KERNEL, 8), 13, 16, 5, 256, "more than 64 pairs"),
+    ],
+    ids=str,
+)
+def test_what_is_not_valid_is_refused(
+    variant: Variant, tokens: int, experts: int, choices: int, width: int, why: str
+) -> None:
+    assert not is_valid(variant, Layer(tokens, experts, choices, width, 16, "bf16", hopper=True))
+    with pytest.raises(UnsupportedError, match=why):
+        by_variant(variant, *layer(tokens, experts, choices, width, 16))
 
 
 def test_weights_beyond_2_to_the_31_elements() -> None:

@@ -91,7 +91,13 @@ def test_router_logits_of_too_many_tokens_or_experts_are_the_vendor_s_product(
     dtype: torch.dtype, experts: int, width: int, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     took: list[str] = []
-    monkeypatch.setattr(linear, "_kernels", SimpleNamespace(router_gemm=lambda *given: took.append("kernel")))
+    cluster = 1 if width <= 768 else 2 if width <= 1536 else 4 if width <= 3072 else 8
+
+    def kernel(*given: object) -> None:
+        assert given[3] == cluster
+        took.append("kernel")
+
+    monkeypatch.setattr(linear, "_kernels", SimpleNamespace(router_gemm=kernel))
     monkeypatch.setattr(torch, "mm", lambda *given, **how: took.append("vendor"))
     for tokens in (0, 1, most, most + 1):
         x, weight = torch.empty(tokens, width, dtype=dtype), torch.empty(experts, width, dtype=dtype)

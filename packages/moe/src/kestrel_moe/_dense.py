@@ -20,11 +20,11 @@ from kestrel_runtime import Binary, empty
 from ._rows import as_rows
 
 kernels = Binary("kestrel_moe")
-FEW_TOKENS = 4
+FEW_TOKENS = 4  # kGemvTokens of gemv.cuh
 FEW_ELEMENTS = 2**24  # of the weight, for more than one token
 _FEW_OUTPUTS = 4096  # for more than one token
 _STREAM_TOKENS = 32
-_MOST_TOKENS = 262140
+_MOST_TOKENS = 262140  # kMaxTokens of linear.h
 
 
 class Kernel(IntEnum):

@@ -18,14 +18,18 @@ _ROUTER_CTAS = 256
 _ROUTER_TOKENS_FLOAT32 = 64
 
 
+def _router_cluster(width: int) -> int:
+    """The CTAs that split K: so many that each of a CTA's four warps has at most three tiles of 64 columns, or 8."""
+    return 8 if width > 3072 else 4 if width > 1536 else 2 if width > 768 else 1
+
+
 def _max_router_tokens(dtype: torch.dtype, experts: int, width: int) -> int:
     """The most tokens that the kernels of router_gemm take; in 16 bits a cluster has a tile of 32 by 32."""
     if dtype == torch.float32:
         return _ROUTER_TOKENS_FLOAT32
     if experts > _ROUTER_EXPERTS:
         return 1
-    cluster = 8 if width > 3072 else 4 if width > 1536 else 2 if width > 768 else 1
-    return 32 * (_ROUTER_CTAS // (cluster * -(-experts // 32 or -1)))
+    return 32 * (_ROUTER_CTAS // (_router_cluster(width) * -(-experts // 32 or -1)))
 
 
 def _prepared(
@@ -193,5 +197,5 @@ def router_gemm(x: torch.Tensor, weight: torch.Tensor, *, out: torch.Tensor | No
         else:
             torch.mm(rows, weight.T, out_dtype=torch.float32, out=into)
     else:
-        _kernels.router_gemm(into, rows, weight)
+        _kernels.router_gemm(into, rows, weight, _router_cluster(rows.shape[1]))
     return written(into, result)

@@ -16,14 +16,19 @@ import torch.nn.functional as F
 from . import tuned
 
 FP8_WGMMA_TILE = 128  # tokens of a tile of the wgmma kernel of FP8, which reads x by the positions of its pairs
-PAIRS_IN_KERNEL = 64  # the most (token, choice) pairs that the kernels can group by expert themselves
-_WIDTH_OF_FUSED = {8: 8192, 16: 4096}  # for each tile the longest rows of x that leave memory for stages beside them
-# A kernel for both projections takes up to 2 pairs for each expert, or 1 if the hidden layer is wider than this.
+PAIRS_IN_KERNEL = 64  # kMaxPairsInKernel: the most (token, choice) pairs that the kernels group by expert themselves
+# What the kernel for both projections has shared memory for: kFusedExperts and kFusedChoices of experts_fused.cuh, and
+# for each tile the longest rows of x beside which stages fit.
+_EXPERTS_OF_FUSED, _CHOICES_OF_FUSED = 1024, 8
+_WIDTH_OF_FUSED = {8: 8192, 16: 4096}
+# It takes up to 2 pairs for each expert. Where the hidden layer is wider than this and leaves more partial results, it
+# takes up to 1, and few pairs in all.
 _INNER_OF_FUSED = 2048
-_FEW_PAIRS = 32  # up to this many pairs they group for any number of experts
+_FEW_PAIRS = 32  # up to this many pairs the kernels group them for any number of experts
 _ROWS_OF_LARGE_TILES = 9.75  # pairs for each expert, above which tiles of 64 tokens are faster on Hopper
-# FP8 layers of at most so many weights on Hopper: tiles of 32 tokens of the wgmma kernel, which take fewer launches, up
-# to so many pairs for each expert.
+_ROWS_OF_LARGE_FP8 = 4  # pairs for each expert
+# FP8 layers on Hopper: tiles of 32 tokens of the wgmma kernel, which take fewer launches, up to so many pairs for each
+# expert. Layers of more weights than this gain less by that, and take them from the number of pairs above on.
 _WEIGHTS_OF_FP8_TILES, _ROWS_OF_FP8_TILES = 2**30, 22
 _ROWS_OF_CLUSTERS = 112  # pairs for each expert, above which it pays that two tiles share the weights, with 16 bits
 _ROWS_OF_FP8_CLUSTERS = 192  # and with FP8
@@ -99,8 +104,8 @@ def is_valid(variant: Variant, layer: Layer) -> bool:
     if variant not in VARIANTS:
         return False
     if variant.path == FUSED:
-        fits = layer.width <= _WIDTH_OF_FUSED[variant.tile] and layer.experts <= 1024 and layer.choices <= 8
-        return layer.hopper and layer.tokens <= variant.tile and fits
+        few = layer.experts <= _EXPERTS_OF_FUSED and layer.choices <= _CHOICES_OF_FUSED
+        return layer.hopper and layer.tokens <= variant.tile and few and layer.width <= _WIDTH_OF_FUSED[variant.tile]
     if variant.path == IN_KERNEL:
         return layer.pairs <= PAIRS_IN_KERNEL
     if variant.path == GROUPED_MM:
@@ -122,14 +127,17 @@ def by_rule(layer: Layer) -> Variant:
     """
     rows = layer.pairs / layer.experts
     fused = Variant(FUSED, 8 if layer.tokens <= 8 else 16)
-    if is_valid(fused, layer) and rows <= (2 if layer.inner <= _INNER_OF_FUSED else 1):
+    few = layer.pairs <= _FEW_PAIRS
+    if is_valid(fused, layer) and (rows <= 2 if layer.inner <= _INNER_OF_FUSED else rows <= 1 and few):
         return fused
-    if layer.pairs <= _FEW_PAIRS:
+    large = 3 * layer.experts * layer.width * layer.inner > _WEIGHTS_OF_FP8_TILES
+    fp8_tiles = layer.hopper and layer.dtype == "fp8" and rows <= _ROWS_OF_FP8_TILES
+    if fp8_tiles and large and rows >= _ROWS_OF_LARGE_FP8:
+        return Variant(ALIGNED, 32)
+    if few or (layer.hopper and layer.pairs <= PAIRS_IN_KERNEL and rows <= 2):
         return Variant(IN_KERNEL, 8)
-    weights = 3 * layer.experts * layer.width * layer.inner
-    small_fp8 = layer.hopper and layer.dtype == "fp8" and weights <= _WEIGHTS_OF_FP8_TILES
-    if small_fp8 and rows <= _ROWS_OF_FP8_TILES:
-        return Variant(IN_KERNEL, 8) if layer.pairs <= PAIRS_IN_KERNEL and rows <= 2 else Variant(ALIGNED, 32)
+    if fp8_tiles and not large:
+        return Variant(ALIGNED, 32)
     if rows <= _ROWS_OF_LARGE_TILES:
         return Variant(ALIGNED, 8 if rows + 2 * rows**0.5 <= 8 else 16)
     if not layer.hopper:
