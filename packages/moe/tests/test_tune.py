@@ -41,6 +41,8 @@ def test_the_rule_chooses_a_valid_variant(sizes: tuple[int, ...], dtype: str, ho
         ("aligned", 0, layer()),
         ("aligned", 64, layer(dtype="fp8", hopper=False)),
         ("aligned", 128, layer(hopper=False)),
+        ("aligned", 160, layer(hopper=False)),
+        ("aligned", 160, layer(dtype="fp8")),
         ("aligned", 192, layer(dtype="fp8")),
         ("clustered", 128, layer(dtype="fp8", hopper=False)),
         ("clustered", 128, layer(hopper=False)),
