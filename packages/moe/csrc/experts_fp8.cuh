@@ -13,7 +13,6 @@
 #include <kestrel/ptx/cluster.cuh>
 #include <kestrel/ptx/matrix.cuh>
 #include <kestrel/ptx/mbarrier.cuh>
-#include <kestrel/ptx/named_barrier.cuh>
 #include <kestrel/ptx/shared.cuh>
 #include <kestrel/ptx/tma.cuh>
 #include <kestrel/ptx/wgmma_registers.cuh>

@@ -34,7 +34,7 @@ void permute_rows(ExpertsParams* up, DLDataType dtype, int tile, char* codes, fl
                   DLDevice device);
 
 // Launches the wgmma kernels for aligned pairs in tiles of 64 or 128 tokens (FP8 also 32), or of 128 in
-// clusters of 2 CTAs, which share the weights of two tiles. FP8 with x in tiles: experts_fp8_kernel, tiles of 128.
+// clusters of 2 CTAs, which share the weights of two tiles. FP8 with x in tiles: experts_fp8_kernel, in clusters.
 void launch_experts_tma(const ExpertsParams& p, Projection projection, DLDataType weight, int tokens, int cluster,
                         int64_t tiles, DLDevice device);
 

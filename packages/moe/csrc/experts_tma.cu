@@ -127,7 +127,8 @@ void launch_tile(const ExpertsParams& p, Projection projection, int tokens, int 
       unsupported("tiles of 128 tokens without the positions of their pairs, or others with them");
     }
     if (p.tiled_x && tokens == Fp8Tile<1>::tokens) {
-      if (cluster == 2) return launch_fp8<R, 2>(p, projection, tiles, device);
+      if (cluster != 2) unsupported("one projection in tiles of 128 tokens without clusters");
+      return launch_fp8<R, 2>(p, projection, tiles, device);
     }
     if (cluster == 1 && tokens == 32) return launch_projection<W, R, 32, 1>(p, projection, tiles, device);
   }
