@@ -15,16 +15,19 @@
 
 namespace kestrel::moe {
 
-constexpr int kRasterTiles = 8;           // token tiles, in clusters pairs of them, that run through all row slices
 constexpr uint32_t kNoRow = 0xffffffffu;  // of a column that pads a tile
+
+// Token tiles, in clusters pairs of them, that run through all row slices.
+template <typename Tile>
+constexpr int kRasterTiles = Tile::cluster == 1 && Tile::tokens >= 128 ? 4 : 8;
 
 // Work item -> token tile and slice of weight rows.
 struct TmaItem {
   int tile, slice;
 
-  __device__ __forceinline__ TmaItem(int item, int tiles, int slices) {
-    const int first = item / (kRasterTiles * slices) * kRasterTiles, rest = item - first * slices;
-    const int tiles_here = min(kRasterTiles, tiles - first);
+  __device__ __forceinline__ TmaItem(int item, int tiles, int slices, int raster) {
+    const int first = item / (raster * slices) * raster, rest = item - first * slices;
+    const int tiles_here = min(raster, tiles - first);
     slice = rest / tiles_here;
     tile = first + rest - slice * tiles_here;
   }
@@ -213,7 +216,7 @@ template <typename Tile, typename F>
 __device__ __forceinline__ int load_weights_ahead(const ExpertsParams& p, int slices, int steps, const F& load) {
   if (Tile::cluster > 1 || !p.routed_early) return 0;
   const int tiles = tile_count<Tile::tokens>(p);
-  const TmaItem at(blockIdx.x, tiles, slices);
+  const TmaItem at(blockIdx.x, tiles, slices, kRasterTiles<Tile>);
   const int expert = static_cast<int>(blockIdx.x) < tiles * slices ? expert_of_tile(p, at.tile, tiles) : -1;
   if (expert < 0) return 0;
   const int ahead = min(steps, Tile::stages);
@@ -263,7 +266,7 @@ __device__ __forceinline__ void schedule_tiles(const ExpertsParams& p, int slice
         }
       }
     }
-    const TmaItem at(item, groups, slices);
+    const TmaItem at(item, groups, slices, kRasterTiles<Tile>);
     const int tile = at.tile * C + rank;
     int expert = expert_of_tile(p, tile, tiles);
     bool shared = false, mine = expert >= 0;
