@@ -26,10 +26,9 @@ _ROWS_OF_LARGE_TILES = 9.75  # pairs for each expert, above which tiles of 64 to
 # to so many pairs for each expert.
 _WEIGHTS_OF_FP8_TILES, _ROWS_OF_FP8_TILES = 2**30, 22
 _ROWS_OF_WIDE_TILES = 320  # up to so many pairs for each expert, layers of 16 bits take tiles of 160 tokens
-# Pairs for each expert, above which it pays that two tiles share the weights; fewer if Hd * I / (Hd + I) is at least so
-# large: with 16 bits, and with FP8.
-_ROWS_OF_CLUSTERS, _PRODUCTS_OF_CLUSTERS = 1024, 1024
-_ROWS_OF_LARGE_CLUSTERS = (144, 112)
+# Pairs for each expert, above which it pays that two tiles share the weights: with 16 bits, and with FP8. Fewer are
+# enough if Hd * I / (Hd + I) is at least so large.
+_ROWS_OF_CLUSTERS, _ROWS_OF_LARGE_CLUSTERS, _PRODUCTS_OF_CLUSTERS = (1024, 2048), (144, 112), 1024
 # torch.nn.functional.grouped_mm is faster from so many pairs for each expert on, if Hd * I / (Hd + I) is at least so
 # large: products for each element that is gathered, activated and summed by kernels of their own.
 _ROWS_OF_GROUPED_MM, _PRODUCTS_OF_GROUPED_MM = 512, 2048
@@ -142,8 +141,8 @@ def by_rule(layer: Layer) -> Variant:
         return Variant(GROUPED_MM)
     if rows <= 48:
         return Variant(ALIGNED, 64)
-    large = products >= _PRODUCTS_OF_CLUSTERS
-    if rows > (_ROWS_OF_LARGE_CLUSTERS[layer.dtype == "fp8"] if large else _ROWS_OF_CLUSTERS):
+    few = _ROWS_OF_LARGE_CLUSTERS if products >= _PRODUCTS_OF_CLUSTERS else _ROWS_OF_CLUSTERS
+    if rows > few[layer.dtype == "fp8"]:
         return Variant(CLUSTERED, 128)
     return Variant(ALIGNED, 160 if layer.dtype != "fp8" and rows <= _ROWS_OF_WIDE_TILES else 128)
 
