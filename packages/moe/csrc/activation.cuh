@@ -25,7 +25,8 @@ __device__ __forceinline__ float times_sigmoid_accurate(float h, float slope) {
 }
 
 // h / 2 * erfc(-h / sqrt 2). The tail is erfc(z) / 2 = exp(-z^2) t Q(t), with z = |h| / sqrt 2, t = 1 / (1 + 0.45 z)
-// and a polynomial Q that minimises the relative error over all z >= 0: 8e-7.
+// and a polynomial Q that minimises the relative error over all z >= 0: 8e-7. FLUSH: exponentials below 2^-126 are 0.
+template <bool FLUSH = false>
 __device__ __forceinline__ float times_normal_cdf(float h) {
   const float t = ptx::rcp_approx(fmaf(0.31819805f, fabsf(h), 1.f));
   float q = 0.03276689f;
@@ -36,7 +37,8 @@ __device__ __forceinline__ float times_normal_cdf(float h) {
   q = fmaf(q, t, 0.11318788f);
   q = fmaf(q, t, 0.12698834f);
   q = fmaf(q, t, 0.12694195f);
-  const float tail = q * t * ptx::ex2_approx(h * h * -0.72134752f);
+  const float exponent = h * h * -0.72134752f;
+  const float tail = q * t * (FLUSH ? ptx::ex2_approx_ftz(exponent) : ptx::ex2_approx(exponent));
   return h * (h < 0.f ? tail : 1.f - tail);
 }
 
@@ -59,6 +61,11 @@ __device__ __forceinline__ float activate(float h) {
 __device__ __forceinline__ float gelu_tanh(float h) {
   constexpr float linear = -1.4426950408889634f * kTwoRootTwoOverPi, cubic = linear * 0.044715f;
   return h * ptx::rcp_approx(1.f + ptx::ex2_approx_ftz(h * fmaf(cubic * h, h, linear)));
+}
+
+// The same of silu.
+__device__ __forceinline__ float silu(float h) {
+  return h * ptx::rcp_approx(1.f + ptx::ex2_approx_ftz(-1.4426950408889634f * h));
 }
 
 // The activation of a dense layer.

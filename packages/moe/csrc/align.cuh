@@ -16,7 +16,8 @@ struct Alignment {
   int* expert_ids = nullptr;        // [num_blocks]
   int* num_post_pad = nullptr;
   int* positions = nullptr;  // of each pair in sorted_token_ids; dropped pairs are not written; may be null
-  int* counters = nullptr;   // two, zeroed; may be null
+  int* counters = nullptr;   // that are zeroed
+  int num_counters = 0;
   const int* expert_map = nullptr;
   int64_t num_positions = 0;
   int64_t num_blocks = 0;
@@ -36,7 +37,8 @@ constexpr int kDropped = static_cast<int>(0x80000000u);  // position of pairs wh
 
 // Zeroes the counters, by the first CTA.
 __device__ __forceinline__ void zero_counters(const Alignment& a) {
-  if (a.counters && blockIdx.x == 0 && threadIdx.x < 2) a.counters[threadIdx.x] = 0;
+  if (blockIdx.x > 0) return;
+  for (int i = threadIdx.x; i < a.num_counters; i += blockDim.x) a.counters[i] = 0;
 }
 
 // The id that is written for an expert, negative if the map drops it.

@@ -9,6 +9,7 @@
 
 #include "experts_checks.h"
 #include "experts_launch.h"
+#include "experts_scratch.h"
 
 namespace kestrel::moe {
 
@@ -29,37 +30,6 @@ using Tile8QuantisedSmall = ExpertsTile<1, 1, 8, 4, 1, /*FOR_SMALL=*/true, Rows:
 
 constexpr int kMuchSharedMemory = 160 * 1024;  // GPUs allow a CTA at least this much shared memory, or 99 KB
 constexpr int64_t kTokensSummedByDown = 2;     // for more tokens a separate sum kernel is faster
-
-int64_t scale_blocks(int64_t columns) { return (columns + kScaleBlock - 1) / kScaleBlock; }
-
-// Byte offsets of the parts of the scratch memory of fused_experts. positions: of the aligned pairs, if wgmma kernels
-// keep the hidden layer, and with `permutes` x, in tiles of them; else 0. The down projection writes `partial` after
-// the last use of x, so the codes of x lie there, too.
-struct ExpertsScratch {
-  int64_t activated = 0, partial = 0, arrivals = 0, x_codes = 0, x_scale = 0, codes = 0, scale = 0, bytes = 0;
-
-  ExpertsScratch(int64_t tokens, int64_t pairs, int64_t positions, int64_t inner, int64_t width, bool fp8,
-                 bool permutes) {
-    const auto take = [&](int64_t size) {
-      const int64_t at = bytes;
-      bytes += (size + 255) / 256 * 256;
-      return at;
-    };
-    const int64_t lines = (inner * (fp8 ? 1 : 2) + kLineBytes - 1) / kLineBytes;
-    activated = take(positions ? positions * lines * kLineBytes : pairs * inner * (fp8 ? 4 : 2));
-    const int64_t codes_of_x = permutes ? positions * scale_blocks(width) * kLineBytes : tokens * width;
-    partial = x_codes = take(std::max(pairs * width * 4, fp8 ? codes_of_x : 0));
-    arrivals = take(width / 16 * 4);
-    if (!fp8) return;
-    x_scale = take((permutes ? std::max(positions, tokens) : tokens) * scale_blocks(width) * 4);
-    codes = take(positions ? 0 : pairs * inner);
-    scale = take(std::max(positions, pairs) * scale_blocks(inner) * 4);
-  }
-};
-
-// Whether most experts have one token tile, so that their weights are read once. They then leave L2 first, and do not
-// evict instructions and rows of tokens.
-bool are_read_once(int64_t pairs, int64_t experts, bool fp8 = true) { return pairs <= (fp8 ? 96 : 48) * experts; }
 
 // tile and blocks: of the alignment, blocks 0 without one; then a tile stands for both projections in one kernel.
 // permutes: whether the call has positions_of_pairs. device: of CUDA.
@@ -271,11 +241,11 @@ void clear(const TensorView& out, int64_t rows, int64_t row_stride, int64_t colu
 
 // -- entry points -----------------------------------------------------------------------------------------------------
 
-// With an alignment, block_size is 8, 16, 32 or 64, and on Hopper also 128. num_tokens_post_pad comes with two
-// counters, see align_for_experts. Without one the kernels group the pairs, at most 64, and block_size is the token
-// tile. cluster: 1, or with blocks of 128 also 2, the CTAs that share weights (Hopper). 2 without an alignment:
-// experts_fused_kernel, in tiles of 8 or 16 tokens. positions_of_pairs: from align_for_experts, if x shall be written
-// to the positions of its pairs, in tiles of pipeline stages: FP8, blocks of 128.
+// With an alignment, block_size is 8, 16, 32 or 64, and on Hopper also 128, or 160 for 16-bit weights.
+// num_tokens_post_pad comes with counters, see align_for_experts. Without one the kernels group the pairs, at most 64,
+// and block_size is the token tile. cluster: 1, or with blocks of 128 also 2, the CTAs that share weights (Hopper). 2
+// without an alignment: experts_fused_kernel, in tiles of 8 or 16 tokens. positions_of_pairs: from align_for_experts,
+// if x shall be written to the positions of its pairs, in tiles of pipeline stages: FP8, blocks of 128.
 void fused_experts(TensorView out, TensorView scratch, TensorView hidden, TensorView w1, TensorView w2,
                    TensorView topk_weights, TensorView topk_ids, OptionalTensor w1_scale, OptionalTensor w2_scale,
                    OptionalTensor expert_map, OptionalTensor sorted_token_ids, OptionalTensor expert_ids,
@@ -312,7 +282,7 @@ void fused_experts(TensorView out, TensorView scratch, TensorView hidden, Tensor
   const auto floats_at = [&](int64_t offset) { return reinterpret_cast<float*>(memory + offset); };
   const DeviceGuard guard(device.device_id);
   const Aligned aligned{sorted_token_ids, expert_ids, num_tokens_post_pad, block_size};
-  if (!in_kernel) check_aligned(check, aligned, /*counters=*/2);
+  if (!in_kernel) check_aligned(check, aligned, /*counters=*/2 + (*expert_ids).size(0));
 
   ExpertsParams up, down;
   set_routing(&up, topk_ids, {}, expert_map, experts);
@@ -397,9 +367,14 @@ void fused_experts(TensorView out, TensorView scratch, TensorView hidden, Tensor
       launch_tiles<decltype(w), projection.value, /*IN_KERNEL=*/true>(p, tile, tiles, device);
     });
   };
-  launch(up, std::integral_constant<Projection, Projection::up>());
-  quantise(float(), &down, pairs, parts.codes, parts.scale);
-  launch(down, std::integral_constant<Projection, Projection::down>());
+  if (wgmma && cluster == 1 && tile >= kTokensOfBoth) {
+    up.ready = down.ready = reinterpret_cast<int*>(address(*num_tokens_post_pad)) + 3;
+    launch_experts_both(up, down, w1.dtype(), tile, tiles, device);
+  } else {
+    launch(up, std::integral_constant<Projection, Projection::up>());
+    quantise(float(), &down, pairs, parts.codes, parts.scale);
+    launch(down, std::integral_constant<Projection, Projection::down>());
+  }
   if (sums) return;
   ExpertsSumParams sum;
   sum.rows = rounds ? down.out : reinterpret_cast<const char*>(down.partial);

@@ -17,7 +17,7 @@
 #include <kestrel/ptx/tma.cuh>
 #include <kestrel/ptx/wgmma_registers.cuh>
 
-#include "experts_tma_tiles.cuh"
+#include "experts_roles.cuh"
 
 namespace kestrel::moe {
 
@@ -38,102 +38,151 @@ struct Fp8Tile {
   static constexpr int producers = 128, consumers = 256, threads = producers + consumers;
 };
 
-template <typename R, Projection PROJECTION, typename Tile>
-__global__ void __launch_bounds__(Tile::threads, 1) experts_fp8_kernel(const __grid_constant__ TmaParams params) {
-#ifdef KESTREL_HAS_WGMMA
-  using W = __nv_fp8_e4m3;
-  constexpr bool up = PROJECTION == Projection::up;
-  constexpr int S = Tile::stages, C = Tile::cluster, kSlots = Tile::slots, U = Tile::my_tokens, B = Tile::blocks;
-  constexpr int channels = up ? Tile::half_rows : Tile::rows;  // of the result, for a tile
-  const ExpertsParams& p = params.p;
-  extern __shared__ char dynamic[];
-  using Slot = TmaSlot<Tile::tokens, Tile::rows>;
-  __shared__ Slot slots[kSlots];
-  __shared__ TmaBarriers<Tile> barriers;
-  __shared__ __align__(16) float stage_scales[S][Tile::tokens];  // of x, with p.x_blocks
-  const uint32_t ring = (ptx::shared_address(dynamic) + Tile::alignment - 1) / Tile::alignment * Tile::alignment;
-  const int slices = (p.outputs + channels - 1) / channels, steps = params.steps;
-  const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;  // uniform to the compiler
-  const int rank = C == 1 ? 0 : blockIdx.x % C;
-  barriers.init(/*loaders=*/1);
-  RingPosition<Tile> at_ring;
-  const int &stage = at_ring.stage, &phase = at_ring.phase, &slot = at_ring.slot, &slot_phase = at_ring.slot_phase;
+// What the roles of a CTA share.
+template <typename Tile>
+struct Fp8Shared {
+  TmaSlot<Tile::tokens, Tile::rows> slots[Tile::slots];
+  TmaBarriers<Tile> barriers;
+  alignas(16) float stage_scales[Tile::stages][Tile::tokens];     // of x, with p.x_blocks
+  alignas(16) float block_scales[Tile::stages][Tile::rows / 16];  // of 16 weight rows each, with p.scale_rank 3
+};
 
-  if (threadIdx.x < Tile::producers) {
-    ptx::reduce_registers<40>();
-    if (warp == 0) {
-      // -- the TMA thread --
-      if (lane == 0) {
-        const uint64_t policy = p.evict_first ? ptx::l2_policy(/*evict_first=*/true) : 0;
-        ptx::prefetch_tensor_map(params.low);
-        ptx::prefetch_tensor_map(params.high);
-        const auto load = [&](int to_stage, int step, int expert, int slice, bool shared) {
-          const uint32_t to = ring + to_stage * Tile::stage_bytes;
-          ptx::mbarrier_expect_tx(barriers.full + to_stage, Tile::weight_bytes);
-          load_weights<up, Tile>(params, to, step * kLineBytes, expert, slice, shared, rank, barriers.full + to_stage,
-                                 policy);
-        };
-        int ahead = load_weights_ahead<Tile>(p, slices, steps, load);  // steps whose weights are loaded
-        pdl_wait();
-        pdl_trigger();
-        while (true) {
-          ptx::mbarrier_wait(barriers.slot_full + slot, slot_phase);
-          const int expert = slots[slot].expert, slice = slots[slot].slice, tile = slots[slot].tile;
-          const bool shared = slots[slot].shared;
-          if (expert < 0) break;
-          const int x_bytes = slots[slot].used > U ? Tile::x_bytes : Tile::my_x_bytes;
-          const int scale_bytes = p.x_blocks ? Tile::tokens * 4 : 0;
-          for (int step = 0; step < steps; ++step) {
-            if (step >= ahead) {
-              ptx::mbarrier_wait(barriers.empty + stage, phase ^ 1);
-              load(stage, step, expert, slice, shared);
-            }
-            ptx::mbarrier_arrive_expect_tx(barriers.full + stage, x_bytes + scale_bytes);
-            const int64_t line = int64_t{tile} * steps + step;
-            ptx::bulk_load(ring + stage * Tile::stage_bytes + Tile::weight_bytes, p.x + line * Tile::x_bytes, x_bytes,
-                           barriers.full + stage);
-            if (p.x_blocks) {
-              ptx::bulk_load(ptx::shared_address(stage_scales[stage]), p.x_scale + line * Tile::tokens, scale_bytes,
-                             barriers.full + stage);
-            }
-            at_ring.next_stage();
-          }
-          ahead = 0;
-          at_ring.next_slot();
-        }
-      }
-    } else if (warp == 1) {
-      schedule_tiles<up, /*FP8=*/true, Tile>(p, slices, rank, slots, barriers);
-    }
-    __syncwarp();
-  } else {
-    // -- the consumer warpgroups: 64 tokens each, the rows of their products, and all weight rows --
-    ptx::raise_registers<232>();
+template <typename R, Projection PROJECTION, typename TILE>
+struct Fp8Roles {
+  using Tile = TILE;
+  using W = __nv_fp8_e4m3;
+  static constexpr bool up = PROJECTION == Projection::up, fp8 = true;
+  static constexpr int assistant_warps = 1;
+  static constexpr int S = Tile::stages, C = Tile::cluster, U = Tile::my_tokens, B = Tile::blocks;
+  static constexpr int channels = up ? Tile::half_rows : Tile::rows;  // of the result, for a tile
+  using Shared = Fp8Shared<Tile>;
+  using Slot = TmaSlot<Tile::tokens, Tile::rows>;
+
+  const TmaParams& params;
+  const ExpertsParams& p;
+  Shared& shared_memory;
+  uint32_t ring;
+  int rank;
+
+  // The warp of block scales arrives once for each stage.
+  __device__ __forceinline__ int assistants() const { return p.scale_rank == 3 ? 1 : 0; }
+
+  __device__ __forceinline__ int slices() const { return (p.outputs + channels - 1) / channels; }
+
+  // The TMA thread. first: of the projections of the CTA. absent: assistants that the stages' barriers count, and that
+  // this projection has not.
+  __device__ __forceinline__ void load_tiles(RingPosition<Tile>& at_ring, bool first, int absent) const {
+    auto& slots = shared_memory.slots;
+    auto& barriers = shared_memory.barriers;
+    auto& stage_scales = shared_memory.stage_scales;
+    const int &stage = at_ring.stage, &phase = at_ring.phase, &slot = at_ring.slot, &slot_phase = at_ring.slot_phase;
+    const int steps = params.steps;
+    const uint64_t policy = p.evict_first ? ptx::l2_policy(/*evict_first=*/true) : 0;
+    ptx::prefetch_tensor_map(params.low);
+    ptx::prefetch_tensor_map(params.high);
+    const auto load = [&](int to_stage, int step, int expert, int slice, bool shared) {
+      const uint32_t to = ring + to_stage * Tile::stage_bytes;
+      ptx::mbarrier_expect_tx(barriers.full + to_stage, Tile::weight_bytes);
+      load_weights<up, Tile>(params, to, step * kLineBytes, expert, slice, shared, rank, barriers.full + to_stage,
+                             policy);
+    };
+    int ahead = first ? load_weights_ahead<Tile>(p, slices(), steps, load) : 0;  // steps whose weights are loaded
     pdl_wait();
     pdl_trigger();
-    const int warpgroup = warp / 4 - 1;
-    const int first_token = warpgroup * U + warp % 4 * 16;  // of this warp's 16
-    const uint32_t my_results = ring + S * Tile::stage_bytes + (warp - 4) * Tile::result_bytes;
-    // Of x: lane i gives the address of row i % 16, bytes i / 16 * 16 of K.
-    const uint32_t my_x = ring + Tile::weight_bytes + (first_token + lane % 16) * kLineBytes;
-    const int swizzle = lane % 8, half = lane / 16;
     while (true) {
       ptx::mbarrier_wait(barriers.slot_full + slot, slot_phase);
-      const Slot& at = slots[slot];
-      const int64_t expert = at.expert;
-      if (expert < 0) break;
-      const int used = at.used - warpgroup * U;  // tokens of this warpgroup
-      if (used <= 0) {
-        for (int step = 0; step < steps; ++step) {
-          ptx::mbarrier_wait(barriers.full + stage, phase);
-          barriers.release(stage);
-          at_ring.next_stage();
+      const int expert = slots[slot].expert, slice = slots[slot].slice, tile = slots[slot].tile;
+      const bool shared = slots[slot].shared;
+      if (!slots[slot].belongs_to(PROJECTION)) break;
+      const int x_bytes = slots[slot].used > U ? Tile::x_bytes : Tile::my_x_bytes;
+      const int scale_bytes = p.x_blocks ? Tile::tokens * 4 : 0;
+      if (!up && p.ready && !is_ready(p.ready + tile, p.ready_signals)) {
+        RingPosition<Tile> next = at_ring;
+        for (; ahead < min(steps, S); ++ahead) {
+          ptx::mbarrier_wait(barriers.empty + next.stage, next.phase ^ 1);
+          load(next.stage, ahead, expert, slice, shared);
+          next.next_stage();
         }
-        __syncwarp();
-        if (lane == 0) ptx::mbarrier_arrive(barriers.slot_empty + slot);
-        at_ring.next_slot();
-        continue;
+        while (!is_ready(p.ready + tile, p.ready_signals)) __nanosleep(100);
       }
+      for (int step = 0; step < steps; ++step) {
+        if (step >= ahead) {
+          ptx::mbarrier_wait(barriers.empty + stage, phase ^ 1);
+          load(stage, step, expert, slice, shared);
+        }
+        if (absent) ptx::mbarrier_arrive_many(barriers.full + stage, absent);
+        ptx::mbarrier_arrive_expect_tx(barriers.full + stage, x_bytes + scale_bytes);
+        const int64_t line = int64_t{tile} * steps + step;
+        ptx::bulk_load(ring + stage * Tile::stage_bytes + Tile::weight_bytes, p.x + line * Tile::x_bytes, x_bytes,
+                       barriers.full + stage);
+        if (p.x_blocks) {
+          ptx::bulk_load(ptx::shared_address(stage_scales[stage]), p.x_scale + line * Tile::tokens, scale_bytes,
+                         barriers.full + stage);
+        }
+        at_ring.next_stage();
+      }
+      ahead = 0;
+      at_ring.next_slot();
+    }
+  }
+
+  // The warp of block scales, which are constant: a lane has those of 16 weight rows.
+  __device__ __forceinline__ void assist(RingPosition<Tile>& at_ring) const {
+    const int lane = threadIdx.x % 32;
+    auto& slots = shared_memory.slots;
+    auto& barriers = shared_memory.barriers;
+    auto& block_scales = shared_memory.block_scales;
+    const int &stage = at_ring.stage, &phase = at_ring.phase, &slot = at_ring.slot, &slot_phase = at_ring.slot_phase;
+    const int steps = params.steps;
+    pdl_wait();
+    pdl_trigger();
+    const bool high = up && lane % 16 >= 8;
+    while (true) {
+      ptx::mbarrier_wait(barriers.slot_full + slot, slot_phase);
+      if (!slots[slot].belongs_to(PROJECTION)) break;
+      const int row = min(slots[slot].slice * channels + (up ? lane % 8 : lane % 16) * 16, p.outputs - 1);
+      const int scale_row = (row + (high && !p.split_scales ? p.outputs : 0)) / kScaleBlock;
+      const float* const of_row = (high ? p.weight_scale_high : p.weight_scale_low) +
+                                  slots[slot].expert * p.scale_expert_stride + scale_row * p.scale_row_stride;
+      float scale = of_row[0];
+      for (int step = 0; step < steps; ++step) {
+        const float next = of_row[min(step + 1, steps - 1)];
+        ptx::mbarrier_wait(barriers.empty + stage, phase ^ 1);
+        if (lane < 16) block_scales[stage][lane] = scale;
+        __syncwarp();
+        if (lane == 0) ptx::mbarrier_arrive(barriers.full + stage);
+        scale = next;
+        at_ring.next_stage();
+      }
+      at_ring.next_slot();
+    }
+  }
+
+  // Where the down projection runs in the same launch: signals the tile whose results this thread has copied, once
+  // they are in memory.
+  __device__ __forceinline__ void signal(int& unsignalled) const {
+    if (!up || unsignalled < 0) return;
+    ptx::bulk_wait<0>();
+    ptx::add_release(p.ready + unsignalled, 1);
+    unsignalled = -1;
+  }
+
+  // The consumer warpgroups: 64 tokens each, the rows of their products, and all weight rows.
+  __device__ __forceinline__ void multiply_tiles(RingPosition<Tile>& at_ring, int& /*buffer*/) const {
+    auto& slots = shared_memory.slots;
+    auto& barriers = shared_memory.barriers;
+    auto& stage_scales = shared_memory.stage_scales;
+    auto& block_scales = shared_memory.block_scales;
+    const int &stage = at_ring.stage, &phase = at_ring.phase, &slot = at_ring.slot, &slot_phase = at_ring.slot_phase;
+    const int steps = params.steps;
+    const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;  // uniform to the compiler
+    const int warpgroup = warp / 4 - 1, swizzle = lane % 8, half = lane / 16;
+    int unsignalled = -1;  // the tile whose results this warp has copied, but that may not be in memory
+    const int first_token = warpgroup * U + warp % 4 * 16;  // of this warp's 16
+    const uint32_t my_results = ring + S * Tile::stage_bytes + (warp - 4) * Tile::result_bytes;
+    const auto multiply_tile = [&](const Slot& at) {
+      // Of x: lane i gives the address of row i % 16, bytes i / 16 * 16 of K.
+      const uint32_t my_x = ring + Tile::weight_bytes + (first_token + lane % 16) * kLineBytes;
       // acc[b][4 * j + 2 * r + c]: token group + 8 * r of this warp's, weight row 64 * b + 8 * j + 2 * quad + c.
       float acc[B][U / 2], of_unit[2][U / 2];
 #pragma unroll
@@ -146,15 +195,9 @@ __global__ void __launch_bounds__(Tile::threads, 1) experts_fp8_kernel(const __g
       const auto multiply = [&](auto blocks_tag) {
         constexpr bool blocks = decltype(blocks_tag)::value;  // the weights have a scale for 128 x 128 of them
         constexpr bool inside = blocks || !up;                // scales of 128 of K, applied here
-        // The scales of 16 rows from row 64 * b + 16 * i on.
-        const auto scales_of = [&](int b, int i) {
-          const int row = min(at.slice * channels + (up ? b % 2 : b) * 64 + 16 * i, p.outputs - 1);
-          const int scale_row = (row + (up && b >= B / 2 && !p.split_scales ? p.outputs : 0)) / kScaleBlock;
-          return (up && b >= B / 2 ? p.weight_scale_high : p.weight_scale_low) + expert * p.scale_expert_stride +
-                 scale_row * p.scale_row_stride;
-        };
-        float x_scale[2] = {1.f, 1.f};  // of the step that is added
-        const auto add = [&](auto b_tag, int step) {
+        float x_scale[2] = {1.f, 1.f};                        // of the step that is added
+        float4 of_rows[2] = {};                               // scales of 16 rows each, of a unit
+        const auto add = [&](auto b_tag) {
           constexpr int b = decltype(b_tag)::value;
           float (&unit)[U / 2] = of_unit[b % 2];
 #pragma unroll
@@ -166,13 +209,10 @@ __global__ void __launch_bounds__(Tile::threads, 1) experts_fp8_kernel(const __g
             }
           }
           if constexpr (blocks) {
+            const float block_scale[4] = {of_rows[b % 2].x, of_rows[b % 2].y, of_rows[b % 2].z, of_rows[b % 2].w};
 #pragma unroll
-            for (int i = 0; i < 4; ++i) {
-              const float block_scale = scales_of(b, i)[step];
-#pragma unroll
-              for (int j = 8 * i; j < 8 * i + 8; ++j) {
-                acc[b][j] = fmaf(unit[j], x_scale[j / 2 % 2] * block_scale, acc[b][j]);
-              }
+            for (int i = 0; i < U / 2; ++i) {
+              acc[b][i] = fmaf(unit[i], x_scale[i / 2 % 2] * block_scale[i / 8], acc[b][i]);
             }
           }
         };
@@ -189,6 +229,7 @@ __global__ void __launch_bounds__(Tile::threads, 1) experts_fp8_kernel(const __g
             ptx::wgmma_registers<W, U>(unit, x[4 * k], x[4 * k + 1], x[4 * k + 2], x[4 * k + 3], w + 2 * k, k > 0);
           }
           ptx::wgmma_commit();
+          if (blocks) of_rows[b % 2] = *reinterpret_cast<const float4*>(&block_scales[stage][4 * b]);
         };
         for (int step = 0; step < steps; ++step) {
           ptx::mbarrier_wait(barriers.full + stage, phase);
@@ -209,7 +250,7 @@ __global__ void __launch_bounds__(Tile::threads, 1) experts_fp8_kernel(const __g
             start_unit(std::integral_constant<int, b>());
             ptx::wgmma_wait<1>();
             ptx::wgmma_fence_registers(of_unit[1 - b % 2]);
-            add(std::integral_constant<int, b - 1>(), step);
+            add(std::integral_constant<int, b - 1>());
           };
           next_unit(std::integral_constant<int, 1>());
           next_unit(std::integral_constant<int, 2>());
@@ -218,7 +259,7 @@ __global__ void __launch_bounds__(Tile::threads, 1) experts_fp8_kernel(const __g
           ptx::wgmma_fence_registers(of_unit[1]);
           ptx::wgmma_fence_registers(x);
           barriers.release(stage);
-          add(std::integral_constant<int, 3>(), step);
+          add(std::integral_constant<int, 3>());
           at_ring.next_stage();
         }
       };
@@ -250,16 +291,16 @@ __global__ void __launch_bounds__(Tile::threads, 1) experts_fp8_kernel(const __g
         const auto store_codes = [&](auto gate_tag) {
           float largest[2] = {0.f, 0.f};
 #pragma unroll
-          for (int b = 0; b < 2; ++b) {
+          for (int b = 0; b < B / 2; ++b) {
 #pragma unroll
             for (int j = 0; j < U / 8; ++j) {
-              const float2 low = scale_of(b, j), high = scale_of(b + 2, j);
+              const float2 low = scale_of(b, j), high = scale_of(b + B / 2, j);
 #pragma unroll
               for (int i = 0; i < 4; ++i) {
                 const float f = factor[i / 2];
                 acc[b][4 * j + i] =
                     gated_value(acc[b][4 * j + i] * (i % 2 ? low.y : low.x) * f,
-                                acc[b + 2][4 * j + i] * (i % 2 ? high.y : high.x) * f, decltype(gate_tag)::value);
+                                acc[b + B / 2][4 * j + i] * (i % 2 ? high.y : high.x) * f, decltype(gate_tag)::value);
                 largest[i / 2] = fmaxf(largest[i / 2], fabsf(acc[b][4 * j + i]));
               }
             }
@@ -274,22 +315,30 @@ __global__ void __launch_bounds__(Tile::threads, 1) experts_fp8_kernel(const __g
               }
             }
           }
+#pragma unroll
+          for (int r = 0; r < 2; ++r) {
+            largest[r] = fmaxf(largest[r], __shfl_xor_sync(0xffffffffu, largest[r], 1));
+            largest[r] = fmaxf(largest[r], __shfl_xor_sync(0xffffffffu, largest[r], 2));
+          }
+          if (own == 0) {  // the codes before
+            signal(unsignalled);
+            ptx::bulk_wait_read<0>();
+          }
+          __syncwarp();
           const int lines = (p.outputs + kLineBytes - 1) / kLineBytes;
           const int64_t line = int64_t{at.tile} * lines + at.slice;
           float inverse[2];
 #pragma unroll
           for (int r = 0; r < 2; ++r) {
-            largest[r] = fmaxf(largest[r], __shfl_xor_sync(0xffffffffu, largest[r], 1));
-            largest[r] = fmaxf(largest[r], __shfl_xor_sync(0xffffffffu, largest[r], 2));
             inverse[r] = ptx::rcp_approx(fmaxf(largest[r], 1e-12f) * (1.f / kLargestE4M3));
-            if (quad == 0) p.out_scale[line * Tile::tokens + first_token + group + 8 * r] = fp8_scale(largest[r]);
+            if (quad == 0) {
+              p.out_scale[line * Tile::tokens + first_token + group + 8 * r] = fp8_scale(largest[r]);
+            }
           }
-          if (own == 0) ptx::bulk_wait_read<0>();  // of the codes before
-          __syncwarp();
           // Neighbouring lanes exchange pairs of codes: the even one has four of group j, the odd one of group j + 1.
           const uint32_t mine = my_results + group * kLineBytes + quad / 2 * 4 + quad % 2 * 8;
 #pragma unroll
-          for (int b = 0; b < 2; ++b) {
+          for (int b = 0; b < B / 2; ++b) {
 #pragma unroll
             for (int j = 0; j < U / 8; j += 2) {
 #pragma unroll
@@ -367,16 +416,48 @@ __global__ void __launch_bounds__(Tile::threads, 1) experts_fp8_kernel(const __g
           }
         }
       }
+    };
+    while (true) {
+      ptx::mbarrier_wait(barriers.slot_full + slot, slot_phase);
+      const Slot& at = slots[slot];
+      if (!at.belongs_to(PROJECTION)) break;
+      if (at.used > warpgroup * U) {
+        multiply_tile(at);
+      } else {
+        for (int step = 0; step < steps; ++step) {
+          ptx::mbarrier_wait(barriers.full + stage, phase);
+          barriers.release(stage);
+          at_ring.next_stage();
+        }
+      }
+      if (up && p.ready) {
+        __syncwarp();
+        if (lane == 0) {
+          signal(unsignalled);
+          unsignalled = at.tile;
+        }
+      }
       __syncwarp();
       if (lane == 0) ptx::mbarrier_arrive(barriers.slot_empty + slot);
       at_ring.next_slot();
     }
+    if (lane == 0) signal(unsignalled);
   }
-  if (threadIdx.x >= Tile::producers) ptx::bulk_wait_read<0>();  // shared memory outlives the copies
-  if constexpr (C > 1) {  // no CTA leaves while the other may still load into it or arrive on its barriers
-    __syncwarp();
-    ptx::cluster_sync();
-  }
+};
+
+template <typename R, Projection PROJECTION, typename Tile>
+__global__ void __launch_bounds__(Tile::threads, 1) experts_fp8_kernel(const __grid_constant__ TmaParams params) {
+#ifdef KESTREL_HAS_WGMMA
+  run_one<Fp8Roles<R, PROJECTION, Tile>>(params);
+#endif
+}
+
+// Both projections.
+template <typename R, typename Tile>
+__global__ void __launch_bounds__(Tile::threads, 1)
+    experts_fp8_both_kernel(const __grid_constant__ TmaBothParams params) {
+#ifdef KESTREL_HAS_WGMMA
+  run_both<Fp8Roles<R, Projection::up, Tile>, Fp8Roles<R, Projection::down, Tile>>(params);
 #endif
 }
 

@@ -14,6 +14,9 @@ constexpr int64_t kLargest = int64_t{1} << 30;  // sizes and pairs are int in th
 // Tokens of the smallest tile of the wgmma kernels; of FP8 layers, and of others.
 constexpr int kTokensOfWgmmaFp8 = 32, kTokensOfWgmma = 64;
 
+// Tokens of the smallest tile for which both projections run in one launch, unless clusters share weights.
+constexpr int kTokensOfBoth = 128;
+
 // Whether the device runs the wgmma kernels.
 bool has_wgmma(DLDevice device);
 
@@ -31,9 +34,13 @@ void permute_rows(ExpertsParams* up, DLDataType dtype, int tile, char* codes, fl
                   DLDevice device);
 
 // Launches the wgmma kernels for aligned pairs in tiles of 64 or 128 tokens (FP8 also 32), or of 128 in
-// clusters of 2 CTAs, which share the weights of two tiles. FP8 with x in tiles: experts_fp8_kernel, tiles of 128.
+// clusters of 2 CTAs, which share the weights of two tiles. FP8 with x in tiles: experts_fp8_kernel, in clusters.
 void launch_experts_tma(const ExpertsParams& p, Projection projection, DLDataType weight, int tokens, int cluster,
                         int64_t tiles, DLDevice device);
+
+// Launches both projections as one kernel: up.ready counts the signals of each token tile, zeroed. FP8: x in tiles.
+void launch_experts_both(const ExpertsParams& up, const ExpertsParams& down, DLDataType weight, int tokens,
+                         int64_t tiles, DLDevice device);
 
 // Bytes of the results that experts_fused_kernel keeps apart: [pairs, blocks of channels of the hidden layer, Hd],
 // float.

@@ -25,7 +25,8 @@ void permute_rows(ExpertsParams* up, DLDataType dtype, int tile, char* codes, fl
   p.rows.width = up->width;
   p.rows.rows = up->tokens;
   p.rows.early = true;
-  p.rows.row_warps = quant_row_warps(up->width / 8, up->tokens, device);
+  // Half of the warps that quantise rows elsewhere: with more registers for a thread, they are one wave.
+  p.rows.row_warps = quant_row_warps(up->width / 8, 2 * int64_t{up->tokens}, device);
   p.positions = positions;
   p.topk_ids = up->topk_ids;
   p.expert_map = up->expert_map;

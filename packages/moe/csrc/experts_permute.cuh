@@ -65,9 +65,10 @@ __global__ void __launch_bounds__(kQuantThreads, BLOCKS ? 2 : 3)
   const auto line_of = [&](int choice) {
     if (!mine || choice >= params.choices) return -1;
     int id = params.topk_ids[row * params.ids_stride + choice];
+    const int position = params.positions[row * params.choices + choice];  // loaded beside the id
     if (params.expert_map) id = id >= 0 && id < params.mapped_experts ? params.expert_map[id] : -1;
     if (id < 0 || id >= params.experts) return -1;
-    const int position = params.positions[row * params.choices + choice], tile = position / params.tile;
+    const int tile = position / params.tile;
     return tile * params.lines * params.tile + position - tile * params.tile;
   };
   float scale = 1.f, inverse = 1.f;

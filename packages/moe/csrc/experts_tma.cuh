@@ -20,27 +20,9 @@
 #include <kestrel/ptx/tma.cuh>
 #include <kestrel/ptx/wgmma.cuh>
 
-#include "experts_tma_tiles.cuh"
+#include "experts_roles.cuh"
 
 namespace kestrel::moe {
-
-template <int TOKENS_, int CLUSTER_>
-struct TmaTile {
-  static constexpr int tokens = TOKENS_, cluster = CLUSTER_;
-  static constexpr int rows = 256, half_rows = 128, half_groups = half_rows / 16;  // of weights
-  static constexpr int weight_bytes = rows * kLineBytes, stage_bytes = (rows + tokens) * kLineBytes;
-  static constexpr int stages = tokens <= 64 ? 5 : 4;
-  static constexpr int slots = 3, x_bytes = tokens * kLineBytes;
-  // Results on their way to memory: two buffers of each warpgroup, for `pass` tokens of 128 channels of 16 bits. Rows
-  // are padded against bank conflicts. With two buffers, one barrier a pass is enough.
-  static constexpr int pass = 16, result_row = 256 + 16;
-  static constexpr int result_bytes = 2 * pass * result_row;
-  static constexpr int alignment = 1024;
-  static constexpr int shared_bytes = stages * stage_bytes + 2 * result_bytes + alignment;
-  static constexpr bool gathers = true;
-  static constexpr int gatherers = 64;
-  static constexpr int producers = 128, consumers = 256, threads = producers + consumers;
-};
 
 // What waits for what:
 //   slot_full[slot]   32 arrivals: the lanes of the scheduling warp
@@ -49,157 +31,196 @@ struct TmaTile {
 //   empty[stage]      the consumer warps of the cluster, once their products have read the stage
 //   named barriers 2 and 3, one per warpgroup, in each pass of the epilogue: results are staged, a buffer is free
 //   named barriers 4 and 5, in the epilogue of a quantised tile: see their constants
-template <typename W, typename R, Projection PROJECTION, typename Tile>
-__global__ void __launch_bounds__(Tile::threads, 1) experts_tma_kernel(const __grid_constant__ TmaParams params) {
-#ifdef KESTREL_HAS_WGMMA
-  constexpr bool up = PROJECTION == Projection::up, fp8 = std::is_same_v<W, __nv_fp8_e4m3>;
-  constexpr int element = fp8 ? 1 : 2, S = Tile::stages, C = Tile::cluster, kSlots = Tile::slots;
-  constexpr int channels = up ? Tile::half_rows : Tile::rows;  // of the result, for a tile
-  constexpr int lag = fp8 ? 2 : 0;                             // stages between a copy and its signal
-  constexpr bool gates = up && (!fp8 || Tile::tokens <= 64);   // experts_fp8_kernel gates FP8 tiles of 128
+template <typename W, typename R, Projection PROJECTION, typename TILE>
+struct TmaRoles {
+  using Tile = TILE;
+  static constexpr bool up = PROJECTION == Projection::up, fp8 = std::is_same_v<W, __nv_fp8_e4m3>;
+  static constexpr int element = fp8 ? 1 : 2, S = Tile::stages, C = Tile::cluster;
+  static constexpr int channels = up ? Tile::half_rows : Tile::rows;  // of the result, for a tile
+  static constexpr int lag = fp8 ? 2 : 0;                             // stages between a copy and its signal
+  static constexpr bool gates = up && (!fp8 || Tile::tokens <= 64);   // experts_fp8.cuh gates FP8 tiles of 128
+  static constexpr int assistant_warps = Tile::gatherers / 32;
   static_assert(lag <= S - 2, "a stage is free once the step after it is multiplied");
-  const ExpertsParams& p = params.p;
-  extern __shared__ char dynamic[];
-  using Slot = GatherSlot<Tile::tokens, fp8 ? Tile::rows : 1>;
-  __shared__ Slot slots[kSlots];
-  __shared__ TmaBarriers<Tile> barriers;
-  __shared__ __align__(16) float stage_scales[fp8 ? S : 1][Tile::tokens];  // of x, with p.x_blocks
-  const uint32_t ring = (ptx::shared_address(dynamic) + Tile::alignment - 1) / Tile::alignment * Tile::alignment;
-  const int slices = (p.outputs + channels - 1) / channels;
-  const int row_bytes = p.width * element, steps = params.steps;
-  const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;  // uniform to the compiler
-  const int rank = C == 1 ? 0 : blockIdx.x % C;
-  barriers.init(/*loaders=*/p.tiled_x ? 1 : Tile::gatherers + 1);
-  RingPosition<Tile> at_ring;
-  const int &stage = at_ring.stage, &phase = at_ring.phase, &slot = at_ring.slot, &slot_phase = at_ring.slot_phase;
+  using Shared = TmaShared<W, Tile>;
+  using Slot = typename Shared::Slot;
 
-  if (threadIdx.x < Tile::producers) {
-    ptx::reduce_registers<40>();
-    if (warp == 0) {
-      // -- the TMA thread: loads the weights --
-      if (lane == 0) {
-        const uint64_t policy = p.evict_first ? ptx::l2_policy(/*evict_first=*/true) : 0;
-        ptx::prefetch_tensor_map(params.low);
-        ptx::prefetch_tensor_map(params.high);
-        const int tiled_bytes = p.tiled_x ? Tile::x_bytes + (fp8 && p.x_blocks ? Tile::tokens * 4 : 0) : 0;
-        const auto load = [&](int to_stage, int step, int expert, int slice, bool shared) {
-          const uint32_t to = ring + to_stage * Tile::stage_bytes;
-          ptx::mbarrier_arrive_expect_tx(barriers.full + to_stage, Tile::weight_bytes + tiled_bytes);
-          load_weights<up, Tile>(params, to, step * (kLineBytes / element), expert, slice, shared, rank,
-                                 barriers.full + to_stage, policy);
-        };
-        const auto load_tiled_x = [&](int to_stage, int step, int tile) {
-          const int64_t line = int64_t{tile} * steps + step;
-          ptx::bulk_load(ring + to_stage * Tile::stage_bytes + Tile::weight_bytes, p.x + line * Tile::x_bytes,
-                         Tile::x_bytes, barriers.full + to_stage);
-          if (fp8 && p.x_blocks) {
-            ptx::bulk_load(ptx::shared_address(stage_scales[fp8 ? to_stage : 0]), p.x_scale + line * Tile::tokens,
-                           Tile::tokens * 4, barriers.full + to_stage);
-          }
-        };
-        int ahead = load_weights_ahead<Tile>(p, slices, steps, load);  // steps whose weights are loaded
-        pdl_wait();
-        pdl_trigger();
-        while (true) {
-          ptx::mbarrier_wait(barriers.slot_full + slot, slot_phase);
-          const int expert = slots[slot].expert, slice = slots[slot].slice, tile = slots[slot].tile;
-          const bool shared = slots[slot].shared;
-          if (expert < 0) break;
-          for (int step = 0; step < steps; ++step) {
-            if (step >= ahead) {
-              ptx::mbarrier_wait(barriers.empty + stage, phase ^ 1);
-              load(stage, step, expert, slice, shared);
-            }
-            if (p.tiled_x) load_tiled_x(stage, step, tile);
-            at_ring.next_stage();
-          }
-          ahead = 0;
-          at_ring.next_slot();
-        }
+  const TmaParams& params;
+  const ExpertsParams& p;
+  Shared& shared_memory;
+  uint32_t ring;
+  int rank;
+
+  // Threads that gather rows, and signal each stage.
+  __device__ __forceinline__ int assistants() const { return p.tiled_x ? 0 : Tile::gatherers; }
+
+  __device__ __forceinline__ int slices() const { return (p.outputs + channels - 1) / channels; }
+
+  // The TMA thread: loads the weights, and the tiles of x. first: of the projections of the CTA. absent: assistants
+  // that the stages' barriers count, and that this projection has not.
+  __device__ __forceinline__ void load_tiles(RingPosition<Tile>& at_ring, bool first, int absent) const {
+    auto& slots = shared_memory.slots;
+    auto& barriers = shared_memory.barriers;
+    auto& stage_scales = shared_memory.stage_scales;
+    const int &stage = at_ring.stage, &phase = at_ring.phase, &slot = at_ring.slot, &slot_phase = at_ring.slot_phase;
+    const int steps = params.steps;
+    const uint64_t policy = p.evict_first ? ptx::l2_policy(/*evict_first=*/true) : 0;
+    ptx::prefetch_tensor_map(params.low);
+    ptx::prefetch_tensor_map(params.high);
+    const auto load = [&](int to_stage, int step, int expert, int slice, bool shared) {
+      const uint32_t to = ring + to_stage * Tile::stage_bytes;
+      if (p.tiled_x) {
+        ptx::mbarrier_expect_tx(barriers.full + to_stage, Tile::weight_bytes);
+      } else {
+        ptx::mbarrier_arrive_expect_tx(barriers.full + to_stage, Tile::weight_bytes);
       }
-    } else if (warp == 1) {
-      schedule_tiles<up, fp8, Tile>(p, slices, rank, slots, barriers);
-    } else if (!p.tiled_x) {
-      // -- the gathering warps: eight threads copy the 128 bytes of a row, eight rows at once --
-      pdl_wait();
-      pdl_trigger();
-      const int thread = threadIdx.x - 64, row = thread / 8, pack = thread % 8;
-      const uint32_t to = ring + (Tile::rows + row) * kLineBytes + (pack ^ row) * 16;
-      // With FP8 these warps fence the copies of a step for wgmma, `lag` steps after they have issued them, and signal
-      // the step; with 16 bits the copies signal it themselves, and the consumers fence.
-      constexpr int batch = Tile::tokens < 64 ? Tile::tokens / 8 : 8;  // of rows that a thread looks up at once
-      int behind = 0, signalled = 0;  // steps that are not signalled, and the stage of the first of them
-      const auto signal = [&]() {
-        ptx::fence_proxy_async();
-        ptx::mbarrier_arrive(barriers.full + signalled);
-        if (++signalled == S) signalled = 0;
-      };
-      while (true) {
-        ptx::mbarrier_wait(barriers.slot_full + slot, slot_phase);
-        const Slot& from = slots[slot];
-        if (from.expert < 0) break;
-        const int used = from.used;
-        const char* x = p.x + pack * 16;
-        for (int step = 0; step < steps; ++step) {
-          ptx::mbarrier_wait(barriers.empty + stage, phase ^ 1);
-          const uint32_t here = to + stage * Tile::stage_bytes;
-          const bool inside = step * kLineBytes + pack * 16 < row_bytes;
-#pragma unroll
-          for (int first = 0; first < Tile::tokens; first += 8 * batch) {
-            if (first >= used) break;
-            uint32_t offset[batch];
-#pragma unroll
-            for (int i = 0; i < batch; ++i) offset[i] = from.row[first + 8 * i + row];
-#pragma unroll
-            for (int i = 0; i < batch; ++i) {  // the epilogue skips the columns of no row
-              ptx::cp_async16_if(offset[i] != kNoRow, here + (first + 8 * i) * kLineBytes, x + uint64_t{offset[i]} * 16,
-                                 inside ? 16 : 0);
-            }
-          }
-          if (fp8 && p.x_blocks) {
-#pragma unroll
-            for (int n = thread; n < Tile::tokens; n += Tile::gatherers) {
-              const int pair = from.pair[n];
-              if (pair < 0) continue;
-              ptx::cp_async4_or_zero(ptx::shared_address(&stage_scales[fp8 ? stage : 0][scale_position(n)]),
-                                     p.x_scale + (up ? pair / p.choices : pair) * p.x_scale_stride + step,
-                                     /*valid=*/true);
-            }
-          }
-          x += kLineBytes;
-          if constexpr (lag == 0) {
-            ptx::mbarrier_arrive_after_copies(barriers.full + stage);
-          } else {
-            ptx::cp_async_commit();
-            if (behind == lag) {
-              ptx::cp_async_wait<lag>();
-              signal();
-            } else {
-              ++behind;
-            }
-          }
-          at_ring.next_stage();
-        }
-        at_ring.next_slot();
+      load_weights<up, Tile>(params, to, step * (kLineBytes / element), expert, slice, shared, rank,
+                             barriers.full + to_stage, policy);
+    };
+    const auto load_tiled_x = [&](int to_stage, int step, int tile, int x_bytes) {
+      const int64_t line = int64_t{tile} * steps + step;
+      const int scale_bytes = fp8 && p.x_blocks ? Tile::tokens * 4 : 0;
+      if (absent) ptx::mbarrier_arrive_many(barriers.full + to_stage, absent);
+      ptx::mbarrier_arrive_expect_tx(barriers.full + to_stage, x_bytes + scale_bytes);
+      ptx::bulk_load(ring + to_stage * Tile::stage_bytes + Tile::weight_bytes, p.x + line * Tile::x_bytes, x_bytes,
+                     barriers.full + to_stage);
+      if (scale_bytes) {
+        ptx::bulk_load(ptx::shared_address(stage_scales[fp8 ? to_stage : 0]), p.x_scale + line * Tile::tokens,
+                       scale_bytes, barriers.full + to_stage);
       }
-      ptx::cp_async_wait<0>();
-      for (; behind > 0; --behind) signal();
-    }
-    __syncwarp();
-  } else {
-    // -- the consumer warpgroups: 128 weight rows each, in two blocks of 64 (up: one of each half of w1) --
-    ptx::raise_registers<232>();
+    };
+    int ahead = first ? load_weights_ahead<Tile>(p, slices(), steps, load) : 0;  // steps whose weights are loaded
     pdl_wait();
     pdl_trigger();
+    while (true) {
+      ptx::mbarrier_wait(barriers.slot_full + slot, slot_phase);
+      const int expert = slots[slot].expert, slice = slots[slot].slice, tile = slots[slot].tile;
+      const bool shared = slots[slot].shared;
+      if (!slots[slot].belongs_to(PROJECTION)) break;
+      const int x_bytes = Tile::columns(slots[slot].used) * kLineBytes;
+      if (!up && p.ready && !is_ready(p.ready + tile, p.ready_signals)) {
+        RingPosition<Tile> next = at_ring;
+        for (; ahead < min(steps, S); ++ahead) {
+          ptx::mbarrier_wait(barriers.empty + next.stage, next.phase ^ 1);
+          load(next.stage, ahead, expert, slice, shared);
+          next.next_stage();
+        }
+        while (!is_ready(p.ready + tile, p.ready_signals)) __nanosleep(100);
+      }
+      for (int step = 0; step < steps; ++step) {
+        if (step >= ahead) {
+          ptx::mbarrier_wait(barriers.empty + stage, phase ^ 1);
+          load(stage, step, expert, slice, shared);
+        }
+        if (p.tiled_x) load_tiled_x(stage, step, tile, x_bytes);
+        at_ring.next_stage();
+      }
+      ahead = 0;
+      at_ring.next_slot();
+    }
+  }
+
+  // The gathering warps: eight threads copy the 128 bytes of a row, eight rows at once.
+  __device__ __forceinline__ void assist(RingPosition<Tile>& at_ring) const {
+    auto& slots = shared_memory.slots;
+    auto& barriers = shared_memory.barriers;
+    auto& stage_scales = shared_memory.stage_scales;
+    const int &stage = at_ring.stage, &phase = at_ring.phase, &slot = at_ring.slot, &slot_phase = at_ring.slot_phase;
+    const int steps = params.steps;
+    const int row_bytes = p.width * element;
+    pdl_wait();
+    pdl_trigger();
+    const int thread = threadIdx.x - 64, row = thread / 8, pack = thread % 8;
+    const uint32_t to = ring + (Tile::rows + row) * kLineBytes + (pack ^ row) * 16;
+    // With FP8 these warps fence the copies of a step for wgmma, `lag` steps after they have issued them, and signal
+    // the step; with 16 bits the copies signal it themselves, and the consumers fence.
+    // Rows that a thread looks up at once.
+    constexpr int batch = Tile::tokens < 64 ? Tile::tokens / 8 : Tile::tokens % 64 ? 5 : 8;
+    static_assert(Tile::tokens % (8 * batch) == 0, "whole batches");
+    int behind = 0, signalled = 0;  // steps that are not signalled, and the stage of the first of them
+    const auto signal = [&]() {
+      ptx::fence_proxy_async();
+      ptx::mbarrier_arrive(barriers.full + signalled);
+      if (++signalled == S) signalled = 0;
+    };
+    while (true) {
+      ptx::mbarrier_wait(barriers.slot_full + slot, slot_phase);
+      const Slot& from = slots[slot];
+      if (!from.belongs_to(PROJECTION)) break;
+      const int used = from.used;
+      const char* x = p.x + pack * 16;
+      for (int step = 0; step < steps; ++step) {
+        ptx::mbarrier_wait(barriers.empty + stage, phase ^ 1);
+        const uint32_t here = to + stage * Tile::stage_bytes;
+        const bool inside = step * kLineBytes + pack * 16 < row_bytes;
+#pragma unroll
+        for (int first = 0; first < Tile::tokens; first += 8 * batch) {
+          if (first >= used) break;
+          uint32_t offset[batch];
+#pragma unroll
+          for (int i = 0; i < batch; ++i) offset[i] = from.row[first + 8 * i + row];
+#pragma unroll
+          for (int i = 0; i < batch; ++i) {  // the epilogue skips the columns of no row
+            ptx::cp_async16_if(offset[i] != kNoRow, here + (first + 8 * i) * kLineBytes, x + uint64_t{offset[i]} * 16,
+                               inside ? 16 : 0);
+          }
+        }
+        if (fp8 && p.x_blocks) {
+#pragma unroll
+          for (int n = thread; n < Tile::tokens; n += Tile::gatherers) {
+            const int pair = from.pair[n];
+            if (pair < 0) continue;
+            ptx::cp_async4_or_zero(ptx::shared_address(&stage_scales[fp8 ? stage : 0][scale_position(n)]),
+                                   p.x_scale + (up ? pair / p.choices : pair) * p.x_scale_stride + step,
+                                   /*valid=*/true);
+          }
+        }
+        x += kLineBytes;
+        if constexpr (lag == 0) {
+          ptx::mbarrier_arrive_after_copies(barriers.full + stage);
+        } else {
+          ptx::cp_async_commit();
+          if (behind == lag) {
+            ptx::cp_async_wait<lag>();
+            signal();
+          } else {
+            ++behind;
+          }
+        }
+        at_ring.next_stage();
+      }
+      at_ring.next_slot();
+    }
+    ptx::cp_async_wait<0>();
+    for (; behind > 0; --behind) signal();
+  }
+
+  // Where the down projection runs in the same launch: signals the tile whose results this thread has copied, once
+  // they are in memory.
+  __device__ __forceinline__ void signal(int& unsignalled) const {
+    if (unsignalled < 0) return;
+    ptx::bulk_wait<0>();
+    ptx::add_release(p.ready + unsignalled, 1);
+    unsignalled = -1;
+  }
+
+  // The consumer warpgroups: 128 weight rows each, in two blocks of 64 (up: one of each half of w1). buffer: of the
+  // results, that the next pass of an epilogue fills.
+  __device__ __forceinline__ void multiply_tiles(RingPosition<Tile>& at_ring, int& buffer) const {
+    auto& slots = shared_memory.slots;
+    auto& barriers = shared_memory.barriers;
+    auto& stage_scales = shared_memory.stage_scales;
+    const int &stage = at_ring.stage, &phase = at_ring.phase, &slot = at_ring.slot, &slot_phase = at_ring.slot_phase;
+    const int steps = params.steps;
+    const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;  // uniform to the compiler
     const int warpgroup = warp / 4 - 1, slab = warp % 4 * 16, group = lane / 4, quad = lane % 4;
     const uint32_t results = ring + S * Tile::stage_bytes, my_results = results + warpgroup * Tile::result_bytes;
-    int buffer = 0;                              // of the results, that the next pass of the epilogue fills
     const bool copies = threadIdx.x % 128 == 0;  // one thread of a warpgroup issues its copies
+    int unsignalled = -1;                        // the tile whose results may not be in memory
     while (true) {
       ptx::mbarrier_wait(barriers.slot_full + slot, slot_phase);
       const Slot& at = slots[slot];
+      if (!at.belongs_to(PROJECTION)) break;
       const int64_t expert = at.expert;
-      if (expert < 0) break;
       const int used = at.used;
       // The first row of this warp in each block: a channel of the result.
       int channel[2];
@@ -310,11 +331,18 @@ __global__ void __launch_bounds__(Tile::threads, 1) experts_tma_kernel(const __g
       if constexpr (fp8 || Tile::tokens <= 64) {  // FP8: one N only, two accumulators leave few registers
         multiply(std::integral_constant<int, Tile::tokens>());
       } else {
-        if (used <= 64) {
-          multiply(std::integral_constant<int, 64>());
-        } else {
-          multiply(std::integral_constant<int, Tile::tokens>());
-        }
+        const int columns = Tile::columns(used);
+        const auto multiply_if = [&](auto n_tag) {
+          if constexpr (decltype(n_tag)::value <= Tile::tokens) {
+            if (columns == decltype(n_tag)::value) multiply(n_tag);
+          }
+        };
+        multiply_if(std::integral_constant<int, 32>());
+        multiply_if(std::integral_constant<int, 64>());
+        multiply_if(std::integral_constant<int, 96>());
+        multiply_if(std::integral_constant<int, 128>());
+        multiply_if(std::integral_constant<int, 160>());
+        multiply_if(std::integral_constant<int, 192>());
       }
 
       // Epilogue.
@@ -390,7 +418,10 @@ __global__ void __launch_bounds__(Tile::threads, 1) experts_tma_kernel(const __g
             ptx::store_matrices_transposed(rows + n * kLineBytes + ((slab / 8 + lane / 8 % 2) ^ n % 8) * 16, matrices);
           }
           ptx::fence_proxy_async();
-          if (copies) ptx::bulk_wait_read<0>();  // of the other buffer
+          if (copies) {
+            signal(unsignalled);
+            ptx::bulk_wait_read<0>();  // of the other buffer
+          }
           ptx::named_barrier(kBarrierOfWarpgroup + warpgroup, 128);
           if (copies) {
             ptx::bulk_store(out + first * kLineBytes, rows, pass * kLineBytes);
@@ -447,7 +478,10 @@ __global__ void __launch_bounds__(Tile::threads, 1) experts_tma_kernel(const __g
           const int of = group * (tokens / 32) + i;
           atomicMax(&mine.largest[scale_position(of / 2 * 8 + 2 * quad + of % 2)], __float_as_uint(largest[i]));
         }
-        if (copies && warpgroup == 0) ptx::bulk_wait_read<0>();
+        if (copies && warpgroup == 0) {
+          signal(unsignalled);
+          ptx::bulk_wait_read<0>();
+        }
         ptx::named_barrier(kBarrierOfLargest, Tile::consumers);
         const int lines = (p.outputs + kLineBytes - 1) / kLineBytes;
         const int64_t line = int64_t{at.tile} * lines + at.slice;
@@ -530,16 +564,31 @@ __global__ void __launch_bounds__(Tile::threads, 1) experts_tma_kernel(const __g
       } else {
         store_rows(scaled);
       }
+      if (up && p.ready && copies && (!fp8 || warpgroup == 0)) {
+        signal(unsignalled);
+        unsignalled = at.tile;
+      }
       __syncwarp();
       if (lane == 0) ptx::mbarrier_arrive(barriers.slot_empty + slot);
       at_ring.next_slot();
     }
+    signal(unsignalled);
   }
-  if (threadIdx.x >= Tile::producers) ptx::bulk_wait_read<0>();  // shared memory outlives the copies
-  if constexpr (C > 1) {  // no CTA leaves while the other may still load into it or arrive on its barriers
-    __syncwarp();
-    ptx::cluster_sync();
-  }
+};
+
+template <typename W, typename R, Projection PROJECTION, typename Tile>
+__global__ void __launch_bounds__(Tile::threads, 1) experts_tma_kernel(const __grid_constant__ TmaParams params) {
+#ifdef KESTREL_HAS_WGMMA
+  run_one<TmaRoles<W, R, PROJECTION, Tile>>(params);
+#endif
+}
+
+// Both projections.
+template <typename W, typename R, typename Tile>
+__global__ void __launch_bounds__(Tile::threads, 1)
+    experts_tma_both_kernel(const __grid_constant__ TmaBothParams params) {
+#ifdef KESTREL_HAS_WGMMA
+  run_both<TmaRoles<W, R, Projection::up, Tile>, TmaRoles<W, R, Projection::down, Tile>>(params);
 #endif
 }
 

@@ -11,19 +11,23 @@
 #include <kestrel/ptx/tma.cuh>
 
 #include "experts_params.cuh"
+#include "signals.cuh"
 
 namespace kestrel::moe {
 
-constexpr int kRasterTiles = 8;           // token tiles, in clusters pairs of them, that run through all row slices
 constexpr uint32_t kNoRow = 0xffffffffu;  // of a column that pads a tile
+
+// Token tiles, in clusters pairs of them, that run through all row slices.
+template <typename Tile>
+constexpr int kRasterTiles = Tile::cluster == 1 && Tile::tokens >= 128 ? 4 : 8;
 
 // Work item -> token tile and slice of weight rows.
 struct TmaItem {
   int tile, slice;
 
-  __device__ __forceinline__ TmaItem(int item, int tiles, int slices) {
-    const int first = item / (kRasterTiles * slices) * kRasterTiles, rest = item - first * slices;
-    const int tiles_here = min(kRasterTiles, tiles - first);
+  __device__ __forceinline__ TmaItem(int item, int tiles, int slices, int raster) {
+    const int first = item / (raster * slices) * raster, rest = item - first * slices;
+    const int tiles_here = min(raster, tiles - first);
     slice = rest / tiles_here;
     tile = first + rest - slice * tiles_here;
   }
@@ -35,6 +39,10 @@ struct TmaParams {
   int steps;                // of the pipeline for a tile: 128 bytes of K each
   int low_step, high_step;  // of the expert's coordinate: 1, or 0 if all experts share one weight
   bool even_first;          // the order of the weights' rows in shared memory: a thread has neighbouring channels
+};
+
+struct TmaBothParams {
+  TmaParams up, down;
 };
 
 // Where a role of a CTA stands in the ring of stages and in that of slots.
@@ -108,7 +116,11 @@ struct alignas(16) TmaSlot {
   int expert;            // -1: the end
   int tile;
   int slice, used;  // `used` tokens at most have a pair
-  bool shared;      // by the cluster: each CTA loads half of the weights
+  Projection projection;
+  bool shared;  // by the cluster: each CTA loads half of the weights
+
+  // Whether it is a tile of this projection, and neither the end nor the first tile of the other one.
+  __device__ __forceinline__ bool belongs_to(Projection of) const { return expert >= 0 && projection == of; }
 };
 
 // The same with rows that are gathered.
@@ -122,7 +134,43 @@ struct alignas(16) GatherSlot {
   int expert;
   int tile;
   int slice, used;
+  Projection projection;
   bool shared;
+
+  // Whether it is a tile of this projection, and neither the end nor the first tile of the other one.
+  __device__ __forceinline__ bool belongs_to(Projection of) const { return expert >= 0 && projection == of; }
+};
+
+// The tiles of experts_tma.cuh.
+template <int TOKENS_, int CLUSTER_>
+struct TmaTile {
+  static constexpr int tokens = TOKENS_, cluster = CLUSTER_;
+  static constexpr int rows = 256, half_rows = 128, half_groups = half_rows / 16;  // of weights
+  static constexpr int weight_bytes = rows * kLineBytes, stage_bytes = (rows + tokens) * kLineBytes;
+  static constexpr int stages = tokens <= 64 ? 5 : tokens <= 160 ? 4 : 3;
+  static constexpr int slots = 3, x_bytes = tokens * kLineBytes;
+  // Results on their way to memory: two buffers of each warpgroup, for `pass` tokens of 128 channels of 16 bits. Rows
+  // are padded against bank conflicts. With two buffers, one barrier a pass is enough.
+  static constexpr int pass = tokens == 160 ? 8 : 16, result_row = 256 + 16;
+  static constexpr int result_bytes = 2 * pass * result_row;
+  static constexpr int alignment = 1024;
+  static constexpr int shared_bytes = stages * stage_bytes + 2 * result_bytes + alignment;
+  static constexpr bool gathers = true;
+  static constexpr int gatherers = 64;
+  static constexpr int producers = 128, consumers = 256, threads = producers + consumers;
+
+  // The columns of the products of `used` tokens: whole passes of the epilogue.
+  static __device__ __forceinline__ int columns(int used) { return min(tokens, max(used + 31, 32) / 32 * 32); }
+};
+
+// What the roles of a CTA share.
+template <typename W, typename Tile>
+struct TmaShared {
+  static constexpr bool fp8 = std::is_same_v<W, __nv_fp8_e4m3>;
+  using Slot = GatherSlot<Tile::tokens, fp8 ? Tile::rows : 1>;
+  Slot slots[Tile::slots];
+  TmaBarriers<Tile> barriers;
+  alignas(16) float stage_scales[fp8 ? Tile::stages : 1][Tile::tokens];  // of x, with p.x_blocks
 };
 
 // Named barriers; 0 is that of __syncthreads().
@@ -149,6 +197,13 @@ __device__ __forceinline__ int tile_count(const ExpertsParams& p) {
              (p.sorted_length + TOKENS - 1) / TOKENS);
 }
 
+// Whether a counter of signals is complete. What was written before them can then be loaded by bulk copies.
+__device__ __forceinline__ bool is_ready(const int* ready, int signals) {
+  const bool complete = ptx::load_acquire(ready) >= signals;
+  ptx::fence_proxy_async_all();
+  return complete;
+}
+
 // The expert of a tile, -1: none.
 __device__ __forceinline__ int expert_of_tile(const ExpertsParams& p, int tile, int tiles) {
   const int expert = tile < tiles ? p.tile_experts[tile / p.tiles_of_block] : -1;
@@ -161,7 +216,7 @@ template <typename Tile, typename F>
 __device__ __forceinline__ int load_weights_ahead(const ExpertsParams& p, int slices, int steps, const F& load) {
   if (Tile::cluster > 1 || !p.routed_early) return 0;
   const int tiles = tile_count<Tile::tokens>(p);
-  const TmaItem at(blockIdx.x, tiles, slices);
+  const TmaItem at(blockIdx.x, tiles, slices, kRasterTiles<Tile>);
   const int expert = static_cast<int>(blockIdx.x) < tiles * slices ? expert_of_tile(p, at.tile, tiles) : -1;
   if (expert < 0) return 0;
   const int ahead = min(steps, Tile::stages);
@@ -172,17 +227,17 @@ __device__ __forceinline__ int load_weights_ahead(const ExpertsParams& p, int sl
 // The scheduling warp of the CTA of this rank: fills slots with its tiles, and with the end.
 template <bool UP, bool FP8, typename Tile, typename Slot>
 __device__ __forceinline__ void schedule_tiles(const ExpertsParams& p, int slices, int rank, Slot* slots,
-                                               TmaBarriers<Tile>& barriers) {
+                                               TmaBarriers<Tile>& barriers, RingPosition<Tile>& at_slot, int first,
+                                               bool last) {
   constexpr int C = Tile::cluster, channels = UP ? Tile::half_rows : Tile::rows;
   const int lane = threadIdx.x % 32;
-  RingPosition<Tile> at_slot;
   if (!p.routed_early) pdl_wait();
   const int tiles = tile_count<Tile::tokens>(p), pairs = p.tokens * p.choices;
   if (p.routed_early) pdl_wait();
   pdl_trigger();
   const int groups = (tiles + C - 1) / C;  // of tiles that a cluster takes
   const int clusters = gridDim.x / C;
-  int next = blockIdx.x / C;
+  int next = first / C;
   [[maybe_unused]] int ticket = 0, ticket_phase = 0;  // that is sent next
   for (int n = 0;; ++n) {
     int item = next;
@@ -211,7 +266,7 @@ __device__ __forceinline__ void schedule_tiles(const ExpertsParams& p, int slice
         }
       }
     }
-    const TmaItem at(item, groups, slices);
+    const TmaItem at(item, groups, slices, kRasterTiles<Tile>);
     const int tile = at.tile * C + rank;
     int expert = expert_of_tile(p, tile, tiles);
     bool shared = false, mine = expert >= 0;
@@ -263,10 +318,12 @@ __device__ __forceinline__ void schedule_tiles(const ExpertsParams& p, int slice
       to.tile = mine ? tile : tile ^ 1;
       to.used = used;
       to.shared = shared;
+      to.projection = UP ? Projection::up : Projection::down;
     }
     ptx::mbarrier_arrive(barriers.slot_full + at_slot.slot);
     at_slot.next_slot();
   }
+  if (!last) return;
   ptx::mbarrier_wait(barriers.slot_empty + at_slot.slot, at_slot.slot_phase ^ 1);
   if (lane == 0) slots[at_slot.slot].expert = -1;
   ptx::mbarrier_arrive(barriers.slot_full + at_slot.slot);

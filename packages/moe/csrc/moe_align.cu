@@ -220,17 +220,19 @@ void moe_align_block_size(TensorView topk_ids, AnyView num_experts, AnyView bloc
   call.launch(topk_ids, sorted_token_ids, expert_ids, num_tokens_post_pad, expert_map, {}, /*alignments=*/1);
 }
 
-// The same for fused_experts. num_tokens_post_pad: int32 [3], the number and two counters of work items, which are
-// zeroed. positions: int32 [pairs], of each pair, not written for those that are dropped. The map also drops experts
-// whose index is not below local_experts: a block then has weights.
+// The same for fused_experts. num_tokens_post_pad: int32 [3 + blocks], the number, two counters of work items and
+// one for each block, which are zeroed. positions: int32 [pairs], of each pair, not written for those that are dropped.
+// The map also drops experts whose index is not below local_experts: a block then has weights.
 void align_for_experts(TensorView topk_ids, AnyView num_experts, AnyView block_size, TensorView sorted_token_ids,
                        TensorView expert_ids, TensorView num_tokens_post_pad, OptionalTensor expert_map,
                        OptionalTensor positions, int64_t local_experts) {
   AlignCall call("moe_align_block_size");
   call.check_inputs(topk_ids, num_experts, block_size, expert_map);
-  call.check_outputs(sorted_token_ids, expert_ids, num_tokens_post_pad, /*adapters=*/0, /*counters=*/2);
+  const int64_t counters = 2 + expert_ids.size(-1);
+  call.check_outputs(sorted_token_ids, expert_ids, num_tokens_post_pad, /*adapters=*/0, counters);
   AlignParams p;
   p.a.counters = reinterpret_cast<int*>(address(num_tokens_post_pad)) + 1;
+  p.a.num_counters = static_cast<int>(counters);
   p.a.num_mapped = static_cast<int>(std::min<int64_t>(local_experts, p.a.num_mapped));
   if (positions.has_value()) {
     call.check_output("positions", *positions, /*adapters=*/0, topk_ids.numel());

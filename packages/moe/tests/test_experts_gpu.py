@@ -26,7 +26,7 @@ from kestrel_runtime.testing import assert_close_to_f64, assert_runs_repeat, ass
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("kernels_only")]
 
 HALF = [torch.bfloat16, torch.float16]
-MANY = [Variant(ALIGNED, 64), Variant(ALIGNED, 128), Variant(CLUSTERED, 128)]
+MANY = [Variant(ALIGNED, 64), Variant(ALIGNED, 128), Variant(ALIGNED, 160), Variant(CLUSTERED, 128)]
 MANY_FP8 = [Variant(ALIGNED, 32), Variant(ALIGNED, 64), Variant(ALIGNED, 128), Variant(CLUSTERED, 128)]
 ACTIVATIONS = ["gelu_residual", "silu_and_mul", "gelu_and_mul"]
 
@@ -414,13 +414,14 @@ def ids_of_sizes(*sizes: int) -> Ids:
 
 SIZES_OF_EXPERTS = [
     (0, 1, 63, 64, 65, 127, 128, 129, 255, 256, 257, 215),
+    (0, 31, 32, 33, 95, 96, 97, 159, 160, 161, 319, 320, 57),
     (1560,),
     (0, 0, 1559, 1),
 ]
 
 
 @pytest.mark.parametrize("form", ["bf16", "fp16", *FORMS])
-@pytest.mark.parametrize("sizes", SIZES_OF_EXPERTS, ids=["around tiles", "one", "last"])
+@pytest.mark.parametrize("sizes", SIZES_OF_EXPERTS, ids=["around tiles", "around columns", "one", "last"])
 @pytest.mark.parametrize(("width", "inner"), [(272, 144), (528, 80), (16, 400)])
 def test_tiles_of_many_tokens_give_the_same_bits_for_each_count(
     width: int, inner: int, sizes: tuple[int, ...], form: str
@@ -472,6 +473,20 @@ def test_no_tile_reads_beyond_the_rows_of_an_expert(variant: Variant, form: str)
     got = by_variant(variant, surrounded(hidden), surrounded(w1), surrounded(w2), weights, ids, **scales)
     assert_same_bits(got, want, "among NaN")
     assert bool(got.isfinite().all())
+
+
+@pytest.mark.parametrize(("first", "second"), [("block", "channel"), ("channel", "block"), ("block", "expert")])
+def test_the_weights_may_have_scales_of_different_forms(first: str, second: str) -> None:
+    """Both projections in one launch, of which one has block scales."""
+    hidden, w1, w2, weights, ids = layer(700, 8, 3, 528, 400)
+    (w1, w1_scale, _), (w2, w2_scale, _) = quantised(w1, first), quantised(w2, second)
+    args, scales = (hidden, w1, w2, weights, ids), {"w1_scale": w1_scale, "w2_scale": w2_scale}
+    with backend("reference"):
+        want = fused_experts(*args, **scales)
+    got = [by_variant(variant, *args, **scales) for variant in MANY_FP8 for _ in range(3)]
+    assert (got[0].double() - want.double()).norm() < (2**-8 + 2**-3 * 2**-4.5) * want.double().norm()
+    for each in got:
+        assert_same_bits(each, got[0], f"{first}, {second}")
 
 
 @pytest.mark.parametrize("variant", MANY, ids=str)

@@ -42,7 +42,7 @@ class Kernels:
     def align_for_experts(self, ids: Tensor, experts: int, block: int, *outputs: Any) -> None:
         order, expert_ids, numbers, table, positions, _ = outputs
         self.moe_align_block_size(ids, experts, block, order, expert_ids, numbers[:1], table)
-        assert numbers.shape == (3,)
+        assert numbers.shape == (3 + len(expert_ids),)  # the number, two counters and one for each block
         if positions is not None:
             positions.copy_(order.argsort(stable=True).int()[: ids.numel()])
 
@@ -105,7 +105,7 @@ def test_one_kernel_for_both_projections_is_given_a_tile_without_blocks(kernels:
     assert rest[5:-1] == [None, None, None, None, None, None, None, 8, 2]
 
 
-@pytest.mark.parametrize("tile", [8, 16, 32, 64, 128])
+@pytest.mark.parametrize("tile", [8, 16, 32, 64, 128, 160])
 @pytest.mark.parametrize("tokens", [1, 9, 100])
 def test_blocks_have_room_for_any_routing(kernels: Kernels, tokens: int, tile: int) -> None:
     given = layer(tokens)
@@ -114,7 +114,7 @@ def test_blocks_have_room_for_any_routing(kernels: Kernels, tokens: int, tile: i
     blocks = most_blocks(tokens * 3, EXPERTS, tile)
     assert aligned == (EXPERTS, tile, None)
     assert sizes == (tokens, tokens * 3, INNER, WIDTH, False, tile, blocks, False, -1)
-    assert (order.numel(), expert_ids.numel(), length.numel(), last_tile) == (blocks * tile, blocks, 3, tile)
+    assert (order.numel(), expert_ids.numel(), length.numel(), last_tile) == (blocks * tile, blocks, 3 + blocks, tile)
     assert (positions, cluster) == (None, 1)
     assert order.dtype == expert_ids.dtype == length.dtype == torch.int32
 

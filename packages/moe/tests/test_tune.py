@@ -41,6 +41,8 @@ def test_the_rule_chooses_a_valid_variant(sizes: tuple[int, ...], dtype: str, ho
         ("aligned", 0, layer()),
         ("aligned", 64, layer(dtype="fp8", hopper=False)),
         ("aligned", 128, layer(hopper=False)),
+        ("aligned", 160, layer(hopper=False)),
+        ("aligned", 160, layer(dtype="fp8")),
         ("aligned", 192, layer(dtype="fp8")),
         ("clustered", 128, layer(dtype="fp8", hopper=False)),
         ("clustered", 128, layer(hopper=False)),
@@ -54,6 +56,30 @@ def test_the_rule_chooses_a_valid_variant(sizes: tuple[int, ...], dtype: str, ho
 )
 def test_what_no_kernel_covers_is_not_valid(path: str, tile: int, case: Layer) -> None:
     assert not variants.is_valid(Variant(path, tile), case)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "dtype", "sizes", "name"),
+    [
+        (512, "fp8", (64, 8, 2048, 1024), "aligned 128"),
+        (8192, "fp8", (64, 8, 2048, 1024), "aligned 128"),
+        (16384, "fp8", (64, 8, 2048, 1024), "aligned 128"),
+        (16385, "fp8", (64, 8, 2048, 1024), "clustered 128"),
+        (256, "fp8", (8, 2, 4096, 14336), "aligned 128"),
+        (1024, "fp8", (8, 2, 4096, 14336), "clustered 128"),
+        (4096, "fp8", (128, 4, 2880, 2880), "clustered 128"),
+        (512, "bf16", (64, 8, 2048, 1024), "aligned 160"),
+        (2048, "bf16", (64, 8, 2048, 1024), "aligned 160"),
+        (4096, "bf16", (64, 8, 2048, 1024), "aligned 128"),
+        (16384, "fp16", (64, 8, 2048, 1024), "clustered 128"),
+        (1024, "bf16", (32, 4, 2880, 2880), "aligned 160"),
+        (4096, "bf16", (32, 4, 2880, 2880), "clustered 128"),
+    ],
+)
+def test_many_tokens_take_wide_tiles_and_large_layers_clusters(
+    tokens: int, dtype: str, sizes: tuple[int, ...], name: str
+) -> None:
+    assert str(variants.by_rule(layer(tokens, dtype, sizes=sizes))) == name
 
 
 @pytest.mark.parametrize(

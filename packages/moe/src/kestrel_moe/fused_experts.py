@@ -251,7 +251,7 @@ def by_variant(
         return _through_grouped_mm(out, hidden, w1, w2, topk_weights, topk_ids, activation)
     tile = variant.tile
     blocks = reference_experts.most_blocks(pairs, mapped, tile)
-    aligned = [empty(hidden, torch.int32, size) for size in (blocks * tile, blocks, 3)]  # the number, two counters
+    aligned = [empty(hidden, torch.int32, size) for size in (blocks * tile, blocks, 3 + blocks)]  # the number, counters
     positions = empty(hidden, torch.int32, pairs) if fp8 and tile == variants.FP8_WGMMA_TILE else None
     _kernels.align_for_experts(topk_ids, mapped, tile, *aligned, expert_map, positions, experts)
     return launch(tile, 2 if variant.path == variants.CLUSTERED else 1, *aligned, positions)

@@ -30,8 +30,10 @@ _ROWS_OF_LARGE_FP8 = 4  # pairs for each expert
 # FP8 layers on Hopper: tiles of 32 tokens of the wgmma kernel, which take fewer launches, up to so many pairs for each
 # expert. Layers of more weights than this gain less by that, and take them from the number of pairs above on.
 _WEIGHTS_OF_FP8_TILES, _ROWS_OF_FP8_TILES = 2**30, 22
-_ROWS_OF_CLUSTERS = 112  # pairs for each expert, above which it pays that two tiles share the weights, with 16 bits
-_ROWS_OF_FP8_CLUSTERS = 192  # and with FP8
+_ROWS_OF_WIDE_TILES = 320  # up to so many pairs for each expert, layers of 16 bits take tiles of 160 tokens
+# Pairs for each expert, above which it pays that two tiles share the weights: with 16 bits, and with FP8. Fewer are
+# enough if Hd * I / (Hd + I) is at least so large.
+_ROWS_OF_CLUSTERS, _ROWS_OF_LARGE_CLUSTERS, _PRODUCTS_OF_CLUSTERS = (1024, 2048), (144, 112), 1024
 # torch.nn.functional.grouped_mm is faster from so many pairs for each expert on, if Hd * I / (Hd + I) is at least so
 # large: products for each element that is gathered, activated and summed by kernels of their own.
 _ROWS_OF_GROUPED_MM, _PRODUCTS_OF_GROUPED_MM = 512, 2048
@@ -88,7 +90,7 @@ class Variant:
 VARIANTS = (
     *(Variant(FUSED, tile) for tile in (8, 16)),
     Variant(IN_KERNEL, 8),
-    *(Variant(ALIGNED, tile) for tile in (8, 16, 32, 64, 128)),
+    *(Variant(ALIGNED, tile) for tile in (8, 16, 32, 64, 128, 160)),
     Variant(CLUSTERED, 128),
     Variant(GROUPED_MM),
 )
@@ -112,7 +114,7 @@ def is_valid(variant: Variant, layer: Layer) -> bool:
         covered = layer.width % 16 == layer.inner % 16 == 0 and layer.experts < 1024 and not layer.mapped
         return layer.hopper and layer.dtype == "bf16" and covered and hasattr(F, "grouped_mm")
     if variant.tile >= 64 and layer.dtype == "fp8":
-        return layer.hopper
+        return layer.hopper and variant.tile <= FP8_WGMMA_TILE
     return variant.tile <= 64 or layer.hopper  # 64: wgmma on Hopper, elsewhere mma.sync
 
 
@@ -147,8 +149,10 @@ def by_rule(layer: Layer) -> Variant:
         return Variant(GROUPED_MM)
     if rows <= 48:
         return Variant(ALIGNED, 64)
-    clustered = rows > (_ROWS_OF_FP8_CLUSTERS if layer.dtype == "fp8" else _ROWS_OF_CLUSTERS)
-    return Variant(CLUSTERED, 128) if clustered else Variant(ALIGNED, 128)
+    few = _ROWS_OF_LARGE_CLUSTERS if products >= _PRODUCTS_OF_CLUSTERS else _ROWS_OF_CLUSTERS
+    if rows > few[layer.dtype == "fp8"]:
+        return Variant(CLUSTERED, 128)
+    return Variant(ALIGNED, 160 if layer.dtype != "fp8" and rows <= _ROWS_OF_WIDE_TILES else 128)
 
 
 def choose(layer: Layer, entries: tuned.Entries, *, grouped_mm: bool = True) -> Variant:
