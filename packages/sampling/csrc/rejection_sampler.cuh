@@ -1,9 +1,9 @@
 // What rejection_rows.cuh does with a row: the passes over it, the search for a proposal, and its comparison with the
 // goal of top-p.
 //
-// A warp has a contiguous slice and keeps the masses of up to 32 groups of its chunks, so that only the group that
-// holds an id is read again. Proposals are checked by float sums with an error bound, and by exact masses where the
-// bound does not decide. FirstPass lists the ways to make passes over a row cheaper.
+// A warp has a contiguous slice and keeps the masses of up to 32 groups of its tiles, so that only the group that holds
+// an id is read again. Proposals are checked by float sums with an error bound, and by exact masses where the bound
+// does not decide. FirstPass lists the ways to make passes over a row cheaper.
 #pragma once
 
 #include "async_exchange.cuh"
@@ -23,12 +23,14 @@ constexpr int kPlainSumTiles = kChunkTiles;
 constexpr int kPlainSumTiles = 2;
 #endif
 
-// plain:    the first pass copies the row to shared memory if it fits; further passes over the row read the copy, or
-// L2. windowed: for rows that L2 does not hold, where another pass is slow. The first pass also sums the elements above
-// a
-//           window of values around the estimated threshold, and those inside it in bins. These sums decide nearly all
-//           proposals. Where many elements have one value, these and those of another value are counted. Logits have
-//           their window in the pass after the largest is known.
+// plain: the first pass copies the row to shared memory if it fits. Further passes over the row read the copy, or L2.
+//
+// windowed: for rows that L2 does not hold, where another pass is slow. The first pass also sums the elements above a
+// window of values around the estimated threshold, and those inside it in bins. These sums decide nearly all proposals.
+// Where many elements have one value, these and those of another value are counted. Logits have their window in the
+// pass after the largest is known.
+//
+// only: without top-p. The first proposal is accepted.
 enum class FirstPass { plain, windowed, only };
 
 enum Decision : int { kUndecided, kAccepted, kRejected };

@@ -43,50 +43,6 @@ struct RowSlice {
     vector_end = reinterpret_cast<uintptr_t>(row) % (dtype == kRowFloat32 ? 16 : 8) == 0 ? length : 0;
   }
 
-  // The same with kStages chunks in flight, for a pass by one block. stages: kAsyncBytes<n> of this warp in shared
-  // memory.
-  template <int n, typename F>
-  __device__ __forceinline__ void for_each_chunk_async(char* stages, F f) const {
-    constexpr int step = n * kTile;
-    char* const of_lane = stages + 16 * lane;
-    const u32 to = ptx::shared_address(of_lane);
-    const auto copy = [&](int base, u32 stage) {
-      if (base < end && base + step <= vector_end) {
-        const char* const from = row + (int64_t{base} + 4 * lane) * (dtype == kRowFloat32 ? 4 : 2);
-#pragma unroll
-        for (int u = 0; u < n; ++u) {
-          const u32 own = to + (stage * n + u) * 512;
-          if (dtype == kRowFloat32) {
-            ptx::cp_async16(own, from + u * kTile * 4);
-          } else {
-            ptx::cp_async4_or_zero(own, from + u * kTile * 2, true);
-            ptx::cp_async4_or_zero(own + 4, from + u * kTile * 2 + 4, true);
-          }
-        }
-      }
-      ptx::cp_async_commit();
-    };
-#pragma unroll 1
-    for (int s = 0; s < kStages; ++s) copy(begin + s * step, s);
-    u32 stage = 0;
-#pragma unroll 1
-    for (int base = begin; base < end; base += step) {
-      Raw<n> raw;
-      if (base + step <= vector_end) {
-        ptx::cp_async_wait<kStages - 1>();
-#pragma unroll
-        for (int u = 0; u < n; ++u) raw.words[u] = *reinterpret_cast<const uint4*>(of_lane + (stage * n + u) * 512);
-      } else {
-        raw = load<n>(base);
-      }
-      float v[4 * n];
-      unpack<n>(raw, v);
-      f(v, base);
-      copy(base + kStages * step, stage);
-      stage = stage + 1 == kStages ? 0 : stage + 1;
-    }
-  }
-
   // The slice has at most 32 groups.
   __device__ __forceinline__ bool groups_are_tiles() const { return short_groups && elements_per_warp <= 32 * kTile; }
   __device__ __forceinline__ int chunks_per_group() const { return (elements_per_warp / chunk + 31) / 32; }
@@ -187,6 +143,50 @@ struct RowSlice {
       }
       if (base + n * kTile < end) next = load<n>(base + n * kTile);
       f(v, base);
+    }
+  }
+
+  // The same with kStages chunks in flight, for a pass by one block. stages: kAsyncBytes<n> of this warp in shared
+  // memory.
+  template <int n, typename F>
+  __device__ __forceinline__ void for_each_chunk_async(char* stages, F f) const {
+    constexpr int step = n * kTile;
+    char* const of_lane = stages + 16 * lane;
+    const u32 to = ptx::shared_address(of_lane);
+    const auto copy = [&](int base, u32 stage) {
+      if (base < end && base + step <= vector_end) {
+        const char* const from = row + (int64_t{base} + 4 * lane) * (dtype == kRowFloat32 ? 4 : 2);
+#pragma unroll
+        for (int u = 0; u < n; ++u) {
+          const u32 own = to + (stage * n + u) * 512;
+          if (dtype == kRowFloat32) {
+            ptx::cp_async16(own, from + u * kTile * 4);
+          } else {
+            ptx::cp_async4_or_zero(own, from + u * kTile * 2, true);
+            ptx::cp_async4_or_zero(own + 4, from + u * kTile * 2 + 4, true);
+          }
+        }
+      }
+      ptx::cp_async_commit();
+    };
+#pragma unroll 1
+    for (int s = 0; s < kStages; ++s) copy(begin + s * step, s);
+    u32 stage = 0;
+#pragma unroll 1
+    for (int base = begin; base < end; base += step) {
+      Raw<n> raw;
+      if (base + step <= vector_end) {
+        ptx::cp_async_wait<kStages - 1>();
+#pragma unroll
+        for (int u = 0; u < n; ++u) raw.words[u] = *reinterpret_cast<const uint4*>(of_lane + (stage * n + u) * 512);
+      } else {
+        raw = load<n>(base);
+      }
+      float v[4 * n];
+      unpack<n>(raw, v);
+      f(v, base);
+      copy(base + kStages * step, stage);
+      stage = stage + 1 == kStages ? 0 : stage + 1;
     }
   }
 };
