@@ -141,12 +141,6 @@ struct AsyncExchange {
     });
     return {{warp_sum(all), warp_sum(before)}, __reduce_max_sync(kAllLanes, most)};
   }
-  // Of `which`, which is even.
-  __device__ __forceinline__ u64 sum(const Cluster& cluster, int which) const {
-    u64 total = 0;
-    for_each_pair(cluster, which, cluster.num_warps, [&](int, u64 v, u64) { total += v; });
-    return warp_sum(total);
-  }
   // Of the pairs of floats in values 2 and 3.
   template <int kLoads>
   __device__ __forceinline__ float4 float_sums(const Cluster& cluster) const {

@@ -236,10 +236,11 @@ __global__ void __launch_bounds__(max_threads(first_pass), first_pass != FirstPa
       if (!proposal.is_before(first_rejected)) continue;
       int decision = decisions >> (2 * n) & 3;
       if (decision == kUndecided && !has_float_sums) {
-        if constexpr (windowed) {
-          exchange.broadcast(cluster, 2, sampler.mass_before(proposal));
+        // Ties of logits have no window, so that all proposals of a row are summed at once.
+        if constexpr (windowed && !logits) {
+          exchange.broadcast_floats(cluster, 2, sampler.sum_before(proposal), 0.f);
           exchange.wait(cluster, is_rng_thread);
-          decisions |= (exchange.sum(cluster, 2) < goal ? kAccepted : kRejected) << (2 * n);
+          decisions |= sampler.compare(exchange.first_float_sums(cluster).x, goal) << (2 * n);
         } else {
           float sums[kProposals];
           sampler.sum_before(proposals, sums);

@@ -115,7 +115,7 @@ struct RejectionSampler {
   float bound = -INFINITY;
   int bound_idx = INT32_MAX;
   u64 group_mass = 0;          // the mass of this lane's group of chunks
-  WindowList* list = nullptr;  // of windows with few elements; the stages of mass_before() follow
+  WindowList* list = nullptr;  // of windows with few elements; the stages of sum_before() follow
 
   // From here on, only the elements before this one in descending order remain.
   __device__ __forceinline__ void restrict_to_before(float value, int index) {
@@ -283,29 +283,26 @@ struct RejectionSampler {
     }
   }
 
-  // The exact mass of this warp's elements before a proposal, with many loads in flight: few blocks have a proposal
-  // that the window does not decide, and each of these reads its row.
-  __device__ __forceinline__ u64 mass_before(const Proposal& proposal) const {
+  // The same of one proposal, with many loads in flight: few blocks have a proposal that the window does not decide,
+  // and each of these reads its row.
+  __device__ __forceinline__ float sum_before(const Proposal& proposal) const {
     const int index = proposal.index;
     const float value = proposal.value, next = from_order_key(order_key(value + 0.f) + 1);
-    u64 mass = 0;
+    float total = 0.f;
     char* const stages = reinterpret_cast<char*>(list + 1) + (threadIdx.x >> 5) * kAsyncBytes<tiles>;
     row.template for_each_chunk_async<tiles>(stages, [&](const float (&v)[Slice::size], int base) {
       const float from = base + Slice::chunk <= index ? value : next;
       const bool may_be_equal = base <= index && index < base + Slice::chunk;
-      u32 upper = 0, lower = 0;
+      float sums[4] = {0.f, 0.f, 0.f, 0.f};
 #pragma unroll
       for (int e = 0; e < Slice::size; ++e) {
-        const bool is_before = v[e] >= from || (may_be_equal && v[e] == value && row.index(base, e) < index);
-        const float x = is_before ? weight_fn.scaled(v[e] * factor) : 0.f;
-        const float whole = __fadd_rz(x, 0x1p23f);
-        const float rest = __fadd_rn(x, -__fadd_rn(whole, -0x1p23f));
-        upper += __float_as_uint(whole);
-        lower += __float_as_uint(__fmaf_rn(rest, 0x1p20f, 0x1p23f));
+        const float w = kind == Kind::probs ? v[e] : weight_fn.scaled(v[e]);
+        if (v[e] >= from) sums[e % 4] += w;
+        if (may_be_equal && v[e] == value && row.index(base, e) < index) sums[e % 4] += w;
       }
-      mass += (static_cast<u64>(upper - Slice::size * MassSum::kBias) << 20) + (lower - Slice::size * MassSum::kBias);
+      total += (sums[0] + sums[1]) + (sums[2] + sums[3]);
     });
-    return warp_sum(mass);
+    return warp_float_sum(kind == Kind::probs ? total * factor * weight_fn.scale : total);
   }
 
   // Compares the mass before a proposal with the goal, from the float sum of that mass. The error of n floats, added in
