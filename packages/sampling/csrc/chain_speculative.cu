@@ -137,7 +137,7 @@ __global__ void __launch_bounds__(kChainThreads, 1)
   for (;;) {
     float most = -INFINITY;
     group_mass = 0;
-    GroupMasses groups(cluster.lane, row.target.chunks_per_group);
+    GroupMasses groups(cluster.lane, row.target.chunks_per_group());
     row.for_each<kChainTiles>(begin, end, [&](const float (&v)[4 * kChainTiles], int) {
       MassSum sum;
       float x[4 * kChainTiles];
@@ -185,9 +185,9 @@ __global__ void __launch_bounds__(kChainThreads, 1)
   const u64 up_to = running + warp_inclusive_sum(group_mass, cluster.lane);
   const int group = __ffs(__ballot_sync(kAllLanes, up_to > point)) - 1;
   running = __shfl_sync(kAllLanes, up_to - group_mass, group);
-  const int first = begin + group * row.target.chunks_per_group * Slice::chunk;
+  const int first = begin + group * row.target.chunks_per_group() * Slice::chunk;
   bool found = false;
-  row.for_each<1>(first, min(end, first + row.target.chunks_per_group * Slice::chunk),
+  row.for_each<1>(first, min(end, first + row.target.chunks_per_group() * Slice::chunk),
                   [&](const float (&v)[4], int base) {
                     u64 each[4];
 #pragma unroll

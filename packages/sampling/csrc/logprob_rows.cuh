@@ -307,9 +307,10 @@ __global__ void __launch_bounds__(kMaxSelectThreads, 1)
   const auto sum_row_once = [&] {
     sum_chunks(chunk_sums, layout.num_chunks, selector.maxima(), row, sum_fn, &sums->row_sum);
   };
+  int count = 0;  // of the candidates
   if (selected > 0) {
     // The row is summed while elements are loaded.
-    const int count = selector.collect(
+    count = selector.collect(
         selected, range,
         [&](u32 n, u64 key) {
           if (draws && is_ranked) masses[n] = mass_of(weight_fn.scaled(Row::value(key)));
@@ -337,7 +338,7 @@ __global__ void __launch_bounds__(kMaxSelectThreads, 1)
   const u64 row_mass = joint ? scratch->row_mass : 0;
   if (draws && is_ranked) {
     if (threadIdx.x < 32)
-      draw_ranked(scratch, selector.ranked_masses(), masses, k, row_mass, params.q32,
+      draw_ranked(scratch, selector.ranked_masses(), masses, k, count, row_mass, params.q32,
                   [&](int place) { scratch->drawn = place; });
   } else if (k > 0 && (draws || params.q32 < kQ32One)) {
     for (int n = threadIdx.x; n < k; n += blockDim.x) masses[n] = mass_of(weight_fn.scaled(Row::value(keys[n])));

@@ -12,8 +12,8 @@ constexpr int kProposals = 4;          // ids drawn in one round of rejection sa
 
 // Rounds whose proposals are drawn from the whole row. A small top-p rejects most of these, so that it needs fewer
 // rounds if they come from less and less of the row.
-constexpr u32 kRowRounds = 8;
-__device__ __forceinline__ u32 rounds_from_row(u64 q32) { return q32 < kQ32One / 4 ? 1 : kRowRounds; }
+constexpr u32 kRowRounds = 16;
+__device__ __forceinline__ u32 rounds_from_row(u64 q32) { return q32 < kQ32One / 8 ? 1 : kRowRounds; }
 
 // A parameter: a number for all rows, a tensor of one, or a tensor of one per row.
 template <typename N>

@@ -12,7 +12,7 @@ namespace kestrel::sampling {
 // Threads of a block, at most: with one block per multiprocessor, or with two where rows have windows. Architectures
 // other than sm_90 would spill with as few registers as two blocks leave.
 constexpr int max_threads(FirstPass first_pass) {
-  return first_pass == FirstPass::plain ? kPlainThreads : kWindowedThreads;
+  return first_pass != FirstPass::windowed ? kPlainThreads : kWindowedThreads;
 }
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ == 900
 constexpr int kWindowedBlocksPerSm = 2;
@@ -23,10 +23,10 @@ constexpr int kWindowedBlocksPerSm = 1;
 constexpr u32 kMostRounds = 1 << 12;  // for rows that another kernel modifies meanwhile; others end far before
 
 template <Kind kind, FirstPass first_pass>
-__global__ void __launch_bounds__(max_threads(first_pass), first_pass == FirstPass::plain ? 1 : kWindowedBlocksPerSm)
+__global__ void __launch_bounds__(max_threads(first_pass), first_pass != FirstPass::windowed ? 1 : kWindowedBlocksPerSm)
     rejection_rows(const __grid_constant__ Params p) {
   constexpr bool logits = kind == Kind::logits;
-  constexpr bool windowed = first_pass != FirstPass::plain;
+  constexpr bool windowed = first_pass == FirstPass::windowed;
   using Sampler = RejectionSampler<kind, first_pass>;
   const Cluster cluster(p.cluster_size);
   const int64_t row_idx = cluster.row_idx();
@@ -81,12 +81,9 @@ __global__ void __launch_bounds__(max_threads(first_pass), first_pass == FirstPa
     }
   };
   const auto broadcast_window = [&] {
-    exchange.broadcast_floats(cluster, 2, warp_float_sum(first.above), warp_float_sum(first.above_lower));
-    if (has_two_values) {
-      exchange.broadcast(cluster, 3,
-                         __reduce_add_sync(kAllLanes, first.upper) |
-                             static_cast<u64>(__reduce_add_sync(kAllLanes, first.lower)) << 32);
-    }
+    exchange.broadcast_pair(
+        cluster, 2, exchange.pack(warp_float_sum(first.above), warp_float_sum(first.above_lower)),
+        __reduce_add_sync(kAllLanes, first.upper) | static_cast<u64>(__reduce_add_sync(kAllLanes, first.lower)) << 32);
     if (cluster.size > 1) cluster.sync();  // the bins of all blocks are complete
   };
   {
@@ -94,7 +91,7 @@ __global__ void __launch_bounds__(max_threads(first_pass), first_pass == FirstPa
     const RowParams<kind> params(p, row_idx);
     early = !logits && !(params.min_p > 0.f) && !params.greedy;
     has_window = windowed && early && params.q32 < kQ32One;
-    const u64 seed = is_rng_thread ? p.seed.at(row_idx) : 0, offset = is_rng_thread ? p.offset.at(row_idx) : 0;
+    if (is_rng_thread) scratch->key.load(p, row_idx);
     if constexpr (logits) {
       if (windowed) weight_fn.set_temperature(params.temperature <= 0.f ? 1.f : params.temperature);
       largest = sampler.largest();
@@ -104,18 +101,28 @@ __global__ void __launch_bounds__(max_threads(first_pass), first_pass == FirstPa
     } else {
       first = sampler.template read<WindowMode::none>(Window());
     }
-    if (is_rng_thread) random_words(seed, offset, 0, scratch->words[0]);
   }
   if (!windowed) row.switch_to_smem();
   cluster.wait();
-  exchange.broadcast(
-      cluster, 1,
-      static_cast<u32>(__reduce_max_sync(kAllLanes, isnan(first.most) ? INT32_MAX : order_key(first.most + 0.f))));
-  if (early) exchange.broadcast(cluster, 0, warp_sum(sampler.group_mass));
+  const u32 most = __reduce_max_sync(kAllLanes, isnan(first.most) ? INT32_MAX : order_key(first.most + 0.f));
+  exchange.broadcast_pair(cluster, 0, early ? warp_sum(sampler.group_mass) : 0, most);
   if (logits && windowed) exchange.broadcast_floats(cluster, 2, largest.of_warp, warp_float_sum(largest.sum));
   if (has_window) broadcast_window();
+  if (is_rng_thread) {
+    ptx::cp_async_wait_all();
+    random_words(scratch->key.seed, scratch->key.offset, 0, scratch->words[0]);
+  }
   exchange.wait(cluster, is_rng_thread);
-  weight_fn.top = from_order_key(exchange.max(cluster, 1));
+  const auto keep_masses = [&](const AsyncExchange::Masses& masses) {
+    if (cluster.lane == 0)
+      scratch->masses[threadIdx.x >> 5] = {masses.all, masses.before, exchange.value(cluster, 0, cluster.warp)};
+    __syncwarp();
+  };
+  {
+    const AsyncExchange::Totals totals = exchange.totals(cluster);
+    weight_fn.top = from_order_key(totals.most);
+    keep_masses(totals.masses);
+  }
   const auto [temperature, min_p, q32, greedy] = RowParams<kind>(p, row_idx);  // reloaded to save registers
   if (!(weight_fn.top > (logits ? -INFINITY : 0.f) && weight_fn.top < INFINITY) || isnan(temperature)) {
     if (first_warp) p.ids[row_idx] = 0, p.valid[row_idx] = false;
@@ -140,19 +147,20 @@ __global__ void __launch_bounds__(max_threads(first_pass), first_pass == FirstPa
   // known. With n == kProposals it then draws four proposals from them; with n < kProposals these masses are those of
   // what precedes proposal n, which they decide. The inner loop goes over the undecided proposals, and stops for exact
   // masses where float sums do not decide.
-  const bool unfiltered = greedy || q32 == kQ32One;  // the first proposal is accepted
+  const bool unfiltered = first_pass == FirstPass::only || greedy || q32 == kQ32One;  // the first proposal is accepted
   if constexpr (logits && windowed) {
     if (!unfiltered && !(weight_fn.least > 0.f)) {
-      const float row_sum = exchange.sum_of_weights(cluster, 2, weight_fn);
+      const float row_sum = exchange.sum_of_weights(cluster, weight_fn);
       read_with_window(q32, row_sum);
       exchange.broadcast(cluster, 0, warp_sum(sampler.group_mass));
       if (has_window) broadcast_window();
       exchange.wait(cluster, is_rng_thread);
+      keep_masses(exchange.masses(cluster));
       has_masses = true;
     }
   }
   if (windowed && has_window) sampler.keep_window_sums(has_two_values);
-  enum class Masses { none, exchanged, known } masses = has_masses ? Masses::exchanged : Masses::none;
+  bool knows_masses = has_masses;                                  // of what remains
   bool has_slices = first_pass == FirstPass::plain && has_masses;  // masses and largest elements of all slices
   u64 goal = 0;
   u32 round = 0;
@@ -163,20 +171,14 @@ __global__ void __launch_bounds__(max_threads(first_pass), first_pass == FirstPa
 #pragma unroll 1
   for (;;) {
     const Proposal* const proposals = scratch->proposals[round & 1];
-    if (masses == Masses::none) {
+    if (!knows_masses) {
       sampler.sum_masses();
       exchange.broadcast(cluster, 0, warp_sum(sampler.group_mass));
       exchange.wait(cluster, is_rng_thread);
-      masses = Masses::exchanged;
+      keep_masses(exchange.masses(cluster));
+      knows_masses = true;
     }
-    RemainingMasses& remaining = scratch->masses[threadIdx.x >> 5];
-    if (masses == Masses::exchanged) {
-      const RemainingMasses sums = {exchange.sum(cluster, 0, cluster.num_warps), exchange.sum(cluster, 0, cluster.warp),
-                                    exchange.values(cluster, 0)[cluster.warp]};
-      if (cluster.lane == 0) remaining = sums;
-      __syncwarp();
-      masses = Masses::known;
-    }
+    const RemainingMasses& remaining = scratch->masses[threadIdx.x >> 5];
     const u64 all = remaining.all;
     if (goal == 0) goal = max(u64{1}, scale_q32(all, q32));
     if (n < kProposals) {  // the exact masses decide this proposal
@@ -185,7 +187,7 @@ __global__ void __launch_bounds__(max_threads(first_pass), first_pass == FirstPa
         if (first_warp) p.ids[row_idx] = first_rejected.index, p.valid[row_idx] = true;
         return;
       }
-      masses = Masses::none;
+      knows_masses = false;
     } else {
       if (all == 0 || round == kMostRounds) {  // only if another kernel modifies the row meanwhile
         if (first_warp) p.ids[row_idx] = 0, p.valid[row_idx] = false;
@@ -234,22 +236,26 @@ __global__ void __launch_bounds__(max_threads(first_pass), first_pass == FirstPa
       if (!proposal.is_before(first_rejected)) continue;
       int decision = decisions >> (2 * n) & 3;
       if (decision == kUndecided && !has_float_sums) {
-        float sums[kProposals];
-        sampler.sum_before(proposals, sums);
-        exchange.broadcast_floats(cluster, 1, sums[0], sums[1]);
-        exchange.broadcast_floats(cluster, 2, sums[2], sums[3]);
-        exchange.wait(cluster, is_rng_thread);
-        has_float_sums = true;
-#pragma unroll
-        for (int pair = 0; pair < kProposals / 2; ++pair) {
-          const float2 both = exchange.float_sums(cluster, 1 + pair);
-          decisions |= (sampler.compare(both.x, goal) | sampler.compare(both.y, goal) << 2) << (4 * pair);
+        // Ties of logits have no window, so that all proposals of a row are summed at once.
+        if constexpr (windowed && !logits) {
+          exchange.broadcast_floats(cluster, 2, sampler.sum_before(proposal), 0.f);
+          exchange.wait(cluster, is_rng_thread);
+          decisions |= sampler.compare(exchange.first_float_sums(cluster).x, goal) << (2 * n);
+        } else {
+          float sums[kProposals];
+          sampler.sum_before(proposals, sums);
+          exchange.broadcast_pair(cluster, 2, exchange.pack(sums[0], sums[1]), exchange.pack(sums[2], sums[3]));
+          exchange.wait(cluster, is_rng_thread);
+          has_float_sums = true;
+          const float4 all_sums = exchange.template float_sums<logits ? 1 : 2>(cluster);
+          decisions |= sampler.compare(all_sums.x, goal) | sampler.compare(all_sums.y, goal) << 2 |
+                       sampler.compare(all_sums.z, goal) << 4 | sampler.compare(all_sums.w, goal) << 6;
         }
         decision = decisions >> (2 * n) & 3;
       }
       if (decision == kUndecided) {
         sampler.restrict_to_before(proposal.value, proposal.index);
-        masses = Masses::none;
+        knows_masses = false;
         break;
       }
       if (decision == kAccepted) {
@@ -261,12 +267,12 @@ __global__ void __launch_bounds__(max_threads(first_pass), first_pass == FirstPa
     if (n < kProposals) continue;
     if (++round >= rounds_from_row(q32)) {
       sampler.restrict_to_before(first_rejected.value, first_rejected.index);
-      masses = Masses::none;
-    } else if (masses == Masses::none) {
+      knows_masses = false;
+    } else if (!knows_masses) {
       sampler.remove_bound();
     }
-    if (is_rng_thread) random_words(p.seed.at(row_idx), p.offset.at(row_idx), round, scratch->words[round & 1]);
-    if (masses == Masses::known) __syncthreads();  // else the words are read after the masses are exchanged
+    if (is_rng_thread) random_words(scratch->key.seed, scratch->key.offset, round, scratch->words[round & 1]);
+    if (knows_masses) __syncthreads();  // else the words are read after the masses are exchanged
   }
 }
 

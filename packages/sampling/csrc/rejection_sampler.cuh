@@ -1,9 +1,9 @@
 // What rejection_rows.cuh does with a row: the passes over it, the search for a proposal, and its comparison with the
 // goal of top-p.
 //
-// A warp has a contiguous slice and keeps the masses of up to 32 groups of its chunks, so that only the group that
-// holds an id is read again. Proposals are checked by float sums with an error bound, and by exact masses where the
-// bound does not decide. FirstPass lists the ways to make passes over a row cheaper.
+// A warp has a contiguous slice and keeps the masses of up to 32 groups of its tiles, so that only the group that holds
+// an id is read again. Proposals are checked by float sums with an error bound, and by exact masses where the bound
+// does not decide. FirstPass lists the ways to make passes over a row cheaper.
 #pragma once
 
 #include "async_exchange.cuh"
@@ -23,13 +23,15 @@ constexpr int kPlainSumTiles = kChunkTiles;
 constexpr int kPlainSumTiles = 2;
 #endif
 
-// plain:    the first pass copies the row to shared memory if it fits; further passes over the row read the copy, or
-// L2. windowed: for rows that L2 does not hold, where another pass is slow. The first pass also sums the elements above
-// a
-//           window of values around the estimated threshold, and those inside it in bins. These sums decide nearly all
-//           proposals. Where many elements have one value, these and those of another value are counted. Logits have
-//           their window in the pass after the largest is known.
-enum class FirstPass { plain, windowed };
+// plain: the first pass copies the row to shared memory if it fits. Further passes over the row read the copy, or L2.
+//
+// windowed: for rows that L2 does not hold, where another pass is slow. The first pass also sums the elements above a
+// window of values around the estimated threshold, and those inside it in bins. These sums decide nearly all proposals.
+// Where many elements have one value, these and those of another value are counted. Logits have their window in the
+// pass after the largest is known.
+//
+// only: without top-p. The first proposal is accepted.
+enum class FirstPass { plain, windowed, only };
 
 enum Decision : int { kUndecided, kAccepted, kRejected };
 
@@ -54,10 +56,32 @@ struct RemainingMasses {
   u64 all, before, own;
 };
 
+// The key of a row's random numbers in shared memory.
+struct RandomKey {
+  u64 seed, offset;
+
+  // By one thread, which then waits for its copies. They pass no registers.
+  __device__ __forceinline__ void load(const Params& p, int64_t row) {
+    load(&seed, p.seed, row);
+    load(&offset, p.offset, row);
+  }
+  template <typename Parameter>
+  static __device__ __forceinline__ void load(u64* to, const Parameter& parameter, int64_t row) {
+    if (!parameter.values) {
+      *to = parameter.at(row);
+      return;
+    }
+    const int64_t* const from = static_cast<const int64_t*>(parameter.values) + row * parameter.stride;
+    for (int half = 0; half < 2; ++half)
+      ptx::cp_async4_or_zero(ptx::shared_address(to) + 4 * half, reinterpret_cast<const int*>(from) + half, true);
+  }
+};
+
 // Shared by a block, beside the exchange.
 struct alignas(16) RejectionScratch {
   Proposal proposals[2][kProposals];  // of two rounds that alternate
   u32 words[2][4];
+  RandomKey key;
   RemainingMasses masses[kMaxRejectionWarps];  // of each warp
   WindowScratch of_window;
 };
@@ -79,7 +103,7 @@ template <Kind kind, FirstPass first_pass>
 struct RejectionSampler {
   static constexpr bool windowed = first_pass == FirstPass::windowed;
   static constexpr int tiles = kChunkTiles;
-  using Slice = RowSlice<kind, tiles>;
+  using Slice = RowSlice<kind, tiles, !windowed>;
   static constexpr int kSumTiles = windowed ? tiles : kPlainSumTiles;  // loaded together in the pass that sums floats
   const Cluster& cluster;
   Slice& row;
@@ -91,7 +115,7 @@ struct RejectionSampler {
   float bound = -INFINITY;
   int bound_idx = INT32_MAX;
   u64 group_mass = 0;          // the mass of this lane's group of chunks
-  WindowList* list = nullptr;  // of windows with few elements
+  WindowList* list = nullptr;  // of windows with few elements; the stages of sum_before() follow
 
   // From here on, only the elements before this one in descending order remain.
   __device__ __forceinline__ void restrict_to_before(float value, int index) {
@@ -141,8 +165,28 @@ struct RejectionSampler {
     const int bits = mode == WindowMode::usual ? kUsualWindowBits : window.bits;
     const u32 width = 1u << bits;
     const float lower_value = window.lower_value();
-    GroupMasses groups(cluster.lane, row.chunks_per_group);
+    const bool by_tiles = !windowed && row.groups_are_tiles();
+    GroupMasses groups(cluster.lane, by_tiles ? 1 : row.chunks_per_group());
     row.template for_each_chunk<tiles>([&](const float (&v)[Slice::size], int base) {
+      if (by_tiles) {
+#pragma unroll
+        for (int u = 0; u < tiles; ++u) {
+          u32 upper = 0, lower = 0;
+#pragma unroll
+          for (int e = 4 * u; e < 4 * u + 4; ++e) {
+            first.most = ptx::max_nan(first.most, v[e]);
+            const float w = fmaxf(weight_fn.weight(v[e]), 0.f);
+            const float whole = __fmaf_rz(w, weight_fn.scale, 0x1p23f);
+            const float rest = __fmaf_rn(w, weight_fn.scale, -__fadd_rn(whole, -0x1p23f));
+            upper += __float_as_uint(whole);
+            lower += __float_as_uint(__fmaf_rn(rest, 0x1p20f, 0x1p23f));
+          }
+          upper = __reduce_add_sync(kAllLanes, upper - 4 * MassSum::kBias);
+          lower = __reduce_add_sync(kAllLanes, lower - 4 * MassSum::kBias);
+          groups.add(group_mass, (static_cast<u64>(upper) << 20) + lower);
+        }
+        return;
+      }
       u32 upper = 0, lower = 0, equal = 0, listed = 0;
       float above = 0.f, above_lower = 0.f;  // sums of sums have smaller errors
 #pragma unroll
@@ -188,7 +232,7 @@ struct RejectionSampler {
   __device__ __forceinline__ void sum_masses() {
     constexpr int mass_tiles = windowed ? tiles : 1, size = 4 * mass_tiles;
     group_mass = 0;
-    GroupMasses groups(cluster.lane, row.chunks_per_group * (tiles / mass_tiles));
+    GroupMasses groups(cluster.lane, row.tiles_per_group() / mass_tiles);
     row.template for_each_chunk<mass_tiles>([&](const float (&v)[size], int base) {
       u32 upper = 0, lower = 0;
 #pragma unroll
@@ -239,6 +283,28 @@ struct RejectionSampler {
     }
   }
 
+  // The same of one proposal, with many loads in flight: few blocks have a proposal that the window does not decide,
+  // and each of these reads its row.
+  __device__ __forceinline__ float sum_before(const Proposal& proposal) const {
+    const int index = proposal.index;
+    const float value = proposal.value, next = from_order_key(order_key(value + 0.f) + 1);
+    float total = 0.f;
+    char* const stages = reinterpret_cast<char*>(list + 1) + (threadIdx.x >> 5) * kAsyncBytes<tiles>;
+    row.template for_each_chunk_async<tiles>(stages, [&](const float (&v)[Slice::size], int base) {
+      const float from = base + Slice::chunk <= index ? value : next;
+      const bool may_be_equal = base <= index && index < base + Slice::chunk;
+      float sums[4] = {0.f, 0.f, 0.f, 0.f};
+#pragma unroll
+      for (int e = 0; e < Slice::size; ++e) {
+        const float w = kind == Kind::probs ? v[e] : weight_fn.scaled(v[e]);
+        if (v[e] >= from) sums[e % 4] += w;
+        if (may_be_equal && v[e] == value && row.index(base, e) < index) sums[e % 4] += w;
+      }
+      total += (sums[0] + sums[1]) + (sums[2] + sums[3]);
+    });
+    return warp_float_sum(kind == Kind::probs ? total * factor * weight_fn.scale : total);
+  }
+
   // Compares the mass before a proposal with the goal, from the float sum of that mass. The error of n floats, added in
   // any order, is at most n 2^-24 of their sum; masses are also rounded to integers. All warps get the same decision.
   __device__ __forceinline__ Decision compare(float sum, u64 goal) const {
@@ -256,7 +322,7 @@ struct RejectionSampler {
   // The elements of this warp's slice before a proposal in it that has one of the window's values, of which
   // `of_groups` has the counts.
   __device__ __forceinline__ u32 count_before(const Proposal& proposal, const u32* of_groups) const {
-    const int per_group = row.chunks_per_group * Slice::chunk, group = (proposal.index - row.begin) / per_group;
+    const int per_group = row.chunks_per_group() * Slice::chunk, group = (proposal.index - row.begin) / per_group;
     const u32 earlier = cluster.lane < group ? of_groups[threadIdx.x] : 0;
     return __reduce_add_sync(kAllLanes,
                              earlier + count_equal(row.begin + group * per_group, proposal.value, proposal.index));
@@ -278,13 +344,13 @@ struct RejectionSampler {
   // Keeps the sums that the last wait() of the exchange brought.
   __device__ __forceinline__ void keep_window_sums(bool has_two_values) const {
     WindowSums sums;
-    const float2 above = exchange.float_sums(cluster, 2);
+    const float2 above = exchange.first_float_sums(cluster);
     sums.above = above.x, sums.above_lower = above.y;
     if (scratch->of_window.window.bits == kTopWindowBits)
-      sums.mass = __ull2float_rn(exchange.sum(cluster, 0, cluster.num_warps)) * (1.f / weight_fn.scale) * 0x1p-20f;
+      sums.mass = __ull2float_rn(scratch->masses[threadIdx.x >> 5].all) * (1.f / weight_fn.scale) * 0x1p-20f;
     if (has_two_values) {
-      sums.counts = exchange.count_sums(cluster, 3, cluster.num_warps);
-      sums.counts_before = exchange.count_sums(cluster, 3, cluster.warp);
+      sums.counts = exchange.count_sums(cluster, cluster.num_warps);
+      sums.counts_before = exchange.count_sums(cluster, cluster.warp);
     }
     if (cluster.lane == 0) scratch->of_window.sums[threadIdx.x >> 5] = sums;
     __syncwarp();
@@ -364,13 +430,12 @@ struct RejectionSampler {
   __device__ __forceinline__ Decision decide_by_slices(const Located& found, u64 goal) const {
     const int own = order_key(found.proposal.value + 0.f);
     u64 most = 0, least = 0;  // the mass before the proposal is between them
-#pragma unroll 1
-    for (int warp = cluster.lane; warp < cluster.num_warps; warp += 32) {
-      const int key = static_cast<int>(static_cast<u32>(exchange.values(cluster, 1)[warp]));
+    exchange.for_each_pair(cluster, 0, cluster.num_warps, [&](int warp, u64 mass, u64 most_of_warp) {
+      const int key = static_cast<int>(static_cast<u32>(most_of_warp));
       const bool is_before = key > own || (key == own && warp < cluster.warp);
-      if (is_before || warp == cluster.warp) most += exchange.values(cluster, 0)[warp];
+      if (is_before || warp == cluster.warp) most += mass;
       if (is_before) least += mass_of(weight_fn.scaled(from_order_key(key)));
-    }
+    });
     if (warp_sum(most) - found.mass < goal) return kAccepted;
     return warp_sum(least) >= goal ? kRejected : kUndecided;
   }
@@ -380,11 +445,11 @@ struct RejectionSampler {
   __device__ __forceinline__ Located locate(u64 point, u64 before) const {
     u64 running = before;
     int base = row.begin;
-    if (row.end - row.begin > Slice::chunk) {
+    if (row.end - row.begin > row.tiles_per_group() * kTile) {
       const u64 up_to = before + warp_inclusive_sum(group_mass, cluster.lane);
       const int group = __ffs(__ballot_sync(kAllLanes, up_to > point)) - 1;
       running = __shfl_sync(kAllLanes, up_to - group_mass, group);
-      base += group * row.chunks_per_group * Slice::chunk;
+      base += group * row.tiles_per_group() * kTile;
     }
     auto raw = row.template load<1>(base);
     float v[4];
@@ -398,6 +463,7 @@ struct RejectionSampler {
 #pragma unroll
       for (int e = 0; e < 4; ++e) each[e] = mass_of(scaled(v[e], row.index(base, e)));
       reached = each[0] + each[1] + each[2] + each[3];
+      if (first_pass == FirstPass::only && row.groups_are_tiles()) break;
       const u64 tile = warp_sum(reached);
       if (running + tile > point || is_last) break;
       running += tile;

@@ -2,11 +2,18 @@
 // pass can copy the slices of a block to its shared memory, from which later passes then read them.
 #pragma once
 
+#include <kestrel/ptx/cp_async.cuh>
+
 #include "mass.cuh"
 
 namespace kestrel::sampling {
 
-template <Kind kind, int tiles>
+constexpr int kStages = 4;  // chunks that are copied to shared memory meanwhile
+template <int tiles>
+constexpr int kAsyncBytes = kStages * tiles * kTile * static_cast<int>(sizeof(float));
+
+// short_groups: groups of slices of up to 32 tiles are single tiles, so that an id is found in one step.
+template <Kind kind, int tiles, bool short_groups = false>
 struct RowSlice {
   static constexpr int size = 4 * tiles;       // elements of a lane: four neighbours of every tile
   static constexpr int chunk = tiles * kTile;  // elements of a warp
@@ -20,7 +27,6 @@ struct RowSlice {
   int begin, end;
   int elements_per_warp;  // of the longest slice
   int lane;
-  int chunks_per_group;       // the slice has at most 32 groups
   int vector_end;             // elements before it may be loaded four at a time
   char* smem_copy = nullptr;  // the address of element 0 in shared memory, while the slice is copied there
 
@@ -34,9 +40,13 @@ struct RowSlice {
     }
     begin = static_cast<int>(min(int64_t{cluster.warp} * elements_per_warp, int64_t{length}));
     end = static_cast<int>(min(int64_t{begin} + elements_per_warp, int64_t{length}));
-    chunks_per_group = (elements_per_warp / chunk + 31) / 32;
     vector_end = reinterpret_cast<uintptr_t>(row) % (dtype == kRowFloat32 ? 16 : 8) == 0 ? length : 0;
   }
+
+  // The slice has at most 32 groups.
+  __device__ __forceinline__ bool groups_are_tiles() const { return short_groups && elements_per_warp <= 32 * kTile; }
+  __device__ __forceinline__ int chunks_per_group() const { return (elements_per_warp / chunk + 31) / 32; }
+  __device__ __forceinline__ int tiles_per_group() const { return groups_are_tiles() ? 1 : chunks_per_group() * tiles; }
 
   // The index in the row of this lane's element e of the chunk at `base`.
   __device__ __forceinline__ int index(int base, int e) const { return base + (e / 4) * kTile + 4 * lane + e % 4; }
@@ -133,6 +143,50 @@ struct RowSlice {
       }
       if (base + n * kTile < end) next = load<n>(base + n * kTile);
       f(v, base);
+    }
+  }
+
+  // The same with kStages chunks in flight, for a pass by one block. stages: kAsyncBytes<n> of this warp in shared
+  // memory.
+  template <int n, typename F>
+  __device__ __forceinline__ void for_each_chunk_async(char* stages, F f) const {
+    constexpr int step = n * kTile;
+    char* const of_lane = stages + 16 * lane;
+    const u32 to = ptx::shared_address(of_lane);
+    const auto copy = [&](int base, u32 stage) {
+      if (base < end && base + step <= vector_end) {
+        const char* const from = row + (int64_t{base} + 4 * lane) * (dtype == kRowFloat32 ? 4 : 2);
+#pragma unroll
+        for (int u = 0; u < n; ++u) {
+          const u32 own = to + (stage * n + u) * 512;
+          if (dtype == kRowFloat32) {
+            ptx::cp_async16(own, from + u * kTile * 4);
+          } else {
+            ptx::cp_async4_or_zero(own, from + u * kTile * 2, true);
+            ptx::cp_async4_or_zero(own + 4, from + u * kTile * 2 + 4, true);
+          }
+        }
+      }
+      ptx::cp_async_commit();
+    };
+#pragma unroll 1
+    for (int s = 0; s < kStages; ++s) copy(begin + s * step, s);
+    u32 stage = 0;
+#pragma unroll 1
+    for (int base = begin; base < end; base += step) {
+      Raw<n> raw;
+      if (base + step <= vector_end) {
+        ptx::cp_async_wait<kStages - 1>();
+#pragma unroll
+        for (int u = 0; u < n; ++u) raw.words[u] = *reinterpret_cast<const uint4*>(of_lane + (stage * n + u) * 512);
+      } else {
+        raw = load<n>(base);
+      }
+      float v[4 * n];
+      unpack<n>(raw, v);
+      f(v, base);
+      copy(base + kStages * step, stage);
+      stage = stage + 1 == kStages ? 0 : stage + 1;
     }
   }
 };

@@ -43,7 +43,7 @@ RejectionSplit split_for_rejection(const Params& params, DLDevice device, bool f
     const int chunks_per_warp = (chunks + max_warps - 1) / max_warps;
     const int warps = std::max(1, (chunks + cluster_size * chunks_per_warp - 1) / (cluster_size * chunks_per_warp));
     const size_t own = sizeof(RejectionScratch) + AsyncExchange::bytes(cluster_size * warps) +
-                       (first_pass == FirstPass::windowed ? sizeof(WindowList) : 0);
+                       (first_pass == FirstPass::windowed ? sizeof(WindowList) + warps * kAsyncBytes<kChunkTiles> : 0);
     const size_t copy =
         static_cast<size_t>(std::min(chunks, warps * chunks_per_warp)) * chunk * (params.dtype == kRowFloat32 ? 4 : 2);
     const bool fits = copy_to_smem && own + copy <= max_bytes;
@@ -87,6 +87,7 @@ void launch_rejection_rows(Params params, DLDevice device, SplitRequest request)
   const RejectionSplit split = split_for_rejection(params, device, filtered, of_many, request);
   params.copy_to_smem = split.in_smem;
   constexpr int unit = kChunkTiles * kTile;
+  if (!filtered) return launch_slices<rejection_rows<kind, FirstPass::only>>(params, split, unit, device);
   if (split.first_pass == FirstPass::plain) {
     launch_slices<rejection_rows<kind, FirstPass::plain>>(params, split, unit, device);
     return;

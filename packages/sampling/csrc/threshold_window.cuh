@@ -71,7 +71,7 @@ struct ListedElement {
 };
 struct WindowList {
   ListedElement elements[kMaxListed];
-  u32 count;  // may exceed kMaxListed: elements that did not fit are missing
+  alignas(16) u32 count;  // may exceed kMaxListed: elements that did not fit are missing
 
   // The place of the first of n elements, which are left out once the list is full.
   __device__ __forceinline__ u32 reserve(u32 n) {

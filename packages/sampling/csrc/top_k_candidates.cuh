@@ -9,14 +9,13 @@
 
 #include "async_exchange.cuh"
 #include "select.cuh"
+#include "top_k_row.cuh"
 
 namespace kestrel::sampling {
 
 constexpr int kMaxK = 1024;
 constexpr int kMaxRankedK = 128;  // up to it candidates are ranked by comparing all pairs, above it they are sorted
-constexpr int kGroup = 32;        // elements that a lane loads together
-constexpr int kTileOfGroups = 32 * kGroup;
-constexpr int kMaxRanked = 256;  // candidates that are ranked
+constexpr int kMaxRanked = 256;   // candidates that are ranked
 constexpr int kMaxSorted = 2048, kMaxChunks = 256;
 
 // Architectures other than sm_90 would spill with as few registers as two blocks leave.
@@ -63,6 +62,8 @@ struct alignas(16) TopKScratch {
   u64 ranges[kMaxTopKWarps];  // a TopKRange of each warp of the cluster
   u32 largest;                // element of the row
   u32 num_groups, num_larger_groups, num_candidates, num_larger;
+  u32 least_maximum, num_above_least;  // see narrow()
+  int last_chunk;
   u32 random_word;
   int num_kept;
   u64 point, row_mass;
@@ -73,235 +74,6 @@ struct alignas(16) TopKScratch {
 // Keys of values: the smallest maximum of a segment, of those that reach kLeastValue, and the largest element.
 struct TopKRange {
   u32 least, largest;
-};
-
-// What a row holds decides what NaN means: an invalid row, or (scores) the smallest of all elements.
-template <Kind kind>
-struct TopKRow {
-  static constexpr bool masked = kind == Kind::masked_scores, scores = kind == Kind::scores || masked;
-  static constexpr u32 kNan = scores ? 0u : 0xffffffffu;
-  // Keys below it are those of -inf, NaN and, among probabilities, 0.
-  static constexpr u32 kLeastValue = kind == Kind::probs ? 0x80000001u : 0x00800000u;
-  // Keys below it are not selected: those of elements without mass.
-  static constexpr u32 kLeastKey = scores ? 0u : kLeastValue;
-
-  const char* row;
-  int dtype, length;
-  int chunk_bits;
-  int pack_bits;              // log2 of the neighbours that a lane loads together
-  const u32* mask = nullptr;  // masked: the allowed elements, or null for all
-
-  __device__ __forceinline__ TopKRow(const char* row_, int dtype_, int length_, int chunk_bits_)
-      : row(row_), dtype(dtype_), length(length_), chunk_bits(chunk_bits_) {
-    pack_bits = reinterpret_cast<uintptr_t>(row) % 16 != 0 ? 0 : dtype == kRowFloat32 ? 2 : 3;
-  }
-
-  static __device__ __forceinline__ u32 key(float v) {
-    return isnan(v) ? kNan : static_cast<u32>(order_key(v + 0.f)) ^ 0x80000000u;
-  }
-  // Keys of elements order larger values first, then lower indices.
-  __device__ __forceinline__ u64 key(u32 of_value, int index) const {
-    return static_cast<u64>(of_value) << 32 | static_cast<u32>(length - 1 - index);
-  }
-  static __device__ __forceinline__ float value(u64 key) {
-    return from_order_key(static_cast<int>(static_cast<u32>(key >> 32) ^ 0x80000000u));
-  }
-  __device__ __forceinline__ int index(u64 key) const { return length - 1 - static_cast<int>(static_cast<u32>(key)); }
-  static __device__ __forceinline__ float larger(float a, float b) { return scores ? fmaxf(a, b) : ptx::max_nan(a, b); }
-  static __device__ __forceinline__ float padding() { return scores ? not_a_number() : -INFINITY; }
-
-  __device__ __forceinline__ float element(int i) const {
-    if (dtype == kRowFloat32) return reinterpret_cast<const float*>(row)[i];
-    const uint16_t bits = reinterpret_cast<const uint16_t*>(row)[i];
-    return dtype == kRowFloat16 ? __half2float(__ushort_as_half(bits)) : __uint_as_float(static_cast<u32>(bits) << 16);
-  }
-
-  __device__ __forceinline__ bool is_allowed(int i) const { return !masked || !mask || (mask[i / 32] >> (i % 32) & 1); }
-  // The place in a tile of element e of a lane's group.
-  __device__ __forceinline__ int place(int e, int lane) const {
-    return ((e >> pack_bits) << (pack_bits + 5)) + (lane << pack_bits) + (e & ((1 << pack_bits) - 1));
-  }
-
-  // Four elements: neighbours in a row that is aligned, else 32 apart. Those past the row are padding.
-  __device__ __forceinline__ int stride() const { return pack_bits == 0 ? 32 : 1; }
-  __device__ __forceinline__ void load_four(int i, float (&v)[4]) const {
-    load_unmasked(i, v);
-    if constexpr (masked) {
-      if (!mask) return;
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const int own = i + e * stride();
-        if (own < length && !is_allowed(own)) v[e] = -INFINITY;
-      }
-    }
-  }
-  __device__ __forceinline__ void load_unmasked(int i, float (&v)[4]) const {
-    if (pack_bits != 0 && i + 4 <= length) {
-      if (dtype == kRowFloat32) {
-        Pack<float>{load16(row + int64_t{i} * 4)}.unpack(v);
-        return;
-      }
-      const uint2 bits = *reinterpret_cast<const uint2*>(row + int64_t{i} * 2);
-      float both[8];
-      if (dtype == kRowFloat16) {
-        Pack<__half>{make_uint4(bits.x, bits.y, 0, 0)}.unpack(both);
-      } else {
-        Pack<__nv_bfloat16>{make_uint4(bits.x, bits.y, 0, 0)}.unpack(both);
-      }
-#pragma unroll
-      for (int e = 0; e < 4; ++e) v[e] = both[e];
-      return;
-    }
-#pragma unroll
-    for (int e = 0; e < 4; ++e) v[e] = i + e * stride() < length ? element(i + e * stride()) : padding();
-  }
-
-  template <typename T>
-  static __device__ __forceinline__ float max_of(const Pack<T>& pack) {
-    float v[Pack<T>::size];
-    pack.unpack(v);
-    float most = v[0];
-#pragma unroll
-    for (int e = 1; e < Pack<T>::size; ++e) most = larger(most, v[e]);
-    return most;
-  }
-
-  // Calls f(keys, indices) for the elements of the given groups, four at a time, with all lanes of a warp together.
-  // Indices past the row are padding.
-  template <typename F>
-  __device__ __forceinline__ void for_each_four(const u32* groups, int num_groups, F f) const {
-    const int fours_bits = chunk_bits - 7;  // of a group, as a power of two
-    const int all = num_groups << fours_bits;
-    constexpr int kLoads = scores ? 2 : 1;  // together
-#pragma unroll 1
-    for (int base = 0; base < all; base += kLoads * blockDim.x) {
-      int i[kLoads];
-      float v[kLoads][4];
-#pragma unroll
-      for (int n = 0; n < kLoads; ++n) {
-        const int own = base + n * blockDim.x + threadIdx.x;
-        i[n] = length;
-        if (own < all) {
-          const u32 group = groups[own >> fours_bits];
-          const int four = own & ((1 << fours_bits) - 1), lane = static_cast<int>(group & 31);
-          i[n] = (static_cast<int>(group >> 5) << chunk_bits) + (pack_bits == 0 ? 128 * four + lane
-                                                                 : pack_bits == 2
-                                                                     ? 128 * four + 4 * lane
-                                                                     : 256 * (four >> 1) + 8 * lane + 4 * (four & 1));
-        }
-        load_four(i[n], v[n]);
-      }
-#pragma unroll
-      for (int n = 0; n < kLoads; ++n) {
-        if (n > 0 && base + n * static_cast<int>(blockDim.x) >= all) break;
-        u32 keys[4];
-        int indices[4];
-#pragma unroll
-        for (int e = 0; e < 4; ++e) keys[e] = key(v[n][e]), indices[e] = i[n] + e * stride();
-        f(keys, indices);
-      }
-    }
-  }
-};
-
-// The 32 elements of each lane of a warp that are loaded next: 1024 of the row, a tile.
-template <Kind kind>
-struct TileLoader {
-  const TopKRow<kind>& row;
-  uint4 loaded[kGroup / 4];
-
-  __device__ __forceinline__ const char* address(int begin, int lane) const {
-    return row.row + ((static_cast<int64_t>(begin >> row.pack_bits) + lane) << 4);
-  }
-  // Starts the loads of a row that is aligned, none past it.
-  __device__ __forceinline__ void load(int begin, int lane) {
-    const int bits = row.pack_bits;
-    if (bits == 0) return;
-    const char* const from = address(begin, lane);
-    if (begin + kTileOfGroups <= row.length) {
-#pragma unroll
-      for (int u = 0; u < kGroup / 8; ++u) loaded[u] = load16_streamed(from + 512 * u);
-      if (bits == 3) return;
-#pragma unroll
-      for (int u = kGroup / 8; u < kGroup / 4; ++u) loaded[u] = load16_streamed(from + 512 * u);
-      return;
-    }
-    const int packs = (((row.length - begin) >> bits) - lane + 31) >> 5;  // of this lane
-#pragma unroll
-    for (int u = 0; u < kGroup / 4; ++u) {
-      if (u < min(packs, kGroup >> bits)) loaded[u] = load16_streamed(from + 512 * u);
-    }
-  }
-  // The elements of pack u of a row of T; those past the row are padding.
-  template <typename T>
-  __device__ __forceinline__ void unpack(int begin, int lane, int u, float (&v)[Pack<T>::size]) const {
-    constexpr int size = Pack<T>::size;
-    const int i = begin + (u * 32 + lane) * size;
-    if (begin + kTileOfGroups <= row.length || i + size <= row.length) {
-      Pack<T>{loaded[u]}.unpack(v);
-      return;
-    }
-#pragma unroll
-    for (int e = 0; e < size; ++e)
-      v[e] = i + e < row.length ? to_float(reinterpret_cast<const T*>(row.row)[i + e]) : row.padding();
-  }
-};
-
-// The largest element of this lane's groups.
-template <Kind kind>
-struct GroupMaxReader {
-  using Row = TopKRow<kind>;
-  TileLoader<kind> loader;
-
-  // The key of that of a chunk, whose first elements are being loaded. Starts the next chunk of the warp.
-  __device__ __forceinline__ u32 read(int chunk, int next_chunk, int lane) {
-    const Row& row = loader.row;
-    const int end = min((chunk + 1) << row.chunk_bits, row.length);
-    float most = row.padding();
-#pragma unroll 1
-    for (int begin = chunk << row.chunk_bits; begin < end; begin += kTileOfGroups) {
-      const int64_t next = begin + kTileOfGroups < end ? begin + kTileOfGroups : int64_t{next_chunk} << row.chunk_bits;
-      if (row.pack_bits == 0) {
-#pragma unroll 16
-        for (int e = 0; e < kGroup; ++e) {
-          const int i = begin + 32 * e + lane;
-          most = row.larger(most, i < row.length ? row.element(i) : row.padding());
-        }
-      } else if (row.dtype == kRowFloat32) {
-        most = row.larger(most, largest<float>(begin, next, lane));
-      } else if (row.dtype == kRowFloat16) {
-        most = row.larger(most, largest<__half>(begin, next, lane));
-      } else {
-        most = row.larger(most, largest<__nv_bfloat16>(begin, next, lane));
-      }
-    }
-    return row.key(most);
-  }
-  // Of a tile. Starts the loads of the tile at `next`.
-  template <typename T>
-  __device__ __forceinline__ float largest(int begin, int64_t next, int lane) {
-    constexpr int packs = kGroup / Pack<T>::size;
-    const Row& row = loader.row;
-    float most = row.padding();
-    if (next + kTileOfGroups <= row.length) {
-      const char* const from = loader.address(static_cast<int>(next), lane);
-#pragma unroll
-      for (int u = 0; u < packs; ++u) {
-        most = row.larger(most, row.max_of(Pack<T>{loader.loaded[u]}));
-        loader.loaded[u] = load16_streamed(from + 512 * u);
-      }
-      return most;
-    }
-#pragma unroll
-    for (int u = 0; u < packs; ++u) {
-      float v[Pack<T>::size];
-      loader.template unpack<T>(begin, lane, u, v);
-#pragma unroll
-      for (int e = 0; e < Pack<T>::size; ++e) most = row.larger(most, v[e]);
-    }
-    if (next < row.length) loader.load(static_cast<int>(next), lane);
-    return most;
-  }
 };
 
 template <Kind kind>
@@ -337,6 +109,7 @@ struct TopKSelector {
     if (threadIdx.x == 0) {
       scratch->num_groups = scratch->num_larger_groups = scratch->num_candidates = scratch->num_larger = 0;
       scratch->row_mass = 0;
+      scratch->least_maximum = ~0u, scratch->num_above_least = 0;
       ptx::mbarrier_init(&scratch->received, 1);
       ptx::fence_mbarrier_init();
     }
@@ -428,12 +201,16 @@ struct TopKSelector {
     u64 low = static_cast<u64>(Row::kLeastKey) << 32;
     if (num_maxima > few_groups) low = static_cast<u64>(find_bound(k, range)) << 32;
     choose_groups(low, max_groups);
-    if (scratch->num_groups > max_groups) {  // many groups have equal or nearly equal maxima
-      low = select_groups(k, max_groups, static_cast<u32>(low >> 32), range);
-      if (static_cast<u32>(low) > last) low = ((low >> 32) + 1) << 32;  // no such chunk
-      if (threadIdx.x == 0) scratch->num_groups = 0;
-      __syncthreads();
-      choose_groups(low, max_groups);
+    const u32 num_chosen = scratch->num_groups;
+    if (num_chosen > few_groups) {  // many groups have equal or nearly equal maxima
+      const u64 narrowed = narrow(k, low);
+      if (narrowed != low || num_chosen > max_groups) {
+        low = narrowed != low ? narrowed : select_groups(k, max_groups, static_cast<u32>(low >> 32), range);
+        if (static_cast<u32>(low) > last) low = ((low >> 32) + 1) << 32;  // no such chunk
+        if (threadIdx.x == 0) scratch->num_groups = 0;
+        __syncthreads();
+        choose_groups(low, max_groups);
+      }
     }
     other_work();
     const int num_groups = static_cast<int>(scratch->num_groups);
@@ -525,6 +302,64 @@ struct TopKSelector {
     __syncthreads();
   }
 
+  // Where many groups reach `low` because their maxima are equal, the key of a maximum and a chunk that fewer reach,
+  // but at least k: of the groups with the smallest of these maxima, those of the first chunks suffice. Otherwise
+  // `low`.
+  __device__ __forceinline__ u64 narrow(int k, u64 low) const {
+    const u32 num_maxima = 32 * layout.num_chunks, least_value = static_cast<u32>(low >> 32);
+    const auto for_each_maximum = [&](auto visit) {
+#pragma unroll 1
+      for (u32 i = 4 * threadIdx.x; i < num_maxima; i += 4 * blockDim.x) {
+        const uint4 four = *reinterpret_cast<const uint4*>(maxima() + i);
+        const u32 own[4] = {four.x, four.y, four.z, four.w};
+        visit(own, i >> 5);
+      }
+    };
+    u32 least = ~0u;
+    for_each_maximum([&](const u32(&own)[4], u32) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) least = min(least, own[e] >= least_value ? own[e] : ~0u);
+    });
+    least = __reduce_min_sync(kAllLanes, least);
+    if (cluster.lane == 0) atomicMin(&scratch->least_maximum, least);
+    __syncthreads();
+    least = scratch->least_maximum;
+    u32* const of_chunk = scratch->select.bins;  // groups with this maximum
+    u32 above = 0;
+    for_each_maximum([&](const u32(&own)[4], u32 chunk) {
+      u32 equal = 0;
+#pragma unroll
+      for (int e = 0; e < 4; ++e) above += own[e] > least, equal += own[e] == least;
+      if (equal > 0) atomicAdd(&of_chunk[chunk], equal);
+    });
+    above = __reduce_add_sync(kAllLanes, above);
+    if (cluster.lane == 0 && above > 0) atomicAdd(&scratch->num_above_least, above);
+    __syncthreads();
+    above = scratch->num_above_least;
+    if (threadIdx.x < 32) {
+      constexpr int kOwn = kMaxChunks / 32;
+      u32 sum = 0;
+#pragma unroll
+      for (int c = 0; c < kOwn; ++c) sum += of_chunk[kOwn * cluster.lane + c];
+      u32 up_to = sum;
+#pragma unroll
+      for (int distance = 1; distance < 32; distance *= 2) {
+        const u32 before = __shfl_up_sync(kAllLanes, up_to, distance);
+        if (cluster.lane >= distance) up_to += before;
+      }
+      u32 running = above + up_to - sum;
+#pragma unroll
+      for (int c = 0; c < kOwn; ++c) {
+        const u32 next = running + of_chunk[kOwn * cluster.lane + c];
+        if (running < k && next >= k) scratch->last_chunk = kOwn * cluster.lane + c;
+        running = next, of_chunk[kOwn * cluster.lane + c] = 0;
+      }
+    }
+    __syncthreads();
+    if (above >= k) return low;
+    return static_cast<u64>(least) << 32 | static_cast<u32>(layout.num_chunks - 1 - scratch->last_chunk);
+  }
+
   // The key of a maximum and a chunk that at least k and at most max_groups groups reach, after choose_groups(low <<
   // 32). Of equal maxima, those of the first chunks have the largest keys.
   __device__ __forceinline__ u64 select_groups(int k, u32 max_groups, u32 low, const TopKRange& range) const {
@@ -579,15 +414,17 @@ struct TopKSelector {
         num_larger += is_element && keys[e] > static_cast<u32>(low >> 32);
       }
       u32 place = append_place<3>(&scratch->num_candidates, __popc(chosen), cluster.lane);
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        if (!(chosen >> e & 1)) continue;
+      // One loop for all elements: most lanes have none or one, and code that runs once is bound by its fetches.
+#pragma unroll 1
+      for (; chosen != 0; chosen &= chosen - 1, ++place) {
+        const int e = __ffs(chosen) - 1;
+        const u32 of_value = e < 2 ? (e == 0 ? keys[0] : keys[1]) : (e == 2 ? keys[2] : keys[3]);
+        const int index = indices[0] + e * row.stride();
         if (place < layout.max_candidates) {
-          const u64 key = row.key(keys[e], indices[e]);
+          const u64 key = row.key(of_value, index);
           candidates()[place] = key;
           write(place, key);
         }
-        ++place;
       }
     });
     num_larger = __reduce_add_sync(kAllLanes, num_larger);

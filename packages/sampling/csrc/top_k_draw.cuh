@@ -56,10 +56,9 @@ __device__ __forceinline__ void keep_top_p(TopKScratch* scratch, const u64* mass
 // order of ids exceeds the point that is drawn. `masses` are those in descending order of values, with the places in
 // the order of ids. `by_id` has space for kMaxRanked. By the first warp, without loops, which would be slow in one
 // warp.
-template <typename Write>
+template <int kOwn, int kOwnIds, typename Write>
 __device__ __forceinline__ void draw_ranked(TopKScratch* scratch, const u64* masses, u64* by_id, int k, u64 row_mass,
                                             u64 q32, Write write) {
-  constexpr int kOwn = kMaxRankedK / 32, kOwnIds = kMaxRanked / 32;  // of a lane
   const int lane = threadIdx.x, first = kOwn * lane;
   u64 own[kOwn], sum = 0;
 #pragma unroll
@@ -98,11 +97,23 @@ __device__ __forceinline__ void draw_ranked(TopKScratch* scratch, const u64* mas
     sum += PlacedMass::mass(two.x) + PlacedMass::mass(two.y);
   }
   before = warp_inclusive_sum(sum, lane) - sum;
+  int place = -1;
 #pragma unroll
   for (int e = 0; e < kOwnIds; ++e) {
     const u64 mass = PlacedMass::mass(of_id[e]);
-    if (point >= before && point - before < mass) write(PlacedMass::place(of_id[e]));
+    if (point >= before && point - before < mass) place = PlacedMass::place(of_id[e]);
     before += mass;
+  }
+  if (place >= 0) write(place);
+}
+
+template <typename Write>
+__device__ __forceinline__ void draw_ranked(TopKScratch* scratch, const u64* masses, u64* by_id, int k, int count,
+                                            u64 row_mass, u64 q32, Write write) {
+  if (k <= 64 && count <= 128) {
+    draw_ranked<2, 4>(scratch, masses, by_id, k, row_mass, q32, write);
+  } else {
+    draw_ranked<kMaxRankedK / 32, kMaxRanked / 32>(scratch, masses, by_id, k, row_mass, q32, write);
   }
 }
 
@@ -142,8 +153,6 @@ __global__ void __launch_bounds__(kMaxSelectThreads, kTopKBlocksPerSm) top_k_dra
   if (wanted <= 0 || wanted > kMaxK || wanted >= p.length) return cluster.wait();  // another kernel draws this row
   int k = logits && temperature <= 0.f ? 1 : static_cast<int>(wanted);
   selector.read_row(k);
-  if (cluster.block_rank == 0 && threadIdx.x == blockDim.x - 32)
-    scratch->random_word = random_word(p.seed.at(row_idx), p.offset.at(row_idx));
   const float min_p = p.min_p.at(row_idx);
   const u64 q32 = top_p_q32(p.top_p.at(row_idx));
 
@@ -175,13 +184,16 @@ __global__ void __launch_bounds__(kMaxSelectThreads, kTopKBlocksPerSm) top_k_dra
   u64* const masses = selector.masses();
   const auto set_mass = [&](u32 n, u64 key) { masses[n] = mass_of(weight_fn.scaled(row.value(key) * factor)); };
   const auto write = [&](u64 key) { p.ids[row_idx] = row.index(key), p.valid[row_idx] = true; };
-  const int count = selector.collect(k, range, set_mass);
+  const int count = selector.collect(k, range, set_mass, [&] {
+    if (threadIdx.x == blockDim.x - 32) scratch->random_word = random_word(p.seed.at(row_idx), p.offset.at(row_idx));
+  });
   u64* const keys = selector.template ordered</*places_masses=*/true>(count);
   const u64 row_mass = joint ? scratch->row_mass : 0;
   k = min(k, count);
   if (selector.ranks()) {
     if (threadIdx.x >= 32) return;
-    draw_ranked(scratch, selector.ranked_masses(), masses, k, row_mass, q32, [&](int place) { write(keys[place]); });
+    draw_ranked(scratch, selector.ranked_masses(), masses, k, count, row_mass, q32,
+                [&](int place) { write(keys[place]); });
     return;
   }
   for (int n = threadIdx.x; n < k; n += blockDim.x) set_mass(n, keys[n]);

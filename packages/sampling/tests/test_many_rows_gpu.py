@@ -40,6 +40,7 @@ KINDS: dict[str, Callable[[int], torch.Tensor]] = {
     "two values": lambda width: torch.where(normal(ROWS, width, 5) > 0, 2 / width, 1 / width),
     "one-hot": lambda width: torch.nn.functional.one_hot(torch.arange(ROWS, device="cuda") * 17 % width, width).float(),
     "ties": lambda width: torch.softmax((2 * normal(ROWS, width, 6, 1.0)).round() / 2, -1),
+    "eighths": lambda width: torch.softmax((8 * normal(ROWS, width, 15, 1.0)).round() / 8, -1),
     "masked": masked,
     "NaN rows": with_nan,
     "nearly equal": lambda width: distributions(ROWS, width, 10, 0.001),

@@ -54,12 +54,12 @@ def kept_by_hand(row: list[float], top_p: float) -> list[int]:
 
 
 def draw_by_hand(row: list[float], top_p: float, seed: int, offset: int) -> int:
-    """The first proposal that is kept: of 32 from the row (four for a small p), then of four at a time from the entries
+    """The first proposal that is kept: of 64 from the row (four for a small p), then of four at a time from the entries
     before all of those."""
     masses, kept = exact(row), set(kept_by_hand(row, top_p))
     remaining = list(range(len(row)))
     first = (math.inf, 0)
-    for round_ in range(8 + len(row)):
+    for round_ in range(16 + len(row)):
         up_to = list(itertools.accumulate(masses[i] for i in remaining))
         words = philox_words(seed, offset, round_)
         proposals = [remaining[bisect.bisect_right(up_to, word * up_to[-1] // 2**32)] for word in words]
@@ -67,7 +67,7 @@ def draw_by_hand(row: list[float], top_p: float, seed: int, offset: int) -> int:
             if i in kept:
                 return i
         first = min(first, *((-row[i], i) for i in proposals))
-        if round_ >= (7 if top_p >= 0.25 else 0):
+        if round_ >= (15 if top_p >= 0.125 else 0):
             remaining = [i for i in remaining if (-row[i], i) < first]
     raise AssertionError("the first entry is kept")
 

@@ -14,7 +14,7 @@ exponents are less, by the bits of V beyond 17. Entries below about 2^-43 have n
 - With top-k, or without top-p, an id is drawn from what the filters keep. Without top-k, top-p is rejection sampling:
   four proposals are drawn from the whole row with the four words in order, and the first that top-p keeps is the
   result. If it keeps none, four more are drawn with the third word of the counter raised by one, and so on: in the
-  first eight rounds from the whole row (in the first alone where p < 1/4), then from the entries that precede all
+  first sixteen rounds from the whole row (in the first alone where p < 1/8), then from the entries that precede all
   rejected ones in descending order. Kept entries precede every rejected one, so they always remain, and each is drawn
   in proportion to its mass. A kernel thus needs no threshold, only the mass before each proposal.
 """
@@ -32,7 +32,7 @@ from kestrel_runtime.reference import philox4x32, row_sums
 from ._parameters import Keys
 
 _WORD = 0xFFFFFFFF
-_ROW_ROUNDS = 8  # of proposals from the whole row
+_ROW_ROUNDS = 16  # of proposals from the whole row
 
 
 Draw = tuple[torch.Tensor, torch.Tensor]
@@ -236,7 +236,7 @@ def filtered_draw(
     )
     ids, pending = torch.zeros_like(valid, dtype=torch.int32), valid.unsqueeze(1)
     first = torch.full_like(pending, order.shape[1], dtype=torch.int64)  # of the rejected
-    row_rounds = torch.where(top_p < 0.25, 1, _ROW_ROUNDS)
+    row_rounds = torch.where(top_p < 0.125, 1, _ROW_ROUNDS)
     for round_ in itertools.count(1):
         for n in range(4):
             drawn = draw(remaining, valid, words[..., n])[0].unsqueeze(1)
