@@ -52,7 +52,7 @@ class Kernels:
         partial: Any,
         tile: int,
         splits: int,
-        whole_row_tiles: int,
+        ctas: int,
     ) -> None:
         assert x.ndim == out.ndim == 2
         if x.data_ptr() % 16 or (x.shape[0] > 1 and x.stride(0) % 8):

@@ -164,7 +164,7 @@ def w4a16_linear(
     The kernels take bf16 and fp16, T up to 128, N and K that are multiples of 8, and groups of 32, 64, multiples of 128
     or whole rows. There a row is the same bit for bit within each range of T: 1 to 16, 17 to 64, 65 to 128; with groups
     of 32 on GPUs of compute capability 10 or more, 17 to 32 and then each 32. On an H100 or H200 another kernel takes
-    17 to 128 rows where N * K is 2^20 or more, and up to 1024 where it is estimated to be faster than the vendor's
+    17 to 128 rows where N * K is 2^20 or more, and up to 2048 where it is estimated to be faster than the vendor's
     GEMM. It rounds each weight once to x's dtype. Its ranges are 17 to 32, 33 to 64, and then each 32: 65 to 96, 97 to
     128, and so on. Other calls, and rows of x that are not aligned to 16 bytes, take the vendor's GEMM, and the weight
     is first written in x's dtype, into N * K * 2 bytes of scratch memory. There and by reference a row may differ by
@@ -250,7 +250,7 @@ def _w4a16_linear(
                 scratch,
                 chosen.tile,
                 chosen.splits,
-                chosen.whole_row_tiles,
+                chosen.ctas,
             )
         except UnsupportedError:  # rows of x that are not aligned; if it is the weight, w4_dequant refuses it too
             by_kernel = False
