@@ -124,13 +124,14 @@ bool has_wgmma(DLDevice device) {
          device_attribute(cudaDevAttrComputeCapabilityMinor, device.device_id) == 0;
 }
 
-// x: [T, K]. wgmma_tile: -1 for w4a16_kernel, or the number of a tile of w4a16_wgmma_kernel. w4a16_kernel takes T up to
-// 128. Its scratch is float32, [8 * T * N] or kMaxPartial if that is less; or None: then K is cut only as far as
-// clusters go. w4a16_wgmma_kernel cuts K into `splits` slices, those of a cluster or, with scratch, added up by a
-// second kernel.
+// x: [T, K]. wgmma_tile: -1 for w4a16_kernel, or the number of a tile of w4a16_wgmma_kernel or, with ctas > 0, of
+// w4a16_stream_kernel. w4a16_kernel takes T up to 128. Its scratch is float32, [8 * T * N] or kMaxPartial if that is
+// less; or None: then K is cut only as far as clusters go. w4a16_wgmma_kernel cuts K into `splits` slices, those of a
+// cluster or, with scratch, added up by a second kernel. w4a16_stream_kernel cuts the steps of all tiles into those of
+// `ctas` CTAs, and needs scratch for kMaxStreamCtas flags and the sums of a tile for each CTA.
 void w4a16_linear(TensorView out, TensorView x, TensorView codes, TensorView scales, OptionalTensor zeros,
                   int64_t group_size, OptionalTensor bias, OptionalTensor scratch, int64_t wgmma_tile, int64_t splits,
-                  int64_t whole) {
+                  int64_t ctas) {
   const Checks check("w4a16_linear");
   check.dtype("x", x, {kBFloat16, kFloat16, kFloat32});
   check.rank("x", x, 2, 2);
@@ -185,7 +186,7 @@ void w4a16_linear(TensorView out, TensorView x, TensorView codes, TensorView sca
     p.splits = static_cast<int>(splits);
     const auto launch = same_dtype(x.dtype(), kBFloat16) ? w4_wgmma::launch<__nv_bfloat16> : w4_wgmma::launch<__half>;
     const auto number = [](int64_t n) { return static_cast<int>(std::clamp<int64_t>(n, 0, 1 << 30)); };
-    return launch(p, number(wgmma_tile), number(whole), device);
+    return launch(p, number(wgmma_tile), number(ctas), device);
   }
   if (p.partial && p.partial_floats < std::min(kMaxSplits * tokens * rows, kMaxPartial)) {
     unsupported("too little scratch memory");

@@ -7,63 +7,9 @@
 // w4a16_wgmma_sum_kernel.
 #pragma once
 
-#include <kestrel/ptx/mbarrier.cuh>
-#include <kestrel/ptx/tma.cuh>
-#include <kestrel/ptx/wgmma_registers.cuh>
-
-#include "w4a16.cuh"
+#include "w4a16_wgmma_tile.cuh"
 
 namespace kestrel::quant::w4_wgmma {
-
-// GROUP: as of w4a16_kernel. M_BLOCKS: blocks of 64 rows of a warpgroup. STEP: k of a pipeline stage. BATCH: products
-// of 32 k that are started together. OCCUPANCY: CTAs per SM. DEPTH: batches in flight, with the one that is decoded.
-//
-// A stage: offsets in bytes of [128 k][m tile][block][lane][16 bytes] of codes, [block][token][128 bytes] of x in the
-// 128-byte swizzle, and [256 rows or all][group][row] of scales and zeros.
-template <int TOKENS_, int GROUP_, int M_BLOCKS_, int WARPGROUPS_, int STEP_, int BATCH_, int OCCUPANCY_, int DEPTH_>
-struct WgmmaTile {
-  static constexpr int tokens = TOKENS_, group = GROUP_, m_blocks = M_BLOCKS_, warpgroups = WARPGROUPS_, step = STEP_,
-                       batch = BATCH_, occupancy = OCCUPANCY_, depth = DEPTH_;
-  static constexpr int rows = 64 * m_blocks * warpgroups, consumers = 128 * warpgroups, producers = 128,
-                       threads = consumers + producers;
-  static constexpr int producer_registers = warpgroups == 2 && occupancy == 1 ? 40 : 32,
-                       consumer_registers = occupancy == 2    ? 104
-                                            : warpgroups == 2 ? 232
-                                            : warpgroups == 3 ? 160
-                                                              : 112;
-  static constexpr int parts = step / kStep, groups_of_part = kStep / group;
-  static constexpr int part_bytes = rows * kStep / 2, code_bytes = parts * part_bytes;
-  static constexpr int block_bytes = tokens * kLineBytes, x_bytes = step / kBlock * block_bytes;
-  static constexpr int box_rows = rows <= 256 ? rows : rows / 2;  // of scales: the most that one load takes
-  static constexpr int box_bytes = groups_of_part * box_rows * 2;
-  static constexpr int part_scale_bytes = groups_of_part * rows * 2, scale_bytes = parts * part_scale_bytes;
-  static constexpr int x = code_bytes, scales = x + x_bytes, zeros = scales + scale_bytes;
-  static constexpr int alignment = 1024, max_stages = 12;
-  static constexpr int bytes = (zeros + scale_bytes + alignment - 1) / alignment * alignment;
-  // Sums leave in fragments of 16 rows and 8 tokens for each warp: four a lane.
-  static constexpr int fragments = m_blocks * tokens / 8;
-  static_assert(step % kStep == 0 && rows % box_rows == 0);
-  // The registers of the launch are all there are: what the consumers raise, the producers have given back.
-  static_assert(consumers * consumer_registers + producers * producer_registers <=
-                65536 / (occupancy * threads) / 8 * 8 * threads);
-
-  // The epilogue's, in place of the ring: the CTA's sums, [token][row], and those that it receives, [slice of K][token]
-  // [row].
-  static constexpr int pitch = rows + 4;  // floats: keeps stores of fragments free of bank conflicts
-  static constexpr int sum_bytes = tokens * pitch * 4;
-  static constexpr int epilogue_bytes(int cluster) {
-    return sum_bytes + (cluster - 1) * ((tokens + cluster - 1) / cluster) * pitch * 4;
-  }
-};
-
-// The tensor maps of what a stage holds. Loads fill what does not exist with zeros.
-struct WgmmaParams : W4Params {
-  CUtensorMap x_map;      // [T, K]
-  CUtensorMap code_map;   // [N / 16, K], of 8 bytes
-  CUtensorMap scale_map;  // [groups, N]
-  CUtensorMap zero_map;   // the same; of the scales where there are no zeros
-  int row_tiles = 0;
-};
 
 // The transpose of an 8 x 8 matrix of 16-bit elements; a lane holds two neighbours of row lane / 4.
 __device__ __forceinline__ uint32_t transposed(uint32_t pair) {
@@ -104,43 +50,17 @@ __device__ __forceinline__ void store_fragment(const W4Params& p, int token, int
 template <typename Tile>
 __device__ __forceinline__ void load_stages(const WgmmaParams& p, uint32_t ring, uint64_t* full, const uint64_t* empty,
                                             int first_row, int first_token, int first_step, int steps) {
-  const auto load_weights = [&](int stage, int step) {
-    const uint32_t to = ring + stage * Tile::bytes;
-    ptx::mbarrier_arrive_expect_tx(full + stage,
-                                   Tile::code_bytes + Tile::x_bytes + Tile::scale_bytes * (p.zeros ? 2 : 1));
-#pragma unroll
-    for (int part = 0; part < Tile::parts; ++part) {
-      const int k = (first_step + step) * Tile::step + part * kStep;
-      const int group = Tile::group == kStep ? k / kStep / p.steps_per_group : k / Tile::group;
-      const uint32_t to_scales = to + Tile::scales + part * Tile::part_scale_bytes;
-      ptx::tma_load(to + part * Tile::part_bytes, p.code_map, k, first_row / 16, full + stage);
-#pragma unroll
-      for (int box = 0; box < Tile::rows / Tile::box_rows; ++box) {
-        const uint32_t to_box = to_scales + box * Tile::box_bytes;
-        const int row = first_row + box * Tile::box_rows;
-        ptx::tma_load(to_box, p.scale_map, row, group, full + stage);
-        if (p.zeros) ptx::tma_load(to_box + Tile::scale_bytes, p.zero_map, row, group, full + stage);
-      }
-    }
-  };
-  const auto load_x = [&](int stage, int step) {
-#pragma unroll
-    for (int block = 0; block < Tile::step / kBlock; ++block) {
-      ptx::tma_load(ring + stage * Tile::bytes + Tile::x + block * Tile::block_bytes, p.x_map,
-                    (first_step + step) * Tile::step + block * kBlock, first_token, full + stage);
-    }
-  };
   const int ahead = min(p.stages, steps);
   ptx::prefetch_tensor_map(p.x_map);
-  for (int s = 0; s < ahead; ++s) load_weights(s, s);
+  for (int s = 0; s < ahead; ++s) load_weights<Tile>(p, ring + s * Tile::bytes, full + s, first_row, first_step + s);
   pdl_wait();
   pdl_trigger();
-  for (int s = 0; s < ahead; ++s) load_x(s, s);
+  for (int s = 0; s < ahead; ++s) load_x<Tile>(p, ring + s * Tile::bytes, full + s, first_token, first_step + s);
   int stage = 0, phase = 0;
   for (int step = ahead; step < steps; ++step) {
     ptx::mbarrier_wait(empty + stage, phase);
-    load_weights(stage, step);
-    load_x(stage, step);
+    load_weights<Tile>(p, ring + stage * Tile::bytes, full + stage, first_row, first_step + step);
+    load_x<Tile>(p, ring + stage * Tile::bytes, full + stage, first_token, first_step + step);
     if (++stage == p.stages) {
       stage = 0;
       phase ^= 1;
@@ -210,7 +130,7 @@ template <typename T, typename Tile>
 __global__ void __launch_bounds__(Tile::threads, Tile::occupancy)
     w4a16_wgmma_kernel(const __grid_constant__ WgmmaParams p) {
 #ifdef KESTREL_HAS_WGMMA
-  constexpr int N = Tile::tokens, M = Tile::m_blocks, B = Tile::batch, D = Tile::depth, kGroupEnd = Tile::group / 32;
+  constexpr int N = Tile::tokens, M = Tile::m_blocks;
   extern __shared__ char dynamic[];
   __shared__ uint64_t full[Tile::max_stages], empty[Tile::max_stages], received;
   const uint32_t ring = (ptx::shared_address(dynamic) + Tile::alignment - 1) / Tile::alignment * Tile::alignment;
@@ -249,74 +169,22 @@ __global__ void __launch_bounds__(Tile::threads, Tile::occupancy)
   ptx::raise_registers<Tile::consumer_registers>();
 
   // -- main loop --
-  //
-  // Turns of 32 * B k and 64 rows: 2 * B products. The fragments of a turn are decoded while the products of the last
-  // one run.
+
   float acc[M][N / 2] = {};
-  uint32_t fragments[D][8 * B] = {};
+  uint32_t fragments[Tile::depth][8 * Tile::batch] = {};
   const int row_of_warp = warpgroup * M * 64 + warp * 16;  // of block 0
-  const uint32_t from_codes = ring + row_of_warp / 16 * 2 * kBlockBytes + lane * 16;
-  const uint32_t from_scales = ring + Tile::scales + row_of_warp / Tile::box_rows * Tile::box_bytes +
-                               (row_of_warp % Tile::box_rows + lane / 4) * 2;
-  const uint64_t x_descriptor = ptx::wgmma_descriptor(ring + Tile::x);
-  constexpr int kTurns = Tile::step / (32 * B) * M;  // of a stage
-  static_assert(kTurns % D == 0);
-  uint4 words[M];
-  uint32_t scale[M][2], minus_offset[M][2];
-  uint32_t at = 0;
+  const StagePlace<Tile> place(ring, row_of_warp, lane);
   int stage = 0, phase = 0, previous = 0;
   for (int left = steps; left > 0; --left) {
     ptx::mbarrier_wait(full + stage, phase);
-    const uint64_t x_stage = x_descriptor + (at >> 4);
-#pragma unroll
-    for (int turn = 0; turn < kTurns; ++turn) {
-      const int m = turn % M;
-      uint32_t (&f)[8 * B] = fragments[turn % D];
-      ptx::wgmma_wait<D - 1>();  // those that read f are done
-      ptx::wgmma_fence_registers(f);
-      if (turn == D - 1 && left < steps && lane == 0) ptx::mbarrier_arrive(empty + previous);
-#pragma unroll
-      for (int u = 0; u < B; ++u) {
-        const int k32 = turn / M * B + u, part = k32 / 4, h = k32 % 4;
-        if (h % 2 == 0) {
-          const int of = part * Tile::part_bytes + (m * 8 + h / 2) * kBlockBytes;
-          words[m] = ptx::load_shared_uint4(from_codes + at + of);
-        }
-        if (h % kGroupEnd == 0) {
-#pragma unroll
-          for (int r = 0; r < 2; ++r) {
-            const int of = part * Tile::part_scale_bytes + (h / kGroupEnd * Tile::box_rows + m * 64 + r * 8) * 2;
-            scale[m][r] = load_shared_u16(from_scales + at + of) * 0x10001u;
-            const uint32_t zero = p.zeros ? load_shared_u16(from_scales + at + of + Tile::scale_bytes) : 8u;
-            minus_offset[m][r] = Decoder<T>::minus_offset(zero);
-          }
-        }
-        uint32_t codes[2][4];
-        Decoder<T>::decode(h % 2 == 0 ? words[m].x : words[m].z, codes[0]);
-        Decoder<T>::decode(h % 2 == 0 ? words[m].y : words[m].w, codes[1]);
-#pragma unroll
-        for (int i = 0; i < 8; ++i) {
-          f[8 * u + i] = times<T>(Decoder<T>::centred(codes[i / 4][i % 4], minus_offset[m][i % 2]), scale[m][i % 2]);
-        }
-      }
-      ptx::wgmma_fence_registers(f);
-      ptx::wgmma_fence_registers(acc[m]);
-      ptx::wgmma_fence();
-#pragma unroll
-      for (int u = 0; u < B; ++u) {
-        const int k32 = turn / M * B + u;
-        const uint64_t b = x_stage + k32 / 2 * (Tile::block_bytes >> 4) + k32 % 2 * 4;
-        ptx::wgmma_registers<T, N>(acc[m], f[8 * u], f[8 * u + 1], f[8 * u + 2], f[8 * u + 3], b, true);
-        ptx::wgmma_registers<T, N>(acc[m], f[8 * u + 4], f[8 * u + 5], f[8 * u + 6], f[8 * u + 7], b + 2, true);
-      }
-      ptx::wgmma_commit();
-    }
+    const auto previous_done = [&] {
+      if (left < steps && lane == 0) ptx::mbarrier_arrive(empty + previous);
+    };
+    multiply_stage<T, Tile>(p, acc, fragments, place, stage * Tile::bytes, previous_done, left < steps);
     previous = stage;
-    at += Tile::bytes;
     if (++stage == p.stages) {
       stage = 0;
       phase ^= 1;
-      at = 0;
     }
   }
   ptx::wgmma_wait<0>();

@@ -1,28 +1,43 @@
-// Launches of w4a16_wgmma_kernel: the tiles, and the slices of K. Each dtype is a source of its own, so that they are
-// compiled side by side.
+// Launches of w4a16_wgmma_kernel and w4a16_stream_kernel. Each dtype is a source of its own, so that they are compiled
+// side by side.
 #pragma once
 
 #include <kestrel/tensor_map.h>
 
 #include <algorithm>
 
+#include "w4a16_stream.cuh"
 #include "w4a16_wgmma.cuh"
 
 namespace kestrel::quant::w4_wgmma {
 
-// The rows of the weight from `first` on, `count` of them. p.splits: slices of K. They are a cluster, unless p.partial
-// has memory for their sums.
+// The tensor maps of what a stage of Tile holds.
+template <typename Tile>
+void set_maps(WgmmaParams* p) {
+  const auto map = [](const char* address, CUtensorMapDataType type, int64_t rows, int64_t columns, int64_t stride,
+                      cuuint32_t box_rows, cuuint32_t box_columns) {
+    const cuuint64_t sizes[2] = {static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(rows)};
+    const cuuint64_t strides[1] = {static_cast<cuuint64_t>(stride)};
+    const cuuint32_t box[2] = {box_columns, box_rows};
+    return encode_map(address, type, sizes, strides, box, CU_TENSOR_MAP_SWIZZLE_NONE);
+  };
+  const auto rows_map = [&](const char* address) {
+    return map(address, CU_TENSOR_MAP_DATA_TYPE_UINT16, p->groups, p->outputs, int64_t{p->outputs} * 2,
+               Tile::groups_of_part, Tile::box_rows);
+  };
+  constexpr int kWords = kBlockBytes / 8;  // of a block
+  p->x_map = matrix_map(p->x, true, p->tokens, p->width, p->x_stride, Tile::tokens);
+  p->code_map = map(p->codes, CU_TENSOR_MAP_DATA_TYPE_UINT64, (p->outputs + 15) / 16, int64_t{p->blocks} * kWords,
+                    int64_t{p->blocks} * kBlockBytes, Tile::rows / 16, kStep / kBlock * kWords);
+  p->scale_map = rows_map(p->scales);
+  p->zero_map = p->zeros ? rows_map(p->zeros) : p->scale_map;
+}
+
+// p.splits: slices of K. They are a cluster, unless p.partial has memory for their sums.
 template <typename T, typename Tile>
-void launch_rows(const W4Params& params, int first, int count, DLDevice device) {
+void launch_tiles(const W4Params& params, DLDevice device) {
   WgmmaParams p;
   static_cast<W4Params&>(p) = params;
-  const int64_t first_bytes = int64_t{first} * 2, scale_pitch = int64_t{params.outputs} * 2;
-  p.codes += int64_t{first / 16} * p.blocks * kBlockBytes;
-  p.scales += first_bytes;
-  if (p.zeros) p.zeros += first_bytes;
-  if (p.bias) p.bias += first_bytes;
-  p.out += first_bytes;
-  p.outputs = count;
   constexpr auto kernel = w4a16_wgmma_kernel<T, Tile>;
   // An SM has 1 KB of shared memory more than a CTA may have, and keeps as much for each CTA.
   const int limit = (raise_shared_limit<kernel>(device) + 1024) / Tile::occupancy - 1024 - (Tile::occupancy - 1) * 512;
@@ -39,23 +54,7 @@ void launch_rows(const W4Params& params, int first, int count, DLDevice device) 
   if (epilogue_bytes + Tile::alignment > limit) unsupported("a cluster whose sums exceed shared memory");
   const int steps = (p.steps + p.splits - 1) / p.splits;
   p.stages = std::min({(limit - Tile::alignment) / Tile::bytes, Tile::max_stages, steps});
-  const auto map = [](const char* address, CUtensorMapDataType type, int64_t rows, int64_t columns, int64_t stride,
-                      cuuint32_t box_rows, cuuint32_t box_columns) {
-    const cuuint64_t sizes[2] = {static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(rows)};
-    const cuuint64_t strides[1] = {static_cast<cuuint64_t>(stride)};
-    const cuuint32_t box[2] = {box_columns, box_rows};
-    return encode_map(address, type, sizes, strides, box, CU_TENSOR_MAP_SWIZZLE_NONE);
-  };
-  const auto rows_map = [&](const char* address) {
-    return map(address, CU_TENSOR_MAP_DATA_TYPE_UINT16, p.groups, p.outputs, scale_pitch, Tile::groups_of_part,
-               Tile::box_rows);
-  };
-  constexpr int kWords = kBlockBytes / 8;  // of a block
-  p.x_map = matrix_map(p.x, true, p.tokens, p.width, p.x_stride, Tile::tokens);
-  p.code_map = map(p.codes, CU_TENSOR_MAP_DATA_TYPE_UINT64, (p.outputs + 15) / 16, int64_t{p.blocks} * kWords,
-                   int64_t{p.blocks} * kBlockBytes, Tile::rows / 16, kStep / kBlock * kWords);
-  p.scale_map = rows_map(p.scales);
-  p.zero_map = p.zeros ? rows_map(p.zeros) : p.scale_map;
+  set_maps<Tile>(&p);
   const int bytes = std::max(p.stages * Tile::bytes, epilogue_bytes) + Tile::alignment;
   launch_pdl(kernel, dim3(p.row_tiles * p.splits, tiles), dim3(Tile::threads), device, p, bytes, p.cluster);
   if (!p.partial) return;
@@ -63,23 +62,41 @@ void launch_rows(const W4Params& params, int first, int count, DLDevice device) 
              device, p);
 }
 
-// The first `whole` row tiles have no slices of K.
+// ctas: persistent CTAs, of which each SM must have room for one. p.partial has memory for a flag of each and its sums.
 template <typename T, typename Tile>
-void launch_tile(W4Params p, int whole, DLDevice device) {
-  const int rows = static_cast<int>(std::min<int64_t>(int64_t{whole} * Tile::rows, p.outputs));
-  if (rows > 0) {
-    W4Params all_of_k = p;
-    all_of_k.splits = 1;
-    launch_rows<T, Tile>(all_of_k, 0, rows, device);
+void launch_stream(const W4Params& params, int ctas, DLDevice device) {
+  using Stream = StreamTile<Tile>;
+  StreamParams p;
+  static_cast<W4Params&>(p) = params;
+  constexpr auto kernel = w4a16_stream_kernel<T, Tile>;
+  const int limit = raise_shared_limit<kernel>(device);
+  const int sms = device_attribute(cudaDevAttrMultiProcessorCount, device.device_id);
+  p.token_tiles = (p.tokens + Tile::tokens - 1) / Tile::tokens;
+  p.row_tiles = (p.outputs + Tile::rows - 1) / Tile::rows;
+  p.steps = (p.width + Tile::step - 1) / Tile::step;
+  const int64_t steps = int64_t{p.row_tiles} * p.steps;
+  p.row_ctas = static_cast<int>(std::min<int64_t>(std::min({ctas, sms, kMaxStreamCtas}) / p.token_tiles, steps));
+  if (p.row_ctas < 1) unsupported("more tiles of tokens than CTAs");
+  ctas = p.row_ctas * p.token_tiles;
+  p.stages = std::min((limit - Tile::alignment) / Tile::bytes, Tile::max_stages);
+  p.aligned_out = reinterpret_cast<uintptr_t>(p.out) % 16 == 0 && (p.tokens == 1 || p.out_stride % 16 == 0);
+  set_maps<Tile>(&p);
+  if (p.row_tiles % p.row_ctas != 0) {  // some tiles belong to several CTAs
+    if (p.partial_floats < kMaxStreamCtas + int64_t{ctas} * (Stream::slot_bytes / 4)) {
+      unsupported("too little scratch memory");
+    }
+    p.flags = reinterpret_cast<uint32_t*>(p.partial);
+    p.partial += kMaxStreamCtas;
+    launch_pdl(w4a16_stream_flags_kernel<T>, dim3(1), dim3(kMaxStreamCtas), device, p);
   }
-  if (rows < p.outputs) launch_rows<T, Tile>(p, rows, p.outputs - rows, device);
+  launch_pdl(kernel, dim3(ctas), dim3(Tile::threads), device, p, p.stages * Tile::bytes + Tile::alignment);
 }
 
 // Tokens of a CTA, then blocks of 64 rows of a warpgroup, warpgroups, k of a stage, products of 32 k started together,
 // CTAs per SM, batches in flight. The number of a tile is its place in TILES of src/kestrel_quant/_w4_plan.py.
 template <typename T, int GROUP>
-void launch_group(const W4Params& p, int tile, int whole, DLDevice device) {
-  const auto launch = [&](auto of) { launch_tile<T, decltype(of)>(p, whole, device); };
+void launch_group(const W4Params& p, int tile, DLDevice device) {
+  const auto launch = [&](auto of) { launch_tiles<T, decltype(of)>(p, device); };
   switch (tile) {
     case 0:
       return launch(WgmmaTile<32, GROUP, 1, 2, 128, 1, 2, 2>());
@@ -99,17 +116,45 @@ void launch_group(const W4Params& p, int tile, int whole, DLDevice device) {
       return launch(WgmmaTile<192, GROUP, 1, 2, 128, 1, 1, 2>());
     case 8:
       return launch(WgmmaTile<256, GROUP, 1, 2, 128, 1, 1, 4>());
-    case 9:
+  }
+  unsupported("a tile of this number");
+}
+
+// The same for w4a16_stream_kernel, in the order of STREAM_TILES.
+template <typename T, int GROUP>
+void launch_group_stream(const W4Params& p, int tile, int ctas, DLDevice device) {
+  const auto launch = [&](auto of) { launch_stream<T, decltype(of)>(p, ctas, device); };
+  switch (tile) {
+    case 0:
+      return launch(WgmmaTile<96, GROUP, 1, 3, 128, 1, 1, 4>());
+    case 1:
+      return launch(WgmmaTile<128, GROUP, 1, 2, 128, 1, 1, 4>());
+    case 2:
+      return launch(WgmmaTile<128, GROUP, 1, 3, 128, 1, 1, 4>());
+    case 3:
+      return launch(WgmmaTile<160, GROUP, 1, 2, 128, 1, 1, 4>());
+    case 4:
+      return launch(WgmmaTile<160, GROUP, 1, 3, 128, 1, 1, 4>());
+    case 5:
+      return launch(WgmmaTile<192, GROUP, 1, 2, 128, 1, 1, 4>());
+    case 6:
       return launch(WgmmaTile<192, GROUP, 1, 3, 128, 1, 1, 2>());
+    case 7:
+      return launch(WgmmaTile<256, GROUP, 1, 2, 128, 1, 1, 4>());
   }
   unsupported("a tile of this number");
 }
 
 template <typename T>
-void launch(const W4Params& p, int tile, int whole, DLDevice device) {
-  if (p.group == 32) return launch_group<T, 32>(p, tile, whole, device);
-  if (p.group == 64) return launch_group<T, 64>(p, tile, whole, device);
-  launch_group<T, 128>(p, tile, whole, device);
+void launch(const W4Params& p, int tile, int ctas, DLDevice device) {
+  const auto launch_for = [&](auto group) {
+    constexpr int GROUP = decltype(group)::value;
+    if (ctas > 0) return launch_group_stream<T, GROUP>(p, tile, ctas, device);
+    launch_group<T, GROUP>(p, tile, device);
+  };
+  if (p.group == 32) return launch_for(std::integral_constant<int, 32>());
+  if (p.group == 64) return launch_for(std::integral_constant<int, 64>());
+  launch_for(std::integral_constant<int, 128>());
 }
 
 }  // namespace kestrel::quant::w4_wgmma

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from kestrel_quant import W4Weight, pack_w4, reference, w4a16_linear
 from kestrel_quant._launch import kernels
-from kestrel_quant._w4_plan import TILES, Plan, plan
+from kestrel_quant._w4_plan import MAX_STREAM_CTAS, STREAM_TILES, TILES, Plan, Tile, plan
 from kestrel_quant.w4a16 import from_codes
 from kestrel_runtime import UnsupportedError, backend
 from kestrel_runtime.testing import (
@@ -40,8 +40,8 @@ SHAPES = [
 ]
 
 module = importlib.import_module("kestrel_quant.w4a16")
-# Each tile without slices of K, with a cluster of two, and with three slices and a second kernel; clusters of eight;
-# slices of some of the row tiles.
+# Each tile without slices of K, with a cluster of two, and with three slices and a second kernel; clusters of eight.
+# Each tile of persistent CTAs: few, which share tiles or have several, and as many as there can be.
 FORMS = (
     {"mma": Plan("mma")}
     | {
@@ -50,13 +50,20 @@ FORMS = (
         for splits in ((1, 2, 3, 8) if tile.ctas == 2 else (1, 2, 3))
     }
     | {
-        f"{tile.tokens}x{tile.rows} {splits} whole {whole}": Plan("wgmma", number, splits, whole, 1)
-        for number, tile in enumerate(TILES)
-        if tile.tokens >= 96
-        for splits, whole in ((2, 1), (3, 3))
+        f"stream {tile.tokens}x{tile.rows} {ctas}": Plan("stream", number, ctas=ctas)
+        for number, tile in enumerate(STREAM_TILES)
+        for ctas in (15, 113, MAX_STREAM_CTAS)
     }
 )
-FORCED = {name: of for name, of in FORMS.items() if of.kernel == "mma" or of.splits == 2 + of.tile % 2}
+FORCED = {
+    name: of
+    for name, of in FORMS.items()
+    if of.kernel == "mma" or of.splits == 2 + of.tile % 2 or of.ctas == (15, 113)[of.tile % 2]
+}
+
+
+def tile_of(forced: Plan) -> Tile:
+    return STREAM_TILES[forced.tile] if forced.kernel == "stream" else TILES[forced.tile]
 
 
 def force(of: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,9 +73,12 @@ def force(of: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
         return
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("wgmma is of sm_90")
-    tile = TILES[of.tile]
+    tile = tile_of(of)
 
     def chosen(t: int, n: int, k: int, sms: int) -> Plan:
+        if of.kernel == "stream":
+            ctas = min(of.ctas, sms)
+            return of._replace(ctas=ctas, scratch=MAX_STREAM_CTAS + ctas * tile.tokens * tile.rows)
         floats = -(-t // tile.tokens) * tile.tokens * -(-n // tile.rows) * tile.rows * of.splits
         return of._replace(scratch=floats if of.scratch else 0)
 
@@ -87,14 +97,14 @@ def tokens_of(forced: Plan) -> tuple[int, ...]:
     """Numbers of tokens around the limits of a tile, or of the kernels' ranges."""
     if forced.kernel == "mma":
         return (1, 2, 7, 8, 9, 16, 17, 32, 33, 64, 65, 128, 129, 300)
-    of_tile = TILES[forced.tile].tokens
+    of_tile = tile_of(forced).tokens
     return (1, of_tile - 1, of_tile + 1)
 
 
 def ranges_of_same_bits(forced: Plan) -> list[range]:
     if forced.kernel == "mma":
         return [range(1, 17), range(17, 65), range(65, 129)]
-    of_tile = TILES[forced.tile].tokens
+    of_tile = tile_of(forced).tokens
     return [range(1 + first, 1 + first + of_tile) for first in (0, of_tile, 2 * of_tile)]
 
 
@@ -142,7 +152,7 @@ def test_fp16_has_no_overflow_inside(forced: Plan, scale: float, of_x: float, sy
         x = (random(tokens, 1024, dtype=torch.float32, seed=tokens).clamp(-4, 4) * of_x).clamp(-65504, 65504).half()
         exact = F.linear(x.double(), exact_weight)
         assert float(exact.abs().max()) < 60000
-        rounds = forced.kernel == "wgmma" or tokens > 128  # weights
+        rounds = forced.kernel != "mma" or tokens > 128  # weights
         of_weights = 2.0**-11 * F.linear(x.double().abs(), exact_weight.abs()) * rounds + 2.0**-21 * float(
             F.linear(x.double().abs(), exact_weight.abs() + 16 * scale).max()
         )
@@ -253,8 +263,10 @@ def test_x_is_read_after_the_launch_before(forced: Plan, tokens: int) -> None:
     assert_waits_for_the_launch_before(chain)
 
 
-@pytest.mark.parametrize("shape", [(1024, 4096), (4096, 4096), (8192, 2048)])
-@pytest.mark.parametrize("tokens", [1, 16, 17, 32, 33, 64, 65, 128, 129, 192, 256, 257, 384, 512, 513, 700, 1100, 2048])
+@pytest.mark.parametrize("shape", [(1024, 4096), (4096, 4096), (8192, 2048), (14336, 1024)])
+@pytest.mark.parametrize(
+    "tokens", [1, 16, 17, 32, 33, 64, 65, 128, 129, 192, 256, 257, 384, 512, 513, 640, 700, 1100, 2048]
+)
 def test_the_planned_kernel_is_as_close_as_torch(tokens: int, shape: tuple[int, int]) -> None:
     w, x = weight(*shape, 128, torch.bfloat16), random(tokens, shape[1])
     exact_weight = reference.w4_dequant(w.codes, w.scales, w.zeros, 128, torch.float32).double()

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from kestrel_quant import W4Weight, reference
 from kestrel_quant._w4_plan import Plan, plan
 from kestrel_quant.w4a16 import from_codes
+from kestrel_runtime import UnsupportedError
 
 module = importlib.import_module("kestrel_quant.w4a16")
 Tensor = torch.Tensor
@@ -51,9 +52,11 @@ class Kernels:
         partial: Any,
         tile: int,
         splits: int,
-        whole_row_tiles: int,
+        ctas: int,
     ) -> None:
         assert x.ndim == out.ndim == 2
+        if x.data_ptr() % 16 or (x.shape[0] > 1 and x.stride(0) % 8):
+            raise UnsupportedError("rows of x that are not aligned to 16 bytes")
         self.calls.append(("linear", (codes, scales, zeros, group, bias, tile, partial)))
         weight = reference.w4_dequant(codes, scales, zeros, group, x.dtype)
         out.copy_(F.linear(x.double(), weight.double(), None if bias is None else bias.double()))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kestrel_quant._w4_plan import TILES, Plan, plan
+from kestrel_quant._w4_plan import MAX_STREAM_CTAS, STREAM_TILES, TILES, Plan, Tile, plan
 
 SMS = 132
 SHAPES = [
@@ -19,6 +19,10 @@ SHAPES = [
 ]
 
 
+def tile_of(chosen: Plan) -> Tile:
+    return STREAM_TILES[chosen.tile] if chosen.kernel == "stream" else TILES[chosen.tile]
+
+
 def range_of(tokens: int) -> int:
     """The first T of the range that the documentation of w4a16_linear promises."""
     if tokens <= 16:
@@ -28,11 +32,11 @@ def range_of(tokens: int) -> int:
 
 @pytest.mark.parametrize(("rows", "columns"), SHAPES)
 def test_within_a_range_of_tokens_the_tiles_are_the_same(rows: int, columns: int) -> None:
-    for tokens in range(1, 1100):
+    for tokens in range(1, 2100):
         first, own = plan(range_of(tokens), rows, columns, SMS), plan(tokens, rows, columns, SMS)
         assert own == first, tokens
-        if own.kernel == "wgmma":
-            of_tile = TILES[own.tile].tokens
+        if own.tile >= 0:
+            of_tile = tile_of(own).tokens
             assert -(-tokens // of_tile) == -(-range_of(tokens) // of_tile), tokens
 
 
@@ -41,18 +45,21 @@ def test_within_a_range_of_tokens_the_tiles_are_the_same(rows: int, columns: int
 def test_slices_have_k_and_memory_of_their_own(rows: int, columns: int, sms: int) -> None:
     for tokens in (*range(17, 1100, 13), 2048, 5000, 20000):
         chosen = plan(tokens, rows, columns, sms)
-        if chosen.kernel != "wgmma":
+        if chosen.tile < 0:
             assert chosen == Plan(chosen.kernel)
             continue
-        tile, whole = TILES[chosen.tile], chosen.whole_row_tiles
-        row_tiles = -(-rows // tile.rows)
-        tiles = -(-tokens // tile.tokens) * (row_tiles - whole)
+        tile = tile_of(chosen)
+        row_tiles, token_tiles = -(-rows // tile.rows), -(-tokens // tile.tokens)
+        if chosen.kernel == "stream":
+            row_ctas = chosen.ctas // token_tiles
+            assert chosen.splits == 1
+            assert 1 <= chosen.ctas == row_ctas * token_tiles <= sms
+            shared = row_tiles % row_ctas != 0
+            assert chosen.scratch == (MAX_STREAM_CTAS + chosen.ctas * tile.tokens * tile.rows if shared else 0)
+            continue
+        assert chosen.ctas == 0
         assert 1 <= chosen.splits <= min(8, -(-columns // 128))
-        assert 0 <= whole < row_tiles
-        assert chosen.scratch in (0, chosen.splits * tiles * tile.tokens * tile.rows)
-        if whole > 0:  # the sums of slices go through memory
-            assert chosen.splits > 1
-            assert chosen.scratch > 0
+        assert chosen.scratch in (0, chosen.splits * row_tiles * token_tiles * tile.tokens * tile.rows)
         if chosen.scratch == 0 and chosen.splits > 2:  # in shared memory: sums, and what a CTA of a cluster receives
             received = (chosen.splits - 1) * -(-tile.tokens // chosen.splits)
             assert (tile.tokens + received) * (tile.rows + 4) * 4 < 110_000

@@ -1,7 +1,8 @@
 """Which kernel a call of w4a16_linear runs: the one place that says so.
 
 A plan depends on T through ranges alone: up to 16, 17 to 32, 33 to 64, and then each 32. Within a plan a row of the
-result does not depend on the other rows, nor on its place among them: slices of K are those of rows of the weight.
+result does not depend on the other rows, nor on its place among them: K is cut for rows of the weight, for all rows of
+x alike.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import NamedTuple
 
 MMA_TOKENS = 128
 """The most rows of ``w4a16_kernel``."""
-_WGMMA_TOKENS = 1024  # beyond, the vendor's GEMM takes less power for each product
+_WGMMA_TOKENS = 2048  # beyond, the vendor's GEMM, for which the weight is written once
 _LEAST = 1 << 20  # elements of a weight for wgmma
 _SMALL = 1 << 22  # up to here, tiles of 64 tokens take up to 128
 _LARGE = 1 << 27  # from here on, tiles of 256 rows take up to 64 tokens
@@ -30,6 +31,8 @@ class Tile(NamedTuple):
     """per SM"""
     rate: float
     """products per microsecond and SM / 10^6, measured on an H200 (results/h200_w4_designs.json)"""
+    long_rate: float = 0.0
+    """the same after the first _SHORT_US, where power limits the clock"""
 
 
 TILES = (
@@ -42,14 +45,28 @@ TILES = (
     Tile(128, 192, 1, 2.78),
     Tile(192, 128, 1, 2.72),
     Tile(256, 128, 1, 2.72),
-    Tile(192, 192, 1, 2.85),
 )
 """In the order of csrc/w4a16_wgmma_launch.cuh. The estimate leaves out those without a rate."""
+
+STREAM_TILES = (
+    Tile(96, 192, 1, 2.6, 2.35),
+    Tile(128, 128, 1, 2.89, 2.35),
+    Tile(128, 192, 1, 2.95, 2.5),
+    Tile(160, 128, 1, 3.07, 2.45),
+    Tile(160, 192, 1, 2.95, 2.6),
+    Tile(192, 128, 1, 3.0, 2.5),
+    Tile(192, 192, 1, 2.95, 2.68),
+    Tile(256, 128, 1, 2.91, 2.66),
+)
+"""Those of ``w4a16_stream_kernel``, in the order there."""
+MAX_STREAM_CTAS = 256
 
 # Fitted to results/h200_w4_designs.json. Microseconds of a tile without its products, of a slice of K, and of the
 # kernel that adds slices up, with its bytes per microsecond:
 _TILE_US, _SLICE_US, _SUM_US, _SUM_BYTES = 4.0, 3.0, 1.5, 6e6
-_PARTS = 1.045  # what slices of a part of the row tiles must gain: power limits long calls more than waves do
+# The same of w4a16_stream_kernel, fitted to results/h100_w4_stream.json: a call; the results of one tile more, for 2^15
+# sums; tiles that CTAs share, and their sums, likewise; the time for which the clock stays high.
+_STREAM_US, _RESULT_US, _SHARED_US, _SHARED_SUM_US, _SHORT_US = 4.0, 3.0, 5.0, 6.0, 40.0
 # The vendor's GEMM: its start, operations per microsecond, and writing the weight in 16 bits before it, per element.
 _VENDOR_US, _VENDOR_FLOPS, _DEQUANT_US, _DEQUANT_ELEMENT = 5.5, 7.2e8, 0.5, 2.53 / 3.9e6
 
@@ -58,15 +75,17 @@ class Plan(NamedTuple):
     """A kernel and its options."""
 
     kernel: str
-    """"mma": ``w4a16_kernel``. "wgmma": ``w4a16_wgmma_kernel``. "vendor": its GEMM of the weight in 16 bits."""
+    """"mma": ``w4a16_kernel``. "wgmma": ``w4a16_wgmma_kernel``. "stream": ``w4a16_stream_kernel``. "vendor": its GEMM
+    of the weight in 16 bits."""
     tile: int = -1
-    """of :data:`TILES`, for "wgmma" """
+    """of :data:`TILES` for "wgmma", of :data:`STREAM_TILES` for "stream" """
     splits: int = 1
     """slices of K, for "wgmma" """
-    whole_row_tiles: int = 0
-    """row tiles without slices of K, where others have them, for "wgmma" """
+    ctas: int = 0
+    """persistent CTAs that share the work, for "stream" """
     scratch: int = 0
-    """float32 for the sums of the slices, which a second kernel adds up; 0: the slices are a cluster"""
+    """float32 for the sums of slices, which a second kernel adds up, and for those of CTAs that share a tile; 0: the
+    slices are a cluster, and no tile is shared"""
 
 
 @functools.lru_cache(maxsize=4096)
@@ -84,16 +103,22 @@ def _on_hopper(tokens: int, rows: int, columns: int, sms: int) -> Plan:
     if tokens <= 64 or (tokens <= 128 and elements <= _SMALL):
         number = (0 if tokens <= 32 else 2) + (elements >= _LARGE)
         return _wgmma(number, tokens, rows, _fill(TILES[number], tokens, rows, columns, sms))
-    cost, number, splits, whole = min(
-        (_us(tile, splits, whole, tokens, rows, columns, sms), number, splits, whole)
-        for number, tile in enumerate(TILES)
-        if tile.rate
-        for splits in range(1, 1 + min(SPLITS, -(-columns // (4 * _K_STEP))))
-        for whole in _whole_row_tiles(tile, splits, tokens, rows, sms)
+    cost, chosen = min(
+        *(
+            (_us(tile, splits, tokens, rows, columns, sms), _wgmma(number, tokens, rows, splits))
+            for number, tile in enumerate(TILES)
+            if tile.rate
+            for splits in range(1 if tokens <= 96 else 2, 1 + max(1, min(SPLITS, -(-columns // (4 * _K_STEP)))))
+        ),
+        *(
+            (_stream_us(tile, row_ctas, tokens, rows, columns), _stream(number, row_ctas, tokens, rows))
+            for number, tile in enumerate(STREAM_TILES)
+            for row_ctas in _row_ctas(tile, tokens, rows, columns, sms)
+        ),
     )
     if tokens > MMA_TOKENS and cost > _vendor_us(tokens, rows, columns):
         return Plan("vendor")
-    return _wgmma(number, tokens, rows, splits, whole)
+    return chosen
 
 
 def _fill(tile: Tile, tokens: int, rows: int, columns: int, sms: int) -> int:
@@ -103,40 +128,52 @@ def _fill(tile: Tile, tokens: int, rows: int, columns: int, sms: int) -> int:
     return max(1, min(SPLITS, sms * ctas // tiles, -(-columns // (2 * _K_STEP))))
 
 
-def _wgmma(number: int, tokens: int, rows: int, splits: int, whole: int = 0) -> Plan:
+def _wgmma(number: int, tokens: int, rows: int, splits: int) -> Plan:
     tile = TILES[number]
-    tiles = -(-tokens // tile.tokens) * (-(-rows // tile.rows) - whole)
+    tiles = -(-tokens // tile.tokens) * -(-rows // tile.rows)
     # Clusters of more than two CTAs leave SMs of a GPC free: they pay where they are few.
-    in_cluster = whole == 0 and (splits <= 2 or (tile.ctas == 2 and tiles * splits <= 64))
-    scratch = 0 if in_cluster or splits == 1 else splits * tiles * tile.tokens * tile.rows
-    return Plan("wgmma", number, splits, whole, scratch)
+    in_cluster = splits <= 2 or (tile.ctas == 2 and tiles * splits <= 64)
+    return Plan("wgmma", number, splits, scratch=0 if in_cluster else splits * tiles * tile.tokens * tile.rows)
 
 
-def _whole_row_tiles(tile: Tile, splits: int, tokens: int, rows: int, sms: int) -> list[int]:
-    """Numbers of row tiles without slices of K that are worth an estimate: none, or those of full waves."""
-    row_tiles, token_tiles = -(-rows // tile.rows), -(-tokens // tile.tokens)
-    waves = row_tiles * token_tiles // sms
-    if splits == 1 or waves == 0:
-        return [0]
-    whole = sms * waves // token_tiles
-    return [whole] if whole < row_tiles else []
-
-
-def _us(tile: Tile, splits: int, whole: int, tokens: int, rows: int, columns: int, sms: int) -> float:
-    """An estimate of the time of a call: waves of whole tiles, then of slices, and the sums of the slices."""
-    token_tiles, row_tiles = -(-tokens // tile.tokens), -(-rows // tile.rows)
+def _us(tile: Tile, splits: int, tokens: int, rows: int, columns: int, sms: int) -> float:
+    """An estimate of the time of a call: waves of tiles or slices, and the sums of the slices."""
+    tiles = -(-tokens // tile.tokens) * -(-rows // tile.rows)
     steps, size = -(-columns // _K_STEP), tile.tokens * tile.rows
-    wholes = (whole if splits > 1 else row_tiles) * token_tiles
-    slices = (row_tiles * token_tiles - wholes) * splits
     step = size * _K_STEP / (tile.rate * 1e6)
-    of_whole, of_slice = _TILE_US + steps * step, _SLICE_US + -(-steps // splits) * step
-    ctas = sms * tile.ctas
-    total = -(-wholes // ctas) * of_whole + -(-slices // ctas) * of_slice
+    waves = -(-tiles * splits // (sms * tile.ctas))
     if splits == 1:
-        return total
-    if whole == 0 and splits == 2:  # a cluster: those of a second wave would wait for each other
-        return total + 1.5 * size / (1 << 14) if slices <= ctas else math.inf
-    return (total + _SUM_US + slices * size * 8 / _SUM_BYTES) * (_PARTS if whole else 1)
+        return waves * (_TILE_US + steps * step)
+    total = waves * (_SLICE_US + -(-steps // splits) * step)
+    if splits == 2:  # a cluster: those of a second wave would wait for each other
+        return total + 1.5 * size / (1 << 14) if waves == 1 else math.inf
+    return total + _SUM_US + tiles * splits * size * 8 / _SUM_BYTES
+
+
+def _stream(number: int, row_ctas: int, tokens: int, rows: int) -> Plan:
+    tile = STREAM_TILES[number]
+    ctas = -(-tokens // tile.tokens) * row_ctas
+    shared = -(-rows // tile.rows) % row_ctas != 0
+    return Plan("stream", number, ctas=ctas, scratch=MAX_STREAM_CTAS + ctas * tile.tokens * tile.rows if shared else 0)
+
+
+def _row_ctas(tile: Tile, tokens: int, rows: int, columns: int, sms: int) -> list[int]:
+    """Numbers of CTAs for each token tile that are worth an estimate: all SMs, and those that fill the same waves."""
+    most = min(sms, MAX_STREAM_CTAS) // -(-tokens // tile.tokens)
+    row_tiles = -(-rows // tile.rows)
+    waves = -(-row_tiles // max(most, 1))
+    return [n for n in {min(most, row_tiles * -(-columns // _K_STEP)), -(-row_tiles // waves)} if n > 0]
+
+
+def _stream_us(tile: Tile, row_ctas: int, tokens: int, rows: int, columns: int) -> float:
+    """The same for w4a16_stream_kernel: steps and results of a CTA, and the sums of tiles that CTAs share."""
+    row_tiles, size = -(-rows // tile.rows), tile.tokens * tile.rows
+    steps = -(-row_tiles * -(-columns // _K_STEP) // row_ctas)
+    products = steps * size * _K_STEP / (tile.rate * 1e6)
+    total = _STREAM_US + products + max(0.0, products - _SHORT_US) * (tile.rate / tile.long_rate - 1)
+    if row_tiles % row_ctas:
+        total += _SHARED_US + -(-row_ctas // row_tiles) * _SHARED_SUM_US * size / (1 << 15)
+    return total + (-(-row_tiles // row_ctas) - 1) * _RESULT_US * size / (1 << 15)
 
 
 def _vendor_us(tokens: int, rows: int, columns: int) -> float:

@@ -9,13 +9,13 @@ from typing import NamedTuple
 import torch
 from torch._subclasses.fake_tensor import is_fake
 
-from kestrel_runtime import check, empty, kernel_op
+from kestrel_runtime import UnsupportedError, check, empty, kernel_op
 
 from . import reference
 from ._checks import check_x_and_weight
 from ._launch import kernels
 from ._w4_layout import pack_codes
-from ._w4_plan import SPLITS, Plan, plan
+from ._w4_plan import SPLITS, plan
 
 _TOKENS_OF_CLUSTERS = 16  # beyond them slices of K may be added up by a second kernel
 _MOST_PARTIAL = 1 << 23  # floats for the sums of slices, whatever their number
@@ -164,7 +164,7 @@ def w4a16_linear(
     The kernels take bf16 and fp16, T up to 128, N and K that are multiples of 8, and groups of 32, 64, multiples of 128
     or whole rows. There a row is the same bit for bit within each range of T: 1 to 16, 17 to 64, 65 to 128; with groups
     of 32 on GPUs of compute capability 10 or more, 17 to 32 and then each 32. On an H100 or H200 another kernel takes
-    17 to 128 rows where N * K is 2^20 or more, and up to 1024 where it is estimated to be faster than the vendor's
+    17 to 128 rows where N * K is 2^20 or more, and up to 2048 where it is estimated to be faster than the vendor's
     GEMM. It rounds each weight once to x's dtype. Its ranges are 17 to 32, 33 to 64, and then each 32: 65 to 96, 97 to
     128, and so on. Other calls, and rows of x that are not aligned to 16 bytes, take the vendor's GEMM, and the weight
     is first written in x's dtype, into N * K * 2 bytes of scratch memory. There and by reference a row may differ by
@@ -227,17 +227,33 @@ def _w4a16_linear(
     tokens = x.shape[0] if x.ndim == 2 else x.shape[:-1].numel()
     device = _device(x.get_device()) if x.is_cuda else _NO_GPU
     chosen = plan(tokens, rows, x.shape[-1], device.wgmma_sms)
-    if x.is_cuda and (x.data_ptr() % 16 or (tokens > 1 and any(stride % 8 for stride in x.stride()[:-1]))):
-        chosen = Plan("vendor")  # it takes rows of any alignment
     by_kernel = chosen.kernel != "vendor"
     if x.ndim != 2 or not by_kernel or permutation is not None:
-        _check_w4a16_linear(x, codes, scales, zeros, permutation, group_size, bias, out)
-        for name, part in (("x", x), ("bias", bias), ("w", codes), ("w", scales), ("w", zeros)):
-            if out is not None and part is not None:
-                check.no_overlap("w4a16_linear", "out", out, name, part)
+        _check_arguments(x, codes, scales, zeros, permutation, group_size, bias, out)
         if permutation is not None:
             x = x.index_select(-1, permutation)
         x, into = x.reshape(tokens, x.shape[-1]), result.reshape(tokens, rows)
+    if by_kernel:
+        floats = chosen.scratch
+        if chosen.kernel == "mma" and x.is_cuda and (tokens > _TOKENS_OF_CLUSTERS or device.capability[0] != 9):
+            floats = min(SPLITS * tokens * rows, _MOST_PARTIAL)
+        scratch = empty(x, torch.float32, floats) if floats else None
+        try:
+            kernels.w4a16_linear(
+                into,
+                x,
+                codes,
+                scales,
+                zeros,
+                group_size,
+                bias,
+                scratch,
+                chosen.tile,
+                chosen.splits,
+                chosen.ctas,
+            )
+        except UnsupportedError:  # rows of x that are not aligned; if it is the weight, w4_dequant refuses it too
+            by_kernel = False
     if not by_kernel:
         weight = empty(x, x.dtype, rows, x.shape[1])
         kernels.w4_dequant(weight, codes, scales, zeros, group_size)
@@ -245,17 +261,28 @@ def _w4a16_linear(
             torch.mm(x, weight.T, out=into)
         else:  # the vendor's epilogue may round before it adds the bias
             torch.add(torch.mm(x, weight.T, out_dtype=torch.float32), bias, out=into)
-    else:
-        floats = chosen.scratch
-        if chosen.kernel == "mma" and x.is_cuda and (tokens > _TOKENS_OF_CLUSTERS or device.capability[0] != 9):
-            floats = min(SPLITS * tokens * rows, _MOST_PARTIAL)
-        scratch = empty(x, torch.float32, floats) if floats else None
-        kernels.w4a16_linear(
-            into, x, codes, scales, zeros, group_size, bias, scratch, chosen.tile, chosen.splits, chosen.whole_row_tiles
-        )
     if into.data_ptr() != result.data_ptr():
         result.copy_(into.view(result.shape))
     return result
+
+
+def _check_arguments(
+    x: torch.Tensor,
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    zeros: torch.Tensor | None,
+    permutation: torch.Tensor | None,
+    group_size: int,
+    bias: torch.Tensor | None,
+    out: torch.Tensor | None,
+) -> None:
+    """What the kernel's launch checks: the arguments fit each other, and ``out`` overlaps no input."""
+    _check_w4a16_linear(x, codes, scales, zeros, permutation, group_size, bias, out)
+    if out is None:
+        return
+    for name, part in (("x", x), ("bias", bias), ("w", codes), ("w", scales), ("w", zeros)):
+        if part is not None:
+            check.no_overlap("w4a16_linear", "out", out, name, part)
 
 
 class _Device(NamedTuple):

@@ -77,6 +77,14 @@ __device__ __forceinline__ void wgmma_registers(float (&d)[SIZE], uint32_t a0, u
       "+f"(d[47]), "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]),      \
       "+f"(d[55]), "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]),      \
       "+f"(d[63])
+#define KESTREL_NAMES_160 \
+  KESTREL_NAMES_128       \
+  ", "                    \
+  "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79"
+#define KESTREL_REGISTERS_160                                                                                       \
+  KESTREL_REGISTERS_128, "+f"(d[64]), "+f"(d[65]), "+f"(d[66]), "+f"(d[67]), "+f"(d[68]), "+f"(d[69]), "+f"(d[70]), \
+      "+f"(d[71]), "+f"(d[72]), "+f"(d[73]), "+f"(d[74]), "+f"(d[75]), "+f"(d[76]), "+f"(d[77]), "+f"(d[78]),       \
+      "+f"(d[79])
 #define KESTREL_NAMES_192                                                            \
   KESTREL_NAMES_128                                                                  \
   ", "                                                                               \
@@ -117,12 +125,14 @@ __device__ __forceinline__ void wgmma_registers(float (&d)[SIZE], uint32_t a0, u
     KESTREL_WGMMA_TYPES("96", KESTREL_NAMES_96, "%48, %49, %50, %51", "%52", "%53", KESTREL_REGISTERS_96)
   } else if constexpr (N == 128) {
     KESTREL_WGMMA_TYPES("128", KESTREL_NAMES_128, "%64, %65, %66, %67", "%68", "%69", KESTREL_REGISTERS_128)
+  } else if constexpr (N == 160) {
+    KESTREL_WGMMA_TYPES("160", KESTREL_NAMES_160, "%80, %81, %82, %83", "%84", "%85", KESTREL_REGISTERS_160)
   } else if constexpr (N == 192) {
     KESTREL_WGMMA_TYPES("192", KESTREL_NAMES_192, "%96, %97, %98, %99", "%100", "%101", KESTREL_REGISTERS_192)
   } else if constexpr (N == 256) {
     KESTREL_WGMMA_TYPES("256", KESTREL_NAMES_256, "%128, %129, %130, %131", "%132", "%133", KESTREL_REGISTERS_256)
   } else {
-    static_assert(N == 0, "N is 8, 16, 32, 64, 96, 128, 192 or 256");
+    static_assert(N == 0, "N is 8, 16, 32, 64, 96, 128, 160, 192 or 256");
   }
 #undef KESTREL_NAMES_8
 #undef KESTREL_REGISTERS_8
@@ -136,6 +146,8 @@ __device__ __forceinline__ void wgmma_registers(float (&d)[SIZE], uint32_t a0, u
 #undef KESTREL_REGISTERS_96
 #undef KESTREL_NAMES_128
 #undef KESTREL_REGISTERS_128
+#undef KESTREL_NAMES_160
+#undef KESTREL_REGISTERS_160
 #undef KESTREL_NAMES_192
 #undef KESTREL_REGISTERS_192
 #undef KESTREL_NAMES_256
