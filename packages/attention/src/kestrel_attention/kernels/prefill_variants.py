@@ -8,6 +8,7 @@ from typing import Any, Literal, TypeVar
 
 from kestrel_runtime.cute_dsl.variants import capability, supports_pdl
 
+from .constants import BOX_ROWS, LARGE_BOX_ROWS
 from .dtypes import DTYPES, numeric_type
 
 Length = Literal["", "short", "long"]
@@ -100,6 +101,8 @@ class HopperPrefillVariant:
     computes while another starts or ends. Results are bit-identical."""
     boxes: bool = False
     """For keys of which each 16 follow one another in memory, so that TMA loads them; bit-identical results."""
+    box_rows: int = BOX_ROWS
+    """Keys that TMA loads at once; a page holds a multiple of them."""
     vector_loads: bool = False
     archs: tuple[str, ...] = ("90a",)
     """Architectures that the kernel is compiled for."""
@@ -107,6 +110,7 @@ class HopperPrefillVariant:
     @property
     def name(self) -> str:
         words = ["prefill", self.dtype, self.cache, "hopper", f"d{self.head_dim}", self.length, "boxes" * self.boxes]
+        words.append("large" * (self.box_rows > BOX_ROWS))
         return "_".join(filter(None, words))
 
     @property
@@ -136,6 +140,7 @@ class HopperPrefillVariant:
             producer_registers=self.producer_registers,
             consumer_registers=self.consumer_registers,
             boxes=self.boxes,
+            box_rows=self.box_rows,
             turns=self.consumers > 1,
             ctas_per_sm=self.ctas_per_sm,
         )
@@ -302,6 +307,8 @@ PREFILL_HOPPER += tuple(
     )
 )
 
+PREFILL_HOPPER += tuple(HopperPrefillVariant(dtype, 128, boxes=True, box_rows=LARGE_BOX_ROWS) for dtype in DTYPES)
+
 PREFILL_FP8 = (
     Fp8PrefillVariant("bf16", 64, "e4m3", num_stages=4),
     Fp8PrefillVariant("bf16", 64, "e4m3", num_stages=4, **SHORT),
@@ -325,7 +332,7 @@ PREFILL_FP8 = (
 )
 
 PREFILL_VARIANTS = (
-    *(DequantiseVariant(cache) for cache in ("int8", "int4", "fp8")),
+    *(DequantiseVariant(cache) for cache in ("int8", "int4", "fp8", "same")),
     *PREFILL,
     *PREFILL_HOPPER,
     *PREFILL_FP8,
@@ -344,8 +351,14 @@ def prefilling_on_hopper(
     dtype: str, cache: str, head_dim: int, length: Length = "", boxes: bool = False
 ) -> HopperPrefillVariant | None:
     """The compiled variant with warpgroup matrix products for a head dimension, or None. boxes: see there."""
-    fitting = [v for v in PREFILL_HOPPER if v.dtype == dtype and v.cache == cache]
+    fitting = [v for v in PREFILL_HOPPER if v.dtype == dtype and v.cache == cache and v.box_rows == BOX_ROWS]
     return _fitting(fitting, head_dim, length, boxes)
+
+
+def in_large_boxes(variant: HopperPrefillVariant) -> HopperPrefillVariant:
+    """The same for keys of which each LARGE_BOX_ROWS follow one another in memory, if there is one."""
+    large = replace(variant, box_rows=LARGE_BOX_ROWS)
+    return large if large in PREFILL_HOPPER else variant
 
 
 def prefilling_in_fp8(head_dim: int, length: Length = "", boxes: bool = False) -> Fp8PrefillVariant | None:
