@@ -65,6 +65,8 @@ class PrefillProblem:
     has_block_table: bool = False
     in_order: bool = False
     """Keys of a sequence lie behind one another in its block. The table says which pages of page_size exist."""
+    transposed: bool = False
+    """Tiles of e4m3 values are transposed in memory; keys are in order."""
     appended: int = 0
     """Keys that the lengths do not count."""
     softmax_scale: float | None = None
@@ -135,7 +137,8 @@ def plan_prefill(problem: PrefillProblem) -> PrefillPlan:
         in_boxes = problem.in_order or not problem.has_block_table or problem.page_size % BOX_ROWS == 0
         boxes = problem.has_boxes and in_boxes
         if problem.hopper and problem.fp8_queries and problem.cache == "e4m3":
-            variant = prefilling_in_fp8(problem.head_dim, "short" if few else length, boxes)
+            length_in_fp8: Length = "short" if few else length
+            variant = prefilling_in_fp8(problem.head_dim, length_in_fp8, boxes, problem.transposed)
         if problem.hopper and variant is None:
             variant = prefilling_on_hopper(*case, length, boxes)
             larger = prefilling_on_hopper(*case, "long", boxes)

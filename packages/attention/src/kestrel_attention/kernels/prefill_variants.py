@@ -155,6 +155,12 @@ class Fp8PrefillVariant(HopperPrefillVariant):
     output_parts: int = 1
     turns: bool = False
     """Consumers in turn, and bases that rarely move (prefill_fp8_turns.py)."""
+    transposed: bool = False
+    """Values are transposed ahead of this kernel (prefill_transpose.py)."""
+
+    @property
+    def name(self) -> str:
+        return super().name + "_transposed" * self.transposed
 
     def kernel(self, arch: str) -> tuple[Any, tuple[Any, ...]]:
         """The kernel object and the arguments to compile it with."""
@@ -176,9 +182,38 @@ class Fp8PrefillVariant(HopperPrefillVariant):
             consumer_registers=self.consumer_registers,
             staging=self.staging,
             output_parts=self.output_parts,
+            transposed=self.transposed,
             boxes=self.boxes,
             turns=self.turns,
             ctas_per_sm=self.ctas_per_sm,
+        )
+        return kernel, kernel.arguments()
+
+
+@dataclass(frozen=True)
+class PrefillTransposeVariant:
+    """Transposes e4m3 values ahead of prefill (prefill_transpose.py)."""
+
+    vector_loads: bool = True
+    archs: tuple[str, ...] = ("90a",)
+
+    @property
+    def name(self) -> str:
+        return "prefill_transpose_d128"
+
+    def kernel(self, arch: str) -> tuple[Any, tuple[Any, ...]]:
+        """The kernel object and the arguments to compile it with."""
+        from .prefill_transpose import PrefillTranspose
+
+        kernel = PrefillTranspose(
+            dtype=numeric_type("bf16"),
+            head_dim=128,
+            key_tile=128,
+            warps=4,
+            row_tiles=1,
+            num_stages=1,
+            pdl=supports_pdl(arch),
+            codes=True,
         )
         return kernel, kernel.arguments()
 
@@ -329,9 +364,22 @@ PREFILL_FP8 = (
         )
         for boxes in (False, True)
     ),
+    Fp8PrefillVariant(
+        "bf16",
+        128,
+        "e4m3",
+        num_stages=4,
+        boxes=True,
+        producer_registers=40,
+        consumer_registers=232,
+        turns=True,
+        transposed=True,
+        box_rows=LARGE_BOX_ROWS,
+    ),
 )
 
 PREFILL_VARIANTS = (
+    PrefillTransposeVariant(),
     *(DequantiseVariant(cache) for cache in ("int8", "int4", "fp8", "same")),
     *PREFILL,
     *PREFILL_HOPPER,
@@ -361,9 +409,11 @@ def in_large_boxes(variant: HopperPrefillVariant) -> HopperPrefillVariant:
     return large if large in PREFILL_HOPPER else variant
 
 
-def prefilling_in_fp8(head_dim: int, length: Length = "", boxes: bool = False) -> Fp8PrefillVariant | None:
-    """The compiled variant with e4m3 matrix products for a head dimension, or None. boxes: see there."""
-    return _fitting(PREFILL_FP8, head_dim, length, boxes)
+def prefilling_in_fp8(
+    head_dim: int, length: Length = "", boxes: bool = False, transposed: bool = False
+) -> Fp8PrefillVariant | None:
+    """The compiled variant with e4m3 matrix products for a head dimension, or None. boxes, transposed: see there."""
+    return _fitting([v for v in PREFILL_FP8 if v.transposed == transposed], head_dim, length, boxes)
 
 
 def _fitting(variants: Iterable[T], head_dim: int, length: Length, boxes: bool) -> T | None:
