@@ -16,6 +16,7 @@ from kestrel_attention import (
     flash_attn_with_kvcache,
     prefill,
     prefill_scratch,
+    prefill_transposed,
 )
 from kestrel_attention.kernels.parameters import (
     AppendInt4Tensors,
@@ -40,6 +41,10 @@ NAMES = {
     "append": AppendTensors._fields + AppendScalars._fields,
     "prefill_combine": (*PrefillCombineTensors._fields, *PrefillCombineScalars._fields, "batch"),
     "prefill_works": (*PrefillWorksTensors._fields, *PrefillWorksScalars._fields, "batch"),
+    "prefill_transpose": (
+        *(*PrefillTensors._fields, *PrefillScalars._fields),
+        *("outK", "outV", "outTable", "blocks", "batch"),
+    ),
     "prefill": (*PrefillTensors._fields, *PrefillScalars._fields, "batch"),
 }
 
@@ -67,7 +72,7 @@ class Recorder:
 
 def recording(monkeypatch: pytest.MonkeyPatch, arch: str) -> Recorder:
     found = Recorder(arch)
-    for module in (prefill, prefill_scratch, decode):
+    for module in (prefill, prefill_scratch, prefill_transposed, decode):
         monkeypatch.setattr(module, "_binary", found)
     for module, name in ((prefill, "dense_launches"), (prefill, "packed_launches"), (decode, "launches")):
         monkeypatch.setattr(module, name, Plans())

@@ -64,7 +64,8 @@ def test_a_cache_is_dequantised_and_attended_to(recorder, kind):
     assert second["mTable"].data_ptr() == first["mOutTable"].data_ptr()
     assert second["mLengths"].data_ptr() == first["mOutLengths"].data_ptr()
     assert (second["max_keys"], second["appended"], first["pages"], first["appended"]) == (128, 0, 2, 0)
-    assert (first["has_block_table"], second["has_block_table"], first["is_bf16"]) == (1, 1, 1)
+    assert (first["has_block_table"], second["has_block_table"], first["is_bf16"]) == (1, 2, 1)
+    assert second["mK"].shape == second["mV"].shape == (3, 128, 2, 64)  # in order
 
 
 @pytest.mark.parametrize(("kind", "queries", "appends"), [("int8", 150, 1), ("int4", 64, 1), ("int4", 150, 3)])
@@ -176,9 +177,9 @@ class FailsAt(list[Any]):
 
 
 @pytest.mark.parametrize("kind", FP8)
-@pytest.mark.parametrize(("queries", "size", "first"), [(4095, 64, False), (4096, 64, True), (17, 320, True)])
+@pytest.mark.parametrize(("queries", "size", "first"), [(2047, 64, False), (2048, 64, True), (17, 320, True)])
 def test_an_fp8_cache_is_dequantised_first_for_many_queries_and_large_heads(recorder, kind, queries, size, first):
-    """8192 rows of a KV head: queries times the query heads of it."""
+    """4096 rows of a KV head: queries times the query heads of it."""
     q = half(3, queries, 4, size)
     call(kind, q=q, **caches(kind, size=size))
     names = [name for name, _ in recorder.calls]
@@ -214,14 +215,31 @@ def test_new_keys_are_appended_to_an_fp8_cache_before(recorder, kind):
     ("changes", "arch"),
     [
         ({"block_table": torch.zeros(3, 2**16, dtype=torch.int32)}, "sm90a"),  # more than SCRATCH_BYTES
-        ({"k_cache": torch.zeros(6, 8, 2, 64).to(torch.float8_e4m3fn)}, "sm90a"),  # TMA would load no box
         ({"window_left": 64}, "sm90a"),  # which hides most keys
         ({}, "sm89"),
     ],
 )
 def test_an_fp8_cache_is_read_in_place_where_that_is_better(monkeypatch, changes, arch):
     found = recording(monkeypatch, arch)
-    if "k_cache" in changes:
-        changes = changes | {"v_cache": changes["k_cache"].clone()}
     call("e4m3", q=half(3, 4096, 4, 64), **changes)
     assert found.calls[0][0].startswith("prefill_bf16_fp8")
+
+
+@pytest.mark.parametrize(
+    ("page", "queries", "copied"), [(1, 2048, True), (24, 2048, True), (16, 4096, False), (8, 2047, False)]
+)
+@pytest.mark.parametrize("new", [False, True])
+def test_a_cache_of_the_queries_dtype_is_copied_first_for_many_queries_where_tma_cannot_load_it(
+    recorder, page, queries, copied, new
+):
+    given = {name: half(6, page, 2, 64) for name in ("k_cache", "v_cache")} | dict.fromkeys(("k_scale", "v_scale"))
+    call("e4m3" if new else "int8", q=half(3, queries, 4, 64), queries=queries, new=new, **given)
+    names = [name for name, _ in recorder.calls if not name.startswith("append")]
+    assert (names[0] == "dequantise_same") == copied
+    assert names[-1].endswith("_boxes") == (copied or page == 16)
+    if new:
+        assert recorder.calls[0][0] == "append_bf16_same"
+    if copied:
+        given, attend = recorder.calls[-2][1], recorder.calls[-1][1]
+        assert given["appended"] == (queries if new else 0)
+        assert (attend["mK"].data_ptr(), attend["has_block_table"]) == (given["mOutK"].data_ptr(), 2)

@@ -1,4 +1,4 @@
-"""Prefill over FP8 caches that are dequantised first, on a GPU: float64 over what they hold."""
+"""Prefill over caches of FP8 and of 16 bits that are dequantised or copied first, on a GPU: float64 over their keys."""
 
 from __future__ import annotations
 
@@ -14,13 +14,15 @@ from kestrel_runtime.testing import graph_replay
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("kernels_only")]
 
-KINDS = ["e4m3", "e5m2"]
+KINDS = ["e4m3", "e5m2", "same"]
+PAGES = {"e4m3": 16, "e5m2": 16, "same": 8}  # a cache of the queries' dtype is read in place where TMA can
 LENGTHS = (300, 0, 54, -1, 1000, 17, 128, 64)
 
 
 @pytest.fixture(autouse=True)
 def few_queries_are_enough(monkeypatch):
     monkeypatch.setattr(prefill_scratch, "FP8_ROWS", 1)
+    monkeypatch.setattr(prefill_scratch, "COPIED_ROWS", 1)
 
 
 def scales_of(kv_heads: int, kind: str) -> dict[str, torch.Tensor]:
@@ -36,7 +38,7 @@ def scales_of(kv_heads: int, kind: str) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_shapes_the_scores(kind, name):
-    call, how = made(kind, 4, 2, 64, 16, LENGTHS, queries=70), scores(len(LENGTHS), 4)[name]
+    call, how = made(kind, 4, 2, 64, PAGES[kind], LENGTHS, queries=70), scores(len(LENGTHS), 4)[name]
     assert_exact_over_cache(call, call.run(**how), how)
 
 
@@ -47,15 +49,16 @@ def test_what_shapes_the_scores(kind, name):
 @pytest.mark.parametrize("scales", ["none", "one", "heads"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_sizes_and_scales(kind, scales, heads, kv_heads, size, dtype):
-    call, given = made(kind, heads, kv_heads, size, 16, LENGTHS, queries=130, dtype=dtype), scales_of(kv_heads, scales)
+    given = scales_of(kv_heads, "none" if kind == "same" else scales)
+    call = made(kind, heads, kv_heads, size, PAGES[kind], LENGTHS, queries=130, dtype=dtype)
     assert_exact_over_cache(call, call.run(causal=True, **given), {"causal": True}, given)
 
 
 @pytest.mark.parametrize("page", [1, 7, 16, 64])
-@pytest.mark.parametrize("size", [64, 320])
-def test_pages(page, size):
-    """Pages of no multiple of 16 slots are dequantised first for large heads alone."""
-    call = made("e4m3", 4, 2, size, page, LENGTHS, queries=40)
+@pytest.mark.parametrize("size", [64, 128, 320])
+@pytest.mark.parametrize("kind", ["e4m3", "same"])
+def test_pages(kind, page, size):
+    call = made(kind, 4, 2, size, page, LENGTHS, queries=40)
     assert_exact_over_cache(call, call.run(causal=True), {"causal": True})
 
 
@@ -78,9 +81,9 @@ def test_bytes_are_e4m3_codes():
 @pytest.mark.parametrize("kind", KINDS)
 def test_new_keys_are_appended_and_attended_to(kind, dtype, size):
     queries = 70
-    call = made(kind, 8, 2, size, 16, (0, 54, 62, -1, 300, 64), queries, dtype, extra_keys=queries)
+    call = made(kind, 8, 2, size, PAGES[kind], (0, 54, 62, -1, 300, 64), queries, dtype, extra_keys=queries)
     k, v = (torch.randn(6, queries, 2, size, device="cuda").to(dtype) for _ in range(2))
-    given, other = scales_of(2, "heads"), call.clone()
+    given, other = scales_of(2, "none" if kind == "same" else "heads"), call.clone()
     with backend("reference"):
         other.run(k, v, causal=True, **given)
     got = call.run(k, v, causal=True, **given)
@@ -90,28 +93,43 @@ def test_new_keys_are_appended_and_attended_to(kind, dtype, size):
     assert_exact_over_cache(call, got, {"causal": True}, given)
 
 
-def test_groups_of_sequences_give_the_bits_of_one(monkeypatch):
+@pytest.mark.parametrize(("kind", "page"), [("e4m3", 64), ("e4m3", 8)])
+def test_groups_of_sequences_give_the_bits_of_one(monkeypatch, kind, page):
     """Scratch memory for two sequences at a time, of five."""
-    call, how = made("e4m3", 4, 2, 64, 64, (300, 200, 7, 64, 1), queries=40), scores(5, 4)["prefixes and a window"]
+    call, how = made(kind, 4, 2, 64, page, (300, 200, 7, 64, 1), queries=40), scores(5, 4)["prefixes and a window"]
     want = call.run(**how)
     assert call.table is not None
-    monkeypatch.setattr(prefill_scratch, "SCRATCH_BYTES", 2 * 4 * 64 * 2 * 64 * call.table.shape[1])
+    monkeypatch.setattr(prefill_scratch, "SCRATCH_BYTES", 2 * 4 * page * 2 * 64 * call.table.shape[1])
     assert same_bits(call.run(**how, num_splits=1), want)  # another form of call, so another launch
 
 
-def test_pages_that_do_not_exist_are_not_seen():
-    call = made("e4m3", 4, 2, 64, 16, (300, 100, 64), queries=30)
+@pytest.mark.parametrize("size", [64, 128, 256])
+@pytest.mark.parametrize(("kind", "page"), [("e4m3", 16), ("e4m3", 1), ("same", 1), ("same", 7)])
+def test_pages_that_do_not_exist_are_not_seen(kind, page, size):
+    """Among them the first key of a box of 16, and one in its middle."""
+    call = made(kind, 4, 2, size, page, (300, 100, 64), queries=30)
     assert call.table is not None
     call.table[0, 1], call.table[1, 0], call.table[2, 0] = -1, 10**6, -7
+    call.table[0, [16 // page, 128 // page, 130 // page, 143 // page, 250 // page]] = -1
     assert_exact_over_cache(call, call.run(), {})
 
 
-def test_a_replayed_graph_sees_other_lengths_and_contents():
-    calls = [made("e4m3", 4, 2, 128, 16, lengths, 40, seed=seed) for seed, lengths in ((1, (600, 3)), (2, (9, 600)))]
+@pytest.mark.parametrize("page", [1, 8])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_copied_keys_give_the_bits_of_keys_in_place(monkeypatch, page, dtype):
+    call = made("same", 8, 2, 128, page, (700, 0, 54, -1, 1000), queries=200, dtype=dtype)
+    want = call.run(causal=True)
+    monkeypatch.setattr(prefill_scratch, "COPIED_ROWS", 10**9)
+    assert same_bits(call.run(causal=True, num_splits=1), want)  # another form of call, so another launch
+
+
+@pytest.mark.parametrize(("kind", "page"), [("e4m3", 16), ("same", 1)])
+def test_a_replayed_graph_sees_other_lengths_and_contents(kind, page):
+    calls = [made(kind, 4, 2, 128, page, lengths, 40, seed=seed) for seed, lengths in ((1, (600, 3)), (2, (9, 600)))]
     names = list(calls[0].caches)
 
     def run(q, lengths, table, *caches):
-        return Call("e4m3", q, dict(zip(names, caches, strict=True)), table, lengths).run(causal=True)
+        return Call(kind, q, dict(zip(names, caches, strict=True)), table, lengths).run(causal=True)
 
     args, fresh = ([c.q, c.lengths, c.table, *c.caches.values()] for c in calls)
     got = graph_replay(run, args, fresh)

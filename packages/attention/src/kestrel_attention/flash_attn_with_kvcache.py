@@ -344,7 +344,7 @@ def _make_launch(
     if given.sinks is None and q.shape[1] <= MAX_QUERIES:
         problem = decode.problem_of(q, k_cache, v_cache, given, appends=bool(new))
         return decode.make_launch(key, problem, q, new)
-    if given.codes.split(k_cache)[1] or prefill_scratch.covers_fp8(q, k_cache, given):
+    if given.codes.split(k_cache)[1] or prefill_scratch.covers(q, k_cache, given):
         return decode.launches.keep(key, prefill_scratch.make_cached(q, k_cache, v_cache, new, given))
     return decode.launches.keep(key, prefill.make_cached(q, k_cache, v_cache, new, given))
 

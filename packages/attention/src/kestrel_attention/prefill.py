@@ -283,7 +283,15 @@ def make_packed(key: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, giv
         refuse_uncovered_strides("same", (k, v), ())
     else:
         _refuse_uncovered_keys(k, v)
-    attend = kernel_for(problem, q) if q.numel() and problem.batch and problem.max_queries else None
+    attend: Attend | None = None
+    if q.numel() and problem.batch and problem.max_queries:
+        from . import prefill_transposed  # which imports this module
+
+        pages = given.block_table.shape[1] if given.block_table is not None else 0
+        if prefill_transposed.covers(problem, q.device, pages) and k.shape[0]:
+            attend = prefill_transposed.attend_of(problem, q, pages)
+        else:
+            attend = kernel_for(problem, q)
     results, unread_lse = Results(q, (heads, total)), unread((1, heads, total), q.device)
     k_steps, v_steps = steps_are_aligned(k), steps_are_aligned(v)
     no_keys = k.shape[0] == 0 and not paged

@@ -9,12 +9,13 @@ from typing import NamedTuple
 
 from kestrel_runtime import UnsupportedError
 
-from .kernels.constants import BOX_ROWS, MIN_SPLIT_TILES, PAST_ALL_BLOCKS, SPLIT_ROWS
+from .kernels.constants import BOX_ROWS, LARGE_BOX_ROWS, MIN_SPLIT_TILES, PAST_ALL_BLOCKS, SPLIT_ROWS
 from .kernels.parameters import PrefillCombineScalars, PrefillScalars, PrefillWorksScalars
 from .kernels.prefill_variants import (
     HopperPrefillVariant,
     Length,
     PrefillVariant,
+    in_large_boxes,
     prefilling,
     prefilling_in_fp8,
     prefilling_on_hopper,
@@ -62,6 +63,10 @@ class PrefillProblem:
     """1: keys are packed; 2: cu_seqlens_k gives lengths alone; 0: there is none."""
     has_lengths: bool = False
     has_block_table: bool = False
+    in_order: bool = False
+    """Keys of a sequence lie behind one another in its block. The table says which pages of page_size exist."""
+    transposed: bool = False
+    """Tiles of e4m3 values are transposed in memory; keys are in order."""
     appended: int = 0
     """Keys that the lengths do not count."""
     softmax_scale: float | None = None
@@ -129,9 +134,11 @@ def plan_prefill(problem: PrefillProblem) -> PrefillPlan:
         is_long = limit < 2 and blocks >= LONG_WAVES * MULTIPROCESSORS and fills_blocks and not scaled
         length: Length = "long" if is_long else ""
         few = limit == 1 and blocks <= SHORT_WAVES * MULTIPROCESSORS and not problem.lengths_differ
-        boxes = problem.has_boxes and (not problem.has_block_table or problem.page_size % BOX_ROWS == 0)
+        in_boxes = problem.in_order or not problem.has_block_table or problem.page_size % BOX_ROWS == 0
+        boxes = problem.has_boxes and in_boxes
         if problem.hopper and problem.fp8_queries and problem.cache == "e4m3":
-            variant = prefilling_in_fp8(problem.head_dim, "short" if few else length, boxes)
+            length_in_fp8: Length = "short" if few else length
+            variant = prefilling_in_fp8(problem.head_dim, length_in_fp8, boxes, problem.transposed)
         if problem.hopper and variant is None:
             variant = prefilling_on_hopper(*case, length, boxes)
             larger = prefilling_on_hopper(*case, "long", boxes)
@@ -139,6 +146,9 @@ def plan_prefill(problem: PrefillProblem) -> PrefillPlan:
                 variant = min(variant, larger, key=lambda v: estimated_tiles(problem, v))
             if few and variant is not None and not variant.length:
                 variant = prefilling_on_hopper(*case, "short", boxes)
+        by_32 = problem.in_order or not problem.has_block_table or problem.page_size % LARGE_BOX_ROWS == 0
+        if variant is not None and variant.boxes and by_32:
+            variant = in_large_boxes(variant)
         variant = variant or prefilling(*case, short)
     if variant is None:
         raise UnsupportedError(f"no kernel for many queries with heads of {problem.head_dim} over {problem.cache} keys")
@@ -183,7 +193,7 @@ def plan_prefill(problem: PrefillProblem) -> PrefillPlan:
         packed_queries=int(problem.packed_queries),
         key_starts=problem.key_starts,
         has_lengths=int(problem.has_lengths),
-        has_block_table=int(problem.has_block_table),
+        has_block_table=2 if problem.in_order else int(problem.has_block_table),
         max_queries=problem.max_queries,
         max_keys=problem.max_keys,
         appended=problem.appended,

@@ -1,8 +1,10 @@
-"""Launching prefill over caches of codes that are dequantised into a scratch cache of the queries' dtype first.
+"""Launching prefill over caches that are dequantised or copied into a scratch cache of the queries' dtype first.
 
 All INT8 and INT4 caches are, and FP8 caches in calls of many queries: there a key is converted once, in the kernels of
-prefill.py once for each block of queries. Sequences go through the scratch cache in groups, so that its size is bounded
-whatever the batch. A sequence whose block table has room for more than MAX_SCRATCH_BYTES of keys and values is refused.
+prefill.py once for each block of queries. Caches of the queries' dtype are copied in such calls where their pages are
+not multiples of BOX_ROWS: TMA loads keys that lie in order, and no others. In the scratch cache the keys of a head do.
+Sequences go through it in groups, so that its size is bounded whatever the batch. A sequence whose block table has room
+for more than MAX_SCRATCH_BYTES of keys and values is refused.
 """
 
 from __future__ import annotations
@@ -37,14 +39,19 @@ from .prefill_plan import PrefillProblem
 _binary = Binary("kestrel_attention")
 SCRATCH_BYTES = 2**30  # of the keys and values of a group of sequences, unless one has more
 MAX_SCRATCH_BYTES = 2**33  # of those of one sequence, by the width of the block table
-FP8_ROWS = 8192  # queries x query heads of a KV head, from which on an FP8 cache is dequantised first
+FP8_ROWS = 4096  # queries x query heads of a KV head, from which on an FP8 cache is dequantised first
+COPIED_ROWS = 4096  # the same, for the copy of a cache of the queries' dtype whose pages TMA cannot load
+COPIED_DIMS = 128  # up to which it is copied
 BLOCKS = 16 * MULTIPROCESSORS  # of a launch that dequantises
-VECTORS_OF_BLOCK = 512  # of 16 bytes of keys that a thread block converts at a time: two for each thread
+VECTORS_OF_BLOCK = 1024  # of 16 bytes of keys that a thread block converts at a time: four for each thread
 
 
-def covers_fp8(q: torch.Tensor, k_cache: torch.Tensor, given: Cached) -> bool:
-    """Whether an FP8 cache is dequantised first, for these queries."""
-    if q.dtype not in names or k_cache.element_size() > 1 or q.shape[3] % 16:
+def covers(q: torch.Tensor, k_cache: torch.Tensor, given: Cached) -> bool:
+    """Whether a cache of FP8 or of the queries' dtype is dequantised or copied first, for these queries."""
+    is_same = k_cache.dtype == q.dtype
+    if q.dtype not in names or not (is_same or k_cache.element_size() == 1) or q.shape[3] % (8 if is_same else 16):
+        return False
+    if is_same and (given.block_table is None or k_cache.shape[1] % BOX_ROWS == 0 or q.shape[3] > COPIED_DIMS):
         return False
     if q.shape[3] > 256:  # which no other kernel covers; this one reads no scales on older GPUs
         return given.codes.split(k_cache)[0] == (None, None) or _binary.arch(q.device) not in ("sm80", "sm86", "sm89")
@@ -54,9 +61,10 @@ def covers_fp8(q: torch.Tensor, k_cache: torch.Tensor, given: Cached) -> bool:
         return False  # a window without a prefix hides keys, which the other kernels then do not read
     slots, kv_heads, head_dim = k_cache.shape[1:]
     pages = 1 if given.block_table is None else given.block_table.shape[1]
-    fits = 4 * pages * slots * kv_heads * head_dim <= SCRATCH_BYTES
-    in_boxes = given.block_table is None or slots % BOX_ROWS == 0
-    return fits and in_boxes and q.shape[1] * (q.shape[2] // kv_heads) >= FP8_ROWS
+    sequences = q.shape[0] if is_same else 1  # groups of sequences cost more than a copy saves
+    fits = 4 * sequences * pages * slots * kv_heads * head_dim <= SCRATCH_BYTES
+    rows = q.shape[1] * (q.shape[2] // kv_heads)
+    return fits and rows >= (COPIED_ROWS if is_same else FP8_ROWS)
 
 
 def make_cached(
@@ -69,11 +77,13 @@ def make_cached(
     pages = 1 if given.block_table is None else given.block_table.shape[1]
     scales, integers = given.codes.split(k_cache)
     cache = "int4" if len(integers) > 2 else "int8" if integers else "fp8"
+    if k_cache.dtype == q.dtype:
+        cache = "same"
     if q.dtype not in names:
         raise UnsupportedError("kernels cover bf16 and fp16 queries")
     if cache == "int4" and page_size != INT4_PAGE:
         raise UnsupportedError(f"INT4 caches have pages of {INT4_PAGE} slots, this one has {page_size}")
-    unit = 64 if cache == "int4" else 16
+    unit = {"int4": 64, "same": 8}.get(cache, 16)
     if head_dim % unit:
         raise UnsupportedError(f"kernels over {cache.upper()} caches cover heads of a multiple of {unit}")
     if new and head_dim > 256 and integers:
@@ -102,6 +112,7 @@ def make_cached(
             dtype=names[q.dtype],
             has_lengths=True,
             has_block_table=paged,
+            in_order=paged,
             has_boxes=True,
             has_sinks=given.sinks is not None,
             k_scale_heads=scale_heads[0],
@@ -111,11 +122,12 @@ def make_cached(
         return kernel_and_memory(problem, q)
 
     attends = {n: attend_of(n) for n in {min(group, batch - start) for start in starts}} if q.numel() else {}
-    step_keys = max(1, VECTORS_OF_BLOCK * 16 // (kv_heads * k_cache.shape[3]))
+    of_vector = 16 // k_cache.element_size()
+    step_keys = max(1, VECTORS_OF_BLOCK * of_vector // (kv_heads * k_cache.shape[3]))
     dequantise = _binary.kernel(NAMED[f"dequantise_{cache}"], device)
     appender = f"append_half_{'e5m2' if is_e5m2 else cache}"
-    if cache == "fp8" and not is_e5m2:
-        appender = f"append_{names[q.dtype]}_e4m3"
+    if cache in ("fp8", "same") and not is_e5m2:
+        appender = f"append_{names[q.dtype]}_{'e4m3' if cache == 'fp8' else cache}"
     append_rows = _binary.kernel(NAMED[appender], device) if new and new[0].numel() else None
     scalars = {
         n: DequantiseScalars(
@@ -130,9 +142,9 @@ def make_cached(
         for n in attends
     }
     append_scalars: AppendIntegerScalars | AppendScalars = AppendIntegerScalars(int(paged), is_bf16)
-    if cache == "fp8":
+    if cache in ("fp8", "same"):
         append_scalars = AppendScalars(int(paged), *scale_heads, is_bf16)
-    rows_as_bf16 = cache != "fp8" or is_e5m2  # whose append kernels take rows of both dtypes as bf16
+    rows_as_bf16 = cache not in ("fp8", "same") or is_e5m2  # whose append kernels take rows of both dtypes as bf16
     results, new_steps = Results(q, (batch, heads, queries)), [steps_are_aligned(x) for x in new]
     q_steps = queries_are_aligned(q)
     step = INT4_PAGE if cache == "int4" else max(1, queries)  # which the kernel appends at once
@@ -173,7 +185,7 @@ def make_cached(
         if rows_as_bf16:
             rows = [x.view(torch.bfloat16) for x in rows]
         codes = integers
-        if cache == "fp8":
+        if cache in ("fp8", "same"):
             codes = tuple(no_float if scale is None else scale for scale in (k_scale, v_scale))
             if k_cache.dtype is torch.uint8:
                 k_cache, v_cache = k_cache.view(torch.float8_e4m3fn), v_cache.view(torch.float8_e4m3fn)
@@ -183,7 +195,8 @@ def make_cached(
         ]
         if len(integers) > 2:
             codes = integers = (*integers[:4], integers[4].view(torch.bfloat16), integers[5])
-        scratch = torch.empty(2, group * pages, page_size, kv_heads, head_dim, dtype=q.dtype, device=device)
+        scratch = torch.empty(2, kv_heads, group * pages, page_size, head_dim, dtype=q.dtype, device=device)
+        scratch = scratch.permute(0, 2, 3, 1, 4)
         as_bf16 = scratch.view(torch.bfloat16)
         table, lengths = (torch.empty(n, dtype=torch.int32, device=device) for n in (group * pages, group))
         memory = {n: allocate() for n, (_, allocate) in attends.items()}
@@ -193,8 +206,9 @@ def make_cached(
             some = [x[:, first : first + step] for x in rows]
             to_table = no_table if block_table is None else block_table
             steps.append((append_rows, (*some, k_cache, v_cache, before, to_table, *codes, *append_scalars)))
-        if cache == "fp8":
-            k_cache, v_cache = k_cache.view(torch.uint8), v_cache.view(torch.uint8)
+        if cache in ("fp8", "same"):
+            raw = torch.uint8 if cache == "fp8" else torch.bfloat16
+            k_cache, v_cache = k_cache.view(raw), v_cache.view(raw)
 
         def prepare(start: int, count: int) -> None:
             """Append before the first group; dequantise a group."""
@@ -217,7 +231,7 @@ def make_cached(
             of_prefix = None if prefix_lens is None else prefix_lens[of_group]
             tensors = (None, None, lengths[:count], given_table, of_prefix, sinks, None, k_scale, v_scale)
             to_lse = unread_lse[count] if lse is None else lse[of_group]
-            keys, values = (x[: count * pages] for x in scratch)
+            keys, values = (x[: count * pages].unflatten(0, (count, pages)).flatten(1, 2) for x in scratch)
             given = (q[of_group], keys, values, tensors, result[of_group], to_lse)
             attends[count][0](*given, partial(prepare, start, count), memory[count])
 

@@ -10,6 +10,7 @@ MAX_SPLITS = 16  # of a block of rows in prefill
 SPLIT_ROWS = 128  # rows of a block in prefill, of a sequence whose keys are split
 MULTIPROCESSORS = 132  # of the GPU that splits are for
 BOX_ROWS = 16  # of keys that TMA loads at once in prefill; a page holds a multiple of them
+LARGE_BOX_ROWS = 32  # the same for kernels of larger boxes
 # Words of a list of works in prefill, after the counter of works taken. It has two kinds: of one head, and of several.
 WORK_COUNT, SPLIT_BLOCK_COUNT = 1, 2
 FIRST_COUNT, FIRST_SHIFT = 3, 4  # works of the kind that comes first, and the binary logarithm of their heads

@@ -1,9 +1,9 @@
 """Dequantises INT8, INT4 and FP8 caches for prefill, which reads keys and values of the queries' dtype.
 
-Keys and values of each sequence, rounded once to bf16 or fp16, go to pages of another cache that lie one after the
-other, under a block table of their own: -1 where a page does not exist. FP8 codes are converted without their scales,
-exactly. Launched between the append kernel and prefill. A thread converts 16 bytes of codes at a time; the keys of a
-sequence are shared by several thread blocks.
+Keys and values of each sequence, rounded once to bf16 or fp16, go to a block of its own, one behind the other, under a
+table that says which pages exist: -1 where one does not, with zeros in its place, else the sequence. FP8 codes are
+converted without their scales, exactly; keys of the queries' dtype are copied. Launched between the append kernel and
+prefill. A thread converts 16 bytes of codes at a time; the keys of a sequence are shared by several thread blocks.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float16, Float32, Int32
+from cutlass import Float16, Float32, Int32, Uint32
 
 from kestrel_runtime.cute_dsl import arguments, parameters, pdl, ptx
 
@@ -32,7 +32,7 @@ class Dequantise:
 
     pdl: bool
     cache: str
-    """"int8", "int4" or "fp8"."""
+    """"int8", "int4", "fp8", or "same": keys and values of the queries' dtype are copied."""
     by_bits: bool
     """e4m3 without the instruction that converts it."""
 
@@ -43,17 +43,22 @@ class Dequantise:
     @property
     def dims(self) -> int:
         """Of 16 bytes of codes."""
-        return 32 if self.int4 else 16
+        return {"int4": 32, "same": 8}.get(self.cache, 16)
+
+    @property
+    def unit(self) -> int:
+        """Elements of 16 bytes of codes."""
+        return 8 if self.cache == "same" else 16
 
     def arguments(self) -> tuple[Any, ...]:
         """Arguments to compile with."""
         batch, blocks, page, kv_heads, head_dim, width = (cute.sym_int() for _ in range(6))
-        codes = cutlass.Int8 if self.cache == "int8" else cutlass.Uint8
-        mK, mV = (arguments.strided(codes, blocks, page, kv_heads, width, unit=16) for _ in range(2))
+        codes = {"int8": cutlass.Int8, "same": cutlass.BFloat16}.get(self.cache, cutlass.Uint8)
+        mK, mV = (arguments.strided(codes, blocks, page, kv_heads, width, unit=self.unit) for _ in range(2))
         mLengths, mTable = lengths_and_table(batch)
         of_tokens = Float16 if self.int4 else Float32
         sizes = (blocks, page, kv_heads)
-        if self.cache == "fp8":  # whose scales are not read here
+        if self.cache in ("fp8", "same"):  # whose scales are not read here
             sizes = tuple(cute.sym_int() for _ in range(3))
         tokens = [arguments.any_strides(of_tokens, *sizes) for _ in range(2)]
         bf16 = cutlass.BFloat16
@@ -73,8 +78,8 @@ class Dequantise:
             mValueZero=arguments.any_strides(of_tokens, *(cute.sym_int() for _ in range(3))),
             mTail=tail,
             mSequences=arguments.any_strides(Int32, cute.sym_int()),
-            mOutK=arguments.contiguous(bf16, cute.sym_int(), page, kv_heads, head_dim),
-            mOutV=arguments.contiguous(bf16, cute.sym_int(), page, kv_heads, head_dim),
+            mOutK=arguments.strided(bf16, cute.sym_int(), page, kv_heads, head_dim, unit=8),
+            mOutV=arguments.strided(bf16, cute.sym_int(), page, kv_heads, head_dim, unit=8),
             mOutTable=arguments.contiguous(Int32, cute.sym_int(), align=None),
             mOutLengths=arguments.contiguous(Int32, cute.sym_int(), align=None),
         )
@@ -93,8 +98,8 @@ class Dequantise:
         tid, _, _ = cute.arch.thread_idx()
         block, sequence, _ = cute.arch.block_idx()
         mK, page_size = tensors.mK, tensors.mK.shape[1]
-        units = mK.shape[3] // 16
-        of_key = mK.shape[2] * units
+        units = mK.shape[3] // self.unit
+        of_head = scalars.step_keys * units
         if cutlass.const_expr(self.pdl):
             pdl.wait()
             pdl.trigger()
@@ -113,12 +118,13 @@ class Dequantise:
         first = scalars.step_keys * block
         while first < held:
             i = tid
-            while i < scalars.step_keys * of_key:
-                of_chunk = divide(i, of_key)
-                key, in_key = first + of_chunk, i - of_chunk * of_key
+            while i < of_head * mK.shape[2]:  # head by head, as they lie in the results
+                head = divide(i, of_head)
+                in_head = i - head * of_head
+                of_chunk = divide(in_head, units)
+                key, unit = first + of_chunk, in_head - of_chunk * units
                 if key < held:
-                    head = divide(in_key, units)
-                    self.convert(tensors, scalars, sequence, key, head, in_key - head * units, length, tail_row)
+                    self.convert(tensors, scalars, sequence, key, head, unit, length, tail_row)
                 i += THREADS
             first += scalars.step_keys * scalars.blocks
 
@@ -133,10 +139,15 @@ class Dequantise:
             page = tensors.mTable[sequence, entry]
             page = cutlass.select_(page < tensors.mK.shape[0], page, Int32(-1))
             if slot == 0 and head == 0 and unit == 0:
-                tensors.mOutTable[to_page] = cutlass.select_(page < 0, Int32(-1), to_page)
-        if page >= 0:
+                tensors.mOutTable[to_page] = cutlass.select_(page < 0, Int32(-1), sequence)
+        if page < 0:
+            for i in cutlass.range_constexpr(self.dims // 8):
+                for mOut in (tensors.mOutK, tensors.mOutV):
+                    to = address(mOut, (to_page, slot, head, unit * self.dims + 8 * i), 2)
+                    ptx.store_global(to, [Uint32(0)] * 4)
+        else:
             dim = unit * self.dims
-            source, target = (page, slot, head, 16 * unit), (to_page, slot, head, dim)
+            source, target = (page, slot, head, unit * self.unit), (to_page, slot, head, dim)
             if cutlass.const_expr(self.int4):
                 if key >= length // INT4_PAGE * INT4_PAGE:
                     for i in cutlass.range_constexpr(self.dims // 8):
@@ -147,6 +158,10 @@ class Dequantise:
                 scale = Float32(tensors.mValueScale[page, slot, head])
                 zero = Float32(tensors.mValueZero[page, slot, head])
                 self.convert_row(tensors.mV, tensors.mOutV, scalars, source, target, scale, zero)
+            elif cutlass.const_expr(self.cache == "same"):
+                given = [ptx.load_global(address(mX, source, 2), 4) for mX in (tensors.mK, tensors.mV)]
+                for i in cutlass.range_constexpr(2):
+                    ptx.store_global(address((tensors.mOutK, tensors.mOutV)[i], target, 2), given[i])
             elif cutlass.const_expr(self.cache == "fp8"):
                 self.convert_fp8(tensors.mK, tensors.mOutK, scalars, source, target)
                 self.convert_fp8(tensors.mV, tensors.mOutV, scalars, source, target)

@@ -226,7 +226,7 @@ class PrefillScalars(NamedTuple):
     packed_queries: i32  # mStartQ says which rows of block 0 of mQ are a sequence's
     key_starts: i32  # 1: mStartK says the same for mK and mV; 2: it gives lengths alone; 0: it is not there
     has_lengths: i32  # mLengths has the number of keys of each sequence
-    has_block_table: i32
+    has_block_table: i32  # 2: it says which keys exist; they lie behind one another in the block of their sequence
     max_queries: i32  # of a sequence
     max_keys: i32  # of a sequence; without lengths of any kind, their number
     appended: i32  # keys that the call appends; mLengths does not count them

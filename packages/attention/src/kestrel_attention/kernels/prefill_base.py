@@ -103,6 +103,11 @@ class PrefillBase:
         """The bits of a vector's index that the swizzle changes, so that rows read together hit all 32 banks."""
         return {0: 7, 4: 3}.get(self.units % 8, 1)
 
+    @property
+    def capped_at_once(self) -> int:
+        """Scores of a thread, at most, to which the soft cap is applied at once."""
+        return 8
+
     # -- host -----------------------------------------------------------------------------------------------------
 
     def arguments(self) -> tuple[Any, ...]:
@@ -321,15 +326,19 @@ class PrefillBase:
         """Where a lane's key of a tile lies, and which of the warp's keys exist."""
         key = tile * self.key_tile + warp * self.loaded_rows + lane % self.loaded_rows
         slot = Uint32(key + keys.first_slot)
-        if keys.has_block_table != 0:
+        if keys.has_block_table == 1:
             _, slot = self.entry_and_slot(keys, key)
         exists = rPage[0] >= 0 and rPage[0] < keys.num_blocks
-        block = cutlass.select_(exists, Uint32(rPage[0]), Uint32(0))
-        slot = cutlass.select_(exists, slot, Uint32(0))
-        bits = Uint32(cute.arch.vote_ballot_sync(exists)) & Uint32((1 << self.loaded_rows) - 1)
+        in_order = keys.has_block_table == 2
+        block = cutlass.select_(in_order, Uint32(keys.block), cutlass.select_(exists, Uint32(rPage[0]), Uint32(0)))
+        slot = cutlass.select_(exists or in_order, slot, Uint32(0))
+        all_rows = Uint32((1 << self.loaded_rows) - 1)
+        bits = Uint32(cute.arch.vote_ballot_sync(exists)) & all_rows
+        below = bits_below(keys.held - tile * self.key_tile - warp * self.loaded_rows) & all_rows
+        present = cutlass.select_(in_order, below, bits)
         key_offset = block * keys.strides[0] + slot * keys.strides[1]
         value_offset = block * keys.strides[2] + slot * keys.strides[3]
-        return Located(key_offset, value_offset, bits, block, slot)
+        return Located(key_offset, value_offset, bits, present, block, slot)
 
     @cute.jit
     def from_f16(self, pair: Uint32) -> Uint32:
@@ -344,19 +353,20 @@ class PrefillBase:
 
     @cute.jit
     def cap(self, rScore, softcap: Float32, softmax_scale):
-        """Apply the soft cap, eight scores per iteration; the scores rotate, so that few registers are live at once.
+        """Apply the soft cap. softmax_scale: of rows g and g + 8.
 
-        softmax_scale: of rows g and g + 8.
+        More than 32 scores of a thread rotate, eight per iteration, so that few registers are live at once.
         """
         count = cutlass.const_expr(self.row_tiles * self.key_tile // 2)
+        each = cutlass.const_expr(count if count <= self.capped_at_once else 8)
         base2_cap, scale = softcap * LOG2_E, [softmax_scale[r] * LOG2_E for r in range(2)]
-        iterations = ptx.opaque(cutlass.select_(softcap > 0.0, Int32(count // 8), Int32(0)))
+        iterations = ptx.opaque(cutlass.select_(softcap > 0.0, Int32(count // each), Int32(0)))
         for _ in cutlass.range(iterations, unroll=1):
-            capped = [scores.soft_cap_inline(rScore[i] * scale[i // 2 % 2], base2_cap) for i in range(8)]
-            for i in cutlass.range_constexpr(count - 8):
-                rScore[i] = rScore[i + 8]
-            for i in cutlass.range_constexpr(8):
-                rScore[count - 8 + i] = capped[i]
+            capped = [scores.soft_cap_inline(rScore[i] * scale[i // 2 % 2], base2_cap) for i in range(each)]
+            for i in cutlass.range_constexpr(count - each):
+                rScore[i] = rScore[i + each]
+            for i in cutlass.range_constexpr(each):
+                rScore[count - each + i] = capped[i]
 
     @cute.jit
     def mask(self, rScore, sExists: Int32, visible: Visible, scalars, first_key, lane):

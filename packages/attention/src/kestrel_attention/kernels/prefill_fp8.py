@@ -34,6 +34,8 @@ class PrefillFp8(PrefillHopper):
     """Buffers of values that wait to be transposed."""
     output_parts: int = 1
     """In which the products with values are computed, to hold the sums of one at a time."""
+    transposed: bool = False
+    """Keys are in order, and tiles of values transposed in memory (prefill_transpose.py)."""
 
     @property
     def element_bytes(self) -> int:
@@ -49,7 +51,7 @@ class PrefillFp8(PrefillHopper):
 
     @property
     def code_barriers(self) -> int:
-        return self.staging * self.warps if self.boxes else 0
+        return self.staging * self.warps if self.boxes and not self.transposed else 0
 
     @property
     def copied_keys(self) -> bool:
@@ -57,7 +59,7 @@ class PrefillFp8(PrefillHopper):
 
     @property
     def copied_values(self) -> bool:
-        return True  # transposed by every thread
+        return not self.transposed  # by every thread
 
     @property
     def rescale_slack(self) -> float:
@@ -69,7 +71,7 @@ class PrefillFp8(PrefillHopper):
 
     @property
     def shared_bytes(self) -> int:
-        tiles = 2 * self.num_stages + self.staging
+        tiles = 2 * self.num_stages + (0 if self.transposed else self.staging)
         return self.query_buffers * self.buffer_bytes + tiles * self.tile_bytes
 
     # -- producer -------------------------------------------------------------------------------------------------
@@ -77,6 +79,37 @@ class PrefillFp8(PrefillHopper):
     @cute.jit
     def produce_codes(self, pipe: Pipe, scalars, keys: Keys, work: Work, kv_head, rPage, loaded, warp, lane):
         """Load keys into their stage and values into a staging buffer; transpose values ``staging - 1`` tiles later."""
+        if cutlass.const_expr(self.transposed):
+            self.produce_transposed(pipe, keys, work, kv_head, rPage, loaded, warp, lane)
+        else:
+            self.produce_and_transpose(pipe, keys, work, kv_head, rPage, loaded, warp, lane)
+
+    @cute.jit
+    def produce_transposed(self, pipe: Pipe, keys: Keys, work: Work, kv_head, rPage, loaded, warp, lane):
+        """Load keys and transposed values by TMA; a warp loads 32 dims of a tile of values."""
+        n = Int32(0)
+        while n < work.num_tiles:
+            at = loaded + n
+            stage, parity = at % self.num_stages, (at // self.num_stages & 1) ^ 1
+            tile = self.tile_at(work, n)
+            found = self.locate(keys, rPage, tile, warp, lane)
+            hopper.mbarrier_wait(pipe.keys_empty + 8 * stage, parity)
+            if lane == 0:
+                self.store_exists(pipe, at, found.exists, warp)
+            box = self.box_of(found, kv_head, lane)
+            to_keys = pipe.keys + stage * self.tile_bytes
+            self.load_boxes(pipe.key_map, to_keys, box, pipe.keys_full + 8 * stage, warp, lane)
+            hopper.mbarrier_wait(pipe.values_empty + 8 * stage, parity)
+            row = tile * self.head_dim + warp * self.loaded_rows + lane * self.box_rows
+            to_values = pipe.values + stage * self.tile_bytes
+            box = (Int32(0), row, kv_head, keys.block)
+            self.load_boxes(pipe.value_map, to_values, box, pipe.values_full + 8 * stage, warp, lane)
+            if n + 1 < work.num_tiles:
+                self.look_up(rPage, keys, self.tile_at(work, n + 1), warp, lane)
+            n += 1
+
+    @cute.jit
+    def produce_and_transpose(self, pipe: Pipe, keys: Keys, work: Work, kv_head, rPage, loaded, warp, lane):
         behind = cutlass.const_expr(self.staging - 1)
         n = Int32(0)
         while n < work.num_tiles:
@@ -149,9 +182,16 @@ class PrefillFp8(PrefillHopper):
         hopper.mbarrier_wait(pipe.values_empty + 8 * stage, parity)
         lane = ptx.opaque(lane)
         source = self.place_of_values(pipe, at, warp, lane)
+        self.transpose_rows(source, pipe.values + stage * self.tile_bytes, warp, lane)
+        hopper.fence_proxy_async()
+        hopper.mbarrier_arrive(pipe.values_full + 8 * stage)
+
+    @cute.jit
+    def transpose_rows(self, source: Int32, tile: Int32, warp, lane):
+        """Transpose the warp's values. source: those of a lane's key; tile: of transposed values."""
         row = lane % 16
         swizzled = (2 * warp + lane // 16) ^ hopper.swizzle(self.key_tile, row)
-        to = pipe.values + stage * self.tile_bytes + row * self.key_tile + 16 * swizzled
+        to = tile + row * self.key_tile + 16 * swizzled
         for c in cutlass.range_constexpr(self.units):
             pairs = ptx.ldmatrix_x4_trans(source ^ (16 * c))
             words = []
@@ -159,8 +199,6 @@ class PrefillFp8(PrefillHopper):
                 for selector in (EVEN_BYTES, ODD_BYTES):
                     words.append(ptx.prmt(pairs[2 * group], pairs[2 * group + 1], selector))
             ptx.stmatrix_x4(to + c * (16 * self.key_tile), words)
-        hopper.fence_proxy_async()
-        hopper.mbarrier_arrive(pipe.values_full + 8 * stage)
 
     # -- consumers ------------------------------------------------------------------------------------------------
 

@@ -40,7 +40,9 @@ class HopperProducer(HopperPlaces):
     producer_registers: int = 56
     consumer_registers: int = 224
     boxes: bool = False
-    """TMA loads boxes of 16 keys, which follow one another in memory."""
+    """TMA loads boxes of keys, which follow one another in memory."""
+    box_rows: int = BOX_ROWS
+    """Of a box."""
     turns: bool = False
     """Consumer warpgroups start their products in turn, so that one multiplies while another computes weights."""
 
@@ -125,6 +127,11 @@ class HopperProducer(HopperPlaces):
     @property
     def copied_values(self) -> bool:
         return not self.codes and not self.boxes
+
+    @property
+    def keeps_addresses(self) -> bool:
+        """The compiler would compute addresses of shared memory anew for each tile, which some kernels prefer."""
+        return self.consumers > 1 and self.head_dim <= 128 and not (self.copied_keys and self.element_bytes > 1)
 
     @property
     def shared_bytes(self) -> int:
@@ -351,10 +358,10 @@ class HopperProducer(HopperPlaces):
                 hopper.mbarrier_arrive_after_copies(keys_full)
             hopper.mbarrier_wait(pipe.values_empty + 8 * stage, parity)
             if cutlass.const_expr(self.boxes):
-                if self.has_zeros(keys, found.exists):
+                if self.has_zeros(keys, found.present):
                     self.load_boxes(pipe.value_map, to_values, box, values_full, warp, lane)
                 else:  # zeros for keys that do not exist
-                    self.load_rows(keys, to_values, keys.value_base, found.value, found.exists, warp, lane)
+                    self.load_rows(keys, to_values, keys.value_base, found.value, found.present, warp, lane)
                     ptx.cp_async_commit()
                     ptx.cp_async_wait(0)
                     hopper.fence_proxy_async()
@@ -443,31 +450,31 @@ class HopperProducer(HopperPlaces):
     def box_of(self, found: Located, kv_head, lane):
         """The coordinates of the lane's box of the warp's keys, whatever tensor it is loaded from.
 
-        Lane l loads column block l % row_boxes of 16 rows: zeros where the first of them does not exist.
+        Lane l loads column block l % row_boxes of box_rows rows: zeros where the first of them is not in memory.
         """
-        first = lane // self.row_boxes * BOX_ROWS
+        first = lane // self.row_boxes * self.box_rows
         slot = Int32(cute.arch.shuffle_sync(Int32(found.slot), first))
         block = Int32(cute.arch.shuffle_sync(Int32(found.block), first))
-        slot = cutlass.select_((found.exists >> Uint32(first)) & 1 != 0, slot, Int32(PAST_ALL_SLOTS))
+        slot = cutlass.select_((found.present >> Uint32(first)) & 1 != 0, slot, Int32(PAST_ALL_SLOTS))
         return lane % self.row_boxes * (self.box_bytes // self.stored_bytes), slot, kv_head, block
 
     @cute.jit
     def has_zeros(self, keys: Keys, exists: Uint32):
         """Whether TMA puts zeros in place of keys that do not exist: they fill boxes, or lie past the tensor."""
-        firsts = cutlass.const_expr(sum(1 << i for i in range(0, self.loaded_rows, BOX_ROWS)))
-        fill_boxes = (exists ^ (exists >> (BOX_ROWS - 1))) & firsts == 0
+        firsts = cutlass.const_expr(sum(1 << i for i in range(0, self.loaded_rows, self.box_rows)))
+        fill_boxes = (exists ^ (exists >> (self.box_rows - 1))) & firsts == 0
         past = keys.has_block_table == 0 and keys.first_slot + keys.held >= keys.page_size
         return fill_boxes or past
 
     @cute.jit
     def load_boxes(self, tensor_map: Int64, to: Int32, box, full: Int32, warp, lane):
         """Start loading the warp's rows of a tile by TMA, and arrive; ``full`` waits for their bytes too."""
-        first = warp * self.loaded_rows + lane // self.row_boxes * BOX_ROWS
+        first = warp * self.loaded_rows + lane // self.row_boxes * self.box_rows
         to = to + (lane % self.row_boxes * self.key_tile + first) * self.box_bytes
         if lane == 0:
             hopper.mbarrier_arrive_expecting(full, Int32(self.loaded_rows * self.row_boxes * self.box_bytes))
         cute.arch.sync_warp()
-        if lane < self.loaded_rows // BOX_ROWS * self.row_boxes:
+        if lane < self.loaded_rows // self.box_rows * self.row_boxes:
             hopper.load_box(to, tensor_map, box, full)
 
     @cute.jit

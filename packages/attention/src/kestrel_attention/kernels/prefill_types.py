@@ -14,8 +14,8 @@ class Keys(NamedTuple):
     table: Int64  # address of its row of the block table
     table_stride: Int64
     table_width: Int32
-    has_block_table: Int32
-    block: Int32  # that holds all keys where there is no table
+    has_block_table: Int32  # as in PrefillScalars
+    block: Int32  # that holds all keys where there is no table, or one of keys in order
     first_slot: Int32  # of its first key there
     num_blocks: Int32
     page_size: Int32
@@ -84,6 +84,7 @@ class Located(NamedTuple):
     key: Uint32
     value: Uint32
     exists: Uint32
+    present: Uint32  # the same for those in memory: in order also zeros in place of keys that do not exist
     block: Uint32  # of the lane's key, and its slot there
     slot: Uint32
 

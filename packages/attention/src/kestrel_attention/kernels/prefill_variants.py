@@ -8,6 +8,7 @@ from typing import Any, Literal, TypeVar
 
 from kestrel_runtime.cute_dsl.variants import capability, supports_pdl
 
+from .constants import BOX_ROWS, LARGE_BOX_ROWS
 from .dtypes import DTYPES, numeric_type
 
 Length = Literal["", "short", "long"]
@@ -100,6 +101,8 @@ class HopperPrefillVariant:
     computes while another starts or ends. Results are bit-identical."""
     boxes: bool = False
     """For keys of which each 16 follow one another in memory, so that TMA loads them; bit-identical results."""
+    box_rows: int = BOX_ROWS
+    """Keys that TMA loads at once; a page holds a multiple of them."""
     vector_loads: bool = False
     archs: tuple[str, ...] = ("90a",)
     """Architectures that the kernel is compiled for."""
@@ -107,6 +110,7 @@ class HopperPrefillVariant:
     @property
     def name(self) -> str:
         words = ["prefill", self.dtype, self.cache, "hopper", f"d{self.head_dim}", self.length, "boxes" * self.boxes]
+        words.append("large" * (self.box_rows > BOX_ROWS))
         return "_".join(filter(None, words))
 
     @property
@@ -136,6 +140,7 @@ class HopperPrefillVariant:
             producer_registers=self.producer_registers,
             consumer_registers=self.consumer_registers,
             boxes=self.boxes,
+            box_rows=self.box_rows,
             turns=self.consumers > 1,
             ctas_per_sm=self.ctas_per_sm,
         )
@@ -150,6 +155,12 @@ class Fp8PrefillVariant(HopperPrefillVariant):
     output_parts: int = 1
     turns: bool = False
     """Consumers in turn, and bases that rarely move (prefill_fp8_turns.py)."""
+    transposed: bool = False
+    """Values are transposed ahead of this kernel (prefill_transpose.py)."""
+
+    @property
+    def name(self) -> str:
+        return super().name + "_transposed" * self.transposed
 
     def kernel(self, arch: str) -> tuple[Any, tuple[Any, ...]]:
         """The kernel object and the arguments to compile it with."""
@@ -171,9 +182,38 @@ class Fp8PrefillVariant(HopperPrefillVariant):
             consumer_registers=self.consumer_registers,
             staging=self.staging,
             output_parts=self.output_parts,
+            transposed=self.transposed,
             boxes=self.boxes,
             turns=self.turns,
             ctas_per_sm=self.ctas_per_sm,
+        )
+        return kernel, kernel.arguments()
+
+
+@dataclass(frozen=True)
+class PrefillTransposeVariant:
+    """Transposes e4m3 values ahead of prefill (prefill_transpose.py)."""
+
+    vector_loads: bool = True
+    archs: tuple[str, ...] = ("90a",)
+
+    @property
+    def name(self) -> str:
+        return "prefill_transpose_d128"
+
+    def kernel(self, arch: str) -> tuple[Any, tuple[Any, ...]]:
+        """The kernel object and the arguments to compile it with."""
+        from .prefill_transpose import PrefillTranspose
+
+        kernel = PrefillTranspose(
+            dtype=numeric_type("bf16"),
+            head_dim=128,
+            key_tile=128,
+            warps=4,
+            row_tiles=1,
+            num_stages=1,
+            pdl=supports_pdl(arch),
+            codes=True,
         )
         return kernel, kernel.arguments()
 
@@ -302,6 +342,8 @@ PREFILL_HOPPER += tuple(
     )
 )
 
+PREFILL_HOPPER += tuple(HopperPrefillVariant(dtype, 128, boxes=True, box_rows=LARGE_BOX_ROWS) for dtype in DTYPES)
+
 PREFILL_FP8 = (
     Fp8PrefillVariant("bf16", 64, "e4m3", num_stages=4),
     Fp8PrefillVariant("bf16", 64, "e4m3", num_stages=4, **SHORT),
@@ -322,10 +364,23 @@ PREFILL_FP8 = (
         )
         for boxes in (False, True)
     ),
+    Fp8PrefillVariant(
+        "bf16",
+        128,
+        "e4m3",
+        num_stages=4,
+        boxes=True,
+        producer_registers=40,
+        consumer_registers=232,
+        turns=True,
+        transposed=True,
+        box_rows=LARGE_BOX_ROWS,
+    ),
 )
 
 PREFILL_VARIANTS = (
-    *(DequantiseVariant(cache) for cache in ("int8", "int4", "fp8")),
+    PrefillTransposeVariant(),
+    *(DequantiseVariant(cache) for cache in ("int8", "int4", "fp8", "same")),
     *PREFILL,
     *PREFILL_HOPPER,
     *PREFILL_FP8,
@@ -344,13 +399,21 @@ def prefilling_on_hopper(
     dtype: str, cache: str, head_dim: int, length: Length = "", boxes: bool = False
 ) -> HopperPrefillVariant | None:
     """The compiled variant with warpgroup matrix products for a head dimension, or None. boxes: see there."""
-    fitting = [v for v in PREFILL_HOPPER if v.dtype == dtype and v.cache == cache]
+    fitting = [v for v in PREFILL_HOPPER if v.dtype == dtype and v.cache == cache and v.box_rows == BOX_ROWS]
     return _fitting(fitting, head_dim, length, boxes)
 
 
-def prefilling_in_fp8(head_dim: int, length: Length = "", boxes: bool = False) -> Fp8PrefillVariant | None:
-    """The compiled variant with e4m3 matrix products for a head dimension, or None. boxes: see there."""
-    return _fitting(PREFILL_FP8, head_dim, length, boxes)
+def in_large_boxes(variant: HopperPrefillVariant) -> HopperPrefillVariant:
+    """The same for keys of which each LARGE_BOX_ROWS follow one another in memory, if there is one."""
+    large = replace(variant, box_rows=LARGE_BOX_ROWS)
+    return large if large in PREFILL_HOPPER else variant
+
+
+def prefilling_in_fp8(
+    head_dim: int, length: Length = "", boxes: bool = False, transposed: bool = False
+) -> Fp8PrefillVariant | None:
+    """The compiled variant with e4m3 matrix products for a head dimension, or None. boxes, transposed: see there."""
+    return _fitting([v for v in PREFILL_FP8 if v.transposed == transposed], head_dim, length, boxes)
 
 
 def _fitting(variants: Iterable[T], head_dim: int, length: Length, boxes: bool) -> T | None:

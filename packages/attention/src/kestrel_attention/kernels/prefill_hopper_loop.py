@@ -1,0 +1,307 @@
+"""The consumers' loop over tiles of keys in prefill_hopper.py.
+
+S of one tile is computed together with P V of the tile before. What a thread computes for a tile is a chain, about as
+long as the products. So nothing is in it that can be known earlier, or fits into the gaps of the exponentials.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Uint32
+
+from kestrel_runtime.cute_dsl import hopper, numeric, ptx
+
+from . import scores
+from .constants import WARPGROUP_ROWS
+from .prefill_base import bits_below, once_if
+from .prefill_hopper_producer import HopperProducer
+from .prefill_types import Pipe, Sums, Visible, Work
+
+TURN_BARRIER = 8  # the first of the named barriers for turns, one for each consumer warpgroup
+
+
+@dataclass(frozen=True)
+class HopperLoop(HopperProducer):
+    """The loop, and what it does with scores and weights."""
+
+    @property
+    def late_values(self) -> bool:
+        """Products with values are waited for behind the largest score, not ahead of it: faster with copied keys."""
+        return self.head_dim == 128 and self.copied_keys
+
+    @cute.jit
+    def main_loop(self, pipe: Pipe, scalars, work: Work, visible: Visible, sQ, used, scale, sums: Sums, lane):
+        """Add the tiles of a work item to sums: S of tile n is computed together with P V of tile n - 1.
+
+        What a thread computes for one tile is a chain, about as long as the products. So nothing is in it that can be
+        known earlier (``rare``) or fits into the gaps of the exponentials (pack).
+        """
+        rOut = sums.rOut
+        rScore = cute.make_rmem_tensor(self.key_tile // 2, Float32)
+        rP = cute.make_rmem_tensor(self.key_tile // 4, Uint32)
+        rFactor = cute.make_rmem_tensor(2, Float32)
+        warpgroup = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // 128) - 1
+        stage, parity = used % self.num_stages, used // self.num_stages & 1
+        hopper.mbarrier_wait(pipe.keys_full + 8 * stage, parity)
+        self.fence_copies()
+        self.start_scores(sQ, pipe.keys + stage * self.tile_bytes, rScore)
+        tile = self.tile_at(work, Int32(0))
+        hidden, rare = self.changes_of(pipe, scalars, visible, tile, used, lane)
+        hopper.wgmma_wait(0)
+        self.order(rScore)
+        self.release(pipe.keys_empty, stage, lane)
+        for zero in cutlass.range(hidden, unroll=1):
+            self.hide_last(rScore, visible, scalars, tile * self.key_tile, lane, zero)
+        for _ in cutlass.range(rare, unroll=1):
+            self.change_scores(pipe, scalars, visible, work, rScore, tile, used, lane)
+        self.update_base(rScore, sums, rFactor, scale)
+        self.weigh(rScore, sums, rFactor, scale)
+        self.pack(rScore, rP)
+        n = Int32(1)
+        seen = self.seen_tiles(scalars, work, warpgroup)
+        while n < seen:
+            last_stage, last_parity = stage, parity
+            at = used + n
+            stage, parity = at % self.num_stages, at // self.num_stages & 1
+            hopper.mbarrier_wait(pipe.keys_full + 8 * stage, parity)
+            self.fence_copies()
+            self.take_turn(warpgroup)
+            self.start_scores(sQ, pipe.keys + stage * self.tile_bytes, rScore)
+            tile = self.tile_at(work, n)
+            hidden, rare = self.changes_of(pipe, scalars, visible, tile, at, lane)
+            hopper.mbarrier_wait(pipe.values_full + 8 * last_stage, last_parity)
+            self.fence_copies()
+            self.start_output(pipe.values + last_stage * self.tile_bytes, rP, rOut)
+            self.pass_turn(warpgroup)
+            hopper.wgmma_wait(1)
+            self.order(rScore)
+            self.release(pipe.keys_empty, stage, lane)
+            for zero in cutlass.range(hidden, unroll=1):
+                self.hide_last(rScore, visible, scalars, tile * self.key_tile, lane, zero)
+            for _ in cutlass.range(rare, unroll=1):
+                self.change_scores(pipe, scalars, visible, work, rScore, tile, at, lane)
+            if cutlass.const_expr(self.late_values):
+                for _ in cutlass.range(ptx.opaque(Int32(1)), unroll=1):  # keeps it ahead of the wait
+                    self.update_base(rScore, sums, rFactor, scale)
+            else:
+                self.update_base(rScore, sums, rFactor, scale)
+            hopper.wgmma_wait(0)
+            self.order(rOut)
+            self.release(pipe.values_empty, last_stage, lane)
+            if cutlass.const_expr(self.head_dim > 128):
+                self.rescale(rOut, rFactor)
+            self.weigh(rScore, sums, rFactor, scale)
+            self.pack(rScore, rP)
+            if cutlass.const_expr(self.head_dim <= 128):
+                self.rescale(rOut, rFactor)
+            n += 1
+        hopper.mbarrier_wait(pipe.values_full + 8 * stage, parity)
+        self.fence_copies()
+        self.start_output(pipe.values + stage * self.tile_bytes, rP, rOut)
+        if cutlass.const_expr(self.skips):
+            for _ in cutlass.range(work.num_tiles - seen, unroll=1):
+                self.take_turn(warpgroup)
+                self.pass_turn(warpgroup)
+        hopper.wgmma_wait(0)
+        self.order(rOut)
+        self.release(pipe.values_empty, stage, lane)
+        if cutlass.const_expr(self.skips):
+            while n < work.num_tiles:
+                at = used + n
+                stage, parity = at % self.num_stages, at // self.num_stages & 1
+                hopper.mbarrier_wait(pipe.keys_full + 8 * stage, parity)
+                self.release(pipe.keys_empty, stage, lane)
+                hopper.mbarrier_wait(pipe.values_full + 8 * stage, parity)
+                self.release(pipe.values_empty, stage, lane)
+                n += 1
+
+    @property
+    def capped_at_once(self) -> int:
+        return 32
+
+    @property
+    def skips(self) -> bool:
+        """Warpgroups skip the last tiles of a work where none of their own rows sees a key of them.
+
+        There are at most two, so the others wait for no stage that a warpgroup waiting for its turn has not released.
+        """
+        return self.block_rows > self.key_tile
+
+    @cute.jit
+    def seen_tiles(self, scalars, work: Work, warpgroup):
+        """The tiles of a work without its last ones of which no row of the warpgroup sees a key; at least one."""
+        seen = work.num_tiles
+        if cutlass.const_expr(self.skips):
+            queries = Int32(WARPGROUP_ROWS) >> work.pack_shift
+            _, last = scores.window(work.position + (warpgroup + 1) * queries - 1, scalars, work.held)
+            end = (last + self.key_tile - 1) // self.key_tile - work.gap
+            end = cutlass.max(end, work.prefix_tiles) - work.first_tile
+            seen = cutlass.max(cutlass.min(seen, end), 1)
+        return cute.arch.make_warp_uniform(seen)
+
+    @cute.jit
+    def take_turn(self, warpgroup):
+        """Wait until the warpgroup before this one has started its products."""
+        if cutlass.const_expr(self.turns):
+            hopper.named_barrier(TURN_BARRIER + warpgroup, 256)
+
+    @cute.jit
+    def pass_turn(self, warpgroup):
+        """Let the next warpgroup start its products."""
+        if cutlass.const_expr(self.turns):
+            following = cutlass.select_(warpgroup + 1 < self.consumers, warpgroup + 1, Int32(0))
+            hopper.named_barrier_arrive(TURN_BARRIER + following, 256)
+
+    @cute.jit
+    def changes_of(self, pipe: Pipe, scalars, visible: Visible, tile, at, lane):
+        """What the scores of a tile need, as trip counts of two loops: hide_last, change_scores, or neither.
+
+        It needs the full keys, not their scores. The votes keep the compiler from computing it behind the scores.
+        """
+        each = cutlass.const_expr(self.loaded_rows)
+        first_key = tile * self.key_tile
+        loader = lane % self.warps
+        exists = ptx.load_shared(pipe.exists + 4 * self.warps * (at % (2 * self.num_stages)) + 4 * loader, 1)[0]
+        held = bits_below(visible.held - first_key - each * loader)
+        unseen = first_key < visible.first or first_key + self.key_tile > visible.last
+        unseen = unseen and first_key + self.key_tile > visible.prefix
+        changed = cute.arch.vote_any_sync(exists != self.all_rows or unseen or scalars.softcap > 0.0)
+        gaps = exists != (held & self.all_rows) or visible.prefix > 0
+        rare = cute.arch.vote_any_sync(gaps or scalars.softcap > 0.0 or scalars.window_left >= 0)
+        return once_if(changed and not rare), once_if(changed and rare)
+
+    @cute.jit
+    def hide_last(self, rScore, visible: Visible, scalars, first_key, lane, zero):
+        """Set the scores of keys behind the last that a row sees to -inf. zero: as in hide()."""
+        g, t = lane // 4, lane % 4
+        for r in cutlass.range_constexpr(2):
+            _, last = scores.window(visible.position + zero + (g + 8 * r), scalars, visible.held)
+            last = last - first_key - 2 * t
+            for n in cutlass.range_constexpr(self.key_tile // 8):
+                for e in cutlass.range_constexpr(2):
+                    i = cutlass.const_expr(4 * n + 2 * r + e)
+                    rScore[i] = cutlass.select_(last > 8 * n + e, rScore[i], -Float32.inf)
+
+    @cute.jit
+    def change_scores(self, pipe: Pipe, scalars, visible: Visible, work: Work, rScore, tile, at, lane):
+        """Cap the scores of a tile, and hide those of keys that a row does not see."""
+        self.cap(rScore, scalars.softcap, work.softmax_scale)
+        exists = pipe.exists + 4 * self.warps * (at % (2 * self.num_stages))
+        self.mask(rScore, exists, visible, scalars, tile * self.key_tile, lane)
+
+    @cute.jit
+    def fence_copies(self):
+        """Make the producer's cp.async copies visible to wgmma. Others are by TMA, or fenced by the producer."""
+        if cutlass.const_expr(not self.codes and not self.boxes):
+            hopper.fence_proxy_async()
+
+    @cute.jit
+    def release(self, barriers: Int32, stage, lane):
+        if lane == 0:
+            hopper.mbarrier_arrive(barriers + 8 * stage)
+
+    @cute.jit
+    def order(self, registers):
+        """Keep the compiler from moving uses of these registers above this point."""
+        count = cutlass.const_expr(cute.size(registers))
+        found = hopper.ordered([registers[i] for i in range(count)])
+        for i in cutlass.range_constexpr(count):
+            registers[i] = found[i]
+
+    @cute.jit
+    def start_scores(self, sQ: Int32, sK: Int32, rScore):
+        kind = cutlass.const_expr(numeric.ptx_name(self.product_type))
+        count = cutlass.const_expr(self.key_tile // 2)
+        of_queries = hopper.descriptor(sQ, self.block_bytes, 0)
+        of_keys = hopper.descriptor(sK, self.block_bytes, 0)
+        steps = cutlass.const_expr(self.block_bytes // 32)  # of a column block
+        hopper.wgmma_fence()
+        found = None
+        for k in cutlass.range_constexpr(self.head_dim // 16):
+            a = of_queries + (k // steps * (WARPGROUP_ROWS * self.block_bytes) + k % steps * 32) // 16
+            b = of_keys + (k // steps * (self.key_tile * self.block_bytes) + k % steps * 32) // 16
+            found = hopper.wgmma(found, count, a, b, kind)
+        hopper.wgmma_commit()
+        for i in cutlass.range_constexpr(count):
+            rScore[i] = found[i]
+
+    @cute.jit
+    def start_output(self, sV: Int32, rP, rOut):
+        kind = cutlass.const_expr(numeric.ptx_name(self.product_type))
+        count = cutlass.const_expr(self.head_dim // 2)
+        of_values = hopper.descriptor(sV, self.block_bytes, self.key_tile * self.block_bytes)
+        hopper.wgmma_fence()
+        found = [rOut[i] for i in range(count)]
+        for k in cutlass.range_constexpr(self.key_tile // 16):
+            a = [rP[4 * k + i] for i in range(4)]
+            found = hopper.wgmma_transposed(found, count, a, of_values + k * self.block_bytes, kind)
+        hopper.wgmma_commit()
+        for i in cutlass.range_constexpr(count):
+            rOut[i] = found[i]
+
+    @cute.jit
+    def pack(self, rScore, rP):
+        kind = cutlass.const_expr(numeric.ptx_name(self.product_type))
+        for i in cutlass.range_constexpr(self.key_tile // 4):
+            rP[i] = ptx.pack_f32x2(rScore[2 * i], rScore[2 * i + 1], kind)
+
+    @cute.jit
+    def softmax(
+        self, pipe: Pipe, scalars, visible: Visible, work: Work, rScore, sums: Sums, rFactor, scale, tile, at, lane
+    ):
+        """Turn scores into weights exp2(scale (score - base)); rFactor rescales the previous sums and results.
+
+        tile: of keys; at: how many tiles the warpgroup has visited before it.
+        """
+        self.rebase(pipe, scalars, visible, work, rScore, sums, rFactor, scale, tile, at, lane)
+        self.weigh(rScore, sums, rFactor, scale)
+
+    @cute.jit
+    def rebase(
+        self, pipe: Pipe, scalars, visible: Visible, work: Work, rScore, sums: Sums, rFactor, scale, tile, at, lane
+    ):
+        """The first half of softmax: mask scores, and update the base."""
+        self.change_scores(pipe, scalars, visible, work, rScore, tile, at, lane)
+        self.update_base(rScore, sums, rFactor, scale)
+
+    @cute.jit
+    def update_base(self, rScore, sums: Sums, rFactor, scale):
+        """Raise the base of the weights to the largest score; rFactor, of the sums so far."""
+        rMax = sums.rMax
+        for r in cutlass.range_constexpr(2):
+            some = [rMax[r], rMax[r]]
+            for n in cutlass.range_constexpr(self.key_tile // 8):
+                i = cutlass.const_expr(4 * n + 2 * r)
+                some[n % 2] = ptx.fmax(some[n % 2], ptx.fmax(rScore[i], rScore[i + 1]))
+            highest = ptx.fmax(some[0], some[1])
+            highest = ptx.fmax(highest, cute.arch.shuffle_sync_bfly(highest, 1))
+            highest = ptx.fmax(highest, cute.arch.shuffle_sync_bfly(highest, 2))
+            exceed = (highest - rMax[r]) * scale[r] > self.rescale_slack
+            factor = ptx.exp2_approx((rMax[r] - highest) * scale[r])
+            rFactor[r] = cutlass.select_(exceed, factor, Float32(1.0))
+            rMax[r] = cutlass.select_(exceed, highest, rMax[r])
+
+    @cute.jit
+    def weigh(self, rScore, sums: Sums, rFactor, scale):
+        """The second half: scores become weights, and are added to the sums."""
+        rMax, rSum = sums.rMax, sums.rSum
+        for r in cutlass.range_constexpr(2):
+            base = -self.log2_unit(rMax[r], scale[r])
+            totals = [rSum[r] * rFactor[r], Float32(0.0)]
+            for n in cutlass.range_constexpr(self.key_tile // 8):
+                for e in cutlass.range_constexpr(2):
+                    i = cutlass.const_expr(4 * n + 2 * r + e)
+                    weight = ptx.exp2_approx(ptx.fma(rScore[i], scale[r], base))
+                    totals[e] += weight
+                    rScore[i] = weight
+            rSum[r] = totals[0] + totals[1]
+
+    @cute.jit
+    def rescale(self, rOut, rFactor):
+        needed = cute.arch.vote_any_sync(rFactor[0] != 1.0 or rFactor[1] != 1.0)
+        for _ in cutlass.range(once_if(needed), unroll=1):
+            for i in cutlass.range_constexpr(self.head_dim // 2):
+                rOut[i] *= rFactor[i // 2 % 2]
