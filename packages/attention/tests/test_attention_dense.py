@@ -14,6 +14,8 @@ from kestrel_attention import flash_attn_func, flash_attn_varlen_func, flash_att
 from kestrel_runtime.testing import opcheck
 
 NAN = float("nan")
+# Outputs and LSE, both below 8, of the same float32 sums in other blocks: 4 units in the last place.
+OTHER_BLOCKS = 4 * 2**-21
 WAYS = [
     {},
     {"causal": True},
@@ -89,7 +91,7 @@ def test_chunks_and_blocks_change_nothing(monkeypatch):
     monkeypatch.setattr(reference, "_KEYS", 16)
     chunked = flash_attn_func(q, k, v, **how)
     for a, b in zip(whole, chunked, strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=2e-6)
+        torch.testing.assert_close(a, b, rtol=0, atol=OTHER_BLOCKS)
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
@@ -212,7 +214,7 @@ def test_keys_in_a_paged_cache_are_those_of_flash_attn_with_kvcache(page, storag
     out, lse = flash_attn_varlen_func(q, k, v, ints(0, 3, 6, 9), None, 3, 40, seqused_k=lengths, **how)
     batched, batched_lse = flash_attn_with_kvcache(q.view(3, 3, 4, 64), k, v, cache_seqlens=lengths, **how)
     assert torch.equal(out, batched.flatten(0, 1))
-    torch.testing.assert_close(lse, batched_lse.transpose(0, 1).flatten(1), rtol=0, atol=2e-6)
+    torch.testing.assert_close(lse, batched_lse.transpose(0, 1).flatten(1), rtol=0, atol=OTHER_BLOCKS)
     # the lengths may also come as cumulative ones
     cumulative = torch.cat((ints(0), lengths.cumsum(0).int()))
     same = flash_attn_varlen_func(q, k, v, ints(0, 3, 6, 9), cumulative, 3, 40, **how)

@@ -11,6 +11,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from kestrel_moe import reference, topk_softmax
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# Of a weight, in float32: exp of a difference up to 88 (2^-24 * 88 = 5.2e-6), a sum and two quotients.
+WEIGHT_ERROR = 6e-6
 
 
 def by_hand(
@@ -43,10 +45,8 @@ def assert_matches(gating: torch.Tensor, k: int, **options: object) -> None:
     )
     assert (weights.dtype, ids.dtype, counts.dtype) == (torch.float32, torch.int32, torch.int32)
     assert ids.tolist() == expected_ids
-    # float32: exp of a difference up to 88 (2^-24 * 88 relative), a sum and two quotients
-    torch.testing.assert_close(
-        weights.double(), torch.tensor(expected_weights, dtype=torch.float64), rtol=6e-6, atol=1e-37
-    )
+    exact = torch.tensor(expected_weights, dtype=torch.float64)
+    torch.testing.assert_close(weights.double(), exact, rtol=WEIGHT_ERROR, atol=1e-37)
     flat = [i for row in expected_ids for i in row]
     assert counts.tolist() == [flat.count(e) for e in range(gating.shape[1])]
 
@@ -102,7 +102,7 @@ def test_a_bias_moves_the_selection_and_not_the_weights() -> None:
     assert_matches(gating, 4, bias=bias, renormalize=True)
     probabilities = gating.double().softmax(1)
     weights, ids, _ = topk_softmax(gating, 4, bias=bias)
-    torch.testing.assert_close(weights.double(), probabilities.gather(1, ids.long()), rtol=1e-6, atol=0)
+    torch.testing.assert_close(weights.double(), probabilities.gather(1, ids.long()), rtol=WEIGHT_ERROR, atol=0)
     assert ids.tolist() != topk_softmax(gating, 4)[1].tolist()
 
 

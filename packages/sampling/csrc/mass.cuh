@@ -105,14 +105,14 @@ struct WeightFn {
     anchor = __float_as_int(top);
   }
 
-  // No element below this value has mass.
+  // No element below this value has mass: masses are below 2^43, those of weights of 2^-45 of the largest below 1/4.
   __device__ __forceinline__ float zero_mass_below() const {
     if constexpr (!logits) return top * 0x1p-45f;
     return slope < 1e37f ? top - __fdividef(45.f, slope) : -INFINITY;
   }
 
-  // The histogram bin of a value: its distance below the largest (or below 1) in 32nds of an octave of its weight.
-  // 0 to `last`.
+  // The histogram bin of a value: its distance below the largest (or below 1) in 32nds of an octave of its weight,
+  // for probabilities the upper 5 of the 23 mantissa bits. 0 to `last`.
   __device__ __forceinline__ int bin(float v, int last) const {
     if constexpr (logits) {
       const float steps = (top - v) * slope * 32.f;

@@ -106,6 +106,7 @@ struct PivotEstimate {
 #pragma unroll
       for (int b = kBinsPerThread - 1; b >= 0; --b) {
         const int bin = threadIdx.x * kBinsPerThread + b;
+        // 1.5 %: about half a bin, which a weight may be off bin_weight
         const float margin = allowed - 1.015f * below, excess = 0.985f * below - allowed;
         if (margin >= 0.f && margin * margin >= variance_factor * squares_below) low = bin;
         if (excess > 0.f && excess * excess > variance_factor * squares_below) high = max(high, bin);

@@ -317,7 +317,7 @@ void process_logits(TensorView out, TensorView logits, OptionalTensor token_ids,
   check.cuda("logits", logits);
   const int64_t rows = logits.size(0);
   if (rows == 0) return;
-  if (logits.size(1) > (1 << 30)) unsupported("rows of more than 2^30");
+  if (logits.size(1) > (1 << 30)) unsupported("rows of more than 2^30 entries");
   if (p.history.length > static_cast<int>(kCount)) unsupported("a history of 2^28 tokens or more");
   if (p.bias.length > kMaxBiases) unsupported("more than 4096 biases in a row");
   drop_neutral_history(p);

@@ -127,6 +127,7 @@ struct ShortRow {
 #pragma unroll
     for (int e = 0; e < 4; ++e) keys[e] = rank_key(e);
     u32 low = 0, high = top + 1;  // fewer than k elements reach high, more than `most` reach low
+    // An octave of positive values is 2^23 keys: half an octave, one and four below the largest, and all with mass.
     u32 pivot[kPivots] = {high - (1u << 22), high - (1u << 23), high - (1u << 25), 1};
     int count = 0, chosen = 0;
     u64 of_warps;

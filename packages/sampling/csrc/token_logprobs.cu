@@ -102,7 +102,7 @@ void set_results(const Checks& check, LogprobParams& p, const TensorView& logits
 
 void set_rows(LogprobParams& p, const TensorView& logits) {
   if (logits.size(0) > (1 << 27) || logits.size(1) > (1 << 30)) {
-    unsupported("more than 2^27 rows, or rows of more than 2^30");
+    unsupported("more than 2^27 rows, or rows of more than 2^30 entries");
   }
   if (p.top_n > kMaxK) unsupported("kernels cover top_n up to 1024");
   p.rows = address(logits);

@@ -105,9 +105,9 @@ def test_greedy_rows_beside_sampled_ones() -> None:
 @pytest.mark.parametrize("temperature", [0.0, 1e-45, 1.0, 3e38, INF])
 def test_log_probabilities_at_any_temperature_are_those_of_softmax(temperature: float) -> None:
     logits = torch.tensor([[-INF, 2.0, -1e9, 1.5], [3e4, -3e4, -INF, 1.0], [-INF, 0.0, -INF, -INF]])
-    heat = torch.tensor([temperature])
-    found = token_logprobs(logits, torch.zeros(3).int(), 4, heat)
-    want = softmax(logits, heat).gather(1, found.top_ids.long())
+    temperatures = torch.tensor([temperature])
+    found = token_logprobs(logits, torch.zeros(3).int(), 4, temperatures)
+    want = softmax(logits, temperatures).gather(1, found.top_ids.long())
     # exp of a log-probability above -87, which float32 rounds by 2^-19
     assert ((found.top_logprobs.exp() - want).abs() <= 1e-5 * want + 1e-37).all()
 

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import math
-import re
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
-from hypothesis import strategies as st
 from topk_cases import BAD, BITS, DTYPES, KINDS, SIZES, by_hand, fill, ks, take
 
 import kestrel_sampling
 from kestrel_runtime import Binary, UnsupportedError
 from kestrel_runtime.binary import RUN_SM80
 from kestrel_runtime.testing import (
+    ODD_VALUES,
     BadInput,
     assert_rejects,
     assert_same_bits,
+    assert_works_or_is_named,
+    odd_calls,
     opcheck,
 )
 from kestrel_sampling import topk_fwd
@@ -151,31 +152,23 @@ def test_bad_input_is_refused_with_its_name(case: BadInput) -> None:
     assert_rejects(topk_fwd, case)
 
 
-ODD_VALUES: list[Any] = [
-    None, True, False, 0, -1, 1, 5, 6, 2**70, 2.0, math.nan, "x", [1], torch.tensor(2), torch.zeros(3, 5),
-    torch.zeros(5), torch.zeros(()), torch.zeros(0, 5), torch.zeros(3, 0), torch.zeros(5, 3).t(), torch.zeros(2, 3, 5),
-    torch.zeros(3, 5).half(), torch.zeros(3, 5).double(), torch.zeros(3, 5).bool(), torch.zeros(3, 5).to("meta"),
-]  # fmt: skip
+ODD_SCORES = (
+    *(torch.zeros(3, 5), torch.zeros(5), torch.zeros(()), torch.zeros(0, 5), torch.zeros(3, 0), torch.zeros(5, 3).t()),
+    *(torch.zeros(2, 3, 5), torch.zeros(3, 5).half(), torch.zeros(3, 5).bool()),
+)
 
 
 @settings(max_examples=150, deadline=None)
-@given(data=st.data())
-def test_whatever_is_passed_either_works_or_is_named(data: st.DataObject) -> None:
-    values: dict[str, Any] = {"scores": fill("ties", 3, 5, torch.float32), "k": 2, "softmax": False}
-    for name in data.draw(st.lists(st.sampled_from(list(values)), min_size=1, max_size=2)):
-        values[name] = data.draw(st.sampled_from(ODD_VALUES))
-    scores, k = values["scores"], values["k"]
+@given(call=odd_calls((fill("ties", 3, 5, torch.float32), 2), {"softmax": False}, (*ODD_VALUES, 5, 6, *ODD_SCORES)))
+def test_whatever_is_passed_either_works_or_is_named(call: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
+    scores, k = call[0]
     before = scores.clone() if torch.is_tensor(scores) else None
-    try:
-        got, indices = topk_fwd(**values)
-    except (ValueError, TypeError) as error:
-        if not re.match(r"topk_fwd: argument '\w+': expected .+, got .+", str(error), re.DOTALL):
-            raise AssertionError("the message names neither op nor argument") from error
-    else:
-        assert got.shape == indices.shape == (*scores.shape[:-1], k)
-        assert (got.dtype, indices.dtype, got.device) == (scores.dtype, torch.int32, scores.device)
-    if before is not None and before.device.type == "cpu":
-        assert torch.equal(scores, before)
+    found = assert_works_or_is_named(topk_fwd, *call)
+    if found is not None:
+        assert found[0].shape == found[1].shape == (*scores.shape[:-1], k)
+        assert (found[0].dtype, found[1].dtype, found[0].device) == (scores.dtype, torch.int32, scores.device)
+    if before is not None and before.device.type == "cpu" and not before.is_sparse:
+        assert_same_bits(scores, before)
 
 
 @pytest.mark.parametrize("softmax", [False, True])

@@ -145,26 +145,27 @@ def _estimate_vendor(tokens: int, outputs: int, width: int) -> float:
     return product + _ELEMENTWISE + _ELEMENT * tokens * outputs
 
 
-@functools.cache
-def choose_tile(tokens: int, outputs: int, width: int) -> Plan:
-    """The wgmma tile with the shortest estimated time."""
-    plans = [
+# Of equal estimates the first is chosen: the smallest cluster, then the largest tile.
+_PLANS = sorted(
+    (
         tile._replace(cluster_rows=rows, cluster_columns=columns, splits=splits)
         for tile in _TILES
         for rows, columns, splits in _CLUSTERS
         if tile.columns % (8 * rows) == 0
         if tile.kernel == Kernel.COOPERATIVE or (rows, columns, splits) == (1, 1, 1)
-        if splits == 1 or width > 64
-    ]
-
-    def order(plan: Plan) -> tuple[float, int, int]:  # of equal estimates the smallest cluster, then the largest tile
-        size = plan.cluster_rows * plan.cluster_columns * plan.splits
-        return _estimate(tokens, outputs, width, plan), size, -plan.columns
-
-    return min(plans, key=order)
+    ),
+    key=lambda plan: (plan.cluster_rows * plan.cluster_columns * plan.splits, -plan.columns),
+)
 
 
-@functools.cache
+@functools.lru_cache(4096)
+def choose_tile(tokens: int, outputs: int, width: int) -> Plan:
+    """The wgmma tile with the shortest estimated time."""
+    plans = _PLANS if width > 64 else (plan for plan in _PLANS if plan.splits == 1)
+    return min(plans, key=lambda plan: _estimate(tokens, outputs, width, plan))
+
+
+@functools.lru_cache(4096)
 def choose_on_hopper(tokens: int, outputs: int, width: int) -> Plan:
     """The plan of aligned 16-bit layers, for more tokens than gemv's kernel takes."""
     if tokens <= _STREAM_TOKENS:

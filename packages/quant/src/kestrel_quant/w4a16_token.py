@@ -130,21 +130,10 @@ def _w4a16_token(
         tokens = x.shape[:-1].numel()
         if tokens > 1:
             raise UnsupportedError("more than one token")
-        _check_w4a16_token(
-            x,
-            codes,
-            scales,
-            zeros,
-            permutation,
-            group_size,
-            bias,
-            norm_weight,
-            norm_eps,
-            norm_weight_bias,
-            activation,
-            residual,
-            out,
-        )
+        shape = (*x.shape[:-1], rows)  # the rest shows in two dimensions, where the entry point checks it
+        for name, tensor in (("out", result), ("residual", residual)):
+            if tensor is not None and tensor.shape != shape:
+                check.shape("w4a16_token", name, tensor, shape)
         x, into = x.reshape(tokens, x.shape[-1]), result.view(tokens, rows)
         added = None if residual is None else residual.view(tokens, rows)
     weight, norm = (codes, scales, zeros, group_size), (norm_weight, norm_eps, norm_weight_bias)

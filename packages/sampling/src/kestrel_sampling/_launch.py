@@ -12,6 +12,7 @@ from kestrel_runtime import Binary, allocator, allocator_on, empty, unread
 from ._parameters import Keys, PlainKeys
 
 binary = Binary("kestrel_sampling")
+MAX_K = 1024  # kMaxK in csrc/top_k_candidates.cuh: the largest k of a top-k that kernels keep in shared memory
 _NONE = (None, 0)  # top-k off
 _ONE = (None, 1.0)  # top-p off, temperature 1
 _ZERO = (None, 0.0)  # min-p off

@@ -51,6 +51,15 @@ def number_or_tensor(op: str, name: str, value: float | torch.Tensor) -> tuple[t
     return None, float(value)
 
 
+def temperature_or_tensor(op: str, value: float | torch.Tensor) -> tuple[torch.Tensor | None, float]:
+    """A temperature as (tensor, 0.0) or (None, number >= 0)."""
+    if type(value) is float and value >= 0.0:  # the common case takes no checks
+        return None, value
+    if not isinstance(value, torch.Tensor):
+        check.number(op, "temperature", value, minimum=0)
+    return number_or_tensor(op, "temperature", value)
+
+
 def count_or_tensor(op: str, name: str, value: int | torch.Tensor) -> tuple[torch.Tensor | None, int]:
     """A count as (tensor, 0) or (None, number)."""
     if type(value) is int and -(2**63) <= value < 2**63:

@@ -61,14 +61,17 @@ def chain_speculative_sampling(
     >>> ids.tolist(), accepted.tolist(), emitted.tolist()
     ([[2, 3, -1]], [1], [1])
     """
-    check.tensor(_OP, "target_probs", target_probs, dtype=check.FLOATS, ndim=3, last_contiguous=True)
+    if not isinstance(target_probs, torch.Tensor) or target_probs.ndim != 3:  # the op checks the rest
+        check.tensor(_OP, "target_probs", target_probs, ndim=3)
     if 0 in target_probs.shape[1:]:
         shape = tuple(target_probs.shape)
         check.fail(_OP, "target_probs", "at least one position and one entry per row", f"shape {shape}")
     keyed = keys(_OP, target_probs[:, 0], generator, seed, offset, return_valid, name="target_probs")
-    totals = torch.zeros(2, target_probs.shape[0], dtype=torch.int32, device=target_probs.device)
-    accepted = totals[0] if maybe_output_accepted_token_num is None else maybe_output_accepted_token_num
-    emitted = totals[1] if maybe_output_emitted_draft_token_num is None else maybe_output_emitted_draft_token_num
+    accepted, emitted = maybe_output_accepted_token_num, maybe_output_emitted_draft_token_num
+    if accepted is None or emitted is None:
+        totals = torch.zeros(2, target_probs.shape[0], dtype=torch.int32, device=target_probs.device)
+        accepted = totals[0] if accepted is None else accepted
+        emitted = totals[1] if emitted is None else emitted
     ids, valid = _chain_speculative_sampling(draft_probs, draft_token_ids, target_probs, accepted, emitted, *keyed)
     return (ids, accepted, emitted, valid) if return_valid else (ids, accepted, emitted)
 

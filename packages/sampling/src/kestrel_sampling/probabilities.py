@@ -7,7 +7,7 @@ import torch
 from kestrel_runtime import check, kernel_op
 
 from . import _launch, reference_sampling
-from ._parameters import check_parameter, check_probs, count_or_tensor, number_or_tensor
+from ._parameters import check_parameter, check_probs, count_or_tensor, number_or_tensor, temperature_or_tensor
 
 
 def softmax(
@@ -28,9 +28,7 @@ def softmax(
     >>> softmax(torch.tensor([[0.0, 0.0], [1.0, 2.0]]), temperature=0.0).tolist()
     [[1.0, 0.0], [0.0, 1.0]]
     """
-    if not isinstance(temperature, torch.Tensor):
-        check.number("softmax", "temperature", temperature, minimum=0)
-    return _softmax(logits, *number_or_tensor("softmax", "temperature", temperature), out=out)
+    return _softmax(logits, *temperature_or_tensor("softmax", temperature), out=out)
 
 
 def top_p_renorm_probs(

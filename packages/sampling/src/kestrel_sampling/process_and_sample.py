@@ -10,13 +10,13 @@ import torch
 from kestrel_runtime import UnsupportedError, allocator, check, kernel_op
 
 from . import _launch, reference_logits
-from ._parameters import count_or_tensor, is_joint, keys, number_or_tensor, shape_of_draw
+from ._parameters import count_or_tensor, is_joint, keys, number_or_tensor, shape_of_draw, temperature_or_tensor
 from .process_logits import check_processing, penalties
 from .sample_with_logprobs import SampledLogprobs, _sample_with_logprobs, check_draw, is_one_launch
 from .token_logprobs import logprob_tensors, shape_of_logprobs
 
 _OP = "process_and_sample"
-_LARGEST_N, _MOST_ROWS = 1024, 2**27  # of the kernels
+_MOST_ROWS = 2**27  # of the kernels
 
 
 def process_and_sample(
@@ -68,8 +68,6 @@ def process_and_sample(
     check.number(_OP, "top_n", top_n, integer=True, minimum=0)
     check.flag(_OP, "processed", processed)
     keyed = keys(_OP, logits, generator, seed, offset, True, name="logits")
-    if not isinstance(temperature, torch.Tensor):
-        check.number(_OP, "temperature", temperature, minimum=0)
     return SampledLogprobs(
         *_process_and_sample(
             logits,
@@ -78,7 +76,7 @@ def process_and_sample(
             prompt_lengths,
             *penalties(_OP, token_ids, repetition_penalty, presence_penalty, frequency_penalty),
             bitmask,
-            *number_or_tensor(_OP, "temperature", temperature),
+            *temperature_or_tensor(_OP, temperature),
             *count_or_tensor(_OP, "top_k", top_k),
             *number_or_tensor(_OP, "top_p", top_p),
             *number_or_tensor(_OP, "min_p", min_p),
@@ -174,7 +172,7 @@ def _check_before_writing(*given: Any) -> None:
     for name, value in arguments.items():
         if isinstance(value, torch.Tensor):
             check.no_overlap(_OP, "logits", logits, name, value)
-    if arguments["top_n"] > _LARGEST_N:
+    if arguments["top_n"] > _launch.MAX_K:
         raise UnsupportedError("kernels cover top_n up to 1024")
     if logits.shape[0] > _MOST_ROWS:
         raise UnsupportedError("kernels cover up to 2^27 rows")

@@ -13,7 +13,7 @@ from ._launch import binary
 from ._parameters import check_parameter, check_probs, number_or_tensor
 
 _OP = "process_logits"
-_NEUTRAL = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+_NEUTRAL = (("repetition_penalty", 1.0), ("presence_penalty", 0.0), ("frequency_penalty", 0.0))
 Penalties = tuple[torch.Tensor | None, float, torch.Tensor | None, float, torch.Tensor | None, float]
 
 
@@ -90,14 +90,18 @@ def penalties(
     frequency: float | torch.Tensor,
 ) -> Penalties:
     """Each penalty as a tensor, or None and a number; those that are not neutral need a history."""
-    if not isinstance(repetition, torch.Tensor):
+    if not (type(repetition) is float and repetition > 0.0) and not isinstance(repetition, torch.Tensor):
         check.number(op, "repetition_penalty", repetition, above=0)
-    found = [number_or_tensor(op, n, v) for n, v in zip(_NEUTRAL, (repetition, presence, frequency), strict=True)]
+    found = (
+        *number_or_tensor(op, "repetition_penalty", repetition),
+        *number_or_tensor(op, "presence_penalty", presence),
+        *number_or_tensor(op, "frequency_penalty", frequency),
+    )
     if token_ids is None:
-        for (name, neutral), (tensor, number) in zip(_NEUTRAL.items(), found, strict=True):
-            if tensor is not None or number != neutral:
+        for i, (name, neutral) in enumerate(_NEUTRAL):
+            if found[2 * i] is not None or found[2 * i + 1] != neutral:
                 check.fail(op, "token_ids", f"a tensor with a {name}", "None")
-    return (*found[0], *found[1], *found[2])
+    return found
 
 
 def _check_ids(op: str, name: str, ids: torch.Tensor, logits: torch.Tensor) -> None:

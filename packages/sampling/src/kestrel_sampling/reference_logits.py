@@ -73,15 +73,15 @@ def token_logprobs(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Log-probabilities and ranks of the ids, then the ids and log-probabilities of the first n in descending order."""
     width, device = logits.shape[1], logits.device
-    heat = per_row(temperature, temperature_value, device)
-    weights = reference_sampling.exponentials(logits, heat)
+    temperatures = per_row(temperature, temperature_value, device)
+    weights = reference_sampling.exponentials(logits, temperatures)
     mass, _ = reference_sampling.integer_mass(weights)
     reaches_min_p = reference_sampling.keep_min_p(weights, per_row(min_p, min_p_value, device))
     mass = torch.where(reaches_min_p, mass, 0)
-    k = torch.where(heat <= 0, 1, per_row(top_k, top_k_value, device).long())
+    k = torch.where(temperatures <= 0, 1, per_row(top_k, top_k_value, device).long())
     p = per_row(top_p, top_p_value, device)
     _, kept, _ = reference_sampling.keep_filtered(logits.float(), mass, k, p, joint)
-    every = log_softmax(logits, heat, kept & reaches_min_p)
+    every = log_softmax(logits, temperatures, kept & reaches_min_p)
 
     exists = (ids >= 0) & (ids < width)
     column = torch.where(exists, ids, 0).long().unsqueeze(1)

@@ -6,7 +6,7 @@ from typing import Literal
 
 import torch
 
-from kestrel_runtime import check, kernel_op
+from kestrel_runtime import kernel_op
 
 from . import _launch, reference_sampling
 from ._parameters import (
@@ -20,6 +20,7 @@ from ._parameters import (
     keys_of_an_eager_call,
     number_or_tensor,
     shape_of_draw,
+    temperature_or_tensor,
 )
 
 
@@ -75,15 +76,13 @@ def sample_from_logits(
             keyed = keys_of_an_eager_call(logits, generator, seed, offset)
             if keyed is not None:
                 return _launch.draw_by_numbers(op, logits, keyed, temperature, top_k, top_p, min_p, return_valid)
-        except Exception:  # the checks below name the mistake, or the reference runs
+        except Exception:  # of any kind: arguments are not checked yet; a launch that failed fails again below
             pass
     if keyed is None:
         keyed = keys(op, logits, generator, seed, offset, return_valid, name="logits")
-    if not (type(temperature) is float and temperature >= 0.0) and not isinstance(temperature, torch.Tensor):
-        check.number(op, "temperature", temperature, minimum=0)
     ids, valid = _sample_from_logits(
         logits,
-        *number_or_tensor(op, "temperature", temperature),
+        *temperature_or_tensor(op, temperature),
         *count_or_tensor(op, "top_k", top_k),
         *number_or_tensor(op, "top_p", top_p),
         *number_or_tensor(op, "min_p", min_p),

@@ -19,11 +19,11 @@ from ._parameters import (
     keys,
     number_or_tensor,
     shape_of_draw,
+    temperature_or_tensor,
 )
 from .token_logprobs import logprob_tensors, shape_of_logprobs
 
 _OP = "sample_with_logprobs"
-_LARGEST_K = 1024  # of the kernel that draws
 _NO_FILTERS = (None, 1.0, None, 0, None, 1.0, None, 0.0, False)
 
 
@@ -79,12 +79,10 @@ def sample_with_logprobs(
     check.number(_OP, "top_n", top_n, integer=True, minimum=0)
     check.flag(_OP, "processed", processed)
     keyed = keys(_OP, logits, generator, seed, offset, True, name="logits")
-    if not isinstance(temperature, torch.Tensor):
-        check.number(_OP, "temperature", temperature, minimum=0)
     return SampledLogprobs(
         *_sample_with_logprobs(
             logits,
-            *number_or_tensor(_OP, "temperature", temperature),
+            *temperature_or_tensor(_OP, temperature),
             *count_or_tensor(_OP, "top_k", top_k),
             *number_or_tensor(_OP, "top_p", top_p),
             *number_or_tensor(_OP, "min_p", min_p),
@@ -129,7 +127,7 @@ def _check_sample_with_logprobs(*given: Any, **named: Any) -> None:
 
 def is_one_launch(top_k: torch.Tensor | None, top_k_value: int, width: int) -> bool:
     """Whether the kernel that draws also computes log-probabilities."""
-    return top_k is None and 0 < top_k_value <= _LARGEST_K and top_k_value < width
+    return top_k is None and 0 < top_k_value <= _launch.MAX_K and top_k_value < width
 
 
 def _shape_of_sampled_logprobs(
@@ -190,7 +188,9 @@ def _sample_with_logprobs(
     )  # fmt: skip
     _launch.binary.token_logprobs(*results, logits, ids, *(filters if processed else _NO_FILTERS))
     if temperature is not None and not processed:  # which may be NaN
-        results[0].masked_fill_(~valid, torch.nan)
-        results[1].masked_fill_(~valid, 0)
-        results[3].masked_fill_(~valid[:, None], torch.nan)
+        invalid = valid.logical_not()
+        results[0].masked_fill_(invalid, torch.nan)
+        results[1].masked_fill_(invalid, 0)
+        if top_n:
+            results[3].masked_fill_(invalid[:, None], torch.nan)
     return ids, valid, *results

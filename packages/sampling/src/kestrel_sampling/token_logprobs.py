@@ -10,7 +10,7 @@ from kestrel_runtime import allocator, check, kernel_op
 
 from . import reference_logits
 from ._launch import binary
-from ._parameters import check_filters, check_probs, count_or_tensor, is_joint, number_or_tensor
+from ._parameters import check_filters, check_probs, count_or_tensor, is_joint, number_or_tensor, temperature_or_tensor
 
 _OP = "token_logprobs"
 
@@ -65,14 +65,12 @@ def token_logprobs(
     ([-inf, 0.0], [2, 1], [[0, 1], [2, 1]])
     """
     check.number(_OP, "top_n", top_n, integer=True, minimum=0)
-    if not isinstance(temperature, torch.Tensor):
-        check.number(_OP, "temperature", temperature, minimum=0)
     return TokenLogprobs(
         *_token_logprobs(
             logits,
             ids,
             top_n,
-            *number_or_tensor(_OP, "temperature", temperature),
+            *temperature_or_tensor(_OP, temperature),
             *count_or_tensor(_OP, "top_k", top_k),
             *number_or_tensor(_OP, "top_p", top_p),
             *number_or_tensor(_OP, "min_p", min_p),

@@ -10,11 +10,11 @@ import torch
 from kestrel_runtime import Binary, UnsupportedError, check, kernel_op
 
 from . import reference
+from ._launch import MAX_K
 from .kernels.variants import covering
 
 _binary = Binary("kestrel_sampling")
 _NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
-_LARGEST_K = 1024  # of the kernel for long rows
 _MOST_ROWS = 2**31 - 1024  # row numbers are 32-bit in the kernels, those of the last block included
 _entry_points: dict[tuple[torch.dtype, int, int, int], Callable[..., Any]] = {}
 
@@ -81,7 +81,7 @@ def _entry_point(scores: torch.Tensor, n: int, k: int) -> Callable[..., Any]:
     variant = covering(_NAMES[scores.dtype], n, k)
     if variant is not None:
         launch = _binary.kernel(variant, scores.device)
-    elif k <= _LARGEST_K:
+    elif k <= MAX_K:
         launch = _binary.topk_rows
     else:
         # The message does not contain n and k, so that the fallback warning is issued once.
