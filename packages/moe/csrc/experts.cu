@@ -307,6 +307,7 @@ void fused_experts(TensorView out, TensorView scratch, TensorView hidden, Tensor
     return launch_experts_fused(up, down, w1.dtype(), static_cast<int>(block_size), device);
   }
   const int tile = static_cast<int>(block_size);
+  const bool both = wgmma && cluster == 1 && tile >= kTokensOfBoth;  // in one launch
   int64_t tiles = pairs;
   if (wgmma && !permutes && !fits_offsets(tokens, up.x_stride)) unsupported("rows of a tensor that lie 64 GiB apart");
   if (wgmma) {
@@ -329,7 +330,7 @@ void fused_experts(TensorView out, TensorView scratch, TensorView hidden, Tensor
   if (!in_kernel) {
     tiles = set_aligned(&up, aligned, tile);
     set_aligned(&down, aligned, tile);
-    if (!are_read_once(pairs, experts)) {  // tiles of several sizes: the CTAs take them in turn
+    if (both || !are_read_once(pairs, experts)) {  // tiles of several sizes: the CTAs take them in turn
       up.tickets = reinterpret_cast<int*>(address(*num_tokens_post_pad)) + 1;
       down.tickets = up.tickets + 1;
     }
@@ -367,7 +368,7 @@ void fused_experts(TensorView out, TensorView scratch, TensorView hidden, Tensor
       launch_tiles<decltype(w), projection.value, /*IN_KERNEL=*/true>(p, tile, tiles, device);
     });
   };
-  if (wgmma && cluster == 1 && tile >= kTokensOfBoth) {
+  if (both) {
     up.ready = down.ready = reinterpret_cast<int*>(address(*num_tokens_post_pad)) + 3;
     launch_experts_both(up, down, w1.dtype(), tile, tiles, device);
   } else {

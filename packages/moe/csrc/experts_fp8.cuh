@@ -69,9 +69,8 @@ struct Fp8Roles {
 
   __device__ __forceinline__ int slices() const { return (p.outputs + channels - 1) / channels; }
 
-  // The TMA thread. first: of the projections of the CTA. absent: assistants that the stages' barriers count, and that
-  // this projection has not.
-  __device__ __forceinline__ void load_tiles(RingPosition<Tile>& at_ring, bool first, int absent) const {
+  // The TMA thread. absent: assistants that the stages' barriers count, and that this projection has not.
+  __device__ __forceinline__ void load_tiles(RingPosition<Tile>& at_ring, int first_item, int absent) const {
     auto& slots = shared_memory.slots;
     auto& barriers = shared_memory.barriers;
     auto& stage_scales = shared_memory.stage_scales;
@@ -86,7 +85,7 @@ struct Fp8Roles {
       load_weights<up, Tile>(params, to, step * kLineBytes, expert, slice, shared, rank, barriers.full + to_stage,
                              policy);
     };
-    int ahead = first ? load_weights_ahead<Tile>(p, slices(), steps, load) : 0;  // steps whose weights are loaded
+    int ahead = load_weights_ahead<Tile>(p, first_item, slices(), steps, load);  // steps whose weights are loaded
     pdl_wait();
     pdl_trigger();
     while (true) {

@@ -3,7 +3,8 @@
 // Warp 0 loads by TMA, warp 1 schedules, warps 2 and 3 assist: they gather rows of x or load block scales. Two
 // warpgroups multiply. A CTA runs one projection, or both: when no tile of the up projection is left it goes on with
 // those of the down projection, whose weights then stream while other CTAs end their last tiles. A tile of it waits for
-// signals that its tile of the hidden layer is in memory. They come from CTAs that run already, so none waits for ever.
+// signals that its tile of the hidden layer is in memory. Tickets give up tiles to CTAs that run, so no tile waits for a
+// CTA that has not started.
 #pragma once
 
 #include <kestrel/pdl.cuh>
@@ -32,10 +33,11 @@ __device__ __forceinline__ void run_one(const TmaParams& params) {
   if (threadIdx.x < Tile::producers) {
     ptx::reduce_registers<40>();
     if (warp == 0) {
-      if (lane == 0) roles.load_tiles(at_ring, /*first=*/true, /*absent=*/0);
+      if (lane == 0) roles.load_tiles(at_ring, /*first_item=*/blockIdx.x, /*absent=*/0);
     } else if (warp == 1) {
-      schedule_tiles<Roles::up, Roles::fp8, Tile>(params.p, roles.slices(), rank, shared.slots, shared.barriers,
-                                                  at_ring, blockIdx.x, /*last=*/true);
+      schedule_tiles<Roles::up, Roles::fp8, /*ALL_TICKETS=*/false, Tile>(params.p, roles.slices(), rank, shared.slots,
+                                                                         shared.barriers, at_ring, blockIdx.x,
+                                                                         /*last=*/true);
     } else if (roles.assistants() && warp < 2 + Roles::assistant_warps) {
       roles.assist(at_ring);
     }
@@ -54,14 +56,17 @@ __device__ __forceinline__ void run_one(const TmaParams& params) {
   }
 }
 
-// A role that has nothing to do in a projection passes by its tiles.
+// An assistant that has nothing to do in a projection passes by its tiles. It arrives like one that has, so that the
+// stages cannot get ahead of it.
 template <Projection PROJECTION, typename Tile, typename Shared>
-__device__ __forceinline__ void skip_tiles(Shared& shared, int steps, RingPosition<Tile>& at_ring) {
+__device__ __forceinline__ void skip_tiles(Shared& shared, int steps, bool arrives, RingPosition<Tile>& at_ring) {
   while (true) {
     ptx::mbarrier_wait(shared.barriers.slot_full + at_ring.slot, at_ring.slot_phase);
     if (!shared.slots[at_ring.slot].belongs_to(PROJECTION)) break;
     for (int step = 0; step < steps; ++step) {
       ptx::mbarrier_wait(shared.barriers.empty + at_ring.stage, at_ring.phase ^ 1);
+      __syncwarp();
+      if (arrives) ptx::mbarrier_arrive(shared.barriers.full + at_ring.stage);
       at_ring.next_stage();
     }
     at_ring.next_slot();
@@ -79,26 +84,30 @@ __device__ __forceinline__ void run_both(const TmaBothParams& params) {
   const Up up_roles{up, up.p, shared, ring, 0};
   const Down down_roles{down, down.p, shared, ring, 0};
   const int assistants = max(up_roles.assistants(), down_roles.assistants());
+  __shared__ int first_item;
+  if (threadIdx.x == 0) first_item = up.p.routed_early ? atomicAdd(up.p.tickets, 1) : kNoItem;
   shared.barriers.init(/*loaders=*/1 + assistants);
   RingPosition<Tile> at_ring;
   if (threadIdx.x < Tile::producers) {
     ptx::reduce_registers<40>();
     if (warp == 0) {
       if (lane == 0) {
-        up_roles.load_tiles(at_ring, /*first=*/true, /*absent=*/assistants - up_roles.assistants());
-        down_roles.load_tiles(at_ring, /*first=*/false, /*absent=*/assistants - down_roles.assistants());
+        up_roles.load_tiles(at_ring, first_item, /*absent=*/0);
+        down_roles.load_tiles(at_ring, kNoItem, /*absent=*/assistants - down_roles.assistants());
       }
     } else if (warp == 1) {
-      schedule_tiles<true, Up::fp8, Tile>(up.p, up_roles.slices(), 0, shared.slots, shared.barriers, at_ring,
-                                          blockIdx.x, /*last=*/false);
+      schedule_tiles<true, Up::fp8, /*ALL_TICKETS=*/true, Tile>(up.p, up_roles.slices(), 0, shared.slots,
+                                                                shared.barriers, at_ring, first_item, /*last=*/false);
       const int items = tile_count<Tile::tokens>(up.p) * up_roles.slices(), ctas = gridDim.x;
-      schedule_tiles<false, Up::fp8, Tile>(down.p, down_roles.slices(), 0, shared.slots, shared.barriers, at_ring,
-                                           (blockIdx.x + ctas - items % ctas) % ctas, /*last=*/true);
+      schedule_tiles<false, Up::fp8, /*ALL_TICKETS=*/false, Tile>(down.p, down_roles.slices(), 0, shared.slots,
+                                                                  shared.barriers, at_ring,
+                                                                  (blockIdx.x + ctas - items % ctas) % ctas,
+                                                                  /*last=*/true);
     } else if (assistants && warp < 2 + Up::assistant_warps) {
       if (up_roles.assistants()) {
         up_roles.assist(at_ring);
       } else {
-        skip_tiles<Projection::up>(shared, up.steps, at_ring);
+        skip_tiles<Projection::up>(shared, up.steps, /*arrives=*/assistants > 1 || lane == 0, at_ring);
       }
       if (down_roles.assistants()) down_roles.assist(at_ring);
     }

@@ -144,6 +144,7 @@ template <typename W, typename R>
 void launch_both_tile(const ExpertsParams& up, const ExpertsParams& down, int tokens, int64_t tiles, DLDevice device) {
   if constexpr (std::is_same_v<W, __nv_fp8_e4m3>) {
     using Tile = Fp8Tile<1>;
+    if (!up.tiled_x) unsupported("tiles of 128 tokens without the positions of their pairs");
     if (tokens == Tile::tokens) {
       return launch_both<W, Tile, experts_fp8_both_kernel<R, Tile>>(up, down, Tile::consumers / 32, RowOrder::ascending,
                                                                     RowOrder::ascending, tiles, device);

@@ -55,9 +55,9 @@ struct TmaRoles {
 
   __device__ __forceinline__ int slices() const { return (p.outputs + channels - 1) / channels; }
 
-  // The TMA thread: loads the weights, and the tiles of x. first: of the projections of the CTA. absent: assistants
-  // that the stages' barriers count, and that this projection has not.
-  __device__ __forceinline__ void load_tiles(RingPosition<Tile>& at_ring, bool first, int absent) const {
+  // The TMA thread: loads the weights, and the tiles of x. absent: assistants that the stages' barriers count, and that
+  // this projection has not.
+  __device__ __forceinline__ void load_tiles(RingPosition<Tile>& at_ring, int first_item, int absent) const {
     auto& slots = shared_memory.slots;
     auto& barriers = shared_memory.barriers;
     auto& stage_scales = shared_memory.stage_scales;
@@ -88,7 +88,7 @@ struct TmaRoles {
                        scale_bytes, barriers.full + to_stage);
       }
     };
-    int ahead = first ? load_weights_ahead<Tile>(p, slices(), steps, load) : 0;  // steps whose weights are loaded
+    int ahead = load_weights_ahead<Tile>(p, first_item, slices(), steps, load);  // steps whose weights are loaded
     pdl_wait();
     pdl_trigger();
     while (true) {

@@ -210,22 +210,27 @@ __device__ __forceinline__ int expert_of_tile(const ExpertsParams& p, int tile, 
   return expert < p.experts ? expert : -1;
 }
 
+// The first work item of a CTA.
+constexpr int kNoItem = -1;  // its projection is not the first one, or the item is known after the PDL wait
+
 // By the TMA thread, before the PDL wait: loads the weights of the CTA's first tile, which are constant. Returns for
 // how many steps. load(stage, step, expert, slice, shared).
 template <typename Tile, typename F>
-__device__ __forceinline__ int load_weights_ahead(const ExpertsParams& p, int slices, int steps, const F& load) {
-  if (Tile::cluster > 1 || !p.routed_early) return 0;
+__device__ __forceinline__ int load_weights_ahead(const ExpertsParams& p, int first_item, int slices, int steps,
+                                                  const F& load) {
+  if (Tile::cluster > 1 || !p.routed_early || first_item == kNoItem) return 0;
   const int tiles = tile_count<Tile::tokens>(p);
-  const TmaItem at(blockIdx.x, tiles, slices, kRasterTiles<Tile>);
-  const int expert = static_cast<int>(blockIdx.x) < tiles * slices ? expert_of_tile(p, at.tile, tiles) : -1;
+  const TmaItem at(first_item, tiles, slices, kRasterTiles<Tile>);
+  const int expert = first_item < tiles * slices ? expert_of_tile(p, at.tile, tiles) : -1;
   if (expert < 0) return 0;
   const int ahead = min(steps, Tile::stages);
   for (int step = 0; step < ahead; ++step) load(step, step, expert, at.slice, false);
   return ahead;
 }
 
-// The scheduling warp of the CTA of this rank: fills slots with its tiles, and with the end.
-template <bool UP, bool FP8, typename Tile, typename Slot>
+// The scheduling warp of the CTA of this rank: fills slots with its tiles, and with the end. ALL_TICKETS: no item belongs
+// to a CTA that may not have started; `first` is a ticket, or kNoItem.
+template <bool UP, bool FP8, bool ALL_TICKETS, typename Tile, typename Slot>
 __device__ __forceinline__ void schedule_tiles(const ExpertsParams& p, int slices, int rank, Slot* slots,
                                                TmaBarriers<Tile>& barriers, RingPosition<Tile>& at_slot, int first,
                                                bool last) {
@@ -237,7 +242,10 @@ __device__ __forceinline__ void schedule_tiles(const ExpertsParams& p, int slice
   pdl_trigger();
   const int groups = (tiles + C - 1) / C;  // of tiles that a cluster takes
   const int clusters = gridDim.x / C;
-  int next = first / C;
+  if constexpr (ALL_TICKETS) {
+    if (first == kNoItem && lane == 0) first = atomicAdd(p.tickets, 1);
+  }
+  int next = first / C;  // with tickets, in lane 0 alone
   [[maybe_unused]] int ticket = 0, ticket_phase = 0;  // that is sent next
   for (int n = 0;; ++n) {
     int item = next;
@@ -256,7 +264,7 @@ __device__ __forceinline__ void schedule_tiles(const ExpertsParams& p, int slice
     if (item >= groups * slices) break;
     next = item + clusters;
     if (p.tickets && lane == 0) {
-      if (rank == 0) next = clusters + atomicAdd(p.tickets, 1);
+      if (rank == 0) next = (ALL_TICKETS ? 0 : clusters) + atomicAdd(p.tickets, 1);
       if constexpr (C > 1) {
         ptx::mbarrier_arrive_expect_tx(barriers.ticket_full + ticket, 4);
         for (int r = 0; rank == 0 && r < C; ++r) {

@@ -149,8 +149,8 @@ def by_rule(layer: Layer) -> Variant:
         return Variant(GROUPED_MM)
     if rows <= 48:
         return Variant(ALIGNED, 64)
-    few = _ROWS_OF_LARGE_CLUSTERS if products >= _PRODUCTS_OF_CLUSTERS else _ROWS_OF_CLUSTERS
-    if rows > few[layer.dtype == "fp8"]:
+    of_16_bits, of_fp8 = _ROWS_OF_LARGE_CLUSTERS if products >= _PRODUCTS_OF_CLUSTERS else _ROWS_OF_CLUSTERS
+    if rows > (of_fp8 if layer.dtype == "fp8" else of_16_bits):
         return Variant(CLUSTERED, 128)
     return Variant(ALIGNED, 160 if layer.dtype != "fp8" and rows <= _ROWS_OF_WIDE_TILES else 128)
 
