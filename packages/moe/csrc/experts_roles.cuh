@@ -3,8 +3,8 @@
 // Warp 0 loads by TMA, warp 1 schedules, warps 2 and 3 assist: they gather rows of x or load block scales. Two
 // warpgroups multiply. A CTA runs one projection, or both: when no tile of the up projection is left it goes on with
 // those of the down projection, whose weights then stream while other CTAs end their last tiles. A tile of it waits for
-// signals that its tile of the hidden layer is in memory. Tickets give up tiles to CTAs that run, so no tile waits for a
-// CTA that has not started.
+// signals that its tile of the hidden layer is in memory. Tickets hand out the up tiles to CTAs that run, so nobody
+// waits for a CTA that has not started.
 #pragma once
 
 #include <kestrel/pdl.cuh>

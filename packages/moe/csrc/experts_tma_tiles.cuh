@@ -228,8 +228,8 @@ __device__ __forceinline__ int load_weights_ahead(const ExpertsParams& p, int fi
   return ahead;
 }
 
-// The scheduling warp of the CTA of this rank: fills slots with its tiles, and with the end. ALL_TICKETS: no item belongs
-// to a CTA that may not have started; `first` is a ticket, or kNoItem.
+// The scheduling warp of the CTA of this rank: fills slots with its tiles, and with the end. ALL_TICKETS: no item
+// belongs to a CTA that may not have started; `first` is a ticket, or kNoItem.
 template <bool UP, bool FP8, bool ALL_TICKETS, typename Tile, typename Slot>
 __device__ __forceinline__ void schedule_tiles(const ExpertsParams& p, int slices, int rank, Slot* slots,
                                                TmaBarriers<Tile>& barriers, RingPosition<Tile>& at_slot, int first,
@@ -245,7 +245,7 @@ __device__ __forceinline__ void schedule_tiles(const ExpertsParams& p, int slice
   if constexpr (ALL_TICKETS) {
     if (first == kNoItem && lane == 0) first = atomicAdd(p.tickets, 1);
   }
-  int next = first / C;  // with tickets, in lane 0 alone
+  int next = first / C;                               // with tickets, in lane 0 alone
   [[maybe_unused]] int ticket = 0, ticket_phase = 0;  // that is sent next
   for (int n = 0;; ++n) {
     int item = next;
