@@ -30,6 +30,37 @@ def each_kernel(request, monkeypatch):
             monkeypatch.setattr(importlib.import_module(module), name, hot_calls.HotCalls())
 
 
+class Launches:
+    """In place of a module's binary: the names of the kernels that the module itself launches, in order."""
+
+    def __init__(self, binary: Any) -> None:
+        self.binary, self.names = binary, []
+
+    def arch(self, device: torch.device) -> str:
+        return self.binary.arch(device)
+
+    def kernel(self, variant: Any, device: torch.device) -> Any:
+        kernel = self.binary.kernel(variant, device)
+
+        def launch(*given: Any) -> None:
+            self.names.append(variant.name)
+            kernel(*given)
+
+        return launch
+
+    def taken(self) -> list[str]:
+        """The names since the last call of this."""
+        names, self.names = self.names, []
+        return names
+
+
+def launches_of(monkeypatch: pytest.MonkeyPatch, module: Any) -> Launches:
+    """Of launches that are made from now on."""
+    launches = Launches(module._binary)
+    monkeypatch.setattr(module, "_binary", launches)
+    return launches
+
+
 DTYPES = [torch.bfloat16, torch.float16]
 SIZES = [64, 72, 80, 96, 128, 192, 256, 320, 512]
 LENGTHS = [(0, 0), (1, 1), (54, 54), (512, 512), (17, 300), (300, 17), (1, 700), (64, 0), (2048, 2048)]

@@ -10,6 +10,7 @@ from prefill_calls import Recorder, half, ints, recording
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kestrel_attention import flash_attn_with_kvcache, prefill_scratch
+from kestrel_attention.kernels.variants import NAMED
 from kestrel_attention.launching import LaunchError
 from kestrel_runtime import UnsupportedError, backend
 
@@ -223,6 +224,14 @@ def test_an_fp8_cache_is_read_in_place_where_that_is_better(monkeypatch, changes
     found = recording(monkeypatch, arch)
     call("e4m3", q=half(3, 4096, 4, 64), **changes)
     assert found.calls[0][0].startswith("prefill_bf16_fp8")
+
+
+@pytest.mark.parametrize("arch", ["sm80", "sm86", "sm89", "sm90a", "sm100f", "sm120f"])
+def test_keys_are_copied_only_where_the_kernel_that_copies_them_is_built(monkeypatch, arch):
+    found, given = recording(monkeypatch, arch), {name: half(6, 1, 2, 64) for name in ("k_cache", "v_cache")}
+    call("e4m3", q=half(3, 2048, 4, 64), **given)
+    copied = found.calls[0][0] == "dequantise_same"
+    assert copied == (arch.removeprefix("sm") in NAMED["dequantise_same"].archs) == (arch == "sm90a")
 
 
 @pytest.mark.parametrize(

@@ -68,6 +68,21 @@ def test_other_calls_read_values_in_place(recorder, changes):
     assert [name for name, _ in recorder.calls if "transpose" in name] == []
 
 
+def test_scratch_memory_is_for_the_most_keys_however_wide_the_block_table(recorder, monkeypatch):
+    monkeypatch.setattr(prefill_transposed, "SCRATCH_BYTES", 2 * 2 * 128 * 2 * 128)
+    call(block_table=torch.zeros(2, 1000).int())
+    (first, before), (_, given) = recorder.calls
+    assert first == "prefill_transpose_d128"
+    assert before["outK"].shape == before["outV"].shape == (2, 128, 2, 128)
+    assert before["outTable"].shape == given["mTable"].shape == (2, 1000)
+    assert before["max_keys"] == given["max_keys"] == 80
+
+
+def test_a_call_of_no_keys_needs_no_scratch_memory(recorder):
+    call(max_seqlen_k=0)
+    assert [name for name, _ in recorder.calls if "transpose" in name] == []
+
+
 def test_scratch_memory_is_bounded(recorder, monkeypatch):
     monkeypatch.setattr(prefill_transposed, "SCRATCH_BYTES", 2 * 2 * 128 * 2 * 128 - 1)
     call()

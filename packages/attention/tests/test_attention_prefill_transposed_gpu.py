@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 from decode_oracle import same_bits
-from prefill_gpu import each_kernel, ints, scores, starts_of  # noqa: F401
+from prefill_gpu import each_kernel, ints, launches_of, scores, starts_of  # noqa: F401
 
-from kestrel_attention import flash_attn_varlen_func, prefill_transposed
+from kestrel_attention import flash_attn_varlen_func, prefill, prefill_transposed
 from kestrel_runtime.testing import graph_replay
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("kernels_only")]
@@ -17,6 +17,15 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("kernels_only")]
 E4M3 = torch.float8_e4m3fn
 LENGTHS = [300, 0, 1000, 54, 17, 129, 128]
 SCORES = ["full", "causal", "negative scale", "prefix", "prefixes and a window", "soft cap", "sinks"]
+
+
+TRANSPOSE = ["prefill_transpose_d128"]
+
+
+@pytest.fixture(autouse=True)
+def only_where_values_are_transposed(each_kernel):  # noqa: F811
+    if not prefill.uses_wgmma(torch.device("cuda")):
+        pytest.skip("the other kernel reads values in place")
 
 
 def made(page: int, queries: int, lengths: list[int], holes: bool = False, seed: int = 0) -> dict[str, torch.Tensor]:
@@ -52,11 +61,15 @@ def run(given: dict[str, torch.Tensor], queries: int, most: int, **how: Any) -> 
 
 def both(monkeypatch: pytest.MonkeyPatch, given: dict[str, torch.Tensor], queries: int, **how: Any) -> tuple[Any, Any]:
     """Results with values in place, and transposed first."""
+    launches = launches_of(monkeypatch, prefill_transposed)
     for name in ("TRANSPOSED_ROWS", "COPIED_ROWS"):
         monkeypatch.setattr(prefill_transposed, name, 10**9)
     want = run(given, queries, 1000, **how)
+    assert launches.taken() == []
     monkeypatch.setattr(prefill_transposed, "TRANSPOSED_ROWS", 0)
-    return want, run(given, queries, 1001, **how)
+    got = run(given, queries, 1001, **how)
+    assert launches.taken() == TRANSPOSE
+    return want, got
 
 
 @pytest.mark.parametrize("holes", [False, True])
@@ -74,6 +87,14 @@ def test_what_shapes_the_scores_gives_the_bits_of_values_in_place(monkeypatch, n
     assert same_bits(got, want)
 
 
+def test_a_wider_block_table_gives_the_bits_of_values_in_place(monkeypatch):
+    """Scratch memory has room for the most keys, and no more."""
+    given = made(16, 130, LENGTHS)
+    given["table"] = torch.nn.functional.pad(given["table"], (0, 500), value=2**30)
+    want, got = both(monkeypatch, given, 130, causal=True)
+    assert same_bits(got, want)
+
+
 def test_long_calls_give_the_bits_of_values_in_place(monkeypatch):
     """Persistent thread blocks that count works."""
     want, got = both(monkeypatch, made(1, 1000, LENGTHS * 8), 1000, causal=True)
@@ -82,10 +103,15 @@ def test_long_calls_give_the_bits_of_values_in_place(monkeypatch):
 
 def test_a_replayed_graph_sees_other_lengths_and_contents(monkeypatch):
     monkeypatch.setattr(prefill_transposed, "TRANSPOSED_ROWS", 0)
+    launches = launches_of(monkeypatch, prefill_transposed)
     calls = [made(16, 40, lengths, seed=seed) for seed, lengths in ((1, [600, 3]), (2, [9, 700]))]
 
     def attend(*given):
         return run(dict(zip(calls[0], given, strict=True)), 40, 1000, causal=True)
 
     got = graph_replay(attend, list(calls[0].values()), list(calls[1].values()))
-    assert same_bits(tuple(got), attend(*calls[1].values()))
+    assert set(launches.taken()) == set(TRANSPOSE)
+    monkeypatch.setattr(prefill_transposed, "TRANSPOSED_ROWS", 10**9)
+    want = run(calls[1], 40, 1001, causal=True)  # another form of call, so another launch
+    assert launches.taken() == []
+    assert same_bits(tuple(got), want)

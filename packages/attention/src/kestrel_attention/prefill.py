@@ -288,7 +288,7 @@ def make_packed(key: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, giv
         from . import prefill_transposed  # which imports this module
 
         pages = given.block_table.shape[1] if given.block_table is not None else 0
-        if prefill_transposed.covers(problem, q.device, pages) and k.shape[0]:
+        if prefill_transposed.covers(problem, q.device) and k.shape[0]:
             attend = prefill_transposed.attend_of(problem, q, pages)
         else:
             attend = kernel_for(problem, q)

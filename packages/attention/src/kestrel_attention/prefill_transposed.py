@@ -30,34 +30,34 @@ HEAD_DIM, TILE = 128, 128  # of prefill_transpose.py
 BLOCKS = 8 * MULTIPROCESSORS  # of its launch
 
 
-def covers(problem: PrefillProblem, device: torch.device, pages: int) -> bool:
-    """Whether values are transposed first. pages: the width of the block table."""
+def covers(problem: PrefillProblem, device: torch.device) -> bool:
+    """Whether values are transposed first."""
     if not problem.fp8_queries or problem.cache != "e4m3" or problem.head_dim != HEAD_DIM:
         return False
-    if not problem.has_block_table or not prefill.uses_wgmma(device):
+    if not problem.has_block_table or not problem.max_keys or not prefill.uses_wgmma(device):
         return False
     if problem.window_left >= 0 and not problem.has_prefix_lens and not problem.prefix_len:
         return False  # a window without a prefix hides keys, which the other kernels then do not read
     rows = problem.total_queries // problem.batch * (problem.heads // problem.kv_heads)
-    size = 2 * problem.batch * tokens_of(pages, problem.page_size) * problem.kv_heads * HEAD_DIM
+    size = 2 * problem.batch * tokens_of(problem) * problem.kv_heads * HEAD_DIM
     least = TRANSPOSED_ROWS if problem.page_size % BOX_ROWS == 0 else min(COPIED_ROWS, TRANSPOSED_ROWS)
     return rows >= least and size <= SCRATCH_BYTES
 
 
-def tokens_of(pages: int, page_size: int) -> int:
-    """Keys of a sequence that scratch memory has room for: whole tiles."""
-    return -(-pages * page_size // TILE) * TILE
+def tokens_of(problem: PrefillProblem) -> int:
+    """Keys of a sequence that scratch memory has room for: whole tiles of the most, however wide the block table."""
+    return -(-problem.max_keys // TILE) * TILE
 
 
 def attend_of(problem: PrefillProblem, q: torch.Tensor, pages: int) -> prefill.Attend:
-    """The kernels of a problem, as prefill.kernel_for has them. q: queries of the call's form."""
+    """The kernels of a problem, as prefill.kernel_for has them. q: queries of the call's form; pages: of the table."""
     device = q.device
     problem = replace(problem, has_boxes=True, in_order=True, transposed=True)
     attend = prefill.kernel_for(problem, q)
     arch = _binary.arch(device).removeprefix("sm")
     scalars = plan_prefill(replace(problem, arch=arch, hopper=True)).scalars._replace(has_block_table=1)
     transpose = _binary.kernel(NAMED["prefill_transpose_d128"], device)
-    tokens, heads, batch = tokens_of(pages, problem.page_size), problem.kv_heads, problem.batch
+    tokens, heads, batch = tokens_of(problem), problem.kv_heads, problem.batch
     blocks = max(1, min(tokens // TILE * heads, BLOCKS // batch))
     no_int, no_float, no_lse = (
         unused(torch.int32, device),

@@ -1,5 +1,6 @@
 """What the decode kernels and their host code must agree on. Imports without the DSL."""
 
+ARCHS = ("80", "86", "89", "90a", "100f", "120f")
 TILE_KEYS = 16  # keys of one matrix product
 BLOCK_ROWS = 8  # rows of a thread block: queries x query heads of one KV head
 INT4_PAGE = 64  # tokens of a page of an INT4 cache; keys are quantised per channel over a page

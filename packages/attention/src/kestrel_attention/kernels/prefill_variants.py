@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeVar
 
 from kestrel_runtime.cute_dsl.variants import capability, supports_pdl
 
-from .constants import BOX_ROWS, LARGE_BOX_ROWS
+from .constants import ARCHS, BOX_ROWS, LARGE_BOX_ROWS
 from .dtypes import DTYPES, numeric_type
 
 Length = Literal["", "short", "long"]
@@ -258,7 +258,7 @@ class PrefillWorksVariant:
 
 @dataclass(frozen=True)
 class DequantiseVariant:
-    """Dequantises a cache of INT8, INT4 or FP8 codes for prefill (dequantise.py)."""
+    """Dequantises a cache of INT8, INT4 or FP8 codes for prefill, or copies one of 16 bits (dequantise.py)."""
 
     cache: str
     vector_loads: bool = True
@@ -266,6 +266,10 @@ class DequantiseVariant:
     @property
     def name(self) -> str:
         return f"dequantise_{self.cache}"
+
+    @property
+    def archs(self) -> tuple[str, ...]:
+        return ("90a",) if self.cache == "same" else ARCHS  # keys are copied for TMA alone
 
     @property
     def converts_fp8(self) -> bool:

@@ -7,11 +7,10 @@ from typing import Any
 
 from kestrel_runtime.cute_dsl.variants import capability, supports_pdl
 
-from .constants import BLOCK_ROWS, COMBINE_WARPS, TILE_KEYS
+from .constants import ARCHS, BLOCK_ROWS, COMBINE_WARPS, TILE_KEYS
 from .dtypes import DTYPES, EITHER, numeric_type
 from .prefill_variants import PREFILL_VARIANTS
 
-ARCHS = ("80", "86", "89", "90a", "100f", "120f")
 WIDE_ARCHS = ("90a",)  # where kernels of several row blocks were measured; other wheels would grow by a tenth
 
 
