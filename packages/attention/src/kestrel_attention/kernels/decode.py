@@ -20,7 +20,7 @@ from cutlass import Float32, Int32, Int64, Uint32
 from kestrel_runtime.cute_dsl import arguments, numeric, parameters, pdl, portable, ptx
 
 from . import scores, splits
-from .constants import BLOCK_ROWS, TILE_KEYS
+from .constants import BLOCK_ROWS, INT4_PAGE, TILE_KEYS
 from .decode_epilogue import DecodeEpilogue, Results, Rows, WarpSums
 from .decode_loads import DecodeLoads, Pages, Split
 from .formats import stored_type
@@ -55,7 +55,7 @@ class TailSource(NamedTuple):
     """What the scores of an unfinished page are computed from."""
 
     row: Any  # what the format's tail_of returns; None without a tail
-    query_address: Int64
+    rows_ptr: Any  # what its tail_memory returns
 
 
 class Loads(NamedTuple):
@@ -99,6 +99,7 @@ class Decode(DecodeLoads, DecodeEpilogue):
         tiles = self.tiles
         block = 2048 + self.shared_bytes + self.warps * 2 * self.block_rows * 4
         block += tiles.row_blocks * tiles.queries_in_shared * tiles.query_words * 128
+        block += tiles.format.tail * (INT4_PAGE + BLOCK_ROWS) * 2 * tiles.head_dim
         return min(100, -(-100 * self.ctas_per_sm * block // (228 * 1024)))
 
     # -- host -----------------------------------------------------------------------------------------------------
@@ -224,6 +225,10 @@ class Decode(DecodeLoads, DecodeEpilogue):
             shared = cute.arch.get_dyn_smem(Float32, alignment=128)
             stages = Int32(shared.toint()) + warp * self.tiles.warp_bytes
             split = Split(start, end, (cutlass.max(end - start, 0) + TILE_KEYS - 1) // TILE_KEYS)
+            tail_ptr = None
+            if cutlass.const_expr(self.tiles.format.tail):
+                tail_ptr = self.tiles.format.tail_memory(self.tiles)
+                self.tiles.format.load_tail(self.tiles, tail_ptr, tail_row, query_addresses[0], start, end, warp, lane)
             rOffsets = self.prologue(stages, rPages, pages, base, split, tile_idx, lane)
 
             num_splits = Int32(1)
@@ -253,7 +258,7 @@ class Decode(DecodeLoads, DecodeEpilogue):
                 scalars.v_scale_heads,
             )
             loads = Loads(shared, stages, rPages, rOffsets, pages, base, split)
-            scoring, tail_source = Scoring(sVisible, scale, softcap), TailSource(tail_row, query_addresses[0])
+            scoring, tail_source = Scoring(sVisible, scale, softcap), TailSource(tail_row, tail_ptr)
             self.attend(rQ, loads, rows, scoring, results, extra, tail_source, warp, lane)
 
     @cute.jit
@@ -357,15 +362,8 @@ class Decode(DecodeLoads, DecodeEpilogue):
             given.append(ScoreScales(self.visible_of(scoring.sVisible, j), scales, scoring.softcap))
             if cutlass.const_expr(self.tiles.format.tail):
                 inverse = [ptx.int_as_float((254 << 23) - ptx.float_as_int(row_scale)) for row_scale in row_scales]
-                tail = self.tiles.format.park_tail(
-                    tail_source.row,
-                    tail_source.query_address,
-                    inverse,
-                    extra.is_bf16,
-                    2 * self.tiles.head_dim,
-                    warp,
-                    lane,
-                )
+                source = tail_source
+                tail = self.tiles.format.park_tail(source.row, source.rows_ptr, inverse, extra.is_bf16, warp, lane)
             sQ.append(self.share_queries(rQ[j], j % self.tiles.warps, warp, lane))
         cute.arch.sync_threads()
         count = cutlass.const_expr(self.warps * self.block_rows)

@@ -18,7 +18,7 @@ from cutlass import Float32, Int32, Int64, Uint32
 
 from kestrel_runtime.cute_dsl import ptx
 
-from .constants import INT4_PAGE, TILE_KEYS
+from .constants import BLOCK_ROWS, INT4_PAGE, TILE_KEYS
 from .formats import CacheFormat
 from .parameters import Int4Extra
 from .tile import VisibleWords, WarpTiles
@@ -48,9 +48,10 @@ class TailRow(NamedTuple):
 
 
 class Tail(NamedTuple):
-    """The same, with what multiplies it parked in shared memory: used at most once, it holds no registers."""
+    """The same in shared memory; a warp whose pages it belongs to has loaded it."""
 
-    parked_ptr: Int32
+    rows_ptr: Int32  # the keys, then the rows of queries
+    parked_ptr: Int32  # of a lane: what multiplies its scores, which would hold registers
     first_key: Int32
     is_bf16: Int32
 
@@ -181,36 +182,56 @@ class Int4(CacheFormat):
         end = cutlass.min(length, 0x7FFFFFFF - appended) + appended
         return length, TailRow(address, mTail.stride[1], end // INT4_PAGE * INT4_PAGE)
 
+    def tail_memory(self, tiles):
+        """Shared memory for the keys of an unfinished page, and the rows of queries."""
+        return cute.arch.alloc_smem(Uint32, (INT4_PAGE + BLOCK_ROWS) * tiles.head_dim // 2, alignment=128).toint()
+
     @cute.jit
-    def park_tail(self, row: TailRow, query_address, inverse_scales, is_bf16, row_bytes: cutlass.Constexpr, warp, lane):
-        """Complete behind the block's next barrier. Its rows are prefetched into L2, as they are read in a chain."""
-        key = 32 * warp + lane
-        if key < INT4_PAGE:
-            line = row.address + 2 * Int64(key) * row.stride
-            for i in cutlass.range_constexpr(row_bytes // 128):
-                ptx.prefetch_l2(line + 128 * i)
-        parked = cute.arch.alloc_smem(Uint32, 256, alignment=16).toint() + lane * 32
-        addresses = row.address, query_address, Int64(row.stride)
-        words = [Uint32(half) for x in addresses for half in (x, x >> 32)]
+    def load_tail(self, tiles, to, row: TailRow, query_address, start, end, warp, lane):
+        """Start loading an unfinished page in the warp that it belongs to, as part of the next group of copies."""
+        units = cutlass.const_expr(tiles.head_dim // 8)
+        count = cutlass.min(end - row.first_key, INT4_PAGE)
+        page = (row.first_key - start) // INT4_PAGE
+        if row.first_key >= start and count > 0 and page % tiles.warps == warp % tiles.warps:
+            for i in cutlass.range_constexpr(INT4_PAGE * units // 32):
+                key, unit = (i * 32 + lane) // units, (i * 32 + lane) % units
+                if key < count:
+                    at = to + self.tail_offset(tiles, key, unit)
+                    ptx.cp_async(at, row.address + 2 * Int64(key) * row.stride + unit * 16, 16)
+            for i in cutlass.range_constexpr(units // 4):
+                unit = 4 * i + lane % 4
+                at = to + INT4_PAGE * units * 16 + self.tail_offset(tiles, lane // 4, unit)
+                ptx.cp_async(at, query_address + unit * 16, 16)
+
+    def tail_offset(self, tiles, row, unit):
+        """Of 16 bytes of a row; lanes that read together hit 32 banks."""
+        return row * (tiles.head_dim * 2) + (unit ^ (row & 1) * 4) * 16
+
+    @cute.jit
+    def park_tail(self, row: TailRow, rows_ptr, inverse_scales, is_bf16, warp, lane):
+        """Complete behind the block's next barrier."""
+        parked = cute.arch.alloc_smem(Uint32, 64, alignment=16).toint() + lane * 8
         if warp == 0:
-            ptx.store_shared(parked, words[:4])
-            ptx.store_shared(parked + 16, [*words[4:], *(Uint32(ptx.float_as_int(x)) for x in inverse_scales)])
-        return Tail(parked, row.first_key, is_bf16)
+            ptx.store_shared(parked, [Uint32(ptx.float_as_int(x)) for x in inverse_scales])
+        return Tail(rows_ptr, parked, row.first_key, is_bf16)
 
     @cute.jit
     def mma_tail(self, tiles, tail: Tail, rScore, first_key, lane):
         """Scores of a step from the tail where its page is unfinished."""
         if first_key >= tail.first_key:
-            words = [*ptx.load_shared(tail.parked_ptr, 4), *ptx.load_shared(tail.parked_ptr + 16, 4)]
-            base, query_row, stride = [Int64(words[2 * i]) | Int64(words[2 * i + 1]) << 32 for i in range(3)]
-            inverse = [ptx.int_as_float(Int32(word)) for word in words[6:]]
+            inverse = [ptx.int_as_float(Int32(word)) for word in ptx.load_shared(tail.parked_ptr, 2)]
             rTail = cute.make_rmem_tensor(4, Float32)
+            queries = tail.rows_ptr + INT4_PAGE * tiles.head_dim * 2
             for tile in cutlass.range(tiles.tiles_per_step, unroll=1):
                 rTail.fill(0.0)
-                address = base + 2 * Int64(tile * TILE_KEYS + lane // 4) * stride + lane % 4 * 16
-                for c in cutlass.range(tiles.head_dim // 32, unroll=2):
-                    rows = [ptx.load_global(address + 16 * half * stride + c * 64, 4) for half in range(2)]
-                    q = ptx.load_global(query_row + c * 64 + lane % 4 * 16, 4)
+                for c in cutlass.range_constexpr(tiles.head_dim // 32):
+                    unit = c * 4 + lane % 4
+                    key = tile * TILE_KEYS + lane // 4
+                    rows = [
+                        ptx.load_shared(tail.rows_ptr + self.tail_offset(tiles, key + 8 * half, unit), 4)
+                        for half in range(2)
+                    ]
+                    q = ptx.load_shared(queries + self.tail_offset(tiles, lane // 4, unit), 4)
                     for i in cutlass.range_constexpr(2):
                         a = (rows[0][2 * i], rows[1][2 * i], rows[0][2 * i + 1], rows[1][2 * i + 1])
                         self.mma_either(a, (q[2 * i], q[2 * i + 1]), rTail, tail.is_bf16)

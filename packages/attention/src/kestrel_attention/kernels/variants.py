@@ -223,9 +223,9 @@ WIDE = tuple(
     for row_blocks in (2, 4)
     for cache, head_dim, fields in (
         ("same", 64, {"warps": 4, "tiles_per_step": 1, "num_stages": 6, "ctas_per_sm": 3 if row_blocks == 2 else 2}),
-        ("same", 128, {"warps": 4, "tiles_per_step": 1, "num_stages": 4, "ctas_per_sm": 2}),
+        ("same", 128, {"warps": 4, "tiles_per_step": 2, "num_stages": 2, "ctas_per_sm": 2}),
         ("e4m3", 64, {"warps": 4, "tiles_per_step": 2, "num_stages": 4, "ctas_per_sm": 3 if row_blocks == 2 else 2}),
-        ("e4m3", 128, {"warps": 4, "tiles_per_step": 1, "num_stages": 8, "ctas_per_sm": 2}),
+        ("e4m3", 128, {"warps": 4, "tiles_per_step": 2, "num_stages": 4, "ctas_per_sm": 2}),
     )
 )
 
