@@ -4,6 +4,7 @@
 // A CTA does whole tiles first, so that CTAs read the same x at the same time. Where its last tile goes on in the next
 // CTA, it leaves its sums in scratch memory and sets a flag; who has the last steps of a tile does them last, adds the
 // sums of the CTAs before it, in their order, and writes the result. So a CTA waits for CTAs of smaller numbers alone.
+// Assumed, as CUDA does not promise it: CTAs start in the order of blockIdx, so those that it waits for have started.
 // Sums of others come through the ring of stages like loads, and results leave through stages of it.
 #pragma once
 
@@ -228,6 +229,7 @@ __global__ void __launch_bounds__(Tile::threads, Tile::occupancy)
     for (int i = 0; i < steps; ++i) {
       ptx::mbarrier_wait(full + at.stage, at.phase);
       const auto previous_done = [&] {  // with more branches here ptxas would not overlap products
+        __syncwarp();
         if (i > 0 && lane == 0) ptx::mbarrier_arrive(empty + previous);
       };
       multiply_stage<T, Tile>(p, acc, fragments, place, at.stage * Tile::bytes, previous_done, i > 0);

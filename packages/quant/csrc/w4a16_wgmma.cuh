@@ -178,6 +178,7 @@ __global__ void __launch_bounds__(Tile::threads, Tile::occupancy)
   for (int left = steps; left > 0; --left) {
     ptx::mbarrier_wait(full + stage, phase);
     const auto previous_done = [&] {
+      __syncwarp();
       if (left < steps && lane == 0) ptx::mbarrier_arrive(empty + previous);
     };
     multiply_stage<T, Tile>(p, acc, fragments, place, stage * Tile::bytes, previous_done, left < steps);

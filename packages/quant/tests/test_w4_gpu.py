@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -66,10 +67,28 @@ def tile_of(forced: Plan) -> Tile:
     return STREAM_TILES[forced.tile] if forced.kernel == "stream" else TILES[forced.tile]
 
 
+def run_as_planned(by: Callable[[int, int, int, int], Plan], monkeypatch: pytest.MonkeyPatch) -> None:
+    """`by` plans the calls, and the vendor's GEMM runs only where it is the plan."""
+    dequant, planned = kernels.w4_dequant, [""]
+
+    def noted(t: int, n: int, k: int, sms: int) -> Plan:
+        chosen = by(t, n, k, sms)
+        planned[0] = chosen.kernel
+        return chosen
+
+    def of_vendor(*arguments: Any) -> None:
+        if planned[0] != "vendor":
+            pytest.fail(f"the vendor's GEMM runs in place of {planned[0]}")
+        dequant(*arguments)
+
+    monkeypatch.setattr(module, "plan", noted)
+    monkeypatch.setattr(kernels, "w4_dequant", of_vendor)
+
+
 def force(of: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     """One kernel runs, whatever the shape. "mma": up to 128 tokens, and then the vendor's GEMM."""
     if of.kernel == "mma":
-        monkeypatch.setattr(module, "plan", lambda t, n, k, _: plan(t, n, k, 0))
+        run_as_planned(lambda t, n, k, _: plan(t, n, k, 0), monkeypatch)
         return
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("wgmma is of sm_90")
@@ -82,7 +101,7 @@ def force(of: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
         floats = -(-t // tile.tokens) * tile.tokens * -(-n // tile.rows) * tile.rows * of.splits
         return of._replace(scratch=floats if of.scratch else 0)
 
-    monkeypatch.setattr(module, "plan", chosen)
+    run_as_planned(chosen, monkeypatch)
 
 
 @pytest.fixture(params=FORCED.values(), ids=FORCED)
@@ -267,7 +286,10 @@ def test_x_is_read_after_the_launch_before(forced: Plan, tokens: int) -> None:
 @pytest.mark.parametrize(
     "tokens", [1, 16, 17, 32, 33, 64, 65, 128, 129, 192, 256, 257, 384, 512, 513, 640, 700, 1100, 2048]
 )
-def test_the_planned_kernel_is_as_close_as_torch(tokens: int, shape: tuple[int, int]) -> None:
+def test_the_planned_kernel_is_as_close_as_torch(
+    monkeypatch: pytest.MonkeyPatch, tokens: int, shape: tuple[int, int]
+) -> None:
+    run_as_planned(plan, monkeypatch)
     w, x = weight(*shape, 128, torch.bfloat16), random(tokens, shape[1])
     exact_weight = reference.w4_dequant(w.codes, w.scales, w.zeros, 128, torch.float32).double()
     baseline = F.linear(x, exact_weight.bfloat16())

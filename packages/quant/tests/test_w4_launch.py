@@ -189,6 +189,21 @@ def test_many_rows_of_any_alignment_take_the_vendors_gemm(
     assert torch.equal(out, expected(x, w, None))
 
 
+@pytest.mark.parametrize("tokens", [1, 16, 200])
+def test_no_other_kernel_hides_a_plan_that_is_refused(
+    kernels: Kernels, monkeypatch: pytest.MonkeyPatch, tokens: int
+) -> None:
+    wgmma_from_33(monkeypatch)
+
+    def refuse(*_: Any) -> None:
+        raise UnsupportedError("too little scratch memory")
+
+    monkeypatch.setattr(kernels, "w4a16_linear", refuse)
+    with pytest.raises(UnsupportedError, match="too little"):
+        launch(activations(tokens, K).as_subclass(OnGpu), packed())
+    assert kernels.calls == []
+
+
 def test_the_memory_for_sums_is_bounded(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_MOST_PARTIAL", 1000)
     launch(activations(64, K).as_subclass(OnGpu), packed())

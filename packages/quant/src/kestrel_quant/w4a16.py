@@ -252,8 +252,10 @@ def _w4a16_linear(
                 chosen.splits,
                 chosen.ctas,
             )
-        except UnsupportedError:  # rows of x that are not aligned; if it is the weight, w4_dequant refuses it too
-            by_kernel = False
+        except UnsupportedError:
+            if x.data_ptr() % 16 == 0 and (tokens == 1 or x.stride(0) % 8 == 0):
+                raise  # of the weight, or a plan that the kernel does not take
+            by_kernel = False  # rows of x that are not aligned; if it is also the weight, w4_dequant refuses it too
     if not by_kernel:
         weight = empty(x, x.dtype, rows, x.shape[1])
         kernels.w4_dequant(weight, codes, scales, zeros, group_size)
