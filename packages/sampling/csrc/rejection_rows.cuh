@@ -247,7 +247,7 @@ __global__ void __launch_bounds__(max_threads(first_pass), first_pass != FirstPa
           exchange.broadcast_pair(cluster, 2, exchange.pack(sums[0], sums[1]), exchange.pack(sums[2], sums[3]));
           exchange.wait(cluster, is_rng_thread);
           has_float_sums = true;
-          const float4 all_sums = exchange.template float_sums<logits ? 1 : 2>(cluster);
+          const float4 all_sums = exchange.template float_sums<logits ? 1 : kFloatSumLoads>(cluster);
           decisions |= sampler.compare(all_sums.x, goal) | sampler.compare(all_sums.y, goal) << 2 |
                        sampler.compare(all_sums.z, goal) << 4 | sampler.compare(all_sums.w, goal) << 6;
         }

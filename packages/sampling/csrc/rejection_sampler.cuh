@@ -18,9 +18,10 @@ constexpr int kPlainThreads = 640, kMaxRejectionWarps = kPlainThreads / 32;  // 
 
 // Architectures other than sm_90 would spill with more.
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ == 900
-constexpr int kPlainSumTiles = kChunkTiles;
+constexpr int kPlainSumTiles = kChunkTiles,
+              kFloatSumLoads = 2;  // the latter of sums in other blocks, for probabilities
 #else
-constexpr int kPlainSumTiles = 2;
+constexpr int kPlainSumTiles = 2, kFloatSumLoads = 1;
 #endif
 
 // plain: the first pass copies the row to shared memory if it fits. Further passes over the row read the copy, or L2.
@@ -104,7 +105,8 @@ struct RejectionSampler {
   static constexpr bool windowed = first_pass == FirstPass::windowed;
   static constexpr int tiles = kChunkTiles;
   using Slice = RowSlice<kind, tiles, !windowed>;
-  static constexpr int kSumTiles = windowed ? tiles : kPlainSumTiles;  // loaded together in the pass that sums floats
+  // Loaded together in the pass that sums floats. With more, weights of logits spill where rows have windows.
+  static constexpr int kSumTiles = !windowed ? kPlainSumTiles : kind == Kind::logits ? 2 : tiles;
   const Cluster& cluster;
   Slice& row;
   WeightFn<kind>& weight_fn;
