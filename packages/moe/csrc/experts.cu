@@ -330,7 +330,8 @@ void fused_experts(TensorView out, TensorView scratch, TensorView hidden, Tensor
   if (!in_kernel) {
     tiles = set_aligned(&up, aligned, tile);
     set_aligned(&down, aligned, tile);
-    if (both || !are_read_once(pairs, experts)) {  // tiles of several sizes: the CTAs take them in turn
+    // Tiles of several sizes, or tiles that others wait for: the CTAs take them in turn.
+    if (both || !are_read_once(pairs, experts)) {
       up.tickets = reinterpret_cast<int*>(address(*num_tokens_post_pad)) + 1;
       down.tickets = up.tickets + 1;
     }
