@@ -28,6 +28,22 @@ def test_greedy_tokens_are_those_of_transformers(applied, family):
     assert torch.equal(generate(model, IDS, MASK, **NEW), greedy(model))
 
 
+@pytest.mark.parametrize("name", ["q_norm", "k_norm"])
+def test_a_watched_norm_of_heads_is_heeded_in_decoding(applied, name):
+    model, seen = applied("qwen3"), []
+    getattr(model.model.layers[0].self_attn, name).register_forward_hook(lambda *of: seen.append(of))
+    generate(model, IDS, MASK, max_new_tokens=4, eos_token_id=[])
+    assert len(seen) == 4, "the prompt and three steps"
+
+
+def test_without_a_gpu_nothing_is_captured_and_nothing_is_said(applied, recwarn):
+    model = applied("llama")
+    if model.device.type == "cuda":
+        pytest.skip("the model is on a GPU")
+    generate(model, IDS, MASK, **NEW)
+    assert [str(each.message) for each in recwarn if "CUDA graph" in str(each.message)] == []
+
+
 @pytest.mark.parametrize("kind", ["fp8", "int8", "int4"])
 def test_a_quantised_cache_gives_the_tokens_it_gives_in_transformers(applied, kind):
     model = applied("llama")

@@ -62,6 +62,7 @@ def shared_cases(op: str, shape: Shape) -> list[BadInput]:
         bad("one row too few", "key", short, fragment=f"({tokens}, any, any)"),
         bad("of rank 1", "query", torch.zeros(tokens), fragment="1-D"),
         bad("heads of another size", "query", torch.zeros(tokens, heads, size + 2), fragment=f"{size + 2}"),
+        bad("heads of twice the size", "query", torch.zeros(tokens, heads, 2 * size), fragment=f"any, {size})"),
         bad("a broken last head", "query", flat[:, :-1], fragment=f"multiple of head_size {size}"),
         bad("a strided last dimension", "query", strided, fragment="stride 2"),
         bad("one row for all", "query", query[:1].expand(tokens, -1, -1), fragment="(0, "),
