@@ -207,6 +207,11 @@ def test_empty_table():
     assert build_cos_sin_cache(64, 0).shape == (0, 64)
 
 
+def test_a_large_dynamic_factor_leaves_a_short_context_as_it_is():
+    scaling = {"type": "dynamic", "factor": 2.0**62, "original_max_position_embeddings": 16}
+    assert torch.equal(build_cos_sin_cache(8, 9, scaling=scaling), build_cos_sin_cache(8, 9))
+
+
 def test_smallest_table_under_dynamic_scaling():
     scaling = {"type": "dynamic", "factor": 4.0, "original_max_position_embeddings": 2}
     assert torch.equal(build_cos_sin_cache(2, 9, scaling=scaling), build_cos_sin_cache(2, 9))
