@@ -288,30 +288,9 @@ def generate(
     >>> generate(model, torch.tensor([[1, 2, 3]]), max_new_tokens=4, eos_token_id=[]).shape
     torch.Size([1, 7])
     """
-    if not is_applied(model):
-        raise ValueError(
-            "generate: model: expected one after apply(model, attention=True), got an unchanged one, "
-            "or one with another attention implementation since"
-        )
-    config = getattr(model, "generation_config", None)
-    if config is None:
-        raise ValueError(f"generate: model: expected a model with a language head, got {type(model).__name__}")
+    config = _config_of(model)
     _check_settings(config, settings)
-    for name, given in (("input_ids", input_ids), ("attention_mask", attention_mask)):
-        if not (isinstance(given, Tensor) or (given is None and name == "attention_mask")):
-            raise TypeError(f"generate: {name}: expected a tensor, got {type(given).__name__}")
-    if input_ids.ndim != 2 or input_ids.dtype != torch.int64 or input_ids.numel() == 0:
-        raise ValueError(
-            f"generate: input_ids: expected int64 [B, S], not empty, got {input_ids.dtype} {tuple(input_ids.shape)}"
-        )
-    if attention_mask is not None:
-        if attention_mask.shape != input_ids.shape:
-            raise ValueError(
-                f"generate: attention_mask: expected shape {tuple(input_ids.shape)}, got {tuple(attention_mask.shape)}"
-            )
-        attention_mask = attention_mask.bool()
-        if not bool(attention_mask[:, -1].all()):
-            raise ValueError("generate: attention_mask: expected padding on the left, got padding in the last column")
+    attention_mask = _checked_prompts(input_ids, attention_mask)
     length = input_ids.shape[1]
     new = max_new_tokens if max_new_tokens is not None else getattr(config, "max_new_tokens", None)
     if new is None and getattr(config, "max_length", None):
@@ -377,6 +356,40 @@ def generate(
     if past_key_values is not None:  # a step may have run ahead
         cache.crop(length + len(columns) - 1)
     return torch.cat([input_ids, torch.stack(columns, 1).to(input_ids.device)], 1)
+
+
+def _config_of(model: Any) -> Any:
+    """The generation_config of a model that can generate here."""
+    if not is_applied(model):
+        raise ValueError(
+            "generate: model: expected one after apply(model, attention=True), got an unchanged one, "
+            "or one with another attention implementation since"
+        )
+    config = getattr(model, "generation_config", None)
+    if config is None:
+        raise ValueError(f"generate: model: expected a model with a language head, got {type(model).__name__}")
+    return config
+
+
+def _checked_prompts(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor | None:
+    """The mask as bool, after checks of both."""
+    for name, given in (("input_ids", input_ids), ("attention_mask", attention_mask)):
+        if not (isinstance(given, Tensor) or (given is None and name == "attention_mask")):
+            raise TypeError(f"generate: {name}: expected a tensor, got {type(given).__name__}")
+    if input_ids.ndim != 2 or input_ids.dtype != torch.int64 or input_ids.numel() == 0:
+        raise ValueError(
+            f"generate: input_ids: expected int64 [B, S], not empty, got {input_ids.dtype} {tuple(input_ids.shape)}"
+        )
+    if attention_mask is None:
+        return None
+    if attention_mask.shape != input_ids.shape:
+        raise ValueError(
+            f"generate: attention_mask: expected shape {tuple(input_ids.shape)}, got {tuple(attention_mask.shape)}"
+        )
+    valid = attention_mask.bool()
+    if not bool(valid[:, -1].all()):
+        raise ValueError("generate: attention_mask: expected padding on the left, got padding in the last column")
+    return valid
 
 
 def _integer(name: str, value: Any) -> int:
