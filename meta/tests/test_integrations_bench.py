@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import re
 import sys
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from kestrel_kernels.cli import app
@@ -142,6 +145,9 @@ def test_a_named_configuration_is_one_that_every_way_takes(name):
         (("--config", "no-model"), "--config: expected one of llama-3.1-8b, .*, got no-model"),
         (("--new-tokens", 9), "--new-tokens: expected at least 10, got 9"),
         (("--prompt", 0), "--prompt: expected at least 1, got 0"),
+        (("--batch", 4, 0), "--batch: expected at least 1, got 0"),
+        (("--layers", -1), "--layers: expected at least 1, got -1"),
+        (("--out", __file__), "--out: expected a JSON file of this command or a new one, got .*test_integrations"),
         (("--kv-cache", "int2"), "invalid choice"),
     ],
 )
@@ -149,6 +155,21 @@ def test_bad_options_are_named(arguments, message, capfd):
     done = run(*arguments)
     assert done.exit_code == 2
     assert re.search(message, done.stderr + capfd.readouterr().err)
+
+
+def test_a_run_on_the_cpu_says_so_before_it_builds_the_model(monkeypatch):
+    if torch.cuda.is_available():
+        pytest.skip("a GPU is here")
+    said = io.StringIO()
+
+    def build(name, device, layers):
+        raise ValueError("--config: expected a shorter wait\nsecond line")
+
+    monkeypatch.setattr(bench, "build", build)
+    with contextlib.redirect_stderr(said), pytest.raises(SystemExit):
+        bench.main([], prog="bench")
+    assert said.getvalue().startswith("no GPU here: the model runs on the CPU; --layers makes it smaller\n")
+    assert said.getvalue().endswith("expected a shorter wait\n")
 
 
 def test_without_transformers_one_line_says_what_is_missing(monkeypatch):

@@ -32,6 +32,13 @@ def filled(model, ids, **options):
     return cache
 
 
+def test_tokens_of_a_replayed_graph_count_in_every_layer(model):
+    cache = filled(model, ids_of(2, 5))
+    cache.skip(3)
+    assert [layer.get_seq_length() for layer in cache.layers] == [8, 8]
+    assert cache.lengths.tolist() == [5, 5], "those on the device are the graph's to count"
+
+
 @pytest.mark.parametrize("indices", [torch.tensor([False, True, True]), torch.tensor([1, 2])], ids=["mask", "places"])
 @pytest.mark.parametrize("kind", ["auto", "int4"])
 def test_selected_sequences_go_on_as_they_were(model, kind, indices):

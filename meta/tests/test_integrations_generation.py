@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import DynamicCache
 
 from kestrel_kernels.integrations import transformers as integration
 from kestrel_kernels.integrations.transformers import KestrelCache, generate, generation, modules
@@ -26,6 +28,22 @@ def greedy(model, **options):
 def test_greedy_tokens_are_those_of_transformers(applied, family):
     model = applied(family)
     assert torch.equal(generate(model, IDS, MASK, **NEW), greedy(model))
+
+
+@pytest.mark.parametrize("name", ["q_norm", "k_norm"])
+def test_a_watched_norm_of_heads_is_heeded_in_decoding(applied, name):
+    model, seen = applied("qwen3"), []
+    getattr(model.model.layers[0].self_attn, name).register_forward_hook(lambda *of: seen.append(of))
+    generate(model, IDS, MASK, max_new_tokens=4, eos_token_id=[])
+    assert len(seen) == 4, "the prompt and three steps"
+
+
+def test_without_a_gpu_nothing_is_captured_and_nothing_is_said(applied, recwarn):
+    model = applied("llama")
+    if model.device.type == "cuda":
+        pytest.skip("the model is on a GPU")
+    generate(model, IDS, MASK, **NEW)
+    assert [str(each.message) for each in recwarn if "CUDA graph" in str(each.message)] == []
 
 
 @pytest.mark.parametrize("kind", ["fp8", "int8", "int4"])
@@ -290,6 +308,36 @@ def test_an_unknown_argument_is_named(applied):
 def test_ids_of_another_form_are_named(applied):
     with pytest.raises(ValueError, match=r"input_ids: expected int64 \[B, S\], not empty, got torch.int64 \(7,\)"):
         generate(applied("llama"), IDS[0], **NEW)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"input_ids": [[1, 2]]}, TypeError, "input_ids: expected a tensor, got list"),
+        ({"attention_mask": [[1, 1]]}, TypeError, "attention_mask: expected a tensor, got list"),
+        ({"max_new_tokens": 2.5}, TypeError, "max_new_tokens: expected an integer, got float"),
+        ({"max_new_tokens": 0}, ValueError, "max_new_tokens: expected a positive integer, got 0"),
+        ({"eos_token_id": "</s>"}, TypeError, "eos_token_id: expected an integer, got str"),
+        ({"pad_token_id": "<pad>"}, TypeError, "pad_token_id: expected an integer, got str"),
+        ({"seed": 0.5}, TypeError, "seed: expected an integer, got float"),
+        ({"seed": 2**63}, ValueError, "seed: expected an integer of 64 bits, got one of 64"),
+        ({"past_key_values": DynamicCache()}, TypeError, "past_key_values: expected a KestrelCache, got DynamicCache"),
+    ],
+)
+def test_arguments_of_another_type_are_named(applied, options, error, message):
+    with pytest.raises(error, match=f"generate: {message}"):
+        generate(applied("llama"), **{"input_ids": IDS, "do_sample": True, **NEW, **options})
+
+
+@pytest.mark.parametrize("of", [np.int64, torch.tensor, lambda value: torch.tensor([value])])
+def test_integers_may_be_of_any_type(applied, of):
+    model = applied("llama")
+    options = {"do_sample": True, "max_new_tokens": 6}
+    tokens = generate(model, IDS, seed=3, eos_token_id=[], **options)
+    eos = int(tokens[0, -3])
+    found = generate(model, IDS[:1], seed=of(3), eos_token_id=of(eos), **{**options, "max_new_tokens": of(6)})
+    assert found[0].tolist() == tokens[0, : len(found[0])].tolist()
+    assert found[0, -1] == eos
 
 
 def test_an_unchanged_model_is_refused(tiny_transformer):

@@ -6,8 +6,10 @@ import dataclasses
 import importlib
 import inspect
 import json
+import types
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from kestrel_kernels import info
@@ -58,6 +60,30 @@ def test_info_as_data_names_every_distribution_binary_and_op() -> None:
     for op in ops.values():
         assert (op["runs"] == "kernel") == (op["why"] == "")
         assert found["gpus"] or op["runs"] != "kernel"
+
+
+@pytest.mark.parametrize(("answer", "version"), [("580.95.05\n580.95.05\n", "580.95.05"), ("\n", None)])
+def test_without_a_kernel_module_nvidia_smi_tells_the_driver(
+    answer: str, version: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(info.Path, "is_file", lambda path: False)
+    monkeypatch.setattr(info.subprocess, "run", lambda query, **how: types.SimpleNamespace(stdout=answer))
+    assert info._driver() == version
+
+
+def test_every_gpu_is_listed_with_the_architecture_that_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    capabilities = [(9, 0), (7, 5)]
+    for name, value in (
+        ("is_available", lambda: True),
+        ("device_count", lambda: 2),
+        ("get_device_capability", capabilities.__getitem__),
+        ("get_device_name", "NVIDIA {}".format),
+    ):
+        monkeypatch.setattr(torch.cuda, name, value)
+    assert info._gpus() == [
+        GPU(name="NVIDIA 0", capability="9.0", architecture="90a"),
+        GPU(name="NVIDIA 1", capability="7.5", architecture=None),
+    ]
 
 
 def test_a_wheel_without_kernels_says_so() -> None:

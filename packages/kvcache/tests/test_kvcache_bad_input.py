@@ -261,6 +261,7 @@ def gather_cases(pages: int, heads: int, size: int, blocks: int, page: int) -> t
         bad("caches of two dtypes", "value_cache", cache.half(), TypeError, "float16"),
         bad("a scale without codes", "k_scale", torch.ones(1), fragment="None"),
         bad("too many scales", "v_scale", torch.ones(heads + 2), fragment=f"({heads + 2},)", **fp8),
+        bad("a scale elsewhere", "v_scale", torch.ones(1, device="meta"), fragment="meta", **fp8),
         bad("INT8 without a scale", "k_scale", None, TypeError, "a tensor", **int8),
         bad("INT8 with one scale", "v_scale", torch.ones(1), fragment="1-D", **int8),
     ]

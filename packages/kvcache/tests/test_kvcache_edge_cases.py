@@ -190,6 +190,17 @@ def test_a_page_that_does_not_exist_reads_as_zero(entry: int) -> None:
         assert result[:, 0, 0].tolist() == [1, 1, 0, 0, 1, 1]
 
 
+def test_an_int4_read_of_a_cache_without_tails_is_zero() -> None:
+    call = write_call("int4_cache_write", 64, 1, 4, 1)
+    int4_cache_write(**call)
+    scales = {name: call[name] for name in ("k_scale", "k_zero", "v_scale", "v_zero")}
+    caches, none = (call["key_cache"], call["value_cache"]), call["k_tail"][:0]
+    table = torch.zeros(1, dtype=torch.int32)
+    for result in gather_cache(*caches, table, 64, **scales, k_tail=none, seq_ids=table):
+        assert result.shape == (64, 1, 4)
+        assert not result.any()
+
+
 @pytest.mark.parametrize("sequence", [-1, 1, 2**31 - 1])
 def test_an_int4_read_of_a_padding_sequence_is_zero(sequence: int) -> None:
     call = write_call("int4_cache_write", 5, 1, 4, 1)

@@ -138,6 +138,16 @@ def test_heads_are_normalised_before_they_are_rotated(dtype, weight_bias, packed
     assert torch.equal(cache[0].flatten(0, 1)[:7], key.reshape(7, KV_HEADS, SIZE))
 
 
+def test_a_head_whose_squares_exceed_float32_is_normalised_to_zero():
+    """As in the kernels and in kestrel_norm.rms_norm: the sum of squares is float32."""
+    _, query, key, value = inputs(2)
+    query[0, 0] = 1e19  # 16 squares of 1e38
+    cache, padding, ones = torch.zeros(2, 1, 1, KV_HEADS, SIZE), torch.tensor([-1, -1]), torch.ones(SIZE)
+    rotary_and_cache(padding, query, key, value, SIZE, table_of(SIZE), *cache, padding, query_norm=ones, key_norm=ones)
+    assert not query[0, 0].any()
+    assert query[0, 1:].any(-1).all()
+
+
 @pytest.mark.parametrize("name", ["fp8", "fp8_e4m3", "fp8_e5m2"])
 def test_the_rotated_key_is_what_is_quantised(name):
     table = table_of(SIZE)

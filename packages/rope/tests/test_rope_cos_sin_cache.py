@@ -203,8 +203,19 @@ def test_the_parameters_of_a_transformers_config_are_taken_as_they_are():
     assert torch.equal(build_cos_sin_cache(32, 9, 1e6, scaling=scaling), build_cos_sin_cache(32, 9, 1e6))
 
 
+@pytest.mark.parametrize("kind", SCALINGS)
+def test_a_table_is_made_on_its_device_alone(kind):
+    table = build_cos_sin_cache(32, 9, scaling=SCALINGS[kind], device="meta")
+    assert (table.device.type, table.shape) == ("meta", (9, 32))
+
+
 def test_empty_table():
     assert build_cos_sin_cache(64, 0).shape == (0, 64)
+
+
+def test_a_large_dynamic_factor_leaves_a_short_context_as_it_is():
+    scaling = {"type": "dynamic", "factor": 2.0**62, "original_max_position_embeddings": 16}
+    assert torch.equal(build_cos_sin_cache(8, 9, scaling=scaling), build_cos_sin_cache(8, 9))
 
 
 def test_smallest_table_under_dynamic_scaling():

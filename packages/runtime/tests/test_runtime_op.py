@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import types
 import warnings
@@ -542,6 +543,43 @@ def test_tangents_and_transforms_do_not_reach_a_launch() -> None:
     with torch.autograd.forward_ad.dual_level(), pytest.raises(ValueError, match="'y': .* without a tangent"):
         OPS.quotient(x, torch.autograd.forward_ad.make_dual(x, x))
     assert OPS.quotient(x, x).shape == (4,)
+
+
+@pytest.mark.parametrize(
+    "redirect",
+    [
+        FakeTensorMode,
+        trace,
+        lambda: backend("reference"),
+        torch.autograd.forward_ad.dual_level,
+    ],
+    ids=["dispatch mode", "trace", "reference", "forward mode"],
+)
+def test_what_redirects_a_call_keeps_it_from_launching_directly(redirect) -> None:
+    assert op.launches_directly()
+    with redirect():
+        assert not op.launches_directly()
+    assert op.launches_directly()
+
+
+def test_a_transform_keeps_a_call_from_launching_directly() -> None:
+    found = []
+    torch.func.vmap(lambda x: found.append(op.launches_directly()) or x)(torch.empty(2))
+    assert found == [False]
+
+
+@pytest.mark.parametrize("is_capturing", [True, False])
+def test_a_reference_that_reads_the_host_is_refused_in_a_capture(
+    is_capturing: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: is_capturing)
+    with (
+        pytest.raises(UnsupportedError, match="scale: the reference cannot be captured in a CUDA graph: it reads sizes")
+        if is_capturing
+        else contextlib.nullcontext()
+    ):
+        op.refuse_capture("scale", "it reads sizes")
 
 
 def test_messages_name_the_public_function_of_an_op() -> None:

@@ -8,6 +8,7 @@ import lzma
 import runpy
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -281,6 +282,9 @@ def test_overlap_of_large_caches_is_decided_by_their_strides_alone() -> None:
     check.no_overlap("op", "k", wide[:, ::2], "v", wide[:, 1::2].transpose(1, 2))
     with pytest.raises(ValueError, match="'k': expected a tensor to write that shares no memory with 'v', got tensors"):
         check.no_overlap("op", "k", wide[..., :129], "v", wide[..., 128:])
+    for few in (wide[31:33, 7:9, 3:5, 1:], wide[:, 1:].transpose(1, 2)):
+        with pytest.raises(ValueError, match="tensors that overlap"):
+            check.no_overlap("op", "k", wide[..., ::2], "v", few)
     check.no_overlap("op", "k", wide, "v", wide.view(64, 16, 8, 256), may_be_same=True)
 
 
@@ -362,6 +366,41 @@ def test_gpus_of_sm_86_and_sm_89_run_a_kernel_of_sm_80_where_there_is_none_for_t
     monkeypatch.setattr(binary, "_check_driver", lambda: None)
     monkeypatch.setattr(cute, "compiled", lambda *call: None)
     assert family.kernel(SimpleNamespace(name="topk"), 0) == runs
+
+
+def test_a_device_without_an_index_is_the_current_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    family = Binary("kestrel_anyfamily")
+    family.__dict__["manifest"] = binary.Manifest("kestrel_anyfamily", ("80", "90a"), ("topk_sm80", "topk_sm90a"), True)
+    family.function = lambda name: name
+    monkeypatch.setattr(binary, "_device_arch", {0: "80", 3: "90a"}.get)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    for device, arch in ((torch.device("cuda"), "90a"), (torch.device("cuda", 0), "80"), (0, "80")):
+        assert family.arch(device) == f"sm{arch}"
+        assert family.kernel(SimpleNamespace(name="topk"), device) == f"topk_sm{arch}"
+
+
+@pytest.mark.parametrize(("version", "is_new_enough"), [(12090, False), (13000, True), (13010, True)])
+def test_a_driver_older_than_the_machine_code_is_named(
+    version: int, is_new_enough: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(binary, "_driver_version", lambda: version)
+    with nullcontext() if is_new_enough else pytest.raises(UnsupportedError, match="CUDA 12.09?; R580"):
+        binary._check_driver()
+
+
+@pytest.mark.parametrize("holds_cute", [True, False])
+def test_a_library_without_cute_kernels_needs_no_runtime_library(
+    holds_cute: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = []
+    monkeypatch.setattr(cute, "open_runtime_library", lambda: opened.append("runtime library"))
+    monkeypatch.setattr(binary, "_load_library", lambda path: SimpleNamespace(get_function=path.stem.__add__))
+    family = Binary("kestrel_anyfamily")
+    family.__dict__["manifest"] = binary.Manifest("kestrel_anyfamily", ("90a",), ("_f",), holds_cute)
+    family.__dict__["library"] = tmp_path / "library.so"
+    assert family.function("_f") == "library_f"
+    assert opened == ["runtime library"] * holds_cute
 
 
 @pytest.fixture
@@ -462,6 +501,20 @@ def test_cute_runtime_is_found_in_the_layout_pip_gives_it(tmp_path: Path, monkey
     library.touch()
     monkeypatch.syspath_prepend(str(tmp_path))
     assert cute.runtime_library_path() is not None
+
+
+def test_compiled_kernels_are_kept_in_the_users_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cute.cache_folder() == tmp_path / "kestrel-kernels"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(Path, "home", lambda: tmp_path)
+    assert cute.cache_folder() == tmp_path / ".cache" / "kestrel-kernels"
+
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", no_home)
+    assert cute.cache_folder() is None
 
 
 @pytest.mark.parametrize("changed", ["kestrel_x.kernels", "kestrel_runtime.cute_dsl", "variant", "arch", "version"])

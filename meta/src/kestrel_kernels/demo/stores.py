@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kestrel_kvcache import int4_cache_write, int8_cache_write, rotary_and_cache
 from kestrel_rope import rotary_embedding
+from kestrel_runtime.paged_cache import INT4_PAGE
 
 from .config import DecoderConfig
 from .weights import Layer
@@ -102,7 +103,7 @@ class INT4Store(Store):
     """KIVI: 4-bit codes. Values are quantised per token, keys per channel once a page of 64 tokens is complete.
     The keys of each sequence's incomplete page are in the tail [sequences, 64, Hk, D]."""
 
-    page = 64
+    page = INT4_PAGE
 
     def __init__(
         self, config: DecoderConfig, layer: Layer, pages: int, sequences: int, dtype: torch.dtype, device: torch.device

@@ -23,6 +23,7 @@ _KEYS = {  # of a Hugging Face rope_scaling dict, by type: required, optional
     ),
 }
 _LARGEST = sys.float_info.max  # an int above it has no float value
+_LEAST, _MOST = 1e-30, 1e30  # of a number in scaling, so that nothing overflows
 _OF_OTHER_ARGUMENTS = ("rope_type", "type", "rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved")
 
 
@@ -47,8 +48,8 @@ def build_cos_sin_cache(
         ``llama3``: factor, low_freq_factor, high_freq_factor, original_max_position_embeddings.
         ``yarn``: factor, original_max_position_embeddings; optional attention_factor, mscale, mscale_all_dim,
         beta_fast 32, beta_slow 1, truncate True. The attention factor multiplies the whole table.
-        ``rope_theta`` must equal ``base``. ``partial_rotary_factor`` and ``mrope_*`` concern other arguments and are
-        not read. Any other key raises.
+        All numbers are from 1e-30 to 1e30; the two mscale may be 0. ``rope_theta`` must equal ``base``.
+        ``partial_rotary_factor`` and ``mrope_*`` concern other arguments and are not read. Any other key raises.
     dtype: of the table: float32, bf16 or fp16. device: of the table (default: torch's default device).
 
     Returns [max_position, R]: cosines of the R/2 frequencies, then their sines. Angles are float64, the result is
@@ -128,12 +129,12 @@ def _parse(scaling: Mapping[str, Any] | None, base: float) -> tuple[str, dict[st
         if key == "truncate":
             check.flag(_OP, name, value)
         elif key.startswith("mscale"):
-            check.number(_OP, name, value, minimum=0, maximum=_LARGEST)
+            check.number(_OP, name, value, minimum=0, maximum=_MOST)
         else:
-            check.number(_OP, name, value)
-            if not 0 < value <= _LARGEST:
-                check.fail(_OP, name, "a finite number > 0", value)
+            check.number(_OP, name, value, minimum=_LEAST, maximum=_MOST)
     theta = scaling.get("rope_theta")
+    if theta is not None:
+        check.number(_OP, "scaling['rope_theta']", theta)
     if theta is not None and theta != base:
         check.fail(_OP, "scaling", f"the rope_theta that base gives, {base}", theta)
     values = {key: scaling[key] for key in (*required, *optional) if scaling.get(key) is not None}
@@ -149,7 +150,7 @@ def _ntk_base(rotary_dim: int, max_position: int, base: float, values: dict[str,
         return base  # its only frequency is 1 whatever the base
     original = values["original_max_position_embeddings"]
     stretch = max(max_position, original) / original
-    growth = values["factor"] * stretch - (values["factor"] - 1)
+    growth = 1 + values["factor"] * (stretch - 1)
     return float(base * growth ** (rotary_dim / (rotary_dim - 2)))
 
 
@@ -170,8 +171,8 @@ def _yarn(frequencies: torch.Tensor, rotary_dim: int, base: float, values: dict[
 
     low, high = dimension_with(values.get("beta_fast", 32)), dimension_with(values.get("beta_slow", 1))
     if values.get("truncate", True):
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, rotary_dim - 1)
+        low, high = float(math.floor(low)), float(math.ceil(high))
+    low, high = max(low, 0.0), min(high, rotary_dim - 1.0)
     if low == high:
         high += 0.001  # a step instead of a ramp
     index = torch.arange(rotary_dim // 2, dtype=torch.float64, device=frequencies.device)

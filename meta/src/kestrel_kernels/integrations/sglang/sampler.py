@@ -14,8 +14,9 @@ from kestrel_sampling import sample_from_logits
 class KestrelSampler(Sampler):
     """Draws from logits, without writing probabilities unless log-probabilities are requested.
 
-    min-p is applied first, then top-k and top-p to the remaining entries. A request with a seed draws with that seed
-    and its position, so its tokens do not depend on the batch; others draw from torch's generator.
+    min-p is applied first, then top-k and top-p to the remaining entries. Where the batch has seeds, which SGLang's
+    deterministic mode gives it, a row draws with its seed and position, so its token does not depend on the batch.
+    Otherwise rows draw from torch's generator.
     """
 
     def forward(

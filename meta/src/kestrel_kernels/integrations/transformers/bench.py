@@ -235,6 +235,19 @@ def machine(device: torch.device, revision: str | None) -> dict[str, Any]:
     return found
 
 
+def _kept(path: Path | None) -> dict[str, Any]:
+    """The entries of the file that will be written. Raises ValueError, before anything is timed, if it is another."""
+    if path is None or not path.is_file():
+        return {}
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise ValueError(f"--out: expected a JSON file of this command or a new one, got {path}")
+    return found
+
+
 def main(arguments: Sequence[str], *, prog: str) -> int:
     """Runs the command; returns its exit status."""
     parser = argparse.ArgumentParser(prog=prog, description=__doc__)
@@ -251,20 +264,28 @@ def main(arguments: Sequence[str], *, prog: str) -> int:
     parser.add_argument("--out", type=Path, help="a JSON file whose entry of this configuration and prompt is replaced")
     parser.add_argument("--plot", type=Path, help="an SVG file of this run's tokens/s; needs matplotlib")
     options = parser.parse_args(list(arguments))
-    for name in ("prompt", "new_tokens", "layers"):
-        least = SETTLED + 2 if name == "new_tokens" else 1
-        value = getattr(options, name)
-        if value is not None and value < least:
-            parser.error(f"--{name.replace('_', '-')}: expected at least {least}, got {value}")
+    given = {"batch": min(options.batch), "prompt": options.prompt, "new-tokens": options.new_tokens}
+    if options.layers is not None:
+        given["layers"] = options.layers
+    for name, value in given.items():
+        least = SETTLED + 2 if name == "new-tokens" else 1
+        if value < least:
+            parser.error(f"--{name}: expected at least {least}, got {value}")
+    try:
+        kept = _kept(options.out)
+    except ValueError as error:
+        parser.error(str(error))
     from transformers.utils import logging
 
     logging.set_verbosity_error()
     options.weights.sort(key=WEIGHTS.index)  # quantising cannot be undone
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device.type == "cpu":
+        print("no GPU here: the model runs on the CPU; --layers makes it smaller", file=sys.stderr, flush=True)
     try:
         model = build(options.config, device, options.layers)
     except ValueError as error:
-        parser.error(str(error))
+        parser.error(str(error).partition("\n")[0])
     figures = {name: getattr(options, name) for name in ("prompt", "new_tokens", "layers")}
     figures = {"environment": machine(device, options.revision), **figures, "rows": rows_of(model, options, device)}
     entry = f"{options.config}, prompt {options.prompt}"
@@ -273,8 +294,6 @@ def main(arguments: Sequence[str], *, prog: str) -> int:
 
         draw({entry: figures}, options.plot)
     if options.out is not None:
-        found = json.loads(options.out.read_text(encoding="utf-8")) if options.out.is_file() else {}
-        found[entry] = figures
         options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        options.out.write_text(json.dumps({**kept, entry: figures}, indent=1) + "\n", encoding="utf-8")
     return 0

@@ -13,8 +13,9 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from kestrel_attention import flash_attn_varlen_func, flash_attn_with_kvcache
 from kestrel_kvcache import gather_cache, rotary_and_cache
+from kestrel_runtime.paged_cache import INT4_PAGE
 
-from .formats import FORMATS, INT4_PAGE, Pages
+from .formats import FORMATS, Pages
 from .masks import Mask
 from .prompts import DTYPES, Packing, Scores, causal_attention, dense_attention, serves
 

@@ -9,8 +9,6 @@ from torch import Tensor
 
 from kestrel_kvcache import int4_cache_write, int8_cache_write, reshape_and_cache
 
-INT4_PAGE = 64
-
 
 class Pages:
     """Keys and values of one layer in the model's dtype: [blocks, P, Hk, D] each.

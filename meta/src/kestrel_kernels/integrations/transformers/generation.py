@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
+import operator
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -249,7 +250,7 @@ def generate(
     min_p: float | None = None,
     repetition_penalty: float | None = None,
     seed: int | None = None,
-    eos_token_id: int | Sequence[int] | None = None,
+    eos_token_id: int | Sequence[int] | Tensor | None = None,
     pad_token_id: int | None = None,
     streamer: Any = None,
     stopping_criteria: Callable[[Tensor, Any], Any] | Iterable[Callable[[Tensor, Any], Any]] | None = None,
@@ -276,7 +277,7 @@ def generate(
     Returns ids int64 [B, S + new tokens]; behind its end-of-sequence token a row holds pad_token_id.
     The host reads a token while the device computes the next one, and reads nothing else.
     Raises ValueError for other settings of transformers that are in use (beams, processors, ...), padding on the right
-    and too small a cache; RuntimeError for logits with NaN.
+    and too small a cache; TypeError for another cache and other wrong types; RuntimeError for logits with NaN.
 
     >>> import torch
     >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -287,40 +288,28 @@ def generate(
     >>> generate(model, torch.tensor([[1, 2, 3]]), max_new_tokens=4, eos_token_id=[]).shape
     torch.Size([1, 7])
     """
-    if not is_applied(model):
-        raise ValueError(
-            "generate: model: expected one after apply(model, attention=True), got an unchanged one, "
-            "or one with another attention implementation since"
-        )
-    config = getattr(model, "generation_config", None)
-    if config is None:
-        raise ValueError(f"generate: model: expected a model with a language head, got {type(model).__name__}")
+    config = _config_of(model)
     _check_settings(config, settings)
-    if input_ids.ndim != 2 or input_ids.dtype != torch.int64 or input_ids.numel() == 0:
-        raise ValueError(
-            f"generate: input_ids: expected int64 [B, S], not empty, got {input_ids.dtype} {tuple(input_ids.shape)}"
-        )
-    if attention_mask is not None:
-        if attention_mask.shape != input_ids.shape:
-            raise ValueError(
-                f"generate: attention_mask: expected shape {tuple(input_ids.shape)}, got {tuple(attention_mask.shape)}"
-            )
-        attention_mask = attention_mask.bool()
-        if not bool(attention_mask[:, -1].all()):
-            raise ValueError("generate: attention_mask: expected padding on the left, got padding in the last column")
+    attention_mask = _checked_prompts(input_ids, attention_mask)
     length = input_ids.shape[1]
     new = max_new_tokens if max_new_tokens is not None else getattr(config, "max_new_tokens", None)
     if new is None and getattr(config, "max_length", None):
         new = config.max_length - length
-    if new is None or new < 1:
+    new = 0 if new is None else _integer("max_new_tokens", new)
+    if new < 1:
         raise ValueError(f"generate: max_new_tokens: expected a positive integer, got {new}")
     eos = _tokens(eos_token_id if eos_token_id is not None else config.eos_token_id)
-    pad = next((token for token in (pad_token_id, config.pad_token_id, *eos) if token is not None), 0)
+    pads = (pad_token_id, config.pad_token_id, *eos, 0)
+    pad = _integer("pad_token_id", next(token for token in pads if token is not None))
     if pad < 0 and eos and len(input_ids) > 1:
         raise ValueError(f"generate: pad_token_id: expected a token for rows that end early, got {pad}")
     sampling = _sampling(config, do_sample, temperature, top_k, top_p, min_p, repetition_penalty)
-    seed = int(torch.randint(2**62, ())) if seed is None and sampling.temperature else seed or 0
+    seed = int(torch.randint(2**62, ())) if seed is None and sampling.temperature else _integer("seed", seed or 0)
+    if not -(2**63) <= seed < 2**63:
+        raise ValueError(f"generate: seed: expected an integer of 64 bits, got one of {seed.bit_length()}")
     cache = past_key_values
+    if not (cache is None or isinstance(cache, KestrelCache)):
+        raise TypeError(f"generate: past_key_values: expected a KestrelCache, got {type(cache).__name__}")
     if cache is None:
         cache = KestrelCache(
             model.config, kv_cache=kv_cache, page_size=page_size, max_batch=len(input_ids), max_tokens=length + new
@@ -369,8 +358,54 @@ def generate(
     return torch.cat([input_ids, torch.stack(columns, 1).to(input_ids.device)], 1)
 
 
-def _tokens(eos: int | Sequence[int] | None) -> list[int]:
-    return [] if eos is None else [eos] if isinstance(eos, int) else [int(token) for token in eos]
+def _config_of(model: Any) -> Any:
+    """The generation_config of a model that can generate here."""
+    if not is_applied(model):
+        raise ValueError(
+            "generate: model: expected one after apply(model, attention=True), got an unchanged one, "
+            "or one with another attention implementation since"
+        )
+    config = getattr(model, "generation_config", None)
+    if config is None:
+        raise ValueError(f"generate: model: expected a model with a language head, got {type(model).__name__}")
+    return config
+
+
+def _checked_prompts(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor | None:
+    """The mask as bool, after checks of both."""
+    for name, given in (("input_ids", input_ids), ("attention_mask", attention_mask)):
+        if not (isinstance(given, Tensor) or (given is None and name == "attention_mask")):
+            raise TypeError(f"generate: {name}: expected a tensor, got {type(given).__name__}")
+    if input_ids.ndim != 2 or input_ids.dtype != torch.int64 or input_ids.numel() == 0:
+        raise ValueError(
+            f"generate: input_ids: expected int64 [B, S], not empty, got {input_ids.dtype} {tuple(input_ids.shape)}"
+        )
+    if attention_mask is None:
+        return None
+    if attention_mask.shape != input_ids.shape:
+        raise ValueError(
+            f"generate: attention_mask: expected shape {tuple(input_ids.shape)}, got {tuple(attention_mask.shape)}"
+        )
+    valid = attention_mask.bool()
+    if not bool(valid[:, -1].all()):
+        raise ValueError("generate: attention_mask: expected padding on the left, got padding in the last column")
+    return valid
+
+
+def _integer(name: str, value: Any) -> int:
+    """The value of any integer type: Python's, numpy's, or a tensor of one element."""
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(f"generate: {name}: expected an integer, got {type(value).__name__}") from None
+
+
+def _tokens(eos: int | Iterable[int] | Tensor | None) -> list[int]:
+    if eos is None:
+        return []
+    if isinstance(eos, Tensor):
+        eos = eos.flatten().tolist()
+    return [_integer("eos_token_id", token) for token in (eos if isinstance(eos, Iterable) else [eos])]
 
 
 def _check_settings(config: Any, settings: dict[str, Any]) -> None:

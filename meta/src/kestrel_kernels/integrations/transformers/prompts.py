@@ -10,8 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kestrel_attention import flash_attn_func, flash_attn_varlen_func
+from kestrel_runtime import check
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+DTYPES = check.FLOATS
 """What the ops of this library compute in."""
 _MAX_HEAD_DIM = 256
 

@@ -25,12 +25,12 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from kestrel_attention import flash_attn_varlen_func, flash_attn_with_kvcache
 from kestrel_kvcache import gather_cache, int4_cache_write, int8_cache_write, reshape_and_cache
+from kestrel_runtime.paged_cache import FP8_OF_NAME
 
 from . import BACKEND, int4
 from .int4 import INT4
 from .pages import int8_sections
 
-_FP8 = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 INT8 = "int8_per_token_head"
 _INT8_HEADS = (64, 128, 256)
 _QUERIES, _KEYS = 256, 4096
@@ -121,7 +121,7 @@ class KestrelBackend(AttentionBackend):
 
     forward_includes_kv_cache_update = False
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16]
-    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "float16", "bfloat16", *_FP8, INT8, INT4]
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "float16", "bfloat16", *FP8_OF_NAME, INT8, INT4]
 
     @staticmethod
     def get_name() -> str:
@@ -184,7 +184,7 @@ class KestrelBackend(AttentionBackend):
         **more: Any,
     ) -> Any:
         """Why this combination is unsupported, or None."""
-        if kv_cache_dtype in _FP8 and head_size % 16:
+        if kv_cache_dtype in FP8_OF_NAME and head_size % 16:
             return f"an FP8 cache needs heads of a multiple of 16, got {head_size}"
         for kind, name, heads in ((INT8, "INT8", _INT8_HEADS), (INT4, "INT4", int4.HEADS)):
             if kv_cache_dtype == kind and head_size not in heads:
@@ -263,7 +263,7 @@ class Impl(AttentionImpl[Metadata]):
             keys, values, scales = int4.sections(kv_cache, self.head_size)
             return keys, values, {**scales, "k_tail": self._tail}
         keys, values = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)
-        codes = _FP8.get(self.kv_cache_dtype)
+        codes = FP8_OF_NAME.get(self.kv_cache_dtype)
         if codes is None:
             return keys, values, {}
         scales = {"k_scale": layer._k_scale.view(-1), "v_scale": layer._v_scale.view(-1)}
@@ -282,7 +282,7 @@ class Impl(AttentionImpl[Metadata]):
             rows = batch.token_rows[: len(slot_mapping)]
             int4_cache_write(key, value, keys, values, **scales, slot_mapping=slot_mapping, seq_ids=rows)
             return
-        kind = self.kv_cache_dtype if self.kv_cache_dtype in _FP8 else "auto"
+        kind = self.kv_cache_dtype if self.kv_cache_dtype in FP8_OF_NAME else "auto"
         reshape_and_cache(key, value, keys, values, slot_mapping, kind, **scales)
 
     def forward(

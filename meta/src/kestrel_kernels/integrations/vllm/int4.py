@@ -10,10 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kestrel_runtime import paged_cache
+
 from .pages import cut
 
 INT4 = "int4_per_token_head"
-PAGE = 64
+PAGE = paged_cache.INT4_PAGE
 HEADS = (64, 128, 256)
 
 
