@@ -27,6 +27,7 @@ from kestrel_runtime.testing import (
     assert_waits_for_the_launch_before,
     canary,
     graph_replay,
+    large_allocation,
     poison,
 )
 
@@ -182,6 +183,7 @@ def test_a_row_does_not_depend_on_batch_alignment_or_strides_and_runs_repeat(
     assert all(map(torch.equal, topk_softmax(gating.flip(0), k)[2:], whole[2:]))
 
 
+@large_allocation(gib=5)
 def test_logits_with_a_row_stride_past_two_to_the_31() -> None:
     stride = 2**31 + 64
     buffer = torch.empty(stride + 64, dtype=torch.bfloat16, device="cuda")
@@ -288,6 +290,7 @@ def test_a_view_of_the_ids_counts_its_own_pairs(dtype: torch.dtype, tokens: int)
     assert_aligned(torch.randint(0, 8, (tokens, 6)).to(dtype).cuda()[1::2, 2:5], 8, 16)
 
 
+@large_allocation(gib=9)
 def test_ids_with_a_row_stride_past_two_to_the_31() -> None:
     stride = 2**31 + 64
     ids = torch.empty(stride + 8, dtype=torch.int32, device="cuda").as_strided((2, 8), (stride, 1))
