@@ -449,7 +449,8 @@ def test_more_than_two_to_the_31_slots() -> None:
     inside = slots[:5]
     for written, stored in zip(cache, want, strict=True):
         assert torch.equal(written[inside // 16, inside % 16], stored[:5, 0])
-        assert int(written.count_nonzero()) == int(stored[:5].count_nonzero())
+        parts = written.split(2**22)  # counting takes memory of its own
+        assert sum(int(part.count_nonzero()) for part in parts) == int(stored[:5].count_nonzero())
 
 
 @large_allocation(gib=5)
