@@ -14,8 +14,10 @@ import torch
 from expert_cases import ODD_ROUTINGS, random_ids
 from held_sms import count_sms, held_sms, until
 
+from kestrel_moe import variants
 from kestrel_moe.fused_experts import by_variant
 from kestrel_moe.variants import ALIGNED, CLUSTERED, Variant
+from kestrel_runtime import UnsupportedError
 from kestrel_runtime.testing import assert_same_bits, graph_replay
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("kernels_only")]
@@ -139,6 +141,17 @@ def test_two_streams_at_once_have_their_own_counters(form: str, tile: int) -> No
     for results, each in zip(got, want, strict=True):
         for result in results:
             assert_same_bits(result, each, "a stream")
+
+
+@pytest.mark.parametrize("variant", [Variant(ALIGNED, 128), Variant(CLUSTERED, 128)], ids=str)
+def test_fp8_tiles_of_128_without_the_positions_of_their_pairs_are_refused(
+    variant: Variant, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They would read x beyond its codes, which then have one row for each token."""
+    monkeypatch.setattr(variants, "FP8_WGMMA_TILE", None)  # no tile is given positions
+    made = Layer("channel", *SIZES)
+    with pytest.raises(UnsupportedError, match="without the positions of their pairs"):
+        made.run(variant, *made.batch(50))
 
 
 # -- few CTAs run at a time -------------------------------------------------------------------------------------------
