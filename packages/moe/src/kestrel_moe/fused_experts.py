@@ -137,7 +137,7 @@ def _through_grouped_mm(
     return out
 
 
-@functools.cache
+@functools.lru_cache(4096)
 def _scratch_bytes(*sizes: int) -> int:
     return int(_kernels.fused_experts_scratch(*sizes))
 
@@ -181,13 +181,15 @@ def fused_experts(
 
     Returns [T, Hd] in hidden's dtype, in ``out`` if it is given; ``out`` may not overlap the inputs. Reads nothing on
     the host. The kernels take bf16 and fp16 with Hd and I that are multiples of 16 and rows aligned to 16 bytes. They
-    sum in order of k, so a row is the same bit for bit for every T. On an H100 or H200 that holds in each of three
-    ranges: up to 16 tokens with at most 2 pairs for each expert, or 1 and 32 pairs in all if I > 2048 (Hd up to 8192,
-    beyond 8 tokens 4096; 8 choices and 1024 experts at most), few pairs, and many, where bf16 results of each expert
-    are rounded before the sum over j. The last begins above 9.75 pairs for each expert and 32 in all; in FP8 layers of
-    up to 2^30 weights above 32 pairs, or 64 if they are at most 2 for each expert, and in larger ones at 4 pairs for
-    each expert. Above 512 pairs for each expert, bf16 layers with Hd * I / (Hd + I) of at least 2048 and without
-    ``expert_map`` go through torch.nn.functional.grouped_mm, and each T is a range of its own.
+    sum in order of k, so a row is the same bit for bit for every T of one range. On an H100 or H200, with P = T*K/E:
+
+    1. T <= 16 and P <= 2; if I > 2048, P <= 1 and T*K <= 32 (Hd up to 8192, beyond 8 tokens 4096; K <= 8, E <= 1024).
+    2. Few pairs: up to T*K = 32 or P = 9.75. FP8 layers of 3*E*Hd*I <= 2^30 weights: up to T*K = 32, or 64 with P <= 2;
+       larger ones: below P = 4.
+    3. Many pairs, all others. bf16 results of each expert are rounded before the sum over j.
+    4. Each T for itself: bf16 without ``expert_map``, P > 512 and Hd * I / (Hd + I) >= 2048, through
+       torch.nn.functional.grouped_mm.
+
     For layers tuned on this GPU by `kestrel-kernels tune moe`, the tuned file gives the ranges. By reference on a CPU,
     a row is the same bit for bit up to T = 16, and beyond it within each of these ranges of T*K/E: below 1, from a
     power of two up to the next, from 64 on.
