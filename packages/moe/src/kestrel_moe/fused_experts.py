@@ -119,21 +119,17 @@ def _through_grouped_mm(
     activation: str,
 ) -> torch.Tensor:
     """Sort tokens by expert, then PyTorch's grouped GEMM, the activation, grouped GEMM, and the weighted sum."""
-    pairs, experts, choices = topk_ids.numel(), w1.shape[0], topk_ids.shape[1]
-    order, expert_of_row, length = (empty(hidden, torch.int32, size) for size in (pairs, pairs, 1))
+    pairs, experts = topk_ids.numel(), w1.shape[0]
+    order, expert_of_row, tokens, positions = (empty(hidden, torch.int32, pairs) for _ in range(4))
+    length, ends = empty(hidden, torch.int32, 1), empty(hidden, torch.int32, experts)
     _kernels.moe_align_block_size(topk_ids, experts, 1, order, expert_of_row, length, None)
-    last = torch.arange(experts, dtype=torch.int32, device=hidden.device)
-    keys = torch.where(expert_of_row < 0, experts, expert_of_row)
-    ends = torch.searchsorted(keys, last, right=True, out_int32=True)
-    positions = torch.full((pairs + 1,), -1, dtype=torch.int32, device=hidden.device)
-    rows = torch.arange(pairs, dtype=torch.int32, device=hidden.device)
-    positions.scatter_(0, order.long(), rows)  # dropped pairs keep -1; the last entry receives the padding of `order`
-    up = F.grouped_mm(hidden.index_select(0, (order // choices).clamp_(max=hidden.shape[0] - 1)), w1.mT, offs=ends)
+    _kernels.group_rows(topk_ids, order, expert_of_row, tokens, positions, ends)
+    up = F.grouped_mm(hidden.index_select(0, tokens), w1.mT, offs=ends)
     inner = empty(hidden, hidden.dtype, pairs, w2.shape[2])
     shift = 1.0 if activation == "gelu_residual" else 0.0
     _kernels.gated(inner, up, activation == "silu_and_mul", "none", shift)
     y = F.grouped_mm(inner, w2.mT, offs=ends)
-    _kernels.experts_gather_sum(out, y, positions[:pairs], topk_weights, hidden, w1, w2, topk_ids)
+    _kernels.experts_gather_sum(out, y, positions, topk_weights, hidden, w1, w2, topk_ids)
     return out
 
 
