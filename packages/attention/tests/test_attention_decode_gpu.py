@@ -11,7 +11,7 @@ from decode_oracle import same_bits as same
 
 from kestrel_attention import flash_attn_with_kvcache, merge_attention_states, tau_tail
 from kestrel_runtime import backend
-from kestrel_runtime.testing import canary, graph_replay
+from kestrel_runtime.testing import canary, graph_replay, large_allocation
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("kernels_only")]
 
@@ -391,6 +391,7 @@ def test_runs_on_the_current_stream():
     assert same(got, want)
 
 
+@large_allocation(gib=11)
 @pytest.mark.parametrize("storage", [torch.bfloat16, FP8])
 def test_a_block_far_past_two_to_the_31_elements(storage):
     shape, strides = (2, 16, 2, 64), (5 * 2**30, 2 * 64, 64, 1)

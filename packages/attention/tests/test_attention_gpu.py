@@ -16,7 +16,7 @@ from kestrel_attention import (
     tau_tail,
 )
 from kestrel_runtime import backend
-from kestrel_runtime.testing import assert_same_bits, graph_replay
+from kestrel_runtime.testing import assert_same_bits, graph_replay, large_allocation
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("kernels_only")]
 
@@ -177,6 +177,7 @@ def test_tau_tail_of_one_token_whose_position_has_a_stride():
     torch.testing.assert_close(got.cpu(), want, rtol=2**-7, atol=0)
 
 
+@large_allocation(gib=5)
 def test_a_block_stride_past_two_to_the_31():
     shape, strides = (2, 1, KV_HEADS, SIZE), (2**31, KV_HEADS * SIZE, SIZE, 1)
     far = torch.zeros(2**31 + KV_HEADS * SIZE, dtype=torch.bfloat16, device="cuda").as_strided(shape, strides)

@@ -13,7 +13,7 @@ from decode_oracle import same_bits as same
 
 from kestrel_attention import merge_attention_states
 from kestrel_runtime import KestrelFallbackWarning, UnsupportedError, backend
-from kestrel_runtime.testing import assert_waits_for_the_launch_before, graph_replay
+from kestrel_runtime.testing import assert_waits_for_the_launch_before, graph_replay, large_allocation
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("kernels_only")]
 
@@ -386,6 +386,7 @@ def test_compiled_without_a_graph_break(kind):
     assert same(got, call.run(causal=True))
 
 
+@large_allocation(gib=6)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_block_far_past_two_to_the_31_elements(kind):
     call = made(kind, 8, 2, 64, 64, (150, 64))

@@ -30,7 +30,7 @@ from kestrel_kvcache import (
     rotary_and_cache,
 )
 from kestrel_runtime import UnsupportedError
-from kestrel_runtime.testing import RandomCase, compare_at_random, twins
+from kestrel_runtime.testing import RandomCase, compare_at_random, large_allocation, twins
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("kernels_only")]
 
@@ -406,6 +406,7 @@ def test_int4_of_so_many_tokens_that_a_lane_writes_several_packs(heads: int, siz
 # -- addresses past 2^31 ----------------------------------------------------------------------------------------------
 
 
+@large_allocation(gib=5)
 @pytest.mark.parametrize("page", [1, 16])
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 def test_blocks_on_both_sides_of_two_to_the_31_elements(page: int, layout: str) -> None:
@@ -435,6 +436,7 @@ def test_blocks_on_both_sides_of_two_to_the_31_elements(page: int, layout: str) 
         assert torch.equal(end, stored)
 
 
+@large_allocation(gib=9)
 def test_more_than_two_to_the_31_slots() -> None:
     heads, size, blocks = 1, 1, 2**27 + 4
     memory = [torch.zeros(blocks, heads, 17, size, dtype=torch.uint8, device="cuda") for _ in range(2)]
@@ -447,9 +449,11 @@ def test_more_than_two_to_the_31_slots() -> None:
     inside = slots[:5]
     for written, stored in zip(cache, want, strict=True):
         assert torch.equal(written[inside // 16, inside % 16], stored[:5, 0])
-        assert int(written.count_nonzero()) == int(stored[:5].count_nonzero())
+        parts = written.split(2**22)  # counting takes memory of its own
+        assert sum(int(part.count_nonzero()) for part in parts) == int(stored[:5].count_nonzero())
 
 
+@large_allocation(gib=5)
 def test_a_row_stride_past_two_to_the_31() -> None:
     stride = 2**31 + 64
     buffer = torch.zeros(stride + 256, dtype=torch.bfloat16, device="cuda")

@@ -10,7 +10,7 @@ from kestrel_moe import reference_experts
 from kestrel_moe.fused_experts import by_variant
 from kestrel_moe.variants import ALIGNED, FUSED, IN_KERNEL, Layer, Variant, is_valid
 from kestrel_runtime import UnsupportedError
-from kestrel_runtime.testing import assert_same_bits, assert_waits_for_the_launch_before
+from kestrel_runtime.testing import assert_same_bits, assert_waits_for_the_launch_before, large_allocation
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("kernels_only")]
 
@@ -127,15 +127,24 @@ def test_what_is_not_valid_is_refused(
         by_variant(variant, *layer(tokens, experts, choices, width, 16))
 
 
-def test_weights_beyond_2_to_the_31_elements() -> None:
-    experts, width, inner = 1024, 1024, 1040
+@large_allocation(gib=14)
+@pytest.mark.parametrize("form", ["bf16", "channel", "block"])
+def test_weights_beyond_2_to_the_31_elements(form: str) -> None:
+    experts, width, inner = 1024, 2048, 1040
     hidden, weights = torch.randn(3, width, device="cuda").bfloat16(), torch.ones(3, 1, device="cuda")
-    w1 = torch.zeros(experts, 2 * inner, width, dtype=torch.bfloat16, device="cuda")
-    w2 = torch.zeros(experts, width, inner, dtype=torch.bfloat16, device="cuda")
-    w1[-1], w2[-1] = torch.randn(2 * inner, width).cuda() / 32, torch.randn(width, inner).cuda() / 32
     ids = torch.full((3, 1), experts - 1, dtype=torch.int32, device="cuda")
-    want = by_variant(Variant(FUSED, 8), hidden, w1[-1:].clone(), w2[-1:].clone(), weights, torch.zeros_like(ids))
-    assert_same_bits(by_variant(Variant(FUSED, 8), hidden, w1, w2, weights, ids), want, "the last expert")
+    near, far, scales, far_scales = [], [], {}, {}
+    for name, rows, columns in (("w1_scale", 2 * inner, width), ("w2_scale", width, inner)):
+        weight = (torch.randn(1, rows, columns, device="cuda") / columns**0.5).bfloat16()
+        if form != "bf16":
+            weight, scales[name], _ = quantised(weight, form)
+            far_scales[name] = scales[name].expand(experts, *scales[name].shape[1:]).contiguous()
+        near.append(weight)
+        far.append(torch.empty(experts, rows, columns, dtype=weight.dtype, device="cuda"))
+        assert far[-1][:-1].numel() > 2**31
+        far[-1][-1].view(torch.uint8).copy_(weight[0].view(torch.uint8))
+    want = by_variant(Variant(FUSED, 8), hidden, *near, weights, torch.zeros_like(ids), **scales)
+    assert_same_bits(by_variant(Variant(FUSED, 8), hidden, *far, weights, ids, **far_scales), want, "the last expert")
 
 
 def test_the_kernel_and_its_sum_wait_for_tokens_and_routing() -> None:

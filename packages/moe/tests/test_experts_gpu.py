@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from expert_cases import (
@@ -21,7 +23,14 @@ from kestrel_moe import fused_experts, variants
 from kestrel_moe.fused_experts import by_variant
 from kestrel_moe.variants import ALIGNED, CLUSTERED, FUSED, GROUPED_MM, IN_KERNEL, Variant
 from kestrel_runtime import UnsupportedError, backend
-from kestrel_runtime.testing import assert_close_to_f64, assert_runs_repeat, assert_same_bits, canary, graph_replay
+from kestrel_runtime.testing import (
+    assert_close_to_f64,
+    assert_runs_repeat,
+    assert_same_bits,
+    canary,
+    graph_replay,
+    large_allocation,
+)
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("kernels_only")]
 
@@ -255,6 +264,7 @@ def test_two_streams_at_once_have_their_own_memory(tokens: tuple[int, int], form
 LARGE = [(3, Variant(FUSED, 8)), (3, Variant(IN_KERNEL, 8)), (3, Variant(ALIGNED, 16)), *((300, v) for v in MANY_FP8)]
 
 
+@large_allocation(gib=9)
 @pytest.mark.parametrize("form", ["bf16", "channel", "block"])
 @pytest.mark.parametrize(("tokens", "variant"), LARGE, ids=str)
 def test_rows_may_lie_2_to_the_31_elements_apart(tokens: int, variant: Variant, form: str) -> None:
@@ -270,26 +280,30 @@ def test_rows_may_lie_2_to_the_31_elements_apart(tokens: int, variant: Variant, 
     assert_same_bits(got, want, "rows apart")
 
 
-@pytest.mark.parametrize("form", ["bf16", "channel", "block"])
-@pytest.mark.parametrize("variant", [Variant(ALIGNED, 16), *MANY_FP8], ids=str)
-def test_experts_beyond_2_to_the_31_elements_of_every_tile(variant: Variant, form: str) -> None:
-    """All tokens to the last expert of weights whose other experts are never read."""
-    if form == "bf16" and variant == Variant(ALIGNED, 32):
-        variant = Variant(ALIGNED, 8)
-    experts, width, inner, tokens = 1100, 1024, 1040, 150
-    args, scales = in_form(layer(tokens, 1, 1, width, inner), form)
+def far_expert(args: tuple[torch.Tensor, ...], scales: dict[str, torch.Tensor], experts: int) -> dict[str, Any]:
+    """A layer of one expert as the last one of so many, of which no other is read: both weights end past 2^31."""
     hidden, w1, w2, weights, ids = args
+    far = {"hidden": hidden, "topk_weights": weights, "topk_ids": torch.full_like(ids, experts - 1)}
+    for name, w in (("w1", w1), ("w2", w2)):
+        far[name] = torch.empty(experts, *w.shape[1:], dtype=w.dtype, device="cuda")
+        assert far[name][:-1].numel() > 2**31
+        far[name][-1].view(torch.uint8).copy_(w[0].view(torch.uint8))
+    return far | {name: scale.expand(experts, *scale.shape[1:]).contiguous() for name, scale in scales.items()}
+
+
+EVERY_TILE = [("bf16", variant) for variant in (Variant(ALIGNED, 8), Variant(ALIGNED, 16), *MANY)]
+EVERY_TILE += [(form, variant) for form in ("channel", "block") for variant in (Variant(ALIGNED, 16), *MANY_FP8)]
+
+
+@large_allocation(gib=14)
+@pytest.mark.parametrize(("form", "variant"), EVERY_TILE, ids=str)
+def test_experts_beyond_2_to_the_31_elements_of_every_tile(form: str, variant: Variant) -> None:
+    args, scales = in_form(layer(150, 1, 1, 1024, 1040), form)
     want = by_variant(variant, *args, **scales)
-    many = []
-    for w in (w1, w2):
-        whole = torch.empty(experts, *w.shape[1:], dtype=w.dtype, device="cuda")
-        whole[-1].view(torch.uint8).copy_(w[0].view(torch.uint8))
-        many.append(whole)
-    scales = {name: scale.expand(experts, *scale.shape[1:]).contiguous() for name, scale in scales.items()}
-    got = by_variant(variant, hidden, *many, weights, torch.full_like(ids, experts - 1), **scales)
-    assert_same_bits(got, want, "the last expert")
+    assert_same_bits(by_variant(variant, **far_expert(args, scales, 2100)), want, "the last expert")
 
 
+@large_allocation(gib=14)
 @pytest.mark.parametrize("form", ["bf16", "channel"])
 def test_results_of_pairs_beyond_2_to_the_31_elements(form: str) -> None:
     """264,000 pairs of 8192 results; the last tokens against a batch of their own, in the same range of T."""
@@ -303,17 +317,12 @@ def test_results_of_pairs_beyond_2_to_the_31_elements(form: str) -> None:
     assert_same_bits(got[-200:], few, "the last tokens")
 
 
-def test_experts_beyond_2_to_the_31_elements() -> None:
-    experts, width, inner = 1100, 1024, 1024
-    hidden = torch.randn(3, width, device="cuda").bfloat16()
-    w1 = torch.zeros(experts, 2 * inner, width, dtype=torch.bfloat16, device="cuda")
-    w2 = torch.zeros(experts, width, inner, dtype=torch.bfloat16, device="cuda")
-    w1[-1], w2[-1] = torch.randn(2 * inner, width).cuda() / 32, torch.randn(width, inner).cuda() / 32
-    weights = torch.ones(3, 1, device="cuda")
-    ids = torch.full((3, 1), experts - 1, dtype=torch.int32, device="cuda")
-    few = Variant(IN_KERNEL, 8)  # that of more than 1024 experts
-    want = by_variant(few, hidden, w1[-1:].clone(), w2[-1:].clone(), weights, torch.zeros_like(ids))
-    assert_same_bits(fused_experts(hidden, w1, w2, weights, ids), want, "the last expert")
+@large_allocation(gib=14)
+@pytest.mark.parametrize("form", ["bf16", "channel", "block"])
+def test_experts_beyond_2_to_the_31_elements_of_few_tokens(form: str) -> None:
+    args, scales = in_form(layer(3, 1, 1, 1024, 1040), form)
+    want = by_variant(Variant(IN_KERNEL, 8), *args, **scales)  # that of more than 1024 experts
+    assert_same_bits(fused_experts(**far_expert(args, scales, 2100)), want, "the last expert")
 
 
 @pytest.mark.parametrize(

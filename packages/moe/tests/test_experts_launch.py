@@ -46,6 +46,16 @@ class Kernels:
         if positions is not None:
             positions.copy_(order.argsort(stable=True).int()[: ids.numel()])
 
+    def group_rows(
+        self, ids: Tensor, order: Tensor, rows: Tensor, tokens: Tensor, positions: Tensor, ends: Tensor
+    ) -> None:
+        self.calls.append(("group", ()))
+        kept = int((rows >= 0).sum())
+        tokens.copy_(order.clamp(max=ids.numel() - 1) // ids.shape[1])
+        positions.fill_(-1)
+        positions[order[:kept].long()] = torch.arange(kept, dtype=torch.int32)
+        ends.copy_(torch.stack([(rows == expert).sum() for expert in range(EXPERTS)]).cumsum(0))
+
     def gated(self, out: Tensor, x: Tensor, silu: bool, approximate: str, shift: float) -> None:
         self.calls.append(("gated", (silu, approximate, shift)))
         h, g = x.float().chunk(2, dim=-1)
@@ -202,7 +212,7 @@ def test_grouped_products_are_those_of_each_pair(kernels: Kernels, activation: s
         given["topk_ids"].fill_(-1)
     got = module.by_variant(Variant("grouped_mm"), **given, activation=activation)
     exact, allowed = products_of_each_pair(**given, activation=activation)
-    assert kernels.names == ["align", "gated", "gather"]
+    assert kernels.names == ["align", "group", "gated", "gather"]
     assert kernels.calls[0][1] == (EXPERTS, 1, None)
     assert bool(((got.double() - exact).abs() <= allowed).all())
     inputs = tuple(given[name] for name in ("hidden", "w1", "w2", "topk_ids"))

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 import kestrel_moe
 from kestrel_moe import linear
 from kestrel_moe._dense import Kernel, Plan
-from kestrel_runtime.testing import assert_close_to_f64, canary
+from kestrel_runtime.testing import assert_close_to_f64, canary, large_allocation
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("kernels_only")]
 
@@ -140,8 +140,13 @@ def test_strided_rows_and_rows_that_are_not_aligned(dtype: torch.dtype, tokens: 
         assert_intact()
         assert bool(wide[:, :start].isnan().all())
         assert bool(wide[:, start + 64 :].isnan().all())
-        exact = F.linear(views[0].double(), views[1].double()) + views[3].double()
-        torch.testing.assert_close(out.double(), exact, rtol=2**-7, atol=2**-5)
+        x_rows, weight_rows, _, residual_rows = views
+        exact = F.linear(x_rows.double(), weight_rows.double()) + residual_rows.double()
+        if dtype == torch.float32:  # sums in any order
+            largest = F.linear(x_rows.double().abs(), weight_rows.double().abs()) + residual_rows.double().abs()
+            assert bool(((out.double() - exact).abs() <= 513 * 2.0**-24 * largest).all())
+        else:
+            assert_close_to_f64(out, exact, F.linear(x_rows, weight_rows) + residual_rows)
         if start != 3:
             assert torch.equal(out, expected)
 
@@ -197,6 +202,7 @@ def test_a_bias_may_start_anywhere(tokens: int) -> None:
         assert_close_to_f64(got, exact, F.linear(x, weight, bias) + residual)
 
 
+@large_allocation(gib=5)
 @pytest.mark.parametrize("tokens", [3, 400])
 def test_rows_beyond_two_to_the_31_elements(tokens: int) -> None:
     stride = 2**31 // (tokens - 1) // 8 * 8 + 8

@@ -27,6 +27,7 @@ from kestrel_runtime.testing import (
     assert_waits_for_the_launch_before,
     canary,
     graph_replay,
+    large_allocation,
     poison,
 )
 
@@ -182,6 +183,7 @@ def test_a_row_does_not_depend_on_batch_alignment_or_strides_and_runs_repeat(
     assert all(map(torch.equal, topk_softmax(gating.flip(0), k)[2:], whole[2:]))
 
 
+@large_allocation(gib=5)
 def test_logits_with_a_row_stride_past_two_to_the_31() -> None:
     stride = 2**31 + 64
     buffer = torch.empty(stride + 64, dtype=torch.bfloat16, device="cuda")
@@ -288,6 +290,7 @@ def test_a_view_of_the_ids_counts_its_own_pairs(dtype: torch.dtype, tokens: int)
     assert_aligned(torch.randint(0, 8, (tokens, 6)).to(dtype).cuda()[1::2, 2:5], 8, 16)
 
 
+@large_allocation(gib=9)
 def test_ids_with_a_row_stride_past_two_to_the_31() -> None:
     stride = 2**31 + 64
     ids = torch.empty(stride + 8, dtype=torch.int32, device="cuda").as_strided((2, 8), (stride, 1))
@@ -304,6 +307,31 @@ def test_alignment_repeats_bit_for_bit(tokens: int, experts: int) -> None:
         moe_align_block_size(ids, experts, 64, *outputs)
         results.append(torch.cat(outputs))
     assert all(torch.equal(result, results[0]) for result in results)
+
+
+@pytest.mark.parametrize("drops", ["none", "some", "all"])
+@pytest.mark.parametrize("experts", [1, 8, 300, 1500])
+@pytest.mark.parametrize("tokens", [1, 3, 100, 740, 20_001])
+def test_rows_of_groups_have_tokens_positions_and_ends(tokens: int, experts: int, drops: str) -> None:
+    """Ids in a wider buffer; of many experts most have no row."""
+    low, high = {"none": (0, experts), "some": (-2, experts + 3), "all": (-1, 0)}[drops]
+    choices, buffer = 3, torch.randint(low, high, (tokens, 8), dtype=torch.int32)
+    ids, on_gpu = buffer[:, 2:5], buffer.cuda()[:, 2:5]
+    order, rows, length = (torch.empty(n, dtype=torch.int32, device="cuda") for n in (3 * tokens, 3 * tokens, 1))
+    moe_align_block_size(on_gpu, experts, 1, order, rows, length)
+    made = [canary((n,), torch.int32, "cuda") for n in (3 * tokens, 3 * tokens, experts)]
+    moe_align._kernels.group_rows(on_gpu, order, rows, *(tensor.fill_(-7) for tensor, _ in made))
+    got_tokens, got_positions, got_ends = (tensor.cpu().long() for tensor, _ in made)
+    flat = ids.flatten().long()
+    kept = (flat >= 0) & (flat < experts)
+    pairs = flat.masked_fill(~kept, experts).argsort(stable=True)[: int(kept.sum())]
+    assert torch.equal(got_tokens[: len(pairs)], pairs // choices)
+    assert bool(((got_tokens >= 0) & (got_tokens < tokens)).all())
+    positions = torch.full((3 * tokens,), -1).index_put((pairs,), torch.arange(len(pairs)))
+    assert torch.equal(got_positions, positions)
+    assert torch.equal(got_ends, flat[kept].bincount(minlength=experts).cumsum(0))
+    for _, assert_intact in made:
+        assert_intact()
 
 
 # ---- adapters --------------------------------------------------------------------------------------------------------

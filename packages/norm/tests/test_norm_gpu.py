@@ -24,6 +24,7 @@ from kestrel_runtime.testing import (
     compare_at_random,
     fp8_code_distance,
     graph_replay,
+    large_allocation,
     poison,
 )
 
@@ -264,6 +265,7 @@ def test_leading_strides_of_written_tensors_are_free(op: str, view: str) -> None
     assert_equal(tuple(part.reshape(-1, part.shape[-1]) for part in got), want)
 
 
+@large_allocation(gib=5)
 @pytest.mark.parametrize("op", OPS + FP8_OPS)
 def test_a_row_stride_past_two_to_the_31(op: str) -> None:
     n, stride = 2048, 2**31 + 64
@@ -274,6 +276,7 @@ def test_a_row_stride_past_two_to_the_31(op: str) -> None:
     assert_equal(launch(op, x, residual, weight), want)
 
 
+@large_allocation(gib=5)
 def test_more_than_two_to_the_31_elements() -> None:
     rows, n = 2**20 + 3, 2048
     x = torch.empty(rows, n, dtype=torch.bfloat16, device="cuda")

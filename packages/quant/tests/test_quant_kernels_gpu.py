@@ -20,6 +20,7 @@ from kestrel_runtime.testing import (
     canary,
     compare_at_random,
     graph_replay,
+    large_allocation,
 )
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("kernels_only")]
@@ -268,6 +269,7 @@ def test_a_row_does_not_depend_on_its_batch(name: str) -> None:
             assert torch.equal(one_scale.view(-1), scale[row] if scale.ndim == 2 else scale)
 
 
+@large_allocation(gib=11)
 def test_a_row_stride_past_two_to_the_31() -> None:
     n, stride = 2048, 2**31 + 64
     buffer = torch.empty(stride + n, dtype=torch.bfloat16, device="cuda")
@@ -281,6 +283,7 @@ def test_a_row_stride_past_two_to_the_31() -> None:
     assert torch.equal(kestrel_quant.fp8_dequant(codes.view(F8), scale, out=out), kestrel_quant.fp8_dequant(q, scale))
 
 
+@large_allocation(gib=9)
 @pytest.mark.parametrize("n", [2048, 2050])
 def test_more_than_two_to_the_31_elements(n: int) -> None:
     rows = 2**20 + 8

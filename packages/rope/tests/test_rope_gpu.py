@@ -20,6 +20,7 @@ from kestrel_runtime.testing import (
     canaries,
     compare_at_random,
     graph_replay,
+    large_allocation,
     ulp_distance,
 )
 
@@ -293,6 +294,7 @@ def test_no_batches():
     rotary_embedding(torch.zeros(0, 5, dtype=torch.int32, device="cuda"), random(0, 5, 256), None, 64, table_of(64))
 
 
+@large_allocation(gib=5)
 def test_strides_past_two_to_the_31():
     table, positions = table_of(64), torch.tensor([3, 5], device="cuda")
     near = random(2, 4, 64)
@@ -315,6 +317,7 @@ def test_strides_past_two_to_the_31():
     assert torch.equal(near, narrow)
 
 
+@large_allocation(gib=5)
 def test_more_than_two_to_the_31_elements():
     rows = 2**20 + 3
     query = torch.empty(rows, 2048, dtype=BF16, device="cuda")

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import random
+import tempfile
+import threading
 import types
+import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -200,6 +205,63 @@ def test_kernels_only_refuses_references(kernels_only: None) -> None:
     assert current_backend() == "kernel"
     with pytest.raises(UnsupportedError):
         halve(X)
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> types.SimpleNamespace:
+    """In place of torch.cuda: a GPU of 8 GiB, of which a test has taken so many, and what was done to its memory."""
+    made = types.SimpleNamespace(taken=3.0, done=[])
+    properties = types.SimpleNamespace(total_memory=8 * 2**30, name="a GPU", uuid="0-1")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: made.taken * 2**30)
+    for name in ("empty_cache", "reset_peak_memory_stats", "synchronize"):
+        monkeypatch.setattr(torch.cuda, name, lambda name=name: made.done.append(name))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return made
+
+
+def test_one_test_at_a_time_holds_a_large_allocation(gpu: types.SimpleNamespace) -> None:
+    entered = threading.Event()
+
+    @testing.large_allocation(gib=3)
+    def another_test() -> None:
+        entered.set()
+
+    other = threading.Thread(target=another_test)
+    with testing.large_allocation(gib=3):
+        other.start()
+        assert not entered.wait(0.3)
+    assert entered.wait(10)
+    other.join()
+    assert gpu.done == ["empty_cache", "reset_peak_memory_stats", "synchronize", "empty_cache"] * 2
+
+
+def test_a_large_allocation_is_skipped_where_the_gpu_is_too_small(gpu: types.SimpleNamespace) -> None:
+    with pytest.raises(pytest.skip.Exception, match="needs 9 GiB of memory, a GPU has 8.0"):
+        testing.large_allocation(gib=9).__enter__()
+    assert not gpu.done
+
+
+def test_a_large_allocation_larger_than_stated_fails(gpu: types.SimpleNamespace) -> None:
+    with pytest.raises(AssertionError, match="took 3.00 GiB, not 2.9 at most"), testing.large_allocation(gib=2.9):
+        pass
+
+
+def test_a_failure_does_not_keep_a_large_allocation(gpu: types.SimpleNamespace) -> None:
+    made: list[weakref.ref[torch.Tensor]] = []
+
+    @testing.large_allocation(gib=3)
+    @pytest.mark.parametrize("size", [5])
+    def fails(size: int) -> None:
+        tensor = torch.zeros(size)
+        made.append(weakref.ref(tensor))
+        raise ValueError("as it should")
+
+    assert list(inspect.signature(fails).parameters) == ["size"]
+    with pytest.raises(ValueError, match="as it should"):
+        fails(size=5)
+    assert made[0]() is None
 
 
 def _by_backend(kernel: Any, reference: Any) -> Any:

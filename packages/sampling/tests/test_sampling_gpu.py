@@ -20,7 +20,7 @@ from sampling_gpu_cases import (
     on_cpu,
 )
 
-from kestrel_runtime.testing import by_reference, canary
+from kestrel_runtime.testing import by_reference, canary, large_allocation
 from kestrel_sampling import (
     _launch,
     sample_from_logits,
@@ -262,6 +262,7 @@ def test_views_are_read_in_place(view: str, dtype: torch.dtype, width: int, op: 
     assert_draws_as_the_reference(OPS[op], VIEWS[view](distributions(4, width).to(dtype)))
 
 
+@large_allocation(gib=5)
 def test_rows_far_apart() -> None:
     """A row stride past 2^31 elements."""
     width, apart = 5000, 2**31 + 8

@@ -22,6 +22,7 @@ from kestrel_runtime.testing import (
     canary,
     compare_at_random,
     graph_replay,
+    large_allocation,
     poison,
 )
 from kestrel_sampling import reference, topk_fwd
@@ -179,6 +180,7 @@ def test_kernel_runs_on_the_current_stream() -> None:
     assert torch.equal(indices, expected[1])
 
 
+@large_allocation(gib=5)
 @pytest.mark.parametrize(("n", "k"), [(64, 8), (256, 8), (1024, 8), (4096, 8), (256, 50), (1024, 50), (4096, 128)])
 def test_kernel_reads_rows_past_two_to_the_31_elements(n: int, k: int) -> None:
     stride = (1 << 30) + 64

@@ -119,25 +119,21 @@ def _through_grouped_mm(
     activation: str,
 ) -> torch.Tensor:
     """Sort tokens by expert, then PyTorch's grouped GEMM, the activation, grouped GEMM, and the weighted sum."""
-    pairs, experts, choices = topk_ids.numel(), w1.shape[0], topk_ids.shape[1]
-    order, expert_of_row, length = (empty(hidden, torch.int32, size) for size in (pairs, pairs, 1))
+    pairs, experts = topk_ids.numel(), w1.shape[0]
+    order, expert_of_row, tokens, positions = (empty(hidden, torch.int32, pairs) for _ in range(4))
+    length, ends = empty(hidden, torch.int32, 1), empty(hidden, torch.int32, experts)
     _kernels.moe_align_block_size(topk_ids, experts, 1, order, expert_of_row, length, None)
-    last = torch.arange(experts, dtype=torch.int32, device=hidden.device)
-    keys = torch.where(expert_of_row < 0, experts, expert_of_row)
-    ends = torch.searchsorted(keys, last, right=True, out_int32=True)
-    positions = torch.full((pairs + 1,), -1, dtype=torch.int32, device=hidden.device)
-    rows = torch.arange(pairs, dtype=torch.int32, device=hidden.device)
-    positions.scatter_(0, order.long(), rows)  # dropped pairs keep -1; the last entry receives the padding of `order`
-    up = F.grouped_mm(hidden.index_select(0, (order // choices).clamp_(max=hidden.shape[0] - 1)), w1.mT, offs=ends)
+    _kernels.group_rows(topk_ids, order, expert_of_row, tokens, positions, ends)
+    up = F.grouped_mm(hidden.index_select(0, tokens), w1.mT, offs=ends)
     inner = empty(hidden, hidden.dtype, pairs, w2.shape[2])
     shift = 1.0 if activation == "gelu_residual" else 0.0
     _kernels.gated(inner, up, activation == "silu_and_mul", "none", shift)
     y = F.grouped_mm(inner, w2.mT, offs=ends)
-    _kernels.experts_gather_sum(out, y, positions[:pairs], topk_weights, hidden, w1, w2, topk_ids)
+    _kernels.experts_gather_sum(out, y, positions, topk_weights, hidden, w1, w2, topk_ids)
     return out
 
 
-@functools.cache
+@functools.lru_cache(4096)
 def _scratch_bytes(*sizes: int) -> int:
     return int(_kernels.fused_experts_scratch(*sizes))
 
@@ -181,13 +177,15 @@ def fused_experts(
 
     Returns [T, Hd] in hidden's dtype, in ``out`` if it is given; ``out`` may not overlap the inputs. Reads nothing on
     the host. The kernels take bf16 and fp16 with Hd and I that are multiples of 16 and rows aligned to 16 bytes. They
-    sum in order of k, so a row is the same bit for bit for every T. On an H100 or H200 that holds in each of three
-    ranges: up to 16 tokens with at most 2 pairs for each expert, or 1 and 32 pairs in all if I > 2048 (Hd up to 8192,
-    beyond 8 tokens 4096; 8 choices and 1024 experts at most), few pairs, and many, where bf16 results of each expert
-    are rounded before the sum over j. The last begins above 9.75 pairs for each expert and 32 in all; in FP8 layers of
-    up to 2^30 weights above 32 pairs, or 64 if they are at most 2 for each expert, and in larger ones at 4 pairs for
-    each expert. Above 512 pairs for each expert, bf16 layers with Hd * I / (Hd + I) of at least 2048 and without
-    ``expert_map`` go through torch.nn.functional.grouped_mm, and each T is a range of its own.
+    sum in order of k, so a row is the same bit for bit for every T of one range. On an H100 or H200, with P = T*K/E:
+
+    1. T <= 16 and P <= 2; if I > 2048, P <= 1 and T*K <= 32 (Hd up to 8192, beyond 8 tokens 4096; K <= 8, E <= 1024).
+    2. Few pairs: up to T*K = 32 or P = 9.75. FP8 layers of 3*E*Hd*I <= 2^30 weights: up to T*K = 32, or 64 with P <= 2;
+       larger ones: below P = 4.
+    3. Many pairs, all others. bf16 results of each expert are rounded before the sum over j.
+    4. Each T for itself: bf16 without ``expert_map``, P > 512 and Hd * I / (Hd + I) >= 2048, through
+       torch.nn.functional.grouped_mm.
+
     For layers tuned on this GPU by `kestrel-kernels tune moe`, the tuned file gives the ranges. By reference on a CPU,
     a row is the same bit for bit up to T = 16, and beyond it within each of these ranges of T*K/E: below 1, from a
     power of two up to the next, from 64 on.

@@ -181,7 +181,7 @@ def _is_hopper(device: int) -> bool:
     return torch.cuda.get_device_capability(device) == (9, 0)
 
 
-@functools.cache
+@functools.lru_cache(4096)
 def for_call(
     device: int, tokens: int, choices: int, w2: torch.Size, dtype: torch.dtype, mapped: bool, grouped_mm: bool
 ) -> Variant:

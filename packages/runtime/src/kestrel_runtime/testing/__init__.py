@@ -11,6 +11,7 @@ A family's conftest.py makes the plugin available with one line, wherever the te
 | `compare` | distances in ulps, error against float64, bit equality, two runs |
 | `contract` | bad inputs through every entry, odd calls, registration and opcheck |
 | `launches` | CUDA graphs, chains of dependent launches |
+| `memory` | large tensors on a GPU that several processes share |
 | `random_cases` | kernel against reference on random calls, within a time budget |
 """
 
@@ -40,6 +41,7 @@ from .contract import (
     skip_without_binary,
 )
 from .launches import assert_waits_for_the_launch_before, graph_replay
+from .memory import large_allocation
 from .plugin import kernels_only, pytest_collection_modifyitems, pytest_configure
 from .random_cases import RandomCase, by_reference, compare_at_random
 
@@ -69,6 +71,7 @@ __all__ = [
     "graph_replay",
     "in_layout",
     "kernels_only",
+    "large_allocation",
     "odd_calls",
     "opcheck",
     "poison",
