@@ -125,12 +125,11 @@ def test_a_batch_of_any_size_gives_the_same_bits(name):
 
 
 @pytest.mark.parametrize("kind", ["rising", "falling", "spikes", "rows"])
-@pytest.mark.parametrize("stored", [*DTYPES, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("size", [64, 80, 128, 256])
-def test_weights_that_outgrow_their_base_are_those_of_float64(size, stored, kind):
+def test_weights_that_outgrow_their_base_are_those_of_float64(size, dtype, kind):
     """Scores that grow by far more from tile to tile than weights may; in larger thread blocks too."""
     torch.manual_seed(0)
-    dtype = torch.bfloat16 if stored.itemsize == 1 else stored
     q = random(40, 300, 16, size, dtype=dtype)
     k, v = (random(40, 520, 4, size, dtype=dtype) for _ in range(2))
     steps = torch.linspace(0, 25, 520, device="cuda")
@@ -140,12 +139,10 @@ def test_weights_that_outgrow_their_base_are_those_of_float64(size, stored, kind
         k[:, 130::97] *= 30
     else:
         k *= (steps if kind == "rising" else steps.flip(0)).to(dtype)[:, None, None]
-    k, v = k.to(stored), v.to(stored)
     how = {"causal": True, "return_lse": True}
     out, lse = flash_attn_func(q, k, v, **how)
     for b in (0, 39):
-        of_keys = (x[b].to(dtype) for x in (k, v))
-        assert_exact(out[b], lse[b], exact_attention(q[b], *of_keys, causal=True))
+        assert_exact(out[b], lse[b], exact_attention(q[b], k[b], v[b], causal=True))
         alone = (x[b : b + 1].contiguous() for x in (q, k, v))
         assert same_bits(flash_attn_func(*alone, **how), (out[b : b + 1], lse[b : b + 1]))
 

@@ -36,9 +36,14 @@ class HopperLoop(HopperProducer):
         return self.head_dim == 128 and not self.codes
 
     @property
+    def guesses(self) -> bool:
+        """Weights are relative to the base of the tiles before; over codes, to one that each tile's scores give."""
+        return not self.codes
+
+    @property
     def most_of_tile(self) -> float:
         """A thread's sum of the weights of a row in a tile, from which on its base moves: none of them is larger."""
-        return 2.0 ** (self.rescale_slack + self.weight_exponent)
+        return 2.0**self.rescale_slack
 
     @cute.jit
     def main_loop(self, pipe: Pipe, scalars, work: Work, visible: Visible, sQ, used, scale, sums: Sums, lane):
@@ -93,18 +98,30 @@ class HopperLoop(HopperProducer):
                 self.hide_last(rScore, visible, scalars, tile * self.key_tile, lane, zero)
             for _ in cutlass.range(rare, unroll=1):
                 self.change_scores(pipe, scalars, visible, work, rScore, tile, at, lane)
-            self.scale_scores(rScore, sums, scale)
-            hopper.wgmma_wait(0)
-            self.order(rOut)
-            self.release(pipe.values_empty, last_stage, lane)
-            tries = Int32(0)
-            while tries < 2:
-                moves = self.weigh_by_guess(rScore, rP, sums, rTile)
-                tries = cutlass.select_(moves, tries + 1, Int32(2))
-                for _ in cutlass.range(once_if(tries == 1), unroll=1):
-                    self.move_bases(rScore, sums, rTile, scale)
-            for r in cutlass.range_constexpr(2):
-                sums.rSum[r] += rTile[r]
+            if cutlass.const_expr(self.guesses):
+                self.scale_scores(rScore, sums, scale)
+                hopper.wgmma_wait(0)
+                self.order(rOut)
+                self.release(pipe.values_empty, last_stage, lane)
+                tries = Int32(0)
+                while tries < 2:
+                    moves = self.weigh_by_guess(rScore, rP, sums, rTile)
+                    tries = cutlass.select_(moves, tries + 1, Int32(2))
+                    for _ in cutlass.range(once_if(tries == 1), unroll=1):
+                        self.move_bases(rScore, sums, rTile, scale)
+                for r in cutlass.range_constexpr(2):
+                    sums.rSum[r] += rTile[r]
+            else:
+                self.update_base(rScore, sums, rFactor, scale)
+                hopper.wgmma_wait(0)
+                self.order(rOut)
+                self.release(pipe.values_empty, last_stage, lane)
+                if cutlass.const_expr(self.head_dim > 128):
+                    self.rescale(rOut, rFactor)
+                self.weigh(rScore, sums, rFactor, scale)
+                self.pack(rScore, rP)
+                if cutlass.const_expr(self.head_dim <= 128):
+                    self.rescale(rOut, rFactor)
             n += 1
         hopper.mbarrier_wait(pipe.values_full + 8 * stage, parity)
         self.fence_copies()
@@ -378,3 +395,10 @@ class HopperLoop(HopperProducer):
             for n in cutlass.range_constexpr(self.key_tile // 8):
                 for e in cutlass.range_constexpr(2):
                     rScore[4 * n + 2 * r + e] -= shift
+
+    @cute.jit
+    def rescale(self, rOut, rFactor):
+        needed = cute.arch.vote_any_sync(rFactor[0] != 1.0 or rFactor[1] != 1.0)
+        for _ in cutlass.range(once_if(needed), unroll=1):
+            for i in cutlass.range_constexpr(self.head_dim // 2):
+                rOut[i] *= rFactor[i // 2 % 2]
