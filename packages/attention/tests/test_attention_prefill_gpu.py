@@ -124,6 +124,29 @@ def test_a_batch_of_any_size_gives_the_same_bits(name):
         assert same_bits(flash_attn_func(q[one], k[one], v[one], **how), tuple(x[one] for x in large))
 
 
+@pytest.mark.parametrize("kind", ["rising", "falling", "spikes", "rows"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", [64, 80, 128, 256])
+def test_weights_that_outgrow_their_base_are_those_of_float64(size, dtype, kind):
+    """Scores that grow by far more from tile to tile than weights may; in larger thread blocks too."""
+    torch.manual_seed(0)
+    q = random(40, 300, 16, size, dtype=dtype)
+    k, v = (random(40, 520, 4, size, dtype=dtype) for _ in range(2))
+    steps = torch.linspace(0, 25, 520, device="cuda")
+    if kind == "rows":  # of which few move
+        q[:, 5::16] *= 20
+    elif kind == "spikes":
+        k[:, 130::97] *= 30
+    else:
+        k *= (steps if kind == "rising" else steps.flip(0)).to(dtype)[:, None, None]
+    how = {"causal": True, "return_lse": True}
+    out, lse = flash_attn_func(q, k, v, **how)
+    for b in (0, 39):
+        assert_exact(out[b], lse[b], exact_attention(q[b], k[b], v[b], causal=True))
+        alone = (x[b : b + 1].contiguous() for x in (q, k, v))
+        assert same_bits(flash_attn_func(*alone, **how), (out[b : b + 1], lse[b : b + 1]))
+
+
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("queries", [200, 729])
 @pytest.mark.parametrize("size", [64, 72, 96, 128])

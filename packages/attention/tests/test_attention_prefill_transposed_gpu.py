@@ -1,4 +1,4 @@
-"""Prefill of e4m3 queries whose values are transposed first, on a GPU: the bits of values in place."""
+"""Prefill of e4m3 queries whose values are transposed first, on a GPU: float64, and the bits of values in place."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pytest
 import torch
 from decode_oracle import same_bits
 from prefill_gpu import each_kernel, ints, launches_of, scores, starts_of  # noqa: F401
+from prefill_oracle import assert_exact, fp8_attention, of_sequence
 
 from kestrel_attention import flash_attn_varlen_func, prefill, prefill_transposed
 from kestrel_runtime.testing import graph_replay
@@ -17,8 +18,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("kernels_only")]
 E4M3 = torch.float8_e4m3fn
 LENGTHS = [300, 0, 1000, 54, 17, 129, 128]
 SCORES = ["full", "causal", "negative scale", "prefix", "prefixes and a window", "soft cap", "sinks"]
-
-
+RAGGED = [70, 0, 300, 54, 17, 1, 128]  # queries of sequences of LENGTHS
 TRANSPOSE = ["prefill_transpose_d128"]
 
 
@@ -28,13 +28,16 @@ def only_where_values_are_transposed(each_kernel):  # noqa: F811
         pytest.skip("the other kernel reads values in place")
 
 
-def made(page: int, queries: int, lengths: list[int], holes: bool = False, seed: int = 0) -> dict[str, torch.Tensor]:
-    """A call over pages whose unused slots are NaN; with holes, some pages do not exist."""
+def made(
+    page: int, queries: int | list[int], lengths: list[int], holes: bool = False, seed: int = 0
+) -> dict[str, torch.Tensor]:
+    """A call over pages whose unused slots are NaN; with holes, some pages do not exist. queries: of each sequence."""
     generator = torch.Generator("cuda").manual_seed(seed)
     columns = -(-1000 // page) + 1
     batch, blocks = len(lengths), len(lengths) * columns + 2
     table = torch.randperm(blocks, generator=generator, device="cuda")[: batch * columns].view(batch, columns).int()
-    q = torch.randn(batch * queries, 8, 128, generator=generator, device="cuda").to(E4M3)
+    starts = starts_of(queries if isinstance(queries, list) else [queries] * batch)
+    q = torch.randn(int(starts[-1]), 8, 128, generator=generator, device="cuda").to(E4M3)
     caches = []
     for _ in range(2):
         x = torch.randn(blocks, page, 2, 128, generator=generator, device="cuda").to(E4M3).view(torch.uint8)
@@ -47,7 +50,6 @@ def made(page: int, queries: int, lengths: list[int], holes: bool = False, seed:
     if holes:
         table[:, 1::3] = -1
         table[0, :: max(1, 64 // page)] = 2**30
-    starts = starts_of([queries] * batch)
     return {"q": q, "k": caches[0], "v": caches[1], "starts": starts, "table": table, "lengths": ints(lengths)}
 
 
@@ -57,6 +59,44 @@ def run(given: dict[str, torch.Tensor], queries: int, most: int, **how: Any) -> 
     return flash_attn_varlen_func(
         given["q"], given["k"], given["v"], given["starts"], None, queries, most, return_lse=True, **where, **how
     )
+
+
+def transposed(monkeypatch: pytest.MonkeyPatch, given: dict[str, torch.Tensor], queries: int, **how: Any) -> Any:
+    """Results with values transposed first."""
+    launches = launches_of(monkeypatch, prefill_transposed)
+    monkeypatch.setattr(prefill_transposed, "TRANSPOSED_ROWS", 0)
+    got = run(given, queries, 1000, **how)
+    assert launches.taken() == TRANSPOSE
+    return got
+
+
+def keys_of(given: dict[str, torch.Tensor], b: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Keys and values of a sequence, and which exist, read through its row of the table."""
+    blocks, page = given["k"].shape[:2]
+    at = torch.arange(int(given["lengths"][b]), device="cuda")
+    block = given["table"][b, at // page].long()
+    exists = (block >= 0) & (block < blocks)
+    block = torch.where(exists, block, 0)
+    k, v = (given[name][block, at % page].float() for name in "kv")
+    return k, v, exists
+
+
+def assert_float64(
+    given: dict[str, torch.Tensor], got: Any, how: dict[str, Any], scales: dict[str, torch.Tensor]
+) -> None:
+    """Hold results against float64 over the values of codes, of each sequence."""
+    out, lse = got
+    one = torch.ones(1, device="cuda")
+    for b in range(len(given["lengths"])):
+        rows = slice(int(given["starts"][b]), int(given["starts"][b + 1]))
+        k, v, exists = keys_of(given, b)
+        values = given["q"][rows].float(), k, v
+        q, k, v = (
+            x.double() * scales.get(f"{name}_scale", one).double()[:, None]
+            for name, x in zip("qkv", values, strict=True)
+        )
+        exact = fp8_attention(q, k, v, exists=exists, **of_sequence(how, b))
+        assert_exact(out[rows], lse[:, rows], exact)
 
 
 def both(monkeypatch: pytest.MonkeyPatch, given: dict[str, torch.Tensor], queries: int, **how: Any) -> tuple[Any, Any]:
@@ -70,6 +110,23 @@ def both(monkeypatch: pytest.MonkeyPatch, given: dict[str, torch.Tensor], querie
     got = run(given, queries, 1001, **how)
     assert launches.taken() == TRANSPOSE
     return want, got
+
+
+@pytest.mark.parametrize("holes", [False, True])
+@pytest.mark.parametrize("page", [1, 7, 16, 64])
+def test_pages_are_those_of_float64(monkeypatch, page, holes):
+    given = made(page, 130, LENGTHS, holes)
+    assert_float64(given, transposed(monkeypatch, given, 130, causal=True), {"causal": True}, {})
+
+
+@pytest.mark.parametrize("heads", [None, 1, 8])
+@pytest.mark.parametrize("name", SCORES)
+def test_what_shapes_the_scores_is_that_of_float64(monkeypatch, name, heads):
+    """Sequences of different numbers of queries, with no scales, scales of all heads, and of each."""
+    given, how = made(16, RAGGED, LENGTHS), scores(len(LENGTHS), 8)[name]
+    scales = {} if heads is None else {"q_scale": heads, "k_scale": -(-heads // 4), "v_scale": -(-heads // 4)}
+    scales = {of: (1 + torch.rand(count, device="cuda")) / 2 for of, count in scales.items()}
+    assert_float64(given, transposed(monkeypatch, given, max(RAGGED), **how, **scales), how, scales)
 
 
 @pytest.mark.parametrize("holes", [False, True])

@@ -335,10 +335,24 @@ class PrefillFp8(PrefillHopper):
                 ptx.store_global(to + 16 * t + 64 * c, words)
 
     @cute.jit
-    def epilogue(
-        self, tensors, scalars, v_scale, sums: Sums, scale, shared: Int32, rows, at_out: OutputRows, warp, lane
+    def finish(
+        self,
+        tensors,
+        scalars,
+        v_scale,
+        sums: Sums,
+        scale,
+        shared: Int32,
+        rows,
+        at_out: OutputRows,
+        empty: Int32,
+        warp,
+        lane,
     ):
-        """Store the LSE and the normalised rows, four dims per lane."""
+        """Release the queries; store the LSE and the normalised rows, four dims per lane."""
+        hopper.fence_proxy_async()
+        cute.arch.sync_warp()
+        self.release(empty, 0, lane)
         mOut = tensors.mOut
         block, first_row, head = at_out.block, at_out.first_row, at_out.head
         g, t = lane // 4, lane % 4

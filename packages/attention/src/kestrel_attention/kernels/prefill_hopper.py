@@ -237,13 +237,12 @@ class PrefillHopper(HopperLoop):
                 at_lane = lane
                 if cutlass.const_expr(self.codes):
                     at_lane = ptx.opaque(lane)  # addresses are computed here, and take no registers in the main loop
-                self.epilogue(tensors, scalars, work.v_scale, sums, scale, sQ, rows, at_out, warp, at_lane)
+                empty = pipe.queries_empty + 8 * buffer
+                self.finish(tensors, scalars, work.v_scale, sums, scale, sQ, rows, at_out, empty, warp, at_lane)
             else:
                 self.store_partial(tensors, work, sums, scale, row + 16 * warp, lane)
-            if cutlass.const_expr(self.query_boxes):
-                hopper.fence_proxy_async()  # the epilogue's writes are ahead of the next copies by TMA
-            cute.arch.sync_warp()
-            self.release(pipe.queries_empty, buffer, lane)
+                cute.arch.sync_warp()
+                self.release(pipe.queries_empty, buffer, lane)
             works += 1
             buffer = works % self.query_buffers
             hopper.mbarrier_wait(pipe.works_full + 8 * buffer, works // self.query_buffers & 1)
@@ -270,6 +269,44 @@ class PrefillHopper(HopperLoop):
             row = warp * self.warp_rows + lane // 4 + 8 * r
             to_lse = lane % 4 == 0 and row < rows
             self.store_lse(tensors, base, total, to_lse, at_out.block, at_out.head, at_out.first_row + row)
+
+    @cute.jit
+    def finish(
+        self,
+        tensors,
+        scalars,
+        v_scale,
+        sums: Sums,
+        scale,
+        shared: Int32,
+        rows,
+        at_out: OutputRows,
+        empty: Int32,
+        warp,
+        lane,
+    ):
+        """As epilogue. The queries' memory is released when the normalised rows have come back from it."""
+        mOut = tensors.mOut
+        row_bytes, units = self.head_dim * 2, self.head_dim // 8
+        shared = shared + warp * (self.warp_rows * row_bytes)
+        self.normalise(tensors, scalars, v_scale, sums, scale, shared, rows, at_out, warp, lane)
+        cute.arch.sync_warp()
+        vectors = []
+        for i in cutlass.range_constexpr(self.warp_rows * units // 32):
+            index = lane + 32 * i
+            row, unit = index // units, index % units
+            vectors.append(ptx.load_shared(shared + row * row_bytes + (unit ^ self.swizzle(row)) * 16, 4))
+        if cutlass.const_expr(self.query_boxes):
+            hopper.fence_proxy_async()  # these accesses are ahead of the next copies by TMA
+        cute.arch.sync_warp()
+        self.release(empty, 0, lane)
+        base = Int64(at_out.block) * mOut.stride[0] + Int64(at_out.head) * mOut.stride[2]
+        for i in cutlass.range_constexpr(self.warp_rows * units // 32):
+            index = lane + 32 * i
+            row, unit = warp * self.warp_rows + index // units, index % units
+            if row < rows and 8 * unit < mOut.shape[3]:
+                to = base + Int64(at_out.first_row + row) * mOut.stride[1] + 8 * unit
+                ptx.store_global(mOut.iterator.toint() + 2 * to, vectors[i])
 
     @cute.jit
     def store_partial(self, tensors, work: Work, sums: Sums, scale, first_row, lane):

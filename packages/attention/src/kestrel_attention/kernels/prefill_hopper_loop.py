@@ -2,6 +2,9 @@
 
 S of one tile is computed together with P V of the tile before. What a thread computes for a tile is a chain, about as
 long as the products. So nothing is in it that can be known earlier, or fits into the gaps of the exponentials.
+Weights are relative to a base of their row, at first its largest score. It moves where their sum in a thread and tile
+shows that one of them grew too large, and only then is the largest score looked for: so a row's bits depend on its own
+scores alone.
 """
 
 from __future__ import annotations
@@ -28,9 +31,19 @@ class HopperLoop(HopperProducer):
     """The loop, and what it does with scores and weights."""
 
     @property
-    def late_values(self) -> bool:
-        """Products with values are waited for behind the largest score, not ahead of it: faster with copied keys."""
-        return self.head_dim == 128 and self.copied_keys
+    def queries_in_registers(self) -> bool:
+        """Queries are operands in registers, not in shared memory, which takes a third of the reads for scores."""
+        return self.head_dim == 128 and not self.codes
+
+    @property
+    def guesses(self) -> bool:
+        """Weights are relative to the base of the tiles before; over codes, to one that each tile's scores give."""
+        return not self.codes
+
+    @property
+    def most_of_tile(self) -> float:
+        """A thread's sum of the weights of a row in a tile, from which on its base moves: none of them is larger."""
+        return 2.0**self.rescale_slack
 
     @cute.jit
     def main_loop(self, pipe: Pipe, scalars, work: Work, visible: Visible, sQ, used, scale, sums: Sums, lane):
@@ -43,11 +56,13 @@ class HopperLoop(HopperProducer):
         rScore = cute.make_rmem_tensor(self.key_tile // 2, Float32)
         rP = cute.make_rmem_tensor(self.key_tile // 4, Uint32)
         rFactor = cute.make_rmem_tensor(2, Float32)
+        rTile = cute.make_rmem_tensor(2, Float32)  # the sums of one tile
         warpgroup = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // 128) - 1
         stage, parity = used % self.num_stages, used // self.num_stages & 1
+        queries = self.load_queries(sQ, lane)
         hopper.mbarrier_wait(pipe.keys_full + 8 * stage, parity)
         self.fence_copies()
-        self.start_scores(sQ, pipe.keys + stage * self.tile_bytes, rScore)
+        self.start_scores(queries, pipe.keys + stage * self.tile_bytes, rScore)
         tile = self.tile_at(work, Int32(0))
         hidden, rare = self.changes_of(pipe, scalars, visible, tile, used, lane)
         hopper.wgmma_wait(0)
@@ -69,7 +84,7 @@ class HopperLoop(HopperProducer):
             hopper.mbarrier_wait(pipe.keys_full + 8 * stage, parity)
             self.fence_copies()
             self.take_turn(warpgroup)
-            self.start_scores(sQ, pipe.keys + stage * self.tile_bytes, rScore)
+            self.start_scores(queries, pipe.keys + stage * self.tile_bytes, rScore)
             tile = self.tile_at(work, n)
             hidden, rare = self.changes_of(pipe, scalars, visible, tile, at, lane)
             hopper.mbarrier_wait(pipe.values_full + 8 * last_stage, last_parity)
@@ -83,20 +98,30 @@ class HopperLoop(HopperProducer):
                 self.hide_last(rScore, visible, scalars, tile * self.key_tile, lane, zero)
             for _ in cutlass.range(rare, unroll=1):
                 self.change_scores(pipe, scalars, visible, work, rScore, tile, at, lane)
-            if cutlass.const_expr(self.late_values):
-                for _ in cutlass.range(ptx.opaque(Int32(1)), unroll=1):  # keeps it ahead of the wait
-                    self.update_base(rScore, sums, rFactor, scale)
+            if cutlass.const_expr(self.guesses):
+                self.scale_scores(rScore, sums, scale)
+                hopper.wgmma_wait(0)
+                self.order(rOut)
+                self.release(pipe.values_empty, last_stage, lane)
+                tries = Int32(0)
+                while tries < 2:
+                    moves = self.weigh_by_guess(rScore, rP, sums, rTile)
+                    tries = cutlass.select_(moves, tries + 1, Int32(2))
+                    for _ in cutlass.range(once_if(tries == 1), unroll=1):
+                        self.move_bases(rScore, sums, rTile, scale)
+                for r in cutlass.range_constexpr(2):
+                    sums.rSum[r] += rTile[r]
             else:
                 self.update_base(rScore, sums, rFactor, scale)
-            hopper.wgmma_wait(0)
-            self.order(rOut)
-            self.release(pipe.values_empty, last_stage, lane)
-            if cutlass.const_expr(self.head_dim > 128):
-                self.rescale(rOut, rFactor)
-            self.weigh(rScore, sums, rFactor, scale)
-            self.pack(rScore, rP)
-            if cutlass.const_expr(self.head_dim <= 128):
-                self.rescale(rOut, rFactor)
+                hopper.wgmma_wait(0)
+                self.order(rOut)
+                self.release(pipe.values_empty, last_stage, lane)
+                if cutlass.const_expr(self.head_dim > 128):
+                    self.rescale(rOut, rFactor)
+                self.weigh(rScore, sums, rFactor, scale)
+                self.pack(rScore, rP)
+                if cutlass.const_expr(self.head_dim <= 128):
+                    self.rescale(rOut, rFactor)
             n += 1
         hopper.mbarrier_wait(pipe.values_full + 8 * stage, parity)
         self.fence_copies()
@@ -212,16 +237,34 @@ class HopperLoop(HopperProducer):
             registers[i] = found[i]
 
     @cute.jit
-    def start_scores(self, sQ: Int32, sK: Int32, rScore):
+    def load_queries(self, sQ: Int32, lane):
+        """Queries as start_scores takes them: where they are, or registers."""
+        queries = sQ
+        if cutlass.const_expr(self.queries_in_registers):
+            queries = cute.make_rmem_tensor(self.head_dim // 4, Uint32)
+            warp = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] % 128 // 32)
+            for k in cutlass.range_constexpr(self.head_dim // 16):
+                at = self.place_of(WARPGROUP_ROWS, 16 * warp + lane % 16, 2 * k + lane // 16)
+                words = ptx.ldmatrix_x4(sQ + at)
+                for i in cutlass.range_constexpr(4):
+                    queries[4 * k + i] = words[i]
+        return queries
+
+    @cute.jit
+    def start_scores(self, queries, sK: Int32, rScore):
         kind = cutlass.const_expr(numeric.ptx_name(self.product_type))
         count = cutlass.const_expr(self.key_tile // 2)
-        of_queries = hopper.descriptor(sQ, self.block_bytes, 0)
         of_keys = hopper.descriptor(sK, self.block_bytes, 0)
+        if cutlass.const_expr(not self.queries_in_registers):
+            of_queries = hopper.descriptor(queries, self.block_bytes, 0)
         steps = cutlass.const_expr(self.block_bytes // 32)  # of a column block
         hopper.wgmma_fence()
         found = None
         for k in cutlass.range_constexpr(self.head_dim // 16):
-            a = of_queries + (k // steps * (WARPGROUP_ROWS * self.block_bytes) + k % steps * 32) // 16
+            if cutlass.const_expr(self.queries_in_registers):
+                a = [queries[4 * k + i] for i in range(4)]
+            else:
+                a = of_queries + (k // steps * (WARPGROUP_ROWS * self.block_bytes) + k % steps * 32) // 16
             b = of_keys + (k // steps * (self.key_tile * self.block_bytes) + k % steps * 32) // 16
             found = hopper.wgmma(found, count, a, b, kind)
         hopper.wgmma_commit()
@@ -298,6 +341,60 @@ class HopperLoop(HopperProducer):
                     totals[e] += weight
                     rScore[i] = weight
             rSum[r] = totals[0] + totals[1]
+
+    @cute.jit
+    def scale_scores(self, rScore, sums: Sums, scale):
+        """Scores become binary logarithms of weights."""
+        for r in cutlass.range_constexpr(2):
+            base = -self.log2_unit(sums.rMax[r], scale[r])
+            for n in cutlass.range_constexpr(self.key_tile // 8):
+                for e in cutlass.range_constexpr(2):
+                    i = cutlass.const_expr(4 * n + 2 * r + e)
+                    rScore[i] = ptx.fma(rScore[i], scale[r], base)
+
+    @cute.jit
+    def weigh_by_guess(self, rScore, rP, sums: Sums, rTile):
+        """Weights in rP and their sums in rTile; whether a base of the warp's rows must move."""
+        kind = cutlass.const_expr(numeric.ptx_name(self.product_type))
+        totals = [Float32(0.0)] * 4
+        for n in cutlass.range_constexpr(self.key_tile // 8):
+            for r in cutlass.range_constexpr(2):
+                pair = [ptx.exp2_approx(rScore[4 * n + 2 * r + e]) for e in range(2)]
+                for e in cutlass.range_constexpr(2):
+                    totals[2 * r + e] += pair[e]
+                rP[2 * n + r] = ptx.pack_f32x2(pair[0], pair[1], kind)
+        moves = False
+        for r in cutlass.range_constexpr(2):
+            rTile[r] = totals[2 * r] + totals[2 * r + 1]
+            moves = moves or rTile[r] > self.most_of_tile or sums.rMax[r] == -Float32.inf
+        return cute.arch.vote_any_sync(moves)
+
+    @cute.jit
+    def move_bases(self, rScore, sums: Sums, rTile, scale):
+        """Raise the bases of rows that need it to their largest scores, and rescale their sums."""
+        for r in cutlass.range_constexpr(2):
+            moves = rTile[r] > self.most_of_tile or sums.rMax[r] == -Float32.inf
+            in_row = cutlass.select_(moves, Int32(1), Int32(0))
+            highest = -Float32.inf
+            for n in cutlass.range_constexpr(self.key_tile // 8):
+                i = cutlass.const_expr(4 * n + 2 * r)
+                highest = ptx.fmax(highest, ptx.fmax(rScore[i], rScore[i + 1]))
+            for distance in cutlass.range_constexpr(1, 3):  # lanes of the row
+                in_row = in_row | cute.arch.shuffle_sync_bfly(in_row, distance)
+                highest = ptx.fmax(highest, cute.arch.shuffle_sync_bfly(highest, distance))
+            moves = in_row != 0 and highest > -Float32.inf
+            before = sums.rMax[r]
+            unit = self.log2_unit(before, scale[r])
+            base = cutlass.select_(moves, (highest + unit) * ptx.rcp_approx(scale[r]), before)
+            shift = cutlass.select_(moves, self.log2_unit(base, scale[r]) - unit, Float32(0.0))
+            factor = ptx.exp2_approx(cutlass.select_(before == -Float32.inf, Float32(0.0), -shift))
+            sums.rMax[r] = base
+            sums.rSum[r] *= factor
+            for i in cutlass.range_constexpr(self.head_dim // 4):
+                sums.rOut[4 * (i // 2) + 2 * r + i % 2] *= factor
+            for n in cutlass.range_constexpr(self.key_tile // 8):
+                for e in cutlass.range_constexpr(2):
+                    rScore[4 * n + 2 * r + e] -= shift
 
     @cute.jit
     def rescale(self, rOut, rFactor):

@@ -303,6 +303,9 @@ PREFILL = tuple(
 # The registers of two thread blocks of two warpgroups on an SM.
 SHORT: dict[str, Any] = {"consumers": 1, "producer_registers": 40, "consumer_registers": 216, "length": "short"}
 
+# Where queries are in registers.
+OF_128: dict[str, Any] = {"producer_registers": 40, "consumer_registers": 232}
+
 PREFILL_HOPPER = tuple(
     variant
     for dtype in DTYPES
@@ -313,7 +316,7 @@ PREFILL_HOPPER = tuple(
         ),
         HopperPrefillVariant(dtype, 80, key_tile=96),
         HopperPrefillVariant(dtype, 96),
-        HopperPrefillVariant(dtype, 128),
+        HopperPrefillVariant(dtype, 128, **OF_128),
         HopperPrefillVariant(dtype, 64, "fp8"),
         HopperPrefillVariant(dtype, 128, "fp8"),
         *(
@@ -346,7 +349,9 @@ PREFILL_HOPPER += tuple(
     )
 )
 
-PREFILL_HOPPER += tuple(HopperPrefillVariant(dtype, 128, boxes=True, box_rows=LARGE_BOX_ROWS) for dtype in DTYPES)
+PREFILL_HOPPER += tuple(
+    HopperPrefillVariant(dtype, 128, boxes=True, box_rows=LARGE_BOX_ROWS, **OF_128) for dtype in DTYPES
+)
 
 PREFILL_FP8 = (
     Fp8PrefillVariant("bf16", 64, "e4m3", num_stages=4),
