@@ -61,6 +61,7 @@ def assert_each_is_right(
         (torch.float16, (2, 2), 80),
         (torch.bfloat16, (8, 2), 128),
         (torch.bfloat16, (4, 2), 256),
+        (torch.bfloat16, (2, 1), 512),
         (E4M3, (8, 2), 64),
         (E4M3, (4, 1), 128),
     ],
@@ -94,7 +95,7 @@ def test_one_long_sequence_among_short_ones_over_many_keys(heads, size, dtype):
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "prefixes and a window"])
-@pytest.mark.parametrize(("heads", "size"), [((8, 2), 64), ((12, 2), 128), ((8, 1), 80), ((8, 2), 256)])
+@pytest.mark.parametrize(("heads", "size"), [((8, 2), 64), ((12, 2), 128), ((8, 1), 80), ((8, 2), 256), ((4, 1), 512)])
 def test_heads_share_works_of_few_queries(heads, size, name):
     torch.manual_seed(0)
     queries = [0, 1, 16, 17, 32, 33, 64, 65, 128, 5, *([3] * 80)]

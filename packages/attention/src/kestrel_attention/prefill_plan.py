@@ -160,8 +160,10 @@ def plan_prefill(problem: PrefillProblem) -> PrefillPlan:
     if problem.batch > MAX_GRID or problem.heads // section > MAX_GRID:
         raise UnsupportedError(f"kernels cover up to {MAX_GRID} sequences and heads")
     block_rows = variant.block_rows if is_hopper else variant.rows_on(problem.arch)
-    splits = splits_of(problem, variant.key_tile)
-    pack_shift = pack_shift_of(problem) if is_hopper and variant.consumers == 2 else 0
+    thread_blocks = variant.thread_blocks if is_hopper else 1
+    splits = splits_of(problem, variant.key_tile, thread_blocks)
+    blocks *= thread_blocks
+    pack_shift = pack_shift_of(problem) if is_hopper and variant.packs else 0
     listing = listing_of(problem, splits, block_rows, pack_shift)
     if listing.works and not is_hopper and problem.max_queries > PAST_ALL_BLOCKS * block_rows:
         raise UnsupportedError(f"kernels cover packed sequences of up to {PAST_ALL_BLOCKS * block_rows} queries")
@@ -170,8 +172,8 @@ def plan_prefill(problem: PrefillProblem) -> PrefillPlan:
     if not listing.works and problem.max_queries * (problem.heads * problem.batch if is_hopper else section) >= 2**31:
         raise UnsupportedError("too many queries for one call")
 
-    # A persistent kernel gains by loading the next queries ahead, for which it needs a second buffer.
-    ahead = isinstance(variant, HopperPrefillVariant) and variant.query_buffers > 1
+    # A persistent kernel gains by loading the next queries ahead, for which it needs a second or an early free buffer.
+    ahead = isinstance(variant, HopperPrefillVariant) and (variant.query_buffers > 1 or variant.early)
     ahead = ahead and variant.ctas_per_sm == 1 and blocks > GRID_WAVES * MULTIPROCESSORS
     persistent = ahead or (is_hopper and listing.works > 0)
     left = -1 if problem.window_left > UNBOUNDED else problem.window_left
@@ -231,7 +233,8 @@ def plan_prefill(problem: PrefillProblem) -> PrefillPlan:
         raise UnsupportedError("too many splits for one call")
     of_combine = {name: getattr(scalars, name) for name in PrefillCombineScalars._fields}
     of_works = {name: getattr(scalars, name) for name in PrefillWorksScalars._fields if name in scalars._fields}
-    of_works |= {"total_queries": problem.total_queries, "heads": problem.heads, "sections": problem.heads // section}
+    of_works |= {"total_queries": problem.total_queries, "sections": problem.heads // section}
+    of_works["heads"] = problem.heads * thread_blocks  # for the number of splits
     of_works |= {"block_rows": block_rows, "key_tile": variant.key_tile, "listed_blocks": listing.blocks}
     return PrefillPlan(
         variant,
@@ -314,16 +317,19 @@ def listing_of(problem: PrefillProblem, splits: Splits, block_rows: int, pack_sh
     return Listing(works * sections, min(problem.batch * splits.blocks, blocks) if splits.most > 1 else 0)
 
 
-def splits_of(problem: PrefillProblem, key_tile: int) -> Splits:
+def splits_of(problem: PrefillProblem, key_tile: int, thread_blocks: int = 1) -> Splits:
     """Splits by the queries and keys of each sequence, whatever its batch. Of packed sequences these are known on the
-    device alone, so the launch has work for any lengths, unless every sequence must have as many as the longest."""
+    device alone, so the launch has work for any lengths, unless every sequence must have as many as the longest.
+
+    thread_blocks: that have a block of rows together.
+    """
     most_of_keys = -(-problem.max_keys // (MIN_SPLIT_TILES * key_tile))
     row_blocks = max(1, -(-problem.max_queries // SPLIT_ROWS))
     if not problem.hopper:
         return UNSPLIT
 
     def limit_of(blocks: int) -> int:
-        return int(prefill_split_limit(blocks * SPLIT_ROWS, problem.heads, operator.floordiv, _clamp))
+        return int(prefill_split_limit(blocks * SPLIT_ROWS, problem.heads * thread_blocks, operator.floordiv, _clamp))
 
     unknown = problem.lengths_differ
     sizes = range(1, min(row_blocks, MULTIPROCESSORS) + 1) if unknown else (row_blocks,)

@@ -42,6 +42,11 @@ class PrefillBase:
         return 16 * self.row_tiles
 
     @property
+    def output_dims(self) -> int:
+        """Dims of the results that a warp computes."""
+        return self.head_dim
+
+    @property
     def element_bytes(self) -> int:
         """Of the operands of the matrix products."""
         return 2
@@ -479,12 +484,12 @@ class PrefillBase:
     def store_row(self, rOut, r: cutlass.Constexpr, factor, shared: Int32, lane):
         """Store a lane's part of its row g + 8 r in shared memory, times a factor."""
         kind = cutlass.const_expr(numeric.ptx_name(self.dtype))
-        units = cutlass.const_expr(self.head_dim // 8)
+        units = cutlass.const_expr(self.output_dims // 8)
         row = lane // 4 + 8 * r
         for n in cutlass.range_constexpr(units):
             at = cutlass.const_expr(4 * (r // 2 * units + n) + r % 2 * 2)
             word = ptx.pack_f32x2(rOut[at] * factor, rOut[at + 1] * factor, kind)
-            to = shared + row * (2 * self.head_dim) + (n ^ self.swizzle(row)) * 16 + 4 * (lane % 4)
+            to = shared + row * (2 * self.output_dims) + (n ^ self.swizzle(row)) * 16 + 4 * (lane % 4)
             ptx.store_shared(to, [word])
 
     @cute.jit

@@ -54,6 +54,7 @@ class PrefillHopper(HopperLoop):
         count = (row_blocks + scalars.split_blocks * (scalars.num_splits - 1)) * heads * batch
         if scalars.listed_works > 0:  # the kernel reads how many there are
             count = scalars.listed_works * scalars.section_heads
+        count *= self.shares
         maps = [None] * 3
         if cutlass.const_expr(self.query_boxes):
             maps[0] = self.tensor_map(tensors.mQ, self.block_bytes // self.element_bytes, QUERY_BOX_ROWS)
@@ -171,7 +172,7 @@ class PrefillHopper(HopperLoop):
         for i in cutlass.range_constexpr(self.num_stages):
             hopper.mbarrier_init(pipe.keys_full + 8 * i, self.warps * (33 if self.copied_keys else 1))
             hopper.mbarrier_init(pipe.values_full + 8 * i, self.warps * (32 if self.copied_values else 1))
-            hopper.mbarrier_init(pipe.keys_empty + 8 * i, 4 * self.consumers)
+            hopper.mbarrier_init(pipe.keys_empty + 8 * i, 4 * self.key_readers)
             hopper.mbarrier_init(pipe.values_empty + 8 * i, 4 * self.consumers)
         for i in cutlass.range_constexpr(self.code_barriers):
             hopper.mbarrier_init(pipe.codes_full + 8 * i, 1)
@@ -195,7 +196,7 @@ class PrefillHopper(HopperLoop):
     def consume(self, tensors, scalars, pipe: Pipe, warpgroup):
         tid, _, _ = cute.arch.thread_idx()
         lane, warp = tid % 32, cute.arch.make_warp_uniform(tid % 128 // 32)
-        rOut = cute.make_rmem_tensor(self.head_dim // 2, Float32)
+        rOut = cute.make_rmem_tensor(self.output_dims // 2, Float32)
         rMax = cute.make_rmem_tensor(2, Float32)
         rSum = cute.make_rmem_tensor(2, Float32)
         sums = Sums(rOut, rMax, rSum)
@@ -225,7 +226,11 @@ class PrefillHopper(HopperLoop):
             if num_tiles > 0:
                 self.main_loop(pipe, scalars, scaled, visible, sQ, used, scale, sums, lane)
                 used += num_tiles
-            hopper.named_barrier(1 + warpgroup, 128)
+            if cutlass.const_expr(self.early_queries):
+                if num_tiles <= 0:
+                    self.leave_queries(pipe, lane)
+            else:
+                self.finish_queries(warpgroup)
             row = warpgroup * WARPGROUP_ROWS
             if cutlass.const_expr(self.packs):  # as if the warp's rows followed those of the warps before it
                 query, head = self.rows_of_warp(work.pack_shift, warpgroup, warp)
@@ -241,8 +246,9 @@ class PrefillHopper(HopperLoop):
                 self.finish(tensors, scalars, work.v_scale, sums, scale, sQ, rows, at_out, empty, warp, at_lane)
             else:
                 self.store_partial(tensors, work, sums, scale, row + 16 * warp, lane)
-                cute.arch.sync_warp()
-                self.release(pipe.queries_empty, buffer, lane)
+                if cutlass.const_expr(not self.early_queries):
+                    cute.arch.sync_warp()
+                    self.release(pipe.queries_empty, buffer, lane)
             works += 1
             buffer = works % self.query_buffers
             hopper.mbarrier_wait(pipe.works_full + 8 * buffer, works // self.query_buffers & 1)
@@ -250,6 +256,15 @@ class PrefillHopper(HopperLoop):
             num_tiles = cute.arch.make_warp_uniform(num_tiles)
         if warpgroup == 0:
             self.take_turn(warpgroup)  # which the last warpgroup has passed on
+
+    def first_dim(self):
+        """Of the warp's results."""
+        return Int32(0)
+
+    @cute.jit
+    def finish_queries(self, warpgroup):
+        """Wait until all warps that share queries have read them: results are stored through their buffer."""
+        hopper.named_barrier(1 + warpgroup, 128)
 
     @cute.jit
     def normalise(
@@ -330,10 +345,11 @@ class PrefillHopper(HopperLoop):
 
     @cute.jit
     def store_partial_row(self, to: Int64, rOut, r: cutlass.Constexpr, factor, head_dim, t):
-        for n in cutlass.range_constexpr(self.head_dim // 8):
-            if 8 * n < head_dim:
+        first = self.first_dim()
+        for n in cutlass.range_constexpr(self.output_dims // 8):
+            if first + 8 * n < head_dim:
                 pair = [ptx.float_as_int(rOut[4 * n + 2 * r + e] * factor) for e in range(2)]
-                ptx.store_global(to + 8 * t + 32 * n, pair)
+                ptx.store_global(to + 4 * first + 8 * t + 32 * n, pair)
 
     @cute.jit
     def prepare_queries(self, work: Work, sQ: Int32, warpgroup, warp, lane):

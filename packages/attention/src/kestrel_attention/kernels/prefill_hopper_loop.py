@@ -58,25 +58,29 @@ class HopperLoop(HopperProducer):
         rFactor = cute.make_rmem_tensor(2, Float32)
         rTile = cute.make_rmem_tensor(2, Float32)  # the sums of one tile
         warpgroup = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // 128) - 1
-        stage, parity = used % self.num_stages, used // self.num_stages & 1
+        hidden_first = self.skip_first(pipe, scalars, work, used, warpgroup, lane)
+        at = used + hidden_first
+        stage, parity = at % self.num_stages, at // self.num_stages & 1
         queries = self.load_queries(sQ, lane)
         hopper.mbarrier_wait(pipe.keys_full + 8 * stage, parity)
         self.fence_copies()
         self.start_scores(queries, pipe.keys + stage * self.tile_bytes, rScore)
-        tile = self.tile_at(work, Int32(0))
-        hidden, rare = self.changes_of(pipe, scalars, visible, tile, used, lane)
+        tile = self.tile_at(work, hidden_first)
+        hidden, rare = self.changes_of(pipe, scalars, visible, tile, at, lane)
         hopper.wgmma_wait(0)
         self.order(rScore)
         self.release(pipe.keys_empty, stage, lane)
         for zero in cutlass.range(hidden, unroll=1):
             self.hide_last(rScore, visible, scalars, tile * self.key_tile, lane, zero)
         for _ in cutlass.range(rare, unroll=1):
-            self.change_scores(pipe, scalars, visible, work, rScore, tile, used, lane)
+            self.change_scores(pipe, scalars, visible, work, rScore, tile, at, lane)
         self.update_base(rScore, sums, rFactor, scale)
         self.weigh(rScore, sums, rFactor, scale)
         self.pack(rScore, rP)
-        n = Int32(1)
+        n = hidden_first + 1
         seen = self.seen_tiles(scalars, work, warpgroup)
+        if cutlass.const_expr(self.skips_first):
+            seen = cutlass.max(seen, n)
         while n < seen:
             last_stage, last_parity = stage, parity
             at = used + n
@@ -123,6 +127,7 @@ class HopperLoop(HopperProducer):
                 if cutlass.const_expr(self.head_dim <= 128):
                     self.rescale(rOut, rFactor)
             n += 1
+        self.leave_queries(pipe, lane)
         hopper.mbarrier_wait(pipe.values_full + 8 * stage, parity)
         self.fence_copies()
         self.start_output(pipe.values + stage * self.tile_bytes, rP, rOut)
@@ -143,9 +148,43 @@ class HopperLoop(HopperProducer):
                 self.release(pipe.values_empty, stage, lane)
                 n += 1
 
+    @cute.jit
+    def leave_queries(self, pipe: Pipe, lane):
+        """The warp has computed all scores of its queries."""
+        if cutlass.const_expr(self.early_queries):
+            self.release(pipe.queries_empty, Int32(0), lane)
+
     @property
     def capped_at_once(self) -> int:
         return 32
+
+    @property
+    def skips_first(self) -> bool:
+        """Warpgroups skip the first tiles of a work too."""
+        return False
+
+    @cute.jit
+    def skip_first(self, pipe: Pipe, scalars, work: Work, used, warpgroup, lane):
+        """Release the first tiles of a work of which no row of the warpgroup sees a key, but not all; their number."""
+        first = Int32(0)
+        if cutlass.const_expr(self.skips_first):
+            queries = Int32(WARPGROUP_ROWS) >> work.pack_shift
+            key, _ = scores.window(work.position + warpgroup * queries, scalars, work.held)
+            hidden = key // self.key_tile - work.gap - work.first_tile
+            hidden = cutlass.select_(work.prefix_tiles > 0, Int32(0), hidden)
+            first = cute.arch.make_warp_uniform(cutlass.max(cutlass.min(hidden, work.num_tiles - 1), 0))
+            n = Int32(0)
+            while n < first:
+                at = used + n
+                stage, parity = at % self.num_stages, at // self.num_stages & 1
+                hopper.mbarrier_wait(pipe.keys_full + 8 * stage, parity)
+                self.release(pipe.keys_empty, stage, lane)
+                hopper.mbarrier_wait(pipe.values_full + 8 * stage, parity)
+                self.release(pipe.values_empty, stage, lane)
+                self.take_turn(warpgroup)
+                self.pass_turn(warpgroup)
+                n += 1
+        return first
 
     @property
     def skips(self) -> bool:
@@ -274,7 +313,7 @@ class HopperLoop(HopperProducer):
     @cute.jit
     def start_output(self, sV: Int32, rP, rOut):
         kind = cutlass.const_expr(numeric.ptx_name(self.product_type))
-        count = cutlass.const_expr(self.head_dim // 2)
+        count = cutlass.const_expr(self.output_dims // 2)
         of_values = hopper.descriptor(sV, self.block_bytes, self.key_tile * self.block_bytes)
         hopper.wgmma_fence()
         found = [rOut[i] for i in range(count)]
@@ -400,5 +439,5 @@ class HopperLoop(HopperProducer):
     def rescale(self, rOut, rFactor):
         needed = cute.arch.vote_any_sync(rFactor[0] != 1.0 or rFactor[1] != 1.0)
         for _ in cutlass.range(once_if(needed), unroll=1):
-            for i in cutlass.range_constexpr(self.head_dim // 2):
+            for i in cutlass.range_constexpr(self.output_dims // 2):
                 rOut[i] *= rFactor[i // 2 % 2]

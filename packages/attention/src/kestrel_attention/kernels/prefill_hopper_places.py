@@ -23,6 +23,11 @@ class HopperPlaces(PrefillBase):
     consumers: int
 
     @property
+    def shares(self) -> int:
+        """Thread blocks of a work: so many indices in a row are of one."""
+        return 1
+
+    @property
     def packs(self) -> bool:
         """Heads of a KV head may share a work. With three consumers that takes too many registers."""
         return self.consumers == 2
@@ -99,7 +104,7 @@ class HopperPlaces(PrefillBase):
         """The most splits of the blocks of rows of a sequence."""
         limit = scalars.split_limit
         if limit == 0:
-            limit = prefill_split_limit(cutlass.max(num_queries, 1), heads, divide, clamp)
+            limit = prefill_split_limit(cutlass.max(num_queries, 1), heads * self.shares, divide, clamp)
         return limit
 
     @cute.jit
@@ -124,3 +129,8 @@ class HopperPlaces(PrefillBase):
             partial=partial,
             rows=cutlass.select_(at.split < num_splits, work.rows, Int32(0)),
         )
+
+    @cute.jit
+    def of_thread_block(self, scalars, work: Work, index) -> Work:
+        """The part of a work that this thread block has."""
+        return work

@@ -43,8 +43,15 @@ class HopperProducer(HopperPlaces):
     """TMA loads boxes of keys, which follow one another in memory."""
     box_rows: int = BOX_ROWS
     """Of a box."""
+    early_queries: bool = False
+    """The only buffer of queries is free behind their last scores: results go from registers to memory."""
     turns: bool = False
     """Consumer warpgroups start their products in turn, so that one multiplies while another computes weights."""
+
+    @property
+    def key_readers(self) -> int:
+        """Consumer warpgroups that read each tile of keys."""
+        return self.consumers
 
     @property
     def block_rows(self) -> int:
@@ -102,7 +109,7 @@ class HopperProducer(HopperPlaces):
     @property
     def query_boxes(self) -> bool:
         """TMA loads queries. Those that become f16 for codes, and those of one buffer, come by cp.async."""
-        return not self.codes and self.query_buffers > 1
+        return not self.codes and (self.query_buffers > 1 or self.early_queries)
 
     @property
     def code_barriers(self) -> int:
@@ -214,6 +221,7 @@ class HopperProducer(HopperPlaces):
                     self.wait_and_trigger(query | Int64(ready))
                 work = self.split(tensors, scalars, at, limit, first_query, num_queries, first_row, work)
                 if work.rows > 0:
+                    work = self.of_thread_block(scalars, work, index)
                     first_tile = self.tile_at(work, Int32(0))
                     if not self.waits_late or scalars.has_block_table == 0 or first_tile != 0:
                         self.look_up(rPage, keys, first_tile, loader, lane)

@@ -103,6 +103,8 @@ class HopperPrefillVariant:
     """For keys of which each 16 follow one another in memory, so that TMA loads them; bit-identical results."""
     box_rows: int = BOX_ROWS
     """Keys that TMA loads at once; a page holds a multiple of them."""
+    early: bool = False
+    """The next queries are loaded before the results of the last are stored (prefill_hopper_early.py)."""
     vector_loads: bool = False
     archs: tuple[str, ...] = ("90a",)
     """Architectures that the kernel is compiled for."""
@@ -114,9 +116,24 @@ class HopperPrefillVariant:
         return "_".join(filter(None, words))
 
     @property
+    def is_wide(self) -> bool:
+        """Whether consumer warpgroups share queries (prefill_hopper_wide.py)."""
+        return self.head_dim > 256
+
+    @property
     def block_rows(self) -> int:
         """Queries of a thread block."""
         return 64 * self.consumers
+
+    @property
+    def packs(self) -> bool:
+        """Whether heads of a KV head may share a thread block."""
+        return self.consumers == 2 and not self.is_wide
+
+    @property
+    def thread_blocks(self) -> int:
+        """That have a block of queries together."""
+        return 2 if self.is_wide else 1
 
     @property
     def ctas_per_sm(self) -> int:
@@ -125,8 +142,10 @@ class HopperPrefillVariant:
     def kernel(self, arch: str) -> tuple[Any, tuple[Any, ...]]:
         """The kernel object and the arguments to compile it with."""
         from .prefill_hopper import PrefillHopper
+        from .prefill_hopper_early import PrefillHopperEarly
+        from .prefill_hopper_wide import PrefillHopperWide
 
-        kernel = PrefillHopper(
+        kernel = (PrefillHopperWide if self.is_wide else PrefillHopperEarly if self.early else PrefillHopper)(
             dtype=numeric_type(self.dtype),
             head_dim=self.head_dim,
             key_tile=self.key_tile,
@@ -141,7 +160,7 @@ class HopperPrefillVariant:
             consumer_registers=self.consumer_registers,
             boxes=self.boxes,
             box_rows=self.box_rows,
-            turns=self.consumers > 1,
+            turns=self.consumers > 1 and not self.is_wide,
             ctas_per_sm=self.ctas_per_sm,
         )
         return kernel, kernel.arguments()
@@ -328,7 +347,10 @@ PREFILL_HOPPER = tuple(
     )
 )
 
-PREFILL_HOPPER += tuple(replace(v, boxes=True) for v in PREFILL_HOPPER)
+# Heads of 256 have one buffer of queries. Where it is free early, thread blocks are persistent in long calls.
+PREFILL_HOPPER += tuple(
+    replace(v, boxes=True, early=v.query_buffers == 1 and v.cache == "same") for v in PREFILL_HOPPER
+)
 
 # Three consumers of 80 dims would spill where cp.async copies keys, and small thread blocks are slower there.
 PREFILL_HOPPER += tuple(
@@ -351,6 +373,21 @@ PREFILL_HOPPER += tuple(
 
 PREFILL_HOPPER += tuple(
     HopperPrefillVariant(dtype, 128, boxes=True, box_rows=LARGE_BOX_ROWS, **OF_128) for dtype in DTYPES
+)
+
+PREFILL_HOPPER += tuple(
+    HopperPrefillVariant(
+        dtype,
+        512,
+        key_tile=64,
+        num_stages=4,  # barriers: those of two parts of the keys of two tiles
+        query_buffers=1,
+        producer_registers=40,
+        consumer_registers=232,
+        boxes=True,
+        early=True,
+    )
+    for dtype in DTYPES
 )
 
 PREFILL_FP8 = (
@@ -409,7 +446,7 @@ def prefilling_on_hopper(
 ) -> HopperPrefillVariant | None:
     """The compiled variant with warpgroup matrix products for a head dimension, or None. boxes: see there."""
     fitting = [v for v in PREFILL_HOPPER if v.dtype == dtype and v.cache == cache and v.box_rows == BOX_ROWS]
-    return _fitting(fitting, head_dim, length, boxes)
+    return _fitting([v for v in fitting if boxes or not v.boxes], head_dim, length, boxes)
 
 
 def in_large_boxes(variant: HopperPrefillVariant) -> HopperPrefillVariant:
