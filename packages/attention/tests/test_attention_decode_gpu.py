@@ -6,10 +6,11 @@ import math
 
 import pytest
 import torch
+from bounds import ELEMENTWISE, assert_lse_alike, assert_outputs_alike, relative
 from decode_oracle import LENGTHS, Call, assert_exact, bits, check, made
 from decode_oracle import same_bits as same
 
-from kestrel_attention import flash_attn_with_kvcache, merge_attention_states, tau_tail
+from kestrel_attention import MORE_WARPS, flash_attn_with_kvcache, merge_attention_states, tau_tail
 from kestrel_runtime import backend
 from kestrel_runtime.testing import canary, graph_replay, large_allocation
 
@@ -83,7 +84,8 @@ def test_any_number_of_splits(splits, kind):
 def test_one_split_for_more_warps(heads, kv_heads, queries, dtype, how):
     """Heads of 128: kernels of eight warps."""
     lengths = (0, 1, 17, 100, 128, 129, 300, -1, 1000, 5000)
-    check(made("same", heads, kv_heads, 128, 16, lengths, queries, dtype=dtype), causal=True, num_splits=-1, **how)
+    call = made("same", heads, kv_heads, 128, 16, lengths, queries, dtype=dtype)
+    check(call, causal=True, num_splits=MORE_WARPS, **how)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "size", "kind"), [(32, 4, 128, "e4m3"), (16, 2, 512, "same")])
@@ -257,7 +259,8 @@ def test_nan_in_a_query_stays_with_its_row_of_many(size, kind):
     got, got_lse = call.run(causal=True)
     assert bool(got[0, 2, 5].isnan().all())
     got[0, 2, 5], got_lse[0, 5, 2] = want[0, 2, 5], want_lse[0, 5, 2]
-    torch.testing.assert_close((got, got_lse), (want, want_lse), rtol=2**-7, atol=1e-5)
+    assert_outputs_alike(got, want)
+    assert_lse_alike(got_lse, want_lse)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -277,8 +280,8 @@ def test_three_queries_at_once_are_those_one_by_one():
     for i in range(3):
         one = Call(three.kind, three.q[:, i : i + 1], three.caches, three.table, three.lengths - 2 + i)
         got, got_lse = one.run(causal=True)
-        torch.testing.assert_close(got[:, 0], out[:, i], rtol=2**-7, atol=1e-5)
-        torch.testing.assert_close(got_lse[..., 0], lse[..., i], rtol=1e-6, atol=1e-6)
+        assert_outputs_alike(got[:, 0], out[:, i])
+        assert_lse_alike(got_lse[..., 0], lse[..., i])
 
 
 @pytest.mark.parametrize("storage", [torch.bfloat16, FP8])
@@ -485,8 +488,7 @@ def test_tau_tail_is_the_reference(heads, kv_heads, columns, dtype, integers, to
             tau_tail(want, linear, table, positions, heads, 64)
         tau_tail(qkv, linear, table, positions, heads, 64)
         assert_intact()
-        eps = torch.finfo(dtype).eps if dtype != torch.float32 else 1e-6
-        torch.testing.assert_close(qkv, want, rtol=eps, atol=1e-6)
+        torch.testing.assert_close(qkv, want, rtol=relative(dtype, ELEMENTWISE), atol=ELEMENTWISE)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -501,6 +503,5 @@ def test_merging_is_the_reference(tokens, heads, size, dtype):
     got = merge_attention_states(out_a, lse_a, out_b, lse_b)
     with backend("reference"):
         want = merge_attention_states(out_a, lse_a, out_b, lse_b)
-    eps = torch.finfo(dtype).eps if dtype != torch.float32 else 2e-6
-    torch.testing.assert_close(got[0], want[0], rtol=eps, atol=1e-6)
-    torch.testing.assert_close(got[1], want[1], rtol=2e-6, atol=2e-6)
+    torch.testing.assert_close(got[0], want[0], rtol=relative(dtype, 2 * ELEMENTWISE), atol=ELEMENTWISE)
+    torch.testing.assert_close(got[1], want[1], rtol=2 * ELEMENTWISE, atol=2 * ELEMENTWISE)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from bounds import LSE, ROUNDING, SUMS, relative
 
 from kestrel_attention import (
     flash_attn_func,
@@ -40,10 +41,9 @@ def by_reference(function, *args, **kwargs):
 
 
 def assert_alike(got: tuple[torch.Tensor, ...], want: tuple[torch.Tensor, ...]) -> None:
-    """One unit in the last place for the rounding, and float32 sums in another order."""
+    """Outputs and LSEs that both round sums in float32, in another order."""
     for a, b in zip(got, want, strict=True):
-        eps = torch.finfo(b.dtype).eps if b.dtype != torch.float32 else 1e-6
-        torch.testing.assert_close(a.cpu(), b.cpu(), rtol=eps, atol=1e-5)
+        torch.testing.assert_close(a.cpu(), b.cpu(), rtol=relative(b.dtype, LSE), atol=SUMS)
 
 
 def decode_inputs(storage: torch.dtype, dtype: torch.dtype, seed: int, queries: int = 1) -> list[torch.Tensor]:
@@ -174,7 +174,7 @@ def test_tau_tail_of_one_token_whose_position_has_a_stride():
     by_reference(tau_tail, want, tok, table, positions, HEADS, SIZE)
     got = qkv.cuda()
     tau_tail(got, tok.cuda(), table.cuda(), torch.arange(7, 20, device="cuda")[::5][:1], HEADS, SIZE)
-    torch.testing.assert_close(got.cpu(), want, rtol=2**-7, atol=0)
+    torch.testing.assert_close(got.cpu(), want, rtol=ROUNDING[want.dtype], atol=0)
 
 
 @large_allocation(gib=5)

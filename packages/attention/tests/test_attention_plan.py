@@ -305,6 +305,13 @@ def test_blocks_combine_neither_one_split_nor_more_than_four(pages):
     assert (plan.combine is None) == (pages == 512)
 
 
+@pytest.mark.parametrize(("batch", "fewer"), [(1, False), (132, False), (133, True)])
+def test_more_blocks_than_multiprocessors_over_int4_take_a_kernel_of_fewer_stages(batch, fewer):
+    case = problem(batch=batch, cache="int4", page_size=64, pages=8)
+    assert plan_decode(case).variant.num_stages == (2 if fewer else 4)
+    assert plan_decode(replace(case, has_wide_kernels=False)).variant.num_stages == 4
+
+
 @pytest.mark.parametrize(
     ("how", "warps"),
     [

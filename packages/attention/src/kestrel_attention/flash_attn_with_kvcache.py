@@ -22,6 +22,20 @@ _is_compiling = torch.compiler.is_dynamo_compiling
 _TENSOR = object()  # stands for any tensor in the key of a call
 
 
+class Given:
+    """Which of the optional arguments of a call are tensors: bits of an integer, as an IntFlag takes longer to add."""
+
+    BLOCK_TABLE = 1
+    NEW = 2  # k and v
+    K_SCALE = 4
+    V_SCALE = 8
+    OWN_V_SCALE = 16  # another tensor than k_scale
+    INT4 = 32
+    SINKS = 64
+    OUT = 128
+    OWN_OUT = 256  # another tensor than q
+
+
 def flash_attn_with_kvcache(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -76,8 +90,9 @@ def flash_attn_with_kvcache(
         <= p; window (left, right) keeps p - left .. p + right, -1 is unbounded.
     softcap: scores become softcap * tanh(scores / softcap); 0 is off.
     prefix_len: an int or int32 [B]; keys below it are visible to all queries whatever causal and window say.
-    num_splits: the most splits of a sequence (split-KV); 0: chosen from each length. Changes rounding only. -1: one
-        split for twice the warps where such a kernel exists (Hopper, 16-bit heads of 128): faster for few short ones.
+    num_splits: the most splits of a sequence (split-KV); 0: chosen from each length. kestrel_attention.MORE_WARPS (-1):
+        one split for a kernel of twice the warps where there is one (Hopper, 16-bit heads of 128), which is faster for
+        few short sequences. Changes rounding only.
     sinks: float32, bf16 or fp16 [H]: one more logit of each head in the sum of exponentials, without a value. The LSE
         includes it; it is that of a query that sees no key.
     return_lse: also return the natural log of the sum of exponentials, float32 [B, H, Sq].
@@ -88,15 +103,13 @@ def flash_attn_with_kvcache(
     in a value that the sequence holds may reach all queries of that sequence and KV head, masked or not.
     A sequence's rows are the same, bit for bit, whatever the other sequences and the width of block_table; over an FP8
     cache a table with room for more than 1 GiB of a sequence's keys and values in 16 bits may change roundings.
-    Kernels cover up to 16 queries in bf16 or fp16 over rows aligned to 16 bytes: caches of their dtype or e4m3 with any
-    such D up to 256, and 512; INT8 with D 64, 128, 256; e5m2 and INT4 with 64, 128. With the extra ``[jit]`` INT8 and
-    e5m2 of other D up to 256 are compiled on first use. More queries, and any number with sinks: caches of their dtype
-    with D of a multiple of 8, INT8 and FP8 of 16 up to 512, INT4 of 64 up to 512 (integers up to 256 with k and v);
-    integer codes are rounded to the queries' dtype once dequantised, 1 GiB at a time or all keys of a sequence that
-    block_table has room for, n * P * Hk * D up to 2^31. Other calls run by reference. A kernel appends k and v bit for
-    bit as the reference does; all memory is allocated before it. Limits of kernels: INT4 takes bf16 queries below
-    2^102, and key scales far below the largest of their page and head lose precision; with INT8 value scales below
-    2^-100, out has an error of up to 2^-118 for each key.
+    Kernels cover bf16 and fp16 queries over rows aligned to 16 bytes; the table in the package's README lists the head
+    sizes of each cache. Other calls run by reference. A kernel appends k and v bit for bit as the reference does; all
+    memory is allocated before it. Limits of kernels:
+    - INT4: queries in bf16 are below 2^102. Key scales far below the largest of their page and head lose precision.
+    - INT8: where value scales are below 2^-100, out has an error of up to 2^-118 for each key.
+    - INT8 and INT4 in prefill: codes are rounded to the queries' dtype once dequantised, 1 GiB at a time, or all keys
+      of a sequence that block_table has room for, n * P * Hk * D up to 2^31.
     Raises TypeError for a wrong dtype or a missing tensor, ValueError for a wrong shape, stride, range or device,
     UnsupportedError for an INT4 cache with pages of other than 64 slots.
     Semantics: ``flash_attn_with_kvcache`` of flash-attn; INT4: Liu et al., "KIVI", arXiv 2402.02750.
@@ -115,39 +128,39 @@ def flash_attn_with_kvcache(
     key = None
     if not _is_compiling():
         tensors: tuple[Any, ...] = (q, k_cache, v_cache, cache_seqlens)
-        given = 0  # says which of the optional arguments are tensors
+        given = 0
         if block_table is not None:
             tensors += (block_table,)
-            given = 1
+            given += Given.BLOCK_TABLE
         if k is not None or v is not None:
             tensors += (k, v)
-            given += 2
+            given += Given.NEW
         if k_scale is not None:
             tensors += (k_scale,)
-            given += 4
+            given += Given.K_SCALE
         if v_scale is not None:
-            given += 8
+            given += Given.V_SCALE
             if v_scale is not k_scale:
                 tensors += (v_scale,)
-                given += 16
+                given += Given.OWN_V_SCALE
         if k_tail is not None or k_zero is not None or v_zero is not None or seq_ids is not None:
             tensors += (k_zero, v_zero, k_tail, seq_ids)
-            given += 32
+            given += Given.INT4
         prefix = prefix_len
         if prefix_len is not None and type(prefix_len) is not int:
             tensors += (prefix_len,)
             prefix = _TENSOR
         if sinks is not None:
             tensors += (sinks,)
-            given += 64
+            given += Given.SINKS
         if out is not None:
-            given += 128
+            given += Given.OUT
             if out is not q:
                 tensors += (out,)
-                given += 256
+                given += Given.OWN_OUT
         try:
             result = None
-            bound = _hot_calls.again(tensors, given, softmax_scale, causal, window_size, softcap, num_splits, prefix)
+            bound = _hot_calls.repeated(tensors, given, softmax_scale, causal, window_size, softcap, num_splits, prefix)
             if bound is not None and type(return_lse) is bool:
                 result = bound(tensors, out, return_lse)
                 if result is not None:

@@ -62,13 +62,16 @@ class HotCalls:
         return None
 
     def remember(self, matches: Callable[..., bool], launch: Any, given: int, *numbers: Any) -> None:
-        """Have :func:`again` find a launch. given: which optional tensors its call has."""
+        """Have :func:`repeated` find a launch. given: which optional tensors its call has."""
         self._last = (matches, launch, given, *numbers)
 
-    def again(self, tensors: Sequence[torch.Tensor], given: int, a: Any, b: Any, c: Any, d: Any, e: Any, f: Any) -> Any:
+    def repeated(
+        self, tensors: Sequence[torch.Tensor], given: int, a: Any, b: Any, c: Any, d: Any, e: Any, f: Any
+    ) -> Any:
         """The remembered launch, if a call has the very objects as numbers, and tensors of the same forms.
 
-        It takes no key: most calls are like the one before, in another layer of a model.
+        It takes no key: most calls are like the one before, in another layer of a model. Six comparisons in a row take
+        less time than a loop over tuples.
         """
         matches, launch, given_last, a_last, b_last, c_last, d_last, e_last, f_last = self._last
         if given != given_last or a is not a_last or b is not b_last or c is not c_last or d is not d_last:

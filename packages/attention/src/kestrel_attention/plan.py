@@ -23,6 +23,7 @@ from .kernels.variants import (
     compilable,
     covering,
     covering_few,
+    covering_many,
     covering_wide,
 )
 
@@ -213,6 +214,8 @@ def plan_decode(problem: DecodeProblem) -> DecodePlan:
             variant = joining
     if problem.num_splits == MORE_WARPS and problem.has_wide_kernels and not wide:
         variant = covering_few(problem.dtype, problem.cache, problem.head_dim) or variant
+    if blocks * num_splits > MULTIPROCESSORS and problem.has_wide_kernels:
+        variant = covering_many(problem.dtype, problem.cache, problem.head_dim) or variant
     combines = num_splits > variant.splits_per_block
     partial_rows = blocks * num_splits * BLOCK_ROWS if combines else 0
     if partial_rows >= MAX_PARTIAL_ROWS:

@@ -223,7 +223,7 @@ class Decode(DecodeLoads, DecodeEpilogue):
                 for i in cutlass.range_constexpr(steps):
                     self.load_pages(rPages[i], pages, self.table_entries(pages, start, tile_idx + i * step, lane), end)
             shared = cute.arch.get_dyn_smem(Float32, alignment=128)
-            stages = Int32(shared.toint()) + warp * self.tiles.warp_bytes
+            stages = self.stages_of(shared, warp)
             split = Split(start, end, (cutlass.max(end - start, 0) + TILE_KEYS - 1) // TILE_KEYS)
             tail_ptr = None
             if cutlass.const_expr(self.tiles.format.tail):
@@ -260,6 +260,11 @@ class Decode(DecodeLoads, DecodeEpilogue):
             loads = Loads(shared, stages, rPages, rOffsets, pages, base, split)
             scoring, tail_source = Scoring(sVisible, scale, softcap), TailSource(tail_row, tail_ptr)
             self.attend(rQ, loads, rows, scoring, results, extra, tail_source, warp, lane)
+
+    @cute.jit
+    def stages_of(self, shared, warp):
+        """The address of a warp's first stage."""
+        return Int32(shared.toint()) + warp * self.tiles.warp_bytes
 
     @cute.jit
     def row_block_of(self, rows: Rows, j):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from kestrel_runtime.cute_dsl.variants import capability, supports_pdl
@@ -32,6 +33,10 @@ class DecodeVariant:
     two_term_p: bool = True
     row_blocks: int = 1
     """Of BLOCK_ROWS rows, for which a thread block reads keys and values once."""
+    wgmma_key_stages: int = 0
+    """Of the stages, those of keys in a kernel of warpgroup products (decode_hopper.py); 0: another kernel."""
+    for_many: bool = False
+    """Faster than another variant in launches of more thread blocks than SMs, with equal results."""
     vector_loads: bool = True
     archs: tuple[str, ...] = ARCHS
 
@@ -43,7 +48,8 @@ class DecodeVariant:
     def name(self) -> str:
         warps = self.splits_per_block * self.warps
         rows = f"_r{self.rows}" if self.row_blocks > 1 else ""
-        return f"decode_{self.dtype}_{self.cache}_d{self.head_dim}{'p' if self.padded else ''}_w{warps}{rows}"
+        many = "_many" if self.for_many else ""
+        return f"decode_{self.dtype}_{self.cache}_d{self.head_dim}{'p' if self.padded else ''}_w{warps}{rows}{many}"
 
     @property
     def rows(self) -> int:
@@ -77,7 +83,13 @@ class DecodeVariant:
             num_stages = min(num_stages, self.stages_in(92 * 1024, self.splits_per_block * warps, slices))
         if capability(arch) != 90:  # where these registers were counted
             ctas_per_sm = max(1, ctas_per_sm - 1)
-        tiles = (int4.PageTiles if self.cache == "int4" else WarpTiles)(
+        tiles_of = int4.PageTiles if self.cache == "int4" else WarpTiles
+        kernel_of = Decode
+        if self.wgmma_key_stages:
+            from .decode_hopper import DecodeWide, WideTiles
+
+            kernel_of, tiles_of = DecodeWide, partial(WideTiles, key_stages=self.wgmma_key_stages)
+        tiles = tiles_of(
             format=cache_formats[self.cache](),
             head_dim=self.head_dim,
             padded=self.padded,
@@ -88,7 +100,7 @@ class DecodeVariant:
             two_term_p=self.two_term_p,
             row_blocks=self.row_blocks,
         )
-        kernel = Decode(dtype, self.splits_per_block, tiles, ctas_per_sm, supports_pdl(arch))
+        kernel = kernel_of(dtype, self.splits_per_block, tiles, ctas_per_sm, supports_pdl(arch))
         return kernel, kernel.arguments(self.cache)
 
 
@@ -209,23 +221,29 @@ def _decode_variants(dtype: str) -> tuple[DecodeVariant, ...]:
 QUANTISED = (
     DecodeVariant(EITHER, "int4", 128, padded=False, warps=4, tiles_per_step=4, num_stages=2, ctas_per_sm=2),
     DecodeVariant(EITHER, "int4", 64, padded=False, warps=4, tiles_per_step=4, num_stages=4, ctas_per_sm=3),
-    DecodeVariant(EITHER, "int8", 64, padded=False, warps=4, tiles_per_step=2, num_stages=4, ctas_per_sm=4),
+    DecodeVariant(EITHER, "int8", 64, padded=False, warps=4, tiles_per_step=2, num_stages=3, ctas_per_sm=4),
     DecodeVariant(EITHER, "int8", 128, padded=False, warps=8, tiles_per_step=1, num_stages=4, ctas_per_sm=2),
     DecodeVariant(EITHER, "int8", 256, padded=False, warps=4, tiles_per_step=1, num_stages=4, ctas_per_sm=2),
     DecodeVariant(EITHER, "e5m2", 64, padded=False, warps=4, tiles_per_step=2, num_stages=4, ctas_per_sm=4),
     DecodeVariant(EITHER, "e5m2", 128, padded=False, warps=8, tiles_per_step=1, num_stages=4, ctas_per_sm=2),
 )
 
-# 255 registers allow two CTAs per SM of four warps. d64 with 16 rows takes fewer.
+# Of mma.sync 255 registers allow two CTAs per SM of four warps; d64 with 16 rows takes fewer. Over d128, warpgroup
+# products: two warpgroups of 128 registers, whose stages, weights and queries take half of the shared memory of an SM.
+WGMMA = {"warps": 8, "tiles_per_step": 1, "num_stages": 2, "ctas_per_sm": 2, "wgmma_key_stages": 1}
 WIDE = tuple(
     DecodeVariant(dtype, cache, head_dim, padded=False, row_blocks=row_blocks, archs=WIDE_ARCHS, **fields)
     for dtype in DTYPES
     for row_blocks in (2, 4)
     for cache, head_dim, fields in (
         ("same", 64, {"warps": 4, "tiles_per_step": 1, "num_stages": 6, "ctas_per_sm": 3 if row_blocks == 2 else 2}),
-        ("same", 128, {"warps": 4, "tiles_per_step": 2, "num_stages": 2, "ctas_per_sm": 2}),
+        (
+            "same",
+            128,
+            {"warps": 4, "tiles_per_step": 2, "num_stages": 2, "ctas_per_sm": 2} if row_blocks == 2 else WGMMA,
+        ),
         ("e4m3", 64, {"warps": 4, "tiles_per_step": 2, "num_stages": 4, "ctas_per_sm": 3 if row_blocks == 2 else 2}),
-        ("e4m3", 128, {"warps": 4, "tiles_per_step": 2, "num_stages": 4, "ctas_per_sm": 2}),
+        ("e4m3", 128, {"warps": 8, "tiles_per_step": 1, "num_stages": 4, "ctas_per_sm": 2, "wgmma_key_stages": 2}),
     )
 )
 
@@ -237,11 +255,15 @@ FEW = tuple(
     for dtype in DTYPES
 )
 
+# The same with fewer stages, for launches of more thread blocks than SMs; results are equal.
+MANY = (replace(QUANTISED[1], num_stages=2, for_many=True, archs=WIDE_ARCHS),)
+
 VARIANTS = (
     *(variant for dtype in DTYPES for variant in _decode_variants(dtype)),
     *QUANTISED,
     *WIDE,
     *FEW,
+    *MANY,
     *(CombineVariant(dtype, warps) for dtype in DTYPES for warps in (1, COMBINE_WARPS)),
     *(AppendVariant(dtype, cache) for dtype in DTYPES for cache in ("same", "e4m3")),
     *(AppendVariant(EITHER, cache) for cache in ("e5m2", "int8", "int4")),
@@ -256,7 +278,7 @@ NAMED = {variant.name: variant for variant in VARIANTS}
 def covering(dtype: str, cache: str, head_dim: int) -> tuple[DecodeVariant, ...]:
     """The compiled decode variants for a head dimension, fewest warps first; their results are equal."""
     fitting = [v for v in VARIANTS if isinstance(v, DecodeVariant) and v.dtype in (dtype, EITHER) and v.cache == cache]
-    fitting = [v for v in fitting if v.row_blocks == 1 and v not in FEW]
+    fitting = [v for v in fitting if v.row_blocks == 1 and v not in (*FEW, *MANY)]
     exact = tuple(v for v in fitting if v.head_dim == head_dim and not v.padded)
     return exact or tuple(v for v in fitting if v.padded and head_dim < v.head_dim)[:1]
 
@@ -270,6 +292,11 @@ def covering_wide(dtype: str, cache: str, head_dim: int, rows: int) -> tuple[Dec
 def covering_few(dtype: str, cache: str, head_dim: int) -> DecodeVariant | None:
     """The compiled decode variant for one split of few sequences, or None."""
     return next((v for v in FEW if (v.dtype, v.cache, v.head_dim) == (dtype, cache, head_dim)), None)
+
+
+def covering_many(dtype: str, cache: str, head_dim: int) -> DecodeVariant | None:
+    """The compiled decode variant for more thread blocks than SMs, or None."""
+    return next((v for v in MANY if v.dtype in (dtype, EITHER) and (v.cache, v.head_dim) == (cache, head_dim)), None)
 
 
 def compilable(dtype: str, cache: str, head_dim: int) -> tuple[DecodeVariant, ...]:
