@@ -19,6 +19,8 @@ _SMALL = 1 << 22  # up to here, tiles of 64 tokens take up to 128
 _LARGE = 1 << 27  # from here on, tiles of 256 rows take up to 64 tokens
 SPLITS = 8  # of K, at most
 _K_STEP = 128
+_TOKENS_OF_CLUSTERS = 16  # of w4a16_kernel: beyond them, and without clusters, a second kernel may add slices up
+_MOST_PARTIAL = 1 << 23  # floats for their sums: kMaxPartial of csrc/w4a16.cu
 
 
 class Tile(NamedTuple):
@@ -92,7 +94,10 @@ class Plan(NamedTuple):
 def plan(tokens: int, rows: int, columns: int, sms: int) -> Plan:
     """The plan for x [tokens, columns] and a weight [rows, columns]. sms: of the GPU if it has wgmma, else 0."""
     if not sms or tokens <= 16 or tokens > _WGMMA_TOKENS or rows * columns < _LEAST:
-        return Plan("mma" if tokens <= MMA_TOKENS else "vendor")
+        if tokens > MMA_TOKENS:
+            return Plan("vendor")
+        in_cluster = sms and tokens <= _TOKENS_OF_CLUSTERS
+        return Plan("mma", scratch=0 if in_cluster else min(SPLITS * tokens * rows, _MOST_PARTIAL))
     return _on_hopper(-(-tokens // 32) * 32, rows, columns, sms)
 
 
